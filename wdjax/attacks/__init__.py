@@ -1,0 +1,1 @@
+"""Attacks: every factory returns a :class:`wdjax.Attack` for :func:`wdjax.run`."""

@@ -1,0 +1,310 @@
+r"""The l_r geometry of the papers: norms, dual maximisers (1), ball projections (2), ||J||_{r->s}.
+
+Points come in batches ``[n, *shape]``; a norm is taken over everything but the first axis.
+``norm`` is always one of 1, 2 and ``jnp.inf``.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+NORMS = (1, 2, math.inf)
+NAMES = {"l1": 1, "l2": 2, "linf": math.inf}
+
+
+class Bounds(NamedTuple):
+    """A closed interval ``[lower, upper]`` that holds the true value."""
+
+    lower: jax.Array
+    upper: jax.Array
+
+
+def check_norm(norm):
+    """Returns ``norm``, or raises the ``ValueError`` that says which norms there are."""
+    if norm not in NORMS:
+        raise ValueError(f"norm must be 1, 2 or inf, got {norm!r}.")
+    return norm
+
+
+def dual(norm):
+    """The dual exponent ``s`` with ``1/r + 1/s = 1``.
+
+    >>> dual(1), dual(2), dual(math.inf)
+    (inf, 2, 1)
+    """
+    return {1: math.inf, 2: 2, math.inf: 1}[check_norm(norm)]
+
+
+def _rows(x):
+    return x.reshape(x.shape[0], -1)
+
+
+def _like(v, x):
+    return v.reshape(v.shape + (1,) * (x.ndim - v.ndim))
+
+
+def lp_norm(x, norm):
+    """The l_r norm of every row, with gradient 0 (not NaN) at the origin.
+
+    Args:
+      x: ``[n, *shape]`` floats.
+      norm: 1, 2 or inf.
+
+    Returns:
+      ``[n]`` norms, in the units of ``x``.
+
+    >>> lp_norm(jnp.array([[3.0, -4.0]]), 2).tolist()
+    [5.0]
+    """
+    check_norm(norm)
+    x = _rows(x)
+    if norm == 1:
+        return jnp.sum(jnp.abs(x), axis=-1)
+    if norm == math.inf:
+        return jnp.max(jnp.abs(x), axis=-1, initial=0.0)
+    # Scaled by its largest entry, so that neither tiny nor huge rows under- or overflow.
+    scale = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=-1, initial=0.0))
+    scale = jnp.where(scale > 0, scale, 1.0)
+    square = jnp.sum((x / scale[:, None]) ** 2, axis=-1)
+    return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0) * scale
+
+
+def dual_maximizer(g, norm):
+    r"""The direction ``argmax { <g, h> : ||h||_r = 1 }`` of every row: ``M_r`` of equation 1.
+
+    A zero gradient has no maximiser; it gives the zero vector, so that a step stays where it is.
+
+    Args:
+      g: ``[n, *shape]`` floats.
+      norm: 1, 2 or inf.
+
+    Returns:
+      ``[n, *shape]`` rows of l_r norm 1 (0 where ``g`` is 0). For 1, the first of several largest
+      entries; for inf, coordinates with gradient 0 do not move.
+
+    Source: Le et al., equation 1.
+
+    >>> dual_maximizer(jnp.array([[3.0, -4.0]]), 1).tolist()
+    [[0.0, -1.0]]
+    """
+    check_norm(norm)
+    if norm == math.inf:
+        return jnp.sign(g)
+    rows = _rows(g)
+    if norm == 2:
+        length = lp_norm(rows, 2)[:, None]
+        unit = rows / jnp.where(length > 0, length, 1.0)
+    else:
+        top = jnp.argmax(jnp.abs(rows), axis=-1)
+        unit = jax.nn.one_hot(top, rows.shape[-1], dtype=g.dtype) * jnp.sign(rows)
+    return unit.reshape(g.shape)
+
+
+def _interval(center, radius):
+    """``center -+ radius``, rounded towards ``center`` so that no float lies outside the ball."""
+    low, high = center - radius, center + radius
+    up = jnp.nextafter(jax.lax.stop_gradient(low), jnp.inf)
+    down = jnp.nextafter(jax.lax.stop_gradient(high), -jnp.inf)
+    low = jnp.where(center - low > radius, up, low)
+    high = jnp.where(high - center > radius, down, high)
+    return low, high
+
+
+def project(z, center, radius, norm):
+    r"""The Euclidean projection of ``z`` on the ball ``||x - center||_r <= radius``: equation 2.
+
+    Args:
+      z: ``[n, *shape]`` floats.
+      center: ``[n, *shape]`` floats.
+      radius: a number or ``[n]``, at least 0; radius 0 gives ``center`` itself.
+      norm: 1, 2 or inf.
+
+    Returns:
+      ``[n, *shape]`` points of the balls.
+
+    Cost: elementwise; ``O(d log d)`` a row for norm 1 (a sort).
+
+    Source: Le et al., equation 2.
+
+    >>> project(jnp.array([[3.0, 4.0]]), jnp.zeros((1, 2)), 1.0, 2).round(4).tolist()
+    [[0.6, 0.8]]
+    """
+    check_norm(norm)
+    radius = jnp.broadcast_to(jnp.asarray(radius, z.dtype), z.shape[:1])
+    if norm == math.inf:
+        low, high = _interval(center, _like(radius, z))
+        return jnp.clip(z, low, high)
+    delta = z - center
+    if norm == 2:
+        length = lp_norm(delta, 2)
+        outside = length > radius
+        scale = jnp.where(outside, radius / jnp.where(outside, length, 1.0), 1.0)
+        return jnp.where(_like(outside, z), center + delta * _like(scale, z), z)
+    ball = jax.vmap(optax.projections.projection_l1_ball)
+    outside = lp_norm(delta, 1) > radius
+    safe = jnp.where(radius > 0, radius, 1.0)
+    moved = _like(radius > 0, z) * ball(delta, safe)
+    return jnp.where(_like(outside, z), center + moved, z)
+
+
+def retract(z, center, radius, norm, box=None):
+    """A point of the ball and the box near ``z``: the ball's projection, then the box's.
+
+    Always feasible when ``center`` is in the box, since clipping moves every coordinate towards
+    ``center``; the exact projection of :func:`project_in_box` for norm inf only. Attacks use this
+    one: it needs no search.
+
+    >>> retract(jnp.array([[2.0, -1.0]]), jnp.array([[0.9, 0.5]]), 0.25, jnp.inf, (0, 1)).tolist()
+    [[1.0, 0.25]]
+    """
+    inside = project(z, center, radius, norm)
+    return inside if box is None else jnp.clip(inside, *box)
+
+
+def project_in_box(z, center, radius, norm, box):
+    r"""The Euclidean projection of ``z`` on the intersection of a ball and a box, exactly.
+
+    The multiplier of the ball is found by sorting the break points of its piecewise quadratic (2)
+    or linear (1) equation.
+
+    Args:
+      z: ``[n, *shape]`` floats.
+      center: ``[n, *shape]`` floats inside the box.
+      radius: a number or ``[n]``, at least 0.
+      norm: 1, 2 or inf.
+      box: ``(low, high)`` numbers.
+
+    Returns:
+      ``[n, *shape]`` points.
+
+    Cost: ``O(d log d)`` a row.
+
+    >>> z, x = jnp.array([[2.0, 0.5]]), jnp.array([[0.5, 0.5]])
+    >>> project_in_box(z, x, 1.0, 2, (0.0, 1.0)).tolist()
+    [[1.0, 0.5]]
+    """
+    check_norm(norm)
+    if norm == math.inf:
+        return retract(z, center, radius, norm, box)
+    radius = jnp.broadcast_to(jnp.asarray(radius, z.dtype), z.shape[:1])
+    delta = _rows(z - center)
+    room = jnp.where(delta > 0, box[1] - _rows(center), _rows(center) - box[0])
+    solve = _shrink_l2 if norm == 2 else _shrink_l1
+    length = jax.vmap(solve)(jnp.abs(delta), room, radius)
+    moved = _rows(center) + jnp.sign(delta) * length
+    return jnp.clip(moved, *box).reshape(z.shape)
+
+
+def _shrink_l2(size, room, radius):
+    """``min(t size, room)`` for the largest ``t <= 1`` whose l2 norm is at most ``radius``."""
+    at = jnp.where(size > 0, room / jnp.where(size > 0, size, 1.0), jnp.inf)
+    order = jnp.argsort(at)
+    at, bound, slope = at[order], room[order] ** 2, size[order] ** 2
+    full = jnp.cumsum(bound) - bound
+    free = jnp.cumsum(slope[::-1])[::-1]
+    # On the segment that ends at break point k: t^2 free_k + full_k = radius^2.
+    t = jnp.sqrt(jnp.maximum(radius**2 - full, 0.0) / jnp.where(free > 0, free, 1.0))
+    ends_here = (t <= at) & (free > 0)
+    t = jnp.where(jnp.any(ends_here), t[jnp.argmax(ends_here)], 1.0)
+    return jnp.minimum(jnp.minimum(t, 1.0) * size, room)
+
+
+def _shrink_l1(size, room, radius):
+    """``clip(size - lam, 0, room)`` for the least ``lam >= 0`` whose sum is at most ``radius``."""
+    # min(max(a - lam, 0), b) = max(a - lam, 0) - max(a - b - lam, 0): break points a and a - b.
+    at = jnp.concatenate([size, size - room])
+    sign = jnp.concatenate([jnp.ones_like(size), -jnp.ones_like(size)])
+    order = jnp.argsort(-at)
+    at, sign = at[order], sign[order]
+    slope, level = jnp.cumsum(sign), jnp.cumsum(sign * at)
+    below = jnp.concatenate([at[1:], jnp.array([-jnp.inf], at.dtype)])
+    lam = (level - radius) / jnp.where(slope > 0, slope, 1.0)
+    ends_here = (slope > 0) & (lam >= below)
+    lam = jnp.maximum(lam[jnp.argmax(ends_here)], 0.0)
+    return jnp.clip(size - lam, 0.0, room)
+
+
+_ENUMERATED = 16
+_CHUNK = 256
+
+
+def operator_norm(jacobian, norm):
+    r"""Bounds on ``||J||_{r -> s} = max { ||J u||_s : ||u||_r = 1 }`` with ``s`` dual to ``r``.
+
+    Exact (lower = upper up to rounding) for r = 1, the largest entry; for r = 2, the spectral norm,
+    whose upper end is enlarged by the rounding error of the Gram matrix so that it is sound; and
+    for r = inf, the largest ``||J^T sigma||_1`` over sign vectors, as long as the smaller side of
+    ``J`` is at most 16. Beyond that, r = inf is NP-hard and the bounds part: alternating sign
+    ascent below, ``min(sum_k ||J_k||_1, sqrt(K d) ||J||_2)`` above.
+
+    Args:
+      jacobian: ``[K, d]`` floats; ``vmap`` for more.
+      norm: r, one of 1, 2 and inf.
+
+    Returns:
+      ``Bounds`` of scalars. The upper end carries a slack for float rounding.
+
+    Cost: ``O(K d)``; r = 2 ``O(min(K, d)^2 max(K, d))``; r = inf ``O(2^(min(K, d) - 1) K d)``.
+
+    Source: Le et al., equation 6; the sign enumeration is a standard fact.
+
+    >>> float(operator_norm(jnp.array([[1.0, -2.0], [3.0, 4.0]]), jnp.inf).lower)
+    8.0
+    """
+    check_norm(norm)
+    if jacobian.ndim != 2:
+        raise ValueError(f"jacobian must be a matrix [K, d], got shape {jacobian.shape}; use vmap.")
+    if jacobian.shape[0] > jacobian.shape[1]:
+        jacobian = jacobian.T  # ||J||_{r->s} = ||J^T||_{r->s} because s is dual to r.
+    with jax.default_matmul_precision("highest"):
+        if norm == 1:
+            value = jnp.max(jnp.abs(jacobian))
+            return Bounds(value, value)
+        return _spectral(jacobian) if norm == 2 else _inf_to_one(jacobian)
+
+
+def _slack(jacobian):
+    """Relative rounding error of a sum of as many products as the matrix has entries a side."""
+    return 4 * (sum(jacobian.shape) + 8) * jnp.finfo(jacobian.dtype).eps
+
+
+def _spectral(jacobian):
+    scale = jnp.max(jnp.abs(jacobian))
+    unit = jacobian / jnp.where(scale > 0, scale, 1.0)
+    values, vectors = jnp.linalg.eigh(unit @ unit.T)
+    frobenius = jnp.sum(unit**2)
+    # |fl(J J^T) - J J^T|_2 and the eigenvalue solver's error are both below this.
+    error = _slack(jacobian) * frobenius
+    upper = jnp.sqrt(jnp.maximum(values[-1], 0.0) + error)
+    lower = jnp.linalg.norm(vectors[:, -1] @ unit) * (1 - _slack(jacobian))
+    return Bounds(scale * lower, scale * upper * (1 + _slack(jacobian)))
+
+
+def _inf_to_one(jacobian):
+    rows = jacobian.shape[0]
+    if rows <= _ENUMERATED:
+        count = 2 ** (rows - 1)
+        width = min(count, _CHUNK)
+
+        def largest(start):
+            bits = (start + jnp.arange(width))[:, None] >> jnp.arange(rows)
+            signs = (1 - 2 * (bits & 1)).astype(jacobian.dtype)
+            return jnp.max(jnp.sum(jnp.abs(signs @ jacobian), axis=-1))
+
+        value = jnp.max(jax.lax.map(largest, jnp.arange(0, count, width)))
+        return Bounds(value, value * (1 + _slack(jacobian)))
+
+    def ascend(signs, _):
+        inputs = jnp.sign(signs @ jacobian)
+        signs = jnp.sign(inputs @ jacobian.T)
+        return jnp.where(signs == 0, 1.0, signs), None
+
+    start = jnp.concatenate([jnp.ones((1, rows)), 2 * jnp.eye(rows) - 1]).astype(jacobian.dtype)
+    signs, _ = jax.lax.scan(ascend, start, length=10)
+    lower = jnp.max(jnp.sum(jnp.abs(signs @ jacobian), axis=-1))
+    whole = jnp.sum(jnp.abs(jacobian))
+    spectral = _spectral(jacobian).upper * math.sqrt(math.prod(jacobian.shape))
+    return Bounds(lower, jnp.minimum(whole, spectral) * (1 + _slack(jacobian)))

@@ -1,0 +1,61 @@
+"""One device, then many: pad a batch, split it over a mesh, gather and unpad the results."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+AXIS = "batch"
+
+
+def data_mesh(devices=None) -> Mesh:
+    """A one-axis mesh over the given devices (all by default) for data parallelism.
+
+    Args:
+      devices: a sequence of JAX devices.
+
+    Returns:
+      A mesh with the single axis ``"batch"``, to pass to :func:`wdjax.run`.
+
+    >>> data_mesh(jax.devices()[:1]).axis_names
+    ('batch',)
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    if not devices:
+        raise ValueError("a mesh needs at least one device, got none.")
+    return jax.make_mesh((len(devices),), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
+
+
+def padded_size(n: int, mesh: Mesh | None) -> int:
+    """The least multiple of the mesh's size that holds ``n`` samples."""
+    count = 1 if mesh is None else mesh.size
+    return -(-n // count) * count
+
+
+def pad(tree, size: int):
+    """Repeats the last sample of every leaf until there are ``size``."""
+
+    def extend(leaf):
+        missing = size - leaf.shape[0]
+        return jnp.concatenate([leaf, jnp.repeat(leaf[-1:], missing, axis=0)]) if missing else leaf
+
+    return jax.tree.map(extend, tree)
+
+
+def replicate(tree, mesh: Mesh | None):
+    """Puts every leaf whole on every device of the mesh."""
+    return tree if mesh is None else jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+
+
+def shard(tree, mesh: Mesh | None):
+    """Splits the first axis of every leaf over the mesh."""
+    return tree if mesh is None else jax.device_put(tree, NamedSharding(mesh, PartitionSpec(AXIS)))
+
+
+def gather(tree, n: int, mesh: Mesh | None):
+    """The first ``n`` samples of every leaf, off the mesh."""
+
+    def first(leaf):
+        return jnp.asarray(np.asarray(leaf)[:n]) if mesh is not None else leaf[:n]
+
+    return jax.tree.map(first, tree)
