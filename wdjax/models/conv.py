@@ -1,0 +1,71 @@
+"""Convolution as PyTorch defines it, computed the way the device at hand is fast at."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_NHWC = ("NHWC", "HWIO", "NHWC")
+
+
+def conv(x, kernel, stride=1, padding=0, groups=1):
+    """Cross-correlation of NHWC images with an HWIO kernel.
+
+    An accelerator gets ``lax.conv_general_dilated``. XLA's CPU code for it is several times slower
+    than the machine for a few shapes, so there, and only while tracing for the CPU, the same sum is
+    arranged differently (``bench/conv.py`` measures every choice, forward and input gradient):
+
+    * 1x1 kernels are matrix products of the strided image;
+    * one input channel: one multiply-add of a shifted image for each of the k*k taps;
+    * two to four input channels: one matrix product with the gathered k*k patches;
+    * 3x3 on a large unpadded image: computed with padding 1 and cropped, since only the padded
+      convolution takes XLA's fast path.
+
+    Args:
+      x: ``[n, height, width, c]``.
+      kernel: ``[kh, kw, c / groups, out]``.
+      stride: the same for both axes.
+      padding: a number of zeros for all four sides, or ``((top, bottom), (left, right))``.
+      groups: feature groups; ``c`` for a depthwise convolution.
+
+    Returns:
+      ``[n, height', width', out]``.
+
+    >>> conv(jnp.ones((1, 4, 4, 1)), jnp.ones((3, 3, 1, 2)), stride=2, padding=1)[0, :, :, 0]
+    Array([[4., 6.],
+           [6., 9.]], dtype=float32)
+    """
+    pads = ((padding, padding),) * 2 if isinstance(padding, int) else padding
+    if jax.default_backend() != "cpu" or groups != 1:
+        return _lax(x, kernel, stride, pads, groups)
+    height, width, channels, _ = kernel.shape
+    if height == width == 1 and pads == ((0, 0), (0, 0)):
+        return x[:, ::stride, ::stride] @ kernel[0, 0]
+    if channels == 1:
+        taps = _taps(x, kernel.shape, stride, pads)
+        flat = kernel.reshape(height * width, -1)
+        return sum(tap * weights for tap, weights in zip(taps, flat))
+    if channels <= 4:
+        patches = jnp.concatenate(_taps(x, kernel.shape, stride, pads), axis=-1)
+        return patches @ kernel.reshape(-1, kernel.shape[-1])
+    if height == width == 3 and stride == 1 and not any(map(any, pads)) and x.shape[1] >= 16:
+        return _lax(x, kernel, 1, ((1, 1), (1, 1)), 1)[:, 1:-1, 1:-1]
+    return _lax(x, kernel, stride, pads, 1)
+
+
+def _lax(x, kernel, stride, pads, groups):
+    return lax.conv_general_dilated(
+        x, kernel, (stride, stride), pads, dimension_numbers=_NHWC, feature_group_count=groups
+    )
+
+
+def _taps(x, shape, stride, pads):
+    """For each position in the kernel, the image values that it meets."""
+    height, width = shape[:2]
+    x = jnp.pad(x, ((0, 0), *pads, (0, 0)))
+    rows = stride * ((x.shape[1] - height) // stride) + 1
+    cols = stride * ((x.shape[2] - width) // stride) + 1
+    return [
+        x[:, i : i + rows : stride, j : j + cols : stride]
+        for i in range(height)
+        for j in range(width)
+    ]

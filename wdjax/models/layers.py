@@ -1,0 +1,150 @@
+"""The layers of all architectures: NHWC, float32, BatchNorm in its inference form.
+
+A layer made with ``rngs=None`` is abstract: its parameters are shapes, which is all that a
+converter needs and costs no memory.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from wdjax.models.conv import conv
+
+
+def parameter(rngs, shape, init=None, kind=nnx.Param):
+    """A variable from ``init(key, shape)``, zero without one; a bare shape where rngs is None."""
+    if rngs is None:
+        return kind(jax.ShapeDtypeStruct(shape, jnp.float32))
+    return kind(jnp.zeros(shape) if init is None else init(rngs.params(), shape, jnp.float32))
+
+
+def uniform(fan_in):
+    """PyTorch's default for weights and biases: uniform in ``+-1 / sqrt(fan_in)``."""
+    bound = 1 / math.sqrt(fan_in)
+    return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
+
+
+ones = jax.nn.initializers.ones
+
+
+class Group(nnx.Module):
+    """Named layers, set with ``setattr`` and found with ``getattr``; a number is a name too."""
+
+    def __init__(self, **layers):
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    @classmethod
+    def numbered(cls, layers):
+        return cls(**{str(i): layer for i, layer in enumerate(layers)})
+
+    def __getitem__(self, name):
+        return getattr(self, str(name))
+
+    def __len__(self):
+        return sum(isinstance(value, nnx.Module) for value in vars(self).values())
+
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
+
+    def __call__(self, x):
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+class Linear(nnx.Module):
+    """``x @ kernel + bias``."""
+
+    def __init__(self, inputs, outputs, bias=True, *, rngs=None):
+        init = uniform(inputs)
+        self.kernel = parameter(rngs, (inputs, outputs), init)
+        if bias:
+            self.bias = parameter(rngs, (outputs,), init)
+
+    def __call__(self, x):
+        x = x @ self.kernel[...]
+        return x + self.bias[...] if hasattr(self, "bias") else x
+
+
+class FlatLinear(Linear):
+    """A linear layer of a flattened image; remembers the shape, which PyTorch flattens as CHW."""
+
+    def __init__(self, height, width, channels, outputs, *, rngs=None):
+        super().__init__(height * width * channels, outputs, rngs=rngs)
+        self.image = (height, width, channels)
+
+    def __call__(self, x):
+        return super().__call__(x.reshape(len(x), -1))
+
+
+class Conv(nnx.Module):
+    """A convolution with explicit padding: a number, or ``((top, bottom), (left, right))``."""
+
+    def __init__(
+        self, inputs, outputs, size, stride=1, padding=0, bias=False, groups=1, *, rngs=None
+    ):
+        init = uniform(size * size * inputs // groups)
+        self.kernel = parameter(rngs, (size, size, inputs // groups, outputs), init)
+        if bias:
+            self.bias = parameter(rngs, (outputs,), init)
+        self.stride, self.padding, self.groups = stride, padding, groups
+
+    def __call__(self, x):
+        x = conv(x, self.kernel[...], self.stride, self.padding, self.groups)
+        return x + self.bias[...] if hasattr(self, "bias") else x
+
+
+class BatchNorm(nnx.Module):
+    """Batch normalisation with stored statistics, as at test time."""
+
+    def __init__(self, features, epsilon=1e-5, *, rngs=None):
+        self.scale = parameter(rngs, (features,), ones)
+        self.bias = parameter(rngs, (features,))
+        self.mean = parameter(rngs, (features,), kind=nnx.BatchStat)
+        self.var = parameter(rngs, (features,), ones, kind=nnx.BatchStat)
+        self.epsilon = epsilon
+
+    def __call__(self, x):
+        scale = self.scale[...] * lax.rsqrt(self.var[...] + self.epsilon)
+        return x * scale + (self.bias[...] - self.mean[...] * scale)
+
+
+class LayerNorm(nnx.Module):
+    """Layer normalisation over the channels (the last axis)."""
+
+    def __init__(self, features, epsilon, *, rngs=None):
+        self.scale = parameter(rngs, (features,), ones)
+        self.bias = parameter(rngs, (features,))
+        self.epsilon = epsilon
+
+    def __call__(self, x):
+        centred = x - jnp.mean(x, axis=-1, keepdims=True)
+        var = jnp.mean(centred**2, axis=-1, keepdims=True)
+        return centred * lax.rsqrt(var + self.epsilon) * self.scale[...] + self.bias[...]
+
+
+class Normalize(nnx.Module):
+    """``(x - mean) / std`` per channel, with constants that no optimiser sees."""
+
+    def __init__(self, mean, std):
+        self.mean, self.std = tuple(map(float, mean)), tuple(map(float, std))
+
+    def __call__(self, x):
+        return (x - jnp.asarray(self.mean, x.dtype)) / jnp.asarray(self.std, x.dtype)
+
+
+def max_pool(x, size):
+    """Maximum over windows that do not overlap, by a reshape: its gradient is a fast one."""
+    n, height, width, channels = x.shape
+    x = x[:, : height // size * size, : width // size * size]
+    x = x.reshape(n, height // size, size, width // size, size, channels)
+    return jnp.max(x, axis=(2, 4))
+
+
+def average_pool(x):
+    """Mean over the image axes."""
+    return jnp.mean(x, axis=(1, 2))

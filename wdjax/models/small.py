@@ -1,0 +1,138 @@
+"""Small classifiers: a multilayer perceptron and three published convolutional nets."""
+
+import jax
+from flax import nnx
+
+from wdjax.models.functional import functional
+from wdjax.models.layers import Conv, FlatLinear, Group, Linear, Normalize, max_pool
+
+
+class MLP(nnx.Module):
+    """``fc1, relu, fc2, ...`` on inputs of any shape, flattened."""
+
+    def __init__(self, sizes, *, rngs=None):
+        if len(sizes) < 2:
+            raise ValueError(f"an MLP needs at least two sizes, inputs and classes, got {sizes}.")
+        self.depth = len(sizes) - 1
+        for i in range(self.depth):
+            setattr(self, f"fc{i + 1}", Linear(sizes[i], sizes[i + 1], rngs=rngs))
+
+    def features(self, x):
+        x = x.reshape(len(x), -1)
+        for i in range(1, self.depth):
+            x = jax.nn.relu(getattr(self, f"fc{i}")(x))
+        return x
+
+    def __call__(self, x):
+        return getattr(self, f"fc{self.depth}")(self.features(x))
+
+
+class WongMNIST(nnx.Module):
+    """Two 4x4 convolutions of stride 2 and two linear layers (Wong and Kolter 2018)."""
+
+    def __init__(self, classes=10, *, rngs=None):
+        self.conv1 = Conv(1, 16, 4, 2, 1, bias=True, rngs=rngs)
+        self.conv2 = Conv(16, 32, 4, 2, 1, bias=True, rngs=rngs)
+        self.fc1 = FlatLinear(7, 7, 32, 100, rngs=rngs)
+        self.fc2 = Linear(100, classes, rngs=rngs)
+
+    def features(self, x):
+        x = jax.nn.relu(self.conv1(x))
+        x = jax.nn.relu(self.conv2(x))
+        return jax.nn.relu(self.fc1(x))
+
+    def __call__(self, x):
+        return self.fc2(self.features(x))
+
+
+class TradesSmallCNN(nnx.Module):
+    """Four unpadded 3x3 convolutions, two pools, three linear layers (Zhang et al. 2019)."""
+
+    def __init__(self, classes=10, *, rngs=None):
+        self.conv1 = Conv(1, 32, 3, bias=True, rngs=rngs)
+        self.conv2 = Conv(32, 32, 3, bias=True, rngs=rngs)
+        self.conv3 = Conv(32, 64, 3, bias=True, rngs=rngs)
+        self.conv4 = Conv(64, 64, 3, bias=True, rngs=rngs)
+        self.fc1 = FlatLinear(4, 4, 64, 200, rngs=rngs)
+        self.fc2 = Linear(200, 200, rngs=rngs)
+        self.fc3 = Linear(200, classes, rngs=rngs)
+
+    def features(self, x):
+        x = jax.nn.relu(self.conv1(x))
+        x = max_pool(jax.nn.relu(self.conv2(x)), 2)
+        x = jax.nn.relu(self.conv3(x))
+        x = max_pool(jax.nn.relu(self.conv4(x)), 2)
+        x = jax.nn.relu(self.fc1(x))
+        return jax.nn.relu(self.fc2(x))
+
+    def __call__(self, x):
+        return self.fc3(self.features(x))
+
+
+class _Block(nnx.Module):
+    def __init__(self, inputs, outputs, stride, *, rngs):
+        self.conv1 = Conv(inputs, outputs, 3, stride, 1, bias=True, rngs=rngs)
+        self.conv2 = Conv(outputs, outputs, 3, 1, 1, bias=True, rngs=rngs)
+        if stride != 1 or inputs != outputs:
+            self.shortcut = Group.numbered([Conv(inputs, outputs, 1, stride, bias=True, rngs=rngs)])
+
+    def __call__(self, x):
+        skip = self.shortcut(x) if hasattr(self, "shortcut") else x
+        return jax.nn.relu(self.conv2(jax.nn.relu(self.conv1(x))) + skip)
+
+
+class ResNet2b(nnx.Module):
+    """Two residual blocks without BatchNorm on 32x32 images (the ``resnet2b`` of VNN-COMP)."""
+
+    def __init__(
+        self,
+        classes=10,
+        mean=(0.4914, 0.4822, 0.4465),
+        std=(0.2471, 0.2435, 0.2616),
+        *,
+        rngs=None,
+    ):
+        self.normalize = Normalize(mean, std)
+        self.conv1 = Conv(3, 8, 3, 2, 1, bias=True, rngs=rngs)
+        self.layer1 = Group.numbered([_Block(8, 16, 2, rngs=rngs), _Block(16, 16, 1, rngs=rngs)])
+        self.linear1 = FlatLinear(8, 8, 16, 100, rngs=rngs)
+        self.linear2 = Linear(100, classes, rngs=rngs)
+
+    def features(self, x):
+        x = jax.nn.relu(self.conv1(self.normalize(x)))
+        return jax.nn.relu(self.linear1(self.layer1(x)))
+
+    def __call__(self, x):
+        return self.linear2(self.features(x))
+
+
+def mlp(sizes, *, key):
+    """A ReLU multilayer perceptron with random weights.
+
+    Args:
+      sizes: ``(inputs, hidden, ..., classes)``; images are flattened.
+      key: a typed ``jax.random.key``.
+
+    Returns:
+      A ``Model`` with params ``{"fc1": {"kernel", "bias"}, ...}``.
+
+    >>> model = mlp((64, 32, 10), key=jax.random.key(0))
+    >>> model(jax.numpy.ones((2, 8, 8, 1))).shape
+    (2, 10)
+    """
+    return functional(MLP(tuple(map(int, sizes)), rngs=nnx.Rngs(key)))
+
+
+def wong_mnist(*, key, classes=10):
+    """The MNIST net of Wong and Kolter with random weights; images ``[n, 28, 28, 1]``."""
+    return functional(WongMNIST(classes, rngs=nnx.Rngs(key)))
+
+
+def trades_smallcnn(*, key, classes=10):
+    """The MNIST net of TRADES with random weights; images ``[n, 28, 28, 1]``."""
+    return functional(TradesSmallCNN(classes, rngs=nnx.Rngs(key)))
+
+
+def resnet2b(*, key, classes=10):
+    """The small CIFAR-10 residual net with random weights; images ``[n, 32, 32, 3]``."""
+    return functional(ResNet2b(classes, rngs=nnx.Rngs(key)))
