@@ -1,5 +1,8 @@
 """Budget allocation, coupling cost and exact Wasserstein distances against independent solvers."""
 
+import itertools
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
+from scipy.spatial.distance import cdist
 
-from wdjax.transport import allocate
+from wdjax import Model, losses
+from wdjax.transport import AdversarialDistribution, allocate, wasserstein
 
 fast = pytest.mark.fast
 
@@ -83,8 +88,8 @@ def test_allocation_of_many_budgets_under_jit_and_vmap():
 
 @fast
 @given(
-    st.lists(st.floats(0, 1e3, width=32) | st.just(np.inf), min_size=1, max_size=20),
-    st.floats(0, 100, width=32),
+    st.lists(st.floats(0, 1e3, width=32, allow_subnormal=False) | st.just(np.inf), min_size=1, max_size=20),
+    st.floats(0, 100, width=32, allow_subnormal=False),
     st.sampled_from([1, 2, 3]),
 )
 @settings(max_examples=60, deadline=None)
@@ -114,3 +119,177 @@ def test_allocation_never_overspends_nor_skips_a_cheaper_sample(distance, eps, o
 def test_allocation_refuses_what_it_cannot_mean(distance, eps, order, message):
     with pytest.raises(ValueError, match=message):
         allocate(np.array(distance), eps, order)
+
+
+def moved(seed, n, classes, weight, shape=(3,), spread=0.4):
+    """A distribution whose clouds overlap, so that the coupling of Corollary C.2 is not optimal."""
+    rng = np.random.default_rng(seed)
+    x = rng.random((n, *shape)).astype(np.float32)
+    x_adv = (x + spread * rng.normal(size=x.shape)).astype(np.float32)
+    weight = {
+        "all": np.ones(n),
+        "half": np.full(n, 1 / 2),
+        "third": np.full(n, 1 / 3),
+        "knapsack": np.where(np.arange(n) == 1, 0.37, np.arange(n) % 2),
+        "any": rng.random(n),
+    }[weight]
+    y = rng.integers(0, classes, n)
+    return AdversarialDistribution(x, x_adv, y, weight.astype(np.float32))
+
+
+def ground_cost(distribution, norm):
+    """All 2n atoms against the n clean ones, labels included."""
+    x, x_adv, y, _ = (np.asarray(leaf, float) for leaf in distribution)
+    name = {1: "cityblock", 2: "euclidean", math.inf: "chebyshev"}[norm]
+    points = np.concatenate([x, x_adv]).reshape(2 * len(x), -1)
+    gap = cdist(points, x.reshape(len(x), -1), name)
+    return np.where(np.concatenate([y, y])[:, None] == y, gap, np.inf)
+
+
+@pytest.mark.parametrize("weight", ["all", "half", "third", "knapsack", "any"])
+@pytest.mark.parametrize("norm", [1, 2, math.inf])
+@pytest.mark.parametrize("order", [1, 2])
+def test_wasserstein_agrees_with_pot(weight, norm, order):
+    ot = pytest.importorskip("ot")
+    distribution = moved(0, 24, 3, weight)
+    weights = np.asarray(distribution.weight, float)
+    cost = np.minimum(ground_cost(distribution, norm), 1e3) ** order
+    masses = np.concatenate([1 - weights, weights]) / 24
+    expected = ot.emd2(masses, np.full(24, 1 / 24), cost) ** (1 / order)
+    assert wasserstein(distribution, norm, order) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("weight", ["all", "half"])
+@pytest.mark.parametrize("order", [1, 2, 3, math.inf])
+def test_wasserstein_agrees_with_all_permutations(weight, order):
+    n = 7 if weight == "all" else 4
+    distribution = moved(1, n, 2, weight)
+    cost = ground_cost(distribution, 2)
+    cost = cost[n:] if weight == "all" else np.repeat(cost, 2, axis=1)
+    plans = [cost[np.arange(len(cost)), p] for p in itertools.permutations(range(len(cost)))]
+    if order == math.inf:
+        expected = min(plan.max() for plan in plans)
+    else:
+        expected = min(np.mean(plan**order) ** (1 / order) for plan in plans)
+    assert wasserstein(distribution, 2, order) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("norm", [1, 2, math.inf])
+def test_bottleneck_is_the_least_distance_with_a_plan(norm):
+    """Against one linear program a candidate distance, for masses that are no multiples."""
+    distribution = moved(2, 8, 1, "any")
+    cost, weight = ground_cost(distribution, norm), np.asarray(distribution.weight, float)
+    masses = np.concatenate([1 - weight, weight, np.ones(8)])
+    balance = np.concatenate([np.kron(np.eye(16), np.ones(8)), np.kron(np.ones(16), np.eye(8))])
+    for level in np.unique(cost):
+        bounds = [(0, None if entry <= level else 0) for entry in cost.ravel()]
+        if linprog(np.zeros(cost.size), A_eq=balance, b_eq=masses, bounds=bounds).status == 0:
+            break
+    assert wasserstein(distribution, norm, math.inf) == pytest.approx(level, rel=1e-12)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_growing_edges_give_the_optimum_of_the_whole_program(order):
+    from wdjax import transport
+
+    rng = np.random.default_rng(3)
+    cost = rng.random((180, 150)) ** order
+    supply, demand = rng.random(180), rng.random(150)
+    demand *= supply.sum() / demand.sum()
+    assert cost.size > transport._DENSE
+    ot = pytest.importorskip("ot")
+    expected = ot.emd2(supply / supply.sum(), demand / demand.sum(), cost) * supply.sum()
+    assert transport._least_cost(cost, supply, demand) == pytest.approx(expected, rel=1e-9)
+
+
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from(["all", "half", "third", "knapsack", "any"]),
+    st.sampled_from([1, 2, math.inf]),
+    st.sampled_from([1, 1.5, 2, math.inf]),
+)
+@settings(max_examples=80, deadline=None)
+def test_wasserstein_is_at_most_the_coupling_cost(seed, weight, norm, order):
+    distribution = moved(seed, 9, 2, weight, shape=(2, 1), spread=0.3)
+    distance = wasserstein(distribution, norm, order)
+    assert 0 <= distance <= distribution.coupling_cost(norm, order) * (1 + 1e-6)
+    if order == 1:  # Order 1 is the least of all.
+        for larger in (2, math.inf):
+            assert distance <= wasserstein(distribution, norm, larger) * (1 + 1e-6)
+
+
+@fast
+def test_wasserstein_of_what_does_not_move_is_zero():
+    x, y = np.ones((3, 2), np.float32), np.array([0, 1, 1])
+    still = AdversarialDistribution(x, x, y, np.ones(3))
+    unused = AdversarialDistribution(x, x + 1, y, np.zeros(3))
+    for order in (1, 2, math.inf):
+        for distribution in (still, unused):
+            assert wasserstein(distribution, 2, order) == 0
+            assert distribution.coupling_cost(2, order) == 0
+
+
+@fast
+def test_chain_is_cheaper_than_the_coupling_for_order_two_only():
+    """0 -> 2 with 1 staying, or 0 -> 1 and 1 -> 2: equal for W_1, not for W_2 and W_inf."""
+    x, x_adv = np.array([[0.0], [1.0]]), np.array([[2.0], [1.0]])
+    distribution = AdversarialDistribution(x, x_adv, np.zeros(2, int), np.ones(2))
+    assert [distribution.coupling_cost(1, p) for p in (1, 2, math.inf)] == [1, 2**0.5, 2]
+    assert [wasserstein(distribution, 1, p) for p in (1, 2, math.inf)] == [1, 1, 1]
+
+
+@fast
+def test_accuracy_and_loss_follow_equation_11():
+    model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    distribution = moved(4, 10, 2, "any", shape=(2,))
+    x, x_adv, y, weight = map(jnp.asarray, distribution)
+    right = [losses.margin(model(points), y) < 0 for points in (x, x_adv)]
+    expected = jnp.mean((1 - weight) * right[0] + weight * right[1])
+    assert distribution.accuracy(model) == pytest.approx(float(expected))
+    loss = [losses.cross_entropy(model(points), y) for points in (x, x_adv)]
+    expected = jnp.mean((1 - weight) * loss[0] + weight * loss[1])
+    for batch_size in (None, 1, 3, 10, 99):
+        found = distribution.expected_loss(model, batch_size=batch_size)
+        assert found == pytest.approx(float(expected), rel=1e-6)
+    with pytest.raises(ValueError, match="batch_size"):
+        distribution.accuracy(model, batch_size=0)
+
+
+@fast
+@pytest.mark.parametrize("order", [1, 2, math.inf])
+def test_coupling_cost_is_the_same_under_jit(order):
+    distribution = jax.tree.map(jnp.asarray, moved(5, 6, 2, "knapsack"))
+    traced = jax.jit(lambda d: d.coupling_cost(2, order))(distribution)
+    exact = distribution.coupling_cost(2, order)
+    assert isinstance(exact, float)
+    assert traced == pytest.approx(exact, rel=1e-6)
+
+
+@fast
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": np.full(4, 1.5)}, "weight"),
+        ({"weight": np.full(4, np.nan)}, "weight"),
+        ({"weight": np.ones(3)}, "shapes"),
+        ({"x_adv": np.ones((4, 2))}, "shapes"),
+        ({"x_adv": np.full((4, 3), np.inf)}, "finite"),
+    ],
+)
+def test_broken_distributions_are_refused(change, message):
+    distribution = moved(6, 4, 2, "half")._replace(**change)
+    with pytest.raises(ValueError, match=message):
+        wasserstein(distribution, 2, 1)
+    with pytest.raises(ValueError, match=message):
+        distribution.coupling_cost(2, 1)
+
+
+@fast
+def test_wasserstein_refuses_traces_and_unknown_geometry():
+    distribution = jax.tree.map(jnp.asarray, moved(7, 4, 2, "half"))
+    with pytest.raises(ValueError, match="coupling_cost"):
+        jax.jit(lambda d: wasserstein(d, 2, 1))(distribution)
+    with pytest.raises(ValueError, match="norm"):
+        wasserstein(distribution, 3, 1)
+    with pytest.raises(ValueError, match="order"):
+        wasserstein(distribution, 2, 0)

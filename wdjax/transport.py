@@ -2,12 +2,16 @@ r"""Discrete adversarial distributions (equation 11): budget, coupling cost and 
 
 import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy import optimize, sparse
+from scipy.spatial import distance as scipy_distance
 
-from wdjax import core
+from wdjax import core, losses, norms, parallel
 
 
 def allocate(distance, eps, order):
@@ -77,3 +81,324 @@ def _check_order(order):
     if not (isinstance(order, (int, float)) and order >= 1):
         raise ValueError(f"order must be a number of at least 1, or inf, got {order!r}.")
     return order
+
+
+class AdversarialDistribution(NamedTuple):
+    r"""The paper's equation 11: atoms at clean and at adversarial points, labels kept.
+
+    ``1/N sum_i (1 - w_i) delta(x_i, y_i) + w_i delta(x_adv_i, y_i)`` with ``w_i = 1 / kappa_i``.
+
+    Source: Le et al., equation 11.
+
+    >>> x, y = jnp.array([[0.0], [1.0]]), jnp.array([0, 1])
+    >>> moved = AdversarialDistribution(x, jnp.array([[0.5], [0.75]]), y, jnp.array([1.0, 0.5]))
+    >>> moved.coupling_cost(norm=jnp.inf, order=1)
+    0.3125
+    >>> wasserstein(moved, norm=jnp.inf, order=1)
+    0.3125
+    """
+
+    x: jax.Array
+    """``[n, *shape]``"""
+    x_adv: jax.Array
+    """``[n, *shape]``"""
+    y: jax.Array
+    """``[n]`` integers"""
+    weight: jax.Array
+    """``[n]`` in ``[0, 1]``"""
+
+    @classmethod
+    def from_result(cls, x, y, result: core.Result) -> "AdversarialDistribution":
+        """The distribution that :func:`wdjax.run` found for the samples ``x`` and ``y``."""
+        return cls(x, result.x_adv, y, result.weight)
+
+    def accuracy(self, model, *, batch_size: int | None = None):
+        """Mass on correctly classified atoms; a tie with another class counts as an error.
+
+        Source: Le et al., Appendix E.
+        """
+        return self.expected_loss(model, _correct, batch_size=batch_size)
+
+    def expected_loss(
+        self, model, loss: Callable = losses.cross_entropy, *, batch_size: int | None = None
+    ):
+        """The mean of ``loss(logits, y)`` under the distribution.
+
+        Args:
+          model: ``[n, *shape] -> [n, K]``, a pytree callable.
+          loss: per-sample, such as those of :mod:`wdjax.losses`.
+          batch_size: samples on the device at once; all by default.
+
+        Cost: two forward passes a sample.
+        """
+        _check_distribution(self)
+        clean = _evaluate(loss, model, self.x, self.y, batch_size)
+        moved = _evaluate(loss, model, self.x_adv, self.y, batch_size)
+        # An atom without mass adds nothing, whatever its loss.
+        kept = jnp.where(self.weight < 1, (1 - self.weight) * clean, 0.0)
+        return jnp.mean(kept + jnp.where(self.weight > 0, self.weight * moved, 0.0))
+
+    def coupling_cost(self, norm, order):
+        r"""``(mean_i w_i ||x_adv_i - x_i||_r^p)^(1/p)``: an upper bound on W_p.
+
+        In float64 on the host, and a Python float, unless inside a trace. For order inf, the
+        largest distance that any mass moves.
+
+        Source: Le et al., Corollary C.2.
+        """
+        norms.check_norm(norm)
+        _check_order(order)
+        _check_distribution(self)
+        if core.traced(self):
+            distance = norms.lp_norm(self.x_adv - self.x, norm)
+            return _power_mean(jnp, distance, self.weight, order)
+        distance = _distances(self.x, self.x_adv, norm)
+        return float(_power_mean(np, distance, _float64(self.weight), order))
+
+
+def _power_mean(xp, distance, weight, order):
+    distance = xp.where(weight > 0, distance, 0.0)
+    longest = xp.max(distance)
+    if order == math.inf:
+        return longest
+    scale = xp.where(longest > 0, longest, 1.0)
+    return scale * xp.mean(weight * (distance / scale) ** order) ** (1 / order)
+
+
+def _correct(logits, y):
+    return (losses.margin(logits, y) < 0).astype(logits.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _batch_loss(loss, model, x, y):
+    return loss(model(x), y)
+
+
+def _evaluate(loss, model, x, y, batch_size):
+    n = len(y)
+    size = n if batch_size is None else min(batch_size, n)
+    if size < 1:
+        raise ValueError(f"batch_size must be a positive integer or None, got {batch_size!r}.")
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    parts = [
+        _batch_loss(
+            loss, model, *parallel.pad((x[start : start + size], y[start : start + size]), size)
+        )
+        for start in range(0, n, size)
+    ]
+    return jnp.concatenate(parts)[:n]
+
+
+def _float64(x):
+    return np.asarray(x, np.float64)
+
+
+def _distances(x, x_adv, norm, rows=256):
+    """The distance of every pair, in float64, a block of rows at a time."""
+    parts = []
+    for start in range(0, len(x), rows):
+        block = slice(start, start + rows)
+        gap = (_float64(x_adv[block]) - _float64(x[block])).reshape(len(x[block]), -1)
+        parts.append(np.linalg.norm(gap, ord=norm, axis=1))
+    return np.concatenate(parts)
+
+
+def _check_distribution(distribution):
+    x, x_adv, y, weight = distribution
+    n = jnp.shape(x)[:1]
+    if jnp.shape(x_adv) != jnp.shape(x) or jnp.shape(y) != n or jnp.shape(weight) != n or n == (0,):
+        raise ValueError(
+            "an adversarial distribution needs x and x_adv [n, *shape], y [n] and weight [n] with "
+            f"n >= 1, got shapes {[list(jnp.shape(leaf)) for leaf in distribution]}."
+        )
+    if core.traced(distribution):
+        return
+    if not np.all((np.asarray(weight) >= 0) & (np.asarray(weight) <= 1)):
+        raise ValueError("weight must lie in [0, 1]: the share of a sample's mass that moves.")
+    if not (np.all(np.isfinite(x)) and np.all(np.isfinite(x_adv))):
+        raise ValueError("x and x_adv must be finite.")
+
+
+_NOTHING = 1e-12
+"""Mass, in units of one sample, that rounding leaves behind."""
+
+
+def wasserstein(distribution: AdversarialDistribution, norm, order) -> float:
+    r"""The exact ``W_p`` between an adversarial distribution and its clean samples.
+
+    The ground cost is ``d = ||x' - x||_r + inf 1{y' != y}``, so the problem falls apart into one a
+    label. Equal atoms are merged; for order 1 the mass that both sides share stays in place.
+    Weights that make all masses multiples of one unit (every ``kappa`` an integer) give an
+    assignment problem, solved by ``scipy.optimize.linear_sum_assignment``; others give a linear
+    program, solved by HiGHS on a growing set of edges until the dual prices prove that none is
+    missing. Order inf is a search over the distances for the least that admits a plan.
+
+    Args:
+      distribution: with concrete arrays.
+      norm: r, one of 1, 2 and inf.
+      order: p, a number of at least 1 or inf.
+
+    Returns:
+      ``W_p`` in the units of ``x``, at most :meth:`AdversarialDistribution.coupling_cost` up to
+      rounding. Everything is float64; a float32 weight ``1 / kappa`` is read as the fraction.
+
+    Raises:
+      ValueError: bad shapes, weights outside ``[0, 1]``, points that are not finite, or a trace.
+
+    Cost: on the host; with ``m`` samples a label ``O(m^2 d)`` distances and ``O((kappa m)^3)``.
+
+    Differs: the paper bounds W_p by the coupling that moves each sample to its own adversarial
+      point (Corollary C.2); this is the minimum over all couplings.
+
+    Source: Le et al., section 2 and Corollary C.2.
+
+    >>> x, y = jnp.array([[0.0], [1.0]]), jnp.array([0, 0])
+    >>> swapped = AdversarialDistribution(x, x[::-1], y, jnp.ones(2))
+    >>> swapped.coupling_cost(norm=2, order=1), wasserstein(swapped, norm=2, order=1)
+    (1.0, 0.0)
+    """
+    norms.check_norm(norm)
+    _check_order(order)
+    if core.traced(distribution):
+        raise ValueError("wasserstein works on the host; inside jit or vmap use coupling_cost.")
+    _check_distribution(distribution)
+    n = len(distribution.y)
+    x, x_adv = (_float64(points).reshape(n, -1) for points in distribution[:2])
+    y, weight = np.asarray(distribution.y), _float64(distribution.weight)
+    blocks = [
+        _block_cost(x[own], x_adv[own], weight[own], norm, order)
+        for own in (y == label for label in np.unique(y[weight > 0]))
+    ]
+    if order == math.inf:
+        return max(blocks, default=0.0)
+    scale = max((longest for longest, _ in blocks), default=0.0)
+    if scale == 0:
+        return 0.0
+    total = sum(cost * (longest / scale) ** order for longest, cost in blocks)
+    return float(scale * (total / n) ** (1 / order))
+
+
+def _block_cost(x, x_adv, weight, norm, order):
+    """Of one label: for order inf the bottleneck, otherwise ``(scale, cost in scale^p)``."""
+    points, index = np.unique(np.concatenate([x, x_adv]), axis=0, return_inverse=True)
+    own, moved = np.split(index.reshape(-1), 2)
+    count = len(points)
+    demand = np.bincount(own, minlength=count).astype(float)
+    supply = np.bincount(own, 1 - weight, count) + np.bincount(moved, weight, count)
+    if order == 1:
+        shared = np.minimum(supply, demand)
+        supply, demand = supply - shared, demand - shared
+    sources, sinks = supply > _NOTHING, demand > _NOTHING
+    if not sources.any():
+        return 0.0 if order == math.inf else (0.0, 0.0)
+    name = {1: "cityblock", 2: "euclidean", math.inf: "chebyshev"}[norm]
+    gap = scipy_distance.cdist(points[sources], points[sinks], name)
+    supply, demand = supply[sources], demand[sinks]
+    if order == math.inf:
+        longest = _distances(x[weight > 0], x_adv[weight > 0], norm).max()
+        return _bottleneck(gap, supply, demand, longest)
+    longest = float(gap.max())
+    if longest == 0:
+        return 0.0, 0.0
+    return longest, _least_cost((gap / longest) ** order, supply, demand)
+
+
+def _bottleneck(gap, supply, demand, longest):
+    """The least distance within which all mass can move; ``longest`` is known to do."""
+    shortest = max(gap.min(axis=0).max(), gap.min(axis=1).max())
+    levels = np.unique(gap[(gap >= shortest) & (gap <= longest * (1 + 1e-12))])
+    low, stride = 0, 1
+    # Galloping from below keeps the graphs sparse.
+    while low + stride < len(levels) and not _fits(gap <= levels[low + stride - 1], supply, demand):
+        low, stride = low + stride, 2 * stride
+    high = min(low + stride, len(levels)) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _fits(gap <= levels[middle], supply, demand):
+            high = middle
+        else:
+            low = middle + 1
+    return float(levels[low])
+
+
+def _fits(allowed, supply, demand):
+    """Whether a plan exists on the allowed edges."""
+    copies = _copies(supply, demand)
+    if copies is not None:
+        return _assign((~allowed).astype(float), copies) == 0
+    source, sink = np.nonzero(allowed)
+    return _solve(np.zeros(len(source)), source, sink, supply, demand).x is not None
+
+
+def _least_cost(cost, supply, demand):
+    """The optimal value of a transport problem with equal totals."""
+    copies = _copies(supply, demand)
+    if copies is not None:
+        return _assign(cost, copies) * supply.sum() / copies[0].sum()
+    edges = np.full(cost.shape, cost.size <= _DENSE)
+    edges[_corner_plan(supply, demand)] = True
+    edges |= _cheapest(cost, 8) | _cheapest(cost.T, 8).T
+    while True:
+        source, sink = np.nonzero(edges)
+        plan = _solve(cost[edges], source, sink, supply, demand)
+        if plan.x is None:
+            raise RuntimeError(f"HiGHS found no transport plan: {plan.message}")
+        price = plan.eqlin.marginals
+        reduced = cost - price[: len(supply), None] - price[len(supply) :]
+        missing = ~edges & (reduced < -1e-9)
+        if not missing.any():
+            return float(plan.fun)
+        edges |= missing & (_cheapest(reduced, 4) | _cheapest(reduced.T, 4).T)
+
+
+def _copies(supply, demand):
+    """How many copies of one unit of mass each atom is, or None if they are not multiples."""
+    unit = min(supply.min(), demand.min())
+    copies = np.rint(supply / unit).astype(int), np.rint(demand / unit).astype(int)
+    error = max(np.abs(mass / unit - k).max() for mass, k in zip((supply, demand), copies))
+    total, largest = copies[0].sum(), max(k.max() for k in copies)
+    few = total <= 8 * (len(supply) + len(demand))
+    return copies if few and total == copies[1].sum() and error < 1e-6 * largest else None
+
+
+def _assign(cost, copies):
+    spread = np.repeat(np.repeat(cost, copies[0], axis=0), copies[1], axis=1)
+    return float(spread[optimize.linear_sum_assignment(spread)].sum())
+
+
+_DENSE = 20_000
+"""Edges that one linear program takes at once."""
+
+
+def _solve(cost, source, sink, supply, demand):
+    """HiGHS on the plans that use the given edges only."""
+    entries = np.arange(len(source))
+    ends = np.concatenate([source, len(supply) + sink])
+    balance = sparse.csr_array(
+        (np.ones(len(ends)), (ends, np.concatenate([entries, entries]))),
+        shape=(len(supply) + len(demand), len(source)),
+    )
+    return optimize.linprog(
+        cost,
+        A_eq=balance,
+        b_eq=np.concatenate([supply, demand * (supply.sum() / demand.sum())]),
+        method="highs",
+        options={"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10},
+    )
+
+
+def _cheapest(cost, count):
+    """Marks the ``count`` least entries of every row."""
+    count = min(count, cost.shape[1])
+    mark = np.zeros(cost.shape, bool)
+    least = np.argpartition(cost, count - 1, axis=1)[:, :count]
+    np.put_along_axis(mark, least, True, axis=1)
+    return mark
+
+
+def _corner_plan(supply, demand):
+    """Edges of the north-west corner plan, so that every program is feasible."""
+    filled, emptied = np.cumsum(supply), np.cumsum(demand)
+    ends = np.sort(np.concatenate([filled, emptied]))
+    source = np.searchsorted(filled, ends).clip(max=len(supply) - 1)
+    return source, np.searchsorted(emptied, ends).clip(max=len(demand) - 1)
