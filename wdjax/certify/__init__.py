@@ -1,0 +1,19 @@
+"""Certificates: what no attack can do, for samples and for distributions."""
+
+from wdjax.certify.interval import bound
+from wdjax.certify.lipschitz import interval_jacobian, layer_product, margin_lipschitz
+from wdjax.certify.pointwise import certified, margin_bounds, radius
+from wdjax.certify.wdro import certified_accuracy, lipschitz_constant, wdro_bound
+
+__all__ = [
+    "bound",
+    "certified",
+    "certified_accuracy",
+    "interval_jacobian",
+    "layer_product",
+    "lipschitz_constant",
+    "margin_bounds",
+    "margin_lipschitz",
+    "radius",
+    "wdro_bound",
+]
