@@ -1,0 +1,156 @@
+"""The metrics of seed 003 against their formulas, and their edge cases."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from wdjax import metrics
+
+pytestmark = pytest.mark.fast
+
+CLEAN = np.array([True, True, False, True, False])
+SUCCESS = np.array([True, False, True, False, False])
+DISTANCE = np.array([0.5, np.inf, 0.0, 1.5, 1.0])
+
+
+def test_rates_follow_their_definitions():
+    assert metrics.attack_success_rate(SUCCESS) == pytest.approx(2 / 5)
+    assert metrics.attack_success_rate(SUCCESS, CLEAN) == pytest.approx(1 / 3)
+    assert metrics.robust_accuracy(CLEAN, SUCCESS) == pytest.approx(2 / 5)
+    assert np.isnan(metrics.attack_success_rate(SUCCESS, np.zeros(5, bool)))
+    for success in (SUCCESS, CLEAN):  # ASR = 1 - accuracy after the attack.
+        accuracy_after = np.mean(~success)
+        assert metrics.attack_success_rate(success) == pytest.approx(1 - accuracy_after)
+
+
+def test_several_attacks_count_by_their_pointwise_worst():
+    both = np.stack([SUCCESS, np.array([False, True, False, False, False])])
+    assert metrics.robust_accuracy(CLEAN, both) == pytest.approx(1 / 5)
+
+
+def test_accuracy_counts_ties_as_errors():
+    logits = jnp.array([[1.0, 1.0, 0.0], [2.0, 1.0, 0.0], [0.0, 1.0, 5.0]])
+    assert metrics.correct(logits, jnp.array([0, 0, 2])).tolist() == [False, True, True]
+    assert metrics.accuracy(logits, jnp.array([0, 0, 2])) == pytest.approx(2 / 3)
+    assert metrics.targeted_attack_success_rate(logits, jnp.array([1, 0, 0])) == pytest.approx(
+        1 / 3
+    )
+
+
+def test_certified_accuracy_includes_its_radius_and_needs_correctness():
+    radius = np.array([0.1, 0.2, 0.9, 0.0, 0.5])
+    eps = np.array([0.0, 0.1, 0.15, 0.3])
+    found = metrics.certified_accuracy(CLEAN, radius, eps)
+    assert found.tolist() == pytest.approx([3 / 5, 2 / 5, 1 / 5, 0])
+    assert metrics.certified_accuracy(CLEAN, radius, 0.1).shape == ()
+
+
+def test_distances_are_those_of_the_successful():
+    assert metrics.mean_distance(DISTANCE, SUCCESS) == pytest.approx(0.25)
+    assert metrics.median_distance(DISTANCE, SUCCESS) == pytest.approx(0.25)
+    assert np.isnan(metrics.mean_distance(DISTANCE, np.zeros(5, bool)))
+    assert np.isnan(metrics.median_distance(DISTANCE, np.zeros(5, bool)))
+
+
+def test_minimum_perturbation_statistics():
+    found = metrics.minimum_perturbation(DISTANCE)
+    assert [float(value) for value in found] == pytest.approx([0.8, 0.75, 0.75, 0.0, 1.5, 1.0])
+    nothing = metrics.minimum_perturbation(np.full(3, np.inf))
+    assert nothing.found == 0
+    assert nothing.median_of_all == np.inf
+    assert np.all(np.isnan([nothing.mean, nothing.median, nothing.least, nothing.largest]))
+
+
+@given(st.lists(st.integers(0, 8) | st.just(np.inf), min_size=9, max_size=9))
+@settings(max_examples=40, deadline=None)
+def test_curve_and_areas_agree(distance):
+    """Distances on a grid of 1/2 with budgets on its midpoints: trapezoids meet the steps."""
+    distance = np.array(distance) / 2
+    eps = np.linspace(0, 4, 9)
+    curve = metrics.robustness_curve(distance, eps)
+    expected = [np.mean(distance > budget) for budget in eps]
+    np.testing.assert_allclose(curve.accuracy, expected, atol=1e-6)
+    assert np.all(np.diff(curve.accuracy) <= 0)
+    steps = metrics.step_area(distance, 4.0)
+    left = np.sum(np.array(expected[:-1]) * 0.5)
+    assert steps == pytest.approx(left, abs=1e-5)
+    assert curve.area == pytest.approx(left - (expected[0] - expected[-1]) / 4, abs=1e-5)
+
+
+def test_measured_curve_calls_once_a_budget():
+    asked = []
+
+    def accuracy_at(eps):
+        asked.append(float(eps))
+        return np.mean(eps < DISTANCE)
+
+    eps = np.array([0.0, 0.5, 1.0])
+    curve = metrics.measured_curve(accuracy_at, eps)
+    assert asked == eps.tolist()
+    np.testing.assert_allclose(curve.accuracy, metrics.robustness_curve(DISTANCE, eps).accuracy)
+
+
+def test_metrics_run_under_jit_and_vmap():
+    eps = jnp.array([0.1, 0.7])
+    bank = jnp.stack([DISTANCE, DISTANCE + 1])
+
+    @jax.jit
+    @jax.vmap
+    def summary(distance):
+        success = distance < 1
+        return (
+            metrics.robust_accuracy(CLEAN, success),
+            metrics.robustness_curve(distance, eps).area,
+            metrics.minimum_perturbation(distance),
+            metrics.median_distance(distance, success),
+        )
+
+    for row, distance in enumerate(bank):
+        alone = metrics.minimum_perturbation(distance)
+        found = jax.tree.map(lambda leaf: leaf[row], summary(bank))  # noqa: B023
+        np.testing.assert_allclose(found[2], alone, rtol=1e-6)
+        assert found[1] == pytest.approx(float(metrics.robustness_curve(distance, eps).area))
+
+
+@pytest.mark.parametrize("n", [1, 7, 100])
+@pytest.mark.parametrize("confidence", [0.9, 0.95, 0.999])
+def test_intervals_are_those_of_scipys_binomial_test(n, confidence):
+    successes = np.arange(n + 1)
+    interval = metrics.clopper_pearson(successes, n, confidence)
+    for k in {0, 1, n // 2, n}:
+        expected = stats.binomtest(k, n).proportion_ci(confidence, "exact")
+        assert interval.lower[k] == pytest.approx(expected.low, abs=1e-9)
+        assert interval.upper[k] == pytest.approx(expected.high, abs=1e-9)
+    assert interval.lower[0] == 0
+    assert interval.upper[n] == 1
+
+
+def test_intervals_cover():
+    n, counts = 25, np.arange(26)
+    interval = metrics.clopper_pearson(counts, n)
+    for p in np.linspace(0.01, 0.99, 50):
+        covered = (interval.lower <= p) & (p <= interval.upper)
+        assert stats.binom.pmf(counts, n, p)[covered].sum() >= 0.95
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: metrics.clopper_pearson(3, 2), "successes"),
+        (lambda: metrics.clopper_pearson(0.5, 2), "integers"),
+        (lambda: metrics.clopper_pearson(0, 0), "n >= 1"),
+        (lambda: metrics.clopper_pearson(1, 2, 95), "confidence"),
+        (lambda: metrics.robust_accuracy(CLEAN, SUCCESS[:2]), "shapes"),
+        (lambda: metrics.certified_accuracy(CLEAN, DISTANCE[:2], 0.1), "shapes"),
+        (lambda: metrics.mean_distance(DISTANCE, SUCCESS[:2]), "shapes"),
+        (lambda: metrics.robustness_curve(DISTANCE, np.array([1.0, 0.5])), "increasing"),
+        (lambda: metrics.measured_curve(lambda eps: eps, 0.5), "increasing"),
+    ],
+)
+def test_misuse_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

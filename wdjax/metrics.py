@@ -1,0 +1,350 @@
+r"""The robustness metrics: accuracies, success rates, distances, robustness curves, intervals.
+
+Per-sample facts ``[n]`` in, means out, so that they apply to a :class:`wdjax.Result` and to anybody
+else's attack alike. All but the intervals run under ``jit`` and ``vmap``.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import stats
+
+from wdjax import core, losses
+
+
+def correct(logits, y):
+    """Whether each sample is classified correctly; a tie for the first place is an error.
+
+    Args:
+      logits: ``[n, K]`` floats.
+      y: ``[n]`` integer labels.
+
+    Returns:
+      ``[n]`` booleans.
+
+    >>> correct(jnp.array([[2.0, 1.0], [1.0, 1.0]]), jnp.array([0, 0])).tolist()
+    [True, False]
+    """
+    return losses.margin(logits, y) < 0
+
+
+def accuracy(logits, y):
+    """The share of samples that are classified correctly.
+
+    Args:
+      logits: ``[n, K]`` floats, at clean or at adversarial points.
+      y: ``[n]`` integer labels.
+
+    Returns:
+      A number in ``[0, 1]``.
+
+    >>> float(accuracy(jnp.eye(4), jnp.array([0, 1, 2, 0])))
+    0.75
+    """
+    return jnp.mean(correct(logits, y))
+
+
+def attack_success_rate(success, clean=None):
+    r"""The share of samples that are misclassified at their adversarial points.
+
+    Args:
+      success: ``[n]`` booleans: misclassified after the attack (``Result.success``).
+      clean: ``[n]`` booleans: classified correctly before it. Where given, the rate is among those
+        samples only, as many papers report it; NaN if there are none.
+
+    Returns:
+      A number in ``[0, 1]``. Without ``clean`` it is 1 minus the accuracy after the attack.
+
+    Source: robustness definitions (seed 003), "Attack Success Rate".
+
+    >>> success, clean = jnp.array([True, True, False, False]), jnp.array([False, True, True, True])
+    >>> float(attack_success_rate(success)), round(float(attack_success_rate(success, clean)), 3)
+    (0.5, 0.333)
+    """
+    success = jnp.asarray(success, bool)
+    return jnp.mean(success) if clean is None else _mean_where(success, jnp.asarray(clean, bool))
+
+
+def targeted_attack_success_rate(logits, target):
+    r"""The share of samples that the attack sent to the class it aimed at.
+
+    Args:
+      logits: ``[n, K]`` floats at the adversarial points.
+      target: ``[n]`` integer labels.
+
+    Returns:
+      A number in ``[0, 1]``; a tie for the first place is a failure.
+
+    Source: robustness definitions (seed 003), "For targeted attacks".
+
+    >>> float(targeted_attack_success_rate(jnp.eye(3), jnp.array([0, 2, 2])))
+    0.666...
+    """
+    return accuracy(logits, target)
+
+
+def robust_accuracy(clean, success):
+    """The share of samples that are classified correctly before *and* after the attack.
+
+    The point-wise worst case: a sample counts only if no attack broke it.
+
+    Args:
+      clean: ``[n]`` booleans: classified correctly before the attack.
+      success: ``[n]`` or ``[attacks, n]`` booleans: misclassified after it.
+
+    Returns:
+      A number in ``[0, 1]``, an upper bound on the true robust accuracy.
+
+    Source: robustness definitions (seed 003), "Robust Accuracy".
+
+    >>> float(robust_accuracy(jnp.array([True, True, False]), jnp.array([False, True, False])))
+    0.333...
+    """
+    clean, success = jnp.asarray(clean, bool), jnp.asarray(success, bool)
+    _check_same(clean, success[0] if success.ndim == 2 else success, "clean", "success")
+    broken = jnp.any(success, axis=0) if success.ndim == 2 else success
+    return jnp.mean(clean & ~broken)
+
+
+def certified_accuracy(clean, radius, eps):
+    r"""The share of samples that are correct and certified: ``mean 1{correct_i and R_i >= eps}``.
+
+    Args:
+      clean: ``[n]`` booleans: classified correctly.
+      radius: ``[n]`` certified radii, in the units of ``eps``.
+      eps: a number, or an array of them.
+
+    Returns:
+      Accuracies in the shape of ``eps``, lower bounds on the true robust accuracy.
+
+    Source: robustness definitions (seed 003), "Certified Accuracy".
+
+    >>> certified_accuracy(jnp.array([True, False]), jnp.array([0.2, 0.9]), jnp.array([0.1, 0.3]))
+    Array([0.5, 0. ], dtype=float32)
+    """
+    clean, radius = jnp.asarray(clean, bool), jnp.asarray(radius)
+    _check_same(clean, radius, "clean", "radius")
+    held = radius >= jnp.asarray(eps)[..., None]
+    return jnp.mean(clean & held, axis=-1)
+
+
+def mean_distance(distance, success):
+    """The mean perturbation of the successful attacks; NaN if there are none.
+
+    Args:
+      distance: ``[n]`` norms of the perturbations.
+      success: ``[n]`` booleans: misclassified after the attack.
+
+    Source: robustness definitions (seed 003), "Perturbation Magnitude Metrics".
+
+    >>> float(mean_distance(jnp.array([1.0, 2.0, jnp.inf]), jnp.array([True, True, False])))
+    1.5
+    """
+    distance, success = jnp.asarray(distance), jnp.asarray(success, bool)
+    _check_same(distance, success, "distance", "success")
+    return _mean_where(distance, success)
+
+
+def median_distance(distance, success):
+    """The median perturbation of the successful attacks; NaN if there are none.
+
+    >>> distance = jnp.array([1.0, 2.0, 9.0, 0.0])
+    >>> float(median_distance(distance, jnp.array([True, True, True, False])))
+    2.0
+    """
+    distance, success = jnp.asarray(distance), jnp.asarray(success, bool)
+    _check_same(distance, success, "distance", "success")
+    return jnp.nanmedian(jnp.where(success, distance, jnp.nan))
+
+
+class MinimumPerturbation(NamedTuple):
+    """A summary of minimal adversarial distances; NaN where nothing was found."""
+
+    found: jax.Array
+    """The share of samples with a finite distance."""
+    mean: jax.Array
+    """Of the finite distances, as are the next three."""
+    median: jax.Array
+    least: jax.Array
+    largest: jax.Array
+    median_of_all: jax.Array
+    """Of all distances, inf included: half of the samples are broken within it."""
+
+
+def minimum_perturbation(distance) -> MinimumPerturbation:
+    r"""Summarises the smallest perturbations ``eps*(x_i)`` that a minimum-norm attack found.
+
+    Args:
+      distance: ``[n]`` distances: 0 where misclassified already, inf where no flip is known.
+
+    Source: robustness definitions (seed 003), "Minimum Adversarial Perturbation".
+
+    >>> summary = minimum_perturbation(jnp.array([0.0, 0.5, 1.0, jnp.inf]))
+    >>> float(summary.found), float(summary.mean), float(summary.median_of_all)
+    (0.75, 0.5, 0.75)
+    """
+    distance = jnp.asarray(distance)
+    found = jnp.isfinite(distance)
+    ranked = jnp.sort(distance)
+    some = jnp.any(found)
+    middle = ranked[(len(ranked) - 1) // 2], ranked[len(ranked) // 2]
+    return MinimumPerturbation(
+        found=jnp.mean(found),
+        mean=_mean_where(distance, found),
+        median=median_distance(distance, found),
+        least=jnp.where(some, jnp.min(distance, initial=jnp.inf, where=found), jnp.nan),
+        largest=jnp.where(some, jnp.max(distance, initial=0.0, where=found), jnp.nan),
+        median_of_all=(middle[0] + middle[1]) / 2,
+    )
+
+
+class RobustnessCurve(NamedTuple):
+    """Accuracy against the budget."""
+
+    eps: jax.Array
+    """``[m]``, increasing."""
+    accuracy: jax.Array
+    """``[m]``"""
+
+    @property
+    def area(self):
+        """The area under the curve from the first to the last ``eps``, by trapezoids."""
+        return jnp.trapezoid(self.accuracy, self.eps)
+
+
+def robustness_curve(distance, eps) -> RobustnessCurve:
+    r"""The curve that minimal distances give: ``mean 1{d_i > eps}`` at every ``eps``.
+
+    Args:
+      distance: ``[n]`` distances at which each sample is misclassified: 0 if it is already, inf if
+        no flip is known.
+      eps: ``[m]`` increasing budgets.
+
+    Returns:
+      A :class:`RobustnessCurve`, non-increasing.
+
+    Raises:
+      ValueError: ``eps`` does not increase.
+
+    Cost: ``O((n + m) log n)``.
+
+    Source: robustness definitions (seed 003), "Robustness Curves".
+
+    >>> curve = robustness_curve(jnp.array([0.0, 1.0, 2.0, 3.0]), jnp.arange(4.0))
+    >>> curve.accuracy.tolist(), float(curve.area)
+    ([0.75, 0.5, 0.25, 0.0], 1.125)
+    """
+    distance, eps = jnp.sort(jnp.asarray(distance)), _check_increasing(eps)
+    broken = jnp.searchsorted(distance, eps, side="right")
+    return RobustnessCurve(eps, 1 - broken / len(distance))
+
+
+def measured_curve(accuracy_at: Callable, eps) -> RobustnessCurve:
+    """The curve of a function ``eps -> accuracy``, called once for every budget.
+
+    Inside it, :func:`wdjax.run` may loop on the host. Where the function is traceable,
+    ``RobustnessCurve(eps, jax.vmap(accuracy_at)(eps))`` is one program instead.
+
+    Args:
+      accuracy_at: from a number to a number.
+      eps: ``[m]`` increasing budgets.
+
+    Returns:
+      A :class:`RobustnessCurve`.
+
+    Raises:
+      ValueError: ``eps`` does not increase.
+
+    >>> measured_curve(lambda eps: 1 - eps, jnp.array([0.0, 0.5])).accuracy.tolist()
+    [1.0, 0.5]
+    """
+    eps = _check_increasing(eps)
+    return RobustnessCurve(eps, jnp.stack([jnp.asarray(accuracy_at(budget)) for budget in eps]))
+
+
+def step_area(distance, limit):
+    r"""The exact area under the robustness curve of minimal distances on ``[0, limit]``.
+
+    The curve is a staircase: ``integral_0^limit mean 1{d_i > t} dt = mean min(d_i, limit)``.
+
+    Args:
+      distance: ``[n]`` distances, inf where no flip is known.
+      limit: the last budget, finite.
+
+    Returns:
+      The area in the units of ``distance``; divided by ``limit`` it is the mean robust accuracy.
+
+    >>> float(step_area(jnp.array([0.0, 1.0, jnp.inf]), 2.0))
+    1.0
+    """
+    return jnp.mean(jnp.minimum(jnp.asarray(distance), limit))
+
+
+class Interval(NamedTuple):
+    """A confidence interval."""
+
+    lower: np.ndarray
+    upper: np.ndarray
+
+
+def clopper_pearson(successes, n, confidence: float = 0.95) -> Interval:
+    r"""The exact two-sided binomial interval of a share ``successes / n``.
+
+    It covers the true probability with at least the stated confidence, for every ``n``. It holds
+    for counts of independent samples, hence for clean, point-wise robust and certified accuracies;
+    a fractional weight of an adversarial distribution is not a count.
+
+    Args:
+      successes: integers in ``0 .. n``, any shape.
+      n: positive integers, broadcast against ``successes``.
+      confidence: in ``(0, 1)``, shared equally by the two sides.
+
+    Returns:
+      An :class:`Interval` of float64 NumPy arrays; lower is 0 for no success and upper is 1 for no
+      failure.
+
+    Raises:
+      ValueError: counts that are not integers or out of range, or a bad confidence.
+
+    Source: Clopper and Pearson (1934).
+
+    >>> interval = clopper_pearson(0, 100)
+    >>> float(interval.lower), round(float(interval.upper), 4)
+    (0.0, 0.0362)
+    """
+    successes, n = np.broadcast_arrays(np.asarray(successes), np.asarray(n))
+    integers = all(np.issubdtype(count.dtype, np.integer) for count in (successes, n))
+    if not integers or np.any(n < 1) or np.any((successes < 0) | (successes > n)):
+        raise ValueError(
+            f"successes must be integers between 0 and n >= 1, got {successes!r} of {n!r}."
+        )
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must lie between 0 and 1, got {confidence!r}.")
+    tail = (1 - confidence) / 2
+    failures = n - successes
+    lower = stats.beta.ppf(tail, np.maximum(successes, 1), failures + 1)
+    upper = stats.beta.isf(tail, successes + 1, np.maximum(failures, 1))
+    return Interval(np.where(successes == 0, 0.0, lower), np.where(failures == 0, 1.0, upper))
+
+
+def _mean_where(values, chosen):
+    count = jnp.sum(chosen)
+    total = jnp.sum(jnp.where(chosen, values, 0.0))
+    return jnp.where(count > 0, total / jnp.maximum(count, 1), jnp.nan)
+
+
+def _check_same(first, second, first_name, second_name):
+    if first.ndim != 1 or first.shape != second.shape:
+        raise ValueError(
+            f"{first_name} and {second_name} must both be [n], got shapes {list(first.shape)} and "
+            f"{list(second.shape)}; use vmap for more."
+        )
+
+
+def _check_increasing(eps):
+    if not core.traced(eps) and (np.ndim(eps) != 1 or not np.all(np.diff(eps) > 0)):
+        raise ValueError(f"eps must be [m] increasing budgets, got {eps}.")
+    return jnp.asarray(eps, float)
