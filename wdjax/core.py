@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from wdjax import losses, norms, parallel
+from wdjax.validate import check_number, check_samples, check_shapes, traced
 
 Model = jax.tree_util.Partial
 """A classifier ``logits = model(x)``: ``Model(apply, params)`` with ``apply(params, x)`` pure.
@@ -38,37 +39,58 @@ class Info(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """``length`` repetitions of ``step(model, x, y, state, **knobs) -> (state, info)``."""
+    """``length`` repetitions of ``step(model, x, y, state, **knobs) -> (state, info)``.
+
+    ``x`` are the clean samples and ``y`` their labels. ``done(state)`` tells, ``[n]``, which of
+    them further steps of this stage leave as they are; when all are, the host stops early.
+    """
 
     step: Callable[..., tuple[Any, Info]]
     length: int
+    done: Callable[[Any], Array] | None = None
+
+
+def _whole_mass(cost, success, *, eps, **knobs):
+    """A point-wise attack moves every sample whole."""
+    return jnp.ones_like(cost)
+
+
+def _within_eps(*, eps, **knobs):
+    """A point-wise attack moves no sample by more than ``eps``."""
+    return eps
+
+
+def _never(state):
+    """An attack that always takes all its steps."""
+    return jnp.zeros(len(jax.tree.leaves(state)[0]), bool)
 
 
 class Attack(NamedTuple):
     """An attack as pure functions of batches; what changes the program is bound inside.
 
     A single-stage attack is an ``init`` and a ``step``; an attack whose program changes on the way
-    (WDA probes all rivals, then follows one) is a sequence of stages that share a state.
+    (WDA probes all rivals, then follows one) is a sequence of stages that share a state, a pytree
+    of ``[n, ...]`` leaves. The defaults are those of a point-wise attack.
     """
 
     name: str
     init: Callable[..., Any]
-    """``(model, x, y, keys, **knobs) -> state``; ``keys`` are per-sample, or None."""
+    """``(model, x, y, logits, keys, **knobs) -> state``: logits at ``x``, keys a sample or None."""
     stages: tuple[Stage, ...]
-    point: Callable[[Any], Array]
-    """``state -> [n, *shape]``: the adversarial points."""
-    reach: Callable[..., Array]
-    """``(**knobs) ->`` the largest cost a single point may have."""
-    weigh: Callable[..., Array]
-    """``(cost, success, **knobs) -> [n]``: the mass moved, from the whole data set."""
-    done: Callable[[Any], Array] | None
-    """``state -> [n]`` bool: the samples that further steps of this stage leave as they are."""
-    knobs: tuple[tuple[str, Any], ...]
-    """Names and defaults of the numbers that may be traced, besides ``eps``."""
+    point: Callable[..., Array]
+    """``(x, state, **knobs) -> [n, *shape]``: the adversarial points."""
     norm: float
-    order: float
-    box: tuple[float, float] | None
-    random: bool
+    order: float = math.inf
+    box: tuple[float, float] | None = (0.0, 1.0)
+    knobs: tuple[tuple[str, Any], ...] = ()
+    """Names and defaults of the numbers that may be traced, besides ``eps``."""
+    random: bool = False
+    reach: Callable[..., Array] = _within_eps
+    """``(**knobs) ->`` the largest cost a single point may have."""
+    weigh: Callable[..., Array] = _whole_mass
+    """``(cost, success, **knobs) -> [n]``: the mass moved, decided over the whole data set."""
+    converged: Callable[[Any], Array] = _never
+    """``state -> [n]`` bool: the samples for which nothing was left to do."""
 
 
 class Result(NamedTuple):
@@ -112,9 +134,9 @@ class Progress(NamedTuple):
     """Of the steps since the last call, ``[chunk, batch size]``, still on the device."""
 
 
-def sample_keys(key, n, offset=0):
+def sample_keys(key, indices):
     """One key a sample from its global index, so that batching never changes the randomness."""
-    return jax.vmap(lambda i: jax.random.fold_in(key, i))(offset + jnp.arange(n))
+    return jax.vmap(lambda i: jax.random.fold_in(key, i))(indices)
 
 
 def run(
@@ -125,6 +147,7 @@ def run(
     *,
     eps,
     key=None,
+    skip_misclassified: bool = True,
     batch_size: int | None = None,
     mesh=None,
     callback: Callable[[Progress], Any] | None = None,
@@ -138,8 +161,7 @@ def run(
     and ``callback`` apply. Both ways give the same result up to the rounding of floats.
 
     Every reported number is measured at the stored points. A point outside its ball or box, or not
-    finite, is replaced by the clean sample; a sample that the model misclassifies already, and that
-    the attack did not keep misclassified, is kept clean at cost 0.
+    finite, is replaced by the clean sample.
 
     Args:
       attack: from a factory in :mod:`wdjax.attacks`.
@@ -148,9 +170,12 @@ def run(
       y: ``[n]`` integer labels in ``0 .. K - 1``.
       eps: budget, at least 0, in the units of ``x``; may be traced, so ``vmap`` over radii works.
       key: a typed ``jax.random.key``; required by random attacks, ignored by the others.
+      skip_misclassified: keep samples that the model gets wrong already clean, at cost 0: nothing
+        is left to gain in accuracy, and at top level no pass is spent on them. With False they are
+        attacked too, for the sake of the loss.
       batch_size: samples on the device at once; all by default. The last batch is padded, so one
         program serves all.
-      mesh: a mesh from :func:`wdjax.parallel.data_mesh`; batches are padded to it and split over it.
+      mesh: a mesh from :func:`wdjax.parallel.data_mesh`; batches are padded to its size and split.
       callback: called with a :class:`Progress` after every chunk of steps; a true value ends the
         current batch's search early.
       **knobs: the attack's own numbers, such as ``kappa`` and ``step_size``; may be traced.
@@ -183,73 +208,11 @@ def run(
                 "them out."
             )
         check_shapes(model, x, y)
-        keys = None if key is None else sample_keys(key, len(y))
-        return _run_traced(attack, model, x, y, keys, knobs)
+        keys = None if key is None else sample_keys(key, jnp.arange(len(y)))
+        return _run_traced(attack, model, x, y, keys, knobs, skip_misclassified)
     x, y = check_samples(model, x, y, attack.box)
-    return _run_hosted(attack, model, x, y, key, knobs, batch_size, mesh, callback)
-
-
-def traced(*trees) -> bool:
-    """Whether any leaf is a tracer, that is, whether we are inside ``jit``, ``vmap`` or ``grad``."""
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))
-
-
-def check_shapes(model, x, y):
-    """Checks what shapes and dtypes can tell; returns the number of classes."""
-    if jnp.ndim(x) < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(
-            f"x must be floats [n, *shape] in the box, got {x.dtype}{list(jnp.shape(x))}; "
-            "convert uint8 images with x.astype(np.float32) / 255."
-        )
-    if jnp.shape(y) != jnp.shape(x)[:1] or not jnp.issubdtype(y.dtype, jnp.integer):
-        raise ValueError(
-            f"y must be integer labels [{jnp.shape(x)[0]}], got {y.dtype}{list(jnp.shape(y))}."
-        )
-    if len(y) == 0:
-        raise ValueError("x and y are empty: pass at least one sample.")
-    try:
-        logits = jax.eval_shape(model, jax.ShapeDtypeStruct(x.shape, x.dtype))
-    except TypeError as error:
-        raise ValueError(
-            f"the model does not accept x of shape {list(x.shape)}: {error}"
-        ) from error
-    if getattr(logits, "ndim", 0) != 2 or logits.shape[0] != len(y) or logits.shape[1] < 2:
-        got = getattr(logits, "shape", type(logits).__name__)
-        raise ValueError(f"the model must return logits [{len(y)}, K] with K >= 2, got {got}.")
-    return logits.shape[1]
-
-
-def check_samples(model, x, y, box=(0.0, 1.0)):
-    """Checks concrete samples at the front door; returns them as JAX arrays, labels as int32."""
-    x, y = jnp.asarray(x), jnp.asarray(y)
-    classes = check_shapes(model, x, y)
-    low, high = float(jnp.min(x)), float(jnp.max(x))
-    if not (math.isfinite(low) and math.isfinite(high)):
-        bad = int(jnp.argmax(~jnp.all(jnp.isfinite(x.reshape(len(x), -1)), axis=-1)))
-        raise ValueError(f"x[{bad}] holds a value that is not finite; remove or repair it.")
-    if box is not None and (low < box[0] or high > box[1]):
-        raise ValueError(
-            f"x spans [{low:g}, {high:g}], outside the box [{box[0]:g}, {box[1]:g}]; rescale it, "
-            "or give the attack another box (box=None for none)."
-        )
-    smallest, largest = int(jnp.min(y)), int(jnp.max(y))
-    if smallest < 0 or largest >= classes:
-        raise ValueError(
-            f"labels span {smallest}..{largest}, but the model has the classes 0..{classes - 1}."
-        )
-    return x, y.astype(jnp.int32)
-
-
-def check_number(name, value, least=0.0):
-    """Checks a concrete scalar budget or knob; a traced one passes."""
-    if traced(value):
-        return value
-    array = np.asarray(value)
-    if array.ndim != 0 or not np.issubdtype(array.dtype, np.number):
-        raise ValueError(f"{name} must be a single number, got {value!r}; vmap over several.")
-    if not (np.isfinite(array) and array >= least):
-        raise ValueError(f"{name} must be finite and at least {least:g}, got {value!r}.")
-    return value
+    driver = _Driver(attack, model, knobs, key, mesh, callback)
+    return driver.run(x, y, batch_size, skip_misclassified)
 
 
 def _settle(attack, eps, knobs) -> Knobs:
@@ -269,8 +232,8 @@ def _settle(attack, eps, knobs) -> Knobs:
     return settled
 
 
-def _measure(attack, model, x, y, clean_logits, x_adv, knobs):
-    """Puts infeasible points back to the clean sample and measures the rest."""
+def _measure(attack, model, x, y, clean_logits, x_adv, knobs, skip):
+    """Puts infeasible and useless points back to the clean sample and measures the rest."""
     reach = attack.reach(**knobs).astype(x.dtype)
     flat = x_adv.reshape(len(x), -1)
     inside = jnp.all(jnp.isfinite(flat), axis=-1)
@@ -280,9 +243,9 @@ def _measure(attack, model, x, y, clean_logits, x_adv, knobs):
         inside &= jnp.all((flat >= low) & (flat <= high), axis=-1)
     keep = inside.reshape((-1,) + (1,) * (x.ndim - 1))
     logits = model(jnp.where(keep, x_adv, x))
-    clean = losses.margin(clean_logits, y) < 0
-    success = losses.margin(logits, y) >= 0
-    useless = ~inside | (~clean & ~success)
+    clean = jnp.argmax(clean_logits, axis=-1) == y
+    success = jnp.argmax(logits, axis=-1) != y
+    useless = ~inside | (~clean if skip else ~clean & ~success)
     x_adv = jnp.where(useless.reshape(keep.shape), x, x_adv)
     logits = jnp.where(useless[:, None], clean_logits, logits)
     margin = losses.margin(logits, y)
@@ -291,7 +254,7 @@ def _measure(attack, model, x, y, clean_logits, x_adv, knobs):
         "x_adv": x_adv,
         "cost": norms.lp_norm(x_adv - x, attack.norm),
         "clean": clean,
-        "success": (margin >= 0) & finite,
+        "success": (jnp.argmax(logits, axis=-1) != y) & finite,
         "margin": jnp.where(finite, margin, jnp.nan),
     }
 
@@ -310,33 +273,36 @@ def _scanned(step, model, x, y, knobs, state, _):
     return step(model, x, y, state, **knobs)
 
 
-def _run_traced(attack, model, x, y, keys, knobs):
-    clean_logits = model(x)
-    state = attack.init(model, x, y, keys, **knobs)
+def _run_traced(attack, model, x, y, keys, knobs, skip):
+    logits = model(x)
+    state = attack.init(model, x, y, logits, keys, **knobs)
     state, info = _advance_traced(attack, model, x, y, state, knobs)
-    measured = _measure(attack, model, x, y, clean_logits, attack.point(state), knobs)
-    return _result(attack, measured, info, _done(attack, state, len(y)), knobs)
-
-
-def _done(attack, state, n):
-    return jnp.zeros(n, bool) if attack.done is None else attack.done(state)
+    x_adv = attack.point(x, state, **knobs)
+    measured = _measure(attack, model, x, y, logits, x_adv, knobs, skip)
+    return _result(attack, measured, info, attack.converged(state), knobs)
 
 
 def _result(attack, measured, info, converged, knobs):
     weight = attack.weigh(measured["cost"], measured["success"], **knobs)
+    forwards = jnp.sum(info.forwards, axis=0)
     return Result(
         **measured,
         weight=weight.astype(measured["cost"].dtype),
         converged=converged,
         gradients=jnp.sum(info.gradients, axis=0),
-        forwards=jnp.sum(info.forwards, axis=0) + 2,
+        forwards=forwards + jnp.where(forwards > 0, 2, 1),
         info=info,
     )
 
 
+@jax.jit
+def _logits(model, x):
+    return model(x)
+
+
 @functools.partial(jax.jit, static_argnums=0)
-def _start(attack, model, x, y, keys, knobs):
-    return attack.init(model, x, y, keys, **knobs)
+def _start(attack, model, x, y, logits, keys, knobs):
+    return attack.init(model, x, y, logits, keys, **knobs)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -348,15 +314,13 @@ def _advance(step, length, model, x, y, state, knobs):
     return jax.lax.scan(body, state, length=length)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _finish(attack, model, x, y, state, knobs):
-    measured = _measure(attack, model, x, y, model(x), attack.point(state), knobs)
-    return measured, _done(attack, state, len(y))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _finish(attack, skip, model, x, y, logits, state, knobs):
+    x_adv = attack.point(x, state, **knobs)
+    return _measure(attack, model, x, y, logits, x_adv, knobs, skip), attack.converged(state)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _collect(attack, measured, info, converged, knobs):
-    return _result(attack, measured, info, converged, knobs)
+_collect = jax.jit(_result, static_argnums=0)
 
 
 def _chunk_length():
@@ -364,71 +328,120 @@ def _chunk_length():
     return 1 if jax.default_backend() == "cpu" else 10
 
 
-def _run_hosted(attack, model, x, y, key, knobs, batch_size, mesh, callback):
-    n = len(y)
-    size = n if batch_size is None else batch_size
-    if not isinstance(size, int) or size < 1:
-        raise ValueError(f"batch_size must be a positive integer or None, got {batch_size!r}.")
-    size = parallel.padded_size(min(size, n), mesh)
-    model = parallel.replicate(model, mesh)
-    parts = []
-    for batch, start in enumerate(range(0, n, size)):
-        samples = parallel.pad((x[start : start + size], y[start : start + size]), size)
-        # Padding repeats the last sample, its key included; indices past n are never random draws.
-        keys = None if key is None else sample_keys(key, size, start)
-        xb, yb, keys = parallel.shard((*samples, keys), mesh)
-        notify = callback and functools.partial(_notify, callback, batch, -(-n // size))
-        part = _attack_batch(attack, model, xb, yb, keys, knobs, notify)
-        parts.append(parallel.gather(part, min(size, n - start), mesh))
-    measured, info, converged = (_join(piece) for piece in zip(*parts))
-    _refuse_nan(measured["margin"])
-    result = _collect(attack, measured, info, converged, knobs)
-    _refuse_overspending(attack, result, float(knobs["eps"]))
-    return result
+class _Driver(NamedTuple):
+    """The host's side of :func:`run`: which samples, in which batches, one step after the other."""
+
+    attack: Attack
+    model: Any
+    knobs: Knobs
+    key: Any
+    mesh: Any
+    callback: Callable[[Progress], Any] | None
+
+    def run(self, x, y, batch_size, skip):
+        n = len(y)
+        size = n if batch_size is None else batch_size
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"batch_size must be a positive integer or None, got {batch_size!r}.")
+        self = self._replace(model=parallel.replicate(self.model, self.mesh))
+        (logits,) = self._batched(self._classify, min(size, n), np.arange(n), x)
+        _refuse_nan(logits)
+        correct = np.argmax(np.asarray(logits), axis=-1) == np.asarray(y)
+        chosen = np.flatnonzero(correct) if skip else np.arange(n)
+        if not chosen.size:
+            chosen = np.arange(1)  # Nothing to attack: one sample keeps the shapes of the result.
+        # Sizes in steps of n / 16, so that a few more or less attacked samples do not recompile.
+        step = max(1, n // 16)
+        size = min(size, -(-chosen.size // step) * step)
+        attack_batch = functools.partial(self._attack_batch, skip)
+        found = self._batched(attack_batch, size, chosen, x, y, logits)
+        measured, info, converged = _scatter(found, chosen, x, y, logits)
+        _refuse_nan(measured["margin"][:, None])
+        result = _collect(self.attack, measured, info, converged, self.knobs)
+        _refuse_overspending(self.attack, result, float(self.knobs["eps"]))
+        return result
+
+    def _batched(self, function, size, indices, *arrays):
+        """Concatenates ``function(progress, keys, *batch)`` over padded, sharded batches."""
+        size = parallel.padded_size(size, self.mesh)
+        parts = []
+        count = -(-len(indices) // size)
+        for batch in range(count):
+            picked = indices[batch * size : (batch + 1) * size]
+            padded = np.concatenate([picked, np.repeat(picked[-1:], size - len(picked))])
+            whole = len(padded) == len(arrays[0]) and np.array_equal(padded, np.arange(size))
+            rows = arrays if whole else [array[padded] for array in arrays]
+            keys = None if self.key is None else sample_keys(self.key, padded)
+            keys, *rows = parallel.shard((keys, *rows), self.mesh)
+            part = function((batch, count), keys, *rows)
+            parts.append(parallel.gather(part, len(picked), self.mesh))
+        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+
+    def _classify(self, progress, keys, x):
+        return (_logits(self.model, x),)
+
+    def _attack_batch(self, skip, progress, keys, x, y, logits):
+        attack, model, knobs = self.attack, self.model, self.knobs
+        state = _start(attack, model, x, y, logits, keys, knobs)
+        total = sum(stage.length for stage in attack.stages)
+        infos, taken, stopped = [], 0, False
+        for stage in attack.stages:
+            left = stage.length
+            while left and not stopped:
+                length = min(left, _chunk_length())
+                state, info = _advance(stage.step, length, model, x, y, state, knobs)
+                infos.append(info)
+                left, taken = left - length, taken + length
+                if self.callback is not None:
+                    stopped = bool(self.callback(Progress(*progress, taken, total, info)))
+                if stage.done is not None and bool(jnp.all(stage.done(state))):
+                    break
+            if left:
+                taken += left
+                infos.append(_spared(infos[-1], left))
+        measured, converged = _finish(attack, skip, model, x, y, logits, state, knobs)
+        # Samples run along axis 0 here, so that one rule batches and scatters all leaves.
+        info = jax.tree.map(lambda *rows: jnp.concatenate(rows).T, *infos)
+        return measured, info, converged
 
 
-def _attack_batch(attack, model, x, y, keys, knobs, notify):
-    state = _start(attack, model, x, y, keys, knobs)
-    steps = sum(stage.length for stage in attack.stages)
-    infos, step, stopped = [], 0, False
-    for stage in attack.stages:
-        left = stage.length
-        while left and not stopped:
-            length = min(left, _chunk_length())
-            state, info = _advance(stage.step, length, model, x, y, state, knobs)
-            infos.append(info)
-            left -= length
-            step += length
-            stopped = bool(notify and notify(step, steps, info))
-            if attack.done is not None and bool(jnp.all(attack.done(state))):
-                break
-        if left:
-            infos.append(_nothing_done(info, left))
-    measured, converged = _finish(attack, model, x, y, state, knobs)
-    # Samples run along axis 0 everywhere, so that one gather serves all leaves.
-    info = jax.tree.map(lambda *rows: jnp.concatenate(rows).T, *infos)
-    return measured, info, converged
-
-
-def _nothing_done(info, length):
+def _spared(info, length):
     """Rows for steps that an early stop spared: the last margin, no passes."""
     rows = jax.tree.map(lambda leaf: jnp.repeat(leaf[-1:], length, axis=0), info)
-    return rows._replace(
-        gradients=jnp.zeros_like(rows.gradients), forwards=jnp.zeros_like(rows.forwards)
+    return _without_passes(rows)
+
+
+def _without_passes(info):
+    return info._replace(
+        gradients=jnp.zeros_like(info.gradients), forwards=jnp.zeros_like(info.forwards)
     )
 
 
-def _notify(callback, batch, batches, step, steps, info):
-    return callback(Progress(batch, batches, step, steps, info))
+def _scatter(found, chosen, x, y, logits):
+    """The attacked samples among the skipped ones, which stay clean at cost 0."""
+    measured, info, converged = found
+    margin = losses.margin(logits, y)
+    rows = jnp.broadcast_to(margin[:, None], (len(y), info.margin.shape[1]))
+    nothing = jnp.zeros(rows.shape, jnp.int32)
+    skipped = (
+        {
+            "x_adv": x,
+            "cost": jnp.zeros_like(margin),
+            "clean": jnp.zeros(len(y), bool),
+            "success": jnp.ones(len(y), bool),
+            "margin": margin,
+        },
+        Info(rows, nothing, nothing),
+        jnp.ones(len(y), bool),
+    )
+    measured, info, converged = jax.tree.map(
+        lambda rest, part: rest.at[chosen].set(part), skipped, (measured, info, converged)
+    )
+    return measured, jax.tree.map(jnp.transpose, info), converged
 
 
-def _join(pieces):
-    joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *pieces)
-    return jax.tree.map(jnp.transpose, joined) if isinstance(joined, Info) else joined
-
-
-def _refuse_nan(margin):
-    bad = np.flatnonzero(np.isnan(np.asarray(margin)))
+def _refuse_nan(values):
+    bad = np.flatnonzero(~np.all(np.isfinite(np.asarray(values)), axis=-1))
     if bad.size:
         raise ValueError(
             f"the model returned logits that are not finite for {bad.size} samples, first at index "
