@@ -37,19 +37,20 @@ def contrasts(y, classes, dtype):
     return jnp.eye(classes, dtype=dtype) - jax.nn.one_hot(y, classes, dtype=dtype)
 
 
-def jacobian_bounds(model, domain: interval.Interval, y, classes) -> norms.Bounds:
-    """The interval Jacobian of all margins ``z_j - z_y`` over a domain, ``[K, *shape]``.
+def margins_and_slopes(model, domain: interval.Interval, y, classes):
+    """Bounds on all margins ``z_j - z_y`` over a domain, ``[K]``, and on their Jacobian.
 
-    Holds every element of Clarke's generalised Jacobian, for models that are continuous where
-    their program compares and selects.
+    The second ``Bounds``, ``[K, *shape]``, hold every element of Clarke's generalised Jacobian, for
+    models that are continuous where their program compares and selects.
     """
     rows = contrasts(y, classes, domain.center.dtype)
 
-    def pull(x):
-        return jax.vmap(jax.vjp(single(model), x)[1])(rows)[0]
+    def both(x):
+        logits, pull = jax.vjp(single(model), x)
+        return rows @ logits, jax.vmap(pull)(rows)[0]
 
-    closed = jax.make_jaxpr(pull)(domain.center)
-    return interval.ends(interval.interpret(closed, [domain], interval.Context())[0])
+    closed = jax.make_jaxpr(both)(domain.center)
+    return tuple(map(interval.ends, interval.interpret(closed, [domain], interval.Context())))
 
 
 def row_sizes(jacobian: norms.Bounds, norm):
@@ -91,15 +92,16 @@ def layer_product(model, lower, upper, *, norm, labels=None):
     lower, upper = _check(lower, upper, norm)
     classes = _classes(model, lower)
     labels = jnp.arange(classes) if labels is None else jnp.asarray(labels)
-    with jax.default_matmul_precision("highest"):
-        return _layer_product(model, lower, upper, norm, labels, classes)
+    refuse_jumps(jumps(model, lower))
+    return _layer_product(model, lower, upper, norm, labels, classes)
 
 
+@functools.partial(jax.jit, static_argnums=(3, 5))
+@jax.default_matmul_precision("highest")
 def _layer_product(model, lower, upper, norm, labels, classes):
     context = interval.Context(norm=norm)
     domain = interval.box(lower, upper, lipschitz=jnp.ones((), lower.dtype))
     (logits,) = interval.interpret(jax.make_jaxpr(single(model))(lower), [domain], context)
-    refuse_jumps(context.jumps)
     if not isinstance(logits, interval.Interval):
         return jnp.zeros((labels.size, classes), lower.dtype)
     dual = norms.dual(norm)
@@ -144,12 +146,17 @@ def interval_jacobian(model, lower, upper, *, norm, labels=None):
     lower, upper = _check(lower, upper, norm)
     classes = _classes(model, lower)
     labels = jnp.arange(classes) if labels is None else jnp.asarray(labels)
+    refuse_jumps(jumps(model, lower))
+    return _interval_jacobian(model, lower, upper, norm, labels, classes)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 5))
+def _interval_jacobian(model, lower, upper, norm, labels, classes):
+    def constants(y):
+        domain = interval.box(lower, upper)
+        return row_sizes(margins_and_slopes(model, domain, y, classes)[1], norm)
+
     with jax.default_matmul_precision("highest"):
-        refuse_jumps(jumps(model, lower))
-
-        def constants(y):
-            return row_sizes(jacobian_bounds(model, interval.box(lower, upper), y, classes), norm)
-
         if labels.size * classes <= _ROWS:
             total = jax.vmap(constants)(labels)
         else:
@@ -191,14 +198,6 @@ def margin_lipschitz(model, lower, upper, *, norm, labels=None):
     >>> sizes.shape, round(float(sizes[0, 1]), 3)
     ((1, 2), 2.828)
     """
-    lower, upper = _check(lower, upper, norm)
-    if labels is not None:
-        labels = jnp.asarray(labels)
-    return _best(model, lower, upper, norm, labels)
-
-
-@functools.partial(jax.jit, static_argnums=3)
-def _best(model, lower, upper, norm, labels):
     return jnp.minimum(
         layer_product(model, lower, upper, norm=norm, labels=labels),
         interval_jacobian(model, lower, upper, norm=norm, labels=labels),
@@ -217,9 +216,12 @@ def refuse_jumps(names):
 def jumps(model, sample) -> set[str]:
     """Names of the discontinuous primitives that the model applies to its input."""
     context = interval.Context()
-    infinite = jnp.full(sample.shape, jnp.inf, sample.dtype)
-    closed = jax.make_jaxpr(single(model))(sample)
-    interval.interpret(closed, [interval.box(-infinite, infinite)], context)
+
+    def walk(x):
+        closed = jax.make_jaxpr(single(model))(x)
+        return interval.ends(interval.interpret(closed, [interval.box(x, x)], context)[0])
+
+    jax.eval_shape(walk, jax.ShapeDtypeStruct(sample.shape, sample.dtype))
     return context.jumps
 
 

@@ -134,25 +134,26 @@ def _constants(model, x, labels, norm, box):
 
 
 def _search(model, x, y, constants, norm, box, steps):
-    start, guess = _bracket(model, x, y, constants, norm, box)
+    margins = _bounds(model, x, y, jnp.zeros(len(y), x.dtype), norm, box)
+    most = lipschitz.diameter(x.shape[1:], box, norm)
+    best, trial = _bracket(model, x, y, margins, constants, norm, most)
 
     def step(_, bracket):
-        return _bisect(model, x, y, *bracket, norm, box)
+        return _bisect(_bounds(model, x, y, bracket[1], norm, box), *bracket, most)
 
-    bracket = step(0, (jnp.where(start > 0, guess, 0.0), guess, start))
+    bracket = (best, trial, trial)
     if core.traced(model, x, y):
         bracket = jax.lax.fori_loop(0, steps, step, bracket)
     else:
         for i in range(steps):
             bracket = step(i, bracket)
-    best = bracket[2]
-    return jnp.where(best >= lipschitz.diameter(x.shape[1:], box, norm), jnp.inf, best)
+    best = bracket[0]
+    return jnp.where(best >= most, jnp.inf, best)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5))
-def _bracket(model, x, y, constants, norm, box):
+@functools.partial(jax.jit, static_argnums=(5, 6))
+def _bracket(model, x, y, margins, constants, norm, most):
     """The radius of the global constants, and a guess: twice the linearised distance."""
-    margins = _bounds(model, x, y, jnp.zeros(len(y), x.dtype), norm, box)
     rivals = jnp.arange(margins.shape[1]) != y[:, None]
 
     def slopes(xi, yi):
@@ -165,21 +166,19 @@ def _bracket(model, x, y, constants, norm, box):
         ratio = jnp.where(slope > 0, margins / safe, jnp.inf)
         return jnp.min(jnp.where(rivals, ratio, jnp.inf), axis=-1)
 
-    start = jnp.where(jnp.all(margins > 0, axis=-1), nearest(constants) * (1 - 2 * _MARGIN), 0.0)
-    most = lipschitz.diameter(x.shape[1:], box, norm)
+    best = jnp.where(jnp.all(margins > 0, axis=-1), nearest(constants) * (1 - 2 * _MARGIN), 0.0)
     guess = jnp.minimum(2 * nearest(jax.vmap(slopes)(x, y)), most)
-    return start, jnp.where(jnp.isfinite(guess) & (guess > 0), guess, min(most, 1.0))
+    return best, jnp.where(jnp.isfinite(guess) & (guess > 0), guess, min(most, 1.0))
 
 
-@functools.partial(jax.jit, static_argnums=(6, 7))
-def _bisect(model, x, y, trial, high, best, norm, box):
-    """Verifies a radius; the next trial is twice the best before the first failure, then midway."""
-    good = jnp.all(_bounds(model, x, y, trial, norm, box) > 0, axis=-1)
+@functools.partial(jax.jit, static_argnums=4)
+def _bisect(margins, best, trial, high, most):
+    """Keeps a verified radius; next is twice the best before the first failure, then midway."""
+    good = jnp.all(margins > 0, axis=-1)
     best = jnp.where(good, jnp.maximum(best, trial), best)
     high = jnp.where(good, jnp.where(trial >= high, jnp.inf, high), jnp.minimum(high, trial))
-    most = lipschitz.diameter(x.shape[1:], box, norm)
     trial = jnp.where(jnp.isinf(high), 2 * best, 0.5 * (best + high))
-    return jnp.minimum(trial, most), high, best
+    return best, jnp.minimum(trial, most), high
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))
@@ -190,27 +189,26 @@ def _bounds(model, x, y, eps, norm, box):
 
 def _sample_bounds(model, x, y, eps, norm, box):
     classes = jax.eval_shape(model, jax.ShapeDtypeStruct((1, *x.shape), x.dtype)).shape[1]
-    rows = lipschitz.contrasts(y, classes, x.dtype)
-    logits = lipschitz.single(model)
-    margins = jax.make_jaxpr(lambda t: rows @ logits(t))(x)
     lower, upper, eps = _ball(x, eps, box)
-    ball = None if norm == math.inf else (x, eps, norm)
-    context = interval.Context()
-
-    def most(domain):
-        return interval.ends(interval.interpret(margins, [domain], context)[0]).upper
-
-    highest = most(interval.box(lower, upper, ball))
-    if not context.jumps:
-        domain = interval.box(lower, upper, ball)
-        slopes = lipschitz.jacobian_bounds(model, domain, y, classes)
+    domain = interval.box(lower, upper, None if norm == math.inf else (x, eps, norm))
+    if lipschitz.jumps(model, x):
+        highest = _highest(model, domain, y, classes)
+    else:
+        margins, slopes = lipschitz.margins_and_slopes(model, domain, y, classes)
         climb = jnp.maximum(slopes.upper * (upper - x), slopes.lower * (lower - x))
         climb = jnp.sum(jnp.maximum(climb, 0.0).reshape(classes, -1), axis=-1)
         climb *= 1 + (x.size + 8) * jnp.finfo(x.dtype).eps
         if norm != math.inf:
             climb = jnp.fmin(climb, eps * lipschitz.row_sizes(slopes, norm))
-        highest = jnp.fmin(highest, most(interval.box(x, x)) + climb)
+        highest = _highest(model, interval.box(x, x), y, classes) + climb
+        highest = jnp.fmin(margins.upper, highest)
     return jnp.where(jnp.arange(classes) == y, jnp.inf, -highest)
+
+
+def _highest(model, domain, y, classes):
+    rows = lipschitz.contrasts(y, classes, domain.center.dtype)
+    closed = jax.make_jaxpr(lambda t: rows @ lipschitz.single(model)(t))(domain.center)
+    return interval.ends(interval.interpret(closed, [domain], interval.Context())[0]).upper
 
 
 def _ball(x, eps, box):
