@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from wdjax import core, losses
+from wdjax import losses
+from wdjax.validate import traced
 
 
 def correct(logits, y):
@@ -345,6 +346,6 @@ def _check_same(first, second, first_name, second_name):
 
 
 def _check_increasing(eps):
-    if not core.traced(eps) and (np.ndim(eps) != 1 or not np.all(np.diff(eps) > 0)):
+    if not traced(eps) and (np.ndim(eps) != 1 or not np.all(np.diff(eps) > 0)):
         raise ValueError(f"eps must be [m] increasing budgets, got {eps}.")
     return jnp.asarray(eps, float)

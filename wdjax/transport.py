@@ -12,6 +12,7 @@ from scipy import optimize, sparse
 from scipy.spatial import distance as scipy_distance
 
 from wdjax import core, losses, norms, parallel
+from wdjax.validate import traced
 
 
 def allocate(distance, eps, order):
@@ -47,9 +48,9 @@ def allocate(distance, eps, order):
     [0.25, 1.0, 0.0, 1.0]
     """
     _check_order(order)
-    if not core.traced(distance) and not np.all(np.asarray(distance) >= 0):
+    if not traced(distance) and not np.all(np.asarray(distance) >= 0):
         raise ValueError("distance must be at least 0 (inf where no flip is known), without NaN.")
-    if not core.traced(eps) and not np.all(np.isfinite(eps) & (np.asarray(eps) >= 0)):
+    if not traced(eps) and not np.all(np.isfinite(eps) & (np.asarray(eps) >= 0)):
         raise ValueError(f"eps must be finite and at least 0, got {eps}.")
     distance, eps = jnp.asarray(distance, float), jnp.asarray(eps, float)
     if distance.ndim != 1 or eps.ndim > 1:
@@ -149,7 +150,7 @@ class AdversarialDistribution(NamedTuple):
         norms.check_norm(norm)
         _check_order(order)
         _check_distribution(self)
-        if core.traced(self):
+        if traced(self):
             distance = norms.lp_norm(self.x_adv - self.x, norm)
             return _power_mean(jnp, distance, self.weight, order)
         distance = _distances(self.x, self.x_adv, norm)
@@ -211,7 +212,7 @@ def _check_distribution(distribution):
             "an adversarial distribution needs x and x_adv [n, *shape], y [n] and weight [n] with "
             f"n >= 1, got shapes {[list(jnp.shape(leaf)) for leaf in distribution]}."
         )
-    if core.traced(distribution):
+    if traced(distribution):
         return
     if not np.all((np.asarray(weight) >= 0) & (np.asarray(weight) <= 1)):
         raise ValueError("weight must lie in [0, 1]: the share of a sample's mass that moves.")
@@ -259,7 +260,7 @@ def wasserstein(distribution: AdversarialDistribution, norm, order) -> float:
     """
     norms.check_norm(norm)
     _check_order(order)
-    if core.traced(distribution):
+    if traced(distribution):
         raise ValueError("wasserstein works on the host; inside jit or vmap use coupling_cost.")
     _check_distribution(distribution)
     n = len(distribution.y)

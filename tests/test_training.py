@@ -1,0 +1,264 @@
+"""Training reaches its goals, repeats itself and survives interruptions."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import wdjax
+from wdjax import data, metrics, training
+from wdjax.attacks.pgd import pgd
+from wdjax.attacks.wda_plus_plus import wda_plus_plus
+
+fast = pytest.mark.fast
+
+
+def layers(params, x):
+    x = x.reshape(len(x), -1)
+    for layer in params[:-1]:
+        x = jax.nn.relu(x @ layer["w"] + layer["b"])
+    return x @ params[-1]["w"] + params[-1]["b"]
+
+
+def mlp(*sizes, seed=0):
+    keys = jax.random.split(jax.random.key(seed), len(sizes) - 1)
+    shapes = zip(keys, sizes, sizes[1:])
+    start = jax.nn.initializers.he_normal()
+    return wdjax.Model(layers, [{"w": start(k, (a, b)), "b": jnp.zeros(b)} for k, a, b in shapes])
+
+
+def convolve(params, x):
+    x = jax.lax.conv_general_dilated(
+        x, params["kernel"], (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    return jax.nn.relu(x).reshape(len(x), -1) @ params["out"]
+
+
+def convnet():
+    start, keys = jax.nn.initializers.he_normal(), jax.random.split(jax.random.key(0))
+    params = {"kernel": start(keys[0], (4, 4, 1, 4)), "out": start(keys[1], (36, 10))}
+    return wdjax.Model(convolve, params)
+
+
+def same(first, second, exactly=True):
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second)):
+        assert a.dtype == b.dtype
+        if exactly:
+            np.testing.assert_array_equal(a, b)
+        else:
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+
+
+@functools.cache
+def digits():
+    pytest.importorskip("sklearn")
+    return data.digits()
+
+
+@pytest.fixture
+def blobs():
+    """Two classes that a line separates; as images, so that a convolution takes them too."""
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 2, 96)
+    x = np.clip(0.1 * rng.normal(size=(96, 8, 8, 1)) + 0.3 + 0.4 * y[:, None, None, None], 0, 1)
+    return x.astype(np.float32), y
+
+
+def robust(model, samples, eps):
+    return float(wdjax.run(pgd(steps=20), model, samples.x, samples.y, eps=eps).accuracy)
+
+
+def test_standard_and_adversarial_training_on_digits(key):
+    train, test = digits()
+    start = mlp(64, 64, 64, 10)
+    standard = training.train(start, train.x, train.y, key=key)
+    adversarial = training.train(
+        start, train.x, train.y, key=key, attack=pgd(steps=5), eps=0.1, epochs=40
+    )
+    for trained in (standard, adversarial):
+        assert metrics.accuracy(trained.model(test.x), test.y) > 0.95
+        assert np.all(np.isfinite(trained.history))
+        assert trained.history.loss[-1] < trained.history.loss[0] / 2
+    assert robust(adversarial.model, test, 0.1) > robust(standard.model, test, 0.1) + 0.15
+    np.testing.assert_array_equal(standard.history.accuracy, standard.history.robust_accuracy)
+    assert np.all(adversarial.history.robust_accuracy <= adversarial.history.accuracy)
+
+
+@fast
+def test_distributional_training_weighs_by_equation_11(blobs, key):
+    """Without a step, one epoch of one batch reports the distribution that ``run`` finds."""
+    x, y = blobs
+    attack, model = wda_plus_plus(order=1, steps=6, rivals=1), mlp(64, 2)
+    trained = training.train(
+        model, x, y, key=key, attack=attack, eps=0.02, epochs=1, batch_size=96,
+        optimizer=optax.sgd(0.0),
+    )  # fmt: skip
+    found = wdjax.run(attack, model, x, y, eps=0.02, skip_misclassified=False)
+    assert trained.history.robust_accuracy[0] == pytest.approx(float(found.accuracy), abs=1e-3)
+    assert trained.history.robust_accuracy[0] < trained.history.accuracy[0]
+
+
+@fast
+def test_equal_keys_give_equal_parameters(blobs):
+    attack = pgd(steps=2, random_start=True)
+    runs = [
+        training.train(
+            mlp(64, 2), *blobs, key=jax.random.key(seed), epochs=2, batch_size=40,
+            attack=attack, eps=0.05, step_size=0.04,
+        )
+        for seed in (0, 0, 1)
+    ]  # fmt: skip
+    same(runs[0], runs[1])
+    assert not np.array_equal(runs[0].model.args[0][0]["w"], runs[2].model.args[0][0]["w"])
+
+
+@fast
+@pytest.mark.parametrize("attack", [None, pgd(steps=2)])
+def test_both_ways_of_looping_agree(blobs, key, attack, monkeypatch):
+    options = {} if attack is None else {"attack": attack, "eps": 0.05}
+
+    def trained():
+        return training.train(
+            mlp(64, 8, 2), *blobs, key=key, epochs=2, batch_size=40, **options,
+            optimizer=optax.sgd(0.1),
+        )  # fmt: skip
+
+    looped = trained()
+    monkeypatch.setattr(training, "_loops_well", lambda model, x: False)
+    same(looped, trained(), exactly=False)
+
+
+@fast
+def test_convolutions_stay_out_of_loops_on_the_cpu(blobs, key):
+    x = jnp.asarray(blobs[0])
+    assert training._loops_well(mlp(64, 2), x)
+    assert training._loops_well(convnet(), x) == (jax.default_backend() != "cpu")
+    trained = training.train(convnet(), *blobs, key=key, epochs=4, batch_size=32)
+    assert trained.history.loss[-1] < trained.history.loss[0]
+
+
+@fast
+def test_interrupted_training_resumes_to_the_same_numbers(blobs, key, tmp_path):
+    options = {"key": key, "epochs": 4, "batch_size": 40, "attack": pgd(steps=2), "eps": 0.05}
+    whole = training.train(mlp(64, 2), *blobs, **options)
+    folder = tmp_path / "run"
+    first = training.train(
+        mlp(64, 2), *blobs, **options, checkpoint=folder, callback=lambda now: now.epoch == 2
+    )
+    assert first.epoch == 2
+    assert np.isnan(first.history.loss[2:]).all()
+    asked = []
+    resumed = training.train(
+        mlp(64, 2), *blobs, **options, checkpoint=folder, callback=lambda now: asked.append(now)
+    )
+    assert [int(now.epoch) for now in asked] == [3, 4]
+    same(whole, resumed)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    with pytest.raises(ValueError, match="something else"):
+        training.train(mlp(64, 2), *blobs, **options | {"epochs": 5}, checkpoint=folder)
+
+
+@fast
+def test_any_pytree_survives_a_checkpoint(blobs, tmp_path):
+    x, y = blobs
+    model = mlp(64, 3)
+    result = wdjax.run(pgd(steps=2), model, x, y, eps=0.1)
+    tree = {"model": model, "result": result, "n": np.float32(3)}
+    for _ in range(2):  # Replaces its predecessor.
+        training.save(tmp_path / "tree", tree)
+    found = training.restore(tmp_path / "tree", jax.tree.map(jnp.zeros_like, tree))
+    same(jax.tree.map(jnp.asarray, tree), found)
+    np.testing.assert_array_equal(found["model"](x), model(x))
+
+
+@fast
+def test_interrupted_replacement_leaves_the_old_checkpoint(tmp_path):
+    training.save(tmp_path / "run", {"w": jnp.ones(2)})
+    (tmp_path / "run").rename(tmp_path / "run.old")
+    found = training.restore(tmp_path / "run", {"w": jnp.zeros(2)})
+    assert found["w"].tolist() == [1, 1]
+    training.save(tmp_path / "run", {"w": jnp.full(2, 5.0)})
+    assert training.restore(tmp_path / "run", {"w": jnp.zeros(2)})["w"].tolist() == [5, 5]
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@fast
+@pytest.mark.parametrize(
+    ("like", "message"),
+    [
+        ({"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, "w is float32.*expected float32\\[3, 2\\]"),
+        ({"w": jnp.ones((2, 3)), "b": jnp.ones(2, int)}, "b is float32.*expected int32"),
+        ({"w": jnp.ones((2, 3))}, "it has b besides"),
+        ({"w": jnp.ones((2, 3)), "b": jnp.ones(2), "c": jnp.ones(1)}, "it has no c"),
+    ],
+)
+def test_checkpoints_of_something_else_are_refused(tmp_path, like, message):
+    training.save(tmp_path / "run", {"w": jnp.ones((2, 3)), "b": jnp.ones(2)})
+    with pytest.raises(ValueError, match=message):
+        training.restore(tmp_path / "run", like)
+
+
+@fast
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_damaged_checkpoints_are_refused_or_whole(tmp_path):
+    tree = {"w": jax.random.normal(jax.random.key(0), (300, 40)), "b": jnp.arange(5.0)}
+    refused = 0
+    training.save(tmp_path / "whole", tree)
+    files = [path for path in (tmp_path / "whole").rglob("*") if path.is_file()]
+    for number, path in enumerate(files):
+        content = path.read_bytes()
+        for cut, damaged in enumerate((content[: len(content) // 2], b"")):
+            # A copy each, since TensorStore remembers what it read from a path.
+            copy = tmp_path / f"copy{number}-{cut}"
+            training.shutil.copytree(tmp_path / "whole", copy)
+            (copy / path.relative_to(tmp_path / "whole")).write_bytes(damaged)
+            try:
+                same(training.restore(copy, tree), tree)
+            except ValueError:
+                refused += 1
+    assert refused >= 4
+
+
+@fast
+def test_save_leaves_foreign_folders_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(ValueError, match="not a checkpoint"):
+        training.save(tmp_path, {"w": jnp.ones(2)})
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
+    with pytest.raises(ValueError, match="not a checkpoint"):
+        training.restore(tmp_path / "absent", {"w": jnp.ones(2)})
+
+
+@fast
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epochs": 0}, "epochs"),
+        ({"batch_size": 2.0}, "batch_size"),
+        ({"attack": pgd()}, "no eps"),
+        ({"eps": 0.1}, "attack=None and eps"),
+        ({"step_size": 0.1}, "attack=None and step_size"),
+        ({"attack": pgd(), "eps": 0.1, "kappa": 2.0}, "no knob kappa"),
+        ({"attack": pgd(), "eps": -0.1}, "eps"),
+        ({"optimizer": optax.sgd(1e30)}, "not finite"),
+    ],
+)
+def test_misuse_is_refused(blobs, key, options, message):
+    with pytest.raises(ValueError, match=message):
+        training.train(mlp(64, 8, 2), *blobs, key=key, **options)
+
+
+@fast
+def test_bad_samples_and_models_are_refused(blobs, key):
+    x, y = blobs
+    with pytest.raises(ValueError, match="box"):
+        training.train(mlp(64, 2), x * 255, y, key=key)
+    with pytest.raises(ValueError, match="labels"):
+        training.train(mlp(64, 2), x, y + 1, key=key)
+    counted = wdjax.Model(lambda p, x: layers(p[0], x), [mlp(64, 2).args[0], jnp.asarray(0)])
+    with pytest.raises(ValueError, match="floats"):
+        training.train(counted, x, y, key=key)
