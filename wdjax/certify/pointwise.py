@@ -53,9 +53,11 @@ def margin_bounds(model, x, y, *, norm, eps, box=(0.0, 1.0), batch_size=64):
         return _bounds(model, x, y, jnp.broadcast_to(eps, y.shape), norm, box)
     x, y = core.check_samples(model, x, y, box)
     eps = jnp.broadcast_to(eps, y.shape)
-    return _in_batches(
-        functools.partial(_bounds, norm=norm, box=box), model, (x, y, eps), batch_size
-    )
+
+    def bounds(*batch):
+        return _bounds(*batch, norm, box)
+
+    return _in_batches(bounds, model, (x, y, eps), batch_size)
 
 
 def certified(model, x, y, *, norm, eps, box=(0.0, 1.0), batch_size=64):
@@ -119,7 +121,10 @@ def radius(model, x, y, *, norm, box=(0.0, 1.0), steps=10, batch_size=64):
     x, y = core.check_samples(model, x, y, box)
     labels, index = np.unique(np.asarray(y), return_inverse=True)
     constants = _constants(model, x, labels, norm, box)[index]
-    search = functools.partial(_search, norm=norm, box=box, steps=steps)
+
+    def search(*batch):
+        return _search(*batch, norm, box, steps)
+
     return _in_batches(search, model, (x, y, constants), batch_size)
 
 
