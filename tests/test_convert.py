@@ -39,7 +39,7 @@ def test_clean_accuracy_is_reproduced(shared, name, arch, accuracy):
 def test_report_is_readable(shared):
     _, report = convert.load(shared / "data/weights/mnist_linf_robust.pth", "wong_mnist")
     text = str(report)
-    assert "8 tensors used (166,406 numbers), 0 ignored" in text
+    assert "8 tensors used (166,406 parameters), 0 ignored" in text
     assert "fc1.weight" in text
     assert "-> fc1/kernel" in text
 

@@ -14,11 +14,11 @@ def conv(x, kernel, stride=1, padding=0, groups=1):
     than the machine for a few shapes, so there, and only while tracing for the CPU, the same sum is
     arranged differently (``bench/conv.py`` measures every choice, forward and input gradient):
 
-    * 1x1 kernels are matrix products of the strided image;
-    * one input channel: one multiply-add of a shifted image for each of the k*k taps;
+    * 1x1 kernels, and kernels as large as their stride, are matrix products;
+    * one input channel, or one a group: a multiply-add of a shifted image for each of the k*k taps;
     * two to four input channels: one matrix product with the gathered k*k patches;
-    * 3x3 on a large unpadded image: computed with padding 1 and cropped, since only the padded
-      convolution takes XLA's fast path.
+    * 3x3 without padding and with more than a million outputs: computed with padding 1 and cropped,
+      since from there on only padded convolutions take XLA's fast path.
 
     Args:
       x: ``[n, height, width, c]``.
@@ -35,19 +35,25 @@ def conv(x, kernel, stride=1, padding=0, groups=1):
            [6., 9.]], dtype=float32)
     """
     pads = ((padding, padding),) * 2 if isinstance(padding, int) else padding
-    if jax.default_backend() != "cpu" or groups != 1:
+    if jax.default_backend() != "cpu":
         return _lax(x, kernel, stride, pads, groups)
-    height, width, channels, _ = kernel.shape
-    if height == width == 1 and pads == ((0, 0), (0, 0)):
-        return x[:, ::stride, ::stride] @ kernel[0, 0]
-    if channels == 1:
+    height, width, channels, outputs = kernel.shape
+    unpadded = not any(map(any, pads))
+    if channels == 1 and groups in (1, outputs):
         taps = _taps(x, kernel.shape, stride, pads)
-        flat = kernel.reshape(height * width, -1)
+        flat = kernel.reshape(height * width, outputs)
         return sum(tap * weights for tap, weights in zip(taps, flat))
+    if groups != 1:
+        return _lax(x, kernel, stride, pads, groups)
+    if height == width == 1 and unpadded:
+        return x[:, ::stride, ::stride] @ kernel[0, 0]
+    if height == width == stride and unpadded:
+        return _tiles(x, stride) @ kernel.reshape(-1, outputs)
     if channels <= 4:
         patches = jnp.concatenate(_taps(x, kernel.shape, stride, pads), axis=-1)
-        return patches @ kernel.reshape(-1, kernel.shape[-1])
-    if height == width == 3 and stride == 1 and not any(map(any, pads)) and x.shape[1] >= 16:
+        return patches @ kernel.reshape(-1, outputs)
+    large = len(x) * (x.shape[1] - 2) * (x.shape[2] - 2) * outputs > 1_000_000
+    if height == width == 3 and stride == 1 and unpadded and large:
         return _lax(x, kernel, 1, ((1, 1), (1, 1)), 1)[:, 1:-1, 1:-1]
     return _lax(x, kernel, stride, pads, 1)
 
@@ -69,3 +75,11 @@ def _taps(x, shape, stride, pads):
         for i in range(height)
         for j in range(width)
     ]
+
+
+def _tiles(x, size):
+    """The image cut into squares that do not overlap, each flattened: row, column, channel."""
+    n, height, width, channels = x.shape
+    rows, cols = height // size, width // size
+    x = x[:, : rows * size, : cols * size].reshape(n, rows, size, cols, size, channels)
+    return x.transpose(0, 1, 3, 2, 4, 5).reshape(n, rows, cols, size * size * channels)

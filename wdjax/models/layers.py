@@ -4,6 +4,7 @@ A layer made with ``rngs=None`` is abstract: its parameters are shapes, which is
 converter needs and costs no memory.
 """
 
+import collections
 import math
 
 import jax
@@ -137,6 +138,44 @@ class Normalize(nnx.Module):
         return (x - jnp.asarray(self.mean, x.dtype)) / jnp.asarray(self.std, x.dtype)
 
 
+class MeanSparse(nnx.Module):
+    """Values within ``threshold`` standard deviations of their channel's mean become the mean.
+
+    Its gradient is 0 inside the band. Source: Amini et al. (2024), MeanSparse.
+    """
+
+    def __init__(self, features, *, rngs=None):
+        self.mean = parameter(rngs, (features,), kind=nnx.BatchStat)
+        self.var = parameter(rngs, (features,), ones, kind=nnx.BatchStat)
+        self.threshold = parameter(rngs, (), kind=nnx.BatchStat)
+
+    def __call__(self, x):
+        mean, band = self.mean[...], self.threshold[...] * jnp.sqrt(self.var[...])
+        return jnp.where(jnp.abs(x - mean) < band, mean, x)
+
+
+def identity(x):
+    """No normalisation."""
+    return x
+
+
+def standardize(x):
+    """Each image minus its mean, over its unbiased standard deviation (at least 1 / sqrt(size)).
+
+    The gradient of a constant image is that of the floor, not NaN. Source: Ding et al. (2020), MMA.
+    """
+    size = math.prod(x.shape[1:])
+    centred = x - jnp.mean(x, axis=(1, 2, 3), keepdims=True)
+    var = jnp.sum(centred**2, axis=(1, 2, 3), keepdims=True) / (size - 1)
+    std = jnp.sqrt(jnp.where(var > 1 / size, var, 1.0))
+    return centred / jnp.where(var > 1 / size, std, 1 / math.sqrt(size))
+
+
+def gelu(x):
+    """The exact GELU, ``x Phi(x)``."""
+    return 0.5 * x * (1 + lax.erf(x * math.sqrt(0.5)))
+
+
 def max_pool(x, size):
     """Maximum over windows that do not overlap, by a reshape: its gradient is a fast one."""
     n, height, width, channels = x.shape
@@ -145,6 +184,30 @@ def max_pool(x, size):
     return jnp.max(x, axis=(2, 4))
 
 
+def first_max_pool(x, size, stride, padding):
+    """PyTorch's max-pool: where values tie, the gradient goes to the first in reading order."""
+    pads = ((0, 0), (padding, padding), (padding, padding), (0, 0))
+    x = jnp.pad(x, pads, constant_values=-jnp.inf) if padding else x
+    rows, cols = ((n - size) // stride for n in x.shape[1:3])
+    best = None
+    for i in range(size):
+        for j in range(size):
+            tap = x[:, i : i + stride * rows + 1 : stride, j : j + stride * cols + 1 : stride]
+            best = tap if best is None else jnp.where(tap > best, tap, best)
+    return best
+
+
 def average_pool(x):
     """Mean over the image axes."""
     return jnp.mean(x, axis=(1, 2))
+
+
+def common(values):
+    """The most frequent value: what the shapes of a file agree on, one spoilt tensor aside."""
+    return collections.Counter(values).most_common(1)[0][0] if values else 0
+
+
+def numbered(names, prefix):
+    """How many numbered layers follow a prefix: one more than the largest number."""
+    numbers = [name[len(prefix) :].split(".")[0] for name in names if name.startswith(prefix)]
+    return 1 + max((int(number) for number in numbers if number.isdigit()), default=-1)

@@ -84,15 +84,9 @@ class _Block(nnx.Module):
 class ResNet2b(nnx.Module):
     """Two residual blocks without BatchNorm on 32x32 images (the ``resnet2b`` of VNN-COMP)."""
 
-    def __init__(
-        self,
-        classes=10,
-        mean=(0.4914, 0.4822, 0.4465),
-        std=(0.2471, 0.2435, 0.2616),
-        *,
-        rngs=None,
-    ):
-        self.normalize = Normalize(mean, std)
+    def __init__(self, classes=10, normalize=None, *, rngs=None):
+        cifar = Normalize((0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616))
+        self.normalize = cifar if normalize is None else normalize
         self.conv1 = Conv(3, 8, 3, 2, 1, bias=True, rngs=rngs)
         self.layer1 = Group.numbered([_Block(8, 16, 2, rngs=rngs), _Block(16, 16, 1, rngs=rngs)])
         self.linear1 = FlatLinear(8, 8, 16, 100, rngs=rngs)

@@ -1,0 +1,158 @@
+"""Pre-activation ResNet-18: kuangliu's with its three block variants, and DeepMind's."""
+
+import jax
+from flax import nnx
+
+from wdjax.models.dm_wide_resnet import strided
+from wdjax.models.layers import (
+    BatchNorm,
+    Conv,
+    Group,
+    Linear,
+    average_pool,
+    common,
+    identity,
+    numbered,
+)
+
+_PLANES = (64, 128, 256, 512)
+
+
+class _Block(nnx.Module):
+    def __init__(self, inputs, outputs, stride, activated, *, rngs):
+        self.bn1 = BatchNorm(inputs, rngs=rngs)
+        self.conv1 = Conv(inputs, outputs, 3, stride, 1, rngs=rngs)
+        self.bn2 = BatchNorm(outputs, rngs=rngs)
+        self.conv2 = Conv(outputs, outputs, 3, 1, 1, rngs=rngs)
+        if stride != 1 or inputs != outputs:
+            self.shortcut = Group.numbered([Conv(inputs, outputs, 1, stride, rngs=rngs)])
+        self.activated = activated
+
+    def __call__(self, x):
+        active = jax.nn.relu(self.bn1(x))
+        skip = x
+        if hasattr(self, "shortcut"):
+            skip = self.shortcut(active if self.activated else x)
+        return self.conv2(jax.nn.relu(self.bn2(self.conv1(active)))) + skip
+
+
+class PreActResNet(nnx.Module):
+    """kuangliu's pre-activation ResNet for 32x32 images.
+
+    Args:
+      blocks: blocks a stage, four numbers.
+      classes: number of logits.
+      normalize: what happens to the images first.
+      activated_shortcut: whether the 1x1 shortcuts see the activated input (``PreActBlockV2``, and
+        ``PreActBlock`` with ``out_shortcut``) instead of the raw one.
+      final_norm: whether BatchNorm and ReLU come before the pool (``bn_before_fc``).
+      rngs: random keys for the parameters; None for an abstract module.
+    """
+
+    def __init__(
+        self,
+        blocks=(2, 2, 2, 2),
+        classes=10,
+        normalize=identity,
+        activated_shortcut=False,
+        final_norm=False,
+        *,
+        rngs=None,
+    ):
+        self.normalize = normalize
+        self.conv1 = Conv(3, 64, 3, 1, 1, rngs=rngs)
+        inputs = 64
+        for stage, (planes, count) in enumerate(zip(_PLANES, blocks)):
+            row = [
+                _Block(
+                    planes if i else inputs,
+                    planes,
+                    2 if stage and i == 0 else 1,
+                    activated_shortcut,
+                    rngs=rngs,
+                )
+                for i in range(count)
+            ]
+            setattr(self, f"layer{stage + 1}", Group.numbered(row))
+            inputs = planes
+        if final_norm:
+            self.bn = BatchNorm(inputs, rngs=rngs)
+        self.linear = Linear(inputs, classes, rngs=rngs)
+
+    def features(self, x):
+        x = self.conv1(self.normalize(x))
+        for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
+            x = stage(x)
+        if hasattr(self, "bn"):
+            x = jax.nn.relu(self.bn(x))
+        return average_pool(x)
+
+    def __call__(self, x):
+        return self.linear(self.features(x))
+
+    @staticmethod
+    def sizes(shapes):
+        """The size arguments, read off the shapes of a state dict."""
+        heads = [shapes.get(f"linear.{leaf}", (0,))[0] for leaf in ("bias", "weight")]
+        return {
+            "blocks": tuple(numbered(shapes, f"layer{s}.") for s in range(1, 5)),
+            "classes": common(heads),
+        }
+
+
+class _DMBlock(nnx.Module):
+    def __init__(self, inputs, outputs, stride, *, rngs):
+        self.batchnorm_0 = BatchNorm(inputs, rngs=rngs)
+        self.conv_2d_1 = strided(inputs, outputs, stride, rngs=rngs)
+        self.batchnorm_1 = BatchNorm(outputs, rngs=rngs)
+        self.conv_2d_2 = Conv(outputs, outputs, 3, 1, 1, rngs=rngs)
+        if stride != 1 or inputs != outputs:
+            self.shortcut = strided(inputs, outputs, stride, rngs=rngs)
+
+    def __call__(self, x):
+        out = self.conv_2d_1(jax.nn.silu(self.batchnorm_0(x)))
+        out = self.conv_2d_2(jax.nn.silu(self.batchnorm_1(out)))
+        return out + (self.shortcut(x) if hasattr(self, "shortcut") else x)
+
+
+class DMPreActResNet(nnx.Module):
+    """DeepMind's pre-activation ResNet-18 with SiLU; its shortcuts are 3x3 and see the raw input.
+
+    Args:
+      blocks: blocks a stage, four numbers.
+      classes: number of logits.
+      normalize: what happens to the images first.
+      rngs: random keys for the parameters; None for an abstract module.
+    """
+
+    def __init__(self, blocks=(2, 2, 2, 2), classes=10, normalize=identity, *, rngs=None):
+        self.normalize = normalize
+        self.conv_2d = Conv(3, 64, 3, 1, 1, rngs=rngs)
+        inputs = 64
+        for stage, (planes, count) in enumerate(zip(_PLANES, blocks)):
+            row = [
+                _DMBlock(planes if i else inputs, planes, 2 if stage and i == 0 else 1, rngs=rngs)
+                for i in range(count)
+            ]
+            setattr(self, f"layer_{stage}", Group.numbered(row))
+            inputs = planes
+        self.batchnorm = BatchNorm(inputs, rngs=rngs)
+        self.logits = Linear(inputs, classes, rngs=rngs)
+
+    def features(self, x):
+        x = self.conv_2d(self.normalize(x))
+        for stage in (self.layer_0, self.layer_1, self.layer_2, self.layer_3):
+            x = stage(x)
+        return average_pool(jax.nn.silu(self.batchnorm(x)))
+
+    def __call__(self, x):
+        return self.logits(self.features(x))
+
+    @staticmethod
+    def sizes(shapes):
+        """The size arguments, read off the shapes of a state dict."""
+        heads = [shapes.get(f"logits.{leaf}", (0,))[0] for leaf in ("bias", "weight")]
+        return {
+            "blocks": tuple(numbered(shapes, f"layer_{s}.") for s in range(4)),
+            "classes": common(heads),
+        }

@@ -1,0 +1,114 @@
+"""Vision Transformer in timm's layout, with its patch embedding or a convolutional stem."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from wdjax.models.convnext import ConvStem, Mlp
+from wdjax.models.layers import (
+    Conv,
+    Group,
+    LayerNorm,
+    Linear,
+    common,
+    identity,
+    numbered,
+    parameter,
+)
+
+_EPSILON = 1e-6
+
+
+class _Attention(nnx.Module):
+    def __init__(self, width, heads, *, rngs):
+        self.heads = heads
+        self.qkv = Linear(width, 3 * width, rngs=rngs)
+        self.proj = Linear(width, width, rngs=rngs)
+
+    def __call__(self, x):
+        n, tokens, width = x.shape
+        size = width // self.heads
+        q, k, v = jnp.moveaxis(self.qkv(x).reshape(n, tokens, 3, self.heads, size), 2, 0)
+        scores = jnp.einsum("nqhd,nkhd->nhqk", q * size**-0.5, k)
+        out = jnp.einsum("nhqk,nkhd->nqhd", jax.nn.softmax(scores, axis=-1), v)
+        return self.proj(out.reshape(n, tokens, width))
+
+
+class _Block(nnx.Module):
+    def __init__(self, width, heads, *, rngs):
+        self.norm1 = LayerNorm(width, _EPSILON, rngs=rngs)
+        self.attn = _Attention(width, heads, rngs=rngs)
+        self.norm2 = LayerNorm(width, _EPSILON, rngs=rngs)
+        self.mlp = Mlp(width, 4 * width, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class ViT(nnx.Module):
+    """Vision Transformer on 16x16 patches of 224x224 images, with a class token.
+
+    Args:
+      width: features of a token.
+      depth: number of blocks.
+      heads: attention heads. A state dict does not tell how many.
+      classes: number of logits.
+      planes: channels of the first convolution of the stem (doubled three times, then projected),
+        or None for the plain patch embedding.
+      normalize: what happens to the images first.
+      rngs: random keys for the parameters; None for an abstract module.
+    """
+
+    def __init__(
+        self,
+        width=768,
+        depth=12,
+        heads=12,
+        classes=1000,
+        planes=None,
+        normalize=identity,
+        *,
+        rngs=None,
+    ):
+        if width % heads:
+            raise ValueError(
+                f"width {width} is no multiple of {heads} heads; a state dict does not tell the "
+                "number of heads, so pass heads=..."
+            )
+        self.normalize = normalize
+        self.cls_token = parameter(rngs, (1, 1, width))
+        self.pos_embed = parameter(rngs, (1, 197, width), jax.nn.initializers.normal(0.02))
+        if planes is None:
+            embed = Conv(3, width, 16, 16, bias=True, rngs=rngs)
+        else:
+            embed = ConvStem(
+                (planes, 2 * planes, 4 * planes, 8 * planes), (2,) * 4, width, rngs=rngs
+            )
+        self.patch_embed = Group(proj=embed)
+        self.blocks = Group.numbered([_Block(width, heads, rngs=rngs) for _ in range(depth)])
+        self.norm = LayerNorm(width, _EPSILON, rngs=rngs)
+        self.head = Linear(width, classes, rngs=rngs)
+
+    def features(self, x):
+        x = self.patch_embed.proj(self.normalize(x))
+        x = x.reshape(len(x), -1, x.shape[-1])
+        cls = jnp.broadcast_to(self.cls_token[...], (len(x), 1, x.shape[-1]))
+        x = jnp.concatenate([cls, x], axis=1) + self.pos_embed[...]
+        return self.norm(self.blocks(x)[:, 0])
+
+    def __call__(self, x):
+        return self.head(self.features(x))
+
+    @staticmethod
+    def sizes(shapes):
+        """The size arguments, read off the shapes of a state dict; the heads are not among them."""
+        depth = numbered(shapes, "blocks.")
+        stem = "patch_embed.proj.stem.0."
+        planes = [shapes.get(stem + leaf, (0,))[0] for leaf in ("bias", "weight")]
+        return {
+            "width": common([shapes.get(f"blocks.{i}.norm1.bias", (0,))[0] for i in range(depth)]),
+            "depth": depth,
+            "classes": common([shapes.get(f"head.{leaf}", (0,))[0] for leaf in ("bias", "weight")]),
+            "planes": common(planes) or None,
+        }

@@ -1,0 +1,91 @@
+"""WideResNet as TRADES and most of RobustBench define it; names are those of its state dicts."""
+
+import jax
+from flax import nnx
+
+from wdjax.models.layers import (
+    BatchNorm,
+    Conv,
+    Group,
+    Linear,
+    average_pool,
+    common,
+    identity,
+    numbered,
+)
+
+
+class _Block(nnx.Module):
+    def __init__(self, inputs, outputs, stride, *, rngs):
+        self.bn1 = BatchNorm(inputs, rngs=rngs)
+        self.conv1 = Conv(inputs, outputs, 3, stride, 1, rngs=rngs)
+        self.bn2 = BatchNorm(outputs, rngs=rngs)
+        self.conv2 = Conv(outputs, outputs, 3, 1, 1, rngs=rngs)
+        if inputs != outputs:
+            self.convShortcut = Conv(inputs, outputs, 1, stride, rngs=rngs)
+
+    def __call__(self, x):
+        active = jax.nn.relu(self.bn1(x))
+        out = self.conv2(jax.nn.relu(self.bn2(self.conv1(active))))
+        # Where the width changes, the shortcut sees the activated input.
+        return out + (self.convShortcut(active) if hasattr(self, "convShortcut") else x)
+
+
+class WideResNet(nnx.Module):
+    """WRN-depth-width with ReLU on 32x32 images.
+
+    Args:
+      depth: ``6 n + 4`` for n blocks a group.
+      width: widening factor.
+      classes: number of logits.
+      normalize: what happens to the images first.
+      rngs: random keys for the parameters; None for an abstract module.
+    """
+
+    def __init__(self, depth=28, width=10, classes=10, normalize=identity, *, rngs=None):
+        if (depth - 4) % 6:
+            raise ValueError(f"depth must be 6 n + 4, got {depth}.")
+        blocks = (depth - 4) // 6
+        self.normalize = normalize
+        self.conv1 = Conv(3, 16, 3, 1, 1, rngs=rngs)
+        inputs = 16
+        for group in (1, 2, 3):
+            outputs = 16 * width * 2 ** (group - 1)
+            row = [
+                _Block(
+                    outputs if i else inputs,
+                    outputs,
+                    2 if group > 1 and i == 0 else 1,
+                    rngs=rngs,
+                )
+                for i in range(blocks)
+            ]
+            setattr(self, f"block{group}", Group(layer=Group.numbered(row)))
+            inputs = outputs
+        self.bn1 = BatchNorm(inputs, rngs=rngs)
+        self.fc = Linear(inputs, classes, rngs=rngs)
+
+    def features(self, x):
+        x = self.conv1(self.normalize(x))
+        for group in (self.block1, self.block2, self.block3):
+            x = group.layer(x)
+        return average_pool(jax.nn.relu(self.bn1(x)))
+
+    def __call__(self, x):
+        return self.fc(self.features(x))
+
+    @staticmethod
+    def sizes(shapes):
+        """The size arguments, read off the shapes of a state dict."""
+        blocks = numbered(shapes, "block1.layer.")
+        widths = [
+            shapes.get(f"block{g}.layer.{i}.bn2.bias", (0,))[0]
+            for g in (1, 2, 3)
+            for i in range(blocks)
+        ]
+        widths = [w // (16 * 2 ** (i // max(blocks, 1))) for i, w in enumerate(widths)]
+        return {
+            "depth": 6 * blocks + 4,
+            "width": common(widths),
+            "classes": common([shapes.get(f"fc.{leaf}", (0,))[0] for leaf in ("bias", "weight")]),
+        }

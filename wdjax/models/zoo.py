@@ -1,0 +1,200 @@
+"""RobustBench's models that the families here cover, as a table, and how to build them.
+
+The table is ``zoo.csv`` beside this file: one published model a row. ``robust`` is the published
+AutoAttack accuracy, or for the threat "corruptions" the accuracy on corrupted images; both in
+percent. ``millions`` counts the published file's parameters. ``file`` lists what is peculiar to the
+file: ``last`` (nested under that key), ``timm`` (timm's loader: averaged weights win),
+``sub_block1`` (holds a block that never runs), ``mu_sigma`` (holds the normalisation; with ``?`` it
+may be missing), ``aliases`` (holds tensors twice).
+"""
+
+import csv
+import functools
+import importlib.resources
+from typing import Any, NamedTuple
+
+from flax import nnx
+
+from wdjax.models.convnext import ConvNeXt
+from wdjax.models.dm_wide_resnet import DMWideResNet
+from wdjax.models.layers import Normalize, identity, standardize
+from wdjax.models.preact_resnet import DMPreActResNet, PreActResNet
+from wdjax.models.resnet import ResNet, TorchvisionResNet
+from wdjax.models.small import MLP, ResNet2b, TradesSmallCNN, WongMNIST
+from wdjax.models.swin import Swin
+from wdjax.models.vgg import VGG16
+from wdjax.models.vit import ViT
+from wdjax.models.wide_resnet import WideResNet
+
+FAMILIES: dict[str, type[nnx.Module]] = {
+    "mlp": MLP,
+    "wong_mnist": WongMNIST,
+    "trades_smallcnn": TradesSmallCNN,
+    "resnet2b": ResNet2b,
+    "wide_resnet": WideResNet,
+    "dm_wide_resnet": DMWideResNet,
+    "resnet": ResNet,
+    "preact_resnet": PreActResNet,
+    "dm_preact_resnet": DMPreActResNet,
+    "torchvision_resnet": TorchvisionResNet,
+    "vgg16": VGG16,
+    "convnext": ConvNeXt,
+    "vit": ViT,
+    "swin": Swin,
+}
+CLASSES = {"cifar10": 10, "cifar100": 100, "imagenet": 1000}
+
+# DeepMind's constants for CIFAR-100 differ from everybody else's in the fourth digit.
+_CONSTANTS = {
+    "2x-1": "0.5 0.5 0.5 / 0.5 0.5 0.5",
+    "dm_cifar10": "0.4914 0.4822 0.4465 / 0.2471 0.2435 0.2616",
+    "dm_cifar100": "0.5071 0.4865 0.4409 / 0.2673 0.2564 0.2762",
+    "imagenet": "0.485 0.456 0.406 / 0.229 0.224 0.225",
+}
+
+
+class Entry(NamedTuple):
+    """A published model."""
+
+    dataset: str
+    threat: str
+    name: str
+    family: str
+    """A key of :data:`FAMILIES`."""
+    options: dict[str, Any]
+    """Arguments of the family's constructor, the number of classes among them."""
+    activation: str
+    normalize: str
+    """For :func:`normalization`."""
+    file: tuple[str, ...]
+    input: int
+    """Side of the images that the accuracies were measured on."""
+    millions: float
+    clean: float
+    robust: float
+
+
+def _option(text):
+    name, value = text.split("=")
+    if name in ("layout", "stem"):
+        return name, value
+    if name in ("blocks", "depths", "dims", "heads") and "-" in value:
+        return name, tuple(map(int, value.split("-")))
+    return name, bool(int(value)) if name in _SWITCHES else int(value)
+
+
+_SWITCHES = ("bottleneck", "activated_shortcut", "final_norm", "sparse")
+
+
+@functools.cache
+def entries() -> tuple[Entry, ...]:
+    """Every covered model, in RobustBench's order.
+
+    >>> len(entries()), entries()[1].name, entries()[1].options
+    (168, 'Carmon2019Unlabeled', {'depth': 28, 'width': 10, 'classes': 10})
+    """
+    text = importlib.resources.files("wdjax.models").joinpath("zoo.csv").read_text()
+    return tuple(
+        Entry(
+            **{key: row[key] for key in ("dataset", "threat", "name", "family")},
+            options=dict(map(_option, row["options"].split()))
+            | {"classes": CLASSES[row["dataset"]]},
+            activation=row["activation"],
+            normalize=row["normalize"],
+            file=tuple(row["file"].split()),
+            input=int(row["input"]),
+            **{key: float(row[key]) for key in ("millions", "clean", "robust")},
+        )
+        for row in csv.DictReader(text.splitlines())
+    )
+
+
+def entry(name: str, dataset: str, threat: str) -> Entry:
+    """The model that RobustBench calls so.
+
+    Args:
+      name: such as ``"Carmon2019Unlabeled"``.
+      dataset: "cifar10", "cifar100" or "imagenet".
+      threat: "Linf", "L2" or "corruptions".
+
+    Returns:
+      The table's row.
+
+    Raises:
+      ValueError: no such row; the message lists what comes close.
+
+    >>> entry("Wang2023Better_WRN-28-10", "cifar10", "L2").robust
+    83.68
+    """
+    lists = {(row.dataset, row.threat) for row in entries()}
+    if (dataset, threat) not in lists:
+        raise ValueError(
+            f"no models for {dataset!r} and {threat!r}; there are "
+            + ", ".join("/".join(pair) for pair in sorted(lists))
+            + "."
+        )
+    names = {row.name: row for row in entries() if (row.dataset, row.threat) == (dataset, threat)}
+    if name in names:
+        return names[name]
+    author = name[:5].lower()
+    close = [known for known in names if known.lower().startswith(author)] or list(names)
+    raise ValueError(f"no model {name!r} for {dataset}/{threat}; there are {', '.join(close)}.")
+
+
+def normalization(spec: str):
+    """What a normalisation's description stands for.
+
+    Args:
+      spec: "" (none), "per_image", "2x-1", "dm_cifar10", "dm_cifar100", "imagenet", or
+        ``"mean mean mean / std std std"``.
+
+    Returns:
+      A function of images.
+
+    Raises:
+      ValueError: none of these.
+
+    >>> normalization("0.5 0.5 0.5 / 0.25 0.25 0.25").std
+    (0.25, 0.25, 0.25)
+    """
+    if spec in ("", "per_image"):
+        return standardize if spec else identity
+    try:
+        mean, std = (
+            tuple(map(float, part.split())) for part in _CONSTANTS.get(spec, spec).split("/")
+        )
+    except ValueError:
+        mean = std = ()
+    if len(mean) != len(std) or not mean or min(std) <= 0:
+        raise ValueError(
+            f"normalisation {spec!r} is unknown; use '', 'per_image', {', '.join(_CONSTANTS)} or "
+            "'mean mean mean / std std std' with positive std."
+        )
+    return Normalize(mean, std)
+
+
+def build(family: str, options: dict[str, Any], normalize: str = "", *, rngs=None) -> nnx.Module:
+    """An architecture by the name of its family.
+
+    Args:
+      family: a key of :data:`FAMILIES`.
+      options: its constructor's arguments.
+      normalize: for :func:`normalization`; "" leaves the constructor's default.
+      rngs: random keys for the parameters; None for an abstract module.
+
+    Returns:
+      The module.
+
+    Raises:
+      ValueError: unknown family, option or normalisation.
+
+    >>> type(build("wide_resnet", {"depth": 10, "width": 1}, "2x-1")).__name__
+    'WideResNet'
+    """
+    if family not in FAMILIES:
+        raise ValueError(f"unknown architecture {family!r}; known are {', '.join(FAMILIES)}.")
+    extra = {"normalize": normalization(normalize)} if normalize else {}
+    try:
+        return FAMILIES[family](**options, **extra, rngs=rngs)
+    except TypeError as error:
+        raise ValueError(f"{family} does not take these options: {error}") from None
