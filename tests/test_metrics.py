@@ -32,11 +32,11 @@ def test_several_attacks_count_by_their_pointwise_worst():
     assert metrics.robust_accuracy(CLEAN, both) == pytest.approx(1 / 5)
 
 
-def test_accuracy_counts_ties_as_errors():
+def test_accuracy_takes_the_first_of_a_tie():
     logits = jnp.array([[1.0, 1.0, 0.0], [2.0, 1.0, 0.0], [0.0, 1.0, 5.0]])
-    assert metrics.correct(logits, jnp.array([0, 0, 2])).tolist() == [False, True, True]
-    assert metrics.accuracy(logits, jnp.array([0, 0, 2])) == pytest.approx(2 / 3)
-    assert metrics.targeted_attack_success_rate(logits, jnp.array([1, 0, 0])) == pytest.approx(
+    assert metrics.correct(logits, jnp.array([1, 0, 2])).tolist() == [False, True, True]
+    assert metrics.accuracy(logits, jnp.array([1, 0, 2])) == pytest.approx(2 / 3)
+    assert metrics.targeted_attack_success_rate(logits, jnp.array([0, 1, 0])) == pytest.approx(
         1 / 3
     )
 

@@ -11,7 +11,7 @@ import pytest
 import wdjax
 from wdjax import data, metrics, training
 from wdjax.attacks.pgd import pgd
-from wdjax.attacks.wda_plus_plus import wda_plus_plus
+from wdjax.attacks.wda import wda
 
 fast = pytest.mark.fast
 
@@ -92,13 +92,14 @@ def test_standard_and_adversarial_training_on_digits(key):
 def test_distributional_training_weighs_by_equation_11(blobs, key):
     """Without a step, one epoch of one batch reports the distribution that ``run`` finds."""
     x, y = blobs
-    attack, model = wda_plus_plus(order=1, steps=6, rivals=1), mlp(64, 2)
+    attack, model = wda(order=1, steps=4, probe=2), mlp(64, 2)
     trained = training.train(
-        model, x, y, key=key, attack=attack, eps=0.02, epochs=1, batch_size=96,
+        model, x, y, key=key, attack=attack, eps=0.1, kappa=2.0, epochs=1, batch_size=96,
         optimizer=optax.sgd(0.0),
     )  # fmt: skip
-    found = wdjax.run(attack, model, x, y, eps=0.02, skip_misclassified=False)
+    found = wdjax.run(attack, model, x, y, eps=0.1, kappa=2.0, skip_misclassified=False)
     assert trained.history.robust_accuracy[0] == pytest.approx(float(found.accuracy), abs=1e-3)
+    assert np.all(found.weight == 0.5)
     assert trained.history.robust_accuracy[0] < trained.history.accuracy[0]
 
 
@@ -203,9 +204,9 @@ def test_checkpoints_of_something_else_are_refused(tmp_path, like, message):
 
 
 @fast
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_damaged_checkpoints_are_refused_or_whole(tmp_path):
-    tree = {"w": jax.random.normal(jax.random.key(0), (300, 40)), "b": jnp.arange(5.0)}
+    # One leaf: of several, Orbax leaves reads unfinished, and their warnings surface much later.
+    tree = {"w": jax.random.normal(jax.random.key(0), (300, 40))}
     refused = 0
     training.save(tmp_path / "whole", tree)
     files = [path for path in (tmp_path / "whole").rglob("*") if path.is_file()]

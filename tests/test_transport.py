@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 from scipy.spatial.distance import cdist
 
-from wdjax import Model, losses
+from wdjax import Model, losses, run
+from wdjax.attacks.pgd import pgd
+from wdjax.attacks.wda_plus_plus import wda_plus_plus
 from wdjax.transport import AdversarialDistribution, allocate, wasserstein
 
 fast = pytest.mark.fast
@@ -88,7 +90,11 @@ def test_allocation_of_many_budgets_under_jit_and_vmap():
 
 @fast
 @given(
-    st.lists(st.floats(0, 1e3, width=32, allow_subnormal=False) | st.just(np.inf), min_size=1, max_size=20),
+    st.lists(
+        st.floats(0, 1e3, width=32, allow_subnormal=False) | st.just(np.inf),
+        min_size=1,
+        max_size=20,
+    ),
     st.floats(0, 100, width=32, allow_subnormal=False),
     st.sampled_from([1, 2, 3]),
 )
@@ -253,6 +259,23 @@ def test_accuracy_and_loss_follow_equation_11():
         assert found == pytest.approx(float(expected), rel=1e-6)
     with pytest.raises(ValueError, match="batch_size"):
         distribution.accuracy(model, batch_size=0)
+
+
+@fast
+@pytest.mark.parametrize(
+    ("attack", "norm", "order"),
+    [(pgd(norm=2, steps=3), 2, math.inf), (wda_plus_plus(norm=2, order=2, rivals=2), 2, 2)],
+)
+def test_what_an_attack_found_keeps_its_promises(attack, norm, order):
+    rng = np.random.default_rng(8)
+    model = Model(lambda w, x: x @ w, jnp.asarray(rng.normal(size=(4, 3)), jnp.float32))
+    x = jnp.asarray(rng.random((20, 4)), jnp.float32)
+    y = jnp.where(rng.random(20) < 0.8, jnp.argmax(model(x), axis=-1), 0)
+    result = run(attack, model, x, y, eps=0.1)
+    found = AdversarialDistribution.from_result(x, y, result)
+    assert found.accuracy(model, batch_size=7) == pytest.approx(float(result.accuracy), abs=1e-6)
+    assert 0 < wasserstein(found, norm, order) <= found.coupling_cost(norm, order) * (1 + 1e-9)
+    assert found.coupling_cost(norm, order) <= 0.1 * (1 + 1e-5)
 
 
 @fast

@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from wdjax import losses
 from wdjax.validate import traced
 
 
 def correct(logits, y):
-    """Whether each sample is classified correctly; a tie for the first place is an error.
+    """Whether each sample is classified correctly: ``argmax``, which takes the first of a tie.
 
     Args:
       logits: ``[n, K]`` floats.
@@ -26,10 +25,10 @@ def correct(logits, y):
     Returns:
       ``[n]`` booleans.
 
-    >>> correct(jnp.array([[2.0, 1.0], [1.0, 1.0]]), jnp.array([0, 0])).tolist()
+    >>> correct(jnp.array([[2.0, 1.0], [1.0, 1.0]]), jnp.array([0, 1])).tolist()
     [True, False]
     """
-    return losses.margin(logits, y) < 0
+    return jnp.argmax(logits, axis=-1) == y
 
 
 def accuracy(logits, y):
@@ -59,7 +58,7 @@ def attack_success_rate(success, clean=None):
     Returns:
       A number in ``[0, 1]``. Without ``clean`` it is 1 minus the accuracy after the attack.
 
-    Source: robustness definitions (seed 003), "Attack Success Rate".
+    Source: Robustness Definitions, "Attack Success Rate".
 
     >>> success, clean = jnp.array([True, True, False, False]), jnp.array([False, True, True, True])
     >>> float(attack_success_rate(success)), round(float(attack_success_rate(success, clean)), 3)
@@ -77,9 +76,9 @@ def targeted_attack_success_rate(logits, target):
       target: ``[n]`` integer labels.
 
     Returns:
-      A number in ``[0, 1]``; a tie for the first place is a failure.
+      A number in ``[0, 1]``.
 
-    Source: robustness definitions (seed 003), "For targeted attacks".
+    Source: Robustness Definitions, "For targeted attacks".
 
     >>> float(targeted_attack_success_rate(jnp.eye(3), jnp.array([0, 2, 2])))
     0.666...
@@ -99,7 +98,7 @@ def robust_accuracy(clean, success):
     Returns:
       A number in ``[0, 1]``, an upper bound on the true robust accuracy.
 
-    Source: robustness definitions (seed 003), "Robust Accuracy".
+    Source: Robustness Definitions, "Robust Accuracy".
 
     >>> float(robust_accuracy(jnp.array([True, True, False]), jnp.array([False, True, False])))
     0.333...
@@ -121,7 +120,7 @@ def certified_accuracy(clean, radius, eps):
     Returns:
       Accuracies in the shape of ``eps``, lower bounds on the true robust accuracy.
 
-    Source: robustness definitions (seed 003), "Certified Accuracy".
+    Source: Robustness Definitions, "Certified Accuracy".
 
     >>> certified_accuracy(jnp.array([True, False]), jnp.array([0.2, 0.9]), jnp.array([0.1, 0.3]))
     Array([0.5, 0. ], dtype=float32)
@@ -139,7 +138,7 @@ def mean_distance(distance, success):
       distance: ``[n]`` norms of the perturbations.
       success: ``[n]`` booleans: misclassified after the attack.
 
-    Source: robustness definitions (seed 003), "Perturbation Magnitude Metrics".
+    Source: Robustness Definitions, "Perturbation Magnitude Metrics".
 
     >>> float(mean_distance(jnp.array([1.0, 2.0, jnp.inf]), jnp.array([True, True, False])))
     1.5
@@ -181,7 +180,7 @@ def minimum_perturbation(distance) -> MinimumPerturbation:
     Args:
       distance: ``[n]`` distances: 0 where misclassified already, inf where no flip is known.
 
-    Source: robustness definitions (seed 003), "Minimum Adversarial Perturbation".
+    Source: Robustness Definitions, "Minimum Adversarial Perturbation".
 
     >>> summary = minimum_perturbation(jnp.array([0.0, 0.5, 1.0, jnp.inf]))
     >>> float(summary.found), float(summary.mean), float(summary.median_of_all)
@@ -232,7 +231,7 @@ def robustness_curve(distance, eps) -> RobustnessCurve:
 
     Cost: ``O((n + m) log n)``.
 
-    Source: robustness definitions (seed 003), "Robustness Curves".
+    Source: Robustness Definitions, "Robustness Curves".
 
     >>> curve = robustness_curve(jnp.array([0.0, 1.0, 2.0, 3.0]), jnp.arange(4.0))
     >>> curve.accuracy.tolist(), float(curve.area)

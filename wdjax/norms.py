@@ -129,8 +129,8 @@ def project(z, center, radius, norm):
 
     Source: Le et al., equation 2.
 
-    >>> project(jnp.array([[3.0, 4.0]]), jnp.zeros((1, 2)), 1.0, 2).round(4).tolist()
-    [[0.6, 0.8]]
+    >>> project(jnp.array([[3.0, 4.0]]), jnp.zeros((1, 2)), 2.5, 2).tolist()
+    [[1.5, 2.0]]
     """
     check_norm(norm)
     radius = jnp.broadcast_to(jnp.asarray(radius, z.dtype), z.shape[:1])

@@ -11,7 +11,7 @@ import numpy as np
 from scipy import optimize, sparse
 from scipy.spatial import distance as scipy_distance
 
-from wdjax import core, losses, norms, parallel
+from wdjax import core, losses, metrics, norms, parallel
 from wdjax.validate import traced
 
 
@@ -114,7 +114,7 @@ class AdversarialDistribution(NamedTuple):
         return cls(x, result.x_adv, y, result.weight)
 
     def accuracy(self, model, *, batch_size: int | None = None):
-        """Mass on correctly classified atoms; a tie with another class counts as an error.
+        """Mass on correctly classified atoms, as :func:`wdjax.metrics.correct` counts them.
 
         Source: Le et al., Appendix E.
         """
@@ -167,7 +167,7 @@ def _power_mean(xp, distance, weight, order):
 
 
 def _correct(logits, y):
-    return (losses.margin(logits, y) < 0).astype(logits.dtype)
+    return metrics.correct(logits, y).astype(logits.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -1,0 +1,235 @@
+"""The l_r geometry against closed forms, convex solvers and exhaustive enumeration."""
+
+import itertools
+import math
+
+import hypothesis.extra.numpy as hnp
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.optimize
+from hypothesis import given, settings
+
+from wdjax import norms
+
+NORMS = [1, 2, math.inf]
+ORDERS = pytest.mark.parametrize("norm", NORMS)
+
+
+def numbers(shape, low=-3.0, high=3.0):
+    return hnp.arrays(np.float32, shape, elements=st.floats(low, high, width=32))
+
+
+def solve_projection(z, center, radius, norm, box):
+    """The projection by a general convex solver, in float64."""
+    d = z.size
+    low, high = box if box is not None else (-np.inf, np.inf)
+    if norm == 1:
+        # p = center + u - v with u, v >= 0.
+        start = np.zeros(2 * d)
+        result = scipy.optimize.minimize(
+            lambda w: np.sum((center + w[:d] - w[d:] - z) ** 2),
+            start,
+            method="SLSQP",
+            bounds=[(0, max(high - c, 0)) for c in center] + [(0, max(c - low, 0)) for c in center],
+            constraints={"type": "ineq", "fun": lambda w: radius - np.sum(w)},
+            options={"ftol": 1e-14, "maxiter": 500},
+        )
+        return center + result.x[:d] - result.x[d:]
+    if norm == math.inf:
+        return np.clip(np.clip(z, center - radius, center + radius), low, high)
+    result = scipy.optimize.minimize(
+        lambda p: np.sum((p - z) ** 2),
+        center,
+        method="SLSQP",
+        bounds=[(low, high)] * d,
+        constraints={"type": "ineq", "fun": lambda p: radius**2 - np.sum((p - center) ** 2)},
+        options={"ftol": 1e-14, "maxiter": 500},
+    )
+    return result.x
+
+
+@pytest.mark.fast
+@ORDERS
+def test_norm_is_numpys(norm):
+    x = np.random.default_rng(0).normal(size=(5, 3, 4)).astype(np.float32)
+    expected = np.linalg.norm(x.reshape(5, -1), norm, axis=1)
+    np.testing.assert_allclose(norms.lp_norm(jnp.array(x), norm), expected, rtol=1e-6)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_euclidean_norm_neither_under_nor_overflows(scale):
+    x = jnp.full((1, 4), scale, jnp.float32)
+    np.testing.assert_allclose(norms.lp_norm(x, 2), [2 * scale], rtol=1e-6)
+
+
+@pytest.mark.fast
+@ORDERS
+def test_gradients_at_the_origin_are_zero(norm):
+    zero = jnp.zeros((2, 3))
+    assert not np.any(jax.grad(lambda x: norms.lp_norm(x, norm).sum())(zero))
+    assert not np.any(norms.dual_maximizer(zero, norm))
+    for project in (
+        lambda z: norms.project(z, zero, 0.5, norm),
+        lambda z: norms.project(z, zero, 0.0, norm),
+        lambda z: norms.project_in_box(z, zero + 0.5, 0.5, norm, (0.0, 1.0)),
+    ):
+        assert np.all(np.isfinite(jax.jacobian(project)(zero)))
+
+
+@pytest.mark.fast
+@ORDERS
+def test_dual_maximizer_attains_the_dual_norm(norm):
+    g = jax.random.normal(jax.random.key(0), (20, 7))
+    h = norms.dual_maximizer(g, norm)
+    np.testing.assert_allclose(norms.lp_norm(h, norm), 1.0, rtol=1e-6)
+    np.testing.assert_allclose(
+        jnp.sum(g * h, axis=-1), norms.lp_norm(g, norms.dual(norm)), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("box", [None, (0.0, 1.0)])
+@ORDERS
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_projection_is_a_convex_solvers(norm, box, data):
+    z = data.draw(numbers(4, -2, 3), "z")
+    center = data.draw(numbers(4, 0, 1), "center")
+    radius = data.draw(st.floats(0.125, 2.0, width=32), "radius")
+    expected = solve_projection(z.astype(float), center.astype(float), radius, norm, box)
+    arrays = jnp.array(z)[None], jnp.array(center)[None]
+    if box is None:
+        found = norms.project(*arrays, radius, norm)[0]
+    else:
+        found = norms.project_in_box(*arrays, radius, norm, box)[0]
+    np.testing.assert_allclose(found, expected, atol=2e-4)
+    # Optimality without a solver: never further than the solver's point.
+    near, far = np.linalg.norm(found - z), np.linalg.norm(expected - z)
+    assert near <= far + 1e-5
+
+
+@pytest.mark.fast
+@ORDERS
+def test_points_stay_feasible_in_many_dimensions(norm):
+    key = jax.random.key(1)
+    center = jax.random.uniform(key, (50, 28, 28))
+    z = center + 3 * jax.random.normal(jax.random.fold_in(key, 1), center.shape)
+    for radius in (1e-6, 0.1, 5.0):
+        slack = 1e-5 * radius + 1e-4 * (norm != math.inf) * radius
+        ball = norms.project(z, center, radius, norm)
+        assert np.all(norms.lp_norm(ball - center, norm) <= radius + slack)
+        for project in (norms.project_in_box, norms.retract):
+            both = project(z, center, radius, norm, (0.0, 1.0))
+            assert np.all((both >= 0) & (both <= 1))
+            assert np.all(norms.lp_norm(both - center, norm) <= radius + slack)
+
+
+@pytest.mark.fast
+@ORDERS
+def test_points_inside_do_not_move_and_radius_zero_gives_the_center(norm):
+    center = jax.random.uniform(jax.random.key(2), (6, 5))
+    inside = jnp.clip(center + 1e-3, 0, 1)
+    np.testing.assert_array_equal(norms.project(inside, center, 1.0, norm), inside)
+    far = center + 2.0
+    np.testing.assert_array_equal(norms.project(far, center, 0.0, norm), center)
+    np.testing.assert_array_equal(norms.retract(far, center, 0.0, norm, (0, 1)), center)
+    np.testing.assert_allclose(norms.project_in_box(far, center, 0.0, norm, (0, 1)), center)
+    np.testing.assert_allclose(norms.project_in_box(inside, center, 1.0, norm, (0, 1)), inside)
+
+
+@pytest.mark.fast
+@ORDERS
+def test_radius_may_differ_by_row_and_be_traced(norm):
+    center = jnp.zeros((3, 4))
+    z = jnp.full((3, 4), 2.0)
+    radii = jnp.array([0.0, 1.0, 100.0])
+    found = jax.jit(lambda r: norms.project(z, center, r, norm))(radii)
+    expected = [norms.project(z[:1], center[:1], float(r), norm)[0] for r in radii]
+    np.testing.assert_allclose(found, jnp.stack(expected), rtol=1e-6)
+
+
+@pytest.mark.fast
+def test_linf_ball_holds_every_projected_float():
+    center = jax.random.uniform(jax.random.key(3), (100, 50))
+    radius = np.float32(8 / 255)
+    z = norms.project(center + 1.0, center, radius, math.inf)
+    assert np.all(np.asarray(z) - np.asarray(center) <= radius)
+
+
+# Operator norms.
+
+
+def signs(k):
+    return np.array(list(itertools.product([-1.0, 1.0], repeat=k)))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("shape", [(1, 5), (3, 7), (10, 4), (6, 6)])
+def test_operator_norm_is_the_exhaustive_one(shape):
+    jacobian = np.random.default_rng(sum(shape)).normal(size=shape)
+    exact = {
+        1: np.abs(jacobian).max(),
+        2: np.linalg.norm(jacobian, 2),
+        math.inf: np.abs(signs(shape[0]) @ jacobian).sum(axis=1).max(),
+    }
+    for norm, value in exact.items():
+        lower, upper = norms.operator_norm(jnp.array(jacobian, jnp.float32), norm)
+        np.testing.assert_allclose([lower, upper], value, rtol=2e-4)
+        assert lower <= value * (1 + 1e-6)
+        assert upper >= value * (1 - 1e-7)
+
+
+def test_operator_norm_beyond_enumeration_is_bracketed():
+    rng = np.random.default_rng(0)
+    left = signs(18)[: 2**17]
+    for low_rank in (False, True):
+        jacobian = rng.normal(size=(18, 20))
+        if low_rank:
+            jacobian = rng.normal(size=(18, 1)) @ rng.normal(size=(1, 20))
+        exact = np.abs(left @ jacobian).sum(axis=1).max()
+        lower, upper = norms.operator_norm(jnp.array(jacobian, jnp.float32), math.inf)
+        assert 0.9 * exact <= lower <= exact * (1 + 1e-6)
+        assert exact * (1 - 1e-7) <= upper <= 2.2 * exact
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    jacobian=numbers(st.tuples(st.integers(1, 5), st.integers(1, 5)), -10, 10),
+    norm=st.sampled_from(NORMS),
+)
+def test_operator_norm_is_an_upper_bound(jacobian, norm):
+    rng = np.random.default_rng(0)
+    u = rng.normal(size=(200, jacobian.shape[1]))
+    u = np.concatenate([u, np.sign(u), np.eye(u.shape[1])])
+    image = np.linalg.norm(u @ jacobian.T.astype(float), norms.dual(norm), axis=1)
+    sampled = np.max(image / np.linalg.norm(u, norm, axis=1))
+    lower, upper = norms.operator_norm(jnp.array(jacobian), norm)
+    assert sampled <= upper * (1 + 1e-6) + 1e-30
+    assert lower <= upper
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("scale", [1e-20, 1e20])
+def test_spectral_norm_neither_under_nor_overflows(scale):
+    lower, upper = norms.operator_norm(scale * jnp.eye(3), 2)
+    np.testing.assert_allclose([lower, upper], scale, rtol=1e-3)
+    assert upper >= scale
+
+
+@pytest.mark.fast
+def test_zero_matrix_has_norm_zero():
+    for norm in NORMS:
+        assert norms.operator_norm(jnp.zeros((3, 4)), norm) == (0, 0)
+
+
+@pytest.mark.fast
+def test_bad_input_is_explained():
+    with pytest.raises(ValueError, match="1, 2 or inf"):
+        norms.lp_norm(jnp.ones((1, 2)), 3)
+    with pytest.raises(ValueError, match="1, 2 or inf"):
+        norms.dual("linf")
+    with pytest.raises(ValueError, match="matrix"):
+        norms.operator_norm(jnp.ones((2, 3, 4)), 2)
