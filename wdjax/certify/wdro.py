@@ -143,7 +143,8 @@ def certified_accuracy(radius, eps, order):
     _check_order(order)
     eps = _check_budgets(eps)
     if order == math.inf:
-        return np.asarray(np.mean(radius >= eps[..., None] * (1 + _ROUNDING), axis=-1))
+        held = (radius >= eps[..., None] * (1 + _ROUNDING)) & (radius > 0)
+        return np.asarray(np.mean(held, axis=-1))
     # In units of the budget, so that no power overflows; an unbounded radius is never bought.
     accuracy = [_unbought(radius, float(e), order) for e in eps.ravel()]
     return np.maximum(np.reshape(accuracy, eps.shape) - _ROUNDING * (eps > 0), 0.0)
