@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -126,6 +125,7 @@ def sandwich(
 
     Cost: per radius PGD (40 steps) and three WDA; one WDA++ and one set of certified radii in all.
 
+    >>> import jax
     >>> model = core.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> x, y = jnp.array([[0.625, 0.375], [0.875, 0.125]]), jnp.array([0, 0])
     >>> found = sandwich(model, x, y, radii=[0.0625, 0.25], key=jax.random.key(0))
