@@ -1,6 +1,6 @@
 """How robust is a classifier, from below and from above: attacks and certificates in JAX."""
 
-from wdjax import losses, norms
+from wdjax import attacks, certify, losses, metrics, models, norms, parallel, transport
 from wdjax.core import Attack, Info, Model, Progress, Result, Stage, run
 
 __version__ = "0.1.0"
@@ -12,7 +12,13 @@ __all__ = [
     "Progress",
     "Result",
     "Stage",
+    "attacks",
+    "certify",
     "losses",
+    "metrics",
+    "models",
     "norms",
+    "parallel",
     "run",
+    "transport",
 ]
