@@ -93,7 +93,7 @@ def test_dual_maximizer_attains_the_dual_norm(norm):
 
 @pytest.mark.parametrize("box", [None, (0.0, 1.0)])
 @ORDERS
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_projection_is_a_convex_solvers(norm, box, data):
     z = data.draw(numbers(4, -2, 3), "z")
@@ -117,8 +117,8 @@ def test_points_stay_feasible_in_many_dimensions(norm):
     key = jax.random.key(1)
     center = jax.random.uniform(key, (50, 28, 28))
     z = center + 3 * jax.random.normal(jax.random.fold_in(key, 1), center.shape)
-    for radius in (1e-6, 0.1, 5.0):
-        slack = 1e-5 * radius + 1e-4 * (norm != math.inf) * radius
+    for radius in (1e-4, 0.03, 0.1, 5.0):
+        slack = 1e-6 * radius  # What the driver allows before it takes a point for infeasible.
         ball = norms.project(z, center, radius, norm)
         assert np.all(norms.lp_norm(ball - center, norm) <= radius + slack)
         for project in (norms.project_in_box, norms.retract):
@@ -197,7 +197,7 @@ def test_operator_norm_beyond_enumeration_is_bracketed():
 
 @settings(max_examples=30, deadline=None)
 @given(
-    jacobian=numbers(st.tuples(st.integers(1, 5), st.integers(1, 5)), -10, 10),
+    jacobian=st.one_of(numbers((1, 4), -10, 10), numbers((3, 2), -10, 10)),
     norm=st.sampled_from(NORMS),
 )
 def test_operator_norm_is_an_upper_bound(jacobian, norm):

@@ -79,7 +79,8 @@ def dlr(logits, y):
       y: ``[n]`` integer labels.
 
     Returns:
-      ``[n]`` losses; in ``[0, 1]`` where misclassified.
+      ``[n]`` losses, at least -1; positive where misclassified, and at most 1 there as long as
+      ``y`` is among the three largest logits.
 
     Raises:
       ValueError: fewer than three classes.
@@ -116,13 +117,11 @@ def targeted_dlr(logits, y, target):
     """
     _need_classes(logits, 4, "targeted DLR")
     top = jax.lax.top_k(logits, 4)[0]
-    return targeted_margin(logits, y, target) / (
-        top[:, 0] - (top[:, 2] + top[:, 3]) / 2 + 1e-12
-    )
+    return targeted_margin(logits, y, target) / (top[:, 0] - (top[:, 2] + top[:, 3]) / 2 + 1e-12)
 
 
 def softplus_margin(logits, y, confidence=0.0):
-    r"""NPPR's loss ``softplus(z_y - max_{j != y} z_j + confidence)``, to be *decreased* by an attacker.
+    r"""NPPR's loss ``softplus(z_y - max_{j != y} z_j + confidence)``, for an attacker to *decrease*.
 
     The one loss here with the defender's sign, as the paper writes it.
 

@@ -61,10 +61,10 @@ def lp_norm(x, norm):
     """
     check_norm(norm)
     x = _rows(x)
-    if norm == 1:
-        return jnp.sum(jnp.abs(x), axis=-1)
-    if norm == math.inf:
-        return jnp.max(jnp.abs(x), axis=-1, initial=0.0)
+    if norm != 2:
+        # Not jnp.abs, whose derivative at 0 is 1.
+        size = x * jnp.sign(jax.lax.stop_gradient(x))
+        return jnp.sum(size, axis=-1) if norm == 1 else jnp.max(size, axis=-1, initial=0.0)
     # Scaled by its largest entry, so that neither tiny nor huge rows under- or overflow.
     scale = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=-1, initial=0.0))
     scale = jnp.where(scale > 0, scale, 1.0)
@@ -113,6 +113,22 @@ def _interval(center, radius):
     return low, high
 
 
+def _displace(center, delta):
+    """``center + delta``, rounded towards ``center``: no coordinate moves further than asked."""
+    moved = center + delta
+    back = jnp.nextafter(jax.lax.stop_gradient(moved), center)
+    too_far = jnp.abs(moved - center) > jnp.abs(delta)
+    return moved + jax.lax.stop_gradient(jnp.where(too_far, back - moved, 0.0))
+
+
+def _within(delta, radius, norm):
+    """Takes off what rounding left of ``delta`` outside the ball."""
+    length = jax.lax.stop_gradient(lp_norm(delta, norm))
+    over = length > radius * (1 - 4 * jnp.finfo(delta.dtype).eps)
+    shrink = (1 - 4 * jnp.finfo(delta.dtype).eps) * radius / jnp.where(over, length, 1.0)
+    return delta * _like(jnp.where(over, shrink, 1.0), delta)
+
+
 def project(z, center, radius, norm):
     r"""The Euclidean projection of ``z`` on the ball ``||x - center||_r <= radius``: equation 2.
 
@@ -129,8 +145,9 @@ def project(z, center, radius, norm):
 
     Source: Le et al., equation 2.
 
-    >>> project(jnp.array([[3.0, 4.0]]), jnp.zeros((1, 2)), 2.5, 2).tolist()
-    [[1.5, 2.0]]
+    >>> point = project(jnp.array([[3.0, 4.0]]), jnp.zeros((1, 2)), 1.0, 2)
+    >>> [round(v, 4) for v in point[0].tolist()]
+    [0.6, 0.8]
     """
     check_norm(norm)
     radius = jnp.broadcast_to(jnp.asarray(radius, z.dtype), z.shape[:1])
@@ -142,12 +159,13 @@ def project(z, center, radius, norm):
         length = lp_norm(delta, 2)
         outside = length > radius
         scale = jnp.where(outside, radius / jnp.where(outside, length, 1.0), 1.0)
-        return jnp.where(_like(outside, z), center + delta * _like(scale, z), z)
+        moved = _within(delta * _like(scale, z), radius, 2)
+        return jnp.where(_like(outside, z), _displace(center, moved), z)
     ball = jax.vmap(optax.projections.projection_l1_ball)
     outside = lp_norm(delta, 1) > radius
     safe = jnp.where(radius > 0, radius, 1.0)
-    moved = _like(radius > 0, z) * ball(delta, safe)
-    return jnp.where(_like(outside, z), center + moved, z)
+    moved = _within(_like(radius > 0, z) * ball(delta, safe), radius, 1)
+    return jnp.where(_like(outside, z), _displace(center, moved), z)
 
 
 def retract(z, center, radius, norm, box=None):
@@ -194,8 +212,9 @@ def project_in_box(z, center, radius, norm, box):
     room = jnp.where(delta > 0, box[1] - _rows(center), _rows(center) - box[0])
     solve = _shrink_l2 if norm == 2 else _shrink_l1
     length = jax.vmap(solve)(jnp.abs(delta), room, radius)
-    moved = _rows(center) + jnp.sign(delta) * length
-    return jnp.clip(moved, *box).reshape(z.shape)
+    moved = _displace(_rows(center), _within(jnp.sign(delta) * length, radius, norm))
+    inside = (lp_norm(delta, norm) <= radius) & jnp.all(jnp.abs(delta) <= room, axis=-1)
+    return jnp.where(_like(inside, z), z, jnp.clip(moved, *box).reshape(z.shape))
 
 
 def _shrink_l2(size, room, radius):
@@ -206,7 +225,8 @@ def _shrink_l2(size, room, radius):
     full = jnp.cumsum(bound) - bound
     free = jnp.cumsum(slope[::-1])[::-1]
     # On the segment that ends at break point k: t^2 free_k + full_k = radius^2.
-    t = jnp.sqrt(jnp.maximum(radius**2 - full, 0.0) / jnp.where(free > 0, free, 1.0))
+    square = (radius**2 - full) / jnp.where(free > 0, free, 1.0)
+    t = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0)
     ends_here = (t <= at) & (free > 0)
     t = jnp.where(jnp.any(ends_here), t[jnp.argmax(ends_here)], 1.0)
     return jnp.minimum(jnp.minimum(t, 1.0) * size, room)
@@ -223,7 +243,7 @@ def _shrink_l1(size, room, radius):
     below = jnp.concatenate([at[1:], jnp.array([-jnp.inf], at.dtype)])
     lam = (level - radius) / jnp.where(slope > 0, slope, 1.0)
     ends_here = (slope > 0) & (lam >= below)
-    lam = jnp.maximum(lam[jnp.argmax(ends_here)], 0.0)
+    lam = jnp.where(jnp.any(ends_here), jnp.maximum(lam[jnp.argmax(ends_here)], 0.0), 0.0)
     return jnp.clip(size - lam, 0.0, room)
 
 
