@@ -31,9 +31,9 @@ def relative(ours, theirs):
     return error / np.abs(theirs).reshape(len(theirs), -1).max(axis=1)
 
 
-def gradient(model, x, y):
+def gradient(model, x, y, scale=1.0):
     def loss(x):
-        return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(model(x), y))
+        return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(model(x) / scale, y))
 
     return jax.jit(jax.grad(loss))(x)
 
@@ -157,3 +157,248 @@ def check_nppr(shared, key, family):
 
 def type_of(entry):
     return zoo.FAMILIES[entry.family]
+
+
+C10 = ((0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616))
+C100 = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+SMALL = {"depth": 10, "width": 2}
+TINY = (1, 1, 1, 1)
+SWIN = {"width": 16, "depths": (2, 2, 2, 1), "heads": (1, 2, 4, 8)}
+DIMS = {"depths": TINY, "dims": (16, 24, 32, 48)}
+
+# name, data set, threat, sizes, normalisation, arguments of the reference, layout of the file
+CASES = [
+    ("Carmon2019Unlabeled", "cifar10", "Linf", SMALL, None, {}, "sub_block1"),
+    ("Standard", "cifar10", "L2", {"depth": 10, "width": 1}, None, {}, "legacy"),
+    ("Ding2020MMA", "cifar10", "L2", SMALL, "standardize", {}, "nested"),
+    ("Rony2019Decoupling", "cifar10", "L2", SMALL, ((0.4, 0.5, 0.6), (0.2, 0.3, 0.4)), {}, "mu"),
+    ("Chen2020Efficient", "cifar100", "Linf", SMALL, C100, {}, "mu"),
+    ("Wang2023Better_WRN-28-10", "cifar10", "L2", SMALL, C10, {}, "module"),
+    ("Rebuffi2021Fixing_28_10_cutmix_ddpm", "cifar100", "Linf", SMALL, C100, {}, "model"),
+    ("Amini2024MeanSparse_S-WRN-94-16", "cifar10", "Linf", SMALL, C10, {}, "sparse"),
+    ("Rade2021Helper_R18_ddpm", "cifar100", "Linf", {"blocks": TINY}, C100, {}, "nested"),
+    (
+        "Andriushchenko2020Understanding",
+        "cifar10",
+        "Linf",
+        {"blocks": TINY},
+        None,
+        {"activated_shortcut": False},
+        "last",
+    ),
+    (
+        "Wong2020Fast",
+        "cifar10",
+        "Linf",
+        {"blocks": TINY},
+        C10,
+        {"activated_shortcut": False},
+        "no mu",
+    ),
+    (
+        "Kireev2021Effectiveness_RLAT",
+        "cifar10",
+        "corruptions",
+        {"blocks": TINY},
+        C10,
+        {"activated_shortcut": True},
+        "last mu",
+    ),
+    (
+        "Engstrom2019Robustness",
+        "cifar10",
+        "L2",
+        {"blocks": TINY},
+        ((0.4, 0.5, 0.6), (0.2, 0.3, 0.4)),
+        {},
+        "mu",
+    ),
+    ("Sehwag2021Proxy_R18", "cifar10", "L2", {"blocks": TINY}, None, {}, "cuda"),
+    ("Salman2020Do_R18", "imagenet", "Linf", {"blocks": TINY}, IMAGENET, {}, "normalize"),
+    ("Chen2024Data_WRN_50_2", "imagenet", "Linf", {"blocks": TINY}, None, {}, "plain"),
+    ("Singh2023Revisiting_ConvNeXt-T-ConvStem", "imagenet", "Linf", DIMS, None, {}, "plain"),
+    ("Singh2023Revisiting_ConvNeXt-L-ConvStem", "imagenet", "Linf", DIMS, None, {}, "module"),
+    ("Liu2023Comprehensive_ConvNeXt-L", "imagenet", "Linf", DIMS, IMAGENET, {}, "normalize"),
+    (
+        "Singh2023Revisiting_ViT-B-ConvStem",
+        "imagenet",
+        "Linf",
+        {"width": 32, "depth": 2, "heads": 2, "planes": 2},
+        None,
+        {"heads": 2},
+        "plain",
+    ),
+    (
+        "Mo2022When_ViT-B",
+        "imagenet",
+        "Linf",
+        {"width": 32, "depth": 2, "heads": 2},
+        IMAGENET,
+        {"heads": 2},
+        "normalize",
+    ),
+    (
+        "Tian2022Deeper_DeiT-S",
+        "imagenet",
+        "corruptions",
+        {"width": 32, "depth": 2, "heads": 4},
+        IMAGENET,
+        {"heads": 4},
+        "ema",
+    ),
+    (
+        "Liu2023Comprehensive_Swin-B",
+        "imagenet",
+        "Linf",
+        SWIN,
+        IMAGENET,
+        {"window": 7, "layout": "timm"},
+        "normalize",
+    ),
+    (
+        "Mo2022When_Swin-B",
+        "imagenet",
+        "Linf",
+        SWIN,
+        IMAGENET,
+        {"window": 7, "layout": "timm"},
+        "old swin",
+    ),
+    (
+        "Xu2024MIMIR_Swin-B",
+        "imagenet",
+        "Linf",
+        SWIN,
+        None,
+        {"window": 7, "layout": "microsoft"},
+        "buffers",
+    ),
+    (
+        "Amini2024MeanSparse_Swin-L",
+        "imagenet",
+        "Linf",
+        SWIN,
+        IMAGENET,
+        {"window": 7, "layout": "timm"},
+        "sparse",
+    ),
+]
+
+
+def random_state(module, seed=0):
+    """Random weights whose BatchNorm statistics and gains show every mistake in a port."""
+    rng = np.random.default_rng(seed)
+    state = {}
+    for name, slot in slots(module).items():
+        shape, leaf = slot.shape, name.rpartition(".")[2]
+        if leaf == "running_var":
+            value = np.where(rng.random(shape) < 0.15, 1e-4, rng.uniform(0.3, 1.3, shape))
+        elif leaf == "threshold":
+            value = np.array(0.1)
+        elif len(shape) < 2:
+            value = rng.uniform(0.3, 0.8, shape) * (1 if leaf in ("weight", "gamma") else 0.1)
+        else:
+            value = rng.normal(size=shape) / math.sqrt(math.prod(shape[1:]))
+        state[name] = value.astype(np.float32)
+    return state
+
+
+def write(torch, path, state, module, layout, constants):
+    """Writes a state dict as RobustBench's files of that layout hold it; its tensors as well."""
+    tensors = {name: torch.tensor(value) for name, value in state.items()}
+    saved = dict(tensors)
+    saved |= {
+        f"{n[:-12]}num_batches_tracked": torch.tensor(7)
+        for n in state
+        if n.endswith("running_mean")
+    }
+    if "mu" in layout and layout != "no mu":
+        saved["mu"], saved["sigma"] = (torch.tensor(c).view(1, 3, 1, 1) for c in constants)
+    if layout == "sub_block1":
+        saved |= {"sub_" + n: t for n, t in tensors.items() if n.startswith("block1.")}
+    if layout == "sparse":
+        names = [n.removesuffix("threshold") for n in state if n.endswith("threshold")]
+        saved |= {n + "flag_update_statistics": torch.tensor(False) for n in names}
+        saved |= {n + "batch_num": torch.tensor(3.0) for n in names}
+    if layout == "normalize":
+        saved = {"model." + n: t for n, t in saved.items()}
+        saved |= {f"normalize.{n}": torch.full((1, 3, 1, 1), 0.3) for n in ("mean", "std")}
+    if layout == "buffers":
+        saved |= {name: torch.tensor(value) for name, value in buffers(module).items()}
+    if layout == "old swin":
+        saved = {old_swin(n): t for n, t in saved.items()}
+        saved["layers.0.blocks.1.attn_mask"] = torch.zeros(64, 49, 49)
+        saved["layers.0.blocks.1.attn.relative_position_index"] = torch.zeros(49, 49).long()
+    if layout in ("module", "model", "normalize", "sub_block1"):
+        prefix = "model." if layout == "model" else "module."
+        saved = {prefix + n: t for n, t in saved.items()}
+    if layout in ("nested", "normalize"):
+        saved = {"epoch": 3, "best": 0.5, "state_dict": saved}
+    if layout.startswith("last"):
+        saved = {"best": {n: t * 0 for n, t in saved.items()}, "last": saved}
+    if layout == "ema":
+        saved = {"state_dict": {n: t * 0 for n, t in saved.items()}, "state_dict_ema": saved}
+    torch.save(saved, path, _use_new_zipfile_serialization=layout not in ("legacy", "cuda"))
+    if layout == "cuda":
+        content = path.read_bytes()
+        path.write_bytes(content.replace(b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:0"))
+    return tensors
+
+
+def old_swin(name):
+    part = name.split(".")
+    if part[0] == "layers" and part[2] == "downsample":
+        part[1] = str(int(part[1]) - 1)
+    return ".".join(part).replace("head.fc.", "head.")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def test_family_matches_an_independent_pytorch(shared, tmp_path, case):
+    torch = pytest.importorskip("torch", reason="the reference implementation is PyTorch")
+    import torch_reference
+
+    name, dataset, threat, sizes, constants, extra, layout = case
+    entry = zoo.entry(name, dataset, threat)
+    module = zoo.build(entry.family, entry.options | sizes)
+    path = tmp_path / f"{name}.pt"
+    state = write(torch, path, random_state(module), module, layout, constants)
+    options = {"heads": sizes["heads"]} if entry.family == "vit" else {}
+    model, _ = convert.load_robustbench(name, dataset, threat, path, **options)
+
+    images = np.load(shared / f"fixtures/zoo/refs/inputs_{min(entry.input, 224)}.npz")["x"][:3]
+    labels = np.arange(3)
+    x = torch.tensor(images, requires_grad=True)
+    seen = x
+    if constants == "standardize":
+        seen = torch_reference.standardize(x)
+    elif constants:
+        mean, std = (torch.tensor(c).view(1, 3, 1, 1) for c in constants)
+        seen = (x - mean) / std
+    logits = getattr(torch_reference, entry.family)(state, seen, **extra)
+    scale = float(logits.detach().abs().max())  # Random weights would saturate the softmax.
+    loss = torch.nn.functional.cross_entropy(logits / scale, torch.tensor(labels), reduction="sum")
+    loss.backward()
+    theirs, slope = logits.detach().numpy(), x.grad.numpy().transpose(0, 2, 3, 1)
+
+    nhwc = jnp.asarray(images.transpose(0, 2, 3, 1))
+    if "sparse" in entry.options:
+        errors = (
+            np.abs(np.asarray(jax.jit(model)(nhwc)) - theirs).max(axis=1) / np.abs(theirs).max()
+        )
+        assert np.median(errors) < 1e-4
+        assert errors.max() < 2e-2
+    else:
+        convert.check_parity(model, nhwc, theirs)
+        assert np.median(relative(gradient(model, nhwc, jnp.asarray(labels), scale), slope)) < 4e-4
+
+
+@pytest.mark.fast
+def test_a_constant_image_has_a_finite_standardised_gradient():
+    model = functional(zoo.build("wide_resnet", {"depth": 10, "width": 1}, "per_image"))
+    assert jax.eval_shape(call, model, jax.ShapeDtypeStruct((1, 32, 32, 3), "float32")).shape == (
+        1,
+        10,
+    )
+    grad = jax.grad(lambda x: jnp.sum(zoo.normalization("per_image")(x) ** 2))
+    assert bool(jnp.all(jnp.isfinite(grad(jnp.full((1, 32, 32, 3), 0.5)))))
