@@ -1,5 +1,6 @@
 """The zoo's table, its families against PyTorch, and the files that its loader must understand."""
 
+import argparse
 import json
 import math
 
@@ -9,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from wdjax import convert, models
+from wdjax import checkpoint, convert, models
 from wdjax.models import zoo
 from wdjax.models.functional import functional
 from wdjax.models.pytorch import buffers, slots
@@ -402,3 +403,112 @@ def test_a_constant_image_has_a_finite_standardised_gradient():
     )
     grad = jax.grad(lambda x: jnp.sum(zoo.normalization("per_image")(x) ** 2))
     assert bool(jnp.all(jnp.isfinite(grad(jnp.full((1, 32, 32, 3), 0.5)))))
+
+
+@pytest.fixture(scope="module")
+def modas(shared):
+    path = shared / "fixtures/zoo/modas/Modas2021PRIMEResNet18.pt"
+    return checkpoint.read(path)["state_dict"]
+
+
+def without(state, name):
+    return {key: value for key, value in state.items() if key != name}
+
+
+MUTATIONS = [
+    (lambda s: without(s, "layer3.0.bn1.bias"), r"missing layer3\.0\.bn1\.bias"),
+    (lambda s: without(s, "sigma"), "missing sigma"),
+    (lambda s: {**s, "layer3.0.bn1.extra": s["bn1.bias"]}, r"unknown layer3\.0\.bn1\.extra"),
+    (lambda s: {**s, "normalize.mean": s["mu"]}, r"unknown normalize\.mean"),
+    (
+        lambda s: {**s, "conv1.weight": s["conv1.weight"].transpose(1, 0, 2, 3)},
+        r"conv1\.weight has shape \[3, 64, 3, 3\], expected \[64, 3, 3, 3\]",
+    ),
+    (lambda s: {**s, "linear.weight": s["linear.weight"].T}, r"linear\.weight has shape"),
+    (lambda s: {**s, "bn1.weight": s["bn1.weight"].astype("f8")}, "bn1.weight has dtype float64"),
+    (lambda s: {**s, "bn1.bias": s["bn1.bias"].astype("f2")}, "bn1.bias has dtype float16"),
+    (lambda s: {**s, "linear.bias": s["linear.bias"] * np.nan}, "linear.bias holds NaN"),
+    (lambda s: {**s, "mu": s["mu"] + np.inf}, "mu holds NaN or infinity"),
+    (lambda s: {**s, "sigma": -s["sigma"]}, "sigma is not positive"),
+    (lambda s: {**s, "module.mu": s["mu"]}, "names occur twice: mu"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), MUTATIONS)
+def test_mutated_checkpoints_are_refused_by_name(modas, tmp_path, change, message):
+    torch = pytest.importorskip("torch", reason="PyTorch writes the checkpoint")
+    path = tmp_path / "mutated.pt"
+    changed = change(modas)
+    torch.save({k: torch.tensor(np.ascontiguousarray(v)) for k, v in changed.items()}, path)
+    with pytest.raises(ValueError, match=message):
+        convert.load_robustbench("Modas2021PRIMEResNet18", "cifar10", "corruptions", path)
+
+
+def test_a_buffer_that_contradicts_the_architecture(shared, tmp_path):
+    torch = pytest.importorskip("torch", reason="PyTorch writes the checkpoint")
+    where = "Xu2024MIMIR_Swin-L", "imagenet", "Linf"
+    state = checkpoint.read(shared / f"fixtures/zoo/mimir_swinl/{where[0]}.pt")
+    name = "layers.0.blocks.0.attn.relative_position_index"
+    path = tmp_path / "transposed.pt"
+    changed = {**state, name: np.ascontiguousarray(state[name].T)}
+    torch.save({k: torch.tensor(v) for k, v in changed.items()}, path)
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.blocks\.0\.attn\.relative_position_index diff"
+    ):
+        convert.load_robustbench(*where, path)
+
+
+@pytest.mark.fast
+def test_wrong_names_and_places(tmp_path):
+    with pytest.raises(ValueError, match="no model 'Carmon2020'"):
+        convert.load_robustbench("Carmon2020", "cifar10", "Linf", tmp_path)
+    with pytest.raises(ValueError, match="no models for 'mnist'"):
+        convert.load_robustbench("Standard", "mnist", "Linf", tmp_path)
+    with pytest.raises(FileNotFoundError, match="nothing is downloaded"):
+        convert.load_robustbench("Carmon2019Unlabeled", "cifar10", "Linf", tmp_path)
+
+
+def test_heads_of_a_vit_of_another_width_must_be_given(tmp_path):
+    torch = pytest.importorskip("torch", reason="PyTorch writes the checkpoint")
+    module = zoo.build("vit", {"width": 32, "depth": 1, "heads": 2})
+    path = tmp_path / "vit.pt"
+    torch.save({k: torch.tensor(v) for k, v in random_state(module).items()}, path)
+    with pytest.raises(ValueError, match="pass heads="):
+        convert.load_robustbench("Mo2022When_ViT-B", "imagenet", "Linf", path)
+
+
+@pytest.mark.parametrize("out", ["model.safetensors", "model"])
+def test_the_command_saves_what_restore_reads(shared, tmp_path, capsys, out):
+    weights = shared / "fixtures/zoo/hendrycks/Hendrycks2019Using.pt"
+    parser = argparse.ArgumentParser()
+    convert.add_arguments(parser)
+    place = str(tmp_path / out)
+    args = [str(weights), "--name", "Hendrycks2019Using", "--out", place]
+    assert convert.command(parser.parse_args(args)) == 0
+    assert "1,467,610 parameters" in capsys.readouterr().out
+    model, _ = convert.load_robustbench("Hendrycks2019Using", "cifar10", "Linf", weights)
+    restored = convert.restore(place)
+    assert restored.func == model.func
+    for ours, theirs in zip(jax.tree.leaves(restored), jax.tree.leaves(model), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.fast
+def test_restore_refuses_other_files(tmp_path):
+    path = tmp_path / "other.safetensors"
+    checkpoint.write_safetensors(path, {"w": np.ones(2, np.float32)}, {})
+    assert checkpoint.read_safetensors(path)[0]["w"].tolist() == [1.0, 1.0]
+    with pytest.raises(ValueError, match="was not written by"):
+        convert.restore(path)
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(ValueError, match="truncated"):
+        convert.restore(path)
+
+
+@pytest.mark.fast
+def test_affine_parameters_come_apart_and_together(shared):
+    weights = shared / "fixtures/zoo/hendrycks/Hendrycks2019Using.pt"
+    model, _ = convert.load_robustbench("Hendrycks2019Using", "cifar10", "Linf", weights)
+    affine, rest = models.split_affine(model.args[0])
+    assert len(affine) == 25
+    assert jax.tree.structure(models.join_affine(affine, rest)) == jax.tree.structure(model.args[0])
