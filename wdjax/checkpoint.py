@@ -2,6 +2,7 @@
 
 import collections
 import io
+import json
 import math
 import pickle
 import struct
@@ -262,3 +263,79 @@ def _read_legacy(file, size):
         if count != data.size or file.readinto(data.view(np.uint8)) != data.nbytes:
             raise ValueError(f"storage {key} is cut short")
     return result
+
+
+_SAFE = {
+    "F32": np.float32,
+    "F64": np.float64,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+
+
+def write_safetensors(path, tensors: dict[str, Any], metadata: dict[str, str]) -> None:
+    """Writes arrays as a safetensors file: the length of a JSON header, the header, the bytes.
+
+    Args:
+      path: the file; it is replaced.
+      tensors: name -> array.
+      metadata: strings to keep beside them.
+
+    Raises:
+      ValueError: a dtype that the format does not have.
+    """
+    codes = {np.dtype(dtype): code for code, dtype in _SAFE.items()}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in codes:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, which safetensors lacks.")
+        span = [offset, offset + tensor.nbytes]
+        header[name] = {
+            "dtype": codes[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": span,
+        }
+        offset = span[1]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with Path(path).open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            file.write(np.ascontiguousarray(tensor).tobytes())
+
+
+def read_safetensors(path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Reads a safetensors file.
+
+    Args:
+      path: the file.
+
+    Returns:
+      name -> array, and the metadata.
+
+    Raises:
+      ValueError: the file is truncated, corrupt or no safetensors file.
+    """
+    content = np.fromfile(path, np.uint8)
+    try:
+        (length,) = struct.unpack("<Q", content[:8].tobytes())
+        header = json.loads(content[8 : 8 + length].tobytes())
+        metadata = header.pop("__metadata__", {})
+        data = content[8 + length :]
+        tensors = {}
+        for name, facts in header.items():
+            start, stop = facts["data_offsets"]
+            if not 0 <= start <= stop <= data.size:
+                raise ValueError(f"{name} reaches past the end")
+            flat = np.frombuffer(data[start:stop].tobytes(), _SAFE[facts["dtype"]])
+            tensors[name] = flat.reshape(facts["shape"])
+    except _CORRUPT as error:
+        raise ValueError(f"{path} is truncated or no safetensors file ({error}).") from error
+    return tensors, metadata

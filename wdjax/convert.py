@@ -1,213 +1,47 @@
 """PyTorch checkpoints to models: strict, with a report of every tensor, or not at all."""
 
-import collections
-import math
+import argparse
+import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from wdjax import checkpoint
 from wdjax.core import Model
 from wdjax.models import zoo
 from wdjax.models.functional import functional
-from wdjax.models.pytorch import buffers, slots
+from wdjax.models.pytorch import (
+    CONTAINERS,
+    Converted,
+    Line,
+    Report,
+    faults_of,
+    from_state_dict,
+    keep,
+    slots,
+    state_dict,
+)
 
-_SHOWN = 8
-
-
-class Line(NamedTuple):
-    """One tensor of a :class:`Report`."""
-
-    name: str
-    shape: tuple[int, ...]
-    fate: str
-
-
-class Report(NamedTuple):
-    """What became of every tensor of a file; ``print`` it."""
-
-    source: str
-    architecture: dict[str, Any]
-    """``family``, ``options`` and ``normalize`` for :func:`wdjax.models.zoo.build`."""
-    lines: tuple[Line, ...]
-    parameters: int
-    """Numbers that training set, BatchNorm's statistics not among them."""
-    notes: tuple[str, ...] = ()
-
-    def __str__(self):
-        width = max((len(line.name) for line in self.lines), default=0)
-        shapes = [str(list(line.shape)) for line in self.lines]
-        middle = max(map(len, shapes), default=0)
-        used = sum(line.fate.startswith("->") for line in self.lines)
-        options = ", ".join(f"{k}={v}" for k, v in self.architecture["options"].items())
-        rows = [
-            f"{self.source}: {self.architecture['family']}({options}), {used} tensors used "
-            f"({self.parameters:,} parameters), {len(self.lines) - used} ignored"
-        ]
-        rows += [f"note: {note}" for note in self.notes]
-        rows += [
-            f"  {line.name:<{width}}  {shape:<{middle}}  {line.fate}"
-            for line, shape in zip(self.lines, shapes)
-        ]
-        return "\n".join(rows)
-
-
-class Converted(NamedTuple):
-    """A model and the report of its conversion."""
-
-    model: Model
-    report: Report
-
-
-def _keep(name):
-    return None
-
-
-def from_state_dict(
-    module: nnx.Module,
-    tensors: Mapping[str, np.ndarray],
-    *,
-    source: str = "state dict",
-    ignore: Callable[[str], str | None] = _keep,
-    architecture: dict[str, Any] | None = None,
-    notes: tuple[str, ...] = (),
-) -> Converted:
-    """Fills a module with the tensors of a PyTorch state dict; all of them, exactly.
-
-    Args:
-      module: the architecture, best abstract (``rngs=None``).
-      tensors: name -> array, with the names of the PyTorch module that it mirrors.
-      source: what to call the tensors in messages.
-      ignore: the reason why a tensor of that name may be left out, or None.
-        ``num_batches_tracked`` always may.
-      architecture: for the report.
-      notes: for the report.
-
-    Returns:
-      The model and its report.
-
-    Raises:
-      ValueError: a tensor is missing, unknown, of another shape or dtype than float32, holds a NaN
-        or an infinity, or contradicts a constant of the architecture; the message names the
-        tensors. Nothing is loaded then.
-
-    Cost: one copy of every tensor.
-    """
-    wanted, constants = slots(module), buffers(module)
-    lines, faults, unknown = [], [], []
-    for name, tensor in tensors.items():
-        reason = "a counter" if name.endswith("num_batches_tracked") else ignore(name)
-        if name in wanted:
-            faults += _faults(name, tensor, wanted[name].shape)
-            lines.append(Line(name, tensor.shape, "-> " + "/".join(wanted[name].path)))
-        elif reason:
-            lines.append(Line(name, tensor.shape, f"ignored: {reason}"))
-        elif name in constants:
-            if not np.array_equal(tensor, constants[name]):
-                faults.append(f"{name} differs from what the architecture computes")
-            lines.append(Line(name, tensor.shape, "checked: a constant"))
-        else:
-            unknown.append(name)
-    missing = [name for name in wanted if name not in tensors]
-    kind = type(module).__name__
-    if missing:
-        faults.insert(0, f"missing {_some(missing)}")
-    if unknown:
-        faults.insert(0, f"unknown {_some(unknown)}")
-    if faults:
-        raise ValueError(
-            f"{source} does not fit {kind}: {'; '.join(faults[:_SHOWN])}"
-            f"{f'; and {len(faults) - _SHOWN} faults more' if len(faults) > _SHOWN else ''}. "
-            "Nothing was loaded; check the architecture's options and the file."
-        )
-    model = functional(module)
-    params = jax.tree.map(lambda leaf: leaf, model.args[0])
-    for name, slot in wanted.items():
-        *parents, leaf = slot.path
-        place: Any = params
-        for parent in parents:
-            place = place[parent]
-        place[leaf] = jnp.array(slot.turn(tensors[name]))
-    architecture = architecture or {"family": kind, "options": {}, "normalize": ""}
-    count = sum(math.prod(slot.shape) for slot in wanted.values() if slot.trained)
-    report = Report(source, architecture, tuple(lines), count, tuple(notes))
-    return Converted(Model(model.func, params), report)
-
-
-def _some(names):
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
-
-
-def _faults(name, tensor, shape):
-    if tensor.shape != shape:
-        return [f"{name} has shape {list(tensor.shape)}, expected {list(shape)}"]
-    if tensor.dtype != np.float32:
-        return [f"{name} has dtype {tensor.dtype}, expected float32"]
-    if not np.isfinite(tensor).all():
-        return [f"{name} holds NaN or infinity"]
-    return []
-
-
-_CONTAINERS = ("state_dict", "net", "model_state_dict", "model", "state_dict_ema", "model_ema")
 _TIMM = ("state_dict_ema", "model_ema", "state_dict", "model")
 
 
-def state_dict(
-    content,
-    containers: tuple[str, ...] = _CONTAINERS,
-    prefixes: tuple[str, ...] = ("module.",),
-) -> dict[str, np.ndarray]:
-    """The one flat state dict inside a checkpoint, without the prefixes that wrappers add.
-
-    Args:
-      content: what :func:`wdjax.checkpoint.read` returned.
-      containers: keys to look under, the first present one wins.
-      prefixes: taken off the names once each, in this order.
-
-    Returns:
-      name -> array.
-
-    Raises:
-      ValueError: the checkpoint holds no state dict, other things between its tensors, or two
-        tensors of one name.
-
-    >>> list(state_dict({"epoch": 3, "state_dict": [{"module.fc.bias": np.zeros(2)}]}))
-    ['fc.bias']
-    """
-    if isinstance(content, (list, tuple)) and len(content) == 1:
-        return state_dict(content[0], containers, prefixes)
-    if not isinstance(content, Mapping):
-        raise ValueError(
-            f"expected a state dict, got {type(content).__name__}; look at what "
-            "wdjax.checkpoint.read returns and pass the part that holds the tensors."
-        )
-    for key in containers:
-        if isinstance(content.get(key), (Mapping, list, tuple)):
-            return state_dict(content[key], containers, prefixes)
-    others = [str(key) for key, value in content.items() if not isinstance(value, np.ndarray)]
-    if others or not content:
-        raise ValueError(
-            f"no state dict found: besides tensors the checkpoint holds "
-            f"{_some(others) or 'nothing'}; known containers are {', '.join(containers)}."
-        )
-    names = [_strip(str(name), prefixes) for name in content]
-    twice = [name for name, count in collections.Counter(names).items() if count > 1]
-    if twice:
-        raise ValueError(f"without the prefixes {prefixes}, names occur twice: {_some(twice)}.")
-    return dict(zip(names, content.values()))
-
-
-def _strip(name, prefixes):
-    for prefix in prefixes:
-        name = name.removeprefix(prefix)
-    return name
+__all__ = [
+    "Converted",
+    "Line",
+    "Report",
+    "check_parity",
+    "from_state_dict",
+    "load",
+    "load_robustbench",
+    "restore",
+    "save",
+    "slots",
+    "state_dict",
+]
 
 
 def _natural(name):
@@ -257,33 +91,41 @@ def load(path, arch: str, *, normalize: str = "", **options) -> Converted:
 
     >>> model, report = load("mnist_linf_robust.pth", "wong_mnist")  # doctest: +SKIP
     """
-    zoo.build(arch, dict(options), normalize) if arch not in zoo.FAMILIES else None
+    if arch not in zoo.FAMILIES:
+        raise ValueError(f"unknown architecture {arch!r}; known are {', '.join(zoo.FAMILIES)}.")
     tensors = state_dict(checkpoint.read(path))
     if arch in _LAYERS:
         tensors = _rename(tensors, _LAYERS[arch](tensors))
     return _fit(path, tensors, arch, {}, normalize, options)
 
 
-def _fit(path, tensors, family, published, normalize, options, ignore=_keep, notes=()):
+def _fit(path, tensors, family, published, normalize, options, ignore=keep, notes=()):
     """Builds the family with the sizes of the file where the published ones do not fit."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     fixed = {name: value for name, value in published.items() if name == "classes"}
-    sizes = getattr(zoo.FAMILIES[family], "sizes", lambda shapes: {})(shapes)
-    candidates = [published | options] if published else []
-    candidates.append(published | sizes | fixed | options)
-    best = None
-    for chosen in candidates:
+    read_off = getattr(zoo.FAMILIES[family], "sizes", lambda shapes: {})
+    if family == "vit" and "heads" not in options:
+        width = read_off(shapes)["width"]
+        if width != published.get("width"):
+            raise ValueError(
+                f"{path}: its tokens have {width} features, unlike a published model, and a state "
+                "dict does not tell the number of attention heads; pass heads=..."
+            )
+    best, fault = None, None
+    for sizes in ((lambda _: {}), read_off) if published else (read_off,):
         try:
+            chosen = published | sizes(shapes) | fixed | options
             module = zoo.build(family, chosen, normalize)
-        except (ValueError, ZeroDivisionError) as error:
-            if best is None and chosen is candidates[-1]:
-                raise ValueError(f"{path}: no {family} has tensors like these: {error}") from None
+        except (ValueError, ArithmeticError, LookupError) as error:
+            fault = error
             continue
         wanted = {name: slot.shape for name, slot in slots(module).items()}
         misfits = sum(shapes.get(name) != shape for name, shape in wanted.items())
         misfits += sum(name not in wanted for name in shapes)
         if best is None or misfits < best[0]:
             best = misfits, module, chosen
+    if best is None:
+        raise ValueError(f"{path}: no {family} has tensors like these: {fault}") from fault
     _, module, chosen = best
     differ = [
         f"{name} is {chosen[name]} in the file, {value} in the published model"
@@ -335,7 +177,7 @@ def load_robustbench(name: str, dataset: str, threat: str, path, **options) -> C
             f"saves models/{dataset}/{threat}/{name}.pt, and pass that file or the models folder."
         )
     first = ("last",) if "last" in entry.file else ()
-    containers = _TIMM if "timm" in entry.file else first + _CONTAINERS
+    containers = _TIMM if "timm" in entry.file else first + CONTAINERS
     tensors = state_dict(checkpoint.read(path), containers, ("module.", "model."))
     normalize, notes = entry.normalize, []
     if any(flag.startswith("mu_sigma") for flag in entry.file):
@@ -373,7 +215,7 @@ def _from_file(path, entry, tensors):
             notes.append(f"{key} is not in the file; RobustBench's constant {default} is used")
             values.append(default)
             continue
-        faults = _faults(key, tensor, (1, len(default), 1, 1))
+        faults = faults_of(key, tensor, (1, len(default), 1, 1))
         if not faults and key == "sigma" and not (tensor > 0).all():
             faults = ["sigma is not positive"]
         if faults:
@@ -425,3 +267,118 @@ def check_parity(model: Callable, x, logits, *, tolerance: float = 2e-5) -> floa
             "options (normalisation, activation, epsilon) differ from the reference's."
         )
     return error
+
+
+def save(converted: Converted, path) -> None:
+    """Saves a converted model, for :func:`restore`.
+
+    Args:
+      converted: from :func:`load` or :func:`load_robustbench`.
+      path: a file that ends in ``.safetensors``, or a new folder for Orbax.
+
+    Raises:
+      ValueError: the folder exists.
+    """
+    path = Path(path).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    params, facts = converted.model.args[0], json.dumps(converted.report.architecture)
+    if path.suffix == ".safetensors":
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        flat = {"/".join(key.key for key in keys): np.asarray(leaf) for keys, leaf in leaves}
+        checkpoint.write_safetensors(path, flat, {"wdjax": facts})
+        return
+    if path.exists():
+        raise ValueError(f"{path} exists; name a new folder, or a file ending in .safetensors.")
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as writer:
+        writer.save(path / "params", params)
+    (path / "architecture.json").write_text(facts)
+
+
+def restore(path) -> Model:
+    """Loads what :func:`save` wrote.
+
+    Args:
+      path: the ``.safetensors`` file or the Orbax folder.
+
+    Returns:
+      The model.
+
+    Raises:
+      ValueError: the file or folder does not come from :func:`save`.
+    """
+    path = Path(path).absolute()
+    tensors: dict[str, np.ndarray] = {}
+    if path.is_dir() and (path / "architecture.json").is_file():
+        facts = (path / "architecture.json").read_text()
+    elif path.is_file():
+        tensors, metadata = checkpoint.read_safetensors(path)
+        facts = metadata.get("wdjax", "")
+    else:
+        facts = ""
+    if not facts:
+        raise ValueError(f"{path} was not written by wdjax.convert.save.")
+    architecture = json.loads(facts)
+    options = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in architecture["options"].items()
+    }
+    model = functional(zoo.build(architecture["family"], options, architecture["normalize"]))
+    abstract = model.args[0]
+    if path.is_dir():
+        import orbax.checkpoint as ocp
+
+        with ocp.StandardCheckpointer() as reader:
+            return Model(model.func, reader.restore(path / "params", abstract))
+
+    def fill(keys, leaf):
+        name = "/".join(key.key for key in keys)
+        if name not in tensors or tensors[name].shape != leaf.shape:
+            raise ValueError(f"{path}: {name} is missing or not of shape {list(leaf.shape)}.")
+        return jnp.array(tensors[name])
+
+    return Model(model.func, jax.tree_util.tree_map_with_path(fill, abstract))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of ``python -m wdjax convert`` for :func:`command`."""
+    parser.add_argument("weights", help="the PyTorch checkpoint, or RobustBench's models folder")
+    parser.add_argument("--name", help="the model's name in RobustBench")
+    parser.add_argument("--dataset", choices=tuple(zoo.CLASSES), default="cifar10")
+    parser.add_argument("--threat", choices=("Linf", "L2", "corruptions"), default="Linf")
+    parser.add_argument("--arch", choices=tuple(zoo.FAMILIES), help="instead of --name")
+    parser.add_argument(
+        "--normalize", default="", help="with --arch: imagenet, 'm m m / s s s', ..."
+    )
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a constructor argument as JSON, such as heads=6 or blocks=[2,2,2,2]; repeatable",
+    )
+    parser.add_argument("--out", help="a file ending in .safetensors, or a new folder for Orbax")
+
+
+def command(args: argparse.Namespace) -> int:
+    """Converts, prints the report and saves; the exit code."""
+    if (args.name is None) == (args.arch is None):
+        raise ValueError("pass either --name (a RobustBench model) or --arch.")
+    options = {}
+    for text in args.option:
+        name, _, value = text.partition("=")
+        try:
+            parsed = json.loads(value)
+        except json.JSONDecodeError:
+            parsed = value
+        options[name] = tuple(parsed) if isinstance(parsed, list) else parsed
+    if args.name is not None:
+        converted = load_robustbench(args.name, args.dataset, args.threat, args.weights, **options)
+    else:
+        converted = load(args.weights, args.arch, normalize=args.normalize, **options)
+    print(converted.report)
+    if args.out:
+        save(converted, args.out)
+        print(f"saved {args.out}")
+    return 0

@@ -1,6 +1,10 @@
 """Architectures in Flax NNX, used only to build :data:`wdjax.Model` values."""
 
-from wdjax.models.functional import features, functional
+from wdjax.models.convnext import ConvNeXt
+from wdjax.models.dm_wide_resnet import DMWideResNet
+from wdjax.models.functional import features, functional, join_affine, split_affine
+from wdjax.models.preact_resnet import DMPreActResNet, PreActResNet
+from wdjax.models.resnet import ResNet, TorchvisionResNet
 from wdjax.models.small import (
     MLP,
     ResNet2b,
@@ -11,16 +15,32 @@ from wdjax.models.small import (
     trades_smallcnn,
     wong_mnist,
 )
+from wdjax.models.swin import Swin
+from wdjax.models.vgg import VGG16
+from wdjax.models.vit import ViT
+from wdjax.models.wide_resnet import WideResNet
 
 __all__ = [
     "MLP",
+    "VGG16",
+    "ConvNeXt",
+    "DMPreActResNet",
+    "DMWideResNet",
+    "PreActResNet",
+    "ResNet",
     "ResNet2b",
+    "Swin",
+    "TorchvisionResNet",
     "TradesSmallCNN",
+    "ViT",
+    "WideResNet",
     "WongMNIST",
     "features",
     "functional",
+    "join_affine",
     "mlp",
     "resnet2b",
+    "split_affine",
     "trades_smallcnn",
     "wong_mnist",
 ]

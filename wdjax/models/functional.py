@@ -86,3 +86,50 @@ def features(model: Model) -> Model:
             "write your own function for other models."
         )
     return Model(apply.variant("features"), *model.args)
+
+
+_NORM = {"scale", "bias", "mean", "var"}
+
+
+def split_affine(params):
+    """Separates the scales and biases of BatchNorm from all other parameters.
+
+    Args:
+      params: the nested dict of a model with BatchNorm layers.
+
+    Returns:
+      ``(affine, rest)``: a dict of layer path -> ``{"scale", "bias"}``, and the nested dict without
+      them. :func:`join_affine` puts them together.
+
+    >>> affine, rest = split_affine({"bn1": {"scale": 1.0, "bias": 0.0, "mean": 2.0, "var": 3.0}})
+    >>> affine, rest
+    ({'bn1': {'bias': 0.0, 'scale': 1.0}}, {'bn1': {'mean': 2.0, 'var': 3.0}})
+    """
+    affine = {}
+
+    def walk(node, path):
+        if not isinstance(node, dict):
+            return node
+        if set(node) == _NORM:
+            affine["/".join(path)] = {"bias": node["bias"], "scale": node["scale"]}
+            return {"mean": node["mean"], "var": node["var"]}
+        return {name: walk(child, (*path, name)) for name, child in node.items()}
+
+    rest = walk(params, ())
+    return affine, rest
+
+
+def join_affine(affine, rest):
+    """The inverse of :func:`split_affine`.
+
+    >>> join_affine({"a/b": {"bias": 0.0, "scale": 1.0}}, {"a": {"b": {"mean": 2.0, "var": 3.0}}})
+    {'a': {'b': {'mean': 2.0, 'var': 3.0, 'bias': 0.0, 'scale': 1.0}}}
+    """
+
+    def walk(node, path):
+        if not isinstance(node, dict):
+            return node
+        joined = {name: walk(child, (*path, name)) for name, child in node.items()}
+        return joined | affine.get("/".join(path), {})
+
+    return walk(rest, ())

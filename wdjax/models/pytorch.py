@@ -1,13 +1,20 @@
-"""The PyTorch names, shapes and layouts of a module's parameters."""
+"""PyTorch state dicts to modules: names, shapes and layouts, strictly and with a report."""
 
+import collections
 import math
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from wdjax.core import Model
 from wdjax.models import layers
+from wdjax.models.functional import functional
+
+_SHOWN = 8
 
 
 class Slot(NamedTuple):
@@ -94,3 +101,193 @@ def buffers(module: nnx.Module, names: tuple[str, ...] = ()) -> dict[str, np.nda
         if isinstance(value, nnx.Module):
             found |= buffers(value, (*names, name))
     return found
+
+
+class Line(NamedTuple):
+    """One tensor of a :class:`Report`."""
+
+    name: str
+    shape: tuple[int, ...]
+    fate: str
+
+
+class Report(NamedTuple):
+    """What became of every tensor of a file; ``print`` it."""
+
+    source: str
+    architecture: dict[str, Any]
+    """``family``, ``options`` and ``normalize`` for :func:`wdjax.models.zoo.build`."""
+    lines: tuple[Line, ...]
+    parameters: int
+    """Numbers that training set, BatchNorm's statistics not among them."""
+    notes: tuple[str, ...] = ()
+
+    def __str__(self):
+        width = max((len(line.name) for line in self.lines), default=0)
+        shapes = [str(list(line.shape)) for line in self.lines]
+        middle = max(map(len, shapes), default=0)
+        used = sum(line.fate.startswith("->") for line in self.lines)
+        options = ", ".join(f"{k}={v}" for k, v in self.architecture["options"].items())
+        rows = [
+            f"{self.source}: {self.architecture['family']}({options}), {used} tensors used "
+            f"({self.parameters:,} parameters), {len(self.lines) - used} ignored"
+        ]
+        rows += [f"note: {note}" for note in self.notes]
+        rows += [
+            f"  {line.name:<{width}}  {shape:<{middle}}  {line.fate}"
+            for line, shape in zip(self.lines, shapes)
+        ]
+        return "\n".join(rows)
+
+
+class Converted(NamedTuple):
+    """A model and the report of its conversion."""
+
+    model: Model
+    report: Report
+
+
+def keep(name):
+    """No tensor may be left out."""
+    return None
+
+
+def from_state_dict(
+    module: nnx.Module,
+    tensors: Mapping[str, np.ndarray],
+    *,
+    source: str = "state dict",
+    ignore: Callable[[str], str | None] = keep,
+    architecture: dict[str, Any] | None = None,
+    notes: tuple[str, ...] = (),
+) -> Converted:
+    """Fills a module with the tensors of a PyTorch state dict; all of them, exactly.
+
+    Args:
+      module: the architecture, best abstract (``rngs=None``).
+      tensors: name -> array, with the names of the PyTorch module that it mirrors.
+      source: what to call the tensors in messages.
+      ignore: the reason why a tensor of that name may be left out, or None.
+        ``num_batches_tracked`` always may.
+      architecture: for the report.
+      notes: for the report.
+
+    Returns:
+      The model and its report.
+
+    Raises:
+      ValueError: a tensor is missing, unknown, of another shape or dtype than float32, holds a NaN
+        or an infinity, or contradicts a constant of the architecture; the message names the
+        tensors. Nothing is loaded then.
+
+    Cost: one copy of every tensor.
+    """
+    wanted, constants = slots(module), buffers(module)
+    lines, faults, unknown = [], [], []
+    for name, tensor in tensors.items():
+        reason = "a counter" if name.endswith("num_batches_tracked") else ignore(name)
+        if name in wanted:
+            faults += faults_of(name, tensor, wanted[name].shape)
+            lines.append(Line(name, tensor.shape, "-> " + "/".join(wanted[name].path)))
+        elif reason:
+            lines.append(Line(name, tensor.shape, f"ignored: {reason}"))
+        elif name in constants:
+            if not np.array_equal(tensor, constants[name]):
+                faults.append(f"{name} differs from what the architecture computes")
+            lines.append(Line(name, tensor.shape, "checked: a constant"))
+        else:
+            unknown.append(name)
+    missing = [name for name in wanted if name not in tensors]
+    kind = type(module).__name__
+    if missing:
+        faults.insert(0, f"missing {_some(missing)}")
+    if unknown:
+        faults.insert(0, f"unknown {_some(unknown)}")
+    if faults:
+        raise ValueError(
+            f"{source} does not fit {kind}: {'; '.join(faults[:_SHOWN])}"
+            f"{f'; and {len(faults) - _SHOWN} faults more' if len(faults) > _SHOWN else ''}. "
+            "Nothing was loaded; check the architecture's options and the file."
+        )
+    model = functional(module)
+    params = jax.tree.map(lambda leaf: leaf, model.args[0])
+    for name, slot in wanted.items():
+        *parents, leaf = slot.path
+        place: Any = params
+        for parent in parents:
+            place = place[parent]
+        place[leaf] = jnp.array(slot.turn(tensors[name]))
+    architecture = architecture or {"family": kind, "options": {}, "normalize": ""}
+    count = sum(math.prod(slot.shape) for slot in wanted.values() if slot.trained)
+    report = Report(source, architecture, tuple(lines), count, tuple(notes))
+    return Converted(Model(model.func, params), report)
+
+
+def _some(names):
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def faults_of(name, tensor, shape) -> list[str]:
+    """What is wrong with a tensor, in words that name it."""
+    if tensor.shape != shape:
+        return [f"{name} has shape {list(tensor.shape)}, expected {list(shape)}"]
+    if tensor.dtype != np.float32:
+        return [f"{name} has dtype {tensor.dtype}, expected float32"]
+    if not np.isfinite(tensor).all():
+        return [f"{name} holds NaN or infinity"]
+    return []
+
+
+CONTAINERS = ("state_dict", "net", "model_state_dict", "model", "state_dict_ema", "model_ema")
+
+
+def state_dict(
+    content,
+    containers: tuple[str, ...] = CONTAINERS,
+    prefixes: tuple[str, ...] = ("module.",),
+) -> dict[str, np.ndarray]:
+    """The one flat state dict inside a checkpoint, without the prefixes that wrappers add.
+
+    Args:
+      content: what :func:`wdjax.checkpoint.read` returned.
+      containers: keys to look under, the first present one wins.
+      prefixes: taken off the names once each, in this order.
+
+    Returns:
+      name -> array.
+
+    Raises:
+      ValueError: the checkpoint holds no state dict, other things between its tensors, or two
+        tensors of one name.
+
+    >>> list(state_dict({"epoch": 3, "state_dict": [{"module.fc.bias": np.zeros(2)}]}))
+    ['fc.bias']
+    """
+    if isinstance(content, (list, tuple)) and len(content) == 1:
+        return state_dict(content[0], containers, prefixes)
+    if not isinstance(content, Mapping):
+        raise ValueError(
+            f"expected a state dict, got {type(content).__name__}; look at what "
+            "wdjax.checkpoint.read returns and pass the part that holds the tensors."
+        )
+    for key in containers:
+        if isinstance(content.get(key), (Mapping, list, tuple)):
+            return state_dict(content[key], containers, prefixes)
+    others = [str(key) for key, value in content.items() if not isinstance(value, np.ndarray)]
+    if others or not content:
+        raise ValueError(
+            f"no state dict found: besides tensors the checkpoint holds "
+            f"{_some(others) or 'nothing'}; known containers are {', '.join(containers)}."
+        )
+    names = [_strip(str(name), prefixes) for name in content]
+    twice = [name for name, count in collections.Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(f"without the prefixes {prefixes}, names occur twice: {_some(twice)}.")
+    return dict(zip(names, content.values()))
+
+
+def _strip(name, prefixes):
+    for prefix in prefixes:
+        name = name.removeprefix(prefix)
+    return name

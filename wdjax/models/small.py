@@ -26,6 +26,15 @@ class MLP(nnx.Module):
     def __call__(self, x):
         return getattr(self, f"fc{self.depth}")(self.features(x))
 
+    @staticmethod
+    def sizes(shapes):
+        """The size argument, read off the shapes of a state dict."""
+        depth = sum(name.endswith(".weight") for name in shapes)
+        weights = [shapes.get(f"fc{i + 1}.weight", ()) for i in range(depth)]
+        if not weights or any(len(shape) != 2 for shape in weights):
+            raise ValueError("an mlp has matrices only")
+        return {"sizes": (weights[0][1], *(shape[0] for shape in weights))}
+
 
 class WongMNIST(nnx.Module):
     """Two 4x4 convolutions of stride 2 and two linear layers (Wong and Kolter 2018)."""
