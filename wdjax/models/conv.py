@@ -10,15 +10,13 @@ _NHWC = ("NHWC", "HWIO", "NHWC")
 def conv(x, kernel, stride=1, padding=0, groups=1):
     """Cross-correlation of NHWC images with an HWIO kernel.
 
-    An accelerator gets ``lax.conv_general_dilated``. XLA's CPU code for it is several times slower
-    than the machine for a few shapes, so there, and only while tracing for the CPU, the same sum is
-    arranged differently (``bench/conv.py`` measures every choice, forward and input gradient):
+    An accelerator gets ``lax.conv_general_dilated``. On the CPU, while tracing for it, a few shapes
+    are arranged differently where that is faster inside whole networks, forward and input gradient
+    taken together (``bench/conv.py``):
 
     * 1x1 kernels, and kernels as large as their stride, are matrix products;
-    * one input channel, or one a group: a multiply-add of a shifted image for each of the k*k taps;
-    * two to four input channels: one matrix product with the gathered k*k patches;
-    * 3x3 without padding and with more than a million outputs: computed with padding 1 and cropped,
-      since from there on only padded convolutions take XLA's fast path.
+    * one input channel and a stride: one matrix product with the gathered k*k patches;
+    * one input channel a group (depthwise): a multiply-add of a shifted image for each tap.
 
     Args:
       x: ``[n, height, width, c]``.
@@ -39,7 +37,7 @@ def conv(x, kernel, stride=1, padding=0, groups=1):
         return _lax(x, kernel, stride, pads, groups)
     height, width, channels, outputs = kernel.shape
     unpadded = not any(map(any, pads))
-    if channels == 1 and groups in (1, outputs):
+    if channels == 1 and groups == outputs > 1:
         taps = _taps(x, kernel.shape, stride, pads)
         flat = kernel.reshape(height * width, outputs)
         return sum(tap * weights for tap, weights in zip(taps, flat))
@@ -49,12 +47,9 @@ def conv(x, kernel, stride=1, padding=0, groups=1):
         return x[:, ::stride, ::stride] @ kernel[0, 0]
     if height == width == stride and unpadded:
         return _tiles(x, stride) @ kernel.reshape(-1, outputs)
-    if channels <= 4:
+    if channels == 1 and stride > 1:
         patches = jnp.concatenate(_taps(x, kernel.shape, stride, pads), axis=-1)
         return patches @ kernel.reshape(-1, outputs)
-    large = len(x) * (x.shape[1] - 2) * (x.shape[2] - 2) * outputs > 1_000_000
-    if height == width == 3 and stride == 1 and unpadded and large:
-        return _lax(x, kernel, 1, ((1, 1), (1, 1)), 1)[:, 1:-1, 1:-1]
     return _lax(x, kernel, stride, pads, 1)
 
 
