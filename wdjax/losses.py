@@ -121,7 +121,7 @@ def targeted_dlr(logits, y, target):
 
 
 def softplus_margin(logits, y, confidence=0.0):
-    r"""NPPR's loss ``softplus(z_y - max_{j != y} z_j + confidence)``, for an attacker to *decrease*.
+    r"""NPPR's loss ``softplus(z_y - max_{j != y} z_j + confidence)``, which attackers *decrease*.
 
     The one loss here with the defender's sign, as the paper writes it.
 

@@ -458,6 +458,22 @@ def _additive(positions=None, terms=lambda eqn: 0, absolute: Any = None):
     return rule
 
 
+def _parted(eqn, args, context):
+    """One value cut into several."""
+    del context
+    (value,) = args
+    if isinstance(value, Ternary):
+        return [Ternary(*ends_) for ends_ in zip(*(_exact(eqn, [end]) for end in _ends(value)))]
+    parts = []
+    for k in range(len(eqn.outvars)):
+
+        def cut(t, k=k):
+            return _exact(eqn, [t])[k]
+
+        parts.append(_affine(cut(value.center), [(value, cut, cut)], cut(value.magnitude), 0))
+    return parts
+
+
 def _is_exact(value):
     return not isinstance(value, Interval | Ternary)
 
@@ -702,6 +718,7 @@ def _order(flip):
 
 
 def _equal(eqn, args, context):
+    """Never surely true, ties being kinks, but for a value and itself (the test for NaN)."""
     del context
     left, right = args
     if left is right:
@@ -715,7 +732,7 @@ def _equal(eqn, args, context):
         raise ValueError("booleans that depend on the input are not compared; use & and |.")
     (la, ua), (lb, ub) = _ends(left), _ends(right)
     meet = (la <= ub) & (lb <= ua)
-    return Ternary(meet & (la == ua) & (lb == ub), meet)
+    return Ternary(jnp.zeros_like(meet), meet)
 
 
 def _attains(value, top):
@@ -941,11 +958,12 @@ _RULES: dict[str, Callable] = {
             "slice",
             "rev",
             "concatenate",
+            "stack",
             "pad",
-            "reduce_precision",
         ),
         _additive(),
     ),
+    **dict.fromkeys(("split", "unstack"), _parted),
     **dict.fromkeys(("dynamic_slice", "gather"), _additive([0])),
     "dynamic_update_slice": _additive([0, 1]),
     "scatter-add": _additive([0, 2], lambda eqn: math.prod(eqn.invars[2].aval.shape)),
