@@ -13,7 +13,7 @@ audit: $(VENV)/.audit
 	$(BIN)/python -m wdjax audit --out audit
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 test-oldest: $(OLDEST)/.test
 	JAX_COMPILATION_CACHE_DIR=.jax_cache_oldest $(OLDEST)/bin/python -m pytest -n $(WORKERS) -m fast tests

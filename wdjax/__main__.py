@@ -199,7 +199,7 @@ def run_attack(parsed) -> int:
             jax.block_until_ready(result)
             seconds = time.perf_counter() - began
         measured[name] = _measured(result, x, y, norm, order) | {"seconds": seconds}
-        clean = float(np.mean(result.clean))
+        clean = float(np.mean(np.asarray(result.clean)))
         print(f"{name}: {clean:.4f} clean, {measured[name]['robust_accuracy']:.4f} attacked")
     content = {
         "schema": "wdjax.attack/1",
@@ -226,15 +226,15 @@ def _measured(result, x, y, norm, order):
         "robust_accuracy": _accuracy(result),
         "max_cost": float(jnp.max(jnp.where(result.weight > 0, result.cost, 0.0))),
         "transport_cost": distribution.coupling_cost(norm, order),
-        "gradients_per_image": float(np.mean(result.gradients)),
-        "forwards_per_image": float(np.mean(result.forwards)),
+        "gradients_per_image": float(np.mean(np.asarray(result.gradients))),
+        "forwards_per_image": float(np.mean(np.asarray(result.forwards))),
     }
 
 
 def _accuracy(result):
     """``result.accuracy`` in float64."""
-    weight = np.asarray(result.weight, float)
-    return float(np.mean((1 - weight) * result.clean + weight * ~np.asarray(result.success)))
+    weight, clean = np.asarray(result.weight, float), np.asarray(result.clean)
+    return float(np.mean((1 - weight) * clean + weight * ~np.asarray(result.success)))
 
 
 if __name__ == "__main__":

@@ -68,8 +68,8 @@ def describe(found: Sandwich) -> dict[str, Any]:
                 "accuracy": entry.accuracy,
                 "loss": entry.loss,
                 "wasserstein": entry.spent,
-                "gradients_per_image": float(np.mean(entry.result.gradients)),
-                "forwards_per_image": float(np.mean(entry.result.forwards)),
+                "gradients_per_image": float(np.mean(np.asarray(entry.result.gradients))),
+                "forwards_per_image": float(np.mean(np.asarray(entry.result.forwards))),
             }
             for entry in found.entries
         ],
