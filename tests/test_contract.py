@@ -266,6 +266,7 @@ BAD = {
     "unknown knob": dict(stepsize=0.1, match="no knob stepsize; it has kappa, step_size"),
     "batch size": dict(batch_size=0, match="batch_size"),
     "image shape": dict(x=x[:, :1], match="does not accept"),
+    "plain function": dict(model=lambda x: apply(model.args[0], x), match="wdjax.Model"),
     "model output": dict(model=wdjax.Model(lambda w, x: x, 0.0), match="must return logits"),
     "NaN logits": dict(
         model=wdjax.Model(lambda w, x: apply(model.args[0], x) * w, jnp.nan), match="not finite"

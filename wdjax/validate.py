@@ -25,6 +25,13 @@ def check_shapes(model, x, y):
         )
     if len(y) == 0:
         raise ValueError("x and y are empty: pass at least one sample.")
+    for leaf in jax.tree.leaves(model):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, (int, float)):
+            raise ValueError(
+                f"the model must be a callable pytree of arrays, got a leaf {leaf!r}; wrap a plain "
+                "function as wdjax.Model(apply, params), a Flax module with "
+                "wdjax.models.functional."
+            )
     try:
         logits = jax.eval_shape(model, jax.ShapeDtypeStruct(x.shape, x.dtype))
     except TypeError as error:
