@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +100,7 @@ def run_audit(parsed) -> int:
     key = jax.random.key(parsed.seed)
     untrained = models.mlp((64, 64, 64, 10), key=jax.random.fold_in(key, 0))
     against = attacks.pgd(steps=5, random_start=True, iterate="last")
-    recipes = {
+    recipes: dict[str, dict[str, Any]] = {
         "standard training": {},
         "adversarial training": {"attack": against, "eps": 0.1},
     }

@@ -134,14 +134,14 @@ def sandwich(
     >>> all(invariant.holds for invariant in found.invariants)
     True
     """
-    radii = np.asarray(radii, float)
-    if radii.ndim != 1 or radii.size == 0 or np.any(np.diff(radii) <= 0) or radii[0] < 0:
-        raise ValueError(f"radii must increase from at least 0, got {radii.tolist()}.")
+    budgets = np.asarray(radii, float)
+    if budgets.ndim != 1 or not budgets.size or np.any(np.diff(budgets) <= 0) or budgets[0] < 0:
+        raise ValueError(f"radii must increase from at least 0, got {budgets.tolist()}.")
     x, y = validate.check_samples(model, x, y)
     progress("clean")
     clean_losses = _losses(model, x, y)
     clean = np.asarray(jnp.argmax(model(x), axis=-1) == y)
-    runs = list(_attack(model, x, y, radii, norm, key, batch_size, progress))
+    runs = list(_attack(model, x, y, budgets, norm, key, batch_size, progress))
     entries = []
     for name, order, eps, result in runs:
         progress(f"W_p of {name}, {eps:g}")
@@ -164,16 +164,16 @@ def sandwich(
     progress("WDRO bounds")
     constant = certify.lipschitz_constant(model, x, y, norm=norm)
     bound = functools.partial(
-        certify.wdro_bound, model, x, y, norm=norm, eps=radii, constant=constant
+        certify.wdro_bound, model, x, y, norm=norm, eps=budgets, constant=constant
     )
     found = Sandwich(
         norm=norm,
-        radii=radii,
+        radii=budgets,
         clean=clean,
         clean_loss=float(np.mean(clean_losses)),
         entries=tuple(entries),
         radius=radius,
-        certified={p: certify.certified_accuracy(radius, radii, p) for p in ORDERS},
+        certified={p: certify.certified_accuracy(radius, budgets, p) for p in ORDERS},
         loss_bound={p: bound(order=p) for p in ORDERS},
         lipschitz=constant,
         invariants=(),

@@ -142,8 +142,8 @@ def sample_keys(key, indices):
 def run(
     attack: Attack,
     model: Callable[[Array], Array],
-    x: Array,
-    y: Array,
+    x: Array | np.ndarray,
+    y: Array | np.ndarray,
     *,
     eps,
     key=None,
@@ -393,7 +393,9 @@ class _Driver(NamedTuple):
                 infos.append(info)
                 left, taken = left - length, taken + length
                 if self.callback is not None:
-                    stopped = bool(self.callback(Progress(*progress, taken, total, info)))
+                    batch, batches = progress
+                    seen = Progress(batch, batches, taken, total, info)
+                    stopped = bool(self.callback(seen))
                 if stage.done is not None and bool(jnp.all(stage.done(state))):
                     break
             if left:
