@@ -88,3 +88,23 @@ def test_every_formulation_is_the_same_convolution(channels, size, stride, paddi
     np.testing.assert_allclose(ours(x), plain(x), rtol=1e-5, atol=2e-5)
     for f, g in zip(jax.vjp(ours, x)[1](plain(x)), jax.vjp(plain, x)[1](plain(x))):
         np.testing.assert_allclose(f, g, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("side", [8, 24])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_winograd_is_the_same_convolution(side, padding):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(8, side, side, 96)).astype(np.float32)
+    kernel = rng.normal(size=(3, 3, 96, 96)).astype(np.float32) / 30
+
+    def plain(x):
+        pads = ((padding, padding),) * 2
+        return jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), pads, dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    ours, back = jax.vjp(lambda x: conv_module.conv(x, kernel, 1, padding), x)
+    theirs, plain_back = jax.vjp(plain, x)
+    np.testing.assert_allclose(ours, theirs, atol=2e-5)
+    np.testing.assert_allclose(back(theirs)[0], plain_back(theirs)[0], atol=2e-5)
