@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from wdjax import norms
-from wdjax.certify import interval
+from wdjax.certify import domain, interval
 
 _ROWS = 256
 """Cotangents pulled back at once."""
@@ -27,7 +27,7 @@ def single(model):
 
     def logits(x):
         closed = jax.make_jaxpr(lambda t: jnp.squeeze(model(t[None]), 0))(x)
-        return interval.interpret(closed, [x], interval.Context())[0]
+        return interval.interpret(closed, [x], domain.Context())[0]
 
     return logits
 
@@ -37,20 +37,20 @@ def contrasts(y, classes, dtype):
     return jnp.eye(classes, dtype=dtype) - jax.nn.one_hot(y, classes, dtype=dtype)
 
 
-def margins_and_slopes(model, domain: interval.Interval, y, classes):
-    """Bounds on all margins ``z_j - z_y`` over a domain, ``[K]``, and on their Jacobian.
+def margins_and_slopes(model, region: domain.Interval, y, classes):
+    """Bounds on all margins ``z_j - z_y`` over a region, ``[K]``, and on their Jacobian.
 
     The second ``Bounds``, ``[K, *shape]``, hold every element of Clarke's generalised Jacobian, for
     models that are continuous where their program compares and selects.
     """
-    rows = contrasts(y, classes, domain.center.dtype)
+    rows = contrasts(y, classes, region.center.dtype)
 
     def both(x):
         logits, pull = jax.vjp(single(model), x)
         return rows @ logits, jax.vmap(pull)(rows)[0]
 
-    closed = jax.make_jaxpr(both)(domain.center)
-    return tuple(map(interval.ends, interval.interpret(closed, [domain], interval.Context())))
+    closed = jax.make_jaxpr(both)(region.center)
+    return tuple(map(domain.ends, interval.interpret(closed, [region], domain.Context())))
 
 
 def row_sizes(jacobian: norms.Bounds, norm):
@@ -99,17 +99,17 @@ def layer_product(model, lower, upper, *, norm, labels=None):
 @functools.partial(jax.jit, static_argnums=(3, 5))
 @jax.default_matmul_precision("highest")
 def _layer_product(model, lower, upper, norm, labels, classes):
-    context = interval.Context(norm=norm)
-    domain = interval.box(lower, upper, lipschitz=jnp.ones((), lower.dtype))
-    (logits,) = interval.interpret(jax.make_jaxpr(single(model))(lower), [domain], context)
-    if not isinstance(logits, interval.Interval):
+    context = domain.Context(norm=norm)
+    region = domain.box(lower, upper, lipschitz=jnp.ones((), lower.dtype))
+    (logits,) = interval.interpret(jax.make_jaxpr(single(model))(lower), [region], context)
+    if not isinstance(logits, domain.Interval):
         return jnp.zeros((labels.size, classes), lower.dtype)
     dual = norms.dual(norm)
     total = jnp.zeros((labels.size, classes), lower.dtype)
     for root, chain in logits.terms.items():
         slack = 4 * (2 * logits.rounds + root.half.size + 8) * jnp.finfo(lower.dtype).eps
-        rows = interval.rows(chain.apply, root, (classes,))
-        sizes = norms.lp_norm(interval.rows(chain.absolute, root, (classes,)), dual)
+        rows = domain.rows(chain.apply, root, (classes,))
+        sizes = norms.lp_norm(domain.rows(chain.absolute, root, (classes,)), dual)
         apart = jax.lax.map(lambda y, r=rows: norms.lp_norm(r - r[y], dual), labels)
         apart = apart + slack * (sizes + sizes[labels][:, None])
         total = total + jnp.where(apart > 0, apart * root.lipschitz, 0.0)
@@ -153,8 +153,8 @@ def interval_jacobian(model, lower, upper, *, norm, labels=None):
 @functools.partial(jax.jit, static_argnums=(3, 5))
 def _interval_jacobian(model, lower, upper, norm, labels, classes):
     def constants(y):
-        domain = interval.box(lower, upper)
-        return row_sizes(margins_and_slopes(model, domain, y, classes)[1], norm)
+        region = domain.box(lower, upper)
+        return row_sizes(margins_and_slopes(model, region, y, classes)[1], norm)
 
     with jax.default_matmul_precision("highest"):
         if labels.size * classes <= _ROWS:
@@ -215,11 +215,11 @@ def refuse_jumps(names):
 
 def jumps(model, sample) -> set[str]:
     """Names of the discontinuous primitives that the model applies to its input."""
-    context = interval.Context()
+    context = domain.Context()
 
     def walk(x):
         closed = jax.make_jaxpr(single(model))(x)
-        return interval.ends(interval.interpret(closed, [interval.box(x, x)], context)[0])
+        return domain.ends(interval.interpret(closed, [domain.box(x, x)], context)[0])
 
     jax.eval_shape(walk, jax.ShapeDtypeStruct(sample.shape, sample.dtype))
     return context.jumps

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import core, norms, parallel
-from wdjax.certify import interval, lipschitz
+from wdjax import norms, parallel, validate
+from wdjax.certify import domain, interval, lipschitz
 
 _MARGIN = 2e-5
 """Certified balls are larger than asked by this fraction, so that a distance measured in floats
@@ -48,10 +48,10 @@ def margin_bounds(model, x, y, *, norm, eps, box=(0.0, 1.0), batch_size=64):
     """
     norms.check_norm(norm)
     eps = _check_eps(eps, x)
-    if core.traced(model, x, y, eps):
-        core.check_shapes(model, x, y)
+    if validate.traced(model, x, y, eps):
+        validate.check_shapes(model, x, y)
         return _bounds(model, x, y, jnp.broadcast_to(eps, y.shape), norm, box)
-    x, y = core.check_samples(model, x, y, box)
+    x, y = validate.check_samples(model, x, y, box)
     eps = jnp.broadcast_to(eps, y.shape)
 
     def bounds(*batch):
@@ -115,10 +115,10 @@ def radius(model, x, y, *, norm, box=(0.0, 1.0), steps=10, batch_size=64):
     [0.566, 0.0]
     """
     norms.check_norm(norm)
-    if core.traced(model, x, y):
-        core.check_shapes(model, x, y)
+    if validate.traced(model, x, y):
+        validate.check_shapes(model, x, y)
         return _search(model, x, y, _constants(model, x, None, norm, box)[y], norm, box, steps)
-    x, y = core.check_samples(model, x, y, box)
+    x, y = validate.check_samples(model, x, y, box)
     labels, index = np.unique(np.asarray(y), return_inverse=True)
     constants = _constants(model, x, labels, norm, box)[index]
 
@@ -147,7 +147,7 @@ def _search(model, x, y, constants, norm, box, steps):
         return _bisect(_bounds(model, x, y, bracket[1], norm, box), *bracket, most)
 
     bracket = (best, trial, trial)
-    if core.traced(model, x, y):
+    if validate.traced(model, x, y):
         bracket = jax.lax.fori_loop(0, steps, step, bracket)
     else:
         for i in range(steps):
@@ -195,25 +195,25 @@ def _bounds(model, x, y, eps, norm, box):
 def _sample_bounds(model, x, y, eps, norm, box):
     classes = jax.eval_shape(model, jax.ShapeDtypeStruct((1, *x.shape), x.dtype)).shape[1]
     lower, upper, eps = _ball(x, eps, box)
-    domain = interval.box(lower, upper, None if norm == math.inf else (x, eps, norm))
+    region = domain.box(lower, upper, None if norm == math.inf else (x, eps, norm))
     if lipschitz.jumps(model, x):
-        highest = _highest(model, domain, y, classes)
+        highest = _highest(model, region, y, classes)
     else:
-        margins, slopes = lipschitz.margins_and_slopes(model, domain, y, classes)
+        margins, slopes = lipschitz.margins_and_slopes(model, region, y, classes)
         climb = jnp.maximum(slopes.upper * (upper - x), slopes.lower * (lower - x))
         climb = jnp.sum(jnp.maximum(climb, 0.0).reshape(classes, -1), axis=-1)
         climb *= 1 + (x.size + 8) * jnp.finfo(x.dtype).eps
         if norm != math.inf:
             climb = jnp.fmin(climb, eps * lipschitz.row_sizes(slopes, norm))
-        highest = _highest(model, interval.box(x, x), y, classes) + climb
+        highest = _highest(model, domain.box(x, x), y, classes) + climb
         highest = jnp.fmin(margins.upper, highest)
     return jnp.where(jnp.arange(classes) == y, jnp.inf, -highest)
 
 
-def _highest(model, domain, y, classes):
-    rows = lipschitz.contrasts(y, classes, domain.center.dtype)
-    closed = jax.make_jaxpr(lambda t: rows @ lipschitz.single(model)(t))(domain.center)
-    return interval.ends(interval.interpret(closed, [domain], interval.Context())[0]).upper
+def _highest(model, region, y, classes):
+    rows = lipschitz.contrasts(y, classes, region.center.dtype)
+    closed = jax.make_jaxpr(lambda t: rows @ lipschitz.single(model)(t))(region.center)
+    return domain.ends(interval.interpret(closed, [region], domain.Context())[0]).upper
 
 
 def _ball(x, eps, box):
@@ -228,7 +228,7 @@ def _ball(x, eps, box):
 
 
 def _check_eps(eps, x):
-    if core.traced(eps):
+    if validate.traced(eps):
         return eps
     eps = jnp.asarray(eps, x.dtype)
     if eps.shape not in ((), x.shape[:1]) or not bool(jnp.all(eps >= 0)):

@@ -5,7 +5,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import core, losses, norms
+from wdjax import losses, norms, validate
 from wdjax.certify import lipschitz, pointwise
 
 
@@ -69,7 +69,7 @@ def wdro_bound(
     norms.check_norm(norm)
     _check_order(order)
     eps = _check_budgets(eps)
-    x, y = core.check_samples(model, x, y, box)
+    x, y = validate.check_samples(model, x, y, box)
 
     def mean_loss(radius):
         low = pointwise.margin_bounds(

@@ -1,0 +1,177 @@
+"""Rules for comparisons, selections and the gradient of max pooling: hulls of what may be chosen.
+
+A comparison that the box does not decide is open, and a selection by it is the hull of both cases,
+which is where Clarke's generalised gradient of the selection lies.
+"""
+
+import itertools
+import math
+
+import jax.numpy as jnp
+from jax import lax
+
+from wdjax.certify.domain import (
+    Interval,
+    Ternary,
+    ends,
+    fresh,
+    gamma,
+    is_exact,
+    lipschitz,
+    unbounded,
+)
+from wdjax.certify.linear import additive, bind
+
+
+def order(flip):
+    """``<``, ``<=``, ``>`` and ``>=``; a comparison at equality is open, as Clarke's masks want."""
+
+    def rule(eqn, args, context):
+        del context
+        (la, ua), (lb, ub) = (ends(a) for a in (args[::-1] if flip else args))
+        return Ternary(ua < lb, la <= ub)
+
+    return rule
+
+
+def equal(eqn, args, context):
+    """Never surely true, ties being kinks, but for a value and itself (the test for NaN)."""
+    del context
+    left, right = args
+    if left is right:
+        shape = ends(left)[0].shape
+        return Ternary(jnp.ones(shape, bool), jnp.ones(shape, bool))
+    for value, top in ((left, right), (right, left)):
+        decided = _attains(value, top)
+        if decided is not None:
+            return decided
+    if isinstance(left, Ternary) or isinstance(right, Ternary):
+        raise ValueError("booleans that depend on the input are not compared; use & and |.")
+    (la, ua), (lb, ub) = ends(left), ends(right)
+    meet = (la <= ub) & (lb <= ua)
+    return Ternary(jnp.zeros_like(meet), meet)
+
+
+def _attains(value, top):
+    """Whether ``value`` attains the maximum ``top`` that was taken over it; None if it was not."""
+    if not isinstance(value, Interval) or not isinstance(top, Interval) or top.origin is None:
+        return None
+    lower, upper = ends(value)
+    name, source, *rest = top.origin
+    if name == "max" and any(operand is value for operand in source):
+        others = [operand for operand in source if operand is not value]
+        if not others:
+            return Ternary(jnp.ones(lower.shape, bool), jnp.ones(lower.shape, bool))
+        low, high = ends(others[0])
+        return Ternary(lower > high, upper >= low)
+    if name in ("reduce_max", "reduce_min") and source is value:
+        (axes,) = rest
+        if name == "reduce_min":
+            lower, upper = -upper, -lower
+        first = jnp.max(upper, axis=axes, keepdims=True)
+        is_first = upper == first
+        lone = is_first & (jnp.sum(is_first, axis=axes, keepdims=True) == 1)
+        second = jnp.max(jnp.where(is_first, -jnp.inf, upper), axis=axes, keepdims=True)
+        rival = jnp.where(lone, second, first)
+        attained = lower > rival
+        return Ternary(
+            attained, upper >= jnp.max(lower, axis=axes, keepdims=True), ("location", axes)
+        )
+    return None
+
+
+def unequal(eqn, args, context):
+    same = equal(eqn, args, context)
+    return Ternary(~same.upper, ~same.lower)
+
+
+def logical(eqn, args, context):
+    del context
+    if any(isinstance(a, Interval) for a in args):
+        raise ValueError(f"the primitive {eqn.primitive.name!r} is certified on booleans only.")
+    name = eqn.primitive.name
+    if name == "not":
+        return Ternary(~args[0].upper, ~args[0].lower)
+    (la, ua), (lb, ub) = (ends(a) for a in args)
+    if name == "xor":
+        surely = (la & ~ub) | (lb & ~ua)
+        maybe = (ua & ~lb) | (ub & ~la)
+        return Ternary(surely, maybe)
+    return Ternary(bind(eqn, [la, lb]), bind(eqn, [ua, ub]))
+
+
+def select(eqn, args, context):
+    pick, *cases = args
+    if is_exact(pick):
+        return additive(range(1, len(args)))(eqn, args, context)
+    if isinstance(pick, Interval) or len(cases) != 2:
+        raise ValueError("select_n is certified for a boolean predicate and two cases only.")
+    (l0, u0), (l1, u1) = (ends(case) for case in cases)
+    if l0.dtype == bool:
+        # (pick & one) | (~pick & zero), and both agree wherever pick is open.
+        lower = jnp.where(pick.lower, l1, jnp.where(pick.upper, l0 & l1, l0))
+        return Ternary(lower, jnp.where(pick.lower, u1, jnp.where(pick.upper, u0 | u1, u0)))
+    if not jnp.issubdtype(l0.dtype, jnp.floating):
+        raise ValueError("an integer that depends on the input cannot be certified.")
+    surely, maybe = (jnp.broadcast_to(end, l0.shape) for end in (pick.lower, pick.upper))
+    lower = jnp.where(surely, l1, jnp.where(maybe, jnp.minimum(l0, l1), l0))
+    upper = jnp.where(surely, u1, jnp.where(maybe, jnp.maximum(u0, u1), u0))
+    return fresh(lower, upper, _piecewise(cases, context.norm))
+
+
+def _piecewise(cases, norm):
+    """Of a continuous function whose every entry is one of two: the norm of both stacked."""
+    if norm is None:
+        return None
+    zero, one = (lipschitz(case, norm) for case in cases)
+    if norm == math.inf:
+        return jnp.maximum(zero, one)
+    return zero + one if norm == 1 else jnp.sqrt(zero**2 + one**2) * (1 + gamma(4, zero.dtype))
+
+
+def unpool(eqn, args, context):
+    """The gradient of max pooling: a window's cotangent goes where its largest entry may be."""
+    source, operand = args
+    if not isinstance(operand, Interval):
+        return additive([0], lambda e: math.prod(e.params["window_dimensions"]))(eqn, args, context)
+    window, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
+    padding = eqn.params["padding"]
+    lower, upper = ends(operand)
+    shape = lower.shape
+    low_g, high_g = ends(source)
+    outs = low_g.shape
+    padded = [size + sum(pads) for size, pads in zip(shape, padding)]
+
+    def patches(x):
+        x = lax.pad(x, jnp.array(-jnp.inf, x.dtype), [(*pads, 0) for pads in padding])
+        for offset in itertools.product(*map(range, window)):
+            ends_ = [o + (n - 1) * s + 1 for o, n, s in zip(offset, outs, strides)]
+            yield lax.slice(x, offset, ends_, strides)
+
+    def back(patch, offset):
+        config = []
+        for o, n, s, size in zip(offset, outs, strides, padded):
+            config.append((o, size - o - (n - 1) * s - 1, s - 1))
+        out = lax.pad(patch, jnp.zeros((), patch.dtype), config)
+        return lax.slice(out, [p[0] for p in padding], [p[0] + n for p, n in zip(padding, shape)])
+
+    lows, highs = jnp.stack(list(patches(lower))), jnp.stack(list(patches(upper)))
+    best = jnp.max(lows, axis=0)
+    total_low, total_high = jnp.zeros_like(lower), jnp.zeros_like(lower)
+    for index, offset in enumerate(itertools.product(*map(range, window))):
+        rivals = jnp.delete(highs, index, axis=0, assume_unique_indices=True)
+        surely = lows[index] > jnp.max(rivals, axis=0, initial=-jnp.inf)
+        maybe = highs[index] >= best
+        part_low = jnp.where(surely, low_g, jnp.where(maybe, jnp.minimum(low_g, 0.0), 0.0))
+        part_high = jnp.where(surely, high_g, jnp.where(maybe, jnp.maximum(high_g, 0.0), 0.0))
+        total_low, total_high = (
+            total_low + back(part_low, offset),
+            total_high + back(part_high, offset),
+        )
+    # Overlapping windows add up; every partial sum is at most the sum of the magnitudes.
+    overlap = math.prod(-(-w // s) for w, s in zip(window, strides))
+    if overlap == 1:
+        return fresh(total_low, total_high, unbounded(context, lower.dtype))
+    size = jnp.maximum(jnp.max(jnp.abs(low_g)), jnp.max(jnp.abs(high_g)))
+    slack = gamma(overlap, lower.dtype) * overlap * size
+    return fresh(total_low - slack, total_high + slack, unbounded(context, lower.dtype))

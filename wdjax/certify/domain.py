@@ -1,0 +1,311 @@
+r"""The values of interval arithmetic: affine images of boxes, and booleans that may be open.
+
+A value is kept as an affine image of independent boxes, its *roots*, as long as the program is
+affine; a nonlinear operation makes a new root. An affine operation ``T`` maps centre and radius to
+``T c`` and ``|T| r``. Where a value is small, or its root is an l_1 or l_2 ball, the rows of the
+composed map are formed, and their norms give tighter bounds than step by step.
+
+Rounding: every operation widens its result by a bound on the rounding of floats, ``gamma_k |T|
+(|c| + r)`` for sums of ``k`` terms in any order, so the interval holds what exact arithmetic
+returns on the given parameters *and* what the float program returns, for every input in the box.
+Elementary functions are trusted to 16 units in the last place.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from wdjax import norms
+
+Array = jax.Array
+
+_PULLED = 256
+"""Values of at most this size are bounded by the rows of their composed affine map."""
+_PUSHED = 256
+"""Basis vectors pushed through an affine map at once."""
+_ULPS = 16
+
+
+@dataclass(eq=False)
+class Root:
+    """A box ``center -+ half``, perhaps cut by an l_r ball, whose points are independent."""
+
+    center: Array
+    half: Array
+    ball: tuple[Array, Array, float] | None = None
+    """``(ball's centre - center, radius, r)``."""
+    lipschitz: Array | None = None
+    """Lipschitz constant of the root as a function of the program's input, l_r to l_r."""
+
+
+@dataclass(eq=False)
+class Chain:
+    """A linear map of a root's deviation, and the map of absolute values that dominates it."""
+
+    apply: Callable[[Array], Array]
+    absolute: Callable[[Array], Array]
+
+
+@dataclass(eq=False)
+class Interval:
+    """Reals in ``center -+ radius``: an affine image of roots."""
+
+    center: Array
+    radius: Array
+    magnitude: Array
+    """``|T| |root| + |offset|``, what rounding errors are relative to."""
+    terms: dict[Root, Chain]
+    mixes: int = 0
+    """Affine operations since the roots that add several entries of one root."""
+    rounds: int = 0
+    """Roundings since the roots along the longest path."""
+    origin: tuple | None = None
+    """Where a maximum comes from, so that a comparison with its operands is decided exactly."""
+    known: norms.Bounds | None = field(default=None, repr=False)
+
+
+@dataclass(eq=False)
+class Ternary:
+    """Booleans that are true where ``lower``, false where not ``upper``, open elsewhere."""
+
+    lower: Array
+    upper: Array
+    origin: tuple | None = None
+
+
+@dataclass(eq=False)
+class Context:
+    """What one pass over a program asks for, and what it noticed."""
+
+    norm: float | None = None
+    """Propagate Lipschitz constants in this norm."""
+    jumps: set[str] = field(default_factory=set)
+    """Discontinuous primitives met on the way: no derivative bounds such a program."""
+
+
+def box(lower, upper, ball=None, lipschitz=None) -> Interval:
+    """The input of a program: a box, cut by an l_1 or l_2 ball."""
+    value = fresh(lower, upper, lipschitz)
+    if ball is not None:
+        center, radius, norm = ball
+        (root,) = value.terms
+        root.ball = (center - root.center, jnp.asarray(radius, lower.dtype), norm)
+    return value
+
+
+def gamma(terms, dtype):
+    """Relative error of a sum of this many products: twice over, for centre and model."""
+    return 1.01 * (terms + 4) * float(jnp.finfo(dtype).eps)
+
+
+def tiny(dtype):
+    return float(jnp.finfo(dtype).tiny)
+
+
+def fresh(lower, upper, lipschitz=None, origin=None) -> Interval:
+    """A new root with these ends. Ends that are not finite, NaN included, become infinite."""
+    lower = jnp.where(jnp.isnan(lower), -jnp.inf, lower)
+    upper = jnp.where(jnp.isnan(upper), jnp.inf, upper)
+    middle = 0.5 * lower + 0.5 * upper
+    finite = jnp.isfinite(middle)
+    center = jnp.where(finite, middle, 0.0)
+    half = jnp.maximum(upper - center, center - lower) * (1 + gamma(0, lower.dtype))
+    half = jnp.where(finite, half, jnp.inf)
+    root = Root(center, half, lipschitz=lipschitz)
+    chain = Chain(lambda t: t, lambda t: t)
+    known = norms.Bounds(lower, upper)
+    return Interval(center, half, jnp.abs(center) + half, {root: chain}, origin=origin, known=known)
+
+
+def ends(value) -> norms.Bounds:
+    """``Bounds`` of an interval, a ternary or an exact array."""
+    if isinstance(value, Ternary):
+        return norms.Bounds(value.lower, value.upper)
+    if not isinstance(value, Interval):
+        return norms.Bounds(value, value)
+    if value.known is None:
+        slack = gamma(0, value.center.dtype) * (jnp.abs(value.center) + value.radius)
+        lower, upper = value.center - value.radius - slack, value.center + value.radius + slack
+        for center, radius in _refined(value):
+            lower = jnp.fmax(lower, center - radius)
+            upper = jnp.fmin(upper, center + radius)
+        value.known = norms.Bounds(lower, upper)
+    return value.known
+
+
+# Rows of the composed affine map.
+
+
+def _refined(value):
+    """Further (centre, radius) of the value, from the rows of its map."""
+    balls = [root for root in value.terms if root.ball is not None]
+    pulled = value.center.size <= _PULLED and (balls or value.mixes > 1)
+    if pulled:
+        return [_from_rows(value, None), *(_from_rows(value, root) for root in balls)]
+    if balls and len(value.terms) == 1:
+        return [_from_columns(value, balls[0])]
+    return []
+
+
+def _rounding(value):
+    return 2 * gamma(2 * value.rounds, value.center.dtype) * value.magnitude
+
+
+def rows(chain, root, shape):
+    """The matrix of a linear map as ``[outputs, inputs]``, pulled back from its outputs."""
+    zeros = jnp.zeros(root.half.shape, root.half.dtype)
+    out, pull = jax.vjp(chain, zeros)
+    basis = jnp.eye(math.prod(shape), dtype=out.dtype).reshape(-1, *shape)
+    return jax.vmap(lambda t: pull(t)[0])(basis).reshape(basis.shape[0], -1)
+
+
+def row_norms(chain: Chain, root, shape, norm, mixes, rounds):
+    """Upper bounds on the norms of the rows."""
+    size = norms.lp_norm(rows(chain.apply, root, shape), norm)
+    slack = gamma(2 * rounds + root.half.size, size.dtype)
+    if mixes > 1:
+        return size + slack * norms.lp_norm(rows(chain.absolute, root, shape), norm)
+    return size * (1 + slack)
+
+
+def _from_rows(value, cut):
+    """Bounds by the box of every root, but by the ball of the root ``cut``."""
+    shape = value.center.shape
+    center, radius = value.center, _rounding(value)
+    for root, chain in value.terms.items():
+        if root is cut:
+            offset, eps, norm = root.ball
+            size = row_norms(chain, root, shape, norms.dual(norm), value.mixes, value.rounds)
+            center = center + chain.apply(offset)
+            radius = radius + eps * size.reshape(shape)
+        else:
+            reach = jnp.abs(rows(chain.apply, root, shape)) * root.half.reshape(-1)
+            reach = jnp.sum(reach, axis=-1) * (1 + gamma(root.half.size, reach.dtype))
+            radius = radius + reach.reshape(shape)
+    return center, jnp.where(jnp.isnan(radius), jnp.inf, radius)
+
+
+def _from_columns(value, root):
+    """Bounds by the ball of the only root, pushing its basis through the map in chunks."""
+    chain = value.terms[root]
+    offset, eps, norm = root.ball
+    slack = gamma(2 * value.rounds + root.half.size, value.center.dtype)
+    size = _column_norms(chain.apply, root, norm)
+    if value.mixes > 1:
+        size = size + slack * _column_norms(chain.absolute, root, norm)
+    else:
+        size = size * (1 + slack)
+    return value.center + chain.apply(offset), eps * size + _rounding(value)
+
+
+def _column_norms(linear, root, norm):
+    shape, count = root.half.shape, root.half.size
+    width = min(count, _PUSHED)
+
+    def push(total, start):
+        index = start + jnp.arange(width)
+        basis = (index[:, None] == jnp.arange(count)).astype(root.half.dtype)
+        columns = jax.vmap(linear)(basis.reshape(width, *shape))
+        if norm == 2:
+            return total + jnp.sum(columns**2, axis=0), None
+        return jnp.maximum(total, jnp.max(jnp.abs(columns), axis=0)), None
+
+    out = jax.eval_shape(linear, jax.ShapeDtypeStruct(shape, root.half.dtype))
+    start = jnp.zeros(out.shape, out.dtype)
+    total, _ = lax.scan(push, start, jnp.arange(0, count, width))
+    return jnp.sqrt(total) if norm == 2 else total
+
+
+def is_exact(value):
+    return not isinstance(value, Interval | Ternary)
+
+
+def middle_of(value):
+    return value.center if isinstance(value, Interval) else value
+
+
+def size_of(value):
+    return value.magnitude if isinstance(value, Interval) else jnp.abs(value)
+
+
+# Arithmetic on ends.
+
+
+def largest_size(value):
+    return jnp.maximum(*map(jnp.abs, ends(value)))
+
+
+def _times(a, b):
+    """A product with ``0 * inf = 0``, as intervals want it; NaN operands stay NaN."""
+    product = a * b
+    return jnp.where(jnp.isnan(product) & ~jnp.isnan(a) & ~jnp.isnan(b), 0.0, product)
+
+
+def corners(a, b):
+    products = [_times(x, y) for x, y in itertools.product(a, b)]
+    return widen(
+        functools.reduce(jnp.minimum, products), functools.reduce(jnp.maximum, products), 2
+    )
+
+
+def widen(lower, upper, ulps=_ULPS):
+    """Outward by a few units in the last place; 0 stays 0."""
+    unit = ulps * float(jnp.finfo(lower.dtype).eps)
+    return lower - unit * jnp.abs(lower), upper + unit * jnp.abs(upper)
+
+
+# Lipschitz constants, l_r to l_r, from the input to a value.
+
+
+def lipschitz(value, norm):
+    """A Lipschitz constant of a value as a function of the input, both in the l_r norm."""
+    if not isinstance(value, Interval):
+        return jnp.zeros(())
+    slack = 1 + gamma(value.magnitude.size + 2 * value.rounds, value.center.dtype)
+    parts = [
+        slack * _operator_norm(chain, root, value, norm) * root.lipschitz
+        for root, chain in value.terms.items()
+    ]
+    return functools.reduce(jnp.add, parts)
+
+
+_MATERIALISED = 2**22
+
+
+def _operator_norm(chain, root, value, norm):
+    ones = jnp.ones(root.half.shape, root.half.dtype)
+    row_sums, pull = jax.vjp(chain.absolute, ones)
+    row_sum = jnp.max(row_sums)
+    column_sum = jnp.max(pull(jnp.ones_like(row_sums))[0])
+    if norm == math.inf:
+        return row_sum
+    if norm == 1:
+        return column_sum
+    size = jnp.sqrt(row_sum * column_sum)
+    small = min(ones.size, row_sums.size) <= 1024 and ones.size * row_sums.size <= _MATERIALISED
+    if value.mixes and small:
+        matrix = rows(chain.apply, root, row_sums.shape)
+        upper = norms.operator_norm(matrix, 2).upper
+        # A composed map rounds relative to its map of absolute values, whose norm size bounds.
+        composed = gamma(2 * value.rounds, size.dtype) * size if value.mixes > 1 else 0.0
+        size = jnp.fmin(size, upper + composed)
+    return size
+
+
+def stretch(args, factor, context):
+    """The constant of a nonlinear function: ``factor`` times the sum of its operands'."""
+    if context.norm is None:
+        return None
+    total = functools.reduce(jnp.add, (lipschitz(a, context.norm) for a in args))
+    scaled = total * factor
+    return jnp.where(jnp.isnan(scaled), jnp.inf, scaled)
+
+
+def unbounded(context, dtype):
+    return None if context.norm is None else jnp.full((), jnp.inf, dtype)

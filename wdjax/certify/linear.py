@@ -1,0 +1,260 @@
+"""Rules for affine operations, which map a value's roots along, and for products."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from wdjax import norms
+from wdjax.certify.domain import (
+    Chain,
+    Interval,
+    Root,
+    Ternary,
+    corners,
+    ends,
+    fresh,
+    gamma,
+    is_exact,
+    largest_size,
+    lipschitz,
+    middle_of,
+    size_of,
+    stretch,
+    tiny,
+    unbounded,
+)
+
+_KEEP_ORIGIN = {"reshape", "broadcast_in_dim", "expand_dims", "squeeze"}
+"""Operations after which a value still comes from the same maximum."""
+
+
+def evaluate(eqn, args):
+    """The primitive on exact arrays, at the highest precision."""
+    params = eqn.params
+    if "precision" in params:
+        params = {**params, "precision": (lax.Precision.HIGHEST, lax.Precision.HIGHEST)}
+    out = eqn.primitive.bind(*args, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def bind(eqn, args):
+    (out,) = evaluate(eqn, args)
+    return out
+
+
+def _compose(outer, inner):
+    return lambda t: outer(inner(t))
+
+
+def affine(center, inputs, magnitude, terms, origin=None):
+    """The image of intervals under maps that add.
+
+    ``inputs`` holds ``(interval, linear map, map of absolute values)``; ``terms`` counts the
+    products added up in an output.
+    """
+    dtype = center.dtype
+    error = gamma(terms, dtype) if terms else 0.0
+    radius = jnp.zeros_like(center)
+    merged: dict[Root, Chain] = {}
+    shared = False
+    for value, apply, absolute in inputs:
+        reach = value.radius
+        if error:
+            reach = reach + error * (jnp.abs(value.center) + reach)
+        radius = radius + absolute(reach)
+        for root, chain in value.terms.items():
+            new = Chain(_compose(apply, chain.apply), _compose(absolute, chain.absolute))
+            if root in merged:
+                shared = True
+                new = Chain(
+                    _both(merged[root].apply, new.apply), _both(merged[root].absolute, new.absolute)
+                )
+            merged[root] = new
+    if error:
+        radius = radius + error * jnp.abs(center) + tiny(dtype) * terms
+    values = [value for value, _, _ in inputs]
+    return Interval(
+        center,
+        jnp.where(jnp.isnan(radius), jnp.inf, radius),
+        jnp.where(jnp.isnan(magnitude), jnp.inf, magnitude),
+        merged,
+        mixes=max(v.mixes for v in values) + (terms > 1) + shared,
+        rounds=max(v.rounds for v in values) + (terms and terms + 1),
+        origin=origin,
+    )
+
+
+def _both(first, second):
+    return lambda t: first(t) + second(t)
+
+
+def additive(positions=None, terms=lambda eqn: 0, absolute: Any = None):
+    """A rule for what is jointly linear in the operands at ``positions`` (all by default)."""
+
+    def rule(eqn, args, context):
+        places = range(len(args)) if positions is None else positions
+        if any(not isinstance(a, Interval) and not is_exact(a) for a in args):
+            return moved_booleans(eqn, args, context)
+        if any(isinstance(a, Interval) and i not in places for i, a in enumerate(args)):
+            raise ValueError(
+                f"the primitive {eqn.primitive.name!r} is certified only where its indices do not "
+                "depend on the input."
+            )
+
+        def run(values, positive):
+            return absolute(*values) if positive and absolute else bind(eqn, values)
+
+        def part(place, positive):
+            def linear(t):
+                values = [
+                    a if i not in places else t if i == place else jnp.zeros_like(middle_of(a))
+                    for i, a in enumerate(args)
+                ]
+                return run(values, positive)
+
+            return linear
+
+        center = bind(eqn, [middle_of(a) for a in args])
+        sizes = [size_of(a) if i in places else a for i, a in enumerate(args)]
+        inputs = [
+            (a, part(i, False), part(i, True))
+            for i, a in enumerate(args)
+            if isinstance(a, Interval)
+        ]
+        origin = inputs[0][0].origin if eqn.primitive.name in _KEEP_ORIGIN else None
+        return affine(center, inputs, run(sizes, True), terms(eqn), origin)
+
+    return rule
+
+
+def parted(eqn, args, context):
+    """One value cut into several."""
+    del context
+    (value,) = args
+    if isinstance(value, Ternary):
+        return [Ternary(*ends_) for ends_ in zip(*(evaluate(eqn, [end]) for end in ends(value)))]
+    parts = []
+    for k in range(len(eqn.outvars)):
+
+        def cut(t, k=k):
+            return evaluate(eqn, [t])[k]
+
+        parts.append(affine(cut(value.center), [(value, cut, cut)], cut(value.magnitude), 0))
+    return parts
+
+
+def moved_booleans(eqn, args, context):
+    """What only moves or joins entries, on booleans."""
+    del context
+    if any(isinstance(a, Interval) for a in args):
+        raise ValueError(
+            f"{eqn.primitive.name!r} mixes booleans and floats that depend on the input."
+        )
+    lower = bind(eqn, [a.lower if isinstance(a, Ternary) else a for a in args])
+    upper = bind(eqn, [a.upper if isinstance(a, Ternary) else a for a in args])
+    return Ternary(lower, upper)
+
+
+def bilinear(terms):
+    """A rule for what is linear in either operand."""
+
+    def rule(eqn, args, context):
+        left, right = args
+        count = terms(eqn)
+        if isinstance(left, Interval) and isinstance(right, Interval):
+            return _product_of_intervals(eqn, left, right, count, context)
+        value, exact = (left, right) if isinstance(left, Interval) else (right, left)
+
+        def ordered(t, factor):
+            return bind(eqn, [t, factor] if value is left else [factor, t])
+
+        def apply(t):
+            return ordered(t, exact)
+
+        def absolute(t):
+            return ordered(t, jnp.abs(exact))
+
+        inputs = [(value, apply, absolute)]
+        return affine(apply(value.center), inputs, absolute(value.magnitude), count)
+
+    return rule
+
+
+def _product_of_intervals(eqn, left, right, terms, context):
+    """``c_a c_b -+ (|c_a| r_b + r_a |c_b| + r_a r_b)`` for contractions."""
+    elementwise = eqn.primitive.name == "mul"
+    constant = _product_constant(left, right, elementwise, context.norm)
+    if elementwise:
+        return fresh(*corners(ends(left), ends(right)), constant)
+    (la, ua), (lb, ub) = ends(left), ends(right)
+    ca, cb = 0.5 * (la + ua), 0.5 * (lb + ub)
+    error = gamma(terms, la.dtype)
+    ra = jnp.maximum(ua - ca, ca - la) * (1 + error) + error * jnp.abs(ca)
+    rb = jnp.maximum(ub - cb, cb - lb) * (1 + error) + error * jnp.abs(cb)
+    center = bind(eqn, [ca, cb])
+    radius = bind(eqn, [jnp.abs(ca) + ra, rb]) + bind(eqn, [ra, jnp.abs(cb)])
+    radius = radius * (1 + error) + error * jnp.abs(center) + tiny(la.dtype) * terms
+    return fresh(center - radius, center + radius, constant)
+
+
+def _product_constant(left, right, elementwise, norm):
+    """``|A| Lip(B) + |B| Lip(A)``: for contractions with Frobenius norms, or sums of entries."""
+    if norm is None:
+        return None
+    measure = math.inf if elementwise else 2 if norm == 2 else 1
+    size = [norms.lp_norm(largest_size(v)[None], measure)[0] for v in (left, right)]
+    total = size[0] * lipschitz(right, norm) + size[1] * lipschitz(left, norm)
+    slack = gamma(left.center.size + right.center.size, total.dtype)
+    return jnp.where(jnp.isnan(total), jnp.inf, total) * (1 + slack)
+
+
+def summation(eqn, args, context):
+    """A sum of entries; how many entries attain a maximum is at least one."""
+    (value,) = args
+    axes = tuple(eqn.params["axes"])
+    if isinstance(value, Interval) and value.origin == ("location", axes):
+        lower, upper = (jnp.sum(end, axis=axes) for end in ends(value))
+        return fresh(jnp.maximum(lower, 1.0), upper, stretch(args, jnp.inf, context))
+    return additive(terms=_summed)(eqn, args, context)
+
+
+def _summed(eqn):
+    return math.prod(eqn.invars[0].aval.shape[axis] for axis in eqn.params["axes"])
+
+
+def pooled(eqn):
+    return math.prod(eqn.params["window_dimensions"])
+
+
+def contracted(eqn):
+    (left, _), _ = eqn.params["dimension_numbers"]
+    return math.prod(eqn.invars[0].aval.shape[axis] for axis in left)
+
+
+def convolved(eqn):
+    kernel = eqn.invars[1].aval.shape
+    return max(math.prod(kernel) // kernel[eqn.params["dimension_numbers"].rhs_spec[0]], 1)
+
+
+def convert(eqn, args, context):
+    (value,) = args
+    dtype = eqn.params["new_dtype"]
+    if isinstance(value, Ternary):
+        if dtype == jnp.bool_:
+            return value
+        if jnp.issubdtype(dtype, jnp.floating):
+            return fresh(
+                value.lower.astype(dtype),
+                value.upper.astype(dtype),
+                origin=value.origin,
+                lipschitz=unbounded(context, dtype),
+            )
+    elif jnp.issubdtype(dtype, jnp.floating):
+        narrower = jnp.finfo(dtype).eps > jnp.finfo(value.center.dtype).eps
+        return additive(terms=lambda _: int(narrower))(eqn, args, context)
+    raise ValueError(
+        f"a value that depends on the input is converted to {jnp.dtype(dtype).name}; only floats "
+        "can be certified."
+    )
