@@ -53,9 +53,10 @@ def bound(fn: Callable[[Array], Any], lower: Array, upper: Array, *, ball=None) 
         )
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(lower)
     outputs = interpret(closed, [box(lower, upper, ball)], Context())
-    tree = jax.tree.structure(shape)
+    leaves = jax.tree.structure(shape)
     pairs = [ends(value) for value in outputs]
-    return norms.Bounds(*(tree.unflatten([pair[side] for pair in pairs]) for side in (0, 1)))
+    lowers, uppers = ([pair[side] for pair in pairs] for side in (0, 1))
+    return norms.Bounds(jax.tree.unflatten(leaves, lowers), jax.tree.unflatten(leaves, uppers))
 
 
 def interpret(closed, args, context: Context) -> list:
@@ -64,10 +65,11 @@ def interpret(closed, args, context: Context) -> list:
 
 
 def _interpret(jaxpr, consts, args, context):
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
+    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
 
-    def read(atom):
-        return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else env[atom]
+    def read(atom: Any):
+        aval: Any = atom.aval
+        return jnp.asarray(atom.val, aval.dtype) if isinstance(atom, Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
         env.update(zip(eqn.outvars, _apply(eqn, [read(v) for v in eqn.invars], context)))

@@ -187,7 +187,8 @@ def _product_of_intervals(eqn, left, right, terms, context):
     elementwise = eqn.primitive.name == "mul"
     constant = _product_constant(left, right, elementwise, context.norm)
     if elementwise:
-        return fresh(*corners(ends(left), ends(right)), constant)
+        lower, upper = corners(ends(left), ends(right))
+        return fresh(lower, upper, constant)
     (la, ua), (lb, ub) = ends(left), ends(right)
     ca, cb = 0.5 * (la + ua), 0.5 * (lb + ub)
     error = gamma(terms, la.dtype)

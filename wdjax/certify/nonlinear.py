@@ -38,8 +38,8 @@ def increasing(slope=None, jump=False):
 def decreasing(slope):
     def rule(eqn, args, context):
         lower, upper = ends(args[0])
-        pair = widen(bind(eqn, [upper]), bind(eqn, [lower]))
-        return fresh(*pair, stretch(args, jnp.max(slope(lower, upper)), context))
+        least, most = widen(bind(eqn, [upper]), bind(eqn, [lower]))
+        return fresh(least, most, stretch(args, jnp.max(slope(lower, upper)), context))
 
     return rule
 
@@ -97,7 +97,8 @@ def power(eqn, args, context):
         one, two = least, jnp.maximum(one, two)
     size = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
     slope = jnp.max(exponent * size ** (exponent - 1)) if exponent else 0.0
-    return fresh(*widen(one, two), stretch(args, slope, context))
+    one, two = widen(one, two)
+    return fresh(one, two, stretch(args, slope, context))
 
 
 def sign(eqn, args, context):
@@ -138,8 +139,8 @@ def clamp(eqn, args, context):
     (low, _), (lower, upper), (_, high) = (ends(a) for a in args)
     if not all(is_exact(a) for a in (args[0], args[2])):
         raise ValueError("clamp is certified only between bounds that do not depend on the input.")
-    ends_ = [jnp.minimum(jnp.maximum(end, low), high) for end in (lower, upper)]
-    return fresh(*ends_, stretch([args[1]], 1.0, context))
+    lower, upper = (jnp.minimum(jnp.maximum(end, low), high) for end in (lower, upper))
+    return fresh(lower, upper, stretch([args[1]], 1.0, context))
 
 
 def one_everywhere(lower, upper):

@@ -122,8 +122,8 @@ def radius(model, x, y, *, norm, box=(0.0, 1.0), steps=10, batch_size=64):
     labels, index = np.unique(np.asarray(y), return_inverse=True)
     constants = _constants(model, x, labels, norm, box)[index]
 
-    def search(*batch):
-        return _search(*batch, norm, box, steps)
+    def search(model, x, y, constants):
+        return _search(model, x, y, constants, norm, box, steps)
 
     return _in_batches(search, model, (x, y, constants), batch_size)
 
@@ -189,7 +189,7 @@ def _bisect(margins, best, trial, high, most):
 @functools.partial(jax.jit, static_argnums=(4, 5))
 def _bounds(model, x, y, eps, norm, box):
     with jax.default_matmul_precision("highest"):
-        return jax.vmap(lambda *sample: _sample_bounds(model, *sample, norm, box))(x, y, eps)
+        return jax.vmap(lambda x, y, eps: _sample_bounds(model, x, y, eps, norm, box))(x, y, eps)
 
 
 def _sample_bounds(model, x, y, eps, norm, box):
