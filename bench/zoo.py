@@ -15,15 +15,15 @@ os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
 
-from wdjax import convert  # noqa: E402
-from wdjax.models import zoo  # noqa: E402
-from wdjax.models.pytorch import slots  # noqa: E402
+from wdjax import convert
+from wdjax.models import zoo
+from wdjax.models.pytorch import slots
 
-MODELS = {"wide_resnet": "Rony2019Decoupling", "dm_wide_resnet": "Wang2023Better_WRN-28-10"}
+MODELS = ("Rony2019Decoupling", "Wang2023Better_WRN-28-10")
 
 
 def peak():
@@ -55,7 +55,7 @@ def main():
     parser.add_argument("--images", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--convert", metavar="FILE", help="only convert, and report the memory")
-    parser.add_argument("--model", default=MODELS["wide_resnet"])
+    parser.add_argument("--model", default=MODELS[0])
     args = parser.parse_args()
     if args.convert:
         base, start = peak(), time.perf_counter()
@@ -71,7 +71,7 @@ def main():
     import torch
 
     torch.set_num_threads(1)
-    for family, name in MODELS.items():
+    for name in MODELS:
         entry = zoo.entry(name, "cifar10", "L2")
         tensors = {key: torch.tensor(value, dtype=torch.float32) for key, value in state(entry)}
         with tempfile.NamedTemporaryFile(suffix=".pt") as file:

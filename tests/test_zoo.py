@@ -484,7 +484,7 @@ def test_the_command_saves_what_restore_reads(shared, tmp_path, capsys, out):
     convert.add_arguments(parser)
     place = str(tmp_path / out)
     args = [str(weights), "--name", "Hendrycks2019Using", "--out", place]
-    assert convert.command(parser.parse_args(args)) == 0
+    assert convert.main(parser.parse_args(args)) == 0
     assert "1,467,610 parameters" in capsys.readouterr().out
     model, _ = convert.load_robustbench("Hendrycks2019Using", "cifar10", "Linf", weights)
     restored = convert.restore(place)

@@ -33,10 +33,12 @@ __all__ = [
     "Converted",
     "Line",
     "Report",
+    "add_arguments",
     "check_parity",
     "from_state_dict",
     "load",
     "load_robustbench",
+    "main",
     "restore",
     "save",
     "slots",
@@ -93,7 +95,7 @@ def load(path, arch: str, *, normalize: str = "", **options) -> Converted:
     """
     if arch not in zoo.FAMILIES:
         raise ValueError(f"unknown architecture {arch!r}; known are {', '.join(zoo.FAMILIES)}.")
-    tensors = state_dict(checkpoint.read(path))
+    tensors = state_dict(checkpoint.read(path), prefixes=("module.", "model."))
     if arch in _LAYERS:
         tensors = _rename(tensors, _LAYERS[arch](tensors))
     return _fit(path, tensors, arch, {}, normalize, options)
@@ -171,11 +173,7 @@ def load_robustbench(name: str, dataset: str, threat: str, path, **options) -> C
     if path.is_dir():
         path = path / dataset / threat / f"{name}.pt"
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} does not exist and nothing is downloaded here. Get it with robustbench: "
-            f"load_model({name!r}, dataset={dataset!r}, threat_model={threat!r}) "
-            f"saves models/{dataset}/{threat}/{name}.pt, and pass that file or the models folder."
-        )
+        raise FileNotFoundError(_advice(path, entry))
     first = ("last",) if "last" in entry.file else ()
     containers = _TIMM if "timm" in entry.file else first + CONTAINERS
     tensors = state_dict(checkpoint.read(path), containers, ("module.", "model."))
@@ -186,11 +184,11 @@ def load_robustbench(name: str, dataset: str, threat: str, path, **options) -> C
         tensors = _new_swin(tensors)
 
     def ignore(key):
-        if key.startswith("normalize.") and dataset == "imagenet":
+        if key.startswith("normalize.") and dataset == "imagenet" and entry.normalize:
             return "RobustBench takes the constants from its code"
         if key.startswith("sub_block1.") and entry.family == "wide_resnet":
             return "a block that never runs"
-        if key.startswith("model_preact_hl1.") and "aliases" in entry.file:
+        if key.startswith("model_preact_hl1.") and {"aliases", "mu_sigma?"} & {*entry.file}:
             return "a second name of other tensors"
         if key.endswith((".flag_update_statistics", ".batch_num")) and "sparse" in entry.options:
             return "used in training only"
@@ -203,18 +201,32 @@ def load_robustbench(name: str, dataset: str, threat: str, path, **options) -> C
     )
 
 
+def _advice(path, entry):
+    get = (
+        f"{path} does not exist and nothing is downloaded here. Get it with robustbench: "
+        f"load_model({entry.name!r}, dataset={entry.dataset!r}, threat_model={entry.threat!r}) "
+    )
+    if {"timm", "torchvision"} & {*entry.file}:
+        return get + (
+            "leaves the file in PyTorch's cache, ~/.cache/torch/hub/checkpoints; pass that file, "
+            f"or copy it to {entry.dataset}/{entry.threat}/{entry.name}.pt of a models folder."
+        )
+    return get + (
+        f"saves models/{entry.dataset}/{entry.threat}/{entry.name}.pt; pass that file or the "
+        "models folder."
+    )
+
+
 def _from_file(path, entry, tensors):
     """The normalisation with ``mu`` and ``sigma`` of the file, which are taken out of it."""
     published = zoo.normalization(entry.normalize)
+    if "mu_sigma?" in entry.file and "mu" not in tensors and "sigma" not in tensors:
+        return entry.normalize, ["mu and sigma are not in the file; RobustBench's constants serve"]
     values, notes = [], []
     for key, default in (("mu", published.mean), ("sigma", published.std)):
         tensor = tensors.pop(key, None)
         if tensor is None:
-            if "mu_sigma" in entry.file:
-                raise ValueError(f"{path}: missing {key}, which this model takes from its file.")
-            notes.append(f"{key} is not in the file; RobustBench's constant {default} is used")
-            values.append(default)
-            continue
+            raise ValueError(f"{path}: missing {key}, which this model takes from its file.")
         faults = faults_of(key, tensor, (1, len(default), 1, 1))
         if not faults and key == "sigma" and not (tensor > 0).all():
             faults = ["sigma is not positive"]
@@ -227,7 +239,7 @@ def _from_file(path, entry, tensors):
 
 def _new_swin(tensors):
     """Files of older timm versions number the downsampling one lower and have no ``head.fc``."""
-    if any(name.startswith("head.fc.") for name in tensors):
+    if not any(name.startswith("layers.0.downsample.") for name in tensors):
         return tensors
 
     def new(name):
@@ -342,7 +354,7 @@ def restore(path) -> Model:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``python -m wdjax convert`` for :func:`command`."""
+    """Declares the arguments of ``python -m wdjax convert`` for :func:`main`."""
     parser.add_argument("weights", help="the PyTorch checkpoint, or RobustBench's models folder")
     parser.add_argument("--name", help="the model's name in RobustBench")
     parser.add_argument("--dataset", choices=tuple(zoo.CLASSES), default="cifar10")
@@ -361,24 +373,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", help="a file ending in .safetensors, or a new folder for Orbax")
 
 
-def command(args: argparse.Namespace) -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Converts, prints the report and saves; the exit code."""
-    if (args.name is None) == (args.arch is None):
+    if (arguments.name is None) == (arguments.arch is None):
         raise ValueError("pass either --name (a RobustBench model) or --arch.")
     options = {}
-    for text in args.option:
+    for text in arguments.option:
         name, _, value = text.partition("=")
         try:
             parsed = json.loads(value)
         except json.JSONDecodeError:
             parsed = value
         options[name] = tuple(parsed) if isinstance(parsed, list) else parsed
-    if args.name is not None:
-        converted = load_robustbench(args.name, args.dataset, args.threat, args.weights, **options)
+    if arguments.name is not None:
+        converted = load_robustbench(arguments.name, arguments.dataset, arguments.threat, arguments.weights, **options)
     else:
-        converted = load(args.weights, args.arch, normalize=args.normalize, **options)
+        converted = load(arguments.weights, arguments.arch, normalize=arguments.normalize, **options)
     print(converted.report)
-    if args.out:
-        save(converted, args.out)
-        print(f"saved {args.out}")
+    if arguments.out:
+        save(converted, arguments.out)
+        print(f"saved {arguments.out}")
     return 0

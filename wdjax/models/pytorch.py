@@ -93,7 +93,10 @@ def _leaf(module, name, shape):
 
 
 def buffers(module: nnx.Module, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
-    """Constants that a state dict may hold and that the module computes: name -> expected value."""
+    """Constants that a state dict may hold and that the module computes: name -> expected value.
+
+    It has to hold them where the module says ``stores_buffers``.
+    """
     found = {}
     if hasattr(module, "buffers"):
         found = {".".join((*names, name)): value for name, value in module.buffers().items()}
@@ -167,7 +170,7 @@ def from_state_dict(
       module: the architecture, best abstract (``rngs=None``).
       tensors: name -> array, with the names of the PyTorch module that it mirrors.
       source: what to call the tensors in messages.
-      ignore: the reason why a tensor of that name may be left out, or None.
+      ignore: the reason why a tensor of that name may be left out, or None. BatchNorm's
         ``num_batches_tracked`` always may.
       architecture: for the report.
       notes: for the report.
@@ -185,7 +188,9 @@ def from_state_dict(
     wanted, constants = slots(module), buffers(module)
     lines, faults, unknown = [], [], []
     for name, tensor in tensors.items():
-        reason = "a counter" if name.endswith("num_batches_tracked") else ignore(name)
+        layer, _, leaf = name.rpartition(".")
+        counter = leaf == "num_batches_tracked" and f"{layer}.running_mean" in wanted
+        reason = "a counter" if counter else ignore(name)
         if name in wanted:
             faults += faults_of(name, tensor, wanted[name].shape)
             lines.append(Line(name, tensor.shape, "-> " + "/".join(wanted[name].path)))
@@ -197,7 +202,8 @@ def from_state_dict(
             lines.append(Line(name, tensor.shape, "checked: a constant"))
         else:
             unknown.append(name)
-    missing = [name for name in wanted if name not in tensors]
+    stored = [*wanted, *constants] if getattr(module, "stores_buffers", False) else wanted
+    missing = [name for name in stored if name not in tensors]
     kind = type(module).__name__
     if missing:
         faults.insert(0, f"missing {_some(missing)}")

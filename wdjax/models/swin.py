@@ -200,6 +200,7 @@ class Swin(nnx.Module):
         head = Linear(features, classes, rngs=rngs)
         self.head = Group(fc=head) if layout == "timm" else head
         self.layout = layout
+        self.stores_buffers = layout == "microsoft"
 
     def features(self, x):
         x = self.patch_embed.norm(self.patch_embed.proj(self.normalize(x)))

@@ -5,7 +5,7 @@ AutoAttack accuracy, or for the threat "corruptions" the accuracy on corrupted i
 percent. ``millions`` counts the published file's parameters. ``file`` lists what is peculiar to the
 file: ``last`` (nested under that key), ``timm`` (timm's loader: averaged weights win),
 ``sub_block1`` (holds a block that never runs), ``mu_sigma`` (holds the normalisation; with ``?`` it
-may be missing), ``aliases`` (holds tensors twice).
+may be missing), ``aliases`` (may hold tensors twice), ``torchvision`` (from torchvision).
 """
 
 import csv
