@@ -1,4 +1,4 @@
-"""The command line: ``python -m wdjax audit | attack | versions``."""
+"""The command line: ``python -m wdjax audit | attack | convert | versions``."""
 
 import argparse
 import json
@@ -72,6 +72,10 @@ def _parser():
     attacked.add_argument("--samples", type=_positive, metavar="N", help="the first N; all if left")
     attacked.add_argument("--batch-size", type=_positive, metavar="B")
     attacked.set_defaults(command=run_attack)
+
+    converted = commands.add_parser("convert", help="convert a PyTorch or RobustBench checkpoint")
+    convert.add_arguments(converted)
+    converted.set_defaults(command=convert.main)
 
     shown = commands.add_parser("versions", help="the versions that a number depends on")
     shown.set_defaults(command=run_versions)
