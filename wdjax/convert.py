@@ -386,9 +386,13 @@ def main(arguments: argparse.Namespace) -> int:
             parsed = value
         options[name] = tuple(parsed) if isinstance(parsed, list) else parsed
     if arguments.name is not None:
-        converted = load_robustbench(arguments.name, arguments.dataset, arguments.threat, arguments.weights, **options)
+        converted = load_robustbench(
+            arguments.name, arguments.dataset, arguments.threat, arguments.weights, **options
+        )
     else:
-        converted = load(arguments.weights, arguments.arch, normalize=arguments.normalize, **options)
+        converted = load(
+            arguments.weights, arguments.arch, normalize=arguments.normalize, **options
+        )
     print(converted.report)
     if arguments.out:
         save(converted, arguments.out)
