@@ -366,7 +366,9 @@ def test_family_matches_an_independent_pytorch(shared, tmp_path, case):
     options = {"heads": sizes["heads"]} if entry.family == "vit" else {}
     model, _ = convert.load_robustbench(name, dataset, threat, path, **options)
 
-    images = np.load(shared / f"fixtures/zoo/refs/inputs_{min(entry.input, 224)}.npz")["x"][:2]
+    # Values at the edge of MeanSparse's band fall to either side by rounding: it takes more images.
+    count = 7 if "sparse" in entry.options else 2
+    images = np.load(shared / f"fixtures/zoo/refs/inputs_{min(entry.input, 224)}.npz")["x"][:count]
     if entry.family == "torchvision_resnet":
         images = images[:, :, 60:157, 60:157]
 

@@ -105,7 +105,7 @@ def _fit(path, tensors, family, published, normalize, options, ignore=keep, note
     """Builds the family with the sizes of the file where the published ones do not fit."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     fixed = {name: value for name, value in published.items() if name == "classes"}
-    read_off = getattr(zoo.FAMILIES[family], "sizes", lambda shapes: {})
+    read_off: Callable[[Mapping], dict] = getattr(zoo.FAMILIES[family], "sizes", lambda shapes: {})
     if family == "vit" and "heads" not in options:
         width = read_off(shapes)["width"]
         if width != published.get("width"):
