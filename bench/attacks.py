@@ -120,7 +120,7 @@ def main():
         for _ in range(arguments.repeats):
             result, mine = timed(ours)
             accuracy, torch_time = timed(theirs)
-            _, passes = timed(lambda: bare(model, x, y, size))  # noqa: B023
+            _, passes = timed(lambda: bare(model, x, y, size))
             rows.append((mine, torch_time, torch_time / mine, mine / passes))
         mine, torch_time, faster, over = np.median(rows, axis=0)
         print(
