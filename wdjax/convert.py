@@ -114,7 +114,10 @@ def _fit(path, tensors, family, published, normalize, options, ignore=keep, note
                 "dict does not tell the number of attention heads; pass heads=..."
             )
     best, fault = None, None
-    for sizes in ((lambda _: {}), read_off) if published else (read_off,):
+    readers: list[Callable[[dict], dict]] = [read_off]
+    if published:
+        readers.insert(0, lambda shapes: {})
+    for sizes in readers:
         try:
             chosen = published | sizes(shapes) | fixed | options
             module = zoo.build(family, chosen, normalize)
@@ -184,7 +187,8 @@ def load_robustbench(name: str, dataset: str, threat: str, path, **options) -> C
         tensors = _new_swin(tensors)
 
     def ignore(key):
-        if key.startswith("normalize.") and dataset == "imagenet" and entry.normalize:
+        constant = key in ("normalize.mean", "normalize.std")
+        if constant and dataset == "imagenet" and entry.normalize:
             return "RobustBench takes the constants from its code"
         if key.startswith("sub_block1.") and entry.family == "wide_resnet":
             return "a block that never runs"
