@@ -1,6 +1,7 @@
 """RobustBench's files: what must be refused and by which name, where to get them, how to save."""
 
 import argparse
+import json
 
 import jax
 import numpy as np
@@ -158,3 +159,25 @@ def test_affine_parameters_come_apart_and_together(shared):
     affine, rest = models.split_affine(model.args[0])
     assert len(affine) == 25
     assert jax.tree.structure(models.join_affine(affine, rest)) == jax.tree.structure(model.args[0])
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", ["hendrycks", "liu_convnextb", "mimir_swinl", "rice_c100"])
+def test_any_tensor_that_is_missing_or_odd_is_named(shared, monkeypatch, name):
+    facts = json.loads((shared / "fixtures/zoo/manifest.json").read_text())[name]
+    where = facts["name"], facts["dataset"], facts["threat"]
+    path = shared / "fixtures/zoo" / facts["files"][0]
+    content = checkpoint.read(path)
+    content = content.get("state_dict", content)
+    tensors = [n for n in content if "num_batches" not in n and "normalize." not in n]
+    for picked in np.random.default_rng(0).choice(tensors, 6):
+        tensor = content[picked]
+        for changed in (
+            without(content, picked),
+            {**content, picked: tensor.astype("i1")},
+            {**content, picked: tensor[..., None]},
+            {**content, picked + "_": tensor},
+        ):
+            monkeypatch.setattr(checkpoint, "read", lambda _, changed=changed: changed)
+            with pytest.raises(ValueError, match=picked.removeprefix("module.").partition(".")[2]):
+                convert.load_robustbench(*where, path)

@@ -139,7 +139,13 @@ class ConvNeXt(nnx.Module):
         """The size arguments, read off the shapes of a state dict."""
         depths = tuple(numbered(shapes, f"stages.{s}.blocks.") for s in range(4))
         dims = tuple(
-            common([shapes.get(f"stages.{s}.blocks.{i}.gamma", (0,))[0] for i in range(depths[s])])
+            common(
+                [
+                    shapes.get(f"stages.{s}.blocks.{i}.{leaf}", (0,))[0]
+                    for i in range(depths[s])
+                    for leaf in ("gamma", "norm.bias", "conv_dw.bias")
+                ]
+            )
             for s in range(4)
         )
         stem = "patch"

@@ -204,7 +204,8 @@ def average_pool(x):
 
 def common(values):
     """The most frequent value: what the shapes of a file agree on, one spoilt tensor aside."""
-    return collections.Counter(values).most_common(1)[0][0] if values else 0
+    found = collections.Counter(value for value in values if value)
+    return found.most_common(1)[0][0] if found else 0
 
 
 def numbered(names, prefix):

@@ -197,7 +197,9 @@ def from_state_dict(
         elif reason:
             lines.append(Line(name, tensor.shape, f"ignored: {reason}"))
         elif name in constants:
-            if not np.array_equal(tensor, constants[name]):
+            if tensor.dtype != constants[name].dtype:
+                faults.append(f"{name} has dtype {tensor.dtype}, not {constants[name].dtype}")
+            elif not np.array_equal(tensor, constants[name]):
                 faults.append(f"{name} differs from what the architecture computes")
             lines.append(Line(name, tensor.shape, "checked: a constant"))
         else:
