@@ -113,6 +113,7 @@ SLOPES = {
 }
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("norm", [1, math.inf])
 def test_wdro_bounds_hold_the_exact_programs(shared, norm):
     for (name, r), slopes in SLOPES.items():
