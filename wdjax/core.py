@@ -320,7 +320,11 @@ def _finish(attack, skip, model, x, y, logits, state, knobs):
     return _measure(attack, model, x, y, logits, x_adv, knobs, skip), attack.converged(state)
 
 
-_collect = jax.jit(_result, static_argnums=0)
+def _batches(indices, size, mesh):
+    """The indices in rows of equal size, ``[count, size]``; the last one repeats its last entry."""
+    size = parallel.padded_size(size, mesh)
+    count = -(-len(indices) // size)
+    return np.pad(indices, (0, count * size - len(indices)), mode="edge").reshape(count, size)
 
 
 def _chunk_length():
@@ -344,7 +348,8 @@ class _Driver(NamedTuple):
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"batch_size must be a positive integer or None, got {batch_size!r}.")
         self = self._replace(model=parallel.replicate(self.model, self.mesh))
-        (logits,) = self._batched(self._classify, min(size, n), np.arange(n), x)
+        logits = self._batched(self._classify, _batches(np.arange(n), min(size, n), self.mesh), x)
+        logits = logits if len(logits) == n else logits[:n]
         _refuse_nan(logits)
         correct = np.argmax(np.asarray(logits), axis=-1) == np.asarray(y)
         chosen = np.flatnonzero(correct) if skip else np.arange(n)
@@ -352,33 +357,29 @@ class _Driver(NamedTuple):
             chosen = np.arange(1)  # Nothing to attack: one sample keeps the shapes of the result.
         # Sizes in steps of n / 16, so that a few more or less attacked samples do not recompile.
         step = max(1, n // 16)
-        size = min(size, -(-chosen.size // step) * step)
-        attack_batch = functools.partial(self._attack_batch, skip)
-        found = self._batched(attack_batch, size, chosen, x, y, logits)
-        measured, info, converged = _scatter(found, chosen, x, y, logits)
-        _refuse_nan(measured["margin"][:, None])
-        result = _collect(self.attack, measured, info, converged, self.knobs)
+        batches = _batches(chosen, min(size, -(-chosen.size // step) * step), self.mesh)
+        found = self._batched(functools.partial(self._attack_batch, skip), batches, x, y, logits)
+        result = _collect(self.attack, found, batches.ravel(), x, y, logits, self.knobs)
+        _refuse_nan(result.margin[:, None])
         _refuse_overspending(self.attack, result, float(self.knobs["eps"]))
         return result
 
-    def _batched(self, function, size, indices, *arrays):
-        """Concatenates ``function(progress, keys, *batch)`` over padded, sharded batches."""
-        size = parallel.padded_size(size, self.mesh)
+    def _batched(self, function, batches, *arrays):
+        """Concatenates ``function(progress, keys, *rows)`` over the batches, ``[count, size]``."""
         parts = []
-        count = -(-len(indices) // size)
-        for batch in range(count):
-            picked = indices[batch * size : (batch + 1) * size]
-            padded = np.concatenate([picked, np.repeat(picked[-1:], size - len(picked))])
-            whole = len(padded) == len(arrays[0]) and np.array_equal(padded, np.arange(size))
-            rows = arrays if whole else [array[padded] for array in arrays]
-            keys = None if self.key is None else sample_keys(self.key, padded)
+        for number, picked in enumerate(batches):
+            whole = np.array_equal(picked, np.arange(len(arrays[0])))
+            rows = arrays if whole else [array[picked] for array in arrays]
+            keys = None if self.key is None else sample_keys(self.key, picked)
             keys, *rows = parallel.shard((keys, *rows), self.mesh)
-            part = function((batch, count), keys, *rows)
-            parts.append(parallel.gather(part, len(picked), self.mesh))
+            part = function((number, len(batches)), keys, *rows)
+            parts.append(parallel.gather(part, self.mesh))
+        if len(parts) == 1:
+            return parts[0]
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
     def _classify(self, progress, keys, x):
-        return (_logits(self.model, x),)
+        return _logits(self.model, x)
 
     def _attack_batch(self, skip, progress, keys, x, y, logits):
         attack, model, knobs = self.attack, self.model, self.knobs
@@ -419,11 +420,11 @@ def _without_passes(info):
     )
 
 
-def _scatter(found, chosen, x, y, logits):
+@functools.partial(jax.jit, static_argnums=0)
+def _collect(attack, found, chosen, x, y, logits, knobs):
     """The attacked samples among the skipped ones, which stay clean at cost 0."""
-    measured, info, converged = found
     margin = losses.margin(logits, y)
-    rows = jnp.broadcast_to(margin[:, None], (len(y), info.margin.shape[1]))
+    rows = jnp.broadcast_to(margin[:, None], (len(y), found[1].margin.shape[1]))
     nothing = jnp.zeros(rows.shape, jnp.int32)
     skipped = (
         {
@@ -437,9 +438,10 @@ def _scatter(found, chosen, x, y, logits):
         jnp.ones(len(y), bool),
     )
     measured, info, converged = jax.tree.map(
-        lambda rest, part: rest.at[chosen].set(part), skipped, (measured, info, converged)
+        lambda rest, part: rest.at[chosen].set(part), skipped, found
     )
-    return measured, jax.tree.map(jnp.transpose, info), converged
+    info = jax.tree.map(jnp.transpose, info)
+    return _result(attack, measured, info, converged, knobs)
 
 
 def _refuse_nan(values):

@@ -1,4 +1,4 @@
-"""One device, then many: pad a batch, split it over a mesh, gather and unpad the results."""
+"""One device, then many: pad a batch, split it over a mesh, gather the results."""
 
 import jax
 import jax.numpy as jnp
@@ -52,10 +52,8 @@ def shard(tree, mesh: Mesh | None):
     return tree if mesh is None else jax.device_put(tree, NamedSharding(mesh, PartitionSpec(AXIS)))
 
 
-def gather(tree, n: int, mesh: Mesh | None):
-    """The first ``n`` samples of every leaf, off the mesh."""
-
-    def first(leaf):
-        return jnp.asarray(np.asarray(leaf)[:n]) if mesh is not None else leaf[:n]
-
-    return jax.tree.map(first, tree)
+def gather(tree, mesh: Mesh | None):
+    """Every leaf whole on the default device."""
+    if mesh is None:
+        return tree
+    return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), tree)
