@@ -35,7 +35,7 @@ def wda_plus_plus(
     order=1,
     steps: int = 20,
     bisections: int = 10,
-    ray_bisections: int = 10,
+    ray_bisections: int = 15,
     rivals: int = 5,
     box: tuple[float, float] | None = (0.0, 1.0),
 ) -> Attack:
