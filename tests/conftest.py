@@ -26,3 +26,10 @@ def shared() -> Path:
 @pytest.fixture
 def key():
     return jax.random.key(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _release_programs():
+    """Compiled programs of a finished module are memory that the next one needs."""
+    yield
+    jax.clear_caches()

@@ -11,6 +11,8 @@ from wdjax import losses, norms, transport
 from wdjax.attacks import ascent
 from wdjax.core import Attack, Stage
 
+_ULPS = 64
+
 
 class State(NamedTuple):
     rivals: jax.Array
@@ -164,10 +166,15 @@ def _blend(start, end, share):
 
 
 def _judge(model, y, x):
-    """Whether ``x`` is misclassified, and the step's info: one forward pass."""
+    """Whether ``x`` is misclassified beyond rounding, and the step's info: one forward pass.
+
+    Halvings end within floats of the boundary; the slack keeps them on its far side in another
+    batch, where the same logits round differently.
+    """
     logits = model(x)
-    info = ascent.info(losses.margin(logits, y), gradients=0, forwards=1)
-    return jnp.argmax(logits, axis=-1) != y, info
+    margin = losses.margin(logits, y)
+    slack = _ULPS * jnp.finfo(logits.dtype).eps * jnp.max(jnp.abs(logits), axis=-1)
+    return margin > slack, ascent.info(margin, gradients=0, forwards=1)
 
 
 def _halve(low, high, middle, flipped):
