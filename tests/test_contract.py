@@ -231,11 +231,17 @@ def test_saved_and_restored(factory, tmp_path):
 @once
 def test_callback_sees_every_step_and_can_stop(factory):
     attack, seen = factory(norm=2), []
-    attack_on(factory, 2, batch_size=8, callback=lambda p: seen.append((p.batch, p.step)))
-    assert {batch for batch, _ in seen} == {0, 1, 2}  # Of 24 samples 20 are worth attacking.
-    stopped = attack_on(factory, 2, callback=lambda progress: True)
-    assert int(stopped.gradients.max()) <= int(attack_on(factory, 2).gradients.max())
-    assert stopped.info.margin.shape[0] == sum(stage.length for stage in attack.stages)
+    whole = attack_on(factory, 2, batch_size=8, callback=seen.append)
+    attacked = np.flatnonzero(whole.clean)
+    taken = [progress.taken for progress in seen]
+    assert taken == sorted(taken)
+    assert taken[-1] == seen[-1].total == attack.steps * attacked.size
+    assert set(np.concatenate([progress.samples for progress in seen])) == set(attacked)
+    spent = sum(int(progress.info.gradients.sum()) for progress in seen)
+    assert spent == int(whole.gradients.sum())
+    stopped = attack_on(factory, 2, batch_size=8, callback=lambda progress: True)
+    assert 0 < int((stopped.info.forwards.sum(0) > 0).sum()) <= 8
+    assert stopped.info.margin.shape[0] == attack.steps
 
 
 def test_accuracy_is_differentiable_in_the_model():

@@ -17,8 +17,8 @@ from wdjax import (
     attacks,
     audit,
     convert,
-    core,
     data,
+    driver,
     models,
     norms,
     plots,
@@ -187,11 +187,11 @@ def run_attack(parsed) -> int:
         with tqdm(disable=None, unit="step", desc=name) as bar:
 
             def tick(progress, bar=bar):
-                bar.total = progress.steps * progress.batches
-                bar.update(progress.step + progress.batch * progress.steps - bar.n)
+                bar.total = progress.total
+                bar.update(progress.taken - bar.n)
 
             began = time.perf_counter()
-            result = core.run(
+            result = driver.run(
                 attack,
                 model,
                 x,

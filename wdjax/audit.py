@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import attacks, certify, core, losses, metrics, norms, transport, validate
+from wdjax import attacks, certify, driver, losses, metrics, norms, transport, validate
+from wdjax.core import Result
 from wdjax.transport import AdversarialDistribution
 
 ORDERS = (math.inf, 2, 1)
@@ -38,7 +39,7 @@ class Entry(NamedTuple):
     """Expected cross-entropy under it."""
     spent: float
     """Exact W_p between it and the data."""
-    result: core.Result
+    result: Result
 
 
 class Invariant(NamedTuple):
@@ -126,7 +127,7 @@ def sandwich(
     Cost: per radius PGD (40 steps) and three WDA; one WDA++ and one set of certified radii in all.
 
     >>> import jax
-    >>> model = core.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> x, y = jnp.array([[0.625, 0.375], [0.875, 0.125]]), jnp.array([0, 0])
     >>> found = sandwich(model, x, y, radii=[0.0625, 0.25], key=jax.random.key(0))
     >>> found.attacked(math.inf).tolist(), found.certified[math.inf].tolist()
@@ -188,7 +189,7 @@ def _losses(model, x, y):
 
 def _attack(model, x, y, radii, norm, key, batch_size, progress):
     """Yields ``(name, order, eps, result)`` for every attack and budget."""
-    go = functools.partial(core.run, model=model, x=x, y=y, key=key, batch_size=batch_size)
+    go = functools.partial(driver.run, model=model, x=x, y=y, key=key, batch_size=batch_size)
     pgd = attacks.pgd(norm=norm, random_start=True)
     pointwise = attacks.wda(norm=norm, order=math.inf)
     mixed = {p: attacks.wda(norm=norm, order=p) for p in (2, 1)}

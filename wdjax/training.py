@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from wdjax import core, losses
+from wdjax import driver, losses
 from wdjax.core import Attack
 from wdjax.validate import check_number, check_samples
 
@@ -94,7 +94,7 @@ def train(
 
     >>> x = jnp.array([[0.0], [0.2], [0.8], [1.0]])
     >>> y = jnp.array([0, 0, 1, 1])
-    >>> model = core.Model(lambda w, x: (x - 0.5) * w, jnp.zeros((1, 2)))
+    >>> model = Model(lambda w, x: (x - 0.5) * w, jnp.zeros((1, 2)))
     >>> trained = train(model, x, y, key=jax.random.key(0), epochs=3)
     >>> float(trained.history.accuracy[-1])
     1.0
@@ -140,7 +140,7 @@ def train(
 def start(model, optimizer: optax.GradientTransformation, epochs: int) -> Training:
     """The state that training starts from; also the ``like`` to :func:`restore` one.
 
-    >>> start(core.Model(jnp.dot, jnp.eye(2)), optax.sgd(0.1), epochs=3).history.loss.shape
+    >>> start(Model(jnp.dot, jnp.eye(2)), optax.sgd(0.1), epochs=3).history.loss.shape
     (3,)
     """
     empty = jnp.full(epochs, jnp.nan)
@@ -186,7 +186,7 @@ def _step(program, trained, x, y, key, step, budget):
     if attack is None:
         moved = None
     else:
-        result = core.run(
+        result = driver.run(
             attack,
             trained[0],
             x,

@@ -94,7 +94,7 @@ def step(x, gradient, step_size, norm, box):
 def all_rivals(logits, y):
     """Every class but ``y``: ``[n, K - 1]``."""
     classes = logits.shape[-1]
-    return (y[:, None] + jnp.arange(1, classes)) % classes
+    return (y[:, None] + jnp.arange(1, classes, dtype=y.dtype)) % classes
 
 
 def top_rivals(logits, y, count):

@@ -67,6 +67,11 @@ def pgd(
             start = norms.retract(x + eps * noise.reshape(x.shape), x, eps, norm, box)
         return State(start, start, jnp.full(len(y), -jnp.inf, x.dtype))
 
+    def record(state, margin):
+        if iterate == "last":
+            return state.best, state.best_margin
+        return ascent.keep_best(state.best, state.best_margin, state.x, margin)
+
     def step(model, x, y, state, *, eps, step_size=None):
         size = (2.5 * eps / steps if steps > 1 else eps) if step_size is None else step_size
 
@@ -76,15 +81,16 @@ def pgd(
 
         gradient, logits = jax.grad(total, has_aux=True)(state.x)
         margin = losses.margin(logits, y)
-        best = ascent.keep_best(state.best, state.best_margin, state.x, margin)
         moved = ascent.step(state.x, gradient, size, norm, box)
         moved = norms.retract(moved, x, eps, norm, box)
-        return State(moved, *best), ascent.info(margin, gradients=1, forwards=1)
+        info = ascent.info(margin, gradients=1, forwards=1)
+        return State(moved, *record(state, margin)), info
 
     def compare(model, x, y, state, *, eps, step_size=None):
         margin = losses.margin(model(state.x), y)
-        best = ascent.keep_best(state.best, state.best_margin, state.x, margin)
-        return State(best[0], *best), ascent.info(margin, gradients=0, forwards=1)
+        best, best_margin = record(state, margin)
+        info = ascent.info(margin, gradients=0, forwards=1)
+        return State(best, best, best_margin), info
 
     return Attack(
         name="pgd" if steps > 1 else "fgsm",

@@ -95,28 +95,32 @@ def wda(
         some = count < logits.shape[-1] - 1
         return ascent.top_rivals(logits, y, count) if some else ascent.all_rivals(logits, y)
 
+    def record(state, margin):
+        if iterate == "last":
+            return state.best, state.best_margin
+        return ascent.keep_best(state.best, state.best_margin, state.x, margin)
+
     def try_all(model, x, y, state, *, eps, kappa, step_size=None):
         move_on = functools.partial(advance, center=x, eps=eps, kappa=kappa, step_size=step_size)
         logits, move, count = ascent.best_move(
             model, state.x, y, functools.partial(choose, y), move_on
         )
         margin = losses.margin(logits, y)
-        best = ascent.keep_best(state.best, state.best_margin, state.x, margin)
         info = ascent.info(margin, gradients=count, forwards=1 + count)
-        return State(move.x, move.rival, *best), info
+        return State(move.x, move.rival, *record(state, margin)), info
 
     def follow(model, x, y, state, *, eps, kappa, step_size=None):
         logits, gradient = ascent.margin_gradient(model, state.x, y, state.rival)
         margin = losses.margin(logits, y)
-        best = ascent.keep_best(state.best, state.best_margin, state.x, margin)
         moved = advance(state.x, gradient, x, eps, kappa, step_size)
-        return State(moved, state.rival, *best), ascent.info(margin, gradients=1, forwards=1)
+        info = ascent.info(margin, gradients=1, forwards=1)
+        return State(moved, state.rival, *record(state, margin)), info
 
     def compare(model, x, y, state, *, eps, kappa, step_size=None):
         margin = losses.margin(model(state.x), y)
-        best = ascent.keep_best(state.best, state.best_margin, state.x, margin)
+        best, best_margin = record(state, margin)
         info = ascent.info(margin, gradients=0, forwards=1)
-        return State(best[0], state.rival, *best), info
+        return State(best, state.rival, best, best_margin), info
 
     def weigh(cost, success, *, eps, kappa, step_size=None):
         return jnp.full_like(cost, 1 / kappa)
