@@ -68,26 +68,33 @@ def test_features_of_a_foreign_model():
 
 @pytest.mark.fast
 @pytest.mark.parametrize("channels", [1, 3, 16])
+@pytest.mark.parametrize("outputs", [5, 16, 40])
 @pytest.mark.parametrize("size", [1, 3, 4])
 @pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("padding", [0, 1, ((0, 1), (0, 1))])
-def test_every_formulation_is_the_same_convolution(channels, size, stride, padding):
+@pytest.mark.parametrize("padding", [0, 1, ((0, 1), (3, 1))])
+def test_every_formulation_is_the_same_convolution(channels, outputs, size, stride, padding):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 17, 18, channels)).astype(np.float32)
-    kernel = rng.normal(size=(size, size, channels, 5)).astype(np.float32)
+    kernel = rng.normal(size=(size, size, channels, outputs)).astype(np.float32)
     pads = ((padding, padding),) * 2 if isinstance(padding, int) else padding
 
-    def plain(x):
+    def plain(x, kernel):
         return jax.lax.conv_general_dilated(
             x, kernel, (stride, stride), pads, dimension_numbers=("NHWC", "HWIO", "NHWC")
         )
 
-    def ours(x):
+    def ours(x, kernel):
         return conv_module.conv(x, kernel, stride, padding)
 
-    np.testing.assert_allclose(ours(x), plain(x), rtol=1e-5, atol=2e-5)
-    for f, g in zip(jax.vjp(ours, x)[1](plain(x)), jax.vjp(plain, x)[1](plain(x))):
-        np.testing.assert_allclose(f, g, rtol=1e-4, atol=1e-4)
+    def back(f):
+        """Gradients in both arguments, in one, and a directional derivative."""
+        value, pullback = jax.vjp(f, x, kernel)
+        alone = jax.grad(lambda x: jnp.sum(f(x, kernel) ** 2))(x)
+        return value, *pullback(plain(x, kernel)), alone, jax.jvp(f, (x, kernel), (x, kernel))[1]
+
+    np.testing.assert_allclose(ours(x, kernel), plain(x, kernel), rtol=1e-5, atol=5e-5)
+    for f, g in zip(jax.jit(lambda: back(ours))(), jax.jit(lambda: back(plain))()):
+        np.testing.assert_allclose(f, g, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.fast

@@ -127,6 +127,7 @@ def sandwich(
     Cost: per radius PGD (40 steps) and three WDA; one WDA++ and one set of certified radii in all.
 
     >>> import jax
+    >>> from wdjax import Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> x, y = jnp.array([[0.625, 0.375], [0.875, 0.125]]), jnp.array([0, 0])
     >>> found = sandwich(model, x, y, radii=[0.0625, 0.25], key=jax.random.key(0))

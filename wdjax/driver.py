@@ -14,8 +14,8 @@ from wdjax.core import Array, Attack, Info, Knobs, Progress, Result
 from wdjax.slots import Samples
 from wdjax.validate import check_number, check_samples, check_shapes, traced
 
-_ON_CPU = 32
-"""Samples a batch on a CPU, where more are not faster and soon outgrow the caches."""
+_FLOATS = 2**17
+"""On a CPU, the largest array of a batch should stay in the cache; more samples are not faster."""
 _WAVE = 8
 """Batches whose states are kept at once."""
 _CHUNK = 10
@@ -62,9 +62,9 @@ def run(
       skip_misclassified: keep samples that the model gets wrong already clean, at cost 0: nothing
         is left to gain in accuracy, and at top level no pass is spent on them. With False they are
         attacked too, for the sake of the loss.
-      batch_size: samples on the device at once; by default all, but 32 a device on a CPU, where
-        more are not faster. They are slots: a sample that has nothing left to do makes room for the
-        next (:mod:`wdjax.slots`), and one program serves all.
+      batch_size: samples on the device at once; by default all, but on a CPU, where more are not
+        faster, 16 to 128 a device by the model's size. They are slots: a sample that has nothing
+        left to do makes room for the next (:mod:`wdjax.slots`), and one program serves all.
       mesh: a mesh from :func:`wdjax.parallel.data_mesh`; batches are padded to its size and split.
       callback: called with a :class:`Progress` after every chunk of steps; a true value ends the
         search, and what has been found so far is measured.
@@ -79,6 +79,7 @@ def run(
 
     Cost: two forward passes a sample besides the attack's own.
 
+    >>> from wdjax import Model
     >>> from wdjax.attacks import pgd
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> x, y = jnp.array([[0.6, 0.4], [0.9, 0.1]]), jnp.array([0, 0])
@@ -190,6 +191,19 @@ def _logits(model, x):
     return model(x)
 
 
+def _widest(model, x):
+    """Numbers in the largest array that the model computes for one sample."""
+
+    def sizes(jaxpr):
+        for eqn in jaxpr.eqns:
+            yield from (var.aval.size for var in eqn.outvars)
+            for value in jax.tree.leaves(list(eqn.params.values())):
+                yield from sizes(value) if hasattr(value, "eqns") else ()
+
+    one = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+    return max(sizes(_logits.trace(model, one).jaxpr), default=x[0].size)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _start(attack, model, x, y, logits, keys, knobs):
     return attack.init(model, x, y, logits, keys, **knobs)
@@ -226,7 +240,7 @@ class _Driver(NamedTuple):
 
     def run(self, x, y, batch_size, skip):
         n = len(y)
-        limit = self._limit(n, batch_size)
+        limit = self._limit(x, batch_size)
         self = self._replace(model=parallel.replicate(self.model, self.mesh))
         logits = self._classify(x, limit)
         _refuse_nan(logits)
@@ -257,14 +271,15 @@ class _Driver(NamedTuple):
         _refuse_overspending(self.attack, result, float(self.knobs["eps"]))
         return result
 
-    def _limit(self, n, batch_size):
+    def _limit(self, x, batch_size):
         """Samples in a batch at most: what the user says, else all, but few on a CPU."""
         if batch_size is None:
-            on_cpu = jax.default_backend() == "cpu"
-            batch_size = parallel.padded_size(_ON_CPU, self.mesh) if on_cpu else n
+            few = min(max(_FLOATS // _widest(self.model, x), 16), 128)
+            few *= 1 if self.mesh is None else self.mesh.size
+            batch_size = few if jax.default_backend() == "cpu" else len(x)
         if not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"batch_size must be a positive integer or None, got {batch_size!r}.")
-        return parallel.padded_size(min(batch_size, n), self.mesh)
+        return parallel.padded_size(min(batch_size, len(x)), self.mesh)
 
     def _even(self, n, limit):
         """The size of equal batches, in sixteenths of the limit, so that programs are reused."""
@@ -274,7 +289,8 @@ class _Driver(NamedTuple):
 
     def _classify(self, x, size):
         rows = _rows(np.arange(len(x)), size)
-        parts = [_logits(self.model, parallel.shard(x[row], self.mesh)) for row in rows]
+        batches = (parallel.shard(slots.take(x, row), self.mesh) for row in rows)
+        parts = [_logits(self.model, batch) for batch in batches]
         return _concatenate([parallel.gather(part, self.mesh) for part in parts])[: len(x)]
 
     def _search(self, rows, count, skip, x, y, logits, report):
@@ -301,7 +317,8 @@ class _Driver(NamedTuple):
 
     def _start(self, row, x, y, logits):
         keys = None if self.key is None else sample_keys(self.key, row)
-        keys, x, y, logits = parallel.shard((keys, x[row], y[row], logits[row]), self.mesh)
+        batch = slots.take((x, y, logits), row)
+        keys, x, y, logits = parallel.shard((keys, *batch), self.mesh)
         state = _start(self.attack, self.model, x, y, logits, keys, self.knobs)
         return Samples(x, y, logits, state)
 

@@ -36,7 +36,7 @@ class Log(NamedTuple):
 
     @classmethod
     def empty(cls, samples, steps):
-        margin = np.asarray(losses.margin(samples.logits, samples.y))
+        margin = np.asarray(_margin(samples.logits, samples.y))
         count = np.zeros((steps, len(margin)), np.int32)
         return cls(Info(np.tile(margin, (steps, 1)), count, count.copy()))
 
@@ -151,6 +151,9 @@ class _Pass(NamedTuple):
         if self.stage.done is None:
             return range(count)
         return np.flatnonzero(~np.asarray(_is_done(self.stage, samples.state))[:count])
+
+
+_margin = jax.jit(losses.margin)
 
 
 @jax.jit

@@ -94,6 +94,7 @@ def train(
 
     >>> x = jnp.array([[0.0], [0.2], [0.8], [1.0]])
     >>> y = jnp.array([0, 0, 1, 1])
+    >>> from wdjax import Model
     >>> model = Model(lambda w, x: (x - 0.5) * w, jnp.zeros((1, 2)))
     >>> trained = train(model, x, y, key=jax.random.key(0), epochs=3)
     >>> float(trained.history.accuracy[-1])
@@ -140,6 +141,7 @@ def train(
 def start(model, optimizer: optax.GradientTransformation, epochs: int) -> Training:
     """The state that training starts from; also the ``like`` to :func:`restore` one.
 
+    >>> from wdjax import Model
     >>> start(Model(jnp.dot, jnp.eye(2)), optax.sgd(0.1), epochs=3).history.loss.shape
     (3,)
     """

@@ -55,7 +55,8 @@ def best_move(model, x, y, choose, advance):
     sample = jnp.arange(len(y))
 
     def attempt(rivals):
-        tried = jnp.stack([advance(x, _towards(pullback, logits, y, rival)) for rival in rivals])
+        gradients = jnp.stack([_towards(pullback, logits, y, rival) for rival in rivals])
+        tried = jax.vmap(functools.partial(advance, x))(gradients)
         count = len(rivals)
         after = model(tried.reshape(count * len(y), *x.shape[1:])).reshape(count, len(y), -1)
         margin = jax.vmap(losses.targeted_margin, (0, None, 0))(after, y, rivals)

@@ -14,8 +14,9 @@ from wdjax.core import Attack, Stage
 
 class State(NamedTuple):
     x: jax.Array
-    best: jax.Array
-    best_margin: jax.Array
+    best: jax.Array | None
+    """The iterate of largest margin, where it is wanted."""
+    best_margin: jax.Array | None
 
 
 @functools.lru_cache(maxsize=256)
@@ -65,11 +66,14 @@ def pgd(
         if random_start:
             noise = jax.vmap(lambda key: _uniform_in_ball(key, x[0].size, norm, x.dtype))(keys)
             start = norms.retract(x + eps * noise.reshape(x.shape), x, eps, norm, box)
-        return State(start, start, jnp.full(len(y), -jnp.inf, x.dtype))
+        return State(start, *nothing_yet(start))
+
+    def nothing_yet(x):
+        return (None, None) if iterate == "last" else (x, jnp.full(len(x), -jnp.inf, x.dtype))
 
     def record(state, margin):
         if iterate == "last":
-            return state.best, state.best_margin
+            return None, None
         return ascent.keep_best(state.best, state.best_margin, state.x, margin)
 
     def step(model, x, y, state, *, eps, step_size=None):

@@ -15,8 +15,9 @@ from wdjax.core import Attack, Stage
 class State(NamedTuple):
     x: jax.Array
     rival: jax.Array
-    best: jax.Array
-    best_margin: jax.Array
+    best: jax.Array | None
+    """The iterate of largest margin, where it is wanted."""
+    best_margin: jax.Array | None
 
 
 @functools.lru_cache(maxsize=256)
@@ -83,7 +84,7 @@ def wda(
         return eps * kappa ** (1 / order)
 
     def init(model, x, y, logits, keys, *, eps, kappa, step_size=None):
-        return State(x, y, x, jnp.full(len(y), -jnp.inf, x.dtype))
+        return State(x, y, *nothing_yet(x))
 
     def advance(x, gradient, center, eps, kappa, step_size):
         size = ascent.default_step(eps, norm, step_size)
@@ -95,9 +96,12 @@ def wda(
         some = count < logits.shape[-1] - 1
         return ascent.top_rivals(logits, y, count) if some else ascent.all_rivals(logits, y)
 
+    def nothing_yet(x):
+        return (None, None) if iterate == "last" else (x, jnp.full(len(x), -jnp.inf, x.dtype))
+
     def record(state, margin):
         if iterate == "last":
-            return state.best, state.best_margin
+            return None, None
         return ascent.keep_best(state.best, state.best_margin, state.x, margin)
 
     def try_all(model, x, y, state, *, eps, kappa, step_size=None):
