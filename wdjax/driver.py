@@ -14,10 +14,10 @@ from wdjax.core import Array, Attack, Info, Knobs, Progress, Result
 from wdjax.slots import Samples
 from wdjax.validate import check_number, check_samples, check_shapes, traced
 
-_FLOATS = 2**17
-"""On a CPU, the largest array of a batch should stay in the cache; more samples are not faster."""
-_WAVE = 8
-"""Batches whose states are kept at once."""
+_FLOATS = 3 * 2**14
+"""On a CPU, the largest array of a batch at most: it should stay in the cache."""
+_WAVE = 1024
+"""Samples whose states are kept at once, or eight batches if those are more."""
 _CHUNK = 10
 """Steps a dispatch on an accelerator."""
 
@@ -249,7 +249,8 @@ class _Driver(NamedTuple):
         if not chosen.size:
             chosen = np.arange(1)  # Nothing to attack: one sample keeps the shapes of the result.
         size = self._even(chosen.size, limit)
-        waves = [chosen[i : i + _WAVE * size] for i in range(0, chosen.size, _WAVE * size)]
+        most = max(8, _WAVE // size) * size
+        waves = [chosen[i : i + most] for i in range(0, chosen.size, most)]
         total, taken, stopped = chosen.size * self.attack.steps, 0, False
 
         def report(wave, settled, place, info):

@@ -124,12 +124,12 @@ class _Pass(NamedTuple):
             if not active.size:
                 return samples, stopped
             steps = int(min(self.chunk, left[active].min()))
-            before, state, *seen = _advance(
-                self.stage, steps, self.model, batch, before, self.knobs
-            )
+            before, state, seen = _advance(self.stage, steps, self.model, batch, before, self.knobs)
             batch = batch._replace(state=state)
-            info, done, recurs = jax.device_get(seen)
-            info = Info(*(leaf[:, active] for leaf in info))
+            seen = np.asarray(seen)
+            done, recurs = seen[3:, -1] > 0
+            margin, *counts = seen[:3, :, active]
+            info = Info(margin, *(count.astype(np.int32) for count in counts))
             self.log.write(self.row + length - left[active], holder[active], info)
             left[active] -= steps
             settled += steps * active.size
@@ -187,24 +187,25 @@ def _exchange(samples, before, batch, leaving, odd, entering):
 def _advance(stage, length, model, batch, before, knobs):
     """``length`` steps from ``batch.state``, which ``before`` precedes.
 
-    Returns the last two states, the info ``[length, n]``, whether the stage is done with a sample,
-    and whether its state is that of two steps ago.
+    Returns the last two states, and after every step its info, whether the stage is done with a
+    sample, and whether its state is that of two steps ago: ``[5, length, n]``, one array because
+    each costs a transfer.
     """
 
     def step(states, _):
         before, state = states
         new, info = stage.step(model, batch.x, batch.y, state, **knobs)
-        return (state, new), (info, _equal(before, new))
+        done = jnp.zeros(len(batch.y), bool) if stage.done is None else stage.done(new)
+        exact = jnp.promote_types(info.margin.dtype, jnp.float32)
+        seen = *info, done, _equal(before, new)
+        return (state, new), jnp.stack([leaf.astype(exact) for leaf in seen])
 
     states = before, batch.state
     if length == 1:
         states, seen = step(states, None)
-        info, recurs = jax.tree.map(lambda leaf: leaf[None], seen)
-    else:
-        states, (info, recurs) = jax.lax.scan(step, states, length=length)
-    none = jnp.zeros(len(batch.y), bool)
-    done = none if stage.done is None else stage.done(states[1])
-    return *states, info, done, recurs[-1]
+        return *states, seen[:, None]
+    states, seen = jax.lax.scan(step, states, length=length)
+    return *states, seen.swapaxes(0, 1)
 
 
 def _equal(one, other):

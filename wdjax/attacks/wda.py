@@ -55,8 +55,7 @@ def wda(
       ValueError: another norm or order, ``probe`` outside ``1 .. steps``.
 
     Cost: with m rivals, 1 + m forward and m backward passes a probing step (one forward serves all
-    gradients) and 1 + 1 a later step; memory for m copies of the batch, at most 16 gradients at
-    once.
+    gradients) and 1 + 1 a later step; memory for m copies of the batch, at most 10 at once.
 
     Differs: the candidates of later steps are not evaluated and the iterate after the last is not
     computed, since the paper's algorithm throws them away. The box is the one of real images.

@@ -68,8 +68,8 @@ def wda_plus_plus(
     Raises:
       ValueError: another norm or order, a count below 1.
 
-    Cost: 1 + m forward and m backward passes a step, 1 forward a bisection; samples that have
-    flipped wait for their batch, and the walk ends with the last of them.
+    Cost: 1 + m forward and m backward passes a step until the sample flips, 1 forward a bisection.
+    Inside a trace a sample that has flipped waits for the last one.
 
     Differs: the bisection along the ray is not in the paper. A distance of 0 or infinity is handled
     by the allocation (the paper's line for the latter is 0 times infinity).
