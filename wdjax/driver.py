@@ -14,7 +14,7 @@ from wdjax.core import Array, Attack, Info, Knobs, Progress, Result
 from wdjax.slots import Samples
 from wdjax.validate import check_number, check_samples, check_shapes, traced
 
-_FLOATS = 3 * 2**14
+_FLOATS = 2**16
 """On a CPU, the largest array of a batch at most: it should stay in the cache."""
 _WAVE = 1024
 """Samples whose states are kept at once, or eight batches if those are more."""
@@ -222,10 +222,9 @@ def _rows(indices, size):
     return np.pad(indices, (0, count * size - len(indices)), mode="edge").reshape(count, size)
 
 
+@jax.jit
 def _concatenate(parts):
-    return (
-        parts[0] if len(parts) == 1 else jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts)
-    )
+    return jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts)
 
 
 class _Driver(NamedTuple):

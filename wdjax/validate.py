@@ -44,11 +44,16 @@ def check_shapes(model, x, y):
     return logits.shape[1]
 
 
+@jax.jit
+def _spans(x, y):
+    return jnp.min(x), jnp.max(x), jnp.min(y), jnp.max(y)
+
+
 def check_samples(model, x, y, box=(0.0, 1.0)):
     """Checks concrete samples at the front door; returns them as JAX arrays, labels as int32."""
     x, y = jnp.asarray(x), jnp.asarray(y)
     classes = check_shapes(model, x, y)
-    low, high = float(jnp.min(x)), float(jnp.max(x))
+    low, high, smallest, largest = (span.item() for span in jax.device_get(_spans(x, y)))
     if not (math.isfinite(low) and math.isfinite(high)):
         bad = int(jnp.argmax(~jnp.all(jnp.isfinite(x.reshape(len(x), -1)), axis=-1)))
         raise ValueError(f"x[{bad}] holds a value that is not finite; remove or repair it.")
@@ -57,7 +62,6 @@ def check_samples(model, x, y, box=(0.0, 1.0)):
             f"x spans [{low:g}, {high:g}], outside the box [{box[0]:g}, {box[1]:g}]; rescale it, "
             "or give the attack another box (box=None for none)."
         )
-    smallest, largest = int(jnp.min(y)), int(jnp.max(y))
     if smallest < 0 or largest >= classes:
         raise ValueError(
             f"labels span {smallest}..{largest}, but the model has the classes 0..{classes - 1}."
