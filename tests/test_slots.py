@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import wdjax
+from wdjax import slots
 from wdjax.core import Attack, Info, Stage
 
 N = 23
@@ -69,6 +70,33 @@ def test_every_sample_takes_its_own_steps(batch_size, steps):
     np.testing.assert_array_equal(result.converged, paths[:, -1] % 2 == 0)
     # A cycle through turn and turn + 1 is seen two steps after it begins.
     np.testing.assert_array_equal(result.gradients, np.minimum(steps, turns + 2))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("length", [6, 7, 12, 25])
+def test_chunks_of_steps_are_one_program(length):
+    turns = np.random.default_rng(length).integers(0, 20, N)
+    attack = attack_with(Stage(walk(jnp.asarray(turns)), length))
+    state = attack.init(model, x, y, None, None)
+    samples = slots.Samples(x, y, model(x), state)
+    told = []
+    compiled = slots._advance._cache_size()
+    found, info = slots.carry(
+        attack,
+        model,
+        samples,
+        {"eps": jnp.float32(1)},
+        slots=4,
+        count=N - 2,
+        chunk=10,
+        mesh=None,
+        report=lambda settled, place, info: told.append(settled),
+    )
+    assert slots._advance._cache_size() == compiled + 1
+    assert sum(told) == (N - 2) * length
+    paths = np.array([counts(turn, length) for turn in turns])
+    np.testing.assert_array_equal(info.margin[:, :-2], paths[:-2, :-1].T)
+    np.testing.assert_array_equal(found.state["count"], [*paths[:-2, -1], 0, 0])
 
 
 @pytest.mark.fast

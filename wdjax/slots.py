@@ -106,6 +106,8 @@ class _Pass(NamedTuple):
 
     def run(self, samples, count):
         nobody, length = len(samples.y), self.stage.length
+        # A divisor, so that whole chunks are left to every sample and one program serves all.
+        steps = max(d for d in range(1, self.chunk + 1) if length % d == 0)
         waiting = collections.deque(self._unfinished(samples, count))
         settled = (count - len(waiting)) * length
         holder, left = np.full(self.slots, nobody), np.zeros(self.slots, int)
@@ -123,7 +125,6 @@ class _Pass(NamedTuple):
             active = np.flatnonzero(holder < nobody)
             if not active.size:
                 return samples, stopped
-            steps = int(min(self.chunk, left[active].min()))
             before, state, seen = _advance(self.stage, steps, self.model, batch, before, self.knobs)
             batch = batch._replace(state=state)
             seen = np.asarray(seen)
