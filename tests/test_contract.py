@@ -256,7 +256,46 @@ def test_accuracy_is_differentiable_in_the_model():
     assert float(jnp.abs(gradient.args[0]["w1"]).max()) > 0
 
 
+@once
+def test_single_precision_images_where_double_is_the_default(factory):
+    with jax.enable_x64(True):
+        single = functools.partial(attack_on, factory, 1, model, x, key=jax.random.key(7))
+        hosted, traced = single(), jax.jit(lambda y: single(y=y))(y)
+    assert hosted.x_adv.dtype == traced.x_adv.dtype == jnp.float32
+    np.testing.assert_allclose(hosted.x_adv, traced.x_adv, atol=1e-5)
+
+
+@pytest.mark.fast
+def test_labels_of_a_byte_reach_every_class():
+    weights = jax.random.normal(jax.random.key(3), (12, 200))
+    linear = wdjax.Model(lambda w, x: x.reshape(len(x), -1) @ w, weights)
+    labels = np.asarray(jnp.argmax(linear(x), axis=-1))
+    assert labels.max() > 128
+    attack = attacks.wda(steps=3, probe=2)
+
+    def points(dtype):
+        return jax.jit(lambda eps: wdjax.run(attack, linear, x, labels.astype(dtype), eps=eps))(0.1)
+
+    chex.assert_trees_all_equal(points(np.uint8), points(np.int32))
+
+
+@pytest.mark.fast
+def test_nothing_to_attack():
+    wrong = (jnp.argmax(model(x), axis=-1) + 1) % 4
+    told = []
+    attack = attacks.pgd(steps=3)
+    hosted = wdjax.run(attack, model, x, wrong, eps=0.1, callback=told.append)
+    traced = jax.jit(lambda y: wdjax.run(attack, model, x, y, eps=0.1))(wrong)
+    for result in (hosted, traced):
+        assert result.accuracy == 0
+        assert result.converged.all()
+        np.testing.assert_array_equal(result.x_adv, x)
+    assert not told
+    assert hosted.gradients.sum() == 0
+
+
 BAD = {
+    "half precision": dict(x=x.astype(jnp.bfloat16), match="32 or 64 bits.*bfloat16"),
     "uint8 images": dict(x=(255 * np.asarray(x)).astype(np.uint8), match="uint8"),
     "outside the box": dict(x=255 * x, match="outside the box"),
     "NaN": dict(x=x.at[3, 0].set(jnp.nan), match=r"x\[3\].*not finite"),

@@ -67,6 +67,15 @@ def test_features_of_a_foreign_model():
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("shape", [(2, 2, 5, 3), (2, 5, 2, 3), (0, 5, 5, 3)])
+def test_convolutions_may_have_nothing_to_say(shape):
+    kernel = jnp.ones((3, 3, 3, 4))
+    value, pullback = jax.vjp(lambda x: conv_module.conv(x, kernel), jnp.ones(shape))
+    assert value.shape == (shape[0], shape[1] - 2, shape[2] - 2, 4)
+    assert pullback(value)[0].shape == shape
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("channels", [1, 3, 16])
 @pytest.mark.parametrize("outputs", [5, 16, 40])
 @pytest.mark.parametrize("size", [1, 3, 4])

@@ -100,6 +100,33 @@ def test_chunks_of_steps_are_one_program(length):
 
 
 @pytest.mark.fast
+def test_another_accuracy_needs_no_other_program():
+    attack = attack_with(Stage(walk(jnp.full(N, 99)), 3))
+    wdjax.run(attack, model, x, y, eps=1.0, batch_size=4)
+    compiled = slots._advance._cache_size()
+    for wrong in (1, 5, 11):
+        other = jax.tree.map(lambda rows, wrong=wrong: rows.at[:wrong].multiply(-1.0), model)
+        result = wdjax.run(attack, other, x, y, eps=1.0, batch_size=4)
+        assert int(result.gradients.sum()) == 3 * (N - wrong)
+    assert slots._advance._cache_size() == compiled
+
+
+@pytest.mark.fast
+def test_a_change_of_sign_of_zero_is_a_change():
+    def step(model, x, y, state, *, eps):
+        margin = jnp.signbit(state["zero"]).astype(x.dtype)
+        one = jnp.ones(len(y), jnp.int32)
+        return {"zero": -jnp.abs(state["zero"])}, Info(margin, one, one)
+
+    def init(model, x, y, logits, keys, **knobs):
+        return {"zero": jnp.zeros(len(y))}
+
+    attack = attack_with(Stage(step, 5))._replace(init=init, converged=lambda state: y == 0)
+    result = wdjax.run(attack, model, x, y, eps=1.0)
+    np.testing.assert_array_equal(result.info.margin[:, 0], [0, 1, 1, 1, 1])
+
+
+@pytest.mark.fast
 def test_stages_follow_each_other():
     turns = np.random.default_rng(0).integers(0, 4, N)
     up = walk(jnp.asarray(turns))

@@ -86,6 +86,8 @@ def test_allocation_of_many_budgets_under_jit_and_vmap():
             np.testing.assert_allclose(weight, allocate(single, budget, 2), rtol=1e-6)
     slope = jax.grad(lambda e: jnp.sum(allocate(distance[0], e, 1)))(0.05)
     assert slope == pytest.approx(3 / 0.4, rel=1e-5)  # The marginal sample costs .4 / 3.
+    slope = jax.grad(lambda e: jnp.sum(allocate(distance[1], e, 1)))(0.05)
+    assert slope == pytest.approx(3 / 0.2, rel=1e-5)  # One of the samples cannot be reached.
 
 
 @fast

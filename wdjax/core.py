@@ -27,7 +27,8 @@ class Info(NamedTuple):
     """What one step did to every sample: ``[n]`` leaves, ``[steps, n]`` in a :class:`Result`."""
 
     margin: Array | np.ndarray
-    """``max_{j != y} z_j - z_y`` where the step started."""
+    """``max_{j != y} z_j - z_y`` where the step started. Of a step not taken, the last one known,
+    or in a cycle what it would have been."""
     gradients: Array | np.ndarray
     """Backward passes spent on the sample."""
     forwards: Array | np.ndarray
@@ -67,7 +68,7 @@ class Attack(NamedTuple):
 
     A single-stage attack is an ``init`` and a ``step``; an attack whose program changes on the way
     (WDA probes all rivals, then follows one) is a sequence of stages that share a state, a pytree
-    of ``[n, ...]`` leaves. The defaults are those of a point-wise attack.
+    of one or more ``[n, ...]`` leaves. The defaults are those of a point-wise attack.
     """
 
     name: str

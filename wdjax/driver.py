@@ -87,7 +87,8 @@ def run(
     >>> float(result.accuracy), result.success.tolist()
     (0.5, [True, False])
     """
-    knobs = _settle(attack, eps, knobs)
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    knobs = _settle(attack, eps, knobs, x.dtype)
     if attack.random and key is None:
         raise ValueError(f"{attack.name} is random: pass key=jax.random.key(seed).")
     if not attack.random:
@@ -99,6 +100,7 @@ def run(
                 "them out."
             )
         check_shapes(model, x, y)
+        y = y.astype(jnp.int32)
         keys = None if key is None else sample_keys(key, jnp.arange(len(y)))
         return _run_traced(attack, model, x, y, keys, knobs, skip_misclassified)
     x, y = check_samples(model, x, y, attack.box)
@@ -106,7 +108,8 @@ def run(
     return driver.run(x, y, batch_size, skip_misclassified)
 
 
-def _settle(attack, eps, knobs) -> Knobs:
+def _settle(attack, eps, knobs, dtype) -> Knobs:
+    """Checks the knobs and gives them the type of the samples, so that states keep it."""
     known = dict(attack.knobs)
     unknown = sorted(set(knobs) - set(known))
     if unknown:
@@ -118,9 +121,9 @@ def _settle(attack, eps, knobs) -> Knobs:
         value = knobs.get(name, default)
         if value is not None:
             least = 1.0 if name == "kappa" else 0.0
-            settled[name] = jnp.asarray(check_number(name, value, least), float)
-    settled["eps"] = jnp.asarray(eps, float)
-    return settled
+            settled[name] = check_number(name, value, least)
+    dtype = dtype if jnp.issubdtype(dtype, jnp.floating) else float
+    return {name: jnp.asarray(value, dtype) for name, value in settled.items()}
 
 
 def _measure(attack, model, x, y, clean_logits, x_adv, knobs, skip):
@@ -170,7 +173,13 @@ def _run_traced(attack, model, x, y, keys, knobs, skip):
     state, info = _advance_traced(attack, model, x, y, state, knobs)
     x_adv = attack.point(x, state, **knobs)
     measured = _measure(attack, model, x, y, logits, x_adv, knobs, skip)
-    return _result(attack, measured, info, attack.converged(state), knobs)
+    converged = _converged(attack, state, measured["clean"], skip)
+    return _result(attack, measured, info, converged, knobs)
+
+
+def _converged(attack, state, clean, skip):
+    """What the attack says; a skipped sample has nothing left to do."""
+    return attack.converged(state) | (skip & ~clean)
 
 
 def _result(attack, measured, info, converged, knobs):
@@ -213,7 +222,8 @@ def _start(attack, model, x, y, logits, keys, knobs):
 def _finish(attack, skip, model, batch, knobs):
     x, y, logits, state = batch
     x_adv = attack.point(x, state, **knobs)
-    return _measure(attack, model, x, y, logits, x_adv, knobs, skip), attack.converged(state)
+    measured = _measure(attack, model, x, y, logits, x_adv, knobs, skip)
+    return measured, _converged(attack, state, measured["clean"], skip)
 
 
 def _rows(indices, size):
@@ -245,12 +255,14 @@ class _Driver(NamedTuple):
         _refuse_nan(logits)
         correct = np.argmax(np.asarray(logits), axis=-1) == np.asarray(y)
         chosen = np.flatnonzero(correct) if skip else np.arange(n)
-        if not chosen.size:
+        total, taken, stopped = chosen.size * self.attack.steps, 0, not chosen.size
+        if stopped:
             chosen = np.arange(1)  # Nothing to attack: one sample keeps the shapes of the result.
-        size = self._even(chosen.size, limit)
+        # By all samples, so that another accuracy needs no other program, unless they are few.
+        size = self._even(n, limit)
+        size = self._even(chosen.size, limit) if chosen.size < size else size
         most = max(8, _WAVE // size) * size
         waves = [chosen[i : i + most] for i in range(0, chosen.size, most)]
-        total, taken, stopped = chosen.size * self.attack.steps, 0, False
 
         def report(wave, settled, place, info):
             nonlocal taken, stopped

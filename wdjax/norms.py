@@ -124,7 +124,7 @@ def _spacing(x):
 
     ``jnp.nextafter`` at a quarter of the cost; both differ for subnormal numbers only.
     """
-    return 0.7 * jnp.finfo(x.dtype).eps * jnp.abs(jax.lax.stop_gradient(x))
+    return 0.7 * float(jnp.finfo(x.dtype).eps) * jnp.abs(jax.lax.stop_gradient(x))
 
 
 def _within(delta, radius, norm):
@@ -133,6 +133,10 @@ def _within(delta, radius, norm):
     over = length > radius * (1 - 4 * jnp.finfo(delta.dtype).eps)
     shrink = (1 - 4 * jnp.finfo(delta.dtype).eps) * radius / jnp.where(over, length, 1.0)
     return delta * _like(jnp.where(over, shrink, 1.0), delta)
+
+
+# In the default float type, the only one that optax's projection takes.
+_l1_ball = jax.vmap(optax.projections.projection_l1_ball)
 
 
 def project(z, center, radius, norm):
@@ -167,10 +171,10 @@ def project(z, center, radius, norm):
         scale = jnp.where(outside, radius / jnp.where(outside, length, 1.0), 1.0)
         moved = _within(delta * _like(scale, z), radius, 2)
         return jnp.where(_like(outside, z), _displace(center, moved), z)
-    ball = jax.vmap(optax.projections.projection_l1_ball)
     outside = lp_norm(delta, 1) > radius
     safe = jnp.where(radius > 0, radius, 1.0)
-    moved = _within(_like(radius > 0, z) * ball(delta, safe), radius, 1)
+    inside = _l1_ball(delta.astype(float), safe.astype(float)).astype(z.dtype)
+    moved = _within(_like(radius > 0, z) * inside, radius, 1)
     return jnp.where(_like(outside, z), _displace(center, moved), z)
 
 

@@ -40,6 +40,11 @@ class Log(NamedTuple):
         count = np.zeros((steps, len(margin)), np.int32)
         return cls(Info(np.tile(margin, (steps, 1)), count, count.copy()))
 
+    def begin(self, row, length):
+        """A stage that a sample skips keeps the margin of the stage before it."""
+        if row:
+            self.info.margin[row : row + length] = self.info.margin[row - 1]
+
     def write(self, row, sample, info):
         """Rows ``[m]`` for samples ``[m]``: the same chunk ``[length, m]`` of their own steps."""
         rows = row + np.arange(len(info.margin))[:, None]
@@ -84,6 +89,7 @@ def carry(
     log, row, stopped = Log.empty(samples, attack.steps), 0, False
     samples = jax.tree.map(jnp.copy, samples)  # Buffers of their own, to be overwritten in place.
     for stage in attack.stages:
+        log.begin(row, stage.length)
         if stage.length and not stopped:
             one = _Pass(stage, row, model, knobs, slots, chunk, mesh, log, report)
             samples, stopped = one.run(samples, count)
@@ -219,7 +225,11 @@ def _equal(one, other):
 
 
 def _bits(leaf):
-    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(leaf)
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}")
+    return leaf
 
 
 def _spread(flag, leaf):

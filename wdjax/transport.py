@@ -65,9 +65,10 @@ def allocate(distance, eps, order):
 def _allocate(distance, eps, order):
     if order == math.inf:
         return ((distance <= eps) & jnp.isfinite(distance)).astype(distance.dtype)
-    budgets = distance / jnp.where(eps > 0, eps, 1.0)
-    price = jnp.where((distance > 0) & (eps == 0), jnp.inf, budgets**order)
-    price = jnp.where(jnp.isfinite(price), price, jnp.inf)
+    reachable = jnp.isfinite(distance) & ((distance == 0) | (eps > 0))
+    # Masked before the division too: its gradient would be 0 times infinity.
+    budgets = jnp.where(reachable, distance, 0.0) / jnp.where(eps > 0, eps, 1.0)
+    price = jnp.where(reachable, budgets**order, jnp.inf)
     cheapest = jnp.argsort(price, stable=True)
     price = price[cheapest]
     affordable = jnp.isfinite(price)

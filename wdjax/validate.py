@@ -14,10 +14,11 @@ def traced(*trees) -> bool:
 
 def check_shapes(model, x, y):
     """Checks what shapes and dtypes can tell; returns the number of classes."""
-    if jnp.ndim(x) < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+    if jnp.ndim(x) < 2 or x.dtype not in (np.float32, np.float64):
         raise ValueError(
-            f"x must be floats [n, *shape] in the box, got {x.dtype}{list(jnp.shape(x))}; "
-            "convert uint8 images with x.astype(np.float32) / 255."
+            "x must be floats [n, *shape] in the box, of 32 or 64 bits since fewer cannot resolve "
+            f"a budget, got {x.dtype}{list(jnp.shape(x))}; convert uint8 images with "
+            "x.astype(np.float32) / 255, and cast to half precision inside the model."
         )
     if jnp.shape(y) != jnp.shape(x)[:1] or not jnp.issubdtype(y.dtype, jnp.integer):
         raise ValueError(

@@ -130,7 +130,7 @@ def _abreast(x, kernel, stride, pads):
     left, right = pads[1]
     columns = (x.shape[2] + left + right - width) // stride + 1
     count = max(t for t in range(1, _LANES // outputs + 1) if columns % t == 0)
-    if count == 1:
+    if count == 1 or columns < 1:
         return _lax(x, kernel, stride, pads)
     reach = stride * (count - 1)
     shifted = [
@@ -143,7 +143,7 @@ def _abreast(x, kernel, stride, pads):
     x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), whole))
     wide = jnp.pad(wide, ((0, 0), (0, 0), whole, (0, 0)))
     out = _dilated(x, wide, (stride, stride * count), (pads[0], (left, right)))
-    return out.reshape(len(x), -1, columns, outputs)
+    return out.reshape(*out.shape[:2], columns, outputs)
 
 
 def _tap_by_tap(x, kernel, stride, pads):
