@@ -258,9 +258,7 @@ class _Driver(NamedTuple):
         total, taken, stopped = chosen.size * self.attack.steps, 0, not chosen.size
         if stopped:
             chosen = np.arange(1)  # Nothing to attack: one sample keeps the shapes of the result.
-        # By all samples, so that another accuracy needs no other program, unless they are few.
-        size = self._even(n, limit)
-        size = self._even(chosen.size, limit) if chosen.size < size else size
+        size = self._size(chosen.size, limit)
         most = max(8, _WAVE // size) * size
         waves = [chosen[i : i + most] for i in range(0, chosen.size, most)]
 
@@ -293,11 +291,16 @@ class _Driver(NamedTuple):
             raise ValueError(f"batch_size must be a positive integer or None, got {batch_size!r}.")
         return parallel.padded_size(min(batch_size, len(x)), self.mesh)
 
-    def _even(self, n, limit):
-        """The size of equal batches, in sixteenths of the limit, so that programs are reused."""
-        size = -(-n // -(-n // limit))
+    def _size(self, n, limit):
+        """Samples in a batch: the limit, whatever their number, so that programs are reused.
+
+        Few batches are made equal, in sixteenths of the limit, since the last one would idle.
+        """
+        count = -(-n // limit)
+        if count > 3:
+            return limit
         step = max(1, limit // 16)
-        return parallel.padded_size(min(limit, -(-size // step) * step), self.mesh)
+        return parallel.padded_size(min(limit, -(-n // (count * step)) * step), self.mesh)
 
     def _classify(self, x, size):
         rows = _rows(np.arange(len(x)), size)
