@@ -121,9 +121,12 @@ def test_a_change_of_sign_of_zero_is_a_change():
     def init(model, x, y, logits, keys, **knobs):
         return {"zero": jnp.zeros(len(y))}
 
-    attack = attack_with(Stage(step, 5))._replace(init=init, converged=lambda state: y == 0)
+    attack = attack_with(Stage(step, 5))._replace(
+        init=init, converged=lambda state: jnp.signbit(state["zero"])
+    )
     result = wdjax.run(attack, model, x, y, eps=1.0)
     np.testing.assert_array_equal(result.info.margin[:, 0], [0, 1, 1, 1, 1])
+    assert result.converged.all()
 
 
 @pytest.mark.fast

@@ -135,12 +135,11 @@ def _measure(attack, model, x, y, clean_logits, x_adv, knobs, skip):
     if attack.box is not None:
         low, high = attack.box
         inside &= jnp.all((flat >= low) & (flat <= high), axis=-1)
-    keep = inside.reshape((-1,) + (1,) * (x.ndim - 1))
-    logits = model(jnp.where(keep, x_adv, x))
+    logits = model(jnp.where(norms.spread(inside, x), x_adv, x))
     clean = jnp.argmax(clean_logits, axis=-1) == y
     success = jnp.argmax(logits, axis=-1) != y
     useless = ~inside | (~clean if skip else ~clean & ~success)
-    x_adv = jnp.where(useless.reshape(keep.shape), x, x_adv)
+    x_adv = jnp.where(norms.spread(useless, x), x, x_adv)
     logits = jnp.where(useless[:, None], clean_logits, logits)
     margin = losses.margin(logits, y)
     finite = jnp.all(jnp.isfinite(logits) & jnp.isfinite(clean_logits), axis=-1)

@@ -42,7 +42,8 @@ def _rows(x):
     return x.reshape(x.shape[0], -1)
 
 
-def _like(v, x):
+def spread(v, x):
+    """One value a row, ``[n]``, with the trailing axes of ``x``, so that it acts on whole rows."""
     return v.reshape(v.shape + (1,) * (x.ndim - v.ndim))
 
 
@@ -132,7 +133,7 @@ def _within(delta, radius, norm):
     length = jax.lax.stop_gradient(lp_norm(delta, norm))
     over = length > radius * (1 - 4 * jnp.finfo(delta.dtype).eps)
     shrink = (1 - 4 * jnp.finfo(delta.dtype).eps) * radius / jnp.where(over, length, 1.0)
-    return delta * _like(jnp.where(over, shrink, 1.0), delta)
+    return delta * spread(jnp.where(over, shrink, 1.0), delta)
 
 
 # In the default float type, the only one that optax's projection takes.
@@ -162,20 +163,20 @@ def project(z, center, radius, norm):
     check_norm(norm)
     radius = jnp.broadcast_to(jnp.asarray(radius, z.dtype), z.shape[:1])
     if norm == math.inf:
-        low, high = _interval(center, _like(radius, z))
+        low, high = _interval(center, spread(radius, z))
         return jnp.clip(z, low, high)
     delta = z - center
     if norm == 2:
         length = lp_norm(delta, 2)
         outside = length > radius
         scale = jnp.where(outside, radius / jnp.where(outside, length, 1.0), 1.0)
-        moved = _within(delta * _like(scale, z), radius, 2)
-        return jnp.where(_like(outside, z), _displace(center, moved), z)
+        moved = _within(delta * spread(scale, z), radius, 2)
+        return jnp.where(spread(outside, z), _displace(center, moved), z)
     outside = lp_norm(delta, 1) > radius
     safe = jnp.where(radius > 0, radius, 1.0)
     inside = _l1_ball(delta.astype(float), safe.astype(float)).astype(z.dtype)
-    moved = _within(_like(radius > 0, z) * inside, radius, 1)
-    return jnp.where(_like(outside, z), _displace(center, moved), z)
+    moved = _within(spread(radius > 0, z) * inside, radius, 1)
+    return jnp.where(spread(outside, z), _displace(center, moved), z)
 
 
 def retract(z, center, radius, norm, box=None):
@@ -224,7 +225,7 @@ def project_in_box(z, center, radius, norm, box):
     length = jax.vmap(solve)(jnp.abs(delta), room, radius)
     moved = _displace(_rows(center), _within(jnp.sign(delta) * length, radius, norm))
     inside = (lp_norm(delta, norm) <= radius) & jnp.all(jnp.abs(delta) <= room, axis=-1)
-    return jnp.where(_like(inside, z), z, jnp.clip(moved, *box).reshape(z.shape))
+    return jnp.where(spread(inside, z), z, jnp.clip(moved, *box).reshape(z.shape))
 
 
 def _shrink_l2(size, room, radius):

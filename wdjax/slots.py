@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import losses, parallel
+from wdjax import losses, norms, parallel
 from wdjax.core import Info
 
 
@@ -179,11 +179,11 @@ def _exchange(samples, before, batch, leaving, odd, entering):
     """Slots hand back the samples ``leaving`` and take those ``entering``, where ``n`` is none."""
 
     def put(rest, older, newer):
-        kept = jnp.where(_spread(odd, newer), older, newer)
+        kept = jnp.where(norms.spread(odd, newer), older, newer)
         return rest.at[leaving].set(kept, mode="drop")
 
     def refill(rest, row):
-        return jnp.where(_spread(entering < len(samples.y), row), rest[entering], row)
+        return jnp.where(norms.spread(entering < len(samples.y), row), rest[entering], row)
 
     samples = samples._replace(state=jax.tree.map(put, samples.state, before, batch.state))
     before = jax.tree.map(refill, samples.state, before)
@@ -230,7 +230,3 @@ def _bits(leaf):
     if jnp.issubdtype(leaf.dtype, jnp.floating):
         return jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}")
     return leaf
-
-
-def _spread(flag, leaf):
-    return flag.reshape(flag.shape + (1,) * (leaf.ndim - 1))

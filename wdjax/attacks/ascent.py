@@ -67,7 +67,7 @@ def best_move(model, x, y, choose, advance):
     def attempt_more(best, rivals):
         move = attempt(rivals)
         better = move.margin > best.margin
-        kept = [jnp.where(spread(better, new), new, old) for new, old in zip(move, best)]
+        kept = [jnp.where(norms.spread(better, new), new, old) for new, old in zip(move, best)]
         return Move(*kept), None
 
     count = len(rivals)
@@ -120,15 +120,26 @@ def info(margin, gradients, forwards):
     return Info(margin, count(gradients), count(forwards))
 
 
-def keep_best(best, best_margin, x, margin):
-    """Of two points a sample, the one of larger margin, and that margin."""
-    better = margin > best_margin
-    return jnp.where(spread(better, x), x, best), jnp.where(better, margin, best_margin)
+class Best(NamedTuple):
+    """The iterate of largest margin so far, per sample."""
+
+    x: jax.Array
+    margin: jax.Array
 
 
-def spread(flag, x):
-    """``[n]`` flags with the trailing axes of ``x``."""
-    return flag.reshape(flag.shape + (1,) * (x.ndim - 1))
+def no_best(x, iterate):
+    """Where the search for the best iterate begins; None if the last one is wanted."""
+    return None if iterate == "last" else Best(x, jnp.full(len(x), -jnp.inf, x.dtype))
+
+
+def keep_best(best, x, margin):
+    """The better of :class:`Best` and the points ``x``, if anyone looks for it."""
+    if best is None:
+        return None
+    better = margin > best.margin
+    return Best(
+        jnp.where(norms.spread(better, x), x, best.x), jnp.where(better, margin, best.margin)
+    )
 
 
 def check_count(name, value, least=1):

@@ -14,9 +14,7 @@ from wdjax.core import Attack, Stage
 
 class State(NamedTuple):
     x: jax.Array
-    best: jax.Array | None
-    """The iterate of largest margin, where it is wanted."""
-    best_margin: jax.Array | None
+    best: ascent.Best | None
 
 
 @functools.lru_cache(maxsize=256)
@@ -66,15 +64,7 @@ def pgd(
         if random_start:
             noise = jax.vmap(lambda key: _uniform_in_ball(key, x[0].size, norm, x.dtype))(keys)
             start = norms.retract(x + eps * noise.reshape(x.shape), x, eps, norm, box)
-        return State(start, *nothing_yet(start))
-
-    def nothing_yet(x):
-        return (None, None) if iterate == "last" else (x, jnp.full(len(x), -jnp.inf, x.dtype))
-
-    def record(state, margin):
-        if iterate == "last":
-            return None, None
-        return ascent.keep_best(state.best, state.best_margin, state.x, margin)
+        return State(start, ascent.no_best(start, iterate))
 
     def step(model, x, y, state, *, eps, step_size=None):
         size = (2.5 * eps / steps if steps > 1 else eps) if step_size is None else step_size
@@ -88,13 +78,13 @@ def pgd(
         moved = ascent.step(state.x, gradient, size, norm, box)
         moved = norms.retract(moved, x, eps, norm, box)
         info = ascent.info(margin, gradients=1, forwards=1)
-        return State(moved, *record(state, margin)), info
+        return State(moved, ascent.keep_best(state.best, state.x, margin)), info
 
     def compare(model, x, y, state, *, eps, step_size=None):
         margin = losses.margin(model(state.x), y)
-        best, best_margin = record(state, margin)
+        best = ascent.keep_best(state.best, state.x, margin)
         info = ascent.info(margin, gradients=0, forwards=1)
-        return State(best, best, best_margin), info
+        return State(best.x, best), info
 
     return Attack(
         name="pgd" if steps > 1 else "fgsm",

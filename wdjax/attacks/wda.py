@@ -15,9 +15,7 @@ from wdjax.core import Attack, Stage
 class State(NamedTuple):
     x: jax.Array
     rival: jax.Array
-    best: jax.Array | None
-    """The iterate of largest margin, where it is wanted."""
-    best_margin: jax.Array | None
+    best: ascent.Best | None
 
 
 @functools.lru_cache(maxsize=256)
@@ -83,7 +81,7 @@ def wda(
         return eps * kappa ** (1 / order)
 
     def init(model, x, y, logits, keys, *, eps, kappa, step_size=None):
-        return State(x, y, *nothing_yet(x))
+        return State(x, y, ascent.no_best(x, iterate))
 
     def advance(x, gradient, center, eps, kappa, step_size):
         size = ascent.default_step(eps, norm, step_size)
@@ -95,14 +93,6 @@ def wda(
         some = count < logits.shape[-1] - 1
         return ascent.top_rivals(logits, y, count) if some else ascent.all_rivals(logits, y)
 
-    def nothing_yet(x):
-        return (None, None) if iterate == "last" else (x, jnp.full(len(x), -jnp.inf, x.dtype))
-
-    def record(state, margin):
-        if iterate == "last":
-            return None, None
-        return ascent.keep_best(state.best, state.best_margin, state.x, margin)
-
     def try_all(model, x, y, state, *, eps, kappa, step_size=None):
         move_on = functools.partial(advance, center=x, eps=eps, kappa=kappa, step_size=step_size)
         logits, move, count = ascent.best_move(
@@ -110,20 +100,20 @@ def wda(
         )
         margin = losses.margin(logits, y)
         info = ascent.info(margin, gradients=count, forwards=1 + count)
-        return State(move.x, move.rival, *record(state, margin)), info
+        return State(move.x, move.rival, ascent.keep_best(state.best, state.x, margin)), info
 
     def follow(model, x, y, state, *, eps, kappa, step_size=None):
         logits, gradient = ascent.margin_gradient(model, state.x, y, state.rival)
         margin = losses.margin(logits, y)
         moved = advance(state.x, gradient, x, eps, kappa, step_size)
         info = ascent.info(margin, gradients=1, forwards=1)
-        return State(moved, state.rival, *record(state, margin)), info
+        return State(moved, state.rival, ascent.keep_best(state.best, state.x, margin)), info
 
     def compare(model, x, y, state, *, eps, kappa, step_size=None):
         margin = losses.margin(model(state.x), y)
-        best, best_margin = record(state, margin)
+        best = ascent.keep_best(state.best, state.x, margin)
         info = ascent.info(margin, gradients=0, forwards=1)
-        return State(best, state.rival, best, best_margin), info
+        return State(best.x, state.rival, best), info
 
     def weigh(cost, success, *, eps, kappa, step_size=None):
         return jnp.full_like(cost, 1 / kappa)

@@ -109,7 +109,7 @@ def wda_plus_plus(
             lambda logits: state.rivals,
             lambda x, gradient: clip(ascent.step(x, gradient, size, norm, box)),
         )
-        still = ascent.spread(~state.flipped, x)
+        still = norms.spread(~state.flipped, x)
         walked = state._replace(
             before=jnp.where(still, state.after, state.before),
             after=jnp.where(still, move.x, state.after),
@@ -135,7 +135,7 @@ def wda_plus_plus(
 
     def point(x, state, *, eps, step_size=None, overshoot):
         flip = _blend(x, found(state), state.far * (1 + overshoot))
-        return clip(jnp.where(ascent.spread(state.flipped, x), flip, x))
+        return clip(jnp.where(norms.spread(state.flipped, x), flip, x))
 
     def weigh(cost, success, *, eps, **knobs):
         return transport.allocate(jnp.where(success, cost, jnp.inf), eps, order)
@@ -161,7 +161,7 @@ def wda_plus_plus(
 
 def _blend(start, end, share):
     """The point at the given share of the way, per sample; ``end`` itself at share 1."""
-    share = ascent.spread(share, start)
+    share = norms.spread(share, start)
     return jnp.where(share == 1, end, start + share * (end - start))
 
 

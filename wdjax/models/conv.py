@@ -80,10 +80,10 @@ def _arranged_jvp(stride, pads, primals, tangents):
 
 def _value(x, kernel, stride, pads, otherwise):
     channels, outputs = kernel.shape[2:]
+    if _winograd_pays(x, kernel, stride, pads):
+        return _winograd(x, kernel, pads)
     if channels == 1:
         arranged = _tap_by_tap if stride > 1 else otherwise
-    elif _winograd_pays(x, kernel, stride, pads):
-        return _winograd(x, kernel, pads)
     else:
         arranged = _abreast if outputs <= _LANES // 2 else otherwise
     return arranged(x, kernel, stride, pads)
