@@ -1,25 +1,65 @@
 """How robust is a classifier, from below and from above: attacks and certificates in JAX."""
 
-from wdjax import attacks, certify, losses, metrics, models, norms, parallel, transport
-from wdjax.core import Attack, Info, Model, Progress, Result, Stage
-from wdjax.driver import run
+from wdjax import (
+    attacks,
 
-__version__ = "0.1.0"
+    certify,
+    convert,
+    data,
+    losses,
+    metrics,
+    models,
+    norms,
+    parallel,
+    training,
+    transport,
+)
+from wdjax.balls import Lp
+from wdjax.core import (
+    Attack,
+    Ball,
+    Criterion,
+    Found,
+    Info,
+    Model,
+    Progress,
+    Result,
+    Samples,
+    Stage,
+    Victim,
+)
+from wdjax.driver import best, run, search
+from wdjax.transport import spend
+
+__version__ = "0.2.0"
 
 __all__ = [
     "Attack",
+    "Ball",
+    "Criterion",
+    "Found",
     "Info",
+    "Lp",
     "Model",
     "Progress",
     "Result",
+    "Samples",
     "Stage",
+    "Victim",
     "attacks",
+
+    "best",
     "certify",
+    "convert",
+    "data",
     "losses",
     "metrics",
     "models",
     "norms",
     "parallel",
     "run",
+    "search",
+    "spend",
+    "training",
     "transport",
 ]

@@ -1,139 +1,225 @@
-"""What a model, an attack and a result are."""
+"""What a model, a ball, an attack and its findings are: the types that everything else speaks."""
 
-import math
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+Array = jax.Array
+PyTree = Any
+
 Model = jax.tree_util.Partial
-"""A classifier ``logits = model(x)``: ``Model(apply, params)`` with ``apply(params, x)`` pure.
+"""A classifier ``out = model(x)``: ``Model(apply, params)`` with ``apply(params, x)`` pure.
 
 A pytree whose leaves are the parameters, so it passes through ``jit``, ``vmap`` and ``grad`` as an
-argument: new parameters never recompile, and stacked parameters are a bank of models.
+argument: new parameters never recompile, and stacked parameters are a bank of models. ``out`` has
+the leading axis n: mostly logits ``[n, K]``; ``[n, M, K]`` for a bank of M models; ``(logits,
+reject)`` for a model that may refuse to answer.
 
 >>> model = Model(lambda params, x: x @ params["w"], {"w": jnp.eye(2)})
 >>> model(jnp.ones((1, 2))).tolist()
 [[1.0, 1.0]]
 """
 
-Array = jax.Array
-Knobs = dict[str, Any]
+
+class Criterion(Protocol):
+    """``(out, y) -> [n]``: positive exactly where the attacker has won."""
+
+    def __call__(self, out: PyTree, y: Array, /) -> Array: ...
+
+
+class Ball(Protocol):
+    """What may move, and what it costs.
+
+    >>> from wdjax import Lp
+    >>> Lp(2).cost(jnp.zeros((2, 2)), jnp.array([[0.6, 0.8], [0.0, -0.1]])).tolist()
+    [1.0, inf]
+    """
+
+    @property
+    def box(self) -> tuple[float, float] | None:
+        """The range of valid inputs, or None."""
+        ...
+
+    def cost(self, x: Array, x_adv: Array, proof: PyTree = None) -> Array:
+        """``[n]`` costs of moving ``x`` to ``x_adv``, measured; inf for a point not allowed at all.
+
+        ``proof`` is what an attack hands over where points alone do not tell their cost (the plan
+        of a transport, say), and must itself be checked. Staying costs 0 and needs no proof.
+        """
+        ...
+
+
+class Victim(NamedTuple):
+    """What is attacked, and when it has fallen; a pytree."""
+
+    model: Callable[[Array], PyTree]
+    criterion: Callable[[PyTree, Array], Array]
+
+
+class Samples(NamedTuple):
+    """What an attack is told: ``[n, ...]`` leaves."""
+
+    x: Array
+    """``[n, *shape]``"""
+    y: Array
+    """``[n]`` int32"""
+    eps: Array | None
+    """``[n]`` radii; None only for minimum-norm attacks, to which they are no more than a scale."""
+    out: PyTree
+    """``model(x)``"""
 
 
 class Info(NamedTuple):
-    """What one step did to every sample: ``[n]`` leaves, ``[steps, n]`` in a :class:`Result`."""
+    """What one step did to every sample: ``[n]`` leaves."""
 
-    margin: Array | np.ndarray
-    """``max_{j != y} z_j - z_y`` where the step started. Of a step not taken, the last one known,
-    or in a cycle what it would have been."""
-    gradients: Array | np.ndarray
-    """Backward passes spent on the sample."""
-    forwards: Array | np.ndarray
-    """Forward passes spent on the sample."""
+    value: Array
+    """The criterion where the step started."""
+    gradients: Array
+    """Backward passes spent."""
+    forwards: Array
+    """Forward passes spent."""
+    zeros: Array
+    """Gradients that were zero in every coordinate: nothing could be learnt from them."""
+    fault: Array
+    """Whether an output or a gradient was not finite."""
 
 
 class Stage(NamedTuple):
-    """``length`` repetitions of ``step(model, x, y, state, **knobs) -> (state, info)``.
+    """``length`` repetitions of ``step(victim, samples, state) -> (state, info)``.
 
-    ``x`` are the clean samples and ``y`` their labels. A step treats every sample alone and is a
-    function of its arguments. ``done(state)`` tells, ``[n]``, which samples further steps of this
-    stage would leave as they are.
+    A step treats every sample alone and is a function of its arguments.
     """
 
-    step: Callable[..., tuple[Any, Info]]
+    step: Callable[[Victim, Samples, PyTree], tuple[PyTree, Info]]
     length: int
-    done: Callable[[Any], Array] | None = None
+    done: Callable[[PyTree], Array] | None = None
+    """``state -> [n]``: further steps of this stage would leave these samples as they are."""
+    couple: Callable[[Samples, PyTree, Array], PyTree] | None = None
+    """``(samples, state, chosen [n]) -> state`` after every step, over all samples at once: where a
+    budget of the whole data set lives. Rows that are not chosen are to be left out of sums."""
+    cycles: bool = False
+    """Look for samples whose state is, bit for bit, that of two steps ago, and end them early. Pays
+    for sign steps, which run into corners of their ball; costs a copy of the state."""
 
 
-def _whole_mass(cost, success, *, eps, **knobs):
-    """A point-wise attack moves every sample whole."""
-    return jnp.ones_like(cost)
+class Attack(Protocol):
+    """How to look: a frozen pytree dataclass, settings static, numbers as leaves.
 
-
-def _within_eps(*, eps, **knobs):
-    """A point-wise attack moves no sample by more than ``eps``."""
-    return eps
-
-
-def _never(state):
-    """An attack that always takes all its steps."""
-    return jnp.zeros(len(jax.tree.leaves(state)[0]), bool)
-
-
-class Attack(NamedTuple):
-    """An attack as pure functions of batches; what changes the program is bound inside.
-
-    A single-stage attack is an ``init`` and a ``step``; an attack whose program changes on the way
-    (WDA probes all rivals, then follows one) is a sequence of stages that share a state, a pytree
-    of one or more ``[n, ...]`` leaves. The defaults are those of a point-wise attack.
+    A step sees batches of samples in any composition, so that everything it does is per sample.
     """
-
-    name: str
-    init: Callable[..., Any]
-    """``(model, x, y, logits, keys, **knobs) -> state``: logits at ``x``, keys a sample or None."""
-    stages: tuple[Stage, ...]
-    point: Callable[..., Array]
-    """``(x, state, **knobs) -> [n, *shape]``: the adversarial points."""
-    norm: float
-    order: float = math.inf
-    box: tuple[float, float] | None = (0.0, 1.0)
-    knobs: tuple[tuple[str, Any], ...] = ()
-    """Names and defaults of the numbers that may be traced, besides ``eps``."""
-    random: bool = False
-    reach: Callable[..., Array] = _within_eps
-    """``(**knobs) ->`` the largest cost a single point may have."""
-    weigh: Callable[..., Array] = _whole_mass
-    """``(cost, success, **knobs) -> [n]``: the mass moved, decided over the whole data set."""
-    converged: Callable[[Any], Array] = _never
-    """``state -> [n]`` bool: the samples for which nothing was left to do."""
 
     @property
-    def steps(self):
-        """Steps of all stages."""
-        return sum(stage.length for stage in self.stages)
+    def ball(self) -> Ball: ...
+
+    @property
+    def budget(self) -> Literal["sample", "data", "none"]:
+        """What ``eps`` binds: every point; the data set as a whole; or nothing, since the attack
+        returns the nearest flip (a minimum-norm attack)."""
+        ...
+
+    @property
+    def random(self) -> bool:
+        """Whether :meth:`init` needs keys."""
+        ...
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Programs that follow each other and share the state."""
+        ...
+
+    def init(
+        self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
+    ) -> PyTree:
+        """The first state, of one or more ``[n, ...]`` leaves.
+
+        ``start`` ``[n, *shape]`` are points to begin at, the samples themselves if None; ``keys``
+        ``[n]`` come from global indices, so that batching never changes the randomness.
+        """
+        ...
+
+    def point(self, samples: Samples, state: PyTree) -> tuple[Array, PyTree]:
+        """The points found, ``[n, *shape]``, and the proof of their costs or None."""
+        ...
+
+    def finished(self, state: PyTree) -> Array:
+        """``[n]``: nothing was left to do."""
+        ...
 
 
-class Result(NamedTuple):
-    """An adversarial distribution and its measurements; a plain pytree of ``[n]`` leaves.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search found, measured at the stored points; a pytree of ``[n]`` leaves.
+
+    A point that is infeasible or not finite has been replaced by its sample.
+    """
+
+    x_adv: Array
+    """``[n, *shape]``"""
+    proof: PyTree
+    """What shows the cost of the points that moved, for balls that need it."""
+    cost: Array
+    """Of moving the sample there, measured by the ball."""
+    correct: Array
+    """Whether the criterion does not hold at the sample: mostly, classified correctly."""
+    success: Array
+    """Whether the criterion holds at ``x_adv``, recomputed from the stored point."""
+    margin: Array
+    """The criterion at ``x_adv``: positive where the attacker has won."""
+    done: Array
+    """Whether the attack had nothing left to do for the sample; never after a fault."""
+    fault: Array
+    """Whether an output or a gradient was not finite on the way. Such a sample may be less robust
+    than it looks."""
+    zeros: Array
+    """Gradients that were zero in every coordinate, of all :attr:`gradients`."""
+    gradients: Array
+    """Backward passes spent."""
+    forwards: Array
+    """Forward passes spent."""
+    history: Info | None = None
+    """``[steps, n]`` leaves on the host, where asked for. A step that was not taken counts no
+    passes and repeats the last value."""
+
+    @property
+    def passes(self) -> Array:
+        """Forward and backward passes: the queries of AttackBench."""
+        return self.gradients + self.forwards
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result(Found):
+    """An adversarial distribution and its measurements: :class:`Found` and the mass that moves.
 
     The distribution is the paper's equation 11: sample i keeps ``1 - weight[i]`` of its mass and
     sends ``weight[i] = 1 / kappa_i`` to ``x_adv[i]``.
     """
 
-    x_adv: Array
     weight: Array
-    cost: Array
-    """``||x_adv - x||_r``, measured."""
-    clean: Array
-    """Whether ``x`` is classified correctly."""
-    success: Array
-    """Whether ``x_adv`` is misclassified, recomputed from the stored point."""
-    margin: Array
-    """Margin at ``x_adv``: positive where misclassified."""
-    converged: Array
-    """Whether the attack had nothing left to do for the sample."""
-    gradients: Array
-    forwards: Array
-    info: Info
 
     @property
-    def accuracy(self):
-        """Accuracy under the adversarial distribution (Appendix E of the paper)."""
-        kept = (1 - self.weight) * self.clean
+    def accuracy(self) -> Array:
+        """Accuracy under the distribution (Appendix E of the paper).
+
+        Piecewise constant in the model's parameters and in a point-wise ``eps``, so its gradient
+        there is 0: differentiate the expected loss of the distribution instead. In the ``eps`` of a
+        knapsack it is piecewise linear, with the right gradient.
+        """
+        kept = (1 - self.weight) * self.correct
         return jnp.mean(kept + self.weight * ~self.success, axis=-1)
 
 
 class Progress(NamedTuple):
-    """Where :func:`wdjax.run` is, for callbacks."""
+    """Where a search is, for callbacks."""
 
     taken: int
     """Steps taken or found unnecessary, summed over the samples."""
     total: int
     """Steps of all samples."""
-    samples: np.ndarray
-    """``[m]``: the samples that were advanced last."""
-    info: Info
-    """What their last steps did, ``[chunk, m]``, on the host."""
+    unfinished: np.ndarray
+    """``[m]`` indices of the samples that go on in this stage."""

@@ -1,383 +1,334 @@
-"""The one driver that carries an attack through and measures what it found."""
+"""The front door of every attack: search for adversarial points, then spend a budget on them."""
 
+import dataclasses
 import functools
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import replace
+from os import PathLike
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from wdjax import losses, norms, parallel, slots
-from wdjax.core import Array, Attack, Info, Knobs, Progress, Result
-from wdjax.slots import Samples
-from wdjax.validate import check_number, check_samples, check_shapes, traced
-
-_FLOATS = 2**16
-"""On a CPU, the largest array of a batch at most: it should stay in the cache."""
-_WAVE = 1024
-"""Samples whose states are kept at once, or eight batches if those are more."""
-_CHUNK = 10
-"""Steps a dispatch on an accelerator."""
+from wdjax import losses, loop, norms, rounds, track, transport, validate
+from wdjax.core import Array, Attack, Found, Model, Progress, PyTree, Result, Stage, Victim
+from wdjax.track import Given
 
 
-def sample_keys(key, indices):
+def search(
+    attack: Attack,
+    model: Callable[[Array], PyTree],
+    x: Array | np.ndarray,
+    y: Array | np.ndarray,
+    *,
+    eps: Any = None,
+    key: Array | None = None,
+    criterion: Callable[[PyTree, Array], Array] = losses.decision_margin,
+    start: Array | np.ndarray | None = None,
+    only: np.ndarray | None = None,
+    index: np.ndarray | None = None,
+    skip_misclassified: bool = True,
+    history: bool = False,
+    batch_size: int | None = None,
+    mesh: Mesh | None = None,
+    callback: Callable[[Progress], Any] | None = None,
+    checkpoint: str | PathLike[str] | None = None,
+    every: float = 60.0,
+) -> Found:
+    r"""Looks for adversarial points and measures what it finds.
+
+    Inside a trace (``jit``, ``vmap``, ``grad``) every stage is one ``lax.scan`` over all samples. At
+    top level the search goes in rounds (:mod:`wdjax.rounds`): batches of the samples that have
+    something left to do, so that none is spent on the others. Both ways give the same points up to
+    the rounding of floats; ``gradients`` and ``forwards`` are what was spent.
+
+    Every reported number is measured at the stored points. A point outside its ball or box, or not
+    finite, is replaced by its sample. Outputs or gradients that are not finite on the way are
+    marked in ``fault``; they never count as flipped or as finished.
+
+    Args:
+      attack: from :mod:`wdjax.attacks`, or anything else that is an :class:`~wdjax.core.Attack`.
+      model: a pytree callable, :data:`~wdjax.core.Model`; ``[n, *shape] -> [n, K]``, or with a
+        criterion of its own any pytree with the leading axis n.
+      x: ``[n, *shape]`` floats inside the ball's box.
+      y: ``[n]`` integer labels in ``0 .. K - 1``; K is the last axis of the model's first output.
+      eps: radius, a number or ``[n]``, at least 0, in the units of ``x``; may be traced. Needed
+        unless the attack looks for the nearest flip; there it is only a scale for default steps.
+      key: a typed ``jax.random.key``; required by random attacks, ignored by the others.
+      criterion: ``(out, y) -> [n]``, positive where the attacker has won.
+      start: ``[n, *shape]`` points to begin at instead of the samples.
+      only: ``[n]`` booleans, the samples to attack; the others stay as they are.
+      index: ``[n]`` integers, which samples of a larger set these are: their randomness comes from
+        these numbers, so that it depends neither on batches nor on hosts.
+      skip_misclassified: keep samples for which the criterion holds already, at cost 0: nothing is
+        left to gain in accuracy, and at top level no pass is spent on them. With False they are
+        attacked too, for the sake of the loss.
+      history: keep what every step did, ``[steps, n]``.
+      batch_size: samples on the device at once; by default what memory allows, but on a CPU, where
+        more are not faster, 16 to 128 a device by the model's size.
+      mesh: a mesh from :func:`wdjax.parallel.data_mesh`; batches are split over it.
+      callback: called with a :class:`~wdjax.core.Progress` after every round; a true value ends the
+        search, and what has been found so far is measured.
+      checkpoint: a folder to save the search to, and to go on from; see :func:`wdjax.loop.carry`.
+      every: least seconds between two writings of the checkpoint.
+
+    Returns:
+      A :class:`~wdjax.core.Found` for the ``n`` samples. Inside a trace, where nothing can be
+      raised, samples or radii that would have been refused have cost and margin NaN.
+
+    Raises:
+      ValueError: bad shapes, dtypes or labels, samples outside the box or not finite, ``eps``
+        negative or missing, a missing key, a model that returns a number that is not finite for a
+        sample or treats a sample differently in other company, or a checkpoint of something else.
+
+    Cost: two forward passes a sample besides the attack's own, and one batch to see that samples do
+      not depend on each other; memory for the attack's state of all samples.
+
+    >>> from wdjax.attacks import PGD
+    >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x, y = jnp.array([[0.6, 0.4], [0.9, 0.1]]), jnp.array([0, 0])
+    >>> found = search(PGD(steps=5), model, x, y, eps=0.2)
+    >>> found.success.tolist(), found.fault.tolist()
+    ([True, False], [False, False])
+    """
+    _check_needs(attack, eps, key)
+    own = None if criterion is losses.decision_margin else criterion
+    x, y = jnp.asarray(x), y if validate.traced(y) else np.asarray(y)
+    validate.check_model(model)
+    victim = Victim(model, _as_pytree(criterion))
+    attack = validate.settle(attack, x.dtype)
+    key = key if attack.random else None
+    if not validate.traced(attack, victim, x, y, eps, key, start, only):
+        x, y = validate.check_samples(model, x, y, attack.ball.box, own)
+        eps = None if eps is None else validate.check_radii(eps, len(y))
+        given = _given(x, y, eps, validate.check_like("start", start, x), key, index)
+        plan, begun = rounds.begin(
+            attack,
+            victim,
+            given,
+            only=validate.check_mask("only", only, len(y)),
+            skip_misclassified=skip_misclassified,
+            history=history,
+            batch_size=None if batch_size is None else validate.check_count("batch_size", batch_size),
+            mesh=mesh,
+        )
+        last = _carry(plan, begun, len(y), callback, checkpoint, every)
+        return rounds.finish(plan, last, len(y), skip_misclassified)
+    if not all(option is None for option in (batch_size, mesh, callback, checkpoint)):
+        raise ValueError(
+            "batch_size, mesh, callback and checkpoint work at top level only; inside jit or vmap "
+            "leave them out."
+        )
+    classes = validate.check_shapes(model, x, y, own)
+    given = _given(x, jnp.asarray(y).astype(jnp.int32), eps, start, key, index)
+    chosen = jnp.ones(len(y), bool) if only is None else jnp.asarray(only)
+    found = _traced(attack, victim, given, chosen, skip_misclassified, history)
+    return _poison(found, validate.sound(attack.ball, given.x, given.y, given.eps, classes))
+
+
+def _check_needs(attack: Attack, eps: Any, key: Any) -> None:
+    name = type(attack).__name__
+    if eps is None and attack.budget != "none":
+        raise ValueError(f"{name} looks inside a ball: pass its radius, eps=...")
+    if attack.random and key is None:
+        raise ValueError(f"{name} is random: pass key=jax.random.key(seed).")
+
+
+def _as_pytree(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A plain function as a pytree without leaves; anything else is one already."""
+    plain = jax.tree_util.treedef_is_leaf(jax.tree.structure(function))
+    return jax.tree_util.Partial(function) if plain else function
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _keys(key: Array, count: int, index: Array | None) -> Array:
     """One key a sample from its global index, so that batching never changes the randomness."""
-    return jax.vmap(lambda i: jax.random.fold_in(key, i))(indices)
+    places = jnp.arange(count) if index is None else index
+    return jax.vmap(lambda place: jax.random.fold_in(key, place))(places)
+
+
+def _given(x: Array, y: Array, eps: Any, start: Any, key: Array | None, index: Any) -> Given:
+    radii = None if eps is None else jnp.broadcast_to(jnp.asarray(eps, x.dtype), len(y))
+    start = None if start is None else jnp.asarray(start, x.dtype)
+    return Given(x, y, radii, start, None if key is None else _keys(key, len(y), index))
+
+
+def _carry(
+    plan: rounds.Plan,
+    begun: rounds.Search,
+    n: int,
+    callback: Callable[[Progress], Any] | None,
+    checkpoint: str | PathLike[str] | None,
+    every: float,
+) -> rounds.Search:
+    """All rounds of a search, with what the loop offers."""
+
+    def report(search: rounds.Search) -> Any:
+        return None if callback is None else callback(rounds.progress(plan, search, n))
+
+    identity = b""
+    if checkpoint is not None:
+        identity = loop.digest(settings(plan.attack), plan.attack, plan.samples, begun)
+    return loop.carry(
+        begun,
+        functools.partial(rounds.advance, plan),
+        functools.partial(rounds.finished, plan),
+        report=report,
+        checkpoint=checkpoint,
+        every=every,
+        identity=identity,
+    )
+
+
+def settings(attack: Any) -> str:
+    """An attack's settings in words that are the same in every process.
+
+    >>> from wdjax.attacks import PGD
+    >>> settings(PGD(steps=5))[:26]
+    'PGD(ball=Lp(norm=inf, box='
+    """
+    if dataclasses.is_dataclass(attack) and not isinstance(attack, type):
+        parts = (f"{f.name}={settings(getattr(attack, f.name))}" for f in dataclasses.fields(attack))
+        return f"{type(attack).__name__}({', '.join(parts)})"
+    if isinstance(attack, jax.Array | np.ndarray):
+        return "number" if isinstance(attack, jax.core.Tracer) else f"{np.asarray(attack):g}"
+    return getattr(attack, "__qualname__", None) or repr(attack)
 
 
 def run(
     attack: Attack,
-    model: Callable[[Array], Array],
+    model: Callable[[Array], PyTree],
     x: Array | np.ndarray,
     y: Array | np.ndarray,
     *,
-    eps,
-    key=None,
-    skip_misclassified: bool = True,
-    batch_size: int | None = None,
-    mesh=None,
-    callback: Callable[[Progress], Any] | None = None,
-    **knobs,
+    eps: Any,
+    order: float = 1,
+    kappa: Any = None,
+    **options: Any,
 ) -> Result:
-    r"""Runs an attack and measures what it found.
-
-    Inside a trace (``jit``, ``vmap``, ``grad``) every stage is one ``lax.scan``. At top level the
-    host advances jitted steps (CPU, where a convolution inside a loop body runs several times
-    slower) or chunks of steps (GPU) and spends none on samples that have nothing left to do; there
-    ``batch_size``, ``mesh`` and ``callback`` apply. Both ways give the same points up to the
-    rounding of floats; ``gradients`` and ``forwards`` are what was spent.
-
-    Every reported number is measured at the stored points. A point outside its ball or box, or not
-    finite, is replaced by the clean sample.
+    r"""Searches and spends: an adversarial distribution in the Wasserstein ball of radius ``eps``.
 
     Args:
-      attack: from a factory in :mod:`wdjax.attacks`.
-      model: a pytree callable, :data:`Model`; ``[n, *shape] -> [n, K]``.
-      x: ``[n, *shape]`` floats inside the attack's box.
-      y: ``[n]`` integer labels in ``0 .. K - 1``.
-      eps: budget, at least 0, in the units of ``x``; may be traced, so ``vmap`` over radii works.
-      key: a typed ``jax.random.key``; required by random attacks, ignored by the others.
-      skip_misclassified: keep samples that the model gets wrong already clean, at cost 0: nothing
-        is left to gain in accuracy, and at top level no pass is spent on them. With False they are
-        attacked too, for the sake of the loss.
-      batch_size: samples on the device at once; by default all, but on a CPU, where more are not
-        faster, 16 to 128 a device by the model's size. They are slots: a sample that has nothing
-        left to do makes room for the next (:mod:`wdjax.slots`), and one program serves all.
-      mesh: a mesh from :func:`wdjax.parallel.data_mesh`; batches are padded to its size and split.
-      callback: called with a :class:`Progress` after every chunk of steps; a true value ends the
-        search, and what has been found so far is measured.
-      **knobs: the attack's own numbers, such as ``kappa`` and ``step_size``; may be traced.
+      attack: how to look for points.
+      model: see :func:`search`.
+      x: ``[n, *shape]``
+      y: ``[n]``
+      eps: the budget, a number.
+      order: Wasserstein order p, at least 1 or inf.
+      kappa: every sample sends ``1 / kappa`` of its mass, and so may go ``kappa^(1/p) eps`` far; at
+        least 1, may be traced. By default 1, a point-wise attack, or the knapsack of
+        :func:`~wdjax.transport.spend` if the attack looks for the nearest flips.
+      **options: of :func:`search`.
 
     Returns:
-      A :class:`Result` for the ``n`` samples.
+      A :class:`~wdjax.core.Result`.
 
     Raises:
-      ValueError: bad shapes, dtypes or labels, samples outside the box or not finite, ``eps``
-        negative, unknown knobs, a missing key, or a model that returns a non-finite logit.
+      ValueError: what :func:`search` and :func:`~wdjax.transport.spend` refuse.
 
-    Cost: two forward passes a sample besides the attack's own.
+    Cost: that of :func:`search`.
 
-    >>> from wdjax import Model
-    >>> from wdjax.attacks import pgd
+    Source: Le et al., equation 11 and Corollary C.2.
+
+    >>> from wdjax.attacks import PGD
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
-    >>> x, y = jnp.array([[0.6, 0.4], [0.9, 0.1]]), jnp.array([0, 0])
-    >>> result = run(pgd(norm=jnp.inf, steps=5), model, x, y, eps=0.2)
-    >>> float(result.accuracy), result.success.tolist()
-    (0.5, [True, False])
+    >>> x, y = jnp.array([[0.6, 0.4], [0.8, 0.2]]), jnp.array([0, 0])
+    >>> float(run(PGD(steps=5), model, x, y, eps=0.2).accuracy)
+    0.5
+    >>> float(run(PGD(steps=5), model, x, y, eps=0.2, kappa=2.0).accuracy)
+    0.5
     """
-    x, y = jnp.asarray(x), jnp.asarray(y)
-    knobs = _settle(attack, eps, knobs, x.dtype)
-    if attack.random and key is None:
-        raise ValueError(f"{attack.name} is random: pass key=jax.random.key(seed).")
-    if not attack.random:
-        key = None
-    if traced(model, x, y, knobs, key):
-        if batch_size is not None or mesh is not None or callback is not None:
-            raise ValueError(
-                "batch_size, mesh and callback work at top level only; inside jit or vmap leave "
-                "them out."
-            )
-        check_shapes(model, x, y)
-        y = y.astype(jnp.int32)
-        keys = None if key is None else sample_keys(key, jnp.arange(len(y)))
-        return _run_traced(attack, model, x, y, keys, knobs, skip_misclassified)
-    x, y = check_samples(model, x, y, attack.box)
-    driver = _Driver(attack, model, knobs, key, mesh, callback)
-    return driver.run(x, y, batch_size, skip_misclassified)
+    order = validate.check_order(order)
+    eps = validate.check_number("eps", eps)
+    if kappa is None and attack.budget != "none":
+        kappa = 1.0
+    reach = eps
+    if attack.budget == "sample":
+        reach = eps * validate.check_number("kappa", kappa, 1.0) ** (1 / order)
+    found = search(attack, model, x, y, eps=reach, **options)
+    return transport.spend(found, eps=eps, order=order, kappa=kappa)
 
 
-def _settle(attack, eps, knobs, dtype) -> Knobs:
-    """Checks the knobs and gives them the type of the samples, so that states keep it."""
-    known = dict(attack.knobs)
-    unknown = sorted(set(knobs) - set(known))
-    if unknown:
-        raise ValueError(
-            f"{attack.name} has no knob {', '.join(unknown)}; it has {', '.join(known) or 'none'}."
-        )
-    settled = {"eps": check_number("eps", eps)}
-    for name, default in attack.knobs:
-        value = knobs.get(name, default)
-        if value is not None:
-            least = 1.0 if name == "kappa" else 0.0
-            settled[name] = check_number(name, value, least)
-    dtype = dtype if jnp.issubdtype(dtype, jnp.floating) else float
-    return {name: jnp.asarray(value, dtype) for name, value in settled.items()}
+def best(*found: Found) -> Found:
+    """The better of several searches of the same samples, per sample; passes add up.
+
+    A flip beats none, the cheaper flip beats the dearer one, and where there is none the larger
+    margin counts.
+
+    >>> from wdjax.attacks import PGD
+    >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x, y = jnp.array([[0.6, 0.4]]), jnp.array([0])
+    >>> near, far = (search(PGD(steps=5), model, x, y, eps=eps) for eps in (0.125, 0.25))
+    >>> float(best(far, near).cost[0])
+    0.125
+    """
+    return functools.reduce(_better, found)
 
 
-def _measure(attack, model, x, y, clean_logits, x_adv, knobs, skip):
-    """Puts infeasible and useless points back to the clean sample and measures the rest."""
-    reach = attack.reach(**knobs).astype(x.dtype)
-    flat = x_adv.reshape(len(x), -1)
-    inside = jnp.all(jnp.isfinite(flat), axis=-1)
-    inside &= norms.lp_norm(x_adv - x, attack.norm) <= reach * (1 + 1e-6)
-    if attack.box is not None:
-        low, high = attack.box
-        inside &= jnp.all((flat >= low) & (flat <= high), axis=-1)
-    logits = model(jnp.where(norms.spread(inside, x), x_adv, x))
-    clean = jnp.argmax(clean_logits, axis=-1) == y
-    success = jnp.argmax(logits, axis=-1) != y
-    useless = ~inside | (~clean if skip else ~clean & ~success)
-    x_adv = jnp.where(norms.spread(useless, x), x, x_adv)
-    logits = jnp.where(useless[:, None], clean_logits, logits)
-    margin = losses.margin(logits, y)
-    finite = jnp.all(jnp.isfinite(logits) & jnp.isfinite(clean_logits), axis=-1)
-    return {
-        "x_adv": x_adv,
-        "cost": norms.lp_norm(x_adv - x, attack.norm),
-        "clean": clean,
-        "success": (jnp.argmax(logits, axis=-1) != y) & finite,
-        "margin": jnp.where(finite, margin, jnp.nan),
-    }
+def _better(one: Found, other: Found) -> Found:
+    both = one.success & other.success
+    wins = jnp.where(both, other.cost < one.cost, other.success)
+    wins |= ~one.success & ~other.success & (other.margin > one.margin)
+
+    def choose(first: Array, second: Array) -> Array:
+        return jnp.where(norms.spread(wins, first), second, first)
+
+    bare, rival = replace(one, history=None), replace(other, history=None)
+    return replace(
+        jax.tree.map(choose, bare, rival),
+        done=one.done | other.done,
+        fault=one.fault | other.fault,
+        zeros=one.zeros + other.zeros,
+        gradients=one.gradients + other.gradients,
+        forwards=one.forwards + other.forwards,
+    )
 
 
-def _advance_traced(attack, model, x, y, state, knobs):
-    infos = []
+def _traced(
+    attack: Attack,
+    victim: Victim,
+    given: Given,
+    chosen: Array,
+    skip_misclassified: bool,
+    history: bool,
+) -> Found:
+    """All stages as loops over all samples."""
+    samples, moving = track.begin(attack, victim, given)
+    attacked, log = chosen, []
+    if skip_misclassified:
+        attacked &= ~(victim.criterion(samples.out, samples.y) > 0)
     for stage in attack.stages:
+
+        def step(moving: track.Track, _: None, stage: Stage = stage) -> tuple[track.Track, Any]:
+            moving, _, info = track.step(stage, victim, samples, moving)
+            if stage.couple is not None:
+                coupled = stage.couple(samples, moving.state, attacked)
+                moving = moving._replace(state=coupled)
+            return moving, info if history else None
+
         if stage.length:
-            body = functools.partial(_scanned, stage.step, model, x, y, knobs)
-            state, info = jax.lax.scan(body, state, length=stage.length)
-            infos.append(info)
-    return state, jax.tree.map(lambda *parts: jnp.concatenate(parts), *infos)
-
-
-def _scanned(step, model, x, y, knobs, state, _):
-    return step(model, x, y, state, **knobs)
-
-
-def _run_traced(attack, model, x, y, keys, knobs, skip):
-    logits = model(x)
-    state = attack.init(model, x, y, logits, keys, **knobs)
-    state, info = _advance_traced(attack, model, x, y, state, knobs)
-    x_adv = attack.point(x, state, **knobs)
-    measured = _measure(attack, model, x, y, logits, x_adv, knobs, skip)
-    converged = _converged(attack, state, measured["clean"], skip)
-    return _result(attack, measured, info, converged, knobs)
-
-
-def _converged(attack, state, clean, skip):
-    """What the attack says; a skipped sample has nothing left to do."""
-    return attack.converged(state) | (skip & ~clean)
-
-
-def _result(attack, measured, info, converged, knobs):
-    weight = attack.weigh(measured["cost"], measured["success"], **knobs)
-    forwards = jnp.sum(info.forwards, axis=0)
-    return Result(
-        **measured,
-        weight=weight.astype(measured["cost"].dtype),
-        converged=converged,
-        gradients=jnp.sum(info.gradients, axis=0),
-        forwards=forwards + jnp.where(forwards > 0, 2, 1),
-        info=info,
+            moving, seen = jax.lax.scan(step, track.enter(moving), length=stage.length)
+            log.append(seen)
+    found = track.finish(attack, victim, samples, moving, skip_misclassified)
+    rest = track.untouched(attack, victim, samples, moving)
+    found = jax.tree.map(
+        lambda own, other: jnp.where(norms.spread(chosen, own), own, other), found, rest
     )
+    if history:
+        found = replace(found, history=jax.tree.map(lambda *rows: jnp.concatenate(rows), *log))
+    sound = track.finite(samples.out) & track.finite(victim.criterion(samples.out, samples.y))
+    return _poison(found, sound)
 
 
-@jax.jit
-def _logits(model, x):
-    return model(x)
-
-
-def _widest(model, x):
-    """Numbers in the largest array that the model computes for one sample."""
-
-    def sizes(jaxpr):
-        for eqn in jaxpr.eqns:
-            yield from (var.aval.size for var in eqn.outvars)
-            for value in jax.tree.leaves(list(eqn.params.values())):
-                yield from sizes(value) if hasattr(value, "eqns") else ()
-
-    one = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
-    return max(sizes(_logits.trace(model, one).jaxpr), default=x[0].size)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _start(attack, model, x, y, logits, keys, knobs):
-    return attack.init(model, x, y, logits, keys, **knobs)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _finish(attack, skip, model, batch, knobs):
-    x, y, logits, state = batch
-    x_adv = attack.point(x, state, **knobs)
-    measured = _measure(attack, model, x, y, logits, x_adv, knobs, skip)
-    return measured, _converged(attack, state, measured["clean"], skip)
-
-
-def _rows(indices, size):
-    """The indices in rows of equal size, ``[count, size]``; the last one repeats its last entry."""
-    count = -(-len(indices) // size)
-    return np.pad(indices, (0, count * size - len(indices)), mode="edge").reshape(count, size)
-
-
-@jax.jit
-def _concatenate(parts):
-    return jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts)
-
-
-class _Driver(NamedTuple):
-    """The host's side of :func:`run`: which samples, in which batches."""
-
-    attack: Attack
-    model: Any
-    knobs: Knobs
-    key: Any
-    mesh: Any
-    callback: Callable[[Progress], Any] | None
-
-    def run(self, x, y, batch_size, skip):
-        n = len(y)
-        limit = self._limit(x, batch_size)
-        self = self._replace(model=parallel.replicate(self.model, self.mesh))
-        logits = self._classify(x, limit)
-        _refuse_nan(logits)
-        correct = np.argmax(np.asarray(logits), axis=-1) == np.asarray(y)
-        chosen = np.flatnonzero(correct) if skip else np.arange(n)
-        total, taken, stopped = chosen.size * self.attack.steps, 0, not chosen.size
-        if stopped:
-            chosen = np.arange(1)  # Nothing to attack: one sample keeps the shapes of the result.
-        size = self._size(chosen.size, limit)
-        most = max(8, _WAVE // size) * size
-        waves = [chosen[i : i + most] for i in range(0, chosen.size, most)]
-
-        def report(wave, settled, place, info):
-            nonlocal taken, stopped
-            taken += settled
-            if self.callback is not None:
-                stopped = bool(self.callback(Progress(taken, total, wave[place], info)))
-            return stopped
-
-        found = []
-        for wave in waves:
-            count = 0 if stopped else len(wave)
-            tell = functools.partial(report, wave)
-            found.append(self._search(_rows(wave, size), count, skip, x, y, logits, tell))
-        places = [np.pad(wave, (0, -len(wave) % size), constant_values=n) for wave in waves]
-        rows = np.concatenate(places)
-        result = _collect(self.attack, _concatenate(found), rows, x, y, logits, self.knobs)
-        _refuse_nan(result.margin[:, None])
-        _refuse_overspending(self.attack, result, float(self.knobs["eps"]))
-        return result
-
-    def _limit(self, x, batch_size):
-        """Samples in a batch at most: what the user says, else all, but few on a CPU."""
-        if batch_size is None:
-            few = min(max(_FLOATS // _widest(self.model, x), 16), 128)
-            few *= 1 if self.mesh is None else self.mesh.size
-            batch_size = few if jax.default_backend() == "cpu" else len(x)
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size must be a positive integer or None, got {batch_size!r}.")
-        return parallel.padded_size(min(batch_size, len(x)), self.mesh)
-
-    def _size(self, n, limit):
-        """Samples in a batch: the limit, whatever their number, so that programs are reused.
-
-        Few batches are made equal, in sixteenths of the limit, since the last one would idle.
-        """
-        count = -(-n // limit)
-        if count > 3:
-            return limit
-        step = max(1, limit // 16)
-        return parallel.padded_size(min(limit, -(-n // (count * step)) * step), self.mesh)
-
-    def _classify(self, x, size):
-        rows = _rows(np.arange(len(x)), size)
-        batches = (parallel.shard(slots.take(x, row), self.mesh) for row in rows)
-        parts = [_logits(self.model, batch) for batch in batches]
-        return _concatenate([parallel.gather(part, self.mesh) for part in parts])[: len(x)]
-
-    def _search(self, rows, count, skip, x, y, logits, report):
-        """Attacks the samples ``rows``, ``[batches, size]``, of which the first ``count`` count."""
-        starts = [self._start(row, x, y, logits) for row in rows]
-        samples, info = slots.carry(
-            self.attack,
-            self.model,
-            parallel.shard(_concatenate(starts), self.mesh),
-            self.knobs,
-            slots=rows.shape[1],
-            count=count,
-            chunk=1 if jax.default_backend() == "cpu" else _CHUNK,
-            mesh=self.mesh,
-            report=report,
-        )
-        parts = []
-        for row in _rows(np.arange(rows.size), rows.shape[1]):
-            batch = parallel.shard(slots.take(samples, row), self.mesh)
-            parts.append(_finish(self.attack, skip, self.model, batch, self.knobs))
-        measured, converged = parallel.gather(_concatenate(parts), self.mesh)
-        # Samples run along axis 0 here, so that one rule batches and scatters all leaves.
-        return measured, jax.tree.map(np.transpose, info), converged
-
-    def _start(self, row, x, y, logits):
-        keys = None if self.key is None else sample_keys(self.key, row)
-        batch = slots.take((x, y, logits), row)
-        keys, x, y, logits = parallel.shard((keys, *batch), self.mesh)
-        state = _start(self.attack, self.model, x, y, logits, keys, self.knobs)
-        return Samples(x, y, logits, state)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _collect(attack, found, chosen, x, y, logits, knobs):
-    """The attacked samples among the skipped ones, which stay clean at cost 0."""
-    margin = losses.margin(logits, y)
-    rows = jnp.broadcast_to(margin[:, None], (len(y), found[1].margin.shape[1]))
-    nothing = jnp.zeros(rows.shape, jnp.int32)
-    skipped = (
-        {
-            "x_adv": x,
-            "cost": jnp.zeros_like(margin),
-            "clean": jnp.zeros(len(y), bool),
-            "success": jnp.ones(len(y), bool),
-            "margin": margin,
-        },
-        Info(rows, nothing, nothing),
-        jnp.ones(len(y), bool),
+def _poison(found: Found, sound: Array) -> Found:
+    """NaN where the front door would have raised: no number may look like robustness."""
+    return replace(
+        found,
+        cost=jnp.where(sound, found.cost, jnp.nan),
+        margin=jnp.where(sound, found.margin, jnp.nan),
+        success=found.success & sound,
+        done=found.done & sound,
+        fault=found.fault | ~sound,
     )
-    measured, info, converged = jax.tree.map(
-        lambda rest, part: rest.at[chosen].set(part, mode="drop"), skipped, found
-    )
-    info = jax.tree.map(jnp.transpose, info)
-    return _result(attack, measured, info, converged, knobs)
-
-
-def _refuse_nan(values):
-    bad = np.flatnonzero(~np.all(np.isfinite(np.asarray(values)), axis=-1))
-    if bad.size:
-        raise ValueError(
-            f"the model returned logits that are not finite for {bad.size} samples, first at index "
-            f"{bad[0]}; no robustness can be reported for such a model."
-        )
-
-
-def _refuse_overspending(attack, result, eps):
-    """The last line of defence: the coupling cost of Corollary C.2, in float64."""
-    cost, weight = np.asarray(result.cost, float), np.asarray(result.weight, float)
-    if attack.order == math.inf:
-        spent = cost[weight > 0].max(initial=0.0)
-    else:
-        spent = float(np.mean(weight * cost**attack.order)) ** (1 / attack.order)
-    if spent > eps * (1 + 1e-5):
-        raise RuntimeError(
-            f"{attack.name} spent {spent:g} of a budget of {eps:g}; this is a defect of the attack."
-        )

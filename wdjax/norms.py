@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 NORMS = (1, 2, math.inf)
@@ -23,10 +24,11 @@ class Bounds(NamedTuple):
 
 
 def check_norm(norm):
-    """Returns ``norm``, or raises the ``ValueError`` that says which norms there are."""
-    if norm not in NORMS:
-        raise ValueError(f"norm must be 1, 2 or inf, got {norm!r}.")
-    return norm
+    """Returns ``norm`` as a Python number, or raises the ``ValueError`` that says which there are."""
+    for known in NORMS:
+        if np.ndim(norm) == 0 and not isinstance(norm, (str, bytes)) and norm == known:
+            return known
+    raise ValueError(f"norm must be 1, 2 or inf, got {norm!r}.")
 
 
 def dual(norm):
@@ -102,6 +104,11 @@ def dual_maximizer(g, norm):
         top = jnp.argmax(jnp.abs(rows), axis=-1)
         unit = jax.nn.one_hot(top, rows.shape[-1], dtype=g.dtype) * jnp.sign(rows)
     return unit.reshape(g.shape)
+
+
+def ascend(x, g, size, norm, box=None):
+    """``x + size * M_r(g)``, equation 1."""
+    return x + spread(jnp.asarray(size), x) * dual_maximizer(g, norm)
 
 
 def _interval(center, radius):

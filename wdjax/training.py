@@ -1,10 +1,8 @@
 """Training small classifiers with optax, on clean or on adversarial samples; Orbax checkpoints."""
 
 import functools
-import shutil
 from collections.abc import Callable
 from os import PathLike
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from wdjax import driver, losses
+from wdjax import driver, losses, persist
 from wdjax.core import Attack
 from wdjax.validate import check_number, check_samples
 
@@ -116,8 +114,8 @@ def train(
     optimizer = _default_optimizer(epochs * steps) if optimizer is None else optimizer
     budget = {} if attack is None else {"eps": check_number("eps", eps), **knobs}
     training = start(model, optimizer, epochs)
-    if checkpoint is not None and _newest(Path(checkpoint)).exists():
-        training = restore(checkpoint, training)
+    if checkpoint is not None and persist.exists(checkpoint):
+        training = persist.restore(checkpoint, training)
     program = (attack, optimizer, loss)
     advance = _advance_jitted if _loops_well(model, x) else _advance
     for epoch in range(int(training.epoch), epochs):
@@ -132,7 +130,7 @@ def train(
         history = History(*(past.at[epoch].set(now) for past, now in zip(training.history, row)))
         training = Training(trained[0], trained[1], jnp.asarray(epoch + 1), history)
         if checkpoint is not None:
-            save(checkpoint, training)
+            persist.save(checkpoint, training)
         if callback is not None and callback(training):
             break
     return training
@@ -221,106 +219,3 @@ def _update(program, trained, x, y, moved):
     gradient, row = jax.grad(expected, has_aux=True)(model)
     updates, opt_state = optimizer.update(gradient, opt_state, model)
     return (optax.apply_updates(model, updates), opt_state), row
-
-
-def save(path: str | PathLike, tree) -> None:
-    """Saves a pytree of arrays as an Orbax checkpoint, in place of an older one at the same path.
-
-    The new checkpoint is complete before the old one goes, so an interruption leaves one of them
-    whole. Leaves are stored under their paths in the tree, such as ``history.loss``.
-
-    Args:
-      path: a folder.
-      tree: any pytree of arrays or numbers: a model, a :class:`Training`, a :class:`wdjax.Result`.
-
-    Raises:
-      ValueError: ``path`` holds something that is not a checkpoint; it is left alone.
-    """
-    import orbax.checkpoint
-
-    path = Path(path).absolute()
-    new, old = _beside(path)
-    if path.exists() and not (path / _MARK).exists():
-        raise ValueError(f"{path} exists and is not a checkpoint; choose another path.")
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(new, _named(tree), force=True)
-    if path.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        path.rename(old)
-    new.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def restore(path: str | PathLike, like):
-    """Reads a checkpoint written by :func:`save`.
-
-    Args:
-      path: its folder.
-      like: a pytree of arrays with the structure, shapes and dtypes that are expected.
-
-    Returns:
-      A pytree like ``like``.
-
-    Raises:
-      ValueError: no checkpoint there, a damaged one, or one of another structure, shape or dtype.
-    """
-    import orbax.checkpoint
-
-    source = _newest(Path(path))
-    if not (source / _MARK).exists():
-        raise ValueError(
-            f"{path} is not a checkpoint; pass a folder that wdjax.training.save wrote."
-        )
-    expected = _named(like)
-    try:
-        with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-            stored = checkpointer.metadata(source).item_metadata.tree
-            _check_alike(stored, expected, path)
-            found = checkpointer.restore(source, expected)
-    except _MismatchError:
-        raise
-    except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files.
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"the checkpoint {path} is damaged: {reason[:300]}") from error
-    return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in expected])
-
-
-_MARK = "_METADATA"
-
-
-class _MismatchError(ValueError):
-    """A whole checkpoint of something else."""
-
-
-def _check_alike(stored, expected, path):
-    problems = [f"it has no {name}" for name in expected.keys() - stored.keys()]
-    problems += [f"it has {name} besides" for name in stored.keys() - expected.keys()]
-    for name in expected.keys() & stored.keys():
-        want, have = expected[name], stored[name]
-        if tuple(want.shape) != tuple(have.shape) or want.dtype != have.dtype:
-            problems.append(
-                f"{name} is {have.dtype}{list(have.shape)}, expected {want.dtype}{list(want.shape)}"
-            )
-    if problems:
-        raise _MismatchError(
-            f"the checkpoint {path} is of something else: {'; '.join(sorted(problems))}."
-        )
-
-
-def _named(tree):
-    """The leaves under their paths: Orbax cannot rebuild every node (``Partial``), JAX can."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): jnp.asarray(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-
-
-def _beside(path):
-    return path.with_name(path.name + ".new"), path.with_name(path.name + ".old")
-
-
-def _newest(path):
-    """The checkpoint at ``path``, or the one it was about to replace when it was interrupted."""
-    path = path.absolute()
-    old = _beside(path)[1]
-    return old if old.exists() and not path.exists() else path

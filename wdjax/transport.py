@@ -3,7 +3,8 @@ r"""Discrete adversarial distributions (equation 11): budget, coupling cost and 
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,9 @@ import numpy as np
 from scipy import optimize, sparse
 from scipy.spatial import distance as scipy_distance
 
-from wdjax import core, losses, metrics, norms, parallel
-from wdjax.validate import traced
+from wdjax import losses, metrics, norms, parallel
+from wdjax.core import Found, Result
+from wdjax.validate import check_number, check_order, traced
 
 
 def allocate(distance, eps, order):
@@ -85,6 +87,66 @@ def _check_order(order):
     return order
 
 
+def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Result:
+    r"""Turns points into an adversarial distribution of equation 11 that costs at most ``eps``.
+
+    With ``kappa``, every sample sends ``1 / kappa`` of its mass to its point, which may be
+    ``kappa^(1/p) eps`` far (WDA; ``kappa = 1`` is a point-wise attack). Without it the budget goes
+    where a flip is cheapest, the knapsack of :func:`allocate` (WDA++). One search serves every order
+    and, if it was not bound to a radius, every budget.
+
+    Args:
+      found: from :func:`wdjax.search`.
+      eps: the budget, at least 0, in the units of ``x``; may be traced.
+      order: Wasserstein order p, at least 1 or inf.
+      kappa: at least 1, may be traced, or None for the knapsack.
+
+    Returns:
+      A :class:`~wdjax.core.Result`. Inside a trace, ``kappa`` below 1, a bad budget or a bad sample
+      gives weights, and so an accuracy, of NaN.
+
+    Raises:
+      ValueError: ``kappa`` below 1, ``eps`` negative, or points that cost more than the budget when
+        they all move.
+
+    Cost: a sort.
+
+    Source: Le et al., equation 11, Corollary C.2, Algorithm 2.
+
+    >>> import wdjax
+    >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x, y = jnp.array([[0.6, 0.4], [0.9, 0.1]]), jnp.array([0, 0])
+    >>> found = wdjax.search(wdjax.attacks.WDAPlusPlus(), model, x, y)
+    >>> [round(float(w), 2) for w in spend(found, eps=0.1).weight]
+    [1.0, 0.25]
+    """
+    order = check_order(order)
+    eps = check_number("eps", eps)
+    cost = found.cost
+    if kappa is None:
+        weight = allocate(jnp.where(found.success, jnp.nan_to_num(cost), jnp.inf), eps, order)
+        valid = jnp.isfinite(eps) & (jnp.asarray(eps) >= 0)
+    else:
+        kappa = jnp.asarray(check_number("kappa", kappa, 1.0), cost.dtype)
+        weight = jnp.broadcast_to(1 / kappa, cost.shape)
+        valid = jnp.isfinite(kappa) & (kappa >= 1)
+    weight = jnp.where(valid & jnp.isfinite(cost), weight.astype(cost.dtype), jnp.nan)
+    result = Result(**{f.name: getattr(found, f.name) for f in fields(Found)}, weight=weight)
+    if not traced(found, eps, kappa):
+        _refuse_overspending(result, float(eps), order)
+    return result
+
+
+def _refuse_overspending(result: Result, eps: float, order: float) -> None:
+    """The last line of defence: the coupling cost of Corollary C.2, in float64."""
+    spent = _power_mean(np, _float64(result.cost), _float64(result.weight), order)
+    if not spent <= eps * (1 + 1e-5):
+        raise ValueError(
+            f"these points cost {spent:g} when they all move, more than the budget {eps:g}; leave "
+            "kappa out to move the cheapest flips only, or search within a radius."
+        )
+
+
 class AdversarialDistribution(NamedTuple):
     r"""The paper's equation 11: atoms at clean and at adversarial points, labels kept.
 
@@ -110,7 +172,7 @@ class AdversarialDistribution(NamedTuple):
     """``[n]`` in ``[0, 1]``"""
 
     @classmethod
-    def from_result(cls, x, y, result: core.Result) -> "AdversarialDistribution":
+    def from_result(cls, x, y, result: Result) -> "AdversarialDistribution":
         """The distribution that :func:`wdjax.run` found for the samples ``x`` and ``y``."""
         return cls(x, result.x_adv, y, result.weight)
 

@@ -1,31 +1,26 @@
 """What the front door refuses, and how it says so: shapes, dtypes, labels, boxes and budgets."""
 
 import math
+import operator
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from wdjax.core import Array, Ball, PyTree
 
-def traced(*trees) -> bool:
+
+def traced(*trees: PyTree) -> bool:
     """Whether any leaf is a tracer, so that we are inside ``jit``, ``vmap`` or ``grad``."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))
 
 
-def check_shapes(model, x, y):
-    """Checks what shapes and dtypes can tell; returns the number of classes."""
-    if jnp.ndim(x) < 2 or x.dtype not in (np.float32, np.float64):
-        raise ValueError(
-            "x must be floats [n, *shape] in the box, of 32 or 64 bits since fewer cannot resolve "
-            f"a budget, got {x.dtype}{list(jnp.shape(x))}; convert uint8 images with "
-            "x.astype(np.float32) / 255, and cast to half precision inside the model."
-        )
-    if jnp.shape(y) != jnp.shape(x)[:1] or not jnp.issubdtype(y.dtype, jnp.integer):
-        raise ValueError(
-            f"y must be integer labels [{jnp.shape(x)[0]}], got {y.dtype}{list(jnp.shape(y))}."
-        )
-    if len(y) == 0:
-        raise ValueError("x and y are empty: pass at least one sample.")
+def check_model(model: Callable[[Array], PyTree]) -> None:
+    """Checks that a model is a callable pytree of arrays."""
+    if not callable(model):
+        raise ValueError(f"the model must be callable, got {model!r}.")
     for leaf in jax.tree.leaves(model):
         if not hasattr(leaf, "dtype") and not isinstance(leaf, (int, float)):
             raise ValueError(
@@ -33,45 +28,99 @@ def check_shapes(model, x, y):
                 "function as wdjax.Model(apply, params), a Flax module with "
                 "wdjax.models.functional."
             )
+
+
+def check_shapes(
+    model: Callable[[Array], PyTree],
+    x: Array,
+    y: Array,
+    criterion: Callable[[PyTree, Array], Array] | None = None,
+) -> int:
+    """Checks what shapes and dtypes can tell; returns the number of classes.
+
+    Without a criterion of its own to speak for it, the model must return logits ``[n, K]``.
+    """
+    if jnp.ndim(x) < 2 or x.dtype not in (np.float32, np.float64):
+        raise ValueError(
+            "x must be floats [n, *shape] in the box, of 32 or 64 bits since fewer cannot resolve "
+            f"a budget, got {x.dtype}{list(jnp.shape(x))}; convert uint8 images with "
+            "x.astype(np.float32) / 255, and cast to half precision inside the model."
+        )
+    n = len(x)
+    if jnp.shape(y) != (n,) or not jnp.issubdtype(y.dtype, jnp.integer):
+        raise ValueError(f"y must be integer labels [{n}], got {y.dtype}{list(jnp.shape(y))}.")
+    if n == 0:
+        raise ValueError("x and y are empty: pass at least one sample.")
+    check_model(model)
     try:
-        logits = jax.eval_shape(model, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        out = jax.eval_shape(model, jax.ShapeDtypeStruct(x.shape, x.dtype))
     except TypeError as error:
         raise ValueError(
             f"the model does not accept x of shape {list(x.shape)}: {error}"
         ) from error
-    if getattr(logits, "ndim", 0) != 2 or logits.shape[0] != len(y) or logits.shape[1] < 2:
-        got = getattr(logits, "shape", type(logits).__name__)
-        raise ValueError(f"the model must return logits [{len(y)}, K] with K >= 2, got {got}.")
-    return logits.shape[1]
+    leaves = jax.tree.leaves(out)
+    if criterion is None:
+        if getattr(out, "ndim", 0) != 2 or out.shape[0] != n or out.shape[1] < 2:
+            got = getattr(out, "shape", type(out).__name__)
+            raise ValueError(f"the model must return logits [{n}, K] with K >= 2, got {got}.")
+        return int(out.shape[1])
+    if not leaves or any(leaf.ndim < 1 or leaf.shape[0] != n for leaf in leaves):
+        shapes = [leaf.shape for leaf in leaves]
+        raise ValueError(f"every output of the model must have the leading axis {n}, got {shapes}.")
+    judged = jax.eval_shape(criterion, out, jax.ShapeDtypeStruct((n,), jnp.int32))
+    if judged.shape != (n,) or not jnp.issubdtype(judged.dtype, jnp.floating):
+        raise ValueError(
+            f"the criterion must return floats [{n}], one a sample, got "
+            f"{judged.dtype}{list(judged.shape)}."
+        )
+    return int(leaves[0].shape[-1])
 
 
-@jax.jit
-def _spans(x, y):
-    return jnp.min(x), jnp.max(x), jnp.min(y), jnp.max(y)
-
-
-def check_samples(model, x, y, box=(0.0, 1.0)):
+def check_samples(
+    model: Callable[[Array], PyTree],
+    x: Array | np.ndarray,
+    y: Array | np.ndarray,
+    box: tuple[float, float] | None = (0.0, 1.0),
+    criterion: Callable[[PyTree, Array], Array] | None = None,
+) -> tuple[Array, Array]:
     """Checks concrete samples at the front door; returns them as JAX arrays, labels as int32."""
-    x, y = jnp.asarray(x), jnp.asarray(y)
-    classes = check_shapes(model, x, y)
-    low, high, smallest, largest = (span.item() for span in jax.device_get(_spans(x, y)))
+    x, labels = jnp.asarray(x), np.asarray(y)  # NumPy keeps labels of 64 bits as they came.
+    classes = check_shapes(model, x, labels, criterion)
+    low, high = (float(end) for end in jax.device_get(_span(x)))
     if not (math.isfinite(low) and math.isfinite(high)):
         bad = int(jnp.argmax(~jnp.all(jnp.isfinite(x.reshape(len(x), -1)), axis=-1)))
         raise ValueError(f"x[{bad}] holds a value that is not finite; remove or repair it.")
     if box is not None and (low < box[0] or high > box[1]):
         raise ValueError(
             f"x spans [{low:g}, {high:g}], outside the box [{box[0]:g}, {box[1]:g}]; rescale it, "
-            "or give the attack another box (box=None for none)."
+            "or give the ball another box (box=None for none)."
         )
+    smallest, largest = int(labels.min()), int(labels.max())
     if smallest < 0 or largest >= classes:
         raise ValueError(
             f"labels span {smallest}..{largest}, but the model has the classes 0..{classes - 1}."
         )
-    return x, y.astype(jnp.int32)
+    return x, jnp.asarray(labels, jnp.int32)
 
 
-def check_number(name, value, least=0.0):
-    """Checks a concrete scalar budget or knob; a traced one passes."""
+@jax.jit
+def _span(x: Array) -> tuple[Array, Array]:
+    return jnp.min(x), jnp.max(x)
+
+
+def sound(ball: Ball, x: Array, y: Array, eps: Array | None, classes: int) -> Array:
+    """``[n]``: the samples and radii that the front door would let in, for use inside a trace."""
+    rows = x.reshape(len(x), -1)
+    fine = jnp.all(jnp.isfinite(rows), axis=-1) & (y >= 0) & (y < classes)
+    if eps is not None:
+        fine &= jnp.isfinite(eps) & (eps >= 0)
+    if ball.box is not None:
+        fine &= jnp.all((rows >= ball.box[0]) & (rows <= ball.box[1]), axis=-1)
+    return fine
+
+
+def check_number(name: str, value: Any, least: float = 0.0) -> Any:
+    """Checks a concrete number; a traced one passes."""
     if traced(value):
         return value
     array = np.asarray(value)
@@ -80,3 +129,92 @@ def check_number(name, value, least=0.0):
     if not (np.isfinite(array) and array >= least):
         raise ValueError(f"{name} must be finite and at least {least:g}, got {value!r}.")
     return value
+
+
+def check_radii(eps: Any, n: int) -> Any:
+    """Checks radii: one number, or one a sample; traced ones pass."""
+    if traced(eps):
+        return eps
+    array = np.asarray(eps)
+    if array.shape not in ((), (n,)) or not np.issubdtype(array.dtype, np.number):
+        raise ValueError(
+            f"eps must be a single number or one a sample [{n}], got {eps!r}; vmap over several."
+        )
+    if not np.all(np.isfinite(array) & (array >= 0)):
+        raise ValueError(f"eps must be finite and at least 0, got {eps!r}.")
+    return eps
+
+
+def check_like(name: str, points: Any, x: Array) -> Array | None:
+    """Checks points ``[n, *shape]`` that go with the samples, or None."""
+    if points is None:
+        return None
+    points = jnp.asarray(points)
+    if points.shape != x.shape or not bool(jnp.all(jnp.isfinite(points))):
+        raise ValueError(
+            f"{name} must be finite points {list(x.shape)} like x, got {list(points.shape)}."
+        )
+    return points
+
+
+def check_mask(name: str, mask: Any, n: int) -> np.ndarray | None:
+    """Checks one boolean a sample, or None."""
+    if mask is None:
+        return None
+    mask = np.asarray(mask)
+    if mask.shape != (n,) or mask.dtype != bool:
+        raise ValueError(f"{name} must be booleans [{n}], got {mask.dtype}{list(mask.shape)}.")
+    return mask
+
+
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """Checks an integer setting; NumPy's integers become Python's."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = None
+    if count is None or isinstance(value, bool) or count < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")
+    return count
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
+    """Checks a setting that is one of a few words."""
+    if value not in choices:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}.")
+    return value
+
+
+def check_order(order: Any) -> float:
+    """Checks a Wasserstein order; returns it as a Python number."""
+    if traced(order) or np.ndim(order) or not isinstance(order, (int, float, np.number)):
+        raise ValueError(f"order must be a number of at least 1, or inf, got {order!r}.")
+    if not order >= 1:
+        raise ValueError(f"order must be a number of at least 1, or inf, got {order!r}.")
+    return float(order)
+
+
+def check_box(box: Any) -> tuple[float, float] | None:
+    """Checks a box of valid inputs, or None for none."""
+    if box is None:
+        return None
+    try:
+        low, high = (float(end) for end in box)
+    except (TypeError, ValueError):
+        low = high = math.nan
+    if not low < high:
+        raise ValueError(f"box must be (low, high) with low < high, or None; got {box!r}.")
+    return low, high
+
+
+def settle(attack: Any, dtype: np.dtype) -> Any:
+    """The attack with its numbers in the type of the samples, each checked to be finite.
+
+    Weak Python numbers would keep the type too, but cost a conversion at every dispatch.
+    """
+
+    def convert(path: tuple[Any, ...], leaf: Any) -> Array:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return jnp.asarray(check_number(name, leaf), dtype)
+
+    return jax.tree_util.tree_map_with_path(convert, attack)

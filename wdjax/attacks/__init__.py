@@ -1,8 +1,7 @@
-"""Attacks: every factory returns a :class:`wdjax.Attack` for :func:`wdjax.run`."""
+"""Attacks: frozen pytree dataclasses for :func:`wdjax.search` and :func:`wdjax.run`."""
 
-from wdjax.attacks.distributional import distributional
-from wdjax.attacks.pgd import fgsm, pgd
-from wdjax.attacks.wda import wda
-from wdjax.attacks.wda_plus_plus import wda_plus_plus
+from wdjax.attacks.pgd import PGD, fgsm
+from wdjax.attacks.wda import WDA
+from wdjax.attacks.wda_plus_plus import WDAPlusPlus
 
-__all__ = ["distributional", "fgsm", "pgd", "wda", "wda_plus_plus"]
+__all__ = ["PGD", "WDA", "WDAPlusPlus", "fgsm"]

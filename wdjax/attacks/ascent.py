@@ -1,166 +1,200 @@
-"""The moves that first-order attacks share: a dual-norm step, and the best step of many rivals."""
+"""The moves that first-order attacks share: a gradient that can be trusted, the best of rivals."""
 
+import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from wdjax import losses, norms
-from wdjax.core import Info
+from wdjax.balls import Lp
+from wdjax.core import Array, Info, PyTree, Victim
+from wdjax.track import finite
 
 _AT_ONCE = 10
 """Rivals tried in one go; more are scanned in chunks, so that memory does not grow with K."""
 
 
+def setting(default: Any) -> Any:
+    """A dataclass field that changes the program: part of the tree's structure, not a leaf."""
+    return dataclasses.field(default=default, metadata={"static": True})
+
+
+class Slope(NamedTuple):
+    """What one forward and one backward pass tell: ``[n, ...]`` leaves."""
+
+    out: PyTree
+    gradient: Array
+    """``[n, *shape]``, 0 in coordinates where it was not finite."""
+    zero: Array
+    """Whether it is 0 everywhere."""
+    fault: Array
+    """Whether an output or a coordinate of the gradient was not finite."""
+
+
+def slope(
+    victim: Victim, x: Array, y: Array, objective: Callable[[PyTree, Array], Array]
+) -> Slope:
+    """The gradient of ``sum objective(model(x), y)``, looked at."""
+
+    def total(x: Array) -> tuple[Array, PyTree]:
+        out = victim.model(x)
+        return jnp.sum(objective(out, y)), out
+
+    gradient, out = jax.grad(total, has_aux=True)(x)
+    return look(gradient, out)
+
+
+def look(gradient: Array, out: PyTree) -> Slope:
+    """Takes what is not finite out of a gradient and says so."""
+    known = jnp.isfinite(gradient)
+    usable = jnp.where(known, gradient, 0.0)
+    zero = jnp.all((usable == 0).reshape(len(usable), -1), axis=1)
+    fault = ~jnp.all(known.reshape(len(known), -1), axis=1) | ~finite(out)
+    return Slope(out, usable, zero, fault)
+
+
+def note(victim: Victim, y: Array, seen: Slope, forwards: int = 1) -> Info:
+    """The :class:`~wdjax.core.Info` of a step that took one gradient."""
+    one = jnp.ones(len(y), jnp.int32)
+    value = victim.criterion(seen.out, y)
+    zeros = seen.zero.astype(jnp.int32)
+    return Info(value, one, forwards * one, zeros, seen.fault | ~jnp.isfinite(value))
+
+
+def judge(victim: Victim, x: Array, y: Array) -> tuple[PyTree, Info]:
+    """One forward pass and its :class:`~wdjax.core.Info`."""
+    out, none = victim.model(x), jnp.zeros(len(y), jnp.int32)
+    value = victim.criterion(out, y)
+    return out, Info(value, none, none + 1, none, ~finite(out) | ~jnp.isfinite(value))
+
+
 class Move(NamedTuple):
     """The best of several candidate steps, per sample."""
 
-    margin: jax.Array
+    margin: Array
     """``z_rival - z_y`` at ``x``."""
-    x: jax.Array
-    rival: jax.Array
-    logits: jax.Array
+    x: Array
+    rival: Array
+    logits: Array
 
 
-def margin_gradient(model, x, y, rival):
-    """Logits ``[n, K]`` and the gradient ``[n, *shape]`` of ``z_rival - z_y``."""
-    logits, pullback = jax.vjp(model, x)
-    return logits, _towards(pullback, logits, y, rival)
-
-
-def _towards(pullback, logits, y, rival):
-    one_hot = functools.partial(jax.nn.one_hot, num_classes=logits.shape[-1], dtype=logits.dtype)
-    return pullback(one_hot(rival) - one_hot(y))[0]
-
-
-def best_move(model, x, y, choose, advance):
+def best_move(
+    victim: Victim,
+    x: Array,
+    y: Array,
+    choose: Callable[[Array], Array],
+    advance: Callable[[Array, Array], Array],
+) -> tuple[Move, Info]:
     """Steps towards every chosen rival and keeps the candidate of largest margin to its own rival.
 
     Args:
-      model: ``[n, *shape] -> [n, K]``.
+      victim: its model gives logits ``[n, K]``.
       x: ``[n, *shape]`` current points.
       y: ``[n]`` labels.
       choose: logits at ``x`` ``->`` rivals ``[n, m]``.
       advance: ``(x, gradient) -> candidates``, all ``[n, *shape]``.
 
     Returns:
-      The logits at ``x``, the winning :class:`Move`, and m.
+      The winning :class:`Move` and what the step did.
 
     Cost: 1 + m forward and m backward passes; memory for at most 10 candidates a sample.
     """
-    logits, pullback = jax.vjp(model, x)
+    logits, pullback = jax.vjp(victim.model, x)
     rivals = choose(logits).T
     sample = jnp.arange(len(y))
 
-    def attempt(rivals):
-        gradients = jnp.stack([_towards(pullback, logits, y, rival) for rival in rivals])
-        tried = jax.vmap(functools.partial(advance, x))(gradients)
-        count = len(rivals)
-        after = model(tried.reshape(count * len(y), *x.shape[1:])).reshape(count, len(y), -1)
-        margin = jax.vmap(losses.targeted_margin, (0, None, 0))(after, y, rivals)
-        winner = jnp.argmax(margin, axis=0)
-        taken = [leaf[winner, sample] for leaf in (margin, tried, rivals, after)]
-        return Move(*taken)
+    def towards(rival: Array) -> Slope:
+        one_hot = functools.partial(jax.nn.one_hot, num_classes=logits.shape[-1], dtype=x.dtype)
+        return look(pullback((one_hot(rival) - one_hot(y)).astype(logits.dtype))[0], logits)
 
-    def attempt_more(best, rivals):
-        move = attempt(rivals)
-        better = move.margin > best.margin
-        kept = [jnp.where(norms.spread(better, new), new, old) for new, old in zip(move, best)]
-        return Move(*kept), None
+    def attempt(rivals: Array) -> tuple[Move, Array, Array]:
+        slopes = [towards(rival) for rival in rivals]
+        tried = jnp.stack([advance(x, seen.gradient) for seen in slopes])
+        count = len(rivals)
+        after = victim.model(tried.reshape(count * len(y), *x.shape[1:]))
+        after = after.reshape(count, len(y), -1)
+        margin = jax.vmap(losses.targeted_margin, (0, None, 0))(after, y, rivals)
+        # A NaN would win the maximum.
+        winner = jnp.argmax(jnp.where(jnp.isnan(margin), -jnp.inf, margin), axis=0)
+        move = Move(*(leaf[winner, sample] for leaf in (margin, tried, rivals, after)))
+        zeros = sum(seen.zero.astype(jnp.int32) for seen in slopes)
+        fault = functools.reduce(jnp.logical_or, (seen.fault for seen in slopes))
+        return move, zeros, fault | ~jnp.isfinite(after).all(axis=(0, 2))
+
+    def attempt_more(best: tuple[Move, Array, Array], rivals: Array) -> tuple[Any, None]:
+        known, zeros, fault = best
+        move, more, worse = attempt(rivals)
+        better = move.margin > known.margin
+        kept = [jnp.where(norms.spread(better, new), new, old) for new, old in zip(move, known)]
+        return (Move(*kept), zeros + more, fault | worse), None
 
     count = len(rivals)
-    best = attempt(rivals[:_AT_ONCE])
+    tried = attempt(rivals[:_AT_ONCE])
     if count > _AT_ONCE:
         missing = -count % _AT_ONCE
         rest = jnp.concatenate([rivals[_AT_ONCE:], jnp.repeat(rivals[-1:], missing, axis=0)])
-        best, _ = jax.lax.scan(attempt_more, best, rest.reshape(-1, _AT_ONCE, len(y)))
-    return logits, best, count
+        tried, _ = jax.lax.scan(attempt_more, tried, rest.reshape(-1, _AT_ONCE, len(y)))
+    move, zeros, fault = tried
+    one = jnp.ones(len(y), jnp.int32)
+    value = victim.criterion(logits, y)
+    fault |= ~jnp.isfinite(value)
+    return move, Info(value, count * one, (1 + count) * one, jnp.minimum(zeros, count), fault)
 
 
-def step(x, gradient, step_size, norm, box):
-    """``x + step_size * M_r(gradient)``, equation 1.
-
-    For norm 1, which moves a single coordinate, coordinates that the box does not let move any
-    further are passed over; otherwise the walk would stall at the first saturated pixel.
-    """
-    if norm == 1 and box is not None:
-        low, high = box
-        stuck = ((gradient > 0) & (x >= high)) | ((gradient < 0) & (x <= low))
-        gradient = jnp.where(stuck, 0.0, gradient)
-    return x + step_size * norms.dual_maximizer(gradient, norm)
-
-
-def all_rivals(logits, y):
+def all_rivals(logits: Array, y: Array) -> Array:
     """Every class but ``y``: ``[n, K - 1]``."""
     classes = logits.shape[-1]
     return (y[:, None] + jnp.arange(1, classes, dtype=y.dtype)) % classes
 
 
-def top_rivals(logits, y, count):
+def top_rivals(logits: Array, y: Array, count: int) -> Array:
     """The ``count`` largest classes other than ``y``, largest first: ``[n, count]``."""
     count = min(count, logits.shape[-1] - 1)
     others = jnp.where(jax.nn.one_hot(y, logits.shape[-1], dtype=bool), -jnp.inf, logits)
-    return jax.lax.top_k(others, count)[1]
+    return jax.lax.top_k(others, count)[1].astype(y.dtype)
 
 
-def default_step(eps, norm, step_size):
-    """The given step size, or the paper's share of the budget: 0.02 of 8/255 (inf), 0.2 of 0.5 (2).
+def need_logits(name: str, out: PyTree) -> None:
+    """Refuses victims whose classes cannot be told apart."""
+    if getattr(out, "ndim", 0) != 2 or out.shape[-1] < 2:
+        raise ValueError(
+            f"{name} follows single classes and needs logits [n, K], got "
+            f"{jax.tree.map(jnp.shape, out)}; use PGD with a loss of your own."
+        )
 
-    The paper has no value for norm 1; the share of norm 2 is used.
+
+_SHARE = {1: 0.4, 2: 0.4, math.inf: 0.02 / (8 / 255)}
+_ABSOLUTE = {1: 0.2, 2: 0.2, math.inf: 0.02}
+
+
+def default_step(ball: Lp, eps: Array | None) -> Array:
+    """The paper's steps: 0.02 for eps 8/255 (inf) and 0.2 for eps 0.5 (2), as a share of ``eps``.
+
+    Where there is no ``eps``, these very numbers, meant for a box of width 1. The paper has no
+    value for norm 1; that of norm 2 is used.
     """
-    share = 0.02 / (8 / 255) if norm == math.inf else 0.4
-    return share * eps if step_size is None else step_size
-
-
-def info(margin, gradients, forwards):
-    """An :class:`~wdjax.core.Info` row with the same pass counts for every sample."""
-    count = functools.partial(jnp.full, margin.shape, dtype=jnp.int32)
-    return Info(margin, count(gradients), count(forwards))
+    return jnp.asarray(_ABSOLUTE[ball.norm]) if eps is None else _SHARE[ball.norm] * eps
 
 
 class Best(NamedTuple):
-    """The iterate of largest margin so far, per sample."""
+    """The iterate of largest criterion so far, per sample."""
 
-    x: jax.Array
-    margin: jax.Array
+    x: Array
+    value: Array
 
 
-def no_best(x, iterate):
+def no_best(x: Array, iterate: str) -> Best | None:
     """Where the search for the best iterate begins; None if the last one is wanted."""
     return None if iterate == "last" else Best(x, jnp.full(len(x), -jnp.inf, x.dtype))
 
 
-def keep_best(best, x, margin):
+def keep_best(best: Best | None, x: Array, value: Array) -> Best | None:
     """The better of :class:`Best` and the points ``x``, if anyone looks for it."""
     if best is None:
         return None
-    better = margin > best.margin
-    return Best(
-        jnp.where(norms.spread(better, x), x, best.x), jnp.where(better, margin, best.margin)
-    )
-
-
-def check_count(name, value, least=1):
-    """Checks a static count at the front door of a factory."""
-    if not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")
-
-
-def check_order(order):
-    """Checks a Wasserstein order."""
-    if order not in (1, 2, math.inf):
-        raise ValueError(f"order must be 1, 2 or inf, got {order!r}.")
-
-
-def check_iterate(iterate):
-    """Checks the choice between the best and the last iterate."""
-    if iterate not in ("best", "last"):
-        raise ValueError(f"iterate must be 'best' or 'last', got {iterate!r}.")
-
-
-def check_box(box):
-    """Checks a box of valid inputs, or None for none."""
-    if box is not None and not (len(box) == 2 and box[0] < box[1]):
-        raise ValueError(f"box must be (low, high) with low < high, or None; got {box!r}.")
+    better = value > best.value
+    return Best(jnp.where(norms.spread(better, x), x, best.x), jnp.where(better, value, best.value))

@@ -1,125 +1,121 @@
 """Projected gradient descent and its one-step form, FGSM."""
 
-import functools
-import math
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from wdjax import losses, norms
+from wdjax import losses, norms, validate
 from wdjax.attacks import ascent
-from wdjax.core import Attack, Stage
+from wdjax.attacks.ascent import setting
+from wdjax.balls import Lp
+from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 
 
 class State(NamedTuple):
-    x: jax.Array
+    x: Array
     best: ascent.Best | None
 
 
-@functools.lru_cache(maxsize=256)
-def pgd(
-    *,
-    norm=math.inf,
-    steps: int = 40,
-    loss=losses.cross_entropy,
-    random_start: bool = False,
-    iterate: str = "best",
-    box: tuple[float, float] | None = (0.0, 1.0),
-) -> Attack:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PGD:
     r"""Projected gradient ascent ``x <- P(x + step_size * M_r(grad loss))`` on a per-sample loss.
 
     Args:
-      norm: ground norm r of the ball: 1, 2 or inf.
+      ball: norm and box.
       steps: gradient steps.
-      loss: ``(logits [n, K], y [n]) -> [n]``, to be increased; see :mod:`wdjax.losses`.
+      loss: ``(out, y) -> [n]``, to be increased; see :mod:`wdjax.losses`.
       random_start: start uniformly in the ball instead of at the sample; makes a key necessary.
-      iterate: ``"best"`` returns the iterate of largest margin, ``"last"`` the last one.
-      box: ``(low, high)`` of valid inputs, or None.
-
-    Returns:
-      An :class:`~wdjax.core.Attack` with the knob ``step_size`` (default ``2.5 eps / steps``, and
-      ``eps`` for one step).
+      iterate: ``"best"`` returns the iterate of largest criterion, ``"last"`` the last one.
+      step_size: may be traced; by default ``2.5 eps / steps``, and ``eps`` for one step.
 
     Raises:
-      ValueError: another norm, fewer than one step, another iterate.
+      ValueError: fewer than one step, another iterate.
 
     Cost: per step 1 forward and 1 backward pass a sample; 1 more forward for ``"best"``.
 
-    Differs: feasibility by clipping the ball's projection to the box, as all implementations do;
-    for norms 1 and 2 that is not the Euclidean projection on the intersection.
+    Differs: for norm 2 feasibility by clipping the ball's projection to the box, as all
+      implementations do; that is not the Euclidean projection on the intersection.
 
     Source: Madry et al. (2018); the projection is equation 2 of Le et al.
 
-    >>> pgd(norm=2, steps=5) is pgd(norm=2, steps=5)  # equal settings share one compiled program
+    >>> PGD(Lp(2), steps=5) == PGD(Lp(2), steps=5)  # equal settings share one compiled program
     True
     """
-    norms.check_norm(norm)
-    ascent.check_count("steps", steps)
-    ascent.check_iterate(iterate)
-    ascent.check_box(box)
 
-    def init(model, x, y, logits, keys, *, eps, step_size=None):
-        start = x
-        if random_start:
-            noise = jax.vmap(lambda key: _uniform_in_ball(key, x[0].size, norm, x.dtype))(keys)
-            start = norms.retract(x + eps * noise.reshape(x.shape), x, eps, norm, box)
-        return State(start, ascent.no_best(start, iterate))
+    budget: ClassVar[Literal["sample"]] = "sample"
 
-    def step(model, x, y, state, *, eps, step_size=None):
-        size = (2.5 * eps / steps if steps > 1 else eps) if step_size is None else step_size
+    ball: Lp = setting(Lp())
+    steps: int = setting(40)
+    loss: Callable[[PyTree, Array], Array] = setting(losses.cross_entropy)
+    random_start: bool = setting(False)
+    iterate: str = setting("best")
+    step_size: float | Array | None = None
 
-        def total(point):
-            logits = model(point)
-            return jnp.sum(loss(logits, y)), logits
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", validate.check_count("steps", self.steps))
+        validate.check_choice("iterate", self.iterate, ("best", "last"))
 
-        gradient, logits = jax.grad(total, has_aux=True)(state.x)
-        margin = losses.margin(logits, y)
-        moved = ascent.step(state.x, gradient, size, norm, box)
-        moved = norms.retract(moved, x, eps, norm, box)
-        info = ascent.info(margin, gradients=1, forwards=1)
-        return State(moved, ascent.keep_best(state.best, state.x, margin)), info
+    @property
+    def random(self) -> bool:
+        return self.random_start
 
-    def compare(model, x, y, state, *, eps, step_size=None):
-        margin = losses.margin(model(state.x), y)
-        best = ascent.keep_best(state.best, state.x, margin)
-        info = ascent.info(margin, gradients=0, forwards=1)
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        last = (Stage(self._compare, 1),) if self.iterate == "best" else ()
+        return (Stage(self._ascend, self.steps, cycles=True), *last)
+
+    def init(
+        self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
+    ) -> State:
+        x, eps = samples.x, samples.eps
+        assert eps is not None
+        point = x if start is None else start
+        if self.random_start:
+            noise = jax.vmap(lambda key: self.ball.noise(key, x.shape[1:], x.dtype))(keys)
+            point = point + norms.spread(eps, x) * noise
+        if point is not x:
+            point = self.ball.project(point, x, eps)
+        return State(point, ascent.no_best(point, self.iterate))
+
+    def _ascend(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        eps, size = samples.eps, self.step_size
+        if size is None:
+            size = 2.5 * eps / self.steps if self.steps > 1 else eps
+        seen = ascent.slope(victim, state.x, samples.y, self.loss)
+        info = ascent.note(victim, samples.y, seen)
+        moved = self.ball.ascend(state.x, seen.gradient, size)
+        moved = self.ball.project(moved, samples.x, eps)
+        return State(moved, ascent.keep_best(state.best, state.x, info.value)), info
+
+    def _compare(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        info = ascent.judge(victim, state.x, samples.y)[1]
+        best = ascent.keep_best(state.best, state.x, info.value)
+        assert best is not None
         return State(best.x, best), info
 
-    return Attack(
-        name="pgd" if steps > 1 else "fgsm",
-        init=init,
-        stages=(Stage(step, steps), *([Stage(compare, 1)] if iterate == "best" else [])),
-        point=lambda x, state, **knobs: state.x,
-        norm=norm,
-        box=box,
-        knobs=(("step_size", None),),
-        random=random_start,
-    )
+    def point(self, samples: Samples, state: State) -> tuple[Array, None]:
+        return state.x, None
+
+    def finished(self, state: State) -> Array:
+        return jnp.zeros(len(state.x), bool)
 
 
-def fgsm(*, norm=math.inf, loss=losses.cross_entropy, box=(0.0, 1.0)) -> Attack:
-    """The fast gradient (sign) method: one step of length ``eps``, :func:`pgd` with one step.
+def fgsm(ball: Lp = Lp(), loss: Callable[[PyTree, Array], Array] = losses.cross_entropy) -> PGD:
+    """The fast gradient (sign) method: :class:`PGD` with one step of length ``eps``.
 
     Args:
-      norm: ground norm r of the ball: 1, 2 or inf.
-      loss: ``(logits [n, K], y [n]) -> [n]``, to be increased.
-      box: ``(low, high)`` of valid inputs, or None.
-
-    Returns:
-      An :class:`~wdjax.core.Attack`.
+      ball: norm and box.
+      loss: ``(out, y) -> [n]``, to be increased.
 
     Cost: 1 forward and 1 backward pass a sample.
 
     Source: Goodfellow et al. (2015).
 
-    >>> fgsm().name
-    'fgsm'
+    >>> fgsm().steps
+    1
     """
-    return pgd(norm=norm, steps=1, loss=loss, iterate="last", box=box)
-
-
-def _uniform_in_ball(key, dimension, norm, dtype):
-    if norm == math.inf:
-        return jax.random.uniform(key, (dimension,), dtype, -1.0, 1.0)
-    return jax.random.ball(key, dimension, p=norm, dtype=dtype)
+    return PGD(ball, steps=1, loss=loss, iterate="last")

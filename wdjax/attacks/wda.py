@@ -1,133 +1,134 @@
 """Wasserstein distributional attack (WDA), Algorithm 1 of Le et al."""
 
-import functools
-import math
-from typing import NamedTuple
+import dataclasses
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from wdjax import losses, norms
+from wdjax import losses, validate
 from wdjax.attacks import ascent
-from wdjax.core import Attack, Stage
+from wdjax.attacks.ascent import setting
+from wdjax.balls import Lp
+from wdjax.core import Array, Info, Samples, Stage, Victim
 
 
 class State(NamedTuple):
-    x: jax.Array
-    rival: jax.Array
+    x: Array
+    rival: Array
     best: ascent.Best | None
 
 
-@functools.lru_cache(maxsize=256)
-def wda(
-    *,
-    norm=math.inf,
-    order=1,
-    steps: int = 20,
-    probe: int = 10,
-    rivals: int | None = None,
-    iterate: str = "last",
-    box: tuple[float, float] | None = (0.0, 1.0),
-) -> Attack:
-    r"""Wasserstein distributional attack: every sample sends ``1 / kappa`` of its mass away.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WDA:
+    r"""Wasserstein distributional attack: steps towards every rival, the best of them is followed.
 
     Each probing step takes, for every rival class j, a dual-norm step ``x + step_size M_r(g_j)``
-    along ``g_j = grad (z_j - z_y)``, projects it on the ball of radius ``kappa^(1/p) eps`` around
-    the sample, and keeps the candidate of largest margin; the later steps follow the last winner.
-    By Corollary C.2 the distribution (equation 11) lies in the Wasserstein ball of order p.
+    along ``g_j = grad (z_j - z_y)``, projects it on the ball around the sample, and keeps the
+    candidate of largest margin; the later steps follow the last winner. With
+    ``wdjax.run(..., order=p, kappa=k)`` the radius is ``kappa^(1/p) eps`` and every sample sends
+    ``1 / kappa`` of its mass, a distribution (equation 11) in the Wasserstein ball of order p by
+    Corollary C.2.
 
     Args:
-      norm: ground norm r: 1, 2 or inf.
-      order: Wasserstein order p: 1, 2 or inf (then ``kappa`` does not enlarge the radius).
+      ball: norm and box; the paper has no box.
       steps: all steps, the paper's ``maxiter``.
       probe: how many of them try every rival; ``1 <= probe <= steps``.
-      rivals: try only this many classes, those of largest logit at the sample; all by default.
-      iterate: ``"last"`` as in the paper, or ``"best"``, the iterate of largest margin.
-      box: ``(low, high)`` of valid inputs, or None as in the paper.
-
-    Returns:
-      An :class:`~wdjax.core.Attack` with the knobs ``kappa`` (default 1, a point-wise attack) and
-      ``step_size`` (default the paper's share of ``eps``: 0.6375 for inf, 0.4 for 2 and 1).
+      rivals: try only this many classes, those of largest logit at the point; all by default.
+      iterate: ``"last"`` as in the paper, or ``"best"``, the iterate of largest criterion.
+      step_size: may be traced; by default the paper's share of the radius, 0.6375 for norm inf and
+        0.4 for norm 2.
 
     Raises:
-      ValueError: another norm or order, ``probe`` outside ``1 .. steps``.
+      ValueError: ``probe`` outside ``1 .. steps``, another iterate, a model without logits.
 
     Cost: with m rivals, 1 + m forward and m backward passes a probing step (one forward serves all
     gradients) and 1 + 1 a later step; memory for m copies of the batch, at most 10 at once.
 
     Differs: the candidates of later steps are not evaluated and the iterate after the last is not
-    computed, since the paper's algorithm throws them away. The box is the one of real images.
+    computed, since the paper's algorithm throws them away. The box is the one of real images. For
+    ``kappa > 1`` the default step grows with the radius, where the paper keeps it.
 
     Source: Le et al., Algorithm 1 and equation 11.
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> x, y = jnp.array([[0.8, 0.2]]), jnp.array([0])
-    >>> point = wdjax.run(wda(), model, x, y, eps=0.2)
-    >>> mixed = wdjax.run(wda(), model, x, y, eps=0.2, kappa=2.0)  # twice as far, half the mass
+    >>> point = wdjax.run(WDA(), model, x, y, eps=0.2)
+    >>> mixed = wdjax.run(WDA(), model, x, y, eps=0.2, kappa=2.0)  # twice as far, half the mass
     >>> float(point.accuracy), float(mixed.accuracy)
     (1.0, 0.5)
     """
-    norms.check_norm(norm)
-    ascent.check_order(order)
-    ascent.check_count("probe", probe)
-    ascent.check_count("steps", steps, least=probe)
-    ascent.check_iterate(iterate)
-    ascent.check_box(box)
-    if rivals is not None:
-        ascent.check_count("rivals", rivals)
 
-    def reach(*, eps, kappa, step_size=None):
-        return eps * kappa ** (1 / order)
+    budget: ClassVar[Literal["sample"]] = "sample"
+    random: ClassVar[bool] = False
 
-    def init(model, x, y, logits, keys, *, eps, kappa, step_size=None):
-        return State(x, y, ascent.no_best(x, iterate))
+    ball: Lp = setting(Lp())
+    steps: int = setting(20)
+    probe: int = setting(10)
+    rivals: int | None = setting(None)
+    iterate: str = setting("last")
+    step_size: float | Array | None = None
 
-    def advance(x, gradient, center, eps, kappa, step_size):
-        size = ascent.default_step(eps, norm, step_size)
-        moved = ascent.step(x, gradient, size, norm, box)
-        return norms.retract(moved, center, reach(eps=eps, kappa=kappa), norm, box)
+    def __post_init__(self) -> None:
+        probe = validate.check_count("probe", self.probe)
+        object.__setattr__(self, "probe", probe)
+        object.__setattr__(self, "steps", validate.check_count("steps", self.steps, probe))
+        validate.check_choice("iterate", self.iterate, ("best", "last"))
+        if self.rivals is not None:
+            object.__setattr__(self, "rivals", validate.check_count("rivals", self.rivals))
 
-    def choose(y, logits):
-        count = logits.shape[-1] - 1 if rivals is None else rivals
-        some = count < logits.shape[-1] - 1
-        return ascent.top_rivals(logits, y, count) if some else ascent.all_rivals(logits, y)
-
-    def try_all(model, x, y, state, *, eps, kappa, step_size=None):
-        move_on = functools.partial(advance, center=x, eps=eps, kappa=kappa, step_size=step_size)
-        logits, move, count = ascent.best_move(
-            model, state.x, y, functools.partial(choose, y), move_on
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        last = (Stage(self._compare, 1),) if self.iterate == "best" else ()
+        return (
+            Stage(self._probe, self.probe, cycles=True),
+            Stage(self._follow, self.steps - self.probe, cycles=True),
+            *last,
         )
-        margin = losses.margin(logits, y)
-        info = ascent.info(margin, gradients=count, forwards=1 + count)
-        return State(move.x, move.rival, ascent.keep_best(state.best, state.x, margin)), info
 
-    def follow(model, x, y, state, *, eps, kappa, step_size=None):
-        logits, gradient = ascent.margin_gradient(model, state.x, y, state.rival)
-        margin = losses.margin(logits, y)
-        moved = advance(state.x, gradient, x, eps, kappa, step_size)
-        info = ascent.info(margin, gradients=1, forwards=1)
-        return State(moved, state.rival, ascent.keep_best(state.best, state.x, margin)), info
+    def init(
+        self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
+    ) -> State:
+        ascent.need_logits("WDA", samples.out)
+        x = samples.x if start is None else self.ball.project(start, samples.x, samples.eps)
+        return State(x, samples.y, ascent.no_best(x, self.iterate))
 
-    def compare(model, x, y, state, *, eps, kappa, step_size=None):
-        margin = losses.margin(model(state.x), y)
-        best = ascent.keep_best(state.best, state.x, margin)
-        info = ascent.info(margin, gradients=0, forwards=1)
+    def _advance(self, samples: Samples, x: Array, gradient: Array) -> Array:
+        size = ascent.default_step(self.ball, samples.eps)
+        size = size if self.step_size is None else self.step_size
+        return self.ball.project(self.ball.ascend(x, gradient, size), samples.x, samples.eps)
+
+    def _probe(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        def choose(logits: Array) -> Array:
+            if self.rivals is None or self.rivals >= logits.shape[-1] - 1:
+                return ascent.all_rivals(logits, samples.y)
+            return ascent.top_rivals(logits, samples.y, self.rivals)
+
+        def advance(x: Array, gradient: Array) -> Array:
+            return self._advance(samples, x, gradient)
+
+        move, info = ascent.best_move(victim, state.x, samples.y, choose, advance)
+        return State(move.x, move.rival, ascent.keep_best(state.best, state.x, info.value)), info
+
+    def _follow(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        def margin(logits: Array, y: Array) -> Array:
+            return losses.targeted_margin(logits, y, state.rival)
+
+        seen = ascent.slope(victim, state.x, samples.y, margin)
+        info = ascent.note(victim, samples.y, seen)
+        moved = self._advance(samples, state.x, seen.gradient)
+        return State(moved, state.rival, ascent.keep_best(state.best, state.x, info.value)), info
+
+    def _compare(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        info = ascent.judge(victim, state.x, samples.y)[1]
+        best = ascent.keep_best(state.best, state.x, info.value)
+        assert best is not None
         return State(best.x, state.rival, best), info
 
-    def weigh(cost, success, *, eps, kappa, step_size=None):
-        return jnp.full_like(cost, 1 / kappa)
+    def point(self, samples: Samples, state: State) -> tuple[Array, None]:
+        return state.x, None
 
-    last = [Stage(compare, 1)] if iterate == "best" else []
-    return Attack(
-        name="wda",
-        init=init,
-        stages=(Stage(try_all, probe), Stage(follow, steps - probe), *last),
-        point=lambda x, state, **knobs: state.x,
-        norm=norm,
-        order=order,
-        box=box,
-        knobs=(("kappa", 1.0), ("step_size", None)),
-        reach=reach,
-        weigh=weigh,
-    )
+    def finished(self, state: State) -> Array:
+        return jnp.zeros(len(state.x), bool)

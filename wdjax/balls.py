@@ -1,0 +1,63 @@
+"""Balls: what may move, and what it costs."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from wdjax import norms, validate
+from wdjax.core import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Lp:
+    r"""The ball of a norm around every sample, inside a box: ``||x_adv - x||_r <= eps``.
+
+    Args:
+      norm: r, one of 1, 2 and inf.
+      box: ``(low, high)`` of valid inputs, or None for all of space.
+
+    Raises:
+      ValueError: another norm, or a box that is empty.
+
+    >>> ball = Lp(jnp.inf)
+    >>> ball.cost(jnp.zeros((1, 3)), jnp.array([[0.5, 0.0, 0.25]])).tolist()
+    [0.5]
+    """
+
+    norm: float = math.inf
+    box: tuple[float, float] | None = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "norm", norms.check_norm(self.norm))
+        object.__setattr__(self, "box", validate.check_box(self.box))
+
+    def cost(self, x: Array, x_adv: Array, proof: None = None) -> Array:
+        """``[n]`` distances; inf where a point is outside the box or not finite."""
+        flat = x_adv.reshape(len(x_adv), -1)
+        inside = jnp.all(jnp.isfinite(flat), axis=-1)
+        if self.box is not None:
+            low, high = self.box
+            inside &= jnp.all((flat >= low) & (flat <= high), axis=-1)
+        moved = jnp.where(norms.spread(inside, x), x_adv, x)
+        return jnp.where(inside, norms.lp_norm(moved - x, self.norm), jnp.inf)
+
+    def ascend(self, x: Array, gradient: Array, size: Array) -> Array:
+        """``x + size * M_r(gradient)``, equation 1; sizes ``[n]``. May leave the ball."""
+        return norms.ascend(x, gradient, size, self.norm, self.box)
+
+    def project(self, z: Array, x: Array, radius: Array) -> Array:
+        """A point of the ball and the box near ``z``."""
+        return norms.retract(z, x, radius, self.norm, self.box)
+
+    def clip(self, z: Array) -> Array:
+        """The nearest point of the box."""
+        return z if self.box is None else jnp.clip(z, *self.box)
+
+    def noise(self, key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+        """One point drawn uniformly from the unit ball, without the box."""
+        size = math.prod(shape)
+        if self.norm == math.inf:
+            return jax.random.uniform(key, shape, dtype, -1.0, 1.0)
+        return jax.random.ball(key, size, p=self.norm, dtype=dtype).reshape(shape)

@@ -1,0 +1,144 @@
+"""One loop for everything that is carried on: searches, trainings, games.
+
+A turn is a pure function of a pytree; between turns the loop reports, stops early, saves and
+resumes. How many steps one turn may put into one program is decided here too.
+"""
+
+import hashlib
+import signal
+import threading
+import time
+from collections.abc import Callable
+from os import PathLike
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wdjax import persist, program
+
+State = TypeVar("State")
+
+CHUNK = 10
+"""Steps in one program on an accelerator, so that the host is seldom waited for."""
+
+
+def at_once(step: Callable[..., Any], *example: Any) -> bool:
+    """Whether many repetitions of ``step(*example)`` belong into one program.
+
+    On an accelerator, always. XLA's CPU compiler is slow at some convolutions inside a loop body
+    (:func:`wdjax.program.loops_well`); a program with one of them is repeated from the host.
+    """
+    return jax.default_backend() != "cpu" or program.loops_well(step, *example)
+
+
+def carry(
+    state: State,
+    turn: Callable[[State], State],
+    finished: Callable[[State], bool],
+    *,
+    report: Callable[[State], Any] | None = None,
+    checkpoint: str | PathLike[str] | None = None,
+    every: float = 60.0,
+    identity: bytes = b"",
+) -> State:
+    """Takes turns until the state is finished.
+
+    Args:
+      state: a pytree; with a checkpoint, of arrays and numbers.
+      turn: ``state -> state``.
+      finished: whether no turn is left.
+      report: called with the state after every turn; a true value ends the loop.
+      checkpoint: a folder. If it holds a state of the same identity, the loop goes on from there.
+        It is written every so often, at the end, and when Ctrl-C or SIGTERM interrupts, so that
+        nothing is lost; a signal then takes effect after the turn under way.
+      every: least seconds between two writings; 0 for one after every turn.
+      identity: what the state belongs to, a digest of settings and data, from :func:`digest`.
+
+    Returns:
+      The last state.
+
+    Raises:
+      ValueError: a checkpoint of another structure or identity, which is left alone.
+      KeyboardInterrupt, SystemExit: after a signal, once the state is saved.
+
+    >>> carry(0, lambda n: n + 1, lambda n: n == 3)
+    3
+    """
+    if checkpoint is None:
+        while not finished(state):
+            state = turn(state)
+            if report is not None and report(state):
+                break
+        return state
+    mark = np.frombuffer(identity.ljust(32, b"\0"), np.uint8)
+    if persist.exists(checkpoint):
+        state = _resume(checkpoint, state, mark)
+    saved = time.monotonic()
+    with _Signals() as signals:
+        while not finished(state) and signals.caught is None:
+            state = turn(state)
+            if time.monotonic() - saved >= every:
+                persist.save(checkpoint, {"identity": mark, "state": state})
+                saved = time.monotonic()
+            if report is not None and report(state):
+                break
+        persist.save(checkpoint, {"identity": mark, "state": state})
+    return state
+
+
+def _resume(checkpoint: str | PathLike[str], like: State, mark: np.ndarray) -> State:
+    found = persist.restore(checkpoint, {"identity": mark, "state": like})
+    if not np.array_equal(found["identity"], mark):
+        raise ValueError(
+            f"the checkpoint {checkpoint} belongs to other settings, samples or parameters; choose "
+            "another folder, or remove it to begin anew."
+        )
+    return found["state"]
+
+
+def digest(*trees: Any) -> bytes:
+    """32 bytes that tell trees apart: structures, dtypes, shapes and every number.
+
+    >>> digest(np.ones(2)) == digest(np.ones(2)), digest(np.ones(2)) == digest(np.zeros(2))
+    (True, False)
+    """
+    known = hashlib.sha256()
+    leaves, structure = jax.tree_util.tree_flatten_with_path(trees)
+    for path, leaf in leaves:
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        array = np.asarray(leaf)
+        known.update(f"{path} {array.dtype} {array.shape}".encode())
+        known.update(np.ascontiguousarray(array).data)
+    return known.digest()
+
+
+class _Signals:
+    """Holds SIGINT and SIGTERM back until the block ends; in the main thread only."""
+
+    def __init__(self) -> None:
+        self.caught: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Signals":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._catch)
+        return self
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        self.caught = number
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if kind is None and self.caught is not None:
+            raise KeyboardInterrupt if self.caught == signal.SIGINT else SystemExit(143)

@@ -1,0 +1,437 @@
+"""A search at top level, in rounds: everybody unfinished takes the same chunk of steps.
+
+One donated program gathers a batch, steps and scatters. Its shapes do not depend on how many
+samples are correct or unfinished: batches have two sizes, a smaller one for what is left over, and
+the rows of a search are padded to a few lengths.
+"""
+
+import functools
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr
+from jax.sharding import Mesh
+
+from wdjax import loop, parallel, program, track
+from wdjax.core import Array, Attack, Found, Info, Progress, PyTree, Samples, Stage, Victim
+from wdjax.track import Given, Track
+
+_CACHED = 2**16
+"""On a CPU, numbers in the largest array of a batch at most: it should stay in the cache."""
+_SHARE = 0.5
+"""Of an accelerator's free memory, what a batch may take."""
+_LARGEST = 1024
+"""Samples in a default batch at most."""
+_LIKENESS = 0.02
+"""Share of the largest output by which a sample may differ in other company: rounding."""
+
+
+class Plan(NamedTuple):
+    """What is searched, and in which batches; lengths are per device."""
+
+    attack: Attack
+    victim: Victim
+    samples: Samples | None
+    size: int
+    small: int
+    """The batch for what is left over."""
+    rows: int
+    """Samples, padded."""
+    mesh: Mesh | None
+
+    @property
+    def devices(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size
+
+
+class Search(NamedTuple):
+    """Samples on their way, a pytree that can be saved between rounds."""
+
+    track: Track
+    chosen: np.ndarray
+    """``[rows]``: who is attacked."""
+    active: np.ndarray
+    """``[rows]``: who has steps left in this stage."""
+    stage: int
+    step: int
+    history: Info | None
+    """``[steps, rows]`` leaves on the host, where asked for."""
+
+
+def begin(
+    attack: Attack,
+    victim: Victim,
+    given: Given,
+    *,
+    only: np.ndarray | None,
+    skip_misclassified: bool,
+    history: bool,
+    batch_size: int | None,
+    mesh: Mesh | None,
+) -> tuple[Plan, Search]:
+    """Evaluates all samples, chooses those to attack and begins."""
+    n = len(given.y)
+    plan = _plan(attack, victim, given.x, batch_size, mesh)
+    whole = plan.devices * plan.rows
+    given = parallel.shard(_pad(given, whole), mesh)
+    used = -(-min(n, plan.rows) // plan.size)
+    blocks = np.arange(used * plan.size, dtype=np.int32).reshape(used, 1, -1)
+    blocks = blocks.repeat(plan.devices, axis=1)
+    parts = [_begin(attack, plan.victim, given, index) for index in blocks]
+    _refuse_batch_dependence(plan, given, parts[0], n)
+    # The last block stands in for rows that are padding only.
+    parts += parts[-1:] * (plan.rows // plan.size - used)
+    out, moving, value, fine = _assemble(parts, plan.devices)
+    _refuse_faults(np.asarray(fine)[:n])
+    chosen = np.arange(whole) < n
+    if only is not None:
+        chosen[:n] &= only
+    if skip_misclassified:
+        chosen &= ~(np.asarray(value) > 0)
+    log = _blank(np.asarray(value), attack.stages) if history else None
+    plan = plan._replace(samples=Samples(given.x, given.y, given.eps, out))
+    return plan, _next_stage(plan, Search(moving, chosen, chosen, -1, 0, log))
+
+
+def finished(plan: Plan, search: Search) -> bool:
+    """Whether no stage is left."""
+    return int(search.stage) >= len(plan.attack.stages)
+
+
+def advance(plan: Plan, search: Search) -> Search:
+    """One round. The track of the old search is donated: keep the new one only."""
+    number, row = int(search.stage), int(search.step)
+    stage = plan.attack.stages[number]
+    most = _chunk(stage)
+    steps = min(most, stage.length - row)
+    left = stage.length - row - steps
+    moving, batches, seen = search.track, _batches(plan, np.asarray(search.active)), []
+    for index in batches:
+        moving, *flags = _steps(
+            plan.attack,
+            plan.victim,
+            plan.samples,
+            moving,
+            index,
+            np.array([steps, left], np.int32),
+            number=number,
+            most=most,
+            record=search.history is not None,
+        )
+        seen.append(flags)
+    if stage.couple is not None:
+        moving = _couple(plan.attack, plan.samples, moving, search.chosen, number=number)
+    active = np.array(search.active)
+    for index, (over, info) in zip(batches, seen):
+        places = _places(plan, index)
+        own = places < len(active)
+        if stage.done is not None or stage.cycles:
+            active[places[own]] = ~np.asarray(over)[own]
+        if search.history is not None:
+            _write(search.history, _offset(plan, number) + row, steps, places[own], info, own)
+    search = search._replace(track=moving, active=active, step=row + steps)
+    return _next_stage(plan, search) if left == 0 or not active.any() else search
+
+
+def _next_stage(plan: Plan, search: Search) -> Search:
+    """Enters the next stage in which somebody has something to do, if there is one."""
+    stages, chosen = plan.attack.stages, np.asarray(search.chosen)
+    for number in range(int(search.stage) + 1, len(stages)):
+        active = chosen
+        if stages[number].done is not None:
+            active = chosen & ~np.asarray(_done(plan.attack, search.track.state, number=number))
+        if stages[number].length and active.any():
+            return search._replace(track=_enter(search.track), active=active, stage=number, step=0)
+    return search._replace(active=np.zeros_like(chosen), stage=len(stages), step=0)
+
+
+def _offset(plan: Plan, number: int) -> int:
+    """Steps of the stages before one."""
+    return sum(stage.length for stage in plan.attack.stages[:number])
+
+
+def progress(plan: Plan, search: Search, n: int) -> Progress:
+    """How far the search is."""
+    stages, number = plan.attack.stages, int(search.stage)
+    active, chosen = np.asarray(search.active), int(np.sum(search.chosen))
+    before, total = _offset(plan, number), _offset(plan, len(stages))
+    now, going = (stages[number].length if number < len(stages) else 0), int(active.sum())
+    taken = before * chosen + now * (chosen - going) + int(search.step) * going
+    return Progress(taken, total * chosen, np.flatnonzero(active[:n]))
+
+
+def finish(plan: Plan, search: Search, n: int, skip_misclassified: bool) -> Found:
+    """Measures what has been found so far of the first ``n`` rows."""
+    found = _untouched(plan.attack, plan.victim, plan.samples, search.track)
+    for index in _batches(plan, np.asarray(search.chosen)):
+        found = _finish(
+            plan.attack,
+            plan.victim,
+            found,
+            plan.samples,
+            search.track,
+            index,
+            skip=skip_misclassified,
+        )
+    found = parallel.gather(_first(found, n), plan.mesh)
+    if search.history is None:
+        return found
+    return replace(found, history=Info(*(np.asarray(leaf)[:, :n] for leaf in search.history)))
+
+
+def _plan(
+    attack: Attack, victim: Victim, x: Array, batch_size: int | None, mesh: Mesh | None
+) -> Plan:
+    """Chooses the batch, by what the model takes in memory where the user does not say."""
+    devices = 1 if mesh is None else mesh.size
+    if batch_size is None:
+        one = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+        size = _fitting(_gradient.trace(victim, one).jaxpr)
+    else:
+        size = -(-batch_size // devices)
+    share = -(-len(x) // devices)
+    # Little data makes one batch of about its own size, in sixteenths of the limit.
+    grain = max(1, size // 16)
+    size = min(size, -(-share // grain) * grain)
+    rows = _coarse(-(-share // size)) * size
+    victim = victim._replace(model=parallel.replicate(victim.model, mesh))
+    return Plan(attack, victim, None, size, max(1, size // 4), rows, mesh)
+
+
+@jax.jit
+def _gradient(victim: Victim, x: Array) -> PyTree:
+    def total(x: Array) -> Array:
+        return jnp.sum(jnp.stack([jnp.sum(leaf) for leaf in jax.tree.leaves(victim.model(x))]))
+
+    return jax.value_and_grad(total)(x)
+
+
+def _fitting(jaxpr: Jaxpr) -> int:
+    """Samples in a batch, from the program of one sample's gradient."""
+    if jax.default_backend() == "cpu":
+        return min(max(_CACHED // program.widest(jaxpr), 16), 128)
+    stats = jax.devices()[0].memory_stats() or {}
+    free = stats.get("bytes_limit", 2**33) - stats.get("bytes_in_use", 0)
+    size = int(_SHARE * free) // (4 * program.live(jaxpr))
+    return 2 ** (min(max(size, 1), _LARGEST).bit_length() - 1)
+
+
+def _coarse(count: int) -> int:
+    """The least of 1, 2, 3, 4, 6, 8, 12, 16, ... that is at least ``count``."""
+    power = 1 << (count - 1).bit_length()
+    return 3 * power // 4 if power >= 4 and 3 * power // 4 >= count else power
+
+
+def _chunk(stage: Stage) -> int:
+    """Steps in one program. Samples that finish in between wait for its end."""
+    if stage.couple is not None or jax.default_backend() == "cpu":
+        return 1
+    return min(loop.CHUNK, stage.length)
+
+
+def _batches(plan: Plan, active: np.ndarray) -> list[np.ndarray]:
+    """Places of the active rows on their devices, ``[devices, size]``, padded with ``rows``."""
+    own = [np.flatnonzero(part) for part in active.reshape(plan.devices, plan.rows)]
+    count = max(map(len, own))
+    full, rest = divmod(count, plan.size)
+    small = -(-rest // plan.small)
+    if small * plan.small >= plan.size:
+        full, small = full + 1, 0
+    sizes = [plan.size] * full + [plan.small] * small
+    padded = np.full((plan.devices, sum(sizes)), plan.rows, np.int32)
+    for row, places in zip(padded, own):
+        row[: len(places)] = places
+    return np.split(padded, np.cumsum(sizes)[:-1], axis=1) if sizes else []
+
+
+def _places(plan: Plan, index: np.ndarray) -> np.ndarray:
+    """Rows of the search, in the order of a batch; beyond them for padding."""
+    rows = index + plan.rows * np.arange(plan.devices)[:, None]
+    return np.where(index < plan.rows, rows, plan.rows * plan.devices).ravel()
+
+
+def _take(tree: PyTree, index: Array) -> PyTree:
+    """Rows ``[devices * size]``; each device gathers its own."""
+
+    def take(leaf: Array) -> Array:
+        if len(index) == 1:
+            return leaf.at[index[0]].get(mode="clip")
+        own = leaf.reshape(len(index), -1, *leaf.shape[1:])
+        rows = jax.vmap(lambda part, places: part.at[places].get(mode="clip"))(own, index)
+        return rows.reshape(-1, *leaf.shape[1:])
+
+    return jax.tree.map(take, tree)
+
+
+def _put(tree: PyTree, index: Array, rows: PyTree) -> PyTree:
+    """The reverse of :func:`_take`; padding is dropped."""
+
+    def put(leaf: Array, new: Array) -> Array:
+        if len(index) == 1:
+            return leaf.at[index[0]].set(new, mode="drop")
+        own = leaf.reshape(len(index), -1, *leaf.shape[1:])
+        new = new.reshape(*index.shape, *leaf.shape[1:])
+        set_rows = jax.vmap(lambda part, places, rows: part.at[places].set(rows, mode="drop"))
+        return set_rows(own, index, new).reshape(leaf.shape)
+
+    return jax.tree.map(put, tree, rows)
+
+
+@jax.jit
+def _begin(attack: Attack, victim: Victim, given: Given, index: Array) -> PyTree:
+    samples, moving = track.begin(attack, victim, _take(given, index))
+    value = victim.criterion(samples.out, samples.y)
+    return samples.out, moving, value, track.finite(samples.out) & jnp.isfinite(value)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _assemble(parts: list[PyTree], devices: int) -> PyTree:
+    def join(*blocks: Array) -> Array:
+        shape = blocks[0].shape[1:]
+        own = jnp.stack([block.reshape(devices, -1, *shape) for block in blocks], axis=1)
+        return own.reshape(-1, *shape)
+
+    return jax.tree.map(join, *parts)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("number", "most", "record"), donate_argnames=("moving",)
+)
+def _steps(
+    attack: Attack,
+    victim: Victim,
+    samples: Samples,
+    moving: Track,
+    index: Array,
+    counts: Array,
+    *,
+    number: int,
+    most: int,
+    record: bool,
+) -> tuple[Track, Array, Info | None]:
+    """Takes a batch on by ``counts[0]`` steps, ``most`` at most, with ``counts[1]`` left then.
+
+    Also tells, ``[n]``, who is finished, and on request what the steps did, ``[most, n]``.
+    """
+    stage, (steps, left) = attack.stages[number], counts
+    own, batch = _take(samples, index), _take(moving, index)
+    if most == 1:
+        batch, recurs, info = track.step(stage, victim, own, batch)
+        seen = jax.tree.map(lambda leaf: leaf[None], info) if record else None
+    else:
+        batch, recurs, seen = _loop(stage, victim, own, batch, steps, most if record else None)
+    batch, over = track.settle(stage, batch, recurs, left)
+    return _put(moving, index, batch), over, seen
+
+
+def _loop(
+    stage: Stage, victim: Victim, own: Samples, batch: Track, steps: Array, record: int | None
+) -> tuple[Track, Array, Info | None]:
+    shapes = jax.eval_shape(functools.partial(track.step, stage, victim), own, batch)[2]
+    seen = None
+    if record is not None:
+        seen = jax.tree.map(lambda leaf: jnp.zeros((record, *leaf.shape), leaf.dtype), shapes)
+
+    def body(i: Array, carried: PyTree) -> PyTree:
+        batch, _, seen = carried
+        batch, recurs, info = track.step(stage, victim, own, batch)
+        if seen is not None:
+            seen = jax.tree.map(lambda rows, row: rows.at[i].set(row), seen, info)
+        return batch, recurs, seen
+
+    return jax.lax.fori_loop(0, steps, body, (batch, jnp.zeros(len(own.y), bool), seen))
+
+
+@functools.partial(jax.jit, static_argnames="number", donate_argnames="moving")
+def _couple(
+    attack: Attack, samples: Samples, moving: Track, chosen: Array, *, number: int
+) -> Track:
+    couple = attack.stages[number].couple
+    assert couple is not None
+    return moving._replace(state=couple(samples, moving.state, chosen))
+
+
+_enter = jax.jit(track.enter, donate_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnames="number")
+def _done(attack: Attack, state: PyTree, *, number: int) -> Array:
+    done = attack.stages[number].done
+    assert done is not None
+    return done(state)
+
+
+_untouched = jax.jit(track.untouched)
+
+
+@functools.partial(jax.jit, static_argnames="skip", donate_argnames="found")
+def _finish(
+    attack: Attack,
+    victim: Victim,
+    found: Found,
+    samples: Samples,
+    moving: Track,
+    index: Array,
+    *,
+    skip: bool,
+) -> Found:
+    measured = track.finish(attack, victim, _take(samples, index), _take(moving, index), skip)
+    return _put(found, index, measured)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _first(tree: PyTree, n: int) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf[:n], tree)
+
+
+def _pad(given: Given, size: int) -> Given:
+    return given if len(given.y) == size else _extend(given, size)
+
+
+_extend = jax.jit(parallel.pad, static_argnums=1)
+
+
+def _refuse_batch_dependence(plan: Plan, given: Given, first: PyTree, n: int) -> None:
+    """The first sample in every place of a batch must come out as it does beside others."""
+    if n == 1 or plan.size * plan.devices == 1:
+        return
+    index = np.zeros((plan.devices, plan.size), np.int32)
+    repeated = _begin(plan.attack, plan.victim, given, index)[0]
+    for beside, alike in zip(jax.tree.leaves(first[0]), jax.tree.leaves(repeated)):
+        beside, alike = np.asarray(beside[0], float), np.asarray(alike, float)[: plan.size]
+        if not np.all(np.isfinite(beside)):
+            continue  # Refused for what it is, next.
+        gap = np.abs(alike - beside).max(initial=0.0)
+        if not gap <= _LIKENESS * max(np.abs(beside).max(initial=0.0), 1e-6):
+            raise ValueError(
+                "the model's output for a sample depends on the rest of its batch, so that no "
+                "robustness can be reported: put BatchNorm and dropout into their inference form "
+                f"(model.eval()). Sample 0 differs by {gap:g} in other company."
+            )
+
+
+def _refuse_faults(fine: np.ndarray) -> None:
+    if not fine.all():
+        raise ValueError(
+            f"the model returned outputs that are not finite for {int((~fine).sum())} samples, "
+            f"first at index {int(np.argmin(fine))}; no robustness can be reported for such a "
+            "model."
+        )
+
+
+def _blank(value: np.ndarray, stages: tuple[Stage, ...]) -> Info:
+    """A history in which nothing has happened."""
+    none = np.zeros((sum(stage.length for stage in stages), len(value)), np.int32)
+    return Info(np.tile(value, (len(none), 1)), none, none.copy(), none.copy(), none.astype(bool))
+
+
+def _write(
+    history: Info, row: int, steps: int, places: np.ndarray, info: Info, own: np.ndarray
+) -> None:
+    """Writes what steps did; until others follow, the last value stands for all later ones."""
+    for leaf, values in zip(history, info):
+        leaf[row : row + steps, places] = np.asarray(values)[:steps, own]
+    history.value[row + steps :, places] = history.value[row + steps - 1, places]

@@ -1,0 +1,168 @@
+"""A search as pure functions of samples: begin, step by step, measure.
+
+Inside a trace they act on all samples at once; at top level :mod:`wdjax.rounds` applies them to
+batches of those that still have something to do.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from wdjax import norms
+from wdjax.core import Array, Attack, Found, Info, PyTree, Samples, Stage, Victim
+
+
+class Given(NamedTuple):
+    """What a search is given: ``[n, ...]`` leaves."""
+
+    x: Array
+    y: Array
+    eps: Array | None
+    start: Array | None
+    keys: Array | None
+    """One a sample, from its global index."""
+
+
+class Totals(NamedTuple):
+    """What was spent and met so far: ``[n]`` leaves, named as in :class:`~wdjax.core.Info`."""
+
+    gradients: Array
+    forwards: Array
+    zeros: Array
+    fault: Array
+
+
+class Track(NamedTuple):
+    """What moves while samples are attacked: ``[n, ...]`` leaves."""
+
+    state: PyTree
+    before: PyTree
+    """The state of a step ago, where a stage looks for cycles; None if no stage does."""
+    totals: Totals
+
+
+def finite(tree: PyTree) -> Array:
+    """``[n]``: whether all leaves are finite."""
+    rows = [jnp.isfinite(leaf).reshape(len(leaf), -1).all(axis=1) for leaf in jax.tree.leaves(tree)]
+    return jnp.stack(rows).all(axis=0)
+
+
+def begin(attack: Attack, victim: Victim, given: Given) -> tuple[Samples, Track]:
+    """Evaluates the samples and begins the attack: one forward pass besides the attack's own."""
+    samples = Samples(given.x, given.y, given.eps, victim.model(given.x))
+    none = jnp.zeros(len(given.y), jnp.int32)
+    totals = Totals(none, none, none, jnp.zeros(len(given.y), bool))
+    state = attack.init(victim, samples, given.start, given.keys)
+    cycles = any(stage.cycles for stage in attack.stages)
+    return samples, Track(state, state if cycles else None, totals)
+
+
+def enter(track: Track) -> Track:
+    """Prepares for a stage's first step: no state before it counts as a step ago."""
+    if track.before is None:
+        return track
+    return track._replace(before=jax.tree.map(jnp.copy, track.state))
+
+
+def step(stage: Stage, victim: Victim, samples: Samples, track: Track) -> tuple[Track, Array, Info]:
+    """One step; also tells, ``[n]``, whose state is that of two steps ago."""
+    state, info = stage.step(victim, samples, track.state)
+    known = track.totals
+    totals = Totals(
+        known.gradients + info.gradients,
+        known.forwards + info.forwards,
+        known.zeros + info.zeros,
+        known.fault | info.fault,
+    )
+    if not stage.cycles:
+        return Track(state, track.before, totals), jnp.zeros(len(samples.y), bool), info
+    return Track(state, track.state, totals), _equal(track.before, state), info
+
+
+def settle(stage: Stage, track: Track, recurs: Array, left: Array) -> tuple[Track, Array]:
+    """Who needs no more steps of the stage, ``[n]``, and the track with their final states.
+
+    With ``left`` steps to go, a sample in a cycle of two ends as it is now if they are even, and as
+    it was a step ago if they are odd.
+    """
+    done = jnp.zeros_like(recurs) if stage.done is None else stage.done(track.state)
+    if not stage.cycles:
+        return track, done
+    odd = recurs & ~done & (left % 2 == 1)
+
+    def end(now: Array, before: Array) -> Array:
+        return jnp.where(norms.spread(odd, now), before, now)
+
+    return track._replace(state=jax.tree.map(end, track.state, track.before)), done | recurs
+
+
+def finish(
+    attack: Attack, victim: Victim, samples: Samples, track: Track, skip_misclassified: bool
+) -> Found:
+    """Measures the points; infeasible and useless ones go back to their samples.
+
+    Two forward passes a sample with that of :func:`begin`.
+    """
+    x, y, eps, out = samples
+    x_adv, proof = attack.point(samples, track.state)
+    cost = attack.ball.cost(x, x_adv, proof)
+    inside = jnp.isfinite(cost)
+    if attack.budget == "sample":
+        inside &= cost <= eps * (1 + 1e-6)
+    moved = victim.model(jnp.where(norms.spread(inside, x), x_adv, x))
+    clean, value = victim.criterion(out, y), victim.criterion(moved, y)
+    unknown = ~(finite(moved) & jnp.isfinite(value))
+    correct = ~(clean > 0)
+    useless = ~inside | unknown | (~correct if skip_misclassified else ~correct & ~(value > 0))
+    value = jnp.where(useless, clean, value)
+    fault = track.totals.fault | unknown | ~finite(x_adv)
+    return Found(
+        x_adv=jnp.where(norms.spread(useless, x), x, x_adv),
+        proof=proof,
+        cost=jnp.where(useless, 0.0, cost),
+        correct=correct,
+        success=value > 0,
+        margin=value,
+        done=attack.finished(track.state) & ~fault,
+        fault=fault,
+        zeros=track.totals.zeros,
+        gradients=track.totals.gradients,
+        forwards=track.totals.forwards + 2,
+    )
+
+
+def untouched(attack: Attack, victim: Victim, samples: Samples, track: Track) -> Found:
+    """What is known of samples that are not attacked: they stay where they are."""
+    value = victim.criterion(samples.out, samples.y)
+    none = jnp.zeros(len(samples.y), jnp.int32)
+    return Found(
+        x_adv=samples.x,
+        proof=attack.point(samples, track.state)[1],
+        cost=jnp.zeros(len(samples.y), samples.x.dtype),
+        correct=~(value > 0),
+        success=value > 0,
+        margin=value,
+        done=value > 0,
+        fault=jnp.zeros(len(samples.y), bool),
+        zeros=none,
+        gradients=none,
+        forwards=none + 1,
+    )
+
+
+def _equal(one: PyTree, other: PyTree) -> Array:
+    """Whether all leaves agree bit for bit, per sample."""
+    rows = [
+        jnp.all((_bits(a) == _bits(b)).reshape(len(a), -1), axis=1)
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other))
+    ]
+    return jnp.stack(rows).all(axis=0)
+
+
+def _bits(leaf: Array) -> Array:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(leaf)
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}")
+    return leaf
