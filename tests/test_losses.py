@@ -106,19 +106,20 @@ def test_decision_margin_has_the_sign_of_the_decision(dtype, classes):
     levels = np.array([-1.0, 0.0, 1e-30, 1.0], dtype)
     grid = np.stack(np.meshgrid(*[levels] * classes), axis=-1).reshape(-1, classes)
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
-        logits = jnp.array(np.concatenate([grid, grid + grid[:, ::-1] / 3]), dtype)
-        for label in range(classes):
-            y = jnp.full(len(logits), label)
-            for found in (losses.decision_margin, jax.jit(losses.decision_margin)):
-                value = found(logits, y)
-                assert value.dtype == dtype
-                np.testing.assert_array_equal(value > 0, ~metrics.correct(logits, y))
-                np.testing.assert_allclose(value, losses.margin(logits, y), atol=1e-37)
-            slopes = [
-                jax.grad(lambda z, f=f, y=y: f(z, y).sum())(logits)
-                for f in (losses.decision_margin, losses.margin)
-            ]
-            np.testing.assert_array_equal(*slopes)
+        logits = np.concatenate([grid, grid + grid[:, ::-1] / 3])
+        y = jnp.repeat(jnp.arange(classes), len(logits))
+        logits = jnp.array(np.tile(logits, (classes, 1)), dtype)
+        wrong = ~np.asarray(metrics.correct(logits, y))
+        for found in (losses.decision_margin, jax.jit(losses.decision_margin)):
+            value = found(logits, y)
+            assert value.dtype == dtype
+            np.testing.assert_array_equal(value > 0, wrong)
+            np.testing.assert_allclose(value, losses.margin(logits, y), rtol=1e-6, atol=1e-37)
+        slopes = [
+            jax.grad(lambda z, f=f: f(z, y).sum())(logits)
+            for f in (losses.decision_margin, losses.margin)
+        ]
+        np.testing.assert_array_equal(*slopes)
 
 
 @pytest.mark.fast
