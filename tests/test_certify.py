@@ -466,6 +466,21 @@ def test_certified_accuracy_at_the_ends():
         certify.certified_accuracy([1.0], 0.1, 0.5)
     with pytest.raises(ValueError, match="eps"):
         certify.certified_accuracy([1.0], -0.1, 1)
+    with pytest.raises(ValueError, match="outside jit"):
+        jax.jit(lambda r: certify.certified_accuracy(r, 0.1, 1))(jnp.ones(2))
+
+
+@pytest.mark.fast
+def test_pointwise_certified_accuracy_follows_its_definition():
+    """For order inf: the share that is correct with a radius of at least eps, equality included."""
+    rng = np.random.default_rng(0)
+    correct = rng.random(40) < 0.7
+    radius = rng.choice([0.05, 0.1, 0.3, 0.7, np.inf], 40).astype(np.float32)
+    eps = np.array([[0.01, 0.05, 0.1], [0.2, 0.3, 0.7]], np.float32)
+    found = certify.certified_accuracy(np.where(correct, radius, 0), eps, math.inf)
+    expected = [[np.mean(correct & (radius >= budget)) for budget in line] for line in eps]
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    assert certify.certified_accuracy(radius, 0.1, math.inf).shape == ()
 
 
 @pytest.mark.parametrize("norm", [1])

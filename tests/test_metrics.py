@@ -12,24 +12,24 @@ from wdjax import metrics
 
 pytestmark = pytest.mark.fast
 
-CLEAN = np.array([True, True, False, True, False])
+CORRECT = np.array([True, True, False, True, False])
 SUCCESS = np.array([True, False, True, False, False])
 DISTANCE = np.array([0.5, np.inf, 0.0, 1.5, 1.0])
 
 
 def test_rates_follow_their_definitions():
     assert metrics.attack_success_rate(SUCCESS) == pytest.approx(2 / 5)
-    assert metrics.attack_success_rate(SUCCESS, CLEAN) == pytest.approx(1 / 3)
-    assert metrics.robust_accuracy(CLEAN, SUCCESS) == pytest.approx(2 / 5)
+    assert metrics.attack_success_rate(SUCCESS, CORRECT) == pytest.approx(1 / 3)
+    assert metrics.robust_accuracy(CORRECT, SUCCESS) == pytest.approx(2 / 5)
     assert np.isnan(metrics.attack_success_rate(SUCCESS, np.zeros(5, bool)))
-    for success in (SUCCESS, CLEAN):  # ASR = 1 - accuracy after the attack.
+    for success in (SUCCESS, CORRECT):  # ASR = 1 - accuracy after the attack.
         accuracy_after = np.mean(~success)
         assert metrics.attack_success_rate(success) == pytest.approx(1 - accuracy_after)
 
 
 def test_several_attacks_count_by_their_pointwise_worst():
     both = np.stack([SUCCESS, np.array([False, True, False, False, False])])
-    assert metrics.robust_accuracy(CLEAN, both) == pytest.approx(1 / 5)
+    assert metrics.robust_accuracy(CORRECT, both) == pytest.approx(1 / 5)
 
 
 def test_accuracy_takes_the_first_of_a_tie():
@@ -39,14 +39,6 @@ def test_accuracy_takes_the_first_of_a_tie():
     assert metrics.targeted_attack_success_rate(logits, jnp.array([0, 1, 0])) == pytest.approx(
         1 / 3
     )
-
-
-def test_certified_accuracy_includes_its_radius_and_needs_correctness():
-    radius = np.array([0.1, 0.2, 0.9, 0.0, 0.5])
-    eps = np.array([0.0, 0.1, 0.15, 0.3])
-    found = metrics.certified_accuracy(CLEAN, radius, eps)
-    assert found.tolist() == pytest.approx([3 / 5, 2 / 5, 1 / 5, 0])
-    assert metrics.certified_accuracy(CLEAN, radius, 0.1).shape == ()
 
 
 def test_distances_are_those_of_the_successful():
@@ -103,7 +95,7 @@ def test_metrics_run_under_jit_and_vmap():
     def summary(distance):
         success = distance < 1
         return (
-            metrics.robust_accuracy(CLEAN, success),
+            metrics.robust_accuracy(CORRECT, success),
             metrics.robustness_curve(distance, eps).area,
             metrics.minimum_perturbation(distance),
             metrics.median_distance(distance, success),
@@ -144,8 +136,7 @@ def test_intervals_cover():
         (lambda: metrics.clopper_pearson(0.5, 2), "integers"),
         (lambda: metrics.clopper_pearson(0, 0), "n >= 1"),
         (lambda: metrics.clopper_pearson(1, 2, 95), "confidence"),
-        (lambda: metrics.robust_accuracy(CLEAN, SUCCESS[:2]), "shapes"),
-        (lambda: metrics.certified_accuracy(CLEAN, DISTANCE[:2], 0.1), "shapes"),
+        (lambda: metrics.robust_accuracy(CORRECT, SUCCESS[:2]), "shapes"),
         (lambda: metrics.mean_distance(DISTANCE, SUCCESS[:2]), "shapes"),
         (lambda: metrics.robustness_curve(DISTANCE, np.array([1.0, 0.5])), "increasing"),
         (lambda: metrics.measured_curve(lambda eps: eps, 0.5), "increasing"),

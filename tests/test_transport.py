@@ -4,6 +4,7 @@ import itertools
 import math
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -261,6 +262,59 @@ def test_accuracy_and_loss_follow_equation_11():
         assert found == pytest.approx(float(expected), rel=1e-6)
     with pytest.raises(ValueError, match="batch_size"):
         distribution.accuracy(model, batch_size=0)
+
+
+def _tanh_mlp(params, x):
+    for weight, bias in params[:-1]:
+        x = jnp.tanh(x @ weight + bias)
+    weight, bias = params[-1]
+    return x @ weight + bias
+
+
+@fast
+@pytest.mark.parametrize("loss", [losses.cross_entropy, losses.margin, losses.softplus_margin])
+def test_expected_loss_is_differentiable_in_the_model_and_the_weights(loss):
+    """Against central differences in float64, with whole, absent and fractional weights."""
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        rng = np.random.default_rng(9)
+        params = [
+            (jnp.array(rng.normal(size=(a, b))), jnp.array(rng.normal(size=b)))
+            for a, b in itertools.pairwise((3, 5, 4))
+        ]
+        x, x_adv = (jnp.array(rng.random((6, 3))) for _ in range(2))
+        y, weight = jnp.arange(6) % 4, jnp.array([0.0, 1.0, 0.3, 0.8, 1.0, 0.0])
+
+        @jax.jit
+        def expected(params, weight):
+            distribution = AdversarialDistribution(x, x_adv, y, weight)
+            return distribution.expected_loss(Model(_tanh_mlp, params), loss)
+
+        def checked(flat):
+            return expected(*unravel(flat))
+
+        @jax.jit
+        def fixed(params):  # Nothing but the parameters is traced here.
+            distribution = AdversarialDistribution(x, x_adv, y, weight)
+            return distribution.expected_loss(Model(_tanh_mlp, params), loss, batch_size=4)
+
+        flat, unravel = jax.flatten_util.ravel_pytree((params, weight))
+        assert flat.dtype == np.float64
+        step = 1e-6 * jnp.eye(flat.size)
+        ahead, behind = (np.array([checked(flat + way * s) for s in step]) for way in (1, -1))
+        slope = jax.flatten_util.ravel_pytree(jax.grad(expected, (0, 1))(params, weight))[0]
+        np.testing.assert_allclose(slope, (ahead - behind) / 2e-6, rtol=1e-6, atol=1e-9)
+        alone = jax.flatten_util.ravel_pytree(jax.jit(jax.grad(fixed))(params))[0]
+        np.testing.assert_allclose(alone, slope[: alone.size], rtol=1e-12, atol=1e-14)
+
+
+@fast
+def test_atoms_without_mass_add_nothing_whatever_their_loss():
+    model = Model(lambda w, x: jnp.log(x) @ w, jnp.array([[1.0, 0.0], [0.0, 1.0]]))
+    x, zero = np.full((2, 2), 0.5, np.float32), np.zeros((2, 2), np.float32)
+    unused = AdversarialDistribution(x, zero, np.array([0, 1]), np.zeros(2, np.float32))
+    whole = AdversarialDistribution(zero, x, np.array([0, 1]), np.ones(2, np.float32))
+    for distribution in (unused, whole):
+        assert distribution.expected_loss(model) == pytest.approx(math.log(2))
 
 
 @fast

@@ -2,10 +2,12 @@
 
 import zipfile
 import zlib
+from collections.abc import Sequence
 from os import PathLike
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 _TEST_PER_CLASS = 35
 
@@ -59,7 +61,7 @@ def digits() -> Split:
     return Split(Dataset(x[train], y[train]), Dataset(x[test], y[test]))
 
 
-def _in_turns(parts):
+def _in_turns(parts: Sequence[npt.NDArray[np.int_]]) -> npt.NDArray[np.int_]:
     turn = np.concatenate([np.arange(len(part)) for part in parts])
     return np.concatenate(parts)[np.argsort(turn, kind="stable")]
 
@@ -93,7 +95,7 @@ def load_npz(path: str | PathLike) -> Dataset:
     return as_dataset(x, y, str(path))
 
 
-def as_dataset(x, y, name: str = "the data set") -> Dataset:
+def as_dataset(x: npt.ArrayLike, y: npt.ArrayLike, name: str = "the data set") -> Dataset:
     """Checks and converts arrays: uint8 images become floats in ``[0, 1]``.
 
     Args:

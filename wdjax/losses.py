@@ -3,21 +3,31 @@ r"""Per-sample classification losses: ``[n, K]`` logits and ``[n]`` labels in, `
 Every loss is to be *increased* by an attacker, and ``margin > 0`` means "misclassified".
 """
 
+from typing import Protocol
+
 import jax
 import jax.numpy as jnp
 import optax
 
 
-def _true_logit(logits, y):
+class Loss(Protocol):
+    """What every loss here is, and what may be passed where one is asked for."""
+
+    def __call__(self, logits: jax.Array, y: jax.Array, /) -> jax.Array:
+        """``[n, K]`` logits, ``[n]`` integer labels to ``[n]`` values that attackers increase."""
+        ...
+
+
+def _true_logit(logits: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.take_along_axis(logits, y[:, None], axis=-1)[:, 0]
 
 
-def _without(logits, y):
+def _without(logits: jax.Array, y: jax.Array) -> jax.Array:
     """The logits with the entry of the class ``y`` set to minus infinity."""
     return jnp.where(jax.nn.one_hot(y, logits.shape[-1], dtype=bool), -jnp.inf, logits)
 
 
-def _need_classes(logits, least, loss):
+def _need_classes(logits: jax.Array, least: int, loss: str) -> None:
     if logits.shape[-1] < least:
         raise ValueError(
             f"{loss} needs at least {least} classes, got logits of shape {logits.shape}; "
@@ -25,7 +35,7 @@ def _need_classes(logits, least, loss):
         )
 
 
-def cross_entropy(logits, y):
+def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
     r"""Cross-entropy ``log sum_k exp(z_k) - z_y``.
 
     Args:
@@ -41,7 +51,7 @@ def cross_entropy(logits, y):
     return optax.softmax_cross_entropy_with_integer_labels(logits, y)
 
 
-def margin(logits, y):
+def margin(logits: jax.Array, y: jax.Array) -> jax.Array:
     r"""Margin (Carlini-Wagner) loss ``max_{j != y} z_j - z_y``, positive where misclassified.
 
     The second loss of Theorem 3.1: the paper calls its equation (13) DLR, but the loss there has no
@@ -60,7 +70,30 @@ def margin(logits, y):
     return jnp.max(_without(logits, y), axis=-1) - _true_logit(logits, y)
 
 
-def targeted_margin(logits, y, target):
+def decision_margin(logits: jax.Array, y: jax.Array) -> jax.Array:
+    r"""The :func:`margin` with the sign of the decision, also where the largest logits tie.
+
+    On a tie the margin is 0, and ``argmax`` takes the first of the tied classes: where that is not
+    ``y``, the smallest normal float is added. So for finite logits it is positive if and only if
+    :func:`wdjax.metrics.correct` is False.
+
+    Args:
+      logits: ``[n, K]`` floats.
+      y: ``[n]`` integer labels.
+
+    Returns:
+      ``[n]`` margins in logits, with the margin's gradient; NaN where a logit is NaN.
+
+    >>> logits = jnp.array([[1.0, 1.0], [1.0, 1.0], [0.0, 3.0]])
+    >>> (decision_margin(logits, jnp.array([0, 1, 0])) > 0).tolist()
+    [False, True, True]
+    """
+    value = margin(logits, y)
+    lost = (value == 0) & (jnp.argmax(logits, axis=-1) != y)
+    return value + jnp.where(lost, jnp.finfo(value.dtype).tiny, 0).astype(value.dtype)
+
+
+def targeted_margin(logits: jax.Array, y: jax.Array, target: jax.Array) -> jax.Array:
     """Margin to one rival, ``z_target - z_y``, per sample.
 
     >>> targeted_margin(jnp.array([[1.0, 3.0, 0.0]]), jnp.array([0]), jnp.array([2])).tolist()
@@ -69,7 +102,7 @@ def targeted_margin(logits, y, target):
     return _true_logit(logits, target) - _true_logit(logits, y)
 
 
-def dlr(logits, y):
+def dlr(logits: jax.Array, y: jax.Array) -> jax.Array:
     r"""Difference-of-logits ratio ``-(z_y - max_{j != y} z_j) / (z_(1) - z_(3))``.
 
     Invariant to shift and scale of the logits. The denominator is kept above 1e-12.
@@ -95,7 +128,7 @@ def dlr(logits, y):
     return margin(logits, y) / (top[:, 0] - top[:, 2] + 1e-12)
 
 
-def targeted_dlr(logits, y, target):
+def targeted_dlr(logits: jax.Array, y: jax.Array, target: jax.Array) -> jax.Array:
     r"""Targeted DLR ``-(z_y - z_t) / (z_(1) - (z_(3) + z_(4)) / 2)``.
 
     Args:
@@ -120,10 +153,8 @@ def targeted_dlr(logits, y, target):
     return targeted_margin(logits, y, target) / (top[:, 0] - (top[:, 2] + top[:, 3]) / 2 + 1e-12)
 
 
-def softplus_margin(logits, y, confidence=0.0):
-    r"""NPPR's loss ``softplus(z_y - max_{j != y} z_j + confidence)``, which attackers *decrease*.
-
-    The one loss here with the defender's sign, as the paper writes it.
+def softplus_margin(logits: jax.Array, y: jax.Array, confidence: float = 0.0) -> jax.Array:
+    r"""NPPR's loss ``-softplus(z_y - max_{j != y} z_j + confidence)``, a margin that saturates.
 
     Args:
       logits: ``[n, K]`` floats.
@@ -131,11 +162,13 @@ def softplus_margin(logits, y, confidence=0.0):
       confidence: margin (in logits) beyond the decision boundary that the attacker aims at.
 
     Returns:
-      ``[n]`` positive losses.
+      ``[n]`` negative losses.
+
+    Differs: in sign. The paper minimises the softplus; here attackers increase every loss.
 
     Source: Wang et al., NPPR, equation 11.
 
-    >>> round(float(softplus_margin(jnp.array([[0.0, 0.0]]), jnp.array([0]))[0]), 4)  # log 2
-    0.6931
+    >>> round(float(softplus_margin(jnp.array([[0.0, 0.0]]), jnp.array([0]))[0]), 4)  # -log 2
+    -0.6931
     """
-    return jax.nn.softplus(confidence - margin(logits, y))
+    return -jax.nn.softplus(confidence - margin(logits, y))

@@ -1,7 +1,8 @@
 r"""The robustness metrics: accuracies, success rates, distances, robustness curves, intervals.
 
 Per-sample facts ``[n]`` in, means out, so that they apply to a :class:`wdjax.Result` and to anybody
-else's attack alike. All but the intervals run under ``jit`` and ``vmap``.
+else's attack alike. All but the intervals run under ``jit`` and ``vmap``. The certified accuracy is
+:func:`wdjax.certify.certified_accuracy`.
 """
 
 from collections.abc import Callable
@@ -10,12 +11,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy import stats
+import numpy.typing as npt
+from jax.typing import ArrayLike
 
 from wdjax.validate import traced
 
 
-def correct(logits, y):
+def correct(logits: jax.Array, y: ArrayLike) -> jax.Array:
     """Whether each sample is classified correctly: ``argmax``, which takes the first of a tie.
 
     Args:
@@ -31,7 +33,7 @@ def correct(logits, y):
     return jnp.argmax(logits, axis=-1) == y
 
 
-def accuracy(logits, y):
+def accuracy(logits: jax.Array, y: ArrayLike) -> jax.Array:
     """The share of samples that are classified correctly.
 
     Args:
@@ -47,28 +49,30 @@ def accuracy(logits, y):
     return jnp.mean(correct(logits, y))
 
 
-def attack_success_rate(success, clean=None):
+def attack_success_rate(success: ArrayLike, correct: ArrayLike | None = None) -> jax.Array:
     r"""The share of samples that are misclassified at their adversarial points.
 
     Args:
       success: ``[n]`` booleans: misclassified after the attack (``Result.success``).
-      clean: ``[n]`` booleans: classified correctly before it. Where given, the rate is among those
-        samples only, as many papers report it; NaN if there are none.
+      correct: ``[n]`` booleans: classified correctly before it (``Result.correct``). Where given,
+        the rate is among those samples only, as many papers report it; NaN if there are none.
 
     Returns:
-      A number in ``[0, 1]``. Without ``clean`` it is 1 minus the accuracy after the attack.
+      A number in ``[0, 1]``. Without ``correct`` it is 1 minus the accuracy after the attack.
 
     Source: Robustness Definitions, "Attack Success Rate".
 
-    >>> success, clean = jnp.array([True, True, False, False]), jnp.array([False, True, True, True])
-    >>> float(attack_success_rate(success)), round(float(attack_success_rate(success, clean)), 3)
-    (0.5, 0.333)
+    >>> success, before = jnp.array([True, True, False]), jnp.array([False, True, True])
+    >>> float(attack_success_rate(success)), float(attack_success_rate(success, before))
+    (0.666..., 0.5)
     """
     success = jnp.asarray(success, bool)
-    return jnp.mean(success) if clean is None else _mean_where(success, jnp.asarray(clean, bool))
+    return (
+        jnp.mean(success) if correct is None else _mean_where(success, jnp.asarray(correct, bool))
+    )
 
 
-def targeted_attack_success_rate(logits, target):
+def targeted_attack_success_rate(logits: jax.Array, target: ArrayLike) -> jax.Array:
     r"""The share of samples that the attack sent to the class it aimed at.
 
     Args:
@@ -86,13 +90,13 @@ def targeted_attack_success_rate(logits, target):
     return accuracy(logits, target)
 
 
-def robust_accuracy(clean, success):
+def robust_accuracy(correct: ArrayLike, success: ArrayLike) -> jax.Array:
     """The share of samples that are classified correctly before *and* after the attack.
 
     The point-wise worst case: a sample counts only if no attack broke it.
 
     Args:
-      clean: ``[n]`` booleans: classified correctly before the attack.
+      correct: ``[n]`` booleans: classified correctly before the attack (``Result.correct``).
       success: ``[n]`` or ``[attacks, n]`` booleans: misclassified after it.
 
     Returns:
@@ -103,35 +107,13 @@ def robust_accuracy(clean, success):
     >>> float(robust_accuracy(jnp.array([True, True, False]), jnp.array([False, True, False])))
     0.333...
     """
-    clean, success = jnp.asarray(clean, bool), jnp.asarray(success, bool)
-    _check_same(clean, success[0] if success.ndim == 2 else success, "clean", "success")
+    correct, success = jnp.asarray(correct, bool), jnp.asarray(success, bool)
+    _check_same(correct, success[0] if success.ndim == 2 else success, "correct", "success")
     broken = jnp.any(success, axis=0) if success.ndim == 2 else success
-    return jnp.mean(clean & ~broken)
+    return jnp.mean(correct & ~broken)
 
 
-def certified_accuracy(clean, radius, eps):
-    r"""The share of samples that are correct and certified: ``mean 1{correct_i and R_i >= eps}``.
-
-    Args:
-      clean: ``[n]`` booleans: classified correctly.
-      radius: ``[n]`` certified radii, in the units of ``eps``.
-      eps: a number, or an array of them.
-
-    Returns:
-      Accuracies in the shape of ``eps``, lower bounds on the true robust accuracy.
-
-    Source: Robustness Definitions, "Certified Accuracy".
-
-    >>> certified_accuracy(jnp.array([True, False]), jnp.array([0.2, 0.9]), jnp.array([0.1, 0.3]))
-    Array([0.5, 0. ], dtype=float32)
-    """
-    clean, radius = jnp.asarray(clean, bool), jnp.asarray(radius)
-    _check_same(clean, radius, "clean", "radius")
-    held = radius >= jnp.asarray(eps)[..., None]
-    return jnp.mean(clean & held, axis=-1)
-
-
-def mean_distance(distance, success):
+def mean_distance(distance: ArrayLike, success: ArrayLike) -> jax.Array:
     """The mean perturbation of the successful attacks; NaN if there are none.
 
     Args:
@@ -148,7 +130,7 @@ def mean_distance(distance, success):
     return _mean_where(distance, success)
 
 
-def median_distance(distance, success):
+def median_distance(distance: ArrayLike, success: ArrayLike) -> jax.Array:
     """The median perturbation of the successful attacks; NaN if there are none.
 
     >>> distance = jnp.array([1.0, 2.0, 9.0, 0.0])
@@ -174,7 +156,7 @@ class MinimumPerturbation(NamedTuple):
     """Of all distances, inf included: half of the samples are broken within it."""
 
 
-def minimum_perturbation(distance) -> MinimumPerturbation:
+def minimum_perturbation(distance: ArrayLike) -> MinimumPerturbation:
     r"""Summarises the smallest perturbations ``eps*(x_i)`` that a minimum-norm attack found.
 
     Args:
@@ -210,12 +192,12 @@ class RobustnessCurve(NamedTuple):
     """``[m]``"""
 
     @property
-    def area(self):
+    def area(self) -> jax.Array:
         """The area under the curve from the first to the last ``eps``, by trapezoids."""
         return jnp.trapezoid(self.accuracy, self.eps)
 
 
-def robustness_curve(distance, eps) -> RobustnessCurve:
+def robustness_curve(distance: ArrayLike, eps: ArrayLike) -> RobustnessCurve:
     r"""The curve that minimal distances give: ``mean 1{d_i > eps}`` at every ``eps``.
 
     Args:
@@ -242,7 +224,9 @@ def robustness_curve(distance, eps) -> RobustnessCurve:
     return RobustnessCurve(eps, 1 - broken / len(distance))
 
 
-def measured_curve(accuracy_at: Callable, eps) -> RobustnessCurve:
+def measured_curve(
+    accuracy_at: Callable[[jax.Array], ArrayLike], eps: ArrayLike
+) -> RobustnessCurve:
     """The curve of a function ``eps -> accuracy``, called once for every budget.
 
     Inside it, :func:`wdjax.run` may loop on the host. Where the function is traceable,
@@ -265,7 +249,7 @@ def measured_curve(accuracy_at: Callable, eps) -> RobustnessCurve:
     return RobustnessCurve(eps, jnp.stack([jnp.asarray(accuracy_at(budget)) for budget in eps]))
 
 
-def step_area(distance, limit):
+def step_area(distance: ArrayLike, limit: ArrayLike) -> jax.Array:
     r"""The exact area under the robustness curve of minimal distances on ``[0, limit]``.
 
     The curve is a staircase: ``integral_0^limit mean 1{d_i > t} dt = mean min(d_i, limit)``.
@@ -283,14 +267,16 @@ def step_area(distance, limit):
     return jnp.mean(jnp.minimum(jnp.asarray(distance), limit))
 
 
-class Interval(NamedTuple):
-    """A confidence interval."""
+class ConfidenceInterval(NamedTuple):
+    """Ends that hold the true probability with the stated confidence."""
 
-    lower: np.ndarray
-    upper: np.ndarray
+    lower: npt.NDArray[np.float64]
+    upper: npt.NDArray[np.float64]
 
 
-def clopper_pearson(successes, n, confidence: float = 0.95) -> Interval:
+def clopper_pearson(
+    successes: npt.ArrayLike, n: npt.ArrayLike, confidence: float = 0.95
+) -> ConfidenceInterval:
     r"""The exact two-sided binomial interval of a share ``successes / n``.
 
     It covers the true probability with at least the stated confidence, for every ``n``. It holds
@@ -303,8 +289,8 @@ def clopper_pearson(successes, n, confidence: float = 0.95) -> Interval:
       confidence: in ``(0, 1)``, shared equally by the two sides.
 
     Returns:
-      An :class:`Interval` of float64 NumPy arrays; lower is 0 for no success and upper is 1 for no
-      failure.
+      A :class:`ConfidenceInterval` of float64 NumPy arrays; lower is 0 for no success and upper is
+      1 for no failure.
 
     Raises:
       ValueError: counts that are not integers or out of range, or a bad confidence.
@@ -315,6 +301,8 @@ def clopper_pearson(successes, n, confidence: float = 0.95) -> Interval:
     >>> float(interval.lower), round(float(interval.upper), 4)
     (0.0, 0.0362)
     """
+    from scipy import special
+
     successes, n = np.broadcast_arrays(np.asarray(successes), np.asarray(n))
     integers = all(np.issubdtype(count.dtype, np.integer) for count in (successes, n))
     if not integers or np.any(n < 1) or np.any((successes < 0) | (successes > n)):
@@ -325,18 +313,20 @@ def clopper_pearson(successes, n, confidence: float = 0.95) -> Interval:
         raise ValueError(f"confidence must lie between 0 and 1, got {confidence!r}.")
     tail = (1 - confidence) / 2
     failures = n - successes
-    lower = stats.beta.ppf(tail, np.maximum(successes, 1), failures + 1)
-    upper = stats.beta.isf(tail, successes + 1, np.maximum(failures, 1))
-    return Interval(np.where(successes == 0, 0.0, lower), np.where(failures == 0, 1.0, upper))
+    lower = special.betaincinv(np.maximum(successes, 1), failures + 1, tail)
+    upper = special.betainccinv(successes + 1, np.maximum(failures, 1), tail)
+    return ConfidenceInterval(
+        np.where(successes == 0, 0.0, lower), np.where(failures == 0, 1.0, upper)
+    )
 
 
-def _mean_where(values, chosen):
+def _mean_where(values: jax.Array, chosen: jax.Array) -> jax.Array:
     count = jnp.sum(chosen)
     total = jnp.sum(jnp.where(chosen, values, 0.0))
     return jnp.where(count > 0, total / jnp.maximum(count, 1), jnp.nan)
 
 
-def _check_same(first, second, first_name, second_name):
+def _check_same(first: jax.Array, second: jax.Array, first_name: str, second_name: str) -> None:
     if first.ndim != 1 or first.shape != second.shape:
         raise ValueError(
             f"{first_name} and {second_name} must both be [n], got shapes {list(first.shape)} and "
@@ -344,7 +334,7 @@ def _check_same(first, second, first_name, second_name):
         )
 
 
-def _check_increasing(eps):
+def _check_increasing(eps: ArrayLike) -> jax.Array:
     if not traced(eps) and (np.ndim(eps) != 1 or not np.all(np.diff(eps) > 0)):
         raise ValueError(f"eps must be [m] increasing budgets, got {eps}.")
     return jnp.asarray(eps, float)

@@ -1,5 +1,8 @@
 """One device, then many: pad a batch, split it over a mesh, gather the results."""
 
+from collections.abc import Sequence
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +10,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXIS = "batch"
 
+Tree = TypeVar("Tree")
+"""Any pytree of arrays; what comes out has its structure."""
 
-def data_mesh(devices=None) -> Mesh:
+
+def data_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A one-axis mesh over the given devices (all by default) for data parallelism.
 
     Args:
@@ -32,27 +38,27 @@ def padded_size(n: int, mesh: Mesh | None) -> int:
     return -(-n // count) * count
 
 
-def pad(tree, size: int):
+def pad(tree: Tree, size: int) -> Tree:
     """Repeats the last sample of every leaf until there are ``size``."""
 
-    def extend(leaf):
+    def extend(leaf: jax.Array) -> jax.Array:
         missing = size - leaf.shape[0]
         return jnp.concatenate([leaf, jnp.repeat(leaf[-1:], missing, axis=0)]) if missing else leaf
 
     return jax.tree.map(extend, tree)
 
 
-def replicate(tree, mesh: Mesh | None):
+def replicate(tree: Tree, mesh: Mesh | None) -> Tree:
     """Puts every leaf whole on every device of the mesh."""
     return tree if mesh is None else jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
 
 
-def shard(tree, mesh: Mesh | None):
+def shard(tree: Tree, mesh: Mesh | None) -> Tree:
     """Splits the first axis of every leaf over the mesh."""
     return tree if mesh is None else jax.device_put(tree, NamedSharding(mesh, PartitionSpec(AXIS)))
 
 
-def gather(tree, mesh: Mesh | None):
+def gather(tree: Tree, mesh: Mesh | None) -> Tree:
     """Every leaf whole on the default device."""
     if mesh is None:
         return tree

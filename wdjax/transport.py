@@ -4,20 +4,29 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy import optimize, sparse
-from scipy.spatial import distance as scipy_distance
+import numpy.typing as npt
+from jax.typing import ArrayLike
 
 from wdjax import losses, metrics, norms, parallel
 from wdjax.core import Found, Result
 from wdjax.validate import check_number, check_order, traced
 
+if TYPE_CHECKING:
+    from scipy.optimize import OptimizeResult
 
-def allocate(distance, eps, order):
+Array = jax.Array | np.ndarray
+_Either = TypeVar("_Either", jax.Array, np.ndarray)
+_Float64 = npt.NDArray[np.float64]
+_Copies = tuple[npt.NDArray[np.int_], npt.NDArray[np.int_]]
+
+
+def allocate(distance: ArrayLike, eps: ArrayLike, order: float) -> jax.Array:
     r"""Spends a transport budget where a flip is cheapest: the allocation of WDA++.
 
     Solves ``max sum_i w_i`` over ``w`` in ``[0, 1]^n`` subject to ``mean_i w_i d_i^p <= eps^p``, a
@@ -64,24 +73,24 @@ def allocate(distance, eps, order):
     return one(distance, eps) if eps.ndim == 0 else jax.vmap(one, (None, 0))(distance, eps)
 
 
-def _allocate(distance, eps, order):
+def _allocate(distance: jax.Array, eps: jax.Array, order: float) -> jax.Array:
     if order == math.inf:
         return ((distance <= eps) & jnp.isfinite(distance)).astype(distance.dtype)
     reachable = jnp.isfinite(distance) & ((distance == 0) | (eps > 0))
     # Masked before the division too: its gradient would be 0 times infinity.
     budgets = jnp.where(reachable, distance, 0.0) / jnp.where(eps > 0, eps, 1.0)
     price = jnp.where(reachable, budgets**order, jnp.inf)
-    cheapest = jnp.argsort(price, stable=True)
-    price = price[cheapest]
+    ranking = jnp.argsort(price, stable=True)
+    price = price[ranking]
     affordable = jnp.isfinite(price)
     paid = jnp.cumsum(jnp.where(affordable, price, 0.0))
     left = len(distance) - jnp.concatenate([jnp.zeros(1, paid.dtype), paid[:-1]])
     share = left / jnp.where(affordable & (price > 0), price, 1.0)
     weight = jnp.where(price > 0, jnp.clip(share, 0.0, 1.0), 1.0)
-    return jnp.zeros_like(distance).at[cheapest].set(jnp.where(affordable, weight, 0.0))
+    return jnp.zeros_like(distance).at[ranking].set(jnp.where(affordable, weight, 0.0))
 
 
-def _check_order(order):
+def _check_order(order: float) -> float:
     if not (isinstance(order, (int, float)) and order >= 1):
         raise ValueError(f"order must be a number of at least 1, or inf, got {order!r}.")
     return order
@@ -147,6 +156,20 @@ def _refuse_overspending(result: Result, eps: float, order: float) -> None:
         )
 
 
+class Moved(Protocol):
+    """What an attack found, as far as its distribution is concerned."""
+
+    @property
+    def x_adv(self) -> Array:
+        """``[n, *shape]``"""
+        ...
+
+    @property
+    def weight(self) -> Array:
+        """``[n]`` in ``[0, 1]``"""
+        ...
+
+
 class AdversarialDistribution(NamedTuple):
     r"""The paper's equation 11: atoms at clean and at adversarial points, labels kept.
 
@@ -162,21 +185,23 @@ class AdversarialDistribution(NamedTuple):
     0.3125
     """
 
-    x: jax.Array
+    x: Array
     """``[n, *shape]``"""
-    x_adv: jax.Array
+    x_adv: Array
     """``[n, *shape]``"""
-    y: jax.Array
+    y: Array
     """``[n]`` integers"""
-    weight: jax.Array
+    weight: Array
     """``[n]`` in ``[0, 1]``"""
 
     @classmethod
-    def from_result(cls, x, y, result: Result) -> "AdversarialDistribution":
+    def from_result(cls, x: Array, y: Array, result: Moved) -> "AdversarialDistribution":
         """The distribution that :func:`wdjax.run` found for the samples ``x`` and ``y``."""
         return cls(x, result.x_adv, y, result.weight)
 
-    def accuracy(self, model, *, batch_size: int | None = None):
+    def accuracy(
+        self, model: Callable[[jax.Array], jax.Array], *, batch_size: int | None = None
+    ) -> jax.Array:
         """Mass on correctly classified atoms, as :func:`wdjax.metrics.correct` counts them.
 
         Source: Le et al., Appendix E.
@@ -184,9 +209,15 @@ class AdversarialDistribution(NamedTuple):
         return self.expected_loss(model, _correct, batch_size=batch_size)
 
     def expected_loss(
-        self, model, loss: Callable = losses.cross_entropy, *, batch_size: int | None = None
-    ):
+        self,
+        model: Callable[[jax.Array], jax.Array],
+        loss: losses.Loss = losses.cross_entropy,
+        *,
+        batch_size: int | None = None,
+    ) -> jax.Array:
         """The mean of ``loss(logits, y)`` under the distribution.
+
+        Differentiable in the parameters of the model, the points and the weights.
 
         Args:
           model: ``[n, *shape] -> [n, K]``, a pytree callable.
@@ -199,10 +230,11 @@ class AdversarialDistribution(NamedTuple):
         clean = _evaluate(loss, model, self.x, self.y, batch_size)
         moved = _evaluate(loss, model, self.x_adv, self.y, batch_size)
         # An atom without mass adds nothing, whatever its loss.
-        kept = jnp.where(self.weight < 1, (1 - self.weight) * clean, 0.0)
-        return jnp.mean(kept + jnp.where(self.weight > 0, self.weight * moved, 0.0))
+        weight = jnp.asarray(self.weight)
+        kept = jnp.where((weight < 1) | jnp.isfinite(clean), (1 - weight) * clean, 0.0)
+        return jnp.mean(kept + jnp.where((weight > 0) | jnp.isfinite(moved), weight * moved, 0.0))
 
-    def coupling_cost(self, norm, order):
+    def coupling_cost(self, norm: float, order: float) -> float | jax.Array:
         r"""``(mean_i w_i ||x_adv_i - x_i||_r^p)^(1/p)``: an upper bound on W_p.
 
         In float64 on the host, and a Python float, unless inside a trace. For order inf, the
@@ -214,13 +246,14 @@ class AdversarialDistribution(NamedTuple):
         _check_order(order)
         _check_distribution(self)
         if traced(self):
-            distance = norms.lp_norm(self.x_adv - self.x, norm)
-            return _power_mean(jnp, distance, self.weight, order)
+            moved = norms.lp_norm(jnp.asarray(self.x_adv) - self.x, norm)
+            return _power_mean(jnp, moved, jnp.asarray(self.weight), order)
         distance = _distances(self.x, self.x_adv, norm)
         return float(_power_mean(np, distance, _float64(self.weight), order))
 
 
-def _power_mean(xp, distance, weight, order):
+def _power_mean(xp: ModuleType, distance: _Either, weight: _Either, order: float) -> _Either:
+    """In NumPy or in ``jax.numpy``, whichever ``xp`` is."""
     distance = xp.where(weight > 0, distance, 0.0)
     longest = xp.max(distance)
     if order == math.inf:
@@ -229,21 +262,29 @@ def _power_mean(xp, distance, weight, order):
     return scale * xp.mean(weight * (distance / scale) ** order) ** (1 / order)
 
 
-def _correct(logits, y):
+def _correct(logits: jax.Array, y: jax.Array) -> jax.Array:
     return metrics.correct(logits, y).astype(logits.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _batch_loss(loss, model, x, y):
+def _batch_loss(
+    loss: losses.Loss, model: Callable[[jax.Array], jax.Array], x: jax.Array, y: jax.Array
+) -> jax.Array:
     return loss(model(x), y)
 
 
-def _evaluate(loss, model, x, y, batch_size):
-    n = len(y)
+def _evaluate(
+    loss: losses.Loss,
+    model: Callable[[jax.Array], jax.Array],
+    points: Array,
+    labels: Array,
+    batch_size: int | None,
+) -> jax.Array:
+    n = len(labels)
     size = n if batch_size is None else min(batch_size, n)
     if size < 1:
         raise ValueError(f"batch_size must be a positive integer or None, got {batch_size!r}.")
-    x, y = jnp.asarray(x), jnp.asarray(y)
+    x, y = jnp.asarray(points), jnp.asarray(labels)
     parts = [
         _batch_loss(
             loss, model, *parallel.pad((x[start : start + size], y[start : start + size]), size)
@@ -253,21 +294,21 @@ def _evaluate(loss, model, x, y, batch_size):
     return jnp.concatenate(parts)[:n]
 
 
-def _float64(x):
+def _float64(x: ArrayLike) -> _Float64:
     return np.asarray(x, np.float64)
 
 
-def _distances(x, x_adv, norm, rows=256):
-    """The distance of every pair, in float64, a block of rows at a time."""
+def _distances(x: Array, x_adv: Array, norm: float, size: int = 256) -> _Float64:
+    """The distance of every pair, in float64, a block of pairs at a time."""
     parts = []
-    for start in range(0, len(x), rows):
-        block = slice(start, start + rows)
+    for start in range(0, len(x), size):
+        block = slice(start, start + size)
         gap = (_float64(x_adv[block]) - _float64(x[block])).reshape(len(x[block]), -1)
         parts.append(np.linalg.norm(gap, ord=norm, axis=1))
     return np.concatenate(parts)
 
 
-def _check_distribution(distribution):
+def _check_distribution(distribution: AdversarialDistribution) -> None:
     x, x_adv, y, weight = distribution
     n = jnp.shape(x)[:1]
     if jnp.shape(x_adv) != jnp.shape(x) or jnp.shape(y) != n or jnp.shape(weight) != n or n == (0,):
@@ -287,7 +328,7 @@ _NOTHING = 1e-12
 """Mass, in units of one sample, that rounding leaves behind."""
 
 
-def wasserstein(distribution: AdversarialDistribution, norm, order) -> float:
+def wasserstein(distribution: AdversarialDistribution, norm: float, order: float) -> float:
     r"""The exact ``W_p`` between an adversarial distribution and its clean samples.
 
     The ground cost is ``d = ||x' - x||_r + inf 1{y' != y}``, so the problem falls apart into one a
@@ -333,41 +374,43 @@ def wasserstein(distribution: AdversarialDistribution, norm, order) -> float:
         _block_cost(x[own], x_adv[own], weight[own], norm, order)
         for own in (y == label for label in np.unique(y[weight > 0]))
     ]
-    if order == math.inf:
-        return max(blocks, default=0.0)
     scale = max((longest for longest, _ in blocks), default=0.0)
-    if scale == 0:
-        return 0.0
+    if scale == 0 or order == math.inf:
+        return scale
     total = sum(cost * (longest / scale) ** order for longest, cost in blocks)
     return float(scale * (total / n) ** (1 / order))
 
 
-def _block_cost(x, x_adv, weight, norm, order):
-    """Of one label: for order inf the bottleneck, otherwise ``(scale, cost in scale^p)``."""
+def _block_cost(
+    x: _Float64, x_adv: _Float64, weight: _Float64, norm: float, order: float
+) -> tuple[float, float]:
+    """Of one label: ``(scale, cost in scale^p)``; for order inf the bottleneck is the scale."""
+    from scipy.spatial.distance import cdist
+
     points, index = np.unique(np.concatenate([x, x_adv]), axis=0, return_inverse=True)
     own, moved = np.split(index.reshape(-1), 2)
     count = len(points)
     demand = np.bincount(own, minlength=count).astype(float)
-    supply = np.bincount(own, 1 - weight, count) + np.bincount(moved, weight, count)
+    supply = _float64(np.bincount(own, 1 - weight, count) + np.bincount(moved, weight, count))
     if order == 1:
         shared = np.minimum(supply, demand)
         supply, demand = supply - shared, demand - shared
     sources, sinks = supply > _NOTHING, demand > _NOTHING
     if not sources.any():
-        return 0.0 if order == math.inf else (0.0, 0.0)
+        return 0.0, 0.0
     name = {1: "cityblock", 2: "euclidean", math.inf: "chebyshev"}[norm]
-    gap = scipy_distance.cdist(points[sources], points[sinks], name)
+    gap = cdist(points[sources], points[sinks], name)
     supply, demand = supply[sources], demand[sinks]
     if order == math.inf:
-        longest = _distances(x[weight > 0], x_adv[weight > 0], norm).max()
-        return _bottleneck(gap, supply, demand, longest)
+        reach = _distances(x[weight > 0], x_adv[weight > 0], norm).max()
+        return _bottleneck(gap, supply, demand, reach), 1.0
     longest = float(gap.max())
     if longest == 0:
         return 0.0, 0.0
     return longest, _least_cost((gap / longest) ** order, supply, demand)
 
 
-def _bottleneck(gap, supply, demand, longest):
+def _bottleneck(gap: _Float64, supply: _Float64, demand: _Float64, longest: float) -> float:
     """The least distance within which all mass can move; ``longest`` is known to do."""
     shortest = max(gap.min(axis=0).max(), gap.min(axis=1).max())
     levels = np.unique(gap[(gap >= shortest) & (gap <= longest * (1 + 1e-12))])
@@ -385,7 +428,7 @@ def _bottleneck(gap, supply, demand, longest):
     return float(levels[low])
 
 
-def _fits(allowed, supply, demand):
+def _fits(allowed: npt.NDArray[np.bool_], supply: _Float64, demand: _Float64) -> bool:
     """Whether a plan exists on the allowed edges."""
     copies = _copies(supply, demand)
     if copies is not None:
@@ -394,7 +437,7 @@ def _fits(allowed, supply, demand):
     return _solve(np.zeros(len(source)), source, sink, supply, demand).x is not None
 
 
-def _least_cost(cost, supply, demand):
+def _least_cost(cost: _Float64, supply: _Float64, demand: _Float64) -> float:
     """The optimal value of a transport problem with equal totals."""
     copies = _copies(supply, demand)
     if copies is not None:
@@ -415,7 +458,7 @@ def _least_cost(cost, supply, demand):
         edges |= missing & (_cheapest(reduced, 4) | _cheapest(reduced.T, 4).T)
 
 
-def _copies(supply, demand):
+def _copies(supply: _Float64, demand: _Float64) -> _Copies | None:
     """How many copies of one unit of mass each atom is, or None if they are not multiples."""
     unit = min(supply.min(), demand.min())
     copies = np.rint(supply / unit).astype(int), np.rint(demand / unit).astype(int)
@@ -425,7 +468,9 @@ def _copies(supply, demand):
     return copies if few and total == copies[1].sum() and error < 1e-6 * largest else None
 
 
-def _assign(cost, copies):
+def _assign(cost: _Float64, copies: _Copies) -> float:
+    from scipy import optimize
+
     spread = np.repeat(np.repeat(cost, copies[0], axis=0), copies[1], axis=1)
     return float(spread[optimize.linear_sum_assignment(spread)].sum())
 
@@ -434,8 +479,16 @@ _DENSE = 20_000
 """Edges that one linear program takes at once."""
 
 
-def _solve(cost, source, sink, supply, demand):
+def _solve(
+    cost: _Float64,
+    source: npt.NDArray[np.int_],
+    sink: npt.NDArray[np.int_],
+    supply: _Float64,
+    demand: _Float64,
+) -> "OptimizeResult":
     """HiGHS on the plans that use the given edges only."""
+    from scipy import optimize, sparse
+
     entries = np.arange(len(source))
     ends = np.concatenate([source, len(supply) + sink])
     balance = sparse.csr_array(
@@ -451,7 +504,7 @@ def _solve(cost, source, sink, supply, demand):
     )
 
 
-def _cheapest(cost, count):
+def _cheapest(cost: _Float64, count: int) -> npt.NDArray[np.bool_]:
     """Marks the ``count`` least entries of every row."""
     count = min(count, cost.shape[1])
     mark = np.zeros(cost.shape, bool)
@@ -460,7 +513,9 @@ def _cheapest(cost, count):
     return mark
 
 
-def _corner_plan(supply, demand):
+def _corner_plan(
+    supply: _Float64, demand: _Float64
+) -> tuple[npt.NDArray[np.int_], npt.NDArray[np.int_]]:
     """Edges of the north-west corner plan, so that every program is feasible."""
     filled, emptied = np.cumsum(supply), np.cumsum(demand)
     ends = np.sort(np.concatenate([filled, emptied]))

@@ -119,10 +119,12 @@ def certified_accuracy(radius, eps, order):
     that moves at most its certified radius ``R_i`` stays correct, so an error of mass ``w_i / n``
     there costs at least ``w_i R_i^p / n``. The adversary's total is at most ``eps^p``; the largest
     error is the fractional knapsack ``max { mean(w) : mean(w R^p) <= eps^p, 0 <= w <= 1 }``, which
-    takes the cheapest samples first. For order inf, all samples with ``R_i < eps`` count as errors.
+    takes the cheapest samples first. For order inf, all samples with ``R_i < eps`` count as errors:
+    the point-wise certified accuracy ``mean 1{correct_i and R_i >= eps}``.
 
     Args:
-      radius: ``[n]`` certified radii; 0 where the sample is misclassified or not certified.
+      radius: ``[n]`` certified radii in the units of ``eps``; 0 where the sample is misclassified
+        or not certified, so ``jnp.where(correct, radius, 0)`` if that is not so yet.
       eps: budget, a number or an array of them.
       order: p, a number at least 1, or inf.
 
@@ -130,20 +132,22 @@ def certified_accuracy(radius, eps, order):
       Accuracies in the shape of ``eps``, float64, rounded down.
 
     Raises:
-      ValueError: negative or NaN radii or budgets, or a bad order.
+      ValueError: negative or NaN radii or budgets, a bad order, or a trace.
 
     Cost: a sort on the host.
 
     >>> certified_accuracy([0.0, 1.0, 2.0, 4.0], [0.0, 0.5], 1).round(3).tolist()
     [0.75, 0.375]
     """
+    if validate.traced(radius, eps):
+        raise ValueError("certified_accuracy works on the host; call it outside jit and vmap.")
     radius = np.sort(np.asarray(radius, float).ravel())
     if radius.size == 0 or not bool(np.all(radius >= 0)):
         raise ValueError("radius must hold at least one number, none negative or NaN.")
     _check_order(order)
     eps = _check_budgets(eps)
     if order == math.inf:
-        held = (radius >= eps[..., None] * (1 + _ROUNDING)) & (radius > 0)
+        held = (radius >= eps[..., None]) & (radius > 0)
         return np.asarray(np.mean(held, axis=-1))
     # In units of the budget, so that no power overflows; an unbounded radius is never bought.
     accuracy = [_unbought(radius, float(e), order) for e in eps.ravel()]
