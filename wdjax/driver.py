@@ -309,7 +309,7 @@ def _traced(
             return moving, info if history else None
 
         if stage.length:
-            moving, seen = jax.lax.scan(step, track.enter(moving), length=stage.length)
+            moving, seen = jax.lax.scan(step, track.enter(attack, moving), length=stage.length)
             log.append(seen)
     found = track.finish(attack, victim, samples, moving, skip_misclassified)
     rest = track.untouched(attack, victim, samples, moving)

@@ -25,6 +25,8 @@ _SHARE = 0.5
 """Of an accelerator's free memory, what a batch may take."""
 _LARGEST = 1024
 """Samples in a default batch at most."""
+_LONG = 50
+"""Steps of a stage from which on a second size of batch is worth its compilation."""
 _LIKENESS = 0.02
 """Share of the largest output by which a sample may differ in other company: rounding."""
 
@@ -108,7 +110,7 @@ def advance(plan: Plan, search: Search) -> Search:
     most = _chunk(stage)
     steps = min(most, stage.length - row)
     left = stage.length - row - steps
-    moving, batches, seen = search.track, _batches(plan, np.asarray(search.active)), []
+    moving, batches, seen = search.track, _batches(plan, np.asarray(search.active), stage.length), []
     for index in batches:
         moving, *flags = _steps(
             plan.attack,
@@ -144,7 +146,8 @@ def _next_stage(plan: Plan, search: Search) -> Search:
         if stages[number].done is not None:
             active = chosen & ~np.asarray(_done(plan.attack, search.track.state, number=number))
         if stages[number].length and active.any():
-            return search._replace(track=_enter(search.track), active=active, stage=number, step=0)
+            moving = _enter(plan.attack, search.track)
+            return search._replace(track=moving, active=active, stage=number, step=0)
     return search._replace(active=np.zeros_like(chosen), stage=len(stages), step=0)
 
 
@@ -232,14 +235,17 @@ def _chunk(stage: Stage) -> int:
     return min(loop.CHUNK, stage.length)
 
 
-def _batches(plan: Plan, active: np.ndarray) -> list[np.ndarray]:
-    """Places of the active rows on their devices, ``[devices, size]``, padded with ``rows``."""
+def _batches(plan: Plan, active: np.ndarray, length: int = 0) -> list[np.ndarray]:
+    """Places of the active rows on their devices, ``[devices, size]``, padded with ``rows``.
+
+    In a stage of many steps, a small batch serves what is left over: it costs a compilation.
+    """
     own = [np.flatnonzero(part) for part in active.reshape(plan.devices, plan.rows)]
     count = max(map(len, own))
     full, rest = divmod(count, plan.size)
-    small = -(-rest // plan.small)
+    small = -(-rest // plan.small) if length >= _LONG else _LONG
     if small * plan.small >= plan.size:
-        full, small = full + 1, 0
+        full, small = full + (rest > 0), 0
     sizes = [plan.size] * full + [plan.small] * small
     padded = np.full((plan.devices, sum(sizes)), plan.rows, np.int32)
     for row, places in zip(padded, own):
@@ -354,7 +360,7 @@ def _couple(
     return moving._replace(state=couple(samples, moving.state, chosen))
 
 
-_enter = jax.jit(track.enter, donate_argnums=0)
+_enter = jax.jit(track.enter, donate_argnums=1)
 
 
 @functools.partial(jax.jit, static_argnames="number")

@@ -53,14 +53,12 @@ def begin(attack: Attack, victim: Victim, given: Given) -> tuple[Samples, Track]
     samples = Samples(given.x, given.y, given.eps, victim.model(given.x))
     none = jnp.zeros(len(given.y), jnp.int32)
     totals = Totals(none, none, none, jnp.zeros(len(given.y), bool))
-    state = attack.init(victim, samples, given.start, given.keys)
-    cycles = any(stage.cycles for stage in attack.stages)
-    return samples, Track(state, state if cycles else None, totals)
+    return samples, Track(attack.init(victim, samples, given.start, given.keys), None, totals)
 
 
-def enter(track: Track) -> Track:
+def enter(attack: Attack, track: Track) -> Track:
     """Prepares for a stage's first step: no state before it counts as a step ago."""
-    if track.before is None:
+    if not any(stage.cycles for stage in attack.stages):
         return track
     return track._replace(before=jax.tree.map(jnp.copy, track.state))
 

@@ -112,8 +112,8 @@ def best_move(
         return look(pullback((one_hot(rival) - one_hot(y)).astype(logits.dtype))[0], logits)
 
     def attempt(rivals: Array) -> tuple[Move, Array, Array]:
-        slopes = [towards(rival) for rival in rivals]
-        tried = jnp.stack([advance(x, seen.gradient) for seen in slopes])
+        slopes = jax.vmap(towards)(rivals)
+        tried = jax.vmap(functools.partial(advance, x))(slopes.gradient)
         count = len(rivals)
         after = victim.model(tried.reshape(count * len(y), *x.shape[1:]))
         after = after.reshape(count, len(y), -1)
@@ -121,9 +121,8 @@ def best_move(
         # A NaN would win the maximum.
         winner = jnp.argmax(jnp.where(jnp.isnan(margin), -jnp.inf, margin), axis=0)
         move = Move(*(leaf[winner, sample] for leaf in (margin, tried, rivals, after)))
-        zeros = sum(seen.zero.astype(jnp.int32) for seen in slopes)
-        fault = functools.reduce(jnp.logical_or, (seen.fault for seen in slopes))
-        return move, zeros, fault | ~jnp.isfinite(after).all(axis=(0, 2))
+        zeros = jnp.sum(slopes.zero.astype(jnp.int32), axis=0)
+        return move, zeros, slopes.fault.any(axis=0) | ~jnp.isfinite(after).all(axis=(0, 2))
 
     def attempt_more(best: tuple[Move, Array, Array], rivals: Array) -> tuple[Any, None]:
         known, zeros, fault = best
