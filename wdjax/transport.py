@@ -132,18 +132,19 @@ def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Res
     order = check_order(order)
     eps = check_number("eps", eps)
     kappa = None if kappa is None else check_number("kappa", kappa, 1.0)
-    weight = _weigh(found, jnp.asarray(eps, found.cost.dtype), kappa, order)
+    weight = _weigh(found.cost, found.success, jnp.asarray(eps, found.cost.dtype), kappa, order)
     result = Result(**{f.name: getattr(found, f.name) for f in fields(Found)}, weight=weight)
     if not traced(found, eps, kappa):
         _refuse_overspending(result, float(eps), order)
     return result
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def _weigh(found: Found, eps: jax.Array, kappa: Any, order: float) -> jax.Array:
-    cost = found.cost
+@functools.partial(jax.jit, static_argnums=4)
+def _weigh(
+    cost: jax.Array, success: jax.Array, eps: jax.Array, kappa: Any, order: float
+) -> jax.Array:
     if kappa is None:
-        weight = allocate(jnp.where(found.success, jnp.nan_to_num(cost), jnp.inf), eps, order)
+        weight = allocate(jnp.where(success, jnp.nan_to_num(cost), jnp.inf), eps, order)
         valid = jnp.isfinite(eps) & (eps >= 0)
     else:
         kappa = jnp.asarray(kappa, cost.dtype)
