@@ -13,12 +13,12 @@ import numpy.typing as npt
 from jax.typing import ArrayLike
 
 from wdjax import losses, metrics, norms, parallel
+from wdjax.parallel import AnyArray
 from wdjax.validate import traced
 
 if TYPE_CHECKING:
     from scipy.optimize import OptimizeResult
 
-Array = jax.Array | np.ndarray
 _Either = TypeVar("_Either", jax.Array, np.ndarray)
 _Float64 = npt.NDArray[np.float64]
 _Copies = tuple[npt.NDArray[np.int_], npt.NDArray[np.int_]]
@@ -98,12 +98,12 @@ class Moved(Protocol):
     """What an attack found, as far as its distribution is concerned."""
 
     @property
-    def x_adv(self) -> Array:
+    def x_adv(self) -> AnyArray:
         """``[n, *shape]``"""
         ...
 
     @property
-    def weight(self) -> Array:
+    def weight(self) -> AnyArray:
         """``[n]`` in ``[0, 1]``"""
         ...
 
@@ -123,17 +123,17 @@ class AdversarialDistribution(NamedTuple):
     0.3125
     """
 
-    x: Array
+    x: AnyArray
     """``[n, *shape]``"""
-    x_adv: Array
+    x_adv: AnyArray
     """``[n, *shape]``"""
-    y: Array
+    y: AnyArray
     """``[n]`` integers"""
-    weight: Array
+    weight: AnyArray
     """``[n]`` in ``[0, 1]``"""
 
     @classmethod
-    def from_result(cls, x: Array, y: Array, result: Moved) -> "AdversarialDistribution":
+    def from_result(cls, x: AnyArray, y: AnyArray, result: Moved) -> "AdversarialDistribution":
         """The distribution that :func:`wdjax.run` found for the samples ``x`` and ``y``."""
         return cls(x, result.x_adv, y, result.weight)
 
@@ -214,8 +214,8 @@ def _batch_loss(
 def _evaluate(
     loss: losses.Loss,
     model: Callable[[jax.Array], jax.Array],
-    points: Array,
-    labels: Array,
+    points: AnyArray,
+    labels: AnyArray,
     batch_size: int | None,
 ) -> jax.Array:
     n = len(labels)
@@ -236,7 +236,7 @@ def _float64(x: ArrayLike) -> _Float64:
     return np.asarray(x, np.float64)
 
 
-def _distances(x: Array, x_adv: Array, norm: float, size: int = 256) -> _Float64:
+def _distances(x: AnyArray, x_adv: AnyArray, norm: float, size: int = 256) -> _Float64:
     """The distance of every pair, in float64, a block of pairs at a time."""
     parts = []
     for start in range(0, len(x), size):
