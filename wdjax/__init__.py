@@ -2,7 +2,6 @@
 
 from wdjax import (
     attacks,
-
     certify,
     convert,
     data,
@@ -47,7 +46,6 @@ __all__ = [
     "Stage",
     "Victim",
     "attacks",
-
     "best",
     "certify",
     "convert",

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from wdjax import losses, loop, norms, rounds, track, transport, validate
-from wdjax.core import Array, Attack, Found, Model, Progress, PyTree, Result, Stage, Victim
+from wdjax import loop, losses, norms, rounds, track, transport, validate
+from wdjax.core import Array, Attack, Found, Progress, PyTree, Result, Stage, Victim
 from wdjax.track import Given
 
 
@@ -39,8 +39,8 @@ def search(
 ) -> Found:
     r"""Looks for adversarial points and measures what it finds.
 
-    Inside a trace (``jit``, ``vmap``, ``grad``) every stage is one ``lax.scan`` over all samples. At
-    top level the search goes in rounds (:mod:`wdjax.rounds`): batches of the samples that have
+    Inside a trace (``jit``, ``vmap``, ``grad``) every stage is one ``lax.scan`` over all samples.
+    At top level the search goes in rounds (:mod:`wdjax.rounds`): batches of the samples that have
     something left to do, so that none is spent on the others. Both ways give the same points up to
     the rounding of floats; ``gradients`` and ``forwards`` are what was spent.
 
@@ -111,7 +111,9 @@ def search(
             only=validate.check_mask("only", only, len(y)),
             skip_misclassified=skip_misclassified,
             history=history,
-            batch_size=None if batch_size is None else validate.check_count("batch_size", batch_size),
+            batch_size=None
+            if batch_size is None
+            else validate.check_count("batch_size", batch_size),
             mesh=mesh,
         )
         last = _carry(plan, begun, len(y), callback, checkpoint, every)
@@ -151,8 +153,8 @@ def _keys(key: Array, count: int, index: Array | None) -> Array:
 
 def _given(x: Array, y: Array, eps: Any, start: Any, key: Array | None, index: Any) -> Given:
     radii = None if eps is None else jnp.broadcast_to(jnp.asarray(eps, x.dtype), len(y))
-    start = None if start is None else jnp.asarray(start, x.dtype)
-    return Given(x, y, radii, start, None if key is None else _keys(key, len(y), index))
+    points = None if start is None else jnp.asarray(start, x.dtype)
+    return Given(x, y, radii, points, None if key is None else _keys(key, len(y), index))
 
 
 def _carry(
@@ -190,7 +192,9 @@ def settings(attack: Any) -> str:
     'PGD(ball=Lp(norm=inf, box='
     """
     if dataclasses.is_dataclass(attack) and not isinstance(attack, type):
-        parts = (f"{f.name}={settings(getattr(attack, f.name))}" for f in dataclasses.fields(attack))
+        parts = (
+            f"{f.name}={settings(getattr(attack, f.name))}" for f in dataclasses.fields(attack)
+        )
         return f"{type(attack).__name__}({', '.join(parts)})"
     if isinstance(attack, jax.Array | np.ndarray):
         return "number" if isinstance(attack, jax.core.Tracer) else f"{np.asarray(attack):g}"
