@@ -86,6 +86,7 @@ def search(
     Cost: two forward passes a sample besides the attack's own, and one batch to see that samples do
       not depend on each other; memory for the attack's state of all samples.
 
+    >>> from wdjax import Model
     >>> from wdjax.attacks import PGD
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> x, y = jnp.array([[0.6, 0.4], [0.9, 0.1]]), jnp.array([0, 0])
@@ -187,6 +188,7 @@ def _carry(
 def settings(attack: Any) -> str:
     """An attack's settings in words that are the same in every process.
 
+    >>> from wdjax import Model
     >>> from wdjax.attacks import PGD
     >>> settings(PGD(steps=5))[:26]
     'PGD(ball=Lp(norm=inf, box='
@@ -236,6 +238,7 @@ def run(
 
     Source: Le et al., equation 11 and Corollary C.2.
 
+    >>> from wdjax import Model
     >>> from wdjax.attacks import PGD
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> x, y = jnp.array([[0.6, 0.4], [0.8, 0.2]]), jnp.array([0, 0])
@@ -261,6 +264,7 @@ def best(*found: Found) -> Found:
     A flip beats none, the cheaper flip beats the dearer one, and where there is none the larger
     margin counts.
 
+    >>> from wdjax import Model
     >>> from wdjax.attacks import PGD
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> x, y = jnp.array([[0.6, 0.4]]), jnp.array([0])
@@ -300,13 +304,14 @@ def _traced(
 ) -> Found:
     """All stages as loops over all samples."""
     samples, moving = track.begin(attack, victim, given)
-    attacked, log = chosen, []
+    attacked: Array = chosen
+    log: list[Any] = []
     if skip_misclassified:
         attacked &= ~(victim.criterion(samples.out, samples.y) > 0)
     for stage in attack.stages:
 
         def step(moving: track.Track, _: None, stage: Stage = stage) -> tuple[track.Track, Any]:
-            moving, _, info = track.step(stage, victim, samples, moving)
+            moving, _recurs, info = track.step(stage, victim, samples, moving)
             if stage.couple is not None:
                 coupled = stage.couple(samples, moving.state, attacked)
                 moving = moving._replace(state=coupled)

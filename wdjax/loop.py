@@ -76,16 +76,18 @@ def carry(
     mark = np.frombuffer(identity.ljust(32, b"\0"), np.uint8)
     if persist.exists(checkpoint):
         state = _resume(checkpoint, state, mark)
-    saved = time.monotonic()
+    saved, due = time.monotonic(), False
     with _Signals() as signals:
         while not finished(state) and signals.caught is None:
             state = turn(state)
-            if time.monotonic() - saved >= every:
+            due = time.monotonic() - saved >= every
+            if due:
                 persist.save(checkpoint, (mark, state))
                 saved = time.monotonic()
             if report is not None and report(state):
                 break
-        persist.save(checkpoint, (mark, state))
+        if not due:
+            persist.save(checkpoint, (mark, state))
     return state
 
 

@@ -124,10 +124,10 @@ def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Res
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
-    >>> x, y = jnp.array([[0.6, 0.4], [0.9, 0.1]]), jnp.array([0, 0])
+    >>> x, y = jnp.array([[0.6, 0.4], [0.8, 0.2]]), jnp.array([0, 0])
     >>> found = wdjax.search(wdjax.attacks.WDAPlusPlus(), model, x, y)
     >>> [round(float(w), 2) for w in spend(found, eps=0.1).weight]
-    [1.0, 0.25]
+    [1.0, 0.33]
     """
     order = check_order(order)
     eps = check_number("eps", eps)
