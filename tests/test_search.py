@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import Lp, attacks, losses, norms, parallel, rounds
+from wdjax import Lp, attacks, losses, parallel, rounds
 from wdjax.attacks import ascent
 from wdjax.attacks.ascent import setting
 from wdjax.core import Info, Stage
