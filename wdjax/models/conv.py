@@ -1,31 +1,34 @@
-"""Convolution as PyTorch defines it, computed the way the device at hand is fast at."""
+"""Convolution as PyTorch defines it, with gradients that the CPU runs fast inside loops too."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
-_NHWC = ("NHWC", "HWIO", "NHWC")
+Pads = tuple[tuple[int, int], tuple[int, int]]
 _LANES = 32
 _WINOGRAD_CHANNELS = 96
 _WINOGRAD_PIXELS = 512
 
 
-def conv(x, kernel, stride=1, padding=0, groups=1):
+def conv(
+    x: Array, kernel: Array, stride: int = 1, padding: int | Pads = 0, groups: int = 1
+) -> Array:
     """Cross-correlation of NHWC images with an HWIO kernel.
 
-    An accelerator gets ``lax.conv_general_dilated``. On the CPU, while tracing for it, some shapes
-    are arranged differently where that is faster inside whole networks (``bench/conv.py``). The
-    value, the value of which a gradient is wanted, and the tangent, whose transpose is the
-    backward pass, are arranged independently:
+    An accelerator gets ``lax.conv_general_dilated``. XLA's CPU compiler brings convolutions into
+    its fast layout outside of loops only, so on the CPU both gradients are written out in that
+    layout: the image's as the convolution with the mirrored kernel, the kernel's as one whose
+    channels are the images. What is arranged in another way is so in whole networks and in loops
+    by more than 10 % (``bench/conv.py``):
 
     * 1x1 kernels, and kernels as large as their stride, are matrix products;
-    * one input channel: the value is a multiply-add for each tap if strided or depthwise, the
-      backward pass one matrix product with the k*k patches;
+    * one input channel a group: a multiply-add for each tap, and for a single channel the image's
+      gradient is one matrix product;
     * few output channels leave a vector unit idle: several neighbours in a row are computed at
-      once, as further channels of a wider kernel; likewise the few input channels backwards;
+      once, as further channels of a wider kernel;
     * no padding: XLA's fast path needs some, so a column is added and taken off;
     * 3x3 of stride 1, at least 96 channels in and out: Winograd's F(2, 3) along the width, which
       needs two thirds of the multiplications. Its differences of inputs cancel in exact arithmetic
@@ -41,87 +44,100 @@ def conv(x, kernel, stride=1, padding=0, groups=1):
     Returns:
       ``[n, height', width', out]``.
 
+    Cost: each gradient as many multiplications as the value; forward mode inside a loop is slow.
+
     >>> conv(jnp.ones((1, 4, 4, 1)), jnp.ones((3, 3, 1, 2)), stride=2, padding=1)[0, :, :, 0]
     Array([[4., 6.],
            [6., 9.]], dtype=float32)
     """
     pads = ((padding, padding),) * 2 if isinstance(padding, int) else tuple(map(tuple, padding))
-    if jax.default_backend() != "cpu":
+    empty = not x.size or any(n + sum(p) < k for n, p, k in zip(x.shape[1:], pads, kernel.shape))
+    if empty or jax.default_backend() != "cpu":
         return _lax(x, kernel, stride, pads, groups)
     height, width, channels, outputs = kernel.shape
     if channels == 1 and groups == outputs > 1:
         return _tap_by_tap(x, kernel, stride, pads)
-    if groups != 1:
-        return _lax(x, kernel, stride, pads, groups)
-    if height == width == 1 and not any(map(any, pads)):
-        return x[:, ::stride, ::stride] @ kernel[0, 0]
-    if height == width == stride and not any(map(any, pads)):
-        return _tiles(x, stride) @ kernel.reshape(-1, outputs)
-    return _arranged(x, kernel, stride, pads)
+    if groups == 1 and height == width and height in (1, stride) and not any(map(any, pads)):
+        tiles = x[:, ::stride, ::stride] if height == 1 else _tiles(x, stride)
+        return tiles @ kernel.reshape(-1, outputs)
+    return _conv(x, kernel, stride, pads, groups)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def _arranged(x, kernel, stride, pads):
-    return _value(x, kernel, stride, pads, _lax)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
+def _conv(x, kernel, stride, pads, groups):
+    channels, outputs = kernel.shape[2:]
+    if groups == channels == 1:
+        return _tap_by_tap(x, kernel, stride, pads)
+    if groups == 1 and outputs <= _LANES // 2:
+        return _abreast(x, kernel, stride, pads)
+    return _dense(x, kernel, stride, pads, groups)
 
 
-@functools.partial(_arranged.defjvp, symbolic_zeros=True)
-def _arranged_jvp(stride, pads, primals, tangents):
+@functools.partial(_conv.defjvp, symbolic_zeros=True)
+def _conv_jvp(stride, pads, groups, primals, tangents):
+    """Tangents are transposed gradients: reverse mode transposes them back."""
     x, kernel = primals
-    dx, dkernel = tangents
-    value = _value(x, kernel, stride, pads, _lax_padded)
+    value = _conv(x, kernel, stride, pads, groups)
+    gradients = (
+        lambda out: _image_gradient(out, kernel, x.shape, stride, pads, groups),
+        lambda out: _kernel_gradient(out, x, kernel.shape, stride, pads, groups),
+    )
     tangent = jnp.zeros_like(value)
-    if not isinstance(dx, SymbolicZero):
-        tangent = _tangent(dx, kernel, stride, pads)
-    if not isinstance(dkernel, SymbolicZero):
-        tangent += _lax(x, dkernel, stride, pads)
+    for gradient, direction in zip(gradients, tangents):
+        if not isinstance(direction, SymbolicZero):
+            tangent += jax.linear_transpose(gradient, value)(direction)[0]
     return value, tangent
 
 
-def _value(x, kernel, stride, pads, otherwise):
-    channels, outputs = kernel.shape[2:]
-    if _winograd_pays(x, kernel, stride, pads):
-        return _winograd(x, kernel, pads)
-    if channels == 1:
-        arranged = _tap_by_tap if stride > 1 else otherwise
-    else:
-        arranged = _abreast if outputs <= _LANES // 2 else otherwise
-    return arranged(x, kernel, stride, pads)
+def _image_gradient(out, kernel, shape, stride, pads, groups):
+    height, width, channels, outputs = kernel.shape
+    if groups == channels == 1:
+        blank = jax.ShapeDtypeStruct(shape, out.dtype)
+        pull = jax.linear_transpose(lambda x: _patches(x, kernel.shape, stride, pads), blank)
+        return pull(out @ kernel.reshape(-1, outputs).T)[0]
+    mirrored = kernel[::-1, ::-1].reshape(height, width, channels, groups, -1)
+    mirrored = mirrored.transpose(0, 1, 4, 3, 2).reshape(height, width, outputs // groups, -1)
+    around = tuple(
+        (k - 1 - low, n + low - stride * (m - 1) - 1)
+        for k, n, m, (low, _) in zip(kernel.shape, shape[1:], out.shape[1:], pads)
+    )
+    return _dense(out, mirrored, 1, around, groups, lhs_dilation=(stride, stride))
 
 
-def _tangent(dx, kernel, stride, pads):
-    """The convolution again, so arranged that its transpose is fast."""
-    height, width, channels, _ = kernel.shape
-    if channels == 1:
-        patches = jnp.concatenate(_taps(dx, kernel.shape, stride, pads), axis=-1)
-        return patches @ kernel.reshape(height * width, -1)
-    if _winograd_pays(dx, kernel, stride, pads):
-        return _winograd(dx, kernel, pads)
-    if stride > 1 or channels > _LANES // 2:
-        return _lax(dx, kernel, stride, pads)
-    mirrored = kernel[::-1, ::-1].swapaxes(2, 3)
-    (top, bottom), (left, right) = pads
-    pads_back = (height - 1 - top, height - 1 - bottom), (width - 1 - left, width - 1 - right)
-    backward = functools.partial(_abreast, kernel=mirrored, stride=1, pads=pads_back)
-    value = jax.eval_shape(lambda dx: _lax(dx, kernel, stride, pads), dx)
-    return jax.linear_transpose(backward, value)(dx)[0]
+def _kernel_gradient(out, x, shape, stride, pads, groups):
+    """A convolution whose images are the input channels, and whose channels are the images."""
+    n, rows, columns, _ = x.shape
+    channels = x.reshape(n, rows, columns, groups, -1).transpose(4, 1, 2, 3, 0)
+    channels = channels.reshape(-1, rows, columns, groups * n)
+    around = tuple(
+        (low, k + stride * (m - 1) - n - low)
+        for k, n, m, (low, _) in zip(shape, x.shape[1:], out.shape[1:], pads)
+    )
+    kernel = out.transpose(1, 2, 0, 3)
+    gradient = _dense(channels, kernel, 1, around, groups, rhs_dilation=(stride, stride))
+    return gradient.transpose(1, 2, 0, 3)
 
 
-def _lax(x, kernel, stride, pads, groups=1):
-    return _dilated(x, kernel, (stride, stride), pads, groups)
-
-
-def _dilated(x, kernel, strides, pads, groups=1):
+def _lax(x, kernel, stride, pads, groups=1, **dilation):
     return lax.conv_general_dilated(
-        x, kernel, strides, pads, dimension_numbers=_NHWC, feature_group_count=groups
+        x,
+        kernel,
+        (stride, stride) if isinstance(stride, int) else stride,
+        pads,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=groups,
+        **dilation,
     )
 
 
-def _lax_padded(x, kernel, stride, pads):
-    """With a column to spare where there is no padding."""
-    if any(map(any, pads)) or stride > 1:
-        return _lax(x, kernel, stride, pads)
-    return _lax(x, kernel, stride, ((0, 0), (0, 1)))[:, :, :-1]
+def _dense(x, kernel, stride, pads, groups, **dilation):
+    if stride > 1 or any(max(spread) > 1 for spread in dilation.values()):
+        return _lax(x, kernel, stride, pads, groups, **dilation)
+    if groups == 1 and _winograd_pays(x, kernel, pads):
+        return _winograd(x, kernel, pads)
+    if any(map(any, pads)):
+        return _lax(x, kernel, stride, pads, groups)
+    return _lax(x, kernel, stride, ((0, 0), (0, 1)), groups)[:, :, :-1]
 
 
 def _abreast(x, kernel, stride, pads):
@@ -130,8 +146,8 @@ def _abreast(x, kernel, stride, pads):
     left, right = pads[1]
     columns = (x.shape[2] + left + right - width) // stride + 1
     count = max(t for t in range(1, _LANES // outputs + 1) if columns % t == 0)
-    if count == 1 or columns < 1:
-        return _lax(x, kernel, stride, pads)
+    if count == 1:
+        return _dense(x, kernel, stride, pads, 1)
     reach = stride * (count - 1)
     shifted = [
         jnp.pad(kernel, ((0, 0), (stride * i, reach - stride * i), (0, 0), (0, 0)))
@@ -139,10 +155,7 @@ def _abreast(x, kernel, stride, pads):
     ]
     wide = jnp.stack(shifted, axis=3).reshape(height, width + reach, channels, count * outputs)
     right = stride * (columns - count) + wide.shape[1] - x.shape[2] - left
-    whole = (0, -channels % 4 if channels < 4 else 0)
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), whole))
-    wide = jnp.pad(wide, ((0, 0), (0, 0), whole, (0, 0)))
-    out = _dilated(x, wide, (stride, stride * count), (pads[0], (left, right)))
+    out = _lax(x, wide, (stride, stride * count), (pads[0], (left, right)))
     return out.reshape(*out.shape[:2], columns, outputs)
 
 
@@ -150,6 +163,10 @@ def _tap_by_tap(x, kernel, stride, pads):
     """One multiply-add an entry of the kernel, for one input channel a group."""
     taps = _taps(x, kernel.shape, stride, pads)
     return sum(tap * weights for tap, weights in zip(taps, kernel.reshape(len(taps), -1)))
+
+
+def _patches(x, shape, stride, pads):
+    return jnp.concatenate(_taps(x, shape, stride, pads), axis=-1)
 
 
 def _taps(x, shape, stride, pads):
@@ -173,9 +190,9 @@ def _tiles(x, size):
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(n, rows, cols, size * size * channels)
 
 
-def _winograd_pays(x, kernel, stride, pads):
+def _winograd_pays(x, kernel, pads):
     height, width, channels, outputs = kernel.shape
-    if (height, width, stride) != (3, 3, 1) or min(channels, outputs) < _WINOGRAD_CHANNELS:
+    if (height, width) != (3, 3) or min(channels, outputs) < _WINOGRAD_CHANNELS:
         return False
     even = (x.shape[2] + sum(pads[1])) % 2 == 0
     return even and len(x) * x.shape[1] * x.shape[2] >= _WINOGRAD_PIXELS
@@ -190,26 +207,17 @@ def _winograd(x, kernel, pads):
 
     Source: Lavin and Gray (2016), F(2, 3).
     """
-    n, _, _, channels = x.shape
-    small = x.shape[1] * x.shape[2] <= 64
-    (top, bottom), sides = pads
-    x = jnp.pad(x, ((0, 0), (top, bottom) if small else (0, 0), sides, (0, 0)))
-    pairs = x.reshape(n, x.shape[1], x.shape[2] // 2, 2, channels)
+    upright, sides = pads
+    none = (0, 0, 0)
+    x = lax.pad(x, jnp.zeros((), x.dtype), (none, none, (*sides, 0), none))
+    pairs = x.reshape(*x.shape[:2], x.shape[2] // 2, 2, x.shape[3])
     even, odd = pairs[:, :, :, 0], pairs[:, :, :, 1]
     first, second, third, fourth = even[:, :, :-1], odd[:, :, :-1], even[:, :, 1:], odd[:, :, 1:]
     tiles = (first - third, second + third, third - second, second - fourth)
     left, middle, right = kernel[:, :1], kernel[:, 1:2], kernel[:, 2:]
     filters = (left, (left + middle + right) / 2, (left - middle + right) / 2, right)
-    if small:
-        rows = x.shape[1] - 2
-        products = [
-            jnp.concatenate([tile[:, i : i + rows] for i in range(3)], axis=-1)
-            @ weights.reshape(3 * channels, -1)
-            for tile, weights in zip(tiles, filters)
-        ]
-    else:
-        upright = ((top, bottom), (0, 0))
-        products = [_lax(tile, weights, 1, upright, 1) for tile, weights in zip(tiles, filters)]
-    a, b, c, d = products
+    a, b, c, d = (
+        _lax(tile, weights, 1, (upright, (0, 0))) for tile, weights in zip(tiles, filters)
+    )
     out = jnp.stack([a + b + c, b - c - d], axis=3)
-    return out.reshape(n, out.shape[1], -1, out.shape[-1])
+    return out.reshape(*out.shape[:2], -1, out.shape[-1])
