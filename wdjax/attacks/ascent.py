@@ -79,19 +79,6 @@ def best_move(model, x, y, choose, advance):
     return logits, best, count
 
 
-def step(x, gradient, step_size, norm, box):
-    """``x + step_size * M_r(gradient)``, equation 1.
-
-    For norm 1, which moves a single coordinate, coordinates that the box does not let move any
-    further are passed over; otherwise the walk would stall at the first saturated pixel.
-    """
-    if norm == 1 and box is not None:
-        low, high = box
-        stuck = ((gradient > 0) & (x >= high)) | ((gradient < 0) & (x <= low))
-        gradient = jnp.where(stuck, 0.0, gradient)
-    return x + step_size * norms.dual_maximizer(gradient, norm)
-
-
 def all_rivals(logits, y):
     """Every class but ``y``: ``[n, K - 1]``."""
     classes = logits.shape[-1]

@@ -75,7 +75,7 @@ def pgd(
 
         gradient, logits = jax.grad(total, has_aux=True)(state.x)
         margin = losses.margin(logits, y)
-        moved = ascent.step(state.x, gradient, size, norm, box)
+        moved = norms.ascend(state.x, gradient, size, norm, box)
         moved = norms.retract(moved, x, eps, norm, box)
         info = ascent.info(margin, gradients=1, forwards=1)
         return State(moved, ascent.keep_best(state.best, state.x, margin)), info

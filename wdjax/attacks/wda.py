@@ -85,7 +85,7 @@ def wda(
 
     def advance(x, gradient, center, eps, kappa, step_size):
         size = ascent.default_step(eps, norm, step_size)
-        moved = ascent.step(x, gradient, size, norm, box)
+        moved = norms.ascend(x, gradient, size, norm, box)
         return norms.retract(moved, center, reach(eps=eps, kappa=kappa), norm, box)
 
     def choose(y, logits):

@@ -107,7 +107,7 @@ def wda_plus_plus(
             state.after,
             y,
             lambda logits: state.rivals,
-            lambda x, gradient: clip(ascent.step(x, gradient, size, norm, box)),
+            lambda x, gradient: clip(norms.ascend(x, gradient, size, norm, box)),
         )
         still = norms.spread(~state.flipped, x)
         walked = state._replace(
