@@ -250,17 +250,17 @@ def _shrink_l1(size, room, radius):
     the largest entry, from the side where the sum is at most ``radius``.
     """
     room = jnp.maximum(room, 0.0)
-    fixed = jax.lax.stop_gradient(size)
+    fixed, limit = jax.lax.stop_gradient((size, radius))
 
     def halve(_, ends):
         low, high = ends
         middle = low + (high - low) / 2
-        over = jnp.sum(jnp.clip(fixed - middle, 0.0, room)) > radius
+        over = jnp.sum(jnp.clip(fixed - middle, 0.0, room)) > limit
         return jnp.where(over, middle, low), jnp.where(over, high, middle)
 
-    ends = jnp.zeros_like(radius), jnp.max(fixed, initial=0.0)
-    low, high = jax.lax.fori_loop(0, jnp.finfo(size.dtype).nmant + 5, halve, ends)
-    # Between the last two ends the sum is linear in lam, which also gives lam its derivative.
+    ends = jnp.zeros_like(limit), jnp.max(fixed, initial=0.0)
+    high = jax.lax.fori_loop(0, jnp.finfo(size.dtype).nmant + 5, halve, ends)[1]
+    # The sum is linear in lam where these coordinates stay free, which gives lam its derivative.
     rest = fixed - high
     free, full = (rest > 0) & (rest < room), rest >= room
     spent = jnp.sum(jnp.where(free, size, 0.0)) + jnp.sum(jnp.where(full, room, 0.0))

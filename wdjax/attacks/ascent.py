@@ -95,9 +95,9 @@ def top_rivals(logits, y, count):
 def default_step(eps, norm, step_size):
     """The given step size, or the paper's share of the budget: 0.02 of 8/255 (inf), 0.2 of 0.5 (2).
 
-    The paper has no value for norm 1; the share of norm 2 is used.
+    The paper has no value for norm 1; a quarter was best on two nets.
     """
-    share = 0.02 / (8 / 255) if norm == math.inf else 0.4
+    share = {math.inf: 0.02 / (8 / 255), 2: 0.4, 1: 0.25}[norm]
     return share * eps if step_size is None else step_size
 
 

@@ -38,8 +38,8 @@ def pgd(
       box: ``(low, high)`` of valid inputs, or None.
 
     Returns:
-      An :class:`~wdjax.core.Attack` with the knob ``step_size`` (default ``2.5 eps / steps``, and
-      ``eps`` for one step).
+      An :class:`~wdjax.core.Attack` with the knob ``step_size`` (default ``2.5 eps / steps``, for
+      norm 1 ``eps / 4``, and ``eps`` for one step).
 
     Raises:
       ValueError: another norm, fewer than one step, another iterate.
@@ -67,7 +67,8 @@ def pgd(
         return State(start, ascent.no_best(start, iterate))
 
     def step(model, x, y, state, *, eps, step_size=None):
-        size = (2.5 * eps / steps if steps > 1 else eps) if step_size is None else step_size
+        default = eps if steps == 1 else eps / 4 if norm == 1 else 2.5 * eps / steps
+        size = default if step_size is None else step_size
 
         def total(point):
             logits = model(point)
