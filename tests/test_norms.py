@@ -159,6 +159,133 @@ def test_linf_ball_holds_every_projected_float():
     assert np.all(np.asarray(z) - np.asarray(center) <= radius)
 
 
+def bisected(z, center, radius, box):
+    """The l1 projection on ball and box by bisection of its multiplier in float64."""
+    z, center = z.astype(float), center.astype(float)
+    size, sign = np.abs(z - center), np.sign(z - center)
+    room = np.where(sign > 0, box[1] - center, center - box[0])
+    low, high = 0.0, size.max()
+    for _ in range(200):
+        middle = (low + high) / 2
+        over = np.clip(size - middle, 0, room).sum() > radius
+        low, high = (middle, high) if over else (low, middle)
+    return center + sign * np.clip(size - high, 0, room)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("box", [(0.0, 1.0), (-1e9, 1e9), (-4.0, 16.0)])
+def test_l1_projection_is_the_float64_one_in_many_dimensions(box):
+    rng = np.random.default_rng(0)
+    center = rng.uniform(0, 1, (6, 300)).astype(np.float32)
+    center[1:3] = rng.integers(0, 2, (2, 300))  # Corners of the unit box.
+    z = (center + rng.normal(size=center.shape) * [[0.01], [1], [30], [0.1], [1], [1]]).astype(
+        np.float32
+    )
+    z[3, 0], z[4] = 50.0, center[4] + 1  # A far outlier; all equal.
+    center[5, :150], z[5, 150:] = 1.0, 0.0
+    for radius in (1e-4, 0.03, 1.0, 7.0, 40.0, 1e4):
+        found = np.asarray(norms.project_in_box(z, center, radius, 1, box))
+        expected = np.stack([bisected(*rows, radius, box) for rows in zip(z, center)])
+        # Rounding of the points themselves; the outlier's share is resolved to its own last bit.
+        np.testing.assert_allclose(found, expected, atol=2e-5, rtol=1e-6)
+        length = np.abs(found.astype(float) - center).sum(axis=1)
+        best = np.abs(expected - center).sum(axis=1)
+        assert np.all(length <= radius * (1 + 1e-6))
+        assert np.all(length >= best - 1e-4 - 1e-4 * best)
+        np.testing.assert_array_equal(norms.retract(z, center, radius, 1, box), found)
+
+
+@pytest.mark.fast
+def test_l1_projection_has_the_derivative_of_its_active_set():
+    z, center = jnp.array([[1.4, 0.6, 0.45, 0.05]]), jnp.array([[0.5, 0.5, 0.0, 0.0]])
+    # Lengths .9, .1, .45, .05; room .5, .5, 1, 1; lam = .2: the first is full, the third free.
+    for radius in (0.75, jnp.array([0.75])):
+        found = norms.project_in_box(z, center, radius, 1, (0.0, 1.0))
+        np.testing.assert_allclose(found, [[1.0, 0.5, 0.25, 0.0]], atol=1e-6)
+    slope = jax.grad(lambda r: norms.project_in_box(z, center, r, 1, (0.0, 1.0))[0, 2])(0.75)
+    np.testing.assert_allclose(slope, 1.0, rtol=1e-5)
+    slope = jax.grad(lambda r: norms.project(z, center, r, 2)[0, 0])(0.5)
+    np.testing.assert_allclose(slope, 0.9 / np.linalg.norm(z - center), rtol=1e-5)
+    jacobian = jax.jacobian(lambda z: norms.project(z, center, 0.5, 1)[0])(z)[:, 0]
+    # Free are the first and the third, lam = .425.
+    expected = np.zeros((4, 4))
+    expected[np.ix_([0, 2], [0, 2])] = [[0.5, -0.5], [-0.5, 0.5]]
+    np.testing.assert_allclose(jacobian, expected, atol=1e-5)
+
+
+# Steps.
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("norm", [2, math.inf])
+def test_steps_but_l1_are_the_dual_maximizers_to_the_bit(norm):
+    x, g = jax.random.normal(jax.random.key(4), (2, 5, 3, 7))
+    expected = x + 0.3 * norms.dual_maximizer(g, norm)
+    for box in (None, (0.0, 1.0)):
+        np.testing.assert_array_equal(norms.ascend(x, g, 0.3, norm, box), expected)
+        np.testing.assert_array_equal(norms.ascend(x, g, jnp.full(5, 0.3), norm, box), expected)
+
+
+@pytest.mark.parametrize("box", [None, (0.0, 1.0)])
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_l1_step_maximizes_its_model(box, data):
+    x = data.draw(numbers(4, 0, 1), "x").astype(float)
+    g = data.draw(numbers(4, -2, 2), "g").astype(float)
+    size = data.draw(st.floats(0.125, 3.0, width=32), "size")
+    moved = norms.ascend(jnp.array(x)[None], jnp.array(g)[None], size, 1, box)[0]
+    low, high = (0 - x, 1 - x) if box else (np.full(4, -9.0), np.full(4, 9.0))
+    g = np.where(((g > 0) & (high <= 0)) | ((g < 0) & (low >= 0)), 0, g)
+    if np.linalg.norm(g) < 1e-3:
+        return  # Flat: any step is as good.
+    g /= np.linalg.norm(g)
+
+    def model(h):
+        return g @ h - h @ h / (2 * norms._REACH * size)
+
+    solved = scipy.optimize.minimize(
+        lambda w: -model(w[:4] - w[4:]),
+        np.zeros(8),
+        method="SLSQP",
+        bounds=[(0, v) for v in high] + [(0, -v) for v in low],
+        constraints={"type": "ineq", "fun": lambda w: size - np.sum(w)},
+        options={"ftol": 1e-14, "maxiter": 500},
+    )
+    h = np.asarray(moved, float) - x
+    assert np.abs(h).sum() <= size * (1 + 1e-6)
+    assert np.all((h >= low - 1e-7) & (h <= high + 1e-7))
+    assert model(h) >= -solved.fun - 1e-5
+
+
+@pytest.mark.fast
+@ORDERS
+@settings(max_examples=30, deadline=None)
+@given(
+    x=numbers((3, 5), 0, 1),
+    g=hnp.arrays(np.float32, (3, 5), elements=st.floats(width=32, allow_infinity=False)),
+    size=st.floats(0, 1e4, width=32),
+)
+def test_steps_are_finite_and_short_and_in_the_box(norm, x, g, size):
+    moved = np.asarray(norms.ascend(jnp.array(x), jnp.array(g), size, norm, (0.0, 1.0)))
+    assert np.all(np.isfinite(moved))
+    assert np.all(moved[np.isnan(g) | (g == 0)] == x[np.isnan(g) | (g == 0)])
+    if norm == 1:
+        assert np.all((moved >= 0) & (moved <= 1))
+        assert np.all(np.abs(moved.astype(float) - x).sum(axis=1) <= size * (1 + 1e-6))
+        assert np.all((moved - x) * np.sign(np.nan_to_num(g)) >= 0)
+
+
+@pytest.mark.fast
+@ORDERS
+def test_steps_take_a_size_per_row_under_vmap_and_jit(norm):
+    x, g = jax.random.uniform(jax.random.key(5), (2, 4, 6))
+    size = jnp.array([0.0, 0.1, 1.0, 5.0])
+    found = jax.jit(lambda x, g, s: norms.ascend(x, g, s, norm, (0.0, 1.0)))(x, g, size)
+    one = jax.vmap(lambda x, g, s: norms.ascend(x[None], g[None], s, norm, (0.0, 1.0))[0])
+    np.testing.assert_allclose(found, one(x, g, size), atol=1e-6)
+    np.testing.assert_array_equal(found[0], x[0])
+
+
 # Operator norms.
 
 

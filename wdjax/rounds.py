@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from wdjax import loop, parallel, program, track
@@ -216,13 +216,13 @@ def _gradient(victim: Victim, x: Array) -> PyTree:
     return jax.value_and_grad(total)(x)
 
 
-def _fitting(jaxpr: Jaxpr) -> int:
+def _fitting(jaxpr: ClosedJaxpr) -> int:
     """Samples in a batch, from the program of one sample's gradient."""
     if jax.default_backend() == "cpu":
-        return min(max(_CACHED // program.widest(jaxpr), 16), 128)
+        return min(max(_CACHED // max(1, program.widest(jaxpr)), 16), 128)
     stats = jax.devices()[0].memory_stats() or {}
     free = stats.get("bytes_limit", 2**33) - stats.get("bytes_in_use", 0)
-    size = int(_SHARE * free) // (4 * program.live(jaxpr))
+    size = int(_SHARE * free) // (4 * max(1, program.live(jaxpr)))
     return 2 ** (min(max(size, 1), _LARGEST).bit_length() - 1)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from wdjax import driver, losses, loop, validate
+from wdjax import driver, loop, losses, validate
 from wdjax.core import AnyArray, Array, Attack, PyTree
 
 

@@ -30,7 +30,8 @@ class PGD:
       loss: ``(out, y) -> [n]``, to be increased; see :mod:`wdjax.losses`.
       random_start: start uniformly in the ball instead of at the sample; makes a key necessary.
       iterate: ``"best"`` returns the iterate of largest criterion, ``"last"`` the last one.
-      step_size: may be traced; by default ``2.5 eps / steps``, and ``eps`` for one step.
+      step_size: may be traced; by default ``2.5 eps / steps``, for norm 1 ``eps / 4``, and
+        ``eps`` for one step.
 
     Raises:
       ValueError: fewer than one step, another iterate.
@@ -83,7 +84,8 @@ class PGD:
     def _ascend(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         eps, size = samples.radius, self.step_size
         if size is None:
-            size = 2.5 * eps / self.steps if self.steps > 1 else eps
+            share = 1 / 4 if self.ball.norm == 1 else 2.5 / self.steps
+            size = share * eps if self.steps > 1 else eps
         seen = ascent.slope(victim, state.x, samples.y, self.loss)
         info = ascent.note(victim, samples.y, seen)
         moved = self.ball.ascend(state.x, seen.gradient, size)
