@@ -28,11 +28,18 @@ _UNKNOWN = "#eeeeee"
 def styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Colour and marker of every attack, from the place of its name alone.
 
-    >>> styles(["mine", "theirs"])["mine"]
-    {'color': '#E69F00', 'marker': 'o'}
+    Later markers are smaller, so that curves that coincide are both seen.
+
+    >>> styles(["mine", "theirs"])
+    {'mine': {'color': '#E69F00', 'marker': 'o', 'ms': 7.0},
+     'theirs': {'color': '#56B4E9', 'marker': 's', 'ms': 5.5}}
     """
-    looks = zip(itertools.cycle(_PALETTE), itertools.cycle(_MARKERS))
-    return {name: {"color": colour, "marker": mark} for name, (colour, mark) in zip(names, looks)}
+    names = list(names)
+    looks = zip(itertools.cycle(_PALETTE), itertools.cycle(_MARKERS), itertools.count())
+    return {
+        name: {"color": colour, "marker": marker, "ms": 7 - 3 * place / len(names)}
+        for name, (colour, marker, place) in zip(names, looks)
+    }
 
 
 def _figure(columns: int, width: float = 4.2, height: float = 3.4) -> tuple["Figure", Any]:
@@ -56,7 +63,7 @@ def accuracy(found: Sandwich) -> "Figure":
         for name, look in styles(found.names).items():
             curve = found.curve(name, order)
             if curve.size:
-                axis.plot(found.radii, curve, ms=4, lw=1.2, label=name, **look)
+                axis.plot(found.radii, curve, lw=1.2, label=name, **look)
         _certificates(axis, found, order)
         axis.set(title=_ball(order), xlabel=f"eps ({unit})", ylim=(-0.02, 1.02))
         axis.legend(fontsize=7)
