@@ -17,7 +17,7 @@ from wdjax.attacks import pgd
 from wdjax.certify import domain, lipschitz
 
 NORMS = [1, 2, math.inf]
-ORDERS = pytest.mark.parametrize("norm", NORMS)
+EVERY_NORM = pytest.mark.parametrize("norm", NORMS)
 
 
 def mlp(layers, x):
@@ -75,7 +75,7 @@ def test_labels_choose_rows():
 
 
 @pytest.mark.fast
-@ORDERS
+@EVERY_NORM
 def test_linear_models_are_certified_exactly(norm):
     rng = np.random.default_rng(0)
     weight = rng.normal(size=(6, 4)).astype(np.float32)
@@ -105,7 +105,7 @@ def test_linear_models_are_certified_exactly(norm):
 
 
 @pytest.mark.fast
-@ORDERS
+@EVERY_NORM
 def test_attack_and_certificate_meet_for_two_classes(norm):
     model = Model(lambda w, x: x @ w, jax.random.normal(jax.random.key(0), (5, 2)))
     x = jax.random.uniform(jax.random.key(1), (12, 5))
@@ -120,7 +120,7 @@ def test_attack_and_certificate_meet_for_two_classes(norm):
 # Tiny nets against brute force: one program, many weights.
 
 
-@ORDERS
+@EVERY_NORM
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), eps=st.sampled_from([0.0, 0.01, 0.1, 0.5]))
 def test_certificates_survive_brute_force(norm, seed, eps):
@@ -390,8 +390,8 @@ def test_bounds_hold_what_floats_and_reals_return():
     low, high = jax.jit(lambda t: certify.bound(lambda u: model(u[None])[0], t, t))(x)
     hidden = np.maximum(np.float64(x) @ np.float64(layers[0][0]) + layers[0][1], 0)
     exact = hidden @ np.float64(layers[1][0])
-    orders = [model(x[None])[0], model(jnp.stack([x] * 7))[3]]
-    for value in (exact, *orders):
+    floats = [model(x[None])[0], model(jnp.stack([x] * 7))[3]]
+    for value in (exact, *floats):
         assert np.all((np.asarray(low, float) <= value) & (value <= np.asarray(high, float)))
     assert np.max(high - low) < 0.05 * np.max(np.abs(exact))
 

@@ -6,37 +6,40 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 import wdjax
-from wdjax import attacks, norms, parallel, transport
+from wdjax import Lp, attacks, norms, parallel, persist, rounds, transport
 
 NORMS = (1, 2, jnp.inf)
 EPS = {1: 0.6, 2: 0.25, jnp.inf: 0.06}
 
-FACTORIES = {
-    "fgsm": attacks.fgsm,
-    "pgd": functools.partial(attacks.pgd, steps=5),
-    "pgd random": functools.partial(attacks.pgd, steps=4, random_start=True, iterate="last"),
-    "pgd margin": functools.partial(attacks.pgd, steps=4, loss=wdjax.losses.margin),
-    "wda": functools.partial(attacks.wda, steps=5, probe=3),
-    "wda order 2 best": functools.partial(attacks.wda, steps=5, probe=3, order=2, iterate="best"),
-    "wda top 2": functools.partial(attacks.wda, steps=4, probe=2, rivals=2),
-    "wda order inf": functools.partial(attacks.wda, steps=4, probe=2, order=jnp.inf),
-    "wda++": functools.partial(attacks.wda_plus_plus, steps=8, rivals=2),
-    "wda++ order 2": functools.partial(attacks.wda_plus_plus, steps=8, order=2),
-    "wda++ order inf": functools.partial(attacks.wda_plus_plus, steps=8, order=jnp.inf),
-    "wda++ of the paper": functools.partial(attacks.wda_plus_plus, steps=8, ray_bisections=0),
-    "distributional pgd": lambda **options: attacks.distributional(attacks.pgd(steps=4, **options)),
+# Name: what makes the attack from a ball, and how its points are spent.
+ATTACKS = {
+    "fgsm": (attacks.fgsm, {}),
+    "pgd": (functools.partial(attacks.PGD, steps=5), {}),
+    "pgd kappa 2": (functools.partial(attacks.PGD, steps=4), {"kappa": 2.0}),
+    "pgd random": (
+        functools.partial(attacks.PGD, steps=4, random_start=True, iterate="last"),
+        {"order": jnp.inf},
+    ),
+    "pgd margin": (functools.partial(attacks.PGD, steps=4, loss=wdjax.losses.margin), {}),
+    "wda": (functools.partial(attacks.WDA, steps=5, probe=3), {"kappa": 1.5}),
+    "wda order 2 best": (
+        functools.partial(attacks.WDA, steps=5, probe=3, iterate="best"),
+        {"order": 2, "kappa": 2.0},
+    ),
+    "wda top 2": (functools.partial(attacks.WDA, steps=4, probe=2, rivals=2), {"order": jnp.inf}),
+    "wda++": (functools.partial(attacks.WDAPlusPlus, steps=8, rivals=2), {}),
+    "wda++ order 2": (functools.partial(attacks.WDAPlusPlus, steps=8), {"order": 2}),
+    "wda++ order inf": (functools.partial(attacks.WDAPlusPlus, steps=8), {"order": jnp.inf}),
+    "wda++ of the paper": (functools.partial(attacks.WDAPlusPlus, steps=8, ray_bisections=0), {}),
 }
-TABLE = [
-    pytest.param(factory, norm, id=f"{name}, l{norm}")
-    for name, factory in FACTORIES.items()
-    for norm in NORMS
-]
-table = pytest.mark.parametrize(("factory", "norm"), TABLE)
-once = pytest.mark.parametrize("factory", [pytest.param(f, id=n) for n, f in FACTORIES.items()])
+table = pytest.mark.parametrize(
+    ("name", "norm"),
+    [pytest.param(name, norm, id=f"{name}, l{norm}") for name in ATTACKS for norm in NORMS],
+)
+once = pytest.mark.parametrize("name", list(ATTACKS))
 
 
 def apply(params, x):
@@ -60,7 +63,8 @@ def make_samples(model, n=24, seed=1):
     """Samples of which about one in six is misclassified."""
     x = jax.random.uniform(jax.random.key(seed), (n, 2, 3, 2))
     y = jnp.argmax(model(x), axis=-1)
-    return x, jnp.where(jnp.arange(n) % 6 == 5, (y + 1) % 4, y)
+    classes = model(x).shape[-1]
+    return x, jnp.where(jnp.arange(n) % 6 == 5, (y + 1) % classes, y)
 
 
 model = make_model()
@@ -68,75 +72,83 @@ x, y = make_samples(model)
 key = jax.random.key(7)
 
 
-def attack_on(factory, norm, model=model, x=x, y=y, **options):
-    options = {"eps": EPS[norm], "key": key, **options}
-    return wdjax.run(factory(norm=norm), model, x, y, **options)
+def make(name, norm):
+    return ATTACKS[name][0](Lp(norm))
+
+
+def attack_on(name, norm, model=model, x=x, y=y, **options):
+    options = {"eps": EPS[norm], "key": key, **ATTACKS[name][1], **options}
+    return wdjax.run(make(name, norm), model, x, y, **options)
 
 
 def close(a, b, tolerance=2e-5):
     """Equal decisions and close points: rounding may differ between programs."""
     np.testing.assert_array_equal(a.success, b.success)
-    np.testing.assert_array_equal(a.clean, b.clean)
+    np.testing.assert_array_equal(a.correct, b.correct)
     np.testing.assert_allclose(a.x_adv, b.x_adv, atol=tolerance)
     np.testing.assert_allclose(a.weight, b.weight, atol=10 * tolerance)
     np.testing.assert_allclose(a.cost, b.cost, atol=10 * tolerance)
 
 
 @table
-def test_result_is_what_the_stored_points_say(factory, norm):
-    attack, eps = factory(norm=norm), EPS[norm]
-    result = attack_on(factory, norm)
+def test_result_is_what_the_stored_points_say(name, norm):
+    result, eps = attack_on(name, norm, history=True), EPS[norm]
     assert result.x_adv.shape == x.shape
     assert result.x_adv.dtype == x.dtype
-    assert result.info.margin.shape == (sum(s.length for s in attack.stages), len(y))
+    assert result.history.value.shape == (sum(s.length for s in make(name, norm).stages), len(y))
     chex.assert_tree_all_finite(result.x_adv)
     assert float(result.x_adv.min()) >= 0
     assert float(result.x_adv.max()) <= 1
     wrong = np.argmax(model(result.x_adv), -1) != np.asarray(y)
     np.testing.assert_array_equal(wrong, result.success)
-    clean = np.argmax(model(x), -1) == np.asarray(y)
+    correct = np.argmax(model(x), -1) == np.asarray(y)
+    np.testing.assert_array_equal(correct, result.correct)
     weight = np.asarray(result.weight, float)
-    accuracy = np.mean((1 - weight) * clean + weight * ~wrong)
+    accuracy = np.mean((1 - weight) * correct + weight * ~wrong)
     np.testing.assert_allclose(result.accuracy, accuracy, atol=1e-6)
     np.testing.assert_allclose(
         result.cost, norms.lp_norm(result.x_adv - x, norm), rtol=1e-6, atol=1e-7
     )
     distribution = transport.AdversarialDistribution.from_result(x, y, result)
-    exact = transport.wasserstein(distribution, norm, attack.order)
-    assert exact <= eps * (1 + 1e-5)
-    assert (np.asarray(result.cost)[~clean] == 0).all()
+    order = ATTACKS[name][1].get("order", 1)
+    assert transport.wasserstein(distribution, norm, order) <= eps * (1 + 1e-5)
+    assert (np.asarray(result.cost)[~correct] == 0).all()
+    assert not result.fault.any()
+    spent = np.asarray(result.history.gradients).sum(axis=0)
+    np.testing.assert_array_equal(spent, result.gradients)
+    np.testing.assert_array_equal(result.zeros, result.history.zeros.sum(axis=0))
 
 
 @once
-def test_inside_jit_as_outside(factory):
+def test_inside_jit_as_outside(name):
     norm = jnp.inf
-    attack = factory(norm=norm)
-    inside = jax.jit(lambda model, x, eps: wdjax.run(attack, model, x, y, eps=eps, key=key))
-    close(attack_on(factory, norm), inside(model, x, EPS[norm]))
+    attack, how = make(name, norm), ATTACKS[name][1]
+    inside = jax.jit(lambda model, x, eps: wdjax.run(attack, model, x, y, eps=eps, key=key, **how))
+    close(attack_on(name, norm), inside(model, x, EPS[norm]))
 
 
 @table
-def test_vmap_over_radii_is_one_run_each(factory, norm):
-    attack = factory(norm=norm)
+def test_vmap_over_radii_is_one_run_each(name, norm):
+    attack, how = make(name, norm), ATTACKS[name][1]
     radii = EPS[norm] * jnp.linspace(0.0, 2.8, 8)
-    together = jax.vmap(lambda eps: wdjax.run(attack, model, x, y, eps=eps, key=key))(radii)
+    together = jax.vmap(lambda eps: wdjax.run(attack, model, x, y, eps=eps, key=key, **how))(radii)
     for i, eps in enumerate(radii):
-        one = wdjax.run(attack, model, x, y, eps=float(eps), key=key)
+        one = wdjax.run(attack, model, x, y, eps=float(eps), key=key, **how)
         close(jax.tree.map(lambda leaf, i=i: leaf[i], together), one)
     assert together.accuracy.shape == (8,)
 
 
 @table
-def test_no_budget_moves_nothing(factory, norm):
-    result = attack_on(factory, norm, eps=0.0)
+def test_no_budget_moves_nothing(name, norm):
+    result = attack_on(name, norm, eps=0.0)
     spent = np.asarray(result.weight) * np.asarray(result.cost)
     np.testing.assert_array_equal(spent, 0)
-    np.testing.assert_allclose(result.accuracy, result.clean.mean())
+    np.testing.assert_allclose(result.accuracy, result.correct.mean())
 
 
 @pytest.mark.fast
 @once
-def test_one_trace_serves_two_calls_and_new_parameters(factory):
+def test_one_trace_serves_two_calls_and_new_parameters(name):
     traces = []
 
     def counted(params, x):
@@ -144,11 +156,10 @@ def test_one_trace_serves_two_calls_and_new_parameters(factory):
         return apply(params, x)
 
     params = model.args[0]
-    attack = factory(norm=2)
-    wdjax.run(attack, wdjax.Model(counted, params), x, y, eps=0.1, key=key)
+    attack_on(name, 2, wdjax.Model(counted, params), eps=0.1)
     first = len(traces)
     other = jax.tree.map(lambda leaf: leaf + 0.0, params)
-    result = wdjax.run(factory(norm=2), wdjax.Model(counted, other), x, y, eps=0.2, key=key)
+    result = attack_on(name, 2, wdjax.Model(counted, other), eps=0.2)
     # The front door evaluates the model's shape once a call; nothing else may trace again.
     assert len(traces) == first + 1
     assert result.x_adv.shape == x.shape
@@ -156,142 +167,243 @@ def test_one_trace_serves_two_calls_and_new_parameters(factory):
 
 @pytest.mark.fast
 @once
-def test_batch_size_and_devices_do_not_matter(factory):
-    whole = attack_on(factory, 2)
+def test_batch_size_and_devices_do_not_matter(name):
+    whole = attack_on(name, 2)
     for size in (1, 7, 100):
-        close(whole, attack_on(factory, 2, batch_size=size))
+        close(whole, attack_on(name, 2, batch_size=size))
     assert len(jax.devices()) == 8
-    close(whole, attack_on(factory, 2, mesh=parallel.data_mesh()))
-    close(whole, attack_on(factory, 2, mesh=parallel.data_mesh(), batch_size=10))
+    close(whole, attack_on(name, 2, mesh=parallel.data_mesh()))
+    close(whole, attack_on(name, 2, mesh=parallel.data_mesh(), batch_size=10))
 
 
 @once
-def test_one_sample(factory):
-    alone = attack_on(factory, 2, x=x[:1], y=y[:1])
+def test_one_sample(name):
+    alone = attack_on(name, 2, x=x[:1], y=y[:1])
     assert alone.x_adv.shape == x[:1].shape
-    if factory(norm=2).order == jnp.inf:  # A Wasserstein budget is shared: one sample gets it all.
-        together = attack_on(factory, 2)
+    if make(name, 2).budget == "sample":  # A Wasserstein budget is shared: one sample gets it all.
+        together = attack_on(name, 2)
         np.testing.assert_allclose(alone.x_adv, together.x_adv[:1], atol=2e-5)
         np.testing.assert_array_equal(alone.success, together.success[:1])
 
 
 @once
-def test_all_misclassified(factory):
+def test_all_misclassified(name):
     wrong = (jnp.argmax(model(x), -1) + 1) % 4
-    result = attack_on(factory, 2, y=wrong)
+    result = attack_on(name, 2, y=wrong)
     assert float(result.accuracy) == 0
     np.testing.assert_array_equal(result.x_adv, x)
-    assert int(result.gradients[1:].sum()) == 0
+    assert int(result.gradients.sum()) == 0
+    assert result.done.all()
 
 
 @pytest.mark.fast
 @once
-def test_zero_gradients_and_constant_logits(factory):
+def test_zero_gradients_are_counted(name):
     def flat(bias, x):
         return jnp.broadcast_to(bias, (len(x), 4))
 
     for bias in (jnp.zeros(4), jnp.arange(4.0)):
-        result = attack_on(factory, 2, model=wdjax.Model(flat, bias))
+        result = attack_on(name, 2, model=wdjax.Model(flat, bias))
         chex.assert_tree_all_finite(result.x_adv)
         correct = np.asarray(y) == int(jnp.argmax(bias))
         np.testing.assert_allclose(result.accuracy, correct.mean(), atol=1e-6)
+        np.testing.assert_array_equal(result.zeros, result.gradients)
+        assert (result.gradients[correct] > 0).all()
+        assert not result.done[correct].any()
+
+
+def _poisoned(params, x):
+    """Finite logits whose gradient is 0 times infinity: F1."""
+    logits = apply(params, x)
+    hidden = jnp.sqrt(jnp.maximum(jnp.sum(x, axis=(1, 2, 3)) - 50, 0)) - 5
+    return jnp.concatenate([logits, hidden[:, None]], axis=1)
+
+
+@pytest.mark.fast
+@once
+def test_gradients_that_are_not_finite_are_faults(name):
+    bad = wdjax.Model(_poisoned, model.args[0])
+    hosted = attack_on(name, 2, model=bad, y=jnp.argmax(bad(x), -1))
+    followed = np.asarray(hosted.gradients) > 0
+    np.testing.assert_array_equal(hosted.fault[followed], True)
+    assert not hosted.done[np.asarray(hosted.fault)].any()
+    np.testing.assert_array_equal(
+        hosted.success, jnp.argmax(bad(hosted.x_adv), -1) != jnp.argmax(bad(x), -1)
+    )
+    attack, how = make(name, 2), ATTACKS[name][1]
+    labels = jnp.argmax(bad(x), -1)
+    traced = jax.jit(lambda x: wdjax.run(attack, bad, x, labels, eps=EPS[2], key=key, **how))(x)
+    assert traced.fault.all()
+    # Coordinates without a gradient stay; the others are attacked all the same.
+    close(hosted, traced)
+
+
+@pytest.mark.fast
+@once
+def test_logits_that_are_not_finite_are_faults(name):
+    def cliff(params, x):
+        logits = apply(params, x)
+        moved = jnp.abs(x - params["home"]).max(axis=(1, 2, 3)) > 1e-3
+        return jnp.where(moved[:, None], jnp.nan, logits)
+
+    params = {**model.args[0], "home": x[:1]}
+    result = attack_on(name, 2, model=wdjax.Model(cliff, params), x=x[:1], y=y[:1])
+    assert result.fault.all()
+    assert not result.success.any()
+    assert not result.done.any()
+    np.testing.assert_array_equal(result.x_adv, x[:1])
+    assert float(result.accuracy) == 1.0
 
 
 @once
-def test_float64_is_kept(factory):
+def test_two_classes_and_a_convolution(name):
+    def convolve(kernel, x):
+        x = jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return jnp.tanh(x).mean(axis=(1, 2))
+
+    pair = wdjax.Model(convolve, jax.random.normal(jax.random.key(3), (2, 2, 2, 2)))
+    labels = jnp.argmax(pair(x), -1)
+    result = attack_on(name, jnp.inf, model=pair, y=labels)
+    assert result.success.any()
+    wrong = jnp.argmax(pair(result.x_adv), -1) != labels
+    np.testing.assert_array_equal(result.success, wrong)
+
+
+@once
+def test_float64_is_kept(name):
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), model)
-        result = attack_on(factory, 2, model=wide, x=x.astype(jnp.float64))
+        result = attack_on(name, 2, model=wide, x=x.astype(jnp.float64))
         assert result.x_adv.dtype == jnp.float64
         assert result.cost.dtype == jnp.float64
 
 
 @once
-def test_misclassified_samples_are_attacked_on_request(factory):
-    attack = factory(norm=2)
-    result = attack_on(factory, 2, skip_misclassified=False)
+def test_misclassified_samples_are_attacked_on_request(name):
+    attack, how = make(name, 2), ATTACKS[name][1]
+    result = attack_on(name, 2, skip_misclassified=False)
     inside = jax.jit(
-        lambda x: wdjax.run(attack, model, x, y, eps=EPS[2], key=key, skip_misclassified=False)
+        lambda x: wdjax.run(
+            attack, model, x, y, eps=EPS[2], key=key, skip_misclassified=False, **how
+        )
     )
     close(result, inside(x))
-    assert float(result.accuracy) <= float(attack_on(factory, 2).accuracy) + 1e-6 or (
-        attack.order != jnp.inf
-    )
+    if attack.budget == "sample":
+        assert (np.asarray(result.cost)[~np.asarray(result.correct)] > 0).any()
+
+
+@pytest.mark.fast
+@once
+def test_saved_and_resumed_after_every_round(name, tmp_path):
+    """A search restored from disk in the place of every round goes on to the same bits."""
+    attack = make(name, 2)
+    whole = wdjax.search(attack, model, x, y, eps=EPS[2], key=key, batch_size=7)
+    turns = []
+
+    class KilledError(Exception):
+        pass
+
+    def kill(progress):
+        turns.append(progress.taken)
+        raise KilledError
+
+    folder = tmp_path / "search"
+    again = functools.partial(
+        wdjax.search, attack, model, x, y, eps=EPS[2], key=key, batch_size=7,
+        checkpoint=folder, every=0,
+    )  # fmt: skip
+    for _ in range(200):
+        try:
+            found = again(callback=kill)
+        except KilledError:
+            continue
+        break
+    assert turns == sorted(set(turns))
+    assert len(turns) >= attack.stages[0].length or attack.stages[0].done is not None
+    chex.assert_trees_all_equal(whole, found)
+    with pytest.raises(ValueError, match="other settings"):
+        wdjax.search(attack, model, x, y, eps=2 * EPS[2], key=key, batch_size=7, checkpoint=folder)
 
 
 @once
-def test_saved_and_restored(factory, tmp_path):
-    result = attack_on(factory, 2)
-    with ocp.StandardCheckpointer() as saver:
-        saver.save(tmp_path / "result", result)
-        saver.wait_until_finished()
-        chex.assert_trees_all_equal(saver.restore(tmp_path / "result", result), result)
+def test_result_survives_a_checkpoint(name, tmp_path):
+    result = attack_on(name, 2)
+    persist.save(tmp_path / "result", result)
+    chex.assert_trees_all_equal(persist.restore(tmp_path / "result", result), result)
 
 
 @once
-def test_callback_sees_every_step_and_can_stop(factory):
-    attack, seen = factory(norm=2), []
-    whole = attack_on(factory, 2, batch_size=8, callback=seen.append)
-    attacked = np.flatnonzero(whole.clean)
+def test_callback_sees_every_round_and_can_stop(name):
+    attack, seen = make(name, 2), []
+    whole = attack_on(name, 2, batch_size=8, callback=seen.append)
+    attacked = int(whole.correct.sum())
     taken = [progress.taken for progress in seen]
     assert taken == sorted(taken)
-    assert taken[-1] == seen[-1].total == attack.steps * attacked.size
-    assert set(np.concatenate([progress.samples for progress in seen])) == set(attacked)
-    spent = sum(int(progress.info.gradients.sum()) for progress in seen)
-    assert spent == int(whole.gradients.sum())
-    stopped = attack_on(factory, 2, batch_size=8, callback=lambda progress: True)
-    assert 0 < int((stopped.info.forwards.sum(0) > 0).sum()) <= 8
-    assert stopped.info.margin.shape[0] == attack.steps
-
-
-def test_accuracy_is_differentiable_in_the_model():
-    attack = attacks.pgd(norm=2, steps=3)
-
-    def loss(model):
-        result = wdjax.run(attack, model, x, y, eps=0.1, skip_misclassified=False)
-        return jnp.mean(wdjax.losses.cross_entropy(model(result.x_adv), y))
-
-    gradient = jax.grad(loss)(model)
-    chex.assert_tree_all_finite(gradient)
-    assert float(jnp.abs(gradient.args[0]["w1"]).max()) > 0
+    assert taken[-1] == seen[-1].total == sum(s.length for s in attack.stages) * attacked
+    assert not seen[-1].unfinished.size
+    stopped = attack_on(name, 2, batch_size=8, callback=lambda progress: True)
+    assert stopped.gradients.sum() <= whole.gradients.sum()
+    assert 0 < int((stopped.gradients > 0).sum())
+    wrong = np.argmax(model(stopped.x_adv), -1) != np.asarray(y)
+    np.testing.assert_array_equal(stopped.success, wrong)
 
 
 @once
-def test_single_precision_images_where_double_is_the_default(factory):
-    with jax.enable_x64(True):
-        single = functools.partial(attack_on, factory, 1, model, x, key=jax.random.key(7))
+def test_single_precision_images_where_double_is_the_default(name):
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        single = functools.partial(attack_on, name, 1, model, x, key=jax.random.key(7))
         hosted, traced = single(), jax.jit(lambda y: single(y=y))(y)
     assert hosted.x_adv.dtype == traced.x_adv.dtype == jnp.float32
     np.testing.assert_allclose(hosted.x_adv, traced.x_adv, atol=1e-5)
 
 
 @pytest.mark.fast
-def test_labels_of_a_byte_reach_every_class():
-    weights = jax.random.normal(jax.random.key(3), (12, 200))
-    linear = wdjax.Model(lambda w, x: x.reshape(len(x), -1) @ w, weights)
-    labels = np.asarray(jnp.argmax(linear(x), axis=-1))
-    assert labels.max() > 128
-    attack = attacks.wda(steps=3, probe=2)
+@once
+def test_bad_numbers_inside_a_trace_are_nan(name):
+    attack, how = make(name, 2), ATTACKS[name][1]
 
-    def points(dtype):
-        return jax.jit(lambda eps: wdjax.run(attack, linear, x, labels.astype(dtype), eps=eps))(0.1)
+    def accuracy(x=x, y=y, eps=EPS[2], key=key, **options):
+        options = {**how, **options}
+        return wdjax.run(attack, model, x, y, eps=eps, key=key, **options).accuracy
 
-    chex.assert_trees_all_equal(points(np.uint8), points(np.int32))
+    inside = jax.jit(accuracy)
+    assert np.isfinite(inside())
+    for bad in (
+        {"eps": jnp.nan},
+        {"eps": -0.1},
+        {"eps": jnp.inf},
+        {"x": 16 * x},
+        {"x": x * jnp.nan},
+        {"y": y + 4},
+        {"y": y - 4},
+        {"kappa": 0.5},
+        {"kappa": jnp.nan},
+    ):
+        assert np.isnan(inside(**bad)), bad
 
 
-@pytest.mark.fast
-def test_nothing_to_attack():
-    wrong = (jnp.argmax(model(x), axis=-1) + 1) % 4
-    told = []
-    attack = attacks.pgd(steps=3)
-    hosted = wdjax.run(attack, model, x, wrong, eps=0.1, callback=told.append)
-    traced = jax.jit(lambda y: wdjax.run(attack, model, x, y, eps=0.1))(wrong)
-    for result in (hosted, traced):
-        assert result.accuracy == 0
-        assert result.converged.all()
-        np.testing.assert_array_equal(result.x_adv, x)
-    assert not told
-    assert hosted.gradients.sum() == 0
+def test_rounds_are_pure_and_their_programs_few():
+    """Another accuracy, eps or kappa compiles nothing; no shape depends on who is correct."""
+    attack = attacks.WDA(Lp(2), steps=4, probe=2)
+    samples = jax.random.uniform(jax.random.key(5), (131, 2, 3, 2))
+    labels = np.asarray(jnp.argmax(model(samples), -1))
+    jax.clear_caches()
+    wdjax.run(attack, model, samples, labels, eps=0.1, batch_size=16).accuracy.block_until_ready()
+    compiled = []
+
+    def note(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    for wrong in range(1, 131, 13):
+        other = np.where(np.arange(131) < wrong, (labels + 1) % 4, labels)
+        result = wdjax.run(attack, model, samples, other, eps=0.1 + wrong / 1e3, batch_size=16)
+        assert np.asarray(result.correct).sum() == 131 - wrong
+        result.accuracy.block_until_ready()
+    assert not compiled
 
 
 BAD = {
@@ -303,18 +415,33 @@ BAD = {
     "too few labels": dict(y=y[:5], match=r"integer labels \[24\]"),
     "label too large": dict(y=y.at[0].set(4), match="classes 0..3"),
     "negative label": dict(y=y.at[0].set(-1), match="classes 0..3"),
+    "labels of 64 bits": dict(y=np.asarray(y, np.int64) + 2**32, match="labels span 4294967296"),
     "no samples": dict(x=x[:0], y=y[:0], match="empty"),
     "negative eps": dict(eps=-0.1, match="eps must be finite and at least 0"),
     "infinite eps": dict(eps=np.inf, match="eps must be finite"),
     "several eps": dict(eps=np.array([0.1, 0.2]), match="vmap"),
     "kappa below 1": dict(kappa=0.5, match="kappa must be finite and at least 1"),
-    "unknown knob": dict(stepsize=0.1, match="no knob stepsize; it has kappa, step_size"),
+    "order": dict(order=0.5, match="order must be"),
     "batch size": dict(batch_size=0, match="batch_size"),
+    "float batch size": dict(batch_size=8.0, match="batch_size"),
+    "mask": dict(only=np.ones(3, bool), match=r"only must be booleans \[24\]"),
+    "start": dict(start=x[:3], match="start must be finite points"),
     "image shape": dict(x=x[:, :1], match="does not accept"),
     "plain function": dict(model=lambda x: apply(model.args[0], x), match="wdjax.Model"),
     "model output": dict(model=wdjax.Model(lambda w, x: x, 0.0), match="must return logits"),
     "NaN logits": dict(
         model=wdjax.Model(lambda w, x: apply(model.args[0], x) * w, jnp.nan), match="not finite"
+    ),
+    "statistics of the batch": dict(
+        model=wdjax.Model(lambda w, x: apply(w, (x - x.mean(0)) / x.std(0)), model.args[0]),
+        match="rest of its batch",
+    ),
+    "dropout": dict(
+        model=wdjax.Model(
+            lambda w, x: apply(w, x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)),
+            model.args[0],
+        ),
+        match="rest of its batch",
     ),
 }
 
@@ -326,24 +453,63 @@ def test_bad_input_is_refused(case):
     match = options.pop("match")
     arguments = [options.pop(name) for name in ("model", "x", "y")]
     with pytest.raises(ValueError, match=match):
-        wdjax.run(attacks.wda(steps=2, probe=1), *arguments, **options)
+        wdjax.run(attacks.WDA(steps=2, probe=1), *arguments, **options)
 
 
 @pytest.mark.fast
 def test_bad_settings_are_refused():
-    for make in (
-        lambda: attacks.pgd(norm=3),
-        lambda: attacks.pgd(steps=0),
-        lambda: attacks.pgd(iterate="first"),
-        lambda: attacks.wda(probe=0),
-        lambda: attacks.wda(probe=9, steps=5),
-        lambda: attacks.wda(order=0.5),
-        lambda: attacks.wda_plus_plus(rivals=0),
-        lambda: attacks.wda_plus_plus(box=(1, 0)),
+    for bad in (
+        lambda: Lp(3),
+        lambda: Lp(box=(1, 0)),
+        lambda: Lp(box=[0, 1, 2]),
+        lambda: attacks.PGD(steps=0),
+        lambda: attacks.PGD(steps=7.0),
+        lambda: attacks.PGD(steps=True),
+        lambda: attacks.PGD(iterate="first"),
+        lambda: attacks.WDA(probe=0),
+        lambda: attacks.WDA(probe=9, steps=5),
+        lambda: attacks.WDAPlusPlus(rivals=0),
+        lambda: attacks.WDAPlusPlus(bisections=-1),
     ):
         with pytest.raises(ValueError, match="must be"):
-            make()
+            bad()
+    with pytest.raises(TypeError, match="stepsize"):
+        attacks.PGD(stepsize=0.1)
     with pytest.raises(ValueError, match="random"):
-        wdjax.run(attacks.pgd(random_start=True), model, x, y, eps=0.1)
+        wdjax.run(attacks.PGD(random_start=True), model, x, y, eps=0.1)
+    with pytest.raises(ValueError, match="radius"):
+        wdjax.search(attacks.PGD(), model, x, y)
+    with pytest.raises(ValueError, match="step_size"):
+        wdjax.search(attacks.PGD(step_size=-1.0), model, x, y, eps=0.1)
     with pytest.raises(ValueError, match="top level only"):
         jax.jit(lambda x: wdjax.run(attacks.fgsm(), model, x, y, eps=0.1, batch_size=2))(x)
+
+
+@pytest.mark.fast
+def test_settings_are_values():
+    """Equal settings are equal attacks, whatever types they came in; they can be read and changed."""
+    one = attacks.PGD(Lp(norm=jnp.array(2), box=[0, 1]), steps=np.int64(7))
+    assert one == attacks.PGD(Lp(2), steps=7)
+    assert hash(Lp(np.inf)) == hash(Lp(jnp.inf))
+    assert one.steps == 7
+    assert "steps=7" in repr(one)
+    swept = jax.vmap(
+        lambda size: wdjax.run(attacks.PGD(steps=3, step_size=size), model, x, y, eps=0.1).accuracy
+    )(jnp.array([0.01, 0.1]))
+    assert swept.shape == (2,)
+    with pytest.raises(AttributeError):
+        one.steps = 3
+
+
+@pytest.mark.fast
+def test_labels_of_a_byte_reach_every_class():
+    weights = jax.random.normal(jax.random.key(3), (12, 200))
+    linear = wdjax.Model(lambda w, x: x.reshape(len(x), -1) @ w, weights)
+    labels = np.asarray(jnp.argmax(linear(x), axis=-1))
+    assert labels.max() > 128
+    attack = attacks.WDA(steps=3, probe=2)
+
+    def points(dtype):
+        return jax.jit(lambda eps: wdjax.run(attack, linear, x, labels.astype(dtype), eps=eps))(0.1)
+
+    chex.assert_trees_all_equal(points(np.uint8), points(np.int32))

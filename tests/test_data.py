@@ -1,5 +1,8 @@
 """Data sets: what comes out, and what is refused at the door."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -88,3 +91,18 @@ def test_real_archives_load(shared):
     found = data.load_npz(shared / "data" / "mnist_test_0_500.npz")
     assert found.x.shape == (500, 28, 28, 1)
     assert found.x.max() == 1
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    """Only what jax, flax and optax bring along anyhow."""
+    program = """
+import sys
+import flax.nnx, optax
+before = set(sys.modules)
+import wdjax, wdjax.convert, wdjax.data
+heavy = "scipy sklearn matplotlib orbax torch ott safetensors tqdm".split()
+print(*sorted({name.split(".")[0] for name in set(sys.modules) - before} & {*heavy}))
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split() == []

@@ -12,7 +12,7 @@ import pytest
 from wdjax import Model, attacks, certify, convert, data, losses, models, run, transport
 
 NORMS = [1, 2, math.inf]
-ORDERS = pytest.mark.parametrize("norm", NORMS)
+EVERY_NORM = pytest.mark.parametrize("norm", NORMS)
 
 # The exact fixtures, all brought to one shape, so that one program serves them.
 
@@ -61,7 +61,7 @@ def widened(x):
     return jnp.array(np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 3 - x.shape[-1])]), jnp.float32)
 
 
-@ORDERS
+@EVERY_NORM
 def test_constants_are_at_least_the_exact_ones(shared, norm):
     key = "inf" if norm == math.inf else norm
     looseness = []
@@ -202,7 +202,7 @@ def never_crosses(model, x, y, norm, beyond):
 BEYOND = {1: 4.0, 2: 1.5, math.inf: 0.3}
 
 
-@ORDERS
+@EVERY_NORM
 def test_digits_are_sandwiched(digits, norm):
     x, y, test = digits
     params = models.mlp((64, 32, 10), key=jax.random.key(0))

@@ -43,7 +43,7 @@ class Lp:
         moved = jnp.where(norms.spread(inside, x), x_adv, x)
         return jnp.where(inside, norms.lp_norm(moved - x, self.norm), jnp.inf)
 
-    def ascend(self, x: Array, gradient: Array, size: Array) -> Array:
+    def ascend(self, x: Array, gradient: Array, size: Array | float) -> Array:
         """``x + size * M_r(gradient)``, equation 1; sizes ``[n]``. May leave the ball."""
         return norms.ascend(x, gradient, size, self.norm, self.box)
 

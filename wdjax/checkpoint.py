@@ -8,8 +8,9 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Callable
+from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 import ml_dtypes
 import numpy as np
@@ -51,7 +52,7 @@ _CORRUPT = (
 )
 
 
-def read(path) -> Any:
+def read(path: str | PathLike[str]) -> Any:
     """Reads a PyTorch checkpoint as nested containers of NumPy arrays.
 
     Both formats that ``torch.save`` has written since 2017 are read: the zip archive and the legacy
@@ -100,7 +101,7 @@ class _Storage(NamedTuple):
     data: np.ndarray
 
 
-def _refuse(module, name) -> NoReturn:
+def _refuse(module: str, name: str) -> NoReturn:
     whole = module.startswith(("torch.nn", "__torch__", "torchvision", "models", "timm"))
     advice = (
         "the file holds a whole module; save module.state_dict() instead"
@@ -115,10 +116,10 @@ class _Callable:
 
     __slots__ = ("_call",)
 
-    def __init__(self, call):
+    def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
 
-    def __call__(self, *args):
+    def __call__(self, *args: Any) -> Any:
         return self._call(*args)
 
 
@@ -127,16 +128,18 @@ class _Dtype:
 
     __slots__ = ("dtype",)
 
-    def __init__(self, code, *_):
+    def __init__(self, code: str, *_: Any) -> None:
         if code not in _SCALARS:
             raise _RefusedError(f"refused: the pickle asks for the NumPy dtype {code!r}.")
         self.dtype = np.dtype(code)
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.dtype = self.dtype.newbyteorder(state[1])
 
 
-def _rebuild_tensor(storage, offset, size, stride, *_):
+def _rebuild_tensor(
+    storage: _Storage, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any
+) -> np.ndarray:
     data = storage.data
     if min((offset, *size, *stride), default=0) < 0 or len(size) != len(stride):
         raise ValueError(f"a tensor has offset {offset}, size {size} and strides {stride}")
@@ -149,15 +152,15 @@ def _rebuild_tensor(storage, offset, size, stride, *_):
     return np.ndarray(size, data.dtype, data, offset * data.itemsize, steps)
 
 
-def _parameter(data, *_):
+def _parameter(data: np.ndarray, *_: Any) -> np.ndarray:
     return data
 
 
-def _scalar(dtype, content):
+def _scalar(dtype: _Dtype, content: bytes) -> np.generic:
     return np.frombuffer(content, dtype.dtype, count=1)[0]
 
 
-def _encode(text, encoding="utf-8"):
+def _encode(text: str, encoding: str = "utf-8") -> bytes:
     if encoding not in ("latin1", "latin-1", "utf-8"):
         raise _RefusedError(f"refused: the pickle asks for the codec {encoding!r}.")
     return text.encode(encoding)
@@ -176,12 +179,16 @@ _GLOBALS: dict[tuple[str, str], Callable] = {
 }
 
 
+_Find = Callable[[np.dtype, str, int, tuple[Any, ...] | None], _Storage]
+"""The storage of a dtype, a key and a count, and where in another one it lies."""
+
+
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file, storage):
+    def __init__(self, file: IO[bytes], storage: _Find) -> None:
         super().__init__(file, encoding="utf-8")
         self._storage = storage
 
-    def find_class(self, module, name):
+    def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
             return collections.OrderedDict
         if module in ("torch", "torch.cuda") and name in _STORAGES:
@@ -190,7 +197,7 @@ class _Unpickler(pickle.Unpickler):
             return _Callable(_GLOBALS[module, name])
         _refuse(module, name)
 
-    def persistent_load(self, pid):
+    def persistent_load(self, pid: Any) -> _Storage:
         if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage":
             raise ValueError(f"unknown persistent object {pid!r}")
         _, dtype, key, _, count, *view = pid
@@ -199,7 +206,7 @@ class _Unpickler(pickle.Unpickler):
         return self._storage(dtype, str(key), int(count), view[0] if view else None)
 
 
-def _read_zip(file):
+def _read_zip(file: IO[bytes]) -> Any:
     try:
         archive = zipfile.ZipFile(file)
     except zipfile.BadZipFile as error:
@@ -214,7 +221,9 @@ def _read_zip(file):
             raise _RefusedError("saved on a big-endian machine, which is not supported.")
         stored: dict[str, np.ndarray] = {}
 
-        def storage(dtype, key, count, view):
+        def storage(
+            dtype: np.dtype, key: str, count: int, view: tuple[Any, ...] | None
+        ) -> _Storage:
             if key not in stored:
                 stored[key] = np.frombuffer(archive.read(f"{root}data/{key}"), np.uint8)
             content = stored[key]
@@ -225,12 +234,12 @@ def _read_zip(file):
         return _Unpickler(io.BytesIO(archive.read(pickles[0])), storage).load()
 
 
-def _no_storage(*_):
+def _no_storage(*_: Any) -> NoReturn:
     raise ValueError("a tensor in the header")
 
 
-def _read_legacy(file, size):
-    def header():
+def _read_legacy(file: io.BufferedReader, size: int) -> Any:
+    def header() -> Any:
         return _Unpickler(file, _no_storage).load()
 
     if header() != _MAGIC:
@@ -241,7 +250,7 @@ def _read_legacy(file, size):
         raise _RefusedError("saved on a big-endian machine, which is not supported.")
     stored: dict[str, np.ndarray] = {}
 
-    def storage(dtype, key, count, view):
+    def storage(dtype: np.dtype, key: str, count: int, view: tuple[Any, ...] | None) -> _Storage:
         if count < 0 or count * dtype.itemsize > size:
             raise ValueError(f"storage {key} claims {count} {dtype} in a file of {size} bytes")
         data = stored.setdefault(key, np.empty(count, dtype))
@@ -260,7 +269,7 @@ def _read_legacy(file, size):
     for key in map(str, keys):
         (count,) = struct.unpack("<q", file.read(8))
         data = stored[key]
-        if count != data.size or file.readinto(data.view(np.uint8)) != data.nbytes:
+        if count != data.size or file.readinto(data.view(np.uint8).data) != data.nbytes:
             raise ValueError(f"storage {key} is cut short")
     return result
 
@@ -279,7 +288,9 @@ _SAFE = {
 }
 
 
-def write_safetensors(path, tensors: dict[str, Any], metadata: dict[str, str]) -> None:
+def write_safetensors(
+    path: str | PathLike[str], tensors: dict[str, np.ndarray], metadata: dict[str, str]
+) -> None:
     """Writes arrays as a safetensors file: the length of a JSON header, the header, the bytes.
 
     Args:
@@ -311,7 +322,9 @@ def write_safetensors(path, tensors: dict[str, Any], metadata: dict[str, str]) -
             file.write(np.ascontiguousarray(tensor).tobytes())
 
 
-def read_safetensors(path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+def read_safetensors(
+    path: str | PathLike[str],
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Reads a safetensors file.
 
     Args:

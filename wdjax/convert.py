@@ -3,12 +3,15 @@
 import argparse
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from wdjax import checkpoint
 from wdjax.core import Model
@@ -25,6 +28,11 @@ from wdjax.models.pytorch import (
     slots,
     state_dict,
 )
+
+Tensors = dict[str, np.ndarray]
+"""The tensors of a state dict by their names."""
+
+_Shapes = dict[str, tuple[int, ...]]
 
 _TIMM = ("state_dict_ema", "model_ema", "state_dict", "model")
 
@@ -46,16 +54,16 @@ __all__ = [
 ]
 
 
-def _natural(name):
+def _natural(name: str) -> list[int | str]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def _mlp_layers(tensors):
+def _mlp_layers(tensors: Tensors) -> dict[str, str]:
     names = sorted((n for n in tensors if n.endswith(".weight")), key=_natural)
     return {name.removesuffix(".weight"): f"fc{i + 1}" for i, name in enumerate(names)}
 
 
-_LAYERS: dict[str, Callable[[Mapping], dict[str, str]]] = {
+_LAYERS: dict[str, Callable[[Tensors], dict[str, str]]] = {
     "mlp": _mlp_layers,
     "wong_mnist": lambda _: {"0": "conv1", "2": "conv2", "5": "fc1", "7": "fc2"},
     "trades_smallcnn": lambda _: {
@@ -66,15 +74,15 @@ _LAYERS: dict[str, Callable[[Mapping], dict[str, str]]] = {
 """The names that published files of the small nets give to the layers."""
 
 
-def _rename(tensors, layers):
-    def new(name):
+def _rename(tensors: Tensors, layers: Mapping[str, str]) -> Tensors:
+    def new(name: str) -> str:
         layer, _, leaf = name.rpartition(".")
         return f"{layers.get(layer, layer)}.{leaf}" if layer else name
 
     return {new(name): tensor for name, tensor in tensors.items()}
 
 
-def load(path, arch: str, *, normalize: str = "", **options) -> Converted:
+def load(path: str | PathLike[str], arch: str, *, normalize: str = "", **options: Any) -> Converted:
     """Loads a PyTorch checkpoint of a known architecture.
 
     Args:
@@ -101,11 +109,22 @@ def load(path, arch: str, *, normalize: str = "", **options) -> Converted:
     return _fit(path, tensors, arch, {}, normalize, options)
 
 
-def _fit(path, tensors, family, published, normalize, options, ignore=keep, notes=()):
+def _fit(
+    path: str | PathLike[str],
+    tensors: Tensors,
+    family: str,
+    published: dict[str, Any],
+    normalize: str,
+    options: dict[str, Any],
+    ignore: Callable[[str], str | None] = keep,
+    notes: Sequence[str] = (),
+) -> Converted:
     """Builds the family with the sizes of the file where the published ones do not fit."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     fixed = {name: value for name, value in published.items() if name == "classes"}
-    read_off: Callable[[Mapping], dict] = getattr(zoo.FAMILIES[family], "sizes", lambda shapes: {})
+    read_off: Callable[[_Shapes], dict[str, Any]] = getattr(
+        zoo.FAMILIES[family], "sizes", lambda shapes: {}
+    )
     if family == "vit" and "heads" not in options:
         width = read_off(shapes)["width"]
         if width != published.get("width"):
@@ -114,7 +133,7 @@ def _fit(path, tensors, family, published, normalize, options, ignore=keep, note
                 "dict does not tell the number of attention heads; pass heads=..."
             )
     best, fault = None, None
-    readers: list[Callable[[dict], dict]] = [read_off]
+    readers: list[Callable[[_Shapes], dict[str, Any]]] = [read_off]
     if published:
         readers.insert(0, lambda shapes: {})
     for sizes in readers:
@@ -148,7 +167,9 @@ def _fit(path, tensors, family, published, normalize, options, ignore=keep, note
     )
 
 
-def load_robustbench(name: str, dataset: str, threat: str, path, **options) -> Converted:
+def load_robustbench(
+    name: str, dataset: str, threat: str, path: str | PathLike[str], **options: Any
+) -> Converted:
     """Loads a checkpoint of a RobustBench model.
 
     Whatever RobustBench's loader accepts for the entry is accepted, and nothing that it would load
@@ -172,21 +193,21 @@ def load_robustbench(name: str, dataset: str, threat: str, path, **options) -> C
     >>> load_robustbench("Carmon2019Unlabeled", "cifar10", "Linf", "models")  # doctest: +SKIP
     """
     entry = zoo.entry(name, dataset, threat)
-    path = Path(path)
-    if path.is_dir():
-        path = path / dataset / threat / f"{name}.pt"
-    if not path.is_file():
-        raise FileNotFoundError(_advice(path, entry))
+    file = Path(path)
+    if file.is_dir():
+        file = file / dataset / threat / f"{name}.pt"
+    if not file.is_file():
+        raise FileNotFoundError(_advice(file, entry))
     first = ("last",) if "last" in entry.file else ()
     containers = _TIMM if "timm" in entry.file else first + CONTAINERS
-    tensors = state_dict(checkpoint.read(path), containers, ("module.", "model."))
-    normalize, notes = entry.normalize, []
+    tensors = state_dict(checkpoint.read(file), containers, ("module.", "model."))
+    normalize, notes = entry.normalize, list[str]()
     if any(flag.startswith("mu_sigma") for flag in entry.file):
-        normalize, notes = _from_file(path, entry, tensors)
+        normalize, notes = _from_file(file, entry, tensors)
     if entry.family == "swin" and entry.options["layout"] == "timm":
         tensors = _new_swin(tensors)
 
-    def ignore(key):
+    def ignore(key: str) -> str | None:
         constant = key in ("normalize.mean", "normalize.std")
         if constant and dataset == "imagenet" and entry.normalize:
             return "RobustBench takes the constants from its code"
@@ -201,11 +222,11 @@ def load_robustbench(name: str, dataset: str, threat: str, path, **options) -> C
         return None
 
     return _fit(
-        path, tensors, entry.family, entry.options, normalize, options, ignore, tuple(notes)
+        file, tensors, entry.family, entry.options, normalize, options, ignore, tuple(notes)
     )
 
 
-def _advice(path, entry):
+def _advice(path: Path, entry: zoo.Entry) -> str:
     get = (
         f"{path} does not exist and nothing is downloaded here. Get it with robustbench: "
         f"load_model({entry.name!r}, dataset={entry.dataset!r}, threat_model={entry.threat!r}) "
@@ -221,7 +242,7 @@ def _advice(path, entry):
     )
 
 
-def _from_file(path, entry, tensors):
+def _from_file(path: Path, entry: zoo.Entry, tensors: Tensors) -> tuple[str, list[str]]:
     """The normalisation with ``mu`` and ``sigma`` of the file, which are taken out of it."""
     published = zoo.normalization(entry.normalize)
     if "mu_sigma?" in entry.file and "mu" not in tensors and "sigma" not in tensors:
@@ -241,12 +262,12 @@ def _from_file(path, entry, tensors):
     return " / ".join(" ".join(map(repr, map(float, part))) for part in values), notes
 
 
-def _new_swin(tensors):
+def _new_swin(tensors: Tensors) -> Tensors:
     """Files of older timm versions number the downsampling one lower and have no ``head.fc``."""
     if not any(name.startswith("layers.0.downsample.") for name in tensors):
         return tensors
 
-    def new(name):
+    def new(name: str) -> str:
         if name.startswith("head."):
             return "head.fc." + name.removeprefix("head.")
         return re.sub(r"^layers\.(\d+)\.downsample", _one_later, name)
@@ -254,11 +275,17 @@ def _new_swin(tensors):
     return {new(name): tensor for name, tensor in tensors.items()}
 
 
-def _one_later(match):
+def _one_later(match: re.Match[str]) -> str:
     return f"layers.{int(match[1]) + 1}.downsample"
 
 
-def check_parity(model: Callable, x, logits, *, tolerance: float = 2e-5) -> float:
+def check_parity(
+    model: Callable[[jax.Array], jax.Array],
+    x: npt.ArrayLike,
+    logits: npt.ArrayLike,
+    *,
+    tolerance: float = 2e-5,
+) -> float:
     """Compares a converted model with logits that PyTorch gave for the same images.
 
     Args:
@@ -273,10 +300,10 @@ def check_parity(model: Callable, x, logits, *, tolerance: float = 2e-5) -> floa
     Raises:
       ValueError: the error is above the tolerance or not finite, or the shapes differ.
     """
-    ours, logits = np.asarray(jax.jit(model)(jnp.asarray(x))), np.asarray(logits)
-    if ours.shape != logits.shape:
-        raise ValueError(f"the model gives {ours.shape}, the reference has {logits.shape}.")
-    error = float(np.max(np.abs(ours - logits)) / np.max(np.abs(logits)))
+    ours, reference = np.asarray(jax.jit(model)(jnp.asarray(x))), np.asarray(logits)
+    if ours.shape != reference.shape:
+        raise ValueError(f"the model gives {ours.shape}, the reference has {reference.shape}.")
+    error = float(np.max(np.abs(ours - reference)) / np.max(np.abs(reference)))
     if not error <= tolerance:
         raise ValueError(
             f"parity failed: relative error {error:.2g} above {tolerance:.2g}; the architecture's "
@@ -285,7 +312,7 @@ def check_parity(model: Callable, x, logits, *, tolerance: float = 2e-5) -> floa
     return error
 
 
-def save(converted: Converted, path) -> None:
+def save(converted: Converted, path: str | PathLike[str]) -> None:
     """Saves a converted model, for :func:`restore`.
 
     Args:
@@ -312,7 +339,7 @@ def save(converted: Converted, path) -> None:
     (path / "architecture.json").write_text(facts)
 
 
-def restore(path) -> Model:
+def restore(path: str | PathLike[str]) -> Model:
     """Loads what :func:`save` wrote.
 
     Args:
@@ -348,7 +375,7 @@ def restore(path) -> Model:
         with ocp.StandardCheckpointer() as reader:
             return Model(model.func, reader.restore(path / "params", abstract))
 
-    def fill(keys, leaf):
+    def fill(keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = "/".join(key.key for key in keys)
         if name not in tensors or tensors[name].shape != leaf.shape:
             raise ValueError(f"{path}: {name} is missing or not of shape {list(leaf.shape)}.")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Array = jax.Array
+AnyArray = jax.Array | np.ndarray
 PyTree = Any
 
 Model = jax.tree_util.Partial
@@ -71,6 +72,13 @@ class Samples(NamedTuple):
     """``[n]`` radii; None only for minimum-norm attacks, to which they are no more than a scale."""
     out: PyTree
     """``model(x)``"""
+
+    @property
+    def radius(self) -> Array:
+        """``eps``, where there must be one."""
+        if self.eps is None:
+            raise ValueError("this attack needs a radius: pass eps.")
+        return self.eps
 
 
 class Info(NamedTuple):

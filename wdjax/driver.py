@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from wdjax import losses, loop, norms, rounds, track, transport, validate
-from wdjax.core import Array, Attack, Found, Model, Progress, PyTree, Result, Stage, Victim
+from wdjax import loop, losses, norms, rounds, track, transport, validate
+from wdjax.core import Array, Attack, Found, Progress, PyTree, Result, Stage, Victim
 from wdjax.track import Given
 
 
@@ -39,8 +39,8 @@ def search(
 ) -> Found:
     r"""Looks for adversarial points and measures what it finds.
 
-    Inside a trace (``jit``, ``vmap``, ``grad``) every stage is one ``lax.scan`` over all samples. At
-    top level the search goes in rounds (:mod:`wdjax.rounds`): batches of the samples that have
+    Inside a trace (``jit``, ``vmap``, ``grad``) every stage is one ``lax.scan`` over all samples.
+    At top level the search goes in rounds (:mod:`wdjax.rounds`): batches of the samples that have
     something left to do, so that none is spent on the others. Both ways give the same points up to
     the rounding of floats; ``gradients`` and ``forwards`` are what was spent.
 
@@ -86,6 +86,7 @@ def search(
     Cost: two forward passes a sample besides the attack's own, and one batch to see that samples do
       not depend on each other; memory for the attack's state of all samples.
 
+    >>> from wdjax import Model
     >>> from wdjax.attacks import PGD
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> x, y = jnp.array([[0.6, 0.4], [0.9, 0.1]]), jnp.array([0, 0])
@@ -111,7 +112,9 @@ def search(
             only=validate.check_mask("only", only, len(y)),
             skip_misclassified=skip_misclassified,
             history=history,
-            batch_size=None if batch_size is None else validate.check_count("batch_size", batch_size),
+            batch_size=None
+            if batch_size is None
+            else validate.check_count("batch_size", batch_size),
             mesh=mesh,
         )
         last = _carry(plan, begun, len(y), callback, checkpoint, every)
@@ -151,8 +154,8 @@ def _keys(key: Array, count: int, index: Array | None) -> Array:
 
 def _given(x: Array, y: Array, eps: Any, start: Any, key: Array | None, index: Any) -> Given:
     radii = None if eps is None else jnp.broadcast_to(jnp.asarray(eps, x.dtype), len(y))
-    start = None if start is None else jnp.asarray(start, x.dtype)
-    return Given(x, y, radii, start, None if key is None else _keys(key, len(y), index))
+    points = None if start is None else jnp.asarray(start, x.dtype)
+    return Given(x, y, radii, points, None if key is None else _keys(key, len(y), index))
 
 
 def _carry(
@@ -185,12 +188,15 @@ def _carry(
 def settings(attack: Any) -> str:
     """An attack's settings in words that are the same in every process.
 
+    >>> from wdjax import Model
     >>> from wdjax.attacks import PGD
     >>> settings(PGD(steps=5))[:26]
     'PGD(ball=Lp(norm=inf, box='
     """
     if dataclasses.is_dataclass(attack) and not isinstance(attack, type):
-        parts = (f"{f.name}={settings(getattr(attack, f.name))}" for f in dataclasses.fields(attack))
+        parts = (
+            f"{f.name}={settings(getattr(attack, f.name))}" for f in dataclasses.fields(attack)
+        )
         return f"{type(attack).__name__}({', '.join(parts)})"
     if isinstance(attack, jax.Array | np.ndarray):
         return "number" if isinstance(attack, jax.core.Tracer) else f"{np.asarray(attack):g}"
@@ -232,6 +238,7 @@ def run(
 
     Source: Le et al., equation 11 and Corollary C.2.
 
+    >>> from wdjax import Model
     >>> from wdjax.attacks import PGD
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> x, y = jnp.array([[0.6, 0.4], [0.8, 0.2]]), jnp.array([0, 0])
@@ -257,6 +264,7 @@ def best(*found: Found) -> Found:
     A flip beats none, the cheaper flip beats the dearer one, and where there is none the larger
     margin counts.
 
+    >>> from wdjax import Model
     >>> from wdjax.attacks import PGD
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> x, y = jnp.array([[0.6, 0.4]]), jnp.array([0])
@@ -296,13 +304,14 @@ def _traced(
 ) -> Found:
     """All stages as loops over all samples."""
     samples, moving = track.begin(attack, victim, given)
-    attacked, log = chosen, []
+    attacked: Array = chosen
+    log: list[Any] = []
     if skip_misclassified:
         attacked &= ~(victim.criterion(samples.out, samples.y) > 0)
     for stage in attack.stages:
 
         def step(moving: track.Track, _: None, stage: Stage = stage) -> tuple[track.Track, Any]:
-            moving, _, info = track.step(stage, victim, samples, moving)
+            moving, _recurs, info = track.step(stage, victim, samples, moving)
             if stage.couple is not None:
                 coupled = stage.couple(samples, moving.state, attacked)
                 moving = moving._replace(state=coupled)

@@ -76,27 +76,29 @@ def carry(
     mark = np.frombuffer(identity.ljust(32, b"\0"), np.uint8)
     if persist.exists(checkpoint):
         state = _resume(checkpoint, state, mark)
-    saved = time.monotonic()
+    saved, due = time.monotonic(), False
     with _Signals() as signals:
         while not finished(state) and signals.caught is None:
             state = turn(state)
-            if time.monotonic() - saved >= every:
-                persist.save(checkpoint, {"identity": mark, "state": state})
+            due = time.monotonic() - saved >= every
+            if due:
+                persist.save(checkpoint, (mark, state))
                 saved = time.monotonic()
             if report is not None and report(state):
                 break
-        persist.save(checkpoint, {"identity": mark, "state": state})
+        if not due:
+            persist.save(checkpoint, (mark, state))
     return state
 
 
 def _resume(checkpoint: str | PathLike[str], like: State, mark: np.ndarray) -> State:
-    found = persist.restore(checkpoint, {"identity": mark, "state": like})
-    if not np.array_equal(found["identity"], mark):
+    kept, state = persist.restore(checkpoint, (mark, like))
+    if not np.array_equal(kept, mark):
         raise ValueError(
             f"the checkpoint {checkpoint} belongs to other settings, samples or parameters; choose "
             "another folder, or remove it to begin anew."
         )
-    return found["state"]
+    return state
 
 
 def digest(*trees: Any) -> bytes:
@@ -106,8 +108,7 @@ def digest(*trees: Any) -> bytes:
     (True, False)
     """
     known = hashlib.sha256()
-    leaves, structure = jax.tree_util.tree_flatten_with_path(trees)
-    for path, leaf in leaves:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         array = np.asarray(leaf)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 NORMS = (1, 2, math.inf)
 NAMES = {"l1": 1, "l2": 2, "linf": math.inf}
@@ -23,15 +24,15 @@ class Bounds(NamedTuple):
     upper: jax.Array
 
 
-def check_norm(norm):
-    """Returns ``norm`` as a Python number, or raises the ``ValueError`` that says which there are."""
+def check_norm(norm: float) -> float:
+    """Returns ``norm`` as a Python number, or says in a ``ValueError`` which ones there are."""
     for known in NORMS:
         if np.ndim(norm) == 0 and not isinstance(norm, (str, bytes)) and norm == known:
             return known
     raise ValueError(f"norm must be 1, 2 or inf, got {norm!r}.")
 
 
-def dual(norm):
+def dual(norm: float) -> float:
     """The dual exponent ``s`` with ``1/r + 1/s = 1``.
 
     >>> dual(1), dual(2), dual(math.inf)
@@ -40,16 +41,16 @@ def dual(norm):
     return {1: math.inf, 2: 2, math.inf: 1}[check_norm(norm)]
 
 
-def _rows(x):
+def _rows(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0], -1)
 
 
-def spread(v, x):
+def spread(v: jax.Array, x: jax.Array) -> jax.Array:
     """One value a row, ``[n]``, with the trailing axes of ``x``, so that it acts on whole rows."""
     return v.reshape(v.shape + (1,) * (x.ndim - v.ndim))
 
 
-def lp_norm(x, norm):
+def lp_norm(x: jax.Array, norm: float) -> jax.Array:
     """The l_r norm of every row, with gradient 0 (not NaN) at the origin.
 
     Args:
@@ -75,7 +76,7 @@ def lp_norm(x, norm):
     return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0) * scale
 
 
-def dual_maximizer(g, norm):
+def dual_maximizer(g: jax.Array, norm: float) -> jax.Array:
     r"""The direction ``argmax { <g, h> : ||h||_r = 1 }`` of every row: ``M_r`` of equation 1.
 
     A zero gradient has no maximiser; it gives the zero vector, so that a step stays where it is.
@@ -106,12 +107,18 @@ def dual_maximizer(g, norm):
     return unit.reshape(g.shape)
 
 
-def ascend(x, g, size, norm, box=None):
+def ascend(
+    x: jax.Array,
+    g: jax.Array,
+    size: jax.Array | float,
+    norm: float,
+    box: tuple[float, float] | None = None,
+) -> jax.Array:
     """``x + size * M_r(g)``, equation 1."""
     return x + spread(jnp.asarray(size), x) * dual_maximizer(g, norm)
 
 
-def _interval(center, radius):
+def _interval(center: jax.Array, radius: jax.Array) -> tuple[jax.Array, jax.Array]:
     """``center -+ radius``, rounded towards ``center`` so that no float lies outside the ball."""
     low, high = center - radius, center + radius
     low = jnp.where(center - low > radius, low + _spacing(low), low)
@@ -119,7 +126,7 @@ def _interval(center, radius):
     return low, high
 
 
-def _displace(center, delta):
+def _displace(center: jax.Array, delta: jax.Array) -> jax.Array:
     """``center + delta``, rounded towards ``center``: no coordinate moves further than asked."""
     moved = center + delta
     back = jnp.sign(center - moved) * _spacing(moved)
@@ -127,7 +134,7 @@ def _displace(center, delta):
     return moved + jax.lax.stop_gradient(jnp.where(too_far, back, 0.0))
 
 
-def _spacing(x):
+def _spacing(x: jax.Array) -> jax.Array:
     """A step from ``x`` that rounds to its neighbour: 0.7 to 1.4 of the floats' spacing.
 
     ``jnp.nextafter`` at a quarter of the cost; both differ for subnormal numbers only.
@@ -135,7 +142,7 @@ def _spacing(x):
     return 0.7 * float(jnp.finfo(x.dtype).eps) * jnp.abs(jax.lax.stop_gradient(x))
 
 
-def _within(delta, radius, norm):
+def _within(delta: jax.Array, radius: jax.Array, norm: float) -> jax.Array:
     """Takes off what rounding left of ``delta`` outside the ball."""
     length = jax.lax.stop_gradient(lp_norm(delta, norm))
     over = length > radius * (1 - 4 * jnp.finfo(delta.dtype).eps)
@@ -147,7 +154,7 @@ def _within(delta, radius, norm):
 _l1_ball = jax.vmap(optax.projections.projection_l1_ball)
 
 
-def project(z, center, radius, norm):
+def project(z: jax.Array, center: jax.Array, radius: ArrayLike, norm: float) -> jax.Array:
     r"""The Euclidean projection of ``z`` on the ball ``||x - center||_r <= radius``: equation 2.
 
     Args:
@@ -186,7 +193,13 @@ def project(z, center, radius, norm):
     return jnp.where(spread(outside, z), _displace(center, moved), z)
 
 
-def retract(z, center, radius, norm, box=None):
+def retract(
+    z: jax.Array,
+    center: jax.Array,
+    radius: ArrayLike,
+    norm: float,
+    box: tuple[float, float] | None = None,
+) -> jax.Array:
     """A point of the ball and the box near ``z``: the ball's projection, then the box's.
 
     Always feasible when ``center`` is in the box, since clipping moves every coordinate towards
@@ -200,7 +213,9 @@ def retract(z, center, radius, norm, box=None):
     return inside if box is None else jnp.clip(inside, *box)
 
 
-def project_in_box(z, center, radius, norm, box):
+def project_in_box(
+    z: jax.Array, center: jax.Array, radius: ArrayLike, norm: float, box: tuple[float, float]
+) -> jax.Array:
     r"""The Euclidean projection of ``z`` on the intersection of a ball and a box, exactly.
 
     The multiplier of the ball is found by sorting the break points of its piecewise quadratic (2)
@@ -235,7 +250,7 @@ def project_in_box(z, center, radius, norm, box):
     return jnp.where(spread(inside, z), z, jnp.clip(moved, *box).reshape(z.shape))
 
 
-def _shrink_l2(size, room, radius):
+def _shrink_l2(size: jax.Array, room: jax.Array, radius: jax.Array) -> jax.Array:
     """``min(t size, room)`` for the largest ``t <= 1`` whose l2 norm is at most ``radius``."""
     at = jnp.where(size > 0, room / jnp.where(size > 0, size, 1.0), jnp.inf)
     order = jnp.argsort(at)
@@ -250,7 +265,7 @@ def _shrink_l2(size, room, radius):
     return jnp.minimum(jnp.minimum(t, 1.0) * size, room)
 
 
-def _shrink_l1(size, room, radius):
+def _shrink_l1(size: jax.Array, room: jax.Array, radius: jax.Array) -> jax.Array:
     """``clip(size - lam, 0, room)`` for the least ``lam >= 0`` whose sum is at most ``radius``."""
     # min(max(a - lam, 0), b) = max(a - lam, 0) - max(a - b - lam, 0): break points a and a - b.
     at = jnp.concatenate([size, size - room])
@@ -269,7 +284,7 @@ _ENUMERATED = 16
 _CHUNK = 256
 
 
-def operator_norm(jacobian, norm):
+def operator_norm(jacobian: jax.Array, norm: float) -> Bounds:
     r"""Bounds on ``||J||_{r -> s} = max { ||J u||_s : ||u||_r = 1 }`` with ``s`` dual to ``r``.
 
     Exact (lower = upper up to rounding) for r = 1, the largest entry; for r = 2, the spectral norm,
@@ -304,12 +319,12 @@ def operator_norm(jacobian, norm):
         return _spectral(jacobian) if norm == 2 else _inf_to_one(jacobian)
 
 
-def _slack(jacobian):
+def _slack(jacobian: jax.Array) -> float:
     """Relative rounding error of a sum of as many products as the matrix has entries a side."""
-    return 4 * (sum(jacobian.shape) + 8) * jnp.finfo(jacobian.dtype).eps
+    return 4 * (sum(jacobian.shape) + 8) * float(jnp.finfo(jacobian.dtype).eps)
 
 
-def _spectral(jacobian):
+def _spectral(jacobian: jax.Array) -> Bounds:
     scale = jnp.max(jnp.abs(jacobian))
     unit = jacobian / jnp.where(scale > 0, scale, 1.0)
     values, vectors = jnp.linalg.eigh(unit @ unit.T)
@@ -321,13 +336,13 @@ def _spectral(jacobian):
     return Bounds(scale * lower, scale * upper * (1 + _slack(jacobian)))
 
 
-def _inf_to_one(jacobian):
+def _inf_to_one(jacobian: jax.Array) -> Bounds:
     rows = jacobian.shape[0]
     if rows <= _ENUMERATED:
         count = 2 ** (rows - 1)
         width = min(count, _CHUNK)
 
-        def largest(start):
+        def largest(start: jax.Array) -> jax.Array:
             bits = (start + jnp.arange(width))[:, None] >> jnp.arange(rows)
             signs = (1 - 2 * (bits & 1)).astype(jacobian.dtype)
             return jnp.max(jnp.sum(jnp.abs(signs @ jacobian), axis=-1))
@@ -335,7 +350,7 @@ def _inf_to_one(jacobian):
         value = jnp.max(jax.lax.map(largest, jnp.arange(0, count, width)))
         return Bounds(value, value * (1 + _slack(jacobian)))
 
-    def ascend(signs, _):
+    def ascend(signs: jax.Array, _: None) -> tuple[jax.Array, None]:
         inputs = jnp.sign(signs @ jacobian)
         signs = jnp.sign(inputs @ jacobian.T)
         return jnp.where(signs == 0, 1.0, signs), None

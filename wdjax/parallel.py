@@ -10,6 +10,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXIS = "batch"
 
+AnyArray = jax.Array | np.ndarray
+"""On a device or on the host."""
+
 Tree = TypeVar("Tree")
 """Any pytree of arrays; what comes out has its structure."""
 

@@ -7,7 +7,7 @@ the rows of a search are padded to a few lengths.
 
 import functools
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +110,11 @@ def advance(plan: Plan, search: Search) -> Search:
     most = _chunk(stage)
     steps = min(most, stage.length - row)
     left = stage.length - row - steps
-    moving, batches, seen = search.track, _batches(plan, np.asarray(search.active), stage.length), []
+    moving, batches, seen = (
+        search.track,
+        _batches(plan, np.asarray(search.active), stage.length),
+        [],
+    )
     for index in batches:
         moving, *flags = _steps(
             plan.attack,
@@ -182,7 +186,7 @@ def finish(plan: Plan, search: Search, n: int, skip_misclassified: bool) -> Foun
     found = parallel.gather(_first(found, n), plan.mesh)
     if search.history is None:
         return found
-    return replace(found, history=Info(*(np.asarray(leaf)[:, :n] for leaf in search.history)))
+    return replace(found, history=jax.tree.map(lambda leaf: leaf[:, :n], search.history))
 
 
 def _plan(
@@ -431,7 +435,9 @@ def _refuse_faults(fine: np.ndarray) -> None:
 def _blank(value: np.ndarray, stages: tuple[Stage, ...]) -> Info:
     """A history in which nothing has happened."""
     none = np.zeros((sum(stage.length for stage in stages), len(value)), np.int32)
-    return Info(np.tile(value, (len(none), 1)), none, none.copy(), none.copy(), none.astype(bool))
+    values = np.tile(value, (len(none), 1))
+    leaves: tuple[Any, ...] = (values, none, none.copy(), none.copy(), none.astype(bool))
+    return Info(*leaves)
 
 
 def _write(

@@ -102,12 +102,12 @@ def finish(
 
     Two forward passes a sample with that of :func:`begin`.
     """
-    x, y, eps, out = samples
+    x, y, _, out = samples
     x_adv, proof = attack.point(samples, track.state)
     cost = attack.ball.cost(x, x_adv, proof)
     inside = jnp.isfinite(cost)
     if attack.budget == "sample":
-        inside &= cost <= eps * (1 + 1e-6)
+        inside &= cost <= samples.radius * (1 + 1e-6)
     moved = victim.model(jnp.where(norms.spread(inside, x), x_adv, x))
     clean, value = victim.criterion(out, y), victim.criterion(moved, y)
     unknown = ~(finite(moved) & jnp.isfinite(value))

@@ -1,4 +1,4 @@
-"""Training small classifiers with optax, on clean or on adversarial samples; Orbax checkpoints."""
+"""Training small classifiers with optax, on clean samples or against an attack."""
 
 import functools
 from collections.abc import Callable
@@ -10,58 +10,76 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from wdjax import driver, losses, persist
-from wdjax.core import Attack
-from wdjax.validate import check_number, check_samples
+from wdjax import driver, losses, loop, validate
+from wdjax.core import AnyArray, Array, Attack, PyTree
 
 
 class History(NamedTuple):
     """Means over the batches of every epoch, ``[epochs]``; NaN where an epoch is still to come."""
 
-    loss: jax.Array
-    accuracy: jax.Array
+    loss: Array
+    accuracy: Array
     """On the clean samples."""
-    robust_accuracy: jax.Array
+    robust_accuracy: Array
     """Under the attack trained against; without one, the same as ``accuracy``."""
 
 
 class Training(NamedTuple):
-    """What training carries on; a pytree, so :func:`save` and :func:`restore` resume it."""
+    """What training carries on; a pytree, so :mod:`wdjax.persist` saves and resumes it."""
 
     model: Any
     opt_state: Any
-    epoch: jax.Array
+    epoch: Array
     """Epochs done."""
     history: History
 
 
+class Opponent(NamedTuple):
+    """What is trained against; a pytree."""
+
+    attack: Attack
+    eps: Array
+    kappa: Array | None
+
+
+class Recipe(NamedTuple):
+    """What changes the program of a step."""
+
+    optimizer: optax.GradientTransformation
+    loss: Callable[[Array, Array], Array]
+    order: float
+    at_once: bool
+
+
 def train(
-    model: Callable[[jax.Array], jax.Array],
-    x,
-    y,
+    model: Callable[[Array], Array],
+    x: AnyArray,
+    y: AnyArray,
     *,
-    key,
+    key: Array,
     epochs: int = 30,
     batch_size: int = 128,
     optimizer: optax.GradientTransformation | None = None,
-    loss: Callable = losses.cross_entropy,
+    loss: Callable[[Array, Array], Array] = losses.cross_entropy,
     attack: Attack | None = None,
-    eps=None,
-    checkpoint: str | PathLike | None = None,
+    eps: Any = None,
+    order: float = 1,
+    kappa: Any = None,
+    checkpoint: str | PathLike[str] | None = None,
     callback: Callable[[Training], Any] | None = None,
-    **knobs,
 ) -> Training:
     r"""Trains a classifier, on clean samples or against an attack.
 
     With an attack, every batch is attacked with the current parameters, and the expected loss under
     the adversarial distribution of equation 11 is minimised:
-    ``mean_i (1 - w_i) l(x_i) + w_i l(x_adv_i)`` with ``x_adv`` and ``w`` held fixed. Point-wise
-    attacks have ``w = 1``: Madry's adversarial training. Samples that are misclassified already are
-    attacked too. A Wasserstein budget is kept by every batch, hence by the epoch.
+    ``mean_i (1 - w_i) l(x_i) + w_i l(x_adv_i)`` with ``x_adv`` and ``w`` held fixed (Danskin's
+    theorem). Point-wise attacks have ``w = 1``: Madry's adversarial training. Samples that are
+    misclassified already are attacked too. A Wasserstein budget is kept by every batch, hence by
+    the epoch.
 
-    An epoch is one jitted loop, except where XLA runs it slowly: a model with convolutions on the
-    CPU is advanced step by step from the host. An epoch goes through a random permutation and
-    leaves out what does not fill a batch.
+    An epoch is one program with one loop, unless XLA would run the model slowly inside it
+    (:func:`wdjax.loop.at_once`). It goes through a random permutation and leaves out what does not
+    fill a batch.
 
     Args:
       model: a pytree callable, :data:`wdjax.Model`; all its leaves are trained.
@@ -72,12 +90,13 @@ def train(
       batch_size: samples a step.
       optimizer: from optax; by default Adam whose learning rate falls from 0.003 to 0 by a cosine.
       loss: per-sample, ``(logits, y) -> [n]``, to be decreased.
-      attack: from a factory in :mod:`wdjax.attacks`.
+      attack: from :mod:`wdjax.attacks`.
       eps: the attack's budget.
+      order: Wasserstein order of the budget, as in :func:`wdjax.run`.
+      kappa: how the mass is split, as in :func:`wdjax.run`.
       checkpoint: a folder to save to after every epoch; if it holds a checkpoint already, training
-        goes on from there, to the same numbers.
+        goes on from there, to the same numbers. Ctrl-C and SIGTERM end after the epoch under way.
       callback: called with the :class:`Training` so far after every epoch; a true value ends it.
-      **knobs: the attack's own numbers.
 
     Returns:
       A :class:`Training`: ``.model`` is the trained model, ``.history`` its losses and accuracies.
@@ -98,46 +117,38 @@ def train(
     >>> float(trained.history.accuracy[-1])
     1.0
     """
-    for name, number in (("epochs", epochs), ("batch_size", batch_size)):
-        if not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name} must be a positive integer, got {number!r}.")
-    if (attack is None) != (eps is None) or (attack is None and knobs):
-        given = ", ".join(["eps"] * (eps is not None) + list(knobs)) or "no eps"
-        raise ValueError(f"attack and eps go together: got attack={attack!r} and {given}.")
-    if not all(
-        jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.floating) for leaf in jax.tree.leaves(model)
-    ):
-        raise ValueError("all leaves of the model must be floats: they are what training changes.")
-    x, y = check_samples(model, x, y, (0.0, 1.0) if attack is None else attack.box)
+    epochs = validate.check_count("epochs", epochs)
+    batch_size = validate.check_count("batch_size", batch_size)
+    x, y = validate.check_samples(model, x, y, (0.0, 1.0) if attack is None else attack.ball.box)
+    _check_floats(model)
+    opponent = _opponent(attack, eps, kappa, x.dtype)
     size = min(batch_size, len(y))
     steps = len(y) // size
     optimizer = _default_optimizer(epochs * steps) if optimizer is None else optimizer
-    budget = {} if attack is None else {"eps": check_number("eps", eps), **knobs}
-    training = start(model, optimizer, epochs)
-    if checkpoint is not None and persist.exists(checkpoint):
-        training = persist.restore(checkpoint, training)
-    program = (attack, optimizer, loss)
-    advance = _advance_jitted if _loops_well(model, x) else _advance
-    for epoch in range(int(training.epoch), epochs):
-        order_key, attack_key = jax.random.split(jax.random.fold_in(key, epoch))
-        order = jax.random.permutation(order_key, len(y))[: steps * size].reshape(steps, size)
-        trained, rows = advance(
-            program, (training.model, training.opt_state), x, y, order, attack_key, budget
-        )
-        row = [jnp.mean(column) for column in rows]
-        if not all(np.isfinite(row)):
-            raise ValueError(f"the loss is not finite in epoch {epoch}; lower the learning rate.")
-        history = History(*(past.at[epoch].set(now) for past, now in zip(training.history, row)))
-        training = Training(trained[0], trained[1], jnp.asarray(epoch + 1), history)
-        if checkpoint is not None:
-            persist.save(checkpoint, training)
-        if callback is not None and callback(training):
-            break
-    return training
+    at_once = loop.at_once(_gradients, model, x[:1])
+    recipe = Recipe(optimizer, loss, validate.check_order(order), at_once)
+
+    def turn(training: Training) -> Training:
+        epoch_key = jax.random.fold_in(key, training.epoch)
+        return _epoch(recipe, opponent, training, x, y, epoch_key, size)
+
+    identity = b""
+    if checkpoint is not None:
+        settings = driver.settings(attack), str(order), size
+        identity = loop.digest(*settings, opponent, model, x, y, key)
+    return loop.carry(
+        start(model, optimizer, epochs),
+        turn,
+        lambda training: int(training.epoch) >= epochs,
+        report=callback,
+        checkpoint=checkpoint,
+        every=0.0,
+        identity=identity,
+    )
 
 
-def start(model, optimizer: optax.GradientTransformation, epochs: int) -> Training:
-    """The state that training starts from; also the ``like`` to :func:`restore` one.
+def start(model: PyTree, optimizer: optax.GradientTransformation, epochs: int) -> Training:
+    """The state that training starts from.
 
     >>> from wdjax import Model
     >>> start(Model(jnp.dot, jnp.eye(2)), optax.sgd(0.1), epochs=3).history.loss.shape
@@ -147,75 +158,122 @@ def start(model, optimizer: optax.GradientTransformation, epochs: int) -> Traini
     return Training(model, optimizer.init(model), jnp.asarray(0), History(empty, empty, empty))
 
 
+def _check_floats(model: PyTree) -> None:
+    leaves = map(jnp.asarray, jax.tree.leaves(model))
+    if not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves):
+        raise ValueError("all leaves of the model must be floats: they are what training changes.")
+
+
+def _opponent(attack: Attack | None, eps: Any, kappa: Any, dtype: np.dtype) -> Opponent | None:
+    if attack is None:
+        if eps is not None or kappa is not None:
+            raise ValueError(f"eps and kappa go with an attack: got eps={eps!r}, kappa={kappa!r}.")
+        return None
+    if eps is None:
+        raise ValueError(f"attack and eps go together: got {attack!r} and no eps.")
+    split = None if kappa is None else jnp.asarray(validate.check_number("kappa", kappa, 1.0))
+    budget = jnp.asarray(validate.check_number("eps", eps), dtype)
+    return Opponent(validate.settle(attack, dtype), budget, split)
+
+
 @functools.lru_cache(maxsize=64)
-def _default_optimizer(steps):
+def _default_optimizer(steps: int) -> optax.GradientTransformation:
     """Cached, so that equal trainings share one compiled program."""
     return optax.adam(optax.cosine_decay_schedule(3e-3, steps))
 
 
-def _loops_well(model, x):
-    """Whether XLA runs the model as fast inside a loop as outside: not a convolution on the CPU."""
-    if jax.default_backend() != "cpu":
-        return True
-    return "conv_general_dilated" not in str(jax.make_jaxpr(model)(x[:1]))
+def _gradients(model: Callable[[Array], Array], x: Array) -> PyTree:
+    """What a step of training repeats, as far as XLA's loops are concerned."""
+    return jax.grad(lambda model, x: jnp.sum(model(x)), argnums=(0, 1))(model, x)
 
 
-def _advance(program, trained, x, y, order, key, budget):
-    """One epoch, step by step from the host."""
-    rows = []
-    for step, batch in enumerate(order):
-        trained, row = _step(program, trained, x[batch], y[batch], key, step, budget)
-        rows.append(row)
-    return trained, jnp.stack(rows, axis=1)
+def _epoch(
+    recipe: Recipe,
+    opponent: Opponent | None,
+    training: Training,
+    x: Array,
+    y: Array,
+    key: Array,
+    size: int,
+) -> Training:
+    order_key, attack_key = jax.random.split(key)
+    steps = len(y) // size
+    order = jax.random.permutation(order_key, len(y))[: steps * size].reshape(steps, size)
+    model, opt_state = training.model, training.opt_state
+    rows: list[Array] = []
+    for part in [order] if recipe.at_once else jnp.split(order, steps):
+        first = jnp.asarray(len(rows))
+        (model, opt_state), seen = _steps(
+            recipe, opponent, (model, opt_state), x, y, part, first, attack_key
+        )
+        rows.append(seen)
+    row = jnp.mean(jnp.concatenate(rows), axis=0)
+    if not bool(jnp.all(jnp.isfinite(row))):
+        raise ValueError(
+            f"the loss is not finite in epoch {int(training.epoch)}; lower the learning rate."
+        )
+    history = (past.at[training.epoch].set(now) for past, now in zip(training.history, row))
+    return Training(model, opt_state, training.epoch + 1, History(*history))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _advance_jitted(program, trained, x, y, order, key, budget):
-    """One epoch as one loop."""
+def _steps(
+    recipe: Recipe,
+    opponent: Opponent | None,
+    trained: PyTree,
+    x: Array,
+    y: Array,
+    order: Array,
+    first: Array,
+    key: Array,
+) -> tuple[PyTree, Array]:
+    """A step for every row of ``order``; a single one is no loop."""
 
-    def body(trained, batch):
-        step, batch = batch
-        return _step(program, trained, x[batch], y[batch], key, step, budget)
+    def step(trained: PyTree, row: tuple[Array, Array]) -> tuple[PyTree, Array]:
+        number, batch = row
+        step_key = jax.random.fold_in(key, number)
+        return _step(recipe, opponent, trained, x[batch], y[batch], step_key)
 
-    trained, rows = jax.lax.scan(body, trained, (jnp.arange(len(order)), order))
-    return trained, rows.T
+    numbers = first + jnp.arange(len(order))
+    if len(order) == 1:
+        trained, seen = step(trained, (numbers[0], order[0]))
+        return trained, seen[None]
+    return jax.lax.scan(step, trained, (numbers, order))
 
 
-def _step(program, trained, x, y, key, step, budget):
-    attack, optimizer, loss = program
-    if attack is None:
-        moved = None
-    else:
-        result = driver.run(
+def _step(
+    recipe: Recipe, opponent: Opponent | None, trained: PyTree, x: Array, y: Array, key: Array
+) -> tuple[PyTree, Array]:
+    model, opt_state = trained
+    moved = None
+    if opponent is not None:
+        attack, eps, kappa = opponent
+        found = driver.run(
             attack,
-            trained[0],
+            model,
             x,
             y,
-            key=jax.random.fold_in(key, step),
+            eps=eps,
+            order=recipe.order,
+            kappa=kappa,
+            key=key,
             skip_misclassified=False,
-            **budget,
         )
-        moved = jax.lax.stop_gradient((result.x_adv, result.weight))
-    return _update((optimizer, loss), trained, x, y, moved)
+        moved = jax.lax.stop_gradient((found.x_adv, found.weight))
 
-
-@functools.partial(jax.jit, static_argnums=0)
-def _update(program, trained, x, y, moved):
-    optimizer, loss = program
-    model, opt_state = trained
-
-    def expected(model):
+    def expected(model: Callable[[Array], Array]) -> tuple[Array, Array]:
         logits = model(x)
-        value, right = loss(logits, y), losses.margin(logits, y) < 0
-        robust = right
+        value, right = recipe.loss(logits, y), losses.decision_margin(logits, y) <= 0
+        robust = right.astype(value.dtype)
         if moved is not None:
             x_adv, weight = moved
             logits = model(x_adv)
-            value = (1 - weight) * value + weight * loss(logits, y)
-            robust = (1 - weight) * right + weight * (losses.margin(logits, y) < 0)
-        value = jnp.mean(value)
-        return value, jnp.stack([value, jnp.mean(right), jnp.mean(robust)])
+            value = (1 - weight) * value + weight * recipe.loss(logits, y)
+            held = losses.decision_margin(logits, y) <= 0
+            robust = (1 - weight) * right + weight * held
+        mean = jnp.mean(value)
+        return mean, jnp.stack([mean, jnp.mean(right), jnp.mean(robust)])
 
     gradient, row = jax.grad(expected, has_aux=True)(model)
-    updates, opt_state = optimizer.update(gradient, opt_state, model)
+    updates, opt_state = recipe.optimizer.update(gradient, opt_state, model)
     return (optax.apply_updates(model, updates), opt_state), row

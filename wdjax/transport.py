@@ -15,12 +15,12 @@ from jax.typing import ArrayLike
 
 from wdjax import losses, metrics, norms, parallel
 from wdjax.core import Found, Result
+from wdjax.parallel import AnyArray
 from wdjax.validate import check_number, check_order, traced
 
 if TYPE_CHECKING:
     from scipy.optimize import OptimizeResult
 
-Array = jax.Array | np.ndarray
 _Either = TypeVar("_Either", jax.Array, np.ndarray)
 _Float64 = npt.NDArray[np.float64]
 _Copies = tuple[npt.NDArray[np.int_], npt.NDArray[np.int_]]
@@ -101,8 +101,8 @@ def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Res
 
     With ``kappa``, every sample sends ``1 / kappa`` of its mass to its point, which may be
     ``kappa^(1/p) eps`` far (WDA; ``kappa = 1`` is a point-wise attack). Without it the budget goes
-    where a flip is cheapest, the knapsack of :func:`allocate` (WDA++). One search serves every order
-    and, if it was not bound to a radius, every budget.
+    where a flip is cheapest, the knapsack of :func:`allocate` (WDA++). One search serves every
+    order and, if it was not bound to a radius, every budget.
 
     Args:
       found: from :func:`wdjax.search`.
@@ -124,10 +124,10 @@ def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Res
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
-    >>> x, y = jnp.array([[0.6, 0.4], [0.9, 0.1]]), jnp.array([0, 0])
+    >>> x, y = jnp.array([[0.6, 0.4], [0.8, 0.2]]), jnp.array([0, 0])
     >>> found = wdjax.search(wdjax.attacks.WDAPlusPlus(), model, x, y)
     >>> [round(float(w), 2) for w in spend(found, eps=0.1).weight]
-    [1.0, 0.25]
+    [1.0, 0.33]
     """
     order = check_order(order)
     eps = check_number("eps", eps)
@@ -167,12 +167,12 @@ class Moved(Protocol):
     """What an attack found, as far as its distribution is concerned."""
 
     @property
-    def x_adv(self) -> Array:
+    def x_adv(self) -> AnyArray:
         """``[n, *shape]``"""
         ...
 
     @property
-    def weight(self) -> Array:
+    def weight(self) -> AnyArray:
         """``[n]`` in ``[0, 1]``"""
         ...
 
@@ -192,17 +192,17 @@ class AdversarialDistribution(NamedTuple):
     0.3125
     """
 
-    x: Array
+    x: AnyArray
     """``[n, *shape]``"""
-    x_adv: Array
+    x_adv: AnyArray
     """``[n, *shape]``"""
-    y: Array
+    y: AnyArray
     """``[n]`` integers"""
-    weight: Array
+    weight: AnyArray
     """``[n]`` in ``[0, 1]``"""
 
     @classmethod
-    def from_result(cls, x: Array, y: Array, result: Moved) -> "AdversarialDistribution":
+    def from_result(cls, x: AnyArray, y: AnyArray, result: Moved) -> "AdversarialDistribution":
         """The distribution that :func:`wdjax.run` found for the samples ``x`` and ``y``."""
         return cls(x, result.x_adv, y, result.weight)
 
@@ -283,8 +283,8 @@ def _batch_loss(
 def _evaluate(
     loss: losses.Loss,
     model: Callable[[jax.Array], jax.Array],
-    points: Array,
-    labels: Array,
+    points: AnyArray,
+    labels: AnyArray,
     batch_size: int | None,
 ) -> jax.Array:
     n = len(labels)
@@ -305,7 +305,7 @@ def _float64(x: ArrayLike) -> _Float64:
     return np.asarray(x, np.float64)
 
 
-def _distances(x: Array, x_adv: Array, norm: float, size: int = 256) -> _Float64:
+def _distances(x: AnyArray, x_adv: AnyArray, norm: float, size: int = 256) -> _Float64:
     """The distance of every pair, in float64, a block of pairs at a time."""
     parts = []
     for start in range(0, len(x), size):

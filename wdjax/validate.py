@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax.core import Array, Ball, PyTree
+from wdjax.core import AnyArray, Array, Ball, PyTree
 
 
 def traced(*trees: PyTree) -> bool:
@@ -32,8 +32,8 @@ def check_model(model: Callable[[Array], PyTree]) -> None:
 
 def check_shapes(
     model: Callable[[Array], PyTree],
-    x: Array,
-    y: Array,
+    x: AnyArray,
+    y: AnyArray,
     criterion: Callable[[PyTree, Array], Array] | None = None,
 ) -> int:
     """Checks what shapes and dtypes can tell; returns the number of classes.
@@ -78,8 +78,8 @@ def check_shapes(
 
 def check_samples(
     model: Callable[[Array], PyTree],
-    x: Array | np.ndarray,
-    y: Array | np.ndarray,
+    x: AnyArray,
+    y: AnyArray,
     box: tuple[float, float] | None = (0.0, 1.0),
     criterion: Callable[[PyTree, Array], Array] | None = None,
 ) -> tuple[Array, Array]:

@@ -35,9 +35,7 @@ class Slope(NamedTuple):
     """Whether an output or a coordinate of the gradient was not finite."""
 
 
-def slope(
-    victim: Victim, x: Array, y: Array, objective: Callable[[PyTree, Array], Array]
-) -> Slope:
+def slope(victim: Victim, x: Array, y: Array, objective: Callable[[PyTree, Array], Array]) -> Slope:
     """The gradient of ``sum objective(model(x), y)``, looked at."""
 
     def total(x: Array) -> tuple[Array, PyTree]:

@@ -71,8 +71,7 @@ class PGD:
     def init(
         self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
     ) -> State:
-        x, eps = samples.x, samples.eps
-        assert eps is not None
+        x, eps = samples.x, samples.radius
         point = x if start is None else start
         if self.random_start:
             noise = jax.vmap(lambda key: self.ball.noise(key, x.shape[1:], x.dtype))(keys)
@@ -82,7 +81,7 @@ class PGD:
         return State(point, ascent.no_best(point, self.iterate))
 
     def _ascend(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        eps, size = samples.eps, self.step_size
+        eps, size = samples.radius, self.step_size
         if size is None:
             size = 2.5 * eps / self.steps if self.steps > 1 else eps
         seen = ascent.slope(victim, state.x, samples.y, self.loss)

@@ -92,13 +92,14 @@ class WDA:
         self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
     ) -> State:
         ascent.need_logits("WDA", samples.out)
-        x = samples.x if start is None else self.ball.project(start, samples.x, samples.eps)
+        x = samples.x if start is None else self.ball.project(start, samples.x, samples.radius)
         return State(x, samples.y, ascent.no_best(x, self.iterate))
 
     def _advance(self, samples: Samples, x: Array, gradient: Array) -> Array:
-        size = ascent.default_step(self.ball, samples.eps)
-        size = size if self.step_size is None else self.step_size
-        return self.ball.project(self.ball.ascend(x, gradient, size), samples.x, samples.eps)
+        size = self.step_size
+        if size is None:
+            size = ascent.default_step(self.ball, samples.eps)
+        return self.ball.project(self.ball.ascend(x, gradient, size), samples.x, samples.radius)
 
     def _probe(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         def choose(logits: Array) -> Array:

@@ -6,27 +6,36 @@ which is where Clarke's generalised gradient of the selection lies.
 
 import itertools
 import math
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from wdjax.certify.domain import (
+    Array,
+    Context,
+    Elementwise,
     Interval,
+    Location,
+    Reduced,
+    Rule,
     Ternary,
+    Value,
+    constant_of,
     ends,
     fresh,
     gamma,
     is_exact,
-    lipschitz,
     unbounded,
 )
 from wdjax.certify.linear import additive, bind
 
 
-def order(flip):
+def inequality(flip: bool) -> Rule:
     """``<``, ``<=``, ``>`` and ``>=``; a comparison at equality is open, as Clarke's masks want."""
 
-    def rule(eqn, args, context):
+    def rule(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
         del context
         (la, ua), (lb, ub) = (ends(a) for a in (args[::-1] if flip else args))
         return Ternary(ua < lb, la <= ub)
@@ -34,7 +43,7 @@ def order(flip):
     return rule
 
 
-def equal(eqn, args, context):
+def equal(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
     """Never surely true, ties being kinks, but for a value and itself (the test for NaN)."""
     del context
     left, right = args
@@ -52,21 +61,21 @@ def equal(eqn, args, context):
     return Ternary(jnp.zeros_like(meet), meet)
 
 
-def _attains(value, top):
+def _attains(value: Value, top: Value) -> Ternary | None:
     """Whether ``value`` attains the maximum ``top`` that was taken over it; None if it was not."""
     if not isinstance(value, Interval) or not isinstance(top, Interval) or top.origin is None:
         return None
     lower, upper = ends(value)
-    name, source, *rest = top.origin
-    if name == "max" and any(operand is value for operand in source):
-        others = [operand for operand in source if operand is not value]
+    origin = top.origin
+    if isinstance(origin, Elementwise) and any(operand is value for operand in origin.operands):
+        others = [operand for operand in origin.operands if operand is not value]
         if not others:
             return Ternary(jnp.ones(lower.shape, bool), jnp.ones(lower.shape, bool))
         low, high = ends(others[0])
         return Ternary(lower > high, upper >= low)
-    if name in ("reduce_max", "reduce_min") and source is value:
-        (axes,) = rest
-        if name == "reduce_min":
+    if isinstance(origin, Reduced) and origin.operand is value:
+        axes = origin.axes
+        if origin.name == "reduce_min":
             lower, upper = -upper, -lower
         first = jnp.max(upper, axis=axes, keepdims=True)
         is_first = upper == first
@@ -74,24 +83,23 @@ def _attains(value, top):
         second = jnp.max(jnp.where(is_first, -jnp.inf, upper), axis=axes, keepdims=True)
         rival = jnp.where(lone, second, first)
         attained = lower > rival
-        return Ternary(
-            attained, upper >= jnp.max(lower, axis=axes, keepdims=True), ("location", axes)
-        )
+        return Ternary(attained, upper >= jnp.max(lower, axis=axes, keepdims=True), Location(axes))
     return None
 
 
-def unequal(eqn, args, context):
+def unequal(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
     same = equal(eqn, args, context)
     return Ternary(~same.upper, ~same.lower)
 
 
-def logical(eqn, args, context):
+def logical(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
     del context
     if any(isinstance(a, Interval) for a in args):
         raise ValueError(f"the primitive {eqn.primitive.name!r} is certified on booleans only.")
     name = eqn.primitive.name
     if name == "not":
-        return Ternary(~args[0].upper, ~args[0].lower)
+        lower, upper = ends(args[0])
+        return Ternary(~upper, ~lower)
     (la, ua), (lb, ub) = (ends(a) for a in args)
     if name == "xor":
         surely = (la & ~ub) | (lb & ~ua)
@@ -100,11 +108,11 @@ def logical(eqn, args, context):
     return Ternary(bind(eqn, [la, lb]), bind(eqn, [ua, ub]))
 
 
-def select(eqn, args, context):
+def select(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | list[Value]:
     pick, *cases = args
     if is_exact(pick):
         return additive(range(1, len(args)))(eqn, args, context)
-    if isinstance(pick, Interval) or len(cases) != 2:
+    if not isinstance(pick, Ternary) or len(cases) != 2:
         raise ValueError("select_n is certified for a boolean predicate and two cases only.")
     (l0, u0), (l1, u1) = (ends(case) for case in cases)
     if l0.dtype == bool:
@@ -119,17 +127,17 @@ def select(eqn, args, context):
     return fresh(lower, upper, _piecewise(cases, context.norm))
 
 
-def _piecewise(cases, norm):
+def _piecewise(cases: Sequence[Value], norm: float | None) -> Array | None:
     """Of a continuous function whose every entry is one of two: the norm of both stacked."""
     if norm is None:
         return None
-    zero, one = (lipschitz(case, norm) for case in cases)
+    zero, one = (constant_of(case, norm) for case in cases)
     if norm == math.inf:
         return jnp.maximum(zero, one)
     return zero + one if norm == 1 else jnp.sqrt(zero**2 + one**2) * (1 + gamma(4, zero.dtype))
 
 
-def unpool(eqn, args, context):
+def unpool(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | list[Value]:
     """The gradient of max pooling: a window's cotangent goes where its largest entry may be."""
     source, operand = args
     if not isinstance(operand, Interval):
@@ -142,13 +150,13 @@ def unpool(eqn, args, context):
     outs = low_g.shape
     padded = [size + sum(pads) for size, pads in zip(shape, padding)]
 
-    def patches(x):
+    def patches(x: Array) -> Iterator[Array]:
         x = lax.pad(x, jnp.array(-jnp.inf, x.dtype), [(*pads, 0) for pads in padding])
         for offset in itertools.product(*map(range, window)):
             ends_ = [o + (n - 1) * s + 1 for o, n, s in zip(offset, outs, strides)]
             yield lax.slice(x, offset, ends_, strides)
 
-    def back(patch, offset):
+    def back(patch: Array, offset: tuple[int, ...]) -> Array:
         config = []
         for o, n, s, size in zip(offset, outs, strides, padded):
             config.append((o, size - o - (n - 1) * s - 1, s - 1))

@@ -14,16 +14,20 @@ Elementary functions are trusted to 16 units in the last place.
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.typing import ArrayLike, DTypeLike
 
 from wdjax import norms
 
 Array = jax.Array
+Linear = Callable[[Array], Array]
 
 _PULLED = 256
 """Values of at most this size are bounded by the rows of their composed affine map."""
@@ -40,7 +44,7 @@ class Root:
     half: Array
     ball: tuple[Array, Array, float] | None = None
     """``(ball's centre - center, radius, r)``."""
-    lipschitz: Array | None = None
+    constant: Array | None = None
     """Lipschitz constant of the root as a function of the program's input, l_r to l_r."""
 
 
@@ -48,8 +52,31 @@ class Root:
 class Chain:
     """A linear map of a root's deviation, and the map of absolute values that dominates it."""
 
-    apply: Callable[[Array], Array]
-    absolute: Callable[[Array], Array]
+    apply: Linear
+    absolute: Linear
+
+
+class Elementwise(NamedTuple):
+    """An origin: the maximum of two operands."""
+
+    operands: Sequence["Value"]
+
+
+class Reduced(NamedTuple):
+    """An origin: the ``reduce_max`` or ``reduce_min`` of one operand."""
+
+    name: str
+    operand: "Value"
+    axes: tuple[int, ...]
+
+
+class Location(NamedTuple):
+    """An origin: where the entries along these axes attain their maximum, at least one of them."""
+
+    axes: tuple[int, ...]
+
+
+Origin: TypeAlias = Elementwise | Reduced | Location
 
 
 @dataclass(eq=False)
@@ -63,9 +90,9 @@ class Interval:
     terms: dict[Root, Chain]
     mixes: int = 0
     """Affine operations since the roots that add several entries of one root."""
-    rounds: int = 0
+    roundings: int = 0
     """Roundings since the roots along the longest path."""
-    origin: tuple | None = None
+    origin: Origin | None = None
     """Where a maximum comes from, so that a comparison with its operands is decided exactly."""
     known: norms.Bounds | None = field(default=None, repr=False)
 
@@ -76,7 +103,7 @@ class Ternary:
 
     lower: Array
     upper: Array
-    origin: tuple | None = None
+    origin: Origin | None = None
 
 
 @dataclass(eq=False)
@@ -89,26 +116,38 @@ class Context:
     """Discontinuous primitives met on the way: no derivative bounds such a program."""
 
 
-def box(lower, upper, ball=None, lipschitz=None) -> Interval:
+Value: TypeAlias = Interval | Ternary | Array
+Rule = Callable[[JaxprEqn, Sequence[Value], Context], Value | list[Value]]
+"""What a primitive does to its operands, some of which depend on the input."""
+
+
+def box(
+    lower: Array,
+    upper: Array,
+    ball: tuple[ArrayLike, ArrayLike, float] | None = None,
+    constant: Array | None = None,
+) -> Interval:
     """The input of a program: a box, cut by an l_1 or l_2 ball."""
-    value = fresh(lower, upper, lipschitz)
+    value = fresh(lower, upper, constant)
     if ball is not None:
         center, radius, norm = ball
         (root,) = value.terms
-        root.ball = (center - root.center, jnp.asarray(radius, lower.dtype), norm)
+        root.ball = (jnp.asarray(center) - root.center, jnp.asarray(radius, lower.dtype), norm)
     return value
 
 
-def gamma(terms, dtype):
+def gamma(terms: float, dtype: DTypeLike) -> float:
     """Relative error of a sum of this many products: twice over, for centre and model."""
     return 1.01 * (terms + 4) * float(jnp.finfo(dtype).eps)
 
 
-def tiny(dtype):
+def tiny(dtype: DTypeLike) -> float:
     return float(jnp.finfo(dtype).tiny)
 
 
-def fresh(lower, upper, lipschitz=None, origin=None) -> Interval:
+def fresh(
+    lower: Array, upper: Array, constant: Array | None = None, origin: Origin | None = None
+) -> Interval:
     """A new root with these ends. Ends that are not finite, NaN included, become infinite."""
     lower = jnp.where(jnp.isnan(lower), -jnp.inf, lower)
     upper = jnp.where(jnp.isnan(upper), jnp.inf, upper)
@@ -117,13 +156,13 @@ def fresh(lower, upper, lipschitz=None, origin=None) -> Interval:
     center = jnp.where(finite, middle, 0.0)
     half = jnp.maximum(upper - center, center - lower) * (1 + gamma(0, lower.dtype))
     half = jnp.where(finite, half, jnp.inf)
-    root = Root(center, half, lipschitz=lipschitz)
+    root = Root(center, half, constant=constant)
     chain = Chain(lambda t: t, lambda t: t)
     known = norms.Bounds(lower, upper)
     return Interval(center, half, jnp.abs(center) + half, {root: chain}, origin=origin, known=known)
 
 
-def ends(value) -> norms.Bounds:
+def ends(value: Value) -> norms.Bounds:
     """``Bounds`` of an interval, a ternary or an exact array."""
     if isinstance(value, Ternary):
         return norms.Bounds(value.lower, value.upper)
@@ -142,22 +181,22 @@ def ends(value) -> norms.Bounds:
 # Rows of the composed affine map.
 
 
-def _refined(value):
+def _refined(value: Interval) -> list[tuple[Array, Array]]:
     """Further (centre, radius) of the value, from the rows of its map."""
     balls = [root for root in value.terms if root.ball is not None]
     pulled = value.center.size <= _PULLED and (balls or value.mixes > 1)
     if pulled:
         return [_from_rows(value, None), *(_from_rows(value, root) for root in balls)]
     if balls and len(value.terms) == 1:
-        return [_from_columns(value, balls[0])]
+        return [_from_columns(value)]
     return []
 
 
-def _rounding(value):
-    return 2 * gamma(2 * value.rounds, value.center.dtype) * value.magnitude
+def _rounding(value: Interval) -> Array:
+    return 2 * gamma(2 * value.roundings, value.center.dtype) * value.magnitude
 
 
-def rows(chain, root, shape):
+def matrix(chain: Linear, root: Root, shape: tuple[int, ...]) -> Array:
     """The matrix of a linear map as ``[outputs, inputs]``, pulled back from its outputs."""
     zeros = jnp.zeros(root.half.shape, root.half.dtype)
     out, pull = jax.vjp(chain, zeros)
@@ -165,37 +204,40 @@ def rows(chain, root, shape):
     return jax.vmap(lambda t: pull(t)[0])(basis).reshape(basis.shape[0], -1)
 
 
-def row_norms(chain: Chain, root, shape, norm, mixes, rounds):
-    """Upper bounds on the norms of the rows."""
-    size = norms.lp_norm(rows(chain.apply, root, shape), norm)
-    slack = gamma(2 * rounds + root.half.size, size.dtype)
-    if mixes > 1:
-        return size + slack * norms.lp_norm(rows(chain.absolute, root, shape), norm)
+def _row_norms(chain: Chain, root: Root, value: Interval, norm: float) -> Array:
+    """Upper bounds on the norms of the rows of the map from a root to the value."""
+    shape = value.center.shape
+    size = norms.lp_norm(matrix(chain.apply, root, shape), norm)
+    slack = gamma(2 * value.roundings + root.half.size, size.dtype)
+    if value.mixes > 1:
+        return size + slack * norms.lp_norm(matrix(chain.absolute, root, shape), norm)
     return size * (1 + slack)
 
 
-def _from_rows(value, cut):
+def _from_rows(value: Interval, cut: Root | None) -> tuple[Array, Array]:
     """Bounds by the box of every root, but by the ball of the root ``cut``."""
     shape = value.center.shape
     center, radius = value.center, _rounding(value)
     for root, chain in value.terms.items():
-        if root is cut:
+        if root is cut and root.ball is not None:
             offset, eps, norm = root.ball
-            size = row_norms(chain, root, shape, norms.dual(norm), value.mixes, value.rounds)
+            size = _row_norms(chain, root, value, norms.dual(norm))
             center = center + chain.apply(offset)
             radius = radius + eps * size.reshape(shape)
         else:
-            reach = jnp.abs(rows(chain.apply, root, shape)) * root.half.reshape(-1)
+            reach = jnp.abs(matrix(chain.apply, root, shape)) * root.half.reshape(-1)
             reach = jnp.sum(reach, axis=-1) * (1 + gamma(root.half.size, reach.dtype))
             radius = radius + reach.reshape(shape)
     return center, jnp.where(jnp.isnan(radius), jnp.inf, radius)
 
 
-def _from_columns(value, root):
+def _from_columns(value: Interval) -> tuple[Array, Array]:
     """Bounds by the ball of the only root, pushing its basis through the map in chunks."""
-    chain = value.terms[root]
+    ((root, chain),) = value.terms.items()
+    if root.ball is None:
+        raise ValueError("the root of this value is no ball.")
     offset, eps, norm = root.ball
-    slack = gamma(2 * value.rounds + root.half.size, value.center.dtype)
+    slack = gamma(2 * value.roundings + root.half.size, value.center.dtype)
     size = _column_norms(chain.apply, root, norm)
     if value.mixes > 1:
         size = size + slack * _column_norms(chain.absolute, root, norm)
@@ -204,11 +246,11 @@ def _from_columns(value, root):
     return value.center + chain.apply(offset), eps * size + _rounding(value)
 
 
-def _column_norms(linear, root, norm):
+def _column_norms(linear: Linear, root: Root, norm: float) -> Array:
     shape, count = root.half.shape, root.half.size
     width = min(count, _PUSHED)
 
-    def push(total, start):
+    def push(total: Array, start: Array) -> tuple[Array, None]:
         index = start + jnp.arange(width)
         basis = (index[:, None] == jnp.arange(count)).astype(root.half.dtype)
         columns = jax.vmap(linear)(basis.reshape(width, *shape))
@@ -222,39 +264,39 @@ def _column_norms(linear, root, norm):
     return jnp.sqrt(total) if norm == 2 else total
 
 
-def is_exact(value):
+def is_exact(value: Value) -> TypeGuard[Array]:
     return not isinstance(value, Interval | Ternary)
 
 
-def middle_of(value):
+def middle_of(value: Interval | Array) -> Array:
     return value.center if isinstance(value, Interval) else value
 
 
-def size_of(value):
+def size_of(value: Interval | Array) -> Array:
     return value.magnitude if isinstance(value, Interval) else jnp.abs(value)
 
 
 # Arithmetic on ends.
 
 
-def largest_size(value):
+def largest_size(value: Value) -> Array:
     return jnp.maximum(*map(jnp.abs, ends(value)))
 
 
-def _times(a, b):
+def _times(a: Array, b: Array) -> Array:
     """A product with ``0 * inf = 0``, as intervals want it; NaN operands stay NaN."""
     product = a * b
     return jnp.where(jnp.isnan(product) & ~jnp.isnan(a) & ~jnp.isnan(b), 0.0, product)
 
 
-def corners(a, b):
+def corners(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
     products = [_times(x, y) for x, y in itertools.product(a, b)]
     return widen(
         functools.reduce(jnp.minimum, products), functools.reduce(jnp.maximum, products), 2
     )
 
 
-def widen(lower, upper, ulps=_ULPS):
+def widen(lower: Array, upper: Array, ulps: int = _ULPS) -> tuple[Array, Array]:
     """Outward by a few units in the last place; 0 stays 0."""
     unit = ulps * float(jnp.finfo(lower.dtype).eps)
     return lower - unit * jnp.abs(lower), upper + unit * jnp.abs(upper)
@@ -263,13 +305,15 @@ def widen(lower, upper, ulps=_ULPS):
 # Lipschitz constants, l_r to l_r, from the input to a value.
 
 
-def lipschitz(value, norm):
+def constant_of(value: Value, norm: float) -> Array:
     """A Lipschitz constant of a value as a function of the input, both in the l_r norm."""
     if not isinstance(value, Interval):
         return jnp.zeros(())
-    slack = 1 + gamma(value.magnitude.size + 2 * value.rounds, value.center.dtype)
+    slack = 1 + gamma(value.magnitude.size + 2 * value.roundings, value.center.dtype)
     parts = [
-        slack * _operator_norm(chain, root, value, norm) * root.lipschitz
+        slack
+        * _operator_norm(chain, root, value, norm)
+        * (jnp.inf if root.constant is None else root.constant)
         for root, chain in value.terms.items()
     ]
     return functools.reduce(jnp.add, parts)
@@ -278,7 +322,7 @@ def lipschitz(value, norm):
 _MATERIALISED = 2**22
 
 
-def _operator_norm(chain, root, value, norm):
+def _operator_norm(chain: Chain, root: Root, value: Interval, norm: float) -> Array:
     ones = jnp.ones(root.half.shape, root.half.dtype)
     row_sums, pull = jax.vjp(chain.absolute, ones)
     row_sum = jnp.max(row_sums)
@@ -290,22 +334,21 @@ def _operator_norm(chain, root, value, norm):
     size = jnp.sqrt(row_sum * column_sum)
     small = min(ones.size, row_sums.size) <= 1024 and ones.size * row_sums.size <= _MATERIALISED
     if value.mixes and small:
-        matrix = rows(chain.apply, root, row_sums.shape)
-        upper = norms.operator_norm(matrix, 2).upper
+        upper = norms.operator_norm(matrix(chain.apply, root, row_sums.shape), 2).upper
         # A composed map rounds relative to its map of absolute values, whose norm size bounds.
-        composed = gamma(2 * value.rounds, size.dtype) * size if value.mixes > 1 else 0.0
+        composed = gamma(2 * value.roundings, size.dtype) * size if value.mixes > 1 else 0.0
         size = jnp.fmin(size, upper + composed)
     return size
 
 
-def stretch(args, factor, context):
+def stretch(args: Sequence[Value], factor: ArrayLike, context: Context) -> Array | None:
     """The constant of a nonlinear function: ``factor`` times the sum of its operands'."""
     if context.norm is None:
         return None
-    total = functools.reduce(jnp.add, (lipschitz(a, context.norm) for a in args))
+    total = functools.reduce(jnp.add, (constant_of(a, context.norm) for a in args))
     scaled = total * factor
     return jnp.where(jnp.isnan(scaled), jnp.inf, scaled)
 
 
-def unbounded(context, dtype):
+def unbounded(context: Context, dtype: DTypeLike) -> Array | None:
     return None if context.norm is None else jnp.full((), jnp.inf, dtype)

@@ -6,21 +6,26 @@ sign becomes the hull of ``g`` and 0, which is the interval Jacobian of FastLip 
 This file walks through the program and holds the table of rules, one a primitive.
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.typing import ArrayLike
 
 from wdjax import norms
 from wdjax.certify import decisions, linear, nonlinear
-from wdjax.certify.domain import Context, Interval, Ternary, box, ends
+from wdjax.certify.domain import Array, Context, Rule, Value, box, ends, is_exact
 
 
-def bound(fn: Callable[[Array], Any], lower: Array, upper: Array, *, ball=None) -> norms.Bounds:
+def bound(
+    fn: Callable[[Array], Any],
+    lower: ArrayLike,
+    upper: ArrayLike,
+    *,
+    ball: tuple[ArrayLike, ArrayLike, float] | None = None,
+) -> norms.Bounds:
     """Bounds on every output of ``fn`` over the box ``[lower, upper]``.
 
     Args:
@@ -59,15 +64,17 @@ def bound(fn: Callable[[Array], Any], lower: Array, upper: Array, *, ball=None) 
     return norms.Bounds(jax.tree.unflatten(leaves, lowers), jax.tree.unflatten(leaves, uppers))
 
 
-def interpret(closed, args, context: Context) -> list:
+def interpret(closed: ClosedJaxpr, args: Sequence[Value], context: Context) -> list[Value]:
     """Runs a closed jaxpr on exact arrays and intervals; what touches no interval stays exact."""
     return _interpret(closed.jaxpr, closed.consts, args, context)
 
 
-def _interpret(jaxpr, consts, args, context):
-    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
+def _interpret(
+    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Value], context: Context
+) -> list[Value]:
+    env: dict[Var, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
 
-    def read(atom: Any):
+    def read(atom: Any) -> Value:
         aval: Any = atom.aval
         return jnp.asarray(atom.val, aval.dtype) if isinstance(atom, Literal) else env[atom]
 
@@ -76,17 +83,18 @@ def _interpret(jaxpr, consts, args, context):
     return [read(v) for v in jaxpr.outvars]
 
 
-def _apply(eqn, args, context):
+def _apply(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Sequence[Value]:
     name = eqn.primitive.name
     if name in _CALLS:
-        inner = eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
+        inner: Any = eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
         return _interpret(
             getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), args, context
         )
     if name in _IDENTITIES:
         return args
-    if not any(isinstance(a, Interval | Ternary) for a in args):
-        return linear.evaluate(eqn, args)
+    exact = [a for a in args if is_exact(a)]
+    if len(exact) == len(args):
+        return linear.evaluate(eqn, exact)
     rule = _RULES.get(name)
     if rule is None:
         raise ValueError(
@@ -99,21 +107,22 @@ def _apply(eqn, args, context):
     return out if isinstance(out, list) else [out]
 
 
-def _scan(eqn, args, context):
+def _scan(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> list[Value]:
     """A loop of known length, unrolled."""
     params = eqn.params
     consts, carries = params["num_consts"], params["num_carry"]
-    fixed, carry, series = args[:consts], args[consts : consts + carries], args[consts + carries :]
-    if any(isinstance(s, Interval | Ternary) for s in series):
+    fixed, carry = args[:consts], args[consts : consts + carries]
+    series = [a for a in args[consts + carries :] if is_exact(a)]
+    if len(fixed) + len(carry) + len(series) < len(args):
         raise ValueError("scan is certified over series that do not depend on the input only.")
-    order = range(params["length"])
+    steps = range(params["length"])
     stacked = []
-    for i in reversed(order) if params["reverse"] else order:
+    for i in reversed(steps) if params["reverse"] else steps:
         inputs = [*fixed, *carry, *(s[i] for s in series)]
         out = _interpret(params["jaxpr"].jaxpr, params["jaxpr"].consts, inputs, context)
         carry = out[:carries]
         stacked.append(out[carries:])
-    if any(isinstance(v, Interval | Ternary) for row in stacked for v in row):
+    if any(not is_exact(v) for emitted in stacked for v in emitted):
         raise ValueError("scan is certified where only its carry depends on the input.")
     if params["reverse"]:
         stacked.reverse()
@@ -128,7 +137,7 @@ _IDENTITIES = {"stop_gradient", "optimization_barrier", "sharding_constraint", "
 _JUMPS = {"floor", "ceil", "round", "sign"}
 
 
-_RULES: dict[str, Callable] = {
+_RULES: dict[str, Rule] = {
     **dict.fromkeys(
         (
             "reshape",
@@ -147,13 +156,13 @@ _RULES: dict[str, Callable] = {
     **dict.fromkeys(("split", "unstack"), linear.parted),
     **dict.fromkeys(("dynamic_slice", "gather"), linear.additive([0])),
     "dynamic_update_slice": linear.additive([0, 1]),
-    "scatter-add": linear.additive([0, 2], lambda eqn: math.prod(eqn.invars[2].aval.shape)),
+    "scatter-add": linear.additive([0, 2], linear.scattered),
     "neg": linear.additive(absolute=lambda t: t),
     **dict.fromkeys(("add", "add_any"), linear.additive(terms=lambda _: 1)),
     "sub": linear.additive(terms=lambda _: 1, absolute=jnp.add),
     "reduce_sum": linear.summation,
-    "cumsum": linear.additive(terms=lambda eqn: eqn.invars[0].aval.shape[eqn.params["axis"]]),
-    "reduce_window_sum": linear.additive(terms=linear.pooled),
+    "cumsum": linear.additive(terms=linear.cumulated),
+    "reduce_window_sum": linear.additive(terms=linear.windowed),
     "convert_element_type": linear.convert,
     "mul": linear.bilinear(lambda _: 1),
     "div": nonlinear.quotient,
@@ -184,8 +193,8 @@ _RULES: dict[str, Callable] = {
     **dict.fromkeys(("sin", "cos"), nonlinear.wave),
     **dict.fromkeys(("floor", "ceil", "round"), nonlinear.increasing(jump=True)),
     "sign": nonlinear.sign,
-    **dict.fromkeys(("lt", "le"), decisions.order(flip=False)),
-    **dict.fromkeys(("gt", "ge"), decisions.order(flip=True)),
+    **dict.fromkeys(("lt", "le"), decisions.inequality(flip=False)),
+    **dict.fromkeys(("gt", "ge"), decisions.inequality(flip=True)),
     **dict.fromkeys(("eq",), decisions.equal),
     **dict.fromkeys(("ne",), decisions.unequal),
     **dict.fromkeys(("and", "or", "not", "xor"), decisions.logical),

@@ -1,24 +1,33 @@
 """Rules for affine operations, which map a value's roots along, and for products."""
 
 import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from wdjax import norms
 from wdjax.certify.domain import (
+    Array,
     Chain,
+    Context,
     Interval,
+    Linear,
+    Location,
+    Origin,
     Root,
+    Rule,
     Ternary,
+    Value,
+    constant_of,
     corners,
     ends,
     fresh,
     gamma,
     is_exact,
     largest_size,
-    lipschitz,
     middle_of,
     size_of,
     stretch,
@@ -30,7 +39,7 @@ _KEEP_ORIGIN = {"reshape", "broadcast_in_dim", "expand_dims", "squeeze"}
 """Operations after which a value still comes from the same maximum."""
 
 
-def evaluate(eqn, args):
+def evaluate(eqn: JaxprEqn, args: Sequence[Array]) -> list[Array]:
     """The primitive on exact arrays, at the highest precision."""
     params = eqn.params
     if "precision" in params:
@@ -39,16 +48,22 @@ def evaluate(eqn, args):
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def bind(eqn, args):
+def bind(eqn: JaxprEqn, args: Sequence[Array]) -> Array:
     (out,) = evaluate(eqn, args)
     return out
 
 
-def _compose(outer, inner):
+def _compose(outer: Linear, inner: Linear) -> Linear:
     return lambda t: outer(inner(t))
 
 
-def affine(center, inputs, magnitude, terms, origin=None):
+def affine(
+    center: Array,
+    inputs: Sequence[tuple[Interval, Linear, Linear]],
+    magnitude: Array,
+    terms: int,
+    origin: Origin | None = None,
+) -> Interval:
     """The image of intervals under maps that add.
 
     ``inputs`` holds ``(interval, linear map, map of absolute values)``; ``terms`` counts the
@@ -81,46 +96,57 @@ def affine(center, inputs, magnitude, terms, origin=None):
         jnp.where(jnp.isnan(magnitude), jnp.inf, magnitude),
         merged,
         mixes=max(v.mixes for v in values) + (terms > 1) + shared,
-        rounds=max(v.rounds for v in values) + (terms and terms + 1),
+        roundings=max(v.roundings for v in values) + (terms and terms + 1),
         origin=origin,
     )
 
 
-def _both(first, second):
+def _both(first: Linear, second: Linear) -> Linear:
     return lambda t: first(t) + second(t)
 
 
-def additive(positions=None, terms=lambda eqn: 0, absolute: Any = None):
+def _none(eqn: JaxprEqn) -> int:
+    """How many products an operation adds up that only moves entries."""
+    return 0
+
+
+def additive(
+    positions: Iterable[int] | None = None,
+    terms: Callable[[JaxprEqn], int] = _none,
+    absolute: Callable[..., Array] | None = None,
+) -> Rule:
     """A rule for what is jointly linear in the operands at ``positions`` (all by default)."""
 
-    def rule(eqn, args, context):
-        places = range(len(args)) if positions is None else positions
-        if any(not isinstance(a, Interval) and not is_exact(a) for a in args):
+    def rule(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval | Ternary:
+        places = set(range(len(args)) if positions is None else positions)
+        operands = [a for a in args if isinstance(a, Interval) or is_exact(a)]
+        if len(operands) < len(args):
             return moved_booleans(eqn, args, context)
-        if any(isinstance(a, Interval) and i not in places for i, a in enumerate(args)):
+        if any(isinstance(a, Interval) and i not in places for i, a in enumerate(operands)):
             raise ValueError(
                 f"the primitive {eqn.primitive.name!r} is certified only where its indices do not "
                 "depend on the input."
             )
 
-        def run(values, positive):
+        def run(values: Sequence[Array], positive: bool) -> Array:
             return absolute(*values) if positive and absolute else bind(eqn, values)
 
-        def part(place, positive):
-            def linear(t):
+        def part(place: int, positive: bool) -> Linear:
+            def linear(t: Array) -> Array:
+                middles = [middle_of(a) for a in operands]
                 values = [
-                    a if i not in places else t if i == place else jnp.zeros_like(middle_of(a))
-                    for i, a in enumerate(args)
+                    a if i not in places else t if i == place else jnp.zeros_like(a)
+                    for i, a in enumerate(middles)
                 ]
                 return run(values, positive)
 
             return linear
 
-        center = bind(eqn, [middle_of(a) for a in args])
-        sizes = [size_of(a) if i in places else a for i, a in enumerate(args)]
+        center = bind(eqn, [middle_of(a) for a in operands])
+        sizes = [size_of(a) if i in places else middle_of(a) for i, a in enumerate(operands)]
         inputs = [
             (a, part(i, False), part(i, True))
-            for i, a in enumerate(args)
+            for i, a in enumerate(operands)
             if isinstance(a, Interval)
         ]
         origin = inputs[0][0].origin if eqn.primitive.name in _KEEP_ORIGIN else None
@@ -129,60 +155,59 @@ def additive(positions=None, terms=lambda eqn: 0, absolute: Any = None):
     return rule
 
 
-def parted(eqn, args, context):
+def parted(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> list[Value]:
     """One value cut into several."""
     del context
     (value,) = args
     if isinstance(value, Ternary):
         return [Ternary(*ends_) for ends_ in zip(*(evaluate(eqn, [end]) for end in ends(value)))]
-    parts = []
-    for k in range(len(eqn.outvars)):
+    if not isinstance(value, Interval):
+        return [*evaluate(eqn, [value])]
 
-        def cut(t, k=k):
-            return evaluate(eqn, [t])[k]
+    def piece(k: int) -> Linear:
+        return lambda t: evaluate(eqn, [t])[k]
 
-        parts.append(affine(cut(value.center), [(value, cut, cut)], cut(value.magnitude), 0))
-    return parts
+    cuts = [piece(k) for k in range(len(eqn.outvars))]
+    return [affine(cut(value.center), [(value, cut, cut)], cut(value.magnitude), 0) for cut in cuts]
 
 
-def moved_booleans(eqn, args, context):
+def moved_booleans(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
     """What only moves or joins entries, on booleans."""
     del context
     if any(isinstance(a, Interval) for a in args):
         raise ValueError(
             f"{eqn.primitive.name!r} mixes booleans and floats that depend on the input."
         )
-    lower = bind(eqn, [a.lower if isinstance(a, Ternary) else a for a in args])
-    upper = bind(eqn, [a.upper if isinstance(a, Ternary) else a for a in args])
+    pairs = [ends(a) for a in args]
+    lower, upper = (bind(eqn, [pair[side] for pair in pairs]) for side in (0, 1))
     return Ternary(lower, upper)
 
 
-def bilinear(terms):
+def bilinear(terms: Callable[[JaxprEqn], int]) -> Rule:
     """A rule for what is linear in either operand."""
 
-    def rule(eqn, args, context):
+    def rule(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
         left, right = args
         count = terms(eqn)
         if isinstance(left, Interval) and isinstance(right, Interval):
             return _product_of_intervals(eqn, left, right, count, context)
         value, exact = (left, right) if isinstance(left, Interval) else (right, left)
+        if not isinstance(value, Interval) or not is_exact(exact):
+            raise ValueError(f"{eqn.primitive.name!r} is certified on floats only.")
 
-        def ordered(t, factor):
-            return bind(eqn, [t, factor] if value is left else [factor, t])
+        def times(factor: Array) -> Linear:
+            return lambda t: bind(eqn, [t, factor] if value is left else [factor, t])
 
-        def apply(t):
-            return ordered(t, exact)
-
-        def absolute(t):
-            return ordered(t, jnp.abs(exact))
-
+        apply, absolute = times(exact), times(jnp.abs(exact))
         inputs = [(value, apply, absolute)]
         return affine(apply(value.center), inputs, absolute(value.magnitude), count)
 
     return rule
 
 
-def _product_of_intervals(eqn, left, right, terms, context):
+def _product_of_intervals(
+    eqn: JaxprEqn, left: Interval, right: Interval, terms: int, context: Context
+) -> Interval:
     """``c_a c_b -+ (|c_a| r_b + r_a |c_b| + r_a r_b)`` for contractions."""
     elementwise = eqn.primitive.name == "mul"
     constant = _product_constant(left, right, elementwise, context.norm)
@@ -200,46 +225,63 @@ def _product_of_intervals(eqn, left, right, terms, context):
     return fresh(center - radius, center + radius, constant)
 
 
-def _product_constant(left, right, elementwise, norm):
+def _product_constant(
+    left: Interval, right: Interval, elementwise: bool, norm: float | None
+) -> Array | None:
     """``|A| Lip(B) + |B| Lip(A)``: for contractions with Frobenius norms, or sums of entries."""
     if norm is None:
         return None
     measure = math.inf if elementwise else 2 if norm == 2 else 1
     size = [norms.lp_norm(largest_size(v)[None], measure)[0] for v in (left, right)]
-    total = size[0] * lipschitz(right, norm) + size[1] * lipschitz(left, norm)
+    total = size[0] * constant_of(right, norm) + size[1] * constant_of(left, norm)
     slack = gamma(left.center.size + right.center.size, total.dtype)
     return jnp.where(jnp.isnan(total), jnp.inf, total) * (1 + slack)
 
 
-def summation(eqn, args, context):
+def summation(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | list[Value]:
     """A sum of entries; how many entries attain a maximum is at least one."""
     (value,) = args
     axes = tuple(eqn.params["axes"])
-    if isinstance(value, Interval) and value.origin == ("location", axes):
+    origin = value.origin if isinstance(value, Interval) else None
+    if isinstance(origin, Location) and origin.axes == axes:
         lower, upper = (jnp.sum(end, axis=axes) for end in ends(value))
         return fresh(jnp.maximum(lower, 1.0), upper, stretch(args, jnp.inf, context))
     return additive(terms=_summed)(eqn, args, context)
 
 
-def _summed(eqn):
-    return math.prod(eqn.invars[0].aval.shape[axis] for axis in eqn.params["axes"])
+def shape_of(eqn: JaxprEqn, place: int) -> tuple[int, ...]:
+    """The shape of an operand."""
+    aval: Any = eqn.invars[place].aval  # Its declared type knows no shape.
+    return aval.shape
 
 
-def pooled(eqn):
+def _summed(eqn: JaxprEqn) -> int:
+    return math.prod(shape_of(eqn, 0)[axis] for axis in eqn.params["axes"])
+
+
+def cumulated(eqn: JaxprEqn) -> int:
+    return shape_of(eqn, 0)[eqn.params["axis"]]
+
+
+def scattered(eqn: JaxprEqn) -> int:
+    return math.prod(shape_of(eqn, 2))
+
+
+def windowed(eqn: JaxprEqn) -> int:
     return math.prod(eqn.params["window_dimensions"])
 
 
-def contracted(eqn):
+def contracted(eqn: JaxprEqn) -> int:
     (left, _), _ = eqn.params["dimension_numbers"]
-    return math.prod(eqn.invars[0].aval.shape[axis] for axis in left)
+    return math.prod(shape_of(eqn, 0)[axis] for axis in left)
 
 
-def convolved(eqn):
-    kernel = eqn.invars[1].aval.shape
+def convolved(eqn: JaxprEqn) -> int:
+    kernel = shape_of(eqn, 1)
     return max(math.prod(kernel) // kernel[eqn.params["dimension_numbers"].rhs_spec[0]], 1)
 
 
-def convert(eqn, args, context):
+def convert(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | list[Value]:
     (value,) = args
     dtype = eqn.params["new_dtype"]
     if isinstance(value, Ternary):
@@ -249,10 +291,10 @@ def convert(eqn, args, context):
             return fresh(
                 value.lower.astype(dtype),
                 value.upper.astype(dtype),
-                origin=value.origin,
-                lipschitz=unbounded(context, dtype),
+                unbounded(context, dtype),
+                value.origin,
             )
-    elif jnp.issubdtype(dtype, jnp.floating):
+    elif isinstance(value, Interval) and jnp.issubdtype(dtype, jnp.floating):
         narrower = jnp.finfo(dtype).eps > jnp.finfo(value.center.dtype).eps
         return additive(terms=lambda _: int(narrower))(eqn, args, context)
     raise ValueError(

@@ -8,59 +8,75 @@ DLR has no Lipschitz constant.
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
 from wdjax import norms
 from wdjax.certify import domain, interval
+from wdjax.parallel import AnyArray
 
-_ROWS = 256
+Classifier = Callable[[jax.Array], jax.Array]
+"""``[n, *shape] -> [n, K]``, a pytree, as :data:`wdjax.Model` is."""
+
+_COTANGENTS = 256
 """Cotangents pulled back at once."""
 
 
-def single(model):
+def single(model: Classifier) -> Callable[[jax.Array], jax.Array]:
     """The model on one sample, with custom derivatives and stopped gradients looked through.
 
     Custom derivative rules need not be the derivative; the program of the function itself is.
     """
 
-    def logits(x):
+    def logits(x: jax.Array) -> jax.Array:
         closed = jax.make_jaxpr(lambda t: jnp.squeeze(model(t[None]), 0))(x)
-        return interval.interpret(closed, [x], domain.Context())[0]
+        return domain.ends(interval.interpret(closed, [x], domain.Context())[0]).lower
 
     return logits
 
 
-def contrasts(y, classes, dtype):
+def contrasts(y: jax.Array, classes: int, dtype: DTypeLike) -> jax.Array:
     """The rows ``e_j - e_y``, ``[K, K]``; row y is 0."""
     return jnp.eye(classes, dtype=dtype) - jax.nn.one_hot(y, classes, dtype=dtype)
 
 
-def margins_and_slopes(model, region: domain.Interval, y, classes):
+def margins_and_slopes(
+    model: Classifier, region: domain.Interval, y: jax.Array, classes: int
+) -> tuple[norms.Bounds, norms.Bounds]:
     """Bounds on all margins ``z_j - z_y`` over a region, ``[K]``, and on their Jacobian.
 
     The second ``Bounds``, ``[K, *shape]``, hold every element of Clarke's generalised Jacobian, for
     models that are continuous where their program compares and selects.
     """
-    rows = contrasts(y, classes, region.center.dtype)
+    differences = contrasts(y, classes, region.center.dtype)
 
-    def both(x):
+    def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits, pull = jax.vjp(single(model), x)
-        return rows @ logits, jax.vmap(pull)(rows)[0]
+        return differences @ logits, jax.vmap(pull)(differences)[0]
 
     closed = jax.make_jaxpr(both)(region.center)
-    return tuple(map(domain.ends, interval.interpret(closed, [region], domain.Context())))
+    margins, slopes = interval.interpret(closed, [region], domain.Context())
+    return domain.ends(margins), domain.ends(slopes)
 
 
-def row_sizes(jacobian: norms.Bounds, norm):
+def row_sizes(jacobian: norms.Bounds, norm: float) -> jax.Array:
     """Upper bounds on the dual norm of every row of an interval Jacobian."""
     size = jnp.maximum(jnp.abs(jacobian.lower), jnp.abs(jacobian.upper))
     slack = (size[0].size + 8) * jnp.finfo(size.dtype).eps
     return norms.lp_norm(size, norms.dual(norm)) * (1 + slack)
 
 
-def layer_product(model, lower, upper, *, norm, labels=None):
+def layer_product(
+    model: Classifier,
+    lower: ArrayLike,
+    upper: ArrayLike,
+    *,
+    norm: float,
+    labels: ArrayLike | None = None,
+) -> jax.Array:
     r"""Lipschitz constants of the margins as products of layer norms: ladder level 0.
 
     Walks through the program with one constant a value, from the input's l_r to the value's l_r:
@@ -92,32 +108,47 @@ def layer_product(model, lower, upper, *, norm, labels=None):
     lower, upper = _check(lower, upper, norm)
     classes = _classes(model, lower)
     labels = jnp.arange(classes) if labels is None else jnp.asarray(labels)
-    refuse_jumps(jumps(model, lower))
+    _refuse_jumps(jumps(model, lower))
     return _layer_product(model, lower, upper, norm, labels, classes)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 5))
 @jax.default_matmul_precision("highest")
-def _layer_product(model, lower, upper, norm, labels, classes):
+def _layer_product(
+    model: Classifier,
+    lower: jax.Array,
+    upper: jax.Array,
+    norm: float,
+    labels: jax.Array,
+    classes: int,
+) -> jax.Array:
     context = domain.Context(norm=norm)
-    region = domain.box(lower, upper, lipschitz=jnp.ones((), lower.dtype))
+    region = domain.box(lower, upper, constant=jnp.ones((), lower.dtype))
     (logits,) = interval.interpret(jax.make_jaxpr(single(model))(lower), [region], context)
     if not isinstance(logits, domain.Interval):
         return jnp.zeros((labels.size, classes), lower.dtype)
     dual = norms.dual(norm)
     total = jnp.zeros((labels.size, classes), lower.dtype)
     for root, chain in logits.terms.items():
-        slack = 4 * (2 * logits.rounds + root.half.size + 8) * jnp.finfo(lower.dtype).eps
-        rows = domain.rows(chain.apply, root, (classes,))
-        sizes = norms.lp_norm(domain.rows(chain.absolute, root, (classes,)), dual)
-        apart = jax.lax.map(lambda y, r=rows: norms.lp_norm(r - r[y], dual), labels)
+        slack = 4 * (2 * logits.roundings + root.half.size + 8) * jnp.finfo(lower.dtype).eps
+        weight = domain.matrix(chain.apply, root, (classes,))
+        sizes = norms.lp_norm(domain.matrix(chain.absolute, root, (classes,)), dual)
+        apart = jax.lax.map(lambda y, w=weight: norms.lp_norm(w - w[y], dual), labels)
         apart = apart + slack * (sizes + sizes[labels][:, None])
-        total = total + jnp.where(apart > 0, apart * root.lipschitz, 0.0)
+        constant = jnp.inf if root.constant is None else root.constant
+        total = total + jnp.where(apart > 0, apart * constant, 0.0)
     total = jnp.where(jnp.isnan(total), jnp.inf, total)
     return jnp.where(jnp.arange(classes) == labels[:, None], 0.0, total)
 
 
-def interval_jacobian(model, lower, upper, *, norm, labels=None):
+def interval_jacobian(
+    model: Classifier,
+    lower: ArrayLike,
+    upper: ArrayLike,
+    *,
+    norm: float,
+    labels: ArrayLike | None = None,
+) -> jax.Array:
     r"""Lipschitz constants of the margins from the interval Jacobian over a box: ladder level 1.
 
     Args:
@@ -146,26 +177,40 @@ def interval_jacobian(model, lower, upper, *, norm, labels=None):
     lower, upper = _check(lower, upper, norm)
     classes = _classes(model, lower)
     labels = jnp.arange(classes) if labels is None else jnp.asarray(labels)
-    refuse_jumps(jumps(model, lower))
+    _refuse_jumps(jumps(model, lower))
     return _interval_jacobian(model, lower, upper, norm, labels, classes)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 5))
-def _interval_jacobian(model, lower, upper, norm, labels, classes):
-    def constants(y):
+def _interval_jacobian(
+    model: Classifier,
+    lower: jax.Array,
+    upper: jax.Array,
+    norm: float,
+    labels: jax.Array,
+    classes: int,
+) -> jax.Array:
+    def constants(y: jax.Array) -> jax.Array:
         region = domain.box(lower, upper)
         return row_sizes(margins_and_slopes(model, region, y, classes)[1], norm)
 
     with jax.default_matmul_precision("highest"):
-        if labels.size * classes <= _ROWS:
+        if labels.size * classes <= _COTANGENTS:
             total = jax.vmap(constants)(labels)
         else:
-            total = jax.lax.map(constants, labels, batch_size=max(1, _ROWS // classes))
+            total = jax.lax.map(constants, labels, batch_size=max(1, _COTANGENTS // classes))
     total = jnp.where(jnp.isnan(total), jnp.inf, total)
     return jnp.where(jnp.arange(classes) == labels[:, None], 0.0, total)
 
 
-def margin_lipschitz(model, lower, upper, *, norm, labels=None):
+def margin_lipschitz(
+    model: Classifier,
+    lower: ArrayLike,
+    upper: ArrayLike,
+    *,
+    norm: float,
+    labels: ArrayLike | None = None,
+) -> jax.Array:
     r"""The best known Lipschitz constants of the margins ``z_j - z_y`` over a box.
 
     The smaller of :func:`layer_product` and :func:`interval_jacobian`. The largest over the labels
@@ -204,7 +249,7 @@ def margin_lipschitz(model, lower, upper, *, norm, labels=None):
     )
 
 
-def refuse_jumps(names):
+def _refuse_jumps(names: set[str]) -> None:
     """Raises where a program is discontinuous, since its derivative then bounds nothing."""
     if names:
         raise ValueError(
@@ -213,11 +258,11 @@ def refuse_jumps(names):
         )
 
 
-def jumps(model, sample) -> set[str]:
+def jumps(model: Classifier, sample: AnyArray) -> set[str]:
     """Names of the discontinuous primitives that the model applies to its input."""
     context = domain.Context()
 
-    def walk(x):
+    def walk(x: jax.Array) -> norms.Bounds:
         closed = jax.make_jaxpr(single(model))(x)
         return domain.ends(interval.interpret(closed, [domain.box(x, x)], context)[0])
 
@@ -225,7 +270,7 @@ def jumps(model, sample) -> set[str]:
     return context.jumps
 
 
-def _check(lower, upper, norm):
+def _check(lower: ArrayLike, upper: ArrayLike, norm: float) -> tuple[jax.Array, jax.Array]:
     norms.check_norm(norm)
     lower, upper = jnp.asarray(lower), jnp.asarray(upper)
     if lower.shape != upper.shape or lower.ndim == 0:
@@ -238,7 +283,7 @@ def _check(lower, upper, norm):
     return lower, upper
 
 
-def _classes(model, sample):
+def _classes(model: Classifier, sample: jax.Array) -> int:
     out = jax.eval_shape(model, jax.ShapeDtypeStruct((1, *sample.shape), sample.dtype))
     if getattr(out, "ndim", 0) != 2 or out.shape[1] < 2:
         raise ValueError(
@@ -247,7 +292,7 @@ def _classes(model, sample):
     return out.shape[1]
 
 
-def diameter(shape, box, norm):
+def diameter(shape: tuple[int, ...], box: tuple[float, float] | None, norm: float) -> float:
     """The l_r distance of opposite corners of the box."""
     if box is None:
         return math.inf

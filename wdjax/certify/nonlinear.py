@@ -1,42 +1,55 @@
 """Rules for functions of every entry and for maxima: each makes a new root."""
 
 import math
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+from jax.typing import ArrayLike
 
 from wdjax.certify.domain import (
+    Array,
+    Context,
+    Elementwise,
     Interval,
+    Linear,
+    Reduced,
+    Rule,
+    Value,
+    constant_of,
     corners,
     ends,
     fresh,
     gamma,
     is_exact,
     largest_size,
-    lipschitz,
     stretch,
     widen,
 )
 from wdjax.certify.linear import affine, bind
 
+Slope = Callable[[Array, Array], Array]
+"""The largest derivative of every entry between its ends."""
 
-def increasing(slope=None, jump=False):
+
+def increasing(slope: Slope | None = None, jump: bool = False) -> Rule:
     """A rule for elementwise functions that grow in every operand."""
 
-    def rule(eqn, args, context):
+    def rule(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
         pairs = [ends(a) for a in args]
         lower, upper = (bind(eqn, [pair[side] for pair in pairs]) for side in (0, 1))
         if slope is None:
-            constant = jnp.full((), jnp.inf, lower.dtype) if jump else 1.0
+            steepest: ArrayLike = jnp.full((), jnp.inf, lower.dtype) if jump else 1.0
         else:
             lower, upper = widen(lower, upper)
-            constant = jnp.max(slope(*pairs[0]))
-        return fresh(lower, upper, stretch(args, constant, context))
+            steepest = jnp.max(slope(*pairs[0]))
+        return fresh(lower, upper, stretch(args, steepest, context))
 
     return rule
 
 
-def decreasing(slope):
-    def rule(eqn, args, context):
+def decreasing(slope: Slope) -> Rule:
+    def rule(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
         lower, upper = ends(args[0])
         least, most = widen(bind(eqn, [upper]), bind(eqn, [lower]))
         return fresh(least, most, stretch(args, jnp.max(slope(lower, upper)), context))
@@ -44,39 +57,39 @@ def decreasing(slope):
     return rule
 
 
-def largest(eqn, args, context):
+def largest(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
     """The elementwise maximum; it remembers its operands."""
     pairs = [ends(a) for a in args]
     lower, upper = (jnp.maximum(pairs[0][side], pairs[1][side]) for side in (0, 1))
     out = fresh(lower, upper, stretch(args, 1.0, context))
-    out.origin = ("max", args)
+    out.origin = Elementwise(args)
     return out
 
 
-def reduced(eqn, args, context):
+def reduced(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
     lower, upper = (bind(eqn, [end]) for end in ends(args[0]))
     out = fresh(lower, upper, stretch(args, 1.0, context))
-    out.origin = (eqn.primitive.name, args[0], tuple(eqn.params["axes"]))
+    out.origin = Reduced(eqn.primitive.name, args[0], tuple(eqn.params["axes"]))
     return out
 
 
-def pooled(eqn, args, context):
+def pooled(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
     """Maximum over windows; an entry is in ``ceil(window / stride)`` windows a dimension."""
     lower, upper = (bind(eqn, [end]) for end in ends(args[0]))
     params = eqn.params
     windows = zip(params["window_dimensions"], params["window_strides"])
     seen = math.prod(-(-size // stride) for size, stride in windows)
-    power = 1.0 if context.norm is None else 1.0 / context.norm
-    return fresh(lower, upper, stretch(args, seen**power, context))
+    root = 1.0 if context.norm is None else 1.0 / context.norm
+    return fresh(lower, upper, stretch(args, seen**root, context))
 
 
-def absolute(eqn, args, context):
+def absolute(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
     lower, upper = ends(args[0])
     smallest = jnp.maximum(jnp.maximum(lower, -upper), 0.0)
     return fresh(smallest, jnp.maximum(-lower, upper), stretch(args, 1.0, context))
 
 
-def power(eqn, args, context):
+def power(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
     exponent = eqn.params["y"] if eqn.primitive.name == "integer_pow" else 2
     lower, upper = ends(args[0])
     if exponent < 0:
@@ -96,29 +109,32 @@ def power(eqn, args, context):
         least = jnp.where((lower <= 0) & (upper >= 0), 0.0, jnp.minimum(one, two))
         one, two = least, jnp.maximum(one, two)
     size = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
-    slope = jnp.max(exponent * size ** (exponent - 1)) if exponent else 0.0
+    steepest = jnp.max(exponent * size ** (exponent - 1)) if exponent else 0.0
     one, two = widen(one, two)
-    return fresh(one, two, stretch(args, slope, context))
+    return fresh(one, two, stretch(args, steepest, context))
 
 
-def sign(eqn, args, context):
+def sign(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
     """``[-1, 1]`` wherever 0 is possible, as the derivative of the absolute value wants it."""
     lower, upper = ends(args[0])
     low, high = jnp.where(lower > 0, 1.0, -1.0), jnp.where(upper < 0, -1.0, 1.0)
     return fresh(low.astype(lower.dtype), high.astype(lower.dtype), stretch(args, jnp.inf, context))
 
 
-def wave(eqn, args, context):
+def wave(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
     one = jnp.ones_like(ends(args[0])[0])
     return fresh(-one, one, stretch(args, 1.0, context))
 
 
-def quotient(eqn, args, context):
+def quotient(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
     left, right = args
-    if not isinstance(right, Interval):
-        inputs = [(left, lambda t: bind(eqn, [t, right]), lambda t: bind(eqn, [t, jnp.abs(right)]))]
-        center = bind(eqn, [left.center, right])
-        return affine(center, inputs, inputs[0][2](left.magnitude), 1)
+    if isinstance(left, Interval) and is_exact(right):
+
+        def over(divisor: Array) -> Linear:
+            return lambda t: bind(eqn, [t, divisor])
+
+        inputs = [(left, over(right), over(jnp.abs(right)))]
+        return affine(over(right)(left.center), inputs, inputs[0][2](left.magnitude), 1)
     lower, upper = ends(right)
     inside = (lower > 0) | (upper < 0)
     low, high = jnp.where(inside, lower, 1.0), jnp.where(inside, upper, 1.0)
@@ -128,14 +144,14 @@ def quotient(eqn, args, context):
     if context.norm is not None:
         size = jnp.max(jnp.maximum(*map(jnp.abs, inverse)))
         top = jnp.max(largest_size(left))
-        constant = size * lipschitz(left, context.norm)
-        constant = constant + top * size**2 * lipschitz(right, context.norm)
+        constant = size * constant_of(left, context.norm)
+        constant = constant + top * size**2 * constant_of(right, context.norm)
         constant = jnp.where(jnp.all(inside) & ~jnp.isnan(constant), constant, jnp.inf)
         constant = constant * (1 + gamma(8, constant.dtype))
     return fresh(jnp.where(inside, one, -jnp.inf), jnp.where(inside, two, jnp.inf), constant)
 
 
-def clamp(eqn, args, context):
+def clamp(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
     (low, _), (lower, upper), (_, high) = (ends(a) for a in args)
     if not all(is_exact(a) for a in (args[0], args[2])):
         raise ValueError("clamp is certified only between bounds that do not depend on the input.")
@@ -143,11 +159,11 @@ def clamp(eqn, args, context):
     return fresh(lower, upper, stretch([args[1]], 1.0, context))
 
 
-def one_everywhere(lower, upper):
+def one_everywhere(lower: Array, upper: Array) -> Array:
     del upper
     return jnp.ones_like(lower)
 
 
-def root_slope(lower, upper):
+def root_slope(lower: Array, upper: Array) -> Array:
     del upper
     return jnp.where(lower > 0, 0.5 / jnp.sqrt(lower), jnp.inf)

@@ -1,27 +1,31 @@
 r"""Certificates for distributions: bounds over the Wasserstein ball Omega_p of equation 3."""
 
 import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from wdjax import losses, norms, validate
 from wdjax.certify import lipschitz, pointwise
+from wdjax.certify.lipschitz import Classifier
+from wdjax.parallel import AnyArray
 
 
 def wdro_bound(
-    model,
-    x,
-    y,
+    model: Classifier,
+    x: AnyArray,
+    y: AnyArray,
     *,
-    norm,
-    eps,
-    order,
-    loss=losses.cross_entropy,
-    box=(0.0, 1.0),
-    constant=None,
-    batch_size=64,
-):
+    norm: float,
+    eps: npt.ArrayLike,
+    order: float,
+    loss: losses.Loss = losses.cross_entropy,
+    box: pointwise.Box = (0.0, 1.0),
+    constant: float | None = None,
+    batch_size: int = 64,
+) -> npt.NDArray[np.float64]:
     r"""An upper bound of the expected loss over all distributions in ``Omega_order(eps)``.
 
     ``E_N[loss] + L eps`` with ``L`` the largest margin constant, over the whole domain, of the
@@ -68,10 +72,10 @@ def wdro_bound(
         )
     norms.check_norm(norm)
     _check_order(order)
-    eps = _check_budgets(eps)
+    budgets = _check_budgets(eps)
     x, y = validate.check_samples(model, x, y, box)
 
-    def mean_loss(radius):
+    def mean_loss(radius: float) -> float:
         low = pointwise.margin_bounds(
             model, x, y, norm=norm, eps=radius, box=box, batch_size=batch_size
         )
@@ -80,14 +84,21 @@ def wdro_bound(
 
     if constant is None:
         constant = lipschitz_constant(model, x, y, norm=norm, box=box)
-    bound = mean_loss(0.0) + float(constant) * eps * (1 + _ROUNDING)
+    bound = mean_loss(0.0) + float(constant) * budgets * (1 + _ROUNDING)
     if order == math.inf:
-        local = np.array([mean_loss(float(e)) for e in eps.ravel()]).reshape(eps.shape)
+        local = np.array([mean_loss(float(e)) for e in budgets.ravel()]).reshape(budgets.shape)
         bound = np.minimum(bound, local)
     return np.asarray(bound)
 
 
-def lipschitz_constant(model, x, y, *, norm, box=(0.0, 1.0)):
+def lipschitz_constant(
+    model: Classifier,
+    x: AnyArray,
+    y: AnyArray,
+    *,
+    norm: float,
+    box: pointwise.Box = (0.0, 1.0),
+) -> float:
     """The ``L`` of :func:`wdro_bound`: the largest margin constant of the labels present.
 
     Args:
@@ -111,7 +122,9 @@ def lipschitz_constant(model, x, y, *, norm, box=(0.0, 1.0)):
     return float(jnp.max(lipschitz.margin_lipschitz(model, lower, upper, norm=norm, labels=labels)))
 
 
-def certified_accuracy(radius, eps, order):
+def certified_accuracy(
+    radius: npt.ArrayLike, eps: npt.ArrayLike, order: float
+) -> npt.NDArray[np.float64]:
     r"""A lower bound of the accuracy under every distribution in ``Omega_order(eps)``.
 
     Sound because moving mass is the only way to harm: a distribution of ``Omega_p`` has an optimal
@@ -141,20 +154,20 @@ def certified_accuracy(radius, eps, order):
     """
     if validate.traced(radius, eps):
         raise ValueError("certified_accuracy works on the host; call it outside jit and vmap.")
-    radius = np.sort(np.asarray(radius, float).ravel())
-    if radius.size == 0 or not bool(np.all(radius >= 0)):
+    radii = np.sort(np.asarray(radius, float).ravel())
+    if radii.size == 0 or not bool(np.all(radii >= 0)):
         raise ValueError("radius must hold at least one number, none negative or NaN.")
     _check_order(order)
-    eps = _check_budgets(eps)
+    budgets = _check_budgets(eps)
     if order == math.inf:
-        held = (radius >= eps[..., None]) & (radius > 0)
+        held = (radii >= budgets[..., None]) & (radii > 0)
         return np.asarray(np.mean(held, axis=-1))
     # In units of the budget, so that no power overflows; an unbounded radius is never bought.
-    accuracy = [_unbought(radius, float(e), order) for e in eps.ravel()]
-    return np.maximum(np.reshape(accuracy, eps.shape) - _ROUNDING * (eps > 0), 0.0)
+    accuracy = [_unbought(radii, float(e), order) for e in budgets.ravel()]
+    return np.maximum(np.reshape(accuracy, budgets.shape) - _ROUNDING * (budgets > 0), 0.0)
 
 
-def _unbought(radius, eps, order):
+def _unbought(radius: npt.NDArray[np.float64], eps: float, order: float) -> float:
     if eps == 0:
         return float(np.mean(radius > 0))
     cost = (np.minimum(radius / eps, 1e300 ** (1 / order)) ** order) * (1 - _ROUNDING)
@@ -170,25 +183,28 @@ _ROUNDING = 1e-9
 """Budgets and results are widened by this fraction, far above the rounding of float64 sums."""
 
 
-def _cross_entropy(low):
+def _cross_entropy(low: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """At most ``log(1 + sum_j exp(z_j - z_y))``, from lower bounds of ``z_y - z_j``."""
     return np.logaddexp(0.0, np.logaddexp.reduce(-low, axis=-1))
 
 
-def _margin(low):
+def _margin(low: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return np.max(-low, axis=-1)
 
 
-_LOSSES = {losses.cross_entropy: _cross_entropy, losses.margin: _margin}
+_LOSSES: dict[losses.Loss, Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]] = {
+    losses.cross_entropy: _cross_entropy,
+    losses.margin: _margin,
+}
 
 
-def _check_order(order):
+def _check_order(order: float) -> None:
     if isinstance(order, bool) or not isinstance(order, int | float) or not order >= 1:
         raise ValueError(f"order must be a number at least 1, or inf, got {order!r}.")
 
 
-def _check_budgets(eps):
-    eps = np.asarray(eps, float)
-    if not bool(np.all(eps >= 0) and np.all(np.isfinite(eps))):
-        raise ValueError(f"eps must be finite and at least 0, got {eps!r}.")
-    return eps
+def _check_budgets(eps: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    budgets = np.asarray(eps, float)
+    if not bool(np.all(budgets >= 0) and np.all(np.isfinite(budgets))):
+        raise ValueError(f"eps must be finite and at least 0, got {budgets!r}.")
+    return budgets
