@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import attacks, audit, certify, transport
+from wdjax import attacks, audit, certify, driver, plots, transport
+from wdjax import report as reports
 from wdjax.__main__ import main
 
 KEY = jax.random.key(0)
@@ -74,20 +75,234 @@ def test_a_linear_model_leaves_no_gap():
     y = jnp.argmax(model(x), axis=-1)
     radii = [0.01, 0.03, 0.05]
     found = audit.sandwich(model, x, y, radii=radii, key=KEY)
-    assert all(invariant.holds for invariant in found.invariants)
+    assert found.passed
     for order in (math.inf, 2, 1):
-        np.testing.assert_allclose(found.attacked(order), found.certified[order], atol=5e-3)
+        np.testing.assert_allclose(found.attacked(order), found.certified(order), atol=5e-3)
 
 
-def test_a_lying_certificate_is_caught(monkeypatch):
-    model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
-    x, y = jnp.array([[0.6, 0.4], [0.9, 0.1]]), jnp.array([0, 0])
-    truth = certify.radius
-    monkeypatch.setattr(certify, "radius", lambda *a, **k: 3 * truth(*a, **k))
-    found = audit.sandwich(model, x, y, radii=[0.15], key=KEY)
-    broken = {invariant.name for invariant in found.invariants if not invariant.holds}
-    assert "no flip inside a certified ball" in broken
-    assert "attacked accuracy >= certified accuracy in Omega_inf" in broken
+LINEAR = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+POINTS = jnp.array([[0.6, 0.4], [0.9, 0.1], [0.3, 0.7]]), jnp.array([0, 0, 0])
+
+
+def broken(found):
+    return {
+        invariant.name: invariant.detail for invariant in found.invariants if not invariant.holds
+    }
+
+
+def far(model, x, y):
+    """A certificate that promises three times the truth."""
+    return 3 * certify.radius(model, x, y, norm=math.inf)
+
+
+def generous(model, x, y):
+    """A certificate that vouches for a misclassified sample."""
+    return jnp.full(len(y), 0.01)
+
+
+def test_a_lying_certificate_is_caught():
+    found = audit.sandwich(
+        LINEAR,
+        *POINTS,
+        radii=[0.15],
+        key=KEY,
+        certificates={"honest": audit.standard_certificates(wdjax.Lp())["intervals"], "far": far},
+    )
+    said = broken(found)
+    assert said["no flip inside a certified ball"] == "far, worst at index 1"
+    assert "attacked accuracy >= certified accuracy in Omega_inf" in said
+    assert not found.passed
+    found = audit.sandwich(
+        LINEAR, *POINTS, radii=[0.15], key=KEY, certificates={"generous": generous}, attacks={}
+    )
+    assert broken(found)["no flip inside a certified ball"] == "generous, worst at index 2"
+
+
+def test_a_lying_loss_bound_is_caught():
+    def zero(model, x, y, *, eps, order):
+        return np.zeros_like(eps)
+
+    found = audit.sandwich(LINEAR, *POINTS, radii=[0.1], key=KEY, loss_bounds={"zero": zero})
+    assert set(broken(found)) == {
+        f"attacked loss <= certified loss in {audit.ball_name(order)}" for order in audit.ORDERS
+    }
+    assert found.lipschitz is None
+
+
+def test_own_attacks_and_certificates_appear_everywhere():
+    steps = []
+    found = audit.sandwich(
+        LINEAR,
+        *POINTS,
+        radii=[0.05, 0.25],
+        key=KEY,
+        attacks={
+            "<one> step": attacks.fgsm(),
+            "a walk": attacks.WDAPlusPlus(),
+            "far, seldom": audit.Attempt(attacks.WDA(), orders=(2,), kappa=4.0),
+        },
+        certificates={
+            "my own": lambda model, x, y: certify.radius(model, x, y, norm=math.inf),
+            "nothing": lambda model, x, y: np.zeros(len(y)),
+        },
+        loss_bounds={},
+        progress=steps.append,
+    )
+    assert found.passed, broken(found)
+    assert [step.number for step in steps] == list(range(len(steps)))
+    # Two radii at 1 + 3 + 1 orders and two certificates.
+    assert {step.total for step in steps} == {len(steps)} == {12}
+    content = json.loads(json.dumps(reports.describe(found), allow_nan=False)) | {"name": "linear"}
+    balls = {
+        name: {e["ball"] for e in content["attacks"] if e["name"] == name} for name in found.names
+    }
+    every = {audit.ball_name(order) for order in audit.ORDERS}
+    assert balls == {"<one> step": {"Omega_inf"}, "a walk": every, "far, seldom": {"Omega_2"}}
+    assert {e["name"]: e.get("kappa") for e in content["attacks"]} == {
+        "<one> step": 1.0,
+        "a walk": None,
+        "far, seldom": 4.0,
+    }
+    assert [c["name"] for c in content["certificates"][::3]] == ["my own", "nothing"]
+    assert content["balls"]["Omega_1"]["certified_loss"] == [None, None]
+    whole = {"models": [content], "versions": {}, "data": "points", "seed": 0}
+    page = reports.page(whole, {})
+    for words in ("&lt;one&gt; step", "a walk", "far, seldom", "certified by my own"):
+        assert words in page
+    shown = {
+        line.get_label(): line for axis in plots.accuracy(found).axes for line in axis.get_lines()
+    }
+    assert set(shown) == {*found.names, "certified", "certified by my own", "certified by nothing"}
+    assert shown["a walk"].get_color() == plots.styles(found.names)["a walk"]["color"]
+    assert plots.loss(found).axes
+    assert plots.spending(found).axes
+
+
+def test_a_budget_searches_no_more_often_than_it_must(monkeypatch):
+    searched = []
+    truth = driver.search
+    monkeypatch.setattr(
+        driver, "search", lambda attack, *a, **k: searched.append(attack) or truth(attack, *a, **k)
+    )
+    radii = [0.05, 0.1, 0.2]
+    tried = {"pgd": attacks.PGD(steps=2), "walk": attacks.WDAPlusPlus()}
+    audit.sandwich(LINEAR, *POINTS, radii=radii, key=KEY, attacks=tried, certificates={})
+    assert sorted(type(attack).__name__ for attack in searched) == ["PGD"] * 3 + ["WDAPlusPlus"]
+
+
+def test_colours_differ_for_a_red_green_blind_reader():
+    from matplotlib.colors import to_rgb
+
+    looks = plots.styles(map(str, range(42)))
+    assert len({(look["color"], look["marker"]) for look in looks.values()}) == 42
+    names = [look["color"] for look in list(looks.values())[:6]]
+    seen = np.array([*map(to_rgb, [*names, plots._CERTIFIED])])
+    # Deuteranopia, Machado et al. (2009), in linear light; then a gamma near to the eye's.
+    blind = [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413]]
+    blind.append([-0.011820, 0.042940, 0.968881])
+    seen = np.clip(seen**2.2 @ np.array(blind).T, 0, 1) ** (1 / 2.2)
+    gaps = [np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)]
+    assert min(gaps) > 0.15
+
+
+def vanishing(w, x):
+    """Class 1 has a finite logit and a gradient of 0 times infinity."""
+    logits = x @ w
+    return logits.at[:, 1].add(jnp.sqrt(jnp.maximum(logits[:, 0] - 50, 0)) - 5)
+
+
+@pytest.mark.parametrize("name", list(audit.standard_attacks(wdjax.Lp(), [0.1])))
+def test_a_fault_fails_the_audit(name):
+    one = {name: audit.standard_attacks(wdjax.Lp(), [0.1])[name]}
+    model = wdjax.Model(vanishing, jnp.array([[1.0, -1.0, 0.0], [-1.0, 1.0, 0.5]]))
+    x, y = POINTS[0], jnp.array([1, 0, 2])
+    found = audit.sandwich(
+        model, x, y, radii=[0.01], key=KEY, attacks=one, certificates={}, loss_bounds={}
+    )
+    first = 0 if name == "pgd" else 1  # Only PGD attacks samples that are misclassified.
+    said = broken(found)
+    assert set(said) == {"no fault met by any attack"}
+    count = 3 - first
+    assert f"{count} of 3 samples, first at index {first} ({name})" in said.popitem()[1]
+    entry = reports.describe(found)["attacks"][0]
+    assert (entry["faults"], entry["first_fault"]) == (count, first)
+    page = reports.page(
+        {
+            "models": [reports.describe(found) | {"name": "faulty"}],
+            "versions": {},
+            "data": "points",
+            "seed": 0,
+        },
+        {},
+    )
+    assert "FAILS: no fault met by any attack" in page
+
+
+def test_vanished_gradients_are_said():
+    model = wdjax.Model(lambda w, x: jax.nn.one_hot(jnp.argmax(x @ w, -1), 2), jnp.eye(2))
+    found = audit.sandwich(
+        model,
+        *POINTS,
+        radii=[0.01],
+        key=KEY,
+        attacks={"pgd": attacks.PGD(steps=3)},
+        certificates={},
+        loss_bounds={},
+    )
+    content = reports.describe(found) | {"name": "steps"}
+    assert content["attacks"][0]["zero_gradients"] == 1.0
+    page = reports.page({"models": [content], "versions": {}, "data": "points", "seed": 0}, {})
+    assert f"pgd, Omega_inf, eps 0.01: 100% zero gradients; {reports.VANISHED}" in page
+
+
+def test_accuracies_are_the_same_floats_on_both_sides():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.uniform(0.4, 0.6, (100, 2)), jnp.float32)
+    y = jnp.argmax(LINEAR(x), axis=-1).at[7].set(1 - jnp.argmax(LINEAR(x), axis=-1)[7])
+    tried = {"fgsm": attacks.fgsm()}
+    found = audit.sandwich(LINEAR, x, y, radii=[0.0], key=KEY, attacks=tried, loss_bounds={})
+    slack = {invariant.name: invariant.slack for invariant in found.invariants}
+    assert found.attacked(math.inf).tolist() == [0.99]
+    assert slack["attacked accuracy >= certified accuracy in Omega_inf"] == 0.0
+
+
+def test_batches_change_no_number():
+    from wdjax import models
+
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.uniform(0, 1, (23, 8)), jnp.float32)
+    model = models.mlp((8, 8, 3), key=KEY)
+    tried = {"pgd": attacks.PGD(steps=5, random_start=True), "wda++": attacks.WDAPlusPlus()}
+    y = jnp.argmax(model(x), axis=-1).at[:2].set(0)
+    whole, parts = (
+        audit.sandwich(model, x, y, radii=[0.02, 0.1], key=KEY, attacks=tried, batch_size=size)
+        for size in (None, 5)
+    )
+    assert whole.passed, broken(whole)
+    assert parts.passed, broken(parts)
+    np.testing.assert_allclose(parts.radius, whole.radius, atol=1e-6)
+    for one, other in zip(parts.entries, whole.entries):
+        assert one[:4] == other[:4]
+        np.testing.assert_allclose(one[4:8], other[4:8], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attacks": {"l2": attacks.PGD(wdjax.Lp(2))}}, "'l2' moves within Lp"),
+        ({"attacks": {"w": audit.Attempt(attacks.WDAPlusPlus(), kappa=2.0)}}, "leave out kappa"),
+        ({"attacks": {"w": audit.Attempt(attacks.WDA(), kappa=0.5)}}, "kappa must be"),
+        ({"attacks": {"w": audit.Attempt(attacks.WDA(), orders=(0.5,))}}, "order must be"),
+        ({"certificates": {"short": lambda model, x, y: [1.0]}}, "'short' must return 3 radii"),
+        ({"certificates": {"nan": lambda model, x, y: [1.0, 1.0, math.nan]}}, "without NaN"),
+        ({"loss_bounds": {"b": lambda model, x, y, *, eps, order: [1.0, 2.0]}}, "'b' must return"),
+        ({"batch_size": 0}, "batch_size must be"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options, message):
+    options = {"attacks": {}, "certificates": {}, "loss_bounds": {}} | options
+    with pytest.raises(ValueError, match=message):
+        audit.sandwich(LINEAR, *POINTS, radii=[0.1], key=KEY, **options)
 
 
 def test_a_broken_invariant_is_exit_code_1(monkeypatch, tmp_path, capsys):
@@ -131,6 +346,9 @@ def test_published_weights_fall_as_far_as_the_reference_attacks(
     assert pointwise["clean_accuracy"] == clean
     assert pointwise["attacks"]["wda"]["robust_accuracy"] <= point + 1e-9
     assert pointwise["attacks"]["wda"]["max_cost"] <= eps * (1 + 1e-5)
+    assert pointwise["attacks"]["wda"]["kappa"] == 1.0
+    assert "kappa" not in pointwise["attacks"]["wda++"]
+    assert all(measured["faults"] == 0 for measured in pointwise["attacks"].values())
     mixture = attack("wda", "--kappa", "2")
     assert mixture["attacks"]["wda"]["robust_accuracy"] <= mixed + 1e-9
     second = attack("wda++", "--order", "2")
@@ -144,15 +362,16 @@ def test_exact_transport_of_a_real_attack(shared):
 
     model = convert.load(shared / "data" / "weights" / "mnist_linf_robust.pth", "wong_mnist").model
     x, y = data.load_npz(shared / "data" / "mnist_test_0_500.npz").take(60)
-    for attack, knobs in (
-        (attacks.wda(order=1), {"kappa": 2.0}),
-        (attacks.wda_plus_plus(order=2), {}),
-        (attacks.wda_plus_plus(order=1, norm=2), {}),
+    for attack, spending in (
+        (attacks.WDA(), {"order": 1, "kappa": 2.0}),
+        (attacks.WDAPlusPlus(), {"order": 2}),
+        (attacks.WDAPlusPlus(wdjax.Lp(2)), {"order": 1}),
     ):
-        eps = 0.1 if attack.norm == math.inf else 1.0
-        result = wdjax.run(attack, model, x, y, eps=eps, **knobs)
+        norm, order = attack.ball.norm, spending["order"]
+        eps = 0.1 if norm == math.inf else 1.0
+        result = wdjax.run(attack, model, x, y, eps=eps, **spending)
         found = transport.AdversarialDistribution.from_result(x, y, result)
-        exact = transport.wasserstein(found, attack.norm, attack.order)
+        exact = transport.wasserstein(found, norm, order)
         assert 0.5 * eps < exact <= eps * (1 + 1e-5)
         np.testing.assert_allclose(found.accuracy(model, batch_size=17), result.accuracy, atol=1e-6)
 

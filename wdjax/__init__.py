@@ -2,6 +2,7 @@
 
 from wdjax import (
     attacks,
+    audit,
     certify,
     convert,
     data,
@@ -46,6 +47,7 @@ __all__ = [
     "Stage",
     "Victim",
     "attacks",
+    "audit",
     "best",
     "certify",
     "convert",

@@ -4,27 +4,84 @@ r"""The sandwich: certificates from below, attacks from above, and the check tha
 
 for the point-wise ball (Omega_inf) and the Wasserstein balls Omega_2 and Omega_1, which contain it;
 and the same for the expected loss, with the sides exchanged.
+
+Attacks, certificates and loss bounds come as dictionaries; all that names, counts or draws them
+follows from these.
 """
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
-import jax.numpy as jnp
+import jax
 import numpy as np
+import numpy.typing as npt
 
-from wdjax import attacks, certify, driver, losses, metrics, norms, transport, validate
-from wdjax.core import Result
-from wdjax.transport import AdversarialDistribution
+from wdjax import certify, driver, losses, metrics, norms, transport, validate
+from wdjax.attacks import PGD, WDA, WDAPlusPlus
+from wdjax.balls import Lp
+from wdjax.core import Array, Attack, Found, Result
+
+Classifier = Callable[[Array], Array]
+Numbers = npt.NDArray[np.float64]
 
 ORDERS = (math.inf, 2, 1)
 """From the smallest ball to the largest: what holds an attack once holds it ever after."""
 
+_OWN_ORDERS = {"sample": (math.inf,), "data": (1,), "none": ORDERS}
+"""What an attack's points are spent in, where nobody says: every W_p is at least W_1."""
+
 _WALK = 0.25
 """WDA++'s step as a share of the largest budget: twenty of them reach five times that budget."""
 
+_PIXELS = Lp()
+_BATCH = 64
 _ROUNDING = 1e-5
+_FLIP = 1e-6
+
+
+class Attempt(NamedTuple):
+    """An attack, and the distributions to make of the points that it finds.
+
+    A minimum-norm attack (``budget == "none"``) searches once, and at every order and radius the
+    knapsack spends what it found. Any other searches once per order and radius.
+    """
+
+    attack: Attack
+    orders: tuple[float, ...] | None = None
+    """Balls to be attacked; by default inf for a point-wise attack, 1 for one whose budget binds
+    the data set, and all of :data:`ORDERS` for a minimum-norm attack."""
+    kappa: float | None = None
+    """Of :func:`wdjax.run`; not for minimum-norm attacks."""
+    skip_misclassified: bool = True
+    """With False misclassified samples are attacked too, for the sake of the loss."""
+
+
+class Certificate(Protocol):
+    """``(model, x, y) -> [n]`` radii, in the audit's norm, within which no sample is misclassified.
+
+    0 where nothing is certified, inf where the whole box is.
+    """
+
+    def __call__(self, model: Classifier, x: Array, y: Array, /) -> npt.ArrayLike: ...
+
+
+class LossBound(Protocol):
+    """``eps`` ``[m] -> [m]`` upper bounds of the expected cross-entropy over ``Omega_order``."""
+
+    def __call__(
+        self, model: Classifier, x: Array, y: Array, /, *, eps: Numbers, order: float
+    ) -> npt.ArrayLike: ...
+
+
+class Step(NamedTuple):
+    """What an audit does next, for a bar of progress."""
+
+    words: str
+    number: int
+    """From 0."""
+    total: int
 
 
 class Entry(NamedTuple):
@@ -33,13 +90,33 @@ class Entry(NamedTuple):
     name: str
     order: float
     eps: float
+    kappa: float | None
     accuracy: float
-    """Of the adversarial distribution, as the attack reported it."""
+    """Of the adversarial distribution, by what the attack reported."""
+    recomputed: float
+    """The same by another evaluation of the stored points."""
     loss: float
     """Expected cross-entropy under it."""
     spent: float
     """Exact W_p between it and the data."""
     result: Result
+    """On the host."""
+
+    @property
+    def faults(self) -> npt.NDArray[np.int_]:
+        """Samples for which an output or a gradient was not finite."""
+        return np.flatnonzero(self.result.fault)
+
+    @property
+    def vanished(self) -> float:
+        """The share of gradients that were zero: above one half, robustness may be overstated."""
+        return float(np.sum(self.result.zeros) / max(np.sum(self.result.gradients), 1))
+
+    @property
+    def distance(self) -> Numbers:
+        """``[n]``: how far the misclassified point known is; 0 for the sample, inf for none."""
+        flip = np.where(self.result.success, self.result.cost, np.inf)
+        return np.where(self.result.correct, flip, 0.0).astype(float)
 
 
 class Invariant(NamedTuple):
@@ -49,208 +126,476 @@ class Invariant(NamedTuple):
     holds: bool
     slack: float
     """The smallest distance from violation that was seen; negative if it fails."""
+    detail: str = ""
+    """Who breaks it, and where."""
 
 
 class Sandwich(NamedTuple):
     """Everything that was measured of one model, over ``radii`` ``[m]``."""
 
-    norm: float
-    radii: np.ndarray
-    clean: np.ndarray
+    ball: Lp
+    radii: Numbers
+    correct: npt.NDArray[np.bool_]
     """``[n]``: classified correctly."""
     clean_loss: float
     entries: tuple[Entry, ...]
-    radius: np.ndarray
-    """``[n]``: certified radii."""
-    certified: dict[float, np.ndarray]
-    """Per order, ``[m]``: lower bounds of the accuracy."""
-    loss_bound: dict[float, np.ndarray]
-    """Per order, ``[m]``: upper bounds of the expected loss."""
-    lipschitz: float
+    certificates: dict[str, Numbers]
+    """Per name, ``[n]``: certified radii."""
+    loss_bounds: dict[str, dict[float, Numbers]]
+    """Per name and order, ``[m]``: upper bounds of the expected loss."""
+    lipschitz: float | None
+    """The constant of the loss in the default bound."""
     invariants: tuple[Invariant, ...]
 
-    def attacked(self, order) -> np.ndarray:
-        """``[m]``: the least accuracy that any attack within ``Omega_order`` reached."""
-        return self._best(order, "accuracy", min)
+    @property
+    def passed(self) -> bool:
+        """Whether every invariant holds."""
+        return all(invariant.holds for invariant in self.invariants)
 
-    def attacked_loss(self, order) -> np.ndarray:
-        """``[m]``: the largest expected loss that any attack within ``Omega_order`` reached."""
-        return self._best(order, "loss", max)
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The attacks, in their order."""
+        return tuple(dict.fromkeys(entry.name for entry in self.entries))
 
-    def curve(self, name, order) -> np.ndarray:
-        """``[m]``: the accuracy under one attack."""
+    @property
+    def radius(self) -> Numbers:
+        """``[n]``: the largest radius that any certificate gives."""
+        return functools.reduce(np.maximum, self.certificates.values(), np.zeros(self.correct.size))
+
+    def curve(self, name: str, order: float) -> Numbers:
+        """``[m]``: the accuracy under one attack; ``[0]`` where it was not tried."""
         found = [e.accuracy for e in self.entries if e.name == name and e.order == order]
         return np.array(found)
 
-    def _best(self, order, field, choose):
+    def attacked(self, order: float) -> Numbers:
+        """``[m]``: the least accuracy that any attack within ``Omega_order`` reached."""
+        return self._best(order, lambda entry: entry.accuracy, min, float(np.mean(self.correct)))
+
+    def attacked_loss(self, order: float) -> Numbers:
+        """``[m]``: the largest expected loss that any attack within ``Omega_order`` reached."""
+        return self._best(order, lambda entry: entry.loss, max, self.clean_loss)
+
+    def certified(self, order: float, name: str | None = None) -> Numbers:
+        """``[m]``: lower bounds of the accuracy, by one certificate or by all of them together."""
+        radius = self.radius if name is None else self.certificates[name]
+        return np.asarray(certify.certified_accuracy(radius, self.radii, order))
+
+    def certified_loss(self, order: float) -> Numbers:
+        """``[m]``: the least upper bound of the expected loss; inf without any."""
+        bounds = (bound[order] for bound in self.loss_bounds.values())
+        return functools.reduce(np.minimum, bounds, np.full(self.radii.size, np.inf))
+
+    def nearest(self) -> tuple[Numbers, np.ndarray]:
+        """The nearest misclassified points that any attack found.
+
+        Returns:
+          ``[n]`` distances, 0 for a misclassified sample and inf where no flip is known, and the
+          points ``[n, *shape]``, of no meaning where no flip is known.
+
+        Raises:
+          ValueError: no attack was made.
+        """
+        if not self.entries:
+            raise ValueError("this audit made no attack, so that no flip is known.")
+        best, points = self.entries[0].distance, np.array(self.entries[0].result.x_adv)
+        for entry in self.entries[1:]:
+            closer = entry.distance < best
+            best = np.where(closer, entry.distance, best)
+            points[closer] = np.asarray(entry.result.x_adv)[closer]
+        return best, points
+
+    def _best(
+        self,
+        order: float,
+        value: Callable[[Entry], float],
+        choose: Callable[[Iterable[float]], float],
+        clean: float,
+    ) -> Numbers:
+        """The data itself is in every ball."""
+        inner = [entry for entry in self.entries if entry.order >= order]
         return np.array(
-            [
-                choose(
-                    getattr(entry, field)
-                    for entry in self.entries
-                    if entry.eps == eps and entry.order >= order
-                )
-                for eps in self.radii
-            ]
+            [choose([clean, *(value(e) for e in inner if e.eps == eps)]) for eps in self.radii]
         )
 
 
+def ball_name(order: float) -> str:
+    """A ball's name in reports.
+
+    >>> [ball_name(order) for order in ORDERS]
+    ['Omega_inf', 'Omega_2', 'Omega_1']
+    """
+    return f"Omega_{order:g}"
+
+
+def norm_name(norm: float) -> str:
+    """``"linf"`` and its kin."""
+    return next(name for name, value in norms.NAMES.items() if value == norm)
+
+
+def standard_attacks(ball: Lp, radii: Sequence[float] | Numbers) -> dict[str, Attempt]:
+    """The attacks of an audit that is not told others.
+
+    Args:
+      ball: what may move.
+      radii: the budgets; WDA++ takes steps of a quarter of the largest.
+
+    >>> list(standard_attacks(Lp(2), [0.5]))
+    ['pgd', 'wda kappa=1', 'wda kappa=2', 'wda++']
+    """
+    walk = _WALK * max(float(max(radii)), 1e-6)
+    return {
+        "pgd": Attempt(PGD(ball, random_start=True), skip_misclassified=False),
+        "wda kappa=1": Attempt(WDA(ball), kappa=1.0),
+        "wda kappa=2": Attempt(WDA(ball), orders=(2, 1), kappa=2.0),
+        "wda++": Attempt(WDAPlusPlus(ball, step_size=walk), orders=(2, 1)),
+    }
+
+
+def standard_certificates(ball: Lp, batch_size: int | None = None) -> dict[str, Certificate]:
+    """The certificates of an audit that is not told others.
+
+    >>> list(standard_certificates(Lp(2)))
+    ['intervals']
+    """
+    batch = _BATCH if batch_size is None else batch_size
+    intervals = functools.partial(certify.radius, norm=ball.norm, box=ball.box, batch_size=batch)
+    return {"intervals": intervals}
+
+
+class _Setting(NamedTuple):
+    """What all of an audit's work has in common."""
+
+    model: Classifier
+    x: Array
+    y: Array
+    ball: Lp
+    radii: Numbers
+    key: Array
+    batch_size: int | None
+
+
 def sandwich(
-    model,
-    x,
-    y,
+    model: Classifier,
+    x: Array | np.ndarray,
+    y: Array | np.ndarray,
     *,
     radii: Sequence[float],
-    norm=math.inf,
-    key,
+    ball: Lp = _PIXELS,
+    attacks: Mapping[str, Attempt | Attack] | None = None,
+    certificates: Mapping[str, Certificate] | None = None,
+    loss_bounds: Mapping[str, LossBound] | None = None,
+    key: Array,
     batch_size: int | None = None,
-    progress: Callable[[str], Any] = lambda step: None,
+    progress: Callable[[Step], Any] = lambda step: None,
 ) -> Sandwich:
     r"""Measures a model's robustness from above and from below over a range of budgets.
 
     Args:
-      model: ``[n, *shape] -> [n, K]``, continuous, of primitives that :mod:`wdjax.certify` knows.
-      x: ``[n, *shape]`` floats in ``[0, 1]``.
+      model: ``[n, *shape] -> [n, K]``; for the default certificates continuous, of primitives that
+        :mod:`wdjax.certify` knows.
+      x: ``[n, *shape]`` floats in the ball's box.
       y: ``[n]`` integer labels.
       radii: increasing budgets, in the units of ``x``.
-      norm: ground norm r: 1, 2 or inf.
-      key: a typed ``jax.random.key`` for the random start of PGD.
+      ball: what may move; its norm is the ground norm r.
+      attacks: per name an :class:`Attempt` or an attack, all of this ball; by default
+        :func:`standard_attacks`.
+      certificates: per name a :class:`Certificate`; by default :func:`standard_certificates`.
+      loss_bounds: per name a :class:`LossBound`; by default :func:`wdjax.certify.wdro_bound` with
+        its Lipschitz constant.
+      key: a typed ``jax.random.key`` for random attacks.
       batch_size: samples on the device at once.
-      progress: called with a few words before every step of the work.
+      progress: called with a :class:`Step` before every step of the work.
 
     Returns:
-      A :class:`Sandwich`. Its invariants are measured, not raised: look at ``holds``.
+      A :class:`Sandwich`. Its invariants are measured, not raised: look at ``passed``. One is that
+      no attack met an output or a gradient that was not finite.
 
     Raises:
-      ValueError: bad samples or radii.
+      ValueError: bad samples or radii, an attack of another ball, a certificate that does not
+        return ``[n]`` numbers of at least 0.
 
-    Cost: per radius PGD (40 steps) and three WDA; one WDA++ and one set of certified radii in all.
+    Cost: per radius and order one search of every attack, but of a minimum-norm attack one in all;
+    the certificates'; per attack, radius and order one forward pass and one exact transport.
 
-    >>> import jax
     >>> from wdjax import Model
-    >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
-    >>> x, y = jnp.array([[0.625, 0.375], [0.875, 0.125]]), jnp.array([0, 0])
+    >>> model = Model(lambda w, x: x @ w, jax.numpy.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x, y = jax.numpy.array([[0.625, 0.375], [0.875, 0.125]]), jax.numpy.array([0, 0])
     >>> found = sandwich(model, x, y, radii=[0.0625, 0.25], key=jax.random.key(0))
-    >>> found.attacked(math.inf).tolist(), found.certified[math.inf].tolist()
+    >>> found.attacked(math.inf).tolist(), found.certified(math.inf).tolist()
     ([1.0, 0.5], [1.0, 0.5])
-    >>> all(invariant.holds for invariant in found.invariants)
+    >>> found.passed
     True
     """
-    budgets = np.asarray(radii, float)
-    if budgets.ndim != 1 or not budgets.size or np.any(np.diff(budgets) <= 0) or budgets[0] < 0:
-        raise ValueError(f"radii must increase from at least 0, got {budgets.tolist()}.")
-    x, y = validate.check_samples(model, x, y)
-    progress("clean")
-    clean_losses = _losses(model, x, y)
-    clean = np.asarray(jnp.argmax(model(x), axis=-1) == y)
-    runs = list(_attack(model, x, y, budgets, norm, key, batch_size, progress))
-    entries = []
-    for name, order, eps, result in runs:
-        progress(f"W_p of {name}, {eps:g}")
-        distribution = AdversarialDistribution.from_result(x, y, result)
-        weight = np.asarray(result.weight, float)
-        moved = np.asarray(_losses(model, result.x_adv, y), float)
-        entries.append(
-            Entry(
-                name=name,
-                order=order,
-                eps=eps,
-                accuracy=float(result.accuracy),
-                loss=float(np.mean((1 - weight) * clean_losses + weight * moved)),
-                spent=transport.wasserstein(distribution, norm, order),
-                result=result,
-            )
-        )
-    progress("certified radii")
-    radius = np.asarray(certify.radius(model, x, y, norm=norm), float)
-    progress("WDRO bounds")
-    constant = certify.lipschitz_constant(model, x, y, norm=norm)
-    bound = functools.partial(
-        certify.wdro_bound, model, x, y, norm=norm, eps=budgets, constant=constant
+    budgets = _check_radii(radii)
+    x, y = validate.check_samples(model, x, y, ball.box)
+    if batch_size is not None:
+        batch_size = validate.check_count("batch_size", batch_size)
+    setting = _Setting(model, x, y, ball, budgets, key, batch_size)
+    attempts = _attempts(standard_attacks(ball, budgets) if attacks is None else attacks, ball)
+    if certificates is None:
+        certificates = standard_certificates(ball, batch_size)
+    constant = functools.cache(
+        lambda: certify.lipschitz_constant(model, x, y, norm=ball.norm, box=ball.box)
     )
+    bounds = {"Lipschitz": _wdro(setting, constant)} if loss_bounds is None else loss_bounds
+    clean = _evaluate(setting, x)
+    tries = [job for name, one in attempts.items() for job in _tries(setting, clean, name, one)]
+    done = _carry([*tries, *_certify(setting, certificates, bounds)], progress)
     found = Sandwich(
-        norm=norm,
+        ball=ball,
         radii=budgets,
-        clean=clean,
-        clean_loss=float(np.mean(clean_losses)),
-        entries=tuple(entries),
-        radius=radius,
-        certified={p: certify.certified_accuracy(radius, budgets, p) for p in ORDERS},
-        loss_bound={p: bound(order=p) for p in ORDERS},
-        lipschitz=constant,
+        correct=clean.correct,
+        clean_loss=float(np.mean(clean.loss)),
+        entries=tuple(next(done) for _ in tries),
+        certificates={name: next(done) for name in certificates},
+        loss_bounds={name: {order: next(done) for order in ORDERS} for name in bounds},
+        lipschitz=constant() if loss_bounds is None else None,
         invariants=(),
     )
-    progress("invariants")
-    return found._replace(invariants=tuple(_invariants(found, model, x, y)))
+    return found._replace(invariants=tuple(_invariants(found)))
 
 
-def _losses(model, x, y):
-    return np.asarray(losses.cross_entropy(model(x), y), float)
+_Job = tuple[str, Callable[[], Any]]
+"""Words for it, and the work."""
 
 
-def _attack(model, x, y, radii, norm, key, batch_size, progress):
-    """Yields ``(name, order, eps, result)`` for every attack and budget."""
-    go = functools.partial(driver.run, model=model, x=x, y=y, key=key, batch_size=batch_size)
-    pgd = attacks.pgd(norm=norm, random_start=True)
-    pointwise = attacks.wda(norm=norm, order=math.inf)
-    mixed = {p: attacks.wda(norm=norm, order=p) for p in (2, 1)}
-    for eps in radii.tolist():
-        progress(f"pgd, {eps:g}")
-        yield "pgd", math.inf, eps, go(pgd, eps=eps, skip_misclassified=False)
-        progress(f"wda, {eps:g}")
-        yield "wda kappa=1", math.inf, eps, go(pointwise, eps=eps)
-        for order, attack in mixed.items():
-            progress(f"wda kappa=2, {eps:g}")
-            yield "wda kappa=2", order, eps, go(attack, eps=eps, kappa=2.0)
-    progress("wda++")
-    # The distances do not depend on the budget: one walk serves all of them, and both orders.
-    walked = go(
-        attacks.wda_plus_plus(norm=norm), eps=radii[-1], step_size=_WALK * max(radii[-1], 1e-6)
-    )
-    distance = jnp.where(walked.success, walked.cost, jnp.inf)
-    for order in (2, 1):
-        weights = transport.allocate(distance, jnp.asarray(radii, distance.dtype), order)
-        for eps, weight in zip(radii.tolist(), weights):
-            yield "wda++", order, eps, walked._replace(weight=weight)
+def _carry(jobs: list[_Job], progress: Callable[[Step], Any]) -> Iterator[Any]:
+    """Does one job after the other and says so; their number is that of the list."""
+    for number, (words, work) in enumerate(jobs):
+        progress(Step(words, number, len(jobs)))
+        yield work()
 
 
-def _invariants(found: Sandwich, model, x, y):
+def _check_radii(radii: Sequence[float]) -> Numbers:
+    budgets = np.asarray(radii, float)
+    if budgets.ndim != 1 or not budgets.size or not np.all(np.isfinite(budgets)):
+        raise ValueError(f"radii must increase from at least 0, got {budgets.tolist()}.")
+    if np.any(np.diff(budgets) <= 0) or budgets[0] < 0:
+        raise ValueError(f"radii must increase from at least 0, got {budgets.tolist()}.")
+    return budgets
+
+
+def _attempts(attacks: Mapping[str, Attempt | Attack], ball: Lp) -> dict[str, Attempt]:
+    """Every attack with its orders spelt out."""
+    attempts = {}
+    for name, given in attacks.items():
+        attempt = given if isinstance(given, Attempt) else Attempt(given)
+        attack, orders = attempt.attack, attempt.orders
+        if attack.ball != ball:
+            raise ValueError(
+                f"{name!r} moves within {attack.ball!r}, but this audit is about {ball!r}: pass "
+                "both the same ball."
+            )
+        if attack.budget == "none" and attempt.kappa is not None:
+            raise ValueError(
+                f"{name!r} is a minimum-norm attack, whose budget the knapsack spends: leave out "
+                f"kappa={attempt.kappa!r}."
+            )
+        kappa = attempt.kappa
+        if attack.budget != "none":
+            kappa = validate.check_number("kappa", 1.0 if kappa is None else kappa, 1.0)
+        orders = _OWN_ORDERS[attack.budget] if orders is None else orders
+        orders = tuple(map(validate.check_order, orders))
+        attempts[name] = attempt._replace(orders=orders, kappa=kappa)
+    return attempts
+
+
+class _Evaluation(NamedTuple):
+    """``[n]`` leaves on the host."""
+
+    loss: Numbers
+    correct: npt.NDArray[np.bool_]
+
+
+@jax.jit
+def _judge(model: Classifier, x: Array, y: Array) -> tuple[Array, Array]:
+    logits = model(x)
+    return losses.cross_entropy(logits, y), metrics.correct(logits, y)
+
+
+def _evaluate(setting: _Setting, points: Array | np.ndarray) -> _Evaluation:
+    """Losses and decisions at the points, one for each sample, in batches of one shape."""
+    n = len(setting.y)
+    size = min(n, setting.batch_size or _BATCH)
+    index = np.minimum(np.arange(-(-n // size) * size), n - 1).reshape(-1, size)
+    parts = [jax.device_get(_judge(setting.model, points[i], setting.y[i])) for i in index]
+    loss, correct = (np.concatenate(leaves)[:n] for leaves in zip(*parts))
+    return _Evaluation(loss.astype(float), correct)
+
+
+def _tries(setting: _Setting, clean: _Evaluation, name: str, attempt: Attempt) -> Iterator[_Job]:
+    """One job for every order and radius; the first search of a minimum-norm attack serves all."""
+    attacked = (attempt.attack, setting.model, setting.x, setting.y)
+    options: dict[str, Any] = {
+        "skip_misclassified": attempt.skip_misclassified,
+        "key": setting.key,
+        "batch_size": setting.batch_size,
+    }
+
+    @functools.cache
+    def walked() -> tuple[Found, _Evaluation]:
+        found = jax.device_get(driver.search(*attacked, **options))
+        return found, _evaluate(setting, found.x_adv)
+
+    def attempted(order: float, eps: float) -> Entry:
+        if attempt.attack.budget == "none":
+            found, moved = walked()
+            result = transport.spend(found, eps=eps, order=order)
+        else:
+            result = driver.run(*attacked, eps=eps, order=order, kappa=attempt.kappa, **options)
+            moved = _evaluate(setting, result.x_adv)
+        result = jax.device_get(result)
+        numbers = _measure(setting, clean, moved, order, result)
+        return Entry(name, order, eps, attempt.kappa, result=result, **numbers)
+
+    for order in attempt.orders or ():
+        for eps in setting.radii.tolist():
+            words = f"{name}, {ball_name(order)}, eps {eps:g}"
+            yield words, functools.partial(attempted, order, eps)
+
+
+def accuracy(result: Result) -> float:
+    """``result.accuracy`` in float64: a count of samples comes out as the same float everywhere."""
+    weight = np.asarray(result.weight, float)
+    return _mean(weight, np.asarray(result.correct), ~np.asarray(result.success))
+
+
+def _mean(weight: Numbers, stay: np.ndarray, go: np.ndarray) -> float:
+    return float(np.mean((1 - weight) * stay + weight * go))
+
+
+def _measure(
+    setting: _Setting, clean: _Evaluation, moved: _Evaluation, order: float, result: Result
+) -> dict[str, float]:
+    """What is measured of a distribution, all in float64."""
+    weight = np.asarray(result.weight, float)
+    found = transport.AdversarialDistribution.from_result(setting.x, setting.y, result)
+    return {
+        "accuracy": accuracy(result),
+        "recomputed": _mean(weight, clean.correct, moved.correct),
+        "loss": _mean(weight, clean.loss, moved.loss),
+        "spent": transport.wasserstein(found, setting.ball.norm, order),
+    }
+
+
+def _wdro(setting: _Setting, constant: Callable[[], float]) -> LossBound:
+    batch = _BATCH if setting.batch_size is None else setting.batch_size
+
+    def bound(
+        model: Classifier, x: Array, y: Array, /, *, eps: Numbers, order: float
+    ) -> npt.ArrayLike:
+        return certify.wdro_bound(
+            model,
+            x,
+            y,
+            norm=setting.ball.norm,
+            eps=eps,
+            order=order,
+            box=setting.ball.box,
+            constant=constant(),
+            batch_size=batch,
+        )
+
+    return bound
+
+
+def _certify(
+    setting: _Setting,
+    certificates: Mapping[str, Certificate],
+    loss_bounds: Mapping[str, LossBound],
+) -> Iterator[_Job]:
+    """One job for every certificate, then one for every bound and order."""
+    model, x, y, radii = setting.model, setting.x, setting.y, setting.radii
+
+    def radius(name: str, certificate: Certificate) -> Numbers:
+        found = np.asarray(certificate(model, x, y), float)
+        if found.shape != (len(y),) or not np.all(found >= 0):
+            raise ValueError(
+                f"the certificate {name!r} must return {len(y)} radii of at least 0, without NaN; "
+                f"got shape {list(found.shape)}."
+            )
+        return found
+
+    def bound(name: str, order: float, bound: LossBound) -> Numbers:
+        found = np.asarray(bound(model, x, y, eps=radii, order=order), float)
+        if found.shape != radii.shape:
+            raise ValueError(
+                f"the loss bound {name!r} must return one number for each of {radii.size} radii, "
+                f"got shape {list(found.shape)}."
+            )
+        return found
+
+    for name, certificate in certificates.items():
+        yield f"radii by {name}", functools.partial(radius, name, certificate)
+    for name, one in loss_bounds.items():
+        for order in ORDERS:
+            words = f"loss bound by {name}, {ball_name(order)}"
+            yield words, functools.partial(bound, name, order, one)
+
+
+def _invariants(found: Sandwich) -> Iterator[Invariant]:
     for order in ORDERS:
-        ball = f"Omega_{order:g}"
-        gap = found.attacked(order) - found.certified[order]
+        ball = ball_name(order)
+        gap = found.attacked(order) - found.certified(order)
         yield _at_least(f"attacked accuracy >= certified accuracy in {ball}", gap, 1e-6)
-        gap = found.loss_bound[order] - found.attacked_loss(order)
+        gap = found.certified_loss(order) - found.attacked_loss(order)
         yield _at_least(f"attacked loss <= certified loss in {ball}", gap, _ROUNDING)
-    beyond = []
-    for entry in found.entries:
-        broken = np.asarray(entry.result.success) & found.clean
-        beyond.append(np.asarray(entry.result.cost, float)[broken] - found.radius[broken])
-    yield _at_least("no flip inside a certified ball", np.concatenate(beyond), 1e-6)
+    yield _no_flip_inside(found)
     left = [entry.eps * (1 + _ROUNDING) - entry.spent for entry in found.entries]
     yield _at_least("exact W_p <= eps (1 + 1e-5)", left, 0.0)
-    points = {id(entry.result.x_adv): entry.result.x_adv for entry in found.entries}
-    inside = [min(float(p.min()), 1 - float(p.max())) for p in points.values()]
+    inside = [_room(np.asarray(entry.result.x_adv), found.ball.box) for entry in found.entries]
     yield _at_least("adversarial points finite and in the box", inside, 0.0)
-    wrong = []
-    for entry in found.entries:
-        distribution = AdversarialDistribution.from_result(x, y, entry.result)
-        again = distribution.accuracy(model, batch_size=64)
-        wrong.append(-abs(float(again) - entry.accuracy))
+    wrong = [-abs(entry.recomputed - entry.accuracy) for entry in found.entries]
     yield _at_least("accuracy recomputed from the stored points", wrong, 1e-6)
+    yield _no_fault(found)
 
 
-def _at_least(name, slack, tolerance):
+def _at_least(name: str, slack: npt.ArrayLike, tolerance: float, detail: str = "") -> Invariant:
     slack = np.asarray(slack, float)
-    worst = float(slack.min()) if slack.size else math.inf
-    return Invariant(name, bool(worst >= -tolerance), worst)
+    worst = float(slack.min()) + 0.0 if slack.size else math.inf  # Never -0.0.
+    return Invariant(name, bool(worst >= -tolerance), worst, detail)
+
+
+def _no_flip_inside(found: Sandwich) -> Invariant:
+    """Nothing misclassified, the samples themselves included, lies inside a certified ball."""
+    name, gaps, liars = "no flip inside a certified ball", [np.zeros(0)], []
+    flip = np.where(found.correct, np.inf, 0.0)
+    if found.entries:
+        flip = np.minimum(flip, found.nearest()[0])
+    for certificate, radius in found.certificates.items():
+        # A misclassified sample without a radius says nothing.
+        told = np.flatnonzero(np.isfinite(flip) & (found.correct | (radius > 0)))
+        gap = flip[told] - radius[told]
+        if np.any(gap < -_FLIP):
+            liars.append(f"{certificate}, worst at index {told[np.argmin(gap)]}")
+        gaps.append(gap)
+    return _at_least(name, np.concatenate(gaps), _FLIP, "; ".join(liars))
+
+
+def _room(points: np.ndarray, box: tuple[float, float] | None) -> float:
+    if not np.all(np.isfinite(points)):
+        return -math.inf
+    if box is None:
+        return math.inf
+    return min(float(points.min()) - box[0], box[1] - float(points.max()))
+
+
+def _no_fault(found: Sandwich) -> Invariant:
+    """A sample with a fault may be less robust than it looks."""
+    name = "no fault met by any attack"
+    met = [entry for entry in found.entries if entry.faults.size]
+    if not met:
+        return Invariant(name, True, 0.0)
+    samples = np.unique(np.concatenate([entry.faults for entry in met]))
+    who = ", ".join(dict.fromkeys(entry.name for entry in met))
+    detail = (
+        f"an output or a gradient was not finite for {samples.size} of {found.correct.size} "
+        f"samples, first at index {samples[0]} ({who})"
+    )
+    return Invariant(name, False, -float(samples.size), detail)
 
 
 def interval(found: Sandwich) -> tuple[float, float]:
     """The 95 % Clopper-Pearson interval of the clean accuracy."""
-    bounds = metrics.clopper_pearson(int(found.clean.sum()), found.clean.size)
+    bounds = metrics.clopper_pearson(int(found.correct.sum()), found.correct.size)
     return float(bounds.lower), float(bounds.upper)
-
-
-def norm_name(norm) -> str:
-    """``"linf"`` and its kin."""
-    return next(name for name, value in norms.NAMES.items() if value == norm)

@@ -7,13 +7,19 @@ import json
 import math
 import os
 import platform
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from wdjax import audit
-from wdjax.audit import ORDERS, Sandwich
+from wdjax.audit import ORDERS, Entry, Sandwich, ball_name
+from wdjax.core import Found
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SCHEMA = "wdjax.audit/1"
 
@@ -30,58 +36,105 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {p: metadata.version(p) for p in packages}
 
 
-def _numbers(values) -> list:
-    """Plain numbers for JSON, which has no infinity: null stands for it."""
-    return [float(v) if math.isfinite(v) else None for v in np.asarray(values, float).ravel()]
+def number(value: float) -> float | None:
+    """A plain number for JSON, which has neither infinity nor NaN: null stands for them."""
+    return float(value) if math.isfinite(value) else None
 
 
-def _ball(order) -> str:
-    return f"Omega_{order:g}"
+def _numbers(values: npt.ArrayLike) -> list[float | None]:
+    return [number(value) for value in np.asarray(values, float).ravel()]
 
 
 def describe(found: Sandwich) -> dict[str, Any]:
     """A sandwich as plain lists and numbers."""
     low, high = audit.interval(found)
-    walked = next(entry.result for entry in found.entries if entry.name == "wda++")
     return {
-        "norm": audit.norm_name(found.norm),
+        "norm": audit.norm_name(found.ball.norm),
         "radii": _numbers(found.radii),
-        "samples": int(found.clean.size),
-        "clean_accuracy": float(found.clean.mean()),
+        "samples": int(found.correct.size),
+        "clean_accuracy": float(found.correct.mean()),
         "clean_accuracy_interval_95": [low, high],
         "clean_loss": found.clean_loss,
-        "lipschitz_constant": found.lipschitz,
-        "balls": {
-            _ball(order): {
-                "certified_accuracy": _numbers(found.certified[order]),
-                "attacked_accuracy": _numbers(found.attacked(order)),
-                "attacked_loss": _numbers(found.attacked_loss(order)),
-                "certified_loss": _numbers(found.loss_bound[order]),
-            }
-            for order in ORDERS
-        },
-        "attacks": [
+        "lipschitz_constant": None if found.lipschitz is None else number(found.lipschitz),
+        "balls": {ball_name(order): _ball(found, order) for order in ORDERS},
+        "attacks": [_entry(entry) for entry in found.entries],
+        "certificates": [
             {
-                "name": entry.name,
-                "ball": _ball(entry.order),
-                "eps": entry.eps,
-                "accuracy": entry.accuracy,
-                "loss": entry.loss,
-                "wasserstein": entry.spent,
-                "gradients_per_image": float(np.mean(np.asarray(entry.result.gradients))),
-                "forwards_per_image": float(np.mean(np.asarray(entry.result.forwards))),
+                "name": name,
+                "ball": ball_name(order),
+                "accuracy": _numbers(found.certified(order, name)),
             }
-            for entry in found.entries
+            for name in found.certificates
+            for order in ORDERS
+        ],
+        "loss_bounds": [
+            {"name": name, "ball": ball_name(order), "loss": _numbers(bound[order])}
+            for name, bound in found.loss_bounds.items()
+            for order in ORDERS
         ],
         "distances": {
             "certified_radius": _numbers(found.radius),
-            "flip_found": _numbers(np.where(walked.success, walked.cost, np.inf)),
+            "flip_found": _numbers(found.nearest()[0]) if found.entries else None,
         },
-        "invariants": [
-            {"name": i.name, "holds": i.holds, "slack": i.slack if math.isfinite(i.slack) else None}
-            for i in found.invariants
-        ],
+        "invariants": [i._asdict() | {"slack": number(i.slack)} for i in found.invariants],
     }
+
+
+def _ball(found: Sandwich, order: float) -> dict[str, Any]:
+    return {
+        "certified_accuracy": _numbers(found.certified(order)),
+        "attacked_accuracy": _numbers(found.attacked(order)),
+        "attacked_loss": _numbers(found.attacked_loss(order)),
+        "certified_loss": _numbers(found.certified_loss(order)),
+    }
+
+
+def _entry(entry: Entry) -> dict[str, Any]:
+    kappa = {} if entry.kappa is None else {"kappa": entry.kappa}
+    return {
+        "name": entry.name,
+        "ball": ball_name(entry.order),
+        "eps": entry.eps,
+        **kappa,
+        "accuracy": entry.accuracy,
+        "loss": entry.loss,
+        "wasserstein": entry.spent,
+        **spent(entry.result),
+    }
+
+
+def spent(result: Found) -> dict[str, Any]:
+    """What an attack spent and met, for JSON."""
+    faults = np.flatnonzero(result.fault)
+    gradients, zeros = (int(np.sum(count)) for count in (result.gradients, result.zeros))
+    return {
+        "gradients_per_image": float(np.mean(result.gradients)),
+        "forwards_per_image": float(np.mean(result.forwards)),
+        "zero_gradients": zeros / max(gradients, 1),
+        "faults": len(faults),
+        "first_fault": int(faults[0]) if len(faults) else None,
+    }
+
+
+VANISHED = "gradients vanish: the attacked accuracy may overstate robustness"
+"""Said of an attack of whose gradients more than half were zero in every coordinate."""
+
+
+def remarks(measured: Mapping[str, Any]) -> list[str]:
+    """What a reader must know before believing an attack's numbers, from :func:`spent`.
+
+    >>> remarks({"faults": 2, "first_fault": 7, "zero_gradients": 0.0})
+    ['2 samples met an output or a gradient that was not finite, first at index 7']
+    """
+    said = []
+    if count := measured["faults"]:
+        said.append(
+            f"{count} sample{'s' * (count > 1)} met an output or a gradient that was not finite, "
+            f"first at index {measured['first_fault']}"
+        )
+    if (share := measured["zero_gradients"]) > 0.5:
+        said.append(f"{share:.0%} zero gradients; {VANISHED}")
+    return said
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -138,42 +191,102 @@ def page(content: dict[str, Any], figures: dict[str, dict[str, bytes]]) -> str:
     )
 
 
-def _section(model, figures):
+def _section(model: dict[str, Any], figures: dict[str, bytes]) -> str:
     low, high = model["clean_accuracy_interval_95"]
     parts = [
         f"<h2>{html.escape(model['name'])}</h2>",
         f"<p>Clean accuracy {model['clean_accuracy']:.3f} on {model['samples']} samples "
-        f"(95 % interval {low:.3f} to {high:.3f}); Lipschitz constant of the loss "
-        f"{model['lipschitz_constant']:.3g} in {model['norm']}.</p>",
-        _table(model),
+        f"(95 % interval {low:.3f} to {high:.3f}){_lipschitz(model)}.</p>",
+        _best_table(model),
     ]
-    for caption, png in figures.items():
-        data = base64.b64encode(png).decode()
+    for caption, picture in figures.items():
+        data = base64.b64encode(picture).decode()
         text = html.escape(caption)
         parts.append(f'<p><img alt="{text}" src="data:image/png;base64,{data}"></p>')
+    return "\n".join([*parts, _single_table(model), *_warnings(model), _checks(model)])
+
+
+def _lipschitz(model: dict[str, Any]) -> str:
+    constant = model["lipschitz_constant"]
+    if constant is None:
+        return ""
+    return f"; Lipschitz constant of the loss {constant:.3g} in {model['norm']}"
+
+
+def _best_table(model: dict[str, Any]) -> str:
+    """The two sides, per ball."""
     rows = [
-        f'<li class="{"holds" if i["holds"] else "fails"}">{"holds" if i["holds"] else "FAILS"}: '
-        f"{html.escape(i['name'])} (slack {_cell(i['slack'], '.2g')})</li>"
-        for i in model["invariants"]
+        (f"{ball} {label}", curves[key])
+        for ball, curves in model["balls"].items()
+        for key, label in (("attacked_accuracy", "attacked"), ("certified_accuracy", "certified"))
     ]
-    return "\n".join([*parts, "<ul>", *rows, "</ul>"])
+    return _table(model, rows)
 
 
-def _table(model):
+def _single_table(model: dict[str, Any]) -> str:
+    """Every attack and every certificate by itself."""
+    curves: dict[str, list[float]] = {}
+    for entry in model["attacks"]:
+        curves.setdefault(f"{entry['ball']} {entry['name']}", []).append(entry["accuracy"])
+    for bound in model["certificates"]:
+        curves[f"{bound['ball']} certified by {bound['name']}"] = bound["accuracy"]
+    places = {ball: place for place, ball in enumerate(model["balls"])}
+    return _table(model, sorted(curves.items(), key=lambda row: places[row[0].split()[0]]))
+
+
+def _table(model: dict[str, Any], rows: Sequence[tuple[str, Sequence[float | None]]]) -> str:
     head = "".join(f"<th>{eps:g}</th>" for eps in model["radii"])
+    body = "".join(
+        f"<tr><td>{html.escape(name)}</td>"
+        + "".join(f"<td>{_cell(value, '.3f')}</td>" for value in values)
+        + "</tr>"
+        for name, values in rows
+    )
+    return f"<table><tr><th>accuracy at eps</th>{head}</tr>{body}</table>"
+
+
+def _warnings(model: dict[str, Any]) -> list[str]:
+    """Faults and vanished gradients, attack by attack."""
+    said = [
+        f'<li class="fails">{html.escape(label)}: {html.escape(remark)}</li>'
+        for label, remark in warnings(model)
+    ]
+    return ["<h3>Be careful</h3>", "<ul>", *said, "</ul>"] if said else []
+
+
+def warnings(model: dict[str, Any]) -> list[tuple[str, str]]:
+    """``(attack and budget, remark)`` for every attack whose numbers may mislead."""
+    return [
+        (f"{entry['name']}, {entry['ball']}, eps {entry['eps']:g}", remark)
+        for entry in model["attacks"]
+        for remark in remarks(entry)
+    ]
+
+
+def _checks(model: dict[str, Any]) -> str:
     rows = []
-    for ball, curves in model["balls"].items():
-        for key, label in (("attacked_accuracy", "attacked"), ("certified_accuracy", "certified")):
-            cells = "".join(f"<td>{_cell(value, '.3f')}</td>" for value in curves[key])
-            rows.append(f"<tr><td>{ball} {label}</td>{cells}</tr>")
-    return f"<table><tr><th>accuracy at eps</th>{head}</tr>{''.join(rows)}</table>"
+    for check in model["invariants"]:
+        kind, word = ("holds", "holds") if check["holds"] else ("fails", "FAILS")
+        rows.append(f'<li class="{kind}">{word}: {html.escape(statement(check))}</li>')
+    return "\n".join(["<ul>", *rows, "</ul>"])
 
 
-def _cell(value, form):
+def statement(check: dict[str, Any]) -> str:
+    """An invariant in words, with its slack and who breaks it.
+
+    >>> statement({"name": "exact W_p <= eps", "holds": True, "slack": 0.01, "detail": ""})
+    'exact W_p <= eps (slack 0.01)'
+    """
+    detail = f": {check['detail']}" if check["detail"] else ""
+    slack = "not finite" if check["slack"] is None else format(check["slack"], ".2g")
+    return f"{check['name']} (slack {slack}){detail}"
+
+
+def _cell(value: float | None, form: str) -> str:
     return "inf" if value is None else format(value, form)
 
 
-def png(figure) -> bytes:
+def png(figure: "Figure") -> bytes:
     """A figure's PNG."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
