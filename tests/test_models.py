@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from wdjax import models
 
@@ -63,3 +64,26 @@ def test_a_bank_of_models_is_one_model():
 def test_features_of_a_foreign_model():
     with pytest.raises(ValueError, match="features needs a model from"):
         models.features(jax.tree_util.Partial(jnp.dot, jnp.eye(2)))
+
+
+@pytest.mark.fast
+def test_layers_in_training_form_are_refused():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.BatchNorm(4, rngs=rngs)
+            self.drop = nnx.Dropout(0.5, rngs=rngs)
+            self.out = nnx.Linear(4, 3, rngs=rngs)
+
+        def __call__(self, x):
+            return self.out(self.drop(self.norm(x)))
+
+    net = Net(nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"norm \(BatchNorm\).*eval\(\)"):
+        models.functional(net)
+    net.norm.use_running_average = True
+    with pytest.raises(ValueError, match=r"drop \(Dropout\)"):
+        models.functional(net)
+    net.eval()
+    x = jax.random.normal(jax.random.key(0), (5, 4))
+    model = models.functional(net)
+    np.testing.assert_allclose(model(x)[:1], model(x[:1]), rtol=1e-6)

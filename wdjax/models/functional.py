@@ -46,19 +46,36 @@ def functional(module: nnx.Module) -> Model:
 
     Args:
       module: an NNX module without lists, mapping ``[n, *shape]`` to logits ``[n, K]``. BatchNorm
-        and dropout must be in their inference form.
+        and dropout must be in their inference form: call ``module.eval()`` first.
 
     Returns:
       A ``Model`` whose params are a nested dict of arrays (of ``ShapeDtypeStruct`` for an abstract
       module). Modules that differ only in their parameters give the same function.
+
+    Raises:
+      ValueError: a layer that treats a batch as a whole or at random (BatchNorm with the statistics
+        of the batch, dropout that is on).
 
     >>> from wdjax.models import MLP
     >>> model = functional(MLP((4, 8, 3), rngs=nnx.Rngs(0)))
     >>> sorted(model.args[0]), model.args[0]["fc1"]["kernel"].shape
     (['fc1', 'fc2'], (4, 8))
     """
+    _refuse_training_form(module)
     graph, state = nnx.split(module)
     return Model(_apply(graph), nnx.to_pure_dict(state))
+
+
+def _refuse_training_form(module):
+    for path, node in nnx.iter_graph(module):
+        batch = getattr(node, "use_running_average", None) is False
+        chance = getattr(node, "deterministic", None) is False and getattr(node, "rate", 0) != 0
+        if batch or chance:
+            where = ".".join(map(str, path)) or "the module"
+            raise ValueError(
+                f"{where} ({type(node).__name__}) is in its training form, in which a sample's "
+                "output depends on its batch or on chance; call module.eval() first."
+            )
 
 
 def features(model: Model) -> Model:
