@@ -173,7 +173,8 @@ def _carry(
 
     identity = b""
     if checkpoint is not None:
-        identity = loop.digest(settings(plan.attack), plan.attack, plan.samples, begun)
+        attack, _, samples = plan.problem
+        identity = loop.digest(settings(attack), attack, samples, begun)
     return loop.carry(
         begun,
         functools.partial(rounds.advance, plan),
@@ -320,8 +321,9 @@ def _traced(
         if stage.length:
             moving, seen = jax.lax.scan(step, track.enter(attack, moving), length=stage.length)
             log.append(seen)
-    found = track.finish(attack, victim, samples, moving, skip_misclassified)
-    rest = track.untouched(attack, victim, samples, moving)
+    problem = track.Problem(attack, victim, samples)
+    found = track.finish(problem, moving, skip_misclassified)
+    rest = track.untouched(problem, moving)
     found = jax.tree.map(
         lambda own, other: jnp.where(norms.spread(chosen, own), own, other), found, rest
     )

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from wdjax import loop, parallel, program, track
 from wdjax.core import Array, Attack, Found, Info, Progress, PyTree, Samples, Stage, Victim
-from wdjax.track import Given, Track
+from wdjax.track import Given, Problem, Track
 
 _CACHED = 2**16
 """On a CPU, numbers in the largest array of a batch at most: it should stay in the cache."""
@@ -34,9 +34,7 @@ _LIKENESS = 0.02
 class Plan(NamedTuple):
     """What is searched, and in which batches; lengths are per device."""
 
-    attack: Attack
-    victim: Victim
-    samples: Samples | None
+    problem: Problem
     size: int
     small: int
     """The batch for what is left over."""
@@ -47,6 +45,10 @@ class Plan(NamedTuple):
     @property
     def devices(self) -> int:
         return 1 if self.mesh is None else self.mesh.size
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return self.problem.attack.stages
 
 
 class Search(NamedTuple):
@@ -75,15 +77,17 @@ def begin(
     mesh: Mesh | None,
 ) -> tuple[Plan, Search]:
     """Evaluates all samples, chooses those to attack and begins."""
-    n = len(given.y)
-    plan = _plan(attack, victim, given.x, batch_size, mesh)
+    n, samples = len(given.y), Samples(given.x, given.y, given.eps, None)
+    victim = victim._replace(model=parallel.replicate(victim.model, mesh))
+    plan = _plan(Problem(attack, victim, samples), batch_size, mesh)
     whole = plan.devices * plan.rows
-    given = parallel.shard(_pad(given, whole), mesh)
+    given = parallel.shard(given if n == whole else _pad(given, whole), mesh)
     used = -(-min(n, plan.rows) // plan.size)
     blocks = np.arange(used * plan.size, dtype=np.int32).reshape(used, 1, -1)
     blocks = blocks.repeat(plan.devices, axis=1)
-    parts = [_begin(attack, plan.victim, given, index) for index in blocks]
-    _refuse_batch_dependence(plan, given, parts[0], n)
+    parts = [_begin(attack, victim, given, index) for index in blocks]
+    if n > 1 and blocks[0].size > 1:
+        _refuse_company(parts[0][0], _begin(attack, victim, given, 0 * blocks[0])[0], plan.size)
     # The last block stands in for rows that are padding only.
     parts += parts[-1:] * (plan.rows // plan.size - used)
     out, moving, value, fine = _assemble(parts, plan.devices)
@@ -94,75 +98,66 @@ def begin(
     if skip_misclassified:
         chosen &= ~(np.asarray(value) > 0)
     log = _blank(np.asarray(value), attack.stages) if history else None
-    plan = plan._replace(samples=Samples(given.x, given.y, given.eps, out))
+    samples = Samples(given.x, given.y, given.eps, out)
+    plan = plan._replace(problem=Problem(attack, victim, samples))
     return plan, _next_stage(plan, Search(moving, chosen, chosen, -1, 0, log))
 
 
 def finished(plan: Plan, search: Search) -> bool:
     """Whether no stage is left."""
-    return int(search.stage) >= len(plan.attack.stages)
+    return int(search.stage) >= len(plan.stages)
 
 
 def advance(plan: Plan, search: Search) -> Search:
     """One round. The track of the old search is donated: keep the new one only."""
     number, row = int(search.stage), int(search.step)
-    stage = plan.attack.stages[number]
+    stage, moving, history = plan.stages[number], search.track, search.history
     most = _chunk(stage)
     steps = min(most, stage.length - row)
     left = stage.length - row - steps
-    moving, batches, seen = (
-        search.track,
-        _batches(plan, np.asarray(search.active), stage.length),
-        [],
-    )
+    if history is not None:  # Of a search that was saved, it comes back as JAX's arrays.
+        history = jax.tree.map(lambda leaf: np.require(leaf, requirements="W"), history)
+    batches, seen = _batches(plan, np.asarray(search.active), stage.length), []
+    counts, record = np.array([steps, left], np.int32), history is not None
     for index in batches:
-        moving, *flags = _steps(
-            plan.attack,
-            plan.victim,
-            plan.samples,
-            moving,
-            index,
-            np.array([steps, left], np.int32),
-            number=number,
-            most=most,
-            record=search.history is not None,
-        )
+        moving, *flags = _steps(plan.problem, moving, index, counts, number, most, record)
         seen.append(flags)
     if stage.couple is not None:
-        moving = _couple(plan.attack, plan.samples, moving, search.chosen, number=number)
+        moving = _couple(plan.problem, moving, search.chosen, number)
     active = np.array(search.active)
     for index, (over, info) in zip(batches, seen):
         places = _places(plan, index)
         own = places < len(active)
         if stage.done is not None or stage.cycles:
             active[places[own]] = ~np.asarray(over)[own]
-        if search.history is not None:
-            _write(search.history, _offset(plan, number) + row, steps, places[own], info, own)
-    search = search._replace(track=moving, active=active, step=row + steps)
+        if history is not None:
+            _write(history, _offset(plan, number) + row, steps, places[own], info, own)
+    search = Search(moving, search.chosen, active, number, row + steps, history)
     return _next_stage(plan, search) if left == 0 or not active.any() else search
 
 
 def _next_stage(plan: Plan, search: Search) -> Search:
     """Enters the next stage in which somebody has something to do, if there is one."""
-    stages, chosen = plan.attack.stages, np.asarray(search.chosen)
+    stages, chosen = plan.stages, np.asarray(search.chosen)
     for number in range(int(search.stage) + 1, len(stages)):
         active = chosen
         if stages[number].done is not None:
-            active = chosen & ~np.asarray(_done(plan.attack, search.track.state, number=number))
+            state = search.track.state
+            active = chosen & ~np.asarray(_done(plan.problem.attack, state, number))
         if stages[number].length and active.any():
-            moving = _enter(plan.attack, search.track)
+            moving = _enter(plan.problem.attack, search.track)
             return search._replace(track=moving, active=active, stage=number, step=0)
     return search._replace(active=np.zeros_like(chosen), stage=len(stages), step=0)
 
 
 def _offset(plan: Plan, number: int) -> int:
     """Steps of the stages before one."""
-    return sum(stage.length for stage in plan.attack.stages[:number])
+    return sum(stage.length for stage in plan.stages[:number])
 
 
 def progress(plan: Plan, search: Search, n: int) -> Progress:
     """How far the search is."""
-    stages, number = plan.attack.stages, int(search.stage)
+    stages, number = plan.stages, int(search.stage)
     active, chosen = np.asarray(search.active), int(np.sum(search.chosen))
     before, total = _offset(plan, number), _offset(plan, len(stages))
     now, going = (stages[number].length if number < len(stages) else 0), int(active.sum())
@@ -172,31 +167,21 @@ def progress(plan: Plan, search: Search, n: int) -> Progress:
 
 def finish(plan: Plan, search: Search, n: int, skip_misclassified: bool) -> Found:
     """Measures what has been found so far of the first ``n`` rows."""
-    found = _untouched(plan.attack, plan.victim, plan.samples, search.track)
+    found = _untouched(plan.problem, search.track)
     for index in _batches(plan, np.asarray(search.chosen)):
-        found = _finish(
-            plan.attack,
-            plan.victim,
-            found,
-            plan.samples,
-            search.track,
-            index,
-            skip=skip_misclassified,
-        )
+        found = _finish(plan.problem, found, search.track, index, skip_misclassified)
     found = parallel.gather(_first(found, n), plan.mesh)
     if search.history is None:
         return found
     return replace(found, history=jax.tree.map(lambda leaf: leaf[:, :n], search.history))
 
 
-def _plan(
-    attack: Attack, victim: Victim, x: Array, batch_size: int | None, mesh: Mesh | None
-) -> Plan:
+def _plan(problem: Problem, batch_size: int | None, mesh: Mesh | None) -> Plan:
     """Chooses the batch, by what the model takes in memory where the user does not say."""
-    devices = 1 if mesh is None else mesh.size
+    devices, x = (1 if mesh is None else mesh.size), problem.samples.x
     if batch_size is None:
         one = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
-        size = _fitting(_gradient.trace(victim, one).jaxpr)
+        size = _fitting(_gradient.trace(problem.victim, one).jaxpr)
     else:
         size = -(-batch_size // devices)
     share = -(-len(x) // devices)
@@ -204,8 +189,7 @@ def _plan(
     grain = max(1, size // 16)
     size = min(size, -(-share // grain) * grain)
     rows = _coarse(-(-share // size)) * size
-    victim = victim._replace(model=parallel.replicate(victim.model, mesh))
-    return Plan(attack, victim, None, size, max(1, size // 4), rows, mesh)
+    return Plan(problem, size, max(1, size // 4), rows, mesh)
 
 
 @jax.jit
@@ -307,17 +291,12 @@ def _assemble(parts: list[PyTree], devices: int) -> PyTree:
     return jax.tree.map(join, *parts)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("number", "most", "record"), donate_argnames=("moving",)
-)
+@functools.partial(jax.jit, static_argnums=(4, 5, 6), donate_argnums=1)
 def _steps(
-    attack: Attack,
-    victim: Victim,
-    samples: Samples,
+    problem: Problem,
     moving: Track,
     index: Array,
     counts: Array,
-    *,
     number: int,
     most: int,
     record: bool,
@@ -326,8 +305,8 @@ def _steps(
 
     Also tells, ``[n]``, who is finished, and on request what the steps did, ``[most, n]``.
     """
-    stage, (steps, left) = attack.stages[number], counts
-    own, batch = _take(samples, index), _take(moving, index)
+    stage, victim, (steps, left) = problem.attack.stages[number], problem.victim, counts
+    own, batch = _take((problem.samples, moving), index)
     if most == 1:
         batch, recurs, info = track.step(stage, victim, own, batch)
         seen = jax.tree.map(lambda leaf: leaf[None], info) if record else None
@@ -355,20 +334,18 @@ def _loop(
     return jax.lax.fori_loop(0, steps, body, (batch, jnp.zeros(len(own.y), bool), seen))
 
 
-@functools.partial(jax.jit, static_argnames="number", donate_argnames="moving")
-def _couple(
-    attack: Attack, samples: Samples, moving: Track, chosen: Array, *, number: int
-) -> Track:
-    couple = attack.stages[number].couple
+@functools.partial(jax.jit, static_argnums=3, donate_argnums=1)
+def _couple(problem: Problem, moving: Track, chosen: Array, number: int) -> Track:
+    couple = problem.attack.stages[number].couple
     assert couple is not None
-    return moving._replace(state=couple(samples, moving.state, chosen))
+    return moving._replace(state=couple(problem.samples, moving.state, chosen))
 
 
 _enter = jax.jit(track.enter, donate_argnums=1)
 
 
-@functools.partial(jax.jit, static_argnames="number")
-def _done(attack: Attack, state: PyTree, *, number: int) -> Array:
+@functools.partial(jax.jit, static_argnums=2)
+def _done(attack: Attack, state: PyTree, number: int) -> Array:
     done = attack.stages[number].done
     assert done is not None
     return done(state)
@@ -377,19 +354,10 @@ def _done(attack: Attack, state: PyTree, *, number: int) -> Array:
 _untouched = jax.jit(track.untouched)
 
 
-@functools.partial(jax.jit, static_argnames="skip", donate_argnames="found")
-def _finish(
-    attack: Attack,
-    victim: Victim,
-    found: Found,
-    samples: Samples,
-    moving: Track,
-    index: Array,
-    *,
-    skip: bool,
-) -> Found:
-    measured = track.finish(attack, victim, _take(samples, index), _take(moving, index), skip)
-    return _put(found, index, measured)
+@functools.partial(jax.jit, static_argnums=4, donate_argnums=1)
+def _finish(problem: Problem, found: Found, moving: Track, index: Array, skip: bool) -> Found:
+    samples, batch = _take((problem.samples, moving), index)
+    return _put(found, index, track.finish(problem._replace(samples=samples), batch, skip))
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -397,21 +365,13 @@ def _first(tree: PyTree, n: int) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[:n], tree)
 
 
-def _pad(given: Given, size: int) -> Given:
-    return given if len(given.y) == size else _extend(given, size)
+_pad = jax.jit(parallel.pad, static_argnums=1)
 
 
-_extend = jax.jit(parallel.pad, static_argnums=1)
-
-
-def _refuse_batch_dependence(plan: Plan, given: Given, first: PyTree, n: int) -> None:
-    """The first sample in every place of a batch must come out as it does beside others."""
-    if n == 1 or plan.size * plan.devices == 1:
-        return
-    index = np.zeros((plan.devices, plan.size), np.int32)
-    repeated = _begin(plan.attack, plan.victim, given, index)[0]
-    for beside, alike in zip(jax.tree.leaves(first[0]), jax.tree.leaves(repeated)):
-        beside, alike = np.asarray(beside[0], float), np.asarray(alike, float)[: plan.size]
+def _refuse_company(mixed: PyTree, copies: PyTree, size: int) -> None:
+    """The first sample must come out beside others as it does in a batch of its copies."""
+    for beside, alike in zip(jax.tree.leaves(mixed), jax.tree.leaves(copies)):
+        beside, alike = np.asarray(beside[0], float), np.asarray(alike, float)[:size]
         if not np.all(np.isfinite(beside)):
             continue  # Refused for what it is, next.
         gap = np.abs(alike - beside).max(initial=0.0)

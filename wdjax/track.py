@@ -24,6 +24,14 @@ class Given(NamedTuple):
     """One a sample, from its global index."""
 
 
+class Problem(NamedTuple):
+    """What is searched: a pytree that does not change on the way."""
+
+    attack: Attack
+    victim: Victim
+    samples: Samples
+
+
 class Totals(NamedTuple):
     """What was spent and met so far: ``[n]`` leaves, named as in :class:`~wdjax.core.Info`."""
 
@@ -95,13 +103,12 @@ def settle(stage: Stage, track: Track, recurs: Array, left: Array) -> tuple[Trac
     return track._replace(state=jax.tree.map(end, track.state, track.before)), done | recurs
 
 
-def finish(
-    attack: Attack, victim: Victim, samples: Samples, track: Track, skip_misclassified: bool
-) -> Found:
+def finish(problem: Problem, track: Track, skip_misclassified: bool) -> Found:
     """Measures the points; infeasible and useless ones go back to their samples.
 
     Two forward passes a sample with that of :func:`begin`.
     """
+    attack, victim, samples = problem
     x, y, _, out = samples
     x_adv, proof = attack.point(samples, track.state)
     cost = attack.ball.cost(x, x_adv, proof)
@@ -130,8 +137,9 @@ def finish(
     )
 
 
-def untouched(attack: Attack, victim: Victim, samples: Samples, track: Track) -> Found:
+def untouched(problem: Problem, track: Track) -> Found:
     """What is known of samples that are not attacked: they stay where they are."""
+    attack, victim, samples = problem
     value = victim.criterion(samples.out, samples.y)
     none = jnp.zeros(len(samples.y), jnp.int32)
     return Found(
