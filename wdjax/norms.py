@@ -318,7 +318,9 @@ def ascend(x, g, size, norm, box=None):
         return x + spread(size, x) * dual_maximizer(g, norm)
     if box is None:
         return project(x + spread(_REACH * size, x) * dual_maximizer(g, 2), x, size, 1)
-    stuck = ((g > 0) & (x >= box[1])) | ((g < 0) & (x <= box[0]))
+    # With a margin, or rounding at the box would decide on the length of the others' steps.
+    edge = 64 * float(jnp.finfo(x.dtype).eps) * (box[1] - box[0])
+    stuck = ((g > 0) & (x >= box[1] - edge)) | ((g < 0) & (x <= box[0] + edge))
     h = spread(_REACH * size, x) * dual_maximizer(jnp.where(stuck, 0.0, g), 2)
     return project_in_box(x + h, x, size, 1, box)
 
