@@ -306,7 +306,8 @@ def ascend(
 
     Args:
       x: ``[n, *shape]`` floats, inside the box.
-      g: ``[n, *shape]`` gradients. NaN entries count as 0, and rows of zeros do not move.
+      g: ``[n, *shape]`` gradients. NaN entries (for 1 and 2 infinite ones, too) count as 0, and
+        rows of zeros do not move.
       size: the l_r length of the step, a number or ``[n]``, at least 0. For 1 an upper bound, which
         is reached unless very few coordinates matter or the box is full.
       norm: r, one of 1, 2 and inf.
@@ -323,13 +324,20 @@ def ascend(
     >>> [round(v, 2) for v in ascend(x, g, 1.2, 1, (0.0, 1.0))[0].tolist()]
     [0.5, 0.0, 0.8]
     """
-    g = jnp.where(jnp.isnan(g), 0.0, g)
+    check_norm(norm)
     size = jnp.broadcast_to(jnp.asarray(size, x.dtype), x.shape[:1])
-    if norm != 1:
+    if norm == math.inf:
+        return x + spread(size, x) * jnp.sign(jnp.where(jnp.isnan(g), 0.0, g))
+    g = jnp.where(jnp.isfinite(g), g, 0.0)
+    huge = lp_norm(g, jnp.inf) > float(jnp.finfo(g.dtype).max) ** 0.75  # Its l2 norm may overflow.
+    g = jnp.where(spread(huge, g), g * float(jnp.finfo(g.dtype).max) ** -0.5, g)
+    if norm == 2:
         return x + spread(size, x) * dual_maximizer(g, norm)
     if box is None:
         return project(x + spread(_REACH * size, x) * dual_maximizer(g, 2), x, size, 1)
-    stuck = ((g > 0) & (x >= box[1])) | ((g < 0) & (x <= box[0]))
+    # With a margin, or rounding at the box would decide on the length of the others' steps.
+    edge = 64 * float(jnp.finfo(x.dtype).eps) * (box[1] - box[0])
+    stuck = ((g > 0) & (x >= box[1] - edge)) | ((g < 0) & (x <= box[0] + edge))
     h = spread(_REACH * size, x) * dual_maximizer(jnp.where(stuck, 0.0, g), 2)
     return project_in_box(x + h, x, size, 1, box)
 
