@@ -115,7 +115,7 @@ def test_a_budget_may_couple_all_samples():
 
 @dataclasses.dataclass(frozen=True)
 class Earth:
-    """Mass moved between pixels of a line: cost sum_ij plan_ij |i - j| of a plan from x to x_adv."""
+    """Mass moved between pixels of a line, at the cost of the plan that is handed over."""
 
     box = (0.0, 1.0)
 
@@ -293,19 +293,17 @@ def test_a_minimum_norm_attack_needs_no_eps():
     assert found.done.all()
     logits, w = np.asarray(linear(x), float), np.asarray(weights, float)
     gaps = logits[np.arange(30), labels][:, None] - logits
-    distance = [
-        min(gaps[i, j] / np.linalg.norm(w[:, labels[i]] - w[:, j]) for j in range(3) if j != labels[i])
-        for i in range(30)
-    ]  # fmt: skip
+    width = np.linalg.norm(w[:, np.asarray(labels)][:, :, None] - w[:, None], axis=0)
+    distance = np.where(width > 0, gaps / np.where(width > 0, width, 1), np.inf).min(axis=1)
     # The largest margin is not always the nearest class: never nearer than the truth.
-    assert (np.asarray(found.cost) >= np.array(distance) * (1 - 1e-4)).all()
-    assert np.median(found.cost / np.array(distance)) < 1.001
+    assert (np.asarray(found.cost) >= distance * (1 - 1e-4)).all()
+    assert np.median(found.cost / distance) < 1.001
     # One search serves every budget and order.
     for order in (1, 2, math.inf):
         curve = [float(wdjax.spend(found, eps=e, order=order).accuracy) for e in (0, 0.05, 0.1, 9)]
         assert curve == sorted(curve, reverse=True)
         assert (curve[0], curve[-1]) == (1.0, 0.0)
-    with pytest.raises(ValueError, match="knapsack|cheapest"):
+    with pytest.raises(ValueError, match="cheapest flips"):
         wdjax.spend(found, eps=1e-3, kappa=1)
 
 
@@ -592,7 +590,7 @@ def test_accuracy_is_differentiable_in_the_budget(order):
 
 @fast
 def test_the_attacked_loss_is_differentiable_in_the_parameters():
-    """Where the attack maximises, its points may be held fixed: Danskin. Exact for linear models."""
+    """Where the attack maximises, its points may be held fixed (Danskin)."""
     weights = jax.random.normal(jax.random.key(4), (6, 2))
     labels = jnp.argmax(x @ weights, -1)
     attack = attacks.PGD(Lp(box=None), steps=3)

@@ -165,16 +165,16 @@ def need_logits(name: str, out: PyTree) -> None:
 
 
 _SHARE = {1: 0.25, 2: 0.4, math.inf: 0.02 / (8 / 255)}
-_ABSOLUTE = {1: 0.2, 2: 0.2, math.inf: 0.02}
+_ABSOLUTE = {1: 0.8, 2: 0.2, math.inf: 0.02}
 
 
-def default_step(ball: Lp, eps: Array | None) -> Array:
+def default_step(ball: Lp, eps: Array | None) -> Array | float:
     """The paper's steps: 0.02 for eps 8/255 (inf) and 0.2 for eps 0.5 (2), as a share of ``eps``.
 
     Where there is no ``eps``, these very numbers, meant for a box of width 1. The paper has no
     value for norm 1, where these were best on two nets.
     """
-    return jnp.asarray(_ABSOLUTE[ball.norm]) if eps is None else _SHARE[ball.norm] * eps
+    return _ABSOLUTE[ball.norm] if eps is None else _SHARE[ball.norm] * eps
 
 
 class Best(NamedTuple):

@@ -50,7 +50,8 @@ class WDAPlusPlus:
       rivals: classes tried at every step, the paper's ``topK`` (5 for CIFAR-10, 10 for CIFAR-100,
         20 for ImageNet).
       step_size: may be traced; by default that of WDA where an ``eps`` is given, and the paper's
-        absolute ones (0.02 for norm inf, 0.2 for norm 2) where there is none.
+        absolute ones (0.02 for norm inf, 0.2 for norm 2) where there is none. Always 0.8 for
+        norm 1, on which the paper is silent.
       overshoot: how far beyond the boundary to go, as a share of the distance; 0.01 keeps every
         flip through float32 rounding elsewhere.
 
@@ -112,8 +113,10 @@ class WDAPlusPlus:
     def _walk(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         size = self.step_size
         if size is None:
-            # A distance does not depend on the budget, whatever the scale of the steps.
-            size = jax.lax.stop_gradient(ascent.default_step(self.ball, samples.eps))
+            # An l1 distance is a number of pixels, whatever the budget. And none depends on the
+            # budget, even where the scale of the steps does.
+            scale = None if self.ball.norm == 1 else samples.eps
+            size = jax.lax.stop_gradient(ascent.default_step(self.ball, scale))
 
         def advance(x: Array, gradient: Array) -> Array:
             return self.ball.clip(self.ball.ascend(x, gradient, size))
