@@ -12,8 +12,8 @@ import scipy.optimize
 from hypothesis import given, settings
 from jax import lax
 
-from wdjax import Model, certify, convert, losses, norms, run
-from wdjax.attacks import pgd
+from wdjax import Lp, Model, certify, convert, losses, norms, run
+from wdjax.attacks import PGD
 from wdjax.certify import domain, lipschitz
 
 NORMS = [1, 2, math.inf]
@@ -112,7 +112,7 @@ def test_attack_and_certificate_meet_for_two_classes(norm):
     y = model(x).argmax(axis=-1)
     eps = float(jnp.median(certify.radius(model, x, y, norm=norm)))
     certified = certify.certified(model, x, y, norm=norm, eps=eps * 0.999)
-    attack = run(pgd(norm=norm, steps=40), model, x, y, eps=eps * 1.001)
+    attack = run(PGD(Lp(norm), steps=40), model, x, y, eps=eps * 1.001)
     assert not np.any(attack.success & certified)
     assert np.mean(attack.success | certified) >= (1.0 if norm != 1 else 0.9)
 

@@ -17,13 +17,11 @@ EPS = {1: 0.6, 2: 0.25, jnp.inf: 0.06}
 # Name: what makes the attack from a ball, and how its points are spent.
 ATTACKS = {
     "fgsm": (attacks.fgsm, {}),
-    "pgd": (functools.partial(attacks.PGD, steps=5), {}),
-    "pgd kappa 2": (functools.partial(attacks.PGD, steps=4), {"kappa": 2.0}),
+    "pgd": (functools.partial(attacks.PGD, steps=5), {"kappa": 2.0}),
     "pgd random": (
         functools.partial(attacks.PGD, steps=4, random_start=True, iterate="last"),
         {"order": jnp.inf},
     ),
-    "pgd margin": (functools.partial(attacks.PGD, steps=4, loss=wdjax.losses.margin), {}),
     "wda": (functools.partial(attacks.WDA, steps=5, probe=3), {"kappa": 1.5}),
     "wda order 2 best": (
         functools.partial(attacks.WDA, steps=5, probe=3, iterate="best"),
@@ -32,14 +30,24 @@ ATTACKS = {
     "wda top 2": (functools.partial(attacks.WDA, steps=4, probe=2, rivals=2), {"order": jnp.inf}),
     "wda++": (functools.partial(attacks.WDAPlusPlus, steps=8, rivals=2), {}),
     "wda++ order 2": (functools.partial(attacks.WDAPlusPlus, steps=8), {"order": 2}),
-    "wda++ order inf": (functools.partial(attacks.WDAPlusPlus, steps=8), {"order": jnp.inf}),
-    "wda++ of the paper": (functools.partial(attacks.WDAPlusPlus, steps=8, ray_bisections=0), {}),
+    "wda++ of the paper": (
+        functools.partial(attacks.WDAPlusPlus, steps=8, ray_bisections=0),
+        {"order": jnp.inf},
+    ),
 }
+# One worker an attack, so that its programs are compiled once.
+GROUP = {name: pytest.mark.xdist_group(name) for name in ATTACKS}
 table = pytest.mark.parametrize(
     ("name", "norm"),
-    [pytest.param(name, norm, id=f"{name}, l{norm}") for name in ATTACKS for norm in NORMS],
+    [
+        pytest.param(name, norm, id=f"{name}, l{norm}", marks=GROUP[name])
+        for name in ATTACKS
+        for norm in NORMS
+    ],
 )
-once = pytest.mark.parametrize("name", list(ATTACKS))
+once = pytest.mark.parametrize(
+    "name", [pytest.param(name, id=name, marks=GROUP[name]) for name in ATTACKS]
+)
 
 
 def apply(params, x):
@@ -130,12 +138,12 @@ def test_inside_jit_as_outside(name):
 @table
 def test_vmap_over_radii_is_one_run_each(name, norm):
     attack, how = make(name, norm), ATTACKS[name][1]
-    radii = EPS[norm] * jnp.linspace(0.0, 2.8, 8)
+    radii = EPS[norm] * jnp.array([0.0, 0.7, 2.8])
     together = jax.vmap(lambda eps: wdjax.run(attack, model, x, y, eps=eps, key=key, **how))(radii)
     for i, eps in enumerate(radii):
         one = wdjax.run(attack, model, x, y, eps=float(eps), key=key, **how)
         close(jax.tree.map(lambda leaf, i=i: leaf[i], together), one)
-    assert together.accuracy.shape == (8,)
+    assert together.accuracy.shape == (3,)
 
 
 @table
@@ -169,10 +177,9 @@ def test_one_trace_serves_two_calls_and_new_parameters(name):
 @once
 def test_batch_size_and_devices_do_not_matter(name):
     whole = attack_on(name, 2)
-    for size in (1, 7, 100):
+    for size in (1, 7):
         close(whole, attack_on(name, 2, batch_size=size))
     assert len(jax.devices()) == 8
-    close(whole, attack_on(name, 2, mesh=parallel.data_mesh()))
     close(whole, attack_on(name, 2, mesh=parallel.data_mesh(), batch_size=10))
 
 

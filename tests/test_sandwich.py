@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from wdjax import Model, attacks, certify, convert, data, losses, models, run, transport
+from wdjax import Lp, Model, attacks, certify, convert, data, losses, models, run, search, spend
 
 NORMS = [1, 2, math.inf]
 EVERY_NORM = pytest.mark.parametrize("norm", NORMS)
@@ -181,9 +181,9 @@ def never_crosses(model, x, y, norm, beyond):
     assert np.all(radii[~clean] == 0)
     assert np.median(radii[clean]) > 1e-4
     near = float(np.median(radii[clean]))
-    pgd = attacks.pgd(norm=norm, steps=10)
-    wda = attacks.wda(norm=norm, order=math.inf, steps=10, probe=5)
-    walked = run(attacks.wda_plus_plus(norm=norm), model, x, y, eps=near, step_size=beyond / 4)
+    pgd = attacks.PGD(Lp(norm), steps=10)
+    wda = attacks.WDA(Lp(norm), steps=10, probe=5)
+    walked = search(attacks.WDAPlusPlus(Lp(norm), step_size=beyond / 4), model, x, y)
     found = [
         walked,
         *(run(attack, model, x, y, eps=eps) for attack in (pgd, wda) for eps in (near, beyond)),
@@ -192,10 +192,8 @@ def never_crosses(model, x, y, norm, beyond):
         flipped = np.asarray(result.success) & clean
         assert np.all(np.asarray(result.cost, float)[flipped] >= radii[flipped])
     assert sum(int(np.sum(result.success & clean)) for result in found) > 0, "no attack succeeded"
-    distance = jnp.where(walked.success, walked.cost, jnp.inf)
     for order in (1, 2):
-        weight = transport.allocate(distance, jnp.asarray(near), order)
-        attacked = float(walked._replace(weight=weight).accuracy)
+        attacked = float(spend(walked, eps=near, order=order).accuracy)
         assert certify.certified_accuracy(radii, near, order) <= attacked + 1e-6
 
 

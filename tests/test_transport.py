@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 from scipy.spatial.distance import cdist
 
-from wdjax import Model, losses, run
-from wdjax.attacks.pgd import pgd
-from wdjax.attacks.wda_plus_plus import wda_plus_plus
+from wdjax import Lp, Model, losses, run
+from wdjax.attacks import PGD, WDAPlusPlus
 from wdjax.transport import AdversarialDistribution, allocate, wasserstein
 
 fast = pytest.mark.fast
@@ -320,14 +319,14 @@ def test_atoms_without_mass_add_nothing_whatever_their_loss():
 @fast
 @pytest.mark.parametrize(
     ("attack", "norm", "order"),
-    [(pgd(norm=2, steps=3), 2, math.inf), (wda_plus_plus(norm=2, order=2, rivals=2), 2, 2)],
+    [(PGD(Lp(2), steps=3), 2, math.inf), (WDAPlusPlus(Lp(2), rivals=2), 2, 2)],
 )
 def test_what_an_attack_found_keeps_its_promises(attack, norm, order):
     rng = np.random.default_rng(8)
     model = Model(lambda w, x: x @ w, jnp.asarray(rng.normal(size=(4, 3)), jnp.float32))
     x = jnp.asarray(rng.random((20, 4)), jnp.float32)
     y = jnp.where(rng.random(20) < 0.8, jnp.argmax(model(x), axis=-1), 0)
-    result = run(attack, model, x, y, eps=0.1)
+    result = run(attack, model, x, y, eps=0.1, order=order)
     found = AdversarialDistribution.from_result(x, y, result)
     assert found.accuracy(model, batch_size=7) == pytest.approx(float(result.accuracy), abs=1e-6)
     assert 0 < wasserstein(found, norm, order) <= found.coupling_cost(norm, order) * (1 + 1e-9)
