@@ -21,7 +21,7 @@ def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
             yield from equations(inner)
 
 
-def _inner(eqn):
+def _inner(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
     values = jax.tree.leaves(list(eqn.params.values()))
     return [value for value in values if isinstance(value, Jaxpr | ClosedJaxpr)]
 
@@ -79,7 +79,7 @@ def loops_well(fn: Callable[..., Any], *args: Any) -> bool:
     return all(map(_canonical, equations(jax.make_jaxpr(fn)(*args))))
 
 
-def _canonical(eqn):
+def _canonical(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name != "conv_general_dilated":
         return True
     dims = eqn.params["dimension_numbers"]
