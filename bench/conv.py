@@ -1,9 +1,14 @@
-"""Every formulation that wdjax.models.conv picks, against plain ``lax.conv``, on one CPU thread.
+"""Every arrangement that wdjax.models.conv picks, against plain ``lax.conv``, on one CPU thread.
 
-python bench/conv.py [NAME ...]
+    python bench/conv.py [NAME ...]
+
+Process time, medians; the two take turns. From the host XLA brings ``lax.conv`` and its gradients
+into the canonical layout by itself; in a loop only the value is in it.
 """
 
+import functools
 import os
+import statistics
 import sys
 import time
 
@@ -13,9 +18,11 @@ os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from wdjax.models.conv import conv
 
+KINDS = ("value, host and loop", "image gradient", "kernel gradient")
 # images, side, channels in and out, kernel, stride, padding, groups
 SHAPES = {
     "resnet2b stem": (100, 32, 3, 8, 3, 2, 1, 1),
@@ -33,11 +40,13 @@ SHAPES = {
     "wrn-28-10 8x8": (8, 8, 640, 640, 3, 1, 1, 1),
     "convnext depthwise": (2, 56, 128, 128, 7, 1, 3, 128),
     "swin patches": (2, 224, 3, 128, 4, 4, 0, 1),
+    "vit patches": (2, 224, 3, 384, 16, 16, 0, 1),
+    "resnet-50 1x1": (4, 32, 256, 64, 1, 1, 0, 1),
 }
 
 
 def plain(x, kernel, stride, padding, groups):
-    return jax.lax.conv_general_dilated(
+    return lax.conv_general_dilated(
         x,
         kernel,
         (stride, stride),
@@ -47,34 +56,51 @@ def plain(x, kernel, stride, padding, groups):
     )
 
 
-def best(call, *args):
-    """The least process time of ten calls, in milliseconds."""
+def taken(call, args):
+    began = time.process_time()
     jax.block_until_ready(call(*args))
-    times = []
-    for _ in range(10):
-        start = time.process_time()
-        jax.block_until_ready(call(*args))
-        times.append(time.process_time() - start)
-    return 1e3 * min(times)
+    return 1e3 * (time.process_time() - began)
 
 
-def timed(formulation, x, kernel, *facts):
-    def loss(x, kernel):
-        return jnp.sum(formulation(x, kernel, *facts) ** 2)
+def programs(formulation, x, kernel, facts):
+    """Value and both gradients, once from the host and once in a loop over two batches."""
 
-    forward = jax.jit(lambda x, kernel: formulation(x, kernel, *facts))
-    return best(forward, x, kernel), best(jax.jit(jax.grad(loss)), x, kernel)
+    def value(x, out, kernel):
+        del out
+        return formulation(x, kernel, *facts)
+
+    def image(x, out, kernel):
+        return jax.vjp(lambda x: formulation(x, kernel, *facts), x)[1](out)[0]
+
+    def weights(x, out, kernel):
+        return jax.vjp(lambda kernel: formulation(x, kernel, *facts), kernel)[1](out)[0]
+
+    def looped(function):
+        return jax.jit(lambda *batches: lax.map(lambda batch: function(*batch, kernel), batches))
+
+    for function in (value, image, weights):
+        yield jax.jit(functools.partial(function, kernel=kernel)), 1
+        yield looped(function), 2
 
 
-for name, (n, side, inputs, outputs, size, *facts) in SHAPES.items():
-    if sys.argv[1:] and not any(word in name for word in sys.argv[1:]):
-        continue
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(n, side, side, inputs)).astype(np.float32)
-    kernel = rng.normal(size=(size, size, inputs // facts[2], outputs)).astype(np.float32)
-    lax, ours = timed(plain, x, kernel, *facts), timed(conv, x, kernel, *facts)
-    print(
-        f"{name:<20} forward {lax[0]:7.2f} -> {ours[0]:7.2f} ms,"
-        f" gradient {lax[1]:7.2f} -> {ours[1]:7.2f} ms",
-        flush=True,
-    )
+def main():
+    print(f"{'ms a batch: lax -> conv':<20}" + "".join(f"{kind:>40}" for kind in KINDS))
+    for name, (n, side, inputs, outputs, size, *facts) in SHAPES.items():
+        if sys.argv[1:] and not any(word in name for word in sys.argv[1:]):
+            continue
+        rng = np.random.default_rng(0)
+        kernel = rng.normal(size=(size, size, inputs // facts[2], outputs)).astype(np.float32)
+        x = rng.normal(size=(2, n, side, side, inputs)).astype(np.float32)
+        out = jax.vmap(lambda x: plain(x, kernel, *facts))(x)
+        x, out, kernel = map(jnp.asarray, (x, out, kernel))
+        row = []
+        for pair in zip(programs(plain, x, kernel, facts), programs(conv, x, kernel, facts)):
+            runs = [(run, (x, out) if count > 1 else (x[0], out[0]), count) for run, count in pair]
+            times = [[taken(run, args) / count for run, args, count in runs] for _ in range(5)]
+            row.append("{:.2f} -> {:.2f}".format(*map(statistics.median, zip(*times[1:]))))
+        cells = (f"{host:>20}{loop:>20}" for host, loop in zip(row[::2], row[1::2]))
+        print(f"{name:<20}" + "".join(cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from wdjax import models, program
 from wdjax.models.conv import conv
@@ -76,12 +74,16 @@ CASES = {
     "uneven": ((1, 7, 6, 2), (3, 2, 2, 17), 3, ((0, 1), (3, 1)), 1),
     "pixels": ((2, 5, 5, 3), (1, 1, 3, 4), 2, 0, 1),
     "tiles": ((2, 9, 8, 3), (4, 4, 3, 5), 4, 0, 1),
-    "groups": ((2, 6, 7, 6), (3, 3, 2, 9), 2, 1, 3),
-    "groups, no padding": ((2, 6, 7, 6), (3, 3, 2, 9), 1, 0, 3),
     "depthwise": ((2, 4, 5, 4), (2, 2, 1, 4), 1, 1, 4),
-    "depthwise, several each": ((2, 4, 5, 2), (2, 2, 1, 4), 2, 1, 2),
     "larger than the image": ((2, 2, 5, 3), (3, 3, 3, 4), 1, 0, 1),
     "no image": ((0, 5, 5, 3), (3, 3, 3, 4), 1, 1, 1),
+}
+
+
+GROUPED = {
+    "groups": ((2, 6, 7, 6), (3, 3, 2, 9), 2, 1, 3),
+    "groups, no padding": ((2, 6, 7, 6), (3, 3, 2, 9), 1, 0, 3),
+    "depthwise, several each": ((2, 4, 5, 2), (2, 2, 1, 4), 2, 1, 2),
 }
 
 
@@ -92,23 +94,30 @@ def test_every_derivative_is_that_of_lax(case):
         compare(*case)
 
 
+@pytest.mark.parametrize("case", GROUPED.values(), ids=GROUPED)
+def test_groups(case):
+    """Not on the oldest stack: ``lax.conv`` itself has random errors there, if grouped."""
+    compare(*case, FIRST, np.float32)
+
+
 @pytest.mark.parametrize("side", [8, 24])
 @pytest.mark.parametrize("padding", [0, 1, 3])
 def test_winograd_is_the_same_convolution(side, padding):
     compare((8, side, side, 96), (3, 3, 96, 96), 1, padding, 1, FIRST, np.float32)
 
 
-@fast
-@given(st.data())
-@settings(max_examples=10, deadline=None)
-def test_random_shapes(data):
-    number = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
+@pytest.mark.parametrize("seed", range(8))
+def test_random_shapes(seed):
+    rng = np.random.default_rng(seed)
+
+    def number(low, high):
+        return int(rng.integers(low, high + 1))
+
     groups = number(1, 3)
     shape = (number(1, 2), number(1, 9), number(1, 9), groups * number(1, 3))
     kernel = (number(1, 5), number(1, 5), shape[3] // groups, groups * number(1, 18))
     padding = tuple((number(0, 3), number(0, 3)) for _ in range(2))
-    case = (shape, kernel, number(1, 3), padding, groups)
-    compare(*case, FIRST, np.float32)
+    compare(shape, kernel, number(1, 3), padding, groups, FIRST, np.float32)
 
 
 @fast
@@ -125,7 +134,7 @@ def test_gradients_of_networks_loop_well(name, key):
 
 @fast
 def test_gradients_of_all_convolutions_loop_well():
-    for shape, kernel, stride, padding, groups in list(CASES.values())[:-2]:
+    for shape, kernel, stride, padding, groups in [*GROUPED.values(), *list(CASES.values())[:-2]]:
 
         def loss(x, kernel, facts=(stride, padding, groups)):
             return jnp.sum(conv(x, kernel, *facts) ** 2)

@@ -29,7 +29,8 @@ def conv(
       gradient is one matrix product;
     * few output channels leave a vector unit idle: several neighbours in a row are computed at
       once, as further channels of a wider kernel;
-    * no padding: XLA's fast path needs some, so a column is added and taken off;
+    * no padding, in what a gradient needs: XLA's fast path wants some, so a column is added and
+      taken off;
     * 3x3 of stride 1, at least 96 channels in and out: Winograd's F(2, 3) along the width, which
       needs two thirds of the multiplications. Its differences of inputs cancel in exact arithmetic
       but would loosen interval bounds, another reason to keep small nets out of it.
@@ -60,24 +61,25 @@ def conv(
     if groups == 1 and height == width and height in (1, stride) and not any(map(any, pads)):
         tiles = x[:, ::stride, ::stride] if height == 1 else _tiles(x, stride)
         return tiles @ kernel.reshape(-1, outputs)
-    return _conv(x, kernel, stride, pads, groups)
+    return _conv(x, kernel, stride, pads, groups, False)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
-def _conv(x, kernel, stride, pads, groups):
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4, 5))
+def _conv(x, kernel, stride, pads, groups, derived):
     channels, outputs = kernel.shape[2:]
     if groups == channels == 1:
         return _tap_by_tap(x, kernel, stride, pads)
     if groups == 1 and outputs <= _LANES // 2:
         return _abreast(x, kernel, stride, pads)
-    return _dense(x, kernel, stride, pads, groups)
+    return _dense(x, kernel, stride, pads, groups, spare=derived)
 
 
 @functools.partial(_conv.defjvp, symbolic_zeros=True)
-def _conv_jvp(stride, pads, groups, primals, tangents):
+def _conv_jvp(stride, pads, groups, derived, primals, tangents):
     """Tangents are transposed gradients: reverse mode transposes them back."""
+    del derived
     x, kernel = primals
-    value = _conv(x, kernel, stride, pads, groups)
+    value = _conv(x, kernel, stride, pads, groups, True)
     gradients = (
         lambda out: _image_gradient(out, kernel, x.shape, stride, pads, groups),
         lambda out: _kernel_gradient(out, x, kernel.shape, stride, pads, groups),
@@ -130,12 +132,12 @@ def _lax(x, kernel, stride, pads, groups=1, **dilation):
     )
 
 
-def _dense(x, kernel, stride, pads, groups, **dilation):
+def _dense(x, kernel, stride, pads, groups, spare=True, **dilation):
     if stride > 1 or any(max(spread) > 1 for spread in dilation.values()):
         return _lax(x, kernel, stride, pads, groups, **dilation)
     if groups == 1 and _winograd_pays(x, kernel, pads):
         return _winograd(x, kernel, pads)
-    if any(map(any, pads)):
+    if any(map(any, pads)) or not spare:
         return _lax(x, kernel, stride, pads, groups)
     return _lax(x, kernel, stride, ((0, 0), (0, 1)), groups)[:, :, :-1]
 
