@@ -1,6 +1,5 @@
 """The front door of every attack: search for adversarial points, then spend a budget on them."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -101,7 +100,7 @@ def search(
     victim = Victim(model, _as_pytree(criterion))
     attack = validate.settle(attack, x.dtype)
     key = key if attack.random else None
-    if not validate.traced(attack, victim, x, y, eps, key, start, only):
+    if not (validate.traced(attack, victim, x, y, eps, key, start, only) or validate.staged()):
         x, y = validate.check_samples(model, x, y, attack.ball.box, own)
         eps = None if eps is None else validate.check_radii(eps, len(y))
         given = _given(x, y, eps, validate.check_like("start", start, x), key, index)
@@ -153,6 +152,10 @@ def _keys(key: Array, count: int, index: Array | None) -> Array:
 
 
 def _given(x: Array, y: Array, eps: Any, start: Any, key: Array | None, index: Any) -> Given:
+    index = None if index is None else jnp.asarray(index)
+    for name, rows in (("index", index), ("start", start)):
+        if rows is not None and len(rows) != len(y):
+            raise ValueError(f"{name} must have one row a sample, {len(y)}, got {len(rows)}.")
     radii = None if eps is None else jnp.broadcast_to(jnp.asarray(eps, x.dtype), len(y))
     points = None if start is None else jnp.asarray(start, x.dtype)
     return Given(x, y, radii, points, None if key is None else _keys(key, len(y), index))
@@ -173,8 +176,7 @@ def _carry(
 
     identity = b""
     if checkpoint is not None:
-        attack, _, samples = plan.problem
-        identity = loop.digest(settings(attack), attack, samples, begun)
+        identity = loop.digest(*map(loop.settings, plan.problem[:2]), plan.problem, begun)
     return loop.carry(
         begun,
         functools.partial(rounds.advance, plan),
@@ -184,24 +186,6 @@ def _carry(
         every=every,
         identity=identity,
     )
-
-
-def settings(attack: Any) -> str:
-    """An attack's settings in words that are the same in every process.
-
-    >>> from wdjax import Model
-    >>> from wdjax.attacks import PGD
-    >>> settings(PGD(steps=5))[:26]
-    'PGD(ball=Lp(norm=inf, box='
-    """
-    if dataclasses.is_dataclass(attack) and not isinstance(attack, type):
-        parts = (
-            f"{f.name}={settings(getattr(attack, f.name))}" for f in dataclasses.fields(attack)
-        )
-        return f"{type(attack).__name__}({', '.join(parts)})"
-    if isinstance(attack, jax.Array | np.ndarray):
-        return "number" if isinstance(attack, jax.core.Tracer) else f"{np.asarray(attack):g}"
-    return getattr(attack, "__qualname__", None) or repr(attack)
 
 
 def run(
@@ -273,6 +257,8 @@ def best(*found: Found) -> Found:
     >>> float(best(far, near).cost[0])
     0.125
     """
+    if any(isinstance(one, Result) for one in found):
+        raise ValueError("best takes what wdjax.search found; spend the budget after it.")
     return functools.reduce(_better, found)
 
 
@@ -287,7 +273,7 @@ def _better(one: Found, other: Found) -> Found:
     bare, rival = replace(one, history=None), replace(other, history=None)
     return replace(
         jax.tree.map(choose, bare, rival),
-        done=one.done | other.done,
+        done=(one.done | other.done) & ~(one.fault | other.fault),
         fault=one.fault | other.fault,
         zeros=one.zeros + other.zeros,
         gradients=one.gradients + other.gradients,
@@ -316,7 +302,13 @@ def _traced(
             if stage.couple is not None:
                 coupled = stage.couple(samples, moving.state, attacked)
                 moving = moving._replace(state=coupled)
-            return moving, info if history else None
+            mute = info._replace(
+                gradients=info.gradients * attacked,
+                forwards=info.forwards * attacked,
+                zeros=info.zeros * attacked,
+                fault=info.fault & attacked,
+            )
+            return moving, mute if history else None
 
         if stage.length:
             moving, seen = jax.lax.scan(step, track.enter(attack, moving), length=stage.length)
@@ -325,7 +317,7 @@ def _traced(
     found = track.finish(problem, moving, skip_misclassified)
     rest = track.untouched(problem, moving)
     found = jax.tree.map(
-        lambda own, other: jnp.where(norms.spread(chosen, own), own, other), found, rest
+        lambda own, other: jnp.where(norms.spread(attacked, own), own, other), found, rest
     )
     if history:
         found = replace(found, history=jax.tree.map(lambda *rows: jnp.concatenate(rows), *log))

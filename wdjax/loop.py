@@ -4,10 +4,12 @@ A turn is a pure function of a pytree; between turns the loop reports, stops ear
 resumes. How many steps one turn may put into one program is decided here too.
 """
 
+import functools
 import hashlib
 import signal
 import threading
 import time
+import types
 from collections.abc import Callable
 from os import PathLike
 from types import FrameType, TracebackType
@@ -74,6 +76,7 @@ def carry(
                 break
         return state
     mark = np.frombuffer(identity.ljust(32, b"\0"), np.uint8)
+    persist.check_writable(checkpoint)
     if persist.exists(checkpoint):
         state = _resume(checkpoint, state, mark)
     saved, due = time.monotonic(), False
@@ -84,7 +87,12 @@ def carry(
             if due:
                 persist.save(checkpoint, (mark, state))
                 saved = time.monotonic()
-            if report is not None and report(state):
+            try:
+                stop = report is not None and report(state)
+            except BaseException:
+                persist.save(checkpoint, (mark, state))
+                raise
+            if stop:
                 break
         if not due:
             persist.save(checkpoint, (mark, state))
@@ -113,8 +121,37 @@ def digest(*trees: Any) -> bytes:
             leaf = jax.random.key_data(leaf)
         array = np.asarray(leaf)
         known.update(f"{path} {array.dtype} {array.shape}".encode())
-        known.update(np.ascontiguousarray(array).data)
+        known.update(array.tobytes())
     return known.digest()
+
+
+def settings(value: Any) -> str:
+    """What a value is, in words that are the same in every process: for :func:`digest`.
+
+    Functions are told apart by their names, code and closures, objects by their fields. The numbers
+    in arrays are left to :func:`digest`.
+
+    >>> settings(lambda x: x + 1) == settings(lambda x: x + 2)
+    False
+    """
+    if isinstance(value, jax.Array | np.ndarray):
+        return f"array{value.shape}"
+    if isinstance(value, functools.partial):
+        return f"partial{settings((value.func, value.args, value.keywords))}"
+    if isinstance(value, dict):
+        return settings(sorted(value.items(), key=str))
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(settings, value))})"
+    if isinstance(value, types.CodeType):
+        return f"{value.co_name} {value.co_code.hex()} {settings(value.co_consts)}"
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        inner = settings((value.__code__, cells, value.__defaults__))
+        return f"{value.__module__}.{value.__qualname__}{inner}"
+    if isinstance(value, type) or " at 0x" not in repr(value):
+        return repr(value)
+    fields = getattr(value, "__dict__", {})
+    return f"{type(value).__qualname__}{settings(fields)}"
 
 
 class _Signals:

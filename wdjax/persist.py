@@ -1,5 +1,6 @@
 """Pytrees on disk: saved whole or not at all, restored strictly. The only importer of Orbax."""
 
+import os
 import shutil
 from os import PathLike
 from pathlib import Path
@@ -17,7 +18,19 @@ _MARK = "_METADATA"
 
 def exists(path: str | PathLike[str]) -> bool:
     """Whether :func:`restore` would find something at ``path``."""
-    return _newest(Path(path)).exists()
+    found = _newest(Path(path))
+    return found.exists() and any(found.iterdir())
+
+
+def check_writable(path: str | PathLike[str]) -> None:
+    """Refuses, before any work is done, a place where :func:`save` would fail."""
+    folder = Path(path).absolute().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error}; choose another path.") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{folder} is not writable; choose another path for the checkpoint.")
 
 
 def save(path: str | PathLike[str], tree: PyTree) -> None:
@@ -38,7 +51,7 @@ def save(path: str | PathLike[str], tree: PyTree) -> None:
 
     path = Path(path).absolute()
     new, old = _beside(path)
-    if path.exists() and not (path / _MARK).exists():
+    if path.exists() and not (path / _MARK).exists() and any(path.iterdir()):
         raise ValueError(f"{path} exists and is not a checkpoint; choose another path.")
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(new, _named(tree), force=True)

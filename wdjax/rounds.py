@@ -77,6 +77,8 @@ def begin(
     mesh: Mesh | None,
 ) -> tuple[Plan, Search]:
     """Evaluates all samples, chooses those to attack and begins."""
+    if any(stage.couple and stage.cycles for stage in attack.stages):
+        raise ValueError("a stage that couples samples cannot look for cycles of one of them.")
     n, samples = len(given.y), Samples(given.x, given.y, given.eps, None)
     victim = victim._replace(model=parallel.replicate(victim.model, mesh))
     plan = _plan(Problem(attack, victim, samples), batch_size, mesh)
@@ -123,7 +125,7 @@ def advance(plan: Plan, search: Search) -> Search:
         moving, *flags = _steps(plan.problem, moving, index, counts, number, most, record)
         seen.append(flags)
     if stage.couple is not None:
-        moving = _couple(plan.problem, moving, search.chosen, number)
+        moving = _couple(plan.problem, moving, np.asarray(search.chosen), number)
     active = np.array(search.active)
     for index, (over, info) in zip(batches, seen):
         places = _places(plan, index)
@@ -131,7 +133,9 @@ def advance(plan: Plan, search: Search) -> Search:
         if stage.done is not None or stage.cycles:
             active[places[own]] = ~np.asarray(over)[own]
         if history is not None:
-            _write(history, _offset(plan, number) + row, steps, places[own], info, own)
+            first = _offset(plan, number) + row
+            for leaf, values in zip(history, info):
+                leaf[first : first + steps, places[own]] = np.asarray(values)[:steps, own]
     search = Search(moving, search.chosen, active, number, row + steps, history)
     return _next_stage(plan, search) if left == 0 or not active.any() else search
 
@@ -173,7 +177,11 @@ def finish(plan: Plan, search: Search, n: int, skip_misclassified: bool) -> Foun
     found = parallel.gather(_first(found, n), plan.mesh)
     if search.history is None:
         return found
-    return replace(found, history=jax.tree.map(lambda leaf: leaf[:, :n], search.history))
+    history = jax.tree.map(lambda leaf: np.array(leaf[:, :n]), search.history)
+    taken = (history.forwards > 0) | (history.gradients > 0)
+    for row in range(1, len(taken)):  # What was not taken repeats the last value.
+        history.value[row] = np.where(taken[row], history.value[row], history.value[row - 1])
+    return replace(found, history=history)
 
 
 def _plan(problem: Problem, batch_size: int | None, mesh: Mesh | None) -> Plan:
@@ -181,7 +189,7 @@ def _plan(problem: Problem, batch_size: int | None, mesh: Mesh | None) -> Plan:
     devices, x = (1 if mesh is None else mesh.size), problem.samples.x
     if batch_size is None:
         one = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
-        size = _fitting(_gradient.trace(problem.victim, one).jaxpr)
+        size = _fitting(_forward.trace(problem.victim, one).jaxpr)
     else:
         size = -(-batch_size // devices)
     share = -(-len(x) // devices)
@@ -193,15 +201,12 @@ def _plan(problem: Problem, batch_size: int | None, mesh: Mesh | None) -> Plan:
 
 
 @jax.jit
-def _gradient(victim: Victim, x: Array) -> PyTree:
-    def total(x: Array) -> Array:
-        return jnp.sum(jnp.stack([jnp.sum(leaf) for leaf in jax.tree.leaves(victim.model(x))]))
-
-    return jax.value_and_grad(total)(x)
+def _forward(victim: Victim, x: Array) -> PyTree:
+    return victim.model(x)
 
 
 def _fitting(jaxpr: ClosedJaxpr) -> int:
-    """Samples in a batch, from the program of one sample's gradient."""
+    """Samples in a batch, from the program of one sample: a gradient keeps what it computes."""
     if jax.default_backend() == "cpu":
         return min(max(_CACHED // max(1, program.widest(jaxpr)), 16), 128)
     stats = jax.devices()[0].memory_stats() or {}
@@ -398,12 +403,3 @@ def _blank(value: np.ndarray, stages: tuple[Stage, ...]) -> Info:
     values = np.tile(value, (len(none), 1))
     leaves: tuple[Any, ...] = (values, none, none.copy(), none.copy(), none.astype(bool))
     return Info(*leaves)
-
-
-def _write(
-    history: Info, row: int, steps: int, places: np.ndarray, info: Info, own: np.ndarray
-) -> None:
-    """Writes what steps did; until others follow, the last value stands for all later ones."""
-    for leaf, values in zip(history, info):
-        leaf[row : row + steps, places] = np.asarray(values)[:steps, own]
-    history.value[row + steps :, places] = history.value[row + steps - 1, places]

@@ -134,8 +134,8 @@ def train(
 
     identity = b""
     if checkpoint is not None:
-        settings = driver.settings(attack), str(order), size
-        identity = loop.digest(*settings, opponent, model, x, y, key)
+        settings = loop.settings((attack, loss, optimizer, model, order, size))
+        identity = loop.digest(settings, opponent, model, x, y, key)
     return loop.carry(
         start(model, optimizer, epochs),
         turn,

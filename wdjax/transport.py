@@ -111,8 +111,8 @@ def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Res
       kappa: at least 1, may be traced, or None for the knapsack.
 
     Returns:
-      A :class:`~wdjax.core.Result`. Inside a trace, ``kappa`` below 1, a bad budget or a bad sample
-      gives weights, and so an accuracy, of NaN.
+      A :class:`~wdjax.core.Result`. Inside a trace, what would have been refused gives weights, and
+      so an accuracy, of NaN.
 
     Raises:
       ValueError: ``kappa`` below 1, ``eps`` negative, or points that cost more than the budget when
@@ -132,31 +132,41 @@ def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Res
     order = check_order(order)
     eps = check_number("eps", eps)
     kappa = None if kappa is None else check_number("kappa", kappa, 1.0)
-    weight = _weigh(found.cost, found.success, jnp.asarray(eps, found.cost.dtype), kappa, order)
-    result = Result(**{f.name: getattr(found, f.name) for f in fields(Found)}, weight=weight)
-    if not traced(found, eps, kappa):
-        _refuse_overspending(result, float(eps), order)
-    return result
+    if not traced(found, eps, kappa) and kappa is not None:
+        _refuse_overspending(found.cost, np.full(len(found.cost), 1 / float(kappa)), eps, order)
+    facts = found.cost, found.correct, found.success
+    weight = _weigh(*facts, jnp.asarray(eps, found.cost.dtype), kappa, order)
+    if not traced(weight):
+        _refuse_overspending(found.cost, weight, eps, order)
+    return Result(**{f.name: getattr(found, f.name) for f in fields(Found)}, weight=weight)
 
 
-@functools.partial(jax.jit, static_argnums=4)
+@functools.partial(jax.jit, static_argnums=5)
 def _weigh(
-    cost: jax.Array, success: jax.Array, eps: jax.Array, kappa: Any, order: float
+    cost: jax.Array,
+    correct: jax.Array,
+    success: jax.Array,
+    eps: jax.Array,
+    kappa: Any,
+    order: float,
 ) -> jax.Array:
+    valid = jnp.isfinite(eps) & (eps >= 0)
     if kappa is None:
-        weight = allocate(jnp.where(success, jnp.nan_to_num(cost), jnp.inf), eps, order)
-        valid = jnp.isfinite(eps) & (eps >= 0)
+        # What is an error already gains nothing by a move that costs something.
+        bought = jnp.where(correct, success, cost == 0)
+        weight = allocate(jnp.where(bought, jnp.nan_to_num(cost), jnp.inf), eps, order)
     else:
         kappa = jnp.asarray(kappa, cost.dtype)
         weight = jnp.broadcast_to(1 / kappa, cost.shape)
-        valid = jnp.isfinite(kappa) & (kappa >= 1)
+        spent = _power_mean(jnp, cost, weight, order)
+        valid &= jnp.isfinite(kappa) & (kappa >= 1) & (spent <= eps * (1 + 1e-5))
     return jnp.where(valid & jnp.isfinite(cost), weight.astype(cost.dtype), jnp.nan)
 
 
-def _refuse_overspending(result: Result, eps: float, order: float) -> None:
+def _refuse_overspending(cost: AnyArray, weight: AnyArray, eps: Any, order: float) -> None:
     """The last line of defence: the coupling cost of Corollary C.2, in float64."""
-    spent = _power_mean(np, _float64(result.cost), _float64(result.weight), order)
-    if not spent <= eps * (1 + 1e-5):
+    spent = _power_mean(np, _float64(cost), _float64(weight), order)
+    if not spent <= float(eps) * (1 + 1e-5):
         raise ValueError(
             f"these points cost {spent:g} when they all move, more than the budget {eps:g}; leave "
             "kappa out to move the cheapest flips only, or search within a radius."

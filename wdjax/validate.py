@@ -17,6 +17,11 @@ def traced(*trees: PyTree) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))
 
 
+def staged() -> bool:
+    """Whether ``jit`` is tracing, so that even operations on constants have no values yet."""
+    return isinstance(jnp.zeros(()) + 0, jax.core.Tracer)
+
+
 def check_model(model: Callable[[Array], PyTree]) -> None:
     """Checks that a model is a callable pytree of arrays."""
     if not callable(model):
@@ -73,7 +78,7 @@ def check_shapes(
             f"the criterion must return floats [{n}], one a sample, got "
             f"{judged.dtype}{list(judged.shape)}."
         )
-    return int(leaves[0].shape[-1])
+    return int(leaves[0].shape[-1]) if leaves[0].ndim > 1 else np.iinfo(np.int32).max
 
 
 def check_samples(
@@ -90,9 +95,10 @@ def check_samples(
     if not (math.isfinite(low) and math.isfinite(high)):
         bad = int(jnp.argmax(~jnp.all(jnp.isfinite(x.reshape(len(x), -1)), axis=-1)))
         raise ValueError(f"x[{bad}] holds a value that is not finite; remove or repair it.")
-    if box is not None and (low < box[0] or high > box[1]):
+    ends = None if box is None else np.asarray(box, x.dtype)
+    if ends is not None and (low < ends[0] or high > ends[1]):
         raise ValueError(
-            f"x spans [{low:g}, {high:g}], outside the box [{box[0]:g}, {box[1]:g}]; rescale it, "
+            f"x spans [{low:g}, {high:g}], outside the box [{ends[0]:g}, {ends[1]:g}]; rescale it, "
             "or give the ball another box (box=None for none)."
         )
     smallest, largest = int(labels.min()), int(labels.max())
@@ -208,7 +214,7 @@ def check_box(box: Any) -> tuple[float, float] | None:
 
 
 def settle(attack: Any, dtype: np.dtype) -> Any:
-    """The attack with its numbers in the type of the samples, each checked to be finite.
+    """The attack with its numbers in the type of the samples, each finite and at least 0.
 
     Weak Python numbers would keep the type too, but cost a conversion at every dispatch.
     """

@@ -74,7 +74,7 @@ class Move(NamedTuple):
     """The best of several candidate steps, per sample."""
 
     margin: Array
-    """``z_rival - z_y`` at ``x``."""
+    """``z_rival - z_y`` at ``x``; minus infinity where a logit is not finite."""
     x: Array
     rival: Array
     logits: Array
@@ -86,7 +86,7 @@ def best_move(
     y: Array,
     choose: Callable[[Array], Array],
     advance: Callable[[Array, Array], Array],
-) -> tuple[Move, Info]:
+) -> tuple[Move, Array, Info]:
     """Steps towards every chosen rival and keeps the candidate of largest margin to its own rival.
 
     Args:
@@ -97,7 +97,7 @@ def best_move(
       advance: ``(x, gradient) -> candidates``, all ``[n, *shape]``.
 
     Returns:
-      The winning :class:`Move` and what the step did.
+      The winning :class:`Move`, the logits at ``x`` and what the step did.
 
     Cost: 1 + m forward and m backward passes; memory for at most 10 candidates a sample.
     """
@@ -116,11 +116,12 @@ def best_move(
         after = victim.model(tried.reshape(count * len(y), *x.shape[1:]))
         after = after.reshape(count, len(y), -1)
         margin = jax.vmap(losses.targeted_margin, (0, None, 0))(after, y, rivals)
-        # A NaN would win the maximum.
-        winner = jnp.argmax(jnp.where(jnp.isnan(margin), -jnp.inf, margin), axis=0)
+        known = jnp.isfinite(after).all(axis=2)
+        margin = jnp.where(known, margin, -jnp.inf)
+        winner = jnp.argmax(margin, axis=0)
         move = Move(*(leaf[winner, sample] for leaf in (margin, tried, rivals, after)))
-        zeros = jnp.sum(slopes.zero.astype(jnp.int32), axis=0)
-        return move, zeros, slopes.fault.any(axis=0) | ~jnp.isfinite(after).all(axis=(0, 2))
+        zeros = jnp.sum(slopes.zero, axis=0, dtype=jnp.int32)
+        return move, zeros, slopes.fault.any(axis=0) | ~known.all(axis=0)
 
     def attempt_more(best: tuple[Move, Array, Array], rivals: Array) -> tuple[Any, None]:
         known, zeros, fault = best
@@ -139,7 +140,8 @@ def best_move(
     one = jnp.ones(len(y), jnp.int32)
     value = victim.criterion(logits, y)
     fault |= ~jnp.isfinite(value)
-    return move, Info(value, count * one, (1 + count) * one, jnp.minimum(zeros, count), fault)
+    info = Info(value, count * one, (1 + count) * one, jnp.minimum(zeros, count), fault)
+    return move, logits, info
 
 
 def all_rivals(logits: Array, y: Array) -> Array:
@@ -189,9 +191,13 @@ def no_best(x: Array, iterate: str) -> Best | None:
     return None if iterate == "last" else Best(x, jnp.full(len(x), -jnp.inf, x.dtype))
 
 
-def keep_best(best: Best | None, x: Array, value: Array) -> Best | None:
-    """The better of :class:`Best` and the points ``x``, if anyone looks for it."""
+def keep_best(best: Best | None, x: Array, value: Array, out: PyTree) -> Best | None:
+    """The better of :class:`Best` and the points ``x``, if anyone looks for it.
+
+    An output that is not finite is never better: measured again, it would not count.
+    """
     if best is None:
         return None
-    better = value > best.value
+    value = value.astype(best.value.dtype)
+    better = (value > best.value) & jnp.isfinite(value) & finite(out)
     return Best(jnp.where(norms.spread(better, x), x, best.x), jnp.where(better, value, best.value))

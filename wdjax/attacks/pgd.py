@@ -90,11 +90,11 @@ class PGD:
         info = ascent.note(victim, samples.y, seen)
         moved = self.ball.ascend(state.x, seen.gradient, size)
         moved = self.ball.project(moved, samples.x, eps)
-        return State(moved, ascent.keep_best(state.best, state.x, info.value)), info
+        return State(moved, ascent.keep_best(state.best, state.x, info.value, seen.out)), info
 
     def _compare(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        info = ascent.judge(victim, state.x, samples.y)[1]
-        best = ascent.keep_best(state.best, state.x, info.value)
+        out, info = ascent.judge(victim, state.x, samples.y)
+        best = ascent.keep_best(state.best, state.x, info.value, out)
         assert best is not None
         return State(best.x, best), info
 

@@ -110,8 +110,9 @@ class WDA:
         def advance(x: Array, gradient: Array) -> Array:
             return self._advance(samples, x, gradient)
 
-        move, info = ascent.best_move(victim, state.x, samples.y, choose, advance)
-        return State(move.x, move.rival, ascent.keep_best(state.best, state.x, info.value)), info
+        move, logits, info = ascent.best_move(victim, state.x, samples.y, choose, advance)
+        best = ascent.keep_best(state.best, state.x, info.value, logits)
+        return State(move.x, move.rival, best), info
 
     def _follow(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         def margin(logits: Array, y: Array) -> Array:
@@ -120,11 +121,12 @@ class WDA:
         seen = ascent.slope(victim, state.x, samples.y, margin)
         info = ascent.note(victim, samples.y, seen)
         moved = self._advance(samples, state.x, seen.gradient)
-        return State(moved, state.rival, ascent.keep_best(state.best, state.x, info.value)), info
+        best = ascent.keep_best(state.best, state.x, info.value, seen.out)
+        return State(moved, state.rival, best), info
 
     def _compare(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        info = ascent.judge(victim, state.x, samples.y)[1]
-        best = ascent.keep_best(state.best, state.x, info.value)
+        out, info = ascent.judge(victim, state.x, samples.y)
+        best = ascent.keep_best(state.best, state.x, info.value, out)
         assert best is not None
         return State(best.x, state.rival, best), info
 

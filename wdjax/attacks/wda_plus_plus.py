@@ -12,7 +12,8 @@ from wdjax.attacks.ascent import setting
 from wdjax.balls import Lp
 from wdjax.core import Array, Info, Samples, Stage, Victim
 
-_ULPS = 64
+_ULPS = {2: 2, 4: 64, 8: 64}
+"""By the bytes of a logit: another batch rounds sums of products by so much."""
 
 
 class State(NamedTuple):
@@ -104,7 +105,8 @@ class WDAPlusPlus:
     ) -> State:
         ascent.need_logits("WDA++", samples.out)
         x, y = samples.x, samples.y
-        out, first = (samples.out, x) if start is None else (victim.model(start), start)
+        first = x if start is None else self.ball.clip(start)
+        out = samples.out if start is None else victim.model(first)
         zero, one = jnp.zeros(len(y), x.dtype), jnp.ones(len(y), x.dtype)
         flipped = victim.criterion(out, y) > 0
         rivals = ascent.top_rivals(samples.out, y, self.rivals)
@@ -121,7 +123,7 @@ class WDAPlusPlus:
         def advance(x: Array, gradient: Array) -> Array:
             return self.ball.clip(self.ball.ascend(x, gradient, size))
 
-        move, info = ascent.best_move(
+        move, _, info = ascent.best_move(
             victim, state.after, samples.y, lambda logits: state.rivals, advance
         )
         still = norms.spread(~state.flipped, state.after)
@@ -176,7 +178,8 @@ def _flips(victim: Victim, x: Array, y: Array) -> tuple[Array, Info]:
     batch, where the same logits round differently.
     """
     logits, info = ascent.judge(victim, x, y)
-    slack = _ULPS * jnp.finfo(logits.dtype).eps * jnp.max(jnp.abs(logits), axis=-1)
+    ulps = _ULPS[logits.dtype.itemsize] * jnp.finfo(logits.dtype).eps
+    slack = ulps * jnp.max(jnp.abs(logits), axis=-1)
     return info.value > slack, info
 
 
