@@ -78,10 +78,10 @@ def test_layers_in_training_form_are_refused():
             return self.out(self.drop(self.norm(x)))
 
     net = Net(nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"norm \(BatchNorm\).*eval\(\)"):
+    with pytest.raises(ValueError, match=r"drop \(Dropout\).*eval\(\)"):
         models.functional(net)
-    net.norm.use_running_average = True
-    with pytest.raises(ValueError, match=r"drop \(Dropout\)"):
+    net.drop.deterministic = True
+    with pytest.raises(ValueError, match=r"norm \(BatchNorm\)"):
         models.functional(net)
     net.eval()
     x = jax.random.normal(jax.random.key(0), (5, 4))

@@ -706,7 +706,7 @@ def test_traces_work_where_double_is_the_default(dtype):
             inside = jax.jit(
                 lambda x, attack=attack: wdjax.run(attack, model, x, FIRST, eps=0.12).accuracy
             )
-            assert float(inside(PAIR.astype(jnp.float32))) == pytest.approx(0.5, abs=0.2)
+            assert 0.1 < float(inside(PAIR.astype(jnp.float32))) <= 0.5
 
 
 @fast
