@@ -100,34 +100,23 @@ def search(
     victim = Victim(model, _as_pytree(criterion))
     attack = validate.settle(attack, x.dtype)
     key = key if attack.random else None
-    if not (validate.traced(attack, victim, x, y, eps, key, start, only) or validate.staged()):
-        x, y = validate.check_samples(model, x, y, attack.ball.box, own)
-        eps = None if eps is None else validate.check_radii(eps, len(y))
-        given = _given(x, y, eps, validate.check_like("start", start, x), key, index)
-        plan, begun = rounds.begin(
-            attack,
-            victim,
-            given,
-            only=validate.check_mask("only", only, len(y)),
-            skip_misclassified=skip_misclassified,
-            history=history,
-            batch_size=None
-            if batch_size is None
-            else validate.check_count("batch_size", batch_size),
-            mesh=mesh,
-        )
-        last = _carry(plan, begun, len(y), callback, checkpoint, every)
-        return rounds.finish(plan, last, len(y), skip_misclassified)
-    if not all(option is None for option in (batch_size, mesh, callback, checkpoint)):
-        raise ValueError(
-            "batch_size, mesh, callback and checkpoint work at top level only; inside jit or vmap "
-            "leave them out."
-        )
-    classes = validate.check_shapes(model, x, y, own)
-    given = _given(x, jnp.asarray(y).astype(jnp.int32), eps, start, key, index)
-    chosen = jnp.ones(len(y), bool) if only is None else jnp.asarray(only)
-    found = _traced(attack, victim, given, chosen, skip_misclassified, history)
-    return _poison(found, validate.sound(attack.ball, given.x, given.y, given.eps, classes))
+    skip = skip_misclassified
+    if validate.traced(attack, victim, x, y, eps, key, start, only) or validate.staged():
+        if not all(option is None for option in (batch_size, mesh, callback, checkpoint)):
+            raise ValueError(
+                "batch_size, mesh, callback and checkpoint work at top level only; inside jit or "
+                "vmap leave them out."
+            )
+        classes = validate.check_shapes(model, x, y, own)
+        given = _given(x, jnp.asarray(y).astype(jnp.int32), eps, start, key, index)
+        found = _traced(attack, victim, given, only, skip, history)
+        return _poison(found, validate.sound(attack.ball, given.x, given.y, given.eps, classes))
+    x, y = validate.check_samples(model, x, y, attack.ball.box, own)
+    eps, start = validate.check_radii(eps, len(y)), validate.check_like("start", start, x)
+    given, only = _given(x, y, eps, start, key, index), validate.check_mask("only", only, len(y))
+    plan, begun = rounds.begin(attack, victim, given, only, skip, history, batch_size, mesh)
+    last = _carry(plan, begun, len(y), callback, checkpoint, every)
+    return rounds.finish(plan, last, len(y), skip)
 
 
 def _check_needs(attack: Attack, eps: Any, key: Any) -> None:
@@ -285,13 +274,13 @@ def _traced(
     attack: Attack,
     victim: Victim,
     given: Given,
-    chosen: Array,
+    only: Any,
     skip_misclassified: bool,
     history: bool,
 ) -> Found:
     """All stages as loops over all samples."""
     samples, moving = track.begin(attack, victim, given)
-    attacked: Array = chosen
+    attacked = jnp.ones(len(given.y), bool) if only is None else jnp.asarray(only)
     log: list[Any] = []
     if skip_misclassified:
         attacked &= ~(victim.criterion(samples.out, samples.y) > 0)

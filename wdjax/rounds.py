@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
-from wdjax import loop, parallel, program, track
+from wdjax import loop, parallel, program, track, validate
 from wdjax.core import Array, Attack, Found, Info, Progress, PyTree, Samples, Stage, Victim
 from wdjax.track import Given, Problem, Track
 
@@ -69,7 +69,6 @@ def begin(
     attack: Attack,
     victim: Victim,
     given: Given,
-    *,
     only: np.ndarray | None,
     skip_misclassified: bool,
     history: bool,
@@ -191,7 +190,7 @@ def _plan(problem: Problem, batch_size: int | None, mesh: Mesh | None) -> Plan:
         one = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
         size = _fitting(_forward.trace(problem.victim, one).jaxpr)
     else:
-        size = -(-batch_size // devices)
+        size = -(-validate.check_count("batch_size", batch_size) // devices)
     share = -(-len(x) // devices)
     # Little data makes one batch of about its own size, in sixteenths of the limit.
     grain = max(1, size // 16)

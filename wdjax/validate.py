@@ -138,8 +138,8 @@ def check_number(name: str, value: Any, least: float = 0.0) -> Any:
 
 
 def check_radii(eps: Any, n: int) -> Any:
-    """Checks radii: one number, or one a sample; traced ones pass."""
-    if traced(eps):
+    """Checks radii: one number, one a sample, or None; traced ones pass."""
+    if eps is None or traced(eps):
         return eps
     array = np.asarray(eps)
     if array.shape not in ((), (n,)) or not np.issubdtype(array.dtype, np.number):
