@@ -164,7 +164,7 @@ def measure(shared, net, name, peer, repeats):
         _, looped = timed(lambda: traced(model, x))
         each = looped / inside.gradients.sum() / (own / result.gradients.sum())
         rows.append((own, own / base, torch_time / own, own / passes, float(each)))
-    middle = np.nanmedian(np.array(rows, float), axis=0)
+    middle = np.median(np.array(rows, float), axis=0)
     cells = "".join(f"{value:>11.3f}" for value in middle)
     print(
         f"{net:<16}{name:<6}{float(result.accuracy):>7.4f}{cells}{first:>9.1f}{compile_base:>9.1f}",

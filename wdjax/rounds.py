@@ -192,9 +192,11 @@ def _plan(problem: Problem, batch_size: int | None, mesh: Mesh | None) -> Plan:
     else:
         size = -(-validate.check_count("batch_size", batch_size) // devices)
     share = -(-len(x) // devices)
-    # Little data makes one batch of about its own size, in sixteenths of the limit.
+    # Batches of about equal size, in sixteenths of the limit, idle least. They depend on the number
+    # of samples alone; who asks for a size gets it, if there are so many.
     grain = max(1, size // 16)
-    size = min(size, -(-share // grain) * grain)
+    even = share if batch_size is not None else -(-share // -(-share // size))
+    size = min(size, -(-even // grain) * grain)
     rows = _coarse(-(-share // size)) * size
     return Plan(problem, size, max(1, size // 4), rows, mesh)
 
