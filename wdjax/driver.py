@@ -109,8 +109,8 @@ def search(
             )
         classes = validate.check_shapes(model, x, y, own)
         given = _given(x, jnp.asarray(y).astype(jnp.int32), eps, start, key, index)
-        found = _traced(attack, victim, given, only, skip, history)
-        return _poison(found, validate.sound(attack.ball, given.x, given.y, given.eps, classes))
+        sound = validate.sound(attack.ball, given.x, given.y, given.eps, classes)
+        return _traced(attack, victim, given, only, skip, history, sound)
     x, y = validate.check_samples(model, x, y, attack.ball.box, own)
     eps, start = validate.check_radii(eps, len(y)), validate.check_like("start", start, x)
     given, only = _given(x, y, eps, start, key, index), validate.check_mask("only", only, len(y))
@@ -277,8 +277,9 @@ def _traced(
     only: Any,
     skip_misclassified: bool,
     history: bool,
+    sound: Array,
 ) -> Found:
-    """All stages as loops over all samples."""
+    """All stages as loops over all samples, of which only the sound ones give numbers."""
     samples, moving = track.begin(attack, victim, given)
     attacked = jnp.ones(len(given.y), bool) if only is None else jnp.asarray(only)
     log: list[Any] = []
@@ -310,7 +311,7 @@ def _traced(
     )
     if history:
         found = replace(found, history=jax.tree.map(lambda *rows: jnp.concatenate(rows), *log))
-    sound = track.finite(samples.out) & track.finite(victim.criterion(samples.out, samples.y))
+    sound &= track.finite((samples.out, victim.criterion(samples.out, samples.y)))
     return _poison(found, sound)
 
 
