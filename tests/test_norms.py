@@ -23,32 +23,27 @@ def numbers(shape, low=-3.0, high=3.0):
 
 
 def solve_projection(z, center, radius, norm, box):
-    """The projection by a general convex solver, in float64."""
-    d = z.size
+    """The projection in float64, by a root of the multiplier of the norm's constraint."""
     low, high = box if box is not None else (-np.inf, np.inf)
-    if norm == 1:
-        # p = center + u - v with u, v >= 0.
-        start = np.zeros(2 * d)
-        result = scipy.optimize.minimize(
-            lambda w: np.sum((center + w[:d] - w[d:] - z) ** 2),
-            start,
-            method="SLSQP",
-            bounds=[(0, max(high - c, 0)) for c in center] + [(0, max(c - low, 0)) for c in center],
-            constraints={"type": "ineq", "fun": lambda w: radius - np.sum(w)},
-            options={"ftol": 1e-14, "maxiter": 500},
-        )
-        return center + result.x[:d] - result.x[d:]
     if norm == math.inf:
         return np.clip(np.clip(z, center - radius, center + radius), low, high)
-    result = scipy.optimize.minimize(
-        lambda p: np.sum((p - z) ** 2),
-        center,
-        method="SLSQP",
-        bounds=[(low, high)] * d,
-        constraints={"type": "ineq", "fun": lambda p: radius**2 - np.sum((p - center) ** 2)},
-        options={"ftol": 1e-14, "maxiter": 500},
-    )
-    return result.x
+
+    def point(multiplier):
+        """Minimises ``|p - z|^2 / 2`` plus the multiplier times the constraint, in the box."""
+        if norm == 1:
+            step = np.sign(z - center) * np.maximum(np.abs(z - center) - multiplier, 0)
+        else:
+            step = (z - center) / (1 + multiplier)
+        return np.clip(center + step, low, high)
+
+    def excess(multiplier):
+        return np.linalg.norm(point(multiplier) - center, norm) - radius
+
+    if excess(0.0) <= 0:
+        return point(0.0)
+    # Beyond this multiplier every step is inside.
+    most = np.abs(z - center).max() if norm == 1 else np.linalg.norm(z - center) / radius
+    return point(scipy.optimize.brentq(excess, 0.0, most, xtol=1e-15, rtol=1e-14))
 
 
 @pytest.mark.fast
@@ -93,9 +88,9 @@ def test_dual_maximizer_attains_the_dual_norm(norm):
 
 @pytest.mark.parametrize("box", [None, (0.0, 1.0)])
 @ORDERS
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_projection_is_a_convex_solvers(norm, box, data):
+def test_projection_is_the_nearest_point(norm, box, data):
     z = data.draw(numbers(4, -2, 3), "z")
     center = data.draw(numbers(4, 0, 1), "center")
     radius = data.draw(st.floats(0.125, 2.0, width=32), "radius")
@@ -105,10 +100,13 @@ def test_projection_is_a_convex_solvers(norm, box, data):
         found = norms.project(*arrays, radius, norm)[0]
     else:
         found = norms.project_in_box(*arrays, radius, norm, box)[0]
-    np.testing.assert_allclose(found, expected, atol=2e-4)
-    # Optimality without a solver: never further than the solver's point.
-    near, far = np.linalg.norm(found - z), np.linalg.norm(expected - z)
-    assert near <= far + 1e-5
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    # Without multipliers: no feasible point makes an acute angle with what is left.
+    tried = center + radius * np.random.default_rng(0).uniform(-1, 1, (2000, 4))
+    tried = tried if box is None else np.clip(tried, *box)
+    tried = tried[np.linalg.norm(tried - center, norm, axis=1) <= radius]
+    left, scale = z.astype(float) - found, 1 + np.abs(z).max()
+    assert ((tried - np.asarray(found)) @ left).max(initial=0.0) <= 1e-5 * scale**2
 
 
 @pytest.mark.fast
@@ -227,7 +225,7 @@ def test_steps_but_l1_are_the_dual_maximizers_to_the_bit(norm):
 
 
 @pytest.mark.parametrize("box", [None, (0.0, 1.0)])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_l1_step_maximizes_its_model(box, data):
     x = data.draw(numbers(4, 0, 1), "x").astype(float)
@@ -235,26 +233,23 @@ def test_l1_step_maximizes_its_model(box, data):
     size = data.draw(st.floats(0.125, 3.0, width=32), "size")
     moved = norms.ascend(jnp.array(x)[None], jnp.array(g)[None], size, 1, box)[0]
     low, high = (0 - x, 1 - x) if box else (np.full(4, -9.0), np.full(4, 9.0))
-    g = np.where(((g > 0) & (high <= 0)) | ((g < 0) & (low >= 0)), 0, g)
+    edge = 64 * np.finfo(np.float32).eps  # Who has less room than this is left out of the norm.
+    g = np.where(((g > 0) & (high <= edge)) | ((g < 0) & (low >= -edge)), 0, g)
     if np.linalg.norm(g) < 1e-3:
         return  # Flat: any step is as good.
     g /= np.linalg.norm(g)
 
-    def model(h):
-        return g @ h - h @ h / (2 * norms._REACH * size)
+    reach = norms._REACH * size
 
-    solved = scipy.optimize.minimize(
-        lambda w: -model(w[:4] - w[4:]),
-        np.zeros(8),
-        method="SLSQP",
-        bounds=[(0, v) for v in high] + [(0, -v) for v in low],
-        constraints={"type": "ineq", "fun": lambda w: size - np.sum(w)},
-        options={"ftol": 1e-14, "maxiter": 500},
-    )
+    def model(h):
+        return g @ h - h @ h / (2 * reach)
+
+    # The maximiser of the model is the feasible step nearest to its unconstrained one.
+    best = solve_projection(reach * g, np.zeros(4), size, 1, (low, high))
     h = np.asarray(moved, float) - x
     assert np.abs(h).sum() <= size * (1 + 1e-6)
     assert np.all((h >= low - 1e-7) & (h <= high + 1e-7))
-    assert model(h) >= -solved.fun - 1e-5
+    assert model(h) >= model(best) - 1e-5
 
 
 @pytest.mark.fast

@@ -302,7 +302,7 @@ def ascend(
     which is the exact projection on ball and box of an l2 step of length ``4 size``. Without the
     quadratic term it would fill the room of one coordinate after the other in order of ``|g|``;
     with it, coordinates of similar gradients share the step, as is better in curved models.
-    ``||g||_2`` leaves out coordinates that cannot move.
+    ``||g||_2`` leaves out coordinates that cannot move by more than some roundings.
 
     Args:
       x: ``[n, *shape]`` floats, inside the box.

@@ -29,13 +29,16 @@ def _inner(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
 def widest(jaxpr: Jaxpr | ClosedJaxpr) -> int:
     """Numbers in the largest array that a program computes; 0 if it computes none.
 
+    A reshaped array is the array that it was.
+
     Args:
       jaxpr: from ``jax.make_jaxpr(f)(*args)`` or ``jax.jit(f).trace(*args).jaxpr``.
 
     >>> widest(jax.make_jaxpr(lambda x: jnp.sum(jnp.outer(x, x)))(jnp.ones(5)))
     25
     """
-    shapes: list[Any] = [var.aval for eqn in equations(jaxpr) for var in eqn.outvars]
+    computed = (eqn for eqn in equations(jaxpr) if eqn.primitive.name != "reshape")
+    shapes: list[Any] = [var.aval for eqn in computed for var in eqn.outvars]
     return max((aval.size for aval in shapes), default=0)
 
 

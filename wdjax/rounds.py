@@ -21,6 +21,9 @@ from wdjax.track import Given, Problem, Track
 
 _CACHED = 2**16
 """On a CPU, numbers in the largest array of a batch at most: it should stay in the cache."""
+_SMALLEST = 16
+"""Samples in a default batch on a CPU at least. From the program of so many its needs are read, in
+which arrays that belong to no sample, kernels say, count for little."""
 _SHARE = 0.5
 """Of an accelerator's free memory, what a batch may take."""
 _LARGEST = 1024
@@ -187,8 +190,8 @@ def _plan(problem: Problem, batch_size: int | None, mesh: Mesh | None) -> Plan:
     """Chooses the batch, by what the model takes in memory where the user does not say."""
     devices, x = (1 if mesh is None else mesh.size), problem.samples.x
     if batch_size is None:
-        one = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
-        size = _fitting(_forward.trace(problem.victim, one).jaxpr)
+        some = jax.ShapeDtypeStruct((_SMALLEST, *x.shape[1:]), x.dtype)
+        size = _fitting(_forward.trace(problem.victim, some).jaxpr)
     else:
         size = -(-validate.check_count("batch_size", batch_size) // devices)
     share = -(-len(x) // devices)
@@ -207,12 +210,12 @@ def _forward(victim: Victim, x: Array) -> PyTree:
 
 
 def _fitting(jaxpr: ClosedJaxpr) -> int:
-    """Samples in a batch, from the program of one sample: a gradient keeps what it computes."""
+    """Samples in a batch, from the program of a few: a gradient keeps what it computes."""
     if jax.default_backend() == "cpu":
-        return min(max(_CACHED // max(1, program.widest(jaxpr)), 16), 128)
+        return min(max(_SMALLEST * _CACHED // max(1, program.widest(jaxpr)), _SMALLEST), 128)
     stats = jax.devices()[0].memory_stats() or {}
     free = stats.get("bytes_limit", 2**33) - stats.get("bytes_in_use", 0)
-    size = int(_SHARE * free) // (4 * max(1, program.live(jaxpr)))
+    size = _SMALLEST * int(_SHARE * free) // (4 * max(1, program.live(jaxpr)))
     return 2 ** (min(max(size, 1), _LARGEST).bit_length() - 1)
 
 
