@@ -406,7 +406,7 @@ def path(turn, steps):
 
 @pytest.fixture(params=[1, 4, 10])
 def chunk(request, monkeypatch):
-    """Steps in one program: 1 is what a CPU gets, more what an accelerator gets."""
+    """Steps in one program: short stages take them singly on a CPU, long ones ten at a time."""
     monkeypatch.setattr(rounds, "_chunk", lambda stage: min(request.param, stage.length))
     return request.param
 
@@ -462,6 +462,7 @@ def test_a_long_search_ends_in_small_batches(monkeypatch):
         return made
 
     monkeypatch.setattr(rounds, "_batches", note)
+    monkeypatch.setattr(rounds, "_chunk", lambda stage: 1)
     turns = tuple([200] * 17 + [3] * 6)
     found = wdjax.search(Walk((60,), turns), table, index, zeros, batch_size=16)
     assert sizes[0] == [16, 4, 4]

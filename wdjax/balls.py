@@ -36,10 +36,8 @@ class Lp:
     def cost(self, x: Array, x_adv: Array, proof: None = None) -> Array:
         """``[n]`` distances; inf where a point is outside the box or not finite."""
         flat = x_adv.reshape(len(x_adv), -1)
-        inside = jnp.all(jnp.isfinite(flat), axis=-1)
-        if self.box is not None:
-            low, high = self.box
-            inside &= jnp.all((flat >= low) & (flat <= high), axis=-1)
+        low, high = (-jnp.inf, jnp.inf) if self.box is None else self.box
+        inside = jnp.all(jnp.isfinite(flat) & (flat >= low) & (flat <= high), axis=-1)
         moved = jnp.where(norms.spread(inside, x), x_adv, x)
         return jnp.where(inside, norms.lp_norm(moved - x, self.norm), jnp.inf)
 

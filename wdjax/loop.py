@@ -1,7 +1,7 @@
 """One loop for everything that is carried on: searches, trainings, games.
 
 A turn is a pure function of a pytree; between turns the loop reports, stops early, saves and
-resumes. How many steps one turn may put into one program is decided here too.
+resumes.
 """
 
 import functools
@@ -19,21 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import persist, program
+from wdjax import persist
 
 State = TypeVar("State")
 
 CHUNK = 10
-"""Steps in one program on an accelerator, so that the host is seldom waited for."""
-
-
-def at_once(step: Callable[..., Any], *example: Any) -> bool:
-    """Whether many repetitions of ``step(*example)`` belong into one program.
-
-    On an accelerator, always. XLA's CPU compiler is slow at some convolutions inside a loop body
-    (:func:`wdjax.program.loops_well`); a program with one of them is repeated from the host.
-    """
-    return jax.default_backend() != "cpu" or program.loops_well(step, *example)
+"""Steps of a search in one program at most, so that the host is seldom waited for."""
 
 
 def carry(

@@ -1,6 +1,6 @@
 """What a program's jaxpr tells: how wide it is, how much it may keep, how well it loops."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -59,8 +59,8 @@ def live(jaxpr: Jaxpr | ClosedJaxpr) -> int:
     return total
 
 
-def loops_well(fn: Callable[..., Any], *args: Any) -> bool:
-    """Whether XLA runs a function as fast inside a loop as outside.
+def loops_well(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
+    """Whether XLA runs a program as fast inside a loop as outside: where "host or scan" is decided.
 
     Always, except on the CPU: its compiler brings convolutions into the layout NHWC, HWIO, NHWC
     (for any number of image axes), which it is fast at, outside of loops only. In a loop, another
@@ -69,17 +69,14 @@ def loops_well(fn: Callable[..., Any], *args: Any) -> bool:
     slow, and slower outside. :func:`wdjax.models.conv.conv` writes its gradients so.
 
     Args:
-      fn: what would be looped, so rather a value *and gradient* than a model.
-      *args: example arguments; arrays or ``jax.ShapeDtypeStruct``.
+      jaxpr: of what would be looped, so rather of a value *and gradient* than of a model.
 
     >>> from wdjax.models.conv import conv
     >>> image, kernel = jnp.ones((1, 8, 8, 2)), jnp.ones((3, 3, 2, 4))
-    >>> loops_well(jax.grad(lambda x: conv(x, kernel).sum()), image)
+    >>> loops_well(jax.make_jaxpr(jax.grad(lambda x: conv(x, kernel).sum()))(image))
     True
     """
-    if jax.default_backend() != "cpu":
-        return True
-    return all(map(_canonical, equations(jax.make_jaxpr(fn)(*args))))
+    return jax.default_backend() != "cpu" or all(map(_canonical, equations(jaxpr)))
 
 
 def _canonical(eqn: JaxprEqn) -> bool:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from wdjax import driver, loop, losses, validate
+from wdjax import driver, loop, losses, program, validate
 from wdjax.core import AnyArray, Array, Attack, PyTree
 
 
@@ -78,8 +78,8 @@ def train(
     the epoch.
 
     An epoch is one program with one loop, unless XLA would run the model slowly inside it
-    (:func:`wdjax.loop.at_once`). It goes through a random permutation and leaves out what does not
-    fill a batch.
+    (:func:`wdjax.program.loops_well`). It goes through a random permutation and leaves out what
+    does not fill a batch.
 
     Args:
       model: a pytree callable, :data:`wdjax.Model`; all its leaves are trained.
@@ -125,7 +125,7 @@ def train(
     size = min(batch_size, len(y))
     steps = len(y) // size
     optimizer = _default_optimizer(epochs * steps) if optimizer is None else optimizer
-    at_once = loop.at_once(_gradients, model, x[:1])
+    at_once = program.loops_well(jax.make_jaxpr(_gradients)(model, x[:1]))
     recipe = Recipe(optimizer, loss, validate.check_order(order), at_once)
 
     def turn(training: Training) -> Training:
