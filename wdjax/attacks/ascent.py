@@ -188,9 +188,9 @@ class Best(NamedTuple):
     value: Array
 
 
-def no_best(x: Array, iterate: str) -> Best | None:
-    """Where the search for the best iterate begins; None if the last one is wanted."""
-    return None if iterate == "last" else Best(x, jnp.full(len(x), -jnp.inf, x.dtype))
+def no_best(x: Array, wanted: bool) -> Best | None:
+    """Where the search for the best iterate begins; None if it is not wanted."""
+    return None if not wanted else Best(x, jnp.full(len(x), -jnp.inf, x.dtype))
 
 
 def keep_best(best: Best | None, x: Array, value: Array, out: PyTree) -> Best | None:

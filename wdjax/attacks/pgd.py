@@ -79,7 +79,7 @@ class PGD:
             point = point + norms.spread(eps, x) * noise
         if point is not x:
             point = self.ball.project(point, x, eps)
-        return State(point, ascent.no_best(point, self.iterate))
+        return State(point, ascent.no_best(point, self.iterate == "best"))
 
     def _ascend(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         eps, size = samples.radius, self.step_size
