@@ -22,7 +22,9 @@ class State(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PGD:
-    r"""Projected gradient ascent ``x <- P(x + step_size * M_r(grad loss))`` on a per-sample loss.
+    r"""Projected gradient ascent: steps that raise a loss, each pulled back into the ball.
+
+    The iteration is ``x <- P(x + step_size * M_r(grad loss))``, with a loss per sample.
 
     Args:
       ball: norm and box.
