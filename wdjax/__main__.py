@@ -1,8 +1,6 @@
 """``python -m wdjax``: see :mod:`wdjax.cli`."""
 
-import sys
-
-from wdjax.cli import main
+from wdjax.cli import process_main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process_main()

@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from wdjax import __version__, report
 from wdjax.cli import attack, audit, convert, process
@@ -54,6 +56,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         console.warn("wdjax: terminated")
         return process.TERMINATED
+
+
+def process_main() -> NoReturn:
+    """The process's own :func:`main`.
+
+    An interrupted process ends at once: compilers may still be at work in other threads, and an
+    interpreter that is taken down under them crashes.
+    """
+    code = main()
+    if code in (process.INTERRUPTED, process.TERMINATED):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def parser() -> argparse.ArgumentParser:

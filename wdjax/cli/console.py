@@ -1,6 +1,7 @@
 """What a command says and shows while it works: results, warnings, bars."""
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -60,7 +61,7 @@ class Console(NamedTuple):
                 bar.update(progress.taken - bar.n)
                 if not began:
                     bar.initial, began = bar.n, True
-                    bar.start_t = bar._time()
+                    bar.start_t = time.time()
 
             yield tick
 
