@@ -14,7 +14,7 @@ import jax
 TERMINATED = 128 + signal.SIGTERM
 INTERRUPTED = 128 + signal.SIGINT
 
-_WORTH = 0.1
+_WORTH = 0.0
 """Programs that compile faster than so many seconds are not kept."""
 
 
