@@ -110,7 +110,7 @@ def _adapted(svg: str) -> str:
     svg = re.sub(r"<(metadata|style)\b.*?</\1>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")
     used = set(re.findall(r'(?:url\(#|href="#)([\w-]+)', svg))
-    svg = re.sub(r' id="([\w-]+)"', lambda name: name[0] if name[1] in used else "", svg)
+    svg = re.sub(r' id="([^"]+)"', lambda name: name[0] if name[1] in used else "", svg)
     svg = re.sub(r'<svg width="[^"]*" height="[^"]*"', '<svg role="img"', svg)
     svg = re.sub(r' height="[\d.]+pt"| width="[\d.]+pt"', "", svg)
     for colour, variable in _COLOURS.items():

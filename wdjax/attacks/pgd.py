@@ -43,7 +43,7 @@ class PGD:
     Differs: for norm 2 feasibility by clipping the ball's projection to the box, as all
       implementations do; that is not the Euclidean projection on the intersection.
 
-    Source: Madry et al. (2018); the projection is equation 2 of Le et al.
+    Source: Madry et al. [madry2018]; the projection is equation 2 of Le et al. [le2025].
 
     >>> PGD(Lp(2), steps=5) == PGD(Lp(2), steps=5)  # equal settings share one compiled program
     True
@@ -116,7 +116,7 @@ def fgsm(ball: Lp = Lp(), loss: Callable[[PyTree, Array], Array] = losses.cross_
 
     Cost: 1 forward and 1 backward pass a sample.
 
-    Source: Goodfellow et al. (2015).
+    Source: Goodfellow et al. [goodfellow2015].
 
     >>> fgsm().steps
     1
