@@ -146,7 +146,8 @@ def loss(found: Sandwich, orders: Sequence[float] = ORDERS) -> "Figure":
         axis.fill_between(found.radii, low, high, color=UNKNOWN, label="unknown")
         axis.plot(found.radii, high, color=INK, marker=_CROSSES[0], lw=2.2, label="certified")
         axis.plot(found.radii, low, color=_STRONGEST, marker="D", ms=4, label="strongest attack")
-        axis.set_yscale("log")
+        if np.any(low > 0) or np.any(high > 0):
+            axis.set_yscale("log")
         axis.yaxis.set_major_formatter("{x:g}")  # Exponents would be too small to read.
         axis.yaxis.set_minor_formatter("")
         axis.set(title=_ball(order), xlabel=f"eps ({unit})")
