@@ -51,7 +51,8 @@ def test_recipes_make_models(request, monkeypatch, tmp_path, title, package, cod
         need(package)
     exec(compile(code, f"{title} in docs/models.md", "exec"), names)
     if package == "shared":
-        assert float(names["found"].accuracy) <= 0.96 + 1e-6
+        found = names["found"]
+        assert 0.8 < float(found.accuracy) <= float(found.correct.mean())
         return
     use(names["model"], x, y)
 
@@ -153,7 +154,7 @@ def test_notebooks_run(script, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", [script.name])
     began = time.process_time()
     names = runpy.run_path(str(script))
-    assert time.process_time() - began < 120
+    assert time.process_time() - began < 60
     said = capsys.readouterr().out
     assert jax.__version__ in said
     assert names["figure"].axes
