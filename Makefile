@@ -8,12 +8,16 @@ WORKERS ?= 2
 OLDEST ?= .venv-oldest
 FLOORS := jax==0.7.2 jaxlib==0.7.2 flax==0.11.2 optax==0.2.8 orbax-checkpoint==0.12.4
 
-.PHONY: audit test test-oldest lint clean
+# Where the built wheel is installed by itself.
+CLEAN ?= .venv-wheel
+PYTEST_OPTIONS ?=
+
+.PHONY: audit test test-oldest lint wheel clean
 audit: $(VENV)/.audit
 	$(BIN)/python -m wdjax audit --out audit
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_OPTIONS)
 
 test-oldest: $(OLDEST)/.test
 	JAX_COMPILATION_CACHE_DIR=.jax_cache_oldest $(OLDEST)/bin/python -m pytest -n $(WORKERS) -m fast tests
@@ -22,6 +26,17 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Installed without the network: its dependencies are there, wdjax itself is only the wheel's.
+wheel: $(CLEAN)/.dependencies
+	rm -rf dist
+	$(CLEAN)/bin/python -m pip --disable-pip-version-check --quiet wheel . --no-deps \
+		--no-build-isolation --wheel-dir dist
+	$(CLEAN)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps \
+		--force-reinstall dist/wdjax-*.whl
+	cd $(CLEAN) && env -u PYTHONPATH bin/python -c "import wdjax; print(wdjax.__file__)"
+	cd $(CLEAN) && env -u PYTHONPATH bin/wdjax --version
+	cd $(CLEAN) && env -u PYTHONPATH bin/wdjax audit --samples 20 --quiet --out audit
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -40,9 +55,15 @@ $(OLDEST)/.test: pyproject.toml
 		--editable ".[test]"
 	touch $@
 
+$(CLEAN)/.dependencies: pyproject.toml
+	test -x $(CLEAN)/bin/python || $(PYTHON) -m venv $(CLEAN)
+	$(CLEAN)/bin/python -m pip --disable-pip-version-check --quiet install hatchling .
+	$(CLEAN)/bin/python -m pip --disable-pip-version-check --quiet uninstall --yes wdjax
+	touch $@
+
 $(VENV)/.lint: pyproject.toml | $(VENV)/bin/python
 	$(PIP) install --editable ".[dev]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) .jax_cache .jax_cache_oldest audit
+	rm -rf $(VENV) $(OLDEST) $(CLEAN) dist .jax_cache .jax_cache_oldest audit

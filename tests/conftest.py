@@ -24,6 +24,35 @@ def shared() -> Path:
     return SHARED
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--shared-must-run",
+        action="store_true",
+        help="where ../shared is, fail every test that wants it and is skipped",
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    wants = "shared" in getattr(item, "fixturenames", ())
+    report.wants_shared = wants
+    must = item.config.getoption("shared_must_run") and (SHARED / "data").is_dir()
+    if must and wants and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"{SHARED} is there, but {item.nodeid} was skipped: {report.longrepr}"
+    return report
+
+
+def pytest_terminal_summary(terminalreporter):
+    skipped = terminalreporter.stats.get("skipped", [])
+    count = sum(getattr(report, "wants_shared", False) for report in skipped)
+    if count and not (SHARED / "data").is_dir():
+        terminalreporter.write_line(
+            f"{count} tests of real data and weights were skipped: {SHARED} is not there."
+        )
+
+
 @pytest.fixture
 def key():
     return jax.random.key(0)

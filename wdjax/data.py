@@ -42,7 +42,7 @@ def digits() -> Split:
     Returns:
       A :class:`Split`: 1447 training and 350 test images ``[n, 8, 8, 1]`` with 17 grey levels.
 
-    Source: the optical recognition of handwritten digits test set of the UCI repository, in
+    Source: the optical recognition of handwritten digits test set [alpaydin1998], as it comes in
       scikit-learn.
 
     >>> train, test = digits()

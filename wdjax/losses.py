@@ -118,7 +118,7 @@ def dlr(logits: jax.Array, y: jax.Array) -> jax.Array:
     Raises:
       ValueError: fewer than three classes.
 
-    Source: Croce and Hein (2020), equation 6.
+    Source: Croce and Hein [croce2020], equation 6.
 
     >>> round(float(dlr(jnp.array([[3.0, 2.0, 1.0, 0.0]]), jnp.array([0]))[0]), 4)
     -0.5
@@ -142,7 +142,7 @@ def targeted_dlr(logits: jax.Array, y: jax.Array, target: jax.Array) -> jax.Arra
     Raises:
       ValueError: fewer than four classes.
 
-    Source: Croce and Hein (2020), equation 7.
+    Source: Croce and Hein [croce2020], equation 7.
 
     >>> logits = jnp.array([[4.0, 2.0, 1.0, 0.0]])
     >>> round(float(targeted_dlr(logits, jnp.array([0]), jnp.array([1]))[0]), 4)
@@ -166,7 +166,7 @@ def softplus_margin(logits: jax.Array, y: jax.Array, confidence: float = 0.0) ->
 
     Differs: in sign. The paper minimises the softplus; here attackers increase every loss.
 
-    Source: Wang et al., NPPR, equation 11.
+    Source: Wang et al. [wang2025], equation 11.
 
     >>> round(float(softplus_margin(jnp.array([[0.0, 0.0]]), jnp.array([0]))[0]), 4)  # -log 2
     -0.6931

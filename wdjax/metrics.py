@@ -60,7 +60,7 @@ def attack_success_rate(success: ArrayLike, correct: ArrayLike | None = None) ->
     Returns:
       A number in ``[0, 1]``. Without ``correct`` it is 1 minus the accuracy after the attack.
 
-    Source: Robustness Definitions, "Attack Success Rate".
+    Source: Robustness Definitions [definitions], "Attack Success Rate".
 
     >>> success, before = jnp.array([True, True, False]), jnp.array([False, True, True])
     >>> float(attack_success_rate(success)), float(attack_success_rate(success, before))
@@ -82,7 +82,7 @@ def targeted_attack_success_rate(logits: jax.Array, target: ArrayLike) -> jax.Ar
     Returns:
       A number in ``[0, 1]``.
 
-    Source: Robustness Definitions, "For targeted attacks".
+    Source: Robustness Definitions [definitions], "For targeted attacks".
 
     >>> float(targeted_attack_success_rate(jnp.eye(3), jnp.array([0, 2, 2])))
     0.666...
@@ -102,7 +102,7 @@ def robust_accuracy(correct: ArrayLike, success: ArrayLike) -> jax.Array:
     Returns:
       A number in ``[0, 1]``, an upper bound on the true robust accuracy.
 
-    Source: Robustness Definitions, "Robust Accuracy".
+    Source: Robustness Definitions [definitions], "Robust Accuracy".
 
     >>> float(robust_accuracy(jnp.array([True, True, False]), jnp.array([False, True, False])))
     0.333...
@@ -120,7 +120,7 @@ def mean_distance(distance: ArrayLike, success: ArrayLike) -> jax.Array:
       distance: ``[n]`` norms of the perturbations.
       success: ``[n]`` booleans: misclassified after the attack.
 
-    Source: Robustness Definitions, "Perturbation Magnitude Metrics".
+    Source: Robustness Definitions [definitions], "Perturbation Magnitude Metrics".
 
     >>> float(mean_distance(jnp.array([1.0, 2.0, jnp.inf]), jnp.array([True, True, False])))
     1.5
@@ -162,7 +162,7 @@ def minimum_perturbation(distance: ArrayLike) -> MinimumPerturbation:
     Args:
       distance: ``[n]`` distances: 0 where misclassified already, inf where no flip is known.
 
-    Source: Robustness Definitions, "Minimum Adversarial Perturbation".
+    Source: Robustness Definitions [definitions], "Minimum Adversarial Perturbation".
 
     >>> summary = minimum_perturbation(jnp.array([0.0, 0.5, 1.0, jnp.inf]))
     >>> float(summary.found), float(summary.mean), float(summary.median_of_all)
@@ -213,7 +213,7 @@ def robustness_curve(distance: ArrayLike, eps: ArrayLike) -> RobustnessCurve:
 
     Cost: ``O((n + m) log n)``.
 
-    Source: Robustness Definitions, "Robustness Curves".
+    Source: Robustness Definitions [definitions], "Robustness Curves".
 
     >>> curve = robustness_curve(jnp.array([0.0, 1.0, 2.0, 3.0]), jnp.arange(4.0))
     >>> curve.accuracy.tolist(), float(curve.area)
@@ -295,7 +295,7 @@ def clopper_pearson(
     Raises:
       ValueError: counts that are not integers or out of range, or a bad confidence.
 
-    Source: Clopper and Pearson (1934).
+    Source: Clopper and Pearson [clopper1934].
 
     >>> interval = clopper_pearson(0, 100)
     >>> float(interval.lower), round(float(interval.upper), 4)

@@ -88,7 +88,7 @@ def dual_maximizer(g: jax.Array, norm: float) -> jax.Array:
       ``[n, *shape]`` rows of l_r norm 1 (0 where ``g`` is 0). For 1, the first of several largest
       entries; for inf, coordinates with gradient 0 do not move.
 
-    Source: Le et al., equation 1.
+    Source: Le et al. [le2025], equation 1.
 
     >>> dual_maximizer(jnp.array([[3.0, -4.0]]), 1).tolist()
     [[0.0, -1.0]]
@@ -153,7 +153,7 @@ def project(z: jax.Array, center: jax.Array, radius: ArrayLike, norm: float) -> 
 
     Cost: elementwise; for norm 1 some 30 sums over the row (a bisection).
 
-    Source: Le et al., equation 2.
+    Source: Le et al. [le2025], equation 2.
 
     >>> point = project(jnp.array([[3.0, 4.0]]), jnp.zeros((1, 2)), 1.0, 2)
     >>> [round(v, 4) for v in point[0].tolist()]
@@ -318,7 +318,7 @@ def ascend(
 
     Cost: elementwise; for norm 1 some 30 sums over the row.
 
-    Source: Le et al., equation 1; the l1 step is this library's own.
+    Source: Le et al. [le2025], equation 1; the l1 step is this library's own.
 
     >>> x, g = jnp.array([[0.5, 0.9, 0.5]]), jnp.array([[0.1, -3.0, 2.0]])
     >>> [round(v, 2) for v in ascend(x, g, 1.2, 1, (0.0, 1.0))[0].tolist()]
@@ -364,7 +364,7 @@ def operator_norm(jacobian: jax.Array, norm: float) -> Bounds:
 
     Cost: ``O(K d)``; r = 2 ``O(min(K, d)^2 max(K, d))``; r = inf ``O(2^(min(K, d) - 1) K d)``.
 
-    Source: Le et al., equation 6; the sign enumeration is a standard fact.
+    Source: Le et al. [le2025], equation 6; the sign enumeration is a standard fact.
 
     >>> float(operator_norm(jnp.array([[1.0, -2.0], [3.0, 4.0]]), jnp.inf).lower)
     8.0

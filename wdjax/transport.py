@@ -53,7 +53,7 @@ def allocate(distance: ArrayLike, eps: ArrayLike, order: float) -> jax.Array:
     Differs: Algorithm 2 as written subtracts ``0 * inf`` from the budget at the first unflipped
       sample and divides by 0 at a misclassified one; here both follow the stated conventions.
 
-    Source: Le et al., Algorithm 2 and Appendix E.
+    Source: Le et al. [le2025], Algorithm 2 and Appendix E.
 
     >>> allocate(jnp.array([0.4, 0.0, jnp.inf, 0.1]), 0.05, 1).tolist()
     [0.25, 1.0, 0.0, 1.0]
@@ -120,7 +120,7 @@ def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Res
 
     Cost: a sort.
 
-    Source: Le et al., equation 11, Corollary C.2, Algorithm 2.
+    Source: Le et al. [le2025], equation 11, Corollary C.2, Algorithm 2.
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
@@ -192,7 +192,7 @@ class AdversarialDistribution(NamedTuple):
 
     ``1/N sum_i (1 - w_i) delta(x_i, y_i) + w_i delta(x_adv_i, y_i)`` with ``w_i = 1 / kappa_i``.
 
-    Source: Le et al., equation 11.
+    Source: Le et al. [le2025], equation 11.
 
     >>> x, y = jnp.array([[0.0], [1.0]]), jnp.array([0, 1])
     >>> moved = AdversarialDistribution(x, jnp.array([[0.5], [0.75]]), y, jnp.array([1.0, 0.5]))
@@ -221,7 +221,7 @@ class AdversarialDistribution(NamedTuple):
     ) -> jax.Array:
         """Mass on correctly classified atoms, as :func:`wdjax.metrics.correct` counts them.
 
-        Source: Le et al., Appendix E.
+        Source: Le et al. [le2025], Appendix E.
         """
         return self.expected_loss(model, _correct, batch_size=batch_size)
 
@@ -257,7 +257,7 @@ class AdversarialDistribution(NamedTuple):
         In float64 on the host, and a Python float, unless inside a trace. For order inf, the
         largest distance that any mass moves.
 
-        Source: Le et al., Corollary C.2.
+        Source: Le et al. [le2025], Corollary C.2.
         """
         norms.check_norm(norm)
         _check_order(order)
@@ -372,7 +372,7 @@ def wasserstein(distribution: AdversarialDistribution, norm: float, order: float
     Differs: the paper bounds W_p by the coupling that moves each sample to its own adversarial
       point (Corollary C.2); this is the minimum over all couplings.
 
-    Source: Le et al., section 2 and Corollary C.2.
+    Source: Le et al. [le2025], section 2 and Corollary C.2.
 
     >>> x, y = jnp.array([[0.0], [1.0]]), jnp.array([0, 0])
     >>> swapped = AdversarialDistribution(x, x[::-1], y, jnp.ones(2))

@@ -22,7 +22,9 @@ class State(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PGD:
-    r"""Projected gradient ascent ``x <- P(x + step_size * M_r(grad loss))`` on a per-sample loss.
+    r"""Projected gradient ascent: steps that raise a loss, each pulled back into the ball.
+
+    The iteration is ``x <- P(x + step_size * M_r(grad loss))``, with a loss per sample.
 
     Args:
       ball: norm and box.
@@ -41,7 +43,7 @@ class PGD:
     Differs: for norm 2 feasibility by clipping the ball's projection to the box, as all
       implementations do; that is not the Euclidean projection on the intersection.
 
-    Source: Madry et al. (2018); the projection is equation 2 of Le et al.
+    Source: Madry et al. [madry2018]; the projection is equation 2 of Le et al. [le2025].
 
     >>> PGD(Lp(2), steps=5) == PGD(Lp(2), steps=5)  # equal settings share one compiled program
     True
@@ -114,7 +116,7 @@ def fgsm(ball: Lp = Lp(), loss: Callable[[PyTree, Array], Array] = losses.cross_
 
     Cost: 1 forward and 1 backward pass a sample.
 
-    Source: Goodfellow et al. (2015).
+    Source: Goodfellow et al. [goodfellow2015].
 
     >>> fgsm().steps
     1

@@ -1,4 +1,4 @@
-"""Wasserstein distributional attack (WDA), Algorithm 1 of Le et al."""
+"""Wasserstein distributional attack (WDA), Algorithm 1 of Le et al. [le2025]."""
 
 import dataclasses
 from typing import ClassVar, Literal, NamedTuple
@@ -52,7 +52,7 @@ class WDA:
     computed, since the paper's algorithm throws them away. The box is the one of real images. For
     ``kappa > 1`` the default step grows with the radius, where the paper keeps it.
 
-    Source: Le et al., Algorithm 1 and equation 11.
+    Source: Le et al. [le2025], Algorithm 1 and equation 11.
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))

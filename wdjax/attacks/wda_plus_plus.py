@@ -1,4 +1,4 @@
-"""The adaptive Wasserstein distributional attack (WDA++), Algorithm 2 of Le et al."""
+"""The adaptive Wasserstein distributional attack (WDA++), Algorithm 2 of Le et al. [le2025]."""
 
 import dataclasses
 from typing import ClassVar, Literal, NamedTuple
@@ -67,7 +67,7 @@ class WDAPlusPlus:
     Differs: the bisection along the ray is not in the paper. A distance of 0 or infinity is handled
     by the allocation (the paper's line for the latter is 0 times infinity).
 
-    Source: Le et al., Algorithm 2 and Appendix E.
+    Source: Le et al. [le2025], Algorithm 2 and Appendix E.
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))

@@ -166,7 +166,7 @@ def interval_jacobian(
 
     Cost: two forward passes and ``2 m K`` backward passes of one sample.
 
-    Source: Weng et al. (2018), FastLip; the program of the gradient is bounded by intervals.
+    Source: Weng et al. [weng2018], FastLip; the program of the gradient is bounded by intervals.
 
     >>> from wdjax import Model
     >>> w = jnp.array([[1.0, -1.0], [0.0, 2.0]])
@@ -235,7 +235,7 @@ def margin_lipschitz(
     Differs: equation 6 has ``2^(1/r) max ||J||_{r -> s}``, which is never smaller (lipschitz notes
     A3) and counts labels that do not occur.
 
-    Source: Le et al., equations 6 and 8.
+    Source: Le et al. [le2025], equations 6 and 8.
 
     >>> from wdjax import Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [0.0, 2.0]]))

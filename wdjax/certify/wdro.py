@@ -56,7 +56,7 @@ def wdro_bound(
     Differs: the paper's ``L`` counts all labels and is at least as large; see
     :func:`certify.margin_lipschitz`.
 
-    Source: Le et al., equations 4 and 8.
+    Source: Le et al. [le2025], equations 4 and 8.
 
     >>> from wdjax import Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, 0.0], [0.0, 1.0]]))

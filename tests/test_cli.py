@@ -1,0 +1,192 @@
+"""The command line: what it refuses, prints, writes and returns."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import wdjax
+from wdjax import convert, data, report
+from wdjax.cli import main, options, parser, process, table
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """A small MLP as a PyTorch file would be, as safetensors, and some images."""
+    torch = pytest.importorskip("torch", reason="PyTorch writes the checkpoint")
+    folder = tmp_path_factory.mktemp("given")
+    torch.manual_seed(0)
+    net = torch.nn.Sequential()
+    net.add_module("fc1", torch.nn.Linear(16, 8))
+    net.add_module("fc2", torch.nn.Linear(8, 3))
+    torch.save(net.state_dict(), folder / "mlp.pth")
+    rng = np.random.default_rng(0)
+    x = rng.uniform(0, 1, (12, 4, 4, 1)).astype(np.float32)
+    y = np.array(convert.load(folder / "mlp.pth", "mlp").model(x)).argmax(-1)
+    y[0] = (y[0] + 1) % 3
+    np.savez(folder / "x.npz", x=x, y=y)
+    words = {
+        "--arch": "mlp",
+        "--weights": str(folder / "mlp.pth"),
+        "--data": str(folder / "x.npz"),
+        "--norm": "linf",
+        "--eps": "8/255",
+        "--attacks": "fgsm",
+    }
+    return x, y, ["attack", *(word for pair in words.items() for word in pair)]
+
+
+def test_json_goes_to_stdout_alone(given, capsys):
+    *_, command = given
+    assert main([*command, "--json", "-"]) == 0
+    said = capsys.readouterr()
+    content = json.loads(said.out)
+    assert content["eps"] == 8 / 255
+    assert content["attacks"]["fgsm"]["kappa"] == 1.0
+    assert "fgsm: 0.9167 clean" in said.err
+
+
+def test_quiet_says_nothing(given, capsys, tmp_path):
+    *_, command = given
+    assert main([*command, "--json", str(tmp_path / "new" / "out.json"), "--quiet"]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert json.loads((tmp_path / "new" / "out.json").read_text())["samples"] == 12
+
+
+def test_points_can_be_attacked_again(given, capsys, tmp_path):
+    x, y, command = given
+    saved = tmp_path / "points.npz"
+    command = [*command, "--attacks", "fgsm,wda++", "--eps", "0.2", "--json", "-"]
+    assert main([*command, "--points", str(saved)]) == 0
+    content = json.loads(capsys.readouterr().out)
+    with np.load(saved) as points:
+        for name in ("fgsm", "wda++"):
+            moved = np.where(points[f"{name}/weight"] > 0, points[f"{name}/cost"], 0)
+            assert moved.max() == pytest.approx(content["attacks"][name]["max_cost"])
+            assert points[f"{name}/x_adv"].shape == x.shape
+        flipped = points["fgsm/success"] | points["wda++/success"]
+        np.testing.assert_array_equal(points["y"], y)
+    again = data.load_npz(saved)
+    model = convert.load(command[command.index("--weights") + 1], "mlp").model
+    wrong = np.argmax(model(again.x), -1) != y
+    clean = np.argmax(model(x), -1) == y
+    np.testing.assert_array_equal(wrong[clean], flipped[clean])
+    np.testing.assert_array_equal(again.x[~flipped], x[~flipped])
+
+
+@pytest.mark.parametrize("option", ["--json", "--points"])
+def test_what_cannot_be_written_is_refused_before_the_work(
+    given, capsys, tmp_path, option, monkeypatch
+):
+    *_, command = given
+    monkeypatch.setattr(convert, "load", lambda *a: pytest.fail("the work had begun"))
+    out = {"--json": "-"} | {option: str(tmp_path)}
+    assert main([*command, *(word for pair in out.items() for word in pair)]) == 2
+    assert capsys.readouterr().err == f"wdjax: {tmp_path} is a folder; name a file.\n"
+
+
+def test_an_audit_refuses_its_folder_at_once(tmp_path, capsys):
+    (tmp_path / "file").write_text("kept")
+    assert main(["audit", "--out", str(tmp_path / "file")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--attacks", "fgsm,fgsm"], "each once"),
+        (["--attacks", ","], "--attacks knows fgsm, pgd"),
+        (["--attacks", "wda++", "--kappa", "2"], "--kappa 2 would be ignored"),
+        (["--eps", "nan"], "eps must be finite"),
+        (["--kappa", "1/2"], "kappa must be"),
+    ],
+)
+def test_bad_input_is_one_line(given, capsys, change, message):
+    *_, command = given
+    assert main([*command, "--json", "-", *change]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert message in said.err
+
+
+@pytest.mark.parametrize("text", ["8/", "/255", "1/0", "one", "1/2/3", ""])
+def test_what_is_no_number_is_refused(text, capsys):
+    with pytest.raises(SystemExit) as ending:
+        parser().parse_args(["attack", "--eps", text])
+    assert ending.value.code == 2
+    assert "must be a number such as 0.03 or 8/255" in capsys.readouterr().err
+
+
+def test_versions(capsys):
+    assert main(["versions"]) == 0
+    assert json.loads(capsys.readouterr().out)["jax"] == jax.__version__
+    with pytest.raises(SystemExit) as ending:
+        main(["--version"])
+    assert ending.value.code == 0
+    assert capsys.readouterr().out == f"wdjax {wdjax.__version__}\n"
+
+
+@pytest.mark.parametrize("command", [[], ["audit"], ["attack"], ["convert"], ["versions"]])
+def test_every_help_has_an_example_and_explains_every_option(command, capsys):
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    said = capsys.readouterr().out
+    assert "python -m wdjax" in said.split("example", 1)[1]
+    if command == ["attack"]:
+        assert all(f"  {name} " in said for name in table.ATTACKS)
+
+
+def test_every_attack_of_the_table_says_what_it_does():
+    for line in options.glossary(table.ATTACKS).splitlines():
+        assert len(line) <= 88
+        assert "`" not in line
+    assert all(report.explained(make) for make in table.ATTACKS.values())
+
+
+def test_commands_keep_programs_where_the_user_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert process.cache_folder() == tmp_path / "wdjax" / "programs"
+
+    def read():
+        return jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache
+
+    before = read()
+    with process.compilation_cache(True):
+        # Tests set a folder of their own, which is kept to.
+        assert read() == before
+    with process.compilation_cache(False):
+        assert read()[1] is False
+    assert read() == before
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        with process.compilation_cache(True):
+            assert read()[0] == str(tmp_path / "wdjax" / "programs")
+        assert read()[0] is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before[0])
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "line"),
+    [(signal.SIGINT, 130, b"wdjax: interrupted\n"), (signal.SIGTERM, 143, b"wdjax: terminated\n")],
+)
+def test_signals_end_a_command_in_one_line(tmp_path, number, code, line):
+    out = tmp_path / "audit"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "wdjax", "audit", "--out", str(out), "--samples", "20"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment) as running:
+        while not out.is_dir() and running.poll() is None:
+            time.sleep(0.05)  # The folder is made before the work.
+        running.send_signal(number)
+        _, said = running.communicate(timeout=60)
+    assert (running.returncode, said) == (code, line)
+    assert not list(out.iterdir())

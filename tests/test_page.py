@@ -1,0 +1,214 @@
+"""The page and its figures: for phones, the dark, colour-blind readers and no network."""
+
+import html.parser
+import itertools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import wdjax
+from wdjax import attacks, audit, page, plots, report
+
+PHONE = 390 - 2 * 16
+"""CSS pixels beside the page's padding."""
+
+
+@pytest.fixture(scope="module")
+def shown():
+    model = wdjax.Model(
+        lambda w, x: x.reshape(len(x), -1) @ w, jnp.eye(16)[:, :2] - jnp.eye(16, k=-1)[:, :2]
+    )
+    x = jax.random.uniform(jax.random.key(0), (6, 4, 4, 1))
+    y = jnp.argmax(model(x), -1)
+    ball = wdjax.Lp()
+    found = audit.sandwich(
+        model,
+        x,
+        y,
+        radii=[0.0, 0.05, 0.2],
+        attacks={"one step": attacks.fgsm(ball), "a <walk>": attacks.WDAPlusPlus(ball)},
+        certificates={"nothing": lambda model, x, y: np.zeros(len(y))},
+        loss_bounds={"a large one": lambda model, x, y, *, eps, order: np.full_like(eps, 99)},
+        key=jax.random.key(1),
+    )
+    names = ("first", "second")
+    content = {
+        "models": [
+            {"name": name, "trained": "By hand."} | report.describe(found) for name in names
+        ],
+        "versions": {"jax": jax.__version__},
+        "data": "points",
+        "seed": 0,
+    }
+    drawn = {name: page.pictures(found, x, y, model, name) for name in names}
+    return found, page.render(content, drawn)
+
+
+VOID = {"meta", "br", "img", "path", "use", "image", "rect"}
+
+
+class Reader(html.parser.HTMLParser):
+    """Every tag with those around it, and every name."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.inside, self.seen, self.names = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs), tuple(self.inside)))
+        self.names += [value for name, value in attrs if name == "id"]
+        if tag not in VOID:
+            self.inside.append((tag, dict(attrs).get("class")))
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.inside.pop()[0] == tag
+
+    def handle_startendtag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs), tuple(self.inside)))
+        self.names += [value for name, value in attrs if name == "id"]
+
+
+def test_the_page_stands_alone_and_is_well_formed(shown):
+    text = shown[1]
+    read = Reader(text)
+    assert not read.inside
+    assert len(read.names) == len(set(read.names))
+    assert "http" not in text
+    assert not re.search(r"\$\w|None|nan\b", re.sub(r"<script>.*</script>", "", text, flags=re.S))
+    for _, attrs, _ in read.seen:
+        for name in ("src", "href"):
+            assert attrs.get(name, "#").startswith(("#", "data:"))
+    used = set(re.findall(r'url\(#([\w-]+)\)|href="#([\w-]+)"', text))
+    assert {name for pair in used for name in pair if name} <= set(read.names)
+
+
+def test_nothing_is_wider_than_a_phone(shown):
+    read = Reader(shown[1])
+    assert ("meta", "viewport") in {(tag, attrs.get("name")) for tag, attrs, _ in read.seen}
+    for tag, attrs, inside in read.seen:
+        if tag == "table":
+            assert inside[-1] == ("div", "scroll")
+        if tag == "svg":
+            assert inside[-1][0] == "figure"
+            assert "width" not in attrs
+            assert "viewbox" in attrs
+    assert "figure svg { display: block; width: 100%" in shown[1]
+    assert ".scroll { overflow-x: auto" in shown[1]
+
+
+def test_text_is_large_enough_on_a_phone(shown):
+    sizes = re.findall(r"font-size: ([\d.]+)(rem|em)", shown[1])
+    assert sizes
+    assert all(float(size) * 16 >= 12 for size, _ in sizes)
+    for svg in re.findall(r"<svg.*?</svg>", shown[1], re.DOTALL):
+        width = float(re.search(r'viewBox="0 0 ([\d.]+)', svg)[1])
+        fonts = [float(size) for size in re.findall(r"font(?:-size)?: ([\d.]+)px", svg)]
+        assert fonts
+        assert min(fonts) * PHONE / width >= 12
+        assert fonts.count(fonts[0]) == len(fonts)
+
+
+def test_figures_follow_the_dark(shown):
+    text = shown[1]
+    assert "@media (prefers-color-scheme: dark)" in text
+    svgs = "".join(re.findall(r"<svg.*?</svg>", text, re.DOTALL))
+    assert "var(--ink)" in svgs
+    for colour in (plots.INK, plots.FAINT, plots.UNKNOWN, "#ffffff"):
+        assert colour not in svgs
+    # Text has a colour of its own: the default of SVG is black.
+    assert all("var(--ink)" in text for text in re.findall(r"<text [^>]*>", svgs))
+    schemes = re.findall(r"--paper: (#\w+); --ink: (#\w+); --soft: (#\w+)", text)
+    assert len(schemes) == 2
+    for paper, ink, soft in schemes:
+        assert contrast(paper, ink) > 10
+        assert contrast(paper, soft) > 4.5
+        assert min(contrast(paper, colour) for colour in plots.PALETTE) > 2
+
+
+def test_words_are_explained(shown):
+    text = shown[1]
+    for word in ("eps", "Omega_p", "kappa", "Slack", "Expected loss", "Ball", "one step"):
+        assert f"<dt>{word}</dt>" in text
+    assert "<dt>a &lt;walk&gt;</dt><dd>WDA++: walk every sample" in text
+    assert "By hand." in text
+    assert text.count("<figcaption>") == text.count("<figure ") == 18
+    assert text.count('aria-sort="none"><button') == 4 * 4
+
+
+def linear(colour):
+    """sRGB to linear light."""
+    parts = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+
+
+def contrast(one, other):
+    """The ratio of WCAG 2."""
+    dark, light = sorted(float(linear(c) @ [0.2126, 0.7152, 0.0722]) + 0.05 for c in (one, other))
+    return light / dark
+
+
+def lab(light):
+    """CIE L*a*b* of linear sRGB, by a white of D65."""
+    xyz = np.array(
+        [
+            [0.4124564, 0.3575761, 0.1804375],
+            [0.2126729, 0.7151522, 0.0721750],
+            [0.0193339, 0.1191920, 0.9503041],
+        ]
+    ) @ np.clip(light, 0, 1)
+    t = xyz / [0.95047, 1.0, 1.08883]
+    f = np.where(t > (6 / 29) ** 3, np.cbrt(t), t / (3 * (6 / 29) ** 2) + 4 / 29)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+# Machado et al. [machado2009], severity 1, on linear light.
+EYES = {
+    "deuteranope": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "protanope": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+}
+
+
+@pytest.mark.parametrize("eye", EYES)
+@pytest.mark.parametrize("ink", [plots.INK, "#e8eaed"])
+def test_colours_differ_for_a_red_green_blind_reader(eye, ink):
+    looks = plots.styles(map(str, range(42)))
+    assert len({(look["color"], look["marker"]) for look in looks.values()}) == 42
+    colours = [*plots.PALETTE, ink]
+    seen = {colour: lab(np.array(EYES[eye]) @ linear(colour)) for colour in colours}
+    gaps = {
+        pair: np.linalg.norm(seen[pair[0]] - seen[pair[1]])
+        for pair in itertools.combinations(colours, 2)
+    }
+    assert min(gaps.values()) > 10, min(gaps, key=gaps.get)
+
+
+def test_curves_of_an_audit_differ_in_colour_and_marker(shown):
+    for axis in plots.accuracy(shown[0]).axes:
+        lines = axis.get_lines()
+        assert len({line.get_color() for line in lines}) == len(lines)
+        assert len({line.get_marker() for line in lines}) == len(lines)
+
+
+def test_an_audit_without_attacks_or_flips_is_drawn():
+    model = wdjax.Model(lambda w, x: x.reshape(len(x), -1) @ w, jnp.zeros((4, 2)).at[:, 0].set(9.0))
+    x, y = jnp.full((1, 2, 2, 1), 0.5), jnp.array([0])
+    options = {"attacks": {"fgsm": attacks.fgsm()}, "certificates": {}, "loss_bounds": {}}
+    found = audit.sandwich(model, x, y, radii=[0.0], key=jax.random.key(0), **options)
+    assert found.nearest()[0].tolist() == [math.inf]
+    drawn = page.pictures(found, x, y, model, "one")
+    assert "no flip found" in drawn[-1].svg
+    assert len(drawn) == 9

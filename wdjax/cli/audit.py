@@ -1,0 +1,172 @@
+"""``python -m wdjax audit``: two nets on digits, bounded from both sides, as a page."""
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from wdjax import attacks, audit, data, files, models, page, plots, report, training
+from wdjax.cli import options
+from wdjax.cli.console import Console
+from wdjax.core import Attack, Model
+from wdjax.evidence import Sandwich
+
+BROKEN = 3
+"""The exit code where a statement that must hold is broken."""
+
+RADII = (0.0, 0.01, 0.02, 0.03, 0.045, 0.06, 0.09, 0.12)
+SIZES = (64, 64, 64, 10)
+
+_EXAMPLES = """examples:
+  python -m wdjax audit
+  python -m wdjax audit --out /tmp/audit --samples 50 --seed 1 --quiet"""
+
+
+class Recipe(NamedTuple):
+    """What a model is trained with."""
+
+    epochs: int = 30
+    batch_size: int = 128
+    attack: Attack | None = None
+    eps: float | None = None
+
+
+RECIPES = {
+    "standard training": Recipe(),
+    "adversarial training": Recipe(
+        attack=attacks.PGD(steps=5, random_start=True, iterate="last"), eps=0.1
+    ),
+}
+
+
+def add(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Declares the command."""
+    parser = commands.add_parser(
+        "audit",
+        parents=[common],
+        help="train two classifiers of digits and bound their robustness from both sides",
+        description="Trains a standard and an adversarial net on 8 x 8 digits, attacks and "
+        "certifies both, checks that the sides never cross, and writes a page that stands alone.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("audit"),
+        metavar="DIR",
+        help="the folder of report.html, report.json and figures (default %(default)s)",
+    )
+    parser.add_argument(
+        "--samples",
+        type=options.positive,
+        default=200,
+        metavar="N",
+        help="test digits to attack and certify, at most 350 (default %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of all that is random (default %(default)s)"
+    )
+    parser.set_defaults(command=run)
+
+
+def run(parsed: argparse.Namespace, console: Console) -> int:
+    """Trains, measures, prints, then writes."""
+    began = time.perf_counter()
+    files.check_writable(parsed.out / "report.html")
+    split = data.digits()
+    samples = split.test.take(parsed.samples)
+    key = jax.random.key(parsed.seed)
+    described: list[dict[str, Any]] = []
+    drawn: dict[str, bytes] = {}
+    pictures: dict[str, list[page.Picture]] = {}
+    for number, (name, recipe) in enumerate(RECIPES.items()):
+        model, found = _measure(name, recipe, split.train, samples, key, number, console)
+        described.append(
+            {"name": name, "trained": _words(model, recipe, len(split.train.y))}
+            | report.describe(found)
+        )
+        drawn |= _figures(name.split()[0], found, samples, model)
+        pictures[name] = page.pictures(found, *samples, model, name.split()[0])
+    content = {
+        "schema": report.SCHEMA,
+        "versions": report.versions(),
+        "seed": parsed.seed,
+        "data": f"the first {len(samples.y)} test digits of scikit-learn",
+        "seconds": time.perf_counter() - began,
+        "passed": all(check["holds"] for model in described for check in model["invariants"]),
+        "models": described,
+    }
+    _summarise(content, console)
+    written = drawn | {
+        "report.json": report.dumps(content),
+        "report.html": page.render(content, pictures),
+    }
+    for file, whole in written.items():
+        files.write(parsed.out / file, whole)
+    console.say(f"{parsed.out / 'report.html'} in {content['seconds']:.0f} s")
+    return 0 if content["passed"] else BROKEN
+
+
+def _measure(
+    name: str,
+    recipe: Recipe,
+    train: data.Dataset,
+    samples: data.Dataset,
+    key: jax.Array,
+    number: int,
+    console: Console,
+) -> tuple[Model, Sandwich]:
+    """One model, trained and bounded, under a bar."""
+    untrained = models.mlp(SIZES, key=jax.random.fold_in(key, 0))
+    with console.steps(name) as show:
+        train_key = jax.random.fold_in(key, 1 + number)
+        model = training.train(untrained, *train, key=train_key, **recipe._asdict()).model
+        attack_key = jax.random.fold_in(key, 100 + number)
+        return model, audit.sandwich(model, *samples, radii=RADII, key=attack_key, progress=show)
+
+
+def _words(model: Model, recipe: Recipe, samples: int) -> str:
+    """What the model is and how it was trained."""
+    count = sum(leaf.size for leaf in jax.tree.leaves(model))
+    said = (
+        f"A multilayer perceptron {'-'.join(map(str, SIZES))} with ReLU and {count} parameters, "
+        f"trained on {samples} digits of 8 x 8 pixels for {recipe.epochs} epochs in batches of "
+        f"{recipe.batch_size} with Adam, whose learning rate falls from 0.003 to 0"
+    )
+    if recipe.attack is None:
+        return f"{said}, on clean samples."
+    steps = report.settings(recipe.attack)["steps"]
+    return (
+        f"{said}; every batch is first attacked by {type(recipe.attack).__name__} with {steps} "
+        f"steps and a random start, within eps {recipe.eps:g} in linf."
+    )
+
+
+def _figures(prefix: str, found: Sandwich, samples: data.Dataset, model: Model) -> dict[str, bytes]:
+    drawn = {
+        "accuracy": plots.accuracy(found),
+        "loss": plots.loss(found),
+        "distances": plots.distances(found),
+        "allocation": plots.allocation(found),
+        "examples": plots.examples(found, *samples, model),
+    }
+    return {f"{prefix}-{name}.png": plots.png(figure) for name, figure in drawn.items()}
+
+
+def _summarise(content: dict[str, Any], console: Console) -> None:
+    for model in content["models"]:
+        console.say(f"{model['name']}: clean accuracy {model['clean_accuracy']:.3f}")
+        console.say("  eps         " + "".join(f"{eps:>8g}" for eps in model["radii"]))
+        for ball, curves in model["balls"].items():
+            for key, label in (("attacked_accuracy", "<="), ("certified_accuracy", ">=")):
+                cells = "".join(f"{value:8.3f}" for value in curves[key])
+                console.say(f"  {ball:<9} {label}{cells}")
+        for label, remark in report.warnings(model):
+            console.warn(f"  CAREFUL: {model['name']}, {label}: {remark}")
+        for invariant in model["invariants"]:
+            if not invariant["holds"]:
+                console.warn(f"  BROKEN: {model['name']}, {report.statement(invariant)}")
+    console.say("all invariants hold" if content["passed"] else "AN INVARIANT IS BROKEN")
