@@ -36,9 +36,9 @@ class WDA:
       steps: all steps, the paper's ``maxiter``.
       probe: how many of them try every rival; ``1 <= probe <= steps``.
       rivals: try only this many classes, those of largest logit at the point; all by default.
-      iterate: ``"last"`` as in the paper, or ``"best"``, the iterate of largest criterion. By default
-        the last; for norm 1, which the paper leaves out, the best, since with the last one WDA is
-        weaker there than PGD of equal gradients.
+      iterate: ``"last"`` as in the paper, or ``"best"``, the iterate of largest criterion. By
+        default the last; for norm 1, which the paper leaves out, the best, since with the last one
+        WDA is weaker there than PGD of equal gradients.
       step_size: may be traced; by default the paper's share of the radius, 0.6375 for norm inf and
         0.4 for norm 2.
 
