@@ -173,11 +173,15 @@ def _candidates(
     return built, fault
 
 
+def _lacking(module: nnx.Module, shapes: _Shapes) -> list[str]:
+    """The tensors that a file lacks or has in another shape."""
+    return [name for name, slot in slots(module).items() if shapes.get(name) != slot.shape]
+
+
 def _misfits(module: nnx.Module, shapes: _Shapes) -> list[str]:
     """The tensors that a module and a file do not have alike."""
-    wanted = {name: slot.shape for name, slot in slots(module).items()}
-    names = [name for name, shape in wanted.items() if shapes.get(name) != shape]
-    return names + [name for name in shapes if name not in wanted]
+    wanted = slots(module)
+    return _lacking(module, shapes) + [name for name in shapes if name not in wanted]
 
 
 def load_robustbench(
@@ -260,8 +264,12 @@ def _of_entry(
     """The published architecture, or the file's own where that is wanted and fits better."""
     _check_heads(path, entry.family, entry.options, given, shapes)
     published = entry.options | given
+    built, fault = _candidates(entry.family, [published], normalize)
+    if built and not _lacking(built[0][0], shapes):
+        return built[0]
     read = published | _sizes(entry.family, shapes) | {"classes": published["classes"]} | given
-    built, fault = _candidates(entry.family, [published, read], normalize)
+    others, other_fault = _candidates(entry.family, [read], normalize)
+    built, fault = built + others, fault or other_fault
     if not built:
         raise ValueError(f"{path}: no {entry.family} has tensors like these: {fault}") from fault
     module, chosen = min(built, key=lambda pair: len(_misfits(pair[0], shapes)))

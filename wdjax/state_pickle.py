@@ -39,6 +39,7 @@ STORAGES: dict[str, np.dtype] = {
     "ComplexFloatStorage": np.dtype(np.complex64),
     "ComplexDoubleStorage": np.dtype(np.complex128),
 }
+_NAMES = {opcode.code: opcode.name for opcode in pickletools.opcodes}
 _SCALARS = {"f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1"}
 
 
@@ -152,10 +153,12 @@ class _Bounded:
     def readline(self) -> bytes:
         """The rest of a line, which of all known opcodes only GLOBAL asks for."""
         if self._last != b"c":
-            _refuse_opcode(pickletools.code2op[self._last.decode("latin-1")].name)
+            _refuse_opcode(_NAMES[self._last.decode("latin-1")])
         line = self._file.readline(MAX_STRING + 1)
         if len(line) > MAX_STRING:
             raise BrokenError(f"its pickle has a line of more than {MAX_STRING} bytes")
+        if b"\\" in line:
+            raise BrokenError("its pickle names a global with a backslash")
         return self._spend(line)
 
 

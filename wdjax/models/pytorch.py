@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
@@ -207,7 +206,9 @@ def from_state_dict(
         place: Any = params
         for parent in parents:
             place = place[parent]
-        place[leaf] = jnp.array(slot.turn(tensors[name]))
+        turned = slot.turn(tensors[name])
+        # JAX may keep a contiguous array as it is; it copies any other.
+        place[leaf] = jax.device_put(turned.copy() if turned.flags.c_contiguous else turned)
     architecture = architecture or {"family": kind, "options": {}, "normalize": ""}
     count = sum(math.prod(slot.shape) for slot in wanted.values() if slot.trained)
     report = Report(source, architecture, tuple(lines), count, (*notes, *casts))
