@@ -6,6 +6,7 @@ importer of Orbax.
 """
 
 import contextlib
+import glob
 import json
 import os
 import shutil
@@ -216,6 +217,9 @@ def replacing(path: _Path) -> Iterator[Path]:
     """
     path = Path(path).absolute()
     new = path.with_name(f".{path.name}.{os.getpid()}.new")
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.new"):
+        if not _runs(left.name.split(".")[-2]):
+            left.unlink(missing_ok=True)
     try:
         yield new
         with new.open("rb") as file:
@@ -223,6 +227,17 @@ def replacing(path: _Path) -> Iterator[Path]:
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
+
+
+def _runs(process: str) -> bool:
+    """Whether a process may still be writing."""
+    try:
+        os.kill(int(process), 0)
+    except (ProcessLookupError, ValueError, OverflowError):
+        return False
+    except PermissionError:  # Another user's.
+        pass
+    return True
 
 
 def _is_file(path: Path) -> bool:
@@ -255,7 +270,7 @@ def _write_safetensors(path: Path, leaves: dict[str, Array], text: str) -> None:
     arrays = {name: np.asarray(leaf, order="C") for name, leaf in leaves.items()}
     with replacing(path) as new:
         try:
-            safetensors.numpy.save_file(arrays, new, {"wdjax": text})
+            new.write_bytes(safetensors.numpy.save(arrays, {"wdjax": text}))
         except safetensors.SafetensorError as error:
             raise ValueError(f"{path}: safetensors cannot hold these leaves: {error}") from error
 
@@ -275,8 +290,9 @@ def _write_folder(path: Path, leaves: dict[str, Array], text: str) -> None:
     import orbax.checkpoint
 
     new, old = _beside(path)
+    stored = {name: leaf for name, leaf in leaves.items() if leaf.size}
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(new, leaves, force=True)
+        checkpointer.save(new, stored, force=True)
     with replacing(new / _MANIFEST) as file:
         file.write_text(text)
     if path.exists():
@@ -287,19 +303,25 @@ def _write_folder(path: Path, leaves: dict[str, Array], text: str) -> None:
 
 
 def _read_folder(source: Path, expected: dict[str, Array]) -> dict[str, Array]:
+    """Orbax keeps no empty arrays; those are made anew."""
     import orbax.checkpoint
 
+    wanted = {name: leaf for name, leaf in expected.items() if leaf.size}
     try:
         with orbax.checkpoint.StandardCheckpointer() as checkpointer:
             stored = checkpointer.metadata(source).item_metadata.tree
-            if {n: tuple(leaf.shape) for n, leaf in stored.items()} != {
-                n: tuple(leaf.shape) for n, leaf in expected.items()
-            }:
+            if _shapes(stored) != _shapes(wanted):
                 raise ValueError("its manifest and its arrays differ")
-            return checkpointer.restore(source, expected)
+            found = checkpointer.restore(source, wanted)
     except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files.
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"the checkpoint {source} is damaged: {reason[:300]}") from error
+    empty = expected.keys() - wanted.keys()
+    return found | {name: jnp.zeros(expected[name].shape, expected[name].dtype) for name in empty}
+
+
+def _shapes(leaves: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(leaf.shape) for name, leaf in leaves.items()}
 
 
 def _check_alike(stored: _Facts, expected: dict[str, Array], path: _Path) -> None:

@@ -180,9 +180,9 @@ def normalization(spec: str):
     return Normalize(mean, std)
 
 
-_MAX_LAYERS = 1000
+_MAX_LAYERS = 200
 _MAX_SIZE = 1 << 20
-_COUNTS = ("depth", "depths", "blocks")
+_COUNTS = ("depth", "depths", "blocks")  # A tuple of them counts together.
 
 
 def defaults(family: str) -> dict[str, Any]:
@@ -246,7 +246,8 @@ def _checked(family: str, name: str, value: Any, default: Any) -> Any:
             f"{family}: {name} must be {what if several else 'a whole number'}, got {value!r}."
         )
     limit = _MAX_LAYERS if name in _COUNTS else _MAX_SIZE
-    if min(values, default=1) < 1 or max(values, default=1) > limit or len(values) > _MAX_LAYERS:
+    largest = sum(values) if name in _COUNTS else max(values, default=1)
+    if min(values, default=1) < 1 or largest > limit or len(values) > _MAX_LAYERS:
         raise ValueError(f"{family}: {name} must be from 1 to {limit}, got {value!r}.")
     return tuple(map(int, values)) if several else int(value)
 
