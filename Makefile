@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WORKERS ?= 2
 # The floors of pyproject.toml, which are what stock Colab ships.
 OLDEST ?= .venv-oldest
-FLOORS := jax==0.7.2 jaxlib==0.7.2 flax==0.11.2 optax==0.2.8 orbax-checkpoint==0.12.4
+FLOORS := jax==0.7.2 jaxlib==0.7.2 flax==0.11.2 optax==0.2.8 orbax-checkpoint==0.12.4 safetensors==0.6.2
 
 # Where the built wheel is installed by itself.
 CLEAN ?= .venv-wheel

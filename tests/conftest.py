@@ -15,7 +15,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 import jax
 import pytest
 
-collect_ignore = ["torch_reference.py"]  # No test; and PyTorch may be absent.
+collect_ignore = ["torch_reference.py", "hostile_files.py"]  # No tests; PyTorch may be absent.
 SHARED = Path(__file__).parents[2] / "shared"
 
 

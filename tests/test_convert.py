@@ -1,11 +1,16 @@
 """The eight small weight files, parity with PyTorch, and checkpoints that must be refused."""
 
+import argparse
+
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from wdjax import convert, models
+from wdjax.models import zoo
 
 SMALL = [
     ("mnist_trades_smallcnn.pt", "trades_smallcnn", 0.996),
@@ -90,3 +95,128 @@ def test_parity_helper():
     assert convert.check_parity(model, x, model(x)) < 1e-6
     with pytest.raises(ValueError, match="parity failed"):
         convert.check_parity(model, x, model(x) * 1.01)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", ["f2", "f8", ml_dtypes.bfloat16])
+def test_half_and_double_files_are_cast_on_request(kind):
+    module = models.MLP((4, 8, 3))
+    tensors = {name: value.astype(kind) for name, value in state(module).items()}
+    with pytest.raises(ValueError, match=r"fc1\.weight has dtype .* cast=True"):
+        convert.from_state_dict(module, tensors)
+    model, report = convert.from_state_dict(module, tensors, cast=True)
+    expected = tensors["fc1.weight"].astype(np.float32).T
+    np.testing.assert_array_equal(model.args[0]["fc1"]["kernel"], expected)
+    assert "4 tensors of" in str(report)
+    with pytest.raises(ValueError, match=r"fc1\.bias has dtype int32, expected float32"):
+        convert.from_state_dict(module, mutate(tensors, "fc1.bias", np.zeros(8, "i4")), cast=True)
+    if kind == "f8":
+        far = mutate(tensors, "fc1.bias", np.full(8, 1e300))
+        with pytest.raises(ValueError, match=r"fc1\.bias holds NaN or infinity"):
+            convert.from_state_dict(module, far, cast=True)
+
+
+@pytest.mark.fast
+def test_parameters_are_copies():
+    tensors = state(models.MLP((4, 8, 3)))
+    model, _ = convert.from_state_dict(models.MLP((4, 8, 3)), tensors)
+    before = np.array(model.args[0]["fc1"]["bias"]), np.array(model.args[0]["fc1"]["kernel"])
+    for tensor in tensors.values():
+        tensor[:] = 9
+    np.testing.assert_array_equal(model.args[0]["fc1"]["bias"], before[0])
+    np.testing.assert_array_equal(model.args[0]["fc1"]["kernel"], before[1])
+
+
+def save(path, tensors, prefix=""):
+    safetensors.numpy.save_file({prefix + n: np.array(v) for n, v in tensors.items()}, path)
+    return path
+
+
+@pytest.mark.fast
+def test_a_safetensors_file_is_a_checkpoint_too(tmp_path):
+    tensors = state(models.MLP((4, 8, 3)))
+    path = save(tmp_path / "net.safetensors", tensors, "module.")
+    model, report = convert.load(path, "mlp")
+    assert report.architecture["options"] == {"sizes": (4, 8, 3)}
+    np.testing.assert_array_equal(model.args[0]["fc2"]["bias"], tensors["fc2.bias"])
+
+
+WRN = "Carmon2019Unlabeled", "cifar10", "Linf"
+
+
+@pytest.fixture
+def narrow(tmp_path):
+    """A WRN-16-1 under the name of a WRN-28-10."""
+    return save(tmp_path / "narrow.pt", state(zoo.build("wide_resnet", {"depth": 16, "width": 1})))
+
+
+@pytest.mark.fast
+def test_other_sizes_than_published_need_to_be_asked_for(narrow, tmp_path):
+    tensors = state(zoo.build("wide_resnet", {"depth": 16, "width": 1}))
+    tensors |= {n: np.abs(v) for n, v in tensors.items() if n.endswith("var")}
+    save(narrow, tensors)
+    refusal = r"no Carmon.*: depth is 16, not 28, width is 1, not 10 \(see .*pass depth=16, width=1"
+    with pytest.raises(ValueError, match=refusal):
+        convert.load_robustbench(*WRN, narrow)
+    for sizes in ({"depth": 16, "width": 1}, {"any_size": True}, {"any_size": True, "width": 1}):
+        _, report = convert.load_robustbench(*WRN, narrow, **sizes)
+        assert "depth is 16, in the published model 28" in str(report)
+    with pytest.raises(ValueError, match="width is 1, not 10"):
+        convert.load_robustbench(*WRN, narrow, depth=16)
+    with pytest.raises(ValueError, match="has shape"):
+        convert.load_robustbench(*WRN, narrow, depth=16, width=2, any_size=True)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dept": 28}, "does not take these options: dept; it takes depth, width, classes"),
+        ({"normalize": "imagenet"}, "does not take these options: normalize"),
+        ({"width": 2.0}, r"width must be a whole number, got 2\.0"),
+        ({"width": True}, "width must be a whole number, got True"),
+        ({"width": (1, 2)}, "width must be a whole number"),
+        ({"depth": 1 << 40}, "depth must be from 1 to 200"),
+        ({"width": -3}, "width must be from 1"),
+    ],
+)
+def test_options_that_no_model_has(narrow, options, message):
+    with pytest.raises(ValueError, match=message):
+        convert.load_robustbench(*WRN, narrow, **options)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--name", WRN[0], "--normalize", "2x-1"], "--normalize goes with --arch"),
+        (["--arch", "mlp", "--any-size"], "--any-size goes with --name"),
+        (["--arch", "mlp", "--option", "depth"], "takes NAME=VALUE"),
+        (["--arch", "mlp", "--option", "path=1"], "does not take these options: path"),
+        (["--arch", "mlp", "--name", WRN[0]], "either --name"),
+        (["--arch", "mlp", "--out", "/proc/no/where"], "cannot be written|not writable"),
+    ],
+)
+def test_arguments_that_would_be_ignored_are_refused(narrow, arguments, message):
+    parser = argparse.ArgumentParser()
+    convert.add_arguments(parser)
+    with pytest.raises(ValueError, match=message):
+        convert.main(parser.parse_args([str(narrow), *arguments]))
+
+
+def said(family, options):
+    """What building says: nothing, or the words of a ValueError."""
+    try:
+        zoo.build(family, options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("family", sorted(set(zoo.FAMILIES) - {"mlp"}))
+def test_no_sizes_make_a_constructor_stumble(family):
+    for name, default in zoo.defaults(family).items():
+        for size in (1, 3, 1000):
+            value = (size,) * len(default) if isinstance(default, tuple) else size
+            words = said(family, {name: value})
+            assert not any(word in words for word in ("zero", "domain", "modulo", "range"))

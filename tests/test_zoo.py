@@ -46,7 +46,7 @@ def test_fixture_matches_pytorch(shared, name):
     reference = np.load(folder / f"refs/{name}.npz")
     x = np.load(folder / f"refs/inputs_{facts['input']}.npz")["x"].transpose(0, 2, 3, 1)
     where = facts["name"], facts["dataset"], facts["threat"]
-    model, report = convert.load_robustbench(*where, folder / facts["files"][0])
+    model, report = convert.load_robustbench(*where, folder / facts["files"][0], any_size=True)
     assert report.parameters == facts["params"]
     convert.check_parity(model, x, reference["logits"], tolerance=facts["tol_rel"])
     theirs = reference["grad"].transpose(0, 2, 3, 1)
@@ -364,7 +364,7 @@ def test_family_matches_an_independent_pytorch(shared, tmp_path, case):
     path = tmp_path / f"{name}.pt"
     state = write(torch, path, random_state(module), module, layout, constants)
     options = {"heads": sizes["heads"]} if entry.family == "vit" else {}
-    model, _ = convert.load_robustbench(name, dataset, threat, path, **options)
+    model, _ = convert.load_robustbench(name, dataset, threat, path, any_size=True, **options)
 
     # Values at the edge of MeanSparse's band fall to either side by rounding: it takes more images.
     count = 7 if "sparse" in entry.options else 3

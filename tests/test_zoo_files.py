@@ -7,14 +7,14 @@ import jax
 import numpy as np
 import pytest
 
-from wdjax import checkpoint, convert, models
+from wdjax import convert, models, persist, torch_file
 from wdjax.models import zoo
 
 
 @pytest.fixture(scope="module")
 def modas(shared):
     path = shared / "fixtures/zoo/modas/Modas2021PRIMEResNet18.pt"
-    return checkpoint.read(path)["state_dict"]
+    return torch_file.read(path)["state_dict"]
 
 
 def without(state, name):
@@ -52,13 +52,15 @@ def test_mutated_checkpoints_are_refused_by_name(modas, tmp_path, change, messag
     changed = change(modas)
     torch.save({k: torch.tensor(np.ascontiguousarray(v)) for k, v in changed.items()}, path)
     with pytest.raises(ValueError, match=message):
-        convert.load_robustbench("Modas2021PRIMEResNet18", "cifar10", "corruptions", path)
+        convert.load_robustbench(
+            "Modas2021PRIMEResNet18", "cifar10", "corruptions", path, any_size=True
+        )
 
 
 def test_a_buffer_that_contradicts_the_architecture(shared, tmp_path):
     torch = pytest.importorskip("torch", reason="PyTorch writes the checkpoint")
     where = "Xu2024MIMIR_Swin-L", "imagenet", "Linf"
-    state = checkpoint.read(shared / f"fixtures/zoo/mimir_swinl/{where[0]}.pt")
+    state = torch_file.read(shared / f"fixtures/zoo/mimir_swinl/{where[0]}.pt")
     name = "layers.0.blocks.0.attn.relative_position_index"
     path = tmp_path / "transposed.pt"
     changed = {**state, name: np.ascontiguousarray(state[name].T)}
@@ -66,39 +68,39 @@ def test_a_buffer_that_contradicts_the_architecture(shared, tmp_path):
     with pytest.raises(
         ValueError, match=r"layers\.0\.blocks\.0\.attn\.relative_position_index diff"
     ):
-        convert.load_robustbench(*where, path)
+        convert.load_robustbench(*where, path, any_size=True)
 
 
 def test_a_missing_buffer(shared, tmp_path):
     torch = pytest.importorskip("torch", reason="PyTorch writes the checkpoint")
     where = "Xu2024MIMIR_Swin-L", "imagenet", "Linf"
-    state = checkpoint.read(shared / f"fixtures/zoo/mimir_swinl/{where[0]}.pt")
+    state = torch_file.read(shared / f"fixtures/zoo/mimir_swinl/{where[0]}.pt")
     path = tmp_path / "unmasked.pt"
     changed = without(state, "layers.0.blocks.1.attn_mask")
     torch.save({k: torch.tensor(v) for k, v in changed.items()}, path)
     with pytest.raises(ValueError, match=r"missing layers\.0\.blocks\.1\.attn_mask"):
-        convert.load_robustbench(*where, path)
+        convert.load_robustbench(*where, path, any_size=True)
     torch.save(
         {k: torch.tensor(v) for k, v in (state | {"normalize.mean": np.ones(3)}).items()}, path
     )
     with pytest.raises(
         ValueError, match=r"unknown normalize\.mean"
     ):  # Its input is not normalised.
-        convert.load_robustbench(*where, path)
+        convert.load_robustbench(*where, path, any_size=True)
 
 
 def test_mu_and_sigma_come_together(shared, tmp_path):
     torch = pytest.importorskip("torch", reason="PyTorch writes the checkpoint")
     where = "Rice2020Overfitting", "cifar100", "Linf"
-    state = checkpoint.read(shared / f"fixtures/zoo/rice_c100/{where[0]}.pt")
+    state = torch_file.read(shared / f"fixtures/zoo/rice_c100/{where[0]}.pt")
     state = state.get("state_dict", state)
     path = tmp_path / "rice.pt"
     torch.save({k: torch.tensor(v) for k, v in without(state, "sigma").items()}, path)
     with pytest.raises(ValueError, match="missing sigma"):
-        convert.load_robustbench(*where, path)
+        convert.load_robustbench(*where, path, any_size=True)
     both = without(without(state, "sigma"), "mu") | {"model_preact_hl1.1.weight": np.ones(3)}
     torch.save({k: torch.tensor(v) for k, v in both.items()}, path)
-    _, report = convert.load_robustbench(*where, path)
+    _, report = convert.load_robustbench(*where, path, any_size=True)
     assert report.architecture["normalize"] == zoo.entry(*where).normalize
     assert "mu and sigma are not in the file" in str(report)
 
@@ -130,32 +132,24 @@ def test_the_command_saves_what_restore_reads(shared, tmp_path, capsys, out):
     parser = argparse.ArgumentParser()
     convert.add_arguments(parser)
     place = str(tmp_path / out)
-    args = [str(weights), "--name", "Hendrycks2019Using", "--out", place]
+    args = [str(weights), "--name", "Hendrycks2019Using", "--any-size", "--out", place]
     assert convert.main(parser.parse_args(args)) == 0
     assert "1,467,610 parameters" in capsys.readouterr().out
-    model, _ = convert.load_robustbench("Hendrycks2019Using", "cifar10", "Linf", weights)
-    restored = convert.restore(place)
+    model, _ = convert.load_robustbench(
+        "Hendrycks2019Using", "cifar10", "Linf", weights, any_size=True
+    )
+    restored = persist.load_model(place)
     assert restored.func == model.func
     for ours, theirs in zip(jax.tree.leaves(restored), jax.tree.leaves(model), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.fast
-def test_restore_refuses_other_files(tmp_path):
-    path = tmp_path / "other.safetensors"
-    checkpoint.write_safetensors(path, {"w": np.ones(2, np.float32)}, {})
-    assert checkpoint.read_safetensors(path)[0]["w"].tolist() == [1.0, 1.0]
-    with pytest.raises(ValueError, match="was not written by"):
-        convert.restore(path)
-    path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(ValueError, match="truncated"):
-        convert.restore(path)
-
-
-@pytest.mark.fast
 def test_affine_parameters_come_apart_and_together(shared):
     weights = shared / "fixtures/zoo/hendrycks/Hendrycks2019Using.pt"
-    model, _ = convert.load_robustbench("Hendrycks2019Using", "cifar10", "Linf", weights)
+    model, _ = convert.load_robustbench(
+        "Hendrycks2019Using", "cifar10", "Linf", weights, any_size=True
+    )
     affine, rest = models.split_affine(model.args[0])
     assert len(affine) == 25
     assert jax.tree.structure(models.join_affine(affine, rest)) == jax.tree.structure(model.args[0])
@@ -167,7 +161,7 @@ def test_any_tensor_that_is_missing_or_odd_is_named(shared, monkeypatch, name):
     facts = json.loads((shared / "fixtures/zoo/manifest.json").read_text())[name]
     where = facts["name"], facts["dataset"], facts["threat"]
     path = shared / "fixtures/zoo" / facts["files"][0]
-    content = checkpoint.read(path)
+    content = torch_file.read(path)
     content = content.get("state_dict", content)
     tensors = [n for n in content if "num_batches" not in n and "normalize." not in n]
     for picked in np.random.default_rng(0).choice(tensors, 6):
@@ -178,6 +172,6 @@ def test_any_tensor_that_is_missing_or_odd_is_named(shared, monkeypatch, name):
             {**content, picked: tensor[..., None]},
             {**content, picked + "_": tensor},
         ):
-            monkeypatch.setattr(checkpoint, "read", lambda _, changed=changed: changed)
+            monkeypatch.setattr(torch_file, "read", lambda _, changed=changed: changed)
             with pytest.raises(ValueError, match=picked.removeprefix("module.").partition(".")[2]):
-                convert.load_robustbench(*where, path)
+                convert.load_robustbench(*where, path, any_size=True)

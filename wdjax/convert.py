@@ -1,6 +1,7 @@
 """PyTorch checkpoints to models: strict, with a report of every tensor, or not at all."""
 
 import argparse
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,22 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from flax import nnx
 
-from wdjax import checkpoint
-from wdjax.core import Model
+from wdjax import persist, torch_file
 from wdjax.models import zoo
-from wdjax.models.functional import functional
 from wdjax.models.pytorch import (
     CONTAINERS,
     Converted,
     Line,
     Report,
+    cast_to_float32,
     faults_of,
     from_state_dict,
-    keep,
     slots,
     state_dict,
 )
+from wdjax.state_pickle import shown
 
 Tensors = dict[str, np.ndarray]
 """The tensors of a state dict by their names."""
@@ -47,8 +48,6 @@ __all__ = [
     "load",
     "load_robustbench",
     "main",
-    "restore",
-    "save",
     "slots",
     "state_dict",
 ]
@@ -79,17 +78,29 @@ def _rename(tensors: Tensors, layers: Mapping[str, str]) -> Tensors:
         layer, _, leaf = name.rpartition(".")
         return f"{layers.get(layer, layer)}.{leaf}" if layer else name
 
-    return {new(name): tensor for name, tensor in tensors.items()}
+    renamed = {new(name): tensor for name, tensor in tensors.items()}
+    if len(renamed) < len(tensors):
+        raise ValueError("the file names layers in two ways; two tensors would get one name.")
+    return renamed
 
 
-def load(path: str | PathLike[str], arch: str, *, normalize: str = "", **options: Any) -> Converted:
-    """Loads a PyTorch checkpoint of a known architecture.
+def load(
+    path: str | PathLike[str],
+    arch: str,
+    *,
+    normalize: str = "",
+    cast: bool = False,
+    **options: Any,
+) -> Converted:
+    """Loads a PyTorch or safetensors checkpoint of a known architecture.
 
     Args:
-      path: the file, zip or legacy; the state dict may be nested and its names prefixed.
+      path: the file, zip, legacy or safetensors; the state dict may be nested and its names
+        prefixed.
       arch: one of :data:`wdjax.models.zoo.FAMILIES`.
       normalize: what happens to the images first, see :func:`wdjax.models.zoo.normalization`; ""
         means none (for ``resnet2b`` the constants of CIFAR-10).
+      cast: whether float16, bfloat16 and float64 become float32.
       **options: the architecture's constructor arguments. Sizes are read off the file where they
         are not given.
 
@@ -97,102 +108,120 @@ def load(path: str | PathLike[str], arch: str, *, normalize: str = "", **options
       ``Converted(model, report)``.
 
     Raises:
-      ValueError: unknown architecture, unreadable file, or tensors that do not fit exactly.
+      ValueError: unknown architecture or option, unreadable file, or tensors that do not fit
+        exactly.
 
     >>> model, report = load("mnist_linf_robust.pth", "wong_mnist")  # doctest: +SKIP
     """
-    if arch not in zoo.FAMILIES:
-        raise ValueError(f"unknown architecture {arch!r}; known are {', '.join(zoo.FAMILIES)}.")
-    tensors = state_dict(checkpoint.read(path), prefixes=("module.", "model."))
+    given = zoo.options_of(arch, options)
+    tensors = state_dict(torch_file.read(path), prefixes=("module.", "model."))
     if arch in _LAYERS:
         tensors = _rename(tensors, _LAYERS[arch](tensors))
-    return _fit(path, tensors, arch, {}, normalize, options)
-
-
-def _fit(
-    path: str | PathLike[str],
-    tensors: Tensors,
-    family: str,
-    published: dict[str, Any],
-    normalize: str,
-    options: dict[str, Any],
-    ignore: Callable[[str], str | None] = keep,
-    notes: Sequence[str] = (),
-) -> Converted:
-    """Builds the family with the sizes of the file where the published ones do not fit."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    fixed = {name: value for name, value in published.items() if name == "classes"}
+    _check_heads(path, arch, {}, given, shapes)
+    built, fault = _candidates(arch, [_sizes(arch, shapes) | given], normalize)
+    if not built:
+        raise ValueError(f"{path}: no {arch} has tensors like these: {fault}") from fault
+    module, chosen = built[0]
+    architecture = {"family": arch, "options": chosen, "normalize": normalize}
+    return from_state_dict(module, tensors, cast=cast, source=str(path), architecture=architecture)
+
+
+def _sizes(family: str, shapes: _Shapes) -> dict[str, Any]:
+    """The options that the shapes of a file tell; a size of 0 tells nothing."""
     read_off: Callable[[_Shapes], dict[str, Any]] = getattr(
         zoo.FAMILIES[family], "sizes", lambda shapes: {}
     )
-    if family == "vit" and "heads" not in options:
-        width = read_off(shapes)["width"]
-        if width != published.get("width"):
-            raise ValueError(
-                f"{path}: its tokens have {width} features, unlike a published model, and a state "
-                "dict does not tell the number of attention heads; pass heads=..."
-            )
-    best, fault = None, None
-    readers: list[Callable[[_Shapes], dict[str, Any]]] = [read_off]
-    if published:
-        readers.insert(0, lambda shapes: {})
-    for sizes in readers:
+    return {
+        name: value
+        for name, value in read_off(shapes).items()
+        if value is None or isinstance(value, bool | str) or np.all(value)
+    }
+
+
+def _check_heads(
+    path: str | PathLike[str],
+    family: str,
+    published: Mapping[str, Any],
+    given: Mapping[str, Any],
+    shapes: _Shapes,
+) -> None:
+    if family != "vit" or "heads" in given:
+        return
+    width = _sizes(family, shapes).get("width")
+    if width and width != published.get("width"):
+        raise ValueError(
+            f"{path}: its tokens have {width} features, unlike a published model, and a state "
+            "dict does not tell the number of attention heads; pass heads=..."
+        )
+
+
+_Built = tuple[nnx.Module, dict[str, Any]]
+
+
+def _candidates(
+    family: str, proposals: Sequence[dict[str, Any]], normalize: str
+) -> tuple[list[_Built], ValueError | None]:
+    """What can be built of the proposed options, and why the last other could not."""
+    built, fault = list[_Built](), None
+    for proposal in proposals:
         try:
-            chosen = published | sizes(shapes) | fixed | options
-            module = zoo.build(family, chosen, normalize)
-        except (ValueError, ArithmeticError, LookupError) as error:
+            chosen = zoo.options_of(family, proposal)
+            built.append((zoo.build(family, chosen, normalize), chosen))
+        except ValueError as error:
             fault = error
-            continue
-        wanted = {name: slot.shape for name, slot in slots(module).items()}
-        misfits = sum(shapes.get(name) != shape for name, shape in wanted.items())
-        misfits += sum(name not in wanted for name in shapes)
-        if best is None or misfits < best[0]:
-            best = misfits, module, chosen
-    if best is None:
-        raise ValueError(f"{path}: no {family} has tensors like these: {fault}") from fault
-    _, module, chosen = best
-    differ = [
-        f"{name} is {chosen[name]} in the file, {value} in the published model"
-        for name, value in published.items()
-        if chosen[name] != value
-    ]
-    architecture = {"family": family, "options": chosen, "normalize": normalize}
-    return from_state_dict(
-        module,
-        tensors,
-        source=str(path),
-        ignore=ignore,
-        architecture=architecture,
-        notes=(*notes, *differ),
-    )
+    return built, fault
+
+
+def _lacking(module: nnx.Module, shapes: _Shapes) -> list[str]:
+    """The tensors that a file lacks or has in another shape."""
+    return [name for name, slot in slots(module).items() if shapes.get(name) != slot.shape]
+
+
+def _misfits(module: nnx.Module, shapes: _Shapes) -> list[str]:
+    """The tensors that a module and a file do not have alike."""
+    wanted = slots(module)
+    return _lacking(module, shapes) + [name for name in shapes if name not in wanted]
 
 
 def load_robustbench(
-    name: str, dataset: str, threat: str, path: str | PathLike[str], **options: Any
+    name: str,
+    dataset: str,
+    threat: str,
+    path: str | PathLike[str],
+    *,
+    any_size: bool = False,
+    cast: bool = False,
+    **options: Any,
 ) -> Converted:
     """Loads a checkpoint of a RobustBench model.
 
     Whatever RobustBench's loader accepts for the entry is accepted, and nothing that it would load
-    only in part. Sizes that differ from the published model's are taken from the file and noted in
-    the report; the number of classes is the data set's.
+    only in part. A file of another size than the published model is refused, unless the sizes are
+    given or ``any_size`` is; the number of classes is the data set's.
 
     Args:
       name: the model's name in RobustBench, such as ``"Carmon2019Unlabeled"``.
       dataset: "cifar10", "cifar100" or "imagenet".
       threat: "Linf", "L2" or "corruptions".
       path: the file, or RobustBench's model folder. Nothing is downloaded.
-      **options: constructor arguments that override the table's, such as ``heads`` of a ``vit``.
+      any_size: whether sizes that differ from the published model's are taken from the file; the
+        report notes them.
+      cast: whether float16, bfloat16 and float64 become float32, as RobustBench's loader does.
+      **options: constructor arguments that override the table's, such as ``width`` or the ``heads``
+        of a ``vit``.
 
     Returns:
       ``Converted(model, report)``; images are ``[n, side, side, 3]`` in [0, 1].
 
     Raises:
-      ValueError: no such entry, unreadable file, or tensors that do not fit exactly.
+      ValueError: no such entry or option, unreadable file, or tensors that do not fit exactly.
       FileNotFoundError: no file there; the message says where to get it.
 
     >>> load_robustbench("Carmon2019Unlabeled", "cifar10", "Linf", "models")  # doctest: +SKIP
     """
     entry = zoo.entry(name, dataset, threat)
+    given = zoo.options_of(entry.family, options)
     file = Path(path)
     if file.is_dir():
         file = file / dataset / threat / f"{name}.pt"
@@ -200,30 +229,79 @@ def load_robustbench(
         raise FileNotFoundError(_advice(file, entry))
     first = ("last",) if "last" in entry.file else ()
     containers = _TIMM if "timm" in entry.file else first + CONTAINERS
-    tensors = state_dict(checkpoint.read(file), containers, ("module.", "model."))
+    tensors = state_dict(torch_file.read(file), containers, ("module.", "model."))
     normalize, notes = entry.normalize, list[str]()
     if any(flag.startswith("mu_sigma") for flag in entry.file):
-        normalize, notes = _from_file(file, entry, tensors)
+        normalize, notes = _from_file(file, entry, tensors, cast)
     if entry.family == "swin" and entry.options["layout"] == "timm":
         tensors = _new_swin(tensors)
-
-    def ignore(key: str) -> str | None:
-        constant = key in ("normalize.mean", "normalize.std")
-        if constant and dataset == "imagenet" and entry.normalize:
-            return "RobustBench takes the constants from its code"
-        if key.startswith("sub_block1.") and entry.family == "wide_resnet":
-            return "a block that never runs"
-        if key.startswith("model_preact_hl1.") and {"aliases", "mu_sigma?"} & {*entry.file}:
-            return "a second name of other tensors"
-        if key.endswith((".flag_update_statistics", ".batch_num")) and "sparse" in entry.options:
-            return "used in training only"
-        if key.endswith((".relative_position_index", ".attn_mask")) and entry.family == "swin":
-            return "recomputed, as timm does" if entry.options["layout"] == "timm" else None
-        return None
-
-    return _fit(
-        file, tensors, entry.family, entry.options, normalize, options, ignore, tuple(notes)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    module, chosen = _of_entry(file, entry, given, any_size, normalize, shapes)
+    notes += [
+        f"{option} is {chosen[option]}, in the published model {value}"
+        for option, value in entry.options.items()
+        if chosen[option] != value
+    ]
+    return from_state_dict(
+        module,
+        tensors,
+        cast=cast,
+        source=str(file),
+        ignore=functools.partial(_ignored, entry),
+        architecture={"family": entry.family, "options": chosen, "normalize": normalize},
+        notes=tuple(notes),
     )
+
+
+def _of_entry(
+    path: Path,
+    entry: zoo.Entry,
+    given: dict[str, Any],
+    any_size: bool,
+    normalize: str,
+    shapes: _Shapes,
+) -> _Built:
+    """The published architecture, or the file's own where that is wanted and fits better."""
+    _check_heads(path, entry.family, entry.options, given, shapes)
+    published = entry.options | given
+    built, fault = _candidates(entry.family, [published], normalize)
+    if built and not _lacking(built[0][0], shapes):
+        return built[0]
+    read = published | _sizes(entry.family, shapes) | {"classes": published["classes"]} | given
+    others, other_fault = _candidates(entry.family, [read], normalize)
+    built, fault = built + others, fault or other_fault
+    if not built:
+        raise ValueError(f"{path}: no {entry.family} has tensors like these: {fault}") from fault
+    module, chosen = min(built, key=lambda pair: len(_misfits(pair[0], shapes)))
+    published = zoo.defaults(entry.family) | published
+    differ = {name: value for name, value in chosen.items() if published[name] != value}
+    if differ and not any_size:
+        wrong = _misfits(built[0][0], shapes)[0] if len(built) > 1 else next(iter(shapes))
+        sizes = ", ".join(
+            f"{name} is {value}, not {published[name]}" for name, value in differ.items()
+        )
+        arguments = ", ".join(f"{name}={value}" for name, value in differ.items())
+        raise ValueError(
+            f"{path} is no {entry.name}: {sizes} (see {shown(wrong)}). Nothing was loaded; if "
+            f"these sizes are meant, pass {arguments}, or any_size=True."
+        )
+    return module, chosen
+
+
+def _ignored(entry: zoo.Entry, key: str) -> str | None:
+    """Why RobustBench's loader does without a tensor, or None."""
+    constant = key in ("normalize.mean", "normalize.std")
+    if constant and entry.dataset == "imagenet" and entry.normalize:
+        return "RobustBench takes the constants from its code"
+    if key.startswith("sub_block1.") and entry.family == "wide_resnet":
+        return "a block that never runs"
+    if key.startswith("model_preact_hl1.") and {"aliases", "mu_sigma?"} & {*entry.file}:
+        return "a second name of other tensors"
+    if key.endswith((".flag_update_statistics", ".batch_num")) and "sparse" in entry.options:
+        return "used in training only"
+    if key.endswith((".relative_position_index", ".attn_mask")) and entry.family == "swin":
+        return "recomputed, as timm does" if entry.options["layout"] == "timm" else None
+    return None
 
 
 def _advice(path: Path, entry: zoo.Entry) -> str:
@@ -242,7 +320,7 @@ def _advice(path: Path, entry: zoo.Entry) -> str:
     )
 
 
-def _from_file(path: Path, entry: zoo.Entry, tensors: Tensors) -> tuple[str, list[str]]:
+def _from_file(path: Path, entry: zoo.Entry, tensors: Tensors, cast: bool) -> tuple[str, list[str]]:
     """The normalisation with ``mu`` and ``sigma`` of the file, which are taken out of it."""
     published = zoo.normalization(entry.normalize)
     if "mu_sigma?" in entry.file and "mu" not in tensors and "sigma" not in tensors:
@@ -252,6 +330,7 @@ def _from_file(path: Path, entry: zoo.Entry, tensors: Tensors) -> tuple[str, lis
         tensor = tensors.pop(key, None)
         if tensor is None:
             raise ValueError(f"{path}: missing {key}, which this model takes from its file.")
+        tensor = cast_to_float32({key: tensor})[0][key] if cast else tensor
         faults = faults_of(key, tensor, (1, len(default), 1, 1))
         if not faults and key == "sigma" and not (tensor > 0).all():
             faults = ["sigma is not positive"]
@@ -312,78 +391,6 @@ def check_parity(
     return error
 
 
-def save(converted: Converted, path: str | PathLike[str]) -> None:
-    """Saves a converted model, for :func:`restore`.
-
-    Args:
-      converted: from :func:`load` or :func:`load_robustbench`.
-      path: a file that ends in ``.safetensors``, or a new folder for Orbax.
-
-    Raises:
-      ValueError: the folder exists.
-    """
-    path = Path(path).absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    params, facts = converted.model.args[0], json.dumps(converted.report.architecture)
-    if path.suffix == ".safetensors":
-        leaves = jax.tree_util.tree_leaves_with_path(params)
-        flat = {"/".join(key.key for key in keys): np.asarray(leaf) for keys, leaf in leaves}
-        checkpoint.write_safetensors(path, flat, {"wdjax": facts})
-        return
-    if path.exists():
-        raise ValueError(f"{path} exists; name a new folder, or a file ending in .safetensors.")
-    import orbax.checkpoint as ocp
-
-    with ocp.StandardCheckpointer() as writer:
-        writer.save(path / "params", params)
-    (path / "architecture.json").write_text(facts)
-
-
-def restore(path: str | PathLike[str]) -> Model:
-    """Loads what :func:`save` wrote.
-
-    Args:
-      path: the ``.safetensors`` file or the Orbax folder.
-
-    Returns:
-      The model.
-
-    Raises:
-      ValueError: the file or folder does not come from :func:`save`.
-    """
-    path = Path(path).absolute()
-    tensors: dict[str, np.ndarray] = {}
-    if path.is_dir() and (path / "architecture.json").is_file():
-        facts = (path / "architecture.json").read_text()
-    elif path.is_file():
-        tensors, metadata = checkpoint.read_safetensors(path)
-        facts = metadata.get("wdjax", "")
-    else:
-        facts = ""
-    if not facts:
-        raise ValueError(f"{path} was not written by wdjax.convert.save.")
-    architecture = json.loads(facts)
-    options = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in architecture["options"].items()
-    }
-    model = functional(zoo.build(architecture["family"], options, architecture["normalize"]))
-    abstract = model.args[0]
-    if path.is_dir():
-        import orbax.checkpoint as ocp
-
-        with ocp.StandardCheckpointer() as reader:
-            return Model(model.func, reader.restore(path / "params", abstract))
-
-    def fill(keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        name = "/".join(key.key for key in keys)
-        if name not in tensors or tensors[name].shape != leaf.shape:
-            raise ValueError(f"{path}: {name} is missing or not of shape {list(leaf.shape)}.")
-        return jnp.array(tensors[name])
-
-    return Model(model.func, jax.tree_util.tree_map_with_path(fill, abstract))
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``python -m wdjax convert`` for :func:`main`."""
     parser.add_argument("weights", help="the PyTorch checkpoint, or RobustBench's models folder")
@@ -391,15 +398,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dataset", choices=tuple(zoo.CLASSES), default="cifar10")
     parser.add_argument("--threat", choices=("Linf", "L2", "corruptions"), default="Linf")
     parser.add_argument("--arch", choices=tuple(zoo.FAMILIES), help="instead of --name")
-    parser.add_argument(
-        "--normalize", default="", help="with --arch: imagenet, 'm m m / s s s', ..."
-    )
+    parser.add_argument("--normalize", help="with --arch: imagenet, 'm m m / s s s', ...")
     parser.add_argument(
         "--option",
         action="append",
         default=[],
         metavar="NAME=VALUE",
         help="a constructor argument as JSON, such as heads=6 or blocks=[2,2,2,2]; repeatable",
+    )
+    parser.add_argument(
+        "--any-size", action="store_true", help="with --name: take sizes from the file"
+    )
+    parser.add_argument(
+        "--cast", action="store_true", help="convert float16, bfloat16 and float64 to float32"
     )
     parser.add_argument("--out", help="a file ending in .safetensors, or a new folder for Orbax")
 
@@ -408,24 +419,47 @@ def main(arguments: argparse.Namespace) -> int:
     """Converts, prints the report and saves; the exit code."""
     if (arguments.name is None) == (arguments.arch is None):
         raise ValueError("pass either --name (a RobustBench model) or --arch.")
-    options = {}
-    for text in arguments.option:
-        name, _, value = text.partition("=")
-        try:
-            parsed = json.loads(value)
-        except json.JSONDecodeError:
-            parsed = value
-        options[name] = tuple(parsed) if isinstance(parsed, list) else parsed
+    options = dict(map(_parsed, arguments.option))
+    if arguments.out:
+        persist.check_writable(arguments.out)
     if arguments.name is not None:
+        if arguments.normalize is not None:
+            raise ValueError("--normalize goes with --arch; with --name the table says it.")
+        entry = zoo.entry(arguments.name, arguments.dataset, arguments.threat)
         converted = load_robustbench(
-            arguments.name, arguments.dataset, arguments.threat, arguments.weights, **options
+            entry.name,
+            entry.dataset,
+            entry.threat,
+            arguments.weights,
+            any_size=arguments.any_size,
+            cast=arguments.cast,
+            **zoo.options_of(entry.family, options),
         )
     else:
+        if arguments.any_size:
+            raise ValueError("--any-size goes with --name; with --arch the file tells the sizes.")
         converted = load(
-            arguments.weights, arguments.arch, normalize=arguments.normalize, **options
+            arguments.weights,
+            arguments.arch,
+            normalize=arguments.normalize or "",
+            cast=arguments.cast,
+            **zoo.options_of(arguments.arch, options),
         )
     print(converted.report)
     if arguments.out:
-        save(converted, arguments.out)
+        persist.save_model(arguments.out, converted.model, converted.report.architecture)
         print(f"saved {arguments.out}")
     return 0
+
+
+def _parsed(text: str) -> tuple[str, Any]:
+    """An option of the command line: a name and a value, JSON or plain text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier() or name in ("normalize", "cast", "any_size", "rngs"):
+        raise ValueError(
+            f"--option takes NAME=VALUE of the architecture's arguments, got {text!r}."
+        )
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value

@@ -2,7 +2,14 @@
 
 from wdjax.models.convnext import ConvNeXt
 from wdjax.models.dm_wide_resnet import DMWideResNet
-from wdjax.models.functional import features, functional, join_affine, split_affine
+from wdjax.models.functional import (
+    batch_statistics,
+    features,
+    functional,
+    head,
+    join_affine,
+    split_affine,
+)
 from wdjax.models.preact_resnet import DMPreActResNet, PreActResNet
 from wdjax.models.resnet import ResNet, TorchvisionResNet
 from wdjax.models.small import (
@@ -35,8 +42,10 @@ __all__ = [
     "ViT",
     "WideResNet",
     "WongMNIST",
+    "batch_statistics",
     "features",
     "functional",
+    "head",
     "join_affine",
     "mlp",
     "resnet2b",

@@ -8,7 +8,8 @@ from wdjax.models.layers import (
     LayerNorm,
     Linear,
     average_pool,
-    common,
+    classes_of,
+    extent,
     gelu,
     identity,
     numbered,
@@ -131,25 +132,29 @@ class ConvNeXt(nnx.Module):
             x = stage.blocks(x)
         return self.head.norm(average_pool(x))
 
+    def classify(self, features):
+        return self.head.fc(features)
+
     def __call__(self, x):
-        return self.head.fc(self.features(x))
+        return self.classify(self.features(x))
 
     @staticmethod
     def sizes(shapes):
         """The size arguments, read off the shapes of a state dict."""
         depths = tuple(numbered(shapes, f"stages.{s}.blocks.") for s in range(4))
         dims = tuple(
-            common(
+            extent(
+                shapes,
                 [
-                    shapes.get(f"stages.{s}.blocks.{i}.{leaf}", (0,))[0]
+                    f"stages.{s}.blocks.{i}.{leaf}"
                     for i in range(depths[s])
                     for leaf in ("gamma", "norm.bias", "conv_dw.bias")
-                ]
+                ],
             )
             for s in range(4)
         )
         stem = "patch"
         if any(name.startswith("stem.stem.") for name in shapes):
             stem = "conv3" if any(name.startswith("stem.stem.6.") for name in shapes) else "conv1"
-        heads = [shapes.get(f"head.fc.{leaf}", (0,))[0] for leaf in ("bias", "weight")]
-        return {"depths": depths, "dims": dims, "classes": common(heads), "stem": stem}
+        classes = classes_of(shapes, "head.fc")
+        return {"depths": depths, "dims": dims, "classes": classes, "stem": stem}

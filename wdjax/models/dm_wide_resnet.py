@@ -10,7 +10,9 @@ from wdjax.models.layers import (
     Linear,
     MeanSparse,
     average_pool,
+    classes_of,
     common,
+    extent,
     identity,
     numbered,
 )
@@ -60,8 +62,8 @@ class DMWideResNet(nnx.Module):
     def __init__(
         self, depth=28, width=10, classes=10, normalize=identity, sparse=False, *, rngs=None
     ):
-        if (depth - 4) % 6:
-            raise ValueError(f"depth must be 6 n + 4, got {depth}.")
+        if (depth - 4) % 6 or depth < 10:
+            raise ValueError(f"depth must be 6 n + 4 with n from 1 on, got {depth}.")
         blocks = (depth - 4) // 6
         self.normalize = normalize
         self.init_conv = Conv(3, 16, 3, 1, 1, rngs=rngs)
@@ -95,17 +97,23 @@ class DMWideResNet(nnx.Module):
             x = self.meansparse_end(x)
         return average_pool(jax.nn.silu(x))
 
+    def classify(self, features):
+        return self.logits(features)
+
     def __call__(self, x):
-        return self.logits(self.features(x))
+        return self.classify(self.features(x))
 
     @staticmethod
     def sizes(shapes):
         """The size arguments, read off the shapes of a state dict."""
         blocks = numbered(shapes, "layer.0.block.")
         widths = [
-            shapes.get(f"layer.{g}.block.{i}.batchnorm_1.bias", (0,))[0] // (16 * 2**g)
+            extent(shapes, [f"layer.{g}.block.{i}.batchnorm_1.bias"]) // (16 * 2**g)
             for g in range(3)
             for i in range(blocks)
         ]
-        heads = [shapes.get(f"logits.{leaf}", (0,))[0] for leaf in ("bias", "weight")]
-        return {"depth": 6 * blocks + 4, "width": common(widths), "classes": common(heads)}
+        return {
+            "depth": blocks and 6 * blocks + 4,
+            "width": common(widths),
+            "classes": classes_of(shapes, "logits"),
+        }

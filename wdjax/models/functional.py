@@ -2,38 +2,45 @@
 
 import functools
 
+import jax
 from flax import nnx
 
 from wdjax.core import Model
+from wdjax.models.layers import BatchNorm
 
 
 class _Apply:
     """``apply(params, x)`` of a graph definition; equal for equal graphs, so jit never retraces."""
 
     def __init__(self, graph, method):
-        self._graph, self._method = graph, method
+        self.graph, self.method = graph, method
         self._hash = hash((graph, method))
 
     def __call__(self, params, x):
-        module = nnx.merge(self._graph, params)
-        return module(x) if self._method is None else getattr(module, self._method)(x)
+        module = nnx.merge(self.graph, params)
+        return module(x) if self.method is None else getattr(module, self.method)(x)
 
     def __eq__(self, other):
         return self is other or (
             isinstance(other, _Apply)
             and self._hash == other._hash
-            and self._method == other._method
-            and self._graph == other._graph
+            and self.method == other.method
+            and self.graph == other.graph
         )
 
     def __hash__(self):
         return self._hash
 
     def __repr__(self):
-        return f"apply[{self._graph.nodes[0].type.__name__}]"
+        return f"apply[{self.kind.__name__}]"
+
+    @property
+    def kind(self):
+        """The module's class."""
+        return self.graph.nodes[0].type
 
     def variant(self, method):
-        return _apply(self._graph, method)
+        return _apply(self.graph, method)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -96,27 +103,112 @@ def features(model: Model) -> Model:
     >>> models.features(model)(jnp.ones((2, 4))).shape
     (2, 8)
     """
+    return _part(model, "features")
+
+
+def head(model: Model) -> Model:
+    """The last layer of a model from this package, with the same parameters.
+
+    ``head(model)(features(model)(x))`` is ``model(x)``.
+
+    Args:
+      model: from :func:`functional` or one of its users; its module needs a ``classify`` method.
+
+    Returns:
+      A ``Model`` from features ``[n, width]`` to logits ``[n, K]``.
+
+    Raises:
+      ValueError: the model does not come from a module of this package.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from wdjax import models
+    >>> model = models.mlp((4, 8, 3), key=jax.random.key(0))
+    >>> models.head(model)(jnp.ones((2, 8))).shape
+    (2, 3)
+    """
+    return _part(model, "classify")
+
+
+_ASKED = {"features": "features", "classify": "head"}
+
+
+def _part(model, method):
+    apply = _ours(model, f"{_ASKED[method]} needs")
+    if not hasattr(apply.kind, method):
+        raise ValueError(
+            f"{apply.kind.__name__} has no method {method!r}; give it one, or write your own "
+            "function of the parameters."
+        )
+    return Model(apply.variant(method), *model.args)
+
+
+def _ours(model, who):
     apply = getattr(model, "func", None)
     if not isinstance(apply, _Apply):
         raise ValueError(
-            f"features needs a model from wdjax.models or wdjax.convert, got {model!r}; "
+            f"{who} a model from wdjax.models or wdjax.convert, got {type(model).__name__}; "
             "write your own function for other models."
         )
-    return Model(apply.variant("features"), *model.args)
+    return apply
 
 
-_NORM = {"scale", "bias", "mean", "var"}
+def batch_statistics(model: Model) -> Model:
+    """The same model with BatchNorm by the statistics of the batch, for test-time adaptation.
+
+    Every BatchNorm normalises by the mean and the biased variance of the batch it is given, as
+    PyTorch's does in training; the stored statistics stay in the parameters, unused. A sample's
+    output then depends on its batch: :func:`wdjax.run` refuses such a model, and an adaptive
+    defence says itself which batch is meant.
+
+    Args:
+      model: from :func:`functional` or one of its users, with BatchNorm layers of this package.
+
+    Returns:
+      A ``Model`` with the same parameters.
+
+    Raises:
+      ValueError: the model does not come from a module of this package, or has no BatchNorm.
+
+    Source: Schneider et al. (2020), Improving robustness against common corruptions by covariate
+    shift adaptation.
+
+    >>> from wdjax.models import zoo
+    >>> import jax, jax.numpy as jnp
+    >>> net = zoo.build("wide_resnet", {"depth": 10, "width": 1}, rngs=nnx.Rngs(0))
+    >>> adapted = batch_statistics(functional(net))
+    >>> adapted(jnp.ones((2, 32, 32, 3))).shape
+    (2, 10)
+    """
+    apply = _ours(model, "batch_statistics needs")
+    module = nnx.merge(apply.graph, jax.tree.map(_abstract, model.args[0]))
+    found = [node for _, node in nnx.iter_graph(module) if isinstance(node, BatchNorm)]
+    if not found:
+        raise ValueError(f"{apply.kind.__name__} has no BatchNorm; there is nothing to adapt.")
+    for layer in found:
+        layer.of_batch = True
+    return Model(_apply(nnx.split(module)[0], apply.method), *model.args)
+
+
+def _abstract(leaf):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+_AFFINE = {"scale", "bias"}
+_NORMS = (_AFFINE, _AFFINE | {"mean", "var"})
 
 
 def split_affine(params):
-    """Separates the scales and biases of BatchNorm from all other parameters.
+    """Separates the scales and biases of BatchNorm and LayerNorm from all other parameters.
 
     Args:
-      params: the nested dict of a model with BatchNorm layers.
+      params: the nested dict of a model with such layers.
 
     Returns:
       ``(affine, rest)``: a dict of layer path -> ``{"scale", "bias"}``, and the nested dict without
       them. :func:`join_affine` puts them together.
+
+    Raises:
+      ValueError: there is no such layer.
 
     >>> affine, rest = split_affine({"bn1": {"scale": 1.0, "bias": 0.0, "mean": 2.0, "var": 3.0}})
     >>> affine, rest
@@ -127,26 +219,35 @@ def split_affine(params):
     def walk(node, path):
         if not isinstance(node, dict):
             return node
-        if set(node) == _NORM:
+        if set(node) in _NORMS:
             affine["/".join(path)] = {"bias": node["bias"], "scale": node["scale"]}
-            return {"mean": node["mean"], "var": node["var"]}
+            return {name: leaf for name, leaf in node.items() if name not in _AFFINE}
         return {name: walk(child, (*path, name)) for name, child in node.items()}
 
     rest = walk(params, ())
+    if not affine:
+        raise ValueError("these parameters have no BatchNorm or LayerNorm with scale and bias.")
     return affine, rest
 
 
 def join_affine(affine, rest):
     """The inverse of :func:`split_affine`.
 
+    Raises:
+      ValueError: a layer of ``affine`` has no place in ``rest``.
+
     >>> join_affine({"a/b": {"bias": 0.0, "scale": 1.0}}, {"a": {"b": {"mean": 2.0, "var": 3.0}}})
     {'a': {'b': {'mean': 2.0, 'var': 3.0, 'bias': 0.0, 'scale': 1.0}}}
     """
+    left = dict(affine)
 
     def walk(node, path):
         if not isinstance(node, dict):
             return node
         joined = {name: walk(child, (*path, name)) for name, child in node.items()}
-        return joined | affine.get("/".join(path), {})
+        return joined | left.pop("/".join(path), {})
 
-    return walk(rest, ())
+    joined = walk(rest, ())
+    if left:
+        raise ValueError(f"there is no layer {', '.join(sorted(left))} to join these to.")
+    return joined

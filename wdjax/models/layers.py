@@ -1,10 +1,11 @@
-"""The layers of all architectures: NHWC, float32, BatchNorm in its inference form.
+"""The layers of all architectures: NHWC, float32, BatchNorm with its stored statistics.
 
 A layer made with ``rngs=None`` is abstract: its parameters are shapes, which is all that a
 converter needs and costs no memory.
 """
 
 import collections
+import itertools
 import math
 
 import jax
@@ -24,6 +25,8 @@ def parameter(rngs, shape, init=None, kind=nnx.Param):
 
 def uniform(fan_in):
     """PyTorch's default for weights and biases: uniform in ``+-1 / sqrt(fan_in)``."""
+    if fan_in < 1:
+        raise ValueError("these sizes leave a layer without inputs.")
     bound = 1 / math.sqrt(fan_in)
     return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
 
@@ -100,16 +103,25 @@ class Conv(nnx.Module):
 
 
 class BatchNorm(nnx.Module):
-    """Batch normalisation with stored statistics, as at test time."""
+    """Batch normalisation with stored statistics, as at test time.
+
+    With ``of_batch`` set, the mean and the (biased) variance of the batch stand in for them, as
+    PyTorch does in training; see :func:`wdjax.models.batch_statistics`.
+    """
 
     def __init__(self, features, epsilon=1e-5, *, rngs=None):
         self.scale = parameter(rngs, (features,), ones)
         self.bias = parameter(rngs, (features,))
         self.mean = parameter(rngs, (features,), kind=nnx.BatchStat)
         self.var = parameter(rngs, (features,), ones, kind=nnx.BatchStat)
-        self.epsilon = epsilon
+        self.epsilon, self.of_batch = epsilon, False
 
     def __call__(self, x):
+        if self.of_batch:
+            axes = tuple(range(x.ndim - 1))
+            centred = x - jnp.mean(x, axis=axes)
+            scale = self.scale[...] * lax.rsqrt(jnp.mean(centred**2, axis=axes) + self.epsilon)
+            return centred * scale + self.bias[...]
         scale = self.scale[...] * lax.rsqrt(self.var[...] + self.epsilon)
         return x * scale + (self.bias[...] - self.mean[...] * scale)
 
@@ -208,7 +220,18 @@ def common(values):
     return found.most_common(1)[0][0] if found else 0
 
 
+def extent(shapes, names, axis=0):
+    """The most frequent length of the named tensors along an axis; 0 if none has that axis."""
+    found = [shapes.get(name, ()) for name in names]
+    return common(shape[axis] for shape in found if len(shape) > axis)
+
+
+def classes_of(shapes, layer):
+    """Outputs of a linear layer, by its bias and its weight."""
+    return extent(shapes, (f"{layer}.bias", f"{layer}.weight"))
+
+
 def numbered(names, prefix):
-    """How many numbered layers follow a prefix: one more than the largest number."""
-    numbers = [name[len(prefix) :].split(".")[0] for name in names if name.startswith(prefix)]
-    return 1 + max((int(number) for number in numbers if number.isdigit()), default=-1)
+    """How many layers follow a prefix, numbered from 0 on without a gap."""
+    found = {name[len(prefix) :].split(".")[0] for name in names if name.startswith(prefix)}
+    return next(count for count in itertools.count() if str(count) not in found)

@@ -10,7 +10,7 @@ from wdjax.models.layers import (
     Group,
     Linear,
     average_pool,
-    common,
+    classes_of,
     identity,
     numbered,
 )
@@ -87,16 +87,18 @@ class PreActResNet(nnx.Module):
             x = jax.nn.relu(self.bn(x))
         return average_pool(x)
 
+    def classify(self, features):
+        return self.linear(features)
+
     def __call__(self, x):
-        return self.linear(self.features(x))
+        return self.classify(self.features(x))
 
     @staticmethod
     def sizes(shapes):
         """The size arguments, read off the shapes of a state dict."""
-        heads = [shapes.get(f"linear.{leaf}", (0,))[0] for leaf in ("bias", "weight")]
         return {
             "blocks": tuple(numbered(shapes, f"layer{s}.") for s in range(1, 5)),
-            "classes": common(heads),
+            "classes": classes_of(shapes, "linear"),
         }
 
 
@@ -145,14 +147,16 @@ class DMPreActResNet(nnx.Module):
             x = stage(x)
         return average_pool(jax.nn.silu(self.batchnorm(x)))
 
+    def classify(self, features):
+        return self.logits(features)
+
     def __call__(self, x):
-        return self.logits(self.features(x))
+        return self.classify(self.features(x))
 
     @staticmethod
     def sizes(shapes):
         """The size arguments, read off the shapes of a state dict."""
-        heads = [shapes.get(f"logits.{leaf}", (0,))[0] for leaf in ("bias", "weight")]
         return {
             "blocks": tuple(numbered(shapes, f"layer_{s}.") for s in range(4)),
-            "classes": common(heads),
+            "classes": classes_of(shapes, "logits"),
         }

@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from flax import nnx
 
 from wdjax.core import Model
 from wdjax.models import layers
 from wdjax.models.functional import functional
+from wdjax.state_pickle import shown
 
 _SHOWN = 8
+_LONGEST = 200
 
 
 class Slot(NamedTuple):
@@ -159,6 +161,7 @@ def from_state_dict(
     module: nnx.Module,
     tensors: Mapping[str, np.ndarray],
     *,
+    cast: bool = False,
     source: str = "state dict",
     ignore: Callable[[str], str | None] = keep,
     architecture: dict[str, Any] | None = None,
@@ -169,6 +172,7 @@ def from_state_dict(
     Args:
       module: the architecture, best abstract (``rngs=None``).
       tensors: name -> array, with the names of the PyTorch module that it mirrors.
+      cast: whether float16, bfloat16 and float64 become float32, as ``load_state_dict`` does.
       source: what to call the tensors in messages.
       ignore: the reason why a tensor of that name may be left out, or None. BatchNorm's
         ``num_batches_tracked`` always may.
@@ -180,37 +184,15 @@ def from_state_dict(
 
     Raises:
       ValueError: a tensor is missing, unknown, of another shape or dtype than float32, holds a NaN
-        or an infinity, or contradicts a constant of the architecture; the message names the
-        tensors. Nothing is loaded then.
+        or an infinity, is a negative variance, or contradicts a constant of the architecture; the
+        message names the tensors. Nothing is loaded then.
 
     Cost: one copy of every tensor.
     """
-    wanted, constants = slots(module), buffers(module)
-    lines, faults, unknown = [], [], []
-    for name, tensor in tensors.items():
-        layer, _, leaf = name.rpartition(".")
-        counter = leaf == "num_batches_tracked" and f"{layer}.running_mean" in wanted
-        reason = "a counter" if counter else ignore(name)
-        if name in wanted:
-            faults += faults_of(name, tensor, wanted[name].shape)
-            lines.append(Line(name, tensor.shape, "-> " + "/".join(wanted[name].path)))
-        elif reason:
-            lines.append(Line(name, tensor.shape, f"ignored: {reason}"))
-        elif name in constants:
-            if tensor.dtype != constants[name].dtype:
-                faults.append(f"{name} has dtype {tensor.dtype}, not {constants[name].dtype}")
-            elif not np.array_equal(tensor, constants[name]):
-                faults.append(f"{name} differs from what the architecture computes")
-            lines.append(Line(name, tensor.shape, "checked: a constant"))
-        else:
-            unknown.append(name)
-    stored = [*wanted, *constants] if getattr(module, "stores_buffers", False) else wanted
-    missing = [name for name in stored if name not in tensors]
+    wanted = slots(module)
+    tensors, casts = cast_to_float32(tensors) if cast else (tensors, [])
+    lines, faults = _fates(module, wanted, tensors, ignore)
     kind = type(module).__name__
-    if missing:
-        faults.insert(0, f"missing {_some(missing)}")
-    if unknown:
-        faults.insert(0, f"unknown {_some(unknown)}")
     if faults:
         raise ValueError(
             f"{source} does not fit {kind}: {'; '.join(faults[:_SHOWN])}"
@@ -224,26 +206,80 @@ def from_state_dict(
         place: Any = params
         for parent in parents:
             place = place[parent]
-        place[leaf] = jnp.array(slot.turn(tensors[name]))
+        turned = slot.turn(tensors[name])
+        # JAX may keep a contiguous array as it is; it copies any other.
+        place[leaf] = jax.device_put(turned.copy() if turned.flags.c_contiguous else turned)
     architecture = architecture or {"family": kind, "options": {}, "normalize": ""}
     count = sum(math.prod(slot.shape) for slot in wanted.values() if slot.trained)
-    report = Report(source, architecture, tuple(lines), count, tuple(notes))
+    report = Report(source, architecture, tuple(lines), count, (*notes, *casts))
     return Converted(Model(model.func, params), report)
 
 
-def _some(names):
+def _fates(module, wanted, tensors, ignore) -> tuple[list[Line], list[str]]:
+    """What becomes of every tensor, and what is wrong with them."""
+    constants = buffers(module)
+    lines, faults, unknown = [], [], []
+    for name, tensor in tensors.items():
+        layer, _, leaf = name.rpartition(".")
+        counter = leaf == "num_batches_tracked" and f"{layer}.running_mean" in wanted
+        reason = "a counter" if counter else ignore(name)
+        if name in wanted:
+            slot = wanted[name]
+            faults += faults_of(name, tensor, slot.shape, variance=slot.path[-1] == "var")
+            lines.append(Line(name, tensor.shape, "-> " + "/".join(slot.path)))
+        elif reason:
+            lines.append(Line(name, tensor.shape, f"ignored: {reason}"))
+        elif name in constants:
+            if tensor.dtype != constants[name].dtype:
+                faults.append(f"{name} has dtype {tensor.dtype}, not {constants[name].dtype}")
+            elif not np.array_equal(tensor, constants[name]):
+                faults.append(f"{name} differs from what the architecture computes")
+            lines.append(Line(name, tensor.shape, "checked: a constant"))
+        else:
+            unknown.append(name)
+    stored = [*wanted, *constants] if getattr(module, "stores_buffers", False) else wanted
+    missing = [name for name in stored if name not in tensors]
+    if missing:
+        faults.insert(0, f"missing {some(missing)}")
+    if unknown:
+        faults.insert(0, f"unknown {some(unknown)}")
+    return lines, faults
+
+
+def some(names):
+    """The first names of many, in words."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return ", ".join(map(shown, names[:_SHOWN])) + more
 
 
-def faults_of(name, tensor, shape) -> list[str]:
+_CASTS = tuple(map(np.dtype, (np.float16, ml_dtypes.bfloat16, np.float64)))
+
+
+def cast_to_float32(
+    tensors: Mapping[str, np.ndarray],
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """The tensors with float16, bfloat16 and float64 as float32, and a note on what was cast."""
+    found = {name: tensor for name, tensor in tensors.items() if tensor.dtype in _CASTS}
+    if not found:
+        return dict(tensors), []
+    kinds = ", ".join(sorted({str(tensor.dtype) for tensor in found.values()}))
+    with np.errstate(over="ignore"):  # What overflows is an infinity, which is found and named.
+        cast = {name: tensor.astype(np.float32) for name, tensor in found.items()}
+    return {**tensors, **cast}, [f"{len(found)} tensors of {kinds} were cast to float32"]
+
+
+def faults_of(name, tensor, shape, *, variance=False) -> list[str]:
     """What is wrong with a tensor, in words that name it."""
     if tensor.shape != shape:
         return [f"{name} has shape {list(tensor.shape)}, expected {list(shape)}"]
+    if tensor.dtype in _CASTS:
+        return [f"{name} has dtype {tensor.dtype}, expected float32; cast=True converts it"]
     if tensor.dtype != np.float32:
         return [f"{name} has dtype {tensor.dtype}, expected float32"]
     if not np.isfinite(tensor).all():
         return [f"{name} holds NaN or infinity"]
+    if variance and tensor.size and tensor.min() < 0:
+        return [f"{name} is a variance and holds {tensor.min():.3g}"]
     return []
 
 
@@ -258,7 +294,7 @@ def state_dict(
     """The one flat state dict inside a checkpoint, without the prefixes that wrappers add.
 
     Args:
-      content: what :func:`wdjax.checkpoint.read` returned.
+      content: what :func:`wdjax.torch_file.read` returned.
       containers: keys to look under, the first present one wins.
       prefixes: taken off the names once each, in this order.
 
@@ -266,8 +302,8 @@ def state_dict(
       name -> array.
 
     Raises:
-      ValueError: the checkpoint holds no state dict, other things between its tensors, or two
-        tensors of one name.
+      ValueError: the checkpoint holds no state dict, other things between its tensors, two tensors
+        of one name, or a name that no layer has (too long, or with control characters).
 
     >>> list(state_dict({"epoch": 3, "state_dict": [{"module.fc.bias": np.zeros(2)}]}))
     ['fc.bias']
@@ -277,7 +313,7 @@ def state_dict(
     if not isinstance(content, Mapping):
         raise ValueError(
             f"expected a state dict, got {type(content).__name__}; look at what "
-            "wdjax.checkpoint.read returns and pass the part that holds the tensors."
+            "wdjax.torch_file.read returns and pass the part that holds the tensors."
         )
     for key in containers:
         if isinstance(content.get(key), (Mapping, list, tuple)):
@@ -286,12 +322,15 @@ def state_dict(
     if others or not content:
         raise ValueError(
             f"no state dict found: besides tensors the checkpoint holds "
-            f"{_some(others) or 'nothing'}; known containers are {', '.join(containers)}."
+            f"{some(others) or 'nothing'}; known containers are {', '.join(containers)}."
         )
     names = [_strip(str(name), prefixes) for name in content]
+    odd = [name for name in names if len(name) > _LONGEST or not name.isprintable()]
+    if odd:
+        raise ValueError(f"these are no names of tensors: {some(odd)}.")
     twice = [name for name, count in collections.Counter(names).items() if count > 1]
     if twice:
-        raise ValueError(f"without the prefixes {prefixes}, names occur twice: {_some(twice)}.")
+        raise ValueError(f"without the prefixes {prefixes}, names occur twice: {some(twice)}.")
     return dict(zip(names, content.values()))
 
 

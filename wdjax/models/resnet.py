@@ -9,7 +9,9 @@ from wdjax.models.layers import (
     Group,
     Linear,
     average_pool,
+    classes_of,
     common,
+    extent,
     first_max_pool,
     identity,
     numbered,
@@ -112,14 +114,16 @@ class ResNet(nnx.Module):
             x = stage(x)
         return average_pool(x)
 
+    def classify(self, features):
+        return self.linear(features)
+
     def __call__(self, x):
-        return self.linear(self.features(x))
+        return self.classify(self.features(x))
 
     @staticmethod
     def sizes(shapes):
         """The size arguments, read off the shapes of a state dict."""
-        heads = [shapes.get(f"linear.{leaf}", (0,))[0] for leaf in ("bias", "weight")]
-        return {"blocks": _blocks(shapes), "classes": common(heads)}
+        return {"blocks": _blocks(shapes), "classes": classes_of(shapes, "linear")}
 
 
 def _blocks(shapes):
@@ -167,16 +171,18 @@ class TorchvisionResNet(nnx.Module):
             x = stage(x)
         return average_pool(x)
 
+    def classify(self, features):
+        return self.fc(features)
+
     def __call__(self, x):
-        return self.fc(self.features(x))
+        return self.classify(self.features(x))
 
     @staticmethod
     def sizes(shapes):
         """The size arguments, read off the shapes of a state dict."""
-        heads = [shapes.get(f"fc.{leaf}", (0,))[0] for leaf in ("bias", "weight")]
         bottleneck = any(name.startswith("layer1.0.conv3") for name in shapes)
         inner = [
-            shapes.get(f"layer{s}.0.bn2.{leaf}", (0,))[0] // 2 ** (s - 1)
+            extent(shapes, [f"layer{s}.0.bn2.{leaf}"]) // 2 ** (s - 1)
             for s in range(1, 5)
             for leaf in ("weight", "bias")
         ]
@@ -184,6 +190,6 @@ class TorchvisionResNet(nnx.Module):
             "blocks": _blocks(shapes),
             "bottleneck": bottleneck,
             "inner": common(inner) if bottleneck else 64,
-            "classes": common(heads),
+            "classes": classes_of(shapes, "fc"),
             "stem": "cifar" if shapes.get("conv1.weight", ())[2:] == (3, 3) else "imagenet",
         }

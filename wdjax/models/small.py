@@ -23,16 +23,19 @@ class MLP(nnx.Module):
             x = jax.nn.relu(getattr(self, f"fc{i}")(x))
         return x
 
+    def classify(self, features):
+        return getattr(self, f"fc{self.depth}")(features)
+
     def __call__(self, x):
-        return getattr(self, f"fc{self.depth}")(self.features(x))
+        return self.classify(self.features(x))
 
     @staticmethod
     def sizes(shapes):
         """The size argument, read off the shapes of a state dict."""
         depth = sum(name.endswith(".weight") for name in shapes)
         weights = [shapes.get(f"fc{i + 1}.weight", ()) for i in range(depth)]
-        if not weights or any(len(shape) != 2 for shape in weights):
-            raise ValueError("an mlp has matrices only")
+        if not weights or any(len(shape) != 2 or 0 in shape for shape in weights):
+            raise ValueError("an mlp has matrices only, of at least one row and column")
         return {"sizes": (weights[0][1], *(shape[0] for shape in weights))}
 
 
@@ -50,8 +53,11 @@ class WongMNIST(nnx.Module):
         x = jax.nn.relu(self.conv2(x))
         return jax.nn.relu(self.fc1(x))
 
+    def classify(self, features):
+        return self.fc2(features)
+
     def __call__(self, x):
-        return self.fc2(self.features(x))
+        return self.classify(self.features(x))
 
 
 class TradesSmallCNN(nnx.Module):
@@ -74,8 +80,11 @@ class TradesSmallCNN(nnx.Module):
         x = jax.nn.relu(self.fc1(x))
         return jax.nn.relu(self.fc2(x))
 
+    def classify(self, features):
+        return self.fc3(features)
+
     def __call__(self, x):
-        return self.fc3(self.features(x))
+        return self.classify(self.features(x))
 
 
 class _Block(nnx.Module):
@@ -105,8 +114,11 @@ class ResNet2b(nnx.Module):
         x = jax.nn.relu(self.conv1(self.normalize(x)))
         return jax.nn.relu(self.linear1(self.layer1(x)))
 
+    def classify(self, features):
+        return self.linear2(features)
+
     def __call__(self, x):
-        return self.linear2(self.features(x))
+        return self.classify(self.features(x))
 
 
 def mlp(sizes, *, key):

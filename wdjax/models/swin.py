@@ -14,7 +14,9 @@ from wdjax.models.layers import (
     LayerNorm,
     Linear,
     MeanSparse,
+    classes_of,
     common,
+    extent,
     gelu,
     identity,
     numbered,
@@ -22,6 +24,7 @@ from wdjax.models.layers import (
 )
 
 
+@functools.lru_cache(maxsize=64)
 def relative_position_index(window):
     """``[w*w, w*w]``: the row of the bias table for each pair of positions in a window."""
     rows, cols = np.divmod(np.arange(window * window), window)
@@ -165,6 +168,8 @@ class Swin(nnx.Module):
             raise ValueError(f"layout must be 'timm' or 'microsoft', got {layout!r}.")
         if any(width * 2**i % head for i, head in enumerate(heads) if head) or not all(heads):
             raise ValueError(f"stage widths {width} * 2^i must be multiples of the heads {heads}.")
+        if window > 28 or any(grid % min(window, grid) for grid in (56, 28, 14, 7)):
+            raise ValueError(f"windows must tile grids of 56, 28, 14 and 7, got window {window}.")
         self.normalize = normalize
         epsilon = 1e-5 if layout == "timm" else 1e-6
         self.patch_embed = Group(
@@ -212,36 +217,30 @@ class Swin(nnx.Module):
                 x = stage.downsample(x)
         return jnp.mean(self.norm(x), axis=(1, 2))
 
-    def __call__(self, x):
+    def classify(self, features):
         last = self.head.fc if self.layout == "timm" else self.head
-        return last(self.features(x))
+        return last(features)
+
+    def __call__(self, x):
+        return self.classify(self.features(x))
 
     @staticmethod
     def sizes(shapes):
         """The size arguments, read off the shapes of a state dict."""
         depths = tuple(numbered(shapes, f"layers.{s}.blocks.") for s in range(4))
         tables = [
-            [
-                shapes.get(f"layers.{s}.blocks.{i}.attn.relative_position_bias_table", (0, 0))
-                for i in range(depths[s])
-            ]
+            [f"layers.{s}.blocks.{i}.attn.relative_position_bias_table" for i in range(depths[s])]
             for s in range(4)
         ]
         widths = [
-            shapes.get(f"layers.{s}.blocks.{i}.norm1.bias", (0,))[0] // 2**s
+            extent(shapes, [f"layers.{s}.blocks.{i}.norm1.bias"]) // 2**s
             for s in range(4)
             for i in range(depths[s])
-        ]
-        heads = [
-            shapes.get(f"{name}.{leaf}", (0,))[0]
-            for name in ("head.fc", "head")
-            for leaf in ("bias", "weight")
-            if f"{name}.{leaf}" in shapes
         ]
         return {
             "width": common(widths),
             "depths": depths,
-            "heads": tuple(common([table[-1] for table in stage]) for stage in tables),
-            "window": (math.isqrt(common([table[0] for table in tables[0]])) + 1) // 2,
-            "classes": common(heads),
+            "heads": tuple(extent(shapes, stage, axis=1) for stage in tables),
+            "window": (math.isqrt(extent(shapes, tables[0])) + 1) // 2,
+            "classes": classes_of(shapes, "head.fc") or classes_of(shapes, "head"),
         }

@@ -14,7 +14,8 @@ from wdjax.models.layers import (
     FlatLinear,
     Group,
     Linear,
-    common,
+    classes_of,
+    extent,
     first_max_pool,
     identity,
 )
@@ -107,9 +108,12 @@ class VGG16(nnx.Module):
         x = jax.nn.relu(self.classifier[0](adaptive_average_pool(x, 7)))
         return jax.nn.relu(self.classifier[3](x))
 
-    def __call__(self, x):
+    def classify(self, features):
         last = self.classifier if isinstance(self.classifier, Linear) else self.classifier[6]
-        return last(self.features(x))
+        return last(features)
+
+    def __call__(self, x):
+        return self.classify(self.features(x))
 
     torch_names: ClassVar = {"convolutions": "features"}
 
@@ -118,15 +122,10 @@ class VGG16(nnx.Module):
         """The size arguments, read off the shapes of a state dict."""
         cifar = "classifier.weight" in shapes or "classifier.bias" in shapes
         last = "classifier" if cifar else "classifier.6"
-        hidden = [shapes.get(f"classifier.{i}.bias", (0,))[0] for i in (0, 3)]
         return {
-            "classes": common(
-                [shapes.get(f"{last}.{leaf}", (0,))[0] for leaf in ("bias", "weight")]
-            ),
+            "classes": classes_of(shapes, last),
             "batch_norm": any("running_mean" in name for name in shapes),
             "head": "cifar" if cifar else "imagenet",
-            "hidden": 4096 if cifar else common(hidden),
-            "planes": common(
-                [shapes.get(f"features.0.{leaf}", (0,))[0] for leaf in ("bias", "weight")]
-            ),
+            "hidden": 4096 if cifar else extent(shapes, ("classifier.0.bias", "classifier.3.bias")),
+            "planes": classes_of(shapes, "features.0"),
         }

@@ -10,7 +10,8 @@ from wdjax.models.layers import (
     Group,
     LayerNorm,
     Linear,
-    common,
+    classes_of,
+    extent,
     identity,
     numbered,
     parameter,
@@ -97,18 +98,20 @@ class ViT(nnx.Module):
         x = jnp.concatenate([cls, x], axis=1) + self.pos_embed[...]
         return self.norm(self.blocks(x)[:, 0])
 
+    def classify(self, features):
+        return self.head(features)
+
     def __call__(self, x):
-        return self.head(self.features(x))
+        return self.classify(self.features(x))
 
     @staticmethod
     def sizes(shapes):
         """The size arguments, read off the shapes of a state dict; the heads are not among them."""
         depth = numbered(shapes, "blocks.")
-        stem = "patch_embed.proj.stem.0."
-        planes = [shapes.get(stem + leaf, (0,))[0] for leaf in ("bias", "weight")]
+        stem = "patch_embed.proj.stem.0"
         return {
-            "width": common([shapes.get(f"blocks.{i}.norm1.bias", (0,))[0] for i in range(depth)]),
+            "width": extent(shapes, [f"blocks.{i}.norm1.bias" for i in range(depth)]),
             "depth": depth,
-            "classes": common([shapes.get(f"head.{leaf}", (0,))[0] for leaf in ("bias", "weight")]),
-            "planes": common(planes) or None,
+            "classes": classes_of(shapes, "head"),
+            "planes": classes_of(shapes, stem) or None,
         }

@@ -9,7 +9,9 @@ from wdjax.models.layers import (
     Group,
     Linear,
     average_pool,
+    classes_of,
     common,
+    extent,
     identity,
     numbered,
 )
@@ -43,8 +45,8 @@ class WideResNet(nnx.Module):
     """
 
     def __init__(self, depth=28, width=10, classes=10, normalize=identity, *, rngs=None):
-        if (depth - 4) % 6:
-            raise ValueError(f"depth must be 6 n + 4, got {depth}.")
+        if (depth - 4) % 6 or depth < 10:
+            raise ValueError(f"depth must be 6 n + 4 with n from 1 on, got {depth}.")
         blocks = (depth - 4) // 6
         self.normalize = normalize
         self.conv1 = Conv(3, 16, 3, 1, 1, rngs=rngs)
@@ -71,21 +73,23 @@ class WideResNet(nnx.Module):
             x = group.layer(x)
         return average_pool(jax.nn.relu(self.bn1(x)))
 
+    def classify(self, features):
+        return self.fc(features)
+
     def __call__(self, x):
-        return self.fc(self.features(x))
+        return self.classify(self.features(x))
 
     @staticmethod
     def sizes(shapes):
         """The size arguments, read off the shapes of a state dict."""
         blocks = numbered(shapes, "block1.layer.")
         widths = [
-            shapes.get(f"block{g}.layer.{i}.bn2.bias", (0,))[0]
+            extent(shapes, [f"block{g}.layer.{i}.bn2.bias"]) // (8 * 2**g)
             for g in (1, 2, 3)
             for i in range(blocks)
         ]
-        widths = [w // (16 * 2 ** (i // max(blocks, 1))) for i, w in enumerate(widths)]
         return {
-            "depth": 6 * blocks + 4,
+            "depth": blocks and 6 * blocks + 4,
             "width": common(widths),
-            "classes": common([shapes.get(f"fc.{leaf}", (0,))[0] for leaf in ("bias", "weight")]),
+            "classes": classes_of(shapes, "fc"),
         }

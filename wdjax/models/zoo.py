@@ -11,8 +11,12 @@ may be missing), ``aliases`` (may hold tensors twice), ``torchvision`` (from tor
 import csv
 import functools
 import importlib.resources
+import inspect
+import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 from flax import nnx
 
 from wdjax.models.convnext import ConvNeXt
@@ -157,6 +161,8 @@ def normalization(spec: str):
     >>> normalization("0.5 0.5 0.5 / 0.25 0.25 0.25").std
     (0.25, 0.25, 0.25)
     """
+    if not isinstance(spec, str):
+        raise ValueError(f"a normalisation is described by a string, got {spec!r}.")
     if spec in ("", "per_image"):
         return standardize if spec else identity
     try:
@@ -165,7 +171,8 @@ def normalization(spec: str):
         )
     except ValueError:
         mean = std = ()
-    if len(mean) != len(std) or not mean or min(std) <= 0:
+    numbers = all(map(math.isfinite, (*mean, *std)))
+    if len(mean) != len(std) or not mean or min(std) <= 0 or not numbers:
         raise ValueError(
             f"normalisation {spec!r} is unknown; use '', 'per_image', {', '.join(_CONSTANTS)} or "
             "'mean mean mean / std std std' with positive std."
@@ -173,7 +180,81 @@ def normalization(spec: str):
     return Normalize(mean, std)
 
 
-def build(family: str, options: dict[str, Any], normalize: str = "", *, rngs=None) -> nnx.Module:
+_MAX_LAYERS = 200
+_MAX_SIZE = 1 << 20
+_COUNTS = ("depth", "depths", "blocks")  # A tuple of them counts together.
+
+
+def defaults(family: str) -> dict[str, Any]:
+    """What a family's constructor takes, and the values without being told.
+
+    >>> defaults("vit")
+    {'width': 768, 'depth': 12, 'heads': 12, 'classes': 1000, 'planes': None}
+    """
+    if family not in FAMILIES:
+        raise ValueError(f"unknown architecture {family!r}; known are {', '.join(FAMILIES)}.")
+    parameters = inspect.signature(FAMILIES[family].__init__).parameters
+    return {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if name not in ("self", "normalize", "rngs")
+    }
+
+
+def options_of(family: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """A family's options, checked before anything is built of them.
+
+    Args:
+      family: a key of :data:`FAMILIES`.
+      options: its constructor's arguments, apart from the normalisation; lists count as tuples.
+
+    Returns:
+      The options as plain Python numbers, strings and tuples.
+
+    Raises:
+      ValueError: unknown family or option, a value of another type, or a size that no model has.
+
+    >>> options_of("wide_resnet", {"depth": 10, "width": np.int64(2)})
+    {'depth': 10, 'width': 2}
+    """
+    known = defaults(family)
+    unknown = [str(name) for name in options if name not in known]
+    if unknown:
+        raise ValueError(
+            f"{family} does not take these options: {', '.join(unknown)}; it takes "
+            f"{', '.join(known)}."
+        )
+    return {name: _checked(family, name, value, known[name]) for name, value in options.items()}
+
+
+def _checked(family: str, name: str, value: Any, default: Any) -> Any:
+    """An option's value, of the type of its default."""
+    if isinstance(default, bool | str):
+        if type(value) is not type(default):
+            kind = "true or false" if isinstance(default, bool) else "a string"
+            raise ValueError(f"{family}: {name} must be {kind}, got {value!r}.")
+        return value
+    if default is None and value is None:
+        return None
+    several = isinstance(default, tuple) or default is inspect.Parameter.empty
+    values = tuple(value) if several and isinstance(value, tuple | list) else (value,)
+    wanted = len(default) if isinstance(default, tuple) else len(values)
+    whole = all(isinstance(v, int | np.integer) and not isinstance(v, bool) for v in values)
+    if several != isinstance(value, tuple | list) or len(values) != wanted or not whole:
+        what = f"{wanted} whole numbers" if isinstance(default, tuple) else "whole numbers"
+        raise ValueError(
+            f"{family}: {name} must be {what if several else 'a whole number'}, got {value!r}."
+        )
+    limit = _MAX_LAYERS if name in _COUNTS else _MAX_SIZE
+    largest = sum(values) if name in _COUNTS else max(values, default=1)
+    if min(values, default=1) < 1 or largest > limit or len(values) > _MAX_LAYERS:
+        raise ValueError(f"{family}: {name} must be from 1 to {limit}, got {value!r}.")
+    return tuple(map(int, values)) if several else int(value)
+
+
+def build(
+    family: str, options: Mapping[str, Any], normalize: str = "", *, rngs: nnx.Rngs | None = None
+) -> nnx.Module:
     """An architecture by the name of its family.
 
     Args:
@@ -186,15 +267,21 @@ def build(family: str, options: dict[str, Any], normalize: str = "", *, rngs=Non
       The module.
 
     Raises:
-      ValueError: unknown family, option or normalisation.
+      ValueError: unknown family, option or normalisation, or sizes that do not go together.
 
     >>> type(build("wide_resnet", {"depth": 10, "width": 1}, "2x-1")).__name__
     'WideResNet'
     """
-    if family not in FAMILIES:
-        raise ValueError(f"unknown architecture {family!r}; known are {', '.join(FAMILIES)}.")
+    chosen = options_of(family, options)
+    needed = [
+        name
+        for name, default in defaults(family).items()
+        if default is inspect.Parameter.empty and name not in chosen
+    ]
+    if needed:
+        raise ValueError(f"{family} needs {', '.join(needed)}.")
     extra = {"normalize": normalization(normalize)} if normalize else {}
-    try:
-        return FAMILIES[family](**options, **extra, rngs=rngs)
-    except TypeError as error:
-        raise ValueError(f"{family} does not take these options: {error}") from None
+    takes = inspect.signature(FAMILIES[family].__init__).parameters
+    if extra and "normalize" not in takes:
+        raise ValueError(f"{family} takes images as they are; got normalize={normalize!r}.")
+    return FAMILIES[family](**chosen, **extra, rngs=rngs)

@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 
-from wdjax import checkpoint
+from wdjax import torch_file
 
 torch = pytest.importorskip("torch", reason="the reader is compared with torch.load")
 
@@ -33,7 +33,7 @@ def test_every_shared_file_bit_for_bit(shared):
     files = [*shared.glob("data/weights/*"), *shared.glob("fixtures/zoo/*/*.pt")]
     assert len(files) >= 15
     for path in files:
-        equal(checkpoint.read(path), torch.load(path, map_location="cpu", weights_only=True))
+        equal(torch_file.read(path), torch.load(path, map_location="cpu", weights_only=True))
 
 
 def odd_tensors():
@@ -60,7 +60,7 @@ def test_odd_tensors(tmp_path, zipped):
     path, saved = tmp_path / "odd.pt", odd_tensors()
     torch.save(saved, path, _use_new_zipfile_serialization=zipped)
     saved["nested"]["size"] = (1, 2)
-    equal(checkpoint.read(path), saved)
+    equal(torch_file.read(path), saved)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -71,10 +71,10 @@ def test_truncated_and_corrupt(tmp_path, zipped):
     for length in (0, 3, 40, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:length])
         with pytest.raises(ValueError, match="truncated, corrupt or no PyTorch checkpoint"):
-            checkpoint.read(path)
+            torch_file.read(path)
     path.write_bytes(b"\x89PNG" + content)
     with pytest.raises(ValueError, match="no PyTorch checkpoint"):
-        checkpoint.read(path)
+        torch_file.read(path)
 
 
 def test_a_flipped_bit_in_a_tensor_is_found(tmp_path):
@@ -84,7 +84,7 @@ def test_a_flipped_bit_in_a_tensor_is_found(tmp_path):
     content[content.index(np.float32(1.5).tobytes() * 50) + 80] ^= 1
     path.write_bytes(content)
     with pytest.raises(ValueError, match="CRC"):
-        checkpoint.read(path)
+        torch_file.read(path)
 
 
 class Hostile:
@@ -109,7 +109,7 @@ def test_foreign_globals_are_refused_by_name(tmp_path, monkeypatch, zipped, valu
     monkeypatch.chdir(tmp_path)
     torch.save({"w": torch.ones(1), "x": value}, "bad.pt", _use_new_zipfile_serialization=zipped)
     with pytest.raises(ValueError, match=rf"refused: the pickle asks for the global {name}"):
-        checkpoint.read("bad.pt")
+        torch_file.read("bad.pt")
     assert not (tmp_path / "owned").exists()
 
 
@@ -117,7 +117,7 @@ def test_a_bare_pickle_is_no_checkpoint(tmp_path):
     path = tmp_path / "bare.pt"
     path.write_bytes(pickle.dumps(Hostile(os.system, "touch owned")))
     with pytest.raises(ValueError, match=r"refused: .* posix\.system"):
-        checkpoint.read(path)
+        torch_file.read(path)
 
 
 def test_a_tensor_that_reaches_past_its_storage(tmp_path):
@@ -126,4 +126,4 @@ def test_a_tensor_that_reaches_past_its_storage(tmp_path):
     content = path.read_bytes()
     path.write_bytes(content.replace(b"K\x04\x85", b"K\x08\x85", 1))
     with pytest.raises(ValueError, match="reaches past"):
-        checkpoint.read(path)
+        torch_file.read(path)
