@@ -182,7 +182,10 @@ def test_commands_keep_programs_where_the_user_says(monkeypatch, tmp_path):
 def test_signals_end_a_command_in_one_line(tmp_path, number, code, line):
     out = tmp_path / "audit"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "wdjax", "audit", "--out", str(out), "--samples", "20"]
+    # Whoever runs the tests in the background makes their children deaf to SIGINT.
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    program = heard + "from wdjax.cli import process_main; process_main()"
+    command = [sys.executable, "-c", program, "audit", "--out", str(out), "--samples", "20"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment) as running:
         while not out.is_dir() and running.poll() is None:
             time.sleep(0.05)  # The folder is made before the work.
