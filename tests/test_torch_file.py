@@ -55,10 +55,13 @@ def odd_tensors():
     )
 
 
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("zipped", [True, False])
-def test_odd_tensors(tmp_path, zipped):
+def test_odd_tensors(tmp_path, zipped, protocol):
     path, saved = tmp_path / "odd.pt", odd_tensors()
-    torch.save(saved, path, _use_new_zipfile_serialization=zipped)
+    torch.save(
+        saved, path, _use_new_zipfile_serialization=zipped, pickle_protocol=protocol
+    )  # fmt: skip
     saved["nested"]["size"] = (1, 2)
     equal(torch_file.read(path), saved)
 

@@ -117,7 +117,7 @@ def manifest(path: _Path) -> dict[str, Any]:
     """
     source, text = _newest(Path(path)), ""
     if source.is_file() and _is_file(source):
-        text = torch_file.read_safetensors(source)[1].get("wdjax", "")
+        text = torch_file.read_metadata(source).get("wdjax", "")
     elif (source / _MANIFEST).is_file():
         text = (source / _MANIFEST).read_text(errors="replace")
         if not text:
@@ -222,7 +222,7 @@ def replacing(path: _Path) -> Iterator[Path]:
             left.unlink(missing_ok=True)
     try:
         yield new
-        with new.open("rb") as file:
+        with new.open("r+b") as file:
             os.fsync(file.fileno())
         new.replace(path)
     finally:
@@ -276,7 +276,7 @@ def _write_safetensors(path: Path, leaves: dict[str, Array], text: str) -> None:
 
 
 def _read_safetensors(source: Path, expected: dict[str, Array]) -> dict[str, Array]:
-    arrays = torch_file.read_safetensors(source)[0]
+    arrays = torch_file.read_safetensors(source)
     if arrays.keys() != expected.keys():
         odd = sorted(arrays.keys() ^ expected.keys())
         raise ValueError(f"{source} is damaged: its manifest and its tensors differ in {odd}.")

@@ -323,8 +323,11 @@ def _refuse(module: str, name: str) -> NoReturn:
 
 
 def _set(target: dict[Any, Any], key: Any, value: Any) -> None:
-    if type(key) is not str and not (type(key) is int and abs(key) < 1 << 62):
-        raise BrokenError(f"its pickle has a dict key of type {_kind(key)}")
+    plain = type(key) in (str, float, bool) or key is None
+    if not plain and not (type(key) is int and abs(key) < 1 << 62):
+        raise RefusedError(
+            f"refused: the pickle has a dict key of type {_kind(key)}; save only the state dict."
+        )
     target[key] = value
 
 

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from os import PathLike
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -24,6 +24,8 @@ from wdjax.state_pickle import (
     Tensor,
     shown,
 )
+
+Read = TypeVar("Read")
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001
@@ -102,25 +104,39 @@ def read(path: str | PathLike[str]) -> Any:
             ) from error
 
 
-def read_safetensors(
-    path: str | PathLike[str],
-) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+def read_safetensors(path: str | PathLike[str]) -> dict[str, np.ndarray]:
     """Reads a safetensors file.
 
     Args:
       path: the file.
 
     Returns:
-      name -> array, and the strings beside them.
+      name -> array; the arrays cannot be written to.
 
     Raises:
       ValueError: the file is truncated, corrupt or no safetensors file.
       FileNotFoundError: there is no such file.
     """
-    path = Path(path)
-    with path.open("rb") as file:
+    return _opened(path, _safetensors)
+
+
+def read_metadata(path: str | PathLike[str]) -> dict[str, str]:
+    """The strings that a safetensors file holds beside its tensors.
+
+    Args:
+      path: the file.
+
+    Raises:
+      ValueError: the file is truncated, corrupt or no safetensors file.
+      FileNotFoundError: there is no such file.
+    """
+    return _opened(path, _metadata)
+
+
+def _opened(path: str | PathLike[str], read: Callable[[BinaryIO, int], Read]) -> Read:
+    with Path(path).open("rb") as file:
         try:
-            return _safetensors(file, os.fstat(file.fileno()).st_size)
+            return read(file, os.fstat(file.fileno()).st_size)
         except BrokenError as error:
             raise ValueError(f"{path} is truncated or no safetensors file ({error}).") from error
 
@@ -135,7 +151,7 @@ def _reader(start: bytes) -> _Reader:
     if start.startswith(b"\x80"):
         return _read_legacy
     if start[8:9] == b"{":
-        return lambda file, size: _safetensors(file, size)[0]
+        return _safetensors
     if not start:
         raise BrokenError("the file is empty")
     if start.removeprefix(b"\xef\xbb\xbf").lstrip().lower().startswith(_HTML):
@@ -317,17 +333,30 @@ def _children(value: dict[Any, Any] | OrderedDict[Any, Any] | list[Any]) -> Iter
     return value.values() if isinstance(value, dict) else value
 
 
-def _safetensors(file: BinaryIO, size: int) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    import safetensors
-
+def _check_header(file: BinaryIO, size: int) -> None:
     start = file.read(8)
     length = int.from_bytes(start, "little")
     if len(start) < 8 or length > min(size - 8, MAX_BYTES):
         raise BrokenError(f"its safetensors header claims {length} bytes")
+    file.seek(0)
+
+
+def _metadata(file: BinaryIO, size: int) -> dict[str, str]:
+    import safetensors
+
+    _check_header(file, size)
     try:
         with safetensors.safe_open(file.name, framework="np") as opened:
-            metadata = opened.metadata() or {}
-        file.seek(0)
+            return opened.metadata() or {}
+    except safetensors.SafetensorError as error:
+        raise BrokenError(shown(str(error))) from None
+
+
+def _safetensors(file: BinaryIO, size: int) -> dict[str, np.ndarray]:
+    import safetensors
+
+    _check_header(file, size)
+    try:
         found = safetensors.deserialize(file.read())
     except safetensors.SafetensorError as error:
         raise BrokenError(shown(str(error))) from None
@@ -340,4 +369,4 @@ def _safetensors(file: BinaryIO, size: int) -> tuple[dict[str, np.ndarray], dict
             raise BrokenError(f"{shown(name)} has {len(shape)} axes")
         tensors[name] = np.ndarray(shape, dtype, facts["data"])
         tensors[name].flags.writeable = False
-    return tensors, metadata
+    return tensors
