@@ -1,7 +1,16 @@
 """Attacks: frozen pytree dataclasses for :func:`wdjax.search` and :func:`wdjax.run`."""
 
+from wdjax.attacks.margin_pgd import MarginPGD
 from wdjax.attacks.pgd import PGD, fgsm
+from wdjax.attacks.walk import Walk
 from wdjax.attacks.wda import WDA
 from wdjax.attacks.wda_plus_plus import WDAPlusPlus
 
-__all__ = ["PGD", "WDA", "WDAPlusPlus", "fgsm"]
+__all__ = [
+    "PGD",
+    "WDA",
+    "MarginPGD",
+    "WDAPlusPlus",
+    "Walk",
+    "fgsm",
+]
