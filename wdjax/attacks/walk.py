@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,8 @@ class State(NamedTuple):
     taken: Array
     """Steps of this walk."""
     best: Nearest
+    limit: Array
+    """Flips count within this distance only."""
 
 
 @jax.tree_util.register_dataclass
@@ -55,6 +57,8 @@ class Walk:
         anywhere in the box if there is no ``eps``. Makes a key necessary.
       targets: walk to each of that many classes, nearest first (:func:`wdjax.attacks.rivals.rank`),
         instead of to the largest.
+      within: look for a flip within ``eps`` only: a sample that has one is done, and farther ones do
+        not count. Makes a fixed-budget attack of it.
       step_size: in units of the current radius, at the first step.
       shrink: the radius' largest relative change, at the first step.
       haste: 0 lets the radius follow the linearised margin; 1 shrinks it by ``shrink`` after every
@@ -85,12 +89,11 @@ class Walk:
     [0.1, 0.4]
     """
 
-    budget: ClassVar[Literal["none"]] = "none"
-
     ball: Lp = setting(Lp())
     steps: int = setting(40)
     far: bool = setting(False)
     targets: int = setting(0)
+    within: bool = setting(False)
     step_size: float | Array = 1.0
     shrink: float | Array = 0.4
     haste: float | Array = 0.0
@@ -101,18 +104,23 @@ class Walk:
             object.__setattr__(self, name, validate.check_count(name, getattr(self, name), least))
 
     @property
+    def budget(self) -> Literal["sample", "none"]:
+        return "sample" if self.within else "none"
+
+    @property
     def random(self) -> bool:
         return self.far
 
     @property
     def stages(self) -> tuple[Stage, ...]:
+        done = self._near if self.within else None
         if not self.targets:
-            return Stage(self._walk, self.steps), Stage(self._end, 1)
+            return Stage(self._walk, self.steps, done), Stage(self._end, 1, done)
         walks: list[Stage] = []
         for place in range(self.targets):
-            walks.append(Stage(functools.partial(self._walk, place=place), self.steps))
-            walks.append(Stage(self._end, 1))
-        return Stage(self._rank, 1), *walks
+            walks.append(Stage(functools.partial(self._walk, place=place), self.steps, done))
+            walks.append(Stage(self._end, 1, done))
+        return Stage(self._rank, 1, done), *walks
 
     def init(
         self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
@@ -127,7 +135,8 @@ class Walk:
         unknown = jnp.full(len(y), jnp.inf, x.dtype)
         none = jnp.zeros(len(y), jnp.int32)
         best = nearest.nearest_before(victim, samples)
-        return State(home, home, classes, unknown, none, best)
+        limit = samples.radius if self.within else unknown
+        return State(home, home, classes, unknown, none, best, limit)
 
     def _rank(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         among = max(_RANKED, self.targets)
@@ -181,12 +190,14 @@ class Walk:
         out, info = ascent.judge(victim, state.x, samples.y)
         best = nearest.keep_nearest(state.best, self.ball, samples, state.x, info.value, out)
         unknown = jnp.full_like(state.reach, jnp.inf)
-        return State(
-            state.home, state.home, state.rivals, unknown, jnp.zeros_like(state.taken), best
-        ), info
+        again = state._replace(x=state.home, reach=unknown, best=best)
+        return again._replace(taken=jnp.zeros_like(state.taken)), info
 
     def point(self, samples: Samples, state: State) -> tuple[Array, None]:
         return state.best.x, None
 
     def finished(self, state: State) -> Array:
-        return state.best.known
+        return self._near(state)
+
+    def _near(self, state: State) -> Array:
+        return state.best.known & (state.best.cost <= state.limit)

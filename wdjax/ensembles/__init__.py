@@ -1,5 +1,11 @@
 """Several searches of the same samples: survivors only, starts handed on."""
 
+from wdjax.ensembles.fast import Cascade, Leg, fast
 from wdjax.ensembles.star import wda_star
 
-__all__ = ["wda_star"]
+__all__ = [
+    "Cascade",
+    "Leg",
+    "fast",
+    "wda_star",
+]
