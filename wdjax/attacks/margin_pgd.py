@@ -10,7 +10,7 @@ from wdjax import norms, validate
 from wdjax.attacks import ascent, nearest
 from wdjax.attacks.ascent import setting
 from wdjax.balls import Lp
-from wdjax.core import Array, Info, Samples, Stage, Victim
+from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 
 
 class State(NamedTuple):
@@ -32,8 +32,9 @@ class MarginPGD:
     Args:
       ball: norm and box.
       steps: gradient steps.
-      far: start at a uniformly random point of the box within ``eps`` instead of at the sample;
-        finds flips where gradients at the sample are tiny. Makes a key necessary.
+      far: start at a uniformly random point of the box instead of at the sample, also outside the
+        ball, into which the first step leads; finds flips where gradients at the sample are tiny.
+        Makes a key necessary.
       step_size: in units of ``eps``, at the first step.
 
     Raises:
@@ -75,7 +76,7 @@ class MarginPGD:
     ) -> State:
         x = samples.x if start is None else self.ball.clip(start)
         if self.far:
-            x = nearest.far_start(self.ball, x, samples, keys, 1.0)
+            x = nearest.far_start(self.ball, x, samples._replace(eps=None), keys, 1.0)
         elif start is not None:
             x = self.ball.project(x, samples.x, samples.radius)
         unknown = jnp.full(len(x), -jnp.inf, x.dtype)
@@ -85,9 +86,7 @@ class MarginPGD:
     def _ascend(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         seen = ascent.slope(victim, state.x, samples.y, victim.criterion)
         info = ascent.note(victim, samples.y, seen)
-        best = ascent.keep_best(state.best, state.x, info.value, seen.out)
-        assert best is not None
-        flipped = state.flipped | nearest.flips(info.value, seen.out)
+        best, flipped = self._judge(samples, state, info.value, seen.out)
         size = nearest.cosine(self.step_size, 0.01 * self.step_size, state.taken, self.steps)
         step = norms.spread(size * samples.radius, state.x)
         moved = state.x + step * nearest.direction(seen.gradient, self.ball.norm)
@@ -96,10 +95,17 @@ class MarginPGD:
 
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         out, info = ascent.judge(victim, state.x, samples.y)
-        best = ascent.keep_best(state.best, state.x, info.value, out)
-        assert best is not None
-        flipped = state.flipped | nearest.flips(info.value, out)
+        best, flipped = self._judge(samples, state, info.value, out)
         return state._replace(best=best, flipped=flipped), info
+
+    def _judge(
+        self, samples: Samples, state: State, value: Array, out: PyTree
+    ) -> tuple[ascent.Best, Array]:
+        """The best point of the ball so far, and whether it is a flip."""
+        inside = self.ball.cost(samples.x, state.x) <= samples.radius * (1 + 1e-6)
+        best = ascent.keep_best(state.best, state.x, jnp.where(inside, value, -jnp.inf), out)
+        assert best is not None
+        return best, state.flipped | (inside & nearest.flips(value, out))
 
     def point(self, samples: Samples, state: State) -> tuple[Array, None]:
         return state.best.x, None

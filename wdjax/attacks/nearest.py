@@ -102,3 +102,12 @@ def far_start(
     if samples.eps is None:
         return moved
     return ball.project(moved, samples.x, width * jax.lax.stop_gradient(samples.eps))
+
+
+def check_norms(name: str, ball: Lp, allowed: tuple[float, ...]) -> None:
+    """Refuses norms for which an attack is not defined."""
+    if ball.norm not in allowed:
+        words = " or ".join(f"{norm:g}" for norm in allowed)
+        raise ValueError(
+            f"{name}'s norm must be {words}, got {ball.norm:g}; Walk, FMN and PDPGD take all norms."
+        )

@@ -44,11 +44,11 @@ class Walk:
 
     Every step goes along the gradient of the margin, ``step_size`` times the current radius long,
     and is projected on the ball of that radius and on the box. The radius follows the boundary: it
-    becomes the distance at which the margin would be 0 if it were linear, but changes by a share of
-    ``shrink`` at most, and never exceeds the nearest flip of the walk. Both shares fall along a
-    cosine. Where a walk starts decides what it finds: small gradients at the sample need ``far``,
-    models with many near classes need ``targets``; ``wdjax.search(..., start=points)`` begins
-    anywhere, and :func:`wdjax.best` joins several walks.
+    becomes the distance at which the margin would be 0 if it were linear; once a flip is known it
+    changes by a share of ``shrink`` at most and never exceeds the nearest one. Step and share fall
+    along a cosine. Where a walk starts decides what it finds: small gradients at the sample need
+    ``far``, models with many near classes need ``targets``; ``wdjax.search(..., start=points)``
+    begins anywhere, and :func:`wdjax.best` joins several walks.
 
     Args:
       ball: norm and box.
@@ -57,8 +57,8 @@ class Walk:
         anywhere in the box if there is no ``eps``. Makes a key necessary.
       targets: walk to each of that many classes, nearest first (:func:`wdjax.attacks.rivals.rank`),
         instead of to the largest.
-      within: look for a flip within ``eps`` only: a sample that has one is done, and farther ones do
-        not count. Makes a fixed-budget attack of it.
+      within: look for a flip within ``eps`` only: a sample that has one is done, and farther ones
+        do not count. Makes a fixed-budget attack of it.
       step_size: in units of the current radius, at the first step.
       shrink: the radius' largest relative change, at the first step.
       haste: 0 lets the radius follow the linearised margin; 1 shrinks it by ``shrink`` after every
@@ -166,7 +166,8 @@ class Walk:
         share = nearest.cosine(self.shrink, 0.001, state.taken, self.steps)
         gap = nearest.plane_distance(value, seen.gradient, norm)
         distance = norms.lp_norm(x - samples.x, norm)
-        reach = self._follow(state.reach, distance, gap, info.value, share)
+        bound = jnp.where(best.known, state.reach, jnp.inf)
+        reach = self._follow(bound, distance, gap, info.value, share)
         reach = jnp.minimum(reach, best.cost)
         step = norms.spread(size * reach, x) * nearest.direction(seen.gradient, norm)
         moved = self.ball.project(x + step, samples.x, reach)
@@ -175,7 +176,10 @@ class Walk:
     def _follow(
         self, reach: Array, distance: Array, gap: Array, value: Array, share: Array
     ) -> Array:
-        """The next radius, from the last one and the distance to the linearised boundary."""
+        """The next radius, from the last one and the distance to the linearised boundary.
+
+        A last radius of inf binds nothing.
+        """
         fallen = value > 0
         # A little beyond the boundary on either side, or the points would end on it.
         linear = distance + jnp.where(fallen, _BEYOND - 1, _BEYOND + 1) * gap

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from os import PathLike
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from wdjax import driver, transport, validate
@@ -15,6 +14,8 @@ from wdjax.ensembles.question import Question, question
 
 _HOPE = 0.2
 """Relative gain expected of the first walk that follows the opening."""
+_SOME = 5
+"""One sample in so many is a pilot."""
 _TRIAL = 0.25
 """Of the keen samples, those that try a kind of walk for the first time."""
 _KEEN = 0.5
@@ -53,11 +54,11 @@ def wda_star(
     r"""The nearest flips that a whole schedule of walks finds, polished where it pays.
 
     Feed the result to :func:`wdjax.spend`: the knapsack over these distances is WDA*, the attack of
-    Wasserstein order p. Which start finds the nearest flip differs from model to model, so every
-    kind of :class:`~wdjax.attacks.Walk` is tried: from anywhere in the box, towards the nearest
-    classes, around the sample, from the best point. After each, the kind of the largest gain a pass
-    so far goes next, on those samples only whose improvement counts: with a budget ``eps``, a
-    shorter distance d gains what the knapsack pays for it,
+    Wasserstein order p. Which start finds the nearest flip differs from model to model: pilots
+    decide which kind of :class:`~wdjax.attacks.Walk` opens, from anywhere in the box or towards the
+    nearest class. Later the kind that keeps most of what is expected of it a pass goes next, also
+    from around the sample and from the best point, on those samples only whose improvement counts:
+    with a budget ``eps``, a shorter distance d gains what the knapsack pays for it,
 
         min(d_i, d*)^p - min((1 - r_i) d_i, d*)^p,
 
@@ -102,22 +103,22 @@ def wda_star(
     ask = question("wda_star", model, x, y, key, checkpoint, options)
     eps = None if eps is None else float(validate.check_number("eps", eps))
     order = validate.check_order(order)
-    opening, more = _schedule(ball, validate.check_count("passes", passes))
-    found, number = _open(ask, opening), len(opening)
+    firsts, more = _schedule(ball, validate.check_count("passes", passes))
+    found, number = _open(ask, firsts, eps, order), len(firsts) + 1
     hope = np.full(len(found.cost), _HOPE)
-    rates = dict.fromkeys(more, np.inf)
+    yields = dict.fromkeys(more, np.inf)
     while True:
         worth = _worth(found, hope, eps, order)
         if worth.sum() <= tolerance * _worth(found, np.ones_like(hope), eps, order).sum():
             return found
-        kind = max(rates, key=lambda kind: rates[kind])
+        kind = max(yields, key=lambda kind: yields[kind] / kind.passes)
         left = passes - float(np.mean(found.passes))
-        only = _chosen(worth, kind, left, _TRIAL if np.isinf(rates[kind]) else 1.0)
+        only = _chosen(worth, kind, left, _TRIAL if np.isinf(yields[kind]) else 1.0)
         if not only.any():
             return found
         joined = driver.best(found, _follow(ask, number, kind, found, only))
         gain = _gain(found, joined)
-        rates[kind] = _worth(found, gain, eps, order)[only].sum() / (kind.passes * only.sum())
+        yields[kind] = _worth(found, gain, eps, order)[only].sum() / worth[only].sum()
         hope = np.where(only, (hope + gain) / 2, hope)
         found, number = joined, number + 1
 
@@ -126,29 +127,37 @@ def _gain(before: Found, after: Found) -> np.ndarray:
     """By which share the distances became shorter."""
     one, other = _distance(before), _distance(after)
     known = np.isfinite(one) & (one > 0)
-    return np.where(known, 1 - other / np.where(known, one, 1.0), np.isinf(one) & np.isfinite(other))
+    return np.where(
+        known, 1 - other / np.where(known, one, 1.0), np.isinf(one) & np.isfinite(other)
+    )
 
 
 def _schedule(ball: Lp, passes: int) -> tuple[list[Kind], list[Kind]]:
-    """The walks that everybody gets, and those to choose from afterwards, by the budget."""
+    """The walks of which the best opens, and those to choose from afterwards, by the budget."""
     if passes < 60:
         raise ValueError(f"wda_star needs at least 60 passes an image to open, got {passes}.")
-    few = passes < 100
-    steps = 12 if few else 25 if passes < 300 else 40
-    hasty = Kind(Walk(ball, steps=12 if few else 25, far=True, haste=1.0), "sample")
-    nearest = Kind(Walk(ball, steps=12 if few else 20, targets=1), "sample")
-    more = [
-        hasty,
-        Kind(Walk(ball, steps=steps, far=True), "sample"),
-        Kind(Walk(ball, steps=steps, far=True, targets=1, width=1.5), "around"),
-        Kind(Walk(ball, steps=steps, far=True, targets=2, width=1.5), "around"),
-        Kind(Walk(ball, steps=steps, step_size=0.2), "best"),
-    ]
-    return [hasty, nearest], more
+    short, long = (15, 15) if passes < 90 else (25, 25) if passes < 300 else (30, 40)
+    hasty = Kind(Walk(ball, steps=short, far=True, haste=1.0), "sample")
+    patient = Kind(Walk(ball, steps=long, far=True), "sample")
+    near = Kind(Walk(ball, steps=short, targets=1), "sample")
+    around = Kind(Walk(ball, steps=long, far=True, targets=2, width=1.5), "around")
+    polish = Kind(Walk(ball, steps=long, step_size=0.2), "best")
+    return [hasty, patient, near], [hasty, patient, around, polish]
 
 
-def _open(ask: Question, opening: list[Kind]) -> Found:
-    return driver.best(*(ask.search(i, kind.walk) for i, kind in enumerate(opening)))
+def _open(ask: Question, firsts: list[Kind], eps: float | None, order: float) -> Found:
+    """Every first walk for one sample in some, the best of them for the others."""
+    n = len(ask.y)
+    pilot = np.arange(n) % max(1, min(_SOME, n // _SOME)) == 0
+    tried = [ask.search(i, kind.walk, only=pilot) for i, kind in enumerate(firsts)]
+    found = driver.best(*tried)
+    if pilot.all():
+        return found
+    power = 1.0 if eps is None or not np.isfinite(order) else order
+    lengths = np.array([_distance(one)[pilot] ** power for one in tried])
+    farthest = lengths.max(initial=0.0, where=np.isfinite(lengths))
+    kind = firsts[int(np.argmin(np.minimum(lengths, 2 * farthest).sum(axis=1)))]
+    return driver.best(found, ask.search(len(firsts), kind.walk, only=~pilot))
 
 
 def _follow(ask: Question, number: int, kind: Kind, found: Found, only: np.ndarray) -> Found:
