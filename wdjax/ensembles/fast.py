@@ -85,7 +85,7 @@ def fast(
 
     Source: this library's own.
 
-    >>> import wdjax
+    >>> import jax, wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jax.numpy.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> x, y = jax.numpy.array([[0.6, 0.4], [0.8, 0.2]]), jax.numpy.array([0, 0])
     >>> cascade = fast(model, x, y, eps=0.2, key=jax.random.key(0))

@@ -25,7 +25,7 @@ class Question(NamedTuple):
     model: Callable[[Array], PyTree]
     x: AnyArray
     y: AnyArray
-    key: Array
+    key: Array | None
     checkpoint: Path | None
     options: dict[str, Any]
     """Of :func:`wdjax.search`: ``criterion``, ``index``, ``batch_size``, ``mesh``, ``callback``."""
@@ -47,7 +47,7 @@ class Question(NamedTuple):
             self.x,
             self.y,
             eps=eps,
-            key=jax.random.fold_in(self.key, number),
+            key=None if self.key is None else jax.random.fold_in(self.key, number),
             start=start,
             only=only,
             checkpoint=folder,
@@ -63,9 +63,10 @@ def question(
     key: Array | None,
     checkpoint: str | PathLike[str] | None,
     options: dict[str, Any],
+    random: bool = True,
 ) -> Question:
     """Checks what an ensemble is asked."""
-    if key is None:
+    if random and key is None:
         raise ValueError(f"{name} is random: pass key=jax.random.key(seed).")
     if validate.traced(model, x, y, key, options) or validate.staged():
         raise ValueError(

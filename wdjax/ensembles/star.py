@@ -93,7 +93,7 @@ def wda_star(
 
     Source: this library's own, on Le et al., Algorithm 2; the ranking of the classes is MALT's.
 
-    >>> import wdjax
+    >>> import jax, wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jax.numpy.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> x, y = jax.numpy.array([[0.6, 0.4], [0.9, 0.1]]), jax.numpy.array([0, 0])
     >>> found = wda_star(model, x, y, key=jax.random.key(0), passes=120)
