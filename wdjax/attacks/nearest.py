@@ -1,0 +1,113 @@
+"""What minimum-norm attacks share: the nearest flip so far, and how far the boundary may be."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from wdjax import norms
+from wdjax.balls import Lp
+from wdjax.core import Array, PyTree, Samples, Victim
+from wdjax.track import finite
+
+_ULPS = {2: 2, 4: 64, 8: 64}
+"""By the bytes of a logit: another batch rounds sums of products by so much."""
+
+
+class Nearest(NamedTuple):
+    """The nearest flip so far, per sample."""
+
+    x: Array
+    """``[n, *shape]``, the sample itself while there is none."""
+    cost: Array
+    """``[n]``, inf while there is none."""
+
+    @property
+    def known(self) -> Array:
+        """``[n]``: whether there is one."""
+        return jnp.isfinite(self.cost)
+
+
+def nearest_before(victim: Victim, samples: Samples) -> Nearest:
+    """What is known before the first step: samples that have fallen already cost nothing."""
+    fallen = victim.criterion(samples.out, samples.y) > 0
+    return Nearest(samples.x, jnp.where(fallen, 0.0, jnp.inf).astype(samples.x.dtype))
+
+
+def keep_nearest(
+    nearest: Nearest, ball: Lp, samples: Samples, x: Array, value: Array, out: PyTree
+) -> Nearest:
+    """The nearer of :class:`Nearest` and the points ``x``, where these are flips that last."""
+    cost = ball.cost(samples.x, x)
+    nearer = flips(value, out) & (cost < nearest.cost)
+    return Nearest(
+        jnp.where(norms.spread(nearer, x), x, nearest.x), jnp.where(nearer, cost, nearest.cost)
+    )
+
+
+def flips(value: Array, out: PyTree) -> Array:
+    """Whether the criterion holds by more than rounding, ``[n]``.
+
+    The nearest points end within floats of the boundary; the slack keeps them on its far side in
+    another batch, where the same logits round differently.
+    """
+    slack = jnp.zeros_like(value)
+    for leaf in jax.tree.leaves(out):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            ulps = _ULPS[leaf.dtype.itemsize] * float(jnp.finfo(leaf.dtype).eps)
+            largest = jnp.max(jnp.abs(leaf).reshape(len(leaf), -1), axis=-1)
+            slack = jnp.maximum(slack, (ulps * largest).astype(value.dtype))
+    return (value > slack) & finite(out)
+
+
+def plane_distance(value: Array, gradient: Array, norm: float) -> Array:
+    """How far the boundary is if the criterion is linear: ``|value| / ||gradient||_s``, ``[n]``.
+
+    0 where there is no gradient or no value to tell from.
+    """
+    steep = norms.lp_norm(gradient, norms.dual(norm))
+    known = (steep > 0) & jnp.isfinite(value) & jnp.isfinite(steep)
+    return jnp.where(known, jnp.abs(value) / jnp.where(known, steep, 1.0), 0.0)
+
+
+def direction(gradient: Array, norm: float) -> Array:
+    """The sign of a gradient for norm inf, its l2 unit vector for norms 1 and 2.
+
+    The dual maximiser of l1 would move one coordinate; a projection on the ball afterwards shares
+    the step out better.
+    """
+    return norms.dual_maximizer(gradient, math.inf if norm == math.inf else 2)
+
+
+def cosine(start: Array | float, end: Array | float, step: Array, steps: int) -> Array:
+    """Half a period of a cosine from ``start`` at step 0 to ``end`` at ``steps``."""
+    return end + (start - end) * (1 + jnp.cos(math.pi * step / steps)) / 2
+
+
+def far_start(
+    ball: Lp, center: Array, samples: Samples, keys: Array | None, width: Array | float
+) -> Array:
+    """Uniformly random points of the box, within ``width * eps`` of the samples if there is one.
+
+    A coordinate moves by the box's width at most, by 1 where there is no box.
+    """
+    assert keys is not None
+    low, high = (0.0, 1.0) if ball.box is None else ball.box
+
+    def draw(key: Array) -> Array:
+        return jax.random.uniform(key, center.shape[1:], center.dtype, low - high, high - low)
+
+    moved = ball.clip(center + jax.vmap(draw)(keys))
+    if samples.eps is None:
+        return moved
+    return ball.project(moved, samples.x, width * jax.lax.stop_gradient(samples.eps))
+
+
+def check_norms(name: str, ball: Lp, allowed: tuple[float, ...]) -> None:
+    """Refuses norms for which an attack is not defined."""
+    if ball.norm not in allowed:
+        words = " or ".join(f"{norm:g}" for norm in allowed)
+        raise ValueError(
+            f"{name}'s norm must be {words}, got {ball.norm:g}; Walk, FMN and PDPGD take all norms."
+        )
