@@ -1,7 +1,17 @@
 """Attacks: frozen pytree dataclasses for :func:`wdjax.search` and :func:`wdjax.run`."""
 
+from wdjax.attacks.apgd import APGD
 from wdjax.attacks.pgd import PGD, fgsm
 from wdjax.attacks.wda import WDA
 from wdjax.attacks.wda_plus_plus import WDAPlusPlus
+from wdjax.attacks.wpgd import WPGD, wfgsm
 
-__all__ = ["PGD", "WDA", "WDAPlusPlus", "fgsm"]
+__all__ = [
+    "APGD",
+    "PGD",
+    "WDA",
+    "WPGD",
+    "WDAPlusPlus",
+    "fgsm",
+    "wfgsm",
+]
