@@ -53,8 +53,8 @@ def project(
     Source: Croce and Hein (2020, FAB), equations 4 to 7.
 
     >>> z, w = jnp.array([[0.5, 0.9]]), jnp.array([[1.0, 1.0]])
-    >>> project(z, w, jnp.array([-0.3]), 2, (0.0, 1.0)).round(4).tolist()
-    [[0.7, 1.0]]
+    >>> project(z, w, jnp.array([-0.35]), 2, (0.0, 1.0)).tolist()
+    [[0.75, 1.0]]
     """
     norms.check_norm(norm)
     rows, slopes = z.reshape(len(z), -1), normal.reshape(len(z), -1)
@@ -116,10 +116,5 @@ def _fill(line: _Line, need: Array) -> Array:
     low, high = jax.lax.fori_loop(0, 8 * whole.itemsize - 1, halve, ends)
     most, last = order > high, (order > low) & (order <= high)
     rest = jnp.maximum(need - jnp.sum(jnp.where(most, line.full, 0.0)), 0.0)
-    return _shared(line, most, last, rest)
-
-
-def _shared(line: _Line, most: Array, last: Array, rest: Array) -> Array:
-    """``most`` all the way, and ``rest`` shared by ``last`` as far as their rooms go."""
-    speed = jnp.where(last, 1.0, 0.0).astype(rest.dtype)
-    return jnp.where(most, line.room, _newton(line, speed, rest))
+    tied = _Line(*(jnp.where(last, leaf, 0.0) for leaf in line))
+    return jnp.where(most, line.room, _raise(tied, rest))
