@@ -1,6 +1,7 @@
 """Attacks: frozen pytree dataclasses for :func:`wdjax.search` and :func:`wdjax.run`."""
 
 from wdjax.attacks.apgd import APGD
+from wdjax.attacks.diversified import Diversified
 from wdjax.attacks.fab import FAB
 from wdjax.attacks.pgd import PGD, fgsm
 from wdjax.attacks.square import Square
@@ -14,6 +15,7 @@ __all__ = [
     "PGD",
     "WDA",
     "WPGD",
+    "Diversified",
     "Square",
     "WDAPlusPlus",
     "fgsm",
