@@ -21,7 +21,11 @@ def cases(n=60, d=9):
     w = (rng.normal(size=(n, d)) * 10.0 ** rng.integers(-3, 3, (n, 1))).astype(np.float32)
     w[::3, 2:5] = 0.0
     w[::5] = np.round(w[::5] / np.abs(w[::5]).max(axis=1, keepdims=True) * 2)
-    gap = rng.normal(size=n).astype(np.float32) * np.abs(w).sum(axis=1) * rng.choice([0.03, 0.3, 1.5], n)
+    gap = (
+        rng.normal(size=n).astype(np.float32)
+        * np.abs(w).sum(axis=1)
+        * rng.choice([0.03, 0.3, 1.5], n)
+    )
     return z, w, gap.astype(np.float32)
 
 
@@ -74,7 +78,9 @@ def test_projections_are_the_nearest_points(norm):
     np.testing.assert_allclose((left / np.maximum(scale, 1e-9))[inside], 0, atol=2e-6)
     distance = np.asarray(norms.lp_norm(jnp.array(found - z), norm))
     for row in np.flatnonzero(inside & (scale > 0)):
-        np.testing.assert_allclose(distance[row], nearest(z[row], w[row], gap[row], norm), atol=5e-6)
+        np.testing.assert_allclose(
+            distance[row], nearest(z[row], w[row], gap[row], norm), atol=5e-6
+        )
     # Out of reach: the corner that is nearest to the hyperplane.
     outside = reach(z, w, gap) < 0.999 * np.abs(gap)
     corner = np.where(w == 0, z, (-np.sign(gap)[:, None] * w > 0).astype(np.float32))

@@ -4,6 +4,7 @@ from wdjax.attacks.apgd import APGD
 from wdjax.attacks.diversified import Diversified
 from wdjax.attacks.fab import FAB
 from wdjax.attacks.pgd import PGD, fgsm
+from wdjax.attacks.points import Points
 from wdjax.attacks.square import Square
 from wdjax.attacks.wda import WDA
 from wdjax.attacks.wda_plus_plus import WDAPlusPlus
@@ -16,6 +17,7 @@ __all__ = [
     "WDA",
     "WPGD",
     "Diversified",
+    "Points",
     "Square",
     "WDAPlusPlus",
     "fgsm",

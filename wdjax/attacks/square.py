@@ -124,7 +124,10 @@ class Square:
     def _propose(self, samples: Samples, state: State) -> Array:
         """One changed square a sample."""
         x, shape = samples.x, _image(samples.x.shape[1:])
-        sides = jnp.asarray(_sides(shape[:2], self.p, self.queries, self.rescaled))[state.taken]
+        table = _sides(shape[:2], self.p, self.queries, self.rescaled)
+        if self.ball.norm != math.inf:
+            table = np.minimum(np.maximum(table // 2 * 2 + 1, 3), shape[:2])
+        sides = jnp.asarray(table)[state.taken]
         keys = jax.vmap(jax.random.fold_in)(state.keys, 1 + state.taken)
         home, now = x.reshape(-1, *shape), state.x.reshape(-1, *shape)
         move = _flip if self.ball.norm == math.inf else functools.partial(_shift, self.ball)

@@ -13,7 +13,7 @@ VERSIONS = ("standard", "plus")
 
 
 def members(ball: Lp = Lp(), version: str = "standard") -> dict[str, Attack]:
-    """What an AutoAttack consists of, by name and in order.
+    """What an AutoAttack consists of, by name and in order; for random models see :mod:`.rand`.
 
     Args:
       ball: norm and box.
