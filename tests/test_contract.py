@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import Lp, attacks, norms, parallel, persist, transport
+from wdjax import Lp, attacks, losses, norms, parallel, persist, transport
 
 NORMS = (1, 2, jnp.inf)
 EPS = {1: 0.6, 2: 0.25, jnp.inf: 0.06}
@@ -34,6 +34,24 @@ ATTACKS = {
         functools.partial(attacks.WDAPlusPlus, steps=8, ray_bisections=0),
         {"order": jnp.inf},
     ),
+    "apgd": (functools.partial(attacks.APGD, steps=7, restarts=2), {"kappa": 2.0}),
+    "apgd targeted": (
+        functools.partial(attacks.APGD, steps=5, targets=2, rank="ratio", stop=False),
+        {"order": jnp.inf},
+    ),
+    "fab": (functools.partial(attacks.FAB, steps=6), {"order": 2}),
+    "fab targeted": (functools.partial(attacks.FAB, steps=4, targets=2, restarts=2), {}),
+    "fab bounded": (
+        functools.partial(attacks.FAB, steps=5, targets=2, bounded=True),
+        {"kappa": 2.0},
+    ),
+    "square": (functools.partial(attacks.Square, queries=12), {"kappa": 2.0}),
+    "wpgd": (functools.partial(attacks.WPGD, steps=6), {"order": 2}),
+    "wpgd order 1": (
+        functools.partial(attacks.WPGD, order=1, steps=5, loss=losses.cross_entropy),
+        {"order": 1},
+    ),
+    "wfgsm": (functools.partial(attacks.wfgsm, order=jnp.inf), {"order": jnp.inf}),
 }
 # One worker an attack, so that its programs are compiled once.
 GROUP = {name: pytest.mark.xdist_group(name) for name in ATTACKS}

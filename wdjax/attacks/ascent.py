@@ -181,6 +181,15 @@ def default_step(ball: Lp, eps: Array | None) -> Array | float:
     return _ABSOLUTE[ball.norm] if eps is None else _SHARE[ball.norm] * eps
 
 
+def hold(over: Array, state: PyTree, moved: PyTree) -> PyTree:
+    """``state`` where samples are over, ``moved`` for the others."""
+
+    def keep(old: Array, new: Array) -> Array:
+        return jnp.where(norms.spread(over, old), old, new)
+
+    return jax.tree.map(keep, state, moved)
+
+
 class Best(NamedTuple):
     """The iterate of largest criterion so far, per sample."""
 
