@@ -283,7 +283,7 @@ def _of_entry(
         arguments = ", ".join(f"{name}={value}" for name, value in differ.items())
         raise ValueError(
             f"{path} is no {entry.name}: {sizes} (see {shown(wrong)}). Nothing was loaded; if "
-            f"these sizes are meant, pass {arguments}, or any_size=True."
+            f"these sizes are meant, pass {arguments}, or any_size=True (--any-size)."
         )
     return module, chosen
 
