@@ -1,11 +1,11 @@
-"""Several searches of the same samples: survivors only, starts handed on."""
+"""Ensembles: several searches of the same samples, survivors only, starts handed on."""
 
 from wdjax.ensembles.bisect import bisect
-from wdjax.ensembles.fast import Cascade, Leg, fast
+from wdjax.ensembles.fast import Account, Leg, fast
 from wdjax.ensembles.star import wda_star
 
 __all__ = [
-    "Cascade",
+    "Account",
     "Leg",
     "bisect",
     "fast",
