@@ -88,20 +88,21 @@ def cosine(start: Array | float, end: Array | float, step: Array, steps: int) ->
 def far_start(
     ball: Lp, center: Array, samples: Samples, keys: Array | None, width: Array | float
 ) -> Array:
-    """Uniformly random points of the box, within ``width * eps`` of the samples if there is one.
+    """Random points of the box: from the ball of radius ``width * eps``, or from anywhere.
 
-    A coordinate moves by the box's width at most, by 1 where there is no box.
+    Without an ``eps`` a coordinate moves by up to the box's width, by up to 1 where there is no
+    box.
     """
     assert keys is not None
+    shape, dtype = center.shape[1:], center.dtype
+    if samples.eps is not None:
+        noise = jax.vmap(lambda key: ball.noise(key, shape, dtype))(keys)
+        radius = width * jax.lax.stop_gradient(samples.eps)
+        return ball.clip(center + norms.spread(radius, center) * noise)
     low, high = (0.0, 1.0) if ball.box is None else ball.box
-
-    def draw(key: Array) -> Array:
-        return jax.random.uniform(key, center.shape[1:], center.dtype, low - high, high - low)
-
-    moved = ball.clip(center + jax.vmap(draw)(keys))
-    if samples.eps is None:
-        return moved
-    return ball.project(moved, samples.x, width * jax.lax.stop_gradient(samples.eps))
+    anywhere = Lp(math.inf, None)
+    noise = jax.vmap(lambda key: anywhere.noise(key, shape, dtype))(keys)
+    return ball.clip(center + (high - low) * noise)
 
 
 def check_norms(name: str, ball: Lp, allowed: tuple[float, ...]) -> None:

@@ -53,8 +53,8 @@ class Walk:
     Args:
       ball: norm and box.
       steps: gradient steps of one walk; below 12 it gets nowhere.
-      far: start at a uniformly random point of the box within ``width * eps`` of the sample;
-        anywhere in the box if there is no ``eps``. Makes a key necessary.
+      far: start at a uniformly random point of the ball of radius ``width * eps``, or of the box if
+        there is no ``eps``. Makes a key necessary.
       targets: walk to each of that many classes, nearest first (:func:`wdjax.attacks.rivals.rank`),
         instead of to the largest.
       within: look for a flip within ``eps`` only: a sample that has one is done, and farther ones

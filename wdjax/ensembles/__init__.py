@@ -4,12 +4,12 @@ from wdjax.ensembles.a3 import a3, a3_wda
 from wdjax.ensembles.autoattack import autoattack
 from wdjax.ensembles.bisect import bisect
 from wdjax.ensembles.cascade import cascade
-from wdjax.ensembles.fast import Cascade, Leg, fast
+from wdjax.ensembles.fast import Account, Leg, fast
 from wdjax.ensembles.rand import draws, rand
 from wdjax.ensembles.star import wda_star
 
 __all__ = [
-    "Cascade",
+    "Account",
     "Leg",
     "a3",
     "a3_wda",

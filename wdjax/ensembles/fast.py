@@ -27,8 +27,8 @@ class Leg(NamedTuple):
     gradients: float
 
 
-class Cascade(NamedTuple):
-    """What a cascade found, and how it got there."""
+class Account(NamedTuple):
+    """What an ensemble found, and how it got there."""
 
     found: Found
     legs: tuple[Leg, ...]
@@ -50,13 +50,14 @@ def fast(
     passes: int = 150,
     checkpoint: str | PathLike[str] | None = None,
     **options: Any,
-) -> Cascade:
+) -> Account:
     r"""Robust accuracy within a radius, at a few percent of AutoAttack's passes.
 
     Survivors only, and a sample leaves at its first flip: 8 steps of margin-PGD with a cosine from
     the sample; 8 from a random point of the box, and again as long as that still breaks something
-    or next to nothing is left to pay for; a walk of 60 steps, which holds on to the boundary where
-    an ascent within the ball slides off; and walks of 20 to the three nearest classes. A flip of a
+    or next to nothing is left to pay for; a walk of 60 small steps from a random point of the
+    ball, which holds on to the boundary where an ascent slides off; and walks of 20 to the three
+    nearest classes. A flip of a
     walk that is farther than ``eps`` does not count.
 
     Args:
@@ -73,7 +74,7 @@ def fast(
         :func:`wdjax.search`.
 
     Returns:
-      A :class:`Cascade`: :class:`~wdjax.core.Found`, and the accuracy and passes after every
+      A :class:`Account`: :class:`~wdjax.core.Found`, and the accuracy and passes after every
       search.
 
     Raises:
@@ -88,8 +89,8 @@ def fast(
     >>> import jax, wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jax.numpy.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> x, y = jax.numpy.array([[0.6, 0.4], [0.8, 0.2]]), jax.numpy.array([0, 0])
-    >>> cascade = fast(model, x, y, eps=0.2, key=jax.random.key(0))
-    >>> cascade.found.success.tolist(), cascade.reached.gradients
+    >>> account = fast(model, x, y, eps=0.2, key=jax.random.key(0))
+    >>> account.found.success.tolist(), account.reached.gradients
     ([True, False], 5.0)
     """
     ask = question("fast", model, x, y, key, checkpoint, options)
@@ -114,9 +115,12 @@ def fast(
         broke = go_on("8 steps, random start", MarginPGD(ball, far=True), 9)
         if not broke and 8 * np.mean(found.correct & ~found.success) > _CHEAP:
             break
-    go_on("walk", Walk(ball, steps=60, within=True), 61)
+    walk = Walk(
+        ball, steps=60, far=True, within=True, step_size=0.3, shrink=0.15, haste=1.0, width=1.0
+    )
+    go_on("walk", walk, 61)
     go_on("walks to three classes", Walk(ball, steps=20, targets=3, within=True), 69)
-    return Cascade(found, tuple(legs))
+    return Account(found, tuple(legs))
 
 
 def _leg(name: str, found: Found) -> Leg:

@@ -14,6 +14,10 @@ from wdjax.ensembles.question import Question, question
 
 _HOPE = 0.2
 """Relative gain expected of the first walk that follows the opening."""
+_LEAST = 21
+"""Passes of the shortest walk."""
+_PILOTS = 90
+"""Passes from which on several walks can be compared."""
 _SOME = 5
 """One sample in so many is a pilot."""
 _TRIAL = 0.25
@@ -134,21 +138,25 @@ def _gain(before: Found, after: Found) -> np.ndarray:
 
 def _schedule(ball: Lp, passes: int) -> tuple[list[Kind], list[Kind]]:
     """The walks of which the best opens, and those to choose from afterwards, by the budget."""
-    if passes < 60:
-        raise ValueError(f"wda_star needs at least 60 passes an image to open, got {passes}.")
-    short, long = (15, 15) if passes < 90 else (25, 25) if passes < 300 else (30, 40)
+    if passes < _LEAST:
+        raise ValueError(f"wda_star needs at least {_LEAST} passes an image, got {passes}.")
+    short, long = (25, 25) if passes < 300 else (30, 40)
+    if passes < _PILOTS:
+        short = min(short, (passes - 3) // 2)
     hasty = Kind(Walk(ball, steps=short, far=True, haste=1.0), "sample")
     patient = Kind(Walk(ball, steps=long, far=True), "sample")
     near = Kind(Walk(ball, steps=short, targets=1), "sample")
     around = Kind(Walk(ball, steps=long, far=True, targets=2, width=1.5), "around")
     polish = Kind(Walk(ball, steps=long, step_size=0.2), "best")
-    return [hasty, patient, near], [hasty, patient, around, polish]
+    firsts = [hasty] if passes < _PILOTS else [hasty, patient, near]
+    return firsts, [hasty, patient, around, polish]
 
 
 def _open(ask: Question, firsts: list[Kind], eps: float | None, order: float) -> Found:
     """Every first walk for one sample in some, the best of them for the others."""
     n = len(ask.y)
     pilot = np.arange(n) % max(1, min(_SOME, n // _SOME)) == 0
+    pilot |= len(firsts) == 1
     tried = [ask.search(i, kind.walk, only=pilot) for i, kind in enumerate(firsts)]
     found = driver.best(*tried)
     if pilot.all():
