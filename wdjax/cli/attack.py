@@ -148,7 +148,10 @@ def _columns(parsed: argparse.Namespace) -> dict[str, Column]:
             f"--attacks knows {', '.join(METHODS)}, each once, or table1 alone; "
             f"got {parsed.attacks!r}."
         )
-    if parsed.kappa is not None and all(map(_nearest, names)):
+    ball = Lp(norms.NAMES[parsed.norm])
+    # Made once, so that a norm which an attack does not take is refused before any work.
+    nearest = [_nearest(name, ball) for name in names]
+    if parsed.kappa is not None and all(nearest):
         raise ValueError(
             f"--kappa {parsed.kappa:g} would be ignored: {', '.join(names)} spends eps where flips "
             "are cheapest. Leave it out."
@@ -157,9 +160,9 @@ def _columns(parsed: argparse.Namespace) -> dict[str, Column]:
     return {name: Column(name, order, parsed.kappa) for name in names}
 
 
-def _nearest(name: str) -> bool:
+def _nearest(name: str, ball: Lp) -> bool:
     """Whether it looks for the nearest flips."""
-    return name in NEAREST or (name in ATTACKS and ATTACKS[name](Lp()).budget == "none")
+    return name in NEAREST or (name in ATTACKS and ATTACKS[name](ball).budget == "none")
 
 
 def _attack(
@@ -173,9 +176,9 @@ def _attack(
 ) -> tuple[Result, dict[str, Any]]:
     """What one attack found, and what was measured of it, said at once."""
     split = 1.0 if column.kappa is None else column.kappa
-    spending = {} if _nearest(column.name) else {"kappa": split}
-    how = {"batch_size": parsed.batch_size, "key": jax.random.key(parsed.seed)}
     ball, order = Lp(norms.NAMES[parsed.norm]), column.order
+    spending = {} if _nearest(column.name, ball) else {"kappa": split}
+    how = {"batch_size": parsed.batch_size, "key": jax.random.key(parsed.seed)}
     began = time.perf_counter()
     with console.search(label) as tick:
         how["callback"] = tick
