@@ -81,7 +81,7 @@ class WPGD:
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> x, y = jnp.array([[0.6, 0.4], [0.9, 0.1]]), jnp.array([0, 0])
-    >>> result = wdjax.run(WPGD(order=2), model, x, y, eps=0.1, order=2)
+    >>> result = wdjax.run(WPGD(order=2), model, x, y, eps=0.12, order=2)
     >>> result.success.tolist()
     [True, False]
     """
