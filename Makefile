@@ -20,8 +20,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_OPTIONS)
 
 test-oldest: $(OLDEST)/.test
-	XLA_FLAGS=--xla_backend_optimization_level=3 JAX_COMPILATION_CACHE_DIR=.jax_cache_oldest \
-		$(OLDEST)/bin/python -m pytest -n $(WORKERS) -m fast tests
+	JAX_COMPILATION_CACHE_DIR=.jax_cache_oldest $(OLDEST)/bin/python -m pytest -n $(WORKERS) -m fast tests
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -1,13 +1,10 @@
-"""Eight virtual CPU devices, cheap compilation, and the shared real data where it is present."""
+"""Eight virtual CPU devices, a compilation cache, and the shared real data where it is present."""
 
 import os
 from pathlib import Path
 
-# Most of the tests' time is compilation, which LLVM does twice as fast at its level 0. Flags of the
-# environment come last and win, so that `make test-oldest` tests what users get.
 os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
-    + os.environ.get("XLA_FLAGS", "")
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
