@@ -53,7 +53,7 @@ SINGLE = {
     "pdpgd": (ALL, lambda ball, steps: attacks.PDPGD(ball, steps=steps)),
     "alma": ((1, 2), lambda ball, steps: attacks.ALMA(ball, steps=steps)),
     "cw": ((2,), lambda ball, steps: attacks.CarliniWagner(ball, steps=steps // 5, rounds=5)),
-    "tr": (ALL, lambda ball, steps: attacks.TrustRegion(ball, steps=steps)),
+    "tr": ((2, math.inf), lambda ball, steps: attacks.TrustRegion(ball, steps=steps)),
     "deepfool": (ALL, lambda ball, steps: attacks.DeepFool(ball, steps=max(1, steps // 5))),
     "wda++": (ALL, lambda ball, steps: attacks.WDAPlusPlus(ball)),
 }

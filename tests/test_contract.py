@@ -41,6 +41,11 @@ ROOM = {
     "fab targeted": (functools.partial(attacks.FAB, steps=4, targets=2, restarts=2), {}),
     "square": (functools.partial(attacks.Square, queries=12), {"kappa": 2.0}),
     "wpgd": (functools.partial(attacks.WPGD, steps=6), {"order": 2}),
+    "margin pgd far": (functools.partial(attacks.MarginPGD, steps=4, far=True), {}),
+    "walk far": (functools.partial(attacks.Walk, steps=8, far=True, haste=1.0), {"order": 2}),
+}
+# Other settings, and minimum-norm attacks, which have a file of their own: their points.
+VARIANTS = {
     "margin pgd": (functools.partial(attacks.MarginPGD, steps=4), {"order": jnp.inf}),
     "walk": (functools.partial(attacks.Walk, steps=8), {}),
     "ddn": (functools.partial(attacks.DDN, steps=8, radius=0.2), {}),
@@ -50,9 +55,6 @@ ROOM = {
     "pdpgd": (functools.partial(attacks.PDPGD, steps=8), {}),
     "alma": (functools.partial(attacks.ALMA, steps=12), {}),
     "tr": (functools.partial(attacks.TrustRegion, steps=8, radius=0.05), {}),
-}
-# Other settings of these, of which the points alone are measured.
-VARIANTS = {
     "apgd targeted": (
         functools.partial(attacks.APGD, steps=5, targets=2, rank="ratio", stop=False),
         {"order": jnp.inf},
@@ -67,10 +69,11 @@ VARIANTS = {
         {"order": 1},
     ),
     "wfgsm": (functools.partial(attacks.wfgsm, order=jnp.inf), {"order": jnp.inf}),
-    "margin pgd far": (functools.partial(attacks.MarginPGD, steps=4, far=True), {}),
-    "walk far": (functools.partial(attacks.Walk, steps=8, far=True, haste=1.0), {"order": 2}),
     "walk targets": (functools.partial(attacks.Walk, steps=5, targets=2), {}),
-    "walk within": (functools.partial(attacks.Walk, steps=8, within=True), {"kappa": 2.0}),
+    "walk within": (
+        functools.partial(attacks.Walk, steps=4, targets=2, within=True),
+        {"kappa": 2.0},
+    ),
 }
 ATTACKS = FOUNDATION | ROOM | VARIANTS
 # Attacks that are not defined in every norm are tried in those for which they are.

@@ -20,7 +20,7 @@ EXACT = {
     "walk hasty": lambda ball: attacks.Walk(ball, steps=60, haste=1.0),
     "walk far": lambda ball: attacks.Walk(ball, steps=60, far=True),
     "walk targets": lambda ball: attacks.Walk(ball, steps=30, targets=2),
-    "ddn": lambda ball: attacks.DDN(ball, steps=200),
+    "ddn": lambda ball: attacks.DDN(ball, steps=200, radius=0.3),
     "fmn": lambda ball: attacks.FMN(ball, steps=300),
     "deepfool": lambda ball: attacks.DeepFool(ball, overshoot=0.0),
     "cw": lambda ball: attacks.CarliniWagner(ball, steps=200, rounds=6),
@@ -29,8 +29,8 @@ EXACT = {
     "tr": lambda ball: attacks.TrustRegion(ball, steps=200, overshoot=1e-3),
 }
 # How far beyond the true distance each may end, as a share of it.
-SLACK = {"ddn": 0.02, "fmn": 0.02, "cw": 0.05, "pdpgd": 0.1, "alma": 0.02, "tr": 0.02}
-SOME = {"ddn": (2,), "cw": (2,), "alma": (1, 2)}
+SLACK = {"walk far": 0.03, "ddn": 0.1, "fmn": 0.03, "cw": 0.05, "pdpgd": 0.1, "alma": 0.1}
+SOME = {"ddn": (2,), "cw": (2,), "alma": (1, 2), "tr": (2, np.inf)}
 
 
 def linear(seed=0, classes=4, size=6):
@@ -94,9 +94,9 @@ def slope(torch, peer, point, y, loss):
     margin = others.max() - logits[0, y]
     goal = margin
     if loss == "ce":
-        goal = torch.nn.functional.cross_entropy(logits, torch.tensor([y]))
+        goal = torch.nn.functional.cross_entropy(logits, torch.tensor([int(y)]))
     goal.backward()
-    return point.grad[0].numpy(), float(margin)
+    return point.grad[0].numpy(), float(margin.detach())
 
 
 def fall(start, end, step, steps):
@@ -195,7 +195,7 @@ def curved(seed=0, n=20):
     return model, x, jnp.where(jnp.arange(n) % 7 == 6, (y + 1) % 4, y)
 
 
-@pytest.mark.parametrize("norm", [1, 2, np.inf])
+@pytest.mark.parametrize("norm", [1, np.inf])
 def test_wda_star_beats_its_rivals(norm):
     model, x, y = curved()
     found = ensembles.wda_star(model, x, y, key=jax.random.key(1), ball=Lp(norm), passes=300)
@@ -233,6 +233,55 @@ def test_passes_go_where_the_budget_reaches():
             share = float(accuracy - better) * 5
             assert share == pytest.approx(worth[i] / price**order, rel=0.05, abs=2e-6)
     np.testing.assert_allclose(star._worth(found, gain, None, 1), 0.01 * distance)
+
+
+SHORT = {
+    "ddn": attacks.DDN(steps=8, radius=0.2),
+    "fmn": attacks.FMN(Lp(2), steps=8),
+    "deepfool": attacks.DeepFool(Lp(2), steps=5),
+    "cw": attacks.CarliniWagner(steps=5, rounds=2, step_size=0.2),
+    "pdpgd": attacks.PDPGD(Lp(2), steps=8),
+    "alma": attacks.ALMA(steps=12),
+    "tr": attacks.TrustRegion(Lp(2), steps=8, radius=0.05),
+    "walk": attacks.Walk(Lp(2), steps=8),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_nothing_goes_unsaid(name):
+    """Measured at the stored points; the same inside jit; no fault and no flat gradient hidden."""
+    attack, (model, x, y) = SHORT[name], curved(n=14)
+    found = wdjax.search(attack, model, x, y)
+    inside = jax.jit(lambda x: wdjax.search(attack, model, x, y))(x)
+    np.testing.assert_array_equal(found.success, inside.success)
+    np.testing.assert_allclose(found.cost, inside.cost, atol=2e-4)
+    np.testing.assert_array_equal(found.success, jnp.argmax(model(found.x_adv), -1) != y)
+    np.testing.assert_allclose(found.cost, norms.lp_norm(found.x_adv - x, 2), rtol=1e-5)
+    assert float(found.x_adv.min()) >= 0
+    assert float(found.x_adv.max()) <= 1
+    assert found.success[np.asarray(found.correct)].any()
+    assert not found.fault.any()
+
+    def cliff(w, x):
+        """Flat, and NaN but for the samples."""
+        here = jnp.abs(x[:, None] - w[None]).max(axis=-1).min(axis=-1) == 0
+        return jnp.where(here[:, None], jnp.array([2.0, 1.0, 0.0]), jnp.nan)
+
+    def flat(w, x):
+        return jnp.broadcast_to(w, (len(x), 3))
+
+    labels = jnp.zeros(len(x), int)
+    level = wdjax.Model(flat, jnp.array([2.0, 1.0, 0.0]))
+    still = wdjax.search(attack, level, x, labels)
+    assert not still.success.any()
+    assert not still.done.any()
+    np.testing.assert_array_equal(still.zeros, still.gradients)
+    assert (still.gradients > 0).all()
+    moved = x[::-1]
+    bad = wdjax.search(attack, wdjax.Model(cliff, x), x, labels, start=0.5 * x + 0.5 * moved)
+    assert bad.fault.all()
+    assert not bad.success.any()
+    assert not bad.done.any()
 
 
 class KilledError(Exception):
@@ -290,7 +339,7 @@ def test_fast_sees_through_flat_gradients():
     """Margins that saturate at the samples: only a start elsewhere has a gradient."""
 
     def apply(w, x):
-        score = jnp.clip(40 * (x.mean(axis=-1) - 0.45), -1, 1)
+        score = jnp.clip(10 * (x.mean(axis=-1) - 0.45), -1, 1)
         return jnp.stack([score, -score], axis=-1)
 
     model = wdjax.Model(apply, jnp.zeros(()))
@@ -375,6 +424,7 @@ def test_norms_that_an_attack_does_not_know_are_refused():
         lambda: attacks.DDN(Lp()),
         lambda: attacks.CarliniWagner(Lp(1)),
         lambda: attacks.ALMA(Lp()),
+        lambda: attacks.TrustRegion(Lp(1)),
     ):
         with pytest.raises(ValueError, match="norm must be"):
             make()

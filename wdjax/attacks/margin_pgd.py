@@ -105,7 +105,9 @@ class MarginPGD:
         inside = self.ball.cost(samples.x, state.x) <= samples.radius * (1 + 1e-6)
         best = ascent.keep_best(state.best, state.x, jnp.where(inside, value, -jnp.inf), out)
         assert best is not None
-        return best, state.flipped | (inside & nearest.flips(value, out))
+        flips = inside & nearest.flips(value, out)
+        # The first flip stays: a sample that has one is done.
+        return nearest.keep(state.best, best, state.flipped), state.flipped | flips
 
     def point(self, samples: Samples, state: State) -> tuple[Array, None]:
         return state.best.x, None

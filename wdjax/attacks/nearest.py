@@ -1,7 +1,7 @@
 """What minimum-norm attacks share: the nearest flip so far, and how far the boundary may be."""
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -46,19 +46,37 @@ def keep_nearest(
     )
 
 
-def flips(value: Array, out: PyTree) -> Array:
-    """Whether the criterion holds by more than rounding, ``[n]``.
+Points = TypeVar("Points", bound=tuple[Array, ...])
 
-    The nearest points end within floats of the boundary; the slack keeps them on its far side in
-    another batch, where the same logits round differently.
+
+def keep(old: Points, new: Points, kept: Array) -> Points:
+    """``old`` in the rows ``[n]`` that are kept, ``new`` in the others."""
+    return jax.tree.map(lambda one, other: jnp.where(norms.spread(kept, one), one, other), old, new)
+
+
+def slack(out: PyTree) -> Array:
+    """By how much rounding in another batch may move a criterion, ``[n]``.
+
+    The nearest points end within floats of the boundary; the slack keeps them on its far side
+    wherever they are measured again.
     """
-    slack = jnp.zeros_like(value)
+    sizes = []
     for leaf in jax.tree.leaves(out):
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             ulps = _ULPS[leaf.dtype.itemsize] * float(jnp.finfo(leaf.dtype).eps)
             largest = jnp.max(jnp.abs(leaf).reshape(len(leaf), -1), axis=-1)
-            slack = jnp.maximum(slack, (ulps * largest).astype(value.dtype))
-    return (value > slack) & finite(out)
+            sizes.append((ulps * largest).astype(jnp.promote_types(leaf.dtype, jnp.float32)))
+    return jnp.max(jnp.stack(sizes), axis=0) if sizes else jnp.zeros(())
+
+
+def flips(value: Array, out: PyTree) -> Array:
+    """Whether the criterion holds by more than rounding, ``[n]``."""
+    return (value > slack(out)) & finite(out)
+
+
+def beyond(value: Array, out: PyTree) -> Array:
+    """A criterion whose boundary lies where flips count, ``[n]``: what attacks should aim at."""
+    return value - (2 * slack(out)).astype(value.dtype)
 
 
 def plane_distance(value: Array, gradient: Array, norm: float) -> Array:

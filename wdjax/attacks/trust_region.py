@@ -17,7 +17,7 @@ from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 _GOOD, _BAD = 0.9, 0.5
 """Shares of the predicted change of the margin from which on, and below which, the radius moves."""
 
-_RADIUS = {1: 0.1, 2: 0.01, math.inf: 0.001}
+_RADIUS = {2: 0.01, math.inf: 0.001}
 
 
 class State(NamedTuple):
@@ -42,16 +42,16 @@ class TrustRegion:
     radius grows by ``growth``, by less than 0.5 it shrinks. Ends at the first flip.
 
     Args:
-      ball: norm and box. For norm 1 a step spreads as :meth:`~wdjax.Lp.ascend` does.
+      ball: norm 2 or inf, and the box.
       steps: at most so many.
       rivals: classes that are compared once, those of largest logit.
       growth: of the radius.
-      radius: at the first step, in the units of ``x``; by default 0.001 for norm inf, 0.01 for norm
-        2 and 0.1 for norm 1.
+      radius: at the first step, in the units of ``x``; by default 0.001 for norm inf and
+        0.01 for norm 2.
       overshoot: beyond the linearised boundary, as a share of the step.
 
     Raises:
-      ValueError: a count below 1, a model without logits.
+      ValueError: norm 1, a count below 1, a model without logits.
 
     Cost: 1 forward and ``min(rivals, K - 1)`` backward passes once, 1 forward and 1 backward pass a
     step until the flip, 1 more forward.
@@ -82,6 +82,7 @@ class TrustRegion:
     def __post_init__(self) -> None:
         for name in ("steps", "rivals"):
             object.__setattr__(self, name, validate.check_count(name, getattr(self, name)))
+        nearest.check_norms("TrustRegion", self.ball, (2, math.inf))
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -161,26 +161,27 @@ class Walk:
         seen = ascent.slope(victim, x, y, objective)
         info = ascent.note(victim, y, seen)
         best = nearest.keep_nearest(state.best, self.ball, samples, x, info.value, seen.out)
-        value = objective(seen.out, y)
+        fallen = nearest.beyond(info.value, seen.out) > 0
+        value = nearest.beyond(objective(seen.out, y), seen.out)
         size = nearest.cosine(self.step_size, 0.01 * self.step_size, state.taken, self.steps)
         share = nearest.cosine(self.shrink, 0.001, state.taken, self.steps)
         gap = nearest.plane_distance(value, seen.gradient, norm)
         distance = norms.lp_norm(x - samples.x, norm)
         bound = jnp.where(best.known, state.reach, jnp.inf)
-        reach = self._follow(bound, distance, gap, info.value, share)
+        reach = self._follow(bound, distance, gap, fallen, share)
         reach = jnp.minimum(reach, best.cost)
         step = norms.spread(size * reach, x) * nearest.direction(seen.gradient, norm)
         moved = self.ball.project(x + step, samples.x, reach)
+        best = self._settled(state, best)
         return state._replace(x=moved, reach=reach, taken=state.taken + 1, best=best), info
 
     def _follow(
-        self, reach: Array, distance: Array, gap: Array, value: Array, share: Array
+        self, reach: Array, distance: Array, gap: Array, fallen: Array, share: Array
     ) -> Array:
         """The next radius, from the last one and the distance to the linearised boundary.
 
         A last radius of inf binds nothing.
         """
-        fallen = value > 0
         # A little beyond the boundary on either side, or the points would end on it.
         linear = distance + jnp.where(fallen, _BEYOND - 1, _BEYOND + 1) * gap
         base = jnp.where(fallen, reach + self.haste * (distance - reach), reach)
@@ -193,9 +194,14 @@ class Walk:
         """Tests the last point and goes back to the start of the next walk."""
         out, info = ascent.judge(victim, state.x, samples.y)
         best = nearest.keep_nearest(state.best, self.ball, samples, state.x, info.value, out)
+        best = self._settled(state, best)
         unknown = jnp.full_like(state.reach, jnp.inf)
         again = state._replace(x=state.home, reach=unknown, best=best)
         return again._replace(taken=jnp.zeros_like(state.taken)), info
+
+    def _settled(self, state: State, best: Nearest) -> Nearest:
+        """The first flip within the limit stays, where the attack ends with it."""
+        return nearest.keep(state.best, best, self._near(state)) if self.within else best
 
     def point(self, samples: Samples, state: State) -> tuple[Array, None]:
         return state.best.x, None

@@ -22,6 +22,8 @@ _SOME = 5
 """One sample in so many is a pilot."""
 _TRIAL = 0.25
 """Of the keen samples, those that try a kind of walk for the first time."""
+_STAKE = 0.03
+"""Of all passes, what a first trial may cost."""
 _KEEN = 0.5
 """A sample is walked again if its expected gain is at least this share of the mean."""
 
@@ -117,7 +119,8 @@ def wda_star(
             return found
         kind = max(yields, key=lambda kind: yields[kind] / kind.passes)
         left = passes - float(np.mean(found.passes))
-        only = _chosen(worth, kind, left, _TRIAL if np.isinf(yields[kind]) else 1.0)
+        share = min(_TRIAL, _STAKE * passes / kind.passes) if np.isinf(yields[kind]) else 1.0
+        only = _chosen(worth, kind, left, share)
         if not only.any():
             return found
         joined = driver.best(found, _follow(ask, number, kind, found, only))
@@ -140,7 +143,7 @@ def _schedule(ball: Lp, passes: int) -> tuple[list[Kind], list[Kind]]:
     """The walks of which the best opens, and those to choose from afterwards, by the budget."""
     if passes < _LEAST:
         raise ValueError(f"wda_star needs at least {_LEAST} passes an image, got {passes}.")
-    short, long = (25, 25) if passes < 300 else (30, 40)
+    short, long = (25, 36) if passes < 300 else (30, 40)
     if passes < _PILOTS:
         short = min(short, (passes - 3) // 2)
     hasty = Kind(Walk(ball, steps=short, far=True, haste=1.0), "sample")
