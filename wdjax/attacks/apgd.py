@@ -126,8 +126,7 @@ class APGD:
         self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
     ) -> State:
         assert keys is not None
-        x, n = samples.x, len(samples.y)
-        targets = None
+        x, n, targets = samples.x, len(samples.y), None
         if self.targets:
             ascent.need_logits("APGD with targets", samples.out)
             targets = ascent.top_rivals(samples.out, samples.y, self.targets)

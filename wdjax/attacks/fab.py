@@ -128,8 +128,8 @@ class FAB:
             rivals = jnp.take_along_axis(state.targets, number, axis=1)
         plane, _, info = linear.planes(victim, state.x, y, rivals, norm)
         moved = self._approach(home, state.x, plane)
-        _, judged = ascent.judge(victim, moved, y)
-        flipped = (judged.value > 0) & ~judged.fault
+        flipped, judged = ascent.flips(victim, moved, y)
+        flipped &= ~judged.fault
         length = norms.lp_norm(moved - home, norm)
         nearer = flipped & (length < state.distance)
         back = home + self.backward * (moved - home)
