@@ -186,7 +186,8 @@ def _distance(found: Found) -> np.ndarray:
 def _worth(found: Found, gain: np.ndarray, eps: float | None, order: float) -> np.ndarray:
     """What it is worth to shorten every distance by a relative gain, ``[n]``.
 
-    Without a budget, in units of the distance. A sample without a flip counts as the farthest.
+    Without a budget, in units of the distance. A sample without a flip counts as the last one that
+    is bought, or the farthest of all: nobody knows that it is farther.
     """
     distance = _distance(found)
     known = distance[np.isfinite(distance)]
@@ -200,7 +201,7 @@ def _worth(found: Found, gain: np.ndarray, eps: float | None, order: float) -> n
         price = np.inf if whole else bought.max(initial=0.0)
         if not np.isfinite(order):
             price = eps
-    distance = np.minimum(distance, farthest)
+    distance = np.where(np.isfinite(distance), distance, min(farthest, price))
     return np.minimum(distance, price) ** power - np.minimum((1 - gain) * distance, price) ** power
 
 
