@@ -41,7 +41,6 @@ ATTACKS = {
     ),
     "fab": (functools.partial(attacks.FAB, steps=6), {"order": 2}),
     "fab targeted": (functools.partial(attacks.FAB, steps=4, targets=2, restarts=2), {}),
-    "square": (functools.partial(attacks.Square, queries=12), {"kappa": 2.0}),
     "wpgd": (functools.partial(attacks.WPGD, steps=6), {"order": 2}),
     "wpgd order 1": (
         functools.partial(attacks.WPGD, order=1, steps=5, loss=losses.cross_entropy),

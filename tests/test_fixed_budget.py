@@ -253,6 +253,12 @@ def test_more_queries_never_lower_the_margin(norm):
         before = np.asarray(found.margin)
     assert 2 < found.success.sum() < 12
     assert (np.asarray(found.forwards)[np.asarray(found.success)] < 62).any()
+    # Draws are every sample's own: they do not know their batch.
+    parts = wdjax.search(
+        attack, victim, images, labels, eps=eps, key=jax.random.key(0), batch_size=5
+    )
+    np.testing.assert_allclose(parts.x_adv, found.x_adv, atol=1e-6)
+    np.testing.assert_array_equal(parts.forwards, found.forwards)
 
 
 # W-PGD.
