@@ -1,5 +1,6 @@
 """The command line: what it refuses, prints, writes and returns."""
 
+import gc
 import json
 import os
 import signal
@@ -173,6 +174,33 @@ def test_commands_keep_programs_where_the_user_says(monkeypatch, tmp_path):
         assert read()[0] is None
     finally:
         jax.config.update("jax_compilation_cache_dir", before[0])
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_a_signal_that_a_callback_swallows_is_heard(number, raised):
+    given = []
+
+    def deaf(phase, info):
+        if not given:
+            given.append(number)
+            signal.raise_signal(number)
+
+    def interrupted():
+        with process.terminable():
+            gc.collect()
+            time.sleep(10)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.callbacks.append(deaf)
+    try:
+        with pytest.raises(raised):
+            interrupted()
+    finally:
+        gc.callbacks.remove(deaf)
+        signal.signal(signal.SIGINT, before)
+    assert given
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What a command asks of the process it runs in: signals, and a cache of compiled programs."""
 
+import _thread
 import os
 import signal
 import sys
@@ -18,20 +19,44 @@ _WORTH = 0.0
 """Programs that compile faster than so many seconds are not kept."""
 
 
+_AGAIN = 0.05
+"""Seconds after which a signal that was lost is given again."""
+
+
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Within it SIGTERM unwinds the stack as Ctrl-C does, so that nothing is left half done."""
+    """Within it SIGTERM unwinds the stack as Ctrl-C does, so that nothing is left half done.
+
+    Either may arrive while Python runs a callback whose exceptions it drops, such as those of the
+    garbage collector; it is then given again, until it is heard.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(TERMINATED)
 
+    def dropped(lost: "sys.UnraisableHookArgs") -> None:
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            again(signal.SIGINT)
+        elif isinstance(lost.exc_value, SystemExit) and lost.exc_value.code == TERMINATED:
+            again(signal.SIGTERM)
+        else:
+            heard(lost)
+
+    def again(number: int) -> None:
+        # Not from here: what the hook itself raises is dropped too.
+        timer = threading.Timer(_AGAIN, _thread.interrupt_main, (number,))
+        timer.daemon = True
+        timer.start()
+
     if threading.current_thread() is not threading.main_thread():
         yield  # Only the main thread is told of signals.
         return
-    before = signal.signal(signal.SIGTERM, leave)
+    before, heard = signal.signal(signal.SIGTERM, leave), sys.unraisablehook
+    sys.unraisablehook = dropped
     try:
         yield
     finally:
+        sys.unraisablehook = heard
         signal.signal(signal.SIGTERM, before)
 
 
