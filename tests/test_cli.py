@@ -60,6 +60,35 @@ def test_quiet_says_nothing(given, capsys, tmp_path):
     assert json.loads((tmp_path / "new" / "out.json").read_text())["samples"] == 12
 
 
+def test_orders_reach_budgets_of_the_data_set_and_ensembles(given, capsys, tmp_path):
+    *_, command = given
+    drawn = tmp_path / "row.png"
+    command = [*command, "--eps", "0.1", "--order", "2", "--attacks", "wpgd,fast", "--json", "-"]
+    assert main([*command, "--plot", str(drawn)]) == 0
+    found = json.loads(capsys.readouterr().out)["attacks"]
+    assert 0 < found["wpgd"]["transport_cost"] <= 0.1 * (1 + 1e-5)
+    assert found["wpgd"]["max_cost"] > 0.1  # Some go farther than all do on average.
+    assert found["fast"]["max_cost"] <= 0.1 * (1 + 1e-5)
+    assert found["fast"]["forwards_per_image"] <= 150
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+def test_table_1_is_a_row_of_known_columns():
+    labels = [column.label for column in table.TABLE_1]
+    assert len(set(labels)) == len(labels) == 11
+    assert {column.name for column in table.TABLE_1} <= set(table.METHODS)
+
+
+def test_what_an_attack_cannot_do_is_refused_before_the_work(given, capsys):
+    *_, command = given
+    assert main([*command, "--attacks", "fgsm,cw", "--json", "-"]) == 2
+    said = capsys.readouterr()
+    assert "norm must be 2" in said.err
+    assert "clean" not in said.err
+    assert main([*command, "--attacks", "table1", "--kappa", "2", "--json", "-"]) == 2
+    assert "would be ignored" in capsys.readouterr().err
+
+
 def test_points_can_be_attacked_again(given, capsys, tmp_path):
     x, y, command = given
     saved = tmp_path / "points.npz"
@@ -142,14 +171,14 @@ def test_every_help_has_an_example_and_explains_every_option(command, capsys):
     said = capsys.readouterr().out
     assert "python -m wdjax" in said.split("example", 1)[1]
     if command == ["attack"]:
-        assert all(f"  {name} " in said for name in table.ATTACKS)
+        assert all(f"  {name} " in said for name in table.METHODS)
 
 
 def test_every_attack_of_the_table_says_what_it_does():
-    for line in options.glossary(table.ATTACKS).splitlines():
+    for line in options.glossary(table.METHODS).splitlines():
         assert len(line) <= 88
         assert "`" not in line
-    assert all(report.explained(make) for make in table.ATTACKS.values())
+    assert all(report.explained(make) for make in table.METHODS.values())
 
 
 def test_commands_keep_programs_where_the_user_says(monkeypatch, tmp_path):

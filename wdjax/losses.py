@@ -153,6 +153,92 @@ def targeted_dlr(logits: jax.Array, y: jax.Array, target: jax.Array) -> jax.Arra
     return targeted_margin(logits, y, target) / (top[:, 0] - (top[:, 2] + top[:, 3]) / 2 + 1e-12)
 
 
+def rectified_dlr(logits: jax.Array, y: jax.Array) -> jax.Array:
+    r"""DLR for as long as a sample is classified correctly, 0 from then on: ``min(DLR, 0)``.
+
+    A budget that follows its gradient stops spending on samples that have fallen.
+
+    Args:
+      logits: ``[n, K]`` floats.
+      y: ``[n]`` integer labels.
+
+    Returns:
+      ``[n]`` losses in ``[-1, 0]``; for two classes, which have no ratio, margins.
+
+    Source: Bai et al. (2023), ReDLR.
+
+    >>> rectified_dlr(jnp.array([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]]), jnp.array([0, 1])).tolist()
+    [-0.5, 0.0]
+    """
+    value = dlr_or_margin(logits, y)
+    return jnp.where(value < 0, value, 0.0)
+
+
+def dlr_or_margin(logits: jax.Array, y: jax.Array) -> jax.Array:
+    r""":func:`dlr` for three classes and more; for two, whose ratio is constant, the margin.
+
+    Args:
+      logits: ``[n, K]`` floats.
+      y: ``[n]`` integer labels.
+
+    Returns:
+      ``[n]`` losses.
+
+    >>> dlr_or_margin(jnp.array([[3.0, 2.0]]), jnp.array([0])).tolist()
+    [-1.0]
+    """
+    return margin(logits, y) if logits.shape[-1] == 2 else dlr(logits, y)
+
+
+def targeted_dlr_or_margin(logits: jax.Array, y: jax.Array, target: jax.Array) -> jax.Array:
+    r""":func:`targeted_dlr` for four classes and more, and what is left of it for fewer.
+
+    Three classes have no fourth logit: the denominator is that of :func:`dlr`, ``z_(1) - z_(3)``.
+    Two have no ratio that could change: the targeted margin.
+
+    Args:
+      logits: ``[n, K]`` floats.
+      y: ``[n]`` integer labels.
+      target: ``[n]`` integer labels of the rivals.
+
+    Returns:
+      ``[n]`` losses.
+
+    >>> logits = jnp.array([[3.0, 2.0, 1.0]])
+    >>> targeted_dlr_or_margin(logits, jnp.array([0]), jnp.array([2])).tolist()
+    [-1.0]
+    """
+    classes = logits.shape[-1]
+    if classes > 3:
+        return targeted_dlr(logits, y, target)
+    value = targeted_margin(logits, y, target)
+    if classes == 2:
+        return value
+    top = jax.lax.top_k(logits, 3)[0]
+    return value / (top[:, 0] - top[:, 2] + 1e-12)
+
+
+def probability_margin(logits: jax.Array, y: jax.Array) -> jax.Array:
+    r"""The margin in probability space, ``max_{j != y} p_j - p_y`` with ``p = softmax(z)``.
+
+    Bounded, and blind to common shifts; where the model is certain its gradient fades, so that
+    samples near the boundary get more of an attacker's attention.
+
+    Args:
+      logits: ``[n, K]`` floats.
+      y: ``[n]`` integer labels.
+
+    Returns:
+      ``[n]`` margins in ``[-1, 1]``, positive where misclassified.
+
+    Source: arXiv 2411.15210 (PMA).
+
+    >>> probability_margin(jnp.log(jnp.array([[0.7, 0.2, 0.1]])), jnp.array([0])).round(4).tolist()
+    [-0.5]
+    """
+    return margin(jax.nn.softmax(logits, axis=-1), y)
+
+
 def softplus_margin(logits: jax.Array, y: jax.Array, confidence: float = 0.0) -> jax.Array:
     r"""NPPR's loss ``-softplus(z_y - max_{j != y} z_j + confidence)``, a margin that saturates.
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.typing import ArrayLike
 
+from wdjax.core import Found
 from wdjax.validate import traced
 
 
@@ -265,6 +266,82 @@ def step_area(distance: ArrayLike, limit: ArrayLike) -> jax.Array:
     1.0
     """
     return jnp.mean(jnp.minimum(jnp.asarray(distance), limit))
+
+
+def flip_distance(found: Found) -> jax.Array:
+    """The distances of a minimum-norm search as the curves here want them.
+
+    Args:
+      found: from :func:`wdjax.search` with an attack that looks for the nearest flip.
+
+    Returns:
+      ``[n]``: 0 where misclassified already, inf where no flip is known. So
+      ``robustness_curve(flip_distance(found), eps)`` is the whole curve from one search.
+
+    >>> import wdjax
+    >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x, y = jnp.array([[0.6, 0.4], [0.4, 0.6]]), jnp.array([0, 0])
+    >>> found = wdjax.search(wdjax.attacks.Walk(), model, x, y)
+    >>> [round(float(d), 3) for d in flip_distance(found)]
+    [0.1, 0.0]
+    """
+    return jnp.where(found.success, jnp.where(found.correct, found.cost, 0.0), jnp.inf)
+
+
+def envelope(*distances: ArrayLike) -> jax.Array:
+    """The nearest flip that any of several attacks found, per sample.
+
+    Args:
+      *distances: ``[n]`` each, inf where no flip is known.
+
+    Returns:
+      ``[n]`` upper bounds on the true distances.
+
+    Source: Cinà et al. (2025), AttackBench.
+
+    >>> envelope(jnp.array([1.0, jnp.inf]), jnp.array([2.0, 3.0])).tolist()
+    [1.0, 3.0]
+    """
+    if not distances or any(jnp.shape(one) != jnp.shape(distances[0]) for one in distances):
+        raise ValueError(
+            "envelope takes distances [n] of the same samples, got shapes "
+            f"{list(map(jnp.shape, distances))}."
+        )
+    return jnp.min(jnp.stack([jnp.asarray(one) for one in distances]), axis=0)
+
+
+def optimality(distance: ArrayLike, best: ArrayLike, limit: ArrayLike | None = None) -> jax.Array:
+    r"""How close an attack comes to the nearest flips known: 1 for all of them, 0 for none.
+
+    ``1 - (A - A*) / (clean d_max - A*)`` with the areas A under the attack's robustness curve and
+    A* under that of the envelope, up to ``d_max``, and the clean accuracy, so that an attack that
+    finds nothing gets 0. An attack that beats the envelope gets more than 1.
+
+    Args:
+      distance: ``[n]`` of the attack: 0 where misclassified already, inf where no flip is known.
+      best: ``[n]`` of the envelope.
+      limit: ``d_max``, by default the largest finite distance of the envelope.
+
+    Returns:
+      A number; NaN where the envelope knows no flip of a correct sample within the limit.
+
+    Source: Cinà et al. (2025), AttackBench, equation 5.
+
+    >>> best = jnp.array([0.0, 1.0, 2.0])
+    >>> float(optimality(best, best)), float(optimality(jnp.array([0.0, jnp.inf, jnp.inf]), best))
+    (1.0, 0.0)
+    >>> round(float(optimality(jnp.array([0.0, 1.5, 2.0]), best)), 4)
+    0.5
+    """
+    distance, best = jnp.asarray(distance), jnp.asarray(best)
+    _check_same(distance, best, "distance", "best")
+    if limit is None:
+        limit = jnp.max(best, initial=0.0, where=jnp.isfinite(best))
+    least = step_area(best, limit)
+    most = jnp.mean(best > 0) * limit
+    room = most - least
+    lost = step_area(distance, limit) - least
+    return jnp.where(room > 0, 1 - lost / jnp.where(room > 0, room, 1.0), jnp.nan)
 
 
 class ConfidenceInterval(NamedTuple):

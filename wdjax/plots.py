@@ -4,7 +4,7 @@ import functools
 import io
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 import jax.numpy as jnp
@@ -231,6 +231,25 @@ def examples(
             axis.imshow(image.squeeze(), cmap="gray", vmin=0, vmax=1, interpolation="none")
             axis.set_title(caption)
             axis.set_axis_off()
+    return figure
+
+
+@_styled
+def accuracies(clean: float, left: Mapping[str, float]) -> "Figure":
+    """What attacks leave of the accuracy, one bar an attack.
+
+    >>> len(accuracies(0.9, {"pgd": 0.5, "wda": 0.4}).axes[0].patches)
+    2
+    """
+    figure, axes = _panels(1)
+    (axis,) = axes
+    rows = range(len(left))
+    axis.barh(rows, list(left.values()), color=PALETTE[3])
+    axis.set_yticks(rows, list(left))
+    axis.invert_yaxis()
+    axis.axvline(clean, color=INK, linestyle="--")
+    axis.set_xlim(0, 1)
+    axis.set_xlabel("accuracy: clean (dashed) and attacked")
     return figure
 
 

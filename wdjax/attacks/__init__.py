@@ -1,7 +1,43 @@
 """Attacks: frozen pytree dataclasses for :func:`wdjax.search` and :func:`wdjax.run`."""
 
+from wdjax.attacks.alma import ALMA
+from wdjax.attacks.apgd import APGD
+from wdjax.attacks.carlini_wagner import CarliniWagner
+from wdjax.attacks.ddn import DDN
+from wdjax.attacks.deepfool import DeepFool
+from wdjax.attacks.diversified import Diversified
+from wdjax.attacks.fab import FAB
+from wdjax.attacks.fmn import FMN
+from wdjax.attacks.margin_pgd import MarginPGD
+from wdjax.attacks.pdpgd import PDPGD
 from wdjax.attacks.pgd import PGD, fgsm
+from wdjax.attacks.points import Points
+from wdjax.attacks.square import Square
+from wdjax.attacks.trust_region import TrustRegion
+from wdjax.attacks.walk import Walk
 from wdjax.attacks.wda import WDA
 from wdjax.attacks.wda_plus_plus import WDAPlusPlus
+from wdjax.attacks.wpgd import WPGD, wfgsm
 
-__all__ = ["PGD", "WDA", "WDAPlusPlus", "fgsm"]
+__all__ = [
+    "ALMA",
+    "APGD",
+    "DDN",
+    "FAB",
+    "FMN",
+    "PDPGD",
+    "PGD",
+    "WDA",
+    "WPGD",
+    "CarliniWagner",
+    "DeepFool",
+    "Diversified",
+    "MarginPGD",
+    "Points",
+    "Square",
+    "TrustRegion",
+    "WDAPlusPlus",
+    "Walk",
+    "fgsm",
+    "wfgsm",
+]

@@ -17,6 +17,9 @@ from wdjax.track import finite
 _AT_ONCE = 10
 """Rivals tried in one go; more are scanned in chunks, so that memory does not grow with K."""
 
+_ULPS = {2: 2, 4: 64, 8: 64}
+"""By the bytes of a logit: another batch rounds sums of products by so much."""
+
 
 def setting(default: Any) -> Any:
     """A dataclass field that changes the program: part of the tree's structure, not a leaf."""
@@ -68,6 +71,18 @@ def judge(victim: Victim, x: Array, y: Array) -> tuple[PyTree, Info]:
     out, none = victim.model(x), jnp.zeros(len(y), jnp.int32)
     value = victim.criterion(out, y)
     return out, Info(value, none, none + 1, none, ~finite(out) | ~jnp.isfinite(value))
+
+
+def flips(victim: Victim, x: Array, y: Array) -> tuple[Array, Info]:
+    """Whether the criterion holds at ``x`` beyond rounding, for one forward pass.
+
+    Points within floats of the boundary are where projections and halvings end; the slack keeps
+    those that count on its far side in another batch, where the same logits round differently.
+    """
+    logits, info = judge(victim, x, y)
+    ulps = _ULPS[logits.dtype.itemsize] * jnp.finfo(logits.dtype).eps
+    slack = ulps * jnp.max(jnp.abs(logits), axis=-1)
+    return info.value > slack, info
 
 
 class Move(NamedTuple):
@@ -179,6 +194,15 @@ def default_step(ball: Lp, eps: Array | None) -> Array | float:
     value for norm 1, where these were best on two nets.
     """
     return _ABSOLUTE[ball.norm] if eps is None else _SHARE[ball.norm] * eps
+
+
+def hold(over: Array, state: PyTree, moved: PyTree) -> PyTree:
+    """``state`` where samples are over, ``moved`` for the others."""
+
+    def keep(old: Array, new: Array) -> Array:
+        return jnp.where(norms.spread(over, old), old, new)
+
+    return jax.tree.map(keep, state, moved)
 
 
 class Best(NamedTuple):

@@ -12,9 +12,6 @@ from wdjax.attacks.ascent import setting
 from wdjax.balls import Lp
 from wdjax.core import Array, Info, Samples, Stage, Victim
 
-_ULPS = {2: 2, 4: 64, 8: 64}
-"""By the bytes of a logit: another batch rounds sums of products by so much."""
-
 
 class State(NamedTuple):
     rivals: Array
@@ -137,14 +134,14 @@ class WDAPlusPlus:
     def _bisect(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         middle = (state.low + state.high) / 2
         point = _blend(state.before, state.after, middle)
-        flipped, info = _flips(victim, point, samples.y)
+        flipped, info = ascent.flips(victim, point, samples.y)
         low, high = _halve(state.flipped, state.low, state.high, middle, flipped)
         return state._replace(low=low, high=high), info
 
     def _pull_back(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         middle = (state.near + state.far) / 2
         point = _blend(samples.x, _flip(state), middle)
-        flipped, info = _flips(victim, point, samples.y)
+        flipped, info = ascent.flips(victim, point, samples.y)
         near, far = _halve(state.flipped, state.near, state.far, middle, flipped)
         return state._replace(near=near, far=far), info
 
@@ -169,18 +166,6 @@ def _blend(start: Array, end: Array, share: Array) -> Array:
 def _flip(state: State) -> Array:
     """The nearest flip on the last segment."""
     return _blend(state.before, state.after, state.high)
-
-
-def _flips(victim: Victim, x: Array, y: Array) -> tuple[Array, Info]:
-    """Whether the criterion holds at ``x`` beyond rounding, for one forward pass.
-
-    Halvings end within floats of the boundary; the slack keeps them on its far side in another
-    batch, where the same logits round differently.
-    """
-    logits, info = ascent.judge(victim, x, y)
-    ulps = _ULPS[logits.dtype.itemsize] * jnp.finfo(logits.dtype).eps
-    slack = ulps * jnp.max(jnp.abs(logits), axis=-1)
-    return info.value > slack, info
 
 
 def _halve(

@@ -1,6 +1,7 @@
 """``python -m wdjax attack``: attacks on a PyTorch checkpoint, measured."""
 
 import argparse
+import dataclasses
 import io
 import sys
 import time
@@ -10,20 +11,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from wdjax import audit, convert, data, driver, files, norms, report, transport
+from wdjax import audit, convert, data, driver, files, norms, plots, report, transport
 from wdjax.balls import Lp
 from wdjax.cli import options
 from wdjax.cli.console import Console
-from wdjax.cli.table import ATTACKS
-from wdjax.core import Attack, Model, Result
+from wdjax.cli.table import ATTACKS, METHODS, NEAREST, SEARCHES, TABLE_1, Column
+from wdjax.core import Model, Result
 
-SCHEMA = "wdjax.attack/2"
+SCHEMA = "wdjax.attack/3"
 
 _EXAMPLES = """examples:
   python -m wdjax attack --arch wong_mnist --weights mnist.pth --data mnist.npz \\
       --norm linf --eps 0.1 --samples 100 --json result.json
   python -m wdjax attack --arch resnet2b --weights cifar10.pth --data cifar10.npz \\
-      --norm linf --eps 2/255 --attacks wda,wda++ --kappa 2 --points points.npz --json - | jq ."""
+      --norm linf --eps 2/255 --attacks wda,wda++ --kappa 2 --points points.npz --json - | jq .
+  python -m wdjax attack --arch resnet2b --weights cifar10.pth --data cifar10.npz \\
+      --norm linf --eps 8/255 --attacks table1 --plot row.png --json row.json"""
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -33,7 +36,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         parents=[common],
         help="attack a PyTorch checkpoint; JSON out",
         description="Attacks a converted checkpoint and measures what is left of its accuracy.",
-        epilog=f"attacks:\n{options.glossary(ATTACKS)}\n\n{_EXAMPLES}",
+        epilog=f"attacks:\n{options.glossary(METHODS)}\n\n{_EXAMPLES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_argument_group("what is attacked")
@@ -71,7 +74,11 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         "--attacks",
         default="wda,wda++,pgd",
         metavar="NAMES",
-        help="see below (default %(default)s)",
+        help="see below (default %(default)s); table1: the eleven columns of Table 1 of Le et al., "
+        "with orders and kappa of their own",
+    )
+    how.add_argument(
+        "--seed", type=int, default=0, help="of all that is random (default %(default)s)"
     )
     how.add_argument(
         "--batch-size", type=options.positive, metavar="B", help="samples on the device at once"
@@ -85,21 +92,23 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         help="save the adversarial points: of every attack NAME/x_adv, NAME/success, NAME/cost and "
         "NAME/weight, and as x and y the nearest flips of all of them, to be used as --data",
     )
+    out.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the accuracies")
     parser.set_defaults(command=run)
 
 
 def run(parsed: argparse.Namespace, console: Console) -> int:
     """Attacks, prints, then writes."""
-    attacks = _chosen(parsed)
-    for path in (parsed.points, None if parsed.json == "-" else parsed.json):
+    columns = _columns(parsed)
+    for path in (parsed.points, parsed.plot, None if parsed.json == "-" else parsed.json):
         if path is not None:
             files.check_writable(path)
     model = convert.load(parsed.weights, parsed.arch).model
     samples = data.load_npz(parsed.data)
     x, y = samples if parsed.samples is None else samples.take(parsed.samples)
     results, measured = {}, {}
-    for name, attack in attacks.items():
-        results[name], measured[name] = _attack(name, attack, parsed, model, x, y, console)
+    for label, column in columns.items():
+        found = _attack(label, column, parsed, model, x, y, console)
+        results[label], measured[label] = found
     content = {
         "schema": SCHEMA,
         "versions": report.versions(),
@@ -110,7 +119,8 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         "norm": parsed.norm,
         "eps": parsed.eps,
         "order": parsed.order,
-        "clean_accuracy": float(np.mean(results[name].correct)),
+        "seed": parsed.seed,
+        "clean_accuracy": float(np.mean(results[label].correct)),
         "attacks": measured,
     }
     if parsed.json == "-":
@@ -120,29 +130,44 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         files.write(parsed.json, report.dumps(content))
     if parsed.points is not None:
         files.write(parsed.points, _points(x, y, results))
+    if parsed.plot is not None:
+        left = {label: own["robust_accuracy"] for label, own in measured.items()}
+        files.write(parsed.plot, plots.png(plots.accuracies(content["clean_accuracy"], left)))
     return 0
 
 
-def _chosen(parsed: argparse.Namespace) -> dict[str, Attack]:
-    """The attacks asked for; refuses what they would ignore."""
+def _columns(parsed: argparse.Namespace) -> dict[str, Column]:
+    """What was asked for, by label; refuses what would be ignored."""
     names = [name.strip() for name in parsed.attacks.split(",") if name.strip()]
-    if not names or set(names) - set(ATTACKS) or len(set(names)) < len(names):
+    if names == ["table1"]:
+        if parsed.kappa is not None:
+            raise ValueError("--kappa would be ignored: the columns of table1 have their own.")
+        return {column.label: column for column in TABLE_1}
+    if not names or set(names) - set(METHODS) or len(set(names)) < len(names):
         raise ValueError(
-            f"--attacks knows {', '.join(ATTACKS)}, each once; got {parsed.attacks!r}."
+            f"--attacks knows {', '.join(METHODS)}, each once, or table1 alone; "
+            f"got {parsed.attacks!r}."
         )
     ball = Lp(norms.NAMES[parsed.norm])
-    attacks = {name: ATTACKS[name](ball) for name in names}
-    if parsed.kappa is not None and all(one.budget == "none" for one in attacks.values()):
+    # Made once, so that a norm which an attack does not take is refused before any work.
+    nearest = [_nearest(name, ball) for name in names]
+    if parsed.kappa is not None and all(nearest):
         raise ValueError(
             f"--kappa {parsed.kappa:g} would be ignored: {', '.join(names)} spends eps where flips "
             "are cheapest. Leave it out."
         )
-    return attacks
+    order = options.ORDERS[parsed.order]
+    return {name: Column(name, order, parsed.kappa) for name in names}
+
+
+def _nearest(name: str, ball: Lp) -> bool:
+    """Whether it looks for the nearest flips."""
+    return name in NEAREST or (name in ATTACKS and ATTACKS[name](ball).budget == "none")
 
 
 def _attack(
-    name: str,
-    attack: Attack,
+    label: str,
+    column: Column,
     parsed: argparse.Namespace,
     model: Model,
     x: np.ndarray,
@@ -150,31 +175,42 @@ def _attack(
     console: Console,
 ) -> tuple[Result, dict[str, Any]]:
     """What one attack found, and what was measured of it, said at once."""
-    order = options.ORDERS[parsed.order]
-    spending = {}
-    if attack.budget != "none":
-        spending = {"kappa": 1.0 if parsed.kappa is None else parsed.kappa}
+    split = 1.0 if column.kappa is None else column.kappa
+    ball, order = Lp(norms.NAMES[parsed.norm]), column.order
+    spending = {} if _nearest(column.name, ball) else {"kappa": split}
+    how = {"batch_size": parsed.batch_size, "key": jax.random.key(parsed.seed)}
     began = time.perf_counter()
-    with console.search(name) as tick:
-        result = driver.run(
-            attack,
-            model,
-            x,
-            y,
-            eps=parsed.eps,
-            order=order,
-            batch_size=parsed.batch_size,
-            callback=tick,
-            **spending,
-        )
-        result = jax.device_get(result)
+    with console.search(label) as tick:
+        how["callback"] = tick
+        result = jax.device_get(_search(column, ball, model, x, y, parsed.eps, spending, how))
     seconds = {"seconds": time.perf_counter() - began}
-    measured = spending | _measured(result, x, y, norms.NAMES[parsed.norm], order) | seconds
+    measured = spending | _measured(result, x, y, ball.norm, order) | seconds
     clean, left = float(np.mean(result.correct)), measured["robust_accuracy"]
-    console.say(f"{name}: {clean:.4f} clean, {left:.4f} attacked")
+    console.say(f"{label}: {clean:.4f} clean, {left:.4f} attacked")
     for remark in report.remarks(measured):
-        console.warn(f"  CAREFUL, {name}: {remark}")
+        console.warn(f"  CAREFUL, {label}: {remark}")
     return result, measured
+
+
+def _search(
+    column: Column,
+    ball: Lp,
+    model: Model,
+    x: np.ndarray,
+    y: np.ndarray,
+    eps: float,
+    spending: dict[str, float],
+    how: dict[str, Any],
+) -> Result:
+    name, order, _ = column
+    if name in SEARCHES:
+        reach = eps * spending.get("kappa", 1.0) ** (1 / order)
+        found = SEARCHES[name](model, x, y, eps=reach, order=order, ball=ball, **how)
+        return transport.spend(found, eps=eps, order=order, **spending)
+    attack: Any = ATTACKS[name](ball)
+    if attack.budget == "data":  # Such an attack is told the order of its budget.
+        attack = dataclasses.replace(attack, order=order)
+    return driver.run(attack, model, x, y, eps=eps, order=order, **spending, **how)
 
 
 def _measured(

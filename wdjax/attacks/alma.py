@@ -1,0 +1,186 @@
+"""Augmented Lagrangian method for adversarial attacks (ALMA)."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from wdjax import losses, norms, validate
+from wdjax.attacks import ascent, nearest
+from wdjax.attacks.ascent import setting
+from wdjax.attacks.nearest import Nearest
+from wdjax.balls import Lp
+from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
+
+_EVERY = 10
+"""Steps between two looks at whether the penalty does its work."""
+_BETTER = 0.95
+"""The constraint must have fallen to this share in the meantime."""
+_GROWTH = 1.2
+"""Of the penalty's parameter where it has not."""
+_MEAN = 0.9
+"""Of the running means: of the multiplier and of the momentum."""
+_SQUARES = 0.99
+"""Of the running mean of squared gradients."""
+_LEAST, _MOST = 1e-6, 1e12
+"""Of the multiplier."""
+
+
+class State(NamedTuple):
+    delta: Array
+    momentum: Array
+    squares: Array
+    rate: Array
+    """The first learning rate; inf before the first gradient."""
+    mu: Array
+    """Multiplier."""
+    rho: Array
+    """Penalty parameter."""
+    before: Array
+    """The constraint at the last look."""
+    flipped: Array
+    """Since the last look."""
+    taken: Array
+    best: Nearest
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ALMA:
+    r"""ALMA: the distance plus an augmented Lagrangian of the constraint "misclassified".
+
+    Descends ``||delta||_r + P(c, rho, mu)`` for ``c = -dlr(x + delta) <= 0`` with the penalty
+
+        P = mu c + mu rho c^2 + rho^2 c^3 / 6   (c >= 0),   mu c / (1 - rho c)   (c < 0),
+
+    RMSprop and momentum. ``mu`` follows a running mean of ``dP/dc``; ``rho`` grows by 1.2 where ten
+    steps brought neither a flip nor a fall of c by 5 %. The learning rate makes the first step
+    change the distance by ``first`` and then falls exponentially to a hundredth.
+
+    Args:
+      ball: norm 1 or 2, and the box.
+      steps: gradient steps.
+      loss: ``(out, y) -> [n]`` that is positive at flips; by default DLR for three classes and
+        more, the margin for two.
+      first: change of the distance by the first step; 0.5 for norm 1 and 0.1 for norm 2, by
+        default.
+
+    Raises:
+      ValueError: norm inf, fewer than one step.
+
+    Cost: 1 forward and 1 backward pass a step, 1 more forward.
+
+    Differs: of the authors' distances, norms 1 and 2 only. Where the first gradient is not usable
+    yet, the learning rate waits for one.
+
+    Source: Rony et al. (2021), Algorithm 2 and section 4.
+
+    >>> import wdjax
+    >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x, y = jnp.array([[0.6, 0.4], [0.9, 0.1]]), jnp.array([0, 0])
+    >>> found = wdjax.search(ALMA(Lp(2), steps=400), model, x, y)
+    >>> [round(float(d), 2) for d in found.cost]
+    [0.14, 0.57]
+    """
+
+    budget: ClassVar[Literal["none"]] = "none"
+    random: ClassVar[bool] = False
+
+    ball: Lp = setting(Lp(2))
+    steps: int = setting(1000)
+    loss: Callable[[PyTree, Array], Array] | None = setting(None)
+    first: float | Array | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", validate.check_count("steps", self.steps))
+        nearest.check_norms("ALMA", self.ball, (1, 2))
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return Stage(self._descend, self.steps), Stage(self._end, 1)
+
+    def init(
+        self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
+    ) -> State:
+        x = samples.x
+        if self.loss is None:
+            ascent.need_logits("ALMA", samples.out)
+        delta = jnp.zeros_like(x) if start is None else self.ball.clip(start) - x
+        zero = jnp.zeros(len(x), x.dtype)
+        best = nearest.nearest_before(victim, samples)
+        flat, one, far = jnp.zeros_like(x), zero + 1, zero + jnp.inf
+        none = zero.astype(jnp.int32)
+        return State(delta, flat, flat, far, one, one, far, zero > 0, none, best)
+
+    def _constraint(self, out: PyTree, y: Array) -> Array:
+        if self.loss is not None:
+            return -self.loss(out, y)
+        return -(losses.dlr(out, y) if out.shape[-1] > 2 else losses.margin(out, y))
+
+    def _descend(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        x = samples.x + state.delta
+
+        def lagrangian(out: PyTree, y: Array) -> Array:
+            return -_penalty(self._constraint(out, y), state.rho, state.mu)
+
+        seen = ascent.slope(victim, x, samples.y, lagrangian)
+        info = ascent.note(victim, samples.y, seen)
+        best = nearest.keep_nearest(state.best, self.ball, samples, x, info.value, seen.out)
+        constraint = jnp.nan_to_num(self._constraint(seen.out, samples.y), nan=1.0)
+        state = self._weigh(state._replace(best=best), constraint.astype(x.dtype), info.value > 0)
+        away = jax.grad(lambda delta: jnp.sum(norms.lp_norm(delta, self.ball.norm)))(state.delta)
+        gradient = away - seen.gradient
+        squares = _SQUARES * state.squares + (1 - _SQUARES) * gradient**2
+        past = 1 - _SQUARES ** (state.taken + 1).astype(x.dtype)
+        scaled = gradient / (jnp.sqrt(squares / norms.spread(past, x)) + 1e-8)
+        rate = jnp.where(jnp.isfinite(state.rate), state.rate, self._first_rate(scaled))
+        momentum = _MEAN * state.momentum + (1 - _MEAN) * scaled
+        fall = 0.01 ** (state.taken.astype(x.dtype) / self.steps)
+        pace = jnp.where(jnp.isfinite(rate), rate, 0.0) * fall
+        delta = self.ball.clip(x - norms.spread(pace, x) * momentum) - samples.x
+        moved = state._replace(delta=delta, momentum=momentum, squares=squares, rate=rate)
+        return moved._replace(taken=state.taken + 1), info
+
+    def _first_rate(self, direction: Array) -> Array:
+        """Makes the first step, dampened by its momentum, as long as asked."""
+        first = self.first
+        if first is None:
+            first = 0.5 if self.ball.norm == 1 else 0.1
+        length = norms.lp_norm((1 - _MEAN) * direction, self.ball.norm)
+        return jnp.where(length > 0, first / jnp.where(length > 0, length, 1.0), jnp.inf)
+
+    def _weigh(self, state: State, constraint: Array, fallen: Array) -> State:
+        """The next multiplier and penalty parameter."""
+        slope = jax.grad(lambda c: jnp.sum(_penalty(c, state.rho, state.mu)))(constraint)
+        mu = jnp.clip(_MEAN * state.mu + (1 - _MEAN) * slope, _LEAST, _MOST)
+        look = (state.taken + 1) % _EVERY == 0
+        flipped = state.flipped | fallen
+        stuck = look & ~flipped & (constraint > _BETTER * state.before)
+        return state._replace(
+            mu=jnp.where(state.taken > 0, mu, state.mu),
+            rho=jnp.where(stuck, _GROWTH * state.rho, state.rho),
+            before=jnp.where(look, constraint, state.before),
+            flipped=flipped & ~look,
+        )
+
+    def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        x = samples.x + state.delta
+        out, info = ascent.judge(victim, x, samples.y)
+        best = nearest.keep_nearest(state.best, self.ball, samples, x, info.value, out)
+        return state._replace(best=best), info
+
+    def point(self, samples: Samples, state: State) -> tuple[Array, None]:
+        return state.best.x, None
+
+    def finished(self, state: State) -> Array:
+        return state.best.known
+
+
+def _penalty(c: Array, rho: Array, mu: Array) -> Array:
+    """The penalty ``P_2``: cubic where the constraint is violated, bounded below elsewhere."""
+    above = jnp.maximum(c, 0.0)
+    below = jnp.minimum(c, 0.0)
+    cubic = mu * above + mu * rho * above**2 + rho**2 * above**3 / 6
+    return jnp.where(c >= 0, cubic, mu * below / (1 - jnp.maximum(rho, 1.0) * below))

@@ -1,0 +1,250 @@
+"""Auto-PGD: a step size that halves itself, momentum, and targets one after the other."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wdjax import losses, norms, validate
+from wdjax.attacks import ascent, linear
+from wdjax.attacks.ascent import setting
+from wdjax.balls import Lp
+from wdjax.core import Array, Info, Samples, Stage, Victim
+
+_MOMENTUM = 0.75
+"""Share of the new step; the rest is that of the last one."""
+
+
+class State(NamedTuple):
+    x: Array
+    before: Array
+    """The iterate before ``x``, for the momentum."""
+    peak: Array
+    """The iterate of largest loss in this run, ``height``, and its gradient, ``slope``."""
+    height: Array
+    slope: Array
+    loss: Array
+    """Of the last iterate."""
+    known: Array
+    """``height`` at the last checkpoint."""
+    rises: Array
+    """Steps since then that increased the loss."""
+    cut: Array
+    """Whether the step was halved there."""
+    size: Array
+    """The step, as a share of the radius."""
+    taken: Array
+    """Steps, over all runs."""
+    targets: Array | None
+    """``[n, T]`` classes."""
+    keys: Array
+    best: ascent.Best
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class APGD:
+    r"""Auto-PGD: projected ascent with momentum whose step halves when progress stalls.
+
+    With ``z = P(x_k + eta M_r(g_k))`` the iterates are ``x_{k+1} = P(x_k + a (z - x_k) + (1 - a)
+    (x_k - x_{k-1}))``, ``a = 3/4`` but for the first step. At checkpoints, 22, 41, 57, 70, 80, 87,
+    93, 99 of 100 steps, ``eta`` halves and the search goes back to its best point if at most 3/4 of
+    the steps since the last one increased the loss, or if the best loss has not grown and ``eta``
+    was not halved then.
+
+    Args:
+      ball: norm and box.
+      steps: of one run.
+      loss: ``(out, y) -> [n]``, to be increased; with ``targets``, ``(out, y, target) -> [n]``. By
+        default cross-entropy, with ``targets`` the targeted DLR.
+      targets: 0, or how many classes to aim at, in a run each: at most ``K - 1``.
+      rank: which classes come first, ``"logit"``: the largest at the sample; ``"ratio"``: the
+        nearest by ``(z_y - z_j) / |grad (z_y - z_j)|_s`` of the ``candidates`` largest.
+      candidates: see ``rank``.
+      restarts: runs, with targets of each; every one begins at a random point, or the first at
+        ``start``.
+      stop: leave a sample alone once it has fallen. With False it goes on for the sake of the loss.
+      share: the first ``eta`` in radii; 2 by default, for norm 1 one; may be traced.
+
+    Returns the iterate of largest criterion over all runs.
+
+    Raises:
+      ValueError: a count below 1, another rank; with ``targets``, a model without logits.
+
+    Cost: a run takes ``steps + 1`` forward and backward passes a sample; ``rank="ratio"`` 1 forward
+    and ``candidates`` backward passes besides.
+
+    Differs: the authors' code compares the first loss with 0 in place of the loss at the start, and
+      takes no flat best loss for a stall at the first checkpoint. Its random points lie on the
+      sphere, ours are uniform in the ball. For norm 1 its steps are signs of the largest gradients;
+      ours share the step among all (:func:`wdjax.norms.ascend`). For norm 2 ``P`` is the ball's
+      projection, clipped to the box. DLR falls back to margins where there are too few classes
+      (:func:`wdjax.losses.targeted_dlr_or_margin`).
+
+    Source: Croce and Hein (2020), Algorithm 1; the ratio is arXiv 2407.02240 (MALT).
+
+    >>> import wdjax
+    >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x, y = jnp.array([[0.6, 0.4], [0.9, 0.1]]), jnp.array([0, 0])
+    >>> found = wdjax.search(APGD(steps=10), model, x, y, eps=0.2, key=jax.random.key(0))
+    >>> found.success.tolist()
+    [True, False]
+    """
+
+    budget: ClassVar[Literal["sample"]] = "sample"
+    random: ClassVar[bool] = True
+
+    ball: Lp = setting(Lp())
+    steps: int = setting(100)
+    loss: Callable[..., Array] | None = setting(None)
+    targets: int = setting(0)
+    rank: str = setting("logit")
+    candidates: int = setting(100)
+    restarts: int = setting(1)
+    stop: bool = setting(True)
+    share: float | Array | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("targets", 0), ("candidates", 1), ("restarts", 1)):
+            object.__setattr__(self, name, validate.check_count(name, getattr(self, name), least))
+        validate.check_choice("rank", self.rank, ("logit", "ratio"))
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        climb = Stage(self._climb, self.restarts * max(1, self.targets) * self._run, self._over)
+        rank = (Stage(self._rank, 1),) if self.targets and self.rank == "ratio" else ()
+        return (*rank, climb)
+
+    @property
+    def _run(self) -> int:
+        return self.steps + 1
+
+    def init(
+        self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
+    ) -> State:
+        assert keys is not None
+        x, n, targets = samples.x, len(samples.y), None
+        if self.targets:
+            ascent.need_logits("APGD with targets", samples.out)
+            targets = ascent.top_rivals(samples.out, samples.y, self.targets)
+        none, low = jnp.zeros(n, jnp.int32), jnp.full(n, -jnp.inf, x.dtype)
+        if start is None:
+            point = self._start(samples, keys, none)
+        else:
+            point = self.ball.project(start, x, samples.radius)
+        # The first step of a run sets everything but x, keys and targets.
+        return State(
+            x=point, before=point, peak=point, height=low, slope=jnp.zeros_like(x), loss=low,
+            known=low, rises=none, cut=none > 0, size=jnp.zeros_like(low), taken=none,
+            targets=targets, keys=keys, best=ascent.Best(point, low),
+        )  # fmt: skip
+
+    def _start(self, samples: Samples, keys: Array, run: Array) -> Array:
+        x = samples.x
+
+        def draw(key: Array, run: Array) -> Array:
+            return self.ball.noise(jax.random.fold_in(key, run), x.shape[1:], x.dtype)
+
+        noise = norms.spread(samples.radius, x) * jax.vmap(draw)(keys, run)
+        return self.ball.project(x + noise, x, samples.radius)
+
+    def _rank(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        assert state.targets is not None
+        targets, info = linear.nearest(
+            victim, samples, self.ball.norm, state.targets.shape[1], self.candidates
+        )
+        return state._replace(targets=targets), info
+
+    def _objective(self, state: State) -> Callable[[Array, Array], Array]:
+        if state.targets is None:
+            return self.loss or losses.cross_entropy
+        loss, run = self.loss or losses.targeted_dlr_or_margin, state.taken // self._run
+        number = run[:, None] % state.targets.shape[1]
+        target = jnp.take_along_axis(state.targets, number, axis=1)[:, 0]
+        return lambda out, y: loss(out, y, target)
+
+    def _climb(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        objective = self._objective(state)
+        seen = ascent.slope(victim, state.x, samples.y, objective)
+        info = ascent.note(victim, samples.y, seen)
+        best = ascent.keep_best(state.best, state.x, info.value, seen.out)
+        assert best is not None
+        loss = objective(seen.out, samples.y).astype(state.loss.dtype)
+        loss = jnp.where(jnp.isfinite(loss), loss, -jnp.inf)
+        judged, halve = self._judge(state, loss, seen.gradient)
+        back = norms.spread(halve, state.x)
+        x = jnp.where(back, judged.peak, state.x)
+        moved = self._move(samples, state, x, jnp.where(back, judged.slope, seen.gradient), judged)
+        taken = state.taken + 1
+        ends = taken % self._run == 0
+
+        def renew() -> Array:
+            point = self._start(samples, state.keys, taken // self._run)
+            return jnp.where(norms.spread(ends, point), point, moved)
+
+        after = jax.lax.cond(jnp.any(ends), renew, lambda: moved)
+        judged = judged._replace(x=after, before=x, taken=taken, best=best)
+        return ascent.hold(self._over(state), state, judged), info
+
+    def _judge(self, state: State, loss: Array, gradient: Array) -> tuple[State, Array]:
+        """Compares the iterate with its run so far; also tells whose step is halved."""
+        x, step = state.x, state.taken % self._run
+        first, window = step == 0, jnp.asarray(_windows(self.steps))[step]
+        higher = first | (loss > state.height)
+        peak = jnp.where(norms.spread(higher, x), x, state.peak)
+        slope = jnp.where(norms.spread(higher, x), gradient, state.slope)
+        height, known = jnp.where(higher, loss, state.height), jnp.where(first, loss, state.known)
+        rises = jnp.where(first, 0, state.rises + (loss > state.loss))
+        due, cut = window > 0, state.cut & ~first
+        halve = due & ((4 * rises <= 3 * window) | (~cut & (height <= known)))
+        share = (1.0 if self.ball.norm == 1 else 2.0) if self.share is None else self.share
+        size = jnp.where(first, jnp.asarray(share, x.dtype), state.size)
+        judged = state._replace(
+            peak=peak,
+            height=height,
+            slope=slope,
+            loss=loss,
+            known=jnp.where(due, height, known),
+            rises=jnp.where(due, 0, rises),
+            cut=jnp.where(due, halve, cut),
+            size=jnp.where(halve, size / 2, size),
+        )
+        return judged, halve
+
+    def _move(
+        self, samples: Samples, state: State, x: Array, gradient: Array, judged: State
+    ) -> Array:
+        first = norms.spread(state.taken % self._run == 0, x)
+        ahead = self.ball.ascend(x, gradient, judged.size * samples.radius)
+        ahead = self.ball.project(ahead, samples.x, samples.radius)
+        swing = x + _MOMENTUM * (ahead - x) + (1 - _MOMENTUM) * (x - state.before)
+        return self.ball.project(jnp.where(first, ahead, swing), samples.x, samples.radius)
+
+    def _over(self, state: State) -> Array:
+        aims = 1 if state.targets is None else state.targets.shape[1]
+        return self.finished(state) | (state.taken >= self.restarts * aims * self._run)
+
+    def point(self, samples: Samples, state: State) -> tuple[Array, None]:
+        return state.best.x, None
+
+    def finished(self, state: State) -> Array:
+        return (state.best.value > 0) & self.stop
+
+
+def _windows(steps: int) -> np.ndarray:
+    """``[steps + 1]``: at checkpoints, the steps since the last one; 0 elsewhere.
+
+    >>> np.flatnonzero(_windows(100)).tolist()
+    [22, 41, 57, 70, 80, 87, 93, 99]
+    """
+    windows = np.zeros(steps + 1, np.int32)
+    length, less, least = (max(1, int(share * steps)) for share in (0.22, 0.03, 0.06))
+    place = length
+    while place <= steps:
+        windows[place] = length
+        length = max(length - less, least)
+        place += length
+    return windows

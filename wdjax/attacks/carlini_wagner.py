@@ -1,0 +1,149 @@
+"""The attack of Carlini and Wagner: distance plus a weighted margin, descended by Adam."""
+
+import dataclasses
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from wdjax import validate
+from wdjax.attacks import ascent, nearest
+from wdjax.attacks.ascent import setting
+from wdjax.attacks.nearest import Nearest
+from wdjax.balls import Lp
+from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
+
+_INSIDE = 1 - 1e-6
+"""Samples on the edge of the box have no finite coordinate under the inverse of tanh."""
+
+
+class State(NamedTuple):
+    w: Array
+    """The point before the change of variables that keeps it in the box."""
+    home: Array
+    moments: Any
+    """Adam's, per sample."""
+    weight: Array
+    low: Array
+    high: Array
+    """The weight of the margin that is just needed lies in between."""
+    flipped: Array
+    """In this round."""
+    best: Nearest
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CarliniWagner:
+    r"""Carlini and Wagner's l2 attack: Adam on ``||delta||_2^2 + c max(z_y - max_j z_j + k, 0)``.
+
+    The point is ``(tanh(w) + 1) / 2`` of the box's width, so that it cannot leave it. After every
+    round the weight c is bisected: halfway to the least that is needed where the round met a flip,
+    halfway to the largest that was not enough (or 10 times as large) elsewhere.
+
+    Args:
+      ball: norm 2, and the box.
+      steps: of Adam, in each round.
+      rounds: weights that are tried.
+      step_size: Adam's.
+      weight: c of the first round.
+      confidence: k, in logits; with 0 the margin's gradient ends at the boundary.
+
+    Raises:
+      ValueError: another norm, a count below 1.
+
+    Cost: 1 forward and 1 backward pass a step, 1 more forward a round.
+
+    Differs: no early end of a round, and the last iterate of each is tested.
+
+    Source: Carlini and Wagner (2017), section VI-A.
+
+    >>> import wdjax
+    >>> model = wdjax.Model(lambda w, x: 9 * x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x, y = jnp.array([[0.6, 0.4], [0.9, 0.1]]), jnp.array([0, 0])
+    >>> found = wdjax.search(CarliniWagner(rounds=3, step_size=0.05), model, x, y)
+    >>> [round(float(d), 2) for d in found.cost]
+    [0.14, 0.57]
+    """
+
+    budget: ClassVar[Literal["none"]] = "none"
+    random: ClassVar[bool] = False
+
+    ball: Lp = setting(Lp(2))
+    steps: int = setting(100)
+    rounds: int = setting(9)
+    step_size: float | Array = 0.01
+    weight: float | Array = 0.1
+    confidence: float | Array = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "rounds"):
+            object.__setattr__(self, name, validate.check_count(name, getattr(self, name)))
+        nearest.check_norms("Carlini and Wagner", self.ball, (2,))
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return (Stage(self._descend, self.steps), Stage(self._weigh, 1)) * self.rounds
+
+    def init(
+        self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
+    ) -> State:
+        x = samples.x
+        w = self._unbounded(x if start is None else self.ball.clip(start))
+        zero = jnp.zeros(len(x), x.dtype)
+        weight = zero + self.weight
+        best = nearest.nearest_before(victim, samples)
+        moments = jax.vmap(optax.scale_by_adam().init)(w)
+        return State(w, w, moments, weight, zero, zero + jnp.inf, zero > 0, best)
+
+    def _unbounded(self, x: Array) -> Array:
+        if self.ball.box is None:
+            return x
+        low, high = self.ball.box
+        return jnp.arctanh(_INSIDE * (2 * (x - low) / (high - low) - 1))
+
+    def _bounded(self, w: Array) -> Array:
+        if self.ball.box is None:
+            return w
+        low, high = self.ball.box
+        return jnp.clip(low + (high - low) * (jnp.tanh(w) + 1) / 2, low, high)
+
+    def _descend(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        def gain(w: Array) -> tuple[Array, tuple[Array, PyTree]]:
+            x = self._bounded(w)
+            out = victim.model(x)
+            distance = jnp.sum((x - samples.x).reshape(len(x), -1) ** 2, axis=-1)
+            value = victim.criterion(out, samples.y)
+            lack = jnp.maximum(self.confidence - value, 0.0)
+            return jnp.sum(-distance - state.weight * lack), (x, out)
+
+        gradient, (x, out) = jax.grad(gain, has_aux=True)(state.w)
+        seen = ascent.look(gradient, out)
+        info = ascent.note(victim, samples.y, seen)
+        state = self._keep(samples, state, x, info.value, out)
+        update, moments = jax.vmap(optax.scale_by_adam().update)(seen.gradient, state.moments)
+        return state._replace(w=state.w + self.step_size * update, moments=moments), info
+
+    def _keep(self, samples: Samples, state: State, x: Array, value: Array, out: PyTree) -> State:
+        best = nearest.keep_nearest(state.best, self.ball, samples, x, value, out)
+        return state._replace(best=best, flipped=state.flipped | nearest.flips(value, out))
+
+    def _weigh(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """Tests the last point, chooses the next weight and begins again."""
+        x = self._bounded(state.w)
+        out, info = ascent.judge(victim, x, samples.y)
+        state = self._keep(samples, state, x, info.value, out)
+        low = jnp.where(state.flipped, state.low, state.weight)
+        high = jnp.where(state.flipped, state.weight, state.high)
+        bounded = jnp.isfinite(high)
+        weight = jnp.where(bounded, (low + jnp.where(bounded, high, 0.0)) / 2, 10 * state.weight)
+        again = state._replace(w=state.home, weight=weight, low=low, high=high)
+        moments = jax.tree.map(jnp.zeros_like, state.moments)
+        return again._replace(moments=moments, flipped=jnp.zeros_like(state.flipped)), info
+
+    def point(self, samples: Samples, state: State) -> tuple[Array, None]:
+        return state.best.x, None
+
+    def finished(self, state: State) -> Array:
+        return state.best.known

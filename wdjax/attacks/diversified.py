@@ -1,0 +1,193 @@
+"""Starts that diversify the outputs, then margin ascent with a cosine: one round of A3."""
+
+import dataclasses
+import math
+from typing import ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from wdjax import losses, norms, validate
+from wdjax.attacks import ascent
+from wdjax.attacks.ascent import setting
+from wdjax.balls import Lp
+from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
+
+_SHORT = 10
+"""Steps of an ascent that is short: it ends at a tenth of the radius, not at a thousandth."""
+
+
+class State(NamedTuple):
+    x: Array
+    weights: Array | None
+    """``[n, K]``: which outputs the start follows."""
+    taken: Array
+    """Steps of the ascent."""
+    fallen: Array
+    best: ascent.Best
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Diversified:
+    r"""Ascent of a random weighting of the outputs from a random point, then of the margin.
+
+    The start is uniform in the cube of half-width ``eps``, clipped to the box alone, which for
+    norms 1 and 2 is far outside the ball. ``probes`` steps of length ``eps`` ascend
+    ``sum_k w_k z_k``, and ``steps`` more the margin, of lengths that fall from ``eps`` along a
+    cosine.
+
+    The weights are uniform in ``[-1, 1]``, but that of the label is uniform in ``K / 10 [-down,
+    up]``, and that of the class of rank ``rank`` among the outputs at the sample is ``K / 10 push``
+    where this is not 0.
+
+    Args:
+      ball: norm and box.
+      probes: steps of the first kind; 0 begins at the sample itself, or at ``start``.
+      steps: of the second kind; 0 returns the point that the probes end at.
+      until: of these, how many are taken, so that one program serves all up to ``steps``; all by
+        default; may be traced.
+      down, up: of the label's weight; may be traced.
+      rank: from 0, the largest output; may be traced.
+      push: may be traced.
+
+    Returns the first misclassified iterate; else that of largest criterion, but without ``steps``
+    the last.
+
+    Raises:
+      ValueError: a count below 0, no step at all, a model without logits.
+
+    Cost: 1 forward and 1 backward pass a step, and 1 forward.
+
+    Source: Liu et al. (2022, A3), Section 3; the outputs' diversification is Tashiro et al. (2020).
+
+    >>> import wdjax
+    >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x, y = jnp.array([[0.6, 0.4], [0.9, 0.1]]), jnp.array([0, 0])
+    >>> wdjax.search(Diversified(), model, x, y, eps=0.2, key=jax.random.key(0)).success.tolist()
+    [True, False]
+    """
+
+    budget: ClassVar[Literal["sample"]] = "sample"
+
+    ball: Lp = setting(Lp())
+    probes: int = setting(7)
+    steps: int = setting(8)
+    until: float | Array | None = None
+    down: float | Array = 1.0
+    up: float | Array = 1.0
+    rank: float | Array = 0
+    push: float | Array = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "probes", validate.check_count("probes", self.probes, 0))
+        least = 1 if self.probes == 0 else 0
+        object.__setattr__(self, "steps", validate.check_count("steps", self.steps, least))
+
+    @property
+    def random(self) -> bool:
+        return self.probes > 0
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        probe = (Stage(self._probe, self.probes, self.finished),) if self.probes else ()
+        if not self.steps:
+            return probe
+        return (*probe, Stage(self._climb, self.steps, self._over), Stage(self._compare, 1))
+
+    def init(
+        self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
+    ) -> State:
+        ascent.need_logits("Diversified", samples.out)
+        x, n = samples.x, len(samples.y)
+        point, weights = (x if start is None else start), None
+        if keys is not None:
+            weights = self._weights(samples, keys)
+            cube = Lp(math.inf, None)
+            noise = jax.vmap(lambda key: cube.noise(key, x.shape[1:], x.dtype))(keys)
+            point = self.ball.clip(point + norms.spread(samples.radius, x) * noise)
+        elif start is not None:
+            point = self.ball.project(start, x, samples.radius)
+        none = jnp.zeros(n, jnp.int32)
+        low = jnp.full(n, -jnp.inf, x.dtype)
+        return State(point, weights, none, none > 0, ascent.Best(x, low))
+
+    def lean(self, keys: Array) -> Array:
+        """``[n]``: the weights of the labels for these keys, in units of ``K / 10``."""
+
+        def draw(key: Array) -> Array:
+            return jax.random.uniform(jax.random.fold_in(key, 1), ())
+
+        return jax.vmap(draw)(keys) * (self.up + self.down) - self.down
+
+    def _weights(self, samples: Samples, keys: Array) -> Array:
+        """``[n, K]``: the outputs that the starts follow."""
+        out, scale = samples.out, samples.out.shape[-1] / 10
+
+        def draw(key: Array) -> Array:
+            key = jax.random.fold_in(key, 2)
+            return jax.random.uniform(key, out.shape[1:], out.dtype, -1.0, 1.0)
+
+        ranks = jnp.argsort(jnp.argsort(-out, axis=1, stable=True), axis=1)
+        pushed = (ranks == self.rank) & (self.push > 0)
+        free = jnp.where(pushed, scale * self.push, jax.vmap(draw)(keys))
+        own = (scale * self.lean(keys)).astype(out.dtype)[:, None]
+        return jnp.where(jax.nn.one_hot(samples.y, out.shape[1], dtype=bool), own, free)
+
+    def _probe(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        weights = state.weights
+        assert weights is not None
+
+        def follow(out: Array, y: Array) -> Array:
+            return jnp.sum(out * weights, axis=1)
+
+        seen = ascent.slope(victim, state.x, samples.y, follow)
+        info = ascent.note(victim, samples.y, seen)
+        return self._move(samples, state, seen, info, samples.radius), info
+
+    def _climb(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        seen = ascent.slope(victim, state.x, samples.y, losses.margin)
+        info = ascent.note(victim, samples.y, seen)
+        length = self._length()
+        end = jnp.where(length <= _SHORT, 0.1, 0.001)
+        wave = (1 + jnp.cos(math.pi * state.taken / (length + 1))) / 2
+        size = samples.radius * (end + (1 - end) * wave)
+        moved = self._move(samples, state, seen, info, size.astype(state.x.dtype))
+        moved = moved._replace(taken=state.taken + 1)
+        return ascent.hold(self._over(state), state, moved), info
+
+    def _move(
+        self, samples: Samples, state: State, seen: ascent.Slope, info: Info, size: Array
+    ) -> State:
+        """A step from a point that is looked at first, and kept if it is inside and has fallen."""
+        told, fallen = self._look(samples, state, seen.out, info)
+        ahead = self.ball.ascend(self.ball.clip(state.x), seen.gradient, size)
+        ahead = self.ball.project(ahead, samples.x, samples.radius)
+        return told._replace(x=jnp.where(norms.spread(fallen, ahead), state.x, ahead))
+
+    def _look(self, samples: Samples, state: State, out: PyTree, info: Info) -> tuple[State, Array]:
+        # The start of norms 1 and 2 is outside the ball: nothing that it does counts.
+        inside = self.ball.cost(samples.x, state.x) <= samples.radius * (1 + 1e-6)
+        value = jnp.where(inside, info.value.astype(state.best.value.dtype), -jnp.inf)
+        best = ascent.keep_best(state.best, state.x, value, out)
+        assert best is not None
+        fallen = state.fallen | (best.value > 0)
+        return state._replace(best=best, fallen=fallen), fallen
+
+    def _compare(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        out, info = ascent.judge(victim, state.x, samples.y)
+        return self._look(samples, state, out, info)[0], info
+
+    def _length(self) -> float | Array:
+        return self.steps if self.until is None else jnp.minimum(self.until, self.steps)
+
+    def _over(self, state: State) -> Array:
+        return state.fallen | (state.taken >= self._length())
+
+    def point(self, samples: Samples, state: State) -> tuple[Array, None]:
+        if self.steps:
+            return state.best.x, None
+        return jnp.where(norms.spread(state.fallen, state.x), state.best.x, state.x), None
+
+    def finished(self, state: State) -> Array:
+        return state.fallen

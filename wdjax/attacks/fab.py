@@ -1,0 +1,191 @@
+"""The fast adaptive boundary attack (FAB): projections on linearised boundaries, biased to home."""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from wdjax import norms, validate
+from wdjax.attacks import ascent, hyperplane, linear
+from wdjax.attacks.ascent import setting
+from wdjax.balls import Lp
+from wdjax.core import Array, Info, Samples, Stage, Victim
+
+
+class State(NamedTuple):
+    x: Array
+    flip: Array
+    """The nearest misclassified point so far, and how far it is; inf where there is none."""
+    distance: Array
+    limit: Array
+    """A distance that is near enough to stop."""
+    taken: Array
+    """Steps, over all runs."""
+    targets: Array | None
+    """``[n, T]`` classes."""
+    keys: Array | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FAB:
+    r"""FAB: steps to the nearest linearised boundary, averaged with the sample's own projection.
+
+    With ``P`` the projection on the linearised boundary inside the box
+    (:mod:`wdjax.attacks.hyperplane`), ``d_1 = P(x_k) - x_k`` and ``d_0 = P(x) - x``,
+
+        x_{k+1} = (1 - a)(x_k + eta d_1) + a (x + eta d_0),  a = min(|d_1| / (|d_1| + |d_0|), 0.1),
+
+    and a misclassified iterate, kept if it is nearest, is pulled back to ``x + backward (x_{k+1} -
+    x)``.
+
+    Args:
+      ball: norm and box.
+      steps: of one run.
+      targets: 0: the nearest of all boundaries is followed; or how many classes to aim at, those of
+        largest logit at the sample, in a run each: at most ``K - 1``.
+      restarts: runs, with targets of each. The first begins at the sample or at ``start``, later
+        ones at random within half of what is known: the distance found, and ``eps`` if given. Makes
+        a key necessary.
+      bounded: look for points within ``eps`` only and stop at the first: a fixed-budget attack.
+      eta: overshoot, 1 and more; may be traced.
+      bias: the largest ``a``; may be traced.
+      backward: share of the way home that a misclassified iterate keeps; may be traced.
+
+    Returns the nearest misclassified point of all runs, whatever its class.
+
+    Raises:
+      ValueError: a count below 1, a model without logits.
+
+    Cost: a step takes 2 forward and 1 backward passes a sample, ``K - 1`` backward without targets.
+
+    Differs: the final search of the paper is left out, as in the authors' code.
+
+    Source: Croce and Hein (2020, FAB), Algorithm 1; the targets are those of AutoAttack.
+
+    >>> import wdjax
+    >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x, y = jnp.array([[0.6, 0.4], [0.9, 0.1]]), jnp.array([0, 0])
+    >>> found = wdjax.search(FAB(steps=10), model, x, y)
+    >>> [round(float(d), 1) for d in found.cost]
+    [0.1, 0.4]
+    """
+
+    ball: Lp = setting(Lp())
+    steps: int = setting(100)
+    targets: int = setting(0)
+    restarts: int = setting(1)
+    bounded: bool = setting(False)
+    eta: float | Array = 1.05
+    bias: float | Array = 0.1
+    backward: float | Array = 0.9
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("targets", 0), ("restarts", 1)):
+            object.__setattr__(self, name, validate.check_count(name, getattr(self, name), least))
+
+    @property
+    def budget(self) -> Literal["sample", "none"]:
+        return "sample" if self.bounded else "none"
+
+    @property
+    def random(self) -> bool:
+        return self.restarts > 1
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        runs = self.restarts * max(1, self.targets)
+        return (Stage(self._step, runs * self.steps, self._over),)
+
+    def init(
+        self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
+    ) -> State:
+        ascent.need_logits("FAB", samples.out)
+        x, y = samples.x, samples.y
+        point = x if start is None else self.ball.clip(start)
+        out = samples.out if start is None else victim.model(point)
+        there = victim.criterion(out, y) > 0
+        length = norms.lp_norm(point - x, self.ball.norm)
+        targets = ascent.top_rivals(samples.out, y, self.targets) if self.targets else None
+        nowhere = jnp.full(len(y), -jnp.inf, x.dtype)
+        return State(
+            x=point,
+            flip=point,
+            distance=jnp.where(there, length, jnp.inf),
+            limit=samples.radius if self.bounded else nowhere,
+            taken=jnp.zeros(len(y), jnp.int32),
+            targets=targets,
+            keys=keys if self.random else None,
+        )
+
+    def _step(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        home, y, norm = samples.x, samples.y, self.ball.norm
+        if state.targets is None:
+            rivals = ascent.all_rivals(samples.out, y)
+        else:
+            number = state.taken[:, None] // self.steps % state.targets.shape[1]
+            rivals = jnp.take_along_axis(state.targets, number, axis=1)
+        plane, _, info = linear.planes(victim, state.x, y, rivals, norm)
+        moved = self._approach(home, state.x, plane)
+        flipped, judged = ascent.flips(victim, moved, y)
+        flipped &= ~judged.fault
+        length = norms.lp_norm(moved - home, norm)
+        nearer = flipped & (length < state.distance)
+        back = home + self.backward * (moved - home)
+        stepped = state._replace(
+            x=jnp.where(norms.spread(flipped, home), back, moved),
+            flip=jnp.where(norms.spread(nearer, home), moved, state.flip),
+            distance=jnp.where(nearer, length, state.distance),
+            taken=state.taken + 1,
+        )
+        spent = info._replace(forwards=info.forwards + 1, fault=info.fault | judged.fault)
+        return ascent.hold(self._over(state), state, self._renew(samples, stepped)), spent
+
+    def _approach(self, home: Array, x: Array, plane: linear.Plane) -> Array:
+        """Towards the boundary from the point and from the sample, mixed."""
+        n, norm = len(x), self.ball.norm
+        away = jnp.sum((plane.normal * (home - x)).reshape(n, -1), axis=1)
+        points = jnp.concatenate([x, home])
+        gaps = jnp.concatenate([plane.gap, plane.gap + away])
+        normals = jnp.concatenate([plane.normal, plane.normal])
+        steps = hyperplane.project(points, normals, gaps, norm, self.ball.box) - points
+        near, far = jnp.split(norms.lp_norm(steps, norm), 2)
+        whole = jnp.where(near + far > 0, near + far, 1.0)
+        share = norms.spread(jnp.minimum(near / whole, self.bias), x)
+        ends = points + self.eta * steps
+        return self.ball.clip((1 - share) * ends[:n] + share * ends[n:])
+
+    def _renew(self, samples: Samples, state: State) -> State:
+        """Where a run has ended, the beginning of the next."""
+        ends, home = state.taken % self.steps == 0, samples.x
+        aims = 1 if state.targets is None else state.targets.shape[1]
+        again = state.taken // (aims * self.steps)
+
+        def begin() -> Array:
+            point, keys = home, state.keys
+            if keys is not None:
+                reach = state.distance
+                if samples.eps is not None:
+                    reach = jnp.minimum(reach, samples.eps)
+                reach = jnp.where(jnp.isfinite(reach), reach, 1.0) / 2
+                noise = jax.vmap(self._draw)(jax.vmap(jax.random.fold_in)(keys, state.taken), home)
+                reach = jnp.where(again > 0, reach, 0.0)
+                point = self.ball.clip(home + norms.spread(reach, home) * noise)
+            return jnp.where(norms.spread(ends, home), point, state.x)
+
+        return state._replace(x=jax.lax.cond(jnp.any(ends), begin, lambda: state.x))
+
+    def _draw(self, key: Array, like: Array) -> Array:
+        return self.ball.noise(key, like.shape, like.dtype)
+
+    def _over(self, state: State) -> Array:
+        aims = 1 if state.targets is None else state.targets.shape[1]
+        return self.finished(state) | (state.taken >= self.restarts * aims * self.steps)
+
+    def point(self, samples: Samples, state: State) -> tuple[Array, None]:
+        known = norms.spread(jnp.isfinite(state.distance), state.flip)
+        return jnp.where(known, state.flip, samples.x), None
+
+    def finished(self, state: State) -> Array:
+        return state.distance <= state.limit

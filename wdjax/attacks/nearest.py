@@ -1,0 +1,132 @@
+"""What minimum-norm attacks share: the nearest flip so far, and how far the boundary may be."""
+
+import math
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from wdjax import norms
+from wdjax.balls import Lp
+from wdjax.core import Array, PyTree, Samples, Victim
+from wdjax.track import finite
+
+_ULPS = {2: 2, 4: 64, 8: 64}
+"""By the bytes of a logit: another batch rounds sums of products by so much."""
+
+
+class Nearest(NamedTuple):
+    """The nearest flip so far, per sample."""
+
+    x: Array
+    """``[n, *shape]``, the sample itself while there is none."""
+    cost: Array
+    """``[n]``, inf while there is none."""
+
+    @property
+    def known(self) -> Array:
+        """``[n]``: whether there is one."""
+        return jnp.isfinite(self.cost)
+
+
+def nearest_before(victim: Victim, samples: Samples) -> Nearest:
+    """What is known before the first step: samples that have fallen already cost nothing."""
+    fallen = victim.criterion(samples.out, samples.y) > 0
+    return Nearest(samples.x, jnp.where(fallen, 0.0, jnp.inf).astype(samples.x.dtype))
+
+
+def keep_nearest(
+    nearest: Nearest, ball: Lp, samples: Samples, x: Array, value: Array, out: PyTree
+) -> Nearest:
+    """The nearer of :class:`Nearest` and the points ``x``, where these are flips that last."""
+    cost = ball.cost(samples.x, x)
+    nearer = flips(value, out) & (cost < nearest.cost)
+    return Nearest(
+        jnp.where(norms.spread(nearer, x), x, nearest.x), jnp.where(nearer, cost, nearest.cost)
+    )
+
+
+Points = TypeVar("Points", bound=tuple[Array, ...])
+
+
+def keep(old: Points, new: Points, kept: Array) -> Points:
+    """``old`` in the rows ``[n]`` that are kept, ``new`` in the others."""
+    return jax.tree.map(lambda one, other: jnp.where(norms.spread(kept, one), one, other), old, new)
+
+
+def slack(out: PyTree) -> Array:
+    """By how much rounding in another batch may move a criterion, ``[n]``.
+
+    The nearest points end within floats of the boundary; the slack keeps them on its far side
+    wherever they are measured again.
+    """
+    sizes = []
+    for leaf in jax.tree.leaves(out):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            ulps = _ULPS[leaf.dtype.itemsize] * float(jnp.finfo(leaf.dtype).eps)
+            largest = jnp.max(jnp.abs(leaf).reshape(len(leaf), -1), axis=-1)
+            sizes.append((ulps * largest).astype(jnp.promote_types(leaf.dtype, jnp.float32)))
+    return jnp.max(jnp.stack(sizes), axis=0) if sizes else jnp.zeros(())
+
+
+def flips(value: Array, out: PyTree) -> Array:
+    """Whether the criterion holds by more than rounding, ``[n]``."""
+    return (value > slack(out)) & finite(out)
+
+
+def beyond(value: Array, out: PyTree) -> Array:
+    """A criterion whose boundary lies where flips count, ``[n]``: what attacks should aim at."""
+    return value - (2 * slack(out)).astype(value.dtype)
+
+
+def plane_distance(value: Array, gradient: Array, norm: float) -> Array:
+    """How far the boundary is if the criterion is linear: ``|value| / ||gradient||_s``, ``[n]``.
+
+    0 where there is no gradient or no value to tell from.
+    """
+    steep = norms.lp_norm(gradient, norms.dual(norm))
+    known = (steep > 0) & jnp.isfinite(value) & jnp.isfinite(steep)
+    return jnp.where(known, jnp.abs(value) / jnp.where(known, steep, 1.0), 0.0)
+
+
+def direction(gradient: Array, norm: float) -> Array:
+    """The sign of a gradient for norm inf, its l2 unit vector for norms 1 and 2.
+
+    The dual maximiser of l1 would move one coordinate; a projection on the ball afterwards shares
+    the step out better.
+    """
+    return norms.dual_maximizer(gradient, math.inf if norm == math.inf else 2)
+
+
+def cosine(start: Array | float, end: Array | float, step: Array, steps: int) -> Array:
+    """Half a period of a cosine from ``start`` at step 0 to ``end`` at ``steps``."""
+    return end + (start - end) * (1 + jnp.cos(math.pi * step / steps)) / 2
+
+
+def far_start(
+    ball: Lp, center: Array, samples: Samples, keys: Array | None, width: Array | float
+) -> Array:
+    """Random points of the box: from the ball of radius ``width * eps``, or from anywhere.
+
+    Without an ``eps`` a coordinate moves by up to the box's width, by up to 1 where there is no
+    box.
+    """
+    assert keys is not None
+    shape, dtype = center.shape[1:], center.dtype
+    if samples.eps is not None:
+        noise = jax.vmap(lambda key: ball.noise(key, shape, dtype))(keys)
+        radius = width * jax.lax.stop_gradient(samples.eps)
+        return ball.clip(center + norms.spread(radius, center) * noise)
+    low, high = (0.0, 1.0) if ball.box is None else ball.box
+    anywhere = Lp(math.inf, None)
+    noise = jax.vmap(lambda key: anywhere.noise(key, shape, dtype))(keys)
+    return ball.clip(center + (high - low) * noise)
+
+
+def check_norms(name: str, ball: Lp, allowed: tuple[float, ...]) -> None:
+    """Refuses norms for which an attack is not defined."""
+    if ball.norm not in allowed:
+        words = " or ".join(f"{norm:g}" for norm in allowed)
+        raise ValueError(
+            f"{name}'s norm must be {words}, got {ball.norm:g}; Walk, FMN and PDPGD take all norms."
+        )

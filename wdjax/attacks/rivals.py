@@ -1,0 +1,69 @@
+"""Which class to attack first: the ranking of MALT."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from wdjax import losses
+from wdjax.attacks import ascent
+from wdjax.attacks.nearest import plane_distance
+from wdjax.core import Array, Info, Victim
+
+
+class Ranking(NamedTuple):
+    """Classes other than the label, nearest first."""
+
+    classes: Array
+    """``[n, m]``"""
+    distance: Array
+    """``[n, m]``: how far their boundaries are if the model is linear."""
+
+
+def rank(
+    victim: Victim, x: Array, y: Array, norm: float, among: int, count: int
+) -> tuple[Ranking, Info]:
+    r"""Ranks classes by the distance of their boundaries in the linearised model.
+
+    ``(z_y - z_j) / ||grad (z_y - z_j)||_s``, the mesoscopic almost-linearity of neural networks:
+    the class of the largest logit is often not the nearest.
+
+    Args:
+      victim: its model gives logits ``[n, K]``.
+      x: ``[n, *shape]``
+      y: ``[n]``
+      norm: r; the gradients are measured in its dual.
+      among: how many classes of largest logit are compared.
+      count: how many of them are returned.
+
+    Returns:
+      The ``min(count, among, K - 1)`` nearest, and what was spent: one forward and ``among``
+      backward passes.
+
+    Source: Melamed et al. (2024), MALT.
+
+    >>> from wdjax.losses import decision_margin
+    >>> model = lambda x: x @ jnp.array([[1.0, 0.0, -9.0], [0.0, 0.5, 9.0]])
+    >>> x, y = jnp.array([[0.9, 0.1]]), jnp.array([0])
+    >>> ranking, _ = rank(Victim(model, decision_margin), x, y, 2, among=2, count=2)
+    >>> ranking.classes.tolist(), model(x).argmax().item()
+    ([[2, 1]], 0)
+    """
+    logits, pullback = jax.vjp(victim.model, x)
+    classes = ascent.top_rivals(logits, y, among)
+    distances, zeros, fault = [], jnp.zeros(len(y), jnp.int32), jnp.zeros(len(y), bool)
+    for rival in classes.T:
+        towards = jax.nn.one_hot(rival, logits.shape[-1]) - jax.nn.one_hot(y, logits.shape[-1])
+        seen = ascent.look(pullback(towards.astype(logits.dtype))[0], logits)
+        gap = losses.targeted_margin(logits, y, rival).astype(x.dtype)
+        # Without a gradient nothing is known: last of all.
+        far = jnp.where(seen.zero, jnp.inf, plane_distance(gap, seen.gradient, norm))
+        distances.append(far)
+        zeros, fault = zeros + seen.zero, fault | seen.fault
+    distance = jnp.stack(distances, axis=1)
+    order = jnp.argsort(distance, axis=1, stable=True)[:, :count]
+    one = jnp.ones(len(y), jnp.int32)
+    value = victim.criterion(logits, y)
+    info = Info(value, len(classes.T) * one, one, zeros, fault | ~jnp.isfinite(value))
+    taken = (jnp.take_along_axis(leaf, order, axis=1) for leaf in (classes, distance))
+    return Ranking(*taken), info

@@ -1,0 +1,143 @@
+"""The trust region attack: steps as long as the linearised margin can be believed."""
+
+import dataclasses
+import math
+from typing import ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from wdjax import losses, norms, validate
+from wdjax.attacks import ascent, nearest, rivals
+from wdjax.attacks.ascent import setting
+from wdjax.attacks.nearest import Nearest
+from wdjax.balls import Lp
+from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
+
+_GOOD, _BAD = 0.9, 0.5
+"""Shares of the predicted change of the margin from which on, and below which, the radius moves."""
+
+_RADIUS = {2: 0.01, math.inf: 0.001}
+
+
+class State(NamedTuple):
+    x: Array
+    rival: Array
+    radius: Array
+    value: Array
+    """The margin to the rival a step ago."""
+    promised: Array
+    """The change of it that the last step predicted; 0 before the first."""
+    best: Nearest
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrustRegion:
+    r"""The trust region attack, with an adaptive radius per sample.
+
+    The rival is the class of the nearest linearised boundary at the sample. A step goes
+    ``min(radius, |f| / ||w||_s)`` along the dual maximiser of the margin's gradient, a little
+    further for the boundary; where the margin then changed by more than 0.9 of the prediction the
+    radius grows by ``growth``, by less than 0.5 it shrinks. Ends at the first flip.
+
+    Args:
+      ball: norm 2 or inf, and the box.
+      steps: at most so many.
+      rivals: classes that are compared once, those of largest logit.
+      growth: of the radius.
+      radius: at the first step, in the units of ``x``; by default 0.001 for norm inf and
+        0.01 for norm 2.
+      overshoot: beyond the linearised boundary, as a share of the step.
+
+    Raises:
+      ValueError: norm 1, a count below 1, a model without logits.
+
+    Cost: 1 forward and ``min(rivals, K - 1)`` backward passes once, 1 forward and 1 backward pass a
+    step until the flip, 1 more forward.
+
+    Differs: one forward pass serves the gradient and the test of the last step; the authors take
+    two.
+
+    Source: Yao et al. (2019), Algorithm 1 and section 3.2.
+
+    >>> import wdjax
+    >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x, y = jnp.array([[0.6, 0.4], [0.9, 0.1]]), jnp.array([0, 0])
+    >>> found = wdjax.search(TrustRegion(steps=60), model, x, y)
+    >>> [round(float(d), 2) for d in found.cost]
+    [0.1, 0.4]
+    """
+
+    budget: ClassVar[Literal["none"]] = "none"
+    random: ClassVar[bool] = False
+
+    ball: Lp = setting(Lp())
+    steps: int = setting(100)
+    rivals: int = setting(9)
+    growth: float | Array = 1.2
+    radius: float | Array | None = None
+    overshoot: float | Array = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "rivals"):
+            object.__setattr__(self, name, validate.check_count(name, getattr(self, name)))
+        nearest.check_norms("TrustRegion", self.ball, (2, math.inf))
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return (
+            Stage(self._choose, 1, self.finished),
+            Stage(self._step, self.steps, self.finished),
+            Stage(self._end, 1, self.finished),
+        )
+
+    def init(
+        self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
+    ) -> State:
+        ascent.need_logits("TrustRegion", samples.out)
+        x = samples.x if start is None else self.ball.clip(start)
+        radius = self.radius
+        if radius is None:
+            radius = _RADIUS[self.ball.norm]
+        zero = jnp.zeros(len(x), x.dtype)
+        best = nearest.nearest_before(victim, samples)
+        return State(x, samples.y, zero + radius, zero, zero, best)
+
+    def _choose(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        norm = self.ball.norm
+        ranking, info = rivals.rank(victim, state.x, samples.y, norm, self.rivals, 1)
+        return state._replace(rival=ranking.classes[:, 0]), info
+
+    def _step(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        x, y, norm = state.x, samples.y, self.ball.norm
+
+        def margin(out: PyTree, y: Array) -> Array:
+            return losses.targeted_margin(out, y, state.rival)
+
+        seen = ascent.slope(victim, x, y, margin)
+        info = ascent.note(victim, y, seen)
+        best = nearest.keep_nearest(state.best, self.ball, samples, x, info.value, seen.out)
+        value = jnp.nan_to_num(margin(seen.out, y)).astype(x.dtype)
+        promised = jnp.where(state.promised > 0, state.promised, 1.0)
+        kept = jnp.where(state.promised > 0, (value - state.value) / promised, 1.0 - _BAD)
+        grown = jnp.where(kept > _GOOD, state.radius * self.growth, state.radius)
+        radius = jnp.where(kept < _BAD, state.radius / self.growth, grown)
+        gap = nearest.plane_distance(value, seen.gradient, norm)
+        size = jnp.minimum(radius, gap * (1 + self.overshoot))
+        moved = self.ball.clip(self.ball.ascend(x, seen.gradient, size))
+        change = jnp.sum(((moved - x) * seen.gradient).reshape(len(x), -1), axis=-1)
+        still = best.known
+        moved = jnp.where(norms.spread(still, x), x, moved)
+        return State(moved, state.rival, radius, value, change, best), info
+
+    def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        out, info = ascent.judge(victim, state.x, samples.y)
+        best = nearest.keep_nearest(state.best, self.ball, samples, state.x, info.value, out)
+        return state._replace(best=best), info
+
+    def point(self, samples: Samples, state: State) -> tuple[Array, None]:
+        return state.best.x, None
+
+    def finished(self, state: State) -> Array:
+        return state.best.known

@@ -1,0 +1,248 @@
+"""Adaptive Auto Attack (A3) and its Wasserstein form, A3-WDA."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wdjax import driver, validate
+from wdjax.attacks import WDA, Diversified
+from wdjax.balls import Lp
+from wdjax.core import AnyArray, Array, Attack, Found, PyTree
+from wdjax.ensembles.cascade import survivors
+
+_LEAST = 100
+"""Samples of which none is put aside."""
+
+
+class Round(NamedTuple):
+    """One round: how the starts are made, how long the ascent is, and who takes part."""
+
+    probes: int
+    steps: int
+    share: float
+    """Of the samples that stand, those of largest margin that are attacked."""
+    restarts: int
+
+
+ROUNDS = (
+    Round(0, 8, 1.0, 1),
+    Round(7, 15, 1.0, 1),
+    Round(7, 32, 1.0, 1),
+    Round(7, 32, 0.7, 1),
+    Round(7, 37, 0.6, 1),
+    Round(7, 37, 0.5, 1),
+    Round(7, 42, 0.4, 1),
+    Round(7, 47, 0.3, 1),
+    Round(7, 52, 0.2, 1),
+    Round(7, 57, 0.1, 1),
+    Round(7, 57, 0.1, 4),
+    Round(7, 62, 0.065, 4),
+    Round(7, 67, 0.03, 50),
+)
+"""The authors' thirteen rounds, in the mode for models that do not mask their gradients."""
+_LONGEST = max(turn.steps for turn in ROUNDS)
+_FIRST, _FINAL = 1, 10
+"""The round whose successes are looked at, and the first whose starts lean the last way."""
+
+
+def a3(
+    model: Callable[[Array], PyTree],
+    x: AnyArray,
+    y: AnyArray,
+    *,
+    eps: Any,
+    key: Array,
+    ball: Lp = Lp(),
+    passes: float = 1000,
+    finisher: Attack | None = None,
+    only: Any = None,
+    checkpoint: str | PathLike[str] | None = None,
+    report: Callable[[str, Found], Any] | None = None,
+    **options: Any,
+) -> Found:
+    """Adaptive Auto Attack: rounds of diversified starts and margin ascents on the survivors.
+
+    Thirteen rounds of growing length, the last ones with restarts. From round 3 on, those samples
+    that seem hardest, of least margin so far, are put aside, unless only 100 are left. The starts
+    lean as those leant that succeeded in round 1: towards a larger or a smaller output of the
+    label, and towards the class of a rank that changes from start to start.
+
+    Args:
+      model: a pytree callable, ``[n, *shape] -> [n, K]``.
+      x: ``[n, *shape]``
+      y: ``[n]``
+      eps: the radius, a number or ``[n]``.
+      key: a typed ``jax.random.key``.
+      ball: norm and box.
+      passes: backward passes a sample, on average over all, after which no search begins.
+      finisher: an attack that takes the place of the ascents, from the same starts.
+      only: ``[n]`` booleans, the samples to attack.
+      checkpoint: a folder; interrupted and asked again, it goes on to the same numbers.
+      report: called with a name and what has been found so far, after every search; a true value
+        ends the attack.
+      **options: of :func:`wdjax.search`.
+
+    Returns:
+      A :class:`~wdjax.core.Found`: the best of every sample.
+
+    Raises:
+      ValueError: what the search refuses; a call inside a trace, since rounds decide on the host.
+
+    Cost: at most ``passes`` backward passes a sample and one search more.
+
+    Differs: the length of an ascent is what the authors' rule almost always gives, steps and probes
+      together, and ``passes`` is a limit. The mode for masked gradients and the random corners of
+      round 1 are left out. Of the statistics of round 1 the sign of the label's weight is used;
+      classes of a rank are always pushed up. Draws are every sample's own. A start that misses in
+      norms 1 and 2 counts from its first projection on.
+
+    Source: Liu et al. (2022), A3; constants of the authors' code.
+
+    >>> from wdjax import Model
+    >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x, y = jnp.array([[0.6, 0.4], [0.65, 0.35]]), jnp.array([0, 0])
+    >>> a3(model, x, y, eps=0.2, key=jax.random.key(0)).success.tolist()
+    [True, True]
+    """
+    if validate.traced(model, x, y, eps, key, only) or validate.staged():
+        raise ValueError("a3 decides between its rounds; call it outside jit and vmap.")
+    passes = float(validate.check_number("passes", passes))
+    place, number, down, found = Path(checkpoint or "."), 0, True, None
+    for turn in range(len(ROUNDS)):
+        for _ in range(ROUNDS[turn].restarts):
+            chosen = _chosen(found, only, ROUNDS[turn].share)
+            if found is not None and (not chosen.any() or _spent(found) >= passes):
+                break
+            attack, draw = _attack(ball, turn, number, down), jax.random.fold_in(key, number)
+            own = _ask(
+                attack, finisher, model, x, y, eps=eps, key=draw, only=chosen,
+                checkpoint=None if checkpoint is None else place / f"{number:03d}", **options,
+            )  # fmt: skip
+            if turn == _FIRST:
+                down = _leans_down(attack, own, draw, options.get("index"))
+            found, number = own if found is None else driver.best(found, own), number + 1
+            if report is not None and report(f"round {turn}", found):
+                return found
+    assert found is not None
+    return found
+
+
+def a3_wda(
+    model: Callable[[Array], PyTree],
+    x: AnyArray,
+    y: AnyArray,
+    *,
+    eps: Any,
+    key: Array,
+    ball: Lp = Lp(),
+    rivals: int = 9,
+    **options: Any,
+) -> Found:
+    """A3-WDA: :func:`a3` whose ascents are those of the Wasserstein distributional attack.
+
+    The paper says in one line that WDA takes the place of PGD. Settled so: the rounds, starts and
+    the choice of samples are A3's; every ascent is WDA with the paper's settings, 20 steps of which
+    10 probe, from the start of the round; its best iterate counts.
+
+    Args:
+      model: a pytree callable, ``[n, *shape] -> [n, K]``.
+      x: ``[n, *shape]``
+      y: ``[n]``
+      eps: the radius, a number or ``[n]``.
+      key: a typed ``jax.random.key``.
+      ball: norm and box.
+      rivals: classes that WDA tries at most.
+      **options: of :func:`a3`.
+
+    Returns:
+      A :class:`~wdjax.core.Found`.
+
+    Cost: as :func:`a3`; one search takes up to ``10 + 10 rivals`` backward passes and the probes.
+
+    Source: Le et al., Section 5.
+
+    >>> from wdjax import Model
+    >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x, y = jnp.array([[0.6, 0.4], [0.65, 0.35]]), jnp.array([0, 0])
+    >>> a3_wda(model, x, y, eps=0.2, key=jax.random.key(0)).success.tolist()
+    [True, True]
+    """
+    finisher = WDA(ball, rivals=rivals, iterate="best")
+    return a3(model, x, y, eps=eps, key=key, ball=ball, finisher=finisher, **options)
+
+
+def _ask(
+    attack: Diversified,
+    finisher: Attack | None,
+    model: Callable[[Array], PyTree],
+    x: AnyArray,
+    y: AnyArray,
+    *,
+    only: Any,
+    checkpoint: Path | None,
+    **options: Any,
+) -> Found:
+    """One search, or the start of one and what the finisher makes of it."""
+    if finisher is None:
+        return driver.search(attack, model, x, y, only=only, checkpoint=checkpoint, **options)
+    if not attack.probes:
+        return driver.search(finisher, model, x, y, only=only, checkpoint=checkpoint, **options)
+    first, second = (
+        None if checkpoint is None else checkpoint.with_name(f"{checkpoint.name}-{part}")
+        for part in ("start", "ascent")
+    )
+    attack = replace(attack, steps=0, until=None)
+    begun = driver.search(attack, model, x, y, only=only, checkpoint=first, **options)
+    left = survivors(begun, only)
+    ended = driver.search(
+        finisher, model, x, y, start=begun.x_adv, only=left, checkpoint=second, **options
+    )
+    return driver.best(begun, ended)
+
+
+def _attack(ball: Lp, turn: int, number: int, down: bool) -> Diversified:
+    """The search of a round; all but the first are one program."""
+    if not ROUNDS[turn].probes:
+        return Diversified(ball, probes=0, steps=ROUNDS[turn].steps)
+    attack = Diversified(
+        ball, probes=ROUNDS[turn].probes, steps=_LONGEST, until=float(ROUNDS[turn].steps)
+    )
+    if turn <= _FIRST:
+        return attack
+    if turn >= _FINAL:
+        return replace(attack, down=0.8, up=0.1, push=0.8, rank=1.0 + number % 4)
+    low, high = (0.5, 0.1) if down else (0.1, 0.5)
+    return replace(attack, down=low, up=high, push=0.8, rank=1.0 + number % 9)
+
+
+def _leans_down(attack: Diversified, own: Found, key: Array, index: Any) -> bool:
+    """Whether the starts that succeeded leant towards a smaller output of the label."""
+    fallen = np.flatnonzero(np.asarray(own.success & own.correct))
+    places = fallen if index is None else np.asarray(index)[fallen]
+    if not len(places):
+        return True
+    keys = jax.vmap(lambda place: jax.random.fold_in(key, place))(places)
+    return float(jnp.mean(attack.lean(keys))) <= 0
+
+
+def _chosen(found: Found | None, only: Any, share: float) -> Any:
+    """``[n]``: of those that stand, the share of largest margin, but 100 at least."""
+    if found is None:
+        return only
+    left = survivors(found, only)
+    count = max(_LEAST, math.ceil(share * left.sum()))
+    order = np.argsort(np.where(left, -np.asarray(found.margin), np.inf), kind="stable")
+    chosen = np.zeros_like(left)
+    chosen[order[:count]] = True
+    return chosen & left
+
+
+def _spent(found: Found) -> float:
+    return float(jnp.mean(found.gradients))

@@ -1,0 +1,87 @@
+"""A minimum-norm attack from one with a fixed budget: bisect the radius."""
+
+from collections.abc import Callable
+from os import PathLike
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from wdjax import driver, norms, validate
+from wdjax.core import AnyArray, Array, Attack, Found, PyTree
+from wdjax.ensembles.question import question
+
+
+def bisect(
+    attack: Attack,
+    model: Callable[[Array], PyTree],
+    x: AnyArray,
+    y: AnyArray,
+    *,
+    eps: Any,
+    key: Array | None = None,
+    rounds: int = 10,
+    checkpoint: str | PathLike[str] | None = None,
+    **options: Any,
+) -> Found:
+    r"""The nearest flips that a fixed-budget attack finds, by a search over its radius.
+
+    Every sample has a bracket of its own: above, the distance of the nearest flip found, which is
+    mostly less than the radius it was looked for in; below, the largest radius that failed. The
+    next radius is the middle, twice the last one while there is no flip. Each search begins where
+    the last one ended: at the nearest flip, pulled into the smaller ball, or at the best failure.
+
+    Args:
+      attack: one that takes a radius, such as :class:`~wdjax.attacks.PGD`.
+      model: as for :func:`wdjax.search`.
+      x: ``[n, *shape]``
+      y: ``[n]``
+      eps: the first radius, a number or ``[n]``, above 0.
+      key: a typed ``jax.random.key``, where the attack is random.
+      rounds: searches.
+      checkpoint: a folder; an interrupted call goes on from there to the same bits.
+      **options: ``criterion``, ``index``, ``batch_size``, ``mesh``, ``callback`` of
+        :func:`wdjax.search`.
+
+    Returns:
+      A :class:`~wdjax.core.Found`: ``cost`` is the distance where ``success`` says so.
+
+    Raises:
+      ValueError: an attack without a radius, ``eps`` of 0, fewer than one round, a call inside a
+        trace, or what :func:`wdjax.search` refuses.
+
+    Cost: that of the attack, ``rounds`` times.
+
+    Source: AttackBench (Cinà et al., 2025) bisects fixed-budget attacks, without warm starts.
+
+    >>> import wdjax
+    >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x, y = jnp.array([[0.6, 0.4], [0.9, 0.1]]), jnp.array([0, 0])
+    >>> found = bisect(wdjax.attacks.PGD(steps=5), model, x, y, eps=0.15)
+    >>> [round(float(d), 2) for d in found.cost]
+    [0.1, 0.4]
+    """
+    if attack.budget != "sample":
+        raise ValueError(
+            f"bisect takes attacks with a radius a sample; {type(attack).__name__} has none."
+        )
+    ask = question("bisect", model, x, y, key, checkpoint, options, random=attack.random)
+    rounds = validate.check_count("rounds", rounds)
+    n = len(ask.y)
+    radius = np.broadcast_to(np.asarray(validate.check_radii(eps, n), np.float32), n)
+    if not np.all(radius > 0):
+        raise ValueError(f"eps must be above 0 to begin a bisection, got {eps!r}.")
+    found = ask.search(0, attack, eps=radius)
+    start, low, high = found.x_adv, np.zeros(n, np.float32), np.full(n, np.inf, np.float32)
+    last = found
+    for number in range(1, rounds):
+        flipped = np.asarray(last.success)
+        high = np.where(flipped, np.minimum(high, np.asarray(last.cost)), high)
+        low = np.where(flipped, low, np.maximum(low, radius))
+        middle = (low + np.where(np.isfinite(high), high, 0.0)) / 2
+        radius = np.where(np.isfinite(high), middle, 2 * radius).astype(np.float32)
+        last = ask.search(number, attack, eps=radius, start=start)
+        found = driver.best(found, last)
+        nearest = norms.spread(found.success, start)
+        start = jnp.where(nearest, found.x_adv, last.x_adv)
+    return found

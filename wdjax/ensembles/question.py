@@ -1,0 +1,80 @@
+"""What the searches of an ensemble share: everything but the attack."""
+
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wdjax import validate
+from wdjax.core import AnyArray, Array, Attack, Found, PyTree
+from wdjax.driver import search
+
+
+class Question(NamedTuple):
+    """A model and samples, to be searched again and again.
+
+    Every search has a number, from which it gets randomness and a place in the checkpoint of its
+    own: an ensemble that was killed goes on where it was, to the same bits, because the searches
+    that had ended are only measured again.
+    """
+
+    model: Callable[[Array], PyTree]
+    x: AnyArray
+    y: AnyArray
+    key: Array | None
+    checkpoint: Path | None
+    options: dict[str, Any]
+    """Of :func:`wdjax.search`: ``criterion``, ``index``, ``batch_size``, ``mesh``, ``callback``."""
+
+    def search(
+        self,
+        number: int,
+        attack: Attack,
+        *,
+        eps: Any = None,
+        start: AnyArray | None = None,
+        only: np.ndarray | None = None,
+    ) -> Found:
+        """Search ``number`` of the ensemble; see :func:`wdjax.search`."""
+        folder = None if self.checkpoint is None else self.checkpoint / f"{number:04d}"
+        return search(
+            attack,
+            self.model,
+            self.x,
+            self.y,
+            eps=eps,
+            key=None if self.key is None else jax.random.fold_in(self.key, number),
+            start=start,
+            only=only,
+            checkpoint=folder,
+            **self.options,
+        )
+
+
+def question(
+    name: str,
+    model: Callable[[Array], PyTree],
+    x: AnyArray,
+    y: AnyArray,
+    key: Array | None,
+    checkpoint: str | PathLike[str] | None,
+    options: dict[str, Any],
+    random: bool = True,
+) -> Question:
+    """Checks what an ensemble is asked."""
+    if random and key is None:
+        raise ValueError(f"{name} is random: pass key=jax.random.key(seed).")
+    if validate.traced(model, x, y, key, options) or validate.staged():
+        raise ValueError(
+            f"{name} decides on the host what to search next: call it outside jit and vmap, or use "
+            "its attacks one by one."
+        )
+    for option in ("only", "start", "eps", "history", "skip_misclassified"):
+        if option in options:
+            raise ValueError(f"{name} does not take {option}: its searches choose their own.")
+    folder = None if checkpoint is None else Path(checkpoint)
+    return Question(model, jnp.asarray(x), np.asarray(y), key, folder, options)

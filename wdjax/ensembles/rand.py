@@ -1,0 +1,189 @@
+"""Randomised models: expectation over transformation, and numbers that more tries cannot inflate.
+
+A model is random by its keys: leaves of its pytree that are typed ``jax.random.key`` s. Several
+draws at once are a bank of models, ``[n, M, K]``.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from wdjax import driver, losses, validate
+from wdjax.attacks import APGD, Points
+from wdjax.balls import Lp
+from wdjax.core import AnyArray, Array, Found, Model, PyTree
+from wdjax.ensembles.cascade import cascade
+
+
+def draws(model: Callable[[Array], PyTree], key: Array, count: int) -> Model:
+    """A random model under several keys: a bank ``[n, count, K]``.
+
+    Args:
+      model: a pytree callable ``[n, *shape] -> [n, K]`` with typed keys among its leaves; every
+        sample sees the same noise, or noise of its own, but none that depends on the others.
+      key: a typed ``jax.random.key``, from which all keys of the model are replaced.
+      count: draws.
+
+    Raises:
+      ValueError: a model without keys, fewer than one draw.
+
+    Cost: ``count`` passes of the model in one.
+
+    >>> def noisy(params, x):
+    ...     return x + jax.random.normal(params["key"], x.shape[1:])
+    >>> bank = draws(Model(noisy, {"key": jax.random.key(0)}), jax.random.key(1), 5)
+    >>> bank(jnp.zeros((2, 3))).shape
+    (2, 5, 3)
+    """
+    count = validate.check_count("count", count)
+    leaves, structure = jax.tree.flatten(model)
+    places = [i for i, leaf in enumerate(leaves) if _is_key(leaf)]
+    if not places:
+        raise ValueError(
+            "the model has no key among its leaves, so nothing in it is random: pass its key as a "
+            "parameter, or attack it as it is."
+        )
+    for number, i in enumerate(places):
+        leaves[i] = jax.random.split(jax.random.fold_in(key, number), (count, *leaves[i].shape))
+    return Model(_bank, jax.tree.unflatten(structure, leaves))
+
+
+def _is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _bank(model: Callable[[Array], PyTree], x: Array) -> PyTree:
+    leaves, structure = jax.tree.flatten(model)
+    places = [i for i, leaf in enumerate(leaves) if _is_key(leaf)]
+
+    def one(keys: list[Array]) -> PyTree:
+        own = list(leaves)
+        for i, key in zip(places, keys):
+            own[i] = key
+        return jax.tree.unflatten(structure, own)(x)
+
+    return jax.vmap(one, out_axes=1)([leaves[i] for i in places])
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """The mean of a loss over the draws of a bank: its gradient is that of EOT.
+
+    Args:
+      loss: ``([n, K], [n]) -> [n]``.
+
+    Source: Athalye et al. (2018).
+
+    >>> Expected(losses.margin)(jnp.array([[[0.0, 1.0], [3.0, 0.0]]]), jnp.array([0])).tolist()
+    [-1.0]
+    """
+
+    loss: Callable[[Array, Array], Array]
+
+    def __call__(self, out: Array, y: Array) -> Array:
+        return jnp.mean(jax.vmap(self.loss, (1, None))(out, y), axis=0)
+
+
+def majority(out: Array, y: Array) -> Array:
+    """The criterion that more than half of the draws err: the lower median of their margins.
+
+    >>> out = jnp.array([[[0.0, 1.0], [0.0, 2.0], [3.0, 0.0]]])
+    >>> majority(out, jnp.array([0])).tolist()
+    [1.0]
+    """
+    margins = jnp.sort(jax.vmap(losses.decision_margin, (1, None))(out, y), axis=0)
+    return margins[(len(margins) - 1) // 2]
+
+
+def rand(
+    model: Callable[[Array], PyTree],
+    x: AnyArray,
+    y: AnyArray,
+    *,
+    eps: Any,
+    key: Array,
+    ball: Lp = Lp(),
+    count: int = 20,
+    judges: int = 101,
+    restarts: int = 1,
+    checkpoint: str | PathLike[str] | None = None,
+    **options: Any,
+) -> Found:
+    """AutoAttack ``rand``: APGD on expected cross-entropy and DLR against a random model.
+
+    The attacks see the model under ``count`` keys. Their points are ranked over ``judges`` private
+    keys, and the best of a sample is measured under ``judges`` others, which had no part in its
+    choice: more draws, restarts or candidates cannot raise a success that is not there.
+
+    Args:
+      model: see :func:`draws`.
+      x: ``[n, *shape]``
+      y: ``[n]``
+      eps: the radius, a number or ``[n]``.
+      key: a typed ``jax.random.key``; all draws come from it.
+      ball: norm and box.
+      count: draws that a gradient averages.
+      judges: draws that judge; an odd number has no ties.
+      restarts: of every attack.
+      checkpoint: a folder; interrupted and asked again, it goes on to the same numbers.
+      **options: of :func:`wdjax.search`.
+
+    Returns:
+      A :class:`~wdjax.core.Found`, in which a sample is correct, or has fallen, if most judges say
+      so. A pass is one of the bank: ``count`` or ``judges`` of the model.
+
+    Raises:
+      ValueError: a model without keys, and what the search refuses.
+
+    Cost: ``count`` times that of the two attacks, and ``judges`` forward passes six times a sample.
+
+    Differs: the authors draw anew at every gradient and judge by one evaluation, in which a point
+      counts that any of many tries got through; here the draws are fixed for a search.
+
+    Source: Croce and Hein (2020), AutoAttack ``rand``.
+
+    >>> def noisy(params, x):
+    ...     return x @ params["w"] + 0.1 * jax.random.normal(params["key"], (2,))
+    >>> w = jnp.array([[1.0, -1.0], [-1.0, 1.0]])
+    >>> model = Model(noisy, {"w": w, "key": jax.random.key(0)})
+    >>> x, y = jnp.array([[0.6, 0.4], [0.95, 0.05]]), jnp.array([0, 0])
+    >>> rand(model, x, y, eps=0.2, key=jax.random.key(1)).success.tolist()
+    [True, False]
+    """
+    seen, ranking, final, own = jax.random.split(key, 4)
+    place = None if checkpoint is None else Path(checkpoint)
+    members = {
+        "apgd-ce": APGD(ball, loss=Expected(losses.cross_entropy), restarts=restarts, stop=False),
+        "apgd-dlr": APGD(ball, loss=Expected(losses.dlr_or_margin), restarts=restarts, stop=False),
+    }
+    bank, found = draws(model, seen, count), []
+    for number, (name, attack) in enumerate(members.items()):
+        found.append(
+            cascade(
+                {name: attack}, bank, x, y, eps=eps, key=jax.random.fold_in(own, number),
+                criterion=majority, checkpoint=None if place is None else place / name, **options,
+            )
+        )  # fmt: skip
+
+    def judged(points: Found, key: Array) -> Found:
+        jury = draws(model, key, judges)
+        return driver.search(
+            Points(ball), jury, x, y, eps=eps, start=points.x_adv, criterion=majority, **options
+        )
+
+    ranked = [judged(points, ranking) for points in found]
+    last = judged(driver.best(*ranked), final)
+    every = [*found, *ranked, last]
+    return dataclasses.replace(
+        last,
+        fault=jnp.stack([one.fault for one in every]).any(axis=0),
+        done=jnp.zeros_like(last.done),
+        zeros=jnp.stack([one.zeros for one in every]).sum(axis=0),
+        gradients=jnp.stack([one.gradients for one in every]).sum(axis=0),
+        forwards=jnp.stack([one.forwards for one in every]).sum(axis=0),
+    )

@@ -1,0 +1,215 @@
+"""The strongest minimum-norm search: walks from many starts, spent where they count."""
+
+from collections.abc import Callable
+from os import PathLike
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from wdjax import driver, transport, validate
+from wdjax.attacks.walk import Walk
+from wdjax.balls import Lp
+from wdjax.core import AnyArray, Array, Found, PyTree
+from wdjax.ensembles.question import Question, question
+
+_HOPE = 0.2
+"""Relative gain expected of the first walk that follows the opening."""
+_LEAST = 21
+"""Passes of the shortest walk."""
+_PILOTS = 90
+"""Passes from which on several walks can be compared."""
+_SOME = 5
+"""One sample in so many is a pilot."""
+_TRIAL = 0.25
+"""Of the keen samples, those that try a kind of walk for the first time."""
+_STAKE = 0.03
+"""Of all passes, what a first trial may cost."""
+_KEEN = 0.5
+"""A sample is walked again if its expected gain is at least this share of the mean."""
+
+
+class Kind(NamedTuple):
+    """A walk, and how it is begun."""
+
+    walk: Walk
+    start: str
+    """``"sample"``, ``"around"`` the sample at the scale of the best distance, or ``"best"``."""
+
+    @property
+    def passes(self) -> int:
+        """Forward and backward passes of one sample, at most."""
+        walks = max(1, self.walk.targets)
+        ranking = 6 if self.walk.targets else 0
+        return ranking + walks * (2 * self.walk.steps + 1) + 2
+
+
+def wda_star(
+    model: Callable[[Array], PyTree],
+    x: AnyArray,
+    y: AnyArray,
+    *,
+    key: Array | None = None,
+    ball: Lp = Lp(),
+    eps: float | None = None,
+    order: float = 1,
+    passes: int = 400,
+    tolerance: float = 1e-4,
+    checkpoint: str | PathLike[str] | None = None,
+    **options: Any,
+) -> Found:
+    r"""The nearest flips that a whole schedule of walks finds, polished where it pays.
+
+    Feed the result to :func:`wdjax.spend`: the knapsack over these distances is WDA*, the attack of
+    Wasserstein order p. Which start finds the nearest flip differs from model to model: pilots
+    decide which kind of :class:`~wdjax.attacks.Walk` opens, from anywhere in the box or towards the
+    nearest class. Later the kind that keeps most of what is expected of it a pass goes next, also
+    from around the sample and from the best point, on those samples only whose improvement counts:
+    with a budget ``eps``, a shorter distance d gains what the knapsack pays for it,
+
+        min(d_i, d*)^p - min((1 - r_i) d_i, d*)^p,
+
+    with the price d* of the last flip bought and a gain r_i expected from the sample's own last
+    walks. Far flips that the budget will never buy get nothing.
+
+    Args:
+      model: as for :func:`wdjax.search`; its output must be logits.
+      x: ``[n, *shape]``
+      y: ``[n]``
+      key: a typed ``jax.random.key``.
+      ball: norm and box.
+      eps: the budget that the flips will be spent on; None to value all distances alike, as curves
+        over many radii do.
+      order: the Wasserstein order p that they will be spent on.
+      passes: forward and backward passes an image, on average.
+      tolerance: ends once the relative gain expected of another walk, on average over the samples,
+        is below.
+      checkpoint: a folder; an interrupted call goes on from there to the same bits.
+      **options: ``criterion``, ``index``, ``batch_size``, ``mesh``, ``callback`` of
+        :func:`wdjax.search`.
+
+    Returns:
+      A :class:`~wdjax.core.Found`: ``cost`` is the distance where ``success`` says so.
+
+    Raises:
+      ValueError: no key, fewer passes than the opening takes, a call inside a trace, or what
+        :func:`wdjax.search` refuses.
+
+    Cost: ``passes`` a sample on average, plus one forward pass a walk for samples left out; some
+    ten compiled programs.
+
+    Source: this library's own, on Le et al., Algorithm 2; the ranking of the classes is MALT's.
+
+    >>> import jax, wdjax
+    >>> model = wdjax.Model(lambda w, x: x @ w, jax.numpy.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x, y = jax.numpy.array([[0.6, 0.4], [0.9, 0.1]]), jax.numpy.array([0, 0])
+    >>> found = wda_star(model, x, y, key=jax.random.key(0), passes=120)
+    >>> [round(float(d), 2) for d in found.cost]
+    [0.1, 0.4]
+    """
+    ask = question("wda_star", model, x, y, key, checkpoint, options)
+    eps = None if eps is None else float(validate.check_number("eps", eps))
+    order = validate.check_order(order)
+    firsts, more = _schedule(ball, validate.check_count("passes", passes))
+    found, number = _open(ask, firsts, eps, order), len(firsts) + 1
+    hope = np.full(len(found.cost), _HOPE)
+    yields = dict.fromkeys(more, np.inf)
+    while True:
+        worth = _worth(found, hope, eps, order)
+        if worth.sum() <= tolerance * _worth(found, np.ones_like(hope), eps, order).sum():
+            return found
+        kind = max(yields, key=lambda kind: yields[kind] / kind.passes)
+        left = passes - float(np.mean(found.passes))
+        share = min(_TRIAL, _STAKE * passes / kind.passes) if np.isinf(yields[kind]) else 1.0
+        only = _chosen(worth, kind, left, share)
+        if not only.any():
+            return found
+        joined = driver.best(found, _follow(ask, number, kind, found, only))
+        gain = _gain(found, joined)
+        yields[kind] = _worth(found, gain, eps, order)[only].sum() / worth[only].sum()
+        hope = np.where(only, (hope + gain) / 2, hope)
+        found, number = joined, number + 1
+
+
+def _gain(before: Found, after: Found) -> np.ndarray:
+    """By which share the distances became shorter."""
+    one, other = _distance(before), _distance(after)
+    known = np.isfinite(one) & (one > 0)
+    return np.where(
+        known, 1 - other / np.where(known, one, 1.0), np.isinf(one) & np.isfinite(other)
+    )
+
+
+def _schedule(ball: Lp, passes: int) -> tuple[list[Kind], list[Kind]]:
+    """The walks of which the best opens, and those to choose from afterwards, by the budget."""
+    if passes < _LEAST:
+        raise ValueError(f"wda_star needs at least {_LEAST} passes an image, got {passes}.")
+    short, long = (25, 36) if passes < 300 else (30, 40)
+    if passes < _PILOTS:
+        short = min(short, (passes - 3) // 2)
+    hasty = Kind(Walk(ball, steps=short, far=True, haste=1.0), "sample")
+    patient = Kind(Walk(ball, steps=long, far=True), "sample")
+    near = Kind(Walk(ball, steps=short, targets=1), "sample")
+    around = Kind(Walk(ball, steps=long, far=True, targets=2, width=1.5), "around")
+    polish = Kind(Walk(ball, steps=long, step_size=0.2), "best")
+    firsts = [hasty] if passes < _PILOTS else [hasty, patient, near]
+    return firsts, [hasty, patient, around, polish]
+
+
+def _open(ask: Question, firsts: list[Kind], eps: float | None, order: float) -> Found:
+    """Every first walk for one sample in some, the best of them for the others."""
+    n = len(ask.y)
+    pilot = np.arange(n) % max(1, min(_SOME, n // _SOME)) == 0
+    pilot |= len(firsts) == 1
+    tried = [ask.search(i, kind.walk, only=pilot) for i, kind in enumerate(firsts)]
+    found = driver.best(*tried)
+    if pilot.all():
+        return found
+    power = 1.0 if eps is None or not np.isfinite(order) else order
+    lengths = np.array([_distance(one)[pilot] ** power for one in tried])
+    farthest = lengths.max(initial=0.0, where=np.isfinite(lengths))
+    kind = firsts[int(np.argmin(np.minimum(lengths, 2 * farthest).sum(axis=1)))]
+    return driver.best(found, ask.search(len(firsts), kind.walk, only=~pilot))
+
+
+def _follow(ask: Question, number: int, kind: Kind, found: Found, only: np.ndarray) -> Found:
+    """One more walk of the chosen samples."""
+    eps = found.cost if kind.start == "around" else None
+    start = found.x_adv if kind.start == "best" else None
+    return ask.search(number, kind.walk, eps=eps, start=start, only=only)
+
+
+def _distance(found: Found) -> np.ndarray:
+    """Distances to the nearest flips in float64, inf where there is none."""
+    return np.where(found.success, np.asarray(found.cost, np.float64), np.inf)
+
+
+def _worth(found: Found, gain: np.ndarray, eps: float | None, order: float) -> np.ndarray:
+    """What it is worth to shorten every distance by a relative gain, ``[n]``.
+
+    Without a budget, in units of the distance. A sample without a flip counts as the farthest.
+    """
+    distance = _distance(found)
+    known = distance[np.isfinite(distance)]
+    farthest = known.max(initial=0.0) or 1.0
+    power, price = 1.0, np.inf
+    if eps is not None:
+        weight = np.asarray(transport.allocate(distance, eps, order))
+        bought = distance[(weight > 0) & np.isfinite(distance)]
+        whole = bool(np.all(weight == 1))
+        power = order if np.isfinite(order) else 1.0
+        price = np.inf if whole else bought.max(initial=0.0)
+        if not np.isfinite(order):
+            price = eps
+    distance = np.minimum(distance, farthest)
+    return np.minimum(distance, price) ** power - np.minimum((1 - gain) * distance, price) ** power
+
+
+def _chosen(worth: np.ndarray, kind: Kind, left: float, share: float) -> np.ndarray:
+    """A share of the samples that are keen, those of most worth, as many as can be paid."""
+    keen = (worth > 0) & (worth >= _KEEN * worth.mean())
+    payable = max(0, int(left * len(worth) / kind.passes))
+    ranking = np.argsort(-worth, kind="stable")
+    count = min(payable, int(np.ceil(share * keen.sum())))
+    only = np.zeros(len(worth), bool)
+    only[ranking[:count]] = True
+    return only & keen
