@@ -29,7 +29,7 @@ EXACT = {
     "tr": lambda ball: attacks.TrustRegion(ball, steps=200, overshoot=1e-3),
 }
 # How far beyond the true distance each may end, as a share of it.
-SLACK = {"walk far": 0.03, "ddn": 0.1, "fmn": 0.03, "cw": 0.05, "pdpgd": 0.1, "alma": 0.1}
+SLACK = {"ddn": 0.1, "fmn": 0.03, "cw": 0.05, "pdpgd": 0.1, "alma": 0.1}
 SOME = {"ddn": (2,), "cw": (2,), "alma": (1, 2), "tr": (2, np.inf)}
 
 
@@ -58,7 +58,8 @@ def exact(model, x, y, norm):
     [(name, norm) for name in EXACT for norm in SOME.get(name, (1, 2, np.inf))],
 )
 def test_linear_models_have_known_distances(name, norm):
-    model, x, y = linear()
+    # From afar a walk may end at the boundary of another class; between two there is one.
+    model, x, y = linear(classes=2 if name == "walk far" else 4)
     true = exact(model, x, y, norm)
     scale = float(true.max())
     found = wdjax.search(EXACT[name](FREE[norm]), model, x, y, eps=scale, key=jax.random.key(0))
@@ -347,7 +348,7 @@ def test_fast_sees_through_flat_gradients():
     assert not wdjax.search(attacks.PGD(), model, x, y, eps=0.3).success.any()
     account = ensembles.fast(model, x, y, eps=0.3, key=jax.random.key(0))
     assert account.found.success.all()
-    star_found = ensembles.wda_star(model, x, y, key=jax.random.key(0), passes=120)
+    star_found = ensembles.wda_star(model, x, y, key=jax.random.key(0), passes=400)
     np.testing.assert_allclose(star_found.cost, 0.15, rtol=0.02)
 
 

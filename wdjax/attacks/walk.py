@@ -182,7 +182,9 @@ class Walk:
 
         A last radius of inf binds nothing.
         """
-        # A little beyond the boundary on either side, or the points would end on it.
+        # A little beyond the boundary on either side, or the points would end on it. Where a flip
+        # is flat nothing tells how near the boundary is, and the radius shrinks as it may.
+        gap = jnp.where(fallen & (gap == 0), distance, gap)
         linear = distance + jnp.where(fallen, _BEYOND - 1, _BEYOND + 1) * gap
         base = jnp.where(fallen, reach + self.haste * (distance - reach), reach)
         low = base * (1 + jnp.where(fallen, -1, _LEAST * self.haste + self.haste - 1) * share)

@@ -19,7 +19,7 @@ _LEAST = 21
 _PILOTS = 90
 """Passes from which on several walks can be compared."""
 _SOME = 5
-"""One sample in so many is a pilot."""
+"""One sample in so many is a pilot; with fewer than ``_SOME`` of them there are none."""
 _TRIAL = 0.25
 """Of the keen samples, those that try a kind of walk for the first time."""
 _STAKE = 0.03
@@ -158,12 +158,11 @@ def _schedule(ball: Lp, passes: int) -> tuple[list[Kind], list[Kind]]:
 def _open(ask: Question, firsts: list[Kind], eps: float | None, order: float) -> Found:
     """Every first walk for one sample in some, the best of them for the others."""
     n = len(ask.y)
-    pilot = np.arange(n) % max(1, min(_SOME, n // _SOME)) == 0
-    pilot |= len(firsts) == 1
+    if len(firsts) == 1 or n < _SOME * _SOME:
+        return ask.search(0, firsts[0].walk)
+    pilot = np.arange(n) % _SOME == 0
     tried = [ask.search(i, kind.walk, only=pilot) for i, kind in enumerate(firsts)]
     found = driver.best(*tried)
-    if pilot.all():
-        return found
     power = 1.0 if eps is None or not np.isfinite(order) else order
     lengths = np.array([_distance(one)[pilot] ** power for one in tried])
     farthest = lengths.max(initial=0.0, where=np.isfinite(lengths))
