@@ -19,7 +19,7 @@ _RANKED = 5
 _BEYOND = 0.05
 """How far beyond the linearised boundary a step aims, as a share of the distance to it."""
 _LEAST = 0.125
-"""Of the radius' largest growth, the least in a hasty walk."""
+"""Of the radius' largest growth, the least in a hasty walk, and before the first flip."""
 
 
 class State(NamedTuple):
@@ -169,6 +169,10 @@ class Walk:
         distance = norms.lp_norm(x - samples.x, norm)
         bound = jnp.where(best.known, state.reach, jnp.inf)
         reach = self._follow(bound, distance, gap, fallen, share)
+        # Corners and the box keep steps from gaining what the linear model says; without a flip to
+        # come back from, the radius grows all the same.
+        stuck = jnp.isfinite(state.reach) & ~best.known
+        reach = jnp.where(stuck, jnp.maximum(reach, (1 + _LEAST * share) * state.reach), reach)
         reach = jnp.minimum(reach, best.cost)
         step = norms.spread(size * reach, x) * nearest.direction(seen.gradient, norm)
         moved = self.ball.project(x + step, samples.x, reach)

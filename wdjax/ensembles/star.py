@@ -17,8 +17,8 @@ _HOPE = 0.2
 """Relative gain expected of the first walk that follows the opening."""
 _LEAST = 21
 """Passes of the shortest walk."""
-_PILOTS = 90
-"""Passes from which on several walks can be compared."""
+_PILOTS = (70, 90)
+"""Passes from which on two walks can be compared, and three."""
 _SOME = 5
 """One sample in so many is a pilot; with fewer than ``_SOME`` of them there are none."""
 _TRIAL = 0.25
@@ -155,7 +155,7 @@ def _schedule(ball: Lp, passes: int) -> tuple[list[Kind], list[Kind], list[Kind]
     if passes < _LEAST:
         raise ValueError(f"wda_star needs at least {_LEAST} passes an image, got {passes}.")
     short, long = (25, 36) if passes < 300 else (30, 40)
-    if passes < _PILOTS:
+    if passes < _PILOTS[0]:
         short = min(short, (passes - 3) // 2)
     hasty = Kind(Walk(ball, steps=short, far=True, haste=1.0), "sample")
     patient = Kind(Walk(ball, steps=long, far=True), "sample")
@@ -163,8 +163,8 @@ def _schedule(ball: Lp, passes: int) -> tuple[list[Kind], list[Kind], list[Kind]
     around = Kind(Walk(ball, steps=long, far=True, targets=2, width=1.5), "around")
     polish = Kind(Walk(ball, steps=long, step_size=0.2), "best")
     more = [hasty, patient, around, polish]
-    if passes < _PILOTS:
-        return [hasty], [], more
+    if passes < _PILOTS[1]:
+        return [hasty, near][: 1 + (passes >= _PILOTS[0])], [], more
     if ball.norm == 1 and passes >= 2 * _SPARSE:
         # Walks from anywhere end dense; the proximal map finds the few pixels that matter.
         return [Kind(PDPGD(ball, steps=min(_SPARSE, passes // 4)), "sample")], [polish], more
