@@ -57,7 +57,7 @@ class CarliniWagner:
 
     Differs: no early end of a round, and the last iterate of each is tested.
 
-    Source: Carlini and Wagner (2017), section VI-A.
+    Source: Carlini and Wagner [carlini2017], section VI-A.
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: 9 * x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))

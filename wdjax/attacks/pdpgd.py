@@ -67,7 +67,7 @@ class PDPGD:
     Differs: the dual step grows for runs shorter than the authors' 500 steps, without which they
     end before the multipliers balance. The last iterate is tested.
 
-    Source: Matyasko and Chau (2021), Algorithm 1; the metric is Melchior et al.'s (2019).
+    Source: Matyasko and Chau [matyasko2021], Algorithm 1; the metric is that of [melchior2019].
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))

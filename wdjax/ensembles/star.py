@@ -101,7 +101,8 @@ def wda_star(
     Cost: ``passes`` a sample on average, plus one forward pass a walk for samples left out; some
     ten compiled programs.
 
-    Source: this library's own, on Le et al., Algorithm 2; the ranking of the classes is MALT's.
+    Source: this library's own, on Le et al. [le2025], Algorithm 2; the ranking of classes is that
+    of [melamed2024].
 
     >>> import jax, wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jax.numpy.array([[1.0, -1.0], [-1.0, 1.0]]))
