@@ -78,7 +78,7 @@ class Walk:
     follows the linearised margin where that is near, in the box, and in the test of the last
     iterate.
 
-    Source: this library's own; the radius that shrinks on flips and grows otherwise is Rony et
+    Source: this library's own; the radius that shrinks on flips and grows otherwise is that of
     al.'s [rony2019], the first estimate and the projection Pintor et al.'s [pintor2021], equation 5.
 
     >>> import wdjax
