@@ -1,6 +1,7 @@
 """Minimum-norm attacks against closed forms, PyTorch transcriptions and brute force."""
 
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -209,6 +210,56 @@ def test_wda_star_beats_its_rivals(norm):
         ours, theirs = (wdjax.spend(one, eps=eps, order=order) for one in (found, plain))
         assert float(ours.accuracy) <= float(theirs.accuracy) + 1e-3
     assert float(found.passes.mean()) <= 310
+
+
+@pytest.mark.parametrize("norm", [2, np.inf])
+def test_a_walk_leaves_the_corner_of_the_box(norm):
+    """Most pixels black, many classes: steps gain less than the linear model says."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    first, second, last = (
+        jax.random.normal(key, shape) / math.sqrt(shape[0] / 2)
+        for key, shape in zip(keys, [(64, 64), (64, 64), (64, 10)])
+    )
+    model = wdjax.Model(
+        lambda w, x: jax.nn.relu(jax.nn.relu(x @ w[0]) @ w[1]) @ w[2], (first, second, last)
+    )
+    x = jax.random.uniform(keys[3], (20, 64))
+    x = jnp.where(jax.random.bernoulli(keys[4], 0.8, x.shape), 0.0, x)
+    y = jnp.argmax(model(x), -1)
+    found = wdjax.search(attacks.Walk(Lp(norm), steps=30), model, x, y)
+    near = wdjax.search(attacks.DeepFool(Lp(norm)), model, x, y)
+    assert found.success.all()
+    assert float(jnp.mean(found.cost)) <= 1.05 * float(jnp.mean(near.cost))
+
+
+def test_pdpgd_step_by_step():
+    torch, model, peer, x, y = network()
+    steps = 40
+    found = wdjax.search(attacks.PDPGD(Lp(1), steps=steps, dual_step=0.02), model, x, y)
+    for i, (clean, label) in enumerate(zip(x.astype(float), y)):
+        delta, best, share = np.zeros(8), np.inf, 0.01 / 1.01
+        mean, square, log = np.zeros(8), np.zeros(8), -math.log(0.01)
+        for step in range(steps + 1):
+            gradient, margin = slope(torch, peer, clean + delta, label, "margin")
+            if margin > 0:
+                best = min(best, np.abs(delta).sum())
+            gradient = gradient / (1 + math.exp(margin)) if margin < 0 else np.zeros(8)
+            mean, square = 0.9 * mean + 0.1 * gradient, 0.999 * square + 0.001 * gradient**2
+            metric = np.sqrt(square / (1 - 0.999 ** (step + 1))) + 1e-8
+            size = 0.1 * 0.01 ** (step / steps)
+            z = delta + size * mean / (1 - 0.9 ** (step + 1)) / metric
+            z = np.clip(clean + z, 0, 1) - clean
+            u, weight = z, size * share / (1 - share) / metric.max()
+            for _ in range(5):
+                u = u - metric / metric.max() * (u - z)
+                u = np.sign(u) * np.maximum(np.abs(u) - weight, 0)
+                u = np.clip(clean + u, 0, 1) - clean
+            delta = u
+            pace = 0.02 * 500 / steps * (1 - 0.9 * step / steps)
+            log = np.clip(log + (-pace if margin > 0 else pace), -math.log(1e6), math.log(1e6))
+            share = 0.9 * share + 0.1 / (1 + math.exp(log))
+        cost = float(found.cost[i]) if found.success[i] else np.inf
+        np.testing.assert_allclose(cost, best, rtol=2e-3)
 
 
 def test_passes_go_where_the_budget_reaches():

@@ -79,7 +79,7 @@ class Walk:
     iterate.
 
     Source: this library's own; the radius that shrinks on flips and grows otherwise is that of
-    al.'s [rony2019], the first estimate and the projection Pintor et al.'s [pintor2021], equation 5.
+    [rony2019], the first estimate and the projection those of [pintor2021], equation 5.
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
