@@ -155,7 +155,7 @@ def _schedule(ball: Lp, passes: int) -> tuple[list[Kind], list[Kind], list[Kind]
     """By the budget: kinds of which the best opens, those that follow it, and all later ones."""
     if passes < _LEAST:
         raise ValueError(f"wda_star needs at least {_LEAST} passes an image, got {passes}.")
-    short, long = (25, 36) if passes < 300 else (30, 40)
+    short, long = (25, 36) if passes < 300 else (30, 40) if passes < 800 else (40, 60)
     if passes < _PILOTS[0]:
         short = min(short, (passes - 3) // 2)
     hasty = Kind(Walk(ball, steps=short, far=True, haste=1.0), "sample")
