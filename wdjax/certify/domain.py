@@ -283,17 +283,18 @@ def largest_size(value: Value) -> Array:
     return jnp.maximum(*map(jnp.abs, ends(value)))
 
 
-def _times(a: Array, b: Array) -> Array:
-    """A product with ``0 * inf = 0``, as intervals want it; NaN operands stay NaN."""
-    product = a * b
-    return jnp.where(jnp.isnan(product) & ~jnp.isnan(a) & ~jnp.isnan(b), 0.0, product)
-
-
 def corners(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    products = [_times(x, y) for x, y in itertools.product(a, b)]
-    return widen(
+    """Ends of a product. Infinite ends are overflows, so that ``0 * inf`` is NaN, and open."""
+    products = [x * y for x, y in itertools.product(a, b)]
+    lower, upper = widen(
         functools.reduce(jnp.minimum, products), functools.reduce(jnp.maximum, products), 2
     )
+    lost = tiny(lower.dtype) * (_nonzero(a) & _nonzero(b))
+    return lower - lost, upper + lost
+
+
+def _nonzero(ends: tuple[Array, Array]) -> Array:
+    return (ends[0] != 0) | (ends[1] != 0)
 
 
 def widen(lower: Array, upper: Array, ulps: int = _ULPS) -> tuple[Array, Array]:
