@@ -1,5 +1,6 @@
-"""What once made a certificate say too much: jumps, short floats, scales, rules of single primitives."""
+"""What once made a certificate say too much: jumps, short floats, scales, single primitives."""
 
+import contextlib
 import math
 
 import jax
@@ -16,6 +17,8 @@ pytestmark = pytest.mark.fast
 
 # Jumps.
 
+REFUSED = (lambda x: jnp.searchsorted(jnp.array([0.5]), x).astype(x.dtype),)
+
 
 @pytest.mark.parametrize(
     "step",
@@ -25,21 +28,18 @@ pytestmark = pytest.mark.fast
         lambda x: jnp.heaviside(x - 0.5, 0.0),
         lambda x: jnp.where(x > 0.5, x, x + 1),
         lambda x: x * (x > 0.5),
-        lambda x: lax.cummax((x > 0.5).astype(float)[..., ::-1]),
-        lambda x: jnp.searchsorted(jnp.array([0.5]), x).astype(x.dtype),
+        lambda x: lax.cummax((x > 0.5).astype(x.dtype)[..., ::-1], axis=1)[..., ::-1],
+        *REFUSED,
     ],
 )
 def test_no_discontinuous_model_has_a_constant(step):
     model = Model(lambda w, x: step(x) @ w, jnp.eye(2))
     x, y = jnp.array([[0.51, 0.49]]), jnp.array([0])
-    with pytest.raises(ValueError, match="not continuous|no interval rule|int32"):
+    with pytest.raises(ValueError, match=r"not continuous|no interval rule|int32"):
         certify.margin_lipschitz(model, jnp.zeros(2), jnp.ones(2), norm=math.inf)
-    try:
-        radius = certify.radius(model, x, y, norm=math.inf)
-    except ValueError as error:
-        assert "rule" in str(error) or "int32" in str(error)
-    else:
-        assert radius[0] <= 0.02, "it flips at this distance"
+    refused = pytest.raises(ValueError, match=r"no interval rule|int32")
+    with refused if step in REFUSED else contextlib.nullcontext():
+        assert certify.radius(model, x, y, norm=math.inf)[0] <= 0.02, "it flips at this distance"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_balls_and_boxes_of_bound_are_checked():
     low, high = certify.bound(jnp.sum, *box, ball=(jnp.full(2, 0.5), 0.25, math.inf))
     np.testing.assert_allclose([low, high], [0.5, 1.5], rtol=1e-5)
     for ball in ((jnp.zeros(2), 1.0, 3), (jnp.zeros(2), -1.0, 2), (jnp.zeros(3), 1.0, 2)):
-        with pytest.raises(ValueError, match="norm|ball"):
+        with pytest.raises(ValueError, match=r"norm|ball"):
             certify.bound(jnp.sum, *box, ball=ball)
     with pytest.raises(ValueError, match="swap"):
         certify.bound(jnp.sum, box[1], box[0])

@@ -72,11 +72,11 @@ def _agree(graph: Graph, node: Node, makers: dict[int, Node], moved: set[int]) -
         return True
     try:
         return all(_meet(graph, node, makers, (left, right), moved, probe) for probe in _PROBES)
-    except _Unknown:
+    except _UnknownError:
         return False
 
 
-class _Unknown(Exception):
+class _UnknownError(Exception):
     """A number that is not known, or an operation that mixes entries."""
 
 
@@ -114,11 +114,11 @@ def _value(
     if place in graph.constants:
         value = graph.constants[place]
         if validate.traced(value):
-            raise _Unknown
+            raise _UnknownError
         return value
     node = makers.get(place)
     if node is None or (place in moved and node.name not in _ELEMENTWISE | _WHOLE):
-        raise _Unknown
+        raise _UnknownError
     args: Sequence[Any] = [_value(graph, i, makers, known, moved) for i in node.inputs]
     out = node.eqn.primitive.bind(*args, **node.eqn.params)
     values = list(out) if node.eqn.primitive.multiple_results else [out]

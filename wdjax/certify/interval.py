@@ -120,33 +120,42 @@ def apply(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> list[Value]
     exact = [a for a in args if is_exact(a)]
     if len(exact) == len(args):
         return [*linear.evaluate(eqn, exact)]
-    rule = _RULES.get(name)
+    rule = RULES.get(name)
     if rule is None:
         raise ValueError(
             f"no interval rule for the primitive {name!r}, which the program applies to a value "
             "that depends on the input; rewrite the model without it, or certify it another way."
         )
-    out = rule(eqn, [_lifted(a) if is_exact(a) else a for a in args], context)
+    out = rule(eqn, [lifted(a) if is_exact(a) else a for a in args], context)
     outs = out if isinstance(out, list) else [out]
     avals: list[Any] = [var.aval for var in eqn.outvars]
     return [_rounded(value, aval.dtype, name, context) for value, aval in zip(outs, avals)]
 
 
-def _lifted(value: Array) -> Array:
+def lifted(value: Array) -> Array:
+    """A known array in at least float32."""
     narrow = jnp.issubdtype(value.dtype, jnp.floating) and linear.is_narrow(value.dtype)
     return value.astype(jnp.float32) if narrow else value
 
 
-_SUMS = {"reduce_sum", "cumsum", "reduce_window_sum", "scatter-add", "select_and_scatter_add"}
+SUMS = {"reduce_sum", "cumsum", "reduce_window_sum", "scatter-add", "select_and_scatter_add"}
 """Where a program in less than float32 may round after every term; products sum in float32."""
+
+
+def slack_of(dtype: Any, size: Array) -> Array:
+    """What rounding a number to a dtype shorter than float32 may change."""
+    if not linear.is_narrow(dtype):
+        return jnp.zeros_like(size)
+    return gamma(1, dtype) * size + tiny(dtype)
 
 
 def _rounded(value: Value, dtype: Any, name: str, context: Context) -> Value:
     if not isinstance(value, Interval) or not linear.is_narrow(dtype):
         return value
     lower, upper = ends(value)
-    unit = gamma(value.roundings if name in _SUMS else 1, dtype)
-    slack = unit * (value.magnitude if name in _SUMS else largest_size(value)) + tiny(dtype)
+    slack = slack_of(dtype, largest_size(value))
+    if name in SUMS:
+        slack += gamma(value.roundings, dtype) * value.magnitude
     most = float(jnp.finfo(dtype).max)
     lower, upper = lower - slack, upper + slack
     lower, upper = (
@@ -159,7 +168,7 @@ def _rounded(value: Value, dtype: Any, name: str, context: Context) -> Value:
     return fresh(lower, upper, constant, value.origin)
 
 
-_RULES: dict[str, Rule] = {
+RULES: dict[str, Rule] = {
     **dict.fromkeys(
         (
             "reshape",
