@@ -1,6 +1,6 @@
 """Lower bounds of all margins of a batch of samples, by intervals or backward linear bounds."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from wdjax.certify.region import Region
 from wdjax.models.conv import plain
 
 Method = Literal["interval", "crown"]
+METHODS: tuple[Method, ...] = get_args(Method)
+"""From the cheapest to the tightest."""
 
 
 def lower(model: Classifier, region: Region, y: Array, method: Method) -> Array:
@@ -52,10 +54,11 @@ def _classes(state: crown.Pass, place: int) -> tuple[int, ...]:
 def _contrasts(state: crown.Pass, place: int, y: Array, method: Method) -> Array:
     (classes,), samples = _classes(state, place), state.samples
     value = state.values[place]
+    own = jnp.take_along_axis(value.lower[:, 0], y[:, None], axis=1)
+    apart = own - value.upper[:, 0]
+    apart -= 8 * float(jnp.finfo(apart.dtype).eps) * (jnp.abs(own) + value.size[:, 0])
     if method == "interval":
-        low, high = value.lower[:, 0], value.upper[:, 0]
-        out = jnp.take_along_axis(low, y[:, None], axis=1) - high
-        return out - 8 * float(jnp.finfo(out.dtype).eps) * value.size[:, 0]
+        return apart
     rivals = (y[:, None] + 1 + jnp.arange(classes - 1)) % classes
     chunk = min(crown.chunk(state, classes - 1), samples)
     count = -(-samples // chunk)
@@ -67,5 +70,5 @@ def _contrasts(state: crown.Pass, place: int, y: Array, method: Method) -> Array
         return crown.backward(state, {place: Whole((own - other)[:, :, None])}, Rows(rows))
 
     low = lax.map(some, index).transpose(0, 2, 1).reshape(count * chunk, classes - 1)[:samples]
-    full = jnp.zeros((samples, classes), low.dtype)
-    return full.at[jnp.arange(samples)[:, None], rivals].set(low)
+    # Lines may lie outside of intervals: the better of both.
+    return apart.at[jnp.arange(samples)[:, None], rivals].max(low)
