@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from wdjax.certify.domain import Array
 
@@ -198,12 +199,12 @@ def _pulled(a: Array, kernel: Array, strides: Pair, padding: tuple[Pair, Pair]) 
     )
 
 
-@_pulled.defjvp
+@functools.partial(_pulled.defjvp, symbolic_zeros=True)
 def _pulled_jvp(
     strides: Pair,
     padding: tuple[Pair, Pair],
     primals: tuple[Array, Array],
-    tangents: tuple[Array, Array],
+    tangents: tuple[Any, Any],
 ) -> tuple[Array, Array]:
     """In the coefficients as the transpose of the convolution itself; in the kernel as it comes."""
     a, kernel = primals
@@ -224,8 +225,12 @@ def _pulled_jvp(
             precision=lax.Precision.HIGHEST,
         )
 
-    change = jax.linear_transpose(image, out)(tangents[0])[0]
-    return out, change + _pulled(a, tangents[1], strides, padding)
+    change = jnp.zeros_like(out)
+    if not isinstance(tangents[0], SymbolicZero):
+        change += jax.linear_transpose(image, out)(tangents[0])[0]
+    if not isinstance(tangents[1], SymbolicZero):
+        change += _pulled(a, tangents[1], strides, padding)
+    return out, change
 
 
 def summed(terms: Array) -> Array:

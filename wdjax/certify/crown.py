@@ -10,7 +10,7 @@ Source: Zhang et al. [zhang2018].
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -63,8 +63,12 @@ class Pass:
         return len(self.region.lower)
 
 
-def bounds(net: Network, region: Region, *, crown: bool = True) -> Pass:
-    """Interval and, with ``crown``, backward bounds of everything a program computes."""
+Bound = Callable[[Pass, Mapping[int, Coefficients], Rows], Array]
+"""Lower bounds ``[G, R]`` of sums of linear functions of values, such as :func:`backward`."""
+
+
+def bounds(net: Network, region: Region, tighten: Sequence[Bound] = ()) -> Pass:
+    """Bounds of everything a program computes: intervals, then each of ``tighten`` in turn."""
     state = Pass(net, region)
     state.values[net.source] = network.begin(region.lower, region.upper, 0)
     done: set[int] = set()
@@ -80,22 +84,23 @@ def bounds(net: Network, region: Region, *, crown: bool = True) -> Pass:
                     state.charges[place] = value.offset, error
         if node.outputs[0] in net.others and id(node) not in done:
             done.add(id(node))
-            _relax(state, node, crown)
+            _relax(state, node, tighten)
     return state
 
 
-def _relax(state: Pass, node: Node, crown: bool) -> None:
+def _relax(state: Pass, node: Node, tighten: Sequence[Bound]) -> None:
     """Lines of one equation, after its operands were bounded where it matters."""
     moves = [place in state.values or place in state.booleans for place in node.inputs]
     rule = RELAXATIONS.get(node.name)
     lines = _lines(state, node, moves) if rule is not None else None
-    if lines is not None and crown:
+    for bound in tighten if lines is not None else ():
+        assert lines is not None
         for view in lines.views[:1] if len({v.operand for v in lines.views}) == 1 else lines.views:
             place = node.inputs[view.operand]
             value = state.values[place]
             needed = value.upper > value.lower if lines.open is None else lines.open
             if value.mixes > 1 or (value.mixes and state.region.norm != math.inf):
-                refine(state, place, needed)
+                refine(state, place, needed, bound)
         lines = _lines(state, node, moves)
     outs = _intervals(state, node)
     for place, (lower, upper) in zip(node.outputs, outs):
@@ -166,7 +171,7 @@ def _intervals(state: Pass, node: Node) -> list[tuple[Array, Array]]:
     return jax.vmap(one)(pairs)
 
 
-def refine(state: Pass, place: int, needed: Array) -> None:
+def refine(state: Pass, place: int, needed: Array, bound: Bound) -> None:
     """Bounds a value's entries by backward passes where ``needed``, ``[B, *shape]``."""
     value = state.values[place]
     shape, samples = value.lower.shape[1:], state.samples
@@ -178,7 +183,7 @@ def refine(state: Pass, place: int, needed: Array) -> None:
 
     def turn(i: Array, sides: tuple[Array, Array]) -> tuple[Array, Array]:
         these = lax.dynamic_slice(index, (i * width,), (width,))
-        found = _entries(state, place, these // count, these % count)
+        found = _entries(state, place, these // count, these % count, bound)
         low, high = (
             side.at[these].set(jnp.where(jnp.isfinite(new), new, blank), mode="drop")
             for side, new, blank in zip(sides, (found[0], -found[1]), (-jnp.inf, jnp.inf))
@@ -194,7 +199,7 @@ def refine(state: Pass, place: int, needed: Array) -> None:
     state.values[place] = better
 
 
-def _entries(state: Pass, place: int, sample: Array, entry: Array) -> Array:
+def _entries(state: Pass, place: int, sample: Array, entry: Array, bound: Bound) -> Array:
     """Lower bounds of entries of a value and of their negatives, ``[2, R]``."""
     shape = state.values[place].lower.shape[1:]
     sample = jnp.minimum(sample, state.samples - 1)
@@ -210,7 +215,7 @@ def _entries(state: Pass, place: int, sample: Array, entry: Array) -> Array:
         hot = jax.nn.one_hot(entry, math.prod(shape), dtype=signs.dtype)
         a = Whole(signs.reshape(2, *(1,) * (len(shape) + 1)) * hot.reshape(-1, *shape))
         rows = Rows(sample)
-    return backward(state, {place: a}, rows)
+    return bound(state, {place: a}, rows)
 
 
 def chunk(state: Pass, group: int) -> int:
@@ -235,10 +240,12 @@ def backward(
     coefficients: Mapping[int, Coefficients],
     rows: Rows,
     slopes: Mapping[int, Array] | None = None,
+    record: dict[int, Array] | None = None,
 ) -> Array:
     """Lower bounds ``[G, R]`` of sums of linear functions of values.
 
-    ``slopes`` are lower slopes of a row's own, ``[G, R, ...]``, by the output that they belong to.
+    ``slopes`` are lower slopes of a row's own, ``[G, R, ...]``, by the output that they belong to;
+    ``record`` is filled with those that are used where they are free.
     """
     net, found = state.network, dict(coefficients)
     first = next(iter(found.values())).a
@@ -260,7 +267,11 @@ def backward(
                 for part, back in _transposed(affine, a, rows):
                     send(part, back)
             elif place in state.lines:
-                sum_, backs = _relaxed(sum_, state.lines[place], a, rows, (slopes or {}).get(place))
+                lines = state.lines[place]
+                if record is not None and lines.free is not None:
+                    usual = seen(lines.views[0].low, rows, a)
+                    record[place] = jnp.broadcast_to(usual, a.a.shape)
+                sum_, backs = _relaxed(sum_, lines, a, rows, (slopes or {}).get(place))
                 for operand, back in backs:
                     send(node.inputs[operand], back)
             else:

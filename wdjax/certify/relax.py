@@ -66,7 +66,7 @@ def rectifier(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Line
             (View(place, mirrored[1], mirrored[0]),), -mirrored[3], -mirrored[2], mirrored[4]
         )
     low, up, below, above, unstable = _hinge(lower, upper, level)
-    free = unstable if jnp.ndim(level) == 0 else None
+    free = unstable & (level == 0)
     return Lines((View(place, low, up),), below, above, unstable, free)
 
 
