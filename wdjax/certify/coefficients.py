@@ -157,22 +157,19 @@ def through(coefficients: Coefficients, conv: Kernel, rows: Rows) -> Coefficient
             return _windowed(coefficients, conv, rows)
         coefficients = whole(coefficients, rows)
     a = coefficients.a
-    outs = a.shape[3:5]
-    around = tuple(
-        (k - 1 - low, n + low - s * (m - 1) - 1)
-        for k, n, m, s, (low, _) in zip(
-            (height, width), conv.shape[1:3], outs, conv.strides, conv.padding
-        )
-    )
-    out = _pulled(a.reshape(-1, *a.shape[3:]), conv.kernel, conv.strides, (around[0], around[1]))
+    out = _pulled(a.reshape(-1, *a.shape[3:]), conv.kernel, conv.strides)
+    # The image is what lies behind the padding; strides may leave some of it unseen.
+    crops = [
+        (-low, n + low - m, 0)
+        for n, m, (low, _) in zip(conv.shape[1:3], out.shape[1:3], conv.padding)
+    ]
+    out = lax.pad(out, jnp.zeros((), out.dtype), [(0, 0, 0), *crops, (0, 0, 0)])
     return Whole(out.reshape(*a.shape[:2], 1, *out.shape[1:]))
 
 
 def _windowed(window: Window, conv: Kernel, rows: Rows) -> Window:
-    height, width = conv.kernel.shape[:2]
     a = window.a
-    full = ((height - 1, height - 1), (width - 1, width - 1))
-    out = _pulled(a.reshape(-1, *a.shape[2:]), conv.kernel, conv.strides, full)
+    out = _pulled(a.reshape(-1, *a.shape[2:]), conv.kernel, conv.strides)
     stride = tuple(s * t for s, t in zip(window.stride, conv.strides))
     offset = tuple(o * t - p[0] for o, t, p in zip(window.offset, conv.strides, conv.padding))
     new = Window(
@@ -184,53 +181,54 @@ def _windowed(window: Window, conv: Kernel, rows: Rows) -> Window:
     return new._replace(a=jnp.where(inside(new, rows), new.a, 0.0))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def _pulled(a: Array, kernel: Array, strides: Pair, padding: tuple[Pair, Pair]) -> Array:
-    """The transposed convolution, written as a convolution that the CPU runs fast in loops."""
-    mirrored = kernel[::-1, ::-1].transpose(0, 1, 3, 2)
-    return lax.conv_general_dilated(
-        a,
-        mirrored,
-        (1, 1),
-        padding,
-        lhs_dilation=strides,
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        precision=lax.Precision.HIGHEST,
-    )
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _pulled(a: Array, kernel: Array, strides: Pair) -> Array:
+    """The transposed convolution in full, ``n -> (n - 1) s + k``, as the CPU runs it fast.
+
+    A stride makes it a convolution of stride 1 to ``s s c`` channels, which are then spread out.
+    """
+    height, width, channels, outputs = kernel.shape
+    count, rows, columns, _ = a.shape
+    if rows == columns == 1:
+        flat = a.reshape(count, outputs) @ kernel.reshape(-1, outputs).T
+        return flat.reshape(count, height, width, channels)
+    (s, t), tall, wide = strides, -(-height // strides[0]), -(-width // strides[1])
+    kernel = jnp.pad(kernel, ((0, tall * s - height), (0, wide * t - width), (0, 0), (0, 0)))
+    split = kernel.reshape(tall, s, wide, t, channels, outputs).transpose(0, 2, 5, 1, 3, 4)
+    mirrored = split.reshape(tall, wide, outputs, -1)[::-1, ::-1]
+    out = _correlated(a, mirrored, (1, 1), ((tall - 1,) * 2, (wide - 1,) * 2))
+    high, broad = out.shape[1:3]
+    out = out.reshape(count, high, broad, s, t, channels).transpose(0, 1, 3, 2, 4, 5)
+    out = out.reshape(count, high * s, broad * t, channels)
+    return out[:, : (rows - 1) * s + height, : (columns - 1) * t + width]
 
 
 @functools.partial(_pulled.defjvp, symbolic_zeros=True)
 def _pulled_jvp(
-    strides: Pair,
-    padding: tuple[Pair, Pair],
-    primals: tuple[Array, Array],
-    tangents: tuple[Any, Any],
+    strides: Pair, primals: tuple[Array, Array], tangents: tuple[Any, Any]
 ) -> tuple[Array, Array]:
     """In the coefficients as the transpose of the convolution itself; in the kernel as it comes."""
     a, kernel = primals
-    out = _pulled(a, kernel, strides, padding)
-    sizes = kernel.shape[:2]
-    around = [
-        (k - 1 - low, s * (n - 1) + k - m - (k - 1 - low))
-        for k, (low, _), s, n, m in zip(sizes, padding, strides, a.shape[1:3], out.shape[1:3])
-    ]
-
-    def image(t: Array) -> Array:
-        return lax.conv_general_dilated(
-            t,
-            kernel,
-            strides,
-            around,
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            precision=lax.Precision.HIGHEST,
-        )
-
+    out = _pulled(a, kernel, strides)
     change = jnp.zeros_like(out)
     if not isinstance(tangents[0], SymbolicZero):
-        change += jax.linear_transpose(image, out)(tangents[0])[0]
+        none = ((0, 0), (0, 0))
+        image = jax.linear_transpose(lambda t: _correlated(t, kernel, strides, none), out)
+        change += image(tangents[0])[0]
     if not isinstance(tangents[1], SymbolicZero):
-        change += _pulled(a, tangents[1], strides, padding)
+        change += _pulled(a, tangents[1], strides)
     return out, change
+
+
+def _correlated(x: Array, kernel: Array, strides: Pair, padding: tuple[Pair, Pair]) -> Array:
+    return lax.conv_general_dilated(
+        x,
+        kernel,
+        strides,
+        padding,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        precision=lax.Precision.HIGHEST,
+    )
 
 
 def summed(terms: Array) -> Array:

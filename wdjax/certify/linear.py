@@ -24,7 +24,6 @@ from wdjax.certify.domain import (
     Ternary,
     Value,
     constant_of,
-    corners,
     ends,
     fresh,
     gamma,
@@ -36,6 +35,7 @@ from wdjax.certify.domain import (
     tiny,
     unbounded,
 )
+from wdjax.certify.ends import corners
 
 
 def evaluate(eqn: JaxprEqn, args: Sequence[Array]) -> list[Array]:

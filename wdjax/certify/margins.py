@@ -17,9 +17,10 @@ from wdjax.certify.network import build
 from wdjax.certify.region import Region
 from wdjax.models.conv import plain
 
-Method = Literal["interval", "crown", "alpha"]
+Method = Literal["interval", "crown", "auto", "alpha"]
 METHODS: tuple[Method, ...] = get_args(Method)
-"""From the cheapest to the tightest."""
+"""From the cheapest to the tightest: intervals; backward bounds; these with optimised slopes of the
+margins where they are left open; with optimised slopes of all neurons that are."""
 
 
 def lower(model: Classifier, region: Region, y: Array, method: Method) -> Array:
@@ -57,12 +58,14 @@ def prepare(model: Classifier, region: Region, method: Method) -> crown.Pass:
 _INSIDE: dict[Method, Sequence[crown.Bound]] = {
     "interval": (),
     "crown": (crown.backward,),
+    "auto": (crown.backward,),
     "alpha": (crown.backward, functools.partial(slopes.optimised, steps=5)),
 }
 """What bounds the neurons that are open, in turn."""
 _BOUNDS: dict[Method, Sequence[crown.Bound]] = {
     "interval": (),
     "crown": (crown.backward,),
+    "auto": (crown.backward, functools.partial(slopes.optimised, steps=20)),
     "alpha": (crown.backward, functools.partial(slopes.optimised, steps=20)),
 }
 """What bounds the margins, in turn; all but the first where it leaves them open."""

@@ -17,7 +17,6 @@ from wdjax.certify.domain import (
     Rule,
     Value,
     constant_of,
-    corners,
     ends,
     fresh,
     gamma,
@@ -25,8 +24,8 @@ from wdjax.certify.domain import (
     largest_size,
     stretch,
     tiny,
-    widen,
 )
+from wdjax.certify.ends import corners, widen
 from wdjax.certify.linear import affine, bind
 
 Slope = Callable[[Array, Array], Array]

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from wdjax import norms, parallel, validate
 from wdjax.certify import lipschitz, margins, region
 from wdjax.certify.lipschitz import Classifier
-from wdjax.certify.margins import Method
+from wdjax.certify.margins import METHODS, Method
 from wdjax.certify.region import Box
 from wdjax.parallel import AnyArray
 
@@ -73,6 +73,7 @@ def margin_bounds(
     [inf, 0.6]
     """
     norms.check_norm(norm)
+    _check_method(method)
     eps = jnp.broadcast_to(_check_eps(eps, x), y.shape)
     if validate.traced(model, x, y, eps):
         validate.check_shapes(model, x, y)
@@ -164,6 +165,7 @@ def radius(
     [0.566, 0.0]
     """
     norms.check_norm(norm)
+    _check_method(method)
     if validate.traced(model, x, y):
         validate.check_shapes(model, x, y)
         return _search(model, jnp.asarray(x), jnp.asarray(y), norm, box, steps, method)
@@ -247,6 +249,11 @@ def _bounds(
 ) -> jax.Array:
     with jax.default_matmul_precision("highest"):
         return margins.lower(model, region.ball(x, eps, norm, box), y, method)
+
+
+def _check_method(method: Method) -> None:
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
 
 
 def _check_eps(eps: ArrayLike, x: AnyArray) -> jax.Array:

@@ -5,6 +5,7 @@ import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
 from wdjax import norms
 from wdjax.certify.coefficients import Coefficients, Rows, rounding, seen, summed
@@ -60,11 +61,16 @@ def _wide(number: Array, like: Array) -> Array:
 def _capped_one(size: Array, cap: Array, eps: Array) -> Array:
     """At least ``max { sum a d : d <= cap, sum d <= eps }``: the dual for some multiplier."""
     axes = tuple(range(2, size.ndim))
-    low, high = jnp.zeros(size.shape[:2], size.dtype), jnp.max(size, axis=axes)
-    for _ in range(12):
+    fixed = lax.stop_gradient(size)
+
+    def halved(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
         level = 0.5 * (low + high)
-        spent = jnp.sum(jnp.where(size > _wide(level, size), cap, 0.0), axis=axes)
-        low, high = jnp.where(spent > eps, level, low), jnp.where(spent > eps, high, level)
+        spent = jnp.sum(jnp.where(fixed > _wide(level, size), cap, 0.0), axis=axes)
+        return jnp.where(spent > eps, level, low), jnp.where(spent > eps, high, level)
+
+    ends = jnp.zeros(size.shape[:2], size.dtype), jnp.max(fixed, axis=axes)
+    low, high = lax.fori_loop(0, 12, halved, ends)
     duals = [
         level * eps + summed(jnp.maximum(size - _wide(level, size), 0.0) * cap)
         for level in (low, high)
@@ -80,14 +86,17 @@ def _capped_two(size: Array, cap: Array, eps: Array) -> Array:
     scale = jnp.where(top > 0, top, 1.0)
     a = size / _wide(scale, size)
     length = jnp.sqrt(jnp.sum(a**2, axis=axes))
-    level = length / jnp.where(eps > 0, eps, 1.0)
-    for _ in range(_TURNS):
-        free = a < _wide(level, a) * cap
-        rest = jnp.maximum(
-            eps**2 - jnp.sum(jnp.where(free, 0.0, cap) ** 2, axis=axes), 1e-12 * eps**2
-        )
-        own = jnp.sqrt(jnp.sum(jnp.where(free, a, 0.0) ** 2, axis=axes) / rest)
-        level = jnp.where((own > 0) & jnp.isfinite(own), own, level)
+    fixed = lax.stop_gradient(a)
+
+    def nearer(_: int, level: Array) -> Array:
+        free = fixed < _wide(level, a) * cap
+        spent = jnp.sum(jnp.where(free, 0.0, cap) ** 2, axis=axes)
+        own = jnp.sum(jnp.where(free, fixed, 0.0) ** 2, axis=axes)
+        own = jnp.sqrt(own / jnp.maximum(eps**2 - spent, 1e-12 * eps**2))
+        return jnp.where((own > 0) & jnp.isfinite(own), own, level)
+
+    begun = lax.stop_gradient(length) / jnp.where(eps > 0, eps, 1.0)
+    level = lax.fori_loop(0, _TURNS, nearer, begun)
     wide = _wide(jnp.where(level > 0, level, 1.0), a)
     move = jnp.minimum(a / wide, cap)
     dual = 0.5 * wide.reshape(level.shape) * eps**2 + summed(move * (a - 0.5 * wide * move))

@@ -60,7 +60,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     how.add_argument(
         "--method",
-        choices=["auto", *certify.METHODS],
+        choices=certify.METHODS,
         default="auto",
         help="of the margins, from the cheapest to the tightest (default %(default)s)",
     )
