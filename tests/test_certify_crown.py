@@ -230,3 +230,44 @@ def test_slopes_of_their_own_verify_more(shared):
     model, x, y = load(shared, "mnist_fc_3layer", "mlp", "mnist_test_0_500", 100)
     held = certify.certified(model, x, y, norm=math.inf, eps=0.02, method="alpha", batch_size=100)
     assert int(np.sum(held)) >= 88
+
+
+def planted(p, x):
+    """Class 1 only in a corner that no gradient outside of it points to."""
+    x = x.reshape(len(x), -1)
+    hidden = jax.nn.relu((x - p["center"]) @ p["sign"][:, None] - p["level"])
+    out = jax.nn.relu(hidden * p["steep"] + x @ p["noise"]) @ p["mix"]
+    return jnp.concatenate([jnp.ones_like(out), out], axis=1)
+
+
+@pytest.mark.parametrize("norm", list(NORMS))
+def test_planted_counterexamples_are_never_certified(norm):
+    """200 flips just inside the ball, which an attack by gradients does not see."""
+    rng, size = np.random.default_rng(5), 24
+    missed = held = 0
+    for trial in range(67):
+        eps = float(rng.choice([1e-3, 0.03, 0.2]))
+        center = rng.uniform(0.25, 0.75, size)
+        raw = rng.choice([-1.0, 1.0], size) * rng.uniform(0.5, 1.5, size)
+        step = {1: np.eye(size)[np.argmax(np.abs(raw))] * np.sign(raw), 2: raw, math.inf: raw}[norm]
+        step = np.sign(step) if norm == math.inf else step / np.linalg.norm(step)
+        most = eps * step @ raw
+        p = {
+            "center": center,
+            "sign": raw,
+            "level": (1 - 2e-3) * most,
+            "steep": np.array([[2.0 / (1e-3 * most)]]),
+            "noise": np.full((size, 1), 1e-4),
+            "mix": np.ones((1, 1)),
+        }
+        model = Model(planted, jax.tree.map(lambda t: jnp.asarray(t, jnp.float32), p))
+        x, y = np.float32(center)[None], np.array([0])
+        flip = np.float32(center + (1 - 5e-4) * eps * step)[None]
+        assert model(jnp.concatenate([x, flip])).argmax(axis=-1).tolist() == [0, 1]
+        assert not certify.certified(model, x, y, norm=norm, eps=eps)[0]
+        held += bool(certify.certified(model, x, y, norm=norm, eps=0.99 * eps)[0])
+        if trial < 3:
+            attack = attacks.PGD(Lp(norm), steps=10)
+            missed += not run(attack, model, x, y, eps=eps).success[0]
+    assert missed == 3
+    assert held > 30, "smaller balls are certified, unless rounding itself reaches the flip"
