@@ -62,8 +62,7 @@ def verify(
       norm: r, one of 1, 2 and inf.
       eps: radius, in the units of ``x``.
       box: ``(low, high)``, or None for no box.
-      method: of the margins, one of :data:`METHODS`; radii are searched for by intervals if it is
-        "interval", by "crown" otherwise.
+      method: one of :data:`METHODS`; radii are searched for by "auto" where it is "alpha".
       steps: as in :func:`radius`; 0 for no radii but 0 and ``eps``.
       batch_size: samples at once.
       callback: told the progress after every batch.
@@ -85,7 +84,7 @@ def verify(
     >>> found.verified.tolist(), found.radius.round(3).tolist(), found.claim
     ([True, False], [0.4, 0.0], 'float program')
     """
-    cheap: Method = "interval" if method == "interval" else "crown"
+    cheap: Method = "auto" if method == "alpha" else method
     x, y = validate.check_samples(model, x, y, box)
     count, size = len(y), min(batch_size, len(y))
     how: dict[str, Any] = {"norm": norm, "box": box, "batch_size": size}
