@@ -73,7 +73,7 @@ def margin_bounds(
     [inf, 0.6]
     """
     norms.check_norm(norm)
-    _check_method(method)
+    check_method(method)
     eps = jnp.broadcast_to(_check_eps(eps, x), y.shape)
     if validate.traced(model, x, y, eps):
         validate.check_shapes(model, x, y)
@@ -165,7 +165,7 @@ def radius(
     [0.566, 0.0]
     """
     norms.check_norm(norm)
-    _check_method(method)
+    check_method(method)
     if validate.traced(model, x, y):
         validate.check_shapes(model, x, y)
         return _search(model, jnp.asarray(x), jnp.asarray(y), norm, box, steps, method)
@@ -251,7 +251,8 @@ def _bounds(
         return margins.lower(model, region.ball(x, eps, norm, box), y, method)
 
 
-def _check_method(method: Method) -> None:
+def check_method(method: Method) -> None:
+    """Raises a ``ValueError`` that says which methods there are."""
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
 

@@ -4,14 +4,13 @@ from collections.abc import Callable
 from os import PathLike
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import jax
 import numpy as np
 import numpy.typing as npt
 
 from wdjax import loop, validate
 from wdjax.certify import pointwise
 from wdjax.certify.lipschitz import Classifier
-from wdjax.certify.margins import Method
+from wdjax.certify.margins import METHODS, Method
 from wdjax.certify.region import Box
 from wdjax.core import Progress
 from wdjax.parallel import AnyArray
@@ -84,6 +83,7 @@ def verify(
     >>> found.verified.tolist(), found.radius.round(3).tolist(), found.claim
     ([True, False], [0.4, 0.0], 'float program')
     """
+    pointwise.check_method(method)
     cheap: Method = "auto" if method == "alpha" else method
     x, y = validate.check_samples(model, x, y, box)
     count, size = len(y), min(batch_size, len(y))
@@ -112,23 +112,18 @@ def verify(
             left = np.arange(min(taken % len(starts) * size, count), count)
             callback(Progress(taken, last, left))
 
-    blank: dict[str, Any] = {
-        "turn": 0,
-        "margin": np.full(count, -np.inf),
-        "radius": np.zeros(count),
-    }
-    identity = loop.digest(model, x, y, np.float64(eps)) if checkpoint is not None else b""
-    mark = f"{method} {norm} {box} {steps} {size}".encode()
+    settings = np.array([METHODS.index(method), norm, eps, *(box or ()), steps, size], float)
+    blank: dict[str, Any] = {"turn": 0, "margin": np.full(count, -np.inf)}
+    blank["radius"] = np.zeros(count)
     state = loop.carry(
         blank,
         turn,
         lambda s: int(s["turn"]) >= last,
         report=report,
         checkpoint=checkpoint,
-        identity=loop.digest(np.frombuffer(identity + mark, np.uint8)) if identity else b"",
+        identity=b"" if checkpoint is None else loop.digest(model, x, y, settings),
     )
-    correct = np.concatenate(
-        [np.asarray(jax.numpy.argmax(model(x[i : i + size]), axis=-1)) for i in starts]
-    ) == np.asarray(y)
+    classes = [np.argmax(model(x[i : i + size]), axis=-1) for i in starts]
+    correct = np.concatenate(classes) == np.asarray(y)
     held = np.where(state["margin"] > 0, eps, 0.0)
     return Certificate(correct, state["margin"], np.maximum(state["radius"], held), method, CLAIM)

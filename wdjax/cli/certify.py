@@ -40,19 +40,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = parser.add_argument_group("what is certified")
-    what.add_argument("--arch", required=True, help="such as mlp, wong_mnist, resnet2b")
-    what.add_argument("--weights", required=True, type=Path, metavar="FILE", help="the checkpoint")
-    what.add_argument(
-        "--data",
-        required=True,
-        type=Path,
-        metavar="FILE.npz",
-        help="x [n, height, width, channels], uint8 or floats in [0, 1], and labels y [n]",
-    )
-    what.add_argument(
-        "--samples", type=options.positive, metavar="N", help="the first N; all if left"
-    )
+    _describe(parser)
     how = parser.add_argument_group("how")
     how.add_argument("--norm", required=True, choices=sorted(norms.NAMES), help="of a move")
     how.add_argument(
@@ -92,6 +80,23 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=run)
 
 
+def _describe(parser: argparse.ArgumentParser) -> None:
+    """Which model, and on what."""
+    what = parser.add_argument_group("what is certified")
+    what.add_argument("--arch", required=True, help="such as mlp, wong_mnist, resnet2b")
+    what.add_argument("--weights", required=True, type=Path, metavar="FILE", help="the checkpoint")
+    what.add_argument(
+        "--data",
+        required=True,
+        type=Path,
+        metavar="FILE.npz",
+        help="x [n, height, width, channels], uint8 or floats in [0, 1], and labels y [n]",
+    )
+    what.add_argument(
+        "--samples", type=options.positive, metavar="N", help="the first N; all if left"
+    )
+
+
 def run(parsed: argparse.Namespace, console: Console) -> int:
     """Certifies, prints, then writes."""
     for path in (parsed.radii, None if parsed.json == "-" else parsed.json):
@@ -116,27 +121,8 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
             checkpoint=parsed.checkpoint,
         )
     seconds = time.perf_counter() - began
-    left = {
-        f"omega_{name}": float(certify.certified_accuracy(found.radius, parsed.eps, order))
-        for name, order in options.ORDERS.items()
-    }
-    content = {
-        "schema": SCHEMA,
-        "versions": report.versions(),
-        "arch": parsed.arch,
-        "weights": parsed.weights.name,
-        "data": parsed.data.name,
-        "samples": len(y),
-        "norm": parsed.norm,
-        "eps": parsed.eps,
-        "method": found.method,
-        "claim": found.claim,
-        "clean_accuracy": float(np.mean(found.correct)),
-        "verified": int(np.sum(found.verified)),
-        "certified_accuracy": left,
-        "seconds": seconds,
-        "compile_seconds": min(spent.seconds, seconds),
-    }
+    content = _content(parsed, found, seconds, min(spent.seconds, seconds))
+    left = content["certified_accuracy"]
     console.say(
         f"{content['verified']} of {len(y)} verified within {parsed.eps:g} by {found.method}; "
         + ", ".join(f"{name} >= {value:.4f}" for name, value in left.items())
@@ -149,6 +135,33 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     if parsed.radii is not None:
         files.write(parsed.radii, _radii(found))
     return 0
+
+
+def _content(
+    parsed: argparse.Namespace, found: certify.Certificate, seconds: float, compiling: float
+) -> dict[str, Any]:
+    """What is written as JSON."""
+    left = {
+        f"omega_{name}": float(certify.certified_accuracy(found.radius, parsed.eps, order))
+        for name, order in options.ORDERS.items()
+    }
+    return {
+        "schema": SCHEMA,
+        "versions": report.versions(),
+        "arch": parsed.arch,
+        "weights": parsed.weights.name,
+        "data": parsed.data.name,
+        "samples": len(found.correct),
+        "norm": parsed.norm,
+        "eps": parsed.eps,
+        "method": found.method,
+        "claim": found.claim,
+        "clean_accuracy": float(np.mean(found.correct)),
+        "verified": int(np.sum(found.verified)),
+        "certified_accuracy": left,
+        "seconds": seconds,
+        "compile_seconds": compiling,
+    }
 
 
 class _Compiling:
