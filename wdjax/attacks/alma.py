@@ -75,7 +75,7 @@ class ALMA:
     Differs: of the authors' distances, norms 1 and 2 only. Where the first gradient is not usable
     yet, the learning rate waits for one.
 
-    Source: Rony et al. (2021), Algorithm 2 and section 4.
+    Source: Rony et al. [rony2021], Algorithm 2 and section 4.
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))

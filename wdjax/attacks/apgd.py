@@ -84,7 +84,7 @@ class APGD:
       projection, clipped to the box. DLR falls back to margins where there are too few classes
       (:func:`wdjax.losses.targeted_dlr_or_margin`).
 
-    Source: Croce and Hein (2020), Algorithm 1; the ratio is arXiv 2407.02240 (MALT).
+    Source: Croce and Hein [croce2020], Algorithm 1; the ratio is MALT's [melamed2024].
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))

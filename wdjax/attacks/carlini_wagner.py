@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import validate
+from wdjax import norms, validate
 from wdjax.attacks import ascent, nearest
 from wdjax.attacks.ascent import setting
 from wdjax.attacks.nearest import Nearest
@@ -57,7 +57,7 @@ class CarliniWagner:
 
     Differs: no early end of a round, and the last iterate of each is tested.
 
-    Source: Carlini and Wagner (2017), section VI-A.
+    Source: Carlini and Wagner [carlini2017], section VI-A.
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: 9 * x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
@@ -110,19 +110,14 @@ class CarliniWagner:
         return jnp.clip(low + (high - low) * (jnp.tanh(w) + 1) / 2, low, high)
 
     def _descend(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        def gain(w: Array) -> tuple[Array, tuple[Array, PyTree]]:
-            x = self._bounded(w)
-            out = victim.model(x)
-            distance = jnp.sum((x - samples.x).reshape(len(x), -1) ** 2, axis=-1)
-            value = victim.criterion(out, samples.y)
-            lack = jnp.maximum(self.confidence - value, 0.0)
-            return jnp.sum(-distance - state.weight * lack), (x, out)
-
-        gradient, (x, out) = jax.grad(gain, has_aux=True)(state.w)
-        seen = ascent.look(gradient, out)
+        x, back = jax.vjp(self._bounded, state.w)
+        seen = ascent.slope(victim, x, samples.y, victim.criterion)
         info = ascent.note(victim, samples.y, seen)
-        state = self._keep(samples, state, x, info.value, out)
-        update, moments = jax.vmap(optax.scale_by_adam().update)(seen.gradient, state.moments)
+        lacking = jnp.where(info.value < self.confidence, state.weight, 0.0)
+        pull = 2 * (samples.x - x)
+        (gradient,) = back(pull + norms.spread(lacking, x) * seen.gradient)
+        state = self._keep(samples, state, x, info.value, seen.out)
+        update, moments = jax.vmap(optax.scale_by_adam().update)(gradient, state.moments)
         return state._replace(w=state.w + self.step_size * update, moments=moments), info
 
     def _keep(self, samples: Samples, state: State, x: Array, value: Array, out: PyTree) -> State:

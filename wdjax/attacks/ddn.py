@@ -47,7 +47,7 @@ class DDN:
     Differs: the last iterate is tested too, and no point is rounded to 256 levels. Where the
     gradient is zero the direction stays; the authors' code draws a random one.
 
-    Source: Rony et al. (2019), Algorithm 1.
+    Source: Rony et al. [rony2019], Algorithm 1.
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))

@@ -46,7 +46,7 @@ class DeepFool:
     Differs: the authors enlarge every iterate's perturbation, which then counts in the next step;
     so does this. Points are clipped to the box.
 
-    Source: Moosavi-Dezfooli et al. (2016), Algorithm 2 and equation 12.
+    Source: Moosavi-Dezfooli et al. [moosavi2016], Algorithm 2 and equation 12.
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))

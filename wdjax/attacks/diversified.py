@@ -59,7 +59,7 @@ class Diversified:
 
     Cost: 1 forward and 1 backward pass a step, and 1 forward.
 
-    Source: Liu et al. (2022, A3), Section 3; the outputs' diversification is Tashiro et al. (2020).
+    Source: Liu et al. [liu2022], Section 3; the outputs' diversification is [tashiro2020].
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))

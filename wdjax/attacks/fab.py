@@ -62,7 +62,7 @@ class FAB:
 
     Differs: the final search of the paper is left out, as in the authors' code.
 
-    Source: Croce and Hein (2020, FAB), Algorithm 1; the targets are those of AutoAttack.
+    Source: Croce and Hein [fab2020], Algorithm 1; the targets are those of AutoAttack.
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))

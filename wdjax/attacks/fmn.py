@@ -49,7 +49,7 @@ class FMN:
     ten-thousandth, without which linear models never flip. :class:`~wdjax.attacks.Walk` is
     stronger on every net we tried.
 
-    Source: Pintor et al. (2021), Algorithm 1.
+    Source: Pintor et al. [pintor2021], Algorithm 1.
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))

@@ -50,7 +50,7 @@ def project(
 
     Cost: ``O(d)`` a Newton step, of which some 5 are usual; for norm 1 ``O(d)`` a bit of a float.
 
-    Source: Croce and Hein (2020, FAB), equations 4 to 7.
+    Source: Croce and Hein [fab2020], equations 4 to 7.
 
     >>> z, w = jnp.array([[0.5, 0.9]]), jnp.array([[1.0, 1.0]])
     >>> project(z, w, jnp.array([-0.35]), 2, (0.0, 1.0)).tolist()

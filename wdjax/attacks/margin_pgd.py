@@ -42,8 +42,8 @@ class MarginPGD:
 
     Cost: 1 forward and 1 backward pass a step until the flip, 1 forward at the end.
 
-    Source: this library's own; the cosine is that of Liu et al. (2022), the margin Carlini and
-    Wagner's (2017).
+    Source: this library's own; the cosine is that of Liu et al. [liu2022], the margin Carlini and
+    Wagner's [carlini2017].
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))

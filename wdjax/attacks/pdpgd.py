@@ -1,6 +1,7 @@
 """Primal-dual proximal gradient descent (PDPGD)."""
 
 import dataclasses
+import math
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -22,6 +23,10 @@ _USUAL = 500
 """Steps for which ``dual_step`` is meant."""
 _DECAY, _FLOOR = 0.999, 1e-8
 """Of Adam's second moments."""
+_PRIMAL_END, _DUAL_END = 0.01, 0.1
+"""What the steps fall to, as shares of the first."""
+_EXTREME = math.log(1e6)
+"""The largest multiplier's logarithm."""
 
 
 class State(NamedTuple):
@@ -41,11 +46,11 @@ class State(NamedTuple):
 class PDPGD:
     r"""Primal-dual proximal gradient descent: Adam on the margin, a proximal map for the norm.
 
-    The Lagrangian ``l_1 ||delta||_r - l_2 margin`` is a game over ``l`` in the simplex. The primal
-    player takes an Adam step along the margin and then the proximal map of ``l_1 / l_2`` times the
-    norm, in Adam's metric; the dual one multiplies ``l_2`` by ``exp(-+ dual_step)`` as the point is
-    a flip or not. Both steps fall along a cosine.
-
+    The Lagrangian ``l_1 ||delta||_r + l_2 softplus(max(-margin, 0))`` is a game over ``l`` in the
+    simplex. The primal player takes an Adam step along the margin of a point that is no flip, and
+    then the proximal map of ``l_1 / l_2`` times the norm, in Adam's metric and in the box; the dual
+    one multiplies ``l_2`` by ``exp(-+ dual_step)`` as the point is a flip or not. The primal step
+    falls geometrically, the dual one along a line.
     Args:
       ball: norm and box.
       steps: gradient steps.
@@ -62,7 +67,7 @@ class PDPGD:
     Differs: the dual step grows for runs shorter than the authors' 500 steps, without which they
     end before the multipliers balance. The last iterate is tested.
 
-    Source: Matyasko and Chau (2021), Algorithm 1; the metric is Melchior et al.'s (2019).
+    Source: Matyasko and Chau [matyasko2021], Algorithm 1; the metric is that of [melchior2019].
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
@@ -103,20 +108,34 @@ class PDPGD:
         seen = ascent.slope(victim, x, samples.y, victim.criterion)
         info = ascent.note(victim, samples.y, seen)
         best = nearest.keep_nearest(state.best, self.ball, samples, x, info.value, seen.out)
-        size = nearest.cosine(self.step_size, 0.01 * self.step_size, state.taken, self.steps)
-        pace = self.dual_step * max(1.0, _USUAL / self.steps)
-        pace = nearest.cosine(pace, 0.1 * pace, state.taken, self.steps)
-        update, moments = jax.vmap(optax.scale_by_adam().update)(seen.gradient, state.moments)
-        delta = x + norms.spread(size, x) * update - samples.x
+        gone = state.taken / self.steps
+        size = self.step_size * _PRIMAL_END**gone
+        pace = self.dual_step * max(1.0, _USUAL / self.steps) * (1 - (1 - _DUAL_END) * gone)
+        # Of softplus(max(-margin, 0)): a flip is left to the norm.
+        lacking = jnp.where(info.value < 0, jax.nn.sigmoid(-info.value), 0.0)
+        gradient = norms.spread(lacking, x) * seen.gradient
+        update, moments = jax.vmap(optax.scale_by_adam().update)(gradient, state.moments)
+        delta = self.ball.clip(x + norms.spread(size, x) * update) - samples.x
         # The size of the gradients, as Adam has it: the metric of the proximal map.
         past = 1 - _DECAY ** moments.count.astype(x.dtype)
         metric = jnp.sqrt(moments.nu / norms.spread(past, x)) + _FLOOR
         ratio = state.share / jnp.maximum(1 - state.share, _FLOOR)
-        delta = _proximal(delta, size * ratio, metric, self.ball.norm)
-        moved = self.ball.clip(samples.x + delta)
+        moved = self._proximal(samples.x, delta, size * ratio, metric)
         multiplier = state.multiplier + jnp.where(info.value > 0, -pace, pace)
+        multiplier = jnp.clip(multiplier, -_EXTREME, _EXTREME)
         share = _KEPT * state.share + (1 - _KEPT) * jax.nn.sigmoid(-multiplier)
         return State(moved, moments, multiplier, share, state.taken + 1, best), info
+
+    def _proximal(self, x: Array, z: Array, weight: Array, metric: Array) -> Array:
+        """``x + argmin weight ||u||_r + sum metric (u - z)^2 / 2`` in the box, roughly."""
+        largest = jnp.max(metric.reshape(len(z), -1), axis=-1)
+        share = metric / norms.spread(largest, z)
+
+        def step(_: int, u: Array) -> Array:
+            u = plain_proximal(u - share * (u - z), weight / largest, self.ball.norm)
+            return self.ball.clip(x + u) - x
+
+        return x + jax.lax.fori_loop(0, _INNER, step, z)
 
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         out, info = ascent.judge(victim, state.x, samples.y)
@@ -128,17 +147,6 @@ class PDPGD:
 
     def finished(self, state: State) -> Array:
         return state.best.known
-
-
-def _proximal(z: Array, weight: Array, metric: Array, norm: float) -> Array:
-    """``argmin weight ||u||_r + sum metric (u - z)^2 / 2``, by a few proximal gradient steps."""
-    largest = jnp.max(metric.reshape(len(z), -1), axis=-1)
-    share = metric / norms.spread(largest, z)
-
-    def step(_: int, u: Array) -> Array:
-        return plain_proximal(u - share * (u - z), weight / largest, norm)
-
-    return jax.lax.fori_loop(0, _INNER, step, z)
 
 
 def plain_proximal(z: Array, weight: Array, norm: float) -> Array:

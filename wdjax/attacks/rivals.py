@@ -40,7 +40,7 @@ def rank(
       The ``min(count, among, K - 1)`` nearest, and what was spent: one forward and ``among``
       backward passes.
 
-    Source: Melamed et al. (2024), MALT.
+    Source: Melamed et al. [melamed2024].
 
     >>> from wdjax.losses import decision_margin
     >>> model = lambda x: x @ jnp.array([[1.0, 0.0, -9.0], [0.0, 0.5, 9.0]])

@@ -61,7 +61,7 @@ class Square:
       the last row and column. A square of more than a side becomes a rectangle of its area. For
       norm 1 the scheme of norm 2 is used with l1 lengths.
 
-    Source: Andriushchenko et al. (2020), Algorithms 1 to 3.
+    Source: Andriushchenko et al. [andriushchenko2020], Algorithms 1 to 3.
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))

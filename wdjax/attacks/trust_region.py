@@ -59,7 +59,7 @@ class TrustRegion:
     Differs: one forward pass serves the gradient and the test of the last step; the authors take
     two.
 
-    Source: Yao et al. (2019), Algorithm 1 and section 3.2.
+    Source: Yao et al. [yao2019], Algorithm 1 and section 3.2.
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))

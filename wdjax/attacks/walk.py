@@ -19,7 +19,7 @@ _RANKED = 5
 _BEYOND = 0.05
 """How far beyond the linearised boundary a step aims, as a share of the distance to it."""
 _LEAST = 0.125
-"""Of the radius' largest growth, the least in a hasty walk."""
+"""Of the radius' largest growth, the least in a hasty walk, and before the first flip."""
 
 
 class State(NamedTuple):
@@ -78,8 +78,8 @@ class Walk:
     follows the linearised margin where that is near, in the box, and in the test of the last
     iterate.
 
-    Source: this library's own; the radius that shrinks on flips and grows otherwise is Rony et
-    al.'s (2019), the first estimate and the projection Pintor et al.'s (2021), equation 5.
+    Source: this library's own; the radius that shrinks on flips and grows otherwise is that of
+    [rony2019], the first estimate and the projection those of [pintor2021], equation 5.
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
@@ -169,6 +169,10 @@ class Walk:
         distance = norms.lp_norm(x - samples.x, norm)
         bound = jnp.where(best.known, state.reach, jnp.inf)
         reach = self._follow(bound, distance, gap, fallen, share)
+        # Corners and the box keep steps from gaining what the linear model says; without a flip to
+        # come back from, the radius grows all the same.
+        stuck = jnp.isfinite(state.reach) & ~best.known
+        reach = jnp.where(stuck, jnp.maximum(reach, (1 + _LEAST * share) * state.reach), reach)
         reach = jnp.minimum(reach, best.cost)
         step = norms.spread(size * reach, x) * nearest.direction(seen.gradient, norm)
         moved = self.ball.project(x + step, samples.x, reach)
@@ -182,7 +186,9 @@ class Walk:
 
         A last radius of inf binds nothing.
         """
-        # A little beyond the boundary on either side, or the points would end on it.
+        # A little beyond the boundary on either side, or the points would end on it. Where a flip
+        # is flat nothing tells how near the boundary is, and the radius shrinks as it may.
+        gap = jnp.where(fallen & (gap == 0), distance, gap)
         linear = distance + jnp.where(fallen, _BEYOND - 1, _BEYOND + 1) * gap
         base = jnp.where(fallen, reach + self.haste * (distance - reach), reach)
         low = base * (1 + jnp.where(fallen, -1, _LEAST * self.haste + self.haste - 1) * share)

@@ -76,7 +76,7 @@ class WPGD:
       points inside the ball to its surface. Successes at an iterate are counted from the forward
       pass of its gradient.
 
-    Source: Bai et al. (2023), equation 14 and Section 5.
+    Source: Bai et al. [bai2023], equation 14 and Section 5.
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
@@ -198,7 +198,7 @@ def wfgsm(
 
     Cost: 1 backward and 2 forward passes a sample.
 
-    Source: Bai et al. (2023), W-FGSM.
+    Source: Bai et al. [bai2023], W-FGSM.
 
     >>> wfgsm().steps
     1

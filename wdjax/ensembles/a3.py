@@ -103,7 +103,7 @@ def a3(
       classes of a rank are always pushed up. Draws are every sample's own. A start that misses in
       norms 1 and 2 counts from its first projection on.
 
-    Source: Liu et al. (2022), A3; constants of the authors' code.
+    Source: Liu et al. [liu2022]; constants of the authors' code.
 
     >>> from wdjax import Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
@@ -166,7 +166,7 @@ def a3_wda(
 
     Cost: as :func:`a3`; one search takes up to ``10 + 10 rivals`` backward passes and the probes.
 
-    Source: Le et al., Section 5.
+    Source: Le et al. [le2025], Section 5.
 
     >>> from wdjax import Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))

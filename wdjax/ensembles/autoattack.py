@@ -78,7 +78,7 @@ def autoattack(
       kept, measured and saved. The differences of the members are told there. With few classes
       there are as many targets as there are rivals. The l1 version has no phases of larger radii.
 
-    Source: Croce and Hein (2020), Section 5; version 0.1 of the authors' code.
+    Source: Croce and Hein [croce2020], Section 5; version 0.1 of the authors' code.
 
     >>> import jax
     >>> import jax.numpy as jnp

@@ -52,7 +52,7 @@ def bisect(
 
     Cost: that of the attack, ``rounds`` times.
 
-    Source: AttackBench (Cinà et al., 2025) bisects fixed-budget attacks, without warm starts.
+    Source: AttackBench [cina2025] bisects fixed-budget attacks, without warm starts.
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))

@@ -77,7 +77,7 @@ class Expected:
     Args:
       loss: ``([n, K], [n]) -> [n]``.
 
-    Source: Athalye et al. (2018).
+    Source: Athalye et al. [athalye2018].
 
     >>> Expected(losses.margin)(jnp.array([[[0.0, 1.0], [3.0, 0.0]]]), jnp.array([0])).tolist()
     [-1.0]
@@ -145,7 +145,7 @@ def rand(
     Differs: the authors draw anew at every gradient and judge by one evaluation, in which a point
       counts that any of many tries got through; here the draws are fixed for a search.
 
-    Source: Croce and Hein (2020), AutoAttack ``rand``.
+    Source: Croce and Hein [croce2020], AutoAttack ``rand``.
 
     >>> def noisy(params, x):
     ...     return x @ params["w"] + 0.1 * jax.random.normal(params["key"], (2,))

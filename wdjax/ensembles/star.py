@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wdjax import driver, transport, validate
+from wdjax.attacks.pdpgd import PDPGD
 from wdjax.attacks.walk import Walk
 from wdjax.balls import Lp
 from wdjax.core import AnyArray, Array, Found, PyTree
@@ -16,31 +17,33 @@ _HOPE = 0.2
 """Relative gain expected of the first walk that follows the opening."""
 _LEAST = 21
 """Passes of the shortest walk."""
-_PILOTS = 90
-"""Passes from which on several walks can be compared."""
+_PILOTS = (70, 90)
+"""Passes from which on two walks can be compared, and three."""
 _SOME = 5
-"""One sample in so many is a pilot."""
+"""One sample in so many is a pilot; with fewer than ``_SOME`` of them there are none."""
 _TRIAL = 0.25
 """Of the keen samples, those that try a kind of walk for the first time."""
 _STAKE = 0.03
 """Of all passes, what a first trial may cost."""
+_SPARSE = 100
+"""Steps of the opening in l1."""
 _KEEN = 0.5
 """A sample is walked again if its expected gain is at least this share of the mean."""
 
 
 class Kind(NamedTuple):
-    """A walk, and how it is begun."""
+    """A search, and how it is begun."""
 
-    walk: Walk
+    attack: Walk | PDPGD
     start: str
     """``"sample"``, ``"around"`` the sample at the scale of the best distance, or ``"best"``."""
 
     @property
     def passes(self) -> int:
         """Forward and backward passes of one sample, at most."""
-        walks = max(1, self.walk.targets)
-        ranking = 6 if self.walk.targets else 0
-        return ranking + walks * (2 * self.walk.steps + 1) + 2
+        targets = self.attack.targets if isinstance(self.attack, Walk) else 0
+        ranking = 6 if targets else 0
+        return ranking + max(1, targets) * (2 * self.attack.steps + 1) + 2
 
 
 def wda_star(
@@ -62,9 +65,10 @@ def wda_star(
     Feed the result to :func:`wdjax.spend`: the knapsack over these distances is WDA*, the attack of
     Wasserstein order p. Which start finds the nearest flip differs from model to model: pilots
     decide which kind of :class:`~wdjax.attacks.Walk` opens, from anywhere in the box or towards the
-    nearest class. Later the kind that keeps most of what is expected of it a pass goes next, also
-    from around the sample and from the best point, on those samples only whose improvement counts:
-    with a budget ``eps``, a shorter distance d gains what the knapsack pays for it,
+    nearest class; in l1 a short :class:`~wdjax.attacks.PDPGD` does, and a walk from where it ends.
+    Later the kind that keeps most of what is expected of it a pass goes next, also from around the
+    sample and from the best point, on those samples only whose improvement counts: with a budget
+    ``eps``, a shorter distance d gains what the knapsack pays for it,
 
         min(d_i, d*)^p - min((1 - r_i) d_i, d*)^p,
 
@@ -97,7 +101,8 @@ def wda_star(
     Cost: ``passes`` a sample on average, plus one forward pass a walk for samples left out; some
     ten compiled programs.
 
-    Source: this library's own, on Le et al., Algorithm 2; the ranking of the classes is MALT's.
+    Source: this library's own, on Le et al. [le2025], Algorithm 2; the ranking of classes is that
+    of [melamed2024].
 
     >>> import jax, wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jax.numpy.array([[1.0, -1.0], [-1.0, 1.0]]))
@@ -109,16 +114,23 @@ def wda_star(
     ask = question("wda_star", model, x, y, key, checkpoint, options)
     eps = None if eps is None else float(validate.check_number("eps", eps))
     order = validate.check_order(order)
-    firsts, more = _schedule(ball, validate.check_count("passes", passes))
-    found, number = _open(ask, firsts, eps, order), len(firsts) + 1
+    rivals, always, more = _schedule(ball, validate.check_count("passes", passes))
+    found, number = _open(ask, rivals, eps, order), len(rivals) + 1
+    for kind in always:
+        everyone = np.ones(len(found.cost), bool)
+        found = driver.best(found, _follow(ask, number, kind, found, everyone))
+        number += 1
     hope = np.full(len(found.cost), _HOPE)
     yields = dict.fromkeys(more, np.inf)
     while True:
         worth = _worth(found, hope, eps, order)
         if worth.sum() <= tolerance * _worth(found, np.ones_like(hope), eps, order).sum():
             return found
-        kind = max(yields, key=lambda kind: yields[kind] / kind.passes)
         left = passes - float(np.mean(found.passes))
+        payable = [kind for kind in yields if kind.passes <= left * len(hope)]
+        if not payable:
+            return found
+        kind = max(payable, key=lambda kind: yields[kind] / kind.passes)
         share = min(_TRIAL, _STAKE * passes / kind.passes) if np.isinf(yields[kind]) else 1.0
         only = _chosen(worth, kind, left, share)
         if not only.any():
@@ -139,43 +151,47 @@ def _gain(before: Found, after: Found) -> np.ndarray:
     )
 
 
-def _schedule(ball: Lp, passes: int) -> tuple[list[Kind], list[Kind]]:
-    """The walks of which the best opens, and those to choose from afterwards, by the budget."""
+def _schedule(ball: Lp, passes: int) -> tuple[list[Kind], list[Kind], list[Kind]]:
+    """By the budget: kinds of which the best opens, those that follow it, and all later ones."""
     if passes < _LEAST:
         raise ValueError(f"wda_star needs at least {_LEAST} passes an image, got {passes}.")
     short, long = (25, 36) if passes < 300 else (30, 40)
-    if passes < _PILOTS:
+    if passes < _PILOTS[0]:
         short = min(short, (passes - 3) // 2)
     hasty = Kind(Walk(ball, steps=short, far=True, haste=1.0), "sample")
     patient = Kind(Walk(ball, steps=long, far=True), "sample")
     near = Kind(Walk(ball, steps=short, targets=1), "sample")
     around = Kind(Walk(ball, steps=long, far=True, targets=2, width=1.5), "around")
     polish = Kind(Walk(ball, steps=long, step_size=0.2), "best")
-    firsts = [hasty] if passes < _PILOTS else [hasty, patient, near]
-    return firsts, [hasty, patient, around, polish]
+    more = [hasty, patient, around, polish]
+    if passes < _PILOTS[1]:
+        return [hasty, near][: 1 + (passes >= _PILOTS[0])], [], more
+    if ball.norm == 1 and passes >= 2 * _SPARSE:
+        # Walks from anywhere end dense; the proximal map finds the few pixels that matter.
+        return [Kind(PDPGD(ball, steps=min(_SPARSE, passes // 4)), "sample")], [polish], more
+    return [hasty, patient, near], [], more
 
 
 def _open(ask: Question, firsts: list[Kind], eps: float | None, order: float) -> Found:
     """Every first walk for one sample in some, the best of them for the others."""
     n = len(ask.y)
-    pilot = np.arange(n) % max(1, min(_SOME, n // _SOME)) == 0
-    pilot |= len(firsts) == 1
-    tried = [ask.search(i, kind.walk, only=pilot) for i, kind in enumerate(firsts)]
+    if len(firsts) == 1 or n < _SOME * _SOME:
+        return ask.search(0, firsts[0].attack)
+    pilot = np.arange(n) % _SOME == 0
+    tried = [ask.search(i, kind.attack, only=pilot) for i, kind in enumerate(firsts)]
     found = driver.best(*tried)
-    if pilot.all():
-        return found
     power = 1.0 if eps is None or not np.isfinite(order) else order
     lengths = np.array([_distance(one)[pilot] ** power for one in tried])
     farthest = lengths.max(initial=0.0, where=np.isfinite(lengths))
     kind = firsts[int(np.argmin(np.minimum(lengths, 2 * farthest).sum(axis=1)))]
-    return driver.best(found, ask.search(len(firsts), kind.walk, only=~pilot))
+    return driver.best(found, ask.search(len(firsts), kind.attack, only=~pilot))
 
 
 def _follow(ask: Question, number: int, kind: Kind, found: Found, only: np.ndarray) -> Found:
     """One more walk of the chosen samples."""
     eps = found.cost if kind.start == "around" else None
     start = found.x_adv if kind.start == "best" else None
-    return ask.search(number, kind.walk, eps=eps, start=start, only=only)
+    return ask.search(number, kind.attack, eps=eps, start=start, only=only)
 
 
 def _distance(found: Found) -> np.ndarray:
