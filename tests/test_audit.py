@@ -107,7 +107,7 @@ def test_a_lying_certificate_is_caught():
         *POINTS,
         radii=[0.15],
         key=KEY,
-        certificates={"honest": audit.standard_certificates(wdjax.Lp())["intervals"], "far": far},
+        certificates={"honest": audit.standard_certificates(wdjax.Lp())["CROWN"], "far": far},
     )
     said = broken(found)
     assert said["no flip inside a certified ball"] == "far, worst at index 1"

@@ -250,3 +250,27 @@ def test_signals_end_a_command_in_one_line(tmp_path, number, code, line):
         _, said = running.communicate(timeout=60)
     assert (running.returncode, said) == (code, line)
     assert not list(out.iterdir())
+
+
+def test_certify_says_what_is_proved(given, capsys, tmp_path):
+    *_, command = given
+    command = ["certify", *command[1:-2]]
+    radii, kept = tmp_path / "radii.npz", tmp_path / "kept"
+    out = ["--json", "-", "--radii", str(radii), "--checkpoint", str(kept), "--batch-size", "5"]
+    assert main([*command, *out]) == 0
+    content = json.loads(capsys.readouterr().out)
+    saved = np.load(radii)
+    assert content["claim"] == "float program"
+    assert content["verified"] == saved["verified"].sum() > 0
+    assert content["clean_accuracy"] == pytest.approx(11 / 12)
+    assert not saved["verified"][0]
+    left = content["certified_accuracy"]
+    assert left["omega_1"] <= left["omega_2"] <= left["omega_inf"] <= content["clean_accuracy"]
+    assert left["omega_inf"] >= content["verified"] / 12 - 1e-9
+    assert 0 < content["compile_seconds"] <= content["seconds"]
+    # The work was saved: a second run goes on from its end.
+    assert main([*command, *out]) == 0
+    assert json.loads(capsys.readouterr().out)["verified"] == content["verified"]
+    assert main([*command, "--json", "-", "--method", "interval"]) == 0
+    assert json.loads(capsys.readouterr().out)["verified"] <= content["verified"]
+    assert main([*command, "--json", "-", "--eps", "-1"]) == 2

@@ -102,11 +102,11 @@ def standard_certificates(ball: Lp, batch_size: int | None = None) -> dict[str, 
     """The certificates of an audit that is not told others.
 
     >>> list(standard_certificates(Lp(2)))
-    ['intervals']
+    ['CROWN']
     """
     batch = _BATCH if batch_size is None else batch_size
-    intervals = functools.partial(certify.radius, norm=ball.norm, box=ball.box, batch_size=batch)
-    return {"intervals": intervals}
+    crown = functools.partial(certify.radius, norm=ball.norm, box=ball.box, batch_size=batch)
+    return {"CROWN": crown}
 
 
 class _Setting(NamedTuple):

@@ -38,7 +38,7 @@ def inequality(flip: bool) -> Rule:
     def rule(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
         del context
         (la, ua), (lb, ub) = (ends(a) for a in (args[::-1] if flip else args))
-        return Ternary(ua < lb, la <= ub)
+        return Ternary(ua < lb, ~(la > ub))
 
     return rule
 
@@ -85,6 +85,20 @@ def _attains(value: Value, top: Value) -> Ternary | None:
         attained = lower > rival
         return Ternary(attained, upper >= jnp.max(lower, axis=axes, keepdims=True), Location(axes))
     return None
+
+
+def finite(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
+    """Surely true between finite ends; beyond them open."""
+    del eqn, context
+    lower, upper = ends(args[0])
+    sure = jnp.isfinite(lower) & jnp.isfinite(upper)
+    return Ternary(sure, jnp.ones_like(sure))
+
+
+def branched(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | list[Value]:
+    raise ValueError(
+        "'cond' chooses by, or computes from, what depends on the input; write jnp.where instead."
+    )
 
 
 def unequal(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:

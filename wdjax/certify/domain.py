@@ -12,7 +12,6 @@ Elementary functions are trusted to 16 units in the last place.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +32,6 @@ _PULLED = 256
 """Values of at most this size are bounded by the rows of their composed affine map."""
 _PUSHED = 256
 """Basis vectors pushed through an affine map at once."""
-_ULPS = 16
 
 
 @dataclass(eq=False)
@@ -276,30 +274,8 @@ def size_of(value: Interval | Array) -> Array:
     return value.magnitude if isinstance(value, Interval) else jnp.abs(value)
 
 
-# Arithmetic on ends.
-
-
 def largest_size(value: Value) -> Array:
     return jnp.maximum(*map(jnp.abs, ends(value)))
-
-
-def _times(a: Array, b: Array) -> Array:
-    """A product with ``0 * inf = 0``, as intervals want it; NaN operands stay NaN."""
-    product = a * b
-    return jnp.where(jnp.isnan(product) & ~jnp.isnan(a) & ~jnp.isnan(b), 0.0, product)
-
-
-def corners(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    products = [_times(x, y) for x, y in itertools.product(a, b)]
-    return widen(
-        functools.reduce(jnp.minimum, products), functools.reduce(jnp.maximum, products), 2
-    )
-
-
-def widen(lower: Array, upper: Array, ulps: int = _ULPS) -> tuple[Array, Array]:
-    """Outward by a few units in the last place; 0 stays 0."""
-    unit = ulps * float(jnp.finfo(lower.dtype).eps)
-    return lower - unit * jnp.abs(lower), upper + unit * jnp.abs(upper)
 
 
 # Lipschitz constants, l_r to l_r, from the input to a value.

@@ -6,17 +6,33 @@ sign becomes the hull of ``g`` and 0, which is the interval Jacobian of FastLip 
 This file walks through the program and holds the table of rules, one a primitive.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.typing import ArrayLike
 
-from wdjax import norms
+from wdjax import norms, validate
 from wdjax.certify import decisions, linear, nonlinear
-from wdjax.certify.domain import Array, Context, Rule, Value, box, ends, is_exact
+from wdjax.certify.domain import (
+    Array,
+    Context,
+    Interval,
+    Rule,
+    Value,
+    box,
+    constant_of,
+    ends,
+    fresh,
+    gamma,
+    is_exact,
+    largest_size,
+    tiny,
+)
+from wdjax.certify.graph import flatten
 
 
 def bound(
@@ -31,11 +47,11 @@ def bound(
     Args:
       fn: a JAX function of one float array. Its program may hold affine operations, maxima,
         pooling, comparisons, selections, products, and the usual elementary functions; nested
-        ``jit`` and custom derivatives are looked into.
+        ``jit`` and custom derivatives are looked into, loops of known length unrolled.
       lower: floats of any shape, may be ``-inf``.
       upper: floats of the same shape, may be ``inf``.
       ball: None, or ``(centre, radius, norm)`` with norm 1 or 2: the inputs are also in this ball
-        (its norm over the whole array).
+        (its norm over the whole array); inf is allowed too.
 
     Returns:
       ``Bounds(lower, upper)`` with the structure of ``fn``'s output.
@@ -56,6 +72,10 @@ def bound(
             f"lower and upper must be floats of one shape, got {lower.dtype}{list(lower.shape)} "
             f"and {upper.dtype}{list(upper.shape)}."
         )
+    if not validate.traced(lower, upper) and not bool(jnp.all(lower <= upper)):
+        raise ValueError("lower must be at most upper everywhere, without NaN; swap the ends.")
+    if ball is not None:
+        lower, upper, ball = _within(lower, upper, *ball)
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(lower)
     outputs = interpret(closed, [box(lower, upper, ball)], Context())
     leaves = jax.tree.structure(shape)
@@ -64,80 +84,91 @@ def bound(
     return norms.Bounds(jax.tree.unflatten(leaves, lowers), jax.tree.unflatten(leaves, uppers))
 
 
+def _within(
+    lower: Array, upper: Array, center: ArrayLike, radius: ArrayLike, norm: float
+) -> tuple[Array, Array, tuple[Array, Array, float] | None]:
+    """The box that a ball leaves, and the ball where it is no box itself."""
+    norm = norms.check_norm(norm)
+    center, radius = jnp.asarray(center, lower.dtype), jnp.asarray(radius, lower.dtype)
+    known = not validate.traced(center, radius)
+    if center.shape != lower.shape or radius.ndim or (known and not bool(radius >= 0)):
+        raise ValueError(
+            f"ball must be a centre of shape {list(lower.shape)}, a radius of at least 0 and a "
+            f"norm; got {list(center.shape)}, {radius!r} and {norm!r}."
+        )
+    reach = radius + 4 * float(jnp.finfo(lower.dtype).eps) * (radius + jnp.abs(center))
+    lower, upper = jnp.maximum(lower, center - reach), jnp.minimum(upper, center + reach)
+    if known and not validate.traced(lower) and not bool(jnp.all(lower <= upper)):
+        raise ValueError("the ball and the box [lower, upper] do not meet.")
+    return lower, upper, None if norm == math.inf else (center, radius, norm)
+
+
 def interpret(closed: ClosedJaxpr, args: Sequence[Value], context: Context) -> list[Value]:
     """Runs a closed jaxpr on exact arrays and intervals; what touches no interval stays exact."""
-    return _interpret(closed.jaxpr, closed.consts, args, context)
+    graph = flatten(closed)
+    values: dict[int, Value] = dict(graph.constants)
+    values.update(zip(graph.inputs, args))
+    for node in graph.nodes:
+        operands = [values[place] for place in node.inputs]
+        values.update(zip(node.outputs, apply(node.eqn, operands, context)))
+    return [values[place] for place in graph.outputs]
 
 
-def _interpret(
-    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Value], context: Context
-) -> list[Value]:
-    env: dict[Var, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
-
-    def read(atom: Any) -> Value:
-        aval: Any = atom.aval
-        return jnp.asarray(atom.val, aval.dtype) if isinstance(atom, Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, _apply(eqn, [read(v) for v in eqn.invars], context)))
-    return [read(v) for v in jaxpr.outvars]
-
-
-def _apply(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Sequence[Value]:
+def apply(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> list[Value]:
+    """One equation; sums in less than float32 are charged as such, and held in float32."""
     name = eqn.primitive.name
-    if name in _CALLS:
-        inner: Any = eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
-        return _interpret(
-            getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), args, context
-        )
-    if name in _IDENTITIES:
-        return args
     exact = [a for a in args if is_exact(a)]
     if len(exact) == len(args):
-        return linear.evaluate(eqn, exact)
-    rule = _RULES.get(name)
+        return [*linear.evaluate(eqn, exact)]
+    rule = RULES.get(name)
     if rule is None:
         raise ValueError(
             f"no interval rule for the primitive {name!r}, which the program applies to a value "
             "that depends on the input; rewrite the model without it, or certify it another way."
         )
-    if name in _JUMPS:
-        context.jumps.add(name)
-    out = rule(eqn, args, context)
-    return out if isinstance(out, list) else [out]
+    out = rule(eqn, [lifted(a) if is_exact(a) else a for a in args], context)
+    outs = out if isinstance(out, list) else [out]
+    avals: list[Any] = [var.aval for var in eqn.outvars]
+    return [_rounded(value, aval.dtype, name, context) for value, aval in zip(outs, avals)]
 
 
-def _scan(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> list[Value]:
-    """A loop of known length, unrolled."""
-    params = eqn.params
-    consts, carries = params["num_consts"], params["num_carry"]
-    fixed, carry = args[:consts], args[consts : consts + carries]
-    series = [a for a in args[consts + carries :] if is_exact(a)]
-    if len(fixed) + len(carry) + len(series) < len(args):
-        raise ValueError("scan is certified over series that do not depend on the input only.")
-    steps = range(params["length"])
-    stacked = []
-    for i in reversed(steps) if params["reverse"] else steps:
-        inputs = [*fixed, *carry, *(s[i] for s in series)]
-        out = _interpret(params["jaxpr"].jaxpr, params["jaxpr"].consts, inputs, context)
-        carry = out[:carries]
-        stacked.append(out[carries:])
-    if any(not is_exact(v) for emitted in stacked for v in emitted):
-        raise ValueError("scan is certified where only its carry depends on the input.")
-    if params["reverse"]:
-        stacked.reverse()
-    return [*carry, *(jnp.stack(column) for column in zip(*stacked))]
+def lifted(value: Array) -> Array:
+    """A known array in at least float32."""
+    narrow = jnp.issubdtype(value.dtype, jnp.floating) and linear.is_narrow(value.dtype)
+    return value.astype(jnp.float32) if narrow else value
 
 
-_CALLS = {
-    "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint",
-    "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr",
-}  # fmt: skip
-_IDENTITIES = {"stop_gradient", "optimization_barrier", "sharding_constraint", "copy", "copy_p"}
-_JUMPS = {"floor", "ceil", "round", "sign"}
+SUMS = {"reduce_sum", "cumsum", "reduce_window_sum", "scatter-add", "select_and_scatter_add"}
+"""Where a program in less than float32 may round after every term; products sum in float32."""
 
 
-_RULES: dict[str, Rule] = {
+def slack_of(dtype: Any, size: Array) -> Array:
+    """What rounding a number to a dtype shorter than float32 may change."""
+    if not linear.is_narrow(dtype):
+        return jnp.zeros_like(size)
+    return gamma(1, dtype) * size + tiny(dtype)
+
+
+def _rounded(value: Value, dtype: Any, name: str, context: Context) -> Value:
+    if not isinstance(value, Interval) or not linear.is_narrow(dtype):
+        return value
+    lower, upper = ends(value)
+    slack = slack_of(dtype, largest_size(value))
+    if name in SUMS:
+        slack += gamma(value.roundings, dtype) * value.magnitude
+    most = float(jnp.finfo(dtype).max)
+    lower, upper = lower - slack, upper + slack
+    lower, upper = (
+        jnp.where(lower < -most, -jnp.inf, lower),
+        jnp.where(upper > most, jnp.inf, upper),
+    )
+    constant = None
+    if context.norm is not None:
+        constant = constant_of(value, context.norm)
+    return fresh(lower, upper, constant, value.origin)
+
+
+RULES: dict[str, Rule] = {
     **dict.fromkeys(
         (
             "reshape",
@@ -150,6 +181,7 @@ _RULES: dict[str, Rule] = {
             "concatenate",
             "stack",
             "pad",
+            "tile",
         ),
         linear.additive(),
     ),
@@ -179,7 +211,7 @@ _RULES: dict[str, Rule] = {
     "integer_pow": nonlinear.power,
     "square": nonlinear.power,
     "exp": nonlinear.increasing(lambda low, high: jnp.exp(high)),
-    "exp2": nonlinear.increasing(lambda low, high: jnp.exp2(high)),
+    "exp2": nonlinear.increasing(lambda low, high: jnp.exp2(high), ulps=512),
     "expm1": nonlinear.increasing(lambda low, high: jnp.exp(high)),
     "log": nonlinear.increasing(lambda low, high: jnp.where(low > 0, 1 / low, jnp.inf)),
     "log1p": nonlinear.increasing(lambda low, high: jnp.where(low > -1, 1 / (1 + low), jnp.inf)),
@@ -189,9 +221,16 @@ _RULES: dict[str, Rule] = {
     "erf": nonlinear.increasing(lambda low, high: jnp.full_like(low, 1.1283792)),
     "atan": nonlinear.increasing(nonlinear.one_everywhere),
     "rsqrt": nonlinear.decreasing(lambda low, high: jnp.where(low > 0, 0.5 * low**-1.5, jnp.inf)),
-    "erfc": nonlinear.decreasing(lambda low, high: jnp.full_like(low, 1.1283792)),
+    "erfc": nonlinear.decreasing(lambda low, high: jnp.full_like(low, 1.1283792), ulps=512),
     **dict.fromkeys(("sin", "cos"), nonlinear.wave),
     **dict.fromkeys(("floor", "ceil", "round"), nonlinear.increasing(jump=True)),
+    "sort": nonlinear.ordered,
+    "reduce_prod": nonlinear.multiplied,
+    "cumprod": nonlinear.multiplied_on,
+    **dict.fromkeys(("cummax", "cummin"), nonlinear.increasing(jump=True)),
+    "pow": nonlinear.real_power,
+    "is_finite": decisions.finite,
+    "cond": decisions.branched,
     "sign": nonlinear.sign,
     **dict.fromkeys(("lt", "le"), decisions.inequality(flip=False)),
     **dict.fromkeys(("gt", "ge"), decisions.inequality(flip=True)),
@@ -200,5 +239,4 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("and", "or", "not", "xor"), decisions.logical),
     **dict.fromkeys(("reduce_and", "reduce_or"), linear.moved_booleans),
     "select_n": decisions.select,
-    "scan": _scan,
 }

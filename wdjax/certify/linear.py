@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
+from jax.typing import DTypeLike
 
 from wdjax import norms
 from wdjax.certify.domain import (
@@ -17,12 +18,12 @@ from wdjax.certify.domain import (
     Linear,
     Location,
     Origin,
+    Reduced,
     Root,
     Rule,
     Ternary,
     Value,
     constant_of,
-    corners,
     ends,
     fresh,
     gamma,
@@ -34,9 +35,7 @@ from wdjax.certify.domain import (
     tiny,
     unbounded,
 )
-
-_KEEP_ORIGIN = {"reshape", "broadcast_in_dim", "expand_dims", "squeeze"}
-"""Operations after which a value still comes from the same maximum."""
+from wdjax.certify.ends import corners
 
 
 def evaluate(eqn: JaxprEqn, args: Sequence[Array]) -> list[Array]:
@@ -44,8 +43,18 @@ def evaluate(eqn: JaxprEqn, args: Sequence[Array]) -> list[Array]:
     params = eqn.params
     if "precision" in params:
         params = {**params, "precision": (lax.Precision.HIGHEST, lax.Precision.HIGHEST)}
+    declared: list[Any] = [var.aval for var in eqn.invars]
+    if params.get("preferred_element_type") is not None and any(
+        a.dtype != aval.dtype for a, aval in zip(args, declared)
+    ):
+        params = {**params, "preferred_element_type": None}
     out = eqn.primitive.bind(*args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def is_narrow(dtype: DTypeLike) -> bool:
+    """Whether floats are shorter than float32."""
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits < 32
 
 
 def bind(eqn: JaxprEqn, args: Sequence[Array]) -> Array:
@@ -149,10 +158,25 @@ def additive(
             for i, a in enumerate(operands)
             if isinstance(a, Interval)
         ]
-        origin = inputs[0][0].origin if eqn.primitive.name in _KEEP_ORIGIN else None
-        return affine(center, inputs, run(sizes, True), terms(eqn), origin)
+        return affine(center, inputs, run(sizes, True), terms(eqn), _kept(eqn, inputs[0][0].origin))
 
     return rule
+
+
+def _kept(eqn: JaxprEqn, origin: Origin | None) -> Origin | None:
+    """What a maximum still is after it was spread along the axes that it was taken over."""
+    if not isinstance(origin, Reduced):
+        return None
+    operand: Any = ends(origin.operand).lower
+    out: Any = eqn.outvars[0].aval
+    keep = tuple(1 if i in origin.axes else n for i, n in enumerate(operand.shape))
+    left = tuple(i for i in range(operand.ndim) if i not in origin.axes)
+    if eqn.primitive.name in ("reshape", "expand_dims"):
+        return origin if out.shape == keep else None
+    if eqn.primitive.name == "broadcast_in_dim":
+        dims = tuple(eqn.params["broadcast_dimensions"])
+        return origin if dims in (left, tuple(range(operand.ndim))) else None
+    return None
 
 
 def parted(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> list[Value]:
@@ -210,6 +234,12 @@ def _product_of_intervals(
 ) -> Interval:
     """``c_a c_b -+ (|c_a| r_b + r_a |c_b| + r_a r_b)`` for contractions."""
     elementwise = eqn.primitive.name == "mul"
+    if eqn.primitive.name == "conv_general_dilated" and context.norm is not None:
+        # A kernel's entry meets many positions: norms of entries do not bound the product.
+        context = Context(None, context.jumps)
+        unknown = jnp.full((), jnp.inf, left.center.dtype)
+        inner = _product_of_intervals(eqn, left, right, terms, context)
+        return fresh(*ends(inner), unknown)
     constant = _product_constant(left, right, elementwise, context.norm)
     if elementwise:
         lower, upper = corners(ends(left), ends(right))
@@ -288,6 +318,8 @@ def convert(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | l
         if dtype == jnp.bool_:
             return value
         if jnp.issubdtype(dtype, jnp.floating):
+            context.jumps.add("convert_element_type")
+            dtype = jnp.dtype(jnp.float32) if is_narrow(dtype) else dtype
             return fresh(
                 value.lower.astype(dtype),
                 value.upper.astype(dtype),
@@ -295,6 +327,8 @@ def convert(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | l
                 value.origin,
             )
     elif isinstance(value, Interval) and jnp.issubdtype(dtype, jnp.floating):
+        if is_narrow(dtype) or dtype == value.center.dtype:
+            return value
         narrower = jnp.finfo(dtype).eps > jnp.finfo(value.center.dtype).eps
         return additive(terms=lambda _: int(narrower))(eqn, args, context)
     raise ValueError(

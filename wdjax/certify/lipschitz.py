@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from wdjax import norms
-from wdjax.certify import domain, interval
+from wdjax.certify import continuity, domain, interval
 from wdjax.parallel import AnyArray
 
 Classifier = Callable[[jax.Array], jax.Array]
@@ -136,7 +136,7 @@ def _layer_product(
         apart = jax.lax.map(lambda y, w=weight: norms.lp_norm(w - w[y], dual), labels)
         apart = apart + slack * (sizes + sizes[labels][:, None])
         constant = jnp.inf if root.constant is None else root.constant
-        total = total + jnp.where(apart > 0, apart * constant, 0.0)
+        total = total + jnp.where(apart == 0, 0.0, apart * constant)
     total = jnp.where(jnp.isnan(total), jnp.inf, total)
     return jnp.where(jnp.arange(classes) == labels[:, None], 0.0, total)
 
@@ -259,15 +259,9 @@ def _refuse_jumps(names: set[str]) -> None:
 
 
 def jumps(model: Classifier, sample: AnyArray) -> set[str]:
-    """Names of the discontinuous primitives that the model applies to its input."""
-    context = domain.Context()
-
-    def walk(x: jax.Array) -> norms.Bounds:
-        closed = jax.make_jaxpr(single(model))(x)
-        return domain.ends(interval.interpret(closed, [domain.box(x, x)], context)[0])
-
-    jax.eval_shape(walk, jax.ShapeDtypeStruct(sample.shape, sample.dtype))
-    return context.jumps
+    """Names of the primitives by which the model may be discontinuous in its input."""
+    shape = jax.ShapeDtypeStruct((1, *sample.shape), sample.dtype)
+    return continuity.jumps(jax.make_jaxpr(model)(shape))
 
 
 def _check(lower: ArrayLike, upper: ArrayLike, norm: float) -> tuple[jax.Array, jax.Array]:

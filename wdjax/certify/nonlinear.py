@@ -17,22 +17,22 @@ from wdjax.certify.domain import (
     Rule,
     Value,
     constant_of,
-    corners,
     ends,
     fresh,
     gamma,
     is_exact,
     largest_size,
     stretch,
-    widen,
+    tiny,
 )
+from wdjax.certify.ends import corners, widen
 from wdjax.certify.linear import affine, bind
 
 Slope = Callable[[Array, Array], Array]
 """The largest derivative of every entry between its ends."""
 
 
-def increasing(slope: Slope | None = None, jump: bool = False) -> Rule:
+def increasing(slope: Slope | None = None, jump: bool = False, ulps: int = 16) -> Rule:
     """A rule for elementwise functions that grow in every operand."""
 
     def rule(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
@@ -41,17 +41,19 @@ def increasing(slope: Slope | None = None, jump: bool = False) -> Rule:
         if slope is None:
             steepest: ArrayLike = jnp.full((), jnp.inf, lower.dtype) if jump else 1.0
         else:
-            lower, upper = widen(lower, upper)
+            lower, upper = widen(lower, upper, ulps)
+            lost = tiny(lower.dtype)  # Below the smallest float, whose sign is kept.
+            lower, upper = jnp.where(lower < 0, lower - lost, lower), upper + lost
             steepest = jnp.max(slope(*pairs[0]))
         return fresh(lower, upper, stretch(args, steepest, context))
 
     return rule
 
 
-def decreasing(slope: Slope) -> Rule:
+def decreasing(slope: Slope, ulps: int = 16) -> Rule:
     def rule(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
         lower, upper = ends(args[0])
-        least, most = widen(bind(eqn, [upper]), bind(eqn, [lower]))
+        least, most = widen(bind(eqn, [upper]), bind(eqn, [lower]), ulps)
         return fresh(least, most, stretch(args, jnp.max(slope(lower, upper)), context))
 
     return rule
@@ -74,11 +76,15 @@ def reduced(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
 
 
 def pooled(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
-    """Maximum over windows; an entry is in ``ceil(window / stride)`` windows a dimension."""
+    """Maximum over windows, of which ``ceil(window gcd(stride, dilation) / stride)`` a dimension
+    hold an entry."""
     lower, upper = (bind(eqn, [end]) for end in ends(args[0]))
     params = eqn.params
     windows = zip(params["window_dimensions"], params["window_strides"])
-    seen = math.prod(-(-size // stride) for size, stride in windows)
+    seen = math.prod(
+        -(-size // (stride // math.gcd(stride, apart)))
+        for (size, stride), apart in zip(windows, params["window_dilation"])
+    )
     root = 1.0 if context.norm is None else 1.0 / context.norm
     return fresh(lower, upper, stretch(args, seen**root, context))
 
@@ -97,7 +103,7 @@ def power(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
         inside = positive | (upper < 0)
         low, high = jnp.where(inside, lower, 1.0), jnp.where(inside, upper, 1.0)
         one, two = low**exponent, high**exponent
-        one, two = widen(jnp.minimum(one, two), jnp.maximum(one, two))
+        one, two = widen(jnp.minimum(one, two), jnp.maximum(one, two), 16 - 2 * exponent)
         infinite = jnp.full_like(lower, jnp.inf)
         return fresh(
             jnp.where(inside, one, -infinite),
@@ -110,8 +116,65 @@ def power(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
         one, two = least, jnp.maximum(one, two)
     size = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
     steepest = jnp.max(exponent * size ** (exponent - 1)) if exponent else 0.0
-    one, two = widen(one, two)
+    one, two = widen(one, two, 16 + 2 * exponent)
     return fresh(one, two, stretch(args, steepest, context))
+
+
+def real_power(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
+    """Of numbers that are not negative, to a power that is known; open below 0."""
+    base, exponent = args
+    if not is_exact(exponent) or not isinstance(base, Interval):
+        raise ValueError("pow is certified only for exponents that do not depend on the input.")
+    lower, upper = ends(base)
+    one, two = lower**exponent, upper**exponent
+    least, most = widen(jnp.minimum(one, two), jnp.maximum(one, two), 2**10)
+    valid = (lower > 0) | ((lower == 0) & (exponent >= 0))
+    return fresh(
+        jnp.where(valid, least, -jnp.inf),
+        jnp.where(valid, most, jnp.inf),
+        stretch(args[:1], jnp.inf, context),
+    )
+
+
+def ordered(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
+    """The k-th smallest entry lies between the k-th smallest ends."""
+    if len(args) != 1:
+        raise ValueError("sort is certified for one operand only.")
+    lower, upper = (bind(eqn, [end]) for end in ends(args[0]))
+    return fresh(lower, upper, stretch(args, 1.0, context))
+
+
+def multiplied(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
+    """A product along axes, one entry after the other."""
+    lower, upper = ends(args[0])
+    axes = tuple(eqn.params["axes"])
+    count = math.prod(lower.shape[axis] for axis in axes)
+    last = [i for i in range(lower.ndim) if i not in axes]
+    pair = [end.transpose([*axes, *last]).reshape(count, -1) for end in (lower, upper)]
+    total = (jnp.ones_like(pair[0][0]),) * 2
+    for i in range(count):
+        total = corners(total, (pair[0][i], pair[1][i]))
+    shape = [lower.shape[i] for i in last]
+    # In any order: the roundings of all products, and what is lost below the smallest float.
+    low, high = widen(*total, 4 * count)
+    constant = stretch(args, jnp.inf, context)
+    return fresh(low.reshape(shape), high.reshape(shape), constant)
+
+
+def multiplied_on(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
+    """Running products along an axis."""
+    axis, backwards = eqn.params["axis"], eqn.params["reverse"]
+    lower, upper = (jnp.moveaxis(end, axis, 0) for end in ends(args[0]))
+    total = (jnp.ones_like(lower[0]),) * 2
+    rows: list[tuple[Array, Array]] = []
+    count = len(lower)
+    for i in reversed(range(count)) if backwards else range(count):
+        total = corners(total, (lower[i], upper[i]))
+        rows.append(widen(*total, 4 * count))
+    if backwards:
+        rows.reverse()
+    low, high = (jnp.moveaxis(jnp.stack(side), 0, axis) for side in zip(*rows))
+    return fresh(low, high, stretch(args, jnp.inf, context))
 
 
 def sign(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:

@@ -84,7 +84,8 @@ def wdro_bound(
 
     if constant is None:
         constant = lipschitz_constant(model, x, y, norm=norm, box=box)
-    bound = mean_loss(0.0) + float(constant) * budgets * (1 + _ROUNDING)
+    cost = np.where(budgets == 0, 0.0, float(constant) * np.where(budgets == 0, 1.0, budgets))
+    bound = mean_loss(0.0) + cost * (1 + _ROUNDING)
     if order == math.inf:
         local = np.array([mean_loss(float(e)) for e in budgets.ravel()]).reshape(budgets.shape)
         bound = np.minimum(bound, local)

@@ -1,6 +1,9 @@
 """Convolution as PyTorch defines it, with gradients that the CPU runs fast inside loops too."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ Pads = tuple[tuple[int, int], tuple[int, int]]
 _LANES = 32
 _WINOGRAD_CHANNELS = 96
 _WINOGRAD_PIXELS = 512
+_PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
 
 
 def conv(
@@ -53,7 +57,7 @@ def conv(
     """
     pads = ((padding, padding),) * 2 if isinstance(padding, int) else tuple(map(tuple, padding))
     empty = not x.size or any(n + sum(p) < k for n, p, k in zip(x.shape[1:], pads, kernel.shape))
-    if empty or jax.default_backend() != "cpu":
+    if empty or _PLAIN.get() or jax.default_backend() != "cpu":
         return _lax(x, kernel, stride, pads, groups)
     height, width, channels, outputs = kernel.shape
     if channels == 1 and groups == outputs > 1:
@@ -62,6 +66,22 @@ def conv(
         tiles = x[:, ::stride, ::stride] if height == 1 else _tiles(x, stride)
         return tiles @ kernel.reshape(-1, outputs)
     return _conv(x, kernel, stride, pads, groups, False)
+
+
+@contextlib.contextmanager
+def plain() -> Iterator[None]:
+    """Within it what is traced holds convolutions as they are defined, for who reads programs.
+
+    >>> with plain():
+    ...     program = jax.make_jaxpr(conv)(jnp.ones((1, 5, 5, 2)), jnp.ones((3, 3, 2, 4)))
+    >>> [eqn.primitive.name for eqn in program.eqns][-1]
+    'conv_general_dilated'
+    """
+    before = _PLAIN.set(True)
+    try:
+        yield
+    finally:
+        _PLAIN.reset(before)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4, 5))

@@ -1,0 +1,219 @@
+"""What once made a certificate say too much: jumps, short floats, scales, single primitives."""
+
+import contextlib
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from wdjax import Model, certify, losses
+from wdjax.certify import continuity
+
+pytestmark = pytest.mark.fast
+
+
+# Jumps.
+
+REFUSED = (lambda x: jnp.searchsorted(jnp.array([0.5]), x).astype(x.dtype),)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: (x > 0.5).astype(x.dtype),
+        lambda x: jnp.where(x > 0.5, 1.0, 0.0),
+        lambda x: jnp.heaviside(x - 0.5, 0.0),
+        lambda x: jnp.where(x > 0.5, x, x + 1),
+        lambda x: x * (x > 0.5),
+        lambda x: lax.cummax((x > 0.5).astype(x.dtype)[..., ::-1], axis=1)[..., ::-1],
+        *REFUSED,
+    ],
+)
+def test_no_discontinuous_model_has_a_constant(step):
+    model = Model(lambda w, x: step(x) @ w, jnp.eye(2))
+    x, y = jnp.array([[0.51, 0.49]]), jnp.array([0])
+    with pytest.raises(ValueError, match=r"not continuous|no interval rule|int32"):
+        certify.margin_lipschitz(model, jnp.zeros(2), jnp.ones(2), norm=math.inf)
+    refused = pytest.raises(ValueError, match=r"no interval rule|int32")
+    with refused if step in REFUSED else contextlib.nullcontext():
+        assert certify.radius(model, x, y, norm=math.inf)[0] <= 0.02, "it flips at this distance"
+
+
+@pytest.mark.parametrize(
+    ("fn", "jumps"),
+    [
+        (jax.nn.leaky_relu, False),
+        (jax.nn.elu, False),
+        (jax.nn.selu, False),
+        (jax.nn.softplus, False),
+        (jax.nn.gelu, False),
+        (jax.nn.relu6, False),
+        (jax.nn.logsumexp, False),
+        (lambda x: jnp.where(x > 0.25, 2 * x, x + 0.25), False),
+        (lambda x: (lambda a, b: jnp.where(a > b, 2 * a, a + b))(x, x[::-1]), False),
+        (lambda x: jnp.where(x > 0.25, 2 * x, x), True),
+        (lambda x: jnp.where(x > x[::-1], x, 0.0), True),
+        (lambda x: jnp.where(x > 0, x, x[::-1]), True),
+        (jnp.round, True),
+    ],
+)
+def test_jumps_are_told_from_kinks(fn, jumps):
+    assert bool(continuity.jumps(jax.make_jaxpr(fn)(jnp.ones(3)))) == jumps
+
+
+# Floats shorter than float32, and scales.
+
+
+def test_short_floats_are_charged_with_their_own_rounding():
+    rng = np.random.default_rng(0)
+    first, second = (jnp.array(rng.normal(size=s) / 8, jnp.bfloat16) for s in ((64, 32), (32, 2)))
+
+    def apply(params, x):
+        hidden = jax.nn.relu(x.astype(jnp.bfloat16) @ params[0])
+        return (hidden @ params[1]).astype(jnp.float32)
+
+    model = Model(apply, (first, second))
+    x = rng.uniform(size=(300, 64)).astype(np.float32)
+    # Pushed towards the boundary, where rounding decides.
+    exact = np.float64(first), np.float64(second)
+    for _ in range(30):
+        hidden = np.maximum(x @ exact[0], 0)
+        gap = hidden @ (exact[1][:, 0] - exact[1][:, 1])
+        slope = ((hidden > 0) * (exact[1][:, 0] - exact[1][:, 1])) @ exact[0].T
+        x = x - 0.9 * gap[:, None] * slope / np.sum(slope**2, axis=1, keepdims=True)
+    x = np.clip(x, 0, 1).astype(np.float32)
+    y = np.asarray(jnp.argmax(model(jnp.array(x)), axis=-1))
+    held = np.asarray(certify.certified(model, x, y, norm=math.inf, eps=2e-3))
+    for _ in range(20):
+        moved = np.clip(x + 2e-3 * np.sign(rng.normal(size=x.shape)), 0, 1).astype(np.float32)
+        flipped = np.asarray(jnp.argmax(model(jnp.array(moved)), axis=-1)) != y
+        assert not np.any(flipped & held)
+    low, high = certify.bound(lambda t: model(t[None])[0], x[0], x[0])
+    value = np.maximum(x[0] @ exact[0], 0) @ exact[1]
+    for found in (value, np.asarray(model(x[:1])[0]), np.asarray(jax.jit(model)(x[:1])[0])):
+        assert np.all((low <= found) & (found <= high))
+
+
+@pytest.mark.parametrize("scales", [(1e-25, 1e25), (1e-25, 1e-25, 1e25, 1e25), (1e25, 1e25, 1e-25)])
+def test_scales_that_under_or_overflow_certify_nothing_wrong(scales):
+    def apply(weight, x):
+        for scale in scales:
+            x = x * (scale * weight)
+        return x @ jnp.array([[1.0, 0.0], [0.0, 1.0]])
+
+    model = Model(apply, jnp.ones(()))
+    x, y = jnp.array([[0.51, 0.49]]), jnp.array([0])
+    for norm in (1, 2, math.inf):
+        assert certify.radius(model, x, y, norm=norm)[0] <= 0.02 * 2, "it flips at .01 to .02"
+        constants = certify.margin_lipschitz(model, jnp.zeros(2), jnp.ones(2), norm=norm)
+        assert constants[0, 1] >= math.prod(scales) or np.isinf(constants[0, 1])
+
+
+def test_nan_is_open():
+    for fn in (
+        lambda x: (x - x * jnp.inf > 0) | True,
+        lambda x: jnp.where(jnp.log(x) < 0, 1.0, 2.0),
+        lambda x: jnp.where(~(jnp.sqrt(x) >= 0), 1.0, 2.0),
+    ):
+        low, high = certify.bound(fn, -jnp.ones(2), jnp.ones(2))
+        found = fn(jnp.array([-0.5, 0.5]))
+        assert np.all((low <= found) & (found <= high))
+
+
+# Rules of single primitives.
+
+
+def test_products_of_convolutions_have_no_frobenius_constant():
+    def apply(_, x):
+        image, kernel = x[:, :64].reshape(1, 8, 8, 1), x[:, 64:].reshape(3, 3, 1, 1)
+        out = lax.conv_general_dilated(
+            image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return jnp.stack([out.sum(axis=(1, 2, 3)), 0 * x[:, 0]], axis=1)
+
+    model = Model(apply, None)
+    lower, upper = jnp.zeros(73), jnp.ones(73)
+    found = certify.layer_product(model, lower, upper, norm=2)[0, 1]
+    gradient = jax.grad(lambda t: apply(None, t[None])[0, 0])(jnp.ones(73))
+    assert found >= jnp.linalg.norm(gradient)
+
+
+def test_dilated_windows_see_an_entry_more_often():
+    def apply(_, x):
+        out = lax.reduce_window(
+            x, -jnp.inf, lax.max, (1, 3), (1, 2), "VALID", window_dilation=(1, 2)
+        )
+        return jnp.stack([out.sum(axis=1), 0 * x[:, 0]], axis=1)
+
+    model = Model(apply, None)
+    x = jnp.zeros(9).at[4].set(1.0)
+    rise = apply(None, (1.5 * x)[None])[0, 0] - apply(None, x[None])[0, 0]
+    assert rise == 3 * 0.5, "three windows see the entry"
+    assert certify.layer_product(model, jnp.zeros(9), jnp.ones(9), norm=1)[0, 1] >= 3
+
+
+def test_balls_and_boxes_of_bound_are_checked():
+    box = jnp.zeros(2), jnp.ones(2)
+    low, high = certify.bound(jnp.sum, *box, ball=(jnp.full(2, 0.5), 0.25, math.inf))
+    np.testing.assert_allclose([low, high], [0.5, 1.5], rtol=1e-5)
+    for ball in ((jnp.zeros(2), 1.0, 3), (jnp.zeros(2), -1.0, 2), (jnp.zeros(3), 1.0, 2)):
+        with pytest.raises(ValueError, match=r"norm|ball"):
+            certify.bound(jnp.sum, *box, ball=ball)
+    with pytest.raises(ValueError, match="swap"):
+        certify.bound(jnp.sum, box[1], box[0])
+    with pytest.raises(ValueError, match="do not meet"):
+        certify.bound(jnp.sum, *box, ball=(jnp.full(2, 9.0), 1.0, 2))
+
+
+def test_maxima_spread_along_another_axis_are_not_mistaken():
+    def fn(x):
+        square = x.reshape(2, 2)
+        return (square == square.max(axis=0).reshape(2, 1)).astype(x.dtype).sum(axis=0)
+
+    low, high = certify.bound(fn, jnp.zeros(4), jnp.ones(4))
+    assert np.all(low <= high)
+    for x in np.random.default_rng(0).uniform(size=(50, 4)).astype(np.float32):
+        assert np.all((low <= fn(x)) & (fn(x) <= high))
+
+
+POINTS = np.random.default_rng(1).uniform(size=(200, 6)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jnp.exp2(100 * x - 50),
+        lambda x: jax.scipy.special.erfc(4 * x),
+        lambda x: (x + 0.5) ** 41,
+        lambda x: (x + 0.5) ** -41,
+        lambda x: x**2.5,
+        lambda x: jax.nn.logsumexp(4 * x),
+        lambda x: jnp.sort(-x),
+        lambda x: jnp.tile(x, 2),
+        lambda x: jnp.prod(x - 0.3),
+        lambda x: jnp.cumprod(x - 0.3),
+        lambda x: lax.scan(lambda c, t: (c * t, c + t), x[0], x)[1],
+        lambda x: lax.scan(lambda c, t: (0.5 * c + t, c), x[0], x, reverse=True)[0],
+        lambda x: lax.fori_loop(0, 3, lambda i, c: jnp.sin(c) + i, x),
+    ],
+)
+def test_rules_hold_at_points(fn):
+    center = jnp.full(6, 0.5)
+    for reach in (0.0, 0.1, 0.5):
+        ends = center - reach, center + reach
+        low, high = certify.bound(fn, *ends)
+        at = jax.jit(jax.vmap(fn))(ends[0] + 2 * reach * POINTS)
+        assert np.all((low <= at) & (at <= high))
+    exact = float(jax.jit(lambda: jnp.max(high - low))())
+    assert np.isfinite(exact)
+
+
+def test_a_loss_bound_of_no_budget_is_the_loss():
+    model = Model(lambda w, x: jnp.sqrt(x) @ w, jnp.eye(2))
+    x, y = jnp.array([[0.7, 0.2]]), jnp.array([0])
+    found = certify.wdro_bound(model, x, y, norm=2, eps=[0.0, 0.1], order=1)
+    np.testing.assert_allclose(found[0], losses.cross_entropy(model(x), y)[0], rtol=1e-4)
+    assert np.isinf(found[1])

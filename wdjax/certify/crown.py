@@ -1,0 +1,318 @@
+r"""Backward linear bounds (CROWN) on a network: lower bounds of linear functions of its values.
+
+Coefficients go back from the functions that are bounded to the input: through affine maps by
+transposition, elsewhere through the line above where a coefficient is negative and the line below
+where it is positive. At the input a linear function is minimised over ball and box. What enters a
+function that is not affine is bounded first, in order, where its lines depend on it and intervals
+leave them open.
+
+Source: Zhang et al. [zhang2018].
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from wdjax.certify import interval, network
+from wdjax.certify.coefficients import (
+    Coefficients,
+    Rows,
+    Whole,
+    Window,
+    rounding,
+    seen,
+    summed,
+    total,
+    whole,
+)
+from wdjax.certify.domain import Array, Context, Ternary, ends, fresh
+from wdjax.certify.graph import Node
+from wdjax.certify.network import Bounded, Network
+from wdjax.certify.region import Region
+from wdjax.certify.relax import RELAXATIONS, Lines
+from wdjax.certify.transposition import transposed
+
+_ROWS = 64
+"""Rows that go back at once: what fits a CPU's cache."""
+_NUMBERS = 2**22
+"""Numbers that the widest value of all these rows may have."""
+
+
+@dataclass(eq=False)
+class Pass:
+    """Bounds of every value of a network over a batch of regions, made in order."""
+
+    network: Network
+    region: Region
+    values: dict[int, Bounded] = field(default_factory=dict)
+    lines: dict[int, Lines] = field(default_factory=dict)
+    charges: dict[int, tuple[Array, Array]] = field(default_factory=dict)
+    """Offsets, without an axis of samples, and errors."""
+    boxes: dict[int, tuple[Array, Array]] = field(default_factory=dict)
+    """Ends of what is known by its interval only."""
+    booleans: dict[int, tuple[Array, Array]] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> int:
+        return len(self.region.lower)
+
+
+Bound = Callable[[Pass, Mapping[int, Coefficients], Rows], Array]
+"""Lower bounds ``[G, R]`` of sums of linear functions of values, such as :func:`backward`."""
+
+
+def bounds(net: Network, region: Region, tighten: Sequence[Bound] = ()) -> Pass:
+    """Bounds of everything a program computes: intervals, then each of ``tighten`` in turn."""
+    state = Pass(net, region)
+    state.values[net.source] = network.begin(region.lower, region.upper, 0)
+    done: set[int] = set()
+    for node in net.graph.nodes:
+        for place in node.outputs:
+            affine = net.affine.get(place)
+            if affine is not None:
+                value = network.forward(affine, state.values, net.charged)
+                state.values[place] = value
+                if place in net.charged:
+                    unit = rounding(value.offset.size, value.offset.dtype)
+                    error = (1 + unit) * value.error + unit * jnp.abs(value.offset)
+                    state.charges[place] = value.offset, error
+        if node.outputs[0] in net.others and id(node) not in done:
+            done.add(id(node))
+            _relax(state, node, tighten)
+    return state
+
+
+def _relax(state: Pass, node: Node, tighten: Sequence[Bound]) -> None:
+    """Lines of one equation, after its operands were bounded where it matters."""
+    moves = [place in state.values or place in state.booleans for place in node.inputs]
+    rule = RELAXATIONS.get(node.name)
+    lines = _lines(state, node, moves) if rule is not None else None
+    for bound in tighten if lines is not None else ():
+        assert lines is not None
+        for view in lines.views[:1] if len({v.operand for v in lines.views}) == 1 else lines.views:
+            place = node.inputs[view.operand]
+            value = state.values[place]
+            needed = value.upper > value.lower if lines.open is None else lines.open
+            if value.mixes > 1 or (value.mixes and state.region.norm != math.inf):
+                refine(state, place, needed, bound)
+        lines = _lines(state, node, moves)
+    outs = _intervals(state, node)
+    for place, (lower, upper) in zip(node.outputs, outs):
+        if lower.dtype == bool:
+            state.booleans[place] = lower, upper
+            continue
+        state.values[place] = network.begin(lower, upper, 2)
+        unit = rounding(lower[0].size, lower.dtype)
+        box = lower - unit * jnp.abs(lower), upper + unit * jnp.abs(upper)
+        state.boxes[place] = box
+        if lines is not None:
+            state.lines[place] = _safe(lines, *box, node)
+
+
+def _lines(state: Pass, node: Node, moves: list[bool]) -> Lines | None:
+    if any(place in state.booleans for place in node.inputs):
+        return None
+    args: list[Any] = []
+    for place, moved in zip(node.inputs, moves):
+        if moved:
+            args.append((state.values[place].lower, state.values[place].upper))
+        else:
+            args.append(interval.lifted(jnp.asarray(state.network.exact[place])))
+    return RELAXATIONS[node.name](node.eqn, args, moves)
+
+
+def _safe(lines: Lines, lower: Array, upper: Array, node: Node) -> Lines:
+    """Constant lines wherever a line is not finite; and the rounding of short floats."""
+    declared: Any = node.eqn.outvars[0].aval
+    slack = interval.slack_of(declared.dtype, jnp.maximum(jnp.abs(lower), jnp.abs(upper)))
+    unit = rounding(lower[0].size, lower.dtype)
+    sides = []
+    for side, level in (("low", lower), ("up", upper)):
+        constant = getattr(lines, side)
+        good = jnp.isfinite(constant)
+        for view in lines.views:
+            good &= jnp.isfinite(getattr(view, side))
+        own = slack + unit * jnp.abs(constant)
+        widened = constant - own if side == "low" else constant + own
+        sides.append((good, jnp.where(good, widened, level)))
+    views = tuple(
+        view._replace(
+            low=jnp.where(sides[0][0], view.low, 0.0), up=jnp.where(sides[1][0], view.up, 0.0)
+        )
+        for view in lines.views
+    )
+    free = None if lines.free is None else lines.free & sides[0][0]
+    return lines._replace(views=views, low=sides[0][1], up=sides[1][1], free=free)
+
+
+def _intervals(state: Pass, node: Node) -> list[tuple[Array, Array]]:
+    """The interval rule of one equation, batched over samples."""
+    places = [p for p in dict.fromkeys(node.inputs) if p in state.values or p in state.booleans]
+    pairs = []
+    for place in places:
+        value = state.values.get(place)
+        pairs.append(state.booleans[place] if value is None else (value.lower, value.upper))
+
+    def one(own: list[tuple[Array, Array]]) -> list[tuple[Array, Array]]:
+        made: dict[int, Any] = {}
+        for place, (lower, upper) in zip(places, own):
+            flag = place in state.booleans
+            made[place] = Ternary(lower, upper) if flag else fresh(lower, upper)
+        args = [made[p] if p in made else jnp.asarray(state.network.exact[p]) for p in node.inputs]
+        found = [ends(out) for out in interval.apply(node.eqn, args, Context())]
+        return [(pair.lower, pair.upper) for pair in found]
+
+    return jax.vmap(one)(pairs)
+
+
+def refine(state: Pass, place: int, needed: Array, bound: Bound) -> None:
+    """Bounds a value's entries by backward passes where ``needed``, ``[B, *shape]``."""
+    value = state.values[place]
+    shape, samples = value.lower.shape[1:], state.samples
+    count, entries = math.prod(shape), samples * math.prod(shape)
+    width = min(chunk(state, 2), entries)
+    index = jnp.nonzero(needed.reshape(-1), size=entries, fill_value=entries)[0]
+    index = jnp.pad(index, (0, width), constant_values=entries)
+    turns = -(-jnp.sum(needed) // width)
+
+    def turn(i: Array, sides: tuple[Array, Array]) -> tuple[Array, Array]:
+        these = lax.dynamic_slice(index, (i * width,), (width,))
+        found = _entries(state, place, these // count, these % count, bound)
+        low, high = (
+            side.at[these].set(jnp.where(jnp.isfinite(new), new, blank), mode="drop")
+            for side, new, blank in zip(sides, (found[0], -found[1]), (-jnp.inf, jnp.inf))
+        )
+        return low, high
+
+    lower, upper = value.lower.reshape(-1), value.upper.reshape(-1)
+    low, high = lax.fori_loop(0, turns, turn, (lower, upper))
+    low, high = (side.reshape(value.lower.shape) for side in (low, high))
+    better = value._replace(
+        lower=jnp.maximum(value.lower, low), upper=jnp.minimum(value.upper, high)
+    )
+    state.values[place] = better
+
+
+def _entries(state: Pass, place: int, sample: Array, entry: Array, bound: Bound) -> Array:
+    """Lower bounds of entries of a value and of their negatives, ``[2, R]``."""
+    shape = state.values[place].lower.shape[1:]
+    sample = jnp.minimum(sample, state.samples - 1)
+    signs = jnp.array([1.0, -1.0], state.region.lower.dtype)
+    a: Coefficients
+    if len(shape) == 4 and shape[0] == 1:
+        _, _, width, channels = shape
+        spot = entry // channels
+        hot = jax.nn.one_hot(entry % channels, channels, dtype=signs.dtype)
+        a = Window(signs[:, None, None, None, None] * hot[:, None, None], (1, 1), (0, 0), shape)
+        rows = Rows(sample, (spot // width, spot % width))
+    else:
+        hot = jax.nn.one_hot(entry, math.prod(shape), dtype=signs.dtype)
+        a = Whole(signs.reshape(2, *(1,) * (len(shape) + 1)) * hot.reshape(-1, *shape))
+        rows = Rows(sample)
+    return bound(state, {place: a}, rows)
+
+
+def chunk(state: Pass, group: int) -> int:
+    """Rows of ``group`` functions to go back at once, by the widest value and the memory."""
+    most = max(math.prod(v.lower.shape[1:]) for v in state.values.values())
+    rows = _ROWS if jax.default_backend() == "cpu" else 16 * _ROWS
+    return max(min(rows, 16 * _NUMBERS // (group * most)), 1)
+
+
+class Sum(NamedTuple):
+    """A running sum, and the sum of the magnitudes that were added."""
+
+    value: Array
+    size: Array
+
+    def plus(self, term: Array) -> "Sum":
+        return Sum(self.value + term, self.size + jnp.abs(term))
+
+
+def backward(
+    state: Pass,
+    coefficients: Mapping[int, Coefficients],
+    rows: Rows,
+    slopes: Mapping[int, Array] | None = None,
+    record: dict[int, Array] | None = None,
+) -> Array:
+    """Lower bounds ``[G, R]`` of sums of linear functions of values.
+
+    ``slopes`` are lower slopes of a row's own, ``[G, R, ...]``, by the output that they belong to;
+    ``record`` is filled with those that are used where they are free.
+    """
+    net, found = state.network, dict(coefficients)
+    first = next(iter(found.values())).a
+    zero = jnp.zeros(first.shape[:2], first.dtype)
+    sum_ = Sum(zero, zero)
+
+    def send(place: int, new: Coefficients) -> None:
+        found[place] = total(found[place], new, rows) if place in found else new
+
+    for node in reversed(net.graph.nodes):
+        for place in node.outputs:
+            if place not in found:
+                continue
+            a = found.pop(place)
+            affine = net.affine.get(place)
+            if affine is not None:
+                if place in state.charges:
+                    sum_ = _charge(sum_, *state.charges[place], a, rows)
+                for part, back in transposed(affine, a, rows):
+                    send(part, back)
+            elif place in state.lines:
+                lines = state.lines[place]
+                if record is not None and lines.free is not None:
+                    usual = seen(lines.views[0].low, rows, a)
+                    record[place] = jnp.broadcast_to(usual, a.a.shape)
+                sum_, backs = _relaxed(sum_, lines, a, rows, (slopes or {}).get(place))
+                for operand, back in backs:
+                    send(node.inputs[operand], back)
+            else:
+                sum_ = _boxed(sum_, *state.boxes[place], a, rows)
+    if net.source in found:
+        least = state.region.least(found[net.source], rows)
+        sum_ = sum_.plus(least)
+    unit = (len(net.graph.nodes) + 16) * float(jnp.finfo(zero.dtype).eps)
+    low = sum_.value - unit * sum_.size
+    return jnp.where(jnp.isfinite(sum_.size), low, -jnp.inf)
+
+
+def _charge(sum_: Sum, offset: Array, error: Array, a: Coefficients, rows: Rows) -> Sum:
+    shared = seen(offset[None], rows.of_all(), a)
+    return sum_.plus(summed(a.a * shared - jnp.abs(a.a) * seen(error, rows, a)))
+
+
+def _relaxed(
+    sum_: Sum, lines: Lines, a: Coefficients, rows: Rows, slope: Array | None
+) -> tuple[Sum, list[tuple[int, Coefficients]]]:
+    if any(view.view is not None for view in lines.views):
+        a = whole(a, rows)
+    positive, negative = jnp.maximum(a.a, 0.0), jnp.minimum(a.a, 0.0)
+    constants = positive * seen(lines.low, rows, a) + negative * seen(lines.up, rows, a)
+    sum_ = sum_.plus(summed(constants))
+    backs = []
+    for view in lines.views:
+        below = seen(view.low, rows, a)
+        if slope is not None and lines.free is not None:
+            below = jnp.where(seen(lines.free, rows, a), slope, below)
+        back = positive * below + negative * seen(view.up, rows, a)
+        sent = a._replace(a=back)
+        if view.view is not None:
+            zeros = jnp.zeros(view.shape, back.dtype)
+            pull = jax.vjp(view.view, zeros)[1]
+            sent = Whole(jax.vmap(jax.vmap(lambda t, pull=pull: pull(t)[0]))(back))
+        backs.append((view.operand, sent))
+    return sum_, backs
+
+
+def _boxed(sum_: Sum, lower: Array, upper: Array, a: Coefficients, rows: Rows) -> Sum:
+    """A value of which no more is known than its interval."""
+    lower, upper = seen(lower, rows, a), seen(upper, rows, a)
+    least = jnp.maximum(a.a, 0.0) * lower + jnp.minimum(a.a, 0.0) * upper
+    return sum_.plus(summed(jnp.where(a.a == 0, 0.0, least)))

@@ -1,0 +1,147 @@
+"""A program as a flat list of equations: calls inlined, loops of known length unrolled."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+CALLS = {
+    "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint",
+    "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr",
+}  # fmt: skip
+IDENTITIES = {"stop_gradient", "optimization_barrier", "sharding_constraint", "copy", "copy_p"}
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """One equation; values are numbered."""
+
+    eqn: JaxprEqn
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+
+@dataclass(eq=False)
+class Graph:
+    """The equations of a program in order, its inputs, outputs and constants."""
+
+    nodes: list[Node] = field(default_factory=list)
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    constants: dict[int, Any] = field(default_factory=dict)
+    avals: dict[int, Any] = field(default_factory=dict)
+    """Shapes and dtypes of the inputs and of what equations return."""
+    size: int = 0
+
+    def new(self) -> int:
+        self.size += 1
+        return self.size - 1
+
+    def constant(self, value: Any) -> int:
+        place = self.new()
+        self.constants[place] = value
+        return place
+
+
+def flatten(closed: ClosedJaxpr) -> Graph:
+    """The flat program of a jaxpr, without what no output needs.
+
+    Loops whose length is unknown stay as they are.
+
+    >>> graph = flatten(jax.make_jaxpr(jax.jit(lambda x: jnp.sin(jnp.cos(x))))(1.0))
+    >>> [node.name for node in graph.nodes]
+    ['cos', 'sin']
+    """
+    graph = Graph()
+    graph.inputs = tuple(graph.new() for _ in closed.jaxpr.invars)
+    graph.avals.update({place: var.aval for place, var in zip(graph.inputs, closed.jaxpr.invars)})
+    graph.outputs = tuple(_inline(graph, closed.jaxpr, closed.consts, graph.inputs))
+    used, alive = set(graph.outputs), []
+    for node in reversed(graph.nodes):
+        if used.intersection(node.outputs):
+            used.update(node.inputs)
+            alive.append(node)
+    graph.nodes = alive[::-1]
+    return graph
+
+
+def _inline(graph: Graph, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[int]) -> list[int]:
+    places: dict[Any, int] = dict(zip(jaxpr.invars, args))
+    places.update({var: graph.constant(value) for var, value in zip(jaxpr.constvars, consts)})
+
+    def read(atom: Any) -> int:
+        if isinstance(atom, Literal):
+            aval: Any = atom.aval
+            with jax.ensure_compile_time_eval():
+                return graph.constant(jnp.asarray(atom.val, aval.dtype))
+        return places[atom]
+
+    for eqn in jaxpr.eqns:
+        inputs = tuple(read(atom) for atom in eqn.invars)
+        name = eqn.primitive.name
+        outputs: Sequence[int]
+        if name in IDENTITIES:
+            outputs = inputs
+        elif name in CALLS:
+            inner: Any = eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
+            body, own = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+            outputs = _inline(graph, body, own, inputs)
+        elif name == "scan":
+            outputs = _unroll(graph, eqn, inputs)
+        else:
+            outputs = tuple(graph.new() for _ in eqn.outvars)
+            graph.nodes.append(Node(eqn, inputs, tuple(outputs)))
+            graph.avals.update({place: var.aval for place, var in zip(outputs, eqn.outvars)})
+        places.update(zip(eqn.outvars, outputs))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _unroll(graph: Graph, eqn: JaxprEqn, inputs: tuple[int, ...]) -> list[int]:
+    params = eqn.params
+    consts, carries, length = params["num_consts"], params["num_carry"], params["length"]
+    fixed, carry = inputs[:consts], list(inputs[consts : consts + carries])
+    series, body = inputs[consts + carries :], params["jaxpr"]
+    avals: list[Any] = [atom.aval for atom in eqn.invars[consts + carries :]]
+    emitted: list[list[int]] = []
+    for i in reversed(range(length)) if params["reverse"] else range(length):
+
+        def pick(t: jax.Array, i: int = i) -> jax.Array:
+            return lax.index_in_dim(t, i, keepdims=False)
+
+        rows = [_small(graph, pick, [aval], [place]) for aval, place in zip(avals, series)]
+        out = _inline(graph, body.jaxpr, body.consts, [*fixed, *carry, *rows])
+        carry = out[:carries]
+        emitted.append(out[carries:])
+    if params["reverse"]:
+        emitted.reverse()
+    shapes: list[Any] = [var.aval for var in eqn.outvars[carries:]]
+    for place, aval in enumerate(shapes):
+        row = jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype)
+        column = [out[place] for out in emitted]
+        carry.append(_small(graph, lambda *ts: jnp.stack(ts), [row] * length, column))
+    return carry
+
+
+def _small(
+    graph: Graph, fn: Callable[..., jax.Array], avals: Sequence[Any], args: Sequence[int]
+) -> int:
+    closed = jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+    return _inline(graph, closed.jaxpr, closed.consts, args)[0]
+
+
+def dependent(graph: Graph) -> Iterator[tuple[Node, tuple[bool, ...]]]:
+    """Every equation, and which of its operands depend on the program's input."""
+    moved = set(graph.inputs)
+    for node in graph.nodes:
+        moves = tuple(place in moved for place in node.inputs)
+        if any(moves):
+            moved.update(node.outputs)
+        yield node, moves

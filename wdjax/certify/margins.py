@@ -1,0 +1,103 @@
+"""Lower bounds of all margins of a batch of samples, by intervals or backward linear bounds."""
+
+import functools
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from wdjax.certify import crown, slopes
+from wdjax.certify.coefficients import Rows, Whole
+from wdjax.certify.domain import Array
+from wdjax.certify.graph import flatten
+from wdjax.certify.lipschitz import Classifier
+from wdjax.certify.network import build
+from wdjax.certify.region import Region
+from wdjax.models.conv import plain
+
+Method = Literal["interval", "crown", "auto", "alpha"]
+METHODS: tuple[Method, ...] = get_args(Method)
+"""From the cheapest to the tightest: intervals; backward bounds; these with optimised slopes of the
+margins where they are left open; with optimised slopes of all neurons that are."""
+
+
+def lower(model: Classifier, region: Region, y: Array, method: Method) -> Array:
+    """``[B, K]`` lower bounds of ``z_y - z_j`` over each region, inf at ``j = y``."""
+    state = prepare(model, region, method)
+    place = state.network.graph.outputs[0]
+    (classes,) = state.network.graph.avals[place].shape[1:]
+    if place in state.network.exact:  # Logits that do not depend on the input.
+        logits = jnp.broadcast_to(state.network.exact[place], (len(y), classes))
+        low = jnp.take_along_axis(logits, y[:, None], axis=1) - logits
+    else:
+        low = _apart(state, place, y)
+        for bound in _BOUNDS[method]:
+            right = jnp.argmax(model(region.center), axis=-1) == y
+            open_ = right & jnp.any((low <= 0) & (jnp.arange(classes) != y[:, None]), axis=1)
+            every = jnp.ones_like(open_) if bound is crown.backward else open_
+            low = _contrasts(state, place, y, low, every, bound)
+    for lost in state.network.lost:
+        low = jnp.where(lost, -jnp.inf, low)
+    low = jnp.where(jnp.isnan(low), -jnp.inf, low)
+    return jnp.where(jnp.arange(classes) == y[:, None], jnp.inf, low)
+
+
+def prepare(model: Classifier, region: Region, method: Method) -> crown.Pass:
+    """The bounds of everything that the model computes before its margins."""
+    sample = jax.ShapeDtypeStruct((1, *region.center.shape[1:]), region.center.dtype)
+    with plain():
+        closed = jax.make_jaxpr(model)(sample)
+    wide = region._replace(
+        center=region.center[:, None], lower=region.lower[:, None], upper=region.upper[:, None]
+    )
+    return crown.bounds(build(flatten(closed)), wide.prepared(), _INSIDE[method])
+
+
+_INSIDE: dict[Method, Sequence[crown.Bound]] = {
+    "interval": (),
+    "crown": (crown.backward,),
+    "auto": (crown.backward,),
+    "alpha": (crown.backward, functools.partial(slopes.optimised, steps=5)),
+}
+"""What bounds the neurons that are open, in turn."""
+_BOUNDS: dict[Method, Sequence[crown.Bound]] = {
+    "interval": (),
+    "crown": (crown.backward,),
+    "auto": (crown.backward, functools.partial(slopes.optimised, steps=20)),
+    "alpha": (crown.backward, functools.partial(slopes.optimised, steps=20)),
+}
+"""What bounds the margins, in turn; all but the first where it leaves them open."""
+
+
+def _apart(state: crown.Pass, place: int, y: Array) -> Array:
+    """From the intervals of the logits."""
+    value = state.values[place]
+    own = jnp.take_along_axis(value.lower[:, 0], y[:, None], axis=1)
+    apart = own - value.upper[:, 0]
+    unit = 8 * float(jnp.finfo(apart.dtype).eps)
+    return apart - unit * (jnp.abs(own) + value.size[:, 0])
+
+
+def _contrasts(
+    state: crown.Pass, place: int, y: Array, low: Array, needed: Array, bound: crown.Bound
+) -> Array:
+    """Margins of the samples that need it, by rows of all their rivals; never looser."""
+    samples, classes = low.shape
+    rivals = (y[:, None] + 1 + jnp.arange(classes - 1)) % classes
+    width = min(crown.chunk(state, classes - 1), samples)
+    index = jnp.nonzero(needed, size=samples, fill_value=samples)[0]
+    index = jnp.pad(index, (0, width), constant_values=samples)
+
+    def turn(i: Array, low: Array) -> Array:
+        these = lax.dynamic_slice(index, (i * width,), (width,))
+        rows = jnp.minimum(these, samples - 1)
+        own = jax.nn.one_hot(y[rows], classes, dtype=low.dtype)
+        other = jax.nn.one_hot(rivals[rows].T, classes, dtype=low.dtype)
+        a = Whole((own - other)[:, :, None])
+        found = bound(state, {place: a}, Rows(rows))
+        # Lines may lie outside of what is known: the better of both.
+        return low.at[these[:, None], rivals[rows]].max(found.T, mode="drop")
+
+    return lax.fori_loop(0, -(-jnp.sum(needed) // width), turn, low)

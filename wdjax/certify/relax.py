@@ -1,0 +1,270 @@
+r"""Lines above and below what is not affine, one rule a primitive.
+
+A rule bounds ``f`` between ``sum_v low_v . view_v(operand) + low`` and ``sum_v up_v . view_v + up``
+on a box of operands; a view is a fixed linear map such as the identity or one position of a pooling
+window. Slopes are free: each intercept is the extreme of ``f(z) - slope z`` on the box, which is
+attained at an end, a kink, or where the derivative is the slope, so that a bad slope costs
+tightness and never soundness.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from wdjax.certify.domain import Array, Linear
+
+
+class View(NamedTuple):
+    """One linear term of both lines; no view is the identity."""
+
+    operand: int
+    low: Array
+    up: Array
+    view: Linear | None = None
+    shape: tuple[int, ...] = ()
+    """Of the operand, where there is a view."""
+
+
+class Lines(NamedTuple):
+    """Lines of a value, batched over samples, and which operands' bounds matter to them."""
+
+    views: tuple[View, ...]
+    low: Array
+    up: Array
+    open: Array | None = None
+    """Entries of the operand whose bounds the lines depend on; None for all that are not points."""
+    free: Array | None = None
+    """Entries of one operand whose lower slope may be anything in [0, 1], with no intercept."""
+
+
+Ends = tuple[Array, Array]
+Relaxation = Callable[[JaxprEqn, Sequence[Any], Sequence[bool]], Lines | None]
+"""``(equation, operands, which of them depend on the input)``; such an operand is ``Ends``
+``[B, *shape]``, another an array. None if the rule does not fit."""
+
+
+def _rounding(*sizes: Array) -> Array:
+    unit = 16 * float(jnp.finfo(sizes[0].dtype).eps)
+    total = sum(jnp.abs(size) for size in sizes)
+    return jnp.asarray(unit * total + float(jnp.finfo(sizes[0].dtype).tiny))
+
+
+def rectifier(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
+    """``max(z, c)`` and ``min(z, c)``: ReLU, and clipping from one side."""
+    if sum(moves) != 1:
+        return None
+    place = moves.index(True)
+    (lower, upper), level = args[place], args[1 - place]
+    if eqn.primitive.name == "min":
+        mirrored = _hinge(-upper, -lower, -level)
+        return Lines(
+            (View(place, mirrored[1], mirrored[0]),), -mirrored[3], -mirrored[2], mirrored[4]
+        )
+    low, up, below, above, unstable = _hinge(lower, upper, level)
+    free = unstable & (level == 0)
+    return Lines((View(place, low, up),), below, above, unstable, free)
+
+
+def _hinge(lower: Array, upper: Array, level: Array) -> tuple[Array, Array, Array, Array, Array]:
+    """Slopes and intercepts of ``max(z, level)``, below and above, and where it bends."""
+    unstable = (lower < level) & (upper > level)
+    low = jnp.where(unstable, upper - level > level - lower, lower >= level).astype(lower.dtype)
+    below = jnp.where(low > 0, 0.0, level)
+    width = jnp.where(unstable, upper - lower, 1.0)
+    slope = jnp.where(unstable, jnp.clip((upper - level) / width, 0.0, 1.0), low)
+    at_lower, at_upper = level - slope * lower, upper - slope * upper
+    above = jnp.maximum(at_lower, at_upper) + _rounding(level + 0 * lower, slope * upper, upper)
+    return low, slope, below, jnp.where(unstable, above, below), unstable
+
+
+def product(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
+    """``x y`` between the means of McCormick's two lines on either side."""
+    if not all(moves):
+        return None
+    (lx, ux), (ly, uy) = args
+    x_slope, y_slope = 0.5 * (ly + uy), 0.5 * (lx + ux)
+    sizes = [jnp.maximum(jnp.abs(a), jnp.abs(b)) for a, b in args]
+    slack = _rounding(sizes[0] * sizes[1])
+    low = -0.5 * (lx * ly + ux * uy) - slack
+    up = -0.5 * (lx * uy + ux * ly) + slack
+    return Lines((View(0, x_slope, x_slope), View(1, y_slope, y_slope)), low, up)
+
+
+def power(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
+    """Even powers, and all others of numbers that are not negative."""
+    exponent = eqn.params["y"] if eqn.primitive.name == "integer_pow" else 2
+    if exponent < 2 or exponent % 2:
+        return None
+    return _convex(lambda z: z**exponent, lambda z: exponent * z ** (exponent - 1), args[0])
+
+
+def exponential(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
+    return _convex(jnp.exp, jnp.exp, args[0])
+
+
+def absolute(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
+    return _convex(jnp.abs, jnp.sign, args[0])
+
+
+def _convex(f: Callable[[Array], Array], slope: Callable[[Array], Array], ends: Ends) -> Lines:
+    """The chord above, a tangent below."""
+    lower, upper = ends
+    middle = 0.5 * lower + 0.5 * upper
+    width = jnp.where(upper > lower, upper - lower, 1.0)
+    up = jnp.where(upper > lower, (f(upper) - f(lower)) / width, slope(middle))
+    low = slope(middle)
+    reach = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
+    size = jnp.maximum(jnp.abs(f(lower)), jnp.abs(f(upper)))
+    slack = _rounding(size, up * reach, low * reach)
+    above = jnp.maximum(f(lower) - up * lower, f(upper) - up * upper) + slack
+    below = f(middle) - low * middle - slack
+    return Lines((View(0, low, up),), below, above)
+
+
+def sigmoid(
+    f: Callable[[Array], Array], slope: Callable[[Array], Array], inverse: Callable[[Array], Array]
+) -> Relaxation:
+    """A rule for what is odd about a point, convex before 0 and concave behind it.
+
+    ``inverse(s) >= 0`` is where the derivative is ``s``, and so is its mirror image.
+    """
+
+    def rule(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
+        lower, upper = args[0]
+        width = jnp.where(upper > lower, upper - lower, 1.0)
+        chord = jnp.where(upper > lower, (f(upper) - f(lower)) / width, slope(lower))
+        middle = 0.5 * lower + 0.5 * upper
+        # Above: the chord where it lies above; a tangent from the lower end, or at the middle.
+        up = jnp.where(lower >= 0, slope(middle), _tangent(f, slope, lower, upper, chord))
+        low = jnp.where(
+            upper <= 0, slope(middle), _tangent(_mirror(f), slope, -upper, -lower, chord)
+        )
+        lines = []
+        for line, pick in ((low, jnp.minimum), (up, jnp.maximum)):
+            turn = inverse(jnp.clip(line, 0.0, slope(jnp.zeros_like(line))))
+            points = (lower, upper, jnp.clip(turn, lower, upper), jnp.clip(-turn, lower, upper))
+            values = [f(z) - line * z for z in points]
+            best = values[0]
+            for value in values[1:]:
+                best = pick(best, value)
+            lines.append(best)
+        reach = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
+        slack = _rounding(jnp.ones_like(reach), low * reach, up * reach)
+        return Lines((View(0, low, up),), lines[0] - slack, lines[1] + slack)
+
+    return rule
+
+
+def _mirror(f: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    return lambda z: -f(-z)
+
+
+def _tangent(
+    f: Callable[[Array], Array],
+    slope: Callable[[Array], Array],
+    lower: Array,
+    upper: Array,
+    chord: Array,
+) -> Array:
+    """The slope of the least line through the lower end that lies above."""
+    low, high = jnp.maximum(lower, 0.0), jnp.maximum(upper, 0.0)
+    start = f(lower)
+    for _ in range(12):
+        middle = 0.5 * low + 0.5 * high
+        above = start + slope(middle) * (middle - lower) >= f(middle)
+        low, high = jnp.where(above, middle, low), jnp.where(above, high, middle)
+    return jnp.where((upper <= 0) | (slope(upper) >= chord), chord, slope(low))
+
+
+def _gap(z: Array) -> Array:
+    return 1 / jnp.cosh(jnp.minimum(jnp.abs(z), 40.0)) ** 2
+
+
+def _where_tanh(s: Array) -> Array:
+    return jnp.arctanh(jnp.sqrt(jnp.clip(1 - s, 0.0, 1 - 1e-6)))
+
+
+def _rise(z: Array) -> Array:
+    return 0.25 * _gap(0.5 * z)
+
+
+def _sigma(z: Array) -> Array:
+    return 0.5 + 0.5 * jnp.tanh(0.5 * z)
+
+
+def pooled(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
+    """Max pooling: below, the entry with the largest lower end; above, it if it dominates."""
+    params = eqn.params
+    if max(params["base_dilation"]) > 1:
+        return None
+    window, strides, padding = (
+        params[k] for k in ("window_dimensions", "window_strides", "padding")
+    )
+    outs: Any = eqn.outvars[0].aval
+
+    def view(offset: tuple[int, ...], blank: float) -> Linear:
+        def patch(t: Array) -> Array:
+            t = lax.pad(t, jnp.asarray(blank, t.dtype), [(*pads, 0) for pads in padding])
+            stops = [o + (n - 1) * s + 1 for o, n, s in zip(offset, outs.shape, strides)]
+            return lax.slice(t, offset, stops, strides)
+
+        return patch
+
+    apart = params["window_dilation"]
+    offsets = [
+        tuple(d * i for d, i in zip(apart, place))
+        for place in itertools.product(*map(range, window))
+    ]
+    return _largest(args[0], [(view(o, 0.0), view(o, -jnp.inf)) for o in offsets])
+
+
+def reduced(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
+    """The maximum over axes."""
+    axes = tuple(eqn.params["axes"])
+    shape = args[0][0].shape[1:]
+
+    def view(index: tuple[int, ...]) -> Linear:
+        where = dict(zip(axes, index))
+        return lambda t: t[tuple(where.get(i, slice(None)) for i in range(t.ndim))]
+
+    places = list(itertools.product(*(range(shape[axis]) for axis in axes)))
+    if len(places) > 64:
+        return None
+    return _largest(args[0], [(view(p), view(p)) for p in places])
+
+
+def _largest(ends: Ends, views: Sequence[tuple[Linear, Linear]]) -> Lines:
+    lower, upper = ends
+    lows, highs = (jnp.stack([jax.vmap(see)(end) for _, see in views]) for end in (lower, upper))
+    best = jnp.argmax(lows, axis=0)
+    first = jnp.max(lows, axis=0)
+    top = jnp.max(highs, axis=0)
+    lines = []
+    is_best = [best == i for i in range(len(views))]
+    rivals = jnp.max(jnp.stack([jnp.where(b, -jnp.inf, h) for b, h in zip(is_best, highs)]), axis=0)
+    sure = first >= rivals
+    for (see, _), chosen in zip(views, is_best):
+        low = chosen.astype(lower.dtype)
+        lines.append(View(0, low, jnp.where(sure, low, 0.0), see, lower.shape[1:]))
+    zero = jnp.zeros_like(first)
+    return Lines(tuple(lines), zero, jnp.where(sure, zero, top))
+
+
+RELAXATIONS: dict[str, Relaxation] = {
+    "max": rectifier,
+    "min": rectifier,
+    "mul": product,
+    "integer_pow": power,
+    "square": power,
+    "exp": exponential,
+    "abs": absolute,
+    "tanh": sigmoid(jnp.tanh, _gap, _where_tanh),
+    "logistic": sigmoid(_sigma, _rise, lambda s: 2 * _where_tanh(4 * s)),
+    "reduce_window_max": pooled,
+    "reduce_max": reduced,
+}

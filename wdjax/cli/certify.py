@@ -1,0 +1,189 @@
+"""``python -m wdjax certify``: what no attack can do to a PyTorch checkpoint."""
+
+import argparse
+import io
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from wdjax import certify, convert, data, files, norms, report
+from wdjax.cli import options
+from wdjax.cli.console import Console
+
+SCHEMA = "wdjax.certify/1"
+
+_EXAMPLES = """examples:
+  python -m wdjax certify --arch wong_mnist --weights mnist.pth --data mnist.npz \\
+      --norm linf --eps 0.1 --samples 100 --json certified.json
+  python -m wdjax certify --arch resnet2b --weights cifar10.pth --data cifar10.npz \\
+      --norm linf --eps 1/255 --method crown --radii radii.npz --json - | jq .verified"""
+
+_COMPILING = (
+    "/jax/core/compile/jaxpr_trace_duration",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration",
+    "/jax/core/compile/backend_compile_duration",
+)
+
+
+def add(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Declares the command."""
+    parser = commands.add_parser(
+        "certify",
+        parents=[common],
+        help="certify a PyTorch checkpoint; JSON out",
+        description="Proves for how many samples no point within eps is misclassified, and what "
+        "accuracy every distribution in the Wasserstein balls Omega_1, Omega_2, Omega_inf leaves.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _describe(parser)
+    how = parser.add_argument_group("how")
+    how.add_argument("--norm", required=True, choices=sorted(norms.NAMES), help="of a move")
+    how.add_argument(
+        "--eps", required=True, type=options.number, help="the budget, such as 0.1 or 8/255"
+    )
+    how.add_argument(
+        "--method",
+        choices=certify.METHODS,
+        default="auto",
+        help="of the margins, from the cheapest to the tightest (default %(default)s)",
+    )
+    how.add_argument(
+        "--steps",
+        type=options.positive,
+        default=10,
+        metavar="N",
+        help="searches for the radii (default %(default)s)",
+    )
+    how.add_argument(
+        "--batch-size",
+        type=options.positive,
+        default=64,
+        metavar="B",
+        help="samples on the device at once (default %(default)s)",
+    )
+    out = parser.add_argument_group("what is written")
+    out.add_argument("--json", required=True, metavar="OUT", help="a file, or - for stdout")
+    out.add_argument(
+        "--radii",
+        type=Path,
+        metavar="FILE.npz",
+        help="save, of every sample, its certified radius, verified, margin and correct",
+    )
+    out.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="save the work to, and go on from"
+    )
+    parser.set_defaults(command=run)
+
+
+def _describe(parser: argparse.ArgumentParser) -> None:
+    """Which model, and on what."""
+    what = parser.add_argument_group("what is certified")
+    what.add_argument("--arch", required=True, help="such as mlp, wong_mnist, resnet2b")
+    what.add_argument("--weights", required=True, type=Path, metavar="FILE", help="the checkpoint")
+    what.add_argument(
+        "--data",
+        required=True,
+        type=Path,
+        metavar="FILE.npz",
+        help="x [n, height, width, channels], uint8 or floats in [0, 1], and labels y [n]",
+    )
+    what.add_argument(
+        "--samples", type=options.positive, metavar="N", help="the first N; all if left"
+    )
+
+
+def run(parsed: argparse.Namespace, console: Console) -> int:
+    """Certifies, prints, then writes."""
+    for path in (parsed.radii, None if parsed.json == "-" else parsed.json):
+        if path is not None:
+            files.check_writable(path)
+    model = convert.load(parsed.weights, parsed.arch).model
+    samples = data.load_npz(parsed.data)
+    x, y = samples if parsed.samples is None else samples.take(parsed.samples)
+    spent = _Compiling()
+    began = time.perf_counter()
+    with console.search("certify") as tick:
+        found = certify.verify(
+            model,
+            x,
+            y,
+            norm=norms.NAMES[parsed.norm],
+            eps=parsed.eps,
+            method=parsed.method,
+            steps=parsed.steps,
+            batch_size=parsed.batch_size,
+            callback=tick,
+            checkpoint=parsed.checkpoint,
+        )
+    seconds = time.perf_counter() - began
+    content = _content(parsed, found, seconds, min(spent.seconds, seconds))
+    left = content["certified_accuracy"]
+    console.say(
+        f"{content['verified']} of {len(y)} verified within {parsed.eps:g} by {found.method}; "
+        + ", ".join(f"{name} >= {value:.4f}" for name, value in left.items())
+    )
+    if parsed.json == "-":
+        sys.stdout.write(report.dumps(content))
+        sys.stdout.flush()
+    else:
+        files.write(parsed.json, report.dumps(content))
+    if parsed.radii is not None:
+        files.write(parsed.radii, _radii(found))
+    return 0
+
+
+def _content(
+    parsed: argparse.Namespace, found: certify.Certificate, seconds: float, compiling: float
+) -> dict[str, Any]:
+    """What is written as JSON."""
+    left = {
+        f"omega_{name}": float(certify.certified_accuracy(found.radius, parsed.eps, order))
+        for name, order in options.ORDERS.items()
+    }
+    return {
+        "schema": SCHEMA,
+        "versions": report.versions(),
+        "arch": parsed.arch,
+        "weights": parsed.weights.name,
+        "data": parsed.data.name,
+        "samples": len(found.correct),
+        "norm": parsed.norm,
+        "eps": parsed.eps,
+        "method": found.method,
+        "claim": found.claim,
+        "clean_accuracy": float(np.mean(found.correct)),
+        "verified": int(np.sum(found.verified)),
+        "certified_accuracy": left,
+        "seconds": seconds,
+        "compile_seconds": compiling,
+    }
+
+
+class _Compiling:
+    """Counts the seconds that JAX says it spends on compilation from now on."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+
+    def _heard(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event in _COMPILING:
+            self.seconds += duration_secs
+
+
+def _radii(found: certify.Certificate) -> bytes:
+    """The archive of ``--radii``."""
+    buffer = io.BytesIO()
+    np.savez_compressed(
+        buffer,
+        radius=found.radius,
+        verified=found.verified,
+        margin=found.margin,
+        correct=found.correct,
+    )
+    return buffer.getvalue()
