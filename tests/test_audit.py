@@ -374,7 +374,7 @@ def test_exact_transport_of_a_real_attack(shared):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"--attacks": "pgd,magic"}, "knows fgsm, pgd, wda, wda"),
+        ({"--attacks": "pgd,magic"}, "knows fgsm, pgd, apgd-ce"),
         ({"--weights": "nowhere.pth"}, "nowhere.pth"),
         ({"--data": "nowhere.npz"}, "nowhere.npz"),
         ({"--eps": "-1"}, "eps must be finite and at least 0"),

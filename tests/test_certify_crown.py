@@ -118,11 +118,11 @@ def moves(rng, shape, norm):
     [*((apply, math.inf) for apply in ARCHITECTURES), (residual, 1), (residual, 2), (pooled, 2)],
 )
 def test_no_random_point_breaks_a_bound(apply, norm):
-    """Together 10,000 nets and balls; the same programs serve all parameters."""
+    """Some 3,000 nets and balls; the same programs serve all parameters."""
     rng, samples, scale = np.random.default_rng(0), 60, NORMS[norm]
     call = jax.jit(apply)
     decided = 0
-    for _ in range(14):
+    for _ in range(4):
         model = Model(apply, jax.tree.map(jnp.asarray, parameters(rng)))
         x = rng.choice([0.0, 1.0, 0.5], p=[0.1, 0.1, 0.8], size=(samples, 7, 7, 1))
         x = np.where(x == 0.5, rng.uniform(size=x.shape), x).astype(np.float32)
@@ -137,7 +137,7 @@ def test_no_random_point_breaks_a_bound(apply, norm):
         rival = np.arange(3) != y[:, None]
         assert np.all((apart >= low) | ~rival)
         decided += np.sum(np.all(low > 0, axis=1))
-    assert decided > 100, "and they are not vacuous"
+    assert decided > 30, "and they are not vacuous"
 
 
 @functools.cache
@@ -152,13 +152,14 @@ def small(seed):
 def test_methods_are_ordered_and_attacks_stay_outside(norm):
     model, x, y = small(3)
     eps = 0.02 * NORMS[norm]
+    # Slopes of all layers take a minute to compile: in one norm.
+    names = [name for name in certify.METHODS if name != "alpha" or norm == math.inf]
     bounds = {
         method: np.min(
             certify.margin_bounds(model, x, y, norm=norm, eps=eps, method=method), axis=1
         )
-        for method in certify.METHODS
+        for method in names
     }
-    names = list(certify.METHODS)
     for looser, tighter in itertools.pairwise(names):
         held = [int(np.sum(bounds[name] > 0)) for name in (looser, tighter)]
         assert held[0] <= held[1]

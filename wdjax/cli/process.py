@@ -42,9 +42,9 @@ def terminable() -> Iterator[None]:
         else:
             heard(lost)
 
-    def again(number: int) -> None:
+    def again(number: signal.Signals) -> None:
         # Not from here: what the hook itself raises is dropped too.
-        timer = threading.Timer(_AGAIN, _thread.interrupt_main, (number,))
+        timer = threading.Timer(_AGAIN, _interrupt, (number,))
         timer.daemon = True
         timer.start()
 
@@ -58,6 +58,14 @@ def terminable() -> Iterator[None]:
     finally:
         sys.unraisablehook = heard
         signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: signal.Signals) -> None:
+    """Gives the main thread a signal, also where it waits."""
+    if hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
+    else:
+        _thread.interrupt_main(number)
 
 
 def cache_folder() -> Path:
