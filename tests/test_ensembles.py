@@ -52,7 +52,6 @@ def test_a_cascade_is_at_least_its_members():
     np.testing.assert_array_equal(first.gradients, seen["apgd-ce"].gradients)
 
 
-@fast
 def test_a_cascade_works_inside_jit():
     some = {name: MEMBERS[name] for name in ("apgd-ce", "square")}
     inside = jax.jit(lambda eps: ensembles.cascade(some, model, x, y, eps=eps, key=KEY).success)(

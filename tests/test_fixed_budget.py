@@ -100,7 +100,6 @@ def test_checkpoints_of_apgd():
     assert np.flatnonzero(apgd._windows(1)).tolist() == [1]
 
 
-@fast
 @pytest.mark.parametrize("norm", [1, 2, math.inf])
 def test_targets_by_logit_and_by_ratio(norm):
     """Linear models tell the true order of the classes' boundaries."""
@@ -237,7 +236,6 @@ def test_shifts_spend_what_there_is(norm):
     assert emptied > 0
 
 
-@fast
 @pytest.mark.parametrize("norm", [1, 2, math.inf])
 def test_more_queries_never_lower_the_margin(norm):
     images = jax.random.uniform(jax.random.key(2), (12, 4, 7, 1))
@@ -308,7 +306,6 @@ def test_the_rectified_ratio_spends_nothing_on_what_has_fallen():
 # Few classes, odd losses.
 
 
-@fast
 @pytest.mark.parametrize("classes", [2, 3])
 def test_two_and_three_classes_are_enough(classes):
     weights = jax.random.normal(jax.random.key(5), (6, classes))
@@ -354,7 +351,6 @@ def test_a_loss_that_is_no_number_is_a_fault_and_no_robustness():
     assert not found.done[positive].any()
 
 
-@fast
 def test_restarts_and_radii_never_hurt_apgd():
     ask = functools.partial(wdjax.search, model=model, x=x, y=y, key=jax.random.key(2))
     once = ask(attacks.APGD(Lp(2), steps=6), eps=0.2)
