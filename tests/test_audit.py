@@ -17,7 +17,7 @@ from wdjax.cli import main
 KEY = jax.random.key(0)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("audit")
     assert main(["audit", "--out", str(folder), "--samples", "40"]) == 0
