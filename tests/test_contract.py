@@ -80,6 +80,10 @@ ATTACKS = FOUNDATION | ROOM | VARIANTS
 ONLY = {"ddn": (2,), "cw": (2,), "alma": (1, 2)}
 
 
+# One of a kind: for what does not depend on an attack's settings.
+FEW = ("fgsm", "pgd random", "wda order 2 best", "wda++", "apgd")
+
+
 def norms_of(name):
     return ONLY.get(name, NORMS)
 
@@ -96,8 +100,14 @@ def cases(*pairs):
     return pytest.mark.parametrize(("name", "norm"), rows)
 
 
-def names(*attacks):
-    rows = [pytest.param(name, id=name, marks=group(name)) for name in attacks]
+def names(*attacks, oldest=False):
+    """With ``oldest``, a few of them run on the oldest stack too."""
+    rows = [
+        pytest.param(
+            name, id=name, marks=[group(name), *[pytest.mark.fast] * (oldest and name in FEW)]
+        )
+        for name in attacks
+    ]
     return pytest.mark.parametrize("name", rows)
 
 
@@ -113,8 +123,11 @@ table = cases(
     *(pair for pair in IN_TURN if pair[0] in ROOM),
 )
 each = names(*FOUNDATION, *ROOM)
-follow = names(*FOUNDATION, *(name for name in ROOM if name != "square"))
+each_oldest = names(*FOUNDATION, *ROOM, oldest=True)
+follow = names(*FOUNDATION, *(name for name in ROOM if name != "square"), oldest=True)
 once = names(*FOUNDATION)
+few = names(*(name for name in FOUNDATION if name in FEW))
+few_oldest = names(*(name for name in FOUNDATION if name in FEW), oldest=True)
 
 
 def apply(params, x):
@@ -222,8 +235,7 @@ def test_no_budget_moves_nothing(name, norm):
     np.testing.assert_allclose(result.accuracy, result.correct.mean())
 
 
-@pytest.mark.fast
-@each
+@each_oldest
 def test_one_trace_serves_two_calls_and_new_parameters(name):
     traces = []
 
@@ -241,8 +253,7 @@ def test_one_trace_serves_two_calls_and_new_parameters(name):
     assert result.x_adv.shape == x.shape
 
 
-@pytest.mark.fast
-@once
+@few_oldest
 def test_batch_size_and_devices_do_not_matter(name):
     whole = attack_on(name, 2)
     for size in (1, 7):
@@ -271,8 +282,7 @@ def test_all_misclassified(name):
     assert result.done.all()
 
 
-@pytest.mark.fast
-@once
+@few_oldest
 def test_zero_gradients_are_counted(name):
     def flat(bias, x):
         return jnp.broadcast_to(bias, (len(x), 4))
@@ -294,7 +304,6 @@ def _poisoned(params, x):
     return jnp.concatenate([logits, hidden[:, None]], axis=1)
 
 
-@pytest.mark.fast
 @follow
 def test_gradients_that_are_not_finite_are_faults(name):
     bad = wdjax.Model(_poisoned, model.args[0])
@@ -313,8 +322,7 @@ def test_gradients_that_are_not_finite_are_faults(name):
     close(hosted, traced)
 
 
-@pytest.mark.fast
-@once
+@few_oldest
 def test_logits_that_are_not_finite_are_faults(name):
     def cliff(params, x):
         logits = apply(params, x)
@@ -330,7 +338,7 @@ def test_logits_that_are_not_finite_are_faults(name):
     assert float(result.accuracy) == 1.0
 
 
-@once
+@few
 def test_two_classes_and_a_convolution(name):
     def convolve(kernel, x):
         x = jax.lax.conv_general_dilated(
@@ -346,7 +354,7 @@ def test_two_classes_and_a_convolution(name):
     np.testing.assert_array_equal(result.success, wrong)
 
 
-@once
+@few
 def test_float64_is_kept(name):
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), model)
@@ -369,8 +377,7 @@ def test_misclassified_samples_are_attacked_on_request(name):
         assert (np.asarray(result.cost)[~np.asarray(result.correct)] > 0).any()
 
 
-@pytest.mark.fast
-@each
+@each_oldest
 def test_saved_and_resumed_after_every_round(name, tmp_path):
     """A search restored from disk in the place of every round goes on to the same bits."""
     attack = make(name, 2)
@@ -409,7 +416,7 @@ def test_result_survives_a_checkpoint(name, tmp_path):
     chex.assert_trees_all_equal(persist.restore(tmp_path / "result", result), result)
 
 
-@once
+@few
 def test_callback_sees_every_round_and_can_stop(name):
     attack, seen = make(name, 2), []
     whole = attack_on(name, 2, batch_size=8, callback=seen.append)
@@ -425,7 +432,7 @@ def test_callback_sees_every_round_and_can_stop(name):
     np.testing.assert_array_equal(stopped.success, wrong)
 
 
-@once
+@few
 def test_single_precision_images_where_double_is_the_default(name):
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
         single = functools.partial(attack_on, name, 1, model, x, key=jax.random.key(7))
@@ -434,8 +441,7 @@ def test_single_precision_images_where_double_is_the_default(name):
     np.testing.assert_allclose(hosted.x_adv, traced.x_adv, atol=1e-5)
 
 
-@pytest.mark.fast
-@once
+@few_oldest
 def test_bad_numbers_inside_a_trace_are_nan(name):
     attack, how = make(name, 2), ATTACKS[name][1]
 
