@@ -157,8 +157,8 @@ def plain_proximal(z: Array, weight: Array, norm: float) -> Array:
       weight: ``[n]``, at least 0.
       norm: r, one of 1, 2 and inf.
 
-    >>> plain_proximal(jnp.array([[3.0, -1.0]]), jnp.array([1.0]), 1).tolist()
-    [[2.0, 0.0]]
+    >>> plain_proximal(jnp.array([[3.0, -1.5]]), jnp.array([1.0]), 1).tolist()
+    [[2.0, -0.5]]
     >>> plain_proximal(jnp.array([[3.0, -1.0]]), jnp.array([1.0]), jnp.inf)[0].round(4).tolist()
     [2.0, -1.0]
     """
