@@ -123,6 +123,33 @@ def test_nan_is_open():
         assert np.all((low <= found) & (found <= high))
 
 
+TRACED = {
+    "a NaN radius": (0.5, 0, math.nan),
+    "a negative radius": (0.5, 0, -0.1),
+    "a center outside the box": (2.5, 0, 0.1),
+    "a NaN center": (math.nan, 0, 0.1),
+    "a label past the last class": (0.5, 2, 0.1),
+    "a label below 0": (0.5, -1, 0.1),
+}
+
+
+@pytest.mark.parametrize("norm", [1, 2, math.inf])
+@pytest.mark.parametrize("method", ["interval", "crown", "alpha"])
+def test_nothing_is_certified_of_bad_numbers_inside_jit(method, norm):
+    model = Model(lambda w, x: jax.nn.relu(x @ w) @ w + jnp.array([9.0, 0.0]), jnp.eye(2))
+
+    @jax.jit
+    def answers(x, y, eps):
+        held = certify.certified(model, x, y, norm=norm, eps=eps, method=method)
+        return held, certify.radius(model, x, y, norm=norm, method=method)
+
+    values, labels, eps = map(jnp.array, zip((0.5, 0, 0.1), *TRACED.values()))
+    held, radius = answers(jnp.repeat(values[:, None], 2, axis=1), labels, eps)
+    assert held.tolist() == [True] + [False] * len(TRACED), dict(zip(TRACED, held[1:]))
+    assert radius[0] > 0
+    assert not np.any(radius[3:]), "no radius went into these"
+
+
 # Rules of single primitives.
 
 

@@ -40,7 +40,7 @@ def lower(model: Classifier, region: Region, y: Array, method: Method) -> Array:
             low = _contrasts(state, place, y, low, every, bound)
     for lost in state.network.lost:
         low = jnp.where(lost, -jnp.inf, low)
-    low = jnp.where(jnp.isnan(low), -jnp.inf, low)
+    low = jnp.where(jnp.isnan(low) | jnp.isnan(region.eps)[:, None], -jnp.inf, low)
     return jnp.where(jnp.arange(classes) == y[:, None], jnp.inf, low)
 
 

@@ -107,12 +107,18 @@ def _capped_two(size: Array, cap: Array, eps: Array) -> Array:
 
 
 def ball(x: Array, eps: Array, norm: float, box: Box) -> Region:
-    """The least box around each ball, cut by the domain, and the radius that is certified for."""
+    """The least box around each ball, cut by the domain, and the radius that is certified for.
+
+    Inside a trace nothing can be refused: a radius that is negative or NaN and a center outside the
+    box make the radius NaN, of which nothing is certified.
+    """
     norms.check_norm(norm)
     unit = 4 * float(jnp.finfo(x.dtype).eps)
-    eps = jnp.where(eps > 0, eps * (1 + _EXCESS), 0.0)
+    low, high = (-math.inf, math.inf) if box is None else box
+    real = jnp.all(((x >= low) & (x <= high)).reshape(len(x), -1), axis=1) & (eps >= 0)
+    eps = jnp.where(real, eps * (1 + _EXCESS), jnp.nan)
     wide = norms.spread(eps, x)
-    reach = wide + jnp.where(wide > 0, unit * jnp.abs(x), 0.0)
+    reach = wide + jnp.where(wide == 0, 0.0, unit * jnp.abs(x))
     lower, upper = x - reach, x + reach
     if box is not None:
         lower, upper = jnp.maximum(lower, box[0]), jnp.minimum(upper, box[1])

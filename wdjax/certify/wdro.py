@@ -49,7 +49,8 @@ def wdro_bound(
       Bounds in the shape of ``eps``, float64.
 
     Raises:
-      ValueError: another loss (the true DLR is not Lipschitz), a bad order, bad samples.
+      ValueError: another loss (the true DLR is not Lipschitz), a bad order, a negative constant,
+        bad samples, or a trace.
 
     Cost: one Lipschitz constant, and for order inf one :func:`certify.margin_bounds` a budget.
 
@@ -72,7 +73,11 @@ def wdro_bound(
         )
     norms.check_norm(norm)
     _check_order(order)
+    if validate.traced(model, x, y, eps):
+        raise ValueError("wdro_bound works on the host; call it outside jit and vmap.")
     budgets = _check_budgets(eps)
+    if constant is not None and not constant >= 0:
+        raise ValueError(f"constant must be at least 0, got {constant!r}.")
     x, y = validate.check_samples(model, x, y, box)
 
     def mean_loss(radius: float) -> float:
