@@ -445,12 +445,13 @@ def test_single_precision_images_where_double_is_the_default(name):
 def test_bad_numbers_inside_a_trace_are_nan(name):
     attack, how = make(name, 2), ATTACKS[name][1]
 
-    def accuracy(x=x, y=y, eps=EPS[2], key=key, **options):
+    def answers(x=x, y=y, eps=EPS[2], key=key, **options):
         options = {**how, **options}
-        return wdjax.run(attack, model, x, y, eps=eps, key=key, **options).accuracy
+        result = wdjax.run(attack, model, x, y, eps=eps, key=key, **options)
+        return result.accuracy, jnp.sum(result.correct & ~result.success)
 
-    inside = jax.jit(accuracy)
-    assert np.isfinite(inside())
+    inside = jax.jit(answers)
+    assert np.all(np.isfinite(inside()))
     for bad in (
         {"eps": jnp.nan},
         {"eps": -0.1},
@@ -462,7 +463,9 @@ def test_bad_numbers_inside_a_trace_are_nan(name):
         {"kappa": 0.5},
         {"kappa": jnp.nan},
     ):
-        assert np.isnan(inside(**bad)), bad
+        accuracy, standing = inside(**bad)
+        assert np.isnan(accuracy), bad
+        assert standing == 0 or "kappa" in bad, "none that was refused may pass for robust"
 
 
 def test_rounds_are_pure_and_their_programs_few():

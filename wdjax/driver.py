@@ -75,7 +75,8 @@ def search(
 
     Returns:
       A :class:`~wdjax.core.Found` for the ``n`` samples. Inside a trace, where nothing can be
-      raised, samples or radii that would have been refused have cost and margin NaN.
+      raised, samples or radii that would have been refused have cost and margin NaN, and count as
+      neither correct nor attacked.
 
     Raises:
       ValueError: bad shapes, dtypes or labels, samples outside the box or not finite, ``eps``
@@ -316,9 +317,10 @@ def _traced(
 
 
 def _poison(found: Found, sound: Array) -> Found:
-    """NaN where the front door would have raised: no number may look like robustness."""
+    """NaN where the front door would have raised: nothing may look like robustness."""
     return replace(
         found,
+        correct=found.correct & sound,
         cost=jnp.where(sound, found.cost, jnp.nan),
         margin=jnp.where(sound, found.margin, jnp.nan),
         success=found.success & sound,
