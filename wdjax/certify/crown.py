@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from wdjax.certify import interval, network
+from wdjax.certify import activation, interval, network
 from wdjax.certify.coefficients import (
     Coefficients,
     Rows,
@@ -36,6 +36,8 @@ from wdjax.certify.network import Bounded, Network
 from wdjax.certify.region import Region
 from wdjax.certify.relax import RELAXATIONS, Lines
 from wdjax.certify.transposition import transposed
+
+RULES = {**RELAXATIONS, "elementwise": activation.lines}
 
 _ROWS = 64
 """Rows that go back at once: what fits a CPU's cache."""
@@ -90,8 +92,7 @@ def bounds(net: Network, region: Region, tighten: Sequence[Bound] = ()) -> Pass:
 def _relax(state: Pass, node: Node, tighten: Sequence[Bound]) -> None:
     """Lines of one equation, after its operands were bounded where it matters."""
     moves = [place in state.values or place in state.booleans for place in node.inputs]
-    rule = RELAXATIONS.get(node.name)
-    lines = _lines(state, node, moves) if rule is not None else None
+    lines = _lines(state, node, moves) if node.name in RULES else None
     for bound in tighten if lines is not None else ():
         assert lines is not None
         for view in lines.views[:1] if len({v.operand for v in lines.views}) == 1 else lines.views:
@@ -102,6 +103,9 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Bound]) -> None:
                 refine(state, place, needed, bound)
         lines = _lines(state, node, moves)
     outs = _intervals(state, node)
+    if lines is not None and lines.ends is not None:
+        ((lower, upper),) = outs
+        outs = [(jnp.fmax(lower, lines.ends[0]), jnp.fmin(upper, lines.ends[1]))]
     for place, (lower, upper) in zip(node.outputs, outs):
         if lower.dtype == bool:
             state.booleans[place] = lower, upper
@@ -123,7 +127,7 @@ def _lines(state: Pass, node: Node, moves: list[bool]) -> Lines | None:
             args.append((state.values[place].lower, state.values[place].upper))
         else:
             args.append(interval.lifted(jnp.asarray(state.network.exact[place])))
-    return RELAXATIONS[node.name](node.eqn, args, moves)
+    return RULES[node.name](node.eqn, args, moves)
 
 
 def _safe(lines: Lines, lower: Array, upper: Array, node: Node) -> Lines:

@@ -64,12 +64,17 @@ def flatten(closed: ClosedJaxpr) -> Graph:
     graph.inputs = tuple(graph.new() for _ in closed.jaxpr.invars)
     graph.avals.update({place: var.aval for place, var in zip(graph.inputs, closed.jaxpr.invars)})
     graph.outputs = tuple(_inline(graph, closed.jaxpr, closed.consts, graph.inputs))
-    used, alive = set(graph.outputs), []
+    return alive(graph)
+
+
+def alive(graph: Graph) -> Graph:
+    """The program without the equations that no output needs."""
+    used, kept = set(graph.outputs), []
     for node in reversed(graph.nodes):
         if used.intersection(node.outputs):
             used.update(node.inputs)
-            alive.append(node)
-    graph.nodes = alive[::-1]
+            kept.append(node)
+    graph.nodes = kept[::-1]
     return graph
 
 
@@ -116,7 +121,7 @@ def _unroll(graph: Graph, eqn: JaxprEqn, inputs: tuple[int, ...]) -> list[int]:
         def pick(t: jax.Array, i: int = i) -> jax.Array:
             return lax.index_in_dim(t, i, keepdims=False)
 
-        rows = [_small(graph, pick, [aval], [place]) for aval, place in zip(avals, series)]
+        rows = [add(graph, pick, [aval], [place]) for aval, place in zip(avals, series)]
         out = _inline(graph, body.jaxpr, body.consts, [*fixed, *carry, *rows])
         carry = out[:carries]
         emitted.append(out[carries:])
@@ -126,13 +131,14 @@ def _unroll(graph: Graph, eqn: JaxprEqn, inputs: tuple[int, ...]) -> list[int]:
     for place, aval in enumerate(shapes):
         row = jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype)
         column = [out[place] for out in emitted]
-        carry.append(_small(graph, lambda *ts: jnp.stack(ts), [row] * length, column))
+        carry.append(add(graph, lambda *ts: jnp.stack(ts), [row] * length, column))
     return carry
 
 
-def _small(
+def add(
     graph: Graph, fn: Callable[..., jax.Array], avals: Sequence[Any], args: Sequence[int]
 ) -> int:
+    """Appends the equations of ``fn``; the place of what it returns."""
     closed = jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
     return _inline(graph, closed.jaxpr, closed.consts, args)[0]
 

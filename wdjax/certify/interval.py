@@ -138,6 +138,19 @@ def lifted(value: Array) -> Array:
     return value.astype(jnp.float32) if narrow else value
 
 
+def entrywise(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
+    """A function of one number, as one node of :mod:`wdjax.certify.fused`."""
+    del context
+    (lower, upper), program = ends(args[0]), eqn.params["jaxpr"]
+
+    def one(lower: Array, upper: Array) -> tuple[Array, Array]:
+        pair = ends(interpret(program, [fresh(lower, upper)], Context())[0])
+        return pair.lower, pair.upper
+
+    low, high = jax.vmap(one)(lower.reshape(-1), upper.reshape(-1))
+    return fresh(low.reshape(lower.shape), high.reshape(lower.shape))
+
+
 SUMS = {"reduce_sum", "cumsum", "reduce_window_sum", "scatter-add", "select_and_scatter_add"}
 """Where a program in less than float32 may round after every term; products sum in float32."""
 
@@ -239,4 +252,5 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("and", "or", "not", "xor"), decisions.logical),
     **dict.fromkeys(("reduce_and", "reduce_or"), linear.moved_booleans),
     "select_n": decisions.select,
+    "elementwise": entrywise,
 }

@@ -11,6 +11,8 @@ from jax import lax
 from wdjax.certify import crown, slopes
 from wdjax.certify.coefficients import Rows, Whole
 from wdjax.certify.domain import Array
+from wdjax.certify.explicit import explicit
+from wdjax.certify.fused import fuse
 from wdjax.certify.graph import flatten
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.network import build
@@ -52,7 +54,7 @@ def prepare(model: Classifier, region: Region, method: Method) -> crown.Pass:
     wide = region._replace(
         center=region.center[:, None], lower=region.lower[:, None], upper=region.upper[:, None]
     )
-    return crown.bounds(build(flatten(closed)), wide.prepared(), _INSIDE[method])
+    return crown.bounds(build(fuse(explicit(flatten(closed)))), wide.prepared(), _INSIDE[method])
 
 
 _INSIDE: dict[Method, Sequence[crown.Bound]] = {

@@ -40,6 +40,8 @@ class Lines(NamedTuple):
     """Entries of the operand whose bounds the lines depend on; None for all that are not points."""
     free: Array | None = None
     """Entries of one operand whose lower slope may be anything in [0, 1], with no intercept."""
+    ends: "Ends | None" = None
+    """Of the value itself, where they may be tighter than interval arithmetic's."""
 
 
 Ends = tuple[Array, Array]
@@ -95,6 +97,36 @@ def product(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines 
     return Lines((View(0, x_slope, x_slope), View(1, y_slope, y_slope)), low, up)
 
 
+def quotient(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
+    """``x / y`` as the product of ``x`` and ``1 / y``, which is convex where ``y > 0``."""
+    if not moves[1]:
+        return None
+    lx, ux = args[0] if moves[0] else (args[0], args[0])
+    ly, uy = args[1]
+    flip = uy < 0
+    size = jnp.where(flip, -uy, ly), jnp.where(flip, -ly, uy)
+    ((view,), below, above) = _convex(lambda z: 1 / z, lambda z: -1 / z**2, size)[:3]
+    # 1 / y lies between s y + t for these; the mirror image where y < 0.
+    slopes = jnp.where(flip, view.up, view.low), jnp.where(flip, view.low, view.up)
+    shifts = jnp.where(flip, -above, below), jnp.where(flip, -below, above)
+    lr, ur = 1 / uy, 1 / ly
+    x, r = 0.5 * (lx + ux), 0.5 * (lr + ur)
+    y_slopes, constants = [], []
+    for one, two in ((0, 1), (1, 0)):
+        y_slopes.append(x * jnp.where(x >= 0, slopes[one], slopes[two]))
+        constants.append(x * jnp.where(x >= 0, shifts[one], shifts[two]))
+    most = jnp.maximum(jnp.abs(lx), jnp.abs(ux)) * jnp.maximum(jnp.abs(lr), jnp.abs(ur))
+    slack = _rounding(
+        most, *constants, *(s * jnp.maximum(jnp.abs(ly), jnp.abs(uy)) for s in y_slopes)
+    )
+    low = constants[0] - 0.5 * (lx * lr + ux * ur) - slack
+    up = constants[1] - 0.5 * (lx * ur + ux * lr) + slack
+    by_y = View(1, y_slopes[0], y_slopes[1])
+    inside = (ly > 0) | flip
+    low, up = (jnp.where(inside, line, jnp.nan) for line in (low, up))
+    return Lines((View(0, r + 0 * x, r + 0 * x), by_y) if moves[0] else (by_y,), low, up)
+
+
 def power(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
     """Even powers, and all others of numbers that are not negative."""
     exponent = eqn.params["y"] if eqn.primitive.name == "integer_pow" else 2
@@ -103,8 +135,17 @@ def power(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | 
     return _convex(lambda z: z**exponent, lambda z: exponent * z ** (exponent - 1), args[0])
 
 
-def exponential(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
-    return _convex(jnp.exp, jnp.exp, args[0])
+def convex(f: Callable[[Array], Array], slope: Callable[[Array], Array]) -> Relaxation:
+    return lambda eqn, args, moves: _convex(f, slope, args[0])
+
+
+def concave(f: Callable[[Array], Array], slope: Callable[[Array], Array]) -> Relaxation:
+    def rule(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
+        found = _convex(lambda z: -f(z), lambda z: -slope(z), args[0])
+        ((view,), below, above) = found[:3]
+        return Lines((View(0, -view.up, -view.low),), -above, -below)
+
+    return rule
 
 
 def absolute(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
@@ -123,6 +164,8 @@ def _convex(f: Callable[[Array], Array], slope: Callable[[Array], Array], ends: 
     slack = _rounding(size, up * reach, low * reach)
     above = jnp.maximum(f(lower) - up * lower, f(upper) - up * upper) + slack
     below = f(middle) - low * middle - slack
+    real = jnp.isfinite(f(lower)) & jnp.isfinite(f(upper))
+    below, above = (jnp.where(real, line, jnp.nan) for line in (below, above))
     return Lines((View(0, low, up),), below, above)
 
 
@@ -259,10 +302,14 @@ RELAXATIONS: dict[str, Relaxation] = {
     "max": rectifier,
     "min": rectifier,
     "mul": product,
+    "div": quotient,
     "integer_pow": power,
     "square": power,
-    "exp": exponential,
     "abs": absolute,
+    "exp": convex(jnp.exp, jnp.exp),
+    "rsqrt": convex(lax.rsqrt, lambda z: -0.5 * z**-1.5),
+    "log": concave(jnp.log, lambda z: 1 / z),
+    "sqrt": concave(jnp.sqrt, lambda z: 0.5 * lax.rsqrt(z)),
     "tanh": sigmoid(jnp.tanh, _gap, _where_tanh),
     "logistic": sigmoid(_sigma, _rise, lambda s: 2 * _where_tanh(4 * s)),
     "reduce_window_max": pooled,
