@@ -1,14 +1,14 @@
 """Eight virtual CPU devices, a compilation cache, and the shared real data where it is present.
 
 Most of the tests' time is compilation of programs that run for milliseconds: the compiler optimises
-less here, which takes a third of it.
+less here, which takes a third of it, and fuses loops the older way, which takes a quarter of the rest.
 """
 
 import os
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = (
-    "--xla_backend_optimization_level=1 "
+    "--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false "
     + os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
 )

@@ -73,16 +73,25 @@ def judge(victim: Victim, x: Array, y: Array) -> tuple[PyTree, Info]:
     return out, Info(value, none, none + 1, none, ~finite(out) | ~jnp.isfinite(value))
 
 
-def flips(victim: Victim, x: Array, y: Array) -> tuple[Array, Info]:
-    """Whether the criterion holds at ``x`` beyond rounding, for one forward pass.
+def slack(out: PyTree) -> Array:
+    """By how much rounding in another batch may move a criterion, ``[n]``.
 
-    Points within floats of the boundary are where projections and halvings end; the slack keeps
-    those that count on its far side in another batch, where the same logits round differently.
+    Projections, halvings and minimum-norm attacks end within floats of the boundary; the slack
+    keeps what counts on its far side wherever it is measured again.
     """
-    logits, info = judge(victim, x, y)
-    ulps = _ULPS[logits.dtype.itemsize] * jnp.finfo(logits.dtype).eps
-    slack = ulps * jnp.max(jnp.abs(logits), axis=-1)
-    return info.value > slack, info
+    sizes = []
+    for leaf in jax.tree.leaves(out):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            ulps = _ULPS[leaf.dtype.itemsize] * float(jnp.finfo(leaf.dtype).eps)
+            largest = jnp.max(jnp.abs(leaf).reshape(len(leaf), -1), axis=-1)
+            sizes.append((ulps * largest).astype(jnp.promote_types(leaf.dtype, jnp.float32)))
+    return jnp.max(jnp.stack(sizes), axis=0) if sizes else jnp.zeros(())
+
+
+def flips(victim: Victim, x: Array, y: Array) -> tuple[Array, Info]:
+    """Whether the criterion holds at ``x`` beyond rounding, for one forward pass."""
+    out, info = judge(victim, x, y)
+    return info.value > slack(out), info
 
 
 class Move(NamedTuple):

@@ -7,12 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from wdjax import norms
+from wdjax.attacks import ascent
 from wdjax.balls import Lp
 from wdjax.core import Array, PyTree, Samples, Victim
 from wdjax.track import finite
-
-_ULPS = {2: 2, 4: 64, 8: 64}
-"""By the bytes of a logit: another batch rounds sums of products by so much."""
 
 
 class Nearest(NamedTuple):
@@ -54,29 +52,14 @@ def keep(old: Points, new: Points, kept: Array) -> Points:
     return jax.tree.map(lambda one, other: jnp.where(norms.spread(kept, one), one, other), old, new)
 
 
-def slack(out: PyTree) -> Array:
-    """By how much rounding in another batch may move a criterion, ``[n]``.
-
-    The nearest points end within floats of the boundary; the slack keeps them on its far side
-    wherever they are measured again.
-    """
-    sizes = []
-    for leaf in jax.tree.leaves(out):
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            ulps = _ULPS[leaf.dtype.itemsize] * float(jnp.finfo(leaf.dtype).eps)
-            largest = jnp.max(jnp.abs(leaf).reshape(len(leaf), -1), axis=-1)
-            sizes.append((ulps * largest).astype(jnp.promote_types(leaf.dtype, jnp.float32)))
-    return jnp.max(jnp.stack(sizes), axis=0) if sizes else jnp.zeros(())
-
-
 def flips(value: Array, out: PyTree) -> Array:
     """Whether the criterion holds by more than rounding, ``[n]``."""
-    return (value > slack(out)) & finite(out)
+    return (value > ascent.slack(out)) & finite(out)
 
 
 def beyond(value: Array, out: PyTree) -> Array:
     """A criterion whose boundary lies where flips count, ``[n]``: what attacks should aim at."""
-    return value - (2 * slack(out)).astype(value.dtype)
+    return value - (2 * ascent.slack(out)).astype(value.dtype)
 
 
 def plane_distance(value: Array, gradient: Array, norm: float) -> Array:

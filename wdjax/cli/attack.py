@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import io
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from wdjax import audit, convert, data, driver, files, norms, plots, report, transport
+from wdjax import audit, driver, files, norms, plots, report, transport
 from wdjax.balls import Lp
-from wdjax.cli import options
+from wdjax.cli import options, subject
 from wdjax.cli.console import Console
 from wdjax.cli.table import ATTACKS, METHODS, NEAREST, SEARCHES, TABLE_1, Column
 from wdjax.core import Model, Result
@@ -39,24 +38,9 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         epilog=f"attacks:\n{options.glossary(METHODS)}\n\n{_EXAMPLES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = parser.add_argument_group("what is attacked")
-    what.add_argument("--arch", required=True, help="such as mlp, wong_mnist, resnet2b")
-    what.add_argument("--weights", required=True, type=Path, metavar="FILE", help="the checkpoint")
-    what.add_argument(
-        "--data",
-        required=True,
-        type=Path,
-        metavar="FILE.npz",
-        help="x [n, height, width, channels], uint8 or floats in [0, 1], and labels y [n]",
-    )
-    what.add_argument(
-        "--samples", type=options.positive, metavar="N", help="the first N; all if left"
-    )
+    subject.declare(parser, "what is attacked")
     how = parser.add_argument_group("how")
-    how.add_argument("--norm", required=True, choices=sorted(norms.NAMES), help="of a move")
-    how.add_argument(
-        "--eps", required=True, type=options.number, help="the budget, such as 0.1 or 8/255"
-    )
+    subject.declare_budget(how)
     how.add_argument(
         "--order",
         choices=list(options.ORDERS),
@@ -99,35 +83,20 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace, console: Console) -> int:
     """Attacks, prints, then writes."""
     columns = _columns(parsed)
-    for path in (parsed.points, parsed.plot, None if parsed.json == "-" else parsed.json):
-        if path is not None:
-            files.check_writable(path)
-    model = convert.load(parsed.weights, parsed.arch).model
-    samples = data.load_npz(parsed.data)
-    x, y = samples if parsed.samples is None else samples.take(parsed.samples)
+    subject.check_writable(parsed.json, parsed.points, parsed.plot)
+    model, x, y = subject.load(parsed)
     results, measured = {}, {}
     for label, column in columns.items():
         found = _attack(label, column, parsed, model, x, y, console)
         results[label], measured[label] = found
     content = {
-        "schema": SCHEMA,
-        "versions": report.versions(),
-        "arch": parsed.arch,
-        "weights": parsed.weights.name,
-        "data": parsed.data.name,
-        "samples": len(y),
-        "norm": parsed.norm,
-        "eps": parsed.eps,
+        **subject.described(parsed, SCHEMA, len(y)),
         "order": parsed.order,
         "seed": parsed.seed,
         "clean_accuracy": float(np.mean(results[label].correct)),
         "attacks": measured,
     }
-    if parsed.json == "-":
-        sys.stdout.write(report.dumps(content))
-        sys.stdout.flush()
-    else:
-        files.write(parsed.json, report.dumps(content))
+    subject.write(parsed.json, content)
     if parsed.points is not None:
         files.write(parsed.points, _points(x, y, results))
     if parsed.plot is not None:

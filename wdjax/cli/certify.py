@@ -2,7 +2,6 @@
 
 import argparse
 import io
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from wdjax import certify, convert, data, files, norms, report
-from wdjax.cli import options
+from wdjax import certify, files, norms
+from wdjax.cli import options, subject
 from wdjax.cli.console import Console
 
 SCHEMA = "wdjax.certify/1"
@@ -40,12 +39,9 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _describe(parser)
+    subject.declare(parser, "what is certified")
     how = parser.add_argument_group("how")
-    how.add_argument("--norm", required=True, choices=sorted(norms.NAMES), help="of a move")
-    how.add_argument(
-        "--eps", required=True, type=options.number, help="the budget, such as 0.1 or 8/255"
-    )
+    subject.declare_budget(how)
     how.add_argument(
         "--method",
         choices=certify.METHODS,
@@ -80,31 +76,10 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=run)
 
 
-def _describe(parser: argparse.ArgumentParser) -> None:
-    """Which model, and on what."""
-    what = parser.add_argument_group("what is certified")
-    what.add_argument("--arch", required=True, help="such as mlp, wong_mnist, resnet2b")
-    what.add_argument("--weights", required=True, type=Path, metavar="FILE", help="the checkpoint")
-    what.add_argument(
-        "--data",
-        required=True,
-        type=Path,
-        metavar="FILE.npz",
-        help="x [n, height, width, channels], uint8 or floats in [0, 1], and labels y [n]",
-    )
-    what.add_argument(
-        "--samples", type=options.positive, metavar="N", help="the first N; all if left"
-    )
-
-
 def run(parsed: argparse.Namespace, console: Console) -> int:
     """Certifies, prints, then writes."""
-    for path in (parsed.radii, None if parsed.json == "-" else parsed.json):
-        if path is not None:
-            files.check_writable(path)
-    model = convert.load(parsed.weights, parsed.arch).model
-    samples = data.load_npz(parsed.data)
-    x, y = samples if parsed.samples is None else samples.take(parsed.samples)
+    subject.check_writable(parsed.json, parsed.radii)
+    model, x, y = subject.load(parsed)
     spent = _Compiling()
     began = time.perf_counter()
     with console.search("certify") as tick:
@@ -127,11 +102,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         f"{content['verified']} of {len(y)} verified within {parsed.eps:g} by {found.method}; "
         + ", ".join(f"{name} >= {value:.4f}" for name, value in left.items())
     )
-    if parsed.json == "-":
-        sys.stdout.write(report.dumps(content))
-        sys.stdout.flush()
-    else:
-        files.write(parsed.json, report.dumps(content))
+    subject.write(parsed.json, content)
     if parsed.radii is not None:
         files.write(parsed.radii, _radii(found))
     return 0
@@ -146,14 +117,7 @@ def _content(
         for name, order in options.ORDERS.items()
     }
     return {
-        "schema": SCHEMA,
-        "versions": report.versions(),
-        "arch": parsed.arch,
-        "weights": parsed.weights.name,
-        "data": parsed.data.name,
-        "samples": len(found.correct),
-        "norm": parsed.norm,
-        "eps": parsed.eps,
+        **subject.described(parsed, SCHEMA, len(found.correct)),
         "method": found.method,
         "claim": found.claim,
         "clean_accuracy": float(np.mean(found.correct)),
