@@ -1,7 +1,7 @@
 """Eight virtual CPU devices, a compilation cache, and the shared real data where it is present.
 
-Most of the tests' time is compilation of programs that run for milliseconds: the compiler optimises
-less here, which takes a third of it, and fuses loops the older way, which takes a quarter of the rest.
+Most of the tests' time is compilation of programs that run for milliseconds. The compiler optimises
+less here, which takes a third of it, and fuses loops the older way: a quarter of the rest.
 """
 
 import os
