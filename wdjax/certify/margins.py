@@ -13,19 +13,24 @@ from wdjax.certify.coefficients import Rows, Whole
 from wdjax.certify.domain import Array
 from wdjax.certify.graph import flatten
 from wdjax.certify.lipschitz import Classifier
-from wdjax.certify.network import build
+from wdjax.certify.network import Network, build
 from wdjax.certify.region import Region
 from wdjax.models.conv import plain
 
-Method = Literal["interval", "crown", "auto", "alpha"]
+Method = Literal["interval", "crown", "auto", "alpha", "bab"]
 METHODS: tuple[Method, ...] = get_args(Method)
 """From the cheapest to the tightest: intervals; backward bounds; these with optimised slopes of the
-margins where they are left open; with optimised slopes of all neurons that are."""
+margins where they are left open; with optimised slopes of all neurons that are; branch and bound,
+which goes on from these on the host, sample by sample, until its time is over."""
 
 
 def lower(model: Classifier, region: Region, y: Array, method: Method) -> Array:
     """``[B, K]`` lower bounds of ``z_y - z_j`` over each region, inf at ``j = y``."""
-    state = prepare(model, region, method)
+    return of(prepare(model, region, method), model, region, y, method)
+
+
+def of(state: crown.Pass, model: Classifier, region: Region, y: Array, method: Method) -> Array:
+    """The margins' bounds where everything before them is bounded."""
     place = state.network.graph.outputs[0]
     (classes,) = state.network.graph.avals[place].shape[1:]
     if place in state.network.exact:  # Logits that do not depend on the input.
@@ -46,13 +51,22 @@ def lower(model: Classifier, region: Region, y: Array, method: Method) -> Array:
 
 def prepare(model: Classifier, region: Region, method: Method) -> crown.Pass:
     """The bounds of everything that the model computes before its margins."""
+    return crown.bounds(network(model, region), wide(region).prepared(), _INSIDE[method])
+
+
+def network(model: Classifier, region: Region) -> Network:
+    """The model's program for one sample."""
     sample = jax.ShapeDtypeStruct((1, *region.center.shape[1:]), region.center.dtype)
     with plain():
         closed = jax.make_jaxpr(model)(sample)
-    wide = region._replace(
+    return build(flatten(closed))
+
+
+def wide(region: Region) -> Region:
+    """The regions with the axis that the program has for its single sample."""
+    return region._replace(
         center=region.center[:, None], lower=region.lower[:, None], upper=region.upper[:, None]
     )
-    return crown.bounds(build(flatten(closed)), wide.prepared(), _INSIDE[method])
 
 
 _INSIDE: dict[Method, Sequence[crown.Bound]] = {
