@@ -166,7 +166,7 @@ def test_planted_counterexamples_are_never_verified():
     # Samples that are misclassified cost nothing, and the program is that of the other tests.
     x, y = np.full((6, 2), 0.5, np.float32), np.array([0, 2, 2, 2, 2, 2])
     how = {"norm": math.inf, "method": "bab", "seconds": 2}
-    for eps in rng.choice([1e-2, 0.1, 0.3], 25):
+    for eps in rng.choice([1e-2, 0.1, 0.3], 12):
         raw = rng.choice([-1.0, 1.0], 2) * rng.uniform(0.5, 1.5, 2)
         model = planted(raw, eps)
         flip = (x[:1] + (1 - 5e-4) * eps * np.sign(raw)).astype(np.float32)
@@ -175,7 +175,7 @@ def test_planted_counterexamples_are_never_verified():
         held += bool(certify.certified(model, x, y, eps=0.99 * eps, **how)[0])
     missed = run(attacks.PGD(steps=40, loss=losses.margin), model, x, y, eps=eps)
     assert not missed.success[0]
-    assert held > 20
+    assert held > 9
 
 
 def test_it_stops_when_time_is_over_and_refuses_what_has_none():

@@ -1,5 +1,6 @@
 """Certificates: what no attack can do, for samples and for distributions."""
 
+from wdjax.certify.growth import growth_bound
 from wdjax.certify.interval import bound
 from wdjax.certify.lipschitz import interval_jacobian, layer_product, margin_lipschitz
 from wdjax.certify.margins import METHODS
@@ -13,6 +14,7 @@ __all__ = [
     "bound",
     "certified",
     "certified_accuracy",
+    "growth_bound",
     "interval_jacobian",
     "layer_product",
     "lipschitz_constant",

@@ -29,8 +29,18 @@ def lower(model: Classifier, region: Region, y: Array, method: Method) -> Array:
     return of(prepare(model, region, method), model, region, y, method)
 
 
-def of(state: crown.Pass, model: Classifier, region: Region, y: Array, method: Method) -> Array:
-    """The margins' bounds where everything before them is bounded."""
+def of(
+    state: crown.Pass,
+    model: Classifier,
+    region: Region,
+    y: Array,
+    method: Method,
+    every: bool = False,
+) -> Array:
+    """The margins' bounds where everything before them is bounded.
+
+    Slopes are optimised where a margin may become verified, or for ``every`` margin.
+    """
     place = state.network.graph.outputs[0]
     (classes,) = state.network.graph.avals[place].shape[1:]
     if place in state.network.exact:  # Logits that do not depend on the input.
@@ -39,10 +49,10 @@ def of(state: crown.Pass, model: Classifier, region: Region, y: Array, method: M
     else:
         low = _apart(state, place, y)
         for bound in _BOUNDS[method]:
-            right = jnp.argmax(model(region.center), axis=-1) == y
+            right = True if every else jnp.argmax(model(region.center), axis=-1) == y
             open_ = right & jnp.any((low <= 0) & (jnp.arange(classes) != y[:, None]), axis=1)
-            every = jnp.ones_like(open_) if bound is crown.backward else open_
-            low = _contrasts(state, place, y, low, every, bound)
+            needed = jnp.ones_like(open_) if bound is crown.backward else open_
+            low = _contrasts(state, place, y, low, needed, bound)
     for lost in state.network.lost:
         low = jnp.where(lost, -jnp.inf, low)
     low = jnp.where(jnp.isnan(low) | jnp.isnan(region.eps)[:, None], -jnp.inf, low)
