@@ -69,6 +69,28 @@ def test_profiles_need_no_constant():
     assert np.all((with_it <= without + 1e-9) & np.isfinite(without))
 
 
+# (WDRO - E_N) / eps of the margin loss at these budgets in l1 over all of space, on the first five
+# samples of a fixture: exact linear programs. Others are in bench/certificates.py.
+BUDGETS = np.array([0.001, 0.1, 1, 5, 50])
+SLOPES = np.array([1.1082, 1.1082, 1.1082, 0.9147, 0.8439])
+
+
+def test_it_lies_between_the_exact_programs_and_the_constant(shared):
+    net = dict(np.load(shared / "fixtures/relu/b_n2_h16_K3.npz"))
+    params = [net["W1"].T, net["b1"], net["W2"].T]
+    model = Model(rectified, [jnp.array(p, jnp.float32) for p in params])
+    shift = jnp.array(net["b2"], jnp.float32)
+    model = Model(lambda both, x: both[0](x) + both[1], (model, shift))
+    x, y = jnp.array(net["X"][:5], jnp.float32), jnp.array(net["y"][:5])
+    clean = float(np.mean(losses.margin(model(x), y)))
+    how = {"norm": 1, "order": 1, "loss": losses.margin, "box": None, "eps": BUDGETS}
+    straight = certify.wdro_bound(model, x, y, **how)
+    grown = certify.growth_bound(model, x, y, radii=np.geomspace(1e-4, 1e3, 40), **how)
+    exact = clean + BUDGETS * SLOPES
+    assert np.all((exact - 6e-5 * BUDGETS <= grown) & (grown <= straight + 1e-6))
+    assert np.median((straight - grown) / (straight - exact)) > 0.5
+
+
 def test_slopes_at_infinity_are_those_of_far_points():
     rng, x, labels = np.random.default_rng(3), jnp.full((2, 4), 0.5), jnp.arange(3)
     model = classifier(3)

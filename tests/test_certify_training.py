@@ -56,25 +56,23 @@ def test_they_lie_between_intervals_and_the_truth():
     how = {"norm": math.inf, "eps": 0.1}
     ends = [
         jax.jit(lambda model, b=b: certify.trainable_bounds(model, x, y, backward=b, **how))(model)
-        for b in (None, 0.0, 1.0)
+        for b in (None, 1.0)
     ]
     found = certify.margin_bounds(model, x, y, method="interval", **how)
     np.testing.assert_allclose(ends[0], found, rtol=1e-5)
-    np.testing.assert_allclose(ends[0], ends[1], rtol=1e-5)
     points = jnp.clip(x + 0.1 * rng.choice([-1, 1, 0.3], size=(2000, *x.shape)), 0, 1)
     out = model(points.reshape(-1, 4)).reshape(2000, 8, 3)
     apart = jnp.min(jnp.take_along_axis(out, y[None, :, None], axis=2) - out, axis=0)
     rival = jnp.arange(3) != y[:, None]
-    assert np.all((ends[2] <= apart + 1e-5) | ~rival)
-    assert np.mean((ends[2] > ends[0])[rival]) > 0.9
+    assert np.all((ends[1] <= apart + 1e-5) | ~rival)
+    assert np.mean((ends[1] > ends[0])[rival]) > 0.9
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_intervals_verify_what_is_trained_for_it(backward):
+def test_intervals_verify_what_is_trained_for_it():
     """Of a net that is trained otherwise they verify nothing at this radius."""
     train, test = data.digits()
     net, x, y = models.mlp((64, 64, 10), key=jax.random.key(0)), *test.take(200)
-    proof = certify.CertifiedTraining(backward=backward)
+    proof = certify.CertifiedTraining(backward=True)
     trained = training.train(
         net, *train, key=jax.random.key(1), epochs=15, certificate=proof, eps=0.06
     )

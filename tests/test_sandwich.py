@@ -116,7 +116,6 @@ SLOPES = {
 @pytest.mark.fast
 @pytest.mark.parametrize("norm", [1, math.inf])
 def test_wdro_bounds_hold_the_exact_programs(shared, norm):
-    radii, closed = np.geomspace(1e-4, 1000, 36), []
     for (name, r), slopes in SLOPES.items():
         if r != norm:
             continue
@@ -133,18 +132,10 @@ def test_wdro_bounds_hold_the_exact_programs(shared, norm):
             ],
         )
         clean = float(np.mean(np.asarray(losses.margin(model(x), y), float)))
-        how = {"norm": norm, "eps": BUDGETS, "order": 1, "loss": losses.margin, "box": None}
-        bounds = certify.wdro_bound(model, x, y, **how)
-        least = clean + BUDGETS * (np.array(slopes) - 6e-5)
-        assert np.all(bounds >= least)
-        if norm == math.inf:
-            continue  # One norm for what compiles longest; bench/certificates.py has both.
-        constant = certify.lipschitz_constant(model, x, y, norm=norm, box=None)
-        how |= {"constant": constant, "radii": radii}
-        grown = certify.growth_bound(model, x, y, **how)
-        assert np.all((least <= grown) & (grown <= bounds + 1e-6))
-        closed += [*(bounds - grown) / (bounds - least)]
-    assert norm == math.inf or np.median(closed) > 0.5
+        bounds = certify.wdro_bound(
+            model, x, y, norm=norm, eps=BUDGETS, order=1, loss=losses.margin, box=None
+        )
+        assert np.all(bounds >= clean + BUDGETS * (np.array(slopes) - 6e-5))
 
 
 # Trained nets: no attack flips a sample inside its certified ball.

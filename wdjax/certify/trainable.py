@@ -124,8 +124,8 @@ def trainable_bounds(
     >>> def least(w):
     ...     model = Model(lambda w, x: x @ w, w)
     ...     return trainable_bounds(model, x, y, norm=jnp.inf, eps=0.1)[0, 1]
-    >>> jax.grad(least)(jnp.array([[2.0, 1.0], [1.0, 2.0]])).round(2).tolist()  # ends of x
-    [[0.7, -0.9], [0.1, -0.3]]
+    >>> (10 * jax.grad(least)(jnp.array([[2.0, 1.0], [1.0, 2.0]]))).round().tolist()  # ends of x
+    [[7.0, -9.0], [1.0, -3.0]]
     """
     ball = region.ball(x, jnp.broadcast_to(jnp.asarray(eps, x.dtype), y.shape), norm, box)
     with jax.default_matmul_precision("highest"):
