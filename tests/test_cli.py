@@ -273,4 +273,5 @@ def test_certify_says_what_is_proved(given, capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["verified"] == content["verified"]
     assert main([*command, "--json", "-", "--method", "interval"]) == 0
     assert json.loads(capsys.readouterr().out)["verified"] <= content["verified"]
+    assert main([*command, "--json", "-", "--method", "bab", "--seconds", "0"]) == 2
     assert main([*command, "--json", "-", "--eps", "-1"]) == 2

@@ -1,4 +1,4 @@
-"""Training small classifiers with optax, on clean samples or against an attack."""
+"""Training small classifiers with optax: on clean samples, against an attack, to be certified."""
 
 import functools
 from collections.abc import Callable
@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from wdjax import driver, loop, losses, program, validate
+from wdjax import aims, driver, loop, losses, program, validate
+from wdjax.aims import Aim, Certificate, Opponent, Proof
 from wdjax.core import AnyArray, Array, Attack, PyTree
 
 
@@ -32,14 +32,6 @@ class Training(NamedTuple):
     epoch: Array
     """Epochs done."""
     history: History
-
-
-class Opponent(NamedTuple):
-    """What is trained against; a pytree."""
-
-    attack: Attack
-    eps: Array
-    kappa: Array | None
 
 
 class Recipe(NamedTuple):
@@ -65,10 +57,11 @@ def train(
     eps: Any = None,
     order: float = 1,
     kappa: Any = None,
+    certificate: Certificate | None = None,
     checkpoint: str | PathLike[str] | None = None,
     callback: Callable[[Training], Any] | None = None,
 ) -> Training:
-    r"""Trains a classifier, on clean samples or against an attack.
+    r"""Trains a classifier, on clean samples, against an attack or towards a certificate.
 
     With an attack, every batch is attacked with the current parameters, and the expected loss under
     the adversarial distribution of equation 11 is minimised:
@@ -76,6 +69,9 @@ def train(
     theorem). Point-wise attacks have ``w = 1``: Madry's adversarial training. Samples that are
     misclassified already are attacked too. A Wasserstein budget is kept by every batch, hence by
     the epoch.
+
+    With a certificate, the loss is that of the clean samples and of the worst logits that lower
+    bounds of the margins allow, weighted as the certificate says.
 
     An epoch is one program with one loop, unless XLA would run the model slowly inside it
     (:func:`wdjax.program.loops_well`). It goes through a random permutation and leaves out what
@@ -91,9 +87,10 @@ def train(
       optimizer: from optax; by default Adam whose learning rate falls from 0.003 to 0 by a cosine.
       loss: per-sample, ``(logits, y) -> [n]``, to be decreased.
       attack: from :mod:`wdjax.attacks`.
-      eps: the attack's budget.
+      eps: the attack's budget, or the radius to be certified.
       order: Wasserstein order of the budget, as in :func:`wdjax.run`.
       kappa: how the mass is split, as in :func:`wdjax.run`.
+      certificate: bounds to train through, :class:`wdjax.certify.CertifiedTraining`.
       checkpoint: a folder to save to after every epoch; if it holds a checkpoint already, training
         goes on from there, to the same numbers. Ctrl-C and SIGTERM end after the epoch under way.
       callback: called with the :class:`Training` so far after every epoch; a true value ends it.
@@ -102,12 +99,15 @@ def train(
       A :class:`Training`: ``.model`` is the trained model, ``.history`` its losses and accuracies.
 
     Raises:
-      ValueError: bad samples, an attack without ``eps`` or ``eps`` without an attack, leaves that
-        are not floats, a loss that is not finite, or a checkpoint of another training.
+      ValueError: bad samples, an attack or a certificate without ``eps`` or ``eps`` without either,
+        both of them, leaves that are not floats, a loss that is not finite, or a checkpoint of
+        another training.
 
-    Cost: per step 1 forward and 1 backward pass a sample; with an attack its passes and 2 of each.
+    Cost: per step 1 forward and 1 backward pass a sample; with an attack its passes and 2 of each,
+      with a certificate about three times that of its bounds.
 
-    Source: Madry et al. (2018) for the point-wise case.
+    Source: Madry et al. [madry2018] for the point-wise case, Gowal et al. [gowal2018] for
+      certificates.
 
     >>> x = jnp.array([[0.0], [0.2], [0.8], [1.0]])
     >>> y = jnp.array([0, 0, 1, 1])
@@ -121,21 +121,21 @@ def train(
     batch_size = validate.check_count("batch_size", batch_size)
     x, y = validate.check_samples(model, x, y, (0.0, 1.0) if attack is None else attack.ball.box)
     _check_floats(model)
-    opponent = _opponent(attack, eps, kappa, x.dtype)
     size = min(batch_size, len(y))
-    steps = len(y) // size
-    optimizer = _default_optimizer(epochs * steps) if optimizer is None else optimizer
+    steps = epochs * (len(y) // size)
+    aim = aims.aim(attack, certificate, eps, kappa, x.dtype, steps)
+    optimizer = optimizer or _default_optimizer(steps)
     at_once = program.loops_well(jax.make_jaxpr(_gradients)(model, x[:1]))
     recipe = Recipe(optimizer, loss, validate.check_order(order), at_once)
 
     def turn(training: Training) -> Training:
         epoch_key = jax.random.fold_in(key, training.epoch)
-        return _epoch(recipe, opponent, training, x, y, epoch_key, size)
+        return _epoch(recipe, aim, training, x, y, epoch_key, size)
 
     identity = b""
     if checkpoint is not None:
-        settings = loop.settings((attack, loss, optimizer, model, order, size))
-        identity = loop.digest(settings, opponent, model, x, y, key)
+        settings = loop.settings((attack, certificate, loss, optimizer, model, order, size))
+        identity = loop.digest(settings, aim, model, x, y, key)
     return loop.carry(
         start(model, optimizer, epochs),
         turn,
@@ -164,18 +164,6 @@ def _check_floats(model: PyTree) -> None:
         raise ValueError("all leaves of the model must be floats: they are what training changes.")
 
 
-def _opponent(attack: Attack | None, eps: Any, kappa: Any, dtype: np.dtype) -> Opponent | None:
-    if attack is None:
-        if eps is not None or kappa is not None:
-            raise ValueError(f"eps and kappa go with an attack: got eps={eps!r}, kappa={kappa!r}.")
-        return None
-    if eps is None:
-        raise ValueError(f"attack and eps go together: got {attack!r} and no eps.")
-    split = None if kappa is None else jnp.asarray(validate.check_number("kappa", kappa, 1.0))
-    budget = jnp.asarray(validate.check_number("eps", eps), dtype)
-    return Opponent(validate.settle(attack, dtype), budget, split)
-
-
 @functools.lru_cache(maxsize=64)
 def _default_optimizer(steps: int) -> optax.GradientTransformation:
     """Cached, so that equal trainings share one compiled program."""
@@ -189,7 +177,7 @@ def _gradients(model: Callable[[Array], Array], x: Array) -> PyTree:
 
 def _epoch(
     recipe: Recipe,
-    opponent: Opponent | None,
+    aim: Aim,
     training: Training,
     x: Array,
     y: Array,
@@ -201,10 +189,11 @@ def _epoch(
     order = jax.random.permutation(order_key, len(y))[: steps * size].reshape(steps, size)
     model, opt_state = training.model, training.opt_state
     rows: list[Array] = []
+    before = training.epoch * steps
     for part in [order] if recipe.at_once else jnp.split(order, steps):
         first = jnp.asarray(len(rows))
         (model, opt_state), seen = _steps(
-            recipe, opponent, (model, opt_state), x, y, part, first, attack_key
+            recipe, aim, (model, opt_state), x, y, part, first, before, attack_key
         )
         rows.append(seen)
     row = jnp.mean(jnp.concatenate(rows), axis=0)
@@ -219,12 +208,13 @@ def _epoch(
 @functools.partial(jax.jit, static_argnums=0)
 def _steps(
     recipe: Recipe,
-    opponent: Opponent | None,
+    aim: Aim,
     trained: PyTree,
     x: Array,
     y: Array,
     order: Array,
     first: Array,
+    before: Array,
     key: Array,
 ) -> tuple[PyTree, Array]:
     """A step for every row of ``order``; a single one is no loop."""
@@ -232,7 +222,9 @@ def _steps(
     def step(trained: PyTree, row: tuple[Array, Array]) -> tuple[PyTree, Array]:
         number, batch = row
         step_key = jax.random.fold_in(key, number)
-        return _step(recipe, opponent, trained, x[batch], y[batch], step_key)
+        if isinstance(aim, Proof):
+            return _proved(recipe, aim, trained, x[batch], y[batch], before + number)
+        return _step(recipe, aim, trained, x[batch], y[batch], step_key)
 
     numbers = first + jnp.arange(len(order))
     if len(order) == 1:
@@ -242,9 +234,14 @@ def _steps(
 
 
 def _step(
-    recipe: Recipe, opponent: Opponent | None, trained: PyTree, x: Array, y: Array, key: Array
+    recipe: Recipe,
+    opponent: Opponent | None,
+    trained: PyTree,
+    x: Array,
+    y: Array,
+    key: Array,
 ) -> tuple[PyTree, Array]:
-    model, opt_state = trained
+    model, _ = trained
     moved = None
     if opponent is not None:
         attack, eps, kappa = opponent
@@ -274,6 +271,35 @@ def _step(
         mean = jnp.mean(value)
         return mean, jnp.stack([mean, jnp.mean(right), jnp.mean(robust)])
 
+    return _descend(recipe, expected, trained)
+
+
+def _proved(
+    recipe: Recipe, proof: Proof, trained: PyTree, x: Array, y: Array, number: Array
+) -> tuple[PyTree, Array]:
+    """A step of certified training, of the training's ``number``-th."""
+    certificate, eps, steps = proof
+    done = number / steps
+    weight = certificate.weight(done)
+
+    def expected(model: Callable[[Array], Array]) -> tuple[Array, Array]:
+        logits = model(x)
+        low = certificate.margins(model, x, y, eps, done)
+        own = jnp.arange(low.shape[1]) == y[:, None]
+        worst = jnp.where(own, 0.0, -low)
+        value = (1 - weight) * recipe.loss(logits, y) + weight * recipe.loss(worst, y)
+        right = losses.decision_margin(logits, y) <= 0
+        held = jnp.all(own | (low > 0), axis=1)
+        mean = jnp.mean(value)
+        return mean, jnp.stack([mean, jnp.mean(right), jnp.mean(held)])
+
+    return _descend(recipe, expected, trained)
+
+
+def _descend(
+    recipe: Recipe, expected: Callable[[PyTree], tuple[Array, Array]], trained: PyTree
+) -> tuple[PyTree, Array]:
+    model, opt_state = trained
     gradient, row = jax.grad(expected, has_aux=True)(model)
     updates, opt_state = recipe.optimizer.update(gradient, opt_state, model)
     return (optax.apply_updates(model, updates), opt_state), row

@@ -58,6 +58,8 @@ class Pass:
     boxes: dict[int, tuple[Array, Array]] = field(default_factory=dict)
     """Ends of what is known by its interval only."""
     booleans: dict[int, tuple[Array, Array]] = field(default_factory=dict)
+    known: Mapping[int, tuple[Array, Array]] = field(default_factory=dict)
+    """Ends of operands that hold already, by other means."""
 
     @property
     def samples(self) -> int:
@@ -68,9 +70,17 @@ Bound = Callable[[Pass, Mapping[int, Coefficients], Rows], Array]
 """Lower bounds ``[G, R]`` of sums of linear functions of values, such as :func:`backward`."""
 
 
-def bounds(net: Network, region: Region, tighten: Sequence[Bound] = ()) -> Pass:
-    """Bounds of everything a program computes: intervals, then each of ``tighten`` in turn."""
-    state = Pass(net, region)
+def bounds(
+    net: Network,
+    region: Region,
+    tighten: Sequence[Bound] = (),
+    known: Mapping[int, tuple[Array, Array]] | None = None,
+) -> Pass:
+    """Bounds of everything a program computes: intervals, then each of ``tighten`` in turn.
+
+    ``known`` are ends that hold already, by the operand of what is not affine.
+    """
+    state = Pass(net, region, known=known or {})
     state.values[net.source] = network.begin(region.lower, region.upper, 0)
     done: set[int] = set()
     for node in net.graph.nodes:
@@ -92,6 +102,11 @@ def bounds(net: Network, region: Region, tighten: Sequence[Bound] = ()) -> Pass:
 def _relax(state: Pass, node: Node, tighten: Sequence[Bound]) -> None:
     """Lines of one equation, after its operands were bounded where it matters."""
     moves = [place in state.values or place in state.booleans for place in node.inputs]
+    for place in state.known.keys() & set(node.inputs):
+        value, (lower, upper) = state.values[place], state.known[place]
+        state.values[place] = value._replace(
+            lower=jnp.maximum(value.lower, lower), upper=jnp.minimum(value.upper, upper)
+        )
     lines = _lines(state, node, moves) if node.name in RULES else None
     for bound in tighten if lines is not None else ():
         assert lines is not None
@@ -243,12 +258,12 @@ def backward(
     coefficients: Mapping[int, Coefficients],
     rows: Rows,
     slopes: Mapping[int, Array] | None = None,
-    record: dict[int, Array] | None = None,
+    record: dict[int, tuple[Array, Array]] | None = None,
 ) -> Array:
     """Lower bounds ``[G, R]`` of sums of linear functions of values.
 
     ``slopes`` are lower slopes of a row's own, ``[G, R, ...]``, by the output that they belong to;
-    ``record`` is filled with those that are used where they are free.
+    ``record`` is filled with the usual ones, where they are free, and the coefficients there.
     """
     net, found = state.network, dict(coefficients)
     first = next(iter(found.values())).a
@@ -273,7 +288,7 @@ def backward(
                 lines = state.lines[place]
                 if record is not None and lines.free is not None:
                     usual = seen(lines.views[0].low, rows, a)
-                    record[place] = jnp.broadcast_to(usual, a.a.shape)
+                    record[place] = jnp.broadcast_to(usual, a.a.shape), a.a
                 sum_, backs = _relaxed(sum_, lines, a, rows, (slopes or {}).get(place))
                 for operand, back in backs:
                     send(node.inputs[operand], back)

@@ -15,19 +15,34 @@ from wdjax.certify.explicit import explicit
 from wdjax.certify.fused import fuse
 from wdjax.certify.graph import flatten
 from wdjax.certify.lipschitz import Classifier
-from wdjax.certify.network import build
+from wdjax.certify.network import Network, build
 from wdjax.certify.region import Region
 from wdjax.models.conv import plain
 
-Method = Literal["interval", "crown", "auto", "alpha"]
+Method = Literal["interval", "crown", "auto", "alpha", "bab"]
 METHODS: tuple[Method, ...] = get_args(Method)
 """From the cheapest to the tightest: intervals; backward bounds; these with optimised slopes of the
-margins where they are left open; with optimised slopes of all neurons that are."""
+margins where they are left open; with optimised slopes of all neurons that are; branch and bound,
+which goes on from these on the host, sample by sample, until its time is over."""
 
 
 def lower(model: Classifier, region: Region, y: Array, method: Method) -> Array:
     """``[B, K]`` lower bounds of ``z_y - z_j`` over each region, inf at ``j = y``."""
-    state = prepare(model, region, method)
+    return of(prepare(model, region, method), model, region, y, method)
+
+
+def of(
+    state: crown.Pass,
+    model: Classifier,
+    region: Region,
+    y: Array,
+    method: Method,
+    every: bool = False,
+) -> Array:
+    """The margins' bounds where everything before them is bounded.
+
+    Slopes are optimised where a margin may become verified, or for ``every`` margin.
+    """
     place = state.network.graph.outputs[0]
     (classes,) = state.network.graph.avals[place].shape[1:]
     if place in state.network.exact:  # Logits that do not depend on the input.
@@ -36,10 +51,10 @@ def lower(model: Classifier, region: Region, y: Array, method: Method) -> Array:
     else:
         low = _apart(state, place, y)
         for bound in _BOUNDS[method]:
-            right = jnp.argmax(model(region.center), axis=-1) == y
+            right = True if every else jnp.argmax(model(region.center), axis=-1) == y
             open_ = right & jnp.any((low <= 0) & (jnp.arange(classes) != y[:, None]), axis=1)
-            every = jnp.ones_like(open_) if bound is crown.backward else open_
-            low = _contrasts(state, place, y, low, every, bound)
+            needed = jnp.ones_like(open_) if bound is crown.backward else open_
+            low = _contrasts(state, place, y, low, needed, bound)
     for lost in state.network.lost:
         low = jnp.where(lost, -jnp.inf, low)
     low = jnp.where(jnp.isnan(low) | jnp.isnan(region.eps)[:, None], -jnp.inf, low)
@@ -48,13 +63,23 @@ def lower(model: Classifier, region: Region, y: Array, method: Method) -> Array:
 
 def prepare(model: Classifier, region: Region, method: Method) -> crown.Pass:
     """The bounds of everything that the model computes before its margins."""
+    return crown.bounds(network(model, region), wide(region).prepared(), _INSIDE[method])
+
+
+def network(model: Classifier, region: Region, fused: bool = True) -> Network:
+    """The model's program for one sample, functions of one number as one node if ``fused``."""
     sample = jax.ShapeDtypeStruct((1, *region.center.shape[1:]), region.center.dtype)
     with plain():
         closed = jax.make_jaxpr(model)(sample)
-    wide = region._replace(
+    graph = explicit(flatten(closed))
+    return build(fuse(graph) if fused else graph)
+
+
+def wide(region: Region) -> Region:
+    """The regions with the axis that the program has for its single sample."""
+    return region._replace(
         center=region.center[:, None], lower=region.lower[:, None], upper=region.upper[:, None]
     )
-    return crown.bounds(build(fuse(explicit(flatten(closed)))), wide.prepared(), _INSIDE[method])
 
 
 _INSIDE: dict[Method, Sequence[crown.Bound]] = {

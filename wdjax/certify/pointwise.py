@@ -6,7 +6,7 @@ matrix products at the highest precision, summed in any order, and so of exact a
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from wdjax import norms, parallel, validate
-from wdjax.certify import lipschitz, margins, region
+from wdjax.certify import branch, lipschitz, margins, region
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.margins import METHODS, Method
 from wdjax.certify.region import Box
@@ -41,6 +41,7 @@ def margin_bounds(
     eps: ArrayLike,
     box: Box = (0.0, 1.0),
     method: Method = "crown",
+    seconds: float = 10.0,
     batch_size: int = 64,
 ) -> jax.Array:
     r"""Lower bounds of every margin ``z_y - z_j`` over the ball of radius ``eps`` in the box.
@@ -52,19 +53,21 @@ def margin_bounds(
       norm: r, one of 1, 2 and inf.
       eps: radius, a number or ``[n]``, in the units of ``x``; may be traced.
       box: ``(low, high)``, or None for no box.
-      method: one of :data:`METHODS`.
+      method: one of :data:`METHODS`; "bab" at top level only.
+      seconds: how long branch and bound works on a sample at most, without compilation.
       batch_size: samples at once, at top level; bounds the memory.
 
     Returns:
       ``[n, K]`` bounds in logits, ``inf`` at ``j = y``; sound against rounding.
 
     Raises:
-      ValueError: bad samples, or a primitive without a rule.
+      ValueError: bad samples, a primitive without a rule, or branch and bound inside a trace.
 
     Cost: a few forward passes, ``K - 1`` backward passes a sample, and two through the layers
       before it for every neuron that intervals leave open.
 
-    Source: Zhang et al. [zhang2018], CROWN; of the program, with its rounding.
+    Source: Zhang et al. [zhang2018], CROWN; Xu et al. [xu2021], alpha; Wang et al. [wang2021], bab;
+      of the program, with its rounding.
 
     >>> from wdjax import Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, 0.0], [0.0, 1.0]]))
@@ -76,14 +79,22 @@ def margin_bounds(
     check_method(method)
     eps = jnp.broadcast_to(_check_eps(eps, x), y.shape)
     if validate.traced(model, x, y, eps):
+        if method == "bab":
+            raise ValueError('method="bab" works on the host; call it outside jit and vmap.')
         validate.check_shapes(model, x, y)
         return _bounds(model, jnp.asarray(x), jnp.asarray(y), eps, norm, box, method)
     x, y = validate.check_samples(model, x, y, box)
+    cheap: Method = "auto" if method == "bab" else method
 
     def bounds(model: Classifier, x: jax.Array, y: jax.Array, eps: jax.Array) -> jax.Array:
-        return _bounds(model, x, y, eps, norm, box, method)
+        return _bounds(model, x, y, eps, norm, box, cheap)
 
-    return _in_batches(bounds, model, (x, y, eps), batch_size)
+    low = _in_batches(bounds, model, (x, y, eps), batch_size)
+    if method != "bab":
+        return low
+    search = branch.Search(model, norm, box, seconds)
+    parts = [(slice(i, i + 1), float(eps[i])) for i in range(len(y))]
+    return jnp.concatenate([search.close(x[i], y[i], reach, low[i]) for i, reach in parts])
 
 
 def certified(
@@ -95,6 +106,7 @@ def certified(
     eps: ArrayLike,
     box: Box = (0.0, 1.0),
     method: Method = "crown",
+    seconds: float = 10.0,
     batch_size: int = 64,
 ) -> jax.Array:
     r"""Whether the model provably returns ``y`` on the whole ball of radius ``eps`` in the box.
@@ -106,7 +118,8 @@ def certified(
       norm: r, one of 1, 2 and inf.
       eps: radius, a number or ``[n]``; may be traced.
       box: ``(low, high)``, or None for no box.
-      method: one of :data:`METHODS`.
+      method: one of :data:`METHODS`; "bab" at top level only.
+      seconds: as in :func:`margin_bounds`.
       batch_size: samples at once, at top level.
 
     Returns:
@@ -120,9 +133,8 @@ def certified(
     >>> certified(model, x, y, norm=jnp.inf, eps=0.1).tolist()
     [True, False]
     """
-    low = margin_bounds(
-        model, x, y, norm=norm, eps=eps, box=box, method=method, batch_size=batch_size
-    )
+    how: dict[str, Any] = {"norm": norm, "eps": eps, "box": box, "batch_size": batch_size}
+    low = margin_bounds(model, x, y, method=method, seconds=seconds, **how)
     return jnp.all(low > 0, axis=-1)
 
 
@@ -149,7 +161,7 @@ def radius(
       norm: r, one of 1, 2 and inf.
       box: ``(low, high)``, or None for no box.
       steps: narrowings of the bracket, by the secant through its margins.
-      method: one of :data:`METHODS`.
+      method: one of :data:`METHODS` but "bab", whose time is a single radius's.
       batch_size: samples at once, at top level.
 
     Returns:
@@ -166,6 +178,8 @@ def radius(
     """
     norms.check_norm(norm)
     check_method(method)
+    if method == "bab":
+        raise ValueError('radius searches with every method but "bab"; "alpha" is the tightest.')
     if validate.traced(model, x, y):
         validate.check_shapes(model, x, y)
         return _search(model, jnp.asarray(x), jnp.asarray(y), norm, box, steps, method)
@@ -260,12 +274,13 @@ def check_method(method: Method) -> None:
 def _check_eps(eps: ArrayLike, x: AnyArray) -> jax.Array:
     if validate.traced(eps):
         return jnp.asarray(eps)
-    eps = jnp.asarray(eps, x.dtype)
-    if eps.shape not in ((), x.shape[:1]) or not bool(jnp.all(eps >= 0)):
+    # Not JAX's: inside jit even operations on constants have no values.
+    radii = np.asarray(eps, x.dtype)
+    if radii.shape not in ((), x.shape[:1]) or not np.all(radii >= 0):
         raise ValueError(
-            f"eps must be a number or [{x.shape[0]}] numbers, at least 0, got {np.asarray(eps)!r}."
+            f"eps must be a number or [{x.shape[0]}] numbers, at least 0, got {radii!r}."
         )
-    return eps
+    return jnp.asarray(radii)
 
 
 def _in_batches(

@@ -8,6 +8,7 @@ Source: Xu et al. [xu2021]; here each row has slopes of its own, also of interme
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,32 +31,50 @@ def optimised(
 
     Cost: ``steps`` times three backward passes.
     """
-    begun: Slopes = {}
-    best = crown.backward(state, coefficients, rows, record=begun)
-    if not begun:
+    seen: dict[int, tuple[Array, Array]] = {}
+    best = crown.backward(state, coefficients, rows, record=seen)
+    if not seen:
         return best
+    begun = {place: usual for place, (usual, _) in seen.items()}
 
     def height(slopes: Slopes) -> tuple[Array, Array]:
         low = crown.backward(state, coefficients, rows, slopes=slopes)
         return jnp.sum(jnp.where(jnp.isfinite(low), low, 0.0)), low
 
-    def step(
-        i: Array, carry: tuple[Slopes, Slopes, Slopes, Array]
-    ) -> tuple[Slopes, Slopes, Slopes, Array]:
-        slopes, first, second, best = carry
+    def step(i: Array, carry: tuple[Slopes, Moments, Array]) -> tuple[Slopes, Moments, Array]:
+        slopes, moments, best = carry
         (_, low), slope = jax.value_and_grad(height, has_aux=True)(slopes)
-        a, b = _MEANS
-        first = jax.tree.map(lambda m, g: a * m + (1 - a) * g, first, slope)
-        second = jax.tree.map(lambda v, g: b * v + (1 - b) * g**2, second, slope)
-        rate = _RATE * _DECAY**i / (1 - a ** (i + 1))
+        slopes, moments = climbed(i, slopes, moments, slope, _RATE * _DECAY**i)
+        slopes = jax.tree.map(lambda s: jnp.clip(s, 0.0, 1.0), slopes)
+        return slopes, moments, jnp.maximum(best, low)
 
-        def moved(s: Array, m: Array, v: Array) -> Array:
-            size = jnp.sqrt(v / (1 - b ** (i + 1)))
-            new = s + rate * m / (size + 1e-12)
-            return jnp.clip(jnp.where(jnp.isfinite(new), new, s), 0.0, 1.0)
-
-        return jax.tree.map(moved, slopes, first, second), first, second, jnp.maximum(best, low)
-
-    zeros = jax.tree.map(jnp.zeros_like, begun)
-    slopes, _, _, best = lax.fori_loop(0, steps, step, (begun, zeros, zeros, best))
+    slopes, _, best = lax.fori_loop(0, steps, step, (begun, Moments.blank(begun), best))
     return jnp.maximum(best, height(slopes)[1])
+
+
+class Moments(NamedTuple):
+    """What Adam keeps."""
+
+    first: Slopes
+    second: Slopes
+
+    @classmethod
+    def blank(cls, like: Slopes) -> "Moments":
+        zeros = jax.tree.map(jnp.zeros_like, like)
+        return cls(zeros, zeros)
+
+
+def climbed(
+    i: Array, now: Slopes, moments: Moments, slope: Slopes, rate: Array
+) -> tuple[Slopes, Moments]:
+    """Adam's step number ``i`` upwards, from 0; none where it is not finite."""
+    a, b = _MEANS
+    first = jax.tree.map(lambda m, g: a * m + (1 - a) * g, moments.first, slope)
+    second = jax.tree.map(lambda v, g: b * v + (1 - b) * g**2, moments.second, slope)
+
+    def moved(s: Array, m: Array, v: Array) -> Array:
+        size = jnp.sqrt(v / (1 - b ** (i + 1)))
+        new = s + rate / (1 - a ** (i + 1)) * m / (size + 1e-12)
+        return jnp.where(jnp.isfinite(new), new, s)
+
+    return jax.tree.map(moved, now, first, second), Moments(first, second)

@@ -2,6 +2,7 @@ r"""Certificates for distributions: bounds over the Wasserstein ball Omega_p of 
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -65,17 +66,12 @@ def wdro_bound(
     >>> float(wdro_bound(model, x, y, norm=jnp.inf, eps=0.25, order=1, loss=losses.margin).round(3))
     0.0
     """
-    of_margins = _LOSSES.get(loss)
-    if of_margins is None:
-        raise ValueError(
-            "loss must be losses.cross_entropy or losses.margin: no Lipschitz certificate holds "
-            f"for {getattr(loss, '__name__', loss)!r}."
-        )
+    values_of = of_margins(loss)
     norms.check_norm(norm)
-    _check_order(order)
+    check_order(order)
     if validate.traced(model, x, y, eps):
         raise ValueError("wdro_bound works on the host; call it outside jit and vmap.")
-    budgets = _check_budgets(eps)
+    budgets = check_budgets(eps)
     if constant is not None and not constant >= 0:
         raise ValueError(f"constant must be at least 0, got {constant!r}.")
     x, y = validate.check_samples(model, x, y, box)
@@ -84,13 +80,13 @@ def wdro_bound(
         low = pointwise.margin_bounds(
             model, x, y, norm=norm, eps=radius, box=box, batch_size=batch_size
         )
-        values = of_margins(np.asarray(low, float))
-        return float(np.mean(values) + _ROUNDING * np.mean(np.abs(values)))
+        values = values_of(np.asarray(low, float))
+        return float(np.mean(values) + ROUNDING * np.mean(np.abs(values)))
 
     if constant is None:
         constant = lipschitz_constant(model, x, y, norm=norm, box=box)
     cost = np.where(budgets == 0, 0.0, float(constant) * np.where(budgets == 0, 1.0, budgets))
-    bound = mean_loss(0.0) + cost * (1 + _ROUNDING)
+    bound = mean_loss(0.0) + cost * (1 + ROUNDING)
     if order == math.inf:
         local = np.array([mean_loss(float(e)) for e in budgets.ravel()]).reshape(budgets.shape)
         bound = np.minimum(bound, local)
@@ -163,20 +159,20 @@ def certified_accuracy(
     radii = np.sort(np.asarray(radius, float).ravel())
     if radii.size == 0 or not bool(np.all(radii >= 0)):
         raise ValueError("radius must hold at least one number, none negative or NaN.")
-    _check_order(order)
-    budgets = _check_budgets(eps)
+    check_order(order)
+    budgets = check_budgets(eps)
     if order == math.inf:
         held = (radii >= budgets[..., None]) & (radii > 0)
         return np.asarray(np.mean(held, axis=-1))
     # In units of the budget, so that no power overflows; an unbounded radius is never bought.
     accuracy = [_unbought(radii, float(e), order) for e in budgets.ravel()]
-    return np.maximum(np.reshape(accuracy, budgets.shape) - _ROUNDING * (budgets > 0), 0.0)
+    return np.maximum(np.reshape(accuracy, budgets.shape) - ROUNDING * (budgets > 0), 0.0)
 
 
 def _unbought(radius: npt.NDArray[np.float64], eps: float, order: float) -> float:
     if eps == 0:
         return float(np.mean(radius > 0))
-    cost = (np.minimum(radius / eps, 1e300 ** (1 / order)) ** order) * (1 - _ROUNDING)
+    cost = (np.minimum(radius / eps, 1e300 ** (1 / order)) ** order) * (1 - ROUNDING)
     spent = np.cumsum(cost)
     whole = int(np.searchsorted(spent, radius.size, side="right"))
     if whole == radius.size:
@@ -185,7 +181,7 @@ def _unbought(radius: npt.NDArray[np.float64], eps: float, order: float) -> floa
     return (radius.size - whole - min(left / cost[whole], 1.0)) / radius.size
 
 
-_ROUNDING = 1e-9
+ROUNDING = 1e-9
 """Budgets and results are widened by this fraction, far above the rounding of float64 sums."""
 
 
@@ -204,12 +200,34 @@ _LOSSES: dict[losses.Loss, Callable[[npt.NDArray[np.float64]], npt.NDArray[np.fl
 }
 
 
-def _check_order(order: float) -> None:
+def of_margins(loss: losses.Loss) -> Callable[[npt.NDArray[Any]], npt.NDArray[np.float64]]:
+    """The most that a loss can be, ``[n]``, by lower bounds of the margins, ``[n, K]``."""
+    found = _LOSSES.get(loss)
+    if found is None:
+        raise ValueError(
+            "loss must be losses.cross_entropy or losses.margin: no Lipschitz certificate holds "
+            f"for {getattr(loss, '__name__', loss)!r}."
+        )
+    return found
+
+
+def beyond(
+    loss: losses.Loss, slope: npt.NDArray[Any], classes: int
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """A line above the loss, offset and slope, where the margin loss is below one from 0."""
+    if loss is losses.margin:
+        return np.zeros(len(slope)), slope
+    return np.full(len(slope), math.log(classes)), np.maximum(slope, 0.0)
+
+
+def check_order(order: float) -> None:
+    """Raises a ``ValueError`` that says what an order is."""
     if isinstance(order, bool) or not isinstance(order, int | float) or not order >= 1:
         raise ValueError(f"order must be a number at least 1, or inf, got {order!r}.")
 
 
-def _check_budgets(eps: npt.ArrayLike) -> npt.NDArray[np.float64]:
+def check_budgets(eps: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """Budgets as float64."""
     budgets = np.asarray(eps, float)
     if not bool(np.all(budgets >= 0) and np.all(np.isfinite(budgets))):
         raise ValueError(f"eps must be finite and at least 0, got {budgets!r}.")

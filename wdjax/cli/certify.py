@@ -49,6 +49,13 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         help="of the margins, from the cheapest to the tightest (default %(default)s)",
     )
     how.add_argument(
+        "--seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="branch and bound (bab) takes a sample at most (default %(default)s)",
+    )
+    how.add_argument(
         "--steps",
         type=options.positive,
         default=10,
@@ -91,6 +98,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
             eps=parsed.eps,
             method=parsed.method,
             steps=parsed.steps,
+            seconds=parsed.seconds,
             batch_size=parsed.batch_size,
             callback=tick,
             checkpoint=parsed.checkpoint,

@@ -1,0 +1,199 @@
+"""Branch and bound against grids, random points of leaves, and flips that attacks do not see."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from wdjax import Model, attacks, certify, losses, run
+from wdjax.certify import branch, leaves
+
+BOX = (0.0, 1.0)
+
+
+def layered(layers, x):
+    x = x.reshape(len(x), -1)
+    for weight, bias in layers[:-1]:
+        x = jax.nn.relu(x @ weight + bias)
+    weight, bias = layers[-1]
+    return x @ weight + bias
+
+
+SIZES = (2, 8, 8, 3)
+
+
+def net(rng, scale=2.0):
+    layers = []
+    for rows, columns in itertools.pairwise(SIZES):
+        weight = rng.normal(size=(rows, columns)) * scale / math.sqrt(rows)
+        layers.append((jnp.array(weight, jnp.float32), jnp.array(rng.normal(size=columns) / 4)))
+    return Model(layered, layers)
+
+
+def least(model, x, y, eps):
+    """The least margin over a fine grid of a square, with and without what it may miss."""
+    steps = np.linspace(-eps, eps, 161)
+    grid = np.stack(np.meshgrid(steps, steps), axis=-1).reshape(-1, 2)
+    points = np.clip(x + grid, 0, 1)
+    out = np.asarray(model(jnp.array(points, jnp.float32)), float)
+    apart = out[:, y, None] - np.delete(out, y, axis=1)
+    found = apart.min(axis=1).reshape(161, 161)
+    rough = max(np.abs(np.diff(found, axis=a)).max() for a in (0, 1))
+    return found.min(), found.min() - rough
+
+
+def test_what_is_closed_is_exact():
+    """On nets of two inputs: verified if and only if a grid has no flip; the other methods less."""
+    rng = np.random.default_rng(0)
+    truth, kept, before = [], [], []
+    for _ in range(4):
+        model = net(rng)
+        x = rng.uniform(0.3, 0.7, size=(6, 2)).astype(np.float32)
+        y = np.asarray(model(jnp.array(x)).argmax(axis=-1))
+        low = certify.margin_bounds(model, x, y, norm=math.inf, eps=0.25, method="bab", seconds=30)
+        auto = certify.margin_bounds(model, x, y, norm=math.inf, eps=0.25, method="auto")
+        before += [*np.all(auto > 0, axis=1)]
+        for row, xi, yi, cheap in zip(np.asarray(low), x, y, np.asarray(auto)):
+            above, below = least(model, xi, yi, 0.25)
+            assert row.min() <= above + 1e-5
+            assert np.all(row >= cheap)
+            if abs(above) > above - below:
+                truth.append(above > 0)
+                kept.append(row.min() > 0)
+    assert kept == truth
+    assert 0 < sum(before) < sum(kept) < len(kept)
+
+
+def filtered(params, x):
+    kernel, head = params
+    x = jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    return jax.nn.relu(x).reshape(len(x), -1) @ head
+
+
+def test_no_point_of_a_leaf_breaks_its_bound():
+    """Points are in both halves where rounding decides, and in floats of two programs."""
+    rng, norm = np.random.default_rng(1), 2
+    draw = lambda *shape: jnp.array(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    model = Model(filtered, (draw(3, 3, 1, 2), draw(32, 3)))
+    x = jnp.array(rng.uniform(0.2, 0.8, size=(1, 4, 4, 1)), jnp.float32)
+    y, eps = jnp.array([0]), jnp.array([0.4], jnp.float32)
+    known = leaves.root(model, x, y, eps, norm, BOX)
+    (place,) = known.lower
+    step = rng.normal(size=(4000, *x.shape[1:]))
+    flat = step.reshape(len(step), -1)
+    flat /= np.linalg.norm(flat, norm, axis=1, keepdims=True)
+    points = np.clip(x + float(eps[0]) * flat.reshape(step.shape), 0, 1).astype(np.float32)
+    operand = np.asarray(
+        jax.lax.conv_general_dilated(
+            points, model.args[0][0], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+    ).reshape(len(points), -1)
+    assert np.all(operand >= known.lower[place].reshape(-1))
+    out = np.asarray(model(jnp.array(points)))
+    open_ = np.flatnonzero((known.lower[place] < 0) & (known.upper[place] > 0))
+    begun = known.begin(jnp.array([1, 2] * 4))
+    signs = np.zeros(begun.signs.shape, np.int8)
+    for row in signs:
+        chosen = rng.choice(open_, 3, replace=False)
+        row[chosen] = np.sign(operand[rng.integers(len(operand)), chosen])
+    multipliers = rng.uniform(size=begun.multipliers.shape).astype(np.float32)
+    rows = leaves.Leaves(begun.rival, jnp.array(signs), jnp.array(multipliers))
+    found = leaves.bounds(model, x, y, eps, known, rows, norm, BOX, 5, 2)
+    slack = np.asarray(known.slack[place]).reshape(-1)
+    seen = 0
+    for row, rival, low in zip(signs, begun.rival, found.low):
+        inside = np.all(row * operand >= -slack * (row != 0), axis=1)
+        seen += inside.sum()
+        assert np.all(out[inside, 0] - out[inside, rival] >= low)
+    assert seen > 1000
+    whole = leaves.bounds(model, x, y, eps, known, begun, norm, BOX, 5, 2)
+    assert np.all(found.low > whole.low - 0.1)
+    for k, side in itertools.product(range(2), range(2)):
+        for row, rival in enumerate(begun.rival[:2]):
+            entry, low = int(whole.choices[row, k]), float(whole.children[row, k, side])
+            inside = (2 * side - 1) * operand[:, entry] >= -slack[entry]
+            assert np.all(out[inside, 0] - out[inside, rival] >= low)
+
+
+def test_no_leaf_is_dropped():
+    """Every assignment of signs stays in some leaf, open or closed, and counts."""
+    rng, size = np.random.default_rng(2), 7
+    begun = leaves.Leaves(
+        jnp.array([1]), jnp.zeros((1, size), jnp.int8), jnp.zeros((1, size), jnp.float32)
+    )
+    frontier = branch._Frontier(np.array([np.inf, -9.0]), np.array([1]), begun)
+    every = []
+    add = frontier.add
+
+    def recorded(leaf):
+        every.append(leaf)
+        add(leaf)
+
+    frontier.add = recorded
+    while frontier.goes_on() and frontier.turns < 40:
+        batch = frontier.take(4)
+        choices = np.full((4, 3), size)
+        for row, signs in enumerate(batch.signs):
+            free = rng.permutation(np.flatnonzero(signs == 0))[:3]
+            choices[row, : len(free)] = free
+        low, children = rng.normal(-1, 1, 4), rng.normal(-1, 1, (4, 3, 2))
+        frontier.split(leaves.Bounds(low, batch.multipliers, choices, children))
+    held = [*frontier.open, *frontier.stuck, *(leaf for leaf in every if leaf.low > 0)]
+    for signs in itertools.product((-1, 1), repeat=size):
+        assert any(np.all((leaf.signs == 0) | (leaf.signs == signs)) for leaf in held)
+    assert frontier.low()[1] == min(leaf.low for leaf in held)
+
+
+def planted(raw, eps):
+    """Class 1 only in a corner of the square around the middle that gradients point away from."""
+    most = eps * np.abs(raw).sum()
+    layers = [(np.zeros((m, n)), np.zeros(n)) for m, n in itertools.pairwise(SIZES)]
+    (first, level), (second, shift), (third, bias) = layers
+    first[:, 0], level[0] = raw, -0.5 * raw.sum() - (1 - 2e-3) * most
+    first[:, 1], level[1] = -1e-4 * np.sign(raw), 1.0
+    second[0, 0], second[1, 0], shift[0] = 2.0 / (1e-3 * most), 1.0, -0.99
+    third[0, 1], bias[0], bias[2] = 1.0, 1.0, -5.0
+    return Model(layered, jax.tree.map(lambda t: jnp.asarray(t, jnp.float32), layers))
+
+
+def test_planted_counterexamples_are_never_verified():
+    rng, held = np.random.default_rng(3), 0
+    # Samples that are misclassified cost nothing, and the program is that of the other tests.
+    x, y = np.full((6, 2), 0.5, np.float32), np.array([0, 2, 2, 2, 2, 2])
+    how = {"norm": math.inf, "method": "bab", "seconds": 2}
+    for eps in rng.choice([1e-2, 0.1, 0.3], 12):
+        raw = rng.choice([-1.0, 1.0], 2) * rng.uniform(0.5, 1.5, 2)
+        model = planted(raw, eps)
+        flip = (x[:1] + (1 - 5e-4) * eps * np.sign(raw)).astype(np.float32)
+        assert model(jnp.array(flip)).argmax() == 1
+        assert not np.any(certify.certified(model, x, y, eps=eps, **how))
+        held += bool(certify.certified(model, x, y, eps=0.99 * eps, **how)[0])
+    missed = run(attacks.PGD(steps=40, loss=losses.margin), model, x, y, eps=eps)
+    assert not missed.success[0]
+    assert held > 9
+
+
+def test_it_stops_when_time_is_over_and_refuses_what_has_none():
+    model = net(np.random.default_rng(4), 6.0)
+    x = jnp.linspace(0.3, 0.7, 12).reshape(6, 2)
+    y = model(x).argmax(axis=-1)
+    how = {"norm": math.inf, "eps": 0.1}
+    auto = certify.margin_bounds(model, x, y, method="auto", **how)
+    low = certify.margin_bounds(model, x, y, method="bab", seconds=1e-9, **how)
+    assert np.all(low >= auto)
+    assert certify.verify(model, x, y, method="bab", steps=2, **how).method == "bab"
+    # A net without rectifiers has nothing to split.
+    plain = Model(lambda w, x: x @ w, jnp.array([[1.0, 0.0], [0.0, 1.0]]))
+    tied = certify.certified(plain, x, x.argmin(axis=-1), method="bab", **how)
+    assert not np.any(tied)
+    with pytest.raises(ValueError, match="outside jit"):
+        jax.jit(lambda x: certify.margin_bounds(model, x, y, method="bab", **how))(x)
+    with pytest.raises(ValueError, match="seconds"):
+        certify.certified(model, x, y, method="bab", seconds=0, **how)
+    with pytest.raises(ValueError, match="alpha"):
+        certify.radius(model, x, y, norm=math.inf, method="bab")

@@ -1,0 +1,71 @@
+"""What a training aims at: against an attack, towards a certificate, or neither."""
+
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+
+from wdjax import validate
+from wdjax.core import Array, Attack
+
+
+class Opponent(NamedTuple):
+    """What is trained against; a pytree."""
+
+    attack: Attack
+    eps: Array
+    kappa: Array | None
+
+
+class Certificate(Protocol):
+    """Bounds to train through, such as :class:`wdjax.certify.CertifiedTraining`; a pytree."""
+
+    def margins(self, model: Any, x: Array, y: Array, eps: Array, done: Array) -> Array:
+        """``[n, K]`` lower bounds of the margins within ``eps``, after a share of the steps."""
+
+    def weight(self, done: Array) -> Array:
+        """Of the loss of these bounds; the rest is that of the clean samples."""
+
+
+class Proof(NamedTuple):
+    """What is trained towards; a pytree."""
+
+    certificate: Certificate
+    eps: Array
+    steps: Array
+    """Of the whole training."""
+
+
+Aim: TypeAlias = Opponent | Proof | None
+
+
+def aim(
+    attack: Attack | None,
+    certificate: Certificate | None,
+    eps: Any,
+    kappa: Any,
+    dtype: np.dtype,
+    steps: int,
+) -> Aim:
+    """Checks what goes with what; ``steps`` are those of the whole training.
+
+    >>> aim(None, None, None, None, np.dtype("float32"), 10) is None
+    True
+    """
+    if attack is not None and certificate is not None:
+        raise ValueError(f"either an attack or a certificate: got {attack!r} and {certificate!r}.")
+    either = certificate if attack is None else attack
+    if (kappa is not None and attack is None) or (eps is not None and either is None):
+        raise ValueError(
+            f"eps and kappa go with an attack: got eps={eps!r}, kappa={kappa!r} and none; eps also "
+            "goes with a certificate."
+        )
+    if either is None:
+        return None
+    if eps is None:
+        raise ValueError(f"attack or certificate and eps go together: got {either!r} and no eps.")
+    budget = jnp.asarray(validate.check_number("eps", eps), dtype)
+    if attack is None:
+        return Proof(validate.settle(certificate, dtype), budget, jnp.asarray(steps, dtype))
+    split = None if kappa is None else jnp.asarray(validate.check_number("kappa", kappa, 1.0))
+    return Opponent(validate.settle(attack, dtype), budget, split)

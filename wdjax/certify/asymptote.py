@@ -1,0 +1,105 @@
+r"""How fast a loss can grow at infinity, for networks that are homogeneous there.
+
+Of a program of affine maps, maxima, absolute values and selections by sign, the value at ``t w``
+divided by ``t > 0`` is that of the same program at ``w`` with every constant divided by ``t``: a
+program of ``(w, 1/t)``, of the same kind, whose margins over ``||w|| <= 1`` and ``1/t <= 1/T``
+bound the slope at every distance of at least T. A Lipschitz constant over all of space does not see
+that far from the data only the weights matter, and which signs of neurons go together there.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wdjax import norms
+from wdjax.certify import linear, margins
+from wdjax.certify.domain import Array
+from wdjax.certify.lipschitz import Classifier
+from wdjax.certify.margins import Method
+from wdjax.certify.network import Network
+from wdjax.certify.region import Region
+
+_HOMOGENEOUS = {
+    "max", "min", "abs", "reduce_max", "reduce_min", "reduce_window_max", "cummax", "cummin",
+    "ge", "gt", "le", "lt", "and", "or", "not", "xor", "select_n",
+}  # fmt: skip
+"""With constants divided by a positive number, so is what they return."""
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5))
+def slopes(
+    model: Classifier, x: Array, labels: Array, last: Array, norm: float, method: Method
+) -> Array:
+    """``[L]`` bounds of ``max_j z_j - z_y`` by distance, from the distance ``last`` on.
+
+    They hold for balls around every one of ``x`` ``[n, *shape]``; inf where the program is not one
+    that is homogeneous at infinity.
+    """
+    count, size = len(labels), math.prod(x.shape[1:])
+    blank = jnp.zeros((count, *x.shape[1:]), x.dtype)
+    net = margins.network(model, Region(blank, blank, blank, blank, norm), fused=False)
+    if not _homogeneous(net):
+        return jnp.full(count, jnp.inf)
+    farthest = jnp.max(norms.lp_norm(x, norm))
+    reach = (1 + farthest / last) * (1 + 1e-4)
+    least = (1 + 1e-4) / last
+    center = jnp.zeros((count, size + 1), x.dtype).at[:, -1].set(0.5 * least)
+    ends = jnp.full((count, size + 1), reach).at[:, -1].set(least)
+    lower = (-ends).at[:, -1].set(0.0)
+    region = Region(center, lower, ends, jnp.full(count, reach + least), norm)
+    apart = _apart(net, x.shape[1:])
+    with jax.default_matmul_precision("highest"):
+        state = margins.prepare(apart, region, method)
+        low = margins.of(state, apart, region, labels, method, every=True)
+    steep = -jnp.min(low, axis=1)
+    for lost in net.lost:
+        steep = jnp.where(lost, jnp.inf, steep)
+    return steep + 1e-6 * jnp.abs(steep)
+
+
+def _homogeneous(net: Network) -> bool:
+    """Whether a program is one of those, in one dtype."""
+    dtypes = {net.graph.avals[place].dtype for node in net.graph.nodes for place in node.outputs}
+    dtypes -= {jnp.dtype(bool)}
+    for node in net.others.values():
+        known = [jnp.asarray(net.exact[place]) for place in node.inputs if place in net.exact]
+        if node.name not in _HOMOGENEOUS or not {value.dtype for value in known} <= dtypes:
+            return False
+    return len(dtypes) == 1
+
+
+def _apart(net: Network, shape: tuple[int, ...]) -> Callable[[Array], Array]:
+    """The program of ``(w, 1/t)``, ``[1, d + 1]``."""
+
+    def apply(v: Array) -> Array:
+        near = v[:, -1].reshape(())
+        values = {net.source: v[:, :-1].reshape(1, *shape)}
+        for node in net.graph.nodes:
+            for place in node.outputs:
+                affine = net.affine.get(place)
+                if affine is not None:
+                    total = near * affine.offset
+                    for part in affine.parts:
+                        total = total + part.apply(values[part.place])
+                    values[place] = total
+            if node.outputs[0] in net.others:
+                args = [
+                    values[place] if place in values else _divided(net.exact[place], near)
+                    for place in node.inputs
+                ]
+                values.update(zip(node.outputs, linear.evaluate(node.eqn, args)))
+        return values[net.graph.outputs[0]]
+
+    return apply
+
+
+def _divided(value: Any, near: Array) -> Array:
+    """A constant by the distance; a zero stays a constant, so that a rectifier stays one."""
+    if not isinstance(value, jax.core.Tracer) and not np.any(np.asarray(value)):
+        return jnp.asarray(value)
+    return near * jnp.asarray(value)

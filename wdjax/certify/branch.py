@@ -1,0 +1,171 @@
+r"""Branch and bound over the signs of rectifiers' operands: one sample's margins, at any time.
+
+A region is split by the signs of rectifiers until every leaf is verified, or time is over. No leaf
+is ever dropped: a margin's bound is the least of those of its leaves, closed or open.
+
+Source: Bunel et al. [bunel2020], Wang et al. [wang2021].
+"""
+
+import heapq
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from wdjax import driver, losses
+from wdjax.attacks import PGD
+from wdjax.balls import Lp
+from wdjax.certify import leaves
+from wdjax.certify.lipschitz import Classifier
+from wdjax.certify.region import Box
+
+Numbers = npt.NDArray[Any]
+
+_WIDTH = 32
+"""Leaves that are bounded at once, on a CPU."""
+_STEPS, _TRIES = 3, 3
+"""Steps of their multipliers; splits of each that are tried."""
+_BYTES = 2**29
+"""Of all open leaves: where they take more, the search ends as if time were over."""
+
+
+class _Leaf(NamedTuple):
+    """Compared by its bound; the least is split first."""
+
+    low: float
+    number: int
+    rival: int
+    signs: Numbers
+    multipliers: Numbers
+
+
+class Search:
+    """Closes the open margins of single samples of one model, norm and box."""
+
+    def __init__(self, model: Classifier, norm: float, box: Box, seconds: float) -> None:
+        if not seconds > 0:
+            raise ValueError(f"seconds must be a number above 0, got {seconds!r}.")
+        self.model, self.norm, self.box, self.seconds = model, norm, box, seconds
+        self.attack = PGD(Lp(norm, box), steps=40, loss=losses.margin)
+        self.width = _WIDTH if jax.default_backend() == "cpu" else 16 * _WIDTH
+        self.compiled = False
+
+    def close(self, x: jax.Array, y: jax.Array, eps: float, low: npt.ArrayLike) -> Numbers:
+        """``[n, K]`` bounds, none looser than ``low``, of samples within ``eps``.
+
+        A sample that is misclassified, or flipped by a short attack, keeps those it has.
+        """
+        found = np.array(low)
+        for i, row in enumerate(found):
+            xi, yi, radius = x[i : i + 1], y[i : i + 1], jnp.full(1, eps, x.dtype)
+            if np.all(row > 0) or self._broken(xi, yi, radius):
+                continue
+            if not self.compiled:
+                self._close(xi, yi, radius, row, 0.0)
+                self.compiled = True
+            found[i] = self._close(xi, yi, radius, row, self.seconds)
+        return found
+
+    def _broken(self, x: jax.Array, y: jax.Array, eps: jax.Array) -> bool:
+        if int(jnp.argmax(self.model(x), axis=-1)[0]) != int(y[0]):
+            return True
+        found = driver.run(self.attack, self.model, x, y, eps=eps[0])
+        return bool(found.success[0])
+
+    def _close(
+        self, x: jax.Array, y: jax.Array, eps: jax.Array, low: Numbers, seconds: float
+    ) -> Numbers:
+        """Takes at least one turn, then others while there are seconds."""
+        began = time.monotonic()
+        root = leaves.root(self.model, x, y, eps, self.norm, self.box)
+        low = np.maximum(low, np.asarray(root.low))
+        rivals = np.flatnonzero(low <= 0)
+        if not rivals.size or not root.lower or not np.all(np.isfinite(low[rivals])):
+            return low
+        frontier = _Frontier(low, rivals, root.begin(jnp.asarray(rivals)))
+        while frontier.goes_on() and (not frontier.turns or time.monotonic() - began < seconds):
+            batch = frontier.take(self.width)
+            tries = min(_TRIES, batch.signs.shape[1])
+            how = (self.norm, self.box, _STEPS, tries)
+            found = leaves.bounds(self.model, x, y, eps, root, batch, *how)
+            frontier.split(jax.device_get(found))
+        return frontier.low()
+
+
+class _Frontier:
+    """All leaves that are open, and the least bound of those that are closed."""
+
+    def __init__(self, low: Numbers, rivals: Numbers, begun: leaves.Leaves) -> None:
+        self.begun, self.turns = low, 0
+        self.closed = dict.fromkeys(rivals.tolist(), math.inf)
+        self.open: list[_Leaf] = []
+        self.taken: list[_Leaf] = []
+        self.stuck: list[_Leaf] = []
+        """With nothing left to split."""
+        self.numbers = itertools.count()
+        for rival, signs, multipliers in zip(*jax.device_get(begun)):
+            self.add(_Leaf(float(low[rival]), 0, int(rival), signs, multipliers))
+        self.most = _BYTES // sum(a[0].nbytes for a in begun)
+
+    def goes_on(self) -> bool:
+        return bool(self.open) and not self.stuck and len(self.open) < self.most
+
+    def add(self, leaf: _Leaf) -> None:
+        if leaf.low > 0:
+            self.closed[leaf.rival] = min(self.closed[leaf.rival], leaf.low)
+        else:
+            heapq.heappush(self.open, leaf._replace(number=next(self.numbers)))
+
+    def take(self, width: int) -> leaves.Leaves:
+        """The leaves with the least bounds; the first of them again where there are too few."""
+        self.turns += 1
+        self.taken = [heapq.heappop(self.open) for _ in range(min(width, len(self.open)))]
+        rows = self.taken + self.taken[:1] * (width - len(self.taken))
+        return leaves.Leaves(
+            np.array([leaf.rival for leaf in rows], np.int32),  # type: ignore[arg-type]
+            np.stack([leaf.signs for leaf in rows]),  # type: ignore[arg-type]
+            np.stack([leaf.multipliers for leaf in rows]),  # type: ignore[arg-type]
+        )
+
+    def split(self, found: Any) -> None:
+        """Each leaf that was taken, by one sign; by more while leaves do not fill a batch."""
+        room = len(found.low) // (len(self.taken) + len(self.open))
+        for row, leaf in enumerate(self.taken):
+            leaf = leaf._replace(
+                low=max(leaf.low, float(found.low[row])), multipliers=found.multipliers[row]
+            )
+            entries = [int(c) for c in found.choices[row] if c < len(leaf.signs)]
+            if leaf.low > 0:
+                self.add(leaf)
+            elif not entries:
+                self.stuck.append(leaf)
+            else:
+                depth = min(max(room.bit_length() - 1, 1), len(entries))
+                for half in _halves(leaf, entries[:depth], found.children[row]):
+                    self.add(half)
+        self.taken = []
+
+    def low(self) -> Numbers:
+        """Bounds of all margins."""
+        least = dict(self.closed)
+        for leaf in (*self.open, *self.taken, *self.stuck):
+            least[leaf.rival] = min(least[leaf.rival], leaf.low)
+        found = self.begun.copy()
+        for rival, low in least.items():
+            found[rival] = max(found[rival], low)
+        return found
+
+
+def _halves(leaf: _Leaf, entries: list[int], children: Numbers) -> Iterator[_Leaf]:
+    """All signs of some entries; ``children[k]`` are bounds of the halves by entry k alone."""
+    for pick in itertools.product((0, 1), repeat=len(entries)):
+        signs, multipliers = leaf.signs.copy(), leaf.multipliers.copy()
+        signs[entries], multipliers[entries] = 2 * np.array(pick) - 1, 0.0
+        low = max(leaf.low, *(float(children[k, side]) for k, side in enumerate(pick)))
+        yield leaf._replace(low=low, signs=signs, multipliers=multipliers)

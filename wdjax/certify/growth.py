@@ -1,0 +1,258 @@
+r"""The growth-profile bound of the expected loss over a Wasserstein ball.
+
+How far a sample's loss can rise within a distance t, its profile ``psi_i(t)``, says more than one
+constant: losses are bounded on a bounded domain, and near the data they rise slowly. Distributions
+of ``Omega_p(eps)`` move the mass of sample i to distances t with ``mean t^p <= eps^p``, so that the
+expected loss is at most the value of the dual, for every ``lam >= 0``,
+
+    lam eps^p + mean_i max_t (psi_i(t) - lam t^p),
+
+which is what the concave majorants of the profiles in ``t^p`` allow.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from wdjax import losses, norms, validate
+from wdjax.certify import asymptote, lipschitz, pointwise, wdro
+from wdjax.certify.lipschitz import Classifier
+from wdjax.certify.margins import Method
+from wdjax.parallel import AnyArray
+
+Numbers = npt.NDArray[np.float64]
+
+_RADII, _RATIO = 120, 1.2
+"""How many at most, and how close they need not be."""
+_LEVELS = 200
+
+
+class Profile(NamedTuple):
+    """Upper bounds of the loss by distance, ``[n, R + 1]``, continuous with slope ``constant``.
+
+    Between two radii it rises by that from ``low`` at ``start`` to ``high`` at ``end`` and stays
+    there; behind the last radius it rises on if the domain does not end.
+    """
+
+    start: Numbers
+    end: Numbers
+    low: Numbers
+    high: Numbers
+    constant: float
+    last: float
+    """Where the domain goes on from, inf if it ends."""
+    far: tuple[Numbers, Numbers]
+    """From there on it is at most the first plus the second, a slope, times the distance."""
+
+
+def growth_bound(
+    model: Classifier,
+    x: AnyArray,
+    y: AnyArray,
+    *,
+    norm: float,
+    eps: npt.ArrayLike,
+    order: float,
+    loss: losses.Loss = losses.cross_entropy,
+    box: pointwise.Box = (0.0, 1.0),
+    constant: float | None = None,
+    radii: npt.ArrayLike | None = None,
+    method: Method = "auto",
+    batch_size: int = 64,
+) -> Numbers:
+    r"""An upper bound of the expected loss over ``Omega_order(eps)``, never above ``E_N + L eps``.
+
+    The domain is the box, or all of space. Profiles are bounds of the loss within each radius,
+    which hold nearer by too, joined by the constant. On a box the last radius reaches all of it. In
+    all of space profiles go on by the constant, or by a bound of the slope at infinity where the
+    program has one: affine maps, rectifiers and maxima. For order inf the bound is the mean of the
+    profiles at ``eps``.
+
+    Args:
+      model: a pytree callable ``[n, *shape] -> [n, K]``, continuous where its program selects.
+      x: ``[n, *shape]`` floats in the box.
+      y: ``[n]`` integer labels.
+      norm: r, one of 1, 2 and inf.
+      eps: budget, a number or an array of them, in the units of ``x``.
+      order: p, a number at least 1, or inf.
+      loss: ``losses.cross_entropy`` or ``losses.margin``.
+      box: ``(low, high)``, or None for all of space.
+      constant: a valid Lipschitz constant of the loss over the domain, inf if none is known;
+        computed by default.
+      radii: increasing positive distances; by default at most 121, from a fiftieth of the least
+        budget to the diameter of the box or a hundred times the largest budget.
+      method: of the margins, as in :func:`certify.margin_bounds`.
+      batch_size: samples at once.
+
+    Returns:
+      Bounds in the shape of ``eps``, float64.
+
+    Raises:
+      ValueError: another loss, a bad order, budgets, radii or constant, bad samples, or a trace.
+
+    Cost: one Lipschitz constant, and one :func:`certify.margin_bounds` a radius.
+
+    Source: the dual of the fractional knapsack of Le et al. [le2025], Corollary C.2, with bounds in
+    place of distances.
+
+    >>> import jax.numpy as jnp
+    >>> from wdjax import Model
+    >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, 0.0], [0.0, 1.0]]))
+    >>> x, y = jnp.array([[0.75, 0.25]]), jnp.array([0])
+    >>> how = {"norm": jnp.inf, "order": 1, "loss": losses.margin}
+    >>> growth_bound(model, x, y, eps=[0.25, 2.0], **how).round(2).tolist()  # the box ends at 1
+    [0.0, 1.0]
+    """
+    of_margins = wdro.of_margins(loss)
+    norms.check_norm(norm)
+    wdro.check_order(order)
+    if validate.traced(model, x, y, eps):
+        raise ValueError("growth_bound works on the host; call it outside jit and vmap.")
+    budgets = wdro.check_budgets(eps)
+    x, y = validate.check_samples(model, x, y, box)
+    most = lipschitz.diameter(x.shape[1:], box, norm)
+    grid = _grid(radii, budgets, most)
+    if constant is None:
+        constant = wdro.lipschitz_constant(model, x, y, norm=norm, box=box)
+    elif not constant >= 0:
+        raise ValueError(f"constant must be at least 0, got {constant!r}.")
+
+    how: dict[str, Any] = {"norm": norm, "box": box, "method": method, "batch_size": batch_size}
+
+    def within(radius: float) -> Numbers:
+        low = pointwise.margin_bounds(model, x, y, eps=radius, **how)
+        values = of_margins(np.asarray(low, float))
+        return values + wdro.ROUNDING * np.abs(values)
+
+    if order == math.inf:
+        local = [float(np.mean(within(float(e)))) for e in budgets.ravel()]
+        rise = np.where(budgets > 0, constant * (1 + wdro.ROUNDING) * budgets, 0.0)
+        return np.minimum(np.reshape(local, budgets.shape), np.mean(within(0.0)) + rise)
+    levels = np.stack([within(0.0), *(within(float(t)) for t in grid)], axis=1)
+    profile = _joined(grid, levels, float(constant))
+    if most == math.inf:
+        profile = _endless(profile, model, x, y, float(grid[-1]), norm, loss)
+    found = [_dual(profile, float(e), float(order)) for e in budgets.ravel()]
+    return np.reshape(found, budgets.shape)
+
+
+def _endless(
+    profile: Profile,
+    model: Classifier,
+    x: AnyArray,
+    y: AnyArray,
+    last: float,
+    norm: float,
+    loss: losses.Loss,
+) -> Profile:
+    """With a line that bounds it from the last radius on."""
+    labels, place = np.unique(np.asarray(y), return_inverse=True)
+    (_, classes) = jax.eval_shape(model, x[:1]).shape
+    end = jnp.asarray(last, x.dtype)
+    steep = asymptote.slopes(model, jnp.asarray(x), jnp.asarray(labels), end, norm, "auto")
+    far = wdro.beyond(loss, np.asarray(steep, float)[place], classes)
+    return profile._replace(last=last, far=far)
+
+
+def _grid(radii: npt.ArrayLike | None, budgets: Numbers, most: float) -> Numbers:
+    """Radii up to the end of the domain."""
+    if radii is None:
+        positive = budgets[budgets > 0]
+        least = 0.02 * float(np.min(positive, initial=math.inf))
+        last = most if math.isfinite(most) else 100 * float(np.max(positive, initial=0.0))
+        if not 0 < least < last:
+            return np.array([last if last > 0 else 1.0])
+        count = math.ceil(math.log(last / least) / math.log(_RATIO))
+        return np.geomspace(least, last, min(count, _RADII) + 1)
+    grid = np.asarray(radii, float)
+    if grid.ndim != 1 or not grid.size or not np.all(np.diff(grid, prepend=0.0) > 0):
+        raise ValueError(f"radii must be increasing positive numbers [R], got {radii!r}.")
+    if not np.all(np.isfinite(grid)):
+        raise ValueError(f"radii must be finite, got {radii!r}.")
+    return np.append(grid[grid < most], most) if math.isfinite(most) else grid
+
+
+def _joined(grid: Numbers, levels: Numbers, constant: float) -> Profile:
+    """What holds within a larger radius holds within a smaller one; and no steeper than allowed."""
+    levels = np.minimum.accumulate(levels[:, ::-1], axis=1)[:, ::-1]
+    slope = constant * (1 + wdro.ROUNDING)
+    start = np.concatenate([[0.0], grid[:-1]])
+    value = levels[:, 0]
+    parts = []
+    for begin, stop, level in zip(start, grid, levels[:, 1:].T):
+        rise = slope * (stop - begin) if slope else 0.0
+        reached = np.minimum(level, value + rise)
+        step = (reached - value) / slope if 0 < slope < math.inf else np.zeros_like(value)
+        end = begin + np.nan_to_num(step, nan=0.0) * (1 - wdro.ROUNDING)
+        parts.append((end, value, reached))
+        value = reached
+    end, low, high = (np.stack(part, axis=1) for part in zip(*parts))
+    none = np.zeros(len(levels))
+    return Profile(np.broadcast_to(start, end.shape), end, low, high, slope, math.inf, (none, none))
+
+
+def _dual(profile: Profile, eps: float, order: float) -> float:
+    """The least value of the dual over a grid of multipliers, twice refined; each is sound."""
+    if eps == 0:
+        return float(np.mean(profile.low[:, 0]))
+    clean = float(np.mean(profile.low[:, 0]))
+    best = clean + profile.constant * eps if profile.constant else clean
+    # In units of the budget, so that no power overflows.
+    scaled = profile._replace(
+        start=profile.start / eps,
+        end=profile.end / eps,
+        constant=profile.constant * eps,
+        last=profile.last / eps,
+        far=(profile.far[0], profile.far[1] * eps),
+    )
+    rise = float(np.max(profile.high, initial=1.0) - np.min(profile.low))
+    rise = min(max(rise, 1e-9), 1e30)
+    last = float(np.max(scaled.end, initial=1.0)) ** order
+    levels = rise * np.geomspace(1e-4 / max(last, 1.0), 1e8, _LEVELS)
+    for _ in range(3):
+        values = [_value(scaled, level, order) for level in levels]
+        place = int(np.argmin(values))
+        best = min(best, values[place])
+        near = levels[max(place - 1, 0)], levels[min(place + 1, len(levels) - 1)]
+        levels = np.geomspace(*near, _LEVELS)
+    for level in (scaled.constant, float(np.max(scaled.far[1]))):
+        if 0 < level < math.inf:
+            best = min(best, _value(scaled, level, order))
+    return float(best + wdro.ROUNDING * abs(best))
+
+
+def _value(profile: Profile, level: float, order: float) -> float:
+    """``lam + mean_i max_t (psi_i(t) - lam t^p)``, with the budget as the unit of distance."""
+    slope, end = profile.constant, profile.end
+    at = [profile.low - level * profile.start**order, profile.high - level * end**order]
+    if order > 1 and slope < math.inf:
+        inner = np.clip(_turn(np.asarray(slope), level, order), profile.start, end)
+        at.append(profile.low + slope * (inner - profile.start) - level * inner**order)
+    most = np.max(np.stack(at), axis=(0, 2))
+    if profile.last < math.inf:
+        last, (base, steep) = profile.last, profile.far
+        behind = _behind(base, steep, last, level, order)
+        if slope < math.inf:
+            on = profile.high[:, -1] - slope * last
+            behind = np.minimum(behind, _behind(on, np.full_like(on, slope), last, level, order))
+        most = np.maximum(most, behind)
+    return float(level + np.mean(most))
+
+
+def _turn(slope: Numbers, level: float, order: float) -> Numbers:
+    """Where a line from 0 is farthest above ``lam t^p``, p above 1."""
+    return np.asarray((np.maximum(slope, 0.0) / (level * order)) ** (1 / (order - 1)))
+
+
+def _behind(base: Numbers, slope: Numbers, last: float, level: float, order: float) -> Numbers:
+    """``max_{t >= last} base + slope t - lam t^p``."""
+    if order == 1:
+        far = np.where(slope <= level, last, math.inf)
+    else:
+        far = np.maximum(_turn(slope, level, order), last)
+    finite = np.where(np.isfinite(far), far, last)
+    return np.where(np.isfinite(far), base + slope * finite - level * finite**order, math.inf)
