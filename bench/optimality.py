@@ -184,6 +184,7 @@ def bars(shared, given):
                 f"{spent:.1f} backward (bar {backward}): {verdict(met)}",
                 flush=True,
             )
+        jax.clear_caches()  # Programs of all settings are more maps of memory than Linux allows.
     for setting, wanted in OPTIMALITY.items():
         if setting not in given.settings:
             continue

@@ -60,6 +60,18 @@ def test_quiet_says_nothing(given, capsys, tmp_path):
     assert json.loads((tmp_path / "new" / "out.json").read_text())["samples"] == 12
 
 
+def test_a_folder_that_is_no_checkpoint_is_refused_before_the_work(given, capsys, tmp_path):
+    *_, command = given
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "note.txt").write_text("keep me")
+    words = ["convert", command[command.index("--weights") + 1], "--arch", "mlp"]
+    assert main([*words, "--out", str(tmp_path / "mine")]) == 2
+    said = capsys.readouterr()
+    assert "not a checkpoint" in said.err
+    assert not said.out, "nothing was converted"
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["note.txt"]
+
+
 def test_orders_reach_budgets_of_the_data_set_and_ensembles(given, capsys, tmp_path):
     *_, command = given
     drawn = tmp_path / "row.png"

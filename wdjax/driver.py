@@ -164,9 +164,11 @@ def _carry(
     def report(search: rounds.Search) -> Any:
         return None if callback is None else callback(rounds.progress(plan, search, n))
 
-    identity = b""
+    identity, (attack, victim, samples) = b"", plan.problem
+    about: dict[str, Any] = {"attack": attack, "criterion": victim.criterion, "samples": n}
     if checkpoint is not None:
         identity = loop.digest(*map(loop.settings, plan.problem[:2]), plan.problem, begun)
+        about["largest eps"] = None if samples.eps is None else float(jnp.max(samples.eps))
     return loop.carry(
         begun,
         functools.partial(rounds.advance, plan),
@@ -175,6 +177,7 @@ def _carry(
         checkpoint=checkpoint,
         every=every,
         identity=identity,
+        about=about,
     )
 
 

@@ -6,11 +6,12 @@ resumes.
 
 import functools
 import hashlib
+import re
 import signal
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from os import PathLike
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
@@ -36,6 +37,7 @@ def carry(
     checkpoint: str | PathLike[str] | None = None,
     every: float = 60.0,
     identity: bytes = b"",
+    about: Mapping[str, Any] | None = None,
 ) -> State:
     """Takes turns until the state is finished.
 
@@ -49,6 +51,7 @@ def carry(
         nothing is lost; a signal then takes effect after the turn under way.
       every: least seconds between two writings; 0 for one after every turn.
       identity: what the state belongs to, a digest of settings and data, from :func:`digest`.
+      about: the settings in words, for the checkpoint's manifest and for saying what differs.
 
     Returns:
       The last state.
@@ -67,37 +70,59 @@ def carry(
                 break
         return state
     mark = np.frombuffer(identity.ljust(32, b"\0"), np.uint8)
+    words = {name: described(value) for name, value in (about or {}).items()}
     persist.check_writable(checkpoint)
     if persist.exists(checkpoint):
-        state = _resume(checkpoint, state, mark)
+        state = _resume(checkpoint, state, mark, words)
     saved, due = time.monotonic(), False
     with _Signals() as signals:
         while not finished(state) and signals.caught is None:
             state = turn(state)
             due = time.monotonic() - saved >= every
             if due:
-                persist.save(checkpoint, (mark, state))
+                persist.save(checkpoint, (mark, state), words)
                 saved = time.monotonic()
             try:
                 stop = report is not None and report(state)
             except BaseException:
-                persist.save(checkpoint, (mark, state))
+                persist.save(checkpoint, (mark, state), words)
                 raise
             if stop:
                 break
         if not due:
-            persist.save(checkpoint, (mark, state))
+            persist.save(checkpoint, (mark, state), words)
     return state
 
 
-def _resume(checkpoint: str | PathLike[str], like: State, mark: np.ndarray) -> State:
-    kept, state = persist.restore(checkpoint, (mark, like))
-    if not np.array_equal(kept, mark):
+def _resume(
+    checkpoint: str | PathLike[str], like: State, mark: np.ndarray, words: dict[str, str]
+) -> State:
+    kept = persist.manifest(checkpoint)["settings"]
+    changes = [
+        f"{name} was {kept[name]} and is {now}"
+        for name, now in words.items()
+        if kept.get(name, now) != now
+    ]
+    try:
+        found, state = persist.restore(checkpoint, (mark, like))
+    except ValueError as error:
+        raise ValueError("; ".join([str(error), *changes])) from error
+    if not np.array_equal(found, mark):
+        what = f" ({', '.join(changes)})" if changes else ""
         raise ValueError(
-            f"the checkpoint {checkpoint} belongs to other settings, samples or parameters; choose "
-            "another folder, or remove it to begin anew."
+            f"the checkpoint {checkpoint} belongs to other settings, samples or parameters{what}; "
+            "choose another folder, or remove it to begin anew."
         )
     return state
+
+
+def described(value: Any) -> str:
+    """A setting in words that are the same in every process.
+
+    >>> described(carry), described(0.5)
+    ('<function carry>', '0.5')
+    """
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def digest(*trees: Any) -> bytes:

@@ -144,6 +144,16 @@ def train(
         checkpoint=checkpoint,
         every=0.0,
         identity=identity,
+        about={
+            "attack": attack,
+            "certificate": certificate,
+            "eps": eps,
+            "kappa": kappa,
+            "order": order,
+            "loss": loss,
+            "epochs": epochs,
+            "batch_size": size,
+        },
     )
 
 

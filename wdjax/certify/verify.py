@@ -99,6 +99,7 @@ def verify(
         report=None if callback is None else lambda s: callback(work.progress(s)),
         checkpoint=checkpoint,
         identity=b"" if checkpoint is None else loop.digest(model, x, y, np.array(settings, float)),
+        about={"norm": norm, "eps": eps, "box": box, "method": method, "steps": steps},
     )
     labels = [np.argmax(model(x[i : i + size]), axis=-1) for i in range(0, len(y), size)]
     correct = np.concatenate(labels) == np.asarray(y)

@@ -5,7 +5,7 @@ import contextlib
 import io
 from typing import Any
 
-from wdjax import convert, files
+from wdjax import convert, files, persist
 from wdjax.cli.console import Console
 
 _EXAMPLES = """examples:
@@ -30,8 +30,9 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace, console: Console) -> int:
     """Converts, reports and saves."""
-    if parsed.out is not None and str(parsed.out).endswith(".safetensors"):
-        files.check_writable(parsed.out)
+    if parsed.out is not None:
+        folder = not str(parsed.out).endswith(".safetensors")
+        (persist if folder else files).check_writable(parsed.out)
     if not parsed.quiet:
         return convert.main(parsed)
     with contextlib.redirect_stdout(io.StringIO()):
