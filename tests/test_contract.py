@@ -405,7 +405,7 @@ def test_saved_and_resumed_after_every_round(name, tmp_path):
     assert turns == sorted(set(turns))
     assert len(turns) >= attack.stages[0].length or attack.stages[0].done is not None
     chex.assert_trees_all_equal(whole, found)
-    with pytest.raises(ValueError, match="other settings.*largest eps was 0.25 and is 0.5"):
+    with pytest.raises(ValueError, match=r"other settings.*largest eps was 0.25 and is 0.5"):
         wdjax.search(attack, model, x, y, eps=2 * EPS[2], key=key, batch_size=7, checkpoint=folder)
 
 
