@@ -20,7 +20,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_OPTIONS)
 
 test-oldest: $(OLDEST)/.test
-	JAX_COMPILATION_CACHE_DIR=.jax_cache_oldest $(OLDEST)/bin/python -m pytest -n $(WORKERS) -m fast tests
+	JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache_oldest $(OLDEST)/bin/python -m pytest -n $(WORKERS) -m fast tests
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
