@@ -1,5 +1,6 @@
 """Lipschitz constants: exact ones by fixtures and linear programs, bounds by brute force."""
 
+import functools
 import itertools
 import json
 
@@ -230,7 +231,7 @@ def test_branch_and_bound_is_exact():
     np.testing.assert_allclose(whole.max(), space.margin, rtol=1e-6)
 
 
-@pytest.mark.parametrize("norm", NORMS.values())
+@pytest.mark.parametrize("norm", [1, np.inf])
 def test_no_attack_gets_inside_certified_radii(norm):
     net = model_of(random_chain(9, (4, 12, 3)))
     x = np.random.default_rng(0).uniform(0.2, 0.8, (30, 4)).astype(np.float32)
@@ -283,6 +284,55 @@ def test_other_nets_are_chains_too(apply, norm, eps):
         sizes = np.linalg.norm(rows, 1 if norm == np.inf else 2, axis=-1)
         assert len(sizes) > 100
         assert np.all(sizes.max(axis=0) <= found[i] * (1 + 1e-5))
+
+
+@pytest.mark.parametrize(
+    ("function", "most"),
+    [
+        (functools.partial(jax.nn.gelu, approximate=False), 1.128904),
+        (functools.partial(jax.nn.gelu, approximate=True), 1.128993),
+        (jax.nn.silu, 1.099839),
+        (jnp.tanh, 1.0),
+    ],
+)
+def test_smooth_nets_have_constants_on_all_of_space(function, most):
+    def apply(p, x):
+        return function(x @ p[0]) @ p[1]
+
+    model = Model(apply, [jnp.array([[1.0]]), jnp.array([[1.0, 0.0]])])
+    found = lipschitz.global_lipschitz(model, np.zeros((1, 1)), norm=2, method="interval")
+    np.testing.assert_allclose(found[0, 1], most, rtol=3e-6)
+    assert found[0, 1] >= most - 5e-7
+    # And on a ball: between the largest slope there and a little more.
+    x, y, eps = np.array([[0.7]], np.float32), np.array([1]), 0.25
+    near = lipschitz.local_lipschitz(model, x, y, norm=2, eps=eps, method="interval")[0, 0]
+    slope = jax.vmap(jax.grad(function))(jnp.linspace(0.45, 0.95, 2001)).max()
+    assert float(slope) * (1 - 1e-5) <= near <= float(slope) * 1.01
+    above = lipschitz.sampled_lipschitz(
+        model, x, y, key=jax.random.key(0), norm=2, eps=eps, samples=10, steps=20
+    )
+    np.testing.assert_allclose(above[0, 0], slope, rtol=1e-3)
+    assert above[0, 0] <= near
+
+
+@pytest.mark.parametrize("method", ["interval", "zonotope", "sdp"])
+def test_a_function_without_a_constant_has_none(method):
+    model = Model(lambda p, x: jnp.square(x @ p) @ p, jnp.eye(2))
+    found = lipschitz.global_lipschitz(model, np.zeros((1, 2)), norm=2, method=method, steps=3)
+    assert found[0, 1] == np.inf
+    assert lipschitz.jacobian_norm(model, np.zeros((1, 2)), steps=3) == np.inf
+
+
+@pytest.mark.parametrize("norm", [1, np.inf])
+def test_sampled_constants_are_met_and_near(norm):
+    net = random_chain(4, (3, 6, 5, 3))
+    model, x, y = model_of(net), np.array([[0.3, 0.5, 0.6]], np.float32), np.array([0])
+    exact = lipschitz.local_lipschitz(model, x, y, norm=norm, eps=0.3, steps=20)
+    found = lipschitz.sampled_lipschitz(
+        model, x, y, key=jax.random.key(0), norm=norm, eps=0.3, samples=200
+    )
+    assert np.all(np.asarray(found) <= exact * (1 + 1e-5))
+    assert np.max(found) >= 0.7 * np.max(exact)
 
 
 def test_bounds_at_radius_0_are_the_gradient():

@@ -15,6 +15,7 @@ from wdjax.lipschitz.exact import (
     upper,
 )
 from wdjax.lipschitz.local import METHODS, Method, global_lipschitz, jacobian_norm, local_lipschitz
+from wdjax.lipschitz.sampled import sampled_lipschitz
 from wdjax.lipschitz.worst_case import worst_margin
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "masks_at",
     "polyhedron",
     "relu_chain",
+    "sampled_lipschitz",
     "theory",
     "upper",
     "verify",

@@ -151,7 +151,7 @@ def _made(model: Classifier, sample: jax.Array) -> Chain:
 def of_network(net: Network) -> Chain:
     """The chain of a program of one sample; works inside a trace too."""
     nodes = list({id(node): node for node in net.others.values()}.values())
-    curves = [_curve(net, node) for node in nodes]
+    curves = [curve_of(net, node) for node in nodes]
     places = [_operand(net, node) for node in nodes]
     targets = [*places, net.graph.outputs[0]]
     bases = [net.source, *(node.outputs[0] for node in nodes)]
@@ -195,7 +195,7 @@ def _operand(net: Network, node: Node) -> int:
     return moving[0]
 
 
-def _curve(net: Network, node: Node) -> ClosedJaxpr | None:
+def curve_of(net: Network, node: Node) -> ClosedJaxpr | None:
     """The function that a node applies to every entry, None for ReLU."""
     place = _operand(net, node)
     aval, out = net.graph.avals[place], net.graph.avals[node.outputs[0]]

@@ -80,4 +80,5 @@ def _spread(
 
 
 def _sizes(rows: jax.Array, norm: float) -> jax.Array:
-    return norms.lp_norm(rows, norms.dual(norm)) * (1 + ROUNDING)
+    found = norms.lp_norm(rows, norms.dual(norm)) * (1 + ROUNDING)
+    return jnp.where(jnp.all(jnp.isfinite(rows), axis=-1), found, jnp.inf)

@@ -1,16 +1,33 @@
 r"""Between which slopes every neuron stays on a region, and so what its Jacobian is made of."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from wdjax.certify import continuity, crown, domain, interval
-from wdjax.lipschitz.chain import Chain
+from wdjax.certify import continuity, crown, domain, interval, network
+from wdjax.certify.fused import fuse
+from wdjax.certify.graph import flatten
+from wdjax.lipschitz.chain import Chain, curve_of
 
 Slopes = tuple[tuple[jax.Array, jax.Array], ...]
 """By hidden layer: the least and the largest slope of every entry, ``[..., m_h]``."""
 
 _CELLS = 48
+_ACTIVATIONS: tuple[tuple[Callable[[jax.Array], jax.Array], float, float], ...] = (
+    (functools.partial(jax.nn.gelu, approximate=False), -0.128905, 1.128905),
+    (functools.partial(jax.nn.gelu, approximate=True), -0.128994, 1.128994),
+    (jax.nn.silu, -0.099840, 1.099840),
+    (jax.nn.softplus, 0.0, 1.0),
+    (jax.nn.sigmoid, 0.0, 0.25),
+    (jnp.tanh, 0.0, 1.0),
+    (jax.nn.elu, 0.0, 1.0),
+    (jax.nn.leaky_relu, 0.01, 1.0),
+)
+"""Functions and the ends of their derivatives anywhere."""
 
 
 def slopes(net: Chain, state: crown.Pass) -> Slopes:
@@ -45,10 +62,35 @@ def of_operand(
     """The least and the largest derivative of a function between the ends of its operand."""
     if curve is None:
         return (lower >= 0).astype(lower.dtype), (upper > 0).astype(lower.dtype)
-    low, high = jax.vmap(lambda a, b: _derivative(curve, a, b))(
-        lower.reshape(-1), upper.reshape(-1)
-    )
+    pairs = lower.reshape(-1), upper.reshape(-1)
+    low, high = jax.vmap(lambda a, b: _derivative(curve, a, b))(*pairs)
+    least, most = _known(lower.dtype == jnp.float64).get(_expression(curve), (-jnp.inf, jnp.inf))
+    low, high = jnp.maximum(low, least), jnp.minimum(high, most)
     return low.reshape(lower.shape), high.reshape(lower.shape)
+
+
+@functools.cache
+def _known(double: bool) -> dict[str, tuple[float, float]]:
+    """The ends of derivatives, by what the function looks like as a program."""
+    sample = jax.ShapeDtypeStruct((1, 2), jnp.float64 if double else jnp.float32)
+    found = {}
+    for function, low, high in _ACTIVATIONS:
+        net = network.build(fuse(flatten(jax.make_jaxpr(function)(sample))))
+        curve = curve_of(net, net.others[net.graph.outputs[0]])
+        assert curve is not None
+        found[_expression(curve)] = low, high
+    return found
+
+
+def _expression(curve: ClosedJaxpr) -> str:
+    """A function as one expression, whatever the order of its equations."""
+    words: dict[Any, str] = {curve.jaxpr.invars[0]: "z"}
+    words.update({var: repr(float(t)) for var, t in zip(curve.jaxpr.constvars, curve.consts)})
+    for eqn in curve.jaxpr.eqns:
+        args = [str(a.val) if isinstance(a, Literal) else words[a] for a in eqn.invars]
+        settings = sorted(f"{key}={value}" for key, value in eqn.params.items())
+        words[eqn.outvars[0]] = f"{eqn.primitive.name}{settings}({', '.join(args)})"
+    return words[curve.jaxpr.outvars[0]]
 
 
 def _derivative(
@@ -77,7 +119,9 @@ def _derivative(
 
     least, most = jax.vmap(cell)(jnp.arange(_CELLS))
     low, high = jnp.min(least), jnp.max(most)
-    open_ = jnp.isnan(low) | jnp.isnan(high)
+    # There are no cells of what has no end.
+    bounded = jnp.isfinite(lower) & jnp.isfinite(upper)
+    open_ = ~bounded | jnp.isnan(low) | jnp.isnan(high)
     return jnp.where(open_, -jnp.inf, low), jnp.where(open_, jnp.inf, high)
 
 

@@ -1,0 +1,110 @@
+"""Lipschitz constants from below: the steepest Jacobians that are met on a ball."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from wdjax import norms, validate
+from wdjax.certify.lipschitz import Classifier, contrasts
+from wdjax.certify.region import Box
+from wdjax.parallel import AnyArray
+
+
+def sampled_lipschitz(
+    model: Classifier,
+    x: AnyArray,
+    y: AnyArray,
+    *,
+    key: jax.Array,
+    norm: float,
+    eps: ArrayLike,
+    box: Box = (0.0, 1.0),
+    samples: int = 100,
+    steps: int = 0,
+) -> jax.Array:
+    r"""Lower values of the Lipschitz constants of every margin ``z_j - z_y`` on balls.
+
+    The largest ``||J(x')^T (e_j - e_y)||_s`` at points ``x'`` of the ball in the box. Every other
+    point is drawn at random, the rest are pushed as far as the ball allows along the gradient of a
+    random mixture of logits, where ReLU nets are steepest; ``steps`` then climb on the largest
+    size, which helps smooth nets only, since a ReLU net's Jacobian is constant on each cell.
+
+    Args:
+      model: a pytree callable ``[n, *shape] -> [n, K]``, which treats each sample alone.
+      x: ``[n, *shape]`` floats in the box.
+      y: ``[n]`` integer labels.
+      key: a typed ``jax.random.key``.
+      norm: r, one of 1, 2 and inf.
+      eps: radius, a number or ``[n]``, in units of ``x``.
+      box: ``(low, high)``, or None for no box.
+      samples: points a ball.
+      steps: of ascent from every point.
+
+    Returns:
+      ``[n, K]`` constants, 0 at ``j = y``, to the rounding of the model's floats.
+
+    Raises:
+      ValueError: bad samples or settings.
+
+    Cost: ``samples (K + 2)`` gradients, and ``K`` gradients of gradients a step.
+
+    Source: lipschitz notes D6.
+
+    >>> from wdjax import Model
+    >>> model = Model(lambda w, x: jnp.tanh(x @ w), jnp.array([[1.0, -1.0], [0.0, 2.0]]))
+    >>> x, y, key = jnp.array([[0.4, 0.4]]), jnp.array([0]), jax.random.key(0)
+    >>> found = sampled_lipschitz(model, x, y, key=key, norm=jnp.inf, eps=0.2, steps=5)
+    >>> found.shape, bool(found[0, 1] > 3)
+    ((1, 2), True)
+    """
+    norms.check_norm(norm)
+    samples = validate.check_count("samples", samples)
+    steps = validate.check_count("steps", steps, 0)
+    if validate.traced(model, x, y, eps):
+        validate.check_shapes(model, x, y)
+    else:
+        x, y = validate.check_samples(model, x, y, box)
+        validate.check_radii(eps, len(y))
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    radii = jnp.broadcast_to(jnp.asarray(eps, x.dtype), y.shape)
+    return _sampled(model, x, y, radii, key, norm, box, samples, steps)
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6, 7, 8))
+def _sampled(
+    model: Classifier,
+    x: jax.Array,
+    y: jax.Array,
+    eps: jax.Array,
+    key: jax.Array,
+    norm: float,
+    box: Box,
+    samples: int,
+    steps: int,
+) -> jax.Array:
+    logits, pull = jax.vjp(model, x)
+    rows = jax.vmap(lambda label: contrasts(label, logits.shape[1], x.dtype))(y)
+
+    def sizes(point: jax.Array) -> jax.Array:
+        back = jax.vjp(model, point)[1]
+        slopes = jax.vmap(lambda row: back(row)[0], in_axes=1)(rows)
+        return jax.vmap(lambda slope: norms.lp_norm(slope, norms.dual(norm)), out_axes=1)(slopes)
+
+    def climb(_: int, point: jax.Array) -> jax.Array:
+        slope = jax.grad(lambda t: jnp.sum(jnp.max(sizes(t), axis=1)))(point)
+        return norms.retract(norms.ascend(point, slope, 0.2 * eps, norm, box), x, eps, norm, box)
+
+    def turn(best: jax.Array, k: jax.Array) -> tuple[jax.Array, None]:
+        one, two, three = jax.random.split(jax.random.fold_in(key, k), 3)
+        mixture = pull(jax.random.normal(one, logits.shape, logits.dtype))[0]
+        noise = jax.random.normal(two, x.shape, x.dtype)
+        reach = eps * jax.random.uniform(three, eps.shape, eps.dtype)
+        far = x + norms.spread(eps, x) * norms.dual_maximizer(mixture, norm)
+        length = norms.spread(reach / norms.lp_norm(noise, norm), x)
+        point = jnp.where(k % 2 == 0, far, x + length * noise)
+        point = jax.lax.fori_loop(0, steps, climb, norms.retract(point, x, eps, norm, box))
+        return jnp.fmax(best, sizes(point)), None
+
+    return jax.lax.scan(turn, jnp.zeros_like(logits), jnp.arange(samples))[0]
