@@ -130,12 +130,12 @@ class Work:
     def begin(self) -> dict[str, Any]:
         n, width = len(self.y), self.asked.classes + 1
         return {
-            "part": 0,
-            "taken": 0,
+            "part": np.int32(0),
+            "taken": np.int32(0),
             "active": np.ones(n, bool),
             "counts": np.zeros((n, width), np.int32),
             "chosen": self.y.astype(np.int32),
-            "lower": np.zeros(n),
+            "lower": _bits(np.zeros(n)),
             "votes": np.zeros(n, np.int32),
             "faults": np.zeros(n, np.int32),
         }
@@ -156,10 +156,10 @@ class Work:
         state["counts"] += counts.astype(np.int32)
         state["faults"] += counts[:, -1].astype(np.int32)
         state["votes"] += counts.sum(axis=1).astype(np.int32)
-        state["taken"] = np.asarray(most)
+        state["taken"] = np.int32(most)
         if most == each * len(active):
             self._close(state, part)
-            state["part"], state["taken"] = np.asarray(part + 1), np.asarray(0)
+            state["part"], state["taken"] = np.int32(part + 1), np.int32(0)
         return state
 
     def _close(self, state: dict[str, Any], part: int) -> None:
@@ -172,11 +172,12 @@ class Work:
         made = self.ends[part] - plan.n0
         won = np.take_along_axis(counts, state["chosen"][:, None], axis=1)[active, 0]
         bound = np.maximum(self._bound(won, made, active) - self.error[active], 0.0)
-        state["lower"][active] = np.maximum(state["lower"][active], bound)
+        lower = _floats(state["lower"])
+        lower[active] = np.maximum(lower[active], bound)
+        state["lower"] = _bits(lower)
         if plan.test == "sequential":
             upper = 1 - binomial.sequence_lower(made - won, made, plan.alpha)
-            low = state["lower"][active][:, None]
-            decided = (low > plan.levels) | (upper[:, None] < plan.levels)
+            decided = (lower[active][:, None] > plan.levels) | (upper[:, None] < plan.levels)
             state["active"][active] = ~decided.all(axis=1)
 
     def _bound(self, won: Numbers, made: int, active: Numbers) -> npt.NDArray[np.float64]:
@@ -197,10 +198,19 @@ class Work:
 
     def result(self, state: dict[str, Any]) -> SmoothedCertificate:
         plan = self.plan
-        lower, chosen = np.array(state["lower"]), np.array(state["chosen"])
+        lower, chosen = _floats(state["lower"]), np.array(state["chosen"])
         prediction = np.where(lower > 0.5, chosen, ABSTAIN).astype(np.int32)
         held = np.where(lower[:, None] > plan.levels, plan.radii, 0.0).max(axis=1)
         correct = prediction == self.y
         radius = np.where(correct, np.maximum(plan.radius(lower), held), 0.0)
         made, faults = np.array(state["votes"]), np.array(state["faults"])
         return SmoothedCertificate(prediction, correct, lower, radius, made, faults, plan.alpha)
+
+
+def _bits(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.int32]:
+    """``[n, 2]``: a checkpoint without 64 bits would round bounds, and some of them up."""
+    return np.ascontiguousarray(numbers).view(np.int32).reshape(-1, 2)
+
+
+def _floats(bits: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    return np.array(bits, np.int32, order="C").view(np.float64)[:, 0]

@@ -101,10 +101,12 @@ def certify(
     >>> (quick.radius >= 0.05).tolist(), bool(quick.votes.max() < 1000)
     ([True, True], True)
     """
+    _check_concrete(model, x, y, key, noise)
     plan = protocol.plan(eps, noise, n0, n, alpha, test)
     x, y = validate.check_samples(model, x, y, box)
+    error = noise.error(x)
     asked = _ask(model, noise, x, index, key, batch_size, mesh)
-    work = protocol.Work(asked, plan, np.asarray(y), noise.error(x))
+    work = protocol.Work(asked, plan, np.asarray(y), error)
     settings = np.array([n0, n, alpha, protocol.TESTS.index(plan.test), *plan.levels, *(box or ())])
     names = type(noise).__name__, plan.test
     state = loop.carry(
@@ -116,7 +118,7 @@ def certify(
         every=every,
         identity=b""
         if checkpoint is None
-        else loop.digest(loop.settings(noise), noise, model, x, y, key, asked.index, settings),
+        else loop.digest(loop.settings(noise), noise, model, x, y, key, asked.places, settings),
         about={"noise": names[0], "test": names[1], "n0": n0, "n": n, "alpha": alpha, "eps": eps},
     )
     return work.result(state)
@@ -196,6 +198,7 @@ def tally(
     Returns:
       ``[n, K + 1]`` counts; the last column is that of logits that are not finite.
     """
+    _check_concrete(model, x, key, noise)
     count = validate.check_count("n", n)
     x, _ = validate.check_samples(model, x, np.zeros(len(x), np.int32), None)
     chosen = validate.check_mask("only", only, len(x))
@@ -269,6 +272,11 @@ def _soft(params: dict[str, Any], x: Array) -> Array:
     return jax.nn.logsumexp(said, axis=0) - jnp.log(float(len(moved)))
 
 
+def _check_concrete(*given: Any) -> None:
+    if validate.traced(given) or validate.staged():
+        raise ValueError("votes are counted on the host; smooth outside of jit, vmap and grad.")
+
+
 def _ask(
     model: Callable[[Array], Array],
     noise: Noise,
@@ -279,8 +287,6 @@ def _ask(
     mesh: Mesh | None,
 ) -> votes.Poll:
     """Puts the question, once it is clear that samples are treated alone."""
-    if validate.traced(model, x, key, noise):
-        raise ValueError("votes are counted on the host; smooth outside of jit, vmap and grad.")
     if batch_size is None:
         some = jax.ShapeDtypeStruct((rounds.SMALLEST, *x.shape[1:]), x.dtype)
         devices = 1 if mesh is None else mesh.size

@@ -71,7 +71,7 @@ def count(asked: Poll, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         part = slice(first, first + asked.size)
         pairs = np.stack([rows[part], numbers[part]]).astype(np.int32)
         padded = np.pad(pairs, ((0, 0), (0, asked.size - pairs.shape[1])), mode="edge")
-        sent.append(_vote(asked.model, _draw(asked, padded)))
+        sent.append(_vote(asked.model, _draw(asked, padded))[0])
     said = np.concatenate([np.asarray(batch) for batch in sent])[: len(rows)]
     width = asked.classes + 1
     total = np.bincount(rows * width + said, minlength=len(asked.x) * width)
@@ -85,7 +85,8 @@ def check_company(asked: Poll) -> None:
     mixed = _draw(asked, np.stack([places % len(asked.x), places]).astype(np.int32))
     alike = _draw(asked, np.stack([first, first]).astype(np.int32))
     if asked.size > 1:
-        rounds.refuse_company(_say(asked.model, mixed), _say(asked.model, alike), asked.size)
+        (_, beside), (_, alone) = _vote(asked.model, mixed), _vote(asked.model, alike)
+        rounds.refuse_company(beside, alone, asked.size)
 
 
 def uniforms(asked: Poll, number: int) -> np.ndarray:
@@ -127,13 +128,9 @@ def _noisy(
 
 
 @jax.jit
-def _say(model: Callable[[Array], Array], x: Array) -> Array:
-    return model(x)
-
-
-@jax.jit
-def _vote(model: Callable[[Array], Array], x: Array) -> Array:
-    """``[m]`` classes, and K where a logit is not finite."""
+def _vote(model: Callable[[Array], Array], x: Array) -> tuple[Array, Array]:
+    """``[m]`` classes, and K where a logit is not finite; and the logits."""
     logits = model(x)
     fine = jnp.all(jnp.isfinite(logits), axis=-1)
-    return jnp.where(fine, jnp.argmax(logits, axis=-1), logits.shape[-1]).astype(jnp.int32)
+    said = jnp.where(fine, jnp.argmax(logits, axis=-1), logits.shape[-1])
+    return said.astype(jnp.int32), logits
