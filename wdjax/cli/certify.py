@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from wdjax import certify, files, norms
-from wdjax.cli import options, subject
+from wdjax.cli import options, smoothing, subject
 from wdjax.cli.console import Console
 
 SCHEMA = "wdjax.certify/1"
@@ -19,7 +19,9 @@ _EXAMPLES = """examples:
   python -m wdjax certify --arch wong_mnist --weights mnist.pth --data mnist.npz \\
       --norm linf --eps 0.1 --samples 100 --json certified.json
   python -m wdjax certify --arch resnet2b --weights cifar10.pth --data cifar10.npz \\
-      --norm linf --eps 1/255 --method crown --radii radii.npz --json - | jq .verified"""
+      --norm linf --eps 1/255 --method crown --radii radii.npz --json - | jq .verified
+  python -m wdjax certify --arch wong_mnist --weights mnist.pth --data mnist.npz \\
+      --norm l2 --eps 0.5 --method smoothing --sigma 0.25 --json smoothed.json"""
 
 _COMPILING = (
     "/jax/core/compile/jaxpr_trace_duration",
@@ -44,9 +46,10 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     subject.declare_budget(how)
     how.add_argument(
         "--method",
-        choices=certify.METHODS,
+        choices=(*certify.METHODS, smoothing.METHOD),
         default="auto",
-        help="of the margins, from the cheapest to the tightest (default %(default)s)",
+        help="of the margins, from the cheapest to the tightest (default %(default)s); smoothing "
+        "certifies the majority of noisy copies instead, at a level of confidence",
     )
     how.add_argument(
         "--seconds",
@@ -65,10 +68,10 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--batch-size",
         type=options.positive,
-        default=64,
         metavar="B",
-        help="samples on the device at once (default %(default)s)",
+        help="samples, or votes, on the device at once (default 64; of votes what is fast)",
     )
+    smoothing.declare(parser.add_argument_group("how, by smoothing"))
     out = parser.add_argument_group("what is written")
     out.add_argument("--json", required=True, metavar="OUT", help="a file, or - for stdout")
     out.add_argument(
@@ -85,8 +88,11 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace, console: Console) -> int:
     """Certifies, prints, then writes."""
+    smoothing.check(parsed)
     subject.check_writable(parsed.json, parsed.radii)
     model, x, y = subject.load(parsed)
+    if parsed.method == smoothing.METHOD:
+        return smoothing.run(parsed, model, x, y, console)
     spent = _Compiling()
     began = time.perf_counter()
     with console.search("certify") as tick:
@@ -99,7 +105,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
             method=parsed.method,
             steps=parsed.steps,
             seconds=parsed.seconds,
-            batch_size=parsed.batch_size,
+            batch_size=parsed.batch_size or 64,
             callback=tick,
             checkpoint=parsed.checkpoint,
         )
