@@ -163,6 +163,9 @@ def test_notebooks_run(script, monkeypatch, tmp_path, capsys):
     elif script.stem == "03_distributional_attacks":
         bought = {order: float(result.accuracy) for order, result in names["bought"].items()}
         assert bought[1] <= bought[2] <= bought[jnp.inf]
+    elif script.stem == "09_smoothing":
+        assert "do not cross" in said
+        assert names["held"] > 0.5
     elif script.stem == "04_certificates":
         assert "no proof crosses an attack" in said
         counts = [*names["counts"].values()]

@@ -39,8 +39,8 @@ def test_sequential_bounds_are_wrong_seldom_enough_whenever_one_looks(p):
     def above(alpha):
         return (binomial.evidence(p, inside, n) >= -np.log(alpha)) & (inside > p * n)
 
-    both = above(ALPHA / 4)
-    both[-1] |= binomial.lower(inside[-1], most, ALPHA * 3 / 4) > p
+    both = above(ALPHA / 10)
+    both[-1] |= binomial.lower(inside[-1], most, ALPHA * 9 / 10) > p
     for wrong in (above(ALPHA), both):
         left, lost = np.zeros(most + 1), 0.0
         left[0] = 1

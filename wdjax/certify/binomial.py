@@ -148,7 +148,7 @@ def sequence_lower(successes: npt.ArrayLike, n: npt.ArrayLike, alpha: float) -> 
 def sequential_lower(
     successes: npt.ArrayLike, n: npt.ArrayLike, most: int, alpha: float
 ) -> Numbers:
-    r"""The better of :func:`sequence_lower` at alpha/4 and, after all draws, :func:`lower` at 3/4.
+    r"""The better of :func:`sequence_lower` at alpha/10 and, after all draws, of :func:`lower`.
 
     So early answers cost little, and late ones are almost as tight as those of a fixed sample.
 
@@ -165,8 +165,8 @@ def sequential_lower(
     True
     """
     s, made = check_counts(successes, n, alpha)
-    early = sequence_lower(s, made, alpha / 4)
-    late = np.maximum(early, lower(s, made, alpha * 3 / 4))
+    early = sequence_lower(s, made, alpha / 10)
+    late = np.maximum(early, lower(s, made, alpha * 9 / 10))
     return np.where(made >= most, late, early)
 
 

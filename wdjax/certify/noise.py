@@ -332,7 +332,10 @@ def _laplace(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
 
 
 def _check_sigma(sigma: Any) -> None:
-    if isinstance(sigma, int | float | np.number) and not (sigma > 0 and math.isfinite(sigma)):
+    array = isinstance(sigma, jax.Array) and not validate.traced(sigma) and sigma.ndim == 0
+    if not array and not isinstance(sigma, int | float | np.number):
+        return  # Inside a trace, stacked, or one of JAX's own blanks.
+    if not (sigma > 0 and math.isfinite(sigma)):
         raise ValueError(f"sigma must be finite and above 0, got {sigma!r}.")
 
 

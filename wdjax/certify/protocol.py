@@ -20,6 +20,8 @@ ABSTAIN = -1
 
 _FIRST, _GROWTH = 32, 1.15
 """Votes before the first look of a sequential test, and the factor between looks."""
+_UP = 2.0**-50
+"""What rounding may take off a level."""
 
 
 class SmoothedCertificate(NamedTuple):
@@ -110,7 +112,8 @@ def plan(
     while test == "sequential" and looks[0] > _FIRST:
         looks.insert(0, int(looks[0] / _GROWTH))
     level = binomial.check_level(alpha)
-    return Plan(noise.level(radii), radii, noise.radius, n0, tuple(looks), level, test)
+    levels = noise.level(radii) + _UP
+    return Plan(levels, radii, noise.radius, n0, tuple(looks), level, test)
 
 
 class Work:
