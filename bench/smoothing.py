@@ -182,7 +182,7 @@ def images():
     model, x, y = mnist(20)
     own, alpha = noise.Flow(0.01), 0.001
     found = smoothing.certify(model, x, y, noise=own, key=jax.random.key(0), n=10_000, alpha=alpha)
-    stand_in = smoothing.soft(model, noise=own, key=jax.random.key(1), count=32)
+    stand_in = smoothing.soft(model, x, noise=own, key=jax.random.key(1), count=32)
     mass, attacked = x.sum(axis=(1, 2, 3)), np.full(len(y), np.inf)
     exact = np.full(len(y), np.nan)
     spots = np.stack(np.meshgrid(range(28), range(28), indexing="ij"), -1).reshape(-1, 2)

@@ -221,12 +221,17 @@ def test_votes_are_not_counted_inside_a_trace(linear, key):
 
 def test_the_stand_in_is_a_mean_over_the_same_noise(linear, key):
     model, x, y, _ = linear
-    soft = smoothing.soft(model, noise=noise.Gaussian(SIGMA), key=key, count=5)
+    soft = smoothing.soft(model, x, noise=noise.Gaussian(SIGMA), key=key, count=5)
     logits = soft(jnp.asarray(x))
     keys = jax.random.split(key, 5)
     shifts = [noise.Gaussian(SIGMA).offset(k, jnp.zeros(6)) for k in keys]
     mean = sum(jax.nn.softmax(model(x + shift)) for shift in shifts) / 5
     assert np.allclose(jnp.exp(logits), mean, atol=1e-5)
+    images = jax.random.uniform(key, (2, 4, 4, 1))
+    net = models.mlp((16, 3), key=key)
+    flowing = smoothing.soft(net, images, noise=noise.Flow(0.1), key=key, count=1)
+    moved = noise.perturb(noise.Flow(0.1), jax.random.split(key, 1)[0], images[1])
+    assert np.allclose(flowing(images)[1], jax.nn.log_softmax(net(moved[None]))[0], atol=1e-5)
     gradient = jax.grad(lambda x: wdjax.losses.margin(soft(x), y).sum())(jnp.asarray(x))
     assert np.all(np.isfinite(gradient))
     assert float(jnp.abs(gradient).max()) > 0

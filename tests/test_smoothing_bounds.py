@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import optimize, sparse, stats
 
-from wdjax.certify import binomial, noise, votes
+from wdjax.certify import binomial, flow, noise, votes
 
 ALPHA = 0.05
 
@@ -180,7 +180,7 @@ def test_the_least_flow_is_the_wasserstein_distance():
     for edge in np.eye(edges):
         down = jnp.asarray(edge[: edges // 2].reshape(side - 1, side, 1))
         right = jnp.asarray(edge[edges // 2 :].reshape(side, side - 1, 1))
-        columns.append(np.asarray(noise.divergence(down, right)).ravel())
+        columns.append(np.asarray(flow.divergence(down, right)).ravel())
     through = np.stack(columns, axis=1)
     assert np.all(through.sum(axis=0) == 0)
     signed = sparse.csr_matrix(np.hstack([through, -through]))

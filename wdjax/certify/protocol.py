@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from wdjax import validate
 from wdjax.certify import binomial, votes, wdro
-from wdjax.certify.noise import Noise
+from wdjax.certify.grid import Noise
 from wdjax.core import Progress
 
 Numbers: TypeAlias = npt.NDArray[Any]

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from wdjax import loop, rounds, validate
 from wdjax.certify import binomial, protocol, votes
-from wdjax.certify.noise import Noise, perturb
+from wdjax.certify.grid import Noise
 from wdjax.certify.protocol import ABSTAIN, SmoothedCertificate, Test
 from wdjax.certify.region import Box
 from wdjax.core import AnyArray, Array, Model, Progress
@@ -232,7 +232,9 @@ def decide(counts: npt.NDArray[Any], alpha: float) -> npt.NDArray[np.int32]:
     return np.where(sure, first, ABSTAIN).astype(np.int32)
 
 
-def soft(model: Callable[[Array], Array], *, noise: Noise, key: Array, count: int = 32) -> Model:
+def soft(
+    model: Callable[[Array], Array], x: AnyArray, *, noise: Noise, key: Array, count: int = 32
+) -> Model:
     r"""A differentiable stand-in for the smoothed classifier, for attacks: expectation over noise.
 
     The logits are ``log mean_j softmax(model(x + e_j))`` with the same ``count`` noises for every
@@ -241,6 +243,7 @@ def soft(model: Callable[[Array], Array], *, noise: Noise, key: Array, count: in
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``.
+      x: ``[n, *shape]`` floats; only their shape and type matter.
       noise: of :mod:`wdjax.certify.noise`.
       key: a typed ``jax.random.key``, from which the noise comes.
       count: noises.
@@ -254,19 +257,18 @@ def soft(model: Callable[[Array], Array], *, noise: Noise, key: Array, count: in
 
     >>> from wdjax.certify.noise import Gaussian
     >>> model = Model(lambda w, x: x @ w, jnp.array([[9.0, -9.0], [-9.0, 9.0]]))
-    >>> smooth = soft(model, noise=Gaussian(0.25), key=jax.random.key(0))
-    >>> smooth(jnp.array([[0.6, 0.4]])).shape
+    >>> x = jnp.array([[0.6, 0.4]])
+    >>> soft(model, x, noise=Gaussian(0.25), key=jax.random.key(0))(x).shape
     (1, 2)
     """
     keys = jax.random.split(key, validate.check_count("count", count))
-    return Model(_soft, {"model": model, "noise": noise, "keys": keys})
+    patterns = jax.vmap(lambda own: noise.pattern(own, x.shape[1:], x.dtype))(keys)
+    return Model(_soft, {"model": model, "noise": noise, "patterns": patterns})
 
 
 def _soft(params: dict[str, Any], x: Array) -> Array:
-    def at_all(key: Array) -> Array:
-        return jax.vmap(lambda own: perturb(params["noise"], key, own))(x)
-
-    moved = jax.vmap(at_all)(params["keys"])
+    scales = jax.vmap(lambda own: params["noise"].scale(own) * jnp.ones_like(own))(x)
+    moved = x + scales * params["patterns"][:, None]
     logits = params["model"](moved.reshape(-1, *x.shape[1:]))
     said = jax.nn.log_softmax(logits.reshape(len(moved), len(x), -1))
     return jax.nn.logsumexp(said, axis=0) - jnp.log(float(len(moved)))

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from wdjax import parallel, rounds
-from wdjax.certify.noise import Noise, quantized
+from wdjax.certify.grid import Noise, quantized
 from wdjax.core import Array
 
 _AHEAD = 8

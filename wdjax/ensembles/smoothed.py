@@ -10,7 +10,7 @@ import numpy as np
 
 from wdjax import driver, norms
 from wdjax.certify import binomial, smoothing
-from wdjax.certify.noise import Noise
+from wdjax.certify.grid import Noise
 from wdjax.core import AnyArray, Array, Attack, Found
 
 STRETCH = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5, 3.2, 4.0)
@@ -83,9 +83,9 @@ def smoothed(
         raise ValueError(f"stretch must increase from 1, got {stretch!r}.")
     own, search, ask = jax.random.split(key, 3)
     level = binomial.check_level(alpha) / (len(factors) + 1)
-    stand_in = smoothing.soft(model, noise=noise, key=own, count=count)
-    found = driver.search(attack, stand_in, x, y, eps=eps, key=search, **options)
     x, labels = jnp.asarray(x), np.asarray(y)
+    stand_in = smoothing.soft(model, x, noise=noise, key=own, count=count)
+    found = driver.search(attack, stand_in, x, y, eps=eps, key=search, **options)
     how: dict[str, Any] = {"noise": noise, "n": votes, "batch_size": batch_size}
     how["index"] = options.get("index")
 
