@@ -85,6 +85,7 @@ def test_neither_batches_nor_devices_nor_company_change_a_vote(linear, key):
     assert np.array_equal(some.radius, whole.radius[4:])
 
 
+@pytest.mark.fast
 def test_work_goes_on_where_it_was_stopped(linear, key, tmp_path):
     model, x, y, _ = linear
     how = HOW | {"key": key, "n": 600, "eps": 0.2, "batch_size": 32}
@@ -115,6 +116,7 @@ def fine(scale, x):
     return jnp.stack([jnp.where(grid, 0.0, 1.0), jnp.where(grid, 1.0, 0.0)], axis=-1)
 
 
+@pytest.mark.fast
 def test_low_bits_of_floats_do_not_certify(key):
     """Naive noise certifies a radius that holds another class; noise on a grid does not."""
     model, sigma, n = Model(fine, 2.0**25), 0.5, 4000
@@ -201,6 +203,11 @@ def together(w, x):
         ({"n0": -1}, "n0 must be an integer of at least 0"),
         ({"alpha": 0.6}, "alpha must be at most 1/2"),
         ({"alpha": 0.0}, "alpha must lie"),
+        ({"alpha": "small"}, "alpha must be a single number"),
+        ({"noise": 0.25}, "noise must be of wdjax.certify.noise"),
+        ({"noise": noise.Gaussian(jnp.ones(2))}, "one known sigma"),
+        ({"key": None}, "pass key=jax.random.key"),
+        ({"key": jax.random.key(0, impl="rbg")}, "would depend on its batch"),
         ({"noise": noise.Flow(0.1)}, "is for images"),
         ({"index": np.arange(3)}, "index must have one row"),
         ({"model": Model(together, jnp.eye(6)[:, :3])}, "rest of its batch"),
@@ -237,6 +244,7 @@ def test_the_stand_in_is_a_mean_over_the_same_noise(linear, key):
     assert float(jnp.abs(gradient).max()) > 0
 
 
+@pytest.mark.fast
 def test_attacks_and_certificates_of_one_smoothed_classifier_do_not_cross(linear, key):
     model, x, y, distance = linear
     sharp = Model(halves, 30 * model.args[0])
@@ -274,6 +282,8 @@ def test_training_under_noise_makes_a_net_for_smoothing(key):
         training.train(net, *train, key=key, noise=own, attack=attacks.PGD(), eps=0.1)
     with pytest.raises(ValueError, match="go with an attack"):
         training.train(net, *train, key=key, noise=own, eps=0.1)
+    with pytest.raises(ValueError, match="noise must be of"):
+        training.train(net, *train, key=key, noise=0.5)
 
 
 def test_wasserstein_radii_of_a_published_net(shared, key):

@@ -128,6 +128,7 @@ def test_radii_grow_from_a_half():
     assert float(ratio) == pytest.approx(2**0.5)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name", FAMILIES)
 def test_votes_see_real_noise_rounded_to_the_grid(name, key):
     own, law = FAMILIES[name]
@@ -150,6 +151,7 @@ def test_votes_see_real_noise_rounded_to_the_grid(name, key):
     assert abs(np.corrcoef(z.T)[0, 1]) < 0.02
 
 
+@pytest.mark.fast
 def test_families_never_share_a_program():
     """JAX compares dataclasses by their static fields, so these must differ."""
     structures = [jax.tree.structure(own) for own, _ in FAMILIES.values()]

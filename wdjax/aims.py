@@ -79,6 +79,8 @@ def aim(
             "goes with a certificate."
         )
     if noise is not None:
+        if not hasattr(noise, "offset"):
+            raise ValueError(f"noise must be of wdjax.certify.noise, got {noise!r}.")
         return Blur(validate.settle(noise, dtype))
     if either is None:
         return None

@@ -87,7 +87,7 @@ class Flow:
             raise ValueError("Wasserstein smoothing needs images >= 0 that are not empty.")
         # An edge reaches two pixels; the mass is a sum, and a pixel's noise at most four numbers.
         edges, size = 2 * pixels.shape[1], pixels.shape[1]
-        cells = mass * float(self.sigma) / self.step
+        cells = mass * grid.number(self.sigma) / self.step
         own = 2 * edges * cells * (51 * 2.0**-50 + 2.0**-45)
         return own + 6 * size * cells * size * 2.0**-53 + grid.error_of_sum(pixels, self.step)
 

@@ -103,9 +103,16 @@ def check_sigma(sigma: Any) -> None:
         raise ValueError(f"sigma must be finite and above 0, got {sigma!r}.")
 
 
+def number(sigma: Any) -> float:
+    """A sigma on the host."""
+    if np.ndim(sigma) or validate.traced(sigma):
+        raise ValueError(f"certificates are for one known sigma at a time, got {sigma!r}.")
+    return float(sigma)
+
+
 def step(sigma: Any) -> float:
     """A power of 2 between a 128th and a 64th of sigma: rounding to it is part of the model."""
-    return 2.0 ** math.floor(math.log2(float(sigma) / 64))
+    return 2.0 ** math.floor(math.log2(number(sigma) / 64))
 
 
 def error_of_independent(x: AnyArray, step: float) -> Numbers:
@@ -127,11 +134,11 @@ def beyond_half(probability: npt.ArrayLike, radius: Callable[[Numbers], Any]) ->
 
 
 def laplace_radius(sigma: Any, p: Numbers) -> Numbers:
-    return np.asarray(-float(sigma) * math.sqrt(0.5) * np.log(2 * (1 - p)))
+    return np.asarray(-number(sigma) * math.sqrt(0.5) * np.log(2 * (1 - p)))
 
 
 def laplace_level(sigma: Any, radius: Numbers) -> Numbers:
-    return np.asarray(1 - np.exp(-radius / (float(sigma) * math.sqrt(0.5))) / 2)
+    return np.asarray(1 - np.exp(-radius / (number(sigma) * math.sqrt(0.5))) / 2)
 
 
 def check_radius(radius: npt.ArrayLike) -> Numbers:

@@ -74,12 +74,12 @@ class Gaussian:
     def radius(self, probability: npt.ArrayLike) -> Numbers:
         from scipy import special
 
-        return grid.beyond_half(probability, lambda p: float(self.sigma) * special.ndtri(p))
+        return grid.beyond_half(probability, lambda p: grid.number(self.sigma) * special.ndtri(p))
 
     def level(self, radius: npt.ArrayLike) -> Numbers:
         from scipy import special
 
-        return np.asarray(special.ndtr(grid.check_radius(radius) / float(self.sigma)))
+        return np.asarray(special.ndtr(grid.check_radius(radius) / grid.number(self.sigma)))
 
 
 @jax.tree_util.register_dataclass
@@ -178,8 +178,8 @@ class Uniform:
         return grid.error_of_independent(x, self.step)
 
     def radius(self, probability: npt.ArrayLike) -> Numbers:
-        half = math.sqrt(3) * float(self.sigma)
+        half = math.sqrt(3) * grid.number(self.sigma)
         return grid.beyond_half(probability, lambda p: 2 * half * (p - 0.5))
 
     def level(self, radius: npt.ArrayLike) -> Numbers:
-        return 0.5 + grid.check_radius(radius) / (2 * math.sqrt(3) * float(self.sigma))
+        return 0.5 + grid.check_radius(radius) / (2 * math.sqrt(3) * grid.number(self.sigma))

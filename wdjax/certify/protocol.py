@@ -104,6 +104,7 @@ def plan(
             "a sequential test ends when radii are decided, and only that one does: pass "
             f"eps=radii with test='sequential', or neither; got eps={eps!r}, test={test!r}."
         )
+    level = binomial.check_level(alpha)
     if alpha > 0.5:
         raise ValueError(f"alpha must be at most 1/2, got {alpha!r}.")
     n0, n = validate.check_count("n0", n0, 0), validate.check_count("n", n)
@@ -111,7 +112,6 @@ def plan(
     looks = [n]
     while test == "sequential" and looks[0] > _FIRST:
         looks.insert(0, int(looks[0] / _GROWTH))
-    level = binomial.check_level(alpha)
     levels = noise.level(radii) + _UP
     return Plan(levels, radii, noise.radius, n0, tuple(looks), level, test)
 

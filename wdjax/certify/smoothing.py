@@ -101,7 +101,7 @@ def certify(
     >>> (quick.radius >= 0.05).tolist(), bool(quick.votes.max() < 1000)
     ([True, True], True)
     """
-    _check_concrete(model, x, y, key, noise)
+    _check_given(model, noise, key, x, y)
     plan = protocol.plan(eps, noise, n0, n, alpha, test)
     x, y = validate.check_samples(model, x, y, box)
     error = noise.error(x)
@@ -198,7 +198,7 @@ def tally(
     Returns:
       ``[n, K + 1]`` counts; the last column is that of logits that are not finite.
     """
-    _check_concrete(model, x, key, noise)
+    _check_given(model, noise, key, x)
     count = validate.check_count("n", n)
     x, _ = validate.check_samples(model, x, np.zeros(len(x), np.int32), None)
     chosen = validate.check_mask("only", only, len(x))
@@ -274,9 +274,20 @@ def _soft(params: dict[str, Any], x: Array) -> Array:
     return jax.nn.logsumexp(said, axis=0) - jnp.log(float(len(moved)))
 
 
-def _check_concrete(*given: Any) -> None:
-    if validate.traced(given) or validate.staged():
+def _check_given(model: Any, noise: Any, key: Any, *samples: Any) -> None:
+    """Refuses what could not be counted, or not as a certificate wants it."""
+    if validate.traced(model, noise, key, samples) or validate.staged():
         raise ValueError("votes are counted on the host; smooth outside of jit, vmap and grad.")
+    if isinstance(noise, type) or not hasattr(noise, "level"):
+        raise ValueError(
+            f"noise must be of wdjax.certify.noise, such as Gaussian(0.25); {noise!r}."
+        )
+    typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not typed or key.ndim or "threefry" not in str(jax.random.key_impl(key)):
+        raise ValueError(
+            "pass key=jax.random.key(seed), of the default kind: with others, the noise of a vote "
+            f"would depend on its batch. Got {key!r}."
+        )
 
 
 def _ask(

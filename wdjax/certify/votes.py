@@ -48,6 +48,11 @@ def poll(
     mesh: Mesh | None,
 ) -> Poll:
     """Puts what does not change where it is needed."""
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    if device.platform == "tpu":
+        raise ValueError(
+            "a TPU has no float64 as exact as certificates want it; smooth on a CPU or a GPU."
+        )
     places = jnp.arange(len(x)) if index is None else jnp.asarray(index)
     if len(places) != len(x):
         raise ValueError(f"index must have one row a sample, {len(x)}, got {len(places)}.")
