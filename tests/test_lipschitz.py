@@ -1,0 +1,297 @@
+"""Lipschitz constants: exact ones by fixtures and linear programs, bounds by brute force."""
+
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from wdjax import Model, certify, lipschitz, models
+
+NORMS = {"1": 1, "2": 2, "inf": np.inf}
+
+
+def read(folder, name):
+    data = np.load(folder / f"{name}.npz")
+    count = sum(key.startswith("W") for key in data)
+    weights = [data[f"W{i + 1}"] for i in range(count)]
+    return data, lipschitz.relu_chain(weights, [data[f"b{i + 1}"] for i in range(count)])
+
+
+def random_chain(seed, sizes, biased=True):
+    rng = np.random.default_rng(seed)
+    weights = [rng.normal(size=(m, n)) / np.sqrt(n) for n, m in itertools.pairwise(sizes)]
+    return lipschitz.relu_chain(weights, [biased * rng.normal(size=m) for m in sizes[1:]])
+
+
+def model_of(net):
+    """The same net as a user would write it, in float32."""
+
+    def apply(params, x):
+        for i, (w, b) in enumerate(params):
+            x = x @ w.T + b
+            x = jax.nn.relu(x) if i + 1 < len(params) else x
+        return x
+
+    pairs = zip(net.weights, net.biases)
+    return Model(apply, [(w.astype(np.float32), b.astype(np.float32)) for w, b in pairs])
+
+
+FIXTURES = ["a_n2_h8_K2", "c_n2_h8x8_K3", "m_n3_h8x8_K2_mono", "o_n2_h8_K3_nobias"]
+"""The others are run by ``bench/lipschitz.py``."""
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_all_constants_of_small_nets(shared, name):
+    folder = shared / "fixtures/relu"
+    data, net = read(folder, name)
+    known = json.loads((folder / f"{name}.json").read_text())
+    ends = data["box_center"] - data["box_radius"], data["box_center"] + data["box_radius"]
+    found = {
+        "global": lipschitz.activation_cells(net),
+        "box": lipschitz.activation_cells(net, ends),
+    }
+    for domain, cells in found.items():
+        masks = {tuple(mask) for mask in cells.masks.tolist()}
+        assert masks == {tuple(mask) for mask in data[f"masks_{domain}"].tolist()}
+    for label, norm in NORMS.items():
+        whole, box = known["global"], known["box"]
+        theory = lipschitz.theory(net, data["X"], data["y"], norm, found["global"])
+        inside = lipschitz.upper(found["box"], norm)
+        pairs = {
+            "L": (theory.upper, whole[f"L_{label}"]),
+            "L_margin": (theory.upper_margin, whole[f"Lmargin_lab_{label}"]),
+            "l_all": (theory.lower_all, whole[f"l_{label}"]),
+            "l": (theory.lower, whole[f"l_lab_{label}"]),
+            "l_N": (theory.lower_samples, whole[f"lN_{label}"]),
+            "box": (inside.paper, box[f"L_{label}"]),
+            "box margin": (inside.margin, box[f"Lmargin_{label}"]),
+        }
+        for which, (value, expected) in pairs.items():
+            np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-9, err_msg=which)
+        assert theory.lower_samples <= theory.lower + 1e-9
+        assert theory.lower <= theory.upper_margin + 1e-9 <= theory.upper + 2e-9
+        assert theory.tight == name.startswith("m_")
+
+
+def test_cells_of_one_layer_are_counted_by_zaslavsky():
+    # sum_{i <= n} C(m, i) regions of m hyperplanes in general position.
+    net = random_chain(0, (2, 7, 2))
+    assert len(lipschitz.activation_cells(net).masks) == 1 + 7 + 21
+
+
+def test_every_point_has_its_cell():
+    net = random_chain(1, (3, 5, 4, 2))
+    cells = lipschitz.activation_cells(net, (-1, 1))
+    points = np.random.default_rng(0).uniform(-1, 1, (5000, 3))
+    masks = lipschitz.masks_at(net, points)
+    index = {tuple(mask): i for i, mask in enumerate(cells.masks.tolist())}
+    places = np.array([index[tuple(mask)] for mask in masks.tolist()])
+    values = np.einsum("nkd,nd->nk", cells.jacobians[places], points) + cells.offsets[places]
+    out = points
+    for i, (w, b) in enumerate(zip(net.weights, net.biases)):
+        out = out @ w.T + b if i == 0 else np.maximum(out, 0) @ w.T + b
+    np.testing.assert_allclose(values, out, atol=1e-12)
+    shape = lipschitz.polyhedron(net, masks[0])
+    assert np.all(shape.normals @ points[0] <= shape.levels + 1e-12)
+
+
+@pytest.mark.parametrize("norm", NORMS.values())
+def test_directions_never_exceed_the_constant_from_below(norm):
+    net = random_chain(2, (2, 6, 3))
+    best = lipschitz.lower(net, norm)
+    moves = np.random.default_rng(0).normal(size=(20_000, 2))
+    assert lipschitz.direction_bound(net, moves, norm).max() <= best.value * (1 + 1e-9)
+    at = lipschitz.direction_bound(net, best.direction[None], norm)[0, best.label]
+    np.testing.assert_allclose(at, best.value, rtol=1e-9)
+
+
+def test_a_label_that_does_not_occur_bounds_nothing(shared):
+    # Net d with label 1 only: the paper's l exceeds the exact slope of the worst case.
+    data, net = read(shared / "fixtures/relu", "d_n2_h6x6x6_K4")
+    x, y = data["X"][:5], np.ones(5, int)
+    slope = (worst(net, x, y, 1, 0.001) - worst(net, x, y, 1, 0.0)) / 0.001
+    assert lipschitz.lower(net, 1).value > 1.5 * slope
+    assert lipschitz.lower(net, 1, labels=y).value <= slope
+    far = (worst(net, x, y, 1, 50.0) - worst(net, x, y, 1, 0.0)) / 50
+    np.testing.assert_allclose([slope, far], [3.0791, 0.0539], atol=1e-4)
+
+
+def worst(net, x, y, norm, eps, **how):
+    return lipschitz.worst_margin(net, x, y, norm=norm, eps=eps, **how)
+
+
+@pytest.mark.parametrize("norm", [1, np.inf])
+def test_the_worst_case_lies_between_the_constants(norm):
+    net = random_chain(3, (2, 6, 3))
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(4, 2)), np.array([0, 1, 2, 0])
+    cells = lipschitz.activation_cells(net)
+    found = lipschitz.theory(net, x, y, norm, cells)
+    clean = worst(net, x, y, norm, 0.0, found=cells)
+    values = [worst(net, x, y, norm, eps, found=cells) for eps in (0.01, 0.5, 20.0)]
+    for eps, value in zip((0.01, 0.5, 20.0), values):
+        assert clean + found.lower * eps <= value + 1e-6
+        assert value <= clean + found.upper_margin * eps + 1e-6
+    # Concave in eps; and no coupling of few points does better.
+    assert values[1] - clean <= 50 * (values[0] - clean) + 1e-6
+    moved = x[:, None] + rng.normal(size=(4, 2000, 2)) * 0.5
+    length = np.linalg.norm(moved - x[:, None], norm, axis=-1)
+    logits = np.asarray(model_of(net)(moved.reshape(-1, 2).astype(np.float32))).reshape(4, 2000, 3)
+    own = np.take_along_axis(logits, y[:, None, None], -1)
+    loss = np.max(np.where(np.arange(3) == y[:, None, None], -np.inf, logits - own), -1)
+    share = np.minimum(1.0, 0.5 * 4 / length)
+    base = [worst(net, x[i : i + 1], y[i : i + 1], norm, 0.0, found=cells) for i in range(4)]
+    gain = share * (loss - np.array(base)[:, None]) / 4
+    assert clean + gain.max() <= values[1] + 1e-4
+
+
+def test_the_papers_lower_bound_for_smooth_nets_is_false():
+    # theta(x) = (0, tanh x), label 0, one sample at 0: l = sup |theta'| = 1. The dual on a grid.
+    grid = np.linspace(-20, 20, 8001)
+    loss = np.logaddexp(0, np.tanh(grid))
+    for eps, exact in ((0.1, 0.7454), (1.0, 1.1448), (10.0, 1.3133)):
+        lams = np.linspace(0, 1.2, 1201)
+        dual = lams * eps + np.max(loss - lams[:, None] * np.abs(grid), axis=1)
+        np.testing.assert_allclose(dual.min(), exact, atol=2e-4)
+        assert dual.min() < np.log(2) + 1.0 * eps - 0.04
+
+
+BALLS = [(1, 0.4), (2, 0.3), (np.inf, 0.15)]
+
+
+@pytest.mark.parametrize(("norm", "eps"), BALLS)
+def test_local_bounds_hold_for_every_mask_of_the_ball(norm, eps):
+    # The exact local constant: over all cells that meet the box around the sample, cut by [0, 1].
+    net = random_chain(4, (3, 6, 5, 3))
+    model = model_of(net)
+    rng = np.random.default_rng(1)
+    x, y = rng.uniform(0.2, 0.8, (3, 3)).astype(np.float32), np.array([0, 1, 2])
+    methods = lipschitz.METHODS if norm == np.inf else ["sdp"]
+    found = {
+        method: lipschitz.local_lipschitz(model, x, y, norm=norm, eps=eps, method=method, steps=40)
+        for method in methods
+    }
+    exact = lipschitz.as_chain(model, x)
+    points = x[:, None] + rng.normal(size=(3, 4000, 3)) * eps / 2
+    inside = np.linalg.norm(points - x[:, None], norm, axis=-1) <= eps
+    inside &= np.all((points >= 0) & (points <= 1), axis=-1)
+    pull = jax.jit(jax.vmap(jax.jacrev(lambda t: model(t[None])[0])))
+    dual = {1: np.inf, 2: 2, np.inf: 1}[norm]
+    for i in range(3):
+        jacobians = np.asarray(pull(points[i][inside[i]].astype(np.float32)))
+        rows = jacobians - jacobians[:, y[i] : y[i] + 1]
+        sampled = np.linalg.norm(rows, dual, axis=-1).max(axis=0)
+        for method, value in found.items():
+            assert np.all(sampled <= value[i] * (1 + 1e-5)), method
+    if norm == np.inf:
+        assert np.all(found["sdp"] <= found["zonotope"] * (1 + 1e-9))
+        assert np.all(found["zonotope"] <= found["interval"] * (1 + 1e-9))
+        for i in range(3):
+            cut = np.maximum(x[i] - eps, 0), np.minimum(x[i] + eps, 1)
+            upper = lipschitz.upper(lipschitz.activation_cells(exact, cut), norm)
+            assert upper.by_label[y[i]] <= found["sdp"][i].max() * (1 + 1e-9)
+            assert found["sdp"][i].max() <= 1.35 * upper.by_label[y[i]]
+
+
+@pytest.mark.parametrize("norm", [2, np.inf])
+def test_global_bounds_hold_for_every_mask(norm):
+    net = random_chain(5, (3, 6, 5, 3))
+    model = model_of(net)
+    upper = lipschitz.upper(lipschitz.activation_cells(net), norm)
+    x = np.zeros((1, 3), np.float32)
+    found = lipschitz.global_lipschitz(model, x, norm=norm, steps=60)
+    assert upper.margin * (1 - 1e-6) <= found.max() <= 1.5 * upper.margin
+    boxed = lipschitz.global_lipschitz(model, x, norm=norm, steps=60, box=(0.0, 1.0))
+    assert np.all(boxed <= found * (1 + 1e-2))
+    if norm == 2:
+        whole = lipschitz.jacobian_norm(model, x, steps=60)
+        assert upper.paper / np.sqrt(2) * (1 - 1e-6) <= whole <= 1.3 * upper.paper / np.sqrt(2)
+
+
+def residual(p, x):
+    h = jax.nn.relu(x @ p[0])
+    return jax.nn.relu(h @ p[1] + h) @ p[2] + x @ p[3]
+
+
+def smooth(p, x):
+    return jax.nn.silu(jax.nn.gelu(x @ p[0], approximate=False) @ p[1]) @ p[2]
+
+
+def bent(p, x):
+    return jnp.tanh(jax.nn.leaky_relu(x @ p[0]) @ p[1]) @ p[2]
+
+
+@pytest.mark.parametrize(
+    ("apply", "norm", "eps"),
+    [(residual, 2, 0.5), (residual, np.inf, 0.05), (smooth, np.inf, 0.3), (bent, 2, 0.3)],
+)
+def test_other_nets_are_chains_too(apply, norm, eps):
+    rng = np.random.default_rng(6)
+    shapes = [(4, 6), (6, 6), (6, 3), (4, 3)]
+    model = Model(apply, [jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes])
+    x, y = rng.uniform(0.3, 0.7, (2, 4)).astype(np.float32), np.array([0, 2])
+    points = np.clip(x[:, None] + rng.uniform(-eps, eps, (2, 4000, 4)), 0, 1).astype(np.float32)
+    pull = jax.jit(jax.vmap(jax.jacrev(lambda t: model(t[None])[0])))
+    found = lipschitz.local_lipschitz(model, x, y, norm=norm, eps=eps, steps=20)
+    assert np.all(np.isfinite(found))
+    for i in range(2):
+        inside = np.linalg.norm(points[i] - x[i], norm, axis=-1) <= eps
+        jacobians = np.asarray(pull(points[i]))[inside]
+        rows = jacobians - jacobians[:, y[i] : y[i] + 1]
+        sizes = np.linalg.norm(rows, 1 if norm == np.inf else 2, axis=-1)
+        assert len(sizes) > 100
+        assert np.all(sizes.max(axis=0) <= found[i] * (1 + 1e-5))
+
+
+def test_bounds_at_radius_0_are_the_gradient():
+    model = model_of(random_chain(7, (3, 6, 3)))
+    x, y = np.full((1, 3), 0.5, np.float32), np.array([1])
+    jacobian = np.asarray(jax.jacrev(lambda t: model(t[None])[0])(x[0]))
+    rows = np.linalg.norm(jacobian - jacobian[1], 1, axis=-1)
+    found = lipschitz.local_lipschitz(model, x, y, norm=np.inf, eps=0.0, steps=20)[0]
+    np.testing.assert_allclose(found, rows, rtol=1e-5)
+
+
+def test_no_bound_is_above_the_certified_interval_jacobian():
+    model = models.mlp((16, 12, 12, 4), key=jax.random.key(0))
+    x, y = np.full((1, 4, 4, 1), 0.5, np.float32), np.array([3])
+    found = lipschitz.local_lipschitz(model, x, y, norm=np.inf, eps=0.1, steps=20)[0]
+    box = jnp.asarray(x[0] - 0.1), jnp.asarray(x[0] + 0.1)
+    wide = certify.interval_jacobian(model, *box, norm=np.inf, labels=[3])[0]
+    assert np.all(found <= np.asarray(wide) * (1 + 1e-4))
+
+
+REFUSED = [
+    (lambda p, x: jnp.sort(x @ p, axis=-1), "sort"),
+    (lambda p, x: jax.nn.softmax(x @ p), "softmax|exp|reduce_max|sub|div"),
+]
+
+
+@pytest.mark.parametrize(("apply", "word"), REFUSED)
+def test_other_layers_are_refused_by_name(apply, word):
+    model = Model(apply, jnp.ones((2, 2)))
+    with pytest.raises(ValueError, match=word):
+        lipschitz.as_chain(model, np.zeros((1, 2), np.float32))
+
+
+BAD = [
+    ({"eps": -1.0}, "eps"),
+    ({"eps": np.nan}, "eps"),
+    ({"method": "magic"}, "method"),
+    ({"steps": -1}, "steps"),
+    ({"norm": 3}, "norm"),
+    ({"y": np.array([7])}, "label"),
+    ({"x": np.full((1, 3), 2.0, np.float32)}, "box|\\[0"),
+]
+
+
+@pytest.mark.parametrize(("change", "word"), BAD)
+def test_bad_input_is_refused(change, word):
+    how = {"x": np.full((1, 3), 0.5, np.float32), "y": np.array([0]), "norm": 2, "eps": 0.1}
+    how = {**how, **change}
+    x, y = how.pop("x"), how.pop("y")
+    with pytest.raises(ValueError, match=word):
+        lipschitz.local_lipschitz(model_of(random_chain(8, (3, 4, 3))), x, y, **how)

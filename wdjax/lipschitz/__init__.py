@@ -1,0 +1,42 @@
+"""Lipschitz constants: exact where cells can be counted, bounded where they cannot."""
+
+from wdjax.lipschitz.cells import Cells, Polyhedron, activation_cells, masks_at, polyhedron
+from wdjax.lipschitz.chain import Chain, as_chain, relu_chain
+from wdjax.lipschitz.exact import (
+    Steepest,
+    Theory,
+    Upper,
+    direction_bound,
+    directions,
+    lower,
+    lower_at_samples,
+    theory,
+    upper,
+)
+from wdjax.lipschitz.local import METHODS, global_lipschitz, jacobian_norm, local_lipschitz
+from wdjax.lipschitz.worst_case import worst_margin
+
+__all__ = [
+    "METHODS",
+    "Cells",
+    "Chain",
+    "Polyhedron",
+    "Steepest",
+    "Theory",
+    "Upper",
+    "activation_cells",
+    "as_chain",
+    "direction_bound",
+    "directions",
+    "global_lipschitz",
+    "jacobian_norm",
+    "local_lipschitz",
+    "lower",
+    "lower_at_samples",
+    "masks_at",
+    "polyhedron",
+    "relu_chain",
+    "theory",
+    "upper",
+    "worst_margin",
+]

@@ -1,0 +1,229 @@
+r"""Activation cells of a ReLU net: where it is affine, and how.
+
+A mask says of every neuron whether it is active; its cell is the open polyhedron of the points with
+that mask (Definition 3.1). Cells are found neuron by neuron: a polyhedron is cut by a neuron's
+hyperplane wherever a ball fits on both sides, which a linear program decides where a ball that is
+known already does not.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from wdjax.lipschitz.chain import Chain
+
+Numbers = npt.NDArray[np.float64]
+
+SMALLEST = 1e-8
+"""A cell counts where a ball of this radius fits in."""
+
+
+class Cells(NamedTuple):
+    """All cells of full dimension of a domain."""
+
+    masks: npt.NDArray[np.bool_]
+    """``[M, neurons]``, layer by layer, without entries that are kept."""
+    jacobians: Numbers
+    """``[M, K, n]``."""
+    offsets: Numbers
+    """``[M, K]``: the net is ``jacobian @ x + offset`` in its cell."""
+    witnesses: Numbers
+    """``[M, n]``: the center of a ball inside."""
+    radii: Numbers
+    """``[M]``: that ball's radius, in l2."""
+
+
+class Polyhedron(NamedTuple):
+    """``{x : normals x <= levels}``, every normal of length 1."""
+
+    normals: Numbers
+    levels: Numbers
+
+    def cut(self, normal: Numbers, level: float) -> "Polyhedron":
+        return Polyhedron(np.vstack([self.normals, normal]), np.append(self.levels, level))
+
+
+class Ball(NamedTuple):
+    center: Numbers
+    radius: float
+
+
+def inscribed(shape: Polyhedron, most: float = 1.0) -> Ball | None:
+    """The largest ball inside, of radius at most ``most``; None where there is no point inside."""
+    from scipy.optimize import linprog
+
+    n = shape.normals.shape[1]
+    rows = np.hstack([shape.normals, np.ones((len(shape.levels), 1))])
+    goal = np.append(np.zeros(n), -1.0)
+    bounds = [(None, None)] * n + [(None, most)]
+    found = linprog(goal, rows, shape.levels, bounds=bounds, method="highs", options=_HIGHS)
+    if found.status != 0:
+        raise RuntimeError(f"HiGHS could not find a ball in a polyhedron: {found.message}")
+    return Ball(found.x[:n], float(found.x[n])) if found.x[n] > 0 else None
+
+
+_HIGHS: dict[str, Any] = {
+    "primal_feasibility_tolerance": 1e-10,
+    "dual_feasibility_tolerance": 1e-10,
+    "presolve": False,
+}
+
+
+class _Part(NamedTuple):
+    """A polyhedron on which the neurons so far have one mask."""
+
+    shape: Polyhedron
+    ball: Ball
+    mask: tuple[bool, ...]
+    jacobian: Numbers
+    """Of the values of the layer that is being cut."""
+    offset: Numbers
+
+
+def activation_cells(net: Chain, box: tuple[npt.ArrayLike, npt.ArrayLike] | None = None) -> Cells:
+    r"""All cells of full dimension of a ReLU net, on a box or on all of space.
+
+    Args:
+      net: a chain of ReLU layers.
+      box: the domain's ends, ``[n]`` or numbers; None for all of space.
+
+    Returns:
+      :class:`Cells`, every one with a ball that fits in.
+
+    Raises:
+      ValueError: a function that is not ReLU, or an empty box.
+
+    Cost: at most two linear programs of ``n + 1`` unknowns a neuron and partial cell, on the host;
+      there are up to ``sum_{i <= n} C(m, i)`` cells of a layer of m neurons.
+
+    Differs: a cell thinner than 2e-8 is left out, and a neuron that is constant on a cell gets one
+      mask. Masks of points on boundaries are those of the cells around (lipschitz notes A1).
+
+    Source: Le et al. [le2025], Definition 3.1.
+
+    >>> from wdjax.lipschitz import relu_chain
+    >>> net = relu_chain([np.ones((2, 1)), np.ones((1, 2))], [np.array([0.0, -1.0]), [0.0]])
+    >>> found = activation_cells(net)
+    >>> sorted(found.jacobians[:, 0, 0].tolist()), len(activation_cells(net, (0.1, 0.9)).masks)
+    ([0.0, 1.0, 2.0], 1)
+    """
+    _check(net)
+    parts = [_whole(net.inputs, box)]
+    for weight, bias, kept in zip(net.weights, net.biases, net.kept):
+        parts = [_through(part, weight, bias) for part in parts]
+        for neuron in range(kept, len(bias)):
+            parts = [piece for part in parts for piece in _cut(part, neuron)]
+    parts = [_through(part, net.weights[-1], net.biases[-1]) for part in parts]
+    return Cells(
+        np.array([part.mask for part in parts], bool).reshape(len(parts), -1),
+        np.stack([part.jacobian for part in parts]),
+        np.stack([part.offset for part in parts]),
+        np.stack([part.ball.center for part in parts]),
+        np.array([part.ball.radius for part in parts]),
+    )
+
+
+def _check(net: Chain) -> None:
+    if any(curve is not None for curve in net.curves):
+        raise ValueError("only ReLU nets have activation cells; this one has another function.")
+
+
+def _whole(n: int, box: tuple[npt.ArrayLike, npt.ArrayLike] | None) -> _Part:
+    if box is None:
+        shape, ball = Polyhedron(np.zeros((0, n)), np.zeros(0)), Ball(np.zeros(n), np.inf)
+    else:
+        low, high = (np.broadcast_to(np.asarray(end, float), (n,)) for end in box)
+        if not np.all(low < high):
+            raise ValueError(f"box must have a low below its high in every entry, got {box}.")
+        shape = Polyhedron(np.vstack([np.eye(n), -np.eye(n)]), np.concatenate([high, -low]))
+        ball = Ball((low + high) / 2, float(np.min(high - low) / 2))
+    return _Part(shape, ball, (), np.eye(n), np.zeros(n))
+
+
+def _through(part: _Part, weight: Numbers, bias: Numbers) -> _Part:
+    jacobian, offset = weight @ part.jacobian, weight @ part.offset + bias
+    return part._replace(jacobian=jacobian, offset=offset)
+
+
+def _cut(part: _Part, neuron: int) -> list[_Part]:
+    """The pieces on both sides of a neuron's hyperplane."""
+    row, level = part.jacobian[neuron], float(part.offset[neuron])
+    size = float(np.linalg.norm(row))
+    if size <= 1e-13 * max(1.0, abs(level)):
+        return [_active(part, neuron, level > 0)]
+    normal, level = row / size, level / size
+    sides = []
+    for sign in (1.0, -1.0):
+        # The side where sign (normal x + level) >= 0.
+        shape = part.shape.cut(-sign * normal, sign * level)
+        ball = _fitting(part.ball, sign * normal, sign * level) or inscribed(shape)
+        if ball is not None and ball.radius > SMALLEST:
+            sides.append((sign > 0, part._replace(shape=shape, ball=ball)))
+    if len(sides) == 1:  # The hyperplane does not cut: its row would only be in the way.
+        return [_active(part, neuron, sides[0][0])]
+    return [_active(piece, neuron, active) for active, piece in sides]
+
+
+def _fitting(ball: Ball, normal: Numbers, level: float) -> Ball | None:
+    """The largest part of a ball on the side ``normal x + level >= 0``, where that is not thin."""
+    above = float(normal @ ball.center + level)
+    if ball.radius == np.inf:
+        return (
+            Ball(ball.center + (1.0 - above) * normal, 1.0) if above < 1 else Ball(ball.center, 1.0)
+        )
+    if above >= ball.radius:
+        return ball
+    radius = (ball.radius + above) / 2
+    if radius < 1e-3 * ball.radius:
+        return None
+    return Ball(ball.center + (radius - above) * normal, radius)
+
+
+def _active(part: _Part, neuron: int, active: bool) -> _Part:
+    """The piece with a neuron switched on or off."""
+    if active:
+        return part._replace(mask=(*part.mask, True))
+    jacobian, offset = part.jacobian.copy(), part.offset.copy()
+    jacobian[neuron], offset[neuron] = 0.0, 0.0
+    return part._replace(mask=(*part.mask, False), jacobian=jacobian, offset=offset)
+
+
+def masks_at(net: Chain, x: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+    """The masks of points, ``[N, n] -> [N, neurons]``; a neuron at 0 counts as off.
+
+    >>> from wdjax.lipschitz import relu_chain
+    >>> masks_at(relu_chain([np.eye(2), np.ones((1, 2))], [np.zeros(2), [0.0]]), [[1, -1]]).tolist()
+    [[True, False]]
+    """
+    _check(net)
+    values, masks = np.asarray(x, float), []
+    for weight, bias, kept in zip(net.weights, net.biases, net.kept):
+        z = values @ weight.T + bias
+        masks.append(z[:, kept:] > 0)
+        values = np.concatenate([z[:, :kept], np.maximum(z[:, kept:], 0.0)], axis=1)
+    return np.concatenate(masks, axis=1) if masks else np.zeros((len(values), 0), bool)
+
+
+def polyhedron(net: Chain, mask: npt.ArrayLike) -> Polyhedron:
+    """The closed cell of a mask on all of space, and its recession cone at levels 0.
+
+    Neurons that are constant on the cell give no row.
+    """
+    _check(net)
+    mask = np.asarray(mask, bool)
+    jacobian, offset, start = np.eye(net.inputs), np.zeros(net.inputs), 0
+    normals, levels = [np.zeros((0, net.inputs))], [np.zeros(0)]
+    for weight, bias, kept in zip(net.weights[:-1], net.biases, net.kept):
+        jacobian, offset = weight @ jacobian, weight @ offset + bias
+        own = mask[start : start + len(bias) - kept]
+        start += len(own)
+        sign = np.where(own, -1.0, 1.0)
+        normals.append(sign[:, None] * jacobian[kept:])
+        levels.append(-sign * offset[kept:])
+        jacobian[kept:] *= own[:, None]
+        offset[kept:] *= own
+    rows, level = np.concatenate(normals), np.concatenate(levels)
+    size = np.linalg.norm(rows, axis=1)
+    real = size > 1e-13 * np.maximum(1.0, np.abs(level))
+    return Polyhedron(rows[real] / size[real, None], level[real] / size[real])

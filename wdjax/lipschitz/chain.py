@@ -1,0 +1,287 @@
+r"""A classifier as a chain of matrices and functions of one number, read off its program.
+
+    v_0 = x,    z_h = W_h v_{h-1} + b_h,    v_h = phi_h(z_h),    theta(x) = W_{H+1} v_H + b_{H+1}
+
+with ``phi`` entry by entry: ReLU, another function of one number, or the identity for entries that
+are kept for later. Residual nets are such chains too: what skips layers is kept meanwhile.
+Convolutions become matrices, so this is for nets of thousands of neurons, not of millions.
+"""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from wdjax import validate
+from wdjax.certify import margins, region
+from wdjax.certify.graph import Node
+from wdjax.certify.lipschitz import Classifier
+from wdjax.certify.network import Network
+from wdjax.parallel import AnyArray
+
+_ENTRIES = 2**28
+"""Of all matrices together: 2 GiB in float64."""
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class Chain:
+    """Matrices, offsets, and what is done between them.
+
+    ``weights[h]`` is ``[m_{h+1}, m_h]`` and ``biases[h]`` ``[m_{h+1}]``; of the entries of hidden
+    layer h the first ``kept[h]`` pass unchanged, the others go through ``curves[h]``: a program of
+    one number, or None for ReLU.
+    """
+
+    weights: tuple[Any, ...]
+    biases: tuple[Any, ...]
+    kept: tuple[int, ...]
+    curves: tuple[ClosedJaxpr | None, ...]
+    places: tuple[int, ...] = ()
+    """Of the functions' operands in the program."""
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        return (self.weights, self.biases), (self.kept, self.curves, self.places)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, leaves: Any) -> "Chain":
+        return cls(*leaves, *static)
+
+    @property
+    def depth(self) -> int:
+        """Hidden layers."""
+        return len(self.kept)
+
+    @property
+    def inputs(self) -> int:
+        return int(self.weights[0].shape[1])
+
+    @property
+    def classes(self) -> int:
+        return int(self.weights[-1].shape[0])
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Neurons of every hidden layer, without what is kept."""
+        return tuple(len(b) - k for b, k in zip(self.biases, self.kept))
+
+    def unbiased(self) -> "Chain":
+        """The same net with all offsets 0, which is positively homogeneous for ReLU."""
+        zeros = tuple(0 * b for b in self.biases)
+        return Chain(self.weights, zeros, self.kept, self.curves, self.places)
+
+
+def relu_chain(weights: AnyArray | list[Any], biases: AnyArray | list[Any]) -> Chain:
+    """The chain of a ReLU net given by its matrices ``[m_h, m_{h-1}]`` and offsets.
+
+    >>> relu_chain([np.ones((3, 2)), np.ones((2, 3))], [np.zeros(3), np.zeros(2)]).widths
+    (3,)
+    """
+    weights, biases = list(weights), list(biases)
+    shapes = [np.shape(w) for w in weights]
+    fits = len(weights) == len(biases) >= 1 and all(len(shape) == 2 for shape in shapes)
+    fits = fits and all(np.shape(b) == shape[:1] for b, shape in zip(biases, shapes))
+    if not fits or any(b[1] != a[0] for a, b in itertools.pairwise(shapes)):
+        raise ValueError(
+            f"weights must be matrices [m_h, m_(h-1)] that fit together, and biases [m_h]; got "
+            f"{shapes} and {[np.shape(b) for b in biases]}."
+        )
+    hidden = len(weights) - 1
+    return Chain(tuple(weights), tuple(biases), (0,) * hidden, (None,) * hidden)
+
+
+@contextlib.contextmanager
+def float64() -> Iterator[None]:
+    """Float64 within, whatever JAX is set to."""
+    # Which jax 0.7 has among its experiments.
+    home: Any = jax if hasattr(jax, "enable_x64") else jax.experimental
+    with home.enable_x64(True):
+        yield
+
+
+def widened(tree: Any) -> Any:
+    """The same pytree with its floats in float64, inside :func:`float64`."""
+
+    def leaf(t: Any) -> Any:
+        real = hasattr(t, "dtype") and jnp.issubdtype(t.dtype, jnp.floating)
+        return jnp.asarray(t, jnp.float64) if real else t
+
+    return jax.tree.map(leaf, tree)
+
+
+def as_chain(model: Classifier, x: AnyArray) -> Chain:
+    """The chain of a classifier, in float64 NumPy arrays.
+
+    Args:
+      model: a pytree callable ``[n, *shape] -> [n, K]`` of affine maps and functions of one number.
+      x: ``[n, *shape]`` floats; only their shape matters.
+
+    Returns:
+      A :class:`Chain`, of the exact function of the model's weights.
+
+    Raises:
+      ValueError: a part of the program that is neither affine nor entry by entry, such as max
+        pooling or attention, or matrices of more than 2 GiB.
+
+    >>> from wdjax import Model
+    >>> w = jnp.array([[1.0, -1.0], [0.0, 2.0]])
+    >>> found = as_chain(Model(lambda w, x: jnp.maximum(x @ w, 0.0) @ w, w), jnp.zeros((1, 2)))
+    >>> found.widths, found.weights[0].tolist()
+    ((2,), [[1.0, 0.0], [-1.0, 2.0]])
+    """
+    with float64():
+        made = _made(widened(model), jnp.zeros((1, *x.shape[1:]), jnp.float64))
+        return jax.tree.map(np.asarray, made)
+
+
+@jax.jit
+def _made(model: Classifier, sample: jax.Array) -> Chain:
+    free = region.Region(sample, sample, sample, jnp.zeros(1), math.inf)
+    return of_network(margins.network(model, free))
+
+
+def of_network(net: Network) -> Chain:
+    """The chain of a program of one sample; works inside a trace too."""
+    nodes = list({id(node): node for node in net.others.values()}.values())
+    curves = [_curve(net, node) for node in nodes]
+    places = [_operand(net, node) for node in nodes]
+    targets = [*places, net.graph.outputs[0]]
+    bases = [net.source, *(node.outputs[0] for node in nodes)]
+    uses = [_bases(net, target) for target in targets]
+    last = {
+        base: max([i for i, used in enumerate(uses) if base in used], default=-1) for base in bases
+    }
+    sizes = {base: math.prod(net.graph.avals[base].shape) for base in bases}
+    alive, weights, biases, kept = [net.source], [], [], []
+    for turn, target in enumerate(targets):
+        hold = [base for base in alive if last[base] > turn]
+        _check_size(
+            sum(sizes[b] for b in alive) * (sum(sizes[b] for b in hold) + _size(net, target))
+        )
+        rows = [[_selected(sizes, base, other) for other in alive] for base in hold]
+        rows.append([_matrix(net, target, base, sizes[base]) for base in alive])
+        weights.append(jnp.concatenate([jnp.concatenate(row, axis=1) for row in rows]))
+        held = sum(sizes[base] for base in hold)
+        biases.append(jnp.concatenate([jnp.zeros(held), _offset(net, target)]))
+        kept.append(held)
+        alive = [*hold, *bases[turn + 1 : turn + 2]]
+    return Chain(tuple(weights), tuple(biases), tuple(kept[:-1]), tuple(curves), tuple(places))
+
+
+def _size(net: Network, place: int) -> int:
+    return math.prod(net.graph.avals[place].shape)
+
+
+def _check_size(entries: int) -> None:
+    if entries > _ENTRIES:
+        raise ValueError(
+            f"a layer of this net is a matrix of {entries:,} entries; Lipschitz constants by "
+            "matrices are for smaller nets. certify.margin_lipschitz needs none."
+        )
+
+
+def _operand(net: Network, node: Node) -> int:
+    moving = [place for place in node.inputs if place not in net.exact]
+    if len(set(moving)) != 1 or len(node.outputs) != 1:
+        raise _refused(node)
+    return moving[0]
+
+
+def _curve(net: Network, node: Node) -> ClosedJaxpr | None:
+    """The function that a node applies to every entry, None for ReLU."""
+    place = _operand(net, node)
+    aval, out = net.graph.avals[place], net.graph.avals[node.outputs[0]]
+    if node.name == "elementwise":
+        return node.eqn.params["jaxpr"]
+    if aval.shape != out.shape or node.name not in _SINGLE:
+        raise _refused(node)
+    others = [net.exact[p] for p in node.inputs if p in net.exact]
+    if validate.traced(others):
+        raise _refused(node)
+    if node.name == "max" and all(bool(np.all(np.asarray(t) == 0)) for t in others):
+        return None
+    if any(np.unique(np.asarray(t)).size != 1 for t in others):
+        raise _refused(node)
+
+    def function(z: jax.Array) -> jax.Array:
+        levels = iter(jnp.asarray(np.asarray(t).flat[0], z.dtype) for t in others)
+        args = [next(levels) if p in net.exact else z for p in node.inputs]
+        return jnp.asarray(node.eqn.primitive.bind(*args, **node.eqn.params))
+
+    return jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), aval.dtype))
+
+
+_SINGLE = {
+    "max", "min", "abs", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "erfc",
+    "atan", "integer_pow", "square", "sqrt", "rsqrt", "sin", "cos",
+}  # fmt: skip
+
+
+def _refused(node: Node) -> ValueError:
+    return ValueError(
+        f"the model uses {node.name} on what depends on its input; here every layer is affine or a "
+        "function of single numbers. certify.margin_lipschitz bounds other nets."
+    )
+
+
+def _bases(net: Network, place: int) -> set[int]:
+    """What a value is affine in: outputs of functions, or the input."""
+    found: set[int] = set()
+    seen, stack = set(), [place]
+    while stack:
+        here = stack.pop()
+        if here in seen or here in net.exact:
+            continue
+        seen.add(here)
+        if here in net.affine:
+            stack.extend(part.place for part in net.affine[here].parts)
+        else:
+            found.add(here)
+    return found
+
+
+def _through(net: Network, place: int, values: dict[int, jax.Array], offsets: bool) -> jax.Array:
+    """A value from those that it is affine in, with offsets or without."""
+    if place in values:
+        return values[place]
+    if place in net.exact:
+        total = jnp.asarray(net.exact[place])
+        return total if offsets else jnp.zeros_like(total)
+    if place not in net.affine:
+        aval: Any = net.graph.avals[place]
+        return jnp.zeros(aval.shape, aval.dtype)
+    affine = net.affine[place]
+    total = affine.offset if offsets else jnp.zeros_like(affine.offset)
+    for part in affine.parts:
+        total = total + part.apply(_through(net, part.place, values, offsets))
+    values[place] = total
+    return total
+
+
+def _matrix(net: Network, place: int, base: int, size: int) -> jax.Array:
+    aval: Any = net.graph.avals[base]
+    rows = _size(net, place)
+    if base not in _bases(net, place):
+        return jnp.zeros((rows, size), aval.dtype)
+
+    def linear(v: jax.Array) -> jax.Array:
+        return _through(net, place, {base: v.reshape(aval.shape)}, False).reshape(-1)
+
+    differentiate: Callable[..., Any] = jax.jacrev if rows < size else jax.jacfwd
+    return differentiate(linear)(jnp.zeros(size, aval.dtype))
+
+
+def _offset(net: Network, place: int) -> jax.Array:
+    return _through(net, place, {}, True).reshape(-1)
+
+
+def _selected(sizes: dict[int, int], base: int, other: int) -> jax.Array:
+    return jnp.eye(sizes[base]) if base == other else jnp.zeros((sizes[base], sizes[other]))

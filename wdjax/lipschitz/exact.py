@@ -1,0 +1,327 @@
+r"""The constants of Theorem 3.1 of small ReLU nets, exactly: L, L_margin, l, l_N.
+
+With ``J_D`` the Jacobian on a cell ``C_D`` and ``1/r + 1/s = 1``,
+
+    L        = 2^(1/r) max_D ||J_D||_{r -> s}
+    L_margin = max_D max_{k' != k} ||J_D^T (e_k' - e_k)||_s
+    l        = max_D max_{k' != k} { (e_k' - e_k)^T J_D u : ||u||_r <= 1, u in rec cl C_D }
+
+Every direction lies in the recession cone of some cell, and there ``J_D u`` is what the net without
+offsets makes of ``u``. So ``l`` is the largest margin of that net on the unit ball, and any single
+direction bounds it from below.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from wdjax import norms
+from wdjax.lipschitz import cells
+from wdjax.lipschitz.cells import Cells, Polyhedron
+from wdjax.lipschitz.chain import Chain, float64
+
+Numbers = npt.NDArray[np.float64]
+
+_TIE = 1e-9
+"""Numbers that differ by this fraction count as equal."""
+
+
+class Steepest(NamedTuple):
+    """The largest growth of a margin ``z_rival - z_label`` along a direction, and where."""
+
+    value: float
+    label: int
+    rival: int
+    direction: Numbers
+    """``[n]``, of l_r length 1, or 0 where nothing grows."""
+
+
+class Upper(NamedTuple):
+    """Valid Lipschitz constants of the loss over the domain of the cells."""
+
+    paper: float
+    """``L`` of equation 6."""
+    margin: float
+    """``L_margin``, over all labels."""
+    by_label: Numbers
+    """``[K]``: over the rivals of each label; the largest of the labels present is valid."""
+
+
+def upper(found: Cells, norm: float) -> Upper:
+    r"""The constants from above, ``L`` and ``L_margin``, from all cells of a convex domain.
+
+    Args:
+      found: what :func:`activation_cells` returned for the domain.
+      norm: r, one of 1, 2 and inf.
+
+    Returns:
+      :class:`Upper`.
+
+    Cost: an operator norm a cell; for r = inf ``2^(min(K, n) - 1)`` sign vectors.
+
+    Source: Le et al. [le2025], equation 6; the margins, lipschitz notes A3.
+
+    >>> from wdjax.lipschitz import activation_cells, relu_chain
+    >>> net = relu_chain([np.eye(2), np.array([[1.0, 1.0], [0.0, 0.0]])], [np.zeros(2), np.ones(2)])
+    >>> [round(float(value), 4) for value in upper(activation_cells(net), 2)[:2]]
+    [2.0, 1.4142]
+    """
+    norms.check_norm(norm)
+    with float64():
+        whole = float(jnp.max(_operator_norms(jnp.asarray(found.jacobians), norm)))
+    rows = found.jacobians[:, None] - found.jacobians[:, :, None]
+    by_label = np.linalg.norm(rows, norms.dual(norm), axis=-1).max(axis=(0, 2))
+    return Upper(2 ** (1 / norm) * whole, float(by_label.max()), by_label)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _operator_norms(jacobians: jax.Array, norm: float) -> jax.Array:
+    return jax.vmap(lambda jacobian: norms.operator_norm(jacobian, norm).lower)(jacobians)
+
+
+def lower(
+    net: Chain, norm: float, labels: npt.ArrayLike | None = None, cones: Cells | None = None
+) -> Steepest:
+    r"""The constant from below, ``l`` of equation 7, restricted to labels that occur.
+
+    Args:
+      net: a chain of ReLU layers, on all of space.
+      norm: r, one of 1, 2 and inf.
+      labels: ``[N]`` labels of the data; all by default, as the paper has it.
+      cones: what :func:`directions` returned for the net, if known.
+
+    Returns:
+      :class:`Steepest`.
+
+    Cost: the cells of the net without offsets, and a program (linear, or least squares for r = 2)
+      for every cone and pair of classes that may still be better.
+
+    Differs: equation 7 maximises over all labels, which bounds nothing where a label does not
+      occur; no mass can start there.
+
+    Source: Le et al. [le2025], equation 7; the net without offsets, lipschitz notes A3.
+
+    >>> from wdjax.lipschitz import relu_chain
+    >>> net = relu_chain([np.eye(2), np.array([[1.0, 1.0], [0.0, 0.0]])], [np.zeros(2), np.ones(2)])
+    >>> [round(lower(net, 2, labels=[label]).value, 4) for label in (0, 1)]
+    [0.0, 1.4142]
+    """
+    norms.check_norm(norm)
+    bare = net.unbiased()
+    cones = directions(net) if cones is None else cones
+    present = _present(labels, net.classes)
+    shapes = [cells.polyhedron(bare, mask) for mask in cones.masks]
+    return _steepest(cones.jacobians, shapes, present, norm)
+
+
+def directions(net: Chain) -> Cells:
+    """The cells of the net without offsets: cones, which cover all directions."""
+    return cells.activation_cells(net.unbiased(), (-1.0, 1.0))
+
+
+def lower_at_samples(net: Chain, x: npt.ArrayLike, y: npt.ArrayLike, norm: float) -> list[Steepest]:
+    r"""The practical constant of every sample, equation 9: growth within its own cell's cone.
+
+    Args:
+      net: a chain of ReLU layers, on all of space.
+      x: ``[N, n]`` samples.
+      y: ``[N]`` labels.
+      norm: r, one of 1, 2 and inf.
+
+    Returns:
+      ``N`` of :class:`Steepest`; ``l_N`` is the largest.
+
+    Cost: ``K - 1`` programs a sample.
+
+    Differs: the closed recession cone in place of its interior, which is as valid and never smaller
+      (lipschitz notes A2). A sample on the boundary of cells counts for the cell where neurons at 0
+      are off.
+
+    Source: Le et al. [le2025], equation 9.
+
+    >>> from wdjax.lipschitz import relu_chain
+    >>> net = relu_chain([np.eye(2), np.array([[1.0, 1.0], [0.0, 0.0]])], [np.zeros(2), np.ones(2)])
+    >>> found = lower_at_samples(net, [[1.0, 1.0], [-1.0, -1.0]], [1, 1], 2)
+    >>> [round(each.value, 4) for each in found]
+    [1.4142, 0.0]
+    """
+    norms.check_norm(norm)
+    labels = np.asarray(y)
+    found = []
+    for mask, label in zip(cells.masks_at(net, x), labels):
+        shape = cells.polyhedron(net, mask)
+        jacobian = _jacobian(net, mask)
+        found.append(_steepest(jacobian[None], [shape], [int(label)], norm))
+    return found
+
+
+def _jacobian(net: Chain, mask: npt.NDArray[np.bool_]) -> Numbers:
+    jacobian, start = np.eye(net.inputs), 0
+    for weight, bias, kept in zip(net.weights, net.biases, net.kept):
+        own = mask[start : start + len(bias) - kept]
+        start += len(own)
+        jacobian = np.concatenate([np.ones(kept), own])[:, None] * (weight @ jacobian)
+    return np.asarray(net.weights[-1] @ jacobian)
+
+
+def _present(labels: npt.ArrayLike | None, classes: int) -> list[int]:
+    if labels is None:
+        return list(range(classes))
+    found = np.unique(np.asarray(labels))
+    if found.size == 0 or found.min() < 0 or found.max() >= classes:
+        raise ValueError(f"labels must be among 0..{classes - 1}, got {found.tolist()}.")
+    return [int(label) for label in found]
+
+
+def _steepest(
+    jacobians: Numbers, shapes: list[Polyhedron], labels: list[int], norm: float
+) -> Steepest:
+    """The best direction of all cones; cones that cannot win are not looked at."""
+    classes, n = jacobians.shape[1:]
+    best = Steepest(0.0, labels[0], (labels[0] + 1) % classes, np.zeros(n))
+    pairs = [(label, rival) for label in labels for rival in range(classes) if rival != label]
+    most = np.array(
+        [
+            [_size(j[rival] - j[label], norms.dual(norm)) for label, rival in pairs]
+            for j in jacobians
+        ]
+    )
+    for place in np.argsort(-most, axis=None):
+        cone, pair = np.unravel_index(place, most.shape)
+        if most[cone, pair] <= best.value * (1 + 1e-13):
+            break
+        label, rival = pairs[pair]
+        gain = jacobians[cone, rival] - jacobians[cone, label]
+        direction = _ascent(gain, shapes[cone].normals, norm)
+        if gain @ direction > best.value:
+            best = Steepest(float(gain @ direction), label, rival, direction)
+    return best
+
+
+def _size(v: Numbers, norm: float) -> float:
+    return float(np.linalg.norm(v, norm))
+
+
+def _ascent(gain: Numbers, normals: Numbers, norm: float) -> Numbers:
+    """The u of ``max { gain u : normals u <= 0, ||u||_r <= 1 }``."""
+    from scipy.optimize import linprog, nnls
+
+    n = len(gain)
+    if norm == 2:
+        # By Moreau the gain is the sum of its projections on the cone and on its polar cone.
+        weights = nnls(normals.T, gain)[0] if len(normals) else np.zeros(0)
+        direction = gain - normals.T @ weights
+        size = np.linalg.norm(direction)
+        return direction / size if size > 1e-12 * max(1.0, _size(gain, 2)) else np.zeros(n)
+    if norm == np.inf:
+        found = linprog(
+            -gain, normals, np.zeros(len(normals)), bounds=(-1, 1), method="highs", options=_HIGHS
+        )
+        return np.asarray(found.x)
+    both = np.hstack([normals, -normals])
+    rows = np.vstack([both, np.ones((1, 2 * n))])
+    levels = np.append(np.zeros(len(normals)), 1.0)
+    goal = np.concatenate([-gain, gain])
+    found = linprog(goal, rows, levels, bounds=(0, None), method="highs", options=_HIGHS)
+    return np.asarray(found.x[:n] - found.x[n:])
+
+
+_HIGHS = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
+
+
+def direction_bound(net: Chain, directions: npt.ArrayLike, norm: float) -> Numbers:
+    r"""What directions prove of ``l``: ``[m, n] -> [m, K]``, by label, with one forward pass.
+
+    ``(theta_0(u)_k' - theta_0(u)_k) / ||u||_r`` for the best rival k', ``theta_0`` the net without
+    offsets; 0 at least, since mass need not move.
+
+    >>> from wdjax.lipschitz import relu_chain
+    >>> net = relu_chain([np.eye(2), np.array([[1.0, 1.0], [0.0, 0.0]])], [np.zeros(2), np.ones(2)])
+    >>> direction_bound(net, [[3.0, 4.0]], 2).round(3).tolist()
+    [[0.0, 1.4]]
+    """
+    cells._check(net)
+    bare = net.unbiased()
+    moves = np.asarray(directions, float)
+    values = moves
+    for weight, kept in zip(bare.weights, bare.kept):
+        z = values @ weight.T
+        values = np.concatenate([z[:, :kept], np.maximum(z[:, kept:], 0.0)], axis=1)
+    logits = values @ bare.weights[-1].T
+    size = np.linalg.norm(moves, norm, axis=1, keepdims=True)
+    growth = logits.max(axis=1, keepdims=True) - logits
+    return np.where(size > 0, growth / np.where(size > 0, size, 1.0), 0.0)
+
+
+class Theory(NamedTuple):
+    """Theorem 3.1 and Corollary 3.2 of one net and data set, for the norm r.
+
+    ``E_N + l eps <= sup <= E_N + L_margin eps <= E_N + L eps`` over all of space, for order 1 and
+    the cross-entropy or the margin loss.
+    """
+
+    cells: int
+    upper: float
+    """``L`` of equation 6."""
+    upper_margin: float
+    """``L_margin`` of the labels present."""
+    lower: float
+    """``l`` of the labels present."""
+    lower_all: float
+    """``l`` of all labels, as equation 7 has it: no bound unless its label occurs."""
+    lower_samples: float
+    """``l_N`` of equation 9."""
+    tight: bool
+    """Whether ``l = L``, so that the bounds of equation 8 meet."""
+    tight_margin: bool
+    """Whether ``l = L_margin``, which asks for less."""
+
+
+def theory(
+    net: Chain, x: npt.ArrayLike, y: npt.ArrayLike, norm: float, found: Cells | None = None
+) -> Theory:
+    r"""All constants of Theorem 3.1 of a small ReLU net on all of space.
+
+    Args:
+      net: a chain of ReLU layers.
+      x: ``[N, n]`` samples.
+      y: ``[N]`` labels.
+      norm: r, one of 1, 2 and inf.
+      found: the cells of the net on all of space, if known.
+
+    Returns:
+      :class:`Theory`.
+
+    Cost: that of :func:`activation_cells`, :func:`upper`, :func:`lower`, :func:`lower_at_samples`.
+
+    Differs: whether ``l = L`` is decided by their values: the paper's condition, that a dual-norm
+      maximiser lies in the recession cone, is about one of several maximisers for r = 1 and inf.
+
+    Source: Le et al. [le2025], Theorem 3.1 and Corollary 3.2.
+
+    >>> from wdjax.lipschitz import relu_chain
+    >>> net = relu_chain([np.eye(2), np.array([[1.0, 1.0], [0.0, 0.0]])], [np.zeros(2), np.ones(2)])
+    >>> found = theory(net, [[1.0, 1.0]], [1], 2)
+    >>> found.cells, round(found.lower, 4), round(found.upper_margin, 4), found.tight
+    (4, 1.4142, 1.4142, False)
+    """
+    found = cells.activation_cells(net) if found is None else found
+    above, present = upper(found, norm), _present(y, net.classes)
+    cones = directions(net)
+    here, anywhere = lower(net, norm, present, cones).value, lower(net, norm, cones=cones).value
+    steep = max(float(above.by_label[label]) for label in present)
+    samples = max(each.value for each in lower_at_samples(net, x, y, norm))
+    return Theory(
+        len(found.masks),
+        above.paper,
+        steep,
+        here,
+        anywhere,
+        samples,
+        bool(here >= above.paper * (1 - _TIE)),
+        bool(here >= steep * (1 - _TIE)),
+    )

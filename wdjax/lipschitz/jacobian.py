@@ -1,0 +1,74 @@
+r"""Bounds of rows of a Jacobian, ``c^T W D_H W_H ... D_1 W_1``, with every D within its slopes.
+
+Two enclosures go back through the layers, and the smaller bound counts. Intervals know every entry
+by itself. A zonotope keeps what entries have in common: a neuron whose slope is open adds one
+generator, as long as the entry's reach times half of the slope's range.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from wdjax import norms
+from wdjax.lipschitz.chain import Chain
+from wdjax.lipschitz.neurons import Slopes
+
+ROUNDING = 1e-9
+"""Bounds are enlarged by this fraction, far above the rounding of float64 sums."""
+
+
+def interval(net: Chain, slopes: Slopes, rows: jax.Array, norm: float) -> jax.Array:
+    """Bounds ``[R]`` of the dual norms of rows ``[R, K]`` times the Jacobian, by intervals."""
+    center = rows @ net.weights[-1]
+    radius = jnp.zeros_like(center)
+    for weight, (low, high) in reversed(list(zip(net.weights[:-1], slopes))):
+        ends = jnp.stack([(center + s * radius) * t for s in (-1, 1) for t in (low, high)])
+        least, most = jnp.min(ends, axis=0), jnp.max(ends, axis=0)
+        center, radius = 0.5 * (least + most), 0.5 * (most - least)
+        center, radius = center @ weight, radius @ jnp.abs(weight)
+    return _sizes(jnp.abs(center) + radius, norm)
+
+
+def zonotope(
+    net: Chain, slopes: Slopes, rows: jax.Array, norm: float, open_: tuple[int, ...]
+) -> jax.Array:
+    """The same by zonotopes; ``open_`` is how many slopes may be open in each layer."""
+    return jax.lax.map(lambda row: _zonotope(net, slopes, row, norm, open_), rows)
+
+
+def _zonotope(
+    net: Chain, slopes: Slopes, row: jax.Array, norm: float, open_: tuple[int, ...]
+) -> jax.Array:
+    center = row @ net.weights[-1]
+    generators = jnp.zeros((0, len(center)), center.dtype)
+    layers = list(zip(net.weights[:-1], slopes, open_))
+    for weight, (low, high), room in reversed(layers[1:]):
+        center, generators, new = _spread(center, generators, low, high)
+        these = jnp.nonzero(new > 0, size=room, fill_value=0)[0]
+        amount = jnp.where(jnp.arange(room) < jnp.sum(new > 0), new[these], 0.0)
+        generators = jnp.concatenate([generators @ weight, amount[:, None] * weight[these]])
+        center = center @ weight
+    if not layers:
+        return _sizes(jnp.abs(center)[None], norm)[0]
+    weight, (low, high), _ = layers[0]
+    center, generators, new = _spread(center, generators, low, high)
+    center, generators = center @ weight, generators @ weight
+    size = jnp.abs(center) + jnp.sum(jnp.abs(generators), axis=0) + new @ jnp.abs(weight)
+    found = _sizes(size[None], norm)[0]
+    if norm == 2:
+        own = jnp.linalg.norm(weight, axis=1)
+        apart = jnp.linalg.norm(center) + jnp.sum(jnp.linalg.norm(generators, axis=1)) + new @ own
+        found = jnp.minimum(found, apart * (1 + ROUNDING))
+    return found
+
+
+def _spread(
+    center: jax.Array, generators: jax.Array, low: jax.Array, high: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A zonotope times slopes: what is sure, and by how much every entry may differ from it."""
+    reach = jnp.abs(center) + jnp.sum(jnp.abs(generators), axis=0)
+    middle, half = 0.5 * (low + high), 0.5 * (high - low)
+    return center * middle, generators * middle, half * reach
+
+
+def _sizes(rows: jax.Array, norm: float) -> jax.Array:
+    return norms.lp_norm(rows, norms.dual(norm)) * (1 + ROUNDING)

@@ -1,0 +1,256 @@
+r"""Lipschitz constants of the margins on balls and on whole domains, by bounds that scale.
+
+They speak of the exact function of the model's weights, in real numbers.
+"""
+
+import functools
+import math
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from wdjax import norms, validate
+from wdjax.certify import margins, region
+from wdjax.certify.lipschitz import Classifier
+from wdjax.certify.region import Box
+from wdjax.lipschitz import jacobian, lipsdp, neurons
+from wdjax.lipschitz.chain import Chain, as_chain, float64, widened
+from wdjax.lipschitz.lipsdp import Rooms
+from wdjax.lipschitz.neurons import Slopes
+from wdjax.parallel import AnyArray
+
+Numbers = npt.NDArray[np.float64]
+Method = Literal["interval", "zonotope", "sdp"]
+METHODS: tuple[Method, ...] = get_args(Method)
+"""From the cheapest to the tightest; each takes the smaller of its own and the cheaper bounds."""
+
+
+def local_lipschitz(
+    model: Classifier,
+    x: AnyArray,
+    y: AnyArray,
+    *,
+    norm: float,
+    eps: npt.ArrayLike,
+    box: Box = (0.0, 1.0),
+    method: Method = "sdp",
+    steps: int = 100,
+    batch_size: int = 64,
+) -> Numbers:
+    r"""Lipschitz constants of every margin ``z_j - z_y`` on the ball around every sample.
+
+    ``max_x ||J(x)^T (e_j - e_y)||_s`` over the ball of radius ``eps`` in the box, from above, with
+    s dual to r. Slopes of neurons come from their linear bounds there (CROWN); the Jacobian is then
+    bounded by intervals, by zonotopes and by quadratic constraints (LipSDP).
+
+    Args:
+      model: a pytree callable ``[n, *shape] -> [n, K]``, of layers that are affine or functions of
+        single numbers, with skips; see :func:`as_chain`.
+      x: ``[n, *shape]`` floats in the box.
+      y: ``[n]`` integer labels.
+      norm: r, one of 1, 2 and inf.
+      eps: radius, a number or ``[n]``, in units of ``x``.
+      box: ``(low, high)``, or None for no box.
+      method: one of :data:`METHODS`; "sdp" gives r = 1 what it gives r = 2.
+      steps: of Adam, for "sdp"; more of them never loosen the bound.
+      batch_size: samples whose neurons are bounded at once.
+
+    Returns:
+      ``[n, K]`` constants in logits per unit of ``x``, 0 at ``j = y``.
+
+    Raises:
+      ValueError: bad samples, a layer of another kind, or a trace.
+
+    Cost: :func:`certify.margin_bounds` in float64, and for "sdp" a step some products of matrices
+      as large as the layers' open neurons are many.
+
+    Differs: a local constant says nothing about mass that travels further than ``eps``.
+
+    Source: Fazlyab et al. [fazlyab2019], LipSDP; Weng et al. [weng2018], intervals; lipschitz notes
+      D.
+
+    >>> from wdjax import Model
+    >>> w = jnp.array([[1.0, -1.0], [0.0, 2.0]])
+    >>> model = Model(lambda w, x: jnp.maximum(x @ w, 0.0) @ w, w)
+    >>> x, y = jnp.array([[0.8, 0.1]]), jnp.array([0])
+    >>> local_lipschitz(model, x, y, norm=jnp.inf, eps=0.1).round(3).tolist()
+    [[0.0, 2.0]]
+    """
+    norms.check_norm(norm)
+    _check(method, steps)
+    if validate.traced(model, x, y, eps):
+        raise ValueError("local_lipschitz works on the host; call it outside jit and vmap.")
+    x, y = validate.check_samples(model, x, y, box)
+    radii = np.broadcast_to(np.asarray(eps, float), np.shape(y))
+    if not np.all((radii >= 0) & np.isfinite(radii)):
+        raise ValueError(f"eps must be finite and at least 0, got {eps!r}.")
+    net, labels = as_chain(model, x), np.asarray(y)
+    rivals = (labels[:, None] + 1 + np.arange(net.classes - 1)) % net.classes
+    found = np.zeros((len(labels), net.classes))
+    with float64():
+        exact, model = jax.tree.map(jnp.asarray, net), widened(model)
+        for start in range(0, len(labels), batch_size):
+            these = slice(start, start + batch_size)
+            points = jnp.asarray(x[these], jnp.float64)
+            reach = jnp.asarray(radii[these])
+            slopes = _slopes(exact, model, points, reach, norm, box)
+            rows = _contrasts(labels[these], rivals[these], net.classes)
+            sizes = _bounds(exact, slopes, rows, norm, rooms(slopes), method, steps)
+            np.put_along_axis(found[these], rivals[these], np.asarray(sizes), axis=1)
+    return found
+
+
+def global_lipschitz(
+    model: Classifier,
+    x: AnyArray,
+    *,
+    norm: float,
+    box: Box = None,
+    method: Method = "sdp",
+    steps: int = 200,
+) -> Numbers:
+    r"""Lipschitz constants of all margins ``z_j - z_i`` on a box or on all of space.
+
+    The largest over the labels present and all rivals is a valid ``L`` of equations 4 and 8 for the
+    cross-entropy and for the margin loss.
+
+    Args:
+      model: as in :func:`local_lipschitz`.
+      x: ``[n, *shape]`` floats; only their shape matters.
+      norm: r, one of 1, 2 and inf.
+      box: ``(low, high)``, or None for all of space.
+      method: one of :data:`METHODS`.
+      steps: of Adam, for "sdp".
+
+    Returns:
+      ``[K, K]`` constants, symmetric, 0 on the diagonal.
+
+    Raises:
+      ValueError: a layer of another kind, or a trace.
+
+    Cost: as :func:`local_lipschitz` of one sample, with all neurons open on all of space.
+
+    Source: as :func:`local_lipschitz`.
+
+    >>> from wdjax import Model
+    >>> w = jnp.array([[1.0, -1.0], [0.0, 2.0]])
+    >>> model = Model(lambda w, x: jnp.maximum(x @ w, 0.0) @ w, w)
+    >>> found = global_lipschitz(model, jnp.zeros((1, 2)), norm=jnp.inf, method="zonotope")
+    >>> found.round(3).tolist()
+    [[0.0, 8.0], [8.0, 0.0]]
+    """
+    norms.check_norm(norm)
+    _check(method, steps)
+    net = as_chain(model, x)
+    first, second = np.triu_indices(net.classes, 1)
+    with float64():
+        exact = jax.tree.map(jnp.asarray, net)
+        slopes = domain_slopes(exact, model, x, box)
+        rows = _contrasts(first[None], second[None], net.classes).reshape(1, -1, net.classes)
+        sizes = _bounds(exact, slopes, rows, norm, rooms(slopes), method, steps)[0]
+    found = np.zeros((net.classes, net.classes))
+    found[first, second] = found[second, first] = np.asarray(sizes)
+    return found
+
+
+def jacobian_norm(model: Classifier, x: AnyArray, *, box: Box = None, steps: int = 200) -> float:
+    r"""A bound of ``||J||_2`` on a box or on all of space, by quadratic constraints (LipSDP).
+
+    Args:
+      model: as in :func:`local_lipschitz`.
+      x: ``[n, *shape]`` floats; only their shape matters.
+      box: ``(low, high)``, or None for all of space.
+      steps: of Adam.
+
+    Returns:
+      The bound: of equation 6 without its factor, r = 2.
+
+    Raises:
+      ValueError: a layer of another kind, or a trace.
+
+    Source: Fazlyab et al. [fazlyab2019].
+
+    >>> from wdjax import Model
+    >>> model = Model(lambda w, x: x @ w, jnp.array([[3.0, 0.0], [0.0, 2.0]]))
+    >>> round(jacobian_norm(model, jnp.zeros((1, 2))), 4)
+    3.0
+    """
+    net = as_chain(model, x)
+    with float64():
+        exact = jax.tree.map(jnp.asarray, net)
+        slopes = domain_slopes(exact, model, x, box)
+        alone = jax.tree.map(lambda t: t[0], slopes)
+        return float(_spectral(exact, alone, rooms(slopes), steps))
+
+
+def _check(method: str, steps: int) -> None:
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
+    if steps < 0:
+        raise ValueError(f"steps must be at least 0, got {steps}.")
+
+
+def _contrasts(
+    labels: npt.NDArray[np.int_], rivals: npt.NDArray[np.int_], classes: int
+) -> jax.Array:
+    """Rows ``e_rival - e_label``, ``[n, R, K]``."""
+    unit = np.eye(classes)
+    own = unit[labels] if labels.shape == rivals.shape else unit[labels][:, None]
+    return jnp.asarray(unit[rivals] - own)
+
+
+def domain_slopes(net: Chain, model: Classifier, x: AnyArray, box: Box) -> Slopes:
+    """Slopes on a whole domain, ``[1, m_h]``, inside :func:`float64`."""
+    if box is None:
+        return jax.tree.map(lambda t: t[None], neurons.anywhere(net, jnp.dtype(jnp.float64)))
+    middle = jnp.full((1, *x.shape[1:]), 0.5 * (box[0] + box[1]), jnp.float64)
+    reach = jnp.full(1, 0.5 * (box[1] - box[0]))
+    return _slopes(net, widened(model), middle, reach, math.inf, box)
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5))
+def _slopes(
+    net: Chain, model: Classifier, x: jax.Array, eps: jax.Array, norm: float, box: Box
+) -> Slopes:
+    ball = region.ball(x, eps, norm, box)
+    return neurons.slopes(net, margins.prepare(model, ball, "crown"))
+
+
+def rooms(slopes: Slopes) -> Rooms:
+    """How many neurons are open and alive at most; a few sizes, so that programs serve again."""
+
+    def room(count: jax.Array, width: int) -> int:
+        most = int(jnp.max(count))
+        step = max(8, 2 ** max(most - 1, 1).bit_length() // 8)
+        return min(-(-most // step) * step, width)
+
+    open_ = [room(jnp.sum(high > low, axis=-1), low.shape[-1]) for low, high in slopes]
+    alive = [room(jnp.sum((high != 0) | (low != 0), -1), low.shape[-1]) for low, high in slopes]
+    return Rooms(tuple(open_), tuple(alive))
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
+def _bounds(
+    net: Chain, slopes: Slopes, rows: jax.Array, norm: float, rooms: Rooms, method: str, steps: int
+) -> jax.Array:
+    """Bounds ``[n, R]``, sample by sample."""
+
+    def one(these: tuple[Slopes, jax.Array]) -> jax.Array:
+        slopes, rows = these
+        found = jacobian.interval(net, slopes, rows, norm)
+        if method != "interval":
+            found = jnp.fmin(found, jacobian.zonotope(net, slopes, rows, norm, rooms.open))
+        if method == "sdp" and net.depth:
+            root = math.inf if norm == math.inf else 2
+            found = jnp.fmin(found, lipsdp.bound(net, slopes, rows, root, rooms, steps))
+        return jnp.where(jnp.isnan(found), jnp.inf, found)
+
+    return jax.lax.map(one, (slopes, rows))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _spectral(net: Chain, slopes: Slopes, rooms: Rooms, steps: int) -> jax.Array:
+    return lipsdp.spectral(net, slopes, rooms, steps)

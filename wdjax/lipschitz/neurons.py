@@ -1,0 +1,86 @@
+r"""Between which slopes every neuron stays on a region, and so what its Jacobian is made of."""
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from wdjax.certify import continuity, crown, domain, interval
+from wdjax.lipschitz.chain import Chain
+
+Slopes = tuple[tuple[jax.Array, jax.Array], ...]
+"""By hidden layer: the least and the largest slope of every entry, ``[..., m_h]``."""
+
+_CELLS = 48
+
+
+def slopes(net: Chain, state: crown.Pass) -> Slopes:
+    """Slopes over a batch of regions, ``[B, m_h]``, from the bounds of the operands there."""
+    found = []
+    for place, kept, curve in zip(net.places, net.kept, net.curves):
+        value = state.values[place]
+        lower, upper = (end.reshape(len(end), -1) for end in (value.lower, value.upper))
+        ones = jnp.ones((len(lower), kept), lower.dtype)
+        low, high = of_operand(curve, lower, upper)
+        found.append((jnp.hstack([ones, low]), jnp.hstack([ones, high])))
+    return tuple(found)
+
+
+def anywhere(net: Chain, dtype: jnp.dtype) -> Slopes:
+    """Slopes over all of space, ``[m_h]``."""
+    found = []
+    for bias, kept, curve in zip(net.biases, net.kept, net.curves):
+        ends = (
+            jnp.full(len(bias) - kept, -jnp.inf, dtype),
+            jnp.full(len(bias) - kept, jnp.inf, dtype),
+        )
+        low, high = of_operand(curve, *ends)
+        ones = jnp.ones(kept, dtype)
+        found.append((jnp.concatenate([ones, low]), jnp.concatenate([ones, high])))
+    return tuple(found)
+
+
+def of_operand(
+    curve: ClosedJaxpr | None, lower: jax.Array, upper: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The least and the largest derivative of a function between the ends of its operand."""
+    if curve is None:
+        return (lower >= 0).astype(lower.dtype), (upper > 0).astype(lower.dtype)
+    low, high = jax.vmap(lambda a, b: _derivative(curve, a, b))(
+        lower.reshape(-1), upper.reshape(-1)
+    )
+    return low.reshape(lower.shape), high.reshape(lower.shape)
+
+
+def _derivative(
+    curve: ClosedJaxpr, lower: jax.Array, upper: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """On cells, from the derivative there and, where it is continuous, from its middle."""
+
+    def function(z: jax.Array) -> jax.Array:
+        return jnp.asarray(jaxpr_as_fun(curve)(z.astype(curve.in_avals[0].dtype))[0])
+
+    first = jax.make_jaxpr(jax.grad(function))(lower)
+    steady = not continuity.jumps(first)
+    second = jax.make_jaxpr(jax.grad(jax.grad(function)))(lower) if steady else None
+
+    def cell(k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        low = lower + (upper - lower) * (k / _CELLS)
+        high = jnp.where(k == _CELLS - 1, upper, lower + (upper - lower) * ((k + 1) / _CELLS))
+        least, most = _range(first, low, high)
+        if second is not None:
+            middle = 0.5 * low + 0.5 * high
+            half = jnp.maximum(high - middle, middle - low)
+            at, bend = _range(first, middle, middle), _range(second, low, high)
+            swing = half * jnp.maximum(jnp.abs(bend[0]), jnp.abs(bend[1]))
+            least, most = jnp.fmax(least, at[0] - swing), jnp.fmin(most, at[1] + swing)
+        return least, most
+
+    least, most = jax.vmap(cell)(jnp.arange(_CELLS))
+    low, high = jnp.min(least), jnp.max(most)
+    open_ = jnp.isnan(low) | jnp.isnan(high)
+    return jnp.where(open_, -jnp.inf, low), jnp.where(open_, jnp.inf, high)
+
+
+def _range(program: ClosedJaxpr, low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
+    pair = domain.ends(interval.interpret(program, [domain.fresh(low, high)], domain.Context())[0])
+    return pair.lower, pair.upper
