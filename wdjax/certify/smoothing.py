@@ -81,7 +81,8 @@ def certify(
 
     Raises:
       ValueError: bad samples, counts or levels, a model that depends on the rest of its batch, a
-        sequential test without ``eps``, or samples that the noise is not for.
+        sequential test without ``eps``, samples that the noise is not for, a key that is not of
+        the default kind, a TPU (whose float64 is not exact enough), or a trace.
 
     Cost: up to ``n0 + n`` forward passes a sample; memory for one batch.
 
