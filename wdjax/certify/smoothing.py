@@ -304,7 +304,8 @@ def _ask(
     if batch_size is None:
         some = jax.ShapeDtypeStruct((rounds.SMALLEST, *x.shape[1:]), x.dtype)
         devices = 1 if mesh is None else mesh.size
-        batch_size = devices * rounds.fitting(jax.jit(_call).trace(model, some).jaxpr)
+        # Twice what a search takes, since no gradient has to be kept.
+        batch_size = 2 * devices * rounds.fitting(jax.jit(_call).trace(model, some).jaxpr)
     size = validate.check_count("batch_size", batch_size)
     classes = int(jax.eval_shape(model, x[:1]).shape[-1])
     asked = votes.poll(model, noise, x, index, key, classes, size, mesh)
