@@ -285,6 +285,14 @@ def test_certify_says_what_is_proved(given, capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["verified"] == content["verified"]
     assert main([*command, "--json", "-", "--method", "interval"]) == 0
     assert json.loads(capsys.readouterr().out)["verified"] <= content["verified"]
+    assert main([*command, "--json", "-", "--method", "lipschitz"]) == 0
+    by_slopes = json.loads(capsys.readouterr().out)
+    assert by_slopes["claim"] == "exact arithmetic"
+    assert by_slopes["verified"] <= content["verified"]
+    loss = by_slopes["expected_loss"]
+    assert 0 < loss["clean"] < loss["bound"]
+    assert loss["bound"] == pytest.approx(loss["clean"] + loss["lipschitz"] * by_slopes["eps"])
+    assert main([*command, "--method", "lipschitz", *out]) == 2  # It keeps no checkpoint.
     assert main([*command, "--json", "-", "--method", "bab", "--seconds", "0"]) == 2
     assert main([*command, "--json", "-", "--eps", "-1"]) == 2
 

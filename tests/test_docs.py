@@ -179,3 +179,11 @@ def test_notebooks_run(script, monkeypatch, tmp_path, capsys):
         missing = {"equinox", "haiku", "torch"} - set(names["absent"])
         assert len(names["mine"]) == 3 + len(missing)
         assert all(f"{package} is not installed" in said for package in names["absent"])
+
+
+def test_the_claims_of_the_theory_name_tests_that_exist():
+    text = (ROOT / "docs" / "theory.md").read_text()
+    named = set(re.findall(r"`(test_\w+)`", text))
+    tests = (ROOT / "tests" / "test_lipschitz.py").read_text()
+    assert len(named) >= 9
+    assert named <= set(re.findall(r"^def (test_\w+)", tests, re.M))

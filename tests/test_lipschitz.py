@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from wdjax import Model, certify, lipschitz, models
+from wdjax import Lp, Model, attacks, certify, lipschitz, losses, models, search
 
 NORMS = {"1": 1, "2": 2, "inf": np.inf}
 
@@ -169,7 +169,7 @@ def test_local_bounds_hold_for_every_mask_of_the_ball(norm, eps):
     model = model_of(net)
     rng = np.random.default_rng(1)
     x, y = rng.uniform(0.2, 0.8, (3, 3)).astype(np.float32), np.array([0, 1, 2])
-    methods = lipschitz.METHODS if norm == np.inf else ["sdp"]
+    methods = ["interval", "zonotope", "sdp"] if norm == np.inf else ["sdp"]
     found = {
         method: lipschitz.local_lipschitz(model, x, y, norm=norm, eps=eps, method=method, steps=40)
         for method in methods
@@ -209,6 +209,45 @@ def test_global_bounds_hold_for_every_mask(norm):
     if norm == 2:
         whole = lipschitz.jacobian_norm(model, x, steps=60)
         assert upper.paper / np.sqrt(2) * (1 - 1e-6) <= whole <= 1.3 * upper.paper / np.sqrt(2)
+
+
+def test_branch_and_bound_is_exact():
+    net = random_chain(4, (3, 6, 5, 3))
+    model, x = model_of(net), np.array([[0.3, 0.5, 0.6], [0.7, 0.2, 0.4]], np.float32)
+    y, eps = np.array([0, 2]), 0.25
+    exact = lipschitz.as_chain(model, x)
+    cuts = [(np.maximum(t - eps, 0), np.minimum(t + eps, 1)) for t in x]
+    upper = [lipschitz.upper(lipschitz.activation_cells(exact, cut), np.inf) for cut in cuts]
+    how = {"norm": np.inf, "steps": 5}
+    found = lipschitz.local_lipschitz(model, x, y, eps=eps, method="bab", **how)
+    for i in range(2):
+        np.testing.assert_allclose(found[i].max(), upper[i].by_label[y[i]], rtol=1e-3)
+        assert found[i].max() >= upper[i].by_label[y[i]] * (1 - 1e-9)
+    stopped = lipschitz.local_lipschitz(model, x, y, eps=eps, method="bab", seconds=0.0, **how)
+    assert np.all(stopped >= found * (1 - 1e-9))
+    whole = lipschitz.global_lipschitz(model, x, method="bab", **how)
+    space = lipschitz.upper(lipschitz.activation_cells(exact), np.inf)
+    np.testing.assert_allclose(whole.max(), space.margin, rtol=1e-6)
+
+
+@pytest.mark.parametrize("norm", NORMS.values())
+def test_no_attack_gets_inside_certified_radii(norm):
+    net = model_of(random_chain(9, (4, 12, 3)))
+    x = np.random.default_rng(0).uniform(0.2, 0.8, (30, 4)).astype(np.float32)
+    model = Model(lambda p, x: p[0](x) - p[1], (net, jnp.mean(net(x), axis=0)))
+    y = np.array(np.argmax(model(x), axis=1))
+    y[0] = (y[0] + 1) % 3
+    eps = {1: 0.2, 2: 0.15, np.inf: 0.1}[norm]
+    found = lipschitz.verify(model, x, y, norm=norm, eps=eps, steps=10)
+    assert not found.correct[0]
+    assert not found.verified[0]
+    assert found.radius[0] == 0
+    assert 0 < found.verified.sum() < 29
+    assert np.all((found.radius == eps) == found.verified)
+    near = search(attacks.PGD(Lp(norm), 30), model, x, y, eps=eps, key=jax.random.key(0))
+    flipped = np.asarray(near.success & near.correct)
+    assert not np.any(flipped & found.verified)
+    assert np.all(np.asarray(near.cost)[flipped] >= found.radius[flipped])
 
 
 def residual(p, x):
@@ -264,6 +303,14 @@ def test_no_bound_is_above_the_certified_interval_jacobian():
     assert np.all(found <= np.asarray(wide) * (1 + 1e-4))
 
 
+def test_branch_and_bound_refuses_other_functions():
+    model = Model(bent, [jnp.ones((2, 2))] * 3)
+    with pytest.raises(ValueError, match="ReLU"):
+        lipschitz.local_lipschitz(
+            model, np.full((1, 2), 0.5, np.float32), np.array([0]), norm=2, eps=0.1, method="bab"
+        )
+
+
 REFUSED = [
     (lambda p, x: jnp.sort(x @ p, axis=-1), "sort"),
     (lambda p, x: jax.nn.softmax(x @ p), "softmax|exp|reduce_max|sub|div"),
@@ -295,3 +342,29 @@ def test_bad_input_is_refused(change, word):
     x, y = how.pop("x"), how.pop("y")
     with pytest.raises(ValueError, match=word):
         lipschitz.local_lipschitz(model_of(random_chain(8, (3, 4, 3))), x, y, **how)
+
+
+def test_on_a_box_the_worst_case_is_flat():
+    # No mass travels further than the box: the worst case stops growing, whatever l is.
+    net = random_chain(3, (2, 6, 3))
+    x, y = np.random.default_rng(0).uniform(0, 1, (3, 2)), np.array([0, 1, 2])
+    box = np.zeros(2), np.ones(2)
+    far = [worst(net, x, y, np.inf, eps, box=box) for eps in (1.0, 5.0, 50.0)]
+    np.testing.assert_allclose(far, far[0], atol=1e-7)
+    assert lipschitz.lower(net, np.inf, y).value > 0.1
+    # And it is the mean of the largest losses anywhere.
+    grid = np.stack(np.meshgrid(*[np.linspace(0, 1, 301)] * 2), -1).reshape(-1, 2)
+    logits = np.asarray(model_of(net)(grid.astype(np.float32)))
+    own = [np.max(np.delete(logits, k, 1).max(axis=1) - logits[:, k]) for k in y]
+    np.testing.assert_allclose(far[0], np.mean(own), atol=2e-2)
+    assert far[0] >= np.mean(own) - 1e-5
+
+
+def test_the_true_dlr_has_no_lipschitz_constant():
+    def slope(gap):
+        # Three logits near each other: a small move of the first changes the ratio by much.
+        logits = jnp.array([[2 * gap, gap, 0.0]])
+        return float(jnp.abs(jax.grad(lambda z: losses.dlr(z, jnp.array([0])).sum())(logits)).max())
+
+    assert slope(1e-2) > 10
+    assert slope(1e-4) > 1000

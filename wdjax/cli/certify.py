@@ -9,9 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from wdjax import certify, files, norms
+from wdjax import certify, files, lipschitz, norms
 from wdjax.cli import options, smoothing, subject
 from wdjax.cli.console import Console
+from wdjax.core import Model
+from wdjax.parallel import AnyArray
 
 SCHEMA = "wdjax.certify/1"
 
@@ -46,10 +48,11 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     subject.declare_budget(how)
     how.add_argument(
         "--method",
-        choices=(*certify.METHODS, smoothing.METHOD),
+        choices=[*certify.METHODS, "lipschitz", smoothing.METHOD],
         default="auto",
-        help="of the margins, from the cheapest to the tightest (default %(default)s); smoothing "
-        "certifies the majority of noisy copies instead, at a level of confidence",
+        help="of the margins, from the cheapest to the tightest, or by local Lipschitz constants, "
+        "with the bound of the expected loss; smoothing certifies the majority of noisy copies "
+        "instead, at a level of confidence (default %(default)s)",
     )
     how.add_argument(
         "--seconds",
@@ -95,22 +98,29 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         return smoothing.run(parsed, model, x, y, console)
     spent = _Compiling()
     began = time.perf_counter()
-    with console.search("certify") as tick:
-        found = certify.verify(
-            model,
-            x,
-            y,
-            norm=norms.NAMES[parsed.norm],
-            eps=parsed.eps,
-            method=parsed.method,
-            steps=parsed.steps,
-            seconds=parsed.seconds,
-            batch_size=parsed.batch_size or 64,
-            callback=tick,
-            checkpoint=parsed.checkpoint,
-        )
+    how: dict[str, Any] = {"norm": norms.NAMES[parsed.norm], "eps": parsed.eps}
+    how["batch_size"] = parsed.batch_size or 64
+    by_slopes = parsed.method == "lipschitz"
+    if by_slopes:
+        if parsed.checkpoint is not None:
+            raise ValueError("--checkpoint is for methods of margins; lipschitz works in one go.")
+        found = lipschitz.verify(model, x, y, method=_by(model, x), **how)
+    else:
+        with console.search("certify") as tick:
+            found = certify.verify(
+                model,
+                x,
+                y,
+                method=parsed.method,
+                steps=parsed.steps,
+                seconds=parsed.seconds,
+                callback=tick,
+                checkpoint=parsed.checkpoint,
+                **how,
+            )
+    extra = _expected_loss(model, x, y, parsed) if by_slopes else {}
     seconds = time.perf_counter() - began
-    content = _content(parsed, found, seconds, min(spent.seconds, seconds))
+    content = _content(parsed, found, seconds, min(spent.seconds, seconds)) | extra
     left = content["certified_accuracy"]
     console.say(
         f"{content['verified']} of {len(y)} verified within {parsed.eps:g} by {found.method}; "
@@ -120,6 +130,36 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     if parsed.radii is not None:
         files.write(parsed.radii, _radii(found))
     return 0
+
+
+_WIDE = 512
+"""Neurons in a layer from which quadratic constraints take minutes."""
+
+
+def _by(model: Model, x: AnyArray) -> lipschitz.Method:
+    """What bounds the Jacobian."""
+    return "sdp" if max(lipschitz.as_chain(model, x).widths, default=0) <= _WIDE else "zonotope"
+
+
+def _expected_loss(
+    model: Model, x: AnyArray, y: AnyArray, parsed: argparse.Namespace
+) -> dict[str, Any]:
+    """The bound ``E_N + L eps`` of the cross-entropy over Omega_1, on the box."""
+    norm, domain = norms.NAMES[parsed.norm], (0.0, 1.0)
+    slopes = lipschitz.global_lipschitz(model, x, norm=norm, box=domain, method=_by(model, x))
+    constant = float(slopes[np.unique(np.asarray(y))].max())
+    how: dict[str, Any] = {"norm": norm, "order": 1, "box": domain, "constant": constant}
+    clean, bound = (
+        float(certify.wdro_bound(model, x, y, eps=eps, **how)) for eps in (0.0, parsed.eps)
+    )
+    values = {
+        "lipschitz": constant,
+        "by": _by(model, x),
+        "clean": clean,
+        "bound": bound,
+        "domain": list(domain),
+    }
+    return {"expected_loss": values}
 
 
 def _content(

@@ -1,6 +1,7 @@
 """Lipschitz constants: exact where cells can be counted, bounded where they cannot."""
 
 from wdjax.lipschitz.cells import Cells, Polyhedron, activation_cells, masks_at, polyhedron
+from wdjax.lipschitz.certificate import verify
 from wdjax.lipschitz.chain import Chain, as_chain, relu_chain
 from wdjax.lipschitz.exact import (
     Steepest,
@@ -13,13 +14,14 @@ from wdjax.lipschitz.exact import (
     theory,
     upper,
 )
-from wdjax.lipschitz.local import METHODS, global_lipschitz, jacobian_norm, local_lipschitz
+from wdjax.lipschitz.local import METHODS, Method, global_lipschitz, jacobian_norm, local_lipschitz
 from wdjax.lipschitz.worst_case import worst_margin
 
 __all__ = [
     "METHODS",
     "Cells",
     "Chain",
+    "Method",
     "Polyhedron",
     "Steepest",
     "Theory",
@@ -38,5 +40,6 @@ __all__ = [
     "relu_chain",
     "theory",
     "upper",
+    "verify",
     "worst_margin",
 ]

@@ -32,33 +32,42 @@ def zonotope(
     net: Chain, slopes: Slopes, rows: jax.Array, norm: float, open_: tuple[int, ...]
 ) -> jax.Array:
     """The same by zonotopes; ``open_`` is how many slopes may be open in each layer."""
-    return jax.lax.map(lambda row: _zonotope(net, slopes, row, norm, open_), rows)
+    return jax.lax.map(lambda row: row_zonotope(net, slopes, row, norm, open_)[0], rows)
 
 
-def _zonotope(
+def row_zonotope(
     net: Chain, slopes: Slopes, row: jax.Array, norm: float, open_: tuple[int, ...]
-) -> jax.Array:
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """The bound of one row, and by layer how much of it every open slope makes, ``[m_h]``."""
     center = row @ net.weights[-1]
     generators = jnp.zeros((0, len(center)), center.dtype)
-    layers = list(zip(net.weights[:-1], slopes, open_))
-    for weight, (low, high), room in reversed(layers[1:]):
+    added: list[tuple[int, jax.Array]] = []
+    layers = list(enumerate(zip(net.weights[:-1], slopes, open_)))
+    for turn, (weight, (low, high), room) in reversed(layers[1:]):
         center, generators, new = _spread(center, generators, low, high)
         these = jnp.nonzero(new > 0, size=room, fill_value=0)[0]
         amount = jnp.where(jnp.arange(room) < jnp.sum(new > 0), new[these], 0.0)
         generators = jnp.concatenate([generators @ weight, amount[:, None] * weight[these]])
         center = center @ weight
+        added.append((turn, these))
     if not layers:
-        return _sizes(jnp.abs(center)[None], norm)[0]
-    weight, (low, high), _ = layers[0]
+        return _sizes(jnp.abs(center)[None], norm)[0], ()
+    _, (weight, (low, high), _) = layers[0]
     center, generators, new = _spread(center, generators, low, high)
     center, generators = center @ weight, generators @ weight
     size = jnp.abs(center) + jnp.sum(jnp.abs(generators), axis=0) + new @ jnp.abs(weight)
+    lengths = jnp.linalg.norm(generators, norms.dual(norm), axis=1)
+    scores = [new * jnp.linalg.norm(weight, norms.dual(norm), axis=1)]
+    start = 0
+    for turn, these in added:
+        own = lengths[start : start + len(these)]
+        scores.insert(1, jnp.zeros(len(slopes[turn][0]), own.dtype).at[these].add(own))
+        start += len(these)
     found = _sizes(size[None], norm)[0]
     if norm == 2:
-        own = jnp.linalg.norm(weight, axis=1)
-        apart = jnp.linalg.norm(center) + jnp.sum(jnp.linalg.norm(generators, axis=1)) + new @ own
+        apart = jnp.linalg.norm(center) + sum(jnp.sum(own) for own in scores)
         found = jnp.minimum(found, apart * (1 + ROUNDING))
-    return found
+    return found, tuple(scores)
 
 
 def _spread(

@@ -5,6 +5,7 @@ They speak of the exact function of the model's weights, in real numbers.
 
 import functools
 import math
+import time
 from typing import Literal, get_args
 
 import jax
@@ -16,16 +17,17 @@ from wdjax import norms, validate
 from wdjax.certify import margins, region
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.region import Box
-from wdjax.lipschitz import jacobian, lipsdp, neurons
+from wdjax.lipschitz import branching, jacobian, lipsdp, neurons
 from wdjax.lipschitz.chain import Chain, as_chain, float64, widened
 from wdjax.lipschitz.lipsdp import Rooms
 from wdjax.lipschitz.neurons import Slopes
 from wdjax.parallel import AnyArray
 
 Numbers = npt.NDArray[np.float64]
-Method = Literal["interval", "zonotope", "sdp"]
+Method = Literal["interval", "zonotope", "sdp", "bab"]
 METHODS: tuple[Method, ...] = get_args(Method)
-"""From the cheapest to the tightest; each takes the smaller of its own and the cheaper bounds."""
+"""From the cheapest to the tightest, each no looser than those before it; "bab" goes on from "sdp"
+by branch and bound on masks, on the host, of ReLU nets."""
 
 
 def local_lipschitz(
@@ -38,6 +40,7 @@ def local_lipschitz(
     box: Box = (0.0, 1.0),
     method: Method = "sdp",
     steps: int = 100,
+    seconds: float = 10.0,
     batch_size: int = 64,
 ) -> Numbers:
     r"""Lipschitz constants of every margin ``z_j - z_y`` on the ball around every sample.
@@ -56,6 +59,7 @@ def local_lipschitz(
       box: ``(low, high)``, or None for no box.
       method: one of :data:`METHODS`; "sdp" gives r = 1 what it gives r = 2.
       steps: of Adam, for "sdp"; more of them never loosen the bound.
+      seconds: how long "bab" works on a sample at most, without compilation.
       batch_size: samples whose neurons are bounded at once.
 
     Returns:
@@ -88,6 +92,7 @@ def local_lipschitz(
     if not np.all((radii >= 0) & np.isfinite(radii)):
         raise ValueError(f"eps must be finite and at least 0, got {eps!r}.")
     net, labels = as_chain(model, x), np.asarray(y)
+    _check_curves(net, method)
     rivals = (labels[:, None] + 1 + np.arange(net.classes - 1)) % net.classes
     found = np.zeros((len(labels), net.classes))
     with float64():
@@ -99,7 +104,41 @@ def local_lipschitz(
             slopes = _slopes(exact, model, points, reach, norm, box)
             rows = _contrasts(labels[these], rivals[these], net.classes)
             sizes = _bounds(exact, slopes, rows, norm, rooms(slopes), method, steps)
-            np.put_along_axis(found[these], rivals[these], np.asarray(sizes), axis=1)
+            sizes = np.array(sizes)
+            if method == "bab":
+                ends = _ends(points, reach, box)
+                for i, region_ in enumerate(zip(*ends)):
+                    alone = jax.tree.map(lambda t, i=i: t[i], slopes)
+                    place = branching.Region(*region_)
+                    sizes[i] = _closed(net, alone, place, rows[i], norm, sizes[i], seconds)
+            np.put_along_axis(found[these], rivals[these], sizes, axis=1)
+    return found
+
+
+def _ends(points: jax.Array, reach: jax.Array, box: Box) -> tuple[Numbers, Numbers]:
+    """Of boxes around the balls, ``[n, inputs]``."""
+    ball = region.ball(points, reach, math.inf, box)
+    lower, upper = np.asarray(ball.lower, float), np.asarray(ball.upper, float)
+    return lower.reshape(len(points), -1), upper.reshape(len(points), -1)
+
+
+def _closed(
+    net: Chain,
+    slopes: Slopes,
+    place: branching.Region,
+    rows: jax.Array,
+    norm: float,
+    sizes: Numbers,
+    seconds: float,
+) -> Numbers:
+    """Bounds of one sample's rows by branch and bound, the largest first."""
+    open_ = rooms(jax.tree.map(lambda t: t[None], slopes)).open
+    ends, found = time.monotonic() + seconds, sizes.copy()
+    for turn, j in enumerate(np.argsort(-sizes)):
+        left = max(ends - time.monotonic(), 0.0) / (1 if turn == 0 else len(sizes) - turn)
+        row = np.asarray(rows[j])
+        search = branching.Search(net, slopes, place, row, norm, open_, float(sizes[j]))
+        found[j] = search.run(left)
     return found
 
 
@@ -111,6 +150,7 @@ def global_lipschitz(
     box: Box = None,
     method: Method = "sdp",
     steps: int = 200,
+    seconds: float = 60.0,
 ) -> Numbers:
     r"""Lipschitz constants of all margins ``z_j - z_i`` on a box or on all of space.
 
@@ -124,6 +164,7 @@ def global_lipschitz(
       box: ``(low, high)``, or None for all of space.
       method: one of :data:`METHODS`.
       steps: of Adam, for "sdp".
+      seconds: how long "bab" works at most.
 
     Returns:
       ``[K, K]`` constants, symmetric, 0 on the diagonal.
@@ -145,12 +186,18 @@ def global_lipschitz(
     norms.check_norm(norm)
     _check(method, steps)
     net = as_chain(model, x)
+    _check_curves(net, method)
     first, second = np.triu_indices(net.classes, 1)
     with float64():
         exact = jax.tree.map(jnp.asarray, net)
         slopes = domain_slopes(exact, model, x, box)
         rows = _contrasts(first[None], second[None], net.classes).reshape(1, -1, net.classes)
-        sizes = _bounds(exact, slopes, rows, norm, rooms(slopes), method, steps)[0]
+        sizes = np.array(_bounds(exact, slopes, rows, norm, rooms(slopes), method, steps)[0])
+        if method == "bab":
+            ends = (-math.inf, math.inf) if box is None else box
+            place = branching.Region(*(np.full(net.inputs, end) for end in ends))
+            alone = jax.tree.map(lambda t: t[0], slopes)
+            sizes = _closed(net, alone, place, rows[0], norm, sizes, seconds)
     found = np.zeros((net.classes, net.classes))
     found[first, second] = found[second, first] = np.asarray(sizes)
     return found
@@ -191,6 +238,11 @@ def _check(method: str, steps: int) -> None:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
     if steps < 0:
         raise ValueError(f"steps must be at least 0, got {steps}.")
+
+
+def _check_curves(net: Chain, method: str) -> None:
+    if method == "bab" and any(curve is not None for curve in net.curves):
+        raise ValueError('method="bab" splits ReLUs; this net has another function. Use "sdp".')
 
 
 def _contrasts(
@@ -243,7 +295,7 @@ def _bounds(
         found = jacobian.interval(net, slopes, rows, norm)
         if method != "interval":
             found = jnp.fmin(found, jacobian.zonotope(net, slopes, rows, norm, rooms.open))
-        if method == "sdp" and net.depth:
+        if method in ("sdp", "bab") and net.depth:
             root = math.inf if norm == math.inf else 2
             found = jnp.fmin(found, lipsdp.bound(net, slopes, rows, root, rooms, steps))
         return jnp.where(jnp.isnan(found), jnp.inf, found)

@@ -1,0 +1,161 @@
+r"""Branch and bound on activation masks: local Lipschitz constants of ReLU nets, exact when closed.
+
+A set of masks is bounded by a zonotope and split at the neuron that makes most of the bound. A
+single mask's bound is its Jacobian's own size; it counts where its cell meets the region, which a
+linear program decides. What is not decided when time is over stays a bound.
+"""
+
+import functools
+import heapq
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from wdjax.lipschitz import cells, jacobian
+from wdjax.lipschitz.cells import Polyhedron
+from wdjax.lipschitz.chain import Chain, float64
+from wdjax.lipschitz.neurons import Slopes
+
+Numbers = npt.NDArray[np.float64]
+
+_BATCH = 64
+_CLOSED = 1e-9
+_OUTSIDE = -1e-7
+"""A cell that misses the region by less than this counts as touching it."""
+
+
+class Region(NamedTuple):
+    """Ends of a box that holds every point of a region; infinite for all of space."""
+
+    lower: Numbers
+    upper: Numbers
+
+
+@dataclass
+class Search:
+    """The sets of masks that are left for one row of the Jacobian."""
+
+    net: Chain
+    slopes: Slopes
+    region: Region
+    row: Numbers
+    norm: float
+    open: tuple[int, ...]
+    bound: float
+    """Of everything, from other means."""
+    left: list[tuple[float, int, bytes]] = field(default_factory=list)
+    found: float = 0.0
+    """The largest size of a mask that occurs, or may."""
+    count: int = 0
+
+    def run(self, seconds: float) -> float:
+        """The constant, or a bound of it when ``seconds`` are over."""
+        start = time.monotonic()
+        width = sum(low.shape[-1] for low, _ in self.slopes)
+        self._add(np.zeros((1, width), np.int8), np.array([self.bound]))
+        while self.left and -self.left[0][0] > self.found * (1 + _CLOSED):
+            if time.monotonic() - start > seconds:
+                break
+            self._turn()
+        most = -self.left[0][0] if self.left else 0.0
+        return min(max(most, self.found), self.bound)
+
+    def _turn(self) -> None:
+        """Splits the sets with the largest bounds."""
+        taken = [heapq.heappop(self.left) for _ in range(min(_BATCH // 2, len(self.left)))]
+        signs = np.stack([np.frombuffer(entry[2], np.int8) for entry in taken])
+        limits = np.array([-entry[0] for entry in taken])
+        real = limits > self.found * (1 + _CLOSED)
+        signs, limits = signs[real], limits[real]
+        _, choices = self._measured(signs)
+        halves = []
+        for these, limit, choice in zip(signs, limits, choices):
+            if choice < 0:
+                self._leaf(these, limit)
+                continue
+            for sign in (1, -1):
+                half = these.copy()
+                half[choice] = sign
+                halves.append((half, limit))
+        if halves:
+            self._add(np.stack([h for h, _ in halves]), np.array([t for _, t in halves]))
+
+    def _add(self, signs: npt.NDArray[np.int8], limits: Numbers) -> None:
+        sizes, _ = self._measured(signs)
+        for own, size, limit in zip(signs, sizes, limits):
+            self.count += 1
+            heapq.heappush(self.left, (-min(float(size), float(limit)), self.count, own.tobytes()))
+
+    def _measured(self, signs: npt.NDArray[np.int8]) -> tuple[Numbers, npt.NDArray[np.int_]]:
+        padded = np.zeros((_BATCH, signs.shape[1]), np.int8)
+        padded[: len(signs)] = signs
+        with float64():
+            found = _measure(self.net, self.slopes, padded, self.row, self.norm, self.open)
+        sizes, choices = (np.asarray(t)[: len(signs)] for t in found)
+        return sizes, choices
+
+    def _leaf(self, signs: npt.NDArray[np.int8], limit: float) -> None:
+        """A single mask: what it is worth, if its cell meets the region."""
+        if limit <= self.found:
+            return
+        low = np.concatenate([np.asarray(t) for t, _ in self.slopes])
+        on = np.where(signs == 0, low > 0, signs > 0)
+        starts = np.cumsum([0, *(len(bias) for bias in self.net.biases[:-1])])
+        own = [
+            on[start + kept : start + len(bias)]
+            for start, kept, bias in zip(starts, self.net.kept, self.net.biases)
+        ]
+        shape = cells.polyhedron(self.net, np.concatenate(own))
+        if _room(shape, self.region) > _OUTSIDE:
+            self.found = limit
+
+
+def _room(shape: Polyhedron, region: Region) -> float:
+    """How far inside of a cell a point of the region may be; negative where it must be outside."""
+    from scipy.optimize import linprog
+
+    n = shape.normals.shape[1]
+    if not len(shape.levels):
+        return 1.0
+    rows = np.hstack([shape.normals, np.ones((len(shape.levels), 1))])
+    ends = zip(
+        [None if end == -np.inf else end for end in region.lower],
+        [None if end == np.inf else end for end in region.upper],
+    )
+    goal = np.append(np.zeros(n), -1.0)
+    found = linprog(goal, rows, shape.levels, bounds=[*ends, (None, 1.0)], method="highs")
+    if found.status != 0:
+        raise RuntimeError(f"HiGHS could not decide whether a cell is met: {found.message}")
+    return float(found.x[n])
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5))
+def _measure(
+    net: Chain,
+    slopes: Slopes,
+    signs: jax.Array,
+    row: jax.Array,
+    norm: float,
+    open_: tuple[int, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """Bounds of sets of masks ``[B]``, and the neuron to split next, -1 for single masks."""
+
+    def one(own: jax.Array) -> tuple[jax.Array, jax.Array]:
+        given, start = [], 0
+        for low, high in slopes:
+            part = own[start : start + low.shape[-1]]
+            start += low.shape[-1]
+            given.append((jnp.where(part > 0, 1.0, low), jnp.where(part < 0, 0.0, high)))
+        found, scores = jacobian.row_zonotope(net, tuple(given), row, norm, open_)
+        # A slope may be open without any influence; it is split last, never forgotten.
+        left = jnp.concatenate([high - low for low, high in given])
+        score = jnp.concatenate(scores) + 1e-300
+        choice = jnp.argmax(jnp.where(left > 0, score, -1.0))
+        return found, jnp.where(jnp.any(left > 0), choice, -1)
+
+    return jax.vmap(one)(signs)
