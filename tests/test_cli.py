@@ -295,3 +295,32 @@ def test_certify_says_what_is_proved(given, capsys, tmp_path):
     assert main([*command, "--method", "lipschitz", *out]) == 2  # It keeps no checkpoint.
     assert main([*command, "--json", "-", "--method", "bab", "--seconds", "0"]) == 2
     assert main([*command, "--json", "-", "--eps", "-1"]) == 2
+
+
+def test_certify_smooths_any_model(given, capsys, tmp_path):
+    *_, command = given
+    command = ["certify", *command[1:-2], "--norm", "l2", "--eps", "1/20", "--json", "-"]
+    radii = tmp_path / "radii.npz"
+    smooth = [*command, "--method", "smoothing", "--sigma", "1/10"]
+    assert main([*smooth, "--votes", "2000", "--radii", str(radii)]) == 0
+    content = json.loads(capsys.readouterr().out)
+    saved = np.load(radii)
+    assert content["noise"] == "gaussian"
+    assert content["claim"] == "smoothed classifier, each radius at level 0.999"
+    assert content["verified"] == saved["verified"].sum() == (saved["radius"] >= 0.05).sum() > 0
+    assert content["votes_per_image"] == saved["votes"].mean() < 2100
+    left = content["certified_accuracy"]
+    assert left["omega_1"] <= left["omega_2"] <= left["omega_inf"] <= content["clean_accuracy"]
+    fixed = [*smooth, "--votes", "50", "--test", "clopper-pearson", "--noise", "laplace"]
+    assert main([*fixed, "--norm", "l1"]) == 0
+    assert json.loads(capsys.readouterr().out)["votes_per_image"] == 150
+    for words, message in (
+        (["--method", "smoothing"], "--sigma S"),
+        (["--sigma", "1"], "would be ignored"),
+        (["--alpha", "0.1"], "would be ignored"),
+        (["--method", "smoothing", "--sigma", "1", "--norm", "linf"], "radii in l1 and l2"),
+        (["--method", "smoothing", "--sigma", "1", "--noise", "laplace"], "radii in l1 and l2"),
+        (["--method", "smoothing", "--sigma", "-1"], "sigma must be finite"),
+    ):
+        assert main([*command, *words]) == 2
+        assert message in capsys.readouterr().err

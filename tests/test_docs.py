@@ -72,17 +72,20 @@ def test_the_readme_keeps_its_word(capsys):
         began = time.process_time()
         exec(compile(snippet, f"snippet {place} of README.md", "exec"), names)
         spent = time.process_time() - began
-    assert "certify.radius" in code[-1]
+    assert "certify.radius" in code[-2]
+    assert "smoothing.certify" in code[-1]
     assert spent < 20
     said = capsys.readouterr().out.split("\n")
     point, best = map(float, said[0].split())
     assert point == pytest.approx(0.84, abs=0.04)
     assert best == pytest.approx(0.52, abs=0.05)
-    inside, average, loss = map(float, said[-4:-1])
+    inside, average, loss, smooth = map(float, said[-5:-1])
     # Both sides of the same net at the same budget: neither vacuous nor crossed.
     assert 0.75 < inside <= point
     assert 0.3 < average <= best
     assert loss < 2.3  # That of guessing is log(10).
+    assert smooth == pytest.approx(0.77, abs=0.05)
+    assert names["smooth"].votes.mean() < 5000
 
 
 def references():
@@ -163,6 +166,9 @@ def test_notebooks_run(script, monkeypatch, tmp_path, capsys):
     elif script.stem == "03_distributional_attacks":
         bought = {order: float(result.accuracy) for order, result in names["bought"].items()}
         assert bought[1] <= bought[2] <= bought[jnp.inf]
+    elif script.stem == "09_smoothing":
+        assert "do not cross" in said
+        assert names["held"] > 0.5
     elif script.stem == "04_certificates":
         assert "no proof crosses an attack" in said
         counts = [*names["counts"].values()]

@@ -1,4 +1,4 @@
-"""What a training aims at: against an attack, towards a certificate, or neither."""
+"""What a training aims at: against an attack or noise, towards a certificate, or none of them."""
 
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -36,12 +36,27 @@ class Proof(NamedTuple):
     """Of the whole training."""
 
 
-Aim: TypeAlias = Opponent | Proof | None
+class Noise(Protocol):
+    """What is added to samples, such as :class:`wdjax.certify.noise.Gaussian`; a pytree."""
+
+    def offset(self, key: Array, x: Array) -> Array:
+        """The noise for one sample ``[*shape]``."""
+        ...
+
+
+class Blur(NamedTuple):
+    """What is trained under; a pytree."""
+
+    noise: Noise
+
+
+Aim: TypeAlias = Opponent | Proof | Blur | None
 
 
 def aim(
     attack: Attack | None,
     certificate: Certificate | None,
+    noise: Noise | None,
     eps: Any,
     kappa: Any,
     dtype: np.dtype,
@@ -49,17 +64,24 @@ def aim(
 ) -> Aim:
     """Checks what goes with what; ``steps`` are those of the whole training.
 
-    >>> aim(None, None, None, None, np.dtype("float32"), 10) is None
+    >>> aim(None, None, None, None, None, np.dtype("float32"), 10) is None
     True
     """
-    if attack is not None and certificate is not None:
-        raise ValueError(f"either an attack or a certificate: got {attack!r} and {certificate!r}.")
+    given = [one for one in (attack, certificate, noise) if one is not None]
+    if len(given) > 1:
+        raise ValueError(
+            f"either an attack, a certificate or noise: got {' and '.join(map(repr, given))}."
+        )
     either = certificate if attack is None else attack
     if (kappa is not None and attack is None) or (eps is not None and either is None):
         raise ValueError(
             f"eps and kappa go with an attack: got eps={eps!r}, kappa={kappa!r} and none; eps also "
             "goes with a certificate."
         )
+    if noise is not None:
+        if not hasattr(noise, "offset"):
+            raise ValueError(f"noise must be of wdjax.certify.noise, got {noise!r}.")
+        return Blur(validate.settle(noise, dtype))
     if either is None:
         return None
     if eps is None:

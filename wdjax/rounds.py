@@ -21,7 +21,7 @@ from wdjax.track import Given, Problem, Track
 
 _CACHED = 2**16
 """On a CPU, numbers in the largest array of a batch at most: it should stay in the cache."""
-_SMALLEST = 16
+SMALLEST = 16
 """Samples in a default batch on a CPU at least. From the program of so many its needs are read, in
 which arrays that belong to no sample, kernels say, count for little."""
 _SHARE = 0.5
@@ -98,7 +98,7 @@ def begin(
     blocks = blocks.repeat(plan.devices, axis=1)
     parts = [_begin(attack, victim, given, index) for index in blocks]
     if n > 1 and blocks[0].size > 1:
-        _refuse_company(parts[0][0], _begin(attack, victim, given, 0 * blocks[0])[0], plan.size)
+        refuse_company(parts[0][0], _begin(attack, victim, given, 0 * blocks[0])[0], plan.size)
     # The last block stands in for rows that are padding only.
     parts += parts[-1:] * (plan.rows // plan.size - used)
     out, moving, value, fine = _assemble(parts, plan.devices)
@@ -218,8 +218,8 @@ def _plan(problem: Problem, batch_size: int | None, mesh: Mesh | None) -> Plan:
     """Chooses the batch, by what the model takes in memory where the user does not say."""
     devices, x = (1 if mesh is None else mesh.size), problem.samples.x
     if batch_size is None:
-        some = jax.ShapeDtypeStruct((_SMALLEST, *x.shape[1:]), x.dtype)
-        size = _fitting(_forward.trace(problem.victim, some).jaxpr)
+        some = jax.ShapeDtypeStruct((SMALLEST, *x.shape[1:]), x.dtype)
+        size = fitting(_forward.trace(problem.victim, some).jaxpr)
     else:
         size = -(-validate.check_count("batch_size", batch_size) // devices)
     share = -(-len(x) // devices)
@@ -237,13 +237,13 @@ def _forward(victim: Victim, x: Array) -> PyTree:
     return victim.model(x)
 
 
-def _fitting(jaxpr: ClosedJaxpr) -> int:
+def fitting(jaxpr: ClosedJaxpr) -> int:
     """Samples in a batch, from the program of a few: a gradient keeps what it computes."""
     if jax.default_backend() == "cpu":
-        return min(max(_SMALLEST * _CACHED // max(1, program.widest(jaxpr)), _SMALLEST), 128)
+        return min(max(SMALLEST * _CACHED // max(1, program.widest(jaxpr)), SMALLEST), 128)
     stats = jax.devices()[0].memory_stats() or {}
     free = stats.get("bytes_limit", 2**33) - stats.get("bytes_in_use", 0)
-    size = _SMALLEST * int(_SHARE * free) // (4 * max(1, program.live(jaxpr)))
+    size = SMALLEST * int(_SHARE * free) // (4 * max(1, program.live(jaxpr)))
     return 2 ** (min(max(size, 1), _LARGEST).bit_length() - 1)
 
 
@@ -411,8 +411,12 @@ def _finish(problem: Problem, moving: Track, index: Array, skip: bool) -> Found:
 _pad = jax.jit(parallel.pad, static_argnums=1)
 
 
-def _refuse_company(mixed: PyTree, copies: PyTree, size: int) -> None:
-    """The first sample must come out beside others as it does in a batch of its copies."""
+def refuse_company(mixed: PyTree, copies: PyTree, size: int) -> None:
+    """Refuses a model whose output for a sample depends on the rest of its batch.
+
+    The first sample must come out beside others, ``mixed``, as in a batch of its ``copies``, of
+    which the first ``size`` count.
+    """
     for beside, alike in zip(jax.tree.leaves(mixed), jax.tree.leaves(copies)):
         beside, alike = np.asarray(beside[0], float), np.asarray(alike, float)[:size]
         if not np.all(np.isfinite(beside)):

@@ -1,4 +1,4 @@
-"""Training small classifiers with optax: on clean samples, against an attack, to be certified."""
+"""Training small classifiers with optax: on clean samples, against attacks, to be certified."""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from wdjax import aims, driver, loop, losses, program, validate
-from wdjax.aims import Aim, Certificate, Opponent, Proof
+from wdjax.aims import Aim, Blur, Certificate, Noise, Opponent, Proof
 from wdjax.core import AnyArray, Array, Attack, PyTree
 
 
@@ -58,6 +58,7 @@ def train(
     order: float = 1,
     kappa: Any = None,
     certificate: Certificate | None = None,
+    noise: Noise | None = None,
     checkpoint: str | PathLike[str] | None = None,
     callback: Callable[[Training], Any] | None = None,
 ) -> Training:
@@ -72,6 +73,9 @@ def train(
 
     With a certificate, the loss is that of the clean samples and of the worst logits that lower
     bounds of the margins allow, weighted as the certificate says.
+
+    With noise, every sample is seen under fresh noise in every step, which is what a model wants
+    that is to be smoothed.
 
     An epoch is one program with one loop, unless XLA would run the model slowly inside it
     (:func:`wdjax.program.loops_well`). It goes through a random permutation and leaves out what
@@ -91,6 +95,7 @@ def train(
       order: Wasserstein order of the budget, as in :func:`wdjax.run`.
       kappa: how the mass is split, as in :func:`wdjax.run`.
       certificate: bounds to train through, :class:`wdjax.certify.CertifiedTraining`.
+      noise: of :mod:`wdjax.certify.noise`; the history then speaks of the noisy samples.
       checkpoint: a folder to save to after every epoch; if it holds a checkpoint already, training
         goes on from there, to the same numbers. Ctrl-C and SIGTERM end after the epoch under way.
       callback: called with the :class:`Training` so far after every epoch; a true value ends it.
@@ -100,14 +105,14 @@ def train(
 
     Raises:
       ValueError: bad samples, an attack or a certificate without ``eps`` or ``eps`` without either,
-        both of them, leaves that are not floats, a loss that is not finite, or a checkpoint of
-        another training.
+        more than one of attack, certificate and noise, leaves that are not floats, a loss that is
+        not finite, or a checkpoint of another training.
 
     Cost: per step 1 forward and 1 backward pass a sample; with an attack its passes and 2 of each,
       with a certificate about three times that of its bounds.
 
     Source: Madry et al. [madry2018] for the point-wise case, Gowal et al. [gowal2018] for
-      certificates.
+      certificates, Cohen et al. [cohen2019] for noise.
 
     >>> x = jnp.array([[0.0], [0.2], [0.8], [1.0]])
     >>> y = jnp.array([0, 0, 1, 1])
@@ -123,7 +128,7 @@ def train(
     _check_floats(model)
     size = min(batch_size, len(y))
     steps = epochs * (len(y) // size)
-    aim = aims.aim(attack, certificate, eps, kappa, x.dtype, steps)
+    aim = aims.aim(attack, certificate, noise, eps, kappa, x.dtype, steps)
     optimizer = optimizer or _default_optimizer(steps)
     at_once = program.loops_well(jax.make_jaxpr(_gradients)(model, x[:1]))
     recipe = Recipe(optimizer, loss, validate.check_order(order), at_once)
@@ -134,7 +139,8 @@ def train(
 
     identity = b""
     if checkpoint is not None:
-        settings = loop.settings((attack, certificate, loss, optimizer, model, order, size))
+        words = attack, certificate, noise, loss, optimizer, model, order, size
+        settings = loop.settings(words)
         identity = loop.digest(settings, aim, model, x, y, key)
     return loop.carry(
         start(model, optimizer, epochs),
@@ -147,6 +153,7 @@ def train(
         about={
             "attack": attack,
             "certificate": certificate,
+            "noise": noise,
             "eps": eps,
             "kappa": kappa,
             "order": order,
@@ -234,6 +241,8 @@ def _steps(
         step_key = jax.random.fold_in(key, number)
         if isinstance(aim, Proof):
             return _proved(recipe, aim, trained, x[batch], y[batch], before + number)
+        if isinstance(aim, Blur):
+            return _blurred(recipe, aim, trained, x[batch], y[batch], step_key)
         return _step(recipe, aim, trained, x[batch], y[batch], step_key)
 
     numbers = first + jnp.arange(len(order))
@@ -282,6 +291,15 @@ def _step(
         return mean, jnp.stack([mean, jnp.mean(right), jnp.mean(robust)])
 
     return _descend(recipe, expected, trained)
+
+
+def _blurred(
+    recipe: Recipe, blur: Blur, trained: PyTree, x: Array, y: Array, key: Array
+) -> tuple[PyTree, Array]:
+    """A step on noisy samples."""
+    keys = jax.random.split(key, len(x))
+    moved = x + jax.vmap(blur.noise.offset)(keys, x)
+    return _step(recipe, None, trained, moved, y, key)
 
 
 def _proved(

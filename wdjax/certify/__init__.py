@@ -1,5 +1,6 @@
 """Certificates: what no attack can do, for samples and for distributions."""
 
+from wdjax.certify import noise, smoothing
 from wdjax.certify.growth import growth_bound
 from wdjax.certify.interval import bound
 from wdjax.certify.lipschitz import interval_jacobian, layer_product, margin_lipschitz
@@ -22,7 +23,9 @@ __all__ = [
     "lipschitz_constant",
     "margin_bounds",
     "margin_lipschitz",
+    "noise",
     "radius",
+    "smoothing",
     "trainable_bounds",
     "verify",
     "wdro_bound",

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from wdjax import certify, files, lipschitz, norms
-from wdjax.cli import options, subject
+from wdjax.cli import options, smoothing, subject
 from wdjax.cli.console import Console
 from wdjax.core import Model
 from wdjax.parallel import AnyArray
@@ -21,7 +21,9 @@ _EXAMPLES = """examples:
   python -m wdjax certify --arch wong_mnist --weights mnist.pth --data mnist.npz \\
       --norm linf --eps 0.1 --samples 100 --json certified.json
   python -m wdjax certify --arch resnet2b --weights cifar10.pth --data cifar10.npz \\
-      --norm linf --eps 1/255 --method crown --radii radii.npz --json - | jq .verified"""
+      --norm linf --eps 1/255 --method crown --radii radii.npz --json - | jq .verified
+  python -m wdjax certify --arch wong_mnist --weights mnist.pth --data mnist.npz \\
+      --norm l2 --eps 0.5 --method smoothing --sigma 0.25 --json smoothed.json"""
 
 _COMPILING = (
     "/jax/core/compile/jaxpr_trace_duration",
@@ -46,10 +48,11 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     subject.declare_budget(how)
     how.add_argument(
         "--method",
-        choices=[*certify.METHODS, "lipschitz"],
+        choices=[*certify.METHODS, "lipschitz", smoothing.METHOD],
         default="auto",
         help="of the margins, from the cheapest to the tightest, or by local Lipschitz constants, "
-        "with the bound of the expected loss (default %(default)s)",
+        "with the bound of the expected loss; smoothing certifies the majority of noisy copies "
+        "instead, at a level of confidence (default %(default)s)",
     )
     how.add_argument(
         "--seconds",
@@ -68,10 +71,10 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--batch-size",
         type=options.positive,
-        default=64,
         metavar="B",
-        help="samples on the device at once (default %(default)s)",
+        help="samples, or votes, on the device at once (default 64; of votes what is fast)",
     )
+    smoothing.declare(parser.add_argument_group("how, by smoothing"))
     out = parser.add_argument_group("what is written")
     out.add_argument("--json", required=True, metavar="OUT", help="a file, or - for stdout")
     out.add_argument(
@@ -88,12 +91,15 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace, console: Console) -> int:
     """Certifies, prints, then writes."""
+    smoothing.check(parsed)
     subject.check_writable(parsed.json, parsed.radii)
     model, x, y = subject.load(parsed)
+    if parsed.method == smoothing.METHOD:
+        return smoothing.run(parsed, model, x, y, console)
     spent = _Compiling()
     began = time.perf_counter()
     how: dict[str, Any] = {"norm": norms.NAMES[parsed.norm], "eps": parsed.eps}
-    how["batch_size"] = parsed.batch_size
+    how["batch_size"] = parsed.batch_size or 64
     by_slopes = parsed.method == "lipschitz"
     if by_slopes:
         if parsed.checkpoint is not None:

@@ -6,6 +6,7 @@ from wdjax.ensembles.bisect import bisect
 from wdjax.ensembles.cascade import cascade
 from wdjax.ensembles.fast import Account, Leg, fast
 from wdjax.ensembles.rand import draws, rand
+from wdjax.ensembles.smoothed import smoothed
 from wdjax.ensembles.star import wda_star
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "draws",
     "fast",
     "rand",
+    "smoothed",
     "wda_star",
 ]

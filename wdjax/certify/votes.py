@@ -1,0 +1,141 @@
+"""What a model says of noisy samples: classes, counted on the host.
+
+A vote is a pair of a sample and a number, and its noise comes from these alone, so that neither
+batches nor devices change it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from wdjax import parallel, rounds
+from wdjax.certify.grid import Noise, quantized
+from wdjax.core import Array
+
+_AHEAD = 8
+"""Batches sent to the device before the first is waited for."""
+
+
+class Poll(NamedTuple):
+    """Whom to ask, and about what."""
+
+    model: Callable[[Array], Array]
+    noise: Noise
+    x: Array
+    """``[n, *shape]``, whole on every device."""
+    places: Array
+    """``[n]``: which samples of a larger set these are."""
+    key: Array
+    classes: int
+    size: int
+    """Votes a batch."""
+    mesh: Mesh | None
+
+
+def poll(
+    model: Callable[[Array], Array],
+    noise: Noise,
+    x: Array,
+    index: Any,
+    key: Array,
+    classes: int,
+    size: int,
+    mesh: Mesh | None,
+) -> Poll:
+    """Puts what does not change where it is needed."""
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    if device.platform == "tpu":
+        raise ValueError(
+            "a TPU has no float64 as exact as certificates want it; smooth on a CPU or a GPU."
+        )
+    places = jnp.arange(len(x)) if index is None else jnp.asarray(index)
+    if len(places) != len(x):
+        raise ValueError(f"index must have one row a sample, {len(x)}, got {len(places)}.")
+    size = parallel.padded_size(size, mesh)
+    fixed = parallel.replicate((model, x, places, key), mesh)
+    return Poll(fixed[0], noise, fixed[1], fixed[2], fixed[3], classes, size, mesh)
+
+
+def at_once(asked: Poll) -> int:
+    """Votes to be asked for in one call of :func:`count`."""
+    return asked.size * _AHEAD
+
+
+def count(asked: Poll, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """``[n, K + 1]`` counts of the votes ``numbers`` on the samples ``rows``, both ``[m]``.
+
+    The last column counts logits that are not finite, which are votes for no class.
+    """
+    sent = []
+    for first in range(0, len(rows), asked.size):
+        part = slice(first, first + asked.size)
+        pairs = np.stack([rows[part], numbers[part]]).astype(np.int32)
+        padded = np.pad(pairs, ((0, 0), (0, asked.size - pairs.shape[1])), mode="edge")
+        sent.append(_vote(asked.model, _draw(asked, padded))[0])
+    said = np.concatenate([np.asarray(batch) for batch in sent])[: len(rows)]
+    width = asked.classes + 1
+    total = np.bincount(rows * width + said, minlength=len(asked.x) * width)
+    return total.reshape(len(asked.x), width)
+
+
+def check_company(asked: Poll) -> None:
+    """Refuses a model whose output for a noisy sample depends on the rest of its batch."""
+    first = np.zeros(asked.size, np.int64)
+    places = np.arange(asked.size)
+    mixed = _draw(asked, np.stack([places % len(asked.x), places]).astype(np.int32))
+    alike = _draw(asked, np.stack([first, first]).astype(np.int32))
+    if asked.size > 1:
+        (_, beside), (_, alone) = _vote(asked.model, mixed), _vote(asked.model, alike)
+        rounds.refuse_company(beside, alone, asked.size)
+
+
+def uniforms(asked: Poll, number: int) -> np.ndarray:
+    """``[n]`` random numbers of the samples in ``[0, 1)``, by a number that no vote has."""
+
+    def one(place: Array) -> Array:
+        own = jax.random.fold_in(jax.random.fold_in(asked.key, place), number)
+        return jax.random.uniform(own)
+
+    return np.asarray(jax.jit(jax.vmap(one))(asked.places))
+
+
+def _draw(asked: Poll, pairs: np.ndarray) -> Array:
+    rows, numbers = parallel.shard(tuple(pairs), asked.mesh)
+    with _wide():
+        return _noisy(
+            asked.noise, asked.noise.step, asked.key, asked.x, asked.places, rows, numbers
+        )
+
+
+def _wide() -> Any:
+    """64 bits, under the name that this version of JAX has for it."""
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(True)
+    from jax import experimental
+
+    return getattr(experimental, "enable_x64")(True)  # noqa: B009 (newer versions have none)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _noisy(
+    noise: Noise, step: float, key: Array, x: Array, index: Array, rows: Array, numbers: Array
+) -> Array:
+    def one(row: Array, number: Array) -> Array:
+        own = jax.random.fold_in(jax.random.fold_in(key, index[row]), number)
+        return quantized(noise, step, own, x[row])
+
+    return jax.vmap(one)(rows, numbers)
+
+
+@jax.jit
+def _vote(model: Callable[[Array], Array], x: Array) -> tuple[Array, Array]:
+    """``[m]`` classes, and K where a logit is not finite; and the logits."""
+    logits = model(x)
+    fine = jnp.all(jnp.isfinite(logits), axis=-1)
+    said = jnp.where(fine, jnp.argmax(logits, axis=-1), logits.shape[-1])
+    return said.astype(jnp.int32), logits

@@ -1,0 +1,163 @@
+"""``python -m wdjax certify --method smoothing``: what votes of noisy copies prove."""
+
+import argparse
+import io
+import time
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from wdjax import files, norms
+from wdjax.certify import noise, protocol, smoothing
+from wdjax.cli import options, subject
+from wdjax.cli.console import Console
+from wdjax.core import Model
+
+SCHEMA = "wdjax.smoothing/1"
+METHOD = "smoothing"
+
+Added: TypeAlias = noise.Gaussian | noise.Laplace | noise.Uniform
+
+NOISES: dict[str, type[Added]] = {
+    "gaussian": noise.Gaussian,
+    "laplace": noise.Laplace,
+    "uniform": noise.Uniform,
+}
+_DEFAULTS: dict[str, Any] = {"n0": 100, "votes": 100_000, "alpha": 0.001, "seed": 0}
+_OWN = ("sigma", "noise", "test", *_DEFAULTS)
+
+
+def declare(group: Any) -> None:
+    """The options that only this method has; None where they are not given."""
+    group.add_argument(
+        "--sigma", type=options.number, metavar="S", help="standard deviation of the noise"
+    )
+    group.add_argument(
+        "--noise",
+        choices=NOISES,
+        help="gaussian for --norm l2, laplace or uniform for l1 (default: the first for the norm)",
+    )
+    group.add_argument(
+        "--n0",
+        type=options.positive,
+        metavar="N0",
+        help=f"votes that choose a class (default {_DEFAULTS['n0']})",
+    )
+    group.add_argument(
+        "--votes",
+        type=options.positive,
+        metavar="N",
+        help=f"votes that bound its probability, at most (default {_DEFAULTS['votes']})",
+    )
+    group.add_argument(
+        "--alpha",
+        type=options.number,
+        metavar="A",
+        help=f"chance that a radius is wrong, a sample (default {_DEFAULTS['alpha']})",
+    )
+    group.add_argument(
+        "--test",
+        choices=protocol.TESTS,
+        help="sequential stops as soon as eps is decided, the others take all votes for radii as "
+        "large as these show (default sequential)",
+    )
+    group.add_argument(
+        "--seed", type=int, help=f"of the noise (default {_DEFAULTS['seed']})", metavar="SEED"
+    )
+
+
+def check(parsed: argparse.Namespace) -> None:
+    """Refuses options that do not go together, before any work."""
+    given = [name for name in _OWN if getattr(parsed, name) is not None]
+    if parsed.method != METHOD:
+        if given:
+            raise ValueError(f"--{given[0]} would be ignored: it is for --method {METHOD}.")
+        return
+    if parsed.sigma is None:
+        raise ValueError(f"--method {METHOD} needs the noise's standard deviation: --sigma S.")
+    _noise(parsed)
+
+
+def run(
+    parsed: argparse.Namespace, model: Model, x: np.ndarray, y: np.ndarray, console: Console
+) -> int:
+    """Certifies, prints, then writes."""
+    own = {name: getattr(parsed, name) for name in _OWN}
+    own = {name: _DEFAULTS.get(name) if value is None else value for name, value in own.items()}
+    added = _noise(parsed)
+    test: protocol.Test = own["test"] or "sequential"
+    began = time.perf_counter()
+    with console.search("votes") as tick:
+        found = smoothing.certify(
+            model,
+            x,
+            y,
+            noise=added,
+            key=jax.random.key(own["seed"]),
+            eps=parsed.eps if test == "sequential" else None,
+            n0=own["n0"],
+            n=own["votes"],
+            alpha=own["alpha"],
+            test=test,
+            batch_size=parsed.batch_size,
+            callback=tick,
+            checkpoint=parsed.checkpoint,
+        )
+    content = {
+        **subject.described(parsed, SCHEMA, len(y)),
+        "method": METHOD,
+        "claim": f"smoothed classifier, each radius at level {1 - own['alpha']:g}",
+        "noise": added.family,
+        **{name: own[name] for name in ("sigma", *_DEFAULTS)},
+        "test": test,
+        "clean_accuracy": float(np.mean(found.correct)),
+        "abstained": int(np.sum(found.abstained)),
+        "verified": int(np.sum(found.radius >= parsed.eps)),
+        "average_radius": found.average_radius,
+        "certified_accuracy": {
+            f"omega_{name}": float(found.accuracy(parsed.eps, order))
+            for name, order in options.ORDERS.items()
+        },
+        "votes_per_image": float(np.mean(found.votes)),
+        "faults": int(np.sum(found.faults)),
+        "seconds": time.perf_counter() - began,
+    }
+    console.say(
+        f"{content['verified']} of {len(y)} verified within {parsed.eps:g} by "
+        f"{content['votes_per_image']:.0f} votes each, {content['abstained']} abstained"
+    )
+    if content["faults"]:
+        console.warn(f"  CAREFUL: {content['faults']} votes had logits that are not finite")
+    subject.write(parsed.json, content)
+    if parsed.radii is not None:
+        files.write(parsed.radii, _archive(found, parsed.eps))
+    return 0
+
+
+def _noise(parsed: argparse.Namespace) -> Added:
+    norm = norms.NAMES[parsed.norm]
+    fitting = [name for name, family in NOISES.items() if family.norm == norm]
+    name = parsed.noise or (fitting[0] if fitting else None)
+    if name not in fitting:
+        allowed = ", ".join(fitting) or "none"
+        raise ValueError(
+            f"smoothing has radii in l1 and l2; for --norm {parsed.norm} the noise can be "
+            f"{allowed}, got {parsed.noise or 'none'}."
+        )
+    return NOISES[name](parsed.sigma)
+
+
+def _archive(found: smoothing.SmoothedCertificate, eps: float) -> bytes:
+    """The archive of ``--radii``."""
+    buffer = io.BytesIO()
+    np.savez_compressed(
+        buffer,
+        radius=found.radius,
+        verified=found.radius >= eps,
+        correct=found.correct,
+        prediction=found.prediction,
+        lower=found.lower,
+        votes=found.votes,
+    )
+    return buffer.getvalue()

@@ -1,0 +1,139 @@
+"""Attacks on a smoothed classifier: through fixed noise, and confirmed under fresh noise."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wdjax import driver, norms
+from wdjax.certify import binomial, smoothing
+from wdjax.certify.grid import Noise
+from wdjax.core import AnyArray, Array, Attack, Found
+
+STRETCH = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5, 3.2, 4.0)
+"""How far beyond a flip of the stand-in the smoothed classifier is asked."""
+
+
+def smoothed(
+    attack: Attack,
+    model: Callable[[Array], Array],
+    x: AnyArray,
+    y: AnyArray,
+    *,
+    noise: Noise,
+    key: Array,
+    eps: Any = None,
+    count: int = 32,
+    votes: int = 2000,
+    alpha: float = 0.001,
+    stretch: Sequence[float] = STRETCH,
+    batch_size: int | None = None,
+    **options: Any,
+) -> Found:
+    r"""Looks for points at which a *smoothed* classifier returns another class, and tests them.
+
+    The attack sees :func:`wdjax.certify.smoothing.soft`, an expectation over ``count`` noises that
+    stay the same. A point counts where, among votes under noise that had no part in its choice,
+    another class than the label is the most probable at level ``1 - alpha`` a sample. Near its
+    boundary a smoothed classifier cannot be told from its rival, so points a little further along
+    the same line are tried too. What :func:`wdjax.certify.smoothing.certify` proves of the same
+    model and noise is never crossed but by chance.
+
+    Args:
+      attack: from :mod:`wdjax.attacks`, such as :class:`~wdjax.attacks.DDN`.
+      model: a pytree callable ``[n, *shape] -> [n, K]``, not smoothed.
+      x: ``[n, *shape]``
+      y: ``[n]``
+      noise: of :mod:`wdjax.certify.noise`.
+      key: a typed ``jax.random.key``.
+      eps: the radius, where the attack wants one; it binds what is tried further along, too.
+      count: noises that a gradient averages.
+      votes: fresh votes for every point that is tested.
+      alpha: the probability that a sample is said to have fallen which has not.
+      stretch: increasing factors of the way from the sample; only 1 where a ball asks for proofs.
+      batch_size: of the votes; that of the search is the driver's choice.
+      **options: of :func:`wdjax.search`.
+
+    Returns:
+      A :class:`~wdjax.core.Found`: ``success`` is what was confirmed, ``margin`` the share of
+      votes of the best rival less that of the label, ``correct`` is False where the sample itself
+      is another class by the test. A pass is one of the stand-in: ``count`` of the model.
+
+    Raises:
+      ValueError: factors that do not increase from 1, and what the search refuses.
+
+    Cost: ``count`` times that of the attack, and up to ``votes`` forward passes a factor.
+
+    Source: Salman et al. [salman2019]; Athalye et al. [athalye2018].
+
+    >>> import wdjax
+    >>> from wdjax.certify.noise import Gaussian
+    >>> model = wdjax.Model(lambda w, x: 20 * x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x, y = jnp.array([[0.6, 0.4]]), jnp.array([0])  # .141 from a flip
+    >>> how = {"noise": Gaussian(0.25), "key": jax.random.key(0)}
+    >>> found = smoothed(wdjax.attacks.DDN(wdjax.Lp(2)), model, x, y, **how)
+    >>> bool(found.success[0]), bool(0.14 < found.cost[0] < 0.2)
+    (True, True)
+    """
+    factors = [float(factor) for factor in stretch]
+    if not factors or factors[0] != 1 or any(np.diff(factors) <= 0):
+        raise ValueError(f"stretch must increase from 1, got {stretch!r}.")
+    own, search, ask = jax.random.split(key, 3)
+    level = binomial.check_level(alpha) / (len(factors) + 1)
+    x, labels = jnp.asarray(x), np.asarray(y)
+    stand_in = smoothing.soft(model, x, noise=noise, key=own, count=count)
+    found = driver.search(attack, stand_in, x, y, eps=eps, key=search, **options)
+    how: dict[str, Any] = {"noise": noise, "n": votes, "batch_size": batch_size}
+    how["index"] = options.get("index")
+
+    def asked(number: int, points: Array, only: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        fresh = jax.random.fold_in(ask, number)
+        counts = smoothing.tally(model, points, key=fresh, only=only, **how)
+        said = smoothing.decide(counts, level)
+        fallen = (said != labels) & (said != smoothing.ABSTAIN)
+        return fallen, _margin(counts, labels, votes), counts[:, -1]
+
+    lost, margin, faults = asked(0, x, None)
+    here, cost = np.array(x), np.zeros(len(labels), np.float64)
+    success, limit = lost.copy(), np.inf if eps is None else np.asarray(eps) * (1 + 1e-6)
+    for number, factor in enumerate(factors if found.proof is None else [1.0], 1):
+        points = _along(attack, x, found.x_adv, factor)
+        price = np.asarray(attack.ball.cost(x, points, found.proof), np.float64)
+        only = ~success & np.isfinite(price) & (price <= limit) & (price > 0)
+        if not only.any():
+            continue
+        fallen, now, faulty = asked(number, points, only)
+        faults = faults + faulty
+        better = only & (fallen | (now > margin))
+        here = np.where(norms.spread(jnp.asarray(better), x), points, here)
+        cost, margin = np.where(better, price, cost), np.where(better, now, margin)
+        success |= only & fallen
+    return dataclasses.replace(
+        found,
+        x_adv=jnp.asarray(here, x.dtype),
+        cost=jnp.asarray(cost, x.dtype),
+        correct=jnp.asarray(~lost),
+        success=jnp.asarray(success),
+        margin=jnp.asarray(margin, x.dtype),
+        fault=found.fault | jnp.asarray(faults > 0),
+    )
+
+
+def _along(attack: Attack, x: Array, x_adv: Array, factor: float) -> Array:
+    """A point on the way from a sample through its adversarial point, in the box."""
+    if factor == 1:
+        return x_adv
+    points = x + factor * (x_adv - x)
+    box = attack.ball.box
+    return points if box is None else jnp.clip(points, *box)
+
+
+def _margin(counts: np.ndarray, y: np.ndarray, votes: int) -> np.ndarray:
+    """The share of the best rival less that of the label."""
+    rows = np.arange(len(y))
+    rivals = counts[:, :-1].copy()
+    rivals[rows, y] = -1
+    return (rivals.max(axis=1) - counts[rows, y]) / votes
