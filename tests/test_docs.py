@@ -166,6 +166,9 @@ def test_notebooks_run(script, monkeypatch, tmp_path, capsys):
     elif script.stem == "03_distributional_attacks":
         bought = {order: float(result.accuracy) for order, result in names["bought"].items()}
         assert bought[1] <= bought[2] <= bought[jnp.inf]
+    elif script.stem == "08_theory":
+        assert names["found"].lower <= names["found"].upper_margin + 1e-9
+        assert max(names["reached"]) <= max(names["worst"]) + 1e-4
     elif script.stem == "09_smoothing":
         assert "do not cross" in said
         assert names["held"] > 0.5
