@@ -139,8 +139,8 @@ for label in np.unique(y):
     assert restricted <= (far - base) / 50 + 1e-6
 
 # %% [markdown]
-# For smooth nets the paper's lower bound (theorem 3.3) is false: with `theta(x) = (0, tanh x)`, label
-# 0 and one sample at 0, `l` is 1, but the cross-entropy never exceeds `log(1 + e)`.
+# For smooth nets the paper's lower bound (theorem 3.3) is false: with `theta(x) = (0, tanh x)`,
+# label 0 and one sample at 0, `l` is 1, but the cross-entropy never exceeds `log(1 + e)`.
 
 # %%
 grid = np.linspace(-20, 20, 8001)
@@ -154,8 +154,8 @@ for eps in (0.1, 1.0, 10.0):
 # %% [markdown]
 # ## Nets that cannot be counted
 #
-# On a ball the same constants are bounded by intervals, zonotopes, quadratic constraints (LipSDP) and
-# branch and bound, each no looser than the one before; samples bound them from below.
+# On a ball the same constants are bounded by intervals, zonotopes, quadratic constraints (LipSDP)
+# and branch and bound, each no looser than the one before; samples bound them from below.
 
 # %%
 at, label, radius = x[:1], y[:1], 0.3
