@@ -238,3 +238,16 @@ def test_frank_wolfe_stays_in_its_ball(channels):
         measured = ball.cost(x, found.x_adv, found.proof)
         np.testing.assert_allclose(measured, found.cost, rtol=1e-5)
     assert found.success.mean() > 0.5
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_the_distance_is_that_of_a_linear_program(power):
+    x, z = pictures(3, seed=1), pictures(3, seed=2)
+    ball = image.ImageWasserstein(power=power)
+    found = image.image_wasserstein_distance(x, z, ball=ball)
+    expected = [exact(*pair, power=power) for pair in zip(x, z)]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert image.image_wasserstein_distance(x, x, ball=ball).max() < 1e-9
+    assert image.image_wasserstein_distance(x, 0 * x)[0] == np.inf
+    with pytest.raises(ValueError, match="finite"):
+        image.image_wasserstein_distance(x, -z)

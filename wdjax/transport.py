@@ -424,7 +424,7 @@ def _block_cost(
     longest = float(gap.max())
     if longest == 0:
         return 0.0, 0.0
-    return longest, _least_cost((gap / longest) ** order, supply, demand)
+    return longest, least_cost((gap / longest) ** order, supply, demand)
 
 
 def _bottleneck(gap: _Float64, supply: _Float64, demand: _Float64, longest: float) -> float:
@@ -454,7 +454,7 @@ def _fits(allowed: npt.NDArray[np.bool_], supply: _Float64, demand: _Float64) ->
     return _solve(np.zeros(len(source)), source, sink, supply, demand).x is not None
 
 
-def _least_cost(cost: _Float64, supply: _Float64, demand: _Float64) -> float:
+def least_cost(cost: _Float64, supply: _Float64, demand: _Float64) -> float:
     """The optimal value of a transport problem with equal totals."""
     copies = _copies(supply, demand)
     if copies is not None:

@@ -140,7 +140,7 @@ class NearestTransport:
         grown = jnp.minimum(state.radius * (1 + share), jnp.minimum(state.cost, most))
         shrunk = jnp.minimum(state.radius, cost) * (1 - share)
         radius = jnp.where(flipped, shrunk, grown)
-        own = own._replace(budget=radius)
+        own = dataclasses.replace(own, budget=radius)
         gradient = unit(own.space.stencil.flat(seen.gradient))
         slope = self.momentum * state.slope + (1 - self.momentum) * gradient
         target, prices = linear.vertex(

@@ -1,5 +1,6 @@
 """The price of distance at which a budget is spent, in logarithms."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,10 +17,12 @@ _EXACT = 1e-5
 """Relative error of what is spent at which a price will do."""
 
 
-class Task(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Task:
     """What is minimised over: the ball of every sample."""
 
-    space: Space
+    space: Space = dataclasses.field(metadata={"static": True})
     x: Array
     """``[n, C, L]``"""
     weights: Array
