@@ -64,7 +64,7 @@ def test_projection_solves_equation_7(eps):
     x, task, w = ball_and_step(eps)
     begin = sinkhorn.no_duals(task)
     found = jax.jit(
-        lambda w: sinkhorn.project(task, w, 50.0, begin, iterations=3000, tolerance=1e-4)
+        lambda w: sinkhorn.project(task, w, 50.0, begin, iterations=3000, tolerance=1e-5)
     )(w)
     z = np.asarray(task.space.stencil.image(found.z))
     aims = np.asarray(task.space.stencil.image(w))
@@ -74,7 +74,7 @@ def test_projection_solves_equation_7(eps):
         expected = least(np.asarray(x[i], float), aims[i].astype(float), share[i], 50.0)
         np.testing.assert_allclose(z[i].ravel(), expected, atol=2e-3)
     columns = task.space.stencil.receive(found.plan)
-    np.testing.assert_allclose(columns, found.z, atol=1e-4)
+    np.testing.assert_allclose(columns, found.z, atol=5e-4)
 
 
 def test_samples_converge_for_themselves_and_from_known_duals():

@@ -6,11 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from wdjax import certify, files, norms
-from wdjax.cli import options, subject
+from wdjax.cli import options, process, subject
 from wdjax.cli.console import Console
 
 SCHEMA = "wdjax.certify/1"
@@ -20,12 +19,6 @@ _EXAMPLES = """examples:
       --norm linf --eps 0.1 --samples 100 --json certified.json
   python -m wdjax certify --arch resnet2b --weights cifar10.pth --data cifar10.npz \\
       --norm linf --eps 1/255 --method crown --radii radii.npz --json - | jq .verified"""
-
-_COMPILING = (
-    "/jax/core/compile/jaxpr_trace_duration",
-    "/jax/core/compile/jaxpr_to_mlir_module_duration",
-    "/jax/core/compile/backend_compile_duration",
-)
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -87,7 +80,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     """Certifies, prints, then writes."""
     subject.check_writable(parsed.json, parsed.radii)
     model, x, y = subject.load(parsed)
-    spent = _Compiling()
+    spent = process.Compiling()
     began = time.perf_counter()
     with console.search("certify") as tick:
         found = certify.verify(
@@ -134,18 +127,6 @@ def _content(
         "seconds": seconds,
         "compile_seconds": compiling,
     }
-
-
-class _Compiling:
-    """Counts the seconds that JAX says it spends on compilation from now on."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
-
-    def _heard(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event in _COMPILING:
-            self.seconds += duration_secs
 
 
 def _radii(found: certify.Certificate) -> bytes:

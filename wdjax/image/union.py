@@ -39,6 +39,7 @@ def image_wasserstein(
     *,
     eps: Any,
     ball: ImageWasserstein = ImageWasserstein(),  # noqa: B008
+    only: Any = None,
     checkpoint: str | PathLike[str] | None = None,
     **options: Any,
 ) -> Found:
@@ -55,6 +56,7 @@ def image_wasserstein(
       y: ``[n]``
       eps: radius, a number or ``[n]``; k pixels are ``k / (height width)``.
       ball: window, power, channels and the largest value of a pixel.
+      only: ``[n]`` booleans, the samples to attack; the others stay as they are.
       checkpoint: a folder; an interrupted call goes on from there to the same bits.
       **options: ``criterion``, ``index``, ``batch_size``, ``mesh``, ``callback`` of
         :func:`wdjax.search`.
@@ -81,11 +83,12 @@ def image_wasserstein(
     """
     ask = question("image_wasserstein", model, x, y, None, checkpoint, options, random=False)
     radii = np.asarray(validate.check_radii(eps, len(ask.y)), np.float32)
-    found, left = None, None
+    found, left = None, validate.check_mask("only", only, len(ask.y))
     for number, (attack, share) in enumerate(members(ball)):
         own = ask.search(number, attack, eps=share * radii, only=left)
         found = own if found is None else driver.best(found, own)
         left = np.asarray(found.correct & ~found.success)
+        left = left if only is None else left & np.asarray(only)
         if not left.any():
             break
     assert found is not None
