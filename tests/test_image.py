@@ -219,7 +219,7 @@ def test_frank_wolfe_stays_in_its_ball(channels):
     model = net(channels=2, scale=3.0)
     y = labelled(model, x)
     attack = image.FrankWolfe(ball, steps=15)
-    for eps in (0.002, 0.05, 5.0):
+    for eps in (0.002, 5.0):
         found = wdjax.search(attack, model, x, y, eps=eps)
         x_adv = np.asarray(found.x_adv, float)
         before = np.asarray(x, float)

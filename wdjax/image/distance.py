@@ -79,8 +79,8 @@ def _spent(grid: np.ndarray, supply: np.ndarray, demand: np.ndarray, power: floa
         return 0.0
     gap = cdist(grid[sources], grid[sinks])
     longest = float(gap.max()) or 1.0
-    whole = supply[sources].sum()
-    least = transport.least_cost(
-        (gap / longest) ** power, supply[sources] / whole, demand[sinks] / demand[sinks].sum()
-    )
-    return least * longest**power * whole
+    # HiGHS has absolute tolerances: masses of about 1, not of one part in a million.
+    whole, count = supply[sources].sum(), len(demand[sinks])
+    supply, demand = (count * part / part.sum() for part in (supply[sources], demand[sinks]))
+    least = transport.least_cost((gap / longest) ** power, supply, demand)
+    return least * longest**power * whole / count
