@@ -251,3 +251,24 @@ def test_the_distance_is_that_of_a_linear_program(power):
     assert image.image_wasserstein_distance(x, 0 * x)[0] == np.inf
     with pytest.raises(ValueError, match="finite"):
         image.image_wasserstein_distance(x, -z)
+
+
+def test_natural_perturbations_against_scipy():
+    from scipy import ndimage
+
+    x = np.asarray(pictures(2, channels=2, side=9))
+    plane = x[0, ..., 1]
+    down = ndimage.shift(plane, (-0.9, 0.0), order=1)
+    up = np.asarray(image.translate(x, 0.1, 90))[0, ..., 1]
+    np.testing.assert_allclose(up[:-1], down[:-1], atol=1e-5)
+    turned = ndimage.rotate(plane, 20, reshape=False, order=1)
+    inner = slice(2, 7)
+    found = np.asarray(image.rotate(x, 20))[0, ..., 1]
+    np.testing.assert_allclose(found[inner, inner], turned[inner, inner], atol=1e-5)
+    blurred = ndimage.gaussian_filter(plane, 1.1, radius=2, mode="nearest")
+    np.testing.assert_allclose(image.gaussian_blur(x, 5)[0, ..., 1], blurred, atol=1e-5)
+    dark = image.dim(x[..., :1], 30)
+    assert image.image_wasserstein_distance(x[..., :1], dark).max() < 1e-6
+    assert image.ImageWasserstein().cost(jnp.asarray(x[..., :1]), dark).min() == jnp.inf
+    with pytest.raises(ValueError, match="odd"):
+        image.gaussian_blur(x, 4)
