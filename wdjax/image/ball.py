@@ -114,9 +114,8 @@ class ImageWasserstein:
         return jnp.where(own > 0, whole / jnp.where(own > 0, own, 1.0), 1.0)
 
     def budget(self, x: Array, eps: Array) -> Array:
-        """``[n]``: mass times distance within ``eps``, less what rounding may be charged with."""
-        space_free = jnp.sum(x, axis=(1, 2))
-        return eps**self.power * space_free
+        """``[n]``: mass times distance within ``eps``, from masses ``[n, C, L]``."""
+        return eps**self.power * jnp.sum(x, axis=(1, 2))
 
     def reserve(self, space: Space, x: Array, weights: Array) -> Array:
         """``[n]``: mass times distance that attacks leave for rounding."""

@@ -111,8 +111,8 @@ def project(
 
     Differs: Algorithm 1 of the paper tests ``phi < 0`` after phi was made at least 0, and has its
       branches the wrong way round; its ``beta_1`` contains phi, which is 0 there. The price of cost
-      is solved for, not moved by one Newton step. Pixels without mass are masked, not 1e-15. The
-      dual of equation 17 lacks the constant that row terms carry; nothing depends on it.
+      is solved for, not moved by one Newton step, and so is a constant of the rows that gives ``z``
+      the mass of x. Pixels without mass are masked, not 1e-15.
 
     Source: Hu et al. [hu2020], equations 7 to 10 and Appendix A.3.
     """
