@@ -465,6 +465,8 @@ def least_cost(cost: _Float64, supply: _Float64, demand: _Float64) -> float:
     while True:
         source, sink = np.nonzero(edges)
         plan = _solve(cost[edges], source, sink, supply, demand)
+        if plan.x is None:  # Where masses differ by orders, presolving calls it infeasible.
+            plan = _solve(cost[edges], source, sink, supply, demand, presolve=False)
         if plan.x is None:
             raise RuntimeError(f"HiGHS found no transport plan: {plan.message}")
         price = plan.eqlin.marginals
@@ -502,6 +504,7 @@ def _solve(
     sink: npt.NDArray[np.int_],
     supply: _Float64,
     demand: _Float64,
+    presolve: bool = True,
 ) -> "OptimizeResult":
     """HiGHS on the plans that use the given edges only."""
     from scipy import optimize, sparse
@@ -517,7 +520,11 @@ def _solve(
         A_eq=balance,
         b_eq=np.concatenate([supply, demand * (supply.sum() / demand.sum())]),
         method="highs",
-        options={"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10},
+        options={
+            "primal_feasibility_tolerance": 1e-10,
+            "dual_feasibility_tolerance": 1e-10,
+            "presolve": presolve,
+        },
     )
 
 
