@@ -104,7 +104,7 @@ def test_every_key_that_is_cited_exists_and_every_reference_is_cited():
     }
     assert cited <= set(known)
     # Papers whose rooms are still to come say themselves what is there already.
-    assert set(known) - cited <= {"chen2022", "hu2020"}
+    assert set(known) - cited <= {"chen2022"}
 
 
 def test_every_reference_has_authors_a_year_and_a_link():
@@ -177,6 +177,8 @@ def test_notebooks_run(script, monkeypatch, tmp_path, capsys):
         counts = [*names["counts"].values()]
         assert counts == sorted(counts)
         assert counts[-1] <= names["left"]
+    elif script.stem == "05_image_wasserstein":
+        assert "what is repaired stays in its ball" in said
     else:
         assert set(names["mine"]) >= {"plain function", "NNX", "Linen"}
         missing = {"equinox", "haiku", "torch"} - set(names["absent"])

@@ -207,7 +207,7 @@ def test_growing_edges_give_the_optimum_of_the_whole_program(order):
     assert cost.size > transport._DENSE
     ot = pytest.importorskip("ot")
     expected = ot.emd2(supply / supply.sum(), demand / demand.sum(), cost) * supply.sum()
-    assert transport._least_cost(cost, supply, demand) == pytest.approx(expected, rel=1e-9)
+    assert transport.least_cost(cost, supply, demand) == pytest.approx(expected, rel=1e-9)
 
 
 @given(

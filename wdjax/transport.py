@@ -424,7 +424,7 @@ def _block_cost(
     longest = float(gap.max())
     if longest == 0:
         return 0.0, 0.0
-    return longest, _least_cost((gap / longest) ** order, supply, demand)
+    return longest, least_cost((gap / longest) ** order, supply, demand)
 
 
 def _bottleneck(gap: _Float64, supply: _Float64, demand: _Float64, longest: float) -> float:
@@ -454,7 +454,7 @@ def _fits(allowed: npt.NDArray[np.bool_], supply: _Float64, demand: _Float64) ->
     return _solve(np.zeros(len(source)), source, sink, supply, demand).x is not None
 
 
-def _least_cost(cost: _Float64, supply: _Float64, demand: _Float64) -> float:
+def least_cost(cost: _Float64, supply: _Float64, demand: _Float64) -> float:
     """The optimal value of a transport problem with equal totals."""
     copies = _copies(supply, demand)
     if copies is not None:
@@ -465,6 +465,8 @@ def _least_cost(cost: _Float64, supply: _Float64, demand: _Float64) -> float:
     while True:
         source, sink = np.nonzero(edges)
         plan = _solve(cost[edges], source, sink, supply, demand)
+        if plan.x is None:  # Where masses differ by orders, presolving calls it infeasible.
+            plan = _solve(cost[edges], source, sink, supply, demand, presolve=False)
         if plan.x is None:
             raise RuntimeError(f"HiGHS found no transport plan: {plan.message}")
         price = plan.eqlin.marginals
@@ -502,6 +504,7 @@ def _solve(
     sink: npt.NDArray[np.int_],
     supply: _Float64,
     demand: _Float64,
+    presolve: bool = True,
 ) -> "OptimizeResult":
     """HiGHS on the plans that use the given edges only."""
     from scipy import optimize, sparse
@@ -517,7 +520,11 @@ def _solve(
         A_eq=balance,
         b_eq=np.concatenate([supply, demand * (supply.sum() / demand.sum())]),
         method="highs",
-        options={"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10},
+        options={
+            "primal_feasibility_tolerance": 1e-10,
+            "dual_feasibility_tolerance": 1e-10,
+            "presolve": presolve,
+        },
     )
 
 

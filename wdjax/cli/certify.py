@@ -6,11 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from wdjax import certify, files, lipschitz, norms
-from wdjax.cli import options, smoothing, subject
+from wdjax.cli import options, process, smoothing, subject
 from wdjax.cli.console import Console
 from wdjax.core import Model
 from wdjax.parallel import AnyArray
@@ -24,12 +23,6 @@ _EXAMPLES = """examples:
       --norm linf --eps 1/255 --method crown --radii radii.npz --json - | jq .verified
   python -m wdjax certify --arch wong_mnist --weights mnist.pth --data mnist.npz \\
       --norm l2 --eps 0.5 --method smoothing --sigma 0.25 --json smoothed.json"""
-
-_COMPILING = (
-    "/jax/core/compile/jaxpr_trace_duration",
-    "/jax/core/compile/jaxpr_to_mlir_module_duration",
-    "/jax/core/compile/backend_compile_duration",
-)
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -96,7 +89,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     model, x, y = subject.load(parsed)
     if parsed.method == smoothing.METHOD:
         return smoothing.run(parsed, model, x, y, console)
-    spent = _Compiling()
+    spent = process.Compiling()
     began = time.perf_counter()
     how: dict[str, Any] = {"norm": norms.NAMES[parsed.norm], "eps": parsed.eps}
     how["batch_size"] = parsed.batch_size or 64
@@ -180,18 +173,6 @@ def _content(
         "seconds": seconds,
         "compile_seconds": compiling,
     }
-
-
-class _Compiling:
-    """Counts the seconds that JAX says it spends on compilation from now on."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
-
-    def _heard(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event in _COMPILING:
-            self.seconds += duration_secs
 
 
 def _radii(found: certify.Certificate) -> bytes:

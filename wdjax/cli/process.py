@@ -105,3 +105,22 @@ def compilation_cache(wanted: bool) -> Iterator[None]:
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
+
+
+_COMPILING = (
+    "/jax/core/compile/jaxpr_trace_duration",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration",
+    "/jax/core/compile/backend_compile_duration",
+)
+
+
+class Compiling:
+    """Counts the seconds that JAX says it spends on compilation from now on."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+
+    def _heard(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event in _COMPILING:
+            self.seconds += duration_secs

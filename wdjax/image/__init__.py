@@ -1,0 +1,24 @@
+"""The image-Wasserstein ball: mass that moves between pixels, and attacks that stay inside."""
+
+from wdjax.image.ball import ImageWasserstein, Plan
+from wdjax.image.distance import image_wasserstein_distance
+from wdjax.image.frank_wolfe import FrankWolfe
+from wdjax.image.nearest import NearestTransport
+from wdjax.image.perturbations import dim, gaussian_blur, rotate, translate
+from wdjax.image.sinkhorn_pgd import SinkhornPGD
+from wdjax.image.union import image_wasserstein, minimum_radius
+
+__all__ = [
+    "FrankWolfe",
+    "ImageWasserstein",
+    "NearestTransport",
+    "Plan",
+    "SinkhornPGD",
+    "dim",
+    "gaussian_blur",
+    "image_wasserstein",
+    "image_wasserstein_distance",
+    "minimum_radius",
+    "rotate",
+    "translate",
+]

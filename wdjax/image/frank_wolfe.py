@@ -1,0 +1,165 @@
+"""Frank-Wolfe over transport plans: every iterate is in the ball and the box."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from wdjax import losses, norms, validate
+from wdjax.attacks import ascent, nearest
+from wdjax.attacks.ascent import setting
+from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
+from wdjax.image import linear, plans
+from wdjax.image.ball import ImageWasserstein, Plan
+from wdjax.image.linear import Prices
+from wdjax.image.prices import Task
+
+_WARM = 10
+"""Steps that a plan which was given counts for, so that the first one does not discard it."""
+
+
+class State(NamedTuple):
+    plan: Array
+    """``[n, C, O, L]``"""
+    slope: Array
+    """``[n, C, L]``: running mean of the gradients."""
+    prices: Prices
+    taken: Array
+    best: Array
+    """The plan of the best iterate."""
+    value: Array
+    flipped: Array
+
+
+def task(ball: ImageWasserstein, samples: Samples) -> Task:
+    """What a sample's ball is, in the layout of plans."""
+    space = ball.space(samples.x.shape[1:])
+    x = space.stencil.flat(samples.x)
+    weights = ball.weights(x)
+    budget = ball.budget(x, samples.radius) - ball.reserve(space, x, weights)
+    return Task(space, x, weights, jnp.maximum(budget, 0.0))
+
+
+def seen_from(task: Task, plan: Array) -> Array:
+    """The images ``[n, H, W, C]`` that a plan makes."""
+    return task.space.stencil.image(plans.result(task.space, plan))
+
+
+def unit(gradient: Array) -> Array:
+    """A gradient ``[n, C, L]`` whose largest entry is 1 in absolute value, or 0."""
+    size = jnp.max(jnp.abs(gradient), axis=(1, 2), keepdims=True)
+    return gradient / jnp.where(size > 0, size, 1.0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FrankWolfe:
+    r"""Frank-Wolfe over transport plans, with the pixels' capacity inside the linear problem.
+
+    The gradient says what mass is worth in every pixel; an entropic linear minimisation finds the
+    best plan within budget and capacities; the iterate moves towards it by ``2 / (t + 2)``. Convex
+    combinations of plans keep rows, budget and capacities, so that nothing is ever projected or
+    clipped.
+
+    Args:
+      ball: window, power, channels and the largest value of a pixel.
+      steps: gradient steps; a sample ends at its first flip.
+      loss: ``(out, y) -> [n]``, to be increased.
+      sweeps: updates of the capacities' prices a step; 0 leaves overfull pixels to the repair, the
+        plain form, cheaper and weaker where images are saturated.
+      temperature: of the entropy, as a share of the largest gradient.
+      momentum: share of the running mean in the gradient that is followed.
+
+    Raises:
+      ValueError: fewer than one step, sweeps below 0.
+
+    Cost: per step 1 forward and 1 backward pass, and 1 forward at the end; memory for two plans a
+      sample, ``k^2`` floats a pixel. On one core of a CPU about 0.4 ms an MNIST image and step, and
+      0.02 more for every sweep.
+
+    Differs: Wu et al. have no capacities in the linear problem; gradients are averaged, which
+      found up to a fifth more flips; the best iterate counts, not the last.
+
+    Source: Wu et al. [wu2020], Section 4.
+
+    >>> import wdjax.image
+    >>> w = jnp.array([[0.0, 0.0], [0.0, 1.0], [-0.5, 1.0], [0.0, 0.0]])
+    >>> model = wdjax.Model(lambda w, x: 4 * x.reshape(len(x), -1) @ w - jnp.eye(2)[1], w)
+    >>> x, y = jnp.array([0.6, 0.2, 0.2, 0.0]).reshape(1, 1, 4, 1), jnp.array([1])
+    >>> attack = wdjax.image.FrankWolfe(wdjax.image.ImageWasserstein(window=3), steps=10)
+    >>> found = wdjax.search(attack, model, x, y, eps=0.3)
+    >>> found.success.tolist(), bool(found.cost[0] <= 0.3)
+    ([True], True)
+    """
+
+    budget: ClassVar[Literal["sample"]] = "sample"
+    random: ClassVar[bool] = False
+
+    ball: ImageWasserstein = setting(ImageWasserstein())
+    steps: int = setting(60)
+    loss: Callable[[PyTree, Array], Array] = setting(losses.cross_entropy)
+    sweeps: int = setting(10)
+    temperature: float | Array = 0.02
+    momentum: float | Array = 0.8
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", validate.check_count("steps", self.steps))
+        object.__setattr__(self, "sweeps", validate.check_count("sweeps", self.sweeps, 0))
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return Stage(self._step, self.steps, self.finished), Stage(self._end, 1, self.finished)
+
+    def init(
+        self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
+    ) -> State:
+        own = task(self.ball, samples)
+        taken = jnp.zeros(len(samples.y), jnp.int32)
+        plan = plans.stay(own.space, own.x)
+        if start is not None:
+            near = plans.towards(own.space, own.x, own.space.stencil.flat(start))
+            plan = plans.repair(own.space, near, own.x, own.weights, own.budget)
+            taken = taken + _WARM
+        value = jnp.full(len(samples.y), -jnp.inf, samples.x.dtype)
+        none = jnp.zeros_like(own.x)
+        prices = linear.no_prices(own.x)
+        return State(plan, none, prices, taken, plan, value, jnp.zeros(len(samples.y), bool))
+
+    def _step(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        own = task(self.ball, samples)
+        seen = ascent.slope(victim, seen_from(own, state.plan), samples.y, self.loss)
+        info = ascent.note(victim, samples.y, seen)
+        state = _remember(state, info.value, seen.out)
+        gradient = unit(own.space.stencil.flat(seen.gradient))
+        slope = self.momentum * state.slope + (1 - self.momentum) * gradient
+        target, prices = linear.vertex(
+            own, unit(slope), self.temperature, state.prices, self.sweeps
+        )
+        size = jnp.where(state.flipped, 0.0, 2 / (state.taken + 2)).astype(slope.dtype)
+        plan = state.plan + size[:, None, None, None] * (target - state.plan)
+        return state._replace(plan=plan, slope=slope, prices=prices, taken=state.taken + 1), info
+
+    def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        own = task(self.ball, samples)
+        out, info = ascent.judge(victim, seen_from(own, state.plan), samples.y)
+        return _remember(state, info.value, out), info
+
+    def point(self, samples: Samples, state: State) -> tuple[Array, Plan]:
+        own = task(self.ball, samples)
+        plan = plans.repair(own.space, state.best, own.x, own.weights, own.budget)
+        return seen_from(own, plan), Plan(own.space.stencil.mass(plan))
+
+    def finished(self, state: State) -> Array:
+        return state.flipped
+
+
+def _remember(state: State, value: Array, out: PyTree) -> State:
+    """Keeps the iterate if it is the best so far; nothing replaces a flip."""
+    better = ~state.flipped & (value > state.value)
+    return state._replace(
+        best=jnp.where(norms.spread(better, state.plan), state.plan, state.best),
+        value=jnp.where(better, value, state.value),
+        flipped=state.flipped | nearest.flips(value, out),
+    )

@@ -1,0 +1,130 @@
+"""Transport plans that prove what they claim: repaired, shrunk to a budget, measured."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from wdjax.core import Array
+from wdjax.image.stencil import Stencil
+
+_SWEEPS = 200
+"""Returns of overfull pixels' inflow at most; mostly five to sixteen suffice."""
+_TURNS = 60
+"""Of the entropic transport to a given point."""
+_FULL = 1e-6
+"""By so much a pixel may exceed the box before rounding clips it, as a share of its width."""
+
+
+class Space(NamedTuple):
+    """Where mass moves: the window, the ground cost, and what fits into a pixel."""
+
+    stencil: Stencil
+    power: float
+    """Of the Euclidean distance."""
+    high: float
+    """The largest value of a pixel."""
+
+
+def stay(space: Space, x: Array) -> Array:
+    """The plan ``[n, C, O, L]`` that moves nothing of the mass ``x`` ``[n, C, L]``."""
+    plan = jnp.zeros((*x.shape[:-1], space.stencil.offsets, space.stencil.length), x.dtype)
+    return plan.at[:, :, space.stencil.center].set(x)
+
+
+def moved(space: Space, plan: Array, weights: Array) -> Array:
+    """``[n]``: the cost of a plan, in mass times distance, channels by ``weights`` ``[n, C]``."""
+    costs = jnp.asarray(space.stencil.costs(space.power), plan.dtype)
+    return jnp.einsum("nco,o,nc->n", jnp.sum(plan, axis=3), costs, weights, precision="highest")
+
+
+def blend(plan: Array, x: Array, share: Array, center: int) -> Array:
+    """``share`` ``[n]`` of a plan and the rest of staying."""
+    plan = plan * share[:, None, None, None]
+    return plan.at[:, :, center].add((1 - share)[:, None, None] * x)
+
+
+def exact_rows(space: Space, plan: Array, x: Array) -> Array:
+    """Rows that sum to ``x``: what is missing stays, what is too much is scaled away."""
+    total = jnp.sum(plan, axis=2)
+    share = jnp.where(total > x, x / jnp.where(total > 0, total, 1.0), 1.0)
+    plan = plan * share[:, :, None]
+    missing = jnp.maximum(x - jnp.sum(plan, axis=2), 0.0)
+    return plan.at[:, :, space.stencil.center].add(missing)
+
+
+def uncrowd(space: Space, plan: Array, x: Array) -> Array:
+    """Returns what overfull pixels cannot hold to those who sent it; costs only fall.
+
+    The inflow of an overfull pixel is scaled down to what fits; what its senders get back may
+    overfill them in turn, so that it is repeated. A sample for which even that does not end within
+    two hundred rounds is blended with staying, where all fits.
+    """
+    stencil, center = space.stencil, space.stencil.center
+    ceiling = space.high * (1 + _FULL)
+
+    def overfull(received: Array) -> Array:
+        return jnp.any(received > ceiling, axis=(1, 2))
+
+    def go_on(carried: tuple[Array, Array, Array]) -> Array:
+        _, received, turns = carried
+        return jnp.any(overfull(received)) & (turns < _SWEEPS)
+
+    def sweep(carried: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        plan, received, turns = carried
+        crowded = overfull(received)[:, None, None]
+        home = plan[:, :, center]
+        inflow = received - home
+        room = jnp.clip((space.high - home) / jnp.where(inflow > 0, inflow, 1.0), 0.0, 1.0)
+        plan = stencil.scale(plan, jnp.where(crowded & (inflow > 0), room, 1.0))
+        away = jnp.sum(plan, axis=2) - plan[:, :, center]
+        home = jnp.where(crowded, jnp.maximum(x - away, 0.0), home)
+        plan = plan.at[:, :, center].set(home)
+        return plan, stencil.receive(plan), turns + 1
+
+    start = (plan, stencil.receive(plan), jnp.zeros((), jnp.int32))
+    plan, received, _ = jax.lax.while_loop(go_on, sweep, start)
+    fits = jnp.clip((ceiling - x) / jnp.where(received > x, received - x, 1.0), 0.0, 1.0)
+    share = jnp.min(jnp.where(received > ceiling, fits, 1.0), axis=(1, 2))
+    return blend(plan, x, share, center)
+
+
+def within(space: Space, plan: Array, x: Array, weights: Array, budget: Array) -> Array:
+    """A plan shrunk towards staying to a cost of ``budget`` ``[n]`` at most."""
+    cost = moved(space, plan, weights)
+    share = jnp.where(cost > budget, budget / jnp.where(cost > 0, cost, 1.0), 1.0)
+    return blend(plan, x, share, space.stencil.center)
+
+
+def repair(space: Space, plan: Array, x: Array, weights: Array, budget: Array) -> Array:
+    """The certified repair: rows exact, no pixel overfull, the cost within ``budget``."""
+    plan = uncrowd(space, exact_rows(space, plan, x), x)
+    return within(space, plan, x, weights, budget)
+
+
+def towards(space: Space, x: Array, z: Array, temperature: float = 0.1) -> Array:
+    """A plan that brings ``x`` close to ``z``, both ``[n, C, L]``: entropic transport.
+
+    Rows are exact. Columns are as near as the window and the temperature, a share of the distance
+    of neighbours, allow.
+    """
+    stencil = space.stencil
+    costs = jnp.asarray(stencil.costs(space.power), x.dtype)
+    near = jnp.exp(-costs / temperature)[:, None] * jnp.asarray(stencil.valid(), x.dtype)
+    kernel = jnp.broadcast_to(near, (*x.shape[:2], *near.shape))
+    least = jnp.finfo(x.dtype).tiny
+
+    def turn(_: int, arrive: Array) -> Array:
+        leave = x / jnp.maximum(stencil.send(kernel, arrive), least)
+        received = stencil.receive(kernel, leave)
+        arrive = jnp.where(z > 0, z / jnp.maximum(received, least), 0.0)
+        return jnp.clip(arrive, 1e-18, 1e18)
+
+    arrive = jax.lax.fori_loop(0, _TURNS, turn, jnp.ones_like(x))
+    leave = x / jnp.maximum(stencil.send(kernel, arrive), least)
+    return stencil.scale(kernel, arrive) * leave[:, :, None]
+
+
+def result(space: Space, plan: Array) -> Array:
+    """The mass ``[n, C, L]`` where a plan puts it, within the box."""
+    return jnp.clip(space.stencil.receive(plan), 0.0, space.high)

@@ -1,0 +1,185 @@
+"""The price of distance at which a budget is spent, in logarithms."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from wdjax.core import Array
+from wdjax.image.plans import Space
+from wdjax.image.stencil import Stencil
+
+NOTHING = -1e9
+"""The logarithm of no mass: finite, so that differences are."""
+_EXACT = 1e-5
+"""Relative error of what is spent at which a price will do."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is minimised over: the ball of every sample."""
+
+    space: Space = dataclasses.field(metadata={"static": True})
+    x: Array
+    """``[n, C, L]``"""
+    weights: Array
+    """``[n, C]``: of channels in the cost."""
+    budget: Array
+    """``[n]``: mass times distance."""
+
+
+class Spent(NamedTuple):
+    """What a price of distance leads to."""
+
+    cost: Array
+    """``[n]``"""
+    slope: Array
+    """``[n]``: its derivative in the price, at most 0."""
+
+
+def log_levels(stencil: Stencil, targets: Array, power: float) -> Array:
+    """``[n, C, D, L]``: log-sums of what a sender's targets hold, by classes of equal cost."""
+    padded, shifts = _pad(stencil, targets), jnp.asarray(stencil.shifts())
+    levels, members = stencil.classes(power)
+    places = jnp.asarray(members)
+    shape = (*targets.shape[:-1], len(levels), stencil.length)
+
+    def look(place: Array) -> Array:
+        start = stencil.margin + shifts[place]
+        return jax.lax.dynamic_slice_in_dim(padded, start, stencil.length, -1)
+
+    def highest(place: Array, best: Array) -> Array:
+        known = jax.lax.dynamic_index_in_dim(best, places[place], 2, keepdims=False)
+        known = jnp.maximum(known, look(place))
+        return jax.lax.dynamic_update_index_in_dim(best, known, places[place], 2)
+
+    best = jnp.full(shape, NOTHING, padded.dtype)
+    best = jax.lax.fori_loop(0, stencil.offsets, highest, best)
+    best = jax.lax.stop_gradient(best)
+
+    def add(place: Array, total: Array) -> Array:
+        top = jax.lax.dynamic_index_in_dim(best, places[place], 2, keepdims=False)
+        known = jax.lax.dynamic_index_in_dim(total, places[place], 2, keepdims=False)
+        known = known + jnp.exp(look(place) - top)
+        return jax.lax.dynamic_update_index_in_dim(total, known, places[place], 2)
+
+    total = jax.lax.fori_loop(0, stencil.offsets, add, jnp.zeros(shape, padded.dtype))
+    return best + jnp.log(total)
+
+
+def log_receive(stencil: Stencil, row: Array, price: Array, power: float) -> Array:
+    """``[n, C, L]``: ``log sum_i exp(row_i - price c_ij)`` of every target; prices ``[n, C]``."""
+    padded, shifts = _pad(stencil, row), jnp.asarray(stencil.shifts())
+    costs = jnp.asarray(stencil.costs(power), row.dtype)
+
+    def look(place: Array) -> Array:  # Offsets come in pairs, so that senders are looked up too.
+        start = stencil.margin + shifts[place]
+        part = jax.lax.dynamic_slice_in_dim(padded, start, stencil.length, -1)
+        return part - price[..., None] * costs[place]
+
+    def highest(place: Array, best: Array) -> Array:
+        return jnp.maximum(best, look(place))
+
+    best = jnp.full_like(row, 2 * NOTHING)
+    best = jax.lax.stop_gradient(jax.lax.fori_loop(0, stencil.offsets, highest, best))
+
+    def add(place: Array, total: Array) -> Array:
+        return total + jnp.exp(look(place) - best)
+
+    return best + jnp.log(jax.lax.fori_loop(0, stencil.offsets, add, jnp.zeros_like(row)))
+
+
+def _pad(stencil: Stencil, flat: Array) -> Array:
+    room = [(0, 0)] * (flat.ndim - 1) + [(stencil.margin, stencil.margin)]
+    return jnp.pad(flat, room, constant_values=NOTHING)
+
+
+def log_whole(task: Task, sums: Array, price: Array) -> Array:
+    """``[n, C, L]``: log-normalisers of rows, from log-sums ``[n, C, D, L]`` of equal costs."""
+    levels = jnp.asarray(task.space.stencil.classes(task.space.power)[0], sums.dtype)
+    dear = price[:, None, None] * task.weights[:, :, None] * levels
+    # The class of staying holds a finite entry, so that no row is empty.
+    return jax.nn.logsumexp(sums - dear[..., None], axis=2)
+
+
+def log_spent(task: Task, sums: Array, price: Array) -> Spent:
+    """What is spent at a price, from log-sums ``[n, C, D, L]`` of equal costs."""
+    levels = jnp.asarray(task.space.stencil.classes(task.space.power)[0], sums.dtype)
+    dear = price[:, None, None] * task.weights[:, :, None] * levels
+
+    def highest(place: Array, best: Array) -> Array:
+        return jnp.maximum(best, sums[:, :, place] - dear[:, :, place, None])
+
+    best = jnp.full_like(task.x, 2 * NOTHING)
+    best = jax.lax.stop_gradient(jax.lax.fori_loop(0, len(levels), highest, best))
+
+    def add(place: Array, totals: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        whole, first, second = totals
+        held = jnp.exp(sums[:, :, place] - dear[:, :, place, None] - best)
+        level = levels[place]
+        return whole + held, first + level * held, second + level**2 * held
+
+    none = jnp.zeros_like(task.x)
+    whole, first, second = jax.lax.fori_loop(0, len(levels), add, (none, none, none))
+    return spent(task, whole, first, second)
+
+
+def spent(task: Task, whole: Array, first: Array, second: Array) -> Spent:
+    """What is spent, from rows' moments of the cost, ``[n, C, L]`` and not normalised."""
+    share = 1 / jnp.maximum(whole, jnp.finfo(whole.dtype).tiny)
+    mean, weights = first * share, task.weights[:, :, None]
+    cost = jnp.sum(mean * task.x * weights, axis=(1, 2))
+    slope = jnp.sum((mean**2 - second * share) * task.x * weights**2, axis=(1, 2))
+    return Spent(cost, slope)
+
+
+class _Hunt(NamedTuple):
+    price: Array
+    low: Array
+    high: Array
+    ratio: Array
+    """Logarithm of what was spent over the budget."""
+    turn: Array
+
+
+def find_price(
+    task: Task,
+    spend: Callable[[Array], Spent],
+    price: Array,
+    steps: int,
+    top: Array | float = 1e5,
+    unrolled: bool = False,
+) -> Array:
+    """The price ``[n]`` of distance at which the budget is spent; 0 where it suffices anyway.
+
+    Newton's method inside a bracket ``[0, top]``, from the ``price`` of last time; with
+    ``unrolled`` in a loop that can be differentiated.
+    """
+
+    def step(hunt: _Hunt) -> _Hunt:
+        price, low, high, _, turn = hunt
+        now = spend(price)
+        over = now.cost > task.budget
+        low, high = jnp.where(over, price, low), jnp.where(over, high, price)
+        # Costs fall about exponentially, so that Newton's method is at its best on logarithms.
+        ratio = jnp.log(jnp.maximum(now.cost, 1e-20) / jnp.maximum(task.budget, 1e-20))
+        aim = price - ratio * now.cost / jnp.minimum(now.slope, -1e-20)
+        inside = (aim >= low) & (aim <= high) & (now.cost > 1e-6 * task.budget)
+        aim = jnp.where(inside & (turn % 4 < 3), aim, (low + high) / 2)
+        return _Hunt(jnp.where(jnp.abs(ratio) < _EXACT, price, aim), low, high, ratio, turn + 1)
+
+    def go_on(hunt: _Hunt) -> Array:
+        open_ends = (hunt.high - hunt.low) > 1e-6 * hunt.high
+        return (hunt.turn < steps) & jnp.any((jnp.abs(hunt.ratio) >= _EXACT) & open_ends)
+
+    low = jnp.zeros_like(price)
+    high = jnp.broadcast_to(jnp.asarray(top, price.dtype), price.shape)
+    begun = _Hunt(price, low, high, jnp.full_like(price, jnp.inf), jnp.zeros((), jnp.int32))
+    if unrolled:
+        last = jax.lax.fori_loop(0, steps, lambda _, hunt: step(hunt), begun)
+    else:
+        last = jax.lax.while_loop(go_on, step, begun)
+    return jnp.where(spend(low).cost <= task.budget, 0.0, last.price)

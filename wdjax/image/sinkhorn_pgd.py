@@ -1,0 +1,179 @@
+"""Hu et al.'s attack: gradient ascent with the constrained Sinkhorn projection."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from wdjax import losses, norms, validate
+from wdjax.attacks import ascent, nearest
+from wdjax.attacks.ascent import setting
+from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
+from wdjax.image import plans, sinkhorn
+from wdjax.image.ball import ImageWasserstein, Plan
+from wdjax.image.frank_wolfe import seen_from, task, unit
+from wdjax.image.prices import Task
+from wdjax.image.sinkhorn import Duals
+
+
+class State(NamedTuple):
+    plan: Array
+    """``[n, C, O, L]``"""
+    duals: Duals
+    taken: Array
+    best: Array
+    """The plan of the best iterate."""
+    value: Array
+    flipped: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SinkhornPGD:
+    r"""Hu et al.'s attack: gradient steps, each projected by constrained Sinkhorn iterations.
+
+    A step adds ``step_size |x|_1`` times the direction, whose largest entry is 1; the projection
+    starts from the duals of the last one, and what it returns is repaired, so that every iterate
+    is in the ball and the box, converged or not.
+
+    Args:
+      ball: window, power, channels and the largest value of a pixel.
+      steps: gradient steps; a sample ends at its first flip.
+      loss: ``(out, y) -> [n]``, to be increased.
+      direction: ``"l2"``, the gradient; ``"linf"``, its sign; ``"smooth"``, the gradient after a
+        Gaussian filter of the ball's window, of width ``width`` pixels.
+      growing: look for the least radius: in step t it is ``first + t growth``, all else carried
+        over. Then the attack has no ``eps``.
+      iterations: of a projection at most.
+      step_size: in shares of the image's mass; with an ``eps`` at most half of it.
+      lam: weight of the fit in the projection.
+      tolerance: of the projection's columns, as a share of the mass; the paper's loose termination
+        for training is 0.1.
+      first: the radius of the first step.
+      growth: of the radius a step.
+      width: of the filter.
+
+    Raises:
+      ValueError: fewer than one step or iteration, another direction.
+
+    Cost: per step 1 forward and 1 backward pass and at most ``iterations`` iterations, 0.15 ms each
+      an MNIST image on one core of a CPU.
+
+    Differs: the authors clamp steps at 0.0765 of the mass, an overflow guard that the paper does
+      not name, leave up to 1 % of the mass missing, and test the budget of the plan of that mass
+      only; their points leave the ball. Here step sizes of 0.5 and ``lam`` of 10,000 are finite in
+      float32.
+
+    Source: Hu et al. [hu2020], Sections 4, 5, A.1 and A.5.
+
+    >>> import wdjax.image
+    >>> w = jnp.array([[0.0, 0.0], [0.0, 1.0], [-0.5, 1.0], [0.0, 0.0]])
+    >>> model = wdjax.Model(lambda w, x: 4 * x.reshape(len(x), -1) @ w - jnp.eye(2)[1], w)
+    >>> x, y = jnp.array([0.6, 0.2, 0.2, 0.0]).reshape(1, 1, 4, 1), jnp.array([1])
+    >>> attack = wdjax.image.SinkhornPGD(wdjax.image.ImageWasserstein(window=3), steps=20)
+    >>> wdjax.search(attack, model, x, y, eps=0.2).success.tolist()
+    [True]
+    """
+
+    random: ClassVar[bool] = False
+
+    ball: ImageWasserstein = setting(ImageWasserstein())
+    steps: int = setting(40)
+    loss: Callable[[PyTree, Array], Array] = setting(losses.cross_entropy)
+    direction: str = setting("l2")
+    growing: bool = setting(False)
+    iterations: int = setting(20)
+    step_size: float | Array = 0.06
+    lam: float | Array = 1000.0
+    tolerance: float | Array = 0.001
+    first: float | Array = 0.01
+    growth: float | Array = 0.01
+    width: float | Array = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "iterations"):
+            object.__setattr__(self, name, validate.check_count(name, getattr(self, name)))
+        validate.check_choice("direction", self.direction, ("l2", "linf", "smooth"))
+
+    @property
+    def budget(self) -> Literal["sample", "none"]:
+        return "none" if self.growing else "sample"
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return Stage(self._step, self.steps, self._over), Stage(self._end, 1, self._over)
+
+    def _task(self, samples: Samples, taken: Array) -> tuple[Task, Array]:
+        """The ball of a step, and its radius ``[n]``."""
+        radius = self.first + self.growth * taken if self.growing else samples.radius
+        radius = jnp.asarray(radius, samples.x.dtype)
+        return task(self.ball, samples._replace(eps=radius)), radius
+
+    def init(
+        self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
+    ) -> State:
+        taken = jnp.zeros(len(samples.y), jnp.int32)
+        own, _ = self._task(samples, taken)
+        plan = plans.stay(own.space, own.x)
+        if start is not None:
+            near = plans.towards(own.space, own.x, own.space.stencil.flat(start))
+            plan = plans.repair(own.space, near, own.x, own.weights, own.budget)
+        fallen = victim.criterion(samples.out, samples.y) > 0
+        value = jnp.full(len(samples.y), -jnp.inf, samples.x.dtype)
+        return State(plan, sinkhorn.no_duals(own), taken, plan, value, fallen & self.growing)
+
+    def _step(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        own, radius = self._task(samples, state.taken)
+        seen = ascent.slope(victim, seen_from(own, state.plan), samples.y, self.loss)
+        info = ascent.note(victim, samples.y, seen)
+        state = _remember(state, info.value, seen.out)
+        size = jnp.minimum(radius / 2, self.step_size) * jnp.sum(own.x, axis=(1, 2))
+        ahead = self._direction(own, own.space.stencil.flat(seen.gradient))
+        w = plans.result(own.space, state.plan) + size[:, None, None] * ahead
+        shadow = sinkhorn.project(
+            own, w, self.lam, state.duals, iterations=self.iterations, tolerance=self.tolerance
+        )
+        plan = plans.repair(own.space, shadow.plan, own.x, own.weights, own.budget)
+        moved = state._replace(plan=plan, duals=shadow.duals, taken=state.taken + 1)
+        return ascent.hold(state.flipped, state, moved), info
+
+    def _direction(self, own: Task, gradient: Array) -> Array:
+        if self.direction == "linf":
+            return jnp.sign(gradient)
+        if self.direction == "smooth":
+            stencil = own.space.stencil
+            far = jnp.asarray(stencil.costs(2.0), gradient.dtype)
+            bell = jnp.exp(-far / (2 * self.width**2))[:, None] * jnp.asarray(stencil.valid())
+            bell = bell / jnp.maximum(jnp.sum(bell, axis=0), 1.0)
+            gradient = stencil.send(
+                jnp.broadcast_to(bell, (*own.x.shape[:2], *bell.shape)), gradient
+            )
+        return unit(gradient)
+
+    def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        own, _ = self._task(samples, state.taken)
+        out, info = ascent.judge(victim, seen_from(own, state.plan), samples.y)
+        return _remember(state, info.value, out), info
+
+    def _over(self, state: State) -> Array:
+        return state.flipped
+
+    def point(self, samples: Samples, state: State) -> tuple[Array, Plan]:
+        own, _ = self._task(samples, state.taken)
+        plan = plans.exact_rows(own.space, state.best, own.x)
+        return seen_from(own, plan), Plan(own.space.stencil.mass(plan))
+
+    def finished(self, state: State) -> Array:
+        return state.flipped
+
+
+def _remember(state: State, value: Array, out: PyTree) -> State:
+    """Keeps the iterate if it is the best so far; nothing replaces a flip."""
+    better = ~state.flipped & (value > state.value)
+    return state._replace(
+        best=jnp.where(norms.spread(better, state.plan), state.plan, state.best),
+        value=jnp.where(better, value, state.value),
+        flipped=state.flipped | nearest.flips(value, out),
+    )

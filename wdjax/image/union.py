@@ -1,0 +1,145 @@
+"""Several honest attacks in the image-Wasserstein ball, one after the other."""
+
+import dataclasses
+from collections.abc import Callable
+from os import PathLike
+from typing import Any
+
+import numpy as np
+
+from wdjax import driver, losses, validate
+from wdjax.core import AnyArray, Array, Attack, Found, PyTree
+from wdjax.ensembles.question import question
+from wdjax.image.ball import ImageWasserstein
+from wdjax.image.frank_wolfe import FrankWolfe
+from wdjax.image.nearest import NearestTransport
+
+
+def members(ball: ImageWasserstein) -> tuple[tuple[FrankWolfe, float], ...]:
+    """The attacks of :func:`image_wasserstein`, each with its share of the radius.
+
+    Defended nets mask gradients, each against another of these: cold vertices jump past what warm
+    ones follow, and in a smaller ball some find what they overlook in a large one.
+    """
+    entropy = FrankWolfe(ball, steps=50)
+    margin = dataclasses.replace(entropy, loss=losses.margin, momentum=0.9)
+    cold = dataclasses.replace(margin, temperature=0.01, momentum=0.8)
+    return (
+        (entropy, 1.0),
+        (cold, 1.0),
+        (margin, 1.0),
+        (dataclasses.replace(entropy, momentum=0.9), 1.0),
+        (cold, 0.5),
+    )
+
+
+def image_wasserstein(
+    model: Callable[[Array], PyTree],
+    x: AnyArray,
+    y: AnyArray,
+    *,
+    eps: Any,
+    ball: ImageWasserstein = ImageWasserstein(),  # noqa: B008
+    only: Any = None,
+    checkpoint: str | PathLike[str] | None = None,
+    **options: Any,
+) -> Found:
+    r"""Whether images survive within an image-Wasserstein radius: a union of honest attacks.
+
+    Five Frank-Wolfe searches over transport plans, each on the survivors of those before it, with
+    the cross-entropy and the margin, at two temperatures, the last in
+    half the radius. Each image that counts is in the ball and
+    in the box, and its plan is handed over in ``proof``.
+
+    Args:
+      model: as for :func:`wdjax.search`.
+      x: ``[n, height, width, channels]`` in the ball's box.
+      y: ``[n]``
+      eps: radius, a number or ``[n]``; k pixels are ``k / (height width)``.
+      ball: window, power, channels and the largest value of a pixel.
+      only: ``[n]`` booleans, the samples to attack; the others stay as they are.
+      checkpoint: a folder; an interrupted call goes on from there to the same bits.
+      **options: ``criterion``, ``index``, ``batch_size``, ``mesh``, ``callback`` of
+        :func:`wdjax.search`.
+
+    Returns:
+      A :class:`~wdjax.core.Found`.
+
+    Raises:
+      ValueError: a call inside a trace, or what :func:`wdjax.search` refuses.
+
+    Cost: at most 265 forward and 250 backward passes an image; about 0.1 s an image of MNIST that
+      survives everything, on one core of a CPU.
+
+    Source: after Wu et al. [wu2020]; the ball is Hu et al.'s [hu2020].
+
+    >>> import jax.numpy as jnp
+    >>> import wdjax.image
+    >>> w = jnp.array([[0.0, 0.0], [0.0, 1.0], [-0.5, 1.0], [0.0, 0.0]])
+    >>> model = wdjax.Model(lambda w, x: 4 * x.reshape(len(x), -1) @ w - jnp.eye(2)[1], w)
+    >>> x, y = jnp.array([0.6, 0.2, 0.2, 0.0]).reshape(1, 1, 4, 1), jnp.array([1])
+    >>> ball = ImageWasserstein(window=3)
+    >>> image_wasserstein(model, x, y, eps=0.2, ball=ball).success.tolist()
+    [True]
+    """
+    ask = question("image_wasserstein", model, x, y, None, checkpoint, options, random=False)
+    radii = np.asarray(validate.check_radii(eps, len(ask.y)), np.float32)
+    found, left = None, validate.check_mask("only", only, len(ask.y))
+    for number, (attack, share) in enumerate(members(ball)):
+        own = ask.search(number, attack, eps=share * radii, only=left)
+        found = own if found is None else driver.best(found, own)
+        left = np.asarray(found.correct & ~found.success)
+        left = left if only is None else left & np.asarray(only)
+        if not left.any():
+            break
+    assert found is not None
+    return found
+
+
+def minimum_radius(
+    model: Callable[[Array], PyTree],
+    x: AnyArray,
+    y: AnyArray,
+    *,
+    ball: ImageWasserstein = ImageWasserstein(),  # noqa: B008
+    checkpoint: str | PathLike[str] | None = None,
+    **options: Any,
+) -> Found:
+    r"""The least image-Wasserstein radius found at which each image is misclassified.
+
+    The nearer flip of two :class:`~wdjax.image.NearestTransport` searches, on the cross-entropy
+    and, colder, on the margin.
+
+    Args:
+      model: as for :func:`wdjax.search`.
+      x: ``[n, height, width, channels]`` in the ball's box.
+      y: ``[n]``
+      ball: window, power, channels and the largest value of a pixel.
+      checkpoint: a folder; an interrupted call goes on from there to the same bits.
+      **options: as for :func:`image_wasserstein`.
+
+    Returns:
+      A :class:`~wdjax.core.Found`: ``cost`` is the radius where ``success`` says so.
+
+    Raises:
+      ValueError: a call inside a trace, or what :func:`wdjax.search` refuses.
+
+    Cost: 318 forward and 300 backward passes an image; about 0.2 s an image of MNIST on one core of
+      a CPU.
+
+    Source: this library's own.
+
+    >>> import jax.numpy as jnp
+    >>> import wdjax.image
+    >>> w = jnp.array([[0.0, 0.0], [0.0, 1.0], [-0.5, 1.0], [0.0, 0.0]])
+    >>> model = wdjax.Model(lambda w, x: 4 * x.reshape(len(x), -1) @ w - jnp.eye(2)[1], w)
+    >>> x, y = jnp.array([0.6, 0.2, 0.2, 0.0]).reshape(1, 1, 4, 1), jnp.array([1])
+    >>> round(float(minimum_radius(model, x, y, ball=ImageWasserstein(window=3)).cost[0]), 2)
+    0.17
+    """
+    ask = question("minimum_radius", model, x, y, None, checkpoint, options, random=False)
+    searches: tuple[Attack, ...] = (
+        NearestTransport(ball),
+        NearestTransport(ball, loss=losses.margin, temperature=0.01),
+    )
+    return driver.best(*(ask.search(number, attack) for number, attack in enumerate(searches)))
