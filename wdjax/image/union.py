@@ -47,14 +47,13 @@ def image_wasserstein(
     r"""Whether images survive within an image-Wasserstein radius: a union of honest attacks.
 
     Five Frank-Wolfe searches over transport plans, each on the survivors of those before it, with
-    the cross-entropy and the margin, at two temperatures, the last in
-    half the radius. Each image that counts is in the ball and
-    in the box, and its plan is handed over in ``proof``.
+    the cross-entropy and the margin, at two temperatures, the last in half the radius. Each image
+    that counts is in the ball and in the box, and its plan is handed over in ``proof``.
 
     Args:
       model: as for :func:`wdjax.search`.
       x: ``[n, height, width, channels]`` in the ball's box.
-      y: ``[n]``
+      y: ``[n]`` integer labels.
       eps: radius, a number or ``[n]``; k pixels are ``k / (height width)``.
       ball: window, power, channels and the largest value of a pixel.
       only: ``[n]`` booleans, the samples to attack; the others stay as they are.
@@ -113,7 +112,7 @@ def minimum_radius(
     Args:
       model: as for :func:`wdjax.search`.
       x: ``[n, height, width, channels]`` in the ball's box.
-      y: ``[n]``
+      y: ``[n]`` integer labels.
       ball: window, power, channels and the largest value of a pixel.
       checkpoint: a folder; an interrupted call goes on from there to the same bits.
       **options: as for :func:`image_wasserstein`.

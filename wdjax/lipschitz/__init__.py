@@ -16,6 +16,8 @@ from wdjax.lipschitz.exact import (
 )
 from wdjax.lipschitz.local import METHODS, Method, global_lipschitz, jacobian_norm, local_lipschitz
 from wdjax.lipschitz.sampled import sampled_lipschitz
+from wdjax.lipschitz.transformer import Settings as TransformerSettings
+from wdjax.lipschitz.transformer import local_transformer_constant, transformer_constant
 from wdjax.lipschitz.worst_case import worst_margin
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "Polyhedron",
     "Steepest",
     "Theory",
+    "TransformerSettings",
     "Upper",
     "activation_cells",
     "as_chain",
@@ -34,6 +37,7 @@ __all__ = [
     "global_lipschitz",
     "jacobian_norm",
     "local_lipschitz",
+    "local_transformer_constant",
     "lower",
     "lower_at_samples",
     "masks_at",
@@ -41,6 +45,7 @@ __all__ = [
     "relu_chain",
     "sampled_lipschitz",
     "theory",
+    "transformer_constant",
     "upper",
     "verify",
     "worst_margin",
