@@ -38,8 +38,9 @@ def test_no_sampled_jacobian_is_steeper(vit):
     pull = jax.jit(lambda t: jax.jacrev(lambda s: model(s[None])[0])(t))
     rng = np.random.default_rng(1)
     x = rng.uniform(size=(224, 224, 3)).astype(np.float32)
-    for eps in (0.0, 1e-3):
-        local = lipschitz.local_transformer_constant(
+    found = {}
+    for eps in (0.0, 1e-8):
+        local = found[eps] = lipschitz.local_transformer_constant(
             params, SETTINGS, tokens_of(vit, x), patches=PATCHES, eps=eps
         )
         assert np.all(local <= whole)
@@ -50,7 +51,7 @@ def test_no_sampled_jacobian_is_steeper(vit):
             steep = np.linalg.norm(rows[:, None] - rows[None], axis=-1)
             assert np.all(steep <= local * (1 + 1e-4))
     # Still vacuous, but by far less: tokens keep some variance near an image.
-    assert whole.max() > 1e6 * local.max()
+    assert whole.max() > 1e6 * found[0.0].max()
     inf = lipschitz.transformer_constant(params, SETTINGS, patches=PATCHES, norm=np.inf)
     np.testing.assert_allclose(inf, whole * np.sqrt(x.size))
 
