@@ -264,9 +264,19 @@ def bent(p, x):
     return jnp.tanh(jax.nn.leaky_relu(x @ p[0]) @ p[1]) @ p[2]
 
 
+def kinked(p, x):
+    return jnp.clip(jnp.abs(x @ p[0]), 0.2, 1.1) @ jnp.maximum(p[1], 0.1) @ p[2]
+
+
 @pytest.mark.parametrize(
     ("apply", "norm", "eps"),
-    [(residual, 2, 0.5), (residual, np.inf, 0.05), (smooth, np.inf, 0.3), (bent, 2, 0.3)],
+    [
+        (residual, 2, 0.5),
+        (residual, np.inf, 0.05),
+        (smooth, np.inf, 0.3),
+        (bent, 2, 0.3),
+        (kinked, np.inf, 0.2),
+    ],
 )
 def test_other_nets_are_chains_too(apply, norm, eps):
     rng = np.random.default_rng(6)
@@ -379,6 +389,7 @@ BAD = [
     ({"eps": np.nan}, "eps"),
     ({"method": "magic"}, "method"),
     ({"steps": -1}, "steps"),
+    ({"method": "bab", "seconds": np.nan}, "seconds"),
     ({"norm": 3}, "norm"),
     ({"y": np.array([7])}, "label"),
     ({"x": np.full((1, 3), 2.0, np.float32)}, "box|\\[0"),

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from wdjax import parallel, rounds
 from wdjax.certify.grid import Noise, quantized
 from wdjax.core import Array
+from wdjax.precision import float64
 
 _AHEAD = 8
 """Batches sent to the device before the first is waited for."""
@@ -106,19 +107,10 @@ def uniforms(asked: Poll, number: int) -> np.ndarray:
 
 def _draw(asked: Poll, pairs: np.ndarray) -> Array:
     rows, numbers = parallel.shard(tuple(pairs), asked.mesh)
-    with _wide():
+    with float64():
         return _noisy(
             asked.noise, asked.noise.step, asked.key, asked.x, asked.places, rows, numbers
         )
-
-
-def _wide() -> Any:
-    """64 bits, under the name that this version of JAX has for it."""
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(True)
-    from jax import experimental
-
-    return getattr(experimental, "enable_x64")(True)  # noqa: B009 (newer versions have none)
 
 
 @functools.partial(jax.jit, static_argnums=1)

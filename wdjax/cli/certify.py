@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from wdjax import certify, files, lipschitz, norms
-from wdjax.cli import options, process, smoothing, subject
+from wdjax import certify, files, norms
+from wdjax.cli import options, process, slopes, smoothing, subject
 from wdjax.cli.console import Console
-from wdjax.core import Model
-from wdjax.parallel import AnyArray
 
 SCHEMA = "wdjax.certify/1"
 
@@ -41,7 +39,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     subject.declare_budget(how)
     how.add_argument(
         "--method",
-        choices=[*certify.METHODS, "lipschitz", smoothing.METHOD],
+        choices=[*certify.METHODS, slopes.METHOD, smoothing.METHOD],
         default="auto",
         help="of the margins, from the cheapest to the tightest, or by local Lipschitz constants, "
         "with the bound of the expected loss; smoothing certifies the majority of noisy copies "
@@ -68,8 +66,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         help="samples, or votes, on the device at once (default 64; of votes what is fast)",
     )
     smoothing.declare(parser.add_argument_group("how, by smoothing"))
-    out = parser.add_argument_group("what is written")
-    out.add_argument("--json", required=True, metavar="OUT", help="a file, or - for stdout")
+    out = subject.declare_out(parser)
     out.add_argument(
         "--radii",
         type=Path,
@@ -93,11 +90,9 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     began = time.perf_counter()
     how: dict[str, Any] = {"norm": norms.NAMES[parsed.norm], "eps": parsed.eps}
     how["batch_size"] = parsed.batch_size or 64
-    by_slopes = parsed.method == "lipschitz"
-    if by_slopes:
-        if parsed.checkpoint is not None:
-            raise ValueError("--checkpoint is for methods of margins; lipschitz works in one go.")
-        found = lipschitz.verify(model, x, y, method=_by(model, x), **how)
+    extra: dict[str, Any] = {}
+    if parsed.method == slopes.METHOD:
+        found, extra = slopes.verified(parsed, model, x, y, **how)
     else:
         with console.search("certify") as tick:
             found = certify.verify(
@@ -111,7 +106,6 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
                 checkpoint=parsed.checkpoint,
                 **how,
             )
-    extra = _expected_loss(model, x, y, parsed) if by_slopes else {}
     seconds = time.perf_counter() - began
     content = _content(parsed, found, seconds, min(spent.seconds, seconds)) | extra
     left = content["certified_accuracy"]
@@ -123,36 +117,6 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     if parsed.radii is not None:
         files.write(parsed.radii, _radii(found))
     return 0
-
-
-_WIDE = 512
-"""Neurons in a layer from which quadratic constraints take minutes."""
-
-
-def _by(model: Model, x: AnyArray) -> lipschitz.Method:
-    """What bounds the Jacobian."""
-    return "sdp" if max(lipschitz.as_chain(model, x).widths, default=0) <= _WIDE else "zonotope"
-
-
-def _expected_loss(
-    model: Model, x: AnyArray, y: AnyArray, parsed: argparse.Namespace
-) -> dict[str, Any]:
-    """The bound ``E_N + L eps`` of the cross-entropy over Omega_1, on the box."""
-    norm, domain = norms.NAMES[parsed.norm], (0.0, 1.0)
-    slopes = lipschitz.global_lipschitz(model, x, norm=norm, box=domain, method=_by(model, x))
-    constant = float(slopes[np.unique(np.asarray(y))].max())
-    how: dict[str, Any] = {"norm": norm, "order": 1, "box": domain, "constant": constant}
-    clean, bound = (
-        float(certify.wdro_bound(model, x, y, eps=eps, **how)) for eps in (0.0, parsed.eps)
-    )
-    values = {
-        "lipschitz": constant,
-        "by": _by(model, x),
-        "clean": clean,
-        "bound": bound,
-        "domain": list(domain),
-    }
-    return {"expected_loss": values}
 
 
 def _content(

@@ -60,8 +60,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--batch-size", type=options.positive, metavar="B", help="samples on the device at once"
     )
-    out = parser.add_argument_group("what is written")
-    out.add_argument("--json", required=True, metavar="OUT", help="a file, or - for stdout")
+    out = subject.declare_out(parser)
     out.add_argument(
         "--points",
         type=Path,

@@ -37,6 +37,13 @@ def declare_budget(group: Any) -> None:
     )
 
 
+def declare_out(parser: argparse.ArgumentParser) -> Any:
+    """The group of what is written, the JSON first."""
+    group = parser.add_argument_group("what is written")
+    group.add_argument("--json", required=True, metavar="OUT", help="a file, or - for stdout")
+    return group
+
+
 def check_writable(json: str, *paths: Path | None) -> None:
     """Refuses before the work what could not be written after it."""
     for path in (*paths, None if json == "-" else json):

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -131,7 +131,7 @@ class FrankWolfe:
         own = task(self.ball, samples)
         seen = ascent.slope(victim, seen_from(own, state.plan), samples.y, self.loss)
         info = ascent.note(victim, samples.y, seen)
-        state = _remember(state, info.value, seen.out)
+        state = remember(state, info.value, seen.out)
         gradient = unit(own.space.stencil.flat(seen.gradient))
         slope = self.momentum * state.slope + (1 - self.momentum) * gradient
         target, prices = linear.vertex(
@@ -144,7 +144,7 @@ class FrankWolfe:
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         own = task(self.ball, samples)
         out, info = ascent.judge(victim, seen_from(own, state.plan), samples.y)
-        return _remember(state, info.value, out), info
+        return remember(state, info.value, out), info
 
     def point(self, samples: Samples, state: State) -> tuple[Array, Plan]:
         own = task(self.ball, samples)
@@ -155,8 +155,8 @@ class FrankWolfe:
         return state.flipped
 
 
-def _remember(state: State, value: Array, out: PyTree) -> State:
-    """Keeps the iterate if it is the best so far; nothing replaces a flip."""
+def remember(state: Any, value: Array, out: PyTree) -> Any:
+    """Keeps the iterate, ``state.plan``, if it is the best so far; nothing replaces a flip."""
     better = ~state.flipped & (value > state.value)
     return state._replace(
         best=jnp.where(norms.spread(better, state.plan), state.plan, state.best),

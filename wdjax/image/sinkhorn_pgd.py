@@ -7,13 +7,13 @@ from typing import ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import losses, norms, validate
-from wdjax.attacks import ascent, nearest
+from wdjax import losses, validate
+from wdjax.attacks import ascent
 from wdjax.attacks.ascent import setting
 from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 from wdjax.image import plans, sinkhorn
 from wdjax.image.ball import ImageWasserstein, Plan
-from wdjax.image.frank_wolfe import seen_from, task, unit
+from wdjax.image.frank_wolfe import remember, seen_from, task, unit
 from wdjax.image.prices import Task
 from wdjax.image.sinkhorn import Duals
 
@@ -128,7 +128,7 @@ class SinkhornPGD:
         own, radius = self._task(samples, state.taken)
         seen = ascent.slope(victim, seen_from(own, state.plan), samples.y, self.loss)
         info = ascent.note(victim, samples.y, seen)
-        state = _remember(state, info.value, seen.out)
+        state = remember(state, info.value, seen.out)
         size = jnp.minimum(radius / 2, self.step_size) * jnp.sum(own.x, axis=(1, 2))
         ahead = self._direction(own, own.space.stencil.flat(seen.gradient))
         w = plans.result(own.space, state.plan) + size[:, None, None] * ahead
@@ -155,7 +155,7 @@ class SinkhornPGD:
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         own, _ = self._task(samples, state.taken)
         out, info = ascent.judge(victim, seen_from(own, state.plan), samples.y)
-        return _remember(state, info.value, out), info
+        return remember(state, info.value, out), info
 
     def _over(self, state: State) -> Array:
         return state.flipped
@@ -167,13 +167,3 @@ class SinkhornPGD:
 
     def finished(self, state: State) -> Array:
         return state.flipped
-
-
-def _remember(state: State, value: Array, out: PyTree) -> State:
-    """Keeps the iterate if it is the best so far; nothing replaces a flip."""
-    better = ~state.flipped & (value > state.value)
-    return state._replace(
-        best=jnp.where(norms.spread(better, state.plan), state.plan, state.best),
-        value=jnp.where(better, value, state.value),
-        flipped=state.flipped | nearest.flips(value, out),
-    )

@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from wdjax.lipschitz import cells, jacobian
 from wdjax.lipschitz.cells import Polyhedron
-from wdjax.lipschitz.chain import Chain, float64
+from wdjax.lipschitz.chain import Chain
 from wdjax.lipschitz.neurons import Slopes
+from wdjax.precision import float64
 
 Numbers = npt.NDArray[np.float64]
 
@@ -52,6 +53,8 @@ class Search:
     found: float = 0.0
     """The largest size of a mask that occurs, or may."""
     count: int = 0
+    met: bool = False
+    """Whether any mask was found to occur, or may."""
 
     def run(self, seconds: float) -> float:
         """The constant, or a bound of it when ``seconds`` are over."""
@@ -62,6 +65,8 @@ class Search:
             if time.monotonic() - start > seconds:
                 break
             self._turn()
+        if not (self.left or self.met):  # Some mask occurs in every region: what went wrong?
+            return self.bound
         most = -self.left[0][0] if self.left else 0.0
         return min(max(most, self.found), self.bound)
 
@@ -102,6 +107,7 @@ class Search:
     def _leaf(self, signs: npt.NDArray[np.int8], limit: float) -> None:
         """A single mask: what it is worth, if its cell meets the region."""
         if limit <= self.found:
+            self.met = True
             return
         low = np.concatenate([np.asarray(t) for t, _ in self.slopes])
         on = np.where(signs == 0, low > 0, signs > 0)
@@ -112,7 +118,7 @@ class Search:
         ]
         shape = cells.polyhedron(self.net, np.concatenate(own))
         if _room(shape, self.region) > _OUTSIDE:
-            self.found = limit
+            self.met, self.found = True, limit
 
 
 def _room(shape: Polyhedron, region: Region) -> float:

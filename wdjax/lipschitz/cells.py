@@ -108,7 +108,7 @@ def activation_cells(net: Chain, box: tuple[npt.ArrayLike, npt.ArrayLike] | None
     >>> sorted(found.jacobians[:, 0, 0].tolist()), len(activation_cells(net, (0.1, 0.9)).masks)
     ([0.0, 1.0, 2.0], 1)
     """
-    _check(net)
+    check_relu(net)
     parts = [_whole(net.inputs, box)]
     for weight, bias, kept in zip(net.weights, net.biases, net.kept):
         parts = [_through(part, weight, bias) for part in parts]
@@ -124,7 +124,7 @@ def activation_cells(net: Chain, box: tuple[npt.ArrayLike, npt.ArrayLike] | None
     )
 
 
-def _check(net: Chain) -> None:
+def check_relu(net: Chain) -> None:
     if any(curve is not None for curve in net.curves):
         raise ValueError("only ReLU nets have activation cells; this one has another function.")
 
@@ -196,7 +196,7 @@ def masks_at(net: Chain, x: npt.ArrayLike) -> npt.NDArray[np.bool_]:
     >>> masks_at(relu_chain([np.eye(2), np.ones((1, 2))], [np.zeros(2), [0.0]]), [[1, -1]]).tolist()
     [[True, False]]
     """
-    _check(net)
+    check_relu(net)
     values, masks = np.asarray(x, float), []
     for weight, bias, kept in zip(net.weights, net.biases, net.kept):
         z = values @ weight.T + bias
@@ -210,7 +210,7 @@ def polyhedron(net: Chain, mask: npt.ArrayLike) -> Polyhedron:
 
     Neurons that are constant on the cell give no row.
     """
-    _check(net)
+    check_relu(net)
     mask = np.asarray(mask, bool)
     jacobian, offset, start = np.eye(net.inputs), np.zeros(net.inputs), 0
     normals, levels = [np.zeros((0, net.inputs))], [np.zeros(0)]

@@ -10,9 +10,9 @@ from wdjax import validate
 from wdjax.certify import Certificate
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.region import Box
-from wdjax.lipschitz.chain import float64, widened
 from wdjax.lipschitz.local import Method, local_lipschitz
 from wdjax.parallel import AnyArray
+from wdjax.precision import float64, widened
 
 _ROUNDING = 1e-9
 

@@ -7,25 +7,24 @@ are kept for later. Residual nets are such chains too: what skips layers is kept
 Convolutions become matrices, so this is for nets of thousands of neurons, not of millions.
 """
 
-import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from wdjax import validate
-from wdjax.certify import margins, region
+from wdjax.certify import linear, margins, region
 from wdjax.certify.graph import Node
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.network import Network
 from wdjax.parallel import AnyArray
+from wdjax.precision import float64, widened
 
 _ENTRIES = 2**28
 """Of all matrices together: 2 GiB in float64."""
@@ -96,25 +95,6 @@ def relu_chain(weights: AnyArray | list[Any], biases: AnyArray | list[Any]) -> C
         )
     hidden = len(weights) - 1
     return Chain(tuple(weights), tuple(biases), (0,) * hidden, (None,) * hidden)
-
-
-@contextlib.contextmanager
-def float64() -> Iterator[None]:
-    """Float64 within, whatever JAX is set to."""
-    # Which jax 0.7 has among its experiments.
-    home: Any = jax if hasattr(jax, "enable_x64") else jax.experimental
-    with home.enable_x64(True):
-        yield
-
-
-def widened(tree: Any) -> Any:
-    """The same pytree with its floats in float64, inside :func:`float64`."""
-
-    def leaf(t: Any) -> Any:
-        real = hasattr(t, "dtype") and jnp.issubdtype(t.dtype, jnp.floating)
-        return jnp.asarray(t, jnp.float64) if real else t
-
-    return jax.tree.map(leaf, tree)
 
 
 def as_chain(model: Classifier, x: AnyArray) -> Chain:
@@ -203,7 +183,7 @@ def curve_of(net: Network, node: Node) -> ClosedJaxpr | None:
         return node.eqn.params["jaxpr"]
     if aval.shape != out.shape or node.name not in _SINGLE:
         raise _refused(node)
-    others = [net.exact[p] for p in node.inputs if p in net.exact]
+    others = [_level(net, p) for p in node.inputs if p in net.exact]
     if validate.traced(others):
         raise _refused(node)
     if node.name == "max" and all(bool(np.all(np.asarray(t) == 0)) for t in others):
@@ -217,6 +197,20 @@ def curve_of(net: Network, node: Node) -> ClosedJaxpr | None:
         return jnp.asarray(node.eqn.primitive.bind(*args, **node.eqn.params))
 
     return jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), aval.dtype))
+
+
+def _level(net: Network, place: int) -> Any:
+    """A known number, inside a trace too unless parameters decide on it."""
+    value = net.exact[place]
+    makers = [node for node in net.graph.nodes if place in node.outputs]
+    if not (validate.traced(value) and makers):
+        return value
+    args = [_level(net, each) for each in makers[0].inputs]
+    if validate.traced(args):
+        return value
+    with jax.ensure_compile_time_eval():
+        made = linear.evaluate(makers[0].eqn, [jnp.asarray(arg) for arg in args])
+    return made[makers[0].outputs.index(place)]
 
 
 _SINGLE = {

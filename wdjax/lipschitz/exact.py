@@ -22,7 +22,8 @@ import numpy.typing as npt
 from wdjax import norms
 from wdjax.lipschitz import cells
 from wdjax.lipschitz.cells import Cells, Polyhedron
-from wdjax.lipschitz.chain import Chain, float64
+from wdjax.lipschitz.chain import Chain
+from wdjax.precision import float64
 
 Numbers = npt.NDArray[np.float64]
 
@@ -244,7 +245,7 @@ def direction_bound(net: Chain, directions: npt.ArrayLike, norm: float) -> Numbe
     >>> direction_bound(net, [[3.0, 4.0]], 2).round(3).tolist()
     [[0.0, 1.4]]
     """
-    cells._check(net)
+    cells.check_relu(net)
     bare = net.unbiased()
     moves = np.asarray(directions, float)
     values = moves

@@ -66,7 +66,7 @@ def row_zonotope(
     found = _sizes(size[None], norm)[0]
     if norm == 2:
         apart = jnp.linalg.norm(center) + sum(jnp.sum(own) for own in scores)
-        found = jnp.minimum(found, apart * (1 + ROUNDING))
+        found = jnp.fmin(found, apart * (1 + ROUNDING))
     return found, tuple(scores)
 
 

@@ -18,10 +18,11 @@ from wdjax.certify import margins, region
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.region import Box
 from wdjax.lipschitz import branching, jacobian, lipsdp, neurons
-from wdjax.lipschitz.chain import Chain, as_chain, float64, widened
+from wdjax.lipschitz.chain import Chain, as_chain
 from wdjax.lipschitz.lipsdp import Rooms
 from wdjax.lipschitz.neurons import Slopes
 from wdjax.parallel import AnyArray
+from wdjax.precision import float64, widened
 
 Numbers = npt.NDArray[np.float64]
 Method = Literal["interval", "zonotope", "sdp", "bab"]
@@ -84,7 +85,7 @@ def local_lipschitz(
     [[0.0, 2.0]]
     """
     norms.check_norm(norm)
-    _check(method, steps)
+    _check(method, steps, seconds)
     if validate.traced(model, x, y, eps):
         raise ValueError("local_lipschitz works on the host; call it outside jit and vmap.")
     x, y = validate.check_samples(model, x, y, box)
@@ -184,7 +185,7 @@ def global_lipschitz(
     [[0.0, 8.0], [8.0, 0.0]]
     """
     norms.check_norm(norm)
-    _check(method, steps)
+    _check(method, steps, seconds)
     net = as_chain(model, x)
     _check_curves(net, method)
     first, second = np.triu_indices(net.classes, 1)
@@ -233,11 +234,13 @@ def jacobian_norm(model: Classifier, x: AnyArray, *, box: Box = None, steps: int
         return float(_spectral(exact, alone, rooms(slopes), steps))
 
 
-def _check(method: str, steps: int) -> None:
+def _check(method: str, steps: int, seconds: float) -> None:
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
     if steps < 0:
         raise ValueError(f"steps must be at least 0, got {steps}.")
+    if not seconds >= 0:
+        raise ValueError(f"seconds must be at least 0, got {seconds!r}.")
 
 
 def _check_curves(net: Chain, method: str) -> None:

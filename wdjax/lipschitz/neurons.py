@@ -61,7 +61,7 @@ def of_operand(
 ) -> tuple[jax.Array, jax.Array]:
     """The least and the largest derivative of a function between the ends of its operand."""
     if curve is None:
-        return (lower >= 0).astype(lower.dtype), (upper > 0).astype(lower.dtype)
+        return (lower >= 0).astype(lower.dtype), (~(upper <= 0)).astype(lower.dtype)
     pairs = lower.reshape(-1), upper.reshape(-1)
     low, high = jax.vmap(lambda a, b: _derivative(curve, a, b))(*pairs)
     least, most = _known(lower.dtype == jnp.float64).get(_expression(curve), (-jnp.inf, jnp.inf))
