@@ -7,6 +7,7 @@ import pytest
 from scipy import optimize, sparse, stats
 
 from wdjax.certify import binomial, flow, noise, votes
+from wdjax.precision import float64
 
 ALPHA = 0.05
 
@@ -163,7 +164,7 @@ def test_random_numbers_are_as_exact_as_radii_assume():
     """Of ``error``: the mean deviation of float64 normals from those of exact arithmetic."""
     mpmath = pytest.importorskip("mpmath", reason="exact normal quantiles")
     u = (np.arange(400) + 0.5) / 200 - 1
-    with votes._wide():
+    with float64():
         ours = np.asarray(jnp.sqrt(2.0) * jax.lax.erf_inv(jnp.asarray(u)))
     with mpmath.workdps(30):
         root = mpmath.sqrt(2)
