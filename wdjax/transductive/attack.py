@@ -321,7 +321,7 @@ def pgd_skip(inner: Attack, **settings: Any) -> SpaceAttack:
 
     As published it sees the defender's state: ``play(..., leak="state")``.
 
-    Source: Wu et al. [wu2020b] by way of Chen et al. [chen2022], example 1.
+    Source: Wu et al. [rmc2020] by way of Chen et al. [chen2022], example 1.
 
     >>> pgd_skip(PGD()).begin
     'current'

@@ -194,15 +194,21 @@ def _most(facts: np.ndarray) -> np.ndarray:
 def worst(reports: dict[str, Report]) -> tuple[str, Report]:
     """The attack whose sets leave the least one-shot accuracy: the union over attacks.
 
-    Points of several sets are not mixed: a defence adapts to a set as a whole, so that the mixture
-    would be one that nobody has played.
+    Of a defence that rejects, the attack with the most errors at its operating point. Points of
+    several sets are not mixed: a defence adapts to a set as a whole, so that the mixture would be
+    one that nobody has played.
 
     Raises:
       ValueError: no report.
     """
     if not reports:
         raise ValueError("there is no report to choose from.")
-    name = min(reports, key=lambda name: reports[name].one_shot.value)
+
+    def left(name: str) -> float:
+        found = reports[name]
+        return found.one_shot.value if found.score is None else -found.operating_point().err
+
+    name = min(reports, key=left)
     return name, reports[name]
 
 

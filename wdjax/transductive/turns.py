@@ -99,7 +99,7 @@ def begin(table: Table) -> State:
     like = jax.eval_shape(lambda: defense.base(memory, state, size))
     base = _base(defense, memory, state, size)
     for x in table.x:
-        if not bool(np.all(_facts(defense, memory, base, x, table.y[0]).fine)):
+        if not bool(np.all(_seen(table, base, x, table.y[0]).fine)):
             raise ValueError(
                 "the model before adaptation returned outputs that are not finite on clean inputs; "
                 "no robustness can be reported for such a model."
@@ -173,14 +173,11 @@ def _attack(table: Table, state: State) -> State:
         bank = _push(bank, _rows(defense, adapted, len(y)))
         errors.append(err)
         values.append(value)
-    best = _choose(
-        attack, state.best, moved, float(np.mean(errors)), float(np.mean(values)), iteration
-    )
-    record = _with(state.record, number, iteration, simulated=np.mean(errors),
-                   raised=np.mean(moved.value))  # fmt: skip
-    spent = record.gradients.copy()
-    spent[number] += float(np.mean(moved.gradients))
-    record = record._replace(gradients=spent)
+    err, value = float(np.mean(errors)), float(np.mean(values))
+    best = _choose(attack, state.best, moved, err, value, iteration)
+    raised, passes = float(jnp.mean(moved.value)), float(jnp.mean(moved.gradients))
+    record = _with(state.record, number, iteration, simulated=err, raised=raised)
+    record = _with(record, number, gradients=float(record.gradients[number]) + passes)
     done = np.asarray(iteration + 1, np.int32)
     first = state.first if iteration else moved.x_adv
     return state._replace(iteration=done, bank=bank, first=first, best=best, record=record)
@@ -221,11 +218,10 @@ def _simulated(
     """The share of errors of a simulated model, and the mean loss there."""
     given = _company(table, x_adv, x)
     labels = jnp.concatenate([y, y]) if table.company else y
-    loss = table.attack.judge or table.attack.loss
-    seen = jax.device_get(_facts(table.defense, table.memory, adapted, given, labels, loss))
+    seen = _seen(table, adapted, given, labels)
     n, wrong = len(y), ~seen.right
     if table.defense.rejects and table.company:
-        wrong &= ~(seen.score > threshold_for(seen.score[n:], table.budget))
+        wrong &= ~(seen.score > threshold_for(np.asarray(seen.score[n:]), table.budget))
     return float(wrong[:n].mean()), float(seen.value[:n].mean())
 
 
@@ -258,15 +254,16 @@ def _judge(table: Table, state: State) -> State:
             given = _company(table, points, x)
             adapted, after = _adapt(defense, secret, memory, before, given)
             labels = jnp.concatenate([y, y]) if table.company else y
-            facts[name].append(jax.device_get(_facts(defense, memory, adapted, given, labels)))
+            facts[name].append(_seen(table, adapted, given, labels))
             if draw == 0:
                 later = _between(defense, _key(secret, 0), memory, after)
                 true, clean = (later, clean) if name == "adv" else (true, later)
     n = len(y)
-    static = [jax.device_get(_facts(defense, memory, base, z, y)) for z in (x_adv, x)]
+    static = [_seen(table, base, z, y) for z in (x_adv, x)]
     adv, own = facts["adv"], facts["clean"]
     beside = [one.score[n:] if table.company else two.score for one, two in zip(adv, own)]
-    fault = np.asarray(state.best.fault) | np.any([~one.fine[:n] for one in adv], axis=0)
+    fault = np.asarray(state.best.fault)
+    fault = fault | np.any([~one.fine[:n] for one in (*adv, *own, *static)], axis=0)
     record = _with(
         state.record,
         number,
@@ -276,7 +273,7 @@ def _judge(table: Table, state: State) -> State:
         correct_clean=[one.right[:n] for one in own],
         static=static[0].right,
         static_clean=static[1].right,
-        fault=fault | ~static[0].fine,
+        fault=fault,
         chosen=int(state.best.number),
         score=[one.score[:n] for one in adv],
         score_clean=beside,
@@ -355,14 +352,20 @@ def _perturb(
     return moved._replace(x_adv=x_adv, value=jnp.where(wins, value, moved.value))
 
 
-@functools.partial(jax.jit, static_argnums=5)
+def _seen(table: Table, adapted: PyTree, x: Array, y: Array) -> Facts:
+    """What a model does on inputs, on the host."""
+    loss = table.attack.judge or table.attack.loss
+    return jax.device_get(_facts(loss, table.defense, table.memory, adapted, x, y))
+
+
+@functools.partial(jax.jit, static_argnums=0)
 def _facts(
+    loss: Callable[[Any, Array], Array],
     defense: Defense,
     memory: PyTree,
     adapted: PyTree,
     x: Array,
     y: Array,
-    loss: Callable[[Any, Array], Array] | None = None,
 ) -> Facts:
     """A model that is not finite is not right."""
     out = defense.predict(memory, adapted, x)
@@ -370,5 +373,4 @@ def _facts(
     fine = finite(out)
     right = fine & (losses.decision_margin(logits, y) <= 0)
     score = out[1] if defense.rejects else jnp.zeros(len(y), logits.dtype)
-    value = jnp.zeros(len(y), logits.dtype) if loss is None else loss(out, y)
-    return Facts(right, fine, score, value)
+    return Facts(right, fine, score, loss(out, y))

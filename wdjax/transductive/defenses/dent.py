@@ -41,7 +41,7 @@ class DENT:
 
     Differs: b1, b2 and b3 are not in the paper; they are the code's.
 
-    Source: Wang et al. [wang2021b]; equation 8 of Chen et al. [chen2022].
+    Source: Wang et al. [dent2021]; equation 8 of Chen et al. [chen2022].
 
     >>> net = models.norm_mlp((4, 8, 3), key=jax.random.key(0))
     >>> adapted, _ = DENT(net).adapt(jax.random.key(1), (), (), jnp.ones((5, 4)))

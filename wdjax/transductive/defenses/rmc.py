@@ -63,7 +63,7 @@ class RMC:
       The paper's stop rule is without the training loss, and it does not mention the calibration:
       both are the code's.
 
-    Source: Wu et al. [wu2020b]; Chen et al. [chen2022], A.2.
+    Source: Wu et al. [rmc2020]; Chen et al. [chen2022], A.2.
     """
 
     per_sample: ClassVar[bool] = False
@@ -134,17 +134,23 @@ class RMC:
     def adapt(self, key: Array, memory: PyTree, state: State, x: Array) -> tuple[PyTree, State]:
         if len(x) != 1:
             raise ValueError(f"RMC adapts to one input at a time: play rounds of 1, got {len(x)}.")
-        own = models.features(self.model)(x)[0]
-        known = memory["features"]
-        distance = jnp.sum(known**2, axis=1) - 2 * known @ own
-        nearest = jax.lax.top_k(-distance, self.neighbours)[1]
         split, train = jax.random.split(key)
+        own, held = self._parted(split, self.nearest(memory, x))
+        state = self._train(train, memory, state, own, held)
+        return state.model, state
+
+    def nearest(self, memory: PyTree, x: Array) -> Array:
+        """``[neighbours]``: the augmented samples next to ``x [1, *shape]``, nearest first."""
+        own, known = models.features(self.model)(x)[0], memory["features"]
+        distance = jnp.sum(known**2, axis=1) - 2 * known @ own
+        return jax.lax.top_k(-distance, self.neighbours)[1]
+
+    def _parted(self, key: Array, nearest: Array) -> tuple[Array, Array]:
+        """What is trained on, and what is held out."""
         near = int(_NEAR * self.neighbours)
         held = int(_HELD * near)
-        order = jax.random.permutation(split, nearest[:near])
-        rest = jnp.concatenate([order[held:], nearest[near:]])
-        state = self._train(train, memory, state, rest, order[:held])
-        return state.model, state
+        order = jax.random.permutation(key, nearest[:near])
+        return jnp.concatenate([order[held:], nearest[near:]]), order[:held]
 
     def between(self, key: Array, memory: PyTree, state: State) -> State:
         if not self.calibrate:
