@@ -1,5 +1,6 @@
 """Defences that adapt, one by one: against PyTorch, NumPy, scikit-learn and what they promise."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,6 +10,7 @@ import optax
 import pytest
 from jax.test_util import check_grads
 
+import wdjax
 import wdjax.transductive as games
 from wdjax import Model, data, losses, models
 from wdjax.attacks import PGD
@@ -168,7 +170,6 @@ def test_dann_learns_its_inputs(digits, key):
     assert found.one_shot_clean.value > 0.7
     assert found.one_shot.value > found.static_accuracy.value + 0.1
     assert not np.array_equal(found.correct[0], found.correct[1])  # Private randomness.
-    assert games.cost_multiple(defense, memory, test.x, key=key, repeats=1) > 1
 
 
 def test_a_conv_net_in_a_bank_of_models_for_every_sample(digits, key):
@@ -266,31 +267,29 @@ def test_rmc_stops_by_its_rule(digits, key):
 
 
 def test_tadv_is_private_randomness(digits, key):
-    train, test = digits
+    train, _ = digits
     defense = games.TADV(
-        network=functools.partial(models.mlp, (64, 32, 10)), eps=0.1, steps=80, size=64,
+        network=functools.partial(models.mlp, (64, 32, 10)), eps=0.1, steps=200, size=64,
         attack=PGD(steps=4, random_start=True, iterate="last"),
     )  # fmt: skip
     memory = games.prepare(defense, *train, key=jax.random.key(5))
-    adapt = jax.jit(lambda x: defense.adapt(key, memory, (), x)[0])
-    one, two = adapt(jnp.zeros((1, 8, 8, 1))), adapt(jnp.ones((1, 8, 8, 1)))
+    adapt = jax.jit(lambda defense, x: defense.adapt(key, memory, (), x)[0])
+    one, two = adapt(defense, jnp.zeros((1, 8, 8, 1))), adapt(defense, jnp.ones((1, 8, 8, 1)))
     kernels = [model.args[0]["fc1"]["kernel"] for model in (one, two, memory["base"])]
     np.testing.assert_array_equal(kernels[0], kernels[1])  # The inputs are not used.
     assert np.abs(kernels[0] - kernels[2]).max() > 0.01
-    plain = games.fit(
-        models.mlp((64, 32, 10), key=key), memory["x"], memory["y"], key=key, steps=80
-    )
-    static = [
-        games.play(games.Fixed(model), games.transfer(INNER), *test, memory=(), eps=0.1, key=key,
-                   draws=1).one_shot.value for model in (plain, memory["base"])
-    ]  # fmt: skip
-    assert static[1] > static[0] + 0.1  # Trained against attacks.
+    x, y = memory["x"][:64], memory["y"][:64]
+    broken = jax.jit(lambda model: wdjax.search(INNER, model, x, y, eps=0.1).success.mean())
+    half = dataclasses.replace(defense, eps=0.0)  # The same training without attacks.
+    plain = adapt(half, x[:1])
+    assert broken(one) < broken(plain) - 0.1
 
 
 def test_urejectron_counts_as_the_paper_does(digits, key):
     train, test = digits
-    net = games.fit(models.mlp((64, 32, 10), key=key), jnp.asarray(train.x), jnp.asarray(train.y),
-                    key=key, steps=150)  # fmt: skip
+    rows = jnp.asarray(train.x), jnp.asarray(train.y)
+    net = models.mlp((64, 32, 10), key=key)
+    net = jax.jit(lambda net: games.fit(net, *rows, key=key, steps=150))(net)
     defense = games.URejectron(
         model=net, discriminator=functools.partial(models.mlp, (64, 32, 2)), steps=100, size=64,
         learning_rate=5e-3,
@@ -298,6 +297,7 @@ def test_urejectron_counts_as_the_paper_does(digits, key):
     memory = games.prepare(defense, *train, key=key)
     how = {"memory": memory, "eps": 0.15, "key": key, "draws": 2}
     plain = games.play(defense, games.transfer(INNER), *test, **how)
+    assert games.worst({"plain": plain})[0] == "plain"
     assert plain.one_shot.value < 0.5
     point = plain.operating_point(0.05)
     assert point.rejected <= 0.05
@@ -312,11 +312,8 @@ def test_urejectron_counts_as_the_paper_does(digits, key):
     assert np.all(np.diff([one.err for one in curve]) >= 0)
     assert curve[0].err == 0
     assert curve[-1].rejected == 0
-    joint = games.play(defense, games.gmsa_avg(INNER, 3, loss=games.unnoticed), *test, **how)
-    assert joint.operating_point(0.05).err > point.err
     with pytest.raises(ValueError, match="does not reject"):
-        games.play(games.Fixed(net), games.transfer(INNER), *test, memory=(), eps=0.1, key=key,
-                   draws=1).operating_point()  # fmt: skip
+        dataclasses.replace(plain, score=None).operating_point()
 
 
 def test_purification_is_differentiated_to_its_end(key):
