@@ -1,7 +1,7 @@
 """Games against defences that adapt: attacks on banks against plain loops, referees, resumption."""
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,12 @@ import wdjax.transductive as games
 from wdjax import Lp, Model, losses, metrics, models
 from wdjax.attacks import APGD, DDN, PGD
 from wdjax.transductive import turns
-from wdjax.transductive.attack import Moved
+from wdjax.transductive.ascent import Moved
 from wdjax.transductive.bank import Answers
 from wdjax.transductive.fitting import batches
 from wdjax.transductive.objectives import logits_of
 from wdjax.transductive.referee import threshold_for
+from wdjax.transductive.state import Table
 
 SIZES = (12, 8, 4)
 
@@ -100,6 +101,7 @@ def test_space_attacks_are_plain_loops_over_the_models(given, reduce, legs, iter
     assert not found.fault.any()
 
 
+@pytest.mark.fast
 def test_a_bank_answers_and_differentiates_as_its_models_do(given):
     x, y = given
     members = nets(4)
@@ -145,6 +147,7 @@ def test_memory_of_the_gradient_is_flat_in_the_number_of_models():
     assert needs[1] < 2.5 * needs[0]
 
 
+@pytest.mark.fast
 def test_reductions():
     rng = np.random.default_rng(1)
     out = jnp.asarray(rng.normal(size=(5, 4, 3)), jnp.float32)
@@ -173,14 +176,13 @@ def test_reductions():
     assert np.any(np.asarray(pull[:, 0]) != 0)
 
 
-class _Noise(NamedTuple):
-    shift: Any
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Shaky:
-    """A linear model whose weights get private noise; counts how often it is traced."""
+    """A linear model whose weights get private noise; counts how often it is traced.
+
+    Once adapted it is NaN for inputs that are bright in their first pixel.
+    """
 
     per_sample: ClassVar[bool] = False
     uses_inputs: ClassVar[bool] = False
@@ -189,6 +191,9 @@ class Shaky:
 
     w: Any
     noise: Any = 1.0
+    bright: Any = jnp.inf
+    always: Any = 0.0
+    """Above 0: without adaptation too."""
 
     def prepare(self, key, x, y):
         return ()
@@ -197,17 +202,23 @@ class Shaky:
         return jnp.zeros(())
 
     def base(self, memory, state, n):
-        return self.w
+        return self.w, jnp.asarray(self.always, jnp.float32)
 
     def adapt(self, key, memory, state, x):
-        return self.w + self.noise * jax.random.normal(key, self.w.shape), state + 1
+        noise = self.noise * jax.random.normal(key, self.w.shape)
+        return (self.w + noise, jnp.ones(())), state + 1
 
     def between(self, key, memory, state):
         return state
 
     def predict(self, memory, adapted, x):
         self.traced.append(len(x))
-        return x.reshape(len(x), -1) @ adapted
+        w, on = adapted
+        bad = (x[:, :1] > self.bright) & (on > 0)
+        return jnp.where(bad, jnp.nan, x.reshape(len(x), -1) @ w)
+
+
+FINE = (float("inf"), 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +227,7 @@ def shaky():
     x = jnp.asarray(rng.uniform(0.2, 0.8, (8, 6)), jnp.float32)
     w = jnp.asarray(rng.normal(size=(6, 3)), jnp.float32)
     y = jnp.argmax(x @ w, axis=-1).astype(jnp.int32)
-    return Shaky(w, 0.3), x, y
+    return Shaky(w, 0.3, *FINE), x, y
 
 
 INNER = PGD(steps=8, step_size=0.03)
@@ -225,6 +236,7 @@ HOW = {"memory": (), "eps": 0.1}
 ROUNDS = HOW | {"size": 4}
 
 
+@pytest.mark.fast
 def test_ten_rounds_compile_once(shaky, key):
     defense, x, y = shaky
     attack, seen = games.gmsa_avg(INNER, 10), []
@@ -277,7 +289,7 @@ def test_a_game_goes_on_where_it_was_killed(shaky, key, tmp_path):
 def test_what_leaks_helps(shaky):
     defense, x, y = shaky
     x, y = jnp.tile(x, (4, 1)) + 0.01 * jnp.arange(32)[:, None] / 32, jnp.tile(y, 4)
-    defense, attack, hits = Shaky(defense.w, 1.0), games.fpa(INNER, 2), {}
+    defense, attack, hits = Shaky(defense.w, 1.0, *FINE), games.fpa(INNER, 2), {}
     for leak in ("none", "seed"):
         how = HOW | {"leak": leak, "draws": 1}
         keys = map(jax.random.key, range(8))
@@ -288,6 +300,7 @@ def test_what_leaks_helps(shaky):
         games.play(defense, attack, x, y, key=jax.random.key(0), leak="seed", **HOW)
 
 
+@pytest.mark.fast
 def test_keys_are_split_at_the_top(shaky, key):
     """More draws do not change the attack, nor the draws that there were."""
     defense, x, y = shaky
@@ -313,7 +326,9 @@ def test_more_private_keys_never_raise_a_success_that_is_not_there(key):
     w = jnp.asarray(rng.normal(size=(6, 3)), jnp.float32)
     x = jnp.asarray(rng.uniform(0.2, 0.8, (32, 6)), jnp.float32)
     y = jnp.argmax(x @ w, axis=-1).astype(jnp.int32)
-    many = games.play(Shaky(w, 0.4), ATTACK, x, y, draws=15, key=key, **(ROUNDS | {"eps": 0.0}))
+    many = games.play(
+        Shaky(w, 0.4, *FINE), ATTACK, x, y, draws=15, key=key, **(ROUNDS | {"eps": 0.0})
+    )
     np.testing.assert_array_equal(many.correct, many.correct_clean)
     for draws in range(1, 16):  # Whatever the draws, the attack gains nothing.
         some = dataclasses.replace(
@@ -377,27 +392,25 @@ class Members(Shaky):
         return adapted(x)
 
 
-def test_first_falls_and_clean_fallbacks_understate(given, key):
-    x, y = given
-    net = nets(1)[0]
-    y = jnp.argmax(net(x), axis=-1).astype(jnp.int32).at[0].add(1) % 4
-    how = {"memory": (), "eps": 0.05, "key": key, "draws": 1}
-    inner = PGD(steps=20, step_size=0.005)
-    best = games.play(games.Fixed(net), games.transfer(inner), x, y, **how)
-    first = games.play(games.Fixed(net), games.transfer(inner, keep="first"), x, y, **how)
+def test_first_falls_and_clean_fallbacks_understate(shaky, key):
+    defense, x, y = shaky
+    still, y = dataclasses.replace(defense, noise=0.0), y.at[0].add(1) % 3
+    how = ROUNDS | {"key": key, "draws": 1}
+    best = games.play(still, ATTACK, x, y, **how)
+    first = games.play(still, games.transfer(INNER, keep="first"), x, y, **how)
     np.testing.assert_array_equal(best.static, first.static)
     assert np.all(first.cost[first.static] == 0)  # Unbroken: returned clean.
     assert first.cost[0] == 0  # Wrong from the start.
     fell = ~first.static
     assert fell[1:].any()
-    margins = [losses.margin(net(jnp.asarray(r.x_adv)), y) for r in (best, first)]
+    margins = [losses.margin(jnp.asarray(r.x_adv) @ still.w, y) for r in (best, first)]
     assert np.all(np.asarray(margins[0]) >= np.asarray(margins[1]) - 1e-6)
     assert np.all(best.cost > 0)
     parity = dataclasses.replace(ATTACK, clean_fallback=True)
-    table = turns.Table(games.Fixed(net), parity, (), x[None], y[None], jnp.float32(0.1),
+    table = Table(still, parity, (), x[None], y[None], jnp.float32(0.1),
                         key, key, 1, "none", False, 0.05)  # fmt: skip
     start = turns._no_best(table, 0)
-    moved = Moved(x + 0.01, jnp.ones(6), jnp.zeros(6, bool), jnp.ones(6, int))
+    moved = Moved(x + 0.01, jnp.ones(8), jnp.zeros(8, bool), jnp.ones(8, int))
     kept = turns._choose(parity, start, moved, 0.0, 9.0, 0)
     np.testing.assert_array_equal(kept.x, x)  # No simulated error: the clean set.
     assert int(turns._choose(parity, start, moved, 0.1, 0.0, 0).number) == 0
@@ -405,46 +418,22 @@ def test_first_falls_and_clean_fallbacks_understate(given, key):
     assert int(turns._choose(ATTACK, usual, moved, 0.0, -np.inf, 0).number) == 0
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Broken(Shaky):
-    """After adaptation, NaN for inputs that are bright in their first pixel."""
-
-    def adapt(self, key, memory, state, x):
-        return self.w, state
-
-    def predict(self, memory, adapted, x):
-        bad = (x[:, :1] > 0.5) & (self.noise > 0)
-        return jnp.where(bad, jnp.nan, x @ adapted)
-
-
 def test_what_is_not_finite_is_never_right(shaky, key):
     defense, x, y = shaky
-    x = x.at[0, 0].set(0.45).at[1:, 0].set(0.3)
+    x = x.at[:, 0].set(0.45)
     y = jnp.argmax(x @ defense.w, axis=-1).astype(jnp.int32)
     with pytest.raises(ValueError, match="not finite"):
-        games.play(Broken(defense.w), games.transfer(INNER), x.at[3, 0].set(0.9), y, key=key, **HOW)
-
-    @jax.tree_util.register_dataclass
-    @dataclasses.dataclass(frozen=True)
-    class Late(Broken):
-        def base(self, memory, state, n):
-            return self.w, jnp.zeros(())
-
-        def adapt(self, key, memory, state, x):
-            return (self.w, jnp.ones(())), state
-
-        def predict(self, memory, adapted, x):
-            w, on = adapted
-            return jnp.where((x[:, :1] > 0.5) & (on > 0), jnp.nan, x @ w)
-
-    found = games.play(Late(defense.w), games.transfer(INNER), x, y, key=key, **HOW)
-    bright = found.x_adv[:, 0] > 0.5
-    assert found.correct_clean.all()
-    assert not found.correct[:, bright].any()
-    assert np.all(found.fault[bright])
+        games.play(Shaky(defense.w, 0.0, 0.4, 1.0), ATTACK, x, y, key=key, **ROUNDS)
+    # Fine before adaptation, never after it: no accuracy on anything, and marked.
+    found = games.play(Shaky(defense.w, 0.0, 0.3, 0.0), ATTACK, x, y, key=key, **ROUNDS)
+    assert found.static_clean.all()
+    assert not found.correct.any()
+    assert not found.correct_clean.any()
+    assert found.fault.all()
+    assert np.all(found.cost <= 0.1 + 1e-6)
 
 
+@pytest.mark.fast
 def test_two_classes_one_sample_zero_gradients(key):
     flat = games.Fixed(Model(lambda w, x: w + 0 * x[:, :2], jnp.array([1.0, 0.0])))
     attack = games.gmsa_min(PGD(steps=3), 2, rivals=1, restarts=2)
@@ -473,10 +462,13 @@ def test_pools_are_sorted_and_rounds_divide(shaky, key):
         ({"draws": 0}, "draws must be"),
         ({"eps": -1.0}, "eps must be"),
         ({"eps": np.nan}, "eps must be"),
+        ({"key": 0}, "jax.random.key"),
     ]
     for change, words in wrong:
         with pytest.raises(ValueError, match=words):
             games.play(defense, attack, x, y, **(how | change))
+    with pytest.raises(ValueError, match="outside jit"):
+        jax.jit(lambda x: games.play(defense, attack, x, y, **how))(x)
     with pytest.raises(ValueError, match="outside the box"):
         games.play(defense, attack, x + 1, y, **how)
     with pytest.raises(ValueError, match="reduce must be"):
@@ -487,9 +479,31 @@ def test_pools_are_sorted_and_rounds_divide(shaky, key):
         games.SpaceAttack(inner=DDN(Lp(2)))
 
 
+def test_batches_of_a_round_change_nothing(normed_game, key):
+    play = normed_game
+    whole, parts = play(None), play(3)
+    np.testing.assert_allclose(whole.x_adv, parts.x_adv, atol=1e-5)
+    np.testing.assert_array_equal(whole.correct, parts.correct)
+
+
+@pytest.fixture
+def normed_game(key):
+    """A defence with parameters of every sample, and clean company."""
+    net = models.norm_mlp((6, 5, 3), key=key)
+    x = jax.random.uniform(key, (4, 6))
+    y = jnp.argmax(net(x), axis=-1).astype(jnp.int32)
+
+    def play(size):
+        attack = dataclasses.replace(ATTACK, iterations=2, batch_size=size)
+        how = {"memory": (), "eps": 0.1, "key": key, "draws": 1, "company": True}
+        return games.play(games.DENT(net), attack, x, y, **how)
+
+    return play
+
+
 def test_points_outside_are_refused(shaky, key):
     defense, x, y = shaky
-    table = turns.Table(defense, games.transfer(INNER), (), x[None], y[None], jnp.float32(0.1),
+    table = Table(defense, games.transfer(INNER), (), x[None], y[None], jnp.float32(0.1),
                         key, key, 1, "none", False, 0.05)  # fmt: skip
     with pytest.raises(ValueError, match="outside of their ball"):
         turns._measured(table, x, x.at[3].add(0.2))

@@ -14,8 +14,8 @@ from wdjax.cli import options, subject
 from wdjax.cli.console import Console
 from wdjax.core import Progress
 from wdjax.transductive import Report, Share, table
+from wdjax.transductive.state import State
 from wdjax.transductive.table import Case, Row
-from wdjax.transductive.turns import State
 
 SCHEMA = "wdjax.game/1"
 FAMILIES = {

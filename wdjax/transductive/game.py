@@ -16,7 +16,7 @@ from wdjax.transductive.attack import SpaceAttack
 from wdjax.transductive.objectives import logits_of
 from wdjax.transductive.protocol import Defense
 from wdjax.transductive.referee import REJECTIONS, Report
-from wdjax.transductive.turns import State, Table
+from wdjax.transductive.state import State, Table
 
 LEAKS = ("none", "state", "seed")
 ORDERS = ("natural", "labels")
@@ -39,6 +39,7 @@ def prepare(defense: Defense, x: AnyArray, y: AnyArray, *, key: Array) -> PyTree
     >>> prepare(Fixed(Model(jnp.dot, jnp.eye(2))), np.ones((1, 2)), [0], key=jax.random.key(0))
     ()
     """
+    _check_key(key)
     known = data.as_dataset(x, y, "the training data")
     return _prepare(defense, key, jnp.asarray(known.x), jnp.asarray(known.y))
 
@@ -120,6 +121,9 @@ def play(
     >>> found.correct[0].tolist(), found.one_shot_clean.value
     ([False, True], 1.0)
     """
+    if validate.traced(defense, memory, x, y, eps, key) or validate.staged():
+        raise ValueError("a game decides on the host what comes next: play outside jit and vmap.")
+    _check_key(key)
     validate.check_choice("leak", leak, LEAKS)
     validate.check_choice("order", order, ORDERS)
     draws = validate.check_count("draws", draws)
@@ -166,6 +170,12 @@ def play(
             "it can go on."
         )
     return turns.report(table, last.record, index)
+
+
+def _check_key(key: Any) -> None:
+    typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not typed or key.ndim:
+        raise ValueError(f"pass key=jax.random.key(seed), got {key!r}.")
 
 
 def _arrange(

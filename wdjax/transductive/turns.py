@@ -12,84 +12,13 @@ from wdjax import losses, norms
 from wdjax.core import Array, PyTree
 from wdjax.track import finite
 from wdjax.transductive import bank as banks
-from wdjax.transductive.attack import Moved, SpaceAttack, objective_at, raise_objective
+from wdjax.transductive.ascent import Moved, objective_at, raise_objective
+from wdjax.transductive.attack import SpaceAttack
 from wdjax.transductive.bank import Bank
 from wdjax.transductive.objectives import logits_of
 from wdjax.transductive.protocol import Defense
 from wdjax.transductive.referee import Report, threshold_for
-
-
-class Best(NamedTuple):
-    """The attacker's best set of a round so far."""
-
-    x: Array
-    errors: Array
-    """The share of errors of its simulation."""
-    value: Array
-    """And the mean loss there."""
-    number: Array
-    """Its iteration."""
-    fault: Array
-    """``[n]``"""
-
-
-class Record(NamedTuple):
-    """What has happened: ``[rounds, ...]`` arrays on the host, named as in :class:`Report`."""
-
-    x_adv: np.ndarray
-    cost: np.ndarray
-    correct: np.ndarray
-    correct_clean: np.ndarray
-    static: np.ndarray
-    static_clean: np.ndarray
-    fault: np.ndarray
-    simulated: np.ndarray
-    raised: np.ndarray
-    chosen: np.ndarray
-    gradients: np.ndarray
-    score: np.ndarray
-    score_clean: np.ndarray
-
-
-class State(NamedTuple):
-    """A game between two turns: a pytree, so that it can be saved."""
-
-    round: np.ndarray
-    iteration: np.ndarray
-    true: PyTree
-    """The defender's state."""
-    clean: PyTree
-    """That of a defender who is given clean inputs."""
-    mirror: PyTree
-    """What the attacker believes the defender's state to be."""
-    bank: Bank
-    first: Array
-    """The set of the round's first iteration."""
-    best: Best
-    record: Record
-
-
-class Table(NamedTuple):
-    """What lies on the table and does not change."""
-
-    defense: Defense
-    attack: SpaceAttack
-    memory: PyTree
-    x: Array
-    """``[rounds, size, *shape]``"""
-    y: Array
-    eps: Array
-    attacker: Array
-    """The attacker's key: no function that the attacker calls is given the other."""
-    defender: Array
-    draws: int
-    leak: str
-    company: bool
-    budget: float
-
-    @property
-    def box(self) -> tuple[float, float] | None:
-        return self.attack.inner.ball.box
+from wdjax.transductive.state import Best, Record, State, Table
 
 
 def begin(table: Table) -> State:
@@ -161,10 +90,7 @@ def _attack(table: Table, state: State) -> State:
         bank = _push(bank._replace(filled=jnp.zeros_like(bank.filled)),
                      _base(defense, memory, seen, len(y)))  # fmt: skip
     own = _key(table.attacker, number, iteration)
-    later = np.asarray(iteration > 0)
-    moved = _perturb(
-        attack, defense, memory, bank, x, y, table.eps, _key(own, 0), state.first, later
-    )
+    moved = _moved(table, bank, x, y, _key(own, 0), state.first, np.asarray(iteration > 0))
     errors, values = [], []
     for draw in range(attack.simulations):
         secret = _key(table.defender, number, 0) if table.leak == "seed" else _key(own, 1 + draw)
@@ -181,6 +107,26 @@ def _attack(table: Table, state: State) -> State:
     done = np.asarray(iteration + 1, np.int32)
     first = state.first if iteration else moved.x_adv
     return state._replace(iteration=done, bank=bank, first=first, best=best, record=record)
+
+
+def _moved(
+    table: Table, bank: Bank, x: Array, y: Array, key: Array, first: Array, later: np.ndarray
+) -> Moved:
+    """The attack on a bank, so many inputs at a time; the last batch is filled up with its last."""
+    defense, n, shared = table.defense, len(y), (table.attack, table.defense, table.memory)
+    size = min(table.attack.batch_size or n, n)
+    parts = []
+    for begin in range(0, n, size):
+        own = np.minimum(np.arange(begin, begin + size), n - 1)
+        models = bank.models
+        if defense.per_sample and size < n:
+            models = jax.tree.map(lambda rows, own=own: rows[:, own], models)
+        rows = (x, y, first) if size == n else (x[own], y[own], first[own])
+        part = bank._replace(models=models)
+        parts.append(_perturb(*shared, part, *rows, table.eps, key, own, later))
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[:n], *parts)
 
 
 def _with(record: Record, *place: int, **facts: Any) -> Record:
@@ -338,12 +284,13 @@ def _perturb(
     bank: Bank,
     x: Array,
     y: Array,
+    first: Array,
     eps: Array,
     key: Array,
-    first: Array,
+    index: Array,
     later: Array,
 ) -> Moved:
-    moved = raise_objective(attack, defense, memory, bank, x, y, eps=eps, key=key)
+    moved = raise_objective(attack, defense, memory, bank, x, y, eps=eps, key=key, index=index)
     if not attack.retain:
         return moved
     value = objective_at(attack, defense, memory, bank, first, y)

@@ -39,7 +39,7 @@ class DANN:
     Cost: two forward and backward passes a step; a training for every adaptation.
 
     Differs: the authors' encoder ends earlier in the net, and dropout is left out. Their "epoch" is
-      as many steps as the smaller of the two sets has batches.
+      as many steps as the smaller of the two sets has batches. On CIFAR-10 they use SGD.
 
     Source: Ganin et al. [ganin2016]; as a defence, Chen et al. [chen2022].
     """

@@ -35,7 +35,8 @@ class TADV:
 
     Cost: an adversarial training for every adaptation.
 
-    Differs: the authors start the inner attack at zero or at noise, by the toss of a coin.
+    Differs: the authors start the inner attack at zero or at noise, by the toss of a coin; their
+      rate is constant (MNIST) or falls twice (CIFAR-10, by SGD).
 
     Source: Chen et al. [chen2022], section 6 and A.5.
     """
