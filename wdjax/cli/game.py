@@ -213,7 +213,7 @@ def _measured(found: Report, row: Row) -> dict[str, Any]:
             for budget, point in points.items()
         }
     return measured | {
-        "settings": report.settings(row.attack),  # type: ignore[arg-type]
+        "settings": _settings(row),
         "game": dict(row.how),
         "draws": len(found.correct),
         "simulated_errors": found.simulated.mean(axis=0).tolist(),
@@ -221,6 +221,14 @@ def _measured(found: Report, row: Row) -> dict[str, Any]:
         "largest_cost": float(found.cost.max()),
         "faults": int(found.fault.sum()),
     }
+
+
+def _settings(row: Row) -> dict[str, Any]:
+    inner: Any = row.attack.inner
+    own = {"name": type(inner).__name__} | report.settings(inner)
+    own.pop("loss")  # Replaced by the objective.
+    attack: Any = row.attack
+    return report.settings(attack) | {"inner": own}
 
 
 def _percent(found: Share) -> str:

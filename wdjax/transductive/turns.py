@@ -42,10 +42,10 @@ def begin(table: Table) -> State:
         static=np.zeros((rounds, size), bool),
         static_clean=np.zeros((rounds, size), bool),
         fault=np.zeros((rounds, size), bool),
-        simulated=np.zeros(steps),
-        raised=np.zeros(steps),
+        simulated=np.zeros(steps, np.float32),
+        raised=np.zeros(steps, np.float32),
         chosen=np.full(rounds, -1),
-        gradients=np.zeros(rounds),
+        gradients=np.zeros(rounds, np.float32),
         score=np.zeros(facts, np.float32),
         score_clean=np.zeros(facts, np.float32),
     )
