@@ -10,7 +10,7 @@ import pytest
 
 import wdjax.transductive as games
 from wdjax import Lp, Model, losses, metrics, models
-from wdjax.attacks import APGD, DDN, PGD
+from wdjax.attacks import APGD, DDN, PGD, Square
 from wdjax.transductive import turns
 from wdjax.transductive.ascent import Moved
 from wdjax.transductive.bank import Answers
@@ -392,6 +392,22 @@ class Members(Shaky):
         return adapted(x)
 
 
+def test_searches_that_stop_at_a_fall_go_on(given, key):
+    """Cross-entropy is above 0 everywhere: no search may take that for a success."""
+    (x, y), (net, *_) = given, nets(1)
+    bank, attack = filled([net]), games.SpaceAttack(inner=Square(queries=60), random_start=False)
+    moved = jax.jit(
+        lambda bank: games.raise_objective(
+            attack, games.Fixed(net), (), bank, x, y, eps=0.2, key=key
+        )
+    )(bank)
+    before = np.asarray(losses.cross_entropy(net(x), y))
+    assert np.all(moved.value >= before)
+    fgsm = x + 0.2 * jnp.sign(jax.grad(lambda x: losses.cross_entropy(net(x), y).sum())(x))
+    reach = np.asarray(losses.cross_entropy(net(jnp.clip(fgsm, 0, 1)), y)) - before
+    assert np.median((moved.value - before) / reach) > 0.5
+
+
 def test_first_falls_and_clean_fallbacks_understate(shaky, key):
     defense, x, y = shaky
     still, y = dataclasses.replace(defense, noise=0.0), y.at[0].add(1) % 3
@@ -471,6 +487,9 @@ def test_pools_are_sorted_and_rounds_divide(shaky, key):
         jax.jit(lambda x: games.play(defense, attack, x, y, **how))(x)
     with pytest.raises(ValueError, match="outside the box"):
         games.play(defense, attack, x + 1, y, **how)
+    for other in (INNER, games.SpaceAttack(inner=None)):
+        with pytest.raises(ValueError, match="on model spaces"):
+            games.play(defense, other, x, y, **how)
     with pytest.raises(ValueError, match="reduce must be"):
         games.SpaceAttack(reduce="max")
     with pytest.raises(ValueError, match="set rivals"):

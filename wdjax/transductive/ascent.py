@@ -12,7 +12,7 @@ from wdjax.core import Array, Model, PyTree
 from wdjax.transductive import bank as banks
 from wdjax.transductive.attack import SpaceAttack
 from wdjax.transductive.bank import Bank
-from wdjax.transductive.objectives import FirstFall, logits_of, margin
+from wdjax.transductive.objectives import Ceaseless, FirstFall, logits_of, margin
 from wdjax.transductive.protocol import Defense
 
 
@@ -153,7 +153,7 @@ def _climb(asked: _Question, aim: Array, start: Array, key: Array) -> Moved:
     """All legs of a search, and its points judged."""
     attack, x, y = asked.attack, asked.x, asked.y
     victim, inner = asked.victim(aim), _fitted(attack)
-    criterion: Any = attack.objective
+    criterion: Any = Ceaseless(attack.objective)
     if attack.keep == "first":
         criterion = FirstFall(dataclasses.replace(attack.objective, loss=margin))
 
@@ -185,9 +185,8 @@ def _climb(asked: _Question, aim: Array, start: Array, key: Array) -> Moved:
 
 
 def _fitted(attack: SpaceAttack) -> Any:
-    """The inner attack with the objective as its loss, never content with a first success."""
-    more = {"stop": False} if hasattr(attack.inner, "stop") else {}
-    return dataclasses.replace(attack.inner, loss=attack.objective, **more)  # type: ignore[type-var]
+    """The inner attack with the objective as its loss."""
+    return dataclasses.replace(attack.inner, loss=attack.objective)  # type: ignore[type-var]
 
 
 def _better(best: Moved, moved: Moved) -> Moved:

@@ -124,6 +124,10 @@ def play(
     if validate.traced(defense, memory, x, y, eps, key) or validate.staged():
         raise ValueError("a game decides on the host what comes next: play outside jit and vmap.")
     _check_key(key)
+    if not (isinstance(attack, SpaceAttack) and hasattr(attack.inner, "ball")):
+        raise ValueError(
+            f"attack must be one on model spaces, such as gmsa_avg(PGD()), got {attack!r}."
+        )
     validate.check_choice("leak", leak, LEAKS)
     validate.check_choice("order", order, ORDERS)
     draws = validate.check_count("draws", draws)

@@ -88,6 +88,26 @@ class Objective:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ceaseless:
+    """An objective in its own order but never above 0, so that no search thinks it has won.
+
+    A cross-entropy is above 0 at every point: taken for a criterion, it would end at once those
+    searches that stop when a sample has fallen.
+
+    >>> said = Answers(jnp.array([[[0.0, 3.0]]]), jnp.ones((1, 1), bool), jnp.array([-1]))
+    >>> Ceaseless(Objective(losses.margin))(said, jnp.array([0])).tolist()
+    [-0.25]
+    """
+
+    objective: Objective
+
+    def __call__(self, said: Answers, y: Array) -> Array:
+        value = self.objective(said, y)
+        below = jnp.where(value >= 0, -1 / (1 + jnp.maximum(value, 0.0)), value - 1)
+        return jnp.where(jnp.isfinite(value), below, jnp.nan)
+
+
+@dataclasses.dataclass(frozen=True)
 class FirstFall:
     """1 where an objective is above 0, else 0: keeps the first point that has fallen, not the best.
 
