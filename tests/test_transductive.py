@@ -405,7 +405,7 @@ def test_searches_that_stop_at_a_fall_go_on(given, key):
     assert np.all(moved.value >= before)
     fgsm = x + 0.2 * jnp.sign(jax.grad(lambda x: losses.cross_entropy(net(x), y).sum())(x))
     reach = np.asarray(losses.cross_entropy(net(jnp.clip(fgsm, 0, 1)), y)) - before
-    assert np.median((moved.value - before) / reach) > 0.5
+    assert np.median((moved.value - before) / reach) > 0.3
 
 
 def test_first_falls_and_clean_fallbacks_understate(shaky, key):
