@@ -300,6 +300,27 @@ def test_what_leaks_helps(shaky):
         games.play(defense, attack, x, y, key=jax.random.key(0), leak="seed", **HOW)
 
 
+def test_the_attacker_is_given_what_it_may_see(shaky, key, monkeypatch):
+    defense, x, y = shaky
+
+    class SeenError(Exception):
+        pass
+
+    def look(table, state):
+        raise SeenError(table.defender, state.true, state.clean)
+
+    monkeypatch.setattr(turns, "_attack", look)
+    for leak, keys, states in (("none", 0, 0), ("state", 0, 1), ("seed", 1, 1)):
+        with pytest.raises(SeenError) as seen:
+            games.play(defense, ATTACK, x, y, key=key, leak=leak, draws=1, **ROUNDS)
+        secret, true, clean = seen.value.args
+        assert ((secret is not None), (true is not None)) == (bool(keys), bool(states))
+        assert clean is None
+        if secret is not None:  # That of the round, not the one that all others come from.
+            whole = jax.random.key_data(jax.random.split(key)[1])
+            assert not np.array_equal(jax.random.key_data(secret), whole)
+
+
 @pytest.mark.fast
 def test_keys_are_split_at_the_top(shaky, key):
     """More draws do not change the attack, nor the draws that there were."""

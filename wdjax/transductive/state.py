@@ -1,6 +1,6 @@
 """What a game carries on, and what lies on its table."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -71,8 +71,10 @@ class Table(NamedTuple):
     y: Array
     eps: Array
     attacker: Array
-    """The attacker's key: no function that the attacker calls is given the other."""
-    defender: Array
+    """The attacker's key."""
+    defender: Any
+    """The defender's, which nobody but the referee is given; in the attacker's turns the key of the
+    round, if it leaks, or None."""
     draws: int
     leak: str
     company: bool

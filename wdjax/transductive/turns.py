@@ -68,10 +68,17 @@ def over(table: Table, state: State) -> bool:
 
 
 def turn(table: Table, state: State) -> State:
-    """The attacker's next iteration, or the end of a round."""
-    if int(state.iteration) < table.attack.iterations:
-        return _attack(table, state)
-    return _judge(table, state)
+    """The attacker's next iteration, or the end of a round.
+
+    The attacker is given what it may see: but for leaks, no state and no key of the defender.
+    """
+    if int(state.iteration) >= table.attack.iterations:
+        return _judge(table, state)
+    leaked = _key(table.defender, int(state.round), 0) if table.leak == "seed" else None
+    seen = None if table.leak == "none" else state.true
+    hidden = table._replace(defender=leaked)
+    after = _attack(hidden, state._replace(true=seen, clean=None))
+    return after._replace(true=state.true, clean=state.clean)
 
 
 def _key(key: Array, *places: Any) -> Array:
@@ -81,9 +88,10 @@ def _key(key: Array, *places: Any) -> Array:
 
 
 def _attack(table: Table, state: State) -> State:
+    """The models so far are attacked, and the defence is simulated on what was found."""
     defense, memory, attack = table.defense, table.memory, table.attack
     number, iteration = int(state.round), int(state.iteration)
-    known = state.mirror if table.leak == "none" else state.true
+    known = state.mirror if state.true is None else state.true
     x, y, bank = table.x[number], table.y[number], state.bank
     if iteration == 0:
         seen = defense.begin(memory) if attack.begin == "static" else known
@@ -93,7 +101,7 @@ def _attack(table: Table, state: State) -> State:
     moved = _moved(table, bank, x, y, _key(own, 0), state.first, np.asarray(iteration > 0))
     errors, values = [], []
     for draw in range(attack.simulations):
-        secret = _key(table.defender, number, 0) if table.leak == "seed" else _key(own, 1 + draw)
+        secret = _key(own, 1 + draw) if table.defender is None else table.defender
         adapted, _ = _adapt(defense, secret, memory, known, _company(table, moved.x_adv, x))
         err, value = _simulated(table, adapted, moved.x_adv, x, y)
         bank = _push(bank, _rows(defense, adapted, len(y)))
