@@ -1,11 +1,12 @@
 """The bars of Lipschitz constants on exact fixtures and published nets, and whether they were met.
 
-    python bench/lipschitz.py [theory] [local] [global] [batch] [conv]
+    python bench/lipschitz.py [theory] [local] [global] [batch] [conv] [training]
 
 `theory`: all constants of eight small nets against exact values. `local`: constants of margins on
 balls, against published bounds. `global`: over all of space. `batch`: 500 images in one call.
-`conv`: convolutional and residual nets, against interval Jacobians and sampled ones. Weights,
-images and fixtures are those of ../shared; seconds are of this process.
+`conv`: convolutional and residual nets, against interval Jacobians and sampled ones. `training`:
+what training through Lipschitz constants certifies beside adversarial and certified training.
+Weights, images and fixtures are those of ../shared; seconds are of this process.
 """
 
 import json
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import certify, convert, data, lipschitz
+from wdjax import Lp, attacks, certify, convert, data, lipschitz, models, training
 
 SHARED = Path(__file__).parents[2] / "shared"
 NORMS = {"1": 1, "2": 2, "inf": math.inf}
@@ -163,8 +164,45 @@ def sampled(model, x, y, norm, eps, count=10_000):
     return float(jnp.max(jax.lax.map(size, jax.random.split(key, count), batch_size=20)))
 
 
+def trained(widths=(64, 200, 200, 10)):
+    fit, test = data.digits()
+    x, y = test.take(100)
+    net = models.mlp(widths, key=jax.random.key(0))
+    for norm, eps in ((2, 0.5), (math.inf, 0.1)):
+        against = {"attack": attacks.PGD(Lp(norm), steps=7), "eps": eps}
+        ways = {
+            "plain": {},
+            "adversarial": against,
+            "by intervals": {"certificate": certify.CertifiedTraining(norm=norm), "eps": eps},
+            "by Lipschitz constants": {
+                "certificate": lipschitz.LipschitzTraining(norm=norm),
+                "eps": eps,
+            },
+        }
+        for name, how in ways.items():
+            began = time.process_time()
+            model = training.train(net, *fit, key=jax.random.key(1), epochs=40, **how).model
+            seconds = time.process_time() - began
+            proved = certify.verify(model, x, y, norm=norm, eps=eps, method="crown")
+            steep = {"norm": norm, "eps": eps, "method": "zonotope"}
+            constant = np.median(lipschitz.local_lipschitz(model, x[:10], y[:10], **steep).max(1))
+            print(
+                f"digits {widths} l{norm} {eps} trained {name}: clean {proved.correct.mean():.2f}, "
+                f"verified {proved.verified.mean():.2f}, median constant {constant:.1f}, "
+                f"{seconds:.1f} s",
+                flush=True,
+            )
+
+
 def main():
-    parts = {"theory": theory, "local": local, "global": whole, "batch": batch, "conv": conv}
+    parts = {
+        "theory": theory,
+        "local": local,
+        "global": whole,
+        "batch": batch,
+        "conv": conv,
+        "training": trained,
+    }
     chosen = sys.argv[1:] or list(parts)
     unknown = set(chosen) - set(parts)
     if unknown:

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from wdjax import Lp, attacks, convert, data, ensembles, losses, models, training
+from wdjax import Lp, attacks, convert, data, ensembles, image, models, training
 from wdjax.certify import binomial, noise, smoothing, votes
 from wdjax.models import zoo
 
@@ -34,7 +34,7 @@ SHARED = Path(__file__).parents[2] / "shared"
 CASES, LOOKS = 1000, (32, 64, 100, 200, 400, 700, 1000)
 SIGMAS = (0.12, 0.25, 0.5)
 PIXELS = 784
-BUDGETS = (50, 100, 150, 200, 300, 400, 600, 800)
+BUDGETS = (50, 100, 200, 300, 400, 600)
 
 
 def said(what, met):
@@ -141,68 +141,31 @@ def sandwich():
             said(what, crossed == 0)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5))
-def transported(model, x, y, budget, rows, steps):
-    """Frank-Wolfe on plans of mass between pixels: images within ``budget`` of ``x``, ``[n]``."""
-    size = x.shape[1]
-    spots = jnp.stack(jnp.meshgrid(jnp.arange(size), jnp.arange(size), indexing="ij"), -1)
-    spots = spots.reshape(-1, 2).astype(x.dtype)
-    flat = x.reshape(len(x), -1)
-    mass, source = jax.lax.top_k(flat, rows)
-
-    def vertex(gradient, mass, source, allowed):
-        """Where mass should go: every source to one pixel, at a cost of at most ``allowed``."""
-        cost = jnp.linalg.norm(spots[source][:, None] - spots[None], axis=-1)
-
-        def plan(price):
-            best = jnp.argmax(gradient[None] - price * cost, axis=1)
-            return best, jnp.sum(mass * jnp.take_along_axis(cost, best[:, None], 1)[:, 0])
-
-        def halve(_, ends):
-            low, high = ends
-            middle = (low + high) / 2
-            fits = plan(middle)[1] <= allowed
-            return jnp.where(fits, low, middle), jnp.where(fits, middle, high)
-
-        top = 2 * jnp.max(jnp.abs(gradient)) + 1e-9  # Neighbours are 1 apart: nothing moves.
-        best, _ = plan(jax.lax.fori_loop(0, 20, halve, (jnp.zeros(()), top))[1])
-        return jnp.zeros_like(gradient).at[best].add(mass)
-
-    def step(t, now):
-        pull = jax.grad(lambda z: jnp.sum(losses.margin(model(z.reshape(x.shape)), y)))(now)
-        ends = jax.lax.map(lambda args: vertex(*args), (pull, mass, source, budget))
-        return now + 2 / (t + 2) * (ends - now)
-
-    return jax.lax.fori_loop(0, steps, step, flat).reshape(x.shape)
-
-
 def images():
-    import ot
-
+    """Every image at every radius: none may fall within the radius that is certified."""
     model, x, y = mnist(20)
-    own, alpha = noise.Flow(0.01), 0.001
-    found = smoothing.certify(model, x, y, noise=own, key=jax.random.key(0), n=10_000, alpha=alpha)
-    stand_in = smoothing.soft(model, x, noise=own, key=jax.random.key(1), count=32)
-    mass, attacked = x.sum(axis=(1, 2, 3)), np.full(len(y), np.inf)
-    exact = np.full(len(y), np.nan)
-    spots = np.stack(np.meshgrid(range(28), range(28), indexing="ij"), -1).reshape(-1, 2)
-    cost = np.linalg.norm(spots[:, None] - spots[None], axis=-1)
+    own, nearest = noise.Flow(0.01), np.full(len(y), np.inf)
+    found = smoothing.certify(model, x, y, noise=own, key=jax.random.key(0), n=10_000)
     for number, k in enumerate(BUDGETS):
-        moved = transported(stand_in, jnp.asarray(x), jnp.asarray(y), mass * k / PIXELS, 300, 20)
-        fresh = jax.random.fold_in(jax.random.key(2), number)
-        how = {"noise": own, "n": 5000, "only": np.isinf(attacked)}
-        counts = smoothing.tally(model, moved, key=fresh, **how)
-        fallen = smoothing.decide(counts, alpha / len(BUDGETS))
-        fallen = (fallen != y) & (fallen != smoothing.ABSTAIN)
-        for i in np.flatnonzero(fallen):
-            ends = [np.float64(z[i].ravel()) for z in (x, moved)]
-            exact[i] = PIXELS * ot.emd2(*(end / end.sum() for end in ends), cost)
-            attacked[i] = k
-    crossed = int(np.sum(exact < PIXELS * found.radius))
+        how = {"noise": own, "key": jax.random.key(number + 1), "count": 16}
+        moved, spent = timed(
+            ensembles.smoothed,
+            image.FrankWolfe(steps=30),
+            model,
+            x,
+            y,
+            eps=k / PIXELS,
+            only=np.isinf(nearest),
+            alpha=0.001 / len(BUDGETS),
+            **how,
+        )
+        nearest = np.where(moved.success, np.minimum(nearest, moved.cost), nearest)
+        print(f"k {k}: {np.isinf(nearest).mean():.2f} robust, {spent / len(y):.2f} CPU s an image")
+    crossed, gap = int(np.sum(nearest < found.radius)), np.median(nearest / found.radius)
     what = (
-        f"mnist flow: certified k {np.median(PIXELS * found.radius):.1f}, attacked "
-        f"{np.median(attacked):.0f} (exact {np.nanmedian(exact):.0f}, {np.isfinite(exact).sum()} "
-        f"of {len(y)} fallen), {crossed} crossings"
+        f"mnist flow: certified k {PIXELS * np.median(found.radius):.1f}, attacked "
+        f"{PIXELS * np.median(nearest):.0f} (median; {np.isfinite(nearest).sum()} of {len(y)} "
+        f"fallen), {gap:.1f} times as far, {crossed} crossings"
     )
     said(what, crossed == 0)
 

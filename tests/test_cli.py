@@ -314,12 +314,17 @@ def test_certify_smooths_any_model(given, capsys, tmp_path):
     fixed = [*smooth, "--votes", "50", "--test", "clopper-pearson", "--noise", "laplace"]
     assert main([*fixed, "--norm", "l1"]) == 0
     assert json.loads(capsys.readouterr().out)["votes_per_image"] == 150
+    images = ["--norm", "w1", "--sigma", "1/100", "--votes", "200", "--eps", "1/1000"]
+    assert main([*smooth, *images]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert (content["noise"], content["norm"]) == ("flow", "w1")
     for words, message in (
+        (["--norm", "w1"], "by --method smoothing only"),
         (["--method", "smoothing"], "--sigma S"),
         (["--sigma", "1"], "would be ignored"),
         (["--alpha", "0.1"], "would be ignored"),
-        (["--method", "smoothing", "--sigma", "1", "--norm", "linf"], "radii in l1 and l2"),
-        (["--method", "smoothing", "--sigma", "1", "--noise", "laplace"], "radii in l1 and l2"),
+        (["--method", "smoothing", "--sigma", "1", "--norm", "linf"], "can be none"),
+        (["--method", "smoothing", "--sigma", "1", "--noise", "laplace"], "can be gaussian"),
         (["--method", "smoothing", "--sigma", "-1"], "sigma must be finite"),
     ):
         assert main([*command, *words]) == 2

@@ -9,8 +9,9 @@ from scipy import optimize
 import wdjax
 from wdjax import image
 from wdjax.core import Samples
-from wdjax.image import frank_wolfe, linear, plans
+from wdjax.image import dual_projection, frank_wolfe, linear, plans, variance
 from wdjax.image.stencil import Stencil
+from wdjax.precision import float64
 
 SIDE = 5
 
@@ -272,3 +273,93 @@ def test_natural_perturbations_against_scipy():
     assert image.ImageWasserstein().cost(jnp.asarray(x[..., :1]), dark).min() == jnp.inf
     with pytest.raises(ValueError, match="odd"):
         image.gaussian_blur(x, 4)
+
+
+@pytest.mark.parametrize("channels", ["shared", "separate"])
+def test_dual_projection_finds_the_nearest_plan(channels):
+    """Against a quadratic program, over the plans that the window allows."""
+    ball = image.ImageWasserstein(window=3, channels=channels)
+    x = pictures(1, channels=2, seed=3, side=3)
+    own = frank_wolfe.task(ball, samples(x, 0.1))
+    stencil, valid = own.space.stencil, np.asarray(own.space.stencil.valid())
+    v = 0.6 * jax.random.normal(jax.random.key(0), (1, 2, stencil.offsets, stencil.length))
+    plan, price = dual_projection.project(own, v + plans.stay(own.space, own.x), jnp.zeros(1))
+    assert price > 0
+    masses = np.asarray(own.x, float)[0]
+    allowed = valid & (masses > 0)[:, None]
+    cost = stencil.costs(1.0)[:, None] * np.asarray(own.weights, float)[0][:, None, None]
+    cost = np.broadcast_to(cost, allowed.shape)[allowed]
+    channel, _, cell = np.nonzero(allowed)
+    sender = channel * stencil.length + cell
+    rows = np.equal.outer(np.unique(sender), sender).astype(float)
+    target = np.asarray(v + plans.stay(own.space, own.x), float)[0][allowed]
+    begin = np.asarray(plans.stay(own.space, own.x), float)[0][allowed]
+    solved = optimize.minimize(
+        lambda p: 0.5 * np.sum((p - target) ** 2),
+        begin,
+        jac=lambda p: p - target,
+        method="SLSQP",
+        bounds=[(0, None)] * len(begin),
+        constraints=[
+            {"type": "eq", "fun": lambda p: rows @ p - masses[masses > 0], "jac": lambda p: rows},
+            {"type": "ineq", "fun": lambda p: own.budget[0] - cost @ p, "jac": lambda p: -cost},
+        ],
+        options={"maxiter": 500, "ftol": 1e-12},
+    )
+    assert solved.success
+    np.testing.assert_allclose(np.asarray(plan)[0][allowed], solved.x, atol=2e-4)
+    assert not np.asarray(plan)[0][~allowed].any()
+
+
+def test_total_variance_and_its_slope():
+    stencil = Stencil(SIDE, SIDE, 3)
+    x = stencil.flat(pictures(2))
+    plan = plans.stay(image.ImageWasserstein(window=3).space((SIDE, SIDE, 1)), x)
+    plan = plan + 0.1 * jax.random.uniform(jax.random.key(1), plan.shape) * stencil.valid()
+    mass = stencil.mass(plan)
+    along = jax.random.normal(jax.random.key(2), plan.shape) * stencil.valid()
+    along = along - along.mean(axis=(1, 2, 3), keepdims=True) * plan / plan.mean(
+        axis=(1, 2, 3), keepdims=True
+    )  # Keeps the whole mass.
+    with float64():
+        mass, along = (jnp.asarray(part, jnp.float64) for part in (mass, stencil.mass(along)))
+        _, tilt = jax.jvp(lambda m: image.total_variance(image.Plan(m)), (mass,), (along,))
+    sent = np.asarray(along).sum(axis=(1, 2, 3)).reshape(2, -1)
+    whole = np.asarray(mass).sum(axis=(1, 2, 3, 4, 5))
+    ours = np.sum(np.asarray(variance.slope(stencil, plan)) * sent, axis=1) / whole
+    np.testing.assert_allclose(ours, tilt, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("power", "channels"), [(1.0, "shared"), (2.0, "shared"), (1.0, "separate")]
+)
+def test_entropic_distances_are_above_exact_ones(power, channels):
+    pytest.importorskip("ott", reason="entropic transport is ott's")
+    ball = image.ImageWasserstein(power=power, channels=channels)
+    x, z = pictures(3, channels=2), pictures(3, channels=2, seed=1)
+    z = z * jnp.sum(x, axis=(1, 2), keepdims=True) / jnp.sum(z, axis=(1, 2), keepdims=True)
+    exactly = image.image_wasserstein_distance(x, z, ball=ball)
+    found = jax.jit(lambda x, z: image.entropic_distance(x, z, ball=ball, reg=0.05))(x, z)
+    assert np.all(found >= exactly * (1 - 1e-6))
+    np.testing.assert_allclose(found, exactly, rtol=0.03)
+    few = image.entropic_distance(x, z, ball=ball, reg=0.05, iterations=10)
+    assert np.all(few >= exactly * (1 - 1e-6))  # Far from converged.
+    other = image.entropic_distance(x, z.at[0, ..., 0].multiply(2.0).at[1].set(0.0), ball=ball)
+    assert np.isinf(other[1])
+    assert np.isinf(other[0]) == (channels == "shared")
+
+
+def test_entropic_gradients_are_those_of_the_distance():
+    pytest.importorskip("ott", reason="entropic transport is ott's")
+    x, z = pictures(2), pictures(2, seed=1) * 0.8 + 0.1
+    z = z * jnp.sum(x, axis=(1, 2, 3), keepdims=True) / jnp.sum(z, axis=(1, 2, 3), keepdims=True)
+    along = 0.1 * z * jax.random.normal(jax.random.key(0), z.shape)
+    along = along - jnp.mean(along, axis=(1, 2, 3), keepdims=True)
+    slope = jax.grad(lambda z: jnp.sum(image.entropic_distance(x, z, reg=0.03)))(z)
+    assert np.all(np.isfinite(slope))
+    ends = (image.image_wasserstein_distance(x, z + h * along) for h in (0.05, -0.05))
+    exactly = np.subtract(*ends) / 0.1
+    ours = np.sum(np.asarray(slope * along), axis=(1, 2, 3))
+    np.testing.assert_allclose(ours, exactly, atol=0.05 * np.abs(exactly).max())
+    with pytest.raises(ValueError, match="of one shape"):
+        image.entropic_distance(x, z[:, :2])

@@ -18,6 +18,7 @@ ATTACKS = {
     "plain": image.FrankWolfe(BALL, steps=6, sweeps=0, temperature=1e-3, momentum=0.0),
     "sinkhorn": image.SinkhornPGD(BALL, steps=6, iterations=8),
     "nearest": image.NearestTransport(BALL, steps=12, sweeps=3),
+    "dual-projection": image.DualProjection(BALL, steps=6),
 }
 each = pytest.mark.parametrize("name", ATTACKS)
 
@@ -98,6 +99,18 @@ def test_starts_are_begun_at(name):
     known = wdjax.search(far, model, x, y, eps=0.5)
     again = search(name, model, x, y, eps=0.5, start=known.x_adv)
     assert np.mean(np.asarray(again.success) >= np.asarray(known.success)) >= 0.8
+
+
+def test_smoothness_makes_moves_alike():
+    model, x = net(scale=3.0), pictures(6)
+    y = labelled(model, x)
+    rough, smooth = (
+        wdjax.search(image.DualProjection(BALL, steps=10, smoothness=price), model, x, y, eps=0.1)
+        for price in (0.0, 0.3)
+    )
+    rough, smooth = (np.asarray(image.total_variance(found.proof)) for found in (rough, smooth))
+    assert np.all(rough > 0.03)
+    assert smooth.mean() < 0.8 * rough.mean()
 
 
 def test_bisection_takes_it():

@@ -8,17 +8,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import sparse
 
-from wdjax import Lp, Model, attacks, certify, lipschitz, losses, models, search
+from wdjax import (
+    Lp,
+    Model,
+    attacks,
+    certify,
+    data,
+    lipschitz,
+    losses,
+    models,
+    search,
+    training,
+)
 
 NORMS = {"1": 1, "2": 2, "inf": np.inf}
 
 
 def read(folder, name):
-    data = np.load(folder / f"{name}.npz")
-    count = sum(key.startswith("W") for key in data)
-    weights = [data[f"W{i + 1}"] for i in range(count)]
-    return data, lipschitz.relu_chain(weights, [data[f"b{i + 1}"] for i in range(count)])
+    own = np.load(folder / f"{name}.npz")
+    count = sum(key.startswith("W") for key in own)
+    weights = [own[f"W{i + 1}"] for i in range(count)]
+    return own, lipschitz.relu_chain(weights, [own[f"b{i + 1}"] for i in range(count)])
 
 
 def random_chain(seed, sizes, biased=True):
@@ -47,19 +59,19 @@ FIXTURES = ["a_n2_h8_K2", "c_n2_h8x8_K3", "m_n3_h8x8_K2_mono", "o_n2_h8_K3_nobia
 @pytest.mark.parametrize("name", FIXTURES)
 def test_all_constants_of_small_nets(shared, name):
     folder = shared / "fixtures/relu"
-    data, net = read(folder, name)
+    own, net = read(folder, name)
     known = json.loads((folder / f"{name}.json").read_text())
-    ends = data["box_center"] - data["box_radius"], data["box_center"] + data["box_radius"]
+    ends = own["box_center"] - own["box_radius"], own["box_center"] + own["box_radius"]
     found = {
         "global": lipschitz.activation_cells(net),
         "box": lipschitz.activation_cells(net, ends),
     }
     for domain, cells in found.items():
         masks = {tuple(mask) for mask in cells.masks.tolist()}
-        assert masks == {tuple(mask) for mask in data[f"masks_{domain}"].tolist()}
+        assert masks == {tuple(mask) for mask in own[f"masks_{domain}"].tolist()}
     for label, norm in NORMS.items():
         whole, box = known["global"], known["box"]
-        theory = lipschitz.theory(net, data["X"], data["y"], norm, found["global"])
+        theory = lipschitz.theory(net, own["X"], own["y"], norm, found["global"])
         inside = lipschitz.upper(found["box"], norm)
         pairs = {
             "L": (theory.upper, whole[f"L_{label}"]),
@@ -111,8 +123,8 @@ def test_directions_never_exceed_the_constant_from_below(norm):
 
 def test_a_label_that_does_not_occur_bounds_nothing(shared):
     # Net d with label 1 only: the paper's l exceeds the exact slope of the worst case.
-    data, net = read(shared / "fixtures/relu", "d_n2_h6x6x6_K4")
-    x, y = data["X"][:5], np.ones(5, int)
+    own, net = read(shared / "fixtures/relu", "d_n2_h6x6x6_K4")
+    x, y = own["X"][:5], np.ones(5, int)
     slope = (worst(net, x, y, 1, 0.001) - worst(net, x, y, 1, 0.0)) / 0.001
     assert lipschitz.lower(net, 1).value > 1.5 * slope
     assert lipschitz.lower(net, 1, labels=y).value <= slope
@@ -429,3 +441,88 @@ def test_the_true_dlr_has_no_lipschitz_constant():
 
     assert slope(1e-2) > 10
     assert slope(1e-4) > 1000
+
+
+def exact_sdp(weights):
+    """LipSDP-Neuron over all of space as its authors pose it, by an interior point method."""
+    clarabel = pytest.importorskip("clarabel", reason="an SDP solver")
+    widths = [weights[0].shape[1], *(len(w) for w in weights[:-1])]
+    starts, m = np.cumsum([0, *widths]), sum(widths[1:])
+    operands = np.zeros((m, starts[-1]))
+    for h, w in enumerate(weights[:-1]):
+        operands[starts[h + 1] - widths[0] :][: len(w), starts[h] : starts[h + 1]] = w
+    outputs = np.eye(starts[-1])[widths[0] :]
+    last, first = np.zeros((2, starts[-1], starts[-1]))
+    last[starts[-2] :, starts[-2] :] = weights[-1].T @ weights[-1]
+    first[: widths[0], : widths[0]] = np.eye(widths[0])
+    column, row = np.tril_indices(starts[-1])
+    scale = np.where(row == column, 1.0, np.sqrt(2))
+    pairs = [np.outer(z, v) + np.outer(v, z - 2 * v) for z, v in zip(operands, outputs)]
+    entries = np.stack([part[row, column] * scale for part in (-first, *pairs)], axis=1)
+    positive = np.hstack([np.zeros((m, 1)), -np.eye(m)])
+    settings = clarabel.DefaultSettings()
+    settings.verbose = False
+    solved = clarabel.DefaultSolver(
+        sparse.csc_matrix((m + 1, m + 1)),
+        np.eye(m + 1)[0],
+        sparse.csc_matrix(np.vstack([entries, positive])),
+        np.concatenate([-last[row, column] * scale, np.zeros(m)]),
+        [clarabel.PSDTriangleConeT(int(starts[-1])), clarabel.NonnegativeConeT(m)],
+        settings,
+    ).solve()
+    assert str(solved.status) == "Solved"
+    return np.sqrt(solved.x[0])
+
+
+def test_quadratic_constraints_reach_the_semidefinite_optimum():
+    net = random_chain(0, (2, 8, 12, 8, 2), biased=False)
+    optimum = exact_sdp(net.weights)
+    found = lipschitz.jacobian_norm(model_of(net), jnp.zeros((1, 2)), steps=200)
+    assert optimum * (1 - 1e-6) <= found <= 1.005 * optimum
+
+
+@pytest.mark.parametrize("norm", [1, 2, np.inf])
+def test_trainable_constants_are_sound_and_can_be_differentiated(norm):
+    net = random_chain(1, (4, 6, 5, 3))
+    model, rng = model_of(net), np.random.default_rng(0)
+    x = jnp.asarray(rng.uniform(0.2, 0.8, (3, 4)), jnp.float32)
+    y = jnp.array([0, 1, 2])
+    how = {"norm": norm, "eps": 0.1}
+    wide, found = (
+        jax.jit(
+            lambda m, zonotopes=zonotopes: lipschitz.trainable_lipschitz(
+                m, x, y, zonotopes=zonotopes, **how
+            )
+        )(model)
+        for zonotopes in (False, True)
+    )
+    tight = lipschitz.local_lipschitz(model, x, y, method="zonotope", **how)
+    assert np.all(found <= wide * (1 + 1e-5))
+    assert np.all(found >= tight * (1 - 1e-5))
+    assert not np.diagonal(np.asarray(found)[:, np.asarray(y)]).any()
+
+    def steepness(model):
+        return jnp.sum(lipschitz.trainable_lipschitz(model, x, y, zonotopes=True, **how))
+
+    slope, height = jax.grad(steepness)(model), 1e-3
+    along = jax.tree.map(lambda t: jnp.asarray(rng.normal(size=t.shape), t.dtype), slope)
+    ends = [
+        steepness(jax.tree.map(lambda a, b, s=s: a + s * height * b, model, along)) for s in (-1, 1)
+    ]
+    ours = sum(jnp.vdot(a, b) for a, b in zip(*map(jax.tree.leaves, (slope, along))))
+    assert float(ours) == pytest.approx(float(ends[1] - ends[0]) / (2 * height), rel=0.02)
+
+
+def test_training_through_constants_makes_nets_that_are_verified():
+    (x, y), test = data.digits()
+    net = models.mlp((64, 32, 10), key=jax.random.key(0))
+    how = {"key": jax.random.key(1), "epochs": 15}
+    towards = {"certificate": lipschitz.LipschitzTraining(norm=2), "eps": 0.5}
+    counts = []
+    for more in ({}, towards):
+        model = training.train(net, x, y, **how, **more).model
+        found = lipschitz.verify(model, *test.take(60), norm=2, eps=0.5, method="zonotope")
+        counts.append(int(found.verified.sum()))
+    assert counts[1] >= counts[0] + 10
+    with pytest.raises(ValueError, match="warm < ramp"):
+        lipschitz.LipschitzTraining(warm=0.7)

@@ -41,7 +41,7 @@ def dual(norm: float) -> float:
 
 
 def _rows(x: jax.Array) -> jax.Array:
-    return x.reshape(x.shape[0], -1)
+    return x.reshape(x.shape[0], math.prod(x.shape[1:]))
 
 
 def spread(v: jax.Array, x: jax.Array) -> jax.Array:

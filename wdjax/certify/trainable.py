@@ -64,17 +64,11 @@ class CertifiedTraining:
     def __post_init__(self) -> None:
         object.__setattr__(self, "norm", norms.check_norm(self.norm))
         object.__setattr__(self, "box", validate.check_box(self.box))
-        numbers = self.warm, self.ramp, self.clean
-        if not all(isinstance(number, int | float) for number in numbers):
-            return  # Inside a trace, or one of JAX's own blanks.
-        if not 0 <= self.warm < self.ramp <= 1:
-            raise ValueError(f"0 <= warm < ramp <= 1 must hold, got {self.warm!r}, {self.ramp!r}.")
-        if not 0 <= self.clean <= 1:
-            raise ValueError(f"clean must be in [0, 1], got {self.clean!r}.")
+        check_schedule(self.warm, self.ramp, self.clean)
 
     def share(self, done: Array | float) -> Array:
         """Of the radius, after a share of the steps."""
-        return jnp.clip((done - self.warm) / (self.ramp - self.warm), 0.0, 1.0)
+        return ramped(done, self.warm, self.ramp)
 
     def margins(self, model: Classifier, x: Array, y: Array, eps: Array, done: Array) -> Array:
         """``[n, K]`` bounds of the margins, inf at ``j = y``, at this point of the schedule."""
@@ -88,6 +82,21 @@ class CertifiedTraining:
     def weight(self, done: Array) -> Array:
         """Of the bounds' loss."""
         return self.share(done) * (1 - self.clean)
+
+
+def ramped(done: Array | float, warm: Array | float, ramp: Array | float) -> Array:
+    """From 0 until ``warm`` to 1 from ``ramp`` on, shares of the steps."""
+    return jnp.clip((done - warm) / (ramp - warm), 0.0, 1.0)
+
+
+def check_schedule(warm: Array | float, ramp: Array | float, clean: Array | float) -> None:
+    """Refuses shares that are no schedule."""
+    if not all(isinstance(number, int | float) for number in (warm, ramp, clean)):
+        return  # Inside a trace, or one of JAX's own blanks.
+    if not 0 <= warm < ramp <= 1:
+        raise ValueError(f"0 <= warm < ramp <= 1 must hold, got {warm!r}, {ramp!r}.")
+    if not 0 <= clean <= 1:
+        raise ValueError(f"clean must be in [0, 1], got {clean!r}.")
 
 
 def trainable_bounds(

@@ -20,7 +20,9 @@ _EXAMPLES = """examples:
   python -m wdjax certify --arch resnet2b --weights cifar10.pth --data cifar10.npz \\
       --norm linf --eps 1/255 --method crown --radii radii.npz --json - | jq .verified
   python -m wdjax certify --arch wong_mnist --weights mnist.pth --data mnist.npz \\
-      --norm l2 --eps 0.5 --method smoothing --sigma 0.25 --json smoothed.json"""
+      --norm l2 --eps 0.5 --method smoothing --sigma 0.25 --json smoothed.json
+  python -m wdjax certify --arch wong_mnist --weights mnist.pth --data mnist.npz \\
+      --norm w1 --eps 19/784 --method smoothing --sigma 0.01 --alpha 0.05 --json images.json"""
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -36,7 +38,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     subject.declare(parser, "what is certified")
     how = parser.add_argument_group("how")
-    subject.declare_budget(how)
+    subject.declare_budget(how, smoothing.IMAGES)
     how.add_argument(
         "--method",
         choices=[*certify.METHODS, slopes.METHOD, smoothing.METHOD],

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from wdjax import files, norms
+from wdjax import files
 from wdjax.certify import noise, protocol, smoothing
 from wdjax.cli import options, subject
 from wdjax.cli.console import Console
@@ -17,12 +17,15 @@ from wdjax.core import Model
 SCHEMA = "wdjax.smoothing/1"
 METHOD = "smoothing"
 
-Added: TypeAlias = noise.Gaussian | noise.Laplace | noise.Uniform
+IMAGES = "w1"
+"""The norm that only this method has: mass that moves between the pixels of an image."""
 
-NOISES: dict[str, type[Added]] = {
-    "gaussian": noise.Gaussian,
-    "laplace": noise.Laplace,
-    "uniform": noise.Uniform,
+Added: TypeAlias = noise.Gaussian | noise.Laplace | noise.Uniform | noise.Flow
+
+NOISES: dict[str, dict[str, type[Added]]] = {
+    "l2": {"gaussian": noise.Gaussian},
+    "l1": {"laplace": noise.Laplace, "uniform": noise.Uniform},
+    IMAGES: {"flow": noise.Flow},
 }
 _DEFAULTS: dict[str, Any] = {"n0": 100, "votes": 100_000, "alpha": 0.001, "seed": 0}
 _OWN = ("sigma", "noise", "test", *_DEFAULTS)
@@ -35,8 +38,9 @@ def declare(group: Any) -> None:
     )
     group.add_argument(
         "--noise",
-        choices=NOISES,
-        help="gaussian for --norm l2, laplace or uniform for l1 (default: the first for the norm)",
+        choices=[name for fitting in NOISES.values() for name in fitting],
+        help="gaussian for --norm l2, laplace or uniform for l1, flow for w1 (default: the first "
+        "for the norm)",
     )
     group.add_argument(
         "--n0",
@@ -73,6 +77,8 @@ def check(parsed: argparse.Namespace) -> None:
     if parsed.method != METHOD:
         if given:
             raise ValueError(f"--{given[0]} would be ignored: it is for --method {METHOD}.")
+        if parsed.norm == IMAGES:
+            raise ValueError(f"--norm {IMAGES} has radii by --method {METHOD} only.")
         return
     if parsed.sigma is None:
         raise ValueError(f"--method {METHOD} needs the noise's standard deviation: --sigma S.")
@@ -108,7 +114,7 @@ def run(
         **subject.described(parsed, SCHEMA, len(y)),
         "method": METHOD,
         "claim": f"smoothed classifier, each radius at level {1 - own['alpha']:g}",
-        "noise": added.family,
+        "noise": type(added).__name__.lower(),
         **{name: own[name] for name in ("sigma", *_DEFAULTS)},
         "test": test,
         "clean_accuracy": float(np.mean(found.correct)),
@@ -136,16 +142,14 @@ def run(
 
 
 def _noise(parsed: argparse.Namespace) -> Added:
-    norm = norms.NAMES[parsed.norm]
-    fitting = [name for name, family in NOISES.items() if family.norm == norm]
-    name = parsed.noise or (fitting[0] if fitting else None)
+    fitting = NOISES.get(parsed.norm, {})
+    name = parsed.noise or next(iter(fitting), None)
     if name not in fitting:
-        allowed = ", ".join(fitting) or "none"
         raise ValueError(
-            f"smoothing has radii in l1 and l2; for --norm {parsed.norm} the noise can be "
-            f"{allowed}, got {parsed.noise or 'none'}."
+            f"votes have radii in {', '.join(NOISES)}; for --norm {parsed.norm} the noise can be "
+            f"{', '.join(fitting) or 'none'}, got {parsed.noise or 'none'}."
         )
-    return NOISES[name](parsed.sigma)
+    return fitting[name](parsed.sigma)
 
 
 def _archive(found: smoothing.SmoothedCertificate, eps: float) -> bytes:

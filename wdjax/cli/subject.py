@@ -29,9 +29,10 @@ def declare(parser: argparse.ArgumentParser, title: str) -> None:
     )
 
 
-def declare_budget(group: Any) -> None:
-    """The options that say how far."""
-    group.add_argument("--norm", required=True, choices=sorted(norms.NAMES), help="of a move")
+def declare_budget(group: Any, *more: str) -> None:
+    """The options that say how far; ``more`` names further norms than l_r."""
+    choices = [*sorted(norms.NAMES), *more]
+    group.add_argument("--norm", required=True, choices=choices, help="of a move")
     group.add_argument(
         "--eps", required=True, type=options.number, help="the budget, such as 0.1 or 8/255"
     )

@@ -2,23 +2,29 @@
 
 from wdjax.image.ball import ImageWasserstein, Plan
 from wdjax.image.distance import image_wasserstein_distance
+from wdjax.image.dual_projection import DualProjection
+from wdjax.image.entropic import entropic_distance
 from wdjax.image.frank_wolfe import FrankWolfe
 from wdjax.image.nearest import NearestTransport
 from wdjax.image.perturbations import dim, gaussian_blur, rotate, translate
 from wdjax.image.sinkhorn_pgd import SinkhornPGD
 from wdjax.image.union import image_wasserstein, minimum_radius
+from wdjax.image.variance import total_variance
 
 __all__ = [
+    "DualProjection",
     "FrankWolfe",
     "ImageWasserstein",
     "NearestTransport",
     "Plan",
     "SinkhornPGD",
     "dim",
+    "entropic_distance",
     "gaussian_blur",
     "image_wasserstein",
     "image_wasserstein_distance",
     "minimum_radius",
     "rotate",
+    "total_variance",
     "translate",
 ]

@@ -56,10 +56,14 @@ class Stencil(NamedTuple):
         steps = np.arange(-self.reach, self.reach + 1)
         return (steps[:, None] * self.stride + steps).ravel().astype(np.int32)
 
+    def moves(self) -> np.ndarray:
+        """``[O, 2]``: rows and columns that each offset moves by."""
+        steps = np.arange(-self.reach, self.reach + 1)
+        return np.stack(np.meshgrid(steps, steps, indexing="ij"), axis=-1).reshape(-1, 2)
+
     def costs(self, power: float) -> np.ndarray:
         """``[O]``: Euclidean distances of the offsets, to a power."""
-        steps = np.arange(-self.reach, self.reach + 1)
-        return np.hypot(*np.meshgrid(steps, steps, indexing="ij")).ravel() ** power
+        return np.hypot(*self.moves().T) ** power
 
     def classes(self, power: float) -> tuple[np.ndarray, np.ndarray]:
         """The distinct costs, ``[D]`` from 0 up, and the class of every offset, ``[O]``."""

@@ -16,6 +16,7 @@ from wdjax.lipschitz.exact import (
 )
 from wdjax.lipschitz.local import METHODS, Method, global_lipschitz, jacobian_norm, local_lipschitz
 from wdjax.lipschitz.sampled import sampled_lipschitz
+from wdjax.lipschitz.trainable import LipschitzTraining, trainable_lipschitz
 from wdjax.lipschitz.transformer import Settings as TransformerSettings
 from wdjax.lipschitz.transformer import local_transformer_constant, transformer_constant
 from wdjax.lipschitz.worst_case import worst_margin
@@ -24,6 +25,7 @@ __all__ = [
     "METHODS",
     "Cells",
     "Chain",
+    "LipschitzTraining",
     "Method",
     "Polyhedron",
     "Steepest",
@@ -45,6 +47,7 @@ __all__ = [
     "relu_chain",
     "sampled_lipschitz",
     "theory",
+    "trainable_lipschitz",
     "transformer_constant",
     "upper",
     "verify",

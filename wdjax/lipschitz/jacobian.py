@@ -56,8 +56,8 @@ def row_zonotope(
     center, generators, new = _spread(center, generators, low, high)
     center, generators = center @ weight, generators @ weight
     size = jnp.abs(center) + jnp.sum(jnp.abs(generators), axis=0) + new @ jnp.abs(weight)
-    lengths = jnp.linalg.norm(generators, norms.dual(norm), axis=1)
-    scores = [new * jnp.linalg.norm(weight, norms.dual(norm), axis=1)]
+    lengths = norms.lp_norm(generators, norms.dual(norm))
+    scores = [new * norms.lp_norm(weight, norms.dual(norm))]
     start = 0
     for turn, these in added:
         own = lengths[start : start + len(these)]
@@ -65,7 +65,7 @@ def row_zonotope(
         start += len(these)
     found = _sizes(size[None], norm)[0]
     if norm == 2:
-        apart = jnp.linalg.norm(center) + sum(jnp.sum(own) for own in scores)
+        apart = norms.lp_norm(center[None], 2)[0] + sum(jnp.sum(own) for own in scores)
         found = jnp.fmin(found, apart * (1 + ROUNDING))
     return found, tuple(scores)
 

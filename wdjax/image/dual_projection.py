@@ -1,0 +1,186 @@
+"""Wu et al.'s projected gradient ascent over transport plans."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from wdjax import losses, validate
+from wdjax.attacks import ascent
+from wdjax.attacks.ascent import setting
+from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
+from wdjax.image import plans, variance
+from wdjax.image.ball import ImageWasserstein, Plan
+from wdjax.image.frank_wolfe import remember, seen_from, task, unit
+from wdjax.image.prices import Spent, Task, find_price
+
+_TURNS = 25
+"""Rounds to the thresholds of rows; the sets that they look for only shrink."""
+_STEPS = 20
+"""Of Newton's method to the price of distance at most."""
+
+
+class State(NamedTuple):
+    plan: Array
+    """``[n, C, O, L]``"""
+    price: Array
+    """``[n]``: of distance, in the last projection."""
+    best: Array
+    """The plan of the best iterate."""
+    value: Array
+    flipped: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DualProjection:
+    r"""Projected gradient ascent over transport plans, projected by the dual of the budget.
+
+    A plan goes up the gradient, in which every flow counts what its target does, and comes back to
+    the nearest plan with the image's mass and within the budget. What then exceeds a pixel returns
+    to its senders, so that every iterate is in the ball and the box.
+
+    Args:
+      ball: window, power, channels and the largest value of a pixel.
+      steps: gradient steps; a sample ends at its first flip.
+      loss: ``(out, y) -> [n]``, to be increased.
+      step_size: of the plan, in values of a pixel; the largest entry of the gradient is 1.
+      smoothness: price of the plan's :func:`~wdjax.image.total_variance`, against that largest
+        entry: above 0, mass that moves is drawn to move alike.
+
+    Raises:
+      ValueError: fewer than one step.
+
+    Cost: per step 1 forward and 1 backward pass, and 1 forward at the end; memory for three plans a
+      sample. On one core of a CPU about 2 ms an MNIST image and step.
+
+    Differs: Wu et al. leave the capacity of pixels to one projection after the last step; here each
+      iterate is repaired, and the best one counts.
+
+    Source: Wu et al. [wu2020], Section 3; Hu et al. [hu2020], A.5, for ``smoothness``.
+
+    >>> import wdjax.image
+    >>> w = jnp.array([[0.0, 0.0], [0.0, 1.0], [-0.5, 1.0], [0.0, 0.0]])
+    >>> model = wdjax.Model(lambda w, x: 4 * x.reshape(len(x), -1) @ w - jnp.eye(2)[1], w)
+    >>> x, y = jnp.array([0.6, 0.2, 0.2, 0.0]).reshape(1, 1, 4, 1), jnp.array([1])
+    >>> attack = wdjax.image.DualProjection(wdjax.image.ImageWasserstein(window=3), steps=10)
+    >>> found = wdjax.search(attack, model, x, y, eps=0.3)
+    >>> found.success.tolist(), bool(found.cost[0] <= 0.3)
+    ([True], True)
+    """
+
+    budget: ClassVar[Literal["sample"]] = "sample"
+    random: ClassVar[bool] = False
+
+    ball: ImageWasserstein = setting(ImageWasserstein())
+    steps: int = setting(60)
+    loss: Callable[[PyTree, Array], Array] = setting(losses.cross_entropy)
+    step_size: float | Array = 0.1
+    smoothness: float | Array = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", validate.check_count("steps", self.steps))
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return Stage(self._step, self.steps, self.finished), Stage(self._end, 1, self.finished)
+
+    def init(
+        self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
+    ) -> State:
+        own = task(self.ball, samples)
+        plan = plans.stay(own.space, own.x)
+        if start is not None:
+            near = plans.towards(own.space, own.x, own.space.stencil.flat(start))
+            plan = plans.repair(own.space, near, own.x, own.weights, own.budget)
+        value = jnp.full(len(samples.y), -jnp.inf, samples.x.dtype)
+        return State(plan, jnp.zeros_like(value), plan, value, jnp.zeros(len(samples.y), bool))
+
+    def _step(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        own = task(self.ball, samples)
+        seen = ascent.slope(victim, seen_from(own, state.plan), samples.y, self.loss)
+        info = ascent.note(victim, samples.y, seen)
+        state = remember(state, info.value, seen.out)
+        stencil = own.space.stencil
+        ahead = stencil.spread(unit(stencil.flat(seen.gradient)))
+        ahead = ahead - self.smoothness * variance.slope(stencil, state.plan)[:, None, :, None]
+        plan, price = project(own, state.plan + self.step_size * ahead, state.price)
+        plan = plans.repair(own.space, plan, own.x, own.weights, own.budget)
+        return ascent.hold(state.flipped, state, state._replace(plan=plan, price=price)), info
+
+    def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        own = task(self.ball, samples)
+        out, info = ascent.judge(victim, seen_from(own, state.plan), samples.y)
+        return remember(state, info.value, out), info
+
+    def point(self, samples: Samples, state: State) -> tuple[Array, Plan]:
+        own = task(self.ball, samples)
+        plan = plans.exact_rows(own.space, state.best, own.x)
+        return seen_from(own, plan), Plan(own.space.stencil.mass(plan))
+
+    def finished(self, state: State) -> Array:
+        return state.flipped
+
+
+def project(task: Task, plan: Array, price: Array) -> tuple[Array, Array]:
+    r"""The nearest plan whose rows sum to ``x`` and whose cost is within the budget.
+
+    ``max(plan - price c - t_i, 0)`` with a threshold for each row i, and the price of distance c at
+    which the budget is spent.
+
+    Args:
+      task: the ball of every sample.
+      plan: ``[n, C, O, L]``, any numbers.
+      price: ``[n]`` to begin at.
+
+    Returns:
+      The plan, and its price of distance.
+    """
+    stencil = task.space.stencil
+    valid = jnp.asarray(stencil.valid())
+    costs = jnp.asarray(stencil.costs(task.space.power), plan.dtype)[:, None]
+    costs = costs * task.weights[:, :, None, None]
+
+    def rows(price: Array) -> tuple[Array, Array]:
+        values = plan - price[:, None, None, None] * costs
+        return values, _thresholds(values, task.x, valid)
+
+    def spend(price: Array) -> Spent:
+        values, threshold = rows(price)
+        active = valid & (values > threshold) & (task.x > 0)[:, :, None]
+        flow = jnp.where(active, values - threshold, 0.0)
+        count = jnp.maximum(jnp.sum(active, axis=2), 1)
+        first = jnp.sum(jnp.where(active, costs, 0.0), axis=2)
+        second = jnp.sum(jnp.where(active, costs**2, 0.0), axis=2)
+        cost = jnp.sum(flow * costs, axis=(1, 2, 3))
+        return Spent(cost, jnp.sum(first**2 / count - second, axis=(1, 2)))
+
+    # At this price even the dearest move is not worth the nearest neighbour.
+    highest = jnp.max(jnp.where(valid, plan, -jnp.inf), axis=(1, 2, 3))
+    lowest = jnp.min(jnp.where(valid, plan, jnp.inf), axis=(1, 2, 3))
+    top = (highest - lowest + task.space.high) / jnp.min(task.weights, axis=1)
+    price = find_price(task, spend, jnp.minimum(price, top), _STEPS, top)
+    values, threshold = rows(price)
+    inside = valid & (task.x > 0)[:, :, None]
+    return jnp.where(inside, jnp.maximum(values - threshold, 0.0), 0.0), price
+
+
+def _thresholds(values: Array, x: Array, valid: Array) -> Array:
+    """``[n, C, 1, L]``: t with ``sum max(values - t, 0) = x`` over the targets of every sender."""
+
+    def turn(carried: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        threshold, _, count = carried
+        active = valid & (values > threshold)
+        whole = jnp.sum(jnp.where(active, values, 0.0), axis=2, keepdims=True) - x[:, :, None]
+        raised = whole / jnp.maximum(jnp.sum(active, axis=2, keepdims=True), 1)
+        return jnp.maximum(raised, threshold), threshold, count + 1
+
+    def go_on(carried: tuple[Array, Array, Array]) -> Array:
+        threshold, last, count = carried
+        return (count < _TURNS) & jnp.any((threshold > last) & (x > 0)[:, :, None])
+
+    low = jnp.full((*x.shape[:2], 1, x.shape[2]), -jnp.inf, values.dtype)
+    first, _, _ = turn((low, low, jnp.zeros((), jnp.int32)))
+    return jax.lax.while_loop(go_on, turn, (first, low, jnp.zeros((), jnp.int32)))[0]

@@ -1,0 +1,124 @@
+"""An upper bound of the distance that can be differentiated: entropic transport by ott."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from wdjax import validate
+from wdjax.core import Array
+from wdjax.image.ball import ImageWasserstein
+
+_EXACT = 1e-4
+"""Mass by which the plan's marginals may miss before rounding."""
+_SPREAD = 1e-5
+"""The share of mass that is everywhere when the plan is computed."""
+_SAME = 1e-5
+"""By so much the shares of mass of a channel may differ."""
+
+
+def entropic_distance(
+    x: Array,
+    z: Array,
+    *,
+    ball: ImageWasserstein = ImageWasserstein(),  # noqa: B008
+    reg: float | Array = 0.1,
+    iterations: int = 2000,
+) -> Array:
+    r"""``W_p`` of an entropic plan between images, never below the exact one; pure, with gradients.
+
+    Sinkhorn iterations of :mod:`ott`, whose plan is then rounded to the marginals, so that
+    convergence is no condition of the bound. Gradients are the potentials, as for the entropic
+    optimum: derivatives of plans would take singular linear systems. A larger ``reg`` is faster and
+    looser: even the distance of an image to itself is not 0.
+
+    Args:
+      x: ``[n, height, width, channels]``, not negative; this is not looked at.
+      z: the same shape.
+      ball: its power and channels say which distance; mass may move anywhere.
+      reg: of the entropy, in ``pixels^p``.
+      iterations: at most.
+
+    Returns:
+      ``[n]``; inf where an image has no mass, or a channel another share of it.
+
+    Raises:
+      ImportError: without ott-jax, the extra ``ot``.
+      ValueError: other shapes.
+
+    Cost: ``(height width)^2`` floats for every image and channel at a time, and as many
+      exponentials an iteration: some seconds for 100 iterations on ten MNIST images on a CPU.
+
+    Differs: the distance of the plan, without its entropy. :func:`image_wasserstein_distance` is
+      exact, on the host.
+
+    Source: Cuturi [cuturi2013]; the rounding is Altschuler et al.'s [altschuler2017].
+
+    >>> x = jnp.zeros((1, 4, 4, 1)).at[0, 0, 0].set(1.0)
+    >>> z = jnp.zeros((1, 4, 4, 1)).at[0, 3, 3].set(1.0)
+    >>> round(float(entropic_distance(x, z)[0]), 4)
+    4.2426
+    """
+    if x.ndim != 4 or x.shape != z.shape:
+        raise ValueError(
+            "images must be two arrays [n, height, width, channels] of one shape, got "
+            f"{list(x.shape)} and {list(z.shape)}."
+        )
+    count = validate.check_count("iterations", iterations)
+    solve = _solver(x.shape[1], x.shape[2], ball.power, reg, count)
+    one, other = (jnp.moveaxis(part, -1, 1).reshape(*part.shape[::3], -1) for part in (x, z))
+    own, theirs = (jnp.sum(part, axis=2) for part in (one, other))
+    if ball.channels == "shared":
+        wholes = [jnp.sum(part, axis=1, keepdims=True) for part in (own, theirs)]
+    else:
+        wholes = [own, theirs]
+    own, theirs = (part / _positive(whole) for part, whole in zip((own, theirs), wholes))
+    fits = jnp.all(jnp.abs(own - theirs) <= _SAME, axis=1) & jnp.any(own > 0, axis=1)
+    spent = jax.lax.map(
+        lambda pair: solve(*pair), tuple(part.reshape(-1, part.shape[2]) for part in (one, other))
+    )
+    total = jnp.sum(own * spent.reshape(own.shape), axis=1)
+    distance = jnp.where(total > 0, _positive(total) ** (1 / ball.power), 0.0)
+    # Not `fits & ...` alone: a distance that is NaN must not look like 0.
+    return jnp.where(fits, jnp.where(jnp.isnan(total), jnp.nan, distance), jnp.inf)
+
+
+def _solver(height: int, width: int, power: float, reg: float | Array, iterations: int) -> Any:
+    """The cost of moving one channel into another, ``[H W]`` each, per mass."""
+    try:
+        from ott.geometry import geometry
+        from ott.solvers import linear
+    except ImportError as error:
+        raise ImportError('entropic_distance needs ott-jax: pip install "wdjax[ot]".') from error
+    down, right = jnp.divmod(jnp.arange(height * width), width)
+    apart = jnp.hypot(down[:, None] - down, right[:, None] - right) ** power
+
+    def solve(supply: Array, demand: Array) -> Array:
+        supply, demand = (_shares(part) for part in (supply, demand))
+        far = apart.astype(supply.dtype)
+        entropy: Any = reg
+        cost = geometry.Geometry(cost_matrix=far, epsilon=entropy)
+        # Logarithms of nothing have no gradient; the rounding below takes the exact marginals.
+        a, b = (part * (1 - _SPREAD) + _SPREAD / part.size for part in (supply, demand))
+        options: dict[str, Any] = {"threshold": _EXACT, "max_iterations": iterations}
+        found: Any = linear.solve(cost, a, b, use_danskin=True, **options)
+        plan = jax.lax.stop_gradient(found.matrix)
+        rows = jnp.minimum(supply / _positive(jnp.sum(plan, axis=1)), 1.0)
+        plan = plan * rows[:, None]
+        plan = plan * jnp.minimum(demand / _positive(jnp.sum(plan, axis=0)), 1.0)
+        left, wanted = supply - jnp.sum(plan, axis=1), demand - jnp.sum(plan, axis=0)
+        spent = jnp.sum((plan + left[:, None] * wanted / _positive(jnp.sum(left))) * far)
+        return found.reg_ot_cost + jax.lax.stop_gradient(spent - found.reg_ot_cost)
+
+    return solve
+
+
+def _shares(mass: Array) -> Array:
+    """Of the whole; even ones where there is nothing, so that all stays finite."""
+    whole = jnp.sum(mass)
+    return jnp.where(whole > 0, mass / _positive(whole), 1 / mass.size)
+
+
+def _positive(number: Array) -> Array:
+    """A divisor: 1 instead of 0, for which gradients would be NaN."""
+    return jnp.where(number > 0, number, 1.0)
