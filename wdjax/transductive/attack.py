@@ -60,8 +60,8 @@ class SpaceAttack:
     Cost: iteration i takes the inner attack's passes times ``restarts + rivals``, times the models
       in the bank, times as many again for ``legs="models"``.
 
-    Differs: a tie between sets is decided by loss, not by order. No sample is returned clean but for
-      ``keep="first"`` and ``clean_fallback``. ``retain`` is not in the paper.
+    Differs: a tie between sets is decided by loss, not by order. No sample is returned clean but
+      for ``keep="first"`` and ``clean_fallback``. ``retain`` is not in the paper.
 
     Source: Chen et al. [chen2022], Algorithms 1 and 2.
 
