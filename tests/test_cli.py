@@ -329,3 +329,38 @@ def test_certify_smooths_any_model(given, capsys, tmp_path):
     ):
         assert main([*command, *words]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_games_are_played_and_gone_on_with(capsys, tmp_path):
+    command = ["game", "--defense", "urejectron", "--attacks", "transfer", "--samples", "20"]
+    command += ["--draws", "2", "--checkpoint", str(tmp_path / "games"), "--json", "-"]
+    assert main(command) == 0
+    said = capsys.readouterr()
+    (entry,) = json.loads(said.out)["results"]
+    found = entry["attacks"]["transfer"]
+    assert entry["samples"] == 20
+    assert found["one_shot"]["low"] <= found["one_shot"]["value"] <= found["one_shot"]["high"]
+    assert found["one_shot"]["value"] < 0.5 < found["one_shot_clean"]["value"]
+    assert found["largest_cost"] <= 0.15 * (1 + 1e-6)
+    assert found["rejection"]["0.05"]["rejected"] <= 0.05
+    assert entry["cost_multiple"] > 1
+    assert "urejectron seed 0 transfer" in said.err
+    assert main(command) == 0  # From the checkpoint, to the same numbers.
+    again = json.loads(capsys.readouterr().out)["results"][0]["attacks"]["transfer"]
+    assert again["one_shot"] == found["one_shot"]
+    assert again["cpu_seconds"] < found["cpu_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--defense", "nope"], "--defense knows rmc"),
+        (["--defense", "dann,dann"], "each once"),
+        (["--seeds", "0,x"], "whole numbers"),
+        (["--seeds", ""], "whole numbers"),
+        (["--defense", "urejectron", "--attacks", "fpa"], "has an attack"),
+    ],
+)
+def test_games_refuse_what_they_do_not_know(capsys, words, reason):
+    assert main(["game", *words, "--json", "-"]) == 2
+    assert reason in capsys.readouterr().err

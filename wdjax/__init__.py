@@ -15,6 +15,7 @@ from wdjax import (
     norms,
     parallel,
     training,
+    transductive,
     transport,
 )
 from wdjax.balls import Lp
@@ -67,5 +68,6 @@ __all__ = [
     "search",
     "spend",
     "training",
+    "transductive",
     "transport",
 ]

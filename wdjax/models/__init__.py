@@ -9,15 +9,20 @@ from wdjax.models.functional import (
     head,
     join_affine,
     split_affine,
+    training_pass,
 )
 from wdjax.models.preact_resnet import DMPreActResNet, PreActResNet
 from wdjax.models.resnet import ResNet, TorchvisionResNet
 from wdjax.models.small import (
     MLP,
+    NormCNN,
+    NormMLP,
     ResNet2b,
     TradesSmallCNN,
     WongMNIST,
     mlp,
+    norm_cnn,
+    norm_mlp,
     resnet2b,
     trades_smallcnn,
     wong_mnist,
@@ -33,6 +38,8 @@ __all__ = [
     "ConvNeXt",
     "DMPreActResNet",
     "DMWideResNet",
+    "NormCNN",
+    "NormMLP",
     "PreActResNet",
     "ResNet",
     "ResNet2b",
@@ -48,8 +55,11 @@ __all__ = [
     "head",
     "join_affine",
     "mlp",
+    "norm_cnn",
+    "norm_mlp",
     "resnet2b",
     "split_affine",
     "trades_smallcnn",
+    "training_pass",
     "wong_mnist",
 ]

@@ -106,7 +106,9 @@ class BatchNorm(nnx.Module):
     """Batch normalisation with stored statistics, as at test time.
 
     With ``of_batch`` set, the mean and the (biased) variance of the batch stand in for them, as
-    PyTorch does in training; see :func:`wdjax.models.batch_statistics`.
+    PyTorch does in training; see :func:`wdjax.models.batch_statistics`. With ``momentum`` set too,
+    the stored ones move towards those of the batch by that share, the variance's unbiased form as
+    PyTorch has it; see :func:`wdjax.models.training_pass`.
     """
 
     def __init__(self, features, epsilon=1e-5, *, rngs=None):
@@ -114,16 +116,26 @@ class BatchNorm(nnx.Module):
         self.bias = parameter(rngs, (features,))
         self.mean = parameter(rngs, (features,), kind=nnx.BatchStat)
         self.var = parameter(rngs, (features,), ones, kind=nnx.BatchStat)
-        self.epsilon, self.of_batch = epsilon, False
+        self.epsilon, self.of_batch, self.momentum = epsilon, False, None
 
     def __call__(self, x):
         if self.of_batch:
             axes = tuple(range(x.ndim - 1))
-            centred = x - jnp.mean(x, axis=axes)
-            scale = self.scale[...] * lax.rsqrt(jnp.mean(centred**2, axis=axes) + self.epsilon)
-            return centred * scale + self.bias[...]
+            mean = jnp.mean(x, axis=axes)
+            centred = x - mean
+            var = jnp.mean(centred**2, axis=axes)
+            if self.momentum is not None:
+                self._move(mean, var, x.size // x.shape[-1])
+            return centred * (self.scale[...] * lax.rsqrt(var + self.epsilon)) + self.bias[...]
         scale = self.scale[...] * lax.rsqrt(self.var[...] + self.epsilon)
         return x * scale + (self.bias[...] - self.mean[...] * scale)
+
+    def _move(self, mean, var, count):
+        def towards(old, new):
+            return lax.stop_gradient(old + self.momentum * (new - old))
+
+        self.mean = nnx.BatchStat(towards(self.mean[...], mean))
+        self.var = nnx.BatchStat(towards(self.var[...], var * count / max(count - 1, 1)))
 
 
 class LayerNorm(nnx.Module):

@@ -1,10 +1,10 @@
-"""Small classifiers: a multilayer perceptron and three published convolutional nets."""
+"""Small classifiers: perceptrons and convolutional nets, three of them published."""
 
 import jax
 from flax import nnx
 
 from wdjax.models.functional import functional
-from wdjax.models.layers import Conv, FlatLinear, Group, Linear, Normalize, max_pool
+from wdjax.models.layers import BatchNorm, Conv, FlatLinear, Group, Linear, Normalize, max_pool
 
 
 class MLP(nnx.Module):
@@ -37,6 +37,57 @@ class MLP(nnx.Module):
         if not weights or any(len(shape) != 2 or 0 in shape for shape in weights):
             raise ValueError("an mlp has matrices only, of at least one row and column")
         return {"sizes": (weights[0][1], *(shape[0] for shape in weights))}
+
+
+class NormMLP(nnx.Module):
+    """``fc1, bn1, relu, fc2, ...``: a perceptron with BatchNorm, which adaptive defences move."""
+
+    def __init__(self, sizes, *, rngs=None):
+        if len(sizes) < 3:
+            raise ValueError(f"a NormMLP needs a hidden layer to normalise, got sizes {sizes}.")
+        self.depth = len(sizes) - 1
+        for i in range(1, self.depth):
+            setattr(self, f"fc{i}", Linear(sizes[i - 1], sizes[i], rngs=rngs))
+            setattr(self, f"bn{i}", BatchNorm(sizes[i], rngs=rngs))
+        setattr(self, f"fc{self.depth}", Linear(sizes[-2], sizes[-1], rngs=rngs))
+
+    def features(self, x):
+        x = x.reshape(len(x), -1)
+        for i in range(1, self.depth):
+            x = jax.nn.relu(getattr(self, f"bn{i}")(getattr(self, f"fc{i}")(x)))
+        return x
+
+    def classify(self, features):
+        return getattr(self, f"fc{self.depth}")(features)
+
+    def __call__(self, x):
+        return self.classify(self.features(x))
+
+
+class NormCNN(nnx.Module):
+    """Two 3x3 convolutions with pools and two linear layers, BatchNorm after all but the last."""
+
+    def __init__(self, shape, classes=10, widths=(16, 32, 64), *, rngs=None):
+        height, width, channels = shape
+        first, second, hidden = widths
+        self.conv1 = Conv(channels, first, 3, 1, 1, rngs=rngs)
+        self.bn1 = BatchNorm(first, rngs=rngs)
+        self.conv2 = Conv(first, second, 3, 1, 1, rngs=rngs)
+        self.bn2 = BatchNorm(second, rngs=rngs)
+        self.fc1 = FlatLinear(height // 4, width // 4, second, hidden, rngs=rngs)
+        self.bn3 = BatchNorm(hidden, rngs=rngs)
+        self.fc2 = Linear(hidden, classes, rngs=rngs)
+
+    def features(self, x):
+        x = max_pool(jax.nn.relu(self.bn1(self.conv1(x))), 2)
+        x = max_pool(jax.nn.relu(self.bn2(self.conv2(x))), 2)
+        return jax.nn.relu(self.bn3(self.fc1(x)))
+
+    def classify(self, features):
+        return self.fc2(features)
+
+    def __call__(self, x):
+        return self.classify(self.features(x))
 
 
 class WongMNIST(nnx.Module):
@@ -136,6 +187,37 @@ def mlp(sizes, *, key):
     (2, 10)
     """
     return functional(MLP(tuple(map(int, sizes)), rngs=nnx.Rngs(key)))
+
+
+def norm_mlp(sizes, *, key):
+    """A ReLU multilayer perceptron with BatchNorm and random weights.
+
+    Args:
+      sizes: ``(inputs, hidden, ..., classes)``; images are flattened.
+      key: a typed ``jax.random.key``.
+
+    Returns:
+      A ``Model`` with params ``{"fc1": {"kernel", "bias"}, "bn1": {"scale", ...}, ...}``.
+
+    >>> norm_mlp((64, 32, 10), key=jax.random.key(0))(jax.numpy.ones((2, 8, 8, 1))).shape
+    (2, 10)
+    """
+    return functional(NormMLP(tuple(map(int, sizes)), rngs=nnx.Rngs(key)))
+
+
+def norm_cnn(shape, *, key, classes=10, widths=(16, 32, 64)):
+    """A small convolutional net with BatchNorm and random weights.
+
+    Args:
+      shape: ``(height, width, channels)`` of the images; the sides at least 4.
+      key: a typed ``jax.random.key``.
+      classes: how many.
+      widths: channels of the two convolutions and of the hidden layer.
+
+    >>> norm_cnn((8, 8, 1), key=jax.random.key(0))(jax.numpy.ones((2, 8, 8, 1))).shape
+    (2, 10)
+    """
+    return functional(NormCNN(tuple(shape), classes, tuple(widths), rngs=nnx.Rngs(key)))
 
 
 def wong_mnist(*, key, classes=10):

@@ -1,0 +1,183 @@
+"""Many models as one victim: stacked parameters, of which some are in use, one after the other."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+
+from wdjax import validate
+from wdjax.core import Array, Model, PyTree
+from wdjax.transductive.protocol import Defense
+
+
+class Bank(NamedTuple):
+    """Models of a defence: a pytree of fixed shapes, so that no new model compiles anything."""
+
+    models: PyTree
+    """Adapted parameters, ``[capacity, ...]`` leaves."""
+    filled: Array
+    """How many there are; those after them are room."""
+
+
+class Answers(NamedTuple):
+    """What the models of a bank say, ``[n, ...]`` leaves: what an objective reads."""
+
+    out: PyTree
+    """``[n, capacity, ...]`` leaves: what every model returns, zeros where it was not asked."""
+    asked: Array
+    """``[n, capacity]`` booleans."""
+    rival: Array
+    """``[n]``: the class that the attack aims at, or -1 for any."""
+
+
+def empty(like: PyTree, capacity: int) -> Bank:
+    """A bank without models, for ``capacity`` of them.
+
+    Args:
+      like: the parameters of one model, as arrays or ``ShapeDtypeStruct``.
+      capacity: at least 1.
+
+    >>> bank = push(empty({"w": jnp.ones(2)}, 3), {"w": jnp.array([1.0, 2.0])})
+    >>> bank.models["w"].shape, int(bank.filled)
+    ((3, 2), 1)
+    """
+    room = validate.check_count("capacity", capacity)
+    rows = jax.tree.map(lambda leaf: jnp.zeros((room, *leaf.shape), leaf.dtype), like)
+    return Bank(rows, jnp.zeros((), jnp.int32))
+
+
+def push(bank: Bank, adapted: PyTree) -> Bank:
+    """The bank with one more model.
+
+    Raises:
+      ValueError: it is full. Inside a trace, where that is not known, the models of a full bank
+        become NaN rather than the wrong ones.
+    """
+    capacity = len(jax.tree.leaves(bank.models)[0])
+    if not validate.traced(bank) and int(bank.filled) >= capacity:
+        raise ValueError(f"the bank is full: it has room for {capacity} models.")
+    full = bank.filled >= capacity
+
+    def put(rows: Array, row: Array) -> Array:
+        placed = rows.at[bank.filled].set(row, mode="drop")
+        return (
+            jnp.where(full, jnp.nan, placed) if jnp.issubdtype(rows.dtype, jnp.floating) else placed
+        )
+
+    return Bank(jax.tree.map(put, bank.models, adapted), bank.filled + 1)
+
+
+def victim(
+    defense: Defense,
+    memory: PyTree,
+    bank: Bank,
+    *,
+    first: Array | int = 0,
+    rival: Array | None = None,
+) -> Model:
+    r"""The models of a bank as one model that any attack of :mod:`wdjax.attacks` takes.
+
+    ``out = victim(x)`` is :class:`Answers`, whose leaves hold what each model says. Only the models
+    ``first .. filled - 1`` run, one after the other, in a loop whose length is known at run time
+    only: more models cost time, but neither memory nor a compilation. A gradient goes through the
+    models a second time, again one after the other, and adds up.
+
+    Args:
+      defense: whose models they are.
+      memory: what it knows.
+      bank: the models.
+      first: the first that is asked.
+      rival: ``[n]`` classes that are aimed at, -1 for any; for objectives.
+
+    Returns:
+      A ``Model``; its gradient is one by the inputs only, in reverse mode.
+
+    Cost: with ``m`` models in use, ``m`` forward passes; a gradient ``2 m`` forward and ``m``
+      backward, with the memory of one, and the outputs of all.
+
+    Source: Chen et al. [chen2022], A.1.3, where models are attacked one by one for the same reason.
+
+    >>> from wdjax.transductive import Fixed
+    >>> from wdjax import Model
+    >>> model = Model(lambda w, x: x @ w, jnp.eye(2))
+    >>> bank = push(empty(model, 3), model)
+    >>> answers = victim(Fixed(model), (), bank)(jnp.array([[1.0, 2.0]]))
+    >>> answers.out[0].tolist(), answers.asked[0].tolist()
+    ([[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]], [True, False, False])
+    """
+    held = {"defense": defense, "memory": memory, "bank": bank, "first": jnp.asarray(first)}
+    return Model(_answers, held | {"rival": rival})
+
+
+def _answers(params: dict[str, Any], x: Array) -> Answers:
+    bank, n = params["bank"], len(x)
+    shared = params["defense"], params["memory"], bank, params["first"]
+    out = _all(shared, x)
+    places = jnp.arange(len(jax.tree.leaves(bank.models)[0]))
+    asked = (places >= params["first"]) & (places < bank.filled)
+    rival = jnp.full(n, -1) if params["rival"] is None else params["rival"]
+    return Answers(out, jnp.broadcast_to(asked, (n, len(places))), rival)
+
+
+def _one(shared: PyTree, number: Array | int, x: Array) -> PyTree:
+    defense, memory, bank, _ = shared
+    adapted = jax.tree.map(lambda rows: rows[number], bank.models)
+    return defense.predict(memory, adapted, x)
+
+
+@jax.custom_vjp
+def _all(shared: PyTree, x: Array) -> PyTree:
+    """What all models say, ``[n, capacity, ...]``."""
+    *_, bank, first = shared
+    capacity = len(jax.tree.leaves(bank.models)[0])
+    shapes = jax.eval_shape(functools.partial(_one, shared, 0), x)
+    rows = jax.tree.map(lambda leaf: jnp.zeros((capacity, *leaf.shape), leaf.dtype), shapes)
+
+    def ask(number: Array, rows: PyTree) -> PyTree:
+        said = _one(shared, number, x)
+        return jax.tree.map(lambda row, new: row.at[number].set(new), rows, said)
+
+    rows = jax.lax.fori_loop(first, bank.filled, ask, rows)
+    return jax.tree.map(lambda row: jnp.moveaxis(row, 0, 1), rows)
+
+
+def _forward(shared: PyTree, x: Any) -> tuple[PyTree, PyTree]:
+    moving = [leaf.perturbed for leaf in jax.tree.leaves(shared, is_leaf=_is_primal)]
+    if any(moving):
+        raise ValueError(
+            "a bank can be differentiated by its inputs only; for the gradient of a single model "
+            "by its parameters, call that model."
+        )
+    shared, x = jax.tree.map(lambda leaf: leaf.value, (shared, x), is_leaf=_is_primal)
+    return _all(shared, x), (shared, x)
+
+
+def _is_primal(leaf: Any) -> bool:
+    return isinstance(leaf, CustomVJPPrimal)
+
+
+def _backward(kept: PyTree, pull: PyTree) -> tuple[None, Array]:
+    shared, x = kept
+    *_, bank, first = shared
+
+    def add(number: Array, total: Array) -> Array:
+        said, back = jax.vjp(functools.partial(_one, shared, number), x)
+        own = jax.tree.map(lambda rows, now: _cotangent(rows, number, now), pull, said)
+        return total + back(own)[0]
+
+    return None, jax.lax.fori_loop(first, bank.filled, add, jnp.zeros_like(x))
+
+
+def _cotangent(rows: Any, number: Array, now: Array) -> Any:
+    """A model's part of the cotangent; where nothing depends on an output, zeros of its kind."""
+    if not jnp.issubdtype(now.dtype, jnp.inexact):
+        return np.zeros(now.shape, jax.dtypes.float0)
+    if isinstance(rows, SymbolicZero):
+        return jnp.zeros_like(now)
+    return rows[:, number].astype(now.dtype)
+
+
+_all.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -1,0 +1,97 @@
+"""URejectron: refuse what a discriminator can tell from the training data."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from wdjax import losses, models, validate
+from wdjax.attacks.ascent import setting
+from wdjax.core import Array, Model, PyTree
+from wdjax.transductive import fitting
+from wdjax.transductive.fitting import Network
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class URejectron:
+    r"""A classifier with a discriminator that is trained on the very inputs that it judges.
+
+    The discriminator tells training data (0) from the inputs (1), both as many in every batch; an
+    input is refused where the probability of 1 is above a threshold. One iteration of Goldwasser et
+    al.'s algorithm. ``predict`` returns ``(logits, score)`` with the log-odds of 1 as the score.
+
+    Args:
+      model: the classifier, which stays.
+      discriminator: ``network(key=key)`` to two logits.
+      steps: of Adam.
+      size: samples of each kind a step.
+      learning_rate: Adam's.
+
+    Raises:
+      ValueError: a count below 1.
+
+    Cost: a training of the discriminator for every adaptation.
+
+    Source: Goldwasser et al. [goldwasser2020]; Chen et al. [chen2022], A.6.
+    """
+
+    per_sample: ClassVar[bool] = False
+    uses_inputs: ClassVar[bool] = True
+    rejects: ClassVar[bool] = True
+
+    model: Model
+    discriminator: Network = dataclasses.field(metadata={"static": True})
+    steps: int = setting(300)
+    size: int = setting(128)
+    learning_rate: float | Array = 1e-3
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "size"):
+            object.__setattr__(self, name, validate.check_count(name, getattr(self, name)))
+
+    def prepare(self, key: Array, x: Array, y: Array) -> PyTree:
+        """The training data, without labels: they have been used."""
+        return {"x": x}
+
+    def begin(self, memory: PyTree) -> PyTree:
+        return ()
+
+    def base(self, memory: PyTree, state: PyTree, n: int) -> PyTree:
+        """A discriminator that accepts everything: all its parameters are 0."""
+        shapes = jax.eval_shape(lambda: self.discriminator(key=jax.random.key(0)))
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    def adapt(self, key: Array, memory: PyTree, state: PyTree, x: Array) -> tuple[PyTree, PyTree]:
+        first, second, third = jax.random.split(key, 3)
+        rule, own = optax.adam(self.learning_rate), memory["x"]
+        rows = (
+            fitting.batches(second, len(own), self.size, self.steps),
+            fitting.batches(third, len(x), self.size, self.steps),
+        )
+
+        def step(carried: PyTree, row: tuple[Array, Array]) -> tuple[PyTree, None]:
+            (judge, known), (ours, theirs) = carried, row
+            seen = jnp.concatenate([own[ours], x[theirs]])
+            side = jnp.concatenate([jnp.zeros(len(ours), int), jnp.ones(len(theirs), int)])
+            weight = jnp.where(side == 0, 0.5 / len(ours), 0.5 / len(theirs))
+
+            def loss(judge: Model) -> tuple[Array, Model]:
+                said, moved = models.training_pass(judge, seen)
+                return jnp.sum(weight * losses.cross_entropy(said, side)), moved
+
+            judge, known, _ = fitting.descend(rule, loss, judge, known)
+            return (judge, known), None
+
+        judge = self.discriminator(key=first)
+        (judge, _), _ = jax.lax.scan(step, (judge, rule.init(judge)), rows)
+        return judge, state
+
+    def between(self, key: Array, memory: PyTree, state: PyTree) -> PyTree:
+        return state
+
+    def predict(self, memory: PyTree, adapted: PyTree, x: Array) -> tuple[Array, Array]:
+        said = adapted(x)
+        return self.model(x), said[:, 1] - said[:, 0]

@@ -1,0 +1,137 @@
+"""Training inside ``jit``: what defences do at test time, and base models before it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from wdjax import driver, losses, models
+from wdjax.core import Array, Attack, Model, PyTree
+
+Network = Callable[..., Model]
+"""``network(key=key)``: a model with random parameters."""
+
+
+class Opponent(NamedTuple):
+    """What is trained against: half of every batch's loss is that of attacked samples."""
+
+    attack: Attack
+    eps: Array | float
+
+
+def batches(key: Array, n: int, size: int, steps: int) -> Array:
+    """``[steps, size]`` indices: permutations of ``n``, one after the other, without what is over.
+
+    >>> batches(jax.random.key(0), 5, 2, 3).shape
+    (3, 2)
+    """
+    size = min(size, n)
+    own = n // size
+    keys = jax.random.split(key, -(-steps // own))
+    order = jax.vmap(lambda key: jax.random.permutation(key, n)[: own * size])(keys)
+    return order.reshape(-1, size)[:steps]
+
+
+def descend(
+    rule: optax.GradientTransformation,
+    loss: Callable[[PyTree], tuple[Array, PyTree]],
+    model: PyTree,
+    known: PyTree,
+) -> tuple[PyTree, PyTree, Array]:
+    """One step of ``rule`` on ``loss(model) -> (value, model with its statistics moved)``.
+
+    Statistics have no gradient, so that a rule without weight decay leaves them alone.
+    """
+    (value, moved), gradient = jax.value_and_grad(loss, has_aux=True)(model)
+    updates, known = rule.update(gradient, known, model)
+    return optax.apply_updates(moved, updates), known, value
+
+
+def fit(
+    model: Model,
+    x: Array,
+    y: Array,
+    *,
+    key: Array,
+    steps: int,
+    size: int = 128,
+    rule: optax.GradientTransformation | None = None,
+    opponent: Opponent | None = None,
+) -> Model:
+    """Trains a classifier with BatchNorm in its training form, on clean and attacked samples.
+
+    With an opponent, the loss is half that of the clean samples and half that of attacked ones,
+    which are searched for in the inference form of the model.
+
+    Args:
+      model: with its first parameters.
+      x: ``[n, *shape]``
+      y: ``[n]``
+      key: of batches and starts.
+      steps: of the rule.
+      size: samples a step.
+      rule: from optax; by default Adam from 0.003 to 0 by a cosine.
+      opponent: what is trained against.
+
+    Returns:
+      The trained model.
+
+    Cost: 1 forward and 1 backward pass a sample and step; with an opponent its passes and as much
+      again.
+
+    >>> net = models.norm_mlp((1, 8, 2), key=jax.random.key(0))
+    >>> x, y = jnp.linspace(0, 1, 8)[:, None], jnp.arange(8) // 4
+    >>> trained = fit(net, x, y, key=jax.random.key(1), steps=100, size=8)
+    >>> bool((trained(x).argmax(1) == y).all())
+    True
+    """
+    rule = rule or optax.adam(optax.cosine_decay_schedule(3e-3, steps))
+    order_key, attack_key = jax.random.split(key)
+
+    def step(carried: PyTree, row: tuple[Array, Array]) -> tuple[PyTree, None]:
+        (model, known), (batch, number) = carried, row
+        own, labels = x[batch], y[batch]
+        moved = None
+        if opponent is not None:
+            own_key = jax.random.fold_in(attack_key, number)
+            moved = _attacked(opponent, model, own, labels, own_key)
+
+        def loss(model: Model) -> tuple[Array, Model]:
+            logits, after = models.training_pass(model, own)
+            value = jnp.mean(losses.cross_entropy(logits, labels))
+            if moved is None:
+                return value, after
+            logits, after = models.training_pass(after, moved)
+            return (value + jnp.mean(losses.cross_entropy(logits, labels))) / 2, after
+
+        model, known, _ = descend(rule, loss, model, known)
+        return (model, known), None
+
+    rows = batches(order_key, len(y), size, steps), jnp.arange(steps)
+    (model, _), _ = jax.lax.scan(step, (model, rule.init(model)), rows)
+    return model
+
+
+def _attacked(opponent: Opponent, model: Model, x: Array, y: Array, key: Array) -> Array:
+    attack, eps = opponent
+    found = driver.search(
+        attack, model, x, y, eps=jnp.asarray(eps, x.dtype), key=key, skip_misclassified=False
+    )
+    return jax.lax.stop_gradient(found.x_adv)
+
+
+def chunked(function: Callable[[Any], PyTree], rows: PyTree, size: int = 256) -> PyTree:
+    """``function`` of ``[n, ...]`` leaves, so many rows at a time, so that memory does not grow.
+
+    >>> chunked(lambda x: 2 * x, jnp.arange(5), 2).tolist()
+    [0, 2, 4, 6, 8]
+    """
+    n = len(jax.tree.leaves(rows)[0])
+    if n <= size:
+        return function(rows)
+    count = -(-n // size)
+    places = jnp.minimum(jnp.arange(count * size), n - 1).reshape(count, size)
+    parts = jax.lax.map(lambda own: function(jax.tree.map(lambda leaf: leaf[own], rows)), places)
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:n], parts)

@@ -1,0 +1,222 @@
+"""The game: attacker, defender and referee, who take turns and see what is theirs to see."""
+
+import functools
+from collections.abc import Callable
+from os import PathLike
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wdjax import data, loop, validate
+from wdjax.core import AnyArray, Array, Model, PyTree
+from wdjax.transductive import turns
+from wdjax.transductive.attack import SpaceAttack
+from wdjax.transductive.objectives import logits_of
+from wdjax.transductive.protocol import Defense
+from wdjax.transductive.referee import REJECTIONS, Report
+from wdjax.transductive.state import State, Table
+
+LEAKS = ("none", "state", "seed")
+ORDERS = ("natural", "labels")
+
+
+def prepare(defense: Defense, x: AnyArray, y: AnyArray, *, key: Array) -> PyTree:
+    """What a defence makes of its training data, known to everybody: its ``memory``.
+
+    Args:
+      defense: from :mod:`wdjax.transductive`.
+      x: ``[n, *shape]`` training samples in ``[0, 1]``.
+      y: ``[n]`` labels.
+      key: for trainings.
+
+    Raises:
+      ValueError: samples or labels that no defence could learn from, and what the defence refuses.
+
+    >>> from wdjax import Model
+    >>> from wdjax.transductive import Fixed
+    >>> prepare(Fixed(Model(jnp.dot, jnp.eye(2))), np.ones((1, 2)), [0], key=jax.random.key(0))
+    ()
+    """
+    _check_key(key)
+    known = data.as_dataset(x, y, "the training data")
+    return _prepare(defense, key, jnp.asarray(known.x), jnp.asarray(known.y))
+
+
+def play(
+    defense: Defense,
+    attack: SpaceAttack,
+    x: AnyArray,
+    y: AnyArray,
+    *,
+    memory: PyTree,
+    eps: float,
+    key: Array,
+    size: int | None = None,
+    draws: int = 3,
+    leak: str = "none",
+    order: str = "natural",
+    pool: int | None = None,
+    company: bool | None = None,
+    rejections: float = REJECTIONS,
+    callback: Callable[[State], Any] | None = None,
+    checkpoint: str | PathLike[str] | None = None,
+    every: float = 60.0,
+) -> Report:
+    r"""Plays a game of one or many rounds against a defence that adapts, and referees it.
+
+    In every round the attacker moves the inputs within the ball and the defender adapts to them,
+    without labels, under a private key that is drawn after the move. The attacker knows data,
+    memory, defence and code, and simulates: under keys of its own, on a state of its own. The
+    referee draws ``draws`` private keys for every round; under each the defender adapts to what was
+    submitted, and, in a game beside, to the clean inputs. The game goes on with the first.
+
+    Args:
+      defense: from :mod:`wdjax.transductive`.
+      attack: such as :func:`~wdjax.transductive.gmsa_avg`.
+      x: ``[n, *shape]`` floats in the box.
+      y: ``[n]`` integer labels.
+      memory: from :func:`prepare`.
+      eps: the radius of every input's ball, in the units of ``x``.
+      key: a typed ``jax.random.key``, split at once into the attacker's and the defender's.
+      size: inputs a round; all of them by default. It must divide n.
+      draws: private keys a round.
+      leak: what of the defender the attacker sees: ``"none"``; ``"state"``, what is carried from
+        round to round; ``"seed"``: the private key besides, the worst case, for a single draw.
+      order: ``"natural"``, or ``"labels"``: the attacker sorts pools of inputs by their labels
+        before they are cut into rounds.
+      pool: inputs in a pool, two rounds by default; a multiple of ``size`` that divides n.
+      company: the defender is given the clean inputs of a round together with the attacked ones. By
+        default for defences that reject.
+      rejections: the share of clean inputs that a rejecting defence may refuse, when the attacker
+        compares sets.
+      callback: called with the :class:`State` after every turn; a true value ends the game, which
+        is then an error.
+      checkpoint: a folder; a game that was interrupted goes on from there to the same numbers.
+      every: least seconds between two writings.
+
+    Returns:
+      A :class:`Report`.
+
+    Raises:
+      ValueError: bad samples, sizes that do not divide, unknown words, several draws of a key that
+        leaked, a static model whose outputs on clean inputs are not finite, points that left their
+        ball, a checkpoint of another game, a game that was ended.
+
+    Cost: a round takes the attack's iterations, with an adaptation each, and ``2 draws`` more; a
+      stateful defence one more.
+
+    Differs: the authors' private randomness is one draw, and in a stateless game without chance the
+      very simulation; nothing there is leaked, and the attacker may submit clean inputs.
+
+    Source: Chen et al. [chen2022], sections 4 to 5.
+
+    >>> from wdjax import Model
+    >>> from wdjax.transductive import Fixed, transfer
+    >>> fixed = Fixed(Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]])))
+    >>> x, y = jnp.array([[0.6, 0.4], [0.9, 0.1]]), jnp.array([0, 0])
+    >>> from wdjax.attacks import PGD
+    >>> found = play(fixed, transfer(PGD(steps=5)), x, y, memory=(), eps=0.2, key=jax.random.key(0))
+    >>> found.correct[0].tolist(), found.one_shot_clean.value
+    ([False, True], 1.0)
+    """
+    if validate.traced(defense, memory, x, y, eps, key) or validate.staged():
+        raise ValueError("a game decides on the host what comes next: play outside jit and vmap.")
+    _check_key(key)
+    if not (isinstance(attack, SpaceAttack) and hasattr(attack.inner, "ball")):
+        raise ValueError(
+            f"attack must be one on model spaces, such as gmsa_avg(PGD()), got {attack!r}."
+        )
+    validate.check_choice("leak", leak, LEAKS)
+    validate.check_choice("order", order, ORDERS)
+    draws = validate.check_count("draws", draws)
+    if leak == "seed" and draws > 1:
+        raise ValueError(
+            f"a seed that leaks is one key: pass draws=1, got {draws}, and play under several keys."
+        )
+    ball = attack.inner.ball
+    static = Model(_static, {"defense": defense, "memory": memory})
+    x, y = validate.check_samples(static, x, y, ball.box)
+    radius = jnp.asarray(validate.check_number("eps", eps), x.dtype)
+    size, index = _arrange(np.asarray(y), size, order, pool)
+    attacker, defender = jax.random.split(key)
+    shape = (-1, size)
+    table = Table(
+        defense,
+        validate.settle(attack, x.dtype),
+        memory,
+        x[index].reshape(*shape, *x.shape[1:]),
+        y[index].reshape(shape),
+        radius,
+        attacker,
+        defender,
+        draws,
+        leak,
+        defense.rejects if company is None else bool(company),
+        float(validate.check_number("rejections", rejections)),
+    )
+    begun = turns.begin(table)
+    last = loop.carry(
+        begun,
+        functools.partial(turns.turn, table),
+        functools.partial(turns.over, table),
+        report=callback,
+        checkpoint=checkpoint,
+        every=every,
+        identity=b"" if checkpoint is None else _identity(table),
+        about={"defense": type(defense).__name__, "attack": attack, "samples": len(index),
+               "eps": float(eps), "leak": leak, "order": order, "draws": draws},
+    )  # fmt: skip
+    if not turns.over(table, last):
+        raise ValueError(
+            f"the game was ended in round {int(last.round)} of {len(table.y)}; with a checkpoint "
+            "it can go on."
+        )
+    return turns.report(table, last.record, index)
+
+
+def _check_key(key: Any) -> None:
+    typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not typed or key.ndim:
+        raise ValueError(f"pass key=jax.random.key(seed), got {key!r}.")
+
+
+def _arrange(
+    y: np.ndarray, size: int | None, order: str, pool: int | None
+) -> tuple[int, np.ndarray]:
+    """Inputs a round, and who comes when."""
+    n = len(y)
+    size = n if size is None else validate.check_count("size", size)
+    if n % size:
+        raise ValueError(
+            f"rounds of {size} do not divide {n} inputs; pass {n - n % size} of them, or another "
+            "size."
+        )
+    index = np.arange(n)
+    if order == "natural":
+        if pool is not None:
+            raise ValueError("pool is for order='labels'; in natural order nothing is pooled.")
+        return size, index
+    count = 2 * size if pool is None else validate.check_count("pool", pool)
+    if n % count or count % size:
+        raise ValueError(
+            f"pools of {count} must divide the {n} inputs, and be whole rounds of {size}."
+        )
+    parts = [part[np.argsort(y[part], kind="stable")] for part in np.split(index, n // count)]
+    return size, np.concatenate(parts)
+
+
+def _identity(table: Table) -> bytes:
+    words = table.defense, table.attack, table.draws, table.leak, table.company, table.budget
+    return loop.digest(loop.settings(words), table)
+
+
+def _static(params: dict[str, Any], x: Array) -> Array:
+    """Logits before any adaptation."""
+    defense, memory = params["defense"], params["memory"]
+    base = defense.base(memory, defense.begin(memory), len(x))
+    return logits_of(defense.predict(memory, base, x))
+
+
+_prepare = jax.jit(lambda defense, key, x, y: defense.prepare(key, x, y))

@@ -1,0 +1,94 @@
+"""The paper's settings by name: what to play at full scale, given networks of one's own."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from wdjax.attacks import PGD
+from wdjax.transductive import objectives
+from wdjax.transductive.attack import SpaceAttack, fpa, gmsa_avg, gmsa_min, pgd_skip, transfer
+from wdjax.transductive.defenses import DANN, DENT, RMC, TADV, URejectron
+from wdjax.transductive.protocol import Defense
+
+
+class Preset(NamedTuple):
+    """A published game: ``play(preset.defense(...), attack, x, y, eps=preset.eps, ...)``."""
+
+    defense: Callable[..., Defense]
+    """Wants what the authors trained: ``model=``, or ``network=`` and ``discriminator=``."""
+    eps: float
+    size: int | None
+    """Inputs a round; None for all."""
+    attacks: dict[str, SpaceAttack]
+
+
+def _attacks(step: float, steps: int, iterations: int, **how: Any) -> dict[str, SpaceAttack]:
+    """Transfer, PGD-skip, FPA, GMSA-AVG and GMSA-MIN over PGD from random points."""
+    inner = PGD(steps=steps, step_size=step)
+    return {
+        "transfer": transfer(inner, **how),
+        "pgd-skip": pgd_skip(inner, **how),
+        "fpa": fpa(inner, iterations, **how),
+        "gmsa-avg": gmsa_avg(inner, iterations, **how),
+        "gmsa-min": gmsa_min(inner, iterations, **how),
+    }
+
+
+_PIXEL = 1 / 255
+_HALF = PGD(steps=40, step_size=0.01, random_start=True, iterate="last")
+_DENT = {
+    "loss": objectives.margin,
+    "judge": objectives.confidence,
+    "restarts": 5,
+    "rivals": 9,
+}
+
+PAPER: dict[str, Preset] = {
+    "rmc-mnist": Preset(
+        functools.partial(
+            RMC,
+            attack=PGD(steps=100, step_size=0.01, random_start=True),
+            eps=0.3,
+            copies=1,
+            learning_rate=2e-4,
+        ),
+        0.3,
+        1,
+        _attacks(0.01, 100, 10),
+    ),
+    "rmc-cifar10": Preset(
+        functools.partial(
+            RMC,
+            attack=PGD(steps=40, step_size=_PIXEL, random_start=True),
+            eps=8 * _PIXEL,
+            copies=4,
+            learning_rate=2.5e-5,
+        ),
+        8 * _PIXEL,
+        1,
+        _attacks(_PIXEL, 40, 10),
+    ),
+    "dent-cifar10": Preset(DENT, 8 * _PIXEL, 128, _attacks(_PIXEL, 100, 3, **_DENT)),
+    "dann-mnist": Preset(
+        functools.partial(DANN, steps=7900, peak=0.1),
+        0.3,
+        None,
+        _attacks(0.01, 200, 10),
+    ),
+    "tadv-mnist": Preset(
+        functools.partial(TADV, attack=_HALF, eps=0.3, steps=43_000, learning_rate=1e-3),
+        0.3,
+        None,
+        _attacks(0.01, 200, 10),
+    ),
+    "urejectron-gtsrb": Preset(
+        functools.partial(URejectron, steps=4920, learning_rate=1e-3),
+        8 * _PIXEL,
+        None,
+        {"transfer": transfer(PGD(steps=40, step_size=_PIXEL))},
+    ),
+}
+"""By the names of Appendix A of Chen et al. [chen2022]; steps are its epochs in batches of 128.
+
+What is not as published (schedules of SGD, dropout, crops and flips) is in the defences' docs.
+"""
