@@ -1,0 +1,44 @@
+"""Non-parametric probabilistic robustness, and every probability that it is compared with.
+
+:func:`fit` learns the worst distribution of a family of perturbations, :func:`estimate` counts what
+survives it on held-out inputs, and the same function with a distribution of :mod:`.noise` is PR.
+"""
+
+from wdjax.nppr import noise
+from wdjax.nppr.counting import Perturbation, points
+from wdjax.nppr.estimate import Estimate, estimate, expected_loss, spread_within
+from wdjax.nppr.family import MODES, Family, Mode
+from wdjax.nppr.fit import fit, fit_many
+from wdjax.nppr.fitted import Fitted, History
+from wdjax.nppr.mixture import Mixture, entropy_ratio, log_density
+from wdjax.nppr.probable import Decision, prbench, probabilistic_accuracy
+from wdjax.nppr.rare import Rare, importance, splitting
+from wdjax.nppr.schedule import TABLE_4, Schedule
+
+__all__ = [
+    "MODES",
+    "TABLE_4",
+    "Decision",
+    "Estimate",
+    "Family",
+    "Fitted",
+    "History",
+    "Mixture",
+    "Mode",
+    "Perturbation",
+    "Rare",
+    "Schedule",
+    "entropy_ratio",
+    "estimate",
+    "expected_loss",
+    "fit",
+    "fit_many",
+    "importance",
+    "log_density",
+    "noise",
+    "points",
+    "prbench",
+    "probabilistic_accuracy",
+    "spread_within",
+    "splitting",
+]
