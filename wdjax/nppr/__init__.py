@@ -10,14 +10,18 @@ from wdjax.nppr.estimate import Estimate, estimate, expected_loss, spread_within
 from wdjax.nppr.family import MODES, Family, Mode
 from wdjax.nppr.fit import fit, fit_many
 from wdjax.nppr.fitted import Fitted, History
+from wdjax.nppr.importance import importance
 from wdjax.nppr.mixture import Mixture, entropy_ratio, log_density
 from wdjax.nppr.probable import Decision, prbench, probabilistic_accuracy
-from wdjax.nppr.rare import Rare, importance, splitting
+from wdjax.nppr.rare import Rare
 from wdjax.nppr.schedule import TABLE_4, Schedule
+from wdjax.nppr.splitting import splitting
+from wdjax.nppr.warm import AttackOffset, universal_start
 
 __all__ = [
     "MODES",
     "TABLE_4",
+    "AttackOffset",
     "Decision",
     "Estimate",
     "Family",
@@ -39,6 +43,7 @@ __all__ = [
     "points",
     "prbench",
     "probabilistic_accuracy",
-    "spread_within",
     "splitting",
+    "spread_within",
+    "universal_start",
 ]

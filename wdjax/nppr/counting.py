@@ -111,13 +111,12 @@ def _call(model: Classifier, x: Array) -> Array:
 _logits = jax.jit(_call)
 
 
-def _block(
-    loops: bool, fixed: Any, rows: np.ndarray, first: int, last: int, end: int
-) -> AnyArray:
+def _block(loops: bool, fixed: Any, rows: np.ndarray, first: int, last: int, end: int) -> AnyArray:
     """``[2, R]`` survivors and faults of a block of inputs."""
     if loops:
         return _counted(fixed, rows, first, last, end)
-    return sum(np.asarray(_counted(fixed, rows, turn, turn + 1, end)) for turn in range(first, last))
+    parts = [_counted(fixed, rows, turn, turn + 1, end) for turn in range(first, last)]
+    return np.sum(parts, axis=0)
 
 
 @jax.jit
@@ -140,9 +139,7 @@ def _counted(fixed: Any, rows: Array, first: Array, last: Array, end: Array) -> 
     return jax.lax.fori_loop(first, last, turn, jnp.zeros((2, len(rows)), jnp.int32))
 
 
-def placed(
-    perturbation: Perturbation, keys: Array, context: PyTree, x: Array, draws: int
-) -> Array:
+def placed(perturbation: Perturbation, keys: Array, context: PyTree, x: Array, draws: int) -> Array:
     """Perturbed inputs ``[n, draws, *shape]``, in the ball and in the box."""
     delta = perturbation.deltas(keys, context, x, draws)
     return up.placed(x, delta, perturbation.eps, perturbation.ball)

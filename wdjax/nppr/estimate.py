@@ -154,7 +154,8 @@ class Spread(NamedTuple):
 
     within: npt.NDArray[np.float64]
     """``[n]``: standard deviation of an entry of ``delta / eps`` over an input's samples, averaged
-    over entries; 0.577 for uniform linf noise, near 0 where a distribution is a point: an attack."""
+    over entries; 0.577 for uniform linf noise, near 0 where the distribution is a point: an
+    attack."""
     saturated: float
     """Share of entries beyond 0.95 of the radius."""
 
@@ -183,7 +184,9 @@ def spread_within(
     x, y = jnp.asarray(x), jnp.asarray(y)
 
     def one(x: Array, y: Array, key: Array) -> tuple[Array, Array]:
-        delta = perturbation.deltas(key[None], perturbation.context(x[None], y[None]), x[None], draws)
+        delta = perturbation.deltas(
+            key[None], perturbation.context(x[None], y[None]), x[None], draws
+        )
         unit = delta[0].reshape(draws, -1) / perturbation.eps
         return jnp.mean(jnp.std(unit, axis=0)), jnp.mean(jnp.abs(unit) > 0.95)
 

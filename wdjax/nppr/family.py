@@ -14,6 +14,7 @@ The paper has four of them; in its ``joint`` the proportions do not see the inpu
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -48,8 +49,8 @@ class Family:
       latent: L, the dimension in which the mixture lives; without up-sampling that of an input.
       upsample: ``"learnable"`` or ``"fixed"`` linear map to a small image and bicubic
         interpolation, or ``"none"``: the mixture lives in input space.
-      side: of the small image; half that of the input, but not below 8, if None. Inputs that are no images
-        ``[height, width, channels]`` are mapped to directly.
+      side: of the small image; half that of the input, but not below 8, if None. Inputs that are no
+        images ``[height, width, channels]`` are mapped to directly.
       covariance: ``"full"`` or ``"diagonal"``, in latent coordinates.
       hidden: width of the layer that all heads share.
       embedding: dimension of a label's embedding, whose length is normalised to 1.
@@ -134,28 +135,51 @@ def begin(
     """
     size, count = family.size(shape), family.components
     cells = mixtures.packed_size(size) if family.covariance == "full" else size
-    keys = iter(jax.random.split(key, 8))
     widths = {"pi": count, "mean": count * size, "factor": count * cells}
-    first = _first_outputs(family, next(keys), size, cells)
+    small = math.prod(up.small_shape(shape, family.side))
+    take = _numbers(key, family, widths, size, small, features, classes)
     params: Params = {}
     if family.upsample != "none":
-        small = up.small_shape(shape, family.side)
-        own = up.linear_map(next(keys), size, math.prod(small))
-        params["map"] = own
+        params["map"] = up.orthogonal(take(max(size, small), min(size, small)), size)
     if family.sees_label:
-        params["embedding"] = jax.random.normal(next(keys), (classes, family.embedding))
+        params["embedding"] = take(classes, family.embedding)
     stats: Params = {}
     if family.sees_input:
-        params["shared"] = _dense(next(keys), features, family.hidden)
+        bound = 1 / math.sqrt(features)
+        shared = {"kernel": take(features, family.hidden), "bias": take(family.hidden)}
+        params["shared"] = jax.tree.map(lambda leaf: bound * leaf, shared)
         params["scale"], params["shift"] = jnp.ones(family.hidden), jnp.zeros(family.hidden)
         stats = {"mean": jnp.zeros(family.hidden), "var": jnp.ones(family.hidden)}
-    for name, head_key in zip(widths, jax.random.split(next(keys), 3)):
+    first = _first_outputs(family, take(count, size), size, cells)
+    for name, width in widths.items():
         inputs = _inputs(family, name)
-        head = {"bias": first[name].ravel()}
+        params[name] = {"bias": first[name].ravel()}
         if inputs:
-            head["kernel"] = _dense(head_key, inputs, widths[name])["kernel"]
-        params[name] = head
+            params[name]["kernel"] = take(inputs, width) / math.sqrt(inputs)
     return params, stats
+
+
+def _numbers(
+    key: Array,
+    family: Family,
+    widths: dict[str, int],
+    size: int,
+    small: int,
+    features: int,
+    classes: int,
+) -> Callable[..., Array]:
+    """Hands out uniform numbers in [-1, 1] of one draw: many draws take long to compile."""
+    total = size * small + classes * family.embedding + (features + 1) * family.hidden
+    total += widths["mean"]
+    total += sum(_inputs(family, name) * width for name, width in widths.items())
+    numbers, taken = jax.random.uniform(key, (total,), minval=-1.0, maxval=1.0), 0
+
+    def take(*shape: int) -> Array:
+        nonlocal taken
+        taken += math.prod(shape)
+        return numbers[taken - math.prod(shape) : taken].reshape(shape)
+
+    return take
 
 
 def _inputs(family: Family, name: str) -> int:
@@ -169,29 +193,17 @@ def _inputs(family: Family, name: str) -> int:
     return hidden
 
 
-def _first_outputs(family: Family, key: Array, size: int, cells: int) -> dict[str, Array]:
+def _first_outputs(family: Family, unit: Array, size: int, cells: int) -> dict[str, Array]:
     """What the heads say before they have learnt anything."""
     count = family.components
-    mean = jax.random.uniform(key, (count, size), minval=-family.spread, maxval=family.spread)
     raw = math.log(math.expm1(family.sigma - family.floor))
     if family.covariance == "diagonal":
         factor = np.full((count, size), raw, np.float32)
     else:
-        # The diagonal is where unit entries, one after the other, turn up in it.
-        index = mixtures.triangular(jnp.arange(1.0, cells + 1), size)
-        places = np.asarray(jnp.diagonal(index)).astype(int) - 1
+        places = np.cumsum(np.arange(1, size + 1)) - 1  # Of the diagonal.
         factor = np.zeros((count, cells), np.float32)
         factor[:, places] = raw
-    return {"pi": jnp.zeros(count), "mean": mean, "factor": jnp.asarray(factor)}
-
-
-def _dense(key: Array, inputs: int, outputs: int) -> Params:
-    bound = 1 / math.sqrt(inputs)
-    first, second = jax.random.split(key)
-    return {
-        "kernel": jax.random.uniform(first, (inputs, outputs), minval=-bound, maxval=bound),
-        "bias": jax.random.uniform(second, (outputs,), minval=-bound, maxval=bound),
-    }
+    return {"pi": jnp.zeros(count), "mean": family.spread * unit, "factor": jnp.asarray(factor)}
 
 
 def replaced(params: Params, start: Params) -> Params:
@@ -234,7 +246,8 @@ def mixture(
       y: ``[n]`` labels.
       shape: of an input.
       temperatures: of the schedule.
-      offset: ``[n, L]``, added to the means.
+      offset: ``[n, d]`` vectors of the input's space (before the ball's map), whose latent
+        coordinates by least squares are added to the means.
       of_batch: normalise by the batch and move the averages, as in training; by the averages
         otherwise, so that a mixture depends on its input alone.
 
@@ -255,7 +268,7 @@ def mixture(
     mean = _head(params["mean"], _sees(family, "mean", seen)) / temperatures.mean
     mean = mean.reshape(-1, count, size)
     if offset is not None:
-        mean = mean + offset[:, None]
+        mean = mean + _coordinates(to_input(family, params, shape), offset)[:, None]
     raw = _head(params["factor"], _sees(family, "factor", seen)).reshape(-1, count, _cells(params))
     factor = _factor(family, raw, size, temperatures.sigma)
     return Mixture(logits, mean, factor), stats
@@ -280,9 +293,7 @@ def _head(head: Params, seen: list[Array]) -> Array:
     return jnp.concatenate(seen, axis=-1) @ head["kernel"] + head["bias"]
 
 
-def _shared(
-    params: Params, stats: Params, features: Array, of_batch: bool
-) -> tuple[Array, Params]:
+def _shared(params: Params, stats: Params, features: Array, of_batch: bool) -> tuple[Array, Params]:
     """A layer, batch normalisation, a rectifier."""
     hidden = features @ params["shared"]["kernel"] + params["shared"]["bias"]
     mean, var = stats["mean"], stats["var"]
@@ -304,6 +315,16 @@ def _factor(family: Family, raw: Array, size: int, temperature: Any) -> Array:
     whole = mixtures.triangular(raw, size)
     eye = np.eye(size, dtype=bool)
     return jnp.where(eye, jax.nn.softplus(whole), whole) / temperature + family.floor * eye
+
+
+def _coordinates(matrix: Array | None, v: Array) -> Array:
+    """Latent vectors whose images are closest to ``v``; no gradient enters the map by them."""
+    if matrix is None:
+        return v
+    own = jax.lax.stop_gradient(matrix)
+    gram = own @ own.T
+    ridge = 1e-4 * jnp.trace(gram) / len(gram) * jnp.eye(len(gram))
+    return jnp.linalg.solve(gram + ridge, own @ v.T).T
 
 
 def to_input(family: Family, params: Params, shape: tuple[int, ...]) -> Array | None:

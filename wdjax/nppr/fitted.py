@@ -56,7 +56,9 @@ class Fitted:
         if self.family.sees_input:
             assert self.features is not None
             seen = self.features(x).reshape(len(x), -1)
-        moved = None if self.offset is None else self.offset(self.family, self.model, x, y)
+        moved = None
+        if self.offset is not None:
+            moved = self.offset(self.model, x, y).reshape(len(x), -1)
         made, _ = families.mixture(
             self.family, self.params, self.stats, seen, y, x.shape[1:], offset=moved
         )

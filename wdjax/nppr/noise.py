@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from wdjax import norms, validate
+from wdjax import norms
 from wdjax.balls import Lp
 from wdjax.core import Array
 
@@ -146,8 +146,9 @@ class Custom:
     Raises:
       ValueError: a function that is no pytree.
 
-    >>> stripes = jax.tree_util.Partial(lambda key, x, y: 0.1 * jnp.sign(jax.random.normal(key)) + x * 0)
-    >>> Custom(stripes, 0.1).eps
+    >>> def darker(key, x, y):
+    ...     return jnp.full_like(x, -0.1) * jax.random.uniform(key)
+    >>> Custom(jax.tree_util.Partial(darker), 0.1).eps
     0.1
     """
 
@@ -184,8 +185,3 @@ def _per_input(keys: Array, draw: Callable[[Array], Array]) -> Array:
 
 def _normal(keys: Array, x: Array, draws: int) -> Array:
     return _per_input(keys, lambda key: jax.random.normal(key, (draws, *x.shape[1:]), x.dtype))
-
-
-def check_sigma(sigma: Any) -> Any:
-    """Checks a standard deviation."""
-    return validate.check_number("sigma", sigma)

@@ -133,11 +133,17 @@ def probabilistic_accuracy(
         sure, weak = decided(won[active], done, risks, alpha)
         kept[:, active], broken[:, active] = sure, weak
         active = active[~np.all(sure | weak, axis=0)]
-    whole = np.zeros((2, len(risks), len(right)), bool)
-    whole[0][:, rows], whole[1][:, rows] = kept, broken
     n = len(right)
+    robust, fragile = (np.zeros((len(risks), n), bool) for _ in range(2))
+    robust[:, rows], fragile[:, rows] = kept, broken
     return Decision(
-        tuple(risks), right, *whole, spread(made, rows, n), spread(lost, rows, n), float(alpha)
+        rho=tuple(map(float, risks)),
+        correct=right,
+        robust=robust,
+        fragile=fragile,
+        draws=spread(made, rows, n),
+        faults=spread(lost, rows, n),
+        alpha=float(alpha),
     )
 
 
@@ -233,5 +239,5 @@ def prbench(
     return fields
 
 
-def _field(value: float, low: float, high: float) -> dict[str, Any]:
+def _field(value: Any, low: Any, high: Any) -> dict[str, Any]:
     return {"value": float(value), "interval": [float(low), float(high)]}

@@ -59,8 +59,8 @@ class Schedule:
     cycles: int = _static(1)
     warmup: float = _static(0.1)
     least_rate: float = _static(2e-6)
-    learning_rate: float | Array | None = None
-    kappa: float | Array = 1.0
+    learning_rate: Any = None
+    kappa: Any = 1.0
     tau: Pair = (1.0, 0.1)
     proportions: Pair = (1.0, 1.0)
     mean: Pair = (1.0, 1.0)

@@ -27,20 +27,25 @@ def small_shape(shape: tuple[int, ...], side: int | None) -> tuple[int, ...]:
     """
     if len(shape) != 3:
         return shape
-    height, width = ((side, side) if side else tuple(max(8, s // 2) for s in shape[:2]))
+    height, width = (side, side) if side else tuple(max(8, s // 2) for s in shape[:2])
     return (min(height, shape[0]), min(width, shape[1]), shape[2])
 
 
-def linear_map(key: Array, latent: int, size: int) -> Array:
-    """``[L, size]``: a random map with orthogonal rows or columns, near the variances of its input.
+def orthogonal(tall: Array, latent: int) -> Array:
+    """``[L, size]``: a map with orthogonal rows or columns, which keeps variances if L < size.
 
-    >>> w = linear_map(jax.random.key(0), 3, 5)
+    Args:
+      tall: ``[max(L, size), min(L, size)]`` random numbers.
+      latent: L.
+
+    >>> w = orthogonal(jax.random.normal(jax.random.key(0), (5, 3)), 3)
     >>> bool(jnp.allclose(w @ w.T, jnp.eye(3) * 5 / 3, atol=1e-5))
     True
     """
-    tall = jax.random.normal(key, (max(latent, size), min(latent, size)))
     q = jnp.linalg.qr(tall)[0]
-    return (q if latent >= size else q.T) * math.sqrt(max(1.0, size / latent))
+    size = tall.shape[1] if len(tall) == latent else len(tall)
+    rows = q if len(tall) == latent else q.T
+    return rows * math.sqrt(max(1.0, size / latent))
 
 
 def interpolated(linear: Array, small: tuple[int, ...], shape: tuple[int, ...]) -> Array:
@@ -90,14 +95,14 @@ def into_ball(v: Array, eps: ArrayLike, norm: float) -> Array:
     [0.3, -0.4]
     """
     if norms.check_norm(norm) == math.inf:
-        return eps * jnp.tanh(v)
+        return jnp.asarray(eps * jnp.tanh(v))
     size = v.shape[-1]
     if norm == 1:
         length = jnp.mean(jnp.abs(v), axis=-1, keepdims=True)
-        return eps * v * _tanh_ratio(length) / size
+        return jnp.asarray(eps * v * _tanh_ratio(length) / size)
     square = jnp.mean(v**2, axis=-1, keepdims=True)
     length = jnp.sqrt(jnp.where(square > 0, square, 1.0))
-    return eps * v * jnp.where(square > 0, _tanh_ratio(length), 1.0) / np.sqrt(size)
+    return jnp.asarray(eps * v * jnp.where(square > 0, _tanh_ratio(length), 1.0) / np.sqrt(size))
 
 
 def _tanh_ratio(s: Array) -> Array:
