@@ -4,7 +4,7 @@
 survives it on held-out inputs, and the same function with a distribution of :mod:`.noise` is PR.
 """
 
-from wdjax.nppr import noise
+from wdjax.nppr import noise, pictures
 from wdjax.nppr.counting import Perturbation, points
 from wdjax.nppr.estimate import Estimate, estimate, expected_loss, spread_within
 from wdjax.nppr.family import MODES, Family, Mode
@@ -40,6 +40,7 @@ __all__ = [
     "importance",
     "log_density",
     "noise",
+    "pictures",
     "points",
     "prbench",
     "probabilistic_accuracy",
