@@ -216,7 +216,8 @@ def rare(shared, nets, seeds, steps):
         print(
             f"rare image {i}: importance {p:.3g} +- {weighed.error:.1g}, splitting "
             f"{split.value:.3g} +- {split.error:.1g} ({apart:.1f} sigma apart){words}; variance "
-            f"ratio to plain {ratio(weighed):.0f} bar {bar} {'ok' if ratio(weighed) >= bar else 'MISSED'}, "
+            f"ratio to plain {ratio(weighed):.0f} bar {bar} "
+            f"{'ok' if ratio(weighed) >= bar else 'MISSED'}, "
             f"splitting {ratio(split):.1f}; fit {weighed.fit} passes, {spent:.1f} and "
             f"{seconds:.1f} s; coverage {held} of 100 bar 90 {'ok' if held >= 90 else 'MISSED'}",
             flush=True,

@@ -178,8 +178,8 @@ def _fit(
     x, y = x[right], y[right]
     if family.sees_input and features is None:
         features = models.features(model)  # type: ignore[arg-type]
-    seen = None if not family.sees_input else as_rows(_logits(features, x))
-    moved = None if offset is None else as_rows(offset(model, x, y))
+    seen = None if not family.sees_input else objective.as_rows(_logits(features, x))
+    moved = None if offset is None else objective.as_rows(offset(model, x, y))
     settled = schedule.settled(family)
     data = objective.Data(model, x, y, seen, moved, settled)
     classes = logits.shape[1]
@@ -222,11 +222,6 @@ def _fitted(
         offset=offset,
         model=None if offset is None else model,
     )
-
-
-def as_rows(features: Array) -> Array:
-    """``[n, F]``, flattened."""
-    return features.reshape(len(features), -1)
 
 
 @jax.jit

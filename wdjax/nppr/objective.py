@@ -22,6 +22,11 @@ Classifier = Callable[[Array], Array]
 _ADAM = optax.scale_by_adam()
 
 
+def as_rows(features: Array) -> Array:
+    """``[n, F]``, flattened."""
+    return features.reshape(len(features), -1)
+
+
 class Data(NamedTuple):
     """What all fits share."""
 
@@ -84,7 +89,7 @@ def advance(plan: Plan, data: Data, state: State, first: Array, last: Array) -> 
     """Steps ``first`` to ``last`` of every fit; if these do not loop well, one."""
 
     def all_fits(state: State) -> State:
-        one = functools.partial(_step, plan, data)
+        one = functools.partial(step, plan, data)
         if len(state.step) == 1:
             alone = jax.tree.map(lambda leaf: leaf[0], state)
             return jax.tree.map(lambda leaf: leaf[None], one(alone))
@@ -95,7 +100,8 @@ def advance(plan: Plan, data: Data, state: State, first: Array, last: Array) -> 
     return jax.lax.fori_loop(first, last, lambda _, state: all_fits(state), state)
 
 
-def _step(plan: Plan, data: Data, state: State) -> State:
+def step(plan: Plan, data: Data, state: State) -> State:
+    """One step of one fit, on a batch of the data."""
     rows, key = _batch(data, state)
     tau, temperatures = data.schedule.temperatures(state.step)
     batch = Data(

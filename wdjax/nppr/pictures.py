@@ -91,22 +91,13 @@ def projected(
     if method not in ("pca", "tsne"):
         raise ValueError(f"method must be 'pca' or 'tsne', got {method!r}.")
     rows = _drawn(perturbation, x, y, key, draws).reshape(len(x) * draws, -1)
-    if method == "pca":
-        from sklearn.decomposition import PCA
-
-        flat = PCA(2).fit_transform(rows)
-    else:
-        from sklearn.manifold import TSNE
-
-        near = min(30.0, (len(rows) - 1) / 3)
-        flat = TSNE(2, perplexity=near, init="pca", random_state=0).fit_transform(rows)
+    flat, centre = _pca(rows) if method == "pca" else (_tsne(rows), None)
     figure, (axis,) = _figure(4.2, 3.8)
     labels = np.repeat(np.asarray(y), draws)
     for label in np.unique(labels):
         own = flat[labels == label]
         axis.scatter(*own.T, s=5, label=str(label), color=f"C{int(label) % 10}")
-    if method == "pca":
-        centre = (np.zeros((1, rows.shape[1])) - rows.mean(0)) @ np.linalg.pinv(_axes(rows))
+    if centre is not None:
         axis.plot(*centre.T, "+", color="black", ms=12)
     axis.set(title={"pca": "principal components", "tsne": "t-SNE"}[method])
     axis.legend(frameon=False, markerscale=2, fontsize="small", loc="center left",
@@ -114,10 +105,19 @@ def projected(
     return figure
 
 
-def _axes(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _pca(rows: npt.NDArray[np.float64]) -> tuple[Any, Any]:
+    """The rows along their two principal components, and no perturbation at all."""
     from sklearn.decomposition import PCA
 
-    return np.asarray(PCA(2).fit(rows).components_)
+    found = PCA(2).fit(rows)
+    return found.transform(rows), found.transform(np.zeros((1, rows.shape[1])))
+
+
+def _tsne(rows: npt.NDArray[np.float64]) -> Any:
+    from sklearn.manifold import TSNE
+
+    near = min(30.0, (len(rows) - 1) / 3)
+    return TSNE(2, perplexity=near, init="pca", random_state=0).fit_transform(rows)
 
 
 def heatmap(
