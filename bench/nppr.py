@@ -153,6 +153,7 @@ def warm(shared, nets, seeds, steps):
     model, fit_on, (x, y) = load(shared, "digits_standard")
     own = {"eps": 0.1, "schedule": Schedule(steps=steps["digits"])}
     label, joint = Family(mode="label"), Family(mode="joint", components=3, latent=64, side=8)
+    gentle = Schedule(steps=steps["digits"], learning_rate=1e-3)
     values = {}
     for seed in range(seeds):
         key = jax.random.key(seed)
@@ -162,10 +163,10 @@ def warm(shared, nets, seeds, steps):
             "label": {"family": label},
             "label, universal start": {"family": label, "start": universal},
             "joint": {"family": joint},
-            "joint, offset": {"family": joint, "offset": offset},
+            "joint, offset": {"family": joint, "offset": offset, "schedule": gentle},
         }
         for name, option in options.items():
-            found = nppr.fit(model, *fit_on, key=key, **own, **option)
+            found = nppr.fit(model, *fit_on, key=key, **own | option)
             value = nppr.estimate(model, found, x, y, key=jax.random.key(9), draws=500).value
             values.setdefault(name, []).append(100 * value)
     for name, own in values.items():

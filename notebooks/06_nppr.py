@@ -123,7 +123,8 @@ figure
 pictures.projected(fits["joint"], x[:30], y[:30], key=key, method="pca")
 
 # %%
-pictures.projected(fits["label"], x[:30], y[:30], key=key, method="tsne")
+tsne = pictures.projected(fits["label"], x[:30], y[:30], key=key, method="pca" if FAST else "tsne")
+tsne
 
 # %%
 pictures.heatmap(fits["joint"], x[:30], y[:30], key=key)

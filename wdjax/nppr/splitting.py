@@ -57,7 +57,7 @@ def splitting(
 
     Cost: ``runs particles (1 + moves levels)`` forward passes with ``log p / log keep`` levels.
 
-    Source: Webb et al. [webb2019]; Kahn and Harris [kahn1951].
+    Source: Webb et al. [webb2019].
 
     >>> from wdjax import Lp, Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [0.0, 0.0]]))
