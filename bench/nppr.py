@@ -1,6 +1,7 @@
 """Bars of the NPPR room: the table, warm starts, rare failures, speed; on one thread.
 
     python bench/nppr.py [--parts table warm rare speed] [--nets digits mnist] [--seeds 3]
+        [--row mnist_vanilla 0.1]
 
 ``table`` fits four modes (K = 7) and prints, of the correct images of the held-out half, the share
 that survives: AR of PGD-20 and of `ensembles.fast`, NPPR by mode and seed with the bootstrap
@@ -91,13 +92,17 @@ def attacked(model, x, y, eps):
     return [100 * float(1 - one[right].mean()) for one in broken]
 
 
-def table(shared, nets, seeds, steps):
+def table(shared, nets, seeds, steps, only=None):
     for name, rows in ROWS.items():
         if name.split("_")[0] not in nets:
+            continue
+        if only is not None and name not in {one for one, _ in only}:
             continue
         model, fit_on, (x, y) = load(shared, name)
         draws = 1000 if name.startswith("digits") else 100
         for eps, below in rows:
+            if only is not None and (name, round(eps, 3)) not in only:
+                continue
             plain, strong = attacked(model, x, y, eps)
             how = {"key": jax.random.key(9), "draws": draws}
             kinds = noise.Uniform(eps), noise.ClippedGaussian(eps), noise.TruncatedGaussian(eps)
@@ -315,10 +320,13 @@ def main():
         "--nets", nargs="*", choices=("digits", "mnist"), default=["digits", "mnist"]
     )
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--row", nargs=2, metavar=("NET", "EPS"), help="of the table, only this")
     parser.add_argument("--shared", type=Path, default=Path(__file__).parents[2] / "shared")
     words = parser.parse_args()
+    given = words.shared, words.nets, words.seeds, {"digits": 300, "mnist": 200}
+    only = None if words.row is None else {(words.row[0], round(float(words.row[1]), 3))}
     for part in words.parts:
-        PARTS[part](words.shared, words.nets, words.seeds, {"digits": 300, "mnist": 200})
+        PARTS[part](*given, *([only] if part == "table" else []))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """NPPR: mixtures against SciPy, maps against closed forms, families, fits."""
 
+import dataclasses
 import functools
 import math
 
@@ -177,8 +178,8 @@ COMBINED = [(mode, up.UPSAMPLE[place % 3]) for place, mode in enumerate(nppr.MOD
 @pytest.mark.parametrize(("mode", "upsample"), COMBINED)
 def test_every_mode_and_map_under_one_api(mode, upsample):
     x, y = samples(NET)
-    ball = {"none": Lp(), "fixed": Lp(2), "learnable": Lp(1)}[upsample]
-    eps = {"none": 0.2, "fixed": 0.8, "learnable": 2.0}[upsample]
+    ball = {"none": Lp(1), "fixed": Lp(2), "learnable": Lp()}[upsample]
+    eps = {"none": 2.0, "fixed": 0.8, "learnable": 0.2}[upsample]
     family = Family(
         mode=mode,
         upsample=upsample,
@@ -193,10 +194,10 @@ def test_every_mode_and_map_under_one_api(mode, upsample):
     found = nppr.fit(
         NET, x, y, eps=eps, key=jax.random.key(0), family=family, schedule=schedule, ball=ball
     )
-    moved = nppr.points(found, jax.random.key(1), x, y, 9)
-    assert moved.shape == (12, 9, 4, 4, 1)
-    cost = ball.cost(jnp.repeat(x, 9, axis=0), moved.reshape(-1, 4, 4, 1))
-    assert 0 < float(cost.min()) <= float(cost.max()) <= eps
+    moved = nppr.points(found, jax.random.key(1), x, y, 4)
+    assert moved.shape == (12, 4, 4, 4, 1)
+    cost = ball.cost(jnp.repeat(x, 4, axis=0), moved.reshape(-1, 4, 4, 1))
+    assert 0 < float(cost.min()) <= float(cost.max()) <= jnp.float32(eps)
     # One by one as in a batch: running averages, and keys of one's own.
     own = found.mixture(x, y)
     alone = found.mixture(x[3:4], y[3:4])
@@ -223,6 +224,20 @@ def test_a_fit_finds_what_noise_does_not():
     learnt = nppr.estimate(model, found, x, y, **how).value
     drawn = nppr.estimate(model, noise.Uniform(0.1), x, y, **how).value
     assert learnt < 0.5 < 0.95 < drawn
+    assert found.learnt
+    stuck = dataclasses.replace(found, history=jax.tree.map(jnp.zeros_like, found.history))
+    assert not stuck.learnt  # Nothing came back from the model.
+    figures = [
+        nppr.pictures.training({"independent": found}),
+        nppr.pictures.projected(found, x, y, key=how["key"], draws=4),
+        nppr.pictures.projected(found, x[:6], y[:6], key=how["key"], method="tsne", draws=2),
+        nppr.pictures.heatmap(found, x, y, key=how["key"]),
+        nppr.pictures.mixture(found, x[0], y[0]),
+    ]
+    assert [len(figure.axes) for figure in figures] == [2, 1, 1, 2, 4]
+    assert len(figures[0].axes[0].lines) == 1
+    with pytest.raises(ValueError, match="method"):
+        nppr.pictures.projected(found, x, y, key=how["key"], method="umap")
     assert float(found.history.survived[-5:].mean()) < 0.3
     assert np.all(np.isfinite(np.asarray(found.history)))
 
@@ -260,6 +275,8 @@ def test_what_a_fit_refuses():
     how = {"eps": 0.1, "key": jax.random.key(0), "family": own, "schedule": SHORT}
     with pytest.raises(ValueError, match="nothing is left"):
         nppr.fit(NET, x, (y + 1) % 3, **how)
+    with pytest.raises(ValueError, match="one typed"):
+        nppr.fit(NET, x, y, **how | {"key": jax.random.PRNGKey(0)})
     with pytest.raises(ValueError, match="outside of jit"):
         jax.jit(lambda x: nppr.fit(NET, x, y, **how).eps)(x)
     broken = Model(lambda w, x: jnp.where(x[:, 0, 0] > 2 * x[0, 0, 0, 0], 1.0, w) + jnp.log(
@@ -275,14 +292,6 @@ def test_what_a_fit_refuses():
     for wrong in ({"steps": 0}, {"tau": (1.0, 0.0)}, {"warmup": 1.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Schedule(**wrong)
-
-
-def test_a_model_without_gradients_is_not_called_learnt():
-    flat = Model(lambda w, x: jnp.zeros((len(x), 3)) + jax.lax.stop_gradient(w), jnp.arange(3.0))
-    x, _ = samples(NET)
-    found = nppr.fit(flat, x, jnp.full(12, 2), eps=0.1, key=jax.random.key(0), schedule=SHORT,
-                     family=Family(mode="independent", components=2, latent=4, side=2))  # fmt: skip
-    assert not found.learnt
 
 
 def test_warm_starts_begin_where_the_attacks_are():

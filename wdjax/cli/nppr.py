@@ -232,13 +232,20 @@ def _fitted(
 def _inequalities(
     attacked: dict[str, Any], fitted: dict[str, Any], fixed: dict[str, Any]
 ) -> dict[str, bool]:
-    """AR <= NPPR <= PR, each by the ends of the two intervals that could touch."""
+    """AR <= NPPR <= PR, and what depends on more is not larger than what depends on nothing.
+
+    Each by the ends of the two intervals that could touch. The first claim is Proposition 1 of the
+    paper, the other Proposition 2.
+    """
     ends = "interval_of_population"
     claims = {}
     for mode, row in fitted.items():
         claims[f"AR <= NPPR {mode}"] = attacked[ends][0] <= row[ends][1]
         for name, other in fixed.items():
             claims[f"NPPR {mode} <= PR {name}"] = row[ends][0] <= other[ends][1]
+        free = fitted.get("independent")
+        if free is not None and mode != "independent":
+            claims[f"NPPR {mode} <= NPPR independent"] = row[ends][0] <= free[ends][1]
     return claims
 
 

@@ -79,6 +79,7 @@ def poll(
     batch_size: int | None = None,
 ) -> Poll:
     """Checks what is asked, and that the model treats samples alone."""
+    check_key(key)
     validate.check_number("eps", perturbation.eps)
     some = jax.ShapeDtypeStruct((rounds.SMALLEST, *x.shape[1:]), x.dtype)
     if batch_size is None:
@@ -91,6 +92,13 @@ def poll(
     mixed = jnp.take(x, jnp.arange(min(2, len(x) + 1)) % len(x), axis=0)
     rounds.refuse_company(_logits(model, mixed), _logits(model, jnp.repeat(x[:1], 2, axis=0)), 2)
     return Poll(model, perturbation, x, y, places, key, max(1, size // TURN), loops)
+
+
+def check_key(key: Any) -> None:
+    """Refuses what is no single typed key."""
+    typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not typed or key.ndim:
+        raise ValueError(f"key must be one typed jax.random.key(seed), got {key!r}.")
 
 
 def count(asked: Poll, rows: npt.NDArray[np.int64], first: int, draws: int) -> Tally:

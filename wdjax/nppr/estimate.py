@@ -187,7 +187,8 @@ def spread_within(
         delta = perturbation.deltas(
             key[None], perturbation.context(x[None], y[None]), x[None], draws
         )
-        unit = delta[0].reshape(draws, -1) / perturbation.eps
+        radius = jnp.asarray(perturbation.eps, x.dtype)
+        unit = delta[0].reshape(draws, -1) / jnp.where(radius > 0, radius, 1.0)
         return jnp.mean(jnp.std(unit, axis=0)), jnp.mean(jnp.abs(unit) > 0.95)
 
     within, saturated = jax.jit(lambda *rows: jax.lax.map(lambda row: one(*row), rows))(

@@ -12,6 +12,7 @@ from wdjax import loop, losses, models, program, validate
 from wdjax.balls import Lp
 from wdjax.core import AnyArray, Array
 from wdjax.nppr import objective
+from wdjax.nppr.counting import check_key
 from wdjax.nppr.family import Family, Params
 from wdjax.nppr.fitted import Fitted
 from wdjax.nppr.schedule import Schedule
@@ -82,12 +83,10 @@ def fit(
     >>> float(found.history.survived[0]) > 0.5, float(found.history.survived[-1]) < 0.1
     (True, True)
     """
-    keys = key[None] if jnp.ndim(key) == 0 else key
-    if len(keys) != 1:
-        raise ValueError(f"fit takes one key, got {len(keys)}; use fit_many.")
+    check_key(key)
     radius = validate.check_number("eps", eps)
     states = _fit(
-        model, x, y, [radius], keys, family, schedule, ball, features, offset, start,
+        model, x, y, [radius], key[None], family, schedule, ball, features, offset, start,
         callback, checkpoint, every,
     )  # fmt: skip
     return states[0]
@@ -143,6 +142,7 @@ def fit_many(
     >>> [round(float(one.history.survived[-1]), 1) for one in found]
     [1.0, 0.0]
     """
+    check_key(keys[0])
     radii = np.broadcast_to(np.asarray(eps, float), (len(keys),))
     for radius in radii:
         validate.check_number("eps", radius)

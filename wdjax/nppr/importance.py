@@ -74,7 +74,7 @@ def importance(
     >>> round(found.value * 1e4, 1)  # Exactly 1e-4.
     1.0
     """
-    question, size = ask(model, perturbation, x, y)
+    question, size = ask(model, perturbation, x, y, key)
     count, repeats = validate.check_count("draws", draws), validate.check_count("runs", runs, 2)
     length = validate.check_count("steps", steps)
     if not 0 < validate.check_number("defensive", defensive) <= 1:

@@ -66,7 +66,7 @@ def splitting(
     >>> 0.5 < found.value * 1e4 < 2  # Exactly 1e-4.
     True
     """
-    question, size = ask(model, perturbation, x, y)
+    question, size = ask(model, perturbation, x, y, key)
     count = validate.check_count("particles", particles, 10)
     repeats = validate.check_count("runs", runs, 2)
     steps = validate.check_count("moves", moves)
