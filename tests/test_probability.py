@@ -102,7 +102,7 @@ def test_intervals_cover_as_often_as_they_say():
     held = [
         low <= 0.8 <= high
         for low, high in (
-            bootstrap(one / 500, 0.95, 200, seed) for seed, one in enumerate(survived)
+            bootstrap(one / 500, 0.95, 400, seed) for seed, one in enumerate(survived)
         )
     ]
     assert 0.93 <= np.mean(held) <= 0.97
