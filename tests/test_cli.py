@@ -176,7 +176,9 @@ def test_versions(capsys):
     assert capsys.readouterr().out == f"wdjax {wdjax.__version__}\n"
 
 
-@pytest.mark.parametrize("command", [[], ["audit"], ["attack"], ["convert"], ["versions"]])
+@pytest.mark.parametrize(
+    "command", [[], ["audit"], ["attack"], ["nppr"], ["convert"], ["versions"]]
+)
 def test_every_help_has_an_example_and_explains_every_option(command, capsys):
     with pytest.raises(SystemExit):
         main([*command, "--help"])
@@ -262,6 +264,34 @@ def test_signals_end_a_command_in_one_line(tmp_path, number, code, line):
         _, said = running.communicate(timeout=60)
     assert (running.returncode, said) == (code, line)
     assert not list(out.iterdir())
+
+
+def test_nppr_says_what_survives(given, capsys, tmp_path):
+    _x, y, command = given
+    words = command[1 : command.index("--attacks")]
+    out = tmp_path / "nppr.json"
+    words = ["nppr", *words, "--eps", "0.3", "--steps", "40", "--draws", "64", "--latent", "8"]
+    words += ["--components", "2", "--mode", "label", "--json", str(out)]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    content = json.loads(out.read_text())
+    assert content["schema"] == "wdjax.nppr/1"
+    assert [*content["nppr"]] == ["label"]
+    assert "NPPR label" in said.out
+    assert content["fitted_on"] + content["measured_on"] == len(y)
+    uniform = content["pr"]["uniform"]
+    for row in content["nppr"].values():
+        low, high = row["interval_of_these"]
+        assert low <= row["value"] <= high
+        assert row["learnt"]
+        assert row["value"] <= uniform["value"] + 1e-9
+        assert content["ar"]["strong"] <= row["value"] + 1e-9
+    assert all(content["inequalities"].values())
+    assert len(content["inequalities"]) == 4
+    fields = content["prbench"]
+    assert {"acc", "PR(0.03)", "GE_PR(0.12)", "ProbAcc(0.01)"} <= set(fields)
+    assert main([*words, "--mode", "both"]) == 2
+    assert "--mode must be some of" in capsys.readouterr().err
 
 
 def test_certify_says_what_is_proved(given, capsys, tmp_path):

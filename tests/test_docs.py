@@ -179,6 +179,10 @@ def test_notebooks_run(script, monkeypatch, tmp_path, capsys):
         counts = [*names["counts"].values()]
         assert counts == sorted(counts)
         assert counts[-1] <= names["left"]
+    elif script.stem == "06_nppr":
+        shares = [row.value for row in names["rows"].values()]
+        assert names["attacked"] <= min(shares)
+        assert shares[0] > names["rows"]["NPPR joint"].value
     elif script.stem == "05_image_wasserstein":
         assert "what is repaired stays in its ball" in said
     else:

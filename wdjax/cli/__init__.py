@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from wdjax import __version__, report
-from wdjax.cli import attack, audit, certify, convert, game, image_attack, process
+from wdjax.cli import attack, audit, certify, convert, game, image_attack, nppr, process
 from wdjax.cli.console import Console
 
 BAD_INPUT = 2
@@ -28,6 +28,8 @@ _EXAMPLES = """examples:
       --k 5,10,20 --json result.json
   python -m wdjax certify --arch wong_mnist --weights mnist.pth --data mnist.npz \\
       --norm linf --eps 0.1 --json certified.json
+  python -m wdjax nppr --arch wong_mnist --weights mnist.pth --data mnist.npz \\
+      --norm linf --eps 0.1 --json nppr.json
   python -m wdjax game --defense dann,tadv --seeds 0,1 --json games.json
   python -m wdjax convert Carmon2019Unlabeled.pt --name Carmon2019Unlabeled --out model.safetensors
   python -m wdjax COMMAND --help"""
@@ -96,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
     )
     main_parser.add_argument("--version", action="version", version=f"wdjax {__version__}")
     commands = main_parser.add_subparsers(required=True, metavar="COMMAND")
-    for room in (audit, attack, image_attack, certify, game, convert):
+    for room in (audit, attack, image_attack, certify, nppr, game, convert):
         room.add(commands, common)
     shown = commands.add_parser(
         "versions",

@@ -1,0 +1,257 @@
+"""``python -m wdjax nppr``: probabilistic robustness of a PyTorch checkpoint, of every kind."""
+
+import argparse
+import time
+from typing import Any, get_args
+
+import jax
+import numpy as np
+
+from wdjax import driver, ensembles, metrics, norms, nppr
+from wdjax.attacks import PGD
+from wdjax.balls import Lp
+from wdjax.cli import options, process, subject
+from wdjax.cli.console import Console
+from wdjax.core import Model
+from wdjax.nppr import family as families
+from wdjax.nppr import noise
+from wdjax.nppr.estimate import Estimate
+from wdjax.nppr.upsample import UPSAMPLE
+
+SCHEMA = "wdjax.nppr/1"
+
+_EXAMPLES = """examples:
+  python -m wdjax nppr --arch wong_mnist --weights mnist.pth --data mnist.npz \\
+      --norm linf --eps 0.1 --mode joint --json nppr.json
+  python -m wdjax nppr --arch resnet2b --weights cifar10.pth --data cifar10.npz \\
+      --norm linf --eps 8/255 --mode paper --components 12 --latent 64 --json - | jq .nppr"""
+
+
+def add(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Declares the command."""
+    parser = commands.add_parser(
+        "nppr",
+        parents=[common],
+        help="probabilistic robustness of a PyTorch checkpoint; JSON out",
+        description="Fits the worst distribution of perturbations (NPPR) on the first half of the "
+        "samples, and measures on the second what survives it, fixed noise (PR) and attacks (AR): "
+        "shares of the samples that are classified correctly.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subject.declare(parser, "what is measured")
+    how = parser.add_argument_group("how")
+    subject.declare_budget(how)
+    how.add_argument(
+        "--mode",
+        default="joint",
+        metavar="LIST",
+        help=f"what distributions depend on: some of {', '.join(nppr.MODES)}; paper for its four, "
+        "all for all (default %(default)s)",
+    )
+    how.add_argument(
+        "--components", type=options.positive, default=7, help="of a mixture (default %(default)s)"
+    )
+    how.add_argument(
+        "--latent", type=options.positive, default=32, help="dimension of it (default %(default)s)"
+    )
+    how.add_argument(
+        "--upsample", choices=UPSAMPLE, default="learnable", help="(default %(default)s)"
+    )
+    how.add_argument(
+        "--covariance",
+        choices=get_args(families.Family.__annotations__["covariance"]),
+        default="full",
+        help="(default %(default)s)",
+    )
+    how.add_argument(
+        "--steps", type=options.positive, default=300, help="of a fit (default %(default)s)"
+    )
+    how.add_argument(
+        "--draws", type=options.positive, default=1000, help="copies a sample (default %(default)s)"
+    )
+    how.add_argument("--seed", type=int, default=0, help="of everything (default %(default)s)")
+    how.add_argument(
+        "--batch-size", type=options.positive, metavar="B", help="copies on the device at once"
+    )
+    subject.declare_out(parser)
+    parser.set_defaults(command=run)
+
+
+def run(parsed: argparse.Namespace, console: Console) -> int:
+    """Fits, measures, prints, then writes."""
+    modes = _modes(parsed.mode)
+    subject.check_writable(parsed.json)
+    model, x, y = subject.load(parsed)
+    if len(y) < 4:
+        raise ValueError(f"NPPR is fitted on one half and measured on the other: {len(y)} samples.")
+    first, held = slice(len(y) // 2), slice(len(y) // 2, None)
+    spent, began = process.Compiling(), time.perf_counter()
+    fixed = _fixed(parsed, model, x[held], y[held])
+    for name, row in fixed.items():
+        console.say(f"PR {name}: {row['value']:.2f} %")
+    attacked = _attacked(parsed, model, x[held], y[held], console)
+    console.say(f"AR: {attacked['strong']:.2f} %")
+    fitted: dict[str, Any] = {}
+    for mode in modes:
+        fitted[mode] = _fitted(parsed, mode, model, (x[first], y[first]), (x[held], y[held]))
+        console.say(f"NPPR {mode}: {fitted[mode]['value']:.2f} %")
+        if not fitted[mode]["learnt"]:
+            console.warn(f"  CAREFUL, {mode}: no gradient reached the distribution")
+    faults = sum(row["faults"] for row in (*fixed.values(), *fitted.values()))
+    if faults:
+        console.warn(f"  CAREFUL: {faults} copies had logits that are not finite")
+    content = {
+        **subject.described(parsed, SCHEMA, len(y)),
+        "fitted_on": len(y) // 2,
+        "measured_on": len(y) - len(y) // 2,
+        "shares_of": "correctly classified samples of the second half, in percent",
+        "nppr": fitted,
+        "ar": attacked,
+        "pr": fixed,
+        "inequalities": _inequalities(attacked, fitted, fixed),
+        "prbench": _prbench(parsed, model, x[held], y[held], (x[first], y[first])),
+        "seconds": time.perf_counter() - began,
+        "compile_seconds": spent.seconds,
+    }
+    for claim, holds in content["inequalities"].items():
+        if not holds:
+            console.warn(f"  CAREFUL: {claim} does not hold, beyond the intervals")
+    subject.write(parsed.json, content)
+    return 0
+
+
+def _modes(text: str) -> list[nppr.Mode]:
+    """``--mode``."""
+    known = {"paper": families.PAPER, "all": nppr.MODES}
+    if text in known:
+        return [*known[text]]
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    modes = [mode for mode in nppr.MODES if mode in words]
+    if not modes or len(modes) != len(set(words)):
+        raise ValueError(
+            f"--mode must be some of {', '.join(nppr.MODES)}, or paper, or all; got {text!r}."
+        )
+    return modes
+
+
+def _row(found: Estimate) -> dict[str, Any]:
+    (low, high), (lower, upper) = found.pooled(), found.bootstrap()
+    return {
+        "value": 100 * found.value,
+        "interval_of_these": [100 * float(low), 100 * float(high)],
+        "interval_of_population": [100 * float(lower), 100 * float(upper)],
+        "draws": found.draws,
+        "correct": int(found.correct.sum()),
+        "faults": int(found.faults.sum()),
+        "per_input": [round(float(p), 6) for p in found.per_input],
+    }
+
+
+def _ball(parsed: argparse.Namespace) -> Lp:
+    return Lp(norms.NAMES[parsed.norm])
+
+
+def _measure(parsed: argparse.Namespace, model: Model, own: Any, x: Any, y: Any) -> Estimate:
+    key = jax.random.key(parsed.seed + 1)
+    return nppr.estimate(
+        model, own, x, y, key=key, draws=parsed.draws, batch_size=parsed.batch_size
+    )
+
+
+def _fixed(parsed: argparse.Namespace, model: Model, x: Any, y: Any) -> dict[str, Any]:
+    """PR under every fixed distribution that the norm has."""
+    ball, eps = _ball(parsed), parsed.eps
+    kinds: dict[str, Any] = {
+        "uniform": noise.Uniform(eps, ball),
+        "gaussian_clipped": noise.ClippedGaussian(eps, ball),
+    }
+    if parsed.norm == "linf":
+        kinds["gaussian_truncated"] = noise.TruncatedGaussian(eps, ball)
+    return {name: _row(_measure(parsed, model, own, x, y)) for name, own in kinds.items()}
+
+
+def _attacked(
+    parsed: argparse.Namespace, model: Model, x: Any, y: Any, console: Console
+) -> dict[str, Any]:
+    """AR of PGD-20, and of everything, with the interval of a count."""
+    ball, key = _ball(parsed), jax.random.key(parsed.seed)
+    pgd = driver.search(
+        PGD(ball, steps=20, random_start=True), model, x, y, eps=parsed.eps, key=key
+    )
+    with console.search("attack") as tick:
+        fast = ensembles.fast(model, x, y, eps=parsed.eps, key=key, ball=ball, callback=tick).found
+    right = np.asarray(pgd.correct)
+    left = right & ~np.asarray(driver.best(pgd, fast).success)
+    low, high = metrics.clopper_pearson(int(left.sum()), int(right.sum()))
+    return {
+        "pgd20": 100 * float(np.mean(~np.asarray(pgd.success)[right])),
+        "strong": 100 * float(np.mean(left[right])),
+        "interval_of_population": [100 * float(low), 100 * float(high)],
+        "faults": int(np.sum(pgd.fault | fast.fault)),
+    }
+
+
+def _fitted(
+    parsed: argparse.Namespace, mode: nppr.Mode, model: Model, train: Any, held: Any
+) -> dict[str, Any]:
+    """A fit, and what survives it."""
+    began = time.perf_counter()
+    family = nppr.Family(
+        mode=mode,
+        components=parsed.components,
+        latent=parsed.latent,
+        upsample=parsed.upsample,
+        covariance=parsed.covariance,
+    )
+    schedule = nppr.Schedule(steps=parsed.steps)
+    found = nppr.fit(
+        model,
+        *train,
+        eps=parsed.eps,
+        key=jax.random.key(parsed.seed),
+        family=family,
+        schedule=schedule,
+        ball=_ball(parsed),
+    )
+    seconds = time.perf_counter() - began
+    x, y = held
+    spread = nppr.spread_within(found, x[:50], y[:50], key=jax.random.key(parsed.seed))
+    return {
+        **_row(_measure(parsed, model, found, x, y)),
+        "training": 100 * float(np.mean(np.asarray(found.history.survived)[-20:])),
+        "entropy_ratio": float(found.history.entropy[-1]),
+        "entropy_ratio_within": float(found.history.own_entropy[-1]),
+        "spread_within": float(spread.within.mean()),
+        "saturated": spread.saturated,
+        "learnt": found.learnt,
+        "fit_seconds": seconds,
+    }
+
+
+def _inequalities(
+    attacked: dict[str, Any], fitted: dict[str, Any], fixed: dict[str, Any]
+) -> dict[str, bool]:
+    """AR <= NPPR <= PR, and what depends on more is not larger than what depends on nothing.
+
+    Each by the ends of the two intervals that could touch. The first claim is Proposition 1 of the
+    paper, the other Proposition 2.
+    """
+    ends = "interval_of_population"
+    claims = {}
+    for mode, row in fitted.items():
+        claims[f"AR <= NPPR {mode}"] = attacked[ends][0] <= row[ends][1]
+        for name, other in fixed.items():
+            claims[f"NPPR {mode} <= PR {name}"] = row[ends][0] <= other[ends][1]
+        free = fitted.get("independent")
+        if free is not None and mode != "independent":
+            claims[f"NPPR {mode} <= NPPR independent"] = row[ends][0] <= free[ends][1]
+    return claims
+
+
+def _prbench(parsed: argparse.Namespace, model: Model, x: Any, y: Any, train: Any) -> Any:
+    """PRBench's fields, which are of the linf ball."""
+    if parsed.norm != "linf":
+        return None
+    key = jax.random.key(parsed.seed + 2)
+    return nppr.prbench(model, x, y, key=key, train=train, batch_size=parsed.batch_size)

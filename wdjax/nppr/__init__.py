@@ -1,0 +1,52 @@
+"""Non-parametric probabilistic robustness, and every probability that it is compared with.
+
+:func:`fit` learns the worst distribution of a family of perturbations, :func:`estimate` counts what
+survives it on held-out inputs, and the same function with a distribution of :mod:`.noise` is PR.
+"""
+
+from wdjax.nppr import noise, pictures
+from wdjax.nppr.counting import Perturbation, points
+from wdjax.nppr.estimate import Estimate, estimate, expected_loss, spread_within
+from wdjax.nppr.family import MODES, Family, Mode
+from wdjax.nppr.fit import fit, fit_many
+from wdjax.nppr.fitted import Fitted, History
+from wdjax.nppr.importance import importance
+from wdjax.nppr.mixture import Mixture, entropy_ratio, log_density
+from wdjax.nppr.probable import Decision, prbench, probabilistic_accuracy
+from wdjax.nppr.rare import Rare
+from wdjax.nppr.regularised import train
+from wdjax.nppr.schedule import TABLE_4, Schedule
+from wdjax.nppr.splitting import splitting
+from wdjax.nppr.warm import AttackOffset, universal_start
+
+__all__ = [
+    "MODES",
+    "TABLE_4",
+    "AttackOffset",
+    "Decision",
+    "Estimate",
+    "Family",
+    "Fitted",
+    "History",
+    "Mixture",
+    "Mode",
+    "Perturbation",
+    "Rare",
+    "Schedule",
+    "entropy_ratio",
+    "estimate",
+    "expected_loss",
+    "fit",
+    "fit_many",
+    "importance",
+    "log_density",
+    "noise",
+    "pictures",
+    "points",
+    "prbench",
+    "probabilistic_accuracy",
+    "splitting",
+    "spread_within",
+    "train",
+    "universal_start",
+]

@@ -1,0 +1,176 @@
+"""How often perturbed copies of an input are still classified correctly: counts, in blocks.
+
+A copy's randomness comes from the key, the input's index and the copy's number, so that neither
+batches nor company change it. A copy whose logits are not finite has not survived.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from wdjax import losses, program, rounds, validate
+from wdjax.balls import Lp
+from wdjax.core import AnyArray, Array, PyTree
+from wdjax.nppr import upsample as up
+
+Classifier = Callable[[Array], Array]
+Counts = npt.NDArray[np.int64]
+
+TURN = 32
+"""Copies of an input that are drawn together."""
+_FEW = 4
+"""Inputs that get a smaller block, so that the last ones of a test do not pay for padding."""
+
+
+class Perturbation(Protocol):
+    """A distribution of perturbations inside a ball: a pytree."""
+
+    @property
+    def ball(self) -> Lp: ...
+
+    @property
+    def eps(self) -> Any:
+        """Radius, a number."""
+        ...
+
+    def context(self, x: Array, y: Array) -> PyTree:
+        """What is computed once for inputs ``[n, *shape]``: ``[n, ...]`` leaves."""
+        ...
+
+    def deltas(self, keys: Array, context: PyTree, x: Array, draws: int) -> Array:
+        """``[n, draws, *shape]``, each input by its own key. What leaves the ball is cut to it."""
+        ...
+
+
+class Poll(NamedTuple):
+    """Whom to ask about what."""
+
+    model: Classifier
+    perturbation: Perturbation
+    x: Array
+    y: Array
+    places: Array
+    """``[n]``: which inputs of a larger set these are."""
+    key: Array
+    rows: int
+    """Inputs a block."""
+    loops: bool
+
+
+class Tally(NamedTuple):
+    """``[m]``, of the inputs asked about."""
+
+    survived: Counts
+    faults: Counts
+
+
+def poll(
+    model: Classifier,
+    perturbation: Perturbation,
+    x: Array,
+    y: Array,
+    key: Array,
+    index: AnyArray | None = None,
+    batch_size: int | None = None,
+) -> Poll:
+    """Checks what is asked, and that the model treats samples alone."""
+    check_key(key)
+    validate.check_number("eps", perturbation.eps)
+    some = jax.ShapeDtypeStruct((rounds.SMALLEST, *x.shape[1:]), x.dtype)
+    if batch_size is None:
+        batch_size = 8 * rounds.fitting(jax.jit(_call).trace(model, some).jaxpr)
+    size = validate.check_count("batch_size", batch_size)
+    loops = program.loops_well(jax.make_jaxpr(_call)(model, x[:1]))
+    places = jnp.arange(len(x)) if index is None else jnp.asarray(index)
+    if places.shape != (len(x),):
+        raise ValueError(f"index must be [{len(x)}], one number a sample, got {places.shape}.")
+    mixed = jnp.take(x, jnp.arange(min(2, len(x) + 1)) % len(x), axis=0)
+    rounds.refuse_company(_logits(model, mixed), _logits(model, jnp.repeat(x[:1], 2, axis=0)), 2)
+    return Poll(model, perturbation, x, y, places, key, max(1, size // TURN), loops)
+
+
+def check_key(key: Any) -> None:
+    """Refuses what is no single typed key."""
+    typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not typed or key.ndim:
+        raise ValueError(f"key must be one typed jax.random.key(seed), got {key!r}.")
+
+
+def count(asked: Poll, rows: npt.NDArray[np.int64], first: int, draws: int) -> Tally:
+    """Counts copies ``first`` to ``first + draws`` of some inputs; ``first`` in whole turns."""
+    turns = first // TURN, -(-(first + draws) // TURN)
+    fixed = asked.model, asked.perturbation, asked.x, asked.y, asked.places, asked.key
+    size = min(asked.rows, _FEW) if len(rows) <= _FEW else asked.rows
+    sent = []
+    for begin in range(0, len(rows), size):
+        own = rows[begin : begin + size]
+        padded = np.pad(own, (0, size - len(own)), mode="edge").astype(np.int32)
+        sent.append(_block(asked.loops, fixed, padded, *turns, first + draws))
+    whole = np.concatenate([np.asarray(part) for part in sent], axis=1)[:, : len(rows)]
+    return Tally(*whole.astype(np.int64))
+
+
+def _call(model: Classifier, x: Array) -> Array:
+    return model(x)
+
+
+_logits = jax.jit(_call)
+
+
+def _block(loops: bool, fixed: Any, rows: np.ndarray, first: int, last: int, end: int) -> AnyArray:
+    """``[2, R]`` survivors and faults of a block of inputs."""
+    if loops:
+        return _counted(fixed, rows, first, last, end)
+    parts = [_counted(fixed, rows, turn, turn + 1, end) for turn in range(first, last)]
+    return np.sum(parts, axis=0)
+
+
+@jax.jit
+def _counted(fixed: Any, rows: Array, first: Array, last: Array, end: Array) -> Array:
+    model, perturbation, xs, ys, places, key = fixed
+    x, y = xs[rows], ys[rows]
+    keys = jax.vmap(lambda place: jax.random.fold_in(key, place))(places[rows])
+    context = perturbation.context(x, y)
+
+    def turn(number: Array, seen: Array) -> Array:
+        own = jax.vmap(lambda one: jax.random.fold_in(one, number))(keys)
+        points = placed(perturbation, own, context, x, TURN)
+        logits = model(points.reshape(-1, *x.shape[1:]))
+        margin = losses.decision_margin(logits, jnp.repeat(y, TURN)).reshape(-1, TURN)
+        fine = jnp.all(jnp.isfinite(logits), axis=-1).reshape(-1, TURN)
+        wanted = number * TURN + jnp.arange(TURN) < end
+        held = jnp.sum((margin <= 0) & fine & wanted, axis=1)
+        return seen + jnp.stack([held, jnp.sum(~fine & wanted, axis=1)]).astype(jnp.int32)
+
+    return jax.lax.fori_loop(first, last, turn, jnp.zeros((2, len(rows)), jnp.int32))
+
+
+def placed(perturbation: Perturbation, keys: Array, context: PyTree, x: Array, draws: int) -> Array:
+    """Perturbed inputs ``[n, draws, *shape]``, in the ball and in the box."""
+    delta = perturbation.deltas(keys, context, x, draws)
+    return up.placed(x, delta, perturbation.eps, perturbation.ball)
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def points(perturbation: Perturbation, key: Array, x: Array, y: Array, draws: int) -> Array:
+    """Perturbed inputs ``[n, draws, *shape]`` of a distribution, in the ball and in the box.
+
+    Args:
+      perturbation: a :class:`Fitted` or one of :mod:`wdjax.nppr.noise`.
+      key: a typed ``jax.random.key``.
+      x: ``[n, *shape]`` in the box.
+      y: ``[n]`` labels.
+      draws: M.
+
+    >>> from wdjax.nppr import noise
+    >>> moved = points(noise.Uniform(0.1), jax.random.key(0), jnp.ones((1, 2)), jnp.array([0]), 3)
+    >>> moved.shape, bool((moved >= 0.9).all()), bool((moved <= 1).all())
+    ((1, 3, 2), True, True)
+    """
+    keys = jax.vmap(lambda place: jax.random.fold_in(key, place))(jnp.arange(len(x)))
+    return placed(perturbation, keys, perturbation.context(x, y), x, draws)

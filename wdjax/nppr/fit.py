@@ -1,0 +1,269 @@
+r"""Fitting the worst distribution of a family: the objective, a step, and the loop around it."""
+
+from collections.abc import Callable, Sequence
+from os import PathLike
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wdjax import loop, losses, models, program, validate
+from wdjax.balls import Lp
+from wdjax.core import AnyArray, Array
+from wdjax.nppr import objective
+from wdjax.nppr.counting import check_key
+from wdjax.nppr.family import Family, Params
+from wdjax.nppr.fitted import Fitted
+from wdjax.nppr.schedule import Schedule
+
+Classifier = Callable[[Array], Array]
+
+_CHUNK = 25
+"""Steps in one program at most."""
+
+
+def fit(
+    model: Classifier,
+    x: AnyArray,
+    y: AnyArray,
+    *,
+    eps: float,
+    key: Array,
+    family: Family = Family(),
+    schedule: Schedule = Schedule(),
+    ball: Lp = Lp(),
+    features: Classifier | None = None,
+    offset: Callable[..., Array] | None = None,
+    start: Params | None = None,
+    callback: Callable[[objective.State], Any] | None = None,
+    checkpoint: str | PathLike[str] | None = None,
+    every: float = 60.0,
+) -> Fitted:
+    r"""The distribution of a family under which a model is wrong most often: that of NPPR.
+
+    Minimises ``mean softplus(z_y - max_{j != y} z_j + kappa)`` over samples of the mixtures of the
+    correctly classified inputs, through Gumbel-softmax samples, up-sampling and the map into the
+    ball, by Adam. What it finds is an upper value of the infimum over the family.
+
+    Args:
+      model: a pytree callable, ``[n, *shape] -> [n, K]``.
+      x: ``[n, *shape]`` in the ball's box. Samples that are misclassified are left out.
+      y: ``[n]`` labels.
+      eps: radius, in units of ``x``.
+      key: a typed ``jax.random.key``.
+      family: which distributions.
+      schedule: steps, rates, temperatures.
+      ball: norm and box.
+      features: ``[n, *shape] -> [n, F]``, a pytree callable; by default the penultimate layer of a
+        model of this package.
+      offset: moves the means of every input, see :func:`wdjax.nppr.AttackOffset`.
+      start: parameters to begin with instead of random ones, see
+        :func:`wdjax.nppr.universal_start`.
+      callback: called with the stacked states every 25 steps; a true value ends the fit.
+      checkpoint: a folder to save to and to go on from, see :func:`wdjax.loop.carry`.
+      every: least seconds between two writings.
+
+    Returns:
+      A :class:`~wdjax.nppr.Fitted`.
+
+    Raises:
+      ValueError: bad samples or settings, no sample that is classified correctly, a loss that is
+        not finite, or a checkpoint of another fit.
+
+    Cost: ``steps B M`` forward and backward passes.
+
+    Source: Wang et al. [wang2025], equations 9 to 11.
+
+    >>> from wdjax import Model
+    >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x, y = jnp.array([[0.6, 0.4], [0.55, 0.45]]), jnp.array([0, 0])
+    >>> own = Family(mode="label", components=2, upsample="none")
+    >>> found = fit(model, x, y, eps=0.2, key=jax.random.key(0), family=own)
+    >>> float(found.history.survived[0]) > 0.5, float(found.history.survived[-1]) < 0.1
+    (True, True)
+    """
+    check_key(key)
+    radius = validate.check_number("eps", eps)
+    states = _fit(
+        model, x, y, [radius], key[None], family, schedule, ball, features, offset, start,
+        callback, checkpoint, every,
+    )  # fmt: skip
+    return states[0]
+
+
+def fit_many(
+    model: Classifier,
+    x: AnyArray,
+    y: AnyArray,
+    *,
+    eps: float | Sequence[float],
+    keys: Array,
+    family: Family = Family(),
+    schedule: Schedule = Schedule(),
+    ball: Lp = Lp(),
+    features: Classifier | None = None,
+    offset: Callable[..., Array] | None = None,
+    callback: Callable[[objective.State], Any] | None = None,
+    checkpoint: str | PathLike[str] | None = None,
+    every: float = 60.0,
+) -> list[Fitted]:
+    """Many fits as one program: seeds, radii or both, in parallel by ``vmap``.
+
+    Args:
+      model: as for :func:`fit`, like all that is not said here.
+      x: ``[n, *shape]``
+      y: ``[n]``
+      eps: one radius, or one a key.
+      keys: ``[S]`` typed keys.
+      family: which distributions.
+      schedule: steps, rates, temperatures.
+      ball: norm and box.
+      features: what the heads see.
+      offset: moves the means of every input.
+      callback: called with the stacked states.
+      checkpoint: of all fits together.
+      every: least seconds between two writings.
+
+    Returns:
+      S of :class:`~wdjax.nppr.Fitted`.
+
+    Raises:
+      ValueError: as :func:`fit`.
+
+    Cost: S times that of one.
+
+    >>> from wdjax import Model
+    >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x, y = jnp.array([[0.6, 0.4]]), jnp.array([0])
+    >>> own = Family(mode="independent", components=2, upsample="none")
+    >>> keys = jax.random.split(jax.random.key(0), 2)
+    >>> found = fit_many(model, x, y, eps=[0.01, 0.2], keys=keys, family=own)
+    >>> [round(float(one.history.survived[-1]), 1) for one in found]
+    [1.0, 0.0]
+    """
+    check_key(keys[0])
+    radii = np.broadcast_to(np.asarray(eps, float), (len(keys),))
+    for radius in radii:
+        validate.check_number("eps", radius)
+    return _fit(
+        model, x, y, [*radii], keys, family, schedule, ball, features, offset, None,
+        callback, checkpoint, every,
+    )  # fmt: skip
+
+
+def _fit(
+    model: Classifier,
+    x: AnyArray,
+    y: AnyArray,
+    radii: list[float],
+    keys: Array,
+    family: Family,
+    schedule: Schedule,
+    ball: Lp,
+    features: Classifier | None,
+    offset: Callable[..., Array] | None,
+    start: Params | None,
+    callback: Callable[[objective.State], Any] | None,
+    checkpoint: str | PathLike[str] | None,
+    every: float,
+) -> list[Fitted]:
+    if validate.traced(model, x, y, keys, radii) or validate.staged():
+        raise ValueError("a fit looks at its samples: call it outside of jit; for vmap, fit_many.")
+    x, y = validate.check_samples(model, x, y, ball.box)
+    logits = _logits(model, x)
+    right = np.asarray(losses.decision_margin(logits, y) <= 0)
+    if not right.any():
+        raise ValueError("no sample is classified correctly: nothing is left to be robust.")
+    x, y = x[right], y[right]
+    if family.sees_input and features is None:
+        features = models.features(model)  # type: ignore[arg-type]
+    seen = None if not family.sees_input else objective.as_rows(_logits(features, x))
+    moved = None if offset is None else objective.as_rows(offset(model, x, y))
+    settled = schedule.settled(family)
+    data = objective.Data(model, x, y, seen, moved, settled)
+    classes = logits.shape[1]
+    width = 0 if seen is None else seen.shape[1]
+    given = {} if start is None else start
+    own = jnp.asarray(np.asarray(radii), jnp.float32)
+    stacked = objective.begin(family, x.shape[1:], width, classes, schedule.steps, keys, own, given)
+    loops = program.loops_well(jax.make_jaxpr(_input_gradient)(model, x[:1]))
+    plan = objective.Plan(family, ball, loops)
+    last = _carry(plan, data, stacked, callback, checkpoint, every)
+    kept = jax.device_get((last.eps, last.params, last.stats, last.history))
+    return [
+        _fitted(
+            plan,
+            jax.tree.map(lambda leaf, i=i: jnp.asarray(leaf[i]), kept),
+            features,
+            model,
+            offset,
+        )
+        for i in range(len(keys))
+    ]
+
+
+def _fitted(
+    plan: objective.Plan,
+    kept: Any,
+    features: Classifier | None,
+    model: Classifier,
+    offset: Callable[..., Array] | None,
+) -> Fitted:
+    eps, params, stats, history = jax.tree.map(jnp.asarray, kept)
+    return Fitted(
+        family=plan.family,
+        ball=plan.ball,
+        eps=eps,
+        params=params,
+        stats=stats,
+        history=history,
+        features=features if plan.family.sees_input else None,
+        offset=offset,
+        model=None if offset is None else model,
+    )
+
+
+@jax.jit
+def _logits(model: Classifier, x: Array) -> Array:
+    return model(x)
+
+
+def _input_gradient(model: Classifier, x: Array) -> Array:
+    return jax.grad(lambda x: jnp.sum(model(x)))(x)
+
+
+def _carry(
+    plan: objective.Plan,
+    data: objective.Data,
+    stacked: objective.State,
+    callback: Callable[[objective.State], Any] | None,
+    checkpoint: str | PathLike[str] | None,
+    every: float,
+) -> objective.State:
+    steps = data.schedule.steps
+
+    def turn(state: objective.State) -> objective.State:
+        done = int(state.step[0])
+        last = min(done + (_CHUNK if plan.loops else 1), steps)
+        state = objective.advance(plan, data, state, done, last)
+        if not bool(jnp.all(jnp.isfinite(state.history.loss[:, done:last]))):
+            raise ValueError(
+                f"the loss is not finite before step {last}: the model's logits are not, or the "
+                "learning rate is too high."
+            )
+        return state
+
+    identity = b""
+    if checkpoint is not None:
+        identity = loop.digest(loop.settings((plan, data.schedule, data.model)), data, stacked)
+    return loop.carry(
+        stacked,
+        turn,
+        lambda state: int(state.step[0]) >= steps,
+        report=callback,
+        checkpoint=checkpoint,
+        every=every,
+        identity=identity,
+        about={"family": plan.family, "ball": plan.ball, "steps": steps},
+    )

@@ -1,0 +1,88 @@
+"""A fitted distribution: its mixtures, its samples, and how it came about."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from wdjax.balls import Lp
+from wdjax.core import Array
+from wdjax.nppr import family as families
+from wdjax.nppr import mixture as mixtures
+from wdjax.nppr import upsample as up
+from wdjax.nppr.family import Family, Params
+from wdjax.nppr.mixture import Mixture
+
+
+class History(NamedTuple):
+    """Of every step, ``[steps]``: on its batch, with the soft samples of that moment."""
+
+    loss: Array
+    survived: Array
+    """Share of samples that leave their input classified correctly: the running NPPR."""
+    entropy: Array
+    """Entropy ratio of the average proportions."""
+    own_entropy: Array
+    """Average entropy ratio of an input's own proportions: 0 if every input has one component."""
+    gradient: Array
+    """Norm of the gradient. Zero throughout: nothing could be learnt from the model."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """A distribution of perturbations, ready to be sampled: a pytree, and a ``Perturbation``.
+
+    Made by :func:`wdjax.nppr.fit`.
+    """
+
+    family: Family = dataclasses.field(metadata={"static": True})
+    ball: Lp = dataclasses.field(metadata={"static": True})
+    eps: Array
+    params: Params
+    stats: Params
+    history: History
+    features: Callable[[Array], Array] | None
+    """What the heads see of an input."""
+    offset: Callable[..., Array] | None
+    model: Any
+    """Whom the offset attacks, where there is one."""
+
+    def mixture(self, x: Array, y: Array) -> Mixture:
+        """The mixtures of some inputs, by the running averages: each depends on its input alone."""
+        seen = None
+        if self.family.sees_input:
+            assert self.features is not None
+            seen = self.features(x).reshape(len(x), -1)
+        moved = None
+        if self.offset is not None:
+            moved = self.offset(self.model, x, y).reshape(len(x), -1)
+        made, _ = families.mixture(
+            self.family, self.params, self.stats, seen, y, x.shape[1:], offset=moved
+        )
+        return made
+
+    def context(self, x: Array, y: Array) -> Mixture:
+        """The mixture of every input, ``[n, 1, ...]`` leaves."""
+        return jax.tree.map(
+            lambda leaf: jnp.broadcast_to(leaf, (len(x), *leaf.shape[1:]))[:, None],
+            self.mixture(x, y),
+        )
+
+    def deltas(self, keys: Array, context: Mixture, x: Array, draws: int) -> Array:
+        """Perturbations by hard samples, ``[n, draws, *shape]``, each input by its own key."""
+        latent = jax.vmap(lambda key, one: mixtures.hard(key, one, 1, draws)[0])(keys, context)
+        return self.to_ball(latent, x.shape[1:])
+
+    def to_ball(self, latent: Array, shape: tuple[int, ...]) -> Array:
+        """Perturbations ``[n, M, *shape]`` of latent samples ``[n, M, L]``."""
+        matrix = families.to_input(self.family, self.params, shape)
+        v = latent if matrix is None else latent @ matrix
+        return up.into_ball(v, self.eps, self.ball.norm).reshape(*latent.shape[:2], *shape)
+
+    @property
+    def learnt(self) -> bool:
+        """Whether any step had a gradient that was not zero."""
+        return bool(jnp.any(self.history.gradient > 0))

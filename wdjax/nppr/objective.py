@@ -1,0 +1,167 @@
+r"""What a fit minimises, and one step of it: a pure function of a state."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from wdjax import losses
+from wdjax.balls import Lp
+from wdjax.core import Array
+from wdjax.nppr import family as families
+from wdjax.nppr import mixture as mixtures
+from wdjax.nppr import upsample as up
+from wdjax.nppr.family import Family, Params
+from wdjax.nppr.fitted import History
+from wdjax.nppr.schedule import Schedule
+
+Classifier = Callable[[Array], Array]
+_ADAM = optax.scale_by_adam()
+
+
+def as_rows(features: Array) -> Array:
+    """``[n, F]``, flattened."""
+    return features.reshape(len(features), -1)
+
+
+class Data(NamedTuple):
+    """What all fits share."""
+
+    model: Classifier
+    x: Array
+    y: Array
+    features: Array | None
+    """``[n, F]`` of the samples as they are, computed once."""
+    offset: Array | None
+    """``[n, d]``, what the means are moved towards in the input's space."""
+    schedule: Schedule
+
+
+class State(NamedTuple):
+    """What a fit carries on; a pytree."""
+
+    params: Params
+    stats: Params
+    opt_state: Any
+    step: Array
+    eps: Array
+    key: Array
+    history: History
+
+
+class Plan(NamedTuple):
+    """What changes the program."""
+
+    family: Family
+    ball: Lp
+    loops: bool
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def begin(
+    family: Family,
+    shape: tuple[int, ...],
+    features: int,
+    classes: int,
+    steps: int,
+    keys: Array,
+    radii: Array,
+    start: Params,
+) -> State:
+    """The states that fits start from, stacked: one a key."""
+
+    def one(key: Array, eps: Array) -> State:
+        first, own = jax.random.split(key)
+        params, stats = families.begin(family, first, shape, features, classes)
+        params = families.replaced(params, start)
+        empty = jnp.full(steps, jnp.nan)
+        history = History(*(empty for _ in History._fields))
+        return State(params, stats, _ADAM.init(params), jnp.asarray(0), eps, own, history)
+
+    return jax.vmap(one)(keys, radii)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def advance(plan: Plan, data: Data, state: State, first: Array, last: Array) -> State:
+    """Steps ``first`` to ``last`` of every fit; if these do not loop well, one."""
+
+    def all_fits(state: State) -> State:
+        one = functools.partial(step, plan, data)
+        if len(state.step) == 1:
+            alone = jax.tree.map(lambda leaf: leaf[0], state)
+            return jax.tree.map(lambda leaf: leaf[None], one(alone))
+        return jax.vmap(one)(state)
+
+    if not plan.loops:
+        return all_fits(state)
+    return jax.lax.fori_loop(first, last, lambda _, state: all_fits(state), state)
+
+
+def step(plan: Plan, data: Data, state: State) -> State:
+    """One step of one fit, on a batch of the data."""
+    rows, key = _batch(data, state)
+    tau, temperatures = data.schedule.temperatures(state.step)
+    batch = Data(
+        data.model,
+        data.x[rows],
+        data.y[rows],
+        None if data.features is None else data.features[rows],
+        None if data.offset is None else data.offset[rows],
+        data.schedule,
+    )
+
+    def value(params: Params) -> tuple[Array, tuple[Params, Array, Array]]:
+        made, stats = families.mixture(
+            plan.family,
+            params,
+            state.stats,
+            batch.features,
+            batch.y,
+            batch.x.shape[1:],
+            temperatures=temperatures,
+            offset=batch.offset,
+            of_batch=True,
+        )
+        draws = data.schedule.draws
+        latent = mixtures.soft(key, made, len(rows), draws, tau)
+        logits = _moved(plan, params, latent, batch, state.eps)
+        own = jnp.repeat(batch.y, draws)
+        loss = -losses.softplus_margin(logits, own, data.schedule.kappa)
+        held = losses.decision_margin(logits, own) <= 0
+        average = mixtures.entropy_ratio(jnp.mean(made.proportions, axis=0))
+        each = jnp.mean(mixtures.entropy_ratio(made.proportions))
+        return jnp.mean(loss), (stats, jnp.mean(held), jnp.stack([average, each]))
+
+    (loss, (stats, held, entropy)), gradient = jax.value_and_grad(value, has_aux=True)(state.params)
+    updates, opt_state = _ADAM.update(gradient, state.opt_state)
+    rate = data.schedule.rate(state.step)
+    params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
+    seen = (loss, held, entropy[0], entropy[1], optax.tree.norm(gradient))
+    history = History(*(past.at[state.step].set(now) for past, now in zip(state.history, seen)))
+    return State(params, stats, opt_state, state.step + 1, state.eps, state.key, history)
+
+
+def _batch(data: Data, state: State) -> tuple[Array, Array]:
+    """The rows of a step, each once an epoch, and its key."""
+    size = min(data.schedule.batch, len(data.y))
+    turns = len(data.y) // size
+    order_key, draw_key = jax.random.split(state.key)
+    order = jax.random.permutation(jax.random.fold_in(order_key, state.step // turns), len(data.y))
+    rows = jax.lax.dynamic_slice(order, (state.step % turns * size,), (size,))
+    return rows, jax.random.fold_in(draw_key, state.step)
+
+
+def _moved(plan: Plan, params: Params, latent: Array, batch: Data, eps: Array) -> Array:
+    """Logits ``[B M, K]`` of the inputs moved."""
+    shape = batch.x.shape[1:]
+    matrix = families.to_input(plan.family, params, shape)
+    rows = latent.reshape(-1, latent.shape[-1])
+    v = rows if matrix is None else rows @ matrix
+    delta = up.into_ball(v, eps, plan.ball.norm).reshape(*latent.shape[:2], *shape)
+    points = batch.x[:, None] + delta
+    if plan.ball.box is not None:
+        points = jnp.clip(points, *plan.ball.box)
+    return batch.model(points.reshape(-1, *shape))

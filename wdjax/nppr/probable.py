@@ -1,0 +1,243 @@
+r"""Probabilistic accuracy, decided by a sequential test, and the fields of PRBench.
+
+``ProbAcc(rho)`` is the share of inputs whose copies are misclassified with probability ``rho`` at
+most. No number of copies *shows* that of an input; a test decides it at a stated level, in as few
+copies as the case allows.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from wdjax import validate
+from wdjax.balls import Lp
+from wdjax.certify import binomial
+from wdjax.core import AnyArray, Array
+from wdjax.nppr import counting, noise
+from wdjax.nppr.counting import TURN, Classifier, Counts, Perturbation
+from wdjax.nppr.estimate import Estimate, correct_inputs, estimate, spread
+
+_GROWTH = 1.25
+"""Factor between the numbers of copies at which the test looks."""
+RADII = (0.03, 0.08, 0.10, 0.12)
+"""PRBench's radii of PR."""
+RISKS = (0.10, 0.05, 0.01)
+"""PRBench's rho of ProbAcc."""
+
+
+class Decision(NamedTuple):
+    """Of every input and every rho."""
+
+    rho: tuple[float, ...]
+    correct: npt.NDArray[np.bool_]
+    """``[n]``: only these count."""
+    robust: npt.NDArray[np.bool_]
+    """``[R, n]``: misclassified with probability rho at most, each at level ``1 - alpha``."""
+    fragile: npt.NDArray[np.bool_]
+    """``[R, n]``: with more, each at level ``1 - alpha``."""
+    draws: Counts
+    """``[n]``: copies that it took."""
+    faults: Counts
+    """``[n]``: copies whose logits were not finite; they count as misclassified."""
+    alpha: float
+
+    @property
+    def lower(self) -> npt.NDArray[np.float64]:
+        """``[R]``: ProbAcc if all that is undecided is fragile."""
+        return np.asarray(np.mean(self.robust[:, self.correct], axis=1))
+
+    @property
+    def upper(self) -> npt.NDArray[np.float64]:
+        """``[R]``: ProbAcc if all that is undecided is robust."""
+        return np.asarray(1 - np.mean(self.fragile[:, self.correct], axis=1))
+
+    @property
+    def undecided(self) -> npt.NDArray[np.bool_]:
+        """``[R, n]``: too close to rho for the copies that were allowed."""
+        return np.asarray(self.correct & ~self.robust & ~self.fragile)
+
+
+def probabilistic_accuracy(
+    model: Classifier,
+    perturbation: Perturbation,
+    x: AnyArray,
+    y: AnyArray,
+    *,
+    key: Array,
+    rho: float | Sequence[float] = RISKS,
+    alpha: float = 0.05,
+    draws: int = 10_000,
+    index: AnyArray | None = None,
+    batch_size: int | None = None,
+) -> Decision:
+    r"""Whether each input survives with probability ``1 - rho`` at least, by a sequential test.
+
+    Two tests of :func:`wdjax.certify.binomial.evidence` run against each other, "at least" against
+    "less", and copies are drawn until one of them has ``1 / alpha`` of evidence. Either may be
+    looked at any time, so that each decision is wrong with probability ``alpha`` at most, whatever
+    the input. A hundred copies without a failure, by contrast, leave room for 3 %.
+
+    Args:
+      model: a pytree callable ``[n, *shape] -> [n, K]``, which treats each sample alone.
+      perturbation: the distribution.
+      x: ``[n, *shape]`` in the box.
+      y: ``[n]`` labels.
+      key: a typed ``jax.random.key``.
+      rho: one or several risks in ``(0, 1)``, which share the copies.
+      alpha: in ``(0, 1/2]``, the probability that a decision is wrong.
+      draws: copies an input at most; what is undecided then stays so.
+      index: ``[n]`` integers, which inputs of a larger set these are.
+      batch_size: copies on the device at once.
+
+    Returns:
+      A :class:`Decision`.
+
+    Raises:
+      ValueError: as :func:`~wdjax.nppr.estimate`, or a risk or level out of range.
+
+    Cost: for an input that never fails some 40, 90 and 500 forward passes at rho .1, .05 and .01.
+
+    Source: Robey et al. [robey2022] for the quantity, Robbins [robbins1970] for the test.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from wdjax import Model
+    >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x, y = jnp.array([[0.9, 0.1], [0.55, 0.45]]), jnp.array([0, 0])
+    >>> own = noise.Uniform(0.2)
+    >>> found = probabilistic_accuracy(model, own, x, y, key=jax.random.key(0), rho=0.1)
+    >>> found.robust.tolist(), found.fragile.tolist()
+    ([[True, False]], [[False, True]])
+    """
+    risks = np.atleast_1d(np.asarray(rho, float))
+    if risks.ndim != 1 or not np.all((risks > 0) & (risks < 1)):
+        raise ValueError(f"rho must be risks between 0 and 1, got {rho!r}.")
+    if binomial.check_level(alpha) > 0.5:
+        raise ValueError(f"alpha must be at most 1/2, got {alpha!r}.")
+    most = validate.check_count("draws", draws)
+    x, y, right = correct_inputs(model, perturbation, x, y)
+    asked = counting.poll(model, perturbation, x, y, key, index, batch_size)
+    rows = np.flatnonzero(right)
+    kept, broken = (np.zeros((len(risks), len(rows)), bool) for _ in range(2))
+    won, lost, made = (np.zeros(len(rows), np.int64) for _ in range(3))
+    active, done = np.arange(len(rows)), 0
+    while len(active) and done < most:
+        turns = max(1, int((_GROWTH - 1) * done) // TURN)
+        step = min(turns * TURN, most - done)
+        tally = counting.count(asked, rows[active], done, step)
+        done += step
+        won[active] += tally.survived
+        lost[active] += tally.faults
+        made[active] = done
+        sure, weak = decided(won[active], done, risks, alpha)
+        kept[:, active], broken[:, active] = sure, weak
+        active = active[~np.all(sure | weak, axis=0)]
+    n = len(right)
+    robust, fragile = (np.zeros((len(risks), n), bool) for _ in range(2))
+    robust[:, rows], fragile[:, rows] = kept, broken
+    return Decision(
+        rho=tuple(map(float, risks)),
+        correct=right,
+        robust=robust,
+        fragile=fragile,
+        draws=spread(made, rows, n),
+        faults=spread(lost, rows, n),
+        alpha=float(alpha),
+    )
+
+
+def decided(
+    survived: npt.ArrayLike, draws: int, rho: npt.ArrayLike, alpha: float
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Where the evidence suffices, ``[R, n]`` each: at most ``rho`` are lost, or more.
+
+    >>> sure, weak = decided([100, 60, 95], 100, [0.1], 0.05)
+    >>> sure.tolist(), weak.tolist()
+    ([[True, False, False]], [[False, True, False]])
+    """
+    won, risk = np.asarray(survived), np.asarray(rho, float)[:, None]
+    enough = -np.log(alpha)
+    robust = binomial.evidence(1 - risk, won, draws) >= enough
+    fragile = binomial.evidence(risk, draws - won, draws) >= enough
+    return robust & ~fragile, fragile & ~robust
+
+
+def prbench(
+    model: Classifier,
+    x: AnyArray,
+    y: AnyArray,
+    *,
+    key: Array,
+    ball: Lp = Lp(),
+    radii: Sequence[float] = RADII,
+    rho: Sequence[float] = RISKS,
+    radius: float = 0.03,
+    draws: int = 100,
+    alpha: float = 0.05,
+    train: tuple[AnyArray, AnyArray] | None = None,
+    batch_size: int | None = None,
+) -> dict[str, Any]:
+    """PRBench's fields under its names, in percent, with 95 % intervals by bootstrap over inputs.
+
+    Args:
+      model: a pytree callable ``[n, *shape] -> [n, K]``.
+      x: ``[n, *shape]`` in the box.
+      y: ``[n]`` labels.
+      key: a typed ``jax.random.key``.
+      ball: norm and box.
+      radii: of PR under uniform noise.
+      rho: of ProbAcc.
+      radius: at which ProbAcc is taken.
+      draws: copies an input for PR; PRBench has 100.
+      alpha: level of each decision behind ProbAcc.
+      train: inputs and labels of the training set, for the generalisation error: PR on them less
+        PR on ``x``.
+      batch_size: copies on the device at once.
+
+    Returns:
+      ``"acc"``, and of every radius ``"PR(r)"`` and, with ``train``, ``"GE_PR(r)"``; of every rho
+      ``"ProbAcc(rho)"``. Each but ``acc`` is ``{"value", "interval"}``; a ProbAcc's interval is
+      from its lower to its upper end by what is undecided, and its value is the lower.
+
+    Differs: ProbAcc is decided by a test instead of 100 copies.
+
+    Source: Zhang et al. [zhang2025].
+
+    >>> import jax, jax.numpy as jnp
+    >>> from wdjax import Model
+    >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x, y = jnp.array([[0.9, 0.1], [0.505, 0.495]]), jnp.array([0, 0])
+    >>> found = prbench(model, x, y, key=jax.random.key(0), radii=(0.03,), rho=(0.1,))
+    >>> found["PR(0.03)"]["value"] < 100, found["ProbAcc(0.10)"]["value"]
+    (True, 50.0)
+    """
+    how: dict[str, Any] = {"key": key, "batch_size": batch_size}
+
+    def measured(x: AnyArray, y: AnyArray, eps: float) -> Estimate:
+        return estimate(model, noise.Uniform(eps, ball), x, y, draws=draws, **how)
+
+    fields: dict[str, Any] = {}
+    for eps in radii:
+        own = measured(x, y, eps)
+        fields.setdefault("acc", 100 * float(np.mean(own.correct)))
+        low, high = own.bootstrap()
+        fields[f"PR({eps:.2f})"] = _field(100 * own.value, 100 * low, 100 * high)
+        if train is not None:
+            known = measured(*train, eps)
+            first, last = known.bootstrap(seed=1)
+            gap = 100 * (known.value - own.value)
+            # The halves of the two intervals, as for independent means.
+            down = 100 * float(np.hypot(known.value - first, high - own.value))
+            up = 100 * float(np.hypot(last - known.value, own.value - low))
+            fields[f"GE_PR({eps:.2f})"] = _field(gap, gap - down, gap + up)
+    decision = probabilistic_accuracy(
+        model, noise.Uniform(radius, ball), x, y, rho=rho, alpha=alpha, **how
+    )
+    for risk, low, high in zip(decision.rho, decision.lower, decision.upper):
+        fields[f"ProbAcc({risk:.2f})"] = _field(100 * low, 100 * low, 100 * high)
+    return fields
+
+
+def _field(value: Any, low: Any, high: Any) -> dict[str, Any]:
+    return {"value": float(value), "interval": [float(low), float(high)]}
