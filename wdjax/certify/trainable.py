@@ -21,13 +21,43 @@ from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.region import Box
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scheduled:
+    """A ball, and how its radius and its weight grow: what certified trainings share."""
+
+    norm: float = math.inf
+    box: Box = (0.0, 1.0)
+    warm: float | Array = 0.05
+    ramp: float | Array = 0.6
+    clean: float | Array = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "norm", norms.check_norm(self.norm))
+        object.__setattr__(self, "box", validate.check_box(self.box))
+        numbers = self.warm, self.ramp, self.clean
+        if not all(isinstance(number, int | float) for number in numbers):
+            return  # Inside a trace, or one of JAX's own blanks.
+        if not 0 <= self.warm < self.ramp <= 1:
+            raise ValueError(f"0 <= warm < ramp <= 1 must hold, got {self.warm!r}, {self.ramp!r}.")
+        if not 0 <= self.clean <= 1:
+            raise ValueError(f"clean must be in [0, 1], got {self.clean!r}.")
+
+    def share(self, done: Array | float) -> Array:
+        """Of the radius, after a share of the steps."""
+        return jnp.clip((done - self.warm) / (self.ramp - self.warm), 0.0, 1.0)
+
+    def weight(self, done: Array) -> Array:
+        """Of the bounds' loss."""
+        return self.share(done) * (1 - self.clean)
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("warm", "ramp", "clean"),
     meta_fields=("norm", "box", "backward"),
 )
-@dataclasses.dataclass(frozen=True)
-class CertifiedTraining:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CertifiedTraining(Scheduled):
     r"""What :func:`wdjax.training.train` asks of a certificate: bounds, and their schedule.
 
     The radius grows linearly from 0 to all of ``eps``, and with it the weight of the bounds' loss
@@ -54,21 +84,7 @@ class CertifiedTraining:
     0.5
     """
 
-    norm: float = math.inf
-    box: Box = (0.0, 1.0)
     backward: bool = False
-    warm: float | Array = 0.05
-    ramp: float | Array = 0.6
-    clean: float | Array = 0.0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "norm", norms.check_norm(self.norm))
-        object.__setattr__(self, "box", validate.check_box(self.box))
-        check_schedule(self.warm, self.ramp, self.clean)
-
-    def share(self, done: Array | float) -> Array:
-        """Of the radius, after a share of the steps."""
-        return ramped(done, self.warm, self.ramp)
 
     def margins(self, model: Classifier, x: Array, y: Array, eps: Array, done: Array) -> Array:
         """``[n, K]`` bounds of the margins, inf at ``j = y``, at this point of the schedule."""
@@ -78,25 +94,6 @@ class CertifiedTraining:
         return trainable_bounds(
             model, x, y, norm=self.norm, eps=reach, box=self.box, backward=tight
         )
-
-    def weight(self, done: Array) -> Array:
-        """Of the bounds' loss."""
-        return self.share(done) * (1 - self.clean)
-
-
-def ramped(done: Array | float, warm: Array | float, ramp: Array | float) -> Array:
-    """From 0 until ``warm`` to 1 from ``ramp`` on, shares of the steps."""
-    return jnp.clip((done - warm) / (ramp - warm), 0.0, 1.0)
-
-
-def check_schedule(warm: Array | float, ramp: Array | float, clean: Array | float) -> None:
-    """Refuses shares that are no schedule."""
-    if not all(isinstance(number, int | float) for number in (warm, ramp, clean)):
-        return  # Inside a trace, or one of JAX's own blanks.
-    if not 0 <= warm < ramp <= 1:
-        raise ValueError(f"0 <= warm < ramp <= 1 must hold, got {warm!r}, {ramp!r}.")
-    if not 0 <= clean <= 1:
-        raise ValueError(f"clean must be in [0, 1], got {clean!r}.")
 
 
 def trainable_bounds(

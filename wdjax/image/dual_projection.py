@@ -13,7 +13,7 @@ from wdjax.attacks.ascent import setting
 from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 from wdjax.image import plans, variance
 from wdjax.image.ball import ImageWasserstein, Plan
-from wdjax.image.frank_wolfe import remember, seen_from, task, unit
+from wdjax.image.frank_wolfe import begun, remember, seen_from, task, unit
 from wdjax.image.prices import Spent, Task, find_price
 
 _TURNS = 25
@@ -54,7 +54,7 @@ class DualProjection:
       ValueError: fewer than one step.
 
     Cost: per step 1 forward and 1 backward pass, and 1 forward at the end; memory for three plans a
-      sample. On one core of a CPU about 2 ms an MNIST image and step.
+      sample. On one core of a CPU about 1 ms an MNIST image and step.
 
     Differs: Wu et al. leave the capacity of pixels to one projection after the last step; here each
       iterate is repaired, and the best one counts.
@@ -91,10 +91,7 @@ class DualProjection:
         self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
     ) -> State:
         own = task(self.ball, samples)
-        plan = plans.stay(own.space, own.x)
-        if start is not None:
-            near = plans.towards(own.space, own.x, own.space.stencil.flat(start))
-            plan = plans.repair(own.space, near, own.x, own.weights, own.budget)
+        plan = begun(own, start)
         value = jnp.full(len(samples.y), -jnp.inf, samples.x.dtype)
         return State(plan, jnp.zeros_like(value), plan, value, jnp.zeros(len(samples.y), bool))
 

@@ -77,10 +77,9 @@ def entropic_distance(
     spent = jax.lax.map(
         lambda pair: solve(*pair), tuple(part.reshape(-1, part.shape[2]) for part in (one, other))
     )
-    total = jnp.sum(own * spent.reshape(own.shape), axis=1)
-    distance = jnp.where(total > 0, _positive(total) ** (1 / ball.power), 0.0)
-    # Not `fits & ...` alone: a distance that is NaN must not look like 0.
-    return jnp.where(fits, jnp.where(jnp.isnan(total), jnp.nan, distance), jnp.inf)
+    total = jnp.maximum(jnp.sum(own * spent.reshape(own.shape), axis=1), 0.0)
+    distance = jnp.where(total > 0, _positive(total) ** (1 / ball.power), total)  # NaN stays NaN.
+    return jnp.where(fits, distance, jnp.inf)
 
 
 def _solver(height: int, width: int, power: float, reg: float | Array, iterations: int) -> Any:

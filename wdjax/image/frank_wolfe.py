@@ -42,6 +42,14 @@ def task(ball: ImageWasserstein, samples: Samples) -> Task:
     return Task(space, x, weights, jnp.maximum(budget, 0.0))
 
 
+def begun(task: Task, start: Array | None) -> Array:
+    """The plan that stays, or one in the ball towards given images ``[n, H, W, C]``."""
+    if start is None:
+        return plans.stay(task.space, task.x)
+    near = plans.towards(task.space, task.x, task.space.stencil.flat(start))
+    return plans.repair(task.space, near, task.x, task.weights, task.budget)
+
+
 def seen_from(task: Task, plan: Array) -> Array:
     """The images ``[n, H, W, C]`` that a plan makes."""
     return task.space.stencil.image(plans.result(task.space, plan))
@@ -117,10 +125,8 @@ class FrankWolfe:
     ) -> State:
         own = task(self.ball, samples)
         taken = jnp.zeros(len(samples.y), jnp.int32)
-        plan = plans.stay(own.space, own.x)
+        plan = begun(own, start)
         if start is not None:
-            near = plans.towards(own.space, own.x, own.space.stencil.flat(start))
-            plan = plans.repair(own.space, near, own.x, own.weights, own.budget)
             taken = taken + _WARM
         value = jnp.full(len(samples.y), -jnp.inf, samples.x.dtype)
         none = jnp.zeros_like(own.x)

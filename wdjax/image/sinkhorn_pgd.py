@@ -13,7 +13,7 @@ from wdjax.attacks.ascent import setting
 from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 from wdjax.image import plans, sinkhorn
 from wdjax.image.ball import ImageWasserstein, Plan
-from wdjax.image.frank_wolfe import remember, seen_from, task, unit
+from wdjax.image.frank_wolfe import begun, remember, seen_from, task, unit
 from wdjax.image.prices import Task
 from wdjax.image.sinkhorn import Duals
 
@@ -116,10 +116,7 @@ class SinkhornPGD:
     ) -> State:
         taken = jnp.zeros(len(samples.y), jnp.int32)
         own, _ = self._task(samples, taken)
-        plan = plans.stay(own.space, own.x)
-        if start is not None:
-            near = plans.towards(own.space, own.x, own.space.stencil.flat(start))
-            plan = plans.repair(own.space, near, own.x, own.weights, own.budget)
+        plan = begun(own, start)
         fallen = victim.criterion(samples.out, samples.y) > 0
         value = jnp.full(len(samples.y), -jnp.inf, samples.x.dtype)
         return State(plan, sinkhorn.no_duals(own), taken, plan, value, fallen & self.growing)

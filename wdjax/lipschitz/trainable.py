@@ -2,20 +2,22 @@ r"""Lipschitz constants one can train through, and training towards them."""
 
 import dataclasses
 import functools
-import math
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-from wdjax import norms, validate
+from wdjax import validate
 from wdjax.certify import margins, region
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.region import Box
-from wdjax.certify.trainable import check_schedule, ramped
+from wdjax.certify.trainable import Scheduled
 from wdjax.core import Array
 from wdjax.lipschitz import chain, jacobian, neurons
 from wdjax.lipschitz.chain import Chain
 from wdjax.lipschitz.neurons import Slopes
+
+Method = Literal["interval", "zonotope"]
 
 
 def trainable_lipschitz(
@@ -26,7 +28,7 @@ def trainable_lipschitz(
     norm: float,
     eps: Array | float,
     box: Box = (0.0, 1.0),
-    zonotopes: bool = False,
+    method: Method = "interval",
 ) -> Array:
     r"""Lipschitz constants as of :func:`local_lipschitz`, differentiable in the model; pure.
 
@@ -40,7 +42,7 @@ def trainable_lipschitz(
       norm: r, one of 1, 2 and inf.
       eps: radius, a number or ``[n]``.
       box: ``(low, high)``, or None for no box.
-      zonotopes: whether to take zonotopes too, tighter and dearer: every neuron is a generator.
+      method: ``"interval"``, or ``"zonotope"``, tighter and dearer: every neuron is a generator.
 
     Returns:
       ``[n, K]`` constants of the margins, 0 at ``j = y``.
@@ -60,19 +62,20 @@ def trainable_lipschitz(
     >>> jax.grad(steepness)(jnp.array([[1.0, -1.0], [0.5, 2.0]])).round(2).tolist()
     [[3.5, -1.5], [2.0, 0.0]]
     """
+    validate.check_choice("method", method, get_args(Method))
     with jax.default_matmul_precision("highest"):
         ball = region.ball(x, jnp.broadcast_to(jnp.asarray(eps, x.dtype), y.shape), norm, box)
         state = margins.prepare(model, ball, "interval")
         net = chain.of_network(state.network)
-        bound = functools.partial(_bound, net, norm, zonotopes)
+        bound = functools.partial(_bound, net, norm, method)
         return jax.vmap(bound)(neurons.slopes(net, state), y)
 
 
-def _bound(net: Chain, norm: float, zonotopes: bool, slopes: Slopes, y: Array) -> Array:
+def _bound(net: Chain, norm: float, method: Method, slopes: Slopes, y: Array) -> Array:
     unit = jnp.eye(net.classes, dtype=net.weights[-1].dtype)
     rows = unit - unit[y]
     found = jacobian.interval(net, slopes, rows, norm)
-    if zonotopes:
+    if method == "zonotope":
         room = tuple(len(bias) for bias in net.biases[:-1])
         found = jnp.minimum(found, jacobian.zonotope(net, slopes, rows, norm, room))
     return found
@@ -81,10 +84,10 @@ def _bound(net: Chain, norm: float, zonotopes: bool, slopes: Slopes, y: Array) -
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("warm", "ramp", "clean"),
-    meta_fields=("norm", "box", "zonotopes"),
+    meta_fields=("norm", "box", "method"),
 )
-@dataclasses.dataclass(frozen=True)
-class LipschitzTraining:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LipschitzTraining(Scheduled):
     r"""What :func:`wdjax.training.train` asks of a certificate: margins by Lipschitz constants.
 
     Within ``eps`` a margin loses at most ``eps`` times its constant on the ball, so that training
@@ -94,7 +97,7 @@ class LipschitzTraining:
     Args:
       norm: r of the ball, one of 1, 2 and inf.
       box: ``(low, high)``, or None for no box.
-      zonotopes: as in :func:`trainable_lipschitz`.
+      method: as in :func:`trainable_lipschitz`.
       warm: share of the steps before the radius grows.
       ramp: share of the steps until it is whole.
       clean: weight of the loss on the clean samples in the end.
@@ -111,33 +114,19 @@ class LipschitzTraining:
     0.5
     """
 
-    norm: float = math.inf
-    box: Box = (0.0, 1.0)
-    zonotopes: bool = False
-    warm: float | Array = 0.05
-    ramp: float | Array = 0.6
-    clean: float | Array = 0.0
+    method: Method = "interval"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "norm", norms.check_norm(self.norm))
-        object.__setattr__(self, "box", validate.check_box(self.box))
-        check_schedule(self.warm, self.ramp, self.clean)
-
-    def share(self, done: Array | float) -> Array:
-        """Of the radius, after a share of the steps."""
-        return ramped(done, self.warm, self.ramp)
+        super().__post_init__()
+        validate.check_choice("method", self.method, get_args(Method))
 
     def margins(self, model: Classifier, x: Array, y: Array, eps: Array, done: Array) -> Array:
         """``[n, K]`` bounds of the margins, inf at ``j = y``, at this point of the schedule."""
         reach = self.share(done) * eps
         steep = trainable_lipschitz(
-            model, x, y, norm=self.norm, eps=reach, box=self.box, zonotopes=self.zonotopes
+            model, x, y, norm=self.norm, eps=reach, box=self.box, method=self.method
         )
         logits = model(x)
         own = jnp.take_along_axis(logits, y[:, None], axis=1)
         left = own - logits - jnp.reshape(reach, (-1, 1)) * steep
         return jnp.where(jnp.arange(logits.shape[1]) == y[:, None], jnp.inf, left)
-
-    def weight(self, done: Array) -> Array:
-        """Of the bounds' loss."""
-        return self.share(done) * (1 - self.clean)

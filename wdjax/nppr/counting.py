@@ -23,6 +23,8 @@ Counts = npt.NDArray[np.int64]
 
 TURN = 32
 """Copies of an input that are drawn together."""
+_ROWS = 256
+"""Inputs whose clean outputs are computed together."""
 _FEW = 4
 """Inputs that get a smaller block, so that the last ones of a test do not pay for padding."""
 
@@ -120,6 +122,12 @@ def _call(model: Classifier, x: Array) -> Array:
 
 
 _logits = jax.jit(_call)
+
+
+def outputs(function: Classifier, x: Array) -> Array:
+    """What a function of samples returns, so many at a time, so that memory does not grow."""
+    parts = [_logits(function, x[i : i + _ROWS]) for i in range(0, len(x), _ROWS)]
+    return jnp.concatenate(parts)
 
 
 def _block(loops: bool, fixed: Any, rows: np.ndarray, first: int, last: int, end: int) -> AnyArray:

@@ -6,6 +6,7 @@ divided by the clean one is.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -121,7 +122,7 @@ def correct_inputs(
 ) -> tuple[Array, Array, npt.NDArray[np.bool_]]:
     """Checks samples, and says which are classified correctly; there must be some."""
     x, y = validate.check_samples(model, x, y, perturbation.ball.box)
-    logits = model(x)
+    logits = counting.outputs(model, x)
     if not bool(jnp.all(jnp.isfinite(logits))):
         raise ValueError("the model's logits are not finite for a sample as it is.")
     right = np.asarray(losses.decision_margin(logits, y) <= 0)
@@ -181,20 +182,23 @@ def spread_within(
     >>> round(float(one.within[0]), 1), round(one.saturated, 1)
     (0.6, 0.1)
     """
-    x, y = jnp.asarray(x), jnp.asarray(y)
+    keys = jax.random.split(key, len(x))
+    within, saturated = _spread_of(perturbation, jnp.asarray(x), jnp.asarray(y), keys, draws)
+    return Spread(np.asarray(within, float), float(jnp.mean(saturated)))
 
-    def one(x: Array, y: Array, key: Array) -> tuple[Array, Array]:
-        delta = perturbation.deltas(
-            key[None], perturbation.context(x[None], y[None]), x[None], draws
-        )
+
+@functools.partial(jax.jit, static_argnums=4)
+def _spread_of(
+    perturbation: Perturbation, x: Array, y: Array, keys: Array, draws: int
+) -> tuple[Array, Array]:
+    def one(row: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        x, y, key = (leaf[None] for leaf in row)
+        delta = perturbation.deltas(key, perturbation.context(x, y), x, draws)
         radius = jnp.asarray(perturbation.eps, x.dtype)
         unit = delta[0].reshape(draws, -1) / jnp.where(radius > 0, radius, 1.0)
         return jnp.mean(jnp.std(unit, axis=0)), jnp.mean(jnp.abs(unit) > 0.95)
 
-    within, saturated = jax.jit(lambda *rows: jax.lax.map(lambda row: one(*row), rows))(
-        x, y, jax.random.split(key, len(x))
-    )
-    return Spread(np.asarray(within, float), float(jnp.mean(saturated)))
+    return jax.lax.map(one, (x, y, keys))
 
 
 def expected_loss(

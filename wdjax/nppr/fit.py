@@ -12,7 +12,7 @@ from wdjax import loop, losses, models, program, validate
 from wdjax.balls import Lp
 from wdjax.core import AnyArray, Array
 from wdjax.nppr import objective
-from wdjax.nppr.counting import check_key
+from wdjax.nppr.counting import check_key, outputs
 from wdjax.nppr.family import Family, Params
 from wdjax.nppr.fitted import Fitted
 from wdjax.nppr.schedule import Schedule
@@ -171,14 +171,15 @@ def _fit(
     if validate.traced(model, x, y, keys, radii) or validate.staged():
         raise ValueError("a fit looks at its samples: call it outside of jit; for vmap, fit_many.")
     x, y = validate.check_samples(model, x, y, ball.box)
-    logits = _logits(model, x)
+    logits = outputs(model, x)
     right = np.asarray(losses.decision_margin(logits, y) <= 0)
     if not right.any():
         raise ValueError("no sample is classified correctly: nothing is left to be robust.")
     x, y = x[right], y[right]
-    if family.sees_input and features is None:
-        features = models.features(model)  # type: ignore[arg-type]
-    seen = None if not family.sees_input else objective.as_rows(_logits(features, x))
+    seen = None
+    if family.sees_input:
+        features = models.features(model) if features is None else features  # type: ignore[arg-type]
+        seen = objective.as_rows(outputs(features, x))
     moved = None if offset is None else objective.as_rows(offset(model, x, y))
     settled = schedule.settled(family)
     data = objective.Data(model, x, y, seen, moved, settled)
@@ -222,11 +223,6 @@ def _fitted(
         offset=offset,
         model=None if offset is None else model,
     )
-
-
-@jax.jit
-def _logits(model: Classifier, x: Array) -> Array:
-    return model(x)
 
 
 def _input_gradient(model: Classifier, x: Array) -> Array:
