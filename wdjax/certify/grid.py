@@ -74,7 +74,12 @@ def perturb(noise: Noise, key: Array, x: Array) -> Array:
     return x + noise.offset(key, x)
 
 
-def quantized(noise: Noise, step: float, key: Array, x: Array) -> Array:
+def scales(noise: Noise, x: Array) -> Array:
+    """``[n]`` scales of samples, for :func:`quantized`; call it with 64 bits enabled."""
+    return jax.vmap(lambda own: jnp.float64(noise.scale(own)))(x.astype(jnp.float64))
+
+
+def quantized(noise: Noise, step: float, key: Array, x: Array, scale: Array) -> Array:
     r"""One sample with noise, rounded to a multiple of ``step``; call it with 64 bits enabled.
 
     Floats leak: the low bits of ``fl(x + e)`` tell a model where x lies, whatever the noise. What
@@ -86,7 +91,7 @@ def quantized(noise: Noise, step: float, key: Array, x: Array) -> Array:
       that are on a grid themselves.
     """
     wide = x.astype(jnp.float64)
-    moved = wide + noise.offset(key, wide)
+    moved = wide + scale * noise.pattern(key, wide.shape, wide.dtype)
     return (step * jnp.round(moved / step)).astype(x.dtype)
 
 

@@ -180,8 +180,12 @@ class Work:
         state["lower"] = _bits(lower)
         if plan.test == "sequential":
             upper = 1 - binomial.sequence_lower(made - won, made, plan.alpha)
-            decided = (lower[active][:, None] > plan.levels) | (upper[:, None] < plan.levels)
-            state["active"][active] = ~decided.all(axis=1)
+            # What the bound can still become, were all votes to come for the class.
+            most = plan.looks[-1]
+            within = self._bound(won + most - made, most, active) - self.error[active]
+            refuted = np.minimum(upper, within)[:, None] <= plan.levels
+            certified = lower[active][:, None] > plan.levels
+            state["active"][active] = ~(certified | refuted).all(axis=1)
 
     def _bound(self, won: Numbers, made: int, active: Numbers) -> npt.NDArray[np.float64]:
         plan = self.plan

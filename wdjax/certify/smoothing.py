@@ -50,8 +50,8 @@ def certify(
     probability from below, and where the bound is not above 1/2 the classifier abstains.
 
     With radii ``eps`` to be decided, a sequential test leaves a sample as soon as each of them, and
-    whether the class has more than half of all votes, is certified or refuted. Mostly that takes a
-    small part of ``n``.
+    whether the class has more than half of all votes, is certified, refuted, or out of reach of
+    the votes that are left. Mostly that takes a small part of ``n``.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``, which treats each sample alone.
@@ -304,8 +304,8 @@ def _ask(
     if batch_size is None:
         some = jax.ShapeDtypeStruct((rounds.SMALLEST, *x.shape[1:]), x.dtype)
         devices = 1 if mesh is None else mesh.size
-        # Twice what a search takes, since no gradient has to be kept.
-        batch_size = 2 * devices * rounds.fitting(jax.jit(_call).trace(model, some).jaxpr)
+        # Four times what a search takes, since no gradient has to be kept.
+        batch_size = 4 * devices * rounds.fitting(jax.jit(_call).trace(model, some).jaxpr)
     size = validate.check_count("batch_size", batch_size)
     classes = int(jax.eval_shape(model, x[:1]).shape[-1])
     asked = votes.poll(model, noise, x, index, key, classes, size, mesh)

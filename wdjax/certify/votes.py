@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from wdjax import parallel, rounds
-from wdjax.certify.grid import Noise, quantized
+from wdjax.certify.grid import Noise, quantized, scales
 from wdjax.core import Array
 from wdjax.precision import float64
 
@@ -29,6 +29,8 @@ class Poll(NamedTuple):
     noise: Noise
     x: Array
     """``[n, *shape]``, whole on every device."""
+    scales: Array
+    """``[n]``, of the noise: once a sample, where XLA's sums would take half of a vote."""
     places: Array
     """``[n]``: which samples of a larger set these are."""
     key: Array
@@ -58,8 +60,10 @@ def poll(
     if len(places) != len(x):
         raise ValueError(f"index must have one row a sample, {len(x)}, got {len(places)}.")
     size = parallel.padded_size(size, mesh)
-    fixed = parallel.replicate((model, x, places, key), mesh)
-    return Poll(fixed[0], noise, fixed[1], fixed[2], fixed[3], classes, size, mesh)
+    with float64():
+        fixed = model, x, jax.jit(scales)(noise, x), places, key
+        model, x, each, places, key = parallel.replicate(fixed, mesh)
+    return Poll(model, noise, x, each, places, key, classes, size, mesh)
 
 
 def at_once(asked: Poll) -> int:
@@ -107,19 +111,25 @@ def uniforms(asked: Poll, number: int) -> np.ndarray:
 
 def _draw(asked: Poll, pairs: np.ndarray) -> Array:
     rows, numbers = parallel.shard(tuple(pairs), asked.mesh)
+    fixed = asked.key, asked.x, asked.scales, asked.places
     with float64():
-        return _noisy(
-            asked.noise, asked.noise.step, asked.key, asked.x, asked.places, rows, numbers
-        )
+        return _noisy(asked.noise, asked.noise.step, *fixed, rows, numbers)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _noisy(
-    noise: Noise, step: float, key: Array, x: Array, index: Array, rows: Array, numbers: Array
+    noise: Noise,
+    step: float,
+    key: Array,
+    x: Array,
+    scales: Array,
+    index: Array,
+    rows: Array,
+    numbers: Array,
 ) -> Array:
     def one(row: Array, number: Array) -> Array:
         own = jax.random.fold_in(jax.random.fold_in(key, index[row]), number)
-        return quantized(noise, step, own, x[row])
+        return quantized(noise, step, own, x[row], scales[row])
 
     return jax.vmap(one)(rows, numbers)
 

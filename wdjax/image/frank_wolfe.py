@@ -108,7 +108,7 @@ class FrankWolfe:
     ball: ImageWasserstein = setting(ImageWasserstein())
     steps: int = setting(60)
     loss: Callable[[PyTree, Array], Array] = setting(losses.cross_entropy)
-    sweeps: int = setting(10)
+    sweeps: int = setting(9)
     temperature: float | Array = 0.02
     momentum: float | Array = 0.8
 

@@ -13,6 +13,8 @@ _FLOOR = -60.0
 """Logarithms of weights, against the largest of their sender, that count as nothing."""
 _FEW, _MANY = 2, 30
 """Steps to the price of distance at most: between sweeps, and otherwise."""
+_ROUGH = 0.1
+"""Relative error of what the first price spends, where sweeps move it anyway."""
 
 
 class Prices(NamedTuple):
@@ -41,7 +43,7 @@ def vertex(
 
     ``plan = x softmax((gradient - price c - caps) / temperature)`` row by row. Every sweep sets the
     caps' prices of pixels that receive more than they hold, and the price of distance after it. The
-    plan returned has been repaired, so that it keeps every bound exactly.
+    plan returned keeps budget and capacities exactly, and its rows but for rounding.
 
     Sweeps multiply weights that were computed once, at the price of distance for the caps' prices
     that are known, so that they need no exponentials of plans.
@@ -60,12 +62,17 @@ def vertex(
     room = known.room * (sweeps > 0)
     sums = prices.log_levels(stencil, jnp.where(cells, scaled + room, NOTHING), space.power)
     price = find_price(
-        task, lambda price: prices.log_spent(task, sums, price), known.distance, _MANY, top
+        task,
+        lambda price: prices.log_spent(task, sums, price),
+        known.distance,
+        _MANY,
+        top,
+        exact=_ROUGH if sweeps else prices.EXACT,
     )
     weights = _weights(task, scaled + room, price)
     if sweeps == 0:
         plan = _rows(task, weights)
-        return plans.repair(space, plan, x, task.weights, task.budget), Prices(price, room)
+        return plans.contain(space, plan, x, task.weights, task.budget), Prices(price, room)
     levels = jnp.asarray(stencil.classes(space.power)[0], x.dtype)
     members = jnp.asarray(stencil.classes(space.power)[1])
     # Prices of distance are now changes, negative ones no further than floats go.
@@ -100,7 +107,7 @@ def vertex(
     )
     discount, each, change = settle(change, drop, _MANY)
     plan = stencil.scale(weights * dear(change)[..., None], discount) * each[:, :, None]
-    plan = plans.repair(space, plan, x, task.weights, task.budget)
+    plan = plans.contain(space, plan, x, task.weights, task.budget)
     return plan, Prices(price + change, jnp.clip(room + drop, 2 * _FLOOR, 0.0))
 
 

@@ -98,8 +98,12 @@ def within(space: Space, plan: Array, x: Array, weights: Array, budget: Array) -
 
 def repair(space: Space, plan: Array, x: Array, weights: Array, budget: Array) -> Array:
     """The certified repair: rows exact, no pixel overfull, the cost within ``budget``."""
-    plan = uncrowd(space, exact_rows(space, plan, x), x)
-    return within(space, plan, x, weights, budget)
+    return contain(space, exact_rows(space, plan, x), x, weights, budget)
+
+
+def contain(space: Space, plan: Array, x: Array, weights: Array, budget: Array) -> Array:
+    """:func:`repair` of a plan whose rows sum to ``x`` but for rounding."""
+    return within(space, uncrowd(space, plan, x), x, weights, budget)
 
 
 def towards(space: Space, x: Array, z: Array, temperature: float = 0.1) -> Array:

@@ -13,7 +13,7 @@ from wdjax.image.stencil import Stencil
 
 NOTHING = -1e9
 """The logarithm of no mass: finite, so that differences are."""
-_EXACT = 1e-5
+EXACT = 1e-5
 """Relative error of what is spent at which a price will do."""
 
 
@@ -151,12 +151,13 @@ def find_price(
     price: Array,
     steps: int,
     top: Array | float = 1e5,
+    exact: float = EXACT,
     unrolled: bool = False,
 ) -> Array:
     """The price ``[n]`` of distance at which the budget is spent; 0 where it suffices anyway.
 
-    Newton's method inside a bracket ``[0, top]``, from the ``price`` of last time; with
-    ``unrolled`` in a loop that can be differentiated.
+    Newton's method inside a bracket ``[0, top]``, from the ``price`` of last time, until what is
+    spent is the budget but for ``exact``; with ``unrolled`` in a loop that can be differentiated.
     """
 
     def step(hunt: _Hunt) -> _Hunt:
@@ -169,11 +170,11 @@ def find_price(
         aim = price - ratio * now.cost / jnp.minimum(now.slope, -1e-20)
         inside = (aim >= low) & (aim <= high) & (now.cost > 1e-6 * task.budget)
         aim = jnp.where(inside & (turn % 4 < 3), aim, (low + high) / 2)
-        return _Hunt(jnp.where(jnp.abs(ratio) < _EXACT, price, aim), low, high, ratio, turn + 1)
+        return _Hunt(jnp.where(jnp.abs(ratio) < exact, price, aim), low, high, ratio, turn + 1)
 
     def go_on(hunt: _Hunt) -> Array:
         open_ends = (hunt.high - hunt.low) > 1e-6 * hunt.high
-        return (hunt.turn < steps) & jnp.any((jnp.abs(hunt.ratio) >= _EXACT) & open_ends)
+        return (hunt.turn < steps) & jnp.any((jnp.abs(hunt.ratio) >= exact) & open_ends)
 
     low = jnp.zeros_like(price)
     high = jnp.broadcast_to(jnp.asarray(top, price.dtype), price.shape)
