@@ -48,8 +48,9 @@ def image_wasserstein(
     r"""Whether images survive within an image-Wasserstein radius: a union of honest attacks.
 
     Five Frank-Wolfe searches over transport plans, each on the survivors of those before it, with
-    the cross-entropy and the margin, at two temperatures, the last in half the radius. Each image
-    that counts is in the ball and in the box, and its plan is handed over in ``proof``.
+    the cross-entropy and the margin, at two temperatures, the last in half the radius. Each begins
+    where nothing has moved: from the best point so far, the union was up to three points weaker.
+    Each image that counts is in the ball and in the box, and its plan is handed over in ``proof``.
 
     Args:
       model: as for :func:`wdjax.search`.
