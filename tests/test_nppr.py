@@ -178,12 +178,13 @@ COMBINED = [(mode, up.UPSAMPLE[place % 3]) for place, mode in enumerate(nppr.MOD
 @pytest.mark.parametrize(("mode", "upsample"), COMBINED)
 def test_every_mode_and_map_under_one_api(mode, upsample):
     x, y = samples(NET)
+    components = {"none": 3, "fixed": 7, "learnable": 12}[upsample]
     ball = {"none": Lp(1), "fixed": Lp(2), "learnable": Lp()}[upsample]
     eps = {"none": 2.0, "fixed": 0.8, "learnable": 0.2}[upsample]
     family = Family(
         mode=mode,
         upsample=upsample,
-        components=2,
+        components=components,
         latent=6,
         side=3,
         hidden=8,
@@ -267,6 +268,24 @@ def test_a_fit_resumes_to_the_same_numbers(tmp_path):
     np.testing.assert_array_equal(whole.history.loss, resumed.history.loss)
     with pytest.raises(ValueError, match="other settings"):
         nppr.fit(NET, x, y, **how | {"eps": 0.1}, checkpoint=tmp_path / "fit")
+
+
+def test_a_training_resumes_to_the_same_numbers(tmp_path):
+    x, y = samples(NET)
+    family = Family(mode="input", components=2, latent=4, side=2, hidden=8)
+    how = {"eps": 0.2, "key": jax.random.key(0), "family": family, "epochs": 20, "batch_size": 4}
+    model, loss = nppr.train(NET, x, y, **how)
+    assert loss.shape == (60,)
+    assert np.all(np.isfinite(loss))
+    assert loss[-1] < loss[0]
+    saved = {"checkpoint": tmp_path / "training"}
+    _, part = nppr.train(NET, x, y, **how, **saved, callback=lambda state: True)
+    assert np.isnan(part[50:]).all()
+    resumed, again = nppr.train(NET, x, y, **how, **saved)
+    np.testing.assert_array_equal(loss, again)
+    np.testing.assert_array_equal(model(x), resumed(x))
+    with pytest.raises(ValueError, match="other settings"):
+        nppr.train(NET, x, y, **how | {"weight": 0.1}, **saved)
 
 
 def test_what_a_fit_refuses():

@@ -129,7 +129,7 @@ def train(
     size = min(batch_size, len(y))
     steps = epochs * (len(y) // size)
     aim = aims.aim(attack, certificate, noise, eps, kappa, x.dtype, steps)
-    optimizer = optimizer or _default_optimizer(steps)
+    optimizer = optimizer or default_optimizer(steps)
     at_once = program.loops_well(jax.make_jaxpr(_gradients)(model, x[:1]))
     recipe = Recipe(optimizer, loss, validate.check_order(order), at_once)
 
@@ -182,8 +182,8 @@ def _check_floats(model: PyTree) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _default_optimizer(steps: int) -> optax.GradientTransformation:
-    """Cached, so that equal trainings share one compiled program."""
+def default_optimizer(steps: int) -> optax.GradientTransformation:
+    """Adam whose rate falls from 0.003; cached, so that equal trainings share one program."""
     return optax.adam(optax.cosine_decay_schedule(3e-3, steps))
 
 

@@ -2,6 +2,7 @@ r"""Training against the worst distribution while it is being learnt."""
 
 import functools
 from collections.abc import Callable
+from os import PathLike
 from typing import Any, NamedTuple
 
 import jax
@@ -9,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from wdjax import losses, models, program, validate
+from wdjax import loop, losses, models, program, training, validate
 from wdjax.balls import Lp
-from wdjax.core import AnyArray, Array, Model
+from wdjax.core import AnyArray, Array, Model, PyTree
 from wdjax.nppr import objective
 from wdjax.nppr.estimate import expected_loss
 from wdjax.nppr.family import Family
@@ -43,6 +44,9 @@ def train(
     weight: float = 0.5,
     optimizer: optax.GradientTransformation | None = None,
     features: Callable[[Any], Any] | None = models.features,
+    callback: Callable[["State"], Any] | None = None,
+    checkpoint: str | PathLike[str] | None = None,
+    every: float = 60.0,
 ) -> tuple[Model, np.ndarray]:
     r"""Trains a model on its loss under the worst distribution of a family, which learns alongside.
 
@@ -64,12 +68,16 @@ def train(
       weight: of the loss of perturbed copies, in ``[0, 1]``.
       optimizer: of the model; by default Adam whose rate falls from 0.003 by a cosine.
       features: ``model -> (x -> [n, F])``, what the heads see of a model that changes.
+      callback: called with the state every 50 steps; a true value ends the training.
+      checkpoint: a folder to save to and to go on from, see :func:`wdjax.loop.carry`.
+      every: least seconds between two writings.
 
     Returns:
-      The trained model, and the loss of every step.
+      The trained model, and the loss of every step, NaN for those not taken.
 
     Raises:
-      ValueError: bad samples or settings, a loss that is not finite.
+      ValueError: bad samples or settings, a loss that is not finite, or a checkpoint of another
+        training.
 
     Cost: ``2 draws + 1`` forward and backward passes a sample and epoch.
 
@@ -89,29 +97,72 @@ def train(
     steps = validate.check_count("epochs", epochs) * (len(y) // size)
     if not 0 <= validate.check_number("weight", weight) <= 1:
         raise ValueError(f"weight must lie in [0, 1], got {weight!r}.")
-    radius = validate.check_number("eps", eps)
-    optimizer = optimizer or optax.adam(optax.cosine_decay_schedule(3e-3, steps))
+    radius = jnp.asarray(validate.check_number("eps", eps), jnp.float32)
+    optimizer = optimizer or training.default_optimizer(steps)
     seen = features if family.sees_input else None
     schedule = Schedule(steps=steps, batch=size, draws=draws).settled(family)
     loops = program.loops_well(jax.make_jaxpr(_gradient)(model, x[:1]))
     recipe = Recipe(objective.Plan(family, ball, loops), seen, optimizer, draws)
-    shapes = jax.eval_shape(lambda model, x: model(x), model, x)
-    width = 0 if seen is None else objective.as_rows(seen(model)(x[:1])).shape[1]
     begin_key, own_key = jax.random.split(key)
-    begun = objective.begin(
-        family, x.shape[1:], width, shapes.shape[1], steps, begin_key[None],
-        jnp.asarray([radius], jnp.float32), {},
+    given = Given(schedule, x, y, own_key, jnp.asarray(weight, jnp.float32))
+    begun = _begin(recipe, model, given, begin_key, radius)
+    last = loop.carry(
+        begun,
+        functools.partial(_turn, recipe, given),
+        lambda state: int(state.step) >= steps,
+        report=callback,
+        checkpoint=checkpoint,
+        every=every,
+        identity=b""
+        if checkpoint is None
+        else loop.digest(loop.settings((recipe, schedule, model)), given, begun),
+        about={"family": family, "ball": ball, "eps": eps, "weight": weight, "epochs": epochs,
+               "draws": draws},
     )  # fmt: skip
-    distribution = jax.tree.map(lambda leaf: leaf[0], begun)
-    carried = model, optimizer.init(model), distribution
-    values = []
-    for first in range(0, steps, _CHUNK if loops else 1):
-        numbers = jnp.arange(first, min(first + (_CHUNK if loops else 1), steps))
-        carried, seen_now = _steps(recipe, schedule, carried, x, y, own_key, numbers, weight)
-        values.append(np.asarray(seen_now))
-        if not np.all(np.isfinite(values[-1])):
-            raise ValueError(f"the loss is not finite after step {first}; lower the learning rate.")
-    return carried[0], np.concatenate(values)
+    return last.model, np.asarray(last.loss)
+
+
+class Given(NamedTuple):
+    """What does not change in a training."""
+
+    schedule: Schedule
+    x: Array
+    y: Array
+    key: Array
+    weight: Array
+
+
+class State(NamedTuple):
+    """A training under way; a pytree."""
+
+    model: Model
+    opt_state: PyTree
+    distribution: objective.State
+    step: Array
+    loss: Array
+    """``[steps]``, NaN where they are to come."""
+
+
+def _begin(recipe: Recipe, model: Model, given: Given, key: Array, radius: Array) -> State:
+    plan, x, steps = recipe.plan, given.x, given.schedule.steps
+    classes = jax.eval_shape(lambda model, x: model(x), model, x).shape[1]
+    seen = recipe.features
+    width = 0 if seen is None else objective.as_rows(seen(model)(x[:1])).shape[1]
+    stacked = objective.begin(
+        plan.family, x.shape[1:], width, classes, steps, key[None], radius[None], {}
+    )
+    distribution = jax.tree.map(lambda leaf: leaf[0], stacked)
+    opt_state = recipe.optimizer.init(model)
+    return State(model, opt_state, distribution, jnp.asarray(0), jnp.full(steps, jnp.nan))
+
+
+def _turn(recipe: Recipe, given: Given, state: State) -> State:
+    first = int(state.step)
+    last = min(first + (_CHUNK if recipe.plan.loops else 1), given.schedule.steps)
+    state = _steps(recipe, given, state, first, last)
+    if not bool(jnp.all(jnp.isfinite(state.loss[first:last]))):
+        raise ValueError(f"the loss is not finite before step {last}; lower the learning rate.")
+    return state
 
 
 _CHUNK = 50
@@ -123,58 +174,44 @@ def _gradient(model: Model, x: Array) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _steps(
-    recipe: Recipe,
-    schedule: Schedule,
-    carried: Any,
-    x: Array,
-    y: Array,
-    key: Array,
-    numbers: Array,
-    weight: Array,
-) -> tuple[Any, Array]:
-    size = min(schedule.batch, len(y))
+def _steps(recipe: Recipe, given: Given, state: State, first: Array, last: Array) -> State:
+    """Steps ``first`` to ``last``; if these do not loop well, one."""
+    if not recipe.plan.loops:
+        return _step(recipe, given, state)
+    return jax.lax.fori_loop(first, last, lambda _, state: _step(recipe, given, state), state)
 
-    def one(carried: Any, number: Array) -> tuple[Any, Array]:
-        model, opt_state, distribution = carried
-        turns = len(y) // size
-        order_key, draw_key = jax.random.split(key)
-        order = jax.random.permutation(jax.random.fold_in(order_key, number // turns), len(y))
-        rows = jax.lax.dynamic_slice(order, (number % turns * size,), (size,))
-        own_x, own_y = x[rows], y[rows]
-        seen = None if recipe.features is None else recipe.features(model)
-        held = None if seen is None else objective.as_rows(seen(own_x))
-        data = objective.Data(model, own_x, own_y, held, None, schedule)
-        distribution = objective.step(recipe.plan, data, distribution)
-        worst = Fitted(
-            family=recipe.plan.family,
-            ball=recipe.plan.ball,
-            eps=distribution.eps,
-            params=distribution.params,
-            stats=distribution.stats,
-            history=distribution.history,
-            features=seen,
-            offset=None,
-            model=None,
-        )
 
-        def value(model: Model) -> Array:
-            clean = jnp.mean(losses.cross_entropy(model(own_x), own_y))
-            moved = expected_loss(
-                model,
-                jax.lax.stop_gradient(worst),
-                own_x,
-                own_y,
-                key=jax.random.fold_in(draw_key, number),
-                draws=recipe.draws,
-            )
-            return (1 - weight) * clean + weight * moved
+def _step(recipe: Recipe, given: Given, state: State) -> State:
+    model, number, size = state.model, state.step, min(given.schedule.batch, len(given.y))
+    turns = len(given.y) // size
+    order_key, draw_key = jax.random.split(given.key)
+    order = jax.random.permutation(jax.random.fold_in(order_key, number // turns), len(given.y))
+    rows = jax.lax.dynamic_slice(order, (number % turns * size,), (size,))
+    x, y = given.x[rows], given.y[rows]
+    seen = None if recipe.features is None else recipe.features(model)
+    held = None if seen is None else objective.as_rows(seen(x))
+    data = objective.Data(model, x, y, held, None, given.schedule)
+    distribution = objective.step(recipe.plan, data, state.distribution)
+    worst = Fitted(
+        family=recipe.plan.family,
+        ball=recipe.plan.ball,
+        eps=distribution.eps,
+        params=distribution.params,
+        stats=distribution.stats,
+        history=distribution.history,
+        features=seen,
+        offset=None,
+        model=None,
+    )
 
-        loss, slope = jax.value_and_grad(value)(model)
-        updates, opt_state = recipe.optimizer.update(slope, opt_state, model)
-        return (optax.apply_updates(model, updates), opt_state, distribution), loss
+    def value(model: Model) -> Array:
+        clean = jnp.mean(losses.cross_entropy(model(x), y))
+        own = jax.random.fold_in(draw_key, number)
+        fixed = jax.lax.stop_gradient(worst)
+        moved = expected_loss(model, fixed, x, y, key=own, draws=recipe.draws)
+        return (1 - given.weight) * clean + given.weight * moved
 
-    if len(numbers) == 1:
-        carried, loss = one(carried, numbers[0])
-        return carried, loss[None]
-    return jax.lax.scan(one, carried, numbers)
+    loss, slope = jax.value_and_grad(value)(model)
+    updates, opt_state = recipe.optimizer.update(slope, state.opt_state, model)
+    moved = optax.apply_updates(model, updates)
+    return State(moved, opt_state, distribution, number + 1, state.loss.at[number].set(loss))
