@@ -395,6 +395,14 @@ def test_the_bank_is_attacked_at_least_as_well_as_by_transfer(given, key):
     assert last.record.raised[0, -1] >= float(there.mean()) - 1e-6
     least = games.objective_at(games.gmsa_min(inner), defense, (), bank, moved, y)
     assert np.all(np.asarray(least) <= np.asarray(there) + 1e-6)
+    # Sample by sample too, by an inner attack that is too weak to get there by itself.
+    weak = dataclasses.replace(attack, inner=PGD(steps=1, step_size=1e-3))
+    for retain in (True, False):
+        own = dataclasses.replace(weak, retain=retain)
+        table = Table(defense, own, (), x[None], y[None], jnp.float32(0.1), key, key, 1, "none",
+                      False, 0.05)  # fmt: skip
+        again = turns._moved(table, bank, x, y, key, moved, np.asarray(True))
+        assert bool(np.all(again.value >= np.asarray(there) - 1e-6)) == retain
 
 
 @jax.tree_util.register_dataclass
