@@ -227,6 +227,10 @@ def test_rmc_finds_its_neighbours_and_goes_on(digits, key):
         games.play(defense, attack, *test, **how)
     with pytest.raises(ValueError, match="set neighbours"):
         games.prepare(games.RMC(model=net), *train, key=key)
+    attack = games.transfer(INNER)
+    for memory, said in (((), "got tuple"), ({"x": train[0]}, "got .'x'.")):
+        with pytest.raises(ValueError, match=f"with x, y, features; {said}"):
+            games.play(games.RMC(model=net), attack, *train, memory=memory, eps=0.1, key=key)
 
 
 def test_rmc_stops_by_its_rule(digits, key):

@@ -46,3 +46,13 @@ class Defense(Protocol):
     def predict(self, memory: PyTree, adapted: PyTree, x: Array) -> Any:
         """Logits ``[n, K]``, or ``(logits, score [n])`` for a defence that rejects."""
         ...
+
+
+def check_memory(memory: PyTree, *names: str) -> None:
+    """Refuses what :meth:`Defense.prepare` did not return."""
+    if not (isinstance(memory, dict) and set(names) == set(memory)):
+        held = sorted(memory) if isinstance(memory, dict) else type(memory).__name__
+        raise ValueError(
+            "memory must be what transductive.prepare returns for this defence, with "
+            f"{', '.join(names)}; got {held}."
+        )

@@ -12,6 +12,7 @@ from wdjax.attacks.ascent import setting
 from wdjax.core import Array, Model, PyTree
 from wdjax.transductive import fitting
 from wdjax.transductive.fitting import Network
+from wdjax.transductive.protocol import check_memory
 
 
 @jax.tree_util.register_dataclass
@@ -64,6 +65,7 @@ class DANN:
         return {"x": x, "y": y, "base": self._train(key, x, y, None)}
 
     def begin(self, memory: PyTree) -> PyTree:
+        check_memory(memory, "x", "y", "base")
         return ()
 
     def base(self, memory: PyTree, state: PyTree, n: int) -> PyTree:

@@ -12,6 +12,7 @@ from wdjax.attacks import PGD
 from wdjax.attacks.ascent import setting
 from wdjax.core import Array, Attack, Model, PyTree
 from wdjax.transductive import fitting
+from wdjax.transductive.protocol import check_memory
 
 _NEAR = 0.2
 """Of the neighbours, the nearest part, from which validation samples come."""
@@ -122,6 +123,7 @@ class RMC:
         return {"x": whole, "y": jnp.tile(y, 1 + self.copies), "features": features}
 
     def begin(self, memory: PyTree) -> State:
+        check_memory(memory, "x", "y", "features")
         return State(self.model, self._rule.init(self.model))
 
     def base(self, memory: PyTree, state: State, n: int) -> PyTree:

@@ -12,6 +12,7 @@ from wdjax.attacks.ascent import setting
 from wdjax.core import Array, Model, PyTree
 from wdjax.transductive import fitting
 from wdjax.transductive.fitting import Network
+from wdjax.transductive.protocol import check_memory
 
 
 @jax.tree_util.register_dataclass
@@ -57,6 +58,7 @@ class URejectron:
         return {"x": x}
 
     def begin(self, memory: PyTree) -> PyTree:
+        check_memory(memory, "x")
         return ()
 
     def base(self, memory: PyTree, state: PyTree, n: int) -> PyTree:
