@@ -6,8 +6,9 @@
 ``table`` fits four modes (K = 7) and prints, of the correct images of the held-out half, the share
 that survives: AR of PGD-20 and of `ensembles.fast`, NPPR by mode and seed with the bootstrap
 interval over images (seeds averaged), PR; and whether AR <= NPPR <= PR. The digits nets are trained
-here, so that their figures differ from those of other nets of the same shape. Figures of time are
-process times without compilation.
+here, so that their figures differ from those of other nets of the same shape. ``combinations`` fits
+every mode, map and number of components for a moment. Figures of time are process times without
+compilation.
 """
 
 import argparse

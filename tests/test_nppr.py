@@ -286,6 +286,10 @@ def test_a_training_resumes_to_the_same_numbers(tmp_path):
     np.testing.assert_array_equal(model(x), resumed(x))
     with pytest.raises(ValueError, match="other settings"):
         nppr.train(NET, x, y, **how | {"weight": 0.1}, **saved)
+    with pytest.raises(ValueError, match="one typed"):
+        nppr.train(NET, x, y, **how | {"key": 0})
+    with pytest.raises(ValueError, match="outside of jit"):
+        jax.jit(lambda x: nppr.train(NET, x, y, **how)[0])(x)
 
 
 def test_what_a_fit_refuses():

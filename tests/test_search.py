@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from typing import NamedTuple
 
 import chex
 import jax
@@ -17,10 +16,10 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import Lp, attacks, losses, parallel, rounds
+from wdjax import Lp, attacks, losses, parallel
 from wdjax.attacks import ascent
 from wdjax.attacks.ascent import setting
-from wdjax.core import Info, Stage
+from wdjax.core import Stage
 
 fast = pytest.mark.fast
 
@@ -347,160 +346,6 @@ def test_a_signal_loses_nothing(tmp_path, number, code, every):
     assert seen[0].taken > int(lines[0]), "it began anew"
 
 
-# Rounds: nothing is lost, nothing is computed twice, cycles end early.
-
-N = 23
-index = jnp.arange(N, dtype=jnp.float32)[:, None] / N
-zeros = jnp.zeros(N, jnp.int32)
-table = wdjax.Model(
-    lambda rows, x: rows[jnp.round(x[:, 0] * N).astype(int)],
-    jnp.tile(jnp.array([1.0, 0.0]), (N, 1)),
-)
-
-
-class Count(NamedTuple):
-    count: jax.Array
-
-
-@attack_class
-class Walk:
-    """A state machine on integers: it counts, and sample i turns into a 2-cycle at ``turns[i]``."""
-
-    budget, random, ball = "none", False, Lp(box=None)
-    lengths: tuple = setting((5,))
-    turns: tuple = setting((99,) * N)
-    cycles: bool = setting(True)
-    until: int | None = setting(None)
-
-    @property
-    def stages(self):
-        done = None if self.until is None else lambda state: state.count >= self.until
-        return tuple(Stage(self.step, k, done, cycles=self.cycles) for k in self.lengths)
-
-    def init(self, victim, samples, start, keys):
-        return Count(jnp.zeros(len(samples.y), jnp.int32))
-
-    def step(self, victim, samples, state):
-        turn = jnp.array(self.turns)[jnp.round(samples.x[:, 0] * N).astype(int)]
-        count = jnp.where(state.count <= turn, state.count + 1, state.count - 1)
-        if self.until is not None:
-            count = jnp.where(state.count >= self.until, state.count, count)
-        one = jnp.ones(len(count), jnp.int32)
-        value = state.count.astype(jnp.float32)
-        return Count(count), Info(value, one, one, 0 * one, one < 0)
-
-    def point(self, samples, state):
-        return samples.x, None
-
-    def finished(self, state):
-        return state.count % 2 == 0
-
-
-def path(turn, steps):
-    """The same machine, one sample and one step at a time."""
-    counts = [0]
-    for _ in range(steps):
-        counts.append(counts[-1] + 1 if counts[-1] <= turn else counts[-1] - 1)
-    return counts
-
-
-@pytest.fixture(params=[1, 4, 10])
-def chunk(request, monkeypatch):
-    """Steps in one program: short stages take them singly on a CPU, long ones ten at a time."""
-    monkeypatch.setattr(rounds, "_chunk", lambda stage: min(request.param, stage.length))
-    return request.param
-
-
-@fast
-@pytest.mark.parametrize("batch_size", [1, 5, 23, 64])
-@pytest.mark.parametrize("steps", [1, 7, 41])
-def test_every_sample_takes_its_own_steps(chunk, batch_size, steps):
-    turns = tuple(np.random.default_rng(steps).integers(0, 30, N).tolist())
-    attack = Walk((steps,), turns)
-    found = wdjax.search(attack, table, index, zeros, batch_size=batch_size, history=True)
-    paths = np.array([path(turn, steps) for turn in turns])
-    np.testing.assert_array_equal(found.done, paths[:, -1] % 2 == 0)
-    if chunk == 1:  # A cycle through turn and turn + 1 is seen two steps after it begins.
-        np.testing.assert_array_equal(found.gradients, np.minimum(steps, np.array(turns) + 2))
-    taken = np.asarray(found.history.gradients) > 0
-    np.testing.assert_array_equal(taken.sum(0), found.gradients)
-    np.testing.assert_array_equal(found.history.value.T[taken.T], paths[:, :-1][taken.T])
-
-
-@fast
-def test_stages_follow_each_other(chunk):
-    turns = tuple(np.random.default_rng(0).integers(0, 4, N).tolist())
-    both = wdjax.search(Walk((6, 5), turns), table, index, zeros, batch_size=4)
-    np.testing.assert_array_equal(both.done, [path(turn, 11)[-1] % 2 == 0 for turn in turns])
-    until = wdjax.search(
-        Walk((3, 7), cycles=False, until=4), table, index, zeros, batch_size=4, history=True
-    )
-    assert until.done.all()
-    spent = np.asarray(until.history.gradients).sum(0)
-    np.testing.assert_array_equal(spent, 4 if chunk == 1 else spent[0])
-    np.testing.assert_array_equal(
-        until.history.value[-1], until.history.value[4 if chunk == 1 else -1]
-    )
-
-
-@fast
-def test_one_program_serves_every_length_of_chunk(monkeypatch):
-    monkeypatch.setattr(rounds, "_chunk", lambda stage: min(10, stage.length))
-    before = rounds._steps._cache_size()
-    wdjax.search(Walk((37,), cycles=False), table, index, zeros, batch_size=8)
-    assert rounds._steps._cache_size() == before + 1
-
-
-@fast
-def test_a_long_search_ends_in_small_batches(monkeypatch):
-    sizes = []
-    whole = rounds._batches
-
-    def note(plan, active, length=0):
-        made = whole(plan, active, length)
-        sizes.append([batch.shape[1] for batch in made])
-        return made
-
-    monkeypatch.setattr(rounds, "_batches", note)
-    monkeypatch.setattr(rounds, "_chunk", lambda stage: 1)
-    turns = tuple([200] * 17 + [3] * 6)
-    found = wdjax.search(Walk((60,), turns), table, index, zeros, batch_size=16)
-    assert sizes[0] == [16, 4, 4]
-    assert [16, 4] in sizes
-    np.testing.assert_array_equal(found.gradients, [60] * 17 + [5] * 6)
-
-
-@fast
-def test_a_change_of_sign_of_zero_is_a_change():
-    @attack_class
-    class Sign(Walk):
-        def init(self, victim, samples, start, keys):
-            return Count(jnp.zeros(len(samples.y)))
-
-        def step(self, victim, samples, state):
-            one = jnp.ones(len(samples.y), jnp.int32)
-            value = jnp.signbit(state.count).astype(jnp.float32)
-            return Count(-jnp.abs(state.count)), Info(value, one, one, 0 * one, one < 0)
-
-    found = wdjax.search(Sign(), table, index, zeros, history=True)
-    np.testing.assert_array_equal(found.history.value[:, 0], [0, 1, 1, 1, 1])
-
-
-@fast
-def test_fixed_points_and_cycles_do_not_change_an_attack():
-    """WDA on a linear model runs into corners of the box: few passes, and the same points."""
-    weights = jnp.array(np.random.default_rng(1).normal(size=(6, 3)), jnp.float32)
-    linear = wdjax.Model(lambda w, x: x @ w, weights)
-    points = jnp.array(np.random.default_rng(2).uniform(size=(40, 6)), jnp.float32)
-    labels = jnp.argmax(linear(points), axis=-1)
-    attack = attacks.WDA(steps=30, probe=20)
-    hosted = wdjax.run(attack, linear, points, labels, eps=0.05, batch_size=7)
-    whole = jax.jit(lambda x: wdjax.run(attack, linear, x, labels, eps=0.05))(points)
-    np.testing.assert_allclose(hosted.x_adv, whole.x_adv, atol=1e-6)
-    assert int(whole.gradients.min()) == 20 * 2 + 10
-    assert int(hosted.gradients.max()) < 20
-
-
 # The rest of the front door.
 
 
@@ -609,18 +454,3 @@ def test_the_attacked_loss_is_differentiable_in_the_parameters():
         step = jnp.zeros_like(weights).at[place].set(1e-2)
         difference = (attacked(weights + step) - attacked(weights - step)) / 2e-2
         np.testing.assert_allclose(gradient[place], difference, atol=2e-3)
-
-
-@fast
-def test_memory_does_not_grow_with_steps():
-    """Totals are kept, histories are not: the state of a long search is a few rows a sample."""
-    attack = Walk((5000,), cycles=False)
-    shapes = {}
-
-    def note(progress):
-        shapes[progress.taken] = sum(leaf.nbytes for leaf in jax.live_arrays())
-        return len(shapes) == 40
-
-    wdjax.search(attack, table, index, zeros, callback=note)
-    sizes = list(shapes.values())
-    assert max(sizes[5:]) <= sizes[5] + 4096

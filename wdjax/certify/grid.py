@@ -74,7 +74,7 @@ def perturb(noise: Noise, key: Array, x: Array) -> Array:
     return x + noise.offset(key, x)
 
 
-def scales(noise: Noise, x: Array) -> Array:
+def scale_of_each(noise: Noise, x: Array) -> Array:
     """``[n]`` scales of samples, for :func:`quantized`; call it with 64 bits enabled."""
     return jax.vmap(lambda own: jnp.float64(noise.scale(own)))(x.astype(jnp.float64))
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from wdjax import parallel, rounds
-from wdjax.certify.grid import Noise, quantized, scales
+from wdjax.certify.grid import Noise, quantized, scale_of_each
 from wdjax.core import Array
 from wdjax.precision import float64
 
@@ -61,7 +61,7 @@ def poll(
         raise ValueError(f"index must have one row a sample, {len(x)}, got {len(places)}.")
     size = parallel.padded_size(size, mesh)
     with float64():
-        fixed = model, x, jax.jit(scales)(noise, x), places, key
+        fixed = model, x, jax.jit(scale_of_each)(noise, x), places, key
         model, x, each, places, key = parallel.replicate(fixed, mesh)
     return Poll(model, noise, x, each, places, key, classes, size, mesh)
 

@@ -69,7 +69,7 @@ def image_wasserstein(
     Raises:
       ValueError: a call inside a trace, or what :func:`wdjax.search` refuses.
 
-    Cost: at most 260 forward and 245 backward passes an image; about 0.1 s an image of MNIST that
+    Cost: at most 260 forward and 245 backward passes an image; about 0.15 s an image of MNIST that
       survives everything, on one core of a CPU.
 
     Source: after Wu et al. [wu2020]; the ball is Hu et al.'s [hu2020].

@@ -14,10 +14,14 @@ from wdjax import loop, losses, models, program, training, validate
 from wdjax.balls import Lp
 from wdjax.core import AnyArray, Array, Model, PyTree
 from wdjax.nppr import objective
+from wdjax.nppr.counting import check_key
 from wdjax.nppr.estimate import expected_loss
 from wdjax.nppr.family import Family
 from wdjax.nppr.fitted import Fitted
 from wdjax.nppr.schedule import Schedule
+
+_CHUNK = 50
+"""Steps in one program at most."""
 
 
 class Recipe(NamedTuple):
@@ -27,6 +31,27 @@ class Recipe(NamedTuple):
     features: Callable[[Any], Any] | None
     optimizer: optax.GradientTransformation
     draws: int
+
+
+class Given(NamedTuple):
+    """What does not change in a training."""
+
+    schedule: Schedule
+    x: Array
+    y: Array
+    key: Array
+    weight: Array
+
+
+class State(NamedTuple):
+    """A training under way; a pytree."""
+
+    model: Model
+    opt_state: PyTree
+    distribution: objective.State
+    step: Array
+    loss: Array
+    """``[steps]``, NaN where they are to come."""
 
 
 def train(
@@ -44,7 +69,7 @@ def train(
     weight: float = 0.5,
     optimizer: optax.GradientTransformation | None = None,
     features: Callable[[Any], Any] | None = models.features,
-    callback: Callable[["State"], Any] | None = None,
+    callback: Callable[[State], Any] | None = None,
     checkpoint: str | PathLike[str] | None = None,
     every: float = 60.0,
 ) -> tuple[Model, np.ndarray]:
@@ -76,8 +101,8 @@ def train(
       The trained model, and the loss of every step, NaN for those not taken.
 
     Raises:
-      ValueError: bad samples or settings, a loss that is not finite, or a checkpoint of another
-        training.
+      ValueError: bad samples or settings, a trace, a loss that is not finite, or a checkpoint of
+        another training.
 
     Cost: ``2 draws + 1`` forward and backward passes a sample and epoch.
 
@@ -92,6 +117,9 @@ def train(
     >>> bool(loss[-1] < loss[0])
     True
     """
+    check_key(key)
+    if validate.traced(model, x, y, key) or validate.staged():
+        raise ValueError("a training looks at its losses: call it outside of jit and vmap.")
     x, y = validate.check_samples(model, x, y, ball.box)
     size = min(validate.check_count("batch_size", batch_size), len(y))
     steps = validate.check_count("epochs", epochs) * (len(y) // size)
@@ -122,27 +150,6 @@ def train(
     return last.model, np.asarray(last.loss)
 
 
-class Given(NamedTuple):
-    """What does not change in a training."""
-
-    schedule: Schedule
-    x: Array
-    y: Array
-    key: Array
-    weight: Array
-
-
-class State(NamedTuple):
-    """A training under way; a pytree."""
-
-    model: Model
-    opt_state: PyTree
-    distribution: objective.State
-    step: Array
-    loss: Array
-    """``[steps]``, NaN where they are to come."""
-
-
 def _begin(recipe: Recipe, model: Model, given: Given, key: Array, radius: Array) -> State:
     plan, x, steps = recipe.plan, given.x, given.schedule.steps
     classes = jax.eval_shape(lambda model, x: model(x), model, x).shape[1]
@@ -163,10 +170,6 @@ def _turn(recipe: Recipe, given: Given, state: State) -> State:
     if not bool(jnp.all(jnp.isfinite(state.loss[first:last]))):
         raise ValueError(f"the loss is not finite before step {last}; lower the learning rate.")
     return state
-
-
-_CHUNK = 50
-"""Steps in one program at most."""
 
 
 def _gradient(model: Model, x: Array) -> Any:
