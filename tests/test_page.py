@@ -203,6 +203,16 @@ def test_curves_of_an_audit_differ_in_colour_and_marker(shown):
         assert len({line.get_marker() for line in lines}) == len(lines)
 
 
+def test_budgets_of_who_pays_differ_in_colour():
+    model = wdjax.Model(lambda w, x: x * w, jnp.array([1.0, -1.0]))
+    options = {"attacks": {"fgsm": attacks.fgsm()}, "certificates": {}, "loss_bounds": {}}
+    x, y, key = jnp.array([[0.5, 0.4]]), jnp.array([0]), jax.random.key(0)
+    many = audit.sandwich(model, x, y, radii=np.linspace(0, 0.1, 10), key=key, **options)
+    (axis,) = plots.allocation(many).axes
+    colours = [line.get_color() for line in axis.get_lines()]
+    assert len(colours) == len(set(colours)) == len(plots.PALETTE)
+
+
 def test_an_audit_without_attacks_or_flips_is_drawn():
     model = wdjax.Model(lambda w, x: x.reshape(len(x), -1) @ w, jnp.zeros((4, 2)).at[:, 0].set(9.0))
     x, y = jnp.full((1, 2, 2, 1), 0.5), jnp.array([0])

@@ -176,12 +176,17 @@ def distances(found: Sandwich) -> "Figure":
 
 @_styled
 def allocation(found: Sandwich) -> "Figure":
-    """Who spends the budget in Omega_1: the mass that each eps moves, cheapest samples first."""
+    """Who spends the budget in Omega_1: the mass that each eps moves, cheapest samples first.
+
+    At most as many eps are drawn as there are colours, spread over those of the sandwich.
+    """
     figure, (axis,) = _panels(1)
     distance = found.nearest()[0]
     order = np.argsort(distance, kind="stable")
     rank = np.arange(len(order))
     budgets = found.radii[found.radii > 0]
+    if len(budgets) > len(PALETTE):
+        budgets = budgets[np.linspace(0, len(budgets) - 1, len(PALETTE)).round().astype(int)]
     weights = np.asarray(transport.allocate(distance, budgets, 1))
     looks = styles(f"{eps:g}" for eps in budgets)
     every = max(len(order) // 12, 1)
