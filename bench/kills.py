@@ -1,12 +1,15 @@
 """Kills a process that saves without pause, at random moments, and looks at what it left.
 
-    python bench/kills.py [MOMENTS]
+    python bench/kills.py [MOMENTS] [AUDITS]
 
 The process converts a checkpoint to a safetensors file and to an Orbax folder, and trains with a
 checkpoint, over and over, each in place of the last. After every SIGKILL all three must be whole if
-they were saved once, and the training no older than what had been reported.
+they were saved once, and the training no older than what had been reported. Then the audit is made
+anew in the folder of an old one, and killed, every other time while it writes: every file must be
+whole.
 """
 
+import json
 import os
 import random
 import signal
@@ -95,6 +98,45 @@ def check(folder, said, expected):
     return int(state.epoch)
 
 
+AUDIT = [sys.executable, "-m", "wdjax", "audit", "--quiet", "--samples", "20", "--out"]
+ENDS = {".png": b"IEND\xaeB`\x82", ".html": b"</html>", ".json": b"}"}
+
+
+def kill_audit(folder, wait, writes):
+    """Kills an audit after a while: since its start, or since it replaced its first file."""
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    child = subprocess.Popen([*AUDIT, folder], stdout=subprocess.DEVNULL)
+    while writes and child.poll() is None:
+        if any(path.stat().st_mtime_ns != when for path, when in before.items()):
+            break
+        time.sleep(0.001)
+    time.sleep(wait)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    replaced = sum(path.stat().st_mtime_ns != when for path, when in before.items())
+    for path in before:
+        if not path.read_bytes().rstrip().endswith(ENDS[path.suffix]):
+            raise AssertionError(f"{path} is not whole")
+    json.loads((folder / "report.json").read_text())
+    for path in set(folder.iterdir()) - set(before):
+        if not path.name.startswith("."):
+            raise AssertionError(f"{path} is no file of an audit")
+        path.unlink()
+    return replaced
+
+
+def audits(moments):
+    dice = random.Random(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder, began = Path(name), time.monotonic()
+        subprocess.run([*AUDIT, folder], check=True, stdout=subprocess.DEVNULL)
+        spent = time.monotonic() - began
+        for moment in range(moments):
+            writes = moment % 2 == 0
+            replaced = kill_audit(folder, dice.uniform(0, 0.02 if writes else spent), writes)
+            say(f"audit {moment + 1}: whole; {replaced} of {len(list(folder.iterdir()))} replaced")
+
+
 def main(moments):
     expected, dice = source().model, random.Random(0)
     with tempfile.TemporaryDirectory() as name:
@@ -107,4 +149,6 @@ def main(moments):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 50)
+    counts = [int(argument) for argument in sys.argv[1:3]]
+    main(*counts[:1] or [50])
+    audits(*counts[1:] or [10])
