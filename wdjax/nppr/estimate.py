@@ -122,13 +122,17 @@ def correct_inputs(
 ) -> tuple[Array, Array, npt.NDArray[np.bool_]]:
     """Checks samples, and says which are classified correctly; there must be some."""
     x, y = validate.check_samples(model, x, y, perturbation.ball.box)
-    logits = counting.outputs(model, x)
-    if not bool(jnp.all(jnp.isfinite(logits))):
+    right, finite = map(np.asarray, _judged(counting.outputs(model, x), y))
+    if not finite:
         raise ValueError("the model's logits are not finite for a sample as it is.")
-    right = np.asarray(losses.decision_margin(logits, y) <= 0)
     if not right.any():
         raise ValueError("no sample is classified correctly: nothing is left to be robust.")
     return x, y, right
+
+
+@jax.jit
+def _judged(logits: Array, y: Array) -> tuple[Array, Array]:
+    return losses.decision_margin(logits, y) <= 0, jnp.all(jnp.isfinite(logits))
 
 
 def spread(values: Counts, rows: npt.NDArray[np.int64], n: int) -> Counts:

@@ -156,11 +156,12 @@ def decided(
     >>> sure.tolist(), weak.tolist()
     ([[True, False, False]], [[False, True, False]])
     """
-    won, risk = np.asarray(survived), np.asarray(rho, float)[:, None]
-    enough = -np.log(alpha)
+    # Counts take few values, and the integrals behind the evidence are what a decision costs.
+    won, which = np.unique(survived, return_inverse=True)
+    risk, enough = np.asarray(rho, float)[:, None], -np.log(alpha)
     robust = binomial.evidence(1 - risk, won, draws) >= enough
     fragile = binomial.evidence(risk, draws - won, draws) >= enough
-    return robust & ~fragile, fragile & ~robust
+    return (robust & ~fragile)[:, which], (fragile & ~robust)[:, which]
 
 
 def prbench(
