@@ -119,11 +119,10 @@ def wda_star(
     order = validate.check_order(order)
     rivals, always, more = _schedule(ball, validate.check_count("passes", passes))
     found, number = _open(ask, rivals), len(rivals) + 1
-    for kind in always:
-        everyone = np.ones(len(found.cost), bool)
-        found = driver.best(found, _follow(ask, number, kind, found, everyone))
-        number += 1
     hope = np.full(len(found.cost), _HOPE)
+    for kind in always:
+        found = driver.best(found, _follow(ask, number, kind, found, np.ones(len(hope), bool)))
+        number += 1
     yields = dict.fromkeys(more, np.inf)
     while True:
         worth = _worth(found, hope, eps, order)
@@ -158,10 +157,12 @@ def _schedule(ball: Lp, passes: int) -> tuple[list[Kind], list[Kind], list[Kind]
     """By the budget: kinds of which the best opens, those that follow it, and all later ones."""
     if passes < _LEAST:
         raise ValueError(f"wda_star needs at least {_LEAST} passes an image, got {passes}.")
-    first = min(25, (passes - 3) // 2) if passes < _PILOTS else 25
+    first = min(25, (passes - 3) // 2 if passes < _PILOTS else passes // 3 - 4)
     later = 20 if passes < _MANY[0] else 30 if passes < _MANY[2] else 40
     free = Kind(Walk(ball, steps=first, far=True, haste=1.0), "sample")
-    near = Kind(Walk(ball, steps=first, targets=1), "sample")
+    # From the sample, the linearised margin is the better guide where its ball has corners.
+    haste = 1.0 if ball.norm == 2 else 0.0
+    near = Kind(Walk(ball, steps=first, targets=1, haste=haste), "sample")
     held = Walk(ball, far=True, haste=0.5, step_size=1.1, shrink=0.25, width=1.3)
     bold = Walk(ball, far=True, haste=1.0, step_size=2.0, shrink=0.35, width=2.3)
     more = [Kind(replace(walk, steps=later), "around") for walk in (held, bold)]
@@ -183,9 +184,8 @@ def _schedule(ball: Lp, passes: int) -> tuple[list[Kind], list[Kind], list[Kind]
 def _open(ask: Question, firsts: list[Kind]) -> Found:
     """Every first walk for one sample in some, the best of them for the others."""
     n = len(ask.y)
-    everyone = np.ones(n, bool)
     if len(firsts) == 1 or n < _SOME * _SOME:
-        return _follow(ask, 0, firsts[0], None, everyone)
+        return _follow(ask, 0, firsts[0], None, np.ones(n, bool))
     pilot = np.arange(n) % _SOME == 0
     tried: list[Found] = []
     for number, kind in enumerate(firsts):
