@@ -174,7 +174,7 @@ def bars(shared, given):
         model, x, y = load(shared, net, n)
         for order, bar in zip((1, 2), wanted):
             found = ensembles.wda_star(
-                model, x, y, key=key, ball=Lp(norm), eps=eps, order=order, passes=2 * backward + 4
+                model, x, y, key=key, ball=Lp(norm), eps=eps, order=order, passes=2 * backward
             )
             value = float(wdjax.spend(found, eps=eps, order=order).accuracy)
             spent = float(found.gradients.mean())

@@ -192,9 +192,8 @@ def _open(ask: Question, firsts: list[Kind]) -> Found:
         tried.append(_follow(ask, number, kind, tried[0] if tried else None, pilot))
     found = driver.best(*tried)
     lengths = np.array([_distance(one)[pilot] for one in tried])
-    known = np.isfinite(_distance(found)[pilot]) & (_distance(found)[pilot] > 0)
-    ratio = lengths[:, known] / _distance(found)[pilot][known]
-    kind = firsts[int(np.argmin(np.minimum(ratio, 2).sum(axis=1)))]
+    farthest = lengths.max(initial=0.0, where=np.isfinite(lengths))
+    kind = firsts[int(np.argmin(np.minimum(lengths, 2 * farthest).sum(axis=1)))]
     return driver.best(found, _follow(ask, len(firsts), kind, found, ~pilot))
 
 
