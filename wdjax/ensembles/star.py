@@ -20,7 +20,7 @@ _LEAST = 21
 """Passes of the shortest walk."""
 _PILOTS = 70
 """Passes from which on first walks can be compared."""
-_MANY = (150, 300, 800)
+_MANY = (150, 300, 1500)
 """Passes from which on more kinds of later walks are tried, all of them, and longer ones."""
 _SOME = 6
 """One sample in so many is a pilot; with fewer than ``_SOME`` of them there are none."""
