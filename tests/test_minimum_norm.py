@@ -483,3 +483,23 @@ def test_norms_that_an_attack_does_not_know_are_refused():
     samples = Samples(jnp.zeros((1, 2)), jnp.zeros(1, int), None, jnp.zeros((1, 2)))
     with pytest.raises(ValueError, match="radius"):
         samples.radius  # noqa: B018
+
+
+@pytest.mark.parametrize("norm", [1, 2, np.inf])
+def test_a_far_walk_begins_at_the_scale_it_is_given(norm):
+    """The start is anywhere; an eps leads the first step into ``width * eps``, 0 nowhere."""
+    model, x, y = curved(n=6)
+    walk = attacks.Walk(Lp(norm), steps=1, far=True, width=1.5)
+    victim = Victim(model, wdjax.losses.margin)
+    keys = jax.random.split(jax.random.key(0), 6)
+    distances = {}
+    for eps in (None, 0.0, 0.01):
+        radii = None if eps is None else jnp.full(6, eps)
+        samples = Samples(x, y, radii, model(x))
+        begun = walk.init(victim, samples, None, keys)
+        moved, _ = walk.stages[0].step(victim, samples, begun)
+        distances[eps] = np.asarray(walk.ball.cost(x, moved.x))
+    assert (distances[0.01] <= 0.015 * (1 + 1e-5)).all()
+    assert distances[0.01].max() > 0.01
+    assert distances[None].min() > 0.015
+    np.testing.assert_array_equal(distances[None], distances[0.0])

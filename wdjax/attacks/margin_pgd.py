@@ -76,7 +76,7 @@ class MarginPGD:
     ) -> State:
         x = samples.x if start is None else self.ball.clip(start)
         if self.far:
-            x = nearest.far_start(self.ball, x, samples._replace(eps=None), keys, 1.0)
+            x = nearest.far_start(self.ball, x, keys)
         elif start is not None:
             x = self.ball.project(x, samples.x, samples.radius)
         unknown = jnp.full(len(x), -jnp.inf, x.dtype)

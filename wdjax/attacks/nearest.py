@@ -86,23 +86,15 @@ def cosine(start: Array | float, end: Array | float, step: Array, steps: int) ->
     return end + (start - end) * (1 + jnp.cos(math.pi * step / steps)) / 2
 
 
-def far_start(
-    ball: Lp, center: Array, samples: Samples, keys: Array | None, width: Array | float
-) -> Array:
-    """Random points of the box: from the ball of radius ``width * eps``, or from anywhere.
+def far_start(ball: Lp, center: Array, keys: Array | None) -> Array:
+    """Random points of the box.
 
-    Without an ``eps`` a coordinate moves by up to the box's width, by up to 1 where there is no
-    box.
+    A coordinate moves by up to the box's width, by up to 1 where there is no box, and is clipped.
     """
     assert keys is not None
-    shape, dtype = center.shape[1:], center.dtype
-    if samples.eps is not None:
-        noise = jax.vmap(lambda key: ball.noise(key, shape, dtype))(keys)
-        radius = width * jax.lax.stop_gradient(samples.eps)
-        return ball.clip(center + norms.spread(radius, center) * noise)
     low, high = (0.0, 1.0) if ball.box is None else ball.box
     anywhere = Lp(math.inf, None)
-    noise = jax.vmap(lambda key: anywhere.noise(key, shape, dtype))(keys)
+    noise = jax.vmap(lambda key: anywhere.noise(key, center.shape[1:], center.dtype))(keys)
     return ball.clip(center + (high - low) * noise)
 
 

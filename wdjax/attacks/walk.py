@@ -53,8 +53,9 @@ class Walk:
     Args:
       ball: norm and box.
       steps: gradient steps of one walk; below 12 it gets nowhere.
-      far: start at a uniformly random point of the ball of radius ``width * eps``, or of the box if
-        there is no ``eps``. Makes a key necessary.
+      far: start at a uniformly random point of the box; where there is an ``eps`` above 0, the
+        first step leads into the ball of radius ``width * eps``, mostly to one of its corners.
+        Makes a key necessary.
       targets: walk to each of that many classes, nearest first (:func:`wdjax.attacks.rivals.rank`),
         instead of to the largest.
       within: look for a flip within ``eps`` only: a sample that has one is done, and farther ones
@@ -64,7 +65,8 @@ class Walk:
       haste: 0 lets the radius follow the linearised margin; 1 shrinks it by ``shrink`` after every
         flip, from the flip's distance, and grows it after every other step. Neither is better
         everywhere.
-      width: of the far start, in units of ``eps``.
+      width: radius after a far start, in units of ``eps``: a little more than the distance of a
+        known flip to find a nearer one.
 
     ``cost`` in the result is the distance, and ``success`` tells where it is one at all.
 
@@ -130,7 +132,7 @@ class Walk:
             ascent.need_logits("Walk with targets", samples.out)
         home = x if start is None else self.ball.clip(start)
         if self.far:
-            home = nearest.far_start(self.ball, home, samples, keys, self.width)
+            home = nearest.far_start(self.ball, home, keys)
         classes = jnp.repeat(y[:, None], self.targets, axis=1) if self.targets else None
         unknown = jnp.full(len(y), jnp.inf, x.dtype)
         none = jnp.zeros(len(y), jnp.int32)
@@ -173,11 +175,19 @@ class Walk:
         # come back from, the radius grows all the same.
         stuck = jnp.isfinite(state.reach) & ~best.known
         reach = jnp.where(stuck, jnp.maximum(reach, (1 + _LEAST * share) * state.reach), reach)
-        reach = jnp.minimum(reach, best.cost)
+        reach = jnp.minimum(jnp.minimum(reach, best.cost), self._first(samples, state))
         step = norms.spread(size * reach, x) * nearest.direction(seen.gradient, norm)
         moved = self.ball.project(x + step, samples.x, reach)
         best = self._settled(state, best)
         return state._replace(x=moved, reach=reach, taken=state.taken + 1, best=best), info
+
+    def _first(self, samples: Samples, state: State) -> Array:
+        """The largest radius after a far start, ``[n]``; inf at all later steps."""
+        if not self.far or samples.eps is None:
+            return jnp.full_like(state.reach, jnp.inf)
+        scale = jax.lax.stop_gradient(samples.eps)
+        binding = (state.taken == 0) & (scale > 0)
+        return jnp.where(binding, self.width * scale, jnp.inf)
 
     def _follow(
         self, reach: Array, distance: Array, gap: Array, fallen: Array, share: Array

@@ -1,21 +1,27 @@
 """A cheap cascade for a fixed budget: what breaks most at least cost goes first."""
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from os import PathLike
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from wdjax import driver, validate
+from wdjax import driver, norms, validate
 from wdjax.attacks.margin_pgd import MarginPGD
 from wdjax.attacks.walk import Walk
 from wdjax.balls import Lp
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
-from wdjax.ensembles.question import question
+from wdjax.ensembles.question import Question, question
 
 _RESTARTS = 30
 _CHEAP = 2.0
 """Passes an image that another restart may take though the last one broke nothing."""
+_PATIENCE = 12
+"""Walks in a row that may break nothing: twice all kinds of them."""
 
 
 class Leg(NamedTuple):
@@ -55,10 +61,11 @@ def fast(
 
     Survivors only, and a sample leaves at its first flip: 8 steps of margin-PGD with a cosine from
     the sample; 8 from a random point of the box, and again as long as that still breaks something
-    or next to nothing is left to pay for; a walk of 60 small steps from a random point of the
-    ball, which holds on to the boundary where an ascent slides off; and walks of 20 to the three
-    nearest classes. A flip of a
-    walk that is farther than ``eps`` does not count.
+    or next to nothing is left to pay for. Then walks for the nearest flips, which hold on to the
+    boundary where an ascent slides off, and whose distances tell who is about to fall: 25 steps
+    from a random corner for everyone, again for the half with the nearest flips, a quarter and so
+    on, 20 steps to each of three classes for the nearest quarter, and all over again until the
+    passes are spent, or two times nothing has broken. A flip farther than ``eps`` does not count.
 
     Args:
       model: as for :func:`wdjax.search`.
@@ -115,12 +122,56 @@ def fast(
         broke = go_on("8 steps, random start", MarginPGD(ball, far=True), 9)
         if not broke and 8 * np.mean(found.correct & ~found.success) > _CHEAP:
             break
-    walk = Walk(
-        ball, steps=60, far=True, within=True, step_size=0.3, shrink=0.15, haste=1.0, width=1.0
-    )
-    go_on("walk", walk, 61)
-    go_on("walks to three classes", Walk(ball, steps=20, targets=3, within=True), 69)
+    return _hunt(ask, ball, found, radii, legs, passes)
+
+
+def _hunt(
+    ask: Question, ball: Lp, found: Found, radii: Array, legs: list[Leg], passes: int
+) -> Account:
+    """Walks for what stands, ever fewer of the nearest, while there are passes and hope."""
+    distance, idle = np.full(len(ask.y), np.inf), 0
+    for walk, share in itertools.chain(_rounds(ball), itertools.cycle(_rounds(ball)[1:])):
+        left = np.asarray(found.correct & ~found.success)
+        order = np.lexsort((-np.asarray(found.margin), distance, ~left))
+        only = np.zeros(len(left), bool)
+        only[order[: int(np.ceil(share * left.sum()))]] = True
+        cost = max(1, walk.targets) * (walk.steps + 1) + (6 if walk.targets else 0)
+        spent = max(legs[-1].forwards, legs[-1].gradients)
+        affordable = spent + cost * only.mean() + 2 <= passes
+        if not left.any() or not affordable or idle >= _PATIENCE:
+            break
+        scale = np.where(np.isfinite(distance), distance, radii)
+        seen = ask.search(len(legs), walk, eps=scale, only=only)
+        known = np.where(seen.success, np.asarray(seen.cost, float), np.inf)
+        distance = np.where(only, np.minimum(distance, known), distance)
+        found = _within(found, seen, seen.success & (seen.cost <= radii) & left)
+        legs.append(_leg(f"walk, the nearest {share:.3g}", found))
+        idle = 0 if legs[-1].accuracy < legs[-2].accuracy else idle + 1
     return Account(found, tuple(legs))
+
+
+def _rounds(ball: Lp) -> list[tuple[Walk, float]]:
+    """Walks, and the share of what stands that takes them."""
+    held = Walk(ball, steps=25, far=True, haste=0.5, step_size=1.1, shrink=0.25, width=1.3)
+    aimed = Walk(ball, steps=20, targets=3)
+    return [*((held, 0.5**number) for number in range(6)), (aimed, 0.25)]
+
+
+def _within(found: Found, seen: Found, hits: Array) -> Found:
+    """What was found, with the flips ``hits`` of a search for the nearest; passes add up."""
+
+    def choose(old: Array, new: Array) -> Array:
+        return jnp.where(norms.spread(hits, old), new, old)
+
+    fault = found.fault | seen.fault
+    return replace(
+        jax.tree.map(choose, found, seen),
+        done=(found.done | hits) & ~fault,
+        fault=fault,
+        zeros=found.zeros + seen.zeros,
+        gradients=found.gradients + seen.gradients,
+        forwards=found.forwards + seen.forwards,
+    )
 
 
 def _leg(name: str, found: Found) -> Leg:

@@ -1,6 +1,7 @@
 """The strongest minimum-norm search: walks from many starts, spent where they count."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -17,9 +18,11 @@ _HOPE = 0.2
 """Relative gain expected of the first walk that follows the opening."""
 _LEAST = 21
 """Passes of the shortest walk."""
-_PILOTS = (70, 90)
-"""Passes from which on two walks can be compared, and three."""
-_SOME = 5
+_PILOTS = 70
+"""Passes from which on first walks can be compared."""
+_MANY = (150, 300, 1500)
+"""Passes from which on more kinds of later walks are tried, all of them, and longer ones."""
+_SOME = 6
 """One sample in so many is a pilot; with fewer than ``_SOME`` of them there are none."""
 _TRIAL = 0.25
 """Of the keen samples, those that try a kind of walk for the first time."""
@@ -115,12 +118,11 @@ def wda_star(
     eps = None if eps is None else float(validate.check_number("eps", eps))
     order = validate.check_order(order)
     rivals, always, more = _schedule(ball, validate.check_count("passes", passes))
-    found, number = _open(ask, rivals, eps, order), len(rivals) + 1
-    for kind in always:
-        everyone = np.ones(len(found.cost), bool)
-        found = driver.best(found, _follow(ask, number, kind, found, everyone))
-        number += 1
+    found, number = _open(ask, rivals), len(rivals) + 1
     hope = np.full(len(found.cost), _HOPE)
+    for kind in always:
+        found = driver.best(found, _follow(ask, number, kind, found, np.ones(len(hope), bool)))
+        number += 1
     yields = dict.fromkeys(more, np.inf)
     while True:
         worth = _worth(found, hope, eps, order)
@@ -155,43 +157,59 @@ def _schedule(ball: Lp, passes: int) -> tuple[list[Kind], list[Kind], list[Kind]
     """By the budget: kinds of which the best opens, those that follow it, and all later ones."""
     if passes < _LEAST:
         raise ValueError(f"wda_star needs at least {_LEAST} passes an image, got {passes}.")
-    short, long = (25, 36) if passes < 300 else (30, 40) if passes < 800 else (40, 60)
-    if passes < _PILOTS[0]:
-        short = min(short, (passes - 3) // 2)
-    hasty = Kind(Walk(ball, steps=short, far=True, haste=1.0), "sample")
-    patient = Kind(Walk(ball, steps=long, far=True), "sample")
-    near = Kind(Walk(ball, steps=short, targets=1), "sample")
-    around = Kind(Walk(ball, steps=long, far=True, targets=2, width=1.5), "around")
-    polish = Kind(Walk(ball, steps=long, step_size=0.2), "best")
-    more = [hasty, patient, around, polish]
-    if passes < _PILOTS[1]:
-        return [hasty, near][: 1 + (passes >= _PILOTS[0])], [], more
+    first = min(25, (passes - 3) // 2 if passes < _PILOTS else passes // 3 - 4)
+    later = 20 if passes < _MANY[0] else 30 if passes < _MANY[2] else 40
+    free = Kind(Walk(ball, steps=first, far=True, haste=1.0), "sample")
+    # From the sample, the linearised margin is the better guide where its ball has corners.
+    haste = 1.0 if ball.norm == 2 else 0.0
+    near = Kind(Walk(ball, steps=first, targets=1, haste=haste), "sample")
+    held = Walk(ball, far=True, haste=0.5, step_size=1.1, shrink=0.25, width=1.3)
+    bold = Walk(ball, far=True, haste=1.0, step_size=2.0, shrink=0.35, width=2.3)
+    more = [Kind(replace(walk, steps=later), "around") for walk in (held, bold)]
+    polish = Kind(Walk(ball, steps=later, step_size=0.2), "best")
+    if passes < _PILOTS:
+        return [free], [], more
+    if passes < _MANY[0]:
+        more = more[:1]
+    elif passes >= _MANY[1]:
+        aimed = Walk(ball, steps=later, far=True, targets=2, width=1.5)
+        patient = Walk(ball, steps=2 * later, far=True)
+        more += [Kind(aimed, "around"), Kind(patient, "sample"), polish]
     if ball.norm == 1 and passes >= 2 * _SPARSE:
         # Walks from anywhere end dense; the proximal map finds the few pixels that matter.
         return [Kind(PDPGD(ball, steps=min(_SPARSE, passes // 4)), "sample")], [polish], more
-    return [hasty, patient, near], [], more
+    return [free, Kind(replace(held, steps=first), "around"), near], [], more
 
 
-def _open(ask: Question, firsts: list[Kind], eps: float | None, order: float) -> Found:
+def _open(ask: Question, firsts: list[Kind]) -> Found:
     """Every first walk for one sample in some, the best of them for the others."""
     n = len(ask.y)
     if len(firsts) == 1 or n < _SOME * _SOME:
-        return ask.search(0, firsts[0].attack)
+        return _follow(ask, 0, firsts[0], None, np.ones(n, bool))
     pilot = np.arange(n) % _SOME == 0
-    tried = [ask.search(i, kind.attack, only=pilot) for i, kind in enumerate(firsts)]
+    tried: list[Found] = []
+    for number, kind in enumerate(firsts):
+        tried.append(_follow(ask, number, kind, tried[0] if tried else None, pilot))
     found = driver.best(*tried)
-    power = 1.0 if eps is None or not np.isfinite(order) else order
-    lengths = np.array([_distance(one)[pilot] ** power for one in tried])
+    lengths = np.array([_distance(one)[pilot] for one in tried])
     farthest = lengths.max(initial=0.0, where=np.isfinite(lengths))
     kind = firsts[int(np.argmin(np.minimum(lengths, 2 * farthest).sum(axis=1)))]
-    return driver.best(found, ask.search(len(firsts), kind.attack, only=~pilot))
+    return driver.best(found, _follow(ask, len(firsts), kind, found, ~pilot))
 
 
-def _follow(ask: Question, number: int, kind: Kind, found: Found, only: np.ndarray) -> Found:
+def _follow(ask: Question, number: int, kind: Kind, found: Found | None, only: np.ndarray) -> Found:
     """One more walk of the chosen samples."""
-    eps = found.cost if kind.start == "around" else None
-    start = found.x_adv if kind.start == "best" else None
-    return ask.search(number, kind.attack, eps=eps, start=start, only=only)
+    scale = _scale(found) if found is not None and kind.start == "around" else None
+    start = found.x_adv if found is not None and kind.start == "best" else None
+    return ask.search(number, kind.attack, eps=scale, start=start, only=only)
+
+
+def _scale(found: Found) -> np.ndarray:
+    """Distances to start walks around, ``[n]``: typical ones where no flip is known, 0 for none."""
+    distance = _distance(found)
+    known = distance[np.isfinite(distance) & (distance > 0)]
+    typical = float(np.median(known)) if len(known) else 0.0
+    return np.where(np.isfinite(distance), distance, typical).astype(found.cost.dtype)
 
 
 def _distance(found: Found) -> np.ndarray:
