@@ -42,7 +42,8 @@ class Window(NamedTuple):
     """``[G, R, h / s, w / t, s t c]`` from ``stride p + offset`` on, in a map ``[1, height, width,
     c]``; what a strided convolution makes stays in blocks ``[s, t]`` of the map.
 
-    Only ``extent`` entries, behind ``skip`` of them, may differ from 0.
+    Only ``extent`` entries, behind ``skip`` of them, may differ from 0 within the map. Of stride 0
+    it is the same for all rows.
     """
 
     a: Array
@@ -58,6 +59,10 @@ class Window(NamedTuple):
     @property
     def size(self) -> Pair:
         return self.a.shape[2] * self.block[0], self.a.shape[3] * self.block[1]
+
+    @property
+    def fixed(self) -> bool:
+        return self.stride == (0, 0)
 
 
 Coefficients: TypeAlias = Whole | Window
@@ -95,16 +100,16 @@ def flat(coefficients: Coefficients) -> Array:
 
 
 def _starts(rows: Rows, window: Window) -> tuple[Array, Array]:
-    assert rows.position is not None
-    first, second = (s * p + o for s, p, o in zip(window.stride, rows.position, window.offset))
+    positions = rows.position
+    if positions is None or window.fixed:
+        positions = (jnp.zeros_like(rows.sample),) * 2
+    first, second = (s * p + o for s, p, o in zip(window.stride, positions, window.offset))
     return first, second
 
 
 def spread(window: Window) -> Window:
     """In blocks of one entry, and no larger than it has to be."""
     (s, t), (height, width), channels = window.block, window.size, window.shape[-1]
-    if (s, t) == (1, 1):
-        return window
     a = window.a.reshape(-1, height // s, width // t, s, t, channels).transpose(0, 1, 3, 2, 4, 5)
     a = a.reshape(*window.a.shape[:2], height, width, channels)
     (top, left), (high, broad) = window.skip, window.extent
@@ -118,6 +123,8 @@ def cleaned(window: Window, rows: Rows) -> Window:
     if window.clean:
         return window
     window, masks = spread(window), []
+    if window.fixed:
+        return window._replace(clean=True)
     for start, size, limit in zip(_starts(rows, window), window.size, window.shape[1:3]):
         places = start[:, None] + jnp.arange(size)
         masks.append((places >= 0) & (places < limit))
@@ -129,11 +136,17 @@ def whole(coefficients: Coefficients, rows: Rows) -> Whole:
     """Windows in whole maps."""
     if isinstance(coefficients, Whole):
         return coefficients
-    a, (_, height, width, _) = spread(coefficients).a, coefficients.shape
+    window = spread(coefficients)
+    a, (_, height, width, _) = window.a, window.shape
+    if window.fixed:
+        spans = zip(window.offset, window.size, (height, width))
+        pads = [(o, m - o - n, 0) for o, n, m in spans]
+        a = lax.pad(a, jnp.zeros((), a.dtype), [(0, 0, 0)] * 2 + pads + [(0, 0, 0)])
+        return Whole(a[:, :, None])
     padded = jnp.pad(a, ((0, 0), (0, 0), (height, height), (width, width), (0, 0)))
     starts = [
         jnp.clip(n - s, 0, n + h)
-        for s, n, h in zip(_starts(rows, coefficients), (height, width), a.shape[2:4])
+        for s, n, h in zip(_starts(rows, window), (height, width), a.shape[2:4])
     ]
 
     def cut(row: Array, top: Array, left: Array) -> Array:
@@ -194,43 +207,40 @@ def plain(eqn: Any, exact: tuple[Any, ...]) -> Kernel | None:
     return Kernel(exact[1], (*strides,), ((*padding[0],), (*padding[1],)), shape)
 
 
-def through(coefficients: Coefficients, conv: Kernel, rows: Rows) -> Coefficients:
-    """Back through a convolution; in windows that stay smaller than the map."""
+def through(coefficients: Coefficients, conv: Kernel, rows: Rows) -> Window:
+    """Back through a convolution, in windows; of a whole map where they are no smaller."""
     if isinstance(coefficients, Window):
         window = spread(cleaned(coefficients, rows))
         sizes = zip(window.extent, conv.strides, conv.kernel.shape)
-        extent = tuple((n - 1) * s + k for n, s, k in sizes)
-        if extent[0] * extent[1] < conv.shape[1] * conv.shape[2]:
-            return _windowed(window, conv, (extent[0], extent[1]))
+        high, broad = ((n - 1) * s + k for n, s, k in sizes)
+        if window.fixed or high * broad < conv.shape[1] * conv.shape[2]:
+            return _windowed(window, conv)
         coefficients = whole(window, rows)
-    a, (s, t) = coefficients.a, conv.strides
-    kernel, skip = _blocks(conv)
-    out = _pulled(a.reshape(-1, *a.shape[3:]), kernel)
-    count, high, broad, channels = *out.shape[:3], conv.shape[-1]
-    out = out.reshape(count, high, broad, s, t, channels).transpose(0, 1, 3, 2, 4, 5)
-    out = out.reshape(count, high * s, broad * t, channels)
-    # The image is what lies behind the padding; strides may leave some of it unseen.
-    crops = [
-        (-low - over, n + low + over - m, 0)
-        for n, m, (low, _), over in zip(conv.shape[1:3], out.shape[1:3], conv.padding, skip)
-    ]
-    out = lax.pad(out, jnp.zeros((), out.dtype), [(0, 0, 0), *crops, (0, 0, 0)])
-    return Whole(out.reshape(*a.shape[:2], 1, *out.shape[1:]))
+    a = coefficients.a[:, :, 0]
+    extent = a.shape[2], a.shape[3]
+    return _windowed(Window(a, (0, 0), (0, 0), (1, *a.shape[2:]), extent=extent), conv)
 
 
-def _windowed(window: Window, conv: Kernel, extent: Pair) -> Window:
+def _windowed(window: Window, conv: Kernel) -> Window:
     a, (kernel, skip) = window.a, _blocks(conv)
     out = _pulled(a.reshape(-1, *a.shape[2:]), kernel)
-    stride = tuple(s * t for s, t in zip(window.stride, conv.strides))
-    ahead = [p[0] + over for p, over in zip(conv.padding, skip)]
-    offset = tuple(o * s - n for o, s, n in zip(window.offset, conv.strides, ahead))
+    spans, strides = [], []
+    for axis, (stride, (pad, _), over) in enumerate(zip(conv.strides, conv.padding, skip)):
+        start = window.offset[axis] * stride - pad
+        size = (window.extent[axis] - 1) * stride + conv.kernel.shape[axis]
+        strides.append(window.stride[axis] * stride)
+        first, last = start, start + size
+        if window.fixed:
+            first, last = max(first, 0), min(last, conv.shape[1 + axis])
+        spans.append((start - over, first - start + over, last - first))
+    offset, inner, extent = ((high, broad) for high, broad in zip(*spans))
     return Window(
         out.reshape(*a.shape[:2], *out.shape[1:]),
-        (stride[0], stride[1]),
-        (offset[0], offset[1]),
+        (strides[0], strides[1]),
+        offset,
         conv.shape,
         conv.strides,
-        skip,
+        inner,
         extent,
         clean=False,
     )

@@ -40,7 +40,8 @@ from wdjax.certify.transposition import transposed
 RULES = {**RELAXATIONS, "elementwise": activation.lines}
 
 _ROWS = 64
-"""Rows that go back at once: what fits a CPU's cache."""
+"""Rows that go back at once: what fits a CPU's cache, half of them where rows are wide."""
+_CACHED = 2**12
 _NUMBERS = 2**22
 """Numbers that the widest value of all these rows may have."""
 
@@ -68,12 +69,14 @@ class Pass:
 
 Bound = Callable[[Pass, Mapping[int, Coefficients], Rows], Array]
 """Lower bounds ``[G, R]`` of sums of linear functions of values, such as :func:`backward`."""
+Choice = Callable[[Pass, int], Bound | None]
+"""What bounds the entries of a value, if anything: functions of each entry and of its negative."""
 
 
 def bounds(
     net: Network,
     region: Region,
-    tighten: Sequence[Bound] = (),
+    tighten: Sequence[Choice] = (),
     known: Mapping[int, tuple[Array, Array]] | None = None,
 ) -> Pass:
     """Bounds of everything a program computes: intervals, then each of ``tighten`` in turn.
@@ -99,7 +102,7 @@ def bounds(
     return state
 
 
-def _relax(state: Pass, node: Node, tighten: Sequence[Bound]) -> None:
+def _relax(state: Pass, node: Node, tighten: Sequence[Choice]) -> None:
     """Lines of one equation, after its operands were bounded where it matters."""
     moves = [place in state.values or place in state.booleans for place in node.inputs]
     for place in state.known.keys() & set(node.inputs):
@@ -108,14 +111,16 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Bound]) -> None:
             lower=jnp.maximum(value.lower, lower), upper=jnp.minimum(value.upper, upper)
         )
     lines = _lines(state, node, moves) if node.name in RULES else None
-    for bound in tighten if lines is not None else ():
+    for choice in tighten if lines is not None else ():
         assert lines is not None
         for view in lines.views[:1] if len({v.operand for v in lines.views}) == 1 else lines.views:
             place = node.inputs[view.operand]
             value = state.values[place]
             needed = value.upper > value.lower if lines.open is None else lines.open
             if value.mixes > 1 or (value.mixes and state.region.norm != math.inf):
-                refine(state, place, needed, bound)
+                bound = choice(state, place)
+                if bound is not None:
+                    refine(state, place, needed, bound)
         lines = _lines(state, node, moves)
     outs = _intervals(state, node)
     if lines is not None and lines.ends is not None:
@@ -250,7 +255,8 @@ def _entries(state: Pass, place: int, numbers: Sequence[Array], bound: Bound) ->
 def chunk(state: Pass, group: int) -> int:
     """Rows of ``group`` functions to go back at once, by the widest value and the memory."""
     most = max(math.prod(v.lower.shape[1:]) for v in state.values.values())
-    rows = _ROWS if jax.default_backend() == "cpu" else 16 * _ROWS
+    rows = _ROWS if group * most <= _CACHED else _ROWS // 2
+    rows = rows if jax.default_backend() == "cpu" else 16 * _ROWS
     return max(min(rows, 16 * _NUMBERS // (group * most)), 1)
 
 

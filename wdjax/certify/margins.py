@@ -82,11 +82,16 @@ def wide(region: Region) -> Region:
     )
 
 
-_INSIDE: dict[Method, Sequence[crown.Bound]] = {
+def _always(bound: crown.Bound) -> crown.Choice:
+    return lambda state, place: bound
+
+
+_CROWN = (_always(crown.backward),)
+_INSIDE: dict[Method, Sequence[crown.Choice]] = {
     "interval": (),
-    "crown": (crown.backward,),
-    "auto": (crown.backward,),
-    "alpha": (crown.backward, functools.partial(slopes.optimised, steps=5)),
+    "crown": _CROWN,
+    "auto": _CROWN,
+    "alpha": (*_CROWN, _always(functools.partial(slopes.optimised, steps=5))),
 }
 """What bounds the neurons that are open, in turn."""
 _BOUNDS: dict[Method, Sequence[crown.Bound]] = {

@@ -1,0 +1,84 @@
+"""Bounds in windows against those of the same programs written as matrices."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from wdjax import Model, certify
+
+# Of each linear map: kernel, stride, padding; the skip is the fourth.
+SETTINGS = {
+    "halved": (13, [(3, 2, 1), (3, 1, 1), (3, 1, 1), (1, 1, 0), (4, 2, 1)], (2, 2, 3, 3, 3)),
+    "uneven": (14, [(5, 3, 2), (3, 1, 1), (3, 2, 1), (1, 2, 0), (3, 1, 2)], (2, 3, 2, 2, 2)),
+}
+
+
+def convolved(x, kernel, stride, padding):
+    return lax.conv_general_dilated(
+        x, kernel, (stride,) * 2, ((padding,) * 2,) * 2, dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+def through(maps, p, x):
+    """A residual block between two convolutions, and two dense layers."""
+    first, second, third, skip, last = maps
+    x = jax.nn.relu(first(p[0], x))
+    x = jax.nn.relu(third(p[2], jax.nn.relu(second(p[1], x))) + skip(p[3], x))
+    x = jax.nn.relu(last(p[4], x)).reshape(len(x), -1)
+    return jax.nn.relu(x @ p[5] + 0.1) @ p[6]
+
+
+def images(settings, p, x):
+    maps = [functools.partial(_image, stride=s, padding=n) for _, s, n in settings]
+    return through(maps, p, x)
+
+
+def _image(p, x, stride, padding):
+    return convolved(x, p[0], stride, padding) + p[1]
+
+
+def matrices(p, x):
+    return through([lambda own, x: x @ own[0] + own[1]] * 5, p, x.reshape(len(x), -1))
+
+
+def programs(name):
+    """The same function twice: of images, and of flat vectors."""
+    side, settings, widths = SETTINGS[name]
+    rng = np.random.default_rng(len(name))
+    inputs = [(side, side, 1)]
+    kernels, flat = [], []
+    for place, ((size, stride, padding), width) in enumerate(zip(settings, widths)):
+        shape = inputs[(0, 1, 2, 1, 3)[place]]
+        kernel = rng.normal(size=(size, size, shape[-1], width)) / size
+        bias = 0.3 * rng.normal(size=width)
+        basis = jnp.eye(math.prod(shape)).reshape(-1, *shape)
+        out = convolved(basis, jnp.asarray(kernel, jnp.float32), stride, padding)
+        inputs.append(out.shape[1:])
+        kernels.append((kernel, bias))
+        flat.append((out.reshape(len(basis), -1), np.tile(bias, math.prod(out.shape[1:3]))))
+    units = math.prod(inputs[-1])
+    dense = [rng.normal(size=(units, 6)) / 2, rng.normal(size=(6, 3))]
+    to = functools.partial(jax.tree.map, functools.partial(jnp.asarray, dtype=jnp.float32))
+    one = Model(functools.partial(images, tuple(settings)), to([*kernels, *dense]))
+    two = Model(matrices, to([*flat, *dense]))
+    x = jnp.asarray(rng.uniform(size=(4, side, side, 1)), jnp.float32)
+    return one, two, x
+
+
+@pytest.mark.parametrize(("name", "norm", "eps"), [("uneven", math.inf, 0.02), ("halved", 2, 0.2)])
+def test_windows_are_what_matrices_are(name, norm, eps):
+    one, two, x = programs(name)
+    assert np.allclose(one(x), two(x), atol=1e-4)
+    y = jnp.argmax(one(x), axis=-1)
+    low, same = (
+        np.asarray(certify.margin_bounds(model, x, y, norm=norm, eps=eps)) for model in (one, two)
+    )
+    assert np.isfinite(low).sum() == 8
+    # Longer sums are charged with more rounding, so that matrices are a little looser.
+    assert np.all(low >= same - 2e-3)
+    assert np.all((low <= same + 0.03)[np.isfinite(low)])
