@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 from wdjax import Model, certify
+from wdjax.certify import coarse, crown, margins, region
 
 # Of each linear map: kernel, stride, padding; the skip is the fourth.
 SETTINGS = {
@@ -24,18 +25,29 @@ def convolved(x, kernel, stride, padding):
     )
 
 
-def through(maps, p, x):
-    """A residual block between two convolutions, and two dense layers."""
+def block(maps, p, x, curve):
+    """A residual block between two convolutions."""
     first, second, third, skip, last = maps
-    x = jax.nn.relu(first(p[0], x))
-    x = jax.nn.relu(third(p[2], jax.nn.relu(second(p[1], x))) + skip(p[3], x))
-    x = jax.nn.relu(last(p[4], x)).reshape(len(x), -1)
+    x = curve(first(p[0], x))
+    return last(p[4], curve(third(p[2], curve(second(p[1], x))) + skip(p[3], x)))
+
+
+def through(maps, p, x):
+    x = jax.nn.relu(block(maps, p, x, jax.nn.relu)).reshape(len(x), -1)
     return jax.nn.relu(x @ p[5] + 0.1) @ p[6]
 
 
 def images(settings, p, x):
-    maps = [functools.partial(_image, stride=s, padding=n) for _, s, n in settings]
-    return through(maps, p, x)
+    return through(_maps(settings), p, x)
+
+
+def operands(settings, curve, p, x):
+    """What enters the last rectifier of :func:`images`."""
+    return curve(block(_maps(settings), p, x, curve)).reshape(len(x), -1)
+
+
+def _maps(settings):
+    return [functools.partial(_image, stride=s, padding=n) for _, s, n in settings]
 
 
 def _image(p, x, stride, padding):
@@ -82,3 +94,33 @@ def test_windows_are_what_matrices_are(name, norm, eps):
     # Longer sums are charged with more rounding, so that matrices are a little looser.
     assert np.all(low >= same - 2e-3)
     assert np.all((low <= same + 0.03)[np.isfinite(low)])
+
+
+@pytest.mark.parametrize("curve", [jax.nn.relu, jnp.tanh])
+def test_coarse_bounds_hold_at_random_points_and_decide(curve):
+    one, _, x = programs("uneven")
+    settings = tuple(SETTINGS["uneven"][1])
+    model = Model(functools.partial(operands, settings, curve), *one.args)
+    ball = region.ball(x, jnp.full(len(x), 0.02), math.inf, (0.0, 1.0))
+    ends = {}
+    for name, tighten in {"intervals": (), "coarse": (coarse.refine,)}.items():
+
+        @jax.jit
+        def bounds(model, tighten=tighten):
+            net = margins.network(model, ball)
+            state = crown.bounds(net, margins.wide(ball).prepared(), tighten)
+            (node,) = [n for n in net.graph.nodes if n.name in ("max", "tanh")][-1:]
+            (place,) = [i for i in node.inputs if i in state.values]
+            return state.values[place].lower[:, 0], state.values[place].upper[:, 0]
+
+        ends[name] = bounds(model)
+    lower, upper = ends["coarse"]
+    rng = np.random.default_rng(0)
+    steps = rng.choice([-1.0, 1.0], size=(200, *x.shape)) * rng.choice(
+        [0.3, 1.0], size=(200, 1, 1, 1, 1)
+    )
+    points = jnp.clip(x + 0.02 * steps.astype(np.float32), 0, 1).reshape(-1, *x.shape[1:])
+    values = block(_maps(settings), one.args[0], points, curve).reshape(200, *lower.shape)
+    assert jnp.all((values >= lower) & (values <= upper))
+    widths = [np.asarray(up - low) for low, up in ends.values()]
+    assert np.mean(widths[1]) < 0.8 * np.mean(widths[0]), "and they are tighter than intervals"

@@ -69,14 +69,14 @@ class Pass:
 
 Bound = Callable[[Pass, Mapping[int, Coefficients], Rows], Array]
 """Lower bounds ``[G, R]`` of sums of linear functions of values, such as :func:`backward`."""
-Choice = Callable[[Pass, int], Bound | None]
-"""What bounds the entries of a value, if anything: functions of each entry and of its negative."""
+Refinement = Callable[[Pass, int, Array], None]
+"""Bounds a value's entries where they are needed, ``[B, *shape]``, such as by :func:`refine`."""
 
 
 def bounds(
     net: Network,
     region: Region,
-    tighten: Sequence[Choice] = (),
+    tighten: Sequence[Refinement] = (),
     known: Mapping[int, tuple[Array, Array]] | None = None,
 ) -> Pass:
     """Bounds of everything a program computes: intervals, then each of ``tighten`` in turn.
@@ -102,7 +102,7 @@ def bounds(
     return state
 
 
-def _relax(state: Pass, node: Node, tighten: Sequence[Choice]) -> None:
+def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
     """Lines of one equation, after its operands were bounded where it matters."""
     moves = [place in state.values or place in state.booleans for place in node.inputs]
     for place in state.known.keys() & set(node.inputs):
@@ -111,16 +111,14 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Choice]) -> None:
             lower=jnp.maximum(value.lower, lower), upper=jnp.minimum(value.upper, upper)
         )
     lines = _lines(state, node, moves) if node.name in RULES else None
-    for choice in tighten if lines is not None else ():
+    for tighter in tighten if lines is not None else ():
         assert lines is not None
         for view in lines.views[:1] if len({v.operand for v in lines.views}) == 1 else lines.views:
             place = node.inputs[view.operand]
             value = state.values[place]
             needed = value.upper > value.lower if lines.open is None else lines.open
             if value.mixes > 1 or (value.mixes and state.region.norm != math.inf):
-                bound = choice(state, place)
-                if bound is not None:
-                    refine(state, place, needed, bound)
+                tighter(state, place, needed)
         lines = _lines(state, node, moves)
     outs = _intervals(state, node)
     if lines is not None and lines.ends is not None:
@@ -206,11 +204,11 @@ def refine(state: Pass, place: int, needed: Array, bound: Bound) -> None:
     index = jnp.pad(index, (0, width), constant_values=entries)
     turns = -(-jnp.sum(needed) // width)
     # Not in the loop, where they would be computed anew for every coefficient.
-    numbers = _numbers(index, shape, samples)
+    own = numbers(index, shape, samples)
 
     def turn(i: Array, sides: tuple[Array, Array]) -> tuple[Array, Array]:
-        these, *own = (lax.dynamic_slice(t, (i * width,), (width,)) for t in (index, *numbers))
-        found = _entries(state, place, own, bound)
+        these, *places = (lax.dynamic_slice(t, (i * width,), (width,)) for t in (index, *own))
+        found = _entries(state, place, places, bound)
         low, high = (
             side.at[these].set(jnp.where(jnp.isfinite(new), new, blank), mode="drop")
             for side, new, blank in zip(sides, (found[0], -found[1]), (-jnp.inf, jnp.inf))
@@ -226,7 +224,7 @@ def refine(state: Pass, place: int, needed: Array, bound: Bound) -> None:
     state.values[place] = better
 
 
-def _numbers(index: Array, shape: tuple[int, ...], samples: int) -> tuple[Array, ...]:
+def numbers(index: Array, shape: tuple[int, ...], samples: int) -> tuple[Array, ...]:
     """Of entries of a batch: the sample, the entry, and in a map its row and column."""
     count = math.prod(shape)
     sample, entry = jnp.minimum(index // count, samples - 1), index % count
@@ -237,10 +235,10 @@ def _numbers(index: Array, shape: tuple[int, ...], samples: int) -> tuple[Array,
     return sample, entry % channels, spot // width, spot % width
 
 
-def _entries(state: Pass, place: int, numbers: Sequence[Array], bound: Bound) -> Array:
+def _entries(state: Pass, place: int, places: Sequence[Array], bound: Bound) -> Array:
     """Lower bounds of entries of a value and of their negatives, ``[2, R]``."""
     shape = state.values[place].lower.shape[1:]
-    sample, entry, *position = numbers
+    sample, entry, *position = places
     signs = jnp.array([1.0, -1.0], state.region.lower.dtype)
     a: Coefficients
     if position:

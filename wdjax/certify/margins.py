@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from wdjax.certify import crown, slopes
+from wdjax.certify import coarse, crown, slopes
 from wdjax.certify.coefficients import Rows, Whole
 from wdjax.certify.domain import Array
 from wdjax.certify.explicit import explicit
@@ -82,16 +82,13 @@ def wide(region: Region) -> Region:
     )
 
 
-def _always(bound: crown.Bound) -> crown.Choice:
-    return lambda state, place: bound
-
-
-_CROWN = (_always(crown.backward),)
-_INSIDE: dict[Method, Sequence[crown.Choice]] = {
+_CROWN = coarse.refine, functools.partial(crown.refine, bound=crown.backward)
+_SLOPES = functools.partial(crown.refine, bound=functools.partial(slopes.optimised, steps=5))
+_INSIDE: dict[Method, Sequence[crown.Refinement]] = {
     "interval": (),
     "crown": _CROWN,
     "auto": _CROWN,
-    "alpha": (*_CROWN, _always(functools.partial(slopes.optimised, steps=5))),
+    "alpha": (*_CROWN, _SLOPES),
 }
 """What bounds the neurons that are open, in turn."""
 _BOUNDS: dict[Method, Sequence[crown.Bound]] = {
