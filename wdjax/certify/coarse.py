@@ -9,6 +9,7 @@ Source: parallel lines as of Weng et al. [weng2018], who bound everything by the
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -32,7 +33,7 @@ from wdjax.certify.transposition import transposed
 _DEPTH = 3
 """Values between that are not affine: of fewer little is saved, and of more too little decided."""
 _WIDTH = 128
-"""Functions that go back at once."""
+"""Functions that go back at once on a CPU."""
 
 
 class Strip(NamedTuple):
@@ -62,7 +63,8 @@ def refine(state: crown.Pass, place: int, needed: Array) -> None:
         return
     _, height, columns, channels = shape
     spots = state.samples * height * columns
-    width = max(min(_WIDTH // channels, crown.chunk(state, channels), spots), 1)
+    most = _WIDTH if jax.default_backend() == "cpu" else 16 * _WIDTH
+    width = max(min(most // channels, crown.chunk(state, channels), spots), 1)
     positions = jnp.any(needed, axis=-1).reshape(-1)
     index = jnp.nonzero(positions, size=spots, fill_value=spots)[0]
     index = jnp.pad(index, (0, width), constant_values=spots)

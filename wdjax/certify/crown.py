@@ -28,6 +28,7 @@ from wdjax.certify.coefficients import (
     rounding,
     seen,
     total,
+    whole,
 )
 from wdjax.certify.domain import Array, Context, Ternary, ends, fresh
 from wdjax.certify.graph import Node
@@ -267,7 +268,8 @@ def backward(
 ) -> Array:
     """Lower bounds ``[G, R]`` of sums of linear functions of values.
 
-    ``slopes`` are lower slopes of a row's own, ``[G, R, ...]``, by the output that they belong to;
+    ``slopes`` are lower slopes of a row's own, ``[G, R, ...]``, by the output that they belong to,
+    as coefficients lie or of whole maps;
     ``record`` is filled with the usual ones, where they are free, and the coefficients there.
     """
     net, found = state.network, dict(coefficients)
@@ -290,11 +292,13 @@ def backward(
                 for part, back in transposed(affine, a, rows):
                     send(part, back)
             elif place in state.lines:
-                lines = state.lines[place]
+                lines, own = state.lines[place], (slopes or {}).get(place)
+                if own is not None and own.ndim != a.a.ndim:
+                    a = whole(a, rows)  # Slopes of whole maps.
                 if record is not None and lines.free is not None:
                     usual = seen(lines.views[0].low, rows, a)
                     record[place] = jnp.broadcast_to(usual.reshape(a.a.shape[1:]), a.a.shape), a.a
-                sum_, backs = relaxed(sum_, lines, a, rows, (slopes or {}).get(place))
+                sum_, backs = relaxed(sum_, lines, a, rows, own)
                 for operand, back in backs:
                     send(node.inputs[operand], back)
             else:
