@@ -11,6 +11,7 @@ from jax import lax
 
 from wdjax import Model, certify
 from wdjax.certify import coarse, crown, margins, region
+from wdjax.certify.coefficients import Rows, Whole, unframed
 
 # Of each linear map: kernel, stride, padding; the skip is the fourth.
 SETTINGS = {
@@ -124,3 +125,22 @@ def test_coarse_bounds_hold_at_random_points_and_decide(curve):
     assert jnp.all((values >= lower) & (values <= upper))
     widths = [np.asarray(up - low) for low, up in ends.values()]
     assert np.mean(widths[1]) < 0.8 * np.mean(widths[0]), "and they are tighter than intervals"
+
+
+def test_slopes_of_whole_maps_fit_what_lies_in_windows():
+    one, _, x = programs("uneven")
+    ball = region.ball(x, jnp.full(len(x), 0.02), math.inf, (0.0, 1.0))
+
+    @jax.jit
+    def bounds(model):
+        state, rows = margins.prepare(model, ball, "interval"), Rows(jnp.arange(len(x)))
+        start = {state.network.graph.outputs[0]: Whole(jnp.ones((1, len(x), 1, 3)))}
+        lines = {i: one for i, one in state.lines.items() if one.free is not None}
+        usual = {i: unframed(one.views[0].low)[None] for i, one in lines.items()}
+        flipped = {i: 1 - slope for i, slope in usual.items()}
+        slopes = (None, usual, flipped)
+        return [crown.backward(state, start, rows, slopes=own) for own in slopes]
+
+    plain, same, other = bounds(one)
+    np.testing.assert_allclose(plain, same, rtol=1e-5)
+    assert np.all(plain != other)
