@@ -12,7 +12,7 @@ Source: Zhang et al. [zhang2018].
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,9 @@ from wdjax.certify.coefficients import (
     Rows,
     Whole,
     Window,
+    framed,
     rounding,
     seen,
-    summed,
     total,
     whole,
 )
@@ -35,12 +35,14 @@ from wdjax.certify.graph import Node
 from wdjax.certify.network import Bounded, Network
 from wdjax.certify.region import Region
 from wdjax.certify.relax import RELAXATIONS, Lines
+from wdjax.certify.terms import Sum, boxed, charged, relaxed
 from wdjax.certify.transposition import transposed
 
 RULES = {**RELAXATIONS, "elementwise": activation.lines}
 
 _ROWS = 64
-"""Rows that go back at once: what fits a CPU's cache."""
+"""Rows that go back at once: what fits a CPU's cache, half of them where rows are wide."""
+_CACHED = 2**12
 _NUMBERS = 2**22
 """Numbers that the widest value of all these rows may have."""
 
@@ -68,12 +70,14 @@ class Pass:
 
 Bound = Callable[[Pass, Mapping[int, Coefficients], Rows], Array]
 """Lower bounds ``[G, R]`` of sums of linear functions of values, such as :func:`backward`."""
+Refinement = Callable[[Pass, int, Array], None]
+"""Bounds a value's entries where they are needed, ``[B, *shape]``, such as by :func:`refine`."""
 
 
 def bounds(
     net: Network,
     region: Region,
-    tighten: Sequence[Bound] = (),
+    tighten: Sequence[Refinement] = (),
     known: Mapping[int, tuple[Array, Array]] | None = None,
 ) -> Pass:
     """Bounds of everything a program computes: intervals, then each of ``tighten`` in turn.
@@ -92,14 +96,14 @@ def bounds(
                 if place in net.charged:
                     unit = rounding(value.offset.size, value.offset.dtype)
                     error = (1 + unit) * value.error + unit * jnp.abs(value.offset)
-                    state.charges[place] = value.offset, error
+                    state.charges[place] = framed(value.offset[None]), framed(error)
         if node.outputs[0] in net.others and id(node) not in done:
             done.add(id(node))
             _relax(state, node, tighten)
     return state
 
 
-def _relax(state: Pass, node: Node, tighten: Sequence[Bound]) -> None:
+def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
     """Lines of one equation, after its operands were bounded where it matters."""
     moves = [place in state.values or place in state.booleans for place in node.inputs]
     for place in state.known.keys() & set(node.inputs):
@@ -108,14 +112,14 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Bound]) -> None:
             lower=jnp.maximum(value.lower, lower), upper=jnp.minimum(value.upper, upper)
         )
     lines = _lines(state, node, moves) if node.name in RULES else None
-    for bound in tighten if lines is not None else ():
+    for tighter in tighten if lines is not None else ():
         assert lines is not None
         for view in lines.views[:1] if len({v.operand for v in lines.views}) == 1 else lines.views:
             place = node.inputs[view.operand]
             value = state.values[place]
             needed = value.upper > value.lower if lines.open is None else lines.open
             if value.mixes > 1 or (value.mixes and state.region.norm != math.inf):
-                refine(state, place, needed, bound)
+                tighter(state, place, needed)
         lines = _lines(state, node, moves)
     outs = _intervals(state, node)
     if lines is not None and lines.ends is not None:
@@ -128,9 +132,11 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Bound]) -> None:
         state.values[place] = network.begin(lower, upper, 2)
         unit = rounding(lower[0].size, lower.dtype)
         box = lower - unit * jnp.abs(lower), upper + unit * jnp.abs(upper)
-        state.boxes[place] = box
+        state.boxes[place] = framed(box[0]), framed(box[1])
         if lines is not None:
-            state.lines[place] = _safe(lines, *box, node)
+            state.lines[place] = jax.tree.map(
+                lambda t: framed(t) if isinstance(t, jax.Array) else t, _safe(lines, *box, node)
+            )
 
 
 def _lines(state: Pass, node: Node, moves: list[bool]) -> Lines | None:
@@ -193,15 +199,17 @@ def refine(state: Pass, place: int, needed: Array, bound: Bound) -> None:
     """Bounds a value's entries by backward passes where ``needed``, ``[B, *shape]``."""
     value = state.values[place]
     shape, samples = value.lower.shape[1:], state.samples
-    count, entries = math.prod(shape), samples * math.prod(shape)
+    entries = samples * math.prod(shape)
     width = min(chunk(state, 2), entries)
     index = jnp.nonzero(needed.reshape(-1), size=entries, fill_value=entries)[0]
     index = jnp.pad(index, (0, width), constant_values=entries)
     turns = -(-jnp.sum(needed) // width)
+    # Not in the loop, where they would be computed anew for every coefficient.
+    own = numbers(index, shape, samples)
 
     def turn(i: Array, sides: tuple[Array, Array]) -> tuple[Array, Array]:
-        these = lax.dynamic_slice(index, (i * width,), (width,))
-        found = _entries(state, place, these // count, these % count, bound)
+        these, *places = (lax.dynamic_slice(t, (i * width,), (width,)) for t in (index, *own))
+        found = _entries(state, place, places, bound)
         low, high = (
             side.at[these].set(jnp.where(jnp.isfinite(new), new, blank), mode="drop")
             for side, new, blank in zip(sides, (found[0], -found[1]), (-jnp.inf, jnp.inf))
@@ -217,40 +225,38 @@ def refine(state: Pass, place: int, needed: Array, bound: Bound) -> None:
     state.values[place] = better
 
 
-def _entries(state: Pass, place: int, sample: Array, entry: Array, bound: Bound) -> Array:
+def numbers(index: Array, shape: tuple[int, ...], samples: int) -> tuple[Array, ...]:
+    """Of entries of a batch: the sample, the entry, and in a map its row and column."""
+    count = math.prod(shape)
+    sample, entry = jnp.minimum(index // count, samples - 1), index % count
+    if len(shape) != 4 or shape[0] != 1:
+        return sample, entry
+    _, _, width, channels = shape
+    spot = entry // channels
+    return sample, entry % channels, spot // width, spot % width
+
+
+def _entries(state: Pass, place: int, places: Sequence[Array], bound: Bound) -> Array:
     """Lower bounds of entries of a value and of their negatives, ``[2, R]``."""
     shape = state.values[place].lower.shape[1:]
-    sample = jnp.minimum(sample, state.samples - 1)
+    sample, entry, *position = places
     signs = jnp.array([1.0, -1.0], state.region.lower.dtype)
     a: Coefficients
-    if len(shape) == 4 and shape[0] == 1:
-        _, _, width, channels = shape
-        spot = entry // channels
-        hot = jax.nn.one_hot(entry % channels, channels, dtype=signs.dtype)
+    if position:
+        hot = jax.nn.one_hot(entry, shape[-1], dtype=signs.dtype)
         a = Window(signs[:, None, None, None, None] * hot[:, None, None], (1, 1), (0, 0), shape)
-        rows = Rows(sample, (spot // width, spot % width))
-    else:
-        hot = jax.nn.one_hot(entry, math.prod(shape), dtype=signs.dtype)
-        a = Whole(signs.reshape(2, *(1,) * (len(shape) + 1)) * hot.reshape(-1, *shape))
-        rows = Rows(sample)
-    return bound(state, {place: a}, rows)
+        return bound(state, {place: a}, Rows(sample, (position[0], position[1])))
+    hot = jax.nn.one_hot(entry, math.prod(shape), dtype=signs.dtype)
+    a = Whole(signs.reshape(2, *(1,) * (len(shape) + 1)) * hot.reshape(-1, *shape))
+    return bound(state, {place: a}, Rows(sample))
 
 
 def chunk(state: Pass, group: int) -> int:
     """Rows of ``group`` functions to go back at once, by the widest value and the memory."""
     most = max(math.prod(v.lower.shape[1:]) for v in state.values.values())
-    rows = _ROWS if jax.default_backend() == "cpu" else 16 * _ROWS
+    rows = _ROWS if group * most <= _CACHED else _ROWS // 2
+    rows = rows if jax.default_backend() == "cpu" else 16 * _ROWS
     return max(min(rows, 16 * _NUMBERS // (group * most)), 1)
-
-
-class Sum(NamedTuple):
-    """A running sum, and the sum of the magnitudes that were added."""
-
-    value: Array
-    size: Array
-
-    def plus(self, term: Array) -> "Sum":
-        return Sum(self.value + term, self.size + jnp.abs(term))
 
 
 def backward(
@@ -262,7 +268,8 @@ def backward(
 ) -> Array:
     """Lower bounds ``[G, R]`` of sums of linear functions of values.
 
-    ``slopes`` are lower slopes of a row's own, ``[G, R, ...]``, by the output that they belong to;
+    ``slopes`` are lower slopes of a row's own, ``[G, R, ...]``, by the output that they belong to,
+    as coefficients lie or of whole maps;
     ``record`` is filled with the usual ones, where they are free, and the coefficients there.
     """
     net, found = state.network, dict(coefficients)
@@ -281,57 +288,22 @@ def backward(
             affine = net.affine.get(place)
             if affine is not None:
                 if place in state.charges:
-                    sum_ = _charge(sum_, *state.charges[place], a, rows)
+                    sum_ = charged(sum_, *state.charges[place], a, rows)
                 for part, back in transposed(affine, a, rows):
                     send(part, back)
             elif place in state.lines:
-                lines = state.lines[place]
+                lines, own = state.lines[place], (slopes or {}).get(place)
+                if own is not None and own.ndim != a.a.ndim:
+                    a = whole(a, rows)  # Slopes of whole maps.
                 if record is not None and lines.free is not None:
                     usual = seen(lines.views[0].low, rows, a)
-                    record[place] = jnp.broadcast_to(usual, a.a.shape), a.a
-                sum_, backs = _relaxed(sum_, lines, a, rows, (slopes or {}).get(place))
+                    record[place] = jnp.broadcast_to(usual.reshape(a.a.shape[1:]), a.a.shape), a.a
+                sum_, backs = relaxed(sum_, lines, a, rows, own)
                 for operand, back in backs:
                     send(node.inputs[operand], back)
             else:
-                sum_ = _boxed(sum_, *state.boxes[place], a, rows)
+                sum_ = boxed(sum_, *state.boxes[place], a, rows)
     if net.source in found:
         least = state.region.least(found[net.source], rows)
         sum_ = sum_.plus(least)
-    unit = (len(net.graph.nodes) + 16) * float(jnp.finfo(zero.dtype).eps)
-    low = sum_.value - unit * sum_.size
-    return jnp.where(jnp.isfinite(sum_.size), low, -jnp.inf)
-
-
-def _charge(sum_: Sum, offset: Array, error: Array, a: Coefficients, rows: Rows) -> Sum:
-    shared = seen(offset[None], rows.of_all(), a)
-    return sum_.plus(summed(a.a * shared - jnp.abs(a.a) * seen(error, rows, a)))
-
-
-def _relaxed(
-    sum_: Sum, lines: Lines, a: Coefficients, rows: Rows, slope: Array | None
-) -> tuple[Sum, list[tuple[int, Coefficients]]]:
-    if any(view.view is not None for view in lines.views):
-        a = whole(a, rows)
-    positive, negative = jnp.maximum(a.a, 0.0), jnp.minimum(a.a, 0.0)
-    constants = positive * seen(lines.low, rows, a) + negative * seen(lines.up, rows, a)
-    sum_ = sum_.plus(summed(constants))
-    backs = []
-    for view in lines.views:
-        below = seen(view.low, rows, a)
-        if slope is not None and lines.free is not None:
-            below = jnp.where(seen(lines.free, rows, a), slope, below)
-        back = positive * below + negative * seen(view.up, rows, a)
-        sent = a._replace(a=back)
-        if view.view is not None:
-            zeros = jnp.zeros(view.shape, back.dtype)
-            pull = jax.vjp(view.view, zeros)[1]
-            sent = Whole(jax.vmap(jax.vmap(lambda t, pull=pull: pull(t)[0]))(back))
-        backs.append((view.operand, sent))
-    return sum_, backs
-
-
-def _boxed(sum_: Sum, lower: Array, upper: Array, a: Coefficients, rows: Rows) -> Sum:
-    """A value of which no more is known than its interval."""
-    lower, upper = seen(lower, rows, a), seen(upper, rows, a)
-    least = jnp.maximum(a.a, 0.0) * lower + jnp.minimum(a.a, 0.0) * upper
-    return sum_.plus(summed(jnp.where(a.a == 0, 0.0, least)))
+    return sum_.low(len(net.graph.nodes))

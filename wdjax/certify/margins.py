@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from wdjax.certify import crown, slopes
+from wdjax.certify import coarse, crown, slopes
 from wdjax.certify.coefficients import Rows, Whole
 from wdjax.certify.domain import Array
 from wdjax.certify.explicit import explicit
@@ -82,11 +82,13 @@ def wide(region: Region) -> Region:
     )
 
 
-_INSIDE: dict[Method, Sequence[crown.Bound]] = {
+_CROWN = coarse.refine, functools.partial(crown.refine, bound=crown.backward)
+_SLOPES = functools.partial(crown.refine, bound=functools.partial(slopes.optimised, steps=5))
+_INSIDE: dict[Method, Sequence[crown.Refinement]] = {
     "interval": (),
-    "crown": (crown.backward,),
-    "auto": (crown.backward,),
-    "alpha": (crown.backward, functools.partial(slopes.optimised, steps=5)),
+    "crown": _CROWN,
+    "auto": _CROWN,
+    "alpha": (*_CROWN, _SLOPES),
 }
 """What bounds the neurons that are open, in turn."""
 _BOUNDS: dict[Method, Sequence[crown.Bound]] = {

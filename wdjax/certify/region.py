@@ -8,7 +8,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from wdjax import norms
-from wdjax.certify.coefficients import Coefficients, Rows, rounding, seen, summed
+from wdjax.certify.coefficients import (
+    Coefficients,
+    Rows,
+    Window,
+    cleaned,
+    flat,
+    framed,
+    rounding,
+    seen,
+    summed,
+)
 from wdjax.certify.domain import Array
 
 Box = tuple[float, float] | None
@@ -36,13 +46,17 @@ class Region(NamedTuple):
         if self.norm == math.inf:
             middle = 0.5 * self.lower + 0.5 * self.upper
             half = jnp.maximum(self.upper - middle, middle - self.lower)
-            return self._replace(maps=(middle, half + unit * (jnp.abs(middle) + half)))
+            maps: tuple[Array, ...] = (middle, half + unit * (jnp.abs(middle) + half))
+            return self._replace(maps=tuple(map(framed, maps)))
         down, up = self.center - self.lower, self.upper - self.center
-        return self._replace(maps=(self.center, down * (1 + unit), up * (1 + unit)))
+        maps = self.center, down * (1 + unit), up * (1 + unit)
+        return self._replace(maps=tuple(map(framed, maps)))
 
     def least(self, coefficients: Coefficients, rows: Rows) -> Array:
         """Minima, rounded down, of linear functions over the regions, ``[G, R]``."""
-        a = coefficients.a
+        if self.norm != math.inf and isinstance(coefficients, Window):
+            coefficients = cleaned(coefficients, rows)
+        a = flat(coefficients)
         center, *ends = (seen(t, rows, coefficients) for t in self.maps)
         if self.norm == math.inf:
             return summed(a * center - jnp.abs(a) * ends[0])

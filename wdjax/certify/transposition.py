@@ -5,7 +5,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from wdjax.certify.coefficients import Coefficients, Rows, Whole, plain, seen, through, whole
+from wdjax.certify.coefficients import (
+    Coefficients,
+    Rows,
+    Whole,
+    framed,
+    plain,
+    seen,
+    through,
+    whole,
+)
 from wdjax.certify.network import Affine, Part
 
 
@@ -41,4 +50,5 @@ def _scaled(affine: Affine, part: Part, a: Coefficients, rows: Rows) -> Coeffici
     known = [jnp.ndim(v) for v in affine.exact if v is not None]
     if known == [0]:
         return a._replace(a=a.a * factor.reshape(-1)[0])
-    return a._replace(a=a.a * seen(factor[None], rows.of_all(), a))
+    own = seen(framed(factor[None]), rows.of_all(), a).reshape(a.a.shape[1:])
+    return a._replace(a=a.a * own)

@@ -1,0 +1,182 @@
+r"""Cheap bounds of whole positions of a map, which tell what needs no better ones.
+
+Parallel lines, ``s z + low`` and ``s z + up``, let one row of coefficients bound a function from
+both sides; all channels of a position look at the same windows; and rows go back only to what the
+first affine map computes, whose intervals are exact: most of their cost lies before it.
+
+Source: parallel lines as of Weng et al. [weng2018], who bound everything by them.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from wdjax.certify import crown
+from wdjax.certify.coefficients import (
+    Coefficients,
+    Rows,
+    Window,
+    flat,
+    framed,
+    rounding,
+    seen,
+    summed,
+    total,
+)
+from wdjax.certify.domain import Array
+from wdjax.certify.relax import Lines
+from wdjax.certify.terms import Sum
+from wdjax.certify.transposition import transposed
+
+_DEPTH = 3
+"""Values between that are not affine: of fewer little is saved, and of more too little decided."""
+_WIDTH = 128
+"""Functions that go back at once on a CPU."""
+
+
+class Strip(NamedTuple):
+    """Parallel lines of a value, framed, and the place of its operand."""
+
+    operand: int
+    slope: Array
+    center: Array
+    radius: Array
+
+
+class Way(NamedTuple):
+    """From a place to where a row ends, whose ends are known."""
+
+    end: int
+    center: Array
+    radius: Array
+    strips: dict[int, Strip]
+
+
+def refine(state: crown.Pass, place: int, needed: Array) -> None:
+    """Bounds all channels of a map's positions where any is ``needed``, if that is worth it."""
+    value = state.values[place]
+    shape = value.lower.shape[1:]
+    way = _way(state, place) if len(shape) == 4 and shape[0] == 1 else None
+    if way is None:
+        return
+    _, height, columns, channels = shape
+    spots = state.samples * height * columns
+    most = _WIDTH if jax.default_backend() == "cpu" else 16 * _WIDTH
+    width = max(min(most // channels, crown.chunk(state, channels), spots), 1)
+    positions = jnp.any(needed, axis=-1).reshape(-1)
+    index = jnp.nonzero(positions, size=spots, fill_value=spots)[0]
+    index = jnp.pad(index, (0, width), constant_values=spots)
+    numbers = crown.numbers(index, (1, height, columns, 1), state.samples)
+    own = jnp.eye(channels, dtype=value.lower.dtype)[:, None, None, None, :]
+
+    def turn(i: Array, sides: tuple[Array, Array]) -> tuple[Array, Array]:
+        these, sample, _, row, column = (
+            lax.dynamic_slice(t, (i * width,), (width,)) for t in (index, *numbers)
+        )
+        a = Window(jnp.repeat(own, width, axis=1), (1, 1), (0, 0), shape)
+        low, high = _bound(state, place, a, Rows(sample, (row, column)), way)
+        return (
+            sides[0].at[these].max(jnp.nan_to_num(low, nan=-jnp.inf).T, mode="drop"),
+            sides[1].at[these].min(jnp.nan_to_num(-high, nan=jnp.inf).T, mode="drop"),
+        )
+
+    sides = value.lower.reshape(-1, channels), value.upper.reshape(-1, channels)
+    low, high = lax.fori_loop(0, -(-jnp.sum(positions) // width), turn, sides)
+    state.values[place] = value._replace(
+        lower=low.reshape(value.lower.shape), upper=high.reshape(value.upper.shape)
+    )
+
+
+def _way(state: crown.Pass, place: int) -> Way | None:
+    net, found = state.network, {place}
+    strips: dict[int, Strip] = {}
+    for node in reversed(net.graph.nodes):
+        for out in found.intersection(node.outputs):
+            value = state.values[out]
+            if found == {out} and out in net.affine and out in state.charges and value.mixes < 2:
+                center, radius = _middle(value.lower, value.upper)
+                way = Way(out, framed(center), framed(radius), strips)
+                return way if len(strips) == _DEPTH else None
+            found.remove(out)
+            if out in net.affine:
+                found.update(part.place for part in net.affine[out].parts)
+            elif out in state.lines:
+                strip = _strip(state, state.lines[out], node.inputs)
+                if strip is None:
+                    return None
+                strips[out] = strip
+                found.add(strip.operand)
+    return None
+
+
+def _strip(state: crown.Pass, lines: Lines, inputs: tuple[int, ...]) -> Strip | None:
+    """Parallel lines: the upper one, and the lower one turned about the ends of the operand.
+
+    Where the lower slope is free the intercept stays as it is.
+    """
+    if len(lines.views) != 1 or lines.views[0].view is not None:
+        return None
+    (view,) = lines.views
+    value = state.values[inputs[view.operand]]
+    unit = 2 * rounding(value.lower[0].size, value.lower.dtype)
+    turned = view.low - view.up
+    reach = framed(jnp.maximum(jnp.abs(value.lower), jnp.abs(value.upper)))
+    drops = [turned * framed(end) for end in (value.lower, value.upper)]
+    drop = jnp.minimum(*drops) - unit * jnp.abs(turned) * reach
+    drop = jnp.where(turned == 0, 0.0, drop)
+    if lines.free is not None:
+        drop = jnp.where(lines.free, 0.0, drop)
+    low = lines.low + drop
+    return Strip(inputs[view.operand], view.up, *_middle(low, lines.up))
+
+
+def _bound(
+    state: crown.Pass, place: int, start: Coefficients, rows: Rows, way: Way
+) -> tuple[Array, Array]:
+    """Lower bounds ``[G, R]`` of functions, and of their negatives."""
+    net, found = state.network, {place: start}
+    zero = jnp.zeros(start.a.shape[:2], start.a.dtype)
+    middle, reach = Sum(zero, zero), zero
+
+    def add(a: Coefficients, center: Array, radius: Array) -> None:
+        nonlocal middle, reach
+        own = flat(a)
+        middle = middle.plus(summed(own * center))
+        reach = reach + summed(jnp.abs(own) * radius)
+
+    for node in reversed(net.graph.nodes):
+        for place in [out for out in node.outputs if out in found]:
+            a = found.pop(place)
+            backs: list[tuple[int, Coefficients]] = []
+            if place == way.end:
+                add(a, seen(way.center, rows, a), seen(way.radius, rows, a))
+            elif place in net.affine:
+                if place in state.charges:
+                    offset, error = state.charges[place]
+                    add(a, seen(offset, rows.of_all(), a), seen(error, rows, a))
+                backs = transposed(net.affine[place], a, rows)
+            elif place in way.strips:
+                strip = way.strips[place]
+                add(a, seen(strip.center, rows, a), seen(strip.radius, rows, a))
+                back = a._replace(a=a.a * seen(strip.slope, rows, a).reshape(a.a.shape[1:]))
+                if isinstance(back, Window):
+                    back = back._replace(clean=True)
+                backs = [(strip.operand, back)]
+            else:
+                box = state.boxes[place]
+                add(a, *(seen(t, rows, a) for t in _middle(*box)))
+            for operand, new in backs:
+                found[operand] = total(found[operand], new, rows) if operand in found else new
+    size, count = middle.size + reach, len(net.graph.nodes)
+    low, high = (Sum(side - reach, size).low(count) for side in (middle.value, -middle.value))
+    return low, high
+
+
+def _middle(lower: Array, upper: Array) -> tuple[Array, Array]:
+    """Center and radius of all between two ends."""
+    center = 0.5 * lower + 0.5 * upper
+    radius = jnp.maximum(upper - center, center - lower)
+    unit = 2 * rounding(lower[0].size, lower.dtype)
+    return center, radius + unit * (jnp.abs(center) + radius)

@@ -1,0 +1,67 @@
+"""What the coefficients at one value add to a backward bound, and what they become behind it."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from wdjax.certify.coefficients import Coefficients, Rows, Whole, Window, flat, seen, summed, whole
+from wdjax.certify.domain import Array
+from wdjax.certify.relax import Lines
+
+
+class Sum(NamedTuple):
+    """A running sum, and the sum of the magnitudes that were added."""
+
+    value: Array
+    size: Array
+
+    def plus(self, term: Array) -> "Sum":
+        return Sum(self.value + term, self.size + jnp.abs(term))
+
+    def low(self, count: int) -> Array:
+        """Rounded down, where at most ``count`` values added terms."""
+        unit = (count + 16) * float(jnp.finfo(self.value.dtype).eps)
+        return jnp.where(jnp.isfinite(self.size), self.value - unit * self.size, -jnp.inf)
+
+
+def charged(sum_: Sum, offset: Array, error: Array, a: Coefficients, rows: Rows) -> Sum:
+    """With what an affine part gathered, and what rounding may take."""
+    shared = seen(offset, rows.of_all(), a)
+    own = flat(a)
+    return sum_.plus(summed(own * shared - jnp.abs(own) * seen(error, rows, a)))
+
+
+def relaxed(
+    sum_: Sum, lines: Lines, a: Coefficients, rows: Rows, slope: Array | None
+) -> tuple[Sum, list[tuple[int, Coefficients]]]:
+    """With the constants of lines, and the coefficients of each operand."""
+    if any(view.view is not None for view in lines.views):
+        a = whole(a, rows)
+    own = flat(a)
+    positive, negative = jnp.maximum(own, 0.0), jnp.minimum(own, 0.0)
+    constants = positive * seen(lines.low, rows, a) + negative * seen(lines.up, rows, a)
+    sum_ = sum_.plus(summed(constants))
+    backs = []
+    for view in lines.views:
+        below = seen(view.low, rows, a)
+        if slope is not None and lines.free is not None:
+            below = jnp.where(seen(lines.free, rows, a), slope.reshape(own.shape), below)
+        back = positive * below + negative * seen(view.up, rows, a)
+        back = back.reshape(a.a.shape)
+        sent: Coefficients = a._replace(a=back)
+        if isinstance(sent, Window):
+            sent = sent._replace(clean=True)  # Outside of the map all slopes are 0.
+        if view.view is not None:
+            pull = jax.vjp(view.view, jnp.zeros(view.shape, back.dtype))[1]
+            sent = Whole(jax.vmap(jax.vmap(lambda t, pull=pull: pull(t)[0]))(back))
+        backs.append((view.operand, sent))
+    return sum_, backs
+
+
+def boxed(sum_: Sum, lower: Array, upper: Array, a: Coefficients, rows: Rows) -> Sum:
+    """A value of which no more is known than its interval."""
+    lower, upper = seen(lower, rows, a), seen(upper, rows, a)
+    own = flat(a)
+    least = jnp.maximum(own, 0.0) * lower + jnp.minimum(own, 0.0) * upper
+    return sum_.plus(summed(jnp.where(own == 0, 0.0, least)))
