@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from wdjax import audit, driver, files, norms, plots, report, transport
+from wdjax import audit, driver, ensembles, files, norms, plots, report, transport
 from wdjax.balls import Lp
 from wdjax.cli import options, subject
 from wdjax.cli.console import Console
@@ -67,6 +67,12 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--batch-size", type=options.positive, metavar="B", help="samples on the device at once"
     )
+    how.add_argument(
+        "--bfloat16",
+        action="store_true",
+        help="search in bfloat16, and measure in float32: flips that float32 does not confirm are "
+        "counted as lost_flips, and looked for once more",
+    )
     out = subject.declare_out(parser)
     out.add_argument(
         "--points",
@@ -110,6 +116,8 @@ def _columns(parsed: argparse.Namespace) -> dict[str, Column]:
     if names == ["table1"]:
         if parsed.kappa is not None:
             raise ValueError("--kappa would be ignored: the columns of table1 have their own.")
+        if parsed.bfloat16:
+            raise ValueError("--bfloat16 is not for table1, whose ensembles search in float32.")
         return {column.label: column for column in TABLE_1}
     if not names or set(names) - set(METHODS) or len(set(names)) < len(names):
         raise ValueError(
@@ -117,6 +125,11 @@ def _columns(parsed: argparse.Namespace) -> dict[str, Column]:
             f"got {parsed.attacks!r}."
         )
     ball = Lp(norms.NAMES[parsed.norm])
+    if parsed.bfloat16 and (others := [name for name in names if not _lone(name, ball)]):
+        raise ValueError(
+            "--bfloat16 is for attacks that treat every sample alone, not for "
+            f"{', '.join(others)}: leave it out."
+        )
     # Made once, so that a norm which an attack does not take is refused before any work.
     nearest = [_nearest(name, ball) for name in names]
     if parsed.kappa is not None and all(nearest):
@@ -131,6 +144,11 @@ def _columns(parsed: argparse.Namespace) -> dict[str, Column]:
 def _nearest(name: str, ball: Lp) -> bool:
     """Whether it looks for the nearest flips."""
     return name in NEAREST or (name in ATTACKS and ATTACKS[name](ball).budget == "none")
+
+
+def _lone(name: str, ball: Lp) -> bool:
+    """Whether it is one attack, in which no sample's points depend on another's."""
+    return name in ATTACKS and ATTACKS[name](ball).budget != "data"
 
 
 def _attack(
@@ -150,9 +168,11 @@ def _attack(
     began = time.perf_counter()
     with console.search(label) as tick:
         how["callback"] = tick
-        result = jax.device_get(_search(column, ball, model, x, y, parsed.eps, spending, how))
+        result, lost = jax.device_get(
+            _search(column, ball, model, x, y, parsed.eps, spending, parsed.bfloat16, how)
+        )
     seconds = {"seconds": time.perf_counter() - began}
-    measured = spending | _measured(result, x, y, ball.norm, order) | seconds
+    measured = spending | _measured(result, x, y, ball.norm, order) | lost | seconds
     clean, left = float(np.mean(result.correct)), measured["robust_accuracy"]
     console.say(f"{label}: {clean:.4f} clean, {left:.4f} attacked")
     for remark in report.remarks(measured):
@@ -168,17 +188,25 @@ def _search(
     y: np.ndarray,
     eps: float,
     spending: dict[str, float],
+    bfloat16: bool,
     how: dict[str, Any],
-) -> Result:
+) -> tuple[Result, dict[str, int]]:
+    """What one attack found, and if it searched in bfloat16, the flips that were none."""
     name, order, _ = column
+    reach = eps * spending.get("kappa", 1.0) ** (1 / order)
+    lost: dict[str, int] = {}
     if name in SEARCHES:
-        reach = eps * spending.get("kappa", 1.0) ** (1 / order)
         found = SEARCHES[name](model, x, y, eps=reach, order=order, ball=ball, **how)
-        return transport.spend(found, eps=eps, order=order, **spending)
+        return transport.spend(found, eps=eps, order=order, **spending), lost
     attack: Any = ATTACKS[name](ball)
     if attack.budget == "data":  # Such an attack is told the order of its budget.
-        attack = dataclasses.replace(attack, order=order)
-    return driver.run(attack, model, x, y, eps=eps, order=order, **spending, **how)
+        attack, reach = dataclasses.replace(attack, order=order), eps
+    if bfloat16:
+        found, none = ensembles.mixed(attack, model, x, y, eps=reach, **how)
+        lost["lost_flips"] = int(none.sum())
+    else:
+        found = driver.search(attack, model, x, y, eps=reach, **how)
+    return transport.spend(found, eps=eps, order=order, **spending), lost
 
 
 def _measured(

@@ -1,0 +1,87 @@
+"""Searches in bfloat16: what float32 does not confirm is no flip."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import wdjax
+from wdjax import Lp, Model, attacks, ensembles, image
+
+
+@pytest.fixture(scope="module")
+def problem():
+    rng = np.random.default_rng(0)
+    weights = [rng.normal(size=shape).astype(np.float32) for shape in ((12, 16), (16, 3))]
+    model = Model(lambda w, x: jnp.tanh((x - 0.5) @ w[0]) @ w[1], weights)
+    x = rng.uniform(size=(40, 12)).astype(np.float32)
+    return model, x, np.argmax(model(x), axis=-1)
+
+
+def predicted(model, x):
+    return np.argmax(np.asarray(model(x)), axis=-1)
+
+
+@pytest.mark.parametrize(
+    ("attack", "eps"),
+    [(attacks.WDAPlusPlus(Lp(2)), None), (attacks.PGD(Lp(2), steps=8), 0.2)],
+    ids=["nearest", "radius"],
+)
+def test_only_what_float32_confirms_counts(problem, attack, eps):
+    model, x, y = problem
+    found, _ = ensembles.mixed(attack, model, x, y, eps=eps)
+    moved = np.asarray(found.x_adv)
+    np.testing.assert_array_equal(found.success, predicted(model, moved) != y)
+    distance = np.linalg.norm(moved.astype(float) - x, axis=1)
+    np.testing.assert_allclose(found.cost, distance, rtol=1e-5, atol=1e-6)
+    assert moved.dtype == np.float32
+    assert np.all((moved >= 0) & (moved <= 1))
+    if eps is None:
+        assert found.success.all()  # Those lost were found again.
+    else:
+        assert np.all(distance <= eps * (1 + 1e-5))
+
+
+def test_flips_of_bfloat16_alone_are_lost(problem):
+    model, x, y = problem
+    attack = attacks.WDAPlusPlus(Lp(2))
+    rough = wdjax.search(attack, ensembles.lowered(model), x, y)
+    lost = np.asarray(rough.success) & (predicted(model, rough.x_adv) == y)
+    assert 5 < lost.sum() < 35
+    found, told = ensembles.mixed(attack, model, x, y)
+    np.testing.assert_array_equal(told, lost)
+    once = np.asarray(rough.gradients)
+    assert np.all(np.asarray(found.gradients)[lost] > once[lost])
+    np.testing.assert_array_equal(np.asarray(found.gradients)[~lost], once[~lost])
+
+
+def shifted(scale, x):
+    """Right of 1 + x / 10000: bfloat16 sees no x, and the slope of a root at 0."""
+    roots = jnp.sqrt((1 + scale * x) - 1)
+    return 100 * jnp.stack([roots[:, 0] - roots[:, 1], roots[:, 1] - roots[:, 0]], axis=1)
+
+
+def test_what_bfloat16_cannot_differentiate_is_attacked_without_it():
+    model = Model(shifted, jnp.float32(1e-4))
+    x, y = np.array([[0.6, 0.4], [0.9, 0.1]], np.float32), np.array([0, 0])
+    attack = attacks.PGD(steps=5)
+    rough = wdjax.search(attack, ensembles.lowered(model), x, y, eps=0.2, skip_misclassified=False)
+    assert rough.fault.all()
+    assert not rough.success.any()
+    found, lost = ensembles.mixed(attack, model, x, y, eps=0.2)
+    assert found.success.tolist() == [True, False]
+    assert found.fault.all()  # It stays on record.
+    assert not found.done.any()
+    assert not lost.any()
+
+
+def test_refusals(problem):
+    model, x, y = problem
+    with pytest.raises(ValueError, match="one budget for all"):
+        ensembles.mixed(attacks.WPGD(steps=2), model, x, y, eps=0.1)
+    with pytest.raises(ValueError, match="outside jit"):
+        jax.jit(lambda x: ensembles.mixed(attacks.PGD(), model, x, y, eps=0.1))(x)
+    maps = x[:4, :, None, None].reshape(4, 4, 3, 1)
+    flat = Model(lambda inner, x: inner(x.reshape(len(x), -1)), model)
+    with pytest.raises(ValueError, match="wants proofs"):
+        ensembles.mixed(image.FrankWolfe(steps=1), flat, maps, y[:4], eps=0.01)

@@ -1,0 +1,121 @@
+"""Mixed precision: search in bfloat16, and believe only what the model's own precision confirms."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from os import PathLike
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wdjax import driver
+from wdjax.attacks.points import Points
+from wdjax.core import AnyArray, Array, Attack, Found, Model, PyTree
+from wdjax.ensembles.question import question
+
+
+class Mixed(NamedTuple):
+    """What was found, and which flips there were in bfloat16 alone."""
+
+    found: Found
+    lost: Array
+    """``[n]``: misclassified in bfloat16, but not in the model's own precision."""
+
+
+def mixed(
+    attack: Attack,
+    model: Callable[[Array], PyTree],
+    x: AnyArray,
+    y: AnyArray,
+    *,
+    eps: Any = None,
+    key: Array | None = None,
+    checkpoint: str | PathLike[str] | None = None,
+    **options: Any,
+) -> Mixed:
+    r"""Searches with the model in bfloat16, and measures in the model's own precision.
+
+    Accelerators compute several times faster in bfloat16, and a gradient need not be exact to
+    point the right way; but a nearest flip lies so close to the boundary that half of them are none
+    in float32. So every point is measured again by ``model``, and where a flip did not survive, or
+    bfloat16 gave numbers that were not finite, the sample is attacked once more without bfloat16.
+    Points and costs are of the dtype of ``x`` throughout.
+
+    Args:
+      attack: from :mod:`wdjax.attacks`; its ball may need no proofs.
+      model: as for :func:`wdjax.search`; whatever floats it has as leaves are made bfloat16.
+      x: ``[n, *shape]``
+      y: ``[n]``
+      eps: as for :func:`wdjax.search`.
+      key: as for :func:`wdjax.search`.
+      checkpoint: a folder; an interrupted call goes on from there to the same bits.
+      **options: ``criterion``, ``index``, ``batch_size``, ``mesh``, ``callback`` of
+        :func:`wdjax.search`.
+
+    Returns:
+      A :class:`Mixed`; passes of both precisions add up.
+
+    Raises:
+      ValueError: a call inside a trace, a ball that needs proofs, a budget that samples share, or
+        what :func:`wdjax.search` refuses of either model, such as outputs not finite in bfloat16.
+
+    Cost: a search in bfloat16, two forward passes, and a search where flips were lost. A CPU
+      has no arithmetic of its own for bfloat16, and gains nothing.
+
+    Source: this library's own.
+
+    >>> import wdjax
+    >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x, y = jnp.array([[0.6, 0.4], [0.9, 0.1]]), jnp.array([0, 0])
+    >>> found, lost = mixed(wdjax.attacks.PGD(steps=5), model, x, y, eps=0.2)
+    >>> found.success.tolist(), lost.tolist()
+    ([True, False], [False, False])
+    """
+    if attack.budget == "data":
+        raise ValueError(
+            f"mixed attacks some samples once more, but {type(attack).__name__} has one budget for "
+            "all of them: use wdjax.search."
+        )
+    ask = question("mixed", model, x, y, key, checkpoint, options, random=attack.random)
+    fast = ask._replace(model=lowered(model)).search(0, attack, eps=eps)
+    if fast.proof is not None:
+        raise ValueError(
+            f"mixed measures points again, and {type(attack.ball).__name__} wants proofs of their "
+            "costs: use wdjax.search."
+        )
+    sure = ask.search(1, Points(attack.ball), eps=fast.cost, start=fast.x_adv)  # type: ignore[arg-type]
+    lost = fast.success & ~sure.success
+    found = replace(
+        sure,
+        done=sure.done | (fast.done & ~lost & ~sure.fault),
+        fault=fast.fault | sure.fault,
+        zeros=fast.zeros,
+        gradients=fast.gradients,
+        forwards=fast.forwards + sure.forwards,
+    )
+    again = np.asarray(found.correct & (lost | fast.fault))
+    if not again.any():
+        return Mixed(found, lost)
+    more = ask.search(2, attack, eps=eps, only=again)
+    return Mixed(driver.best(found, more), lost)
+
+
+def lowered(model: Callable[[Array], PyTree]) -> Model:
+    """The same model with its leaves and everything it computes in bfloat16, outputs in float32.
+
+    >>> import wdjax
+    >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> lowered(model)(jnp.array([[0.3, 0.7]])).tolist()
+    [[-0.3984375, 0.3984375]]
+    """
+    return Model(_call, jax.tree.map(lambda leaf: _cast(leaf, jnp.bfloat16), model))
+
+
+def _call(model: Callable[[Array], PyTree], x: Array) -> PyTree:
+    return jax.tree.map(lambda out: _cast(out, jnp.float32), model(_cast(x, jnp.bfloat16)))
+
+
+def _cast(leaf: Any, dtype: Any) -> Any:
+    real = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return leaf.astype(dtype) if real else leaf
