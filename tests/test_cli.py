@@ -1,5 +1,6 @@
 """The command line: what it refuses, prints, writes and returns."""
 
+import contextlib
 import gc
 import json
 import os
@@ -83,6 +84,18 @@ def test_orders_reach_budgets_of_the_data_set_and_ensembles(given, capsys, tmp_p
     assert found["fast"]["max_cost"] <= 0.1 * (1 + 1e-5)
     assert found["fast"]["forwards_per_image"] <= 150
     assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+def test_flips_that_only_bfloat16_saw_are_counted(given, capsys):
+    x, _, command = given
+    command = [*command, "--eps", "0.1", "--bfloat16", "--json", "-", "--attacks"]
+    assert main([*command, "wda++"]) == 0
+    assert 0 <= json.loads(capsys.readouterr().out)["attacks"]["wda++"]["lost_flips"] <= len(x)
+    for names, other in (("wda++,fast", "fast"), ("wpgd", "wpgd"), ("table1", "table1")):
+        assert main([*command, names]) == 2
+        said = capsys.readouterr()
+        assert f"not for {other}" in said.err
+        assert "clean" not in said.err
 
 
 def test_table_1_is_a_row_of_known_columns():
@@ -219,31 +232,39 @@ def test_commands_keep_programs_where_the_user_says(monkeypatch, tmp_path):
         jax.config.update("jax_compilation_cache_dir", before[0])
 
 
+@pytest.mark.parametrize("where", ["callback", "attribute"])
 @pytest.mark.parametrize(
     ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
 )
-def test_a_signal_that_a_callback_swallows_is_heard(number, raised):
+def test_a_signal_that_something_swallows_is_heard(number, raised, where, capsys):
     given = []
 
-    def deaf(phase, info):
+    def deaf(*_):
         if not given:
             given.append(number)
             signal.raise_signal(number)
 
     def interrupted():
         with process.terminable():
-            gc.collect()
+            if where == "callback":
+                gc.collect()  # Its hook is told of what is dropped.
+            else:
+                with contextlib.suppress(BaseException):
+                    deaf()  # As C code does that asks for an attribute.
             time.sleep(10)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    gc.callbacks.append(deaf)
+    if where == "callback":
+        gc.callbacks.append(deaf)
     try:
         with pytest.raises(raised):
             interrupted()
     finally:
-        gc.callbacks.remove(deaf)
-        signal.signal(signal.SIGINT, before)
+        if where == "callback":
+            gc.callbacks.remove(deaf)
+        assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
     assert given
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,45 +20,50 @@ _WORTH = 0.0
 """Programs that compile faster than so many seconds are not kept."""
 
 
-_AGAIN = 0.05
-"""Seconds after which a signal that was lost is given again."""
+_AGAIN = 1.0
+"""Seconds after which a signal that did not end the command is given again."""
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
     """Within it SIGTERM unwinds the stack as Ctrl-C does, so that nothing is left half done.
 
-    Either may arrive while Python runs a callback whose exceptions it drops, such as those of the
-    garbage collector; it is then given again, until it is heard.
+    Either may arrive while Python runs something whose exceptions are dropped, such as a callback
+    of the garbage collector or an attribute that C code asks for; it is given again until it is
+    heard.
     """
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(TERMINATED)
-
-    def dropped(lost: "sys.UnraisableHookArgs") -> None:
-        if issubclass(lost.exc_type, KeyboardInterrupt):
-            again(signal.SIGINT)
-        elif isinstance(lost.exc_value, SystemExit) and lost.exc_value.code == TERMINATED:
-            again(signal.SIGTERM)
-        else:
-            heard(lost)
-
-    def again(number: signal.Signals) -> None:
-        # Not from here: what the hook itself raises is dropped too.
-        timer = threading.Timer(_AGAIN, _interrupt, (number,))
-        timer.daemon = True
-        timer.start()
-
     if threading.current_thread() is not threading.main_thread():
         yield  # Only the main thread is told of signals.
         return
-    before, heard = signal.signal(signal.SIGTERM, leave), sys.unraisablehook
-    sys.unraisablehook = dropped
+    given: list[tuple[signal.Signals, float]] = []
+    ended = threading.Event()
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        given.append((signal.Signals(number), time.monotonic()))
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(TERMINATED)
+
+    def insist() -> None:
+        while not ended.wait(_AGAIN / 5):
+            if given and time.monotonic() - given[-1][1] > _AGAIN:
+                _interrupt(given[-1][0])
+
+    def dropped(lost: "sys.UnraisableHookArgs") -> None:
+        if not given:
+            unraisable(lost)
+
+    # Whoever made the process deaf to Ctrl-C, as shells do in the background, has it so.
+    minds = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    numbers = (signal.SIGINT, signal.SIGTERM) if minds else (signal.SIGTERM,)
+    before = {number: signal.signal(number, leave) for number in numbers}
+    unraisable, sys.unraisablehook = sys.unraisablehook, dropped
+    threading.Thread(target=insist, daemon=True).start()
     try:
         yield
     finally:
-        sys.unraisablehook = heard
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        sys.unraisablehook = unraisable
+        ended.set()
 
 
 def _interrupt(number: signal.Signals) -> None:
