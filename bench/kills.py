@@ -1,13 +1,12 @@
 """Kills a process that saves without pause, at random moments, and looks at what it left.
 
-    python bench/kills.py [MOMENTS] [AUDITS] [ATTACKS]
+    python bench/kills.py [MOMENTS] [AUDITS]
 
 The process converts a checkpoint to a safetensors file and to an Orbax folder, and trains with a
 checkpoint, over and over, each in place of the last. After every SIGKILL all three must be whole if
 they were saved once, and the training no older than what had been reported. Then the audit is made
 anew in the folder of an old one, and killed, every other time while it writes: every file must be
-whole. Last AutoAttack is killed as often as said and resumed each time: what it ends with must be
-what it finds undisturbed, to the bit.
+whole.
 """
 
 import json
@@ -25,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from wdjax import convert, data, ensembles, models, persist, training
+from wdjax import convert, models, persist, training
 
 SIZES = (64, 512, 512, 10)
 CHILD = "import sys; sys.path.insert(0, sys.argv[1]); import kills; kills.work(sys.argv[2])"
@@ -138,56 +137,6 @@ def audits(moments):
             say(f"audit {moment + 1}: whole; {replaced} of {len(list(folder.iterdir()))} replaced")
 
 
-def attack(folder):
-    """What is killed last: AutoAttack with a checkpoint, and its result in a file."""
-    model = models.mlp((64, 32, 10), key=jax.random.key(0))
-    x = data.digits().test.x[:40]
-    y = np.argmax(model(x), axis=-1)
-    say("begins")
-    found = ensembles.autoattack(
-        model, x, y, eps=0.03, key=jax.random.key(1), checkpoint=Path(folder) / "state", every=0.0
-    )
-    np.savez(Path(folder) / "found.npz", *jax.tree.leaves(found))
-
-
-def begun(folder, cache):
-    """A process that attacks, after its imports."""
-    code = CHILD.replace("kills.work", "kills.attack")
-    command = [sys.executable, "-c", code, str(Path(__file__).parent), str(folder)]
-    child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, env=os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache)}
-    )
-    child.stdout.readline()
-    return child
-
-
-def autoattack(kills):
-    dice = random.Random(2)
-    with tempfile.TemporaryDirectory() as name:
-        parts = ("cache", "first", "whole", "cut")
-        cache, first, whole, cut = (Path(name) / part for part in parts)
-        for folder in (first, whole, cut):
-            folder.mkdir()
-        for folder in (first, whole):  # The second time most programs are in the cache.
-            began = time.monotonic()
-            if begun(folder, cache).wait():
-                raise RuntimeError("the attack failed")
-            spent = time.monotonic() - began
-        for kill in range(kills):
-            child = begun(cut, cache)
-            try:
-                child.wait(dice.uniform(0, 2 * spent / kills))
-            except subprocess.TimeoutExpired:
-                child.send_signal(signal.SIGKILL)
-            say(f"attack {kill + 1}: {'killed' if child.wait() else 'had ended'}")
-        if begun(cut, cache).wait():
-            raise RuntimeError("the attack failed after it was killed")
-        ours, theirs = np.load(cut / "found.npz"), np.load(whole / "found.npz")
-        for leaf in theirs.files:
-            np.testing.assert_array_equal(ours[leaf], theirs[leaf])
-        say(f"AutoAttack after {kills} kills: the same to the bit")
-
-
 def main(moments):
     expected, dice = source().model, random.Random(0)
     with tempfile.TemporaryDirectory() as name:
@@ -201,6 +150,6 @@ def main(moments):
 
 if __name__ == "__main__":
     given = [*map(int, sys.argv[1:])]
-    for part, count in zip((main, audits, autoattack), [*given, *(50, 10, 10)[len(given) :]]):
+    for part, count in zip((main, audits), [*given, *(50, 10)[len(given) :]]):
         if count:
             part(count)
