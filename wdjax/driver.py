@@ -259,15 +259,21 @@ def _better(one: Found, other: Found) -> Found:
     both = one.success & other.success
     wins = jnp.where(both, other.cost < one.cost, other.success)
     wins |= ~one.success & ~other.success & (other.margin > one.margin)
+    return joined(one, other, wins)
+
+
+def joined(one: Found, other: Found, wins: Array) -> Found:
+    """What ``other`` found where it ``wins``, ``[n]``, and ``one`` elsewhere; passes add up."""
 
     def choose(first: Array, second: Array) -> Array:
         return jnp.where(norms.spread(wins, first), second, first)
 
     bare, rival = replace(one, history=None), replace(other, history=None)
+    fault = one.fault | other.fault
     return replace(
         jax.tree.map(choose, bare, rival),
-        done=(one.done | other.done) & ~(one.fault | other.fault),
-        fault=one.fault | other.fault,
+        done=(one.done | other.done) & ~fault,
+        fault=fault,
         zeros=one.zeros + other.zeros,
         gradients=one.gradients + other.gradients,
         forwards=one.forwards + other.forwards,

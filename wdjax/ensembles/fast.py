@@ -6,11 +6,9 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from wdjax import driver, norms, validate
+from wdjax import driver, validate
 from wdjax.attacks.margin_pgd import MarginPGD
 from wdjax.attacks.walk import Walk
 from wdjax.balls import Lp
@@ -144,7 +142,8 @@ def _hunt(
         seen = ask.search(len(legs), walk, eps=scale, only=only)
         known = np.where(seen.success, np.asarray(seen.cost, float), np.inf)
         distance = np.where(only, np.minimum(distance, known), distance)
-        found = _within(found, seen, seen.success & (seen.cost <= radii) & left)
+        hits = seen.success & (seen.cost <= radii) & left
+        found = driver.joined(found, replace(seen, done=hits), hits)
         legs.append(_leg(f"walk, the nearest {share:.3g}", found))
         idle = 0 if legs[-1].accuracy < legs[-2].accuracy else idle + 1
     return Account(found, tuple(legs))
@@ -155,23 +154,6 @@ def _rounds(ball: Lp) -> list[tuple[Walk, float]]:
     held = Walk(ball, steps=25, far=True, haste=0.5, step_size=1.1, shrink=0.25, width=1.3)
     aimed = Walk(ball, steps=20, targets=3)
     return [*((held, 0.5**number) for number in range(6)), (aimed, 0.25)]
-
-
-def _within(found: Found, seen: Found, hits: Array) -> Found:
-    """What was found, with the flips ``hits`` of a search for the nearest; passes add up."""
-
-    def choose(old: Array, new: Array) -> Array:
-        return jnp.where(norms.spread(hits, old), new, old)
-
-    fault = found.fault | seen.fault
-    return replace(
-        jax.tree.map(choose, found, seen),
-        done=(found.done | hits) & ~fault,
-        fault=fault,
-        zeros=found.zeros + seen.zeros,
-        gradients=found.gradients + seen.gradients,
-        forwards=found.forwards + seen.forwards,
-    )
 
 
 def _leg(name: str, found: Found) -> Leg:
