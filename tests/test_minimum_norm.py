@@ -212,6 +212,22 @@ def test_wda_star_beats_its_rivals(norm):
     assert float(found.passes.mean()) <= 310
 
 
+def test_wda_star_never_leaves_a_flip_that_it_is_given():
+    model, x, y = curved()
+    known = wdjax.search(attacks.WDAPlusPlus(Lp(2)), model, x, y)
+    points = known.x_adv.at[0].set(2.0).at[1].set(x[1])  # Outside of the box, and no flip.
+    found = ensembles.wda_star(
+        model, x, y, key=jax.random.key(1), ball=Lp(2), passes=21, start=points
+    )
+    kept, closer = np.asarray(found.cost)[2:], np.asarray(known.cost)[2:]
+    assert np.all(kept <= closer * (1 + 1e-6))
+    assert np.any(kept < closer * 0.99)
+    np.testing.assert_array_equal(found.success, jnp.argmax(model(found.x_adv), -1) != y)
+    assert np.all((found.x_adv >= 0) & (found.x_adv <= 1))
+    with pytest.raises(ValueError, match="start must be"):
+        ensembles.wda_star(model, x, y, key=jax.random.key(1), passes=21, start=points[:3])
+
+
 @pytest.mark.parametrize("norm", [2, np.inf])
 def test_a_walk_leaves_the_corner_of_the_box(norm):
     """Most pixels black, many classes: steps gain less than the linear model says."""

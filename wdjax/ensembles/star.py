@@ -1,52 +1,29 @@
 """The strongest minimum-norm search: walks from many starts, spent where they count."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from wdjax import driver, transport, validate
-from wdjax.attacks.pdpgd import PDPGD
-from wdjax.attacks.walk import Walk
+from wdjax.attacks.points import Points
 from wdjax.balls import Lp
 from wdjax.core import AnyArray, Array, Found, PyTree
 from wdjax.ensembles.question import Question, question
+from wdjax.ensembles.walks import Kind, schedule
 
 _HOPE = 0.2
 """Relative gain expected of the first walk that follows the opening."""
-_LEAST = 21
-"""Passes of the shortest walk."""
-_PILOTS = 70
-"""Passes from which on first walks can be compared."""
-_MANY = (150, 300, 1500)
-"""Passes from which on more kinds of later walks are tried, all of them, and longer ones."""
 _SOME = 6
 """One sample in so many is a pilot; with fewer than ``_SOME`` of them there are none."""
 _TRIAL = 0.25
 """Of the keen samples, those that try a kind of walk for the first time."""
 _STAKE = 0.03
 """Of all passes, what a first trial may cost."""
-_SPARSE = 100
-"""Steps of the opening in l1."""
 _KEEN = 0.5
 """A sample is walked again if its expected gain is at least this share of the mean."""
-
-
-class Kind(NamedTuple):
-    """A search, and how it is begun."""
-
-    attack: Walk | PDPGD
-    start: str
-    """``"sample"``, ``"around"`` the sample at the scale of the best distance, or ``"best"``."""
-
-    @property
-    def passes(self) -> int:
-        """Forward and backward passes of one sample, at most."""
-        targets = self.attack.targets if isinstance(self.attack, Walk) else 0
-        ranking = 6 if targets else 0
-        return ranking + max(1, targets) * (2 * self.attack.steps + 1) + 2
 
 
 def wda_star(
@@ -60,6 +37,7 @@ def wda_star(
     order: float = 1,
     passes: int = 400,
     tolerance: float = 1e-4,
+    start: AnyArray | None = None,
     checkpoint: str | PathLike[str] | None = None,
     **options: Any,
 ) -> Found:
@@ -90,6 +68,8 @@ def wda_star(
       passes: forward and backward passes an image, on average.
       tolerance: ends once the relative gain expected of another walk, on average over the samples,
         is below.
+      start: ``[n, *shape]`` points that may be flips already, such as those of WDA++: they are
+        measured again, and no flip is left for a farther one. Their search counts for nothing here.
       checkpoint: a folder; an interrupted call goes on from there to the same bits.
       **options: ``criterion``, ``index``, ``batch_size``, ``mesh``, ``callback`` of
         :func:`wdjax.search`.
@@ -117,8 +97,14 @@ def wda_star(
     ask = question("wda_star", model, x, y, key, checkpoint, options)
     eps = None if eps is None else float(validate.check_number("eps", eps))
     order = validate.check_order(order)
-    rivals, always, more = _schedule(ball, validate.check_count("passes", passes))
+    rivals, always, more = schedule(ball, validate.check_count("passes", passes))
     found, number = _open(ask, rivals), len(rivals) + 1
+    if start is not None:
+        samples = jnp.asarray(ask.x)
+        reach = ball.cost(samples, jnp.asarray(validate.check_like("start", start, samples)))
+        reach = jnp.where(jnp.isfinite(reach), reach, 0.0)
+        found = driver.best(found, ask.search(number, Points(ball), eps=reach, start=start))
+        number += 1
     hope = np.full(len(found.cost), _HOPE)
     for kind in always:
         found = driver.best(found, _follow(ask, number, kind, found, np.ones(len(hope), bool)))
@@ -151,34 +137,6 @@ def _gain(before: Found, after: Found) -> np.ndarray:
     return np.where(
         known, 1 - other / np.where(known, one, 1.0), np.isinf(one) & np.isfinite(other)
     )
-
-
-def _schedule(ball: Lp, passes: int) -> tuple[list[Kind], list[Kind], list[Kind]]:
-    """By the budget: kinds of which the best opens, those that follow it, and all later ones."""
-    if passes < _LEAST:
-        raise ValueError(f"wda_star needs at least {_LEAST} passes an image, got {passes}.")
-    first = min(25, (passes - 3) // 2 if passes < _PILOTS else passes // 3 - 4)
-    later = 20 if passes < _MANY[0] else 30 if passes < _MANY[2] else 40
-    free = Kind(Walk(ball, steps=first, far=True, haste=1.0), "sample")
-    # From the sample, the linearised margin is the better guide where its ball has corners.
-    haste = 1.0 if ball.norm == 2 else 0.0
-    near = Kind(Walk(ball, steps=first, targets=1, haste=haste), "sample")
-    held = Walk(ball, far=True, haste=0.5, step_size=1.1, shrink=0.25, width=1.3)
-    bold = Walk(ball, far=True, haste=1.0, step_size=2.0, shrink=0.35, width=2.3)
-    more = [Kind(replace(walk, steps=later), "around") for walk in (held, bold)]
-    polish = Kind(Walk(ball, steps=later, step_size=0.2), "best")
-    if passes < _PILOTS:
-        return [free], [], more
-    if passes < _MANY[0]:
-        more = more[:1]
-    elif passes >= _MANY[1]:
-        aimed = Walk(ball, steps=later, far=True, targets=2, width=1.5)
-        patient = Walk(ball, steps=2 * later, far=True)
-        more += [Kind(aimed, "around"), Kind(patient, "sample"), polish]
-    if ball.norm == 1 and passes >= 2 * _SPARSE:
-        # Walks from anywhere end dense; the proximal map finds the few pixels that matter.
-        return [Kind(PDPGD(ball, steps=min(_SPARSE, passes // 4)), "sample")], [polish], more
-    return [free, Kind(replace(held, steps=first), "around"), near], [], more
 
 
 def _open(ask: Question, firsts: list[Kind]) -> Found:

@@ -1,0 +1,60 @@
+"""Which searches :func:`wdjax.ensembles.wda_star` makes, by the passes that it has."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from wdjax.attacks.pdpgd import PDPGD
+from wdjax.attacks.walk import Walk
+from wdjax.balls import Lp
+
+_LEAST = 21
+"""Passes of the shortest walk."""
+_PILOTS = 70
+"""Passes from which on first walks can be compared."""
+_MANY = (150, 300, 1500)
+"""Passes from which on more kinds of later walks are tried, all of them, and longer ones."""
+_SPARSE = 100
+"""Steps of the opening in l1."""
+
+
+class Kind(NamedTuple):
+    """A search, and how it is begun."""
+
+    attack: Walk | PDPGD
+    start: str
+    """``"sample"``, ``"around"`` the sample at the scale of the best distance, or ``"best"``."""
+
+    @property
+    def passes(self) -> int:
+        """Forward and backward passes of one sample, at most."""
+        targets = self.attack.targets if isinstance(self.attack, Walk) else 0
+        ranking = 6 if targets else 0
+        return ranking + max(1, targets) * (2 * self.attack.steps + 1) + 2
+
+
+def schedule(ball: Lp, passes: int) -> tuple[list[Kind], list[Kind], list[Kind]]:
+    """By the budget: kinds of which the best opens, those that follow it, and all later ones."""
+    if passes < _LEAST:
+        raise ValueError(f"wda_star needs at least {_LEAST} passes an image, got {passes}.")
+    first = min(25, (passes - 3) // 2 if passes < _PILOTS else passes // 3 - 4)
+    later = 20 if passes < _MANY[0] else 30 if passes < _MANY[2] else 40
+    free = Kind(Walk(ball, steps=first, far=True, haste=1.0), "sample")
+    # From the sample, the linearised margin is the better guide where its ball has corners.
+    haste = 1.0 if ball.norm == 2 else 0.0
+    near = Kind(Walk(ball, steps=first, targets=1, haste=haste), "sample")
+    held = Walk(ball, far=True, haste=0.5, step_size=1.1, shrink=0.25, width=1.3)
+    bold = Walk(ball, far=True, haste=1.0, step_size=2.0, shrink=0.35, width=2.3)
+    more = [Kind(replace(walk, steps=later), "around") for walk in (held, bold)]
+    polish = Kind(Walk(ball, steps=later, step_size=0.2), "best")
+    if passes < _PILOTS:
+        return [free], [], more
+    if passes < _MANY[0]:
+        more = more[:1]
+    elif passes >= _MANY[1]:
+        aimed = Walk(ball, steps=later, far=True, targets=2, width=1.5)
+        patient = Walk(ball, steps=2 * later, far=True)
+        more += [Kind(aimed, "around"), Kind(patient, "sample"), polish]
+    if ball.norm == 1 and passes >= 2 * _SPARSE:
+        # Walks from anywhere end dense; the proximal map finds the few pixels that matter.
+        return [Kind(PDPGD(ball, steps=min(_SPARSE, passes // 4)), "sample")], [polish], more
+    return [free, Kind(replace(held, steps=first), "around"), near], [], more
