@@ -80,6 +80,7 @@ def test_orders_reach_budgets_of_the_data_set_and_ensembles(given, capsys, tmp_p
     assert main([*command, "--plot", str(drawn)]) == 0
     found = json.loads(capsys.readouterr().out)["attacks"]
     assert 0 < found["wpgd"]["transport_cost"] <= 0.1 * (1 + 1e-5)
+    assert found["wpgd"]["gradients_per_image"] == 50  # Of every image: all share the budget.
     assert found["wpgd"]["max_cost"] > 0.1  # Some go farther than all do on average.
     assert found["fast"]["max_cost"] <= 0.1 * (1 + 1e-5)
     assert found["fast"]["forwards_per_image"] <= 150

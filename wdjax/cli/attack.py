@@ -199,8 +199,9 @@ def _search(
         found = SEARCHES[name](model, x, y, eps=reach, order=order, ball=ball, **how)
         return transport.spend(found, eps=eps, order=order, **spending), lost
     attack: Any = ATTACKS[name](ball)
-    if attack.budget == "data":  # Such an attack is told the order of its budget.
+    if attack.budget == "data":  # Of all samples, also those that are errors already.
         attack, reach = dataclasses.replace(attack, order=order), eps
+        how = how | {"skip_misclassified": False}
     if bfloat16:
         found, none = ensembles.mixed(attack, model, x, y, eps=reach, **how)
         lost["lost_flips"] = int(none.sum())
