@@ -7,6 +7,7 @@ use the same ones. ``XLA_FLAGS`` of the environment win: with
 ``XLA_FLAGS=--xla_backend_optimization_level=3`` the tests run what users run.
 """
 
+import gc
 import os
 from pathlib import Path
 
@@ -21,6 +22,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jax
 import pytest
+
+# Tracing makes many objects that live; to look at them all took a twentieth of the time.
+gc.set_threshold(20_000, 50, 100)
 
 collect_ignore = ["torch_reference.py", "hostile_files.py"]  # No tests; PyTorch may be absent.
 SHARED = Path(__file__).parents[2] / "shared"
