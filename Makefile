@@ -16,11 +16,13 @@ PYTEST_OPTIONS ?=
 audit: $(VENV)/.audit
 	$(BIN)/python -m wdjax audit --out audit
 
+# One worker a file: its tests share programs, which two workers would both trace.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_OPTIONS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_OPTIONS)
 
 test-oldest: $(OLDEST)/.test
-	JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache_oldest $(OLDEST)/bin/python -m pytest -n $(WORKERS) -m fast tests
+	JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache_oldest $(OLDEST)/bin/python -m pytest \
+		-n $(WORKERS) --dist loadfile -m fast tests
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

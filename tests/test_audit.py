@@ -24,7 +24,6 @@ def report(tmp_path_factory):
     return folder, json.loads((folder / "report.json").read_text())
 
 
-@pytest.mark.xdist_group("audit")
 def test_audit_writes_a_whole_report(report):
     folder, content = report
     assert content["schema"] == "wdjax.audit/1"
@@ -41,7 +40,6 @@ def test_audit_writes_a_whole_report(report):
     assert not list(folder.glob(".*"))
 
 
-@pytest.mark.xdist_group("audit")
 def test_audit_is_a_sandwich_whose_balls_are_nested(report):
     _, content = report
     for model in content["models"]:
@@ -60,7 +58,6 @@ def test_audit_is_a_sandwich_whose_balls_are_nested(report):
     assert robust["attacked_accuracy"][-1] > standard["attacked_accuracy"][-1]
 
 
-@pytest.mark.xdist_group("audit")
 def test_audit_is_deterministic(report, tmp_path):
     _, content = report
     main(["audit", "--out", str(tmp_path), "--samples", "40"])

@@ -88,24 +88,15 @@ def norms_of(name):
     return ONLY.get(name, NORMS)
 
 
-def group(name):
-    """One worker an attack, so that its programs are compiled once."""
-    return pytest.mark.xdist_group(name)
-
-
 def cases(*pairs):
-    rows = [
-        pytest.param(*pair, id=f"{pair[0]}, l{pair[1]}", marks=group(pair[0])) for pair in pairs
-    ]
+    rows = [pytest.param(*pair, id=f"{pair[0]}, l{pair[1]}") for pair in pairs]
     return pytest.mark.parametrize(("name", "norm"), rows)
 
 
 def names(*attacks, oldest=False):
     """With ``oldest``, a few of them run on the oldest stack too."""
     rows = [
-        pytest.param(
-            name, id=name, marks=[group(name), *[pytest.mark.fast] * (oldest and name in FEW)]
-        )
+        pytest.param(name, id=name, marks=[pytest.mark.fast] * (oldest and name in FEW))
         for name in attacks
     ]
     return pytest.mark.parametrize("name", rows)

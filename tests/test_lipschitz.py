@@ -505,6 +505,7 @@ def test_trainable_constants_are_sound_and_can_be_differentiated(norm):
     assert np.all(found >= tight * (1 - 1e-5))
     assert not np.diagonal(np.asarray(found)[:, np.asarray(y)]).any()
 
+    @jax.jit
     def steepness(model):
         return jnp.sum(lipschitz.trainable_lipschitz(model, x, y, method="zonotope", **how))
 
