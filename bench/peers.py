@@ -18,6 +18,7 @@ peer does (``stop=False``), so that both spend the same passes; theirs are count
 """
 
 import argparse
+import functools
 import math
 import os
 import time
@@ -206,16 +207,19 @@ def duel(setting, nets, pictures, theirs, given):
 
     found, first = timed(own)
     far = measure(net, there, labels, channels_first(found.x_adv), norm)
-    counts, points = {}, {}
+    counts, points, seconds = {}, {}, {None: []}
     for library, function in theirs.items():
-        with Passes(net) as passes:
-            points[library] = peer(function)
-        counts[library] = passes
-    seconds = {library: [] for library in (None, *theirs)}
+        try:
+            with Passes(net) as passes:
+                points[library], spent = timed(functools.partial(peer, function))
+        except Exception as error:  # Some have settings in which they do not work.
+            print(f"{title:<9}{name:<10}{norm:<4g} {library:<13} failed: {error!r}", flush=True)
+            continue
+        counts[library], seconds[library] = passes, [spent]
     for _ in range(given.repeats):
         seconds[None].append(timed(own)[1])
-        for library, function in theirs.items():
-            seconds[library].append(timed(lambda function=function: peer(function))[1])
+        for library in counts:
+            seconds[library].append(timed(functools.partial(peer, theirs[library]))[1])
     mine, spent = min(seconds[None]), float(found.passes.sum())
     for library, passes in counts.items():
         their, n = min(seconds[library]), len(labels)
