@@ -76,7 +76,7 @@ def adv_lib(net, norm, eps):
     targeted = {"n_iter": 50, "num_targets": 3, **apgd}
     fab = {"n_iter": 50, "targeted_restarts": True, "restarts": 3}
     cw = {"initial_const": 0.1, "binary_search_steps": 5, "max_iterations": 40}
-    alma = {"distance": f"l{norm}", "init_lr_distance": first, "α_rms": 0.99, "num_steps": 200}
+    alma = {"distance": f"l{norm:g}", "init_lr_distance": first, "α_rms": 0.99, "num_steps": 200}
     return {
         "pgd": ((math.inf,), lambda x, y: a.pgd_linf(net, x, y, eps, relative_step_size=1 / 16)),
         "apgd-ce": (ALL, lambda x, y: a.apgd(net, x, y, loss_function="ce", **apgd)),
