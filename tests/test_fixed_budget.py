@@ -12,8 +12,8 @@ from test_hyperplane import cases, nearest
 from test_search import apply, make_params, model, x, y
 
 import wdjax
-from wdjax import Lp, attacks, losses, norms
-from wdjax.attacks import apgd, linear, square
+from wdjax import Lp, attacks, core, losses, norms
+from wdjax.attacks import linear, schedule, square
 
 fast = pytest.mark.fast
 
@@ -94,10 +94,57 @@ def test_apgd_takes_the_steps_of_the_paper(norm, loss):
 
 @fast
 def test_checkpoints_of_apgd():
-    windows = apgd._windows(100)
+    windows = schedule.windows(100)
     assert np.flatnonzero(windows).tolist() == [22, 41, 57, 70, 80, 87, 93, 99]
     assert windows[windows > 0].tolist() == [22, 19, 16, 13, 10, 7, 6, 6]
-    assert np.flatnonzero(apgd._windows(1)).tolist() == [1]
+    assert np.flatnonzero(schedule.windows(1)).tolist() == [1]
+
+
+@fast
+def test_phases_of_apgd():
+    plan = schedule.schedule(99, (10, 5, 2, 1))
+    assert plan.width.tolist() == [10] * 20 + [5] * 20 + [2] * 20 + [1] * 40
+    assert np.flatnonzero(plan.first).tolist() == [0, 20, 40, 60]
+    assert plan.window.tolist() == [*(schedule.windows(19).tolist() * 3), *schedule.windows(39)]
+    assert schedule.schedule(1, (3, 1)).width.tolist() == [3, 1]
+    assert schedule.schedule(1, (5, 3, 2, 1)).width.tolist() == [1, 1]
+    for wrong in ((), (3, 2), (0.5, 1), (math.inf, 1), (math.nan, 1), 2):
+        with pytest.raises(ValueError, match="widths must be"):
+            attacks.APGD(widths=wrong)
+
+
+@pytest.mark.parametrize("norm", [1, math.inf])
+def test_apgd_walks_home_from_larger_balls(norm):
+    """Step by step: every phase stays in its ball and begins at the best point of the last one."""
+    attack = attacks.APGD(Lp(norm), steps=19, widths=(4, 1), stop=False)
+    eps, n = {1: 0.1, math.inf: 0.03}[norm], len(x)
+    victim = core.Victim(model, losses.decision_margin)
+    samples = core.Samples(x, y, jnp.full(n, eps), model(x))
+    state = attack.init(victim, samples, None, jax.random.split(jax.random.key(0), n))
+    step = jax.jit(functools.partial(attack._climb, victim))
+    far = []
+    for taken in range(20):
+        cost = norms.lp_norm(state.x - x, norm)
+        assert (cost <= eps * (4 if taken < 12 else 1) * (1 + 1e-6)).all()
+        far.append(cost)
+        state, _ = step(samples, state)
+        if taken == 11:
+            home = attack.ball.project(state.peak, x, samples.eps)
+            np.testing.assert_array_equal(state.x, home)
+        assert (norms.lp_norm(state.best.x - x, norm) <= eps * (1 + 1e-6)).all() or taken < 12
+    assert (np.max(far[:12], axis=0) > 2 * eps).all()
+    assert jnp.isfinite(state.best.value).all()
+
+
+def test_apgd_keeps_a_flip_that_it_is_given():
+    """Phases of larger radii do not lose a start within eps."""
+    eps, key = 0.6, jax.random.key(0)
+    given = wdjax.search(attacks.APGD(Lp(1)), model, x, y, eps=eps, key=key)
+    assert given.success.any()
+    attack = attacks.APGD(Lp(1), steps=1)
+    again = wdjax.search(attack, model, x, y, eps=eps, key=key, start=given.x_adv)
+    assert (again.success >= given.success).all()
+    assert (again.gradients[given.success & given.correct] <= 2).all()
 
 
 @pytest.mark.parametrize("norm", [1, 2, math.inf])

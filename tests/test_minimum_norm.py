@@ -259,7 +259,7 @@ def test_pdpgd_step_by_step():
             gradient, margin = slope(torch, peer, clean + delta, label, "margin")
             if margin > 0:
                 best = min(best, np.abs(delta).sum())
-            gradient = gradient / (1 + math.exp(margin)) if margin < 0 else np.zeros(8)
+            gradient = gradient / (1 + math.exp(margin))
             mean, square = 0.9 * mean + 0.1 * gradient, 0.999 * square + 0.001 * gradient**2
             metric = np.sqrt(square / (1 - 0.999 ** (step + 1))) + 1e-8
             size = 0.1 * 0.01 ** (step / steps)
@@ -271,7 +271,7 @@ def test_pdpgd_step_by_step():
                 u = np.sign(u) * np.maximum(np.abs(u) - weight, 0)
                 u = np.clip(clean + u, 0, 1) - clean
             delta = u
-            pace = 0.02 * 500 / steps * (1 - 0.9 * step / steps)
+            pace = 0.02 * math.sqrt(500 / steps) * (1 - 0.9 * step / steps)
             log = np.clip(log + (-pace if margin > 0 else pace), -math.log(1e6), math.log(1e6))
             share = 0.9 * share + 0.1 / (1 + math.exp(log))
         cost = float(found.cost[i]) if found.success[i] else np.inf

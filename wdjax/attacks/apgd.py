@@ -1,21 +1,23 @@
 """Auto-PGD: a step size that halves itself, momentum, and targets one after the other."""
 
 import dataclasses
+import math
 from collections.abc import Callable
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from wdjax import losses, norms, validate
 from wdjax.attacks import ascent, linear
 from wdjax.attacks.ascent import setting
+from wdjax.attacks.schedule import Schedule, begin, check_widths, schedule
 from wdjax.balls import Lp
 from wdjax.core import Array, Info, Samples, Stage, Victim
 
 _MOMENTUM = 0.75
 """Share of the new step; the rest is that of the last one."""
+_WIDTHS = {1: (10.0, 5.0, 2.0, 1.0), 2: (1.0,), math.inf: (1.0,)}
 
 
 class State(NamedTuple):
@@ -23,7 +25,7 @@ class State(NamedTuple):
     before: Array
     """The iterate before ``x``, for the momentum."""
     peak: Array
-    """The iterate of largest loss in this run, ``height``, and its gradient, ``slope``."""
+    """The iterate of largest loss in this phase, ``height``, and its gradient, ``slope``."""
     height: Array
     slope: Array
     loss: Array
@@ -67,24 +69,26 @@ class APGD:
       restarts: runs, with targets of each; every one begins at a random point, or the first at
         ``start``.
       stop: leave a sample alone once it has fallen. With False it goes on for the sake of the loss.
+      widths: radii of a run's phases in ``eps``, the last 1 for 40 % of the steps; each begins at
+        the largest loss of the one before. By default ``(10, 5, 2, 1)`` for norm 1, else ``(1,)``.
       share: the first ``eta`` in radii; 2 by default, for norm 1 one; may be traced.
 
-    Returns the iterate of largest criterion over all runs.
+    Returns the iterate of largest criterion within ``eps`` over all runs.
 
     Raises:
-      ValueError: a count below 1, another rank; with ``targets``, a model without logits.
+      ValueError: bad counts, another rank, widths below 1; with ``targets``, no logits.
 
     Cost: a run takes ``steps + 1`` forward and backward passes a sample; ``rank="ratio"`` 1 forward
     and ``candidates`` backward passes besides.
 
     Differs: the authors' code compares the first loss with 0 in place of the loss at the start, and
       takes no flat best loss for a stall at the first checkpoint. Its random points lie on the
-      sphere, ours are uniform in the ball. For norm 1 its steps are signs of the largest gradients;
-      ours share the step among all (:func:`wdjax.norms.ascend`). For norm 2 ``P`` is the ball's
-      projection, clipped to the box. DLR falls back to margins where there are too few classes
-      (:func:`wdjax.losses.targeted_dlr_or_margin`).
+      sphere, ours are uniform in the ball, but for norm 1. There it has phases of 3, 2 and 1 eps,
+      and its steps are signs of the largest gradients; ours share the step among all. For norm 2
+      ``P`` clips the ball's projection to the box. With few classes DLR falls back to margins.
 
-    Source: Croce and Hein [croce2020], Algorithm 1; the ratio is MALT's [melamed2024].
+    Source: Croce and Hein [croce2020], Algorithm 1; phases: [mindthebox2021], section 3.2; the
+    ratio is MALT's [melamed2024].
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
@@ -105,12 +109,14 @@ class APGD:
     candidates: int = setting(100)
     restarts: int = setting(1)
     stop: bool = setting(True)
+    widths: tuple[float, ...] | None = setting(None)
     share: float | Array | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("targets", 0), ("candidates", 1), ("restarts", 1)):
             object.__setattr__(self, name, validate.check_count(name, getattr(self, name), least))
         validate.check_choice("rank", self.rank, ("logit", "ratio"))
+        object.__setattr__(self, "widths", check_widths(self.widths))
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -121,6 +127,15 @@ class APGD:
     @property
     def _run(self) -> int:
         return self.steps + 1
+
+    @property
+    def _schedule(self) -> Schedule:
+        return schedule(self.steps, self.widths or _WIDTHS[self.ball.norm])
+
+    def _radius(self, samples: Samples, taken: Array) -> Array:
+        return (
+            jnp.asarray(self._schedule.width, samples.x.dtype)[taken % self._run] * samples.radius
+        )
 
     def init(
         self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
@@ -134,7 +149,7 @@ class APGD:
         if start is None:
             point = self._start(samples, keys, none)
         else:
-            point = self.ball.project(start, x, samples.radius)
+            point = self.ball.project(start, x, self._radius(samples, none))
         # The first step of a run sets everything but x, keys and targets.
         return State(
             x=point, before=point, peak=point, height=low, slope=jnp.zeros_like(x), loss=low,
@@ -142,14 +157,9 @@ class APGD:
             targets=targets, keys=keys, best=ascent.Best(point, low),
         )  # fmt: skip
 
-    def _start(self, samples: Samples, keys: Array, run: Array) -> Array:
-        x = samples.x
-
-        def draw(key: Array, run: Array) -> Array:
-            return self.ball.noise(jax.random.fold_in(key, run), x.shape[1:], x.dtype)
-
-        noise = norms.spread(samples.radius, x) * jax.vmap(draw)(keys, run)
-        return self.ball.project(x + noise, x, samples.radius)
+    def _start(self, samples: Samples, keys: Array, taken: Array) -> Array:
+        keys = jax.vmap(jax.random.fold_in)(keys, taken // self._run)
+        return begin(self.ball, samples.x, self._radius(samples, taken), keys)
 
     def _rank(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         assert state.targets is not None
@@ -170,8 +180,11 @@ class APGD:
         objective = self._objective(state)
         seen = ascent.slope(victim, state.x, samples.y, objective)
         info = ascent.note(victim, samples.y, seen)
-        best = ascent.keep_best(state.best, state.x, info.value, seen.out)
-        assert best is not None
+        value = info.value
+        if self._schedule.width[0] > 1:
+            inside = self.ball.cost(samples.x, state.x) <= samples.radius * (1 + 1e-6)
+            value = jnp.where(inside, value, -jnp.inf)
+        best = cast(ascent.Best, ascent.keep_best(state.best, state.x, value, seen.out))
         loss = objective(seen.out, samples.y).astype(state.loss.dtype)
         loss = jnp.where(jnp.isfinite(loss), loss, -jnp.inf)
         judged, halve = self._judge(state, loss, seen.gradient)
@@ -179,20 +192,22 @@ class APGD:
         x = jnp.where(back, judged.peak, state.x)
         moved = self._move(samples, state, x, jnp.where(back, judged.slope, seen.gradient), judged)
         taken = state.taken + 1
-        ends = taken % self._run == 0
+        begins = jnp.asarray(self._schedule.first)[taken % self._run]
 
         def renew() -> Array:
-            point = self._start(samples, state.keys, taken // self._run)
-            return jnp.where(norms.spread(ends, point), point, moved)
+            point = self._start(samples, state.keys, taken)
+            within = self.ball.project(judged.peak, samples.x, self._radius(samples, taken))
+            point = jnp.where(norms.spread(taken % self._run == 0, x), point, within)
+            return jnp.where(norms.spread(begins, x), point, moved)
 
-        after = jax.lax.cond(jnp.any(ends), renew, lambda: moved)
+        after = jax.lax.cond(jnp.any(begins), renew, lambda: moved)
         judged = judged._replace(x=after, before=x, taken=taken, best=best)
         return ascent.hold(self._over(state), state, judged), info
 
     def _judge(self, state: State, loss: Array, gradient: Array) -> tuple[State, Array]:
         """Compares the iterate with its run so far; also tells whose step is halved."""
-        x, step = state.x, state.taken % self._run
-        first, window = step == 0, jnp.asarray(_windows(self.steps))[step]
+        x, step, plan = state.x, state.taken % self._run, self._schedule
+        first, window = jnp.asarray(plan.first)[step], jnp.asarray(plan.window)[step]
         higher = first | (loss > state.height)
         peak = jnp.where(norms.spread(higher, x), x, state.peak)
         slope = jnp.where(norms.spread(higher, x), gradient, state.slope)
@@ -217,11 +232,12 @@ class APGD:
     def _move(
         self, samples: Samples, state: State, x: Array, gradient: Array, judged: State
     ) -> Array:
-        first = norms.spread(state.taken % self._run == 0, x)
-        ahead = self.ball.ascend(x, gradient, judged.size * samples.radius)
-        ahead = self.ball.project(ahead, samples.x, samples.radius)
+        first = jnp.asarray(self._schedule.first)[state.taken % self._run]
+        radius = self._radius(samples, state.taken)
+        ahead = self.ball.ascend(x, gradient, judged.size * radius)
+        ahead, first = self.ball.project(ahead, samples.x, radius), norms.spread(first, x)
         swing = x + _MOMENTUM * (ahead - x) + (1 - _MOMENTUM) * (x - state.before)
-        return self.ball.project(jnp.where(first, ahead, swing), samples.x, samples.radius)
+        return self.ball.project(jnp.where(first, ahead, swing), samples.x, radius)
 
     def _over(self, state: State) -> Array:
         aims = 1 if state.targets is None else state.targets.shape[1]
@@ -232,19 +248,3 @@ class APGD:
 
     def finished(self, state: State) -> Array:
         return (state.best.value > 0) & self.stop
-
-
-def _windows(steps: int) -> np.ndarray:
-    """``[steps + 1]``: at checkpoints, the steps since the last one; 0 elsewhere.
-
-    >>> np.flatnonzero(_windows(100)).tolist()
-    [22, 41, 57, 70, 80, 87, 93, 99]
-    """
-    windows = np.zeros(steps + 1, np.int32)
-    length, less, least = (max(1, int(share * steps)) for share in (0.22, 0.03, 0.06))
-    place = length
-    while place <= steps:
-        windows[place] = length
-        length = max(length - less, least)
-        place += length
-    return windows

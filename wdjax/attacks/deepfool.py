@@ -16,6 +16,9 @@ from wdjax.core import Array, Info, Samples, Stage, Victim
 _PAST = 1e-4
 """Added to every margin, as the authors do, so that a step ends beyond the boundary."""
 
+_FEW = 5
+"""Steps within which most samples flip: a short stage, after each of which those may leave."""
+
 
 class State(NamedTuple):
     x: Array
@@ -70,7 +73,12 @@ class DeepFool:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        return Stage(self._step, self.steps, self.finished), Stage(self._end, 1, self.finished)
+        few = min(_FEW, self.steps)
+        return (
+            Stage(self._step, few, self.finished),
+            Stage(self._step, self.steps - few, self.finished),
+            Stage(self._end, 1, self.finished),
+        )
 
     def init(
         self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
