@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import Lp, Model, attacks, ensembles, image
+from wdjax import Lp, Model, attacks, ensembles, image, losses
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +46,13 @@ def test_flips_of_bfloat16_alone_are_lost(problem):
     model, x, y = problem
     attack = attacks.WDAPlusPlus(Lp(2))
     rough = wdjax.search(attack, ensembles.lowered(model), x, y)
-    lost = np.asarray(rough.success) & (predicted(model, rough.x_adv) == y)
+    margin = np.asarray(losses.margin(model(rough.x_adv), y))
+    lost, clear = np.asarray(rough.success) & (margin <= 0), np.abs(margin) > 1e-5
     assert 5 < lost.sum() < 35
+    assert clear.sum() > 35  # Of others, two programs may not agree.
     found, told = ensembles.mixed(attack, model, x, y)
-    np.testing.assert_array_equal(told, lost)
+    np.testing.assert_array_equal(np.asarray(told)[clear], lost[clear])
+    lost = np.asarray(told)
     once = np.asarray(rough.gradients)
     assert np.all(np.asarray(found.gradients)[lost] > once[lost])
     np.testing.assert_array_equal(np.asarray(found.gradients)[~lost], once[~lost])

@@ -76,8 +76,7 @@ def autoattack(
 
     Differs: samples leave as soon as they fall, randomness is every sample's own, and points are
       kept, measured and saved. The differences of the members are told there. With few classes
-      there are as many targets as there are rivals. The l1 version's
-      phases reach 10 eps, not 3.
+      there are as many targets as there are rivals. In l1, phases reach from 10 eps, not from 3.
 
     Source: Croce and Hein [croce2020], Section 5; version 0.1 of the authors' code.
 

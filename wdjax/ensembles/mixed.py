@@ -84,7 +84,9 @@ def mixed(
             f"mixed measures points again, and {type(attack.ball).__name__} wants proofs of their "
             "costs: use wdjax.search."
         )
-    sure = ask.search(1, Points(attack.ball), eps=fast.cost, start=fast.x_adv)  # type: ignore[arg-type]
+    # Where nothing binds a point, its cost is measured again, and rounded another way.
+    reach = 1.01 * fast.cost if attack.budget == "none" else eps
+    sure = ask.search(1, Points(attack.ball), eps=reach, start=fast.x_adv)  # type: ignore[arg-type]
     lost = fast.success & ~sure.success
     found = replace(
         sure,

@@ -102,7 +102,7 @@ def wda_star(
     if start is not None:
         samples = jnp.asarray(ask.x)
         reach = ball.cost(samples, jnp.asarray(validate.check_like("start", start, samples)))
-        reach = jnp.where(jnp.isfinite(reach), reach, 0.0)
+        reach = jnp.where(jnp.isfinite(reach), 1.01 * reach, 0.0)  # Measured again there.
         found = driver.best(found, ask.search(number, Points(ball), eps=reach, start=start))
         number += 1
     hope = np.full(len(found.cost), _HOPE)

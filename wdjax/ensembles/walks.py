@@ -56,5 +56,6 @@ def schedule(ball: Lp, passes: int) -> tuple[list[Kind], list[Kind], list[Kind]]
         more += [Kind(aimed, "around"), Kind(patient, "sample"), polish]
     if ball.norm == 1 and passes >= 2 * _SPARSE:
         # Walks from anywhere end dense; the proximal map finds the few pixels that matter.
-        return [Kind(PDPGD(ball, steps=min(_SPARSE, passes // 4)), "sample")], [polish], more
+        sparse = Kind(PDPGD(ball, steps=min(_SPARSE, passes // 4)), "sample")
+        return [sparse], [polish, near] if passes >= _MANY[1] else [polish], more
     return [free, Kind(replace(held, steps=first), "around"), near], [], more
