@@ -46,9 +46,10 @@ def wda_star(
     Feed the result to :func:`wdjax.spend`: the knapsack over these distances is WDA*, the attack of
     Wasserstein order p. Which start finds the nearest flip differs from model to model: pilots
     decide which kind of :class:`~wdjax.attacks.Walk` opens, from anywhere in the box or towards the
-    nearest class; in l1 a short :class:`~wdjax.attacks.PDPGD` does, and a walk from where it ends.
-    Later the kind that keeps most of what is expected of it a pass goes next, also from around the
-    sample and from the best point, on those samples only whose improvement counts: with a budget
+    nearest class; in l1 a short :class:`~wdjax.attacks.PDPGD` does, with a walk from where it ends
+    and another from the sample. Later the kind that keeps most of what is expected of it a pass
+    goes next, also from around the sample and from the best point, on those samples only whose
+    improvement counts: with a budget
     ``eps``, a shorter distance d gains what the knapsack pays for it,
 
         min(d_i, d*)^p - min((1 - r_i) d_i, d*)^p,
