@@ -66,13 +66,14 @@ def shifted(scale, x):
 
 def test_what_bfloat16_cannot_differentiate_is_attacked_without_it():
     model = Model(shifted, jnp.float32(1e-4))
-    x, y = np.array([[0.6, 0.4], [0.9, 0.1]], np.float32), np.array([0, 0])
-    attack = attacks.PGD(steps=5)
+    x = np.array([[0.6, 0.4], [0.9, 0.1], [0.4, 0.6]], np.float32)
+    y, attack = np.array([0, 0, 0]), attacks.PGD(steps=5)  # The last is an error, in float32.
     rough = wdjax.search(attack, ensembles.lowered(model), x, y, eps=0.2, skip_misclassified=False)
     assert rough.fault.all()
     assert not rough.success.any()
     found, lost = ensembles.mixed(attack, model, x, y, eps=0.2)
-    assert found.success.tolist() == [True, False]
+    assert found.success.tolist() == [True, False, True]
+    assert found.correct.tolist() == [True, True, False]
     assert found.fault.all()  # It stays on record.
     assert not found.done.any()
     assert not lost.any()

@@ -18,6 +18,7 @@ from wdjax.core import Array, Info, Samples, Stage, Victim
 _MOMENTUM = 0.75
 """Share of the new step; the rest is that of the last one."""
 _WIDTHS = {1: (10.0, 5.0, 2.0, 1.0), 2: (1.0,), math.inf: (1.0,)}
+"""Radii of a run's phases, by norm."""
 
 
 class State(NamedTuple):
@@ -133,9 +134,8 @@ class APGD:
         return schedule(self.steps, self.widths or _WIDTHS[self.ball.norm])
 
     def _radius(self, samples: Samples, taken: Array) -> Array:
-        return (
-            jnp.asarray(self._schedule.width, samples.x.dtype)[taken % self._run] * samples.radius
-        )
+        width = jnp.asarray(self._schedule.width, samples.x.dtype)[taken % self._run]
+        return width * samples.radius
 
     def init(
         self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None

@@ -88,10 +88,11 @@ def mixed(
     reach = 1.01 * fast.cost if attack.budget == "none" else eps
     sure = ask.search(1, Points(attack.ball), eps=reach, start=fast.x_adv)  # type: ignore[arg-type]
     lost = fast.success & ~sure.success
+    fault = fast.fault | sure.fault
     found = replace(
         sure,
-        done=sure.done | (fast.done & ~lost & ~sure.fault),
-        fault=fast.fault | sure.fault,
+        done=(sure.done | (fast.done & ~lost)) & ~fault,
+        fault=fault,
         zeros=fast.zeros,
         gradients=fast.gradients,
         forwards=fast.forwards + sure.forwards,

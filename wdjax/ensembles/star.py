@@ -49,8 +49,7 @@ def wda_star(
     nearest class; in l1 a short :class:`~wdjax.attacks.PDPGD` does, with a walk from where it ends
     and another from the sample. Later the kind that keeps most of what is expected of it a pass
     goes next, also from around the sample and from the best point, on those samples only whose
-    improvement counts: with a budget
-    ``eps``, a shorter distance d gains what the knapsack pays for it,
+    improvement counts: with a budget ``eps``, a shorter distance d gains what the knapsack pays,
 
         min(d_i, d*)^p - min((1 - r_i) d_i, d*)^p,
 

@@ -57,5 +57,6 @@ def schedule(ball: Lp, passes: int) -> tuple[list[Kind], list[Kind], list[Kind]]
     if ball.norm == 1 and passes >= 2 * _SPARSE:
         # Walks from anywhere end dense; the proximal map finds the few pixels that matter.
         sparse = Kind(PDPGD(ball, steps=min(_SPARSE, passes // 4)), "sample")
-        return [sparse], [polish, near] if passes >= _MANY[1] else [polish], more
+        always = [polish, near] if passes >= _MANY[1] else [polish]
+        return [sparse], always, more
     return [free, Kind(replace(held, steps=first), "around"), near], [], more
