@@ -202,6 +202,26 @@ def test_fab_on_linear_models_is_the_projection(norm, targets):
 
 
 @fast
+@pytest.mark.parametrize("power", [1, 2, 4])
+def test_the_final_search_of_fab_finds_where_a_curve_crosses(power):
+    """A step from the sample overshoots a convex margin; the segment crosses at a known place."""
+    curve = wdjax.Model(
+        lambda w, x: jnp.stack([jnp.zeros(len(x)), (x[:, 0] / w) ** power - 1], axis=1), 0.5
+    )
+    x, y = jnp.array([[0.3], [0.2], [0.45]]), jnp.zeros(3, jnp.int32)
+    exact = 0.5 - np.asarray(x[:, 0])
+    rough, fine = (
+        wdjax.search(attacks.FAB(Lp(2), steps=1, final=final), curve, x, y) for final in (0, 8)
+    )
+    assert fine.success[rough.success].all()
+    assert (fine.cost <= rough.cost).all()
+    known = np.asarray(rough.success)
+    np.testing.assert_allclose(fine.cost[known], exact[known], rtol=0.051)
+    assert (np.asarray(fine.cost)[known] >= exact[known] - 1e-6).all()
+    assert (fine.forwards - rough.forwards == 8).all()
+
+
+@fast
 def test_bounded_fab_stops_at_the_radius_and_says_no_more():
     free = wdjax.search(attacks.FAB(Lp(2), steps=20), model, x, y)
     bound = wdjax.search(attacks.FAB(Lp(2), steps=20, bounded=True), model, x, y, eps=0.15)

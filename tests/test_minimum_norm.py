@@ -278,6 +278,86 @@ def test_pdpgd_step_by_step():
         np.testing.assert_allclose(cost, best, rtol=2e-3)
 
 
+@pytest.mark.parametrize("norm", [1, 2])
+def test_alma_step_by_step(norm):
+    """DLR and its slope by PyTorch, the penalty's slope by differences."""
+    torch, model, peer, x, y = network()
+    steps, first, costs, exact = 60, 0.1, [], []
+    found = wdjax.search(attacks.ALMA(Lp(norm), steps=steps, first=first), model, x, y)
+
+    def constraint(point, label):
+        point = torch.tensor(point[None], requires_grad=True)
+        logits = peer(point)[0]
+        top, others = torch.sort(logits).values, logits[torch.arange(4) != label]
+        ratio = (logits[label] - others.max()) / (top[-1] - top[-3])
+        ratio.backward()
+        return float(ratio.detach()), point.grad[0].numpy()
+
+    def penalty(c, rho, mu):
+        above = mu * c + mu * rho * c**2 + rho**2 * c**3 / 6
+        return above if c >= 0 else mu * c / (1 - max(rho, 1) * c)
+
+    def rise(c, rho, mu):
+        return (penalty(c + 1e-6, rho, mu) - penalty(c - 1e-6, rho, mu)) / 2e-6
+
+    for i, (clean, label) in enumerate(zip(x.astype(float), y)):
+        delta, mu, rho, best, since, flipped = np.zeros(8), 1.0, 1.0, np.inf, steps, False
+        squares, momentum, before, rate = np.ones(8), np.zeros(8), np.inf, None
+        for step in range(steps + 1):
+            c, gradient = constraint(clean + delta, label)
+            length = np.linalg.norm(delta, norm)
+            if c < 0:
+                best, since, flipped = min(best, length), min(since, step), True
+            if (step + 1) % 10 == 0:
+                rho *= 1.2 if not flipped and c > 0.95 * before else 1.0
+                before, flipped = c, False
+            if step > 0:
+                mu = np.clip(0.9 * mu + 0.1 * rise(c, rho, mu), 1e-6, 1e12)
+            away = np.sign(delta) if norm == 1 else delta / max(length, 1e-30)
+            gradient = rise(c, rho, mu) * gradient + away
+            squares = 0.99 * squares + 0.01 * gradient**2
+            scaled = gradient / np.sqrt(squares)
+            momentum = 0.9 * momentum + scaled
+            if rate is None:
+                rate = first / np.linalg.norm(scaled, norm)
+            pace = rate * 0.01 ** (max(step - since, 0) / max(steps - since, 1))
+            delta = np.clip(clean + delta - pace * momentum, 0, 1) - clean
+        costs.append(float(found.cost[i]) if found.success[i] else np.inf)
+        exact.append(best)
+    # In l1 a coordinate at 0 goes either way by rounding.
+    np.testing.assert_allclose(costs, exact, rtol=2e-2)
+    known = np.isfinite(exact)
+    assert known.sum() > 6
+    assert np.median(np.abs(np.array(costs)[known] / np.array(exact)[known] - 1)) < 1e-4
+
+
+@pytest.mark.parametrize("norm", [2, np.inf])
+def test_deepfool_step_by_step(norm):
+    torch, model, peer, x, y = network()
+    found = wdjax.search(attacks.DeepFool(Lp(norm), overshoot=0.05), model, x, y)
+    order, turns = {2: 2, np.inf: 1}[norm], []
+    for i, (clean, label) in enumerate(zip(x.astype(float), y)):
+        path = [clean]
+        while peer(torch.tensor(path[-1])).argmax() == label and len(path) <= 50:
+            moves = []
+            for rival in set(range(4)) - {int(label)}:
+                point = torch.tensor(path[-1], requires_grad=True)
+                out = peer(point)
+                (out[rival] - out[label]).backward()
+                gap = (out[label] - out[rival]).item() + 1e-4
+                steep = point.grad.norm(order).item()
+                way = point.grad / steep if norm == 2 else point.grad.sign()
+                moves.append((gap / steep, gap / steep * way.numpy()))
+            path.append(np.clip(path[-1] + 1.05 * min(moves, key=lambda move: move[0])[1], 0, 1))
+        flipped = bool(peer(torch.tensor(path[-1])).argmax() != label)
+        assert bool(found.success[i]) == flipped
+        if flipped:
+            turns.append(len(path) - 1)
+            length = np.linalg.norm(path[-1] - clean, norm)
+            np.testing.assert_allclose(found.cost[i], length, rtol=1e-3)
+    assert max(turns) > 1, "one step each tells nothing of how steps add up"
+
+
 def test_passes_go_where_the_budget_reaches():
     """Far flips that nobody will buy are not polished."""
     distance = np.array([0.0, 0.1, 0.2, 0.5, 5.0])

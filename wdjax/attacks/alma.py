@@ -43,6 +43,8 @@ class State(NamedTuple):
     flipped: Array
     """Since the last look."""
     taken: Array
+    found: Array
+    """Step of the first flip; that of the last step while there is none."""
     best: Nearest
 
 
@@ -55,9 +57,10 @@ class ALMA:
 
         P = mu c + mu rho c^2 + rho^2 c^3 / 6   (c >= 0),   mu c / (1 - rho c)   (c < 0),
 
-    RMSprop and momentum. ``mu`` follows a running mean of ``dP/dc``; ``rho`` grows by 1.2 where ten
-    steps brought neither a flip nor a fall of c by 5 %. The learning rate makes the first step
-    change the distance by ``first`` and then falls exponentially to a hundredth.
+    RMSprop, whose mean of squares begins at 1, and momentum. ``mu`` follows a running mean of
+    ``dP/dc``; ``rho`` grows by 1.2 where ten steps brought neither a flip nor a fall of c by 5 %.
+    The learning rate makes the first step change the distance by ``first``; from the first flip on
+    it falls exponentially, to a hundredth.
 
     Args:
       ball: norm 1 or 2, and the box.
@@ -112,7 +115,8 @@ class ALMA:
         best = nearest.nearest_before(victim, samples)
         flat, one, far = jnp.zeros_like(x), zero + 1, zero + jnp.inf
         none = zero.astype(jnp.int32)
-        return State(delta, flat, flat, far, one, one, far, zero > 0, none, best)
+        last = none + self.steps
+        return State(delta, flat, flat + 1, far, one, one, far, zero > 0, none, last, best)
 
     def _constraint(self, out: PyTree, y: Array) -> Array:
         if self.loss is not None:
@@ -121,27 +125,25 @@ class ALMA:
 
     def _descend(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         x = samples.x + state.delta
-
-        def lagrangian(out: PyTree, y: Array) -> Array:
-            return -_penalty(self._constraint(out, y), state.rho, state.mu)
-
-        seen = ascent.slope(victim, x, samples.y, lagrangian)
+        seen = ascent.slope(victim, x, samples.y, self._constraint)
         info = ascent.note(victim, samples.y, seen)
         best = nearest.keep_nearest(state.best, self.ball, samples, x, info.value, seen.out)
         constraint = jnp.nan_to_num(self._constraint(seen.out, samples.y), nan=1.0)
         state = self._weigh(state._replace(best=best), constraint.astype(x.dtype), info.value > 0)
         away = jax.grad(lambda delta: jnp.sum(norms.lp_norm(delta, self.ball.norm)))(state.delta)
-        gradient = away - seen.gradient
+        slope = _penalty_slope(constraint.astype(x.dtype), state.rho, state.mu)
+        gradient = away + norms.spread(slope, x) * seen.gradient
         squares = _SQUARES * state.squares + (1 - _SQUARES) * gradient**2
-        past = 1 - _SQUARES ** (state.taken + 1).astype(x.dtype)
-        scaled = gradient / (jnp.sqrt(squares / norms.spread(past, x)) + 1e-8)
+        scaled = gradient / (jnp.sqrt(squares) + 1e-8)
         rate = jnp.where(jnp.isfinite(state.rate), state.rate, self._first_rate(scaled))
         momentum = _MEAN * state.momentum + (1 - _MEAN) * scaled
-        fall = 0.01 ** (state.taken.astype(x.dtype) / self.steps)
+        found = jnp.where(best.known, jnp.minimum(state.found, state.taken), state.found)
+        since = (state.taken - found).clip(0).astype(x.dtype)
+        fall = 0.01 ** (since / jnp.maximum(self.steps - found, 1))
         pace = jnp.where(jnp.isfinite(rate), rate, 0.0) * fall
         delta = self.ball.clip(x - norms.spread(pace, x) * momentum) - samples.x
         moved = state._replace(delta=delta, momentum=momentum, squares=squares, rate=rate)
-        return moved._replace(taken=state.taken + 1), info
+        return moved._replace(taken=state.taken + 1, found=found), info
 
     def _first_rate(self, direction: Array) -> Array:
         """Makes the first step, dampened by its momentum, as long as asked."""
@@ -152,15 +154,16 @@ class ALMA:
         return jnp.where(length > 0, first / jnp.where(length > 0, length, 1.0), jnp.inf)
 
     def _weigh(self, state: State, constraint: Array, fallen: Array) -> State:
-        """The next multiplier and penalty parameter."""
-        slope = jax.grad(lambda c: jnp.sum(_penalty(c, state.rho, state.mu)))(constraint)
-        mu = jnp.clip(_MEAN * state.mu + (1 - _MEAN) * slope, _LEAST, _MOST)
+        """The next penalty parameter and multiplier."""
         look = (state.taken + 1) % _EVERY == 0
         flipped = state.flipped | fallen
         stuck = look & ~flipped & (constraint > _BETTER * state.before)
+        rho = jnp.where(stuck, _GROWTH * state.rho, state.rho)
+        slope = _penalty_slope(constraint, rho, state.mu)
+        mu = jnp.clip(_MEAN * state.mu + (1 - _MEAN) * slope, _LEAST, _MOST)
         return state._replace(
             mu=jnp.where(state.taken > 0, mu, state.mu),
-            rho=jnp.where(stuck, _GROWTH * state.rho, state.rho),
+            rho=rho,
             before=jnp.where(look, constraint, state.before),
             flipped=flipped & ~look,
         )
@@ -184,3 +187,7 @@ def _penalty(c: Array, rho: Array, mu: Array) -> Array:
     below = jnp.minimum(c, 0.0)
     cubic = mu * above + mu * rho * above**2 + rho**2 * above**3 / 6
     return jnp.where(c >= 0, cubic, mu * below / (1 - jnp.maximum(rho, 1.0) * below))
+
+
+def _penalty_slope(c: Array, rho: Array, mu: Array) -> Array:
+    return jax.grad(lambda c: jnp.sum(_penalty(c, rho, mu)))(c)

@@ -31,14 +31,13 @@ class DeepFool:
     r"""DeepFool: the shortest step onto the nearest linearised boundary, again until a flip.
 
     ``j = argmin |f_j| / ||w_j||_s`` with ``f_j = z_j - z_y`` and its gradient ``w_j``; the step is
-    ``(|f_j| + 1e-4) / ||w_j||_s M_r(w_j)``, and the whole perturbation is enlarged by
-    ``overshoot``.
+    ``(|f_j| + 1e-4) / ||w_j||_s M_r(w_j)``, enlarged by ``overshoot``.
 
     Args:
       ball: norm and box. For norm 1 a step moves one coordinate that can still move.
       steps: at most so many.
       rivals: classes that are compared, those of largest logit at the sample.
-      overshoot: enlarges the perturbation, as a share of it.
+      overshoot: enlarges a step, as a share of it.
 
     Raises:
       ValueError: a count below 1, a model without logits.
@@ -46,8 +45,8 @@ class DeepFool:
     Cost: 1 forward and ``min(rivals, K - 1)`` backward passes a step until the flip, 1 more
     forward.
 
-    Differs: the authors enlarge every iterate's perturbation, which then counts in the next step;
-    so does this. Points are clipped to the box.
+    Differs: points are clipped to the box. As in the authors' code all iterates are beyond the
+    boundary by the overshoot, where the paper enlarges the whole perturbation once, at the end.
 
     Source: Moosavi-Dezfooli et al. [moosavi2016], Algorithm 2 and equation 12.
 
@@ -105,8 +104,7 @@ class DeepFool:
             least = jnp.where(nearer, size, least)
             step = jnp.where(norms.spread(nearer, x), move, step)
             zeros, fault = zeros + seen.zero, fault | seen.fault
-        delta = (1 + self.overshoot) * (x + step - samples.x)
-        moved = self.ball.clip(samples.x + delta)
+        moved = self.ball.clip(x + (1 + self.overshoot) * step)
         still = norms.spread(best.known, x)
         one = jnp.ones(len(y), jnp.int32)
         info = Info(value, len(classes) * one, one, zeros, fault)

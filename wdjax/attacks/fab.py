@@ -12,12 +12,21 @@ from wdjax.attacks.ascent import setting
 from wdjax.balls import Lp
 from wdjax.core import Array, Info, Samples, Stage, Victim
 
+_PAST = 1e-3
+"""Beyond where the line crosses, as a share of the segment, so that rounding undoes no flip."""
+
 
 class State(NamedTuple):
     x: Array
     flip: Array
     """The nearest misclassified point so far, and how far it is; inf where there is none."""
     distance: Array
+    above: Array
+    """The criterion there, as far as the final search believes it."""
+    within: Array
+    """Share of the way to it up to which it is not known that the class changes."""
+    below: Array
+    """The criterion at that share, likewise."""
     limit: Array
     """A distance that is near enough to stop."""
     taken: Array
@@ -38,7 +47,9 @@ class FAB:
         x_{k+1} = (1 - a)(x_k + eta d_1) + a (x + eta d_0),  a = min(|d_1| / (|d_1| + |d_0|), 0.1),
 
     and a misclassified iterate, kept if it is nearest, is pulled back to ``x + backward (x_{k+1} -
-    x)``.
+    x)``. When all runs are over, the boundary is sought on the segment from the sample to the
+    nearest such point, where a line through the criterion at both its ends crosses zero; what was
+    tried becomes one of the ends.
 
     Args:
       ball: norm and box.
@@ -52,15 +63,19 @@ class FAB:
       eta: overshoot, 1 and more; may be traced.
       bias: the largest ``a``; may be traced.
       backward: share of the way home that a misclassified iterate keeps; may be traced.
+      final: points tried on the segment; 0 is the authors' code.
 
     Returns the nearest misclassified point of all runs, whatever its class.
 
     Raises:
       ValueError: a count below 1, a model without logits.
 
-    Cost: a step takes 2 forward and 1 backward passes a sample, ``K - 1`` backward without targets.
+    Cost: a step takes 2 forward and 1 backward passes a sample, ``K - 1`` backward without targets;
+    the final search ``final`` forward passes.
 
-    Differs: the final search of the paper is left out, as in the authors' code.
+    Differs: in the final search, which the paper has and the authors' code has not, the criterion
+    at the end that stays counts by half from then on (the Illinois rule): on a curve the line
+    would cross zero on one and the same side again and again.
 
     Source: Croce and Hein [fab2020], Algorithm 1; the targets are those of AutoAttack.
 
@@ -80,9 +95,10 @@ class FAB:
     eta: float | Array = 1.05
     bias: float | Array = 0.1
     backward: float | Array = 0.9
+    final: int = setting(3)
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("targets", 0), ("restarts", 1)):
+        for name, least in (("steps", 1), ("targets", 0), ("restarts", 1), ("final", 0)):
             object.__setattr__(self, name, validate.check_count(name, getattr(self, name), least))
 
     @property
@@ -96,7 +112,10 @@ class FAB:
     @property
     def stages(self) -> tuple[Stage, ...]:
         runs = self.restarts * max(1, self.targets)
-        return (Stage(self._step, runs * self.steps, self._over),)
+        return (
+            Stage(self._step, runs * self.steps, self._over),
+            Stage(self._homeward, self.final, self.finished),
+        )
 
     def init(
         self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
@@ -105,7 +124,8 @@ class FAB:
         x, y = samples.x, samples.y
         point = x if start is None else self.ball.clip(start)
         out = samples.out if start is None else victim.model(point)
-        there = victim.criterion(out, y) > 0
+        value = victim.criterion(out, y)
+        there = value > 0
         length = norms.lp_norm(point - x, self.ball.norm)
         targets = ascent.top_rivals(samples.out, y, self.targets) if self.targets else None
         nowhere = jnp.full(len(y), -jnp.inf, x.dtype)
@@ -113,6 +133,9 @@ class FAB:
             x=point,
             flip=point,
             distance=jnp.where(there, length, jnp.inf),
+            above=value,
+            within=jnp.zeros(len(y), x.dtype),
+            below=victim.criterion(samples.out, y),
             limit=samples.radius if self.bounded else nowhere,
             taken=jnp.zeros(len(y), jnp.int32),
             targets=targets,
@@ -137,6 +160,7 @@ class FAB:
             x=jnp.where(norms.spread(flipped, home), back, moved),
             flip=jnp.where(norms.spread(nearer, home), moved, state.flip),
             distance=jnp.where(nearer, length, state.distance),
+            above=jnp.where(nearer, judged.value, state.above),
             taken=state.taken + 1,
         )
         spent = info._replace(forwards=info.forwards + 1, fault=info.fault | judged.fault)
@@ -155,6 +179,27 @@ class FAB:
         share = norms.spread(jnp.minimum(near / whole, self.bias), x)
         ends = points + self.eta * steps
         return self.ball.clip((1 - share) * ends[:n] + share * ends[n:])
+
+    def _homeward(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """A point of the segment between the sample and the nearest misclassified point."""
+        rise = state.above - state.below
+        known = jnp.isfinite(state.distance) & jnp.isfinite(rise) & (rise > 0)
+        crossing = jnp.where(known, -state.below / jnp.where(known, rise, 1.0), 1.0)
+        share = state.within + (1 - state.within) * (crossing + _PAST).clip(0, 1)
+        home = samples.x
+        tried = self.ball.clip(home + norms.spread(share, home) * (state.flip - home))
+        flipped, judged = ascent.flips(victim, tried, samples.y)
+        length = norms.lp_norm(tried - home, self.ball.norm)
+        missed = known & ~judged.fault & ~flipped
+        nearer = known & ~judged.fault & flipped & (length < state.distance)
+        moved = state._replace(
+            flip=jnp.where(norms.spread(nearer, home), tried, state.flip),
+            distance=jnp.where(nearer, length, state.distance),
+            above=jnp.where(nearer, judged.value, state.above / 2),
+            within=jnp.where(nearer, state.within / share, jnp.where(missed, share, state.within)),
+            below=jnp.where(missed, judged.value, state.below / 2),
+        )
+        return ascent.hold(self.finished(state), state, moved), judged
 
     def _renew(self, samples: Samples, state: State) -> State:
         """Where a run has ended, the beginning of the next."""
