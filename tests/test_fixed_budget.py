@@ -159,7 +159,7 @@ def test_targets_by_logit_and_by_ratio(norm):
     ratio = gap / np.where(others, np.stack(wide, axis=1), 1.0)
     victim = wdjax.Victim(wdjax.Model(lambda w, x: x @ w, weights), losses.margin)
     samples = wdjax.Samples(x, jnp.asarray(labels), jnp.full(30, 0.1), jnp.asarray(logits))
-    ranked, info = linear.nearest(victim, samples, norm, 3, 100)
+    ranked, info = linear.nearest_rivals(victim, samples, norm, 3, 100)
     assert (np.asarray(info.gradients) == 4).all()
     keys = jax.random.split(jax.random.key(0), 30)
     by_logit = attacks.APGD(Lp(norm), targets=3).init(victim, samples, None, keys).targets
@@ -167,7 +167,7 @@ def test_targets_by_logit_and_by_ratio(norm):
         order = np.argsort(np.where(others, order, np.inf), axis=1)[:, :3]
         np.testing.assert_array_equal(found, order)
     # Of two candidates by ratio, the third comes by its logit.
-    some = linear.nearest(victim, samples, norm, 3, 2)[0]
+    some = linear.nearest_rivals(victim, samples, norm, 3, 2)[0]
     np.testing.assert_array_equal(np.sort(some[:, :2]), np.sort(by_logit[:, :2]))
     np.testing.assert_array_equal(some[:, 2], by_logit[:, 2])
 
@@ -219,6 +219,26 @@ def test_the_final_search_of_fab_finds_where_a_curve_crosses(power):
     np.testing.assert_allclose(fine.cost[known], exact[known], rtol=0.051)
     assert (np.asarray(fine.cost)[known] >= exact[known] - 1e-6).all()
     assert (fine.forwards - rough.forwards == 8).all()
+
+
+@fast
+@pytest.mark.parametrize(
+    "attack",
+    [attacks.FAB(Lp(2), steps=40, final=0), attacks.TrustRegion(Lp(2), steps=200, radius=0.05)],
+    ids=["fab", "tr"],
+)
+def test_steps_that_fall_short_of_a_boundary_cross_it_in_the_end(attack):
+    """The tangent of a margin |d|^1.2 leads 0.87 of the way: for ever, if it led to 0."""
+
+    def curve(w, x):
+        value = x[:, 0] - w
+        margin = jnp.sign(value) * jnp.maximum(jnp.abs(value), 1e-30) ** 1.2
+        return jnp.stack([jnp.full(len(x), 7.0), 7.0 + margin], axis=1)
+
+    x = jnp.linspace(0.05, 0.45, 9)[:, None]
+    found = wdjax.search(attack, wdjax.Model(curve, 0.5), x, jnp.zeros(9, jnp.int32))
+    assert found.success.all()
+    np.testing.assert_allclose(found.cost, 0.5 - x[:, 0], rtol=0.05, atol=2e-3)
 
 
 @fast

@@ -163,7 +163,7 @@ class APGD:
 
     def _rank(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         assert state.targets is not None
-        targets, info = linear.nearest(
+        targets, info = linear.nearest_rivals(
             victim, samples, self.ball.norm, state.targets.shape[1], self.candidates
         )
         return state._replace(targets=targets), info

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from wdjax import losses, norms
-from wdjax.attacks import ascent
+from wdjax.attacks import ascent, nearest
 from wdjax.core import Array, Info, Samples, Victim
 
 _AT_ONCE = 10
@@ -17,7 +17,8 @@ class Plane(NamedTuple):
     """The linearised boundary ``gap + <normal, z - x> = 0`` towards one class: ``[n, ...]``."""
 
     gap: Array
-    """``z_rival - z_y`` at x."""
+    """``z_rival - z_y`` at x, less what a flip must have of it to count: steps to where it is 0
+    would come ever nearer to flips that rounding could undo, and never make one."""
     normal: Array
     """Its gradient, ``[n, *shape]``."""
     distance: Array
@@ -47,7 +48,7 @@ def planes(
     def towards(best: Plane, rival: Array) -> tuple[Plane, tuple[Array, Array, Array]]:
         ends = jax.nn.one_hot(jnp.stack([rival, y]), logits.shape[-1], dtype=logits.dtype)
         seen = ascent.look(pullback(ends[0] - ends[1])[0], logits)
-        gap = losses.targeted_margin(logits, y, rival).astype(x.dtype)
+        gap = nearest.beyond(losses.targeted_margin(logits, y, rival), logits).astype(x.dtype)
         steep = norms.lp_norm(seen.gradient, steepness)
         distance = jnp.where(steep > 0, jnp.abs(gap) / jnp.where(steep > 0, steep, 1.0), jnp.inf)
         plane, nearer = Plane(gap, seen.gradient, distance), distance < best.distance
@@ -70,7 +71,7 @@ def planes(
     return plane, distances.T, info
 
 
-def nearest(
+def nearest_rivals(
     victim: Victim, samples: Samples, norm: float, count: int, candidates: int
 ) -> tuple[Array, Info]:
     r"""The classes whose linearised boundaries are nearest to the samples, nearest first.

@@ -118,7 +118,7 @@ class TrustRegion:
         seen = ascent.slope(victim, x, y, margin)
         info = ascent.note(victim, y, seen)
         best = nearest.keep_nearest(state.best, self.ball, samples, x, info.value, seen.out)
-        value = jnp.nan_to_num(margin(seen.out, y)).astype(x.dtype)
+        value = jnp.nan_to_num(nearest.beyond(margin(seen.out, y), seen.out)).astype(x.dtype)
         promised = jnp.where(state.promised > 0, state.promised, 1.0)
         kept = jnp.where(state.promised > 0, (value - state.value) / promised, 1.0 - _BAD)
         grown = jnp.where(kept > _GOOD, state.radius * self.growth, state.radius)
