@@ -28,6 +28,8 @@ _ROWS = 256
 """Inputs whose clean outputs are computed together."""
 _FEW = 4
 """Inputs that get blocks of their own: the last ones of a test do not pay for padding."""
+_WIDE = 16
+"""Turns that such a block takes at once: twenty copies alone are few for a core."""
 
 
 class Perturbation(Protocol):
@@ -111,11 +113,12 @@ def count(asked: Poll, rows: npt.NDArray[np.int64], first: int, draws: int) -> T
     turns = first // TURN, -(-(first + draws) // TURN)
     fixed = asked.model, asked.perturbation, asked.x, asked.y, asked.places, asked.key
     size = 1 if len(rows) <= _FEW else asked.rows
+    wide = _WIDE if size == 1 and min(asked.rows, turns[1] - turns[0]) >= _WIDE else 1
     sent = []
     for begin in range(0, len(rows), size):
         own = rows[begin : begin + size]
         padded = np.pad(own, (0, size - len(own)), mode="edge").astype(np.int32)
-        sent.append(_block(asked.loops, fixed, padded, *turns, first + draws))
+        sent.append(_block(asked.loops, fixed, padded, *turns, first + draws, wide))
     whole = np.concatenate([np.asarray(part) for part in sent], axis=1)[:, : len(rows)]
     return Tally(*whole.astype(np.int64))
 
@@ -133,32 +136,40 @@ def outputs(function: Classifier, x: Array) -> Array:
     return jnp.concatenate(parts)
 
 
-def _block(loops: bool, fixed: Any, rows: np.ndarray, first: int, last: int, end: int) -> AnyArray:
+def _block(
+    loops: bool, fixed: Any, rows: np.ndarray, first: int, last: int, end: int, wide: int
+) -> AnyArray:
     """``[2, R]`` survivors and faults of a block of inputs."""
     if loops:
-        return _counted(fixed, rows, first, last, end)
-    parts = [_counted(fixed, rows, turn, turn + 1, end) for turn in range(first, last)]
+        return _counted(fixed, rows, first, last, end, wide)
+    parts = [_counted(fixed, rows, turn, turn + 1, end, wide) for turn in range(first, last, wide)]
     return np.sum(parts, axis=0)
 
 
-@jax.jit
-def _counted(fixed: Any, rows: Array, first: Array, last: Array, end: Array) -> Array:
+@functools.partial(jax.jit, static_argnames="wide")
+def _counted(fixed: Any, rows: Array, first: Array, last: Array, end: Array, wide: int) -> Array:
+    """Of turns ``first`` to ``last``, ``wide`` at once; copies from ``end`` on do not count."""
     model, perturbation, xs, ys, places, key = fixed
-    x, y = xs[rows], ys[rows]
     keys = jax.vmap(lambda place: jax.random.fold_in(key, place))(places[rows])
+    x, y = xs[rows], ys[rows]
     context = perturbation.context(x, y)
+    keys, x, y, context = jax.tree.map(
+        lambda leaf: jnp.repeat(leaf, wide, axis=0), (keys, x, y, context)
+    )
+    own = jnp.tile(jnp.arange(wide), len(rows))
 
-    def turn(number: Array, seen: Array) -> Array:
-        own = jax.vmap(lambda one: jax.random.fold_in(one, number))(keys)
-        points = placed(perturbation, own, context, x, TURN)
+    def turn(group: Array, seen: Array) -> Array:
+        number = first + wide * group + own
+        points = placed(perturbation, jax.vmap(jax.random.fold_in)(keys, number), context, x, TURN)
         logits = model(points.reshape(-1, *x.shape[1:]))
         margin = losses.decision_margin(logits, jnp.repeat(y, TURN)).reshape(-1, TURN)
         fine = jnp.all(jnp.isfinite(logits), axis=-1).reshape(-1, TURN)
-        wanted = number * TURN + jnp.arange(TURN) < end
-        held = jnp.sum((margin <= 0) & fine & wanted, axis=1)
-        return seen + jnp.stack([held, jnp.sum(~fine & wanted, axis=1)]).astype(jnp.int32)
+        wanted = number[:, None] * TURN + jnp.arange(TURN) < end
+        counts = jnp.stack([(margin <= 0) & fine & wanted, ~fine & wanted])
+        return seen + jnp.sum(counts.reshape(2, len(rows), -1), axis=2, dtype=jnp.int32)
 
-    return jax.lax.fori_loop(first, last, turn, jnp.zeros((2, len(rows)), jnp.int32))
+    groups = -(-(last - first) // wide)
+    return jax.lax.fori_loop(0, groups, turn, jnp.zeros((2, len(rows)), jnp.int32))
 
 
 def placed(perturbation: Perturbation, keys: Array, context: PyTree, x: Array, draws: int) -> Array:

@@ -19,7 +19,7 @@ from wdjax.nppr import counting, noise
 from wdjax.nppr.counting import TURN, Classifier, Counts, Perturbation
 from wdjax.nppr.estimate import Estimate, correct_inputs, estimate, spread
 
-_GROWTH = 1.25
+_GROWTH = 1.5
 """Factor between the numbers of copies at which the test looks."""
 RADII = (0.03, 0.08, 0.10, 0.12)
 """PRBench's radii of PR."""
