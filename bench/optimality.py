@@ -55,9 +55,15 @@ SINGLE = {
     "cw": ((2,), lambda ball, steps: attacks.CarliniWagner(ball, steps=steps // 5, rounds=5)),
     "tr": ((2, math.inf), lambda ball, steps: attacks.TrustRegion(ball, steps=steps)),
     "deepfool": (ALL, lambda ball, steps: attacks.DeepFool(ball, steps=max(1, steps // 5))),
+    "fab": (ALL, lambda ball, steps: attacks.FAB(ball, steps=max(1, 2 * steps // 11))),
+    "fab-t": (ALL, lambda ball, steps: attacks.FAB(ball, steps=max(1, 2 * steps // 9), targets=3)),
     "wda++": (ALL, lambda ball, steps: attacks.WDAPlusPlus(ball)),
 }
-NAMES = (*SINGLE, "bisected pgd", "wda-star")
+BISECTED = {
+    "bisected pgd": functools.partial(attacks.PGD, loss=wdjax.losses.margin),
+    "bisected apgd": functools.partial(attacks.APGD, loss=wdjax.losses.dlr_or_margin),
+}
+NAMES = (*SINGLE, *BISECTED, "wda-star")
 ALLOWED = {"resnet2b-linf": 2 / 255, "mnist-linf": 0.1, "mnist-l2": 2.0, "trades-linf": 0.3}
 # Setting: accuracy of `fast`, and backward passes an image until it is reached.
 FAST = {
@@ -103,8 +109,8 @@ def seek(name, model, x, y, norm, queries, seed):
     ball, key = Lp(norm), jax.random.key(seed)
     if name == "wda-star":
         return ensembles.wda_star(model, x, y, key=key, ball=ball, passes=queries)
-    if name == "bisected pgd":
-        attack = attacks.PGD(ball, steps=max(1, queries // 20 - 2), loss=wdjax.losses.margin)
+    if name in BISECTED:
+        attack = BISECTED[name](ball, steps=max(1, queries // 20 - 2))
         first = {1: 4.0, 2: 1.0, math.inf: 0.1}[norm]
         return ensembles.bisect(attack, model, x, y, eps=first, key=key)
     norms, make = SINGLE[name]

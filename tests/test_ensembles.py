@@ -10,7 +10,7 @@ import pytest
 from test_search import model, params, x, y
 
 import wdjax
-from wdjax import Lp, Model, attacks, ensembles, losses
+from wdjax import Lp, Model, attacks, convert, data, ensembles, losses, norms
 from wdjax.ensembles.autoattack import members
 from wdjax.ensembles.rand import Expected, draws, majority
 
@@ -104,6 +104,24 @@ def test_autoattacks_members():
     assert standard["square"].queries == 5000
     with pytest.raises(ValueError, match="version"):
         members(version="best")
+
+
+def test_autoattack_comes_home_from_afar_in_l2(shared):
+    """Around the samples of this net gradients are masked: from inside eps most seem robust."""
+    net = convert.load(shared / "data/weights/mnist_linf_robust.pth", "wong_mnist").model
+    images, labels = data.load_npz(shared / "data/mnist_test_0_500.npz").take(20)
+    ours = members(Lp(2))["apgd-ce"]
+    left = []
+    for attack in (ours, attacks.APGD(Lp(2), steps=ours.steps)):
+        found = wdjax.search(attack, net, images, labels, eps=2.0, key=KEY)
+        cost = np.asarray(norms.lp_norm(found.x_adv - images, 2))
+        assert (cost <= 2.0 * (1 + 1e-6)).all(), "phases begin outside, points are inside"
+        wrong = np.argmax(net(found.x_adv), -1) != labels
+        np.testing.assert_array_equal(wrong, found.success)
+        left.append(20 - int(found.success.sum()))
+    assert left[0] <= 3
+    assert left[1] >= 6
+    assert members(Lp())["apgd-ce"] == attacks.APGD(Lp())
 
 
 @fast
