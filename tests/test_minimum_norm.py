@@ -358,6 +358,26 @@ def test_deepfool_step_by_step(norm):
     assert max(turns) > 1, "one step each tells nothing of how steps add up"
 
 
+# In bfloat16 a trust region shrinks for ever where the logits do not move.
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *itertools.product(["fab", "deepfool", "fmn", "pdpgd", "walk"], ["float64", "bfloat16"]),
+        ("tr", "float64"),
+    ],
+)
+def test_logits_of_other_precision_than_the_samples_hide_no_flip(name, dtype):
+    attack = {"fab": attacks.FAB(Lp()), "fmn": attacks.FMN(Lp())}.get(name) or EXACT[name](Lp())
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        weights = jax.random.normal(jax.random.key(0), (6, 4), jnp.float64)
+        model = wdjax.Model(lambda w, x: (3 * jnp.tanh(x @ w)).astype(dtype), weights)
+        x = jax.random.uniform(jax.random.key(1), (12, 6), jnp.float32)
+        found = wdjax.search(attack, model, x, jnp.argmax(model(x), -1), key=jax.random.key(2))
+    assert found.cost.dtype == jnp.float32
+    assert found.success.mean() > 0.9
+    assert 0.2 < float(jnp.median(found.cost)) < 0.5
+
+
 def test_passes_go_where_the_budget_reaches():
     """Far flips that nobody will buy are not polished."""
     distance = np.array([0.0, 0.1, 0.2, 0.5, 5.0])

@@ -74,6 +74,7 @@ def enter(attack: Attack, track: Track) -> Track:
 def step(stage: Stage, victim: Victim, samples: Samples, track: Track) -> tuple[Track, Array, Info]:
     """One step; also tells, ``[n]``, whose state is that of two steps ago."""
     state, info = stage.step(victim, samples, track.state)
+    state = jax.tree.map(_as_before, state, track.state)
     known = track.totals
     totals = Totals(
         known.gradients + info.gradients,
@@ -84,6 +85,11 @@ def step(stage: Stage, victim: Victim, samples: Samples, track: Track) -> tuple[
     if not stage.cycles:
         return Track(state, track.before, totals), jnp.zeros(len(samples.y), bool), info
     return Track(state, track.state, totals), _equal(track.before, state), info
+
+
+def _as_before(new: Array, old: Array) -> Array:
+    """A model that computes in more bits than its samples have does not widen a state."""
+    return new.astype(old.dtype) if jnp.issubdtype(old.dtype, jnp.floating) else new
 
 
 def settle(stage: Stage, track: Track, recurs: Array, left: Array) -> tuple[Track, Array]:

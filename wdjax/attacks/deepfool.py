@@ -45,8 +45,9 @@ class DeepFool:
     Cost: 1 forward and ``min(rivals, K - 1)`` backward passes a step until the flip, 1 more
     forward.
 
-    Differs: points are clipped to the box. As in the authors' code all iterates are beyond the
-    boundary by the overshoot, where the paper enlarges the whole perturbation once, at the end.
+    Differs: points are clipped to the box, and steps lead to where flips count beyond rounding. As
+    in the authors' code all steps are enlarged, where the paper enlarges the whole perturbation
+    once, at the end.
 
     Source: Moosavi-Dezfooli et al. [moosavi2016], Algorithm 2 and equation 12.
 
@@ -98,7 +99,8 @@ class DeepFool:
         for rival in classes:
             towards = jax.nn.one_hot(rival, logits.shape[-1]) - jax.nn.one_hot(y, logits.shape[-1])
             seen = ascent.look(pullback(towards.astype(logits.dtype))[0], logits)
-            margin = losses.targeted_margin(logits, y, rival).astype(x.dtype)
+            margin = nearest.beyond(losses.targeted_margin(logits, y, rival), logits)
+            margin = margin.astype(x.dtype)
             size, move = self._onto(samples, x, jnp.abs(margin) + _PAST, seen.gradient)
             nearer = (size < least) & jnp.isfinite(margin)
             least = jnp.where(nearer, size, least)
