@@ -128,10 +128,10 @@ class ALMA:
         seen = ascent.slope(victim, x, samples.y, self._constraint)
         info = ascent.note(victim, samples.y, seen)
         best = nearest.keep_nearest(state.best, self.ball, samples, x, info.value, seen.out)
-        constraint = jnp.nan_to_num(self._constraint(seen.out, samples.y), nan=1.0)
-        state = self._weigh(state._replace(best=best), constraint.astype(x.dtype), info.value > 0)
+        constraint = jnp.nan_to_num(self._constraint(seen.out, samples.y), nan=1.0).astype(x.dtype)
+        state = self._weigh(state._replace(best=best), constraint, info.value > 0)
         away = jax.grad(lambda delta: jnp.sum(norms.lp_norm(delta, self.ball.norm)))(state.delta)
-        slope = _penalty_slope(constraint.astype(x.dtype), state.rho, state.mu)
+        slope = _penalty_slope(constraint, state.rho, state.mu)
         gradient = away + norms.spread(slope, x) * seen.gradient
         squares = _SQUARES * state.squares + (1 - _SQUARES) * gradient**2
         scaled = gradient / (jnp.sqrt(squares) + 1e-8)

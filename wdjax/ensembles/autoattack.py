@@ -14,7 +14,7 @@ VERSIONS = ("standard", "plus")
 _HOMEWARD = (3.0, 2.0, 1.0)
 """Radii, of eps, from which APGD on cross-entropy comes home in l2: around a sample whose gradients
 are masked there is nothing to follow, farther out there is. It left 4 to 7 of 100 images of such a
-net, 48 and 50 without; of two others it left as many, and targeted APGD stays as published."""
+net, 48 and 50 without; of four others the whole suite left as many or fewer."""
 
 
 def members(ball: Lp = Lp(), version: str = "standard") -> dict[str, Attack]:
