@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from wdjax import Lp, Model, metrics, models, nppr
+from wdjax import Lp, Model, metrics, models, nppr, parallel
 from wdjax.nppr import noise, probable
 from wdjax.nppr.estimate import Estimate, bootstrap
 
@@ -68,7 +68,7 @@ def test_every_copy_is_in_the_ball_and_the_box(norm):
             noise.TruncatedGaussian(eps, ball)
 
 
-def test_neither_batches_nor_company_change_a_count():
+def test_neither_batches_nor_devices_nor_company_change_a_count():
     x, y = samples()
     how = {"key": KEY, "draws": 70}
     whole = nppr.estimate(NET, noise.Uniform(0.6), x, y, **how)
@@ -77,6 +77,14 @@ def test_neither_batches_nor_company_change_a_count():
     np.testing.assert_array_equal(whole.survived, small.survived)
     np.testing.assert_array_equal(whole.survived[5:], part.survived)
     assert 0 < whole.value < 1
+    mesh = parallel.data_mesh()
+    split = nppr.estimate(NET, noise.Uniform(0.6), x, y, mesh=mesh, **how)
+    np.testing.assert_array_equal(whole.survived, split.survived)
+    alone = nppr.probabilistic_accuracy(NET, noise.Uniform(0.6), x, y, key=KEY, draws=200)
+    shared = nppr.probabilistic_accuracy(
+        NET, noise.Uniform(0.6), x, y, key=KEY, draws=200, mesh=mesh
+    )
+    jax.tree.map(np.testing.assert_array_equal, alone, shared)
 
 
 def faulty(w, x):

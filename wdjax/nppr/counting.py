@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import Mesh
 
-from wdjax import losses, program, rounds, validate
+from wdjax import losses, parallel, program, rounds, validate
 from wdjax.balls import Lp
 from wdjax.core import AnyArray, Array, PyTree
 from wdjax.nppr import upsample as up
@@ -65,6 +66,7 @@ class Poll(NamedTuple):
     rows: int
     """Inputs a block."""
     loops: bool
+    mesh: Mesh | None
 
 
 class Tally(NamedTuple):
@@ -82,14 +84,15 @@ def poll(
     key: Array,
     index: AnyArray | None = None,
     batch_size: int | None = None,
+    mesh: Mesh | None = None,
 ) -> Poll:
-    """Checks what is asked, and that the model treats samples alone."""
+    """Checks what is asked, that the model treats samples alone, and puts it on every device."""
     check_key(key)
     validate.check_number("eps", perturbation.eps)
     some = jax.ShapeDtypeStruct((rounds.SMALLEST, *x.shape[1:]), x.dtype)
     passed = _logits.trace(model, some).jaxpr
     if batch_size is None:
-        batch_size = 8 * rounds.fitting(passed)
+        batch_size = 8 * rounds.fitting(passed) * (1 if mesh is None else mesh.size)
     size = validate.check_count("batch_size", batch_size)
     places = jnp.arange(len(x)) if index is None else jnp.asarray(index)
     if places.shape != (len(x),):
@@ -97,8 +100,9 @@ def poll(
     first = np.asarray(x[:2])
     mixed, copies = np.resize(first, (2, *x.shape[1:])), np.repeat(first[:1], 2, axis=0)
     rounds.refuse_company(_logits(model, mixed), _logits(model, copies), 2)
-    rows, loops = max(1, size // TURN), program.loops_well(passed)
-    return Poll(model, perturbation, x, y, places, key, rows, loops)
+    rows = parallel.padded_size(max(1, size // TURN), mesh)
+    fixed = parallel.replicate((model, perturbation, x, y, places, key), mesh)
+    return Poll(*fixed, rows, program.loops_well(passed), mesh)
 
 
 def check_key(key: Any) -> None:
@@ -112,13 +116,14 @@ def count(asked: Poll, rows: npt.NDArray[np.int64], first: int, draws: int) -> T
     """Counts copies ``first`` to ``first + draws`` of some inputs; ``first`` in whole turns."""
     turns = first // TURN, -(-(first + draws) // TURN)
     fixed = asked.model, asked.perturbation, asked.x, asked.y, asked.places, asked.key
-    size = 1 if len(rows) <= _FEW else asked.rows
+    size = 1 if len(rows) <= _FEW and asked.mesh is None else asked.rows
     wide = _WIDE if size == 1 and min(asked.rows, turns[1] - turns[0]) >= _WIDE else 1
     sent = []
     for begin in range(0, len(rows), size):
         own = rows[begin : begin + size]
         padded = np.pad(own, (0, size - len(own)), mode="edge").astype(np.int32)
-        sent.append(_block(asked.loops, fixed, padded, *turns, first + draws, wide))
+        split = parallel.shard(padded, asked.mesh)
+        sent.append(_block(asked.loops, fixed, split, *turns, first + draws, wide))
     whole = np.concatenate([np.asarray(part) for part in sent], axis=1)[:, : len(rows)]
     return Tally(*whole.astype(np.int64))
 
@@ -137,7 +142,7 @@ def outputs(function: Classifier, x: Array) -> Array:
 
 
 def _block(
-    loops: bool, fixed: Any, rows: np.ndarray, first: int, last: int, end: int, wide: int
+    loops: bool, fixed: Any, rows: AnyArray, first: int, last: int, end: int, wide: int
 ) -> AnyArray:
     """``[2, R]`` survivors and faults of a block of inputs."""
     if loops:

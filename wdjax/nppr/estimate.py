@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import Mesh
 
 from wdjax import losses, metrics, validate
 from wdjax.core import AnyArray, Array
@@ -71,6 +72,7 @@ def estimate(
     draws: int = 1000,
     index: AnyArray | None = None,
     batch_size: int | None = None,
+    mesh: Mesh | None = None,
 ) -> Estimate:
     r"""Counts, of every correctly classified input, the perturbed copies that still are.
 
@@ -85,7 +87,8 @@ def estimate(
       key: a typed ``jax.random.key``.
       draws: M, copies an input.
       index: ``[n]`` integers, which inputs of a larger set these are.
-      batch_size: copies on the device at once.
+      batch_size: copies on the devices at once.
+      mesh: a mesh from :func:`wdjax.parallel.data_mesh`; inputs are split over it.
 
     Returns:
       An :class:`Estimate`.
@@ -110,7 +113,7 @@ def estimate(
     ([True, True, False], [0.9, 1.0])
     """
     x, y, right = correct_inputs(model, perturbation, x, y)
-    asked = counting.poll(model, perturbation, x, y, key, index, batch_size)
+    asked = counting.poll(model, perturbation, x, y, key, index, batch_size, mesh)
     rows = np.flatnonzero(right)
     tally = counting.count(asked, rows, 0, validate.check_count("draws", draws))
     return Estimate(right, spread(tally.survived, rows, len(right)), draws,

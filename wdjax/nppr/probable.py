@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import Mesh
 
 from wdjax import validate
 from wdjax.balls import Lp
@@ -71,6 +72,7 @@ def probabilistic_accuracy(
     draws: int = 10_000,
     index: AnyArray | None = None,
     batch_size: int | None = None,
+    mesh: Mesh | None = None,
 ) -> Decision:
     r"""Whether each input survives with probability ``1 - rho`` at least, by a sequential test.
 
@@ -89,7 +91,8 @@ def probabilistic_accuracy(
       alpha: in ``(0, 1/2]``, the probability that a decision is wrong.
       draws: copies an input at most; what is undecided then stays so.
       index: ``[n]`` integers, which inputs of a larger set these are.
-      batch_size: copies on the device at once.
+      batch_size: copies on the devices at once.
+      mesh: a mesh from :func:`wdjax.parallel.data_mesh`; inputs are split over it.
 
     Returns:
       A :class:`Decision`.
@@ -117,7 +120,7 @@ def probabilistic_accuracy(
         raise ValueError(f"alpha must be at most 1/2, got {alpha!r}.")
     most = validate.check_count("draws", draws)
     x, y, right = correct_inputs(model, perturbation, x, y)
-    asked = counting.poll(model, perturbation, x, y, key, index, batch_size)
+    asked = counting.poll(model, perturbation, x, y, key, index, batch_size, mesh)
     rows = np.flatnonzero(right)
     kept, broken = (np.zeros((len(risks), len(rows)), bool) for _ in range(2))
     won, lost, made = (np.zeros(len(rows), np.int64) for _ in range(3))
@@ -178,6 +181,7 @@ def prbench(
     alpha: float = 0.05,
     train: tuple[AnyArray, AnyArray] | None = None,
     batch_size: int | None = None,
+    mesh: Mesh | None = None,
 ) -> dict[str, Any]:
     """PRBench's fields under its names, in percent, with 95 % intervals by bootstrap over inputs.
 
@@ -194,7 +198,8 @@ def prbench(
       alpha: level of each decision behind ProbAcc.
       train: inputs and labels of the training set, for the generalisation error: PR on them less
         PR on ``x``.
-      batch_size: copies on the device at once.
+      batch_size: copies on the devices at once.
+      mesh: a mesh from :func:`wdjax.parallel.data_mesh`; inputs are split over it.
 
     Returns:
       ``"acc"``, and of every radius ``"PR(r)"`` and, with ``train``, ``"GE_PR(r)"``; of every rho
@@ -213,7 +218,7 @@ def prbench(
     >>> found["PR(0.03)"]["value"] < 100, found["ProbAcc(0.10)"]["value"]
     (True, 50.0)
     """
-    how: dict[str, Any] = {"key": key, "batch_size": batch_size}
+    how: dict[str, Any] = {"key": key, "batch_size": batch_size, "mesh": mesh}
 
     def measured(x: AnyArray, y: AnyArray, eps: float) -> Estimate:
         return estimate(model, noise.Uniform(eps, ball), x, y, draws=draws, **how)
