@@ -243,6 +243,29 @@ def test_a_fit_finds_what_noise_does_not():
     assert np.all(np.isfinite(np.asarray(found.history)))
 
 
+def two_groups(scale, x):
+    """Where the first number is small, the second flips the class; else it moves the margin."""
+    first, second = x[:, 0], x[:, 1] - 0.5
+    margin = scale * jnp.where(first < 0.5, 0.5 - 10 * second, 16 + 60 * second)
+    return jnp.stack([margin, jnp.zeros_like(margin)], axis=1)
+
+
+def test_the_sigmoid_counts_copies_and_the_softplus_margins():
+    x, y = jnp.array([[0.2, 0.5], [0.8, 0.5]]), jnp.array([0, 0])
+    family = Family(mode="independent", components=2, upsample="none")
+    how = {"eps": 0.1, "key": jax.random.key(0), "family": family}
+    survived = {}
+    for loss, scale in (("sigmoid", 1.0), ("sigmoid", 1024.0), ("softplus", 1.0)):
+        model = Model(two_groups, jnp.asarray(scale))
+        schedule = Schedule(steps=200, draws=8, loss=loss, learning_rate=0.1)
+        found = nppr.fit(model, x, y, schedule=schedule, **how)
+        own = nppr.estimate(model, found, x, y, key=jax.random.key(1))
+        survived[loss, scale] = own.per_input
+    assert survived["sigmoid", 1.0][0] < 0.1 < 0.9 < survived["sigmoid", 1.0][1]
+    np.testing.assert_array_equal(survived["sigmoid", 1.0], survived["sigmoid", 1024.0])
+    assert survived["softplus", 1.0].min() > 0.9
+
+
 def test_many_fits_are_the_fits_of_their_keys():
     x, y = samples(NET)
     keys = jax.random.split(jax.random.key(3), 2)
@@ -307,12 +330,17 @@ def test_what_a_fit_refuses():
     high = jnp.clip(x, 0.15, 0.9)
     with pytest.raises(ValueError, match="not finite"):
         nppr.fit(broken, high, jnp.zeros(12, int), **how | {"eps": 0.9})
+    endless = Model(lambda w, x: jnp.stack([w + x[:, 0, 0, 0], 0 * w + x[:, 0, 0, 0]], 1), jnp.inf)
+    with pytest.raises(ValueError, match="not finite for a sample as it is"):
+        nppr.fit(endless, x, jnp.zeros(12, int), **how)
     with pytest.raises(ValueError, match="your own function"):
         nppr.fit(linear(), x, jnp.argmax(linear()(x), -1), **how | {"family": Family()})
     for wrong in ({"mode": "both"}, {"components": 0}, {"sigma": 0.0}, {"covariance": "low"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Family(**wrong)
-    for wrong in ({"steps": 0}, {"tau": (1.0, 0.0)}, {"warmup": 1.0}):
+    for wrong in (
+        {"steps": 0}, {"tau": (1.0, 0.0)}, {"warmup": 1.0}, {"loss": "hinge"}, {"width": 0.0},
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Schedule(**wrong)
 

@@ -65,6 +65,12 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         help="(default %(default)s)",
     )
     how.add_argument(
+        "--loss",
+        choices=get_args(nppr.Loss),
+        default="sigmoid",
+        help="that a fit lowers; softplus is the paper's (default %(default)s)",
+    )
+    how.add_argument(
         "--steps", type=options.positive, default=300, help="of a fit (default %(default)s)"
     )
     how.add_argument(
@@ -106,6 +112,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         "fitted_on": len(y) // 2,
         "measured_on": len(y) - len(y) // 2,
         "shares_of": "correctly classified samples of the second half, in percent",
+        "loss": parsed.loss,
         "nppr": fitted,
         "ar": attacked,
         "pr": fixed,
@@ -204,7 +211,7 @@ def _fitted(
         upsample=parsed.upsample,
         covariance=parsed.covariance,
     )
-    schedule = nppr.Schedule(steps=parsed.steps)
+    schedule = nppr.Schedule(steps=parsed.steps, loss=parsed.loss)
     found = nppr.fit(
         model,
         *train,

@@ -15,7 +15,7 @@ from wdjax.nppr.mixture import Mixture, entropy_ratio, log_density
 from wdjax.nppr.probable import Decision, prbench, probabilistic_accuracy
 from wdjax.nppr.rare import Rare
 from wdjax.nppr.regularised import train
-from wdjax.nppr.schedule import TABLE_4, Schedule
+from wdjax.nppr.schedule import TABLE_4, Loss, Schedule
 from wdjax.nppr.splitting import splitting
 from wdjax.nppr.warm import AttackOffset, universal_start
 
@@ -28,6 +28,7 @@ __all__ = [
     "Family",
     "Fitted",
     "History",
+    "Loss",
     "Mixture",
     "Mode",
     "Perturbation",

@@ -42,7 +42,7 @@ def fit(
 ) -> Fitted:
     r"""The distribution of a family under which a model is wrong most often: that of NPPR.
 
-    Minimises ``mean softplus(z_y - max_{j != y} z_j + kappa)`` over samples of the mixtures of the
+    Minimises the schedule's loss of ``z_y - max_{j != y} z_j`` over samples of the mixtures of the
     correctly classified inputs, through Gumbel-softmax samples, up-sampling and the map into the
     ball, by Adam. What it finds is an upper value of the infimum over the family.
 
@@ -172,7 +172,10 @@ def _fit(
         raise ValueError("a fit looks at its samples: call it outside of jit; for vmap, fit_many.")
     x, y = validate.check_samples(model, x, y, ball.box)
     logits = outputs(model, x)
-    right = np.asarray(losses.decision_margin(logits, y) <= 0)
+    margins = np.asarray(losses.decision_margin(logits, y))
+    if not np.all(np.isfinite(margins)):
+        raise ValueError("the model's logits are not finite for a sample as it is.")
+    right = margins <= 0
     if not right.any():
         raise ValueError("no sample is classified correctly: nothing is left to be robust.")
     x, y = x[right], y[right]
@@ -181,7 +184,8 @@ def _fit(
         features = models.features(model) if features is None else features  # type: ignore[arg-type]
         seen = objective.as_rows(outputs(features, x))
     moved = None if offset is None else objective.as_rows(offset(model, x, y))
-    settled = schedule.settled(family)
+    # Without any margin at all, any width will do.
+    settled = schedule.settled(family, float(np.median(-margins[right])) or 1.0)
     data = objective.Data(model, x, y, seen, moved, settled)
     classes = logits.shape[1]
     width = 0 if seen is None else seen.shape[1]

@@ -129,7 +129,7 @@ def step(plan: Plan, data: Data, state: State) -> State:
         latent = mixtures.soft(key, made, len(rows), draws, tau)
         logits = _moved(plan, params, latent, batch, state.eps)
         own = jnp.repeat(batch.y, draws)
-        loss = -losses.softplus_margin(logits, own, data.schedule.kappa)
+        loss = _loss(data.schedule, logits, own)
         held = losses.decision_margin(logits, own) <= 0
         average = mixtures.entropy_ratio(jnp.mean(made.proportions, axis=0))
         each = jnp.mean(mixtures.entropy_ratio(made.proportions))
@@ -142,6 +142,13 @@ def step(plan: Plan, data: Data, state: State) -> State:
     seen = (loss, held, entropy[0], entropy[1], optax.tree.norm(gradient))
     history = History(*(past.at[state.step].set(now) for past, now in zip(state.history, seen)))
     return State(params, stats, opt_state, state.step + 1, state.eps, state.key, history)
+
+
+def _loss(schedule: Schedule, logits: Array, y: Array) -> Array:
+    """``[n]``, what the attacker lowers."""
+    if schedule.loss == "softplus":
+        return -losses.softplus_margin(logits, y, schedule.kappa)
+    return jax.nn.sigmoid(-losses.margin(logits, y) / schedule.width)
 
 
 def _batch(data: Data, state: State) -> tuple[Array, Array]:

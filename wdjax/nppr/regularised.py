@@ -128,7 +128,8 @@ def train(
     radius = jnp.asarray(validate.check_number("eps", eps), jnp.float32)
     optimizer = optimizer or training.default_optimizer(steps)
     seen = features if family.sees_input else None
-    schedule = Schedule(steps=steps, batch=size, draws=draws).settled(family)
+    # The scale of a model's margins changes while it learns: no width would suit it.
+    schedule = Schedule(steps=steps, batch=size, draws=draws, loss="softplus").settled(family)
     loops = program.loops_well(jax.make_jaxpr(_gradient)(model, x[:1]))
     recipe = Recipe(objective.Plan(family, ball, loops), seen, optimizer, draws)
     begin_key, own_key = jax.random.split(key)

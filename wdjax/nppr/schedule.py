@@ -1,7 +1,7 @@
 """How a family is fitted: steps, rates, temperatures."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from wdjax.core import Array
 from wdjax.nppr.family import Family, Temperatures
 
 Pair = tuple[float, float]
+Loss = Literal["sigmoid", "softplus"]
 
 
 def _static(default: Any) -> Any:
@@ -33,7 +34,10 @@ class Schedule:
       warmup: share of the steps with a rate that rises linearly from 0.
       least_rate: the last.
       learning_rate: the largest; None for 0.005 where features are seen, else 0.01.
-      kappa: margin in logits beyond the decision boundary, of equation 11.
+      loss: of a copy whose true class leads by a margin m: ``"sigmoid"`` is ``sigmoid(m / w)``, a
+        survivor's one made smooth; ``"softplus"`` is the paper's ``softplus(m + kappa)``.
+      width: w, as a share of the median margin of the samples as they are.
+      kappa: margin in logits beyond the decision boundary, of equation 11; for the softplus.
       tau: temperature of the Gumbel-softmax.
       proportions: temperature of the logits of the proportions.
       mean: temperature of the means.
@@ -43,9 +47,11 @@ class Schedule:
     Raises:
       ValueError: a setting that is out of range.
 
-    Differs: the paper says 5e-4 for 50 epochs, of an unknown number of steps; 300 steps at that
-      rate do not converge. It has no formula for its temperatures: here outputs are divided by
-      them.
+    Differs: the paper's loss is the softplus. It is a mean of margins, and pays for lowering those
+      of copies that survive anyway: on four nets it left up to ten points more alive than the
+      sigmoid, and never fewer by more than a point or two. The paper says 5e-4 for 50 epochs, of an
+      unknown number of steps; 300 steps at that rate do not converge. It has no formula for its
+      temperatures: here outputs are divided by them.
 
     Source: Wang et al. [wang2025], table 4.
 
@@ -59,7 +65,9 @@ class Schedule:
     cycles: int = _static(1)
     warmup: float = _static(0.1)
     least_rate: float = _static(2e-6)
+    loss: Loss = _static("sigmoid")  # noqa: RUF009
     learning_rate: Any = None
+    width: Any = 0.25
     kappa: Any = 1.0
     tau: Pair = (1.0, 0.1)
     proportions: Pair = (1.0, 1.0)
@@ -72,6 +80,7 @@ class Schedule:
             return  # Leaves that JAX put in place of numbers.
         for name in ("steps", "batch", "draws", "cycles"):
             validate.check_count(name, getattr(self, name))
+        validate.check_choice("loss", self.loss, get_args(Loss))
         if not 0 <= self.warmup < 1:
             raise ValueError(f"warmup must be a share in [0, 1), got {self.warmup!r}.")
         for name in ("tau", "proportions", "mean", "sigma", "shared"):
@@ -81,13 +90,15 @@ class Schedule:
         if self.learning_rate is not None:
             validate.check_number("learning_rate", self.learning_rate)
         validate.check_number("kappa", self.kappa)
+        if not validate.check_number("width", self.width) > 0:
+            raise ValueError(f"width must be above 0, got {self.width!r}.")
 
-    def settled(self, family: Family) -> "Schedule":
-        """With the learning rate that suits a family, and every number an array."""
+    def settled(self, family: Family, margin: Any = 1.0) -> "Schedule":
+        """With the rate that suits a family, a width in logits, and every number an array."""
         rate = self.learning_rate
         if rate is None:
             rate = 5e-3 if family.sees_input else 1e-2
-        own = dataclasses.replace(self, learning_rate=rate)
+        own = dataclasses.replace(self, learning_rate=rate, width=self.width * margin)
         return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), own)
 
     def rate(self, step: Array) -> Array:
@@ -111,5 +122,7 @@ class Schedule:
         return between(self.tau), Temperatures(*map(between, heads))
 
 
-TABLE_4 = Schedule(proportions=(3.0, 1.0), mean=(3.0, 1.0), sigma=(1.5, 1.0), shared=(1.5, 1.0))
-"""With the paper's temperatures of the heads; on small nets they gain nothing."""
+TABLE_4 = Schedule(
+    loss="softplus", proportions=(3.0, 1.0), mean=(3.0, 1.0), sigma=(1.5, 1.0), shared=(1.5, 1.0)
+)
+"""With the paper's loss and temperatures of the heads; on small nets they gain nothing."""
