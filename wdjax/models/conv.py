@@ -30,7 +30,7 @@ def conv(
 
     * 1x1 kernels, and kernels as large as their stride, are matrix products;
     * one input channel a group: a multiply-add for each tap, and for a single channel the image's
-      gradient is one matrix product;
+      gradient is one matrix product and one sum of shifted patches;
     * few output channels leave a vector unit idle: several neighbours in a row are computed at
       once, as further channels of a wider kernel;
     * no padding, in what a gradient needs: XLA's fast path wants some, so a column is added and
@@ -114,9 +114,7 @@ def _conv_jvp(stride, pads, groups, derived, primals, tangents):
 def _image_gradient(out, kernel, shape, stride, pads, groups):
     height, width, channels, outputs = kernel.shape
     if groups == channels == 1:
-        blank = jax.ShapeDtypeStruct(shape, out.dtype)
-        pull = jax.linear_transpose(lambda x: _patches(x, kernel.shape, stride, pads), blank)
-        return pull(out @ kernel.reshape(-1, outputs).T)[0]
+        return _unpatched(out @ kernel.reshape(-1, outputs).T, shape, kernel.shape, stride, pads)
     mirrored = kernel[::-1, ::-1].reshape(height, width, channels, groups, -1)
     mirrored = mirrored.transpose(0, 1, 4, 3, 2).reshape(height, width, outputs // groups, -1)
     around = tuple(
@@ -187,8 +185,30 @@ def _tap_by_tap(x, kernel, stride, pads):
     return sum(tap * weights for tap, weights in zip(taps, kernel.reshape(len(taps), -1)))
 
 
-def _patches(x, shape, stride, pads):
-    return jnp.concatenate(_taps(x, shape, stride, pads), axis=-1)
+def _unpatched(patches, shape, kernel_shape, stride, pads):
+    """The image of one channel in which every pixel is the sum of what patches have for it.
+
+    Pixels at one place in their square of ``stride x stride`` meet the same entries of the kernel:
+    they are sums of shifted patches, in one loop, where transposed slices would be a loop each.
+    """
+    n, height, width, _ = shape
+    tall, wide = (-(-side // stride) for side in kernel_shape[:2])
+    sides = [(0, stride * span - side) for span, side in zip((tall, wide), kernel_shape)]
+    around = ((0, 0), (tall - 1, tall - 1), (wide - 1, wide - 1), *sides)
+    entries = jnp.pad(patches.reshape(*patches.shape[:3], *kernel_shape[:2]), around)
+    entries = entries.reshape(*entries.shape[:3], tall, stride, wide, stride)
+    rows, cols = patches.shape[1] + tall - 1, patches.shape[2] + wide - 1
+    squares = sum(
+        entries[:, tall - 1 - i :, wide - 1 - j :, i, :, j][:, :rows, :cols]
+        for i in range(tall)
+        for j in range(wide)
+    )
+    image = squares.transpose(0, 1, 3, 2, 4).reshape(n, rows * stride, cols * stride, 1)
+    borders = [
+        (-low, low + size - full, 0)
+        for (low, _), size, full in zip(pads, (height, width), image.shape[1:])
+    ]
+    return lax.pad(image, jnp.zeros((), image.dtype), ((0, 0, 0), *borders, (0, 0, 0)))
 
 
 def _taps(x, shape, stride, pads):
