@@ -12,6 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 
 Pads = tuple[tuple[int, int], tuple[int, int]]
 _LANES = 32
+_FEWEST = 4
 _WINOGRAD_CHANNELS = 96
 _WINOGRAD_PIXELS = 512
 _PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
@@ -32,7 +33,8 @@ def conv(
     * one input channel a group: a multiply-add for each tap, and for a single channel the image's
       gradient is one matrix product and one sum of shifted patches;
     * few output channels leave a vector unit idle: several neighbours in a row are computed at
-      once, as further channels of a wider kernel;
+      once, as further channels of a wider kernel, and so is the image's gradient of stride 1 where
+      there are few channels; two or three input channels are filled up to four;
     * no padding, in what a gradient needs: XLA's fast path wants some, so a column is added and
       taken off;
     * 3x3 of stride 1, at least 96 channels in and out: Winograd's F(2, 3) along the width, which
@@ -121,6 +123,8 @@ def _image_gradient(out, kernel, shape, stride, pads, groups):
         (k - 1 - low, n + low - stride * (m - 1) - 1)
         for k, n, m, (low, _) in zip(kernel.shape, shape[1:], out.shape[1:], pads)
     )
+    if groups == stride == 1 and channels <= _LANES // 2:
+        return _abreast(out, mirrored, 1, around)
     return _dense(out, mirrored, 1, around, groups, lhs_dilation=(stride, stride))
 
 
@@ -175,6 +179,9 @@ def _abreast(x, kernel, stride, pads):
     ]
     wide = jnp.stack(shifted, axis=3).reshape(height, width + reach, channels, count * outputs)
     right = stride * (columns - count) + wide.shape[1] - x.shape[2] - left
+    if channels < _FEWEST:
+        more = ((0, 0), (0, 0), (0, 0), (0, _FEWEST - channels))
+        x, wide = jnp.pad(x, more), jnp.pad(wide, (*more[:2], more[3], more[2]))
     out = _lax(x, wide, (stride, stride * count), (pads[0], (left, right)))
     return out.reshape(*out.shape[:2], columns, outputs)
 
