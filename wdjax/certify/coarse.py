@@ -65,9 +65,7 @@ def refine(state: crown.Pass, place: int, needed: Array) -> None:
     spots = state.samples * height * columns
     most = _WIDTH if jax.default_backend() == "cpu" else 16 * _WIDTH
     width = max(min(most // channels, crown.chunk(state, channels), spots), 1)
-    positions = jnp.any(needed, axis=-1).reshape(-1)
-    index = jnp.nonzero(positions, size=spots, fill_value=spots)[0]
-    index = jnp.pad(index, (0, width), constant_values=spots)
+    index, turns = crown.chosen(jnp.any(needed, axis=-1).reshape(-1), width)
     numbers = crown.numbers(index, (1, height, columns, 1), state.samples)
     own = jnp.eye(channels, dtype=value.lower.dtype)[:, None, None, None, :]
 
@@ -83,7 +81,7 @@ def refine(state: crown.Pass, place: int, needed: Array) -> None:
         )
 
     sides = value.lower.reshape(-1, channels), value.upper.reshape(-1, channels)
-    low, high = lax.fori_loop(0, -(-jnp.sum(positions) // width), turn, sides)
+    low, high = lax.fori_loop(0, turns, turn, sides)
     state.values[place] = value._replace(
         lower=low.reshape(value.lower.shape), upper=high.reshape(value.upper.shape)
     )

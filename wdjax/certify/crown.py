@@ -201,9 +201,7 @@ def refine(state: Pass, place: int, needed: Array, bound: Bound) -> None:
     shape, samples = value.lower.shape[1:], state.samples
     entries = samples * math.prod(shape)
     width = min(chunk(state, 2), entries)
-    index = jnp.nonzero(needed.reshape(-1), size=entries, fill_value=entries)[0]
-    index = jnp.pad(index, (0, width), constant_values=entries)
-    turns = -(-jnp.sum(needed) // width)
+    index, turns = chosen(needed.reshape(-1), width)
     # Not in the loop, where they would be computed anew for every coefficient.
     own = numbers(index, shape, samples)
 
@@ -223,6 +221,16 @@ def refine(state: Pass, place: int, needed: Array, bound: Bound) -> None:
         lower=jnp.maximum(value.lower, low), upper=jnp.minimum(value.upper, high)
     )
     state.values[place] = better
+
+
+def chosen(needed: Array, width: int) -> tuple[Array, Array]:
+    """Which entries are needed, and how many turns of ``width`` of them; behind them their count.
+
+    A sort takes as long as :func:`jax.numpy.nonzero` and a sixth of its time to compile.
+    """
+    (count,) = needed.shape
+    index = jnp.sort(jnp.where(needed, jnp.arange(count), count), stable=False)
+    return jnp.pad(index, (0, width), constant_values=count), -(-jnp.sum(needed) // width)
 
 
 def numbers(index: Array, shape: tuple[int, ...], samples: int) -> tuple[Array, ...]:

@@ -116,8 +116,7 @@ def _contrasts(
     samples, classes = low.shape
     rivals = (y[:, None] + 1 + jnp.arange(classes - 1)) % classes
     width = min(crown.chunk(state, classes - 1), samples)
-    index = jnp.nonzero(needed, size=samples, fill_value=samples)[0]
-    index = jnp.pad(index, (0, width), constant_values=samples)
+    index, turns = crown.chosen(needed, width)
 
     def turn(i: Array, low: Array) -> Array:
         these = lax.dynamic_slice(index, (i * width,), (width,))
@@ -129,4 +128,4 @@ def _contrasts(
         # Lines may lie outside of what is known: the better of both.
         return low.at[these[:, None], rivals[rows]].max(found.T, mode="drop")
 
-    return lax.fori_loop(0, -(-jnp.sum(needed) // width), turn, low)
+    return lax.fori_loop(0, turns, turn, low)
