@@ -7,11 +7,11 @@ first affine map computes, whose intervals are exact: most of their cost lies be
 Source: parallel lines as of Weng et al. [weng2018], who bound everything by them.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from wdjax.certify import crown
 from wdjax.certify.coefficients import (
@@ -60,30 +60,22 @@ def refine(state: crown.Pass, place: int, needed: Array) -> None:
     way = _way(state, place) if len(shape) == 4 and shape[0] == 1 else None
     if way is None:
         return
-    _, height, columns, channels = shape
-    spots = state.samples * height * columns
+    channels = shape[-1]
     most = _WIDTH if jax.default_backend() == "cpu" else 16 * _WIDTH
-    width = max(min(most // channels, crown.chunk(state, channels), spots), 1)
-    index, turns = crown.chosen(jnp.any(needed, axis=-1).reshape(-1), width)
-    numbers = crown.numbers(index, (1, height, columns, 1), state.samples)
+    width = max(min(most // channels, crown.chunk(state, channels)), 1)
     own = jnp.eye(channels, dtype=value.lower.dtype)[:, None, None, None, :]
 
-    def turn(i: Array, sides: tuple[Array, Array]) -> tuple[Array, Array]:
-        these, sample, _, row, column = (
-            lax.dynamic_slice(t, (i * width,), (width,)) for t in (index, *numbers)
-        )
-        a = Window(jnp.repeat(own, width, axis=1), (1, 1), (0, 0), shape)
-        low, high = _bound(state, place, a, Rows(sample, (row, column)), way)
-        return (
-            sides[0].at[these].max(jnp.nan_to_num(low, nan=-jnp.inf).T, mode="drop"),
-            sides[1].at[these].min(jnp.nan_to_num(-high, nan=jnp.inf).T, mode="drop"),
-        )
+    def turn(these: Array, places: Sequence[Array], sides: Array) -> Array:
+        sample, _, row, column = places
+        a = Window(jnp.repeat(own, len(these), axis=1), (1, 1), (0, 0), shape)
+        found = _bound(state, place, a, Rows(sample, (row, column)), way)
+        found = jnp.where(jnp.isnan(found), -jnp.inf, found).transpose(0, 2, 1)
+        return sides.at[:, these].max(found, mode="drop")
 
-    sides = value.lower.reshape(-1, channels), value.upper.reshape(-1, channels)
-    low, high = lax.fori_loop(0, turns, turn, sides)
-    state.values[place] = value._replace(
-        lower=low.reshape(value.lower.shape), upper=high.reshape(value.upper.shape)
-    )
+    sides = jnp.stack([side.reshape(-1, channels) for side in (value.lower, -value.upper)])
+    sides = crown.by_turns(jnp.any(needed, axis=-1, keepdims=True), width, turn, sides)
+    low, high = sides.reshape(2, *value.lower.shape)
+    state.values[place] = value._replace(lower=low, upper=-high)
 
 
 def _way(state: crown.Pass, place: int) -> Way | None:
@@ -131,10 +123,8 @@ def _part(state: crown.Pass, place: int) -> tuple[Array, Array]:
     return lower, value.upper - offset + error + unit * jnp.abs(value.upper)
 
 
-def _bound(
-    state: crown.Pass, place: int, start: Coefficients, rows: Rows, way: Way
-) -> tuple[Array, Array]:
-    """Lower bounds ``[G, R]`` of functions, and of their negatives."""
+def _bound(state: crown.Pass, place: int, start: Coefficients, rows: Rows, way: Way) -> Array:
+    """Lower bounds ``[2, G, R]`` of functions, and of their negatives."""
     net, found = state.network, {place: start}
     zero = jnp.zeros(start.a.shape[:2], start.a.dtype)
     middle, reach = Sum(zero, zero), zero
@@ -173,8 +163,8 @@ def _bound(
             for operand, new in backs:
                 found[operand] = total(found[operand], new, rows) if operand in found else new
     size, count = middle.size + reach, len(net.graph.nodes)
-    low, high = (Sum(side - reach, size).low(count) for side in (middle.value, -middle.value))
-    return low, high
+    sides = jnp.stack([middle.value, -middle.value])
+    return Sum(sides - reach, size).low(count)
 
 
 def _middle(lower: Array, upper: Array) -> tuple[Array, Array]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
@@ -98,7 +99,7 @@ def seen(maps: Array, rows: Rows, like: Coefficients) -> Array:
         spots = (spots * (width + 2) + left).reshape(count, -1)
     # Numbers in one table: the CPU is slow at several indices, and at kinds that are not outermost.
     table = maps.reshape(-1, entries)
-    spots = spots + jnp.arange(kinds)[:, None, None] * (len(table) // kinds)
+    spots = spots + np.arange(kinds)[:, None, None] * (len(table) // kinds)
     found = table.at[spots].get(mode="promise_in_bounds")
     if isinstance(like, Whole):
         found = unframed(found.reshape(kinds, count, *shape))

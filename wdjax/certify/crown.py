@@ -213,50 +213,57 @@ def _intervals(state: Pass, node: Node) -> list[tuple[Array, Array]]:
 def refine(state: Pass, place: int, needed: Array, bound: Bound) -> None:
     """Bounds a value's entries by backward passes where ``needed``, ``[B, *shape]``."""
     value = state.values[place]
-    shape, samples = value.lower.shape[1:], state.samples
-    entries = samples * math.prod(shape)
-    width = min(chunk(state, 2), entries)
-    index, turns = chosen(needed.reshape(-1), width)
-    # Not in the loop, where they would be computed anew for every coefficient.
-    own = numbers(index, shape, samples)
 
-    def turn(i: Array, sides: tuple[Array, Array]) -> tuple[Array, Array]:
-        these, *places = (lax.dynamic_slice(t, (i * width,), (width,)) for t in (index, *own))
+    def turn(these: Array, places: Sequence[Array], sides: Array) -> Array:
         found = _entries(state, place, places, bound)
-        low, high = (
-            side.at[these].set(jnp.where(jnp.isfinite(new), new, blank), mode="drop")
-            for side, new, blank in zip(sides, (found[0], -found[1]), (-jnp.inf, jnp.inf))
-        )
-        return low, high
+        return sides.at[:, these].max(jnp.where(jnp.isfinite(found), found, -jnp.inf), mode="drop")
 
-    lower, upper = value.lower.reshape(-1), value.upper.reshape(-1)
-    low, high = lax.fori_loop(0, turns, turn, (lower, upper))
-    low, high = (side.reshape(value.lower.shape) for side in (low, high))
-    better = value._replace(
-        lower=jnp.maximum(value.lower, low), upper=jnp.minimum(value.upper, high)
-    )
-    state.values[place] = better
+    sides = jnp.stack([value.lower.reshape(-1), -value.upper.reshape(-1)])
+    low, high = by_turns(needed, chunk(state, 2), turn, sides).reshape(2, *value.lower.shape)
+    state.values[place] = value._replace(lower=low, upper=-high)
 
 
-def chosen(needed: Array, width: int) -> tuple[Array, Array]:
-    """Which entries are needed, and how many turns of ``width`` of them; behind them their count.
+def by_turns(
+    needed: Array, width: int, turn: Callable[[Array, Sequence[Array], Array], Array], begun: Array
+) -> Array:
+    """What ``turn`` makes of ``begun`` where ``[B, *shape]`` is ``needed``, ``width`` at once.
 
-    A sort takes as long as :func:`jax.numpy.nonzero` and a sixth of its time to compile.
+    It is told the indices, which are too large where there are no more, and the :func:`numbers`.
     """
-    (count,) = needed.shape
-    index = jnp.sort(jnp.where(needed, jnp.arange(count), count), stable=False)
-    return jnp.pad(index, (0, width), constant_values=count), -(-jnp.sum(needed) // width)
+    samples, *shape = needed.shape
+    width = min(width, needed.size)
+    # A sort takes as long as jnp.nonzero, and a sixth of its time to compile.
+    order = jnp.where(needed.reshape(-1), jnp.arange(needed.size), needed.size)
+    index = jnp.sort(order, stable=False)
+    # Not in the loop, where they would be computed anew for every coefficient.
+    table = index, *numbers(index, shape, samples)
+
+    def goes_on(carry: tuple[Array, Array]) -> Array:
+        first = lax.dynamic_slice(index, carry[:1], (1,))[0]
+        return (carry[0] < needed.size) & (first < needed.size)
+
+    def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        start, made = carry
+        these, *places = (lax.dynamic_slice(t, (start,), (width,)) for t in table)
+        return start + width, turn(these, places, made)
+
+    return lax.while_loop(goes_on, step, (jnp.zeros((), index.dtype), begun))[1]
 
 
-def numbers(index: Array, shape: tuple[int, ...], samples: int) -> tuple[Array, ...]:
+def numbers(index: Array, shape: Sequence[int], samples: int) -> tuple[Array, ...]:
     """Of entries of a batch: the sample, the entry, and in a map its row and column."""
-    count = math.prod(shape)
-    sample, entry = jnp.minimum(index // count, samples - 1), index % count
+    sample, entry = _divided(index, math.prod(shape))
+    sample = jnp.minimum(sample, samples - 1)
     if len(shape) != 4 or shape[0] != 1:
         return sample, entry
-    _, _, width, channels = shape
-    spot = entry // channels
-    return sample, entry % channels, spot // width, spot % width
+    spot, channel = _divided(entry, shape[3])
+    return sample, channel, *_divided(spot, shape[2])
+
+
+def _divided(number: Array, by: int) -> tuple[Array, Array]:
+    """Quotient and remainder of what is not negative."""
+    quotient = lax.div(number, jnp.full_like(number, by))
+    return quotient, number - by * quotient
 
 
 def _entries(state: Pass, place: int, places: Sequence[Array], bound: Bound) -> Array:
