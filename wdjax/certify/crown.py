@@ -71,9 +71,9 @@ class Pass:
         return len(self.region.lower)
 
     def gathered(self, place: int) -> tuple[Array, Array]:
-        """The offset of a value's affine part, and what rounding may add."""
+        """The offset of a value's affine part, and what rounding may add, ``[B, *shape]``."""
         if place not in self.charges:
-            return (jnp.zeros((), self.region.lower.dtype),) * 2
+            return (jnp.zeros_like(self.values[place].lower),) * 2
         offset, error = unframed(self.charges[place])
         return offset, error
 
@@ -168,7 +168,7 @@ def _over(state: Pass, lines: Lines, lower: Array, upper: Array, node: Node) -> 
     declared: Any = node.eqn.outvars[0].aval
     slack = interval.slack_of(declared.dtype, jnp.maximum(jnp.abs(lower), jnp.abs(upper)))
     unit = rounding(lower[0].size, lower.dtype)
-    ends, slopes = [], []
+    ends, slopes, goods = [], [], []
     for side, level, down in (("low", lower, -1), ("up", upper, 1)):
         constant, steep = getattr(lines, side), [getattr(view, side) for view in lines.views]
         constant = constant + down * (slack + unit * jnp.abs(constant))
@@ -178,16 +178,18 @@ def _over(state: Pass, lines: Lines, lower: Array, upper: Array, node: Node) -> 
                 offset, error = (jax.vmap(view.view)(t) for t in (offset, error))
             constant = constant + slope * offset + down * jnp.abs(slope) * error
         good = functools.reduce(jnp.logical_and, map(jnp.isfinite, [constant, *steep]))
+        goods.append(good)
         ends.append(jnp.where(good, constant, level))
         slopes.append([jnp.where(good, slope, 0.0) for slope in steep])
     views = tuple(view._replace(low=low, up=up) for view, low, up in zip(lines.views, *slopes))
     maps = [framed(*ends, *itertools.chain(*zip(*slopes)))]
-    shift: Array | float = 0.0
+    lines = lines._replace(views=views, low=ends[0], up=ends[1])
     if lines.free is not None:
-        offset, error = state.gathered(node.inputs[views[0].operand])
-        shift = offset - error
-        maps.append(framed(lines.free.astype(shift.dtype), shift))
-    return lines._replace(views=views, low=ends[0], up=ends[1], shift=shift, maps=tuple(maps))
+        free, (offset, error) = lines.free & goods[0], state.gathered(node.inputs[views[0].operand])
+        shift = jnp.where(free, offset - error, 0.0)
+        maps.append(framed(free.astype(shift.dtype), shift))
+        lines = lines._replace(free=free, shift=shift)
+    return lines._replace(maps=tuple(maps))
 
 
 def _intervals(state: Pass, node: Node) -> list[tuple[Array, Array]]:

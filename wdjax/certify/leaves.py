@@ -86,9 +86,9 @@ def root(model: Classifier, x: Array, y: Array, eps: Array, norm: float, box: Bo
         value = state.values[place]
         unit = 4 * float(jnp.finfo(value.lower.dtype).eps)
         size = jnp.maximum(jnp.abs(value.lower), jnp.abs(value.upper))[0]
-        error = state.gathered(place)[1]
+        error = state.gathered(place)[1][0]
         lower[place], upper[place] = value.lower[0], value.upper[0]
-        slack[place] = (2 * error + unit * size).reshape(size.shape)
+        slack[place] = 2 * error + unit * size
     return Root(low[0], lower, upper, slack)
 
 
