@@ -11,7 +11,7 @@ from jax import lax
 
 from wdjax import Model, certify
 from wdjax.certify import coarse, crown, margins, region
-from wdjax.certify.coefficients import Rows, Whole, unframed
+from wdjax.certify.coefficients import Rows, Whole
 
 # Of each linear map: kernel, stride, padding; the skip is the fourth.
 SETTINGS = {
@@ -136,7 +136,7 @@ def test_slopes_of_whole_maps_fit_what_lies_in_windows():
         state, rows = margins.prepare(model, ball, "interval"), Rows(jnp.arange(len(x)))
         start = {state.network.graph.outputs[0]: Whole(jnp.ones((1, len(x), 1, 3)))}
         lines = {i: one for i, one in state.lines.items() if one.free is not None}
-        usual = {i: unframed(one.views[0].low)[None] for i, one in lines.items()}
+        usual = {i: one.views[0].low[None] for i, one in lines.items()}
         flipped = {i: 1 - slope for i, slope in usual.items()}
         slopes = (None, usual, flipped)
         return [crown.backward(state, start, rows, slopes=own) for own in slopes]

@@ -7,11 +7,11 @@ first affine map computes, whose intervals are exact: most of their cost lies be
 Source: parallel lines as of Weng et al. [weng2018], who bound everything by them.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from wdjax.certify import crown
 from wdjax.certify.coefficients import (
@@ -37,20 +37,19 @@ _WIDTH = 128
 
 
 class Strip(NamedTuple):
-    """Parallel lines of a value, framed, and the place of its operand."""
+    """Parallel lines of a value, and the place of its operand."""
 
     operand: int
-    slope: Array
-    center: Array
-    radius: Array
+    maps: Array
+    """Framed center, radius and slope."""
 
 
 class Way(NamedTuple):
-    """From a place to where a row ends, whose ends are known."""
+    """From a place to where a row ends, whose affine part is known."""
 
     end: int
-    center: Array
-    radius: Array
+    maps: Array
+    """Framed center and radius."""
     strips: dict[int, Strip]
 
 
@@ -61,32 +60,22 @@ def refine(state: crown.Pass, place: int, needed: Array) -> None:
     way = _way(state, place) if len(shape) == 4 and shape[0] == 1 else None
     if way is None:
         return
-    _, height, columns, channels = shape
-    spots = state.samples * height * columns
+    channels = shape[-1]
     most = _WIDTH if jax.default_backend() == "cpu" else 16 * _WIDTH
-    width = max(min(most // channels, crown.chunk(state, channels), spots), 1)
-    positions = jnp.any(needed, axis=-1).reshape(-1)
-    index = jnp.nonzero(positions, size=spots, fill_value=spots)[0]
-    index = jnp.pad(index, (0, width), constant_values=spots)
-    numbers = crown.numbers(index, (1, height, columns, 1), state.samples)
+    width = max(min(most // channels, crown.chunk(state, channels)), 1)
     own = jnp.eye(channels, dtype=value.lower.dtype)[:, None, None, None, :]
 
-    def turn(i: Array, sides: tuple[Array, Array]) -> tuple[Array, Array]:
-        these, sample, _, row, column = (
-            lax.dynamic_slice(t, (i * width,), (width,)) for t in (index, *numbers)
-        )
-        a = Window(jnp.repeat(own, width, axis=1), (1, 1), (0, 0), shape)
-        low, high = _bound(state, place, a, Rows(sample, (row, column)), way)
-        return (
-            sides[0].at[these].max(jnp.nan_to_num(low, nan=-jnp.inf).T, mode="drop"),
-            sides[1].at[these].min(jnp.nan_to_num(-high, nan=jnp.inf).T, mode="drop"),
-        )
+    def turn(these: Array, places: Sequence[Array], sides: Array) -> Array:
+        sample, _, row, column = places
+        a = Window(jnp.repeat(own, len(these), axis=1), (1, 1), (0, 0), shape)
+        found = _bound(state, place, a, Rows(sample, (row, column)), way)
+        found = jnp.where(jnp.isnan(found), -jnp.inf, found).transpose(0, 2, 1)
+        return sides.at[:, these].max(found, mode="drop")
 
-    sides = value.lower.reshape(-1, channels), value.upper.reshape(-1, channels)
-    low, high = lax.fori_loop(0, -(-jnp.sum(positions) // width), turn, sides)
-    state.values[place] = value._replace(
-        lower=low.reshape(value.lower.shape), upper=high.reshape(value.upper.shape)
-    )
+    sides = jnp.stack([side.reshape(-1, channels) for side in (value.lower, -value.upper)])
+    sides = crown.by_turns(jnp.any(needed, axis=-1, keepdims=True), width, turn, sides)
+    low, high = sides.reshape(2, *value.lower.shape)
+    state.values[place] = value._replace(lower=low, upper=-high)
 
 
 def _way(state: crown.Pass, place: int) -> Way | None:
@@ -96,8 +85,7 @@ def _way(state: crown.Pass, place: int) -> Way | None:
         for out in found.intersection(node.outputs):
             value = state.values[out]
             if found == {out} and out in net.affine and out in state.charges and value.mixes < 2:
-                center, radius = _middle(value.lower, value.upper)
-                way = Way(out, framed(center), framed(radius), strips)
+                way = Way(out, framed(*_middle(*_part(state, out))), strips)
                 return way if len(strips) == _DEPTH else None
             found.remove(out)
             if out in net.affine:
@@ -112,30 +100,31 @@ def _way(state: crown.Pass, place: int) -> Way | None:
 
 
 def _strip(state: crown.Pass, lines: Lines, inputs: tuple[int, ...]) -> Strip | None:
-    """Parallel lines: the upper one, and the lower one turned about the ends of the operand.
-
-    Where the lower slope is free the intercept stays as it is.
-    """
+    """Parallel lines: the upper one, and the lower one turned about the ends of what it is over."""
     if len(lines.views) != 1 or lines.views[0].view is not None:
         return None
     (view,) = lines.views
-    value = state.values[inputs[view.operand]]
-    unit = 2 * rounding(value.lower[0].size, value.lower.dtype)
+    lower, upper = _part(state, inputs[view.operand])
+    unit = 2 * rounding(lower[0].size, lower.dtype)
     turned = view.low - view.up
-    reach = framed(jnp.maximum(jnp.abs(value.lower), jnp.abs(value.upper)))
-    drops = [turned * framed(end) for end in (value.lower, value.upper)]
-    drop = jnp.minimum(*drops) - unit * jnp.abs(turned) * reach
-    drop = jnp.where(turned == 0, 0.0, drop)
+    drop = jnp.minimum(turned * lower, turned * upper)
+    drop = drop - unit * jnp.abs(turned) * jnp.maximum(jnp.abs(lower), jnp.abs(upper))
+    low = lines.low + jnp.where(turned == 0, 0.0, drop)
     if lines.free is not None:
-        drop = jnp.where(lines.free, 0.0, drop)
-    low = lines.low + drop
-    return Strip(inputs[view.operand], view.up, *_middle(low, lines.up))
+        low = jnp.where(lines.free, view.up * lines.shift, low)
+    return Strip(inputs[view.operand], framed(*_middle(low, lines.up), view.up))
 
 
-def _bound(
-    state: crown.Pass, place: int, start: Coefficients, rows: Rows, way: Way
-) -> tuple[Array, Array]:
-    """Lower bounds ``[G, R]`` of functions, and of their negatives."""
+def _part(state: crown.Pass, place: int) -> tuple[Array, Array]:
+    """Ends of a value's affine part."""
+    value, (offset, error) = state.values[place], state.gathered(place)
+    unit = 4 * float(jnp.finfo(value.lower.dtype).eps)
+    lower = value.lower - offset - error - unit * jnp.abs(value.lower)
+    return lower, value.upper - offset + error + unit * jnp.abs(value.upper)
+
+
+def _bound(state: crown.Pass, place: int, start: Coefficients, rows: Rows, way: Way) -> Array:
+    """Lower bounds ``[2, G, R]`` of functions, and of their negatives."""
     net, found = state.network, {place: start}
     zero = jnp.zeros(start.a.shape[:2], start.a.dtype)
     middle, reach = Sum(zero, zero), zero
@@ -146,32 +135,36 @@ def _bound(
         middle = middle.plus(summed(own * center))
         reach = reach + summed(jnp.abs(own) * radius)
 
+    def charge(place: int, a: Coefficients) -> None:
+        if place in state.charges:
+            add(a, *seen(state.charges[place], rows, a))
+
+    charge(place, start)
     for node in reversed(net.graph.nodes):
         for place in [out for out in node.outputs if out in found]:
             a = found.pop(place)
             backs: list[tuple[int, Coefficients]] = []
             if place == way.end:
-                add(a, seen(way.center, rows, a), seen(way.radius, rows, a))
+                add(a, *seen(way.maps, rows, a))
             elif place in net.affine:
-                if place in state.charges:
-                    offset, error = state.charges[place]
-                    add(a, seen(offset, rows.of_all(), a), seen(error, rows, a))
                 backs = transposed(net.affine[place], a, rows)
+                for part, back in backs:
+                    charge(part, back)
             elif place in way.strips:
                 strip = way.strips[place]
-                add(a, seen(strip.center, rows, a), seen(strip.radius, rows, a))
-                back = a._replace(a=a.a * seen(strip.slope, rows, a).reshape(a.a.shape[1:]))
+                *ends, slope = seen(strip.maps, rows, a)
+                add(a, *ends)
+                back = a._replace(a=a.a * slope.reshape(a.a.shape[1:]))
                 if isinstance(back, Window):
                     back = back._replace(clean=True)
                 backs = [(strip.operand, back)]
             else:
-                box = state.boxes[place]
-                add(a, *(seen(t, rows, a) for t in _middle(*box)))
+                add(a, *_middle(*seen(state.boxes[place], rows, a)))
             for operand, new in backs:
                 found[operand] = total(found[operand], new, rows) if operand in found else new
     size, count = middle.size + reach, len(net.graph.nodes)
-    low, high = (Sum(side - reach, size).low(count) for side in (middle.value, -middle.value))
-    return low, high
+    sides = jnp.stack([middle.value, -middle.value])
+    return Sum(sides - reach, size).low(count)
 
 
 def _middle(lower: Array, upper: Array) -> tuple[Array, Array]:

@@ -6,10 +6,12 @@ convolution in full size, ``h -> (h - 1) s + k``, and never depend on the map's 
 """
 
 import functools
+import math
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
@@ -68,30 +70,40 @@ class Window(NamedTuple):
 Coefficients: TypeAlias = Whole | Window
 
 
-def framed(maps: Array) -> Array:
-    """A map ``[B, 1, height, width, c]`` in a frame of zeros; no other value changes."""
-    if maps.ndim != 5 or maps.shape[1] != 1:
+def framed(*values: Array) -> Array:
+    """``K`` values ``[B, *shape]`` to be seen at once, maps ``[1, height, width, c]`` in a frame of
+    zeros, ``[K, B, *shape]``.
+    """
+    maps = jnp.stack(jnp.broadcast_arrays(*values))
+    if maps.ndim != 6 or maps.shape[2] != 1:
         return maps
-    return jnp.pad(maps, ((0, 0), (0, 0), (1, 1), (1, 1), (0, 0)))
+    return jnp.pad(maps, ((0, 0), (0, 0), (0, 0), (1, 1), (1, 1), (0, 0)))
 
 
 def unframed(maps: Array) -> Array:
-    return maps[:, :, 1:-1, 1:-1] if maps.ndim == 5 and maps.shape[1] == 1 else maps
+    return maps[:, :, :, 1:-1, 1:-1] if maps.ndim == 6 and maps.shape[2] == 1 else maps
 
 
 def seen(maps: Array, rows: Rows, like: Coefficients) -> Array:
-    """What a framed map ``[B, *shape]`` holds where the coefficients are, ``[R, N]``; 0 outside."""
-    count = len(rows.sample)
+    """What framed values hold where the coefficients are, ``[K, R, N]``; 0 outside of maps."""
+    kinds, count, shape = len(maps), len(rows.sample), maps.shape[2:]
+    spots, entries = rows.sample[:, None], math.prod(shape)
+    if isinstance(like, Window):
+        (s, t), (_, height, width, entries) = like.block, like.shape
+        top, left = (
+            jnp.clip(start[:, None] + 1 + jnp.arange(size), 0, limit + 1)
+            for start, size, limit in zip(_starts(rows, like), like.size, (height, width))
+        )
+        top, left = top.reshape(count, -1, 1, s, 1), left.reshape(count, 1, -1, 1, t)
+        spots = rows.sample.reshape(count, 1, 1, 1, 1) * (height + 2) + top
+        spots = (spots * (width + 2) + left).reshape(count, -1)
+    # Numbers in one table: the CPU is slow at several indices, and at kinds that are not outermost.
+    table = maps.reshape(-1, entries)
+    spots = spots + np.arange(kinds)[:, None, None] * (len(table) // kinds)
+    found = table.at[spots].get(mode="promise_in_bounds")
     if isinstance(like, Whole):
-        return unframed(maps[rows.sample]).reshape(count, -1)
-    (s, t), (_, height, width, _) = like.block, like.shape
-    top, left = (
-        jnp.clip(start[:, None] + 1 + jnp.arange(size), 0, limit + 1)
-        for start, size, limit in zip(_starts(rows, like), like.size, (height, width))
-    )
-    top, left = top.reshape(count, -1, 1, s, 1), left.reshape(count, 1, -1, 1, t)
-    sample = rows.sample.reshape(count, 1, 1, 1, 1)
-    return maps[sample, 0, top, left].reshape(count, -1)
+        found = unframed(found.reshape(kinds, count, *shape))
+    return found.reshape(kinds, count, -1)
 
 
 def flat(coefficients: Coefficients) -> Array:

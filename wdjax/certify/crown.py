@@ -9,6 +9,8 @@ leave them open.
 Source: Zhang et al. [zhang2018].
 """
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +30,7 @@ from wdjax.certify.coefficients import (
     rounding,
     seen,
     total,
+    unframed,
     whole,
 )
 from wdjax.certify.domain import Array, Context, Ternary, ends, fresh
@@ -55,10 +58,10 @@ class Pass:
     region: Region
     values: dict[int, Bounded] = field(default_factory=dict)
     lines: dict[int, Lines] = field(default_factory=dict)
-    charges: dict[int, tuple[Array, Array]] = field(default_factory=dict)
-    """Offsets, without an axis of samples, and errors."""
-    boxes: dict[int, tuple[Array, Array]] = field(default_factory=dict)
-    """Ends of what is known by its interval only."""
+    charges: dict[int, Array] = field(default_factory=dict)
+    """Framed offsets and errors."""
+    boxes: dict[int, Array] = field(default_factory=dict)
+    """Framed ends of what is known by its interval only."""
     booleans: dict[int, tuple[Array, Array]] = field(default_factory=dict)
     known: Mapping[int, tuple[Array, Array]] = field(default_factory=dict)
     """Ends of operands that hold already, by other means."""
@@ -66,6 +69,13 @@ class Pass:
     @property
     def samples(self) -> int:
         return len(self.region.lower)
+
+    def gathered(self, place: int) -> tuple[Array, Array]:
+        """The offset of a value's affine part, and what rounding may add, ``[B, *shape]``."""
+        if place not in self.charges:
+            return (jnp.zeros_like(self.values[place].lower),) * 2
+        offset, error = unframed(self.charges[place])
+        return offset, error
 
 
 Bound = Callable[[Pass, Mapping[int, Coefficients], Rows], Array]
@@ -96,7 +106,7 @@ def bounds(
                 if place in net.charged:
                     unit = rounding(value.offset.size, value.offset.dtype)
                     error = (1 + unit) * value.error + unit * jnp.abs(value.offset)
-                    state.charges[place] = framed(value.offset[None]), framed(error)
+                    state.charges[place] = framed(value.offset[None], error)
         if node.outputs[0] in net.others and id(node) not in done:
             done.add(id(node))
             _relax(state, node, tighten)
@@ -132,11 +142,9 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
         state.values[place] = network.begin(lower, upper, 2)
         unit = rounding(lower[0].size, lower.dtype)
         box = lower - unit * jnp.abs(lower), upper + unit * jnp.abs(upper)
-        state.boxes[place] = framed(box[0]), framed(box[1])
+        state.boxes[place] = framed(*box)
         if lines is not None:
-            state.lines[place] = jax.tree.map(
-                lambda t: framed(t) if isinstance(t, jax.Array) else t, _safe(lines, *box, node)
-            )
+            state.lines[place] = _over(state, lines, *box, node)
 
 
 def _lines(state: Pass, node: Node, moves: list[bool]) -> Lines | None:
@@ -151,28 +159,37 @@ def _lines(state: Pass, node: Node, moves: list[bool]) -> Lines | None:
     return RULES[node.name](node.eqn, args, moves)
 
 
-def _safe(lines: Lines, lower: Array, upper: Array, node: Node) -> Lines:
-    """Constant lines wherever a line is not finite; and the rounding of short floats."""
+def _over(state: Pass, lines: Lines, lower: Array, upper: Array, node: Node) -> Lines:
+    """The lines over the affine parts of operands, whose offsets and errors they take in.
+
+    Constant wherever a line is not finite; and with the rounding of short floats. What is rounded
+    here is less than what :func:`rounding` leaves.
+    """
     declared: Any = node.eqn.outvars[0].aval
     slack = interval.slack_of(declared.dtype, jnp.maximum(jnp.abs(lower), jnp.abs(upper)))
     unit = rounding(lower[0].size, lower.dtype)
-    sides = []
-    for side, level in (("low", lower), ("up", upper)):
-        constant = getattr(lines, side)
-        good = jnp.isfinite(constant)
-        for view in lines.views:
-            good &= jnp.isfinite(getattr(view, side))
-        own = slack + unit * jnp.abs(constant)
-        widened = constant - own if side == "low" else constant + own
-        sides.append((good, jnp.where(good, widened, level)))
-    views = tuple(
-        view._replace(
-            low=jnp.where(sides[0][0], view.low, 0.0), up=jnp.where(sides[1][0], view.up, 0.0)
-        )
-        for view in lines.views
-    )
-    free = None if lines.free is None else lines.free & sides[0][0]
-    return lines._replace(views=views, low=sides[0][1], up=sides[1][1], free=free)
+    ends, slopes, goods = [], [], []
+    for side, level, down in (("low", lower, -1), ("up", upper, 1)):
+        constant, steep = getattr(lines, side), [getattr(view, side) for view in lines.views]
+        constant = constant + down * (slack + unit * jnp.abs(constant))
+        for view, slope in zip(lines.views, steep):
+            offset, error = state.gathered(node.inputs[view.operand])
+            if view.view is not None:
+                offset, error = (jax.vmap(view.view)(t) for t in (offset, error))
+            constant = constant + slope * offset + down * jnp.abs(slope) * error
+        good = functools.reduce(jnp.logical_and, map(jnp.isfinite, [constant, *steep]))
+        goods.append(good)
+        ends.append(jnp.where(good, constant, level))
+        slopes.append([jnp.where(good, slope, 0.0) for slope in steep])
+    views = tuple(view._replace(low=low, up=up) for view, low, up in zip(lines.views, *slopes))
+    maps = [framed(*ends, *itertools.chain(*zip(*slopes)))]
+    lines = lines._replace(views=views, low=ends[0], up=ends[1])
+    if lines.free is not None:
+        free, (offset, error) = lines.free & goods[0], state.gathered(node.inputs[views[0].operand])
+        shift = jnp.where(free, offset - error, 0.0)
+        maps.append(framed(free.astype(shift.dtype), shift))
+        lines = lines._replace(free=free, shift=shift)
+    return lines._replace(maps=tuple(maps))
 
 
 def _intervals(state: Pass, node: Node) -> list[tuple[Array, Array]]:
@@ -198,42 +215,57 @@ def _intervals(state: Pass, node: Node) -> list[tuple[Array, Array]]:
 def refine(state: Pass, place: int, needed: Array, bound: Bound) -> None:
     """Bounds a value's entries by backward passes where ``needed``, ``[B, *shape]``."""
     value = state.values[place]
-    shape, samples = value.lower.shape[1:], state.samples
-    entries = samples * math.prod(shape)
-    width = min(chunk(state, 2), entries)
-    index = jnp.nonzero(needed.reshape(-1), size=entries, fill_value=entries)[0]
-    index = jnp.pad(index, (0, width), constant_values=entries)
-    turns = -(-jnp.sum(needed) // width)
-    # Not in the loop, where they would be computed anew for every coefficient.
-    own = numbers(index, shape, samples)
 
-    def turn(i: Array, sides: tuple[Array, Array]) -> tuple[Array, Array]:
-        these, *places = (lax.dynamic_slice(t, (i * width,), (width,)) for t in (index, *own))
+    def turn(these: Array, places: Sequence[Array], sides: Array) -> Array:
         found = _entries(state, place, places, bound)
-        low, high = (
-            side.at[these].set(jnp.where(jnp.isfinite(new), new, blank), mode="drop")
-            for side, new, blank in zip(sides, (found[0], -found[1]), (-jnp.inf, jnp.inf))
-        )
-        return low, high
+        return sides.at[:, these].max(jnp.where(jnp.isfinite(found), found, -jnp.inf), mode="drop")
 
-    lower, upper = value.lower.reshape(-1), value.upper.reshape(-1)
-    low, high = lax.fori_loop(0, turns, turn, (lower, upper))
-    low, high = (side.reshape(value.lower.shape) for side in (low, high))
-    better = value._replace(
-        lower=jnp.maximum(value.lower, low), upper=jnp.minimum(value.upper, high)
-    )
-    state.values[place] = better
+    sides = jnp.stack([value.lower.reshape(-1), -value.upper.reshape(-1)])
+    low, high = by_turns(needed, chunk(state, 2), turn, sides).reshape(2, *value.lower.shape)
+    state.values[place] = value._replace(lower=low, upper=-high)
 
 
-def numbers(index: Array, shape: tuple[int, ...], samples: int) -> tuple[Array, ...]:
+def by_turns(
+    needed: Array, width: int, turn: Callable[[Array, Sequence[Array], Array], Array], begun: Array
+) -> Array:
+    """What ``turn`` makes of ``begun`` where ``[B, *shape]`` is ``needed``, ``width`` at once.
+
+    It is told the indices, which are too large where there are no more, and the :func:`numbers`.
+    """
+    samples, *shape = needed.shape
+    width = min(width, needed.size)
+    # A sort takes as long as jnp.nonzero, and a sixth of its time to compile.
+    order = jnp.where(needed.reshape(-1), jnp.arange(needed.size), needed.size)
+    index = jnp.sort(order, stable=False)
+    # Not in the loop, where they would be computed anew for every coefficient.
+    table = index, *numbers(index, shape, samples)
+
+    def goes_on(carry: tuple[Array, Array]) -> Array:
+        first = lax.dynamic_slice(index, carry[:1], (1,))[0]
+        return (carry[0] < needed.size) & (first < needed.size)
+
+    def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        start, made = carry
+        these, *places = (lax.dynamic_slice(t, (start,), (width,)) for t in table)
+        return start + width, turn(these, places, made)
+
+    return lax.while_loop(goes_on, step, (jnp.zeros((), index.dtype), begun))[1]
+
+
+def numbers(index: Array, shape: Sequence[int], samples: int) -> tuple[Array, ...]:
     """Of entries of a batch: the sample, the entry, and in a map its row and column."""
-    count = math.prod(shape)
-    sample, entry = jnp.minimum(index // count, samples - 1), index % count
+    sample, entry = _divided(index, math.prod(shape))
+    sample = jnp.minimum(sample, samples - 1)
     if len(shape) != 4 or shape[0] != 1:
         return sample, entry
-    _, _, width, channels = shape
-    spot = entry // channels
-    return sample, entry % channels, spot // width, spot % width
+    spot, channel = _divided(entry, shape[3])
+    return sample, channel, *_divided(spot, shape[2])
+
+
+def _divided(number: Array, by: int) -> tuple[Array, Array]:
+    """Quotient and remainder of what is not negative."""
+    quotient = lax.div(number, jnp.full_like(number, by))
+    return quotient, number - by * quotient
 
 
 def _entries(state: Pass, place: int, places: Sequence[Array], bound: Bound) -> Array:
@@ -280,6 +312,13 @@ def backward(
     def send(place: int, new: Coefficients) -> None:
         found[place] = total(found[place], new, rows) if place in found else new
 
+    def charge(place: int, a: Coefficients) -> None:
+        nonlocal sum_
+        if place in state.charges:
+            sum_ = charged(sum_, state.charges[place], a, rows)
+
+    for place, a in coefficients.items():
+        charge(place, a)
     for node in reversed(net.graph.nodes):
         for place in node.outputs:
             if place not in found:
@@ -287,22 +326,21 @@ def backward(
             a = found.pop(place)
             affine = net.affine.get(place)
             if affine is not None:
-                if place in state.charges:
-                    sum_ = charged(sum_, *state.charges[place], a, rows)
                 for part, back in transposed(affine, a, rows):
+                    charge(part, back)
                     send(part, back)
             elif place in state.lines:
                 lines, own = state.lines[place], (slopes or {}).get(place)
                 if own is not None and own.ndim != a.a.ndim:
                     a = whole(a, rows)  # Slopes of whole maps.
                 if record is not None and lines.free is not None:
-                    usual = seen(lines.views[0].low, rows, a)
+                    usual = seen(lines.maps[0], rows, a)[2]
                     record[place] = jnp.broadcast_to(usual.reshape(a.a.shape[1:]), a.a.shape), a.a
                 sum_, backs = relaxed(sum_, lines, a, rows, own)
                 for operand, back in backs:
                     send(node.inputs[operand], back)
             else:
-                sum_ = boxed(sum_, *state.boxes[place], a, rows)
+                sum_ = boxed(sum_, state.boxes[place], a, rows)
     if net.source in found:
         least = state.region.least(found[net.source], rows)
         sum_ = sum_.plus(least)

@@ -18,7 +18,7 @@ from jax import lax
 
 from wdjax import norms
 from wdjax.certify import crown, margins, region, slopes
-from wdjax.certify.coefficients import Rows, Whole, rounding, summed, unframed
+from wdjax.certify.coefficients import Rows, Whole, rounding, summed
 from wdjax.certify.domain import Array
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.network import Network
@@ -86,7 +86,7 @@ def root(model: Classifier, x: Array, y: Array, eps: Array, norm: float, box: Bo
         value = state.values[place]
         unit = 4 * float(jnp.finfo(value.lower.dtype).eps)
         size = jnp.maximum(jnp.abs(value.lower), jnp.abs(value.upper))[0]
-        error = unframed(state.charges[place][1])[0] if place in state.charges else 0.0
+        error = state.gathered(place)[1][0]
         lower[place], upper[place] = value.lower[0], value.upper[0]
         slack[place] = 2 * error + unit * size
     return Root(low[0], lower, upper, slack)
@@ -261,9 +261,10 @@ def _scores(split: _Split, multipliers: Maps) -> Array:
         a, lines = record[out][1][0], split.state.lines[out]
         value = split.state.values[place]
         assert lines.free is not None
-        open_ = unframed(lines.free) & (split.signs[place] == 0)
+        open_ = lines.free & (split.signs[place] == 0)
         slope = multipliers[place]
         gap = jnp.maximum((1 - slope) * value.upper, -slope * value.lower)
-        cost = -jnp.minimum(a, 0.0) * unframed(lines.up) + 0.1 * jnp.maximum(a, 0.0) * gap
+        cost = jnp.minimum(a, 0.0) * lines.views[0].up * value.lower
+        cost += 0.1 * jnp.maximum(a, 0.0) * gap
         found[place] += jnp.where(open_, cost + 1e-30, 0.0)
     return _rows(found)

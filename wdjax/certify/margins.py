@@ -6,7 +6,6 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from wdjax.certify import coarse, crown, slopes
 from wdjax.certify.coefficients import Rows, Whole
@@ -113,15 +112,11 @@ def _contrasts(
     state: crown.Pass, place: int, y: Array, low: Array, needed: Array, bound: crown.Bound
 ) -> Array:
     """Margins of the samples that need it, by rows of all their rivals; never looser."""
-    samples, classes = low.shape
+    _, classes = low.shape
     rivals = (y[:, None] + 1 + jnp.arange(classes - 1)) % classes
-    width = min(crown.chunk(state, classes - 1), samples)
-    index = jnp.nonzero(needed, size=samples, fill_value=samples)[0]
-    index = jnp.pad(index, (0, width), constant_values=samples)
 
-    def turn(i: Array, low: Array) -> Array:
-        these = lax.dynamic_slice(index, (i * width,), (width,))
-        rows = jnp.minimum(these, samples - 1)
+    def turn(these: Array, places: Sequence[Array], low: Array) -> Array:
+        rows = places[0]
         own = jax.nn.one_hot(y[rows], classes, dtype=low.dtype)
         other = jax.nn.one_hot(rivals[rows].T, classes, dtype=low.dtype)
         a = Whole((own - other)[:, :, None])
@@ -129,4 +124,4 @@ def _contrasts(
         # Lines may lie outside of what is known: the better of both.
         return low.at[these[:, None], rivals[rows]].max(found.T, mode="drop")
 
-    return lax.fori_loop(0, -(-jnp.sum(needed) // width), turn, low)
+    return crown.by_turns(needed, crown.chunk(state, classes - 1), turn, low)

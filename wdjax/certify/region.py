@@ -38,7 +38,7 @@ class Region(NamedTuple):
     upper: Array
     eps: Array
     norm: float
-    maps: tuple[Array, ...] = ()
+    maps: Array | None = None
 
     def prepared(self) -> "Region":
         """With what :meth:`least` looks at, made once."""
@@ -46,18 +46,17 @@ class Region(NamedTuple):
         if self.norm == math.inf:
             middle = 0.5 * self.lower + 0.5 * self.upper
             half = jnp.maximum(self.upper - middle, middle - self.lower)
-            maps: tuple[Array, ...] = (middle, half + unit * (jnp.abs(middle) + half))
-            return self._replace(maps=tuple(map(framed, maps)))
+            return self._replace(maps=framed(middle, half + unit * (jnp.abs(middle) + half)))
         down, up = self.center - self.lower, self.upper - self.center
-        maps = self.center, down * (1 + unit), up * (1 + unit)
-        return self._replace(maps=tuple(map(framed, maps)))
+        return self._replace(maps=framed(self.center, down * (1 + unit), up * (1 + unit)))
 
     def least(self, coefficients: Coefficients, rows: Rows) -> Array:
         """Minima, rounded down, of linear functions over the regions, ``[G, R]``."""
         if self.norm != math.inf and isinstance(coefficients, Window):
             coefficients = cleaned(coefficients, rows)
         a = flat(coefficients)
-        center, *ends = (seen(t, rows, coefficients) for t in self.maps)
+        assert self.maps is not None
+        center, *ends = seen(self.maps, rows, coefficients)
         if self.norm == math.inf:
             return summed(a * center - jnp.abs(a) * ends[0])
         unit = rounding(self.center[0].size, a.dtype)

@@ -42,6 +42,10 @@ class Lines(NamedTuple):
     """Entries of one operand whose lower slope may be anything in [0, 1], with no intercept."""
     ends: "Ends | None" = None
     """Of the value itself, where they may be tighter than interval arithmetic's."""
+    shift: Array | float = 0.0
+    """What the operand is at least beyond what lines are over, where their slope is free."""
+    maps: tuple[Array, ...] = ()
+    """For :func:`coefficients.seen`: intercepts and slopes; and ``free`` and ``shift``."""
 
 
 Ends = tuple[Array, Array]

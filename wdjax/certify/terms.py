@@ -25,11 +25,10 @@ class Sum(NamedTuple):
         return jnp.where(jnp.isfinite(self.size), self.value - unit * self.size, -jnp.inf)
 
 
-def charged(sum_: Sum, offset: Array, error: Array, a: Coefficients, rows: Rows) -> Sum:
+def charged(sum_: Sum, charges: Array, a: Coefficients, rows: Rows) -> Sum:
     """With what an affine part gathered, and what rounding may take."""
-    shared = seen(offset, rows.of_all(), a)
-    own = flat(a)
-    return sum_.plus(summed(own * shared - jnp.abs(own) * seen(error, rows, a)))
+    own, (offset, error) = flat(a), seen(charges, rows, a)
+    return sum_.plus(summed(own * offset - jnp.abs(own) * error))
 
 
 def relaxed(
@@ -40,15 +39,15 @@ def relaxed(
         a = whole(a, rows)
     own = flat(a)
     positive, negative = jnp.maximum(own, 0.0), jnp.minimum(own, 0.0)
-    constants = positive * seen(lines.low, rows, a) + negative * seen(lines.up, rows, a)
-    sum_ = sum_.plus(summed(constants))
+    low, up, *slopes = seen(lines.maps[0], rows, a)
+    if slope is not None and lines.free is not None:
+        (free, shift), slope = seen(lines.maps[1], rows, a), slope.reshape(own.shape)
+        low = jnp.where(free > 0, slope * shift, low)
+        slopes[0] = jnp.where(free > 0, slope, slopes[0])
+    sum_ = sum_.plus(summed(positive * low + negative * up))
     backs = []
-    for view in lines.views:
-        below = seen(view.low, rows, a)
-        if slope is not None and lines.free is not None:
-            below = jnp.where(seen(lines.free, rows, a), slope.reshape(own.shape), below)
-        back = positive * below + negative * seen(view.up, rows, a)
-        back = back.reshape(a.a.shape)
+    for view, below, above in zip(lines.views, slopes[::2], slopes[1::2]):
+        back = (positive * below + negative * above).reshape(a.a.shape)
         sent: Coefficients = a._replace(a=back)
         if isinstance(sent, Window):
             sent = sent._replace(clean=True)  # Outside of the map all slopes are 0.
@@ -59,9 +58,8 @@ def relaxed(
     return sum_, backs
 
 
-def boxed(sum_: Sum, lower: Array, upper: Array, a: Coefficients, rows: Rows) -> Sum:
+def boxed(sum_: Sum, ends: Array, a: Coefficients, rows: Rows) -> Sum:
     """A value of which no more is known than its interval."""
-    lower, upper = seen(lower, rows, a), seen(upper, rows, a)
-    own = flat(a)
+    own, (lower, upper) = flat(a), seen(ends, rows, a)
     least = jnp.maximum(own, 0.0) * lower + jnp.minimum(own, 0.0) * upper
     return sum_.plus(summed(jnp.where(own == 0, 0.0, least)))

@@ -50,5 +50,5 @@ def _scaled(affine: Affine, part: Part, a: Coefficients, rows: Rows) -> Coeffici
     known = [jnp.ndim(v) for v in affine.exact if v is not None]
     if known == [0]:
         return a._replace(a=a.a * factor.reshape(-1)[0])
-    own = seen(framed(factor[None]), rows.of_all(), a).reshape(a.a.shape[1:])
-    return a._replace(a=a.a * own)
+    (own,) = seen(framed(factor[None]), rows.of_all(), a)
+    return a._replace(a=a.a * own.reshape(a.a.shape[1:]))
