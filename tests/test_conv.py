@@ -67,6 +67,8 @@ def compare(shape, kernel, stride, padding, groups, transforms=TRANSFORMS, dtype
 CASES = {
     "one channel": ((2, 9, 8, 1), (4, 4, 1, 16), 2, 1, 1),
     "one channel, no padding": ((2, 8, 9, 1), (3, 3, 1, 32), 1, 0, 1),
+    "one channel, uneven": ((1, 7, 6, 1), (3, 2, 1, 5), 3, ((0, 1), (3, 1)), 1),
+    "one channel, much padding": ((2, 5, 6, 1), (3, 5, 1, 4), 2, 4, 1),
     "few outputs": ((2, 8, 8, 3), (3, 3, 3, 8), 2, 1, 1),
     "no padding": ((2, 7, 7, 3), (3, 3, 3, 20), 1, 0, 1),
     "full padding": ((2, 5, 6, 3), (3, 3, 3, 20), 1, 2, 1),
