@@ -95,7 +95,7 @@ def theirs(weights, x, y, latent, steps):
 
 def ours(weights, x, y, latent, steps):
     model = convert.load(weights, "wong_mnist").model
-    family, schedule = Family(latent=latent), Schedule(steps=1000)
+    family, schedule = Family(latent=latent), Schedule(steps=1000, loss="softplus")
     x, y = jnp.asarray(x), jnp.asarray(y)
     features = models.features(model)(x)
     given = objective.Data(model, x, y, features, None, schedule.settled(family))

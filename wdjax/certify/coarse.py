@@ -162,9 +162,8 @@ def _bound(state: crown.Pass, place: int, start: Coefficients, rows: Rows, way: 
                 add(a, *_middle(*seen(state.boxes[place], rows, a)))
             for operand, new in backs:
                 found[operand] = total(found[operand], new, rows) if operand in found else new
-    size, count = middle.size + reach, len(net.graph.nodes)
     sides = jnp.stack([middle.value, -middle.value])
-    return Sum(sides - reach, size).low(count)
+    return Sum(sides - reach, middle.size + reach, middle.terms).low()
 
 
 def _middle(lower: Array, upper: Array) -> tuple[Array, Array]:

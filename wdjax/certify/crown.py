@@ -184,7 +184,7 @@ def _over(state: Pass, lines: Lines, lower: Array, upper: Array, node: Node) -> 
     views = tuple(view._replace(low=low, up=up) for view, low, up in zip(lines.views, *slopes))
     maps = [framed(*ends, *itertools.chain(*zip(*slopes)))]
     lines = lines._replace(views=views, low=ends[0], up=ends[1])
-    if lines.free is not None:
+    if lines.free is not None:  # Of max(z, 0), which rounds nothing.
         free, (offset, error) = lines.free & goods[0], state.gathered(node.inputs[views[0].operand])
         shift = jnp.where(free, offset - error, 0.0)
         maps.append(framed(free.astype(shift.dtype), shift))
@@ -344,4 +344,4 @@ def backward(
     if net.source in found:
         least = state.region.least(found[net.source], rows)
         sum_ = sum_.plus(least)
-    return sum_.low(len(net.graph.nodes))
+    return sum_.low()

@@ -15,13 +15,14 @@ class Sum(NamedTuple):
 
     value: Array
     size: Array
+    terms: int = 0
 
     def plus(self, term: Array) -> "Sum":
-        return Sum(self.value + term, self.size + jnp.abs(term))
+        return Sum(self.value + term, self.size + jnp.abs(term), self.terms + 1)
 
-    def low(self, count: int) -> Array:
-        """Rounded down, where at most ``count`` values added terms."""
-        unit = (count + 16) * float(jnp.finfo(self.value.dtype).eps)
+    def low(self) -> Array:
+        """Rounded down."""
+        unit = (self.terms + 16) * float(jnp.finfo(self.value.dtype).eps)
         return jnp.where(jnp.isfinite(self.size), self.value - unit * self.size, -jnp.inf)
 
 

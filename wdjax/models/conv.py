@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 
 Pads = tuple[tuple[int, int], tuple[int, int]]
 _LANES = 32
-_FEWEST = 4
+_FILLED = 4
 _WINOGRAD_CHANNELS = 96
 _WINOGRAD_PIXELS = 512
 _PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
@@ -179,9 +179,8 @@ def _abreast(x, kernel, stride, pads):
     ]
     wide = jnp.stack(shifted, axis=3).reshape(height, width + reach, channels, count * outputs)
     right = stride * (columns - count) + wide.shape[1] - x.shape[2] - left
-    if channels < _FEWEST:
-        more = ((0, 0), (0, 0), (0, 0), (0, _FEWEST - channels))
-        x, wide = jnp.pad(x, more), jnp.pad(wide, (*more[:2], more[3], more[2]))
+    none, spare = (0, 0), (0, max(0, _FILLED - channels))
+    x, wide = jnp.pad(x, (none, none, none, spare)), jnp.pad(wide, (none, none, spare, none))
     out = _lax(x, wide, (stride, stride * count), (pads[0], (left, right)))
     return out.reshape(*out.shape[:2], columns, outputs)
 

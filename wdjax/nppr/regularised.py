@@ -75,7 +75,7 @@ def train(
 ) -> tuple[Model, np.ndarray]:
     r"""Trains a model on its loss under the worst distribution of a family, which learns alongside.
 
-    In every step the distribution descends on the margin of a batch, as in a fit, and the model on
+    In every step the distribution descends on the softplus of a batch's margins, and the model on
     ``(1 - weight) CE(x) + weight E CE(x + delta)`` of the same batch. What robustness the model has
     then is for a *fresh* fit to say.
 
