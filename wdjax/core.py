@@ -218,8 +218,12 @@ class Result(Found):
         there is 0: differentiate the expected loss of the distribution instead. In the ``eps`` of a
         knapsack it is piecewise linear, with the right gradient.
         """
-        kept = (1 - self.weight) * self.correct
-        return jnp.mean(kept + self.weight * ~self.success, axis=-1)
+        return _accuracy(self.weight, self.correct, self.success)
+
+
+@jax.jit
+def _accuracy(weight: Array, correct: Array, success: Array) -> Array:
+    return jnp.mean((1 - weight) * correct + weight * ~success, axis=-1)
 
 
 class Progress(NamedTuple):

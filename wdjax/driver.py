@@ -146,9 +146,16 @@ def _given(x: Array, y: Array, eps: Any, start: Any, key: Array | None, index: A
     for name, rows in (("index", index), ("start", start)):
         if rows is not None and len(rows) != len(y):
             raise ValueError(f"{name} must have one row a sample, {len(y)}, got {len(rows)}.")
-    radii = None if eps is None else jnp.broadcast_to(jnp.asarray(eps, x.dtype), len(y))
+    radii = None if eps is None else _rows(eps, x)
     points = None if start is None else jnp.asarray(start, x.dtype)
     return Given(x, y, radii, points, None if key is None else _keys(key, len(y), index))
+
+
+def _rows(eps: Any, x: Array) -> Array:
+    """One radius a sample; of concrete ones, without a program."""
+    if validate.traced(eps):
+        return jnp.broadcast_to(jnp.asarray(eps, x.dtype), len(x))
+    return jax.device_put(np.broadcast_to(np.asarray(eps, x.dtype), len(x)))
 
 
 def _carry(
@@ -293,8 +300,9 @@ def _traced(
     samples, moving = track.begin(attack, victim, given)
     attacked = jnp.ones(len(given.y), bool) if only is None else jnp.asarray(only)
     log: list[Any] = []
+    value = victim.criterion(samples.out, samples.y)
     if skip_misclassified:
-        attacked &= ~(victim.criterion(samples.out, samples.y) > 0)
+        attacked &= ~(value > 0)
     for stage in attack.stages:
 
         def step(moving: track.Track, _: None, stage: Stage = stage) -> tuple[track.Track, Any]:
@@ -314,14 +322,15 @@ def _traced(
             moving, seen = jax.lax.scan(step, track.enter(attack, moving), length=stage.length)
             log.append(seen)
     problem = track.Problem(attack, victim, samples)
-    found = track.finish(problem, moving, skip_misclassified)
-    rest = track.untouched(problem, moving)
-    found = jax.tree.map(
-        lambda own, other: jnp.where(norms.spread(attacked, own), own, other), found, rest
+    measured = jax.tree.map(
+        lambda own, other: jnp.where(norms.spread(attacked, own), own, other),
+        track.measure(problem, moving, value, skip_misclassified),
+        track.stay(problem, moving, value),
     )
+    found = track.found(measured, value, attacked, moving.totals * attacked[:, None])
     if history:
         found = replace(found, history=jax.tree.map(lambda *rows: jnp.concatenate(rows), *log))
-    sound &= track.finite((samples.out, victim.criterion(samples.out, samples.y)))
+    sound &= track.finite((samples.out, value))
     return _poison(found, sound)
 
 

@@ -18,13 +18,22 @@ class Loss(Protocol):
         ...
 
 
-def _true_logit(logits: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(logits, y[:, None], axis=-1)[:, 0]
+def _of(logits: jax.Array, y: jax.Array) -> jax.Array:
+    """The logit of the class ``y``, NaN for a class that there is not.
+
+    A sum over a mask, and not a gather, since its gradient is a mask too and not a scatter.
+    """
+    known = (y >= 0) & (y < logits.shape[-1])
+    return jnp.where(known, jnp.sum(jnp.where(_mask(logits, y), logits, 0), axis=-1), jnp.nan)
 
 
 def _without(logits: jax.Array, y: jax.Array) -> jax.Array:
     """The logits with the entry of the class ``y`` set to minus infinity."""
-    return jnp.where(jax.nn.one_hot(y, logits.shape[-1], dtype=bool), -jnp.inf, logits)
+    return jnp.where(_mask(logits, y), -jnp.inf, logits)
+
+
+def _mask(logits: jax.Array, y: jax.Array) -> jax.Array:
+    return jax.nn.one_hot(y, logits.shape[-1], dtype=bool)
 
 
 def _need_classes(logits: jax.Array, least: int, loss: str) -> None:
@@ -67,7 +76,7 @@ def margin(logits: jax.Array, y: jax.Array) -> jax.Array:
     >>> margin(jnp.array([[1.0, 3.0, 0.0]]), jnp.array([0])).tolist()
     [2.0]
     """
-    return jnp.max(_without(logits, y), axis=-1) - _true_logit(logits, y)
+    return jnp.max(_without(logits, y), axis=-1) - _of(logits, y)
 
 
 def decision_margin(logits: jax.Array, y: jax.Array) -> jax.Array:
@@ -88,8 +97,9 @@ def decision_margin(logits: jax.Array, y: jax.Array) -> jax.Array:
     >>> (decision_margin(logits, jnp.array([0, 1, 0])) > 0).tolist()
     [False, True, True]
     """
-    value = margin(logits, y)
-    lost = (value == 0) & (jnp.argmax(logits, axis=-1) != y)
+    value, own = margin(logits, y), _of(logits, y)[:, None]
+    earlier = jnp.arange(logits.shape[-1]) < y[:, None]
+    lost = (value == 0) & jnp.any(jnp.where(earlier, logits >= own, logits > own), axis=-1)
     return value + jnp.where(lost, jnp.finfo(value.dtype).tiny, 0).astype(value.dtype)
 
 
@@ -99,7 +109,7 @@ def targeted_margin(logits: jax.Array, y: jax.Array, target: jax.Array) -> jax.A
     >>> targeted_margin(jnp.array([[1.0, 3.0, 0.0]]), jnp.array([0]), jnp.array([2])).tolist()
     [-1.0]
     """
-    return _true_logit(logits, target) - _true_logit(logits, y)
+    return _of(logits, target) - _of(logits, y)
 
 
 def dlr(logits: jax.Array, y: jax.Array) -> jax.Array:

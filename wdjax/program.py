@@ -1,11 +1,18 @@
 """What a program's jaxpr tells: how wide it is, how much it may keep, how well it loops."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from wdjax.core import Array, PyTree
+
+Carry = TypeVar("Carry")
+
+_UNROLLED = 10
+"""Turns that are written out where a loop would be slow: as many as ten classes need."""
 
 
 def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
@@ -77,6 +84,28 @@ def loops_well(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     True
     """
     return jax.default_backend() != "cpu" or all(map(_canonical, equations(jaxpr)))
+
+
+def scan(
+    step: Callable[[Carry, Array], tuple[Carry, PyTree]], carry: Carry, rows: Array
+) -> tuple[Carry, PyTree]:
+    """``lax.scan`` over few rows: a loop, of ten turns each where it would be slow in loops.
+
+    Args:
+      step: ``(carry, row) -> (carry, out)``.
+      carry: what the first step gets.
+      rows: ``[m, ...]``
+
+    Returns:
+      The last carry, and ``[m, ...]`` outs.
+
+    Cost: one more trace of ``step``.
+
+    >>> scan(lambda total, row: (total + row, total), 0, jnp.arange(4))[0].tolist()
+    6
+    """
+    loops = loops_well(jax.make_jaxpr(step)(carry, rows[0]))
+    return jax.lax.scan(step, carry, rows, unroll=1 if loops else min(_UNROLLED, len(rows)))
 
 
 def _canonical(eqn: JaxprEqn) -> bool:

@@ -17,9 +17,9 @@ from jax.sharding import Mesh
 
 from wdjax import loop, parallel, program, track, validate
 from wdjax.core import Array, Attack, Found, Info, Progress, PyTree, Samples, Stage, Victim
-from wdjax.track import Given, Problem, Track
+from wdjax.track import Given, Measured, Problem, Track
 
-_CACHED = 2**16
+_CACHED = 3 * 2**15
 """On a CPU, numbers in the largest array of a batch at most: it should stay in the cache."""
 SMALLEST = 16
 """Samples in a default batch on a CPU at least. From the program of so many its needs are read, in
@@ -33,6 +33,8 @@ _LONG = 50
 _PATIENCE = 0.2
 """On a CPU, steps in one program at most as a share of a stage: they save a quarter of PGD's time,
 but a sample that finishes in between goes on to the program's end."""
+_WORTH = 4
+"""On a CPU, turns of a loop at least: it takes half as long again to compile as a step alone."""
 _LIKENESS = 0.02
 """Share of the largest output by which a sample may differ in other company: rounding."""
 
@@ -181,14 +183,17 @@ def progress(plan: Plan, search: Search, n: int) -> Progress:
 
 def finish(plan: Plan, search: Search, n: int, skip_misclassified: bool) -> Found:
     """Measures what has been found so far of the first ``n`` rows."""
-    found = _unmoved(plan, search.track, skip_misclassified)
-    for index in _batches(plan, np.asarray(search.chosen)):
-        own = _finish(plan.problem, search.track, index, skip_misclassified)
+    chosen = np.asarray(search.chosen)
+    measured = _unmoved(plan, search.track)
+    for index in _batches(plan, chosen):
         places = _places(plan, index)
-        real = places < plan.devices * plan.rows
-        for leaf, rows in zip(jax.tree.leaves(found), jax.tree.leaves(own)):
+        real = places < len(chosen)
+        clean = plan.value.take(places, mode="clip")
+        own = _measure(plan.problem, search.track, index, clean, skip_misclassified)
+        for leaf, rows in zip(jax.tree.leaves(measured), jax.tree.leaves(own)):
             leaf[places[real]] = np.asarray(rows)[real]
-    found = jax.tree.map(lambda leaf: jnp.asarray(leaf[:n]), found)
+    found = track.found(measured, plan.value, chosen, np.asarray(search.track.totals))
+    found = jax.tree.map(lambda leaf: jax.device_put(leaf[:n]), found)
     if search.history is None:
         return found
     history = jax.tree.map(lambda leaf: np.array(leaf[:, :n]), search.history)
@@ -198,20 +203,14 @@ def finish(plan: Plan, search: Search, n: int, skip_misclassified: bool) -> Foun
     return replace(found, history=history)
 
 
-def _unmoved(plan: Plan, moving: Track, skip_misclassified: bool) -> Found:
+def _unmoved(plan: Plan, moving: Track) -> Measured:
     """All samples where they are, on the host; what stays needs no proof."""
     value, index = plan.value, np.zeros((plan.devices, plan.size), np.int32)
-    rows = _finish.eval_shape(plan.problem, moving, index, skip_misclassified)
+    clean = np.zeros(index.size, value.dtype)
+    rows = _measure.eval_shape(plan.problem, moving, index, clean, True)
     blank = jax.tree.map(lambda leaf: np.zeros((len(value), *leaf.shape[1:]), leaf.dtype), rows)
-    return replace(
-        blank,
-        x_adv=np.array(plan.problem.samples.x),
-        correct=~(value > 0),
-        success=value > 0,
-        margin=value.copy(),
-        done=value > 0,
-        forwards=blank.forwards + 1,
-    )
+    x = np.array(plan.problem.samples.x)
+    return blank._replace(x_adv=x, margin=value.copy(), done=value > 0)
 
 
 def _plan(problem: Problem, batch_size: int | None, mesh: Mesh | None) -> Plan:
@@ -270,8 +269,10 @@ def _chunk(stage: Stage) -> int:
     """Steps in one program at most. Samples that finish in between wait for its end."""
     if stage.couple is not None:
         return 1
-    patience = _PATIENCE if jax.default_backend() == "cpu" else 1
-    return max(1, min(loop.CHUNK, int(patience * stage.length)))
+    if jax.default_backend() != "cpu":
+        return min(loop.CHUNK, stage.length)
+    most = min(loop.CHUNK, int(_PATIENCE * stage.length))
+    return most if most >= _WORTH else 1
 
 
 def _batches(plan: Plan, active: np.ndarray, length: int = 0) -> list[np.ndarray]:
@@ -335,9 +336,11 @@ def _begin(attack: Attack, victim: Victim, given: Given, index: Array) -> PyTree
 @functools.partial(jax.jit, static_argnums=1)
 def _assemble(parts: list[PyTree], devices: int) -> PyTree:
     def join(*blocks: Array) -> Array:
+        if devices == 1:
+            return jnp.concatenate(blocks)
         shape = blocks[0].shape[1:]
-        own = jnp.stack([block.reshape(devices, -1, *shape) for block in blocks], axis=1)
-        return own.reshape(-1, *shape)
+        own = [block.reshape(devices, -1, *shape) for block in blocks]
+        return jnp.concatenate(own, axis=1).reshape(-1, *shape)
 
     return jax.tree.map(join, *parts)
 
@@ -402,10 +405,10 @@ def _done(attack: Attack, state: PyTree, number: int) -> Array:
     return done(state)
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def _finish(problem: Problem, moving: Track, index: Array, skip: bool) -> Found:
+@functools.partial(jax.jit, static_argnums=4)
+def _measure(problem: Problem, moving: Track, index: Array, clean: Array, skip: bool) -> Measured:
     samples, batch = _take((problem.samples, moving), index)
-    return track.finish(problem._replace(samples=samples), batch, skip)
+    return track.measure(problem._replace(samples=samples), batch, clean, skip)
 
 
 _pad = jax.jit(parallel.pad, static_argnums=1)
@@ -418,7 +421,7 @@ def refuse_company(mixed: PyTree, copies: PyTree, size: int) -> None:
     which the first ``size`` count.
     """
     for beside, alike in zip(jax.tree.leaves(mixed), jax.tree.leaves(copies)):
-        beside, alike = np.asarray(beside[0], float), np.asarray(alike, float)[:size]
+        beside, alike = np.asarray(beside)[0].astype(float), np.asarray(alike, float)[:size]
         if not np.all(np.isfinite(beside)):
             continue  # Refused for what it is, next.
         gap = np.abs(alike - beside).max(initial=0.0)

@@ -4,7 +4,8 @@ Inside a trace they act on all samples at once; at top level :mod:`wdjax.rounds`
 batches of those that still have something to do.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,35 +33,45 @@ class Problem(NamedTuple):
     samples: Samples
 
 
-class Totals(NamedTuple):
-    """What was spent and met so far: ``[n]`` leaves, named as in :class:`~wdjax.core.Info`."""
-
-    gradients: Array
-    forwards: Array
-    zeros: Array
-    fault: Array
-
-
 class Track(NamedTuple):
     """What moves while samples are attacked: ``[n, ...]`` leaves."""
 
     state: PyTree
     before: PyTree
     """The state of a step ago, where a stage looks for cycles; None if no stage does."""
-    totals: Totals
+    totals: Array
+    """``[n, 4]`` int32: gradients, forward passes, zero gradients and faulty steps so far."""
+
+
+class Measured(NamedTuple):
+    """What a search has come to: ``[n, ...]`` leaves, named as in :class:`~wdjax.core.Found`."""
+
+    x_adv: Array
+    proof: PyTree
+    cost: Array
+    margin: Array
+    done: Array
+    fault: Array
 
 
 def finite(tree: PyTree) -> Array:
     """``[n]``: whether all leaves are finite."""
-    rows = [jnp.isfinite(leaf).reshape(len(leaf), -1).all(axis=1) for leaf in jax.tree.leaves(tree)]
-    return jnp.stack(rows).all(axis=0)
+    return ~_any(~jnp.isfinite(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def _any(leaves: Iterable[Array]) -> Array:
+    """``[n]``: whether any entry of any ``[n, ...]`` leaf holds.
+
+    As a maximum of small numbers: XLA's CPU compiler reduces booleans a tenth as fast.
+    """
+    rows = [leaf.reshape(len(leaf), -1).astype(jnp.int8) for leaf in leaves]
+    return jnp.stack([jnp.max(row, axis=1) for row in rows]).max(axis=0) > 0
 
 
 def begin(attack: Attack, victim: Victim, given: Given) -> tuple[Samples, Track]:
     """Evaluates the samples and begins the attack: one forward pass besides the attack's own."""
     samples = Samples(given.x, given.y, given.eps, victim.model(given.x))
-    none = jnp.zeros(len(given.y), jnp.int32)
-    totals = Totals(none, none, none, jnp.zeros(len(given.y), bool))
+    totals = jnp.zeros((len(given.y), 4), jnp.int32)
     return samples, Track(attack.init(victim, samples, given.start, given.keys), None, totals)
 
 
@@ -75,13 +86,8 @@ def step(stage: Stage, victim: Victim, samples: Samples, track: Track) -> tuple[
     """One step; also tells, ``[n]``, whose state is that of two steps ago."""
     state, info = stage.step(victim, samples, track.state)
     state = jax.tree.map(_as_before, state, track.state)
-    known = track.totals
-    totals = Totals(
-        known.gradients + info.gradients,
-        known.forwards + info.forwards,
-        known.zeros + info.zeros,
-        known.fault | info.fault,
-    )
+    spent = jnp.stack([info.gradients, info.forwards, info.zeros, info.fault], 1, dtype=jnp.int32)
+    totals = track.totals + spent
     if not stage.cycles:
         return Track(state, track.before, totals), jnp.zeros(len(samples.y), bool), info
     return Track(state, track.state, totals), _equal(track.before, state), info
@@ -109,67 +115,64 @@ def settle(stage: Stage, track: Track, recurs: Array, left: Array) -> tuple[Trac
     return track._replace(state=jax.tree.map(end, track.state, track.before)), done | recurs
 
 
-def finish(problem: Problem, track: Track, skip_misclassified: bool) -> Found:
+def measure(problem: Problem, track: Track, clean: Array, skip_misclassified: bool) -> Measured:
     """Measures the points; infeasible and useless ones go back to their samples.
 
-    Two forward passes a sample with that of :func:`begin`.
+    ``clean`` ``[n]`` is the criterion at the samples. Two forward passes a sample with that of
+    :func:`begin`.
     """
     attack, victim, samples = problem
-    x, y, _, out = samples
+    x = samples.x
     x_adv, proof = attack.point(samples, track.state)
     cost = attack.ball.cost(x, x_adv, proof)
     inside = jnp.isfinite(cost)
     if attack.budget == "sample":
         inside &= cost <= samples.radius * (1 + 1e-6)
     moved = victim.model(jnp.where(norms.spread(inside, x), x_adv, x))
-    clean, value = victim.criterion(out, y), victim.criterion(moved, y)
+    value = victim.criterion(moved, samples.y)
     unknown = ~(finite(moved) & jnp.isfinite(value))
-    correct = ~(clean > 0)
-    useless = ~inside | unknown | (~correct if skip_misclassified else ~correct & ~(value > 0))
-    value = jnp.where(useless, clean, value)
-    fault = track.totals.fault | unknown | ~finite(x_adv)
-    return Found(
+    wrong = clean > 0
+    useless = ~inside | unknown | (wrong if skip_misclassified else wrong & ~(value > 0))
+    fault = (track.totals[:, 3] > 0) | unknown | ~finite(x_adv)
+    return Measured(
         x_adv=jnp.where(norms.spread(useless, x), x, x_adv),
         proof=proof,
         cost=jnp.where(useless, 0.0, cost),
-        correct=correct,
-        success=value > 0,
-        margin=value,
+        margin=jnp.where(useless, clean, value),
         done=attack.finished(track.state) & ~fault,
         fault=fault,
-        zeros=track.totals.zeros,
-        gradients=track.totals.gradients,
-        forwards=track.totals.forwards + 2,
     )
 
 
-def untouched(problem: Problem, track: Track) -> Found:
+def stay(problem: Problem, track: Track, clean: Array) -> Measured:
     """What is known of samples that are not attacked: they stay where they are."""
-    attack, victim, samples = problem
-    value = victim.criterion(samples.out, samples.y)
-    none = jnp.zeros(len(samples.y), jnp.int32)
-    return Found(
+    attack, _, samples = problem
+    return Measured(
         x_adv=samples.x,
         proof=attack.point(samples, track.state)[1],
         cost=jnp.zeros(len(samples.y), samples.x.dtype),
-        correct=~(value > 0),
-        success=value > 0,
-        margin=value,
-        done=value > 0,
+        margin=clean,
+        done=clean > 0,
         fault=jnp.zeros(len(samples.y), bool),
-        zeros=none,
-        gradients=none,
-        forwards=none + 1,
+    )
+
+
+def found(measured: Measured, clean: Any, attacked: Any, totals: Any) -> Found:
+    """The findings in full, of JAX's arrays or of NumPy's."""
+    return Found(
+        **measured._asdict(),
+        correct=~(clean > 0),
+        success=measured.margin > 0,
+        zeros=totals[:, 2],
+        gradients=totals[:, 0],
+        forwards=totals[:, 1] + 1 + attacked,
     )
 
 
 def _equal(one: PyTree, other: PyTree) -> Array:
     """Whether all leaves agree bit for bit, per sample."""
-    rows = [
-        jnp.all((_bits(a) == _bits(b)).reshape(len(a), -1), axis=1)
-        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other))
-    ]
-    return jnp.stack(rows).all(axis=0)
+    both = zip(jax.tree.leaves(one), jax.tree.leaves(other))
+    return ~_any(_bits(a) != _bits(b) for a, b in both)
 
 
 def _bits(leaf: Array) -> Array:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from jax.typing import ArrayLike
 
 from wdjax import losses, metrics, norms, parallel
-from wdjax.core import Found, Result
+from wdjax.core import Array, Found, Result
 from wdjax.parallel import AnyArray
 from wdjax.validate import check_number, check_order, traced
 
@@ -69,25 +69,26 @@ def allocate(distance: ArrayLike, eps: ArrayLike, order: float) -> jax.Array:
             f"distance must be [n] and eps a number or [m], got shapes {list(distance.shape)} and "
             f"{list(eps.shape)}; use vmap for more."
         )
-    one = functools.partial(_allocate, order=order)
+    one = functools.partial(_allocate, jnp, order=order)
     return one(distance, eps) if eps.ndim == 0 else jax.vmap(one, (None, 0))(distance, eps)
 
 
-def _allocate(distance: jax.Array, eps: jax.Array, order: float) -> jax.Array:
+def _allocate(xp: ModuleType, distance: _Either, eps: Any, order: float) -> _Either:
+    """In NumPy or in ``jax.numpy``, whichever ``xp`` is."""
     if order == math.inf:
-        return ((distance <= eps) & jnp.isfinite(distance)).astype(distance.dtype)
-    reachable = jnp.isfinite(distance) & ((distance == 0) | (eps > 0))
+        return ((distance <= eps) & xp.isfinite(distance)).astype(distance.dtype)
+    reachable = xp.isfinite(distance) & ((distance == 0) | (eps > 0))
     # Masked before the division too: its gradient would be 0 times infinity.
-    budgets = jnp.where(reachable, distance, 0.0) / jnp.where(eps > 0, eps, 1.0)
-    price = jnp.where(reachable, budgets**order, jnp.inf)
-    ranking = jnp.argsort(price, stable=True)
+    budgets = xp.where(reachable, distance, 0.0) / xp.where(eps > 0, eps, 1.0)
+    price = xp.where(reachable, budgets**order, xp.inf)
+    ranking = xp.argsort(price, stable=True)
     price = price[ranking]
-    affordable = jnp.isfinite(price)
-    paid = jnp.cumsum(jnp.where(affordable, price, 0.0))
-    left = len(distance) - jnp.concatenate([jnp.zeros(1, paid.dtype), paid[:-1]])
-    share = left / jnp.where(affordable & (price > 0), price, 1.0)
-    weight = jnp.where(price > 0, jnp.clip(share, 0.0, 1.0), 1.0)
-    return jnp.zeros_like(distance).at[ranking].set(jnp.where(affordable, weight, 0.0))
+    affordable = xp.isfinite(price)
+    paid = xp.cumsum(xp.where(affordable, price, 0.0))
+    left = len(distance) - xp.concatenate([xp.zeros(1, paid.dtype), paid[:-1]])
+    share = left / xp.where(affordable & (price > 0), price, 1.0)
+    weight = xp.where(price > 0, xp.clip(share, 0.0, 1.0), 1.0)
+    return xp.where(affordable, weight, 0.0)[xp.argsort(ranking)]
 
 
 def _check_order(order: float) -> float:
@@ -132,35 +133,52 @@ def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Res
     order = check_order(order)
     eps = check_number("eps", eps)
     kappa = None if kappa is None else check_number("kappa", kappa, 1.0)
-    if not traced(found, eps, kappa) and kappa is not None:
-        _refuse_overspending(found.cost, np.full(len(found.cost), 1 / float(kappa)), eps, order)
     facts = found.cost, found.correct, found.success
-    weight = _weigh(*facts, jnp.asarray(eps, found.cost.dtype), kappa, order)
-    if not traced(weight):
-        _refuse_overspending(found.cost, weight, eps, order)
+    if traced(found, eps, kappa):
+        weight = _weigh_traced(*facts, jnp.asarray(eps, found.cost.dtype), kappa, order)
+    else:
+        cost, correct, success = map(np.asarray, facts)
+        weight = _weigh_known(cost, correct, success, float(eps), kappa, order)
     return Result(**{f.name: getattr(found, f.name) for f in fields(Found)}, weight=weight)
 
 
 @functools.partial(jax.jit, static_argnums=5)
-def _weigh(
-    cost: jax.Array,
-    correct: jax.Array,
-    success: jax.Array,
-    eps: jax.Array,
-    kappa: Any,
-    order: float,
+def _weigh_traced(
+    cost: Array, correct: Array, success: Array, eps: Array, kappa: Any, order: float
 ) -> jax.Array:
+    """Weights, NaN for what would have been refused."""
     valid = jnp.isfinite(eps) & (eps >= 0)
     if kappa is None:
-        # What is an error already gains nothing by a move that costs something.
-        bought = jnp.where(correct, success, cost == 0)
-        weight = allocate(jnp.where(bought, jnp.nan_to_num(cost), jnp.inf), eps, order)
+        weight = _allocate(jnp, _prices(jnp, cost, correct, success), eps, order)
     else:
         kappa = jnp.asarray(kappa, cost.dtype)
         weight = jnp.broadcast_to(1 / kappa, cost.shape)
         spent = _power_mean(jnp, cost, weight, order)
         valid &= jnp.isfinite(kappa) & (kappa >= 1) & (spent <= eps * (1 + 1e-5))
     return jnp.where(valid & jnp.isfinite(cost), weight.astype(cost.dtype), jnp.nan)
+
+
+def _weigh_known(
+    cost: np.ndarray, correct: np.ndarray, success: np.ndarray, eps: float, kappa: Any, order: float
+) -> jax.Array:
+    """Weights on the host: nothing is compiled for them."""
+    if kappa is None:
+        with np.errstate(over="ignore"):
+            weight = _allocate(np, _prices(np, _float64(cost), correct, success), eps, order)
+    else:
+        weight = np.full(len(cost), 1 / float(kappa))
+    weight = weight.astype(cost.dtype)
+    _refuse_overspending(cost, weight, eps, order)
+    return jax.device_put(weight)
+
+
+def _prices(xp: ModuleType, cost: _Either, correct: _Either, success: _Either) -> _Either:
+    """What a flip costs, inf where there is none.
+
+    What is an error already gains nothing by a move that costs something.
+    """
+    bought = xp.where(correct, success, cost == 0)
+    return xp.where(bought, xp.nan_to_num(cost), xp.inf)
 
 
 def _refuse_overspending(cost: AnyArray, weight: AnyArray, eps: Any, order: float) -> None:

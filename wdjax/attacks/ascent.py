@@ -9,13 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import losses, norms
+from wdjax import losses, norms, program
 from wdjax.balls import Lp
 from wdjax.core import Array, Info, PyTree, Victim
 from wdjax.track import finite
-
-_AT_ONCE = 10
-"""Rivals tried in one go; more are scanned in chunks, so that memory does not grow with K."""
 
 _ULPS = {2: 2, 4: 64, 8: 64}
 """By the bytes of a logit: another batch rounds sums of products by so much."""
@@ -51,12 +48,20 @@ def slope(victim: Victim, x: Array, y: Array, objective: Callable[[PyTree, Array
 
 def look(gradient: Array, out: PyTree) -> Slope:
     """Takes what is not finite out of a gradient and says so."""
+    usable, worst = _cleaned(gradient)
+    return Slope(out, usable, worst == _ZERO, (worst == _UNKNOWN) | ~finite(out))
+
+
+_ZERO, _UNKNOWN = 0, 2
+"""Kinds of coordinates; 1 is a number that is not 0."""
+
+
+def _cleaned(gradient: Array) -> tuple[Array, Array]:
+    """A gradient without what is not finite, and the worst kind of its coordinates, ``[n]``."""
     known = jnp.isfinite(gradient)
-    # 0, another number, or none: in one pass, which is what looking costs.
-    kinds = jnp.where(known, (gradient != 0).astype(jnp.int8), jnp.int8(2))
-    worst = jnp.max(kinds.reshape(len(kinds), -1), axis=1)
-    usable = jnp.where(known, gradient, 0.0)
-    return Slope(out, usable, worst == 0, (worst == 2) | ~finite(out))
+    # All kinds in one pass over the gradient, which is what looking costs.
+    kinds = jnp.where(known, (gradient != 0).astype(jnp.int8), jnp.int8(_UNKNOWN))
+    return jnp.where(known, gradient, 0.0), jnp.max(kinds.reshape(len(kinds), -1), axis=1)
 
 
 def note(victim: Victim, y: Array, seen: Slope, forwards: int = 1) -> Info:
@@ -124,57 +129,38 @@ def best_move(
     Returns:
       The winning :class:`Move`, the logits at ``x`` and what the step did.
 
-    Cost: 1 + m forward and m backward passes; memory for at most 10 candidates a sample.
+    Cost: 1 + m forward and m backward passes; memory for one candidate a sample.
     """
     logits, pullback = jax.vjp(victim.model, x)
     rivals = choose(logits).T
-    sample = jnp.arange(len(y))
 
-    def towards(rival: Array) -> Slope:
+    def attempt(best: Move, rival: Array) -> tuple[Move, tuple[Array, Array]]:
         one_hot = functools.partial(jax.nn.one_hot, num_classes=logits.shape[-1], dtype=x.dtype)
-        return look(pullback((one_hot(rival) - one_hot(y)).astype(logits.dtype))[0], logits)
+        change = (one_hot(rival) - one_hot(y)).astype(logits.dtype)
+        gradient, worst = _cleaned(pullback(change)[0])
+        tried = advance(x, gradient)
+        after = victim.model(tried)
+        known = finite(after)
+        margin = jnp.where(known, losses.targeted_margin(after, y, rival), -jnp.inf)
+        better, move = margin > best.margin, Move(margin, tried, rival, after)
+        kept = [jnp.where(norms.spread(better, new), new, old) for new, old in zip(move, best)]
+        return Move(*kept), (worst == _ZERO, (worst == _UNKNOWN) | ~known)
 
-    def attempt(rivals: Array) -> tuple[Move, Array, Array]:
-        # One by one: all gradients at once leave the cache of a CPU, a fifth slower.
-        slopes = [towards(rival) for rival in rivals]
-        tried = jnp.stack([advance(x, seen.gradient) for seen in slopes])
-        count = len(rivals)
-        after = victim.model(tried.reshape(count * len(y), *x.shape[1:]))
-        after = after.reshape(count, len(y), -1)
-        margin = jax.vmap(losses.targeted_margin, (0, None, 0))(after, y, rivals)
-        known = jnp.isfinite(after).all(axis=2)
-        margin = jnp.where(known, margin, -jnp.inf)
-        winner = jnp.argmax(margin, axis=0)
-        move = Move(*(leaf[winner, sample] for leaf in (margin, tried, rivals, after)))
-        zeros = jnp.stack([seen.zero for seen in slopes]).sum(axis=0, dtype=jnp.int32)
-        fault = functools.reduce(jnp.logical_or, (seen.fault for seen in slopes))
-        return move, zeros, fault | ~known.all(axis=0)
-
-    def attempt_more(best: tuple[Move, Array, Array], rivals: Array) -> tuple[Any, None]:
-        known, zeros, fault = best
-        move, more, worse = attempt(rivals)
-        better = move.margin > known.margin
-        kept = [jnp.where(norms.spread(better, new), new, old) for new, old in zip(move, known)]
-        return (Move(*kept), zeros + more, fault | worse), None
-
-    count = len(rivals)
-    tried = attempt(rivals[:_AT_ONCE])
-    if count > _AT_ONCE:
-        missing = -count % _AT_ONCE
-        rest = jnp.concatenate([rivals[_AT_ONCE:], jnp.repeat(rivals[-1:], missing, axis=0)])
-        tried, _ = jax.lax.scan(attempt_more, tried, rest.reshape(-1, _AT_ONCE, len(y)))
-    move, zeros, fault = tried
+    nothing = Move(jnp.full(len(y), -jnp.inf, logits.dtype), x, rivals[0], logits)
+    move, (zero, faulty) = program.scan(attempt, nothing, rivals)
+    zeros, fault = jnp.sum(zero, axis=0, dtype=jnp.int32), jnp.any(faulty, axis=0)
     one = jnp.ones(len(y), jnp.int32)
     value = victim.criterion(logits, y)
-    fault |= ~jnp.isfinite(value)
-    info = Info(value, count * one, (1 + count) * one, jnp.minimum(zeros, count), fault)
+    fault |= ~(finite(logits) & jnp.isfinite(value))
+    info = Info(value, len(rivals) * one, (1 + len(rivals)) * one, zeros, fault)
     return move, logits, info
 
 
 def all_rivals(logits: Array, y: Array) -> Array:
     """Every class but ``y``: ``[n, K - 1]``."""
     classes = logits.shape[-1]
-    return (y[:, None] + jnp.arange(1, classes, dtype=y.dtype)) % classes
+    after = y + jnp.arange(1, classes, dtype=y.dtype)[:, None]
+    return jnp.where(after < classes, after, after - classes).T
 
 
 def top_rivals(logits: Array, y: Array, count: int) -> Array:

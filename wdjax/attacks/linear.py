@@ -5,12 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import losses, norms
+from wdjax import losses, norms, program
 from wdjax.attacks import ascent, nearest
 from wdjax.core import Array, Info, Samples, Victim
-
-_AT_ONCE = 10
-"""Rivals whose gradients are unrolled; more are scanned, so that programs stay small."""
 
 
 class Plane(NamedTuple):
@@ -56,15 +53,8 @@ def planes(
         return Plane(*kept), (distance, seen.zero, seen.fault)
 
     nowhere = jnp.full(len(y), jnp.inf, x.dtype)
-    plane, seen = Plane(-nowhere, jnp.zeros_like(x), nowhere), []
-    for rival in rivals.T[:_AT_ONCE]:
-        plane, told = towards(plane, rival)
-        seen.append(told)
-    distances, zeros, faults = (jnp.stack(rows) for rows in zip(*seen))
-    if rivals.shape[1] > _AT_ONCE:
-        plane, rest = jax.lax.scan(towards, plane, rivals.T[_AT_ONCE:])
-        both = zip((distances, zeros, faults), rest)
-        distances, zeros, faults = (jnp.concatenate(rows) for rows in both)
+    plane = Plane(-nowhere, jnp.zeros_like(x), nowhere)
+    plane, (distances, zeros, faults) = program.scan(towards, plane, rivals.T)
     one, value = jnp.ones(len(y), jnp.int32), victim.criterion(logits, y)
     fault = faults.any(axis=0) | ~jnp.isfinite(value)
     info = Info(value, len(distances) * one, one, zeros.sum(axis=0, dtype=jnp.int32), fault)

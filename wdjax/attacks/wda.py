@@ -46,7 +46,7 @@ class WDA:
       ValueError: ``probe`` outside ``1 .. steps``, another iterate, a model without logits.
 
     Cost: with m rivals, 1 + m forward and m backward passes a probing step (one forward serves all
-    gradients) and 1 + 1 a later step; memory for m copies of the batch, at most 10 at once.
+    gradients) and 1 + 1 a later step; memory for a few copies of the batch, whatever m is.
 
     Differs: the candidates of later steps are not evaluated and the iterate after the last is not
     computed, since the paper's algorithm throws them away. The box is the one of real images. For
