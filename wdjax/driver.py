@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from wdjax import loop, losses, norms, rounds, track, transport, validate
-from wdjax.core import Array, Attack, Found, Progress, PyTree, Result, Stage, Victim
+from wdjax.core import Array, Attack, Found, Progress, PyTree, Result, Samples, Stage, Victim
 from wdjax.track import Given
 
 
@@ -297,10 +297,13 @@ def _traced(
     sound: Array,
 ) -> Found:
     """All stages as loops over all samples, of which only the sound ones give numbers."""
-    samples, moving = track.begin(attack, victim, given)
-    attacked = jnp.ones(len(given.y), bool) if only is None else jnp.asarray(only)
+    x, y = given.x, given.y
+    out, value, known = track.evaluate(victim, x, y)
+    samples = Samples(x, y, given.eps, out)
+    problem = track.Problem(attack, victim, samples)
+    moving = track.begin(problem, given.start, given.keys)
+    attacked = jnp.ones(len(y), bool) if only is None else jnp.asarray(only)
     log: list[Any] = []
-    value = victim.criterion(samples.out, samples.y)
     if skip_misclassified:
         attacked &= ~(value > 0)
     for stage in attack.stages:
@@ -321,17 +324,12 @@ def _traced(
         if stage.length:
             moving, seen = jax.lax.scan(step, track.enter(attack, moving), length=stage.length)
             log.append(seen)
-    problem = track.Problem(attack, victim, samples)
-    measured = jax.tree.map(
-        lambda own, other: jnp.where(norms.spread(attacked, own), own, other),
-        track.measure(problem, moving, value, skip_misclassified),
-        track.stay(problem, moving, value),
-    )
-    found = track.found(measured, value, attacked, moving.totals * attacked[:, None])
+    reached, shown = track.aim(problem, moving)
+    seen = track.evaluate(victim, shown, y)[1:]
+    found = track.measure(jnp, x, reached, value, seen, attacked, moving.totals, skip_misclassified)
     if history:
         found = replace(found, history=jax.tree.map(lambda *rows: jnp.concatenate(rows), *log))
-    sound &= track.finite((samples.out, value))
-    return _poison(found, sound)
+    return _poison(found, sound & known)
 
 
 def _poison(found: Found, sound: Array) -> Found:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from wdjax import loop, parallel, program, track, validate
 from wdjax.core import Array, Attack, Found, Info, Progress, PyTree, Samples, Stage, Victim
-from wdjax.track import Given, Measured, Problem, Track
+from wdjax.track import Aim, Given, Problem, Track
 
 _CACHED = 3 * 2**15
 """On a CPU, numbers in the largest array of a batch at most: it should stay in the cache."""
@@ -98,23 +98,28 @@ def begin(
     used = -(-min(n, plan.rows) // plan.size)
     blocks = np.arange(used * plan.size, dtype=np.int32).reshape(used, 1, -1)
     blocks = blocks.repeat(plan.devices, axis=1)
-    parts = [_begin(attack, victim, given, index) for index in blocks]
+    parts = [_evaluate(victim, *_rows(given.x, given.y, index)) for index in blocks]
     if n > 1 and blocks[0].size > 1:
-        refuse_company(parts[0][0], _begin(attack, victim, given, 0 * blocks[0])[0], plan.size)
-    # The last block stands in for rows that are padding only.
-    parts += parts[-1:] * (plan.rows // plan.size - used)
-    out, moving, value, fine = _assemble(parts, plan.devices)
+        copies = _evaluate(victim, *_rows(given.x, given.y, 0 * blocks[0]))
+        refuse_company(parts[0][0], copies[0], plan.size)
+    out, value, fine = _whole(plan, parts)
     _refuse_faults(np.asarray(fine)[:n])
+    problem = Problem(attack, victim, Samples(given.x, given.y, given.eps, out))
+    moving = _whole(plan, [_begin(problem, given.start, given.keys, index) for index in blocks])
     value, chosen = np.asarray(value), np.arange(whole) < n
     if only is not None:
         chosen[:n] &= only
     if skip_misclassified:
         chosen &= ~(value > 0)
     log = _blank(value, attack.stages) if history else None
-    problem = Problem(attack, victim, Samples(given.x, given.y, given.eps, out))
     plan = plan._replace(problem=problem, value=value)
     plan = plan._replace(turns=_turns(plan, moving, history))
     return plan, _next_stage(plan, Search(moving, chosen, chosen, -1, 0, log))
+
+
+def _whole(plan: Plan, parts: list[PyTree]) -> PyTree:
+    """The rows of all blocks; the last stands in for rows that are padding only."""
+    return _assemble(parts + parts[-1:] * (plan.rows // plan.size - len(parts)), plan.devices)
 
 
 def finished(plan: Plan, search: Search) -> bool:
@@ -183,16 +188,11 @@ def progress(plan: Plan, search: Search, n: int) -> Progress:
 
 def finish(plan: Plan, search: Search, n: int, skip_misclassified: bool) -> Found:
     """Measures what has been found so far of the first ``n`` rows."""
-    chosen = np.asarray(search.chosen)
-    measured = _unmoved(plan, search.track)
-    for index in _batches(plan, chosen):
-        places = _places(plan, index)
-        real = places < len(chosen)
-        clean = plan.value.take(places, mode="clip")
-        own = _measure(plan.problem, search.track, index, clean, skip_misclassified)
-        for leaf, rows in zip(jax.tree.leaves(measured), jax.tree.leaves(own)):
-            leaf[places[real]] = np.asarray(rows)[real]
-    found = track.found(measured, plan.value, chosen, np.asarray(search.track.totals))
+    x, chosen, totals = map(
+        np.asarray, (plan.problem.samples.x, search.chosen, search.track.totals)
+    )
+    reached, seen = _reached(plan, search)
+    found = track.measure(np, x, reached, plan.value, seen, chosen, totals, skip_misclassified)
     found = jax.tree.map(lambda leaf: jax.device_put(leaf[:n]), found)
     if search.history is None:
         return found
@@ -203,14 +203,22 @@ def finish(plan: Plan, search: Search, n: int, skip_misclassified: bool) -> Foun
     return replace(found, history=history)
 
 
-def _unmoved(plan: Plan, moving: Track) -> Measured:
-    """All samples where they are, on the host; what stays needs no proof."""
-    value, index = plan.value, np.zeros((plan.devices, plan.size), np.int32)
-    clean = np.zeros(index.size, value.dtype)
-    rows = _measure.eval_shape(plan.problem, moving, index, clean, True)
-    blank = jax.tree.map(lambda leaf: np.zeros((len(value), *leaf.shape[1:]), leaf.dtype), rows)
-    x = np.array(plan.problem.samples.x)
-    return blank._replace(x_adv=x, margin=value.copy(), done=value > 0)
+def _reached(plan: Plan, search: Search) -> tuple[Aim, tuple[np.ndarray, np.ndarray]]:
+    """Where the attack has come to and what the model says there, on the host; 0 for the others."""
+    problem, chosen = plan.problem, np.asarray(search.chosen)
+
+    def look(index: np.ndarray) -> tuple[Aim, tuple[Array, Array]]:
+        reached, shown, y = _aim(problem, search.track, index)
+        return reached, _evaluate(problem.victim, shown, y)[1:]
+
+    rows = jax.eval_shape(look, np.zeros((plan.devices, plan.size), np.int32))
+    whole = jax.tree.map(lambda row: np.zeros((len(chosen), *row.shape[1:]), row.dtype), rows)
+    for index in _batches(plan, chosen):
+        places = _places(plan, index)
+        real = places < len(chosen)
+        for leaf, own in zip(jax.tree.leaves(whole), jax.tree.leaves(look(index))):
+            leaf[places[real]] = np.asarray(own)[real]
+    return whole
 
 
 def _plan(problem: Problem, batch_size: int | None, mesh: Mesh | None) -> Plan:
@@ -326,11 +334,18 @@ def _put(tree: PyTree, index: Array, rows: PyTree) -> PyTree:
     return jax.tree.map(put, tree, rows)
 
 
+_evaluate = jax.jit(track.evaluate)
+
+
 @jax.jit
-def _begin(attack: Attack, victim: Victim, given: Given, index: Array) -> PyTree:
-    samples, moving = track.begin(attack, victim, _take(given, index))
-    value = victim.criterion(samples.out, samples.y)
-    return samples.out, moving, value, track.finite(samples.out) & jnp.isfinite(value)
+def _rows(x: Array, y: Array, index: Array) -> PyTree:
+    return _take((x, y), index)
+
+
+@jax.jit
+def _begin(problem: Problem, start: Array | None, keys: Array | None, index: Array) -> Track:
+    samples, start, keys = _take((problem.samples, start, keys), index)
+    return track.begin(problem._replace(samples=samples), start, keys)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -405,10 +420,10 @@ def _done(attack: Attack, state: PyTree, number: int) -> Array:
     return done(state)
 
 
-@functools.partial(jax.jit, static_argnums=4)
-def _measure(problem: Problem, moving: Track, index: Array, clean: Array, skip: bool) -> Measured:
+@jax.jit
+def _aim(problem: Problem, moving: Track, index: Array) -> tuple[Aim, Array, Array]:
     samples, batch = _take((problem.samples, moving), index)
-    return track.measure(problem._replace(samples=samples), batch, clean, skip)
+    return *track.aim(problem._replace(samples=samples), batch), samples.y
 
 
 _pad = jax.jit(parallel.pad, static_argnums=1)

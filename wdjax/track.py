@@ -5,6 +5,7 @@ batches of those that still have something to do.
 """
 
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -43,13 +44,14 @@ class Track(NamedTuple):
     """``[n, 4]`` int32: gradients, forward passes, zero gradients and faulty steps so far."""
 
 
-class Measured(NamedTuple):
-    """What a search has come to: ``[n, ...]`` leaves, named as in :class:`~wdjax.core.Found`."""
+class Aim(NamedTuple):
+    """Where an attack has come to: ``[n, ...]`` leaves."""
 
     x_adv: Array
     proof: PyTree
     cost: Array
-    margin: Array
+    inside: Array
+    """Whether the point may count: allowed by the ball and within the radius."""
     done: Array
     fault: Array
 
@@ -68,11 +70,18 @@ def _any(leaves: Iterable[Array]) -> Array:
     return jnp.stack([jnp.max(row, axis=1) for row in rows]).max(axis=0) > 0
 
 
-def begin(attack: Attack, victim: Victim, given: Given) -> tuple[Samples, Track]:
-    """Evaluates the samples and begins the attack: one forward pass besides the attack's own."""
-    samples = Samples(given.x, given.y, given.eps, victim.model(given.x))
-    totals = jnp.zeros((len(given.y), 4), jnp.int32)
-    return samples, Track(attack.init(victim, samples, given.start, given.keys), None, totals)
+def evaluate(victim: Victim, x: Array, y: Array) -> tuple[PyTree, Array, Array]:
+    """The output, the criterion, and whether both are finite; the same program for every attack."""
+    out = victim.model(x)
+    value = victim.criterion(out, y)
+    return out, value, finite((out, value))
+
+
+def begin(problem: Problem, start: Array | None, keys: Array | None) -> Track:
+    """Begins the attack."""
+    attack, victim, samples = problem
+    state = attack.init(victim, samples, start, keys)
+    return Track(state, None, jnp.zeros((len(samples.y), 4), jnp.int32))
 
 
 def enter(attack: Attack, track: Track) -> Track:
@@ -115,57 +124,59 @@ def settle(stage: Stage, track: Track, recurs: Array, left: Array) -> tuple[Trac
     return track._replace(state=jax.tree.map(end, track.state, track.before)), done | recurs
 
 
-def measure(problem: Problem, track: Track, clean: Array, skip_misclassified: bool) -> Measured:
-    """Measures the points; infeasible and useless ones go back to their samples.
-
-    ``clean`` ``[n]`` is the criterion at the samples. Two forward passes a sample with that of
-    :func:`begin`.
-    """
-    attack, victim, samples = problem
-    x = samples.x
+def aim(problem: Problem, track: Track) -> tuple[Aim, Array]:
+    """Where the attack has come to, and what of it the model is to see: points that may count."""
+    attack, _, samples = problem
     x_adv, proof = attack.point(samples, track.state)
-    cost = attack.ball.cost(x, x_adv, proof)
+    cost = attack.ball.cost(samples.x, x_adv, proof)
     inside = jnp.isfinite(cost)
     if attack.budget == "sample":
         inside &= cost <= samples.radius * (1 + 1e-6)
-    moved = victim.model(jnp.where(norms.spread(inside, x), x_adv, x))
-    value = victim.criterion(moved, samples.y)
-    unknown = ~(finite(moved) & jnp.isfinite(value))
-    wrong = clean > 0
-    useless = ~inside | unknown | (wrong if skip_misclassified else wrong & ~(value > 0))
-    fault = (track.totals[:, 3] > 0) | unknown | ~finite(x_adv)
-    return Measured(
-        x_adv=jnp.where(norms.spread(useless, x), x, x_adv),
-        proof=proof,
-        cost=jnp.where(useless, 0.0, cost),
-        margin=jnp.where(useless, clean, value),
-        done=attack.finished(track.state) & ~fault,
-        fault=fault,
-    )
+    fault = (track.totals[:, 3] > 0) | ~finite(x_adv)
+    reached = Aim(x_adv, proof, cost, inside, attack.finished(track.state), fault)
+    return reached, jnp.where(norms.spread(inside, x_adv), x_adv, samples.x)
 
 
-def stay(problem: Problem, track: Track, clean: Array) -> Measured:
-    """What is known of samples that are not attacked: they stay where they are."""
-    attack, _, samples = problem
-    return Measured(
-        x_adv=samples.x,
-        proof=attack.point(samples, track.state)[1],
-        cost=jnp.zeros(len(samples.y), samples.x.dtype),
-        margin=clean,
-        done=clean > 0,
-        fault=jnp.zeros(len(samples.y), bool),
-    )
+def measure(
+    xp: ModuleType,
+    x: Any,
+    reached: Aim,
+    clean: Any,
+    seen: tuple[Any, Any],
+    attacked: Any,
+    totals: Any,
+    skip_misclassified: bool,
+) -> Found:
+    """What was found, measured: infeasible and useless points go back to their samples.
 
-
-def found(measured: Measured, clean: Any, attacked: Any, totals: Any) -> Found:
-    """The findings in full, of JAX's arrays or of NumPy's."""
+    Args:
+      xp: NumPy or ``jax.numpy``, whichever the arrays belong to.
+      x: ``[n, *shape]`` samples.
+      reached: from :func:`aim`.
+      clean: ``[n]``, the criterion at the samples.
+      seen: the criterion at the points, and whether it and the outputs are finite.
+      attacked: ``[n]``; the others stay where they are.
+      totals: of the :class:`Track`.
+      skip_misclassified: whether samples stay that are misclassified already.
+    """
+    (value, known), wrong = seen, clean > 0
+    useful = ~wrong if skip_misclassified else ~wrong | (value > 0)
+    moved = attacked & reached.inside & known & useful
+    margin = xp.where(moved, value, clean)
+    fault = attacked & (reached.fault | ~known)
+    spent = totals * attacked[:, None]
     return Found(
-        **measured._asdict(),
-        correct=~(clean > 0),
-        success=measured.margin > 0,
-        zeros=totals[:, 2],
-        gradients=totals[:, 0],
-        forwards=totals[:, 1] + 1 + attacked,
+        x_adv=xp.where(norms.spread(moved, x), reached.x_adv, x),
+        proof=reached.proof,
+        cost=xp.where(moved, reached.cost, 0.0),
+        correct=~wrong,
+        success=margin > 0,
+        margin=margin,
+        done=xp.where(attacked, reached.done & ~fault, wrong),
+        fault=fault,
+        zeros=spent[:, 2],
+        gradients=spent[:, 0],
+        forwards=spent[:, 1] + 1 + attacked,
     )
 
 
