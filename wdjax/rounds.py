@@ -211,12 +211,13 @@ def _reached(plan: Plan, search: Search) -> tuple[Aim, tuple[np.ndarray, np.ndar
         reached, shown, y = _aim(problem, search.track, index)
         return reached, _evaluate(problem.victim, shown, y)[1:]
 
-    rows = jax.eval_shape(look, np.zeros((plan.devices, plan.size), np.int32))
-    whole = jax.tree.map(lambda row: np.zeros((len(chosen), *row.shape[1:]), row.dtype), rows)
-    for index in _batches(plan, chosen):
-        places = _places(plan, index)
+    batches = _batches(plan, chosen)
+    first = look(batches[0]) if batches else jax.eval_shape(look, _nobody(plan))
+    whole = jax.tree.map(lambda row: np.zeros((len(chosen), *row.shape[1:]), row.dtype), first)
+    for number, index in enumerate(batches):
+        rows, places = look(index) if number else first, _places(plan, index)
         real = places < len(chosen)
-        for leaf, own in zip(jax.tree.leaves(whole), jax.tree.leaves(look(index))):
+        for leaf, own in zip(jax.tree.leaves(whole), jax.tree.leaves(rows)):
             leaf[places[real]] = np.asarray(own)[real]
     return whole
 
@@ -230,9 +231,9 @@ def _plan(problem: Problem, batch_size: int | None, mesh: Mesh | None) -> Plan:
     else:
         size = -(-validate.check_count("batch_size", batch_size) // devices)
     share = -(-len(x) // devices)
-    # Batches of about equal size, in sixteenths of the limit, idle least. They depend on the number
+    # Batches of about equal size, in 32nds of the limit, idle least. They depend on the number
     # of samples alone; who asks for a size gets it, if there are so many.
-    grain = max(1, size // 16)
+    grain = max(1, size // 32)
     even = share if batch_size is not None else -(-share // -(-share // size))
     size = min(size, -(-even // grain) * grain)
     rows = _coarse(-(-share // size)) * size
@@ -262,7 +263,7 @@ def _coarse(count: int) -> int:
 
 def _turns(plan: Plan, moving: Track, history: bool) -> tuple[int, ...]:
     """Steps in one program, per stage: one, where its program is slow inside a loop."""
-    counts, index = np.zeros(2, np.int32), np.zeros((plan.devices, plan.size), np.int32)
+    counts, index = np.zeros(2, np.int32), _nobody(plan)
     moving = jax.eval_shape(track.enter, plan.problem.attack, moving)
 
     def looped(number: int, most: int) -> int:
@@ -299,6 +300,11 @@ def _batches(plan: Plan, active: np.ndarray, length: int = 0) -> list[np.ndarray
     for row, places in zip(padded, own):
         row[: len(places)] = places
     return np.split(padded, np.cumsum(sizes)[:-1], axis=1) if sizes else []
+
+
+def _nobody(plan: Plan) -> np.ndarray:
+    """A batch of which no more than the shape counts."""
+    return np.zeros((plan.devices, plan.size), np.int32)
 
 
 def _places(plan: Plan, index: np.ndarray) -> np.ndarray:
