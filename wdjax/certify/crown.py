@@ -26,6 +26,7 @@ from wdjax.certify.coefficients import (
     Rows,
     Whole,
     Window,
+    flat,
     framed,
     rounding,
     seen,
@@ -38,7 +39,7 @@ from wdjax.certify.graph import Node
 from wdjax.certify.network import Bounded, Network
 from wdjax.certify.region import Region
 from wdjax.certify.relax import RELAXATIONS, Lines
-from wdjax.certify.terms import Sum, boxed, charged, relaxed
+from wdjax.certify.terms import Sum, charged, relaxed
 from wdjax.certify.transposition import transposed
 
 RULES = {**RELAXATIONS, "elementwise": activation.lines}
@@ -297,8 +298,11 @@ def backward(
     rows: Rows,
     slopes: Mapping[int, Array] | None = None,
     record: dict[int, tuple[Array, Array]] | None = None,
+    mirrored: bool = False,
 ) -> Array:
     """Lower bounds ``[G, R]`` of sums of linear functions of values.
+
+    If ``mirrored``, of them and of their negatives, ``[2, G, R]``, by lines that are parallel.
 
     ``slopes`` are lower slopes of a row's own, ``[G, R, ...]``, by the output that they belong to,
     as coefficients lie or of whole maps;
@@ -306,7 +310,7 @@ def backward(
     """
     net, found = state.network, dict(coefficients)
     first = next(iter(found.values())).a
-    zero = jnp.zeros(first.shape[:2], first.dtype)
+    zero = jnp.zeros((*(2,) * mirrored, *first.shape[:2]), first.dtype)
     sum_ = Sum(zero, zero)
 
     def send(place: int, new: Coefficients) -> None:
@@ -324,12 +328,7 @@ def backward(
             if place not in found:
                 continue
             a = found.pop(place)
-            affine = net.affine.get(place)
-            if affine is not None:
-                for part, back in transposed(affine, a, rows):
-                    charge(part, back)
-                    send(part, back)
-            elif place in state.lines:
+            if place in state.lines:
                 lines, own = state.lines[place], (slopes or {}).get(place)
                 if own is not None and own.ndim != a.a.ndim:
                     a = whole(a, rows)  # Slopes of whole maps.
@@ -339,8 +338,12 @@ def backward(
                 sum_, backs = relaxed(sum_, lines, a, rows, own)
                 for operand, back in backs:
                     send(node.inputs[operand], back)
+            elif place in state.boxes:
+                sum_ = sum_.between(flat(a), *seen(state.boxes[place], rows, a))
             else:
-                sum_ = boxed(sum_, state.boxes[place], a, rows)
+                for part, back in transposed(net.affine[place], a, rows):
+                    charge(part, back)
+                    send(part, back)
     if net.source in found:
         least = state.region.least(found[net.source], rows)
         sum_ = sum_.plus(least)

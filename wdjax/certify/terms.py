@@ -11,7 +11,11 @@ from wdjax.certify.relax import Lines
 
 
 class Sum(NamedTuple):
-    """A running sum, and the sum of the magnitudes that were added."""
+    """A running sum, and the sum of the magnitudes that were added.
+
+    ``[G, R]`` of functions, or ``[2, G, R]`` of functions and their negatives, where these have the
+    coefficients with the other sign.
+    """
 
     value: Array
     size: Array
@@ -19,6 +23,16 @@ class Sum(NamedTuple):
 
     def plus(self, term: Array) -> "Sum":
         return Sum(self.value + term, self.size + jnp.abs(term), self.terms + 1)
+
+    def between(self, own: Array, low: Array, up: Array) -> "Sum":
+        """With the least of linear functions ``own``, ``[G, R, N]``, between two ends."""
+
+        def least(own: Array) -> Array:
+            ends = jnp.maximum(own, 0.0) * low + jnp.minimum(own, 0.0) * up
+            return summed(jnp.where(own == 0, 0.0, ends))  # Ends may be infinite.
+
+        both = self.value.ndim == own.ndim
+        return self.plus(jnp.stack([least(own), least(-own)]) if both else least(own))
 
     def low(self) -> Array:
         """Rounded down."""
@@ -28,8 +42,8 @@ class Sum(NamedTuple):
 
 def charged(sum_: Sum, charges: Array, a: Coefficients, rows: Rows) -> Sum:
     """With what an affine part gathered, and what rounding may take."""
-    own, (offset, error) = flat(a), seen(charges, rows, a)
-    return sum_.plus(summed(own * offset - jnp.abs(own) * error))
+    offset, error = seen(charges, rows, a)
+    return sum_.between(flat(a), offset - error, offset + error)
 
 
 def relaxed(
@@ -45,7 +59,7 @@ def relaxed(
         (free, shift), slope = seen(lines.maps[1], rows, a), slope.reshape(own.shape)
         low = jnp.where(free > 0, slope * shift, low)
         slopes[0] = jnp.where(free > 0, slope, slopes[0])
-    sum_ = sum_.plus(summed(positive * low + negative * up))
+    sum_ = sum_.between(own, low, up)
     backs = []
     for view, below, above in zip(lines.views, slopes[::2], slopes[1::2]):
         back = (positive * below + negative * above).reshape(a.a.shape)
@@ -57,10 +71,3 @@ def relaxed(
             sent = Whole(jax.vmap(jax.vmap(lambda t, pull=pull: pull(t)[0]))(back))
         backs.append((view.operand, sent))
     return sum_, backs
-
-
-def boxed(sum_: Sum, ends: Array, a: Coefficients, rows: Rows) -> Sum:
-    """A value of which no more is known than its interval."""
-    own, (lower, upper) = flat(a), seen(ends, rows, a)
-    least = jnp.maximum(own, 0.0) * lower + jnp.minimum(own, 0.0) * upper
-    return sum_.plus(summed(jnp.where(own == 0, 0.0, least)))
