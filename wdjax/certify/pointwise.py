@@ -76,7 +76,7 @@ def margin_bounds(
     [inf, 0.6]
     """
     norms.check_norm(norm)
-    check_method(method)
+    validate.check_choice("method", method, METHODS)
     eps = jnp.broadcast_to(_check_eps(eps, x), y.shape)
     if validate.traced(model, x, y, eps):
         if method == "bab":
@@ -177,7 +177,7 @@ def radius(
     [0.566, 0.0]
     """
     norms.check_norm(norm)
-    check_method(method)
+    validate.check_choice("method", method, METHODS)
     if method == "bab":
         raise ValueError('radius searches with every method but "bab"; "alpha" is the tightest.')
     if validate.traced(model, x, y):
@@ -265,12 +265,6 @@ def _bounds(
         return margins.lower(model, region.ball(x, eps, norm, box), y, method)
 
 
-def check_method(method: Method) -> None:
-    """Raises a ``ValueError`` that says which methods there are."""
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
-
-
 def _check_eps(eps: ArrayLike, x: AnyArray) -> jax.Array:
     if validate.traced(eps):
         return jnp.asarray(eps)
@@ -290,10 +284,8 @@ def _in_batches(
     batch_size: int,
 ) -> jax.Array:
     """Applies ``fn(model, *arrays)`` to padded pieces, so that one program serves all."""
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}.")
     n = len(arrays[0])
-    size = min(batch_size, n)
+    size = min(validate.check_count("batch_size", batch_size), n)
     parts = []
     for start in range(0, n, size):
         piece = parallel.pad(tuple(a[start : start + size] for a in arrays), size)

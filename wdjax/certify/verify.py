@@ -87,7 +87,7 @@ def verify(
     >>> found.verified.tolist(), found.radius.round(3).tolist(), found.claim
     ([True, False], [0.4, 0.0], 'float program')
     """
-    pointwise.check_method(method)
+    validate.check_choice("method", method, METHODS)
     x, y = validate.check_samples(model, x, y, box)
     size = min(batch_size, len(y))
     work = _Work(model, x, y, eps, method, steps, branch.Search(model, norm, box, seconds), size)
