@@ -4,12 +4,12 @@ A comparison that the box does not decide is open, and a selection by it is the 
 which is where Clarke's generalised gradient of the selection lies.
 """
 
-import itertools
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import JaxprEqn
 
 from wdjax.certify.domain import (
@@ -29,7 +29,7 @@ from wdjax.certify.domain import (
     is_exact,
     unbounded,
 )
-from wdjax.certify.linear import additive, bind
+from wdjax.certify.linear import additive, bind, windows
 
 
 def inequality(flip: bool) -> Rule:
@@ -156,44 +156,23 @@ def unpool(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | li
     source, operand = args
     if not isinstance(operand, Interval):
         return additive([0], lambda e: math.prod(e.params["window_dimensions"]))(eqn, args, context)
-    window, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
-    padding = eqn.params["padding"]
-    lower, upper = ends(operand)
-    shape = lower.shape
-    low_g, high_g = ends(source)
-    outs = low_g.shape
-    padded = [size + sum(pads) for size, pads in zip(shape, padding)]
-
-    def patches(x: Array) -> Iterator[Array]:
-        x = lax.pad(x, jnp.array(-jnp.inf, x.dtype), [(*pads, 0) for pads in padding])
-        for offset in itertools.product(*map(range, window)):
-            ends_ = [o + (n - 1) * s + 1 for o, n, s in zip(offset, outs, strides)]
-            yield lax.slice(x, offset, ends_, strides)
-
-    def back(patch: Array, offset: tuple[int, ...]) -> Array:
-        config = []
-        for o, n, s, size in zip(offset, outs, strides, padded):
-            config.append((o, size - o - (n - 1) * s - 1, s - 1))
-        out = lax.pad(patch, jnp.zeros((), patch.dtype), config)
-        return lax.slice(out, [p[0] for p in padding], [p[0] + n for p, n in zip(padding, shape)])
-
-    lows, highs = jnp.stack(list(patches(lower))), jnp.stack(list(patches(upper)))
+    (lower, upper), (low_g, high_g) = ends(operand), ends(source)
+    views = windows(eqn, low_g.shape)
+    lows, highs = (jnp.stack([see(end, -jnp.inf) for see in views]) for end in (lower, upper))
     best = jnp.max(lows, axis=0)
-    total_low, total_high = jnp.zeros_like(lower), jnp.zeros_like(lower)
-    for index, offset in enumerate(itertools.product(*map(range, window))):
+    low, high = jnp.zeros_like(lower), jnp.zeros_like(lower)
+    for index, see in enumerate(views):
         rivals = jnp.delete(highs, index, axis=0, assume_unique_indices=True)
         surely = lows[index] > jnp.max(rivals, axis=0, initial=-jnp.inf)
         maybe = highs[index] >= best
-        part_low = jnp.where(surely, low_g, jnp.where(maybe, jnp.minimum(low_g, 0.0), 0.0))
-        part_high = jnp.where(surely, high_g, jnp.where(maybe, jnp.maximum(high_g, 0.0), 0.0))
-        total_low, total_high = (
-            total_low + back(part_low, offset),
-            total_high + back(part_high, offset),
-        )
+        back = jax.linear_transpose(functools.partial(see, blank=0.0), lower)
+        low += back(jnp.where(surely, low_g, jnp.where(maybe, jnp.minimum(low_g, 0.0), 0.0)))[0]
+        high += back(jnp.where(surely, high_g, jnp.where(maybe, jnp.maximum(high_g, 0.0), 0.0)))[0]
     # Overlapping windows add up; every partial sum is at most the sum of the magnitudes.
-    overlap = math.prod(-(-w // s) for w, s in zip(window, strides))
-    if overlap == 1:
-        return fresh(total_low, total_high, unbounded(context, lower.dtype))
-    size = jnp.maximum(jnp.max(jnp.abs(low_g)), jnp.max(jnp.abs(high_g)))
-    slack = gamma(overlap, lower.dtype) * overlap * size
-    return fresh(total_low - slack, total_high + slack, unbounded(context, lower.dtype))
+    sizes = zip(eqn.params["window_dimensions"], eqn.params["window_strides"])
+    overlap = math.prod(-(-size // stride) for size, stride in sizes)
+    slack = jnp.zeros((), lower.dtype)
+    if overlap > 1:
+        size = jnp.maximum(jnp.max(jnp.abs(low_g)), jnp.max(jnp.abs(high_g)))
+        slack = gamma(overlap, lower.dtype) * overlap * size
+    return fresh(low - slack, high + slack, unbounded(context, lower.dtype))

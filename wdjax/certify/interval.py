@@ -181,23 +181,13 @@ def _rounded(value: Value, dtype: Any, name: str, context: Context) -> Value:
     return fresh(lower, upper, constant, value.origin)
 
 
+MOVES = {
+    "reshape", "squeeze", "expand_dims", "transpose", "slice", "rev", "concatenate", "stack", "pad",
+}  # fmt: skip
+"""What puts every entry in one place."""
+
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(
-        (
-            "reshape",
-            "broadcast_in_dim",
-            "squeeze",
-            "expand_dims",
-            "transpose",
-            "slice",
-            "rev",
-            "concatenate",
-            "stack",
-            "pad",
-            "tile",
-        ),
-        linear.additive(),
-    ),
+    **dict.fromkeys((*MOVES, "broadcast_in_dim", "tile"), linear.additive()),
     **dict.fromkeys(("split", "unstack"), linear.parted),
     **dict.fromkeys(("dynamic_slice", "gather"), linear.additive([0])),
     "dynamic_update_slice": linear.additive([0, 1]),
@@ -214,7 +204,7 @@ RULES: dict[str, Rule] = {
     "dot_general": linear.bilinear(linear.contracted),
     "conv_general_dilated": linear.bilinear(linear.convolved),
     "max": nonlinear.largest,
-    "min": nonlinear.increasing(),
+    "min": nonlinear.monotone(exact=True),
     "reduce_max": nonlinear.reduced,
     "reduce_min": nonlinear.reduced,
     "reduce_window_max": nonlinear.pooled,
@@ -223,24 +213,26 @@ RULES: dict[str, Rule] = {
     "abs": nonlinear.absolute,
     "integer_pow": nonlinear.power,
     "square": nonlinear.power,
-    "exp": nonlinear.increasing(lambda low, high: jnp.exp(high)),
-    "exp2": nonlinear.increasing(lambda low, high: jnp.exp2(high), ulps=512),
-    "expm1": nonlinear.increasing(lambda low, high: jnp.exp(high)),
-    "log": nonlinear.increasing(lambda low, high: jnp.where(low > 0, 1 / low, jnp.inf)),
-    "log1p": nonlinear.increasing(lambda low, high: jnp.where(low > -1, 1 / (1 + low), jnp.inf)),
-    "sqrt": nonlinear.increasing(nonlinear.root_slope),
-    "tanh": nonlinear.increasing(nonlinear.one_everywhere),
-    "logistic": nonlinear.increasing(lambda low, high: jnp.full_like(low, 0.25)),
-    "erf": nonlinear.increasing(lambda low, high: jnp.full_like(low, 1.1283792)),
-    "atan": nonlinear.increasing(nonlinear.one_everywhere),
-    "rsqrt": nonlinear.decreasing(lambda low, high: jnp.where(low > 0, 0.5 * low**-1.5, jnp.inf)),
-    "erfc": nonlinear.decreasing(lambda low, high: jnp.full_like(low, 1.1283792), ulps=512),
+    "exp": nonlinear.monotone(lambda low, high: jnp.exp(high)),
+    "exp2": nonlinear.monotone(lambda low, high: jnp.exp2(high), ulps=512),
+    "expm1": nonlinear.monotone(lambda low, high: jnp.exp(high)),
+    "log": nonlinear.monotone(lambda low, high: jnp.where(low > 0, 1 / low, jnp.inf)),
+    "log1p": nonlinear.monotone(lambda low, high: jnp.where(low > -1, 1 / (1 + low), jnp.inf)),
+    "sqrt": nonlinear.monotone(lambda low, high: jnp.where(low > 0, 0.5 / jnp.sqrt(low), jnp.inf)),
+    **dict.fromkeys(("tanh", "atan"), nonlinear.monotone()),
+    "logistic": nonlinear.monotone(0.25),
+    "erf": nonlinear.monotone(1.1283792),
+    "rsqrt": nonlinear.monotone(
+        lambda low, high: jnp.where(low > 0, 0.5 * low**-1.5, jnp.inf), falling=True
+    ),
+    "erfc": nonlinear.monotone(1.1283792, ulps=512, falling=True),
     **dict.fromkeys(("sin", "cos"), nonlinear.wave),
-    **dict.fromkeys(("floor", "ceil", "round"), nonlinear.increasing(jump=True)),
     "sort": nonlinear.ordered,
     "reduce_prod": nonlinear.multiplied,
     "cumprod": nonlinear.multiplied_on,
-    **dict.fromkeys(("cummax", "cummin"), nonlinear.increasing(jump=True)),
+    **dict.fromkeys(
+        ("floor", "ceil", "round", "cummax", "cummin"), nonlinear.monotone(math.inf, exact=True)
+    ),
     "pow": nonlinear.real_power,
     "is_finite": decisions.finite,
     "cond": decisions.branched,

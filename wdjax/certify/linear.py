@@ -1,5 +1,7 @@
 """Rules for affine operations, which map a value's roots along, and for products."""
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -295,6 +297,21 @@ def cumulated(eqn: JaxprEqn) -> int:
 
 def scattered(eqn: JaxprEqn) -> int:
     return math.prod(shape_of(eqn, 2))
+
+
+def windows(eqn: JaxprEqn, shape: Sequence[int]) -> list[Callable[..., Array]]:
+    """For every place in a window, what is there, ``shape``, of an array in a frame of a number."""
+    params = eqn.params
+    sizes, strides = params["window_dimensions"], params["window_strides"]
+    apart = params.get("window_dilation", (1,) * len(sizes))
+
+    def part(place: Sequence[int], t: Array, blank: float) -> Array:
+        t = lax.pad(t, jnp.asarray(blank, t.dtype), [(*pads, 0) for pads in params["padding"]])
+        first = [d * i for d, i in zip(apart, place)]
+        stops = [o + (n - 1) * s + 1 for o, n, s in zip(first, shape, strides)]
+        return lax.slice(t, first, stops, strides)
+
+    return [functools.partial(part, place) for place in itertools.product(*map(range, sizes))]
 
 
 def windowed(eqn: JaxprEqn) -> int:

@@ -23,8 +23,7 @@ from wdjax.certify.domain import Array, Context, Interval, Linear, fresh, is_exa
 from wdjax.certify.graph import Graph, Node, dependent
 
 _DIAGONAL = {"mul", "div", "add", "sub", "neg", "add_any", "convert_element_type"}
-_MOVES = {
-    "reshape", "squeeze", "expand_dims", "transpose", "slice", "rev", "concatenate", "stack", "pad",
+_MOVES = interval.MOVES | {
     "split", "unstack", "reduce_sum", "dynamic_slice", "dynamic_update_slice",
 }  # fmt: skip
 _WINOGRAD = 96

@@ -9,6 +9,7 @@ tightness and never soundness.
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from wdjax.certify.domain import Array, Linear
+from wdjax.certify.linear import windows
 
 
 class View(NamedTuple):
@@ -246,28 +248,11 @@ def _sigma(z: Array) -> Array:
 
 def pooled(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
     """Max pooling: below, the entry with the largest lower end; above, it if it dominates."""
-    params = eqn.params
-    if max(params["base_dilation"]) > 1:
+    if max(eqn.params["base_dilation"]) > 1:
         return None
-    window, strides, padding = (
-        params[k] for k in ("window_dimensions", "window_strides", "padding")
-    )
     outs: Any = eqn.outvars[0].aval
-
-    def view(offset: tuple[int, ...], blank: float) -> Linear:
-        def patch(t: Array) -> Array:
-            t = lax.pad(t, jnp.asarray(blank, t.dtype), [(*pads, 0) for pads in padding])
-            stops = [o + (n - 1) * s + 1 for o, n, s in zip(offset, outs.shape, strides)]
-            return lax.slice(t, offset, stops, strides)
-
-        return patch
-
-    apart = params["window_dilation"]
-    offsets = [
-        tuple(d * i for d, i in zip(apart, place))
-        for place in itertools.product(*map(range, window))
-    ]
-    return _largest(args[0], [(view(o, 0.0), view(o, -jnp.inf)) for o in offsets])
+    views = windows(eqn, outs.shape)
+    return _largest(args[0], [[partial(see, blank=b) for b in (0.0, -jnp.inf)] for see in views])
 
 
 def reduced(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
@@ -285,7 +270,7 @@ def reduced(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines 
     return _largest(args[0], [(view(p), view(p)) for p in places])
 
 
-def _largest(ends: Ends, views: Sequence[tuple[Linear, Linear]]) -> Lines:
+def _largest(ends: Ends, views: Sequence[Sequence[Linear]]) -> Lines:
     lower, upper = ends
     lows, highs = (jnp.stack([jax.vmap(see)(end) for _, see in views]) for end in (lower, upper))
     best = jnp.argmax(lows, axis=0)
