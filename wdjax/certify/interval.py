@@ -66,12 +66,7 @@ def bound(
     >>> float(low), round(float(high), 4)
     (0.0, 1.0)
     """
-    lower, upper = jnp.asarray(lower), jnp.asarray(upper)
-    if lower.shape != upper.shape or not jnp.issubdtype(lower.dtype, jnp.floating):
-        raise ValueError(
-            f"lower and upper must be floats of one shape, got {lower.dtype}{list(lower.shape)} "
-            f"and {upper.dtype}{list(upper.shape)}."
-        )
+    lower, upper = check_ends(lower, upper)
     if not validate.traced(lower, upper) and not bool(jnp.all(lower <= upper)):
         raise ValueError("lower must be at most upper everywhere, without NaN; swap the ends.")
     if ball is not None:
@@ -82,6 +77,18 @@ def bound(
     pairs = [ends(value) for value in outputs]
     lowers, uppers = ([pair[side] for pair in pairs] for side in (0, 1))
     return norms.Bounds(jax.tree.unflatten(leaves, lowers), jax.tree.unflatten(leaves, uppers))
+
+
+def check_ends(lower: ArrayLike, upper: ArrayLike) -> tuple[Array, Array]:
+    """The ends of a box as arrays."""
+    lower, upper = jnp.asarray(lower), jnp.asarray(upper)
+    fits = (lower.shape, lower.dtype) == (upper.shape, upper.dtype)
+    if not fits or not jnp.issubdtype(lower.dtype, jnp.floating):
+        raise ValueError(
+            f"lower and upper must be floats of one shape, got {lower.dtype}{list(lower.shape)} "
+            f"and {upper.dtype}{list(upper.shape)}."
+        )
+    return lower, upper
 
 
 def _within(
