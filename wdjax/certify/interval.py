@@ -85,8 +85,8 @@ def check_ends(lower: ArrayLike, upper: ArrayLike) -> tuple[Array, Array]:
     fits = (lower.shape, lower.dtype) == (upper.shape, upper.dtype)
     if not fits or not jnp.issubdtype(lower.dtype, jnp.floating):
         raise ValueError(
-            f"lower and upper must be floats of one shape, got {lower.dtype}{list(lower.shape)} "
-            f"and {upper.dtype}{list(upper.shape)}."
+            "lower and upper must be floats of one shape, the ends of one sample's box, got "
+            f"{lower.dtype}{list(lower.shape)} and {upper.dtype}{list(upper.shape)}."
         )
     return lower, upper
 
