@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from wdjax.certify.domain import Array
+from wdjax.certify.domain import Array, Linear
 
 Pair = tuple[int, int]
 
@@ -38,6 +38,11 @@ class Whole(NamedTuple):
     """``[G, R, *shape]``."""
 
     a: Array
+
+    def behind(self, linear: Linear, shape: tuple[int, ...]) -> "Whole":
+        """Back through a linear map from ``shape``."""
+        pull = jax.vjp(linear, jnp.zeros(shape, self.a.dtype))[1]
+        return Whole(jax.vmap(jax.vmap(lambda t: pull(t)[0]))(self.a))
 
 
 class Window(NamedTuple):

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from wdjax import norms
 from wdjax.certify import crown, margins, region, slopes
 from wdjax.certify.coefficients import Rows, Whole, rounding, summed
 from wdjax.certify.domain import Array
@@ -24,7 +23,7 @@ from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.network import Network
 from wdjax.certify.region import Box, Region
 
-_RATE, _DECAY = 0.2, 0.95
+_RATE = 0.2
 
 Maps = dict[int, Array]
 """By the place of a rectifier's operand."""
@@ -138,9 +137,12 @@ def bounds(
         wide = margins.wide(ball).prepared()
         split = functools.partial(_Split, net, wide, known, y, leaves.rival)
         begun = split(leaves.signs)
-        best = _maximised(begun, _maps(leaves.multipliers, known.lower), steps)
-        worth, choices = lax.top_k(_scores(begun, best.multipliers), tries)
-        own = _rows(best.multipliers)
+        most = {i: jnp.where(sign == 0, 1.0, jnp.inf) for i, sign in begun.signs.items()}
+        multipliers = _maps(leaves.multipliers, known.lower)
+        worst = slopes.Best(jnp.full(count, -jnp.inf, x.dtype), multipliers)
+        best = slopes.maximised(begun.low, worst, most, steps, _RATE, until=0.0)
+        worth, choices = lax.top_k(_scores(begun, best.slopes), tries)
+        own = _rows(best.slopes)
         places = jnp.arange(count)
 
         def half(turn: Array) -> Array:
@@ -156,18 +158,6 @@ def bounds(
         choices = jnp.take_along_axis(choices, order, axis=-1)
         children = jnp.take_along_axis(children, order[..., None], axis=1)
     return Bounds(best.low, own, choices, children)
-
-
-class _Best(NamedTuple):
-    low: Array
-    multipliers: Maps
-
-
-class _Climb(NamedTuple):
-    step: Array
-    now: Maps
-    moments: slopes.Moments
-    best: _Best
 
 
 class _Split:
@@ -214,40 +204,6 @@ class _Split:
         found = (found - (1 + unit) * paid)[0]
         found = jnp.where(self.empty, jnp.inf, found)
         return jnp.where(self.lost | jnp.isnan(found), -jnp.inf, found)
-
-
-def _maximised(split: _Split, begun: Maps, steps: int) -> _Best:
-    """The best bounds of Adam's steps, and the multipliers that gave them."""
-
-    def height(multipliers: Maps) -> tuple[Array, Array]:
-        low = split.low(multipliers)
-        return jnp.sum(jnp.where(jnp.isfinite(low), low, 0.0)), low
-
-    def better(best: _Best, low: Array, now: Maps) -> _Best:
-        gain = low > best.low
-        kept = {
-            place: jnp.where(norms.spread(gain, m), m, best.multipliers[place])
-            for place, m in now.items()
-        }
-        return _Best(jnp.where(gain, low, best.low), kept)
-
-    def step(carry: _Climb) -> _Climb:
-        i, now, moments, best = carry
-        (_, low), slope = jax.value_and_grad(height, has_aux=True)(now)
-        best = better(best, low, now)
-        now, moments = slopes.climbed(i, now, moments, slope, _RATE * _DECAY**i)
-        return _Climb(
-            i + 1, jax.tree.map(lambda m, t: jnp.clip(m, 0.0, t), now, most), moments, best
-        )
-
-    def goes_on(carry: _Climb) -> Array:
-        return (carry.step < steps) & jnp.any(carry.best.low <= 0)
-
-    most = {place: jnp.where(sign == 0, 1.0, jnp.inf) for place, sign in split.signs.items()}
-    worst = _Best(jnp.full(len(split.contrast), -jnp.inf, split.contrast.dtype), begun)
-    climb = _Climb(jnp.zeros((), jnp.int32), begun, slopes.Moments.blank(begun), worst)
-    climb = lax.while_loop(goes_on, step, climb)
-    return better(climb.best, split.low(climb.now), climb.now)
 
 
 def _scores(split: _Split, multipliers: Maps) -> Array:

@@ -7,9 +7,9 @@ attained at an end, a kink, or where the derivative is the slope, so that a bad 
 tightness and never soundness.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -63,23 +63,13 @@ def _rounding(*sizes: Array) -> Array:
 
 
 def rectifier(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
-    """``max(z, c)`` and ``min(z, c)``: ReLU, and clipping from one side."""
+    """``max(z, c)`` and ``min(z, c) = -max(-z, -c)``: ReLU, and clipping from one side."""
     if sum(moves) != 1:
         return None
-    place = moves.index(True)
+    place, least = moves.index(True), eqn.primitive.name == "min"
     (lower, upper), level = args[place], args[1 - place]
-    if eqn.primitive.name == "min":
-        mirrored = _hinge(-upper, -lower, -level)
-        return Lines(
-            (View(place, mirrored[1], mirrored[0]),), -mirrored[3], -mirrored[2], mirrored[4]
-        )
-    low, up, below, above, unstable = _hinge(lower, upper, level)
-    free = unstable & (level == 0)
-    return Lines((View(place, low, up),), below, above, unstable, free)
-
-
-def _hinge(lower: Array, upper: Array, level: Array) -> tuple[Array, Array, Array, Array, Array]:
-    """Slopes and intercepts of ``max(z, level)``, below and above, and where it bends."""
+    if least:
+        lower, upper, level = -upper, -lower, -level
     unstable = (lower < level) & (upper > level)
     low = jnp.where(unstable, upper - level > level - lower, lower >= level).astype(lower.dtype)
     below = jnp.where(low > 0, 0.0, level)
@@ -87,7 +77,10 @@ def _hinge(lower: Array, upper: Array, level: Array) -> tuple[Array, Array, Arra
     slope = jnp.where(unstable, jnp.clip((upper - level) / width, 0.0, 1.0), low)
     at_lower, at_upper = level - slope * lower, upper - slope * upper
     above = jnp.maximum(at_lower, at_upper) + _rounding(level + 0 * lower, slope * upper, upper)
-    return low, slope, below, jnp.where(unstable, above, below), unstable
+    above = jnp.where(unstable, above, below)
+    if least:
+        return Lines((View(place, slope, low),), -above, -below, unstable)
+    return Lines((View(place, low, slope),), below, above, unstable, unstable & (level == 0))
 
 
 def product(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
@@ -197,11 +190,7 @@ def sigmoid(
         for line, pick in ((low, jnp.minimum), (up, jnp.maximum)):
             turn = inverse(jnp.clip(line, 0.0, slope(jnp.zeros_like(line))))
             points = (lower, upper, jnp.clip(turn, lower, upper), jnp.clip(-turn, lower, upper))
-            values = [f(z) - line * z for z in points]
-            best = values[0]
-            for value in values[1:]:
-                best = pick(best, value)
-            lines.append(best)
+            lines.append(functools.reduce(pick, [f(z) - line * z for z in points]))
         reach = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
         slack = _rounding(jnp.ones_like(reach), low * reach, up * reach)
         return Lines((View(0, low, up),), lines[0] - slack, lines[1] + slack)
@@ -252,7 +241,9 @@ def pooled(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines |
         return None
     outs: Any = eqn.outvars[0].aval
     views = windows(eqn, outs.shape)
-    return _largest(args[0], [[partial(see, blank=b) for b in (0.0, -jnp.inf)] for see in views])
+    return _largest(
+        args[0], [[functools.partial(see, blank=b) for b in (0.0, -jnp.inf)] for see in views]
+    )
 
 
 def reduced(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from wdjax.certify.coefficients import Coefficients, Rows, Whole, Window, flat, seen, summed, whole
@@ -67,7 +66,6 @@ def relaxed(
         if isinstance(sent, Window):
             sent = sent._replace(clean=True)  # Outside of the map all slopes are 0.
         if view.view is not None:
-            pull = jax.vjp(view.view, jnp.zeros(view.shape, back.dtype))[1]
-            sent = Whole(jax.vmap(jax.vmap(lambda t, pull=pull: pull(t)[0]))(back))
+            sent = Whole(back).behind(view.view, view.shape)
         backs.append((view.operand, sent))
     return sum_, backs
