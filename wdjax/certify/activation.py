@@ -8,13 +8,14 @@ Rounding: the cells bound the exact function; what its float program may deviate
 a running error analysis over the whole interval, one equation after the other.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 
 from wdjax.certify import interval
 from wdjax.certify.domain import (
@@ -27,6 +28,7 @@ from wdjax.certify.domain import (
     largest_size,
     tiny,
 )
+from wdjax.certify.graph import flatten
 from wdjax.certify.relax import Ends, Lines, View
 
 _HALF = 12
@@ -111,33 +113,27 @@ def _cut(lower: Array, upper: Array, k: Array) -> Array:
 
 def _deviation(program: ClosedJaxpr, lower: Array, upper: Array) -> Array:
     """How far the float program may be from the exact function anywhere in the interval."""
-    values: dict[Any, Value] = {program.jaxpr.invars[0]: fresh(lower, upper)}
-    values.update(zip(program.jaxpr.constvars, program.consts))
-    errors: dict[Any, Array] = {}
-    for eqn in program.jaxpr.eqns:
-        args = [
-            jnp.asarray(atom.val, lower.dtype) if isinstance(atom, Literal) else values[atom]
-            for atom in eqn.invars
-        ]
-        (out,) = interval.apply(eqn, args, Context())
-        values[eqn.outvars[0]] = out
+    graph = flatten(program)
+    values: dict[int, Value] = {**graph.constants, graph.inputs[0]: fresh(lower, upper)}
+    errors: dict[int, Array] = {}
+    for node in graph.nodes:
+        args, name = [values[place] for place in node.inputs], node.name
+        (out,) = interval.apply(node.eqn, args, Context())
+        values[node.outputs[0]] = out
         if not isinstance(out, Interval):
             continue
-        error, name = jnp.zeros_like(lower), eqn.primitive.name
-        for place, atom in enumerate(eqn.invars):
-            if isinstance(atom, Literal) or atom not in errors:
-                continue
-            if name == "select_n":
-                error = jnp.maximum(error, errors[atom])
-            else:
-                error = error + errors[atom] * (
-                    1.0 if name in _STEADY else _steep(eqn, args, place)
-                )
+        parts = [
+            errors[place] * (1.0 if name in _STEADY else _steep(node.eqn, args, k))
+            for k, place in enumerate(node.inputs)
+            if place in errors
+        ]
+        either = jnp.maximum if name == "select_n" else jnp.add
+        error = functools.reduce(either, parts, jnp.zeros_like(lower))
         if name not in _EXACT:
             ulps = _ULPS.get(name, 16) * float(jnp.finfo(lower.dtype).eps)
             error = error + ulps * largest_size(out) + tiny(lower.dtype)
-        errors[eqn.outvars[0]] = error
-    worst = errors.get(program.jaxpr.outvars[0], jnp.zeros_like(lower))
+        errors[node.outputs[0]] = error
+    worst = errors.get(graph.outputs[0], jnp.zeros_like(lower))
     return jnp.where(jnp.isnan(worst), jnp.inf, worst)
 
 

@@ -181,16 +181,13 @@ class _Split:
         empty = [(v.lower > v.upper).reshape(len(signs), -1).any(axis=1) for v in values]
         self.empty = jnp.stack(empty).any(axis=0)
         self.lost = jnp.stack([jnp.zeros((), bool), *net.lost]).any()
-        self.output = net.graph.outputs[0]
-        (classes,) = net.graph.avals[self.output].shape[1:]
-        own = jax.nn.one_hot(jnp.broadcast_to(y, rival.shape), classes, dtype=ball.center.dtype)
-        self.contrast = own - jax.nn.one_hot(rival, classes, dtype=own.dtype)
+        y = jnp.broadcast_to(y, rival.shape)
+        self.contrasts = margins.contrasts(net, y, rival[:, None])
 
     def low(self, multipliers: Maps, record: dict[int, tuple[Array, Array]] | None = None) -> Array:
         """``[L]`` bounds."""
-        state, count = self.state, len(self.contrast)
-        coefficients: dict[int, Whole] = {self.output: Whole(self.contrast[None, :, None])}
-        below, paid = {}, jnp.zeros((1, count), self.contrast.dtype)
+        state, coefficients = self.state, dict(self.contrasts)
+        below, paid = {}, jnp.zeros((1, state.samples), state.region.lower.dtype)
         for place, sign in self.signs.items():
             weight = jnp.where(sign == 0, 0.0, multipliers[place])[None]
             coefficients[place] = Whole(-weight * sign[None])
@@ -198,7 +195,7 @@ class _Split:
         for out, place in self.operands.items():
             sign = self.signs[place]
             below[out] = jnp.where(sign == 0, multipliers[place], sign > 0)[None]
-        rows = Rows(jnp.arange(count))
+        rows = Rows(jnp.arange(state.samples))
         found = crown.backward(state, coefficients, rows, slopes=below, record=record)
         unit = rounding(sum(sign[0].size for sign in self.signs.values()), paid.dtype)
         found = (found - (1 + unit) * paid)[0]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from wdjax.certify import coarse, crown, slopes
-from wdjax.certify.coefficients import Rows, Whole
+from wdjax.certify.coefficients import Coefficients, Rows, Whole
 from wdjax.certify.domain import Array
 from wdjax.certify.explicit import explicit
 from wdjax.certify.fused import fuse
@@ -53,7 +53,7 @@ def of(
             right = True if every else jnp.argmax(model(region.center), axis=-1) == y
             open_ = right & jnp.any((low <= 0) & (jnp.arange(classes) != y[:, None]), axis=1)
             needed = jnp.ones_like(open_) if bound is crown.backward else open_
-            low = _contrasts(state, place, y, low, needed, bound)
+            low = _rows(state, y, low, needed, bound)
     for lost in state.network.lost:
         low = jnp.where(lost, -jnp.inf, low)
     low = jnp.where(jnp.isnan(low) | jnp.isnan(region.eps)[:, None], -jnp.inf, low)
@@ -108,20 +108,27 @@ def _apart(state: crown.Pass, place: int, y: Array) -> Array:
     return apart - unit * (jnp.abs(own) + value.size[:, 0])
 
 
-def _contrasts(
-    state: crown.Pass, place: int, y: Array, low: Array, needed: Array, bound: crown.Bound
-) -> Array:
+def others(y: Array, classes: int) -> Array:
+    """``[B, K - 1]`` classes that are not the label."""
+    return (y[:, None] + 1 + jnp.arange(classes - 1)) % classes
+
+
+def contrasts(net: Network, y: Array, rivals: Array) -> dict[int, Coefficients]:
+    """``z_y - z_j`` of ``G`` rivals of each of ``R`` rows, ``[R, G]``, by the place of logits."""
+    (place,) = net.graph.outputs
+    classes, dtype = net.graph.avals[place].shape[1], net.graph.avals[net.source].dtype
+    own, rival = (jax.nn.one_hot(labels, classes, dtype=dtype) for labels in (y, rivals.T))
+    return {place: Whole((own - rival)[:, :, None])}
+
+
+def _rows(state: crown.Pass, y: Array, low: Array, needed: Array, bound: crown.Bound) -> Array:
     """Margins of the samples that need it, by rows of all their rivals; never looser."""
-    _, classes = low.shape
-    rivals = (y[:, None] + 1 + jnp.arange(classes - 1)) % classes
+    rivals = others(y, low.shape[1])
 
     def turn(these: Array, places: Sequence[Array], low: Array) -> Array:
         rows = places[0]
-        own = jax.nn.one_hot(y[rows], classes, dtype=low.dtype)
-        other = jax.nn.one_hot(rivals[rows].T, classes, dtype=low.dtype)
-        a = Whole((own - other)[:, :, None])
-        found = bound(state, {place: a}, Rows(rows))
+        found = bound(state, contrasts(state.network, y[rows], rivals[rows]), Rows(rows))
         # Lines may lie outside of what is known: the better of both.
         return low.at[these[:, None], rivals[rows]].max(found.T, mode="drop")
 
-    return crown.by_turns(needed, crown.chunk(state, classes - 1), turn, low)
+    return crown.by_turns(needed, crown.chunk(state, rivals.shape[1]), turn, low)
