@@ -55,7 +55,6 @@ def _range(program: ClosedJaxpr, low: Array, high: Array) -> Ends:
 
 def lines(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines:
     """The rule for lines."""
-    del moves
     program = eqn.params["jaxpr"]
     shape = args[0][0].shape
     lower, upper = (end.reshape(-1) for end in args[0])

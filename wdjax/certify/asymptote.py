@@ -41,8 +41,7 @@ def slopes(
     that is homogeneous at infinity.
     """
     count, size = len(labels), math.prod(x.shape[1:])
-    blank = jnp.zeros((count, *x.shape[1:]), x.dtype)
-    net = margins.network(model, Region(blank, blank, blank, blank, norm), fused=False)
+    net = margins.network(model, x, fused=False)
     if not _homogeneous(net):
         return jnp.full(count, jnp.inf)
     farthest = jnp.max(norms.lp_norm(x, norm))

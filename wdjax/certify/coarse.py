@@ -36,17 +36,13 @@ def refine(state: crown.Pass, place: int, needed: Array) -> None:
     width = max(min(most // channels, crown.chunk(state, channels)), 1)
     own = jnp.eye(channels, dtype=value.lower.dtype)[:, None, None, None, :]
 
-    def turn(these: Array, places: Sequence[Array], sides: Array) -> Array:
+    def find(places: Sequence[Array]) -> Array:
         sample, _, row, column = places
-        a = Window(jnp.repeat(own, len(these), axis=1), (1, 1), (0, 0), shape)
+        a = Window(jnp.repeat(own, len(sample), axis=1), (1, 1), (0, 0), shape)
         found = crown.backward(short, {place: a}, Rows(sample, (row, column)), mirrored=True)
-        found = jnp.where(jnp.isnan(found), -jnp.inf, found).transpose(0, 2, 1)
-        return sides.at[:, these].max(found, mode="drop")
+        return found.transpose(0, 2, 1)
 
-    sides = jnp.stack([side.reshape(-1, channels) for side in (value.lower, -value.upper)])
-    sides = crown.by_turns(jnp.any(needed, axis=-1, keepdims=True), width, turn, sides)
-    low, high = sides.reshape(2, *value.lower.shape)
-    state.values[place] = value._replace(lower=low, upper=-high)
+    crown.improve(state, place, jnp.any(needed, axis=-1, keepdims=True), width, find)
 
 
 def _short(state: crown.Pass, place: int) -> crown.Pass | None:

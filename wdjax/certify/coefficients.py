@@ -155,11 +155,6 @@ def whole(coefficients: Coefficients, rows: Rows) -> Whole:
         return coefficients
     window = spread(coefficients)
     a, (_, height, width, _) = window.a, window.shape
-    if window.fixed:
-        spans = zip(window.offset, window.size, (height, width))
-        pads = [(o, m - o - n, 0) for o, n, m in spans]
-        a = lax.pad(a, jnp.zeros((), a.dtype), [(0, 0, 0)] * 2 + pads + [(0, 0, 0)])
-        return Whole(a[:, :, None])
     padded = jnp.pad(a, ((0, 0), (0, 0), (height, height), (width, width), (0, 0)))
     starts = [
         jnp.clip(n - s, 0, n + h)

@@ -97,7 +97,6 @@ def bounds(
     """
     state = Pass(net, region, known=known or {})
     state.values[net.source] = network.begin(region.lower, region.upper, 0)
-    done: set[int] = set()
     for node in net.graph.nodes:
         for place in node.outputs:
             affine = net.affine.get(place)
@@ -108,8 +107,7 @@ def bounds(
                     unit = rounding(value.offset.size, value.offset.dtype)
                     error = (1 + unit) * value.error + unit * jnp.abs(value.offset)
                     state.charges[place] = framed(value.offset[None], error)
-        if node.outputs[0] in net.others and id(node) not in done:
-            done.add(id(node))
+        if node.outputs[0] in net.others:
             _relax(state, node, tighten)
     return state
 
@@ -215,14 +213,28 @@ def _intervals(state: Pass, node: Node) -> list[tuple[Array, Array]]:
 
 def refine(state: Pass, place: int, needed: Array, bound: Bound) -> None:
     """Bounds a value's entries by backward passes where ``needed``, ``[B, *shape]``."""
+
+    def find(places: Sequence[Array]) -> Array:
+        return _entries(state, place, places, bound)
+
+    improve(state, place, needed, chunk(state, 2), find)
+
+
+def improve(
+    state: Pass, place: int, needed: Array, width: int, find: Callable[[Sequence[Array]], Array]
+) -> None:
+    """Takes lower bounds of entries and of their negatives where they are tighter, in turns.
+
+    ``find`` bounds ``[2, R, ...]``, all entries at the :func:`numbers` of some that are needed.
+    """
     value = state.values[place]
 
     def turn(these: Array, places: Sequence[Array], sides: Array) -> Array:
-        found = _entries(state, place, places, bound)
+        found = find(places).reshape(2, len(these), -1)
         return sides.at[:, these].max(jnp.where(jnp.isfinite(found), found, -jnp.inf), mode="drop")
 
-    sides = jnp.stack([value.lower.reshape(-1), -value.upper.reshape(-1)])
-    low, high = by_turns(needed, chunk(state, 2), turn, sides).reshape(2, *value.lower.shape)
+    sides = jnp.stack([value.lower, -value.upper]).reshape(2, needed.size, -1)
+    low, high = by_turns(needed, width, turn, sides).reshape(2, *value.lower.shape)
     state.values[place] = value._replace(lower=low, upper=-high)
 
 

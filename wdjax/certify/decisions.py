@@ -36,7 +36,6 @@ def inequality(flip: bool) -> Rule:
     """``<``, ``<=``, ``>`` and ``>=``; a comparison at equality is open, as Clarke's masks want."""
 
     def rule(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
-        del context
         (la, ua), (lb, ub) = (ends(a) for a in (args[::-1] if flip else args))
         return Ternary(ua < lb, ~(la > ub))
 
@@ -45,7 +44,6 @@ def inequality(flip: bool) -> Rule:
 
 def equal(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
     """Never surely true, ties being kinks, but for a value and itself (the test for NaN)."""
-    del context
     left, right = args
     if left is right:
         shape = ends(left)[0].shape
@@ -89,16 +87,9 @@ def _attains(value: Value, top: Value) -> Ternary | None:
 
 def finite(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
     """Surely true between finite ends; beyond them open."""
-    del eqn, context
     lower, upper = ends(args[0])
     sure = jnp.isfinite(lower) & jnp.isfinite(upper)
     return Ternary(sure, jnp.ones_like(sure))
-
-
-def branched(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | list[Value]:
-    raise ValueError(
-        "'cond' chooses by, or computes from, what depends on the input; write jnp.where instead."
-    )
 
 
 def unequal(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
@@ -107,7 +98,6 @@ def unequal(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
 
 
 def logical(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
-    del context
     if any(isinstance(a, Interval) for a in args):
         raise ValueError(f"the primitive {eqn.primitive.name!r} is certified on booleans only.")
     name = eqn.primitive.name

@@ -103,14 +103,11 @@ class Ternary:
     origin: Origin | None = None
 
 
-@dataclass(eq=False)
-class Context:
-    """What one pass over a program asks for, and what it noticed."""
+class Context(NamedTuple):
+    """What one pass over a program asks for."""
 
     norm: float | None = None
     """Propagate Lipschitz constants in this norm."""
-    jumps: set[str] = field(default_factory=set)
-    """Discontinuous primitives met on the way: no derivative bounds such a program."""
 
 
 Value: TypeAlias = Interval | Ternary | Array

@@ -32,6 +32,7 @@ from wdjax.certify.domain import (
     largest_size,
     tiny,
 )
+from wdjax.certify.ends import fitted
 from wdjax.certify.graph import flatten
 
 
@@ -147,7 +148,6 @@ def lifted(value: Array) -> Array:
 
 def entrywise(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
     """A function of one number, as one node of :mod:`wdjax.certify.fused`."""
-    del context
     (lower, upper), program = ends(args[0]), eqn.params["jaxpr"]
 
     def one(lower: Array, upper: Array) -> tuple[Array, Array]:
@@ -176,15 +176,8 @@ def _rounded(value: Value, dtype: Any, name: str, context: Context) -> Value:
     slack = slack_of(dtype, largest_size(value))
     if name in SUMS:
         slack += gamma(value.roundings, dtype) * value.magnitude
-    most = float(jnp.finfo(dtype).max)
-    lower, upper = lower - slack, upper + slack
-    lower, upper = (
-        jnp.where(lower < -most, -jnp.inf, lower),
-        jnp.where(upper > most, jnp.inf, upper),
-    )
-    constant = None
-    if context.norm is not None:
-        constant = constant_of(value, context.norm)
+    lower, upper = fitted(lower - slack, upper + slack, dtype)
+    constant = None if context.norm is None else constant_of(value, context.norm)
     return fresh(lower, upper, constant, value.origin)
 
 
@@ -199,9 +192,9 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("dynamic_slice", "gather"), linear.additive([0])),
     "dynamic_update_slice": linear.additive([0, 1]),
     "scatter-add": linear.additive([0, 2], linear.scattered),
-    "neg": linear.additive(absolute=lambda t: t),
+    "neg": linear.additive(absolute=lambda ts: ts[0]),
     **dict.fromkeys(("add", "add_any"), linear.additive(terms=lambda _: 1)),
-    "sub": linear.additive(terms=lambda _: 1, absolute=jnp.add),
+    "sub": linear.additive(terms=lambda _: 1, absolute=lambda ts: ts[0] + ts[1]),
     "reduce_sum": linear.summation,
     "cumsum": linear.additive(terms=linear.cumulated),
     "reduce_window_sum": linear.additive(terms=linear.windowed),
@@ -242,7 +235,6 @@ RULES: dict[str, Rule] = {
     ),
     "pow": nonlinear.real_power,
     "is_finite": decisions.finite,
-    "cond": decisions.branched,
     "sign": nonlinear.sign,
     **dict.fromkeys(("lt", "le"), decisions.inequality(flip=False)),
     **dict.fromkeys(("gt", "ge"), decisions.inequality(flip=True)),

@@ -133,7 +133,7 @@ def bounds(
     count = len(leaves.rival)
     with jax.default_matmul_precision("highest"):
         ball = region.ball(jnp.broadcast_to(x, (count, *x.shape[1:])), eps, norm, box)
-        net = margins.network(model, ball)
+        net = margins.network(model, x)
         wide = margins.wide(ball).prepared()
         split = functools.partial(_Split, net, wide, known, y, leaves.rival)
         begun = split(leaves.signs)

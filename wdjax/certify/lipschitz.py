@@ -111,12 +111,7 @@ def layer_product(
 @functools.partial(jax.jit, static_argnums=(3, 5))
 @jax.default_matmul_precision("highest")
 def _layer_product(
-    model: Classifier,
-    lower: Array,
-    upper: Array,
-    norm: float,
-    labels: Array,
-    classes: int,
+    model: Classifier, lower: Array, upper: Array, norm: float, labels: Array, classes: int
 ) -> Array:
     context = domain.Context(norm=norm)
     region = domain.box(lower, upper, constant=jnp.ones((), lower.dtype))
@@ -175,12 +170,7 @@ def interval_jacobian(
 @functools.partial(jax.jit, static_argnums=(3, 5))
 @jax.default_matmul_precision("highest")
 def _interval_jacobian(
-    model: Classifier,
-    lower: Array,
-    upper: Array,
-    norm: float,
-    labels: Array,
-    classes: int,
+    model: Classifier, lower: Array, upper: Array, norm: float, labels: Array, classes: int
 ) -> Array:
     def constants(y: Array) -> Array:
         region = domain.box(lower, upper)

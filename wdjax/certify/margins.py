@@ -62,12 +62,12 @@ def of(
 
 def prepare(model: Classifier, region: Region, method: Method) -> crown.Pass:
     """The bounds of everything that the model computes before its margins."""
-    return crown.bounds(network(model, region), wide(region).prepared(), _INSIDE[method])
+    return crown.bounds(network(model, region.center), wide(region).prepared(), _INSIDE[method])
 
 
-def network(model: Classifier, region: Region, fused: bool = True) -> Network:
+def network(model: Classifier, x: Array, fused: bool = True) -> Network:
     """The model's program for one sample, functions of one number as one node if ``fused``."""
-    sample = jax.ShapeDtypeStruct((1, *region.center.shape[1:]), region.center.dtype)
+    sample = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
     with plain():
         closed = jax.make_jaxpr(model)(sample)
     graph = explicit(flatten(closed))

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from wdjax.certify import interval, linear
 from wdjax.certify.domain import Array, Context, Interval, Linear, fresh, is_exact, tiny
+from wdjax.certify.ends import fitted
 from wdjax.certify.graph import Graph, Node, dependent
 
 _DIAGONAL = {"mul", "div", "add", "sub", "neg", "add_any", "convert_element_type"}
@@ -205,7 +206,7 @@ def forward(affine: Affine, values: dict[int, Bounded], charged: set[int]) -> Bo
     fine = affine.error * size + lowest * max(affine.offset.size, 64)
     radius = _open(radius + 2 * fine)
     declared: Any = affine.node.eqn.outvars[0].aval
-    lower, upper = _cut(center - radius, center + radius, declared.dtype)
+    lower, upper = fitted(center - radius, center + radius, declared.dtype)
     adds = affine.node.name not in _DIAGONAL | _MOVES - {"reduce_sum"} or len(affine.parts) > 1
     mixes = adds + max(values[part.place].mixes for part in affine.parts)
     return Bounded(lower, upper, _open(size), _open(error + fine), offset, mixes)
@@ -213,10 +214,3 @@ def forward(affine: Affine, values: dict[int, Bounded], charged: set[int]) -> Bo
 
 def _open(size: Array) -> Array:
     return jnp.where(jnp.isnan(size), jnp.inf, size)
-
-
-def _cut(lower: Array, upper: Array, dtype: Any) -> tuple[Array, Array]:
-    """What is too large for the program's dtype is infinite."""
-    most = float(jnp.finfo(dtype).max)
-    lower = jnp.where(lower >= -most, lower, -jnp.inf)
-    return lower, jnp.where(upper <= most, upper, jnp.inf)

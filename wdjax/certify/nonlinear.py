@@ -93,27 +93,26 @@ def absolute(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval
 
 def power(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
     exponent = eqn.params["y"] if eqn.primitive.name == "integer_pow" else 2
-    lower, upper = ends(args[0])
-    if exponent < 0:
-        positive = lower > 0
-        inside = positive | (upper < 0)
-        low, high = jnp.where(inside, lower, 1.0), jnp.where(inside, upper, 1.0)
-        one, two = low**exponent, high**exponent
-        one, two = widen(jnp.minimum(one, two), jnp.maximum(one, two), 16 - 2 * exponent)
-        infinite = jnp.full_like(lower, jnp.inf)
-        return fresh(
-            jnp.where(inside, one, -infinite),
-            jnp.where(inside, two, infinite),
-            stretch(args, jnp.inf, context),
-        )
-    one, two = lower**exponent, upper**exponent
-    if exponent % 2 == 0:
+    (lower, upper), count = ends(args[0]), abs(exponent)
+    one, two = lower**count, upper**count
+    if count % 2 == 0:
         least = jnp.where((lower <= 0) & (upper >= 0), 0.0, jnp.minimum(one, two))
         one, two = least, jnp.maximum(one, two)
     size = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
-    steepest = jnp.max(exponent * size ** (exponent - 1)) if exponent else 0.0
-    one, two = widen(one, two, 16 + 2 * exponent)
-    return fresh(one, two, stretch(args, steepest, context))
+    steepest = jnp.max(exponent * size ** (exponent - 1)) if exponent > 0 else 0.0
+    one, two = widen(one, two, 16 + 2 * count)
+    if exponent >= 0:
+        return fresh(one, two, stretch(args, steepest, context))
+    inside, (one, two) = _inverse(one, two)
+    low, high = jnp.where(inside, one, -jnp.inf), jnp.where(inside, two, jnp.inf)
+    return fresh(low, high, stretch(args, jnp.inf, context))
+
+
+def _inverse(lower: Array, upper: Array) -> tuple[Array, tuple[Array, Array]]:
+    """Where 0 is outside, and the ends of what 1 is divided by there."""
+    inside = (lower > 0) | (upper < 0)
+    low, high = jnp.where(inside, lower, 1.0), jnp.where(inside, upper, 1.0)
+    return inside, widen(1 / high, 1 / low, 2)
 
 
 def real_power(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
@@ -189,10 +188,7 @@ def quotient(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval
 
         inputs = [(left, over(right), over(jnp.abs(right)))]
         return affine(over(right)(left.center), inputs, inputs[0][2](left.magnitude), 1)
-    lower, upper = ends(right)
-    inside = (lower > 0) | (upper < 0)
-    low, high = jnp.where(inside, lower, 1.0), jnp.where(inside, upper, 1.0)
-    inverse = widen(1 / high, 1 / low, 2)
+    inside, inverse = _inverse(*ends(right))
     one, two = corners(ends(left), inverse)
     constant = None
     if context.norm is not None:

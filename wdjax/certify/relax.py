@@ -147,10 +147,6 @@ def concave(f: Callable[[Array], Array], slope: Callable[[Array], Array]) -> Rel
     return rule
 
 
-def absolute(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
-    return _convex(jnp.abs, jnp.sign, args[0])
-
-
 def _convex(f: Callable[[Array], Array], slope: Callable[[Array], Array], ends: Ends) -> Lines:
     """The chord above, a tangent below."""
     lower, upper = ends
@@ -285,7 +281,7 @@ RELAXATIONS: dict[str, Relaxation] = {
     "div": quotient,
     "integer_pow": power,
     "square": power,
-    "abs": absolute,
+    "abs": convex(jnp.abs, jnp.sign),
     "exp": convex(jnp.exp, jnp.exp),
     "rsqrt": convex(lax.rsqrt, lambda z: -0.5 * z**-1.5),
     "log": concave(jnp.log, lambda z: 1 / z),
