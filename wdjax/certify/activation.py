@@ -38,19 +38,12 @@ _TANGENTS = (0.0, 0.15, 0.3, 0.5, 0.7, 0.85, 1.0)
 _ULPS = {"erfc": 512, "exp2": 512}
 """Units in the last place by which a float function may be wrong; 16 for the others."""
 
-_STEADY = {"add", "add_any", "sub", "neg", "max", "min", "abs", "select_n"}
-"""Which move by no more than their operands do."""
 _EXACT = {"neg", "max", "min", "abs", "select_n"}
 """Which do not round."""
 
 primitive = Primitive("elementwise")
 """A ``jaxpr`` of one number, for every entry of the operand."""
 primitive.def_abstract_eval(lambda operand, *, jaxpr: operand)
-
-
-def _range(program: ClosedJaxpr, low: Array, high: Array) -> Ends:
-    pair = ends(interval.interpret(program, [fresh(low, high)], Context())[0])
-    return pair.lower, pair.upper
 
 
 def lines(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines:
@@ -82,7 +75,7 @@ def _lines(program: ClosedJaxpr, lower: Array, upper: Array) -> tuple[Array, ...
         low, high = jnp.minimum(one, two), jnp.maximum(one, two)
         center = 0.5 * low + 0.5 * high
         half = jnp.maximum(high - center, center - low)
-        at, steep = _range(program, center, center), _range(slope, low, high)
+        at, steep = interval.over(program, center, center), interval.over(slope, low, high)
         swing = half * jnp.maximum(jnp.abs(steep[0] - slopes), jnp.abs(steep[1] - slopes))
         unit = 16 * float(jnp.finfo(lower.dtype).eps)
         size = jnp.maximum(jnp.abs(at[0]), jnp.abs(at[1])) + jnp.abs(slopes * center)
@@ -122,7 +115,7 @@ def _deviation(program: ClosedJaxpr, lower: Array, upper: Array) -> Array:
         if not isinstance(out, Interval):
             continue
         parts = [
-            errors[place] * (1.0 if name in _STEADY else _steep(node.eqn, args, k))
+            errors[place] * _steep(node.eqn, args, k)
             for k, place in enumerate(node.inputs)
             if place in errors
         ]

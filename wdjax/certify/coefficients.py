@@ -140,8 +140,6 @@ def cleaned(window: Window, rows: Rows) -> Window:
     if window.clean:
         return window
     window, masks = spread(window), []
-    if window.fixed:
-        return window._replace(clean=True)
     for start, size, limit in zip(_starts(rows, window), window.size, window.shape[1:3]):
         places = start[:, None] + jnp.arange(size)
         masks.append((places >= 0) & (places < limit))
@@ -254,7 +252,7 @@ def _windowed(window: Window, conv: Kernel) -> Window:
         conv.strides,
         inner,
         extent,
-        clean=False,
+        clean=window.fixed,
     )
 
 

@@ -63,13 +63,8 @@ class Pass:
     """Framed offsets and errors."""
     boxes: dict[int, Array] = field(default_factory=dict)
     """Framed ends of what is known by its interval only."""
-    booleans: dict[int, tuple[Array, Array]] = field(default_factory=dict)
     known: Mapping[int, tuple[Array, Array]] = field(default_factory=dict)
     """Ends of operands that hold already, by other means."""
-
-    @property
-    def samples(self) -> int:
-        return len(self.region.lower)
 
     def gathered(self, place: int) -> tuple[Array, Array]:
         """The offset of a value's affine part, and what rounding may add, ``[B, *shape]``."""
@@ -114,13 +109,12 @@ def bounds(
 
 def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
     """Lines of one equation, after its operands were bounded where it matters."""
-    moves = [place in state.values or place in state.booleans for place in node.inputs]
     for place in state.known.keys() & set(node.inputs):
         value, (lower, upper) = state.values[place], state.known[place]
         state.values[place] = value._replace(
             lower=jnp.maximum(value.lower, lower), upper=jnp.minimum(value.upper, upper)
         )
-    lines = _lines(state, node, moves) if node.name in RULES else None
+    lines = _lines(state, node)
     for tighter in tighten if lines is not None else ():
         assert lines is not None
         for view in lines.views[:1] if len({v.operand for v in lines.views}) == 1 else lines.views:
@@ -129,14 +123,14 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
             needed = value.upper > value.lower if lines.open is None else lines.open
             if value.mixes > 1 or (value.mixes and state.region.norm != math.inf):
                 tighter(state, place, needed)
-        lines = _lines(state, node, moves)
+        lines = _lines(state, node)
     outs = _intervals(state, node)
     if lines is not None and lines.ends is not None:
         ((lower, upper),) = outs
         outs = [(jnp.fmax(lower, lines.ends[0]), jnp.fmin(upper, lines.ends[1]))]
     for place, (lower, upper) in zip(node.outputs, outs):
         if lower.dtype == bool:
-            state.booleans[place] = lower, upper
+            state.values[place] = Bounded(lower, upper, lower, lower, lower)
             continue
         state.values[place] = network.begin(lower, upper, 2)
         unit = rounding(lower[0].size, lower.dtype)
@@ -146,16 +140,16 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
             state.lines[place] = _over(state, lines, *box, node)
 
 
-def _lines(state: Pass, node: Node, moves: list[bool]) -> Lines | None:
-    if any(place in state.booleans for place in node.inputs):
+def _lines(state: Pass, node: Node) -> Lines | None:
+    """The lines of one equation over its operands, where it has any."""
+    values = [state.values.get(place) for place in node.inputs]
+    if node.name not in RULES or any(v is not None and v.lower.dtype == bool for v in values):
         return None
-    args: list[Any] = []
-    for place, moved in zip(node.inputs, moves):
-        if moved:
-            args.append((state.values[place].lower, state.values[place].upper))
-        else:
-            args.append(interval.lifted(jnp.asarray(state.network.exact[place])))
-    return RULES[node.name](node.eqn, args, moves)
+    args: list[Any] = [
+        interval.lifted(jnp.asarray(state.network.exact[place])) if v is None else v[:2]
+        for place, v in zip(node.inputs, values)
+    ]
+    return RULES[node.name](node.eqn, args, [v is not None for v in values])
 
 
 def _over(state: Pass, lines: Lines, lower: Array, upper: Array, node: Node) -> Lines:
@@ -193,17 +187,12 @@ def _over(state: Pass, lines: Lines, lower: Array, upper: Array, node: Node) -> 
 
 def _intervals(state: Pass, node: Node) -> list[tuple[Array, Array]]:
     """The interval rule of one equation, batched over samples."""
-    places = [p for p in dict.fromkeys(node.inputs) if p in state.values or p in state.booleans]
-    pairs = []
-    for place in places:
-        value = state.values.get(place)
-        pairs.append(state.booleans[place] if value is None else (value.lower, value.upper))
+    places = [place for place in dict.fromkeys(node.inputs) if place in state.values]
+    pairs = [state.values[place][:2] for place in places]
 
     def one(own: list[tuple[Array, Array]]) -> list[tuple[Array, Array]]:
-        made: dict[int, Any] = {}
-        for place, (lower, upper) in zip(places, own):
-            flag = place in state.booleans
-            made[place] = Ternary(lower, upper) if flag else fresh(lower, upper)
+        values = [Ternary(*pair) if pair[0].dtype == bool else fresh(*pair) for pair in own]
+        made: dict[int, Any] = dict(zip(places, values))
         args = [made[p] if p in made else jnp.asarray(state.network.exact[p]) for p in node.inputs]
         found = [ends(out) for out in interval.apply(node.eqn, args, Context())]
         return [(pair.lower, pair.upper) for pair in found]
@@ -213,10 +202,7 @@ def _intervals(state: Pass, node: Node) -> list[tuple[Array, Array]]:
 
 def refine(state: Pass, place: int, needed: Array, bound: Bound) -> None:
     """Bounds a value's entries by backward passes where ``needed``, ``[B, *shape]``."""
-
-    def find(places: Sequence[Array]) -> Array:
-        return _entries(state, place, places, bound)
-
+    find = functools.partial(_entries, state, place, bound)
     improve(state, place, needed, chunk(state, 2), find)
 
 
@@ -267,21 +253,13 @@ def by_turns(
 
 def numbers(index: Array, shape: Sequence[int], samples: int) -> tuple[Array, ...]:
     """Of entries of a batch: the sample, the entry, and in a map its row and column."""
-    sample, entry = _divided(index, math.prod(shape))
-    sample = jnp.minimum(sample, samples - 1)
     if len(shape) != 4 or shape[0] != 1:
-        return sample, entry
-    spot, channel = _divided(entry, shape[3])
-    return sample, channel, *_divided(spot, shape[2])
+        return jnp.unravel_index(index, (samples, math.prod(shape)))
+    sample, row, column, channel = jnp.unravel_index(index, (samples, *shape[1:]))
+    return sample, channel, row, column
 
 
-def _divided(number: Array, by: int) -> tuple[Array, Array]:
-    """Quotient and remainder of what is not negative."""
-    quotient = lax.div(number, jnp.full_like(number, by))
-    return quotient, number - by * quotient
-
-
-def _entries(state: Pass, place: int, places: Sequence[Array], bound: Bound) -> Array:
+def _entries(state: Pass, place: int, bound: Bound, places: Sequence[Array]) -> Array:
     """Lower bounds of entries of a value and of their negatives, ``[2, R]``."""
     shape = state.values[place].lower.shape[1:]
     sample, entry, *position = places

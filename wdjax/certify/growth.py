@@ -116,25 +116,18 @@ def growth_bound(
     levels = np.stack([asked.within(float(t)) for t in (0.0, *grid)], axis=1)
     profile = _joined(grid, levels, asked.constant)
     if most == math.inf:
-        profile = _endless(profile, model, asked, norm, float(grid[-1]), loss)
+        profile = _endless(profile, model, asked, float(grid[-1]))
     found = [_dual(profile, float(e), asked.order) for e in budgets.ravel()]
     return np.reshape(found, budgets.shape)
 
 
-def _endless(
-    profile: Profile,
-    model: Classifier,
-    asked: wdro.Asked,
-    norm: float,
-    last: float,
-    loss: losses.Loss,
-) -> Profile:
+def _endless(profile: Profile, model: Classifier, asked: wdro.Asked, last: float) -> Profile:
     """With a line that bounds it from the last radius on."""
     labels, place = np.unique(np.asarray(asked.y), return_inverse=True)
     (_, classes) = jax.eval_shape(model, asked.x[:1]).shape
     end = jnp.asarray(last, asked.x.dtype)
-    steep = asymptote.slopes(model, asked.x, jnp.asarray(labels), end, norm, "auto")
-    far = wdro.beyond(loss, np.asarray(steep, float)[place], classes)
+    steep = asymptote.slopes(model, asked.x, jnp.asarray(labels), end, asked.norm, "auto")
+    far = wdro.beyond(asked.loss, np.asarray(steep, float)[place], classes)
     return profile._replace(last=last, far=far)
 
 

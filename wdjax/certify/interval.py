@@ -6,6 +6,7 @@ sign becomes the hull of ``g`` and 0, which is the interval Jacobian of FastLip 
 This file walks through the program and holds the table of rules, one a primitive.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -122,6 +123,11 @@ def interpret(closed: ClosedJaxpr, args: Sequence[Value], context: Context) -> l
     return [values[place] for place in graph.outputs]
 
 
+def over(program: ClosedJaxpr, lower: Array, upper: Array) -> norms.Bounds:
+    """Bounds of a program's only output between the ends of its only input."""
+    return ends(interpret(program, [fresh(lower, upper)], Context())[0])
+
+
 def apply(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> list[Value]:
     """One equation; sums in less than float32 are charged as such, and held in float32."""
     name = eqn.primitive.name
@@ -148,12 +154,8 @@ def lifted(value: Array) -> Array:
 
 def entrywise(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
     """A function of one number, as one node of :mod:`wdjax.certify.fused`."""
-    (lower, upper), program = ends(args[0]), eqn.params["jaxpr"]
-
-    def one(lower: Array, upper: Array) -> tuple[Array, Array]:
-        pair = ends(interpret(program, [fresh(lower, upper)], Context())[0])
-        return pair.lower, pair.upper
-
+    lower, upper = ends(args[0])
+    one = functools.partial(over, eqn.params["jaxpr"])
     low, high = jax.vmap(one)(lower.reshape(-1), upper.reshape(-1))
     return fresh(low.reshape(lower.shape), high.reshape(lower.shape))
 

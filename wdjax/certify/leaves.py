@@ -187,7 +187,8 @@ class _Split:
     def low(self, multipliers: Maps, record: dict[int, tuple[Array, Array]] | None = None) -> Array:
         """``[L]`` bounds."""
         state, coefficients = self.state, dict(self.contrasts)
-        below, paid = {}, jnp.zeros((1, state.samples), state.region.lower.dtype)
+        eps = state.region.eps
+        below, paid = {}, jnp.zeros((1, len(eps)), eps.dtype)
         for place, sign in self.signs.items():
             weight = jnp.where(sign == 0, 0.0, multipliers[place])[None]
             coefficients[place] = Whole(-weight * sign[None])
@@ -195,7 +196,7 @@ class _Split:
         for out, place in self.operands.items():
             sign = self.signs[place]
             below[out] = jnp.where(sign == 0, multipliers[place], sign > 0)[None]
-        rows = Rows(jnp.arange(state.samples))
+        rows = Rows(jnp.arange(len(eps)))
         found = crown.backward(state, coefficients, rows, slopes=below, record=record)
         unit = rounding(sum(sign[0].size for sign in self.signs.values()), paid.dtype)
         found = (found - (1 + unit) * paid)[0]

@@ -232,11 +232,11 @@ def _product_of_intervals(
 ) -> Interval:
     """``c_a c_b -+ (|c_a| r_b + r_a |c_b| + r_a r_b)`` for contractions."""
     elementwise = eqn.primitive.name == "mul"
-    if eqn.primitive.name == "conv_general_dilated" and context.norm is not None:
+    if eqn.primitive.name == "conv_general_dilated":
         # A kernel's entry meets many positions: norms of entries do not bound the product.
-        inner = _product_of_intervals(eqn, left, right, terms, Context())
-        return fresh(*ends(inner), unbounded(context, left.center.dtype))
-    constant = _product_constant(left, right, elementwise, context.norm)
+        constant = unbounded(context, left.center.dtype)
+    else:
+        constant = _product_constant(left, right, elementwise, context.norm)
     if elementwise:
         lower, upper = corners(ends(left), ends(right))
         return fresh(lower, upper, constant)

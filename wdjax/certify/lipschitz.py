@@ -16,7 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from wdjax import norms
 from wdjax.certify import continuity, domain, interval
-from wdjax.core import AnyArray, Array
+from wdjax.core import Array
 
 Classifier = Callable[[Array], Array]
 """``[n, *shape] -> [n, K]``, a pytree, as :data:`wdjax.Model` is."""
@@ -227,12 +227,6 @@ def margin_lipschitz(
     )
 
 
-def jumps(model: Classifier, sample: AnyArray) -> set[str]:
-    """Names of the primitives by which the model may be discontinuous in its input."""
-    shape = jax.ShapeDtypeStruct((1, *sample.shape), sample.dtype)
-    return continuity.jumps(jax.make_jaxpr(model)(shape))
-
-
 def _constants(
     bound: Callable[..., Array],
     model: Classifier,
@@ -244,13 +238,14 @@ def _constants(
     """Checks what is asked, and takes what is not a number for unbounded."""
     norms.check_norm(norm)
     lower, upper = interval.check_ends(lower, upper)
-    out = jax.eval_shape(model, jax.ShapeDtypeStruct((1, *lower.shape), lower.dtype))
+    sample = jax.ShapeDtypeStruct((1, *lower.shape), lower.dtype)
+    out = jax.eval_shape(model, sample)
     if lower.ndim == 0 or getattr(out, "ndim", 0) != 2 or out.shape[1] < 2:
         raise ValueError(
             f"the model must return logits [1, K] with K >= 2 for a sample {list(lower.shape)}, "
             f"got {getattr(out, 'shape', out)}."
         )
-    names, classes = jumps(model, lower), out.shape[1]
+    names, classes = continuity.jumps(jax.make_jaxpr(model)(sample)), out.shape[1]
     if names:  # A derivative then bounds nothing.
         raise ValueError(
             f"the model applies {', '.join(sorted(names))} to its input, so it is not "

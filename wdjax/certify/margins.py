@@ -48,7 +48,10 @@ def of(
         logits = jnp.broadcast_to(state.network.exact[place], (len(y), classes))
         low = jnp.take_along_axis(logits, y[:, None], axis=1) - logits
     else:
-        low = _apart(state, place, y)
+        value = state.values[place]
+        own = jnp.take_along_axis(value.lower[:, 0], y[:, None], axis=1)
+        low = own - value.upper[:, 0]
+        low = low - 8 * float(jnp.finfo(low.dtype).eps) * (jnp.abs(own) + value.size[:, 0])
         for bound in _BOUNDS[method]:
             right = True if every else jnp.argmax(model(region.center), axis=-1) == y
             open_ = right & jnp.any((low <= 0) & (jnp.arange(classes) != y[:, None]), axis=1)
@@ -97,15 +100,6 @@ _BOUNDS: dict[Method, Sequence[crown.Bound]] = {
     "alpha": (crown.backward, functools.partial(slopes.optimised, steps=20)),
 }
 """What bounds the margins, in turn; all but the first where it leaves them open."""
-
-
-def _apart(state: crown.Pass, place: int, y: Array) -> Array:
-    """From the intervals of the logits."""
-    value = state.values[place]
-    own = jnp.take_along_axis(value.lower[:, 0], y[:, None], axis=1)
-    apart = own - value.upper[:, 0]
-    unit = 8 * float(jnp.finfo(apart.dtype).eps)
-    return apart - unit * (jnp.abs(own) + value.size[:, 0])
 
 
 def others(y: Array, classes: int) -> Array:

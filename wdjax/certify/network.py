@@ -79,7 +79,7 @@ def build(graph: Graph) -> Network:
     for node, moves in dependent(graph):
         args = [network.exact.get(place) for place in node.inputs]
         if not any(moves):
-            outs = linear.evaluate(node.eqn, [_array(a) for a in args])
+            outs = linear.evaluate(node.eqn, [jnp.asarray(a) for a in args])
             network.exact.update(zip(node.outputs, outs))
             network.lost.extend(_lost(node, args, outs))
             continue
@@ -91,10 +91,6 @@ def build(graph: Graph) -> Network:
             network.affine.update(zip(node.outputs, found))
     network.charged.update(graph.outputs)
     return network
-
-
-def _array(value: Any) -> Array:
-    return jnp.asarray(value)
 
 
 def _lost(node: Node, args: Sequence[Any], outs: Sequence[Array]) -> list[Array]:
@@ -121,7 +117,7 @@ def _affine(node: Node, moves: Sequence[bool], args: Sequence[Any]) -> list[Affi
     operands: list[Any] = []
     for place, moved, aval, arg in zip(node.inputs, moves, avals, args):
         if not moved:
-            operands.append(interval.lifted(_array(arg)))
+            operands.append(interval.lifted(jnp.asarray(arg)))
             continue
         dtype = jnp.float32 if linear.is_narrow(aval.dtype) else aval.dtype
         if place not in dummies:

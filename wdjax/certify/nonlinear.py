@@ -11,7 +11,6 @@ from wdjax.certify.domain import (
     Context,
     Elementwise,
     Interval,
-    Linear,
     Reduced,
     Rule,
     Value,
@@ -25,7 +24,7 @@ from wdjax.certify.domain import (
     tiny,
 )
 from wdjax.certify.ends import corners, widen
-from wdjax.certify.linear import affine, bind
+from wdjax.certify.linear import bilinear, bind
 
 Slope = Callable[[Array, Array], Array]
 """The largest derivative of every entry between its ends."""
@@ -179,15 +178,10 @@ def wave(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
     return fresh(-one, one, stretch(args, 1.0, context))
 
 
-def quotient(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
+def quotient(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | list[Value]:
     left, right = args
-    if isinstance(left, Interval) and is_exact(right):
-
-        def over(divisor: Array) -> Linear:
-            return lambda t: bind(eqn, [t, divisor])
-
-        inputs = [(left, over(right), over(jnp.abs(right)))]
-        return affine(over(right)(left.center), inputs, inputs[0][2](left.magnitude), 1)
+    if is_exact(right):
+        return bilinear(lambda _: 1)(eqn, args, context)
     inside, inverse = _inverse(*ends(right))
     one, two = corners(ends(left), inverse)
     constant = None

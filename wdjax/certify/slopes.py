@@ -8,7 +8,7 @@ Source: Xu et al. [xu2021]; here each row has slopes of its own, also of interme
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -58,12 +58,8 @@ class Best(NamedTuple):
         return Best(jnp.where(gain, low, self.low), own)
 
 
-class _Climb(NamedTuple):
-    step: Array
-    now: Slopes
-    first: Slopes
-    second: Slopes
-    best: Best
+_Climb: TypeAlias = tuple[Array, Slopes, Slopes, Slopes, Best]
+"""The step, where it is, Adam's two moments, and the best so far."""
 
 
 def maximised(
@@ -99,12 +95,12 @@ def maximised(
         now = {
             place: moved(s, first[place], second[place], most[place]) for place, s in now.items()
         }
-        return _Climb(i + 1, now, first, second, best)
+        return i + 1, now, first, second, best
 
     def goes_on(carry: _Climb) -> Array:
-        return (carry.step < steps) & jnp.any(carry.best.low <= until)
+        return (carry[0] < steps) & jnp.any(carry[-1].low <= until)
 
     blank = jax.tree.map(jnp.zeros_like, begun.slopes)
-    climb = _Climb(jnp.zeros((), jnp.int32), begun.slopes, blank, blank, begun)
-    climb = lax.while_loop(goes_on, step, climb)
-    return climb.best.or_else(low(climb.now), climb.now)
+    climb = jnp.zeros((), jnp.int32), begun.slopes, blank, blank, begun
+    _, now, _, _, best = lax.while_loop(goes_on, step, climb)
+    return best.or_else(low(now), now)

@@ -92,7 +92,24 @@ def verify(
     size = min(batch_size, len(y))
     how: dict[str, Any] = {"norm": norm, "box": box, "batch_size": size}
     search = branch.Search(model, norm, box, seconds)
-    turns = _turns(model, x, y, eps, method, steps, search, how)
+    margins: Method = "auto" if method == "bab" else method
+    radii: Method = "auto" if method in ("alpha", "bab") else method
+
+    def bound(these: slice, low: Numbers) -> Any:
+        return pointwise.margin_bounds(model, x[these], y[these], eps=eps, method=margins, **how)
+
+    def close(these: slice, low: Numbers) -> Numbers:
+        return search.close(x[these], y[these], eps, low)
+
+    def reach(these: slice, low: Numbers) -> Any:
+        return pointwise.radius(model, x[these], y[these], steps=steps, method=radii, **how)
+
+    # What is found, how, and of which samples.
+    pieces = [slice(start, min(start + size, len(y))) for start in range(0, len(y), size)]
+    single = [slice(i, i + 1) for i in range(len(y))] if method == "bab" else []
+    turns = [("low", bound, piece) for piece in pieces]
+    turns += [("low", close, piece) for piece in single]
+    turns += [("radius", reach, piece) for piece in pieces] if steps else []
     settings = [METHODS.index(method), norm, eps, *(box or ()), steps, size, seconds]
 
     def turn(state: dict[str, Any]) -> dict[str, Any]:
@@ -122,34 +139,3 @@ def verify(
     margin = np.min(state["low"], axis=1)
     held = np.where(margin > 0, eps, 0.0)
     return Certificate(correct, margin, np.maximum(state["radius"], held), method, CLAIM)
-
-
-def _turns(
-    model: Classifier,
-    x: jax.Array,
-    y: jax.Array,
-    eps: float,
-    method: Method,
-    steps: int,
-    search: branch.Search,
-    how: dict[str, Any],
-) -> list[tuple[str, Callable[[slice, Numbers], Any], slice]]:
-    """What is found, how, and of which samples: margins, what stayed open, and radii."""
-    margins: Method = "auto" if method == "bab" else method
-    radii: Method = "auto" if method in ("alpha", "bab") else method
-
-    def margin(these: slice, low: Numbers) -> Any:
-        return pointwise.margin_bounds(model, x[these], y[these], eps=eps, method=margins, **how)
-
-    def close(these: slice, low: Numbers) -> Numbers:
-        return search.close(x[these], y[these], eps, low)
-
-    def radius(these: slice, radius: Numbers) -> Any:
-        return pointwise.radius(model, x[these], y[these], steps=steps, method=radii, **how)
-
-    count, size = len(y), how["batch_size"]
-    pieces = [slice(start, min(start + size, count)) for start in range(0, count, size)]
-    single = [slice(i, i + 1) for i in range(count)] if method == "bab" else []
-    turns = [("low", margin, piece) for piece in pieces]
-    turns += [("low", close, piece) for piece in single]
-    return turns + [("radius", radius, piece) for piece in (pieces if steps else [])]

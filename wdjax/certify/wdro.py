@@ -78,6 +78,8 @@ class Asked(NamedTuple):
 
     x: jax.Array
     y: jax.Array
+    norm: float
+    loss: losses.Loss
     budgets: Numbers
     order: float
     constant: float
@@ -112,7 +114,7 @@ def ask(
 
     if constant is None:
         constant = lipschitz_constant(model, x, y, norm=norm, box=box)
-    return Asked(x, y, budgets, order, float(constant), within)
+    return Asked(x, y, norm, loss, budgets, order, float(constant), within)
 
 
 def straight(asked: Asked) -> Numbers:
