@@ -66,10 +66,9 @@ class _Program(NamedTuple):
 
 def _agree(program: _Program, node: Node) -> bool:
     """Whether the cases of a selection agree where its comparison is decided."""
-    makers = program.makers
-    predicate = makers.get(node.inputs[0])
+    predicate = program.makers.get(node.inputs[0])
     while predicate is not None and predicate.name in {*_WHOLE, "not"}:
-        predicate = makers.get(predicate.inputs[0])
+        predicate = program.makers.get(predicate.inputs[0])
     if predicate is None:
         return False
     left, right, name = predicate.inputs[0], predicate.inputs[-1], predicate.name

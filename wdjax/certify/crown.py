@@ -202,8 +202,7 @@ def _intervals(state: Pass, node: Node) -> list[tuple[Array, Array]]:
 
 def refine(state: Pass, place: int, needed: Array, bound: Bound) -> None:
     """Bounds a value's entries by backward passes where ``needed``, ``[B, *shape]``."""
-    find = functools.partial(_entries, state, place, bound)
-    improve(state, place, needed, chunk(state, 2), find)
+    improve(state, place, needed, chunk(state, 2), functools.partial(_entries, state, place, bound))
 
 
 def improve(
@@ -253,10 +252,12 @@ def by_turns(
 
 def numbers(index: Array, shape: Sequence[int], samples: int) -> tuple[Array, ...]:
     """Of entries of a batch: the sample, the entry, and in a map its row and column."""
-    if len(shape) != 4 or shape[0] != 1:
-        return jnp.unravel_index(index, (samples, math.prod(shape)))
-    sample, row, column, channel = jnp.unravel_index(index, (samples, *shape[1:]))
-    return sample, channel, row, column
+    found = []
+    for size in shape[:0:-1] if len(shape) == 4 and shape[0] == 1 else [math.prod(shape)]:
+        above = lax.div(index, jnp.full_like(index, size))
+        found.append(index - size * above)
+        index = above
+    return jnp.minimum(index, samples - 1), found[0], *found[:0:-1]
 
 
 def _entries(state: Pass, place: int, bound: Bound, places: Sequence[Array]) -> Array:
@@ -329,7 +330,8 @@ def backward(
                 for operand, back in backs:
                     send(node.inputs[operand], back)
             elif place in state.boxes:
-                sum_ = sum_.between(flat(a), *seen(state.boxes[place], rows, a))
+                own, box = flat(a), seen(state.boxes[place], rows, a)[:, None]
+                sum_ = sum_.between(own, *jnp.where(own == 0, 0.0, box))  # Boxes may be infinite.
             else:
                 for part, back in transposed(net.affine[place], a, rows):
                     charge(part, back)

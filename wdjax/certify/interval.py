@@ -205,10 +205,11 @@ RULES: dict[str, Rule] = {
     "div": nonlinear.quotient,
     "dot_general": linear.bilinear(linear.contracted),
     "conv_general_dilated": linear.bilinear(linear.convolved),
-    "max": nonlinear.largest,
+    "max": nonlinear.monotone(exact=True, origin=nonlinear.elementwise),
     "min": nonlinear.monotone(exact=True),
-    "reduce_max": nonlinear.reduced,
-    "reduce_min": nonlinear.reduced,
+    **dict.fromkeys(
+        ("reduce_max", "reduce_min"), nonlinear.monotone(exact=True, origin=nonlinear.reduced)
+    ),
     "reduce_window_max": nonlinear.pooled,
     "select_and_scatter_add": decisions.unpool,
     "clamp": nonlinear.clamp,

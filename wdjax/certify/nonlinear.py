@@ -11,6 +11,7 @@ from wdjax.certify.domain import (
     Context,
     Elementwise,
     Interval,
+    Origin,
     Reduced,
     Rule,
     Value,
@@ -31,7 +32,11 @@ Slope = Callable[[Array, Array], Array]
 
 
 def monotone(
-    slope: Slope | float = 1.0, ulps: int = 16, exact: bool = False, falling: bool = False
+    slope: Slope | float = 1.0,
+    ulps: int = 16,
+    exact: bool = False,
+    falling: bool = False,
+    origin: Callable[[JaxprEqn, Sequence[Value]], Origin] | None = None,
 ) -> Rule:
     """A rule for elementwise functions that grow, or fall, in every operand.
 
@@ -48,27 +53,20 @@ def monotone(
             lost = tiny(lower.dtype)  # Below the smallest float, whose sign is kept.
             lower, upper = jnp.where(lower < 0, lower - lost, lower), upper + lost
         steepest = jnp.max(slope(*pairs[0])) if callable(slope) else slope
-        return fresh(lower, upper, stretch(args, steepest, context))
+        known = None if origin is None else origin(eqn, args)
+        return fresh(lower, upper, stretch(args, steepest, context), known)
 
     return rule
 
 
-_EXACT = monotone(exact=True)
+def elementwise(eqn: JaxprEqn, args: Sequence[Value]) -> Elementwise:
+    """What an elementwise maximum remembers."""
+    return Elementwise(args)
 
 
-def largest(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
-    """The elementwise maximum; it remembers its operands."""
-    out = _EXACT(eqn, args, context)
-    assert isinstance(out, Interval)
-    out.origin = Elementwise(args)
-    return out
-
-
-def reduced(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
-    out = _EXACT(eqn, args, context)
-    assert isinstance(out, Interval)
-    out.origin = Reduced(eqn.primitive.name, args[0], tuple(eqn.params["axes"]))
-    return out
+def reduced(eqn: JaxprEqn, args: Sequence[Value]) -> Reduced:
+    """What a maximum along axes remembers."""
+    return Reduced(eqn.primitive.name, args[0], tuple(eqn.params["axes"]))
 
 
 def pooled(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | list[Value]:
@@ -134,7 +132,7 @@ def ordered(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | l
     """The k-th smallest entry lies between the k-th smallest ends."""
     if len(args) != 1:
         raise ValueError("sort is certified for one operand only.")
-    return _EXACT(eqn, args, context)
+    return monotone(exact=True)(eqn, args, context)
 
 
 def multiplied(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:

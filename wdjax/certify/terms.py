@@ -27,8 +27,7 @@ class Sum(NamedTuple):
         """With the least of linear functions ``own``, ``[G, R, N]``, between two ends."""
 
         def least(own: Array) -> Array:
-            ends = jnp.maximum(own, 0.0) * low + jnp.minimum(own, 0.0) * up
-            return summed(jnp.where(own == 0, 0.0, ends))  # Ends may be infinite.
+            return summed(jnp.maximum(own, 0.0) * low + jnp.minimum(own, 0.0) * up)
 
         both = self.value.ndim == own.ndim
         return self.plus(jnp.stack([least(own), least(-own)]) if both else least(own))
