@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import norms
+from wdjax import norms, validate
 from wdjax.certify import linear, margins
 from wdjax.certify.domain import Array
 from wdjax.certify.lipschitz import Classifier
@@ -99,6 +99,5 @@ def _apart(net: Network, shape: tuple[int, ...]) -> Callable[[Array], Array]:
 
 def _divided(value: Any, near: Array) -> Array:
     """A constant by the distance; a zero stays a constant, so that a rectifier stays one."""
-    if not isinstance(value, jax.core.Tracer) and not np.any(np.asarray(value)):
-        return jnp.asarray(value)
-    return near * jnp.asarray(value)
+    zero = not validate.traced(value) and not np.any(value)
+    return jnp.asarray(value) if zero else near * jnp.asarray(value)

@@ -36,9 +36,8 @@ def jumps(closed: ClosedJaxpr) -> set[str]:
     ['select_n']
     """
     graph = flatten(closed)
-    makers = {place: node for node in graph.nodes for place in node.outputs}
     found, moved = set(), set(graph.inputs)
-    program = _Program(graph, makers, moved)
+    program = _Program(graph, {i: node for node in graph.nodes for i in node.outputs}, moved)
     for node, moves in dependent(graph):
         if not any(moves):
             continue

@@ -215,10 +215,12 @@ def improve(
     value = state.values[place]
 
     def turn(these: Array, places: Sequence[Array], sides: Array) -> Array:
-        found = find(places).reshape(2, len(these), -1)
+        found = find(places).reshape(2, len(these), *rest)
         return sides.at[:, these].max(jnp.where(jnp.isfinite(found), found, -jnp.inf), mode="drop")
 
-    sides = jnp.stack([value.lower, -value.upper]).reshape(2, needed.size, -1)
+    each = value.lower.size // needed.size
+    rest = (each,) if each > 1 else ()
+    sides = jnp.stack([value.lower, -value.upper]).reshape(2, needed.size, *rest)
     low, high = by_turns(needed, width, turn, sides).reshape(2, *value.lower.shape)
     state.values[place] = value._replace(lower=low, upper=-high)
 

@@ -182,8 +182,7 @@ def _dual(profile: Profile, eps: float, order: float) -> float:
         last=profile.last / eps,
         far=(profile.far[0], profile.far[1] * eps),
     )
-    rise = float(np.max(profile.high, initial=1.0) - np.min(profile.low))
-    rise = min(max(rise, 1e-9), 1e30)
+    rise = np.clip(np.max(profile.high, initial=1.0) - np.min(profile.low), 1e-9, 1e30)
     last = float(np.max(scaled.end, initial=1.0)) ** order
     levels = rise * np.geomspace(1e-4 / max(last, 1.0), 1e8, _LEVELS)
     for _ in range(3):

@@ -181,8 +181,7 @@ class _Split:
         empty = [(v.lower > v.upper).reshape(len(signs), -1).any(axis=1) for v in values]
         self.empty = jnp.stack(empty).any(axis=0)
         self.lost = jnp.stack([jnp.zeros((), bool), *net.lost]).any()
-        y = jnp.broadcast_to(y, rival.shape)
-        self.contrasts = margins.contrasts(net, y, rival[:, None])
+        self.contrasts = margins.contrasts(net, jnp.broadcast_to(y, rival.shape), rival[:, None])
 
     def low(self, multipliers: Maps, record: dict[int, tuple[Array, Array]] | None = None) -> Array:
         """``[L]`` bounds."""

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from wdjax.certify.coefficients import Coefficients, Rows, Whole, Window, flat, seen, summed, whole
-from wdjax.certify.domain import Array
+from wdjax.certify.domain import Array, Linear
 from wdjax.certify.relax import Lines
 
 
@@ -23,14 +23,18 @@ class Sum(NamedTuple):
     def plus(self, term: Array) -> "Sum":
         return Sum(self.value + term, self.size + jnp.abs(term), self.terms + 1)
 
+    def least(self, of: Linear, own: Array) -> "Sum":
+        """With the least values of linear functions ``own``, ``[G, R, N]``."""
+        both = self.value.ndim == own.ndim
+        return self.plus(jnp.stack([of(own), of(-own)]) if both else of(own))
+
     def between(self, own: Array, low: Array, up: Array) -> "Sum":
-        """With the least of linear functions ``own``, ``[G, R, N]``, between two ends."""
+        """Where their arguments are between two ends."""
 
         def least(own: Array) -> Array:
             return summed(jnp.maximum(own, 0.0) * low + jnp.minimum(own, 0.0) * up)
 
-        both = self.value.ndim == own.ndim
-        return self.plus(jnp.stack([least(own), least(-own)]) if both else least(own))
+        return self.least(least, own)
 
     def low(self) -> Array:
         """Rounded down."""
@@ -41,7 +45,8 @@ class Sum(NamedTuple):
 def charged(sum_: Sum, charges: Array, a: Coefficients, rows: Rows) -> Sum:
     """With what an affine part gathered, and what rounding may take."""
     offset, error = seen(charges, rows, a)
-    return sum_.between(flat(a), offset - error, offset + error)
+    # Not as between two ends, which takes more of the CPU's fusions.
+    return sum_.least(lambda own: summed(own * offset - jnp.abs(own) * error), flat(a))
 
 
 def relaxed(
