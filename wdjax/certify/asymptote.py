@@ -99,5 +99,5 @@ def _apart(net: Network, shape: tuple[int, ...]) -> Callable[[Array], Array]:
 
 def _divided(value: Any, near: Array) -> Array:
     """A constant by the distance; a zero stays a constant, so that a rectifier stays one."""
-    zero = not validate.traced(value) and not np.any(value)
+    zero = not validate.traced(value) and not np.any(np.asarray(value))
     return jnp.asarray(value) if zero else near * jnp.asarray(value)
