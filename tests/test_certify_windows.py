@@ -108,7 +108,7 @@ def test_coarse_bounds_hold_at_random_points_and_decide(curve):
 
         @jax.jit
         def bounds(model, tighten=tighten):
-            net = margins.network(model, ball)
+            net = margins.network(model, x)
             state = crown.bounds(net, margins.wide(ball).prepared(), tighten)
             (node,) = [n for n in net.graph.nodes if n.name in ("max", "tanh")][-1:]
             (place,) = [i for i in node.inputs if i in state.values]

@@ -193,7 +193,8 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
 
 def check_order(order: Any) -> float:
     """Checks a Wasserstein order; returns it as a Python number."""
-    if traced(order) or np.ndim(order) or not isinstance(order, (int, float, np.number)):
+    number = isinstance(order, (int, float, np.number)) and not isinstance(order, bool)
+    if traced(order) or np.ndim(order) or not number:
         raise ValueError(f"order must be a number of at least 1, or inf, got {order!r}.")
     if not order >= 1:
         raise ValueError(f"order must be a number of at least 1, or inf, got {order!r}.")

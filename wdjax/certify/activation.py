@@ -8,13 +8,14 @@ Rounding: the cells bound the exact function; what its float program may deviate
 a running error analysis over the whole interval, one equation after the other.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 
 from wdjax.certify import interval
 from wdjax.certify.domain import (
@@ -27,6 +28,7 @@ from wdjax.certify.domain import (
     largest_size,
     tiny,
 )
+from wdjax.certify.graph import flatten
 from wdjax.certify.relax import Ends, Lines, View
 
 _HALF = 12
@@ -36,8 +38,6 @@ _TANGENTS = (0.0, 0.15, 0.3, 0.5, 0.7, 0.85, 1.0)
 _ULPS = {"erfc": 512, "exp2": 512}
 """Units in the last place by which a float function may be wrong; 16 for the others."""
 
-_STEADY = {"add", "add_any", "sub", "neg", "max", "min", "abs", "select_n"}
-"""Which move by no more than their operands do."""
 _EXACT = {"neg", "max", "min", "abs", "select_n"}
 """Which do not round."""
 
@@ -46,14 +46,8 @@ primitive = Primitive("elementwise")
 primitive.def_abstract_eval(lambda operand, *, jaxpr: operand)
 
 
-def _range(program: ClosedJaxpr, low: Array, high: Array) -> Ends:
-    pair = ends(interval.interpret(program, [fresh(low, high)], Context())[0])
-    return pair.lower, pair.upper
-
-
 def lines(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines:
     """The rule for lines."""
-    del moves
     program = eqn.params["jaxpr"]
     shape = args[0][0].shape
     lower, upper = (end.reshape(-1) for end in args[0])
@@ -81,7 +75,7 @@ def _lines(program: ClosedJaxpr, lower: Array, upper: Array) -> tuple[Array, ...
         low, high = jnp.minimum(one, two), jnp.maximum(one, two)
         center = 0.5 * low + 0.5 * high
         half = jnp.maximum(high - center, center - low)
-        at, steep = _range(program, center, center), _range(slope, low, high)
+        at, steep = interval.over(program, center, center), interval.over(slope, low, high)
         swing = half * jnp.maximum(jnp.abs(steep[0] - slopes), jnp.abs(steep[1] - slopes))
         unit = 16 * float(jnp.finfo(lower.dtype).eps)
         size = jnp.maximum(jnp.abs(at[0]), jnp.abs(at[1])) + jnp.abs(slopes * center)
@@ -111,33 +105,27 @@ def _cut(lower: Array, upper: Array, k: Array) -> Array:
 
 def _deviation(program: ClosedJaxpr, lower: Array, upper: Array) -> Array:
     """How far the float program may be from the exact function anywhere in the interval."""
-    values: dict[Any, Value] = {program.jaxpr.invars[0]: fresh(lower, upper)}
-    values.update(zip(program.jaxpr.constvars, program.consts))
-    errors: dict[Any, Array] = {}
-    for eqn in program.jaxpr.eqns:
-        args = [
-            jnp.asarray(atom.val, lower.dtype) if isinstance(atom, Literal) else values[atom]
-            for atom in eqn.invars
-        ]
-        (out,) = interval.apply(eqn, args, Context())
-        values[eqn.outvars[0]] = out
+    graph = flatten(program)
+    values: dict[int, Value] = {**graph.constants, graph.inputs[0]: fresh(lower, upper)}
+    errors: dict[int, Array] = {}
+    for node in graph.nodes:
+        args, name = [values[place] for place in node.inputs], node.name
+        (out,) = interval.apply(node.eqn, args, Context())
+        values[node.outputs[0]] = out
         if not isinstance(out, Interval):
             continue
-        error, name = jnp.zeros_like(lower), eqn.primitive.name
-        for place, atom in enumerate(eqn.invars):
-            if isinstance(atom, Literal) or atom not in errors:
-                continue
-            if name == "select_n":
-                error = jnp.maximum(error, errors[atom])
-            else:
-                error = error + errors[atom] * (
-                    1.0 if name in _STEADY else _steep(eqn, args, place)
-                )
+        parts = [
+            errors[place] * _steep(node.eqn, args, k)
+            for k, place in enumerate(node.inputs)
+            if place in errors
+        ]
+        either = jnp.maximum if name == "select_n" else jnp.add
+        error = functools.reduce(either, parts, jnp.zeros_like(lower))
         if name not in _EXACT:
             ulps = _ULPS.get(name, 16) * float(jnp.finfo(lower.dtype).eps)
             error = error + ulps * largest_size(out) + tiny(lower.dtype)
-        errors[eqn.outvars[0]] = error
-    worst = errors.get(program.jaxpr.outvars[0], jnp.zeros_like(lower))
+        errors[node.outputs[0]] = error
+    worst = errors.get(graph.outputs[0], jnp.zeros_like(lower))
     return jnp.where(jnp.isnan(worst), jnp.inf, worst)
 
 

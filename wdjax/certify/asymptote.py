@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import norms
+from wdjax import norms, validate
 from wdjax.certify import linear, margins
 from wdjax.certify.domain import Array
 from wdjax.certify.lipschitz import Classifier
@@ -41,8 +41,7 @@ def slopes(
     that is homogeneous at infinity.
     """
     count, size = len(labels), math.prod(x.shape[1:])
-    blank = jnp.zeros((count, *x.shape[1:]), x.dtype)
-    net = margins.network(model, Region(blank, blank, blank, blank, norm), fused=False)
+    net = margins.network(model, x, fused=False)
     if not _homogeneous(net):
         return jnp.full(count, jnp.inf)
     farthest = jnp.max(norms.lp_norm(x, norm))
@@ -100,6 +99,5 @@ def _apart(net: Network, shape: tuple[int, ...]) -> Callable[[Array], Array]:
 
 def _divided(value: Any, near: Array) -> Array:
     """A constant by the distance; a zero stays a constant, so that a rectifier stays one."""
-    if not isinstance(value, jax.core.Tracer) and not np.any(np.asarray(value)):
-        return jnp.asarray(value)
-    return near * jnp.asarray(value)
+    zero = not validate.traced(value) and not np.any(np.asarray(value))
+    return jnp.asarray(value) if zero else near * jnp.asarray(value)

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from wdjax.certify.domain import Array
+from wdjax.certify.domain import Array, Linear
 
 Pair = tuple[int, int]
 
@@ -38,6 +38,11 @@ class Whole(NamedTuple):
     """``[G, R, *shape]``."""
 
     a: Array
+
+    def behind(self, linear: Linear, shape: tuple[int, ...]) -> "Whole":
+        """Back through a linear map from ``shape``."""
+        pull = jax.vjp(linear, jnp.zeros(shape, self.a.dtype))[1]
+        return Whole(jax.vmap(jax.vmap(lambda t: pull(t)[0]))(self.a))
 
 
 class Window(NamedTuple):
@@ -135,8 +140,6 @@ def cleaned(window: Window, rows: Rows) -> Window:
     if window.clean:
         return window
     window, masks = spread(window), []
-    if window.fixed:
-        return window._replace(clean=True)
     for start, size, limit in zip(_starts(rows, window), window.size, window.shape[1:3]):
         places = start[:, None] + jnp.arange(size)
         masks.append((places >= 0) & (places < limit))
@@ -150,11 +153,6 @@ def whole(coefficients: Coefficients, rows: Rows) -> Whole:
         return coefficients
     window = spread(coefficients)
     a, (_, height, width, _) = window.a, window.shape
-    if window.fixed:
-        spans = zip(window.offset, window.size, (height, width))
-        pads = [(o, m - o - n, 0) for o, n, m in spans]
-        a = lax.pad(a, jnp.zeros((), a.dtype), [(0, 0, 0)] * 2 + pads + [(0, 0, 0)])
-        return Whole(a[:, :, None])
     padded = jnp.pad(a, ((0, 0), (0, 0), (height, height), (width, width), (0, 0)))
     starts = [
         jnp.clip(n - s, 0, n + h)
@@ -254,7 +252,7 @@ def _windowed(window: Window, conv: Kernel) -> Window:
         conv.strides,
         inner,
         extent,
-        clean=False,
+        clean=window.fixed,
     )
 
 

@@ -1,7 +1,7 @@
 """Which programs jump: rounding, signs, booleans made numbers, selections whose cases disagree."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jax.extend.core import ClosedJaxpr
 
 from wdjax import validate
 from wdjax.certify.graph import Graph, Node, dependent, flatten
+from wdjax.certify.linear import evaluate
 
 _JUMPS = {"floor", "ceil", "round", "sign", "rem", "argmax", "argmin", "cond", "while", "nextafter"}
 _COMPARISONS = {"lt", "le", "gt", "ge"}
@@ -35,8 +36,8 @@ def jumps(closed: ClosedJaxpr) -> set[str]:
     ['select_n']
     """
     graph = flatten(closed)
-    makers = {place: node for node in graph.nodes for place in node.outputs}
     found, moved = set(), set(graph.inputs)
+    program = _Program(graph, {i: node for node in graph.nodes for i in node.outputs}, moved)
     for node, moves in dependent(graph):
         if not any(moves):
             continue
@@ -49,29 +50,34 @@ def jumps(closed: ClosedJaxpr) -> set[str]:
             floats = [jnp.issubdtype(a.dtype, jnp.floating) for a in (source, target)]
             if floats != [True, True] and target.dtype != source.dtype:
                 found.add(node.name)
-        elif node.name == "select_n" and moves[0] and not _agree(graph, node, makers, moved):
+        elif node.name == "select_n" and moves[0] and not _agree(program, node):
             found.add(node.name)
     return found
 
 
-def _agree(graph: Graph, node: Node, makers: dict[int, Node], moved: set[int]) -> bool:
+class _Program(NamedTuple):
+    """What makes each value, and which of them depend on the input."""
+
+    graph: Graph
+    makers: dict[int, Node]
+    moved: set[int]
+
+
+def _agree(program: _Program, node: Node) -> bool:
     """Whether the cases of a selection agree where its comparison is decided."""
-    predicate = makers.get(node.inputs[0])
+    predicate = program.makers.get(node.inputs[0])
     while predicate is not None and predicate.name in {*_WHOLE, "not"}:
-        predicate = makers.get(predicate.inputs[0])
+        predicate = program.makers.get(predicate.inputs[0])
     if predicate is None:
         return False
-    left, right = predicate.inputs[0], predicate.inputs[-1]
-    if predicate.name in ("eq", "ne") and left == right:
-        return True  # The test for NaN.
-    if predicate.name == "is_finite":
+    left, right, name = predicate.inputs[0], predicate.inputs[-1], predicate.name
+    compared = name in _COMPARISONS
+    if compared and {left, right} == set(node.inputs[1:]):
         return True
-    if predicate.name not in _COMPARISONS:
-        return False
-    if {left, right} == set(node.inputs[1:]):
-        return True
+    if not compared:  # Tests for numbers that are infinite or NaN.
+        return name == "is_finite" or (name in ("eq", "ne") and left == right)
     try:
-        return all(_meet(graph, node, makers, (left, right), moved, probe) for probe in _PROBES)
+        return all(_meet(program, node, (left, right), probe) for probe in _PROBES)
     except _UnknownError:
         return False
 
@@ -80,47 +86,36 @@ class _UnknownError(Exception):
     """A number that is not known, or an operation that mixes entries."""
 
 
-def _meet(
-    graph: Graph,
-    node: Node,
-    makers: dict[int, Node],
-    compared: tuple[int, int],
-    moved: set[int],
-    probe: float,
-) -> bool:
-    free = [place for place in compared if place in moved]
+def _meet(program: _Program, node: Node, compared: tuple[int, int], probe: float) -> bool:
+    free = [place for place in compared if place in program.moved]
     known: dict[int, Any] = {}
     with jax.ensure_compile_time_eval():
         if len(free) == 1:
             (fixed,) = set(compared) - set(free)
-            value = _value(graph, fixed, makers, known, moved)
+            value = _value(program, fixed, known)
         else:
             value = jnp.asarray(probe, jnp.float32)
-        avals = {place: graph.avals[place] for place in free}
+        avals = {place: program.graph.avals[place] for place in free}
         known.update(
             {i: jnp.broadcast_to(value, a.shape).astype(a.dtype) for i, a in avals.items()}
         )
-        cases = [_value(graph, place, makers, known, moved) for place in node.inputs[1:]]
+        cases = [_value(program, place, known) for place in node.inputs[1:]]
         first, second = (np.asarray(case, float) for case in cases)
     return bool(np.allclose(first, second, rtol=1e-6, atol=1e-6 * (1e-30 + np.abs(first).max())))
 
 
-def _value(
-    graph: Graph, place: int, makers: dict[int, Node], known: dict[int, Any], moved: set[int]
-) -> Any:
+def _value(program: _Program, place: int, known: dict[int, Any]) -> Any:
     """A value from known ones; an input-dependent one only entry by entry."""
     if place in known:
         return known[place]
-    if place in graph.constants:
-        value = graph.constants[place]
+    if place in program.graph.constants:
+        value = program.graph.constants[place]
         if validate.traced(value):
             raise _UnknownError
         return value
-    node = makers.get(place)
-    if node is None or (place in moved and node.name not in _ELEMENTWISE | _WHOLE):
+    node = program.makers.get(place)
+    if node is None or (place in program.moved and node.name not in _ELEMENTWISE | _WHOLE):
         raise _UnknownError
-    args: Sequence[Any] = [_value(graph, i, makers, known, moved) for i in node.inputs]
-    out = node.eqn.primitive.bind(*args, **node.eqn.params)
-    values = list(out) if node.eqn.primitive.multiple_results else [out]
-    known.update(zip(node.outputs, values))
+    args: Sequence[Any] = [_value(program, i, known) for i in node.inputs]
+    known.update(zip(node.outputs, evaluate(node.eqn, args)))
     return known[place]

@@ -26,6 +26,7 @@ from wdjax.certify.coefficients import (
     Rows,
     Whole,
     Window,
+    flat,
     framed,
     rounding,
     seen,
@@ -38,7 +39,7 @@ from wdjax.certify.graph import Node
 from wdjax.certify.network import Bounded, Network
 from wdjax.certify.region import Region
 from wdjax.certify.relax import RELAXATIONS, Lines
-from wdjax.certify.terms import Sum, boxed, charged, relaxed
+from wdjax.certify.terms import Sum, charged, relaxed
 from wdjax.certify.transposition import transposed
 
 RULES = {**RELAXATIONS, "elementwise": activation.lines}
@@ -62,13 +63,8 @@ class Pass:
     """Framed offsets and errors."""
     boxes: dict[int, Array] = field(default_factory=dict)
     """Framed ends of what is known by its interval only."""
-    booleans: dict[int, tuple[Array, Array]] = field(default_factory=dict)
     known: Mapping[int, tuple[Array, Array]] = field(default_factory=dict)
     """Ends of operands that hold already, by other means."""
-
-    @property
-    def samples(self) -> int:
-        return len(self.region.lower)
 
     def gathered(self, place: int) -> tuple[Array, Array]:
         """The offset of a value's affine part, and what rounding may add, ``[B, *shape]``."""
@@ -96,7 +92,6 @@ def bounds(
     """
     state = Pass(net, region, known=known or {})
     state.values[net.source] = network.begin(region.lower, region.upper, 0)
-    done: set[int] = set()
     for node in net.graph.nodes:
         for place in node.outputs:
             affine = net.affine.get(place)
@@ -107,21 +102,19 @@ def bounds(
                     unit = rounding(value.offset.size, value.offset.dtype)
                     error = (1 + unit) * value.error + unit * jnp.abs(value.offset)
                     state.charges[place] = framed(value.offset[None], error)
-        if node.outputs[0] in net.others and id(node) not in done:
-            done.add(id(node))
+        if node.outputs[0] in net.others:
             _relax(state, node, tighten)
     return state
 
 
 def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
     """Lines of one equation, after its operands were bounded where it matters."""
-    moves = [place in state.values or place in state.booleans for place in node.inputs]
     for place in state.known.keys() & set(node.inputs):
         value, (lower, upper) = state.values[place], state.known[place]
         state.values[place] = value._replace(
             lower=jnp.maximum(value.lower, lower), upper=jnp.minimum(value.upper, upper)
         )
-    lines = _lines(state, node, moves) if node.name in RULES else None
+    lines = _lines(state, node)
     for tighter in tighten if lines is not None else ():
         assert lines is not None
         for view in lines.views[:1] if len({v.operand for v in lines.views}) == 1 else lines.views:
@@ -130,14 +123,14 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
             needed = value.upper > value.lower if lines.open is None else lines.open
             if value.mixes > 1 or (value.mixes and state.region.norm != math.inf):
                 tighter(state, place, needed)
-        lines = _lines(state, node, moves)
+        lines = _lines(state, node)
     outs = _intervals(state, node)
     if lines is not None and lines.ends is not None:
         ((lower, upper),) = outs
         outs = [(jnp.fmax(lower, lines.ends[0]), jnp.fmin(upper, lines.ends[1]))]
     for place, (lower, upper) in zip(node.outputs, outs):
         if lower.dtype == bool:
-            state.booleans[place] = lower, upper
+            state.values[place] = Bounded(lower, upper, lower, lower, lower)
             continue
         state.values[place] = network.begin(lower, upper, 2)
         unit = rounding(lower[0].size, lower.dtype)
@@ -147,16 +140,16 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
             state.lines[place] = _over(state, lines, *box, node)
 
 
-def _lines(state: Pass, node: Node, moves: list[bool]) -> Lines | None:
-    if any(place in state.booleans for place in node.inputs):
+def _lines(state: Pass, node: Node) -> Lines | None:
+    """The lines of one equation over its operands, where it has any."""
+    values = [state.values.get(place) for place in node.inputs]
+    if node.name not in RULES or any(v is not None and v.lower.dtype == bool for v in values):
         return None
-    args: list[Any] = []
-    for place, moved in zip(node.inputs, moves):
-        if moved:
-            args.append((state.values[place].lower, state.values[place].upper))
-        else:
-            args.append(interval.lifted(jnp.asarray(state.network.exact[place])))
-    return RULES[node.name](node.eqn, args, moves)
+    args: list[Any] = [
+        interval.lifted(jnp.asarray(state.network.exact[place])) if v is None else v[:2]
+        for place, v in zip(node.inputs, values)
+    ]
+    return RULES[node.name](node.eqn, args, [v is not None for v in values])
 
 
 def _over(state: Pass, lines: Lines, lower: Array, upper: Array, node: Node) -> Lines:
@@ -194,17 +187,12 @@ def _over(state: Pass, lines: Lines, lower: Array, upper: Array, node: Node) -> 
 
 def _intervals(state: Pass, node: Node) -> list[tuple[Array, Array]]:
     """The interval rule of one equation, batched over samples."""
-    places = [p for p in dict.fromkeys(node.inputs) if p in state.values or p in state.booleans]
-    pairs = []
-    for place in places:
-        value = state.values.get(place)
-        pairs.append(state.booleans[place] if value is None else (value.lower, value.upper))
+    places = [place for place in dict.fromkeys(node.inputs) if place in state.values]
+    pairs = [state.values[place][:2] for place in places]
 
     def one(own: list[tuple[Array, Array]]) -> list[tuple[Array, Array]]:
-        made: dict[int, Any] = {}
-        for place, (lower, upper) in zip(places, own):
-            flag = place in state.booleans
-            made[place] = Ternary(lower, upper) if flag else fresh(lower, upper)
+        values = [Ternary(*pair) if pair[0].dtype == bool else fresh(*pair) for pair in own]
+        made: dict[int, Any] = dict(zip(places, values))
         args = [made[p] if p in made else jnp.asarray(state.network.exact[p]) for p in node.inputs]
         found = [ends(out) for out in interval.apply(node.eqn, args, Context())]
         return [(pair.lower, pair.upper) for pair in found]
@@ -214,14 +202,26 @@ def _intervals(state: Pass, node: Node) -> list[tuple[Array, Array]]:
 
 def refine(state: Pass, place: int, needed: Array, bound: Bound) -> None:
     """Bounds a value's entries by backward passes where ``needed``, ``[B, *shape]``."""
+    improve(state, place, needed, chunk(state, 2), functools.partial(_entries, state, place, bound))
+
+
+def improve(
+    state: Pass, place: int, needed: Array, width: int, find: Callable[[Sequence[Array]], Array]
+) -> None:
+    """Takes lower bounds of entries and of their negatives where they are tighter, in turns.
+
+    ``find`` bounds ``[2, R, ...]``, all entries at the :func:`numbers` of some that are needed.
+    """
     value = state.values[place]
 
     def turn(these: Array, places: Sequence[Array], sides: Array) -> Array:
-        found = _entries(state, place, places, bound)
+        found = find(places).reshape(2, len(these), *rest)
         return sides.at[:, these].max(jnp.where(jnp.isfinite(found), found, -jnp.inf), mode="drop")
 
-    sides = jnp.stack([value.lower.reshape(-1), -value.upper.reshape(-1)])
-    low, high = by_turns(needed, chunk(state, 2), turn, sides).reshape(2, *value.lower.shape)
+    each = value.lower.size // needed.size
+    rest = (each,) if each > 1 else ()
+    sides = jnp.stack([value.lower, -value.upper]).reshape(2, needed.size, *rest)
+    low, high = by_turns(needed, width, turn, sides).reshape(2, *value.lower.shape)
     state.values[place] = value._replace(lower=low, upper=-high)
 
 
@@ -254,21 +254,15 @@ def by_turns(
 
 def numbers(index: Array, shape: Sequence[int], samples: int) -> tuple[Array, ...]:
     """Of entries of a batch: the sample, the entry, and in a map its row and column."""
-    sample, entry = _divided(index, math.prod(shape))
-    sample = jnp.minimum(sample, samples - 1)
-    if len(shape) != 4 or shape[0] != 1:
-        return sample, entry
-    spot, channel = _divided(entry, shape[3])
-    return sample, channel, *_divided(spot, shape[2])
+    found = []
+    for size in shape[:0:-1] if len(shape) == 4 and shape[0] == 1 else [math.prod(shape)]:
+        above = lax.div(index, jnp.full_like(index, size))
+        found.append(index - size * above)
+        index = above
+    return jnp.minimum(index, samples - 1), found[0], *found[:0:-1]
 
 
-def _divided(number: Array, by: int) -> tuple[Array, Array]:
-    """Quotient and remainder of what is not negative."""
-    quotient = lax.div(number, jnp.full_like(number, by))
-    return quotient, number - by * quotient
-
-
-def _entries(state: Pass, place: int, places: Sequence[Array], bound: Bound) -> Array:
+def _entries(state: Pass, place: int, bound: Bound, places: Sequence[Array]) -> Array:
     """Lower bounds of entries of a value and of their negatives, ``[2, R]``."""
     shape = state.values[place].lower.shape[1:]
     sample, entry, *position = places
@@ -297,8 +291,11 @@ def backward(
     rows: Rows,
     slopes: Mapping[int, Array] | None = None,
     record: dict[int, tuple[Array, Array]] | None = None,
+    mirrored: bool = False,
 ) -> Array:
     """Lower bounds ``[G, R]`` of sums of linear functions of values.
+
+    If ``mirrored``, of them and of their negatives, ``[2, G, R]``, by lines that are parallel.
 
     ``slopes`` are lower slopes of a row's own, ``[G, R, ...]``, by the output that they belong to,
     as coefficients lie or of whole maps;
@@ -306,7 +303,7 @@ def backward(
     """
     net, found = state.network, dict(coefficients)
     first = next(iter(found.values())).a
-    zero = jnp.zeros(first.shape[:2], first.dtype)
+    zero = jnp.zeros((*(2,) * mirrored, *first.shape[:2]), first.dtype)
     sum_ = Sum(zero, zero)
 
     def send(place: int, new: Coefficients) -> None:
@@ -324,12 +321,7 @@ def backward(
             if place not in found:
                 continue
             a = found.pop(place)
-            affine = net.affine.get(place)
-            if affine is not None:
-                for part, back in transposed(affine, a, rows):
-                    charge(part, back)
-                    send(part, back)
-            elif place in state.lines:
+            if place in state.lines:
                 lines, own = state.lines[place], (slopes or {}).get(place)
                 if own is not None and own.ndim != a.a.ndim:
                     a = whole(a, rows)  # Slopes of whole maps.
@@ -339,8 +331,13 @@ def backward(
                 sum_, backs = relaxed(sum_, lines, a, rows, own)
                 for operand, back in backs:
                     send(node.inputs[operand], back)
+            elif place in state.boxes:
+                own, box = flat(a), seen(state.boxes[place], rows, a)[:, None]
+                sum_ = sum_.between(own, *jnp.where(own == 0, 0.0, box))  # Boxes may be infinite.
             else:
-                sum_ = boxed(sum_, state.boxes[place], a, rows)
+                for part, back in transposed(net.affine[place], a, rows):
+                    charge(part, back)
+                    send(part, back)
     if net.source in found:
         least = state.region.least(found[net.source], rows)
         sum_ = sum_.plus(least)

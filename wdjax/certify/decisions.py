@@ -4,12 +4,12 @@ A comparison that the box does not decide is open, and a selection by it is the 
 which is where Clarke's generalised gradient of the selection lies.
 """
 
-import itertools
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import JaxprEqn
 
 from wdjax.certify.domain import (
@@ -29,14 +29,13 @@ from wdjax.certify.domain import (
     is_exact,
     unbounded,
 )
-from wdjax.certify.linear import additive, bind
+from wdjax.certify.linear import additive, bind, windows
 
 
 def inequality(flip: bool) -> Rule:
     """``<``, ``<=``, ``>`` and ``>=``; a comparison at equality is open, as Clarke's masks want."""
 
     def rule(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
-        del context
         (la, ua), (lb, ub) = (ends(a) for a in (args[::-1] if flip else args))
         return Ternary(ua < lb, ~(la > ub))
 
@@ -45,7 +44,6 @@ def inequality(flip: bool) -> Rule:
 
 def equal(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
     """Never surely true, ties being kinks, but for a value and itself (the test for NaN)."""
-    del context
     left, right = args
     if left is right:
         shape = ends(left)[0].shape
@@ -89,16 +87,9 @@ def _attains(value: Value, top: Value) -> Ternary | None:
 
 def finite(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
     """Surely true between finite ends; beyond them open."""
-    del eqn, context
     lower, upper = ends(args[0])
     sure = jnp.isfinite(lower) & jnp.isfinite(upper)
     return Ternary(sure, jnp.ones_like(sure))
-
-
-def branched(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | list[Value]:
-    raise ValueError(
-        "'cond' chooses by, or computes from, what depends on the input; write jnp.where instead."
-    )
 
 
 def unequal(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
@@ -107,7 +98,6 @@ def unequal(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
 
 
 def logical(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
-    del context
     if any(isinstance(a, Interval) for a in args):
         raise ValueError(f"the primitive {eqn.primitive.name!r} is certified on booleans only.")
     name = eqn.primitive.name
@@ -156,44 +146,23 @@ def unpool(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | li
     source, operand = args
     if not isinstance(operand, Interval):
         return additive([0], lambda e: math.prod(e.params["window_dimensions"]))(eqn, args, context)
-    window, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
-    padding = eqn.params["padding"]
-    lower, upper = ends(operand)
-    shape = lower.shape
-    low_g, high_g = ends(source)
-    outs = low_g.shape
-    padded = [size + sum(pads) for size, pads in zip(shape, padding)]
-
-    def patches(x: Array) -> Iterator[Array]:
-        x = lax.pad(x, jnp.array(-jnp.inf, x.dtype), [(*pads, 0) for pads in padding])
-        for offset in itertools.product(*map(range, window)):
-            ends_ = [o + (n - 1) * s + 1 for o, n, s in zip(offset, outs, strides)]
-            yield lax.slice(x, offset, ends_, strides)
-
-    def back(patch: Array, offset: tuple[int, ...]) -> Array:
-        config = []
-        for o, n, s, size in zip(offset, outs, strides, padded):
-            config.append((o, size - o - (n - 1) * s - 1, s - 1))
-        out = lax.pad(patch, jnp.zeros((), patch.dtype), config)
-        return lax.slice(out, [p[0] for p in padding], [p[0] + n for p, n in zip(padding, shape)])
-
-    lows, highs = jnp.stack(list(patches(lower))), jnp.stack(list(patches(upper)))
+    (lower, upper), (low_g, high_g) = ends(operand), ends(source)
+    views = windows(eqn, low_g.shape)
+    lows, highs = (jnp.stack([see(end, -jnp.inf) for see in views]) for end in (lower, upper))
     best = jnp.max(lows, axis=0)
-    total_low, total_high = jnp.zeros_like(lower), jnp.zeros_like(lower)
-    for index, offset in enumerate(itertools.product(*map(range, window))):
+    low, high = jnp.zeros_like(lower), jnp.zeros_like(lower)
+    for index, see in enumerate(views):
         rivals = jnp.delete(highs, index, axis=0, assume_unique_indices=True)
         surely = lows[index] > jnp.max(rivals, axis=0, initial=-jnp.inf)
         maybe = highs[index] >= best
-        part_low = jnp.where(surely, low_g, jnp.where(maybe, jnp.minimum(low_g, 0.0), 0.0))
-        part_high = jnp.where(surely, high_g, jnp.where(maybe, jnp.maximum(high_g, 0.0), 0.0))
-        total_low, total_high = (
-            total_low + back(part_low, offset),
-            total_high + back(part_high, offset),
-        )
+        back = jax.linear_transpose(functools.partial(see, blank=0.0), lower)
+        low += back(jnp.where(surely, low_g, jnp.where(maybe, jnp.minimum(low_g, 0.0), 0.0)))[0]
+        high += back(jnp.where(surely, high_g, jnp.where(maybe, jnp.maximum(high_g, 0.0), 0.0)))[0]
     # Overlapping windows add up; every partial sum is at most the sum of the magnitudes.
-    overlap = math.prod(-(-w // s) for w, s in zip(window, strides))
-    if overlap == 1:
-        return fresh(total_low, total_high, unbounded(context, lower.dtype))
-    size = jnp.maximum(jnp.max(jnp.abs(low_g)), jnp.max(jnp.abs(high_g)))
-    slack = gamma(overlap, lower.dtype) * overlap * size
-    return fresh(total_low - slack, total_high + slack, unbounded(context, lower.dtype))
+    sizes = zip(eqn.params["window_dimensions"], eqn.params["window_strides"])
+    overlap = math.prod(-(-size // stride) for size, stride in sizes)
+    slack = jnp.zeros((), lower.dtype)
+    if overlap > 1:
+        size = jnp.maximum(jnp.max(jnp.abs(low_g)), jnp.max(jnp.abs(high_g)))
+        slack = gamma(overlap, lower.dtype) * overlap * size
+    return fresh(low - slack, high + slack, unbounded(context, lower.dtype))

@@ -29,9 +29,8 @@ Array = jax.Array
 Linear = Callable[[Array], Array]
 
 _PULLED = 256
-"""Values of at most this size are bounded by the rows of their composed affine map."""
-_PUSHED = 256
-"""Basis vectors pushed through an affine map at once."""
+"""Values of at most this size are bounded by the rows of their composed affine map, and so many
+rows are pulled back at once."""
 
 
 @dataclass(eq=False)
@@ -104,14 +103,11 @@ class Ternary:
     origin: Origin | None = None
 
 
-@dataclass(eq=False)
-class Context:
-    """What one pass over a program asks for, and what it noticed."""
+class Context(NamedTuple):
+    """What one pass over a program asks for."""
 
     norm: float | None = None
     """Propagate Lipschitz constants in this norm."""
-    jumps: set[str] = field(default_factory=set)
-    """Discontinuous primitives met on the way: no derivative bounds such a program."""
 
 
 Value: TypeAlias = Interval | Ternary | Array
@@ -182,84 +178,50 @@ def ends(value: Value) -> norms.Bounds:
 def _refined(value: Interval) -> list[tuple[Array, Array]]:
     """Further (centre, radius) of the value, from the rows of its map."""
     balls = [root for root in value.terms if root.ball is not None]
-    pulled = value.center.size <= _PULLED and (balls or value.mixes > 1)
-    if pulled:
-        return [_from_rows(value, None), *(_from_rows(value, root) for root in balls)]
-    if balls and len(value.terms) == 1:
-        return [_from_columns(value)]
-    return []
+    if value.center.size <= _PULLED and (balls or value.mixes > 1):
+        return [_from_rows(value, root) for root in (None, *balls)]
+    return [_from_rows(value, root) for root in balls if len(value.terms) == 1]
+
+
+def _from_rows(value: Interval, cut: Root | None) -> tuple[Array, Array]:
+    """Bounds by the box of every root, but by the ball of the root ``cut``."""
+    center, radius = value.center, _rounding(value)
+    for root, chain in value.terms.items():
+        if root is cut and root.ball is not None:
+            offset, eps, norm = root.ball
+            slack = gamma(2 * value.roundings + root.half.size, center.dtype)
+            size = _row_norms(chain.apply, root, norms.dual(norm))
+            # A composed map rounds relative to its map of absolute values.
+            composed = value.mixes > 1
+            whole = _row_norms(chain.absolute, root, norms.dual(norm)) if composed else size
+            center = center + chain.apply(offset)
+            radius = radius + eps * (size + slack * whole)
+        else:
+            reach = _row_norms(chain.apply, root, 1, root.half)
+            radius = radius + reach * (1 + gamma(root.half.size, reach.dtype))
+    return center, jnp.where(jnp.isnan(radius), jnp.inf, radius)
 
 
 def _rounding(value: Interval) -> Array:
     return 2 * gamma(2 * value.roundings, value.center.dtype) * value.magnitude
 
 
+def _row_norms(linear: Linear, root: Root, norm: float, scale: ArrayLike = 1.0) -> Array:
+    """Of every row of a map, pulled back from its outputs, after its entries were scaled."""
+    out, pull = jax.vjp(linear, jnp.zeros_like(root.half))
+
+    def one(entry: Array) -> Array:
+        hot = jax.nn.one_hot(entry, out.size, dtype=out.dtype).reshape(out.shape)
+        return norms.lp_norm((pull(hot)[0] * scale)[None], norm)[0]
+
+    return lax.map(one, jnp.arange(out.size), batch_size=_PULLED).reshape(out.shape)
+
+
 def matrix(chain: Linear, root: Root, shape: tuple[int, ...]) -> Array:
     """The matrix of a linear map as ``[outputs, inputs]``, pulled back from its outputs."""
-    zeros = jnp.zeros(root.half.shape, root.half.dtype)
-    out, pull = jax.vjp(chain, zeros)
+    out, pull = jax.vjp(chain, jnp.zeros_like(root.half))
     basis = jnp.eye(math.prod(shape), dtype=out.dtype).reshape(-1, *shape)
     return jax.vmap(lambda t: pull(t)[0])(basis).reshape(basis.shape[0], -1)
-
-
-def _row_norms(chain: Chain, root: Root, value: Interval, norm: float) -> Array:
-    """Upper bounds on the norms of the rows of the map from a root to the value."""
-    shape = value.center.shape
-    size = norms.lp_norm(matrix(chain.apply, root, shape), norm)
-    slack = gamma(2 * value.roundings + root.half.size, size.dtype)
-    if value.mixes > 1:
-        return size + slack * norms.lp_norm(matrix(chain.absolute, root, shape), norm)
-    return size * (1 + slack)
-
-
-def _from_rows(value: Interval, cut: Root | None) -> tuple[Array, Array]:
-    """Bounds by the box of every root, but by the ball of the root ``cut``."""
-    shape = value.center.shape
-    center, radius = value.center, _rounding(value)
-    for root, chain in value.terms.items():
-        if root is cut and root.ball is not None:
-            offset, eps, norm = root.ball
-            size = _row_norms(chain, root, value, norms.dual(norm))
-            center = center + chain.apply(offset)
-            radius = radius + eps * size.reshape(shape)
-        else:
-            reach = jnp.abs(matrix(chain.apply, root, shape)) * root.half.reshape(-1)
-            reach = jnp.sum(reach, axis=-1) * (1 + gamma(root.half.size, reach.dtype))
-            radius = radius + reach.reshape(shape)
-    return center, jnp.where(jnp.isnan(radius), jnp.inf, radius)
-
-
-def _from_columns(value: Interval) -> tuple[Array, Array]:
-    """Bounds by the ball of the only root, pushing its basis through the map in chunks."""
-    ((root, chain),) = value.terms.items()
-    if root.ball is None:
-        raise ValueError("the root of this value is no ball.")
-    offset, eps, norm = root.ball
-    slack = gamma(2 * value.roundings + root.half.size, value.center.dtype)
-    size = _column_norms(chain.apply, root, norm)
-    if value.mixes > 1:
-        size = size + slack * _column_norms(chain.absolute, root, norm)
-    else:
-        size = size * (1 + slack)
-    return value.center + chain.apply(offset), eps * size + _rounding(value)
-
-
-def _column_norms(linear: Linear, root: Root, norm: float) -> Array:
-    shape, count = root.half.shape, root.half.size
-    width = min(count, _PUSHED)
-
-    def push(total: Array, start: Array) -> tuple[Array, None]:
-        index = start + jnp.arange(width)
-        basis = (index[:, None] == jnp.arange(count)).astype(root.half.dtype)
-        columns = jax.vmap(linear)(basis.reshape(width, *shape))
-        if norm == 2:
-            return total + jnp.sum(columns**2, axis=0), None
-        return jnp.maximum(total, jnp.max(jnp.abs(columns), axis=0)), None
-
-    out = jax.eval_shape(linear, jax.ShapeDtypeStruct(shape, root.half.dtype))
-    start = jnp.zeros(out.shape, out.dtype)
-    total, _ = lax.scan(push, start, jnp.arange(0, count, width))
-    return jnp.sqrt(total) if norm == 2 else total
 
 
 def is_exact(value: Value) -> TypeGuard[Array]:

@@ -4,6 +4,7 @@ import functools
 import itertools
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from wdjax.certify.domain import Array, tiny
 
@@ -22,6 +23,13 @@ def corners(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Arra
 
 def _nonzero(ends: tuple[Array, Array]) -> Array:
     return (ends[0] != 0) | (ends[1] != 0)
+
+
+def fitted(lower: Array, upper: Array, dtype: DTypeLike) -> tuple[Array, Array]:
+    """What is too large for a dtype is infinite."""
+    most = float(jnp.finfo(dtype).max)
+    lower = jnp.where(lower >= -most, lower, -jnp.inf)
+    return lower, jnp.where(upper <= most, upper, jnp.inf)
 
 
 def widen(lower: Array, upper: Array, ulps: int = _ULPS) -> tuple[Array, Array]:

@@ -33,10 +33,6 @@ class _Cone(NamedTuple):
 
     root: int
     nodes: tuple[Node, ...]
-    bends: tuple[str, ...]
-    """Those that are not affine."""
-    exact: bool
-    """Whether what is compared has not been rounded before."""
 
 
 def fuse(graph: Graph) -> Graph:
@@ -105,25 +101,19 @@ def _cone(
     if len(roots) > 1 or not fits or not moving | numbers.keys() >= {*node.inputs}:
         return None
     nodes = dict.fromkeys(own for cone in before for own in cone.nodes)
-    affine = node.name in _AFFINE | _COMPARISONS
-    affine |= node.name == "mul" and not all(moves)
-    affine |= node.name == "div" and not moves[1]
-    bends = [own for cone in before for own in cone.bends]
-    odd = node.name == "integer_pow" and node.eqn.params["y"] % 2
-    exact = all(cone.exact for cone in before)
-    if node.name in _COMPARISONS:
-        exact &= moving == {root} or node.inputs[0] == node.inputs[-1]
-    return _Cone(
-        root, (*nodes, node), (*bends, *([] if affine else ["odd" if odd else node.name])), exact
-    )
+    return _Cone(root, (*nodes, node))
 
 
 def _made(graph: Graph, node: Node, cone: _Cone, numbers: dict[int, Any]) -> Node:
     """One node for all of a cone, where that gains anything and is sound."""
     out, operand = graph.avals[node.outputs[0]], graph.avals[cone.root]
-    own = all(name in RELAXATIONS for name in cone.bends)
-    if own and ({*cone.bends} <= _BENT or len(cone.bends) < 2):
+    inside = {cone.root, *(own.outputs[0] for own in cone.nodes)}
+    bends = [bend for own in cone.nodes if (bend := _bend(own, inside))]
+    if RELAXATIONS.keys() >= {*bends} and ({*bends} <= _BENT or len(bends) < 2):
         return node
+    # What is compared must not have been rounded before.
+    compared = [own.inputs for own in cone.nodes if own.name in _COMPARISONS]
+    exact = all(inside & {*pair} == {cone.root} or pair[0] == pair[-1] for pair in compared)
 
     def function(z: Array) -> Array:
         values: dict[int, Any] = {**numbers, cone.root: z}
@@ -133,7 +123,17 @@ def _made(graph: Graph, node: Node, cone: _Cone, numbers: dict[int, Any]) -> Nod
         return values[node.outputs[0]]
 
     closed = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), operand.dtype))
-    if not cone.exact or out.dtype != operand.dtype or jumps(closed):
+    if not exact or out.dtype != operand.dtype or jumps(closed):
         return node
     whole = jax.make_jaxpr(functools.partial(primitive.bind, jaxpr=closed))(operand)
     return Node(whole.eqns[0], (cone.root,), node.outputs)
+
+
+def _bend(node: Node, inside: set[int]) -> str:
+    """What is not affine in what is inside of a cone, if anything."""
+    if node.name == "integer_pow" and node.eqn.params["y"] % 2:
+        return "odd power"
+    moves = [place in inside for place in node.inputs]
+    straight = node.name in _AFFINE | _COMPARISONS
+    straight |= (node.name == "mul" and not all(moves)) or (node.name == "div" and not moves[1])
+    return "" if straight else node.name

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import losses, norms, validate
+from wdjax import losses
 from wdjax.certify import asymptote, lipschitz, pointwise, wdro
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.margins import Method
@@ -107,54 +107,27 @@ def growth_bound(
     >>> growth_bound(model, x, y, eps=[0.25, 2.0], **how).round(2).tolist()  # the box ends at 1
     [0.0, 1.0]
     """
-    of_margins = wdro.of_margins(loss)
-    norms.check_norm(norm)
-    wdro.check_order(order)
-    if validate.traced(model, x, y, eps):
-        raise ValueError("growth_bound works on the host; call it outside jit and vmap.")
-    budgets = wdro.check_budgets(eps)
-    x, y = validate.check_samples(model, x, y, box)
-    most = lipschitz.diameter(x.shape[1:], box, norm)
-    grid = _grid(radii, budgets, most)
-    if constant is None:
-        constant = wdro.lipschitz_constant(model, x, y, norm=norm, box=box)
-    elif not constant >= 0:
-        raise ValueError(f"constant must be at least 0, got {constant!r}.")
-
     how: dict[str, Any] = {"norm": norm, "box": box, "method": method, "batch_size": batch_size}
-
-    def within(radius: float) -> Numbers:
-        low = pointwise.margin_bounds(model, x, y, eps=radius, **how)
-        values = of_margins(np.asarray(low, float))
-        return values + wdro.ROUNDING * np.abs(values)
-
-    if order == math.inf:
-        local = [float(np.mean(within(float(e)))) for e in budgets.ravel()]
-        rise = np.where(budgets > 0, constant * (1 + wdro.ROUNDING) * budgets, 0.0)
-        return np.minimum(np.reshape(local, budgets.shape), np.mean(within(0.0)) + rise)
-    levels = np.stack([within(0.0), *(within(float(t)) for t in grid)], axis=1)
-    profile = _joined(grid, levels, float(constant))
+    asked = wdro.ask(model, x, y, eps, order, loss, constant, how)
+    budgets, most = asked.budgets, lipschitz.diameter(x.shape[1:], box, norm)
+    grid = _grid(radii, budgets, most)
+    if asked.order == math.inf:
+        return wdro.straight(asked)
+    levels = np.stack([asked.within(float(t)) for t in (0.0, *grid)], axis=1)
+    profile = _joined(grid, levels, asked.constant)
     if most == math.inf:
-        profile = _endless(profile, model, x, y, float(grid[-1]), norm, loss)
-    found = [_dual(profile, float(e), float(order)) for e in budgets.ravel()]
+        profile = _endless(profile, model, asked, float(grid[-1]))
+    found = [_dual(profile, float(e), asked.order) for e in budgets.ravel()]
     return np.reshape(found, budgets.shape)
 
 
-def _endless(
-    profile: Profile,
-    model: Classifier,
-    x: AnyArray,
-    y: AnyArray,
-    last: float,
-    norm: float,
-    loss: losses.Loss,
-) -> Profile:
+def _endless(profile: Profile, model: Classifier, asked: wdro.Asked, last: float) -> Profile:
     """With a line that bounds it from the last radius on."""
-    labels, place = np.unique(np.asarray(y), return_inverse=True)
-    (_, classes) = jax.eval_shape(model, x[:1]).shape
-    end = jnp.asarray(last, x.dtype)
-    steep = asymptote.slopes(model, jnp.asarray(x), jnp.asarray(labels), end, norm, "auto")
-    far = wdro.beyond(loss, np.asarray(steep, float)[place], classes)
+    labels, place = np.unique(np.asarray(asked.y), return_inverse=True)
+    (_, classes) = jax.eval_shape(model, asked.x[:1]).shape
+    end = jnp.asarray(last, asked.x.dtype)
+    steep = asymptote.slopes(model, asked.x, jnp.asarray(labels), end, asked.norm, "auto")
+    far = wdro.beyond(asked.loss, np.asarray(steep, float)[place], classes)
     return profile._replace(last=last, far=far)
 
 
@@ -209,8 +182,7 @@ def _dual(profile: Profile, eps: float, order: float) -> float:
         last=profile.last / eps,
         far=(profile.far[0], profile.far[1] * eps),
     )
-    rise = float(np.max(profile.high, initial=1.0) - np.min(profile.low))
-    rise = min(max(rise, 1e-9), 1e30)
+    rise = np.clip(np.max(profile.high, initial=1.0) - np.min(profile.low), 1e-9, 1e30)
     last = float(np.max(scaled.end, initial=1.0)) ** order
     levels = rise * np.geomspace(1e-4 / max(last, 1.0), 1e8, _LEVELS)
     for _ in range(3):

@@ -6,6 +6,7 @@ sign becomes the hull of ``g`` and 0, which is the interval Jacobian of FastLip 
 This file walks through the program and holds the table of rules, one a primitive.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,6 +33,7 @@ from wdjax.certify.domain import (
     largest_size,
     tiny,
 )
+from wdjax.certify.ends import fitted
 from wdjax.certify.graph import flatten
 
 
@@ -66,12 +68,7 @@ def bound(
     >>> float(low), round(float(high), 4)
     (0.0, 1.0)
     """
-    lower, upper = jnp.asarray(lower), jnp.asarray(upper)
-    if lower.shape != upper.shape or not jnp.issubdtype(lower.dtype, jnp.floating):
-        raise ValueError(
-            f"lower and upper must be floats of one shape, got {lower.dtype}{list(lower.shape)} "
-            f"and {upper.dtype}{list(upper.shape)}."
-        )
+    lower, upper = check_ends(lower, upper)
     if not validate.traced(lower, upper) and not bool(jnp.all(lower <= upper)):
         raise ValueError("lower must be at most upper everywhere, without NaN; swap the ends.")
     if ball is not None:
@@ -82,6 +79,18 @@ def bound(
     pairs = [ends(value) for value in outputs]
     lowers, uppers = ([pair[side] for pair in pairs] for side in (0, 1))
     return norms.Bounds(jax.tree.unflatten(leaves, lowers), jax.tree.unflatten(leaves, uppers))
+
+
+def check_ends(lower: ArrayLike, upper: ArrayLike) -> tuple[Array, Array]:
+    """The ends of a box as arrays."""
+    lower, upper = jnp.asarray(lower), jnp.asarray(upper)
+    fits = (lower.shape, lower.dtype) == (upper.shape, upper.dtype)
+    if not fits or not jnp.issubdtype(lower.dtype, jnp.floating):
+        raise ValueError(
+            "lower and upper must be floats of one shape, the ends of one sample's box, got "
+            f"{lower.dtype}{list(lower.shape)} and {upper.dtype}{list(upper.shape)}."
+        )
+    return lower, upper
 
 
 def _within(
@@ -114,6 +123,11 @@ def interpret(closed: ClosedJaxpr, args: Sequence[Value], context: Context) -> l
     return [values[place] for place in graph.outputs]
 
 
+def over(program: ClosedJaxpr, lower: Array, upper: Array) -> norms.Bounds:
+    """Bounds of a program's only output between the ends of its only input."""
+    return ends(interpret(program, [fresh(lower, upper)], Context())[0])
+
+
 def apply(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> list[Value]:
     """One equation; sums in less than float32 are charged as such, and held in float32."""
     name = eqn.primitive.name
@@ -140,13 +154,8 @@ def lifted(value: Array) -> Array:
 
 def entrywise(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
     """A function of one number, as one node of :mod:`wdjax.certify.fused`."""
-    del context
-    (lower, upper), program = ends(args[0]), eqn.params["jaxpr"]
-
-    def one(lower: Array, upper: Array) -> tuple[Array, Array]:
-        pair = ends(interpret(program, [fresh(lower, upper)], Context())[0])
-        return pair.lower, pair.upper
-
+    lower, upper = ends(args[0])
+    one = functools.partial(over, eqn.params["jaxpr"])
     low, high = jax.vmap(one)(lower.reshape(-1), upper.reshape(-1))
     return fresh(low.reshape(lower.shape), high.reshape(lower.shape))
 
@@ -169,42 +178,25 @@ def _rounded(value: Value, dtype: Any, name: str, context: Context) -> Value:
     slack = slack_of(dtype, largest_size(value))
     if name in SUMS:
         slack += gamma(value.roundings, dtype) * value.magnitude
-    most = float(jnp.finfo(dtype).max)
-    lower, upper = lower - slack, upper + slack
-    lower, upper = (
-        jnp.where(lower < -most, -jnp.inf, lower),
-        jnp.where(upper > most, jnp.inf, upper),
-    )
-    constant = None
-    if context.norm is not None:
-        constant = constant_of(value, context.norm)
+    lower, upper = fitted(lower - slack, upper + slack, dtype)
+    constant = None if context.norm is None else constant_of(value, context.norm)
     return fresh(lower, upper, constant, value.origin)
 
 
+MOVES = {
+    "reshape", "squeeze", "expand_dims", "transpose", "slice", "rev", "concatenate", "stack", "pad",
+}  # fmt: skip
+"""What puts every entry in one place."""
+
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(
-        (
-            "reshape",
-            "broadcast_in_dim",
-            "squeeze",
-            "expand_dims",
-            "transpose",
-            "slice",
-            "rev",
-            "concatenate",
-            "stack",
-            "pad",
-            "tile",
-        ),
-        linear.additive(),
-    ),
+    **dict.fromkeys((*MOVES, "broadcast_in_dim", "tile"), linear.additive()),
     **dict.fromkeys(("split", "unstack"), linear.parted),
     **dict.fromkeys(("dynamic_slice", "gather"), linear.additive([0])),
     "dynamic_update_slice": linear.additive([0, 1]),
     "scatter-add": linear.additive([0, 2], linear.scattered),
-    "neg": linear.additive(absolute=lambda t: t),
+    "neg": linear.additive(absolute=lambda ts: ts[0]),
     **dict.fromkeys(("add", "add_any"), linear.additive(terms=lambda _: 1)),
-    "sub": linear.additive(terms=lambda _: 1, absolute=jnp.add),
+    "sub": linear.additive(terms=lambda _: 1, absolute=lambda ts: ts[0] + ts[1]),
     "reduce_sum": linear.summation,
     "cumsum": linear.additive(terms=linear.cumulated),
     "reduce_window_sum": linear.additive(terms=linear.windowed),
@@ -213,37 +205,39 @@ RULES: dict[str, Rule] = {
     "div": nonlinear.quotient,
     "dot_general": linear.bilinear(linear.contracted),
     "conv_general_dilated": linear.bilinear(linear.convolved),
-    "max": nonlinear.largest,
-    "min": nonlinear.increasing(),
-    "reduce_max": nonlinear.reduced,
-    "reduce_min": nonlinear.reduced,
+    "max": nonlinear.monotone(exact=True, origin=nonlinear.elementwise),
+    "min": nonlinear.monotone(exact=True),
+    **dict.fromkeys(
+        ("reduce_max", "reduce_min"), nonlinear.monotone(exact=True, origin=nonlinear.reduced)
+    ),
     "reduce_window_max": nonlinear.pooled,
     "select_and_scatter_add": decisions.unpool,
     "clamp": nonlinear.clamp,
     "abs": nonlinear.absolute,
     "integer_pow": nonlinear.power,
     "square": nonlinear.power,
-    "exp": nonlinear.increasing(lambda low, high: jnp.exp(high)),
-    "exp2": nonlinear.increasing(lambda low, high: jnp.exp2(high), ulps=512),
-    "expm1": nonlinear.increasing(lambda low, high: jnp.exp(high)),
-    "log": nonlinear.increasing(lambda low, high: jnp.where(low > 0, 1 / low, jnp.inf)),
-    "log1p": nonlinear.increasing(lambda low, high: jnp.where(low > -1, 1 / (1 + low), jnp.inf)),
-    "sqrt": nonlinear.increasing(nonlinear.root_slope),
-    "tanh": nonlinear.increasing(nonlinear.one_everywhere),
-    "logistic": nonlinear.increasing(lambda low, high: jnp.full_like(low, 0.25)),
-    "erf": nonlinear.increasing(lambda low, high: jnp.full_like(low, 1.1283792)),
-    "atan": nonlinear.increasing(nonlinear.one_everywhere),
-    "rsqrt": nonlinear.decreasing(lambda low, high: jnp.where(low > 0, 0.5 * low**-1.5, jnp.inf)),
-    "erfc": nonlinear.decreasing(lambda low, high: jnp.full_like(low, 1.1283792), ulps=512),
+    "exp": nonlinear.monotone(lambda low, high: jnp.exp(high)),
+    "exp2": nonlinear.monotone(lambda low, high: jnp.exp2(high), ulps=512),
+    "expm1": nonlinear.monotone(lambda low, high: jnp.exp(high)),
+    "log": nonlinear.monotone(lambda low, high: jnp.where(low > 0, 1 / low, jnp.inf)),
+    "log1p": nonlinear.monotone(lambda low, high: jnp.where(low > -1, 1 / (1 + low), jnp.inf)),
+    "sqrt": nonlinear.monotone(lambda low, high: jnp.where(low > 0, 0.5 / jnp.sqrt(low), jnp.inf)),
+    **dict.fromkeys(("tanh", "atan"), nonlinear.monotone()),
+    "logistic": nonlinear.monotone(0.25),
+    "erf": nonlinear.monotone(1.1283792),
+    "rsqrt": nonlinear.monotone(
+        lambda low, high: jnp.where(low > 0, 0.5 * low**-1.5, jnp.inf), falling=True
+    ),
+    "erfc": nonlinear.monotone(1.1283792, ulps=512, falling=True),
     **dict.fromkeys(("sin", "cos"), nonlinear.wave),
-    **dict.fromkeys(("floor", "ceil", "round"), nonlinear.increasing(jump=True)),
     "sort": nonlinear.ordered,
     "reduce_prod": nonlinear.multiplied,
     "cumprod": nonlinear.multiplied_on,
-    **dict.fromkeys(("cummax", "cummin"), nonlinear.increasing(jump=True)),
+    **dict.fromkeys(
+        ("floor", "ceil", "round", "cummax", "cummin"), nonlinear.monotone(math.inf, exact=True)
+    ),
     "pow": nonlinear.real_power,
     "is_finite": decisions.finite,
-    "cond": decisions.branched,
     "sign": nonlinear.sign,
     **dict.fromkeys(("lt", "le"), decisions.inequality(flip=False)),
     **dict.fromkeys(("gt", "ge"), decisions.inequality(flip=True)),

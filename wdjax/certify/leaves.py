@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from wdjax import norms
 from wdjax.certify import crown, margins, region, slopes
 from wdjax.certify.coefficients import Rows, Whole, rounding, summed
 from wdjax.certify.domain import Array
@@ -24,7 +23,7 @@ from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.network import Network
 from wdjax.certify.region import Box, Region
 
-_RATE, _DECAY = 0.2, 0.95
+_RATE = 0.2
 
 Maps = dict[int, Array]
 """By the place of a rectifier's operand."""
@@ -134,13 +133,16 @@ def bounds(
     count = len(leaves.rival)
     with jax.default_matmul_precision("highest"):
         ball = region.ball(jnp.broadcast_to(x, (count, *x.shape[1:])), eps, norm, box)
-        net = margins.network(model, ball)
+        net = margins.network(model, x)
         wide = margins.wide(ball).prepared()
         split = functools.partial(_Split, net, wide, known, y, leaves.rival)
         begun = split(leaves.signs)
-        best = _maximised(begun, _maps(leaves.multipliers, known.lower), steps)
-        worth, choices = lax.top_k(_scores(begun, best.multipliers), tries)
-        own = _rows(best.multipliers)
+        most = {i: jnp.where(sign == 0, 1.0, jnp.inf) for i, sign in begun.signs.items()}
+        multipliers = _maps(leaves.multipliers, known.lower)
+        worst = slopes.Best(jnp.full(count, -jnp.inf, x.dtype), multipliers)
+        best = slopes.maximised(begun.low, worst, most, steps, _RATE, until=0.0)
+        worth, choices = lax.top_k(_scores(begun, best.slopes), tries)
+        own = _rows(best.slopes)
         places = jnp.arange(count)
 
         def half(turn: Array) -> Array:
@@ -156,18 +158,6 @@ def bounds(
         choices = jnp.take_along_axis(choices, order, axis=-1)
         children = jnp.take_along_axis(children, order[..., None], axis=1)
     return Bounds(best.low, own, choices, children)
-
-
-class _Best(NamedTuple):
-    low: Array
-    multipliers: Maps
-
-
-class _Climb(NamedTuple):
-    step: Array
-    now: Maps
-    moments: slopes.Moments
-    best: _Best
 
 
 class _Split:
@@ -191,16 +181,13 @@ class _Split:
         empty = [(v.lower > v.upper).reshape(len(signs), -1).any(axis=1) for v in values]
         self.empty = jnp.stack(empty).any(axis=0)
         self.lost = jnp.stack([jnp.zeros((), bool), *net.lost]).any()
-        self.output = net.graph.outputs[0]
-        (classes,) = net.graph.avals[self.output].shape[1:]
-        own = jax.nn.one_hot(jnp.broadcast_to(y, rival.shape), classes, dtype=ball.center.dtype)
-        self.contrast = own - jax.nn.one_hot(rival, classes, dtype=own.dtype)
+        self.contrasts = margins.contrasts(net, jnp.broadcast_to(y, rival.shape), rival[:, None])
 
     def low(self, multipliers: Maps, record: dict[int, tuple[Array, Array]] | None = None) -> Array:
         """``[L]`` bounds."""
-        state, count = self.state, len(self.contrast)
-        coefficients: dict[int, Whole] = {self.output: Whole(self.contrast[None, :, None])}
-        below, paid = {}, jnp.zeros((1, count), self.contrast.dtype)
+        state, coefficients = self.state, dict(self.contrasts)
+        eps = state.region.eps
+        below, paid = {}, jnp.zeros((1, len(eps)), eps.dtype)
         for place, sign in self.signs.items():
             weight = jnp.where(sign == 0, 0.0, multipliers[place])[None]
             coefficients[place] = Whole(-weight * sign[None])
@@ -208,46 +195,12 @@ class _Split:
         for out, place in self.operands.items():
             sign = self.signs[place]
             below[out] = jnp.where(sign == 0, multipliers[place], sign > 0)[None]
-        rows = Rows(jnp.arange(count))
+        rows = Rows(jnp.arange(len(eps)))
         found = crown.backward(state, coefficients, rows, slopes=below, record=record)
         unit = rounding(sum(sign[0].size for sign in self.signs.values()), paid.dtype)
         found = (found - (1 + unit) * paid)[0]
         found = jnp.where(self.empty, jnp.inf, found)
         return jnp.where(self.lost | jnp.isnan(found), -jnp.inf, found)
-
-
-def _maximised(split: _Split, begun: Maps, steps: int) -> _Best:
-    """The best bounds of Adam's steps, and the multipliers that gave them."""
-
-    def height(multipliers: Maps) -> tuple[Array, Array]:
-        low = split.low(multipliers)
-        return jnp.sum(jnp.where(jnp.isfinite(low), low, 0.0)), low
-
-    def better(best: _Best, low: Array, now: Maps) -> _Best:
-        gain = low > best.low
-        kept = {
-            place: jnp.where(norms.spread(gain, m), m, best.multipliers[place])
-            for place, m in now.items()
-        }
-        return _Best(jnp.where(gain, low, best.low), kept)
-
-    def step(carry: _Climb) -> _Climb:
-        i, now, moments, best = carry
-        (_, low), slope = jax.value_and_grad(height, has_aux=True)(now)
-        best = better(best, low, now)
-        now, moments = slopes.climbed(i, now, moments, slope, _RATE * _DECAY**i)
-        return _Climb(
-            i + 1, jax.tree.map(lambda m, t: jnp.clip(m, 0.0, t), now, most), moments, best
-        )
-
-    def goes_on(carry: _Climb) -> Array:
-        return (carry.step < steps) & jnp.any(carry.best.low <= 0)
-
-    most = {place: jnp.where(sign == 0, 1.0, jnp.inf) for place, sign in split.signs.items()}
-    worst = _Best(jnp.full(len(split.contrast), -jnp.inf, split.contrast.dtype), begun)
-    climb = _Climb(jnp.zeros((), jnp.int32), begun, slopes.Moments.blank(begun), worst)
-    climb = lax.while_loop(goes_on, step, climb)
-    return better(climb.best, split.low(climb.now), climb.now)
 
 
 def _scores(split: _Split, multipliers: Maps) -> Array:

@@ -1,5 +1,7 @@
 """Rules for affine operations, which map a value's roots along, and for products."""
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -122,7 +124,7 @@ def _none(eqn: JaxprEqn) -> int:
 def additive(
     positions: Iterable[int] | None = None,
     terms: Callable[[JaxprEqn], int] = _none,
-    absolute: Callable[..., Array] | None = None,
+    absolute: Callable[[Sequence[Array]], Array] | None = None,
 ) -> Rule:
     """A rule for what is jointly linear in the operands at ``positions`` (all by default)."""
 
@@ -137,28 +139,26 @@ def additive(
                 "depend on the input."
             )
 
-        def run(values: Sequence[Array], positive: bool) -> Array:
-            return absolute(*values) if positive and absolute else bind(eqn, values)
-
-        def part(place: int, positive: bool) -> Linear:
+        def part(run: Callable[[list[Array]], Array], place: int) -> Linear:
             def linear(t: Array) -> Array:
-                middles = [middle_of(a) for a in operands]
-                values = [
-                    a if i not in places else t if i == place else jnp.zeros_like(a)
-                    for i, a in enumerate(middles)
-                ]
-                return run(values, positive)
+                blank = [jnp.zeros_like(a) if i in places else a for i, a in enumerate(middles)]
+                return run([*blank[:place], t, *blank[place + 1 :]])
 
             return linear
 
-        center = bind(eqn, [middle_of(a) for a in operands])
-        sizes = [size_of(a) if i in places else middle_of(a) for i, a in enumerate(operands)]
+        plain = functools.partial(bind, eqn)
+        sized = absolute or plain
+        middles = [middle_of(a) for a in operands]
+        sizes = [
+            size_of(a) if i in places else m for i, (a, m) in enumerate(zip(operands, middles))
+        ]
         inputs = [
-            (a, part(i, False), part(i, True))
+            (a, part(plain, i), part(sized, i))
             for i, a in enumerate(operands)
             if isinstance(a, Interval)
         ]
-        return affine(center, inputs, run(sizes, True), terms(eqn), _kept(eqn, inputs[0][0].origin))
+        origin = _kept(eqn, inputs[0][0].origin)
+        return affine(plain(middles), inputs, sized(sizes), terms(eqn), origin)
 
     return rule
 
@@ -181,7 +181,6 @@ def _kept(eqn: JaxprEqn, origin: Origin | None) -> Origin | None:
 
 def parted(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> list[Value]:
     """One value cut into several."""
-    del context
     (value,) = args
     if isinstance(value, Ternary):
         return [Ternary(*ends_) for ends_ in zip(*(evaluate(eqn, [end]) for end in ends(value)))]
@@ -197,7 +196,6 @@ def parted(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> list[Value
 
 def moved_booleans(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
     """What only moves or joins entries, on booleans."""
-    del context
     if any(isinstance(a, Interval) for a in args):
         raise ValueError(
             f"{eqn.primitive.name!r} mixes booleans and floats that depend on the input."
@@ -234,13 +232,11 @@ def _product_of_intervals(
 ) -> Interval:
     """``c_a c_b -+ (|c_a| r_b + r_a |c_b| + r_a r_b)`` for contractions."""
     elementwise = eqn.primitive.name == "mul"
-    if eqn.primitive.name == "conv_general_dilated" and context.norm is not None:
+    if eqn.primitive.name == "conv_general_dilated":
         # A kernel's entry meets many positions: norms of entries do not bound the product.
-        context = Context(None, context.jumps)
-        unknown = jnp.full((), jnp.inf, left.center.dtype)
-        inner = _product_of_intervals(eqn, left, right, terms, context)
-        return fresh(*ends(inner), unknown)
-    constant = _product_constant(left, right, elementwise, context.norm)
+        constant = unbounded(context, left.center.dtype)
+    else:
+        constant = _product_constant(left, right, elementwise, context.norm)
     if elementwise:
         lower, upper = corners(ends(left), ends(right))
         return fresh(lower, upper, constant)
@@ -297,6 +293,21 @@ def scattered(eqn: JaxprEqn) -> int:
     return math.prod(shape_of(eqn, 2))
 
 
+def windows(eqn: JaxprEqn, shape: Sequence[int]) -> list[Callable[..., Array]]:
+    """For every place in a window, what is there, ``shape``, of an array in a frame of a number."""
+    params = eqn.params
+    sizes, strides = params["window_dimensions"], params["window_strides"]
+    apart = params.get("window_dilation", (1,) * len(sizes))
+
+    def part(place: Sequence[int], t: Array, blank: float) -> Array:
+        t = lax.pad(t, jnp.asarray(blank, t.dtype), [(*pads, 0) for pads in params["padding"]])
+        first = [d * i for d, i in zip(apart, place)]
+        stops = [o + (n - 1) * s + 1 for o, n, s in zip(first, shape, strides)]
+        return lax.slice(t, first, stops, strides)
+
+    return [functools.partial(part, place) for place in itertools.product(*map(range, sizes))]
+
+
 def windowed(eqn: JaxprEqn) -> int:
     return math.prod(eqn.params["window_dimensions"])
 
@@ -318,7 +329,6 @@ def convert(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | l
         if dtype == jnp.bool_:
             return value
         if jnp.issubdtype(dtype, jnp.floating):
-            context.jumps.add("convert_element_type")
             dtype = jnp.dtype(jnp.float32) if is_narrow(dtype) else dtype
             return fresh(
                 value.lower.astype(dtype),

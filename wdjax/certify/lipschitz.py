@@ -16,35 +16,35 @@ from jax.typing import ArrayLike, DTypeLike
 
 from wdjax import norms
 from wdjax.certify import continuity, domain, interval
-from wdjax.parallel import AnyArray
+from wdjax.core import Array
 
-Classifier = Callable[[jax.Array], jax.Array]
+Classifier = Callable[[Array], Array]
 """``[n, *shape] -> [n, K]``, a pytree, as :data:`wdjax.Model` is."""
 
 _COTANGENTS = 256
 """Cotangents pulled back at once."""
 
 
-def single(model: Classifier) -> Callable[[jax.Array], jax.Array]:
+def single(model: Classifier) -> Callable[[Array], Array]:
     """The model on one sample, with custom derivatives and stopped gradients looked through.
 
     Custom derivative rules need not be the derivative; the program of the function itself is.
     """
 
-    def logits(x: jax.Array) -> jax.Array:
+    def logits(x: Array) -> Array:
         closed = jax.make_jaxpr(lambda t: jnp.squeeze(model(t[None]), 0))(x)
         return domain.ends(interval.interpret(closed, [x], domain.Context())[0]).lower
 
     return logits
 
 
-def contrasts(y: jax.Array, classes: int, dtype: DTypeLike) -> jax.Array:
+def contrasts(y: Array, classes: int, dtype: DTypeLike) -> Array:
     """The rows ``e_j - e_y``, ``[K, K]``; row y is 0."""
     return jnp.eye(classes, dtype=dtype) - jax.nn.one_hot(y, classes, dtype=dtype)
 
 
 def margins_and_slopes(
-    model: Classifier, region: domain.Interval, y: jax.Array, classes: int
+    model: Classifier, region: domain.Interval, y: Array, classes: int
 ) -> tuple[norms.Bounds, norms.Bounds]:
     """Bounds on all margins ``z_j - z_y`` over a region, ``[K]``, and on their Jacobian.
 
@@ -53,7 +53,7 @@ def margins_and_slopes(
     """
     differences = contrasts(y, classes, region.center.dtype)
 
-    def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def both(x: Array) -> tuple[Array, Array]:
         logits, pull = jax.vjp(single(model), x)
         return differences @ logits, jax.vmap(pull)(differences)[0]
 
@@ -62,7 +62,7 @@ def margins_and_slopes(
     return domain.ends(margins), domain.ends(slopes)
 
 
-def row_sizes(jacobian: norms.Bounds, norm: float) -> jax.Array:
+def row_sizes(jacobian: norms.Bounds, norm: float) -> Array:
     """Upper bounds on the dual norm of every row of an interval Jacobian."""
     size = jnp.maximum(jnp.abs(jacobian.lower), jnp.abs(jacobian.upper))
     slack = (size[0].size + 8) * jnp.finfo(size.dtype).eps
@@ -76,7 +76,7 @@ def layer_product(
     *,
     norm: float,
     labels: ArrayLike | None = None,
-) -> jax.Array:
+) -> Array:
     r"""Lipschitz constants of the margins as products of layer norms: ladder level 0.
 
     Walks through the program with one constant a value, from the input's l_r to the value's l_r:
@@ -105,23 +105,14 @@ def layer_product(
     >>> round(float(layer_product(model, jnp.zeros(2), jnp.ones(2), norm=jnp.inf)[0, 1]), 3)
     12.0
     """
-    lower, upper = _check(lower, upper, norm)
-    classes = _classes(model, lower)
-    labels = jnp.arange(classes) if labels is None else jnp.asarray(labels)
-    _refuse_jumps(jumps(model, lower))
-    return _layer_product(model, lower, upper, norm, labels, classes)
+    return _constants(_layer_product, model, lower, upper, norm, labels)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 5))
 @jax.default_matmul_precision("highest")
 def _layer_product(
-    model: Classifier,
-    lower: jax.Array,
-    upper: jax.Array,
-    norm: float,
-    labels: jax.Array,
-    classes: int,
-) -> jax.Array:
+    model: Classifier, lower: Array, upper: Array, norm: float, labels: Array, classes: int
+) -> Array:
     context = domain.Context(norm=norm)
     region = domain.box(lower, upper, constant=jnp.ones((), lower.dtype))
     (logits,) = interval.interpret(jax.make_jaxpr(single(model))(lower), [region], context)
@@ -137,8 +128,7 @@ def _layer_product(
         apart = apart + slack * (sizes + sizes[labels][:, None])
         constant = jnp.inf if root.constant is None else root.constant
         total = total + jnp.where(apart == 0, 0.0, apart * constant)
-    total = jnp.where(jnp.isnan(total), jnp.inf, total)
-    return jnp.where(jnp.arange(classes) == labels[:, None], 0.0, total)
+    return total
 
 
 def interval_jacobian(
@@ -148,7 +138,7 @@ def interval_jacobian(
     *,
     norm: float,
     labels: ArrayLike | None = None,
-) -> jax.Array:
+) -> Array:
     r"""Lipschitz constants of the margins from the interval Jacobian over a box: ladder level 1.
 
     Args:
@@ -174,33 +164,21 @@ def interval_jacobian(
     >>> round(float(interval_jacobian(model, jnp.zeros(2), jnp.ones(2), norm=jnp.inf)[0, 1]), 3)
     8.0
     """
-    lower, upper = _check(lower, upper, norm)
-    classes = _classes(model, lower)
-    labels = jnp.arange(classes) if labels is None else jnp.asarray(labels)
-    _refuse_jumps(jumps(model, lower))
-    return _interval_jacobian(model, lower, upper, norm, labels, classes)
+    return _constants(_interval_jacobian, model, lower, upper, norm, labels)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 5))
+@jax.default_matmul_precision("highest")
 def _interval_jacobian(
-    model: Classifier,
-    lower: jax.Array,
-    upper: jax.Array,
-    norm: float,
-    labels: jax.Array,
-    classes: int,
-) -> jax.Array:
-    def constants(y: jax.Array) -> jax.Array:
+    model: Classifier, lower: Array, upper: Array, norm: float, labels: Array, classes: int
+) -> Array:
+    def constants(y: Array) -> Array:
         region = domain.box(lower, upper)
         return row_sizes(margins_and_slopes(model, region, y, classes)[1], norm)
 
-    with jax.default_matmul_precision("highest"):
-        if labels.size * classes <= _COTANGENTS:
-            total = jax.vmap(constants)(labels)
-        else:
-            total = jax.lax.map(constants, labels, batch_size=max(1, _COTANGENTS // classes))
-    total = jnp.where(jnp.isnan(total), jnp.inf, total)
-    return jnp.where(jnp.arange(classes) == labels[:, None], 0.0, total)
+    if labels.size * classes <= _COTANGENTS:
+        return jax.vmap(constants)(labels)
+    return jax.lax.map(constants, labels, batch_size=max(1, _COTANGENTS // classes))
 
 
 def margin_lipschitz(
@@ -210,7 +188,7 @@ def margin_lipschitz(
     *,
     norm: float,
     labels: ArrayLike | None = None,
-) -> jax.Array:
+) -> Array:
     r"""The best known Lipschitz constants of the margins ``z_j - z_y`` over a box.
 
     The smaller of :func:`layer_product` and :func:`interval_jacobian`. The largest over the labels
@@ -249,41 +227,34 @@ def margin_lipschitz(
     )
 
 
-def _refuse_jumps(names: set[str]) -> None:
-    """Raises where a program is discontinuous, since its derivative then bounds nothing."""
-    if names:
+def _constants(
+    bound: Callable[..., Array],
+    model: Classifier,
+    lower: ArrayLike,
+    upper: ArrayLike,
+    norm: float,
+    labels: ArrayLike | None,
+) -> Array:
+    """Checks what is asked, and takes what is not a number for unbounded."""
+    norms.check_norm(norm)
+    lower, upper = interval.check_ends(lower, upper)
+    sample = jax.ShapeDtypeStruct((1, *lower.shape), lower.dtype)
+    out = jax.eval_shape(model, sample)
+    if lower.ndim == 0 or getattr(out, "ndim", 0) != 2 or out.shape[1] < 2:
+        raise ValueError(
+            f"the model must return logits [1, K] with K >= 2 for a sample {list(lower.shape)}, "
+            f"got {getattr(out, 'shape', out)}."
+        )
+    names, classes = continuity.jumps(jax.make_jaxpr(model)(sample)), out.shape[1]
+    if names:  # A derivative then bounds nothing.
         raise ValueError(
             f"the model applies {', '.join(sorted(names))} to its input, so it is not "
             "continuous and has no Lipschitz constant; certify it by certify.margin_bounds."
         )
-
-
-def jumps(model: Classifier, sample: AnyArray) -> set[str]:
-    """Names of the primitives by which the model may be discontinuous in its input."""
-    shape = jax.ShapeDtypeStruct((1, *sample.shape), sample.dtype)
-    return continuity.jumps(jax.make_jaxpr(model)(shape))
-
-
-def _check(lower: ArrayLike, upper: ArrayLike, norm: float) -> tuple[jax.Array, jax.Array]:
-    norms.check_norm(norm)
-    lower, upper = jnp.asarray(lower), jnp.asarray(upper)
-    if lower.shape != upper.shape or lower.ndim == 0:
-        raise ValueError(
-            f"lower and upper must be the ends of one sample's box, [*shape], got "
-            f"{list(lower.shape)} and {list(upper.shape)}."
-        )
-    if not jnp.issubdtype(lower.dtype, jnp.floating) or lower.dtype != upper.dtype:
-        raise ValueError(f"lower and upper must be floats, got {lower.dtype} and {upper.dtype}.")
-    return lower, upper
-
-
-def _classes(model: Classifier, sample: jax.Array) -> int:
-    out = jax.eval_shape(model, jax.ShapeDtypeStruct((1, *sample.shape), sample.dtype))
-    if getattr(out, "ndim", 0) != 2 or out.shape[1] < 2:
-        raise ValueError(
-            f"the model must return logits [1, K] with K >= 2, got {getattr(out, 'shape', out)}."
-        )
-    return out.shape[1]
+    labels = jnp.arange(classes) if labels is None else jnp.asarray(labels)
+    total = bound(model, lower, upper, norm, labels, classes)
+    total = jnp.where(jnp.isnan(total), jnp.inf, total)
+    return jnp.where(jnp.arange(classes) == labels[:, None], 0.0, total)
 
 
 def diameter(shape: tuple[int, ...], box: tuple[float, float] | None, norm: float) -> float:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from wdjax.certify import coarse, crown, slopes
-from wdjax.certify.coefficients import Rows, Whole
+from wdjax.certify.coefficients import Coefficients, Rows, Whole
 from wdjax.certify.domain import Array
 from wdjax.certify.explicit import explicit
 from wdjax.certify.fused import fuse
@@ -48,12 +48,15 @@ def of(
         logits = jnp.broadcast_to(state.network.exact[place], (len(y), classes))
         low = jnp.take_along_axis(logits, y[:, None], axis=1) - logits
     else:
-        low = _apart(state, place, y)
+        value = state.values[place]
+        own = jnp.take_along_axis(value.lower[:, 0], y[:, None], axis=1)
+        low = own - value.upper[:, 0]
+        low = low - 8 * float(jnp.finfo(low.dtype).eps) * (jnp.abs(own) + value.size[:, 0])
         for bound in _BOUNDS[method]:
             right = True if every else jnp.argmax(model(region.center), axis=-1) == y
             open_ = right & jnp.any((low <= 0) & (jnp.arange(classes) != y[:, None]), axis=1)
             needed = jnp.ones_like(open_) if bound is crown.backward else open_
-            low = _contrasts(state, place, y, low, needed, bound)
+            low = _rows(state, y, low, needed, bound)
     for lost in state.network.lost:
         low = jnp.where(lost, -jnp.inf, low)
     low = jnp.where(jnp.isnan(low) | jnp.isnan(region.eps)[:, None], -jnp.inf, low)
@@ -62,12 +65,12 @@ def of(
 
 def prepare(model: Classifier, region: Region, method: Method) -> crown.Pass:
     """The bounds of everything that the model computes before its margins."""
-    return crown.bounds(network(model, region), wide(region).prepared(), _INSIDE[method])
+    return crown.bounds(network(model, region.center), wide(region).prepared(), _INSIDE[method])
 
 
-def network(model: Classifier, region: Region, fused: bool = True) -> Network:
+def network(model: Classifier, x: Array, fused: bool = True) -> Network:
     """The model's program for one sample, functions of one number as one node if ``fused``."""
-    sample = jax.ShapeDtypeStruct((1, *region.center.shape[1:]), region.center.dtype)
+    sample = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
     with plain():
         closed = jax.make_jaxpr(model)(sample)
     graph = explicit(flatten(closed))
@@ -99,29 +102,27 @@ _BOUNDS: dict[Method, Sequence[crown.Bound]] = {
 """What bounds the margins, in turn; all but the first where it leaves them open."""
 
 
-def _apart(state: crown.Pass, place: int, y: Array) -> Array:
-    """From the intervals of the logits."""
-    value = state.values[place]
-    own = jnp.take_along_axis(value.lower[:, 0], y[:, None], axis=1)
-    apart = own - value.upper[:, 0]
-    unit = 8 * float(jnp.finfo(apart.dtype).eps)
-    return apart - unit * (jnp.abs(own) + value.size[:, 0])
+def others(y: Array, classes: int) -> Array:
+    """``[B, K - 1]`` classes that are not the label."""
+    return (y[:, None] + 1 + jnp.arange(classes - 1)) % classes
 
 
-def _contrasts(
-    state: crown.Pass, place: int, y: Array, low: Array, needed: Array, bound: crown.Bound
-) -> Array:
+def contrasts(net: Network, y: Array, rivals: Array) -> dict[int, Coefficients]:
+    """``z_y - z_j`` of ``G`` rivals of each of ``R`` rows, ``[R, G]``, by the place of logits."""
+    (place,) = net.graph.outputs
+    classes, dtype = net.graph.avals[place].shape[1], net.graph.avals[net.source].dtype
+    own, rival = (jax.nn.one_hot(labels, classes, dtype=dtype) for labels in (y, rivals.T))
+    return {place: Whole((own - rival)[:, :, None])}
+
+
+def _rows(state: crown.Pass, y: Array, low: Array, needed: Array, bound: crown.Bound) -> Array:
     """Margins of the samples that need it, by rows of all their rivals; never looser."""
-    _, classes = low.shape
-    rivals = (y[:, None] + 1 + jnp.arange(classes - 1)) % classes
+    rivals = others(y, low.shape[1])
 
     def turn(these: Array, places: Sequence[Array], low: Array) -> Array:
         rows = places[0]
-        own = jax.nn.one_hot(y[rows], classes, dtype=low.dtype)
-        other = jax.nn.one_hot(rivals[rows].T, classes, dtype=low.dtype)
-        a = Whole((own - other)[:, :, None])
-        found = bound(state, {place: a}, Rows(rows))
+        found = bound(state, contrasts(state.network, y[rows], rivals[rows]), Rows(rows))
         # Lines may lie outside of what is known: the better of both.
         return low.at[these[:, None], rivals[rows]].max(found.T, mode="drop")
 
-    return crown.by_turns(needed, crown.chunk(state, classes - 1), turn, low)
+    return crown.by_turns(needed, crown.chunk(state, rivals.shape[1]), turn, low)

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 
 from wdjax.certify import interval, linear
 from wdjax.certify.domain import Array, Context, Interval, Linear, fresh, is_exact, tiny
+from wdjax.certify.ends import fitted
 from wdjax.certify.graph import Graph, Node, dependent
 
 _DIAGONAL = {"mul", "div", "add", "sub", "neg", "add_any", "convert_element_type"}
-_MOVES = {
-    "reshape", "squeeze", "expand_dims", "transpose", "slice", "rev", "concatenate", "stack", "pad",
+_MOVES = interval.MOVES | {
     "split", "unstack", "reduce_sum", "dynamic_slice", "dynamic_update_slice",
 }  # fmt: skip
 _WINOGRAD = 96
@@ -79,7 +79,7 @@ def build(graph: Graph) -> Network:
     for node, moves in dependent(graph):
         args = [network.exact.get(place) for place in node.inputs]
         if not any(moves):
-            outs = linear.evaluate(node.eqn, [_array(a) for a in args])
+            outs = linear.evaluate(node.eqn, [jnp.asarray(a) for a in args])
             network.exact.update(zip(node.outputs, outs))
             network.lost.extend(_lost(node, args, outs))
             continue
@@ -91,10 +91,6 @@ def build(graph: Graph) -> Network:
             network.affine.update(zip(node.outputs, found))
     network.charged.update(graph.outputs)
     return network
-
-
-def _array(value: Any) -> Array:
-    return jnp.asarray(value)
 
 
 def _lost(node: Node, args: Sequence[Any], outs: Sequence[Array]) -> list[Array]:
@@ -121,7 +117,7 @@ def _affine(node: Node, moves: Sequence[bool], args: Sequence[Any]) -> list[Affi
     operands: list[Any] = []
     for place, moved, aval, arg in zip(node.inputs, moves, avals, args):
         if not moved:
-            operands.append(interval.lifted(_array(arg)))
+            operands.append(interval.lifted(jnp.asarray(arg)))
             continue
         dtype = jnp.float32 if linear.is_narrow(aval.dtype) else aval.dtype
         if place not in dummies:
@@ -206,7 +202,7 @@ def forward(affine: Affine, values: dict[int, Bounded], charged: set[int]) -> Bo
     fine = affine.error * size + lowest * max(affine.offset.size, 64)
     radius = _open(radius + 2 * fine)
     declared: Any = affine.node.eqn.outvars[0].aval
-    lower, upper = _cut(center - radius, center + radius, declared.dtype)
+    lower, upper = fitted(center - radius, center + radius, declared.dtype)
     adds = affine.node.name not in _DIAGONAL | _MOVES - {"reduce_sum"} or len(affine.parts) > 1
     mixes = adds + max(values[part.place].mixes for part in affine.parts)
     return Bounded(lower, upper, _open(size), _open(error + fine), offset, mixes)
@@ -214,10 +210,3 @@ def forward(affine: Affine, values: dict[int, Bounded], charged: set[int]) -> Bo
 
 def _open(size: Array) -> Array:
     return jnp.where(jnp.isnan(size), jnp.inf, size)
-
-
-def _cut(lower: Array, upper: Array, dtype: Any) -> tuple[Array, Array]:
-    """What is too large for the program's dtype is infinite."""
-    most = float(jnp.finfo(dtype).max)
-    lower = jnp.where(lower >= -most, lower, -jnp.inf)
-    return lower, jnp.where(upper <= most, upper, jnp.inf)

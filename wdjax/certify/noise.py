@@ -16,7 +16,7 @@ import numpy.typing as npt
 from wdjax.certify import grid
 from wdjax.certify.flow import Flow
 from wdjax.certify.grid import Noise, Numbers, perturb
-from wdjax.core import AnyArray, Array
+from wdjax.core import Array
 
 __all__ = ["Flow", "Gaussian", "Laplace", "Noise", "Uniform", "perturb"]
 
@@ -32,7 +32,7 @@ def _family(name: str) -> Any:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Gaussian:
+class Gaussian(Noise):
     r"""Normal noise: l2 radii ``sigma Phi^-1(p)``.
 
     Args:
@@ -49,27 +49,10 @@ class Gaussian:
 
     norm: ClassVar[float] = 2
 
-    sigma: float | Array
     family: str = _family("gaussian")
-
-    def __post_init__(self) -> None:
-        grid.check_sigma(self.sigma)
-
-    @property
-    def step(self) -> float:
-        return grid.step(self.sigma)
 
     def pattern(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         return self.sigma * jax.random.normal(key, shape, dtype)
-
-    def scale(self, x: Array) -> float:
-        return 1.0
-
-    def offset(self, key: Array, x: Array) -> Array:
-        return self.pattern(key, x.shape, x.dtype)
-
-    def error(self, x: AnyArray) -> Numbers:
-        return grid.error_of_independent(x, self.step)
 
     def radius(self, probability: npt.ArrayLike) -> Numbers:
         from scipy import special
@@ -84,7 +67,7 @@ class Gaussian:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Laplace:
+class Laplace(Noise):
     r"""Laplace noise of scale ``b = sigma / sqrt 2``: l1 radii ``b log(1 / (2 (1 - p)))``.
 
     Densities change by a factor of at most ``exp(r / b)`` over an l1 distance of r, hence so does
@@ -104,27 +87,10 @@ class Laplace:
 
     norm: ClassVar[float] = 1
 
-    sigma: float | Array
     family: str = _family("laplace")
-
-    def __post_init__(self) -> None:
-        grid.check_sigma(self.sigma)
-
-    @property
-    def step(self) -> float:
-        return grid.step(self.sigma)
 
     def pattern(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         return self.sigma * grid.laplace(key, shape, dtype)
-
-    def scale(self, x: Array) -> float:
-        return 1.0
-
-    def offset(self, key: Array, x: Array) -> Array:
-        return self.pattern(key, x.shape, x.dtype)
-
-    def error(self, x: AnyArray) -> Numbers:
-        return grid.error_of_independent(x, self.step)
 
     def radius(self, probability: npt.ArrayLike) -> Numbers:
         return grid.beyond_half(probability, lambda p: grid.laplace_radius(self.sigma, p))
@@ -135,7 +101,7 @@ class Laplace:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Uniform:
+class Uniform(Noise):
     r"""Uniform noise on ``[-a, a]`` with ``a = sqrt 3 sigma``: l1 radii ``2 a (p - 1/2)``.
 
     Two cubes whose centres are r apart in l1 differ in at most ``r / 2a`` of their volume.
@@ -154,28 +120,11 @@ class Uniform:
 
     norm: ClassVar[float] = 1
 
-    sigma: float | Array
     family: str = _family("uniform")
-
-    def __post_init__(self) -> None:
-        grid.check_sigma(self.sigma)
-
-    @property
-    def step(self) -> float:
-        return grid.step(self.sigma)
 
     def pattern(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         half = math.sqrt(3) * self.sigma
         return half * jax.random.uniform(key, shape, dtype, -1.0, 1.0)
-
-    def scale(self, x: Array) -> float:
-        return 1.0
-
-    def offset(self, key: Array, x: Array) -> Array:
-        return self.pattern(key, x.shape, x.dtype)
-
-    def error(self, x: AnyArray) -> Numbers:
-        return grid.error_of_independent(x, self.step)
 
     def radius(self, probability: npt.ArrayLike) -> Numbers:
         half = math.sqrt(3) * grid.number(self.sigma)

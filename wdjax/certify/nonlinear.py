@@ -5,14 +5,13 @@ from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
-from jax.typing import ArrayLike
 
 from wdjax.certify.domain import (
     Array,
     Context,
     Elementwise,
     Interval,
-    Linear,
+    Origin,
     Reduced,
     Rule,
     Value,
@@ -26,59 +25,53 @@ from wdjax.certify.domain import (
     tiny,
 )
 from wdjax.certify.ends import corners, widen
-from wdjax.certify.linear import affine, bind
+from wdjax.certify.linear import bilinear, bind
 
 Slope = Callable[[Array, Array], Array]
 """The largest derivative of every entry between its ends."""
 
 
-def increasing(slope: Slope | None = None, jump: bool = False, ulps: int = 16) -> Rule:
-    """A rule for elementwise functions that grow in every operand."""
+def monotone(
+    slope: Slope | float = 1.0,
+    ulps: int = 16,
+    exact: bool = False,
+    falling: bool = False,
+    origin: Callable[[JaxprEqn, Sequence[Value]], Origin] | None = None,
+) -> Rule:
+    """A rule for elementwise functions that grow, or fall, in every operand.
+
+    ``exact`` are those that do not round. A slope is one of all entries, or is of their ends.
+    """
 
     def rule(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
         pairs = [ends(a) for a in args]
         lower, upper = (bind(eqn, [pair[side] for pair in pairs]) for side in (0, 1))
-        if slope is None:
-            steepest: ArrayLike = jnp.full((), jnp.inf, lower.dtype) if jump else 1.0
-        else:
+        if falling:
+            lower, upper = upper, lower
+        if not exact:
             lower, upper = widen(lower, upper, ulps)
             lost = tiny(lower.dtype)  # Below the smallest float, whose sign is kept.
             lower, upper = jnp.where(lower < 0, lower - lost, lower), upper + lost
-            steepest = jnp.max(slope(*pairs[0]))
-        return fresh(lower, upper, stretch(args, steepest, context))
+        steepest = jnp.max(slope(*pairs[0])) if callable(slope) else slope
+        known = None if origin is None else origin(eqn, args)
+        return fresh(lower, upper, stretch(args, steepest, context), known)
 
     return rule
 
 
-def decreasing(slope: Slope, ulps: int = 16) -> Rule:
-    def rule(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
-        lower, upper = ends(args[0])
-        least, most = widen(bind(eqn, [upper]), bind(eqn, [lower]), ulps)
-        return fresh(least, most, stretch(args, jnp.max(slope(lower, upper)), context))
-
-    return rule
+def elementwise(eqn: JaxprEqn, args: Sequence[Value]) -> Elementwise:
+    """What an elementwise maximum remembers."""
+    return Elementwise(args)
 
 
-def largest(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
-    """The elementwise maximum; it remembers its operands."""
-    pairs = [ends(a) for a in args]
-    lower, upper = (jnp.maximum(pairs[0][side], pairs[1][side]) for side in (0, 1))
-    out = fresh(lower, upper, stretch(args, 1.0, context))
-    out.origin = Elementwise(args)
-    return out
+def reduced(eqn: JaxprEqn, args: Sequence[Value]) -> Reduced:
+    """What a maximum along axes remembers."""
+    return Reduced(eqn.primitive.name, args[0], tuple(eqn.params["axes"]))
 
 
-def reduced(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
-    lower, upper = (bind(eqn, [end]) for end in ends(args[0]))
-    out = fresh(lower, upper, stretch(args, 1.0, context))
-    out.origin = Reduced(eqn.primitive.name, args[0], tuple(eqn.params["axes"]))
-    return out
-
-
-def pooled(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
+def pooled(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | list[Value]:
     """Maximum over windows, of which ``ceil(window gcd(stride, dilation) / stride)`` a dimension
     hold an entry."""
-    lower, upper = (bind(eqn, [end]) for end in ends(args[0]))
     params = eqn.params
     windows = zip(params["window_dimensions"], params["window_strides"])
     seen = math.prod(
@@ -86,7 +79,7 @@ def pooled(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
         for (size, stride), apart in zip(windows, params["window_dilation"])
     )
     root = 1.0 if context.norm is None else 1.0 / context.norm
-    return fresh(lower, upper, stretch(args, seen**root, context))
+    return monotone(seen**root, exact=True)(eqn, args, context)
 
 
 def absolute(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
@@ -97,27 +90,26 @@ def absolute(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval
 
 def power(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
     exponent = eqn.params["y"] if eqn.primitive.name == "integer_pow" else 2
-    lower, upper = ends(args[0])
-    if exponent < 0:
-        positive = lower > 0
-        inside = positive | (upper < 0)
-        low, high = jnp.where(inside, lower, 1.0), jnp.where(inside, upper, 1.0)
-        one, two = low**exponent, high**exponent
-        one, two = widen(jnp.minimum(one, two), jnp.maximum(one, two), 16 - 2 * exponent)
-        infinite = jnp.full_like(lower, jnp.inf)
-        return fresh(
-            jnp.where(inside, one, -infinite),
-            jnp.where(inside, two, infinite),
-            stretch(args, jnp.inf, context),
-        )
-    one, two = lower**exponent, upper**exponent
-    if exponent % 2 == 0:
+    (lower, upper), count = ends(args[0]), abs(exponent)
+    one, two = lower**count, upper**count
+    if count % 2 == 0:
         least = jnp.where((lower <= 0) & (upper >= 0), 0.0, jnp.minimum(one, two))
         one, two = least, jnp.maximum(one, two)
     size = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
-    steepest = jnp.max(exponent * size ** (exponent - 1)) if exponent else 0.0
-    one, two = widen(one, two, 16 + 2 * exponent)
-    return fresh(one, two, stretch(args, steepest, context))
+    steepest = jnp.max(exponent * size ** (exponent - 1)) if exponent > 0 else 0.0
+    one, two = widen(one, two, 16 + 2 * count)
+    if exponent >= 0:
+        return fresh(one, two, stretch(args, steepest, context))
+    inside, (one, two) = _inverse(one, two)
+    low, high = jnp.where(inside, one, -jnp.inf), jnp.where(inside, two, jnp.inf)
+    return fresh(low, high, stretch(args, jnp.inf, context))
+
+
+def _inverse(lower: Array, upper: Array) -> tuple[Array, tuple[Array, Array]]:
+    """Where 0 is outside, and the ends of what 1 is divided by there."""
+    inside = (lower > 0) | (upper < 0)
+    low, high = jnp.where(inside, lower, 1.0), jnp.where(inside, upper, 1.0)
+    return inside, widen(1 / high, 1 / low, 2)
 
 
 def real_power(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
@@ -136,45 +128,40 @@ def real_power(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interv
     )
 
 
-def ordered(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
+def ordered(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | list[Value]:
     """The k-th smallest entry lies between the k-th smallest ends."""
     if len(args) != 1:
         raise ValueError("sort is certified for one operand only.")
-    lower, upper = (bind(eqn, [end]) for end in ends(args[0]))
-    return fresh(lower, upper, stretch(args, 1.0, context))
+    return monotone(exact=True)(eqn, args, context)
 
 
 def multiplied(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
     """A product along axes, one entry after the other."""
     lower, upper = ends(args[0])
     axes = tuple(eqn.params["axes"])
-    count = math.prod(lower.shape[axis] for axis in axes)
     last = [i for i in range(lower.ndim) if i not in axes]
-    pair = [end.transpose([*axes, *last]).reshape(count, -1) for end in (lower, upper)]
-    total = (jnp.ones_like(pair[0][0]),) * 2
-    for i in range(count):
-        total = corners(total, (pair[0][i], pair[1][i]))
     shape = [lower.shape[i] for i in last]
-    # In any order: the roundings of all products, and what is lost below the smallest float.
-    low, high = widen(*total, 4 * count)
-    constant = stretch(args, jnp.inf, context)
-    return fresh(low.reshape(shape), high.reshape(shape), constant)
+    pair = [end.transpose([*axes, *last]).reshape(-1, *shape) for end in (lower, upper)]
+    low, high = _running(*pair)[-1] if len(pair[0]) else (jnp.ones(shape, lower.dtype),) * 2
+    return fresh(low, high, stretch(args, jnp.inf, context))
 
 
 def multiplied_on(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
     """Running products along an axis."""
-    axis, backwards = eqn.params["axis"], eqn.params["reverse"]
-    lower, upper = (jnp.moveaxis(end, axis, 0) for end in ends(args[0]))
-    total = (jnp.ones_like(lower[0]),) * 2
-    rows: list[tuple[Array, Array]] = []
-    count = len(lower)
-    for i in reversed(range(count)) if backwards else range(count):
-        total = corners(total, (lower[i], upper[i]))
-        rows.append(widen(*total, 4 * count))
-    if backwards:
-        rows.reverse()
-    low, high = (jnp.moveaxis(jnp.stack(side), 0, axis) for side in zip(*rows))
+    axis, step = eqn.params["axis"], -1 if eqn.params["reverse"] else 1
+    lower, upper = (jnp.moveaxis(end, axis, 0)[::step] for end in ends(args[0]))
+    sides = (jnp.stack(side)[::step] for side in zip(*_running(lower, upper)))
+    low, high = (jnp.moveaxis(side, 0, axis) for side in sides)
     return fresh(low, high, stretch(args, jnp.inf, context))
+
+
+def _running(lower: Array, upper: Array) -> list[tuple[Array, Array]]:
+    """In any order: the roundings of all products, and what is lost below the smallest float."""
+    total, found = (jnp.ones_like(lower[0]),) * 2, []
+    for pair in zip(lower, upper):
+        total = corners(total, pair)
+        found.append(widen(*total, 4 * len(lower)))
+    return found
 
 
 def sign(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
@@ -189,19 +176,11 @@ def wave(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
     return fresh(-one, one, stretch(args, 1.0, context))
 
 
-def quotient(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
+def quotient(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | list[Value]:
     left, right = args
-    if isinstance(left, Interval) and is_exact(right):
-
-        def over(divisor: Array) -> Linear:
-            return lambda t: bind(eqn, [t, divisor])
-
-        inputs = [(left, over(right), over(jnp.abs(right)))]
-        return affine(over(right)(left.center), inputs, inputs[0][2](left.magnitude), 1)
-    lower, upper = ends(right)
-    inside = (lower > 0) | (upper < 0)
-    low, high = jnp.where(inside, lower, 1.0), jnp.where(inside, upper, 1.0)
-    inverse = widen(1 / high, 1 / low, 2)
+    if is_exact(right):
+        return bilinear(lambda _: 1)(eqn, args, context)
+    inside, inverse = _inverse(*ends(right))
     one, two = corners(ends(left), inverse)
     constant = None
     if context.norm is not None:
@@ -220,13 +199,3 @@ def clamp(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
         raise ValueError("clamp is certified only between bounds that do not depend on the input.")
     lower, upper = (jnp.minimum(jnp.maximum(end, low), high) for end in (lower, upper))
     return fresh(lower, upper, stretch([args[1]], 1.0, context))
-
-
-def one_everywhere(lower: Array, upper: Array) -> Array:
-    del upper
-    return jnp.ones_like(lower)
-
-
-def root_slope(lower: Array, upper: Array) -> Array:
-    del upper
-    return jnp.where(lower > 0, 0.5 / jnp.sqrt(lower), jnp.inf)

@@ -14,22 +14,23 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from wdjax import norms, parallel, validate
+from wdjax.balls import Lp
 from wdjax.certify import branch, lipschitz, margins, region
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.margins import METHODS, Method
 from wdjax.certify.region import Box
-from wdjax.parallel import AnyArray
+from wdjax.core import AnyArray, Array
 
 
 class _Bracket(NamedTuple):
     """Of every sample: what is verified, what failed, and the next to try."""
 
-    best: jax.Array
-    margin: jax.Array
-    high: jax.Array
-    deficit: jax.Array
+    best: Array
+    margin: Array
+    high: Array
+    deficit: Array
     """How far below 0 the least margin was at ``high``."""
-    trial: jax.Array
+    trial: Array
 
 
 def margin_bounds(
@@ -43,7 +44,7 @@ def margin_bounds(
     method: Method = "crown",
     seconds: float = 10.0,
     batch_size: int = 64,
-) -> jax.Array:
+) -> Array:
     r"""Lower bounds of every margin ``z_y - z_j`` over the ball of radius ``eps`` in the box.
 
     Args:
@@ -75,20 +76,17 @@ def margin_bounds(
     >>> [round(low, 3) for low in margin_bounds(model, x, y, norm=jnp.inf, eps=0.1)[0].tolist()]
     [inf, 0.6]
     """
-    norms.check_norm(norm)
-    check_method(method)
+    ball = Lp(norm, box)
+    validate.check_choice("method", method, METHODS)
     eps = jnp.broadcast_to(_check_eps(eps, x), y.shape)
     if validate.traced(model, x, y, eps):
         if method == "bab":
             raise ValueError('method="bab" works on the host; call it outside jit and vmap.')
         validate.check_shapes(model, x, y)
-        return _bounds(model, jnp.asarray(x), jnp.asarray(y), eps, norm, box, method)
+        return _bounds(model, jnp.asarray(x), jnp.asarray(y), eps, ball, method)
     x, y = validate.check_samples(model, x, y, box)
     cheap: Method = "auto" if method == "bab" else method
-
-    def bounds(model: Classifier, x: jax.Array, y: jax.Array, eps: jax.Array) -> jax.Array:
-        return _bounds(model, x, y, eps, norm, box, cheap)
-
+    bounds = functools.partial(_bounds, ball=ball, method=cheap)
     low = _in_batches(bounds, model, (x, y, eps), batch_size)
     if method != "bab":
         return low
@@ -108,7 +106,7 @@ def certified(
     method: Method = "crown",
     seconds: float = 10.0,
     batch_size: int = 64,
-) -> jax.Array:
+) -> Array:
     r"""Whether the model provably returns ``y`` on the whole ball of radius ``eps`` in the box.
 
     Args:
@@ -148,7 +146,7 @@ def radius(
     steps: int = 10,
     method: Method = "crown",
     batch_size: int = 64,
-) -> jax.Array:
+) -> Array:
     r"""Lower bounds of every sample's distance to the nearest misclassified point of the box.
 
     Starts from the linearised distance and bisects with the certificate of :func:`certified`; only
@@ -176,33 +174,28 @@ def radius(
     >>> [round(r, 3) for r in radius(model, x, y, norm=2).tolist()]
     [0.566, 0.0]
     """
-    norms.check_norm(norm)
-    check_method(method)
+    ball = Lp(norm, box)
+    validate.check_choice("method", method, METHODS)
     if method == "bab":
         raise ValueError('radius searches with every method but "bab"; "alpha" is the tightest.')
     if validate.traced(model, x, y):
         validate.check_shapes(model, x, y)
-        return _search(model, jnp.asarray(x), jnp.asarray(y), norm, box, steps, method)
+        return _search(model, jnp.asarray(x), jnp.asarray(y), ball, steps, method)
     x, y = validate.check_samples(model, x, y, box)
-
-    def search(model: Classifier, x: jax.Array, y: jax.Array) -> jax.Array:
-        return _search(model, x, y, norm, box, steps, method)
-
+    search = functools.partial(_search, ball=ball, steps=steps, method=method)
     return _in_batches(search, model, (x, y), batch_size)
 
 
-def _search(
-    model: Classifier, x: jax.Array, y: jax.Array, norm: float, box: Box, steps: int, method: Method
-) -> jax.Array:
-    most = lipschitz.diameter(x.shape[1:], box, norm)
-    clean = _bounds(model, x, y, jnp.zeros(len(y), x.dtype), norm, box, method)
+def _search(model: Classifier, x: Array, y: Array, ball: Lp, steps: int, method: Method) -> Array:
+    most = lipschitz.diameter(x.shape[1:], ball.box, ball.norm)
+    clean = _bounds(model, x, y, jnp.zeros(len(y), x.dtype), ball, method)
     least = jnp.min(clean, axis=-1)
-    trial = _guess(model, x, y, clean, norm, most)
+    trial = _guess(model, x, y, clean, ball.norm, most)
     zero = jnp.zeros_like(trial)
     bracket = _Bracket(zero, least, jnp.full_like(trial, jnp.inf), zero, trial)
 
     def step(_: int, bracket: _Bracket) -> _Bracket:
-        low = _bounds(model, x, y, bracket.trial, norm, box, method)
+        low = _bounds(model, x, y, bracket.trial, ball, method)
         return _narrower(bracket, low, most)
 
     if validate.traced(model, x, y):
@@ -215,12 +208,10 @@ def _search(
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))
-def _guess(
-    model: Classifier, x: jax.Array, y: jax.Array, low: jax.Array, norm: float, most: float
-) -> jax.Array:
+def _guess(model: Classifier, x: Array, y: Array, low: Array, norm: float, most: float) -> Array:
     """A little less than the linearised distance, which is exact for linear models."""
 
-    def slopes(xi: jax.Array, yi: jax.Array) -> jax.Array:
+    def slopes(xi: Array, yi: Array) -> Array:
         differences = lipschitz.contrasts(yi, low.shape[1], xi.dtype)
         pull = jax.vjp(lambda t: model(t[None])[0], xi)[1]
         return norms.lp_norm(jax.vmap(pull)(differences)[0], norms.dual(norm))
@@ -233,7 +224,7 @@ def _guess(
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _narrower(bracket: _Bracket, low: jax.Array, most: float) -> _Bracket:
+def _narrower(bracket: _Bracket, low: Array, most: float) -> _Bracket:
     """Keeps a verified radius; next is twice the best before the first failure, then between.
 
     Where between, the margins on both sides say, but not within a tenth of either; the end that
@@ -251,27 +242,13 @@ def _narrower(bracket: _Bracket, low: jax.Array, most: float) -> _Bracket:
     return _Bracket(best, margin, high, deficit, jnp.minimum(trial, most))
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6))
-def _bounds(
-    model: Classifier,
-    x: jax.Array,
-    y: jax.Array,
-    eps: jax.Array,
-    norm: float,
-    box: Box,
-    method: Method,
-) -> jax.Array:
-    with jax.default_matmul_precision("highest"):
-        return margins.lower(model, region.ball(x, eps, norm, box), y, method)
+@functools.partial(jax.jit, static_argnames=("ball", "method"))
+@jax.default_matmul_precision("highest")
+def _bounds(model: Classifier, x: Array, y: Array, eps: Array, ball: Lp, method: Method) -> Array:
+    return margins.lower(model, region.ball(x, eps, ball.norm, ball.box), y, method)
 
 
-def check_method(method: Method) -> None:
-    """Raises a ``ValueError`` that says which methods there are."""
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
-
-
-def _check_eps(eps: ArrayLike, x: AnyArray) -> jax.Array:
+def _check_eps(eps: ArrayLike, x: AnyArray) -> Array:
     if validate.traced(eps):
         return jnp.asarray(eps)
     # Not JAX's: inside jit even operations on constants have no values.
@@ -284,16 +261,14 @@ def _check_eps(eps: ArrayLike, x: AnyArray) -> jax.Array:
 
 
 def _in_batches(
-    fn: Callable[..., jax.Array],
+    fn: Callable[..., Array],
     model: Classifier,
     arrays: tuple[AnyArray, ...],
     batch_size: int,
-) -> jax.Array:
+) -> Array:
     """Applies ``fn(model, *arrays)`` to padded pieces, so that one program serves all."""
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}.")
     n = len(arrays[0])
-    size = min(batch_size, n)
+    size = min(validate.check_count("batch_size", batch_size), n)
     parts = []
     for start in range(0, n, size):
         piece = parallel.pad(tuple(a[start : start + size] for a in arrays), size)

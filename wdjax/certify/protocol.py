@@ -116,19 +116,19 @@ def plan(
     return Plan(levels, radii, noise.radius, n0, tuple(looks), level, test)
 
 
-class Work:
+class Work(NamedTuple):
     """The votes on all samples: a state that can be saved, and what to do with it."""
 
-    def __init__(
-        self,
-        asked: votes.Poll,
-        plan: Plan,
-        y: npt.NDArray[np.int32],
-        error: npt.NDArray[np.float64],
-    ) -> None:
-        self.asked, self.plan, self.y, self.error = asked, plan, y, error
-        # The vote numbers at which every part of the work ends.
-        self.ends = (*([plan.n0] if plan.n0 else []), *(plan.n0 + look for look in plan.looks))
+    asked: votes.Poll
+    plan: Plan
+    y: npt.NDArray[np.int32]
+    error: npt.NDArray[np.float64]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The vote numbers at which every part of the work ends."""
+        n0 = self.plan.n0
+        return (*([n0] if n0 else []), *(n0 + look for look in self.plan.looks))
 
     def begin(self) -> dict[str, Any]:
         n, width = len(self.y), self.asked.classes + 1

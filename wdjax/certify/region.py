@@ -67,10 +67,6 @@ class Region(NamedTuple):
         return summed(a * center - unit * size * jnp.abs(center)) - (1 + unit) * fall
 
 
-def _wide(number: Array, like: Array) -> Array:
-    return number.reshape(*number.shape, *(1,) * (like.ndim - number.ndim))
-
-
 def _capped_one(size: Array, cap: Array, eps: Array) -> Array:
     """At least ``max { sum a d : d <= cap, sum d <= eps }``: the dual for some multiplier."""
     axes = tuple(range(2, size.ndim))
@@ -79,13 +75,13 @@ def _capped_one(size: Array, cap: Array, eps: Array) -> Array:
     def halved(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends
         level = 0.5 * (low + high)
-        spent = jnp.sum(jnp.where(fixed > _wide(level, size), cap, 0.0), axis=axes)
+        spent = jnp.sum(jnp.where(fixed > norms.spread(level, size), cap, 0.0), axis=axes)
         return jnp.where(spent > eps, level, low), jnp.where(spent > eps, high, level)
 
     ends = jnp.zeros(size.shape[:2], size.dtype), jnp.max(fixed, axis=axes)
     low, high = lax.fori_loop(0, 12, halved, ends)
     duals = [
-        level * eps + summed(jnp.maximum(size - _wide(level, size), 0.0) * cap)
+        level * eps + summed(jnp.maximum(size - norms.spread(level, size), 0.0) * cap)
         for level in (low, high)
     ]
     most = jnp.max(size, axis=axes) * eps
@@ -97,12 +93,12 @@ def _capped_two(size: Array, cap: Array, eps: Array) -> Array:
     axes = tuple(range(2, size.ndim))
     top = jnp.max(size, axis=axes)
     scale = jnp.where(top > 0, top, 1.0)
-    a = size / _wide(scale, size)
+    a = size / norms.spread(scale, size)
     length = jnp.sqrt(jnp.sum(a**2, axis=axes))
     fixed = lax.stop_gradient(a)
 
     def nearer(_: int, level: Array) -> Array:
-        free = fixed < _wide(level, a) * cap
+        free = fixed < norms.spread(level, a) * cap
         spent = jnp.sum(jnp.where(free, 0.0, cap) ** 2, axis=axes)
         own = jnp.sum(jnp.where(free, fixed, 0.0) ** 2, axis=axes)
         own = jnp.sqrt(own / jnp.maximum(eps**2 - spent, 1e-12 * eps**2))
@@ -110,7 +106,7 @@ def _capped_two(size: Array, cap: Array, eps: Array) -> Array:
 
     begun = lax.stop_gradient(length) / jnp.where(eps > 0, eps, 1.0)
     level = lax.fori_loop(0, _TURNS, nearer, begun)
-    wide = _wide(jnp.where(level > 0, level, 1.0), a)
+    wide = norms.spread(jnp.where(level > 0, level, 1.0), a)
     move = jnp.minimum(a / wide, cap)
     dual = 0.5 * wide.reshape(level.shape) * eps**2 + summed(move * (a - 0.5 * wide * move))
     dual = jnp.where(level > 0, dual, jnp.inf)

@@ -7,6 +7,7 @@ attained at an end, a kink, or where the derivative is the slope, so that a bad 
 tightness and never soundness.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from wdjax.certify.domain import Array, Linear
+from wdjax.certify.linear import windows
 
 
 class View(NamedTuple):
@@ -61,23 +63,13 @@ def _rounding(*sizes: Array) -> Array:
 
 
 def rectifier(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
-    """``max(z, c)`` and ``min(z, c)``: ReLU, and clipping from one side."""
+    """``max(z, c)`` and ``min(z, c) = -max(-z, -c)``: ReLU, and clipping from one side."""
     if sum(moves) != 1:
         return None
-    place = moves.index(True)
+    place, least = moves.index(True), eqn.primitive.name == "min"
     (lower, upper), level = args[place], args[1 - place]
-    if eqn.primitive.name == "min":
-        mirrored = _hinge(-upper, -lower, -level)
-        return Lines(
-            (View(place, mirrored[1], mirrored[0]),), -mirrored[3], -mirrored[2], mirrored[4]
-        )
-    low, up, below, above, unstable = _hinge(lower, upper, level)
-    free = unstable & (level == 0)
-    return Lines((View(place, low, up),), below, above, unstable, free)
-
-
-def _hinge(lower: Array, upper: Array, level: Array) -> tuple[Array, Array, Array, Array, Array]:
-    """Slopes and intercepts of ``max(z, level)``, below and above, and where it bends."""
+    if least:
+        lower, upper, level = -upper, -lower, -level
     unstable = (lower < level) & (upper > level)
     low = jnp.where(unstable, upper - level > level - lower, lower >= level).astype(lower.dtype)
     below = jnp.where(low > 0, 0.0, level)
@@ -85,7 +77,10 @@ def _hinge(lower: Array, upper: Array, level: Array) -> tuple[Array, Array, Arra
     slope = jnp.where(unstable, jnp.clip((upper - level) / width, 0.0, 1.0), low)
     at_lower, at_upper = level - slope * lower, upper - slope * upper
     above = jnp.maximum(at_lower, at_upper) + _rounding(level + 0 * lower, slope * upper, upper)
-    return low, slope, below, jnp.where(unstable, above, below), unstable
+    above = jnp.where(unstable, above, below)
+    if least:
+        return Lines((View(place, slope, low),), -above, -below, unstable)
+    return Lines((View(place, low, slope),), below, above, unstable, unstable & (level == 0))
 
 
 def product(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
@@ -152,10 +147,6 @@ def concave(f: Callable[[Array], Array], slope: Callable[[Array], Array]) -> Rel
     return rule
 
 
-def absolute(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
-    return _convex(jnp.abs, jnp.sign, args[0])
-
-
 def _convex(f: Callable[[Array], Array], slope: Callable[[Array], Array], ends: Ends) -> Lines:
     """The chord above, a tangent below."""
     lower, upper = ends
@@ -195,11 +186,7 @@ def sigmoid(
         for line, pick in ((low, jnp.minimum), (up, jnp.maximum)):
             turn = inverse(jnp.clip(line, 0.0, slope(jnp.zeros_like(line))))
             points = (lower, upper, jnp.clip(turn, lower, upper), jnp.clip(-turn, lower, upper))
-            values = [f(z) - line * z for z in points]
-            best = values[0]
-            for value in values[1:]:
-                best = pick(best, value)
-            lines.append(best)
+            lines.append(functools.reduce(pick, [f(z) - line * z for z in points]))
         reach = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
         slack = _rounding(jnp.ones_like(reach), low * reach, up * reach)
         return Lines((View(0, low, up),), lines[0] - slack, lines[1] + slack)
@@ -246,28 +233,13 @@ def _sigma(z: Array) -> Array:
 
 def pooled(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
     """Max pooling: below, the entry with the largest lower end; above, it if it dominates."""
-    params = eqn.params
-    if max(params["base_dilation"]) > 1:
+    if max(eqn.params["base_dilation"]) > 1:
         return None
-    window, strides, padding = (
-        params[k] for k in ("window_dimensions", "window_strides", "padding")
-    )
     outs: Any = eqn.outvars[0].aval
-
-    def view(offset: tuple[int, ...], blank: float) -> Linear:
-        def patch(t: Array) -> Array:
-            t = lax.pad(t, jnp.asarray(blank, t.dtype), [(*pads, 0) for pads in padding])
-            stops = [o + (n - 1) * s + 1 for o, n, s in zip(offset, outs.shape, strides)]
-            return lax.slice(t, offset, stops, strides)
-
-        return patch
-
-    apart = params["window_dilation"]
-    offsets = [
-        tuple(d * i for d, i in zip(apart, place))
-        for place in itertools.product(*map(range, window))
-    ]
-    return _largest(args[0], [(view(o, 0.0), view(o, -jnp.inf)) for o in offsets])
+    views = windows(eqn, outs.shape)
+    return _largest(
+        args[0], [[functools.partial(see, blank=b) for b in (0.0, -jnp.inf)] for see in views]
+    )
 
 
 def reduced(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
@@ -285,7 +257,7 @@ def reduced(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines 
     return _largest(args[0], [(view(p), view(p)) for p in places])
 
 
-def _largest(ends: Ends, views: Sequence[tuple[Linear, Linear]]) -> Lines:
+def _largest(ends: Ends, views: Sequence[Sequence[Linear]]) -> Lines:
     lower, upper = ends
     lows, highs = (jnp.stack([jax.vmap(see)(end) for _, see in views]) for end in (lower, upper))
     best = jnp.argmax(lows, axis=0)
@@ -309,7 +281,7 @@ RELAXATIONS: dict[str, Relaxation] = {
     "div": quotient,
     "integer_pow": power,
     "square": power,
-    "abs": absolute,
+    "abs": convex(jnp.abs, jnp.sign),
     "exp": convex(jnp.exp, jnp.exp),
     "rsqrt": convex(lax.rsqrt, lambda z: -0.5 * z**-1.5),
     "log": concave(jnp.log, lambda z: 1 / z),

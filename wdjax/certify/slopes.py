@@ -7,13 +7,14 @@ independent even where they bound the same neurons of one sample.
 Source: Xu et al. [xu2021]; here each row has slopes of its own, also of intermediate bounds.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from wdjax import norms
 from wdjax.certify import crown
 from wdjax.certify.coefficients import Coefficients, Rows
 from wdjax.certify.domain import Array
@@ -35,48 +36,71 @@ def optimised(
     usual = crown.backward(state, coefficients, rows, record=seen)
     if not seen:
         return usual
+
+    def low(slopes: Slopes) -> Array:
+        return crown.backward(state, coefficients, rows, slopes=slopes)
+
     # The first step has the usual slopes: of the pass above no more is computed than these.
-    worst = jnp.full_like(usual, -jnp.inf)
     begun = {place: own for place, (own, _) in seen.items()}
+    worst = Best(jnp.full_like(usual, -jnp.inf), begun)
+    return maximised(low, worst, dict.fromkeys(begun, 1.0), steps, _RATE).low
+
+
+class Best(NamedTuple):
+    """The highest bounds so far, and the slopes that gave them."""
+
+    low: Array
+    slopes: Slopes
+
+    def or_else(self, low: Array, slopes: Slopes) -> "Best":
+        gain = low > self.low
+        own = {i: jnp.where(norms.spread(gain, s), s, self.slopes[i]) for i, s in slopes.items()}
+        return Best(jnp.where(gain, low, self.low), own)
+
+
+_Climb: TypeAlias = tuple[Array, Slopes, Slopes, Slopes, Best]
+"""The step, where it is, Adam's two moments, and the best so far."""
+
+
+def maximised(
+    low: Callable[[Slopes], Array],
+    begun: Best,
+    most: Mapping[int, Array | float],
+    steps: int,
+    rate: float,
+    until: float = jnp.inf,
+) -> Best:
+    """The best of Adam's steps between 0 and ``most``, until all are above a level.
+
+    No number moves where its step is not finite.
+    """
+    a, b = _MEANS
 
     def height(slopes: Slopes) -> tuple[Array, Array]:
-        low = crown.backward(state, coefficients, rows, slopes=slopes)
-        return jnp.sum(jnp.where(jnp.isfinite(low), low, 0.0)), low
+        found = low(slopes)
+        return jnp.sum(jnp.where(jnp.isfinite(found), found, 0.0)), found
 
-    def step(i: Array, carry: tuple[Slopes, Moments, Array]) -> tuple[Slopes, Moments, Array]:
-        slopes, moments, best = carry
-        (_, low), slope = jax.value_and_grad(height, has_aux=True)(slopes)
-        slopes, moments = climbed(i, slopes, moments, slope, _RATE * _DECAY**i)
-        slopes = jax.tree.map(lambda s: jnp.clip(s, 0.0, 1.0), slopes)
-        return slopes, moments, jnp.maximum(best, low)
+    def step(carry: _Climb) -> _Climb:
+        i, now, first, second, best = carry
+        (_, found), slope = jax.value_and_grad(height, has_aux=True)(now)
+        best = best.or_else(found, now)
+        first = jax.tree.map(lambda m, g: a * m + (1 - a) * g, first, slope)
+        second = jax.tree.map(lambda v, g: b * v + (1 - b) * g**2, second, slope)
+        size = rate * _DECAY**i / (1 - a ** (i + 1))
 
-    slopes, _, best = lax.fori_loop(0, steps, step, (begun, Moments.blank(begun), worst))
-    return jnp.maximum(best, height(slopes)[1])
+        def moved(s: Array, m: Array, v: Array, most: Array | float) -> Array:
+            new = s + size * m / (jnp.sqrt(v / (1 - b ** (i + 1))) + 1e-12)
+            return jnp.clip(jnp.where(jnp.isfinite(new), new, s), 0.0, most)
 
+        now = {
+            place: moved(s, first[place], second[place], most[place]) for place, s in now.items()
+        }
+        return i + 1, now, first, second, best
 
-class Moments(NamedTuple):
-    """What Adam keeps."""
+    def goes_on(carry: _Climb) -> Array:
+        return (carry[0] < steps) & jnp.any(carry[-1].low <= until)
 
-    first: Slopes
-    second: Slopes
-
-    @classmethod
-    def blank(cls, like: Slopes) -> "Moments":
-        zeros = jax.tree.map(jnp.zeros_like, like)
-        return cls(zeros, zeros)
-
-
-def climbed(
-    i: Array, now: Slopes, moments: Moments, slope: Slopes, rate: Array
-) -> tuple[Slopes, Moments]:
-    """Adam's step number ``i`` upwards, from 0; none where it is not finite."""
-    a, b = _MEANS
-    first = jax.tree.map(lambda m, g: a * m + (1 - a) * g, moments.first, slope)
-    second = jax.tree.map(lambda v, g: b * v + (1 - b) * g**2, moments.second, slope)
-
-    def moved(s: Array, m: Array, v: Array) -> Array:
-        size = jnp.sqrt(v / (1 - b ** (i + 1)))
-        new = s + rate / (1 - a ** (i + 1)) * m / (size + 1e-12)
-        return jnp.where(jnp.isfinite(new), new, s)
-
-    return jax.tree.map(moved, now, first, second), Moments(first, second)
+    blank = jax.tree.map(jnp.zeros_like, begun.slopes)
+    climb = jnp.zeros((), jnp.int32), begun.slopes, blank, blank, begun
+    _, now, _, _, best = lax.while_loop(goes_on, step, climb)
+    return best.or_else(low(now), now)

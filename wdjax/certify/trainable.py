@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from wdjax import norms, validate
 from wdjax.certify import crown, margins, region
-from wdjax.certify.coefficients import Rows, Whole
+from wdjax.certify.coefficients import Rows
 from wdjax.certify.domain import Array
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.region import Box
@@ -139,22 +139,10 @@ def trainable_bounds(
         low = margins.of(state, model, ball, y, "interval")
         if backward is not None:
             share = jnp.asarray(backward, x.dtype)
-            classes = low.shape[1]
-            rivals = (y[:, None] + 1 + jnp.arange(classes - 1)) % classes
-            tight = _backward(state, y, rivals)
+            rivals, rows = margins.others(y, low.shape[1]), jnp.arange(len(y))
+            contrasts = margins.contrasts(state.network, y, rivals)
+            tight = crown.backward(state, contrasts, Rows(rows)).T
             near = jnp.take_along_axis(low, rivals, axis=1)
             mixed = share * tight + (1 - share) * near
-            low = low.at[jnp.arange(len(y))[:, None], rivals].set(mixed)
+            low = low.at[rows[:, None], rivals].set(mixed)
     return low
-
-
-def _backward(state: crown.Pass, y: Array, rivals: Array) -> Array:
-    """``[n, K - 1]`` backward bounds of the margins, over the intervals of all else."""
-    place = state.network.graph.outputs[0]
-    (classes,) = state.network.graph.avals[place].shape[1:]
-    dtype = state.region.lower.dtype
-    contrast = jax.nn.one_hot(y, classes, dtype=dtype) - jax.nn.one_hot(
-        rivals.T, classes, dtype=dtype
-    )
-    rows = Rows(jnp.arange(len(y)))
-    return crown.backward(state, {place: Whole(contrast[:, :, None])}, rows).T

@@ -2,19 +2,9 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from wdjax.certify.coefficients import (
-    Coefficients,
-    Rows,
-    Whole,
-    framed,
-    plain,
-    seen,
-    through,
-    whole,
-)
+from wdjax.certify.coefficients import Coefficients, Rows, framed, plain, seen, through, whole
 from wdjax.certify.network import Affine, Part
 
 
@@ -24,31 +14,18 @@ def transposed(affine: Affine, a: Coefficients, rows: Rows) -> list[tuple[int, C
     if conv is not None and len(affine.parts) == 1:
         return [(affine.parts[0].place, through(a, conv, rows))]
     avals: list[Any] = [atom.aval for atom in affine.node.eqn.invars]
-    own = {part.place for part in affine.parts}
-    moved = [v.shape for v, place in zip(avals, affine.node.inputs) if place in own]
-    if affine.diagonal and set(moved) == {affine.offset.shape}:
+    shapes = {place: aval.shape for place, aval in zip(affine.node.inputs, avals)}
+    if affine.diagonal and {shapes[p.place] for p in affine.parts} == {affine.offset.shape}:
         return [(part.place, _scaled(affine, part, a, rows)) for part in affine.parts]
-    full = whole(a, rows).a
-    out: list[tuple[int, Coefficients]] = []
-    for part in affine.parts:
-        aval = avals[affine.node.inputs.index(part.place)]
-        zeros = jnp.zeros(aval.shape, affine.offset.dtype)
-        pull = jax.vjp(part.apply, zeros)[1]
-        out.append((part.place, Whole(jax.vmap(jax.vmap(lambda t, pull=pull: pull(t)[0]))(full))))
-    return out
+    full = whole(a, rows)
+    return [(part.place, full.behind(part.apply, shapes[part.place])) for part in affine.parts]
 
 
 def _scaled(affine: Affine, part: Part, a: Coefficients, rows: Rows) -> Coefficients:
     """Back through a map that multiplies every entry by a number of its own."""
-    node = affine.node
-    alone = node.inputs.count(part.place) == 1
-    if node.name in ("add", "add_any", "convert_element_type") and alone:
-        return a
-    if node.name == "neg" or (node.name == "sub" and alone):
-        return a if node.name == "sub" and node.inputs[0] == part.place else a._replace(a=-a.a)
     factor = part.apply(jnp.ones(affine.offset.shape, affine.offset.dtype))
     known = [jnp.ndim(v) for v in affine.exact if v is not None]
-    if known == [0]:
+    if affine.node.name not in ("mul", "div") or known == [0]:
         return a._replace(a=a.a * factor.reshape(-1)[0])
     (own,) = seen(framed(factor[None]), rows.of_all(), a)
     return a._replace(a=a.a * own.reshape(a.a.shape[1:]))

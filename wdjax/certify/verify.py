@@ -87,16 +87,49 @@ def verify(
     >>> found.verified.tolist(), found.radius.round(3).tolist(), found.claim
     ([True, False], [0.4, 0.0], 'float program')
     """
-    pointwise.check_method(method)
+    validate.check_choice("method", method, METHODS)
     x, y = validate.check_samples(model, x, y, box)
     size = min(batch_size, len(y))
-    work = _Work(model, x, y, eps, method, steps, branch.Search(model, norm, box, seconds), size)
+    how: dict[str, Any] = {"norm": norm, "box": box, "batch_size": size}
+    search = branch.Search(model, norm, box, seconds)
+    margins: Method = "auto" if method == "bab" else method
+    radii: Method = "auto" if method in ("alpha", "bab") else method
+
+    def bound(these: slice, low: Numbers) -> Any:
+        return pointwise.margin_bounds(model, x[these], y[these], eps=eps, method=margins, **how)
+
+    def close(these: slice, low: Numbers) -> Numbers:
+        return search.close(x[these], y[these], eps, low)
+
+    def reach(these: slice, low: Numbers) -> Any:
+        return pointwise.radius(model, x[these], y[these], steps=steps, method=radii, **how)
+
+    # What is found, how, and of which samples.
+    pieces = [slice(start, min(start + size, len(y))) for start in range(0, len(y), size)]
+    single = [slice(i, i + 1) for i in range(len(y))] if method == "bab" else []
+    turns = [("low", bound, piece) for piece in pieces]
+    turns += [("low", close, piece) for piece in single]
+    turns += [("radius", reach, piece) for piece in pieces] if steps else []
     settings = [METHODS.index(method), norm, eps, *(box or ()), steps, size, seconds]
+
+    def turn(state: dict[str, Any]) -> dict[str, Any]:
+        name, find, these = turns[int(state["turn"])]
+        found = np.array(state[name])
+        found[these] = find(these, found[these])
+        return {**state, "turn": state["turn"] + 1, name: found}
+
+    def progress(state: dict[str, Any]) -> Progress:
+        taken, count = int(state["turn"]), len(y)
+        left = np.arange(turns[taken][2].start if taken < len(turns) else count, count)
+        return Progress(taken, len(turns), left)
+
+    (_, classes), n = jax.eval_shape(model, x[:1]).shape, len(y)
+    begun: dict[str, Any] = {"low": np.full((n, classes), -np.inf), "radius": np.zeros(n)}
     state = loop.carry(
-        work.begin(),
-        work.turn,
-        lambda s: int(s["turn"]) >= len(work.turns),
-        report=None if callback is None else lambda s: callback(work.progress(s)),
+        {"turn": 0, **begun},
+        turn,
+        lambda s: int(s["turn"]) >= len(turns),
+        report=None if callback is None else lambda s: callback(progress(s)),
         checkpoint=checkpoint,
         identity=b"" if checkpoint is None else loop.digest(model, x, y, np.array(settings, float)),
         about={"norm": norm, "eps": eps, "box": box, "method": method, "steps": steps},
@@ -106,52 +139,3 @@ def verify(
     margin = np.min(state["low"], axis=1)
     held = np.where(margin > 0, eps, 0.0)
     return Certificate(correct, margin, np.maximum(state["radius"], held), method, CLAIM)
-
-
-class _Work:
-    """What is done in turns: margins of all batches, what stayed open, and radii."""
-
-    def __init__(
-        self,
-        model: Classifier,
-        x: jax.Array,
-        y: jax.Array,
-        eps: float,
-        method: Method,
-        steps: int,
-        search: branch.Search,
-        size: int,
-    ) -> None:
-        self.model, self.x, self.y, self.eps, self.steps = model, x, y, eps, steps
-        self.search, branches = search, method == "bab"
-        self.margins: Method = "auto" if branches else method
-        self.radii: Method = "auto" if method in ("alpha", "bab") else method
-        self.how: dict[str, Any] = {"norm": search.norm, "box": search.box, "batch_size": size}
-        count = len(y)
-        pieces = [slice(start, min(start + size, count)) for start in range(0, count, size)]
-        single = [slice(i, i + 1) for i in range(count)] if branches else []
-        self.turns = [("margin", piece) for piece in pieces]
-        self.turns += [("close", piece) for piece in single]
-        self.turns += [("radius", piece) for piece in pieces] if steps else []
-
-    def begin(self) -> dict[str, Any]:
-        (_, classes), count = jax.eval_shape(self.model, self.x[:1]).shape, len(self.y)
-        return {"turn": 0, "low": np.full((count, classes), -np.inf), "radius": np.zeros(count)}
-
-    def turn(self, state: dict[str, Any]) -> dict[str, Any]:
-        what, these = self.turns[int(state["turn"])]
-        low, radius = np.array(state["low"]), np.array(state["radius"])
-        part = self.model, self.x[these], self.y[these]
-        if what == "margin":
-            found = pointwise.margin_bounds(*part, eps=self.eps, method=self.margins, **self.how)
-            low[these] = found
-        elif what == "close":
-            low[these] = self.search.close(*part[1:], self.eps, low[these])
-        else:
-            radius[these] = pointwise.radius(*part, steps=self.steps, method=self.radii, **self.how)
-        return {"turn": state["turn"] + 1, "low": low, "radius": radius}
-
-    def progress(self, state: dict[str, Any]) -> Progress:
-        taken, count = int(state["turn"]), len(self.y)
-        left = np.arange(self.turns[taken][1].start if taken < len(self.turns) else count, count)
-        return Progress(taken, len(self.turns), left)

@@ -113,20 +113,15 @@ def _draw(asked: Poll, pairs: np.ndarray) -> Array:
     rows, numbers = parallel.shard(tuple(pairs), asked.mesh)
     fixed = asked.key, asked.x, asked.scales, asked.places
     with float64():
-        return _noisy(asked.noise, asked.noise.step, *fixed, rows, numbers)
+        return _noisy(asked.noise, asked.noise.step, fixed, rows, numbers)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _noisy(
-    noise: Noise,
-    step: float,
-    key: Array,
-    x: Array,
-    scales: Array,
-    index: Array,
-    rows: Array,
-    numbers: Array,
+    noise: Noise, step: float, fixed: tuple[Array, ...], rows: Array, numbers: Array
 ) -> Array:
+    key, x, scales, index = fixed
+
     def one(row: Array, number: Array) -> Array:
         own = jax.random.fold_in(jax.random.fold_in(key, index[row]), number)
         return quantized(noise, step, own, x[row], scales[row])

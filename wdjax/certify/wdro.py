@@ -2,8 +2,9 @@ r"""Certificates for distributions: bounds over the Wasserstein ball Omega_p of 
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,8 @@ from wdjax import losses, norms, validate
 from wdjax.certify import lipschitz, pointwise
 from wdjax.certify.lipschitz import Classifier
 from wdjax.parallel import AnyArray
+
+Numbers = npt.NDArray[np.float64]
 
 
 def wdro_bound(
@@ -26,7 +29,7 @@ def wdro_bound(
     box: pointwise.Box = (0.0, 1.0),
     constant: float | None = None,
     batch_size: int = 64,
-) -> npt.NDArray[np.float64]:
+) -> Numbers:
     r"""An upper bound of the expected loss over all distributions in ``Omega_order(eps)``.
 
     ``E_N[loss] + L eps`` with ``L`` the largest margin constant, over the whole domain, of the
@@ -66,30 +69,62 @@ def wdro_bound(
     >>> float(wdro_bound(model, x, y, norm=jnp.inf, eps=0.25, order=1, loss=losses.margin).round(3))
     0.0
     """
-    values_of = of_margins(loss)
-    norms.check_norm(norm)
-    check_order(order)
+    how: dict[str, Any] = {"norm": norm, "box": box, "batch_size": batch_size}
+    return straight(ask(model, x, y, eps, order, loss, constant, how))
+
+
+class Asked(NamedTuple):
+    """What a bound of an expected loss is made of."""
+
+    x: jax.Array
+    y: jax.Array
+    norm: float
+    loss: losses.Loss
+    budgets: Numbers
+    order: float
+    constant: float
+    within: Callable[[float], Numbers]
+    """Bounds ``[n]`` of the loss within a radius."""
+
+
+def ask(
+    model: Classifier,
+    x: AnyArray,
+    y: AnyArray,
+    eps: npt.ArrayLike,
+    order: float,
+    loss: losses.Loss,
+    constant: float | None,
+    how: dict[str, Any],
+) -> Asked:
+    """Checks what is asked; ``how`` is that of :func:`margin_bounds`."""
+    values_of, norm, box = of_margins(loss), norms.check_norm(how["norm"]), how["box"]
+    order = validate.check_order(order)
     if validate.traced(model, x, y, eps):
-        raise ValueError("wdro_bound works on the host; call it outside jit and vmap.")
+        raise ValueError("bounds of losses are made on the host; call them outside jit and vmap.")
     budgets = check_budgets(eps)
     if constant is not None and not constant >= 0:
         raise ValueError(f"constant must be at least 0, got {constant!r}.")
     x, y = validate.check_samples(model, x, y, box)
 
-    def mean_loss(radius: float) -> float:
-        low = pointwise.margin_bounds(
-            model, x, y, norm=norm, eps=radius, box=box, batch_size=batch_size
-        )
+    def within(radius: float) -> Numbers:
+        low = pointwise.margin_bounds(model, x, y, eps=radius, **how)
         values = values_of(np.asarray(low, float))
-        return float(np.mean(values) + ROUNDING * np.mean(np.abs(values)))
+        return values + ROUNDING * np.abs(values)
 
     if constant is None:
         constant = lipschitz_constant(model, x, y, norm=norm, box=box)
-    cost = np.where(budgets == 0, 0.0, float(constant) * np.where(budgets == 0, 1.0, budgets))
-    bound = mean_loss(0.0) + cost * (1 + ROUNDING)
-    if order == math.inf:
-        local = np.array([mean_loss(float(e)) for e in budgets.ravel()]).reshape(budgets.shape)
-        bound = np.minimum(bound, local)
+    return Asked(x, y, norm, loss, budgets, order, float(constant), within)
+
+
+def straight(asked: Asked) -> Numbers:
+    """By the constant; for order inf by the mean of the local bounds where it is smaller."""
+    budgets = asked.budgets
+    cost = np.where(budgets == 0, 0.0, asked.constant * np.where(budgets == 0, 1.0, budgets))
+    bound = np.mean(asked.within(0.0)) + cost * (1 + ROUNDING)
+    if asked.order == math.inf:
+        local = [float(np.mean(asked.within(float(e)))) for e in budgets.ravel()]
+        bound = np.minimum(bound, np.reshape(local, budgets.shape))
     return np.asarray(bound)
 
 
@@ -124,9 +159,7 @@ def lipschitz_constant(
     return float(jnp.max(lipschitz.margin_lipschitz(model, lower, upper, norm=norm, labels=labels)))
 
 
-def certified_accuracy(
-    radius: npt.ArrayLike, eps: npt.ArrayLike, order: float
-) -> npt.NDArray[np.float64]:
+def certified_accuracy(radius: npt.ArrayLike, eps: npt.ArrayLike, order: float) -> Numbers:
     r"""A lower bound of the accuracy under every distribution in ``Omega_order(eps)``.
 
     Sound because moving mass is the only way to harm: a distribution of ``Omega_p`` has an optimal
@@ -159,7 +192,7 @@ def certified_accuracy(
     radii = np.sort(np.asarray(radius, float).ravel())
     if radii.size == 0 or not bool(np.all(radii >= 0)):
         raise ValueError("radius must hold at least one number, none negative or NaN.")
-    check_order(order)
+    order = validate.check_order(order)
     budgets = check_budgets(eps)
     if order == math.inf:
         held = (radii >= budgets[..., None]) & (radii > 0)
@@ -169,7 +202,7 @@ def certified_accuracy(
     return np.maximum(np.reshape(accuracy, budgets.shape) - ROUNDING * (budgets > 0), 0.0)
 
 
-def _unbought(radius: npt.NDArray[np.float64], eps: float, order: float) -> float:
+def _unbought(radius: Numbers, eps: float, order: float) -> float:
     if eps == 0:
         return float(np.mean(radius > 0))
     cost = (np.minimum(radius / eps, 1e300 ** (1 / order)) ** order) * (1 - ROUNDING)
@@ -185,22 +218,22 @@ ROUNDING = 1e-9
 """Budgets and results are widened by this fraction, far above the rounding of float64 sums."""
 
 
-def _cross_entropy(low: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _cross_entropy(low: Numbers) -> Numbers:
     """At most ``log(1 + sum_j exp(z_j - z_y))``, from lower bounds of ``z_y - z_j``."""
     return np.logaddexp(0.0, np.logaddexp.reduce(-low, axis=-1))
 
 
-def _margin(low: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _margin(low: Numbers) -> Numbers:
     return np.max(-low, axis=-1)
 
 
-_LOSSES: dict[losses.Loss, Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]] = {
+_LOSSES: dict[losses.Loss, Callable[[Numbers], Numbers]] = {
     losses.cross_entropy: _cross_entropy,
     losses.margin: _margin,
 }
 
 
-def of_margins(loss: losses.Loss) -> Callable[[npt.NDArray[Any]], npt.NDArray[np.float64]]:
+def of_margins(loss: losses.Loss) -> Callable[[npt.NDArray[Any]], Numbers]:
     """The most that a loss can be, ``[n]``, by lower bounds of the margins, ``[n, K]``."""
     found = _LOSSES.get(loss)
     if found is None:
@@ -211,22 +244,14 @@ def of_margins(loss: losses.Loss) -> Callable[[npt.NDArray[Any]], npt.NDArray[np
     return found
 
 
-def beyond(
-    loss: losses.Loss, slope: npt.NDArray[Any], classes: int
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+def beyond(loss: losses.Loss, slope: npt.NDArray[Any], classes: int) -> tuple[Numbers, Numbers]:
     """A line above the loss, offset and slope, where the margin loss is below one from 0."""
     if loss is losses.margin:
         return np.zeros(len(slope)), slope
     return np.full(len(slope), math.log(classes)), np.maximum(slope, 0.0)
 
 
-def check_order(order: float) -> None:
-    """Raises a ``ValueError`` that says what an order is."""
-    if isinstance(order, bool) or not isinstance(order, int | float) or not order >= 1:
-        raise ValueError(f"order must be a number at least 1, or inf, got {order!r}.")
-
-
-def check_budgets(eps: npt.ArrayLike) -> npt.NDArray[np.float64]:
+def check_budgets(eps: npt.ArrayLike) -> Numbers:
     """Budgets as float64."""
     budgets = np.asarray(eps, float)
     if not bool(np.all(budgets >= 0) and np.all(np.isfinite(budgets))):

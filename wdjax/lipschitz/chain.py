@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from wdjax import validate
-from wdjax.certify import linear, margins, region
+from wdjax.certify import linear, margins
 from wdjax.certify.graph import Node
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.network import Network
@@ -124,8 +124,7 @@ def as_chain(model: Classifier, x: AnyArray) -> Chain:
 
 @jax.jit
 def _made(model: Classifier, sample: jax.Array) -> Chain:
-    free = region.Region(sample, sample, sample, jnp.zeros(1), math.inf)
-    return of_network(margins.network(model, free))
+    return of_network(margins.network(model, sample))
 
 
 def of_network(net: Network) -> Chain:

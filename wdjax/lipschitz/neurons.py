@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from wdjax.certify import continuity, crown, domain, interval, network
+from wdjax.certify import continuity, crown, interval, network
 from wdjax.certify.fused import fuse
 from wdjax.certify.graph import flatten
 from wdjax.lipschitz.chain import Chain, curve_of
@@ -108,11 +108,11 @@ def _derivative(
     def cell(k: jax.Array) -> tuple[jax.Array, jax.Array]:
         low = lower + (upper - lower) * (k / _CELLS)
         high = jnp.where(k == _CELLS - 1, upper, lower + (upper - lower) * ((k + 1) / _CELLS))
-        least, most = _range(first, low, high)
+        least, most = interval.over(first, low, high)
         if second is not None:
             middle = 0.5 * low + 0.5 * high
             half = jnp.maximum(high - middle, middle - low)
-            at, bend = _range(first, middle, middle), _range(second, low, high)
+            at, bend = interval.over(first, middle, middle), interval.over(second, low, high)
             swing = half * jnp.maximum(jnp.abs(bend[0]), jnp.abs(bend[1]))
             least, most = jnp.fmax(least, at[0] - swing), jnp.fmin(most, at[1] + swing)
         return least, most
@@ -123,8 +123,3 @@ def _derivative(
     bounded = jnp.isfinite(lower) & jnp.isfinite(upper)
     open_ = ~bounded | jnp.isnan(low) | jnp.isnan(high)
     return jnp.where(open_, -jnp.inf, low), jnp.where(open_, jnp.inf, high)
-
-
-def _range(program: ClosedJaxpr, low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
-    pair = domain.ends(interval.interpret(program, [domain.fresh(low, high)], domain.Context())[0])
-    return pair.lower, pair.upper
