@@ -339,6 +339,6 @@ def backward(
                     charge(part, back)
                     send(part, back)
     if net.source in found:
-        least = state.region.least(found[net.source], rows)
-        sum_ = sum_.plus(least)
+        a, least = found[net.source], functools.partial(state.region.least, rows=rows)
+        sum_ = sum_.plus(jnp.stack([least(a), least(a._replace(a=-a.a))]) if mirrored else least(a))
     return sum_.low()
