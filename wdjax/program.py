@@ -1,6 +1,5 @@
 """What a program's jaxpr tells: how wide it is, how much it may keep, how well it loops."""
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -67,7 +66,6 @@ def live(jaxpr: Jaxpr | ClosedJaxpr) -> int:
     return total
 
 
-@functools.lru_cache(maxsize=64)
 def loops_well(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     """Whether XLA runs a program as fast inside a loop as outside: where "host or scan" is decided.
 
