@@ -143,3 +143,10 @@ def test_two_classes_are_enough_for_the_margin_only():
         losses.dlr(logits, y)
     with pytest.raises(ValueError, match="at least 4 classes"):
         losses.targeted_dlr(jnp.zeros((1, 3)), y, jnp.array([1]))
+
+
+@pytest.mark.parametrize("label", [-1, 7])
+def test_a_class_that_there_is_not_has_no_margin(label):
+    y = jnp.array([label, 3])
+    for loss in (losses.margin, losses.decision_margin):
+        assert np.isnan(loss(LOGITS[:2], y)).tolist() == [True, False]

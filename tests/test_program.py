@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -104,3 +105,21 @@ def test_sizes_look_into_calls_and_loops():
     assert program.live(jax.make_jaxpr(loop)(x)) == 35
     assert program.live(jax.make_jaxpr(lambda x: x > 0)(x)) == 0
     assert program.live(jax.make_jaxpr(lambda x: x.at[0].add(1.0))(x)) >= 5
+
+
+@pytest.mark.parametrize("count", [1, 9, 10, 25])
+def test_a_scan_is_the_same_where_it_is_written_out(count):
+    rows = jnp.arange(3.0 * count).reshape(count, 3)
+
+    def step(total, row):
+        return total + row, jnp.sum(convolve(IMAGE) * row[0])
+
+    def slow(total, row):
+        return total + row, jnp.sum(transposed(IMAGE) * row[0])
+
+    for body, turns in ((step, 1), (slow, min(count, 10) if ON_CPU else 1)):
+        (scanned,) = jax.make_jaxpr(lambda body=body: program.scan(body, rows[0], rows))().eqns[-1:]
+        assert (scanned.primitive.name, scanned.params["unroll"]) == ("scan", turns)
+    for found in (program.scan(step, rows[0], rows), program.scan(slow, rows[0], rows)):
+        expected = jax.lax.scan(step, rows[0], rows)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)

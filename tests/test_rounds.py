@@ -9,7 +9,7 @@ import pytest
 from test_search import attack_class
 
 import wdjax
-from wdjax import Lp, attacks, rounds
+from wdjax import Lp, attacks, rounds, track
 from wdjax.attacks.ascent import setting
 from wdjax.core import Info, Stage
 
@@ -180,3 +180,21 @@ def test_memory_does_not_grow_with_steps():
     wdjax.search(attack, table, index, zeros, callback=note)
     sizes = list(shapes.values())
     assert max(sizes[5:]) <= sizes[5] + 4096
+
+
+@fast
+def test_leaves_without_entries_are_finite():
+    leaves = {"none": jnp.zeros((3, 0)), "some": jnp.array([[1.0], [jnp.nan], [2.0]])}
+    assert track.finite(leaves).tolist() == [True, False, True]
+
+
+@fast
+def test_attacks_share_what_does_not_depend_on_them():
+    """The model's own programs are compiled for the first attack only."""
+    x, y = jnp.linspace(0.1, 0.9, 19)[:, None] * jnp.ones((1, 3)), jnp.zeros(19, jnp.int32)
+    model = wdjax.Model(lambda w, x: jnp.tanh(x) @ w, jnp.ones((3, 2)))
+    wdjax.search(attacks.PGD(steps=2), model, x, y, eps=0.01)
+    before = rounds._evaluate._cache_size()
+    wdjax.search(attacks.WDA(), model, x, y, eps=0.01)
+    wdjax.search(attacks.WDAPlusPlus(), model, x, y)
+    assert rounds._evaluate._cache_size() == before

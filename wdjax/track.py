@@ -67,7 +67,7 @@ def _any(leaves: Iterable[Array]) -> Array:
     As a maximum of small numbers: XLA's CPU compiler reduces booleans a tenth as fast.
     """
     rows = [leaf.reshape(len(leaf), -1).astype(jnp.int8) for leaf in leaves]
-    return jnp.stack([jnp.max(row, axis=1) for row in rows]).max(axis=0) > 0
+    return jnp.stack([jnp.max(row, axis=1, initial=0) for row in rows]).max(axis=0) > 0
 
 
 def evaluate(victim: Victim, x: Array, y: Array) -> tuple[PyTree, Array, Array]:
