@@ -1,5 +1,6 @@
 """Budget allocation, coupling cost and exact Wasserstein distances against independent solvers."""
 
+import dataclasses
 import itertools
 import math
 
@@ -13,9 +14,9 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 from scipy.spatial.distance import cdist
 
-from wdjax import Lp, Model, losses, run
+from wdjax import Lp, Model, losses, run, search
 from wdjax.attacks import PGD, WDAPlusPlus
-from wdjax.transport import AdversarialDistribution, allocate, wasserstein
+from wdjax.transport import AdversarialDistribution, allocate, spend, wasserstein
 
 fast = pytest.mark.fast
 
@@ -371,3 +372,18 @@ def test_wasserstein_refuses_traces_and_unknown_geometry():
         wasserstein(distribution, 3, 1)
     with pytest.raises(ValueError, match="order"):
         wasserstein(distribution, 2, 0)
+
+
+@fast
+@pytest.mark.parametrize("cost", [np.inf, np.nan])
+@pytest.mark.parametrize("kappa", [None, 1.0])
+def test_costs_that_are_no_numbers_are_never_a_robust_sample(cost, kappa):
+    """As a sample that no budget reaches, or for nothing, it would be counted."""
+    model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    x, y = jnp.array([[0.6, 0.4], [0.7, 0.3]]), jnp.array([0, 0])
+    found = search(PGD(steps=3), model, x, y, eps=0.3)
+    broken = dataclasses.replace(found, cost=found.cost.at[0].set(cost))
+    with pytest.raises(ValueError, match="cost nan"):
+        spend(broken, eps=2.0, order=1, kappa=kappa)
+    traced = jax.jit(lambda f: spend(f, eps=2.0, order=1, kappa=kappa).accuracy)(broken)
+    assert np.isnan(traced)

@@ -146,12 +146,12 @@ def _given(x: Array, y: Array, eps: Any, start: Any, key: Array | None, index: A
     for name, rows in (("index", index), ("start", start)):
         if rows is not None and len(rows) != len(y):
             raise ValueError(f"{name} must have one row a sample, {len(y)}, got {len(rows)}.")
-    radii = None if eps is None else _rows(eps, x)
+    radii = None if eps is None else _radii(eps, x)
     points = None if start is None else jnp.asarray(start, x.dtype)
     return Given(x, y, radii, points, None if key is None else _keys(key, len(y), index))
 
 
-def _rows(eps: Any, x: Array) -> Array:
+def _radii(eps: Any, x: Array) -> Array:
     """One radius a sample; of concrete ones, without a program."""
     if validate.traced(eps):
         return jnp.broadcast_to(jnp.asarray(eps, x.dtype), len(x))
@@ -324,7 +324,7 @@ def _traced(
         if stage.length:
             moving, seen = jax.lax.scan(step, track.enter(attack, moving), length=stage.length)
             log.append(seen)
-    reached, shown = track.aim(problem, moving)
+    reached, shown = track.reach(problem, moving)
     seen = track.evaluate(victim, shown, y)[1:]
     found = track.measure(jnp, x, reached, value, seen, attacked, moving.totals, skip_misclassified)
     if history:

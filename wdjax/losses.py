@@ -18,7 +18,7 @@ class Loss(Protocol):
         ...
 
 
-def _of(logits: jax.Array, y: jax.Array) -> jax.Array:
+def _logit(logits: jax.Array, y: jax.Array) -> jax.Array:
     """The logit of the class ``y``, NaN for a class that there is not.
 
     A sum over a mask, and not a gather, since its gradient is a mask too and not a scatter.
@@ -76,7 +76,7 @@ def margin(logits: jax.Array, y: jax.Array) -> jax.Array:
     >>> margin(jnp.array([[1.0, 3.0, 0.0]]), jnp.array([0])).tolist()
     [2.0]
     """
-    return jnp.max(_without(logits, y), axis=-1) - _of(logits, y)
+    return jnp.max(_without(logits, y), axis=-1) - _logit(logits, y)
 
 
 def decision_margin(logits: jax.Array, y: jax.Array) -> jax.Array:
@@ -97,7 +97,7 @@ def decision_margin(logits: jax.Array, y: jax.Array) -> jax.Array:
     >>> (decision_margin(logits, jnp.array([0, 1, 0])) > 0).tolist()
     [False, True, True]
     """
-    value, own = margin(logits, y), _of(logits, y)[:, None]
+    value, own = margin(logits, y), _logit(logits, y)[:, None]
     earlier = jnp.arange(logits.shape[-1]) < y[:, None]
     lost = (value == 0) & jnp.any(jnp.where(earlier, logits >= own, logits > own), axis=-1)
     return value + jnp.where(lost, jnp.finfo(value.dtype).tiny, 0).astype(value.dtype)
@@ -109,7 +109,7 @@ def targeted_margin(logits: jax.Array, y: jax.Array, target: jax.Array) -> jax.A
     >>> targeted_margin(jnp.array([[1.0, 3.0, 0.0]]), jnp.array([0]), jnp.array([2])).tolist()
     [-1.0]
     """
-    return _of(logits, target) - _of(logits, y)
+    return _logit(logits, target) - _logit(logits, y)
 
 
 def dlr(logits: jax.Array, y: jax.Array) -> jax.Array:

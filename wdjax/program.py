@@ -1,4 +1,7 @@
-"""What a program's jaxpr tells: how wide it is, how much it may keep, how well it loops."""
+"""What a program's jaxpr tells: how wide it is, how much it may keep, how well it loops.
+
+And a scan that heeds the last.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar

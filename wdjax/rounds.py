@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from wdjax import loop, parallel, program, track, validate
 from wdjax.core import Array, Attack, Found, Info, Progress, PyTree, Samples, Stage, Victim
-from wdjax.track import Aim, Given, Problem, Track
+from wdjax.track import Given, Problem, Reached, Track
 
 _CACHED = 3 * 2**15
 """On a CPU, numbers in the largest array of a batch at most: it should stay in the cache."""
@@ -191,7 +191,7 @@ def finish(plan: Plan, search: Search, n: int, skip_misclassified: bool) -> Foun
     x, chosen, totals = map(
         np.asarray, (plan.problem.samples.x, search.chosen, search.track.totals)
     )
-    reached, seen = _reached(plan, search)
+    reached, seen = _reached_by_all(plan, search)
     found = track.measure(np, x, reached, plan.value, seen, chosen, totals, skip_misclassified)
     found = jax.tree.map(lambda leaf: jax.device_put(leaf[:n]), found)
     if search.history is None:
@@ -203,12 +203,12 @@ def finish(plan: Plan, search: Search, n: int, skip_misclassified: bool) -> Foun
     return replace(found, history=history)
 
 
-def _reached(plan: Plan, search: Search) -> tuple[Aim, tuple[np.ndarray, np.ndarray]]:
+def _reached_by_all(plan: Plan, search: Search) -> tuple[Reached, tuple[np.ndarray, np.ndarray]]:
     """Where the attack has come to and what the model says there, on the host; 0 for the others."""
     problem, chosen = plan.problem, np.asarray(search.chosen)
 
-    def look(index: np.ndarray) -> tuple[Aim, tuple[Array, Array]]:
-        reached, shown, y = _aim(problem, search.track, index)
+    def look(index: np.ndarray) -> tuple[Reached, tuple[Array, Array]]:
+        reached, shown, y = _reach(problem, search.track, index)
         return reached, _evaluate(problem.victim, shown, y)[1:]
 
     batches = _batches(plan, chosen)
@@ -427,9 +427,9 @@ def _done(attack: Attack, state: PyTree, number: int) -> Array:
 
 
 @jax.jit
-def _aim(problem: Problem, moving: Track, index: Array) -> tuple[Aim, Array, Array]:
+def _reach(problem: Problem, moving: Track, index: Array) -> tuple[Reached, Array, Array]:
     samples, batch = _take((problem.samples, moving), index)
-    return *track.aim(problem._replace(samples=samples), batch), samples.y
+    return *track.reach(problem._replace(samples=samples), batch), samples.y
 
 
 _pad = jax.jit(parallel.pad, static_argnums=1)

@@ -44,7 +44,7 @@ class Track(NamedTuple):
     """``[n, 4]`` int32: gradients, forward passes, zero gradients and faulty steps so far."""
 
 
-class Aim(NamedTuple):
+class Reached(NamedTuple):
     """Where an attack has come to: ``[n, ...]`` leaves."""
 
     x_adv: Array
@@ -124,7 +124,7 @@ def settle(stage: Stage, track: Track, recurs: Array, left: Array) -> tuple[Trac
     return track._replace(state=jax.tree.map(end, track.state, track.before)), done | recurs
 
 
-def aim(problem: Problem, track: Track) -> tuple[Aim, Array]:
+def reach(problem: Problem, track: Track) -> tuple[Reached, Array]:
     """Where the attack has come to, and what of it the model is to see: points that may count."""
     attack, _, samples = problem
     x_adv, proof = attack.point(samples, track.state)
@@ -133,14 +133,14 @@ def aim(problem: Problem, track: Track) -> tuple[Aim, Array]:
     if attack.budget == "sample":
         inside &= cost <= samples.radius * (1 + 1e-6)
     fault = (track.totals[:, 3] > 0) | ~finite(x_adv)
-    reached = Aim(x_adv, proof, cost, inside, attack.finished(track.state), fault)
+    reached = Reached(x_adv, proof, cost, inside, attack.finished(track.state), fault)
     return reached, jnp.where(norms.spread(inside, x_adv), x_adv, samples.x)
 
 
 def measure(
     xp: ModuleType,
     x: Any,
-    reached: Aim,
+    reached: Reached,
     clean: Any,
     seen: tuple[Any, Any],
     attacked: Any,
@@ -152,7 +152,7 @@ def measure(
     Args:
       xp: NumPy or ``jax.numpy``, whichever the arrays belong to.
       x: ``[n, *shape]`` samples.
-      reached: from :func:`aim`.
+      reached: from :func:`reach`.
       clean: ``[n]``, the criterion at the samples.
       seen: the criterion at the points, and whether it and the outputs are finite.
       attacked: ``[n]``; the others stay where they are.

@@ -58,7 +58,7 @@ def allocate(distance: ArrayLike, eps: ArrayLike, order: float) -> jax.Array:
     >>> allocate(jnp.array([0.4, 0.0, jnp.inf, 0.1]), 0.05, 1).tolist()
     [0.25, 1.0, 0.0, 1.0]
     """
-    _check_order(order)
+    order = check_order(order)
     if not traced(distance) and not np.all(np.asarray(distance) >= 0):
         raise ValueError("distance must be at least 0 (inf where no flip is known), without NaN.")
     if not traced(eps) and not np.all(np.isfinite(eps) & (np.asarray(eps) >= 0)):
@@ -89,12 +89,6 @@ def _allocate(xp: ModuleType, distance: _Either, eps: Any, order: float) -> _Eit
     share = left / xp.where(affordable & (price > 0), price, 1.0)
     weight = xp.where(price > 0, xp.clip(share, 0.0, 1.0), 1.0)
     return xp.where(affordable, weight, 0.0)[xp.argsort(ranking)]
-
-
-def _check_order(order: float) -> float:
-    if not (isinstance(order, (int, float)) and order >= 1):
-        raise ValueError(f"order must be a number of at least 1, or inf, got {order!r}.")
-    return order
 
 
 def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Result:
@@ -167,7 +161,8 @@ def _weigh_known(
             weight = _allocate(np, _prices(np, _float64(cost), correct, success), eps, order)
     else:
         weight = np.full(len(cost), 1 / float(kappa))
-    weight = weight.astype(cost.dtype)
+    # An infinite cost makes the spending NaN, which is refused.
+    weight = np.where(np.isfinite(cost), weight, np.nan).astype(cost.dtype)
     _refuse_overspending(cost, weight, eps, order)
     return jax.device_put(weight)
 
@@ -278,7 +273,7 @@ class AdversarialDistribution(NamedTuple):
         Source: Le et al. [le2025], Corollary C.2.
         """
         norms.check_norm(norm)
-        _check_order(order)
+        order = check_order(order)
         _check_distribution(self)
         if traced(self):
             moved = norms.lp_norm(jnp.asarray(self.x_adv) - self.x, norm)
@@ -398,7 +393,7 @@ def wasserstein(distribution: AdversarialDistribution, norm: float, order: float
     (1.0, 0.0)
     """
     norms.check_norm(norm)
-    _check_order(order)
+    order = check_order(order)
     if traced(distribution):
         raise ValueError("wasserstein works on the host; inside jit or vmap use coupling_cost.")
     _check_distribution(distribution)

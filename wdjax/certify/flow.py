@@ -12,13 +12,13 @@ import numpy.typing as npt
 from wdjax import validate
 from wdjax.attacks.ascent import setting
 from wdjax.certify import grid
-from wdjax.certify.grid import Noise, Numbers
+from wdjax.certify.grid import Numbers
 from wdjax.core import AnyArray, Array
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Flow(Noise):
+class Flow:
     r"""Wasserstein smoothing: Laplace noise on the flow of mass between neighbouring pixels.
 
     Every edge of the pixel grid carries ``|x|_1 e`` with e Laplace of scale ``b = sigma / sqrt 2``;
@@ -54,14 +54,18 @@ class Flow(Noise):
     norm: ClassVar[None] = None
     step: ClassVar[float] = 2.0**-10
 
+    sigma: float | Array
     cost: Literal["euclidean", "l1"] = setting("euclidean")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        grid.check_sigma(self.sigma)
         validate.check_choice("cost", self.cost, ("euclidean", "l1"))
 
     def scale(self, x: Array) -> Array:
         return jnp.sum(x)
+
+    def offset(self, key: Array, x: Array) -> Array:
+        return self.scale(x) * self.pattern(key, x.shape, x.dtype)
 
     def pattern(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         height, width, channels = shape

@@ -1,9 +1,8 @@
 """What every family of noise has, how it is rounded to a grid, and what floats cost it."""
 
-import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,40 +22,30 @@ _DOWN = 1 - 1e-12
 """Radii are rounded down by this factor, far above the rounding of float64."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Noise:
-    """A frozen pytree dataclass: what is added to a sample, and what that proves.
+class Noise(Protocol):
+    """A frozen pytree dataclass: what is added to a sample, and what that proves."""
 
-    Here with what independent numbers of standard deviation ``sigma`` have in common.
-    """
-
-    norm: ClassVar[float | None]
-    """Of the ball in which radii hold; None for one that is no l_r ball."""
-
-    sigma: float | Array
-
-    def __post_init__(self) -> None:
-        check_sigma(self.sigma)
+    @property
+    def norm(self) -> float | None:
+        """Of the ball in which radii hold; None for one that is no l_r ball."""
+        ...
 
     @property
     def step(self) -> float:
-        """Of the grid to which noisy samples are rounded: a power of 2.
-
-        Between a 128th and a 64th of sigma: rounding to it is part of the model.
-        """
-        return 2.0 ** math.floor(math.log2(number(self.sigma) / 64))
+        """Of the grid to which noisy samples are rounded: a power of 2."""
+        ...
 
     def pattern(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         """Noise for a sample of this shape, but for :meth:`scale`."""
-        raise NotImplementedError
+        ...
 
     def scale(self, x: Array) -> Array | float:
         """What the pattern is multiplied by for one sample ``[*shape]``."""
-        return 1.0
+        ...
 
     def offset(self, key: Array, x: Array) -> Array:
         """The noise for one sample, in the type of the sample: scale times pattern."""
-        return self.scale(x) * self.pattern(key, x.shape, x.dtype)
+        ...
 
     def error(self, x: AnyArray) -> Numbers:
         """``[n]``: the probability that rounded noise is not that of real numbers, at most.
@@ -64,16 +53,15 @@ class Noise:
         Raises:
           ValueError: samples that this noise is not for.
         """
-        pixels = np.asarray(x, float).reshape(len(x), -1)
-        return pixels.shape[1] * ERROR + error_of_sum(pixels, self.step)
+        ...
 
     def radius(self, probability: npt.ArrayLike) -> Numbers:
         """The certified radius of a class with at least this probability; 0 up to 1/2."""
-        raise NotImplementedError
+        ...
 
     def level(self, radius: npt.ArrayLike) -> Numbers:
         """The least probability with this radius."""
-        raise NotImplementedError
+        ...
 
 
 def perturb(noise: Noise, key: Array, x: Array) -> Array:
@@ -125,6 +113,16 @@ def number(sigma: Any) -> float:
     if np.ndim(sigma) or validate.traced(sigma):
         raise ValueError(f"certificates are for one known sigma at a time, got {sigma!r}.")
     return float(sigma)
+
+
+def step(sigma: Any) -> float:
+    """A power of 2 between a 128th and a 64th of sigma: rounding to it is part of the model."""
+    return 2.0 ** math.floor(math.log2(number(sigma) / 64))
+
+
+def error_of_independent(x: AnyArray, step: float) -> Numbers:
+    pixels = np.asarray(x, float).reshape(len(x), -1)
+    return pixels.shape[1] * ERROR + error_of_sum(pixels, step)
 
 
 def error_of_sum(pixels: Numbers, step: float) -> Numbers:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from wdjax.certify import grid
 from wdjax.certify.flow import Flow
 from wdjax.certify.grid import Noise, Numbers, perturb
-from wdjax.core import Array
+from wdjax.core import AnyArray, Array
 
 __all__ = ["Flow", "Gaussian", "Laplace", "Noise", "Uniform", "perturb"]
 
@@ -32,7 +32,7 @@ def _family(name: str) -> Any:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Gaussian(Noise):
+class Gaussian:
     r"""Normal noise: l2 radii ``sigma Phi^-1(p)``.
 
     Args:
@@ -49,10 +49,27 @@ class Gaussian(Noise):
 
     norm: ClassVar[float] = 2
 
+    sigma: float | Array
     family: str = _family("gaussian")
+
+    def __post_init__(self) -> None:
+        grid.check_sigma(self.sigma)
+
+    @property
+    def step(self) -> float:
+        return grid.step(self.sigma)
 
     def pattern(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         return self.sigma * jax.random.normal(key, shape, dtype)
+
+    def scale(self, x: Array) -> float:
+        return 1.0
+
+    def offset(self, key: Array, x: Array) -> Array:
+        return self.pattern(key, x.shape, x.dtype)
+
+    def error(self, x: AnyArray) -> Numbers:
+        return grid.error_of_independent(x, self.step)
 
     def radius(self, probability: npt.ArrayLike) -> Numbers:
         from scipy import special
@@ -67,7 +84,7 @@ class Gaussian(Noise):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Laplace(Noise):
+class Laplace:
     r"""Laplace noise of scale ``b = sigma / sqrt 2``: l1 radii ``b log(1 / (2 (1 - p)))``.
 
     Densities change by a factor of at most ``exp(r / b)`` over an l1 distance of r, hence so does
@@ -87,10 +104,27 @@ class Laplace(Noise):
 
     norm: ClassVar[float] = 1
 
+    sigma: float | Array
     family: str = _family("laplace")
+
+    def __post_init__(self) -> None:
+        grid.check_sigma(self.sigma)
+
+    @property
+    def step(self) -> float:
+        return grid.step(self.sigma)
 
     def pattern(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         return self.sigma * grid.laplace(key, shape, dtype)
+
+    def scale(self, x: Array) -> float:
+        return 1.0
+
+    def offset(self, key: Array, x: Array) -> Array:
+        return self.pattern(key, x.shape, x.dtype)
+
+    def error(self, x: AnyArray) -> Numbers:
+        return grid.error_of_independent(x, self.step)
 
     def radius(self, probability: npt.ArrayLike) -> Numbers:
         return grid.beyond_half(probability, lambda p: grid.laplace_radius(self.sigma, p))
@@ -101,7 +135,7 @@ class Laplace(Noise):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Uniform(Noise):
+class Uniform:
     r"""Uniform noise on ``[-a, a]`` with ``a = sqrt 3 sigma``: l1 radii ``2 a (p - 1/2)``.
 
     Two cubes whose centres are r apart in l1 differ in at most ``r / 2a`` of their volume.
@@ -120,11 +154,28 @@ class Uniform(Noise):
 
     norm: ClassVar[float] = 1
 
+    sigma: float | Array
     family: str = _family("uniform")
+
+    def __post_init__(self) -> None:
+        grid.check_sigma(self.sigma)
+
+    @property
+    def step(self) -> float:
+        return grid.step(self.sigma)
 
     def pattern(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         half = math.sqrt(3) * self.sigma
         return half * jax.random.uniform(key, shape, dtype, -1.0, 1.0)
+
+    def scale(self, x: Array) -> float:
+        return 1.0
+
+    def offset(self, key: Array, x: Array) -> Array:
+        return self.pattern(key, x.shape, x.dtype)
+
+    def error(self, x: AnyArray) -> Numbers:
+        return grid.error_of_independent(x, self.step)
 
     def radius(self, probability: npt.ArrayLike) -> Numbers:
         half = math.sqrt(3) * grid.number(self.sigma)
