@@ -260,13 +260,12 @@ def _step(
     y: Array,
     key: Array,
 ) -> tuple[PyTree, Array]:
-    model, _ = trained
-    moved = None
+    parts, correct = [(jnp.ones(len(y), x.dtype), x)], None
     if opponent is not None:
         attack, eps, kappa = opponent
         found = driver.run(
             attack,
-            model,
+            trained[0],
             x,
             y,
             eps=eps,
@@ -275,20 +274,18 @@ def _step(
             key=key,
             skip_misclassified=False,
         )
-        moved = jax.lax.stop_gradient((found.x_adv, found.weight))
+        weight, x_adv, correct = jax.lax.stop_gradient((found.weight, found.x_adv, found.correct))
+        whole = kappa is None and attack.budget != "none"
+        parts = [(weight, x_adv)] if whole else [(1 - weight, x), (weight, x_adv)]
 
     def expected(model: Callable[[Array], Array]) -> tuple[Array, Array]:
-        logits = model(x)
-        value, right = recipe.loss(logits, y), losses.decision_margin(logits, y) <= 0
-        robust = right.astype(value.dtype)
-        if moved is not None:
-            x_adv, weight = moved
-            logits = model(x_adv)
-            value = (1 - weight) * value + weight * recipe.loss(logits, y)
-            held = losses.decision_margin(logits, y) <= 0
-            robust = (1 - weight) * right + weight * held
-        mean = jnp.mean(value)
-        return mean, jnp.stack([mean, jnp.mean(right), jnp.mean(robust)])
+        value = robust = jnp.zeros((), x.dtype)
+        for share, points in parts:
+            logits = model(points)
+            value += jnp.mean(share * recipe.loss(logits, y))
+            robust += jnp.mean(share * (losses.decision_margin(logits, y) <= 0))
+        right = robust if correct is None else jnp.mean(correct)
+        return value, jnp.stack([value, right, robust])
 
     return _descend(recipe, expected, trained)
 
