@@ -1,9 +1,10 @@
-"""Lines above and below functions of one number, and of quotients, against many points."""
+"""Bounds of functions of one number, and of quotients, against many points at every scale."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 from jax import lax
 
 from wdjax import Model, certify
@@ -86,26 +87,93 @@ def test_what_is_not_a_continuous_function_of_one_number_stays():
                 np.testing.assert_allclose(out, jax.nn.silu(z[0]), rtol=1e-5)
 
 
+SCALED = {
+    "abs": (lax.abs, np.abs, True),
+    "exp": (lax.exp, np.exp, True),
+    "exp2": (lax.exp2, np.exp2, True),
+    "expm1": (lax.expm1, np.expm1, True),
+    "tanh": (lax.tanh, np.tanh, True),
+    "logistic": (lax.logistic, scipy.special.expit, True),
+    "erf": (lax.erf, scipy.special.erf, True),
+    "log": (lax.log, np.log, False),
+    "log1p": (lax.log1p, np.log1p, False),
+    "sqrt": (lax.sqrt, np.sqrt, False),
+    "rsqrt": (lax.rsqrt, lambda z: z**-0.5, False),
+    **{
+        f"to the {k}": (lambda z, k=k: lax.integer_pow(z, k), lambda z, k=k: z ** float(k), True)
+        for k in (-3, -2, -1, 2, 3, 4)
+    },
+}
+
+
 @pytest.mark.fast
-def test_quotients_lie_between_their_lines():
-    rng = np.random.default_rng(1)
-    ends = [intervals(rng, 200), intervals(rng, 200)]
-    ends[1][:, :150] += np.sign(ends[1][:, :150].sum(axis=0)) * 9
-    eqn = jax.make_jaxpr(lax.div)(1.0, 1.0).eqns[0]
-    found = relax.quotient(eqn, [tuple(map(jnp.asarray, pair)) for pair in ends], [True, True])
-    inside = (ends[1][0] > 0) | (ends[1][1] < 0)
-    assert inside.sum() > 150
-    assert not np.any(np.isfinite(found.low[~inside]) | np.isfinite(found.up[~inside]))
-    points = [pair[0] + rng.random((500, 206)) * (pair[1] - pair[0]) for pair in ends]
-    points = [np.concatenate([p, pair, pair[::-1]]) for p, pair in zip(points, ends)]
-    points[1] = np.concatenate([points[1][:500], ends[1], ends[1]])
-    points = [p[:, inside] for p in points]
-    value = points[0] / points[1]
-    for side, sign in (("low", 1), ("up", -1)):
-        terms = zip(found.views, points)
-        line = sum(np.asarray(getattr(view, side), float)[inside] * p for view, p in terms)
-        line = line + np.asarray(getattr(found, side), float)[inside]
-        assert np.all(sign * (value - line) >= 0)
+@pytest.mark.parametrize("name", SCALED)
+def test_what_is_lost_below_and_above_all_floats_is_charged(name):
+    """Of intervals at 1e-37 to 1e37, whose units in the last place and slopes may be no floats."""
+    fn, exact, signed = SCALED[name]
+    rng = np.random.default_rng(3)
+    middle = 10.0 ** rng.uniform(-37, 37.5, 4000) * (rng.choice([-1, 1], 4000) if signed else 1)
+    wide = middle + np.abs(middle) * 10.0 ** rng.uniform(-6, 0.5, 4000)
+    ends = np.sort(np.float32([middle, wide]), axis=0)
+    (eqn,) = jax.make_jaxpr(fn)(jnp.float32(1)).eqns
+    z = ends[0].astype(float) + np.linspace(0, 1, 41)[:, None] * (ends[1] - ends[0].astype(float))
+    with np.errstate(all="ignore"):
+        value = exact(z)
+    low, high = (np.asarray(t, float) for t in certify.bound(fn, *ends))
+    assert not np.any((value < low) | (value > high))
+    rule = relax.RELAXATIONS.get(eqn.primitive.name)
+    found = None if rule is None else rule(eqn, [tuple(map(jnp.asarray, ends))], [True])
+    if found is None:
+        return
+    (view,) = found.views
+    for slope, level, sign in ((view.low, found.low, 1), (view.up, found.up, -1)):
+        with np.errstate(invalid="ignore"):
+            line = np.asarray(slope, float) * z + np.asarray(level, float)
+        held = sign * (value - line) >= 0
+        assert np.all(held | ~np.isfinite(line))
+        assert np.isfinite(line).mean() > 0.2
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("exponent", [-3, -2, -1, 2, 4])
+def test_powers_lie_between_their_lines(exponent):
+    ends = intervals(np.random.default_rng(1), 200)
+    eqn = jax.make_jaxpr(lambda z: lax.integer_pow(z, exponent))(1.0).eqns[0]
+    found = relax.power(eqn, [tuple(map(jnp.asarray, ends))], [True])
+    outside = (ends[0] > 0) | (ends[1] < 0) | (exponent > 0)
+    assert outside.sum() > 50
+    assert not np.any(np.isfinite(found.low[~outside]) | np.isfinite(found.up[~outside]))
+    z = between(ends, 500).astype(float)[:, outside]
+    (view,) = found.views
+    for slope, level, sign in ((view.low, found.low, 1), (view.up, found.up, -1)):
+        line = np.asarray(slope, float)[outside] * z + np.asarray(level, float)[outside]
+        assert np.all(sign * (z**exponent - line) >= 0)
+
+
+@pytest.mark.fast
+def test_quotients_are_products_with_inverses():
+    """Bounds of ``x / y`` and ``1 / y`` on either side of 0 hold, and are close where narrow."""
+    x = jnp.array([[0.5, 0.4], [0.1, 0.9], [0.7, 0.2]])
+    y = jnp.zeros(3, jnp.int32)
+    rng = np.random.default_rng(4)
+    for shift in (0.3, -1.4):
+        model = Model(
+            lambda c, x: jnp.stack([x[:, 0] / (x[:, 1] + c), 0.3 / (x[:, 1] + c)], axis=1), shift
+        )
+        for eps in (0.01, 0.1):
+            low, rough = (
+                certify.margin_bounds(model, x, y, norm=jnp.inf, eps=eps, method=method)[:, 1]
+                for method in ("crown", "interval")
+            )
+            logits = jax.vmap(model)(jnp.clip(x + eps * rng.uniform(-1, 1, (4000, 3, 2)), 0, 1))
+            margin = logits[..., 0] - logits[..., 1]
+            least, center = np.min(margin, axis=0), np.asarray(model(x))[:, 0]
+            assert np.all(low <= least)
+            assert np.all(low >= rough)
+            if eps < 0.1:
+                assert np.all(least - low <= 0.05 * (least - rough) + 0.02 * np.abs(center))
+    bound = certify.bound(lambda z: z[0] / z[1], jnp.array([1e30, 1e38]), jnp.array([1e30, 2e38]))
+    assert bound.upper >= 1.0000001e-8  # The inverse of 1e38 is no float.
 
 
 def test_attention_has_lines():

@@ -33,6 +33,19 @@ def fitted(lower: Array, upper: Array, dtype: DTypeLike) -> tuple[Array, Array]:
 
 
 def widen(lower: Array, upper: Array, ulps: int = _ULPS) -> tuple[Array, Array]:
-    """Outward by a few units in the last place; 0 stays 0."""
+    """Outward by a few units in the last place; 0 stays 0, and what overflowed is open.
+
+    By factors: the units of a small number may be below the smallest float, and lost.
+    """
     unit = ulps * float(jnp.finfo(lower.dtype).eps)
-    return lower - unit * jnp.abs(lower), upper + unit * jnp.abs(upper)
+    less, more = 1 - unit, 1 + unit
+    low = lower * jnp.where(lower > 0, less, more)
+    high = upper * jnp.where(upper > 0, more, less)
+    return jnp.where(lower < jnp.inf, low, -jnp.inf), jnp.where(upper > -jnp.inf, high, jnp.inf)
+
+
+def opened(lower: Array, upper: Array, signed: Array, ulps: int = _ULPS) -> tuple[Array, Array]:
+    """Outward also by what is lost below the smallest float; where not ``signed``, not below 0."""
+    lower, upper = widen(lower, upper, ulps)
+    lost = tiny(lower.dtype)
+    return jnp.where(signed, lower - lost, lower), upper + lost

@@ -31,6 +31,8 @@ def explicit(graph: Graph) -> Graph:
         parts: Callable[..., jax.Array] | None = None
         if node.name == "dot_general" and all(moves):
             parts = _contraction(node.eqn)
+        elif node.name == "div" and moves[1]:
+            parts = _by_inverse(out.shape)
         elif node.name in _BINARY and any(a.shape not in ((), out.shape) for a in avals):
             parts = _repetition(node.eqn)
         if parts is None:
@@ -56,6 +58,13 @@ def _repetition(eqn: JaxprEqn) -> Callable[..., jax.Array]:
         return jnp.asarray(eqn.primitive.bind(*wide, **eqn.params))
 
     return combine
+
+
+def _by_inverse(shape: tuple[int, ...]) -> Callable[..., jax.Array]:
+    def divided(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(a, shape) * jnp.broadcast_to(b**-1, shape)
+
+    return divided
 
 
 def _contraction(eqn: JaxprEqn) -> Callable[..., jax.Array]:

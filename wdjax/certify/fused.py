@@ -131,7 +131,7 @@ def _made(graph: Graph, node: Node, cone: _Cone, numbers: dict[int, Any]) -> Nod
 
 def _bend(node: Node, inside: set[int]) -> str:
     """What is not affine in what is inside of a cone, if anything."""
-    if node.name == "integer_pow" and node.eqn.params["y"] % 2:
+    if node.name == "integer_pow" and node.eqn.params["y"] > 0 and node.eqn.params["y"] % 2:
         return "odd power"
     moves = [place in inside for place in node.inputs]
     straight = node.name in _AFFINE | _COMPARISONS

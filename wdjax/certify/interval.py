@@ -212,7 +212,7 @@ RULES: dict[str, Rule] = {
     ),
     "reduce_window_max": nonlinear.pooled,
     "select_and_scatter_add": decisions.unpool,
-    "clamp": nonlinear.clamp,
+    "clamp": nonlinear.monotone(exact=True),
     "abs": nonlinear.absolute,
     "integer_pow": nonlinear.power,
     "square": nonlinear.power,

@@ -182,10 +182,8 @@ def _kept(eqn: JaxprEqn, origin: Origin | None) -> Origin | None:
 def parted(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> list[Value]:
     """One value cut into several."""
     (value,) = args
-    if isinstance(value, Ternary):
-        return [Ternary(*ends_) for ends_ in zip(*(evaluate(eqn, [end]) for end in ends(value)))]
     if not isinstance(value, Interval):
-        return [*evaluate(eqn, [value])]
+        return [Ternary(*ends_) for ends_ in zip(*(evaluate(eqn, [end]) for end in ends(value)))]
 
     def piece(k: int) -> Linear:
         return lambda t: evaluate(eqn, [t])[k]
@@ -231,15 +229,8 @@ def _product_of_intervals(
     eqn: JaxprEqn, left: Interval, right: Interval, terms: int, context: Context
 ) -> Interval:
     """``c_a c_b -+ (|c_a| r_b + r_a |c_b| + r_a r_b)`` for contractions."""
-    elementwise = eqn.primitive.name == "mul"
-    if eqn.primitive.name == "conv_general_dilated":
-        # A kernel's entry meets many positions: norms of entries do not bound the product.
-        constant = unbounded(context, left.center.dtype)
-    else:
-        constant = _product_constant(left, right, elementwise, context.norm)
-    if elementwise:
-        lower, upper = corners(ends(left), ends(right))
-        return fresh(lower, upper, constant)
+    if eqn.primitive.name == "mul":
+        return product(left, right, context)
     (la, ua), (lb, ub) = ends(left), ends(right)
     ca, cb = 0.5 * (la + ua), 0.5 * (lb + ub)
     error = gamma(terms, la.dtype)
@@ -248,19 +239,30 @@ def _product_of_intervals(
     center = bind(eqn, [ca, cb])
     radius = bind(eqn, [jnp.abs(ca) + ra, rb]) + bind(eqn, [ra, jnp.abs(cb)])
     radius = radius * (1 + error) + error * jnp.abs(center) + tiny(la.dtype) * terms
+    if eqn.primitive.name == "conv_general_dilated":
+        # A kernel's entry meets many positions: norms of entries do not bound the product.
+        constant = unbounded(context, la.dtype)
+    else:
+        constant = _product_constant(left, right, 2 if context.norm == 2 else 1, context.norm)
     return fresh(center - radius, center + radius, constant)
 
 
+def product(left: Value, right: Value, context: Context) -> Interval:
+    """Entry by entry."""
+    constant = _product_constant(left, right, math.inf, context.norm)
+    return fresh(*corners(ends(left), ends(right)), constant)
+
+
 def _product_constant(
-    left: Interval, right: Interval, elementwise: bool, norm: float | None
+    left: Value, right: Value, measure: float, norm: float | None
 ) -> Array | None:
     """``|A| Lip(B) + |B| Lip(A)``: for contractions with Frobenius norms, or sums of entries."""
     if norm is None:
         return None
-    measure = math.inf if elementwise else 2 if norm == 2 else 1
-    size = [norms.lp_norm(largest_size(v)[None], measure)[0] for v in (left, right)]
-    total = size[0] * constant_of(right, norm) + size[1] * constant_of(left, norm)
-    slack = gamma(left.center.size + right.center.size, total.dtype)
+    sizes = [largest_size(value).reshape(1, -1) for value in (left, right)]
+    one, two = (norms.lp_norm(size, measure)[0] for size in sizes)
+    total = one * constant_of(right, norm) + two * constant_of(left, norm)
+    slack = gamma(sizes[0].size + sizes[1].size, total.dtype)
     return jnp.where(jnp.isnan(total), jnp.inf, total) * (1 + slack)
 
 

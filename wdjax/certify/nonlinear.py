@@ -15,17 +15,13 @@ from wdjax.certify.domain import (
     Reduced,
     Rule,
     Value,
-    constant_of,
     ends,
     fresh,
-    gamma,
     is_exact,
-    largest_size,
     stretch,
-    tiny,
 )
-from wdjax.certify.ends import corners, widen
-from wdjax.certify.linear import bilinear, bind
+from wdjax.certify.ends import corners, opened, widen
+from wdjax.certify.linear import bilinear, bind, product
 
 Slope = Callable[[Array, Array], Array]
 """The largest derivative of every entry between its ends."""
@@ -49,9 +45,7 @@ def monotone(
         if falling:
             lower, upper = upper, lower
         if not exact:
-            lower, upper = widen(lower, upper, ulps)
-            lost = tiny(lower.dtype)  # Below the smallest float, whose sign is kept.
-            lower, upper = jnp.where(lower < 0, lower - lost, lower), upper + lost
+            lower, upper = opened(lower, upper, lower < 0, ulps)
         steepest = jnp.max(slope(*pairs[0])) if callable(slope) else slope
         known = None if origin is None else origin(eqn, args)
         return fresh(lower, upper, stretch(args, steepest, context), known)
@@ -97,7 +91,7 @@ def power(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
         one, two = least, jnp.maximum(one, two)
     size = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
     steepest = jnp.max(exponent * size ** (exponent - 1)) if exponent > 0 else 0.0
-    one, two = widen(one, two, 16 + 2 * count)
+    one, two = opened(one, two, (lower < 0) & (count % 2 == 1), 16 + 2 * count)
     if exponent >= 0:
         return fresh(one, two, stretch(args, steepest, context))
     inside, (one, two) = _inverse(one, two)
@@ -109,7 +103,7 @@ def _inverse(lower: Array, upper: Array) -> tuple[Array, tuple[Array, Array]]:
     """Where 0 is outside, and the ends of what 1 is divided by there."""
     inside = (lower > 0) | (upper < 0)
     low, high = jnp.where(inside, lower, 1.0), jnp.where(inside, upper, 1.0)
-    return inside, widen(1 / high, 1 / low, 2)
+    return inside, opened(1 / high, 1 / low, low < 0, 2)
 
 
 def real_power(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
@@ -119,7 +113,7 @@ def real_power(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interv
         raise ValueError("pow is certified only for exponents that do not depend on the input.")
     lower, upper = ends(base)
     one, two = lower**exponent, upper**exponent
-    least, most = widen(jnp.minimum(one, two), jnp.maximum(one, two), 2**10)
+    least, most = opened(jnp.minimum(one, two), jnp.maximum(one, two), one < 0, 2**10)
     valid = (lower > 0) | ((lower == 0) & (exponent >= 0))
     return fresh(
         jnp.where(valid, least, -jnp.inf),
@@ -180,22 +174,12 @@ def quotient(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | 
     left, right = args
     if is_exact(right):
         return bilinear(lambda _: 1)(eqn, args, context)
-    inside, inverse = _inverse(*ends(right))
-    one, two = corners(ends(left), inverse)
-    constant = None
-    if context.norm is not None:
-        size = jnp.max(jnp.maximum(*map(jnp.abs, inverse)))
-        top = jnp.max(largest_size(left))
-        constant = size * constant_of(left, context.norm)
-        constant = constant + top * size**2 * constant_of(right, context.norm)
-        constant = jnp.where(jnp.all(inside) & ~jnp.isnan(constant), constant, jnp.inf)
-        constant = constant * (1 + gamma(8, constant.dtype))
-    return fresh(jnp.where(inside, one, -jnp.inf), jnp.where(inside, two, jnp.inf), constant)
-
-
-def clamp(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
-    (low, _), (lower, upper), (_, high) = (ends(a) for a in args)
-    if not all(is_exact(a) for a in (args[0], args[2])):
-        raise ValueError("clamp is certified only between bounds that do not depend on the input.")
-    lower, upper = (jnp.minimum(jnp.maximum(end, low), high) for end in (lower, upper))
-    return fresh(lower, upper, stretch([args[1]], 1.0, context))
+    inside, (low, high) = _inverse(*ends(right))
+    size = jnp.maximum(jnp.abs(low), jnp.abs(high))
+    steepest = jnp.where(jnp.all(inside), jnp.max(size) ** 2, jnp.inf)
+    inverse = fresh(
+        jnp.where(inside, low, -jnp.inf),
+        jnp.where(inside, high, jnp.inf),
+        stretch([right], steepest, context),
+    )
+    return product(left, inverse, context)

@@ -59,7 +59,7 @@ Relaxation = Callable[[JaxprEqn, Sequence[Any], Sequence[bool]], Lines | None]
 def _rounding(*sizes: Array) -> Array:
     unit = 16 * float(jnp.finfo(sizes[0].dtype).eps)
     total = sum(jnp.abs(size) for size in sizes)
-    return jnp.asarray(unit * total + float(jnp.finfo(sizes[0].dtype).tiny))
+    return jnp.asarray(unit * total + 4 * float(jnp.finfo(sizes[0].dtype).tiny))
 
 
 def rectifier(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
@@ -96,42 +96,22 @@ def product(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines 
     return Lines((View(0, x_slope, x_slope), View(1, y_slope, y_slope)), low, up)
 
 
-def quotient(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
-    """``x / y`` as the product of ``x`` and ``1 / y``, which is convex where ``y > 0``."""
-    if not moves[1]:
-        return None
-    lx, ux = args[0] if moves[0] else (args[0], args[0])
-    ly, uy = args[1]
-    flip = uy < 0
-    size = jnp.where(flip, -uy, ly), jnp.where(flip, -ly, uy)
-    ((view,), below, above) = _convex(lambda z: 1 / z, lambda z: -1 / z**2, size)[:3]
-    # 1 / y lies between s y + t for these; the mirror image where y < 0.
-    slopes = jnp.where(flip, view.up, view.low), jnp.where(flip, view.low, view.up)
-    shifts = jnp.where(flip, -above, below), jnp.where(flip, -below, above)
-    lr, ur = 1 / uy, 1 / ly
-    x, r = 0.5 * (lx + ux), 0.5 * (lr + ur)
-    y_slopes, constants = [], []
-    for one, two in ((0, 1), (1, 0)):
-        y_slopes.append(x * jnp.where(x >= 0, slopes[one], slopes[two]))
-        constants.append(x * jnp.where(x >= 0, shifts[one], shifts[two]))
-    most = jnp.maximum(jnp.abs(lx), jnp.abs(ux)) * jnp.maximum(jnp.abs(lr), jnp.abs(ur))
-    slack = _rounding(
-        most, *constants, *(s * jnp.maximum(jnp.abs(ly), jnp.abs(uy)) for s in y_slopes)
-    )
-    low = constants[0] - 0.5 * (lx * lr + ux * ur) - slack
-    up = constants[1] - 0.5 * (lx * ur + ux * lr) + slack
-    by_y = View(1, y_slopes[0], y_slopes[1])
-    inside = (ly > 0) | flip
-    low, up = (jnp.where(inside, line, jnp.nan) for line in (low, up))
-    return Lines((View(0, r + 0 * x, r + 0 * x), by_y) if moves[0] else (by_y,), low, up)
-
-
 def power(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
-    """Even powers, and all others of numbers that are not negative."""
+    """Even powers, and negative ones on either side of 0; others are no :func:`convex` ones."""
     exponent = eqn.params["y"] if eqn.primitive.name == "integer_pow" else 2
-    if exponent < 2 or exponent % 2:
+    if exponent == 1 or (exponent > 0 and exponent % 2):
         return None
-    return _convex(lambda z: z**exponent, lambda z: exponent * z ** (exponent - 1), args[0])
+    lower, upper = args[0]
+    flip = (upper < 0) & (exponent % 2 == 1)
+    ends = jnp.where(flip, -upper, lower), jnp.where(flip, -lower, upper)
+    found = _convex(lambda z: z**exponent, lambda z: exponent * z ** (exponent - 1), ends)
+    (view,), below, above = found[:3]
+    low, up = jnp.where(flip, view.up, view.low), jnp.where(flip, view.low, view.up)
+    below, above = jnp.where(flip, -above, below), jnp.where(flip, -below, above)
+    if exponent < 0:
+        outside = (lower > 0) | (upper < 0)
+        below, above = (jnp.where(outside, line, jnp.nan) for line in (below, above))
+    return Lines((View(0, low, up),), below, above)
 
 
 def convex(f: Callable[[Array], Array], slope: Callable[[Array], Array]) -> Relaxation:
@@ -156,7 +136,8 @@ def _convex(f: Callable[[Array], Array], slope: Callable[[Array], Array], ends: 
     low = slope(middle)
     reach = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
     size = jnp.maximum(jnp.abs(f(lower)), jnp.abs(f(upper)))
-    slack = _rounding(size, up * reach, low * reach)
+    # A slope below the smallest float is lost.
+    slack = _rounding(size, up * reach, low * reach) + float(jnp.finfo(reach.dtype).tiny) * reach
     above = jnp.maximum(f(lower) - up * lower, f(upper) - up * upper) + slack
     below = f(middle) - low * middle - slack
     real = jnp.isfinite(f(lower)) & jnp.isfinite(f(upper))
@@ -278,7 +259,6 @@ RELAXATIONS: dict[str, Relaxation] = {
     "max": rectifier,
     "min": rectifier,
     "mul": product,
-    "div": quotient,
     "integer_pow": power,
     "square": power,
     "abs": convex(jnp.abs, jnp.sign),
