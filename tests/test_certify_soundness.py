@@ -108,6 +108,33 @@ def test_scales_that_under_or_overflow_certify_nothing_wrong(scales):
         assert constants[0, 1] >= math.prod(scales) or np.isinf(constants[0, 1])
 
 
+@pytest.mark.parametrize(
+    "scales", [(1e15, 1e15, 1e-20, 1e-20), (1e10, 1e10, 1e-20, 1e-20), (1, 1, 1e-20, 1e-20)]
+)
+def test_coefficients_below_the_smallest_float_are_charged(scales):
+    """What goes back through layers of 1e-20 is no float, and meets values of 1e30."""
+    rng = np.random.default_rng(0)
+    shapes = [(4, 6), (6, 6), (6, 6), (6, 3)]
+    weights = [
+        jnp.asarray(rng.normal(size=s) * scale, jnp.float32) for s, scale in zip(shapes, scales)
+    ]
+
+    def apply(weights, x):
+        first, second, third, last = weights
+        return jax.nn.relu(jax.nn.relu(x @ first) @ second) @ third @ last
+
+    model = Model(apply, weights)
+    x = jnp.asarray(rng.random((6, 4)), jnp.float32)
+    y = jnp.argmax(model(x), axis=-1)
+    moved = jnp.clip(x + 0.1 * jnp.asarray(rng.uniform(-1, 1, (3000, 6, 4)), jnp.float32), 0, 1)
+    logits = np.asarray(jax.vmap(model)(moved))
+    margin = np.min(logits[:, np.arange(6), y, None] - logits, axis=0)
+    rivals = np.arange(3) != np.asarray(y)[:, None]
+    for method in certify.METHODS[:4]:
+        low = np.asarray(certify.margin_bounds(model, x, y, norm=math.inf, eps=0.1, method=method))
+        assert not np.any((low > margin)[rivals])
+
+
 def test_nan_is_open():
     for fn in (
         lambda x: (x - x * jnp.inf > 0) | True,

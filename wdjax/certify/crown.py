@@ -341,4 +341,4 @@ def backward(
     if net.source in found:
         a, least = found[net.source], functools.partial(state.region.least, rows=rows)
         sum_ = sum_.plus(jnp.stack([least(a), least(a._replace(a=-a.a))]) if mirrored else least(a))
-    return sum_.low()
+    return sum_.low(network.flushed(net))

@@ -29,6 +29,11 @@ _MOVES = interval.MOVES | {
 }  # fmt: skip
 _WINOGRAD = 96
 """Channels from which a 3x3 convolution may be run by Winograd's algorithm."""
+_LARGEST = 2.0**50
+"""Values beyond it are open: their coefficients may be less than the smallest float and still
+matter. What is lost of those of smaller values, :func:`flushed` bounds."""
+_VIEWS = 64
+"""Terms at most that lines of one operand consist of."""
 
 
 class Part(NamedTuple):
@@ -195,7 +200,7 @@ def forward(affine: Affine, values: dict[int, Bounded], charged: set[int]) -> Bo
         half = jnp.maximum(value.upper - middle, middle - value.lower)
         center = center + jax.vmap(apply)(middle)
         radius = radius + jax.vmap(absolute)(half)
-        size = size + jax.vmap(absolute)(value.size)
+        size = size + jax.vmap(absolute)(_limited(value.size, value.size))
         error = error + jax.vmap(absolute)(value.error)
         offset = offset + apply(value.offset)
     # Below the smallest float each product may be lost.
@@ -205,7 +210,28 @@ def forward(affine: Affine, values: dict[int, Bounded], charged: set[int]) -> Bo
     lower, upper = fitted(center - radius, center + radius, declared.dtype)
     adds = affine.node.name not in _DIAGONAL | _MOVES - {"reduce_sum"} or len(affine.parts) > 1
     mixes = adds + max(values[part.place].mixes for part in affine.parts)
-    return Bounded(lower, upper, _open(size), _open(error + fine), offset, mixes)
+    return Bounded(lower, upper, _open(size), _limited(_open(error + fine), size), offset, mixes)
+
+
+def _limited(error: Array, size: Array) -> Array:
+    """Infinite where a value is too large or open."""
+    return jnp.where(size <= _LARGEST, error, jnp.inf)
+
+
+def flushed(network: Network) -> float:
+    """What a function loses at most by coefficients that are less than the smallest float."""
+    count = sum(
+        (affine.offset.size + 1) * math.prod(network.graph.avals[part.place].shape)
+        for affine in network.affine.values()
+        for part in affine.parts
+    )
+    count += sum(
+        _VIEWS * math.prod(network.graph.avals[place].shape)
+        for node in network.others.values()
+        for place in node.inputs
+        if place in network.graph.avals
+    )
+    return count * _LARGEST * tiny(network.graph.avals[network.source].dtype)
 
 
 def _open(size: Array) -> Array:

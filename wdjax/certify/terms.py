@@ -36,10 +36,12 @@ class Sum(NamedTuple):
 
         return self.least(least, own)
 
-    def low(self) -> Array:
-        """Rounded down."""
+    def low(self, flushed: float) -> Array:
+        """Rounded down, and by what was lost below the smallest float."""
         unit = (self.terms + 16) * float(jnp.finfo(self.value.dtype).eps)
-        return jnp.where(jnp.isfinite(self.size), self.value - unit * self.size, -jnp.inf)
+        return jnp.where(
+            jnp.isfinite(self.size), self.value - (unit * self.size + flushed), -jnp.inf
+        )
 
 
 def charged(sum_: Sum, charges: Array, a: Coefficients, rows: Rows) -> Sum:
