@@ -20,7 +20,6 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from wdjax.certify import interval
 from wdjax.certify.domain import (
     Array,
-    Context,
     Interval,
     Value,
     ends,
@@ -110,7 +109,7 @@ def _deviation(program: ClosedJaxpr, lower: Array, upper: Array) -> Array:
     errors: dict[int, Array] = {}
     for node in graph.nodes:
         args, name = [values[place] for place in node.inputs], node.name
-        (out,) = interval.apply(node.eqn, args, Context())
+        (out,) = interval.apply(node.eqn, args)
         values[node.outputs[0]] = out
         if not isinstance(out, Interval):
             continue
@@ -136,4 +135,4 @@ def _steep(eqn: JaxprEqn, args: Sequence[Value], place: int) -> Array:
         return jnp.asarray(eqn.primitive.bind(*zs, **eqn.params))
 
     derivative = jax.make_jaxpr(jax.grad(function, argnums=place))(*(ends(a).lower for a in args))
-    return largest_size(interval.interpret(derivative, args, Context())[0])
+    return largest_size(interval.interpret(derivative, args)[0])

@@ -34,7 +34,7 @@ from wdjax.certify.coefficients import (
     unframed,
     whole,
 )
-from wdjax.certify.domain import Array, Context, Ternary, ends, fresh
+from wdjax.certify.domain import Array, Ternary, ends, fresh
 from wdjax.certify.graph import Node
 from wdjax.certify.network import Bounded, Network
 from wdjax.certify.region import Region
@@ -194,7 +194,7 @@ def _intervals(state: Pass, node: Node) -> list[tuple[Array, Array]]:
         values = [Ternary(*pair) if pair[0].dtype == bool else fresh(*pair) for pair in own]
         made: dict[int, Any] = dict(zip(places, values))
         args = [made[p] if p in made else jnp.asarray(state.network.exact[p]) for p in node.inputs]
-        found = [ends(out) for out in interval.apply(node.eqn, args, Context())]
+        found = [ends(out) for out in interval.apply(node.eqn, args)]
         return [(pair.lower, pair.upper) for pair in found]
 
     return jax.vmap(one)(pairs)

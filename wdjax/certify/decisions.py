@@ -14,7 +14,6 @@ from jax.extend.core import JaxprEqn
 
 from wdjax.certify.domain import (
     Array,
-    Context,
     Elementwise,
     Interval,
     Location,
@@ -35,14 +34,14 @@ from wdjax.certify.linear import additive, bind, windows
 def inequality(flip: bool) -> Rule:
     """``<``, ``<=``, ``>`` and ``>=``; a comparison at equality is open, as Clarke's masks want."""
 
-    def rule(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
+    def rule(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary:
         (la, ua), (lb, ub) = (ends(a) for a in (args[::-1] if flip else args))
         return Ternary(ua < lb, ~(la > ub))
 
     return rule
 
 
-def equal(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
+def equal(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary:
     """Never surely true, ties being kinks, but for a value and itself (the test for NaN)."""
     left, right = args
     if left is right:
@@ -85,19 +84,19 @@ def _attains(value: Value, top: Value) -> Ternary | None:
     return None
 
 
-def finite(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
+def finite(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary:
     """Surely true between finite ends; beyond them open."""
     lower, upper = ends(args[0])
     sure = jnp.isfinite(lower) & jnp.isfinite(upper)
     return Ternary(sure, jnp.ones_like(sure))
 
 
-def unequal(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
-    same = equal(eqn, args, context)
+def unequal(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary:
+    same = equal(eqn, args, norm)
     return Ternary(~same.upper, ~same.lower)
 
 
-def logical(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
+def logical(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary:
     if any(isinstance(a, Interval) for a in args):
         raise ValueError(f"the primitive {eqn.primitive.name!r} is certified on booleans only.")
     name = eqn.primitive.name
@@ -112,10 +111,10 @@ def logical(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
     return Ternary(bind(eqn, [la, lb]), bind(eqn, [ua, ub]))
 
 
-def select(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | list[Value]:
+def select(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
     pick, *cases = args
     if is_exact(pick):
-        return additive(range(1, len(args)))(eqn, args, context)
+        return additive(range(1, len(args)))(eqn, args, norm)
     if not isinstance(pick, Ternary) or len(cases) != 2:
         raise ValueError("select_n is certified for a boolean predicate and two cases only.")
     (l0, u0), (l1, u1) = (ends(case) for case in cases)
@@ -128,7 +127,7 @@ def select(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | li
     surely, maybe = (jnp.broadcast_to(end, l0.shape) for end in (pick.lower, pick.upper))
     lower = jnp.where(surely, l1, jnp.where(maybe, jnp.minimum(l0, l1), l0))
     upper = jnp.where(surely, u1, jnp.where(maybe, jnp.maximum(u0, u1), u0))
-    return fresh(lower, upper, _piecewise(cases, context.norm))
+    return fresh(lower, upper, _piecewise(cases, norm))
 
 
 def _piecewise(cases: Sequence[Value], norm: float | None) -> Array | None:
@@ -141,11 +140,11 @@ def _piecewise(cases: Sequence[Value], norm: float | None) -> Array | None:
     return zero + one if norm == 1 else jnp.sqrt(zero**2 + one**2) * (1 + gamma(4, zero.dtype))
 
 
-def unpool(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | list[Value]:
+def unpool(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
     """The gradient of max pooling: a window's cotangent goes where its largest entry may be."""
     source, operand = args
     if not isinstance(operand, Interval):
-        return additive([0], lambda e: math.prod(e.params["window_dimensions"]))(eqn, args, context)
+        return additive([0], lambda e: math.prod(e.params["window_dimensions"]))(eqn, args, norm)
     (lower, upper), (low_g, high_g) = ends(operand), ends(source)
     views = windows(eqn, low_g.shape)
     lows, highs = (jnp.stack([see(end, -jnp.inf) for see in views]) for end in (lower, upper))
@@ -165,4 +164,4 @@ def unpool(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | li
     if overlap > 1:
         size = jnp.maximum(jnp.max(jnp.abs(low_g)), jnp.max(jnp.abs(high_g)))
         slack = gamma(overlap, lower.dtype) * overlap * size
-    return fresh(low - slack, high + slack, unbounded(context, lower.dtype))
+    return fresh(low - slack, high + slack, unbounded(norm, lower.dtype))

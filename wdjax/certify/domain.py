@@ -103,16 +103,10 @@ class Ternary:
     origin: Origin | None = None
 
 
-class Context(NamedTuple):
-    """What one pass over a program asks for."""
-
-    norm: float | None = None
-    """Propagate Lipschitz constants in this norm."""
-
-
 Value: TypeAlias = Interval | Ternary | Array
-Rule = Callable[[JaxprEqn, Sequence[Value], Context], Value | list[Value]]
-"""What a primitive does to its operands, some of which depend on the input."""
+Rule = Callable[[JaxprEqn, Sequence[Value], float | None], Value | list[Value]]
+"""What a primitive does to its operands, some of which depend on the input; with Lipschitz
+constants in a norm, if there is one."""
 
 
 def box(
@@ -279,14 +273,14 @@ def _operator_norm(chain: Chain, root: Root, value: Interval, norm: float) -> Ar
     return size
 
 
-def stretch(args: Sequence[Value], factor: ArrayLike, context: Context) -> Array | None:
+def stretch(args: Sequence[Value], factor: ArrayLike, norm: float | None) -> Array | None:
     """The constant of a nonlinear function: ``factor`` times the sum of its operands'."""
-    if context.norm is None:
+    if norm is None:
         return None
-    total = functools.reduce(jnp.add, (constant_of(a, context.norm) for a in args))
+    total = functools.reduce(jnp.add, (constant_of(a, norm) for a in args))
     scaled = total * factor
     return jnp.where(jnp.isnan(scaled), jnp.inf, scaled)
 
 
-def unbounded(context: Context, dtype: DTypeLike) -> Array | None:
-    return None if context.norm is None else jnp.full((), jnp.inf, dtype)
+def unbounded(norm: float | None, dtype: DTypeLike) -> Array | None:
+    return None if norm is None else jnp.full((), jnp.inf, dtype)

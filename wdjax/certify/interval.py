@@ -20,7 +20,6 @@ from wdjax import norms, validate
 from wdjax.certify import decisions, linear, nonlinear
 from wdjax.certify.domain import (
     Array,
-    Context,
     Interval,
     Rule,
     Value,
@@ -74,7 +73,7 @@ def bound(
     if ball is not None:
         lower, upper, ball = _within(lower, upper, *ball)
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(lower)
-    outputs = interpret(closed, [box(lower, upper, ball)], Context())
+    outputs = interpret(closed, [box(lower, upper, ball)])
     leaves = jax.tree.structure(shape)
     pairs = [ends(value) for value in outputs]
     lowers, uppers = ([pair[side] for pair in pairs] for side in (0, 1))
@@ -112,23 +111,23 @@ def _within(
     return lower, upper, None if norm == math.inf else (center, radius, norm)
 
 
-def interpret(closed: ClosedJaxpr, args: Sequence[Value], context: Context) -> list[Value]:
+def interpret(closed: ClosedJaxpr, args: Sequence[Value], norm: float | None = None) -> list[Value]:
     """Runs a closed jaxpr on exact arrays and intervals; what touches no interval stays exact."""
     graph = flatten(closed)
     values: dict[int, Value] = dict(graph.constants)
     values.update(zip(graph.inputs, args))
     for node in graph.nodes:
         operands = [values[place] for place in node.inputs]
-        values.update(zip(node.outputs, apply(node.eqn, operands, context)))
+        values.update(zip(node.outputs, apply(node.eqn, operands, norm)))
     return [values[place] for place in graph.outputs]
 
 
 def over(program: ClosedJaxpr, lower: Array, upper: Array) -> norms.Bounds:
     """Bounds of a program's only output between the ends of its only input."""
-    return ends(interpret(program, [fresh(lower, upper)], Context())[0])
+    return ends(interpret(program, [fresh(lower, upper)])[0])
 
 
-def apply(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> list[Value]:
+def apply(eqn: JaxprEqn, args: Sequence[Value], norm: float | None = None) -> list[Value]:
     """One equation; sums in less than float32 are charged as such, and held in float32."""
     name = eqn.primitive.name
     exact = [a for a in args if is_exact(a)]
@@ -140,10 +139,10 @@ def apply(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> list[Value]
             f"no interval rule for the primitive {name!r}, which the program applies to a value "
             "that depends on the input; rewrite the model without it, or certify it another way."
         )
-    out = rule(eqn, [lifted(a) if is_exact(a) else a for a in args], context)
+    out = rule(eqn, [lifted(a) if is_exact(a) else a for a in args], norm)
     outs = out if isinstance(out, list) else [out]
     avals: list[Any] = [var.aval for var in eqn.outvars]
-    return [_rounded(value, aval.dtype, name, context) for value, aval in zip(outs, avals)]
+    return [_rounded(value, aval.dtype, name, norm) for value, aval in zip(outs, avals)]
 
 
 def lifted(value: Array) -> Array:
@@ -152,7 +151,7 @@ def lifted(value: Array) -> Array:
     return value.astype(jnp.float32) if narrow else value
 
 
-def entrywise(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
+def entrywise(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
     """A function of one number, as one node of :mod:`wdjax.certify.fused`."""
     lower, upper = ends(args[0])
     one = functools.partial(over, eqn.params["jaxpr"])
@@ -171,7 +170,7 @@ def slack_of(dtype: Any, size: Array) -> Array:
     return gamma(1, dtype) * size + tiny(dtype)
 
 
-def _rounded(value: Value, dtype: Any, name: str, context: Context) -> Value:
+def _rounded(value: Value, dtype: Any, name: str, norm: float | None) -> Value:
     if not isinstance(value, Interval) or not linear.is_narrow(dtype):
         return value
     lower, upper = ends(value)
@@ -179,7 +178,7 @@ def _rounded(value: Value, dtype: Any, name: str, context: Context) -> Value:
     if name in SUMS:
         slack += gamma(value.roundings, dtype) * value.magnitude
     lower, upper = fitted(lower - slack, upper + slack, dtype)
-    constant = None if context.norm is None else constant_of(value, context.norm)
+    constant = None if norm is None else constant_of(value, norm)
     return fresh(lower, upper, constant, value.origin)
 
 

@@ -15,7 +15,6 @@ from wdjax import norms
 from wdjax.certify.domain import (
     Array,
     Chain,
-    Context,
     Interval,
     Linear,
     Location,
@@ -128,11 +127,11 @@ def additive(
 ) -> Rule:
     """A rule for what is jointly linear in the operands at ``positions`` (all by default)."""
 
-    def rule(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval | Ternary:
+    def rule(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval | Ternary:
         places = set(range(len(args)) if positions is None else positions)
         operands = [a for a in args if isinstance(a, Interval) or is_exact(a)]
         if len(operands) < len(args):
-            return moved_booleans(eqn, args, context)
+            return moved_booleans(eqn, args, norm)
         if any(isinstance(a, Interval) and i not in places for i, a in enumerate(operands)):
             raise ValueError(
                 f"the primitive {eqn.primitive.name!r} is certified only where its indices do not "
@@ -179,7 +178,7 @@ def _kept(eqn: JaxprEqn, origin: Origin | None) -> Origin | None:
     return None
 
 
-def parted(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> list[Value]:
+def parted(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> list[Value]:
     """One value cut into several."""
     (value,) = args
     if not isinstance(value, Interval):
@@ -192,7 +191,7 @@ def parted(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> list[Value
     return [affine(cut(value.center), [(value, cut, cut)], cut(value.magnitude), 0) for cut in cuts]
 
 
-def moved_booleans(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Ternary:
+def moved_booleans(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary:
     """What only moves or joins entries, on booleans."""
     if any(isinstance(a, Interval) for a in args):
         raise ValueError(
@@ -206,11 +205,11 @@ def moved_booleans(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Te
 def bilinear(terms: Callable[[JaxprEqn], int]) -> Rule:
     """A rule for what is linear in either operand."""
 
-    def rule(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
+    def rule(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
         left, right = args
         count = terms(eqn)
         if isinstance(left, Interval) and isinstance(right, Interval):
-            return _product_of_intervals(eqn, left, right, count, context)
+            return _product_of_intervals(eqn, left, right, count, norm)
         value, exact = (left, right) if isinstance(left, Interval) else (right, left)
         if not isinstance(value, Interval) or not is_exact(exact):
             raise ValueError(f"{eqn.primitive.name!r} is certified on floats only.")
@@ -226,11 +225,11 @@ def bilinear(terms: Callable[[JaxprEqn], int]) -> Rule:
 
 
 def _product_of_intervals(
-    eqn: JaxprEqn, left: Interval, right: Interval, terms: int, context: Context
+    eqn: JaxprEqn, left: Interval, right: Interval, terms: int, norm: float | None
 ) -> Interval:
     """``c_a c_b -+ (|c_a| r_b + r_a |c_b| + r_a r_b)`` for contractions."""
     if eqn.primitive.name == "mul":
-        return product(left, right, context)
+        return product(left, right, norm)
     (la, ua), (lb, ub) = ends(left), ends(right)
     ca, cb = 0.5 * (la + ua), 0.5 * (lb + ub)
     error = gamma(terms, la.dtype)
@@ -241,15 +240,15 @@ def _product_of_intervals(
     radius = radius * (1 + error) + error * jnp.abs(center) + tiny(la.dtype) * terms
     if eqn.primitive.name == "conv_general_dilated":
         # A kernel's entry meets many positions: norms of entries do not bound the product.
-        constant = unbounded(context, la.dtype)
+        constant = unbounded(norm, la.dtype)
     else:
-        constant = _product_constant(left, right, 2 if context.norm == 2 else 1, context.norm)
+        constant = _product_constant(left, right, 2 if norm == 2 else 1, norm)
     return fresh(center - radius, center + radius, constant)
 
 
-def product(left: Value, right: Value, context: Context) -> Interval:
+def product(left: Value, right: Value, norm: float | None) -> Interval:
     """Entry by entry."""
-    constant = _product_constant(left, right, math.inf, context.norm)
+    constant = _product_constant(left, right, math.inf, norm)
     return fresh(*corners(ends(left), ends(right)), constant)
 
 
@@ -266,15 +265,15 @@ def _product_constant(
     return jnp.where(jnp.isnan(total), jnp.inf, total) * (1 + slack)
 
 
-def summation(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | list[Value]:
+def summation(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
     """A sum of entries; how many entries attain a maximum is at least one."""
     (value,) = args
     axes = tuple(eqn.params["axes"])
     origin = value.origin if isinstance(value, Interval) else None
     if isinstance(origin, Location) and origin.axes == axes:
         lower, upper = (jnp.sum(end, axis=axes) for end in ends(value))
-        return fresh(jnp.maximum(lower, 1.0), upper, stretch(args, jnp.inf, context))
-    return additive(terms=_summed)(eqn, args, context)
+        return fresh(jnp.maximum(lower, 1.0), upper, stretch(args, jnp.inf, norm))
+    return additive(terms=_summed)(eqn, args, norm)
 
 
 def shape_of(eqn: JaxprEqn, place: int) -> tuple[int, ...]:
@@ -324,7 +323,7 @@ def convolved(eqn: JaxprEqn) -> int:
     return max(math.prod(kernel) // kernel[eqn.params["dimension_numbers"].rhs_spec[0]], 1)
 
 
-def convert(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | list[Value]:
+def convert(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
     (value,) = args
     dtype = eqn.params["new_dtype"]
     if isinstance(value, Ternary):
@@ -335,14 +334,14 @@ def convert(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | l
             return fresh(
                 value.lower.astype(dtype),
                 value.upper.astype(dtype),
-                unbounded(context, dtype),
+                unbounded(norm, dtype),
                 value.origin,
             )
     elif isinstance(value, Interval) and jnp.issubdtype(dtype, jnp.floating):
         if is_narrow(dtype) or dtype == value.center.dtype:
             return value
         narrower = jnp.finfo(dtype).eps > jnp.finfo(value.center.dtype).eps
-        return additive(terms=lambda _: int(narrower))(eqn, args, context)
+        return additive(terms=lambda _: int(narrower))(eqn, args, norm)
     raise ValueError(
         f"a value that depends on the input is converted to {jnp.dtype(dtype).name}; only floats "
         "can be certified."

@@ -33,7 +33,7 @@ def single(model: Classifier) -> Callable[[Array], Array]:
 
     def logits(x: Array) -> Array:
         closed = jax.make_jaxpr(lambda t: jnp.squeeze(model(t[None]), 0))(x)
-        return domain.ends(interval.interpret(closed, [x], domain.Context())[0]).lower
+        return domain.ends(interval.interpret(closed, [x])[0]).lower
 
     return logits
 
@@ -58,7 +58,7 @@ def margins_and_slopes(
         return differences @ logits, jax.vmap(pull)(differences)[0]
 
     closed = jax.make_jaxpr(both)(region.center)
-    margins, slopes = interval.interpret(closed, [region], domain.Context())
+    margins, slopes = interval.interpret(closed, [region])
     return domain.ends(margins), domain.ends(slopes)
 
 
@@ -113,9 +113,8 @@ def layer_product(
 def _layer_product(
     model: Classifier, lower: Array, upper: Array, norm: float, labels: Array, classes: int
 ) -> Array:
-    context = domain.Context(norm=norm)
     region = domain.box(lower, upper, constant=jnp.ones((), lower.dtype))
-    (logits,) = interval.interpret(jax.make_jaxpr(single(model))(lower), [region], context)
+    (logits,) = interval.interpret(jax.make_jaxpr(single(model))(lower), [region], norm)
     if not isinstance(logits, domain.Interval):
         return jnp.zeros((labels.size, classes), lower.dtype)
     dual = norms.dual(norm)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from wdjax.certify import interval, linear
-from wdjax.certify.domain import Array, Context, Interval, Linear, fresh, is_exact, tiny
+from wdjax.certify.domain import Array, Interval, Linear, fresh, is_exact, tiny
 from wdjax.certify.ends import fitted
 from wdjax.certify.graph import Graph, Node, dependent
 
@@ -129,7 +129,7 @@ def _affine(node: Node, moves: Sequence[bool], args: Sequence[Any]) -> list[Affi
             zero = jnp.zeros(aval.shape, dtype)
             dummies[place] = fresh(zero, zero)
         operands.append(dummies[place])
-    out = rule(node.eqn, operands, Context())
+    out = rule(node.eqn, operands, None)
     roots = {root: place for place, dummy in dummies.items() for root in dummy.terms}
     found = []
     for value in out if isinstance(out, list) else [out]:

@@ -8,7 +8,6 @@ from jax.extend.core import JaxprEqn
 
 from wdjax.certify.domain import (
     Array,
-    Context,
     Elementwise,
     Interval,
     Origin,
@@ -39,7 +38,7 @@ def monotone(
     ``exact`` are those that do not round. A slope is one of all entries, or is of their ends.
     """
 
-    def rule(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
+    def rule(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
         pairs = [ends(a) for a in args]
         lower, upper = (bind(eqn, [pair[side] for pair in pairs]) for side in (0, 1))
         if falling:
@@ -48,7 +47,7 @@ def monotone(
             lower, upper = opened(lower, upper, lower < 0, ulps)
         steepest = jnp.max(slope(*pairs[0])) if callable(slope) else slope
         known = None if origin is None else origin(eqn, args)
-        return fresh(lower, upper, stretch(args, steepest, context), known)
+        return fresh(lower, upper, stretch(args, steepest, norm), known)
 
     return rule
 
@@ -63,7 +62,7 @@ def reduced(eqn: JaxprEqn, args: Sequence[Value]) -> Reduced:
     return Reduced(eqn.primitive.name, args[0], tuple(eqn.params["axes"]))
 
 
-def pooled(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | list[Value]:
+def pooled(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
     """Maximum over windows, of which ``ceil(window gcd(stride, dilation) / stride)`` a dimension
     hold an entry."""
     params = eqn.params
@@ -72,17 +71,17 @@ def pooled(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | li
         -(-size // (stride // math.gcd(stride, apart)))
         for (size, stride), apart in zip(windows, params["window_dilation"])
     )
-    root = 1.0 if context.norm is None else 1.0 / context.norm
-    return monotone(seen**root, exact=True)(eqn, args, context)
+    root = 1.0 if norm is None else 1.0 / norm
+    return monotone(seen**root, exact=True)(eqn, args, norm)
 
 
-def absolute(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
+def absolute(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
     lower, upper = ends(args[0])
     smallest = jnp.maximum(jnp.maximum(lower, -upper), 0.0)
-    return fresh(smallest, jnp.maximum(-lower, upper), stretch(args, 1.0, context))
+    return fresh(smallest, jnp.maximum(-lower, upper), stretch(args, 1.0, norm))
 
 
-def power(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
+def power(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
     exponent = eqn.params["y"] if eqn.primitive.name == "integer_pow" else 2
     (lower, upper), count = ends(args[0]), abs(exponent)
     one, two = lower**count, upper**count
@@ -93,10 +92,10 @@ def power(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
     steepest = jnp.max(exponent * size ** (exponent - 1)) if exponent > 0 else 0.0
     one, two = opened(one, two, (lower < 0) & (count % 2 == 1), 16 + 2 * count)
     if exponent >= 0:
-        return fresh(one, two, stretch(args, steepest, context))
+        return fresh(one, two, stretch(args, steepest, norm))
     inside, (one, two) = _inverse(one, two)
     low, high = jnp.where(inside, one, -jnp.inf), jnp.where(inside, two, jnp.inf)
-    return fresh(low, high, stretch(args, jnp.inf, context))
+    return fresh(low, high, stretch(args, jnp.inf, norm))
 
 
 def _inverse(lower: Array, upper: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -106,7 +105,7 @@ def _inverse(lower: Array, upper: Array) -> tuple[Array, tuple[Array, Array]]:
     return inside, opened(1 / high, 1 / low, low < 0, 2)
 
 
-def real_power(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
+def real_power(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
     """Of numbers that are not negative, to a power that is known; open below 0."""
     base, exponent = args
     if not is_exact(exponent) or not isinstance(base, Interval):
@@ -118,18 +117,18 @@ def real_power(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interv
     return fresh(
         jnp.where(valid, least, -jnp.inf),
         jnp.where(valid, most, jnp.inf),
-        stretch(args[:1], jnp.inf, context),
+        stretch(args[:1], jnp.inf, norm),
     )
 
 
-def ordered(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | list[Value]:
+def ordered(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
     """The k-th smallest entry lies between the k-th smallest ends."""
     if len(args) != 1:
         raise ValueError("sort is certified for one operand only.")
-    return monotone(exact=True)(eqn, args, context)
+    return monotone(exact=True)(eqn, args, norm)
 
 
-def multiplied(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
+def multiplied(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
     """A product along axes, one entry after the other."""
     lower, upper = ends(args[0])
     axes = tuple(eqn.params["axes"])
@@ -137,16 +136,16 @@ def multiplied(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interv
     shape = [lower.shape[i] for i in last]
     pair = [end.transpose([*axes, *last]).reshape(-1, *shape) for end in (lower, upper)]
     low, high = _running(*pair)[-1] if len(pair[0]) else (jnp.ones(shape, lower.dtype),) * 2
-    return fresh(low, high, stretch(args, jnp.inf, context))
+    return fresh(low, high, stretch(args, jnp.inf, norm))
 
 
-def multiplied_on(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
+def multiplied_on(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
     """Running products along an axis."""
     axis, step = eqn.params["axis"], -1 if eqn.params["reverse"] else 1
     lower, upper = (jnp.moveaxis(end, axis, 0)[::step] for end in ends(args[0]))
     sides = (jnp.stack(side)[::step] for side in zip(*_running(lower, upper)))
     low, high = (jnp.moveaxis(side, 0, axis) for side in sides)
-    return fresh(low, high, stretch(args, jnp.inf, context))
+    return fresh(low, high, stretch(args, jnp.inf, norm))
 
 
 def _running(lower: Array, upper: Array) -> list[tuple[Array, Array]]:
@@ -158,28 +157,28 @@ def _running(lower: Array, upper: Array) -> list[tuple[Array, Array]]:
     return found
 
 
-def sign(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
+def sign(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
     """``[-1, 1]`` wherever 0 is possible, as the derivative of the absolute value wants it."""
     lower, upper = ends(args[0])
     low, high = jnp.where(lower > 0, 1.0, -1.0), jnp.where(upper < 0, -1.0, 1.0)
-    return fresh(low.astype(lower.dtype), high.astype(lower.dtype), stretch(args, jnp.inf, context))
+    return fresh(low.astype(lower.dtype), high.astype(lower.dtype), stretch(args, jnp.inf, norm))
 
 
-def wave(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Interval:
+def wave(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
     one = jnp.ones_like(ends(args[0])[0])
-    return fresh(-one, one, stretch(args, 1.0, context))
+    return fresh(-one, one, stretch(args, 1.0, norm))
 
 
-def quotient(eqn: JaxprEqn, args: Sequence[Value], context: Context) -> Value | list[Value]:
+def quotient(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
     left, right = args
     if is_exact(right):
-        return bilinear(lambda _: 1)(eqn, args, context)
+        return bilinear(lambda _: 1)(eqn, args, norm)
     inside, (low, high) = _inverse(*ends(right))
     size = jnp.maximum(jnp.abs(low), jnp.abs(high))
     steepest = jnp.where(jnp.all(inside), jnp.max(size) ** 2, jnp.inf)
     inverse = fresh(
         jnp.where(inside, low, -jnp.inf),
         jnp.where(inside, high, jnp.inf),
-        stretch([right], steepest, context),
+        stretch([right], steepest, norm),
     )
-    return product(left, inverse, context)
+    return product(left, inverse, norm)
