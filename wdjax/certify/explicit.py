@@ -32,7 +32,7 @@ def explicit(graph: Graph) -> Graph:
         if node.name == "dot_general" and all(moves):
             parts = _contraction(node.eqn)
         elif node.name == "div" and moves[1]:
-            parts = _by_inverse(out.shape)
+            parts = _repetition(node.eqn, by_inverse=True)
         elif node.name in _BINARY and any(a.shape not in ((), out.shape) for a in avals):
             parts = _repetition(node.eqn)
         if parts is None:
@@ -50,21 +50,16 @@ def _renamed(last: Node, place: int, node: Node) -> Node:
     return replace(last, outputs=node.outputs)
 
 
-def _repetition(eqn: JaxprEqn) -> Callable[..., jax.Array]:
+def _repetition(eqn: JaxprEqn, by_inverse: bool = False) -> Callable[..., jax.Array]:
     out: Any = eqn.outvars[0].aval
 
     def combine(*args: jax.Array) -> jax.Array:
         wide = [a if a.shape in ((), out.shape) else jnp.broadcast_to(a, out.shape) for a in args]
+        if by_inverse:
+            return wide[0] * wide[1] ** -1
         return jnp.asarray(eqn.primitive.bind(*wide, **eqn.params))
 
     return combine
-
-
-def _by_inverse(shape: tuple[int, ...]) -> Callable[..., jax.Array]:
-    def divided(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(a, shape) * jnp.broadcast_to(b**-1, shape)
-
-    return divided
 
 
 def _contraction(eqn: JaxprEqn) -> Callable[..., jax.Array]:

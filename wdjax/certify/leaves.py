@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from wdjax.certify import crown, margins, region, slopes
 from wdjax.certify.coefficients import Rows, Whole, rounding, summed
@@ -103,17 +104,12 @@ def rectified(state: crown.Pass) -> dict[int, int]:
 
 def _rows(maps: Maps) -> Array:
     """Maps ``[L, *shape]`` as ``[L, N]``."""
-    return jnp.concatenate([m.reshape(len(m), -1) for _, m in sorted(maps.items())], axis=1)
+    return jax.vmap(lambda own: ravel_pytree(own)[0])(maps)
 
 
 def _maps(rows: Array, like: Maps) -> Maps:
     """``[L, N]`` as maps ``[L, *shape]``."""
-    found, start = {}, 0
-    for place in sorted(like):
-        shape = like[place].shape
-        found[place] = rows[:, start : start + like[place].size].reshape(len(rows), *shape)
-        start += like[place].size
-    return found
+    return jax.vmap(ravel_pytree(like)[1])(rows)
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8, 9))

@@ -175,8 +175,6 @@ def _interval_jacobian(
         region = domain.box(lower, upper)
         return row_sizes(margins_and_slopes(model, region, y, classes)[1], norm)
 
-    if labels.size * classes <= _COTANGENTS:
-        return jax.vmap(constants)(labels)
     return jax.lax.map(constants, labels, batch_size=max(1, _COTANGENTS // classes))
 
 

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from wdjax.attacks.ascent import all_rivals
 from wdjax.certify import coarse, crown, slopes
 from wdjax.certify.coefficients import Coefficients, Rows, Whole
 from wdjax.certify.domain import Array
@@ -102,11 +103,6 @@ _BOUNDS: dict[Method, Sequence[crown.Bound]] = {
 """What bounds the margins, in turn; all but the first where it leaves them open."""
 
 
-def others(y: Array, classes: int) -> Array:
-    """``[B, K - 1]`` classes that are not the label."""
-    return (y[:, None] + 1 + jnp.arange(classes - 1)) % classes
-
-
 def contrasts(net: Network, y: Array, rivals: Array) -> dict[int, Coefficients]:
     """``z_y - z_j`` of ``G`` rivals of each of ``R`` rows, ``[R, G]``, by the place of logits."""
     (place,) = net.graph.outputs
@@ -117,7 +113,7 @@ def contrasts(net: Network, y: Array, rivals: Array) -> dict[int, Coefficients]:
 
 def _rows(state: crown.Pass, y: Array, low: Array, needed: Array, bound: crown.Bound) -> Array:
     """Margins of the samples that need it, by rows of all their rivals; never looser."""
-    rivals = others(y, low.shape[1])
+    rivals = all_rivals(low, y)
 
     def turn(these: Array, places: Sequence[Array], low: Array) -> Array:
         rows = places[0]

@@ -69,46 +69,44 @@ class Region(NamedTuple):
 
 def _capped_one(size: Array, cap: Array, eps: Array) -> Array:
     """At least ``max { sum a d : d <= cap, sum d <= eps }``: the dual for some multiplier."""
-    axes = tuple(range(2, size.ndim))
     fixed = lax.stop_gradient(size)
 
     def halved(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends
         level = 0.5 * (low + high)
-        spent = jnp.sum(jnp.where(fixed > norms.spread(level, size), cap, 0.0), axis=axes)
+        spent = jnp.sum(jnp.where(fixed > level[..., None], cap, 0.0), axis=-1)
         return jnp.where(spent > eps, level, low), jnp.where(spent > eps, high, level)
 
-    ends = jnp.zeros(size.shape[:2], size.dtype), jnp.max(fixed, axis=axes)
+    ends = jnp.zeros(size.shape[:2], size.dtype), jnp.max(fixed, axis=-1)
     low, high = lax.fori_loop(0, 12, halved, ends)
     duals = [
-        level * eps + summed(jnp.maximum(size - norms.spread(level, size), 0.0) * cap)
+        level * eps + summed(jnp.maximum(size - level[..., None], 0.0) * cap)
         for level in (low, high)
     ]
-    most = jnp.max(size, axis=axes) * eps
+    most = jnp.max(size, axis=-1) * eps
     return functools.reduce(jnp.minimum, [*duals, most])
 
 
 def _capped_two(size: Array, cap: Array, eps: Array) -> Array:
     """At least ``max { sum a d : d <= cap, |d|_2 <= eps }``: the dual for some multiplier."""
-    axes = tuple(range(2, size.ndim))
-    top = jnp.max(size, axis=axes)
+    top = jnp.max(size, axis=-1)
     scale = jnp.where(top > 0, top, 1.0)
-    a = size / norms.spread(scale, size)
-    length = jnp.sqrt(jnp.sum(a**2, axis=axes))
+    a = size / scale[..., None]
+    length = jnp.sqrt(jnp.sum(a**2, axis=-1))
     fixed = lax.stop_gradient(a)
 
     def nearer(_: int, level: Array) -> Array:
-        free = fixed < norms.spread(level, a) * cap
-        spent = jnp.sum(jnp.where(free, 0.0, cap) ** 2, axis=axes)
-        own = jnp.sum(jnp.where(free, fixed, 0.0) ** 2, axis=axes)
+        free = fixed < level[..., None] * cap
+        spent = jnp.sum(jnp.where(free, 0.0, cap) ** 2, axis=-1)
+        own = jnp.sum(jnp.where(free, fixed, 0.0) ** 2, axis=-1)
         own = jnp.sqrt(own / jnp.maximum(eps**2 - spent, 1e-12 * eps**2))
         return jnp.where((own > 0) & jnp.isfinite(own), own, level)
 
     begun = lax.stop_gradient(length) / jnp.where(eps > 0, eps, 1.0)
     level = lax.fori_loop(0, _TURNS, nearer, begun)
-    wide = norms.spread(jnp.where(level > 0, level, 1.0), a)
+    wide = jnp.where(level > 0, level, 1.0)[..., None]
     move = jnp.minimum(a / wide, cap)
-    dual = 0.5 * wide.reshape(level.shape) * eps**2 + summed(move * (a - 0.5 * wide * move))
+    dual = 0.5 * wide[..., 0] * eps**2 + summed(move * (a - 0.5 * wide * move))
     dual = jnp.where(level > 0, dual, jnp.inf)
     straight = jnp.sqrt(summed(a**2)) * eps
     least = jnp.minimum(jnp.minimum(dual, straight), summed(a * cap))

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 
 from wdjax import norms
@@ -58,8 +59,7 @@ class Best(NamedTuple):
         return Best(jnp.where(gain, low, self.low), own)
 
 
-_Climb: TypeAlias = tuple[Array, Slopes, Slopes, Slopes, Best]
-"""The step, where it is, Adam's two moments, and the best so far."""
+_Climb: TypeAlias = tuple[Array, Slopes, optax.OptState, Best]
 
 
 def maximised(
@@ -74,33 +74,27 @@ def maximised(
 
     No number moves where its step is not finite.
     """
-    a, b = _MEANS
+    ascent = optax.adam(optax.exponential_decay(-rate, 1, _DECAY), *_MEANS, eps=1e-12)
 
     def height(slopes: Slopes) -> tuple[Array, Array]:
         found = low(slopes)
         return jnp.sum(jnp.where(jnp.isfinite(found), found, 0.0)), found
 
+    def moved(now: Array, change: Array, most: Array | float) -> Array:
+        new = now + change
+        return jnp.clip(jnp.where(jnp.isfinite(new), new, now), 0.0, most)
+
     def step(carry: _Climb) -> _Climb:
-        i, now, first, second, best = carry
+        i, now, memory, best = carry
         (_, found), slope = jax.value_and_grad(height, has_aux=True)(now)
         best = best.or_else(found, now)
-        first = jax.tree.map(lambda m, g: a * m + (1 - a) * g, first, slope)
-        second = jax.tree.map(lambda v, g: b * v + (1 - b) * g**2, second, slope)
-        size = rate * _DECAY**i / (1 - a ** (i + 1))
-
-        def moved(s: Array, m: Array, v: Array, most: Array | float) -> Array:
-            new = s + size * m / (jnp.sqrt(v / (1 - b ** (i + 1))) + 1e-12)
-            return jnp.clip(jnp.where(jnp.isfinite(new), new, s), 0.0, most)
-
-        now = {
-            place: moved(s, first[place], second[place], most[place]) for place, s in now.items()
-        }
-        return i + 1, now, first, second, best
+        changes, memory = ascent.update(slope, memory)
+        now = {place: moved(own, changes[place], most[place]) for place, own in now.items()}
+        return i + 1, now, memory, best
 
     def goes_on(carry: _Climb) -> Array:
         return (carry[0] < steps) & jnp.any(carry[-1].low <= until)
 
-    blank = jax.tree.map(jnp.zeros_like, begun.slopes)
-    climb = jnp.zeros((), jnp.int32), begun.slopes, blank, blank, begun
-    _, now, _, _, best = lax.while_loop(goes_on, step, climb)
+    climb = jnp.zeros((), jnp.int32), begun.slopes, ascent.init(begun.slopes), begun
+    _, now, _, best = lax.while_loop(goes_on, step, climb)
     return best.or_else(low(now), now)

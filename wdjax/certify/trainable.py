@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from wdjax import norms, validate
+from wdjax.attacks.ascent import all_rivals
 from wdjax.certify import crown, margins, region
 from wdjax.certify.coefficients import Rows
 from wdjax.certify.domain import Array
@@ -139,7 +140,7 @@ def trainable_bounds(
         low = margins.of(state, model, ball, y, "interval")
         if backward is not None:
             share = jnp.asarray(backward, x.dtype)
-            rivals, rows = margins.others(y, low.shape[1]), jnp.arange(len(y))
+            rivals, rows = all_rivals(low, y), jnp.arange(len(y))
             contrasts = margins.contrasts(state.network, y, rivals)
             tight = crown.backward(state, contrasts, Rows(rows)).T
             near = jnp.take_along_axis(low, rivals, axis=1)
