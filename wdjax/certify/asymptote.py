@@ -82,10 +82,8 @@ def _apart(net: Network, shape: tuple[int, ...]) -> Callable[[Array], Array]:
             for place in node.outputs:
                 affine = net.affine.get(place)
                 if affine is not None:
-                    total = near * affine.offset
-                    for part in affine.parts:
-                        total = total + part.apply(values[part.place])
-                    values[place] = total
+                    parts = [part.apply(values[part.place]) for part in affine.parts]
+                    values[place] = near * affine.offset + sum(parts)
             if node.outputs[0] in net.others:
                 args = [
                     values[place] if place in values else _divided(net.exact[place], near)

@@ -15,10 +15,11 @@ from wdjax.certify.linear import evaluate
 _JUMPS = {"floor", "ceil", "round", "sign", "rem", "argmax", "argmin", "cond", "while", "nextafter"}
 _COMPARISONS = {"lt", "le", "gt", "ge"}
 _WHOLE = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "expand_dims", "copy"}
-_ELEMENTWISE = {
-    "add", "sub", "mul", "div", "neg", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic",
-    "erf", "erfc", "max", "min", "abs", "integer_pow", "square", "sqrt", "rsqrt", "select_n",
-    "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not", "pow", "clamp", "sin", "cos", "atan",
+ELEMENTWISE = {
+    "add", "add_any", "sub", "mul", "div", "neg", "exp", "exp2", "expm1", "log", "log1p", "tanh",
+    "logistic", "erf", "erfc", "max", "min", "abs", "integer_pow", "square", "sqrt", "rsqrt",
+    "select_n", "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not", "pow", "clamp", "sin",
+    "cos", "atan",
 }  # fmt: skip
 _PROBES = (-3.0, -0.7, 0.0, 0.3, 1.1, 40.0)
 
@@ -114,7 +115,7 @@ def _value(program: _Program, place: int, known: dict[int, Any]) -> Any:
             raise _UnknownError
         return value
     node = program.makers.get(place)
-    if node is None or (place in program.moved and node.name not in _ELEMENTWISE | _WHOLE):
+    if node is None or (place in program.moved and node.name not in ELEMENTWISE | _WHOLE):
         raise _UnknownError
     args: Sequence[Any] = [_value(program, i, known) for i in node.inputs]
     known.update(zip(node.outputs, evaluate(node.eqn, args)))

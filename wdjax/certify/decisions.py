@@ -26,7 +26,7 @@ from wdjax.certify.domain import (
     fresh,
     gamma,
     is_exact,
-    unbounded,
+    stretch,
 )
 from wdjax.certify.linear import additive, bind, windows
 
@@ -164,4 +164,4 @@ def unpool(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | 
     if overlap > 1:
         size = jnp.maximum(jnp.max(jnp.abs(low_g)), jnp.max(jnp.abs(high_g)))
         slack = gamma(overlap, lower.dtype) * overlap * size
-    return fresh(low - slack, high + slack, unbounded(norm, lower.dtype))
+    return fresh(low - slack, high + slack, stretch(args, jnp.inf, norm))

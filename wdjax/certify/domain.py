@@ -222,14 +222,6 @@ def is_exact(value: Value) -> TypeGuard[Array]:
     return not isinstance(value, Interval | Ternary)
 
 
-def middle_of(value: Interval | Array) -> Array:
-    return value.center if isinstance(value, Interval) else value
-
-
-def size_of(value: Interval | Array) -> Array:
-    return value.magnitude if isinstance(value, Interval) else jnp.abs(value)
-
-
 def largest_size(value: Value) -> Array:
     return jnp.maximum(*map(jnp.abs, ends(value)))
 
@@ -280,7 +272,3 @@ def stretch(args: Sequence[Value], factor: ArrayLike, norm: float | None) -> Arr
     total = functools.reduce(jnp.add, (constant_of(a, norm) for a in args))
     scaled = total * factor
     return jnp.where(jnp.isnan(scaled), jnp.inf, scaled)
-
-
-def unbounded(norm: float | None, dtype: DTypeLike) -> Array | None:
-    return None if norm is None else jnp.full((), jnp.inf, dtype)

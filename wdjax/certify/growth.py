@@ -142,10 +142,9 @@ def _grid(radii: npt.ArrayLike | None, budgets: Numbers, most: float) -> Numbers
         count = math.ceil(math.log(last / least) / math.log(_RATIO))
         return np.geomspace(least, last, min(count, _RADII) + 1)
     grid = np.asarray(radii, float)
-    if grid.ndim != 1 or not grid.size or not np.all(np.diff(grid, prepend=0.0) > 0):
-        raise ValueError(f"radii must be increasing positive numbers [R], got {radii!r}.")
-    if not np.all(np.isfinite(grid)):
-        raise ValueError(f"radii must be finite, got {radii!r}.")
+    rising = np.isfinite(grid) & (np.diff(grid, prepend=0.0) > 0) if grid.ndim == 1 else False
+    if not grid.size or not np.all(rising):
+        raise ValueError(f"radii must be increasing, finite and positive, [R], got {radii!r}.")
     return np.append(grid[grid < most], most) if math.isfinite(most) else grid
 
 

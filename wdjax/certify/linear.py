@@ -30,11 +30,8 @@ from wdjax.certify.domain import (
     gamma,
     is_exact,
     largest_size,
-    middle_of,
-    size_of,
     stretch,
     tiny,
-    unbounded,
 )
 from wdjax.certify.ends import corners
 
@@ -147,10 +144,9 @@ def additive(
 
         plain = functools.partial(bind, eqn)
         sized = absolute or plain
-        middles = [middle_of(a) for a in operands]
-        sizes = [
-            size_of(a) if i in places else m for i, (a, m) in enumerate(zip(operands, middles))
-        ]
+        middles = [a.center if isinstance(a, Interval) else a for a in operands]
+        sizes = [a.magnitude if isinstance(a, Interval) else jnp.abs(a) for a in operands]
+        sizes = [size if i in places else middles[i] for i, size in enumerate(sizes)]
         inputs = [
             (a, part(plain, i), part(sized, i))
             for i, a in enumerate(operands)
@@ -240,7 +236,7 @@ def _product_of_intervals(
     radius = radius * (1 + error) + error * jnp.abs(center) + tiny(la.dtype) * terms
     if eqn.primitive.name == "conv_general_dilated":
         # A kernel's entry meets many positions: norms of entries do not bound the product.
-        constant = unbounded(norm, la.dtype)
+        constant = stretch([left, right], jnp.inf, norm)
     else:
         constant = _product_constant(left, right, 2 if norm == 2 else 1, norm)
     return fresh(center - radius, center + radius, constant)
@@ -334,7 +330,7 @@ def convert(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value |
             return fresh(
                 value.lower.astype(dtype),
                 value.upper.astype(dtype),
-                unbounded(norm, dtype),
+                stretch(args, jnp.inf, norm),
                 value.origin,
             )
     elif isinstance(value, Interval) and jnp.issubdtype(dtype, jnp.floating):

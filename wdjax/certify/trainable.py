@@ -91,9 +91,8 @@ class CertifiedTraining(Scheduled):
         """``[n, K]`` bounds of the margins, inf at ``j = y``, at this point of the schedule."""
         share = self.share(done)
         tight = 1 - share if self.backward else None
-        reach = share * eps
         return trainable_bounds(
-            model, x, y, norm=self.norm, eps=reach, box=self.box, backward=tight
+            model, x, y, norm=self.norm, eps=share * eps, box=self.box, backward=tight
         )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wdjax import loop, validate
-from wdjax.certify import branch, pointwise
+from wdjax.certify import pointwise
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.margins import METHODS, Method
 from wdjax.certify.region import Box
@@ -20,6 +20,8 @@ Numbers = npt.NDArray[Any]
 Claim: TypeAlias = Literal["float program", "exact arithmetic"]
 CLAIM: Claim = "float program"
 """What certificates speak of: the model's floats, summed in any order, and so exact arithmetic."""
+_TRIED = 8
+"""Samples that branch and bound works on between two savings of what it found."""
 
 
 class Certificate(NamedTuple):
@@ -89,52 +91,37 @@ def verify(
     """
     validate.check_choice("method", method, METHODS)
     x, y = validate.check_samples(model, x, y, box)
-    size = min(batch_size, len(y))
-    how: dict[str, Any] = {"norm": norm, "box": box, "batch_size": size}
-    search = branch.Search(model, norm, box, seconds)
-    margins: Method = "auto" if method == "bab" else method
-    radii: Method = "auto" if method in ("alpha", "bab") else method
-
-    def bound(these: slice, low: Numbers) -> Any:
-        return pointwise.margin_bounds(model, x[these], y[these], eps=eps, method=margins, **how)
-
-    def close(these: slice, low: Numbers) -> Numbers:
-        return search.close(x[these], y[these], eps, low)
-
-    def reach(these: slice, low: Numbers) -> Any:
-        return pointwise.radius(model, x[these], y[these], steps=steps, method=radii, **how)
-
-    # What is found, how, and of which samples.
+    size = min(batch_size, len(y), _TRIED if method == "bab" else len(y))
     pieces = [slice(start, min(start + size, len(y))) for start in range(0, len(y), size)]
-    single = [slice(i, i + 1) for i in range(len(y))] if method == "bab" else []
-    turns = [("low", bound, piece) for piece in pieces]
-    turns += [("low", close, piece) for piece in single]
-    turns += [("radius", reach, piece) for piece in pieces] if steps else []
-    settings = [METHODS.index(method), norm, eps, *(box or ()), steps, size, seconds]
+    how: dict[str, Any] = {"norm": norm, "box": box, "batch_size": size}
+    radii: Method = "auto" if method in ("alpha", "bab") else method
+    settings = [METHODS.index(method), norm, eps, *(box or ()), steps, size, seconds, len(pieces)]
 
     def turn(state: dict[str, Any]) -> dict[str, Any]:
-        name, find, these = turns[int(state["turn"])]
-        found = np.array(state[name])
-        found[these] = find(these, found[these])
-        return {**state, "turn": state["turn"] + 1, name: found}
+        these = pieces[int(state["turn"])]
+        own = model, x[these], y[these]
+        low, radius = np.array(state["low"]), np.array(state["radius"])
+        low[these] = pointwise.margin_bounds(*own, eps=eps, method=method, seconds=seconds, **how)
+        if steps:
+            radius[these] = pointwise.radius(*own, steps=steps, method=radii, **how)
+        return {"turn": state["turn"] + 1, "low": low, "radius": radius}
 
     def progress(state: dict[str, Any]) -> Progress:
-        taken, count = int(state["turn"]), len(y)
-        left = np.arange(turns[taken][2].start if taken < len(turns) else count, count)
-        return Progress(taken, len(turns), left)
+        taken = int(state["turn"])
+        return Progress(taken, len(pieces), np.arange(taken * size, len(y)))
 
     (_, classes), n = jax.eval_shape(model, x[:1]).shape, len(y)
     begun: dict[str, Any] = {"low": np.full((n, classes), -np.inf), "radius": np.zeros(n)}
     state = loop.carry(
         {"turn": 0, **begun},
         turn,
-        lambda s: int(s["turn"]) >= len(turns),
+        lambda s: int(s["turn"]) >= len(pieces),
         report=None if callback is None else lambda s: callback(progress(s)),
         checkpoint=checkpoint,
         identity=b"" if checkpoint is None else loop.digest(model, x, y, np.array(settings, float)),
         about={"norm": norm, "eps": eps, "box": box, "method": method, "steps": steps},
     )
-    labels = [np.argmax(model(x[i : i + size]), axis=-1) for i in range(0, len(y), size)]
+    labels = [np.argmax(model(x[these]), axis=-1) for these in pieces]
     correct = np.concatenate(labels) == np.asarray(y)
     margin = np.min(state["low"], axis=1)
     held = np.where(margin > 0, eps, 0.0)
