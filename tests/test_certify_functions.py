@@ -200,3 +200,31 @@ def test_attention_has_lines():
     others = np.arange(4) != np.asarray(y)[:, None]
     assert np.all(crown[others] <= least[others])
     assert np.all((least - crown)[others] < 0.5 * (least - plain)[others])
+
+
+@pytest.mark.parametrize("masked", [-1e9, -1e30])
+def test_masked_attention_has_lines(masked):
+    """What no coefficient meets may be as large as it likes."""
+    rng = np.random.default_rng(2)
+    weights = jnp.asarray(rng.normal(size=(3, 4, 4)), jnp.float32)
+    earlier = jnp.tril(jnp.ones((3, 3), bool))
+
+    def apply(w, x):
+        x = x.reshape(len(x), 3, 4)
+        scores = jnp.where(earlier, (x @ w[0]) @ x.swapaxes(1, 2), masked)
+        return (jax.nn.softmax(scores) @ (x @ w[1]) @ w[2]).mean(axis=1)
+
+    model = Model(apply, weights)
+    x = jnp.asarray(rng.random((2, 12)), jnp.float32)
+    y = jnp.argmax(model(x), axis=-1)
+    crown, plain = (
+        np.asarray(certify.margin_bounds(model, x, y, norm=jnp.inf, eps=0.01, method=method))
+        for method in ("crown", "interval")
+    )
+    moved = jnp.clip(x[:, None] + 0.01 * rng.uniform(-1, 1, (2, 300, 12)), 0, 1)
+    logits = jax.vmap(model)(moved)
+    own = jnp.take_along_axis(logits, y[:, None, None], axis=2)
+    least = np.asarray(jnp.min(own - logits, axis=1))
+    others = np.arange(4) != np.asarray(y)[:, None]
+    assert np.all(crown[others] <= least[others])
+    assert np.all((least - crown)[others] < 0.5 * (least - plain)[others])

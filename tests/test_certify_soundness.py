@@ -135,6 +135,36 @@ def test_coefficients_below_the_smallest_float_are_charged(scales):
         assert not np.any((low > margin)[rivals])
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32])
+def test_labels_in_a_byte_have_as_many_rivals(dtype):
+    """Inside a trace labels keep their type; sums of classes must not end at 127."""
+    rng = np.random.default_rng(0)
+    first, last = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((5, 8), (8, 110)))
+    model = Model(lambda w, x: jax.nn.relu(x @ w[0]) @ w[1], (first, last))
+    x, y = jnp.asarray(rng.random((1, 5)), jnp.float32), jnp.array([100], dtype)
+
+    @jax.jit
+    def bounds(model, x, y):
+        return certify.margin_bounds(model, x, y, norm=math.inf, eps=0.01, method="crown")
+
+    logits = np.asarray(model(x))[0]
+    for low in (
+        bounds(model, x, y)[0],
+        certify.trainable_bounds(model, x, y, norm=math.inf, eps=0.01, backward=1.0)[0],
+    ):
+        margin = np.where(np.arange(110) == 100, np.inf, logits[100] - logits)
+        assert np.all(np.asarray(low) <= margin)
+        assert np.all(np.isfinite(low) == (np.arange(110) != 100))
+
+
+def test_time_is_above_0_by_every_method():
+    model = Model(lambda w, x: x @ w, jnp.eye(2))
+    x, y = jnp.array([[0.9, 0.1]]), jnp.array([0])
+    for method in certify.METHODS:
+        with pytest.raises(ValueError, match="seconds must be a number above 0"):
+            certify.verify(model, x, y, norm=math.inf, eps=0.1, method=method, seconds=0.0)
+
+
 def test_nan_is_open():
     for fn in (
         lambda x: (x - x * jnp.inf > 0) | True,

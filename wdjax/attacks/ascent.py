@@ -159,7 +159,7 @@ def best_move(
 def all_rivals(logits: Array, y: Array) -> Array:
     """Every class but ``y``: ``[n, K - 1]``."""
     classes = logits.shape[-1]
-    after = y + jnp.arange(1, classes, dtype=y.dtype)[:, None]
+    after = y.astype(jnp.int32) + jnp.arange(1, classes, dtype=jnp.int32)[:, None]
     return jnp.where(after < classes, after, after - classes).T
 
 

@@ -49,8 +49,6 @@ class Search:
     """Closes the open margins of single samples of one model, norm and box."""
 
     def __init__(self, model: Classifier, norm: float, box: Box, seconds: float) -> None:
-        if not seconds > 0:
-            raise ValueError(f"seconds must be a number above 0, got {seconds!r}.")
         self.model, self.norm, self.box, self.seconds = model, norm, box, seconds
         self.attack = PGD(Lp(norm, box), steps=40, loss=losses.margin)
         self.width = _WIDTH if jax.default_backend() == "cpu" else 16 * _WIDTH

@@ -16,10 +16,9 @@ _JUMPS = {"floor", "ceil", "round", "sign", "rem", "argmax", "argmin", "cond", "
 _COMPARISONS = {"lt", "le", "gt", "ge"}
 _WHOLE = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "expand_dims", "copy"}
 ELEMENTWISE = {
-    "add", "add_any", "sub", "mul", "div", "neg", "exp", "exp2", "expm1", "log", "log1p", "tanh",
-    "logistic", "erf", "erfc", "max", "min", "abs", "integer_pow", "square", "sqrt", "rsqrt",
-    "select_n", "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not", "pow", "clamp", "sin",
-    "cos", "atan",
+    "add", "sub", "mul", "div", "neg", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic",
+    "erf", "erfc", "max", "min", "abs", "integer_pow", "square", "sqrt", "rsqrt", "select_n",
+    "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not", "pow", "clamp", "sin", "cos", "atan",
 }  # fmt: skip
 _PROBES = (-3.0, -0.7, 0.0, 0.3, 1.1, 40.0)
 

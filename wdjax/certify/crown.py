@@ -169,7 +169,8 @@ def _over(state: Pass, lines: Lines, lower: Array, upper: Array, node: Node) -> 
             offset, error = state.gathered(node.inputs[view.operand])
             if view.view is not None:
                 offset, error = (jax.vmap(view.view)(t) for t in (offset, error))
-            constant = constant + slope * offset + down * jnp.abs(slope) * error
+            error = jnp.where(slope == 0, 0.0, jnp.abs(slope) * error)
+            constant = constant + slope * offset + down * error
         good = functools.reduce(jnp.logical_and, map(jnp.isfinite, [constant, *steep]))
         goods.append(good)
         ends.append(jnp.where(good, constant, level))

@@ -105,9 +105,7 @@ def logical(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary
         return Ternary(~upper, ~lower)
     (la, ua), (lb, ub) = (ends(a) for a in args)
     if name == "xor":
-        surely = (la & ~ub) | (lb & ~ua)
-        maybe = (ua & ~lb) | (ub & ~la)
-        return Ternary(surely, maybe)
+        return Ternary((la & ~ub) | (lb & ~ua), (ua & ~lb) | (ub & ~la))
     return Ternary(bind(eqn, [la, lb]), bind(eqn, [ua, ub]))
 
 

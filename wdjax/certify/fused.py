@@ -22,7 +22,7 @@ _COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne"}
 _AFFINE = {"add", "add_any", "sub", "neg"}
 _BENT = {"max", "min", "abs"}
 """Their own lines are exact where they bend."""
-_ELEMENTWISE = ELEMENTWISE - {"and", "or", "not", "pow", "clamp", "sin", "cos"}
+_ELEMENTWISE = ELEMENTWISE - {"and", "or", "not", "pow", "clamp", "sin", "cos"} | {"add_any"}
 
 
 class _Cone(NamedTuple):

@@ -193,8 +193,7 @@ def moved_booleans(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> 
         raise ValueError(
             f"{eqn.primitive.name!r} mixes booleans and floats that depend on the input."
         )
-    pairs = [ends(a) for a in args]
-    lower, upper = (bind(eqn, [pair[side] for pair in pairs]) for side in (0, 1))
+    lower, upper = (bind(eqn, side) for side in zip(*map(ends, args)))
     return Ternary(lower, upper)
 
 

@@ -200,7 +200,9 @@ def forward(affine: Affine, values: dict[int, Bounded], charged: set[int]) -> Bo
         half = jnp.maximum(value.upper - middle, middle - value.lower)
         center = center + jax.vmap(apply)(middle)
         radius = radius + jax.vmap(absolute)(half)
-        size = size + jax.vmap(absolute)(_limited(value.size, value.size))
+        moved = affine.node.name in (_DIAGONAL | _MOVES) - {"mul", "div"}  # Nothing can be lost.
+        own = value.size if moved else _limited(value.size, value.size)
+        size = size + jax.vmap(absolute)(own)
         error = error + jax.vmap(absolute)(value.error)
         offset = offset + apply(value.offset)
     # Below the smallest float each product may be lost.

@@ -39,13 +39,12 @@ def monotone(
     """
 
     def rule(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
-        pairs = [ends(a) for a in args]
-        lower, upper = (bind(eqn, [pair[side] for pair in pairs]) for side in (0, 1))
+        lower, upper = (bind(eqn, side) for side in zip(*map(ends, args)))
         if falling:
             lower, upper = upper, lower
         if not exact:
             lower, upper = opened(lower, upper, lower < 0, ulps)
-        steepest = jnp.max(slope(*pairs[0])) if callable(slope) else slope
+        steepest = jnp.max(slope(*ends(args[0]))) if callable(slope) else slope
         known = None if origin is None else origin(eqn, args)
         return fresh(lower, upper, stretch(args, steepest, norm), known)
 

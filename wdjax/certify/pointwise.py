@@ -78,6 +78,8 @@ def margin_bounds(
     """
     ball = Lp(norm, box)
     validate.check_choice("method", method, METHODS)
+    if not seconds > 0:
+        raise ValueError(f"seconds must be a number above 0, got {seconds!r}.")
     eps = jnp.broadcast_to(_check_eps(eps, x), y.shape)
     if validate.traced(model, x, y, eps):
         if method == "bab":

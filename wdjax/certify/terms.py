@@ -47,8 +47,13 @@ class Sum(NamedTuple):
 def charged(sum_: Sum, charges: Array, a: Coefficients, rows: Rows) -> Sum:
     """With what an affine part gathered, and what rounding may take."""
     offset, error = seen(charges, rows, a)
-    # Not as between two ends, which takes more of the CPU's fusions.
-    return sum_.least(lambda own: summed(own * offset - jnp.abs(own) * error), flat(a))
+
+    def least(own: Array) -> Array:
+        # Not as between two ends, which takes more of the CPU's fusions. An infinite error belongs
+        # to what no line looks at, so that a coefficient there is no 0 by underflow.
+        return summed(own * offset - jnp.where(own == 0, 0.0, jnp.abs(own) * error))
+
+    return sum_.least(least, flat(a))
 
 
 def relaxed(
