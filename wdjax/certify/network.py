@@ -32,8 +32,8 @@ _WINOGRAD = 96
 _LARGEST = 2.0**50
 """Values beyond it are open: their coefficients may be less than the smallest float and still
 matter. What is lost of those of smaller values, :func:`flushed` bounds."""
-_VIEWS = 64
-"""Terms at most that lines of one operand consist of."""
+_VIEWS = 2**10
+"""Terms that lines of one operand consist of, entries of a pooling window say."""
 
 
 class Part(NamedTuple):

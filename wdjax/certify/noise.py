@@ -30,9 +30,29 @@ def _family(name: str) -> Any:
     return dataclasses.field(default=name, repr=False, kw_only=True, metadata={"static": True})
 
 
+@dataclasses.dataclass(frozen=True)
+class _Independent:
+    """What noises share whose coordinates are independent and do not look at the image."""
+
+    sigma: float | Array
+
+    def __post_init__(self) -> None:
+        grid.check_sigma(self.sigma)
+
+    @property
+    def step(self) -> float:
+        return grid.step(self.sigma)
+
+    def scale(self, x: Array) -> float:
+        return 1.0
+
+    def error(self, x: AnyArray) -> Numbers:
+        return grid.error_of_independent(x, self.step)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Gaussian:
+class Gaussian(_Independent):
     r"""Normal noise: l2 radii ``sigma Phi^-1(p)``.
 
     Args:
@@ -49,27 +69,13 @@ class Gaussian:
 
     norm: ClassVar[float] = 2
 
-    sigma: float | Array
     family: str = _family("gaussian")
-
-    def __post_init__(self) -> None:
-        grid.check_sigma(self.sigma)
-
-    @property
-    def step(self) -> float:
-        return grid.step(self.sigma)
 
     def pattern(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         return self.sigma * jax.random.normal(key, shape, dtype)
 
-    def scale(self, x: Array) -> float:
-        return 1.0
-
     def offset(self, key: Array, x: Array) -> Array:
         return self.pattern(key, x.shape, x.dtype)
-
-    def error(self, x: AnyArray) -> Numbers:
-        return grid.error_of_independent(x, self.step)
 
     def radius(self, probability: npt.ArrayLike) -> Numbers:
         from scipy import special
@@ -84,7 +90,7 @@ class Gaussian:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Laplace:
+class Laplace(_Independent):
     r"""Laplace noise of scale ``b = sigma / sqrt 2``: l1 radii ``b log(1 / (2 (1 - p)))``.
 
     Densities change by a factor of at most ``exp(r / b)`` over an l1 distance of r, hence so does
@@ -104,27 +110,13 @@ class Laplace:
 
     norm: ClassVar[float] = 1
 
-    sigma: float | Array
     family: str = _family("laplace")
-
-    def __post_init__(self) -> None:
-        grid.check_sigma(self.sigma)
-
-    @property
-    def step(self) -> float:
-        return grid.step(self.sigma)
 
     def pattern(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         return self.sigma * grid.laplace(key, shape, dtype)
 
-    def scale(self, x: Array) -> float:
-        return 1.0
-
     def offset(self, key: Array, x: Array) -> Array:
         return self.pattern(key, x.shape, x.dtype)
-
-    def error(self, x: AnyArray) -> Numbers:
-        return grid.error_of_independent(x, self.step)
 
     def radius(self, probability: npt.ArrayLike) -> Numbers:
         return grid.beyond_half(probability, lambda p: grid.laplace_radius(self.sigma, p))
@@ -135,7 +127,7 @@ class Laplace:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Uniform:
+class Uniform(_Independent):
     r"""Uniform noise on ``[-a, a]`` with ``a = sqrt 3 sigma``: l1 radii ``2 a (p - 1/2)``.
 
     Two cubes whose centres are r apart in l1 differ in at most ``r / 2a`` of their volume.
@@ -154,28 +146,14 @@ class Uniform:
 
     norm: ClassVar[float] = 1
 
-    sigma: float | Array
     family: str = _family("uniform")
-
-    def __post_init__(self) -> None:
-        grid.check_sigma(self.sigma)
-
-    @property
-    def step(self) -> float:
-        return grid.step(self.sigma)
 
     def pattern(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         half = math.sqrt(3) * self.sigma
         return half * jax.random.uniform(key, shape, dtype, -1.0, 1.0)
 
-    def scale(self, x: Array) -> float:
-        return 1.0
-
     def offset(self, key: Array, x: Array) -> Array:
         return self.pattern(key, x.shape, x.dtype)
-
-    def error(self, x: AnyArray) -> Numbers:
-        return grid.error_of_independent(x, self.step)
 
     def radius(self, probability: npt.ArrayLike) -> Numbers:
         half = math.sqrt(3) * grid.number(self.sigma)
