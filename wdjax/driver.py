@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from wdjax import loop, losses, norms, rounds, track, transport, validate
+from wdjax import identity, loop, losses, norms, rounds, track, transport, validate
 from wdjax.core import Array, Attack, Found, Progress, PyTree, Result, Samples, Stage, Victim
 from wdjax.track import Given
 
@@ -116,7 +116,7 @@ def search(
     eps, start = validate.check_radii(eps, len(y)), validate.check_like("start", start, x)
     given, only = _given(x, y, eps, start, key, index), validate.check_mask("only", only, len(y))
     plan, begun = rounds.begin(attack, victim, given, only, skip, history, batch_size, mesh)
-    last = _carry(plan, begun, len(y), callback, checkpoint, every)
+    last = _carry(plan, begun, given, callback, checkpoint, every)
     return rounds.finish(plan, last, len(y), skip)
 
 
@@ -161,20 +161,23 @@ def _radii(eps: Any, x: Array) -> Array:
 def _carry(
     plan: rounds.Plan,
     begun: rounds.Search,
-    n: int,
+    given: Given,
     callback: Callable[[Progress], Any] | None,
     checkpoint: str | PathLike[str] | None,
     every: float,
 ) -> rounds.Search:
     """All rounds of a search, with what the loop offers."""
 
+    n, mark, (attack, victim, samples) = len(given.y), b"", plan.problem
+
     def report(search: rounds.Search) -> Any:
         return None if callback is None else callback(rounds.progress(plan, search, n))
 
-    identity, (attack, victim, samples) = b"", plan.problem
     about: dict[str, Any] = {"attack": attack, "criterion": victim.criterion, "samples": n}
     if checkpoint is not None:
-        identity = loop.digest(*map(loop.settings, plan.problem[:2]), plan.problem, begun)
+        lengths = [(stage.length, stage.cycles) for stage in attack.stages]
+        traced = track.programs(attack, victim, given)
+        mark = identity.digest(traced, lengths, plan.problem, begun)
         about["largest eps"] = None if samples.eps is None else float(jnp.max(samples.eps))
     return loop.carry(
         begun,
@@ -183,7 +186,7 @@ def _carry(
         report=report,
         checkpoint=checkpoint,
         every=every,
-        identity=identity,
+        identity=mark,
         about=about,
     )
 
