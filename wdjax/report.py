@@ -149,14 +149,24 @@ def _setting(value: Any) -> Any:
 def spent(result: Found) -> dict[str, Any]:
     """What an attack spent and met, for JSON."""
     faults = np.flatnonzero(result.fault)
-    gradients, zeros = (int(np.sum(count)) for count in (result.gradients, result.zeros))
-    return {
+    left = np.asarray(result.correct & ~result.success)
+    gradients, zeros = np.asarray(result.gradients), np.asarray(result.zeros)
+    found = {
         "gradients_per_image": float(np.mean(result.gradients)),
         "forwards_per_image": float(np.mean(result.forwards)),
-        "zero_gradients": zeros / max(gradients, 1),
+        "zero_gradients": _share(zeros, gradients),
+        "zero_gradients_of_standing": _share(zeros[left], gradients[left]),
         "faults": len(faults),
         "first_fault": int(faults[0]) if len(faults) else None,
     }
+    if result.overlooked is None:
+        return found
+    better = left & ~np.asarray(result.overlooked)
+    return found | {"standing": float(left.mean()), "standing_at_second_look": float(better.mean())}
+
+
+def _share(zeros: npt.NDArray[Any], gradients: npt.NDArray[Any]) -> float:
+    return int(np.sum(zeros)) / max(int(np.sum(gradients)), 1)
 
 
 VANISHED = "gradients vanish: the attacked accuracy may overstate robustness"
@@ -175,8 +185,14 @@ def remarks(measured: Mapping[str, Any]) -> list[str]:
             f"{count} sample{'s' * (count > 1)} met an output or a gradient that was not finite, "
             f"first at index {measured['first_fault']}"
         )
-    if (share := measured["zero_gradients"]) > 0.5:
+    share = max(measured["zero_gradients"], measured.get("zero_gradients_of_standing", 0.0))
+    if share > 0.5:
         said.append(f"{share:.0%} zero gradients; {VANISHED}")
+    if (better := measured.get("standing_at_second_look")) is not None:
+        said.append(
+            f"{measured['standing']:.3g} of the samples stand against this attack, at most "
+            f"{better:.3g} against a second look by margin ascent and random search"
+        )
     return said
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from wdjax import identity, loop, rounds, validate
+from wdjax import identity, loop, program, rounds, validate
 from wdjax.certify import binomial, protocol, votes
 from wdjax.certify.grid import Noise
 from wdjax.certify.protocol import ABSTAIN, SmoothedCertificate, Test
@@ -305,18 +305,12 @@ def _ask(
     batch_size: int | None,
     mesh: Mesh | None,
 ) -> votes.Poll:
-    """Puts the question, once it is clear that samples are treated alone."""
+    """Puts the question."""
     if batch_size is None:
         some = jax.ShapeDtypeStruct((rounds.SMALLEST, *x.shape[1:]), x.dtype)
         devices = 1 if mesh is None else mesh.size
         # Four times what a search takes, since no gradient has to be kept.
-        batch_size = 4 * devices * rounds.fitting(jax.jit(_call).trace(model, some).jaxpr)
+        batch_size = 4 * devices * rounds.fitting(program.outputs.trace(model, some).jaxpr)
     size = validate.check_count("batch_size", batch_size)
     classes = int(jax.eval_shape(model, x[:1]).shape[-1])
-    asked = votes.poll(model, noise, x, index, key, classes, size, mesh)
-    votes.check_company(asked)
-    return asked
-
-
-def _call(model: Callable[[Array], Array], x: Array) -> Array:
-    return model(x)
+    return votes.poll(model, noise, x, index, key, classes, size, mesh)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
-from wdjax import identity, parallel, rounds
+from wdjax import identity, parallel
 from wdjax.certify.grid import Noise, quantized, scale_of_each
 from wdjax.core import Array
 from wdjax.precision import float64
@@ -87,17 +87,6 @@ def count(asked: Poll, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     width = asked.classes + 1
     total = np.bincount(rows * width + said, minlength=len(asked.x) * width)
     return total.reshape(len(asked.x), width)
-
-
-def check_company(asked: Poll) -> None:
-    """Refuses a model whose output for a noisy sample depends on the rest of its batch."""
-    first = np.zeros(asked.size, np.int64)
-    places = np.arange(asked.size)
-    mixed = _draw(asked, np.stack([places % len(asked.x), places]).astype(np.int32))
-    alike = _draw(asked, np.stack([first, first]).astype(np.int32))
-    if asked.size > 1:
-        (_, beside), (_, alone) = _vote(asked.model, mixed), _vote(asked.model, alike)
-        rounds.refuse_company(beside, alone, asked.size)
 
 
 def programs(asked: Poll) -> list[ClosedJaxpr]:

@@ -137,7 +137,7 @@ def play(
         )
     ball = attack.inner.ball
     static = Model(_static, {"defense": defense, "memory": memory})
-    x, y = validate.check_samples(static, x, y, ball.box)
+    x, y = validate.check_samples(static, x, y, ball.box, transductive=True)
     radius = jnp.asarray(validate.check_number("eps", eps), x.dtype)
     size, index = _arrange(np.asarray(y), size, order, pool)
     attacker, defender = jax.random.split(key)
