@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import Lp, attacks, losses, report
+from wdjax import Lp, attacks, losses, remarks
 from wdjax.diagnosis import RobustnessWarning
 
 RNG = np.random.default_rng(0)
@@ -106,9 +106,9 @@ def test_no_radius_no_box_no_probe():
 def test_remarks_are_in_the_report():
     with pytest.warns(RobustnessWarning):
         result = wdjax.run(attacks.PGD(steps=4), BLIND["large logits"], X, Y, eps=0.2)
-    measured = report.spent(result)
+    measured = remarks.spent(result)
     assert measured["standing"] > measured["standing_at_second_look"]
-    assert report.remarks(measured) == result.remarks
+    assert remarks.of(measured) == result.remarks
 
 
 def test_inside_a_trace_nothing_is_said():

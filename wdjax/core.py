@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from wdjax import remarks
+
 Array = jax.Array
 AnyArray = jax.Array | np.ndarray
 PyTree = Any
@@ -206,9 +208,7 @@ class Found:
 
         Not inside a trace.
         """
-        from wdjax import report
-
-        return report.remarks(report.spent(self))
+        return remarks.of(remarks.spent(self))
 
 
 @jax.tree_util.register_dataclass

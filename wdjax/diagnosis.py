@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from wdjax.attacks import MarginPGD, Square
 from wdjax.balls import Lp
 from wdjax.core import Attack, Found
 
@@ -82,8 +83,6 @@ def _diameter(ball: Any, shape: tuple[int, ...]) -> float | None:
 
 def _overlooked(found: Found, ball: Lp, radius: Any, again: Callable[..., Found]) -> np.ndarray:
     """``[n]``: samples that stand, and that margin ascent or random search breaks."""
-    from wdjax.attacks import MarginPGD, Square
-
     standing = np.flatnonzero(np.asarray(found.correct & ~found.success))
     count = min(len(standing), _MOST)
     left = np.zeros(len(found.correct), bool)
