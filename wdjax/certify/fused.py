@@ -74,7 +74,7 @@ def fuse(graph: Graph) -> Graph:
 
 def _learn(numbers: dict[int, Any], place: int, value: Any) -> None:
     """Remembers an array of one number over and over."""
-    if not validate.traced(value):
+    if not validate.traced(value) and not jnp.issubdtype(value.dtype, jax.dtypes.extended):
         entries = np.asarray(value).reshape(-1)
         if entries.size and np.all(entries == entries[0]):
             numbers[place] = entries[0]

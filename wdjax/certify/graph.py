@@ -101,12 +101,25 @@ def _inline(graph: Graph, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[in
             outputs = _inline(graph, body, own, inputs)
         elif name == "scan":
             outputs = _unroll(graph, eqn, inputs)
+        elif all(0 in aval.shape for aval in map(_aval, eqn.outvars)):
+            outputs = [_empty(graph, aval) for aval in map(_aval, eqn.outvars)]
         else:
             outputs = tuple(graph.new() for _ in eqn.outvars)
             graph.nodes.append(Node(eqn, inputs, tuple(outputs)))
             graph.avals.update({place: var.aval for place, var in zip(outputs, eqn.outvars)})
         places.update(zip(eqn.outvars, outputs))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _aval(var: Any) -> Any:
+    """Its declared type knows no shape."""
+    return var.aval
+
+
+def _empty(graph: Graph, aval: Any) -> int:
+    """An array without entries, on which nothing depends."""
+    with jax.ensure_compile_time_eval():
+        return graph.constant(jnp.zeros(aval.shape, aval.dtype))
 
 
 def _unroll(graph: Graph, eqn: JaxprEqn, inputs: tuple[int, ...]) -> list[int]:
@@ -131,7 +144,12 @@ def _unroll(graph: Graph, eqn: JaxprEqn, inputs: tuple[int, ...]) -> list[int]:
     for place, aval in enumerate(shapes):
         row = jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype)
         column = [out[place] for out in emitted]
-        carry.append(add(graph, lambda *ts: jnp.stack(ts), [row] * length, column))
+        stacked = 0 not in aval.shape
+        carry.append(
+            add(graph, lambda *ts: jnp.stack(ts), [row] * length, column)
+            if stacked
+            else _empty(graph, aval)
+        )
     return carry
 
 

@@ -39,6 +39,11 @@ from wdjax.certify.ends import corners
 def evaluate(eqn: JaxprEqn, args: Sequence[Array]) -> list[Array]:
     """The primitive on exact arrays, at the highest precision."""
     params = eqn.params
+    if eqn.primitive.name == "shard_map":
+        raise ValueError(
+            "the model holds the primitive 'shard_map'; certify the function that it maps, and "
+            "shard the certificate."
+        )
     if "precision" in params:
         params = {**params, "precision": (lax.Precision.HIGHEST, lax.Precision.HIGHEST)}
     declared: list[Any] = [var.aval for var in eqn.invars]
