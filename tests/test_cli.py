@@ -345,6 +345,10 @@ def test_certify_says_what_is_proved(given, capsys, tmp_path):
     assert 0 < loss["clean"] < loss["bound"]
     assert loss["bound"] == pytest.approx(loss["clean"] + loss["lipschitz"] * by_slopes["eps"])
     assert main([*command, "--method", "lipschitz", *out]) == 2  # It keeps no checkpoint.
+    assert main([*command, "--json", "-", "--method", "bab", "--seconds", "0.1"]) == 0
+    closed = json.loads(capsys.readouterr().out)
+    assert closed["verified"] >= content["verified"]
+    assert sum(closed["search"].values()) == 12, "how branch and bound ended"
     assert main([*command, "--json", "-", "--method", "bab", "--seconds", "0"]) == 2
     assert main([*command, "--json", "-", "--eps", "-1"]) == 2
 

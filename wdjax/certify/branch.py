@@ -27,6 +27,11 @@ from wdjax.certify.region import Box
 
 Numbers = npt.NDArray[Any]
 
+ENDS = "not searched", "closed", "time", "memory", "nothing to split"
+"""How a search ended: of a sample that needs none or is flipped; with all leaves closed; early for
+want of time or memory; at a leaf of which no rectifier is left to split, such as all of a program
+that has none."""
+
 _WIDTH = 32
 """Leaves that are bounded at once, on a CPU."""
 _STEPS, _TRIES = 3, 3
@@ -54,12 +59,15 @@ class Search:
         self.width = _WIDTH if jax.default_backend() == "cpu" else 16 * _WIDTH
         self.compiled = False
 
-    def close(self, x: jax.Array, y: jax.Array, eps: float, low: npt.ArrayLike) -> Numbers:
-        """``[n, K]`` bounds, none looser than ``low``, of samples within ``eps``.
+    def close(
+        self, x: jax.Array, y: jax.Array, eps: float, low: npt.ArrayLike
+    ) -> tuple[Numbers, Numbers]:
+        """``[n, K]`` bounds, none looser than ``low``, of samples within ``eps``; places in ENDS.
 
         A sample that is misclassified, or flipped by a short attack, keeps those it has.
         """
         found = np.array(low)
+        ended = np.zeros(len(found), np.int32)
         for i, row in enumerate(found):
             xi, yi, radius = x[i : i + 1], y[i : i + 1], jnp.full(1, eps, x.dtype)
             if np.all(row > 0) or self._broken(xi, yi, radius):
@@ -67,8 +75,9 @@ class Search:
             if not self.compiled:
                 self._close(xi, yi, radius, row, 0.0)
                 self.compiled = True
-            found[i] = self._close(xi, yi, radius, row, self.seconds)
-        return found
+            found[i], how = self._close(xi, yi, radius, row, self.seconds)
+            ended[i] = ENDS.index(how)
+        return found, ended
 
     def _broken(self, x: jax.Array, y: jax.Array, eps: jax.Array) -> bool:
         if int(jnp.argmax(self.model(x), axis=-1)[0]) != int(y[0]):
@@ -78,14 +87,14 @@ class Search:
 
     def _close(
         self, x: jax.Array, y: jax.Array, eps: jax.Array, low: Numbers, seconds: float
-    ) -> Numbers:
+    ) -> tuple[Numbers, str]:
         """Takes at least one turn, then others while there are seconds."""
         began = time.monotonic()
         root = leaves.root(self.model, x, y, eps, self.norm, self.box)
         low = np.maximum(low, np.asarray(root.low))
         rivals = np.flatnonzero(low <= 0)
         if not rivals.size or not root.lower or not np.all(np.isfinite(low[rivals])):
-            return low
+            return low, "nothing to split" if rivals.size else "closed"
         frontier = _Frontier(low, rivals, root.begin(jnp.asarray(rivals)))
         while frontier.goes_on() and (not frontier.turns or time.monotonic() - began < seconds):
             batch = frontier.take(self.width)
@@ -93,7 +102,7 @@ class Search:
             how = (self.norm, self.box, _STEPS, tries)
             found = leaves.bounds(self.model, x, y, eps, root, batch, *how)
             frontier.split(jax.device_get(found))
-        return frontier.low()
+        return frontier.low(), frontier.end()
 
 
 class _Frontier:
@@ -113,6 +122,14 @@ class _Frontier:
 
     def goes_on(self) -> bool:
         return bool(self.open) and not self.stuck and len(self.open) < self.most
+
+    def end(self) -> str:
+        """Why it does not go on, one of ENDS."""
+        if self.goes_on():
+            return "time"
+        if self.stuck:
+            return "nothing to split"
+        return "memory" if self.open else "closed"
 
     def add(self, leaf: _Leaf) -> None:
         if leaf.low > 0:

@@ -5,17 +5,20 @@ matrix products at the highest precision, summed in any order, and so of exact a
 """
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax.typing import ArrayLike
 
 from wdjax import independence, norms, parallel, validate
 from wdjax.balls import Lp
 from wdjax.certify import branch, lipschitz, margins, region
+from wdjax.certify.forward import TWIN, forward_only
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.margins import METHODS, Method
 from wdjax.certify.region import Box
@@ -64,6 +67,13 @@ def margin_bounds(
     Raises:
       ValueError: bad samples, a primitive without a rule, or branch and bound inside a trace.
 
+    Warns:
+      UserWarning: branch and bound ended where it had nothing to split, which is at once where a
+        model has no rectifiers; :func:`verify` says of which samples.
+
+    Rounding is charged relative to the logits: of a number that all of them share, some 1e-5.
+    Bounds of probabilities behind a softmax are looser than those of the logits before it.
+
     Cost: a few forward passes, ``K - 1`` backward passes a sample, and two through the layers
       before it for every neuron that intervals leave open.
 
@@ -76,6 +86,25 @@ def margin_bounds(
     >>> [round(low, 3) for low in margin_bounds(model, x, y, norm=jnp.inf, eps=0.1)[0].tolist()]
     [inf, 0.6]
     """
+    how: dict[str, Any] = {"norm": norm, "eps": eps, "box": box, "batch_size": batch_size}
+    low, ended = searched(model, x, y, method=method, seconds=seconds, **how)
+    _tell(ended)
+    return low
+
+
+def searched(
+    model: Classifier,
+    x: AnyArray,
+    y: AnyArray,
+    *,
+    norm: float,
+    eps: ArrayLike,
+    box: Box,
+    method: Method,
+    seconds: float,
+    batch_size: int,
+) -> tuple[Array, npt.NDArray[Any] | None]:
+    """:func:`margin_bounds`, and how branch and bound ended, ``[n]`` places in ``branch.ENDS``."""
     ball = Lp(norm, box)
     validate.check_choice("method", method, METHODS)
     if not seconds > 0:
@@ -86,16 +115,30 @@ def margin_bounds(
             raise ValueError('method="bab" works on the host; call it outside jit and vmap.')
         validate.check_shapes(model, x, y)
         low = _bounds(model, jnp.asarray(x), jnp.asarray(y), eps, ball, method)
-        return jnp.where(independence.holds(model, jnp.asarray(x), alike=True), low, -jnp.inf)
+        low = jnp.where(independence.holds(model, jnp.asarray(x), alike=True), low, -jnp.inf)
+        return low if method == "interval" else forward_only(low, TWIN), None
     x, y = validate.check_samples(model, x, y, box)
     cheap: Method = "auto" if method == "bab" else method
     bounds = functools.partial(_bounds, ball=ball, method=cheap)
     low = _in_batches(bounds, model, (x, y, eps), batch_size)
     if method != "bab":
-        return low
+        return low, None
     search = branch.Search(model, norm, box, seconds)
     parts = [(slice(i, i + 1), float(eps[i])) for i in range(len(y))]
-    return jnp.concatenate([search.close(x[i], y[i], reach, low[i]) for i, reach in parts])
+    found = [search.close(x[i], y[i], reach, low[i]) for i, reach in parts]
+    closed, ended = zip(*found)
+    return jnp.concatenate(closed), np.concatenate(ended)
+
+
+def _tell(ended: npt.NDArray[Any] | None) -> None:
+    """Warns the caller's caller of searches that did nothing with the time that was left."""
+    if ended is None or not (stuck := np.sum(ended == branch.ENDS.index("nothing to split"))):
+        return
+    warnings.warn(
+        f"branch and bound had nothing left to split in {stuck} of {len(ended)} samples and ended "
+        "before its time: it splits rectifiers by their signs. Their bounds are what it had.",
+        stacklevel=3,
+    )
 
 
 def certified(
@@ -135,7 +178,8 @@ def certified(
     [True, False]
     """
     how: dict[str, Any] = {"norm": norm, "eps": eps, "box": box, "batch_size": batch_size}
-    low = margin_bounds(model, x, y, method=method, seconds=seconds, **how)
+    low, ended = searched(model, x, y, method=method, seconds=seconds, **how)
+    _tell(ended)
     return jnp.all(low > 0, axis=-1)
 
 
@@ -181,10 +225,11 @@ def radius(
     validate.check_choice("method", method, METHODS)
     if method == "bab":
         raise ValueError('radius searches with every method but "bab"; "alpha" is the tightest.')
-    if validate.traced(model, x, y):
+    if validate.traced(model, x, y) or validate.staged():
         validate.check_shapes(model, x, y)
         found = _search(model, jnp.asarray(x), jnp.asarray(y), ball, steps, method)
-        return jnp.where(independence.holds(model, jnp.asarray(x), alike=True), found, 0.0)
+        found = jnp.where(independence.holds(model, jnp.asarray(x), alike=True), found, 0.0)
+        return found if method == "interval" else forward_only(found, TWIN)
     x, y = validate.check_samples(model, x, y, box)
     search = functools.partial(_search, ball=ball, steps=steps, method=method)
     return _in_batches(search, model, (x, y), batch_size)

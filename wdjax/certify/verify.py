@@ -10,6 +10,8 @@ import numpy.typing as npt
 
 from wdjax import identity, loop, validate
 from wdjax.certify import pointwise
+from wdjax.certify.branch import ENDS
+from wdjax.certify.forward import TWIN, host_only
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.margins import METHODS, Method
 from wdjax.certify.region import Box
@@ -24,6 +26,9 @@ _TRIED = 8
 """Samples that branch and bound works on between two savings of what it found."""
 
 
+_SHARED = 1e-5
+
+
 class Certificate(NamedTuple):
     """What is proved of samples, ``[n]``, and about what."""
 
@@ -34,6 +39,10 @@ class Certificate(NamedTuple):
     """Verified radii: at least ``eps`` where the sample is verified."""
     method: str
     claim: Claim
+    ended: tuple[str, ...] = ()
+    """How branch and bound ended with each sample, of ``branch.ENDS``; empty for other methods."""
+    remarks: tuple[str, ...] = ()
+    """Why bounds may be looser than those of another model with the same answers."""
 
     @property
     def verified(self) -> Numbers:
@@ -76,7 +85,7 @@ def verify(
       A :class:`Certificate`.
 
     Raises:
-      ValueError: bad samples, an unknown method, a primitive without a rule.
+      ValueError: bad samples, an unknown method, a primitive without a rule, or a trace.
 
     Cost: that of :func:`certified` and :func:`radius`; by "bab" up to ``seconds`` a sample that
       cheaper bounds leave open and a short attack does not flip.
@@ -90,6 +99,7 @@ def verify(
     ([True, False], [0.4, 0.0], 'float program')
     """
     validate.check_choice("method", method, METHODS)
+    host_only("certify.verify", TWIN, model, x, y, eps)
     x, y = validate.check_samples(model, x, y, box)
     size = min(batch_size, len(y), _TRIED if method == "bab" else len(y))
     pieces = [slice(start, min(start + size, len(y))) for start in range(0, len(y), size)]
@@ -101,10 +111,12 @@ def verify(
         these = pieces[int(state["turn"])]
         own = model, x[these], y[these]
         low, radius = np.array(state["low"]), np.array(state["radius"])
-        low[these] = pointwise.margin_bounds(*own, eps=eps, method=method, seconds=seconds, **how)
+        ended = np.array(state["ended"])
+        found = pointwise.searched(*own, eps=eps, method=method, seconds=seconds, **how)
+        low[these], ended[these] = found[0], 0 if found[1] is None else found[1]
         if steps:
             radius[these] = pointwise.radius(*own, steps=steps, method=radii, **how)
-        return {"turn": state["turn"] + 1, "low": low, "radius": radius}
+        return {"turn": state["turn"] + 1, "low": low, "radius": radius, "ended": ended}
 
     def progress(state: dict[str, Any]) -> Progress:
         taken = int(state["turn"])
@@ -112,6 +124,7 @@ def verify(
 
     (_, classes), n = jax.eval_shape(model, x[:1]).shape, len(y)
     begun: dict[str, Any] = {"low": np.full((n, classes), -np.inf), "radius": np.zeros(n)}
+    begun["ended"] = np.zeros(n, np.int32)
     mark = b""
     if checkpoint is not None:
         traced = identity.program(lambda model, x: model(x), model, x[:1])
@@ -125,8 +138,27 @@ def verify(
         identity=mark,
         about={"norm": norm, "eps": eps, "box": box, "method": method, "steps": steps},
     )
-    labels = [np.argmax(model(x[these]), axis=-1) for these in pieces]
-    correct = np.concatenate(labels) == np.asarray(y)
+    logits = np.concatenate([model(x[these]) for these in pieces])
+    correct = np.argmax(logits, axis=-1) == np.asarray(y)
     margin = np.min(state["low"], axis=1)
     held = np.where(margin > 0, eps, 0.0)
-    return Certificate(correct, margin, np.maximum(state["radius"], held), method, CLAIM)
+    radius = np.maximum(state["radius"], held)
+    ended = tuple(ENDS[k] for k in state["ended"]) if method == "bab" else ()
+    return Certificate(correct, margin, radius, method, CLAIM, ended, _remarks(logits))
+
+
+def _remarks(logits: Numbers) -> tuple[str, ...]:
+    """What of the logits ``[n, K]`` themselves costs tightness."""
+    found = []
+    if np.all(logits >= 0) and np.allclose(np.sum(logits, axis=1), 1, atol=1e-3):
+        found.append(
+            "the model returns probabilities: bounds through a softmax are looser than those of "
+            "the logits before it, which have the same answers; certify these"
+        )
+    second, first = np.sort(logits, axis=1)[:, -2:].T
+    if _SHARED * np.median(np.abs(first)) > 0.01 * np.median(first - second):
+        found.append(
+            f"logits share a number of size {np.median(np.abs(first)):.1g}, of which rounding is "
+            f"charged up to {_SHARED:g} to every margin; subtract it"
+        )
+    return tuple(found)

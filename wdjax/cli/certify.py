@@ -1,6 +1,7 @@
 """``python -m wdjax certify``: what no attack can do to a PyTorch checkpoint."""
 
 import argparse
+import collections
 import io
 import time
 from pathlib import Path
@@ -115,6 +116,11 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         f"{content['verified']} of {len(y)} verified within {parsed.eps:g} by {found.method}; "
         + ", ".join(f"{name} >= {value:.4f}" for name, value in left.items())
     )
+    if "nothing to split" in found.ended:
+        count = found.ended.count("nothing to split")
+        console.say(f"branch and bound had nothing left to split in {count} samples")
+    for remark in found.remarks:
+        console.say(remark)
     subject.write(parsed.json, content)
     if parsed.radii is not None:
         files.write(parsed.radii, _radii(found))
@@ -135,6 +141,8 @@ def _content(
         "claim": found.claim,
         "clean_accuracy": float(np.mean(found.correct)),
         "verified": int(np.sum(found.verified)),
+        **({"search": dict(collections.Counter(found.ended))} if found.ended else {}),
+        **({"remarks": list(found.remarks)} if found.remarks else {}),
         "certified_accuracy": left,
         "seconds": seconds,
         "compile_seconds": compiling,

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from wdjax import norms, validate
 from wdjax.certify import margins, region
+from wdjax.certify.forward import host_only
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.region import Box
 from wdjax.lipschitz import branching, jacobian, lipsdp, neurons
@@ -29,6 +30,9 @@ Method = Literal["interval", "zonotope", "sdp", "bab"]
 METHODS: tuple[Method, ...] = get_args(Method)
 """From the cheapest to the tightest, each no looser than those before it; "bab" goes on from "sdp"
 by branch and bound on masks, on the host, of ReLU nets."""
+
+
+_TWIN = "lipschitz.trainable_lipschitz, which can be traced and differentiated"
 
 
 def local_lipschitz(
@@ -86,8 +90,7 @@ def local_lipschitz(
     """
     norms.check_norm(norm)
     _check(method, steps, seconds)
-    if validate.traced(model, x, y, eps):
-        raise ValueError("local_lipschitz works on the host; call it outside jit and vmap.")
+    host_only("local_lipschitz", _TWIN, model, x, y, eps)
     x, y = validate.check_samples(model, x, y, box)
     radii = np.broadcast_to(np.asarray(eps, float), np.shape(y))
     if not np.all((radii >= 0) & np.isfinite(radii)):
@@ -186,6 +189,7 @@ def global_lipschitz(
     """
     norms.check_norm(norm)
     _check(method, steps, seconds)
+    host_only("global_lipschitz", _TWIN, model)
     net = as_chain(model, x)
     _check_curves(net, method)
     first, second = np.triu_indices(net.classes, 1)
@@ -226,6 +230,7 @@ def jacobian_norm(model: Classifier, x: AnyArray, *, box: Box = None, steps: int
     >>> round(jacobian_norm(model, jnp.zeros((1, 2))), 4)
     3.0
     """
+    host_only("jacobian_norm", _TWIN, model)
     net = as_chain(model, x)
     with float64():
         exact = jax.tree.map(jnp.asarray, net)
