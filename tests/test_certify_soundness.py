@@ -166,6 +166,10 @@ def test_time_is_above_0_by_every_method():
 
 
 def test_nan_is_open():
+    for fn in (lambda x: 1e38 * x * 1e38, lambda x: jnp.sum(3e38 * x), lambda x: x / 0.0 - x / 0.0):
+        low, high = certify.bound(fn, 0.5 * jnp.ones(2), jnp.ones(2))
+        assert np.all(low == -np.inf)
+        assert np.all(high == np.inf)
     for fn in (
         lambda x: (x - x * jnp.inf > 0) | True,
         lambda x: jnp.where(x * jnp.inf > 0, 1.0, 2.0),

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 
-from wdjax.certify import interval
+from wdjax.certify import interval, ulps
 from wdjax.certify.domain import (
     Array,
     Interval,
@@ -34,9 +34,6 @@ _HALF = 12
 """Cells on either side of 0, where the pieces of most activations meet."""
 _TANGENTS = (0.0, 0.15, 0.3, 0.5, 0.7, 0.85, 1.0)
 """Where in the interval tangents are tried, beside the chord and the constant."""
-_ULPS = {"erfc": 512, "exp2": 512}
-"""Units in the last place by which a float function may be wrong; 16 for the others."""
-
 _EXACT = {"neg", "max", "min", "abs", "select_n"}
 """Which do not round."""
 
@@ -76,7 +73,7 @@ def _lines(program: ClosedJaxpr, lower: Array, upper: Array) -> tuple[Array, ...
         half = jnp.maximum(high - center, center - low)
         at, steep = interval.over(program, center, center), interval.over(slope, low, high)
         swing = half * jnp.maximum(jnp.abs(steep[0] - slopes), jnp.abs(steep[1] - slopes))
-        unit = 16 * float(jnp.finfo(lower.dtype).eps)
+        unit = ulps.LEAST * float(jnp.finfo(lower.dtype).eps)
         size = jnp.maximum(jnp.abs(at[0]), jnp.abs(at[1])) + jnp.abs(slopes * center)
         swing = swing + unit * (swing + size)
         below, above = at[0] - slopes * center - swing, at[1] - slopes * center + swing
@@ -121,8 +118,8 @@ def _deviation(program: ClosedJaxpr, lower: Array, upper: Array) -> Array:
         either = jnp.maximum if name == "select_n" else jnp.add
         error = functools.reduce(either, parts, jnp.zeros_like(lower))
         if name not in _EXACT:
-            ulps = _ULPS.get(name, 16) * float(jnp.finfo(lower.dtype).eps)
-            error = error + ulps * largest_size(out) + tiny(lower.dtype)
+            wrong = ulps.trusted(node.eqn, lower.dtype) * float(jnp.finfo(lower.dtype).eps)
+            error = error + wrong * largest_size(out) + tiny(lower.dtype)
         errors[node.outputs[0]] = error
     worst = errors.get(graph.outputs[0], jnp.zeros_like(lower))
     return jnp.where(jnp.isnan(worst), jnp.inf, worst)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from wdjax import norms
 from wdjax.certify import activation, interval, network
 from wdjax.certify.coefficients import (
     Coefficients,
@@ -128,7 +129,7 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
     if lines is not None and lines.ends is not None:
         ((lower, upper),) = outs
         outs = [(jnp.fmax(lower, lines.ends[0]), jnp.fmin(upper, lines.ends[1]))]
-    for place, (lower, upper) in zip(node.outputs, outs):
+    for place, (lower, upper) in zip(node.outputs, _kept_open(state, node, outs)):
         if lower.dtype == bool:
             state.values[place] = Bounded(lower, upper, lower, lower, lower)
             continue
@@ -138,6 +139,25 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
         state.boxes[place] = framed(*box)
         if lines is not None:
             state.lines[place] = _over(state, lines, *box, node)
+
+
+def _kept_open(
+    state: Pass, node: Node, outs: list[tuple[Array, Array]]
+) -> list[tuple[Array, Array]]:
+    """What may be NaN makes NaN of whatever looks at it, a rectifier too; selections choose."""
+    if node.name == "select_n":
+        return outs
+    kept = []
+    for lower, upper in outs:
+        for value in (state.values[place] for place in node.inputs if place in state.values):
+            if jnp.bool_ in (lower.dtype, value.lower.dtype):
+                continue
+            lost = (value.lower == -jnp.inf) & (value.upper == jnp.inf)
+            if lost.shape != lower.shape:
+                lost = norms.spread(jnp.any(lost.reshape(len(lost), -1), axis=1), lower)
+            lower, upper = jnp.where(lost, -jnp.inf, lower), jnp.where(lost, jnp.inf, upper)
+        kept.append((lower, upper))
+    return kept
 
 
 def _lines(state: Pass, node: Node) -> Lines | None:
@@ -159,7 +179,7 @@ def _over(state: Pass, lines: Lines, lower: Array, upper: Array, node: Node) -> 
     here is less than what :func:`rounding` leaves.
     """
     declared: Any = node.eqn.outvars[0].aval
-    slack = interval.slack_of(declared.dtype, jnp.maximum(jnp.abs(lower), jnp.abs(upper)))
+    slack = interval.slack_of(node.eqn, declared.dtype, jnp.maximum(jnp.abs(lower), jnp.abs(upper)))
     unit = rounding(lower[0].size, lower.dtype)
     ends, slopes, goods = [], [], []
     for side, level, down in (("low", lower, -1), ("up", upper, 1)):
@@ -171,7 +191,7 @@ def _over(state: Pass, lines: Lines, lower: Array, upper: Array, node: Node) -> 
                 offset, error = (jax.vmap(view.view)(t) for t in (offset, error))
             error = jnp.where(slope == 0, 0.0, jnp.abs(slope) * error)
             constant = constant + slope * offset + down * error
-        good = functools.reduce(jnp.logical_and, map(jnp.isfinite, [constant, *steep]))
+        good = functools.reduce(jnp.logical_and, map(jnp.isfinite, [level, constant, *steep]))
         goods.append(good)
         ends.append(jnp.where(good, constant, level))
         slopes.append([jnp.where(good, slope, 0.0) for slope in steep])

@@ -45,8 +45,8 @@ def equal(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary:
     """Never surely true, ties being kinks, but for a value and itself (the test for NaN)."""
     left, right = args
     if left is right:
-        shape = ends(left)[0].shape
-        return Ternary(jnp.ones(shape, bool), jnp.ones(shape, bool))
+        lower, upper = ends(left)
+        return Ternary((lower > -jnp.inf) | (upper < jnp.inf), jnp.ones(lower.shape, bool))
     for value, top in ((left, right), (right, left)):
         decided = _attains(value, top)
         if decided is not None:

@@ -8,8 +8,6 @@ from jax.typing import DTypeLike
 
 from wdjax.certify.domain import Array, tiny
 
-_ULPS = 16
-
 
 def corners(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
     """Ends of a product. Infinite ends are overflows, so that ``0 * inf`` is NaN, and open."""
@@ -25,14 +23,19 @@ def _nonzero(ends: tuple[Array, Array]) -> Array:
     return (ends[0] != 0) | (ends[1] != 0)
 
 
-def fitted(lower: Array, upper: Array, dtype: DTypeLike) -> tuple[Array, Array]:
-    """What is too large for a dtype is infinite."""
-    most = float(jnp.finfo(dtype).max)
-    lower = jnp.where(lower >= -most, lower, -jnp.inf)
-    return lower, jnp.where(upper <= most, upper, jnp.inf)
+def fitted(
+    lower: Array, upper: Array, dtype: DTypeLike, peak: Array | float = 0.0
+) -> tuple[Array, Array]:
+    """Open where an end, or a sum on the way of size ``peak``, is beyond what a dtype holds.
+
+    On both sides: what is too large is infinite in some dtypes and NaN in others.
+    """
+    info = jnp.finfo(dtype)
+    fits = (lower >= float(info.min)) & (upper <= float(info.max)) & (peak <= float(info.max))
+    return jnp.where(fits, lower, -jnp.inf), jnp.where(fits, upper, jnp.inf)
 
 
-def widen(lower: Array, upper: Array, ulps: int = _ULPS) -> tuple[Array, Array]:
+def widen(lower: Array, upper: Array, ulps: float) -> tuple[Array, Array]:
     """Outward by a few units in the last place; 0 stays 0, and what overflowed is open.
 
     By factors: the units of a small number may be below the smallest float, and lost.
@@ -44,7 +47,7 @@ def widen(lower: Array, upper: Array, ulps: int = _ULPS) -> tuple[Array, Array]:
     return jnp.where(lower < jnp.inf, low, -jnp.inf), jnp.where(upper > -jnp.inf, high, jnp.inf)
 
 
-def opened(lower: Array, upper: Array, signed: Array, ulps: int = _ULPS) -> tuple[Array, Array]:
+def opened(lower: Array, upper: Array, signed: Array, ulps: float) -> tuple[Array, Array]:
     """Outward also by what is lost below the smallest float; where not ``signed``, not below 0."""
     lower, upper = widen(lower, upper, ulps)
     lost = tiny(lower.dtype)

@@ -13,11 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.typing import ArrayLike
 
 from wdjax import norms, validate
-from wdjax.certify import decisions, linear, nonlinear
+from wdjax.certify import decisions, linear, nonlinear, ulps
 from wdjax.certify.domain import (
     Array,
     Interval,
@@ -33,7 +34,7 @@ from wdjax.certify.domain import (
     tiny,
 )
 from wdjax.certify.ends import fitted
-from wdjax.certify.graph import flatten
+from wdjax.certify.graph import Graph, flatten
 
 
 def bound(
@@ -68,7 +69,7 @@ def bound(
     (0.0, 1.0)
     """
     lower, upper = check_ends(lower, upper)
-    if not validate.traced(lower, upper) and not bool(jnp.all(lower <= upper)):
+    if not validate.traced(lower, upper) and not _ordered(lower, upper):
         raise ValueError("lower must be at most upper everywhere, without NaN; swap the ends.")
     if ball is not None:
         lower, upper, ball = _within(lower, upper, *ball)
@@ -76,8 +77,20 @@ def bound(
     outputs = interpret(closed, [box(lower, upper, ball)])
     leaves = jax.tree.structure(shape)
     pairs = [ends(value) for value in outputs]
-    lowers, uppers = ([pair[side] for pair in pairs] for side in (0, 1))
+    lowers = [_opened(pair.lower, -math.inf) for pair in pairs]
+    uppers = [_opened(pair.upper, math.inf) for pair in pairs]
     return norms.Bounds(jax.tree.unflatten(leaves, lowers), jax.tree.unflatten(leaves, uppers))
+
+
+def _opened(end: Array, blank: float) -> Array:
+    """An end where nothing overflowed; what is NaN is not known."""
+    real = jnp.issubdtype(end.dtype, jnp.floating)
+    return jnp.where(jnp.isnan(end), jnp.asarray(blank, end.dtype), end) if real else end
+
+
+def _ordered(lower: ArrayLike, upper: ArrayLike) -> bool:
+    """On the host: inside jit even operations on constants have no values."""
+    return bool(np.all(np.asarray(lower) <= np.asarray(upper)))
 
 
 def check_ends(lower: ArrayLike, upper: ArrayLike) -> tuple[Array, Array]:
@@ -99,27 +112,35 @@ def _within(
     norm = norms.check_norm(norm)
     center, radius = jnp.asarray(center, lower.dtype), jnp.asarray(radius, lower.dtype)
     known = not validate.traced(center, radius)
-    if center.shape != lower.shape or radius.ndim or (known and not bool(radius >= 0)):
+    if center.shape != lower.shape or radius.ndim or (known and not _ordered(0.0, radius)):
         raise ValueError(
             f"ball must be a centre of shape {list(lower.shape)}, a radius of at least 0 and a "
             f"norm; got {list(center.shape)}, {radius!r} and {norm!r}."
         )
     reach = radius + 4 * float(jnp.finfo(lower.dtype).eps) * (radius + jnp.abs(center))
     lower, upper = jnp.maximum(lower, center - reach), jnp.minimum(upper, center + reach)
-    if known and not validate.traced(lower) and not bool(jnp.all(lower <= upper)):
+    if known and not validate.traced(lower) and not _ordered(lower, upper):
         raise ValueError("the ball and the box [lower, upper] do not meet.")
     return lower, upper, None if norm == math.inf else (center, radius, norm)
 
 
 def interpret(closed: ClosedJaxpr, args: Sequence[Value], norm: float | None = None) -> list[Value]:
     """Runs a closed jaxpr on exact arrays and intervals; what touches no interval stays exact."""
+    graph, values = walk(closed, args, norm)
+    return [values[place] for place in graph.outputs]
+
+
+def walk(
+    closed: ClosedJaxpr, args: Sequence[Value], norm: float | None = None
+) -> tuple[Graph, dict[int, Value]]:
+    """The flat program, and all of its values."""
     graph = flatten(closed)
     values: dict[int, Value] = dict(graph.constants)
     values.update(zip(graph.inputs, args))
     for node in graph.nodes:
         operands = [values[place] for place in node.inputs]
         values.update(zip(node.outputs, apply(node.eqn, operands, norm)))
-    return [values[place] for place in graph.outputs]
+    return graph, values
 
 
 def over(program: ClosedJaxpr, lower: Array, upper: Array) -> norms.Bounds:
@@ -129,10 +150,10 @@ def over(program: ClosedJaxpr, lower: Array, upper: Array) -> norms.Bounds:
 
 def apply(eqn: JaxprEqn, args: Sequence[Value], norm: float | None = None) -> list[Value]:
     """One equation; sums in less than float32 are charged as such, and held in float32."""
-    name = eqn.primitive.name
     exact = [a for a in args if is_exact(a)]
     if len(exact) == len(args):
         return [*linear.evaluate(eqn, exact)]
+    name = eqn.primitive.name
     rule = RULES.get(name)
     if rule is None:
         raise ValueError(
@@ -142,7 +163,7 @@ def apply(eqn: JaxprEqn, args: Sequence[Value], norm: float | None = None) -> li
     out = rule(eqn, [lifted(a) if is_exact(a) else a for a in args], norm)
     outs = out if isinstance(out, list) else [out]
     avals: list[Any] = [var.aval for var in eqn.outvars]
-    return [_rounded(value, aval.dtype, name, norm) for value, aval in zip(outs, avals)]
+    return [_rounded(value, eqn, aval.dtype, norm) for value, aval in zip(outs, avals)]
 
 
 def lifted(value: Array) -> Array:
@@ -163,21 +184,22 @@ SUMS = {"reduce_sum", "cumsum", "reduce_window_sum", "scatter-add", "select_and_
 """Where a program in less than float32 may round after every term; products sum in float32."""
 
 
-def slack_of(dtype: Any, size: Array) -> Array:
-    """What rounding a number to a dtype shorter than float32 may change."""
+def slack_of(eqn: JaxprEqn, dtype: Any, size: Array) -> Array:
+    """What an equation in a dtype shorter than float32 may change of the number that it makes."""
     if not linear.is_narrow(dtype):
         return jnp.zeros_like(size)
-    return gamma(1, dtype) * size + tiny(dtype)
+    return 1.01 * ulps.trusted(eqn, dtype) * float(jnp.finfo(dtype).eps) * size + tiny(dtype)
 
 
-def _rounded(value: Value, dtype: Any, name: str, norm: float | None) -> Value:
+def _rounded(value: Value, eqn: JaxprEqn, dtype: Any, norm: float | None) -> Value:
     if not isinstance(value, Interval) or not linear.is_narrow(dtype):
         return value
-    lower, upper = ends(value)
-    slack = slack_of(dtype, largest_size(value))
-    if name in SUMS:
+    (lower, upper), peak = ends(value), jnp.zeros((), value.center.dtype)
+    slack = slack_of(eqn, dtype, largest_size(value))
+    if eqn.primitive.name in SUMS:
         slack += gamma(value.roundings, dtype) * value.magnitude
-    lower, upper = fitted(lower - slack, upper + slack, dtype)
+        peak = value.magnitude + slack
+    lower, upper = fitted(lower - slack, upper + slack, dtype, peak)
     constant = None if norm is None else constant_of(value, norm)
     return fresh(lower, upper, constant, value.origin)
 
@@ -216,7 +238,7 @@ RULES: dict[str, Rule] = {
     "integer_pow": nonlinear.power,
     "square": nonlinear.power,
     "exp": nonlinear.monotone(lambda low, high: jnp.exp(high)),
-    "exp2": nonlinear.monotone(lambda low, high: jnp.exp2(high), ulps=512),
+    "exp2": nonlinear.monotone(lambda low, high: jnp.exp2(high)),
     "expm1": nonlinear.monotone(lambda low, high: jnp.exp(high)),
     "log": nonlinear.monotone(lambda low, high: jnp.where(low > 0, 1 / low, jnp.inf)),
     "log1p": nonlinear.monotone(lambda low, high: jnp.where(low > -1, 1 / (1 + low), jnp.inf)),
@@ -227,7 +249,7 @@ RULES: dict[str, Rule] = {
     "rsqrt": nonlinear.monotone(
         lambda low, high: jnp.where(low > 0, 0.5 * low**-1.5, jnp.inf), falling=True
     ),
-    "erfc": nonlinear.monotone(1.1283792, ulps=512, falling=True),
+    "erfc": nonlinear.monotone(1.1283792, falling=True),
     **dict.fromkeys(("sin", "cos"), nonlinear.wave),
     "sort": nonlinear.ordered,
     "reduce_prod": nonlinear.multiplied,

@@ -31,11 +31,11 @@ def single(model: Classifier) -> Callable[[Array], Array]:
     Custom derivative rules need not be the derivative; the program of the function itself is.
     """
 
-    def logits(x: Array) -> Array:
+    def alone(x: Array) -> Array:
         closed = jax.make_jaxpr(lambda t: jnp.squeeze(model(t[None]), 0))(x)
         return domain.ends(interval.interpret(closed, [x])[0]).lower
 
-    return logits
+    return alone
 
 
 def contrasts(y: Array, classes: int, dtype: DTypeLike) -> Array:
@@ -54,8 +54,8 @@ def margins_and_slopes(
     differences = contrasts(y, classes, region.center.dtype)
 
     def both(x: Array) -> tuple[Array, Array]:
-        logits, pull = jax.vjp(single(model), x)
-        return differences @ logits, jax.vmap(pull)(differences)[0]
+        values, pull = jax.vjp(single(model), x)
+        return differences @ values, jax.vmap(pull)(differences)[0]
 
     closed = jax.make_jaxpr(both)(region.center)
     margins, slopes = interval.interpret(closed, [region])
@@ -114,13 +114,13 @@ def _layer_product(
     model: Classifier, lower: Array, upper: Array, norm: float, labels: Array, classes: int
 ) -> Array:
     region = domain.box(lower, upper, constant=jnp.ones((), lower.dtype))
-    (logits,) = interval.interpret(jax.make_jaxpr(single(model))(lower), [region], norm)
-    if not isinstance(logits, domain.Interval):
+    (outs,) = interval.interpret(jax.make_jaxpr(single(model))(lower), [region], norm)
+    if not isinstance(outs, domain.Interval):
         return jnp.zeros((labels.size, classes), lower.dtype)
     dual = norms.dual(norm)
     total = jnp.zeros((labels.size, classes), lower.dtype)
-    for root, chain in logits.terms.items():
-        slack = 4 * (2 * logits.roundings + root.half.size + 8) * jnp.finfo(lower.dtype).eps
+    for root, chain in outs.terms.items():
+        slack = 4 * (2 * outs.roundings + root.half.size + 8) * jnp.finfo(lower.dtype).eps
         weight = domain.matrix(chain.apply, root, (classes,))
         sizes = norms.lp_norm(domain.matrix(chain.absolute, root, (classes,)), dual)
         apart = jax.lax.map(lambda y, w=weight: norms.lp_norm(w - w[y], dual), labels)
@@ -250,8 +250,35 @@ def _constants(
         )
     labels = jnp.arange(classes) if labels is None else jnp.asarray(labels)
     total = bound(model, lower, upper, norm, labels, classes)
-    total = jnp.where(jnp.isnan(total), jnp.inf, total)
+    total = jnp.where(jnp.isnan(total) | _too_large(model, lower, upper), jnp.inf, total)
     return jnp.where(jnp.arange(classes) == labels[:, None], 0.0, total)
+
+
+@jax.jit
+@jax.default_matmul_precision("highest")
+def logits(model: Classifier, lower: Array, upper: Array) -> norms.Bounds:
+    """Bounds ``[K]`` of the logits over a box."""
+    closed = jax.make_jaxpr(single(model))(lower)
+    return domain.ends(interval.interpret(closed, [domain.box(lower, upper)])[0])
+
+
+@jax.jit
+@jax.default_matmul_precision("highest")
+def _too_large(model: Classifier, lower: Array, upper: Array) -> Array:
+    """Whether a value may be beyond what its dtype holds, of those that hold less than the input's.
+
+    A gradient does not see that: behind the largest number the program jumps to infinity.
+    """
+    closed, most = jax.make_jaxpr(single(model))(lower), jnp.finfo(lower.dtype).max
+    graph, values = interval.walk(closed, [domain.box(lower, upper)])
+    short = [
+        jnp.all(jnp.isfinite(end))
+        for node in graph.nodes
+        for place, aval in ((place, graph.avals[place]) for place in node.outputs)
+        if jnp.issubdtype(aval.dtype, jnp.floating) and float(jnp.finfo(aval.dtype).max) < most
+        for end in domain.ends(values[place])
+    ]
+    return ~functools.reduce(jnp.logical_and, short, jnp.asarray(True))
 
 
 def diameter(shape: tuple[int, ...], box: tuple[float, float] | None, norm: float) -> float:

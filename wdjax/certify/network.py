@@ -52,6 +52,8 @@ class Affine(NamedTuple):
     offset: Array
     error: float
     """Rounding relative to the magnitude."""
+    short: float
+    """What is lost below the smallest number of a dtype shorter than float32."""
     exact: tuple[Any, ...]
     """The operands that are known, None for the others."""
 
@@ -138,12 +140,13 @@ def _affine(node: Node, moves: Sequence[bool], args: Sequence[Any]) -> list[Affi
         parts = tuple(Part(roots[r], c.apply, c.absolute) for r, c in value.terms.items())
         known = tuple(a if is_exact(a) else None for a in operands)
         error = _error(node, value, max(value.roundings - 1, 0))
-        found.append(Affine(node, parts, value.center, error, known))
+        found.append(Affine(node, parts, value.center, *error, known))
     return found
 
 
-def _error(node: Node, value: Interval, terms: int) -> float:
-    """Of the float program and of its transposition, relative to the magnitude."""
+def _error(node: Node, value: Interval, terms: int) -> tuple[float, float]:
+    """Of the float program and of its transposition, relative to the magnitude; and what is lost
+    of short floats."""
     eqn, dtype = node.eqn, value.center.dtype
     declared: Any = eqn.outvars[0].aval
     unit = 0.5 * float(jnp.finfo(dtype).eps)
@@ -160,10 +163,11 @@ def _error(node: Node, value: Interval, terms: int) -> float:
     else:
         backwards = declared.size
     total = 1.01 * unit * (forwards + backwards + 6)
-    if linear.is_narrow(declared.dtype):
-        rounds = terms + 1 if node.name in interval.SUMS else 1
-        total += 1.01 * rounds * float(jnp.finfo(declared.dtype).eps)
-    return total
+    if not linear.is_narrow(declared.dtype) or node.name in _MOVES - {"reduce_sum"}:
+        return total, 0.0
+    rounds = terms + 1 if node.name in interval.SUMS else 1
+    total += 1.01 * rounds * float(jnp.finfo(declared.dtype).eps)
+    return total, rounds * tiny(declared.dtype)
 
 
 class Bounded(NamedTuple):
@@ -188,7 +192,9 @@ def begin(lower: Array, upper: Array, mixes: int) -> Bounded:
 
 def forward(affine: Affine, values: dict[int, Bounded], charged: set[int]) -> Bounded:
     """Interval arithmetic on one affine map, batched over samples."""
-    lowest = tiny(affine.offset.dtype)
+    declared: Any = affine.node.eqn.outvars[0].aval
+    sums = linear.is_narrow(declared.dtype) and affine.node.name in interval.SUMS
+    lowest, peak = tiny(affine.offset.dtype), jnp.abs(affine.offset)[None]
     center, radius = affine.offset[None], jnp.zeros((), affine.offset.dtype)
     offset, size, error = affine.offset, jnp.abs(affine.offset)[None], radius
     for place, apply, absolute in affine.parts:
@@ -205,11 +211,14 @@ def forward(affine: Affine, values: dict[int, Bounded], charged: set[int]) -> Bo
         size = size + jax.vmap(absolute)(own)
         error = error + jax.vmap(absolute)(value.error)
         offset = offset + apply(value.offset)
+        if sums:  # Which may be too large on the way.
+            largest = jnp.maximum(jnp.abs(value.lower), jnp.abs(value.upper))
+            peak = peak + jax.vmap(absolute)(largest)
     # Below the smallest float each product may be lost.
-    fine = affine.error * size + lowest * max(affine.offset.size, 64)
+    fine = affine.error * size + lowest * max(affine.offset.size, 64) + affine.short
     radius = _open(radius + 2 * fine)
-    declared: Any = affine.node.eqn.outvars[0].aval
-    lower, upper = fitted(center - radius, center + radius, declared.dtype)
+    lower, upper = fitted(center - radius, center + radius, declared.dtype, _open(peak + fine))
+    size = jnp.where(jnp.isfinite(lower) & jnp.isfinite(upper), size, jnp.inf)
     adds = affine.node.name not in _DIAGONAL | _MOVES - {"reduce_sum"} or len(affine.parts) > 1
     mixes = adds + max(values[part.place].mixes for part in affine.parts)
     return Bounded(lower, upper, _open(size), _limited(_open(error + fine), size), offset, mixes)

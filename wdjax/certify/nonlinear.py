@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
+from wdjax.certify import ulps
 from wdjax.certify.domain import (
     Array,
     Elementwise,
@@ -18,8 +20,9 @@ from wdjax.certify.domain import (
     fresh,
     is_exact,
     stretch,
+    tiny,
 )
-from wdjax.certify.ends import corners, opened, widen
+from wdjax.certify.ends import corners, fitted, opened, widen
 from wdjax.certify.linear import bilinear, bind, product
 
 Slope = Callable[[Array, Array], Array]
@@ -28,7 +31,6 @@ Slope = Callable[[Array, Array], Array]
 
 def monotone(
     slope: Slope | float = 1.0,
-    ulps: int = 16,
     exact: bool = False,
     falling: bool = False,
     origin: Callable[[JaxprEqn, Sequence[Value]], Origin] | None = None,
@@ -43,7 +45,7 @@ def monotone(
         if falling:
             lower, upper = upper, lower
         if not exact:
-            lower, upper = opened(lower, upper, lower < 0, ulps)
+            lower, upper = opened(lower, upper, lower < 0, ulps.trusted(eqn, lower.dtype))
         steepest = jnp.max(slope(*ends(args[0]))) if callable(slope) else slope
         known = None if origin is None else origin(eqn, args)
         return fresh(lower, upper, stretch(args, steepest, norm), known)
@@ -89,7 +91,8 @@ def power(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
         one, two = least, jnp.maximum(one, two)
     size = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
     steepest = jnp.max(exponent * size ** (exponent - 1)) if exponent > 0 else 0.0
-    one, two = opened(one, two, (lower < 0) & (count % 2 == 1), 16 + 2 * count)
+    wrong = ulps.trusted(eqn, lower.dtype)
+    one, two = opened(one, two, (lower < 0) & (count % 2 == 1), wrong)
     if exponent >= 0:
         return fresh(one, two, stretch(args, steepest, norm))
     inside, (one, two) = _inverse(one, two)
@@ -111,7 +114,8 @@ def real_power(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Inte
         raise ValueError("pow is certified only for exponents that do not depend on the input.")
     lower, upper = ends(base)
     one, two = lower**exponent, upper**exponent
-    least, most = opened(jnp.minimum(one, two), jnp.maximum(one, two), one < 0, 2**10)
+    wrong = ulps.trusted(eqn, lower.dtype)
+    least, most = opened(jnp.minimum(one, two), jnp.maximum(one, two), one < 0, wrong)
     valid = (lower > 0) | ((lower == 0) & (exponent >= 0))
     return fresh(
         jnp.where(valid, least, -jnp.inf),
@@ -134,7 +138,8 @@ def multiplied(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Inte
     last = [i for i in range(lower.ndim) if i not in axes]
     shape = [lower.shape[i] for i in last]
     pair = [end.transpose([*axes, *last]).reshape(-1, *shape) for end in (lower, upper)]
-    low, high = _running(*pair)[-1] if len(pair[0]) else (jnp.ones(shape, lower.dtype),) * 2
+    one = jnp.ones(shape, lower.dtype)
+    low, high = _running(eqn, *pair)[-1] if len(pair[0]) else (one, one)
     return fresh(low, high, stretch(args, jnp.inf, norm))
 
 
@@ -142,17 +147,26 @@ def multiplied_on(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> I
     """Running products along an axis."""
     axis, step = eqn.params["axis"], -1 if eqn.params["reverse"] else 1
     lower, upper = (jnp.moveaxis(end, axis, 0)[::step] for end in ends(args[0]))
-    sides = (jnp.stack(side)[::step] for side in zip(*_running(lower, upper)))
+    sides = (jnp.stack(side)[::step] for side in zip(*_running(eqn, lower, upper)))
     low, high = (jnp.moveaxis(side, 0, axis) for side in sides)
     return fresh(low, high, stretch(args, jnp.inf, norm))
 
 
-def _running(lower: Array, upper: Array) -> list[tuple[Array, Array]]:
-    """In any order: the roundings of all products, and what is lost below the smallest float."""
+def _running(eqn: JaxprEqn, lower: Array, upper: Array) -> list[tuple[Array, Array]]:
+    """In any order: the roundings of all products, and what is lost below the smallest float.
+
+    Open where the product of some of the entries may be beyond the largest.
+    """
+    declared: Any = eqn.outvars[0].aval
+    count, units = len(lower), jnp.finfo(declared.dtype).eps / jnp.finfo(lower.dtype).eps
     total, found = (jnp.ones_like(lower[0]),) * 2, []
+    peak = total[0]
     for pair in zip(lower, upper):
         total = corners(total, pair)
-        found.append(widen(*total, 4 * len(lower)))
+        peak = peak * jnp.maximum(jnp.maximum(*map(jnp.abs, pair)), 1.0)
+        low, high = widen(*total, 4 * count * float(units))
+        lost = count * tiny(declared.dtype) * peak
+        found.append(fitted(low - lost, high + lost, declared.dtype, peak))
     return found
 
 

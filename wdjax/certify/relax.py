@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from wdjax.certify.domain import Array, Linear
+from wdjax.certify import ulps
+from wdjax.certify.domain import Array, Linear, tiny
 from wdjax.certify.linear import windows
 
 
@@ -56,8 +57,8 @@ Relaxation = Callable[[JaxprEqn, Sequence[Any], Sequence[bool]], Lines | None]
 ``[B, *shape]``, another an array. None if the rule does not fit."""
 
 
-def _rounding(*sizes: Array) -> Array:
-    unit = 16 * float(jnp.finfo(sizes[0].dtype).eps)
+def _rounding(eqn: JaxprEqn, *sizes: Array) -> Array:
+    unit = ulps.trusted(eqn, sizes[0].dtype) * float(jnp.finfo(sizes[0].dtype).eps)
     total = sum(jnp.abs(size) for size in sizes)
     return jnp.asarray(unit * total + 4 * float(jnp.finfo(sizes[0].dtype).tiny))
 
@@ -76,7 +77,9 @@ def rectifier(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Line
     width = jnp.where(unstable, upper - lower, 1.0)
     slope = jnp.where(unstable, jnp.clip((upper - level) / width, 0.0, 1.0), low)
     at_lower, at_upper = level - slope * lower, upper - slope * upper
-    above = jnp.maximum(at_lower, at_upper) + _rounding(level + 0 * lower, slope * upper, upper)
+    above = jnp.maximum(at_lower, at_upper) + _rounding(
+        eqn, level + 0 * lower, slope * upper, upper
+    )
     above = jnp.where(unstable, above, below)
     if least:
         return Lines((View(place, slope, low),), -above, -below, unstable)
@@ -90,7 +93,7 @@ def product(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines 
     (lx, ux), (ly, uy) = args
     x_slope, y_slope = 0.5 * (ly + uy), 0.5 * (lx + ux)
     sizes = [jnp.maximum(jnp.abs(a), jnp.abs(b)) for a, b in args]
-    slack = _rounding(sizes[0] * sizes[1])
+    slack = _rounding(eqn, sizes[0] * sizes[1])
     low = -0.5 * (lx * ly + ux * uy) - slack
     up = -0.5 * (lx * uy + ux * ly) + slack
     return Lines((View(0, x_slope, x_slope), View(1, y_slope, y_slope)), low, up)
@@ -104,7 +107,7 @@ def power(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | 
     lower, upper = args[0]
     flip = (upper < 0) & (exponent % 2 == 1)
     ends = jnp.where(flip, -upper, lower), jnp.where(flip, -lower, upper)
-    found = _convex(lambda z: z**exponent, lambda z: exponent * z ** (exponent - 1), ends)
+    found = _convex(eqn, lambda z: z**exponent, lambda z: exponent * z ** (exponent - 1), ends)
     (view,), below, above = found[:3]
     low, up = jnp.where(flip, view.up, view.low), jnp.where(flip, view.low, view.up)
     below, above = jnp.where(flip, -above, below), jnp.where(flip, -below, above)
@@ -115,19 +118,21 @@ def power(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | 
 
 
 def convex(f: Callable[[Array], Array], slope: Callable[[Array], Array]) -> Relaxation:
-    return lambda eqn, args, moves: _convex(f, slope, args[0])
+    return lambda eqn, args, moves: _convex(eqn, f, slope, args[0])
 
 
 def concave(f: Callable[[Array], Array], slope: Callable[[Array], Array]) -> Relaxation:
     def rule(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
-        found = _convex(lambda z: -f(z), lambda z: -slope(z), args[0])
+        found = _convex(eqn, lambda z: -f(z), lambda z: -slope(z), args[0])
         ((view,), below, above) = found[:3]
         return Lines((View(0, -view.up, -view.low),), -above, -below)
 
     return rule
 
 
-def _convex(f: Callable[[Array], Array], slope: Callable[[Array], Array], ends: Ends) -> Lines:
+def _convex(
+    eqn: JaxprEqn, f: Callable[[Array], Array], slope: Callable[[Array], Array], ends: Ends
+) -> Lines:
     """The chord above, a tangent below."""
     lower, upper = ends
     middle = 0.5 * lower + 0.5 * upper
@@ -137,7 +142,7 @@ def _convex(f: Callable[[Array], Array], slope: Callable[[Array], Array], ends: 
     reach = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
     size = jnp.maximum(jnp.abs(f(lower)), jnp.abs(f(upper)))
     # A slope below the smallest float is lost.
-    slack = _rounding(size, up * reach, low * reach) + float(jnp.finfo(reach.dtype).tiny) * reach
+    slack = _rounding(eqn, size, up * reach, low * reach) + tiny(reach.dtype) * reach
     above = jnp.maximum(f(lower) - up * lower, f(upper) - up * upper) + slack
     below = f(middle) - low * middle - slack
     real = jnp.isfinite(f(lower)) & jnp.isfinite(f(upper))
@@ -169,7 +174,7 @@ def sigmoid(
             points = (lower, upper, jnp.clip(turn, lower, upper), jnp.clip(-turn, lower, upper))
             lines.append(functools.reduce(pick, [f(z) - line * z for z in points]))
         reach = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
-        slack = _rounding(jnp.ones_like(reach), low * reach, up * reach)
+        slack = _rounding(eqn, jnp.ones_like(reach), low * reach, up * reach)
         return Lines((View(0, low, up),), lines[0] - slack, lines[1] + slack)
 
     return rule
@@ -201,7 +206,8 @@ def _gap(z: Array) -> Array:
 
 
 def _where_tanh(s: Array) -> Array:
-    return jnp.arctanh(jnp.sqrt(jnp.clip(1 - s, 0.0, 1 - 1e-6)))
+    nearly = 1 - 8 * float(jnp.finfo(s.dtype).eps)  # Behind it tanh is 1 but for 4 units.
+    return jnp.arctanh(jnp.sqrt(jnp.clip(1 - s, 0.0, nearly)))
 
 
 def _rise(z: Array) -> Array:

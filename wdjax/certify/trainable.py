@@ -137,12 +137,12 @@ def trainable_bounds(
     with jax.default_matmul_precision("highest"):
         state = margins.prepare(model, ball, "interval")
         low = margins.of(state, model, ball, y, "interval")
-        if backward is not None:
+        if backward is not None and state.network.graph.outputs[0] not in state.network.exact:
             share = jnp.asarray(backward, x.dtype)
             rivals, rows = all_rivals(low, y), jnp.arange(len(y))
             contrasts = margins.contrasts(state.network, y, rivals)
             tight = crown.backward(state, contrasts, Rows(rows)).T
             near = jnp.take_along_axis(low, rivals, axis=1)
-            mixed = share * tight + (1 - share) * near
+            mixed = jnp.where(jnp.isfinite(near), share * tight + (1 - share) * near, -jnp.inf)
             low = low.at[rows[:, None], rivals].set(mixed)
     return low

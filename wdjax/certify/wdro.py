@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from wdjax import losses, norms, validate
 from wdjax.certify import lipschitz, pointwise
+from wdjax.certify.forward import TWIN, host_only
 from wdjax.certify.lipschitz import Classifier
 from wdjax.parallel import AnyArray
 
@@ -100,8 +101,7 @@ def ask(
     """Checks what is asked; ``how`` is that of :func:`margin_bounds`."""
     values_of, norm, box = of_margins(loss), norms.check_norm(how["norm"]), how["box"]
     order = validate.check_order(order)
-    if validate.traced(model, x, y, eps):
-        raise ValueError("bounds of losses are made on the host; call them outside jit and vmap.")
+    host_only("the bound of a loss", TWIN, model, x, y, eps)
     budgets = check_budgets(eps)
     if constant is not None and not constant >= 0:
         raise ValueError(f"constant must be at least 0, got {constant!r}.")
@@ -138,6 +138,10 @@ def lipschitz_constant(
 ) -> float:
     """The ``L`` of :func:`wdro_bound`: the largest margin constant of the labels present.
 
+    Of all rivals but those whose logit is, by intervals over the box, below two others by 50, such
+    as masked classes. In all of space, and where a class is less far below, it counts although it
+    may never win.
+
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``.
       x: ``[n, *shape]`` floats; only their shape matters.
@@ -148,15 +152,31 @@ def lipschitz_constant(
     Returns:
       A float.
 
+    Raises:
+      ValueError: as :func:`margin_lipschitz`, or a trace.
+
     >>> from wdjax import Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, 0.0], [0.0, 1.0]]))
     >>> round(lipschitz_constant(model, jnp.zeros((1, 2)), jnp.array([0]), norm=jnp.inf), 3)
     2.0
     """
+    twins = "certify.margin_lipschitz, or lipschitz.trainable_lipschitz for gradients"
+    host_only("lipschitz_constant", twins, model, y)
     ends = (-math.inf, math.inf) if box is None else box
     lower, upper = (jnp.full(x.shape[1:], end, x.dtype) for end in ends)
     labels = np.unique(np.asarray(y))
-    return float(jnp.max(lipschitz.margin_lipschitz(model, lower, upper, norm=norm, labels=labels)))
+    sizes = lipschitz.margin_lipschitz(model, lower, upper, norm=norm, labels=labels)
+    found = np.asarray(sizes, float)
+    low, up = (np.asarray(end, float) for end in lipschitz.logits(model, lower, upper))
+    # Below two others, of which one at least is a rival too: the margin loss never sees it, and in
+    # the gradient of the cross-entropy its weight is at most exp(-FAR).
+    hidden = np.sum(low[:, None] > up + _FAR, axis=0) >= 2
+    most = np.max(np.where(hidden, 0.0, found))
+    return float(most + math.exp(-_FAR) * np.sum(np.max(found, axis=0)[hidden]))
+
+
+_FAR = 50.0
+"""How far logits are below others everywhere that no constant has to count."""
 
 
 def certified_accuracy(radius: npt.ArrayLike, eps: npt.ArrayLike, order: float) -> Numbers:
@@ -187,8 +207,7 @@ def certified_accuracy(radius: npt.ArrayLike, eps: npt.ArrayLike, order: float) 
     >>> certified_accuracy([0.0, 1.0, 2.0, 4.0], [0.0, 0.5], 1).round(3).tolist()
     [0.75, 0.375]
     """
-    if validate.traced(radius, eps):
-        raise ValueError("certified_accuracy works on the host; call it outside jit and vmap.")
+    host_only("certified_accuracy", "the radii themselves", radius, eps)
     radii = np.sort(np.asarray(radius, float).ravel())
     if radii.size == 0 or not bool(np.all(radii >= 0)):
         raise ValueError("radius must hold at least one number, none negative or NaN.")

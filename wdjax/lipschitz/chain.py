@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr
 
 from wdjax import validate
 from wdjax.certify import linear, margins
+from wdjax.certify.forward import host_only
 from wdjax.certify.graph import Node
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.network import Network
@@ -109,7 +110,7 @@ def as_chain(model: Classifier, x: AnyArray) -> Chain:
 
     Raises:
       ValueError: a part of the program that is neither affine nor entry by entry, such as max
-        pooling or attention, or matrices of more than 2 GiB.
+        pooling or attention, floats shorter than float32, matrices of more than 2 GiB, or a trace.
 
     >>> from wdjax import Model
     >>> w = jnp.array([[1.0, -1.0], [0.0, 2.0]])
@@ -117,6 +118,8 @@ def as_chain(model: Classifier, x: AnyArray) -> Chain:
     >>> found.widths, found.weights[0].tolist()
     ((2,), [[1.0, 0.0], [-1.0, 2.0]])
     """
+    twin = "lipschitz.trainable_lipschitz, which can be traced and differentiated"
+    host_only("what makes a chain of a model", twin, model)
     with float64():
         made = _made(widened(model), jnp.zeros((1, *x.shape[1:]), jnp.float64))
         return jax.tree.map(np.asarray, made)
@@ -124,7 +127,14 @@ def as_chain(model: Classifier, x: AnyArray) -> Chain:
 
 @jax.jit
 def _made(model: Classifier, sample: jax.Array) -> Chain:
-    return of_network(margins.network(model, sample))
+    net = margins.network(model, sample)
+    dtypes = (net.graph.avals[place].dtype for node in net.graph.nodes for place in node.outputs)
+    for dtype in filter(linear.is_narrow, dtypes):
+        raise ValueError(
+            f"the model computes in {dtype.name}, which is far from the exact function that these "
+            "constants speak of; cast it to float32, or certify it by certify.margin_bounds."
+        )
+    return of_network(net)
 
 
 def of_network(net: Network) -> Chain:
