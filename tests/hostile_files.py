@@ -238,7 +238,7 @@ def bodies():
         "offset past its storage": (tensor((1,), (1,), offset=4), "reaches past"),
         "negative stride": (tensor((2,), (-1,), offset=3), "offset, size or strides"),
         "negative size": (tensor((-2, -2)), "offset, size or strides"),
-        "tensor of nothing": (tensor(held=b"N"), "without a storage"),
+        "tensor of nothing": (tensor(held=b"N"), "or no storage"),
         "one stride for two": (tensor((2, 2), (1,)), "size .2, 2. and strides .1."),
         "forty axes": (tensor((1,) * 40, (1,) * 40), "offset, size or strides"),
         "a terabyte of nothing": (tensor((1 << 50, 0, 1 << 50), (0, 0, 0)), "a tensor of size"),

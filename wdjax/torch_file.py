@@ -69,7 +69,7 @@ def read(path: str | PathLike[str]) -> Any:
     pickles that ``torch.save`` has written since 2017, and safetensors. Nothing in the file is
     executed: pickles are interpreted by :mod:`wdjax.state_pickle`, which knows containers, numbers
     and tensors, and refuses every other global by its name. Device tags such as ``cuda:0`` are
-    ignored; strides, offsets and shared storages are kept.
+    ignored; strides, offsets and shared storages are kept, conjugate and negative bits applied.
 
     Args:
       path: the checkpoint file.
@@ -285,7 +285,9 @@ class _Resolver:
     def _resolved(self, value: Any) -> tuple[Any, int]:
         """The value, and how deep it is nested."""
         if isinstance(value, Tensor):
-            return self._array(value), 0
+            if id(value) not in self._done:
+                self._done[id(value)] = self._array(value), 0
+            return self._done[id(value)]
         if isinstance(value, Scalar):
             return np.frombuffer(value.content, np.dtype(value.code).newbyteorder("<"))[0], 0
         if isinstance(value, (dict, list, tuple)):
@@ -326,7 +328,15 @@ class _Resolver:
             for n, step in zip(shape, tensor.strides)
         )
         first = (tensor.storage.start + tensor.offset) * dtype.itemsize
-        return np.ndarray(shape, dtype, self._contents[tensor.storage.key], first, steps)
+        array = np.ndarray(shape, dtype, self._contents[tensor.storage.key], first, steps)
+        for bit in tensor.bits:
+            array = np.asarray(_BITS[bit](array))
+            array.flags.writeable = False
+        return array
+
+
+_BITS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"conj": np.conj, "neg": np.negative}
+"""Both at once, in any order, are the same."""
 
 
 def _children(value: dict[Any, Any] | OrderedDict[Any, Any] | list[Any]) -> Iterable[Any]:
