@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import persist
+from wdjax import files, persist
 
 State = TypeVar("State")
 
@@ -48,7 +48,8 @@ def carry(
       report: called with the state after every turn; a true value ends the loop.
       checkpoint: a folder. If it holds a state of the same identity, the loop goes on from there.
         It is written every so often, at the end, and when Ctrl-C or SIGTERM interrupts, so that
-        nothing is lost; a signal then takes effect after the turn under way.
+        nothing is lost; a signal then takes effect after the turn under way. Until the loop ends
+        no other process or thread may go on from it.
       every: least seconds between two writings; 0 for one after every turn.
       identity: what the state belongs to, a digest of settings and data, from :func:`digest`.
       about: the settings in words, for the checkpoint's manifest and for saying what differs.
@@ -57,7 +58,8 @@ def carry(
       The last state.
 
     Raises:
-      ValueError: a checkpoint of another structure or identity, which is left alone.
+      ValueError: a checkpoint of another structure or identity, which is left alone; or one that
+        another process or thread is at work on.
       KeyboardInterrupt, SystemExit: after a signal, once the state is saved.
 
     >>> carry(0, lambda n: n + 1, lambda n: n == 3)
@@ -71,26 +73,27 @@ def carry(
         return state
     mark = np.frombuffer(identity.ljust(32, b"\0"), np.uint8)
     words = {name: described(value) for name, value in (about or {}).items()}
-    persist.check_writable(checkpoint)
-    if persist.exists(checkpoint):
-        state = _resume(checkpoint, state, mark, words)
-    saved, due = time.monotonic(), False
-    with _Signals() as signals:
-        while not finished(state) and signals.caught is None:
-            state = turn(state)
-            due = time.monotonic() - saved >= every
-            if due:
+    persist.check_writable(checkpoint, state)
+    with files.exclusive(checkpoint):
+        if persist.exists(checkpoint):
+            state = _resume(checkpoint, state, mark, words)
+        saved, due = time.monotonic(), False
+        with _Signals() as signals:
+            while not finished(state) and signals.caught is None:
+                state = turn(state)
+                due = time.monotonic() - saved >= every
+                if due:
+                    persist.save(checkpoint, (mark, state), words)
+                    saved = time.monotonic()
+                try:
+                    stop = report is not None and report(state)
+                except BaseException:
+                    persist.save(checkpoint, (mark, state), words)
+                    raise
+                if stop:
+                    break
+            if not due:
                 persist.save(checkpoint, (mark, state), words)
-                saved = time.monotonic()
-            try:
-                stop = report is not None and report(state)
-            except BaseException:
-                persist.save(checkpoint, (mark, state), words)
-                raise
-            if stop:
-                break
-        if not due:
-            persist.save(checkpoint, (mark, state), words)
     return state
 
 

@@ -51,7 +51,7 @@ _OTHERS = (
 )
 _HTML = (b"<!doctype", b"<html", b"<head", b"<?xml", b"<body")
 
-_SAFE: dict[str, np.dtype] = {
+SAFE: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -60,6 +60,7 @@ _SAFE: dict[str, np.dtype] = {
     **{f"U{8 * n}": np.dtype(f"u{n}") for n in (1, 2, 4, 8)},
     "BOOL": np.dtype(np.bool_),
 }
+"""The dtypes of safetensors files that are read."""
 
 
 def read(path: str | PathLike[str]) -> Any:
@@ -372,9 +373,9 @@ def _safetensors(file: BinaryIO, size: int) -> dict[str, np.ndarray]:
         raise BrokenError(shown(str(error))) from None
     tensors = {}
     for name, facts in found:
-        if facts["dtype"] not in _SAFE:
+        if facts["dtype"] not in SAFE:
             raise BrokenError(f"{shown(name)} has the dtype {facts['dtype']}")
-        dtype, shape = _SAFE[facts["dtype"]], tuple(facts["shape"])
+        dtype, shape = SAFE[facts["dtype"]], tuple(facts["shape"])
         if len(shape) > state_pickle.MAX_RANK:
             raise BrokenError(f"{shown(name)} has {len(shape)} axes")
         tensors[name] = np.ndarray(shape, dtype, facts["data"])
