@@ -2,8 +2,6 @@
 
 import io
 import os
-import struct
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from os import PathLike
@@ -13,7 +11,7 @@ from typing import Any, BinaryIO, TypeVar
 import ml_dtypes
 import numpy as np
 
-from wdjax import state_pickle
+from wdjax import archive, state_pickle
 from wdjax.state_pickle import (
     MAX_BYTES,
     MAX_DEPTH,
@@ -29,7 +27,6 @@ Read = TypeVar("Read")
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001
-_MAX_DIRECTORY = 1 << 22
 
 _OTHERS = (
     (
@@ -172,15 +169,8 @@ def _reader(start: bytes) -> _Reader:
 
 
 def _read_zip(file: BinaryIO, size: int) -> Any:
-    _check_directory(file, size)
-    try:
-        archive = zipfile.ZipFile(file)
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, struct.error) as error:
-        raise BrokenError(f"the zip directory at its end is broken: {error}") from None
-    with archive:
-        entries = {entry.filename: entry for entry in archive.infolist()}
-        if len(entries) != len(archive.infolist()):
-            raise BrokenError("two entries of the zip archive have one name")
+    opened, entries = archive.opened(file, size)
+    with opened:
         pickles = [name for name in entries if name.split("/")[1:] == ["data.pkl"]]
         if len(pickles) != 1:
             npz = any(name.endswith(".npy") for name in entries)
@@ -189,7 +179,7 @@ def _read_zip(file: BinaryIO, size: int) -> Any:
         root = pickles[0].removesuffix("data.pkl")
 
         def entry(name: str, limit: int) -> bytes:
-            return _entry(archive, entries.get(root + name), root + name, limit)
+            return archive.content(opened, entries, root + name, limit)
 
         if root + "byteorder" in entries and entry("byteorder", 16) != b"little":
             raise RefusedError("saved on a big-endian machine, which is not supported.")
@@ -204,42 +194,6 @@ def _read_zip(file: BinaryIO, size: int) -> Any:
                 )
             contents[key] = content
     return _Resolver(contents).resolve(value)
-
-
-def _check_directory(file: BinaryIO, size: int) -> None:
-    """The directory is read as a whole; one that is larger than any model's is not read at all."""
-    tail = min(size, (1 << 16) + 22 + 76)
-    file.seek(size - tail)
-    end = file.read(tail)
-    place = end.rfind(b"PK\x05\x06")
-    if place < 0 or len(end) < place + 22:
-        raise BrokenError("the zip directory at its end is missing")
-    (length,) = struct.unpack_from("<L", end, place + 12)
-    if place >= 76 and end[place - 76 : place - 72] == b"PK\x06\x06":  # zip64's.
-        (length,) = struct.unpack_from("<Q", end, place - 36)
-    if length > _MAX_DIRECTORY:
-        raise BrokenError(f"its zip directory claims {length} bytes")
-    file.seek(0)
-
-
-def _entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo | None, name: str, limit: int) -> bytes:
-    """The bytes of an entry, whose checksum is right."""
-    if entry is None:
-        raise BrokenError(f"the zip archive holds no {shown(name)}")
-    if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
-        raise RefusedError(
-            f"refused: the entry {shown(name)} is compressed or encrypted, which torch.save never "
-            "does; load and save the file with PyTorch."
-        )
-    if not entry.file_size == entry.compress_size <= limit:
-        raise BrokenError(
-            f"the entry {shown(name)} claims {entry.file_size} bytes, stored as "
-            f"{entry.compress_size}, of at most {limit}"
-        )
-    try:
-        return archive.read(entry)
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, OSError) as error:
-        raise BrokenError(f"{shown(name)}: {shown(str(error))}") from None
 
 
 def _read_legacy(file: BinaryIO, size: int) -> Any:
