@@ -83,6 +83,8 @@ def tampered(path, change):
     tensors, metadata = torch_file.read_safetensors(path), torch_file.read_metadata(path)
     manifest, tensors = json.loads(metadata["wdjax"]), {n: v.copy() for n, v in tensors.items()}
     change(manifest, tensors)
+    if manifest["crc32"] == json.loads(metadata["wdjax"])["crc32"]:
+        del manifest["crc32"]  # Which would tell of every other change.
     leaves = {name: persist._facts(tensor) for name, tensor in tensors.items()}
     if manifest.get("leaves") != "stale":
         manifest["leaves"] = leaves
@@ -122,6 +124,7 @@ FAULTS = [
     (architecture(normalize="2x-1"), "takes images as they are"),
     (lambda m, _: m.update(schema="else/1"), "not written by this version"),
     (lambda m, _: m["settings"].pop("architecture"), "of no model"),
+    (lambda m, _: m.update(crc32=1, leaves="stale"), "its manifest fails its checksum"),
 ]
 
 
@@ -161,6 +164,8 @@ def test_what_is_no_checkpoint(tmp_path):
     other.write_bytes(other.read_bytes()[:-3])
     with pytest.raises(ValueError, match="truncated"):
         persist.load_model(other)
+    with pytest.raises(ValueError, match="exists and is not a checkpoint"):
+        persist.save(other, {"w": jnp.ones(2)})
     with pytest.raises(ValueError, match="not a checkpoint"):
         persist.load_model(tmp_path / "absent")
     deep = {"wdjax": "[" * 100_000}
@@ -218,7 +223,7 @@ def test_a_killed_process_leaves_whole_files(tmp_path):
 def leaves():
     """One of every kind that a tree may hold, and some that no file can: name -> leaf."""
     found = {
-        "int": 5, "beyond 32 bits": 2**40, "most": 2**64 - 1, "too much": 2**70, "float": 0.1,
+        "int": 5, "beyond 32 bits": 2**40, "most": 2**63 - 1, "too much": 2**63, "float": 0.1,
         "bool": True, "complex": 1 + 2j, "word": "x", "bytes": b"x", "object": object(),
         "number of NumPy": np.float64(0.1), "masked": np.ma.masked_array([1.0, 2.0], [0, 1]),
         "not a number": np.array([np.nan, -0.0, np.inf], np.float32), "empty": np.zeros((0, 3)),

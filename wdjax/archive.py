@@ -13,6 +13,8 @@ _MAX_DIRECTORY = 1 << 22
 _MAX_RATIO = 100
 """What one byte may expand to, in an entry that expands beyond :data:`_SMALL`."""
 _SMALL = 1 << 26
+_FOLDER = 0x10
+"""The attribute of folders, in whose place PyTorch reads whatever is in memory."""
 
 _FAULTS = (
     zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError, RuntimeError, EOFError,
@@ -72,7 +74,7 @@ def content(
       RefusedError: it is encrypted, or compressed in another way.
     """
     entry = entries.get(name)
-    if entry is None:
+    if entry is None or entry.external_attr & _FOLDER:
         raise BrokenError(f"the zip archive holds no {shown(name)}")
     kinds = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED if deflated else zipfile.ZIP_STORED)
     if entry.compress_type not in kinds or entry.flag_bits & 1:

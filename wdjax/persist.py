@@ -145,9 +145,11 @@ def manifest(path: _Path) -> dict[str, Any]:
         )
     try:
         content = json.loads(text, object_pairs_hook=_once)
+        parts = content if isinstance(content, dict) else {}
+        kept = parts.pop("crc32", None)
+        crc32 = zlib.crc32(json.dumps(parts).encode())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the checkpoint {path} is damaged: its manifest is no JSON.") from error
-    parts = content if isinstance(content, dict) else {}
     whole = all(isinstance(parts.get(part), dict) for part in ("versions", "settings", "leaves"))
     if not whole or parts.get("schema") != _SCHEMA:
         raise ValueError(f"{path} was not written by this version of wdjax.persist ({_SCHEMA}).")
@@ -157,6 +159,8 @@ def manifest(path: _Path) -> dict[str, Any]:
                 f"the checkpoint {path} is damaged: its manifest describes {shown(name)} by "
                 "something else than dtype, shape and crc32."
             )
+    if kept not in (crc32, None):
+        raise ValueError(f"the checkpoint {path} is damaged: its manifest fails its checksum.")
     return parts
 
 
@@ -250,7 +254,8 @@ def _check_replaceable(path: Path) -> None:
         return
     ours = (path / _MANIFEST).exists() or (path.is_dir() and not any(path.iterdir()))
     if _is_file(path):
-        ours = "wdjax" in torch_file.read_metadata(path)
+        with contextlib.suppress(ValueError):
+            ours = "wdjax" in torch_file.read_metadata(path)
     if not ours:
         raise ValueError(f"{path} exists and is not a checkpoint; choose another path.")
 
@@ -278,6 +283,7 @@ def _manifest_text(facts: _Facts, settings: Mapping[str, Any]) -> str:
     try:
         text = json.dumps(content)
         json.loads(text, object_pairs_hook=_once)
+        text = json.dumps(content | {"crc32": zlib.crc32(text.encode())})
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"settings must be JSON: {error}.") from error
     if len(text) > MAX_BYTES:
@@ -392,6 +398,8 @@ def _named(tree: PyTree) -> dict[str, Any]:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if name in named:
             raise ValueError(f"two leaves are called {shown(name)}; rename a key that has a dot.")
+        if isinstance(leaf, int) and not -(1 << 63) <= leaf < 1 << 63:
+            raise ValueError(f"{shown(name)} is a whole number of more than 64 bits; save less.")
         masked = isinstance(leaf, np.ma.MaskedArray)  # Whose mask would be lost.
         if isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex) and not masked:
             leaf = np.asarray(leaf)
