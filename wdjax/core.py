@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from wdjax import remarks
+
 Array = jax.Array
 AnyArray = jax.Array | np.ndarray
 PyTree = Any
@@ -192,11 +194,21 @@ class Found:
     history: Info | None = None
     """``[steps, n]`` leaves on the host, where asked for. A step that was not taken counts no
     passes and repeats the last value."""
+    overlooked: AnyArray | None = None
+    """Where the attack was blind: samples that stand here, and that a second look broke."""
 
     @property
     def passes(self) -> Array:
         """Forward and backward passes: the queries of AttackBench."""
         return self.gradients + self.forwards
+
+    @property
+    def remarks(self) -> list[str]:
+        """What to know before believing these numbers: faults, zero gradients, what was overlooked.
+
+        Not inside a trace.
+        """
+        return remarks.of(remarks.spent(self))
 
 
 @jax.tree_util.register_dataclass

@@ -11,7 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from wdjax import loop, losses, norms, rounds, track, transport, validate
+from wdjax import (
+    diagnosis,
+    identity,
+    independence,
+    loop,
+    losses,
+    norms,
+    rounds,
+    track,
+    transport,
+    validate,
+)
 from wdjax.core import Array, Attack, Found, Progress, PyTree, Result, Samples, Stage, Victim
 from wdjax.track import Given
 
@@ -30,6 +41,8 @@ def search(
     index: np.ndarray | None = None,
     skip_misclassified: bool = True,
     history: bool = False,
+    diagnose: bool = True,
+    transductive: bool = False,
     batch_size: int | None = None,
     mesh: Mesh | None = None,
     callback: Callable[[Progress], Any] | None = None,
@@ -65,6 +78,11 @@ def search(
         left to gain in accuracy, and at top level no pass is spent on them. With False they are
         attacked too, for the sake of the loss.
       history: keep what every step did, ``[steps, n]``.
+      diagnose: warn at top level of what makes the result doubtful (:attr:`Found.remarks`). Where
+        more than half of the gradients are zero, or margins do not rise, look again at up to 100
+        samples that stand, by margin ascent and random search, about 60 passes each.
+      transductive: the model may look at several samples at once, so that their points are those of
+        this very batch; inside a trace only, where no batch is split.
       batch_size: samples on the device at once; by default what memory allows, but on a CPU, where
         more are not faster, 16 to 128 a device by the model's size.
       mesh: a mesh from :func:`wdjax.parallel.data_mesh`; batches are split over it.
@@ -111,13 +129,27 @@ def search(
         classes = validate.check_shapes(model, x, y, own)
         given = _given(x, jnp.asarray(y).astype(jnp.int32), eps, start, key, index)
         sound = validate.sound(attack.ball, given.x, given.y, given.eps, classes)
+        if not transductive:
+            sound &= independence.holds(victim.model, x)
         return _traced(attack, victim, given, only, skip, history, sound)
+    if transductive:
+        raise ValueError(
+            "a transductive model is searched inside jit, where its batch stays whole: wrap the "
+            "search in jax.jit, or play a game (wdjax.transductive)."
+        )
     x, y = validate.check_samples(model, x, y, attack.ball.box, own)
     eps, start = validate.check_radii(eps, len(y)), validate.check_like("start", start, x)
     given, only = _given(x, y, eps, start, key, index), validate.check_mask("only", only, len(y))
     plan, begun = rounds.begin(attack, victim, given, only, skip, history, batch_size, mesh)
-    last = _carry(plan, begun, len(y), callback, checkpoint, every)
-    return rounds.finish(plan, last, len(y), skip)
+    last = _carry(plan, begun, given, callback, checkpoint, every)
+    found = rounds.finish(plan, last, len(y), skip)
+    if not diagnose:
+        return found
+    again = functools.partial(
+        search, model=model, x=x, y=y, criterion=criterion, index=index, diagnose=False,
+        batch_size=batch_size, mesh=mesh,
+    )  # fmt: skip
+    return diagnosis.diagnose(found, attack, plan.value[: len(y)], eps, again)
 
 
 def _check_needs(attack: Attack, eps: Any, key: Any) -> None:
@@ -161,20 +193,23 @@ def _radii(eps: Any, x: Array) -> Array:
 def _carry(
     plan: rounds.Plan,
     begun: rounds.Search,
-    n: int,
+    given: Given,
     callback: Callable[[Progress], Any] | None,
     checkpoint: str | PathLike[str] | None,
     every: float,
 ) -> rounds.Search:
     """All rounds of a search, with what the loop offers."""
 
+    n, mark, (attack, victim, samples) = len(given.y), b"", plan.problem
+
     def report(search: rounds.Search) -> Any:
         return None if callback is None else callback(rounds.progress(plan, search, n))
 
-    identity, (attack, victim, samples) = b"", plan.problem
     about: dict[str, Any] = {"attack": attack, "criterion": victim.criterion, "samples": n}
     if checkpoint is not None:
-        identity = loop.digest(*map(loop.settings, plan.problem[:2]), plan.problem, begun)
+        lengths = [(stage.length, stage.cycles) for stage in attack.stages]
+        traced = track.programs(attack, victim, given)
+        mark = identity.digest(traced, lengths, plan.problem, begun)
         about["largest eps"] = None if samples.eps is None else float(jnp.max(samples.eps))
     return loop.carry(
         begun,
@@ -183,7 +218,7 @@ def _carry(
         report=report,
         checkpoint=checkpoint,
         every=every,
-        identity=identity,
+        identity=mark,
         about=about,
     )
 
@@ -275,7 +310,7 @@ def joined(one: Found, other: Found, wins: Array) -> Found:
     def choose(first: Array, second: Array) -> Array:
         return jnp.where(norms.spread(wins, first), second, first)
 
-    bare, rival = replace(one, history=None), replace(other, history=None)
+    bare, rival = (replace(found, history=None, overlooked=None) for found in (one, other))
     fault = one.fault | other.fault
     return replace(
         jax.tree.map(choose, bare, rival),

@@ -4,23 +4,19 @@ A turn is a pure function of a pytree; between turns the loop reports, stops ear
 resumes.
 """
 
-import functools
-import hashlib
-import re
 import signal
 import threading
 import time
-import types
 from collections.abc import Callable, Mapping
 from os import PathLike
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from wdjax import files, persist
+from wdjax.identity import words
 
 State = TypeVar("State")
 
@@ -51,7 +47,7 @@ def carry(
         nothing is lost; a signal then takes effect after the turn under way. Until the loop ends
         no other process or thread may go on from it.
       every: least seconds between two writings; 0 for one after every turn.
-      identity: what the state belongs to, a digest of settings and data, from :func:`digest`.
+      identity: what the state belongs to, from :func:`wdjax.identity.digest`.
       about: the settings in words, for the checkpoint's manifest and for saying what differs.
 
     Returns:
@@ -72,38 +68,39 @@ def carry(
                 break
         return state
     mark = np.frombuffer(identity.ljust(32, b"\0"), np.uint8)
-    words = {name: described(value) for name, value in (about or {}).items()}
+    settings = {name: words(value) for name, value in (about or {}).items()}
+    settings["jax"] = jax.__version__
     persist.check_writable(checkpoint, state)
     with files.exclusive(checkpoint):
         if persist.exists(checkpoint):
-            state = _resume(checkpoint, state, mark, words)
+            state = _resume(checkpoint, state, mark, settings)
         saved, due = time.monotonic(), False
         with _Signals() as signals:
             while not finished(state) and signals.caught is None:
                 state = turn(state)
                 due = time.monotonic() - saved >= every
                 if due:
-                    persist.save(checkpoint, (mark, state), words)
+                    persist.save(checkpoint, (mark, state), settings)
                     saved = time.monotonic()
                 try:
                     stop = report is not None and report(state)
                 except BaseException:
-                    persist.save(checkpoint, (mark, state), words)
+                    persist.save(checkpoint, (mark, state), settings)
                     raise
                 if stop:
                     break
             if not due:
-                persist.save(checkpoint, (mark, state), words)
+                persist.save(checkpoint, (mark, state), settings)
     return state
 
 
 def _resume(
-    checkpoint: str | PathLike[str], like: State, mark: np.ndarray, words: dict[str, str]
+    checkpoint: str | PathLike[str], like: State, mark: np.ndarray, settings: dict[str, str]
 ) -> State:
     kept = persist.manifest(checkpoint)["settings"]
     changes = [
         f"{name} was {kept[name]} and is {now}"
-        for name, now in words.items()
+        for name, now in settings.items()
         if kept.get(name, now) != now
     ]
     try:
@@ -117,60 +114,6 @@ def _resume(
             "choose another folder, or remove it to begin anew."
         )
     return state
-
-
-def described(value: Any) -> str:
-    """A setting in words that are the same in every process.
-
-    >>> described(carry), described(0.5)
-    ('<function carry>', '0.5')
-    """
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-
-
-def digest(*trees: Any) -> bytes:
-    """32 bytes that tell trees apart: structures, dtypes, shapes and every number.
-
-    >>> digest(np.ones(2)) == digest(np.ones(2)), digest(np.ones(2)) == digest(np.zeros(2))
-    (True, False)
-    """
-    known = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        array = np.asarray(leaf)
-        known.update(f"{path} {array.dtype} {array.shape}".encode())
-        known.update(array.tobytes())
-    return known.digest()
-
-
-def settings(value: Any) -> str:
-    """What a value is, in words that are the same in every process: for :func:`digest`.
-
-    Functions are told apart by their names, code and closures, objects by their fields. The numbers
-    in arrays are left to :func:`digest`.
-
-    >>> settings(lambda x: x + 1) == settings(lambda x: x + 2)
-    False
-    """
-    if isinstance(value, jax.Array | np.ndarray):
-        return f"array{value.shape}"
-    if isinstance(value, functools.partial):
-        return f"partial{settings((value.func, value.args, value.keywords))}"
-    if isinstance(value, dict):
-        return settings(sorted(value.items(), key=str))
-    if isinstance(value, tuple | list):
-        return f"({', '.join(map(settings, value))})"
-    if isinstance(value, types.CodeType):
-        return f"{value.co_name} {value.co_code.hex()} {settings(value.co_consts)}"
-    if isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        inner = settings((value.__code__, cells, value.__defaults__))
-        return f"{value.__module__}.{value.__qualname__}{inner}"
-    if isinstance(value, type) or " at 0x" not in repr(value):
-        return repr(value)
-    fields = getattr(value, "__dict__", {})
-    return f"{type(value).__qualname__}{settings(fields)}"
 
 
 class _Signals:

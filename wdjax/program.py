@@ -18,6 +18,12 @@ _UNROLLED = 10
 """Turns that are written out where a loop would be slow: as many as ten classes need."""
 
 
+@jax.jit
+def outputs(model: Callable[[Array], PyTree], x: Array) -> PyTree:
+    """The model as one program, traced once a shape for all who look at it."""
+    return model(x)
+
+
 def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
     """All equations of a jaxpr and of the jaxprs in it: calls, loops, branches, custom rules.
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import evidence
-from wdjax.core import Attack, Found
+from wdjax import evidence, remarks
+from wdjax.core import Attack
 from wdjax.evidence import ORDERS, Entry, Sandwich, ball_name
 
 SCHEMA = "wdjax.audit/1"
@@ -98,7 +98,7 @@ def _entry(entry: Entry) -> dict[str, Any]:
         "accuracy": entry.accuracy,
         "loss": entry.loss,
         "wasserstein": entry.spent,
-        **spent(entry.result),
+        **remarks.spent(entry.result),
     }
 
 
@@ -146,40 +146,6 @@ def _setting(value: Any) -> Any:
     return repr(value)
 
 
-def spent(result: Found) -> dict[str, Any]:
-    """What an attack spent and met, for JSON."""
-    faults = np.flatnonzero(result.fault)
-    gradients, zeros = (int(np.sum(count)) for count in (result.gradients, result.zeros))
-    return {
-        "gradients_per_image": float(np.mean(result.gradients)),
-        "forwards_per_image": float(np.mean(result.forwards)),
-        "zero_gradients": zeros / max(gradients, 1),
-        "faults": len(faults),
-        "first_fault": int(faults[0]) if len(faults) else None,
-    }
-
-
-VANISHED = "gradients vanish: the attacked accuracy may overstate robustness"
-"""Said of an attack of whose gradients more than half were zero in every coordinate."""
-
-
-def remarks(measured: Mapping[str, Any]) -> list[str]:
-    """What a reader must know before believing an attack's numbers, from :func:`spent`.
-
-    >>> remarks({"faults": 2, "first_fault": 7, "zero_gradients": 0.0})
-    ['2 samples met an output or a gradient that was not finite, first at index 7']
-    """
-    said = []
-    if count := measured["faults"]:
-        said.append(
-            f"{count} sample{'s' * (count > 1)} met an output or a gradient that was not finite, "
-            f"first at index {measured['first_fault']}"
-        )
-    if (share := measured["zero_gradients"]) > 0.5:
-        said.append(f"{share:.0%} zero gradients; {VANISHED}")
-    return said
-
-
 def dumps(content: Mapping[str, Any]) -> str:
     """A report as JSON without infinity and NaN, which are not in its standard."""
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
@@ -190,7 +156,7 @@ def warnings(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         (f"{entry['name']}, {entry['ball']}, eps {entry['eps']:g}", remark)
         for entry in model["attacks"]
-        for remark in remarks(entry)
+        for remark in remarks.of(entry)
     ]
 
 

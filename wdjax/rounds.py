@@ -35,8 +35,6 @@ _PATIENCE = 0.2
 but a sample that finishes in between goes on to the program's end."""
 _WORTH = 4
 """On a CPU, turns of a loop at least: it takes half as long again to compile as a step alone."""
-_LIKENESS = 0.02
-"""Share of the largest output by which a sample may differ in other company: rounding."""
 
 
 class Plan(NamedTuple):
@@ -99,9 +97,6 @@ def begin(
     blocks = np.arange(used * plan.size, dtype=np.int32).reshape(used, 1, -1)
     blocks = blocks.repeat(plan.devices, axis=1)
     parts = [_evaluate(victim, *_rows(given.x, given.y, index)) for index in blocks]
-    if n > 1 and blocks[0].size > 1:
-        copies = _evaluate(victim, *_rows(given.x, given.y, 0 * blocks[0]))
-        refuse_company(parts[0][0], copies[0], plan.size)
     out, value, fine = _whole(plan, parts)
     _refuse_faults(np.asarray(fine)[:n])
     problem = Problem(attack, victim, Samples(given.x, given.y, given.eps, out))
@@ -227,7 +222,7 @@ def _plan(problem: Problem, batch_size: int | None, mesh: Mesh | None) -> Plan:
     devices, x = (1 if mesh is None else mesh.size), problem.samples.x
     if batch_size is None:
         some = jax.ShapeDtypeStruct((SMALLEST, *x.shape[1:]), x.dtype)
-        size = fitting(_forward.trace(problem.victim, some).jaxpr)
+        size = fitting(program.outputs.trace(problem.victim.model, some).jaxpr)
     else:
         size = -(-validate.check_count("batch_size", batch_size) // devices)
     share = -(-len(x) // devices)
@@ -238,11 +233,6 @@ def _plan(problem: Problem, batch_size: int | None, mesh: Mesh | None) -> Plan:
     size = min(size, -(-even // grain) * grain)
     rows = _coarse(-(-share // size)) * size
     return Plan(problem, size, max(1, size // 4), rows, mesh, np.empty(0), ())
-
-
-@jax.jit
-def _forward(victim: Victim, x: Array) -> PyTree:
-    return victim.model(x)
 
 
 def fitting(jaxpr: ClosedJaxpr) -> int:
@@ -433,25 +423,6 @@ def _reach(problem: Problem, moving: Track, index: Array) -> tuple[Reached, Arra
 
 
 _pad = jax.jit(parallel.pad, static_argnums=1)
-
-
-def refuse_company(mixed: PyTree, copies: PyTree, size: int) -> None:
-    """Refuses a model whose output for a sample depends on the rest of its batch.
-
-    The first sample must come out beside others, ``mixed``, as in a batch of its ``copies``, of
-    which the first ``size`` count.
-    """
-    for beside, alike in zip(jax.tree.leaves(mixed), jax.tree.leaves(copies)):
-        beside, alike = np.asarray(beside)[0].astype(float), np.asarray(alike, float)[:size]
-        if not np.all(np.isfinite(beside)):
-            continue  # Refused for what it is, next.
-        gap = np.abs(alike - beside).max(initial=0.0)
-        if not gap <= _LIKENESS * max(np.abs(beside).max(initial=0.0), 1e-6):
-            raise ValueError(
-                "the model's output for a sample depends on the rest of its batch, so that no "
-                "robustness can be reported: put BatchNorm and dropout into their inference form "
-                f"(model.eval()). Sample 0 differs by {gap:g} in other company."
-            )
 
 
 def _refuse_faults(fine: np.ndarray) -> None:

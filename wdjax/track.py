@@ -4,14 +4,16 @@ Inside a trace they act on all samples at once; at top level :mod:`wdjax.rounds`
 batches of those that still have something to do.
 """
 
+import functools
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
-from wdjax import norms
+from wdjax import identity, norms
 from wdjax.core import Array, Attack, Found, Info, PyTree, Samples, Stage, Victim
 
 
@@ -178,6 +180,35 @@ def measure(
         gradients=spent[:, 0],
         forwards=spent[:, 1] + 1 + attacked,
     )
+
+
+def programs(attack: Attack, victim: Victim, given: Given) -> list[ClosedJaxpr]:
+    """Everything that a search computes of a batch, traced for two samples: what identifies it."""
+    x, y, eps, start, keys = jax.tree.map(_two, given)
+    out = jax.eval_shape(victim.model, x)
+    problem = Problem(attack, victim, Samples(x, y, eps, out))
+    track = jax.eval_shape(begin, problem, start, keys)
+    moving = jax.eval_shape(enter, attack, track)
+    chosen = jax.ShapeDtypeStruct(y.shape, bool)
+    traced = [
+        identity.program(evaluate, victim, x, y),
+        identity.program(begin, problem, start, keys),
+        identity.program(reach, problem, track),
+    ]
+    for stage in attack.stages:
+        steps = functools.partial(step, stage), victim, problem.samples, moving
+        traced.append(identity.program(*steps))
+        if stage.done is not None:
+            traced.append(identity.program(stage.done, track.state))
+        if stage.couple is not None:
+            coupled = stage.couple, problem.samples, track.state, chosen
+            traced.append(identity.program(*coupled))
+    return traced
+
+
+def _two(rows: Array) -> jax.ShapeDtypeStruct:
+    """The shape of two rows."""
+    return jax.ShapeDtypeStruct((2, *rows.shape[1:]), rows.dtype)
 
 
 def _equal(one: PyTree, other: PyTree) -> Array:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import aims, driver, loop, losses, program, validate
+from wdjax import aims, driver, identity, loop, losses, program, validate
 from wdjax.aims import Aim, Blur, Certificate, Noise, Opponent, Proof
 from wdjax.core import AnyArray, Array, Attack, PyTree
 
@@ -137,19 +137,21 @@ def train(
         epoch_key = jax.random.fold_in(key, training.epoch)
         return _epoch(recipe, aim, training, x, y, epoch_key, size)
 
-    identity = b""
+    begun, mark = start(model, optimizer, epochs), b""
     if checkpoint is not None:
-        words = attack, certificate, noise, loss, optimizer, model, order, size
-        settings = loop.settings(words)
-        identity = loop.digest(settings, aim, model, x, y, key)
+        first, trained = jnp.asarray(0), (begun.model, begun.opt_state)
+        batch = jnp.zeros((1, size), jnp.int32)
+        of_step = functools.partial(_steps, recipe)
+        traced = identity.program(of_step, aim, trained, x, y, batch, first, first, key)
+        mark = identity.digest(traced, aim, begun, x, y, key)
     return loop.carry(
-        start(model, optimizer, epochs),
+        begun,
         turn,
         lambda training: int(training.epoch) >= epochs,
         report=callback,
         checkpoint=checkpoint,
         every=0.0,
-        identity=identity,
+        identity=mark,
         about={
             "attack": attack,
             "certificate": certificate,

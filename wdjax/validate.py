@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from wdjax import independence
 from wdjax.core import AnyArray, Array, Ball, PyTree
 
 
@@ -87,8 +88,12 @@ def check_samples(
     y: AnyArray,
     box: tuple[float, float] | None = (0.0, 1.0),
     criterion: Callable[[PyTree, Array], Array] | None = None,
+    transductive: bool = False,
 ) -> tuple[Array, Array]:
-    """Checks concrete samples at the front door; returns them as JAX arrays, labels as int32."""
+    """Checks concrete samples at the front door; returns them as JAX arrays, labels as int32.
+
+    Only a ``transductive`` model may look at several samples at once.
+    """
     x, labels = jnp.asarray(x), np.asarray(y)  # NumPy keeps labels of 64 bits as they came.
     classes = check_shapes(model, x, labels, criterion)
     low, high = (float(end) for end in jax.device_get(_span(x)))
@@ -106,6 +111,8 @@ def check_samples(
         raise ValueError(
             f"labels span {smallest}..{largest}, but the model has the classes 0..{classes - 1}."
         )
+    if not transductive:
+        independence.check(model, x)
     return x, jnp.asarray(labels, jnp.int32)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from wdjax import norms, parallel, validate
+from wdjax import independence, norms, parallel, validate
 from wdjax.balls import Lp
 from wdjax.certify import branch, lipschitz, margins, region
 from wdjax.certify.lipschitz import Classifier
@@ -85,7 +85,8 @@ def margin_bounds(
         if method == "bab":
             raise ValueError('method="bab" works on the host; call it outside jit and vmap.')
         validate.check_shapes(model, x, y)
-        return _bounds(model, jnp.asarray(x), jnp.asarray(y), eps, ball, method)
+        low = _bounds(model, jnp.asarray(x), jnp.asarray(y), eps, ball, method)
+        return jnp.where(independence.holds(model, jnp.asarray(x), alike=True), low, -jnp.inf)
     x, y = validate.check_samples(model, x, y, box)
     cheap: Method = "auto" if method == "bab" else method
     bounds = functools.partial(_bounds, ball=ball, method=cheap)
@@ -182,7 +183,8 @@ def radius(
         raise ValueError('radius searches with every method but "bab"; "alpha" is the tightest.')
     if validate.traced(model, x, y):
         validate.check_shapes(model, x, y)
-        return _search(model, jnp.asarray(x), jnp.asarray(y), ball, steps, method)
+        found = _search(model, jnp.asarray(x), jnp.asarray(y), ball, steps, method)
+        return jnp.where(independence.holds(model, jnp.asarray(x), alike=True), found, 0.0)
     x, y = validate.check_samples(model, x, y, box)
     search = functools.partial(_search, ball=ball, steps=steps, method=method)
     return _in_batches(search, model, (x, y), batch_size)

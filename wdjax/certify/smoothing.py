@@ -16,12 +16,15 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from wdjax import loop, rounds, validate
+from wdjax import identity, loop, program, rounds, validate
 from wdjax.certify import binomial, protocol, votes
 from wdjax.certify.grid import Noise
 from wdjax.certify.protocol import ABSTAIN, SmoothedCertificate, Test
 from wdjax.certify.region import Box
 from wdjax.core import AnyArray, Array, Model, Progress
+
+_PROBABILITIES = np.array([0.51, 0.6, 0.9, 0.999])
+"""At which the radii of a noise are part of what a checkpoint belongs to."""
 
 
 def certify(
@@ -108,7 +111,11 @@ def certify(
     error = noise.error(x)
     asked = _ask(model, noise, x, index, key, batch_size, mesh)
     work = protocol.Work(asked, plan, np.asarray(y), error)
-    settings = np.array([n0, n, alpha, protocol.TESTS.index(plan.test), *plan.levels, *(box or ())])
+    mark = b""
+    if checkpoint is not None:
+        settings = [n0, n, alpha, protocol.TESTS.index(plan.test), *(box or ())]
+        said = plan.levels, plan.radius(_PROBABILITIES), error, np.array(settings)
+        mark = identity.digest(votes.programs(asked), noise, model, x, y, key, asked.places, said)
     names = type(noise).__name__, plan.test
     state = loop.carry(
         work.begin(),
@@ -117,9 +124,7 @@ def certify(
         report=None if callback is None else lambda state: callback(work.progress(state)),
         checkpoint=checkpoint,
         every=every,
-        identity=b""
-        if checkpoint is None
-        else loop.digest(loop.settings(noise), noise, model, x, y, key, asked.places, settings),
+        identity=mark,
         about={"noise": names[0], "test": names[1], "n0": n0, "n": n, "alpha": alpha, "eps": eps},
     )
     return work.result(state)
@@ -300,18 +305,12 @@ def _ask(
     batch_size: int | None,
     mesh: Mesh | None,
 ) -> votes.Poll:
-    """Puts the question, once it is clear that samples are treated alone."""
+    """Puts the question."""
     if batch_size is None:
         some = jax.ShapeDtypeStruct((rounds.SMALLEST, *x.shape[1:]), x.dtype)
         devices = 1 if mesh is None else mesh.size
         # Four times what a search takes, since no gradient has to be kept.
-        batch_size = 4 * devices * rounds.fitting(jax.jit(_call).trace(model, some).jaxpr)
+        batch_size = 4 * devices * rounds.fitting(program.outputs.trace(model, some).jaxpr)
     size = validate.check_count("batch_size", batch_size)
     classes = int(jax.eval_shape(model, x[:1]).shape[-1])
-    asked = votes.poll(model, noise, x, index, key, classes, size, mesh)
-    votes.check_company(asked)
-    return asked
-
-
-def _call(model: Callable[[Array], Array], x: Array) -> Array:
-    return model(x)
+    return votes.poll(model, noise, x, index, key, classes, size, mesh)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import loop, validate
+from wdjax import identity, loop, validate
 from wdjax.certify import pointwise
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.margins import METHODS, Method
@@ -112,13 +112,17 @@ def verify(
 
     (_, classes), n = jax.eval_shape(model, x[:1]).shape, len(y)
     begun: dict[str, Any] = {"low": np.full((n, classes), -np.inf), "radius": np.zeros(n)}
+    mark = b""
+    if checkpoint is not None:
+        traced = identity.program(lambda model, x: model(x), model, x[:1])
+        mark = identity.digest(traced, model, x, y, np.array(settings, float))
     state = loop.carry(
         {"turn": 0, **begun},
         turn,
         lambda s: int(s["turn"]) >= len(pieces),
         report=None if callback is None else lambda s: callback(progress(s)),
         checkpoint=checkpoint,
-        identity=b"" if checkpoint is None else loop.digest(model, x, y, np.array(settings, float)),
+        identity=mark,
         about={"norm": norm, "eps": eps, "box": box, "method": method, "steps": steps},
     )
     labels = [np.argmax(model(x[these]), axis=-1) for these in pieces]

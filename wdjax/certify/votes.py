@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
-from wdjax import parallel, rounds
+from wdjax import identity, parallel
 from wdjax.certify.grid import Noise, quantized, scale_of_each
 from wdjax.core import Array
 from wdjax.precision import float64
@@ -88,15 +89,13 @@ def count(asked: Poll, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     return total.reshape(len(asked.x), width)
 
 
-def check_company(asked: Poll) -> None:
-    """Refuses a model whose output for a noisy sample depends on the rest of its batch."""
-    first = np.zeros(asked.size, np.int64)
-    places = np.arange(asked.size)
-    mixed = _draw(asked, np.stack([places % len(asked.x), places]).astype(np.int32))
-    alike = _draw(asked, np.stack([first, first]).astype(np.int32))
-    if asked.size > 1:
-        (_, beside), (_, alone) = _vote(asked.model, mixed), _vote(asked.model, alike)
-        rounds.refuse_company(beside, alone, asked.size)
+def programs(asked: Poll) -> list[ClosedJaxpr]:
+    """The traced programs of a vote: of its noise and of the model on a noisy sample."""
+    fixed = asked.key, asked.x, asked.scales, asked.places
+    noisy = functools.partial(_noisy, asked.noise, asked.noise.step, fixed)
+    with float64():
+        drawn = identity.program(noisy, *np.zeros((2, 1), np.int32))
+    return [drawn, identity.program(_vote, asked.model, asked.x[:1])]
 
 
 def uniforms(asked: Poll, number: int) -> np.ndarray:

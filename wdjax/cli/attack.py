@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from wdjax import audit, driver, ensembles, files, norms, plots, report, transport
+from wdjax import audit, driver, ensembles, files, norms, plots, remarks, transport
 from wdjax.balls import Lp
 from wdjax.cli import options, subject
 from wdjax.cli.console import Console
@@ -175,7 +175,7 @@ def _attack(
     measured = spending | _measured(result, x, y, ball.norm, order) | lost | seconds
     clean, left = float(np.mean(result.correct)), measured["robust_accuracy"]
     console.say(f"{label}: {clean:.4f} clean, {left:.4f} attacked")
-    for remark in report.remarks(measured):
+    for remark in remarks.of(measured):
         console.warn(f"  CAREFUL, {label}: {remark}")
     return result, measured
 
@@ -218,7 +218,7 @@ def _measured(
         "robust_accuracy": audit.accuracy(result),
         "max_cost": float(np.max(np.where(result.weight > 0, result.cost, 0.0))),
         "transport_cost": distribution.coupling_cost(norm, order),
-        **report.spent(result),
+        **remarks.spent(result),
     }
 
 

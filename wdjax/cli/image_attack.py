@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from wdjax import driver, files, image, report
+from wdjax import driver, files, image, remarks, report
 from wdjax.cli import options, process, subject
 from wdjax.cli.console import Console
 from wdjax.core import Found, Model
@@ -95,9 +95,9 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         results[k] = jax.device_get(found)
         row = {"k": k, "eps": k / pixels, **_measured(results[k], x, k / pixels, ball.high)}
         row |= {"seconds_per_image": seconds, "compile_seconds": compiled}
-        measured.append(row | report.spent(results[k]))
+        measured.append(row | remarks.spent(results[k]))
         console.say(f"k {k:g}: {row['robust_accuracy']:.2f} % robust")
-        for remark in report.remarks(measured[-1]):
+        for remark in remarks.of(measured[-1]):
             console.warn(f"  CAREFUL, k {k:g}: {remark}")
     assert found is not None
     content = _content(parsed, len(y), float(100 * np.mean(found.correct)), measured)

@@ -86,20 +86,17 @@ def poll(
     batch_size: int | None = None,
     mesh: Mesh | None = None,
 ) -> Poll:
-    """Checks what is asked, that the model treats samples alone, and puts it on every device."""
+    """Checks what is asked and puts it on every device."""
     check_key(key)
     validate.check_number("eps", perturbation.eps)
     some = jax.ShapeDtypeStruct((rounds.SMALLEST, *x.shape[1:]), x.dtype)
-    passed = _logits.trace(model, some).jaxpr
+    passed = program.outputs.trace(model, some).jaxpr
     if batch_size is None:
         batch_size = 8 * rounds.fitting(passed) * (1 if mesh is None else mesh.size)
     size = validate.check_count("batch_size", batch_size)
     places = jnp.arange(len(x)) if index is None else jnp.asarray(index)
     if places.shape != (len(x),):
         raise ValueError(f"index must be [{len(x)}], one number a sample, got {places.shape}.")
-    first = np.asarray(x[:2])
-    mixed, copies = np.resize(first, (2, *x.shape[1:])), np.repeat(first[:1], 2, axis=0)
-    rounds.refuse_company(_logits(model, mixed), _logits(model, copies), 2)
     rows = parallel.padded_size(max(1, size // TURN), mesh)
     fixed = parallel.replicate((model, perturbation, x, y, places, key), mesh)
     return Poll(*fixed, rows, program.loops_well(passed), mesh)
@@ -128,16 +125,9 @@ def count(asked: Poll, rows: npt.NDArray[np.int64], first: int, draws: int) -> T
     return Tally(*whole.astype(np.int64))
 
 
-def _call(model: Classifier, x: Array) -> Array:
-    return model(x)
-
-
-_logits = jax.jit(_call)
-
-
 def outputs(function: Classifier, x: Array) -> Array:
     """What a function of samples returns, so many at a time, so that memory does not grow."""
-    parts = [_logits(function, x[i : i + _ROWS]) for i in range(0, len(x), _ROWS)]
+    parts = [program.outputs(function, x[i : i + _ROWS]) for i in range(0, len(x), _ROWS)]
     return jnp.concatenate(parts)
 
 

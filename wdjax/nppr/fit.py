@@ -1,5 +1,6 @@
 r"""Fitting the worst distribution of a family: the objective, a step, and the loop around it."""
 
+import functools
 from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import loop, losses, models, program, validate
+from wdjax import identity, loop, losses, models, program, validate
 from wdjax.balls import Lp
 from wdjax.core import AnyArray, Array
 from wdjax.nppr import objective
@@ -254,9 +255,11 @@ def _carry(
             )
         return state
 
-    identity = b""
+    mark = b""
     if checkpoint is not None:
-        identity = loop.digest(loop.settings((plan, data.schedule, data.model)), data, stacked)
+        of_steps = functools.partial(objective.advance, plan)
+        traced = identity.program(of_steps, data, stacked, 0, 1)
+        mark = identity.digest(traced, data, stacked)
     return loop.carry(
         stacked,
         turn,
@@ -264,6 +267,6 @@ def _carry(
         report=callback,
         checkpoint=checkpoint,
         every=every,
-        identity=identity,
+        identity=mark,
         about={"family": plan.family, "ball": plan.ball, "steps": steps},
     )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from wdjax import loop, losses, models, program, training, validate
+from wdjax import identity, loop, losses, models, program, training, validate
 from wdjax.balls import Lp
 from wdjax.core import AnyArray, Array, Model, PyTree
 from wdjax.nppr import objective
@@ -134,7 +134,10 @@ def train(
     recipe = Recipe(objective.Plan(family, ball, loops), seen, optimizer, draws)
     begin_key, own_key = jax.random.split(key)
     given = Given(schedule, x, y, own_key, jnp.asarray(weight, jnp.float32))
-    begun = _begin(recipe, model, given, begin_key, radius)
+    begun, mark = _begin(recipe, model, given, begin_key, radius), b""
+    if checkpoint is not None:
+        traced = identity.program(functools.partial(_steps, recipe), given, begun, 0, 1)
+        mark = identity.digest(traced, given, begun)
     last = loop.carry(
         begun,
         functools.partial(_turn, recipe, given),
@@ -142,9 +145,7 @@ def train(
         report=callback,
         checkpoint=checkpoint,
         every=every,
-        identity=b""
-        if checkpoint is None
-        else loop.digest(loop.settings((recipe, schedule, model)), given, begun),
+        identity=mark,
         about={"family": family, "ball": ball, "eps": eps, "weight": weight, "epochs": epochs,
                "draws": draws},
     )  # fmt: skip

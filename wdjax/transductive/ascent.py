@@ -169,6 +169,7 @@ def _climb(asked: _Question, aim: Array, start: Array, key: Array) -> Moved:
             start=moved.x_adv,
             index=asked.places,  # type: ignore[arg-type]
             skip_misclassified=False,
+            transductive=True,
         )
         gradients = moved.gradients + found.gradients
         return Moved(found.x_adv, found.margin, moved.fault | found.fault, gradients)

@@ -137,7 +137,7 @@ def play(
         )
     ball = attack.inner.ball
     static = Model(_static, {"defense": defense, "memory": memory})
-    x, y = validate.check_samples(static, x, y, ball.box)
+    x, y = validate.check_samples(static, x, y, ball.box, transductive=True)
     radius = jnp.asarray(validate.check_number("eps", eps), x.dtype)
     size, index = _arrange(np.asarray(y), size, order, pool)
     attacker, defender = jax.random.split(key)
@@ -157,6 +157,7 @@ def play(
         float(validate.check_number("rejections", rejections)),
     )
     begun = turns.begin(table)
+    mark = b"" if checkpoint is None else turns.identity_of(table, begun)
     last = loop.carry(
         begun,
         functools.partial(turns.turn, table),
@@ -164,7 +165,7 @@ def play(
         report=callback,
         checkpoint=checkpoint,
         every=every,
-        identity=b"" if checkpoint is None else _identity(table),
+        identity=mark,
         about={"defense": type(defense).__name__, "attack": attack, "samples": len(index),
                "eps": float(eps), "leak": leak, "order": order, "draws": draws},
     )  # fmt: skip
@@ -205,11 +206,6 @@ def _arrange(
         )
     parts = [part[np.argsort(y[part], kind="stable")] for part in np.split(index, n // count)]
     return size, np.concatenate(parts)
-
-
-def _identity(table: Table) -> bytes:
-    words = table.defense, table.attack, table.draws, table.leak, table.company, table.budget
-    return loop.digest(loop.settings(words), table)
 
 
 def _static(params: dict[str, Any], x: Array) -> Array:

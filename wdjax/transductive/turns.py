@@ -1,5 +1,6 @@
 """The turns of a game: an iteration of the attacker, or the referee's end of a round."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import losses, norms
+from wdjax import identity, losses, norms
 from wdjax.core import Array, PyTree
 from wdjax.track import finite
 from wdjax.transductive import bank as banks
@@ -305,6 +306,34 @@ def _perturb(
     wins = later & (value > moved.value)
     x_adv = jnp.where(norms.spread(wins, x), first, moved.x_adv)
     return moved._replace(x_adv=x_adv, value=jnp.where(wins, value, moved.value))
+
+
+def identity_of(table: Table, begun: State) -> bytes:
+    """What a checkpoint of the game belongs to: the programs of a round, words and numbers."""
+    defense, memory, attack = table.defense, table.memory, table.attack
+    x, y = table.x[0], table.y[0]
+    key, state, given = table.defender, begun.true, _company(table, x, x)
+    own, (adapted, after) = (
+        np.arange(len(y)),
+        jax.eval_shape(_adapt, defense, key, memory, state, x),
+    )
+    loss, judge = attack.loss, attack.judge or attack.loss
+    traced = [
+        identity.program(lambda *these: _base(*these, len(y)), defense, memory, state),
+        identity.program(_adapt, defense, key, memory, state, given),
+        identity.program(_between, defense, key, memory, after),
+        identity.program(
+            _perturb, attack, defense, memory, begun.bank, x, y, x, table.eps, key, own, own > 0
+        ),
+        *(
+            identity.program(functools.partial(_facts, one), defense, memory, adapted, x, y)
+            for one in (loss, judge)
+        ),
+    ]
+    settings = [getattr(attack, one.name) for one in dataclasses.fields(attack)]
+    settings = [value for value in settings if isinstance(value, str | int | float)]
+    kind = defense.per_sample, defense.uses_inputs, defense.rejects
+    return identity.digest(traced, settings, kind, table, begun)
 
 
 def _seen(table: Table, adapted: PyTree, x: Array, y: Array) -> Facts:

@@ -1,0 +1,117 @@
+"""What a search may have missed is said, with the number that a second look leaves."""
+
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import wdjax
+from wdjax import Lp, attacks, losses, remarks
+from wdjax.diagnosis import RobustnessWarning
+
+RNG = np.random.default_rng(0)
+W = jnp.asarray(RNG.normal(size=(6, 3)), jnp.float32)
+X = jnp.asarray(RNG.uniform(0.2, 0.8, (12, 6)), jnp.float32)
+Y = jnp.argmax(X @ W, axis=1)
+
+
+def _model(change):
+    return wdjax.Model(lambda w, x: change(x, w), W)
+
+
+PLAIN = _model(lambda x, w: x @ w)
+BLIND = {
+    "large logits": _model(lambda x, w: 1e5 * (x @ w)),
+    "rounded input": _model(lambda x, w: (jnp.round(x * 7) / 7) @ w),
+    "softmax of large logits": _model(lambda x, w: jax.nn.softmax(1e5 * (x @ w))),
+    "steps": _model(lambda x, w: jnp.floor(5 * (x @ w))),
+}
+
+
+@pytest.mark.parametrize("name", BLIND)
+def test_vanishing_gradients_get_a_second_look(name):
+    attack = attacks.PGD(steps=4)
+    with pytest.warns(RobustnessWarning, match="second look") as seen:
+        result = wdjax.run(attack, BLIND[name], X, Y, eps=0.2)
+    assert Path(seen[0].filename) == Path(__file__)
+    assert len(seen) == 1
+    overlooked = np.asarray(result.overlooked)
+    assert overlooked.any()
+    assert not (overlooked & np.asarray(result.success | ~result.correct)).any()
+    standing = np.asarray(result.correct & ~result.success)
+    for number in (standing.mean(), (standing & ~overlooked).mean()):
+        assert f"{number:.3g}" in result.remarks[-1]
+    # The result itself is the attack's own.
+    alone = wdjax.run(attack, BLIND[name], X, Y, eps=0.2, diagnose=False)
+    assert alone.overlooked is None
+    np.testing.assert_array_equal(alone.x_adv, result.x_adv)
+
+
+def test_what_was_overlooked_can_be_flipped():
+    """A linear model: who can be flipped within the ball is known."""
+    with pytest.warns(RobustnessWarning):
+        result = wdjax.run(attacks.PGD(steps=4), BLIND["large logits"], X, Y, eps=0.05)
+    margins = np.asarray(X @ W)
+    own = np.take_along_axis(margins, np.asarray(Y)[:, None], axis=1)
+    reach = 0.05 * np.abs(np.asarray(W)[:, None, :] - np.asarray(W)[:, :, None]).sum(axis=0)
+    flippable = (margins - own + reach[np.asarray(Y)] > 0) & (
+        np.arange(3) != np.asarray(Y)[:, None]
+    )
+    assert not (np.asarray(result.overlooked) & ~flippable.any(axis=1)).any()
+
+
+def test_a_loss_that_says_nothing_of_the_margin_is_seen():
+    attack = attacks.PGD(steps=4, loss=lambda out, y: -losses.cross_entropy(out, y))
+    with pytest.warns(RobustnessWarning, match="second look"):
+        result = wdjax.run(attack, PLAIN, X, Y, eps=0.2)
+    assert result.overlooked.any()
+
+
+def test_minimum_norm_attacks_are_looked_at_again_in_the_whole_box():
+    with pytest.warns(RobustnessWarning, match="second look"):
+        found = wdjax.search(attacks.FMN(steps=4), BLIND["rounded input"], X, Y)
+    assert found.overlooked.any()
+
+
+@pytest.mark.parametrize("attack", [attacks.PGD(steps=4), attacks.FMN(steps=8), attacks.WDA()])
+def test_nothing_is_said_of_a_plain_search(attack):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = wdjax.run(attack, PLAIN, X, Y, eps=0.1)
+    assert result.remarks == []
+
+
+def test_faults_are_said():
+    def apply(w, x):
+        far = jnp.abs(x - X[0]).max(axis=1, keepdims=True) > 0.03
+        return jnp.where(far, jnp.nan, x @ w)
+
+    with pytest.warns(RobustnessWarning, match="not finite"):
+        wdjax.run(attacks.PGD(steps=3), wdjax.Model(apply, W), X[:1], Y[:1], eps=0.2)
+
+
+def test_no_radius_no_box_no_probe():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        none = wdjax.run(attacks.PGD(steps=2), BLIND["steps"], X, Y, eps=0.0)
+        boundless = wdjax.search(attacks.FMN(Lp(box=None), steps=2), BLIND["steps"], X, Y)
+    assert none.overlooked is None
+    assert boundless.overlooked is None
+    assert "zero gradients" in none.remarks[0]
+
+
+def test_remarks_are_in_the_report():
+    with pytest.warns(RobustnessWarning):
+        result = wdjax.run(attacks.PGD(steps=4), BLIND["large logits"], X, Y, eps=0.2)
+    measured = remarks.spent(result)
+    assert measured["standing"] > measured["standing_at_second_look"]
+    assert remarks.of(measured) == result.remarks
+
+
+def test_inside_a_trace_nothing_is_said():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jit(lambda x: wdjax.run(attacks.PGD(steps=2), BLIND["steps"], x, Y, eps=0.1))(X)

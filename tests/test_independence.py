@@ -1,0 +1,246 @@
+"""Models that mix samples are refused everywhere; models that do not are let in."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import wdjax
+from wdjax import attacks, batch_axis, certify, independence, nppr, training
+from wdjax.certify import noise, smoothing
+
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.uniform(0.1, 0.9, (6, 4, 4, 2)), jnp.float32)
+Y = jnp.zeros(6, jnp.int32)
+W = jnp.asarray(RNG.normal(size=(32, 8)), jnp.float32)
+V = jnp.asarray(RNG.normal(size=(8, 3)), jnp.float32)
+
+
+def _net(hidden):
+    """A perceptron whose hidden layer goes through a function."""
+
+    def apply(params, x):
+        return hidden(x.reshape(len(x), -1) @ params["w"]) @ params["v"]
+
+    return wdjax.Model(apply, {"w": W, "v": V})
+
+
+def _position(h):
+    return h + 1e-2 * jnp.arange(len(h), dtype=h.dtype)[:, None]
+
+
+def _dropout(h):
+    return h * jax.random.bernoulli(jax.random.key(1), 0.5, h.shape)
+
+
+def _until_all(h):
+    """A fixed point that is iterated until the whole batch has come near it."""
+
+    def step(z):
+        return 0.9 * jnp.tanh(z) + h
+
+    def going(pair):
+        return jnp.max(jnp.abs(pair[0] - pair[1])) > 1e-2
+
+    return jax.lax.while_loop(going, lambda pair: (step(pair[0]), pair[0]), (step(h), h))[0]
+
+
+def _sorted_mean(h):
+    return h - jnp.sort(h, axis=0)[len(h) // 2]
+
+
+@jax.custom_jvp
+def _centred(h):
+    return h - h.mean(0)
+
+
+_centred.defjvp(lambda primals, tangents: (_centred(*primals), tangents[0]))
+
+MIXING = {
+    "batch normalisation": lambda h: (h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5),
+    "mean of the batch": lambda h: jax.nn.relu(h - h.mean(0)),
+    "weakly": lambda h: h - 1e-4 * h.mean(0),
+    "largest of the batch": lambda h: h / jnp.abs(h).max(),
+    "neighbour": lambda h: h + 1e-3 * jnp.roll(h, 1, axis=0),
+    "attention over samples": lambda h: jax.nn.softmax(h @ h.T) @ h,
+    "first sample": lambda h: h - 1e-2 * h[:1],
+    "median": _sorted_mean,
+    "cumulated": lambda h: h + 1e-3 * jnp.cumsum(h, axis=0),
+    "iterated until all have converged": _until_all,
+    "place": _position,
+    "dropout": _dropout,
+    "hidden behind a barrier": lambda h: jax.lax.optimization_barrier(h - h.mean(0)),
+    "in a loop": lambda h: jax.lax.fori_loop(0, 3, lambda _, z: z - 0.1 * z.mean(0), h),
+    "in a branch": lambda h: jax.lax.cond(jnp.sum(W) < 1e9, lambda z: z - z.mean(0), jnp.sin, h),
+    "in a branch that the batch chooses": lambda h: jax.lax.cond(
+        jnp.sin(40 * h[0, 0]) > 0, jnp.sin, jnp.cos, h
+    ),
+    "in a custom derivative": _centred,
+}
+FREE = {
+    "relu": jax.nn.relu,
+    "layer normalisation": lambda h: (h - h.mean(1, keepdims=True)) / h.std(1, keepdims=True),
+    "softmax": lambda h: jax.nn.softmax(h, axis=-1),
+    "vmap": jax.vmap(lambda row: jnp.convolve(row, jnp.ones(3), mode="same")),
+    "sorted entries": lambda h: jnp.sort(h, axis=1),
+    "largest entries": lambda h: jnp.where(h >= jax.lax.top_k(h, 3)[0][:, -1:], h, 0),
+    "entries chosen by each sample": lambda h: jnp.take_along_axis(h, jnp.argsort(h, axis=1), 1),
+    "merged and split": lambda h: jnp.tanh(h.reshape(-1, 2)).reshape(len(h), 8),
+    "channels": lambda h: jnp.stack(jnp.split(h, 4, axis=1), axis=1).sum(2).repeat(2, axis=1),
+    "recurrence": lambda h: (
+        jax.lax.scan(lambda s, column: (jnp.tanh(s + column), s), jnp.zeros(len(h)), h.T)[1].T
+    ),
+    "loop": lambda h: jax.lax.fori_loop(0, 3, lambda _, z: jnp.tanh(z), h),
+    "rematerialised": jax.checkpoint(jnp.tanh),
+    "padded": lambda h: jnp.pad(h, ((0, 0), (1, 1)))[:, 1:-1],
+    "table": lambda h: jnp.linspace(0, 1, 8)[jnp.argmax(h, axis=1)][:, None] * h,
+}
+# No rule follows these, and yet samples do not meet: they are tried.
+UNPROVED = {
+    "reversed twice": lambda h: h[::-1][::-1],
+    "one by one": lambda h: jax.lax.map(jnp.tanh, h),
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", MIXING)
+def test_samples_that_meet_are_refused(name):
+    with pytest.raises(ValueError, match=r"depends on the rest of its batch"):
+        independence.check(_net(MIXING[name]), X)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", MIXING)
+def test_a_single_sample_shows_it_too(name):
+    with pytest.raises(ValueError, match=r"depends on the rest of its batch"):
+        independence.check(_net(MIXING[name]), X[:1])
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", FREE)
+def test_samples_that_do_not_meet_are_proved_to(name):
+    model = _net(FREE[name])
+    assert independence.proof(model, X.shape[1:], X.dtype) == batch_axis.Proof(True, True)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", [*FREE, *UNPROVED])
+def test_samples_that_do_not_meet_pass(name):
+    model = _net({**FREE, **UNPROVED}[name])
+    independence.check(model, X)
+    # The trial finds nothing either, whatever the proof says.
+    independence._try(model, np.asarray(X), batch_axis.Proof(False, False))
+
+
+@pytest.mark.fast
+def test_dead_classes_do_not_hide_company():
+    for dead in (-1e4, -1e9):
+
+        def apply(params, x, dead=dead):
+            h = x.reshape(len(x), -1) @ params
+            return jnp.concatenate([h - 1e-3 * h.mean(0), jnp.full((len(x), 40), dead)], axis=1)
+
+        with pytest.raises(ValueError, match="in other company"):
+            independence.check(wdjax.Model(apply, W), X)
+
+
+@pytest.mark.fast
+def test_convolutions_and_windows_are_proved():
+    def apply(kernel, x):
+        dims = ("NHWC", "HWIO", "NHWC")
+        h = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=dims)
+        h = jax.lax.reduce_window(h, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        return jnp.einsum("nhwc,hwk->nk", h, jnp.ones((2, 2, 3)))
+
+    model = wdjax.Model(apply, jnp.ones((3, 3, 2, 4)))
+    assert independence.proof(model, X.shape[1:], X.dtype).alike
+
+    def across(kernel, x):  # A window over samples.
+        h = jax.lax.reduce_window(x, 0.0, jax.lax.add, (3, 1, 1, 1), (1, 1, 1, 1), "SAME")
+        return apply(kernel, h)
+
+    with pytest.raises(ValueError, match="in other company"):
+        independence.check(wdjax.Model(across, jnp.ones((3, 3, 2, 4))), X)
+
+
+def _dependence(model, n):
+    """Which samples each output depends on, by the derivative at random points."""
+    x = jnp.asarray(RNG.normal(size=(n, *X.shape[1:])), jnp.float32)
+    jacobian = jax.jacobian(model)(x)
+    return np.abs(np.asarray(jacobian)).sum(axis=(1, 3, 4, 5)) > 0
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", [*FREE, *MIXING])
+def test_what_is_proved_has_a_diagonal_jacobian(name):
+    if name == "iterated until all have converged":
+        pytest.skip("JAX has no reverse mode for loops of unknown length")
+    model = _net({**FREE, **MIXING}[name])
+    if independence.proof(model, X.shape[1:], X.dtype).alone:
+        assert not np.any(_dependence(model, 5) & ~np.eye(5, dtype=bool))
+
+
+@pytest.mark.fast
+def test_inside_a_trace_nothing_looks_robust():
+    model = _net(MIXING["mean of the batch"])
+
+    @jax.jit
+    def search(x):
+        return wdjax.search(attacks.PGD(steps=2), model, x, Y, eps=0.1)
+
+    found = search(X)
+    assert bool(jnp.all(jnp.isnan(found.margin)))
+    assert not bool(jnp.any(found.correct))
+    free = _net(UNPROVED["one by one"])
+    traced = jax.jit(lambda x: wdjax.search(attacks.PGD(steps=2), free, x, Y, eps=0.1))(X)
+    assert bool(jnp.all(jnp.isfinite(traced.margin)))
+
+
+HOW = {"norm": jnp.inf}
+FAMILY = nppr.Family(mode="independent", components=2, upsample="none")
+PUBLIC = {
+    "search": lambda m: wdjax.search(attacks.PGD(steps=2), m, X, Y, eps=0.1),
+    "run": lambda m: wdjax.run(attacks.WDA(steps=4, probe=2), m, X, Y, eps=0.1),
+    "margin_bounds": lambda m: certify.margin_bounds(m, X, Y, eps=0.1, **HOW),
+    "certified": lambda m: certify.certified(m, X, Y, eps=0.1, **HOW),
+    "radius": lambda m: certify.radius(m, X, Y, **HOW),
+    "verify": lambda m: certify.verify(m, X, Y, eps=0.1, **HOW),
+    "wdro_bound": lambda m: certify.wdro_bound(m, X, Y, eps=0.1, order=1, **HOW),
+    "growth_bound": lambda m: certify.growth_bound(m, X, Y, eps=0.1, order=1, **HOW),
+    "smoothing": lambda m: smoothing.certify(m, X, Y, noise=noise.Gaussian(0.2), key=KEY, n=10),
+    "tally": lambda m: smoothing.tally(m, X, noise=noise.Gaussian(0.2), key=KEY, n=10),
+    "estimate": lambda m: nppr.estimate(m, nppr.noise.Uniform(0.1), X, Y, key=KEY, draws=10),
+    "probabilistic_accuracy": lambda m: nppr.probabilistic_accuracy(
+        m, nppr.noise.Uniform(0.1), X, Y, key=KEY
+    ),
+    "importance": lambda m: nppr.importance(m, nppr.noise.Uniform(0.1), X[0], Y[0], key=KEY),
+    "splitting": lambda m: nppr.splitting(m, nppr.noise.Uniform(0.1), X[0], Y[0], key=KEY),
+    "fit": lambda m: nppr.fit(m, X, Y, eps=0.1, key=KEY, family=FAMILY),
+    "nppr.train": lambda m: nppr.train(m, X, Y, eps=0.1, key=KEY, family=FAMILY),
+    "train": lambda m: training.train(m, X, Y, key=KEY, epochs=1),
+    "certified training": lambda m: training.train(
+        m, X, Y, key=KEY, epochs=1, certificate=certify.CertifiedTraining(), eps=0.1
+    ),
+    "lipschitz.verify": lambda m: wdjax.lipschitz.verify(m, X, Y, eps=0.1, **HOW),
+    "local_lipschitz": lambda m: wdjax.lipschitz.local_lipschitz(m, X, Y, eps=0.1, **HOW),
+    "sampled_lipschitz": lambda m: wdjax.lipschitz.sampled_lipschitz(
+        m, X, Y, eps=0.1, key=KEY, **HOW
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("kind", ["mean of the batch", "place"])
+def test_every_front_door_refuses_them(name, kind):
+    with pytest.raises(ValueError, match="depends on the rest of its batch"):
+        PUBLIC[name](_net(MIXING[kind]))
+
+
+@pytest.mark.parametrize("kind", ["mean of the batch", "place"])
+def test_inside_a_trace_nothing_is_certified(kind):
+    model, right = _net(MIXING[kind]), jnp.argmax(_net(MIXING[kind])(X), axis=-1)
+    how = {"norm": jnp.inf, "method": "interval"}
+    low = jax.jit(lambda x: certify.margin_bounds(model, x, right, eps=0.0, **how))(X)
+    assert not bool(jnp.any(low.min(axis=1) > 0))
+    assert float(jnp.max(jax.jit(lambda x: certify.radius(model, x, right, **how))(X))) == 0.0

@@ -1,0 +1,117 @@
+"""What a checkpoint belongs to: a digest of traced programs and of every number that enters them.
+
+Two functions are the same if they trace to the same program. Their names and code say nothing: a
+lambda that calls another loss, a captured array or a changed default are other programs.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+_NAMES = {"name", "debug_info", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees"}
+"""Parameters of equations that change no value: names, and derivatives, which are traced already
+where they are taken."""
+
+
+def program(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
+    """The traced program of a function, for :func:`digest`.
+
+    Args:
+      function: traceable.
+      *args: pytrees of arrays or ``jax.ShapeDtypeStruct``; only shapes and dtypes matter.
+    """
+    return jax.make_jaxpr(function)(*args)
+
+
+def digest(*trees: Any) -> bytes:
+    """32 bytes that tell trees apart: structures, programs, dtypes, shapes and every number.
+
+    Args:
+      *trees: pytrees whose leaves are arrays, numbers, strings, or programs from :func:`program`.
+
+    Returns:
+      SHA-256, the same in every process. What a host callback computes is not seen; it is known by
+      its name alone.
+
+    >>> digest(np.ones(2)) == digest(np.ones(2)), digest(np.ones(2)) == digest(np.zeros(2))
+    (True, False)
+    >>> one, same, other = (program(f, 1.0) for f in (jnp.sin, lambda t: jnp.sin(t), jnp.cos))
+    >>> digest(one) == digest(same), digest(one) == digest(other)
+    (True, False)
+    """
+    known, seen = hashlib.sha256(), dict[int, bytes]()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
+        known.update(str(path).encode() + _bytes(leaf, seen))
+    return known.digest()
+
+
+def words(value: Any) -> str:
+    """A setting in words that are the same in every process.
+
+    >>> words(digest), words(0.5)
+    ('<function digest>', '0.5')
+    """
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _bytes(value: Any, seen: dict[int, bytes]) -> bytes:
+    """A digest of a leaf or of an equation's parameter; ``seen`` holds those of inner programs."""
+    known = hashlib.sha256(type(value).__name__.encode())
+    if isinstance(value, ClosedJaxpr | Jaxpr):
+        if id(value) not in seen:
+            seen[id(value)] = _program_bytes(value, seen)
+        return seen[id(value)]
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return _bytes((str(value.dtype), jax.random.key_data(value)), seen)
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        array = np.asarray(value)
+        return hashlib.sha256(f"{array.dtype} {array.shape}".encode() + array.tobytes()).digest()
+    if isinstance(value, tuple | list):
+        parts = [_bytes(part, seen) for part in value]
+    elif isinstance(value, Mapping):
+        parts = [_bytes((key, value[key]), seen) for key in sorted(value, key=str)]
+    elif isinstance(value, set | frozenset):
+        parts = sorted(_bytes(part, seen) for part in value)
+    elif callable(value) and hasattr(value, "__qualname__"):
+        parts = [f"{value.__module__}.{value.__qualname__}".encode()]
+    else:
+        parts = [words(value).encode()]
+    for part in parts:
+        known.update(part)
+    return known.digest()
+
+
+def _program_bytes(jaxpr: ClosedJaxpr | Jaxpr, seen: dict[int, bytes]) -> bytes:
+    """A digest of a program: its values by the order in which they appear, equations, constants."""
+    consts, body = getattr(jaxpr, "consts", ()), getattr(jaxpr, "jaxpr", jaxpr)
+    places: dict[Any, int] = {}
+    known = hashlib.sha256()
+
+    def note(*parts: Any) -> None:
+        known.update(_bytes(parts, seen))
+
+    def bind(variable: Any) -> None:
+        places[variable] = len(places)
+        note("value", str(variable.aval))
+
+    def read(atom: Any) -> Any:
+        if isinstance(atom, Literal):
+            return "literal", str(atom.aval), np.asarray(atom.val)
+        return places[atom]
+
+    for variable in (*body.constvars, *body.invars):
+        bind(variable)
+    note("constants", *consts)
+    for eqn in body.eqns:
+        params = {key: value for key, value in eqn.params.items() if key not in _NAMES}
+        note(eqn.primitive.name, params, *map(read, eqn.invars))
+        for variable in eqn.outvars:
+            bind(variable)
+    note("results", *map(read, body.outvars))
+    return known.digest()
