@@ -1,6 +1,7 @@
 """Saving is all or nothing, restoring is as strict as converting."""
 
 import json
+import os
 import random
 import socket
 import subprocess
@@ -419,6 +420,38 @@ def test_files_of_others_are_left_alone(tmp_path):
     persist.save(tmp_path / "link", {"w": np.full(2, 3)})
     assert (tmp_path / "link").is_symlink()
     assert persist.restore(tmp_path / "run", {"w": np.zeros(2, int)})["w"].tolist() == [3, 3]
+
+
+@fast
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("call", ["fsync", "rename", "replace", "mkdir", "open", "unlink"])
+def test_whichever_call_fails_a_checkpoint_stays(tmp_path, monkeypatch, place, call):
+    """The first, the second, ... of its kind: the older one or the newer is there, and no other."""
+    plain, failed = getattr(os, call), 0
+    older, newer = {"w": np.zeros(300)}, {"w": np.ones(300)}
+    persist.save(tmp_path / place, older)
+    for number in range(40):
+        calls = []
+
+        def failing(*arguments, calls=calls, number=number, **options):
+            calls.append(arguments)
+            if len(calls) == number + 1:
+                raise OSError(28, "No space left on device")
+            return plain(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, failing)
+            try:
+                persist.save(tmp_path / place, newer)
+            except (OSError, ValueError):
+                failed += 1
+        found = persist.restore(tmp_path / place, older)["w"]
+        assert found.tolist() in (older["w"].tolist(), newer["w"].tolist())
+        persist.save(tmp_path / place, older)
+        assert [path.name for path in tmp_path.iterdir()] == [place]
+        if len(calls) <= number:
+            break
+    assert failed or call in ("rename", "mkdir")
 
 
 def together(work, count):

@@ -83,14 +83,10 @@ def replacing(path: str | PathLike[str]) -> Iterator[Path]:
     path = resolved(path)
     _sweep(path)
     new = _partial(path)
-    number, _ = _opened(new, wait=True)
-    try:
+    with _opened(new, wait=True) as (number, _):
         yield new
         os.fsync(number)
         new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
-        os.close(number)
 
 
 @contextlib.contextmanager
@@ -105,16 +101,15 @@ def exclusive(path: str | PathLike[str]) -> Iterator[None]:
     """
     path = resolved(path)
     lock = path.with_name(f".{path.name}.lock")
-    try:
-        number, locked = _opened(lock)
-    except BlockingIOError:
-        raise ValueError(
-            f"{path} is in use by {_holder(lock)}; wait for it to end, or choose another place."
-        ) from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be locked: {error}; choose another place.") from error
-    before = _HELD.set(_HELD.get() | {(os.getpid(), path)})
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            number, locked = stack.enter_context(_opened(lock))
+        except BlockingIOError:
+            raise ValueError(
+                f"{path} is in use by {_holder(lock)}; wait for it to end, or choose another place."
+            ) from None
+        except OSError as error:
+            raise ValueError(f"{path} cannot be locked: {error}; choose another place.") from error
         if not locked:
             warnings.warn(
                 f"the disk of {path} has no locks: let no other process use it.",
@@ -124,12 +119,8 @@ def exclusive(path: str | PathLike[str]) -> Iterator[None]:
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         os.truncate(number, 0)
         os.write(number, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode())
+        stack.callback(_HELD.reset, _HELD.set(_HELD.get() | {(os.getpid(), path)}))
         yield
-    finally:
-        _HELD.reset(before)
-        if _is(number, lock):
-            lock.unlink()
-        os.close(number)
 
 
 def held(path: str | PathLike[str]) -> bool:
@@ -165,18 +156,26 @@ def _sweep(path: Path) -> None:
                 os.close(number)
 
 
-def _opened(path: Path, wait: bool = False) -> tuple[int, bool]:
-    """The descriptor of a file, made where it lacks; and whether it is locked."""
+@contextlib.contextmanager
+def _opened(path: Path, wait: bool = False) -> Iterator[tuple[int, bool]]:
+    """A file that is made where it lacks, and removed at the end, unless it was renamed.
+
+    Yields its descriptor, and whether it is locked.
+    """
     while True:
         number = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             locked = _lock(number, wait)
-            if _is(number, path):  # Not removed in between by whoever had it locked.
-                return number, locked
-        except BaseException:
+            if not _is(number, path):
+                continue  # Removed in between by whoever had it locked.
+            try:
+                yield number, locked
+            finally:
+                if _is(number, path):
+                    path.unlink()
+            return
+        finally:
             os.close(number)
-            raise
-        os.close(number)
 
 
 def _lock(number: int, wait: bool = False) -> bool:
