@@ -219,6 +219,17 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
             data.load_npz(path)
 
 
+def test_more_than_there_is_memory_for(tmp_path, monkeypatch):
+    np.savez(tmp_path / "d.npz", x=X, y=Y)
+
+    def none(*arguments):
+        raise MemoryError
+
+    monkeypatch.setattr(data, "as_dataset", none)
+    with pytest.raises(ValueError, match="more than there is memory for"):
+        data.load_npz(tmp_path / "d.npz")
+
+
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 @pytest.mark.parametrize("dtype", ["u1", "<f2", ">f4", "<f8", "f16"])
 def test_archives_are_read_as_by_numpy(tmp_path, save, dtype):

@@ -411,6 +411,11 @@ def test_files_of_others_are_left_alone(tmp_path):
     with pytest.raises(ValueError, match="exists and is not a checkpoint"):
         persist.save(theirs, {"w": np.ones(2)})
     assert theirs.read_bytes() == before
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page" / "manifest.json").write_text('{"name": "of a web application"}')
+    with pytest.raises(ValueError, match="exists and is not a checkpoint"):
+        persist.save(tmp_path / "page", {"w": np.ones(2)})
+    assert len([*(tmp_path / "page").iterdir()]) == 1
     backup = tmp_path / "run.old"
     for folder in (tmp_path / "run", backup):
         persist.save(folder, {"w": np.ones(2)})

@@ -95,13 +95,13 @@ def load_npz(path: str | PathLike) -> Dataset:
             raise BrokenError("it is no file")
         with path.open("rb") as file:
             x, y = _samples(file)
+        return as_dataset(x, y, str(path))
     except MemoryError:
         raise ValueError(f"cannot read {path}: it holds more than there is memory for.") from None
     except (OSError, BrokenError, RefusedError) as error:
         raise ValueError(
             f"cannot read {path}: {error}. Save plain arrays with np.savez(path, x=x, y=y)."
         ) from error
-    return as_dataset(x, y, str(path))
 
 
 def _samples(file: BinaryIO) -> tuple[np.ndarray, np.ndarray]:

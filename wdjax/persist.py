@@ -1,8 +1,8 @@
 """Models, trainings and searches on disk: saved whole or not at all, restored strictly.
 
 A path that ends in ``.safetensors`` is one such file; any other is a folder for Orbax. Both carry a
-manifest: versions, the settings given, and type, shape and checksum of every leaf. This is the only
-importer of Orbax.
+manifest: versions, the settings given, type, shape and checksum of every leaf, and a checksum of
+itself. This is the only importer of Orbax.
 """
 
 import contextlib
@@ -252,10 +252,13 @@ def _check_replaceable(path: Path) -> None:
         raise ValueError(f"{path} is a folder; choose another path.")
     if not path.exists():
         return
-    ours = (path / _MANIFEST).exists() or (path.is_dir() and not any(path.iterdir()))
-    if _is_file(path):
-        with contextlib.suppress(ValueError):
+    ours = path.is_dir() and not any(path.iterdir())
+    with contextlib.suppress(ValueError, OSError):
+        if _is_file(path):
             ours = "wdjax" in torch_file.read_metadata(path)
+        elif not ours:
+            with (path / _MANIFEST).open(errors="replace") as file:
+                ours = _SCHEMA.partition("/")[0] in file.read(100)
     if not ours:
         raise ValueError(f"{path} exists and is not a checkpoint; choose another path.")
 
@@ -266,7 +269,7 @@ def _check_storable(leaves: Mapping[str, Any], dtypes: frozenset[str]) -> None:
         what = f"{shown(name)} is {leaf.dtype} of rank {leaf.ndim}"
         if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
             raise ValueError(f"{what} without values; save arrays, outside of jit.")
-        if not name.isascii() and name != name.encode(errors="replace").decode():
+        if name != name.encode(errors="replace").decode():
             raise ValueError(f"{shown(name)} is no name that a file can hold; rename it.")
         if name == "__metadata__" and dtypes is _FILE:
             raise ValueError(f"safetensors files keep {name} for themselves; save to a folder.")
