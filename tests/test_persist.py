@@ -504,7 +504,7 @@ def test_of_threads_that_save_to_one_place_one_writes_at_a_time(tmp_path):
         assert all("in use by process" in str(error) for error in wrong)
         found = persist.restore(tmp_path / place, {"a": np.zeros(1000, int)})["a"]
         assert found.min() == found.max()
-        assert saved[-1] == found[0]
+        assert found[0] in saved
     assert {path.name for path in tmp_path.iterdir()} == set(PLACES)
 
 

@@ -87,8 +87,7 @@ def read(path: str | PathLike[str]) -> Any:
     >>> read("model.pt")["state_dict"]["fc.weight"].shape  # doctest: +SKIP
     (10, 512)
     """
-    path = Path(path)
-    with path.open("rb") as file:
+    with _file(path) as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(512)
         file.seek(0)
@@ -131,8 +130,15 @@ def read_metadata(path: str | PathLike[str]) -> dict[str, str]:
     return _opened(path, _metadata)
 
 
+def _file(path: str | PathLike[str]) -> BinaryIO:
+    path = Path(path)
+    if path.exists() and not path.is_file():  # A pipe would be waited for.
+        raise ValueError(f"{path} is a folder, a pipe or a device; pass a file.")
+    return path.open("rb")
+
+
 def _opened(path: str | PathLike[str], read: Callable[[BinaryIO, int], Read]) -> Read:
-    with Path(path).open("rb") as file:
+    with _file(path) as file:
         try:
             return read(file, os.fstat(file.fileno()).st_size)
         except BrokenError as error:
