@@ -238,7 +238,7 @@ def bodies():
         "offset past its storage": (tensor((1,), (1,), offset=4), "reaches past"),
         "negative stride": (tensor((2,), (-1,), offset=3), "offset, size or strides"),
         "negative size": (tensor((-2, -2)), "offset, size or strides"),
-        "tensor of nothing": (tensor(held=b"N"), "without a storage"),
+        "tensor of nothing": (tensor(held=b"N"), "or no storage"),
         "one stride for two": (tensor((2, 2), (1,)), "size .2, 2. and strides .1."),
         "forty axes": (tensor((1,) * 40, (1,) * 40), "offset, size or strides"),
         "a terabyte of nothing": (tensor((1 << 50, 0, 1 << 50), (0, 0, 0)), "a tensor of size"),
@@ -444,17 +444,15 @@ def _peak():
     return {key: int(re.search(rf"{key}:\s+(\d+)", status)[1]) / 1024 for key in ("VmHWM", "VmRSS")}
 
 
-def _attempt(path, arch, options):
-    """What loading a file said and cost: seconds, and megabytes above what was there before."""
-    from wdjax import convert
-
+def attempt(read, *arguments, **options):
+    """What reading a file said and cost: seconds, and megabytes above what was there before."""
     Path("/proc/self/clear_refs").write_text("5")
     before, began = _peak()["VmRSS"], time.process_time()
     try:
-        convert.load(path, arch, **options)
+        read(*arguments, **options)
         kind, said = "loaded", ""
-    except ValueError as error:
-        kind, said = "ValueError", str(error)
+    except Exception as error:
+        kind, said = type(error).__name__, str(error)
     seconds = time.process_time() - began
     return {"kind": kind, "said": said, "seconds": seconds, "mb": _peak()["VmHWM"] - before}
 
@@ -463,13 +461,15 @@ def main(folder):
     import jax.numpy as jnp
     import ml_dtypes
 
+    from wdjax import convert
+
     os.chdir(folder)
     found = {}
     for number_, case in enumerate(cases()):
         path = Path(f"{number_}.pt")
         path.write_bytes(case.content)
         files = set(Path().iterdir())
-        outcome = _attempt(path, case.arch, dict(case.options))
+        outcome = attempt(convert.load, path, case.arch, **dict(case.options))
         found[case.name] = outcome | {"written": sorted(map(str, set(Path().iterdir()) - files))}
         path.unlink()
     there = np.array([1.5, -2.0], ml_dtypes.bfloat16)

@@ -1,8 +1,14 @@
 """Data sets: what comes out, and what is refused at the door."""
 
+import io
+import os
+import re
+import struct
 import subprocess
 import sys
+import zipfile
 
+import hostile_files
 import numpy as np
 import pytest
 
@@ -65,6 +71,13 @@ X, Y = np.full((3, 2), 0.5), np.array([0, 1, 2])
         ({"x": np.where(Y[:, None] == 1, np.nan, X), "y": Y}, "x\\[1\\]"),
         ({"x": np.where(Y[:, None] == 2, np.inf, X), "y": Y}, "x\\[2\\]"),
         ({"x": np.array([X, None], object), "y": Y[:2]}, "plain arrays"),
+        ({"x": X, "y": Y.astype("m8[s]")}, "timedelta64"),
+        ({"x": X, "y": Y.astype("M8[s]")}, "datetime64"),
+        ({"x": X, "y": Y > 0}, "bool"),
+        ({"x": X, "y": Y.astype(str)}, "<U21"),
+        ({"x": X.astype("c8"), "y": Y}, "complex64"),
+        ({"x": X.astype("f4,f4"), "y": Y}, "no plain numbers"),
+        ({"x": X[:, :0], "y": Y}, "n >= 1"),
     ],
 )
 def test_bad_archives_are_refused(tmp_path, entries, message):
@@ -85,6 +98,158 @@ def test_what_is_no_archive_is_refused(tmp_path):
             data.load_npz(path)
     with pytest.raises(ValueError, match="cannot read"):
         data.load_npz(tmp_path / "absent.npz")
+
+
+def npy(header, content=b"", version=(1, 0)):
+    """A file of ``np.save`` with this header."""
+    text = header if isinstance(header, bytes) else header.encode()
+    length = struct.pack("<H" if version == (1, 0) else "<I", len(text))
+    return b"\x93NUMPY" + bytes(version) + length + text + content
+
+
+def header(descr="'<f4'", shape="(3, 2)"):
+    return f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}\n"
+
+
+def archived(x, how=zipfile.ZIP_STORED, also=()):
+    labels, file = io.BytesIO(), io.BytesIO()
+    np.save(labels, Y)
+    with zipfile.ZipFile(file, "w", how) as archive:
+        archive.writestr("x.npy", x)
+        archive.writestr("y.npy", labels.getvalue())
+        for name in also:
+            archive.writestr(name, b"")
+    return file.getvalue()
+
+
+def changed(content, place, form, value):
+    """An archive in whose directory one field of ``x.npy`` is another."""
+    start = content.index(b"PK\x01\x02") + place
+    return content[:start] + struct.pack(form, value) + content[start + struct.calcsize(form) :]
+
+
+FLOATS = npy(header(), X.astype("<f4").tobytes())
+GOOD = archived(FLOATS)
+HEADERS = {
+    "huge": header(shape="(1000000000000, 3)"),
+    "of 4000 digits": header(shape="(" + "9" * 4000 + ", 3)"),
+    "negative": header(shape="(-3, -2)"),
+    "of booleans": header(shape="(True, 6)"),
+    "many axes": header(shape="(" + "1, " * 40 + "3, 2)"),
+    "no tuple": header(shape="6"),
+    "floats": header(shape="(3.0, 2.0)"),
+    "long numbers": header(shape="(3L, 1000000L)"),
+    "not closed": header(shape="(3, 2"),
+    "no dict": "[1, 2]\n",
+    "a call": "__import__('os').system('touch owned')\n",
+    "signs": "-" * 4000 + "1\n",
+    "brackets": "(" * 4000 + "\n",
+    "a string without end": "'" + "a" * 3000 + "\n",
+    "empty": "",
+    "no text": b"\xff\xfe" * 20,
+    "a null": "\0" * 40,
+    "fields of a billion": header("[('a', '<f4', (1000000000,))]"),
+    "words": header("'<U1000000000'"),
+    "an object": header("'|O'"),
+    "no type": header("'spam'"),
+    "a number as type": header("7"),
+    "deep type": header("[('a', " * 50 + "'<f4'" + ")]" * 50),
+    "time": header("'<m8[s]'"),
+    "long": header() + " " * 60_000,
+}
+
+
+def hostile():
+    """Archives that no one needs: name -> (content, message)."""
+    content = X.astype("<f4").tobytes()
+    for name, text in HEADERS.items():
+        yield f"header {name}", archived(npy(text, content)), "x.npy"
+    yield "header cut", archived(npy(header())[:20]), "x.npy has a header"
+    yield "long header cut", archived(npy("", version=(2, 0))[:8] + b"\xff\xff\xff\x7f"), "header"
+    yield "version 9", archived(npy(header(), content, (9, 0))), "x.npy"
+    yield "no numpy", archived(b"hello"), "x.npy has a header that is none"
+    yield "too few", archived(npy(header(), content[:-1])), "x.npy claims float32.3, 2. and holds"
+    yield "too many", archived(npy(header(), content + b"0")), "x.npy claims"
+    zeros = npy(header("'|u1'", "(3, 1000000000)"))
+    lies = zeros + bytes(120 << 20)
+    yield "bomb", archived(lies, zipfile.ZIP_DEFLATED), "claims 1258.* bytes, stored as"
+    small = archived(npy(header("'|u1'", "(3, 20971520)"), bytes(60 << 20)), zipfile.ZIP_DEFLATED)
+    yield "bomb of less", changed(small, 24, "<L", 1000), "x.npy|CRC"
+    yield "bomb that is read", changed(small, 16, "<L", 7), "CRC-32"
+    for name, how in {"bzip2": zipfile.ZIP_BZIP2, "lzma": zipfile.ZIP_LZMA}.items():
+        yield name, archived(FLOATS, how), "compressed or encrypted in a way"
+    for name, place, form, value in [
+        ("encrypted", 8, "<H", 1), ("method", 10, "<H", 99), ("more", 24, "<L", 1 << 31),
+        ("stored", 20, "<L", 1 << 31), ("checksum", 16, "<L", 5), ("offset", 42, "<L", 1 << 30),
+        ("patched", 8, "<H", 1 << 5), ("strongly encrypted", 8, "<H", 1 << 6),
+        ("version", 6, "<H", 99), ("name", 28, "<H", 60_000), ("extra", 30, "<H", 60_000),
+    ]:  # fmt: skip
+        for how in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            yield f"{name} {how}", changed(archived(FLOATS, how), place, form, value), ""
+    yield "twice", archived(FLOATS, also=["x.npy"]), "two entries"
+    names = [f"n{i:0100}" for i in range(50_000)]
+    yield "many", archived(FLOATS, also=names), "zip directory claims"
+    escape = archived(FLOATS, also=["a\x1b[2J", "b" * 60_000]).replace(b"x.npy", b"z.npy")
+    yield "names", escape, r"it lacks x; it has z, y, a\\x1b\[2J, b+\.\.\."
+    for part in range(16):
+        yield f"cut {part}", GOOD[: len(GOOD) * part // 16], ""
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_hostile_archives_are_refused_soon(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path, wrong = tmp_path / "d.npz", {}
+    path.write_bytes(GOOD)
+    assert data.load_npz(path).y.tolist() == [0, 1, 2]
+    for name, content, message in hostile():
+        path.write_bytes(content)
+        found = hostile_files.attempt(data.load_npz, path)
+        named = re.search(message, found["said"]) and len(found["said"]) < 500
+        cheap = found["seconds"] < 2 and found["mb"] < 300
+        if found["kind"] != "ValueError" or not (named and found["said"].isprintable() and cheap):
+            wrong[name] = found
+    assert wrong == {}
+    assert [file.name for file in tmp_path.iterdir()] == ["d.npz"]
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(ValueError, match="it is no file"):
+            data.load_npz(path)
+
+
+def test_more_than_there_is_memory_for(tmp_path, monkeypatch):
+    np.savez(tmp_path / "d.npz", x=X, y=Y)
+
+    def none(*arguments):
+        raise MemoryError
+
+    monkeypatch.setattr(data, "as_dataset", none)
+    with pytest.raises(ValueError, match="more than there is memory for"):
+        data.load_npz(tmp_path / "d.npz")
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("dtype", ["u1", "<f2", ">f4", "<f8", "f16"])
+def test_archives_are_read_as_by_numpy(tmp_path, save, dtype):
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 2, (5, 3, 4, 2)).astype(dtype)
+    for turned in (x, np.asfortranarray(x), x[:, ::2].T[:, ::-1].T):
+        for y in (np.arange(5, dtype=">i8"), np.arange(10, dtype=np.uint8)[::2]):
+            save(tmp_path / "d.npz", x=turned, y=y)
+            found = data.load_npz(tmp_path / "d.npz")
+            scale = 255 if dtype == "u1" else 1
+            np.testing.assert_array_equal(found.x, turned.astype("f4") / np.float32(scale))
+            assert found.y.tolist() == y.tolist()
+            found.x[0], found.y[0] = 0, 0
+
+
+def test_data_that_compress_well_load(tmp_path):
+    x = np.zeros((3000, 28, 28), np.float64)
+    x[:, 3:9, 4:20] = 1
+    np.savez_compressed(tmp_path / "d.npz", x=x[:2000], y=np.zeros(2000, int))
+    assert data.load_npz(tmp_path / "d.npz").x.shape == (2000, 28, 28)
 
 
 def test_real_archives_load(shared):

@@ -1,18 +1,25 @@
-"""Files are whole or absent, also after SIGKILL."""
+"""Files are whole or absent, also after SIGKILL, and one task's alone where it asks for that."""
 
+import errno
+import fcntl
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from wdjax import files
 
-WRITER = """
-import sys
-from wdjax import files
+ALONE = f"import sys; sys.path.append({os.path.dirname(files.__file__)!r}); import files"
+"""Without what else the package imports, which takes seconds."""
+
+WRITER = f"""
+{ALONE}
 print("ready", flush=True)
 number = 0
 while True:
@@ -75,3 +82,199 @@ def test_places_that_cannot_be_written_are_refused(tmp_path, name):
     with pytest.raises(ValueError, match=r"is a folder|cannot be written"):
         files.check_writable(tmp_path / name)
     assert (tmp_path / "file").read_text() == "kept"
+
+
+def started(program, *words):
+    """A process of its own, once it has said a word."""
+    command = [sys.executable, "-c", program, *map(str, words)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"ready\n"
+    return process
+
+
+def test_what_killed_writers_left_goes_with_the_next_writing(tmp_path):
+    path, dice, left = tmp_path / "report.html", random.Random(0), 0
+    for _ in range(8):
+        with started(WRITER, path) as writer:
+            time.sleep(dice.uniform(0, 0.05))
+            writer.kill()
+        left = max(left, len([*tmp_path.glob(".report.html.*")]))
+    assert left >= 1
+    files.write(path, "whole")
+    assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
+
+
+SLOW = f"""
+{ALONE}
+with files.replacing(sys.argv[1]) as new:
+    new.write_text("half")
+    print("ready", flush=True)
+    sys.stdin.readline()
+    new.write_text("of the slow one")
+"""
+
+
+def test_what_a_living_process_writes_is_left(tmp_path):
+    path = tmp_path / "report.json"
+    with started(SLOW, path) as slow:
+        files.write(path, "of the fast one")
+        assert path.read_text() == "of the fast one"
+        assert len([*tmp_path.iterdir()]) == 2
+        slow.communicate(b"go on\n")
+    assert slow.returncode == 0
+    assert path.read_text() == "of the slow one"
+    assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_threads_that_write_one_file_leave_one_of_theirs(tmp_path):
+    path, wrong = tmp_path / "report.json", []
+
+    def work(letter):
+        try:
+            for _ in range(20):
+                files.write(path, letter * 300_000)
+                assert len(set(path.read_text())) == 1
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(letter,)) for letter in "abcdef"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert len(path.read_text()) == 300_000
+    assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_a_failure_leaves_the_older_file_and_nothing_else(tmp_path):
+    path = tmp_path / "note.txt"
+    path.write_text("old")
+    (tmp_path / ".note.txt.0123456789abcdef.part").write_text("of a process that was killed")
+    (tmp_path / ".note.txt.backup.part").write_text("somebody's own")
+
+    def fail():
+        with files.replacing(path) as new:
+            new.write_text("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert path.read_text() == "old"
+    assert {file.name for file in tmp_path.iterdir()} == {"note.txt", ".note.txt.backup.part"}
+
+
+def test_long_names_and_circular_links(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("n" * 255, "é" * 127, "loop"):
+        files.check_writable(tmp_path / name)
+        files.write(tmp_path / name, "whole")
+        assert (tmp_path / name).read_text() == "whole"
+    assert len([*tmp_path.iterdir()]) == 3
+
+
+HOLDER = f"""
+{ALONE}
+with files.exclusive(sys.argv[1]):
+    print("ready", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_lock_names_its_holder_and_ends_with_it(tmp_path):
+    path = tmp_path / "run"
+    (tmp_path / "link").symlink_to("run")
+    with started(HOLDER, path) as holder:
+        named = rf"run is in use by process {holder.pid} on {socket.gethostname()} since 2"
+        for name in ("run", "link"):
+            with pytest.raises(ValueError, match=named), files.exclusive(tmp_path / name):
+                pass
+        with files.exclusive(tmp_path / "another"):
+            assert files.held(tmp_path / "another")
+            assert not files.held(path)
+        holder.kill()
+    assert (tmp_path / ".run.lock").exists()
+    with files.exclusive(path):
+        with pytest.raises(ValueError, match=f"process {os.getpid()} on"), files.exclusive(path):
+            pass
+        assert files.held(path)
+    assert {file.name for file in tmp_path.iterdir()} == {"link"}
+
+
+FORKED = f"""
+{ALONE}
+import os
+with files.exclusive(sys.argv[1]):
+    child = os.fork()
+    if child:
+        sys.exit(os.waitpid(child, 0)[1])
+    try:
+        assert not files.held(sys.argv[1])
+        with files.exclusive(sys.argv[1]):
+            pass
+    except ValueError as error:
+        os._exit(0 if f"process {{os.getppid()}} on" in str(error) else 1)
+    os._exit(1)
+"""
+
+
+def test_threads_and_forks_do_not_hold_what_their_parent_holds(tmp_path):
+    path, found = tmp_path / "run", []
+
+    def ask():
+        try:
+            with files.exclusive(path):
+                found.append("held")
+        except ValueError as error:
+            found.append(str(error))
+
+    with files.exclusive(path):
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+    assert f"process {os.getpid()} on" in found[0]
+    ask()
+    assert found[1:] == ["held"]
+    subprocess.run([sys.executable, "-c", FORKED, path], check=True)
+
+
+def test_one_of_many_threads_holds(tmp_path):
+    """However often locks are taken, given back and removed."""
+    inside, most, taken = [], [], []
+
+    def work():
+        for _ in range(200):
+            try:
+                with files.exclusive(tmp_path / "run"):
+                    inside.append(1)
+                    most.append(len(inside))
+                    taken.append(1)
+                    inside.pop()
+            except ValueError:
+                pass
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) == 1
+    assert len(taken) >= 50
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_locks_is_said_to_be_one(tmp_path, monkeypatch):
+    def none(number, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    left = tmp_path / ".report.json.0123456789abcdef.part"
+    left.write_text("perhaps of a living process")
+    monkeypatch.setattr(fcntl, "flock", none)
+    files.write(tmp_path / "report.json", "whole")
+    assert left.exists()
+    with (
+        pytest.warns(RuntimeWarning, match="has no locks"),
+        files.exclusive(tmp_path / "run"),
+    ):
+        assert files.held(tmp_path / "run")
+    assert {file.name for file in tmp_path.iterdir()} == {"report.json", left.name}

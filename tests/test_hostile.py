@@ -1,6 +1,7 @@
 """Files made to do harm, or broken: each is refused by name, quickly, and leaves nothing behind."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -109,3 +110,14 @@ def test_every_damaged_entry_of_an_archive_is_named(tmp_path):
         path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
         with pytest.raises(ValueError, match=f"CRC-32 for file '{re.escape(name)}'"):
             torch_file.read(path)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("read", [torch_file.read, torch_file.read_safetensors])
+def test_what_is_no_file_is_not_waited_for(tmp_path, read):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(ValueError, match="pass a file"):
+            read(path)
+    with pytest.raises(FileNotFoundError):
+        read(tmp_path / "absent")

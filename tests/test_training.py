@@ -190,7 +190,7 @@ def test_any_pytree_survives_a_checkpoint(blobs, tmp_path):
 @fast
 def test_interrupted_replacement_leaves_the_old_checkpoint(tmp_path):
     persist.save(tmp_path / "run", {"w": jnp.ones(2)})
-    (tmp_path / "run").rename(tmp_path / "run.old")
+    (tmp_path / "run").rename(tmp_path / ".run.999999999.old")
     found = persist.restore(tmp_path / "run", {"w": jnp.zeros(2)})
     assert found["w"].tolist() == [1, 1]
     persist.save(tmp_path / "run", {"w": jnp.full(2, 5.0)})

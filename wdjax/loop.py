@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from wdjax import persist
+from wdjax import files, persist
 from wdjax.identity import words
 
 State = TypeVar("State")
@@ -44,7 +44,8 @@ def carry(
       report: called with the state after every turn; a true value ends the loop.
       checkpoint: a folder. If it holds a state of the same identity, the loop goes on from there.
         It is written every so often, at the end, and when Ctrl-C or SIGTERM interrupts, so that
-        nothing is lost; a signal then takes effect after the turn under way.
+        nothing is lost; a signal then takes effect after the turn under way. Until the loop ends
+        no other process or thread may go on from it.
       every: least seconds between two writings; 0 for one after every turn.
       identity: what the state belongs to, from :func:`wdjax.identity.digest`.
       about: the settings in words, for the checkpoint's manifest and for saying what differs.
@@ -53,7 +54,8 @@ def carry(
       The last state.
 
     Raises:
-      ValueError: a checkpoint of another structure or identity, which is left alone.
+      ValueError: a checkpoint of another structure or identity, which is left alone; or one that
+        another process or thread is at work on.
       KeyboardInterrupt, SystemExit: after a signal, once the state is saved.
 
     >>> carry(0, lambda n: n + 1, lambda n: n == 3)
@@ -68,26 +70,27 @@ def carry(
     mark = np.frombuffer(identity.ljust(32, b"\0"), np.uint8)
     settings = {name: words(value) for name, value in (about or {}).items()}
     settings["jax"] = jax.__version__
-    persist.check_writable(checkpoint)
-    if persist.exists(checkpoint):
-        state = _resume(checkpoint, state, mark, settings)
-    saved, due = time.monotonic(), False
-    with _Signals() as signals:
-        while not finished(state) and signals.caught is None:
-            state = turn(state)
-            due = time.monotonic() - saved >= every
-            if due:
+    persist.check_writable(checkpoint, state)
+    with files.exclusive(checkpoint):
+        if persist.exists(checkpoint):
+            state = _resume(checkpoint, state, mark, settings)
+        saved, due = time.monotonic(), False
+        with _Signals() as signals:
+            while not finished(state) and signals.caught is None:
+                state = turn(state)
+                due = time.monotonic() - saved >= every
+                if due:
+                    persist.save(checkpoint, (mark, state), settings)
+                    saved = time.monotonic()
+                try:
+                    stop = report is not None and report(state)
+                except BaseException:
+                    persist.save(checkpoint, (mark, state), settings)
+                    raise
+                if stop:
+                    break
+            if not due:
                 persist.save(checkpoint, (mark, state), settings)
-                saved = time.monotonic()
-            try:
-                stop = report is not None and report(state)
-            except BaseException:
-                persist.save(checkpoint, (mark, state), settings)
-                raise
-            if stop:
-                break
-        if not due:
-            persist.save(checkpoint, (mark, state), settings)
     return state
 
 

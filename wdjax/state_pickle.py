@@ -79,6 +79,8 @@ class Tensor:
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    bits: frozenset[str] = frozenset()
+    """Of ``conj`` and ``neg``: what is yet to be done to the stored elements."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -277,7 +279,7 @@ class _Machine:
         if call is None or type(arguments) is not tuple:
             raise BrokenError(f"its pickle would call {_kind(function)} on {_kind(arguments)}")
         value = call(arguments)
-        if type(value) is Tensor and call is _tensor:
+        if type(value) is Tensor and call is not _parameter:
             size = STORAGES[value.storage.kind].itemsize
             self._claimed += math.prod(value.shape) * size
         if type(value) is OrderedDict:
@@ -311,12 +313,11 @@ def _kind(value: Any) -> str:
 
 
 def _refuse(module: str, name: str) -> NoReturn:
-    whole = module.startswith(("torch.nn", "__torch__", "torchvision", "models", "timm"))
-    advice = (
-        "the file holds a whole module; save module.state_dict() instead"
-        if whole
-        else "save only the state dict, or remove that object from the checkpoint"
-    )
+    advice = "save only the state dict, or remove that object from the checkpoint"
+    if module.startswith(("torch.nn", "__torch__", "torchvision", "models", "timm")):
+        advice = "the file holds a whole module; save module.state_dict() instead"
+    elif name.startswith("_rebuild"):
+        advice = "save tensors that are dense, of common dtypes, and without attributes"
     raise RefusedError(
         f"refused: the pickle asks for the global {shown(f'{module}.{name}')}; {advice}."
     )
@@ -358,9 +359,10 @@ def _storage(pid: Any) -> Storage:
 
 
 def _tensor(arguments: tuple[Any, ...]) -> Tensor:
-    if len(arguments) < 4 or type(arguments[0]) is not Storage:
-        raise BrokenError("its pickle has a tensor without a storage")
-    storage, offset, shape, strides = arguments[:4]
+    """Of storage, offset, size and strides; PyTorch's second version adds three arguments."""
+    if len(arguments) != 4 or type(arguments[0]) is not Storage:
+        raise BrokenError(f"its pickle has a tensor of {len(arguments)} arguments or no storage")
+    storage, offset, shape, strides = arguments
     if not (_counts((offset,)) and _counts(shape) and _counts(strides)):
         raise BrokenError("its pickle has a tensor with a bad offset, size or strides")
     where = f"a tensor of size {list(shape)} and strides {list(strides)}"
@@ -372,10 +374,36 @@ def _tensor(arguments: tuple[Any, ...]) -> Tensor:
     return Tensor(storage, offset, shape, strides)
 
 
+def _tensor_v2(arguments: tuple[Any, ...]) -> Tensor:
+    """With whether it takes gradients, its hooks, and bits that were set when it was saved."""
+    if not 6 <= len(arguments) <= 7 or type(arguments[4]) is not bool:
+        raise BrokenError(f"its pickle has a tensor of {len(arguments)} arguments or odd ones")
+    tensor, bits = _tensor(arguments[:4]), (*arguments, None)[6]
+    dtype, given = STORAGES[tensor.storage.kind], {} if bits is None else bits
+    if type(given) not in (dict, OrderedDict) or not all(
+        value is True and dtype.kind in _BITS.get(name, "") for name, value in given.items()
+    ):
+        raise RefusedError(f"refused: a tensor of {dtype} has bits that are not its; clone() it.")
+    return dataclasses.replace(tensor, bits=frozenset(given))
+
+
+_BITS = {"conj": "c", "neg": "fciuV"}
+"""The bits of tensors, and the kinds of dtypes that may have them; V is bfloat16's."""
+
+
 def _parameter(arguments: tuple[Any, ...]) -> Tensor:
-    if not arguments or type(arguments[0]) is not Tensor:
-        raise BrokenError("its pickle has a parameter without a tensor")
+    """Of a tensor, whether it takes gradients, its hooks, and perhaps attributes."""
+    if not 3 <= len(arguments) <= 4 or type(arguments[0]) is not Tensor:
+        raise BrokenError(f"its pickle has a parameter of {len(arguments)} arguments or no tensor")
+    state = (*arguments, None)[3]
+    for part in state if type(state) is tuple else (state,):
+        if type(part) in (dict, OrderedDict) and not part.keys().isdisjoint(_CONTENT):
+            raise RefusedError(f"refused: a parameter's attributes hold one of {_CONTENT}.")
     return arguments[0]
+
+
+_CONTENT = ("data", "real", "imag")
+"""Attributes that, once set, change the numbers of a tensor."""
 
 
 def _size(arguments: tuple[Any, ...]) -> tuple[int, ...]:
@@ -438,7 +466,7 @@ def _encode(arguments: tuple[Any, ...]) -> bytes:
 
 _CALLS: dict[tuple[str, str], Callable[[tuple[Any, ...]], Any]] = {
     ("collections", "OrderedDict"): _ordered,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
     ("torch._utils", "_rebuild_tensor"): _tensor,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,

@@ -2,8 +2,6 @@
 
 import io
 import os
-import struct
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from os import PathLike
@@ -13,7 +11,7 @@ from typing import Any, BinaryIO, TypeVar
 import ml_dtypes
 import numpy as np
 
-from wdjax import state_pickle
+from wdjax import archive, state_pickle
 from wdjax.state_pickle import (
     MAX_BYTES,
     MAX_DEPTH,
@@ -29,7 +27,6 @@ Read = TypeVar("Read")
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001
-_MAX_DIRECTORY = 1 << 22
 
 _OTHERS = (
     (
@@ -51,7 +48,7 @@ _OTHERS = (
 )
 _HTML = (b"<!doctype", b"<html", b"<head", b"<?xml", b"<body")
 
-_SAFE: dict[str, np.dtype] = {
+SAFE: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -60,6 +57,7 @@ _SAFE: dict[str, np.dtype] = {
     **{f"U{8 * n}": np.dtype(f"u{n}") for n in (1, 2, 4, 8)},
     "BOOL": np.dtype(np.bool_),
 }
+"""The dtypes of safetensors files that are read."""
 
 
 def read(path: str | PathLike[str]) -> Any:
@@ -69,7 +67,7 @@ def read(path: str | PathLike[str]) -> Any:
     pickles that ``torch.save`` has written since 2017, and safetensors. Nothing in the file is
     executed: pickles are interpreted by :mod:`wdjax.state_pickle`, which knows containers, numbers
     and tensors, and refuses every other global by its name. Device tags such as ``cuda:0`` are
-    ignored; strides, offsets and shared storages are kept.
+    ignored; strides, offsets and shared storages are kept, conjugate and negative bits applied.
 
     Args:
       path: the checkpoint file.
@@ -89,8 +87,7 @@ def read(path: str | PathLike[str]) -> Any:
     >>> read("model.pt")["state_dict"]["fc.weight"].shape  # doctest: +SKIP
     (10, 512)
     """
-    path = Path(path)
-    with path.open("rb") as file:
+    with _file(path) as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(512)
         file.seek(0)
@@ -133,8 +130,15 @@ def read_metadata(path: str | PathLike[str]) -> dict[str, str]:
     return _opened(path, _metadata)
 
 
+def _file(path: str | PathLike[str]) -> BinaryIO:
+    path = Path(path)
+    if path.exists() and not path.is_file():  # A pipe would be waited for.
+        raise ValueError(f"{path} is a folder, a pipe or a device; pass a file.")
+    return path.open("rb")
+
+
 def _opened(path: str | PathLike[str], read: Callable[[BinaryIO, int], Read]) -> Read:
-    with Path(path).open("rb") as file:
+    with _file(path) as file:
         try:
             return read(file, os.fstat(file.fileno()).st_size)
         except BrokenError as error:
@@ -171,15 +175,8 @@ def _reader(start: bytes) -> _Reader:
 
 
 def _read_zip(file: BinaryIO, size: int) -> Any:
-    _check_directory(file, size)
-    try:
-        archive = zipfile.ZipFile(file)
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, struct.error) as error:
-        raise BrokenError(f"the zip directory at its end is broken: {error}") from None
-    with archive:
-        entries = {entry.filename: entry for entry in archive.infolist()}
-        if len(entries) != len(archive.infolist()):
-            raise BrokenError("two entries of the zip archive have one name")
+    opened, entries = archive.opened(file, size)
+    with opened:
         pickles = [name for name in entries if name.split("/")[1:] == ["data.pkl"]]
         if len(pickles) != 1:
             npz = any(name.endswith(".npy") for name in entries)
@@ -188,7 +185,7 @@ def _read_zip(file: BinaryIO, size: int) -> Any:
         root = pickles[0].removesuffix("data.pkl")
 
         def entry(name: str, limit: int) -> bytes:
-            return _entry(archive, entries.get(root + name), root + name, limit)
+            return archive.content(opened, entries, root + name, limit)
 
         if root + "byteorder" in entries and entry("byteorder", 16) != b"little":
             raise RefusedError("saved on a big-endian machine, which is not supported.")
@@ -203,42 +200,6 @@ def _read_zip(file: BinaryIO, size: int) -> Any:
                 )
             contents[key] = content
     return _Resolver(contents).resolve(value)
-
-
-def _check_directory(file: BinaryIO, size: int) -> None:
-    """The directory is read as a whole; one that is larger than any model's is not read at all."""
-    tail = min(size, (1 << 16) + 22 + 76)
-    file.seek(size - tail)
-    end = file.read(tail)
-    place = end.rfind(b"PK\x05\x06")
-    if place < 0 or len(end) < place + 22:
-        raise BrokenError("the zip directory at its end is missing")
-    (length,) = struct.unpack_from("<L", end, place + 12)
-    if place >= 76 and end[place - 76 : place - 72] == b"PK\x06\x06":  # zip64's.
-        (length,) = struct.unpack_from("<Q", end, place - 36)
-    if length > _MAX_DIRECTORY:
-        raise BrokenError(f"its zip directory claims {length} bytes")
-    file.seek(0)
-
-
-def _entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo | None, name: str, limit: int) -> bytes:
-    """The bytes of an entry, whose checksum is right."""
-    if entry is None:
-        raise BrokenError(f"the zip archive holds no {shown(name)}")
-    if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
-        raise RefusedError(
-            f"refused: the entry {shown(name)} is compressed or encrypted, which torch.save never "
-            "does; load and save the file with PyTorch."
-        )
-    if not entry.file_size == entry.compress_size <= limit:
-        raise BrokenError(
-            f"the entry {shown(name)} claims {entry.file_size} bytes, stored as "
-            f"{entry.compress_size}, of at most {limit}"
-        )
-    try:
-        return archive.read(entry)
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, OSError) as error:
-        raise BrokenError(f"{shown(name)}: {shown(str(error))}") from None
 
 
 def _read_legacy(file: BinaryIO, size: int) -> Any:
@@ -285,7 +246,9 @@ class _Resolver:
     def _resolved(self, value: Any) -> tuple[Any, int]:
         """The value, and how deep it is nested."""
         if isinstance(value, Tensor):
-            return self._array(value), 0
+            if id(value) not in self._done:
+                self._done[id(value)] = self._array(value), 0
+            return self._done[id(value)]
         if isinstance(value, Scalar):
             return np.frombuffer(value.content, np.dtype(value.code).newbyteorder("<"))[0], 0
         if isinstance(value, (dict, list, tuple)):
@@ -326,7 +289,15 @@ class _Resolver:
             for n, step in zip(shape, tensor.strides)
         )
         first = (tensor.storage.start + tensor.offset) * dtype.itemsize
-        return np.ndarray(shape, dtype, self._contents[tensor.storage.key], first, steps)
+        array = np.ndarray(shape, dtype, self._contents[tensor.storage.key], first, steps)
+        for bit in tensor.bits:
+            array = np.asarray(_BITS[bit](array))
+            array.flags.writeable = False
+        return array
+
+
+_BITS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"conj": np.conj, "neg": np.negative}
+"""Both at once, in any order, are the same."""
 
 
 def _children(value: dict[Any, Any] | OrderedDict[Any, Any] | list[Any]) -> Iterable[Any]:
@@ -362,9 +333,9 @@ def _safetensors(file: BinaryIO, size: int) -> dict[str, np.ndarray]:
         raise BrokenError(shown(str(error))) from None
     tensors = {}
     for name, facts in found:
-        if facts["dtype"] not in _SAFE:
+        if facts["dtype"] not in SAFE:
             raise BrokenError(f"{shown(name)} has the dtype {facts['dtype']}")
-        dtype, shape = _SAFE[facts["dtype"]], tuple(facts["shape"])
+        dtype, shape = SAFE[facts["dtype"]], tuple(facts["shape"])
         if len(shape) > state_pickle.MAX_RANK:
             raise BrokenError(f"{shown(name)} has {len(shape)} axes")
         tensors[name] = np.ndarray(shape, dtype, facts["data"])
