@@ -197,6 +197,7 @@ def test_inside_a_trace_nothing_looks_robust():
     assert bool(jnp.all(jnp.isfinite(traced.margin)))
 
 
+LOW, HIGH = jnp.zeros(X.shape[1:]), jnp.ones(X.shape[1:])
 HOW = {"norm": jnp.inf}
 FAMILY = nppr.Family(mode="independent", components=2, upsample="none")
 PUBLIC = {
@@ -224,6 +225,13 @@ PUBLIC = {
     ),
     "lipschitz.verify": lambda m: wdjax.lipschitz.verify(m, X, Y, eps=0.1, **HOW),
     "local_lipschitz": lambda m: wdjax.lipschitz.local_lipschitz(m, X, Y, eps=0.1, **HOW),
+    "margin_lipschitz": lambda m: certify.margin_lipschitz(m, LOW, HIGH, norm=2),
+    "interval_jacobian": lambda m: certify.interval_jacobian(m, LOW, HIGH, norm=2),
+    "layer_product": lambda m: certify.layer_product(m, LOW, HIGH, norm=2),
+    "lipschitz_constant": lambda m: certify.lipschitz_constant(m, X, Y, norm=2),
+    "global_lipschitz": lambda m: wdjax.lipschitz.global_lipschitz(m, X, norm=2),
+    "jacobian_norm": lambda m: wdjax.lipschitz.jacobian_norm(m, X),
+    "as_chain": lambda m: wdjax.lipschitz.as_chain(m, X),
     "sampled_lipschitz": lambda m: wdjax.lipschitz.sampled_lipschitz(
         m, X, Y, eps=0.1, key=KEY, **HOW
     ),
@@ -244,3 +252,10 @@ def test_inside_a_trace_nothing_is_certified(kind):
     low = jax.jit(lambda x: certify.margin_bounds(model, x, right, eps=0.0, **how))(X)
     assert not bool(jnp.any(low.min(axis=1) > 0))
     assert float(jnp.max(jax.jit(lambda x: certify.radius(model, x, right, **how))(X))) == 0.0
+    own = {"norm": jnp.inf, "eps": 0.0}
+    low = jax.jit(lambda x: certify.trainable_bounds(model, x, right, **own))(X)
+    assert not bool(jnp.any(low.min(axis=1) > 0))
+    steep = jax.jit(lambda x: wdjax.lipschitz.trainable_lipschitz(model, x, right, **own))(X)
+    assert not bool(jnp.any(jnp.isfinite(steep).all(axis=1)))
+    steep = jax.jit(lambda low: certify.margin_lipschitz(model, low, low + 1, norm=2))(LOW)
+    assert not bool(jnp.any(jnp.isfinite(steep).all(axis=1)))

@@ -51,6 +51,13 @@ def check(model: Callable[[Array], PyTree], x: AnyArray) -> None:
         _try(model, np.asarray(x), shown)
 
 
+def points(lower: AnyArray, upper: AnyArray) -> Array:
+    """``[8, *shape]`` points of a box, of an unbounded one near 0, at which to try a model."""
+    low, high = jnp.clip(jnp.asarray(lower), -2.0, None), jnp.clip(jnp.asarray(upper), None, 2.0)
+    shares = np.random.default_rng(0).uniform(size=(_ROWS // 2, *low.shape)).astype(low.dtype)
+    return jnp.clip(low + shares * (high - low), lower, upper)
+
+
 def holds(model: Callable[[Array], PyTree], x: Array, alike: bool = False) -> Array:
     """Whether outputs stay the same in other company; for use inside a trace.
 

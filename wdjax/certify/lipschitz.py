@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from wdjax import norms
+from wdjax import independence, norms, validate
 from wdjax.certify import continuity, domain, interval
 from wdjax.core import Array
 
@@ -248,9 +248,15 @@ def _constants(
             f"the model applies {', '.join(sorted(names))} to its input, so it is not "
             "continuous and has no Lipschitz constant; certify it by certify.margin_bounds."
         )
+    points, fine = independence.points(lower, upper), jnp.asarray(True)
+    if validate.traced(model, lower, upper) or validate.staged():
+        fine = independence.holds(model, points, alike=True)
+    else:
+        independence.check(model, points)
     labels = jnp.arange(classes) if labels is None else jnp.asarray(labels)
     total = bound(model, lower, upper, norm, labels, classes)
-    total = jnp.where(jnp.isnan(total) | _too_large(model, lower, upper), jnp.inf, total)
+    open_ = jnp.isnan(total) | _too_large(model, lower, upper) | ~fine
+    total = jnp.where(open_, jnp.inf, total)
     return jnp.where(jnp.arange(classes) == labels[:, None], 0.0, total)
 
 

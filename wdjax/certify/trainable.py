@@ -13,7 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from wdjax import norms, validate
+from wdjax import independence, norms, validate
 from wdjax.attacks.ascent import all_rivals
 from wdjax.certify import crown, margins, region
 from wdjax.certify.coefficients import Rows
@@ -145,4 +145,4 @@ def trainable_bounds(
             near = jnp.take_along_axis(low, rivals, axis=1)
             mixed = jnp.where(jnp.isfinite(near), share * tight + (1 - share) * near, -jnp.inf)
             low = low.at[rows[:, None], rivals].set(mixed)
-    return low
+    return jnp.where(independence.holds(model, x, alike=True), low, -jnp.inf)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from wdjax import norms, validate
+from wdjax import independence, norms, validate
 from wdjax.certify.lipschitz import Classifier, contrasts
 from wdjax.certify.region import Box
 from wdjax.parallel import AnyArray
@@ -62,14 +62,17 @@ def sampled_lipschitz(
     norms.check_norm(norm)
     samples = validate.check_count("samples", samples)
     steps = validate.check_count("steps", steps, 0)
-    if validate.traced(model, x, y, eps):
+    fine = jnp.asarray(True)
+    if validate.traced(model, x, y, eps) or validate.staged():
         validate.check_shapes(model, x, y)
+        fine = independence.holds(model, jnp.asarray(x), alike=True)
     else:
         x, y = validate.check_samples(model, x, y, box)
         validate.check_radii(eps, len(y))
     x, y = jnp.asarray(x), jnp.asarray(y)
     radii = jnp.broadcast_to(jnp.asarray(eps, x.dtype), y.shape)
-    return _sampled(model, x, y, radii, key, norm, box, samples, steps)
+    found = _sampled(model, x, y, radii, key, norm, box, samples, steps)
+    return jnp.where(fine, found, jnp.nan)
 
 
 @functools.partial(jax.jit, static_argnums=(5, 6, 7, 8))

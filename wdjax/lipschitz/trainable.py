@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from wdjax import validate
+from wdjax import independence, validate
 from wdjax.certify import margins, region
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.region import Box
@@ -68,7 +68,8 @@ def trainable_lipschitz(
         state = margins.prepare(model, ball, "interval")
         net = chain.of_network(state.network)
         bound = functools.partial(_bound, net, norm, method)
-        return jax.vmap(bound)(neurons.slopes(net, state), y)
+        found = jax.vmap(bound)(neurons.slopes(net, state), y)
+    return jnp.where(independence.holds(model, x, alike=True), found, jnp.inf)
 
 
 def _bound(net: Chain, norm: float, method: Method, slopes: Slopes, y: Array) -> Array:
