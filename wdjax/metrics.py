@@ -452,17 +452,18 @@ _NEAR = 1e-9
 
 def _least_mean(x: npt.NDArray[Any], count: npt.NDArray[Any], alpha: float) -> float:
     """The largest m that ``count`` times the values ``x``, both ``[m]``, refute from above."""
-    from scipy import optimize, special
+    from scipy import optimize
 
     n = count.sum()
     powers = np.arange(4 + math.ceil(math.log2(n)))
     stakes = math.sqrt(-8 * math.log(alpha) / n) * 2.0**powers
     shares = 2.0 ** (-powers / 2)
+    log = np.log(shares / shares.sum() * alpha)
 
     def beyond(m: float) -> float:
         bets = np.minimum(stakes, _STAKED / m)
         wealth = np.log1p(bets[:, None] * (x - m)) @ count
-        return float(special.logsumexp(wealth, b=shares / shares.sum()) + math.log(alpha))
+        return float(np.logaddexp.reduce(wealth + log))
 
     mean = float(x @ count / n)
     if mean <= _NEAR or beyond(_NEAR) < 0:

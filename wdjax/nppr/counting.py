@@ -107,8 +107,8 @@ def refuse_trace(name: str, *given: PyTree) -> None:
     """Refuses tracers, and names what can be differentiated."""
     if validate.traced(given) or validate.staged():
         raise ValueError(
-            f"{name} counts on the host, outside of jit, vmap and grad; nppr.expected_loss, the mean "
-            "loss under the same distribution, runs inside them and can be differentiated."
+            f"{name} counts on the host, outside of jit, vmap and grad; nppr.expected_loss, the "
+            "mean loss under the same distribution, runs inside them and can be differentiated."
         )
 
 

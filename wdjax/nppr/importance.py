@@ -59,9 +59,9 @@ def importance(
     weighed by the whole mixture (the balance heuristic), so that estimates are unbiased and no
     weight exceeds ``1 / defensive``.
 
-    Failures that are nowhere near any ``u_j`` are met by p's share only, and an estimate that misses
-    them looks precise. So the same probability is estimated by :func:`splitting`, which knows no
-    ``u_j``: ``agrees`` is False where the two are further apart than chance allows.
+    Failures that are nowhere near any ``u_j`` are met by p's share only, and an estimate that
+    misses them looks precise. So the same probability is estimated by :func:`splitting`, which
+    knows no ``u_j``: ``agrees`` is False where the two are further apart than chance allows.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``, differentiable.
@@ -83,8 +83,8 @@ def importance(
     Raises:
       ValueError: a bad or misclassified input, settings that are out of range, a trace.
 
-    Cost: ``runs draws`` forward passes, ``(K + 19 + starts) steps`` gradients once, and those of the
-      check, some ``600 check`` forward passes for each factor of 1000 in p.
+    Cost: ``runs draws`` forward passes, ``(K + 19 + starts) steps`` gradients once, and those of
+      the check, some ``600 check`` forward passes for each factor of 1000 in p.
 
     Source: Tit et al. [tit2023] for gradients and normal space; Hasofer and Lind [hasofer1974] for
       the likeliest failure; Owen and Zhou [owen2000] for the defensive share; Veach and Guibas
@@ -103,27 +103,28 @@ def importance(
     if not 0 < validate.check_number("defensive", defensive) <= 1:
         raise ValueError(f"defensive must be a share in (0, 1], got {defensive!r}.")
     look, test, draw = jax.random.split(key, 3)
-    checked, ends = None, jnp.zeros((0, 1, question.size))
+    checked, ends = None, jnp.zeros((0, question.size))
     if validate.check_count("check", check, 0):
         checked, ends = explored(question, test, check)
-    begun = _starts(question, others, ends[:, :_OF_EACH].reshape(-1, question.size), look)
+    begun = _starts(question, others, ends.reshape(-1, question.size), look)
     proposal = _propose(question, begun, length, defensive)
     seen = _weighed(question, proposal, jax.random.split(draw, repeats), count)
     value, hits, faults = np.asarray(seen).T
     return Rare(
         value.astype(float),
         repeats * count,
-        len(begun.rival) * (length + 2 * _RAY),
+        len(begun.rival) * (length + 2 * _RAY) + 1 + len(ends),
         int(faults.sum()),
         bool(np.all(hits > 0)),
         checked,
     )
 
 
-_OF_EACH = 2
-"""Particles of each of the check's runs from which a search begins."""
 _RAY = 64
 """Points along the way to a rival, of which the first failure counts."""
+_FAR = 8
+"""Standard deviations of one direction, beyond twice the usual length of a normal vector, up to
+which failures are looked for."""
 _EVEN = 0.25
 """Of what the failures get, the share that does not depend on how likely they seem."""
 
@@ -183,7 +184,7 @@ def _nearest(question: Question, start: Start, steps: int) -> Array:
         some = (square > 0) & jnp.isfinite(square)
         target = slope * (slope @ u - value) / jnp.where(some, square, 1.0)
         length = jnp.linalg.norm(jnp.where(some, target, 1.0))
-        target = target * jnp.minimum(1.0, 2 * math.sqrt(len(u)) / length)
+        target = target * jnp.minimum(1.0, (_FAR + 2 * math.sqrt(len(u))) / length)
         share = 1 / (1 + number / 10)
         return jnp.where(some, (1 - share) * u + share * target, u), None
 

@@ -249,14 +249,19 @@ def prbench(
         fields[f"PR({eps:.2f})"] = _field(own.value, *own.population())
         if train is not None:
             known = measured(*train, eps)
-            (low, high), (first, last) = (one.population(0.975) for one in (own, known))
-            fields[f"GE_PR({eps:.2f})"] = _field(known.value - own.value, first - high, last - low)
+            fields[f"GE_PR({eps:.2f})"] = _field(known.value - own.value, *excess(known, own))
     decision = probabilistic_accuracy(
         model, noise.Uniform(radius, ball), x, y, rho=rho, alpha=alpha, **how
     )
     for risk, value, low, high in zip(decision.rho, decision.lower, *decision.population()):
         fields[f"ProbAcc({risk:.2f})"] = _field(value, low, high)
     return fields
+
+
+def excess(known: Estimate, own: Estimate) -> metrics.ConfidenceInterval:
+    """Of how much more survives of one population than of another: two of 97.5 % make 95 %."""
+    (low, high), (first, last) = (one.population(0.975) for one in (own, known))
+    return metrics.ConfidenceInterval(first - high, last - low)
 
 
 def _field(value: Any, low: Any, high: Any) -> dict[str, Any]:

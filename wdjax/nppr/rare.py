@@ -24,6 +24,8 @@ from wdjax.nppr.counting import Classifier, check_key, default_batch, refuse_tra
 
 _APART = 0.99
 """Confidence of the intervals that must meet where two methods agree."""
+_VAGUE = 10
+"""A larger factor than this between the ends of such an interval means that it tells little."""
 
 
 class Rare(NamedTuple):
@@ -55,11 +57,14 @@ class Rare(NamedTuple):
 
     @property
     def agrees(self) -> bool | None:
-        """Whether the check's interval of 99 % meets this one's; None without a comparison."""
+        """Whether the check's interval of 99 % meets this one's; None where nothing is compared, as
+        without a check, or where runs differ too much."""
         if self.check is None or not (self.found and self.check.found):
             return None
         (low, high), (least, most) = (one._spread(_APART) for one in (self, self.check))
-        return bool(low <= most and least <= high)
+        if low > most or least > high:
+            return False
+        return True if high <= _VAGUE * low and most <= _VAGUE * least else None
 
     @property
     def remark(self) -> str:
@@ -69,11 +74,11 @@ class Rare(NamedTuple):
         if self.check is None or self.agrees:
             return ""
         if not self.check.found:
-            return "splitting met no failure in some runs: nothing confirms the value"
-        return (
-            f"importance sampling says {self.value:.2g} and splitting {self.check.value:.2g}, "
-            "further apart than chance allows: failures may have been missed"
-        )
+            return "not every run of splitting met a failure: nothing confirms the value"
+        both = f"importance sampling says {self.value:.2g} and splitting {self.check.value:.2g}"
+        if self.agrees is None:
+            return f"{both}, but runs differ so much that neither confirms the other"
+        return f"{both}, further apart than chance allows: failures may have been missed"
 
     def interval(self, confidence: float = 0.95) -> ConfidenceInterval:
         """Cox's interval over the runs, for the mean of log-normal numbers.

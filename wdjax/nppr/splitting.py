@@ -16,6 +16,8 @@ from wdjax.nppr.rare import Question, Rare, ask
 
 _ACCEPTED = 0.3
 """Share of accepted moves that the pilot's step size aims at."""
+KEPT = 2
+"""Particles of a run from which other searches may begin."""
 
 
 def splitting(
@@ -90,7 +92,7 @@ def explored(
     runs: int = 10,
     least: float = 1e-12,
 ) -> tuple[Rare, Array]:
-    """The answer, and where the particles of every run ended: ``[R, N, d]``."""
+    """The answer, and where some particles of every run ended: ``[R, KEPT, d]``."""
     count = validate.check_count("particles", particles, 10)
     repeats = validate.check_count("runs", runs, 2)
     steps = validate.check_count("moves", moves)
@@ -98,29 +100,36 @@ def explored(
         raise ValueError(f"least must be a probability above 0, got {least!r}.")
     if not 1 / count <= keep < 1:
         raise ValueError(f"keep must be a share between 1 / particles and 1, got {keep!r}.")
-    first, rest = jax.random.split(key)
     stay, levels = max(1, int(keep * count)), math.ceil(math.log(least) / math.log(keep))
-    ladder = _pilot(count, stay, steps, levels, question, first)
-    ends = _runs(count, steps, question, ladder, jax.random.split(rest, repeats))
-    log, score, taken, faults = map(np.asarray, (ends.log, ends.score, ends.level, ends.faults))
+    empty = Ladder(jnp.zeros(levels), jnp.zeros(levels), jnp.zeros((), jnp.int32))
+    first, *keys = jax.random.split(key, repeats + 1)
+    _, ladder = _ascent(count, stay, steps, question, empty, True, first)
+    ends = []
+    for one in keys:
+        cloud, _ = _ascent(count, stay, steps, question, ladder, False, one)
+        ends.append(cloud._replace(u=cloud.u[:KEPT]))
+    log, score, taken, faults = (
+        np.array([getattr(end, name) for end in ends])
+        for name in ("log", "score", "level", "faults")
+    )
     share = np.where(np.isfinite(log), np.mean(score > 0, axis=1), 0.0)
-    used = count * (1 + steps * np.append(int(ladder.count), taken))
+    used = count * (1 + steps * np.append(int(ladder.used), taken))
     return Rare(
         np.exp(log.astype(float)) * share,
         int(used[1:].sum()),
         int(used[0]),
         int(faults.sum()),
         bool(np.all(share > 0)),
-    ), ends.u
+    ), jnp.stack([end.u for end in ends])
 
 
 class Ladder(NamedTuple):
     """What a pilot found: of every level, where it lies and how far to move above it."""
 
     level: Array
-    """``[L]``, of which the first ``count`` are used."""
+    """``[L]``, of which the first ``used`` count."""
     step: Array
-    count: Array
+    used: Array
 
 
 class Cloud(NamedTuple):
@@ -137,57 +146,39 @@ class Cloud(NamedTuple):
     faults: Array
 
 
-def _begin(count: int, question: Question, key: Array) -> Cloud:
-    u = jax.random.normal(key, (count, question.size))
-    score, fault = question.score(u)
-    return Cloud(u, score, jnp.zeros(()), jnp.zeros((), jnp.int32), jnp.sum(fault))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _ascent(
+    count: int, stay: int, moves: int, question: Question, ladder: Ladder, pilot: Array, key: Array
+) -> tuple[Cloud, Ladder]:
+    """A run up a ladder until its end or until it dies out; or a pilot, which builds one.
 
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _pilot(
-    count: int, stay: int, moves: int, most: int, question: Question, key: Array
-) -> Ladder:
-    """Levels with ``stay`` particles above each, until these are failures, rise no more or are
-    ``most``; the step size follows the acceptance."""
+    One program for both, since its compilation is what small models wait for. The pilot's levels
+    have ``stay`` particles above each, until these are failures, rise no more or fill the ladder.
+    """
     first, key = jax.random.split(key)
-    begun = _begin(count, question, first), jnp.asarray(0.5), jnp.zeros(most), jnp.zeros(most)
+    u = jax.random.normal(first, (count, question.size))
+    score, fault = question.score(u)
+    none = jnp.zeros((), jnp.int32)
+    begun = Cloud(u, score, jnp.zeros(()), none, jnp.sum(fault, dtype=jnp.int32))
 
-    def unfinished(carried: tuple[Cloud, Array, Array, Array]) -> Array:
-        cloud, *_ = carried
+    def unfinished(carried: tuple[Cloud, Array, Ladder]) -> Array:
+        cloud, _, built = carried
         ranked = jnp.sort(cloud.score)
         rising = ranked[-1] > ranked[count - stay - 1]
-        return (ranked[count - stay] <= 0) & (cloud.level < most) & rising
+        on = (ranked[count - stay] <= 0) & (cloud.level < len(built.level)) & rising
+        return jnp.where(pilot, on, (cloud.level < ladder.used) & jnp.isfinite(cloud.log))
 
-    def climb(carried: tuple[Cloud, Array, Array, Array]) -> tuple[Cloud, Array, Array, Array]:
-        cloud, step, levels, steps = carried
-        level, own = jnp.sort(cloud.score)[count - stay - 1], jax.random.fold_in(key, cloud.level)
-        after, step = _climbed(question, moves, cloud, level, step, own, adapt=True)
-        at = cloud.level
-        return after, step, levels.at[at].set(level), steps.at[at].set(step)
+    def climb(carried: tuple[Cloud, Array, Ladder]) -> tuple[Cloud, Array, Ladder]:
+        cloud, step, built = carried
+        at, own = cloud.level, jax.random.fold_in(key, cloud.level)
+        level = jnp.where(pilot, jnp.sort(cloud.score)[count - stay - 1], ladder.level[at])
+        step = jnp.where(pilot, step, ladder.step[at])
+        cloud, step = _climbed(question, moves, cloud, level, step, pilot, own)
+        levels, steps = built.level.at[at].set(level), built.step.at[at].set(step)
+        return cloud, step, Ladder(levels, steps, cloud.level)
 
-    cloud, _, levels, steps = jax.lax.while_loop(unfinished, climb, begun)
-    return Ladder(levels, steps, cloud.level)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _runs(count: int, moves: int, question: Question, ladder: Ladder, keys: Array) -> Cloud:
-    """One after another, ``[R, ...]`` leaves."""
-    return jax.lax.map(lambda key: _run(count, moves, question, ladder, key), keys)
-
-
-def _run(count: int, moves: int, question: Question, ladder: Ladder, key: Array) -> Cloud:
-    """The cloud above the last level, or when it has died out."""
-    first, key = jax.random.split(key)
-
-    def unfinished(cloud: Cloud) -> Array:
-        return (cloud.level < ladder.count) & jnp.isfinite(cloud.log)
-
-    def climb(cloud: Cloud) -> Cloud:
-        level, step = ladder.level[cloud.level], ladder.step[cloud.level]
-        own = jax.random.fold_in(key, cloud.level)
-        return _climbed(question, moves, cloud, level, step, own, adapt=False)[0]
-
-    return jax.lax.while_loop(unfinished, climb, _begin(count, question, first))
+    cloud, _, built = jax.lax.while_loop(unfinished, climb, (begun, jnp.asarray(0.5), ladder))
+    return cloud, built
 
 
 def _climbed(
@@ -196,10 +187,13 @@ def _climbed(
     cloud: Cloud,
     level: Array,
     step: Array,
+    pilot: Array,
     key: Array,
-    adapt: bool,
 ) -> tuple[Cloud, Array]:
-    """The particles above a level in equal numbers, in random order, moved above it."""
+    """The particles above a level in equal numbers, in random order, moved above it.
+
+    A pilot's step size follows the acceptance, and is returned; a run's stays.
+    """
     pick, move = jax.random.split(key)
     above = cloud.score > level
     left, random = jnp.sum(above), jax.random.uniform(pick, above.shape)
@@ -212,9 +206,9 @@ def _climbed(
         value, fault = question.score(proposed)
         better = value > level
         u, score = jnp.where(better[:, None], proposed, u), jnp.where(better, value, score)
-        if adapt:
-            step = jnp.clip(step * jnp.exp(jnp.mean(better) - _ACCEPTED), 0.01, 0.999)
-        return (u, score, step, faults + jnp.sum(fault)), None
+        next_step = jnp.clip(step * jnp.exp(jnp.mean(better) - _ACCEPTED), 0.01, 0.999)
+        step = jnp.where(pilot, next_step, step)
+        return (u, score, step, faults + jnp.sum(fault, dtype=jnp.int32)), None
 
     begun: tuple[Array, ...] = cloud.u[chosen], cloud.score[chosen], step, cloud.faults
     (u, score, step, faults), _ = jax.lax.scan(one, begun, jax.random.split(move, moves))
