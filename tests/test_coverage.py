@@ -228,30 +228,31 @@ def planes(distances, d):
 RARE = {
     "two sides": (*planes([4.0, 4.0], 2), 2),
     "three in 4": (*planes([4.0, 4.1, 4.2], 4), 4),
+    "many": (*planes(np.full(9, 4.2), 8), 8),
     "out of a disc": (Model(ball, jnp.asarray(0.1 * stats.chi2.isf(1e-4, 2) ** 0.5)), 1e-4, 2),
 }
 NORMAL = nppr.noise.ClippedGaussian(1.0, Lp(box=None), 0.1)
 
 
-def asked(method, name, repeats, **how):
-    """Runs of a method in four calls, of its own proposals or levels each, in groups of five."""
+def asked(method, name, calls, **how):
+    """Runs of a method in groups of five, in calls of their own proposals or levels."""
     model, truth, d = RARE[name]
     groups = []
-    for place in range(4):
+    for place in range(calls):
         key = jax.random.fold_in(KEY, place)
-        found = method(model, NORMAL, jnp.zeros(d), 0, key=key, runs=repeats // 4, **how)
+        found = method(model, NORMAL, jnp.zeros(d), 0, key=key, runs=5 * TIMES // calls, **how)
         groups += [Rare(own, 0, 0, 0, bool(own.all())) for own in found.runs.reshape(-1, 5)]
     return within([one.interval() for one in groups], truth)
 
 
-@case("rare.interval of importance", 0.95, ("two sides",), ("out of a disc",))
-def _(rng, name):
-    return asked(nppr.importance, name, 5 * TIMES, draws=200, check=0)
+@case("rare.interval of importance", 0.95, ("two sides", 0), ("out of a disc", 0), ("many", 40))
+def _(rng, name, check):
+    return asked(nppr.importance, name, 20, draws=200, check=check)
 
 
 @case("rare.interval of splitting", 0.95, ("two sides",), ("three in 4",))
 def _(rng, name):
-    return asked(nppr.splitting, name, 5 * TIMES, particles=50)
+    return asked(nppr.splitting, name, 5, particles=50)
 
 
 # Votes.

@@ -16,7 +16,7 @@ from wdjax.nppr.rare import Question, Rare, ask
 
 _ACCEPTED = 0.3
 """Share of accepted moves that the pilot's step size aims at."""
-KEPT = 2
+KEPT = 8
 """Particles of a run from which other searches may begin."""
 
 
