@@ -4,8 +4,8 @@
         [--seeds 3] [--row mnist_vanilla 0.1]
 
 ``table`` fits four modes (K = 7) and prints, of the correct images of the held-out half, the share
-that survives: AR of PGD-20 and of `ensembles.fast`, NPPR by mode and seed with the bootstrap
-interval over images (seeds averaged), PR; and whether AR <= NPPR <= PR. The digits nets are trained
+that survives: AR of PGD-20 and of `ensembles.fast`, NPPR by mode and seed with the interval over
+images (seeds averaged), PR; and whether AR <= NPPR <= PR. The digits nets are trained
 here, so that their figures differ from those of other nets of the same shape. ``combinations`` fits
 every mode, map and number of components for a moment. Figures of time are process times without
 compilation.
@@ -27,9 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import wdjax
-from wdjax import attacks, convert, data, ensembles, losses, models, nppr, training
+from wdjax import attacks, convert, data, ensembles, losses, metrics, models, nppr, training
 from wdjax.nppr import Family, Schedule, counting, noise, objective
-from wdjax.nppr.estimate import bootstrap
 from wdjax.nppr.upsample import UPSAMPLE
 
 MODES = ("independent", "label", "input", "joint", "joint-full")
@@ -130,11 +129,13 @@ def table(shared, nets, seeds, steps, only=None):
                     found.append(nppr.estimate(model, one, x, y, **how))
                     seconds.append(spent)
                 shares = np.mean([one.per_input for one in found], axis=0)
-                low, high = bootstrap(shares, 0.95, 2000, 0)
+                low, high = metrics.mean_interval(shares)
                 means[mode] = 100 * shares.mean()
                 spread = nppr.spread_within(one, x[:50], y[:50], key=jax.random.key(3))
                 # Ends of the intervals over images of the differences themselves.
-                gaps = [bootstrap(pr.per_input - shares, 0.95, 2000, 0)[1] for pr in fixed]
+                gaps = [
+                    metrics.mean_interval(pr.per_input - shares, span=(-1, 1)).upper for pr in fixed
+                ]
                 pooled = found[0].pooled()
                 bars = [f"AR<= {'ok' if strong <= 100 * high else 'MISSED'}"]
                 bars.append(f"<=PR {'ok' if min(gaps) >= 0 else 'MISSED'}")
@@ -191,7 +192,8 @@ def rare(shared, nets, seeds, steps):
     right = np.flatnonzero(nppr.estimate(model, own, x, y, key=jax.random.key(0), draws=32).correct)
     rough = {}
     for i in right[:150]:
-        quick = nppr.importance(model, own, x[i], y[i], key=jax.random.key(1), draws=1000, runs=3)
+        how = {"key": jax.random.key(1), "draws": 1000, "runs": 3, "check": 0}
+        quick = nppr.importance(model, own, x[i], y[i], **how)
         if quick.found:
             rough[int(i)] = quick.value
     for goal, bar in ((1e-4, 50), (1e-5, 300), (1e-7, 0)):
@@ -200,7 +202,7 @@ def rare(shared, nets, seeds, steps):
             lambda: nppr.importance(model, own, x[i], y[i], key=jax.random.key(2), draws=10_000)
         )
         split, seconds = timed(
-            lambda: nppr.splitting(model, own, x[i], y[i], key=jax.random.key(3), moves=20)
+            lambda: nppr.splitting(model, own, x[i], y[i], key=jax.random.key(3))
         )
         p, repeats = weighed.value, len(weighed.runs)
 
@@ -218,9 +220,8 @@ def rare(shared, nets, seeds, steps):
             words = f" plain {plain:.3g} +- {(plain / 2e6) ** 0.5:.1g}"
         held = 0
         for seed in range(100):
-            found = nppr.importance(
-                model, own, x[i], y[i], key=jax.random.key(10 + seed), draws=1000
-            )
+            how = {"key": jax.random.key(10 + seed), "draws": 1000, "check": 0}
+            found = nppr.importance(model, own, x[i], y[i], **how)
             low, high = found.interval()
             held += low <= p <= high
         print(
@@ -229,7 +230,8 @@ def rare(shared, nets, seeds, steps):
             f"ratio to plain {ratio(weighed):.0f} bar {bar} "
             f"{'ok' if ratio(weighed) >= bar else 'MISSED'}, "
             f"splitting {ratio(split):.1f}; fit {weighed.fit} passes, {spent:.1f} and "
-            f"{seconds:.1f} s; coverage {held} of 100 bar 90 {'ok' if held >= 90 else 'MISSED'}",
+            f"{seconds:.1f} s; {weighed.remark or 'checked'}; coverage {held} of 100 bar 90 "
+            f"{'ok' if held >= 90 else 'MISSED'}",
             flush=True,
         )
 

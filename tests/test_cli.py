@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import convert, data, report
+from wdjax import convert, data, nppr, report
 from wdjax.cli import main, options, parser, process, table
 
 
@@ -302,6 +302,11 @@ def test_nppr_says_what_survives(given, capsys, tmp_path):
     assert "NPPR label" in said.out
     assert content["fitted_on"] + content["measured_on"] == len(y)
     uniform = content["pr"]["uniform"]
+    for row in (*content["nppr"].values(), *content["pr"].values()):
+        low, high = row["interval_of_population"]  # Of six inputs: even if all of them agree.
+        assert low + 20 < row["value"] < high + 1e-9
+        assert high - low > 40
+    assert content["rare"] == []
     for row in content["nppr"].values():
         low, high = row["interval_of_these"]
         assert low <= row["value"] <= high
@@ -314,6 +319,39 @@ def test_nppr_says_what_survives(given, capsys, tmp_path):
     assert {"acc", "PR(0.03)", "GE_PR(0.12)", "ProbAcc(0.01)"} <= set(fields)
     assert main([*words, "--mode", "both"]) == 2
     assert "--mode must be some of" in capsys.readouterr().err
+
+
+def test_nppr_marks_rare_failures_on_which_two_methods_disagree(
+    given, capsys, tmp_path, monkeypatch
+):
+    *_, command = given
+    out = tmp_path / "nppr.json"
+    words = ["nppr", *command[1 : command.index("--attacks")], "--steps", "2", "--draws", "20"]
+    words += ["--latent", "2", "--components", "2", "--mode", "label", "--json", str(out)]
+    importance, seen = nppr.importance, []
+
+    def misses(*given, **how):
+        """The second sample's answer, as if a region had been missed."""
+        found = importance(*given, **how)
+        seen.append(found._replace(runs=found.runs / (100 if len(seen) == 1 else 1)))
+        return seen[-1]
+
+    monkeypatch.setattr(nppr, "importance", misses)
+    assert main([*words, "--eps", "0.6", "--rare", "3"]) == 0
+    said, rows = capsys.readouterr(), json.loads(out.read_text())["rare"]
+    assert len(rows) == 3
+    for row, found in zip(rows, seen):
+        low, high = row["interval"]
+        assert 0 <= low <= row["value"] <= high
+        assert (row["found"], row["agrees"]) == (found.found, found.agrees)
+        assert f"rare, held-out sample {row['sample']}: {row['value']:.2g}" in said.out
+        marked = f"CAREFUL, sample {row['sample']}: {row['remark']}"
+        assert (marked in said.err) == bool(row["remark"])
+    assert (rows[1]["agrees"], rows[2]["agrees"]) == (False, True)
+    assert "further apart than chance allows" in rows[1]["remark"]
+    assert rows[1]["interval"][1] > rows[1]["splitting"] > 20 * rows[1]["value"]
+    assert main([*words, "--norm", "l2", "--rare", "3"]) == 2
+    assert "--rare is for --norm linf" in capsys.readouterr().err
 
 
 def test_certify_says_what_is_proved(given, capsys, tmp_path):

@@ -129,9 +129,55 @@ def test_intervals_cover():
         assert stats.binom.pmf(counts, n, p)[covered].sum() >= 0.95
 
 
+def bernstein(x, alpha=0.025):
+    """The width of Maurer and Pontil's empirical Bernstein interval, both sides at alpha."""
+    log = np.log(2 / alpha)
+    half = np.sqrt(2 * x.var(ddof=1) * log / len(x)) + 7 * log / (3 * (len(x) - 1))
+    return min(1, x.mean() + half) - max(0, x.mean() - half)
+
+
+@pytest.mark.parametrize("n", [20, 50, 250, 1000])
+def test_intervals_of_bounded_means_are_tight(n):
+    """Narrower than empirical Bernstein, and for counts not far from Clopper and Pearson."""
+    rng = np.random.default_rng(n)
+    for x in (
+        1 - (rng.random(n) < 0.02) * rng.uniform(0.5, 1, n), rng.beta(4, 1, n), np.ones(n),
+        rng.uniform(0.4, 0.6, n), np.resize([0.0, 1.0], n),
+    ):  # fmt: skip
+        low, high = metrics.mean_interval(x)
+        assert low <= x.mean() <= high
+        assert high - low < 0.9 * bernstein(x)
+    exact = metrics.clopper_pearson(n // 2, n)
+    assert high - low < 1.6 * (exact.upper - exact.lower)
+
+
+def test_intervals_of_bounded_means_keep_what_must_not_matter():
+    rng = np.random.default_rng(0)
+    x = rng.beta(2, 1, 60)
+    low, high = metrics.mean_interval(x)
+    np.testing.assert_allclose(metrics.mean_interval(rng.permutation(x)), (low, high), atol=1e-8)
+    np.testing.assert_allclose(metrics.mean_interval(1 - x), (1 - high, 1 - low), atol=1e-8)
+    moved = metrics.mean_interval(3 * x - 1, span=(-1, 2))
+    np.testing.assert_allclose(moved, (3 * low - 1, 3 * high - 1), atol=1e-7)
+    wider = metrics.mean_interval(x, 0.99)
+    assert wider.lower < low < high < wider.upper
+    many = metrics.mean_interval(np.tile(x, 100))
+    assert many.upper - many.lower < 0.15 * (high - low)
+    # One draw tells little, and of equal draws no interval is a point.
+    assert metrics.mean_interval([0.5]) == (0, 1)
+    assert metrics.mean_interval(np.ones(50)).lower < 0.95
+    assert metrics.mean_interval(np.zeros(50)).upper > 0.05
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: metrics.mean_interval([]), "at least one"),
+        (lambda: metrics.mean_interval([0.5, 1.1]), "in the span"),
+        (lambda: metrics.mean_interval([0.5, np.nan]), "in the span"),
+        (lambda: metrics.mean_interval([[0.5]]), "in the span"),
+        (lambda: metrics.mean_interval([0.5], 1.0), "confidence"),
+        (lambda: metrics.mean_interval([0.5], span=(1.0, 1.0)), "in the span"),
         (lambda: metrics.clopper_pearson(3, 2), "successes"),
         (lambda: metrics.clopper_pearson(0.5, 2), "integers"),
         (lambda: metrics.clopper_pearson(0, 0), "n >= 1"),

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from wdjax import Lp, Model, metrics, models, nppr, parallel
+from wdjax import Lp, Model, models, nppr, parallel
 from wdjax.nppr import noise, probable
-from wdjax.nppr.estimate import Estimate, bootstrap
 
 NET = models.mlp((16, 8, 3), key=jax.random.key(2))
 KEY = jax.random.key(0)
@@ -103,27 +102,6 @@ def test_copies_that_are_not_finite_have_not_survived():
         nppr.estimate(model, noise.Uniform(0.1), x - 0.2, jnp.array([0]), key=KEY)
 
 
-def test_intervals_cover_as_often_as_they_say():
-    random = np.random.default_rng(0)
-    shares = random.beta(4, 1, size=(1000, 200))  # A new set of inputs each time; mean 0.8.
-    survived = random.binomial(500, shares)
-    held = [
-        low <= 0.8 <= high
-        for low, high in (
-            bootstrap(one / 500, 0.95, 400, seed) for seed, one in enumerate(survived)
-        )
-    ]
-    assert 0.93 <= np.mean(held) <= 0.97
-    # For the same inputs, of one share: Clopper and Pearson's.
-    counts = random.binomial(20_000, 0.8, 1000)
-    low, high = metrics.clopper_pearson(counts, 20_000)
-    assert 0.93 <= np.mean((low <= 0.8) & (high >= 0.8)) <= 0.97
-    alike = Estimate(np.array([True, True, False]), np.array([400, 410, 0]), 500, np.zeros(3, int))
-    low, high = alike.pooled()
-    assert low < alike.value == 0.81 < high
-    assert alike.of_inputs().lower.shape == (2,)
-
-
 @pytest.mark.parametrize("risk", [0.09, 0.1, 0.11])
 def test_the_sequential_test_errs_no_more_than_its_level(risk):
     random, alpha, rho = np.random.default_rng(0), 0.05, 0.1
@@ -203,15 +181,193 @@ def test_rare_failures_of_a_corner(shift):
     assert np.var(weighed.runs, ddof=1) < plain / (10 if shift < 1.99 else 100)
 
 
-def test_intervals_of_rare_failures_cover():
-    model, own = Model(line, jnp.array([1.0, 1.0])), noise.Uniform(0.2, Lp(math.inf, (-1.0, 1.0)))
-    x, truth = jnp.array([0.29, 0.1]), exact(1.95)
-    held = 0
-    for seed in range(100):
-        found = nppr.importance(model, own, x, 0, key=jax.random.key(seed), draws=500)
-        low, high = found.interval()
-        held += low <= truth <= high
-    assert held >= 90
+def gaussian(w, b):
+    """Fails where an affine function of normal noise is large; u is the point in units of .1."""
+    return Model(beyond, (jnp.asarray(w, jnp.float32), jnp.asarray(0.1 * np.asarray(b))))
+
+
+def beyond(params, x):
+    w, b = params
+    return jnp.stack([jnp.zeros(len(x)), jnp.max(x @ w - b, axis=1)], axis=1)
+
+
+NORMAL = noise.ClippedGaussian(1.0, Lp(box=None), 0.1)
+
+
+def test_splitting_is_unbiased_with_few_particles():
+    """Levels that a run chooses for itself say 1.6 here."""
+    from scipy import stats
+
+    found = nppr.splitting(
+        gaussian(np.eye(2)[:, :1], [3.7]), NORMAL, jnp.zeros(2), 0, key=KEY, particles=50, runs=600
+    )
+    ratio = found.runs / stats.norm.sf(3.7)
+    error = np.std(ratio) / 600**0.5
+    assert error < 0.05
+    assert abs(ratio.mean() - 1) < 3 * error
+
+
+def cross(params, x):
+    """Both sides of a slab."""
+    w, b = params
+    return jnp.stack([jnp.zeros(len(x)), jnp.abs(x @ w + 1e-3) - b], axis=1)
+
+
+def rounded(w, x):
+    """Has no slopes."""
+    return jnp.stack([jnp.zeros(len(x)), jnp.round(20 * jnp.abs(x @ w)) / 20 - 0.42], axis=1)
+
+
+def outside(radius, x):
+    """Of a ball: failures in every direction."""
+    return jnp.stack([jnp.zeros(len(x)), jnp.sum(x**2, axis=1) - radius**2], axis=1)
+
+
+def inside(radius, x):
+    """Of a small ball far away."""
+    square = jnp.sum((x - jnp.array([0.5, 0.0])) ** 2, axis=1)
+    return jnp.stack([jnp.zeros(len(x)), radius - jnp.sqrt(square)], axis=1)
+
+
+def several():
+    """Models, dimensions and probabilities: one region, many, no slopes, all directions."""
+    from scipy import stats
+
+    axis, tail = jnp.eye(8)[0], stats.norm.sf
+    axes = np.concatenate([np.eye(6), -np.eye(6)], axis=1)
+    yield "one", gaussian(np.eye(3)[:, :1], [4.5]), 3, tail(4.5)
+    yield "two sides", Model(cross, (axis, 0.45)), 8, tail(4.49) + tail(4.51)
+    yield "twelve", gaussian(axes, np.full(12, 4.2)), 6, 1 - (1 - 2 * tail(4.2)) ** 6
+    yield "uneven", gaussian(axes[:, :2], [4.0, 4.6]), 6, 1 - (1 - tail(4.0)) * (1 - tail(4.6))
+    yield "no slopes", Model(rounded, axis), 8, 2 * tail(4.25)
+    yield "small ball", Model(inside, jnp.asarray(0.1)), 2, stats.ncx2.cdf(1, 2, 25)
+    yield "disc", Model(outside, jnp.asarray(0.1 * stats.chi2.isf(1e-5, 2) ** 0.5)), 2, 1e-5
+    yield "sphere", Model(outside, jnp.asarray(0.1 * stats.chi2.isf(1e-5, 40) ** 0.5)), 40, 1e-5
+
+
+REGIONS = {name: rest for name, *rest in several()}
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_failures_in_many_places_are_found_or_the_result_says_so(name):
+    model, d, truth = REGIONS[name]
+    found = nppr.importance(model, NORMAL, jnp.zeros(d), 0, key=KEY, draws=500)
+    low, high = found.interval(0.999)
+    assert low <= truth <= high
+    if name == "sphere":  # Some fifty directions of all.
+        assert not found.agrees
+        assert found.remark
+        assert f"splitting {found.check.value:.2g}" in found.remark
+        found = found.check
+    else:
+        assert found.agrees
+        assert not found.remark
+    assert found.value == pytest.approx(truth, rel=0.5 if name == "sphere" else 0.15)
+
+
+def test_two_methods_that_disagree_are_marked_and_both_inside_the_interval():
+    runs = np.exp(np.linspace(-0.3, 0.3, 10))
+    check = nppr.Rare(3e-5 * runs, 0, 0, 0, True)
+    near, apart, vague = (
+        nppr.Rare(own, 0, 0, 0, True, check)
+        for own in (2.8e-5 * runs, 1e-5 * runs, runs**40 * 1e-7)
+    )
+    assert (near.agrees, apart.agrees, vague.agrees) == (True, False, None)
+    assert not near.remark
+    assert "1e-05 and splitting 3.1e-05, further apart than chance allows" in apart.remark
+    assert "neither confirms the other" in vague.remark
+    low, high = apart.interval()
+    assert low < 1e-5 < 3e-5 < high
+    assert apart._replace(check=None).interval().upper < 2e-5
+
+
+def test_a_check_that_met_no_failure_confirms_nothing():
+    """Splitting gives up at 1e-12; importance sampling does not."""
+    from scipy import stats
+
+    model = gaussian(np.eye(2)[:, :1], [8.0])
+    found = nppr.importance(model, NORMAL, jnp.zeros(2), 0, key=KEY)
+    assert found.value == pytest.approx(stats.norm.sf(8.0), rel=0.1)
+    assert found.agrees is None
+    assert "nothing confirms" in found.remark
+    alone = nppr.importance(model, NORMAL, jnp.zeros(2), 0, key=KEY, check=0)
+    assert alone.check is None
+    assert not alone.remark
+
+
+def test_rare_failures_do_not_depend_on_the_batch_but_on_the_key():
+    model, d, _ = REGIONS["twelve"]
+    small = {"key": KEY, "runs": 3}
+    for method, how in ((nppr.splitting, {"particles": 50}), (nppr.importance, {"draws": 100})):
+        whole, again, parts, other = (
+            method(model, NORMAL, jnp.zeros(d), 0, **small | how | more)
+            for more in ({}, {}, {"batch_size": 7}, {"key": jax.random.key(1)})
+        )
+        np.testing.assert_array_equal(whole.runs, again.runs)
+        np.testing.assert_array_equal(whole.runs, parts.runs)
+        assert np.all(whole.runs != other.runs)
+        assert (whole.evaluations, whole.fit) == (parts.evaluations, parts.fit)
+
+
+def test_passes_are_counted():
+    seen = []
+
+    def counted(w, x):
+        jax.debug.callback(lambda: seen.append(len(x)))
+        return beyond(w, x)
+
+    model = Model(counted, gaussian(np.eye(2)[:, :1], [3.0]).args[0])
+    own = {"key": KEY, "runs": 3, "batch_size": 1000}
+
+    def passes(method, **how):
+        counts = []
+        for repeats in (3, 4):
+            jax.effects_barrier()
+            seen.clear()
+            found = method(model, NORMAL, jnp.zeros(2), 0, **own | {"runs": repeats} | how)
+            jax.effects_barrier()
+            counts.append((sum(seen), found))
+        return counts
+
+    (few, first), (more, last) = passes(nppr.splitting, particles=20)
+    assert more - few == last.evaluations - first.evaluations + last.fit - first.fit
+    assert 0 <= few - first.evaluations - first.fit < 10  # Those of the gate.
+    (few, first), (more, last) = passes(nppr.importance, draws=30, check=0)
+    assert more - few == last.evaluations - first.evaluations == 30
+    assert 0 <= few - first.evaluations - first.fit < 10
+
+
+def test_normal_vectors_become_the_noise_that_they_say():
+    """Far out, too, where a float's 1 - p has no digits left."""
+    from scipy import stats
+
+    from wdjax.nppr.rare import from_normal
+
+    u = np.linspace(-6, 6, 41)
+    for sigma in (0.2, 0.3, 1.0):
+        own = from_normal(noise.TruncatedGaussian(2.0, sigma=sigma), jnp.asarray(u)[:, None])[:, 0]
+        truth = stats.truncnorm(-1 / sigma, 1 / sigma)
+        lower = np.where(u < 0, truth.ppf(stats.norm.cdf(u)), truth.isf(stats.norm.sf(u)))
+        np.testing.assert_allclose(own, 2 * sigma * lower, rtol=2e-5, atol=1e-6)
+
+
+def test_what_counts_on_the_host_names_what_can_be_differentiated():
+    x, y = samples()
+    own, one = noise.Uniform(0.1), (x[0], y[0])
+
+    def each(model):
+        yield lambda: nppr.estimate(model, own, x, y, key=KEY).value
+        yield lambda: nppr.probabilistic_accuracy(model, own, x, y, key=KEY).lower[0]
+        yield lambda: nppr.importance(model, own, *one, key=KEY).value
+        yield lambda: nppr.splitting(model, own, *one, key=KEY).value
+
+    for place in range(4):
+        for change in (jax.grad, jax.jit):
+            with pytest.raises(ValueError, match=r"expected_loss.* differentiated"):
+                change(lambda model: [*each(model)][place]())(NET)  # noqa: B023
+        many = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), NET)
+        with pytest.raises(ValueError, match="outside of jit, vmap"):
+            jax.vmap(lambda model: [*each(model)][place]())(many)  # noqa: B023
 
 
 def test_what_never_fails_is_not_called_impossible():
@@ -221,6 +377,7 @@ def test_what_never_fails_is_not_called_impossible():
         found = method(model, own, x, 0, key=KEY, runs=2, **{size: 100})
         assert not found.found
         assert found.interval() == (0.0, 1.0)
+        assert "too low or unknown" in found.remark
     with pytest.raises(ValueError, match="misclassified"):
         nppr.importance(model, own, x, 1, key=KEY)
     with pytest.raises(ValueError, match="rare events are for"):

@@ -5,8 +5,9 @@ else's attack alike. All but the intervals run under ``jit`` and ``vmap``. The c
 :func:`wdjax.certify.certified_accuracy`.
 """
 
+import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -386,15 +387,94 @@ def clopper_pearson(
         raise ValueError(
             f"successes must be integers between 0 and n >= 1, got {successes!r} of {n!r}."
         )
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must lie between 0 and 1, got {confidence!r}.")
-    tail = (1 - confidence) / 2
+    tail = (1 - _check_confidence(confidence)) / 2
     failures = n - successes
     lower = special.betaincinv(np.maximum(successes, 1), failures + 1, tail)
     upper = special.betainccinv(successes + 1, np.maximum(failures, 1), tail)
     return ConfidenceInterval(
         np.where(successes == 0, 0.0, lower), np.where(failures == 0, 1.0, upper)
     )
+
+
+def mean_interval(
+    values: npt.ArrayLike, confidence: float = 0.95, span: tuple[float, float] = (0.0, 1.0)
+) -> ConfidenceInterval:
+    r"""An interval of the mean of bounded numbers that holds for every sample size.
+
+    Of independent draws ``x_i`` in ``[0, 1]`` with mean at most m, ``prod_i (1 + b (x_i - m))`` has
+    an expectation of at most 1 for every stake ``0 <= b <= 1 / m``, and so has a mixture over
+    stakes. By Markov's inequality it reaches ``1 / alpha`` with probability ``alpha`` at most: the
+    lower end is the least m at which it does not. The upper end is that of ``1 - x_i``. Nothing is
+    assumed of the distribution, so that values that are all equal leave an interval, too: n ones
+    about ``[1 - 5 / n, 1]``.
+
+    Args:
+      values: ``[n]`` numbers in the span, independent and of one distribution.
+      confidence: in ``(0, 1)``, shared equally by the two sides.
+      span: the least and the largest value that are possible, not those that were seen.
+
+    Returns:
+      A :class:`ConfidenceInterval`. For counts, whose values are 0 and 1, use
+      :func:`clopper_pearson`, which is tighter.
+
+    Raises:
+      ValueError: no values, values outside the span, or a bad confidence.
+
+    Differs: the stakes are a fixed mixture, from what values of the largest variance ask for
+      upwards in powers of 2, where the paper learns them from the values before; so their order
+      does not matter, at the price of up to a fifth of width where variances are large.
+
+    Source: Waudby-Smith and Ramdas [waudbysmith2024].
+
+    >>> interval = mean_interval(np.repeat([1.0, 0.5], [49, 1]))
+    >>> round(float(interval.lower), 3), float(interval.upper)
+    (0.911, 1.0)
+    """
+    low, high = span
+    x = np.asarray(values, float)
+    if x.ndim != 1 or not len(x) or not low < high or not np.all((x >= low) & (x <= high)):
+        raise ValueError(
+            f"values must be [n] numbers in the span [{low:g}, {high:g}], at least one, got "
+            f"{values!r}."
+        )
+    tail = (1 - _check_confidence(confidence)) / 2
+    unit, count = np.unique((x - low) / (high - low), return_counts=True)
+    least, most = _least_mean(unit, count, tail), 1 - _least_mean(1 - unit, count, tail)
+    ends = low + (high - low) * np.array([least, most])
+    return ConfidenceInterval(*np.clip(ends, low, high))
+
+
+_STAKED = 0.98
+"""Of what a bet may cost in the worst case, at most."""
+_NEAR = 1e-9
+"""To how much an end is found, on the safe side."""
+
+
+def _least_mean(x: npt.NDArray[Any], count: npt.NDArray[Any], alpha: float) -> float:
+    """The largest m that ``count`` times the values ``x``, both ``[m]``, refute from above."""
+    from scipy import optimize
+
+    n = count.sum()
+    powers = np.arange(4 + math.ceil(math.log2(n)))
+    stakes = math.sqrt(-8 * math.log(alpha) / n) * 2.0**powers
+    shares = 2.0 ** (-powers / 2)
+    log = np.log(shares / shares.sum() * alpha)
+
+    def beyond(m: float) -> float:
+        bets = np.minimum(stakes, _STAKED / m)
+        wealth = np.log1p(bets[:, None] * (x - m)) @ count
+        return float(np.logaddexp.reduce(wealth + log))
+
+    mean = float(x @ count / n)
+    if mean <= _NEAR or beyond(_NEAR) < 0:
+        return 0.0
+    return max(0.0, optimize.brentq(beyond, _NEAR, mean, xtol=_NEAR) - 2 * _NEAR)
+
+
+def _check_confidence(confidence: float) -> float:
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must lie between 0 and 1, got {confidence!r}.")
+    return confidence
 
 
 def _mean_where(values: jax.Array, chosen: jax.Array) -> jax.Array:

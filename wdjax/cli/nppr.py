@@ -15,7 +15,7 @@ from wdjax.cli.console import Console
 from wdjax.core import Model
 from wdjax.nppr import family as families
 from wdjax.nppr import noise
-from wdjax.nppr.estimate import Estimate
+from wdjax.nppr.estimate import Estimate, correct_inputs
 from wdjax.nppr.upsample import UPSAMPLE
 
 SCHEMA = "wdjax.nppr/1"
@@ -76,6 +76,13 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--draws", type=options.positive, default=1000, help="copies a sample (default %(default)s)"
     )
+    how.add_argument(
+        "--rare",
+        type=options.positive,
+        metavar="N",
+        help="also the probability that a copy under uniform noise fails, by importance sampling "
+        "checked by splitting, of the first N samples that lost none (--norm linf)",
+    )
     how.add_argument("--seed", type=int, default=0, help="of everything (default %(default)s)")
     how.add_argument(
         "--batch-size", type=options.positive, metavar="B", help="copies on the device at once"
@@ -87,6 +94,8 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace, console: Console) -> int:
     """Fits, measures, prints, then writes."""
     modes = _modes(parsed.mode)
+    if parsed.rare and parsed.norm != "linf":
+        raise ValueError(f"--rare is for --norm linf, got {parsed.norm}.")
     subject.check_writable(parsed.json)
     model, x, y = subject.load(parsed)
     if len(y) < 4:
@@ -96,6 +105,12 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     fixed = _fixed(parsed, model, x[held], y[held])
     for name, row in fixed.items():
         console.say(f"PR {name}: {row['value']:.2f} %")
+    rare = _rare(parsed, model, (x[held], y[held]), fixed["uniform"]["per_input"])
+    for row in rare:
+        ends = "[{:.2g}, {:.2g}]".format(*row["interval"])
+        console.say(f"rare, held-out sample {row['sample']}: {row['value']:.2g} {ends}")
+        if row["remark"]:
+            console.warn(f"  CAREFUL, sample {row['sample']}: {row['remark']}")
     attacked = _attacked(parsed, model, x[held], y[held], console)
     console.say(f"AR: {attacked['strong']:.2f} %")
     fitted: dict[str, Any] = {}
@@ -118,6 +133,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         "pr": fixed,
         "inequalities": _inequalities(attacked, fitted, fixed),
         "prbench": _prbench(parsed, model, x[held], y[held], (x[first], y[first])),
+        "rare": rare,
         "seconds": time.perf_counter() - began,
         "compile_seconds": spent.seconds,
     }
@@ -143,7 +159,7 @@ def _modes(text: str) -> list[nppr.Mode]:
 
 
 def _row(found: Estimate) -> dict[str, Any]:
-    (low, high), (lower, upper) = found.pooled(), found.bootstrap()
+    (low, high), (lower, upper) = found.pooled(), found.population()
     return {
         "value": 100 * found.value,
         "interval_of_these": [100 * float(low), 100 * float(high)],
@@ -176,6 +192,32 @@ def _fixed(parsed: argparse.Namespace, model: Model, x: Any, y: Any) -> dict[str
     if parsed.norm == "linf":
         kinds["gaussian_truncated"] = noise.TruncatedGaussian(eps, ball)
     return {name: _row(_measure(parsed, model, own, x, y)) for name, own in kinds.items()}
+
+
+def _rare(
+    parsed: argparse.Namespace, model: Model, held: Any, shares: list[float]
+) -> list[dict[str, Any]]:
+    """Of samples all of whose copies survived: probabilities of failure, and what they lack."""
+    own, key = noise.Uniform(parsed.eps, _ball(parsed)), jax.random.key(parsed.seed + 3)
+    x, y, right = correct_inputs(model, own, *held)
+    safe = np.flatnonzero(right)[np.asarray(shares) == 1]
+    rows = []
+    for place in map(int, safe[: parsed.rare or 0]):
+        how: dict[str, Any] = {"key": jax.random.fold_in(key, place)}
+        found = nppr.importance(model, own, x[place], y[place], batch_size=parsed.batch_size, **how)
+        low, high = found.interval()
+        rows.append(
+            {
+                "sample": place,
+                "value": found.value,
+                "interval": [float(low), float(high)],
+                "found": found.found,
+                "agrees": found.agrees,
+                "splitting": None if found.check is None else found.check.value,
+                "remark": found.remark,
+            }
+        )
+    return rows
 
 
 def _attacked(

@@ -25,6 +25,8 @@ Counts = npt.NDArray[np.int64]
 TURN = 20
 """Copies of an input that are drawn together: a hundred are five turns, and 40 without a failure
 decide a risk of .1, so that none are drawn in vain."""
+_AT_ONCE = 8
+"""Copies at once for each sample that a search takes, since no gradient has to be kept."""
 _ROWS = 256
 """Inputs whose clean outputs are computed together."""
 _FEW = 4
@@ -89,10 +91,9 @@ def poll(
     """Checks what is asked and puts it on every device."""
     check_key(key)
     validate.check_number("eps", perturbation.eps)
-    some = jax.ShapeDtypeStruct((rounds.SMALLEST, *x.shape[1:]), x.dtype)
-    passed = program.outputs.trace(model, some).jaxpr
+    passed = _passed(model, x)
     if batch_size is None:
-        batch_size = 8 * rounds.fitting(passed) * (1 if mesh is None else mesh.size)
+        batch_size = _AT_ONCE * rounds.fitting(passed) * (1 if mesh is None else mesh.size)
     size = validate.check_count("batch_size", batch_size)
     places = jnp.arange(len(x)) if index is None else jnp.asarray(index)
     if places.shape != (len(x),):
@@ -100,6 +101,26 @@ def poll(
     rows = parallel.padded_size(max(1, size // TURN), mesh)
     fixed = parallel.replicate((model, perturbation, x, y, places, key), mesh)
     return Poll(*fixed, rows, program.loops_well(passed), mesh)
+
+
+def refuse_trace(name: str, *given: PyTree) -> None:
+    """Refuses tracers, and names what can be differentiated."""
+    if validate.traced(given) or validate.staged():
+        raise ValueError(
+            f"{name} counts on the host, outside of jit, vmap and grad; nppr.expected_loss, the "
+            "mean loss under the same distribution, runs inside them and can be differentiated."
+        )
+
+
+def default_batch(model: Classifier, x: Array) -> int:
+    """Copies on one device at once."""
+    return _AT_ONCE * rounds.fitting(_passed(model, x))
+
+
+def _passed(model: Classifier, x: Array) -> Any:
+    """The program of a few samples."""
+    some = jax.ShapeDtypeStruct((rounds.SMALLEST, *x.shape[1:]), x.dtype)
+    return program.outputs.trace(model, some).jaxpr
 
 
 def check_key(key: Any) -> None:

@@ -1,4 +1,4 @@
-"""Importance sampling in normal space, around the likeliest failures."""
+"""Importance sampling in normal space, around the likeliest failures, checked by splitting."""
 
 import functools
 import math
@@ -13,6 +13,7 @@ from wdjax.core import AnyArray, Array
 from wdjax.nppr import noise
 from wdjax.nppr.counting import Classifier
 from wdjax.nppr.rare import Question, Rare, ask
+from wdjax.nppr.splitting import explored
 
 
 class Proposal(NamedTuple):
@@ -26,6 +27,15 @@ class Proposal(NamedTuple):
     """The target's own share, which bounds all weights by its inverse."""
 
 
+class Start(NamedTuple):
+    """Where a search for a likely failure begins, ``[J]`` leaves."""
+
+    u: Array
+    """``[J, d]``"""
+    rival: Array
+    """The class that should win."""
+
+
 def importance(
     model: Classifier,
     perturbation: noise.Fixed,
@@ -36,14 +46,23 @@ def importance(
     draws: int = 1000,
     runs: int = 10,
     steps: int = 50,
+    starts: int = 32,
     defensive: float = 0.1,
+    check: int = 100,
+    batch_size: int | None = None,
 ) -> Rare:
-    r"""Importance sampling around the likeliest failures, one a rival class.
+    r"""Importance sampling around the likeliest failures, checked by multilevel splitting.
 
     ``E_q[1{failure} p(u) / q(u)]`` with ``p = N(0, I)`` and ``q`` a mixture of p itself and of
-    ``N(u_j, I)``, where ``u_j`` is the shortest vector found at which class j wins. No weight
-    exceeds ``1 / defensive``. Failures that are nowhere near any ``u_j`` are met by p's share only:
-    compare with :func:`splitting`.
+    ``N(u_j, I)``, where the ``u_j`` are short vectors at which some class wins: one search a rival
+    from 0, ``starts`` from random vectors, and some from failures of the check. Every point is
+    weighed by the whole mixture (the balance heuristic), so that estimates are unbiased and no
+    weight exceeds ``1 / defensive``.
+
+    Failures that are nowhere near any ``u_j`` are met by p's share only, and an estimate that
+    misses them looks precise. So the same probability is estimated by :func:`splitting`, which
+    knows no ``u_j``; where the two are further apart than chance allows, a second one with more
+    particles decides whether they agree.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``, differentiable.
@@ -54,88 +73,149 @@ def importance(
       draws: samples a run.
       runs: independent repeats.
       steps: that look for each ``u_j``, one gradient each.
+      starts: searches from random vectors, for the rivals in turn, the likeliest first.
       defensive: p's share, in ``(0, 1]``; 1 is plain Monte Carlo.
+      check: particles of the splitting that checks; 0 for none.
+      batch_size: points on the device at once.
 
     Returns:
-      A :class:`Rare`.
+      A :class:`Rare`, with the splitting as its ``check``; ``remark`` says where it does not agree.
 
     Raises:
-      ValueError: a bad or misclassified input, settings that are out of range.
+      ValueError: a bad or misclassified input, settings that are out of range, a trace.
 
-    Cost: ``runs draws`` forward passes, and ``(K - 1) steps`` gradients once.
+    Cost: ``runs draws`` forward passes, ``(K + 79 + starts) steps`` gradients once, and those of
+      the check, some ``600 check`` forward passes for each factor of 1000 in p, and four times as
+      many again where it does not agree.
 
     Source: Tit et al. [tit2023] for gradients and normal space; Hasofer and Lind [hasofer1974] for
-      the likeliest failure; Owen and Zhou [owen2000] for the defensive share.
+      the likeliest failure; Owen and Zhou [owen2000] for the defensive share; Veach and Guibas
+      [veach1995] for the balance heuristic.
 
     >>> from wdjax import Lp, Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [0.0, 0.0]]))
     >>> own, x = noise.Uniform(0.5, Lp(box=None)), jnp.array([0.4999, 0.5])
     >>> found = importance(model, own, x, 0, key=jax.random.key(0))
-    >>> round(found.value * 1e4, 1)  # Exactly 1e-4.
-    1.0
+    >>> round(found.value * 1e4, 1), found.agrees  # Exactly 1e-4.
+    (1.0, True)
     """
-    question, size = ask(model, perturbation, x, y, key)
+    question = ask(model, perturbation, x, y, key, batch_size)
     count, repeats = validate.check_count("draws", draws), validate.check_count("runs", runs, 2)
-    length = validate.check_count("steps", steps)
+    length, others = validate.check_count("steps", steps), validate.check_count("starts", starts, 0)
     if not 0 < validate.check_number("defensive", defensive) <= 1:
         raise ValueError(f"defensive must be a share in (0, 1], got {defensive!r}.")
-    rivals = np.setdiff1d(np.arange(question.model(question.x).shape[1]), np.asarray(question.y))
-    proposal = _propose(question, jnp.asarray(rivals), length, size, defensive)
-    keys = jax.random.split(key, repeats)
-    seen = [np.asarray(_weigh(question, proposal, one, count)) for one in keys]
-    value, hits, faults = np.array(seen).T
-    return Rare(
-        value.astype(float),
-        repeats * count,
-        len(rivals) * (length + _RAY),
-        int(faults.sum()),
-        bool(np.all(hits > 0)),
-    )
+    look, test, again, draw = jax.random.split(key, 4)
+    checked, ends = None, jnp.zeros((0, question.size))
+    if validate.check_count("check", check, 0):
+        checked, ends = explored(question, test, check)
+    begun = _starts(question, others, ends.reshape(-1, question.size), look)
+    proposal = _propose(question, begun, length, defensive)
+    seen = _weighed(question, proposal, jax.random.split(draw, repeats), count)
+    value, hits, faults = np.asarray(seen).T
+    searches = len(begun.rival)
+    fit = -(-searches // _FEW) * _FEW * length + searches * 2 * _RAY + 1 + len(ends)
+    met = bool(np.all(hits > 0))
+    found = Rare(value.astype(float), repeats * count, fit, int(faults.sum()), met, checked)
+    if met and checked is not None and not found.agrees:
+        return found._replace(check=explored(question, again, _AGAIN * check)[0])
+    return found
 
 
+_AGAIN = 4
+"""A check that does not agree is done once more, with so many times the particles: chance disagrees
+in one case of a hundred."""
 _RAY = 64
 """Points along the way to a rival, of which the first failure counts."""
+_FEW = 16
+"""Searches at once, each with a gradient."""
+_FAR = 8
+"""Standard deviations of one direction, beyond twice the usual length of a normal vector, up to
+which failures are looked for."""
+_EVEN = 0.25
+"""Of what the failures get, the share that does not depend on how likely they seem."""
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _propose(
-    question: Question, rivals: Array, steps: int, size: int, defensive: Array
-) -> Proposal:
-    points = jax.lax.map(lambda rival: _nearest(question, rival, steps, size), rivals)
+def _starts(question: Question, count: int, ends: Array, key: Array) -> Start:
+    """One for each rival at 0, ``count`` random ones, and those where a check ended."""
+    logits = np.array(question.logits(jnp.zeros((1, question.size)))[0])
+    own = int(question.y[0])
+    ranked = np.array([j for j in np.argsort(-logits) if j != own])
+    at_ends = np.empty(0, int)
+    if len(ends):
+        seen = np.array(_logits(question, ends))
+        seen[:, own] = -np.inf
+        at_ends = np.argmax(np.nan_to_num(seen, nan=-np.inf), axis=1)
+    random = jax.random.normal(key, (count, question.size))
+    u = jnp.concatenate([jnp.zeros((len(ranked), question.size)), random, ends])
+    rivals = np.concatenate([ranked, np.resize(ranked, count), at_ends])
+    return Start(u, jnp.asarray(rivals, jnp.int32))
+
+
+@jax.jit
+def _logits(question: Question, u: Array) -> Array:
+    return question.logits(u)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _propose(question: Question, begun: Start, steps: int, defensive: Array) -> Proposal:
+    """The mixture: failures share by likelihood, a part of it evenly, and copies count once."""
+    few = np.resize(np.arange(len(begun.rival)), -(-len(begun.rival) // _FEW) * _FEW)
+    padded = jax.tree.map(lambda leaf: leaf[few], begun)
+    ends = jax.lax.map(lambda own: _approach(question, own, steps), padded, batch_size=_FEW)
+    pairs = begun.u, ends[: len(begun.u)]
+    points = jax.lax.map(lambda pair: _shortest(question, *pair), pairs)
     length = jnp.linalg.norm(points, axis=-1)
     known = jnp.isfinite(length)
     points = jnp.where(known[:, None], points, 0.0)
-    log = jnp.where(known, jax.scipy.stats.norm.logcdf(-length), -jnp.inf)
-    some = jnp.any(known)
-    share = jnp.where(some, jax.nn.softmax(jnp.where(known, log, -1e30)), 0.0)
-    own = jnp.where(some, defensive, 1.0)
+    square = jnp.sum(points**2, axis=-1)
+    apart = square[:, None] + square - 2 * points @ points.T
+    alike = jnp.sum(jnp.where(known, jnp.exp(-jnp.maximum(apart, 0.0) / 2), 0.0), axis=-1)
+    alone = jnp.where(known, -jnp.log(jnp.maximum(alike, 1.0)), -1e30)
+    log = jnp.where(known, jax.scipy.stats.norm.logcdf(-length) + alone, -1e30)
+    share = (1 - _EVEN) * jax.nn.softmax(log) + _EVEN * jax.nn.softmax(alone)
+    own = jnp.where(jnp.any(known), defensive, 1.0)
     return Proposal(points, (1 - own) * jnp.where(known, share, 0.0), own)
 
 
-def _nearest(question: Question, rival: Array, steps: int, size: int) -> Array:
-    """A short vector at which a rival wins, by the iteration of Hasofer and Lind; inf if none."""
+def _approach(question: Question, start: Start, steps: int) -> Array:
+    """Where the iteration of Hasofer and Lind for a short vector at which a rival wins ends."""
 
     def gap(u: Array) -> Array:
         logits = question.logits(u[None])[0]
-        return logits[rival] - logits[question.y[0]]
+        return logits[start.rival] - logits[question.y[0]]
 
     def step(u: Array, number: Array) -> tuple[Array, None]:
         value, slope = jax.value_and_grad(gap)(u)
         square = jnp.sum(slope**2)
-        some = square > 0
+        some = (square > 0) & jnp.isfinite(square)
         target = slope * (slope @ u - value) / jnp.where(some, square, 1.0)
         length = jnp.linalg.norm(jnp.where(some, target, 1.0))
-        target = target * jnp.minimum(1.0, 2 * math.sqrt(size) / length)
+        target = target * jnp.minimum(1.0, (_FAR + 2 * math.sqrt(len(u))) / length)
         share = 1 / (1 + number / 10)
         return jnp.where(some, (1 - share) * u + share * target, u), None
 
-    u, _ = jax.lax.scan(step, jnp.zeros(size), jnp.arange(float(steps)))
-    along = jnp.linspace(2 / _RAY, 2.0, _RAY)[:, None] * u
-    failed = question.score(along)[0] > 0
-    return jnp.where(jnp.any(failed), along[jnp.argmax(failed)], jnp.inf)
+    return jax.lax.scan(step, start.u, jnp.arange(float(steps)))[0]
+
+
+def _shortest(question: Question, start: Array, end: Array) -> Array:
+    """The first failure on the way from 0 to twice the end of a search, or to its start, if that is
+    shorter, so that nothing is lost where slopes are 0 or mislead; inf if there is none."""
+
+    def first(u: Array) -> Array:
+        along = jnp.linspace(1 / _RAY, 1, _RAY)[:, None] * u
+        failed = question.score(along)[0] > 0
+        return jnp.where(jnp.any(failed), along[jnp.argmax(failed)], jnp.inf)
+
+    found = jnp.stack([first(2 * end), first(start)])
+    return found[jnp.argmin(jnp.linalg.norm(found, axis=-1))]
 
 
 @functools.partial(jax.jit, static_argnums=3)
+def _weighed(question: Question, proposal: Proposal, keys: Array, draws: int) -> Array:
+    """``[R, 3]``, one run after another."""
+    return jax.lax.map(lambda key: _weigh(question, proposal, key, draws), keys)
+
+
 def _weigh(question: Question, proposal: Proposal, key: Array, draws: int) -> Array:
     """``(estimate, failures, faults)`` of one run."""
     pick, noise_key = jax.random.split(key)

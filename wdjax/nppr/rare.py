@@ -6,6 +6,7 @@ event, and weights have no Jacobians. Neither knows its own error well from one 
 from repeats.
 """
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -19,22 +20,30 @@ from wdjax.core import AnyArray, Array
 from wdjax.metrics import ConfidenceInterval
 from wdjax.nppr import noise
 from wdjax.nppr import upsample as up
-from wdjax.nppr.counting import Classifier, check_key
+from wdjax.nppr.counting import Classifier, check_key, default_batch, refuse_trace
+
+_APART = 0.99
+"""Confidence of the intervals that must meet where two methods agree."""
+_VAGUE = 10
+"""A larger factor than this between the ends of such an interval means that it tells little."""
 
 
 class Rare(NamedTuple):
     """A small probability, by several independent runs."""
 
     runs: npt.NDArray[np.float64]
-    """``[R]`` estimates, each unbiased or nearly so."""
+    """``[R]`` estimates, each unbiased."""
     evaluations: int
     """Forward passes of all runs, without ``fit``."""
     fit: int
-    """Forward and backward passes that found the proposal, once for all runs."""
+    """Passes that prepared them, once for all runs: forward ones of splitting's pilot, forward and
+    backward ones of the search for a proposal."""
     faults: int
-    """Points whose logits were not finite; they count as failures."""
+    """Points of the runs whose logits were not finite; they count as failures."""
     found: bool
     """Whether failures were seen in every run; if not, the value is too low or unknown."""
+    check: "Rare | None" = None
+    """The same probability by splitting, where importance sampling was checked by it."""
 
     @property
     def value(self) -> float:
@@ -46,16 +55,61 @@ class Rare(NamedTuple):
         """Its standard error."""
         return float(np.std(self.runs, ddof=1) / math.sqrt(len(self.runs)))
 
-    def interval(self, confidence: float = 0.95) -> ConfidenceInterval:
-        """Student's interval over the runs, cut at 0; up to 1 where no failure was found."""
-        from scipy import stats
+    @property
+    def agrees(self) -> bool | None:
+        """Whether the check's interval of 99 % meets this one's; None where nothing is compared, as
+        without a check, or where runs differ too much."""
+        if self.check is None or not (self.found and self.check.found):
+            return None
+        (low, high), (least, most) = (one._spread(_APART) for one in (self, self.check))
+        if low > most or least > high:
+            return False
+        return True if high <= _VAGUE * low and most <= _VAGUE * least else None
 
+    @property
+    def remark(self) -> str:
+        """What speaks against the value, in words; empty where nothing does."""
+        if not self.found:
+            return "not every run met a failure: the value is too low or unknown"
+        if self.check is None or self.agrees:
+            return ""
+        if not self.check.found:
+            return "not every run of splitting met a failure: nothing confirms the value"
+        both = f"importance sampling says {self.value:.2g} and splitting {self.check.value:.2g}"
+        if self.agrees is None:
+            return f"{both}, but runs differ so much that neither confirms the other"
+        return f"{both}, further apart than chance allows: failures may have been missed"
+
+    def interval(self, confidence: float = 0.95) -> ConfidenceInterval:
+        """Cox's interval over the runs, for the mean of log-normal numbers.
+
+        It speaks of failures that the runs can meet: a region that all of them miss adds nothing to
+        their spread. Up to 1 where not every run met a failure, and wide enough for both methods
+        where they disagree.
+
+        Source: Olsson [olsson2005], with Student's quantiles and one run less, since runs are
+          log-normal only nearly.
+        """
+        if not 0 < confidence < 1:
+            raise ValueError(f"confidence must lie between 0 and 1, got {confidence!r}.")
         if not self.found:
             return ConfidenceInterval(np.asarray(0.0), np.asarray(1.0))
-        half = stats.t.ppf((1 + confidence) / 2, len(self.runs) - 1) * self.error
-        return ConfidenceInterval(
-            np.asarray(max(self.value - half, 0.0)), np.asarray(min(self.value + half, 1.0))
-        )
+        low, high = self._spread(confidence)
+        if self.check is not None and self.agrees is False:
+            least, most = self.check._spread(confidence)
+            low, high = min(low, least), max(high, most)
+        return ConfidenceInterval(np.asarray(low), np.asarray(high))
+
+    def _spread(self, confidence: float) -> tuple[float, float]:
+        """Ends from the logarithms of runs that are all above 0, around their mean, up to 1."""
+        from scipy import stats
+
+        logs, others = np.log(self.runs), len(self.runs) - 1
+        square = float(np.var(logs, ddof=1))
+        error = math.sqrt((square + square**2 / 2) / others)
+        half = stats.t.ppf((1 + confidence) / 2, others) * error
+        low, high = np.exp(np.mean(logs) + square / 2 + np.array([-half, half]))
+        return min(float(low), self.value), min(max(float(high), self.value), 1.0)
 
 
 def from_normal(perturbation: noise.Fixed, u: Array) -> Array:
@@ -70,9 +124,10 @@ def from_normal(perturbation: noise.Fixed, u: Array) -> Array:
     if isinstance(perturbation, noise.ClippedGaussian) and ball.norm == math.inf:
         return eps * jnp.clip(perturbation.sigma * u, -1.0, 1.0)
     if isinstance(perturbation, noise.TruncatedGaussian):
-        end = jax.scipy.special.ndtr(1 / jnp.asarray(perturbation.sigma, u.dtype))
-        level = (1 - end) + jax.scipy.special.ndtr(u) * (2 * end - 1)
-        inside = perturbation.sigma * jax.scipy.special.ndtri(level)
+        # The lower half, in which floats resolve levels; the upper one is its mirror image.
+        outside = jax.scipy.special.ndtr(-1 / jnp.asarray(perturbation.sigma, u.dtype))
+        level = outside + jax.scipy.special.ndtr(-jnp.abs(u)) * (1 - 2 * outside)
+        inside = -jnp.sign(u) * perturbation.sigma * jax.scipy.special.ndtri(level)
         return eps * jnp.clip(inside, -1.0, 1.0)
     raise ValueError(
         "rare events are for uniform, clipped and truncated Gaussian noise in the linf ball, got "
@@ -80,7 +135,9 @@ def from_normal(perturbation: noise.Fixed, u: Array) -> Array:
     )
 
 
-class Question(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Question:
     """One input, and what disturbs it; a pytree."""
 
     model: Classifier
@@ -89,6 +146,13 @@ class Question(NamedTuple):
     """``[1, *shape]``"""
     y: Array
     """``[1]``"""
+    batch: int = dataclasses.field(metadata={"static": True})
+    """Points that the model sees at once, at most."""
+
+    @property
+    def size(self) -> int:
+        """d, the normal numbers that make a perturbation."""
+        return math.prod(self.x.shape[1:])
 
     def logits(self, u: Array) -> Array:
         """``[m, K]`` at normal vectors ``[m, d]``."""
@@ -98,6 +162,15 @@ class Question(NamedTuple):
 
     def score(self, u: Array) -> tuple[Array, Array]:
         """``[m]``: the margin of the failure, positive where there is one, and faults."""
+        if len(u) <= self.batch:
+            return self._score(u)
+        parts = -(-len(u) // self.batch)
+        rows = jnp.pad(u, ((0, parts * self.batch - len(u)), (0, 0)), mode="edge")
+        split = jax.lax.map(self._score, rows.reshape(parts, self.batch, -1))
+        score, fault = (part.reshape(-1)[: len(u)] for part in split)
+        return score, fault
+
+    def _score(self, u: Array) -> tuple[Array, Array]:
         logits = self.logits(u)
         fine = jnp.all(jnp.isfinite(logits), axis=-1)
         margin = losses.decision_margin(logits, jnp.broadcast_to(self.y, len(u)))
@@ -105,18 +178,24 @@ class Question(NamedTuple):
 
 
 def ask(
-    model: Classifier, perturbation: noise.Fixed, x: AnyArray, y: AnyArray | int, key: Array
-) -> tuple[Question, int]:
-    """Checks an input, which must be classified correctly; returns the dimension too."""
+    model: Classifier,
+    perturbation: noise.Fixed,
+    x: AnyArray,
+    y: AnyArray | int,
+    key: Array,
+    batch_size: int | None = None,
+) -> Question:
+    """Checks an input, which must be classified correctly."""
+    refuse_trace("the search for rare failures", model, perturbation, x, y, key)
     check_key(key)
     validate.check_number("eps", perturbation.eps)
     x, labels = jnp.asarray(x)[None], np.asarray(y).reshape(1)
     x, own = validate.check_samples(model, x, labels, perturbation.ball.box)
-    question = Question(model, perturbation, x, own)
-    size = math.prod(x.shape[1:])
-    score, fault = question.score(jnp.zeros((1, size), x.dtype))
+    batch = default_batch(model, x) if batch_size is None else batch_size
+    question = Question(model, perturbation, x, own, validate.check_count("batch_size", batch))
+    score, fault = question.score(jnp.zeros((1, question.size), x.dtype))
     if bool(fault[0]):
         raise ValueError("the model's logits are not finite for the input as it is.")
     if not bool(score[0] <= 0):
         raise ValueError("the input is misclassified as it is: its failure is not rare.")
-    return question, size
+    return question

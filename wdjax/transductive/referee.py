@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import validate
+from wdjax import metrics, validate
 from wdjax.core import AnyArray, Array
 from wdjax.transductive.protocol import Defense
 
@@ -28,23 +28,25 @@ class Share(NamedTuple):
 def share(hits: npt.ArrayLike) -> Share:
     r"""The mean of ``[draws, n]`` facts, with the chance of samples and of keys in its interval.
 
-    Of samples by Clopper and Pearson, as if every sample were asked once, which is wider than what
-    the mean of several asks needs; of keys by Student's t over the draws. Both add in squares. With
-    a single draw the second is unknown and left out.
+    Of samples for any n: by Clopper and Pearson for a single draw, else by
+    :func:`wdjax.metrics.mean_interval` of each sample's share of the draws. Of keys by Student's t
+    over the draws' accuracies; both add in squares. So the interval holds for all samples under
+    *these* keys whatever they are, and for all keys where accuracies vary about normally. It knows
+    nothing of keys that are rarer than one in ``draws`` and under which a defence falls; of a
+    single draw, nothing of keys at all.
 
     >>> share([[True, True, False, True]]).value
     0.75
     """
-    from scipy import special, stats
+    from scipy import stats
 
     facts = np.asarray(hits, float)
     draws, n = facts.shape
-    mean = float(facts.mean())
-    count = mean * n
-    low = special.betaincinv(count, n - count + 1, 0.025) if count > 0 else 0.0
-    high = special.betaincinv(count + 1, n - count, 0.975) if count < n else 1.0
-    keys = 0.0
-    if draws > 1:
+    mean, keys = float(facts.mean()), 0.0
+    if draws == 1:
+        low, high = metrics.clopper_pearson(int(facts.sum()), n)
+    else:
+        low, high = metrics.mean_interval(facts.mean(axis=0))
         spread = float(facts.mean(axis=1).std(ddof=1))
         keys = float(stats.t.ppf(0.975, draws - 1)) * spread / draws**0.5
     below, above = np.hypot(mean - low, keys), np.hypot(high - mean, keys)
