@@ -372,8 +372,8 @@ def test_optimality_is_a_ratio_of_areas():
 
 def test_a_flip_within_rounding_is_none():
     logits = jnp.array([[1000.0, 1000.0 + 1e-3], [1000.0, 1001.0]])
-    value = losses.margin(logits, jnp.array([0, 0]))
-    assert nearest.flips(value, logits).tolist() == [False, True]
+    samples = Samples(None, jnp.array([0, 0]), None, logits)
+    assert nearest.flips(Victim(None, losses.margin), samples, logits).tolist() == [False, True]
 
 
 def test_the_walk_with_few_classes_and_odd_starts():

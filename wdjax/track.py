@@ -22,8 +22,8 @@ class Given(NamedTuple):
     y: Array
     eps: Array | None
     start: Array | None
-    keys: Array | None
-    """One a sample, from its global index."""
+    places: Array
+    """Which samples of a larger set these are."""
 
 
 class Problem(NamedTuple):
@@ -77,18 +77,29 @@ def evaluate(victim: Victim, x: Array, y: Array) -> tuple[PyTree, Array, Array]:
     return out, value, finite((out, value))
 
 
+@jax.jit
+def keys(key: Array, places: Array) -> Array:
+    """One key a sample from its global index, so that batching never changes the randomness."""
+    return jax.vmap(lambda place: jax.random.fold_in(key, place))(places)
+
+
 def begin(problem: Problem, start: Array | None, keys: Array | None) -> Track:
     """Begins the attack."""
     attack, victim, samples = problem
     state = attack.init(victim, samples, start, keys)
-    return Track(state, None, jnp.zeros((len(samples.y), 4), jnp.int32))
+    return enter(attack, Track(state, None, jnp.zeros((len(samples.y), 4), jnp.int32)))
 
 
 def enter(attack: Attack, track: Track) -> Track:
     """Prepares for a stage's first step: no state before it counts as a step ago."""
-    if not any(stage.cycles for stage in attack.stages):
+    if not cyclic(attack):
         return track
     return track._replace(before=jax.tree.map(jnp.copy, track.state))
+
+
+def cyclic(attack: Attack) -> bool:
+    """Whether a stage looks for cycles."""
+    return any(stage.cycles for stage in attack.stages)
 
 
 def step(stage: Stage, victim: Victim, samples: Samples, track: Track) -> tuple[Track, Array, Info]:

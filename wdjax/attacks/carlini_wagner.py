@@ -116,19 +116,22 @@ class CarliniWagner:
         lacking = jnp.where(info.value < self.confidence, state.weight, 0.0)
         pull = 2 * (samples.x - x)
         (gradient,) = back(pull + norms.spread(lacking, x) * seen.gradient)
-        state = self._keep(samples, state, x, info.value, seen.out)
+        state = self._keep(victim, samples, state, x, seen.out)
         update, moments = jax.vmap(optax.scale_by_adam().update)(gradient, state.moments)
         return state._replace(w=state.w + self.step_size * update, moments=moments), info
 
-    def _keep(self, samples: Samples, state: State, x: Array, value: Array, out: PyTree) -> State:
-        best = nearest.keep_nearest(state.best, self.ball, samples, x, value, out)
-        return state._replace(best=best, flipped=state.flipped | nearest.flips(value, out))
+    def _keep(
+        self, victim: Victim, samples: Samples, state: State, x: Array, out: PyTree
+    ) -> State:
+        best = nearest.keep_nearest(state.best, self.ball, victim, samples, x, out)
+        flipped = state.flipped | nearest.flips(victim, samples, out)
+        return state._replace(best=best, flipped=flipped)
 
     def _weigh(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         """Tests the last point, chooses the next weight and begins again."""
         x = self._bounded(state.w)
         out, info = ascent.judge(victim, x, samples.y)
-        state = self._keep(samples, state, x, info.value, out)
+        state = self._keep(victim, samples, state, x, out)
         low = jnp.where(state.flipped, state.low, state.weight)
         high = jnp.where(state.flipped, state.weight, state.high)
         bounded = jnp.isfinite(high)

@@ -1,6 +1,7 @@
 """DeepFool: step onto the nearest of the linearised boundaries until the class changes."""
 
 import dataclasses
+import functools
 from typing import ClassVar, Literal, NamedTuple
 
 import jax
@@ -91,7 +92,7 @@ class DeepFool:
         x, y = state.x, samples.y
         logits, pullback = jax.vjp(victim.model, x)
         value = victim.criterion(logits, y)
-        best = nearest.keep_nearest(state.best, self.ball, samples, x, value, logits)
+        best = nearest.keep_nearest(state.best, self.ball, victim, samples, x, logits)
         classes = ascent.top_rivals(samples.out, y, self.rivals).T
         least = jnp.full(len(y), jnp.inf, x.dtype)
         step, zeros = jnp.zeros_like(x), jnp.zeros(len(y), jnp.int32)
@@ -99,8 +100,8 @@ class DeepFool:
         for rival in classes:
             towards = jax.nn.one_hot(rival, logits.shape[-1]) - jax.nn.one_hot(y, logits.shape[-1])
             seen = ascent.look(pullback(towards.astype(logits.dtype))[0], logits)
-            margin = nearest.beyond(losses.targeted_margin(logits, y, rival), logits)
-            margin = margin.astype(x.dtype)
+            towards_it = functools.partial(losses.targeted_margin, target=rival)
+            margin = ascent.read(towards_it, samples, logits).beyond.astype(x.dtype)
             size, move = self._onto(samples, x, jnp.abs(margin) + _PAST, seen.gradient)
             nearer = (size < least) & jnp.isfinite(margin)
             least = jnp.where(nearer, size, least)
@@ -129,7 +130,7 @@ class DeepFool:
 
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         out, info = ascent.judge(victim, state.x, samples.y)
-        best = nearest.keep_nearest(state.best, self.ball, samples, state.x, info.value, out)
+        best = nearest.keep_nearest(state.best, self.ball, victim, samples, state.x, out)
         return state._replace(best=best), info
 
     def point(self, samples: Samples, state: State) -> tuple[Array, None]:

@@ -115,7 +115,7 @@ class PDPGD:
         x = state.x
         seen = ascent.slope(victim, x, samples.y, victim.criterion)
         info = ascent.note(victim, samples.y, seen)
-        best = nearest.keep_nearest(state.best, self.ball, samples, x, info.value, seen.out)
+        best = nearest.keep_nearest(state.best, self.ball, victim, samples, x, seen.out)
         gone = state.taken / self.steps
         size = self.step_size * _PRIMAL_END**gone
         pace = self.dual_step * self._haste * (1 - (1 - _DUAL_END) * gone)
@@ -146,7 +146,7 @@ class PDPGD:
 
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         out, info = ascent.judge(victim, state.x, samples.y)
-        best = nearest.keep_nearest(state.best, self.ball, samples, state.x, info.value, out)
+        best = nearest.keep_nearest(state.best, self.ball, victim, samples, state.x, out)
         return state._replace(best=best), info
 
     def point(self, samples: Samples, state: State) -> tuple[Array, None]:
