@@ -218,6 +218,11 @@ def need_logits(name: str, out: PyTree) -> None:
         )
 
 
+def shortest(x: Array, norm: float) -> float:
+    """The length of steps that floats can resolve: shorter ones round to none."""
+    return 4 * float(jnp.finfo(x.dtype).eps) * x[0].size ** (1 / norm)
+
+
 _SHARE = {1: 0.25, 2: 0.4, math.inf: 0.02 / (8 / 255)}
 _ABSOLUTE = {1: 0.8, 2: 0.2, math.inf: 0.02}
 

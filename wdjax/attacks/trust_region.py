@@ -125,9 +125,8 @@ class TrustRegion:
         grown = jnp.where(kept > _GOOD, state.radius * self.growth, state.radius)
         radius = jnp.where(kept < _BAD, state.radius / self.growth, grown)
         gap = nearest.plane_distance(value, seen.gradient, norm)
-        # Shorter steps round to none where logits have more bits than samples.
-        shortest = 4 * float(jnp.finfo(x.dtype).eps) * x[0].size ** (1 / norm)
-        size = jnp.maximum(jnp.minimum(radius, gap * (1 + self.overshoot)), shortest)
+        size = jnp.minimum(radius, gap * (1 + self.overshoot))
+        size = jnp.maximum(size, ascent.shortest(x, norm))
         moved = self.ball.clip(self.ball.ascend(x, seen.gradient, size))
         change = jnp.sum(((moved - x) * seen.gradient).reshape(len(x), -1), axis=-1)
         still = best.known
