@@ -222,11 +222,11 @@ class Result(Found):
         if any(isinstance(fact, jax.core.Tracer) for fact in facts):
             weight, correct, success = facts
             return jnp.mean((1 - weight) * correct + weight * ~success, axis=-1)
-        # On the host nothing is compiled for a number of samples.
+        # On the host nothing is compiled for a number of samples. XLA's means are products, too.
         weights, before, after = map(np.asarray, facts)
-        moved = weights.astype(np.float64)
-        right = np.mean((1 - moved) * before + moved * ~after, axis=-1)
-        return jax.device_put(right.astype(weights.dtype))
+        moved, unit = weights.astype(np.float64), weights.dtype.type(1) / weights.shape[-1]
+        right = np.sum((1 - moved) * before + moved * ~after, axis=-1)
+        return jax.device_put(right.astype(weights.dtype) * unit.astype(weights.dtype))
 
 
 class Progress(NamedTuple):

@@ -35,9 +35,11 @@ _PATIENCE = 0.2
 but a sample that finishes in between goes on to the program's end."""
 _WORTH = 4
 """On a CPU, turns of a loop at least: it takes half as long again to compile as a step alone."""
-_SIZES = (10, 12, 16, 20, 25, 32, 40, 50, 64, 80)
-"""Samples in a batch, times powers of ten, and rounded up: programs for all numbers of samples are
+_SIZES = (100, 125, 160, 200, 250, 320, 400, 500, 640, 800)
+"""Samples in a batch, over powers of ten and rounded up: programs for all numbers of samples are
 few, and numbers that people choose leave nothing idle (Renard's series R10)."""
+_SMALL = 0.4
+"""Of the largest batch, what others are at least."""
 _LIKENESS = 0.02
 """Share of the largest output by which a sample may differ in other company: rounding."""
 
@@ -245,16 +247,17 @@ def _plan(problem: Problem, batch_size: int | None, mesh: Mesh | None) -> Plan:
 
 
 def _fewest_rows(share: int, most: int) -> int:
-    """The size of batches that idles least for so many samples, between ``most`` and half of it.
+    """The size of batches, ``most`` or a little less, that idles least for so many samples.
 
-    For fewer samples than that, the least size that holds them all.
+    For fewer of them, the least size that holds them all.
     """
-    decades = range(1 + len(str(most)))
-    sizes = {-(-step * 10**decade // 10) for decade in decades for step in _SIZES}
+    decades = range(len(str(most)))
+    sizes = {-(-step * 10**decade // 100) for decade in decades for step in _SIZES}
     sizes = {size for size in sizes if size < most} | {most}
     if share <= most:
         return min(size for size in sizes if size >= share)
-    return min((-(-share // size) * size, -size) for size in sizes if 2 * size >= most)[1] * -1
+    large = sorted((size for size in sizes if size >= _SMALL * most), reverse=True)
+    return min(large, key=lambda size: -(-share // size) * size)
 
 
 def _padded(leaf: Array, rows: int) -> Array:

@@ -125,9 +125,7 @@ class CarliniWagner:
         update, moments = jax.vmap(optax.scale_by_adam().update)(gradient, state.moments)
         return state._replace(w=state.w + self.step_size * update, moments=moments), info
 
-    def _keep(
-        self, victim: Victim, samples: Samples, state: State, x: Array, out: PyTree
-    ) -> State:
+    def _keep(self, victim: Victim, samples: Samples, state: State, x: Array, out: PyTree) -> State:
         best = nearest.keep_nearest(state.best, self.ball, victim, samples, x, out)
         flipped = state.flipped | nearest.flips(victim, samples, out)
         return state._replace(best=best, flipped=flipped)
