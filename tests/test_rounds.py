@@ -198,3 +198,68 @@ def test_attacks_share_what_does_not_depend_on_them():
     wdjax.search(attacks.WDA(), model, x, y, eps=0.01)
     wdjax.search(attacks.WDAPlusPlus(), model, x, y)
     assert rounds._evaluate._cache_size() == before
+
+
+def compiled(monitored):
+    """How many programs a call compiles."""
+    programs, over = [], False
+
+    def note(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration" and not over:
+            programs.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    monitored()
+    over = True
+    return len(programs)
+
+
+NUMBERS = {
+    "a radius": (attacks.PGD(Lp(2), steps=3, random_start=True), dict(eps=0.1)),
+    "mass": (attacks.WDAPlusPlus(Lp(2), steps=3, rivals=2), dict(eps=0.1, order=2)),
+    "small batches": (attacks.PGD(steps=3), dict(eps=0.1, batch_size=16)),
+}
+
+
+@fast
+@pytest.mark.parametrize("name", NUMBERS)
+def test_programs_are_few_for_any_number_of_samples(name):
+    """Some twenty shapes for one to a hundred samples, each alike beside any number of others."""
+    attack, how = NUMBERS[name]
+    rows = np.random.default_rng(4).uniform(size=(100, 5)).astype(np.float32)
+    net = wdjax.Model(lambda w, x: jnp.tanh(3 * x) @ w, jnp.asarray(rows[:5, :4] - 0.5))
+    classes = np.asarray(jnp.argmax(net(rows), axis=-1))
+    results = {}
+
+    def ask(numbers):
+        for n in numbers:
+            result = wdjax.run(
+                attack, net, rows[:n], classes[:n], key=jax.random.key(0), index=np.arange(n), **how
+            )
+            assert 0 <= float(result.accuracy) <= 1
+            results[n] = jax.tree.map(np.asarray, result)
+
+    jax.clear_caches()
+    one = compiled(lambda: ask([100]))
+    more = compiled(lambda: ask(range(1, 100)))
+    assert more <= one * 20, more
+    for n in range(81, 100):  # All of them in batches of one shape.
+        if "batch_size" not in how:
+            np.testing.assert_array_equal(results[n].x_adv, results[100].x_adv[:n])
+            np.testing.assert_array_equal(results[n].margin, results[100].margin[:n])
+
+
+@fast
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 16, 22, 37, 96, 128, 1024])
+def test_batches_idle_little(most):
+    sizes = {}
+    for share in range(1, 1200):
+        size = rounds._fewest_rows(share, most)
+        assert size <= most
+        idle = -(-share // size) * size - share
+        assert idle <= max(1, 0.29 * share), (share, size)
+        sizes.setdefault(size, []).append(share)
+    assert len(sizes) <= 1 + 10 * np.log10(10 * most)
+    for round_number in (10, 20, 50, 100, 200, 500, 1000):
+        size = rounds._fewest_rows(round_number, most)
+        assert -(-round_number // size) * size <= 1.03 * round_number

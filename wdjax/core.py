@@ -230,12 +230,15 @@ class Result(Found):
         there is 0: differentiate the expected loss of the distribution instead. In the ``eps`` of a
         knapsack it is piecewise linear, with the right gradient.
         """
-        return _accuracy(self.weight, self.correct, self.success)
-
-
-@jax.jit
-def _accuracy(weight: Array, correct: Array, success: Array) -> Array:
-    return jnp.mean((1 - weight) * correct + weight * ~success, axis=-1)
+        facts = self.weight, self.correct, self.success
+        if any(isinstance(fact, jax.core.Tracer) for fact in facts):
+            weight, correct, success = facts
+            return jnp.mean((1 - weight) * correct + weight * ~success, axis=-1)
+        # On the host nothing is compiled for a number of samples. XLA's means are products, too.
+        weights, before, after = map(np.asarray, facts)
+        moved, unit = weights.astype(np.float64), weights.dtype.type(1) / weights.shape[-1]
+        right = np.sum((1 - moved) * before + moved * ~after, axis=-1)
+        return jax.device_put(right.astype(weights.dtype) * unit.astype(weights.dtype))
 
 
 class Progress(NamedTuple):

@@ -114,7 +114,7 @@ def search(
     """
     _check_needs(attack, eps, key)
     own = None if criterion is losses.decision_margin else criterion
-    x, y = jnp.asarray(x), y if validate.traced(y) else np.asarray(y)
+    x, y = validate.on_device(x), y if validate.traced(y) else np.asarray(y)
     validate.check_model(model)
     victim = Victim(model, _as_pytree(criterion))
     attack = validate.settle(attack, x.dtype)
@@ -127,11 +127,11 @@ def search(
                 "vmap leave them out."
             )
         classes = validate.check_shapes(model, x, y, own)
-        given = _given(x, jnp.asarray(y).astype(jnp.int32), eps, start, key, index)
+        given = _given(x, jnp.asarray(y).astype(jnp.int32), eps, start, index)
         sound = validate.sound(attack.ball, given.x, given.y, given.eps, classes)
         if not transductive:
             sound &= independence.holds(victim.model, x)
-        return _traced(attack, victim, given, only, skip, history, sound)
+        return _traced(attack, victim, given, key, only, skip, history, sound)
     if transductive:
         raise ValueError(
             "a transductive model is searched inside jit, where its batch stays whole: wrap the "
@@ -139,9 +139,9 @@ def search(
         )
     x, y = validate.check_samples(model, x, y, attack.ball.box, own)
     eps, start = validate.check_radii(eps, len(y)), validate.check_like("start", start, x)
-    given, only = _given(x, y, eps, start, key, index), validate.check_mask("only", only, len(y))
-    plan, begun = rounds.begin(attack, victim, given, only, skip, history, batch_size, mesh)
-    last = _carry(plan, begun, given, callback, checkpoint, every)
+    given, only = _given(x, y, eps, start, index), validate.check_mask("only", only, len(y))
+    plan, begun = rounds.begin(attack, victim, given, key, only, skip, history, batch_size, mesh)
+    last = _carry(plan, begun, given, key, callback, checkpoint, every)
     found = rounds.finish(plan, last, len(y), skip)
     if not diagnose:
         return found
@@ -166,21 +166,14 @@ def _as_pytree(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.tree_util.Partial(function) if plain else function
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _keys(key: Array, count: int, index: Array | None) -> Array:
-    """One key a sample from its global index, so that batching never changes the randomness."""
-    places = jnp.arange(count) if index is None else index
-    return jax.vmap(lambda place: jax.random.fold_in(key, place))(places)
-
-
-def _given(x: Array, y: Array, eps: Any, start: Any, key: Array | None, index: Any) -> Given:
-    index = None if index is None else jnp.asarray(index)
-    for name, rows in (("index", index), ("start", start)):
+def _given(x: Array, y: Array, eps: Any, start: Any, index: Any) -> Given:
+    places = validate.on_device(np.arange(len(y)) if index is None else index)
+    for name, rows in (("index", places), ("start", start)):
         if rows is not None and len(rows) != len(y):
             raise ValueError(f"{name} must have one row a sample, {len(y)}, got {len(rows)}.")
     radii = None if eps is None else _radii(eps, x)
-    points = None if start is None else jnp.asarray(start, x.dtype)
-    return Given(x, y, radii, points, None if key is None else _keys(key, len(y), index))
+    points = None if start is None else validate.on_device(start, x.dtype)
+    return Given(x, y, radii, points, places)
 
 
 def _radii(eps: Any, x: Array) -> Array:
@@ -194,6 +187,7 @@ def _carry(
     plan: rounds.Plan,
     begun: rounds.Search,
     given: Given,
+    key: Array | None,
     callback: Callable[[Progress], Any] | None,
     checkpoint: str | PathLike[str] | None,
     every: float,
@@ -208,7 +202,7 @@ def _carry(
     about: dict[str, Any] = {"attack": attack, "criterion": victim.criterion, "samples": n}
     if checkpoint is not None:
         lengths = [(stage.length, stage.cycles) for stage in attack.stages]
-        traced = track.programs(attack, victim, given)
+        traced = track.programs(attack, victim, given, key)
         mark = identity.digest(traced, lengths, plan.problem, begun)
         about["largest eps"] = None if samples.eps is None else float(jnp.max(samples.eps))
     return loop.carry(
@@ -326,6 +320,7 @@ def _traced(
     attack: Attack,
     victim: Victim,
     given: Given,
+    key: Array | None,
     only: Any,
     skip_misclassified: bool,
     history: bool,
@@ -336,7 +331,8 @@ def _traced(
     out, value, known = track.evaluate(victim, x, y)
     samples = Samples(x, y, given.eps, out)
     problem = track.Problem(attack, victim, samples)
-    moving = track.begin(problem, given.start, given.keys)
+    keys = None if key is None else track.keys(key, given.places)
+    moving = track.begin(problem, given.start, keys)
     attacked = jnp.ones(len(y), bool) if only is None else jnp.asarray(only)
     log: list[Any] = []
     if skip_misclassified:

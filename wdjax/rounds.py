@@ -35,6 +35,11 @@ _PATIENCE = 0.2
 but a sample that finishes in between goes on to the program's end."""
 _WORTH = 4
 """On a CPU, turns of a loop at least: it takes half as long again to compile as a step alone."""
+_SIZES = (100, 125, 160, 200, 250, 320, 400, 500, 640, 800)
+"""Samples in a batch, over powers of ten and rounded up: programs for all numbers of samples are
+few, and numbers that people choose leave nothing idle (Renard's series R10)."""
+_SMALL = 0.4
+"""Of the largest batch, what others are at least."""
 
 
 class Plan(NamedTuple):
@@ -79,6 +84,7 @@ def begin(
     attack: Attack,
     victim: Victim,
     given: Given,
+    key: Array | None,
     only: np.ndarray | None,
     skip_misclassified: bool,
     history: bool,
@@ -92,7 +98,8 @@ def begin(
     victim = victim._replace(model=parallel.replicate(victim.model, mesh))
     plan = _plan(Problem(attack, victim, samples), batch_size, mesh)
     whole = plan.devices * plan.rows
-    given = parallel.shard(given if n == whole else _pad(given, whole), mesh)
+    given = parallel.shard(jax.tree.map(functools.partial(_padded, rows=whole), given), mesh)
+    keys = None if key is None else track.keys(key, given.places)
     used = -(-min(n, plan.rows) // plan.size)
     blocks = np.arange(used * plan.size, dtype=np.int32).reshape(used, 1, -1)
     blocks = blocks.repeat(plan.devices, axis=1)
@@ -100,7 +107,7 @@ def begin(
     out, value, fine = _whole(plan, parts)
     _refuse_faults(np.asarray(fine)[:n])
     problem = Problem(attack, victim, Samples(given.x, given.y, given.eps, out))
-    moving = _whole(plan, [_begin(problem, given.start, given.keys, index) for index in blocks])
+    moving = _whole(plan, [_begin(problem, given.start, keys, index) for index in blocks])
     value, chosen = np.asarray(value), np.arange(whole) < n
     if only is not None:
         chosen[:n] &= only
@@ -161,7 +168,8 @@ def _next_stage(plan: Plan, search: Search) -> Search:
             state = search.track.state
             active = chosen & ~np.asarray(_done(plan.problem.attack, state, number))
         if stages[number].length and active.any():
-            moving = _enter(plan.problem.attack, search.track)
+            attack, moving = plan.problem.attack, search.track
+            moving = _enter(attack, moving) if track.cyclic(attack) else moving
             return search._replace(track=moving, active=active, stage=number, step=0)
     return search._replace(active=np.zeros_like(chosen), stage=len(stages), step=0)
 
@@ -226,13 +234,33 @@ def _plan(problem: Problem, batch_size: int | None, mesh: Mesh | None) -> Plan:
     else:
         size = -(-validate.check_count("batch_size", batch_size) // devices)
     share = -(-len(x) // devices)
-    # Batches of about equal size, in 32nds of the limit, idle least. They depend on the number
-    # of samples alone; who asks for a size gets it, if there are so many.
-    grain = max(1, size // 32)
-    even = share if batch_size is not None else -(-share // -(-share // size))
-    size = min(size, -(-even // grain) * grain)
+    # Who asks for a size gets it, if there are so many samples.
+    if batch_size is None or share < size:
+        size = _fewest_rows(share, size)
     rows = _coarse(-(-share // size)) * size
     return Plan(problem, size, max(1, size // 4), rows, mesh, np.empty(0), ())
+
+
+def _fewest_rows(share: int, most: int) -> int:
+    """The size of batches, ``most`` or a little less, that idles least for so many samples.
+
+    For fewer of them, the least size that holds them all.
+    """
+    decades = range(len(str(most)))
+    sizes = {-(-step * 10**decade // 100) for decade in decades for step in _SIZES}
+    sizes = {size for size in sizes if size < most} | {most}
+    if share <= most:
+        return min(size for size in sizes if size >= share)
+    large = sorted((size for size in sizes if size >= _SMALL * most), reverse=True)
+    return min(large, key=lambda size: -(-share // size) * size)
+
+
+def _padded(leaf: Array, rows: int) -> Array:
+    """Repeats the last row on the host, where nothing is compiled for a number of samples."""
+    if len(leaf) == rows:
+        return validate.on_device(leaf)
+    host = np.asarray(leaf)
+    return jax.device_put(np.concatenate([host, host[-1:].repeat(rows - len(host), axis=0)]))
 
 
 def fitting(jaxpr: ClosedJaxpr) -> int:
@@ -420,9 +448,6 @@ def _done(attack: Attack, state: PyTree, number: int) -> Array:
 def _reach(problem: Problem, moving: Track, index: Array) -> tuple[Reached, Array, Array]:
     samples, batch = _take((problem.samples, moving), index)
     return *track.reach(problem._replace(samples=samples), batch), samples.y
-
-
-_pad = jax.jit(parallel.pad, static_argnums=1)
 
 
 def _refuse_faults(fine: np.ndarray) -> None:

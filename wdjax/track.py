@@ -24,8 +24,8 @@ class Given(NamedTuple):
     y: Array
     eps: Array | None
     start: Array | None
-    keys: Array | None
-    """One a sample, from its global index."""
+    places: Array
+    """Which samples of a larger set these are."""
 
 
 class Problem(NamedTuple):
@@ -79,18 +79,29 @@ def evaluate(victim: Victim, x: Array, y: Array) -> tuple[PyTree, Array, Array]:
     return out, value, finite((out, value))
 
 
+@jax.jit
+def keys(key: Array, places: Array) -> Array:
+    """One key a sample from its global index, so that batching never changes the randomness."""
+    return jax.vmap(lambda place: jax.random.fold_in(key, place))(places)
+
+
 def begin(problem: Problem, start: Array | None, keys: Array | None) -> Track:
     """Begins the attack."""
     attack, victim, samples = problem
     state = attack.init(victim, samples, start, keys)
-    return Track(state, None, jnp.zeros((len(samples.y), 4), jnp.int32))
+    return enter(attack, Track(state, None, jnp.zeros((len(samples.y), 4), jnp.int32)))
 
 
 def enter(attack: Attack, track: Track) -> Track:
     """Prepares for a stage's first step: no state before it counts as a step ago."""
-    if not any(stage.cycles for stage in attack.stages):
+    if not cyclic(attack):
         return track
     return track._replace(before=jax.tree.map(jnp.copy, track.state))
+
+
+def cyclic(attack: Attack) -> bool:
+    """Whether a stage looks for cycles."""
+    return any(stage.cycles for stage in attack.stages)
 
 
 def step(stage: Stage, victim: Victim, samples: Samples, track: Track) -> tuple[Track, Array, Info]:
@@ -182,17 +193,18 @@ def measure(
     )
 
 
-def programs(attack: Attack, victim: Victim, given: Given) -> list[ClosedJaxpr]:
+def programs(attack: Attack, victim: Victim, given: Given, key: Array | None) -> list[ClosedJaxpr]:
     """Everything that a search computes of a batch, traced for two samples: what identifies it."""
-    x, y, eps, start, keys = jax.tree.map(_two, given)
+    x, y, eps, start, places = jax.tree.map(_two, given)
+    own = None if key is None else jax.eval_shape(keys, key, places)
     out = jax.eval_shape(victim.model, x)
     problem = Problem(attack, victim, Samples(x, y, eps, out))
-    track = jax.eval_shape(begin, problem, start, keys)
+    track = jax.eval_shape(begin, problem, start, own)
     moving = jax.eval_shape(enter, attack, track)
     chosen = jax.ShapeDtypeStruct(y.shape, bool)
     traced = [
         identity.program(evaluate, victim, x, y),
-        identity.program(begin, problem, start, keys),
+        identity.program(begin, problem, start, own),
         identity.program(reach, problem, track),
     ]
     for stage in attack.stages:

@@ -23,6 +23,13 @@ def staged() -> bool:
     return isinstance(jax.device_put(np.zeros(())), jax.core.Tracer)
 
 
+def on_device(values: Any, dtype: Any = None) -> Array:
+    """``jnp.asarray`` that compiles nothing for arrays of the host, whatever their shape."""
+    if isinstance(values, jax.Array):
+        return values if dtype is None else values.astype(dtype)
+    return jax.device_put(np.asarray(values, dtype))
+
+
 def check_model(model: Callable[[Array], PyTree]) -> None:
     """Checks that a model is a callable pytree of arrays."""
     if not callable(model):
@@ -94,11 +101,12 @@ def check_samples(
 
     Only a ``transductive`` model may look at several samples at once.
     """
-    x, labels = jnp.asarray(x), np.asarray(y)  # NumPy keeps labels of 64 bits as they came.
+    x, labels = on_device(x), np.asarray(y)  # NumPy keeps labels of 64 bits as they came.
     classes = check_shapes(model, x, labels, criterion)
-    low, high = (float(end) for end in jax.device_get(_span(x)))
+    host = np.asarray(x)  # Of arrays of the host, no program is compiled for a number of samples.
+    low, high = float(host.min()), float(host.max())
     if not (math.isfinite(low) and math.isfinite(high)):
-        bad = int(jnp.argmax(~jnp.all(jnp.isfinite(x.reshape(len(x), -1)), axis=-1)))
+        bad = int(np.argmin(np.isfinite(host.reshape(len(host), -1)).all(axis=-1)))
         raise ValueError(f"x[{bad}] holds a value that is not finite; remove or repair it.")
     ends = None if box is None else np.asarray(box, x.dtype)
     if ends is not None and (low < ends[0] or high > ends[1]):
@@ -113,12 +121,7 @@ def check_samples(
         )
     if not transductive:
         independence.check(model, x)
-    return x, jnp.asarray(labels, jnp.int32)
-
-
-@jax.jit
-def _span(x: Array) -> tuple[Array, Array]:
-    return jnp.min(x), jnp.max(x)
+    return x, on_device(labels, np.int32)
 
 
 def sound(ball: Ball, x: Array, y: Array, eps: Array | None, classes: int) -> Array:
@@ -162,8 +165,8 @@ def check_like(name: str, points: Any, x: Array) -> Array | None:
     """Checks points ``[n, *shape]`` that go with the samples, or None."""
     if points is None:
         return None
-    points = jnp.asarray(points)
-    if points.shape != x.shape or not bool(jnp.all(jnp.isfinite(points))):
+    points = on_device(points)
+    if points.shape != x.shape or not np.isfinite(np.asarray(points)).all():
         raise ValueError(
             f"{name} must be finite points {list(x.shape)} like x, got {list(points.shape)}."
         )

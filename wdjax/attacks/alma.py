@@ -127,7 +127,7 @@ class ALMA:
         x = samples.x + state.delta
         seen = ascent.slope(victim, x, samples.y, self._constraint)
         info = ascent.note(victim, samples.y, seen)
-        best = nearest.keep_nearest(state.best, self.ball, samples, x, info.value, seen.out)
+        best = nearest.keep_nearest(state.best, self.ball, victim, samples, x, seen.out)
         constraint = jnp.nan_to_num(self._constraint(seen.out, samples.y), nan=1.0).astype(x.dtype)
         state = self._weigh(state._replace(best=best), constraint, info.value > 0)
         away = jax.grad(lambda delta: jnp.sum(norms.lp_norm(delta, self.ball.norm)))(state.delta)
@@ -171,7 +171,7 @@ class ALMA:
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         x = samples.x + state.delta
         out, info = ascent.judge(victim, x, samples.y)
-        best = nearest.keep_nearest(state.best, self.ball, samples, x, info.value, out)
+        best = nearest.keep_nearest(state.best, self.ball, victim, samples, x, out)
         return state._replace(best=best), info
 
     def point(self, samples: Samples, state: State) -> tuple[Array, None]:

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 
 from wdjax import losses, norms, program
 from wdjax.balls import Lp
-from wdjax.core import Array, Info, PyTree, Victim
+from wdjax.core import Array, Criterion, Info, PyTree, Samples, Victim
 from wdjax.track import finite
 
-_ULPS = {2: 2, 4: 64, 8: 64}
-"""By the bytes of a logit: another batch rounds sums of products by so much."""
+_ROUNDED = {4: 4.0, 8: 4.0}
+"""By the bytes of an output, 1 where fewer: its own ulps by which another batch rounds it."""
+_TRAVELLED = {4: 256.0, 8: 256.0}
+"""The same of the way that it came from the sample, which tells how large its terms are."""
 
 
 def setting(default: Any) -> Any:
@@ -79,25 +81,62 @@ def judge(victim: Victim, x: Array, y: Array) -> tuple[PyTree, Info]:
     return out, Info(value, none, none + 1, none, ~finite(out) | ~jnp.isfinite(value))
 
 
-def slack(out: PyTree) -> Array:
-    """By how much rounding in another batch may move a criterion, ``[n]``.
+class Reading(NamedTuple):
+    """What a criterion says of outputs, ``[n]``, and how far it can be trusted."""
+
+    value: Array
+    slack: Array
+    """By how much rounding in another batch may move the value."""
+
+    @property
+    def lasts(self) -> Array:
+        """Whether the criterion holds by more than rounding."""
+        return self.value.astype(self.slack.dtype) > self.slack
+
+    @property
+    def beyond(self) -> Array:
+        """A value whose boundary lies where flips last: what attacks should aim at."""
+        return self.value - (2 * self.slack).astype(self.value.dtype)
+
+
+def read(criterion: Criterion, samples: Samples, out: PyTree) -> Reading:
+    r"""A criterion and its slack, from the outputs that it reads.
 
     Projections, halvings and minimum-norm attacks end within floats of the boundary; the slack
-    keeps what counts on its far side wherever it is measured again.
+    keeps what counts on its far side wherever it is measured again. To first order it is
+
+        ``sum_k |d criterion / d out_k| u (a |out_k| + b |out_k - clean_k|)``,
+
+    with the unit u of the outputs' floats. The first term is the rounding of the output itself; the
+    second that of the terms it was summed from, of which the way from the clean output tells
+    the size where a shift of all logits hides it. An output that the criterion does not read, such
+    as the logit of a class that never wins, adds nothing, and neither does one at which the
+    derivative is not finite: what was found is measured in the end.
     """
-    sizes = []
-    for leaf in jax.tree.leaves(out):
+    value, pullback = jax.vjp(lambda out: criterion(out, samples.y), out)
+    wide = jnp.float32 if value.dtype.itemsize < 4 else value.dtype
+    total = jnp.zeros(len(samples.y), wide)
+    leaves = map(jax.tree.leaves, (out, samples.out, pullback(jnp.ones_like(value))[0]))
+    for leaf, clean, weight in zip(*leaves):
         if jnp.issubdtype(leaf.dtype, jnp.floating):
-            ulps = _ULPS[leaf.dtype.itemsize] * float(jnp.finfo(leaf.dtype).eps)
-            largest = jnp.max(jnp.abs(leaf).reshape(len(leaf), -1), axis=-1)
-            sizes.append((ulps * largest).astype(jnp.promote_types(leaf.dtype, jnp.float32)))
-    return jnp.max(jnp.stack(sizes), axis=0) if sizes else jnp.zeros(())
+            error = jnp.abs(weight.astype(total.dtype)) * _rounding(leaf, clean, total.dtype)
+            error = jnp.where((weight != 0) & jnp.isfinite(error), error, 0.0)
+            total += jnp.sum(error.reshape(len(leaf), -1), axis=1)
+    return Reading(value, total)
 
 
-def flips(victim: Victim, x: Array, y: Array) -> tuple[Array, Info]:
+def _rounding(leaf: Array, clean: Array, dtype: Any) -> Array:
+    """By how much another batch may round every output."""
+    size, unit = leaf.dtype.itemsize, float(jnp.finfo(leaf.dtype).eps)
+    rounded, travelled = unit * _ROUNDED.get(size, 1.0), unit * _TRAVELLED.get(size, 1.0)
+    leaf, clean = leaf.astype(dtype), clean.astype(dtype)
+    return rounded * jnp.abs(leaf) + travelled * jnp.abs(leaf - clean)
+
+
+def flips(victim: Victim, samples: Samples, x: Array) -> tuple[Array, Info]:
     """Whether the criterion holds at ``x`` beyond rounding, for one forward pass."""
-    out, info = judge(victim, x, y)
-    return info.value > slack(out), info
+    out, info = judge(victim, x, samples.y)
+    return read(victim.criterion, samples, out).lasts, info
 
 
 class Move(NamedTuple):
@@ -177,6 +216,11 @@ def need_logits(name: str, out: PyTree) -> None:
             f"{name} follows single classes and needs logits [n, K], got "
             f"{jax.tree.map(jnp.shape, out)}; use PGD with a loss of your own."
         )
+
+
+def shortest(x: Array, norm: float) -> float:
+    """The length of steps that floats can resolve: shorter ones round to none."""
+    return 4 * float(jnp.finfo(x.dtype).eps) * x[0].size ** (1 / norm)
 
 
 _SHARE = {1: 0.25, 2: 0.4, math.inf: 0.02 / (8 / 255)}

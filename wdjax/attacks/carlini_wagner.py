@@ -47,7 +47,7 @@ class CarliniWagner:
       steps: of Adam, in each round.
       rounds: weights that are tried.
       step_size: Adam's.
-      weight: c of the first round.
+      weight: c of the first round, times the margin of the sample.
       confidence: k, in logits; with 0 the margin's gradient ends at the boundary.
 
     Raises:
@@ -55,7 +55,9 @@ class CarliniWagner:
 
     Cost: 1 forward and 1 backward pass a step, 1 more forward a round.
 
-    Differs: no early end of a round, and the last iterate of each is tested.
+    Differs: no early end of a round, and the last iterate of each is tested. The first weight is
+    over the sample's margin, where the paper has a number for all nets: c is a squared distance
+    over a margin, and starts that are orders off leave no rounds to bisect in.
 
     Source: Carlini and Wagner [carlini2017], section VI-A.
 
@@ -74,7 +76,7 @@ class CarliniWagner:
     steps: int = setting(100)
     rounds: int = setting(9)
     step_size: float | Array = 0.01
-    weight: float | Array = 0.1
+    weight: float | Array = 0.5
     confidence: float | Array = 0.0
 
     def __post_init__(self) -> None:
@@ -113,22 +115,26 @@ class CarliniWagner:
         x, back = jax.vjp(self._bounded, state.w)
         seen = ascent.slope(victim, x, samples.y, victim.criterion)
         info = ascent.note(victim, samples.y, seen)
-        lacking = jnp.where(info.value < self.confidence, state.weight, 0.0)
+        reading = ascent.read(victim.criterion, samples, seen.out)
+        clean = jnp.abs(victim.criterion(samples.out, samples.y)).astype(x.dtype)
+        weight = state.weight / jnp.where(clean > 0, clean, 1.0)
+        lacking = jnp.where(reading.beyond < self.confidence, weight, 0.0)
         pull = 2 * (samples.x - x)
         (gradient,) = back(pull + norms.spread(lacking, x) * seen.gradient)
-        state = self._keep(samples, state, x, info.value, seen.out)
+        state = self._keep(victim, samples, state, x, seen.out)
         update, moments = jax.vmap(optax.scale_by_adam().update)(gradient, state.moments)
         return state._replace(w=state.w + self.step_size * update, moments=moments), info
 
-    def _keep(self, samples: Samples, state: State, x: Array, value: Array, out: PyTree) -> State:
-        best = nearest.keep_nearest(state.best, self.ball, samples, x, value, out)
-        return state._replace(best=best, flipped=state.flipped | nearest.flips(value, out))
+    def _keep(self, victim: Victim, samples: Samples, state: State, x: Array, out: PyTree) -> State:
+        best = nearest.keep_nearest(state.best, self.ball, victim, samples, x, out)
+        flipped = state.flipped | nearest.flips(victim, samples, out)
+        return state._replace(best=best, flipped=flipped)
 
     def _weigh(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         """Tests the last point, chooses the next weight and begins again."""
         x = self._bounded(state.w)
         out, info = ascent.judge(victim, x, samples.y)
-        state = self._keep(samples, state, x, info.value, out)
+        state = self._keep(victim, samples, state, x, out)
         low = jnp.where(state.flipped, state.low, state.weight)
         high = jnp.where(state.flipped, state.weight, state.high)
         bounded = jnp.isfinite(high)

@@ -89,7 +89,7 @@ class DDN:
         point = samples.x + state.delta
         seen = ascent.slope(victim, point, samples.y, self.loss)
         info = ascent.note(victim, samples.y, seen)
-        best = nearest.keep_nearest(state.best, self.ball, samples, point, info.value, seen.out)
+        best = nearest.keep_nearest(state.best, self.ball, victim, samples, point, seen.out)
         size = nearest.cosine(self.step_size, 0.01 * self.step_size, state.taken, self.steps)
         unit = nearest.direction(seen.gradient, 2)
         delta = state.delta + norms.spread(size, point) * unit
@@ -102,7 +102,7 @@ class DDN:
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         point = samples.x + state.delta
         out, info = ascent.judge(victim, point, samples.y)
-        best = nearest.keep_nearest(state.best, self.ball, samples, point, info.value, out)
+        best = nearest.keep_nearest(state.best, self.ball, victim, samples, point, out)
         return state._replace(best=best), info
 
     def point(self, samples: Samples, state: State) -> tuple[Array, None]:

@@ -1,6 +1,7 @@
 """DeepFool: step onto the nearest of the linearised boundaries until the class changes."""
 
 import dataclasses
+import functools
 from typing import ClassVar, Literal, NamedTuple
 
 import jax
@@ -12,9 +13,6 @@ from wdjax.attacks.ascent import setting
 from wdjax.attacks.nearest import Nearest
 from wdjax.balls import Lp
 from wdjax.core import Array, Info, Samples, Stage, Victim
-
-_PAST = 1e-4
-"""Added to every margin, as the authors do, so that a step ends beyond the boundary."""
 
 _FEW = 5
 """Steps within which most samples flip: a short stage, after each of which those may leave."""
@@ -31,7 +29,7 @@ class DeepFool:
     r"""DeepFool: the shortest step onto the nearest linearised boundary, again until a flip.
 
     ``j = argmin |f_j| / ||w_j||_s`` with ``f_j = z_j - z_y`` and its gradient ``w_j``; the step is
-    ``(|f_j| + 1e-4) / ||w_j||_s M_r(w_j)``, enlarged by ``overshoot``.
+    ``|f_j| / ||w_j||_s M_r(w_j)``, enlarged by ``overshoot``.
 
     Args:
       ball: norm and box. For norm 1 a step moves one coordinate that can still move.
@@ -45,9 +43,9 @@ class DeepFool:
     Cost: 1 forward and ``min(rivals, K - 1)`` backward passes a step until the flip, 1 more
     forward.
 
-    Differs: points are clipped to the box, and steps lead to where flips count beyond rounding. As
-    in the authors' code all steps are enlarged, where the paper enlarges the whole perturbation
-    once, at the end.
+    Differs: points are clipped to the box. Steps lead to where flips count beyond rounding, and are
+    no shorter than floats can resolve; the authors' code makes each longer by 1e-4. As in that code
+    all steps are enlarged, where the paper enlarges the whole perturbation once, at the end.
 
     Source: Moosavi-Dezfooli et al. [moosavi2016], Algorithm 2 and equation 12.
 
@@ -91,7 +89,7 @@ class DeepFool:
         x, y = state.x, samples.y
         logits, pullback = jax.vjp(victim.model, x)
         value = victim.criterion(logits, y)
-        best = nearest.keep_nearest(state.best, self.ball, samples, x, value, logits)
+        best = nearest.keep_nearest(state.best, self.ball, victim, samples, x, logits)
         classes = ascent.top_rivals(samples.out, y, self.rivals).T
         least = jnp.full(len(y), jnp.inf, x.dtype)
         step, zeros = jnp.zeros_like(x), jnp.zeros(len(y), jnp.int32)
@@ -99,9 +97,9 @@ class DeepFool:
         for rival in classes:
             towards = jax.nn.one_hot(rival, logits.shape[-1]) - jax.nn.one_hot(y, logits.shape[-1])
             seen = ascent.look(pullback(towards.astype(logits.dtype))[0], logits)
-            margin = nearest.beyond(losses.targeted_margin(logits, y, rival), logits)
-            margin = margin.astype(x.dtype)
-            size, move = self._onto(samples, x, jnp.abs(margin) + _PAST, seen.gradient)
+            towards_it = functools.partial(losses.targeted_margin, target=rival)
+            margin = ascent.read(towards_it, samples, logits).beyond.astype(x.dtype)
+            size, move = self._onto(samples, x, jnp.abs(margin), seen.gradient)
             nearer = (size < least) & jnp.isfinite(margin)
             least = jnp.where(nearer, size, least)
             step = jnp.where(norms.spread(nearer, x), move, step)
@@ -124,12 +122,12 @@ class DeepFool:
         steep = norms.lp_norm(gradient, norms.dual(norm))
         known = (steep > 0) & jnp.isfinite(steep)
         size = jnp.where(known, margin / jnp.where(known, steep, 1.0), jnp.inf)
-        usable = jnp.where(jnp.isfinite(size), size, 0.0)
+        usable = jnp.where(jnp.isfinite(size), jnp.maximum(size, ascent.shortest(x, norm)), 0.0)
         return size, norms.spread(usable, x) * norms.dual_maximizer(gradient, norm)
 
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         out, info = ascent.judge(victim, state.x, samples.y)
-        best = nearest.keep_nearest(state.best, self.ball, samples, state.x, info.value, out)
+        best = nearest.keep_nearest(state.best, self.ball, victim, samples, state.x, out)
         return state._replace(best=best), info
 
     def point(self, samples: Samples, state: State) -> tuple[Array, None]:

@@ -149,9 +149,9 @@ class FAB:
         else:
             number = state.taken[:, None] // self.steps % state.targets.shape[1]
             rivals = jnp.take_along_axis(state.targets, number, axis=1)
-        plane, _, info = linear.planes(victim, state.x, y, rivals, norm)
+        plane, _, info = linear.planes(victim, samples, state.x, rivals, norm)
         moved = self._approach(home, state.x, plane)
-        flipped, judged = ascent.flips(victim, moved, y)
+        flipped, judged = ascent.flips(victim, samples, moved)
         flipped &= ~judged.fault
         length = norms.lp_norm(moved - home, norm)
         nearer = flipped & (length < state.distance)
@@ -188,7 +188,7 @@ class FAB:
         share = state.within + (1 - state.within) * (crossing + _PAST).clip(0, 1)
         home = samples.x
         tried = self.ball.clip(home + norms.spread(share, home) * (state.flip - home))
-        flipped, judged = ascent.flips(victim, tried, samples.y)
+        flipped, judged = ascent.flips(victim, samples, tried)
         length = norms.lp_norm(tried - home, self.ball.norm)
         missed = known & ~judged.fault & ~flipped
         nearer = known & ~judged.fault & flipped & (length < state.distance)

@@ -88,10 +88,10 @@ class FMN:
         seen = ascent.slope(victim, x, samples.y, victim.criterion)
         info = ascent.note(victim, samples.y, seen)
         known = state.best.known
-        best = nearest.keep_nearest(state.best, self.ball, samples, x, info.value, seen.out)
+        best = nearest.keep_nearest(state.best, self.ball, victim, samples, x, seen.out)
         size = nearest.cosine(self.step_size, 0.01 * self.step_size, state.taken, self.steps)
         share = nearest.cosine(self.shrink, 0.001, state.taken, self.steps)
-        value = nearest.beyond(info.value, seen.out)
+        value = ascent.read(victim.criterion, samples, seen.out).beyond
         gap = nearest.plane_distance(value, seen.gradient, norm)
         estimate = (norms.lp_norm(x - samples.x, norm) + gap) * (1 + _PAST)
         smaller = jnp.minimum(state.radius * (1 - share), best.cost)
@@ -104,7 +104,7 @@ class FMN:
 
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         out, info = ascent.judge(victim, state.x, samples.y)
-        best = nearest.keep_nearest(state.best, self.ball, samples, state.x, info.value, out)
+        best = nearest.keep_nearest(state.best, self.ball, victim, samples, state.x, out)
         return state._replace(best=best), info
 
     def point(self, samples: Samples, state: State) -> tuple[Array, None]:

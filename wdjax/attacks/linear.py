@@ -1,12 +1,13 @@
 """A model linearised at a point: how far every rival's boundary seems, and where the nearest is."""
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from wdjax import losses, norms, program
-from wdjax.attacks import ascent, nearest
+from wdjax.attacks import ascent
 from wdjax.core import Array, Info, Samples, Victim
 
 
@@ -23,14 +24,14 @@ class Plane(NamedTuple):
 
 
 def planes(
-    victim: Victim, x: Array, y: Array, rivals: Array, norm: float
+    victim: Victim, samples: Samples, x: Array, rivals: Array, norm: float
 ) -> tuple[Plane, Array, Info]:
     """Linearises the boundary towards every rival and keeps the nearest.
 
     Args:
       victim: its model gives logits ``[n, K]``.
+      samples: whose labels are to be left.
       x: ``[n, *shape]`` points.
-      y: ``[n]`` labels.
       rivals: ``[n, m]`` classes.
       norm: r of the distances.
 
@@ -40,12 +41,14 @@ def planes(
     Cost: 1 forward and m backward passes; memory for two gradients.
     """
     logits, pullback = jax.vjp(victim.model, x)
+    y = samples.y
     steepness = norms.dual(norm)
 
     def towards(best: Plane, rival: Array) -> tuple[Plane, tuple[Array, Array, Array]]:
         ends = jax.nn.one_hot(jnp.stack([rival, y]), logits.shape[-1], dtype=logits.dtype)
         seen = ascent.look(pullback(ends[0] - ends[1])[0], logits)
-        gap = nearest.beyond(losses.targeted_margin(logits, y, rival), logits).astype(x.dtype)
+        margin = functools.partial(losses.targeted_margin, target=rival)
+        gap = ascent.read(margin, samples, logits).beyond.astype(x.dtype)
         steep = norms.lp_norm(seen.gradient, steepness)
         distance = jnp.where(steep > 0, jnp.abs(gap) / jnp.where(steep > 0, steep, 1.0), jnp.inf)
         plane, nearer = Plane(gap, seen.gradient, distance), distance < best.distance
@@ -81,7 +84,7 @@ def nearest_rivals(
     Source: arXiv 2407.02240 (MALT).
     """
     rivals = ascent.top_rivals(samples.out, samples.y, max(count, candidates))
-    _, distance, info = planes(victim, samples.x, samples.y, rivals[:, :candidates], norm)
+    _, distance, info = planes(victim, samples, samples.x, rivals[:, :candidates], norm)
     order = jnp.argsort(distance, axis=1, stable=True)
     ranked = jnp.take_along_axis(rivals, order, axis=1)
     return jnp.concatenate([ranked, rivals[:, candidates:]], axis=1)[:, :count], info

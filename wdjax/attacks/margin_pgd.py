@@ -86,7 +86,7 @@ class MarginPGD:
     def _ascend(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         seen = ascent.slope(victim, state.x, samples.y, victim.criterion)
         info = ascent.note(victim, samples.y, seen)
-        best, flipped = self._judge(samples, state, info.value, seen.out)
+        best, flipped = self._judge(victim, samples, state, seen.out)
         size = nearest.cosine(self.step_size, 0.01 * self.step_size, state.taken, self.steps)
         step = norms.spread(size * samples.radius, state.x)
         moved = state.x + step * nearest.direction(seen.gradient, self.ball.norm)
@@ -95,17 +95,18 @@ class MarginPGD:
 
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         out, info = ascent.judge(victim, state.x, samples.y)
-        best, flipped = self._judge(samples, state, info.value, out)
+        best, flipped = self._judge(victim, samples, state, out)
         return state._replace(best=best, flipped=flipped), info
 
     def _judge(
-        self, samples: Samples, state: State, value: Array, out: PyTree
+        self, victim: Victim, samples: Samples, state: State, out: PyTree
     ) -> tuple[ascent.Best, Array]:
         """The best point of the ball so far, and whether it is a flip."""
         inside = self.ball.cost(samples.x, state.x) <= samples.radius * (1 + 1e-6)
-        best = ascent.keep_best(state.best, state.x, jnp.where(inside, value, -jnp.inf), out)
+        value = jnp.where(inside, victim.criterion(out, samples.y), -jnp.inf)
+        best = ascent.keep_best(state.best, state.x, value, out)
         assert best is not None
-        flips = inside & nearest.flips(value, out)
+        flips = inside & nearest.flips(victim, samples, out)
         # The first flip stays: a sample that has one is done.
         return nearest.keep(state.best, best, state.flipped), state.flipped | flips
 

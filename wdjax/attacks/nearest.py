@@ -17,7 +17,7 @@ class Nearest(NamedTuple):
     """The nearest flip so far, per sample."""
 
     x: Array
-    """``[n, *shape]``, the sample itself while there is none."""
+    """``[n, *shape]``; while there is none, the last flip within rounding, or the sample."""
     cost: Array
     """``[n]``, inf while there is none."""
 
@@ -34,13 +34,18 @@ def nearest_before(victim: Victim, samples: Samples) -> Nearest:
 
 
 def keep_nearest(
-    nearest: Nearest, ball: Lp, samples: Samples, x: Array, value: Array, out: PyTree
+    nearest: Nearest, ball: Lp, victim: Victim, samples: Samples, x: Array, out: PyTree
 ) -> Nearest:
-    """The nearer of :class:`Nearest` and the points ``x``, where these are flips that last."""
-    cost = ball.cost(samples.x, x)
-    nearer = flips(value, out) & (cost < nearest.cost)
+    """The nearer of :class:`Nearest` and the points ``x``, where these are flips that last.
+
+    While none is known, a flip within rounding stands in, at cost inf: it is measured in the end.
+    """
+    cost, read = ball.cost(samples.x, x), ascent.read(victim.criterion, samples, out)
+    flipped = (read.value > 0) & finite(out)
+    nearer = flipped & read.lasts & (cost < nearest.cost)
+    kept = nearer | (flipped & ~nearest.known)
     return Nearest(
-        jnp.where(norms.spread(nearer, x), x, nearest.x), jnp.where(nearer, cost, nearest.cost)
+        jnp.where(norms.spread(kept, x), x, nearest.x), jnp.where(nearer, cost, nearest.cost)
     )
 
 
@@ -52,14 +57,9 @@ def keep(old: Points, new: Points, kept: Array) -> Points:
     return jax.tree.map(lambda one, other: jnp.where(norms.spread(kept, one), one, other), old, new)
 
 
-def flips(value: Array, out: PyTree) -> Array:
+def flips(victim: Victim, samples: Samples, out: PyTree) -> Array:
     """Whether the criterion holds by more than rounding, ``[n]``."""
-    return (value > ascent.slack(out)) & finite(out)
-
-
-def beyond(value: Array, out: PyTree) -> Array:
-    """A criterion whose boundary lies where flips count, ``[n]``: what attacks should aim at."""
-    return value - (2 * ascent.slack(out)).astype(value.dtype)
+    return ascent.read(victim.criterion, samples, out).lasts & finite(out)
 
 
 def plane_distance(value: Array, gradient: Array, norm: float) -> Array:

@@ -25,6 +25,8 @@ _DECAY, _FLOOR = 0.999, 1e-8
 """Of Adam's second moments."""
 _PRIMAL_END, _DUAL_END = 0.01, 0.1
 """What the steps fall to, as shares of the first."""
+_SHARP = 5.0
+"""The margin of a sample in units of the softplus, as that of nets is in logits."""
 _EXTREME = math.log(1e6)
 """The largest multiplier's logarithm."""
 
@@ -33,6 +35,8 @@ class State(NamedTuple):
     x: Array
     moments: Any
     """Adam's, per sample."""
+    steep: Array
+    """Largest coordinate of the first gradient, the unit of the multipliers' ratio; 0 before."""
     multiplier: Array
     """Logarithm of the margin's multiplier over the norm's."""
     share: Array
@@ -58,7 +62,7 @@ class PDPGD:
       step_size: Adam's, at the first step; falls to a hundredth. In the units of ``x``.
       dual_step: of the multiplier's logarithm, for 500 steps; it is enlarged for fewer and falls to
         a tenth.
-      ratio: ``l_1 / l_2`` at the first step.
+      ratio: ``l_1 / l_2`` at the first step, in units of the gradient's largest coordinate there.
 
     Raises:
       ValueError: fewer than one step.
@@ -66,8 +70,9 @@ class PDPGD:
     Cost: 1 forward and 1 backward pass a step, 1 more forward; 5 proximal maps a step.
 
     Differs: the dual step grows for runs shorter than the authors' 500 steps, without which they
-    end before the multipliers balance: by ``500 / steps``, for norms 1 and 2 by its root. The last
-    iterate is tested.
+    end before the multipliers balance: by ``500 / steps``, for norms 1 and 2 by its root. Margins
+    and multipliers have units of the sample's own, a fifth of its margin and its gradient, so that
+    the scale of logits does not matter. The last iterate is tested.
 
     Source: Matyasko and Chau [matyasko2021], Algorithm 1; the metric is that of [melchior2019].
 
@@ -109,29 +114,37 @@ class PDPGD:
         multiplier = jnp.zeros(len(x), x.dtype) - jnp.log(jnp.asarray(self.ratio, x.dtype))
         none = jnp.zeros(len(x), jnp.int32)
         best = nearest.nearest_before(victim, samples)
-        return State(x, moments, multiplier, jax.nn.sigmoid(-multiplier), none, best)
+        share = jax.nn.sigmoid(-multiplier)
+        return State(x, moments, jnp.zeros_like(share), multiplier, share, none, best)
 
     def _descend(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         x = state.x
         seen = ascent.slope(victim, x, samples.y, victim.criterion)
         info = ascent.note(victim, samples.y, seen)
-        best = nearest.keep_nearest(state.best, self.ball, samples, x, info.value, seen.out)
+        best = nearest.keep_nearest(state.best, self.ball, victim, samples, x, seen.out)
         gone = state.taken / self.steps
         size = self.step_size * _PRIMAL_END**gone
         pace = self.dual_step * self._haste * (1 - (1 - _DUAL_END) * gone)
-        slope = jax.nn.sigmoid(-info.value)
+        slope = jax.nn.sigmoid(-info.value / self._unit(victim, samples))
         gradient = norms.spread(jnp.where(jnp.isfinite(slope), slope, 0.0), x) * seen.gradient
         update, moments = jax.vmap(optax.scale_by_adam().update)(gradient, state.moments)
         delta = self.ball.clip(x + norms.spread(size, x) * update) - samples.x
         # The size of the gradients, as Adam has it: the metric of the proximal map.
         past = 1 - _DECAY ** moments.count.astype(x.dtype)
         metric = jnp.sqrt(moments.nu / norms.spread(past, x)) + _FLOOR
-        ratio = state.share / jnp.maximum(1 - state.share, _FLOOR)
+        largest = jnp.max(jnp.abs(gradient).reshape(len(x), -1), axis=-1)
+        steep = jnp.where(state.steep > 0, state.steep, largest)
+        ratio = steep * state.share / jnp.maximum(1 - state.share, _FLOOR)
         moved = self._proximal(samples.x, delta, size * ratio, metric)
         multiplier = state.multiplier + jnp.where(info.value > 0, -pace, pace)
         multiplier = jnp.clip(multiplier, -_EXTREME, _EXTREME)
         share = _KEPT * state.share + (1 - _KEPT) * jax.nn.sigmoid(-multiplier)
-        return State(moved, moments, multiplier, share, state.taken + 1, best), info
+        return State(moved, moments, steep, multiplier, share, state.taken + 1, best), info
+
+    def _unit(self, victim: Victim, samples: Samples) -> Array:
+        """What the softplus takes for a margin of 1: a fifth of the sample's, or 1 for none."""
+        clean = jnp.abs(victim.criterion(samples.out, samples.y)) / _SHARP
+        return jnp.where(clean > 0, clean, 1.0)
 
     def _proximal(self, x: Array, z: Array, weight: Array, metric: Array) -> Array:
         """``x + argmin weight ||u||_r + sum metric (u - z)^2 / 2`` in the box, roughly."""
@@ -146,7 +159,7 @@ class PDPGD:
 
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         out, info = ascent.judge(victim, state.x, samples.y)
-        best = nearest.keep_nearest(state.best, self.ball, samples, state.x, info.value, out)
+        best = nearest.keep_nearest(state.best, self.ball, victim, samples, state.x, out)
         return state._replace(best=best), info
 
     def point(self, samples: Samples, state: State) -> tuple[Array, None]:

@@ -117,16 +117,16 @@ class TrustRegion:
 
         seen = ascent.slope(victim, x, y, margin)
         info = ascent.note(victim, y, seen)
-        best = nearest.keep_nearest(state.best, self.ball, samples, x, info.value, seen.out)
-        value = jnp.nan_to_num(nearest.beyond(margin(seen.out, y), seen.out)).astype(x.dtype)
+        best = nearest.keep_nearest(state.best, self.ball, victim, samples, x, seen.out)
+        value = ascent.read(margin, samples, seen.out).beyond
+        value = jnp.nan_to_num(value).astype(x.dtype)
         promised = jnp.where(state.promised > 0, state.promised, 1.0)
         kept = jnp.where(state.promised > 0, (value - state.value) / promised, 1.0 - _BAD)
         grown = jnp.where(kept > _GOOD, state.radius * self.growth, state.radius)
         radius = jnp.where(kept < _BAD, state.radius / self.growth, grown)
         gap = nearest.plane_distance(value, seen.gradient, norm)
-        # Shorter steps round to none where logits have more bits than samples.
-        shortest = 4 * float(jnp.finfo(x.dtype).eps) * x[0].size ** (1 / norm)
-        size = jnp.maximum(jnp.minimum(radius, gap * (1 + self.overshoot)), shortest)
+        size = jnp.minimum(radius, gap * (1 + self.overshoot))
+        size = jnp.maximum(size, ascent.shortest(x, norm))
         moved = self.ball.clip(self.ball.ascend(x, seen.gradient, size))
         change = jnp.sum(((moved - x) * seen.gradient).reshape(len(x), -1), axis=-1)
         still = best.known
@@ -135,7 +135,7 @@ class TrustRegion:
 
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         out, info = ascent.judge(victim, state.x, samples.y)
-        best = nearest.keep_nearest(state.best, self.ball, samples, state.x, info.value, out)
+        best = nearest.keep_nearest(state.best, self.ball, victim, samples, state.x, out)
         return state._replace(best=best), info
 
     def point(self, samples: Samples, state: State) -> tuple[Array, None]:

@@ -162,9 +162,9 @@ class Walk:
 
         seen = ascent.slope(victim, x, y, objective)
         info = ascent.note(victim, y, seen)
-        best = nearest.keep_nearest(state.best, self.ball, samples, x, info.value, seen.out)
-        fallen = nearest.beyond(info.value, seen.out) > 0
-        value = nearest.beyond(objective(seen.out, y), seen.out)
+        best = nearest.keep_nearest(state.best, self.ball, victim, samples, x, seen.out)
+        fallen = ascent.read(victim.criterion, samples, seen.out).beyond > 0
+        value = ascent.read(objective, samples, seen.out).beyond
         size = nearest.cosine(self.step_size, 0.01 * self.step_size, state.taken, self.steps)
         share = nearest.cosine(self.shrink, 0.001, state.taken, self.steps)
         gap = nearest.plane_distance(value, seen.gradient, norm)
@@ -209,7 +209,7 @@ class Walk:
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         """Tests the last point and goes back to the start of the next walk."""
         out, info = ascent.judge(victim, state.x, samples.y)
-        best = nearest.keep_nearest(state.best, self.ball, samples, state.x, info.value, out)
+        best = nearest.keep_nearest(state.best, self.ball, victim, samples, state.x, out)
         best = self._settled(state, best)
         unknown = jnp.full_like(state.reach, jnp.inf)
         again = state._replace(x=state.home, reach=unknown, best=best)

@@ -134,14 +134,14 @@ class WDAPlusPlus:
     def _bisect(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         middle = (state.low + state.high) / 2
         point = _blend(state.before, state.after, middle)
-        flipped, info = ascent.flips(victim, point, samples.y)
+        flipped, info = ascent.flips(victim, samples, point)
         low, high = _halve(state.flipped, state.low, state.high, middle, flipped)
         return state._replace(low=low, high=high), info
 
     def _pull_back(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         middle = (state.near + state.far) / 2
         point = _blend(samples.x, _flip(state), middle)
-        flipped, info = ascent.flips(victim, point, samples.y)
+        flipped, info = ascent.flips(victim, samples, point)
         near, far = _halve(state.flipped, state.near, state.far, middle, flipped)
         return state._replace(near=near, far=far), info
 

@@ -99,7 +99,7 @@ class DualProjection:
         own = task(self.ball, samples)
         seen = ascent.slope(victim, seen_from(own, state.plan), samples.y, self.loss)
         info = ascent.note(victim, samples.y, seen)
-        state = remember(state, info.value, seen.out)
+        state = remember(victim, samples, state, seen.out)
         stencil = own.space.stencil
         ahead = stencil.spread(unit(stencil.flat(seen.gradient)))
         ahead = ahead - self.smoothness * variance.slope(stencil, state.plan)[:, None, :, None]
@@ -110,7 +110,7 @@ class DualProjection:
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         own = task(self.ball, samples)
         out, info = ascent.judge(victim, seen_from(own, state.plan), samples.y)
-        return remember(state, info.value, out), info
+        return remember(victim, samples, state, out), info
 
     def point(self, samples: Samples, state: State) -> tuple[Array, Plan]:
         own = task(self.ball, samples)

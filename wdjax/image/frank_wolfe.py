@@ -137,7 +137,7 @@ class FrankWolfe:
         own = task(self.ball, samples)
         seen = ascent.slope(victim, seen_from(own, state.plan), samples.y, self.loss)
         info = ascent.note(victim, samples.y, seen)
-        state = remember(state, info.value, seen.out)
+        state = remember(victim, samples, state, seen.out)
         gradient = unit(own.space.stencil.flat(seen.gradient))
         slope = self.momentum * state.slope + (1 - self.momentum) * gradient
         target, prices = linear.vertex(
@@ -150,7 +150,7 @@ class FrankWolfe:
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         own = task(self.ball, samples)
         out, info = ascent.judge(victim, seen_from(own, state.plan), samples.y)
-        return remember(state, info.value, out), info
+        return remember(victim, samples, state, out), info
 
     def point(self, samples: Samples, state: State) -> tuple[Array, Plan]:
         own = task(self.ball, samples)
@@ -161,11 +161,12 @@ class FrankWolfe:
         return state.flipped
 
 
-def remember(state: Any, value: Array, out: PyTree) -> Any:
+def remember(victim: Victim, samples: Samples, state: Any, out: PyTree) -> Any:
     """Keeps the iterate, ``state.plan``, if it is the best so far; nothing replaces a flip."""
+    value = victim.criterion(out, samples.y)
     better = ~state.flipped & (value > state.value)
     return state._replace(
         best=jnp.where(norms.spread(better, state.plan), state.plan, state.best),
         value=jnp.where(better, value, state.value),
-        flipped=state.flipped | nearest.flips(value, out),
+        flipped=state.flipped | nearest.flips(victim, samples, out),
     )

@@ -132,7 +132,7 @@ class NearestTransport:
         own = self._task(samples, state.radius)
         seen = ascent.slope(victim, seen_from(own, state.plan), samples.y, self.loss)
         info = ascent.note(victim, samples.y, seen)
-        flipped = nearest.flips(info.value, seen.out)
+        flipped = nearest.flips(victim, samples, seen.out)
         cost = plans.moved(own.space, state.plan, own.weights)
         state = _keep(state, flipped & (cost < state.cost), cost)
         share = nearest.cosine(self.change, 0.05 * self.change, state.taken, self.steps)
@@ -158,14 +158,14 @@ class NearestTransport:
         own = self._task(samples, state.radius)
         out, info = ascent.judge(victim, seen_from(own, state.plan), samples.y)
         cost = plans.moved(own.space, state.plan, own.weights)
-        nearer = nearest.flips(info.value, out) & (cost < state.cost)
+        nearer = nearest.flips(victim, samples, out) & (cost < state.cost)
         return _keep(state, nearer, cost), info
 
     def _bisect(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         own = self._task(samples, state.radius)
         share = (state.low + 1) / 2
         tried = plans.blend(state.best, own.x, share, own.space.stencil.center)
-        flipped, info = ascent.flips(victim, seen_from(own, tried), samples.y)
+        flipped, info = ascent.flips(victim, samples, seen_from(own, tried))
         # The best plan's share is 1 by definition: a nearer one moves the lower end with it.
         low = jnp.where(flipped, state.low / share, share)
         best = jnp.where(norms.spread(flipped, tried), tried, state.best)

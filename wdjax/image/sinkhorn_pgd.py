@@ -125,7 +125,7 @@ class SinkhornPGD:
         own, radius = self._task(samples, state.taken)
         seen = ascent.slope(victim, seen_from(own, state.plan), samples.y, self.loss)
         info = ascent.note(victim, samples.y, seen)
-        state = remember(state, info.value, seen.out)
+        state = remember(victim, samples, state, seen.out)
         size = jnp.minimum(radius / 2, self.step_size) * jnp.sum(own.x, axis=(1, 2))
         ahead = self._direction(own, own.space.stencil.flat(seen.gradient))
         w = plans.result(own.space, state.plan) + size[:, None, None] * ahead
@@ -152,7 +152,7 @@ class SinkhornPGD:
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         own, _ = self._task(samples, state.taken)
         out, info = ascent.judge(victim, seen_from(own, state.plan), samples.y)
-        return remember(state, info.value, out), info
+        return remember(victim, samples, state, out), info
 
     def _over(self, state: State) -> Array:
         return state.flipped
