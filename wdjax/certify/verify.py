@@ -55,6 +55,7 @@ def verify(
     batch_size: int = 64,
     callback: Callable[[Progress], Any] | None = None,
     checkpoint: str | PathLike[str] | None = None,
+    every: float = 60.0,
 ) -> Certificate:
     r"""Bounds the margins of a data set within ``eps``, and every sample's radius.
 
@@ -71,6 +72,7 @@ def verify(
       batch_size: samples at once.
       callback: told the progress after every batch.
       checkpoint: a folder to save the work to, and to go on from.
+      every: least seconds between two writings of the checkpoint.
 
     Returns:
       A :class:`Certificate`.
@@ -111,7 +113,11 @@ def verify(
         return Progress(taken, len(pieces), np.arange(taken * size, len(y)))
 
     (_, classes), n = jax.eval_shape(model, x[:1]).shape, len(y)
-    begun: dict[str, Any] = {"low": np.full((n, classes), -np.inf), "radius": np.zeros(n)}
+    # In the bounds' own dtype, which a checkpoint keeps.
+    begun: dict[str, Any] = {
+        "low": np.full((n, classes), -np.inf, x.dtype),
+        "radius": np.zeros(n, x.dtype),
+    }
     mark = b""
     if checkpoint is not None:
         traced = identity.program(lambda model, x: model(x), model, x[:1])
@@ -122,11 +128,12 @@ def verify(
         lambda s: int(s["turn"]) >= len(pieces),
         report=None if callback is None else lambda s: callback(progress(s)),
         checkpoint=checkpoint,
+        every=every,
         identity=mark,
         about={"norm": norm, "eps": eps, "box": box, "method": method, "steps": steps},
     )
     labels = [np.argmax(model(x[these]), axis=-1) for these in pieces]
     correct = np.concatenate(labels) == np.asarray(y)
-    margin = np.min(state["low"], axis=1)
+    margin = np.min(np.asarray(state["low"], float), axis=1)
     held = np.where(margin > 0, eps, 0.0)
     return Certificate(correct, margin, np.maximum(state["radius"], held), method, CLAIM)

@@ -142,7 +142,7 @@ def a3_wda(
     eps: Any,
     key: Array,
     ball: Lp = Lp(),
-    rivals: int = 9,
+    rivals: int | None = None,
     **options: Any,
 ) -> Found:
     """A3-WDA: :func:`a3` whose ascents are those of the Wasserstein distributional attack.
@@ -158,7 +158,7 @@ def a3_wda(
       eps: the radius, a number or ``[n]``.
       key: a typed ``jax.random.key``.
       ball: norm and box.
-      rivals: classes that WDA tries at most.
+      rivals: classes that WDA tries at most; by default as many as it does by itself.
       **options: of :func:`a3`.
 
     Returns:

@@ -1,0 +1,290 @@
+"""Every command, ended at any moment or with a write, an fsync or a print that fails.
+
+Afterwards its result is whole, or absent, and the same command begun anew ends with an equal one.
+The disk is looked at from where Python reaches it, so that every moment can be chosen; processes
+that are really killed, at random ones, are those of ``bench/kills.py``.
+"""
+
+import errno
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+
+import numpy as np
+import pytest
+
+from wdjax import convert, models
+from wdjax.attacks import PGD
+from wdjax.cli import audit as audit_command
+from wdjax.cli import game as game_command
+from wdjax.cli import main
+from wdjax.transductive import Fixed, table, transfer
+from wdjax.transductive.table import Case, Row
+
+KINDS = ("fails", "full", "killed", "interrupted", "terminated")
+"""One operation fails; all do from then on; the process is gone; a signal comes."""
+CODES = {"interrupted": {0, 130}, "terminated": {0, 143}}
+"""Exit codes; of a disk that fails 2, of a stream 4, and 0 where neither mattered."""
+MOMENTS = 2
+"""Of every kind, of every command."""
+
+SUBJECT = ["--arch", "mlp", "--weights", "{in}/mlp.pth", "--data", "{in}/x.npz"]
+BALL = ["--norm", "linf", "--eps", "0.2"]
+COMMANDS = {
+    "attack": [
+        "attack", *SUBJECT, *BALL, "--attacks", "fgsm,wda++,fast", "--json", "{out}/a.json",
+        "--points", "{out}/a.npz", "--plot", "{out}/a.png",
+    ],
+    "attack, to stdout": ["attack", *SUBJECT, *BALL, "--attacks", "fgsm", "--json", "-"],
+    "image-attack": [
+        "image-attack", *SUBJECT, "--k", "1,4", "--window", "3", "--json", "{out}/i.json",
+        "--points", "{out}/i.npz", "--radii", "{out}/r.npz",
+    ],
+    "certify": [
+        "certify", *SUBJECT, *BALL, "--batch-size", "3", "--steps", "2", "--json", "{out}/c.json",
+        "--radii", "{out}/c.npz",
+    ],
+    "certify by slopes": [
+        "certify", *SUBJECT, *BALL, "--method", "lipschitz", "--batch-size", "3",
+        "--json", "{out}/l.json",
+    ],
+    "certify by votes": [
+        "certify", *SUBJECT, "--norm", "l2", "--eps", "0.05", "--method", "smoothing",
+        "--sigma", "0.1", "--votes", "300", "--json", "{out}/s.json", "--radii", "{out}/s.npz",
+    ],
+    "nppr": [
+        "nppr", *SUBJECT, "--norm", "l2", "--eps", "0.3", "--steps", "3", "--draws", "32",
+        "--latent", "4", "--components", "2", "--mode", "label", "--json", "{out}/n.json",
+    ],
+    "audit": ["audit", "--samples", "4", "--out", "{out}/audit"],
+    "game": ["game", "--defense", "tiny", "--draws", "2", "--json", "{out}/g.json"],
+    "convert": ["convert", "{in}/mlp.pth", "--arch", "mlp", "--out", "{out}/m.safetensors"],
+}  # fmt: skip
+
+
+def tiny(given):
+    """A game of one turn against a net that does not adapt."""
+    net = models.mlp((64, 10), key=given.key)
+    return Case(lambda: Fixed(net), 0.1, None, 6, {"transfer": Row(transfer(PGD(steps=1)))})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small():
+    """Small nets, few radii, one game."""
+    recipes = {
+        "standard training": audit_command.Recipe(epochs=2),
+        "adversarial training": audit_command.Recipe(
+            epochs=2, attack=PGD(steps=1, iterate="last"), eps=0.1
+        ),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(audit_command, "RECIPES", recipes)
+        patch.setattr(audit_command, "RADII", (0.0, 0.02))
+        patch.setattr(audit_command, "SIZES", (64, 8, 10))
+        patch.setitem(table.CASES, "tiny", tiny)
+        patch.setitem(game_command.FAMILIES, "tiny", ("tiny",))
+        yield
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    torch = pytest.importorskip("torch", reason="PyTorch writes the checkpoint")
+    folder = tmp_path_factory.mktemp("given")
+    torch.manual_seed(0)
+    net = torch.nn.Sequential()
+    net.add_module("fc1", torch.nn.Linear(16, 8))
+    net.add_module("fc2", torch.nn.Linear(8, 3))
+    torch.save(net.state_dict(), folder / "mlp.pth")
+    rng = np.random.default_rng(0)
+    x = rng.uniform(0, 1, (8, 4, 4, 1)).astype(np.float32)
+    y = np.array(convert.load(folder / "mlp.pth", "mlp").model(x)).argmax(-1)
+    np.savez(folder / "x.npz", x=x, y=y)
+    return folder
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+class Disk:
+    """What a process does to a folder and to its streams, one event after the other.
+
+    At one of them, ``moment``, something happens; without one they are counted.
+    """
+
+    def __init__(self, folder, kind=None, moment=0):
+        self.folder, self.kind, self.moment = str(folder), kind, moment
+        self.count, self.gone = 0, False
+        self.out, self.err = io.StringIO(), io.StringIO()
+
+    def event(self, half=lambda: None):
+        """Whether to go on; ``half`` does half of the work."""
+        if self.gone:
+            return False
+        self.count += 1
+        late = self.count > self.moment and self.kind == "full"
+        if self.kind is None or (self.count != self.moment and not late):
+            return True
+        if self.kind in ("fails", "full"):
+            half()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self.kind == "killed":
+            half()
+            self.gone = True
+            raise Killed
+        signal.raise_signal(signal.SIGINT if self.kind == "interrupted" else signal.SIGTERM)
+        return True
+
+    def patch(self, patch):
+        patch.setattr(sys, "stdout", Stream(self, self.out))
+        patch.setattr(sys, "stderr", Stream(self, self.err))
+        patch.setattr(io, "open", self.opening(io.open))
+        patch.setattr(os, "open", self.descriptor(os.open))
+        for name in ("fsync", "replace", "rename"):
+            patch.setattr(os, name, self.counted(getattr(os, name)))
+        for name in ("unlink", "remove", "mkdir", "rmdir", "truncate", "write"):
+            patch.setattr(os, name, self.silent(getattr(os, name)))
+        patch.setattr(shutil, "rmtree", self.silent(shutil.rmtree))
+
+    def opening(self, really):
+        def opened(file, mode="r", *args, **kwargs):
+            if set(mode) & set("wax+") and str(file).startswith(self.folder):
+                self.alive()
+                return File(self, really(file, mode, *args, **kwargs))
+            return really(file, mode, *args, **kwargs)
+
+        return opened
+
+    def descriptor(self, really):
+        def opened(file, flags, *args, **kwargs):
+            if flags & (os.O_WRONLY | os.O_RDWR):
+                self.alive()
+            return really(file, flags, *args, **kwargs)
+
+        return opened
+
+    def alive(self):
+        if self.gone:
+            raise Killed
+
+    def counted(self, really):
+        return lambda *args, **kwargs: really(*args, **kwargs) if self.event() else None
+
+    def silent(self, really):
+        return lambda *args, **kwargs: None if self.gone else really(*args, **kwargs)
+
+
+class File:
+    """A file that is written to; a write that fails may have written a part."""
+
+    def __init__(self, disk, file):
+        self._disk, self._file = disk, file
+
+    def write(self, data):
+        half = data[: len(data) // 2]
+        return self._file.write(data) if self._disk.event(lambda: self._file.write(half)) else 0
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *args):
+        self._file.close()
+
+
+class Stream:
+    encoding = "utf-8"
+
+    def __init__(self, disk, text):
+        self._disk, self._text = disk, text
+
+    def write(self, data):
+        return self._text.write(data) if not data or self._disk.event() else 0
+
+    def flush(self):
+        pass
+
+
+def run(words, folder, given, disk, *more):
+    """The exit code of a command, None where the process was killed."""
+    words = [word.format(**{"in": given, "out": folder}) for word in words]
+    with pytest.MonkeyPatch.context() as patch:
+        disk.patch(patch)
+        try:
+            return main([*words, *more])
+        except Killed:
+            return None
+
+
+def kept(words, folder):
+    """The options that make it resumable; what takes no time has none."""
+    return [] if words[0] == "convert" else ["--checkpoint", str(folder / "kept"), "--every", "0"]
+
+
+def timeless(content):
+    """JSON without what another clock would tell."""
+    if isinstance(content, dict):
+        timed = {"cost_multiple"}
+        return {k: timeless(v) for k, v in content.items() if "seconds" not in k and k not in timed}
+    return [timeless(part) for part in content] if isinstance(content, list) else content
+
+
+def results(folder, said):
+    """Every file of a result, whole or else an error is raised, and standard output's JSON."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_dir() or name.startswith("kept") or path.name.startswith("."):
+            continue
+        if path.suffix == ".npz":
+            with np.load(path) as arrays:
+                found[name] = {key: arrays[key].tolist() for key in arrays.files}
+        elif path.suffix == ".json":
+            found[name] = timeless(json.loads(path.read_text()))
+        elif path.suffix == ".html":
+            found[name] = path.read_text().endswith("</html>\n")
+        else:
+            found[name] = path.read_bytes()
+    if said.startswith("{"):
+        found["stdout"] = timeless(json.loads(said))
+    return found
+
+
+@pytest.fixture(scope="module", params=COMMANDS)
+def undisturbed(request, given, tmp_path_factory):
+    """A command, its result without a checkpoint, and how many events it takes with one."""
+    words, folder = COMMANDS[request.param], tmp_path_factory.mktemp("undisturbed")
+    plain = Disk(folder)
+    assert run(words, folder, given, plain) == 0, plain.err.getvalue()
+    expected = results(folder, plain.out.getvalue())
+    whole = Disk(other := tmp_path_factory.mktemp("kept"))
+    assert run(words, other, given, whole, *kept(words, other)) == 0, whole.err.getvalue()
+    assert results(other, whole.out.getvalue()) == expected, "a checkpoint changes the result"
+    return request.param, expected, whole.count
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_result_is_whole_or_absent_and_comes_again(undisturbed, given, kind, tmp_path):
+    name, expected, events = undisturbed
+    words, dice = COMMANDS[name], random.Random(f"{name} {kind}")
+    for moment in dice.sample(range(1, events + 1), min(MOMENTS, events)):
+        folder = tmp_path / str(moment)
+        folder.mkdir()
+        told = f"{name}, {kind} at event {moment} of {events}"
+        struck = Disk(folder, kind, moment)
+        code = run(words, folder, given, struck, *kept(words, folder))
+        assert code in (CODES.get(kind, {0, 2, 4}) if kind != "killed" else {None}), told
+        for file, content in results(folder, "").items():
+            assert content == expected[file], f"{told}: {file}"
+        if code in (0, 4) and "stdout" not in expected:
+            assert results(folder, "") == expected, told
+        again = Disk(folder)
+        assert run(words, folder, given, again, *kept(words, folder)) == 0, again.err.getvalue()
+        assert results(folder, again.out.getvalue()) == expected, told
+        assert not list(folder.rglob(".*.part")), told
