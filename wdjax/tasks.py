@@ -6,6 +6,7 @@ state beside it, by :func:`wdjax.loop.carry` for the most part.
 
 import contextlib
 import dataclasses
+import glob
 import json
 import re
 import shutil
@@ -88,10 +89,13 @@ class Task:
             self._written = time.monotonic()
 
     def drop(self) -> None:
-        """Removes the state of a task that is done."""
+        """Removes the state of a task that is done, and what killed processes left of its notes."""
         for path in (self._state, self._note):
             if path is not None:
                 path.unlink(missing_ok=True)
+        if self._note is not None:
+            for left in self._note.parent.glob(f".{glob.escape(self._note.name[:40])}*.part"):
+                left.unlink(missing_ok=True)
         if self._parts is not None:
             shutil.rmtree(self._parts, ignore_errors=True)
 
