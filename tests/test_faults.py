@@ -29,9 +29,16 @@ from wdjax.transductive.table import Case, Row
 
 CODES = {"interrupted": {0, 130}, "terminated": {0, 143}}
 """Exit codes; of a disk that fails 2, of a stream 4, and 0 where neither mattered."""
-# One operation fails; all do from then on; the process is gone; a signal comes.
-MOMENTS = {"fails": 2, "full": 1, "killed": 3, "interrupted": 1, "terminated": 1}
-"""How many, of every command."""
+MOMENTS = {
+    "fails": ("write", "fsync", "rename", "print", "late"),
+    "full": ("any", "late"),
+    "killed": ("write", "rename", "late", "late"),
+    "interrupted": ("any",),
+    "terminated": ("any",),
+}
+"""One operation fails; all do from then on; the process is gone; a signal comes: when in a command
+one of these happens, or one of its last events."""
+LATE = 12
 
 SUBJECT = ["--arch", "mlp", "--weights", "{in}/mlp.pth", "--data", "{in}/x.npz"]
 BALL = ["--norm", "linf", "--eps", "0.2"]
@@ -124,16 +131,16 @@ class Disk:
 
     def __init__(self, folder, kind=None, moment=0):
         self.folder, self.kind, self.moment = str(folder), kind, moment
-        self.count, self.gone = 0, False
+        self.log, self.gone = [], False
         self.out, self.err = io.StringIO(), io.StringIO()
 
-    def event(self, half=lambda: None):
+    def event(self, what, half=lambda: None):
         """Whether to go on; ``half`` does half of the work."""
         if self.gone:
             return False
-        self.count += 1
-        late = self.count > self.moment and self.kind == "full"
-        if self.kind is None or (self.count != self.moment and not late):
+        self.log.append(what)
+        late = len(self.log) > self.moment and self.kind == "full"
+        if self.kind is None or (len(self.log) != self.moment and not late):
             return True
         if self.kind in ("fails", "full"):
             half()
@@ -150,8 +157,8 @@ class Disk:
         patch.setattr(sys, "stderr", Stream(self, self.err))
         patch.setattr(io, "open", self.opening(io.open))
         patch.setattr(os, "open", self.descriptor(os.open))
-        for name in ("fsync", "replace", "rename"):
-            patch.setattr(os, name, self.counted(getattr(os, name)))
+        for name, what in (("fsync", "fsync"), ("replace", "rename"), ("rename", "rename")):
+            patch.setattr(os, name, self.counted(what, getattr(os, name)))
         for name in ("unlink", "remove", "mkdir", "rmdir", "truncate", "write"):
             patch.setattr(os, name, self.silent(getattr(os, name)))
         patch.setattr(shutil, "rmtree", self.silent(shutil.rmtree))
@@ -177,8 +184,8 @@ class Disk:
         if self.gone:
             raise Killed
 
-    def counted(self, really):
-        return lambda *args, **kwargs: really(*args, **kwargs) if self.event() else None
+    def counted(self, what, really):
+        return lambda *args, **kwargs: really(*args, **kwargs) if self.event(what) else None
 
     def silent(self, really):
         return lambda *args, **kwargs: None if self.gone else really(*args, **kwargs)
@@ -192,7 +199,8 @@ class File:
 
     def write(self, data):
         half = data[: len(data) // 2]
-        return self._file.write(data) if self._disk.event(lambda: self._file.write(half)) else 0
+        on = self._disk.event("write", lambda: self._file.write(half))
+        return self._file.write(data) if on else 0
 
     def __getattr__(self, name):
         return getattr(self._file, name)
@@ -211,7 +219,7 @@ class Stream:
         self._disk, self._text = disk, text
 
     def write(self, data):
-        return self._text.write(data) if not data or self._disk.event() else 0
+        return self._text.write(data) if not data or self._disk.event("print") else 0
 
     def flush(self):
         pass
@@ -272,24 +280,30 @@ def undisturbed(request, given, tmp_path_factory):
     whole = Disk(other := tmp_path_factory.mktemp("kept"))
     assert run(words, other, given, whole, *kept(words, other)) == 0, whole.err.getvalue()
     assert results(other, whole.out.getvalue()) == expected, "a checkpoint changes the result"
-    return request.param, expected, whole.count
+    return request.param, expected, whole.log
 
 
 @pytest.mark.parametrize("kind", MOMENTS)
 def test_a_result_is_whole_or_absent_and_comes_again(undisturbed, given, kind, tmp_path):
-    name, expected, events = undisturbed
+    name, expected, log = undisturbed
     words, dice = COMMANDS[name], random.Random(f"{name} {kind}")
-    for moment in dice.sample(range(1, events + 1), min(MOMENTS[kind], events)):
-        folder = tmp_path / str(moment)
+    for number, what in enumerate(MOMENTS[kind]):
+        moments = [i + 1 for i, seen in enumerate(log) if what in (seen, "any", "late")]
+        if not moments:  # Nothing is printed by a command that is quiet.
+            continue
+        moment = dice.choice(moments[-LATE:] if what == "late" else moments)
+        folder = tmp_path / str(number)
         folder.mkdir()
-        told = f"{name}, {kind} at event {moment} of {events}"
+        told = f"{name}, {kind} at event {moment} of {len(log)}: {log[moment - 1]}"
         struck = Disk(folder, kind, moment)
         code = run(words, folder, given, struck, *kept(words, folder))
         assert code in (CODES.get(kind, {0, 2, 4}) if kind != "killed" else {None}), told
-        for file, content in results(folder, "").items():
+        found = results(folder, "")
+        for file, content in found.items():
             assert content == expected[file], f"{told}: {file}"
-        if code in (0, 4) and "stdout" not in expected:
-            assert results(folder, "") == expected, told
+        files = {file: content for file, content in expected.items() if file != "stdout"}
+        if code in (0, 4) or any(file.endswith(".json") for file in found):
+            assert found == files, told
         again = Disk(folder)
         assert run(words, folder, given, again, *kept(words, folder)) == 0, again.err.getvalue()
         assert results(folder, again.out.getvalue()) == expected, told
