@@ -1,12 +1,14 @@
 """Kills a process that saves without pause, at random moments, and looks at what it left.
 
-    python bench/kills.py [MOMENTS] [AUDITS]
+    python bench/kills.py [MOMENTS] [AUDITS] [COMMANDS] [STARTS]
 
 The process converts a checkpoint to a safetensors file and to an Orbax folder, and trains with a
 checkpoint, over and over, each in place of the last. After every SIGKILL all three must be whole if
 they were saved once, and the training no older than what had been reported. Then the audit is made
 anew in the folder of an old one, and killed, every other time while it writes: every file must be
-whole.
+whole. Then every command with a checkpoint is ended by SIGKILL, SIGTERM or SIGINT again and again,
+and begun anew until it ends by itself: its result must be absent or whole at any time, and in the
+end equal to that of a command that nobody disturbed. Last, commands are ended while they start.
 """
 
 import json
@@ -23,8 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import safetensors.numpy
 
-from wdjax import convert, models, persist, training
+from wdjax import convert, data, models, persist, training
 
 SIZES = (64, 512, 512, 10)
 CHILD = "import sys; sys.path.insert(0, sys.argv[1]); import kills; kills.work(sys.argv[2])"
@@ -137,6 +140,121 @@ def audits(moments):
             say(f"audit {moment + 1}: whole; {replaced} of {len(list(folder.iterdir()))} replaced")
 
 
+SUBJECT = ["--arch", "mlp", "--weights", "{}/mlp.safetensors", "--data", "{}/digits.npz"]
+LINF, L2 = ["--norm", "linf", "--eps", "0.05"], ["--norm", "l2", "--eps", "0.2"]
+VOTES = ["--method", "smoothing", "--sigma", "0.2", "--votes", "9999"]
+COMMANDS = {
+    "attack": [*SUBJECT, *LINF, "--attacks", "wda,wda++,a3,wda-star"],
+    "image-attack": [*SUBJECT, "--k", "1,3", "--window", "3", "--radii", "{}/radii.npz"],
+    "certify": [*SUBJECT, *LINF, "--method", "alpha", "--batch-size", "8"],
+    "certify by slopes": [*SUBJECT, *LINF, "--method", "lipschitz", "--batch-size", "8"],
+    "certify by votes": [
+        *SUBJECT,
+        *L2,
+        "--method",
+        "smoothing",
+        "--sigma",
+        "0.2",
+        "--votes",
+        "9999",
+    ],
+    "nppr": [*SUBJECT, *LINF, "--steps", "200", "--draws", "200", "--mode", "label,independent"],
+    "audit": ["--samples", "10"],
+    "game": ["--defense", "urejectron", "--samples", "30", "--iterations", "2"],
+}
+ENDINGS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+
+
+def given(folder):
+    """A small net and digits, as files."""
+    rng = np.random.default_rng(0)
+    sizes = {"fc1": (32, 64), "fc2": (10, 32)}
+    tensors = {f"{n}.weight": rng.normal(0, s[1] ** -0.5, s) for n, s in sizes.items()}
+    tensors |= {f"{n}.bias": np.zeros(s[0]) for n, s in sizes.items()}
+    tensors = {name: part.astype(np.float32) for name, part in tensors.items()}
+    safetensors.numpy.save_file(tensors, folder / "mlp.safetensors")
+    x = data.digits().test.x[:24]
+    net = convert.load(folder / "mlp.safetensors", "mlp").model
+    np.savez(folder / "digits.npz", x=x, y=np.argmax(net(x), axis=-1))
+
+
+def begun(name, folder, *more):
+    """A command that works in a folder."""
+    out = ["--out", "{}"] if name == "audit" else ["--json", "{}/report.json"]
+    words = [word.format(folder) for word in [*COMMANDS[name], *out]]
+    command = [sys.executable, "-m", "wdjax", name.split()[0], *words, *more]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # Children are not deaf.
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    signal.signal(signal.SIGINT, before)
+    return child
+
+
+def result(folder):
+    """The JSON without what clocks tell, and the radii; None where there is none yet."""
+    if not (folder / "report.json").exists():
+        return None
+    radii = folder / "radii.npz"
+    found = {k: v.tolist() for k, v in np.load(radii).items()} if radii.exists() else {}
+    return timeless(json.loads((folder / "report.json").read_text())), found
+
+
+def timeless(content):
+    if isinstance(content, dict):
+        kept = {k: v for k, v in content.items() if "seconds" not in k and k != "cost_multiple"}
+        return {k: timeless(v) for k, v in kept.items()}
+    return [timeless(part) for part in content] if isinstance(content, list) else content
+
+
+def commands(moments):
+    dice = random.Random(3)
+    for name in COMMANDS:
+        with tempfile.TemporaryDirectory() as place:
+            whole, cut = Path(place) / "whole", Path(place) / "cut"
+            for folder in (whole, cut):
+                folder.mkdir()
+                given(folder)
+            for _ in range(2):  # With its programs in the cache, the second time.
+                began = time.monotonic()
+                if begun(name, whole).wait():
+                    raise RuntimeError(f"{name} failed")
+            spent, expected, code, ends = time.monotonic() - began, result(whole), None, []
+            while code != 0:
+                child = begun(name, cut, "--checkpoint", str(cut / "kept"), "--every", "0.2")
+                if len(ends) < moments:
+                    time.sleep(dice.uniform(0.1, 1) * spent)
+                    ends.append(dice.choice(ENDINGS))
+                    child.send_signal(ends[-1])
+                said, code = child.communicate()[1], child.returncode
+                if code not in (0, 130, 143, *(-number for number in ENDINGS)):
+                    raise AssertionError(f"{name}: {code}, {said.decode()}")
+                if b"Traceback" in said or result(cut) not in (None, expected):
+                    raise AssertionError(f"{name}: {said.decode()}")
+            if result(cut) != expected:
+                raise AssertionError(f"{name} ended otherwise than undisturbed")
+            say(f"{name}, {spent:.0f} s: equal after {len(ends)} endings")
+
+
+def starts(moments):
+    """Ends commands between their first import and their last, and looks at what they say."""
+    dice, seen = random.Random(4), {}
+    for moment in range(moments):
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        child = subprocess.Popen(
+            [sys.executable, "-m", "wdjax", "versions"],
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        signal.signal(signal.SIGINT, before)
+        time.sleep(dice.uniform(0, 3))
+        child.send_signal(ENDINGS[1 + moment % 2])
+        said = child.communicate()[1].decode()
+        # In its first hundredths of a second Python itself has no handlers, or its own.
+        known = said in ("", "wdjax: interrupted\n", "wdjax: terminated\n")
+        end = child.returncode, "a line at most" if known else said.splitlines()[-1]
+        seen[end] = seen.get(end, 0) + 1
+    for (code, words), count in seen.items():
+        say(f"{count} starts ended with {code}: {words}")
+
+
 def main(moments):
     expected, dice = source().model, random.Random(0)
     with tempfile.TemporaryDirectory() as name:
@@ -149,7 +267,8 @@ def main(moments):
 
 
 if __name__ == "__main__":
-    given = [*map(int, sys.argv[1:])]
-    for part, count in zip((main, audits), [*given, *(50, 10)[len(given) :]]):
+    counts = [*map(int, sys.argv[1:])]
+    parts = zip((main, audits, commands, starts), [*counts, *(50, 10, 5, 40)[len(counts) :]])
+    for part, count in parts:
         if count:
             part(count)

@@ -391,3 +391,52 @@ def test_bad_commands_are_exit_code_2(shared, tmp_path, capsys, change, message)
     assert main(["attack", *(word for pair in options.items() for word in pair)]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out.json").exists()
+
+
+def test_flips_that_a_smaller_budget_knew_count_in_a_larger_one():
+    """Along ``sin(10 x)`` a single step of .5 ends beyond the flips that one of .15 finds."""
+    wave = wdjax.Model(
+        lambda k, x: jnp.concatenate([jnp.sin(k * x), jnp.zeros_like(x)], axis=1), jnp.array(10.0)
+    )
+    x, y = jnp.array([[0.2], [0.22]]), jnp.array([0, 0])
+    alone = {"fgsm": attacks.fgsm(wdjax.Lp())}
+    found = audit.sandwich(
+        wave, x, y, radii=[0.15, 0.5], key=KEY, attacks=alone, certificates={}, loss_bounds={}
+    )
+    assert found.curve("fgsm", math.inf).tolist() == [0, 1]
+    assert found.attacked(math.inf).tolist() == [0, 0]
+    assert reports.describe(found)["balls"]["Omega_inf"]["attacked_accuracy"] == [0, 0]
+    # And in the larger balls, where the knapsack buys them.
+    assert found.attacked(1).tolist() == [0, 0]
+
+
+def test_an_audit_goes_on_where_it_was(tmp_path):
+    def ask(**options):
+        return audit.sandwich(LINEAR, *POINTS, radii=[0.05, 0.15], key=KEY, **options)
+
+    def end(step):
+        if step.number == stop:
+            raise KeyboardInterrupt
+
+    expected, asked = ask(), []
+    for stop in (1, 5, 11):  # noqa: B007
+        with pytest.raises(KeyboardInterrupt):
+            ask(checkpoint=tmp_path / "kept", progress=end)
+    found = ask(checkpoint=tmp_path / "kept", every=0.0)
+    assert reports.describe(found) == reports.describe(expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "search", lambda *a, **k: pytest.fail("an attack was made again"))
+        patch.setattr(certify, "radius", lambda *a, **k: pytest.fail("certified again"))
+        again = ask(checkpoint=tmp_path / "kept")
+    assert reports.describe(again) == reports.describe(expected)
+    # What a caller's function returns is asked for again: nothing tells one from another.
+    for value in (0.01, 0.02):
+        own = {"mine": lambda model, x, y, value=value: asked.append(value) or [value, value, 0.0]}
+        told = ask(checkpoint=tmp_path / "own", certificates=own)
+        assert told.certificates["mine"].tolist() == [value, value, 0.0]
+    assert asked == [0.01, 0.02]
+    with pytest.raises(ValueError, match="radii was"):
+        audit.sandwich(LINEAR, *POINTS, radii=[0.06], key=KEY, checkpoint=tmp_path / "kept")
+    louder = {"pgd": attacks.PGD(loss=lambda out, y: -wdjax.losses.margin(out, y))}
+    with pytest.raises(ValueError, match="belongs to other"):
+        ask(checkpoint=tmp_path / "own", attacks=louder)

@@ -9,8 +9,9 @@ import pytest
 from test_image import apply, exact, labelled, net, pictures
 
 import wdjax
-from wdjax import convert, data, image
+from wdjax import convert, data, driver, image
 from wdjax.cli import main
+from wdjax.image import union
 
 BALL = image.ImageWasserstein(window=3)
 ATTACKS = {
@@ -234,3 +235,43 @@ def test_the_command(tmp_path, capsys):
     assert np.sum(near["radius"] <= 3 / 16) >= kept["k3/success"].sum()
     for bad in ("--k=0", "--window=4", "--k=a"):
         assert main([*words, bad, *out]) == 2
+
+
+def test_flips_of_one_search_count_in_all(tmp_path, monkeypatch, capsys):
+    """What the least radii prove, or a search within another radius, no accuracy contradicts."""
+    torch = pytest.importorskip("torch", reason="PyTorch writes the checkpoint")
+    torch.manual_seed(0)
+    net = torch.nn.Sequential()
+    net.add_module("fc1", torch.nn.Linear(36, 3))
+    torch.save(net.state_dict(), tmp_path / "mlp.pth")
+    rng = np.random.default_rng(0)
+    x = rng.uniform(0, 1, (8, 6, 6, 1)).astype(np.float32)
+    y = np.array(convert.load(tmp_path / "mlp.pth", "mlp").model(x)).argmax(-1)
+    np.savez(tmp_path / "x.npz", x=x, y=y)
+    # Of weak searches one step of which goes nowhere, so that most is left to the radii.
+    weak = image.FrankWolfe(BALL, steps=1, momentum=0.0)
+    monkeypatch.setattr(union, "members", lambda ball: ((weak, 1e-3),))
+    words = ["image-attack", "--arch", "mlp", "--k", "1,4,18", "--window", "3", "--json", "-"]
+    words += ["--weights", str(tmp_path / "mlp.pth"), "--data", str(tmp_path / "x.npz")]
+    assert main(words) == 0
+    alone = [row["robust_accuracy"] for row in json.loads(capsys.readouterr().out)["results"]]
+    points = ["--radii", str(tmp_path / "r.npz"), "--points", str(tmp_path / "p.npz")]
+    assert main([*words, *points]) == 0
+    found = json.loads(capsys.readouterr().out)["results"]
+    with np.load(tmp_path / "r.npz") as radii, np.load(tmp_path / "p.npz") as saved:
+        for row, before in zip(found, alone):
+            proved = 100 * np.mean(radii["k"] > row["k"] * (1 + 1e-6))
+            assert row["robust_accuracy"] == proved
+            label = f"k{row['k']:g}"
+            assert 100 * np.mean(~saved[f"{label}/success"]) == proved
+            assert (saved[f"{label}/cost"] <= row["eps"] * (1 + 1e-6)).all()
+            assert row["max_cost_over_eps"] <= 1 + 1e-6
+            assert row["flips_of_other_searches"] == round((before - proved) * 8 / 100)
+    assert alone[-1] == 100 > found[-1]["robust_accuracy"]
+    model = convert.load(tmp_path / "mlp.pth", "mlp").model
+    within = image.image_wasserstein(model, x, y, eps=18 / 36, ball=BALL)
+    nearest = image.minimum_radius(model, x, y, ball=BALL)
+    folded = driver.within(within, nearest, 18 / 36)
+    assert (folded.success == (nearest.cost <= 0.5)).all()
+    assert (folded.gradients == within.gradients + nearest.gradients).all()
+    np.testing.assert_array_equal(folded.margin > 0, folded.success)

@@ -16,7 +16,7 @@ from test_contract import EPS, model, x, y
 from test_image import net, pictures
 
 import wdjax
-from wdjax import Lp, attacks, ensembles, image, report
+from wdjax import Lp, attacks, ensembles, image
 from wdjax.certify.noise import Gaussian
 
 CLASSES, DEAD = 4, 2
@@ -97,7 +97,7 @@ def resolution(name):
 
 def said(found):
     """``[n]``: what a reader is told of, a sample or all of them."""
-    vanishing = bool(report.remarks(report.spent(found)))
+    vanishing = bool(found.remarks)
     return (np.asarray(found.zeros) > 0) | np.asarray(found.fault) | vanishing
 
 

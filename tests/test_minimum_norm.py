@@ -372,7 +372,7 @@ def test_optimality_is_a_ratio_of_areas():
 
 
 def test_a_flip_within_rounding_is_none():
-    logits = jnp.array([[1000.0, 1000.0 + 1e-3], [1000.0, 1001.0]])
+    logits = jnp.array([[1000.0, 1000.0 + 6e-4], [1000.0, 1001.0]])
     samples = Samples(None, jnp.array([0, 0]), None, logits)
     assert nearest.flips(Victim(None, losses.margin), samples, logits).tolist() == [False, True]
 

@@ -12,17 +12,20 @@ follows from these.
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from os import PathLike
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import certify, driver, losses, metrics, transport, validate
+from wdjax import certify, driver, identity, losses, metrics, track, transport, validate
 from wdjax.attacks import PGD, WDA, WDAPlusPlus
 from wdjax.balls import Lp
-from wdjax.core import Array, Attack, Found, Result
+from wdjax.core import Array, Attack, Found, Result, Victim
 from wdjax.evidence import ORDERS, Entry, Numbers, Sandwich, ball_name, invariants
+from wdjax.tasks import Task, Tasks
 
 Classifier = Callable[[Array], Array]
 
@@ -134,6 +137,8 @@ def sandwich(
     key: Array,
     batch_size: int | None = None,
     progress: Callable[[Step], Any] = lambda step: None,
+    checkpoint: str | PathLike[str] | None = None,
+    every: float = 60.0,
 ) -> Sandwich:
     r"""Measures a model's robustness from above and from below over a range of budgets.
 
@@ -152,6 +157,8 @@ def sandwich(
       key: a typed ``jax.random.key`` for random attacks.
       batch_size: samples on the device at once.
       progress: called with a :class:`Step` before every step of the work.
+      checkpoint: a folder; an audit that was interrupted goes on from there to the same numbers.
+      every: least seconds between two writings of a search under way.
 
     Returns:
       A :class:`Sandwich`. Its invariants are measured, not raised: look at ``passed``. One is that
@@ -159,7 +166,7 @@ def sandwich(
 
     Raises:
       ValueError: bad samples or radii, an attack of another ball, a certificate that does not
-        return ``[n]`` numbers of at least 0.
+        return ``[n]`` numbers of at least 0, a checkpoint of another audit.
 
     Cost: per radius and order one search of every attack, but of a minimum-norm attack one in all;
     the certificates'; per attack, radius and order one forward pass and one exact transport.
@@ -177,24 +184,40 @@ def sandwich(
     x, y = validate.check_samples(model, x, y, ball.box)
     if batch_size is not None:
         batch_size = validate.check_count("batch_size", batch_size)
-    setting = _Setting(model, x, y, ball, budgets, key, batch_size)
     attempts = _attempts(standard_attacks(ball, budgets) if attacks is None else attacks, ball)
-    if certificates is None:
-        certificates = standard_certificates(ball, batch_size)
-    constant = functools.cache(
-        lambda: certify.lipschitz_constant(model, x, y, norm=ball.norm, box=ball.box)
-    )
+    setting = _Setting(model, x, y, ball, budgets, key, batch_size)
+    mark = b"" if checkpoint is None else _identity(setting, attempts)
+    about = {"ball": ball, "radii": budgets.tolist(), "attacks": [*attempts], "samples": len(y)}
+    work, anew = Tasks(checkpoint, every=every, identity=mark, about=about), Tasks(None)
+
+    @functools.cache
+    def constant() -> float:
+        def found(task: Task) -> float:
+            return certify.lipschitz_constant(model, x, y, norm=ball.norm, box=ball.box)
+
+        return work.do("Lipschitz constant", found).value
+
+    # What a function of the caller returns, which nothing identifies, is asked for again.
+    radius = standard_certificates(ball, batch_size) if certificates is None else certificates
     bounds = {"Lipschitz": _wdro(setting, constant)} if loss_bounds is None else loss_bounds
     clean = _evaluate(setting, x)
-    tries = [job for name, one in attempts.items() for job in _tries(setting, clean, name, one)]
-    done = _carry([*tries, *_certify(setting, certificates, bounds)], progress)
+    tries = [
+        (work, *job)
+        for name, attempt in attempts.items()
+        for job in _tries(setting, clean, work, name, attempt)
+    ]
+    kept = work if certificates is None else anew
+    certified = [(kept, *job) for job in _certify(setting, radius)]
+    kept = work if loss_bounds is None else anew
+    bounded = [(kept, *job) for job in _bound(setting, bounds)]
+    done = _carry([*tries, *certified, *bounded], progress)
     found = Sandwich(
         ball=ball,
         radii=budgets,
         correct=clean.correct,
         clean_loss=float(np.mean(clean.loss)),
         entries=tuple(next(done) for _ in tries),
-        certificates={name: next(done) for name in certificates},
+        certificates={name: next(done) for name in radius},
         loss_bounds={name: {order: next(done) for order in ORDERS} for name in bounds},
         lipschitz=constant() if loss_bounds is None else None,
         attacks={name: attempt.attack for name, attempt in attempts.items()},
@@ -203,15 +226,17 @@ def sandwich(
     return found._replace(invariants=tuple(invariants(found)))
 
 
-_Job = tuple[str, Callable[[], Any]]
+_Job = tuple[str, Callable[[Task], Any]]
 """Words for it, and the work."""
 
 
-def _carry(jobs: list[_Job], progress: Callable[[Step], Any]) -> Iterator[Any]:
+def _carry(
+    jobs: list[tuple[Tasks, str, Callable[[Task], Any]]], progress: Callable[[Step], Any]
+) -> Iterator[Any]:
     """Does one job after the other and says so; their number is that of the list."""
-    for number, (words, work) in enumerate(jobs):
+    for number, (tasks, words, job) in enumerate(jobs):
         progress(Step(words, number, len(jobs)))
-        yield work()
+        yield tasks.do(f"{number} {words}", job, Entry, Result).value
 
 
 def _check_radii(radii: Sequence[float]) -> Numbers:
@@ -248,6 +273,22 @@ def _attempts(attacks: Mapping[str, Attempt | Attack], ball: Lp) -> dict[str, At
     return attempts
 
 
+def _identity(setting: _Setting, attempts: Mapping[str, Attempt]) -> bytes:
+    """What the results of attacks, and of the certificates that are not told others, belong to."""
+    model, x, y = setting.model, setting.x, setting.y
+    victim = Victim(model, jax.tree_util.Partial(losses.decision_margin))
+    given = track.Given(x, y, jnp.zeros(len(y), x.dtype), None, jnp.arange(len(y)))
+    own = [one.attack for one in attempts.values()]
+    traced = [
+        track.programs(attack, victim, given, setting.key if attack.random else None)
+        for attack in own
+    ]
+    lengths = [[stage.length for stage in attack.stages] for attack in own]
+    ball = setting.ball.norm, setting.ball.box
+    fixed = model, x, y, ball, setting.radii, setting.key
+    return identity.digest([*attempts], traced, lengths, [*attempts.values()], *fixed)
+
+
 class _Evaluation(NamedTuple):
     """``[n]`` leaves on the host."""
 
@@ -271,7 +312,9 @@ def _evaluate(setting: _Setting, points: Array | np.ndarray) -> _Evaluation:
     return _Evaluation(loss.astype(float), correct)
 
 
-def _tries(setting: _Setting, clean: _Evaluation, name: str, attempt: Attempt) -> Iterator[_Job]:
+def _tries(
+    setting: _Setting, clean: _Evaluation, work: Tasks, name: str, attempt: Attempt
+) -> Iterator[_Job]:
     """One job for every order and radius; the first search of a minimum-norm attack serves all."""
     attacked = (attempt.attack, setting.model, setting.x, setting.y)
     options: dict[str, Any] = {
@@ -280,17 +323,22 @@ def _tries(setting: _Setting, clean: _Evaluation, name: str, attempt: Attempt) -
         "batch_size": setting.batch_size,
     }
 
+    def search(task: Task) -> Found:
+        own = options | task.saving()
+        return jax.device_get(driver.search(*attacked, **own))
+
     @functools.cache
     def walked() -> tuple[Found, _Evaluation]:
-        found = jax.device_get(driver.search(*attacked, **options))
+        found = work.do(f"{name}, distances", search, Found).value
         return found, _evaluate(setting, found.x_adv)
 
-    def attempted(order: float, eps: float) -> Entry:
+    def attempted(order: float, eps: float, task: Task) -> Entry:
         if attempt.attack.budget == "none":
             found, moved = walked()
             result = transport.spend(found, eps=eps, order=order)
         else:
-            result = driver.run(*attacked, eps=eps, order=order, kappa=attempt.kappa, **options)
+            how = {"eps": eps, "order": order, "kappa": attempt.kappa, **options, **task.saving()}
+            result = driver.run(*attacked, **how)
             moved = _evaluate(setting, result.x_adv)
         result = jax.device_get(result)
         numbers = _measure(setting, clean, moved, order, result)
@@ -347,15 +395,11 @@ def _wdro(setting: _Setting, constant: Callable[[], float]) -> LossBound:
     return bound
 
 
-def _certify(
-    setting: _Setting,
-    certificates: Mapping[str, Certificate],
-    loss_bounds: Mapping[str, LossBound],
-) -> Iterator[_Job]:
-    """One job for every certificate, then one for every bound and order."""
-    model, x, y, radii = setting.model, setting.x, setting.y, setting.radii
+def _certify(setting: _Setting, certificates: Mapping[str, Certificate]) -> Iterator[_Job]:
+    """One job for every certificate."""
+    model, x, y = setting.model, setting.x, setting.y
 
-    def radius(name: str, certificate: Certificate) -> Numbers:
+    def radius(name: str, certificate: Certificate, task: Task) -> Numbers:
         found = np.asarray(certificate(model, x, y), float)
         if found.shape != (len(y),) or not np.all(found >= 0):
             raise ValueError(
@@ -364,7 +408,15 @@ def _certify(
             )
         return found
 
-    def bound(name: str, order: float, bound: LossBound) -> Numbers:
+    for name, certificate in certificates.items():
+        yield f"radii by {name}", functools.partial(radius, name, certificate)
+
+
+def _bound(setting: _Setting, loss_bounds: Mapping[str, LossBound]) -> Iterator[_Job]:
+    """One job for every bound and order."""
+    model, x, y, radii = setting.model, setting.x, setting.y, setting.radii
+
+    def bound(name: str, order: float, bound: LossBound, task: Task) -> Numbers:
         found = np.asarray(bound(model, x, y, eps=radii, order=order), float)
         if found.shape != radii.shape:
             raise ValueError(
@@ -373,8 +425,6 @@ def _certify(
             )
         return found
 
-    for name, certificate in certificates.items():
-        yield f"radii by {name}", functools.partial(radius, name, certificate)
     for name, one in loss_bounds.items():
         for order in ORDERS:
             words = f"loss bound by {name}, {ball_name(order)}"

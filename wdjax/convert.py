@@ -421,8 +421,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", help="a file ending in .safetensors, or a new folder for Orbax")
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Converts, prints the report and saves; the exit code."""
+def main(arguments: argparse.Namespace, say: Callable[[str], None] = print) -> int:
+    """Converts, saves, and then says what was converted; the exit code."""
     if (arguments.name is None) == (arguments.arch is None):
         raise ValueError("pass either --name (a RobustBench model) or --arch.")
     options = dict(map(_parsed, arguments.option))
@@ -451,10 +451,11 @@ def main(arguments: argparse.Namespace) -> int:
             cast=arguments.cast,
             **zoo.options_of(arguments.arch, options),
         )
-    print(converted.report)
     if arguments.out:
         persist.save_model(arguments.out, converted.model, converted.report.architecture)
-        print(f"saved {arguments.out}")
+    say(str(converted.report))
+    if arguments.out:
+        say(f"saved {arguments.out}")
     return 0
 
 
@@ -469,3 +470,5 @@ def _parsed(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except json.JSONDecodeError:
         return name, value
+    except (ValueError, RecursionError) as error:  # A number or a nesting beyond all sizes.
+        raise ValueError(f"--option {name}: its value cannot be read: {error}.") from error

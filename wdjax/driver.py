@@ -298,6 +298,30 @@ def _better(one: Found, other: Found) -> Found:
     return joined(one, other, wins)
 
 
+def within(found: Found, nearest: Found, eps: Any) -> Found:
+    """What was found within a radius, and the flips inside it that another search came upon.
+
+    A search for the nearest flips, or one in another radius, may know of a flip within ``eps`` that
+    the search within ``eps`` overlooked; an accuracy that leaves it out contradicts it. Passes of
+    both add up.
+
+    Args:
+      found: a search within ``eps``.
+      nearest: another search of the same samples.
+      eps: the radius, a number or ``[n]``.
+
+    >>> from wdjax import Model
+    >>> from wdjax.attacks import PGD, WDAPlusPlus
+    >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x, y = jnp.array([[0.6, 0.4], [0.9, 0.1]]), jnp.array([0, 0])
+    >>> lazy = search(PGD(steps=1, step_size=0.01), model, x, y, eps=0.2)
+    >>> within(lazy, search(WDAPlusPlus(), model, x, y), 0.2).success.tolist()
+    [True, False]
+    """
+    hits = nearest.success & (nearest.cost <= eps) & ~found.success
+    return joined(found, replace(nearest, done=hits), hits)
+
+
 def joined(one: Found, other: Found, wins: Array) -> Found:
     """What ``other`` found where it ``wins``, ``[n]``, and ``one`` elsewhere; passes add up."""
 

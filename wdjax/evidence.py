@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import certify, metrics, norms
+from wdjax import certify, metrics, norms, transport
 from wdjax.balls import Lp
 from wdjax.core import Attack, Result
 
@@ -110,8 +110,15 @@ class Sandwich(NamedTuple):
         return np.array(found)
 
     def attacked(self, order: float) -> Numbers:
-        """``[m]``: the least accuracy that any attack within ``Omega_order`` reached."""
-        return self._best(order, lambda entry: entry.accuracy, min, float(np.mean(self.correct)))
+        """``[m]``: the least accuracy that any attack within ``Omega_order`` reached, or that the
+        nearest flips of all attacks at all budgets allow."""
+        clean = float(np.mean(self.correct))
+        single = self._best(order, lambda entry: entry.accuracy, min, clean)
+        if not self.entries:
+            return single
+        flip, _ = self.nearest()
+        bought = np.array([transport.allocate(flip, eps, order) for eps in self.radii], float)
+        return np.minimum(single, np.mean(1 - bought, axis=1))
 
     def attacked_loss(self, order: float) -> Numbers:
         """``[m]``: the largest expected loss that any attack within ``Omega_order`` reached."""

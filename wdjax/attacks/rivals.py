@@ -1,4 +1,4 @@
-"""Which class to attack first: the ranking of MALT."""
+"""Which classes to attack: how many of them, and which first, the ranking of MALT."""
 
 from typing import NamedTuple
 
@@ -9,6 +9,20 @@ from wdjax import losses
 from wdjax.attacks import ascent
 from wdjax.attacks.nearest import plane_distance
 from wdjax.core import Array, Info, Victim
+
+_TOP = {10: 5, 100: 10}
+_MOST = 20
+
+
+def top(classes: int) -> int:
+    """The paper's ``topK`` by the number of classes: 5 up to ten of them (CIFAR-10), 10 up to a
+    hundred (CIFAR-100), and 20 beyond (ImageNet).
+
+    >>> [top(classes) for classes in (3, 10, 11, 100, 1000)]
+    [2, 5, 10, 10, 20]
+    """
+    usual = next((count for most, count in _TOP.items() if classes <= most), _MOST)
+    return min(usual, classes - 1)
 
 
 class Ranking(NamedTuple):

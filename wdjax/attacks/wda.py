@@ -7,10 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from wdjax import losses, validate
-from wdjax.attacks import ascent
+from wdjax.attacks import ascent, rivals
 from wdjax.attacks.ascent import setting
 from wdjax.balls import Lp
 from wdjax.core import Array, Info, Samples, Stage, Victim
+
+_FEW = 10
+"""Classes of which every rival is tried, as in Algorithm 1."""
 
 
 class State(NamedTuple):
@@ -35,7 +38,8 @@ class WDA:
       ball: norm and box; the paper has no box.
       steps: all steps, the paper's ``maxiter``.
       probe: how many of them try every rival; ``1 <= probe <= steps``.
-      rivals: try only this many classes, those of largest logit at the point; all by default.
+      rivals: try only this many classes, those of largest logit at the point; by default all of up
+        to ten, of up to a hundred classes 10, of more 20 (the paper's ``topK``).
       iterate: ``"last"`` as in the paper, or ``"best"``, the iterate of largest criterion. By
         default the last; for norm 1, which the paper leaves out, the best, since with the last one
         WDA is weaker there than PGD of equal gradients.
@@ -50,7 +54,8 @@ class WDA:
 
     Differs: the candidates of later steps are not evaluated and the iterate after the last is not
     computed, since the paper's algorithm throws them away. The box is the one of real images. For
-    ``kappa > 1`` the default step grows with the radius, where the paper keeps it.
+    ``kappa > 1`` the default step grows with the radius, where the paper keeps it. Algorithm 1
+    tries every rival; beyond ten classes the default is what Appendix E takes where they are many.
 
     Source: Le et al. [le2025], Algorithm 1 and equation 11.
 
@@ -85,6 +90,11 @@ class WDA:
         if self.rivals is not None:
             object.__setattr__(self, "rivals", validate.check_count("rivals", self.rivals))
 
+    def tried(self, classes: int) -> int:
+        """How many rivals a probing step tries, of a model with so many classes."""
+        usual = rivals.top(classes) if classes > _FEW else classes
+        return min(usual if self.rivals is None else self.rivals, classes - 1)
+
     @property
     def stages(self) -> tuple[Stage, ...]:
         last = (Stage(self._compare, 1),) if self.iterate == "best" else ()
@@ -109,9 +119,10 @@ class WDA:
 
     def _probe(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         def choose(logits: Array) -> Array:
-            if self.rivals is None or self.rivals >= logits.shape[-1] - 1:
+            count = self.tried(logits.shape[-1])
+            if count == logits.shape[-1] - 1:
                 return ascent.all_rivals(logits, samples.y)
-            return ascent.top_rivals(logits, samples.y, self.rivals)
+            return ascent.top_rivals(logits, samples.y, count)
 
         def advance(x: Array, gradient: Array) -> Array:
             return self._advance(samples, x, gradient)

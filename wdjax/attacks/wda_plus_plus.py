@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from wdjax import norms, validate
-from wdjax.attacks import ascent
+from wdjax.attacks import ascent, rivals
 from wdjax.attacks.ascent import setting
 from wdjax.balls import Lp
 from wdjax.core import Array, Info, Samples, Stage, Victim
@@ -45,8 +45,8 @@ class WDAPlusPlus:
       bisections: halvings of the last segment, the paper's ``srchiter``.
       ray_bisections: halvings, after that, of the way from the sample to the flip; each can only
         shorten the distance. 0 is the paper's algorithm.
-      rivals: classes tried at every step, the paper's ``topK`` (5 for CIFAR-10, 10 for CIFAR-100,
-        20 for ImageNet).
+      rivals: classes tried at every step, those of largest logit at the sample; by default the
+        paper's ``topK``: 5 of up to ten classes, 10 of up to a hundred, 20 of more.
       step_size: may be traced; by default that of WDA where an ``eps`` is given, and the paper's
         absolute ones (0.02 for norm inf, 0.2 for norm 2) where there is none. Always 0.8 for
         norm 1, on which the paper is silent.
@@ -81,13 +81,19 @@ class WDAPlusPlus:
     steps: int = setting(20)
     bisections: int = setting(10)
     ray_bisections: int = setting(15)
-    rivals: int = setting(5)
+    rivals: int | None = setting(None)
     step_size: float | Array | None = None
     overshoot: float | Array = 0.0
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("bisections", 0), ("ray_bisections", 0), ("rivals", 1)):
-            object.__setattr__(self, name, validate.check_count(name, getattr(self, name), least))
+            if name != "rivals" or self.rivals is not None:
+                count = validate.check_count(name, getattr(self, name), least)
+                object.__setattr__(self, name, count)
+
+    def tried(self, classes: int) -> int:
+        """How many rivals a step tries, of a model with so many classes."""
+        return min(self.rivals or rivals.top(classes), classes - 1)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -106,8 +112,8 @@ class WDAPlusPlus:
         out = samples.out if start is None else victim.model(first)
         zero, one = jnp.zeros(len(y), x.dtype), jnp.ones(len(y), x.dtype)
         flipped = victim.criterion(out, y) > 0
-        rivals = ascent.top_rivals(samples.out, y, self.rivals)
-        return State(rivals, x, first, flipped, low=zero, high=one, near=zero, far=one)
+        chosen = ascent.top_rivals(samples.out, y, self.tried(samples.out.shape[-1]))
+        return State(chosen, x, first, flipped, low=zero, high=one, near=zero, far=one)
 
     def _walk(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         size = self.step_size

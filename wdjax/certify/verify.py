@@ -64,6 +64,7 @@ def verify(
     batch_size: int = 64,
     callback: Callable[[Progress], Any] | None = None,
     checkpoint: str | PathLike[str] | None = None,
+    every: float = 60.0,
 ) -> Certificate:
     r"""Bounds the margins of a data set within ``eps``, and every sample's radius.
 
@@ -80,6 +81,7 @@ def verify(
       batch_size: samples at once.
       callback: told the progress after every batch.
       checkpoint: a folder to save the work to, and to go on from.
+      every: least seconds between two writings of the checkpoint.
 
     Returns:
       A :class:`Certificate`.
@@ -135,6 +137,7 @@ def verify(
         lambda s: int(s["turn"]) >= len(pieces),
         report=None if callback is None else lambda s: callback(progress(s)),
         checkpoint=checkpoint,
+        every=every,
         identity=mark,
         about={"norm": norm, "eps": eps, "box": box, "method": method, "steps": steps},
     )

@@ -3,11 +3,15 @@
 import argparse
 import json
 import os
+import re
 import sys
+import warnings
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from wdjax import __version__, report
+import jax
+
+from wdjax import __version__, diagnosis, report
 from wdjax.cli import attack, audit, certify, convert, game, image_attack, nppr, process
 from wdjax.cli.console import Console
 
@@ -16,9 +20,12 @@ BAD_INPUT = 2
 _CODES = """exit codes:
   0  done
   1  a fault of the library itself, with a traceback
-  2  bad input: one line says what came and what was expected
+  2  bad input, or a file that cannot be read or written: one line says what came and what was
+     expected
   3  an audit found that a statement which must hold is broken
-  130, 143  ended by Ctrl-C or by SIGTERM"""
+  4  standard output cannot be written; every file is
+  130, 143  ended by Ctrl-C or by SIGTERM
+  141  who read standard output has gone, as for any program before | head; every file is written"""
 
 _EXAMPLES = """examples:
   python -m wdjax audit --out audit
@@ -45,15 +52,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
       The exit code, as ``--help`` explains it.
 
     Raises:
-      SystemExit: ``--help``, ``--version``, or words that are no command.
+      SystemExit: ``--help`` and ``--version``.
     """
-    parsed = parser().parse_args(arguments)
-    console = Console(parsed.quiet, data=str(getattr(parsed, "json", "")) == "-")
     try:
-        with process.terminable(), process.compilation_cache(parsed.cache):
+        parsed = parser().parse_args(arguments)
+    except SystemExit as ending:
+        if ending.code != BAD_INPUT:
+            raise
+        return BAD_INPUT
+    console = Console(parsed.quiet, data=str(getattr(parsed, "json", "")) == "-")
+    return console.code(_run(parsed, console))
+
+
+def _run(parsed: argparse.Namespace, console: Console) -> int:
+    """The command's exit code, also where it failed."""
+    try:
+        # Commands say the same, of what they kept, too.
+        told = warnings.catch_warnings(action="ignore", category=diagnosis.RobustnessWarning)
+        with process.terminable(), process.compilation_cache(parsed.cache), told:
             return parsed.command(parsed, console)
     except (ValueError, OSError) as error:
         console.warn(f"wdjax: {error}")
+        return BAD_INPUT
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if not isinstance(error, MemoryError) and not _MEMORY.search(str(error)):
+            raise
+        line = (str(error).splitlines() or [""])[0][:200]
+        console.warn(f"wdjax: this does not fit into the memory: {line}; ask for less at once.")
         return BAD_INPUT
     except KeyboardInterrupt:
         console.warn("wdjax: interrupted")
@@ -71,26 +96,57 @@ def process_main() -> NoReturn:
     An interrupted process ends at once: compilers may still be at work in other threads, and an
     interpreter that is taken down under them crashes.
     """
-    code = main()
+    try:
+        code = main()
+    except SystemExit as ending:  # Of --help and --version.
+        code = int(ending.code or 0)
+    process.silence_lost_streams()
     if code in (process.INTERRUPTED, process.TERMINATED):
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 
 
+_MEMORY = re.compile("RESOURCE_EXHAUSTED|[Oo]ut of memory")
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses bad words in one line."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As the original, for which the dashes of ``--seed=--`` would be no value but an end."""
+        for word in sys.argv[1:] if args is None else args:
+            if word.endswith("=--"):
+                self.error(f"argument {word.removesuffix('=--')}: must be a value, got '--'")
+        return super().parse_known_args(args, namespace)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Of ``--help`` and ``--version`` on standard output, and of errors."""
+        if file is not sys.stdout:
+            Console().warn(message.removesuffix("\n"))
+            return
+        console = Console()
+        console.result(message)
+        if code := console.code(0):
+            self.exit(code)
+
+    def error(self, message: str) -> NoReturn:
+        """Says what came and what was expected, and ends."""
+        said = re.sub(r"^argument ([^:]+): (must|would)", r"\1 \2", message)
+        self.exit(BAD_INPUT, f"{self.prog}: {said}; see {self.prog} --help\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """Every command and its options."""
-    common = argparse.ArgumentParser(add_help=False)
+    common = Parser(add_help=False)
     common.add_argument("--quiet", action="store_true", help="print warnings and errors only")
     common.add_argument(
         "--no-cache",
         dest="cache",
         action="store_false",
-        help=f"keep no compiled programs; by default in {process.cache_folder()}, or in "
-        "$JAX_COMPILATION_CACHE_DIR",
+        help=f"keep no compiled programs; by default in {process.cache_folder() or 'no folder'}, "
+        "or in $JAX_COMPILATION_CACHE_DIR",
     )
-    main_parser = argparse.ArgumentParser(
+    main_parser = Parser(
         prog="wdjax",
         description=__doc__,
         epilog=f"{_EXAMPLES}\n\n{_CODES}",
@@ -112,5 +168,5 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _versions(parsed: argparse.Namespace, console: Console) -> int:
-    sys.stdout.write(json.dumps(report.versions(), indent=1) + "\n")
+    console.result(json.dumps(report.versions(), indent=1) + "\n")
     return 0

@@ -2,20 +2,21 @@
 
 import argparse
 import dataclasses
+import functools
 import io
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from wdjax import audit, driver, ensembles, files, norms, plots, remarks, transport
+from wdjax import audit, driver, ensembles, norms, plots, remarks, tasks, transport
 from wdjax.balls import Lp
 from wdjax.cli import options, subject
 from wdjax.cli.console import Console
-from wdjax.cli.table import ATTACKS, METHODS, NEAREST, SEARCHES, TABLE_1, Column
-from wdjax.core import Model, Result
+from wdjax.cli.table import ATTACKS, METHODS, NEAREST, RIVALS, SEARCHES, TABLE_1, Column
+from wdjax.core import Model, Progress, Result
 
 SCHEMA = "wdjax.attack/3"
 
@@ -50,7 +51,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     how.add_argument(
         "--kappa",
-        type=options.number,
+        type=options.KAPPA,
         help="move 1 / kappa of each sample, kappa^(1/order) eps far (default 1); not for "
         "minimum-norm attacks, whose budget goes where flips are cheapest",
     )
@@ -62,10 +63,17 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         "with orders and kappa of their own",
     )
     how.add_argument(
-        "--seed", type=int, default=0, help="of all that is random (default %(default)s)"
+        "--rivals",
+        type=options.RIVALS,
+        metavar="M",
+        help="classes that wda, wda++ and a3-wda try at a step (default, the paper's: of up to ten "
+        "classes all, by wda++ 5; of up to a hundred 10; of more 20)",
     )
     how.add_argument(
-        "--batch-size", type=options.positive, metavar="B", help="samples on the device at once"
+        "--seed", type=options.SEED, default=0, help="of all that is random (default %(default)s)"
+    )
+    how.add_argument(
+        "--batch-size", type=options.BATCH, metavar="B", help="samples on the device at once"
     )
     how.add_argument(
         "--bfloat16",
@@ -86,14 +94,19 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace, console: Console) -> int:
-    """Attacks, prints, then writes."""
+    """Attacks and writes; what each attack left is said at once."""
     columns = _columns(parsed)
-    subject.check_writable(parsed.json, parsed.points, parsed.plot)
+    subject.check_places(parsed, parsed.points, parsed.plot)
     model, x, y = subject.load(parsed)
-    results, measured = {}, {}
+    work, results, measured = subject.begin(parsed, model, x, y), {}, {}
     for label, column in columns.items():
-        found = _attack(label, column, parsed, model, x, y, console)
-        results[label], measured[label] = found
+        with console.search(label) as tick:
+            done = work.do(
+                label, functools.partial(_attack, column, parsed, model, x, y, tick), Result
+            )
+        results[label], left = done.value
+        measured[label] = left | {"seconds": done.spent["seconds"]}
+        _say(console, label, measured[label], float(np.mean(results[label].correct)))
     content = {
         **subject.described(parsed, SCHEMA, len(y)),
         "order": parsed.order,
@@ -101,18 +114,19 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         "clean_accuracy": float(np.mean(results[label].correct)),
         "attacks": measured,
     }
-    subject.write(parsed.json, content)
+    others: dict[Path, bytes] = {}
     if parsed.points is not None:
-        files.write(parsed.points, _points(x, y, results))
+        others[parsed.points] = _points(x, y, results)
     if parsed.plot is not None:
         left = {label: own["robust_accuracy"] for label, own in measured.items()}
-        files.write(parsed.plot, plots.png(plots.accuracies(content["clean_accuracy"], left)))
+        others[parsed.plot] = plots.png(plots.accuracies(content["clean_accuracy"], left))
+    subject.write(console, parsed.json, content, others)
     return 0
 
 
 def _columns(parsed: argparse.Namespace) -> dict[str, Column]:
     """What was asked for, by label; refuses what would be ignored."""
-    names = [name.strip() for name in parsed.attacks.split(",") if name.strip()]
+    names = options.words(parsed.attacks)
     if names == ["table1"]:
         if parsed.kappa is not None:
             raise ValueError("--kappa would be ignored: the columns of table1 have their own.")
@@ -137,6 +151,10 @@ def _columns(parsed: argparse.Namespace) -> dict[str, Column]:
             f"--kappa {parsed.kappa:g} would be ignored: {', '.join(names)} spends eps where flips "
             "are cheapest. Leave it out."
         )
+    if parsed.rivals is not None and not set(names) & set(RIVALS):
+        raise ValueError(
+            f"--rivals {parsed.rivals} would be ignored: it is for {', '.join(RIVALS)}."
+        )
     order = options.ORDERS[parsed.order]
     return {name: Column(name, order, parsed.kappa) for name in names}
 
@@ -152,32 +170,35 @@ def _lone(name: str, ball: Lp) -> bool:
 
 
 def _attack(
-    label: str,
     column: Column,
     parsed: argparse.Namespace,
     model: Model,
     x: np.ndarray,
     y: np.ndarray,
-    console: Console,
+    tick: Callable[[Progress], None],
+    task: tasks.Task,
 ) -> tuple[Result, dict[str, Any]]:
-    """What one attack found, and what was measured of it, said at once."""
+    """What one attack found, and what was measured of it."""
     split = 1.0 if column.kappa is None else column.kappa
     ball, order = Lp(norms.NAMES[parsed.norm]), column.order
     spending = {} if _nearest(column.name, ball) else {"kappa": split}
-    how = {"batch_size": parsed.batch_size, "key": jax.random.key(parsed.seed)}
-    began = time.perf_counter()
-    with console.search(label) as tick:
-        how["callback"] = tick
-        result, lost = jax.device_get(
-            _search(column, ball, model, x, y, parsed.eps, spending, parsed.bfloat16, how)
-        )
-    seconds = {"seconds": time.perf_counter() - began}
-    measured = spending | _measured(result, x, y, ball.norm, order) | lost | seconds
-    clean, left = float(np.mean(result.correct)), measured["robust_accuracy"]
-    console.say(f"{label}: {clean:.4f} clean, {left:.4f} attacked")
+    how: dict[str, Any] = {
+        "batch_size": subject.batch(parsed, len(y)),
+        "key": jax.random.key(parsed.seed),
+    }
+    how["callback"] = task.heard(tick)
+    result, lost = jax.device_get(_search(column, ball, model, x, y, parsed, spending, task, how))
+    measured = spending | _measured(result, x, y, ball.norm, order) | lost
+    if column.name in RIVALS:
+        classes = jax.eval_shape(model, x[:1]).shape[1]
+        measured["rivals"] = RIVALS[column.name](parsed.rivals).tried(classes)
+    return result, measured
+
+
+def _say(console: Console, label: str, measured: dict[str, Any], clean: float) -> None:
+    console.say(f"{label}: {clean:.4f} clean, {measured['robust_accuracy']:.4f} attacked")
     for remark in remarks.of(measured):
         console.warn(f"  CAREFUL, {label}: {remark}")
-    return result, measured
 
 
 def _search(
@@ -186,27 +207,32 @@ def _search(
     model: Model,
     x: np.ndarray,
     y: np.ndarray,
-    eps: float,
+    parsed: argparse.Namespace,
     spending: dict[str, float],
-    bfloat16: bool,
+    task: tasks.Task,
     how: dict[str, Any],
 ) -> tuple[Result, dict[str, int]]:
     """What one attack found, and if it searched in bfloat16, the flips that were none."""
-    name, order, _ = column
+    (name, order, _), eps = column, parsed.eps
     reach = eps * spending.get("kappa", 1.0) ** (1 / order)
     lost: dict[str, int] = {}
+    more = {} if parsed.rivals is None or name not in RIVALS else {"rivals": parsed.rivals}
     if name in SEARCHES:
-        found = SEARCHES[name](model, x, y, eps=reach, order=order, ball=ball, **how)
+        found = SEARCHES[name](
+            model, x, y, eps=reach, order=order, ball=ball, **more, **how, **task.saving(parts=True)
+        )
         return transport.spend(found, eps=eps, order=order, **spending), lost
     attack: Any = ATTACKS[name](ball)
+    attack = dataclasses.replace(attack, **more)
     if attack.budget == "data":  # Of all samples, also those that are errors already.
         attack, reach = dataclasses.replace(attack, order=order), eps
         how = how | {"skip_misclassified": False}
-    if bfloat16:
+    if parsed.bfloat16:
+        how = how | task.saving(parts=True)
         found, none = ensembles.mixed(attack, model, x, y, eps=reach, **how)
         lost["lost_flips"] = int(none.sum())
     else:
-        found = driver.search(attack, model, x, y, eps=reach, **how)
+        found = driver.search(attack, model, x, y, eps=reach, **how, **task.saving())
     return transport.spend(found, eps=eps, order=order, **spending), lost
 
 

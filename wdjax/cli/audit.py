@@ -1,14 +1,14 @@
 """``python -m wdjax audit``: two nets on digits, bounded from both sides, as a page."""
 
 import argparse
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from wdjax import attacks, audit, data, files, models, page, plots, report, training
-from wdjax.cli import options
+from wdjax import attacks, audit, data, models, page, plots, report, tasks, training
+from wdjax.cli import options, subject
 from wdjax.cli.console import Console
 from wdjax.core import Attack, Model
 from wdjax.evidence import Sandwich
@@ -61,71 +61,85 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--samples",
-        type=options.positive,
+        type=options.SAMPLES,
         default=200,
         metavar="N",
         help="test digits to attack and certify, at most 350 (default %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of all that is random (default %(default)s)"
+        "--seed", type=options.SEED, default=0, help="of all that is random (default %(default)s)"
     )
+    subject.declare_checkpoint(parser)
     parser.set_defaults(command=run)
 
 
 def run(parsed: argparse.Namespace, console: Console) -> int:
-    """Trains, measures, prints, then writes."""
-    began = time.perf_counter()
-    files.check_writable(parsed.out / "report.html")
+    """Trains, measures, writes, then prints."""
+    subject.check_places(parsed, parsed.out / "report.html")
     split = data.digits()
     samples = split.test.take(parsed.samples)
-    key = jax.random.key(parsed.seed)
-    described: list[dict[str, Any]] = []
-    drawn: dict[str, bytes] = {}
-    pictures: dict[str, list[page.Picture]] = {}
-    for number, (name, recipe) in enumerate(RECIPES.items()):
-        model, found = _measure(name, recipe, split.train, samples, key, number, console)
-        described.append(
-            {"name": name, "trained": _words(model, recipe, len(split.train.y))}
-            | report.describe(found)
-        )
-        drawn |= _figures(name.split()[0], found, samples, model)
-        pictures[name] = page.pictures(found, *samples, model, name.split()[0])
+    work, done = subject.begin(parsed, split), []
+    for number, name in enumerate(RECIPES):
+        with console.steps(name) as show:
+
+            def measure(task: tasks.Task, number: int = number, show: Any = show) -> dict[str, Any]:
+                return _measured(parsed, number, split.train, samples, show, task)
+
+            done.append(work.do(name, measure, page.Picture))
+    trained = [one.value["described"] for one in done]
     content = {
         "schema": report.SCHEMA,
         "versions": report.versions(),
         "seed": parsed.seed,
         "data": f"the first {len(samples.y)} test digits of scikit-learn",
-        "seconds": time.perf_counter() - began,
-        "passed": all(check["holds"] for model in described for check in model["invariants"]),
-        "models": described,
+        "seconds": subject.total(done),
+        "passed": all(check["holds"] for model in trained for check in model["invariants"]),
+        "models": trained,
     }
+    pictures = {one.value["described"]["name"]: one.value["pictures"] for one in done}
+    others: dict[Path, Any] = {
+        parsed.out / file: drawn for one in done for file, drawn in one.value["drawn"].items()
+    }
+    others[parsed.out / "report.html"] = page.render(content, pictures)
+    subject.write(console, parsed.out / "report.json", content, others)
     _summarise(content, console)
-    written = drawn | {
-        "report.json": report.dumps(content),
-        "report.html": page.render(content, pictures),
-    }
-    for file, whole in written.items():
-        files.write(parsed.out / file, whole)
     console.say(f"{parsed.out / 'report.html'} in {content['seconds']:.0f} s")
     return 0 if content["passed"] else BROKEN
 
 
-def _measure(
-    name: str,
-    recipe: Recipe,
+def _measured(
+    parsed: argparse.Namespace,
+    number: int,
     train: data.Dataset,
     samples: data.Dataset,
-    key: jax.Array,
-    number: int,
-    console: Console,
-) -> tuple[Model, Sandwich]:
-    """One model, trained and bounded, under a bar."""
-    untrained = models.mlp(SIZES, key=jax.random.fold_in(key, 0))
-    with console.steps(name) as show:
-        train_key = jax.random.fold_in(key, 1 + number)
-        model = training.train(untrained, *train, key=train_key, **recipe._asdict()).model
-        attack_key = jax.random.fold_in(key, 100 + number)
-        return model, audit.sandwich(model, *samples, radii=RADII, key=attack_key, progress=show)
+    show: Callable[[audit.Step], None],
+    task: tasks.Task,
+) -> dict[str, Any]:
+    """All that the report says and shows of one model."""
+    (name, recipe), salt = [*RECIPES.items()][number], [*RECIPES][number].split()[0]
+    key = jax.random.key(parsed.seed)
+    model = training.train(
+        models.mlp(SIZES, key=jax.random.fold_in(key, 0)),
+        *train,
+        key=jax.random.fold_in(key, 1 + number),
+        checkpoint=task.saving()["checkpoint"],
+        callback=task.heard(lambda training: None),
+        **recipe._asdict(),
+    ).model
+    found = audit.sandwich(
+        model,
+        *samples,
+        radii=RADII,
+        key=jax.random.fold_in(key, 100 + number),
+        progress=task.heard(show),
+        **task.saving(parts=True),
+    )
+    described = {"name": name, "trained": _words(model, recipe, len(train.y))}
+    return {
+        "described": described | report.describe(found),
+        "drawn": _figures(salt, found, samples, model),
+        "pictures": page.pictures(found, *samples, model, salt),
+    }
 
 
 def _words(model: Model, recipe: Recipe, samples: int) -> str:

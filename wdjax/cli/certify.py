@@ -3,15 +3,15 @@
 import argparse
 import collections
 import io
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from wdjax import certify, files, norms
-from wdjax.cli import options, process, slopes, smoothing, subject
+from wdjax import certify, norms, tasks
+from wdjax.cli import options, slopes, smoothing, subject
 from wdjax.cli.console import Console
+from wdjax.core import Model
 
 SCHEMA = "wdjax.certify/1"
 
@@ -50,21 +50,21 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     how.add_argument(
         "--seconds",
-        type=float,
+        type=options.SECONDS,
         default=10.0,
         metavar="S",
         help="branch and bound (bab) takes a sample at most (default %(default)s)",
     )
     how.add_argument(
         "--steps",
-        type=options.positive,
+        type=options.SEARCHES,
         default=10,
         metavar="N",
         help="searches for the radii (default %(default)s)",
     )
     how.add_argument(
         "--batch-size",
-        type=options.positive,
+        type=options.BATCH,
         metavar="B",
         help="samples, or votes, on the device at once (default 64; of votes what is fast)",
     )
@@ -76,41 +76,27 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         metavar="FILE.npz",
         help="save, of every sample, its certified radius, verified, margin and correct",
     )
-    out.add_argument(
-        "--checkpoint", type=Path, metavar="DIR", help="save the work to, and go on from"
-    )
     parser.set_defaults(command=run)
 
 
 def run(parsed: argparse.Namespace, console: Console) -> int:
-    """Certifies, prints, then writes."""
+    """Certifies, writes, then says what is verified."""
     smoothing.check(parsed)
-    subject.check_writable(parsed.json, parsed.radii)
+    subject.check_places(parsed, parsed.radii)
     model, x, y = subject.load(parsed)
+    work = subject.begin(parsed, model, x, y)
     if parsed.method == smoothing.METHOD:
-        return smoothing.run(parsed, model, x, y, console)
-    spent = process.Compiling()
-    began = time.perf_counter()
+        return smoothing.run(parsed, work, model, x, y, console)
     how: dict[str, Any] = {"norm": norms.NAMES[parsed.norm], "eps": parsed.eps}
     how["batch_size"] = parsed.batch_size or 64
     extra: dict[str, Any] = {}
     if parsed.method == slopes.METHOD:
-        found, extra = slopes.verified(parsed, model, x, y, **how)
+        found, extra, spent = slopes.verified(parsed, work, model, x, y, **how)
     else:
-        with console.search("certify") as tick:
-            found = certify.verify(
-                model,
-                x,
-                y,
-                method=parsed.method,
-                steps=parsed.steps,
-                seconds=parsed.seconds,
-                callback=tick,
-                checkpoint=parsed.checkpoint,
-                **how,
-            )
-    seconds = time.perf_counter() - began
-    content = _content(parsed, found, seconds, min(spent.seconds, seconds)) | extra
+        found, spent = _margins(parsed, work, model, x, y, how, console)
+    content = _content(parsed, found, spent) | extra
+    others = {parsed.radii: None if parsed.radii is None else _radii(found)}
+    subject.write(console, parsed.json, content, others)
     left = content["certified_accuracy"]
     console.say(
         f"{content['verified']} of {len(y)} verified within {parsed.eps:g} by {found.method}; "
@@ -121,14 +107,31 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         console.say(f"branch and bound had nothing left to split in {count} samples")
     for remark in found.remarks:
         console.say(remark)
-    subject.write(parsed.json, content)
-    if parsed.radii is not None:
-        files.write(parsed.radii, _radii(found))
     return 0
 
 
+def _margins(
+    parsed: argparse.Namespace,
+    work: tasks.Tasks,
+    model: Model,
+    x: np.ndarray,
+    y: np.ndarray,
+    how: dict[str, Any],
+    console: Console,
+) -> tuple[certify.Certificate, tasks.Spent]:
+    """What is verified by bounds of margins, and what that took."""
+    how |= {"method": parsed.method, "steps": parsed.steps, "seconds": parsed.seconds}
+    with console.search("certify") as tick:
+
+        def verify(task: tasks.Task) -> certify.Certificate:
+            own = how | task.saving() | {"callback": task.heard(tick)}
+            return certify.verify(model, x, y, **own)
+
+        return work.do("certify", verify, certify.Certificate)
+
+
 def _content(
-    parsed: argparse.Namespace, found: certify.Certificate, seconds: float, compiling: float
+    parsed: argparse.Namespace, found: certify.Certificate, spent: tasks.Spent
 ) -> dict[str, Any]:
     """What is written as JSON."""
     left = {
@@ -144,8 +147,8 @@ def _content(
         **({"search": dict(collections.Counter(found.ended))} if found.ended else {}),
         **({"remarks": list(found.remarks)} if found.remarks else {}),
         "certified_accuracy": left,
-        "seconds": seconds,
-        "compile_seconds": compiling,
+        "seconds": spent["seconds"],
+        "compile_seconds": min(spent["compile_seconds"], spent["seconds"]),
     }
 
 

@@ -1,8 +1,6 @@
 """``python -m wdjax convert``: a PyTorch or RobustBench checkpoint becomes a model."""
 
 import argparse
-import contextlib
-import io
 from typing import Any
 
 from wdjax import convert, files, persist
@@ -33,7 +31,4 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     if parsed.out is not None:
         folder = not str(parsed.out).endswith(".safetensors")
         (persist if folder else files).check_writable(parsed.out)
-    if not parsed.quiet:
-        return convert.main(parsed)
-    with contextlib.redirect_stdout(io.StringIO()):
-        return convert.main(parsed)
+    return convert.main(parsed, console.say)

@@ -1,19 +1,18 @@
 """``python -m wdjax game``: defences that adapt at test time, played on digits."""
 
 import argparse
-import time
+import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from wdjax import files, report, transductive
+from wdjax import data, report, tasks, transductive
 from wdjax.cli import options, subject
 from wdjax.cli.console import Console
 from wdjax.core import Progress
-from wdjax.transductive import Report, Share, table
+from wdjax.transductive import Defense, Report, Share, table
 from wdjax.transductive.state import State
 from wdjax.transductive.table import Case, Row
 
@@ -52,46 +51,37 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     how.add_argument(
         "--seeds",
+        type=options.Numbers(options.SEED),
         default="0",
         metavar="LIST",
         help="of data, models and keys (default %(default)s)",
     )
     how.add_argument(
         "--draws",
-        type=options.positive,
+        type=options.KEYS,
         default=3,
         metavar="N",
         help="private keys of the defender that the referee draws (default %(default)s)",
     )
     how.add_argument(
-        "--samples", type=options.positive, metavar="N", help="inputs at most; those of the table"
+        "--samples", type=options.SAMPLES, metavar="N", help="inputs at most; those of the table"
     )
     how.add_argument(
-        "--iterations", type=options.positive, metavar="T", help="of the attacks; the table's"
-    )
-    how.add_argument(
-        "--checkpoint",
-        type=Path,
-        metavar="FOLDER",
-        help="save every game there after its turns, and go on from it",
+        "--iterations", type=options.SEARCHES, metavar="T", help="of the attacks; the table's"
     )
     subject.declare_out(parser)
     parser.set_defaults(command=run)
 
 
 def run(parsed: argparse.Namespace, console: Console) -> int:
-    """Plays, prints, then writes."""
-    cases, seeds = _cases(parsed.defense), _seeds(parsed.seeds)
-    wanted = None if parsed.attacks is None else _words(parsed.attacks)
-    subject.check_writable(parsed.json)
-    if parsed.checkpoint is not None:
-        files.check_writable(parsed.checkpoint / "game")
-    results = []
-    for name in cases:
-        for seed in seeds:
-            results.append(_case(name, seed, wanted, parsed, console))
-    if wanted is not None and not any(entry["attacks"] for entry in results):
-        raise ValueError(f"none of {', '.join(cases)} has an attack {parsed.attacks!r}.")
+    """Plays and writes; what each game left is said at once."""
+    cases = _cases(parsed.defense)
+    wanted = _wanted(parsed, cases)
+    subject.check_places(parsed)
+    work = subject.begin(parsed, data.digits())
+    results = [
+        _case(name, seed, wanted, parsed, work, console) for name in cases for seed in parsed.seeds
+    ]
     content = {
         "schema": SCHEMA,
         "versions": report.versions(),
@@ -99,30 +89,40 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         "draws": parsed.draws,
         "results": results,
     }
-    subject.write(parsed.json, content)
+    subject.write(console, parsed.json, content)
     return 0
 
 
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
 def _cases(text: str) -> list[str]:
-    names = _words(text)
+    names = options.words(text)
     if not names or set(names) - set(FAMILIES) or len(set(names)) < len(names):
         raise ValueError(f"--defense knows {', '.join(FAMILIES)}, each once; got {text!r}.")
     return [case for name in names for case in FAMILIES[name]]
 
 
-def _seeds(text: str) -> list[int]:
-    words = _words(text)
-    if not words or not all(word.isdigit() for word in words) or len(set(words)) < len(words):
-        raise ValueError(f"--seeds must be whole numbers such as 0,1, each once; got {text!r}.")
-    return [int(word) for word in words]
+def _wanted(parsed: argparse.Namespace, cases: list[str]) -> list[str] | None:
+    """``--attacks``, which some case must have, each of them."""
+    if parsed.attacks is None:
+        return None
+    known: dict[str, Any] = {}
+    for name in cases:
+        known |= table.case(name, parsed.seeds[0], parsed.iterations)[0].rows
+    wanted = options.words(parsed.attacks)
+    for word in wanted or [""]:
+        if word not in known:
+            raise ValueError(
+                f"none of {', '.join(cases)} has an attack {word!r}; there are {', '.join(known)}."
+            )
+    return wanted
 
 
 def _case(
-    name: str, seed: int, wanted: list[str] | None, parsed: argparse.Namespace, console: Console
+    name: str,
+    seed: int,
+    wanted: list[str] | None,
+    parsed: argparse.Namespace,
+    work: tasks.Tasks,
+    console: Console,
 ) -> dict[str, Any]:
     """All games of a defence under one seed."""
     case, train, test = table.case(name, seed, parsed.iterations)
@@ -133,39 +133,50 @@ def _case(
     entry |= {"rounds": count // size, "attacks": {}}
     if not rows:
         return entry
-    memory = transductive.prepare(case.defense, *train, key=jax.random.fold_in(key, 1))
-    reports = {}
-    x, y = test.take(count)
+
+    @functools.cache
+    def ready() -> tuple[Defense, Any]:
+        """The defence and its memory: trained when the first game is played that was not yet."""
+        defense = case.build()
+        return defense, transductive.prepare(defense, *train, key=jax.random.fold_in(key, 1))
+
+    reports, inputs = {}, test.take(count)
     for label, row in rows.items():
-        began = time.process_time()
-        how = {"size": size, "draws": parsed.draws} | row.how
-        if parsed.checkpoint is not None:
-            how["checkpoint"] = parsed.checkpoint / f"{name}-{seed}-{label}"
         with console.search(f"{name} {label}") as tick:
-            found = transductive.play(
-                case.defense,
-                row.attack,
-                x,
-                y,
-                memory=memory,
-                eps=case.eps,
-                key=jax.random.fold_in(key, 2),
-                callback=_shown(tick, row, count // size),
-                **how,
-            )
+            shown = _shown(tick, row, count // size)
+            how = {"eps": case.eps, "size": size, "draws": parsed.draws} | row.how
+            how["key"] = jax.random.fold_in(key, 2)
+            play = functools.partial(_play, ready, row, inputs, how, shown)
+            found, spent = work.do(f"{name} {seed} {label}", play, Report)
         reports[label] = found
-        measured = _measured(found, row) | {"cpu_seconds": time.process_time() - began}
+        measured = _measured(found, row) | {"cpu_seconds": spent["cpu_seconds"]}
         entry["attacks"][label] = measured
         _say(console, f"{name} seed {seed} {label}", found, measured)
-    own = jax.random.fold_in(key, 3)
-    entry["cost_multiple"] = transductive.cost_multiple(
-        case.defense, memory, x[:size], key=own, repeats=3
-    )
+    own, some = jax.random.fold_in(key, 3), inputs.x[:size]
+    entry["cost_multiple"] = work.do(
+        f"{name} {seed} cost",
+        lambda task: transductive.cost_multiple(*ready(), some, key=own, repeats=3),
+    ).value
     private = {label: found for label, found in reports.items() if not rows[label].how}
     if private:
         entry["worst"], least = transductive.worst(private)
         console.say(f"{name} seed {seed}: {_percent(least.one_shot)} by {entry['worst']} is worst")
     return entry
+
+
+def _play(
+    ready: Callable[[], tuple[Defense, Any]],
+    row: Row,
+    inputs: data.Dataset,
+    how: dict[str, Any],
+    shown: Callable[[State], None],
+    task: tasks.Task,
+) -> Report:
+    """One game."""
+    defense, memory = ready()
+    task.begin()
+    how = how | task.saving() | {"callback": task.heard(shown)}
+    return transductive.play(defense, row.attack, *inputs, memory=memory, **how)
 
 
 def _fitting(case: Case, samples: int | None) -> tuple[int, int]:

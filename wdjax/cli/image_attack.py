@@ -1,19 +1,21 @@
 """``python -m wdjax image-attack``: how far mass must move in the images of a checkpoint."""
 
 import argparse
+import dataclasses
+import functools
 import io
 import math
-import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from wdjax import driver, files, image, remarks, report
-from wdjax.cli import options, process, subject
+from wdjax import driver, image, remarks, report, tasks
+from wdjax.cli import options, subject
 from wdjax.cli.console import Console
-from wdjax.core import Found, Model
+from wdjax.core import Found, Model, Progress
 
 SCHEMA = "wdjax.image-attack/1"
 
@@ -39,17 +41,19 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how")
     how.add_argument(
         "--k",
+        type=options.Numbers(options.PIXELS),
         default="5,10,20,50,100,200",
         metavar="LIST",
         help="radii in pixels that move by one pixel if all were white (default %(default)s)",
     )
     how.add_argument(
         "--window",
+        type=_window,
         default="5",
         help="mass moves in so many pixels squared, odd, or full (%(default)s)",
     )
     how.add_argument(
-        "--power", type=options.number, default=1.0, help="of distances in the cost (%(default)s)"
+        "--power", type=options.POWER, default=1.0, help="of distances in the cost (%(default)s)"
     )
     how.add_argument(
         "--channels",
@@ -58,7 +62,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         help="normalise all channels together, or each apart (default %(default)s)",
     )
     how.add_argument(
-        "--batch-size", type=options.positive, metavar="B", help="samples on the device at once"
+        "--batch-size", type=options.BATCH, metavar="B", help="samples on the device at once"
     )
     out = subject.declare_out(parser)
     out.add_argument(
@@ -71,48 +75,73 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         "--radii",
         type=Path,
         metavar="FILE.npz",
-        help="look for the least radii too, and save radius (inf where none was found, 0 where "
-        "misclassified), k, correct and x_adv",
+        help="look for the least radii too, which count at every k, and save radius (inf where "
+        "none was found, 0 where misclassified), k, correct and x_adv",
     )
     parser.set_defaults(command=run)
 
 
 def run(parsed: argparse.Namespace, console: Console) -> int:
-    """Attacks, prints, then writes."""
-    ks, ball = _radii(parsed.k), _ball(parsed)
-    subject.check_writable(parsed.json, parsed.points, parsed.radii)
+    """Attacks and writes; what each radius leaves is said at once."""
+    ks, window = sorted(parsed.k), None if parsed.window == "full" else int(parsed.window)
+    ball = image.ImageWasserstein(window, parsed.power, parsed.channels)
+    subject.check_places(parsed, parsed.points, parsed.radii)
     model, x, y = subject.load(parsed)
+    if window is not None and window >= 2 * max(x.shape[1:3]) - 1:  # All of the image is inside.
+        ball = dataclasses.replace(ball, window=None)
     pixels = math.prod(ball.space(x.shape[1:]).stencil[:2])
-    results: dict[float, Found] = {}
-    measured, found, spent = [], None, process.Compiling()
+    work = subject.begin(parsed, model, x, y)
+    how: dict[str, Any] = {"ball": ball, "batch_size": subject.batch(parsed, len(y))}
+    found: dict[float, Found] = {}
+    spent: dict[float, tasks.Spent] = {}
     for k in ks:
-        began, compiled = time.perf_counter(), spent.seconds
-        found = _attack(
-            model, x, y, k / pixels, ball, parsed.batch_size, found, console, f"k {k:g}"
-        )
-        compiled = spent.seconds - compiled
-        seconds = (time.perf_counter() - began - compiled) / len(y)
-        results[k] = jax.device_get(found)
-        row = {"k": k, "eps": k / pixels, **_measured(results[k], x, k / pixels, ball.high)}
-        row |= {"seconds_per_image": seconds, "compile_seconds": compiled}
-        measured.append(row | remarks.spent(results[k]))
-        console.say(f"k {k:g}: {row['robust_accuracy']:.2f} % robust")
-        for remark in remarks.of(measured[-1]):
-            console.warn(f"  CAREFUL, k {k:g}: {remark}")
-    assert found is not None
-    content = _content(parsed, len(y), float(100 * np.mean(found.correct)), measured)
+        with console.search(f"k {k:g}") as tick:
+            search = functools.partial(_attack, model, x, y, k / pixels, found, how, tick)
+            done = work.do(f"k {k:g}", search, Found)
+        found[k], spent[k] = done.value, done.spent
+        console.say(f"k {k:g}: {_robust(found[k]):.2f} % robust")
+    others, content = {}, _content(parsed, len(y), float(100 * np.mean(found[ks[0]].correct)))
+    nearest = functools.reduce(driver.best, found.values())
     if parsed.radii is not None:
-        content["radii"] = _least(parsed, model, x, y, ball, pixels, found, spent, console)
-    subject.write(parsed.json, content)
+        with console.search("radii") as tick:
+            least = work.do("radii", functools.partial(_least, model, x, y, how, tick), Found)
+        nearest = driver.best(least.value, nearest)
+        others[parsed.radii], said = _radii(nearest, pixels)
+        content["radii"] = said | _seconds(least.spent, len(y))
+        console.say(f"radii: median k {said['median_k']}, {said['not_found']} not found")
+    nearest = jax.device_get(nearest)
+    for k in ks:
+        folded = jax.device_get(driver.within(found[k], nearest, k / pixels))
+        row = {"k": k, "eps": k / pixels, **_measured(folded, x, k / pixels, ball.high)}
+        row["flips_of_other_searches"] = int(np.sum(folded.success & ~found[k].success))
+        row |= _seconds(spent[k], len(y)) | remarks.spent(found[k])
+        content["results"].append(row)
+        _say(console, f"k {k:g}", row)
+        found[k] = folded
     if parsed.points is not None:
-        files.write(parsed.points, _points(x, y, results))
+        others[parsed.points] = _points(x, y, found)
+    subject.write(console, parsed.json, content, others)
     return 0
 
 
-def _content(
-    parsed: argparse.Namespace, samples: int, clean: float, measured: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """What is written as JSON, but for the radii."""
+def _say(console: Console, label: str, row: dict[str, Any]) -> None:
+    if more := row["flips_of_other_searches"]:
+        left = f"{row['robust_accuracy']:.2f} % robust"
+        console.say(f"{label}: {left} with {more} flips that searches in other radii found")
+    for remark in remarks.of(row):
+        console.warn(f"  CAREFUL, {label}: {remark}")
+
+
+def _seconds(spent: tasks.Spent, samples: int) -> dict[str, float]:
+    compiling = spent["compile_seconds"]
+    return {
+        "seconds_per_image": (spent["seconds"] - compiling) / samples,
+        "compile_seconds": compiling,
+    }
+
+
+def _content(parsed: argparse.Namespace, samples: int, clean: float) -> dict[str, Any]:
+    """What is written as JSON, but for results and radii."""
     return {
         "schema": SCHEMA,
         "versions": report.versions(),
@@ -124,29 +153,13 @@ def _content(
         "power": parsed.power,
         "channels": parsed.channels,
         "clean_accuracy": clean,
-        "results": measured,
+        "results": [],
     }
 
 
-def _radii(text: str) -> list[float]:
-    """``--k``: from small to large, each once."""
-    try:
-        ks = sorted({options.number(word) for word in text.split(",") if word.strip()})
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(f"--k {error}") from error
-    if not ks or not all(0 < k < math.inf for k in ks):
-        raise ValueError(f"--k must be numbers above 0 such as 5,10,20, got {text!r}.")
-    return ks
-
-
-def _ball(parsed: argparse.Namespace) -> image.ImageWasserstein:
-    if parsed.window == "full":
-        window = None
-    elif parsed.window.isdigit():
-        window = int(parsed.window)
-    else:
-        raise ValueError(f"--window must be an odd number or full, got {parsed.window!r}.")
-    return image.ImageWasserstein(window, parsed.power, parsed.channels)
+def _window(text: str) -> str:
+    """``--window``: pixels, or anywhere."""
+    return text if text == "full" else str(options.WINDOW(text))
 
 
 def _attack(
@@ -154,21 +167,32 @@ def _attack(
     x: np.ndarray,
     y: np.ndarray,
     eps: float,
-    ball: image.ImageWasserstein,
-    size: int | None,
-    before: Found | None,
-    console: Console,
-    label: str,
+    before: Mapping[float, Found],
+    how: dict[str, Any],
+    tick: Callable[[Progress], None],
+    task: tasks.Task,
 ) -> Found:
     """Who survives ``eps``; what a smaller radius broke is inside this one."""
-    left = None if before is None else np.asarray(before.correct & ~before.success)
-    if before is not None and left is not None and not left.any():
-        return before
-    with console.search(label) as tick:
-        found = image.image_wasserstein(
-            model, x, y, eps=eps, ball=ball, only=left, batch_size=size, callback=tick
-        )
-    return found if before is None else driver.best(before, found)
+    known = [*before.values()][-1] if before else None
+    left = None if known is None else np.asarray(known.correct & ~known.success)
+    if known is not None and left is not None and not left.any():
+        return known
+    found = image.image_wasserstein(model, x, y, eps=eps, only=left, **how, **_kept(task, tick))
+    found = _light(found)
+    return found if known is None else jax.device_get(driver.best(known, found))
+
+
+def _kept(task: tasks.Task, tick: Callable[[Progress], None]) -> dict[str, Any]:
+    return task.saving(parts=True) | {"callback": task.heard(tick)}
+
+
+def _light(found: Found) -> Found:
+    """Without the plans: costs are measured, and nothing here asks for them again."""
+    return jax.device_get(dataclasses.replace(found, proof=None))
+
+
+def _robust(found: Found) -> float:
+    return float(100 * np.mean(found.correct & ~found.success))
 
 
 def _measured(found: Found, x: np.ndarray, eps: float, high: float) -> dict[str, float]:
@@ -177,7 +201,7 @@ def _measured(found: Found, x: np.ndarray, eps: float, high: float) -> dict[str,
     mass = before.sum(axis=(1, 2, 3))
     drift = np.abs(after.sum(axis=(1, 2, 3)) - mass) / np.where(mass > 0, mass, 1.0)
     return {
-        "robust_accuracy": float(100 * np.mean(found.correct & ~found.success)),
+        "robust_accuracy": _robust(found),
         "max_cost_over_eps": float(np.max(found.cost) / eps),
         "max_mass_error": float(drift.max()),
         "max_box_excess": max(0.0, float(-after.min()), float(after.max() - high)),
@@ -185,39 +209,26 @@ def _measured(found: Found, x: np.ndarray, eps: float, high: float) -> dict[str,
 
 
 def _least(
-    parsed: argparse.Namespace,
     model: Model,
     x: np.ndarray,
     y: np.ndarray,
-    ball: image.ImageWasserstein,
-    pixels: int,
-    known: Found,
-    spent: process.Compiling,
-    console: Console,
-) -> dict[str, Any]:
-    """The least radii, and what is said of them."""
-    began, compiled = time.perf_counter(), spent.seconds
-    with console.search("radii") as tick:
-        own = image.minimum_radius(
-            model, x, y, ball=ball, batch_size=parsed.batch_size, callback=tick
-        )
-    compiled = spent.seconds - compiled
-    seconds = (time.perf_counter() - began - compiled) / len(y)
-    found = jax.device_get(driver.best(own, known))
+    how: dict[str, Any],
+    tick: Callable[[Progress], None],
+    task: tasks.Task,
+) -> Found:
+    """The nearest flips."""
+    return _light(image.minimum_radius(model, x, y, **how, **_kept(task, tick)))
+
+
+def _radii(found: Found, pixels: int) -> tuple[bytes, dict[str, Any]]:
+    """The archive of ``--radii``, and what is said of it."""
     radius = np.where(found.success, found.cost, np.inf)
     buffer = io.BytesIO()
     np.savez_compressed(
         buffer, radius=radius, k=radius * pixels, correct=found.correct, x_adv=found.x_adv
     )
-    files.write(parsed.radii, buffer.getvalue())
-    middle = float(np.median(radius) * pixels)
-    console.say(f"radii: median k {middle:.2f}, {int(np.isinf(radius).sum())} not found")
-    return {
-        "median_k": report.number(middle),
-        "not_found": int(np.isinf(radius).sum()),
-        "seconds_per_image": seconds,
-        "compile_seconds": compiled,
-    }
+    middle = report.number(float(np.median(radius) * pixels))
+    return buffer.getvalue(), {"median_k": middle, "not_found": int(np.isinf(radius).sum())}
 
 
 def _points(x: np.ndarray, y: np.ndarray, results: dict[float, Found]) -> bytes:

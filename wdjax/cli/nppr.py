@@ -1,16 +1,16 @@
 """``python -m wdjax nppr``: probabilistic robustness of a PyTorch checkpoint, of every kind."""
 
 import argparse
-import time
-from typing import Any, get_args
+from collections.abc import Callable
+from typing import Any, TypeVar, get_args
 
 import jax
 import numpy as np
 
-from wdjax import driver, ensembles, metrics, norms, nppr
+from wdjax import driver, ensembles, metrics, norms, nppr, tasks
 from wdjax.attacks import PGD
 from wdjax.balls import Lp
-from wdjax.cli import options, process, subject
+from wdjax.cli import options, subject
 from wdjax.cli.console import Console
 from wdjax.core import Model
 from wdjax.nppr import family as families
@@ -19,6 +19,7 @@ from wdjax.nppr.estimate import Estimate, correct_inputs
 from wdjax.nppr.upsample import UPSAMPLE
 
 SCHEMA = "wdjax.nppr/1"
+T = TypeVar("T")
 
 _EXAMPLES = """examples:
   python -m wdjax nppr --arch wong_mnist --weights mnist.pth --data mnist.npz \\
@@ -50,10 +51,13 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         "all for all (default %(default)s)",
     )
     how.add_argument(
-        "--components", type=options.positive, default=7, help="of a mixture (default %(default)s)"
+        "--components",
+        type=options.COMPONENTS,
+        default=7,
+        help="of a mixture (default %(default)s)",
     )
     how.add_argument(
-        "--latent", type=options.positive, default=32, help="dimension of it (default %(default)s)"
+        "--latent", type=options.LATENT, default=32, help="dimension of it (default %(default)s)"
     )
     how.add_argument(
         "--upsample", choices=UPSAMPLE, default="learnable", help="(default %(default)s)"
@@ -71,51 +75,62 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         help="that a fit lowers; softplus is the paper's (default %(default)s)",
     )
     how.add_argument(
-        "--steps", type=options.positive, default=300, help="of a fit (default %(default)s)"
+        "--steps", type=options.STEPS, default=300, help="of a fit (default %(default)s)"
     )
     how.add_argument(
-        "--draws", type=options.positive, default=1000, help="copies a sample (default %(default)s)"
+        "--draws", type=options.DRAWS, default=1000, help="copies a sample (default %(default)s)"
     )
     how.add_argument(
         "--rare",
-        type=options.positive,
+        type=options.SAMPLES,
         metavar="N",
         help="also the probability that a copy under uniform noise fails, by importance sampling "
         "checked by splitting, of the first N samples that lost none (--norm linf)",
     )
-    how.add_argument("--seed", type=int, default=0, help="of everything (default %(default)s)")
     how.add_argument(
-        "--batch-size", type=options.positive, metavar="B", help="copies on the device at once"
+        "--seed", type=options.SEED, default=0, help="of everything (default %(default)s)"
+    )
+    how.add_argument(
+        "--batch-size", type=options.BATCH, metavar="B", help="copies on the device at once"
     )
     subject.declare_out(parser)
     parser.set_defaults(command=run)
 
 
 def run(parsed: argparse.Namespace, console: Console) -> int:
-    """Fits, measures, prints, then writes."""
+    """Fits, measures and writes; every number is said at once."""
     modes = _modes(parsed.mode)
     if parsed.rare and parsed.norm != "linf":
         raise ValueError(f"--rare is for --norm linf, got {parsed.norm}.")
-    subject.check_writable(parsed.json)
+    subject.check_places(parsed)
     model, x, y = subject.load(parsed)
     if len(y) < 4:
         raise ValueError(f"NPPR is fitted on one half and measured on the other: {len(y)} samples.")
-    first, held = slice(len(y) // 2), slice(len(y) // 2, None)
-    spent, began = process.Compiling(), time.perf_counter()
-    fixed = _fixed(parsed, model, x[held], y[held])
-    for name, row in fixed.items():
-        console.say(f"PR {name}: {row['value']:.2f} %")
-    rare = _rare(parsed, model, (x[held], y[held]), fixed["uniform"]["per_input"])
+    train, held = ((x[half], y[half]) for half in (slice(len(y) // 2), slice(len(y) // 2, None)))
+    work, done = subject.begin(parsed, model, x, y), []
+
+    def do(name: str, part: Callable[..., T], *given: Any) -> T:
+        done.append(work.do(name, lambda task: part(parsed, model, *given, task)))
+        return done[-1].value
+
+    fixed = {}
+    for name, own in _noises(parsed).items():
+        fixed[name] = do(f"PR {name}", _fixed, own, held)
+        console.say(f"PR {name}: {fixed[name]['value']:.2f} %")
+    rare = do("rare", _rare, held, fixed["uniform"]["per_input"])
     for row in rare:
         ends = "[{:.2g}, {:.2g}]".format(*row["interval"])
         console.say(f"rare, held-out sample {row['sample']}: {row['value']:.2g} {ends}")
         if row["remark"]:
             console.warn(f"  CAREFUL, sample {row['sample']}: {row['remark']}")
-    attacked = _attacked(parsed, model, x[held], y[held], console)
+    with console.search("attack") as tick:
+        attacked = do("AR", _attacked, held, tick)
     console.say(f"AR: {attacked['strong']:.2f} %")
+    for remark in attacked["remarks"]:
+        console.warn(f"  CAREFUL, AR: {remark}")
     fitted: dict[str, Any] = {}
     for mode in modes:
-        fitted[mode] = _fitted(parsed, mode, model, (x[first], y[first]), (x[held], y[held]))
+        fitted[mode] = do(f"NPPR {mode}", _fitted, mode, train, held)
         console.say(f"NPPR {mode}: {fitted[mode]['value']:.2f} %")
         if not fitted[mode]["learnt"]:
             console.warn(f"  CAREFUL, {mode}: no gradient reached the distribution")
@@ -132,15 +147,15 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         "ar": attacked,
         "pr": fixed,
         "inequalities": _inequalities(attacked, fitted, fixed),
-        "prbench": _prbench(parsed, model, x[held], y[held], (x[first], y[first])),
+        "prbench": do("PRBench", _prbench, held, train),
         "rare": rare,
-        "seconds": time.perf_counter() - began,
-        "compile_seconds": spent.seconds,
+        "seconds": subject.total(done),
+        "compile_seconds": subject.total(done, "compile_seconds"),
     }
     for claim, holds in content["inequalities"].items():
         if not holds:
             console.warn(f"  CAREFUL: {claim} does not hold, beyond the intervals")
-    subject.write(parsed.json, content)
+    subject.write(console, parsed.json, content)
     return 0
 
 
@@ -149,7 +164,7 @@ def _modes(text: str) -> list[nppr.Mode]:
     known = {"paper": families.PAPER, "all": nppr.MODES}
     if text in known:
         return [*known[text]]
-    words = [word.strip() for word in text.split(",") if word.strip()]
+    words = options.words(text)
     modes = [mode for mode in nppr.MODES if mode in words]
     if not modes or len(modes) != len(set(words)):
         raise ValueError(
@@ -177,13 +192,12 @@ def _ball(parsed: argparse.Namespace) -> Lp:
 
 def _measure(parsed: argparse.Namespace, model: Model, own: Any, x: Any, y: Any) -> Estimate:
     key = jax.random.key(parsed.seed + 1)
-    return nppr.estimate(
-        model, own, x, y, key=key, draws=parsed.draws, batch_size=parsed.batch_size
-    )
+    size = subject.batch(parsed, len(y) * parsed.draws)
+    return nppr.estimate(model, own, x, y, key=key, draws=parsed.draws, batch_size=size)
 
 
-def _fixed(parsed: argparse.Namespace, model: Model, x: Any, y: Any) -> dict[str, Any]:
-    """PR under every fixed distribution that the norm has."""
+def _noises(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Every fixed distribution that the norm has."""
     ball, eps = _ball(parsed), parsed.eps
     kinds: dict[str, Any] = {
         "uniform": noise.Uniform(eps, ball),
@@ -191,11 +205,18 @@ def _fixed(parsed: argparse.Namespace, model: Model, x: Any, y: Any) -> dict[str
     }
     if parsed.norm == "linf":
         kinds["gaussian_truncated"] = noise.TruncatedGaussian(eps, ball)
-    return {name: _row(_measure(parsed, model, own, x, y)) for name, own in kinds.items()}
+    return kinds
+
+
+def _fixed(
+    parsed: argparse.Namespace, model: Model, own: Any, held: Any, task: tasks.Task
+) -> dict[str, Any]:
+    """PR under a fixed distribution."""
+    return _row(_measure(parsed, model, own, *held))
 
 
 def _rare(
-    parsed: argparse.Namespace, model: Model, held: Any, shares: list[float]
+    parsed: argparse.Namespace, model: Model, held: Any, shares: list[float], task: tasks.Task
 ) -> list[dict[str, Any]]:
     """Of samples all of whose copies survived: probabilities of failure, and what they lack."""
     own, key = noise.Uniform(parsed.eps, _ball(parsed)), jax.random.key(parsed.seed + 3)
@@ -221,15 +242,15 @@ def _rare(
 
 
 def _attacked(
-    parsed: argparse.Namespace, model: Model, x: Any, y: Any, console: Console
+    parsed: argparse.Namespace, model: Model, held: Any, tick: Any, task: tasks.Task
 ) -> dict[str, Any]:
     """AR of PGD-20, and of everything, with the interval of a count."""
-    ball, key = _ball(parsed), jax.random.key(parsed.seed)
-    pgd = driver.search(
-        PGD(ball, steps=20, random_start=True), model, x, y, eps=parsed.eps, key=key
-    )
-    with console.search("attack") as tick:
-        fast = ensembles.fast(model, x, y, eps=parsed.eps, key=key, ball=ball, callback=tick).found
+    ball = _ball(parsed)
+    how: dict[str, Any] = {"eps": parsed.eps, "key": jax.random.key(parsed.seed)}
+    how["callback"] = task.heard(tick)
+    first, second = how | task.saving(), how | task.saving(parts=True)
+    pgd = driver.search(PGD(ball, steps=20, random_start=True), model, *held, **first)
+    fast = ensembles.fast(model, *held, ball=ball, **second).found
     right = np.asarray(pgd.correct)
     left = right & ~np.asarray(driver.best(pgd, fast).success)
     low, high = metrics.clopper_pearson(int(left.sum()), int(right.sum()))
@@ -238,14 +259,19 @@ def _attacked(
         "strong": 100 * float(np.mean(left[right])),
         "interval_of_population": [100 * float(low), 100 * float(high)],
         "faults": int(np.sum(pgd.fault | fast.fault)),
+        "remarks": [*pgd.remarks, *fast.remarks],
     }
 
 
 def _fitted(
-    parsed: argparse.Namespace, mode: nppr.Mode, model: Model, train: Any, held: Any
+    parsed: argparse.Namespace,
+    model: Model,
+    mode: nppr.Mode,
+    train: Any,
+    held: Any,
+    task: tasks.Task,
 ) -> dict[str, Any]:
     """A fit, and what survives it."""
-    began = time.perf_counter()
     family = nppr.Family(
         mode=mode,
         components=parsed.components,
@@ -262,8 +288,10 @@ def _fitted(
         family=family,
         schedule=schedule,
         ball=_ball(parsed),
+        callback=task.heard(lambda state: None),
+        **task.saving(),
     )
-    seconds = time.perf_counter() - began
+    seconds = task.spent["seconds"]
     x, y = held
     spread = nppr.spread_within(found, x[:50], y[:50], key=jax.random.key(parsed.seed))
     return {
@@ -298,9 +326,12 @@ def _inequalities(
     return claims
 
 
-def _prbench(parsed: argparse.Namespace, model: Model, x: Any, y: Any, train: Any) -> Any:
+def _prbench(
+    parsed: argparse.Namespace, model: Model, held: Any, train: Any, task: tasks.Task
+) -> Any:
     """PRBench's fields, which are of the linf ball."""
     if parsed.norm != "linf":
         return None
     key = jax.random.key(parsed.seed + 2)
-    return nppr.prbench(model, x, y, key=key, train=train, batch_size=parsed.batch_size)
+    size = subject.batch(parsed, len(held[1]) * parsed.draws)
+    return nppr.prbench(model, *held, key=key, train=train, batch_size=size)

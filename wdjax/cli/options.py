@@ -1,7 +1,9 @@
 """Types of options, and what their help says."""
 
 import argparse
+import dataclasses
 import math
+import re
 import textwrap
 from typing import Any
 
@@ -9,31 +11,105 @@ from wdjax import report
 
 ORDERS = {"1": 1.0, "2": 2.0, "inf": math.inf}
 
+_WHOLE = re.compile(r"[+-]?[0-9]+")
+_REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|[+-]?inf|nan", re.IGNORECASE)
 
-def number(text: str) -> float:
-    """A decimal number or a fraction of two.
 
-    >>> number("8/255") == 8 / 255, number("1e-2")
-    (True, 0.01)
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """A kind of number: what it may be, as the type of an option.
+
+    >>> Range(0, 1e6)("8/255") == 8 / 255, Range(1, 9, whole=True)("3")
+    (True, 3)
     """
-    above, slash, below = text.partition("/")
-    try:
-        return float(above) / float(below) if slash else float(above)
-    except (ValueError, ZeroDivisionError):
+
+    low: float
+    high: float
+    whole: bool = False
+
+    def __call__(self, text: str) -> Any:
+        """The number, in ASCII and without ornament: Python's own readers take more."""
+        value = _whole(text) if self.whole else _real(text)
+        if not self.low <= value <= self.high:
+            kind = "a whole number of" if self.whole else "finite and"
+            raise argparse.ArgumentTypeError(
+                f"must be {kind} at least {self.low:.10g}, and at most {self.high:.10g}, got "
+                f"{_shown(text)}"
+            )
+        return value
+
+
+def _whole(text: str) -> float:
+    if not _WHOLE.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {_shown(text)}")
+    return int(text) if len(text) < 20 else math.copysign(math.inf, float(text[:20]))
+
+
+def _real(text: str) -> float:
+    """A decimal number or a fraction of two."""
+    parts = text.split("/")
+    below = float(parts[1]) if len(parts) == 2 and _REAL.fullmatch(parts[1]) else 1.0
+    if len(parts) > 2 or not all(map(_REAL.fullmatch, parts)) or below == 0:
         raise argparse.ArgumentTypeError(
-            f"must be a number such as 0.03 or 8/255, got {text!r}"
-        ) from None
+            f"must be a number such as 0.03 or 8/255, got {_shown(text)}"
+        )
+    return float(parts[0]) / below
 
 
-def positive(text: str) -> int:
-    """A count of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
+def _shown(text: str) -> str:
+    """What came, without what a terminal would obey, and not all of it."""
+    return ascii(text if len(text) <= 60 else f"{text[:50]}... ({len(text)} characters)")
+
+
+# Every number of every command. The ends are far beyond use, and far within what the work can take:
+# float32 for reals, 32 bits for seeds and counters, memory for sizes.
+SEED = Range(0, 2**31 - 9, whole=True)  # Commands take a few seeds in a row.
+SAMPLES = Range(1, 2**31 - 1, whole=True)
+BATCH = Range(1, 2**20, whole=True)
+DRAWS = Range(1, 10**7, whole=True)
+VOTES = Range(1, 10**9, whole=True)
+STEPS = Range(1, 10**6, whole=True)
+SEARCHES = Range(1, 1000, whole=True)
+KEYS = Range(1, 1000, whole=True)
+RIVALS = Range(1, 10**6, whole=True)
+COMPONENTS = Range(1, 100, whole=True)
+LATENT = Range(1, 1024, whole=True)
+WINDOW = Range(1, 9999, whole=True)
+BUDGET = Range(0, 1e6)
+KAPPA = Range(1, 1e6)
+PIXELS = Range(1e-6, 1e9)
+POWER = Range(1, 100)
+DEVIATION = Range(1e-6, 1e6)
+LEVEL = Range(1e-12, 1 - 1e-12)
+SECONDS = Range(1e-3, 1e9)
+PAUSE = Range(0, 1e9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """A list of numbers of a kind, such as ``5,10,20``, each once: as the type of an option.
+
+    >>> Numbers(SEED)("0,1")
+    [0, 1]
+    """
+
+    kind: Range
+
+    def __call__(self, text: str) -> list[Any]:
+        kind = "whole numbers" if self.kind.whole else "numbers"
+        expected = f"must be {kind} such as 1,2,5, each once"
+        try:
+            found = [self.kind(word) for word in words(text)]
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{expected}, and each {error}") from None
+        if not found or len(set(found)) < len(found):
+            raise argparse.ArgumentTypeError(f"{expected}, got {_shown(text)}")
+        return found
+
+
+def words(text: str) -> list[str]:
+    """The words of a list."""
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def glossary(table: dict[str, Any]) -> str:

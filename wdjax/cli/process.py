@@ -1,17 +1,19 @@
-"""What a command asks of the process it runs in: signals, and a cache of compiled programs."""
+"""What a command asks of the process it runs in: signals, streams, a cache of compiled programs."""
 
 import _thread
+import contextlib
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 import jax
+
+from wdjax.cli.console import write
 
 TERMINATED = 128 + signal.SIGTERM
 INTERRUPTED = 128 + signal.SIGINT
@@ -24,7 +26,7 @@ _AGAIN = 1.0
 """Seconds after which a signal that did not end the command is given again."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def terminable() -> Iterator[None]:
     """Within it SIGTERM unwinds the stack as Ctrl-C does, so that nothing is left half done.
 
@@ -52,7 +54,7 @@ def terminable() -> Iterator[None]:
             unraisable(lost)
 
     # Whoever made the process deaf to Ctrl-C, as shells do in the background, has it so.
-    minds = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    minds = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
     numbers = (signal.SIGINT, signal.SIGTERM) if minds else (signal.SIGTERM,)
     before = {number: signal.signal(number, leave) for number in numbers}
     unraisable, sys.unraisablehook = sys.unraisablehook, dropped
@@ -74,19 +76,16 @@ def _interrupt(number: signal.Signals) -> None:
         _thread.interrupt_main(number)
 
 
-def cache_folder() -> Path:
-    """The user's folder for what can be made again."""
-    home = Path.home()
-    if sys.platform == "darwin":
-        base = home / "Library" / "Caches"
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-    return base / "wdjax" / "programs"
+def cache_folder() -> Path | None:
+    """The user's folder for what can be made again; None for a user who has no home."""
+    named = {"win32": "LOCALAPPDATA", "darwin": ""}.get(sys.platform, "XDG_CACHE_HOME")
+    usual = {"win32": "AppData/Local", "darwin": "Library/Caches"}.get(sys.platform, ".cache")
+    base = os.environ.get(named) or os.path.expanduser(f"~/{usual}")
+    # Without a home the tilde stays.
+    return None if base.startswith("~") else Path(base) / "wdjax" / "programs"
 
 
-@contextmanager
+@contextlib.contextmanager
 def compilation_cache(wanted: bool) -> Iterator[None]:
     """Within it compiled programs are kept, so that a command's second run does not compile.
 
@@ -95,13 +94,14 @@ def compilation_cache(wanted: bool) -> Iterator[None]:
     Args:
       wanted: with False nothing is read or kept at all.
     """
+    folder = cache_folder()
     settings = {
         "jax_enable_compilation_cache": wanted,
-        "jax_compilation_cache_dir": str(cache_folder()),
+        "jax_compilation_cache_dir": None if folder is None else str(folder),
         "jax_persistent_cache_min_compile_time_secs": _WORTH,
     }
     before = {name: getattr(jax.config, name) for name in settings}
-    if wanted and before["jax_compilation_cache_dir"] is not None:
+    if wanted and (folder is None or before["jax_compilation_cache_dir"] is not None):
         yield
         return
     for name, value in settings.items():
@@ -113,6 +113,14 @@ def compilation_cache(wanted: bool) -> Iterator[None]:
             jax.config.update(name, value)
 
 
+def silence_lost_streams() -> None:
+    """Lets what a stream could not take go nowhere, or the interpreter tries again as it ends."""
+    for stream in (sys.stdout, sys.stderr):
+        if write(stream, "") is not None:
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 _COMPILING = (
     "/jax/core/compile/jaxpr_trace_duration",
     "/jax/core/compile/jaxpr_to_mlir_module_duration",
@@ -120,13 +128,21 @@ _COMPILING = (
 )
 
 
-class Compiling:
-    """Counts the seconds that JAX says it spends on compilation from now on."""
+class Clock:
+    """Counts what is spent from now on: seconds of the wall, of the CPU, and, as JAX says, of
+    compilation."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self._compiling = 0.0
         jax.monitoring.register_event_duration_secs_listener(self._heard)
+
+    def __call__(self) -> dict[str, float]:
+        return {
+            "seconds": time.perf_counter(),
+            "cpu_seconds": time.process_time(),
+            "compile_seconds": self._compiling,
+        }
 
     def _heard(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event in _COMPILING:
-            self.seconds += duration_secs
+            self._compiling += duration_secs

@@ -2,17 +2,17 @@
 
 import argparse
 import io
-import time
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
-from wdjax import files
+from wdjax import tasks
 from wdjax.certify import noise, protocol, smoothing
 from wdjax.cli import options, subject
 from wdjax.cli.console import Console
-from wdjax.core import Model
+from wdjax.core import Model, Progress
 
 SCHEMA = "wdjax.smoothing/1"
 METHOD = "smoothing"
@@ -34,7 +34,7 @@ _OWN = ("sigma", "noise", "test", *_DEFAULTS)
 def declare(group: Any) -> None:
     """The options that only this method has; None where they are not given."""
     group.add_argument(
-        "--sigma", type=options.number, metavar="S", help="standard deviation of the noise"
+        "--sigma", type=options.DEVIATION, metavar="S", help="standard deviation of the noise"
     )
     group.add_argument(
         "--noise",
@@ -44,19 +44,19 @@ def declare(group: Any) -> None:
     )
     group.add_argument(
         "--n0",
-        type=options.positive,
+        type=options.VOTES,
         metavar="N0",
         help=f"votes that choose a class (default {_DEFAULTS['n0']})",
     )
     group.add_argument(
         "--votes",
-        type=options.positive,
+        type=options.VOTES,
         metavar="N",
         help=f"votes that bound its probability, at most (default {_DEFAULTS['votes']})",
     )
     group.add_argument(
         "--alpha",
-        type=options.number,
+        type=options.LEVEL,
         metavar="A",
         help=f"chance that a radius is wrong, a sample (default {_DEFAULTS['alpha']})",
     )
@@ -67,7 +67,10 @@ def declare(group: Any) -> None:
         "large as these show (default sequential)",
     )
     group.add_argument(
-        "--seed", type=int, help=f"of the noise (default {_DEFAULTS['seed']})", metavar="SEED"
+        "--seed",
+        type=options.SEED,
+        help=f"of the noise (default {_DEFAULTS['seed']})",
+        metavar="SEED",
     )
 
 
@@ -86,37 +89,72 @@ def check(parsed: argparse.Namespace) -> None:
 
 
 def run(
-    parsed: argparse.Namespace, model: Model, x: np.ndarray, y: np.ndarray, console: Console
+    parsed: argparse.Namespace,
+    work: tasks.Tasks,
+    model: Model,
+    x: np.ndarray,
+    y: np.ndarray,
+    console: Console,
 ) -> int:
-    """Certifies, prints, then writes."""
+    """Certifies, writes, then says what is verified."""
     own = {name: getattr(parsed, name) for name in _OWN}
     own = {name: _DEFAULTS.get(name) if value is None else value for name, value in own.items()}
-    added = _noise(parsed)
-    test: protocol.Test = own["test"] or "sequential"
-    began = time.perf_counter()
+    own["test"] = own["test"] or "sequential"
+    own["noise"] = _noise(parsed)
     with console.search("votes") as tick:
-        found = smoothing.certify(
-            model,
-            x,
-            y,
-            noise=added,
-            key=jax.random.key(own["seed"]),
-            eps=parsed.eps if test == "sequential" else None,
-            n0=own["n0"],
-            n=own["votes"],
-            alpha=own["alpha"],
-            test=test,
-            batch_size=parsed.batch_size,
-            callback=tick,
-            checkpoint=parsed.checkpoint,
-        )
-    content = {
-        **subject.described(parsed, SCHEMA, len(y)),
+
+        def certify(task: tasks.Task) -> smoothing.SmoothedCertificate:
+            return _certify(parsed, own, model, x, y, task, tick)
+
+        found, spent = work.do("votes", certify, smoothing.SmoothedCertificate)
+    content = _content(parsed, own, found) | {"seconds": spent["seconds"]}
+    others = {parsed.radii: None if parsed.radii is None else _archive(found, parsed.eps)}
+    subject.write(console, parsed.json, content, others)
+    console.say(
+        f"{content['verified']} of {len(y)} verified within {parsed.eps:g} by "
+        f"{content['votes_per_image']:.0f} votes each, {content['abstained']} abstained"
+    )
+    if content["faults"]:
+        console.warn(f"  CAREFUL: {content['faults']} votes had logits that are not finite")
+    return 0
+
+
+def _certify(
+    parsed: argparse.Namespace,
+    own: dict[str, Any],
+    model: Model,
+    x: np.ndarray,
+    y: np.ndarray,
+    task: tasks.Task,
+    tick: Callable[[Progress], None],
+) -> smoothing.SmoothedCertificate:
+    return smoothing.certify(
+        model,
+        x,
+        y,
+        noise=own["noise"],
+        key=jax.random.key(own["seed"]),
+        eps=parsed.eps if own["test"] == "sequential" else None,
+        n0=own["n0"],
+        n=own["votes"],
+        alpha=own["alpha"],
+        test=own["test"],
+        batch_size=subject.batch(parsed, len(y) * (own["n0"] + own["votes"])),
+        callback=task.heard(tick),
+        **task.saving(),
+    )
+
+
+def _content(
+    parsed: argparse.Namespace, own: dict[str, Any], found: smoothing.SmoothedCertificate
+) -> dict[str, Any]:
+    """What is written as JSON."""
+    return {
+        **subject.described(parsed, SCHEMA, len(found.correct)),
         "method": METHOD,
         "claim": f"smoothed classifier, each radius at level {1 - own['alpha']:g}",
-        "noise": type(added).__name__.lower(),
-        **{name: own[name] for name in ("sigma", *_DEFAULTS)},
-        "test": test,
+        "noise": type(own["noise"]).__name__.lower(),
+        **{name: own[name] for name in ("sigma", *_DEFAULTS, "test")},
         "clean_accuracy": float(np.mean(found.correct)),
         "abstained": int(np.sum(found.abstained)),
         "verified": int(np.sum(found.radius >= parsed.eps)),
@@ -127,18 +165,7 @@ def run(
         },
         "votes_per_image": float(np.mean(found.votes)),
         "faults": int(np.sum(found.faults)),
-        "seconds": time.perf_counter() - began,
     }
-    console.say(
-        f"{content['verified']} of {len(y)} verified within {parsed.eps:g} by "
-        f"{content['votes_per_image']:.0f} votes each, {content['abstained']} abstained"
-    )
-    if content["faults"]:
-        console.warn(f"  CAREFUL: {content['faults']} votes had logits that are not finite")
-    subject.write(parsed.json, content)
-    if parsed.radii is not None:
-        files.write(parsed.radii, _archive(found, parsed.eps))
-    return 0
 
 
 def _noise(parsed: argparse.Namespace) -> Added:

@@ -1,15 +1,22 @@
-"""What commands work on, a converted checkpoint and samples, and where their JSON goes."""
+"""What commands work on, a converted checkpoint and samples, and where their results go."""
 
 import argparse
-import sys
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from wdjax import convert, data, files, norms, report
-from wdjax.cli import options
+from wdjax import convert, data, files, identity, norms, report, tasks
+from wdjax.cli import options, process
+from wdjax.cli.console import Console
 from wdjax.core import Model
+
+_EVERY = 60.0
+_ELSEWHERE = {"json", "points", "plot", "radii", "out", "checkpoint", "every", "quiet", "cache"}
+_ELSEWHERE |= {"weights", "data", "batch_size", "command"}
+"""Options that do not change a result, or whose content is compared instead of their names."""
 
 
 def declare(parser: argparse.ArgumentParser, title: str) -> None:
@@ -25,7 +32,7 @@ def declare(parser: argparse.ArgumentParser, title: str) -> None:
         help="x [n, height, width, channels], uint8 or floats in [0, 1], and labels y [n]",
     )
     what.add_argument(
-        "--samples", type=options.positive, metavar="N", help="the first N; all if left"
+        "--samples", type=options.SAMPLES, metavar="N", help="the first N; all if left"
     )
 
 
@@ -34,7 +41,7 @@ def declare_budget(group: Any, *more: str) -> None:
     choices = [*sorted(norms.NAMES), *more]
     group.add_argument("--norm", required=True, choices=choices, help="of a move")
     group.add_argument(
-        "--eps", required=True, type=options.number, help="the budget, such as 0.1 or 8/255"
+        "--eps", required=True, type=options.BUDGET, help="the budget, such as 0.1 or 8/255"
     )
 
 
@@ -42,14 +49,52 @@ def declare_out(parser: argparse.ArgumentParser) -> Any:
     """The group of what is written, the JSON first."""
     group = parser.add_argument_group("what is written")
     group.add_argument("--json", required=True, metavar="OUT", help="a file, or - for stdout")
+    declare_checkpoint(group)
     return group
 
 
-def check_writable(json: str, *paths: Path | None) -> None:
-    """Refuses before the work what could not be written after it."""
+def declare_checkpoint(group: Any) -> None:
+    """The options of work that can be interrupted."""
+    group.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="a folder to save the work to: interrupted or killed at any moment and begun anew, "
+        "the same command goes on from there to the same result",
+    )
+    group.add_argument(
+        "--every",
+        type=options.PAUSE,
+        metavar="S",
+        help=f"least seconds between two savings (default {_EVERY:g})",
+    )
+
+
+def check_places(parsed: argparse.Namespace, *paths: Path | None) -> None:
+    """Refuses before the work what could not be written during it or after it."""
+    json = getattr(parsed, "json", "-")
     for path in (*paths, None if json == "-" else json):
         if path is not None:
             files.check_writable(path)
+    if parsed.checkpoint is not None:
+        tasks.check_writable(parsed.checkpoint)
+    elif parsed.every is not None:
+        raise ValueError(f"--every {parsed.every:g} would be ignored: it is for --checkpoint DIR.")
+
+
+def begin(parsed: argparse.Namespace, *trees: Any) -> tasks.Tasks:
+    """The command's work as tasks, kept in ``--checkpoint``; ``trees`` are what it is of."""
+    words = {name: value for name, value in vars(parsed).items() if name not in _ELSEWHERE}
+    words["command"] = parsed.command.__module__.rpartition(".")[2]
+    words["versions"] = report.versions()
+    mark = b"" if parsed.checkpoint is None else identity.digest(words, *trees)
+    return tasks.Tasks(
+        parsed.checkpoint,
+        every=_EVERY if parsed.every is None else parsed.every,
+        identity=mark,
+        about=words,
+        clock=process.Clock(),
+    )
 
 
 def load(parsed: argparse.Namespace) -> tuple[Model, np.ndarray, np.ndarray]:
@@ -58,6 +103,11 @@ def load(parsed: argparse.Namespace) -> tuple[Model, np.ndarray, np.ndarray]:
     samples = data.load_npz(parsed.data)
     x, y = samples if parsed.samples is None else samples.take(parsed.samples)
     return model, x, y
+
+
+def batch(parsed: argparse.Namespace, most: int) -> int | None:
+    """``--batch-size``, as far as there is so much: what is larger would be padding."""
+    return None if parsed.batch_size is None else min(parsed.batch_size, most)
 
 
 def described(parsed: argparse.Namespace, schema: str, samples: int) -> dict[str, Any]:
@@ -74,10 +124,26 @@ def described(parsed: argparse.Namespace, schema: str, samples: int) -> dict[str
     }
 
 
-def write(json: str, content: dict[str, Any]) -> None:
-    """To a file, or to stdout for -."""
+def write(
+    console: Console,
+    json: str | Path,
+    content: Mapping[str, Any],
+    others: Mapping[Path, bytes | str | None] = {},
+) -> None:
+    """Writes every file of a command whole, the JSON last, so that where it is the others are.
+
+    The JSON goes to a file, or to standard output for -.
+    """
+    for path, whole in others.items():
+        if path is not None and whole is not None:
+            files.write(path, whole)
+    text = report.dumps(content)
     if json == "-":
-        sys.stdout.write(report.dumps(content))
-        sys.stdout.flush()
+        console.result(text)
     else:
-        files.write(json, report.dumps(content))
+        files.write(json, text)
+
+
+def total(done: list[tasks.Done[Any]], clock: str = "seconds") -> float:
+    """What several tasks spent together."""
+    return math.fsum(one.spent[clock] for one in done)

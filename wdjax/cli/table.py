@@ -104,6 +104,14 @@ METHODS: dict[str, Callable[..., Any]] = {**ATTACKS, **SEARCHES}
 """Every name."""
 
 
+RIVALS: dict[str, Callable[[int | None], Any]] = {
+    "wda": lambda count: attacks.WDA(rivals=count),
+    "wda++": lambda count: attacks.WDAPlusPlus(rivals=count),
+    "a3-wda": lambda count: attacks.WDA(rivals=count),
+}
+"""Those that choose among rivals, and who says of how many."""
+
+
 class Column(NamedTuple):
     """An attack, and what its points are spent in."""
 

@@ -123,7 +123,8 @@ def a3(
             attack, draw = _attack(ball, turn, number, down), jax.random.fold_in(key, number)
             own = _ask(
                 attack, finisher, model, x, y, eps=eps, key=draw, only=chosen,
-                checkpoint=None if checkpoint is None else place / f"{number:03d}", **options,
+                checkpoint=None if checkpoint is None else place / f"{number:03d}.safetensors",
+                **options,
             )  # fmt: skip
             if turn == _FIRST:
                 down = _leans_down(attack, own, draw, options.get("index"))
@@ -142,7 +143,7 @@ def a3_wda(
     eps: Any,
     key: Array,
     ball: Lp = Lp(),
-    rivals: int = 9,
+    rivals: int | None = None,
     **options: Any,
 ) -> Found:
     """A3-WDA: :func:`a3` whose ascents are those of the Wasserstein distributional attack.
@@ -158,7 +159,7 @@ def a3_wda(
       eps: the radius, a number or ``[n]``.
       key: a typed ``jax.random.key``.
       ball: norm and box.
-      rivals: classes that WDA tries at most.
+      rivals: classes that WDA tries at most; by default as many as it does by itself.
       **options: of :func:`a3`.
 
     Returns:
@@ -195,7 +196,7 @@ def _ask(
     if not attack.probes:
         return driver.search(finisher, model, x, y, only=only, checkpoint=checkpoint, **options)
     first, second = (
-        None if checkpoint is None else checkpoint.with_name(f"{checkpoint.name}-{part}")
+        None if checkpoint is None else checkpoint.with_stem(f"{checkpoint.stem}-{part}")
         for part in ("start", "ascent")
     )
     attack = replace(attack, steps=0, until=None)

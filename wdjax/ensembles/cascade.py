@@ -71,10 +71,10 @@ def cascade(
             )
     found, left = None, only
     for number, (name, attack) in enumerate(members.items()):
-        folder = None if checkpoint is None else Path(checkpoint) / f"{number:02d}-{name}"
+        file = f"{number:02d}-{name}.safetensors"
         own = driver.search(
             attack, model, x, y, eps=eps, key=jax.random.fold_in(key, number), only=left,
-            checkpoint=folder, **options,
+            checkpoint=None if checkpoint is None else Path(checkpoint) / file, **options,
         )  # fmt: skip
         found = own if found is None else driver.best(found, own)
         left = survivors(found, only)

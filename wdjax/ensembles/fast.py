@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -142,8 +141,7 @@ def _hunt(
         seen = ask.search(len(legs), walk, eps=scale, only=only)
         known = np.where(seen.success, np.asarray(seen.cost, float), np.inf)
         distance = np.where(only, np.minimum(distance, known), distance)
-        hits = seen.success & (seen.cost <= radii) & left
-        found = driver.joined(found, replace(seen, done=hits), hits)
+        found = driver.within(found, seen, radii)
         legs.append(_leg(f"walk, the nearest {share:.3g}", found))
         idle = 0 if legs[-1].accuracy < legs[-2].accuracy else idle + 1
     return Account(found, tuple(legs))

@@ -40,7 +40,7 @@ class Question(NamedTuple):
         only: np.ndarray | None = None,
     ) -> Found:
         """Search ``number`` of the ensemble; see :func:`wdjax.search`."""
-        folder = None if self.checkpoint is None else self.checkpoint / f"{number:04d}"
+        folder = None if self.checkpoint is None else self.checkpoint / f"{number:04d}.safetensors"
         return search(
             attack,
             self.model,

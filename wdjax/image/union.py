@@ -51,6 +51,7 @@ def image_wasserstein(
     the cross-entropy and the margin, at two temperatures, the last in half the radius. Each begins
     where nothing has moved: from the best point so far, the union was up to three points weaker.
     Each image that counts is in the ball and in the box, and its plan is handed over in ``proof``.
+    Where :func:`minimum_radius` is asked too, let :func:`wdjax.driver.within` count its flips.
 
     Args:
       model: as for :func:`wdjax.search`.

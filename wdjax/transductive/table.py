@@ -33,7 +33,8 @@ class Row(NamedTuple):
 class Case(NamedTuple):
     """A defence and the games that it plays."""
 
-    defense: Defense
+    build: Callable[[], Defense]
+    """Trains what it needs."""
     eps: float
     size: int | None
     """Inputs a round."""
@@ -117,14 +118,17 @@ _adversarial_mlp = functools.partial(models.mlp, (64, 128, 10))
 
 def _rmc(given: Given, robust: bool) -> Case:
     eps, count = 0.15, given.iterations or 10
-    model = _trained(given, _mlp, 600, eps if robust else 0.0)
     copies = PGD(steps=40, step_size=eps / 10, random_start=True)
     epochs = 25 if robust else 100
-    defense = RMC(model=model, attack=copies, eps=eps, neighbours=256, epochs=epochs)
+
+    def build() -> Defense:
+        model = _trained(given, _mlp, 600, eps if robust else 0.0)
+        return RMC(model=model, attack=copies, eps=eps, neighbours=256, epochs=epochs)
+
     rows = dict(_usual(_pgd(eps), count))
     del rows["gmsa-min-one-leg"]
     rows["pgd-skip"] = Row(pgd_skip(_pgd(eps)))
-    return Case(defense, eps, 1, 40 if robust else 60, rows)
+    return Case(build, eps, 1, 40 if robust else 60, rows)
 
 
 def rmc_standard(given: Given) -> Case:
@@ -140,52 +144,57 @@ def rmc_adversarial(given: Given) -> Case:
 def dent(given: Given) -> Case:
     """DENT: affine parameters of every sample, by information maximisation."""
     eps = 0.1
-    model = _trained(given, _norm_mlp, 600, eps)
     how = {"loss": objectives.margin, "judge": objectives.confidence, "restarts": 5, "rivals": 9}
     rows = dict(_usual(_pgd(eps), given.iterations or 3, **how))
     rows["transfer-sorted"] = Row(transfer(_pgd(eps), **how), {"order": "labels"})
     rows["transfer-first-fall"] = Row(transfer(_pgd(eps), keep="first", **how))
-    return Case(DENT(model), eps, 128, 256, rows)
+    return Case(lambda: DENT(_trained(given, _norm_mlp, 600, eps)), eps, 128, 256, rows)
 
 
 def dann(given: Given) -> Case:
     """DANN: domain-adversarial training for every set of inputs."""
     eps = 0.15
-    defense = DANN(network=_norm_mlp, discriminator=_discriminator, steps=800)
-    return Case(defense, eps, None, 500, dict(_usual(_pgd(eps), given.iterations or 10)))
+    build = functools.partial(DANN, network=_norm_mlp, discriminator=_discriminator, steps=800)
+    return Case(build, eps, None, 500, dict(_usual(_pgd(eps), given.iterations or 10)))
 
 
 def tadv(given: Given) -> Case:
     """TADV: adversarial training with private randomness for every set of inputs."""
     eps = 0.15
     foe = PGD(steps=10, random_start=True, iterate="last")
-    defense = TADV(network=_adversarial_mlp, attack=foe, eps=eps, steps=600)
+    build = functools.partial(TADV, network=_adversarial_mlp, attack=foe, eps=eps, steps=600)
     rows = dict(_usual(_pgd(eps), given.iterations or 10))
     rows["transfer-first-fall"] = Row(transfer(_pgd(eps), keep="first"))
     rows["seed-leaked"] = Row(fpa(_pgd(eps), 2), {"leak": "seed", "draws": 1})
-    return Case(defense, eps, None, 500, rows)
+    return Case(build, eps, None, 500, rows)
 
 
 def urejectron(given: Given) -> Case:
     """URejectron: a discriminator of training data and inputs refuses."""
     eps, count = 0.15, given.iterations or 5
-    defense = URejectron(model=_trained(given, _mlp, 600), discriminator=_detector)
     rows = {
         "transfer": Row(transfer(_pgd(eps))),
         "joint": Row(gmsa_avg(_pgd(eps), count, loss=objectives.unnoticed)),
     }
-    return Case(defense, eps, None, 500, rows)
+
+    def build() -> Defense:
+        return URejectron(model=_trained(given, _mlp, 600), discriminator=_detector)
+
+    return Case(build, eps, None, 500, rows)
 
 
 def purify(given: Given) -> Case:
     """Purification: inputs move to where the model is sure; attacks differentiate through it."""
     eps = 0.1
-    model = _trained(given, _mlp, 600, eps)
     rows = {
         "transfer": Row(transfer(_pgd(eps))),
         "gmsa-avg": Row(gmsa_avg(_pgd(eps), given.iterations or 2, simulations=4)),
     }
-    return Case(Purify(model, radius=0.1, step_size=0.05), eps, None, 200, rows)
+
+    def build() -> Defense:
+        return Purify(_trained(given, _mlp, 600, eps), radius=0.1, step_size=0.05)
+
+    return Case(build, eps, None, 200, rows)
 
 
 CASES: dict[str, Callable[[Given], Case]] = {
