@@ -169,9 +169,9 @@ class MeanSparse(nnx.Module):
     """
 
     def __init__(self, features, *, rngs=None):
-        self.mean = parameter(rngs, (features,), kind=nnx.BatchStat)
-        self.var = parameter(rngs, (features,), ones, kind=nnx.BatchStat)
-        self.threshold = parameter(rngs, (), kind=nnx.BatchStat)
+        self.mean = parameter(rngs, (features,), kind=nnx.Variable)
+        self.var = parameter(rngs, (features,), ones, kind=nnx.Variable)
+        self.threshold = parameter(rngs, (), kind=nnx.Variable)
 
     def __call__(self, x):
         mean, band = self.mean[...], self.threshold[...] * jnp.sqrt(self.var[...])
