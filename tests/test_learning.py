@@ -80,7 +80,7 @@ def batches(epochs, n, size):
 
 @fast
 def test_a_flax_module_is_trained_as_by_flax(samples):
-    """Parameters, averages and random state are those of Flax's own loop with ``module.train()``."""
+    """Parameters, averages and random state are those of a loop of Flax's own."""
     x, y = samples
     found = training.train(
         own(Net()), x, y, key=KEY, epochs=3, batch_size=16, optimizer=RULE

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from wdjax import (
+    arguments,
     diagnosis,
     identity,
     independence,
@@ -112,6 +113,7 @@ def search(
     >>> found.success.tolist(), found.fault.tolist()
     ([True, False], [False, False])
     """
+    arguments.check("key", "eps", attack=attack, model=model, x=x, y=y, eps=eps, key=key)
     _check_needs(attack, eps, key)
     own = None if criterion is losses.decision_margin else criterion
     x, y = jnp.asarray(x), y if validate.traced(y) else np.asarray(y)
@@ -267,6 +269,7 @@ def run(
     >>> float(run(PGD(steps=5), model, x, y, eps=0.2, kappa=2.0).accuracy)
     0.5
     """
+    arguments.check(attack=attack, model=model, x=x, y=y, eps=eps)
     order = validate.check_order(order)
     eps = validate.check_number("eps", eps)
     if kappa is None and attack.budget != "none":

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import aims, driver, identity, loop, losses, models, program, validate
+from wdjax import aims, arguments, driver, identity, loop, losses, models, program, validate
 from wdjax.aims import Aim, Blur, Certificate, Noise, Opponent, Proof
 from wdjax.core import AnyArray, Array, Attack, PyTree
 
@@ -126,6 +126,17 @@ def train(
     >>> float(trained.history.accuracy[-1])
     1.0
     """
+    arguments.check(
+        "attack",
+        "eps",
+        attack=attack,
+        model=model,
+        x=x,
+        y=y,
+        eps=eps,
+        key=key,
+        ball=getattr(certificate, "ball", None),
+    )
     epochs = validate.check_count("epochs", epochs)
     batch_size = validate.check_count("batch_size", batch_size)
     x, y = validate.check_samples(model, x, y, (0.0, 1.0) if attack is None else attack.ball.box)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.typing import ArrayLike
 
-from wdjax import losses, metrics, norms, parallel
+from wdjax import arguments, losses, metrics, norms, parallel
 from wdjax.core import Array, Found, Result
 from wdjax.parallel import AnyArray
 from wdjax.validate import check_number, check_order, traced
@@ -124,6 +124,7 @@ def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Res
     >>> [round(float(w), 2) for w in spend(found, eps=0.1).weight]
     [1.0, 0.33]
     """
+    arguments.check(eps=eps)
     order = check_order(order)
     eps = check_number("eps", eps)
     kappa = None if kappa is None else check_number("kappa", kappa, 1.0)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from wdjax import norms
+from wdjax import arguments, norms
 from wdjax.certify import continuity, domain, interval
 from wdjax.core import Array
 
@@ -105,6 +105,7 @@ def layer_product(
     >>> round(float(layer_product(model, jnp.zeros(2), jnp.ones(2), norm=jnp.inf)[0, 1]), 3)
     12.0
     """
+    arguments.check(model=model)
     return _constants(_layer_product, model, lower, upper, norm, labels)
 
 
@@ -163,6 +164,7 @@ def interval_jacobian(
     >>> round(float(interval_jacobian(model, jnp.zeros(2), jnp.ones(2), norm=jnp.inf)[0, 1]), 3)
     8.0
     """
+    arguments.check(model=model)
     return _constants(_interval_jacobian, model, lower, upper, norm, labels)
 
 
@@ -218,6 +220,7 @@ def margin_lipschitz(
     >>> sizes.shape, round(float(sizes[0, 1]), 3)
     ((1, 2), 2.828)
     """
+    arguments.check(model=model)
     return jnp.minimum(
         layer_product(model, lower, upper, norm=norm, labels=labels),
         interval_jacobian(model, lower, upper, norm=norm, labels=labels),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from wdjax import independence, norms, parallel, validate
+from wdjax import arguments, independence, norms, parallel, validate
 from wdjax.balls import Lp
 from wdjax.certify import branch, lipschitz, margins, region
 from wdjax.certify.lipschitz import Classifier
@@ -76,6 +76,7 @@ def margin_bounds(
     >>> [round(low, 3) for low in margin_bounds(model, x, y, norm=jnp.inf, eps=0.1)[0].tolist()]
     [inf, 0.6]
     """
+    arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
     ball = Lp(norm, box)
     validate.check_choice("method", method, METHODS)
     if not seconds > 0:
@@ -134,6 +135,7 @@ def certified(
     >>> certified(model, x, y, norm=jnp.inf, eps=0.1).tolist()
     [True, False]
     """
+    arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
     how: dict[str, Any] = {"norm": norm, "eps": eps, "box": box, "batch_size": batch_size}
     low = margin_bounds(model, x, y, method=method, seconds=seconds, **how)
     return jnp.all(low > 0, axis=-1)
@@ -177,6 +179,7 @@ def radius(
     >>> [round(r, 3) for r in radius(model, x, y, norm=2).tolist()]
     [0.566, 0.0]
     """
+    arguments.check(model=model, x=x, y=y)
     ball = Lp(norm, box)
     validate.check_choice("method", method, METHODS)
     if method == "bab":

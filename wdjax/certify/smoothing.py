@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from wdjax import identity, loop, program, rounds, validate
+from wdjax import arguments, identity, loop, program, rounds, validate
 from wdjax.certify import binomial, protocol, votes
 from wdjax.certify.grid import Noise
 from wdjax.certify.protocol import ABSTAIN, SmoothedCertificate, Test
@@ -105,6 +105,7 @@ def certify(
     >>> (quick.radius >= 0.05).tolist(), bool(quick.votes.max() < 1000)
     ([True, True], True)
     """
+    arguments.check("eps", model=model, x=x, y=y, noise=noise, eps=eps, key=key)
     _check_given(model, noise, key, x, y)
     plan = protocol.plan(eps, noise, n0, n, alpha, test)
     x, y = validate.check_samples(model, x, y, box)
@@ -171,6 +172,7 @@ def predict(
     >>> predict(model, x, noise=Gaussian(0.25), key=jax.random.key(0)).tolist()
     [0, -1]
     """
+    arguments.check(model=model, x=x, noise=noise, key=key)
     binomial.check_level(alpha)
     how: dict[str, Any] = {"index": index, "batch_size": batch_size, "mesh": mesh}
     return decide(tally(model, x, noise=noise, key=key, n=n, **how), alpha)
@@ -204,6 +206,7 @@ def tally(
     Returns:
       ``[n, K + 1]`` counts; the last column is that of logits that are not finite.
     """
+    arguments.check(model=model, x=x, noise=noise, key=key)
     _check_given(model, noise, key, x)
     count = validate.check_count("n", n)
     x, _ = validate.check_samples(model, x, np.zeros(len(x), np.int32), None)
@@ -267,6 +270,8 @@ def soft(
     >>> soft(model, x, noise=Gaussian(0.25), key=jax.random.key(0))(x).shape
     (1, 2)
     """
+    arguments.check(model=model, x=x, noise=noise, key=key)
+    validate.shapes_of(model, x)
     keys = jax.random.split(key, validate.check_count("count", count))
     patterns = jax.vmap(lambda own: noise.pattern(own, x.shape[1:], x.dtype))(keys)
     return Model(_soft, {"model": model, "noise": noise, "patterns": patterns})
@@ -284,12 +289,7 @@ def _check_given(model: Any, noise: Any, key: Any, *samples: Any) -> None:
     """Refuses what could not be counted, or not as a certificate wants it."""
     if validate.traced(model, noise, key, samples) or validate.staged():
         raise ValueError("votes are counted on the host; smooth outside of jit, vmap and grad.")
-    if isinstance(noise, type) or not hasattr(noise, "level"):
-        raise ValueError(
-            f"noise must be of wdjax.certify.noise, such as Gaussian(0.25); {noise!r}."
-        )
-    typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if not typed or key.ndim or "threefry" not in str(jax.random.key_impl(key)):
+    if "threefry" not in str(jax.random.key_impl(key)):
         raise ValueError(
             "pass key=jax.random.key(seed), of the default kind: with others, the noise of a vote "
             f"would depend on its batch. Got {key!r}."

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import losses, norms, validate
+from wdjax import arguments, losses, norms, validate
+from wdjax.balls import Lp
 from wdjax.certify import lipschitz, pointwise
 from wdjax.certify.lipschitz import Classifier
 from wdjax.parallel import AnyArray
@@ -69,6 +70,7 @@ def wdro_bound(
     >>> float(wdro_bound(model, x, y, norm=jnp.inf, eps=0.25, order=1, loss=losses.margin).round(3))
     0.0
     """
+    arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
     how: dict[str, Any] = {"norm": norm, "box": box, "batch_size": batch_size}
     return straight(ask(model, x, y, eps, order, loss, constant, how))
 
@@ -153,6 +155,8 @@ def lipschitz_constant(
     >>> round(lipschitz_constant(model, jnp.zeros((1, 2)), jnp.array([0]), norm=jnp.inf), 3)
     2.0
     """
+    arguments.check(model=model, x=x, y=y)
+    validate.shapes_of(model, x)
     ends = (-math.inf, math.inf) if box is None else box
     lower, upper = (jnp.full(x.shape[1:], end, x.dtype) for end in ends)
     labels = np.unique(np.asarray(y))
@@ -187,6 +191,7 @@ def certified_accuracy(radius: npt.ArrayLike, eps: npt.ArrayLike, order: float) 
     >>> certified_accuracy([0.0, 1.0, 2.0, 4.0], [0.0, 0.5], 1).round(3).tolist()
     [0.75, 0.375]
     """
+    arguments.check(eps=eps)
     if validate.traced(radius, eps):
         raise ValueError("certified_accuracy works on the host; call it outside jit and vmap.")
     radii = np.sort(np.asarray(radius, float).ravel())

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import driver, norms
+from wdjax import arguments, driver, norms
 from wdjax.certify import binomial, smoothing
 from wdjax.certify.grid import Noise
 from wdjax.core import AnyArray, Array, Attack, Found
@@ -78,6 +78,7 @@ def smoothed(
     >>> bool(found.success[0]), bool(0.14 < found.cost[0] < 0.2)
     (True, True)
     """
+    arguments.check(attack=attack, model=model, x=x, y=y, noise=noise, eps=eps, key=key)
     factors = [float(factor) for factor in stretch]
     if not factors or factors[0] != 1 or any(np.diff(factors) <= 0):
         raise ValueError(f"stretch must increase from 1, got {stretch!r}.")

@@ -1,6 +1,7 @@
 """The ball of images that moving mass between pixels can reach."""
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -93,6 +94,18 @@ class ImageWasserstein:
     def box(self) -> tuple[float, float]:
         """``(0, high)``: mass is not negative."""
         return 0.0, self.high
+
+    def diameter(self, shape: tuple[int, ...]) -> float:
+        """The largest cost of a plan in images of a shape: all mass across a window."""
+        stencil = self.space(shape).stencil
+        half = stencil.window // 2
+        farthest = math.hypot(min(half, stencil.height - 1), min(half, stencil.width - 1))
+        return farthest * (shape[2] if self.channels == "separate" else 1)
+
+    @property
+    def scale(self) -> str:
+        """What radii are measured in, for who takes pixels for units."""
+        return "a radius of k pixels, as in the papers' tables, is k / (height width)"
 
     def space(self, shape: tuple[int, ...]) -> Space:
         """Where mass moves in images of ``shape = (height, width, channels)``."""

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from wdjax import validate
+from wdjax import arguments, validate
 from wdjax.core import Array
 from wdjax.image.ball import ImageWasserstein
 
@@ -59,6 +59,7 @@ def entropic_distance(
     >>> round(float(entropic_distance(x, z)[0]), 4)
     4.2426
     """
+    arguments.check(x=x, z=z)
     if x.ndim != 4 or x.shape != z.shape:
         raise ValueError(
             "images must be two arrays [n, height, width, channels] of one shape, got "

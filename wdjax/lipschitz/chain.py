@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from wdjax import validate
+from wdjax import arguments, validate
 from wdjax.certify import linear, margins
 from wdjax.certify.graph import Node
 from wdjax.certify.lipschitz import Classifier
@@ -117,6 +117,8 @@ def as_chain(model: Classifier, x: AnyArray) -> Chain:
     >>> found.widths, found.weights[0].tolist()
     ((2,), [[1.0, 0.0], [-1.0, 2.0]])
     """
+    arguments.check(model=model, x=x)
+    validate.shapes_of(model, x)
     with float64():
         made = _made(widened(model), jnp.zeros((1, *x.shape[1:]), jnp.float64))
         return jax.tree.map(np.asarray, made)

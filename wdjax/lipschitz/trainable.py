@@ -7,7 +7,8 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from wdjax import validate
+from wdjax import arguments, validate
+from wdjax.balls import Lp
 from wdjax.certify import margins, region
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.region import Box
@@ -62,6 +63,8 @@ def trainable_lipschitz(
     >>> jax.grad(steepness)(jnp.array([[1.0, -1.0], [0.5, 2.0]])).round(2).tolist()
     [[3.5, -1.5], [2.0, 0.0]]
     """
+    arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
+    validate.shapes_of(model, x)
     validate.check_choice("method", method, get_args(Method))
     with jax.default_matmul_precision("highest"):
         ball = region.ball(x, jnp.broadcast_to(jnp.asarray(eps, x.dtype), y.shape), norm, box)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from wdjax import losses, parallel, program, rounds, validate
+from wdjax import arguments, losses, parallel, program, rounds, validate
 from wdjax.balls import Lp
 from wdjax.core import AnyArray, Array, PyTree
 from wdjax.nppr import upsample as up
@@ -87,7 +87,6 @@ def poll(
     mesh: Mesh | None = None,
 ) -> Poll:
     """Checks what is asked and puts it on every device."""
-    check_key(key)
     validate.check_number("eps", perturbation.eps)
     some = jax.ShapeDtypeStruct((rounds.SMALLEST, *x.shape[1:]), x.dtype)
     passed = program.outputs.trace(model, some).jaxpr
@@ -100,13 +99,6 @@ def poll(
     rows = parallel.padded_size(max(1, size // TURN), mesh)
     fixed = parallel.replicate((model, perturbation, x, y, places, key), mesh)
     return Poll(*fixed, rows, program.loops_well(passed), mesh)
-
-
-def check_key(key: Any) -> None:
-    """Refuses what is no single typed key."""
-    typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if not typed or key.ndim:
-        raise ValueError(f"key must be one typed jax.random.key(seed), got {key!r}.")
 
 
 def count(asked: Poll, rows: npt.NDArray[np.int64], first: int, draws: int) -> Tally:
@@ -173,7 +165,6 @@ def placed(perturbation: Perturbation, keys: Array, context: PyTree, x: Array, d
     return up.placed(x, delta, perturbation.eps, perturbation.ball)
 
 
-@functools.partial(jax.jit, static_argnums=4)
 def points(perturbation: Perturbation, key: Array, x: Array, y: Array, draws: int) -> Array:
     """Perturbed inputs ``[n, draws, *shape]`` of a distribution, in the ball and in the box.
 
@@ -189,5 +180,11 @@ def points(perturbation: Perturbation, key: Array, x: Array, y: Array, draws: in
     >>> moved.shape, bool((moved >= 0.9).all()), bool((moved <= 1).all())
     ((1, 3, 2), True, True)
     """
+    arguments.check(perturbation=perturbation, x=x, y=y, key=key)
+    return _points(perturbation, key, jnp.asarray(x), jnp.asarray(y), draws)
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def _points(perturbation: Perturbation, key: Array, x: Array, y: Array, draws: int) -> Array:
     keys = jax.vmap(lambda place: jax.random.fold_in(key, place))(jnp.arange(len(x)))
     return placed(perturbation, keys, perturbation.context(x, y), x, draws)

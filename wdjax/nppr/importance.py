@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import validate
+from wdjax import arguments, validate
 from wdjax.core import AnyArray, Array
 from wdjax.nppr import noise
 from wdjax.nppr.counting import Classifier
@@ -74,7 +74,8 @@ def importance(
     >>> round(found.value * 1e4, 1)  # Exactly 1e-4.
     1.0
     """
-    question, size = ask(model, perturbation, x, y, key)
+    arguments.check(perturbation=perturbation, model=model, x=[x], y=[y], key=key)
+    question, size = ask(model, perturbation, x, y)
     count, repeats = validate.check_count("draws", draws), validate.check_count("runs", runs, 2)
     length = validate.check_count("steps", steps)
     if not 0 < validate.check_number("defensive", defensive) <= 1:

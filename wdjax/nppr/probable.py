@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from wdjax import validate
+from wdjax import arguments, validate
 from wdjax.balls import Lp
 from wdjax.certify import binomial
 from wdjax.core import AnyArray, Array
@@ -113,6 +113,7 @@ def probabilistic_accuracy(
     >>> found.robust.tolist(), found.fragile.tolist()
     ([[True, False]], [[False, True]])
     """
+    arguments.check(perturbation=perturbation, model=model, x=x, y=y, key=key)
     risks = np.atleast_1d(np.asarray(rho, float))
     if risks.ndim != 1 or not np.all((risks > 0) & (risks < 1)):
         raise ValueError(f"rho must be risks between 0 and 1, got {rho!r}.")
@@ -218,6 +219,8 @@ def prbench(
     >>> found["PR(0.03)"]["value"] < 100, found["ProbAcc(0.10)"]["value"]
     (True, 50.0)
     """
+    arguments.check(model=model, x=x, y=y, key=key)
+    arguments.warn(arguments.too_far(ball, np.shape(x)[1:], radii))
     how: dict[str, Any] = {"key": key, "batch_size": batch_size, "mesh": mesh}
 
     def measured(x: AnyArray, y: AnyArray, eps: float) -> Estimate:

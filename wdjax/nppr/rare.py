@@ -19,7 +19,7 @@ from wdjax.core import AnyArray, Array
 from wdjax.metrics import ConfidenceInterval
 from wdjax.nppr import noise
 from wdjax.nppr import upsample as up
-from wdjax.nppr.counting import Classifier, check_key
+from wdjax.nppr.counting import Classifier
 
 
 class Rare(NamedTuple):
@@ -105,10 +105,9 @@ class Question(NamedTuple):
 
 
 def ask(
-    model: Classifier, perturbation: noise.Fixed, x: AnyArray, y: AnyArray | int, key: Array
+    model: Classifier, perturbation: noise.Fixed, x: AnyArray, y: AnyArray | int
 ) -> tuple[Question, int]:
     """Checks an input, which must be classified correctly; returns the dimension too."""
-    check_key(key)
     validate.check_number("eps", perturbation.eps)
     x, labels = jnp.asarray(x)[None], np.asarray(y).reshape(1)
     x, own = validate.check_samples(model, x, labels, perturbation.ball.box)

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from wdjax import identity, loop, losses, models, program, training, validate
+from wdjax import arguments, identity, loop, losses, models, program, training, validate
 from wdjax.balls import Lp
 from wdjax.core import AnyArray, Array, Model, PyTree
 from wdjax.nppr import counting, objective
-from wdjax.nppr.counting import check_key
 from wdjax.nppr.family import Family
 from wdjax.nppr.fitted import Fitted
 from wdjax.nppr.schedule import Schedule
@@ -116,7 +115,7 @@ def train(
     >>> bool(loss[-1] < loss[0])
     True
     """
-    check_key(key)
+    arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
     if validate.traced(model, x, y, key) or validate.staged():
         raise ValueError("a training looks at its losses: call it outside of jit and vmap.")
     x, y = validate.check_samples(model, x, y, ball.box)

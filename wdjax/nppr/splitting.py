@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import validate
+from wdjax import arguments, validate
 from wdjax.core import AnyArray, Array
 from wdjax.nppr import noise
 from wdjax.nppr.counting import Classifier
@@ -66,7 +66,8 @@ def splitting(
     >>> 0.5 < found.value * 1e4 < 2  # Exactly 1e-4.
     True
     """
-    question, size = ask(model, perturbation, x, y, key)
+    arguments.check(perturbation=perturbation, model=model, x=[x], y=[y], key=key)
+    question, size = ask(model, perturbation, x, y)
     count = validate.check_count("particles", particles, 10)
     repeats = validate.check_count("runs", runs, 2)
     steps = validate.check_count("moves", moves)

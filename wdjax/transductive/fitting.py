@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import driver, losses, models
+from wdjax import arguments, driver, losses, models, validate
 from wdjax.core import Array, Attack, Model, PyTree
 
 Network = Callable[..., Model]
@@ -72,6 +72,8 @@ def fit(
     >>> bool((trained(x).argmax(1) == y).all())
     True
     """
+    arguments.check(model=model, x=x, y=y, key=key)
+    validate.shapes_of(model, x)
     x, y = jnp.asarray(x), jnp.asarray(y)
     rule = rule or optax.adam(optax.cosine_decay_schedule(3e-3, steps))
     order_key, attack_key = jax.random.split(key)
