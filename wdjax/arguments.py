@@ -96,7 +96,7 @@ def too_far(ball: Any, shape: tuple[int, ...], eps: Any) -> str | None:
     """What is to be said of radii beyond the largest distance that a ball knows, if any are.
 
     Args:
-      ball: with ``diameter(shape)`` and ``scale``, such as :class:`wdjax.Lp`; others know none.
+      ball: with ``diameter(shape)`` and ``units``, such as :class:`wdjax.Lp`; others know none.
       shape: of a sample.
       eps: numbers; traced ones are not looked at.
 
@@ -104,14 +104,18 @@ def too_far(ball: Any, shape: tuple[int, ...], eps: Any) -> str | None:
     >>> too_far(Lp(), (28, 28, 1), 1.0) is None, "8/255" in too_far(Lp(), (28, 28, 1), 8)
     (True, True)
     """
-    if validate.traced(eps) or not hasattr(ball, "diameter"):
-        return None
-    most, largest = ball.diameter(shape), float(np.max(np.asarray(eps, float), initial=0.0))
+    known = hasattr(ball, "diameter") and not validate.traced(eps)
+    return beyond(ball.diameter(shape), eps, ball.units) if known else None
+
+
+def beyond(most: float, eps: Any, units: str) -> str | None:
+    """What is to be said of the largest of some radii, if it is above ``most``."""
+    largest = float(np.max(np.asarray(eps, float), initial=0.0))
     if not largest > most * (1 + 1e-6):
         return None
     return (
         f"eps={largest:g} is beyond {most:g}, the largest distance between two inputs here, so "
-        f"that every input is in reach and nothing can be robust: {ball.scale}."
+        f"that every input is in reach and nothing can be robust: {units}."
     )
 
 

@@ -41,7 +41,7 @@ class Lp:
         return (high - low) * math.prod(shape) ** (0 if self.norm == math.inf else 1 / self.norm)
 
     @property
-    def scale(self) -> str:
+    def units(self) -> str:
         """What radii are measured in, for who takes grey levels for units."""
         low, high = self.box or (0.0, 1.0)
         share = "8/255" if high - low == 1 else f"{high - low:g} * 8/255"

@@ -133,7 +133,8 @@ def search(
         sound = validate.sound(attack.ball, given.x, given.y, given.eps, classes)
         if not transductive:
             sound &= independence.holds(victim.model, x)
-        return _traced(attack, victim, given, only, skip, history, sound)
+        found = _traced(attack, victim, given, only, skip, history, sound)
+        return replace(found, limit=jnp.full_like(found.cost, _limit(attack, x)))
     if transductive:
         raise ValueError(
             "a transductive model is searched inside jit, where its batch stays whole: wrap the "
@@ -145,6 +146,8 @@ def search(
     plan, begun = rounds.begin(attack, victim, given, only, skip, history, batch_size, mesh)
     last = _carry(plan, begun, given, callback, checkpoint, every)
     found = rounds.finish(plan, last, len(y), skip)
+    limit = jax.device_put(np.full(len(y), _limit(attack, x), x.dtype))
+    found = replace(found, limit=limit)
     if not diagnose:
         return found
     again = functools.partial(
@@ -152,6 +155,11 @@ def search(
         batch_size=batch_size, mesh=mesh,
     )  # fmt: skip
     return diagnosis.diagnose(found, attack, plan.value[: len(y)], eps, again)
+
+
+def _limit(attack: Attack, x: Array) -> float:
+    """The largest cost of any point; inf where the ball does not say."""
+    return attack.ball.diameter(x.shape[1:]) if hasattr(attack.ball, "diameter") else np.inf
 
 
 def _check_needs(attack: Attack, eps: Any, key: Any) -> None:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh
 
 from wdjax import arguments, identity, loop, program, rounds, validate
+from wdjax.balls import Lp
 from wdjax.certify import binomial, protocol, votes
 from wdjax.certify.grid import Noise
 from wdjax.certify.protocol import ABSTAIN, SmoothedCertificate, Test
@@ -110,6 +111,10 @@ def certify(
     plan = protocol.plan(eps, noise, n0, n, alpha, test)
     x, y = validate.check_samples(model, x, y, box)
     error = noise.error(x)
+    ball: Any = noise if noise.norm is None else Lp(noise.norm, box)
+    if eps is not None:
+        arguments.warn(arguments.too_far(ball, x.shape[1:], eps))
+    arguments.warn(protocol.outlook(plan, noise, error, eps))
     asked = _ask(model, noise, x, index, key, batch_size, mesh)
     work = protocol.Work(asked, plan, np.asarray(y), error)
     mark = b""
@@ -173,7 +178,9 @@ def predict(
     [0, -1]
     """
     arguments.check(model=model, x=x, noise=noise, key=key)
-    binomial.check_level(alpha)
+    if binomial.rank_test(validate.check_count("n", n), 0) > binomial.check_level(alpha):
+        arguments.warn(f"every prediction abstains: {n} votes at alpha={alpha:g} show no majority "
+                       "even if all agree; raise n.")  # fmt: skip
     how: dict[str, Any] = {"index": index, "batch_size": batch_size, "mesh": mesh}
     return decide(tally(model, x, noise=noise, key=key, n=n, **how), alpha)
 

@@ -103,7 +103,7 @@ class ImageWasserstein:
         return farthest * (shape[2] if self.channels == "separate" else 1)
 
     @property
-    def scale(self) -> str:
+    def units(self) -> str:
         """What radii are measured in, for who takes pixels for units."""
         return "a radius of k pixels, as in the papers' tables, is k / (height width)"
 

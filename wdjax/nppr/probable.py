@@ -120,6 +120,12 @@ def probabilistic_accuracy(
     if binomial.check_level(alpha) > 0.5:
         raise ValueError(f"alpha must be at most 1/2, got {alpha!r}.")
     most = validate.check_count("draws", draws)
+    shown, _ = decided(np.array([most]), most, risks, alpha)
+    if not shown.all():
+        arguments.warn(
+            f"no input can be shown to survive at rho={risks[~shown[:, 0]].max():g}: {most} copies "
+            f"that all survive are no evidence of 1/alpha={1 / alpha:g}; raise draws."
+        )
     x, y, right = correct_inputs(model, perturbation, x, y)
     asked = counting.poll(model, perturbation, x, y, key, index, batch_size, mesh)
     rows = np.flatnonzero(right)
