@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from wdjax import arguments, losses
 from wdjax.balls import Lp
-from wdjax.certify import asymptote, lipschitz, pointwise, wdro
+from wdjax.certify import asymptote, pointwise, wdro
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.margins import Method
 from wdjax.parallel import AnyArray
@@ -111,7 +111,7 @@ def growth_bound(
     arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
     how: dict[str, Any] = {"norm": norm, "box": box, "method": method, "batch_size": batch_size}
     asked = wdro.ask(model, x, y, eps, order, loss, constant, how)
-    budgets, most = asked.budgets, lipschitz.diameter(x.shape[1:], box, norm)
+    budgets, most = asked.budgets, Lp(norm, box).diameter(x.shape[1:])
     grid = _grid(radii, budgets, most)
     if asked.order == math.inf:
         return wdro.straight(asked)

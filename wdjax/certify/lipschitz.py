@@ -7,7 +7,6 @@ DLR has no Lipschitz constant.
 """
 
 import functools
-import math
 from collections.abc import Callable
 
 import jax
@@ -255,10 +254,3 @@ def _constants(
     total = bound(model, lower, upper, norm, labels, classes)
     total = jnp.where(jnp.isnan(total), jnp.inf, total)
     return jnp.where(jnp.arange(classes) == labels[:, None], 0.0, total)
-
-
-def diameter(shape: tuple[int, ...], box: tuple[float, float] | None, norm: float) -> float:
-    """The l_r distance of opposite corners of the box."""
-    if box is None:
-        return math.inf
-    return (box[1] - box[0]) * math.prod(shape) ** (0 if norm == math.inf else 1 / norm)

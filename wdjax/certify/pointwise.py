@@ -194,7 +194,7 @@ def radius(
 
 
 def _search(model: Classifier, x: Array, y: Array, ball: Lp, steps: int, method: Method) -> Array:
-    most = lipschitz.diameter(x.shape[1:], ball.box, ball.norm)
+    most = ball.diameter(x.shape[1:])
     clean = _bounds(model, x, y, jnp.zeros(len(y), x.dtype), ball, method)
     least = jnp.min(clean, axis=-1)
     trial = _guess(model, x, y, clean, ball.norm, most)

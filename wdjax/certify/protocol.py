@@ -144,9 +144,9 @@ def outlook(plan: Plan, noise: Noise, error: Numbers, eps: npt.ArrayLike | None)
         return f"nothing can be certified: {votes} show no majority even if all agree; raise n."
     if most <= plan.levels[0]:
         return (
-            f"nothing can be certified under {noise!r}: noise so small is lost among the roundings "
-            f"of an input, by which a vote changes with probability {np.min(error):.3g}; raise "
-            "sigma, to the size of the radius that is wanted."
+            f"nothing can be certified under {noise!r}: so small a noise is lost in the rounding "
+            "of inputs, which alone may change a vote with a probability of up to "
+            f"{min(float(np.min(error)), 1.0):.3g}; raise sigma, to the size of the radius wanted."
         )
     radii = np.ravel(np.asarray([] if eps is None else eps, float))
     beyond = radii[noise.level(radii) + _UP >= most]

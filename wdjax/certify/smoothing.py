@@ -111,10 +111,8 @@ def certify(
     plan = protocol.plan(eps, noise, n0, n, alpha, test)
     x, y = validate.check_samples(model, x, y, box)
     error = noise.error(x)
-    ball: Any = noise if noise.norm is None else Lp(noise.norm, box)
-    if eps is not None:
-        arguments.warn(arguments.too_far(ball, x.shape[1:], eps))
-    arguments.warn(protocol.outlook(plan, noise, error, eps))
+    for text in cautions(x, noise=noise, n=n, alpha=alpha, eps=eps, test=test, box=box):
+        arguments.warn(text)
     asked = _ask(model, noise, x, index, key, batch_size, mesh)
     work = protocol.Work(asked, plan, np.asarray(y), error)
     mark = b""
@@ -134,6 +132,42 @@ def certify(
         about={"noise": names[0], "test": names[1], "n0": n0, "n": n, "alpha": alpha, "eps": eps},
     )
     return work.result(state)
+
+
+def cautions(
+    x: AnyArray,
+    *,
+    noise: Noise,
+    n: int,
+    alpha: float,
+    eps: npt.ArrayLike | None = None,
+    test: Test | None = None,
+    box: Box = (0.0, 1.0),
+) -> list[str]:
+    """What :func:`certify` warns of: radii beyond the box, and what no votes could certify.
+
+    Args:
+      x: ``[n, *shape]`` samples.
+      noise: of :mod:`wdjax.certify.noise`.
+      n: votes.
+      alpha: the probability that a sample's certificate is wrong.
+      eps: radii that are wanted.
+      test: as in :func:`certify`.
+      box: ``(low, high)`` of the samples, or None.
+
+    Returns:
+      Sentences; none where all can be certified.
+
+    >>> from wdjax.certify.noise import Gaussian
+    >>> cautions(np.ones((1, 2)), noise=Gaussian(0.25), n=9, alpha=0.001)[0]
+    'nothing can be certified: 9 votes at alpha=0.001 show no majority even if all agree; raise n.'
+    """
+    test = test or ("clopper-pearson" if eps is None else "sequential")
+    asked = protocol.plan(eps if test == "sequential" else None, noise, 0, n, alpha, test)
+    ball: Any = noise if noise.norm is None else Lp(noise.norm, box)
+    far = None if eps is None else arguments.too_far(ball, np.shape(x)[1:], eps)
+    lost = protocol.outlook(asked, noise, noise.error(x), eps)
+    return [text for text in (far, lost) if text is not None]
 
 
 def predict(

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from wdjax import audit, driver, ensembles, files, norms, plots, remarks, transport
+from wdjax import arguments, audit, driver, ensembles, files, norms, plots, remarks, report, transport
 from wdjax.balls import Lp
 from wdjax.cli import options, subject
 from wdjax.cli.console import Console
@@ -90,12 +90,15 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     columns = _columns(parsed)
     subject.check_writable(parsed.json, parsed.points, parsed.plot)
     model, x, y = subject.load(parsed)
+    far = arguments.too_far(Lp(norms.NAMES[parsed.norm]), x.shape[1:], parsed.eps)
+    warned = subject.cautions(console, far)
     results, measured = {}, {}
     for label, column in columns.items():
         found = _attack(label, column, parsed, model, x, y, console)
         results[label], measured[label] = found
     content = {
         **subject.described(parsed, SCHEMA, len(y)),
+        "warnings": warned,
         "order": parsed.order,
         "seed": parsed.seed,
         "clean_accuracy": float(np.mean(results[label].correct)),

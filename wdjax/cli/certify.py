@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from wdjax import certify, files, norms
+from wdjax import arguments, certify, files, norms
+from wdjax.balls import Lp
 from wdjax.cli import options, process, slopes, smoothing, subject
 from wdjax.cli.console import Console
 
@@ -88,13 +89,15 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     model, x, y = subject.load(parsed)
     if parsed.method == smoothing.METHOD:
         return smoothing.run(parsed, model, x, y, console)
+    far = arguments.too_far(Lp(norms.NAMES[parsed.norm]), x.shape[1:], parsed.eps)
+    extra: dict[str, Any] = {"warnings": subject.cautions(console, far)}
     spent = process.Compiling()
     began = time.perf_counter()
     how: dict[str, Any] = {"norm": norms.NAMES[parsed.norm], "eps": parsed.eps}
     how["batch_size"] = parsed.batch_size or 64
-    extra: dict[str, Any] = {}
     if parsed.method == slopes.METHOD:
-        found, extra = slopes.verified(parsed, model, x, y, **how)
+        found, own = slopes.verified(parsed, model, x, y, **how)
+        extra |= own
     else:
         with console.search("certify") as tick:
             found = certify.verify(

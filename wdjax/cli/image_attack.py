@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from wdjax import driver, files, image, remarks, report
+from wdjax import arguments, driver, files, image, remarks, report
 from wdjax.cli import options, process, subject
 from wdjax.cli.console import Console
 from wdjax.core import Found, Model
@@ -83,6 +83,8 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     subject.check_writable(parsed.json, parsed.points, parsed.radii)
     model, x, y = subject.load(parsed)
     pixels = math.prod(ball.space(x.shape[1:]).stencil[:2])
+    far = arguments.too_far(ball, x.shape[1:], max(ks) / pixels)
+    warned = subject.cautions(console, far)
     results: dict[float, Found] = {}
     measured, found, spent = [], None, process.Compiling()
     for k in ks:
@@ -101,6 +103,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
             console.warn(f"  CAREFUL, k {k:g}: {remark}")
     assert found is not None
     content = _content(parsed, len(y), float(100 * np.mean(found.correct)), measured)
+    content["warnings"] = warned
     if parsed.radii is not None:
         content["radii"] = _least(parsed, model, x, y, ball, pixels, found, spent, console)
     subject.write(parsed.json, content)

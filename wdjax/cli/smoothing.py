@@ -93,25 +93,25 @@ def run(
     own = {name: _DEFAULTS.get(name) if value is None else value for name, value in own.items()}
     added = _noise(parsed)
     test: protocol.Test = own["test"] or "sequential"
+    how: dict[str, Any] = {"noise": added, "n": own["votes"], "alpha": own["alpha"], "test": test}
+    warned = subject.cautions(console, *smoothing.cautions(x, eps=parsed.eps, **how))
     began = time.perf_counter()
     with console.search("votes") as tick:
         found = smoothing.certify(
             model,
             x,
             y,
-            noise=added,
+            **how,
             key=jax.random.key(own["seed"]),
             eps=parsed.eps if test == "sequential" else None,
             n0=own["n0"],
-            n=own["votes"],
-            alpha=own["alpha"],
-            test=test,
             batch_size=parsed.batch_size,
             callback=tick,
             checkpoint=parsed.checkpoint,
         )
     content = {
         **subject.described(parsed, SCHEMA, len(y)),
+        "warnings": warned,
         "method": METHOD,
         "claim": f"smoothed classifier, each radius at level {1 - own['alpha']:g}",
         "noise": type(added).__name__.lower(),

@@ -9,6 +9,7 @@ import numpy as np
 
 from wdjax import convert, data, files, norms, report
 from wdjax.cli import options
+from wdjax.cli.console import Console
 from wdjax.core import Model
 
 
@@ -58,6 +59,14 @@ def load(parsed: argparse.Namespace) -> tuple[Model, np.ndarray, np.ndarray]:
     samples = data.load_npz(parsed.data)
     x, y = samples if parsed.samples is None else samples.take(parsed.samples)
     return model, x, y
+
+
+def cautions(console: Console, *texts: str | None) -> list[str]:
+    """Warns of what is said of the settings, and returns it for the JSON."""
+    said = [text for text in texts if text is not None]
+    for text in said:
+        console.warn(f"  CAREFUL: {text}")
+    return said
 
 
 def described(parsed: argparse.Namespace, schema: str, samples: int) -> dict[str, Any]:
