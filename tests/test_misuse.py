@@ -41,7 +41,7 @@ ONE = SENT | {"x": X[0], "y": Y[0]}
 PLAYED = {"defense": DEFENSE, "memory": (), "attack": games.transfer(PGD), "x": X, "y": Y}
 BANK = {"bank": None, "eps": 0.1, "key": KEY}
 DRAWN = wdjax.Model(
-    lambda p, x: x @ p["w"] + jax.random.normal(p["k"], (3,)), {"w": MODEL.args[0], "k": KEY}
+    lambda p, x: x @ p["w"] + jax.random.normal(p["k"], (1, 3)), {"w": MODEL.args[0], "k": KEY}
 )
 SIDES = {"model": MODEL, "lower": np.zeros(4, np.float32), "upper": np.ones(4, np.float32)}
 

@@ -360,9 +360,9 @@ def _traced(
                 coupled = stage.couple(samples, moving.state, attacked)
                 moving = moving._replace(state=coupled)
             mute = info._replace(
-                gradients=info.gradients * attacked,
-                forwards=info.forwards * attacked,
-                zeros=info.zeros * attacked,
+                gradients=jnp.where(attacked, info.gradients, 0),
+                forwards=jnp.where(attacked, info.forwards, 0),
+                zeros=jnp.where(attacked, info.zeros, 0),
                 fault=info.fault & attacked,
             )
             return moving, mute if history else None

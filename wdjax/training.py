@@ -299,7 +299,8 @@ def _step(
         for share, points in parts:
             logits, model = models.training_pass(model, points)
             value += jnp.mean(share * recipe.loss(logits, y))
-            robust += jnp.mean(share * (losses.decision_margin(logits, y) <= 0))
+            held = losses.decision_margin(logits, y) <= 0
+            robust += jnp.mean(jnp.where(held, share, 0.0))
         right = robust if correct is None else jnp.mean(correct)
         return value, model, jnp.stack([value, right, robust])
 

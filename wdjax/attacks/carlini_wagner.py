@@ -117,7 +117,7 @@ class CarliniWagner:
         pull = 2 * (samples.x - x)
         (gradient,) = back(pull + norms.spread(lacking, x) * seen.gradient)
         state = self._keep(samples, state, x, info.value, seen.out)
-        update, moments = jax.vmap(optax.scale_by_adam().update)(gradient, state.moments)
+        update, moments = ascent.adam(gradient, state.moments)
         return state._replace(w=state.w + self.step_size * update, moments=moments), info
 
     def _keep(self, samples: Samples, state: State, x: Array, value: Array, out: PyTree) -> State:

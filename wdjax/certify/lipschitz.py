@@ -16,6 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 from wdjax import arguments, norms
 from wdjax.certify import continuity, domain, interval
 from wdjax.core import Array
+from wdjax.precision import highest
 
 Classifier = Callable[[Array], Array]
 """``[n, *shape] -> [n, K]``, a pytree, as :data:`wdjax.Model` is."""
@@ -39,7 +40,7 @@ def single(model: Classifier) -> Callable[[Array], Array]:
 
 def contrasts(y: Array, classes: int, dtype: DTypeLike) -> Array:
     """The rows ``e_j - e_y``, ``[K, K]``; row y is 0."""
-    return jnp.eye(classes, dtype=dtype) - jax.nn.one_hot(y, classes, dtype=dtype)
+    return jnp.eye(classes, dtype=dtype) - jax.nn.one_hot(y, classes, dtype=dtype)[None]
 
 
 def margins_and_slopes(
@@ -109,7 +110,7 @@ def layer_product(
 
 
 @functools.partial(jax.jit, static_argnums=(3, 5))
-@jax.default_matmul_precision("highest")
+@highest()
 def _layer_product(
     model: Classifier, lower: Array, upper: Array, norm: float, labels: Array, classes: int
 ) -> Array:
@@ -168,7 +169,7 @@ def interval_jacobian(
 
 
 @functools.partial(jax.jit, static_argnums=(3, 5))
-@jax.default_matmul_precision("highest")
+@highest()
 def _interval_jacobian(
     model: Classifier, lower: Array, upper: Array, norm: float, labels: Array, classes: int
 ) -> Array:
@@ -253,4 +254,4 @@ def _constants(
     labels = jnp.arange(classes) if labels is None else jnp.asarray(labels)
     total = bound(model, lower, upper, norm, labels, classes)
     total = jnp.where(jnp.isnan(total), jnp.inf, total)
-    return jnp.where(jnp.arange(classes) == labels[:, None], 0.0, total)
+    return jnp.where(jnp.arange(classes)[None] == labels[:, None], 0.0, total)

@@ -20,6 +20,7 @@ from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.margins import METHODS, Method
 from wdjax.certify.region import Box
 from wdjax.core import AnyArray, Array
+from wdjax.precision import highest
 
 
 class _Bracket(NamedTuple):
@@ -225,7 +226,7 @@ def _guess(model: Classifier, x: Array, y: Array, low: Array, norm: float, most:
 
     steep = jax.vmap(slopes)(x, y)
     ratio = jnp.where(steep > 0, low / jnp.where(steep > 0, steep, 1.0), jnp.inf)
-    rivals = jnp.arange(low.shape[1]) != y[:, None]
+    rivals = jnp.arange(low.shape[1])[None] != y[:, None]
     guess = jnp.minimum(jnp.min(jnp.where(rivals, ratio, jnp.inf), axis=-1), most)
     return jnp.where(jnp.isfinite(guess) & (guess > 0), (1 - 4e-4) * guess, min(most, 1.0))
 
@@ -250,7 +251,7 @@ def _narrower(bracket: _Bracket, low: Array, most: float) -> _Bracket:
 
 
 @functools.partial(jax.jit, static_argnames=("ball", "method"))
-@jax.default_matmul_precision("highest")
+@highest()
 def _bounds(model: Classifier, x: Array, y: Array, eps: Array, ball: Lp, method: Method) -> Array:
     return margins.lower(model, region.ball(x, eps, ball.norm, ball.box), y, method)
 

@@ -320,7 +320,7 @@ def soft(
 
 def _soft(params: dict[str, Any], x: Array) -> Array:
     scales = jax.vmap(lambda own: params["noise"].scale(own) * jnp.ones_like(own))(x)
-    moved = x + scales * params["patterns"][:, None]
+    moved = x[None] + scales[None] * params["patterns"][:, None]
     logits = params["model"](moved.reshape(-1, *x.shape[1:]))
     said = jax.nn.log_softmax(logits.reshape(len(moved), len(x), -1))
     return jax.nn.logsumexp(said, axis=0) - jnp.log(float(len(moved)))

@@ -21,6 +21,7 @@ from wdjax.certify.coefficients import Rows
 from wdjax.certify.domain import Array
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.region import Box
+from wdjax.precision import highest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,7 +143,7 @@ def trainable_bounds(
     arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
     validate.shapes_of(model, x)
     ball = region.ball(x, jnp.broadcast_to(jnp.asarray(eps, x.dtype), y.shape), norm, box)
-    with jax.default_matmul_precision("highest"):
+    with highest():
         state = margins.prepare(model, ball, "interval")
         low = margins.of(state, model, ball, y, "interval")
         if backward is not None:

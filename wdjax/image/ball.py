@@ -155,7 +155,8 @@ class ImageWasserstein:
         """``[n]``: mass times distance that a plan ``[n, C, O, L]`` proves, or inf."""
         stencil, weights = space.stencil, self.weights(x)
         own = jnp.sum(x, axis=2)
-        legal = jnp.isfinite(plan) & (plan >= 0) & (jnp.asarray(stencil.valid()) | (plan == 0))
+        valid = jnp.asarray(stencil.valid())[None, None]
+        legal = jnp.isfinite(plan) & (plan >= 0) & (valid | (plan == 0))
         inside = jnp.all((z >= 0) & (z <= self.high), axis=(1, 2))
         kept = jnp.all(jnp.abs(jnp.sum(z, axis=2) - own) <= _LOST * own, axis=1)
         rows = jnp.sum(jnp.abs(jnp.sum(plan, axis=2) - x), axis=2)

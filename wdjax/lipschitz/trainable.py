@@ -17,6 +17,7 @@ from wdjax.core import Array
 from wdjax.lipschitz import chain, jacobian, neurons
 from wdjax.lipschitz.chain import Chain
 from wdjax.lipschitz.neurons import Slopes
+from wdjax.precision import highest
 
 Method = Literal["interval", "zonotope"]
 
@@ -66,7 +67,7 @@ def trainable_lipschitz(
     arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
     validate.shapes_of(model, x)
     validate.check_choice("method", method, get_args(Method))
-    with jax.default_matmul_precision("highest"):
+    with highest():
         ball = region.ball(x, jnp.broadcast_to(jnp.asarray(eps, x.dtype), y.shape), norm, box)
         state = margins.prepare(model, ball, "interval")
         net = chain.of_network(state.network)

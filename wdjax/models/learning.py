@@ -14,6 +14,7 @@ from flax import nnx
 from wdjax.core import Model
 from wdjax.models.functional import is_module
 from wdjax.models.layers import BatchNorm
+from wdjax.precision import promoted
 
 _AVERAGES = {"batch_stats", "mean_ema", "var_ema"} | {
     f"{kind}_{moment}" for kind in ("running", "moving") for moment in ("mean", "var", "variance")
@@ -90,8 +91,10 @@ def descend(rule, loss, model, known):
         return value, rest
 
     (value, (moved, *seen)), gradient = jax.value_and_grad(of, has_aux=True)(own)
-    updates, known = rule.update(gradient, known, own)
-    return join(optax.apply_updates(own, updates), moved), known, value, *seen
+    with promoted():  # As optax wants it.
+        updates, known = rule.update(gradient, known, own)
+        own = optax.apply_updates(own, updates)
+    return join(own, moved), known, value, *seen
 
 
 def training_pass(model, x, momentum=0.1):

@@ -151,7 +151,7 @@ def _counted(fixed: Any, rows: Array, first: Array, last: Array, end: Array, wid
         logits = model(points.reshape(-1, *x.shape[1:]))
         margin = losses.decision_margin(logits, jnp.repeat(y, TURN)).reshape(-1, TURN)
         fine = jnp.all(jnp.isfinite(logits), axis=-1).reshape(-1, TURN)
-        wanted = number[:, None] * TURN + jnp.arange(TURN) < end
+        wanted = number[:, None] * TURN + jnp.arange(TURN)[None] < end
         counts = jnp.stack([(margin <= 0) & fine & wanted, ~fine & wanted])
         return seen + jnp.sum(counts.reshape(2, len(rows), -1), axis=2, dtype=jnp.int32)
 
