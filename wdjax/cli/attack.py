@@ -10,7 +10,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from wdjax import arguments, audit, driver, ensembles, files, norms, plots, remarks, report, transport
+from wdjax import (
+    arguments,
+    audit,
+    driver,
+    ensembles,
+    files,
+    norms,
+    plots,
+    remarks,
+    transport,
+)
 from wdjax.balls import Lp
 from wdjax.cli import options, subject
 from wdjax.cli.console import Console
