@@ -139,7 +139,7 @@ def test_only_convolutions_that_loop_well_are_looped(blobs, key):
     x = jnp.asarray(blobs[0])[:1]
 
     def at_once(model, x):
-        return program.loops_well(jax.make_jaxpr(training._gradients)(model, x))
+        return program.loops_well(jax.make_jaxpr(training.gradients)(model, x))
 
     on_cpu = jax.default_backend() == "cpu"
     assert at_once(mlp(64, 2), x)

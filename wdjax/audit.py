@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import certify, driver, identity, losses, metrics, track, transport, validate
+from wdjax import arguments, certify, driver, identity, losses, metrics, track, transport, validate
 from wdjax.attacks import PGD, WDA, WDAPlusPlus
 from wdjax.balls import Lp
 from wdjax.core import Array, Attack, Found, Result, Victim
@@ -180,7 +180,9 @@ def sandwich(
     >>> found.passed
     True
     """
+    arguments.check("key", model=model, x=x, y=y, key=key)
     budgets = _check_radii(radii)
+    arguments.warn(arguments.too_far(ball, np.shape(x)[1:], budgets))
     x, y = validate.check_samples(model, x, y, ball.box)
     if batch_size is not None:
         batch_size = validate.check_count("batch_size", batch_size)
@@ -254,6 +256,7 @@ def _attempts(attacks: Mapping[str, Attempt | Attack], ball: Lp) -> dict[str, At
     for name, given in attacks.items():
         attempt = given if isinstance(given, Attempt) else Attempt(given)
         attack, orders = attempt.attack, attempt.orders
+        arguments.check(attack=attack)
         if attack.ball != ball:
             raise ValueError(
                 f"{name!r} moves within {attack.ball!r}, but this audit is about {ball!r}: pass "

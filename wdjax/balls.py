@@ -33,6 +33,20 @@ class Lp:
         object.__setattr__(self, "norm", norms.check_norm(self.norm))
         object.__setattr__(self, "box", validate.check_box(self.box))
 
+    def diameter(self, shape: tuple[int, ...]) -> float:
+        """The largest distance between two inputs of a shape in the box; inf without one."""
+        if self.box is None:
+            return math.inf
+        low, high = self.box
+        return (high - low) * math.prod(shape) ** (0 if self.norm == math.inf else 1 / self.norm)
+
+    @property
+    def units(self) -> str:
+        """What radii are measured in, for who takes grey levels for units."""
+        low, high = self.box or (0.0, 1.0)
+        share = "8/255" if high - low == 1 else f"{high - low:g} * 8/255"
+        return f"in the box [{low:g}, {high:g}] eight of 255 grey levels are {share}"
+
     def cost(self, x: Array, x_adv: Array, proof: None = None) -> Array:
         """``[n]`` distances; inf where a point is outside the box or not finite."""
         flat = x_adv.reshape(len(x_adv), -1)

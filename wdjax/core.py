@@ -191,6 +191,8 @@ class Found:
     """Backward passes spent."""
     forwards: Array
     """Forward passes spent."""
+    limit: Array | None = None
+    """The largest cost that the ball allows anywhere in its box; inf without a box."""
     history: Info | None = None
     """``[steps, n]`` leaves on the host, where asked for. A step that was not taken counts no
     passes and repeats the last value."""

@@ -6,7 +6,6 @@ attack's loss nor, in part, gradients show how much a better attack would find.
 """
 
 import inspect
-import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,9 +45,10 @@ def diagnose(
     Returns:
       ``found``, with ``overlooked`` where there was a second look.
     """
-    if _is_blind(found, attack, clean):
-        radius = eps if attack.budget != "none" else _diameter(attack.ball, found.x_adv.shape[1:])
-        if isinstance(attack.ball, Lp) and radius is not None and np.any(np.asarray(radius) > 0):
+    if isinstance(attack.ball, Lp) and _is_blind(found, attack, clean):
+        farthest = attack.ball.diameter(found.x_adv.shape[1:])
+        radius = np.asarray(farthest if attack.budget == "none" else eps)
+        if np.all(np.isfinite(radius)) and np.any(radius > 0):
             found = replace(found, overlooked=_overlooked(found, attack.ball, radius, again))
     warn(type(attack).__name__, found)
     return found
@@ -70,15 +70,6 @@ def _is_blind(found: Found, attack: Attack, clean: np.ndarray) -> bool:
         return True
     stuck = np.asarray(found.margin)[left] <= clean[left]
     return attack.budget != "none" and bool(stuck.mean() > _SHARE)
-
-
-def _diameter(ball: Any, shape: tuple[int, ...]) -> float | None:
-    """The largest distance of two points of the box, within which any flip is one."""
-    box = getattr(ball, "box", None)
-    if box is None or not isinstance(ball, Lp):
-        return None
-    entries = 1.0 if math.isinf(ball.norm) else math.prod(shape) ** (1 / ball.norm)
-    return (box[1] - box[0]) * entries
 
 
 def _overlooked(found: Found, ball: Lp, radius: Any, again: Callable[..., Found]) -> np.ndarray:

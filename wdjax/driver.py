@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from wdjax import (
+    arguments,
     diagnosis,
     identity,
     independence,
@@ -112,6 +113,7 @@ def search(
     >>> found.success.tolist(), found.fault.tolist()
     ([True, False], [False, False])
     """
+    arguments.check("key", "eps", attack=attack, model=model, x=x, y=y, eps=eps, key=key)
     _check_needs(attack, eps, key)
     own = None if criterion is losses.decision_margin else criterion
     x, y = validate.on_device(x), y if validate.traced(y) else np.asarray(y)
@@ -131,7 +133,8 @@ def search(
         sound = validate.sound(attack.ball, given.x, given.y, given.eps, classes)
         if not transductive:
             sound &= independence.holds(victim.model, x)
-        return _traced(attack, victim, given, key, only, skip, history, sound)
+        found = _traced(attack, victim, given, key, only, skip, history, sound)
+        return replace(found, limit=jnp.full_like(found.cost, _limit(attack, x)))
     if transductive:
         raise ValueError(
             "a transductive model is searched inside jit, where its batch stays whole: wrap the "
@@ -143,6 +146,8 @@ def search(
     plan, begun = rounds.begin(attack, victim, given, key, only, skip, history, batch_size, mesh)
     last = _carry(plan, begun, given, key, callback, checkpoint, every)
     found = rounds.finish(plan, last, len(y), skip)
+    limit = jax.device_put(np.full(len(y), _limit(attack, x), x.dtype))
+    found = replace(found, limit=limit)
     if not diagnose:
         return found
     again = functools.partial(
@@ -150,6 +155,11 @@ def search(
         batch_size=batch_size, mesh=mesh,
     )  # fmt: skip
     return diagnosis.diagnose(found, attack, plan.value[: len(y)], eps, again)
+
+
+def _limit(attack: Attack, x: Array) -> float:
+    """The largest cost of any point; inf where the ball does not say."""
+    return attack.ball.diameter(x.shape[1:]) if hasattr(attack.ball, "diameter") else np.inf
 
 
 def _check_needs(attack: Attack, eps: Any, key: Any) -> None:
@@ -261,6 +271,7 @@ def run(
     >>> float(run(PGD(steps=5), model, x, y, eps=0.2, kappa=2.0).accuracy)
     0.5
     """
+    arguments.check(attack=attack, model=model, x=x, y=y, eps=eps)
     order = validate.check_order(order)
     eps = validate.check_number("eps", eps)
     if kappa is None and attack.budget != "none":
@@ -369,9 +380,9 @@ def _traced(
                 coupled = stage.couple(samples, moving.state, attacked)
                 moving = moving._replace(state=coupled)
             mute = info._replace(
-                gradients=info.gradients * attacked,
-                forwards=info.forwards * attacked,
-                zeros=info.zeros * attacked,
+                gradients=jnp.where(attacked, info.gradients, 0),
+                forwards=jnp.where(attacked, info.forwards, 0),
+                zeros=jnp.where(attacked, info.zeros, 0),
                 fault=info.fault & attacked,
             )
             return moving, mute if history else None

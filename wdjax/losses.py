@@ -98,7 +98,7 @@ def decision_margin(logits: jax.Array, y: jax.Array) -> jax.Array:
     [False, True, True]
     """
     value, own = margin(logits, y), _logit(logits, y)[:, None]
-    earlier = jnp.arange(logits.shape[-1]) < y[:, None]
+    earlier = jnp.arange(logits.shape[-1])[None] < y[:, None]
     lost = (value == 0) & jnp.any(jnp.where(earlier, logits >= own, logits > own), axis=-1)
     return value + jnp.where(lost, jnp.finfo(value.dtype).tiny, 0).astype(value.dtype)
 

@@ -275,7 +275,7 @@ def _shrink_l1(size: jax.Array, room: jax.Array, radius: jax.Array) -> jax.Array
     rest = fixed - high
     free, full = (rest > 0) & (rest < room), rest >= room
     spent = jnp.sum(jnp.where(free, size, 0.0)) + jnp.sum(jnp.where(full, room, 0.0))
-    line = (spent - radius) / jnp.maximum(jnp.sum(free), 1)
+    line = (spent - radius) / jnp.maximum(jnp.sum(free, dtype=size.dtype), 1)
     lam = jnp.where(jnp.any(free), line + jax.lax.stop_gradient(high - line), high)
     fits = jnp.sum(jnp.minimum(fixed, room)) <= radius
     return jnp.clip(size - jnp.where(fits, 0.0, lam), 0.0, room)

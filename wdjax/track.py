@@ -177,7 +177,7 @@ def measure(
     moved = attacked & reached.inside & known & useful
     margin = xp.where(moved, value, clean)
     fault = attacked & (reached.fault | ~known)
-    spent = totals * attacked[:, None]
+    spent = xp.where(attacked[:, None], totals, 0)
     return Found(
         x_adv=xp.where(norms.spread(moved, x), reached.x_adv, x),
         proof=reached.proof,
@@ -189,7 +189,7 @@ def measure(
         fault=fault,
         zeros=spent[:, 2],
         gradients=spent[:, 0],
-        forwards=spent[:, 1] + 1 + attacked,
+        forwards=spent[:, 1] + 1 + attacked.astype(spent.dtype),
     )
 
 

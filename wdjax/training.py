@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import aims, driver, identity, loop, losses, program, validate
+from wdjax import aims, arguments, driver, identity, loop, losses, models, program, validate
 from wdjax.aims import Aim, Blur, Certificate, Noise, Opponent, Proof
 from wdjax.core import AnyArray, Array, Attack, PyTree
 
@@ -82,7 +82,11 @@ def train(
     does not fill a batch.
 
     Args:
-      model: a pytree callable, :data:`wdjax.Model`; all its leaves are trained.
+      model: a pytree callable, :data:`wdjax.Model`. Of a Flax NNX module from
+        :func:`wdjax.models.functional` the ``nnx.Param`` are trained by gradient; in every pass of
+        the loss BatchNorm is by the batch, which its averages follow, and dropout is on, as in
+        Flax's own training. Attacks and bounds see the inference form. Of any other pytree all
+        leaves are trained.
       x: ``[n, *shape]`` floats in ``[0, 1]``.
       y: ``[n]`` integer labels.
       key: a typed ``jax.random.key``; with equal arguments, equal keys give equal parameters.
@@ -105,8 +109,8 @@ def train(
 
     Raises:
       ValueError: bad samples, an attack or a certificate without ``eps`` or ``eps`` without either,
-        more than one of attack, certificate and noise, leaves that are not floats, a loss that is
-        not finite, or a checkpoint of another training.
+        more than one of attack, certificate and noise, a leaf that is no parameter and none of a
+        Flax module, a loss that is not finite, or a checkpoint of another training.
 
     Cost: per step 1 forward and 1 backward pass a sample; with an attack its passes and 2 of each,
       with a certificate about three times that of its bounds.
@@ -122,15 +126,26 @@ def train(
     >>> float(trained.history.accuracy[-1])
     1.0
     """
+    arguments.check(
+        "attack",
+        "eps",
+        attack=attack,
+        model=model,
+        x=x,
+        y=y,
+        eps=eps,
+        key=key,
+        ball=getattr(certificate, "ball", None),
+    )
     epochs = validate.check_count("epochs", epochs)
     batch_size = validate.check_count("batch_size", batch_size)
     x, y = validate.check_samples(model, x, y, (0.0, 1.0) if attack is None else attack.ball.box)
-    _check_floats(model)
+    models.parameters(model)
     size = min(batch_size, len(y))
     steps = epochs * (len(y) // size)
     aim = aims.aim(attack, certificate, noise, eps, kappa, x.dtype, steps)
     optimizer = optimizer or default_optimizer(steps)
-    at_once = program.loops_well(jax.make_jaxpr(_gradients)(model, x[:1]))
+    at_once = program.loops_well(jax.make_jaxpr(gradients)(model, x[:1]))
     recipe = Recipe(optimizer, loss, validate.check_order(order), at_once)
 
     def turn(training: Training) -> Training:
@@ -174,13 +189,8 @@ def start(model: PyTree, optimizer: optax.GradientTransformation, epochs: int) -
     (3,)
     """
     empty = jnp.full(epochs, jnp.nan)
-    return Training(model, optimizer.init(model), jnp.asarray(0), History(empty, empty, empty))
-
-
-def _check_floats(model: PyTree) -> None:
-    leaves = map(jnp.asarray, jax.tree.leaves(model))
-    if not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves):
-        raise ValueError("all leaves of the model must be floats: they are what training changes.")
+    known = optimizer.init(models.parameters(model))
+    return Training(model, known, jnp.asarray(0), History(empty, empty, empty))
 
 
 @functools.lru_cache(maxsize=64)
@@ -189,9 +199,13 @@ def default_optimizer(steps: int) -> optax.GradientTransformation:
     return optax.adam(optax.cosine_decay_schedule(3e-3, steps))
 
 
-def _gradients(model: Callable[[Array], Array], x: Array) -> PyTree:
+def gradients(model: Callable[[Array], Array], x: Array) -> PyTree:
     """What a step of training repeats, as far as XLA's loops are concerned."""
-    return jax.grad(lambda model, x: jnp.sum(model(x)), argnums=(0, 1))(model, x)
+
+    def total(own: PyTree, x: Array) -> Array:
+        return jnp.sum(models.training_pass(models.join(own, model), x)[0])
+
+    return jax.grad(total, argnums=(0, 1))(models.parameters(model), x)
 
 
 def _epoch(
@@ -280,14 +294,15 @@ def _step(
         whole = kappa is None and attack.budget != "none"
         parts = [(weight, x_adv)] if whole else [(1 - weight, x), (weight, x_adv)]
 
-    def expected(model: Callable[[Array], Array]) -> tuple[Array, Array]:
+    def expected(model: PyTree) -> tuple[Array, PyTree, Array]:
         value = robust = jnp.zeros((), x.dtype)
         for share, points in parts:
-            logits = model(points)
+            logits, model = models.training_pass(model, points)
             value += jnp.mean(share * recipe.loss(logits, y))
-            robust += jnp.mean(share * (losses.decision_margin(logits, y) <= 0))
+            held = losses.decision_margin(logits, y) <= 0
+            robust += jnp.mean(jnp.where(held, share, 0.0))
         right = robust if correct is None else jnp.mean(correct)
-        return value, jnp.stack([value, right, robust])
+        return value, model, jnp.stack([value, right, robust])
 
     return _descend(recipe, expected, trained)
 
@@ -309,8 +324,8 @@ def _proved(
     done = number / steps
     weight = certificate.weight(done)
 
-    def expected(model: Callable[[Array], Array]) -> tuple[Array, Array]:
-        logits = model(x)
+    def expected(model: PyTree) -> tuple[Array, PyTree, Array]:
+        logits, model = models.training_pass(model, x)
         low = certificate.margins(model, x, y, eps, done)
         own = jnp.arange(low.shape[1]) == y[:, None]
         worst = jnp.where(own, 0.0, -low)
@@ -318,15 +333,13 @@ def _proved(
         right = losses.decision_margin(logits, y) <= 0
         held = jnp.all(own | (low > 0), axis=1)
         mean = jnp.mean(value)
-        return mean, jnp.stack([mean, jnp.mean(right), jnp.mean(held)])
+        return mean, model, jnp.stack([mean, jnp.mean(right), jnp.mean(held)])
 
     return _descend(recipe, expected, trained)
 
 
 def _descend(
-    recipe: Recipe, expected: Callable[[PyTree], tuple[Array, Array]], trained: PyTree
+    recipe: Recipe, expected: Callable[[PyTree], tuple[Array, PyTree, Array]], trained: PyTree
 ) -> tuple[PyTree, Array]:
-    model, opt_state = trained
-    gradient, row = jax.grad(expected, has_aux=True)(model)
-    updates, opt_state = recipe.optimizer.update(gradient, opt_state, model)
-    return (optax.apply_updates(model, updates), opt_state), row
+    model, opt_state, _, row = models.descend(recipe.optimizer, expected, *trained)
+    return (model, opt_state), row

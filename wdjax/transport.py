@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.typing import ArrayLike
 
-from wdjax import losses, metrics, norms, parallel
+from wdjax import arguments, losses, metrics, norms, parallel
 from wdjax.core import Array, Found, Result
 from wdjax.parallel import AnyArray
 from wdjax.validate import check_number, check_order, traced
@@ -91,6 +91,9 @@ def _allocate(xp: ModuleType, distance: _Either, eps: Any, order: float) -> _Eit
     return xp.where(affordable, weight, 0.0)[xp.argsort(ranking)]
 
 
+_UNITS = "of 255 grey levels in [0, 1] eight are 8/255"
+
+
 def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Result:
     r"""Turns points into an adversarial distribution of equation 11 that costs at most ``eps``.
 
@@ -124,10 +127,13 @@ def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Res
     >>> [round(float(w), 2) for w in spend(found, eps=0.1).weight]
     [1.0, 0.33]
     """
+    arguments.check(eps=eps)
     order = check_order(order)
     eps = check_number("eps", eps)
     kappa = None if kappa is None else check_number("kappa", kappa, 1.0)
     facts = found.cost, found.correct, found.success
+    if found.limit is not None and not traced(found.limit, eps):
+        arguments.warn(arguments.beyond(float(np.max(found.limit)), eps, _UNITS))
     if traced(found, eps, kappa):
         weight = _weigh_traced(*facts, jnp.asarray(eps, found.cost.dtype), kappa, order)
     else:

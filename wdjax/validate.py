@@ -23,6 +23,9 @@ def staged() -> bool:
     return isinstance(jax.device_put(np.zeros(())), jax.core.Tracer)
 
 
+_TORCH = "torch.nn.modules.module.Module"
+
+
 def on_device(values: Any, dtype: Any = None) -> Array:
     """``jnp.asarray`` that compiles nothing for arrays of the host, whatever their shape."""
     if isinstance(values, jax.Array):
@@ -32,8 +35,14 @@ def on_device(values: Any, dtype: Any = None) -> Array:
 
 def check_model(model: Callable[[Array], PyTree]) -> None:
     """Checks that a model is a callable pytree of arrays."""
-    if not callable(model):
-        raise ValueError(f"the model must be callable, got {model!r}.")
+    if any(f"{kind.__module__}.{kind.__name__}" == _TORCH for kind in type(model).__mro__):
+        raise ValueError(
+            f"the model is a PyTorch module, {type(model).__name__}, which JAX cannot trace: "
+            "convert its state dict by wdjax.convert.load(file, architecture), or write its "
+            "function as wdjax.Model(apply, params); docs/models.md shows both."
+        )
+    if isinstance(model, type) or not callable(model):
+        raise ValueError(f"the model must be a callable pytree of arrays, got {model!r}.")
     for leaf in jax.tree.leaves(model):
         if not hasattr(leaf, "dtype") and not isinstance(leaf, (int, float)):
             raise ValueError(
@@ -41,6 +50,23 @@ def check_model(model: Callable[[Array], PyTree]) -> None:
                 "function as wdjax.Model(apply, params), a Flax module with "
                 "wdjax.models.functional."
             )
+
+
+def shapes_of(model: Callable[[Array], PyTree], x: AnyArray) -> PyTree:
+    """The shapes and dtypes of ``model(x)``.
+
+    Raises:
+      ValueError: the model cannot be called with samples of this shape.
+    """
+    try:
+        return jax.eval_shape(model, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    except Exception as error:  # Whatever the model's own code raises.
+        swapped = np.ndim(x) == 4 and x.shape[1] in (1, 3) and x.shape[-1] not in (1, 3)
+        hint = "; models here take channels last: x.transpose(0, 2, 3, 1)" if swapped else ""
+        raise ValueError(
+            f"the model does not accept x of shape {list(x.shape)}{hint}: {type(error).__name__}: "
+            f"{error}"
+        ) from error
 
 
 def check_shapes(
@@ -65,12 +91,7 @@ def check_shapes(
     if n == 0:
         raise ValueError("x and y are empty: pass at least one sample.")
     check_model(model)
-    try:
-        out = jax.eval_shape(model, jax.ShapeDtypeStruct(x.shape, x.dtype))
-    except TypeError as error:
-        raise ValueError(
-            f"the model does not accept x of shape {list(x.shape)}: {error}"
-        ) from error
+    out = shapes_of(model, x)
     leaves = jax.tree.leaves(out)
     if criterion is None:
         if getattr(out, "ndim", 0) != 2 or out.shape[0] != n or out.shape[1] < 2:

@@ -139,7 +139,7 @@ class ALMA:
         momentum = _MEAN * state.momentum + (1 - _MEAN) * scaled
         found = jnp.where(best.known, jnp.minimum(state.found, state.taken), state.found)
         since = (state.taken - found).clip(0).astype(x.dtype)
-        fall = 0.01 ** (since / jnp.maximum(self.steps - found, 1))
+        fall = 0.01 ** (since / jnp.maximum(self.steps - found, 1).astype(x.dtype))
         pace = jnp.where(jnp.isfinite(rate), rate, 0.0) * fall
         delta = self.ball.clip(x - norms.spread(pace, x) * momentum) - samples.x
         moved = state._replace(delta=delta, momentum=momentum, squares=squares, rate=rate)

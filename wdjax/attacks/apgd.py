@@ -212,7 +212,7 @@ class APGD:
         peak = jnp.where(norms.spread(higher, x), x, state.peak)
         slope = jnp.where(norms.spread(higher, x), gradient, state.slope)
         height, known = jnp.where(higher, loss, state.height), jnp.where(first, loss, state.known)
-        rises = jnp.where(first, 0, state.rises + (loss > state.loss))
+        rises = jnp.where(first, 0, state.rises + (loss > state.loss).astype(jnp.int32))
         due, cut = window > 0, state.cut & ~first
         halve = due & ((4 * rises <= 3 * window) | (~cut & (height <= known)))
         share = (1.0 if self.ball.norm == 1 else 2.0) if self.share is None else self.share

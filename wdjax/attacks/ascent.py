@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from wdjax import losses, norms, program
 from wdjax.balls import Lp
 from wdjax.core import Array, Criterion, Info, PyTree, Samples, Victim
+from wdjax.precision import promoted
 from wdjax.track import finite
 
 _ROUNDED = {4: 4.0, 8: 4.0}
@@ -46,6 +48,12 @@ def slope(victim: Victim, x: Array, y: Array, objective: Callable[[PyTree, Array
 
     gradient, out = jax.grad(total, has_aux=True)(x)
     return look(gradient, out)
+
+
+def adam(gradient: Array, moments: PyTree) -> tuple[Array, PyTree]:
+    """Adam's direction for every sample, and its moments, begun by ``optax.scale_by_adam``."""
+    with promoted():  # As optax wants it.
+        return jax.vmap(optax.scale_by_adam().update)(gradient, moments)
 
 
 def look(gradient: Array, out: PyTree) -> Slope:
@@ -198,7 +206,7 @@ def best_move(
 def all_rivals(logits: Array, y: Array) -> Array:
     """Every class but ``y``: ``[n, K - 1]``."""
     classes = logits.shape[-1]
-    after = y.astype(jnp.int32) + jnp.arange(1, classes, dtype=jnp.int32)[:, None]
+    after = y.astype(jnp.int32)[None] + jnp.arange(1, classes, dtype=jnp.int32)[:, None]
     return jnp.where(after < classes, after, after - classes).T
 
 

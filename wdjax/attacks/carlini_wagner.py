@@ -122,7 +122,7 @@ class CarliniWagner:
         pull = 2 * (samples.x - x)
         (gradient,) = back(pull + norms.spread(lacking, x) * seen.gradient)
         state = self._keep(victim, samples, state, x, seen.out)
-        update, moments = jax.vmap(optax.scale_by_adam().update)(gradient, state.moments)
+        update, moments = ascent.adam(gradient, state.moments)
         return state._replace(w=state.w + self.step_size * update, moments=moments), info
 
     def _keep(self, victim: Victim, samples: Samples, state: State, x: Array, out: PyTree) -> State:

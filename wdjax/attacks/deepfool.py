@@ -103,7 +103,7 @@ class DeepFool:
             nearer = (size < least) & jnp.isfinite(margin)
             least = jnp.where(nearer, size, least)
             step = jnp.where(norms.spread(nearer, x), move, step)
-            zeros, fault = zeros + seen.zero, fault | seen.fault
+            zeros, fault = zeros + seen.zero.astype(jnp.int32), fault | seen.fault
         moved = self.ball.clip(x + (1 + self.overshoot) * step)
         still = norms.spread(best.known, x)
         one = jnp.ones(len(y), jnp.int32)

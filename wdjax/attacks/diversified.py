@@ -129,7 +129,7 @@ class Diversified:
             return jax.random.uniform(key, out.shape[1:], out.dtype, -1.0, 1.0)
 
         ranks = jnp.argsort(jnp.argsort(-out, axis=1, stable=True), axis=1)
-        pushed = (ranks == self.rank) & (self.push > 0)
+        pushed = (ranks == jnp.asarray(self.rank, ranks.dtype)) & (self.push > 0)
         free = jnp.where(pushed, scale * self.push, jax.vmap(draw)(keys))
         own = (scale * self.lean(keys)).astype(out.dtype)[:, None]
         return jnp.where(jax.nn.one_hot(samples.y, out.shape[1], dtype=bool), own, free)
@@ -150,7 +150,7 @@ class Diversified:
         info = ascent.note(victim, samples.y, seen)
         length = self._length()
         end = jnp.where(length <= _SHORT, 0.1, 0.001)
-        wave = (1 + jnp.cos(math.pi * state.taken / (length + 1))) / 2
+        wave = (1 + jnp.cos(math.pi * state.taken.astype(samples.x.dtype) / (length + 1))) / 2
         size = samples.radius * (end + (1 - end) * wave)
         moved = self._move(samples, state, seen, info, size.astype(state.x.dtype))
         moved = moved._replace(taken=state.taken + 1)
@@ -182,7 +182,7 @@ class Diversified:
         return self.steps if self.until is None else jnp.minimum(self.until, self.steps)
 
     def _over(self, state: State) -> Array:
-        return state.fallen | (state.taken >= self._length())
+        return state.fallen | (state.taken.astype(state.x.dtype) >= self._length())
 
     def point(self, samples: Samples, state: State) -> tuple[Array, None]:
         if self.steps:

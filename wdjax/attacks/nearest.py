@@ -83,7 +83,8 @@ def direction(gradient: Array, norm: float) -> Array:
 
 def cosine(start: Array | float, end: Array | float, step: Array, steps: int) -> Array:
     """Half a period of a cosine from ``start`` at step 0 to ``end`` at ``steps``."""
-    return end + (start - end) * (1 + jnp.cos(math.pi * step / steps)) / 2
+    done = jnp.asarray(step, jnp.result_type(start)) / steps
+    return end + (start - end) * (1 + jnp.cos(math.pi * done)) / 2
 
 
 def far_start(ball: Lp, center: Array, keys: Array | None) -> Array:

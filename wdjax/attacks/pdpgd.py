@@ -127,7 +127,7 @@ class PDPGD:
         pace = self.dual_step * self._haste * (1 - (1 - _DUAL_END) * gone)
         slope = jax.nn.sigmoid(-info.value / self._unit(victim, samples))
         gradient = norms.spread(jnp.where(jnp.isfinite(slope), slope, 0.0), x) * seen.gradient
-        update, moments = jax.vmap(optax.scale_by_adam().update)(gradient, state.moments)
+        update, moments = ascent.adam(gradient, state.moments)
         delta = self.ball.clip(x + norms.spread(size, x) * update) - samples.x
         # The size of the gradients, as Adam has it: the metric of the proximal map.
         past = 1 - _DECAY ** moments.count.astype(x.dtype)

@@ -73,7 +73,7 @@ def rank(
         # Without a gradient nothing is known: last of all.
         far = jnp.where(seen.zero, jnp.inf, plane_distance(gap, seen.gradient, norm))
         distances.append(far)
-        zeros, fault = zeros + seen.zero, fault | seen.fault
+        zeros, fault = zeros + seen.zero.astype(jnp.int32), fault | seen.fault
     distance = jnp.stack(distances, axis=1)
     order = jnp.argsort(distance, axis=1, stable=True)[:, :count]
     one = jnp.ones(len(y), jnp.int32)

@@ -191,7 +191,7 @@ def _place(key: Array, sides: Array, shape: tuple[int, ...]) -> tuple[Array, Arr
 def _window(rows: Array, columns: Array, sides: Array) -> Array:
     """``[h, w, 1]``: whether a pixel is in the window."""
     high, wide = ((at >= 0) & (at < side) for at, side in zip((rows, columns), sides))
-    return (high[:, None] & wide)[..., None]
+    return (high[:, None] & wide[None])[..., None]
 
 
 def _flip(key: Array, delta: Array, sides: Array, eps: Array) -> Array:

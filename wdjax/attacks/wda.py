@@ -81,7 +81,13 @@ class WDA:
     def __post_init__(self) -> None:
         probe = validate.check_count("probe", self.probe)
         object.__setattr__(self, "probe", probe)
-        object.__setattr__(self, "steps", validate.check_count("steps", self.steps, probe))
+        object.__setattr__(self, "steps", validate.check_count("steps", self.steps))
+        if self.steps < probe:
+            raise ValueError(
+                f"steps must be at least probe, the steps that try every rival, got steps="
+                f"{self.steps} and probe={probe}; pass a smaller probe too, such as "
+                f"WDA(steps={self.steps}, probe={(self.steps + 1) // 2})."
+            )
         iterate = (
             ("best" if self.ball.norm == 1 else "last") if self.iterate is None else self.iterate
         )

@@ -169,7 +169,7 @@ def _mean(length: Array, chosen: Array, order: float) -> Array:
     if order == math.inf:
         return most
     powers = jnp.sum((length / jnp.where(most > 0, most, 1.0)) ** order)
-    return most * (powers / jnp.maximum(jnp.sum(chosen), 1)) ** (1 / order)
+    return most * (powers / jnp.maximum(jnp.sum(chosen, dtype=length.dtype), 1)) ** (1 / order)
 
 
 def _sizes(steep: Array, chosen: Array, order: float) -> Array:

@@ -23,6 +23,7 @@ from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.margins import Method
 from wdjax.certify.network import Network
 from wdjax.certify.region import Region
+from wdjax.precision import highest
 
 _HOMOGENEOUS = {
     "max", "min", "abs", "reduce_max", "reduce_min", "reduce_window_max", "cummax", "cummin",
@@ -52,7 +53,7 @@ def slopes(
     lower = (-ends).at[:, -1].set(0.0)
     region = Region(center, lower, ends, jnp.full(count, reach + least), norm)
     apart = _apart(net, x.shape[1:])
-    with jax.default_matmul_precision("highest"):
+    with highest():
         state = margins.prepare(apart, region, method)
         low = margins.of(state, apart, region, labels, method, every=True)
     steep = -jnp.min(low, axis=1)

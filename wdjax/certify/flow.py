@@ -61,6 +61,16 @@ class Flow:
         grid.check_sigma(self.sigma)
         validate.check_choice("cost", self.cost, ("euclidean", "l1"))
 
+    def diameter(self, shape: tuple[int, ...]) -> float:
+        """The largest distance between two images of a shape: all mass from corner to corner."""
+        height, width = shape[0] - 1, shape[1] - 1
+        return math.hypot(height, width) if self.cost == "euclidean" else float(height + width)
+
+    @property
+    def units(self) -> str:
+        """What radii are measured in, for who takes pixels for units."""
+        return "a radius of k pixels, as in the papers' tables, is k / (height width)"
+
     def scale(self, x: Array) -> Array:
         return jnp.sum(x)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import validate
+from wdjax import arguments, validate
 from wdjax.core import AnyArray, Array
 
 Numbers: TypeAlias = npt.NDArray[np.float64]
@@ -71,6 +71,7 @@ def perturb(noise: Noise, key: Array, x: Array) -> Array:
     >>> perturb(Gaussian(0.5), jax.random.key(0), jnp.zeros(3)).shape
     (3,)
     """
+    arguments.check(noise=noise, key=key)
     return x + noise.offset(key, x)
 
 

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import losses
-from wdjax.certify import asymptote, lipschitz, pointwise, wdro
+from wdjax import arguments, losses
+from wdjax.balls import Lp
+from wdjax.certify import asymptote, pointwise, wdro
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.margins import Method
 from wdjax.parallel import AnyArray
@@ -107,9 +108,10 @@ def growth_bound(
     >>> growth_bound(model, x, y, eps=[0.25, 2.0], **how).round(2).tolist()  # the box ends at 1
     [0.0, 1.0]
     """
+    arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
     how: dict[str, Any] = {"norm": norm, "box": box, "method": method, "batch_size": batch_size}
     asked = wdro.ask(model, x, y, eps, order, loss, constant, how)
-    budgets, most = asked.budgets, lipschitz.diameter(x.shape[1:], box, norm)
+    budgets, most = asked.budgets, Lp(norm, box).diameter(x.shape[1:])
     grid = _grid(radii, budgets, most)
     if asked.order == math.inf:
         return wdro.straight(asked)

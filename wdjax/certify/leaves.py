@@ -23,6 +23,7 @@ from wdjax.certify.domain import Array
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.network import Network
 from wdjax.certify.region import Box, Region
+from wdjax.precision import highest
 
 _RATE = 0.2
 
@@ -77,7 +78,7 @@ class Bounds(NamedTuple):
 @functools.partial(jax.jit, static_argnums=(4, 5))
 def root(model: Classifier, x: Array, y: Array, eps: Array, norm: float, box: Box) -> Root:
     """Bounds of one sample's region by optimised slopes, ``x`` ``[1, *shape]``."""
-    with jax.default_matmul_precision("highest"):
+    with highest():
         ball = region.ball(x, eps, norm, box)
         state = margins.prepare(model, ball, "alpha")
         low = margins.of(state, model, ball, y, "alpha")
@@ -127,7 +128,7 @@ def bounds(
 ) -> Bounds:
     """Bounds of leaves by ``steps`` steps, and of the halves of ``tries`` splits of each."""
     count = len(leaves.rival)
-    with jax.default_matmul_precision("highest"):
+    with highest():
         ball = region.ball(jnp.broadcast_to(x, (count, *x.shape[1:])), eps, norm, box)
         net = margins.network(model, x)
         wide = margins.wide(ball).prepared()

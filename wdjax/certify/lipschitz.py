@@ -7,16 +7,16 @@ DLR has no Lipschitz constant.
 """
 
 import functools
-import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from wdjax import independence, norms, validate
+from wdjax import arguments, independence, norms, validate
 from wdjax.certify import continuity, domain, interval
 from wdjax.core import Array
+from wdjax.precision import highest
 
 Classifier = Callable[[Array], Array]
 """``[n, *shape] -> [n, K]``, a pytree, as :data:`wdjax.Model` is."""
@@ -40,7 +40,7 @@ def single(model: Classifier) -> Callable[[Array], Array]:
 
 def contrasts(y: Array, classes: int, dtype: DTypeLike) -> Array:
     """The rows ``e_j - e_y``, ``[K, K]``; row y is 0."""
-    return jnp.eye(classes, dtype=dtype) - jax.nn.one_hot(y, classes, dtype=dtype)
+    return jnp.eye(classes, dtype=dtype) - jax.nn.one_hot(y, classes, dtype=dtype)[None]
 
 
 def margins_and_slopes(
@@ -105,11 +105,12 @@ def layer_product(
     >>> round(float(layer_product(model, jnp.zeros(2), jnp.ones(2), norm=jnp.inf)[0, 1]), 3)
     12.0
     """
+    arguments.check(model=model)
     return _constants(_layer_product, model, lower, upper, norm, labels)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 5))
-@jax.default_matmul_precision("highest")
+@highest()
 def _layer_product(
     model: Classifier, lower: Array, upper: Array, norm: float, labels: Array, classes: int
 ) -> Array:
@@ -163,11 +164,12 @@ def interval_jacobian(
     >>> round(float(interval_jacobian(model, jnp.zeros(2), jnp.ones(2), norm=jnp.inf)[0, 1]), 3)
     8.0
     """
+    arguments.check(model=model)
     return _constants(_interval_jacobian, model, lower, upper, norm, labels)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 5))
-@jax.default_matmul_precision("highest")
+@highest()
 def _interval_jacobian(
     model: Classifier, lower: Array, upper: Array, norm: float, labels: Array, classes: int
 ) -> Array:
@@ -218,6 +220,7 @@ def margin_lipschitz(
     >>> sizes.shape, round(float(sizes[0, 1]), 3)
     ((1, 2), 2.828)
     """
+    arguments.check(model=model)
     return jnp.minimum(
         layer_product(model, lower, upper, norm=norm, labels=labels),
         interval_jacobian(model, lower, upper, norm=norm, labels=labels),
@@ -257,11 +260,11 @@ def _constants(
     total = bound(model, lower, upper, norm, labels, classes)
     open_ = jnp.isnan(total) | _too_large(model, lower, upper) | ~fine
     total = jnp.where(open_, jnp.inf, total)
-    return jnp.where(jnp.arange(classes) == labels[:, None], 0.0, total)
+    return jnp.where(jnp.arange(classes)[None] == labels[:, None], 0.0, total)
 
 
 @jax.jit
-@jax.default_matmul_precision("highest")
+@highest()
 def logits(model: Classifier, lower: Array, upper: Array) -> norms.Bounds:
     """Bounds ``[K]`` of the logits over a box."""
     closed = jax.make_jaxpr(single(model))(lower)
@@ -269,7 +272,7 @@ def logits(model: Classifier, lower: Array, upper: Array) -> norms.Bounds:
 
 
 @jax.jit
-@jax.default_matmul_precision("highest")
+@highest()
 def _too_large(model: Classifier, lower: Array, upper: Array) -> Array:
     """Whether a value may be beyond what its dtype holds, of those that hold less than the input's.
 
@@ -285,10 +288,3 @@ def _too_large(model: Classifier, lower: Array, upper: Array) -> Array:
         for end in domain.ends(values[place])
     ]
     return ~functools.reduce(jnp.logical_and, short, jnp.asarray(True))
-
-
-def diameter(shape: tuple[int, ...], box: tuple[float, float] | None, norm: float) -> float:
-    """The l_r distance of opposite corners of the box."""
-    if box is None:
-        return math.inf
-    return (box[1] - box[0]) * math.prod(shape) ** (0 if norm == math.inf else 1 / norm)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.typing import ArrayLike
 
-from wdjax import independence, norms, parallel, validate
+from wdjax import arguments, independence, norms, parallel, validate
 from wdjax.balls import Lp
 from wdjax.certify import branch, lipschitz, margins, region
 from wdjax.certify.forward import TWIN, forward_only
@@ -23,6 +23,7 @@ from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.margins import METHODS, Method
 from wdjax.certify.region import Box
 from wdjax.core import AnyArray, Array
+from wdjax.precision import highest
 
 
 class _Bracket(NamedTuple):
@@ -86,6 +87,7 @@ def margin_bounds(
     >>> [round(low, 3) for low in margin_bounds(model, x, y, norm=jnp.inf, eps=0.1)[0].tolist()]
     [inf, 0.6]
     """
+    arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
     how: dict[str, Any] = {"norm": norm, "eps": eps, "box": box, "batch_size": batch_size}
     low, ended = searched(model, x, y, method=method, seconds=seconds, **how)
     _tell(ended)
@@ -177,6 +179,7 @@ def certified(
     >>> certified(model, x, y, norm=jnp.inf, eps=0.1).tolist()
     [True, False]
     """
+    arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
     how: dict[str, Any] = {"norm": norm, "eps": eps, "box": box, "batch_size": batch_size}
     low, ended = searched(model, x, y, method=method, seconds=seconds, **how)
     _tell(ended)
@@ -221,6 +224,7 @@ def radius(
     >>> [round(r, 3) for r in radius(model, x, y, norm=2).tolist()]
     [0.566, 0.0]
     """
+    arguments.check(model=model, x=x, y=y)
     ball = Lp(norm, box)
     validate.check_choice("method", method, METHODS)
     if method == "bab":
@@ -236,7 +240,7 @@ def radius(
 
 
 def _search(model: Classifier, x: Array, y: Array, ball: Lp, steps: int, method: Method) -> Array:
-    most = lipschitz.diameter(x.shape[1:], ball.box, ball.norm)
+    most = ball.diameter(x.shape[1:])
     clean = _bounds(model, x, y, jnp.zeros(len(y), x.dtype), ball, method)
     least = jnp.min(clean, axis=-1)
     trial = _guess(model, x, y, clean, ball.norm, most)
@@ -267,7 +271,7 @@ def _guess(model: Classifier, x: Array, y: Array, low: Array, norm: float, most:
 
     steep = jax.vmap(slopes)(x, y)
     ratio = jnp.where(steep > 0, low / jnp.where(steep > 0, steep, 1.0), jnp.inf)
-    rivals = jnp.arange(low.shape[1]) != y[:, None]
+    rivals = jnp.arange(low.shape[1])[None] != y[:, None]
     guess = jnp.minimum(jnp.min(jnp.where(rivals, ratio, jnp.inf), axis=-1), most)
     return jnp.where(jnp.isfinite(guess) & (guess > 0), (1 - 4e-4) * guess, min(most, 1.0))
 
@@ -292,7 +296,7 @@ def _narrower(bracket: _Bracket, low: Array, most: float) -> _Bracket:
 
 
 @functools.partial(jax.jit, static_argnames=("ball", "method"))
-@jax.default_matmul_precision("highest")
+@highest()
 def _bounds(model: Classifier, x: Array, y: Array, eps: Array, ball: Lp, method: Method) -> Array:
     return margins.lower(model, region.ball(x, eps, ball.norm, ball.box), y, method)
 

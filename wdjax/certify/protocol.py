@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import validate
+from wdjax import arguments, validate
 from wdjax.certify import binomial, votes, wdro
 from wdjax.certify.grid import Noise
 from wdjax.core import Progress
@@ -74,6 +74,12 @@ class SmoothedCertificate(NamedTuple):
 
         level = binomial.check_level(self.alpha if alpha is None else alpha)
         wrong = int(stats.binom.ppf(1 - level, len(self.radius), self.alpha))
+        if wrong >= len(self.radius):
+            arguments.warn(
+                f"no accuracy can be certified: of {len(self.radius)} radii, each wrong with "
+                f"probability {self.alpha:g}, all may be at alpha={level:g}; certify more samples "
+                "or take a smaller alpha."
+            )
         radii = np.sort(self.radius)
         radii[len(radii) - wrong :] = 0.0
         return wdro.certified_accuracy(radii, eps, order)
@@ -114,6 +120,43 @@ def plan(
         looks.insert(0, int(looks[0] / _GROWTH))
     levels = noise.level(radii) + _UP
     return Plan(levels, radii, noise.radius, n0, tuple(looks), level, test)
+
+
+def outlook(plan: Plan, noise: Noise, error: Numbers, eps: npt.ArrayLike | None) -> str | None:
+    """What no votes could certify, in words: every radius, or some of those asked for.
+
+    Args:
+      plan: the question.
+      noise: of the plan.
+      error: ``[n]``, what rounding takes off a probability.
+      eps: the radii that were asked for, also where the plan does not decide them.
+    """
+    n, alpha = plan.looks[-1], plan.alpha
+    won = np.array([n])
+    bounds: dict[Test, Callable[[], Numbers]] = {
+        "clopper-pearson": lambda: binomial.lower(won, n, alpha),
+        "randomized": lambda: binomial.randomized_lower(won, n, alpha, 0.01),
+        "sequential": lambda: binomial.sequential_lower(won, n, n, alpha),
+    }
+    alike = float(bounds[plan.test]()[0])
+    most, votes = alike - float(np.min(error)), f"{n} votes at alpha={alpha:g}"
+    votes += ", by 99 in 100 draws of the test's own," * (plan.test == "randomized")
+    if alike <= plan.levels[0]:
+        return f"nothing can be certified: {votes} show no majority even if all agree; raise n."
+    if most <= plan.levels[0]:
+        return (
+            f"nothing can be certified under {noise!r}: so small a noise is lost in the rounding "
+            "of inputs, which alone may change a vote with a probability of up to "
+            f"{min(float(np.min(error)), 1.0):.3g}; raise sigma, to the size of the radius wanted."
+        )
+    radii = np.ravel(np.asarray([] if eps is None else eps, float))
+    beyond = radii[noise.level(radii) + _UP >= most]
+    if not beyond.size:
+        return None
+    return (
+        f"eps={beyond.min():g} cannot be certified under {noise!r}: {votes} that all agree show "
+        f"the radius {float(plan.radius(most)):.4g}; raise sigma or n."
+    )
 
 
 class Work(NamedTuple):

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from wdjax import identity, loop, program, rounds, validate
+from wdjax import arguments, identity, loop, program, rounds, validate
+from wdjax.balls import Lp
 from wdjax.certify import binomial, protocol, votes
 from wdjax.certify.grid import Noise
 from wdjax.certify.protocol import ABSTAIN, SmoothedCertificate, Test
@@ -105,10 +106,13 @@ def certify(
     >>> (quick.radius >= 0.05).tolist(), bool(quick.votes.max() < 1000)
     ([True, True], True)
     """
+    arguments.check("eps", model=model, x=x, y=y, noise=noise, eps=eps, key=key)
     _check_given(model, noise, key, x, y)
     plan = protocol.plan(eps, noise, n0, n, alpha, test)
     x, y = validate.check_samples(model, x, y, box)
     error = noise.error(x)
+    for text in cautions(x, noise=noise, n=n, alpha=alpha, eps=eps, test=test, box=box):
+        arguments.warn(text)
     asked = _ask(model, noise, x, index, key, batch_size, mesh)
     work = protocol.Work(asked, plan, np.asarray(y), error)
     mark = b""
@@ -128,6 +132,42 @@ def certify(
         about={"noise": names[0], "test": names[1], "n0": n0, "n": n, "alpha": alpha, "eps": eps},
     )
     return work.result(state)
+
+
+def cautions(
+    x: AnyArray,
+    *,
+    noise: Noise,
+    n: int,
+    alpha: float,
+    eps: npt.ArrayLike | None = None,
+    test: Test | None = None,
+    box: Box = (0.0, 1.0),
+) -> list[str]:
+    """What :func:`certify` warns of: radii beyond the box, and what no votes could certify.
+
+    Args:
+      x: ``[n, *shape]`` samples.
+      noise: of :mod:`wdjax.certify.noise`.
+      n: votes.
+      alpha: the probability that a sample's certificate is wrong.
+      eps: radii that are wanted.
+      test: as in :func:`certify`.
+      box: ``(low, high)`` of the samples, or None.
+
+    Returns:
+      Sentences; none where all can be certified.
+
+    >>> from wdjax.certify.noise import Gaussian
+    >>> cautions(np.ones((1, 2)), noise=Gaussian(0.25), n=9, alpha=0.001)[0]
+    'nothing can be certified: 9 votes at alpha=0.001 show no majority even if all agree; raise n.'
+    """
+    test = test or ("clopper-pearson" if eps is None else "sequential")
+    asked = protocol.plan(eps if test == "sequential" else None, noise, 0, n, alpha, test)
+    ball: Any = noise if noise.norm is None else Lp(noise.norm, box)
+    far = None if eps is None else arguments.too_far(ball, np.shape(x)[1:], eps)
+    lost = protocol.outlook(asked, noise, noise.error(x), eps)
+    return [text for text in (far, lost) if text is not None]
 
 
 def predict(
@@ -171,7 +211,10 @@ def predict(
     >>> predict(model, x, noise=Gaussian(0.25), key=jax.random.key(0)).tolist()
     [0, -1]
     """
-    binomial.check_level(alpha)
+    arguments.check(model=model, x=x, noise=noise, key=key)
+    if binomial.rank_test(validate.check_count("n", n), 0) > binomial.check_level(alpha):
+        arguments.warn(f"every prediction abstains: {n} votes at alpha={alpha:g} show no majority "
+                       "even if all agree; raise n.")  # fmt: skip
     how: dict[str, Any] = {"index": index, "batch_size": batch_size, "mesh": mesh}
     return decide(tally(model, x, noise=noise, key=key, n=n, **how), alpha)
 
@@ -204,6 +247,7 @@ def tally(
     Returns:
       ``[n, K + 1]`` counts; the last column is that of logits that are not finite.
     """
+    arguments.check(model=model, x=x, noise=noise, key=key)
     _check_given(model, noise, key, x)
     count = validate.check_count("n", n)
     x, _ = validate.check_samples(model, x, np.zeros(len(x), np.int32), None)
@@ -267,6 +311,8 @@ def soft(
     >>> soft(model, x, noise=Gaussian(0.25), key=jax.random.key(0))(x).shape
     (1, 2)
     """
+    arguments.check(model=model, x=x, noise=noise, key=key)
+    validate.shapes_of(model, x)
     keys = jax.random.split(key, validate.check_count("count", count))
     patterns = jax.vmap(lambda own: noise.pattern(own, x.shape[1:], x.dtype))(keys)
     return Model(_soft, {"model": model, "noise": noise, "patterns": patterns})
@@ -274,7 +320,7 @@ def soft(
 
 def _soft(params: dict[str, Any], x: Array) -> Array:
     scales = jax.vmap(lambda own: params["noise"].scale(own) * jnp.ones_like(own))(x)
-    moved = x + scales * params["patterns"][:, None]
+    moved = x[None] + scales[None] * params["patterns"][:, None]
     logits = params["model"](moved.reshape(-1, *x.shape[1:]))
     said = jax.nn.log_softmax(logits.reshape(len(moved), len(x), -1))
     return jax.nn.logsumexp(said, axis=0) - jnp.log(float(len(moved)))
@@ -284,12 +330,7 @@ def _check_given(model: Any, noise: Any, key: Any, *samples: Any) -> None:
     """Refuses what could not be counted, or not as a certificate wants it."""
     if validate.traced(model, noise, key, samples) or validate.staged():
         raise ValueError("votes are counted on the host; smooth outside of jit, vmap and grad.")
-    if isinstance(noise, type) or not hasattr(noise, "level"):
-        raise ValueError(
-            f"noise must be of wdjax.certify.noise, such as Gaussian(0.25); {noise!r}."
-        )
-    typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if not typed or key.ndim or "threefry" not in str(jax.random.key_impl(key)):
+    if "threefry" not in str(jax.random.key_impl(key)):
         raise ValueError(
             "pass key=jax.random.key(seed), of the default kind: with others, the noise of a vote "
             f"would depend on its batch. Got {key!r}."

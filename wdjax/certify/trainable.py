@@ -13,13 +13,15 @@ import math
 import jax
 import jax.numpy as jnp
 
-from wdjax import independence, norms, validate
+from wdjax import arguments, independence, norms, validate
 from wdjax.attacks.ascent import all_rivals
+from wdjax.balls import Lp
 from wdjax.certify import crown, margins, region
 from wdjax.certify.coefficients import Rows
 from wdjax.certify.domain import Array
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.region import Box
+from wdjax.precision import highest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,11 @@ class Scheduled:
             raise ValueError(f"0 <= warm < ramp <= 1 must hold, got {self.warm!r}, {self.ramp!r}.")
         if not 0 <= self.clean <= 1:
             raise ValueError(f"clean must be in [0, 1], got {self.clean!r}.")
+
+    @property
+    def ball(self) -> Lp:
+        """Whose radius grows."""
+        return Lp(self.norm, self.box)
 
     def share(self, done: Array | float) -> Array:
         """Of the radius, after a share of the steps."""
@@ -133,8 +140,10 @@ def trainable_bounds(
     >>> (10 * jax.grad(least)(jnp.array([[2.0, 1.0], [1.0, 2.0]]))).round().tolist()  # ends of x
     [[7.0, -9.0], [1.0, -3.0]]
     """
+    arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
+    validate.shapes_of(model, x)
     ball = region.ball(x, jnp.broadcast_to(jnp.asarray(eps, x.dtype), y.shape), norm, box)
-    with jax.default_matmul_precision("highest"):
+    with highest():
         state = margins.prepare(model, ball, "interval")
         low = margins.of(state, model, ball, y, "interval")
         if backward is not None and state.network.graph.outputs[0] not in state.network.exact:

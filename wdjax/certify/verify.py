@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import identity, loop, validate
+from wdjax import arguments, identity, loop, validate
+from wdjax.balls import Lp
 from wdjax.certify import pointwise
 from wdjax.certify.branch import ENDS
 from wdjax.certify.forward import TWIN, host_only
@@ -100,6 +101,7 @@ def verify(
     >>> found.verified.tolist(), found.radius.round(3).tolist(), found.claim
     ([True, False], [0.4, 0.0], 'float program')
     """
+    arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
     validate.check_choice("method", method, METHODS)
     host_only("certify.verify", TWIN, model, x, y, eps)
     x, y = validate.check_samples(model, x, y, box)

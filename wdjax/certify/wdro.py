@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import losses, norms, validate
+from wdjax import arguments, losses, norms, validate
+from wdjax.balls import Lp
 from wdjax.certify import lipschitz, pointwise
 from wdjax.certify.forward import TWIN, host_only
 from wdjax.certify.lipschitz import Classifier
@@ -70,6 +71,7 @@ def wdro_bound(
     >>> float(wdro_bound(model, x, y, norm=jnp.inf, eps=0.25, order=1, loss=losses.margin).round(3))
     0.0
     """
+    arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
     how: dict[str, Any] = {"norm": norm, "box": box, "batch_size": batch_size}
     return straight(ask(model, x, y, eps, order, loss, constant, how))
 
@@ -160,6 +162,8 @@ def lipschitz_constant(
     >>> round(lipschitz_constant(model, jnp.zeros((1, 2)), jnp.array([0]), norm=jnp.inf), 3)
     2.0
     """
+    arguments.check(model=model, x=x, y=y)
+    validate.shapes_of(model, x)
     twins = "certify.margin_lipschitz, or lipschitz.trainable_lipschitz for gradients"
     host_only("lipschitz_constant", twins, model, y)
     ends = (-math.inf, math.inf) if box is None else box
@@ -207,6 +211,7 @@ def certified_accuracy(radius: npt.ArrayLike, eps: npt.ArrayLike, order: float) 
     >>> certified_accuracy([0.0, 1.0, 2.0, 4.0], [0.0, 0.5], 1).round(3).tolist()
     [0.75, 0.375]
     """
+    arguments.check(eps=eps)
     host_only("certified_accuracy", "the radii themselves", radius, eps)
     radii = np.sort(np.asarray(radius, float).ravel())
     if radii.size == 0 or not bool(np.all(radii >= 0)):

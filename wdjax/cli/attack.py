@@ -11,7 +11,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from wdjax import audit, driver, ensembles, norms, plots, remarks, tasks, transport
+from wdjax import (
+    arguments,
+    audit,
+    driver,
+    ensembles,
+    norms,
+    plots,
+    remarks,
+    tasks,
+    transport,
+)
 from wdjax.balls import Lp
 from wdjax.cli import options, subject
 from wdjax.cli.console import Console
@@ -98,6 +108,8 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     columns = _columns(parsed)
     subject.check_places(parsed, parsed.points, parsed.plot)
     model, x, y = subject.load(parsed)
+    far = arguments.too_far(Lp(norms.NAMES[parsed.norm]), x.shape[1:], parsed.eps)
+    warned = subject.cautions(console, far)
     work, results, measured = subject.begin(parsed, model, x, y), {}, {}
     for label, column in columns.items():
         with console.search(label) as tick:
@@ -109,6 +121,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         _say(console, label, measured[label], float(np.mean(results[label].correct)))
     content = {
         **subject.described(parsed, SCHEMA, len(y)),
+        "warnings": warned,
         "order": parsed.order,
         "seed": parsed.seed,
         "clean_accuracy": float(np.mean(results[label].correct)),

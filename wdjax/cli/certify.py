@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from wdjax import certify, norms, tasks
+from wdjax import arguments, certify, norms, tasks
+from wdjax.balls import Lp
 from wdjax.cli import options, slopes, smoothing, subject
 from wdjax.cli.console import Console
 from wdjax.core import Model
@@ -87,11 +88,13 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     work = subject.begin(parsed, model, x, y)
     if parsed.method == smoothing.METHOD:
         return smoothing.run(parsed, work, model, x, y, console)
+    far = arguments.too_far(Lp(norms.NAMES[parsed.norm]), x.shape[1:], parsed.eps)
+    extra: dict[str, Any] = {"warnings": subject.cautions(console, far)}
     how: dict[str, Any] = {"norm": norms.NAMES[parsed.norm], "eps": parsed.eps}
     how["batch_size"] = parsed.batch_size or 64
-    extra: dict[str, Any] = {}
     if parsed.method == slopes.METHOD:
-        found, extra, spent = slopes.verified(parsed, work, model, x, y, **how)
+        found, own, spent = slopes.verified(parsed, work, model, x, y, **how)
+        extra |= own
     else:
         found, spent = _margins(parsed, work, model, x, y, how, console)
     content = _content(parsed, found, spent) | extra

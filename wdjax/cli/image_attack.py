@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from wdjax import driver, image, remarks, report, tasks
+from wdjax import arguments, driver, image, remarks, report, tasks
 from wdjax.cli import options, subject
 from wdjax.cli.console import Console
 from wdjax.core import Found, Model, Progress
@@ -90,6 +90,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     if window is not None and window >= 2 * max(x.shape[1:3]) - 1:  # All of the image is inside.
         ball = dataclasses.replace(ball, window=None)
     pixels = math.prod(ball.space(x.shape[1:]).stencil[:2])
+    warned = subject.cautions(console, arguments.too_far(ball, x.shape[1:], max(ks) / pixels))
     work = subject.begin(parsed, model, x, y)
     how: dict[str, Any] = {"ball": ball, "batch_size": subject.batch(parsed, len(y))}
     found: dict[float, Found] = {}
@@ -101,6 +102,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         found[k], spent[k] = done.value, done.spent
         console.say(f"k {k:g}: {_robust(found[k]):.2f} % robust")
     others, content = {}, _content(parsed, len(y), float(100 * np.mean(found[ks[0]].correct)))
+    content["warnings"] = warned
     nearest = functools.reduce(driver.best, found.values())
     if parsed.radii is not None:
         with console.search("radii") as tick:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, get_args
 import jax
 import numpy as np
 
-from wdjax import driver, ensembles, metrics, norms, nppr, tasks
+from wdjax import arguments, driver, ensembles, metrics, norms, nppr, tasks
 from wdjax.attacks import PGD
 from wdjax.balls import Lp
 from wdjax.cli import options, subject
@@ -106,6 +106,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     model, x, y = subject.load(parsed)
     if len(y) < 4:
         raise ValueError(f"NPPR is fitted on one half and measured on the other: {len(y)} samples.")
+    warned = subject.cautions(console, arguments.too_far(_ball(parsed), x.shape[1:], parsed.eps))
     train, held = ((x[half], y[half]) for half in (slice(len(y) // 2), slice(len(y) // 2, None)))
     work, done = subject.begin(parsed, model, x, y), []
 
@@ -139,6 +140,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         console.warn(f"  CAREFUL: {faults} copies had logits that are not finite")
     content = {
         **subject.described(parsed, SCHEMA, len(y)),
+        "warnings": warned,
         "fitted_on": len(y) // 2,
         "measured_on": len(y) - len(y) // 2,
         "shares_of": "correctly classified samples of the second half, in percent",

@@ -101,13 +101,15 @@ def run(
     own = {name: _DEFAULTS.get(name) if value is None else value for name, value in own.items()}
     own["test"] = own["test"] or "sequential"
     own["noise"] = _noise(parsed)
+    how = {"noise": own["noise"], "n": own["votes"], "alpha": own["alpha"], "test": own["test"]}
+    warned = subject.cautions(console, *smoothing.cautions(x, eps=parsed.eps, **how))
     with console.search("votes") as tick:
 
         def certify(task: tasks.Task) -> smoothing.SmoothedCertificate:
-            return _certify(parsed, own, model, x, y, task, tick)
+            return _certify(parsed, own, how, model, x, y, task, tick)
 
         found, spent = work.do("votes", certify, smoothing.SmoothedCertificate)
-    content = _content(parsed, own, found) | {"seconds": spent["seconds"]}
+    content = _content(parsed, own, found) | {"warnings": warned, "seconds": spent["seconds"]}
     others = {parsed.radii: None if parsed.radii is None else _archive(found, parsed.eps)}
     subject.write(console, parsed.json, content, others)
     console.say(
@@ -122,6 +124,7 @@ def run(
 def _certify(
     parsed: argparse.Namespace,
     own: dict[str, Any],
+    how: dict[str, Any],
     model: Model,
     x: np.ndarray,
     y: np.ndarray,
@@ -132,13 +135,10 @@ def _certify(
         model,
         x,
         y,
-        noise=own["noise"],
+        **how,
         key=jax.random.key(own["seed"]),
         eps=parsed.eps if own["test"] == "sequential" else None,
         n0=own["n0"],
-        n=own["votes"],
-        alpha=own["alpha"],
-        test=own["test"],
         batch_size=subject.batch(parsed, len(y) * (own["n0"] + own["votes"])),
         callback=task.heard(tick),
         **task.saving(),

@@ -110,6 +110,14 @@ def batch(parsed: argparse.Namespace, most: int) -> int | None:
     return None if parsed.batch_size is None else min(parsed.batch_size, most)
 
 
+def cautions(console: Console, *texts: str | None) -> list[str]:
+    """Warns of what is said of the settings, and returns it for the JSON."""
+    said = [text for text in texts if text is not None]
+    for text in said:
+        console.warn(f"  CAREFUL: {text}")
+    return said
+
+
 def described(parsed: argparse.Namespace, schema: str, samples: int) -> dict[str, Any]:
     """What every JSON begins with."""
     return {

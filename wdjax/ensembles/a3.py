@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import driver, validate
+from wdjax import arguments, driver, validate
 from wdjax.attacks import WDA, Diversified
 from wdjax.balls import Lp
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
@@ -111,6 +111,7 @@ def a3(
     >>> a3(model, x, y, eps=0.2, key=jax.random.key(0)).success.tolist()
     [True, True]
     """
+    arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
     if validate.traced(model, x, y, eps, key, only) or validate.staged():
         raise ValueError("a3 decides between its rounds; call it outside jit and vmap.")
     passes = float(validate.check_number("passes", passes))
@@ -175,6 +176,7 @@ def a3_wda(
     >>> a3_wda(model, x, y, eps=0.2, key=jax.random.key(0)).success.tolist()
     [True, True]
     """
+    arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
     finisher = WDA(ball, rivals=rivals, iterate="best")
     return a3(model, x, y, eps=eps, key=key, ball=ball, finisher=finisher, **options)
 

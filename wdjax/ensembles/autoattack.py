@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from wdjax import losses, validate
+from wdjax import arguments, losses, validate
 from wdjax.attacks import APGD, FAB, Square
 from wdjax.balls import Lp
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
@@ -94,4 +94,5 @@ def autoattack(
     >>> autoattack(model, x, y, eps=0.2, key=jax.random.key(0)).success.tolist()
     [True, True]
     """
+    arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
     return cascade(members(ball, version), model, x, y, eps=eps, key=key, **options)

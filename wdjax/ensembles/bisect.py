@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import driver, norms, validate
+from wdjax import arguments, driver, norms, validate
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
 from wdjax.ensembles.question import question
 
@@ -61,6 +61,7 @@ def bisect(
     >>> [round(float(d), 2) for d in found.cost]
     [0.1, 0.4]
     """
+    arguments.check("key", attack=attack, model=model, x=x, y=y, eps=eps, key=key)
     if attack.budget != "sample":
         raise ValueError(
             f"bisect takes attacks with a radius a sample; {type(attack).__name__} has none."

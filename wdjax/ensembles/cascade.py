@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from wdjax import driver, validate
+from wdjax import arguments, driver, validate
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
 
 
@@ -63,7 +63,9 @@ def cascade(
     """
     if not members:
         raise ValueError("members is empty: pass at least one attack.")
+    arguments.check(model=model, x=x, y=y, eps=eps, key=key, attack=next(iter(members.values())))
     for name, attack in members.items():
+        arguments.check(attack=attack)
         if attack.budget != "sample":
             raise ValueError(
                 f"members must be bound to a radius a sample, but the budget of {name} is "

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from wdjax import driver, validate
+from wdjax import arguments, driver, validate
 from wdjax.attacks.margin_pgd import MarginPGD
 from wdjax.attacks.walk import Walk
 from wdjax.balls import Lp
@@ -97,6 +97,7 @@ def fast(
     >>> account.found.success.tolist(), account.reached.gradients
     ([True, False], 5.0)
     """
+    arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
     ask = question("fast", model, x, y, key, checkpoint, options)
     radii = validate.check_radii(eps, len(ask.y))
     if validate.check_count("passes", passes) < 12:

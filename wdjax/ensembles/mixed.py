@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import driver
+from wdjax import arguments, driver
 from wdjax.attacks.points import Points
 from wdjax.core import AnyArray, Array, Attack, Found, Model, PyTree
 from wdjax.ensembles.question import question
@@ -72,6 +72,7 @@ def mixed(
     >>> found.success.tolist(), lost.tolist()
     ([True, False], [False, False])
     """
+    arguments.check("key", "eps", attack=attack, model=model, x=x, y=y, eps=eps, key=key)
     if attack.budget == "data":
         raise ValueError(
             f"mixed attacks some samples once more, but {type(attack).__name__} has one budget for "
@@ -112,6 +113,7 @@ def lowered(model: Callable[[Array], PyTree]) -> Model:
     >>> lowered(model)(jnp.array([[0.3, 0.7]])).tolist()
     [[-0.3984375, 0.3984375]]
     """
+    arguments.check(model=model)
     return Model(_call, jax.tree.map(lambda leaf: _cast(leaf, jnp.bfloat16), model))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from wdjax import driver, losses, validate
+from wdjax import arguments, driver, losses, validate
 from wdjax.attacks import APGD, Points
 from wdjax.balls import Lp
 from wdjax.core import AnyArray, Array, Found, Model, PyTree
@@ -40,6 +40,7 @@ def draws(model: Callable[[Array], PyTree], key: Array, count: int) -> Model:
     >>> bank(jnp.zeros((2, 3))).shape
     (2, 5, 3)
     """
+    arguments.check(model=model, key=key)
     count = validate.check_count("count", count)
     leaves, structure = jax.tree.flatten(model)
     places = [i for i, leaf in enumerate(leaves) if _is_key(leaf)]
@@ -155,6 +156,7 @@ def rand(
     >>> rand(model, x, y, eps=0.2, key=jax.random.key(1)).success.tolist()
     [True, False]
     """
+    arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
     seen, ranking, final, own = jax.random.split(key, 4)
     place = None if checkpoint is None else Path(checkpoint)
     members = {

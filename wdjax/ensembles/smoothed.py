@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import driver, norms
+from wdjax import arguments, driver, norms, validate
 from wdjax.certify import binomial, smoothing
 from wdjax.certify.grid import Noise
 from wdjax.core import AnyArray, Array, Attack, Found
@@ -78,12 +78,18 @@ def smoothed(
     >>> bool(found.success[0]), bool(0.14 < found.cost[0] < 0.2)
     (True, True)
     """
+    arguments.check("eps", attack=attack, model=model, x=x, y=y, noise=noise, eps=eps, key=key)
     factors = [float(factor) for factor in stretch]
     if not factors or factors[0] != 1 or any(np.diff(factors) <= 0):
         raise ValueError(f"stretch must increase from 1, got {stretch!r}.")
     own, search, ask = jax.random.split(key, 3)
     level = binomial.check_level(alpha) / (len(factors) + 1)
     x, labels = jnp.asarray(x), np.asarray(y)
+    if binomial.rank_test(validate.check_count("votes", votes), 0) > level:
+        arguments.warn(
+            f"no point can be confirmed: {votes} votes at a level of {level:.2g} show no majority "
+            "even if all agree; raise votes."
+        )
     stand_in = smoothing.soft(model, x, noise=noise, key=own, count=count)
     found = driver.search(attack, stand_in, x, y, eps=eps, key=search, **options)
     how: dict[str, Any] = {"noise": noise, "n": votes, "batch_size": batch_size}

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import driver, transport, validate
+from wdjax import arguments, driver, transport, validate
 from wdjax.attacks.points import Points
 from wdjax.balls import Lp
 from wdjax.core import AnyArray, Array, Found, PyTree
@@ -94,6 +94,7 @@ def wda_star(
     >>> [round(float(d), 2) for d in found.cost]
     [0.1, 0.4]
     """
+    arguments.check("eps", model=model, x=x, y=y, eps=eps, key=key, ball=ball)
     ask = question("wda_star", model, x, y, key, checkpoint, options)
     eps = None if eps is None else float(validate.check_number("eps", eps))
     order = validate.check_order(order)

@@ -1,6 +1,7 @@
 """The ball of images that moving mass between pixels can reach."""
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -94,6 +95,18 @@ class ImageWasserstein:
         """``(0, high)``: mass is not negative."""
         return 0.0, self.high
 
+    def diameter(self, shape: tuple[int, ...]) -> float:
+        """The largest cost of a plan in images of a shape: all mass across a window."""
+        stencil = self.space(shape).stencil
+        half = stencil.window // 2
+        farthest = math.hypot(min(half, stencil.height - 1), min(half, stencil.width - 1))
+        return farthest * (shape[2] if self.channels == "separate" else 1)
+
+    @property
+    def units(self) -> str:
+        """What radii are measured in, for who takes pixels for units."""
+        return "a radius of k pixels, as in the papers' tables, is k / (height width)"
+
     def space(self, shape: tuple[int, ...]) -> Space:
         """Where mass moves in images of ``shape = (height, width, channels)``."""
         if len(shape) != 3:
@@ -142,7 +155,8 @@ class ImageWasserstein:
         """``[n]``: mass times distance that a plan ``[n, C, O, L]`` proves, or inf."""
         stencil, weights = space.stencil, self.weights(x)
         own = jnp.sum(x, axis=2)
-        legal = jnp.isfinite(plan) & (plan >= 0) & (jnp.asarray(stencil.valid()) | (plan == 0))
+        valid = jnp.asarray(stencil.valid())[None, None]
+        legal = jnp.isfinite(plan) & (plan >= 0) & (valid | (plan == 0))
         inside = jnp.all((z >= 0) & (z <= self.high), axis=(1, 2))
         kept = jnp.all(jnp.abs(jnp.sum(z, axis=2) - own) <= _LOST * own, axis=1)
         rows = jnp.sum(jnp.abs(jnp.sum(plan, axis=2) - x), axis=2)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from wdjax import transport, validate
+from wdjax import arguments, transport, validate
 from wdjax.core import AnyArray
 from wdjax.image.ball import ImageWasserstein
 
@@ -40,6 +40,7 @@ def image_wasserstein_distance(
     >>> image_wasserstein_distance(x, z).round(4).tolist()
     [4.2426]
     """
+    arguments.check(x=x, z=z)
     if validate.traced(x, z):
         raise ValueError("image_wasserstein_distance works on the host, not inside jit or vmap.")
     one, other = (np.asarray(part, np.float64) for part in (x, z))

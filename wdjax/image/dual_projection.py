@@ -136,8 +136,8 @@ def project(task: Task, plan: Array, price: Array) -> tuple[Array, Array]:
       The plan, and its price of distance.
     """
     stencil = task.space.stencil
-    valid = jnp.asarray(stencil.valid())
-    costs = jnp.asarray(stencil.costs(task.space.power), plan.dtype)[:, None]
+    valid = jnp.asarray(stencil.valid())[None, None]
+    costs = jnp.asarray(stencil.costs(task.space.power), plan.dtype)[None, None, :, None]
     costs = costs * task.weights[:, :, None, None]
 
     def rows(price: Array) -> tuple[Array, Array]:
@@ -148,7 +148,7 @@ def project(task: Task, plan: Array, price: Array) -> tuple[Array, Array]:
         values, threshold = rows(price)
         active = valid & (values > threshold) & (task.x > 0)[:, :, None]
         flow = jnp.where(active, values - threshold, 0.0)
-        count = jnp.maximum(jnp.sum(active, axis=2), 1)
+        count = jnp.maximum(jnp.sum(active, axis=2, dtype=plan.dtype), 1)
         first = jnp.sum(jnp.where(active, costs, 0.0), axis=2)
         second = jnp.sum(jnp.where(active, costs**2, 0.0), axis=2)
         cost = jnp.sum(flow * costs, axis=(1, 2, 3))
@@ -171,7 +171,7 @@ def _thresholds(values: Array, x: Array, valid: Array) -> Array:
         threshold, _, count = carried
         active = valid & (values > threshold)
         whole = jnp.sum(jnp.where(active, values, 0.0), axis=2, keepdims=True) - x[:, :, None]
-        raised = whole / jnp.maximum(jnp.sum(active, axis=2, keepdims=True), 1)
+        raised = whole / jnp.maximum(jnp.sum(active, axis=2, keepdims=True, dtype=x.dtype), 1)
         return jnp.maximum(raised, threshold), threshold, count + 1
 
     def go_on(carried: tuple[Array, Array, Array]) -> Array:

@@ -5,9 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from wdjax import validate
+from wdjax import arguments, validate
 from wdjax.core import Array
 from wdjax.image.ball import ImageWasserstein
+from wdjax.precision import promoted
 
 _EXACT = 1e-4
 """Mass by which the plan's marginals may miss before rounding."""
@@ -59,6 +60,7 @@ def entropic_distance(
     >>> round(float(entropic_distance(x, z)[0]), 4)
     4.2426
     """
+    arguments.check(x=x, z=z)
     if x.ndim != 4 or x.shape != z.shape:
         raise ValueError(
             "images must be two arrays [n, height, width, channels] of one shape, got "
@@ -90,7 +92,7 @@ def _solver(height: int, width: int, power: float, reg: float | Array, iteration
     except ImportError as error:
         raise ImportError('entropic_distance needs ott-jax: pip install "wdjax[ot]".') from error
     down, right = jnp.divmod(jnp.arange(height * width), width)
-    apart = jnp.hypot(down[:, None] - down, right[:, None] - right) ** power
+    apart = jnp.hypot(down[:, None] - down[None], right[:, None] - right[None]) ** power
 
     def solve(supply: Array, demand: Array) -> Array:
         supply, demand = (_shares(part) for part in (supply, demand))
@@ -100,13 +102,15 @@ def _solver(height: int, width: int, power: float, reg: float | Array, iteration
         # Logarithms of nothing have no gradient; the rounding below takes the exact marginals.
         a, b = (part * (1 - _SPREAD) + _SPREAD / part.size for part in (supply, demand))
         options: dict[str, Any] = {"threshold": _EXACT, "max_iterations": iterations}
-        found: Any = linear.solve(cost, a, b, use_danskin=True, **options)
+        with promoted():  # As ott wants it.
+            found: Any = linear.solve(cost, a, b, use_danskin=True, **options)
         plan = jax.lax.stop_gradient(found.matrix)
         rows = jnp.minimum(supply / _positive(jnp.sum(plan, axis=1)), 1.0)
         plan = plan * rows[:, None]
-        plan = plan * jnp.minimum(demand / _positive(jnp.sum(plan, axis=0)), 1.0)
+        columns = jnp.minimum(demand / _positive(jnp.sum(plan, axis=0)), 1.0)
+        plan = plan * columns[None]
         left, wanted = supply - jnp.sum(plan, axis=1), demand - jnp.sum(plan, axis=0)
-        spent = jnp.sum((plan + left[:, None] * wanted / _positive(jnp.sum(left))) * far)
+        spent = jnp.sum((plan + left[:, None] * wanted[None] / _positive(jnp.sum(left))) * far)
         return found.reg_ot_cost + jax.lax.stop_gradient(spent - found.reg_ot_cost)
 
     return solve

@@ -57,9 +57,9 @@ def vertex(
       relax: over-relaxation of the caps' prices.
     """
     space, x, stencil = task.space, task.x, task.space.stencil
-    scaled, cells = gradient / temperature, jnp.asarray(stencil.valid()[stencil.center])
+    scaled, cells = gradient / temperature, jnp.asarray(stencil.valid()[stencil.center])[None, None]
     top = 2.0 / jnp.asarray(temperature, x.dtype) + 2 * abs(_FLOOR)
-    room = known.room * (sweeps > 0)
+    room = known.room if sweeps else jnp.zeros_like(known.room)
     sums = prices.log_levels(stencil, jnp.where(cells, scaled + room, NOTHING), space.power)
     price = find_price(
         task,
@@ -80,7 +80,8 @@ def vertex(
     lowest = -jnp.minimum(price, abs(_FLOOR) / jnp.maximum(dearest, 1e-6))
 
     def dear(change: Array) -> Array:
-        return jnp.exp(-change[:, None, None] * task.weights[:, :, None] * levels)[:, :, members]
+        far = -change[:, None, None] * task.weights[:, :, None] * levels[None, None]
+        return jnp.exp(far)[:, :, members]
 
     def settle(change: Array, drop: Array, steps: int) -> tuple[Array, Array, Array]:
         """Discounts, senders' factors and the price's change, for caps' prices changed by drop."""
@@ -115,15 +116,15 @@ def _weights(task: Task, targets: Array, price: Array) -> Array:
     """``exp(targets - price c)`` ``[n, C, O, L]``, against the largest of every sender."""
     stencil = task.space.stencil
     costs = jnp.asarray(stencil.costs(task.space.power), targets.dtype)
-    dear = price[:, None, None] * task.weights[:, :, None] * costs
-    valid = jnp.asarray(stencil.valid())
+    dear = price[:, None, None] * task.weights[:, :, None] * costs[None, None]
+    valid = jnp.asarray(stencil.valid())[None, None]
     scores = stencil.spread(targets) - dear[..., None]
     best = jnp.max(jnp.where(valid, scores, -jnp.inf), axis=2, keepdims=True)
     scores = scores - jnp.where(jnp.isfinite(best), best, 0.0)
     kept = jnp.where(valid & (scores > _FLOOR), jnp.exp(jnp.maximum(scores, _FLOOR)), 0.0)
     # Whoever has somewhere better to go may still stay, as a dearer price can make him.
     home = jnp.maximum(kept[:, :, stencil.center], jnp.exp(jnp.asarray(_FLOOR, targets.dtype)))
-    home = jnp.where(valid[stencil.center], home, 0.0)
+    home = jnp.where(valid[:, :, stencil.center], home, 0.0)
     return kept.at[:, :, stencil.center].set(home)
 
 
@@ -136,7 +137,7 @@ def _rows(task: Task, weights: Array) -> Array:
 def _spent(task: Task, sums: Array, levels: Array, price: Array) -> tuple[Array, Spent]:
     """Factors of the senders' rows ``[n, C, L]``, and what is spent at a price of distance, from
     the sums ``[n, C, D, L]`` of equal costs."""
-    dear = jnp.exp(-price[:, None, None] * task.weights[:, :, None] * levels)
+    dear = jnp.exp(-price[:, None, None] * task.weights[:, :, None] * levels[None, None])
     none = jnp.zeros_like(task.x)
 
     def add(place: Array, totals: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from wdjax import validate
+from wdjax import arguments, validate
 from wdjax.core import AnyArray, Array
 
 _SIGMA = 0.3, 1.0, 0.8
@@ -29,6 +29,7 @@ def translate(x: AnyArray, share: float, angle: float = 0.0) -> Array:
     >>> translate(jnp.eye(4)[None, :, :, None], 0.25)[0, :, :, 0].tolist()[0]
     [0.0, 1.0, 0.0, 0.0]
     """
+    arguments.check(x=x)
     x = _images(x)
     reach, turn = share * x.shape[2], math.radians(angle)
     rows, columns = _grid(x)
@@ -50,6 +51,7 @@ def rotate(x: AnyArray, degrees: float) -> Array:
     >>> rotate(jnp.arange(4.0).reshape(1, 2, 2, 1), 90)[0, :, :, 0].astype(int).tolist()
     [[1, 3], [0, 2]]
     """
+    arguments.check(x=x)
     x = _images(x)
     turn, (rows, columns) = math.radians(degrees), _grid(x)
     middle = [(size - 1) / 2 for size in x.shape[1:3]]
@@ -76,6 +78,7 @@ def gaussian_blur(x: AnyArray, kernel: int) -> Array:
     >>> [round(float(v), 3) for v in gaussian_blur(x, 3)[0, 2, :, 0]]
     [0.0, 0.125, 0.272, 0.125, 0.0]
     """
+    arguments.check(x=x)
     x, reach = _images(x), validate.check_count("kernel", kernel) // 2
     if kernel % 2 == 0:
         raise ValueError(f"kernel must be odd, such as 5, got {kernel}.")
@@ -109,6 +112,7 @@ def dim(x: AnyArray, factor: float) -> Array:
     >>> dim(jnp.ones((1, 1, 1, 1)), 4).item()
     0.25
     """
+    arguments.check(x=x)
     if not factor > 0:
         raise ValueError(f"factor must be above 0, got {factor!r}.")
     return _images(x) / factor

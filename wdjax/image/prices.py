@@ -100,7 +100,7 @@ def _pad(stencil: Stencil, flat: Array) -> Array:
 def log_whole(task: Task, sums: Array, price: Array) -> Array:
     """``[n, C, L]``: log-normalisers of rows, from log-sums ``[n, C, D, L]`` of equal costs."""
     levels = jnp.asarray(task.space.stencil.classes(task.space.power)[0], sums.dtype)
-    dear = price[:, None, None] * task.weights[:, :, None] * levels
+    dear = price[:, None, None] * task.weights[:, :, None] * levels[None, None]
     # The class of staying holds a finite entry, so that no row is empty.
     return jax.nn.logsumexp(sums - dear[..., None], axis=2)
 
@@ -108,7 +108,7 @@ def log_whole(task: Task, sums: Array, price: Array) -> Array:
 def log_spent(task: Task, sums: Array, price: Array) -> Spent:
     """What is spent at a price, from log-sums ``[n, C, D, L]`` of equal costs."""
     levels = jnp.asarray(task.space.stencil.classes(task.space.power)[0], sums.dtype)
-    dear = price[:, None, None] * task.weights[:, :, None] * levels
+    dear = price[:, None, None] * task.weights[:, :, None] * levels[None, None]
 
     def highest(place: Array, best: Array) -> Array:
         return jnp.maximum(best, sums[:, :, place] - dear[:, :, place, None])

@@ -123,7 +123,7 @@ def project(
     w = w * share[:, None, None]
     full = jnp.log(task.space.high * share)[:, None, None]
     lam = jnp.broadcast_to(jnp.asarray(lam, w.dtype), mass.shape)[:, None, None]
-    cells = jnp.asarray(stencil.valid()[stencil.center])
+    cells = jnp.asarray(stencil.valid()[stencil.center])[None, None]
     log_x = jnp.where(unit.x > 0, jnp.log(jnp.where(unit.x > 0, unit.x, 1.0)), NOTHING)
 
     def rows(duals: Duals, steps: int) -> tuple[Array, Array]:
@@ -217,7 +217,7 @@ def _ascend(
             jnp.where(going, duals.price, at.duals.price),
         )
         gap = jnp.where(going, jnp.where(jnp.isnan(gap), jnp.inf, gap), at.gap)
-        return Walk(kept, gap, at.rounds + going, at.number + 1)
+        return Walk(kept, gap, at.rounds + going.astype(jnp.int32), at.number + 1)
 
     def go_on(at: Walk) -> Array:
         return (at.number < iterations) & jnp.any(at.gap > tolerance)
@@ -235,8 +235,8 @@ def _plan(task: Task, column: Array, price: Array, cells: Array) -> Array:
     """The plan of given columns and price, rows exact, ``[n, C, O, L]``."""
     stencil = task.space.stencil
     costs = jnp.asarray(stencil.costs(task.space.power), column.dtype)
-    dear = price[:, None, None] * task.weights[:, :, None] * costs
-    valid = jnp.asarray(stencil.valid())
+    dear = price[:, None, None] * task.weights[:, :, None] * costs[None, None]
+    valid = jnp.asarray(stencil.valid())[None, None]
     scores = jnp.where(valid, stencil.spread(column) - dear[..., None], -jnp.inf)
     best = jnp.max(jnp.where(valid, scores, NOTHING), axis=2, keepdims=True)
     grown = jnp.where(valid, jnp.exp(jnp.where(valid, scores - best, 0.0)), 0.0)

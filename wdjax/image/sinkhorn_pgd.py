@@ -142,8 +142,9 @@ class SinkhornPGD:
         if self.direction == "smooth":
             stencil = own.space.stencil
             far = jnp.asarray(stencil.costs(2.0), gradient.dtype)
-            bell = jnp.exp(-far / (2 * self.width**2))[:, None] * jnp.asarray(stencil.valid())
-            bell = bell / jnp.maximum(jnp.sum(bell, axis=0), 1.0)
+            bell = jnp.exp(-far / (2 * self.width**2))[:, None]
+            bell = bell * jnp.asarray(stencil.valid(), far.dtype)
+            bell = bell / jnp.maximum(jnp.sum(bell, axis=0, keepdims=True), 1.0)
             gradient = stencil.send(
                 jnp.broadcast_to(bell, (*own.x.shape[:2], *bell.shape)), gradient
             )

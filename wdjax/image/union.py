@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from wdjax import driver, losses, validate
+from wdjax import arguments, driver, losses, validate
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
 from wdjax.ensembles.question import question
 from wdjax.image.ball import ImageWasserstein
@@ -84,6 +84,7 @@ def image_wasserstein(
     >>> image_wasserstein(model, x, y, eps=0.2, ball=ball).success.tolist()
     [True]
     """
+    arguments.check(model=model, x=x, y=y, eps=eps, ball=ball)
     ask = question("image_wasserstein", model, x, y, None, checkpoint, options, random=False)
     radii = np.asarray(validate.check_radii(eps, len(ask.y)), np.float32)
     found, left = None, validate.check_mask("only", only, len(ask.y))
@@ -139,6 +140,7 @@ def minimum_radius(
     >>> round(float(minimum_radius(model, x, y, ball=ImageWasserstein(window=3)).cost[0]), 2)
     0.17
     """
+    arguments.check(model=model, x=x, y=y)
     ask = question("minimum_radius", model, x, y, None, checkpoint, options, random=False)
     searches: tuple[Attack, ...] = (
         NearestTransport(ball),

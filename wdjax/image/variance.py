@@ -48,4 +48,4 @@ def slope(stencil: Stencil, plan: Array) -> Array:
     moves, far = jnp.asarray(stencil.moves(), plan.dtype), jnp.asarray(stencil.costs(2.0))
     share = sent / jnp.where(whole > 0, whole, 1.0)
     mean = jnp.matmul(share, moves, precision="highest")
-    return far.astype(plan.dtype) - 2 * jnp.matmul(mean, moves.T, precision="highest")
+    return far.astype(plan.dtype)[None] - 2 * jnp.matmul(mean, moves.T, precision="highest")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from wdjax import arguments
 from wdjax.lipschitz.chain import Chain
 
 Numbers = npt.NDArray[np.float64]
@@ -196,6 +197,7 @@ def masks_at(net: Chain, x: npt.ArrayLike) -> npt.NDArray[np.bool_]:
     >>> masks_at(relu_chain([np.eye(2), np.ones((1, 2))], [np.zeros(2), [0.0]]), [[1, -1]]).tolist()
     [[True, False]]
     """
+    arguments.check(x=x)
     check_relu(net)
     values, masks = np.asarray(x, float), []
     for weight, bias, kept in zip(net.weights, net.biases, net.kept):

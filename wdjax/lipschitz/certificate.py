@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import validate
+from wdjax import arguments, validate
+from wdjax.balls import Lp
 from wdjax.certify import Certificate
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.region import Box
@@ -60,6 +61,7 @@ def verify(
     >>> found.verified.tolist(), found.radius.round(3).tolist(), found.claim
     ([True, False], [0.1, 0.05], 'exact arithmetic')
     """
+    arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
     how: dict[str, Any] = {"norm": norm, "eps": eps, "box": box, "method": method, "steps": steps}
     slopes = local_lipschitz(model, x, y, batch_size=batch_size, **how)
     x, y = validate.check_samples(model, x, y, box)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from wdjax import independence, validate
+from wdjax import arguments, independence, validate
 from wdjax.certify import linear, margins
 from wdjax.certify.forward import host_only
 from wdjax.certify.graph import Node
@@ -118,8 +118,10 @@ def as_chain(model: Classifier, x: AnyArray) -> Chain:
     >>> found.widths, found.weights[0].tolist()
     ((2,), [[1.0, 0.0], [-1.0, 2.0]])
     """
+    arguments.check(model=model, x=x)
     twin = "lipschitz.trainable_lipschitz, which can be traced and differentiated"
     host_only("what makes a chain of a model", twin, model)
+    validate.shapes_of(model, x)
     independence.check(model, independence.points(np.zeros(x.shape[1:]), np.ones(x.shape[1:])))
     with float64():
         made = _made(widened(model), jnp.zeros((1, *x.shape[1:]), jnp.float64))

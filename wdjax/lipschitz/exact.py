@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import norms
+from wdjax import arguments, norms
 from wdjax.lipschitz import cells
 from wdjax.lipschitz.cells import Cells, Polyhedron
 from wdjax.lipschitz.chain import Chain
@@ -150,6 +150,7 @@ def lower_at_samples(net: Chain, x: npt.ArrayLike, y: npt.ArrayLike, norm: float
     >>> [round(each.value, 4) for each in found]
     [1.4142, 0.0]
     """
+    arguments.check(x=x, y=y)
     norms.check_norm(norm)
     labels = np.asarray(y)
     found = []
@@ -310,6 +311,7 @@ def theory(
     >>> found.cells, round(found.lower, 4), round(found.upper_margin, 4), found.tight
     (4, 1.4142, 1.4142, False)
     """
+    arguments.check(x=x, y=y)
     found = cells.activation_cells(net) if found is None else found
     above, present = upper(found, norm), _present(y, net.classes)
     cones = directions(net)

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import norms, validate
+from wdjax import arguments, norms, validate
+from wdjax.balls import Lp
 from wdjax.certify import margins, region
 from wdjax.certify.forward import host_only
 from wdjax.certify.lipschitz import Classifier
@@ -88,6 +89,7 @@ def local_lipschitz(
     >>> local_lipschitz(model, x, y, norm=jnp.inf, eps=0.1).round(3).tolist()
     [[0.0, 2.0]]
     """
+    arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
     norms.check_norm(norm)
     _check(method, steps, seconds)
     host_only("local_lipschitz", _TWIN, model, x, y, eps)
@@ -187,6 +189,7 @@ def global_lipschitz(
     >>> found.round(3).tolist()
     [[0.0, 8.0], [8.0, 0.0]]
     """
+    arguments.check(model=model, x=x)
     norms.check_norm(norm)
     _check(method, steps, seconds)
     host_only("global_lipschitz", _TWIN, model)
@@ -230,6 +233,7 @@ def jacobian_norm(model: Classifier, x: AnyArray, *, box: Box = None, steps: int
     >>> round(jacobian_norm(model, jnp.zeros((1, 2))), 4)
     3.0
     """
+    arguments.check(model=model, x=x)
     host_only("jacobian_norm", _TWIN, model)
     net = as_chain(model, x)
     with float64():

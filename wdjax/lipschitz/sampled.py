@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from wdjax import independence, norms, validate
+from wdjax import arguments, independence, norms, validate
+from wdjax.balls import Lp
 from wdjax.certify.lipschitz import Classifier, contrasts
 from wdjax.certify.region import Box
 from wdjax.parallel import AnyArray
@@ -59,6 +60,7 @@ def sampled_lipschitz(
     >>> found.shape, bool(found[0, 1] > 3)
     ((1, 2), True)
     """
+    arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=Lp(norm, box))
     norms.check_norm(norm)
     samples = validate.check_count("samples", samples)
     steps = validate.check_count("steps", steps, 0)

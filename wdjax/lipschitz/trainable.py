@@ -7,7 +7,8 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from wdjax import independence, validate
+from wdjax import arguments, independence, validate
+from wdjax.balls import Lp
 from wdjax.certify import margins, region
 from wdjax.certify.lipschitz import Classifier
 from wdjax.certify.region import Box
@@ -16,6 +17,7 @@ from wdjax.core import Array
 from wdjax.lipschitz import chain, jacobian, neurons
 from wdjax.lipschitz.chain import Chain
 from wdjax.lipschitz.neurons import Slopes
+from wdjax.precision import highest
 
 Method = Literal["interval", "zonotope"]
 
@@ -62,8 +64,10 @@ def trainable_lipschitz(
     >>> jax.grad(steepness)(jnp.array([[1.0, -1.0], [0.5, 2.0]])).round(2).tolist()
     [[3.5, -1.5], [2.0, 0.0]]
     """
+    arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
+    validate.shapes_of(model, x)
     validate.check_choice("method", method, get_args(Method))
-    with jax.default_matmul_precision("highest"):
+    with highest():
         ball = region.ball(x, jnp.broadcast_to(jnp.asarray(eps, x.dtype), y.shape), norm, box)
         state = margins.prepare(model, ball, "interval")
         net = chain.of_network(state.network)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import norms
+from wdjax import arguments, norms
 
 Numbers = npt.NDArray[np.float64]
 
@@ -104,6 +104,7 @@ def local_transformer_constant(
 
     Source: lipschitz notes A5.
     """
+    arguments.check(eps=eps)
     tree, x = _wide(params), np.asarray(tokens, float)
     if not (eps >= 0 and math.isfinite(eps)):
         raise ValueError(f"eps must be finite and at least 0, got {eps!r}.")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from wdjax import arguments
 from wdjax.lipschitz import cells
 from wdjax.lipschitz.cells import Polyhedron
 from wdjax.lipschitz.chain import Chain
@@ -65,10 +66,9 @@ def worst_margin(
     >>> worst_margin(net, [[1.0, 0.0]], [0], norm=np.inf, eps=0.25)
     -0.5
     """
+    arguments.check(x=x, y=y, eps=eps)
     if norm not in (1, math.inf):
         raise ValueError(f"norm must be 1 or inf, a linear program's, got {norm!r}.")
-    if not (eps >= 0 and math.isfinite(eps)):
-        raise ValueError(f"eps must be finite and at least 0, got {eps!r}.")
     points, labels = np.asarray(x, float), np.asarray(y)
     if points.ndim != 2 or points.shape[1] != net.inputs or labels.shape != points.shape[:1]:
         raise ValueError(

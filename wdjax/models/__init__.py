@@ -9,8 +9,8 @@ from wdjax.models.functional import (
     head,
     join_affine,
     split_affine,
-    training_pass,
 )
+from wdjax.models.learning import descend, join, parameters, training_pass
 from wdjax.models.preact_resnet import DMPreActResNet, PreActResNet
 from wdjax.models.resnet import ResNet, TorchvisionResNet
 from wdjax.models.small import (
@@ -50,13 +50,16 @@ __all__ = [
     "WideResNet",
     "WongMNIST",
     "batch_statistics",
+    "descend",
     "features",
     "functional",
     "head",
+    "join",
     "join_affine",
     "mlp",
     "norm_cnn",
     "norm_mlp",
+    "parameters",
     "resnet2b",
     "split_affine",
     "trades_smallcnn",

@@ -188,7 +188,7 @@ def _abreast(x, kernel, stride, pads):
 def _tap_by_tap(x, kernel, stride, pads):
     """One multiply-add an entry of the kernel, for one input channel a group."""
     taps = _taps(x, kernel.shape, stride, pads)
-    return sum(tap * weights for tap, weights in zip(taps, kernel.reshape(len(taps), -1)))
+    return sum(tap * weights for tap, weights in zip(taps, kernel.reshape(len(taps), 1, 1, 1, -1)))
 
 
 def _unpatched(patches, shape, kernel_shape, stride, pads):

@@ -8,6 +8,7 @@ from wdjax.models.layers import (
     LayerNorm,
     Linear,
     average_pool,
+    beside,
     classes_of,
     extent,
     gelu,
@@ -38,7 +39,7 @@ class _Block(nnx.Module):
         self.mlp = Mlp(features, 4 * features, rngs=rngs)
 
     def __call__(self, x):
-        return self.mlp(self.norm(self.conv_dw(x))) * self.gamma[...] + x
+        return self.mlp(self.norm(self.conv_dw(x))) * beside(self.gamma[...], x) + x
 
 
 class ConvStem(nnx.Module):

@@ -142,14 +142,18 @@ def _part(model, method):
     return Model(apply.variant(method), *model.args)
 
 
+def is_module(model):
+    """Whether a model comes from :func:`functional`."""
+    return isinstance(getattr(model, "func", None), _Apply)
+
+
 def _ours(model, who):
-    apply = getattr(model, "func", None)
-    if not isinstance(apply, _Apply):
+    if not is_module(model):
         raise ValueError(
             f"{who} a model from wdjax.models or wdjax.convert, got {type(model).__name__}; "
             "write your own function for other models."
         )
-    return apply
+    return model.func
 
 
 def batch_statistics(model: Model) -> Model:
@@ -187,38 +191,6 @@ def batch_statistics(model: Model) -> Model:
     for layer in found:
         layer.of_batch = True
     return Model(_apply(nnx.split(module)[0], apply.method), *model.args)
-
-
-def training_pass(model, x, momentum=0.1):
-    """One pass as in training: BatchNorm by the batch's statistics, towards which the stored move.
-
-    Args:
-      model: a ``Model``; one that does not come from a module of this package is taken as it is.
-      x: ``[n, *shape]``, the batch.
-      momentum: the share of the batch in the statistics that are stored.
-
-    Returns:
-      ``(out, model)``: the outputs, and the model with its statistics moved. Gradients go through
-      the outputs only.
-
-    Cost: one forward pass.
-
-    >>> import jax.numpy as jnp
-    >>> from wdjax import models
-    >>> model = models.norm_mlp((2, 3, 2), key=jax.random.key(0))
-    >>> _, moved = training_pass(model, jnp.ones((4, 2)))
-    >>> moved.func == model.func, bool(jnp.allclose(moved.args[0]["bn1"]["var"], 0.9))
-    (True, True)
-    """
-    apply = getattr(model, "func", None)
-    if not isinstance(apply, _Apply):
-        return model(x), model
-    module = nnx.merge(apply.graph, *model.args)
-    layers = [node for _, node in nnx.iter_graph(module) if isinstance(node, BatchNorm)]
-    for layer in layers:
-        layer.of_batch, layer.momentum = True, momentum
-    out = module(x) if apply.method is None else getattr(module, apply.method)(x)
-    return out, Model(apply, nnx.to_pure_dict(nnx.state(module)))
 
 
 def _abstract(leaf):

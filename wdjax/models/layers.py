@@ -34,6 +34,11 @@ def uniform(fan_in):
 ones = jax.nn.initializers.ones
 
 
+def beside(v, x):
+    """A vector of the channels in the rank of ``x``, for JAX where ranks are not promoted."""
+    return jnp.expand_dims(v, tuple(range(x.ndim - v.ndim)))
+
+
 class Group(nnx.Module):
     """Named layers, set with ``setattr`` and found with ``getattr``; a number is a name too."""
 
@@ -71,7 +76,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x):
         x = x @ self.kernel[...]
-        return x + self.bias[...] if hasattr(self, "bias") else x
+        return x + beside(self.bias[...], x) if hasattr(self, "bias") else x
 
 
 class FlatLinear(Linear):
@@ -99,7 +104,7 @@ class Conv(nnx.Module):
 
     def __call__(self, x):
         x = conv(x, self.kernel[...], self.stride, self.padding, self.groups)
-        return x + self.bias[...] if hasattr(self, "bias") else x
+        return x + beside(self.bias[...], x) if hasattr(self, "bias") else x
 
 
 class BatchNorm(nnx.Module):
@@ -122,13 +127,14 @@ class BatchNorm(nnx.Module):
         if self.of_batch:
             axes = tuple(range(x.ndim - 1))
             mean = jnp.mean(x, axis=axes)
-            centred = x - mean
+            centred = x - beside(mean, x)
             var = jnp.mean(centred**2, axis=axes)
             if self.momentum is not None:
                 self._move(mean, var, x.size // x.shape[-1])
-            return centred * (self.scale[...] * lax.rsqrt(var + self.epsilon)) + self.bias[...]
+            scale = self.scale[...] * lax.rsqrt(var + self.epsilon)
+            return centred * beside(scale, x) + beside(self.bias[...], x)
         scale = self.scale[...] * lax.rsqrt(self.var[...] + self.epsilon)
-        return x * scale + (self.bias[...] - self.mean[...] * scale)
+        return x * beside(scale, x) + beside(self.bias[...] - self.mean[...] * scale, x)
 
     def _move(self, mean, var, count):
         def towards(old, new):
@@ -149,7 +155,8 @@ class LayerNorm(nnx.Module):
     def __call__(self, x):
         centred = x - jnp.mean(x, axis=-1, keepdims=True)
         var = jnp.mean(centred**2, axis=-1, keepdims=True)
-        return centred * lax.rsqrt(var + self.epsilon) * self.scale[...] + self.bias[...]
+        unit = centred * lax.rsqrt(var + self.epsilon)
+        return unit * beside(self.scale[...], x) + beside(self.bias[...], x)
 
 
 class Normalize(nnx.Module):
@@ -159,7 +166,8 @@ class Normalize(nnx.Module):
         self.mean, self.std = tuple(map(float, mean)), tuple(map(float, std))
 
     def __call__(self, x):
-        return (x - jnp.asarray(self.mean, x.dtype)) / jnp.asarray(self.std, x.dtype)
+        mean, std = (jnp.asarray(part, x.dtype) for part in (self.mean, self.std))
+        return (x - beside(mean, x)) / beside(std, x)
 
 
 class MeanSparse(nnx.Module):
@@ -169,12 +177,13 @@ class MeanSparse(nnx.Module):
     """
 
     def __init__(self, features, *, rngs=None):
-        self.mean = parameter(rngs, (features,), kind=nnx.BatchStat)
-        self.var = parameter(rngs, (features,), ones, kind=nnx.BatchStat)
-        self.threshold = parameter(rngs, (), kind=nnx.BatchStat)
+        self.mean = parameter(rngs, (features,), kind=nnx.Variable)
+        self.var = parameter(rngs, (features,), ones, kind=nnx.Variable)
+        self.threshold = parameter(rngs, (), kind=nnx.Variable)
 
     def __call__(self, x):
-        mean, band = self.mean[...], self.threshold[...] * jnp.sqrt(self.var[...])
+        mean = beside(self.mean[...], x)
+        band = beside(self.threshold[...] * jnp.sqrt(self.var[...]), x)
         return jnp.where(jnp.abs(x - mean) < band, mean, x)
 
 

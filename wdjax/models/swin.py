@@ -14,6 +14,7 @@ from wdjax.models.layers import (
     LayerNorm,
     Linear,
     MeanSparse,
+    beside,
     classes_of,
     common,
     extent,
@@ -69,9 +70,10 @@ class _Attention(nnx.Module):
         q, k, v = jnp.moveaxis(qkv, 3, 0)
         index = relative_position_index(self.window).reshape(-1)
         bias = self.relative_position_bias_table[...][index].reshape(tokens, tokens, self.heads)
-        scores = jnp.einsum("nwqhd,nwkhd->nwhqk", q * size**-0.5, k) + bias.transpose(2, 0, 1)
+        scores = jnp.einsum("nwqhd,nwkhd->nwhqk", q * size**-0.5, k)
+        scores = scores + beside(bias.transpose(2, 0, 1), scores)
         if mask is not None:
-            scores = scores + mask[:, None]
+            scores = scores + mask[None, :, None]
         out = jnp.einsum("nwhqk,nwkhd->nwqhd", jax.nn.softmax(scores, axis=-1), v)
         return self.proj(out.reshape(n, windows, tokens, width))
 

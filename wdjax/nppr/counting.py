@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from wdjax import losses, parallel, program, rounds, validate
+from wdjax import arguments, losses, parallel, program, rounds, validate
 from wdjax.balls import Lp
 from wdjax.core import AnyArray, Array, PyTree
 from wdjax.nppr import upsample as up
@@ -89,7 +89,6 @@ def poll(
     mesh: Mesh | None = None,
 ) -> Poll:
     """Checks what is asked and puts it on every device."""
-    check_key(key)
     validate.check_number("eps", perturbation.eps)
     passed = _passed(model, x)
     if batch_size is None:
@@ -121,13 +120,6 @@ def _passed(model: Classifier, x: Array) -> Any:
     """The program of a few samples."""
     some = jax.ShapeDtypeStruct((rounds.SMALLEST, *x.shape[1:]), x.dtype)
     return program.outputs.trace(model, some).jaxpr
-
-
-def check_key(key: Any) -> None:
-    """Refuses what is no single typed key."""
-    typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if not typed or key.ndim:
-        raise ValueError(f"key must be one typed jax.random.key(seed), got {key!r}.")
 
 
 def count(asked: Poll, rows: npt.NDArray[np.int64], first: int, draws: int) -> Tally:
@@ -180,7 +172,7 @@ def _counted(fixed: Any, rows: Array, first: Array, last: Array, end: Array, wid
         logits = model(points.reshape(-1, *x.shape[1:]))
         margin = losses.decision_margin(logits, jnp.repeat(y, TURN)).reshape(-1, TURN)
         fine = jnp.all(jnp.isfinite(logits), axis=-1).reshape(-1, TURN)
-        wanted = number[:, None] * TURN + jnp.arange(TURN) < end
+        wanted = number[:, None] * TURN + jnp.arange(TURN)[None] < end
         counts = jnp.stack([(margin <= 0) & fine & wanted, ~fine & wanted])
         return seen + jnp.sum(counts.reshape(2, len(rows), -1), axis=2, dtype=jnp.int32)
 
@@ -194,7 +186,6 @@ def placed(perturbation: Perturbation, keys: Array, context: PyTree, x: Array, d
     return up.placed(x, delta, perturbation.eps, perturbation.ball)
 
 
-@functools.partial(jax.jit, static_argnums=4)
 def points(perturbation: Perturbation, key: Array, x: Array, y: Array, draws: int) -> Array:
     """Perturbed inputs ``[n, draws, *shape]`` of a distribution, in the ball and in the box.
 
@@ -210,5 +201,11 @@ def points(perturbation: Perturbation, key: Array, x: Array, y: Array, draws: in
     >>> moved.shape, bool((moved >= 0.9).all()), bool((moved <= 1).all())
     ((1, 3, 2), True, True)
     """
+    arguments.check(perturbation=perturbation, x=x, y=y, key=key)
+    return _points(perturbation, key, jnp.asarray(x), jnp.asarray(y), draws)
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def _points(perturbation: Perturbation, key: Array, x: Array, y: Array, draws: int) -> Array:
     keys = jax.vmap(lambda place: jax.random.fold_in(key, place))(jnp.arange(len(x)))
     return placed(perturbation, keys, perturbation.context(x, y), x, draws)

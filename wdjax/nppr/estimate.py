@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from wdjax import losses, metrics, validate
+from wdjax import arguments, losses, metrics, validate
 from wdjax.core import AnyArray, Array
 from wdjax.metrics import ConfidenceInterval
 from wdjax.nppr import counting
@@ -124,6 +124,7 @@ def estimate(
     >>> found.correct.tolist(), [round(float(p), 1) for p in found.per_input]
     ([True, True, False], [0.9, 1.0])
     """
+    arguments.check(perturbation=perturbation, model=model, x=x, y=y, key=key)
     counting.refuse_trace("nppr.estimate", model, perturbation, x, y, key)
     x, y, right = correct_inputs(model, perturbation, x, y)
     asked = counting.poll(model, perturbation, x, y, key, index, batch_size, mesh)
@@ -190,6 +191,7 @@ def spread_within(
     >>> round(float(one.within[0]), 1), round(one.saturated, 1)
     (0.6, 0.1)
     """
+    arguments.check(perturbation=perturbation, x=x, y=y, key=key)
     keys = jax.random.split(key, len(x))
     within, saturated = _spread_of(perturbation, jnp.asarray(x), jnp.asarray(y), keys, draws)
     return Spread(np.asarray(within, float), float(jnp.mean(saturated)))
@@ -244,6 +246,8 @@ def expected_loss(
     >>> bool(own.args[0][0, 0] < 0)
     True
     """
+    arguments.check(perturbation=perturbation, model=model, x=x, y=y, key=key)
+    validate.shapes_of(model, x)
     moved = counting.points(perturbation, key, x, y, draws)
     logits = model(moved.reshape(-1, *x.shape[1:]))
     return jnp.mean(loss(logits, jnp.repeat(y, draws)))

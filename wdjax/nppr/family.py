@@ -26,6 +26,7 @@ from wdjax.core import Array
 from wdjax.nppr import mixture as mixtures
 from wdjax.nppr import upsample as up
 from wdjax.nppr.mixture import Mixture
+from wdjax.precision import promoted
 
 Mode = Literal["independent", "label", "label-full", "input", "joint", "joint-full"]
 MODES: tuple[Mode, ...] = ("independent", "label", "label-full", "input", "joint", "joint-full")
@@ -224,6 +225,7 @@ def replaced(params: Params, start: Params) -> Params:
     return new
 
 
+@promoted()
 def mixture(
     family: Family,
     params: Params,

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import identity, loop, losses, models, program, validate
+from wdjax import arguments, identity, loop, losses, models, program, validate
 from wdjax.balls import Lp
 from wdjax.core import AnyArray, Array
 from wdjax.nppr import objective
-from wdjax.nppr.counting import check_key, outputs
+from wdjax.nppr.counting import outputs
 from wdjax.nppr.family import Family, Params
 from wdjax.nppr.fitted import Fitted
 from wdjax.nppr.schedule import Schedule
@@ -84,7 +84,7 @@ def fit(
     >>> float(found.history.survived[0]) > 0.5, float(found.history.survived[-1]) < 0.1
     (True, True)
     """
-    check_key(key)
+    arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
     radius = validate.check_number("eps", eps)
     states = _fit(
         model, x, y, [radius], key[None], family, schedule, ball, features, offset, start,
@@ -143,7 +143,7 @@ def fit_many(
     >>> [round(float(one.history.survived[-1]), 1) for one in found]
     [1.0, 0.0]
     """
-    check_key(keys[0])
+    arguments.check(model=model, x=x, y=y, eps=eps, keys=keys, ball=ball)
     radii = np.broadcast_to(np.asarray(eps, float), (len(keys),))
     for radius in radii:
         validate.check_number("eps", radius)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import validate
+from wdjax import arguments, validate
 from wdjax.core import AnyArray, Array
 from wdjax.nppr import noise
 from wdjax.nppr.counting import Classifier
@@ -99,6 +99,7 @@ def importance(
     >>> round(found.value * 1e4, 1), found.agrees  # Exactly 1e-4.
     (1.0, True)
     """
+    arguments.check(perturbation=perturbation, model=model, x=[x], y=[y], key=key)
     question = ask(model, perturbation, x, y, key, batch_size)
     count, repeats = validate.check_count("draws", draws), validate.check_count("runs", runs, 2)
     length, others = validate.check_count("steps", steps), validate.check_count("starts", starts, 0)

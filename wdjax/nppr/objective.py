@@ -17,6 +17,7 @@ from wdjax.nppr import upsample as up
 from wdjax.nppr.family import Family, Params
 from wdjax.nppr.fitted import History
 from wdjax.nppr.schedule import Schedule
+from wdjax.precision import promoted
 
 Classifier = Callable[[Array], Array]
 _ADAM = optax.scale_by_adam()
@@ -100,6 +101,7 @@ def advance(plan: Plan, data: Data, state: State, first: Array, last: Array) -> 
     return jax.lax.fori_loop(first, last, lambda _, state: all_fits(state), state)
 
 
+@promoted()
 def step(plan: Plan, data: Data, state: State) -> State:
     """One step of one fit, on a batch of the data."""
     rows, key = _batch(data, state)

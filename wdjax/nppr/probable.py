@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from wdjax import metrics, validate
+from wdjax import arguments, metrics, validate
 from wdjax.balls import Lp
 from wdjax.certify import binomial
 from wdjax.core import AnyArray, Array
@@ -129,6 +129,7 @@ def probabilistic_accuracy(
     >>> found.robust.tolist(), found.fragile.tolist()
     ([[True, False]], [[False, True]])
     """
+    arguments.check(perturbation=perturbation, model=model, x=x, y=y, key=key)
     counting.refuse_trace("nppr.probabilistic_accuracy", model, perturbation, x, y, key)
     risks = np.atleast_1d(np.asarray(rho, float))
     if risks.ndim != 1 or not np.all((risks > 0) & (risks < 1)):
@@ -136,6 +137,12 @@ def probabilistic_accuracy(
     if binomial.check_level(alpha) > 0.5:
         raise ValueError(f"alpha must be at most 1/2, got {alpha!r}.")
     most = validate.check_count("draws", draws)
+    shown, _ = decided(np.array([most]), most, risks, alpha)
+    if not shown.all():
+        arguments.warn(
+            f"no input can be shown to survive at rho={risks[~shown[:, 0]].max():g}: {most} copies "
+            f"that all survive are no evidence of 1/alpha={1 / alpha:g}; raise draws."
+        )
     x, y, right = correct_inputs(model, perturbation, x, y)
     asked = counting.poll(model, perturbation, x, y, key, index, batch_size, mesh)
     rows = np.flatnonzero(right)
@@ -237,6 +244,8 @@ def prbench(
     >>> found["PR(0.03)"]["value"] < 100, found["ProbAcc(0.10)"]["value"]
     (True, 50.0)
     """
+    arguments.check(model=model, x=x, y=y, key=key)
+    arguments.warn(arguments.too_far(ball, np.shape(x)[1:], radii))
     how: dict[str, Any] = {"key": key, "batch_size": batch_size, "mesh": mesh}
 
     def measured(x: AnyArray, y: AnyArray, eps: float) -> Estimate:

@@ -20,7 +20,7 @@ from wdjax.core import AnyArray, Array
 from wdjax.metrics import ConfidenceInterval
 from wdjax.nppr import noise
 from wdjax.nppr import upsample as up
-from wdjax.nppr.counting import Classifier, check_key, default_batch, refuse_trace
+from wdjax.nppr.counting import Classifier, default_batch, refuse_trace
 
 _APART = 0.99
 """Confidence of the intervals that must meet where two methods agree."""
@@ -187,7 +187,6 @@ def ask(
 ) -> Question:
     """Checks an input, which must be classified correctly."""
     refuse_trace("the search for rare failures", model, perturbation, x, y, key)
-    check_key(key)
     validate.check_number("eps", perturbation.eps)
     x, labels = jnp.asarray(x)[None], np.asarray(y).reshape(1)
     x, own = validate.check_samples(model, x, labels, perturbation.ball.box)

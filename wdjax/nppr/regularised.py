@@ -10,12 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from wdjax import identity, loop, losses, models, program, training, validate
+from wdjax import arguments, identity, loop, losses, models, program, training, validate
 from wdjax.balls import Lp
 from wdjax.core import AnyArray, Array, Model, PyTree
-from wdjax.nppr import objective
-from wdjax.nppr.counting import check_key
-from wdjax.nppr.estimate import expected_loss
+from wdjax.nppr import counting, objective
 from wdjax.nppr.family import Family
 from wdjax.nppr.fitted import Fitted
 from wdjax.nppr.schedule import Schedule
@@ -80,7 +78,7 @@ def train(
     then is for a *fresh* fit to say.
 
     Args:
-      model: a pytree callable ``[n, *shape] -> [n, K]`` whose leaves are floats.
+      model: a pytree callable ``[n, *shape] -> [n, K]``, trained as :func:`training.train` does.
       x: ``[n, *shape]`` in the box.
       y: ``[n]`` labels.
       eps: radius.
@@ -117,7 +115,7 @@ def train(
     >>> bool(loss[-1] < loss[0])
     True
     """
-    check_key(key)
+    arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
     if validate.traced(model, x, y, key) or validate.staged():
         raise ValueError("a training looks at its losses: call it outside of jit and vmap.")
     x, y = validate.check_samples(model, x, y, ball.box)
@@ -130,7 +128,7 @@ def train(
     seen = features if family.sees_input else None
     # The scale of a model's margins changes while it learns: no width would suit it.
     schedule = Schedule(steps=steps, batch=size, draws=draws, loss="softplus").settled(family)
-    loops = program.loops_well(jax.make_jaxpr(_gradient)(model, x[:1]))
+    loops = program.loops_well(jax.make_jaxpr(training.gradients)(model, x[:1]))
     recipe = Recipe(objective.Plan(family, ball, loops), seen, optimizer, draws)
     begin_key, own_key = jax.random.split(key)
     given = Given(schedule, x, y, own_key, jnp.asarray(weight, jnp.float32))
@@ -161,7 +159,7 @@ def _begin(recipe: Recipe, model: Model, given: Given, key: Array, radius: Array
         plan.family, x.shape[1:], width, classes, steps, key[None], radius[None], {}
     )
     distribution = jax.tree.map(lambda leaf: leaf[0], stacked)
-    opt_state = recipe.optimizer.init(model)
+    opt_state = recipe.optimizer.init(models.parameters(model))
     return State(model, opt_state, distribution, jnp.asarray(0), jnp.full(steps, jnp.nan))
 
 
@@ -172,10 +170,6 @@ def _turn(recipe: Recipe, given: Given, state: State) -> State:
     if not bool(jnp.all(jnp.isfinite(state.loss[first:last]))):
         raise ValueError(f"the loss is not finite before step {last}; lower the learning rate.")
     return state
-
-
-def _gradient(model: Model, x: Array) -> Any:
-    return jax.grad(lambda model, x: jnp.sum(model(x)), argnums=(0, 1))(model, x)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -209,14 +203,17 @@ def _step(recipe: Recipe, given: Given, state: State) -> State:
         model=None,
     )
 
-    def value(model: Model) -> Array:
-        clean = jnp.mean(losses.cross_entropy(model(x), y))
-        own = jax.random.fold_in(draw_key, number)
-        fixed = jax.lax.stop_gradient(worst)
-        moved = expected_loss(model, fixed, x, y, key=own, draws=recipe.draws)
-        return (1 - given.weight) * clean + given.weight * moved
+    own = jax.random.fold_in(draw_key, number)
+    moved = jax.lax.stop_gradient(counting.points(worst, own, x, y, recipe.draws))
+    copies = moved.reshape(-1, *x.shape[1:]), jnp.repeat(y, recipe.draws)
 
-    loss, slope = jax.value_and_grad(value)(model)
-    updates, opt_state = recipe.optimizer.update(slope, state.opt_state, model)
-    moved = optax.apply_updates(model, updates)
-    return State(moved, opt_state, distribution, number + 1, state.loss.at[number].set(loss))
+    def value(model: Model) -> tuple[Array, Model]:
+        total: Any = 0.0
+        parts = (1 - given.weight, (x, y)), (given.weight, copies)
+        for share, (points, labels) in parts:
+            logits, model = models.training_pass(model, points)
+            total += share * jnp.mean(losses.cross_entropy(logits, labels))
+        return total, model
+
+    model, opt_state, loss = models.descend(recipe.optimizer, value, model, state.opt_state)
+    return State(model, opt_state, distribution, number + 1, state.loss.at[number].set(loss))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import validate
+from wdjax import arguments, validate
 from wdjax.core import AnyArray, Array
 from wdjax.nppr import noise
 from wdjax.nppr.counting import Classifier
@@ -79,6 +79,7 @@ def splitting(
     >>> 0.5 < found.value * 1e4 < 2  # Exactly 1e-4.
     True
     """
+    arguments.check(perturbation=perturbation, model=model, x=[x], y=[y], key=key)
     question = ask(model, perturbation, x, y, key, batch_size)
     return explored(question, key, particles, keep, moves, runs, least)[0]
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import driver, norms, validate
+from wdjax import arguments, driver, norms, validate
 from wdjax.attacks.margin_pgd import MarginPGD
 from wdjax.balls import Lp
 from wdjax.core import AnyArray, Array, Attack
@@ -128,6 +128,7 @@ def universal_start(
     >>> sorted(start)
     ['embedding', 'mean', 'pi']
     """
+    arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
     from sklearn.cluster import KMeans
 
     validate.check_choice("the family's mode", family.mode, ("label",))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import driver, norms
+from wdjax import arguments, driver, norms
 from wdjax.balls import Lp
 from wdjax.core import Array, Model, PyTree
 from wdjax.transductive import bank as banks
@@ -69,6 +69,7 @@ def raise_objective(
     >>> bool(jnp.allclose(moved.x_adv, jnp.array([[0.4, 0.6]])))
     True
     """
+    arguments.check(x=x, y=y, eps=eps, key=key)
     index = jnp.arange(len(y)) if index is None else index
     own = jax.vmap(lambda i: jax.random.fold_in(key, i))(index)
     question = _Question(attack, defense, memory, bank, index, x, y, jnp.asarray(eps, x.dtype))
@@ -108,6 +109,7 @@ def objective_at(
     >>> round(float(at[0]), 4)  # log 2
     0.6931
     """
+    arguments.check(x=x, y=y)
     judge = dataclasses.replace(attack.objective, loss=attack.judge or attack.loss)
     victim = banks.victim(defense, memory, bank, first=attack.first(bank))
     return judge(victim(x), y).astype(x.dtype)

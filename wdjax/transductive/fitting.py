@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import driver, losses, models
+from wdjax import arguments, driver, losses, models, validate
 from wdjax.core import Array, Attack, Model, PyTree
 
 Network = Callable[..., Model]
@@ -32,21 +32,6 @@ def batches(key: Array, n: int, size: int, steps: int) -> Array:
     keys = jax.random.split(key, -(-steps // own))
     order = jax.vmap(lambda key: jax.random.permutation(key, n)[: own * size])(keys)
     return order.reshape(-1, size)[:steps]
-
-
-def descend(
-    rule: optax.GradientTransformation,
-    loss: Callable[[PyTree], tuple[Array, PyTree]],
-    model: PyTree,
-    known: PyTree,
-) -> tuple[PyTree, PyTree, Array]:
-    """One step of ``rule`` on ``loss(model) -> (value, model with its statistics moved)``.
-
-    Statistics have no gradient, so that a rule without weight decay leaves them alone.
-    """
-    (value, moved), gradient = jax.value_and_grad(loss, has_aux=True)(model)
-    updates, known = rule.update(gradient, known, model)
-    return optax.apply_updates(moved, updates), known, value
 
 
 def fit(
@@ -87,6 +72,9 @@ def fit(
     >>> bool((trained(x).argmax(1) == y).all())
     True
     """
+    arguments.check(model=model, x=x, y=y, key=key)
+    validate.shapes_of(model, x)
+    x, y = jnp.asarray(x), jnp.asarray(y)
     rule = rule or optax.adam(optax.cosine_decay_schedule(3e-3, steps))
     order_key, attack_key = jax.random.split(key)
 
@@ -106,11 +94,11 @@ def fit(
             logits, after = models.training_pass(after, moved)
             return (value + jnp.mean(losses.cross_entropy(logits, labels))) / 2, after
 
-        model, known, _ = descend(rule, loss, model, known)
+        model, known, _ = models.descend(rule, loss, model, known)
         return (model, known), None
 
     rows = batches(order_key, len(y), size, steps), jnp.arange(steps)
-    (model, _), _ = jax.lax.scan(step, (model, rule.init(model)), rows)
+    (model, _), _ = jax.lax.scan(step, (model, rule.init(models.parameters(model))), rows)
     return model
 
 

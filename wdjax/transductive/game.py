@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import data, loop, validate
+from wdjax import arguments, data, loop, validate
 from wdjax.core import AnyArray, Array, Model, PyTree
 from wdjax.transductive import turns
 from wdjax.transductive.attack import SpaceAttack
@@ -39,7 +39,7 @@ def prepare(defense: Defense, x: AnyArray, y: AnyArray, *, key: Array) -> PyTree
     >>> prepare(Fixed(Model(jnp.dot, jnp.eye(2))), np.ones((1, 2)), [0], key=jax.random.key(0))
     ()
     """
-    _check_key(key)
+    arguments.check(x=x, y=y, key=key)
     known = data.as_dataset(x, y, "the training data")
     return _prepare(defense, key, jnp.asarray(known.x), jnp.asarray(known.y))
 
@@ -121,13 +121,14 @@ def play(
     >>> found.correct[0].tolist(), found.one_shot_clean.value
     ([False, True], 1.0)
     """
+    arguments.check(x=x, y=y, eps=eps, key=key)
     if validate.traced(defense, memory, x, y, eps, key) or validate.staged():
         raise ValueError("a game decides on the host what comes next: play outside jit and vmap.")
-    _check_key(key)
     if not (isinstance(attack, SpaceAttack) and hasattr(attack.inner, "ball")):
         raise ValueError(
             f"attack must be one on model spaces, such as gmsa_avg(PGD()), got {attack!r}."
         )
+    arguments.warn(arguments.too_far(attack.inner.ball, np.shape(x)[1:], eps))
     validate.check_choice("leak", leak, LEAKS)
     validate.check_choice("order", order, ORDERS)
     draws = validate.check_count("draws", draws)
@@ -175,12 +176,6 @@ def play(
             "it can go on."
         )
     return turns.report(table, last.record, index)
-
-
-def _check_key(key: Any) -> None:
-    typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if not typed or key.ndim:
-        raise ValueError(f"pass key=jax.random.key(seed), got {key!r}.")
 
 
 def _arrange(

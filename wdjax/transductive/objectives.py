@@ -63,7 +63,7 @@ class Objective:
         values, asked = self.each(said, y), said.asked.T
         if self.reduce == "mean":
             total = jnp.sum(jnp.where(asked, values, 0.0), axis=0)
-            return total / jnp.maximum(jnp.sum(asked, axis=0), 1)
+            return total / jnp.maximum(jnp.sum(asked, axis=0), 1).astype(total.dtype)
         if self.reduce == "softmin":
             return self._softmin(values, asked)
         if self.reduce == "min":
@@ -74,7 +74,7 @@ class Objective:
 
     def _softmin(self, values: Array, asked: Array) -> Array:
         heights = jnp.where(asked, -values / self.temperature, -jnp.inf)
-        count = jnp.maximum(jnp.sum(asked, axis=0), 1)
+        count = jnp.maximum(jnp.sum(asked, axis=0), 1).astype(heights.dtype)
         return -self.temperature * (jax.nn.logsumexp(heights, axis=0) - jnp.log(count))
 
     def each(self, said: Answers, y: Array) -> Array:

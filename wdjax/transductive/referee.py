@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import metrics, validate
+from wdjax import arguments, metrics, validate
 from wdjax.core import AnyArray, Array
 from wdjax.transductive.protocol import Defense
 
@@ -226,6 +226,7 @@ def cost_multiple(
       key: for the adaptation.
       repeats: of both, after a first one that compiles; the least counts.
     """
+    arguments.check(x=x, key=key)
     repeats = validate.check_count("repeats", repeats)
     state, inputs = defense.begin(memory), jnp.asarray(x)
     base = defense.base(memory, state, len(inputs))

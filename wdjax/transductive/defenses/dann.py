@@ -98,11 +98,11 @@ class DANN:
                 inputs = None if target is None else target[rest]
                 return _losses(both, x[source], y[source], inputs, alpha)
 
-            both, known, _ = fitting.descend(rule, loss, both, known)
+            both, known, _ = models.descend(rule, loss, both, known)
             return (both, known), None
 
         rows = own, other, jnp.arange(self.steps)
-        (both, _), _ = jax.lax.scan(step, (both, rule.init(both)), rows)
+        (both, _), _ = jax.lax.scan(step, (both, rule.init(models.parameters(both))), rows)
         return both["model"]
 
 

@@ -124,7 +124,7 @@ class RMC:
 
     def begin(self, memory: PyTree) -> State:
         check_memory(memory, "x", "y", "features")
-        return State(self.model, self._rule.init(self.model))
+        return State(self.model, self._rule.init(models.parameters(self.model)))
 
     def base(self, memory: PyTree, state: State, n: int) -> PyTree:
         return state.model
@@ -177,7 +177,7 @@ class RMC:
                 logits, moved = models.training_pass(model, x[batch])
                 return jnp.mean(losses.cross_entropy(logits, y[batch])), moved
 
-            model, known, value = fitting.descend(self._rule, loss, *carried)
+            model, known, value = models.descend(self._rule, loss, *carried)
             return State(model, known), value
 
         def epoch(carried: Any) -> Any:

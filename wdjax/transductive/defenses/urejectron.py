@@ -63,8 +63,8 @@ class URejectron:
 
     def base(self, memory: PyTree, state: PyTree, n: int) -> PyTree:
         """A discriminator that accepts everything: all its parameters are 0."""
-        shapes = jax.eval_shape(lambda: self.discriminator(key=jax.random.key(0)))
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        judge = self.discriminator(key=jax.random.key(0))
+        return models.join(jax.tree.map(jnp.zeros_like, models.parameters(judge)), judge)
 
     def adapt(self, key: Array, memory: PyTree, state: PyTree, x: Array) -> tuple[PyTree, PyTree]:
         first, second, third = jax.random.split(key, 3)
@@ -84,11 +84,11 @@ class URejectron:
                 said, moved = models.training_pass(judge, seen)
                 return jnp.sum(weight * losses.cross_entropy(said, side)), moved
 
-            judge, known, _ = fitting.descend(rule, loss, judge, known)
+            judge, known, _ = models.descend(rule, loss, judge, known)
             return (judge, known), None
 
         judge = self.discriminator(key=first)
-        (judge, _), _ = jax.lax.scan(step, (judge, rule.init(judge)), rows)
+        (judge, _), _ = jax.lax.scan(step, (judge, rule.init(models.parameters(judge))), rows)
         return judge, state
 
     def between(self, key: Array, memory: PyTree, state: PyTree) -> PyTree:

@@ -1,0 +1,339 @@
+"""Misuse of what public functions share: every one names the argument, what came and what to pass.
+
+A table of public functions against a table of misuses; a function that is missing is found.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import wdjax
+from wdjax import attacks, audit, certify, ensembles, image, lipschitz, models, nppr, training
+from wdjax import transductive as games
+from wdjax.certify import noise, smoothing
+
+pytestmark = pytest.mark.fast
+
+KEY = jax.random.key(0)
+MODEL = wdjax.Model(lambda w, x: x.reshape(len(x), -1) @ w, jnp.linspace(-1, 1, 12).reshape(4, 3))
+X = np.linspace(0.1, 0.9, 8, dtype=np.float32).reshape(2, 4)
+Y = np.asarray(MODEL(X)).argmax(1)
+PICTURE = wdjax.Model(MODEL.func, jnp.linspace(-1, 1, 48).reshape(16, 3))
+PICTURES = np.linspace(0.1, 0.9, 32, dtype=np.float32).reshape(2, 4, 4, 1)
+CHAIN = lipschitz.relu_chain([np.ones((3, 4)), np.eye(3)], [np.zeros(3), np.zeros(3)])
+PGD = attacks.PGD(steps=2)
+
+NET = models.mlp((4, 3), key=KEY)
+DEFENSE = games.Fixed(NET)
+FAMILY = nppr.Family(mode="independent", components=2, upsample="none")
+SHAPED = {"model": MODEL, "x": X, "y": Y}
+BALL = SHAPED | {"norm": 2, "eps": 0.1}
+KEYED = SHAPED | {"eps": 0.1, "key": KEY}
+SENT = SHAPED | {"perturbation": nppr.noise.Uniform(0.1), "key": KEY}
+SMOOTH = {"model": MODEL, "x": X, "noise": noise.Gaussian(0.2), "key": KEY}
+ONE = SENT | {"x": X[0], "y": Y[0]}
+PLAYED = {"defense": DEFENSE, "memory": (), "attack": games.transfer(PGD), "x": X, "y": Y}
+BANK = {"bank": None, "eps": 0.1, "key": KEY}
+DRAWN = wdjax.Model(
+    lambda p, x: x @ p["w"] + jax.random.normal(p["k"], (1, 3)), {"w": MODEL.args[0], "k": KEY}
+)
+SIDES = {"model": MODEL, "lower": np.zeros(4, np.float32), "upper": np.ones(4, np.float32)}
+
+# Of every public function a call that could be made.
+CALLS = {
+    wdjax.search: SHAPED | {"attack": PGD, "eps": 0.1, "key": KEY},
+    wdjax.run: SHAPED | {"attack": PGD, "eps": 0.1},
+    wdjax.spend: {"found": wdjax.search(PGD, MODEL, X, Y, eps=0.1), "eps": 0.1},
+    training.train: KEYED | {"attack": PGD, "epochs": 1},
+    certify.margin_bounds: BALL,
+    certify.certified: BALL,
+    certify.radius: SHAPED | {"norm": 2},
+    certify.verify: BALL,
+    certify.growth_bound: BALL | {"order": 1},
+    certify.wdro_bound: BALL | {"order": 1},
+    certify.certified_accuracy: {"radius": np.ones(2), "eps": 0.1, "order": 1},
+    certify.lipschitz_constant: SHAPED | {"norm": 2},
+    certify.layer_product: SIDES | {"norm": 2},
+    certify.interval_jacobian: SIDES | {"norm": 2},
+    certify.margin_lipschitz: SIDES | {"norm": 2},
+    certify.trainable_bounds: BALL,
+    smoothing.certify: SMOOTH | {"y": Y, "eps": 0.1},
+    smoothing.predict: SMOOTH,
+    smoothing.tally: SMOOTH | {"n": 4},
+    smoothing.soft: SMOOTH,
+    noise.perturb: {"noise": noise.Gaussian(0.2), "key": KEY, "x": X[0]},
+    lipschitz.as_chain: {"model": MODEL, "x": X},
+    lipschitz.local_lipschitz: BALL,
+    lipschitz.global_lipschitz: {"model": MODEL, "x": X, "norm": 2},
+    lipschitz.jacobian_norm: {"model": MODEL, "x": X},
+    lipschitz.sampled_lipschitz: BALL | {"key": KEY},
+    lipschitz.trainable_lipschitz: BALL,
+    lipschitz.verify: BALL,
+    lipschitz.lower_at_samples: {"net": CHAIN, "x": X, "y": Y, "norm": 2},
+    lipschitz.theory: {"net": CHAIN, "x": X, "y": Y, "norm": 2},
+    lipschitz.masks_at: {"net": CHAIN, "x": X},
+    lipschitz.worst_margin: {"net": CHAIN, "x": X, "y": Y, "norm": jnp.inf, "eps": 0.1},
+    nppr.estimate: SENT,
+    nppr.expected_loss: SENT,
+    nppr.spread_within: {name: SENT[name] for name in ("perturbation", "x", "y", "key")},
+    nppr.points: {name: SENT[name] for name in ("perturbation", "x", "y", "key")} | {"draws": 2},
+    nppr.probabilistic_accuracy: SENT,
+    nppr.prbench: SHAPED | {"key": KEY},
+    nppr.fit: KEYED | {"family": FAMILY},
+    nppr.fit_many: SHAPED | {"eps": 0.1, "keys": jax.random.split(KEY, 2), "family": FAMILY},
+    nppr.train: KEYED | {"family": FAMILY},
+    nppr.universal_start: KEYED | {"family": nppr.Family(mode="label")},
+    nppr.importance: ONE,
+    nppr.splitting: ONE,
+    image.image_wasserstein: {"model": PICTURE, "x": PICTURES, "y": Y, "eps": 0.1},
+    image.minimum_radius: {"model": PICTURE, "x": PICTURES, "y": Y},
+    image.image_wasserstein_distance: {"x": PICTURES, "z": PICTURES, "ball":
+                                       image.ImageWasserstein()},
+    image.entropic_distance: {"x": PICTURES, "z": PICTURES, "ball": image.ImageWasserstein()},
+    image.translate: {"x": PICTURES, "share": 0.1, "angle": 0.0},
+    image.rotate: {"x": PICTURES, "degrees": 5.0},
+    image.gaussian_blur: {"x": PICTURES, "kernel": 3},
+    image.dim: {"x": PICTURES, "factor": 2.0},
+    games.fit: SHAPED | {"key": KEY, "steps": 1},
+    games.prepare: {"defense": DEFENSE, "x": X, "y": Y, "key": KEY},
+    games.play: PLAYED | {"eps": 0.1, "key": KEY},
+    games.cost_multiple: {"defense": DEFENSE, "memory": (), "x": X, "key": KEY},
+    games.raise_objective: PLAYED | BANK,
+    games.objective_at: PLAYED | {"bank": games.empty(NET, 1)},
+    ensembles.a3: KEYED,
+    ensembles.a3_wda: KEYED,
+    ensembles.autoattack: KEYED,
+    ensembles.bisect: KEYED | {"attack": PGD},
+    ensembles.cascade: KEYED | {"members": {"pgd": PGD}},
+    ensembles.fast: KEYED,
+    ensembles.mixed: KEYED | {"attack": PGD},
+    ensembles.lowered: {"model": MODEL},
+    ensembles.rand: KEYED | {"model": DRAWN},
+    ensembles.draws: {"model": DRAWN, "key": KEY, "count": 2},
+    ensembles.smoothed: KEYED | {"attack": PGD, "noise": noise.Gaussian(0.2)},
+    ensembles.wda_star: KEYED,
+    audit.sandwich: SHAPED | {"radii": [0.1], "key": KEY},
+}  # fmt: skip
+
+SHARED = {"attack", "model", "x", "z", "y", "eps", "key", "keys", "noise", "perturbation"}
+# Functions of logits, of arrays and of modules, which take no samples, and constructors.
+OTHERS = {
+    "wdjax.metrics", "wdjax.losses", "wdjax.norms", "wdjax.models.functional",
+    "wdjax.models.learning", "wdjax.models.small", "wdjax.transport", "wdjax.transductive.adamod",
+    "wdjax.transductive.objectives", "wdjax.lipschitz.transformer",
+}  # fmt: skip
+
+
+class Foreign(dict):
+    """``torch.nn.Module`` as Python sees it, without PyTorch."""
+
+
+Foreign.__module__, Foreign.__qualname__, Foreign.__name__ = "torch.nn.modules.module", "", "Module"
+
+
+class Network(Foreign):
+    def __call__(self, x):
+        return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Unregistered(attacks.PGD):
+    """A frozen dataclass, but no pytree."""
+
+
+def sized(model):
+    """The same model for inputs of twice the size."""
+    return jax.tree.map(lambda w: jnp.concatenate([w, w]) if w.ndim == 2 else w, model)
+
+
+MISUSES = {
+    "attack": {
+        "a class": (attacks.PGD, r"instance, PGD\("),
+        "no pytree": (Unregistered(steps=2), "register_dataclass"),
+        "a function": (lambda x: x, "has no|without ball"),
+        "a word": ("pgd", "'pgd'"),
+        "nothing": (None, "None"),
+    },
+    "model": {
+        "a PyTorch module": (Network(), "PyTorch.*wdjax.convert"),
+        "a plain function": (lambda x: x, r"wdjax.Model\("),
+        "a class": (models.MLP, "class"),
+        "a word": ("resnet", "'resnet'"),
+        "nothing": (None, "None"),
+        "of other inputs": (sized, r"does not accept x of shape \[\d+, 4"),
+    },
+    "x": {
+        "a pytree": ({"image": X}, "a dict of 'image'"),
+        "of two arrays": ((X, X[:1]), r"\(array"),
+        "bytes": (np.uint8(255 * X), "uint8"),
+        "complex": (X.astype(np.complex64), "complex64"),
+        "half": (jnp.asarray(X, jnp.bfloat16), "bfloat16"),
+        "words": (np.array([["a"] * 4] * 2), "<U1|array"),
+        "empty": (X[:0], "empty"),
+        "nothing": (None, "None"),
+    },
+    "y": {
+        "one-hot": (np.eye(3)[Y], r"float64\[2, 3\].*argmax"),
+        "floats": (Y.astype(np.float32), "float32"),
+        "too few": (Y[:1], r"\[1\]"),
+        "a pytree": ({"label": Y}, "a dict of 'label'"),
+        "words": (["cat", "dog"], "cat"),
+        "nothing": (None, "None"),
+    },
+    "eps": {
+        "complex": (0.1 + 0.2j, "0.1"),
+        "complex array": (jnp.asarray(0.1 + 0.2j), "complex64"),
+        "a word": ("8/255", "'8/255'"),
+        "negative": (-0.1, "-0.1"),
+        "NaN": (float("nan"), "nan"),
+        "a key": (KEY, "key"),
+        "a pytree": ({"eps": 0.1}, "a dict of 'eps'"),
+        "nothing": (None, "None"),
+    },
+    "key": {
+        "a number": (0, r"jax.random.key\(0\)"),
+        "a NumPy number": (np.int64(3), r"jax.random.key\(3\)"),
+        "an old key": (jax.random.PRNGKey(0), "wrap_key_data"),
+        "several": (jax.random.split(KEY, 2), r"\[2\]"),
+        "a word": ("seed", "'seed'"),
+        "nothing": (None, "None|pass key"),
+    },
+    "noise": {
+        "a class": (noise.Gaussian, r"instance, Gaussian\("),
+        "a number": (0.25, "certify.noise.*got 0.25"),
+    },
+    "perturbation": {
+        "a class": (nppr.noise.Uniform, r"instance, Uniform\("),
+        "a number": (0.1, "nppr.noise.*got 0.1"),
+        "complex eps": (nppr.noise.Uniform(jnp.asarray(1j)), "eps must be"),
+    },
+}  # fmt: skip
+MISUSES["z"] = MISUSES["x"]
+MISUSES["keys"] = {"a number": (0, "got 0"), "one": (KEY, r"key<fry>\[\]")}
+# Single inputs, and attacks of another protocol.
+EXCEPT = {
+    (noise.perturb, "x"), (games.play, "attack"), (games.raise_objective, "attack"),
+    (games.objective_at, "attack"), (nppr.importance, "y"), (nppr.splitting, "y"),
+    (nppr.importance, "x"), (nppr.splitting, "x"),  # Tried below.
+}  # fmt: skip
+
+
+OPTIONAL = {
+    wdjax.search: {"key", "eps"}, ensembles.bisect: {"key"}, ensembles.mixed: {"key", "eps"},
+    audit.sandwich: {"key"}, training.train: {"attack", "eps"}, smoothing.certify: {"eps"},
+    ensembles.wda_star: {"eps"},
+}  # fmt: skip
+
+
+def cases():
+    for function, given in CALLS.items():
+        for name in sorted(SHARED & set(given)):
+            if (function, name) not in EXCEPT:
+                title = f"{function.__module__}.{function.__name__}: {name}"
+                yield pytest.param(function, given, name, id=title)
+
+
+@pytest.mark.parametrize(("function", "given", "name"), [*cases()])
+def test_misuse_is_named(function, given, name):
+    for label, (bad, message) in MISUSES[name].items():
+        if label == "nothing" and name in OPTIONAL.get(function, ()):
+            continue
+        if bad is sized:
+            bad = sized(given["model"])
+        if label == "of other inputs" and "x" not in given:
+            continue
+        with pytest.raises(ValueError, match=f"(?s)({message})") as caught:
+            call(function, given | {name: bad})
+        assert re.search(rf"\b{name}\b", str(caught.value)), (label, caught.value)
+        assert not isinstance(caught.value, jax.errors.JAXTypeError), label
+
+
+def call(function, given):
+    """Without names where a function wants places."""
+    bound = inspect.signature(function).bind(**given)
+    return function(*bound.args, **bound.kwargs)
+
+
+def test_calls_can_be_made():
+    """The battery's calls are sound, so that a misuse is all that is wrong with each."""
+    for function in (
+        wdjax.search, wdjax.run, certify.verify, certify.trainable_bounds, smoothing.tally,
+        nppr.points, games.objective_at, image.rotate, ensembles.bisect, lipschitz.masks_at,
+    ):  # fmt: skip
+        call(function, CALLS[function])
+
+
+def test_every_public_function_is_in_the_table():
+    rooms = (
+        "certify",
+        "certify.smoothing",
+        "certify.noise",
+        "lipschitz",
+        "nppr",
+        "nppr.noise",
+        ("image"),
+        "transductive",
+        "training",
+        "ensembles",
+        "audit",
+        "metrics",
+        "models",
+        "losses",
+    )
+    missing = set()
+    for room in ("wdjax", *(f"wdjax.{name}" for name in rooms)):
+        module = importlib.import_module(room)
+        names = getattr(module, "__all__", None) or [n for n in vars(module) if n[0] != "_"]
+        for function in (getattr(module, name) for name in names):
+            own = inspect.isfunction(function) and function.__module__.startswith("wdjax.")
+            if not own or function in CALLS or function.__module__ in OTHERS:
+                continue
+            if SHARED & {*inspect.signature(function).parameters}:
+                missing.add(f"{function.__module__}.{function.__name__}")
+    assert missing <= {"wdjax.training.start", "wdjax.training.gradients"}, missing
+
+
+@pytest.mark.parametrize("estimator", [nppr.importance, nppr.splitting])
+def test_misuse_of_one_input_is_named(estimator):
+    for bad in ({"x": {"image": X[0]}}, {"x": np.uint8(255 * X[0])}, {"y": 0.5}, {"y": "cat"}):
+        (name,) = bad
+        with pytest.raises(ValueError, match=rf"^{name} must be"):
+            estimator(**ONE | bad)
+
+
+def test_attacks_of_games_are_named():
+    for bad in (PGD, "pgd", games.transfer):
+        with pytest.raises(ValueError, match="attack must be one on model spaces"):
+            games.play(**PLAYED | {"attack": bad, "eps": 0.1, "key": KEY})
+
+
+def test_a_real_pytorch_module_is_named():
+    torch = pytest.importorskip("torch", reason="what is refused is PyTorch's")
+    for bad in (torch.nn.Linear(4, 3), torch.nn.Sequential(torch.nn.Linear(4, 3))):
+        with pytest.raises(ValueError, match=rf"PyTorch module, {type(bad).__name__}.*convert"):
+            wdjax.run(PGD, bad, X, Y, eps=0.1)
+
+
+@pytest.mark.parametrize(("build", "mine", "theirs"), [
+    (models.wong_mnist, (2, 28, 28, 1), (2, 32, 32, 3)),
+    (models.resnet2b, (2, 32, 32, 3), (2, 28, 28, 1)),
+    (models.resnet2b, (2, 32, 32, 3), (2, 3, 32, 32)),
+])  # fmt: skip
+def test_images_of_another_data_set_are_named(build, mine, theirs):
+    net = build(key=KEY)
+    assert net(np.zeros(mine, np.float32)).shape == (2, 10)
+    hint = "channels last: x.transpose" if theirs[1] == 3 else ""
+    with pytest.raises(ValueError, match=rf"does not accept x of shape \[2, .*{hint}"):
+        wdjax.run(PGD, net, np.zeros(theirs, np.float32), np.array([0, 1]), eps=0.1)
+
+
+def test_settings_that_go_together_name_each_other():
+    with pytest.raises(ValueError, match=r"steps=3 and probe=10; .*WDA\(steps=3, probe=2\)"):
+        attacks.WDA(steps=3)
+    assert attacks.WDA(steps=3, probe=2).steps == 3
