@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import Lp, attacks, losses, remarks
+from wdjax import Lp, attacks, ensembles, losses, remarks
 from wdjax.diagnosis import RobustnessWarning
 
 RNG = np.random.default_rng(0)
@@ -22,6 +22,8 @@ def _model(change):
     return wdjax.Model(lambda w, x: change(x, w), W)
 
 
+KEY = jax.random.key(0)
+PGD = attacks.PGD(steps=4)
 PLAIN = _model(lambda x, w: x @ w)
 BLIND = {
     "large logits": _model(lambda x, w: 1e5 * (x @ w)),
@@ -82,6 +84,30 @@ def test_nothing_is_said_of_a_plain_search(attack):
         warnings.simplefilter("error")
         result = wdjax.run(attack, PLAIN, X, Y, eps=0.1)
     assert result.remarks == []
+
+
+ENSEMBLES = {
+    "fast": lambda *task, **how: ensembles.fast(*task, eps=0.2, key=KEY, passes=30, **how).found,
+    "wda_star": lambda *task, **how: ensembles.wda_star(*task, key=KEY, passes=100, **how),
+    "a3": lambda *task, **how: ensembles.a3(*task, eps=0.2, key=KEY, passes=30, **how),
+    "bisect": lambda *task, **how: ensembles.bisect(PGD, *task, eps=0.2, rounds=2, **how),
+    "cascade": lambda *task, **how: ensembles.cascade(
+        {"one": PGD, "two": PGD}, *task, eps=0.2, key=KEY, **how
+    ),
+    "mixed": lambda *task, **how: ensembles.mixed(PGD, *task, eps=0.2, **how).found,
+}
+
+
+@pytest.mark.parametrize("name", ENSEMBLES)
+def test_ensembles_warn_once_of_all_their_searches(name):
+    with pytest.warns(RobustnessWarning, match=f"^{name}: .*zero gradients") as seen:
+        found = ENSEMBLES[name](BLIND["rounded input"], X, Y)
+    assert len(seen) == 1
+    assert Path(seen[0].filename) == Path(__file__)
+    with warnings.catch_warnings(action="error"):
+        again = ENSEMBLES[name](BLIND["rounded input"], X, Y, diagnose=False)
+        ENSEMBLES[name](PLAIN, X, Y)
+    np.testing.assert_array_equal(again.x_adv, found.x_adv)
 
 
 def test_faults_are_said():

@@ -6,6 +6,7 @@ for :mod:`wdjax.validate` and for the functions themselves.
 
 import inspect
 import textwrap
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,8 @@ _PARTS = {
 }
 """What an instance has, by the protocols of :mod:`wdjax.core`, ``nppr`` and ``certify.noise``."""
 _HOME = {"attack": "attacks", "perturbation": "nppr.noise", "noise": "certify.noise"}
+_WRAPPER = "wdjax.diagnosis"
+"""Whose decorator stands between an ensemble and its caller."""
 _DEPTH = 2
 """Frames between :func:`warn` and whoever called the public function."""
 
@@ -84,12 +87,16 @@ def warn(text: str | None, below: int = 0) -> None:
       text: the warning, or None for none.
       below: functions between the public one and this.
     """
-    frame = inspect.currentframe()
-    for _ in range(_DEPTH + below):
-        frame = None if frame is None else frame.f_back
-    inside = frame is not None and frame.f_globals.get("__name__", "").split(".")[0] == "wdjax"
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and (level <= _DEPTH + below or _module(frame) == _WRAPPER):
+        frame, level = frame.f_back, level + 1
+    inside = frame is not None and _module(frame).split(".")[0] == "wdjax"
     if text is not None and not inside:
-        warnings.warn(text, UserWarning, stacklevel=_DEPTH + below + 1)
+        warnings.warn(text, UserWarning, stacklevel=level)
+
+
+def _module(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def too_far(ball: Any, shape: tuple[int, ...], eps: Any) -> str | None:

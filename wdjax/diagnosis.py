@@ -5,15 +5,17 @@ nothing: the model looks robust because the attack is blind. Some 60 passes that
 attack's loss nor, in part, gradients show how much a better attack would find.
 """
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 
+from wdjax import validate
 from wdjax.attacks import MarginPGD, Square
 from wdjax.balls import Lp
 from wdjax.core import Attack, Found
@@ -24,6 +26,10 @@ _MOST = 100
 """Samples that are looked at again at most."""
 _QUERIES = 30
 """Of the random search, after twice eight steps of margin ascent."""
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class RobustnessWarning(UserWarning):
@@ -54,16 +60,38 @@ def diagnose(
     return found
 
 
+def diagnosed(ensemble: Callable[P, T]) -> Callable[P, T]:
+    """Gives an ensemble the option ``diagnose``: one warning of what all its searches found.
+
+    The searches themselves are to be made without.
+    """
+
+    @functools.wraps(ensemble)
+    def told(*given: P.args, **options: P.kwargs) -> T:
+        wanted = options.pop("diagnose", True)
+        answer = ensemble(*given, **options)
+        found = answer if isinstance(answer, Found) else answer.found  # type: ignore[attr-defined]
+        if wanted and not validate.traced(found):
+            warn(ensemble.__name__, found)
+        return answer
+
+    return told
+
+
 def warn(name: str, found: Found) -> None:
     """One warning to the caller of the library with all remarks on a result, if there are any."""
     if said := found.remarks:
         warnings.warn(f"{name}: {'; '.join(said)}.", RobustnessWarning, stacklevel=_outside())
 
 
+def _standing(found: Found) -> np.ndarray:
+    return np.asarray(found.correct) & ~np.asarray(found.success)
+
+
 def _is_blind(found: Found, attack: Attack, clean: np.ndarray) -> bool:
     """Whether gradients told nothing about most of the samples that stand."""
     gradients, zeros = np.asarray(found.gradients), np.asarray(found.zeros)
-    left = np.asarray(found.correct & ~found.success) & (gradients > 0)
+    left = _standing(found) & (gradients > 0)
     if not left.any():
         return False
     if zeros[left].sum() > _SHARE * gradients[left].sum():
@@ -74,7 +102,7 @@ def _is_blind(found: Found, attack: Attack, clean: np.ndarray) -> bool:
 
 def _overlooked(found: Found, ball: Lp, radius: Any, again: Callable[..., Found]) -> np.ndarray:
     """``[n]``: samples that stand, and that margin ascent or random search breaks."""
-    standing = np.flatnonzero(np.asarray(found.correct & ~found.success))
+    standing = np.flatnonzero(_standing(found))
     count = min(len(standing), _MOST)
     left = np.zeros(len(found.correct), bool)
     left[standing[np.linspace(0, len(standing) - 1, count).astype(int)]] = True

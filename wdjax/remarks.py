@@ -10,11 +10,11 @@ import numpy.typing as npt
 def spent(result: Any) -> dict[str, Any]:
     """What an attack spent and met, for JSON."""
     faults = np.flatnonzero(result.fault)
-    left = np.asarray(result.correct & ~result.success)
+    left = np.asarray(result.correct) & ~np.asarray(result.success)
     gradients, zeros = np.asarray(result.gradients), np.asarray(result.zeros)
     found = {
-        "gradients_per_image": float(np.mean(result.gradients)),
-        "forwards_per_image": float(np.mean(result.forwards)),
+        "gradients_per_image": float(np.mean(gradients)),
+        "forwards_per_image": float(np.mean(np.asarray(result.forwards))),
         "zero_gradients": _share(zeros, gradients),
         "zero_gradients_of_standing": _share(zeros[left], gradients[left]),
         "faults": len(faults),

@@ -133,7 +133,7 @@ def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Res
     kappa = None if kappa is None else check_number("kappa", kappa, 1.0)
     facts = found.cost, found.correct, found.success
     if found.limit is not None and not traced(found.limit, eps):
-        arguments.warn(arguments.beyond(float(np.max(found.limit)), eps, _UNITS))
+        arguments.warn(arguments.beyond(float(np.max(np.asarray(found.limit))), eps, _UNITS))
     if traced(found, eps, kappa):
         weight = _weigh_traced(*facts, jnp.asarray(eps, found.cost.dtype), kappa, order)
     else:

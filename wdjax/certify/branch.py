@@ -82,7 +82,7 @@ class Search:
     def _broken(self, x: jax.Array, y: jax.Array, eps: jax.Array) -> bool:
         if int(jnp.argmax(self.model(x), axis=-1)[0]) != int(y[0]):
             return True
-        found = driver.run(self.attack, self.model, x, y, eps=eps[0])
+        found = driver.run(self.attack, self.model, x, y, eps=eps[0], diagnose=False)
         return bool(found.success[0])
 
     def _close(

@@ -15,6 +15,7 @@ from wdjax import arguments, driver, validate
 from wdjax.attacks import WDA, Diversified
 from wdjax.balls import Lp
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
+from wdjax.diagnosis import diagnosed
 from wdjax.ensembles.cascade import survivors
 
 _LEAST = 100
@@ -52,6 +53,7 @@ _FIRST, _FINAL = 1, 10
 """The round whose successes are looked at, and the first whose starts lean the last way."""
 
 
+@diagnosed
 def a3(
     model: Callable[[Array], PyTree],
     x: AnyArray,
@@ -125,7 +127,7 @@ def a3(
             own = _ask(
                 attack, finisher, model, x, y, eps=eps, key=draw, only=chosen,
                 checkpoint=None if checkpoint is None else place / f"{number:03d}.safetensors",
-                **options,
+                diagnose=False, **options,
             )  # fmt: skip
             if turn == _FIRST:
                 down = _leans_down(attack, own, draw, options.get("index"))
@@ -136,6 +138,7 @@ def a3(
     return found
 
 
+@diagnosed
 def a3_wda(
     model: Callable[[Array], PyTree],
     x: AnyArray,
@@ -178,7 +181,9 @@ def a3_wda(
     """
     arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
     finisher = WDA(ball, rivals=rivals, iterate="best")
-    return a3(model, x, y, eps=eps, key=key, ball=ball, finisher=finisher, **options)
+    return a3(
+        model, x, y, eps=eps, key=key, ball=ball, finisher=finisher, diagnose=False, **options
+    )
 
 
 def _ask(

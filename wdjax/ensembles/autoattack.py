@@ -7,6 +7,7 @@ from wdjax import arguments, losses, validate
 from wdjax.attacks import APGD, FAB, Square
 from wdjax.balls import Lp
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
+from wdjax.diagnosis import diagnosed
 from wdjax.ensembles.cascade import cascade
 
 VERSIONS = ("standard", "plus")
@@ -47,6 +48,7 @@ def members(ball: Lp = Lp(), version: str = "standard") -> dict[str, Attack]:
     return known if plus else {name: known[name] for name in standard}
 
 
+@diagnosed
 def autoattack(
     model: Callable[[Array], PyTree],
     x: AnyArray,
@@ -95,4 +97,4 @@ def autoattack(
     [True, True]
     """
     arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
-    return cascade(members(ball, version), model, x, y, eps=eps, key=key, **options)
+    return cascade(members(ball, version), model, x, y, eps=eps, key=key, diagnose=False, **options)

@@ -9,9 +9,11 @@ import numpy as np
 
 from wdjax import arguments, driver, norms, validate
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
+from wdjax.diagnosis import diagnosed
 from wdjax.ensembles.question import question
 
 
+@diagnosed
 def bisect(
     attack: Attack,
     model: Callable[[Array], PyTree],

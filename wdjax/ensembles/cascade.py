@@ -10,8 +10,10 @@ import numpy as np
 
 from wdjax import arguments, driver, validate
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
+from wdjax.diagnosis import diagnosed
 
 
+@diagnosed
 def cascade(
     members: Mapping[str, Attack],
     model: Callable[[Array], PyTree],
@@ -76,7 +78,8 @@ def cascade(
         file = f"{number:02d}-{name}.safetensors"
         own = driver.search(
             attack, model, x, y, eps=eps, key=jax.random.fold_in(key, number), only=left,
-            checkpoint=None if checkpoint is None else Path(checkpoint) / file, **options,
+            checkpoint=None if checkpoint is None else Path(checkpoint) / file, diagnose=False,
+            **options,
         )  # fmt: skip
         found = own if found is None else driver.best(found, own)
         left = survivors(found, only)

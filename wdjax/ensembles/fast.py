@@ -12,6 +12,7 @@ from wdjax.attacks.margin_pgd import MarginPGD
 from wdjax.attacks.walk import Walk
 from wdjax.balls import Lp
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
+from wdjax.diagnosis import diagnosed
 from wdjax.ensembles.question import Question, question
 
 _RESTARTS = 30
@@ -42,6 +43,7 @@ class Account(NamedTuple):
         return next(leg for leg in self.legs if leg.accuracy <= self.legs[-1].accuracy)
 
 
+@diagnosed
 def fast(
     model: Callable[[Array], PyTree],
     x: AnyArray,

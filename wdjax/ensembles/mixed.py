@@ -12,6 +12,7 @@ import numpy as np
 from wdjax import arguments, driver
 from wdjax.attacks.points import Points
 from wdjax.core import AnyArray, Array, Attack, Found, Model, PyTree
+from wdjax.diagnosis import diagnosed
 from wdjax.ensembles.question import question
 
 
@@ -23,6 +24,7 @@ class Mixed(NamedTuple):
     """``[n]``: misclassified in bfloat16, but not in the model's own precision."""
 
 
+@diagnosed
 def mixed(
     attack: Attack,
     model: Callable[[Array], PyTree],

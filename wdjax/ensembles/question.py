@@ -50,6 +50,7 @@ class Question(NamedTuple):
             key=None if self.key is None else jax.random.fold_in(self.key, number),
             start=start,
             only=only,
+            diagnose=False,
             checkpoint=folder,
             **self.options,
         )

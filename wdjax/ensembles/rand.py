@@ -17,6 +17,7 @@ from wdjax import arguments, driver, losses, validate
 from wdjax.attacks import APGD, Points
 from wdjax.balls import Lp
 from wdjax.core import AnyArray, Array, Found, Model, PyTree
+from wdjax.diagnosis import diagnosed
 from wdjax.ensembles.cascade import cascade
 
 
@@ -101,6 +102,7 @@ def majority(out: Array, y: Array) -> Array:
     return margins[(len(margins) - 1) // 2]
 
 
+@diagnosed
 def rand(
     model: Callable[[Array], PyTree],
     x: AnyArray,
@@ -168,14 +170,23 @@ def rand(
         found.append(
             cascade(
                 {name: attack}, bank, x, y, eps=eps, key=jax.random.fold_in(own, number),
-                criterion=majority, checkpoint=None if place is None else place / name, **options,
+                criterion=majority, checkpoint=None if place is None else place / name,
+                diagnose=False, **options,
             )
         )  # fmt: skip
 
     def judged(points: Found, key: Array) -> Found:
         jury = draws(model, key, judges)
         return driver.search(
-            Points(ball), jury, x, y, eps=eps, start=points.x_adv, criterion=majority, **options
+            Points(ball),
+            jury,
+            x,
+            y,
+            eps=eps,
+            start=points.x_adv,
+            criterion=majority,
+            diagnose=False,
+            **options,
         )
 
     ranked = [judged(points, ranking) for points in found]

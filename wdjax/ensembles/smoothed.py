@@ -12,11 +12,13 @@ from wdjax import arguments, driver, norms, validate
 from wdjax.certify import binomial, smoothing
 from wdjax.certify.grid import Noise
 from wdjax.core import AnyArray, Array, Attack, Found
+from wdjax.diagnosis import diagnosed
 
 STRETCH = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5, 3.2, 4.0)
 """How far beyond a flip of the stand-in the smoothed classifier is asked."""
 
 
+@diagnosed
 def smoothed(
     attack: Attack,
     model: Callable[[Array], Array],
@@ -91,7 +93,7 @@ def smoothed(
             "even if all agree; raise votes."
         )
     stand_in = smoothing.soft(model, x, noise=noise, key=own, count=count)
-    found = driver.search(attack, stand_in, x, y, eps=eps, key=search, **options)
+    found = driver.search(attack, stand_in, x, y, eps=eps, key=search, diagnose=False, **options)
     how: dict[str, Any] = {"noise": noise, "n": votes, "batch_size": batch_size}
     how["index"] = options.get("index")
 

@@ -11,6 +11,7 @@ from wdjax import arguments, driver, transport, validate
 from wdjax.attacks.points import Points
 from wdjax.balls import Lp
 from wdjax.core import AnyArray, Array, Found, PyTree
+from wdjax.diagnosis import diagnosed
 from wdjax.ensembles.question import Question, question
 from wdjax.ensembles.walks import Kind, schedule
 
@@ -26,6 +27,7 @@ _KEEN = 0.5
 """A sample is walked again if its expected gain is at least this share of the mean."""
 
 
+@diagnosed
 def wda_star(
     model: Callable[[Array], PyTree],
     x: AnyArray,

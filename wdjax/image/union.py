@@ -9,6 +9,7 @@ import numpy as np
 
 from wdjax import arguments, driver, losses, validate
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
+from wdjax.diagnosis import diagnosed
 from wdjax.ensembles.question import question
 from wdjax.image.ball import ImageWasserstein
 from wdjax.image.frank_wolfe import FrankWolfe
@@ -34,6 +35,7 @@ def members(ball: ImageWasserstein) -> tuple[tuple[FrankWolfe, float], ...]:
     )
 
 
+@diagnosed
 def image_wasserstein(
     model: Callable[[Array], PyTree],
     x: AnyArray,
@@ -99,6 +101,7 @@ def image_wasserstein(
     return found
 
 
+@diagnosed
 def minimum_radius(
     model: Callable[[Array], PyTree],
     x: AnyArray,

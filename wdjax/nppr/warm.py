@@ -61,7 +61,13 @@ class AttackOffset:
     def __call__(self, model: Classifier, x: Array, y: Array) -> Array:
         """``[n, *shape]``: vectors that the ball's map sends to the attack's points."""
         found = driver.search(
-            self.attack, model, x, y, eps=jnp.asarray(self.eps, x.dtype), skip_misclassified=False
+            self.attack,
+            model,
+            x,
+            y,
+            eps=jnp.asarray(self.eps, x.dtype),
+            skip_misclassified=False,
+            diagnose=False,
         )
         return pulled_back(found.x_adv - x, self.eps, getattr(self.attack.ball, "norm", math.inf))
 
