@@ -224,7 +224,7 @@ COMMANDS = {
     "smoothing, far": ("certify --method smoothing --norm l2 --sigma 1/4 --votes 200 --eps",
                        ("8", "1/4"), "8/255"),
     "smoothing, small": ("certify --method smoothing --norm l2 --eps 1/4 --votes 100 --sigma",
-                         ("1e-6", "1/4"), "nothing can be certified"),
+                         ("1e-6", "1/4"), "raise sigma"),
     "smoothing, few": ("certify --method smoothing --norm l2 --eps 1/8 --sigma 1/4 --test "
                        "randomized --votes", ("2", "100"), "raise n"),
     "smoothing, w1": ("certify --method smoothing --norm w1 --sigma 0.1 --votes 200 --eps",
