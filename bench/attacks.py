@@ -30,7 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import wdjax
-from wdjax import attacks, convert, data
+from wdjax import attacks, data
+from wdjax.files import convert
 
 NETS = {
     "resnet2b": ("cifar10_resnet2b.pth", "resnet2b", 2 / 255),

@@ -32,7 +32,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import Lp, Model, attacks, certify, convert, data, losses, models, run, training
+from wdjax import Lp, Model, attacks, certify, data, losses, models, run, training
+from wdjax.files import convert
 
 SHARED = Path(__file__).parents[2] / "shared"
 NETS = {

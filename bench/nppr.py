@@ -27,8 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import wdjax
-from wdjax import attacks, convert, data, ensembles, losses, metrics, models, nppr, training
-from wdjax.nppr import Family, Schedule, counting, noise, objective
+from wdjax import attacks, data, ensembles, losses, metrics, models, nppr, training
+from wdjax.files import convert
+from wdjax.nppr import Family, Schedule, counting, distributions, objective
 from wdjax.nppr.upsample import UPSAMPLE
 
 MODES = ("independent", "label", "input", "joint", "joint-full")
@@ -108,7 +109,11 @@ def table(shared, nets, seeds, steps, only=None):
                 continue
             plain, strong = attacked(model, x, y, eps)
             how = {"key": jax.random.key(9), "draws": draws}
-            kinds = noise.Uniform(eps), noise.ClippedGaussian(eps), noise.TruncatedGaussian(eps)
+            kinds = (
+                distributions.Uniform(eps),
+                distributions.ClippedGaussian(eps),
+                distributions.TruncatedGaussian(eps),
+            )
             fixed = [nppr.estimate(model, kind, x, y, **how) for kind in kinds]
             print(
                 f"{name} eps {eps:.3f}: AR PGD-20 {plain:.1f}, strong {strong:.1f}; PR uniform, "
@@ -188,7 +193,7 @@ def warm(shared, nets, seeds, steps):
 
 def rare(shared, nets, seeds, steps):
     model, _, (x, y) = load(shared, "digits_adversarial")
-    x, y, own = jnp.asarray(x), jnp.asarray(y), noise.Uniform(0.15)
+    x, y, own = jnp.asarray(x), jnp.asarray(y), distributions.Uniform(0.15)
     right = np.flatnonzero(nppr.estimate(model, own, x, y, key=jax.random.key(0), draws=32).correct)
     rough = {}
     for i in right[:150]:
@@ -300,7 +305,7 @@ def throughput(name, model, x, y):
 
     No way to count 100 copies is faster than 100 passes of the model, on a core that is full.
     """
-    eps, own = 0.03, noise.Uniform(0.03)
+    eps, own = 0.03, distributions.Uniform(0.03)
 
     def looped():
         key = jax.random.key(0)

@@ -26,7 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import wdjax
-from wdjax import Lp, attacks, convert, data, ensembles, metrics, transport
+from wdjax import Lp, attacks, data, ensembles, metrics, transport
+from wdjax.files import convert
 
 FILES = {
     "resnet2b": ("cifar10_resnet2b.pth", "resnet2b", "cifar10_test_0_100"),

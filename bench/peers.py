@@ -34,7 +34,8 @@ import pytorch_wda
 import torch
 
 import wdjax
-from wdjax import Lp, attacks, convert, data, losses
+from wdjax import Lp, attacks, data, losses
+from wdjax.files import convert
 
 torch.set_num_threads(1)
 

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 import wdjax
-from wdjax import convert, data, models
+from wdjax import data, models
+from wdjax.files import convert
 from wdjax.nppr import Family, Schedule, objective
 
 torch.set_num_threads(1)

@@ -29,9 +29,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from wdjax import Lp, attacks, convert, data, ensembles, image, models, training
-from wdjax.certify import binomial, noise, smoothing, votes
+from wdjax import Lp, attacks, data, ensembles, image, models, smoothing, training
+from wdjax.files import convert
 from wdjax.models import zoo
+from wdjax.smoothing import binomial, noise, votes
 
 SHARED = Path(__file__).parents[2] / "shared"
 CASES, LOOKS = 1000, (32, 64, 100, 200, 400, 700, 1000)

@@ -33,7 +33,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import wdjax
-from wdjax import Lp, attacks, convert, data, ensembles, metrics, models, plots, training
+from wdjax import Lp, attacks, data, ensembles, metrics, models, training
+from wdjax.files import convert
+from wdjax.report import plots
 
 FAST = bool(os.environ.get("WDJAX_FAST"))  # For tests: fewer samples and steps.
 WEIGHTS = os.environ.get("WDJAX_WEIGHTS", "")  # A checkpoint of `resnet2b`, and images for it.

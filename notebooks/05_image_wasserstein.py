@@ -33,10 +33,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import wdjax
-from wdjax import data, ensembles, image, models, training
-from wdjax.certify import noise, smoothing
+from wdjax import data, ensembles, image, models, smoothing, training
 from wdjax.core import Samples
 from wdjax.image import frank_wolfe, sinkhorn
+from wdjax.smoothing import noise
 
 FAST = bool(os.environ.get("WDJAX_FAST"))  # For tests: fewer samples and epochs.
 print(jax.devices()[0], "with JAX", jax.__version__)

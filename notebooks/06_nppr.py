@@ -39,7 +39,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from wdjax import attacks, data, models, nppr, search, training
-from wdjax.nppr import noise, pictures
+from wdjax.nppr import distributions, pictures
 
 FAST = bool(os.environ.get("WDJAX_FAST"))  # For tests: fewer samples and steps.
 print(jax.devices()[0], "with JAX", jax.__version__)
@@ -67,9 +67,9 @@ eps = 0.1
 draws, key = (64, 1000)[not FAST], jax.random.key(2)
 rows = {}
 for name, own in {
-    "PR uniform": noise.Uniform(eps),
-    "PR Gaussian, clipped": noise.ClippedGaussian(eps),
-    "PR Gaussian, truncated": noise.TruncatedGaussian(eps),
+    "PR uniform": distributions.Uniform(eps),
+    "PR Gaussian, clipped": distributions.ClippedGaussian(eps),
+    "PR Gaussian, truncated": distributions.TruncatedGaussian(eps),
 }.items():
     rows[name] = nppr.estimate(model, own, x, y, key=key, draws=draws)
 found = search(attacks.PGD(steps=20), model, x, y, eps=eps)
@@ -142,7 +142,13 @@ pictures.mixture(fits["joint"], x[0], y[0])
 
 # %%
 decision = nppr.probabilistic_accuracy(
-    model, noise.Uniform(0.2), x, y, key=key, rho=(0.1, 0.05, 0.01), draws=500 if FAST else 10_000
+    model,
+    distributions.Uniform(0.2),
+    x,
+    y,
+    key=key,
+    rho=(0.1, 0.05, 0.01),
+    draws=500 if FAST else 10_000,
 )
 for rho, low, high in zip(decision.rho, decision.lower, decision.upper):
     print(f"ProbAcc({rho:g}) in [{low:.3f}, {high:.3f}]")
@@ -159,7 +165,7 @@ print(f"{decision.draws[decision.correct].mean():.0f} copies an image")
 safe = np.flatnonzero(rows["PR uniform"].survived == draws)
 rare = []
 for i in safe[: 3 if FAST else 10]:
-    own = noise.Uniform(0.15)
+    own = distributions.Uniform(0.15)
     weighed = nppr.importance(model, own, x[i], y[i], key=key)
     if weighed.found and 1e-12 < weighed.value < 1e-2:
         rare.append(weighed.value)

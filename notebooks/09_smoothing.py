@@ -34,8 +34,8 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from wdjax import Lp, attacks, data, ensembles, models, training
-from wdjax.certify import noise, smoothing
+from wdjax import Lp, attacks, data, ensembles, models, smoothing, training
+from wdjax.smoothing import noise
 
 FAST = bool(os.environ.get("WDJAX_FAST"))  # For tests: fewer samples and epochs.
 print(jax.devices()[0], "with JAX", jax.__version__)

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import attacks, audit, certify, driver, page, plots, transport
-from wdjax import report as reports
+from wdjax import attacks, certify, transport
 from wdjax.cli import main
+from wdjax.engine import driver
+from wdjax.report import audit, page, plots
+from wdjax.report import summary as reports
 
 KEY = jax.random.key(0)
 
@@ -350,7 +352,8 @@ def test_published_weights_fall_as_far_as_the_reference_attacks(
 
 
 def test_exact_transport_of_a_real_attack(shared):
-    from wdjax import convert, data
+    from wdjax import data
+    from wdjax.files import convert
 
     model = convert.load(shared / "data" / "weights" / "mnist_linf_robust.pth", "wong_mnist").model
     x, y = data.load_npz(shared / "data" / "mnist_test_0_500.npz").take(60)

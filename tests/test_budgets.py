@@ -13,10 +13,11 @@ import pytest
 from test_misuse import CALLS, KEY, MODEL, PGD, X, Y, call
 
 import wdjax
-from wdjax import Lp, arguments, certify, ensembles, image, nppr, training
+from wdjax import Lp, certify, ensembles, image, nppr, smoothing, training
 from wdjax import transductive as games
-from wdjax.certify import noise, smoothing
+from wdjax.checks import arguments
 from wdjax.cli import main
+from wdjax.smoothing import noise
 
 fast = pytest.mark.fast
 
@@ -40,7 +41,7 @@ def said():
 
 
 def sent(eps):
-    return {"eps": eps, "perturbation": nppr.noise.Uniform(eps), "radii": [0.1, eps]}
+    return {"eps": eps, "perturbation": nppr.distributions.Uniform(eps), "radii": [0.1, eps]}
 
 
 @fast
@@ -183,7 +184,7 @@ def test_other_votes_that_cannot_tell_are_said(said):
     for ask in (
         lambda: smoothing.predict(MODEL, X, noise=noise.Gaussian(0.2), key=KEY, n=8),
         lambda: nppr.probabilistic_accuracy(
-            MODEL, nppr.noise.Uniform(0.01), X, Y, key=KEY, rho=0.01, draws=40
+            MODEL, nppr.distributions.Uniform(0.01), X, Y, key=KEY, rho=0.01, draws=40
         ),
         lambda: ensembles.smoothed(PGD, MODEL, X, Y, noise=noise.Gaussian(0.2), key=KEY, eps=0.1,
                                    votes=8, count=2),

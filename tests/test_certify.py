@@ -12,9 +12,11 @@ import scipy.optimize
 from hypothesis import given, settings
 from jax import lax
 
-from wdjax import Lp, Model, certify, convert, losses, norms, run
+from wdjax import Lp, Model, certify, losses, norms, run
 from wdjax.attacks import PGD
-from wdjax.certify import domain, lipschitz
+from wdjax.bounds import domain
+from wdjax.files import convert
+from wdjax.lipschitz import margin
 
 NORMS = [1, 2, math.inf]
 EVERY_NORM = pytest.mark.parametrize("norm", NORMS)
@@ -247,7 +249,7 @@ def test_bounds_hold_at_sampled_points(apply, norm):
     x = jax.random.uniform(jax.random.key(3), (6, 6, 1))
     y = model(x[None]).argmax(axis=-1)
     domain_bounds = jax.jit(
-        lambda low, high, eps: lipschitz.margins_and_slopes(
+        lambda low, high, eps: margin.margins_and_slopes(
             model,
             domain.box(low, high, None if norm == math.inf else (x, eps, norm)),
             y[0],
@@ -334,9 +336,7 @@ def test_scaling_to_many_inputs_pushes_the_basis():
 def test_slopes_at_a_kink_hold_both_sides(fn, clarke):
     model = Model(lambda _, x: jnp.stack([0 * x[:, 0], jax.vmap(fn)(x[:, 0])], axis=1), None)
     zero = jnp.zeros(1)
-    bounds = jax.jit(
-        lambda x: lipschitz.margins_and_slopes(model, domain.box(x, x), jnp.array(0), 2)
-    )
+    bounds = jax.jit(lambda x: margin.margins_and_slopes(model, domain.box(x, x), jnp.array(0), 2))
     _, slope = bounds(zero)
     assert slope.lower[1, 0] <= clarke[0] + 1e-6
     assert slope.upper[1, 0] >= clarke[1] - 1e-6

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from wdjax import Model, attacks, certify, losses, run
-from wdjax.certify import branch, leaves
+from wdjax.bounds import leaves
+from wdjax.certify import branch
 
 BOX = (0.0, 1.0)
 

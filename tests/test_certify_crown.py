@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from wdjax import Lp, Model, attacks, certify, convert, run
+from wdjax import Lp, Model, attacks, certify, run
+from wdjax.files import convert
 
 NORMS = {1: 8.0, 2: 2.5, math.inf: 1.0}
 

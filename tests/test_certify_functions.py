@@ -8,9 +8,9 @@ import scipy.special
 from jax import lax
 
 from wdjax import Model, certify
-from wdjax.certify import activation, relax
-from wdjax.certify.fused import fuse
-from wdjax.certify.graph import flatten
+from wdjax.bounds import activation, relax
+from wdjax.bounds.fused import fuse
+from wdjax.bounds.graph import flatten
 
 FUNCTIONS = {
     "gelu": lambda z: jax.nn.gelu(z, approximate=False),

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from wdjax import Model, certify, losses
-from wdjax.certify import continuity
+from wdjax.bounds import continuity
 
 pytestmark = pytest.mark.fast
 

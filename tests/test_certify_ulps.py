@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 from scipy import special
 
-from wdjax.certify import activation, interval, relax, ulps
+from wdjax.bounds import activation, interval, relax, ulps
 from wdjax.lipschitz import neurons
 from wdjax.precision import float64
 

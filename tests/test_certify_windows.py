@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 
 from wdjax import Model, certify
-from wdjax.certify import coarse, crown, margins, region
-from wdjax.certify.coefficients import Rows, Whole
+from wdjax.bounds import coarse, crown, margins, region
+from wdjax.bounds.coefficients import Rows, Whole
 
 # Of each linear map: kernel, stride, padding; the skip is the fourth.
 SETTINGS = {

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import convert, data, nppr, report
-from wdjax.cli import main, options, parser, process, table
+from wdjax import data, nppr
+from wdjax.cli import attack_table, main, options, parser, process
+from wdjax.files import convert
+from wdjax.report import summary
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +102,9 @@ def test_flips_that_only_bfloat16_saw_are_counted(given, capsys):
 
 
 def test_table_1_is_a_row_of_known_columns():
-    labels = [column.label for column in table.TABLE_1]
+    labels = [column.label for column in attack_table.TABLE_1]
     assert len(set(labels)) == len(labels) == 11
-    assert {column.name for column in table.TABLE_1} <= set(table.METHODS)
+    assert {column.name for column in attack_table.TABLE_1} <= set(attack_table.METHODS)
 
 
 def test_what_an_attack_cannot_do_is_refused_before_the_work(given, capsys):
@@ -199,14 +201,14 @@ def test_every_help_has_an_example_and_explains_every_option(command, capsys):
     said = capsys.readouterr().out
     assert "python -m wdjax" in said.split("example", 1)[1]
     if command == ["attack"]:
-        assert all(f"  {name} " in said for name in table.METHODS)
+        assert all(f"  {name} " in said for name in attack_table.METHODS)
 
 
 def test_every_attack_of_the_table_says_what_it_does():
-    for line in options.glossary(table.METHODS).splitlines():
+    for line in options.glossary(attack_table.METHODS).splitlines():
         assert len(line) <= 88
         assert "`" not in line
-    assert all(report.explained(make) for make in table.METHODS.values())
+    assert all(summary.explained(make) for make in attack_table.METHODS.values())
 
 
 def test_commands_keep_programs_where_the_user_says(monkeypatch, tmp_path):

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from wdjax import convert
 from wdjax.cli import main, options, parser
 from wdjax.cli.options import Numbers, Range
+from wdjax.files import convert
 
 HOSTILE = [
     "99999999999999999999", "9" * 23, "9" * 5000, "1" + "0" * 400, "1e39", "1e999", "-1e999", "-1",
@@ -175,9 +175,9 @@ def test_other_settings_do_not_go_on_from_a_checkpoint(weights, tmp_path, capsys
 
 def test_games_are_refused_before_the_first(monkeypatch, capsys):
     from wdjax import transductive
-    from wdjax.transductive import table
+    from wdjax.transductive import digits
 
-    monkeypatch.setattr(table, "_fit", lambda *a, **k: pytest.fail("a model was trained"))
+    monkeypatch.setattr(digits, "_fit", lambda *a, **k: pytest.fail("a model was trained"))
     monkeypatch.setattr(transductive, "prepare", lambda *a, **k: pytest.fail("a game began"))
     for attacks, word in (("nope", "'nope'"), ("transfer,nope", "'nope'"), (",", "''")):
         assert main(["game", "--attacks", attacks, "--json", "-"]) == 2

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import convert, persist
 from wdjax.cli import main, process
+from wdjax.files import convert, persist
 
 ROOT = Path(wdjax.__file__).parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import Lp, attacks, losses, norms, parallel, persist, transport
+from wdjax import Lp, attacks, losses, norms, parallel, transport
+from wdjax.files import persist
 
 NORMS = (1, 2, jnp.inf)
 EPS = {1: 0.6, 2: 0.25, jnp.inf: 0.06}

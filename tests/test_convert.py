@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from wdjax import convert, models
+from wdjax import models
+from wdjax.files import convert
 from wdjax.models import zoo
 
 SMALL = [

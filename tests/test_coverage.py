@@ -17,12 +17,13 @@ import pytest
 from scipy import stats
 
 import wdjax
-from wdjax import Lp, Model, attacks, certify, ensembles, evidence, metrics, nppr
-from wdjax.certify import binomial, noise, smoothing
-from wdjax.certify.protocol import SmoothedCertificate
+from wdjax import Lp, Model, attacks, certify, ensembles, metrics, nppr, smoothing
 from wdjax.nppr import probable
 from wdjax.nppr.estimate import Estimate
 from wdjax.nppr.rare import Rare
+from wdjax.report import evidence
+from wdjax.smoothing import binomial, noise
+from wdjax.smoothing.looks import SmoothedCertificate
 from wdjax.transductive.referee import share
 
 TIMES = 400
@@ -173,7 +174,7 @@ HOW = {"key": KEY, "batch_size": 1 << 16}
 @case("estimate.population end to end", 0.95)
 def _(rng):
     risks = np.where(rng.random(TIMES * 50) < 0.02, 0.4, 0.0)
-    found = nppr.estimate(HALF, nppr.noise.Uniform(0.1), *inputs(risks), draws=40, **HOW)
+    found = nppr.estimate(HALF, nppr.distributions.Uniform(0.1), *inputs(risks), draws=40, **HOW)
     return within([one.population() for one in counted(found.survived.reshape(TIMES, -1), 40)],
                   1 - 0.02 * 0.4)  # fmt: skip
 
@@ -182,7 +183,9 @@ def decisions(rng, n):
     """Risks about .1 and far from it, and what the test says of them at alpha = .1."""
     risks = rng.choice([0.0, 0.098, 0.102, 0.4], TIMES * n)
     how = HOW | {"rho": 0.1, "alpha": 0.1, "draws": 300}
-    return risks, nppr.probabilistic_accuracy(HALF, nppr.noise.Uniform(0.1), *inputs(risks), **how)
+    return risks, nppr.probabilistic_accuracy(
+        HALF, nppr.distributions.Uniform(0.1), *inputs(risks), **how
+    )
 
 
 @case("probable.decided", 0.9)
@@ -231,7 +234,7 @@ RARE = {
     "many": (*planes(np.full(9, 4.2), 8), 8),
     "out of a disc": (Model(ball, jnp.asarray(0.1 * stats.chi2.isf(1e-4, 2) ** 0.5)), 1e-4, 2),
 }
-NORMAL = nppr.noise.ClippedGaussian(1.0, Lp(box=None), 0.1)
+NORMAL = nppr.distributions.ClippedGaussian(1.0, Lp(box=None), 0.1)
 
 
 def asked(method, name, calls, **how):

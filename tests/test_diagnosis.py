@@ -10,7 +10,7 @@ import pytest
 
 import wdjax
 from wdjax import Lp, attacks, ensembles, losses, remarks
-from wdjax.diagnosis import RobustnessWarning
+from wdjax.engine.diagnosis import RobustnessWarning
 
 RNG = np.random.default_rng(0)
 W = jnp.asarray(RNG.normal(size=(6, 3)), jnp.float32)

@@ -10,9 +10,10 @@ import pytest
 from test_search import model, params, x, y
 
 import wdjax
-from wdjax import Lp, Model, attacks, convert, data, ensembles, losses, norms
+from wdjax import Lp, Model, attacks, data, ensembles, losses, norms
 from wdjax.ensembles.autoattack import members
 from wdjax.ensembles.rand import Expected, draws, majority
+from wdjax.files import convert
 
 fast = pytest.mark.fast
 KEY = jax.random.key(3)

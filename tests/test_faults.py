@@ -18,14 +18,16 @@ import sys
 import numpy as np
 import pytest
 
-from wdjax import convert, ensembles, models, page
+from wdjax import ensembles, models
 from wdjax.attacks import PGD
-from wdjax.cli import audit as audit_command
-from wdjax.cli import game as game_command
+from wdjax.cli import audit_command as audit_command
+from wdjax.cli import game_command as game_command
 from wdjax.cli import main
+from wdjax.files import convert
 from wdjax.image import FrankWolfe, NearestTransport, union
-from wdjax.transductive import Fixed, table, transfer
-from wdjax.transductive.table import Case, Row
+from wdjax.report import page
+from wdjax.transductive import Fixed, digits, transfer
+from wdjax.transductive.digits import Case, Row
 
 CODES = {"interrupted": {0, 130}, "terminated": {0, 143}}
 """Exit codes; of a disk that fails 2, of a stream 4, and 0 where neither mattered."""
@@ -98,7 +100,7 @@ def small():
         patch.setattr(union, "members", lambda ball: ((FrankWolfe(ball, steps=2), 1.0),) * 2)
         patch.setattr(union, "NearestTransport", functools.partial(NearestTransport, steps=3))
         patch.setattr(ensembles, "fast", functools.partial(ensembles.fast, passes=12))
-        patch.setitem(table.CASES, "tiny", tiny)
+        patch.setitem(digits.CASES, "tiny", tiny)
         patch.setitem(game_command.FAMILIES, "tiny", ("tiny",))
         yield
 

@@ -13,9 +13,9 @@ import time
 
 import pytest
 
-from wdjax import files
+from wdjax.files import atomic
 
-ALONE = f"import sys; sys.path.append({os.path.dirname(files.__file__)!r}); import files"
+ALONE = f"import sys; sys.path.append({os.path.dirname(atomic.__file__)!r}); import files"
 """Without what else the package imports, which takes seconds."""
 
 WRITER = f"""
@@ -23,7 +23,7 @@ WRITER = f"""
 print("ready", flush=True)
 number = 0
 while True:
-    files.write(sys.argv[1], bytes([number % 256]) * 3_000_000)
+    atomic.write(sys.argv[1], bytes([number % 256]) * 3_000_000)
     number += 1
 """
 
@@ -52,26 +52,26 @@ def test_a_killed_writer_leaves_the_old_or_the_new_file(tmp_path):
 
 def test_what_fails_leaves_nothing(tmp_path, monkeypatch):
     path = tmp_path / "report.json"
-    files.write(path, "old")
+    atomic.write(path, "old")
 
     def full(number):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        files.write(path, "new")
+        atomic.write(path, "new")
     assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
     assert path.read_text() == "old"
 
 
 def test_links_are_followed_and_devices_left(tmp_path):
-    files.write(tmp_path / "real", "old")
+    atomic.write(tmp_path / "real", "old")
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    files.write(tmp_path / "link", "new")
+    atomic.write(tmp_path / "link", "new")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "real").read_text() == "new"
-    files.check_writable("/dev/null")
-    files.write("/dev/null", "gone")
+    atomic.check_writable("/dev/null")
+    atomic.write("/dev/null", "gone")
     assert not os.path.isfile("/dev/null")
 
 
@@ -80,7 +80,7 @@ def test_places_that_cannot_be_written_are_refused(tmp_path, name):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("kept")
     with pytest.raises(ValueError, match=r"is a folder|cannot be written"):
-        files.check_writable(tmp_path / name)
+        atomic.check_writable(tmp_path / name)
     assert (tmp_path / "file").read_text() == "kept"
 
 
@@ -100,13 +100,13 @@ def test_what_killed_writers_left_goes_with_the_next_writing(tmp_path):
             writer.kill()
         left = max(left, len([*tmp_path.glob(".report.html.*")]))
     assert left >= 1
-    files.write(path, "whole")
+    atomic.write(path, "whole")
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
 
 
 SLOW = f"""
 {ALONE}
-with files.replacing(sys.argv[1]) as new:
+with atomic.replacing(sys.argv[1]) as new:
     new.write_text("half")
     print("ready", flush=True)
     sys.stdin.readline()
@@ -117,7 +117,7 @@ with files.replacing(sys.argv[1]) as new:
 def test_what_a_living_process_writes_is_left(tmp_path):
     path = tmp_path / "report.json"
     with started(SLOW, path) as slow:
-        files.write(path, "of the fast one")
+        atomic.write(path, "of the fast one")
         assert path.read_text() == "of the fast one"
         assert len([*tmp_path.iterdir()]) == 2
         slow.communicate(b"go on\n")
@@ -132,7 +132,7 @@ def test_threads_that_write_one_file_leave_one_of_theirs(tmp_path):
     def work(letter):
         try:
             for _ in range(20):
-                files.write(path, letter * 300_000)
+                atomic.write(path, letter * 300_000)
                 assert len(set(path.read_text())) == 1
         except BaseException as error:
             wrong.append(error)
@@ -154,7 +154,7 @@ def test_a_failure_leaves_the_older_file_and_nothing_else(tmp_path):
     (tmp_path / ".note.txt.backup.part").write_text("somebody's own")
 
     def fail():
-        with files.replacing(path) as new:
+        with atomic.replacing(path) as new:
             new.write_text("half")
             raise RuntimeError
 
@@ -167,15 +167,15 @@ def test_a_failure_leaves_the_older_file_and_nothing_else(tmp_path):
 def test_long_names_and_circular_links(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     for name in ("n" * 255, "é" * 127, "loop"):
-        files.check_writable(tmp_path / name)
-        files.write(tmp_path / name, "whole")
+        atomic.check_writable(tmp_path / name)
+        atomic.write(tmp_path / name, "whole")
         assert (tmp_path / name).read_text() == "whole"
     assert len([*tmp_path.iterdir()]) == 3
 
 
 HOLDER = f"""
 {ALONE}
-with files.exclusive(sys.argv[1]):
+with atomic.exclusive(sys.argv[1]):
     print("ready", flush=True)
     sys.stdin.readline()
 """
@@ -187,30 +187,30 @@ def test_a_lock_names_its_holder_and_ends_with_it(tmp_path):
     with started(HOLDER, path) as holder:
         named = rf"run is in use by process {holder.pid} on {socket.gethostname()} since 2"
         for name in ("run", "link"):
-            with pytest.raises(ValueError, match=named), files.exclusive(tmp_path / name):
+            with pytest.raises(ValueError, match=named), atomic.exclusive(tmp_path / name):
                 pass
-        with files.exclusive(tmp_path / "another"):
-            assert files.held(tmp_path / "another")
-            assert not files.held(path)
+        with atomic.exclusive(tmp_path / "another"):
+            assert atomic.held(tmp_path / "another")
+            assert not atomic.held(path)
         holder.kill()
     assert (tmp_path / ".run.lock").exists()
-    with files.exclusive(path):
-        with pytest.raises(ValueError, match=f"process {os.getpid()} on"), files.exclusive(path):
+    with atomic.exclusive(path):
+        with pytest.raises(ValueError, match=f"process {os.getpid()} on"), atomic.exclusive(path):
             pass
-        assert files.held(path)
+        assert atomic.held(path)
     assert {file.name for file in tmp_path.iterdir()} == {"link"}
 
 
 FORKED = f"""
 {ALONE}
 import os
-with files.exclusive(sys.argv[1]):
+with atomic.exclusive(sys.argv[1]):
     child = os.fork()
     if child:
         sys.exit(os.waitpid(child, 0)[1])
     try:
-        assert not files.held(sys.argv[1])
-        with files.exclusive(sys.argv[1]):
+        assert not atomic.held(sys.argv[1])
+        with atomic.exclusive(sys.argv[1]):
             pass
     except ValueError as error:
         os._exit(0 if f"process {{os.getppid()}} on" in str(error) else 1)
@@ -223,12 +223,12 @@ def test_threads_and_forks_do_not_hold_what_their_parent_holds(tmp_path):
 
     def ask():
         try:
-            with files.exclusive(path):
+            with atomic.exclusive(path):
                 found.append("held")
         except ValueError as error:
             found.append(str(error))
 
-    with files.exclusive(path):
+    with atomic.exclusive(path):
         thread = threading.Thread(target=ask)
         thread.start()
         thread.join()
@@ -245,7 +245,7 @@ def test_one_of_many_threads_holds(tmp_path):
     def work():
         for _ in range(200):
             try:
-                with files.exclusive(tmp_path / "run"):
+                with atomic.exclusive(tmp_path / "run"):
                     inside.append(1)
                     most.append(len(inside))
                     taken.append(1)
@@ -270,11 +270,11 @@ def test_a_disk_without_locks_is_said_to_be_one(tmp_path, monkeypatch):
     left = tmp_path / ".report.json.0123456789abcdef.part"
     left.write_text("perhaps of a living process")
     monkeypatch.setattr(fcntl, "flock", none)
-    files.write(tmp_path / "report.json", "whole")
+    atomic.write(tmp_path / "report.json", "whole")
     assert left.exists()
     with (
         pytest.warns(RuntimeWarning, match="has no locks"),
-        files.exclusive(tmp_path / "run"),
+        atomic.exclusive(tmp_path / "run"),
     ):
-        assert files.held(tmp_path / "run")
+        assert atomic.held(tmp_path / "run")
     assert {file.name for file in tmp_path.iterdir()} == {"report.json", left.name}

@@ -13,7 +13,7 @@ from test_search import apply, make_params, model, x, y
 
 import wdjax
 from wdjax import Lp, attacks, core, losses, norms
-from wdjax.attacks import linear, schedule, square
+from wdjax.attacks import linearised, phases, square
 
 fast = pytest.mark.fast
 
@@ -94,20 +94,20 @@ def test_apgd_takes_the_steps_of_the_paper(norm, loss):
 
 @fast
 def test_checkpoints_of_apgd():
-    windows = schedule.windows(100)
+    windows = phases.windows(100)
     assert np.flatnonzero(windows).tolist() == [22, 41, 57, 70, 80, 87, 93, 99]
     assert windows[windows > 0].tolist() == [22, 19, 16, 13, 10, 7, 6, 6]
-    assert np.flatnonzero(schedule.windows(1)).tolist() == [1]
+    assert np.flatnonzero(phases.windows(1)).tolist() == [1]
 
 
 @fast
 def test_phases_of_apgd():
-    plan = schedule.schedule(99, (10, 5, 2, 1))
+    plan = phases.schedule(99, (10, 5, 2, 1))
     assert plan.width.tolist() == [10] * 20 + [5] * 20 + [2] * 20 + [1] * 40
     assert np.flatnonzero(plan.first).tolist() == [0, 20, 40, 60]
-    assert plan.window.tolist() == [*(schedule.windows(19).tolist() * 3), *schedule.windows(39)]
-    assert schedule.schedule(1, (3, 1)).width.tolist() == [3, 1]
-    assert schedule.schedule(1, (5, 3, 2, 1)).width.tolist() == [1, 1]
+    assert plan.window.tolist() == [*(phases.windows(19).tolist() * 3), *phases.windows(39)]
+    assert phases.schedule(1, (3, 1)).width.tolist() == [3, 1]
+    assert phases.schedule(1, (5, 3, 2, 1)).width.tolist() == [1, 1]
     for wrong in ((), (3, 2), (0.5, 1), (math.inf, 1), (math.nan, 1), 2):
         with pytest.raises(ValueError, match="widths must be"):
             attacks.APGD(widths=wrong)
@@ -159,7 +159,7 @@ def test_targets_by_logit_and_by_ratio(norm):
     ratio = gap / np.where(others, np.stack(wide, axis=1), 1.0)
     victim = wdjax.Victim(wdjax.Model(lambda w, x: x @ w, weights), losses.margin)
     samples = wdjax.Samples(x, jnp.asarray(labels), jnp.full(30, 0.1), jnp.asarray(logits))
-    ranked, info = linear.nearest_rivals(victim, samples, norm, 3, 100)
+    ranked, info = linearised.nearest_rivals(victim, samples, norm, 3, 100)
     assert (np.asarray(info.gradients) == 4).all()
     keys = jax.random.split(jax.random.key(0), 30)
     by_logit = attacks.APGD(Lp(norm), targets=3).init(victim, samples, None, keys).targets
@@ -167,7 +167,7 @@ def test_targets_by_logit_and_by_ratio(norm):
         order = np.argsort(np.where(others, order, np.inf), axis=1)[:, :3]
         np.testing.assert_array_equal(found, order)
     # Of two candidates by ratio, the third comes by its logit.
-    some = linear.nearest_rivals(victim, samples, norm, 3, 2)[0]
+    some = linearised.nearest_rivals(victim, samples, norm, 3, 2)[0]
     np.testing.assert_array_equal(np.sort(some[:, :2]), np.sort(by_logit[:, :2]))
     np.testing.assert_array_equal(some[:, 2], by_logit[:, 2])
 

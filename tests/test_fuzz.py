@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from wdjax import data, models, persist, torch_file
+from wdjax import data, models
+from wdjax.files import persist, torch_file
 
 SECONDS = min(float(os.environ.get("WDJAX_FUZZ", 40)), 100)
 SHARES = {"npz": 0.15, "safetensors": 0.1, "manifest": 0.15, "folder": 0.15, "torch": 0.3}

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from wdjax import convert, torch_file
+from wdjax.files import convert, torch_file
 
 SHAPES = {"fc1.weight": (5, 4), "fc1.bias": (5,), "fc2.weight": (3, 5), "fc2.bias": (3,)}
 

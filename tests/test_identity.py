@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import attacks, identity, losses, nppr, training, transductive
-from wdjax.certify import noise, smoothing, verify
+from wdjax import attacks, losses, nppr, smoothing, training, transductive
+from wdjax.certify import verify
+from wdjax.engine import identity
+from wdjax.smoothing import noise
 
 pytestmark = pytest.mark.fast
 

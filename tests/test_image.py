@@ -9,7 +9,7 @@ from scipy import optimize
 import wdjax
 from wdjax import image
 from wdjax.core import Samples
-from wdjax.image import dual_projection, frank_wolfe, linear, plans, variance
+from wdjax.image import dual_projection, frank_wolfe, linear_oracle, plans, variance
 from wdjax.image.stencil import Stencil
 from wdjax.precision import float64
 
@@ -196,10 +196,10 @@ def test_linear_minimisation_against_a_linear_program():
     def gains(eps):
         task = frank_wolfe.task(ball, samples(x, eps))
         flat = task.space.stencil.flat(gradient)
-        known = linear.no_prices(task.x)
+        known = linear_oracle.no_prices(task.x)
 
         def again(_, carried):
-            return linear.vertex(task, flat, 0.02, carried[1], 50)
+            return linear_oracle.vertex(task, flat, 0.02, carried[1], 50)
 
         plan = plans.stay(task.space, task.x)
         plan, _ = jax.lax.fori_loop(0, 10, again, (plan, known))

@@ -9,8 +9,10 @@ import pytest
 from test_image import apply, exact, labelled, net, pictures
 
 import wdjax
-from wdjax import convert, data, driver, image
+from wdjax import data, image
 from wdjax.cli import main
+from wdjax.engine import driver
+from wdjax.files import convert
 from wdjax.image import union
 
 BALL = image.ImageWasserstein(window=3)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import attacks, batch_axis, certify, independence, nppr, training
-from wdjax.certify import noise, smoothing
+from wdjax import attacks, certify, nppr, smoothing, training
+from wdjax.checks import batch_axis, independence
+from wdjax.smoothing import noise
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -211,12 +212,16 @@ PUBLIC = {
     "growth_bound": lambda m: certify.growth_bound(m, X, Y, eps=0.1, order=1, **HOW),
     "smoothing": lambda m: smoothing.certify(m, X, Y, noise=noise.Gaussian(0.2), key=KEY, n=10),
     "tally": lambda m: smoothing.tally(m, X, noise=noise.Gaussian(0.2), key=KEY, n=10),
-    "estimate": lambda m: nppr.estimate(m, nppr.noise.Uniform(0.1), X, Y, key=KEY, draws=10),
-    "probabilistic_accuracy": lambda m: nppr.probabilistic_accuracy(
-        m, nppr.noise.Uniform(0.1), X, Y, key=KEY
+    "estimate": lambda m: nppr.estimate(
+        m, nppr.distributions.Uniform(0.1), X, Y, key=KEY, draws=10
     ),
-    "importance": lambda m: nppr.importance(m, nppr.noise.Uniform(0.1), X[0], Y[0], key=KEY),
-    "splitting": lambda m: nppr.splitting(m, nppr.noise.Uniform(0.1), X[0], Y[0], key=KEY),
+    "probabilistic_accuracy": lambda m: nppr.probabilistic_accuracy(
+        m, nppr.distributions.Uniform(0.1), X, Y, key=KEY
+    ),
+    "importance": lambda m: nppr.importance(
+        m, nppr.distributions.Uniform(0.1), X[0], Y[0], key=KEY
+    ),
+    "splitting": lambda m: nppr.splitting(m, nppr.distributions.Uniform(0.1), X[0], Y[0], key=KEY),
     "fit": lambda m: nppr.fit(m, X, Y, eps=0.1, key=KEY, family=FAMILY),
     "nppr.train": lambda m: nppr.train(m, X, Y, eps=0.1, key=KEY, family=FAMILY),
     "train": lambda m: training.train(m, X, Y, key=KEY, epochs=1),

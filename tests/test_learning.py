@@ -10,9 +10,9 @@ import pytest
 from flax import linen, nnx
 
 import wdjax
-from wdjax import attacks, certify, lipschitz, models, nppr, training, transductive
-from wdjax.certify import noise, smoothing
+from wdjax import attacks, certify, lipschitz, models, nppr, smoothing, training, transductive
 from wdjax.models.layers import MeanSparse
+from wdjax.smoothing import noise
 
 fast = pytest.mark.fast
 RULE = optax.adamw(0.02, weight_decay=0.3)

@@ -17,7 +17,7 @@ from test_image import net, pictures
 
 import wdjax
 from wdjax import Lp, attacks, ensembles, image
-from wdjax.certify.noise import Gaussian
+from wdjax.smoothing.noise import Gaussian
 
 CLASSES, DEAD = 4, 2
 KEY = jax.random.key(7)

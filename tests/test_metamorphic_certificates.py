@@ -249,9 +249,9 @@ def test_samples_in_another_order_and_models_in_a_stack_are_certified_alike():
 
 def test_votes_are_the_same():
     x, _ = samples()
-    how = {"noise": certify.noise.Gaussian(0.1), "key": jax.random.key(0), "n0": 50, "n": 500}
+    how = {"noise": smoothing.noise.Gaussian(0.1), "key": jax.random.key(0), "n0": 50, "n": 500}
     found = {
-        name: certify.smoothing.certify(asked(name)[0], x, asked(name)[2], **how).radius
+        name: smoothing.certify(asked(name)[0], x, asked(name)[2], **how).radius
         for name in ("plain", "dead -1e9", "masked", "scaled down", "permuted", "softmax")
     }
     assert np.mean(found["plain"] > 0) > 0.5

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import attacks, audit, certify, ensembles, image, lipschitz, models, nppr, training
+from wdjax import attacks, certify, ensembles, image, lipschitz, models, nppr, smoothing, training
 from wdjax import transductive as games
-from wdjax.certify import noise, smoothing
+from wdjax.report import audit
+from wdjax.smoothing import noise
 
 pytestmark = pytest.mark.fast
 
@@ -35,7 +36,7 @@ FAMILY = nppr.Family(mode="independent", components=2, upsample="none")
 SHAPED = {"model": MODEL, "x": X, "y": Y}
 BALL = SHAPED | {"norm": 2, "eps": 0.1}
 KEYED = SHAPED | {"eps": 0.1, "key": KEY}
-SENT = SHAPED | {"perturbation": nppr.noise.Uniform(0.1), "key": KEY}
+SENT = SHAPED | {"perturbation": nppr.distributions.Uniform(0.1), "key": KEY}
 SMOOTH = {"model": MODEL, "x": X, "noise": noise.Gaussian(0.2), "key": KEY}
 ONE = SENT | {"x": X[0], "y": Y[0]}
 PLAYED = {"defense": DEFENSE, "memory": (), "attack": games.transfer(PGD), "x": X, "y": Y}
@@ -206,12 +207,12 @@ MISUSES = {
     },
     "noise": {
         "a class": (noise.Gaussian, r"instance, Gaussian\("),
-        "a number": (0.25, "certify.noise.*got 0.25"),
+        "a number": (0.25, "smoothing.noise.*got 0.25"),
     },
     "perturbation": {
-        "a class": (nppr.noise.Uniform, r"instance, Uniform\("),
-        "a number": (0.1, "nppr.noise.*got 0.1"),
-        "complex eps": (nppr.noise.Uniform(jnp.asarray(1j)), "eps must be"),
+        "a class": (nppr.distributions.Uniform, r"instance, Uniform\("),
+        "a number": (0.1, "nppr.distributions.*got 0.1"),
+        "complex eps": (nppr.distributions.Uniform(jnp.asarray(1j)), "eps must be"),
     },
 }  # fmt: skip
 MISUSES["z"] = MISUSES["x"]
@@ -272,11 +273,11 @@ def test_calls_can_be_made():
 def test_every_public_function_is_in_the_table():
     rooms = (
         "certify",
-        "certify.smoothing",
-        "certify.noise",
+        "smoothing",
+        "smoothing.noise",
         "lipschitz",
         "nppr",
-        "nppr.noise",
+        "nppr.distributions",
         ("image"),
         "transductive",
         "training",

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import attacks, audit, page, plots, report
+from wdjax import attacks
+from wdjax.report import audit, page, plots, summary
 
 PHONE = 390 - 2 * 16
 """CSS pixels beside the page's padding."""
@@ -38,7 +39,7 @@ def shown():
     names = ("first", "second")
     content = {
         "models": [
-            {"name": name, "trained": "By hand."} | report.describe(found) for name in names
+            {"name": name, "trained": "By hand."} | summary.describe(found) for name in names
         ],
         "versions": {"jax": jax.__version__},
         "data": "points",

@@ -17,7 +17,8 @@ import pytest
 import safetensors.numpy
 
 import wdjax
-from wdjax import attacks, convert, models, persist, precision, torch_file
+from wdjax import attacks, models, precision
+from wdjax.files import convert, persist, torch_file
 from wdjax.models import zoo
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))

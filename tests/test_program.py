@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from wdjax import program
+from wdjax.engine import program
 
 pytestmark = pytest.mark.fast
 ON_CPU = jax.default_backend() == "cpu"

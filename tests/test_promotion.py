@@ -8,9 +8,8 @@ from test_contract import ATTACKS, EVERY_NORM, IN_TURN, make
 from test_misuse import BALL, CALLS, KEY, PICTURES, X, Y, call
 
 import wdjax
-from wdjax import attacks, certify, ensembles, image, lipschitz, models, nppr, training
+from wdjax import attacks, certify, ensembles, image, lipschitz, models, nppr, smoothing, training
 from wdjax import transductive as games
-from wdjax.certify import smoothing
 from wdjax.models import zoo
 
 NET = models.mlp((12, 8, 4), key=KEY)

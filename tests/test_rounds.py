@@ -9,9 +9,10 @@ import pytest
 from test_search import attack_class
 
 import wdjax
-from wdjax import Lp, attacks, rounds, track
+from wdjax import Lp, attacks
 from wdjax.attacks.ascent import setting
 from wdjax.core import Info, Stage
+from wdjax.engine import rounds, track
 
 fast = pytest.mark.fast
 

@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from wdjax import Lp, Model, attacks, certify, convert, data, losses, models, run, search, spend
+from wdjax import Lp, Model, attacks, certify, data, losses, models, run, search, spend
+from wdjax.files import convert
 
 NORMS = [1, 2, math.inf]
 EVERY_NORM = pytest.mark.parametrize("norm", NORMS)

@@ -8,9 +8,21 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import Lp, Model, attacks, certify, convert, data, ensembles, models, parallel, training
-from wdjax.certify import noise, smoothing
-from wdjax.certify.protocol import SmoothedCertificate
+from wdjax import (
+    Lp,
+    Model,
+    attacks,
+    certify,
+    data,
+    ensembles,
+    models,
+    parallel,
+    smoothing,
+    training,
+)
+from wdjax.files import convert
+from wdjax.smoothing import noise
+from wdjax.smoothing.looks import SmoothedCertificate
 
 SIGMA = 0.25
 
@@ -130,7 +142,7 @@ def test_low_bits_of_floats_do_not_certify(key):
 
     apart = float(np.linalg.norm(x - rival))
     here, there = naive(x[0]), naive(rival[0])
-    fooled = float(own.radius(certify.smoothing.binomial.lower(int(here.sum()), n, 0.001)))
+    fooled = float(own.radius(smoothing.binomial.lower(int(here.sum()), n, 0.001)))
     assert fooled > 1.5 * apart
     assert there.mean() < 0.47  # And yet it is class 0 there.
     how = {"noise": own, "key": key, "box": None}
@@ -204,7 +216,7 @@ def together(w, x):
         ({"alpha": 0.6}, "alpha must be at most 1/2"),
         ({"alpha": 0.0}, "alpha must lie"),
         ({"alpha": "small"}, "alpha must be a single number"),
-        ({"noise": 0.25}, "noise must be of wdjax.certify.noise"),
+        ({"noise": 0.25}, "noise must be of wdjax.smoothing.noise"),
         ({"noise": noise.Gaussian(jnp.ones(2))}, "one known sigma"),
         ({"key": None}, "pass key=jax.random.key"),
         ({"key": jax.random.key(0, impl="rbg")}, "would depend on its batch"),

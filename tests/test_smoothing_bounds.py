@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import optimize, sparse, stats
 
-from wdjax.certify import binomial, flow, noise, votes
 from wdjax.precision import float64
+from wdjax.smoothing import binomial, flow, noise, votes
 
 ALPHA = 0.05
 

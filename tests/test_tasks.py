@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import attacks, audit, tasks
-from wdjax.tasks import Tasks
+from wdjax import attacks
+from wdjax.engine import tasks
+from wdjax.engine.tasks import Tasks
+from wdjax.report import audit
 
 fast = pytest.mark.fast
 HOSTILE = 30

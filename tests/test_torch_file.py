@@ -9,7 +9,7 @@ import hostile_files
 import numpy as np
 import pytest
 
-from wdjax import torch_file
+from wdjax.files import torch_file
 
 torch = pytest.importorskip("torch", reason="the reader is compared with torch.load")
 

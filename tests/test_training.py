@@ -10,8 +10,10 @@ import optax
 import pytest
 
 import wdjax
-from wdjax import data, metrics, models, persist, program, training
+from wdjax import data, metrics, models, training
 from wdjax.attacks import PGD, WDA
+from wdjax.engine import program
+from wdjax.files import persist
 
 fast = pytest.mark.fast
 

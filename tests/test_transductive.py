@@ -12,8 +12,8 @@ import wdjax.transductive as games
 from wdjax import Lp, Model, losses, metrics, models
 from wdjax.attacks import APGD, DDN, PGD, Square
 from wdjax.transductive import turns
-from wdjax.transductive.ascent import Moved
 from wdjax.transductive.bank import Answers
+from wdjax.transductive.bank_search import Moved
 from wdjax.transductive.fitting import batches
 from wdjax.transductive.objectives import logits_of
 from wdjax.transductive.referee import threshold_for

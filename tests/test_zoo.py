@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from wdjax import convert, models
+from wdjax import models
+from wdjax.files import convert
 from wdjax.models import zoo
 from wdjax.models.functional import functional
 from wdjax.models.pytorch import buffers, slots

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from wdjax import convert, models, persist, torch_file
+from wdjax import models
+from wdjax.files import convert, persist, torch_file
 from wdjax.models import zoo
 
 

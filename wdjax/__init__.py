@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from wdjax import (
         attacks,
-        audit,
         certify,
-        convert,
         data,
         ensembles,
         image,
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
         norms,
         nppr,
         parallel,
+        smoothing,
         training,
         transductive,
         transport,
@@ -40,7 +39,9 @@ if TYPE_CHECKING:
         Stage,
         Victim,
     )
-    from wdjax.driver import best, run, search
+    from wdjax.engine.driver import best, run, search
+    from wdjax.files import convert
+    from wdjax.report import audit
     from wdjax.transport import spend
 
 __version__ = "0.2.0"
@@ -75,6 +76,7 @@ __all__ = [
     "parallel",
     "run",
     "search",
+    "smoothing",
     "spend",
     "training",
     "transductive",
@@ -83,18 +85,28 @@ __all__ = [
 
 _HOMES = {
     "Lp": "balls",
-    "best": "driver",
-    "run": "driver",
-    "search": "driver",
+    "audit": "report",
+    "best": "engine.driver",
+    "convert": "files",
+    "run": "engine.driver",
+    "search": "engine.driver",
     "spend": "transport",
 }
-"""Where a function lives that is no room; types live in ``core``."""
+"""Where a public name lives that is no room; types live in ``core``."""
+
+
+_MODULES = {"audit", "convert"}
 
 
 def _found(name: str) -> Any:
     """What is not imported yet."""
     if name in __all__ and (name in _HOMES or name[0].isupper()):
-        value = getattr(import_module(f"wdjax.{_HOMES.get(name, 'core')}"), name)
+        home = f"wdjax.{_HOMES.get(name, 'core')}"
+        value = (
+            import_module(f"{home}.{name}")
+            if name in _MODULES
+            else getattr(import_module(home), name)
+        )
         globals()[name] = value
         return value
     if not name.startswith("_"):

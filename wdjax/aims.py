@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import validate
+from wdjax.checks import validate
 from wdjax.core import Array, Attack
 
 
@@ -37,7 +37,7 @@ class Proof(NamedTuple):
 
 
 class Noise(Protocol):
-    """What is added to samples, such as :class:`wdjax.certify.noise.Gaussian`; a pytree."""
+    """What is added to samples, such as :class:`wdjax.smoothing.noise.Gaussian`; a pytree."""
 
     def offset(self, key: Array, x: Array) -> Array:
         """The noise for one sample ``[*shape]``."""
@@ -80,7 +80,7 @@ def aim(
         )
     if noise is not None:
         if not hasattr(noise, "offset"):
-            raise ValueError(f"noise must be of wdjax.certify.noise, got {noise!r}.")
+            raise ValueError(f"noise must be of wdjax.smoothing.noise, got {noise!r}.")
         return Blur(validate.settle(noise, dtype))
     if either is None:
         return None

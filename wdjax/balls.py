@@ -6,7 +6,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from wdjax import norms, validate
+from wdjax import norms
+from wdjax.checks import validate
 from wdjax.core import Array
 
 

@@ -11,8 +11,8 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import archive
-from wdjax.state_pickle import MAX_RANK, BrokenError, RefusedError, shown
+from wdjax.files import archive
+from wdjax.files.state_pickle import MAX_RANK, BrokenError, RefusedError, shown
 
 _TEST_PER_CLASS = 35
 

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from jax.typing import ArrayLike
 
+from wdjax.checks.validate import traced
 from wdjax.core import Found
-from wdjax.validate import traced
 
 
 def correct(logits: jax.Array, y: ArrayLike) -> jax.Array:

@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import aims, arguments, driver, identity, loop, losses, models, program, validate
+from wdjax import aims, losses, models
 from wdjax.aims import Aim, Blur, Certificate, Noise, Opponent, Proof
+from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Attack, PyTree
+from wdjax.engine import driver, identity, loop, program
 
 
 class History(NamedTuple):
@@ -25,7 +27,7 @@ class History(NamedTuple):
 
 
 class Training(NamedTuple):
-    """What training carries on; a pytree, so :mod:`wdjax.persist` saves and resumes it."""
+    """What training carries on; a pytree, so :mod:`wdjax.files.persist` saves and resumes it."""
 
     model: Any
     opt_state: Any
@@ -78,8 +80,8 @@ def train(
     that is to be smoothed.
 
     An epoch is one program with one loop, unless XLA would run the model slowly inside it
-    (:func:`wdjax.program.loops_well`). It goes through a random permutation and leaves out what
-    does not fill a batch.
+    (:func:`wdjax.engine.program.loops_well`). It goes through a random permutation and leaves out
+    what does not fill a batch.
 
     Args:
       model: a pytree callable, :data:`wdjax.Model`. Of a Flax NNX module from
@@ -99,7 +101,7 @@ def train(
       order: Wasserstein order of the budget, as in :func:`wdjax.run`.
       kappa: how the mass is split, as in :func:`wdjax.run`.
       certificate: bounds to train through, :class:`wdjax.certify.CertifiedTraining`.
-      noise: of :mod:`wdjax.certify.noise`; the history then speaks of the noisy samples.
+      noise: of :mod:`wdjax.smoothing.noise`; the history then speaks of the noisy samples.
       checkpoint: a folder to save to after every epoch; if it holds a checkpoint already, training
         goes on from there, to the same numbers. Ctrl-C and SIGTERM end after the epoch under way.
       callback: called with the :class:`Training` so far after every epoch; a true value ends it.

@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 from jax.typing import ArrayLike
 
-from wdjax import arguments, losses, metrics, norms, parallel
+from wdjax import losses, metrics, norms, parallel
+from wdjax.checks import arguments
+from wdjax.checks.validate import check_number, check_order, traced
 from wdjax.core import Array, Found, Result
 from wdjax.parallel import AnyArray
-from wdjax.validate import check_number, check_order, traced
 
 if TYPE_CHECKING:
     from scipy.optimize import OptimizeResult

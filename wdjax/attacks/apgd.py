@@ -8,11 +8,12 @@ from typing import ClassVar, Literal, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from wdjax import losses, norms, validate
-from wdjax.attacks import ascent, linear
+from wdjax import losses, norms
+from wdjax.attacks import ascent, linearised
 from wdjax.attacks.ascent import setting
-from wdjax.attacks.schedule import Schedule, begin, check_widths, schedule
+from wdjax.attacks.phases import Schedule, begin, check_widths, schedule
 from wdjax.balls import Lp
+from wdjax.checks import validate
 from wdjax.core import Array, Info, Samples, Stage, Victim
 
 _MOMENTUM = 0.75
@@ -163,7 +164,7 @@ class APGD:
 
     def _rank(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         assert state.targets is not None
-        targets, info = linear.nearest_rivals(
+        targets, info = linearised.nearest_rivals(
             victim, samples, self.ball.norm, state.targets.shape[1], self.candidates
         )
         return state._replace(targets=targets), info

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import losses, norms, program
+from wdjax import losses, norms
 from wdjax.balls import Lp
 from wdjax.core import Array, Criterion, Info, PyTree, Samples, Victim
+from wdjax.engine import program
+from wdjax.engine.track import finite
 from wdjax.precision import promoted
-from wdjax.track import finite
 
 _ROUNDED = {4: 4.0, 8: 4.0}
 """By the bytes of an output, 1 where fewer: its own ulps by which another batch rounds it."""

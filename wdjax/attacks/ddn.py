@@ -7,11 +7,12 @@ from typing import ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import losses, norms, validate
+from wdjax import losses, norms
 from wdjax.attacks import ascent, nearest
 from wdjax.attacks.ascent import setting
 from wdjax.attacks.nearest import Nearest
 from wdjax.balls import Lp
+from wdjax.checks import validate
 from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 
 

@@ -6,10 +6,11 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import norms, validate
-from wdjax.attacks import ascent, hyperplane, linear
+from wdjax import norms
+from wdjax.attacks import ascent, hyperplane, linearised
 from wdjax.attacks.ascent import setting
 from wdjax.balls import Lp
+from wdjax.checks import validate
 from wdjax.core import Array, Info, Samples, Stage, Victim
 
 _PAST = 1e-3
@@ -149,7 +150,7 @@ class FAB:
         else:
             number = state.taken[:, None] // self.steps % state.targets.shape[1]
             rivals = jnp.take_along_axis(state.targets, number, axis=1)
-        plane, _, info = linear.planes(victim, samples, state.x, rivals, norm)
+        plane, _, info = linearised.planes(victim, samples, state.x, rivals, norm)
         moved = self._approach(home, state.x, plane)
         flipped, judged = ascent.flips(victim, samples, moved)
         flipped &= ~judged.fault
@@ -166,7 +167,7 @@ class FAB:
         spent = info._replace(forwards=info.forwards + 1, fault=info.fault | judged.fault)
         return ascent.hold(self._over(state), state, self._renew(samples, stepped)), spent
 
-    def _approach(self, home: Array, x: Array, plane: linear.Plane) -> Array:
+    def _approach(self, home: Array, x: Array, plane: linearised.Plane) -> Array:
         """Towards the boundary from the point and from the sample, mixed."""
         n, norm = len(x), self.ball.norm
         away = jnp.sum((plane.normal * (home - x)).reshape(n, -1), axis=1)

@@ -10,7 +10,7 @@ from wdjax import norms
 from wdjax.attacks import ascent
 from wdjax.balls import Lp
 from wdjax.core import Array, PyTree, Samples, Victim
-from wdjax.track import finite
+from wdjax.engine.track import finite
 
 
 class Nearest(NamedTuple):

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import losses, norms, validate
+from wdjax import losses, norms
 from wdjax.attacks import ascent
 from wdjax.attacks.ascent import setting
 from wdjax.balls import Lp
+from wdjax.checks import validate
 from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 
 _HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)

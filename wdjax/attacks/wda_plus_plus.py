@@ -6,10 +6,11 @@ from typing import ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import norms, validate
+from wdjax import norms
 from wdjax.attacks import ascent, rivals
 from wdjax.attacks.ascent import setting
 from wdjax.balls import Lp
+from wdjax.checks import validate
 from wdjax.core import Array, Info, Samples, Stage, Victim
 
 

@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import norms, validate
-from wdjax.certify import linear, margins
-from wdjax.certify.domain import Array
-from wdjax.certify.lipschitz import Classifier
-from wdjax.certify.margins import Method
-from wdjax.certify.network import Network
-from wdjax.certify.region import Region
+from wdjax import norms
+from wdjax.bounds import affine_rules, margins
+from wdjax.bounds.domain import Array
+from wdjax.bounds.margins import Method
+from wdjax.bounds.network import Network
+from wdjax.bounds.region import Region
+from wdjax.checks import validate
+from wdjax.lipschitz.margin import Classifier
 from wdjax.precision import highest
 
 _HOMOGENEOUS = {
@@ -92,7 +93,7 @@ def _apart(net: Network, shape: tuple[int, ...]) -> Callable[[Array], Array]:
                     values[place] if place in values else _divided(net.exact[place], near)
                     for place in node.inputs
                 ]
-                values.update(zip(node.outputs, linear.evaluate(node.eqn, args)))
+                values.update(zip(node.outputs, affine_rules.evaluate(node.eqn, args)))
         return values[net.graph.outputs[0]]
 
     return apply

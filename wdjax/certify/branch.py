@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import driver, losses
+from wdjax import losses
 from wdjax.attacks import PGD
 from wdjax.balls import Lp
-from wdjax.certify import leaves
-from wdjax.certify.lipschitz import Classifier
-from wdjax.certify.region import Box
+from wdjax.bounds import leaves
+from wdjax.bounds.region import Box
+from wdjax.engine import driver
+from wdjax.lipschitz.margin import Classifier
 
 Numbers = npt.NDArray[Any]
 

@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import arguments, losses
+from wdjax import losses
 from wdjax.balls import Lp
+from wdjax.bounds.margins import Method
 from wdjax.certify import asymptote, pointwise, wdro
-from wdjax.certify.lipschitz import Classifier
-from wdjax.certify.margins import Method
+from wdjax.checks import arguments
+from wdjax.lipschitz.margin import Classifier
 from wdjax.parallel import AnyArray
 
 Numbers = npt.NDArray[np.float64]

@@ -15,14 +15,17 @@ import numpy as np
 import numpy.typing as npt
 from jax.typing import ArrayLike
 
-from wdjax import arguments, independence, norms, parallel, validate
+from wdjax import norms, parallel
 from wdjax.balls import Lp
-from wdjax.certify import branch, lipschitz, margins, region
-from wdjax.certify.forward import TWIN, forward_only
-from wdjax.certify.lipschitz import Classifier
-from wdjax.certify.margins import METHODS, Method
-from wdjax.certify.region import Box
+from wdjax.bounds import margins, region
+from wdjax.bounds.margins import METHODS, Method
+from wdjax.bounds.region import Box
+from wdjax.certify import branch
+from wdjax.checks import arguments, independence, validate
+from wdjax.checks.forward_mode import TWIN, forward_only
 from wdjax.core import AnyArray, Array
+from wdjax.lipschitz import margin
+from wdjax.lipschitz.margin import Classifier
 from wdjax.precision import highest
 
 
@@ -265,7 +268,7 @@ def _guess(model: Classifier, x: Array, y: Array, low: Array, norm: float, most:
     """A little less than the linearised distance, which is exact for linear models."""
 
     def slopes(xi: Array, yi: Array) -> Array:
-        differences = lipschitz.contrasts(yi, low.shape[1], xi.dtype)
+        differences = margin.contrasts(yi, low.shape[1], xi.dtype)
         pull = jax.vjp(lambda t: model(t[None])[0], xi)[1]
         return norms.lp_norm(jax.vmap(pull)(differences)[0], norms.dual(norm))
 

@@ -13,14 +13,15 @@ import math
 import jax
 import jax.numpy as jnp
 
-from wdjax import arguments, independence, norms, validate
+from wdjax import norms
 from wdjax.attacks.ascent import all_rivals
 from wdjax.balls import Lp
-from wdjax.certify import crown, margins, region
-from wdjax.certify.coefficients import Rows
-from wdjax.certify.domain import Array
-from wdjax.certify.lipschitz import Classifier
-from wdjax.certify.region import Box
+from wdjax.bounds import crown, margins, region
+from wdjax.bounds.coefficients import Rows
+from wdjax.bounds.domain import Array
+from wdjax.bounds.region import Box
+from wdjax.checks import arguments, independence, validate
+from wdjax.lipschitz.margin import Classifier
 from wdjax.precision import highest
 
 

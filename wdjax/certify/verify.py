@@ -8,15 +8,16 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import arguments, identity, loop, validate
 from wdjax.balls import Lp
+from wdjax.bounds.margins import METHODS, Method
+from wdjax.bounds.region import Box
 from wdjax.certify import pointwise
 from wdjax.certify.branch import ENDS
-from wdjax.certify.forward import TWIN, host_only
-from wdjax.certify.lipschitz import Classifier
-from wdjax.certify.margins import METHODS, Method
-from wdjax.certify.region import Box
+from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import TWIN, host_only
 from wdjax.core import Progress
+from wdjax.engine import identity, loop
+from wdjax.lipschitz.margin import Classifier
 from wdjax.parallel import AnyArray
 
 Numbers = npt.NDArray[Any]

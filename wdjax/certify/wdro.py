@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import arguments, losses, norms, validate
+from wdjax import losses, norms
 from wdjax.balls import Lp
-from wdjax.certify import lipschitz, pointwise
-from wdjax.certify.forward import TWIN, host_only
-from wdjax.certify.lipschitz import Classifier
+from wdjax.certify import pointwise
+from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import TWIN, host_only
+from wdjax.lipschitz import margin
+from wdjax.lipschitz.margin import Classifier
 from wdjax.parallel import AnyArray
 
 Numbers = npt.NDArray[np.float64]
@@ -164,14 +166,14 @@ def lipschitz_constant(
     """
     arguments.check(model=model, x=x, y=y)
     validate.shapes_of(model, x)
-    twins = "certify.margin_lipschitz, or lipschitz.trainable_lipschitz for gradients"
+    twins = "certify.margin_lipschitz, or margin.trainable_lipschitz for gradients"
     host_only("lipschitz_constant", twins, model, y)
     ends = (-math.inf, math.inf) if box is None else box
     lower, upper = (jnp.full(x.shape[1:], end, x.dtype) for end in ends)
     labels = np.unique(np.asarray(y))
-    sizes = lipschitz.margin_lipschitz(model, lower, upper, norm=norm, labels=labels)
+    sizes = margin.margin_lipschitz(model, lower, upper, norm=norm, labels=labels)
     found = np.asarray(sizes, float)
-    low, up = (np.asarray(end, float) for end in lipschitz.logits(model, lower, upper))
+    low, up = (np.asarray(end, float) for end in margin.logits(model, lower, upper))
     # Below two others, of which one at least is a rival too: the margin loss never sees it, and in
     # the gradient of the cross-entropy its weight is at most exp(-FAR).
     hidden = np.sum(low[:, None] > up + _FAR, axis=0) >= 2

@@ -11,9 +11,30 @@ from typing import Any, NoReturn
 
 import jax
 
-from wdjax import __version__, diagnosis, report
-from wdjax.cli import attack, audit, certify, convert, game, image_attack, nppr, process
+from wdjax import __version__
+from wdjax.cli import (
+    attack_command,
+    audit_command,
+    certify_command,
+    convert_command,
+    game_command,
+    image_attack_command,
+    nppr_command,
+    process,
+)
 from wdjax.cli.console import Console
+from wdjax.engine import diagnosis
+from wdjax.report import summary
+
+_COMMANDS = (
+    audit_command,
+    attack_command,
+    image_attack_command,
+    certify_command,
+    nppr_command,
+    game_command,
+    convert_command,
+)
 
 BAD_INPUT = 2
 
@@ -36,7 +57,7 @@ _EXAMPLES = """examples:
   python -m wdjax certify --arch wong_mnist --weights mnist.pth --data mnist.npz \\
       --norm linf --eps 0.1 --json certified.json
   python -m wdjax nppr --arch wong_mnist --weights mnist.pth --data mnist.npz \\
-      --norm linf --eps 0.1 --json nppr.json
+      --norm linf --eps 0.1 --json nppr_command.json
   python -m wdjax game --defense dann,tadv --seeds 0,1 --json games.json
   python -m wdjax convert Carmon2019Unlabeled.pt --name Carmon2019Unlabeled --out model.safetensors
   python -m wdjax COMMAND --help"""
@@ -154,8 +175,8 @@ def parser() -> argparse.ArgumentParser:
     )
     main_parser.add_argument("--version", action="version", version=f"wdjax {__version__}")
     commands = main_parser.add_subparsers(required=True, metavar="COMMAND")
-    for room in (audit, attack, image_attack, certify, nppr, game, convert):
-        room.add(commands, common)
+    for command in _COMMANDS:
+        command.add(commands, common)
     shown = commands.add_parser(
         "versions",
         parents=[common],
@@ -168,5 +189,5 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _versions(parsed: argparse.Namespace, console: Console) -> int:
-    console.result(json.dumps(report.versions(), indent=1) + "\n")
+    console.result(json.dumps(summary.versions(), indent=1) + "\n")
     return 0

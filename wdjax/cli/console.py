@@ -14,8 +14,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from wdjax.audit import Step
 from wdjax.core import Progress
+from wdjax.report.audit import Step
 
 UNPRINTED = 4
 """The exit code where standard output could not be written."""

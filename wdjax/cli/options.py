@@ -7,7 +7,7 @@ import re
 import textwrap
 from typing import Any
 
-from wdjax import report
+from wdjax.report import summary
 
 ORDERS = {"1": 1.0, "2": 2.0, "inf": math.inf}
 
@@ -117,7 +117,7 @@ def glossary(table: dict[str, Any]) -> str:
     width = max(map(len, table)) + 4
     return "\n".join(
         textwrap.fill(
-            report.plain(report.explained(value)),
+            summary.plain(summary.explained(value)),
             width=88,
             initial_indent=f"  {name}".ljust(width),
             subsequent_indent=" " * width,

@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from wdjax import convert, data, files, identity, norms, report, tasks
+from wdjax import data, norms
 from wdjax.cli import options, process
 from wdjax.cli.console import Console
 from wdjax.core import Model
+from wdjax.engine import identity, tasks
+from wdjax.files import atomic, convert
+from wdjax.report import summary
 
 _EVERY = 60.0
 _ELSEWHERE = {"json", "points", "plot", "radii", "out", "checkpoint", "every", "quiet", "cache"}
@@ -75,7 +78,7 @@ def check_places(parsed: argparse.Namespace, *paths: Path | None) -> None:
     json = getattr(parsed, "json", "-")
     for path in (*paths, None if json == "-" else json):
         if path is not None:
-            files.check_writable(path)
+            atomic.check_writable(path)
     if parsed.checkpoint is not None:
         tasks.check_writable(parsed.checkpoint)
     elif parsed.every is not None:
@@ -86,7 +89,7 @@ def begin(parsed: argparse.Namespace, *trees: Any) -> tasks.Tasks:
     """The command's work as tasks, kept in ``--checkpoint``; ``trees`` are what it is of."""
     words = {name: value for name, value in vars(parsed).items() if name not in _ELSEWHERE}
     words["command"] = parsed.command.__module__.rpartition(".")[2]
-    words["versions"] = report.versions()
+    words["versions"] = summary.versions()
     mark = b"" if parsed.checkpoint is None else identity.digest(words, *trees)
     return tasks.Tasks(
         parsed.checkpoint,
@@ -122,7 +125,7 @@ def described(parsed: argparse.Namespace, schema: str, samples: int) -> dict[str
     """What every JSON begins with."""
     return {
         "schema": schema,
-        "versions": report.versions(),
+        "versions": summary.versions(),
         "arch": parsed.arch,
         "weights": parsed.weights.name,
         "data": parsed.data.name,
@@ -144,12 +147,12 @@ def write(
     """
     for path, whole in others.items():
         if path is not None and whole is not None:
-            files.write(path, whole)
-    text = report.dumps(content)
+            atomic.write(path, whole)
+    text = summary.dumps(content)
     if json == "-":
         console.result(text)
     else:
-        files.write(json, text)
+        atomic.write(json, text)
 
 
 def total(done: list[tasks.Done[Any]], clock: str = "seconds") -> float:

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import arguments, driver, validate
 from wdjax.attacks import WDA, Diversified
 from wdjax.balls import Lp
+from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
-from wdjax.diagnosis import diagnosed
+from wdjax.engine import driver
+from wdjax.engine.diagnosis import diagnosed
 from wdjax.ensembles.cascade import survivors
 
 _LEAST = 100

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-from wdjax import arguments, losses, validate
+from wdjax import losses
 from wdjax.attacks import APGD, FAB, Square
 from wdjax.balls import Lp
+from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
-from wdjax.diagnosis import diagnosed
+from wdjax.engine.diagnosis import diagnosed
 from wdjax.ensembles.cascade import cascade
 
 VERSIONS = ("standard", "plus")

@@ -7,9 +7,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import arguments, driver, norms, validate
+from wdjax import norms
+from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
-from wdjax.diagnosis import diagnosed
+from wdjax.engine import driver
+from wdjax.engine.diagnosis import diagnosed
 from wdjax.ensembles.question import question
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from wdjax import arguments, driver, validate
+from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
-from wdjax.diagnosis import diagnosed
+from wdjax.engine import driver
+from wdjax.engine.diagnosis import diagnosed
 
 
 @diagnosed

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from wdjax import arguments, driver, validate
 from wdjax.attacks.margin_pgd import MarginPGD
 from wdjax.attacks.walk import Walk
 from wdjax.balls import Lp
+from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
-from wdjax.diagnosis import diagnosed
+from wdjax.engine import driver
+from wdjax.engine.diagnosis import diagnosed
 from wdjax.ensembles.question import Question, question
 
 _RESTARTS = 30

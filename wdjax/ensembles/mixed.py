@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import arguments, driver
 from wdjax.attacks.points import Points
+from wdjax.checks import arguments
 from wdjax.core import AnyArray, Array, Attack, Found, Model, PyTree
-from wdjax.diagnosis import diagnosed
+from wdjax.engine import driver
+from wdjax.engine.diagnosis import diagnosed
 from wdjax.ensembles.question import question
 
 

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import validate
+from wdjax.checks import validate
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
-from wdjax.driver import search
+from wdjax.engine.driver import search
 
 
 class Question(NamedTuple):

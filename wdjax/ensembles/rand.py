@@ -13,11 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from wdjax import arguments, driver, losses, validate
+from wdjax import losses
 from wdjax.attacks import APGD, Points
 from wdjax.balls import Lp
+from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Found, Model, PyTree
-from wdjax.diagnosis import diagnosed
+from wdjax.engine import driver
+from wdjax.engine.diagnosis import diagnosed
 from wdjax.ensembles.cascade import cascade
 
 

@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import arguments, driver, norms, validate
-from wdjax.certify import binomial, smoothing
-from wdjax.certify.grid import Noise
+from wdjax import norms, smoothing
+from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Attack, Found
-from wdjax.diagnosis import diagnosed
+from wdjax.engine import driver
+from wdjax.engine.diagnosis import diagnosed
+from wdjax.smoothing import binomial
+from wdjax.smoothing.grid import Noise
 
 STRETCH = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5, 3.2, 4.0)
 """How far beyond a flip of the stand-in the smoothed classifier is asked."""
@@ -37,11 +39,11 @@ def smoothed(
 ) -> Found:
     r"""Looks for points at which a *smoothed* classifier returns another class, and tests them.
 
-    The attack sees :func:`wdjax.certify.smoothing.soft`, an expectation over ``count`` noises that
+    The attack sees :func:`wdjax.smoothing.soft`, an expectation over ``count`` noises that
     stay the same. A point counts where, among votes under noise that had no part in its choice,
     another class than the label is the most probable at level ``1 - alpha`` a sample. Near its
     boundary a smoothed classifier cannot be told from its rival, so points a little further along
-    the same line are tried too. What :func:`wdjax.certify.smoothing.certify` proves of the same
+    the same line are tried too. What :func:`wdjax.smoothing.certify` proves of the same
     model and noise is never crossed but by chance.
 
     Args:
@@ -49,7 +51,7 @@ def smoothed(
       model: a pytree callable ``[n, *shape] -> [n, K]``, not smoothed.
       x: ``[n, *shape]``
       y: ``[n]``
-      noise: of :mod:`wdjax.certify.noise`.
+      noise: of :mod:`wdjax.smoothing.noise`.
       key: a typed ``jax.random.key``.
       eps: the radius, where the attack wants one; it binds what is tried further along, too.
       count: noises that a gradient averages.
@@ -72,7 +74,7 @@ def smoothed(
     Source: Salman et al. [salman2019]; Athalye et al. [athalye2018].
 
     >>> import wdjax
-    >>> from wdjax.certify.noise import Gaussian
+    >>> from wdjax.smoothing.noise import Gaussian
     >>> model = wdjax.Model(lambda w, x: 20 * x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> x, y = jnp.array([[0.6, 0.4]]), jnp.array([0])  # .141 from a flip
     >>> how = {"noise": Gaussian(0.25), "key": jax.random.key(0)}

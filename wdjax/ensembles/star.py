@@ -7,11 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import arguments, driver, transport, validate
+from wdjax import transport
 from wdjax.attacks.points import Points
 from wdjax.balls import Lp
+from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Found, PyTree
-from wdjax.diagnosis import diagnosed
+from wdjax.engine import driver
+from wdjax.engine.diagnosis import diagnosed
 from wdjax.ensembles.question import Question, question
 from wdjax.ensembles.walks import Kind, schedule
 

@@ -5,7 +5,7 @@ from wdjax.image.distance import image_wasserstein_distance
 from wdjax.image.dual_projection import DualProjection
 from wdjax.image.entropic import entropic_distance
 from wdjax.image.frank_wolfe import FrankWolfe
-from wdjax.image.nearest import NearestTransport
+from wdjax.image.nearest_transport import NearestTransport
 from wdjax.image.perturbations import dim, gaussian_blur, rotate, translate
 from wdjax.image.sinkhorn_pgd import SinkhornPGD
 from wdjax.image.union import image_wasserstein, minimum_radius

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from wdjax import validate
+from wdjax.checks import validate
 from wdjax.core import Array
 from wdjax.image import plans
 from wdjax.image.plans import Space

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from wdjax import arguments, transport, validate
+from wdjax import transport
+from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray
 from wdjax.image.ball import ImageWasserstein
 

@@ -7,9 +7,10 @@ from typing import ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import losses, validate
+from wdjax import losses
 from wdjax.attacks import ascent
 from wdjax.attacks.ascent import setting
+from wdjax.checks import validate
 from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 from wdjax.image import plans, variance
 from wdjax.image.ball import ImageWasserstein, Plan

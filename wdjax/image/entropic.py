@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from wdjax import arguments, validate
+from wdjax.checks import arguments, validate
 from wdjax.core import Array
 from wdjax.image.ball import ImageWasserstein
 from wdjax.precision import promoted

@@ -7,13 +7,14 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import losses, norms, validate
+from wdjax import losses, norms
 from wdjax.attacks import ascent, nearest
 from wdjax.attacks.ascent import setting
+from wdjax.checks import validate
 from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
-from wdjax.image import linear, plans
+from wdjax.image import linear_oracle, plans
 from wdjax.image.ball import ImageWasserstein, Plan
-from wdjax.image.linear import Prices
+from wdjax.image.linear_oracle import Prices
 from wdjax.image.prices import Task
 
 _WARM = 10
@@ -130,7 +131,7 @@ class FrankWolfe:
             taken = taken + _WARM
         value = jnp.full(len(samples.y), -jnp.inf, samples.x.dtype)
         none = jnp.zeros_like(own.x)
-        prices = linear.no_prices(own.x)
+        prices = linear_oracle.no_prices(own.x)
         return State(plan, none, prices, taken, plan, value, jnp.zeros(len(samples.y), bool))
 
     def _step(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
@@ -140,7 +141,7 @@ class FrankWolfe:
         state = remember(victim, samples, state, seen.out)
         gradient = unit(own.space.stencil.flat(seen.gradient))
         slope = self.momentum * state.slope + (1 - self.momentum) * gradient
-        target, prices = linear.vertex(
+        target, prices = linear_oracle.vertex(
             own, unit(slope), self.temperature, state.prices, self.sweeps
         )
         size = jnp.where(state.flipped, 0.0, 2 / (state.taken + 2)).astype(slope.dtype)

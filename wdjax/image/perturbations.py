@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from wdjax import arguments, validate
+from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array
 
 _SIGMA = 0.3, 1.0, 0.8

@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from wdjax import arguments, driver, losses, validate
+from wdjax import losses
+from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
-from wdjax.diagnosis import diagnosed
+from wdjax.engine import driver
+from wdjax.engine.diagnosis import diagnosed
 from wdjax.ensembles.question import question
 from wdjax.image.ball import ImageWasserstein
 from wdjax.image.frank_wolfe import FrankWolfe
-from wdjax.image.nearest import NearestTransport
+from wdjax.image.nearest_transport import NearestTransport
 
 
 def members(ball: ImageWasserstein) -> tuple[tuple[FrankWolfe, float], ...]:
@@ -53,7 +55,8 @@ def image_wasserstein(
     the cross-entropy and the margin, at two temperatures, the last in half the radius. Each begins
     where nothing has moved: from the best point so far, the union was up to three points weaker.
     Each image that counts is in the ball and in the box, and its plan is handed over in ``proof``.
-    Where :func:`minimum_radius` is asked too, let :func:`wdjax.driver.within` count its flips.
+    Where :func:`minimum_radius` is asked too, let :func:`wdjax.engine.driver.within` count its
+    flips.
 
     Args:
       model: as for :func:`wdjax.search`.

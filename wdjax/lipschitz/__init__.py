@@ -1,7 +1,7 @@
 """Lipschitz constants: exact where cells can be counted, bounded where they cannot."""
 
 from wdjax.lipschitz.cells import Cells, Polyhedron, activation_cells, masks_at, polyhedron
-from wdjax.lipschitz.certificate import verify
+from wdjax.lipschitz.certified import verify
 from wdjax.lipschitz.chain import Chain, as_chain, relu_chain
 from wdjax.lipschitz.exact import (
     Steepest,
@@ -16,7 +16,7 @@ from wdjax.lipschitz.exact import (
 )
 from wdjax.lipschitz.local import METHODS, Method, global_lipschitz, jacobian_norm, local_lipschitz
 from wdjax.lipschitz.sampled import sampled_lipschitz
-from wdjax.lipschitz.trainable import LipschitzTraining, trainable_lipschitz
+from wdjax.lipschitz.training_bounds import LipschitzTraining, trainable_lipschitz
 from wdjax.lipschitz.transformer import Settings as TransformerSettings
 from wdjax.lipschitz.transformer import local_transformer_constant, transformer_constant
 from wdjax.lipschitz.worst_case import worst_margin

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import arguments
+from wdjax.checks import arguments
 from wdjax.lipschitz.chain import Chain
 
 Numbers = npt.NDArray[np.float64]

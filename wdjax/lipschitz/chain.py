@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from wdjax import arguments, independence, validate
-from wdjax.certify import linear, margins
-from wdjax.certify.forward import host_only
-from wdjax.certify.graph import Node
-from wdjax.certify.lipschitz import Classifier
-from wdjax.certify.network import Network
+from wdjax.bounds import affine_rules, margins
+from wdjax.bounds.graph import Node
+from wdjax.bounds.network import Network
+from wdjax.checks import arguments, independence, validate
+from wdjax.checks.forward_mode import host_only
+from wdjax.lipschitz.margin import Classifier
 from wdjax.parallel import AnyArray
 from wdjax.precision import float64, widened
 
@@ -132,7 +132,7 @@ def as_chain(model: Classifier, x: AnyArray) -> Chain:
 def _made(model: Classifier, sample: jax.Array) -> Chain:
     net = margins.network(model, sample)
     dtypes = (net.graph.avals[place].dtype for node in net.graph.nodes for place in node.outputs)
-    for dtype in filter(linear.is_narrow, dtypes):
+    for dtype in filter(affine_rules.is_narrow, dtypes):
         raise ValueError(
             f"the model computes in {dtype.name}, which is far from the exact function that these "
             "constants speak of; cast it to float32, or certify it by certify.margin_bounds."
@@ -221,7 +221,7 @@ def _level(net: Network, place: int) -> Any:
     if validate.traced(args):
         return value
     with jax.ensure_compile_time_eval():
-        made = linear.evaluate(makers[0].eqn, [jnp.asarray(arg) for arg in args])
+        made = affine_rules.evaluate(makers[0].eqn, [jnp.asarray(arg) for arg in args])
     return made[makers[0].outputs.index(place)]
 
 

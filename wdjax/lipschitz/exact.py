@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import arguments, norms
+from wdjax import norms
+from wdjax.checks import arguments
 from wdjax.lipschitz import cells
 from wdjax.lipschitz.cells import Cells, Polyhedron
 from wdjax.lipschitz.chain import Chain

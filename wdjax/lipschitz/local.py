@@ -13,15 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import arguments, norms, validate
+from wdjax import norms
 from wdjax.balls import Lp
-from wdjax.certify import margins, region
-from wdjax.certify.forward import host_only
-from wdjax.certify.lipschitz import Classifier
-from wdjax.certify.region import Box
+from wdjax.bounds import margins, region
+from wdjax.bounds.region import Box
+from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import host_only
 from wdjax.lipschitz import branching, jacobian, lipsdp, neurons
 from wdjax.lipschitz.chain import Chain, as_chain
 from wdjax.lipschitz.lipsdp import Rooms
+from wdjax.lipschitz.margin import Classifier
 from wdjax.lipschitz.neurons import Slopes
 from wdjax.parallel import AnyArray
 from wdjax.precision import float64, widened

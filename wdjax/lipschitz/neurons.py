@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from wdjax.certify import continuity, crown, interval, network
-from wdjax.certify.fused import fuse
-from wdjax.certify.graph import flatten
+from wdjax.bounds import continuity, crown, interval, network
+from wdjax.bounds.fused import fuse
+from wdjax.bounds.graph import flatten
 from wdjax.lipschitz.chain import Chain, curve_of
 
 Slopes = tuple[tuple[jax.Array, jax.Array], ...]

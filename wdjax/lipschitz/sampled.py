@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from wdjax import arguments, independence, norms, validate
+from wdjax import norms
 from wdjax.balls import Lp
-from wdjax.certify.lipschitz import Classifier, contrasts
-from wdjax.certify.region import Box
+from wdjax.bounds.region import Box
+from wdjax.checks import arguments, independence, validate
+from wdjax.lipschitz.margin import Classifier, contrasts
 from wdjax.parallel import AnyArray
 
 

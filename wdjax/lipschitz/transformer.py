@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import arguments, norms
+from wdjax import norms
+from wdjax.checks import arguments
 
 Numbers = npt.NDArray[np.float64]
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import arguments
+from wdjax.checks import arguments
 from wdjax.lipschitz import cells
 from wdjax.lipschitz.cells import Polyhedron
 from wdjax.lipschitz.chain import Chain

@@ -11,9 +11,9 @@ import numpy as np
 from flax import nnx
 
 from wdjax.core import Model
+from wdjax.files.state_pickle import shown
 from wdjax.models import layers
 from wdjax.models.functional import functional
-from wdjax.state_pickle import shown
 
 _SHOWN = 8
 _LONGEST = 200
@@ -294,7 +294,7 @@ def state_dict(
     """The one flat state dict inside a checkpoint, without the prefixes that wrappers add.
 
     Args:
-      content: what :func:`wdjax.torch_file.read` returned.
+      content: what :func:`wdjax.files.torch_file.read` returned.
       containers: keys to look under, the first present one wins.
       prefixes: taken off the names once each, in this order.
 
@@ -313,7 +313,7 @@ def state_dict(
     if not isinstance(content, Mapping):
         raise ValueError(
             f"expected a state dict, got {type(content).__name__}; look at what "
-            "wdjax.torch_file.read returns and pass the part that holds the tensors."
+            "wdjax.files.torch_file.read returns and pass the part that holds the tensors."
         )
     for key in containers:
         if isinstance(content.get(key), (Mapping, list, tuple)):

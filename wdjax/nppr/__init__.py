@@ -4,18 +4,18 @@
 survives it on held-out inputs, and the same function with a distribution of :mod:`.noise` is PR.
 """
 
-from wdjax.nppr import noise, pictures
+from wdjax.nppr import distributions, pictures
 from wdjax.nppr.counting import Perturbation, points
 from wdjax.nppr.estimate import Estimate, estimate, expected_loss, spread_within
 from wdjax.nppr.family import MODES, Family, Mode
 from wdjax.nppr.fit import fit, fit_many
+from wdjax.nppr.fit_schedule import TABLE_4, Loss, Schedule
 from wdjax.nppr.fitted import Fitted, History
 from wdjax.nppr.importance import importance
 from wdjax.nppr.mixture import Mixture, entropy_ratio, log_density
 from wdjax.nppr.probable import Decision, prbench, probabilistic_accuracy
 from wdjax.nppr.rare import Rare
 from wdjax.nppr.regularised import train
-from wdjax.nppr.schedule import TABLE_4, Loss, Schedule
 from wdjax.nppr.splitting import splitting
 from wdjax.nppr.warm import AttackOffset, universal_start
 
@@ -34,6 +34,7 @@ __all__ = [
     "Perturbation",
     "Rare",
     "Schedule",
+    "distributions",
     "entropy_ratio",
     "estimate",
     "expected_loss",
@@ -41,7 +42,6 @@ __all__ = [
     "fit_many",
     "importance",
     "log_density",
-    "noise",
     "pictures",
     "points",
     "prbench",

@@ -14,9 +14,11 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from wdjax import arguments, losses, parallel, program, rounds, validate
+from wdjax import losses, parallel
 from wdjax.balls import Lp
+from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, PyTree
+from wdjax.engine import program, rounds
 from wdjax.nppr import upsample as up
 
 Classifier = Callable[[Array], Array]
@@ -190,13 +192,13 @@ def points(perturbation: Perturbation, key: Array, x: Array, y: Array, draws: in
     """Perturbed inputs ``[n, draws, *shape]`` of a distribution, in the ball and in the box.
 
     Args:
-      perturbation: a :class:`Fitted` or one of :mod:`wdjax.nppr.noise`.
+      perturbation: a :class:`Fitted` or one of :mod:`wdjax.nppr.distributions`.
       key: a typed ``jax.random.key``.
       x: ``[n, *shape]`` in the box.
       y: ``[n]`` labels.
       draws: M.
 
-    >>> from wdjax.nppr import noise
+    >>> from wdjax.nppr import distributions
     >>> moved = points(noise.Uniform(0.1), jax.random.key(0), jnp.ones((1, 2)), jnp.array([0]), 3)
     >>> moved.shape, bool((moved >= 0.9).all()), bool((moved <= 1).all())
     ((1, 3, 2), True, True)

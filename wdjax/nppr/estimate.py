@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from wdjax import arguments, losses, metrics, validate
+from wdjax import losses, metrics
+from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array
 from wdjax.metrics import ConfidenceInterval
 from wdjax.nppr import counting
@@ -89,7 +90,8 @@ def estimate(
     r"""Counts, of every correctly classified input, the perturbed copies that still are.
 
     With a :class:`~wdjax.nppr.Fitted` distribution on held-out inputs this is NPPR; with one of
-    :mod:`wdjax.nppr.noise` it is PR. Samples are those of the distribution itself, cut to the box.
+    :mod:`wdjax.nppr.distributions` it is PR. Samples are those of the distribution itself, cut to
+    the box.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``, which treats each sample alone.
@@ -117,7 +119,7 @@ def estimate(
     Source: Wang et al. [wang2025], definitions 2 to 4.
 
     >>> from wdjax import Model
-    >>> from wdjax.nppr import noise
+    >>> from wdjax.nppr import distributions
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> x, y = jnp.array([[0.6, 0.4], [0.9, 0.1], [0.4, 0.6]]), jnp.array([0, 0, 0])
     >>> found = estimate(model, noise.Uniform(0.2), x, y, key=jax.random.key(0))
@@ -185,7 +187,7 @@ def spread_within(
     Returns:
       A :class:`Spread`.
 
-    >>> from wdjax.nppr import noise
+    >>> from wdjax.nppr import distributions
     >>> how = {"key": jax.random.key(0), "draws": 500}
     >>> one = spread_within(noise.Uniform(0.1), jnp.ones((1, 3)) / 2, jnp.array([0]), **how)
     >>> round(float(one.within[0]), 1), round(one.saturated, 1)
@@ -239,7 +241,7 @@ def expected_loss(
       A number.
 
     >>> from wdjax import Model
-    >>> from wdjax.nppr import noise
+    >>> from wdjax.nppr import distributions
     >>> model = Model(lambda w, x: x @ w, jnp.eye(2))
     >>> x, y, key = jnp.array([[0.6, 0.4]]), jnp.array([0]), jax.random.key(0)
     >>> own = jax.grad(lambda m: expected_loss(m, noise.Uniform(0.1), x, y, key=key))(model)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import validate
+from wdjax.checks import validate
 from wdjax.core import Array
 from wdjax.nppr import mixture as mixtures
 from wdjax.nppr import upsample as up

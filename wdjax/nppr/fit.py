@@ -9,14 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import arguments, identity, loop, losses, models, program, validate
+from wdjax import losses, models
 from wdjax.balls import Lp
+from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array
+from wdjax.engine import identity, loop, program
 from wdjax.nppr import objective
 from wdjax.nppr.counting import outputs
 from wdjax.nppr.family import Family, Params
+from wdjax.nppr.fit_schedule import Schedule
 from wdjax.nppr.fitted import Fitted
-from wdjax.nppr.schedule import Schedule
 
 Classifier = Callable[[Array], Array]
 
@@ -62,7 +64,7 @@ def fit(
       start: parameters to begin with instead of random ones, see
         :func:`wdjax.nppr.universal_start`.
       callback: called with the stacked states every 25 steps; a true value ends the fit.
-      checkpoint: a folder to save to and to go on from, see :func:`wdjax.loop.carry`.
+      checkpoint: a folder to save to and to go on from, see :func:`wdjax.engine.loop.carry`.
       every: least seconds between two writings.
 
     Returns:

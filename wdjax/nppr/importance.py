@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import arguments, validate
+from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array
-from wdjax.nppr import noise
+from wdjax.nppr import distributions
 from wdjax.nppr.counting import Classifier
 from wdjax.nppr.rare import Question, Rare, ask
 from wdjax.nppr.splitting import explored
@@ -38,7 +38,7 @@ class Start(NamedTuple):
 
 def importance(
     model: Classifier,
-    perturbation: noise.Fixed,
+    perturbation: distributions.Fixed,
     x: AnyArray,
     y: AnyArray | int,
     *,
@@ -66,7 +66,7 @@ def importance(
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``, differentiable.
-      perturbation: of :mod:`wdjax.nppr.noise`, linf.
+      perturbation: of :mod:`wdjax.nppr.distributions`, linf.
       x: ``[*shape]``, one input, classified correctly.
       y: its label.
       key: a typed ``jax.random.key``.
@@ -94,7 +94,7 @@ def importance(
 
     >>> from wdjax import Lp, Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [0.0, 0.0]]))
-    >>> own, x = noise.Uniform(0.5, Lp(box=None)), jnp.array([0.4999, 0.5])
+    >>> own, x = distributions.Uniform(0.5, Lp(box=None)), jnp.array([0.4999, 0.5])
     >>> found = importance(model, own, x, 0, key=jax.random.key(0))
     >>> round(found.value * 1e4, 1), found.agrees  # Exactly 1e-4.
     (1.0, True)

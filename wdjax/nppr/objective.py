@@ -15,8 +15,8 @@ from wdjax.nppr import family as families
 from wdjax.nppr import mixture as mixtures
 from wdjax.nppr import upsample as up
 from wdjax.nppr.family import Family, Params
+from wdjax.nppr.fit_schedule import Schedule
 from wdjax.nppr.fitted import History
-from wdjax.nppr.schedule import Schedule
 from wdjax.precision import promoted
 
 Classifier = Callable[[Array], Array]

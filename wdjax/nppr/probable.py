@@ -12,13 +12,14 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from wdjax import arguments, metrics, validate
+from wdjax import metrics
 from wdjax.balls import Lp
-from wdjax.certify import binomial
+from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array
-from wdjax.nppr import counting, noise
+from wdjax.nppr import counting, distributions
 from wdjax.nppr.counting import TURN, Classifier, Counts, Perturbation
 from wdjax.nppr.estimate import Estimate, correct_inputs, estimate, spread
+from wdjax.smoothing import binomial
 
 _GROWTH = 1.5
 """Factor between the numbers of copies at which the test looks."""
@@ -92,10 +93,10 @@ def probabilistic_accuracy(
 ) -> Decision:
     r"""Whether each input survives with probability ``1 - rho`` at least, by a sequential test.
 
-    Two tests of :func:`wdjax.certify.binomial.evidence` run against each other, "at least" against
-    "less", and copies are drawn until one of them has ``1 / alpha`` of evidence. Either may be
-    looked at any time, so that each decision is wrong with probability ``alpha`` at most, whatever
-    the input. A hundred copies without a failure, by contrast, leave room for 3 %.
+    Two tests of :func:`wdjax.smoothing.binomial.evidence` run against each other, "at least"
+    against "less", and copies are drawn until one of them has ``1 / alpha`` of evidence. Either may
+    be looked at any time, so that each decision is wrong with probability ``alpha`` at most,
+    whatever the input. A hundred copies without a failure, by contrast, leave room for 3 %.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``, which treats each sample alone.
@@ -124,7 +125,7 @@ def probabilistic_accuracy(
     >>> from wdjax import Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> x, y = jnp.array([[0.9, 0.1], [0.55, 0.45]]), jnp.array([0, 0])
-    >>> own = noise.Uniform(0.2)
+    >>> own = distributions.Uniform(0.2)
     >>> found = probabilistic_accuracy(model, own, x, y, key=jax.random.key(0), rho=0.1)
     >>> found.robust.tolist(), found.fragile.tolist()
     ([[True, False]], [[False, True]])
@@ -249,7 +250,7 @@ def prbench(
     how: dict[str, Any] = {"key": key, "batch_size": batch_size, "mesh": mesh}
 
     def measured(x: AnyArray, y: AnyArray, eps: float) -> Estimate:
-        return estimate(model, noise.Uniform(eps, ball), x, y, draws=draws, **how)
+        return estimate(model, distributions.Uniform(eps, ball), x, y, draws=draws, **how)
 
     fields: dict[str, Any] = {}
     for eps in radii:
@@ -260,7 +261,7 @@ def prbench(
             known = measured(*train, eps)
             fields[f"GE_PR({eps:.2f})"] = _field(known.value - own.value, *excess(known, own))
     decision = probabilistic_accuracy(
-        model, noise.Uniform(radius, ball), x, y, rho=rho, alpha=alpha, **how
+        model, distributions.Uniform(radius, ball), x, y, rho=rho, alpha=alpha, **how
     )
     for risk, value, low, high in zip(decision.rho, decision.lower, *decision.population()):
         fields[f"ProbAcc({risk:.2f})"] = _field(value, low, high)

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import losses, validate
+from wdjax import losses
+from wdjax.checks import validate
 from wdjax.core import AnyArray, Array
 from wdjax.metrics import ConfidenceInterval
-from wdjax.nppr import noise
+from wdjax.nppr import distributions
 from wdjax.nppr import upsample as up
 from wdjax.nppr.counting import Classifier, default_batch, refuse_trace
 
@@ -112,18 +113,18 @@ class Rare(NamedTuple):
         return min(float(low), self.value), min(max(float(high), self.value), 1.0)
 
 
-def from_normal(perturbation: noise.Fixed, u: Array) -> Array:
+def from_normal(perturbation: distributions.Fixed, u: Array) -> Array:
     """Perturbations of normal vectors ``[n, d]``, distributed as the perturbation says.
 
-    >>> from_normal(noise.Uniform(0.5), jnp.array([[0.0, 9.0]])).tolist()
+    >>> from_normal(distributions.Uniform(0.5), jnp.array([[0.0, 9.0]])).tolist()
     [[0.0, 0.5]]
     """
     eps, ball = perturbation.eps, perturbation.ball
-    if isinstance(perturbation, noise.Uniform) and ball.norm == math.inf:
+    if isinstance(perturbation, distributions.Uniform) and ball.norm == math.inf:
         return eps * jax.lax.erf(u / math.sqrt(2))
-    if isinstance(perturbation, noise.ClippedGaussian) and ball.norm == math.inf:
+    if isinstance(perturbation, distributions.ClippedGaussian) and ball.norm == math.inf:
         return eps * jnp.clip(perturbation.sigma * u, -1.0, 1.0)
-    if isinstance(perturbation, noise.TruncatedGaussian):
+    if isinstance(perturbation, distributions.TruncatedGaussian):
         # The lower half, in which floats resolve levels; the upper one is its mirror image.
         outside = jax.scipy.special.ndtr(-1 / jnp.asarray(perturbation.sigma, u.dtype))
         level = outside + jax.scipy.special.ndtr(-jnp.abs(u)) * (1 - 2 * outside)
@@ -141,7 +142,7 @@ class Question:
     """One input, and what disturbs it; a pytree."""
 
     model: Classifier
-    perturbation: noise.Fixed
+    perturbation: distributions.Fixed
     x: Array
     """``[1, *shape]``"""
     y: Array
@@ -179,7 +180,7 @@ class Question:
 
 def ask(
     model: Classifier,
-    perturbation: noise.Fixed,
+    perturbation: distributions.Fixed,
     x: AnyArray,
     y: AnyArray | int,
     key: Array,

@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from wdjax import arguments, identity, loop, losses, models, program, training, validate
+from wdjax import losses, models, training
 from wdjax.balls import Lp
+from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Model, PyTree
+from wdjax.engine import identity, loop, program
 from wdjax.nppr import counting, objective
 from wdjax.nppr.family import Family
+from wdjax.nppr.fit_schedule import Schedule
 from wdjax.nppr.fitted import Fitted
-from wdjax.nppr.schedule import Schedule
 
 _CHUNK = 50
 """Steps in one program at most."""
@@ -92,7 +94,7 @@ def train(
       optimizer: of the model; by default Adam whose rate falls from 0.003 by a cosine.
       features: ``model -> (x -> [n, F])``, what the heads see of a model that changes.
       callback: called with the state every 50 steps; a true value ends the training.
-      checkpoint: a folder to save to and to go on from, see :func:`wdjax.loop.carry`.
+      checkpoint: a folder to save to and to go on from, see :func:`wdjax.engine.loop.carry`.
       every: least seconds between two writings.
 
     Returns:

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import arguments, validate
+from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array
-from wdjax.nppr import noise
+from wdjax.nppr import distributions
 from wdjax.nppr.counting import Classifier
 from wdjax.nppr.rare import Question, Rare, ask
 
@@ -22,7 +22,7 @@ KEPT = 8
 
 def splitting(
     model: Classifier,
-    perturbation: noise.Fixed,
+    perturbation: distributions.Fixed,
     x: AnyArray,
     y: AnyArray | int,
     *,
@@ -44,7 +44,7 @@ def splitting(
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``.
-      perturbation: of :mod:`wdjax.nppr.noise`, linf.
+      perturbation: of :mod:`wdjax.nppr.distributions`, linf.
       x: ``[*shape]``, one input, classified correctly.
       y: its label.
       key: a typed ``jax.random.key``.
@@ -74,7 +74,7 @@ def splitting(
 
     >>> from wdjax import Lp, Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [0.0, 0.0]]))
-    >>> own, x = noise.Uniform(0.5, Lp(box=None)), jnp.array([0.4999, 0.5])
+    >>> own, x = distributions.Uniform(0.5, Lp(box=None)), jnp.array([0.4999, 0.5])
     >>> found = splitting(model, own, x, 0, key=jax.random.key(0), particles=300)
     >>> 0.5 < found.value * 1e4 < 2  # Exactly 1e-4.
     True

@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import arguments, driver, norms, validate
+from wdjax import norms
 from wdjax.attacks.margin_pgd import MarginPGD
 from wdjax.balls import Lp
+from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Attack
+from wdjax.engine import driver
 from wdjax.nppr.family import Family, Params
 from wdjax.nppr.fit import Classifier, fit
-from wdjax.nppr.schedule import Schedule
+from wdjax.nppr.fit_schedule import Schedule
 
 _EDGE = 0.995
 """How far into the ball's map a direction is pulled back: its inverse at 1 is infinite."""

@@ -1,16 +1,16 @@
 """Transductive games: defences that adapt to inputs, attacks on the models they would have."""
 
 from wdjax.transductive.adamod import adamod
-from wdjax.transductive.ascent import objective_at, raise_objective
-from wdjax.transductive.attack import SpaceAttack, fpa, gmsa_avg, gmsa_min, pgd_skip, transfer
 from wdjax.transductive.bank import Bank, empty, push, victim
+from wdjax.transductive.bank_search import objective_at, raise_objective
+from wdjax.transductive.defense import Defense
 from wdjax.transductive.defenses import DANN, DENT, RMC, TADV, Fixed, Purify, URejectron
 from wdjax.transductive.fitting import Opponent, fit
 from wdjax.transductive.game import play, prepare
 from wdjax.transductive.objectives import Objective, confidence, unnoticed
 from wdjax.transductive.presets import PAPER
-from wdjax.transductive.protocol import Defense
 from wdjax.transductive.referee import Rejection, Report, Share, cost_multiple, share, worst
+from wdjax.transductive.space_attack import SpaceAttack, fpa, gmsa_avg, gmsa_min, pgd_skip, transfer
 
 __all__ = [
     "DANN",

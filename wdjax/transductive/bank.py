@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from wdjax import validate
+from wdjax.checks import validate
 from wdjax.core import Array, Model, PyTree
-from wdjax.transductive.protocol import Defense
+from wdjax.transductive.defense import Defense
 
 
 class Bank(NamedTuple):

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import arguments, driver, losses, models, validate
+from wdjax import losses, models
+from wdjax.checks import arguments, validate
 from wdjax.core import Array, Attack, Model, PyTree
+from wdjax.engine import driver
 
 Network = Callable[..., Model]
 """``network(key=key)``: a model with random parameters."""

@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import arguments, data, loop, validate
+from wdjax import data
+from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Model, PyTree
+from wdjax.engine import loop
 from wdjax.transductive import turns
-from wdjax.transductive.attack import SpaceAttack
+from wdjax.transductive.defense import Defense
 from wdjax.transductive.objectives import logits_of
-from wdjax.transductive.protocol import Defense
 from wdjax.transductive.referee import REJECTIONS, Report
+from wdjax.transductive.space_attack import SpaceAttack
 from wdjax.transductive.state import State, Table
 
 LEAKS = ("none", "state", "seed")

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from wdjax import losses, validate
+from wdjax import losses
+from wdjax.checks import validate
 from wdjax.core import Array, PyTree
 from wdjax.transductive.bank import Answers
 

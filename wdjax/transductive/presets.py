@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from wdjax.attacks import PGD
 from wdjax.transductive import objectives
-from wdjax.transductive.attack import SpaceAttack, fpa, gmsa_avg, gmsa_min, pgd_skip, transfer
+from wdjax.transductive.defense import Defense
 from wdjax.transductive.defenses import DANN, DENT, RMC, TADV, URejectron
-from wdjax.transductive.protocol import Defense
+from wdjax.transductive.space_attack import SpaceAttack, fpa, gmsa_avg, gmsa_min, pgd_skip, transfer
 
 
 class Preset(NamedTuple):

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import arguments, metrics, validate
+from wdjax import metrics
+from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array
-from wdjax.transductive.protocol import Defense
+from wdjax.transductive.defense import Defense
 
 REJECTIONS = 0.05
 """The share of clean inputs that a rejecting defence may refuse, where nothing else is said."""

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wdjax.core import Array, PyTree
-from wdjax.transductive.attack import SpaceAttack
 from wdjax.transductive.bank import Bank
-from wdjax.transductive.protocol import Defense
+from wdjax.transductive.defense import Defense
+from wdjax.transductive.space_attack import SpaceAttack
 
 
 class Best(NamedTuple):

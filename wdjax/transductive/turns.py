@@ -9,16 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import identity, losses, norms
+from wdjax import losses, norms
 from wdjax.core import Array, PyTree
-from wdjax.track import finite
+from wdjax.engine import identity
+from wdjax.engine.track import finite
 from wdjax.transductive import bank as banks
-from wdjax.transductive.ascent import Moved, objective_at, raise_objective
-from wdjax.transductive.attack import SpaceAttack
 from wdjax.transductive.bank import Bank
+from wdjax.transductive.bank_search import Moved, objective_at, raise_objective
+from wdjax.transductive.defense import Defense
 from wdjax.transductive.objectives import logits_of
-from wdjax.transductive.protocol import Defense
 from wdjax.transductive.referee import Report, threshold_for
+from wdjax.transductive.space_attack import SpaceAttack
 from wdjax.transductive.state import Best, Record, State, Table
 
 

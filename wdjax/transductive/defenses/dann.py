@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import losses, models, validate
+from wdjax import losses, models
 from wdjax.attacks.ascent import setting
+from wdjax.checks import validate
 from wdjax.core import Array, Model, PyTree
 from wdjax.transductive import fitting
+from wdjax.transductive.defense import check_memory
 from wdjax.transductive.fitting import Network
-from wdjax.transductive.protocol import check_memory
 
 
 @jax.tree_util.register_dataclass

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import models, validate
+from wdjax import models
 from wdjax.attacks.ascent import setting
+from wdjax.checks import validate
 from wdjax.core import Array, Model, PyTree
 from wdjax.transductive.adamod import adamod
 

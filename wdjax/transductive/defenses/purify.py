@@ -6,8 +6,9 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from wdjax import losses, validate
+from wdjax import losses
 from wdjax.attacks.ascent import setting
+from wdjax.checks import validate
 from wdjax.core import Array, Model, PyTree
 
 

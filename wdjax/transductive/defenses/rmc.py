@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import driver, losses, models, validate
+from wdjax import losses, models
 from wdjax.attacks import PGD
 from wdjax.attacks.ascent import setting
+from wdjax.checks import validate
 from wdjax.core import Array, Attack, Model, PyTree
+from wdjax.engine import driver
 from wdjax.transductive import fitting
-from wdjax.transductive.protocol import check_memory
+from wdjax.transductive.defense import check_memory
 
 _NEAR = 0.2
 """Of the neighbours, the nearest part, from which validation samples come."""

@@ -6,13 +6,13 @@ from typing import Any, ClassVar
 import jax
 import optax
 
-from wdjax import validate
 from wdjax.attacks import PGD
 from wdjax.attacks.ascent import setting
+from wdjax.checks import validate
 from wdjax.core import Array, Attack, PyTree
 from wdjax.transductive import fitting
+from wdjax.transductive.defense import check_memory
 from wdjax.transductive.fitting import Network, Opponent
-from wdjax.transductive.protocol import check_memory
 
 
 @jax.tree_util.register_dataclass

@@ -1,0 +1,127 @@
+r"""Lines of a function of one number, found on cells of its operand's interval.
+
+On a cell around ``c`` a continuous ``f`` lies in ``f(c) + D (z - c)`` with ``D`` an interval of its
+derivative there, which bounds ``f(z) - s z`` for any slope ``s``. Of some slopes the one is taken
+whose line is nearest to the function at the middle, where a line's height is its mean.
+
+Rounding: the cells bound the exact function; what its float program may deviate by is added, from
+a running error analysis over the whole interval, one equation after the other.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
+
+from wdjax.bounds import interval, ulps
+from wdjax.bounds.domain import Array, Interval, Value, ends, fresh, largest_size, tiny
+from wdjax.bounds.graph import flatten
+from wdjax.bounds.relax import Ends, Lines, View
+
+_HALF = 12
+"""Cells on either side of 0, where the pieces of most activations meet."""
+_TANGENTS = (0.0, 0.15, 0.3, 0.5, 0.7, 0.85, 1.0)
+"""Where in the interval tangents are tried, beside the chord and the constant."""
+_EXACT = {"neg", "max", "min", "abs", "select_n"}
+"""Which do not round."""
+
+primitive = Primitive("elementwise")
+"""A ``jaxpr`` of one number, for every entry of the operand."""
+primitive.def_abstract_eval(lambda operand, *, jaxpr: operand)
+
+
+def lines(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines:
+    """The rule for lines."""
+    program = eqn.params["jaxpr"]
+    shape = args[0][0].shape
+    lower, upper = (end.reshape(-1) for end in args[0])
+    found = jax.vmap(lambda low, high: _lines(program, low, high))(lower, upper)
+    low, up, below, above, least, most = (t.reshape(shape) for t in found)
+    return Lines((View(0, low, up),), below, above, ends=(least, most))
+
+
+def _lines(program: ClosedJaxpr, lower: Array, upper: Array) -> tuple[Array, ...]:
+    """Slopes and intercepts, below and above, and the ends of one number's function."""
+    run = jaxpr_as_fun(program)
+
+    def value(z: Array) -> Array:
+        return jnp.asarray(run(z)[0])
+
+    slope = jax.make_jaxpr(jax.grad(value))(lower)
+    width = jnp.where(upper > lower, upper - lower, 1.0)
+    chord = jnp.where(upper > lower, (value(upper) - value(lower)) / width, 0.0)
+    tangents = [jax.grad(value)(lower + at * (upper - lower)) for at in _TANGENTS]
+    slopes = lax.stop_gradient(jnp.stack([0 * lower, chord, *tangents]))
+    slopes = jnp.where(jnp.isfinite(slopes), slopes, 0.0)
+
+    def cell(found: Ends, k: Array) -> tuple[Ends, None]:
+        one, two = _cut(lower, upper, k), _cut(lower, upper, k + 1)
+        low, high = jnp.minimum(one, two), jnp.maximum(one, two)
+        center = 0.5 * low + 0.5 * high
+        half = jnp.maximum(high - center, center - low)
+        at, steep = interval.over(program, center, center), interval.over(slope, low, high)
+        swing = half * jnp.maximum(jnp.abs(steep[0] - slopes), jnp.abs(steep[1] - slopes))
+        unit = ulps.LEAST * float(jnp.finfo(lower.dtype).eps)
+        size = jnp.maximum(jnp.abs(at[0]), jnp.abs(at[1])) + jnp.abs(slopes * center)
+        swing = swing + unit * (swing + size)
+        below, above = at[0] - slopes * center - swing, at[1] - slopes * center + swing
+        return (jnp.minimum(found[0], below), jnp.maximum(found[1], above)), None
+
+    start = jnp.full_like(slopes, jnp.inf), jnp.full_like(slopes, -jnp.inf)
+    (below, above), _ = lax.scan(cell, start, jnp.arange(2 * _HALF + 1))
+    error = _deviation(program, lower, upper)
+    below, above = below - error, above + error
+    middle = 0.5 * lower + 0.5 * upper
+    low, up = jnp.argmax(below + slopes * middle), jnp.argmin(above + slopes * middle)
+    return slopes[low], slopes[up], below[low], above[up], below[0], above[0]
+
+
+def _cut(lower: Array, upper: Array, k: Array) -> Array:
+    """Where cell k begins; a cell of its own is around a 0 inside."""
+    least, count = tiny(lower.dtype), 2 * _HALF + 1
+    right = k > _HALF
+    start, stop = jnp.where(right, least, lower), jnp.where(right, upper, -least)
+    share = jnp.where(right, k - _HALF - 1, k) / _HALF
+    split = jnp.where(share == 1, stop, start + share * (stop - start))
+    even = jnp.where(k == count, upper, lower + k / count * (upper - lower))
+    return jnp.where((lower < -least) & (upper > least), split, even)
+
+
+def _deviation(program: ClosedJaxpr, lower: Array, upper: Array) -> Array:
+    """How far the float program may be from the exact function anywhere in the interval."""
+    graph = flatten(program)
+    values: dict[int, Value] = {**graph.constants, graph.inputs[0]: fresh(lower, upper)}
+    errors: dict[int, Array] = {}
+    for node in graph.nodes:
+        args, name = [values[place] for place in node.inputs], node.name
+        (out,) = interval.apply(node.eqn, args)
+        values[node.outputs[0]] = out
+        if not isinstance(out, Interval):
+            continue
+        parts = [
+            errors[place] * _steep(node.eqn, args, k)
+            for k, place in enumerate(node.inputs)
+            if place in errors
+        ]
+        either = jnp.maximum if name == "select_n" else jnp.add
+        error = functools.reduce(either, parts, jnp.zeros_like(lower))
+        if name not in _EXACT:
+            wrong = ulps.trusted(node.eqn, lower.dtype) * float(jnp.finfo(lower.dtype).eps)
+            error = error + wrong * largest_size(out) + tiny(lower.dtype)
+        errors[node.outputs[0]] = error
+    worst = errors.get(graph.outputs[0], jnp.zeros_like(lower))
+    return jnp.where(jnp.isnan(worst), jnp.inf, worst)
+
+
+def _steep(eqn: JaxprEqn, args: Sequence[Value], place: int) -> Array:
+    """The largest derivative of one equation in one operand."""
+
+    def function(*zs: Array) -> Array:
+        return jnp.asarray(eqn.primitive.bind(*zs, **eqn.params))
+
+    derivative = jax.make_jaxpr(jax.grad(function, argnums=place))(*(ends(a).lower for a in args))
+    return largest_size(interval.interpret(derivative, args)[0])

@@ -1,0 +1,348 @@
+"""Rules for affine operations, which map a value's roots along, and for products."""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.typing import DTypeLike
+
+from wdjax import norms
+from wdjax.bounds.domain import (
+    Array,
+    Chain,
+    Interval,
+    Linear,
+    Location,
+    Origin,
+    Reduced,
+    Root,
+    Rule,
+    Ternary,
+    Value,
+    constant_of,
+    ends,
+    fresh,
+    gamma,
+    is_exact,
+    largest_size,
+    stretch,
+    tiny,
+)
+from wdjax.bounds.ends import corners
+
+
+def evaluate(eqn: JaxprEqn, args: Sequence[Array]) -> list[Array]:
+    """The primitive on exact arrays, at the highest precision."""
+    params = eqn.params
+    if eqn.primitive.name == "shard_map":
+        raise ValueError(
+            "the model holds the primitive 'shard_map'; certify the function that it maps, and "
+            "shard the certificate."
+        )
+    if "precision" in params:
+        params = {**params, "precision": (lax.Precision.HIGHEST, lax.Precision.HIGHEST)}
+    declared: list[Any] = [var.aval for var in eqn.invars]
+    if params.get("preferred_element_type") is not None and any(
+        a.dtype != aval.dtype for a, aval in zip(args, declared)
+    ):
+        params = {**params, "preferred_element_type": None}
+    out = eqn.primitive.bind(*args, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def is_narrow(dtype: DTypeLike) -> bool:
+    """Whether floats are shorter than float32."""
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits < 32
+
+
+def bind(eqn: JaxprEqn, args: Sequence[Array]) -> Array:
+    (out,) = evaluate(eqn, args)
+    return out
+
+
+def _compose(outer: Linear, inner: Linear) -> Linear:
+    return lambda t: outer(inner(t))
+
+
+def affine(
+    center: Array,
+    inputs: Sequence[tuple[Interval, Linear, Linear]],
+    magnitude: Array,
+    terms: int,
+    origin: Origin | None = None,
+) -> Interval:
+    """The image of intervals under maps that add.
+
+    ``inputs`` holds ``(interval, linear map, map of absolute values)``; ``terms`` counts the
+    products added up in an output.
+    """
+    dtype = center.dtype
+    error = gamma(terms, dtype) if terms else 0.0
+    radius = jnp.zeros_like(center)
+    merged: dict[Root, Chain] = {}
+    shared = False
+    for value, apply, absolute in inputs:
+        reach = value.radius
+        if error:
+            reach = reach + error * (jnp.abs(value.center) + reach)
+        radius = radius + absolute(reach)
+        for root, chain in value.terms.items():
+            new = Chain(_compose(apply, chain.apply), _compose(absolute, chain.absolute))
+            if root in merged:
+                shared = True
+                new = Chain(
+                    _both(merged[root].apply, new.apply), _both(merged[root].absolute, new.absolute)
+                )
+            merged[root] = new
+    if error:
+        radius = radius + error * jnp.abs(center) + tiny(dtype) * terms
+    values = [value for value, _, _ in inputs]
+    return Interval(
+        center,
+        jnp.where(jnp.isnan(radius), jnp.inf, radius),
+        jnp.where(jnp.isnan(magnitude), jnp.inf, magnitude),
+        merged,
+        mixes=max(v.mixes for v in values) + (terms > 1) + shared,
+        roundings=max(v.roundings for v in values) + (terms and terms + 1),
+        origin=origin,
+    )
+
+
+def _both(first: Linear, second: Linear) -> Linear:
+    return lambda t: first(t) + second(t)
+
+
+def _none(eqn: JaxprEqn) -> int:
+    """How many products an operation adds up that only moves entries."""
+    return 0
+
+
+def additive(
+    positions: Iterable[int] | None = None,
+    terms: Callable[[JaxprEqn], int] = _none,
+    absolute: Callable[[Sequence[Array]], Array] | None = None,
+) -> Rule:
+    """A rule for what is jointly linear in the operands at ``positions`` (all by default)."""
+
+    def rule(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval | Ternary:
+        places = set(range(len(args)) if positions is None else positions)
+        operands = [a for a in args if isinstance(a, Interval) or is_exact(a)]
+        if len(operands) < len(args):
+            return moved_booleans(eqn, args, norm)
+        if any(isinstance(a, Interval) and i not in places for i, a in enumerate(operands)):
+            raise ValueError(
+                f"the primitive {eqn.primitive.name!r} is certified only where its indices do not "
+                "depend on the input."
+            )
+
+        def part(run: Callable[[list[Array]], Array], place: int) -> Linear:
+            def linear(t: Array) -> Array:
+                blank = [jnp.zeros_like(a) if i in places else a for i, a in enumerate(middles)]
+                return run([*blank[:place], t, *blank[place + 1 :]])
+
+            return linear
+
+        plain = functools.partial(bind, eqn)
+        sized = absolute or plain
+        middles = [a.center if isinstance(a, Interval) else a for a in operands]
+        sizes = [a.magnitude if isinstance(a, Interval) else jnp.abs(a) for a in operands]
+        sizes = [size if i in places else middles[i] for i, size in enumerate(sizes)]
+        inputs = [
+            (a, part(plain, i), part(sized, i))
+            for i, a in enumerate(operands)
+            if isinstance(a, Interval)
+        ]
+        origin = _kept(eqn, inputs[0][0].origin)
+        return affine(plain(middles), inputs, sized(sizes), terms(eqn), origin)
+
+    return rule
+
+
+def _kept(eqn: JaxprEqn, origin: Origin | None) -> Origin | None:
+    """What a maximum still is after it was spread along the axes that it was taken over."""
+    if not isinstance(origin, Reduced):
+        return None
+    operand: Any = ends(origin.operand).lower
+    out: Any = eqn.outvars[0].aval
+    keep = tuple(1 if i in origin.axes else n for i, n in enumerate(operand.shape))
+    left = tuple(i for i in range(operand.ndim) if i not in origin.axes)
+    if eqn.primitive.name in ("reshape", "expand_dims"):
+        return origin if out.shape == keep else None
+    if eqn.primitive.name == "broadcast_in_dim":
+        dims = tuple(eqn.params["broadcast_dimensions"])
+        return origin if dims in (left, tuple(range(operand.ndim))) else None
+    return None
+
+
+def parted(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> list[Value]:
+    """One value cut into several."""
+    (value,) = args
+    if not isinstance(value, Interval):
+        return [Ternary(*ends_) for ends_ in zip(*(evaluate(eqn, [end]) for end in ends(value)))]
+
+    def piece(k: int) -> Linear:
+        return lambda t: evaluate(eqn, [t])[k]
+
+    cuts = [piece(k) for k in range(len(eqn.outvars))]
+    return [affine(cut(value.center), [(value, cut, cut)], cut(value.magnitude), 0) for cut in cuts]
+
+
+def moved_booleans(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary:
+    """What only moves or joins entries, on booleans."""
+    if any(isinstance(a, Interval) for a in args):
+        raise ValueError(
+            f"{eqn.primitive.name!r} mixes booleans and floats that depend on the input."
+        )
+    lower, upper = (bind(eqn, side) for side in zip(*map(ends, args)))
+    return Ternary(lower, upper)
+
+
+def bilinear(terms: Callable[[JaxprEqn], int]) -> Rule:
+    """A rule for what is linear in either operand."""
+
+    def rule(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
+        left, right = args
+        count = terms(eqn)
+        if isinstance(left, Interval) and isinstance(right, Interval):
+            return _product_of_intervals(eqn, left, right, count, norm)
+        value, exact = (left, right) if isinstance(left, Interval) else (right, left)
+        if not isinstance(value, Interval) or not is_exact(exact):
+            raise ValueError(f"{eqn.primitive.name!r} is certified on floats only.")
+
+        def times(factor: Array) -> Linear:
+            return lambda t: bind(eqn, [t, factor] if value is left else [factor, t])
+
+        apply, absolute = times(exact), times(jnp.abs(exact))
+        inputs = [(value, apply, absolute)]
+        return affine(apply(value.center), inputs, absolute(value.magnitude), count)
+
+    return rule
+
+
+def _product_of_intervals(
+    eqn: JaxprEqn, left: Interval, right: Interval, terms: int, norm: float | None
+) -> Interval:
+    """``c_a c_b -+ (|c_a| r_b + r_a |c_b| + r_a r_b)`` for contractions."""
+    if eqn.primitive.name == "mul":
+        return product(left, right, norm)
+    (la, ua), (lb, ub) = ends(left), ends(right)
+    ca, cb = 0.5 * (la + ua), 0.5 * (lb + ub)
+    error = gamma(terms, la.dtype)
+    ra = jnp.maximum(ua - ca, ca - la) * (1 + error) + error * jnp.abs(ca)
+    rb = jnp.maximum(ub - cb, cb - lb) * (1 + error) + error * jnp.abs(cb)
+    center = bind(eqn, [ca, cb])
+    radius = bind(eqn, [jnp.abs(ca) + ra, rb]) + bind(eqn, [ra, jnp.abs(cb)])
+    radius = radius * (1 + error) + error * jnp.abs(center) + tiny(la.dtype) * terms
+    if eqn.primitive.name == "conv_general_dilated":
+        # A kernel's entry meets many positions: norms of entries do not bound the product.
+        constant = stretch([left, right], jnp.inf, norm)
+    else:
+        constant = _product_constant(left, right, 2 if norm == 2 else 1, norm)
+    return fresh(center - radius, center + radius, constant)
+
+
+def product(left: Value, right: Value, norm: float | None) -> Interval:
+    """Entry by entry."""
+    constant = _product_constant(left, right, math.inf, norm)
+    return fresh(*corners(ends(left), ends(right)), constant)
+
+
+def _product_constant(
+    left: Value, right: Value, measure: float, norm: float | None
+) -> Array | None:
+    """``|A| Lip(B) + |B| Lip(A)``: for contractions with Frobenius norms, or sums of entries."""
+    if norm is None:
+        return None
+    sizes = [largest_size(value).reshape(1, -1) for value in (left, right)]
+    one, two = (norms.lp_norm(size, measure)[0] for size in sizes)
+    total = one * constant_of(right, norm) + two * constant_of(left, norm)
+    slack = gamma(sizes[0].size + sizes[1].size, total.dtype)
+    return jnp.where(jnp.isnan(total), jnp.inf, total) * (1 + slack)
+
+
+def summation(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
+    """A sum of entries; how many entries attain a maximum is at least one."""
+    (value,) = args
+    axes = tuple(eqn.params["axes"])
+    origin = value.origin if isinstance(value, Interval) else None
+    if isinstance(origin, Location) and origin.axes == axes:
+        lower, upper = (jnp.sum(end, axis=axes) for end in ends(value))
+        return fresh(jnp.maximum(lower, 1.0), upper, stretch(args, jnp.inf, norm))
+    return additive(terms=_summed)(eqn, args, norm)
+
+
+def shape_of(eqn: JaxprEqn, place: int) -> tuple[int, ...]:
+    """The shape of an operand."""
+    aval: Any = eqn.invars[place].aval  # Its declared type knows no shape.
+    return aval.shape
+
+
+def _summed(eqn: JaxprEqn) -> int:
+    return math.prod(shape_of(eqn, 0)[axis] for axis in eqn.params["axes"])
+
+
+def cumulated(eqn: JaxprEqn) -> int:
+    return shape_of(eqn, 0)[eqn.params["axis"]]
+
+
+def scattered(eqn: JaxprEqn) -> int:
+    return math.prod(shape_of(eqn, 2))
+
+
+def windows(eqn: JaxprEqn, shape: Sequence[int]) -> list[Callable[..., Array]]:
+    """For every place in a window, what is there, ``shape``, of an array in a frame of a number."""
+    params = eqn.params
+    sizes, strides = params["window_dimensions"], params["window_strides"]
+    apart = params.get("window_dilation", (1,) * len(sizes))
+
+    def part(place: Sequence[int], t: Array, blank: float) -> Array:
+        t = lax.pad(t, jnp.asarray(blank, t.dtype), [(*pads, 0) for pads in params["padding"]])
+        first = [d * i for d, i in zip(apart, place)]
+        stops = [o + (n - 1) * s + 1 for o, n, s in zip(first, shape, strides)]
+        return lax.slice(t, first, stops, strides)
+
+    return [functools.partial(part, place) for place in itertools.product(*map(range, sizes))]
+
+
+def windowed(eqn: JaxprEqn) -> int:
+    return math.prod(eqn.params["window_dimensions"])
+
+
+def contracted(eqn: JaxprEqn) -> int:
+    (left, _), _ = eqn.params["dimension_numbers"]
+    return math.prod(shape_of(eqn, 0)[axis] for axis in left)
+
+
+def convolved(eqn: JaxprEqn) -> int:
+    kernel = shape_of(eqn, 1)
+    return max(math.prod(kernel) // kernel[eqn.params["dimension_numbers"].rhs_spec[0]], 1)
+
+
+def convert(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
+    (value,) = args
+    dtype = eqn.params["new_dtype"]
+    if isinstance(value, Ternary):
+        if dtype == jnp.bool_:
+            return value
+        if jnp.issubdtype(dtype, jnp.floating):
+            dtype = jnp.dtype(jnp.float32) if is_narrow(dtype) else dtype
+            return fresh(
+                value.lower.astype(dtype),
+                value.upper.astype(dtype),
+                stretch(args, jnp.inf, norm),
+                value.origin,
+            )
+    elif isinstance(value, Interval) and jnp.issubdtype(dtype, jnp.floating):
+        if is_narrow(dtype) or dtype == value.center.dtype:
+            return value
+        narrower = jnp.finfo(dtype).eps > jnp.finfo(value.center.dtype).eps
+        return additive(terms=lambda _: int(narrower))(eqn, args, norm)
+    raise ValueError(
+        f"a value that depends on the input is converted to {jnp.dtype(dtype).name}; only floats "
+        "can be certified."
+    )

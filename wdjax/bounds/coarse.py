@@ -1,0 +1,91 @@
+r"""Cheap bounds of whole positions of a map, which tell what needs no better ones.
+
+Parallel lines, ``s z + low`` and ``s z + up``, let one row of coefficients bound a function from
+both sides; all channels of a position look at the same windows; and rows go back only to what the
+first affine map computes, whose intervals are exact: most of their cost lies before it.
+
+Source: parallel lines as of Weng et al. [weng2018], who bound everything by them.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from wdjax.bounds import crown
+from wdjax.bounds.coefficients import Rows, Window, framed, rounding
+from wdjax.bounds.domain import Array
+from wdjax.bounds.relax import Lines
+
+_DEPTH = 3
+"""Values between that are not affine: of fewer little is saved, and of more too little decided."""
+_WIDTH = 128
+"""Functions that go back at once on a CPU."""
+
+
+def refine(state: crown.Pass, place: int, needed: Array) -> None:
+    """Bounds all channels of a map's positions where any is ``needed``, if that is worth it."""
+    value = state.values[place]
+    shape = value.lower.shape[1:]
+    short = _short(state, place) if len(shape) == 4 and shape[0] == 1 else None
+    if short is None:
+        return
+    channels = shape[-1]
+    most = _WIDTH if jax.default_backend() == "cpu" else 16 * _WIDTH
+    width = max(min(most // channels, crown.chunk(state, channels)), 1)
+    own = jnp.eye(channels, dtype=value.lower.dtype)[:, None, None, None, :]
+
+    def find(places: Sequence[Array]) -> Array:
+        sample, _, row, column = places
+        a = Window(jnp.repeat(own, len(sample), axis=1), (1, 1), (0, 0), shape)
+        found = crown.backward(short, {place: a}, Rows(sample, (row, column)), mirrored=True)
+        return found.transpose(0, 2, 1)
+
+    crown.improve(state, place, jnp.any(needed, axis=-1, keepdims=True), width, find)
+
+
+def _short(state: crown.Pass, place: int) -> crown.Pass | None:
+    """The pass with parallel lines, behind the first affine map, of which intervals are known."""
+    net, found = state.network, {place}
+    lines: dict[int, Lines] = {}
+    for node in reversed(net.graph.nodes):
+        for out in found.intersection(node.outputs):
+            value = state.values[out]
+            if found == {out} and out in net.affine and out in state.charges and value.mixes < 2:
+                boxes = {**state.boxes, out: framed(*_part(state, out))}
+                short = dataclasses.replace(state, lines=lines, boxes=boxes)
+                return short if len(lines) == _DEPTH else None
+            found.remove(out)
+            if out in net.affine:
+                found.update(part.place for part in net.affine[out].parts)
+            elif out in state.lines:
+                (view, *more), usual = state.lines[out].views, state.lines[out]
+                if more or view.view is not None:
+                    return None
+                operand = node.inputs[view.operand]
+                lines[out] = _parallel(usual, *_part(state, operand))
+                found.add(operand)
+    return None
+
+
+def _parallel(lines: Lines, lower: Array, upper: Array) -> Lines:
+    """The upper line, and the lower one turned about the ends of what it is over."""
+    (view,) = lines.views
+    unit = 2 * rounding(lower[0].size, lower.dtype)
+    turned = view.low - view.up
+    drop = jnp.minimum(turned * lower, turned * upper)
+    drop = drop - unit * jnp.abs(turned) * jnp.maximum(jnp.abs(lower), jnp.abs(upper))
+    low = lines.low + jnp.where(turned == 0, 0.0, drop)
+    if lines.free is not None:
+        low = jnp.where(lines.free, view.up * lines.shift, low)
+    return lines._replace(maps=(framed(low - unit * jnp.abs(low), lines.up, view.up, view.up),))
+
+
+def _part(state: crown.Pass, place: int) -> tuple[Array, Array]:
+    """Ends of a value's affine part."""
+    value, (offset, error) = state.values[place], state.gathered(place)
+    unit = 2 * rounding(offset[0].size, offset.dtype)
+    lower, upper = value.lower - offset - error, value.upper - offset + error
+    lower = lower - unit * (jnp.abs(lower) + jnp.abs(offset))
+    return lower, upper + unit * (jnp.abs(upper) + jnp.abs(offset))

@@ -1,0 +1,346 @@
+r"""Coefficients of many linear functions at one place of a program, whole or in windows.
+
+``G`` functions of each of ``R`` rows: a row belongs to one sample and, in windows, to one position
+of a map, and touches only ``[S p + o, S p + o + h)`` of an earlier map. Windows go back through a
+convolution in full size, ``h -> (h - 1) s + k``, and never depend on the map's size.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from wdjax.bounds.domain import Array, Linear
+
+Pair = tuple[int, int]
+
+_FOLD = 16
+"""Terms that a stage of a sum adds up."""
+
+
+class Rows(NamedTuple):
+    """``[R]`` rows: of which sample, and at which position of the map that they start from."""
+
+    sample: Array
+    position: tuple[Array, Array] | None = None
+
+    def of_all(self) -> "Rows":
+        """The same rows of a map that all samples share."""
+        return self._replace(sample=jnp.zeros_like(self.sample))
+
+
+class Whole(NamedTuple):
+    """``[G, R, *shape]``."""
+
+    a: Array
+
+    def behind(self, linear: Linear, shape: tuple[int, ...]) -> "Whole":
+        """Back through a linear map from ``shape``."""
+        pull = jax.vjp(linear, jnp.zeros(shape, self.a.dtype))[1]
+        return Whole(jax.vmap(jax.vmap(lambda t: pull(t)[0]))(self.a))
+
+
+class Window(NamedTuple):
+    """``[G, R, h / s, w / t, s t c]`` from ``stride p + offset`` on, in a map ``[1, height, width,
+    c]``; what a strided convolution makes stays in blocks ``[s, t]`` of the map.
+
+    Only ``extent`` entries, behind ``skip`` of them, may differ from 0 within the map. Of stride 0
+    it is the same for all rows.
+    """
+
+    a: Array
+    stride: Pair
+    offset: Pair
+    shape: tuple[int, ...]
+    block: Pair = (1, 1)
+    skip: Pair = (0, 0)
+    extent: Pair = (1, 1)
+    clean: bool = True
+    """Whether coefficients outside of the map are 0; what is seen there is 0 anyway."""
+
+    @property
+    def size(self) -> Pair:
+        return self.a.shape[2] * self.block[0], self.a.shape[3] * self.block[1]
+
+    @property
+    def fixed(self) -> bool:
+        return self.stride == (0, 0)
+
+
+Coefficients: TypeAlias = Whole | Window
+
+
+def framed(*values: Array) -> Array:
+    """``K`` values ``[B, *shape]`` to be seen at once, maps ``[1, height, width, c]`` in a frame of
+    zeros, ``[K, B, *shape]``.
+    """
+    maps = jnp.stack(jnp.broadcast_arrays(*values))
+    if maps.ndim != 6 or maps.shape[2] != 1:
+        return maps
+    return jnp.pad(maps, ((0, 0), (0, 0), (0, 0), (1, 1), (1, 1), (0, 0)))
+
+
+def unframed(maps: Array) -> Array:
+    return maps[:, :, :, 1:-1, 1:-1] if maps.ndim == 6 and maps.shape[2] == 1 else maps
+
+
+def seen(maps: Array, rows: Rows, like: Coefficients) -> Array:
+    """What framed values hold where the coefficients are, ``[K, R, N]``; 0 outside of maps."""
+    kinds, count, shape = len(maps), len(rows.sample), maps.shape[2:]
+    spots, entries = rows.sample[:, None], math.prod(shape)
+    if isinstance(like, Window):
+        (s, t), (_, height, width, entries) = like.block, like.shape
+        top, left = (
+            jnp.clip(start[:, None] + 1 + jnp.arange(size), 0, limit + 1)
+            for start, size, limit in zip(_starts(rows, like), like.size, (height, width))
+        )
+        top, left = top.reshape(count, -1, 1, s, 1), left.reshape(count, 1, -1, 1, t)
+        spots = rows.sample.reshape(count, 1, 1, 1, 1) * (height + 2) + top
+        spots = (spots * (width + 2) + left).reshape(count, -1)
+    # Numbers in one table: the CPU is slow at several indices, and at kinds that are not outermost.
+    table = maps.reshape(-1, entries)
+    spots = spots + np.arange(kinds)[:, None, None] * (len(table) // kinds)
+    found = table.at[spots].get(mode="promise_in_bounds")
+    if isinstance(like, Whole):
+        found = unframed(found.reshape(kinds, count, *shape))
+    return found.reshape(kinds, count, -1)
+
+
+def flat(coefficients: Coefficients) -> Array:
+    """``[G, R, N]``, in the order of :func:`seen`."""
+    return coefficients.a.reshape(*coefficients.a.shape[:2], -1)
+
+
+def _starts(rows: Rows, window: Window) -> tuple[Array, Array]:
+    positions = rows.position
+    if positions is None or window.fixed:
+        positions = (jnp.zeros_like(rows.sample),) * 2
+    first, second = (s * p + o for s, p, o in zip(window.stride, positions, window.offset))
+    return first, second
+
+
+def spread(window: Window) -> Window:
+    """In blocks of one entry, and no larger than it has to be."""
+    (s, t), (height, width), channels = window.block, window.size, window.shape[-1]
+    a = window.a.reshape(-1, height // s, width // t, s, t, channels).transpose(0, 1, 3, 2, 4, 5)
+    a = a.reshape(*window.a.shape[:2], height, width, channels)
+    (top, left), (high, broad) = window.skip, window.extent
+    a = a[:, :, top : top + high, left : left + broad]
+    offset = window.offset[0] + top, window.offset[1] + left
+    return window._replace(a=a, offset=offset, block=(1, 1), skip=(0, 0))
+
+
+def cleaned(window: Window, rows: Rows) -> Window:
+    """With zeros outside of the map."""
+    if window.clean:
+        return window
+    window, masks = spread(window), []
+    for start, size, limit in zip(_starts(rows, window), window.size, window.shape[1:3]):
+        places = start[:, None] + jnp.arange(size)
+        masks.append((places >= 0) & (places < limit))
+    inside = masks[0][:, :, None, None] & masks[1][:, None, :, None]
+    return window._replace(a=jnp.where(inside, window.a, 0.0), clean=True)
+
+
+def whole(coefficients: Coefficients, rows: Rows) -> Whole:
+    """Windows in whole maps."""
+    if isinstance(coefficients, Whole):
+        return coefficients
+    window = spread(coefficients)
+    a, (_, height, width, _) = window.a, window.shape
+    padded = jnp.pad(a, ((0, 0), (0, 0), (height, height), (width, width), (0, 0)))
+    starts = [
+        jnp.clip(n - s, 0, n + h)
+        for s, n, h in zip(_starts(rows, window), (height, width), a.shape[2:4])
+    ]
+
+    def cut(row: Array, top: Array, left: Array) -> Array:
+        size = (len(a), height, width, a.shape[-1])
+        zero = jnp.zeros_like(top)
+        return lax.dynamic_slice(row, (zero, top, left, zero), size)
+
+    out = jax.vmap(cut, in_axes=(1, 0, 0), out_axes=1)(padded, *starts)
+    return Whole(out[:, :, None])
+
+
+def total(left: Coefficients, right: Coefficients, rows: Rows) -> Coefficients:
+    """The sum; unequal windows are padded to their union."""
+    if isinstance(left, Whole) or isinstance(right, Whole) or left.stride != right.stride:
+        return Whole(whole(left, rows).a + whole(right, rows).a)
+    shifts = [a - b for a, b in zip(left.offset, right.offset)]
+    if left.block != right.block or any(n % s for n, s in zip(shifts, left.block)):
+        left, right = spread(left), spread(right)
+    pair = left, right
+    pads, ends = [], []
+    for axis, block in enumerate(left.block):
+        spans = [(w.offset[axis], w.offset[axis] + w.size[axis]) for w in pair]
+        first, last = min(start for start, _ in spans), max(stop for _, stop in spans)
+        pads.append([((a - first) // block, (last - b) // block) for a, b in spans])
+        inner = [w.offset[axis] + w.skip[axis] for w in pair]
+        stop = max(start + w.extent[axis] for start, w in zip(inner, pair))
+        ends.append((first, min(inner) - first, stop - min(inner)))
+    a = [jnp.pad(w.a, ((0, 0), (0, 0), *own, (0, 0))) for w, own in zip(pair, zip(*pads))]
+    offset, skip, extent = ((high, broad) for high, broad in zip(*ends))
+    return left._replace(
+        a=a[0] + a[1], offset=offset, skip=skip, extent=extent, clean=left.clean and right.clean
+    )
+
+
+class Kernel(NamedTuple):
+    """A convolution NHWC by HWIO without dilation or groups."""
+
+    kernel: Array
+    strides: Pair
+    padding: tuple[Pair, Pair]
+    shape: tuple[int, ...]
+    """Of the image that it takes, ``[1, height, width, c]``."""
+
+
+def plain(eqn: Any, exact: tuple[Any, ...]) -> Kernel | None:
+    """The convolution of an equation if it is such a one and its kernel is known."""
+    if eqn.primitive.name != "conv_general_dilated" or exact[1] is None:
+        return None
+    params, dims = eqn.params, eqn.params["dimension_numbers"]
+    images, kernels = (0, 3, 1, 2), (3, 2, 0, 1)
+    if (*dims,) != (images, kernels, images) or params["feature_group_count"] != 1:
+        return None
+    dilations = [*params["lhs_dilation"], *params["rhs_dilation"], params["batch_group_count"]]
+    shape = eqn.invars[0].aval.shape
+    if max(dilations) > 1 or shape[0] != 1:
+        return None
+    strides, padding = params["window_strides"], params["padding"]
+    return Kernel(exact[1], (*strides,), ((*padding[0],), (*padding[1],)), shape)
+
+
+def through(coefficients: Coefficients, conv: Kernel, rows: Rows) -> Window:
+    """Back through a convolution, in windows; of a whole map where they are no smaller."""
+    if isinstance(coefficients, Window):
+        window = spread(cleaned(coefficients, rows))
+        sizes = zip(window.extent, conv.strides, conv.kernel.shape)
+        high, broad = ((n - 1) * s + k for n, s, k in sizes)
+        if window.fixed or high * broad < conv.shape[1] * conv.shape[2]:
+            return _windowed(window, conv)
+        coefficients = whole(window, rows)
+    a = coefficients.a[:, :, 0]
+    extent = a.shape[2], a.shape[3]
+    return _windowed(Window(a, (0, 0), (0, 0), (1, *a.shape[2:]), extent=extent), conv)
+
+
+def _windowed(window: Window, conv: Kernel) -> Window:
+    a, (kernel, skip) = window.a, _blocks(conv)
+    out = _pulled(a.reshape(-1, *a.shape[2:]), kernel)
+    spans, strides = [], []
+    for axis, (stride, (pad, _), over) in enumerate(zip(conv.strides, conv.padding, skip)):
+        start = window.offset[axis] * stride - pad
+        size = (window.extent[axis] - 1) * stride + conv.kernel.shape[axis]
+        strides.append(window.stride[axis] * stride)
+        first, last = start, start + size
+        if window.fixed:
+            first, last = max(first, 0), min(last, conv.shape[1 + axis])
+        spans.append((start - over, first - start + over, last - first))
+    offset, inner, extent = ((high, broad) for high, broad in zip(*spans))
+    return Window(
+        out.reshape(*a.shape[:2], *out.shape[1:]),
+        (strides[0], strides[1]),
+        offset,
+        conv.shape,
+        conv.strides,
+        inner,
+        extent,
+        clean=window.fixed,
+    )
+
+
+def _blocks(conv: Kernel) -> tuple[Array, Pair]:
+    """The kernel of stride 1 that does the same to an image in blocks of the strides.
+
+    Zeros go before it where that lets blocks begin at multiples of the strides, and how many.
+    """
+    channels, outputs = conv.kernel.shape[2:]
+    counts, skip, full = [], [], []
+    for size, stride, (pad, _) in zip(conv.kernel.shape, conv.strides, conv.padding):
+        count, over = -(-size // stride), -pad % stride
+        over = over if over + size <= count * stride else 0
+        counts.append(count)
+        skip.append(over)
+        full.append((over, count * stride - size - over))
+    (tall, wide), (s, t) = counts, conv.strides
+    split = jnp.pad(conv.kernel, (*full, (0, 0), (0, 0)))
+    split = split.reshape(tall, s, wide, t, channels, outputs).transpose(0, 2, 1, 3, 4, 5)
+    return split.reshape(tall, wide, s * t * channels, outputs), (skip[0], skip[1])
+
+
+@jax.custom_jvp
+def _pulled(a: Array, kernel: Array) -> Array:
+    """The transposed convolution in full, ``n -> n - 1 + k``, as the CPU runs it fast."""
+    height, width, channels, outputs = kernel.shape
+    count, rows, columns, _ = a.shape
+    if rows == columns == 1:
+        flat = a.reshape(count, outputs) @ kernel.reshape(-1, outputs).T
+        return flat.reshape(count, height, width, channels)
+    mirrored = kernel.transpose(0, 1, 3, 2)[::-1, ::-1]
+    return _correlated(a, mirrored, ((height - 1,) * 2, (width - 1,) * 2))
+
+
+@functools.partial(_pulled.defjvp, symbolic_zeros=True)
+def _pulled_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
+    """In the coefficients as the transpose of the convolution itself; in the kernel as it comes."""
+    a, kernel = primals
+    out = _pulled(a, kernel)
+    change = jnp.zeros_like(out)
+    if not isinstance(tangents[0], SymbolicZero):
+        none = ((0, 0), (0, 0))
+        image = jax.linear_transpose(lambda t: _correlated(t, kernel, none), out)
+        change += image(tangents[0])[0]
+    if not isinstance(tangents[1], SymbolicZero):
+        change += _pulled(a, tangents[1])
+    return out, change
+
+
+def _correlated(x: Array, kernel: Array, padding: tuple[Pair, Pair]) -> Array:
+    return lax.conv_general_dilated(
+        x,
+        kernel,
+        (1, 1),
+        padding,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        precision=lax.Precision.HIGHEST,
+    )
+
+
+@jax.custom_jvp
+def summed(terms: Array) -> Array:
+    """``[G, R, ...] -> [G, R]``, in stages of 16 terms each.
+
+    Whole slices are added up, which the CPU does many numbers at a time.
+    """
+    flat = terms.reshape(*terms.shape[:2], -1)
+    while flat.shape[-1] > _FOLD:
+        width = -(-flat.shape[-1] // _FOLD)
+        parts = [flat[..., start : start + width] for start in range(0, flat.shape[-1], width)]
+        parts[-1] = jnp.pad(parts[-1], ((0, 0), (0, 0), (0, width - parts[-1].shape[-1])))
+        flat = functools.reduce(jnp.add, parts)
+    return jnp.sum(flat, axis=-1)
+
+
+@summed.defjvp
+def _summed_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (terms,), (change,) = primals, tangents
+    return summed(terms), jnp.sum(change, axis=tuple(range(2, change.ndim)))
+
+
+def rounding(count: int, dtype: Any) -> float:
+    """Relative to the sum of magnitudes, of :func:`summed`; holds for one stage more too.
+
+    A term is rounded 15 times in a stage, and of ``count`` a bound twice as large is returned:
+    windows may hold more entries than the map whose size ``count`` is, 0 beyond it.
+    """
+    stages = 0
+    while count > _FOLD:
+        stages, count = stages + 1, -(-count // _FOLD)
+    return 1.01 * (_FOLD * (stages + 1) + 8) * float(jnp.finfo(dtype).eps)

@@ -1,0 +1,121 @@
+"""Which programs jump: rounding, signs, booleans made numbers, selections whose cases disagree."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from wdjax.bounds.affine_rules import evaluate
+from wdjax.bounds.graph import Graph, Node, dependent, flatten
+from wdjax.checks import validate
+
+_JUMPS = {"floor", "ceil", "round", "sign", "rem", "argmax", "argmin", "cond", "while", "nextafter"}
+_COMPARISONS = {"lt", "le", "gt", "ge"}
+_WHOLE = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "expand_dims", "copy"}
+ELEMENTWISE = {
+    "add", "sub", "mul", "div", "neg", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic",
+    "erf", "erfc", "max", "min", "abs", "integer_pow", "square", "sqrt", "rsqrt", "select_n",
+    "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not", "pow", "clamp", "sin", "cos", "atan",
+}  # fmt: skip
+_PROBES = (-3.0, -0.7, 0.0, 0.3, 1.1, 40.0)
+
+
+def jumps(closed: ClosedJaxpr) -> set[str]:
+    """Names of the primitives by which a program may be discontinuous in its input.
+
+    A selection by a comparison of ``a`` with ``b`` is continuous if its cases, computed entry by
+    entry from ``a``, ``b`` and known numbers, agree wherever ``a = b``. Numbers are known outside
+    of a trace; what cannot be decided counts as a jump.
+
+    >>> jumps(jax.make_jaxpr(lambda x: jnp.where(x > 0, x, 0.1 * x))(1.0))
+    set()
+    >>> sorted(jumps(jax.make_jaxpr(lambda x: jnp.where(x > 0.5, 1.0, 0.0))(1.0)))
+    ['select_n']
+    """
+    graph = flatten(closed)
+    found, moved = set(), set(graph.inputs)
+    program = _Program(graph, {i: node for node in graph.nodes for i in node.outputs}, moved)
+    for node, moves in dependent(graph):
+        if not any(moves):
+            continue
+        moved.update(node.outputs)
+        source: Any = node.eqn.invars[0].aval
+        target: Any = node.eqn.outvars[0].aval
+        if node.name in _JUMPS:
+            found.add(node.name)
+        elif node.name == "convert_element_type":
+            floats = [jnp.issubdtype(a.dtype, jnp.floating) for a in (source, target)]
+            if floats != [True, True] and target.dtype != source.dtype:
+                found.add(node.name)
+        elif node.name == "select_n" and moves[0] and not _agree(program, node):
+            found.add(node.name)
+    return found
+
+
+class _Program(NamedTuple):
+    """What makes each value, and which of them depend on the input."""
+
+    graph: Graph
+    makers: dict[int, Node]
+    moved: set[int]
+
+
+def _agree(program: _Program, node: Node) -> bool:
+    """Whether the cases of a selection agree where its comparison is decided."""
+    predicate = program.makers.get(node.inputs[0])
+    while predicate is not None and predicate.name in {*_WHOLE, "not"}:
+        predicate = program.makers.get(predicate.inputs[0])
+    if predicate is None:
+        return False
+    left, right, name = predicate.inputs[0], predicate.inputs[-1], predicate.name
+    compared = name in _COMPARISONS
+    if compared and {left, right} == set(node.inputs[1:]):
+        return True
+    if not compared:  # Tests for numbers that are infinite or NaN.
+        return name == "is_finite" or (name in ("eq", "ne") and left == right)
+    try:
+        return all(_meet(program, node, (left, right), probe) for probe in _PROBES)
+    except _UnknownError:
+        return False
+
+
+class _UnknownError(Exception):
+    """A number that is not known, or an operation that mixes entries."""
+
+
+def _meet(program: _Program, node: Node, compared: tuple[int, int], probe: float) -> bool:
+    free = [place for place in compared if place in program.moved]
+    known: dict[int, Any] = {}
+    with jax.ensure_compile_time_eval():
+        if len(free) == 1:
+            (fixed,) = set(compared) - set(free)
+            value = _value(program, fixed, known)
+        else:
+            value = jnp.asarray(probe, jnp.float32)
+        avals = {place: program.graph.avals[place] for place in free}
+        known.update(
+            {i: jnp.broadcast_to(value, a.shape).astype(a.dtype) for i, a in avals.items()}
+        )
+        cases = [_value(program, place, known) for place in node.inputs[1:]]
+        first, second = (np.asarray(case, float) for case in cases)
+    return bool(np.allclose(first, second, rtol=1e-6, atol=1e-6 * (1e-30 + np.abs(first).max())))
+
+
+def _value(program: _Program, place: int, known: dict[int, Any]) -> Any:
+    """A value from known ones; an input-dependent one only entry by entry."""
+    if place in known:
+        return known[place]
+    if place in program.graph.constants:
+        value = program.graph.constants[place]
+        if validate.traced(value):
+            raise _UnknownError
+        return value
+    node = program.makers.get(place)
+    if node is None or (place in program.moved and node.name not in ELEMENTWISE | _WHOLE):
+        raise _UnknownError
+    args: Sequence[Any] = [_value(program, i, known) for i in node.inputs]
+    known.update(zip(node.outputs, evaluate(node.eqn, args)))
+    return known[place]

@@ -1,0 +1,165 @@
+"""Rules for comparisons, selections and the gradient of max pooling: hulls of what may be chosen.
+
+A comparison that the box does not decide is open, and a selection by it is the hull of both cases,
+which is where Clarke's generalised gradient of the selection lies.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+
+from wdjax.bounds.affine_rules import additive, bind, windows
+from wdjax.bounds.domain import (
+    Array,
+    Elementwise,
+    Interval,
+    Location,
+    Reduced,
+    Rule,
+    Ternary,
+    Value,
+    constant_of,
+    ends,
+    fresh,
+    gamma,
+    is_exact,
+    stretch,
+)
+
+
+def inequality(flip: bool) -> Rule:
+    """``<``, ``<=``, ``>`` and ``>=``; a comparison at equality is open, as Clarke's masks want."""
+
+    def rule(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary:
+        (la, ua), (lb, ub) = (ends(a) for a in (args[::-1] if flip else args))
+        return Ternary(ua < lb, ~(la > ub))
+
+    return rule
+
+
+def equal(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary:
+    """Never surely true, ties being kinks, but for a value and itself (the test for NaN)."""
+    left, right = args
+    if left is right:
+        lower, upper = ends(left)
+        return Ternary((lower > -jnp.inf) | (upper < jnp.inf), jnp.ones(lower.shape, bool))
+    for value, top in ((left, right), (right, left)):
+        decided = _attains(value, top)
+        if decided is not None:
+            return decided
+    if isinstance(left, Ternary) or isinstance(right, Ternary):
+        raise ValueError("booleans that depend on the input are not compared; use & and |.")
+    (la, ua), (lb, ub) = ends(left), ends(right)
+    meet = (la <= ub) & (lb <= ua)
+    return Ternary(jnp.zeros_like(meet), meet)
+
+
+def _attains(value: Value, top: Value) -> Ternary | None:
+    """Whether ``value`` attains the maximum ``top`` that was taken over it; None if it was not."""
+    if not isinstance(value, Interval) or not isinstance(top, Interval) or top.origin is None:
+        return None
+    lower, upper = ends(value)
+    origin = top.origin
+    if isinstance(origin, Elementwise) and any(operand is value for operand in origin.operands):
+        others = [operand for operand in origin.operands if operand is not value]
+        if not others:
+            return Ternary(jnp.ones(lower.shape, bool), jnp.ones(lower.shape, bool))
+        low, high = ends(others[0])
+        return Ternary(lower > high, upper >= low)
+    if isinstance(origin, Reduced) and origin.operand is value:
+        axes = origin.axes
+        if origin.name == "reduce_min":
+            lower, upper = -upper, -lower
+        first = jnp.max(upper, axis=axes, keepdims=True)
+        is_first = upper == first
+        lone = is_first & (jnp.sum(is_first, axis=axes, keepdims=True) == 1)
+        second = jnp.max(jnp.where(is_first, -jnp.inf, upper), axis=axes, keepdims=True)
+        rival = jnp.where(lone, second, first)
+        attained = lower > rival
+        return Ternary(attained, upper >= jnp.max(lower, axis=axes, keepdims=True), Location(axes))
+    return None
+
+
+def finite(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary:
+    """Surely true between finite ends; beyond them open."""
+    lower, upper = ends(args[0])
+    sure = jnp.isfinite(lower) & jnp.isfinite(upper)
+    return Ternary(sure, jnp.ones_like(sure))
+
+
+def unequal(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary:
+    same = equal(eqn, args, norm)
+    return Ternary(~same.upper, ~same.lower)
+
+
+def logical(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary:
+    if any(isinstance(a, Interval) for a in args):
+        raise ValueError(f"the primitive {eqn.primitive.name!r} is certified on booleans only.")
+    name = eqn.primitive.name
+    if name == "not":
+        lower, upper = ends(args[0])
+        return Ternary(~upper, ~lower)
+    (la, ua), (lb, ub) = (ends(a) for a in args)
+    if name == "xor":
+        return Ternary((la & ~ub) | (lb & ~ua), (ua & ~lb) | (ub & ~la))
+    return Ternary(bind(eqn, [la, lb]), bind(eqn, [ua, ub]))
+
+
+def select(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
+    pick, *cases = args
+    if is_exact(pick):
+        return additive(range(1, len(args)))(eqn, args, norm)
+    if not isinstance(pick, Ternary) or len(cases) != 2:
+        raise ValueError("select_n is certified for a boolean predicate and two cases only.")
+    (l0, u0), (l1, u1) = (ends(case) for case in cases)
+    if l0.dtype == bool:
+        # (pick & one) | (~pick & zero), and both agree wherever pick is open.
+        lower = jnp.where(pick.lower, l1, jnp.where(pick.upper, l0 & l1, l0))
+        return Ternary(lower, jnp.where(pick.lower, u1, jnp.where(pick.upper, u0 | u1, u0)))
+    if not jnp.issubdtype(l0.dtype, jnp.floating):
+        raise ValueError("an integer that depends on the input cannot be certified.")
+    surely, maybe = (jnp.broadcast_to(end, l0.shape) for end in (pick.lower, pick.upper))
+    lower = jnp.where(surely, l1, jnp.where(maybe, jnp.minimum(l0, l1), l0))
+    upper = jnp.where(surely, u1, jnp.where(maybe, jnp.maximum(u0, u1), u0))
+    return fresh(lower, upper, _piecewise(cases, norm))
+
+
+def _piecewise(cases: Sequence[Value], norm: float | None) -> Array | None:
+    """Of a continuous function whose every entry is one of two: the norm of both stacked."""
+    if norm is None:
+        return None
+    zero, one = (constant_of(case, norm) for case in cases)
+    if norm == math.inf:
+        return jnp.maximum(zero, one)
+    return zero + one if norm == 1 else jnp.sqrt(zero**2 + one**2) * (1 + gamma(4, zero.dtype))
+
+
+def unpool(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
+    """The gradient of max pooling: a window's cotangent goes where its largest entry may be."""
+    source, operand = args
+    if not isinstance(operand, Interval):
+        return additive([0], lambda e: math.prod(e.params["window_dimensions"]))(eqn, args, norm)
+    (lower, upper), (low_g, high_g) = ends(operand), ends(source)
+    views = windows(eqn, low_g.shape)
+    lows, highs = (jnp.stack([see(end, -jnp.inf) for see in views]) for end in (lower, upper))
+    best = jnp.max(lows, axis=0)
+    low, high = jnp.zeros_like(lower), jnp.zeros_like(lower)
+    for index, see in enumerate(views):
+        rivals = jnp.delete(highs, index, axis=0, assume_unique_indices=True)
+        surely = lows[index] > jnp.max(rivals, axis=0, initial=-jnp.inf)
+        maybe = highs[index] >= best
+        back = jax.linear_transpose(functools.partial(see, blank=0.0), lower)
+        low += back(jnp.where(surely, low_g, jnp.where(maybe, jnp.minimum(low_g, 0.0), 0.0)))[0]
+        high += back(jnp.where(surely, high_g, jnp.where(maybe, jnp.maximum(high_g, 0.0), 0.0)))[0]
+    # Overlapping windows add up; every partial sum is at most the sum of the magnitudes.
+    sizes = zip(eqn.params["window_dimensions"], eqn.params["window_strides"])
+    overlap = math.prod(-(-size // stride) for size, stride in sizes)
+    slack = jnp.zeros((), lower.dtype)
+    if overlap > 1:
+        size = jnp.maximum(jnp.max(jnp.abs(low_g)), jnp.max(jnp.abs(high_g)))
+        slack = gamma(overlap, lower.dtype) * overlap * size
+    return fresh(low - slack, high + slack, stretch(args, jnp.inf, norm))

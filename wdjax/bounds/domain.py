@@ -1,0 +1,274 @@
+r"""The values of interval arithmetic: affine images of boxes, and booleans that may be open.
+
+A value is kept as an affine image of independent boxes, its *roots*, as long as the program is
+affine; a nonlinear operation makes a new root. An affine operation ``T`` maps centre and radius to
+``T c`` and ``|T| r``. Where a value is small, or its root is an l_1 or l_2 ball, the rows of the
+composed map are formed, and their norms give tighter bounds than step by step.
+
+Rounding: every operation widens its result by a bound on the rounding of floats, ``gamma_k |T|
+(|c| + r)`` for sums of ``k`` terms in any order, so the interval holds what exact arithmetic
+returns on the given parameters *and* what the float program returns, for every input in the box.
+Of elementary functions :mod:`wdjax.bounds.ulps` says what they may be wrong by.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias, TypeGuard
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.typing import ArrayLike, DTypeLike
+
+from wdjax import norms
+
+Array = jax.Array
+Linear = Callable[[Array], Array]
+
+_PULLED = 256
+"""Values of at most this size are bounded by the rows of their composed affine map, and so many
+rows are pulled back at once."""
+
+
+@dataclass(eq=False)
+class Root:
+    """A box ``center -+ half``, perhaps cut by an l_r ball, whose points are independent."""
+
+    center: Array
+    half: Array
+    ball: tuple[Array, Array, float] | None = None
+    """``(ball's centre - center, radius, r)``."""
+    constant: Array | None = None
+    """Lipschitz constant of the root as a function of the program's input, l_r to l_r."""
+
+
+@dataclass(eq=False)
+class Chain:
+    """A linear map of a root's deviation, and the map of absolute values that dominates it."""
+
+    apply: Linear
+    absolute: Linear
+
+
+class Elementwise(NamedTuple):
+    """An origin: the maximum of two operands."""
+
+    operands: Sequence["Value"]
+
+
+class Reduced(NamedTuple):
+    """An origin: the ``reduce_max`` or ``reduce_min`` of one operand."""
+
+    name: str
+    operand: "Value"
+    axes: tuple[int, ...]
+
+
+class Location(NamedTuple):
+    """An origin: where the entries along these axes attain their maximum, at least one of them."""
+
+    axes: tuple[int, ...]
+
+
+Origin: TypeAlias = Elementwise | Reduced | Location
+
+
+@dataclass(eq=False)
+class Interval:
+    """Reals in ``center -+ radius``: an affine image of roots."""
+
+    center: Array
+    radius: Array
+    magnitude: Array
+    """``|T| |root| + |offset|``, what rounding errors are relative to."""
+    terms: dict[Root, Chain]
+    mixes: int = 0
+    """Affine operations since the roots that add several entries of one root."""
+    roundings: int = 0
+    """Roundings since the roots along the longest path."""
+    origin: Origin | None = None
+    """Where a maximum comes from, so that a comparison with its operands is decided exactly."""
+    known: norms.Bounds | None = field(default=None, repr=False)
+
+
+@dataclass(eq=False)
+class Ternary:
+    """Booleans that are true where ``lower``, false where not ``upper``, open elsewhere."""
+
+    lower: Array
+    upper: Array
+    origin: Origin | None = None
+
+
+Value: TypeAlias = Interval | Ternary | Array
+Rule = Callable[[JaxprEqn, Sequence[Value], float | None], Value | list[Value]]
+"""What a primitive does to its operands, some of which depend on the input; with Lipschitz
+constants in a norm, if there is one."""
+
+
+def box(
+    lower: Array,
+    upper: Array,
+    ball: tuple[ArrayLike, ArrayLike, float] | None = None,
+    constant: Array | None = None,
+) -> Interval:
+    """The input of a program: a box, cut by an l_1 or l_2 ball."""
+    value = fresh(lower, upper, constant)
+    if ball is not None:
+        center, radius, norm = ball
+        (root,) = value.terms
+        root.ball = (jnp.asarray(center) - root.center, jnp.asarray(radius, lower.dtype), norm)
+    return value
+
+
+def gamma(terms: float, dtype: DTypeLike) -> float:
+    """Relative error of a sum of this many products: twice over, for centre and model."""
+    return 1.01 * (terms + 4) * float(jnp.finfo(dtype).eps)
+
+
+def tiny(dtype: DTypeLike) -> float:
+    return float(jnp.finfo(dtype).tiny)
+
+
+def fresh(
+    lower: Array, upper: Array, constant: Array | None = None, origin: Origin | None = None
+) -> Interval:
+    """A new root with these ends. Ends that are not finite, NaN included, become infinite."""
+    lower = jnp.where(jnp.isnan(lower), -jnp.inf, lower)
+    upper = jnp.where(jnp.isnan(upper), jnp.inf, upper)
+    middle = 0.5 * lower + 0.5 * upper
+    finite = jnp.isfinite(middle)
+    center = jnp.where(finite, middle, 0.0)
+    half = jnp.maximum(upper - center, center - lower) * (1 + gamma(0, lower.dtype))
+    half = jnp.where(finite, half, jnp.inf)
+    root = Root(center, half, constant=constant)
+    chain = Chain(lambda t: t, lambda t: t)
+    known = norms.Bounds(lower, upper)
+    return Interval(center, half, jnp.abs(center) + half, {root: chain}, origin=origin, known=known)
+
+
+def ends(value: Value) -> norms.Bounds:
+    """``Bounds`` of an interval, a ternary or an exact array."""
+    if isinstance(value, Ternary):
+        return norms.Bounds(value.lower, value.upper)
+    if not isinstance(value, Interval):
+        return norms.Bounds(value, value)
+    if value.known is None:
+        slack = gamma(0, value.center.dtype) * (jnp.abs(value.center) + value.radius)
+        lower, upper = value.center - value.radius - slack, value.center + value.radius + slack
+        for center, radius in _refined(value):
+            lower = jnp.fmax(lower, center - radius)
+            upper = jnp.fmin(upper, center + radius)
+        value.known = norms.Bounds(lower, upper)
+    return value.known
+
+
+# Rows of the composed affine map.
+
+
+def _refined(value: Interval) -> list[tuple[Array, Array]]:
+    """Further (centre, radius) of the value, from the rows of its map."""
+    balls = [root for root in value.terms if root.ball is not None]
+    if value.center.size <= _PULLED and (balls or value.mixes > 1):
+        return [_from_rows(value, root) for root in (None, *balls)]
+    return [_from_rows(value, root) for root in balls if len(value.terms) == 1]
+
+
+def _from_rows(value: Interval, cut: Root | None) -> tuple[Array, Array]:
+    """Bounds by the box of every root, but by the ball of the root ``cut``."""
+    center, radius = value.center, _rounding(value)
+    for root, chain in value.terms.items():
+        if root is cut and root.ball is not None:
+            offset, eps, norm = root.ball
+            slack = gamma(2 * value.roundings + root.half.size, center.dtype)
+            size = _row_norms(chain.apply, root, norms.dual(norm))
+            # A composed map rounds relative to its map of absolute values.
+            composed = value.mixes > 1
+            whole = _row_norms(chain.absolute, root, norms.dual(norm)) if composed else size
+            center = center + chain.apply(offset)
+            radius = radius + eps * (size + slack * whole)
+        else:
+            reach = _row_norms(chain.apply, root, 1, root.half)
+            radius = radius + reach * (1 + gamma(root.half.size, reach.dtype))
+    return center, jnp.where(jnp.isnan(radius), jnp.inf, radius)
+
+
+def _rounding(value: Interval) -> Array:
+    return 2 * gamma(2 * value.roundings, value.center.dtype) * value.magnitude
+
+
+def _row_norms(linear: Linear, root: Root, norm: float, scale: ArrayLike = 1.0) -> Array:
+    """Of every row of a map, pulled back from its outputs, after its entries were scaled."""
+    out, pull = jax.vjp(linear, jnp.zeros_like(root.half))
+
+    def one(entry: Array) -> Array:
+        hot = jax.nn.one_hot(entry, out.size, dtype=out.dtype).reshape(out.shape)
+        return norms.lp_norm((pull(hot)[0] * scale)[None], norm)[0]
+
+    return lax.map(one, jnp.arange(out.size), batch_size=_PULLED).reshape(out.shape)
+
+
+def matrix(chain: Linear, root: Root, shape: tuple[int, ...]) -> Array:
+    """The matrix of a linear map as ``[outputs, inputs]``, pulled back from its outputs."""
+    out, pull = jax.vjp(chain, jnp.zeros_like(root.half))
+    basis = jnp.eye(math.prod(shape), dtype=out.dtype).reshape(-1, *shape)
+    return jax.vmap(lambda t: pull(t)[0])(basis).reshape(basis.shape[0], -1)
+
+
+def is_exact(value: Value) -> TypeGuard[Array]:
+    return not isinstance(value, Interval | Ternary)
+
+
+def largest_size(value: Value) -> Array:
+    return jnp.maximum(*map(jnp.abs, ends(value)))
+
+
+# Lipschitz constants, l_r to l_r, from the input to a value.
+
+
+def constant_of(value: Value, norm: float) -> Array:
+    """A Lipschitz constant of a value as a function of the input, both in the l_r norm."""
+    if not isinstance(value, Interval):
+        return jnp.zeros(())
+    slack = 1 + gamma(value.magnitude.size + 2 * value.roundings, value.center.dtype)
+    parts = [
+        slack
+        * _operator_norm(chain, root, value, norm)
+        * (jnp.inf if root.constant is None else root.constant)
+        for root, chain in value.terms.items()
+    ]
+    return functools.reduce(jnp.add, parts)
+
+
+_MATERIALISED = 2**22
+
+
+def _operator_norm(chain: Chain, root: Root, value: Interval, norm: float) -> Array:
+    ones = jnp.ones(root.half.shape, root.half.dtype)
+    row_sums, pull = jax.vjp(chain.absolute, ones)
+    row_sum = jnp.max(row_sums)
+    column_sum = jnp.max(pull(jnp.ones_like(row_sums))[0])
+    if norm == math.inf:
+        return row_sum
+    if norm == 1:
+        return column_sum
+    size = jnp.sqrt(row_sum * column_sum)
+    small = min(ones.size, row_sums.size) <= 1024 and ones.size * row_sums.size <= _MATERIALISED
+    if value.mixes and small:
+        upper = norms.operator_norm(matrix(chain.apply, root, row_sums.shape), 2).upper
+        # A composed map rounds relative to its map of absolute values, whose norm size bounds.
+        composed = gamma(2 * value.roundings, size.dtype) * size if value.mixes > 1 else 0.0
+        size = jnp.fmin(size, upper + composed)
+    return size
+
+
+def stretch(args: Sequence[Value], factor: ArrayLike, norm: float | None) -> Array | None:
+    """The constant of a nonlinear function: ``factor`` times the sum of its operands'."""
+    if norm is None:
+        return None
+    total = functools.reduce(jnp.add, (constant_of(a, norm) for a in args))
+    scaled = total * factor
+    return jnp.where(jnp.isnan(scaled), jnp.inf, scaled)

@@ -1,0 +1,82 @@
+"""Equations that do two things at once, written as two: repeat and combine, multiply and add up."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+
+from wdjax.bounds.graph import Graph, Node, add, dependent
+
+_BINARY = {
+    "add", "sub", "mul", "div", "max", "min", "pow", "lt", "le", "gt", "ge", "eq", "ne",
+}  # fmt: skip
+"""Which may repeat an operand along axes of length 1 without saying so."""
+
+
+def explicit(graph: Graph) -> Graph:
+    """The same program, whose products of moving values are products of their entries.
+
+    >>> from wdjax.bounds.graph import flatten
+    >>> closed = jax.make_jaxpr(lambda x: x @ x.T)(jnp.ones((3, 3)))
+    >>> [node.name for node in explicit(flatten(closed)).nodes][-2:]
+    ['mul', 'reduce_sum']
+    """
+    nodes, graph.nodes = list(dependent(graph)), []
+    for node, moves in nodes:
+        avals: list[Any] = [atom.aval for atom in node.eqn.invars]
+        out: Any = node.eqn.outvars[0].aval
+        parts: Callable[..., jax.Array] | None = None
+        if node.name == "dot_general" and all(moves):
+            parts = _contraction(node.eqn)
+        elif node.name == "div" and moves[1]:
+            parts = _repetition(node.eqn, by_inverse=True)
+        elif node.name in _BINARY and any(a.shape not in ((), out.shape) for a in avals):
+            parts = _repetition(node.eqn)
+        if parts is None:
+            graph.nodes.append(node)
+            continue
+        place = add(graph, parts, avals, node.inputs)
+        graph.nodes[-1] = _renamed(graph.nodes[-1], place, node)
+    return graph
+
+
+def _renamed(last: Node, place: int, node: Node) -> Node:
+    """The last of some equations returns what the one that they stand for returned."""
+    if last.outputs != (place,):
+        raise ValueError(f"{node.name!r} was not written out as expected; report this program.")
+    return replace(last, outputs=node.outputs)
+
+
+def _repetition(eqn: JaxprEqn, by_inverse: bool = False) -> Callable[..., jax.Array]:
+    out: Any = eqn.outvars[0].aval
+
+    def combine(*args: jax.Array) -> jax.Array:
+        wide = [a if a.shape in ((), out.shape) else jnp.broadcast_to(a, out.shape) for a in args]
+        if by_inverse:
+            return wide[0] * wide[1] ** -1
+        return jnp.asarray(eqn.primitive.bind(*wide, **eqn.params))
+
+    return combine
+
+
+def _contraction(eqn: JaxprEqn) -> Callable[..., jax.Array]:
+    (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+
+    def arranged(t: jax.Array, batch: Any, summed: Any) -> tuple[jax.Array, list[int]]:
+        free = [axis for axis in range(t.ndim) if axis not in (*batch, *summed)]
+        return t.transpose([*batch, *free, *summed]), [t.shape[axis] for axis in free]
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        (a, rows), (b, columns) = arranged(a, left_batch, left), arranged(b, right_batch, right)
+        batch, summed = a.shape[: len(left_batch)], a.shape[a.ndim - len(left) :]
+        ones = [1] * len(columns)
+        a = a.reshape(*batch, *rows, *ones, *summed)
+        b = b.reshape(*batch, *[1] * len(rows), *columns, *summed)
+        wide = (*batch, *rows, *columns, *summed)
+        entries = jnp.broadcast_to(a, wide) * jnp.broadcast_to(b, wide)
+        return jnp.sum(entries, axis=tuple(range(len(wide) - len(summed), len(wide))))
+
+    return product

@@ -1,0 +1,136 @@
+r"""Functions of one number that a program writes in several equations, such as GELU, as one node.
+
+The parts' lines put together are looser than those of the whole, :mod:`wdjax.bounds.activation`.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wdjax.bounds import affine_rules
+from wdjax.bounds.activation import primitive
+from wdjax.bounds.continuity import ELEMENTWISE, jumps
+from wdjax.bounds.domain import Array
+from wdjax.bounds.graph import Graph, Node, alive, dependent
+from wdjax.bounds.relax import RELAXATIONS
+from wdjax.checks import validate
+
+_COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne"}
+_AFFINE = {"add", "add_any", "sub", "neg"}
+_BENT = {"max", "min", "abs"}
+"""Their own lines are exact where they bend."""
+_ELEMENTWISE = ELEMENTWISE - {"and", "or", "not", "pow", "clamp", "sin", "cos"} | {"add_any"}
+
+
+class _Cone(NamedTuple):
+    """The equations by which the entries of one value follow from those of another."""
+
+    root: int
+    nodes: tuple[Node, ...]
+
+
+def fuse(graph: Graph) -> Graph:
+    """The same program, with one node for every function of the entries of one value.
+
+    Single equations that have lines of their own stay, and so do functions that may jump, that
+    compare what has been rounded, or whose constants are not known numbers.
+
+    >>> from wdjax.bounds.graph import flatten
+    >>> def program(x):
+    ...     return jax.nn.silu(2 * x).sum() + jax.nn.relu(x).sum()
+    >>> [node.name for node in fuse(flatten(jax.make_jaxpr(program)(jnp.ones(3)))).nodes]
+    ['elementwise', 'reduce_sum', 'max', 'reduce_sum', 'add']
+    """
+    numbers: dict[int, Any] = {}
+    cones: dict[int, _Cone] = {}
+    read: dict[int, list[int]] = {place: [-1] for place in graph.outputs}
+    for place, value in graph.constants.items():
+        _learn(numbers, place, value)
+    for node, moves in dependent(graph):
+        for place in node.inputs:
+            read.setdefault(place, []).append(node.outputs[0])
+        if any(moves):
+            cone = _cone(graph, node, moves, cones, numbers)
+            cones.update({} if cone is None else {node.outputs[0]: cone})
+        elif all(place in numbers for place in node.inputs):
+            avals: list[Any] = [atom.aval for atom in node.eqn.invars]
+            with jax.ensure_compile_time_eval():
+                args = [jnp.full(a.shape, numbers[i]) for i, a in zip(node.inputs, avals)]
+                for place, value in zip(node.outputs, affine_rules.evaluate(node.eqn, args)):
+                    _learn(numbers, place, value)
+    nodes = []
+    for node in graph.nodes:
+        cone = cones.get(node.outputs[0])
+        inside = cone is not None and all(
+            user in cones and cones[user].root == cone.root for user in read[node.outputs[0]]
+        )
+        nodes.append(node if cone is None or inside else _made(graph, node, cone, numbers))
+    graph.nodes = nodes
+    return alive(graph)
+
+
+def _learn(numbers: dict[int, Any], place: int, value: Any) -> None:
+    """Remembers an array of one number over and over."""
+    if not validate.traced(value) and not jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        entries = np.asarray(value).reshape(-1)
+        if entries.size and np.all(entries == entries[0]):
+            numbers[place] = entries[0]
+
+
+def _cone(
+    graph: Graph,
+    node: Node,
+    moves: tuple[bool, ...],
+    cones: dict[int, _Cone],
+    numbers: dict[int, Any],
+) -> _Cone | None:
+    if node.name not in _ELEMENTWISE:
+        return None
+    moving = {place for place, moved in zip(node.inputs, moves) if moved}
+    before = [cones[place] for place in moving if place in cones]
+    roots = {cone.root for cone in before} | {place for place in moving if place not in cones}
+    out, root = graph.avals[node.outputs[0]], min(roots)
+    operand = graph.avals[root]
+    fits = out.shape == operand.shape and operand.dtype in (jnp.float32, jnp.float64)
+    if len(roots) > 1 or not fits or not moving | numbers.keys() >= {*node.inputs}:
+        return None
+    nodes = dict.fromkeys(own for cone in before for own in cone.nodes)
+    return _Cone(root, (*nodes, node))
+
+
+def _made(graph: Graph, node: Node, cone: _Cone, numbers: dict[int, Any]) -> Node:
+    """One node for all of a cone, where that gains anything and is sound."""
+    out, operand = graph.avals[node.outputs[0]], graph.avals[cone.root]
+    inside = {cone.root, *(own.outputs[0] for own in cone.nodes)}
+    bends = [bend for own in cone.nodes if (bend := _bend(own, inside))]
+    if RELAXATIONS.keys() >= {*bends} and ({*bends} <= _BENT or len(bends) < 2):
+        return node
+    # What is compared must not have been rounded before.
+    compared = [own.inputs for own in cone.nodes if own.name in _COMPARISONS]
+    exact = all(inside & {*pair} == {cone.root} or pair[0] == pair[-1] for pair in compared)
+
+    def function(z: Array) -> Array:
+        values: dict[int, Any] = {**numbers, cone.root: z}
+        for each in cone.nodes:
+            args = [values[place] for place in each.inputs]
+            values[each.outputs[0]] = each.eqn.primitive.bind(*args, **each.eqn.params)
+        return values[node.outputs[0]]
+
+    closed = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), operand.dtype))
+    if not exact or out.dtype != operand.dtype or jumps(closed):
+        return node
+    whole = jax.make_jaxpr(functools.partial(primitive.bind, jaxpr=closed))(operand)
+    return Node(whole.eqns[0], (cone.root,), node.outputs)
+
+
+def _bend(node: Node, inside: set[int]) -> str:
+    """What is not affine in what is inside of a cone, if anything."""
+    if node.name == "integer_pow" and node.eqn.params["y"] > 0 and node.eqn.params["y"] % 2:
+        return "odd power"
+    moves = [place in inside for place in node.inputs]
+    straight = node.name in _AFFINE | _COMPARISONS
+    straight |= (node.name == "mul" and not all(moves)) or (node.name == "div" and not moves[1])
+    return "" if straight else node.name

@@ -1,0 +1,220 @@
+r"""Bounds of one margin where the signs of some rectifiers' operands are given.
+
+A leaf is a set of points of one region: those where the operands ``z`` of the split rectifiers have
+the leaf's signs. Both signs include 0, and a leaf reaches further by ``w``, what rounding may move
+``z`` by, so that the leaves of a split cover what was split whatever the floats are. In a leaf a
+split rectifier is nearly affine; and since ``s z >= -w``, ``margin - b (s z + w)`` is at most the
+margin for every ``b >= 0``: multipliers that are maximised together with the open neurons' slopes.
+
+Source: Wang et al. [wang2021]; the neurons to split, De Palma et al. [depalma2021].
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.flatten_util import ravel_pytree
+
+from wdjax.bounds import crown, margins, region, slopes
+from wdjax.bounds.coefficients import Rows, Whole, rounding, summed
+from wdjax.bounds.domain import Array
+from wdjax.bounds.network import Network
+from wdjax.bounds.region import Box, Region
+from wdjax.lipschitz.margin import Classifier
+from wdjax.precision import highest
+
+_RATE = 0.2
+
+Maps = dict[int, Array]
+"""By the place of a rectifier's operand."""
+
+
+class Root(NamedTuple):
+    """What holds in a whole region of one sample."""
+
+    low: Array
+    """``[K]`` bounds of the margins."""
+    lower: Maps
+    upper: Maps
+    slack: Maps
+    """By how much one float program's operand may differ from another's."""
+
+    def begin(self, rival: Array) -> "Leaves":
+        """The whole region, a leaf for each rival class."""
+        usual = {place: self.upper[place] > -low for place, low in self.lower.items()}
+        size = sum(low.size for low in self.lower.values())
+        slope = _rows({place: m[None].astype(self.low.dtype) for place, m in usual.items()})
+        return Leaves(
+            rival,
+            jnp.zeros((len(rival), size), jnp.int8),
+            jnp.broadcast_to(slope, (len(rival), size)),
+        )
+
+
+class Leaves(NamedTuple):
+    """``L`` sets of points of one region, over the ``N`` operands of its rectifiers."""
+
+    rival: Array
+    """``[L]`` classes."""
+    signs: Array
+    """``[L, N]`` of -1, 0 and 1; 0 where both are allowed."""
+    multipliers: Array
+    """``[L, N]``: slopes of what is not split, multipliers of what is."""
+
+
+class Bounds(NamedTuple):
+    """What was found of leaves."""
+
+    low: Array
+    multipliers: Array
+    choices: Array
+    """``[L, C]`` operands, the best to split first; N where there is none."""
+    children: Array
+    """``[L, C, 2]`` bounds of the halves, negative side first."""
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5))
+def root(model: Classifier, x: Array, y: Array, eps: Array, norm: float, box: Box) -> Root:
+    """Bounds of one sample's region by optimised slopes, ``x`` ``[1, *shape]``."""
+    with highest():
+        ball = region.ball(x, eps, norm, box)
+        state = margins.prepare(model, ball, "alpha")
+        low = margins.of(state, model, ball, y, "alpha")
+    lower, upper, slack = {}, {}, {}
+    for place in rectified(state).values():
+        value = state.values[place]
+        unit = 4 * float(jnp.finfo(value.lower.dtype).eps)
+        size = jnp.maximum(jnp.abs(value.lower), jnp.abs(value.upper))[0]
+        error = state.gathered(place)[1][0]
+        lower[place], upper[place] = value.lower[0], value.upper[0]
+        slack[place] = 2 * error + unit * size
+    return Root(low[0], lower, upper, slack)
+
+
+def rectified(state: crown.Pass) -> dict[int, int]:
+    """The operand's place of every rectifier with free slopes, by the place of its value."""
+    found = {}
+    for node in state.network.graph.nodes:
+        lines = state.lines.get(node.outputs[0])
+        if lines is not None and lines.free is not None:
+            found[node.outputs[0]] = node.inputs[lines.views[0].operand]
+    return found
+
+
+def _rows(maps: Maps) -> Array:
+    """Maps ``[L, *shape]`` as ``[L, N]``."""
+    return jax.vmap(lambda own: ravel_pytree(own)[0])(maps)
+
+
+def _maps(rows: Array, like: Maps) -> Maps:
+    """``[L, N]`` as maps ``[L, *shape]``."""
+    return jax.vmap(ravel_pytree(like)[1])(rows)
+
+
+@functools.partial(jax.jit, static_argnums=(6, 7, 8, 9))
+def bounds(
+    model: Classifier,
+    x: Array,
+    y: Array,
+    eps: Array,
+    known: Root,
+    leaves: Leaves,
+    norm: float,
+    box: Box,
+    steps: int,
+    tries: int,
+) -> Bounds:
+    """Bounds of leaves by ``steps`` steps, and of the halves of ``tries`` splits of each."""
+    count = len(leaves.rival)
+    with highest():
+        ball = region.ball(jnp.broadcast_to(x, (count, *x.shape[1:])), eps, norm, box)
+        net = margins.network(model, x)
+        wide = margins.wide(ball).prepared()
+        split = functools.partial(_Split, net, wide, known, y, leaves.rival)
+        begun = split(leaves.signs)
+        most = {i: jnp.where(sign == 0, 1.0, jnp.inf) for i, sign in begun.signs.items()}
+        multipliers = _maps(leaves.multipliers, known.lower)
+        worst = slopes.Best(jnp.full(count, -jnp.inf, x.dtype), multipliers)
+        best = slopes.maximised(begun.low, worst, most, steps, _RATE, until=0.0)
+        worth, choices = lax.top_k(_scores(begun, best.slopes), tries)
+        own = _rows(best.slopes)
+        places = jnp.arange(count)
+
+        def half(turn: Array) -> Array:
+            index, sign = choices[:, turn // 2], jnp.where(turn % 2, 1, -1)
+            signs = leaves.signs.at[places, index].set(sign.astype(leaves.signs.dtype))
+            return split(signs).low(_maps(own.at[places, index].set(0.0), known.lower))
+
+        halves = lax.map(half, jnp.arange(2 * tries)).reshape(tries, 2, count)
+        children = jnp.maximum(halves.transpose(2, 0, 1), best.low[:, None, None])
+        gain = jnp.sum(jnp.minimum(children, 0.0), axis=-1)
+        order = jnp.argsort(jnp.where(worth > 0, -gain, jnp.inf), axis=-1)
+        choices = jnp.where(worth > 0, choices, own.shape[1])
+        choices = jnp.take_along_axis(choices, order, axis=-1)
+        children = jnp.take_along_axis(children, order[..., None], axis=1)
+    return Bounds(best.low, own, choices, children)
+
+
+class _Split:
+    """A pass over leaves, and their bounds for given multipliers."""
+
+    def __init__(
+        self, net: Network, ball: Region, known: Root, y: Array, rival: Array, signs: Array
+    ) -> None:
+        self.signs = _maps(signs.astype(ball.center.dtype), known.lower)
+        self.slack = known.slack
+        inside = {}
+        for place, sign in self.signs.items():
+            slack = known.slack[place]
+            inside[place] = (
+                jnp.where(sign > 0, jnp.maximum(known.lower[place], -slack), known.lower[place]),
+                jnp.where(sign < 0, jnp.minimum(known.upper[place], slack), known.upper[place]),
+            )
+        self.state = crown.bounds(net, ball, known=inside)
+        self.operands = rectified(self.state)
+        values = [self.state.values[place] for place in self.signs]
+        empty = [(v.lower > v.upper).reshape(len(signs), -1).any(axis=1) for v in values]
+        self.empty = jnp.stack(empty).any(axis=0)
+        self.lost = jnp.stack([jnp.zeros((), bool), *net.lost]).any()
+        self.contrasts = margins.contrasts(net, jnp.broadcast_to(y, rival.shape), rival[:, None])
+
+    def low(self, multipliers: Maps, record: dict[int, tuple[Array, Array]] | None = None) -> Array:
+        """``[L]`` bounds."""
+        state, coefficients = self.state, dict(self.contrasts)
+        eps = state.region.eps
+        below, paid = {}, jnp.zeros((1, len(eps)), eps.dtype)
+        for place, sign in self.signs.items():
+            weight = jnp.where(sign == 0, 0.0, multipliers[place])[None]
+            coefficients[place] = Whole(-weight * sign[None])
+            paid = paid + summed(weight * self.slack[place])
+        for out, place in self.operands.items():
+            sign = self.signs[place]
+            below[out] = jnp.where(sign == 0, multipliers[place], sign > 0)[None]
+        rows = Rows(jnp.arange(len(eps)))
+        found = crown.backward(state, coefficients, rows, slopes=below, record=record)
+        unit = rounding(sum(sign[0].size for sign in self.signs.values()), paid.dtype)
+        found = (found - (1 + unit) * paid)[0]
+        found = jnp.where(self.empty, jnp.inf, found)
+        return jnp.where(self.lost | jnp.isnan(found), -jnp.inf, found)
+
+
+def _scores(split: _Split, multipliers: Maps) -> Array:
+    """``[L, N]``: how much the line above, and a little how much the one below, costs the bound."""
+    record: dict[int, tuple[Array, Array]] = {}
+    split.low(multipliers, record)
+    found = {place: jnp.zeros_like(sign) for place, sign in split.signs.items()}
+    for out, place in split.operands.items():
+        if out not in record:
+            continue
+        a, lines = record[out][1][0], split.state.lines[out]
+        value = split.state.values[place]
+        assert lines.free is not None
+        open_ = lines.free & (split.signs[place] == 0)
+        slope = multipliers[place]
+        gap = jnp.maximum((1 - slope) * value.upper, -slope * value.lower)
+        cost = jnp.minimum(a, 0.0) * lines.views[0].up * value.lower
+        cost += 0.1 * jnp.maximum(a, 0.0) * gap
+        found[place] += jnp.where(open_, cost + 1e-30, 0.0)
+    return _rows(found)

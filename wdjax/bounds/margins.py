@@ -1,0 +1,124 @@
+"""Lower bounds of all margins of a batch of samples, by intervals or backward linear bounds."""
+
+import functools
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from wdjax.attacks.ascent import all_rivals
+from wdjax.bounds import coarse, crown, slopes
+from wdjax.bounds.coefficients import Coefficients, Rows, Whole
+from wdjax.bounds.domain import Array
+from wdjax.bounds.explicit import explicit
+from wdjax.bounds.fused import fuse
+from wdjax.bounds.graph import flatten
+from wdjax.bounds.network import Network, build
+from wdjax.bounds.region import Region
+from wdjax.lipschitz.margin import Classifier
+from wdjax.models.conv import plain
+
+Method = Literal["interval", "crown", "auto", "alpha", "bab"]
+METHODS: tuple[Method, ...] = get_args(Method)
+"""From the cheapest to the tightest: intervals; backward bounds; these with optimised slopes of the
+margins where they are left open; with optimised slopes of all neurons that are; branch and bound,
+which goes on from these on the host, sample by sample, until its time is over."""
+
+
+def lower(model: Classifier, region: Region, y: Array, method: Method) -> Array:
+    """``[B, K]`` lower bounds of ``z_y - z_j`` over each region, inf at ``j = y``."""
+    return of(prepare(model, region, method), model, region, y, method)
+
+
+def of(
+    state: crown.Pass,
+    model: Classifier,
+    region: Region,
+    y: Array,
+    method: Method,
+    every: bool = False,
+) -> Array:
+    """The margins' bounds where everything before them is bounded.
+
+    Slopes are optimised where a margin may become verified, or for ``every`` margin.
+    """
+    place = state.network.graph.outputs[0]
+    (classes,) = state.network.graph.avals[place].shape[1:]
+    if place in state.network.exact:  # Logits that do not depend on the input.
+        logits = jnp.broadcast_to(state.network.exact[place], (len(y), classes))
+        low = jnp.take_along_axis(logits, y[:, None], axis=1) - logits
+    else:
+        value = state.values[place]
+        own = jnp.take_along_axis(value.lower[:, 0], y[:, None], axis=1)
+        low = own - value.upper[:, 0]
+        low = low - 8 * float(jnp.finfo(low.dtype).eps) * (jnp.abs(own) + value.size[:, 0])
+        for bound in _BOUNDS[method]:
+            right = True if every else jnp.argmax(model(region.center), axis=-1) == y
+            open_ = right & jnp.any((low <= 0) & (jnp.arange(classes) != y[:, None]), axis=1)
+            needed = jnp.ones_like(open_) if bound is crown.backward else open_
+            low = _rows(state, y, low, needed, bound)
+    for lost in state.network.lost:
+        low = jnp.where(lost, -jnp.inf, low)
+    low = jnp.where(jnp.isnan(low) | jnp.isnan(region.eps)[:, None], -jnp.inf, low)
+    return jnp.where(jnp.arange(classes) == y[:, None], jnp.inf, low)
+
+
+def prepare(model: Classifier, region: Region, method: Method) -> crown.Pass:
+    """The bounds of everything that the model computes before its margins."""
+    return crown.bounds(network(model, region.center), wide(region).prepared(), _INSIDE[method])
+
+
+def network(model: Classifier, x: Array, fused: bool = True) -> Network:
+    """The model's program for one sample, functions of one number as one node if ``fused``."""
+    sample = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+    with plain():
+        closed = jax.make_jaxpr(model)(sample)
+    graph = explicit(flatten(closed))
+    return build(fuse(graph) if fused else graph)
+
+
+def wide(region: Region) -> Region:
+    """The regions with the axis that the program has for its single sample."""
+    return region._replace(
+        center=region.center[:, None], lower=region.lower[:, None], upper=region.upper[:, None]
+    )
+
+
+_CROWN = coarse.refine, functools.partial(crown.refine, bound=crown.backward)
+_SLOPES = functools.partial(crown.refine, bound=functools.partial(slopes.optimised, steps=5))
+_INSIDE: dict[Method, Sequence[crown.Refinement]] = {
+    "interval": (),
+    "crown": _CROWN,
+    "auto": _CROWN,
+    "alpha": (*_CROWN, _SLOPES),
+}
+"""What bounds the neurons that are open, in turn."""
+_BOUNDS: dict[Method, Sequence[crown.Bound]] = {
+    "interval": (),
+    "crown": (crown.backward,),
+    "auto": (crown.backward, functools.partial(slopes.optimised, steps=20)),
+    "alpha": (crown.backward, functools.partial(slopes.optimised, steps=20)),
+}
+"""What bounds the margins, in turn; all but the first where it leaves them open."""
+
+
+def contrasts(net: Network, y: Array, rivals: Array) -> dict[int, Coefficients]:
+    """``z_y - z_j`` of ``G`` rivals of each of ``R`` rows, ``[R, G]``, by the place of logits."""
+    (place,) = net.graph.outputs
+    classes, dtype = net.graph.avals[place].shape[1], net.graph.avals[net.source].dtype
+    own, rival = (jax.nn.one_hot(labels, classes, dtype=dtype) for labels in (y, rivals.T))
+    return {place: Whole((own - rival)[:, :, None])}
+
+
+def _rows(state: crown.Pass, y: Array, low: Array, needed: Array, bound: crown.Bound) -> Array:
+    """Margins of the samples that need it, by rows of all their rivals; never looser."""
+    rivals = all_rivals(low, y)
+
+    def turn(these: Array, places: Sequence[Array], low: Array) -> Array:
+        rows = places[0]
+        found = bound(state, contrasts(state.network, y[rows], rivals[rows]), Rows(rows))
+        # Lines may lie outside of what is known: the better of both.
+        return low.at[these[:, None], rivals[rows]].max(found.T, mode="drop")
+
+    return crown.by_turns(needed, crown.chunk(state, rivals.shape[1]), turn, low)

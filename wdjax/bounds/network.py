@@ -1,0 +1,249 @@
+r"""A program as affine maps between the places where it is not affine.
+
+Every equation of the flat program tells by its interval rule whether it is affine in what depends
+on the input. Affine maps compose; where a value enters something that is not affine, or leaves the
+program, it is *charged*: what the affine part adds (an offset) and what rounding may add (an
+error) are kept there, so that backward passes meet each once.
+
+Rounding: an error bounds, at its place, both what the float program may deviate by and what the
+backward pass itself does: ``u ((k + 2) + (k' + 6)) m`` with ``k`` products added up forwards,
+``k'`` backwards, and ``m = |W| |h| + |b|`` along the affine part.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from wdjax.bounds import affine_rules, interval
+from wdjax.bounds.domain import Array, Interval, Linear, fresh, is_exact, tiny
+from wdjax.bounds.ends import fitted
+from wdjax.bounds.graph import Graph, Node, dependent
+
+_DIAGONAL = {"mul", "div", "add", "sub", "neg", "add_any", "convert_element_type"}
+_MOVES = interval.MOVES | {
+    "split", "unstack", "reduce_sum", "dynamic_slice", "dynamic_update_slice",
+}  # fmt: skip
+_WINOGRAD = 96
+"""Channels from which a 3x3 convolution may be run by Winograd's algorithm."""
+_LARGEST = 2.0**50
+"""Values beyond it are open: their coefficients may be less than the smallest float and still
+matter. What is lost of those of smaller values, :func:`flushed` bounds."""
+_VIEWS = 2**10
+"""Terms that lines of one operand consist of, entries of a pooling window say."""
+
+
+class Part(NamedTuple):
+    """What one operand contributes to an affine value."""
+
+    place: int
+    apply: Linear
+    absolute: Linear
+
+
+class Affine(NamedTuple):
+    """``offset + sum_i apply_i(operand_i)``."""
+
+    node: Node
+    parts: tuple[Part, ...]
+    offset: Array
+    error: float
+    """Rounding relative to the magnitude."""
+    short: float
+    """What is lost below the smallest number of a dtype shorter than float32."""
+    exact: tuple[Any, ...]
+    """The operands that are known, None for the others."""
+
+    @property
+    def diagonal(self) -> bool:
+        return self.node.name in _DIAGONAL
+
+
+@dataclass(eq=False)
+class Network:
+    """Which values depend on the input, and how."""
+
+    graph: Graph
+    exact: dict[int, Any]
+    affine: dict[int, Affine] = field(default_factory=dict)
+    others: dict[int, Node] = field(default_factory=dict)
+    """By output: equations that are not affine."""
+    charged: set[int] = field(default_factory=set)
+    lost: list[Array] = field(default_factory=list)
+    """Whether known numbers under- or overflowed on the way."""
+
+    @property
+    def source(self) -> int:
+        return self.graph.inputs[0]
+
+
+def build(graph: Graph) -> Network:
+    """Sorts the equations of a program of one input."""
+    network = Network(graph, dict(graph.constants))
+    for node, moves in dependent(graph):
+        args = [network.exact.get(place) for place in node.inputs]
+        if not any(moves):
+            outs = affine_rules.evaluate(node.eqn, [jnp.asarray(a) for a in args])
+            network.exact.update(zip(node.outputs, outs))
+            network.lost.extend(_lost(node, args, outs))
+            continue
+        found = _affine(node, moves, args)
+        if found is None:
+            network.others.update(dict.fromkeys(node.outputs, node))
+            network.charged.update(i for i, moved in zip(node.inputs, moves) if moved)
+        else:
+            network.affine.update(zip(node.outputs, found))
+    network.charged.update(graph.outputs)
+    return network
+
+
+def _lost(node: Node, args: Sequence[Any], outs: Sequence[Array]) -> list[Array]:
+    """Known factors whose product is too small or too large for its dtype."""
+    out = outs[0]
+    if node.name not in ("mul", "div", "integer_pow") or not jnp.issubdtype(
+        out.dtype, jnp.floating
+    ):
+        return []
+    low = jnp.finfo(out.dtype).tiny / jnp.finfo(out.dtype).eps
+    sizes = [jnp.abs(jnp.asarray(a)) for a in args]
+    alive = math.prod([(s > 0) & jnp.isfinite(s) for s in sizes], start=jnp.asarray(True))
+    return [jnp.any(alive & ~((jnp.abs(out) >= low) & jnp.isfinite(out)))]
+
+
+def _affine(node: Node, moves: Sequence[bool], args: Sequence[Any]) -> list[Affine] | None:
+    rule = interval.RULES.get(node.name)
+    avals: list[Any] = [atom.aval for atom in node.eqn.invars]
+    if rule is None or any(
+        not jnp.issubdtype(a.dtype, jnp.floating) for a, moved in zip(avals, moves) if moved
+    ):
+        return None
+    dummies: dict[int, Interval] = {}
+    operands: list[Any] = []
+    for place, moved, aval, arg in zip(node.inputs, moves, avals, args):
+        if not moved:
+            operands.append(interval.lifted(jnp.asarray(arg)))
+            continue
+        dtype = jnp.float32 if affine_rules.is_narrow(aval.dtype) else aval.dtype
+        if place not in dummies:
+            zero = jnp.zeros(aval.shape, dtype)
+            dummies[place] = fresh(zero, zero)
+        operands.append(dummies[place])
+    out = rule(node.eqn, operands, None)
+    roots = {root: place for place, dummy in dummies.items() for root in dummy.terms}
+    found = []
+    for value in out if isinstance(out, list) else [out]:
+        if not isinstance(value, Interval) or not set(value.terms) <= set(roots):
+            return None
+        parts = tuple(Part(roots[r], c.apply, c.absolute) for r, c in value.terms.items())
+        known = tuple(a if is_exact(a) else None for a in operands)
+        error = _error(node, value, max(value.roundings - 1, 0))
+        found.append(Affine(node, parts, value.center, *error, known))
+    return found
+
+
+def _error(node: Node, value: Interval, terms: int) -> tuple[float, float]:
+    """Of the float program and of its transposition, relative to the magnitude; and what is lost
+    of short floats."""
+    eqn, dtype = node.eqn, value.center.dtype
+    declared: Any = eqn.outvars[0].aval
+    unit = 0.5 * float(jnp.finfo(dtype).eps)
+    forwards = terms + 2.0
+    if node.name == "conv_general_dilated":
+        kernel, spec = affine_rules.shape_of(eqn, 1), eqn.params["dimension_numbers"].rhs_spec
+        outputs, inputs, *window = (kernel[i] for i in spec)
+        backwards = outputs * math.prod(window)
+        forwards *= 8 if min(outputs, inputs) >= _WINOGRAD and window == [3, 3] else 1
+    elif node.name == "broadcast_in_dim":
+        backwards = declared.size // max(math.prod(affine_rules.shape_of(eqn, 0)), 1)
+    elif node.name in _DIAGONAL | _MOVES:
+        backwards = 1
+    else:
+        backwards = declared.size
+    total = 1.01 * unit * (forwards + backwards + 6)
+    if not affine_rules.is_narrow(declared.dtype) or node.name in _MOVES - {"reduce_sum"}:
+        return total, 0.0
+    rounds = terms + 1 if node.name in interval.SUMS else 1
+    total += 1.01 * rounds * float(jnp.finfo(declared.dtype).eps)
+    return total, rounds * tiny(declared.dtype)
+
+
+class Bounded(NamedTuple):
+    """A value over a batch of balls, and what its affine part gathered since the last charge."""
+
+    lower: Array
+    upper: Array
+    size: Array
+    """``m``, at least the magnitude."""
+    error: Array
+    offset: Array
+    """Without an axis of samples."""
+    mixes: int = 0
+    """How often entries were added up since the input; up to once, intervals are exact."""
+
+
+def begin(lower: Array, upper: Array, mixes: int) -> Bounded:
+    """A value that is charged: nothing is pending."""
+    size = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
+    return Bounded(lower, upper, size, jnp.zeros_like(size), jnp.zeros_like(size[0]), mixes)
+
+
+def forward(affine: Affine, values: dict[int, Bounded], charged: set[int]) -> Bounded:
+    """Interval arithmetic on one affine map, batched over samples."""
+    declared: Any = affine.node.eqn.outvars[0].aval
+    sums = affine_rules.is_narrow(declared.dtype) and affine.node.name in interval.SUMS
+    lowest, peak = tiny(affine.offset.dtype), jnp.abs(affine.offset)[None]
+    center, radius = affine.offset[None], jnp.zeros((), affine.offset.dtype)
+    offset, size, error = affine.offset, jnp.abs(affine.offset)[None], radius
+    for place, apply, absolute in affine.parts:
+        value = values[place]
+        if place in charged:
+            value = begin(value.lower, value.upper, value.mixes)
+        middle = 0.5 * value.lower + 0.5 * value.upper
+        middle = jnp.where(jnp.isfinite(middle), middle, 0.0)
+        half = jnp.maximum(value.upper - middle, middle - value.lower)
+        center = center + jax.vmap(apply)(middle)
+        radius = radius + jax.vmap(absolute)(half)
+        moved = affine.node.name in (_DIAGONAL | _MOVES) - {"mul", "div"}  # Nothing can be lost.
+        own = value.size if moved else _limited(value.size, value.size)
+        size = size + jax.vmap(absolute)(own)
+        error = error + jax.vmap(absolute)(value.error)
+        offset = offset + apply(value.offset)
+        if sums:  # Which may be too large on the way.
+            largest = jnp.maximum(jnp.abs(value.lower), jnp.abs(value.upper))
+            peak = peak + jax.vmap(absolute)(largest)
+    # Below the smallest float each product may be lost.
+    fine = affine.error * size + lowest * max(affine.offset.size, 64) + affine.short
+    radius = _open(radius + 2 * fine)
+    lower, upper = fitted(center - radius, center + radius, declared.dtype, _open(peak + fine))
+    size = jnp.where(jnp.isfinite(lower) & jnp.isfinite(upper), size, jnp.inf)
+    adds = affine.node.name not in _DIAGONAL | _MOVES - {"reduce_sum"} or len(affine.parts) > 1
+    mixes = adds + max(values[part.place].mixes for part in affine.parts)
+    return Bounded(lower, upper, _open(size), _limited(_open(error + fine), size), offset, mixes)
+
+
+def _limited(error: Array, size: Array) -> Array:
+    """Infinite where a value is too large or open."""
+    return jnp.where(size <= _LARGEST, error, jnp.inf)
+
+
+def flushed(network: Network) -> float:
+    """What a function loses at most by coefficients that are less than the smallest float."""
+    count = sum(
+        (affine.offset.size + 1) * math.prod(network.graph.avals[part.place].shape)
+        for affine in network.affine.values()
+        for part in affine.parts
+    )
+    count += sum(
+        _VIEWS * math.prod(network.graph.avals[place].shape)
+        for node in network.others.values()
+        for place in node.inputs
+        if place in network.graph.avals
+    )
+    return count * _LARGEST * tiny(network.graph.avals[network.source].dtype)
+
+
+def _open(size: Array) -> Array:
+    return jnp.where(jnp.isnan(size), jnp.inf, size)

@@ -1,0 +1,197 @@
+"""Rules for functions of every entry and for maxima: each makes a new root."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+
+from wdjax.bounds import ulps
+from wdjax.bounds.affine_rules import bilinear, bind, product
+from wdjax.bounds.domain import (
+    Array,
+    Elementwise,
+    Interval,
+    Origin,
+    Reduced,
+    Rule,
+    Value,
+    ends,
+    fresh,
+    is_exact,
+    stretch,
+    tiny,
+)
+from wdjax.bounds.ends import corners, fitted, opened, widen
+
+Slope = Callable[[Array, Array], Array]
+"""The largest derivative of every entry between its ends."""
+
+
+def monotone(
+    slope: Slope | float = 1.0,
+    exact: bool = False,
+    falling: bool = False,
+    origin: Callable[[JaxprEqn, Sequence[Value]], Origin] | None = None,
+) -> Rule:
+    """A rule for elementwise functions that grow, or fall, in every operand.
+
+    ``exact`` are those that do not round. A slope is one of all entries, or is of their ends.
+    """
+
+    def rule(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
+        lower, upper = (bind(eqn, side) for side in zip(*map(ends, args)))
+        if falling:
+            lower, upper = upper, lower
+        if not exact:
+            lower, upper = opened(lower, upper, lower < 0, ulps.trusted(eqn, lower.dtype))
+        steepest = jnp.max(slope(*ends(args[0]))) if callable(slope) else slope
+        known = None if origin is None else origin(eqn, args)
+        return fresh(lower, upper, stretch(args, steepest, norm), known)
+
+    return rule
+
+
+def elementwise(eqn: JaxprEqn, args: Sequence[Value]) -> Elementwise:
+    """What an elementwise maximum remembers."""
+    return Elementwise(args)
+
+
+def reduced(eqn: JaxprEqn, args: Sequence[Value]) -> Reduced:
+    """What a maximum along axes remembers."""
+    return Reduced(eqn.primitive.name, args[0], tuple(eqn.params["axes"]))
+
+
+def pooled(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
+    """Maximum over windows, of which ``ceil(window gcd(stride, dilation) / stride)`` a dimension
+    hold an entry."""
+    params = eqn.params
+    windows = zip(params["window_dimensions"], params["window_strides"])
+    seen = math.prod(
+        -(-size // (stride // math.gcd(stride, apart)))
+        for (size, stride), apart in zip(windows, params["window_dilation"])
+    )
+    root = 1.0 if norm is None else 1.0 / norm
+    return monotone(seen**root, exact=True)(eqn, args, norm)
+
+
+def absolute(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
+    lower, upper = ends(args[0])
+    smallest = jnp.maximum(jnp.maximum(lower, -upper), 0.0)
+    return fresh(smallest, jnp.maximum(-lower, upper), stretch(args, 1.0, norm))
+
+
+def power(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
+    exponent = eqn.params["y"] if eqn.primitive.name == "integer_pow" else 2
+    (lower, upper), count = ends(args[0]), abs(exponent)
+    one, two = lower**count, upper**count
+    if count % 2 == 0:
+        least = jnp.where((lower <= 0) & (upper >= 0), 0.0, jnp.minimum(one, two))
+        one, two = least, jnp.maximum(one, two)
+    size = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
+    steepest = jnp.max(exponent * size ** (exponent - 1)) if exponent > 0 else 0.0
+    wrong = ulps.trusted(eqn, lower.dtype)
+    one, two = opened(one, two, (lower < 0) & (count % 2 == 1), wrong)
+    if exponent >= 0:
+        return fresh(one, two, stretch(args, steepest, norm))
+    inside, (one, two) = _inverse(one, two)
+    low, high = jnp.where(inside, one, -jnp.inf), jnp.where(inside, two, jnp.inf)
+    return fresh(low, high, stretch(args, jnp.inf, norm))
+
+
+def _inverse(lower: Array, upper: Array) -> tuple[Array, tuple[Array, Array]]:
+    """Where 0 is outside, and the ends of what 1 is divided by there."""
+    inside = (lower > 0) | (upper < 0)
+    low, high = jnp.where(inside, lower, 1.0), jnp.where(inside, upper, 1.0)
+    return inside, opened(1 / high, 1 / low, low < 0, 2)
+
+
+def real_power(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
+    """Of numbers that are not negative, to a power that is known; open below 0."""
+    base, exponent = args
+    if not is_exact(exponent) or not isinstance(base, Interval):
+        raise ValueError("pow is certified only for exponents that do not depend on the input.")
+    lower, upper = ends(base)
+    one, two = lower**exponent, upper**exponent
+    wrong = ulps.trusted(eqn, lower.dtype)
+    least, most = opened(jnp.minimum(one, two), jnp.maximum(one, two), one < 0, wrong)
+    valid = (lower > 0) | ((lower == 0) & (exponent >= 0))
+    return fresh(
+        jnp.where(valid, least, -jnp.inf),
+        jnp.where(valid, most, jnp.inf),
+        stretch(args[:1], jnp.inf, norm),
+    )
+
+
+def ordered(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
+    """The k-th smallest entry lies between the k-th smallest ends."""
+    if len(args) != 1:
+        raise ValueError("sort is certified for one operand only.")
+    return monotone(exact=True)(eqn, args, norm)
+
+
+def multiplied(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
+    """A product along axes, one entry after the other."""
+    lower, upper = ends(args[0])
+    axes = tuple(eqn.params["axes"])
+    last = [i for i in range(lower.ndim) if i not in axes]
+    shape = [lower.shape[i] for i in last]
+    pair = [end.transpose([*axes, *last]).reshape(-1, *shape) for end in (lower, upper)]
+    one = jnp.ones(shape, lower.dtype)
+    low, high = _running(eqn, *pair)[-1] if len(pair[0]) else (one, one)
+    return fresh(low, high, stretch(args, jnp.inf, norm))
+
+
+def multiplied_on(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
+    """Running products along an axis."""
+    axis, step = eqn.params["axis"], -1 if eqn.params["reverse"] else 1
+    lower, upper = (jnp.moveaxis(end, axis, 0)[::step] for end in ends(args[0]))
+    sides = (jnp.stack(side)[::step] for side in zip(*_running(eqn, lower, upper)))
+    low, high = (jnp.moveaxis(side, 0, axis) for side in sides)
+    return fresh(low, high, stretch(args, jnp.inf, norm))
+
+
+def _running(eqn: JaxprEqn, lower: Array, upper: Array) -> list[tuple[Array, Array]]:
+    """In any order: the roundings of all products, and what is lost below the smallest float.
+
+    Open where the product of some of the entries may be beyond the largest.
+    """
+    declared: Any = eqn.outvars[0].aval
+    count, units = len(lower), jnp.finfo(declared.dtype).eps / jnp.finfo(lower.dtype).eps
+    total, found = (jnp.ones_like(lower[0]),) * 2, []
+    peak = total[0]
+    for pair in zip(lower, upper):
+        total = corners(total, pair)
+        peak = peak * jnp.maximum(jnp.maximum(*map(jnp.abs, pair)), 1.0)
+        low, high = widen(*total, 4 * count * float(units))
+        lost = count * tiny(declared.dtype) * peak
+        found.append(fitted(low - lost, high + lost, declared.dtype, peak))
+    return found
+
+
+def sign(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
+    """``[-1, 1]`` wherever 0 is possible, as the derivative of the absolute value wants it."""
+    lower, upper = ends(args[0])
+    low, high = jnp.where(lower > 0, 1.0, -1.0), jnp.where(upper < 0, -1.0, 1.0)
+    return fresh(low.astype(lower.dtype), high.astype(lower.dtype), stretch(args, jnp.inf, norm))
+
+
+def wave(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
+    one = jnp.ones_like(ends(args[0])[0])
+    return fresh(-one, one, stretch(args, 1.0, norm))
+
+
+def quotient(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
+    left, right = args
+    if is_exact(right):
+        return bilinear(lambda _: 1)(eqn, args, norm)
+    inside, (low, high) = _inverse(*ends(right))
+    size = jnp.maximum(jnp.abs(low), jnp.abs(high))
+    steepest = jnp.where(jnp.all(inside), jnp.max(size) ** 2, jnp.inf)
+    inverse = fresh(
+        jnp.where(inside, low, -jnp.inf),
+        jnp.where(inside, high, jnp.inf),
+        stretch([right], steepest, norm),
+    )
+    return product(left, inverse, norm)

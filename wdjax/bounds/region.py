@@ -1,0 +1,132 @@
+"""Where a sample may be moved to, a ball cut by a box, and the least of a linear function there."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from wdjax import norms
+from wdjax.bounds.coefficients import (
+    Coefficients,
+    Rows,
+    Window,
+    cleaned,
+    flat,
+    framed,
+    rounding,
+    seen,
+    summed,
+)
+from wdjax.bounds.domain import Array
+
+Box = tuple[float, float] | None
+
+_EXCESS = 2e-5
+"""Certified balls are larger than asked by this fraction, so that a distance measured in floats
+never counts as inside a ball that was not certified."""
+_TURNS = 4
+"""Fixed-point steps of the multiplier; any number of them is sound."""
+
+
+class Region(NamedTuple):
+    """A batch of balls, each cut by its box ``[lower, upper]``, ``[B, *shape]``."""
+
+    center: Array
+    lower: Array
+    upper: Array
+    eps: Array
+    norm: float
+    maps: Array | None = None
+
+    def prepared(self) -> "Region":
+        """With what :meth:`least` looks at, made once."""
+        unit = rounding(self.center[0].size, self.center.dtype)
+        if self.norm == math.inf:
+            middle = 0.5 * self.lower + 0.5 * self.upper
+            half = jnp.maximum(self.upper - middle, middle - self.lower)
+            return self._replace(maps=framed(middle, half + unit * (jnp.abs(middle) + half)))
+        down, up = self.center - self.lower, self.upper - self.center
+        return self._replace(maps=framed(self.center, down * (1 + unit), up * (1 + unit)))
+
+    def least(self, coefficients: Coefficients, rows: Rows) -> Array:
+        """Minima, rounded down, of linear functions over the regions, ``[G, R]``."""
+        if self.norm != math.inf and isinstance(coefficients, Window):
+            coefficients = cleaned(coefficients, rows)
+        a = flat(coefficients)
+        assert self.maps is not None
+        center, *ends = seen(self.maps, rows, coefficients)
+        if self.norm == math.inf:
+            return summed(a * center - jnp.abs(a) * ends[0])
+        unit = rounding(self.center[0].size, a.dtype)
+        size = jnp.abs(a)
+        cap = jnp.asarray(jnp.where(a > 0, ends[0], ends[1]))
+        eps = self.eps[rows.sample][None]
+        fall = _capped_one(size, cap, eps) if self.norm == 1 else _capped_two(size, cap, eps)
+        return summed(a * center - unit * size * jnp.abs(center)) - (1 + unit) * fall
+
+
+def _capped_one(size: Array, cap: Array, eps: Array) -> Array:
+    """At least ``max { sum a d : d <= cap, sum d <= eps }``: the dual for some multiplier."""
+    fixed = lax.stop_gradient(size)
+
+    def halved(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
+        level = 0.5 * (low + high)
+        spent = jnp.sum(jnp.where(fixed > level[..., None], cap, 0.0), axis=-1)
+        return jnp.where(spent > eps, level, low), jnp.where(spent > eps, high, level)
+
+    ends = jnp.zeros(size.shape[:2], size.dtype), jnp.max(fixed, axis=-1)
+    low, high = lax.fori_loop(0, 12, halved, ends)
+    duals = [
+        level * eps + summed(jnp.maximum(size - level[..., None], 0.0) * cap)
+        for level in (low, high)
+    ]
+    most = jnp.max(size, axis=-1) * eps
+    return functools.reduce(jnp.minimum, [*duals, most])
+
+
+def _capped_two(size: Array, cap: Array, eps: Array) -> Array:
+    """At least ``max { sum a d : d <= cap, |d|_2 <= eps }``: the dual for some multiplier."""
+    top = jnp.max(size, axis=-1)
+    scale = jnp.where(top > 0, top, 1.0)
+    a = size / scale[..., None]
+    length = jnp.sqrt(jnp.sum(a**2, axis=-1))
+    fixed = lax.stop_gradient(a)
+
+    def nearer(_: int, level: Array) -> Array:
+        free = fixed < level[..., None] * cap
+        spent = jnp.sum(jnp.where(free, 0.0, cap) ** 2, axis=-1)
+        own = jnp.sum(jnp.where(free, fixed, 0.0) ** 2, axis=-1)
+        own = jnp.sqrt(own / jnp.maximum(eps**2 - spent, 1e-12 * eps**2))
+        return jnp.where((own > 0) & jnp.isfinite(own), own, level)
+
+    begun = lax.stop_gradient(length) / jnp.where(eps > 0, eps, 1.0)
+    level = lax.fori_loop(0, _TURNS, nearer, begun)
+    wide = jnp.where(level > 0, level, 1.0)[..., None]
+    move = jnp.minimum(a / wide, cap)
+    dual = 0.5 * wide[..., 0] * eps**2 + summed(move * (a - 0.5 * wide * move))
+    dual = jnp.where(level > 0, dual, jnp.inf)
+    straight = jnp.sqrt(summed(a**2)) * eps
+    least = jnp.minimum(jnp.minimum(dual, straight), summed(a * cap))
+    return jnp.where(top > 0, scale * least * (1 + 8 * float(jnp.finfo(a.dtype).eps)), 0.0)
+
+
+def ball(x: Array, eps: Array, norm: float, box: Box) -> Region:
+    """The least box around each ball, cut by the domain, and the radius that is certified for.
+
+    Inside a trace nothing can be refused: a radius that is negative or NaN and a center outside the
+    box make the radius NaN, of which nothing is certified.
+    """
+    norms.check_norm(norm)
+    unit = 4 * float(jnp.finfo(x.dtype).eps)
+    low, high = (-math.inf, math.inf) if box is None else box
+    real = jnp.all(((x >= low) & (x <= high)).reshape(len(x), -1), axis=1) & (eps >= 0)
+    eps = jnp.where(real, eps * (1 + _EXCESS), jnp.nan)
+    wide = norms.spread(eps, x)
+    reach = wide + jnp.where(wide == 0, 0.0, unit * jnp.abs(x))
+    lower, upper = x - reach, x + reach
+    if box is not None:
+        lower, upper = jnp.maximum(lower, box[0]), jnp.minimum(upper, box[1])
+    return Region(x, lower, upper, eps, norm)

@@ -1,0 +1,279 @@
+r"""Lines above and below what is not affine, one rule a primitive.
+
+A rule bounds ``f`` between ``sum_v low_v . view_v(operand) + low`` and ``sum_v up_v . view_v + up``
+on a box of operands; a view is a fixed linear map such as the identity or one position of a pooling
+window. Slopes are free: each intercept is the extreme of ``f(z) - slope z`` on the box, which is
+attained at an end, a kink, or where the derivative is the slope, so that a bad slope costs
+tightness and never soundness.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from wdjax.bounds import ulps
+from wdjax.bounds.affine_rules import windows
+from wdjax.bounds.domain import Array, Linear, tiny
+
+
+class View(NamedTuple):
+    """One linear term of both lines; no view is the identity."""
+
+    operand: int
+    low: Array
+    up: Array
+    view: Linear | None = None
+    shape: tuple[int, ...] = ()
+    """Of the operand, where there is a view."""
+
+
+class Lines(NamedTuple):
+    """Lines of a value, batched over samples, and which operands' bounds matter to them."""
+
+    views: tuple[View, ...]
+    low: Array
+    up: Array
+    open: Array | None = None
+    """Entries of the operand whose bounds the lines depend on; None for all that are not points."""
+    free: Array | None = None
+    """Entries of one operand whose lower slope may be anything in [0, 1], with no intercept."""
+    ends: "Ends | None" = None
+    """Of the value itself, where they may be tighter than interval arithmetic's."""
+    shift: Array | float = 0.0
+    """What the operand is at least beyond what lines are over, where their slope is free."""
+    maps: tuple[Array, ...] = ()
+    """For :func:`coefficients.seen`: intercepts and slopes; and ``free`` and ``shift``."""
+
+
+Ends = tuple[Array, Array]
+Relaxation = Callable[[JaxprEqn, Sequence[Any], Sequence[bool]], Lines | None]
+"""``(equation, operands, which of them depend on the input)``; such an operand is ``Ends``
+``[B, *shape]``, another an array. None if the rule does not fit."""
+
+
+def _rounding(eqn: JaxprEqn, *sizes: Array) -> Array:
+    unit = ulps.trusted(eqn, sizes[0].dtype) * float(jnp.finfo(sizes[0].dtype).eps)
+    total = sum(jnp.abs(size) for size in sizes)
+    return jnp.asarray(unit * total + 4 * float(jnp.finfo(sizes[0].dtype).tiny))
+
+
+def rectifier(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
+    """``max(z, c)`` and ``min(z, c) = -max(-z, -c)``: ReLU, and clipping from one side."""
+    if sum(moves) != 1:
+        return None
+    place, least = moves.index(True), eqn.primitive.name == "min"
+    (lower, upper), level = args[place], args[1 - place]
+    if least:
+        lower, upper, level = -upper, -lower, -level
+    unstable = (lower < level) & (upper > level)
+    low = jnp.where(unstable, upper - level > level - lower, lower >= level).astype(lower.dtype)
+    below = jnp.where(low > 0, 0.0, level)
+    width = jnp.where(unstable, upper - lower, 1.0)
+    slope = jnp.where(unstable, jnp.clip((upper - level) / width, 0.0, 1.0), low)
+    at_lower, at_upper = level - slope * lower, upper - slope * upper
+    above = jnp.maximum(at_lower, at_upper) + _rounding(
+        eqn, level + 0 * lower, slope * upper, upper
+    )
+    above = jnp.where(unstable, above, below)
+    if least:
+        return Lines((View(place, slope, low),), -above, -below, unstable)
+    return Lines((View(place, low, slope),), below, above, unstable, unstable & (level == 0))
+
+
+def product(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
+    """``x y`` between the means of McCormick's two lines on either side."""
+    if not all(moves):
+        return None
+    (lx, ux), (ly, uy) = args
+    x_slope, y_slope = 0.5 * (ly + uy), 0.5 * (lx + ux)
+    sizes = [jnp.maximum(jnp.abs(a), jnp.abs(b)) for a, b in args]
+    slack = _rounding(eqn, sizes[0] * sizes[1])
+    low = -0.5 * (lx * ly + ux * uy) - slack
+    up = -0.5 * (lx * uy + ux * ly) + slack
+    return Lines((View(0, x_slope, x_slope), View(1, y_slope, y_slope)), low, up)
+
+
+def power(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
+    """Even powers, and negative ones on either side of 0; others are no :func:`convex` ones."""
+    exponent = eqn.params["y"] if eqn.primitive.name == "integer_pow" else 2
+    if exponent == 1 or (exponent > 0 and exponent % 2):
+        return None
+    lower, upper = args[0]
+    flip = (upper < 0) & (exponent % 2 == 1)
+    ends = jnp.where(flip, -upper, lower), jnp.where(flip, -lower, upper)
+    found = _convex(eqn, lambda z: z**exponent, lambda z: exponent * z ** (exponent - 1), ends)
+    (view,), below, above = found[:3]
+    low, up = jnp.where(flip, view.up, view.low), jnp.where(flip, view.low, view.up)
+    below, above = jnp.where(flip, -above, below), jnp.where(flip, -below, above)
+    if exponent < 0:
+        outside = (lower > 0) | (upper < 0)
+        below, above = (jnp.where(outside, line, jnp.nan) for line in (below, above))
+    return Lines((View(0, low, up),), below, above)
+
+
+def convex(f: Callable[[Array], Array], slope: Callable[[Array], Array]) -> Relaxation:
+    return lambda eqn, args, moves: _convex(eqn, f, slope, args[0])
+
+
+def concave(f: Callable[[Array], Array], slope: Callable[[Array], Array]) -> Relaxation:
+    def rule(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
+        found = _convex(eqn, lambda z: -f(z), lambda z: -slope(z), args[0])
+        ((view,), below, above) = found[:3]
+        return Lines((View(0, -view.up, -view.low),), -above, -below)
+
+    return rule
+
+
+def _convex(
+    eqn: JaxprEqn, f: Callable[[Array], Array], slope: Callable[[Array], Array], ends: Ends
+) -> Lines:
+    """The chord above, a tangent below."""
+    lower, upper = ends
+    middle = 0.5 * lower + 0.5 * upper
+    width = jnp.where(upper > lower, upper - lower, 1.0)
+    up = jnp.where(upper > lower, (f(upper) - f(lower)) / width, slope(middle))
+    low = slope(middle)
+    reach = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
+    size = jnp.maximum(jnp.abs(f(lower)), jnp.abs(f(upper)))
+    # A slope below the smallest float is lost.
+    slack = _rounding(eqn, size, up * reach, low * reach) + tiny(reach.dtype) * reach
+    above = jnp.maximum(f(lower) - up * lower, f(upper) - up * upper) + slack
+    below = f(middle) - low * middle - slack
+    real = jnp.isfinite(f(lower)) & jnp.isfinite(f(upper))
+    below, above = (jnp.where(real, line, jnp.nan) for line in (below, above))
+    return Lines((View(0, low, up),), below, above)
+
+
+def sigmoid(
+    f: Callable[[Array], Array], slope: Callable[[Array], Array], inverse: Callable[[Array], Array]
+) -> Relaxation:
+    """A rule for what is odd about a point, convex before 0 and concave behind it.
+
+    ``inverse(s) >= 0`` is where the derivative is ``s``, and so is its mirror image.
+    """
+
+    def rule(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
+        lower, upper = args[0]
+        width = jnp.where(upper > lower, upper - lower, 1.0)
+        chord = jnp.where(upper > lower, (f(upper) - f(lower)) / width, slope(lower))
+        middle = 0.5 * lower + 0.5 * upper
+        # Above: the chord where it lies above; a tangent from the lower end, or at the middle.
+        up = jnp.where(lower >= 0, slope(middle), _tangent(f, slope, lower, upper, chord))
+        low = jnp.where(
+            upper <= 0, slope(middle), _tangent(_mirror(f), slope, -upper, -lower, chord)
+        )
+        lines = []
+        for line, pick in ((low, jnp.minimum), (up, jnp.maximum)):
+            turn = inverse(jnp.clip(line, 0.0, slope(jnp.zeros_like(line))))
+            points = (lower, upper, jnp.clip(turn, lower, upper), jnp.clip(-turn, lower, upper))
+            lines.append(functools.reduce(pick, [f(z) - line * z for z in points]))
+        reach = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
+        slack = _rounding(eqn, jnp.ones_like(reach), low * reach, up * reach)
+        return Lines((View(0, low, up),), lines[0] - slack, lines[1] + slack)
+
+    return rule
+
+
+def _mirror(f: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    return lambda z: -f(-z)
+
+
+def _tangent(
+    f: Callable[[Array], Array],
+    slope: Callable[[Array], Array],
+    lower: Array,
+    upper: Array,
+    chord: Array,
+) -> Array:
+    """The slope of the least line through the lower end that lies above."""
+    low, high = jnp.maximum(lower, 0.0), jnp.maximum(upper, 0.0)
+    start = f(lower)
+    for _ in range(12):
+        middle = 0.5 * low + 0.5 * high
+        above = start + slope(middle) * (middle - lower) >= f(middle)
+        low, high = jnp.where(above, middle, low), jnp.where(above, high, middle)
+    return jnp.where((upper <= 0) | (slope(upper) >= chord), chord, slope(low))
+
+
+def _gap(z: Array) -> Array:
+    return 1 / jnp.cosh(jnp.minimum(jnp.abs(z), 40.0)) ** 2
+
+
+def _where_tanh(s: Array) -> Array:
+    nearly = 1 - 8 * float(jnp.finfo(s.dtype).eps)  # Behind it tanh is 1 but for 4 units.
+    return jnp.arctanh(jnp.sqrt(jnp.clip(1 - s, 0.0, nearly)))
+
+
+def _rise(z: Array) -> Array:
+    return 0.25 * _gap(0.5 * z)
+
+
+def _sigma(z: Array) -> Array:
+    return 0.5 + 0.5 * jnp.tanh(0.5 * z)
+
+
+def pooled(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
+    """Max pooling: below, the entry with the largest lower end; above, it if it dominates."""
+    if max(eqn.params["base_dilation"]) > 1:
+        return None
+    outs: Any = eqn.outvars[0].aval
+    views = windows(eqn, outs.shape)
+    return _largest(
+        args[0], [[functools.partial(see, blank=b) for b in (0.0, -jnp.inf)] for see in views]
+    )
+
+
+def reduced(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
+    """The maximum over axes."""
+    axes = tuple(eqn.params["axes"])
+    shape = args[0][0].shape[1:]
+
+    def view(index: tuple[int, ...]) -> Linear:
+        where = dict(zip(axes, index))
+        return lambda t: t[tuple(where.get(i, slice(None)) for i in range(t.ndim))]
+
+    places = list(itertools.product(*(range(shape[axis]) for axis in axes)))
+    if len(places) > 64:
+        return None
+    return _largest(args[0], [(view(p), view(p)) for p in places])
+
+
+def _largest(ends: Ends, views: Sequence[Sequence[Linear]]) -> Lines:
+    lower, upper = ends
+    lows, highs = (jnp.stack([jax.vmap(see)(end) for _, see in views]) for end in (lower, upper))
+    best = jnp.argmax(lows, axis=0)
+    first = jnp.max(lows, axis=0)
+    top = jnp.max(highs, axis=0)
+    lines = []
+    is_best = [best == i for i in range(len(views))]
+    rivals = jnp.max(jnp.stack([jnp.where(b, -jnp.inf, h) for b, h in zip(is_best, highs)]), axis=0)
+    sure = first >= rivals
+    for (see, _), chosen in zip(views, is_best):
+        low = chosen.astype(lower.dtype)
+        lines.append(View(0, low, jnp.where(sure, low, 0.0), see, lower.shape[1:]))
+    zero = jnp.zeros_like(first)
+    return Lines(tuple(lines), zero, jnp.where(sure, zero, top))
+
+
+RELAXATIONS: dict[str, Relaxation] = {
+    "max": rectifier,
+    "min": rectifier,
+    "mul": product,
+    "integer_pow": power,
+    "square": power,
+    "abs": convex(jnp.abs, jnp.sign),
+    "exp": convex(jnp.exp, jnp.exp),
+    "rsqrt": convex(lax.rsqrt, lambda z: -0.5 * z**-1.5),
+    "log": concave(jnp.log, lambda z: 1 / z),
+    "sqrt": concave(jnp.sqrt, lambda z: 0.5 * lax.rsqrt(z)),
+    "tanh": sigmoid(jnp.tanh, _gap, _where_tanh),
+    "logistic": sigmoid(_sigma, _rise, lambda s: 2 * _where_tanh(4 * s)),
+    "reduce_window_max": pooled,
+    "reduce_max": reduced,
+}

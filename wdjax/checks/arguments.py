@@ -1,0 +1,230 @@
+"""What the arguments must be that public functions share; a misuse is refused at the door by name.
+
+Here are kinds and types, which a tracer has too. What numbers must be, and how they go together, is
+for :mod:`wdjax.checks.validate` and for the functions themselves.
+"""
+
+import inspect
+import textwrap
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wdjax.checks import validate
+
+_PARTS = {
+    "attack": ("ball", "budget", "random", "stages", "init", "point", "finished"),
+    "perturbation": ("ball", "eps", "context", "deltas"),
+    "noise": ("step", "pattern", "level", "radius"),
+}
+"""What an instance has, by the protocols of :mod:`wdjax.core`, ``nppr`` and ``smoothing.noise``."""
+_HOME = {"attack": "attacks", "perturbation": "nppr.distributions", "noise": "smoothing.noise"}
+_WRAPPER = "wdjax.engine.diagnosis"
+"""Whose decorator stands between an ensemble and its caller."""
+_DEPTH = 2
+"""Frames between :func:`warn` and whoever called the public function."""
+
+
+def check(*optional: str, **given: Any) -> None:
+    """Checks arguments by their names, first thing in a public function.
+
+    Args:
+      *optional: which of them may be None.
+      **given: ``attack``, ``model``, ``perturbation``, ``noise``, ``x`` and ``z`` (samples), ``y``,
+        ``eps``, ``key``, ``keys``. An ``eps`` beyond the diameter of the ``ball``, or of that of
+        the attack or the perturbation, is warned of, unless another function of the package asks.
+
+    Raises:
+      ValueError: an argument of the wrong kind: what came, what was expected, what to do.
+
+    >>> check(key=0)
+    Traceback (most recent call last):
+      ...
+    ValueError: key must be one typed key, got 0; pass key=jax.random.key(0).
+    """
+    ball = given.pop("ball", None)
+    for name, value in given.items():
+        if value is not None or name not in optional:
+            _KINDS[name](name, value)
+    x, y, eps, own = (given.get(name) for name in ("x", "y", "eps", "perturbation"))
+    if x is not None and y is not None and np.shape(y) != np.shape(x)[:1]:
+        raise ValueError(
+            f"y must be integer labels [{len(x)}], one for every sample of x, got {described(y)}."
+        )
+    if given.get("attack") is not None:
+        ball = given["attack"].ball
+    if own is not None:
+        ball, eps = own.ball, own.eps
+        _radius("the perturbation's eps", eps)
+    if ball is not None and eps is not None:
+        warn(too_far(ball, np.shape(given["x"])[1:], eps), 1)
+
+
+def described(value: Any) -> str:
+    """What came, in a few words.
+
+    >>> described(np.ones((2, 3))), described({"a": 1}), described(dict)
+    ('float64[2, 3]', "a dict of 'a'", 'the class dict')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, dict):
+        return f"a dict of {', '.join(map(repr, list(value)[:4]))}"
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype}{list(value.shape)}"
+    return textwrap.shorten(repr(value), 80, placeholder=" ...")
+
+
+def warn(text: str | None, below: int = 0) -> None:
+    """Warns whoever called the public function that asks; silent if that is the package itself.
+
+    Args:
+      text: the warning, or None for none.
+      below: functions between the public one and this.
+    """
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and (level <= _DEPTH + below or _module(frame) == _WRAPPER):
+        frame, level = frame.f_back, level + 1
+    inside = frame is not None and _module(frame).split(".")[0] == "wdjax"
+    if text is not None and not inside:
+        warnings.warn(text, UserWarning, stacklevel=level)
+
+
+def _module(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def too_far(ball: Any, shape: tuple[int, ...], eps: Any) -> str | None:
+    """What is to be said of radii beyond the largest distance that a ball knows, if any are.
+
+    Args:
+      ball: with ``diameter(shape)`` and ``units``, such as :class:`wdjax.Lp`; others know none.
+      shape: of a sample.
+      eps: numbers; traced ones are not looked at.
+
+    >>> from wdjax import Lp
+    >>> too_far(Lp(), (28, 28, 1), 1.0) is None, "8/255" in too_far(Lp(), (28, 28, 1), 8)
+    (True, True)
+    """
+    known = hasattr(ball, "diameter") and not validate.traced(eps)
+    return beyond(ball.diameter(shape), eps, ball.units) if known else None
+
+
+def beyond(most: float, eps: Any, units: str) -> str | None:
+    """What is to be said of the largest of some radii, if it is above ``most``."""
+    largest = float(np.max(np.asarray(eps, float), initial=0.0))
+    if not largest > most * (1 + 1e-6):
+        return None
+    return (
+        f"eps={largest:g} is beyond {most:g}, the largest distance between two inputs here, so "
+        f"that every input is in reach and nothing can be robust: {units}."
+    )
+
+
+def _points(name: str, value: Any) -> None:
+    array = _array(name, value, "floats [n, *shape]")
+    if array.dtype not in (np.float32, np.float64) or len(array.shape) < 2:
+        raise ValueError(
+            f"{name} must be floats [n, *shape] in the box, of 32 or 64 bits since fewer cannot "
+            f"resolve a budget, got {described(array)}; convert uint8 images with "
+            f"{name}.astype(np.float32) / 255, and cast to half precision inside the model."
+        )
+    if array.shape[0] == 0:
+        raise ValueError(f"{name} is empty, {described(array)}: pass at least one sample.")
+
+
+def _labels(name: str, value: Any) -> None:
+    array = _array(name, value, "integer labels [n]")
+    if not jnp.issubdtype(array.dtype, jnp.integer) or len(array.shape) != 1:
+        raise ValueError(
+            f"{name} must be integer labels [n], got {described(array)}; of one-hot rows take "
+            f"{name}.argmax(axis=1)."
+        )
+
+
+def _radius(name: str, value: Any) -> None:
+    array = _array(name, value, "a number, or several where that is said")
+    came = described(array if len(array.shape) else value)
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer)):
+        raise ValueError(f"{name} must be a single number that is real, got {came}.")
+    if not validate.traced(value) and not np.all(np.isfinite(array) & (np.asarray(array) >= 0)):
+        raise ValueError(f"{name} must be finite and at least 0, got {came}.")
+
+
+def _key(name: str, value: Any) -> None:
+    typed = hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    if typed and not value.shape:
+        return
+    if typed:
+        advice = "vmap over several, or take one of them"
+    elif hasattr(value, "dtype") and value.dtype == np.uint32 and value.shape == (2,):
+        advice = f"of an old one make {name}=jax.random.wrap_key_data(key)"
+    else:
+        seed = value if isinstance(value, int | np.integer) else "seed"
+        advice = f"pass {name}=jax.random.key({seed})"
+    raise ValueError(f"{name} must be one typed key, got {described(value)}; {advice}.")
+
+
+def _instance(name: str, value: Any) -> None:
+    """Refuses a class, what lacks a part of its protocol, and what JAX cannot look into."""
+    if isinstance(value, type):
+        raise ValueError(
+            f"{name} must be an instance, {value.__name__}(...), got the class {value.__name__}."
+        )
+    missing = [part for part in _PARTS[name] if not hasattr(value, part)]
+    if missing:
+        raise ValueError(
+            f"{name} must be of wdjax.{_HOME[name]}, or have what these have, got "
+            f"{described(value)}, without {', '.join(missing)}."
+        )
+    if jax.tree_util.all_leaves([value]):
+        raise ValueError(
+            f"{name} must be a pytree, as those of wdjax.{_HOME[name]} are, got {described(value)}:"
+            f" decorate {type(value).__name__} with @jax.tree_util.register_dataclass and "
+            "@dataclasses.dataclass(frozen=True)."
+        )
+
+
+def _keys(name: str, value: Any) -> None:
+    typed = hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    if not typed or len(value.shape) != 1:
+        raise ValueError(
+            f"{name} must be typed keys [S], got {described(value)}; pass "
+            "jax.random.split(jax.random.key(seed), S)."
+        )
+
+
+def _model(name: str, value: Any) -> None:
+    validate.check_model(value)
+
+
+def _array(name: str, value: Any, expected: str) -> Any:
+    """What has a dtype and a shape: the value itself, or what a list or a number makes."""
+    if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
+        return value
+    try:
+        array = jnp.asarray(value) if validate.traced(value) else np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):
+        array = None
+    if array is None or array.dtype.kind in "OUSMm":
+        raise ValueError(f"{name} must be {expected}, one array, got {described(value)}.")
+    return array
+
+
+_KINDS: dict[str, Callable[[str, Any], None]] = {
+    "attack": _instance,
+    "perturbation": _instance,
+    "noise": _instance,
+    "model": _model,
+    "x": _points,
+    "z": _points,
+    "y": _labels,
+    "eps": _radius,
+    "key": _key,
+    "keys": _keys,
+}

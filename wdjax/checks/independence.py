@@ -1,0 +1,163 @@
+"""Whether a model treats every sample alone, and all alike: proved, or tried in several companies.
+
+Robustness of a sample means nothing where its output depends on its batch: by batch statistics, by
+a dropout mask for each row, by its place.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wdjax import norms
+from wdjax.checks import batch_axis
+from wdjax.core import AnyArray, Array, PyTree
+from wdjax.engine import program
+
+_ROWS = 16
+"""Samples in a batch that a model is traced and tried for."""
+_SAME_PLACE = {2: 4, 4: 64, 8: 64}
+"""By the bytes of an output: units in the last place by which a sample may differ in other company.
+The program is the same, and so mostly is every bit."""
+_OTHER_PLACE = {2: 16, 4: 1024, 8: 1024}
+"""And in another place of the batch, where vectors may be summed up in another order."""
+
+
+def proof(
+    model: Callable[[Array], PyTree], shape: tuple[int, ...], dtype: Any, n: int = _ROWS
+) -> batch_axis.Proof:
+    """What the model's program shows for n samples of a shape; no sample is looked at."""
+    some = jax.ShapeDtypeStruct((n, *shape), dtype)
+    closed = program.outputs.trace(model, some).jaxpr
+    parameters = len(closed.jaxpr.invars) - 1
+    return batch_axis.prove(closed, [False] * parameters + [True])
+
+
+def check(model: Callable[[Array], PyTree], x: AnyArray) -> None:
+    """Refuses a model whose output for a sample depends on its batch.
+
+    Args:
+      model: a pytree callable.
+      x: ``[n, *shape]`` samples, concrete.
+
+    Raises:
+      ValueError: outputs differ in other company or at another place.
+
+    Cost: a walk through the program; where it proves nothing, ten batches of 16 samples and one of
+      a single one.
+    """
+    shown = proof(model, x.shape[1:], x.dtype)
+    if not (shown.alone and shown.alike):
+        _try(model, np.asarray(x), shown)
+
+
+def points(lower: AnyArray, upper: AnyArray) -> Array:
+    """``[8, *shape]`` points of a box, of an unbounded one near 0, at which to try a model."""
+    low, high = jnp.clip(jnp.asarray(lower), -2.0, None), jnp.clip(jnp.asarray(upper), None, 2.0)
+    shares = np.random.default_rng(0).uniform(size=(_ROWS // 2, *low.shape)).astype(low.dtype)
+    return jnp.clip(low + shares * (high - low), lower, upper)
+
+
+def holds(model: Callable[[Array], PyTree], x: Array, alike: bool = False) -> Array:
+    """Whether outputs stay the same in other company; for use inside a trace.
+
+    Args:
+      model: a pytree callable.
+      x: ``[n, *shape]``
+      alike: whether every sample must also get what the model says of it alone; without it, a
+        model may treat its places differently.
+
+    Returns:
+      A boolean, True without any pass of the model where that is proved.
+
+    Cost: where it is not proved, three passes of the samples.
+    """
+    if len(x) == 1:
+        return jnp.asarray(True)
+    shown = proof(model, x.shape[1:], x.dtype, len(x))
+    if shown.alike or (shown.alone and not alike):
+        return jnp.asarray(True)
+    everyone, out = jnp.ones(len(x), bool), model(x)
+    if alike:
+        one_by_one = jax.vmap(lambda row: jax.tree.map(lambda leaf: leaf[0], model(row[None])))(x)
+        return _agree(out, one_by_one, everyone, _OTHER_PLACE)
+    even, fine = jnp.arange(len(x)) % 2 == 0, jnp.asarray(True)
+    mirrored = jnp.max(x) + jnp.min(x) - jnp.roll(x, 1, axis=0)
+    for kept in (even, ~even):
+        mixed = jnp.where(norms.spread(kept, x), x, mirrored)
+        fine &= _agree(out, model(mixed), kept, _SAME_PLACE)
+    return fine
+
+
+def _agree(one: PyTree, other: PyTree, kept: Array, ulps: dict[int, int]) -> Array:
+    """Whether the rows that are kept agree up to rounding."""
+    fine = jnp.asarray(True)
+    for first, second in zip(jax.tree.leaves(one), jax.tree.leaves(other)):
+        same = first == second
+        if jnp.issubdtype(first.dtype, jnp.floating):
+            size = jnp.abs(first) + jnp.max(first, axis=0) - jnp.min(first, axis=0)
+            same |= jnp.abs(first - second) <= _unit(first.dtype, ulps) * size
+            same |= jnp.isnan(first) & jnp.isnan(second)
+        fine &= jnp.all(same | ~norms.spread(kept, first))
+    return fine
+
+
+def _unit(dtype: Any, ulps: dict[int, int]) -> float:
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return 0.0
+    return ulps[dtype.itemsize] * float(jnp.finfo(dtype).eps)
+
+
+def _try(model: Callable[[Array], PyTree], x: np.ndarray, shown: batch_axis.Proof) -> None:
+    """Tries samples among others, noise, extremes and copies, on even and on odd places, alone."""
+    chosen = np.unique(np.linspace(0, len(x) - 1, _ROWS // 2).astype(int))
+    kept = np.resize(x[chosen], (_ROWS // 2, *x.shape[1:]))
+    low, high = x.min(), x.max()
+    noise = np.random.default_rng(0).uniform(low, high, kept.shape).astype(x.dtype)
+    companies = [kept[::-1], noise, *(np.full_like(kept, end) for end in (low, high))]
+    even = [_outputs(model, _by_turns(kept, others))[0::2] for others in companies]
+    odd = [_outputs(model, _by_turns(others, kept))[1::2] for others in companies]
+    copies = [_outputs(model, np.repeat(row[None], _ROWS, axis=0)) for row in kept]
+    among = np.stack([rows[2 * i] for i, rows in enumerate(copies)])
+    types = [leaf.dtype for leaf in jax.tree.leaves(jax.eval_shape(model, kept))]
+    same, other = (max(_unit(t, ulps) for t in types) for ulps in (_SAME_PLACE, _OTHER_PLACE))
+    scale = _spread(np.concatenate(even))
+    tries = [("in other company", even[0], rows, same) for rows in (*even[1:], among)]
+    tries += [("in other company", odd[0], rows, same) for rows in odd[1:]]
+    tries += [("in another place", even[0], odd[0], other)]
+    tries += [("alone", even[0][:1], _outputs(model, kept[:1]), other)]
+    for how, one, again, unit in tries:
+        gap = _gap(one, again)
+        if not np.all(gap <= unit * (np.abs(one) + scale)):
+            where = f" (samples meet in {shown.where!r})" if shown.where else ""
+            raise ValueError(
+                "the model's output for a sample depends on the rest of its batch, so that no "
+                "robustness can be reported: put BatchNorm and dropout into their inference form "
+                f"(model.eval()). An output differs by {gap.max():g} {how}{where}."
+            )
+
+
+def _by_turns(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    return np.stack([one, other], axis=1).reshape(_ROWS, *one.shape[1:])
+
+
+def _outputs(model: Callable[[Array], PyTree], x: np.ndarray) -> np.ndarray:
+    """``[n, m]`` float64: all outputs, on the host."""
+    leaves = jax.tree.leaves(program.outputs(model, x))
+    rows = [np.asarray(leaf).reshape(len(x), -1).astype(np.float64) for leaf in leaves]
+    return np.concatenate(rows, axis=1)
+
+
+def _gap(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """How far outputs are apart; two NaN are not, and a NaN and a number are infinitely far."""
+    same = (one == other) | (np.isnan(one) & np.isnan(other))
+    with np.errstate(invalid="ignore"):
+        return np.where(same, 0.0, np.nan_to_num(np.abs(one - other), nan=np.inf))
+
+
+def _spread(rows: np.ndarray) -> float:
+    """How far samples lie apart in the entry in which they lie apart most."""
+    known = rows[:, np.isfinite(rows).all(axis=0)]
+    return float(np.ptp(known, axis=0).max(initial=0.0))

@@ -1,0 +1,258 @@
+"""What the front door refuses, and how it says so: shapes, dtypes, labels, boxes and budgets."""
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wdjax.checks import independence
+from wdjax.core import AnyArray, Array, Ball, PyTree
+
+
+def traced(*trees: PyTree) -> bool:
+    """Whether any leaf is a tracer, so that we are inside ``jit``, ``vmap`` or ``grad``."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))
+
+
+def staged() -> bool:
+    """Whether ``jit`` is tracing, so that even operations on constants have no values yet."""
+    return isinstance(jax.device_put(np.zeros(())), jax.core.Tracer)
+
+
+_TORCH = "torch.nn.modules.module.Module"
+
+
+def on_device(values: Any, dtype: Any = None) -> Array:
+    """``jnp.asarray`` that compiles nothing for arrays of the host, whatever their shape."""
+    if isinstance(values, jax.Array):
+        return values if dtype is None else values.astype(dtype)
+    return jax.device_put(np.asarray(values, dtype))
+
+
+def check_model(model: Callable[[Array], PyTree]) -> None:
+    """Checks that a model is a callable pytree of arrays."""
+    if any(f"{kind.__module__}.{kind.__name__}" == _TORCH for kind in type(model).__mro__):
+        raise ValueError(
+            f"the model is a PyTorch module, {type(model).__name__}, which JAX cannot trace: "
+            "convert its state dict by wdjax.convert.load(file, architecture), or write its "
+            "function as wdjax.Model(apply, params); docs/models.md shows both."
+        )
+    if isinstance(model, type) or not callable(model):
+        raise ValueError(f"the model must be a callable pytree of arrays, got {model!r}.")
+    for leaf in jax.tree.leaves(model):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, (int, float)):
+            raise ValueError(
+                f"the model must be a callable pytree of arrays, got a leaf {leaf!r}; wrap a plain "
+                "function as wdjax.Model(apply, params), a Flax module with "
+                "wdjax.models.functional."
+            )
+
+
+def shapes_of(model: Callable[[Array], PyTree], x: AnyArray) -> PyTree:
+    """The shapes and dtypes of ``model(x)``.
+
+    Raises:
+      ValueError: the model cannot be called with samples of this shape.
+    """
+    try:
+        return jax.eval_shape(model, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    except Exception as error:  # Whatever the model's own code raises.
+        swapped = np.ndim(x) == 4 and x.shape[1] in (1, 3) and x.shape[-1] not in (1, 3)
+        hint = "; models here take channels last: x.transpose(0, 2, 3, 1)" if swapped else ""
+        raise ValueError(
+            f"the model does not accept x of shape {list(x.shape)}{hint}: {type(error).__name__}: "
+            f"{error}"
+        ) from error
+
+
+def check_shapes(
+    model: Callable[[Array], PyTree],
+    x: AnyArray,
+    y: AnyArray,
+    criterion: Callable[[PyTree, Array], Array] | None = None,
+) -> int:
+    """Checks what shapes and dtypes can tell; returns the number of classes.
+
+    Without a criterion of its own to speak for it, the model must return logits ``[n, K]``.
+    """
+    if jnp.ndim(x) < 2 or x.dtype not in (np.float32, np.float64):
+        raise ValueError(
+            "x must be floats [n, *shape] in the box, of 32 or 64 bits since fewer cannot resolve "
+            f"a budget, got {x.dtype}{list(jnp.shape(x))}; convert uint8 images with "
+            "x.astype(np.float32) / 255, and cast to half precision inside the model."
+        )
+    n = len(x)
+    if jnp.shape(y) != (n,) or not jnp.issubdtype(y.dtype, jnp.integer):
+        raise ValueError(f"y must be integer labels [{n}], got {y.dtype}{list(jnp.shape(y))}.")
+    if n == 0:
+        raise ValueError("x and y are empty: pass at least one sample.")
+    check_model(model)
+    out = shapes_of(model, x)
+    leaves = jax.tree.leaves(out)
+    if criterion is None:
+        if getattr(out, "ndim", 0) != 2 or out.shape[0] != n or out.shape[1] < 2:
+            got = getattr(out, "shape", type(out).__name__)
+            raise ValueError(f"the model must return logits [{n}, K] with K >= 2, got {got}.")
+        return int(out.shape[1])
+    if not leaves or any(leaf.ndim < 1 or leaf.shape[0] != n for leaf in leaves):
+        shapes = [leaf.shape for leaf in leaves]
+        raise ValueError(f"every output of the model must have the leading axis {n}, got {shapes}.")
+    judged = jax.eval_shape(criterion, out, jax.ShapeDtypeStruct((n,), jnp.int32))
+    if judged.shape != (n,) or not jnp.issubdtype(judged.dtype, jnp.floating):
+        raise ValueError(
+            f"the criterion must return floats [{n}], one a sample, got "
+            f"{judged.dtype}{list(judged.shape)}."
+        )
+    return int(leaves[0].shape[-1]) if leaves[0].ndim > 1 else np.iinfo(np.int32).max
+
+
+def check_samples(
+    model: Callable[[Array], PyTree],
+    x: AnyArray,
+    y: AnyArray,
+    box: tuple[float, float] | None = (0.0, 1.0),
+    criterion: Callable[[PyTree, Array], Array] | None = None,
+    transductive: bool = False,
+) -> tuple[Array, Array]:
+    """Checks concrete samples at the front door; returns them as JAX arrays, labels as int32.
+
+    Only a ``transductive`` model may look at several samples at once.
+    """
+    x, labels = on_device(x), np.asarray(y)  # NumPy keeps labels of 64 bits as they came.
+    classes = check_shapes(model, x, labels, criterion)
+    host = np.asarray(x)  # Of arrays of the host, no program is compiled for a number of samples.
+    low, high = float(host.min()), float(host.max())
+    if not (math.isfinite(low) and math.isfinite(high)):
+        bad = int(np.argmin(np.isfinite(host.reshape(len(host), -1)).all(axis=-1)))
+        raise ValueError(f"x[{bad}] holds a value that is not finite; remove or repair it.")
+    ends = None if box is None else np.asarray(box, x.dtype)
+    if ends is not None and (low < ends[0] or high > ends[1]):
+        raise ValueError(
+            f"x spans [{low:g}, {high:g}], outside the box [{ends[0]:g}, {ends[1]:g}]; rescale it, "
+            "or give the ball another box (box=None for none)."
+        )
+    smallest, largest = int(labels.min()), int(labels.max())
+    if smallest < 0 or largest >= classes:
+        raise ValueError(
+            f"labels span {smallest}..{largest}, but the model has the classes 0..{classes - 1}."
+        )
+    if not transductive:
+        independence.check(model, x)
+    return x, on_device(labels, np.int32)
+
+
+def sound(ball: Ball, x: Array, y: Array, eps: Array | None, classes: int) -> Array:
+    """``[n]``: the samples and radii that the front door would let in, for use inside a trace."""
+    rows = x.reshape(len(x), -1)
+    fine = jnp.all(jnp.isfinite(rows), axis=-1) & (y >= 0) & (y < classes)
+    if eps is not None:
+        fine &= jnp.isfinite(eps) & (eps >= 0)
+    if ball.box is not None:
+        fine &= jnp.all((rows >= ball.box[0]) & (rows <= ball.box[1]), axis=-1)
+    return fine
+
+
+def check_number(name: str, value: Any, least: float = 0.0) -> Any:
+    """Checks a concrete number; a traced one passes."""
+    if traced(value):
+        return value
+    array = np.asarray(value)
+    if array.ndim != 0 or not np.issubdtype(array.dtype, np.number):
+        raise ValueError(f"{name} must be a single number, got {value!r}; vmap over several.")
+    if not (np.isfinite(array) and array >= least):
+        raise ValueError(f"{name} must be finite and at least {least:g}, got {value!r}.")
+    return value
+
+
+def check_radii(eps: Any, n: int) -> Any:
+    """Checks radii: one number, one a sample, or None; traced ones pass."""
+    if eps is None or traced(eps):
+        return eps
+    array = np.asarray(eps)
+    if array.shape not in ((), (n,)) or not np.issubdtype(array.dtype, np.number):
+        raise ValueError(
+            f"eps must be a single number or one a sample [{n}], got {eps!r}; vmap over several."
+        )
+    if not np.all(np.isfinite(array) & (array >= 0)):
+        raise ValueError(f"eps must be finite and at least 0, got {eps!r}.")
+    return eps
+
+
+def check_like(name: str, points: Any, x: Array) -> Array | None:
+    """Checks points ``[n, *shape]`` that go with the samples, or None."""
+    if points is None:
+        return None
+    points = on_device(points)
+    if points.shape != x.shape or not np.isfinite(np.asarray(points)).all():
+        raise ValueError(
+            f"{name} must be finite points {list(x.shape)} like x, got {list(points.shape)}."
+        )
+    return points
+
+
+def check_mask(name: str, mask: Any, n: int) -> np.ndarray | None:
+    """Checks one boolean a sample, or None."""
+    if mask is None:
+        return None
+    mask = np.asarray(mask)
+    if mask.shape != (n,) or mask.dtype != bool:
+        raise ValueError(f"{name} must be booleans [{n}], got {mask.dtype}{list(mask.shape)}.")
+    return mask
+
+
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """Checks an integer setting; NumPy's integers become Python's."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = None
+    if count is None or isinstance(value, bool) or count < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")
+    return count
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
+    """Checks a setting that is one of a few words."""
+    if value not in choices:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}.")
+    return value
+
+
+def check_order(order: Any) -> float:
+    """Checks a Wasserstein order; returns it as a Python number."""
+    number = isinstance(order, (int, float, np.number)) and not isinstance(order, bool)
+    if traced(order) or np.ndim(order) or not number:
+        raise ValueError(f"order must be a number of at least 1, or inf, got {order!r}.")
+    if not order >= 1:
+        raise ValueError(f"order must be a number of at least 1, or inf, got {order!r}.")
+    return float(order)
+
+
+def check_box(box: Any) -> tuple[float, float] | None:
+    """Checks a box of valid inputs, or None for none."""
+    if box is None:
+        return None
+    try:
+        low, high = (float(end) for end in box)
+    except (TypeError, ValueError):
+        low = high = math.nan
+    if not low < high:
+        raise ValueError(f"box must be (low, high) with low < high, or None; got {box!r}.")
+    return low, high
+
+
+def settle(attack: Any, dtype: np.dtype) -> Any:
+    """The attack with its numbers in the type of the samples, each finite and at least 0.
+
+    Weak Python numbers would keep the type too, but cost a conversion at every dispatch.
+    """
+
+    def convert(path: tuple[Any, ...], leaf: Any) -> Array:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return jnp.asarray(check_number(name, leaf), dtype)
+
+    return jax.tree_util.tree_map_with_path(convert, attack)

@@ -1,0 +1,268 @@
+"""``python -m wdjax attack``: attacks on a PyTorch checkpoint, measured."""
+
+import argparse
+import dataclasses
+import functools
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from wdjax import ensembles, norms, remarks, transport
+from wdjax.balls import Lp
+from wdjax.checks import arguments
+from wdjax.cli import options, subject
+from wdjax.cli.attack_table import ATTACKS, METHODS, NEAREST, RIVALS, SEARCHES, TABLE_1, Column
+from wdjax.cli.console import Console
+from wdjax.core import Model, Progress, Result
+from wdjax.engine import driver, tasks
+from wdjax.report import audit, plots
+
+SCHEMA = "wdjax.attack/3"
+
+_EXAMPLES = """examples:
+  python -m wdjax attack --arch wong_mnist --weights mnist.pth --data mnist.npz \\
+      --norm linf --eps 0.1 --samples 100 --json result.json
+  python -m wdjax attack --arch resnet2b --weights cifar10.pth --data cifar10.npz \\
+      --norm linf --eps 2/255 --attacks wda,wda++ --kappa 2 --points points.npz --json - | jq .
+  python -m wdjax attack --arch resnet2b --weights cifar10.pth --data cifar10.npz \\
+      --norm linf --eps 8/255 --attacks table1 --plot row.png --json row.json"""
+
+
+def add(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Declares the command."""
+    parser = commands.add_parser(
+        "attack",
+        parents=[common],
+        help="attack a PyTorch checkpoint; JSON out",
+        description="Attacks a converted checkpoint and measures what is left of its accuracy.",
+        epilog=f"attacks:\n{options.glossary(METHODS)}\n\n{_EXAMPLES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subject.declare(parser, "what is attacked")
+    how = parser.add_argument_group("how")
+    subject.declare_budget(how)
+    how.add_argument(
+        "--order",
+        choices=list(options.ORDERS),
+        default="1",
+        help="of the Wasserstein ball in which minimum-norm attacks and kappa > 1 spend eps "
+        "(default 1: on average)",
+    )
+    how.add_argument(
+        "--kappa",
+        type=options.KAPPA,
+        help="move 1 / kappa of each sample, kappa^(1/order) eps far (default 1); not for "
+        "minimum-norm attacks, whose budget goes where flips are cheapest",
+    )
+    how.add_argument(
+        "--attacks",
+        default="wda,wda++,pgd",
+        metavar="NAMES",
+        help="see below (default %(default)s); table1: the eleven columns of Table 1 of Le et al., "
+        "with orders and kappa of their own",
+    )
+    how.add_argument(
+        "--rivals",
+        type=options.RIVALS,
+        metavar="M",
+        help="classes that wda, wda++ and a3-wda try at a step (default, the paper's: of up to ten "
+        "classes all, by wda++ 5; of up to a hundred 10; of more 20)",
+    )
+    how.add_argument(
+        "--seed", type=options.SEED, default=0, help="of all that is random (default %(default)s)"
+    )
+    how.add_argument(
+        "--batch-size", type=options.BATCH, metavar="B", help="samples on the device at once"
+    )
+    how.add_argument(
+        "--bfloat16",
+        action="store_true",
+        help="search in bfloat16, and measure in float32: flips that float32 does not confirm are "
+        "counted as lost_flips, and looked for once more",
+    )
+    out = subject.declare_out(parser)
+    out.add_argument(
+        "--points",
+        type=Path,
+        metavar="FILE.npz",
+        help="save the adversarial points: of every attack NAME/x_adv, NAME/success, NAME/cost and "
+        "NAME/weight, and as x and y the nearest flips of all of them, to be used as --data",
+    )
+    out.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the accuracies")
+    parser.set_defaults(command=run)
+
+
+def run(parsed: argparse.Namespace, console: Console) -> int:
+    """Attacks and writes; what each attack left is said at once."""
+    columns = _columns(parsed)
+    subject.check_places(parsed, parsed.points, parsed.plot)
+    model, x, y = subject.load(parsed)
+    far = arguments.too_far(Lp(norms.NAMES[parsed.norm]), x.shape[1:], parsed.eps)
+    warned = subject.cautions(console, far)
+    work, results, measured = subject.begin(parsed, model, x, y), {}, {}
+    for label, column in columns.items():
+        with console.search(label) as tick:
+            done = work.do(
+                label, functools.partial(_attack, column, parsed, model, x, y, tick), Result
+            )
+        results[label], left = done.value
+        measured[label] = left | {"seconds": done.spent["seconds"]}
+        _say(console, label, measured[label], float(np.mean(results[label].correct)))
+    content = {
+        **subject.described(parsed, SCHEMA, len(y)),
+        "warnings": warned,
+        "order": parsed.order,
+        "seed": parsed.seed,
+        "clean_accuracy": float(np.mean(results[label].correct)),
+        "attacks": measured,
+    }
+    others: dict[Path, bytes] = {}
+    if parsed.points is not None:
+        others[parsed.points] = _points(x, y, results)
+    if parsed.plot is not None:
+        left = {label: own["robust_accuracy"] for label, own in measured.items()}
+        others[parsed.plot] = plots.png(plots.accuracies(content["clean_accuracy"], left))
+    subject.write(console, parsed.json, content, others)
+    return 0
+
+
+def _columns(parsed: argparse.Namespace) -> dict[str, Column]:
+    """What was asked for, by label; refuses what would be ignored."""
+    names = options.words(parsed.attacks)
+    if names == ["table1"]:
+        if parsed.kappa is not None:
+            raise ValueError("--kappa would be ignored: the columns of table1 have their own.")
+        if parsed.bfloat16:
+            raise ValueError("--bfloat16 is not for table1, whose ensembles search in float32.")
+        return {column.label: column for column in TABLE_1}
+    if not names or set(names) - set(METHODS) or len(set(names)) < len(names):
+        raise ValueError(
+            f"--attacks knows {', '.join(METHODS)}, each once, or table1 alone; "
+            f"got {parsed.attacks!r}."
+        )
+    ball = Lp(norms.NAMES[parsed.norm])
+    if parsed.bfloat16 and (others := [name for name in names if not _lone(name, ball)]):
+        raise ValueError(
+            "--bfloat16 is for attacks that treat every sample alone, not for "
+            f"{', '.join(others)}: leave it out."
+        )
+    # Made once, so that a norm which an attack does not take is refused before any work.
+    nearest = [_nearest(name, ball) for name in names]
+    if parsed.kappa is not None and all(nearest):
+        raise ValueError(
+            f"--kappa {parsed.kappa:g} would be ignored: {', '.join(names)} spends eps where flips "
+            "are cheapest. Leave it out."
+        )
+    if parsed.rivals is not None and not set(names) & set(RIVALS):
+        raise ValueError(
+            f"--rivals {parsed.rivals} would be ignored: it is for {', '.join(RIVALS)}."
+        )
+    order = options.ORDERS[parsed.order]
+    return {name: Column(name, order, parsed.kappa) for name in names}
+
+
+def _nearest(name: str, ball: Lp) -> bool:
+    """Whether it looks for the nearest flips."""
+    return name in NEAREST or (name in ATTACKS and ATTACKS[name](ball).budget == "none")
+
+
+def _lone(name: str, ball: Lp) -> bool:
+    """Whether it is one attack, in which no sample's points depend on another's."""
+    return name in ATTACKS and ATTACKS[name](ball).budget != "data"
+
+
+def _attack(
+    column: Column,
+    parsed: argparse.Namespace,
+    model: Model,
+    x: np.ndarray,
+    y: np.ndarray,
+    tick: Callable[[Progress], None],
+    task: tasks.Task,
+) -> tuple[Result, dict[str, Any]]:
+    """What one attack found, and what was measured of it."""
+    split = 1.0 if column.kappa is None else column.kappa
+    ball, order = Lp(norms.NAMES[parsed.norm]), column.order
+    spending = {} if _nearest(column.name, ball) else {"kappa": split}
+    how: dict[str, Any] = {
+        "batch_size": subject.batch(parsed, len(y)),
+        "key": jax.random.key(parsed.seed),
+    }
+    how["callback"] = task.heard(tick)
+    result, lost = jax.device_get(_search(column, ball, model, x, y, parsed, spending, task, how))
+    measured = spending | _measured(result, x, y, ball.norm, order) | lost
+    if column.name in RIVALS:
+        classes = jax.eval_shape(model, x[:1]).shape[1]
+        measured["rivals"] = RIVALS[column.name](parsed.rivals).tried(classes)
+    return result, measured
+
+
+def _say(console: Console, label: str, measured: dict[str, Any], clean: float) -> None:
+    console.say(f"{label}: {clean:.4f} clean, {measured['robust_accuracy']:.4f} attacked")
+    for remark in remarks.of(measured):
+        console.warn(f"  CAREFUL, {label}: {remark}")
+
+
+def _search(
+    column: Column,
+    ball: Lp,
+    model: Model,
+    x: np.ndarray,
+    y: np.ndarray,
+    parsed: argparse.Namespace,
+    spending: dict[str, float],
+    task: tasks.Task,
+    how: dict[str, Any],
+) -> tuple[Result, dict[str, int]]:
+    """What one attack found, and if it searched in bfloat16, the flips that were none."""
+    (name, order, _), eps = column, parsed.eps
+    reach = eps * spending.get("kappa", 1.0) ** (1 / order)
+    lost: dict[str, int] = {}
+    more = {} if parsed.rivals is None or name not in RIVALS else {"rivals": parsed.rivals}
+    if name in SEARCHES:
+        found = SEARCHES[name](
+            model, x, y, eps=reach, order=order, ball=ball, **more, **how, **task.saving(parts=True)
+        )
+        return transport.spend(found, eps=eps, order=order, **spending), lost
+    attack: Any = ATTACKS[name](ball)
+    attack = dataclasses.replace(attack, **more)
+    if attack.budget == "data":  # Of all samples, also those that are errors already.
+        attack, reach = dataclasses.replace(attack, order=order), eps
+        how = how | {"skip_misclassified": False}
+    if parsed.bfloat16:
+        how = how | task.saving(parts=True)
+        found, none = ensembles.mixed(attack, model, x, y, eps=reach, **how)
+        lost["lost_flips"] = int(none.sum())
+    else:
+        found = driver.search(attack, model, x, y, eps=reach, **how, **task.saving())
+    return transport.spend(found, eps=eps, order=order, **spending), lost
+
+
+def _measured(
+    result: Result, x: np.ndarray, y: np.ndarray, norm: float, order: float
+) -> dict[str, Any]:
+    distribution = transport.AdversarialDistribution.from_result(x, y, result)
+    return {
+        "robust_accuracy": audit.accuracy(result),
+        "max_cost": float(np.max(np.where(result.weight > 0, result.cost, 0.0))),
+        "transport_cost": distribution.coupling_cost(norm, order),
+        **remarks.spent(result),
+    }
+
+
+def _points(x: np.ndarray, y: np.ndarray, results: dict[str, Result]) -> bytes:
+    """The archive of ``--points``."""
+    arrays: dict[str, Any] = {"y": y}
+    nearest, distance = np.array(x), np.full(len(y), np.inf)
+    for name, result in results.items():
+        for field in ("x_adv", "success", "cost", "weight"):
+            arrays[f"{name}/{field}"] = getattr(result, field)
+        closer = result.correct & result.success & (result.cost < distance)
+        nearest[closer], distance[closer] = result.x_adv[closer], result.cost[closer]
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, x=nearest, **arrays)
+    return buffer.getvalue()

@@ -1,0 +1,170 @@
+"""``python -m wdjax certify``: what no attack can do to a PyTorch checkpoint."""
+
+import argparse
+import collections
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wdjax import certify, norms
+from wdjax.balls import Lp
+from wdjax.checks import arguments
+from wdjax.cli import lipschitz_command, options, smoothing_command, subject
+from wdjax.cli.console import Console
+from wdjax.core import Model
+from wdjax.engine import tasks
+
+SCHEMA = "wdjax.certify/1"
+
+_EXAMPLES = """examples:
+  python -m wdjax certify --arch wong_mnist --weights mnist.pth --data mnist.npz \\
+      --norm linf --eps 0.1 --samples 100 --json certified.json
+  python -m wdjax certify --arch resnet2b --weights cifar10.pth --data cifar10.npz \\
+      --norm linf --eps 1/255 --method crown --radii radii.npz --json - | jq .verified
+  python -m wdjax certify --arch wong_mnist --weights mnist.pth --data mnist.npz \\
+      --norm l2 --eps 0.5 --method smoothing --sigma 0.25 --json smoothed.json
+  python -m wdjax certify --arch wong_mnist --weights mnist.pth --data mnist.npz \\
+      --norm w1 --eps 19/784 --method smoothing --sigma 0.01 --alpha 0.05 --json images.json"""
+
+
+def add(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Declares the command."""
+    parser = commands.add_parser(
+        "certify",
+        parents=[common],
+        help="certify a PyTorch checkpoint; JSON out",
+        description="Proves for how many samples no point within eps is misclassified, and what "
+        "accuracy every distribution in the Wasserstein balls Omega_1, Omega_2, Omega_inf leaves.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subject.declare(parser, "what is certified")
+    how = parser.add_argument_group("how")
+    subject.declare_budget(how, smoothing_command.IMAGES)
+    how.add_argument(
+        "--method",
+        choices=[*certify.METHODS, lipschitz_command.METHOD, smoothing_command.METHOD],
+        default="auto",
+        help="of the margins, from the cheapest to the tightest, or by local Lipschitz constants, "
+        "with the bound of the expected loss; smoothing certifies the majority of noisy copies "
+        "instead, at a level of confidence (default %(default)s)",
+    )
+    how.add_argument(
+        "--seconds",
+        type=options.SECONDS,
+        default=10.0,
+        metavar="S",
+        help="branch and bound (bab) takes a sample at most (default %(default)s)",
+    )
+    how.add_argument(
+        "--steps",
+        type=options.SEARCHES,
+        default=10,
+        metavar="N",
+        help="searches for the radii (default %(default)s)",
+    )
+    how.add_argument(
+        "--batch-size",
+        type=options.BATCH,
+        metavar="B",
+        help="samples, or votes, on the device at once (default 64; of votes what is fast)",
+    )
+    smoothing_command.declare(parser.add_argument_group("how, by smoothing"))
+    out = subject.declare_out(parser)
+    out.add_argument(
+        "--radii",
+        type=Path,
+        metavar="FILE.npz",
+        help="save, of every sample, its certified radius, verified, margin and correct",
+    )
+    parser.set_defaults(command=run)
+
+
+def run(parsed: argparse.Namespace, console: Console) -> int:
+    """Certifies, writes, then says what is verified."""
+    smoothing_command.check(parsed)
+    subject.check_places(parsed, parsed.radii)
+    model, x, y = subject.load(parsed)
+    work = subject.begin(parsed, model, x, y)
+    if parsed.method == smoothing_command.METHOD:
+        return smoothing_command.run(parsed, work, model, x, y, console)
+    far = arguments.too_far(Lp(norms.NAMES[parsed.norm]), x.shape[1:], parsed.eps)
+    extra: dict[str, Any] = {"warnings": subject.cautions(console, far)}
+    how: dict[str, Any] = {"norm": norms.NAMES[parsed.norm], "eps": parsed.eps}
+    how["batch_size"] = parsed.batch_size or 64
+    if parsed.method == lipschitz_command.METHOD:
+        found, own, spent = lipschitz_command.verified(parsed, work, model, x, y, **how)
+        extra |= own
+    else:
+        found, spent = _margins(parsed, work, model, x, y, how, console)
+    content = _content(parsed, found, spent) | extra
+    others = {parsed.radii: None if parsed.radii is None else _radii(found)}
+    subject.write(console, parsed.json, content, others)
+    left = content["certified_accuracy"]
+    console.say(
+        f"{content['verified']} of {len(y)} verified within {parsed.eps:g} by {found.method}; "
+        + ", ".join(f"{name} >= {value:.4f}" for name, value in left.items())
+    )
+    if "nothing to split" in found.ended:
+        count = found.ended.count("nothing to split")
+        console.say(f"branch and bound had nothing left to split in {count} samples")
+    for remark in found.remarks:
+        console.say(remark)
+    return 0
+
+
+def _margins(
+    parsed: argparse.Namespace,
+    work: tasks.Tasks,
+    model: Model,
+    x: np.ndarray,
+    y: np.ndarray,
+    how: dict[str, Any],
+    console: Console,
+) -> tuple[certify.Certificate, tasks.Spent]:
+    """What is verified by bounds of margins, and what that took."""
+    how |= {"method": parsed.method, "steps": parsed.steps, "seconds": parsed.seconds}
+    with console.search("certify") as tick:
+
+        def verify(task: tasks.Task) -> certify.Certificate:
+            own = how | task.saving() | {"callback": task.heard(tick)}
+            return certify.verify(model, x, y, **own)
+
+        return work.do("certify", verify, certify.Certificate)
+
+
+def _content(
+    parsed: argparse.Namespace, found: certify.Certificate, spent: tasks.Spent
+) -> dict[str, Any]:
+    """What is written as JSON."""
+    left = {
+        f"omega_{name}": float(certify.certified_accuracy(found.radius, parsed.eps, order))
+        for name, order in options.ORDERS.items()
+    }
+    return {
+        **subject.described(parsed, SCHEMA, len(found.correct)),
+        "method": found.method,
+        "claim": found.claim,
+        "clean_accuracy": float(np.mean(found.correct)),
+        "verified": int(np.sum(found.verified)),
+        **({"search": dict(collections.Counter(found.ended))} if found.ended else {}),
+        **({"remarks": list(found.remarks)} if found.remarks else {}),
+        "certified_accuracy": left,
+        "seconds": spent["seconds"],
+        "compile_seconds": min(spent["compile_seconds"], spent["seconds"]),
+    }
+
+
+def _radii(found: certify.Certificate) -> bytes:
+    """The archive of ``--radii``."""
+    buffer = io.BytesIO()
+    np.savez_compressed(
+        buffer,
+        radius=found.radius,
+        verified=found.verified,
+        margin=found.margin,
+        correct=found.correct,
+    )
+    return buffer.getvalue()

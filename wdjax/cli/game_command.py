@@ -1,0 +1,262 @@
+"""``python -m wdjax game``: defences that adapt at test time, played on digits."""
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from wdjax import data, transductive
+from wdjax.cli import options, subject
+from wdjax.cli.console import Console
+from wdjax.core import Progress
+from wdjax.engine import tasks
+from wdjax.report import summary
+from wdjax.transductive import Defense, Report, Share, digits
+from wdjax.transductive.digits import Case, Row
+from wdjax.transductive.state import State
+
+SCHEMA = "wdjax.game/1"
+FAMILIES = {
+    "rmc": ("rmc-standard", "rmc-adversarial"),
+    **{name: (name,) for name in ("dent", "dann", "tadv", "urejectron", "purify")},
+}
+_DEFAULT = "rmc,dent,dann,tadv,urejectron"
+
+_EXAMPLES = """examples:
+  python -m wdjax game --json digits.json
+  python -m wdjax game --defense dann,tadv --seeds 0,1,2 --draws 5 --json -
+  python -m wdjax game --defense rmc --checkpoint games --json rmc.json   # can be interrupted"""
+
+
+def add(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Declares the command."""
+    words = {name: digits.CASES[cases[0]] for name, cases in FAMILIES.items()}
+    parser = commands.add_parser(
+        "game",
+        parents=[common],
+        help="attack defences that adapt at test time, on digits; JSON out",
+        description="Plays games between attacks on model spaces and defences that adapt to their "
+        "inputs, on small nets and digits. Accuracies are means over private keys of the defender, "
+        "with intervals of 95 %, beside those on clean inputs.",
+        epilog=f"defences:\n{options.glossary(words)}\n\n{_EXAMPLES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--defense", default=_DEFAULT, metavar="NAMES", help="see below (default %(default)s)"
+    )
+    how.add_argument(
+        "--attacks", metavar="NAMES", help="of a defence's attacks only these; all by default"
+    )
+    how.add_argument(
+        "--seeds",
+        type=options.Numbers(options.SEED),
+        default="0",
+        metavar="LIST",
+        help="of data, models and keys (default %(default)s)",
+    )
+    how.add_argument(
+        "--draws",
+        type=options.KEYS,
+        default=3,
+        metavar="N",
+        help="private keys of the defender that the referee draws (default %(default)s)",
+    )
+    how.add_argument(
+        "--samples", type=options.SAMPLES, metavar="N", help="inputs at most; those of the table"
+    )
+    how.add_argument(
+        "--iterations", type=options.SEARCHES, metavar="T", help="of the attacks; the table's"
+    )
+    subject.declare_out(parser)
+    parser.set_defaults(command=run)
+
+
+def run(parsed: argparse.Namespace, console: Console) -> int:
+    """Plays and writes; what each game left is said at once."""
+    cases = _cases(parsed.defense)
+    wanted = _wanted(parsed, cases)
+    subject.check_places(parsed)
+    work = subject.begin(parsed, data.digits())
+    results = [
+        _case(name, seed, wanted, parsed, work, console) for name in cases for seed in parsed.seeds
+    ]
+    content = {
+        "schema": SCHEMA,
+        "versions": summary.versions(),
+        "data": "digits",
+        "draws": parsed.draws,
+        "results": results,
+    }
+    subject.write(console, parsed.json, content)
+    return 0
+
+
+def _cases(text: str) -> list[str]:
+    names = options.words(text)
+    if not names or set(names) - set(FAMILIES) or len(set(names)) < len(names):
+        raise ValueError(f"--defense knows {', '.join(FAMILIES)}, each once; got {text!r}.")
+    return [case for name in names for case in FAMILIES[name]]
+
+
+def _wanted(parsed: argparse.Namespace, cases: list[str]) -> list[str] | None:
+    """``--attacks``, which some case must have, each of them."""
+    if parsed.attacks is None:
+        return None
+    known: dict[str, Any] = {}
+    for name in cases:
+        known |= digits.case(name, parsed.seeds[0], parsed.iterations)[0].rows
+    wanted = options.words(parsed.attacks)
+    for word in wanted or [""]:
+        if word not in known:
+            raise ValueError(
+                f"none of {', '.join(cases)} has an attack {word!r}; there are {', '.join(known)}."
+            )
+    return wanted
+
+
+def _case(
+    name: str,
+    seed: int,
+    wanted: list[str] | None,
+    parsed: argparse.Namespace,
+    work: tasks.Tasks,
+    console: Console,
+) -> dict[str, Any]:
+    """All games of a defence under one seed."""
+    case, train, test = digits.case(name, seed, parsed.iterations)
+    size, count = _fitting(case, parsed.samples)
+    key = jax.random.key(seed)
+    rows = {label: row for label, row in case.rows.items() if wanted is None or label in wanted}
+    entry: dict[str, Any] = {"defense": name, "seed": seed, "eps": case.eps, "samples": count}
+    entry |= {"rounds": count // size, "attacks": {}}
+    if not rows:
+        return entry
+
+    @functools.cache
+    def ready() -> tuple[Defense, Any]:
+        """The defence and its memory: trained when the first game is played that was not yet."""
+        defense = case.build()
+        return defense, transductive.prepare(defense, *train, key=jax.random.fold_in(key, 1))
+
+    reports, inputs = {}, test.take(count)
+    for label, row in rows.items():
+        with console.search(f"{name} {label}") as tick:
+            shown = _shown(tick, row, count // size)
+            how = {"eps": case.eps, "size": size, "draws": parsed.draws} | row.how
+            how["key"] = jax.random.fold_in(key, 2)
+            play = functools.partial(_play, ready, row, inputs, how, shown)
+            found, spent = work.do(f"{name} {seed} {label}", play, Report)
+        reports[label] = found
+        measured = _measured(found, row) | {"cpu_seconds": spent["cpu_seconds"]}
+        entry["attacks"][label] = measured
+        _say(console, f"{name} seed {seed} {label}", found, measured)
+    own, some = jax.random.fold_in(key, 3), inputs.x[:size]
+    entry["cost_multiple"] = work.do(
+        f"{name} {seed} cost",
+        lambda task: transductive.cost_multiple(*ready(), some, key=own, repeats=3),
+    ).value
+    private = {label: found for label, found in reports.items() if not rows[label].how}
+    if private:
+        entry["worst"], least = transductive.worst(private)
+        console.say(f"{name} seed {seed}: {_percent(least.one_shot)} by {entry['worst']} is worst")
+    return entry
+
+
+def _play(
+    ready: Callable[[], tuple[Defense, Any]],
+    row: Row,
+    inputs: data.Dataset,
+    how: dict[str, Any],
+    shown: Callable[[State], None],
+    task: tasks.Task,
+) -> Report:
+    """One game."""
+    defense, memory = ready()
+    task.begin()
+    how = how | task.saving() | {"callback": task.heard(shown)}
+    return transductive.play(defense, row.attack, *inputs, memory=memory, **how)
+
+
+def _fitting(case: Case, samples: int | None) -> tuple[int, int]:
+    """Inputs a round, and inputs; pools of two rounds need an even number of them."""
+    count = case.inputs if samples is None else min(samples, case.inputs)
+    if case.size is None:
+        return count, count
+    size = min(case.size, max(1, count // 2))
+    return size, count // (2 * size) * 2 * size if count > 1 else 1
+
+
+def _shown(tick: Callable[[Progress], None], row: Row, rounds: int) -> Callable[[State], None]:
+    turns = row.attack.iterations + 1
+
+    def show(state: State) -> None:
+        taken = int(state.round) * turns + int(state.iteration)
+        tick(Progress(taken, rounds * turns, np.arange(int(state.round), rounds)))
+
+    return show
+
+
+def _share(found: Share) -> dict[str, float]:
+    return {"value": found.value, "low": found.low, "high": found.high}
+
+
+def _measured(found: Report, row: Row) -> dict[str, Any]:
+    """What was measured, with its settings."""
+    measured: dict[str, Any] = {
+        name: _share(getattr(found, name))
+        for name in (
+            "one_shot",
+            "one_shot_clean",
+            "worst_of",
+            "worst_of_clean",
+            "majority",
+            "majority_clean",
+            "static_accuracy",
+            "static_clean_accuracy",
+        )
+    }
+    if found.score is not None:
+        points = {f"{budget:g}": found.operating_point(budget) for budget in (0.05, 0.1)}
+        measured["rejection"] = {
+            budget: {field: summary.number(value) for field, value in point._asdict().items()}
+            for budget, point in points.items()
+        }
+    return measured | {
+        "settings": _settings(row),
+        "game": dict(row.how),
+        "draws": len(found.correct),
+        "simulated_errors": found.simulated.mean(axis=0).tolist(),
+        "gradients_per_input": float(found.gradients.mean()),
+        "largest_cost": float(found.cost.max()),
+        "faults": int(found.fault.sum()),
+    }
+
+
+def _settings(row: Row) -> dict[str, Any]:
+    inner: Any = row.attack.inner
+    own = {"name": type(inner).__name__} | summary.settings(inner)
+    own.pop("loss")  # Replaced by the objective.
+    attack: Any = row.attack
+    return summary.settings(attack) | {"inner": own}
+
+
+def _percent(found: Share) -> str:
+    return f"{100 * found.value:.1f} % [{100 * found.low:.1f}, {100 * found.high:.1f}]"
+
+
+def _say(console: Console, label: str, found: Report, measured: dict[str, Any]) -> None:
+    said = (
+        f"{label}: {_percent(found.one_shot)} attacked, {100 * found.one_shot_clean.value:.1f} "
+        f"clean; static {100 * found.static_accuracy.value:.1f} and "
+        f"{100 * found.static_clean_accuracy.value:.1f}"
+    )
+    if found.score is not None:
+        point = found.operating_point()
+        said += f"; errors {100 * point.err:.1f} at {100 * point.rejected:.1f} % clean refused"
+    console.say(said)
+    if measured["faults"]:
+        console.warn(f"  CAREFUL, {label}: {measured['faults']} inputs met what is not finite")

@@ -1,0 +1,250 @@
+"""``python -m wdjax image-attack``: how far mass must move in the images of a checkpoint."""
+
+import argparse
+import dataclasses
+import functools
+import io
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from wdjax import image, remarks
+from wdjax.checks import arguments
+from wdjax.cli import options, subject
+from wdjax.cli.console import Console
+from wdjax.core import Found, Model, Progress
+from wdjax.engine import driver, tasks
+from wdjax.report import summary
+
+SCHEMA = "wdjax.image-attack/1"
+
+_EXAMPLES = """examples:
+  python -m wdjax image-attack --arch wong_mnist --weights mnist.pth --data mnist.npz \\
+      --k 5,10,20,50,100,200 --samples 100 --json result.json
+  python -m wdjax image-attack --arch resnet2b --weights cifar10.pth --data cifar10.npz \\
+      --k 20 --channels separate --radii radii.npz --points points.npz --json -"""
+
+
+def add(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Declares the command."""
+    parser = commands.add_parser(
+        "image-attack",
+        parents=[common],
+        help="attack a PyTorch checkpoint by moving mass between pixels; JSON out",
+        description="Attacks in the image-Wasserstein ball: mass is kept, pixels stay in [0, 1], "
+        "and a transport plan proves what every point costs. A radius of k is eps = k / pixels.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subject.declare(parser, "what is attacked")
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--k",
+        type=options.Numbers(options.PIXELS),
+        default="5,10,20,50,100,200",
+        metavar="LIST",
+        help="radii in pixels that move by one pixel if all were white (default %(default)s)",
+    )
+    how.add_argument(
+        "--window",
+        type=_window,
+        default="5",
+        help="mass moves in so many pixels squared, odd, or full (%(default)s)",
+    )
+    how.add_argument(
+        "--power", type=options.POWER, default=1.0, help="of distances in the cost (%(default)s)"
+    )
+    how.add_argument(
+        "--channels",
+        choices=("shared", "separate"),
+        default="shared",
+        help="normalise all channels together, or each apart (default %(default)s)",
+    )
+    how.add_argument(
+        "--batch-size", type=options.BATCH, metavar="B", help="samples on the device at once"
+    )
+    out = subject.declare_out(parser)
+    out.add_argument(
+        "--points",
+        type=Path,
+        metavar="FILE.npz",
+        help="save of every k kK/x_adv, kK/success and kK/cost, and as x and y the nearest flips",
+    )
+    out.add_argument(
+        "--radii",
+        type=Path,
+        metavar="FILE.npz",
+        help="look for the least radii too, which count at every k, and save radius (inf where "
+        "none was found, 0 where misclassified), k, correct and x_adv",
+    )
+    parser.set_defaults(command=run)
+
+
+def run(parsed: argparse.Namespace, console: Console) -> int:
+    """Attacks and writes; what each radius leaves is said at once."""
+    ks, window = sorted(parsed.k), None if parsed.window == "full" else int(parsed.window)
+    ball = image.ImageWasserstein(window, parsed.power, parsed.channels)
+    subject.check_places(parsed, parsed.points, parsed.radii)
+    model, x, y = subject.load(parsed)
+    if window is not None and window >= 2 * max(x.shape[1:3]) - 1:  # All of the image is inside.
+        ball = dataclasses.replace(ball, window=None)
+    pixels = math.prod(ball.space(x.shape[1:]).stencil[:2])
+    warned = subject.cautions(console, arguments.too_far(ball, x.shape[1:], max(ks) / pixels))
+    work = subject.begin(parsed, model, x, y)
+    how: dict[str, Any] = {"ball": ball, "batch_size": subject.batch(parsed, len(y))}
+    found: dict[float, Found] = {}
+    spent: dict[float, tasks.Spent] = {}
+    for k in ks:
+        with console.search(f"k {k:g}") as tick:
+            search = functools.partial(_attack, model, x, y, k / pixels, found, how, tick)
+            done = work.do(f"k {k:g}", search, Found)
+        found[k], spent[k] = done.value, done.spent
+        console.say(f"k {k:g}: {_robust(found[k]):.2f} % robust")
+    others, content = {}, _content(parsed, len(y), float(100 * np.mean(found[ks[0]].correct)))
+    content["warnings"] = warned
+    nearest = functools.reduce(driver.best, found.values())
+    if parsed.radii is not None:
+        with console.search("radii") as tick:
+            least = work.do("radii", functools.partial(_least, model, x, y, how, tick), Found)
+        nearest = driver.best(least.value, nearest)
+        others[parsed.radii], said = _radii(nearest, pixels)
+        content["radii"] = said | _seconds(least.spent, len(y))
+        console.say(f"radii: median k {said['median_k']}, {said['not_found']} not found")
+    nearest = jax.device_get(nearest)
+    for k in ks:
+        folded = jax.device_get(driver.within(found[k], nearest, k / pixels))
+        row = {"k": k, "eps": k / pixels, **_measured(folded, x, k / pixels, ball.high)}
+        row["flips_of_other_searches"] = int(np.sum(folded.success & ~found[k].success))
+        row |= _seconds(spent[k], len(y)) | remarks.spent(found[k])
+        content["results"].append(row)
+        _say(console, f"k {k:g}", row)
+        found[k] = folded
+    if parsed.points is not None:
+        others[parsed.points] = _points(x, y, found)
+    subject.write(console, parsed.json, content, others)
+    return 0
+
+
+def _say(console: Console, label: str, row: dict[str, Any]) -> None:
+    if more := row["flips_of_other_searches"]:
+        left = f"{row['robust_accuracy']:.2f} % robust"
+        console.say(f"{label}: {left} with {more} flips that searches in other radii found")
+    for remark in remarks.of(row):
+        console.warn(f"  CAREFUL, {label}: {remark}")
+
+
+def _seconds(spent: tasks.Spent, samples: int) -> dict[str, float]:
+    compiling = spent["compile_seconds"]
+    return {
+        "seconds_per_image": (spent["seconds"] - compiling) / samples,
+        "compile_seconds": compiling,
+    }
+
+
+def _content(parsed: argparse.Namespace, samples: int, clean: float) -> dict[str, Any]:
+    """What is written as JSON, but for results and radii."""
+    return {
+        "schema": SCHEMA,
+        "versions": summary.versions(),
+        "arch": parsed.arch,
+        "weights": parsed.weights.name,
+        "data": parsed.data.name,
+        "samples": samples,
+        "window": parsed.window,
+        "power": parsed.power,
+        "channels": parsed.channels,
+        "clean_accuracy": clean,
+        "results": [],
+    }
+
+
+def _window(text: str) -> str:
+    """``--window``: pixels, or anywhere."""
+    return text if text == "full" else str(options.WINDOW(text))
+
+
+def _attack(
+    model: Model,
+    x: np.ndarray,
+    y: np.ndarray,
+    eps: float,
+    before: Mapping[float, Found],
+    how: dict[str, Any],
+    tick: Callable[[Progress], None],
+    task: tasks.Task,
+) -> Found:
+    """Who survives ``eps``; what a smaller radius broke is inside this one."""
+    known = [*before.values()][-1] if before else None
+    left = None if known is None else np.asarray(known.correct & ~known.success)
+    if known is not None and left is not None and not left.any():
+        return known
+    found = image.image_wasserstein(model, x, y, eps=eps, only=left, **how, **_kept(task, tick))
+    found = _light(found)
+    return found if known is None else jax.device_get(driver.best(known, found))
+
+
+def _kept(task: tasks.Task, tick: Callable[[Progress], None]) -> dict[str, Any]:
+    return task.saving(parts=True) | {"callback": task.heard(tick)}
+
+
+def _light(found: Found) -> Found:
+    """Without the plans: costs are measured, and nothing here asks for them again."""
+    return jax.device_get(dataclasses.replace(found, proof=None))
+
+
+def _robust(found: Found) -> float:
+    return float(100 * np.mean(found.correct & ~found.success))
+
+
+def _measured(found: Found, x: np.ndarray, eps: float, high: float) -> dict[str, float]:
+    """Of the points themselves, in float64."""
+    before, after = (np.asarray(part, np.float64) for part in (x, found.x_adv))
+    mass = before.sum(axis=(1, 2, 3))
+    drift = np.abs(after.sum(axis=(1, 2, 3)) - mass) / np.where(mass > 0, mass, 1.0)
+    return {
+        "robust_accuracy": _robust(found),
+        "max_cost_over_eps": float(np.max(found.cost) / eps),
+        "max_mass_error": float(drift.max()),
+        "max_box_excess": max(0.0, float(-after.min()), float(after.max() - high)),
+    }
+
+
+def _least(
+    model: Model,
+    x: np.ndarray,
+    y: np.ndarray,
+    how: dict[str, Any],
+    tick: Callable[[Progress], None],
+    task: tasks.Task,
+) -> Found:
+    """The nearest flips."""
+    return _light(image.minimum_radius(model, x, y, **how, **_kept(task, tick)))
+
+
+def _radii(found: Found, pixels: int) -> tuple[bytes, dict[str, Any]]:
+    """The archive of ``--radii``, and what is said of it."""
+    radius = np.where(found.success, found.cost, np.inf)
+    buffer = io.BytesIO()
+    np.savez_compressed(
+        buffer, radius=radius, k=radius * pixels, correct=found.correct, x_adv=found.x_adv
+    )
+    middle = summary.number(float(np.median(radius) * pixels))
+    return buffer.getvalue(), {"median_k": middle, "not_found": int(np.isinf(radius).sum())}
+
+
+def _points(x: np.ndarray, y: np.ndarray, results: dict[float, Found]) -> bytes:
+    """The archive of ``--points``."""
+    arrays: dict[str, Any] = {"y": y}
+    nearest, distance = np.array(x), np.full(len(y), np.inf)
+    for k, found in results.items():
+        for field in ("x_adv", "success", "cost"):
+            arrays[f"k{k:g}/{field}"] = getattr(found, field)
+        closer = found.correct & found.success & (found.cost < distance)
+        nearest[closer], distance[closer] = found.x_adv[closer], found.cost[closer]
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, x=nearest, **arrays)
+    return buffer.getvalue()

@@ -1,0 +1,341 @@
+"""``python -m wdjax nppr``: probabilistic robustness of a PyTorch checkpoint, of every kind."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any, TypeVar, get_args
+
+import jax
+import numpy as np
+
+from wdjax import ensembles, metrics, norms, nppr
+from wdjax.attacks import PGD
+from wdjax.balls import Lp
+from wdjax.checks import arguments
+from wdjax.cli import options, subject
+from wdjax.cli.console import Console
+from wdjax.core import Model
+from wdjax.engine import driver, tasks
+from wdjax.nppr import distributions
+from wdjax.nppr import family as families
+from wdjax.nppr.estimate import Estimate, correct_inputs
+from wdjax.nppr.upsample import UPSAMPLE
+
+SCHEMA = "wdjax.nppr/1"
+T = TypeVar("T")
+
+_EXAMPLES = """examples:
+  python -m wdjax nppr --arch wong_mnist --weights mnist.pth --data mnist.npz \\
+      --norm linf --eps 0.1 --mode joint --json nppr.json
+  python -m wdjax nppr --arch resnet2b --weights cifar10.pth --data cifar10.npz \\
+      --norm linf --eps 8/255 --mode paper --components 12 --latent 64 --json - | jq .nppr"""
+
+
+def add(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Declares the command."""
+    parser = commands.add_parser(
+        "nppr",
+        parents=[common],
+        help="probabilistic robustness of a PyTorch checkpoint; JSON out",
+        description="Fits the worst distribution of perturbations (NPPR) on the first half of the "
+        "samples, and measures on the second what survives it, fixed noise (PR) and attacks (AR): "
+        "shares of the samples that are classified correctly.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subject.declare(parser, "what is measured")
+    how = parser.add_argument_group("how")
+    subject.declare_budget(how)
+    how.add_argument(
+        "--mode",
+        default="joint",
+        metavar="LIST",
+        help=f"what distributions depend on: some of {', '.join(nppr.MODES)}; paper for its four, "
+        "all for all (default %(default)s)",
+    )
+    how.add_argument(
+        "--components",
+        type=options.COMPONENTS,
+        default=7,
+        help="of a mixture (default %(default)s)",
+    )
+    how.add_argument(
+        "--latent", type=options.LATENT, default=32, help="dimension of it (default %(default)s)"
+    )
+    how.add_argument(
+        "--upsample", choices=UPSAMPLE, default="learnable", help="(default %(default)s)"
+    )
+    how.add_argument(
+        "--covariance",
+        choices=get_args(families.Family.__annotations__["covariance"]),
+        default="full",
+        help="(default %(default)s)",
+    )
+    how.add_argument(
+        "--loss",
+        choices=get_args(nppr.Loss),
+        default="sigmoid",
+        help="that a fit lowers; softplus is the paper's (default %(default)s)",
+    )
+    how.add_argument(
+        "--steps", type=options.STEPS, default=300, help="of a fit (default %(default)s)"
+    )
+    how.add_argument(
+        "--draws", type=options.DRAWS, default=1000, help="copies a sample (default %(default)s)"
+    )
+    how.add_argument(
+        "--rare",
+        type=options.SAMPLES,
+        metavar="N",
+        help="also the probability that a copy under uniform noise fails, by importance sampling "
+        "checked by splitting, of the first N samples that lost none (--norm linf)",
+    )
+    how.add_argument(
+        "--seed", type=options.SEED, default=0, help="of everything (default %(default)s)"
+    )
+    how.add_argument(
+        "--batch-size", type=options.BATCH, metavar="B", help="copies on the device at once"
+    )
+    subject.declare_out(parser)
+    parser.set_defaults(command=run)
+
+
+def run(parsed: argparse.Namespace, console: Console) -> int:
+    """Fits, measures and writes; every number is said at once."""
+    modes = _modes(parsed.mode)
+    if parsed.rare and parsed.norm != "linf":
+        raise ValueError(f"--rare is for --norm linf, got {parsed.norm}.")
+    subject.check_places(parsed)
+    model, x, y = subject.load(parsed)
+    if len(y) < 4:
+        raise ValueError(f"NPPR is fitted on one half and measured on the other: {len(y)} samples.")
+    warned = subject.cautions(console, arguments.too_far(_ball(parsed), x.shape[1:], parsed.eps))
+    train, held = ((x[half], y[half]) for half in (slice(len(y) // 2), slice(len(y) // 2, None)))
+    work, done = subject.begin(parsed, model, x, y), []
+
+    def do(name: str, part: Callable[..., T], *given: Any) -> T:
+        done.append(work.do(name, lambda task: part(parsed, model, *given, task)))
+        return done[-1].value
+
+    fixed = {}
+    for name, own in _noises(parsed).items():
+        fixed[name] = do(f"PR {name}", _fixed, own, held)
+        console.say(f"PR {name}: {fixed[name]['value']:.2f} %")
+    rare = do("rare", _rare, held, fixed["uniform"]["per_input"])
+    for row in rare:
+        ends = "[{:.2g}, {:.2g}]".format(*row["interval"])
+        console.say(f"rare, held-out sample {row['sample']}: {row['value']:.2g} {ends}")
+        if row["remark"]:
+            console.warn(f"  CAREFUL, sample {row['sample']}: {row['remark']}")
+    with console.search("attack") as tick:
+        attacked = do("AR", _attacked, held, tick)
+    console.say(f"AR: {attacked['strong']:.2f} %")
+    for remark in attacked["remarks"]:
+        console.warn(f"  CAREFUL, AR: {remark}")
+    fitted: dict[str, Any] = {}
+    for mode in modes:
+        fitted[mode] = do(f"NPPR {mode}", _fitted, mode, train, held)
+        console.say(f"NPPR {mode}: {fitted[mode]['value']:.2f} %")
+        if not fitted[mode]["learnt"]:
+            console.warn(f"  CAREFUL, {mode}: no gradient reached the distribution")
+    faults = sum(row["faults"] for row in (*fixed.values(), *fitted.values()))
+    if faults:
+        console.warn(f"  CAREFUL: {faults} copies had logits that are not finite")
+    content = {
+        **subject.described(parsed, SCHEMA, len(y)),
+        "warnings": warned,
+        "fitted_on": len(y) // 2,
+        "measured_on": len(y) - len(y) // 2,
+        "shares_of": "correctly classified samples of the second half, in percent",
+        "loss": parsed.loss,
+        "nppr": fitted,
+        "ar": attacked,
+        "pr": fixed,
+        "inequalities": _inequalities(attacked, fitted, fixed),
+        "prbench": do("PRBench", _prbench, held, train),
+        "rare": rare,
+        "seconds": subject.total(done),
+        "compile_seconds": subject.total(done, "compile_seconds"),
+    }
+    for claim, holds in content["inequalities"].items():
+        if not holds:
+            console.warn(f"  CAREFUL: {claim} does not hold, beyond the intervals")
+    subject.write(console, parsed.json, content)
+    return 0
+
+
+def _modes(text: str) -> list[nppr.Mode]:
+    """``--mode``."""
+    known = {"paper": families.PAPER, "all": nppr.MODES}
+    if text in known:
+        return [*known[text]]
+    words = options.words(text)
+    modes = [mode for mode in nppr.MODES if mode in words]
+    if not modes or len(modes) != len(set(words)):
+        raise ValueError(
+            f"--mode must be some of {', '.join(nppr.MODES)}, or paper, or all; got {text!r}."
+        )
+    return modes
+
+
+def _row(found: Estimate) -> dict[str, Any]:
+    (low, high), (lower, upper) = found.pooled(), found.population()
+    return {
+        "value": 100 * found.value,
+        "interval_of_these": [100 * float(low), 100 * float(high)],
+        "interval_of_population": [100 * float(lower), 100 * float(upper)],
+        "draws": found.draws,
+        "correct": int(found.correct.sum()),
+        "faults": int(found.faults.sum()),
+        "per_input": [round(float(p), 6) for p in found.per_input],
+    }
+
+
+def _ball(parsed: argparse.Namespace) -> Lp:
+    return Lp(norms.NAMES[parsed.norm])
+
+
+def _measure(parsed: argparse.Namespace, model: Model, own: Any, x: Any, y: Any) -> Estimate:
+    key = jax.random.key(parsed.seed + 1)
+    size = subject.batch(parsed, len(y) * parsed.draws)
+    return nppr.estimate(model, own, x, y, key=key, draws=parsed.draws, batch_size=size)
+
+
+def _noises(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Every fixed distribution that the norm has."""
+    ball, eps = _ball(parsed), parsed.eps
+    kinds: dict[str, Any] = {
+        "uniform": distributions.Uniform(eps, ball),
+        "gaussian_clipped": distributions.ClippedGaussian(eps, ball),
+    }
+    if parsed.norm == "linf":
+        kinds["gaussian_truncated"] = distributions.TruncatedGaussian(eps, ball)
+    return kinds
+
+
+def _fixed(
+    parsed: argparse.Namespace, model: Model, own: Any, held: Any, task: tasks.Task
+) -> dict[str, Any]:
+    """PR under a fixed distribution."""
+    return _row(_measure(parsed, model, own, *held))
+
+
+def _rare(
+    parsed: argparse.Namespace, model: Model, held: Any, shares: list[float], task: tasks.Task
+) -> list[dict[str, Any]]:
+    """Of samples all of whose copies survived: probabilities of failure, and what they lack."""
+    own, key = distributions.Uniform(parsed.eps, _ball(parsed)), jax.random.key(parsed.seed + 3)
+    x, y, right = correct_inputs(model, own, *held)
+    safe = np.flatnonzero(right)[np.asarray(shares) == 1]
+    rows = []
+    for place in map(int, safe[: parsed.rare or 0]):
+        how: dict[str, Any] = {"key": jax.random.fold_in(key, place)}
+        found = nppr.importance(model, own, x[place], y[place], batch_size=parsed.batch_size, **how)
+        low, high = found.interval()
+        rows.append(
+            {
+                "sample": place,
+                "value": found.value,
+                "interval": [float(low), float(high)],
+                "found": found.found,
+                "agrees": found.agrees,
+                "splitting": None if found.check is None else found.check.value,
+                "remark": found.remark,
+            }
+        )
+    return rows
+
+
+def _attacked(
+    parsed: argparse.Namespace, model: Model, held: Any, tick: Any, task: tasks.Task
+) -> dict[str, Any]:
+    """AR of PGD-20, and of everything, with the interval of a count."""
+    ball = _ball(parsed)
+    how: dict[str, Any] = {"eps": parsed.eps, "key": jax.random.key(parsed.seed)}
+    how["callback"] = task.heard(tick)
+    first, second = how | task.saving(), how | task.saving(parts=True)
+    pgd = driver.search(PGD(ball, steps=20, random_start=True), model, *held, **first)
+    fast = ensembles.fast(model, *held, ball=ball, **second).found
+    right = np.asarray(pgd.correct)
+    left = right & ~np.asarray(driver.best(pgd, fast).success)
+    low, high = metrics.clopper_pearson(int(left.sum()), int(right.sum()))
+    return {
+        "pgd20": 100 * float(np.mean(~np.asarray(pgd.success)[right])),
+        "strong": 100 * float(np.mean(left[right])),
+        "interval_of_population": [100 * float(low), 100 * float(high)],
+        "faults": int(np.sum(pgd.fault | fast.fault)),
+        "remarks": [*pgd.remarks, *fast.remarks],
+    }
+
+
+def _fitted(
+    parsed: argparse.Namespace,
+    model: Model,
+    mode: nppr.Mode,
+    train: Any,
+    held: Any,
+    task: tasks.Task,
+) -> dict[str, Any]:
+    """A fit, and what survives it."""
+    family = nppr.Family(
+        mode=mode,
+        components=parsed.components,
+        latent=parsed.latent,
+        upsample=parsed.upsample,
+        covariance=parsed.covariance,
+    )
+    schedule = nppr.Schedule(steps=parsed.steps, loss=parsed.loss)
+    found = nppr.fit(
+        model,
+        *train,
+        eps=parsed.eps,
+        key=jax.random.key(parsed.seed),
+        family=family,
+        schedule=schedule,
+        ball=_ball(parsed),
+        callback=task.heard(lambda state: None),
+        **task.saving(),
+    )
+    seconds = task.spent["seconds"]
+    x, y = held
+    spread = nppr.spread_within(found, x[:50], y[:50], key=jax.random.key(parsed.seed))
+    return {
+        **_row(_measure(parsed, model, found, x, y)),
+        "training": 100 * float(np.mean(np.asarray(found.history.survived)[-20:])),
+        "entropy_ratio": float(found.history.entropy[-1]),
+        "entropy_ratio_within": float(found.history.own_entropy[-1]),
+        "spread_within": float(spread.within.mean()),
+        "saturated": spread.saturated,
+        "learnt": found.learnt,
+        "fit_seconds": seconds,
+    }
+
+
+def _inequalities(
+    attacked: dict[str, Any], fitted: dict[str, Any], fixed: dict[str, Any]
+) -> dict[str, bool]:
+    """AR <= NPPR <= PR, and what depends on more is not larger than what depends on nothing.
+
+    Each by the ends of the two intervals that could touch. The first claim is Proposition 1 of the
+    paper, the other Proposition 2.
+    """
+    ends = "interval_of_population"
+    claims = {}
+    for mode, row in fitted.items():
+        claims[f"AR <= NPPR {mode}"] = attacked[ends][0] <= row[ends][1]
+        for name, other in fixed.items():
+            claims[f"NPPR {mode} <= PR {name}"] = row[ends][0] <= other[ends][1]
+        free = fitted.get("independent")
+        if free is not None and mode != "independent":
+            claims[f"NPPR {mode} <= NPPR independent"] = row[ends][0] <= free[ends][1]
+    return claims
+
+
+def _prbench(
+    parsed: argparse.Namespace, model: Model, held: Any, train: Any, task: tasks.Task
+) -> Any:
+    """PRBench's fields, which are of the linf ball."""
+    if parsed.norm != "linf":
+        return None
+    key = jax.random.key(parsed.seed + 2)
+    size = subject.batch(parsed, len(held[1]) * parsed.draws)
+    return nppr.prbench(model, *held, key=key, train=train, batch_size=size)

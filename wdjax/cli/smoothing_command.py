@@ -1,0 +1,195 @@
+"""``python -m wdjax certify --method smoothing``: what votes of noisy copies prove."""
+
+import argparse
+import io
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from wdjax import smoothing
+from wdjax.cli import options, subject
+from wdjax.cli.console import Console
+from wdjax.core import Model, Progress
+from wdjax.engine import tasks
+from wdjax.smoothing import looks, noise
+
+SCHEMA = "wdjax.smoothing/1"
+METHOD = "smoothing"
+
+IMAGES = "w1"
+"""The norm that only this method has: mass that moves between the pixels of an image."""
+
+Added: TypeAlias = noise.Gaussian | noise.Laplace | noise.Uniform | noise.Flow
+
+NOISES: dict[str, dict[str, type[Added]]] = {
+    "l2": {"gaussian": noise.Gaussian},
+    "l1": {"laplace": noise.Laplace, "uniform": noise.Uniform},
+    IMAGES: {"flow": noise.Flow},
+}
+_DEFAULTS: dict[str, Any] = {"n0": 100, "votes": 100_000, "alpha": 0.001, "seed": 0}
+_OWN = ("sigma", "noise", "test", *_DEFAULTS)
+
+
+def declare(group: Any) -> None:
+    """The options that only this method has; None where they are not given."""
+    group.add_argument(
+        "--sigma", type=options.DEVIATION, metavar="S", help="standard deviation of the noise"
+    )
+    group.add_argument(
+        "--noise",
+        choices=[name for fitting in NOISES.values() for name in fitting],
+        help="gaussian for --norm l2, laplace or uniform for l1, flow for w1 (default: the first "
+        "for the norm)",
+    )
+    group.add_argument(
+        "--n0",
+        type=options.VOTES,
+        metavar="N0",
+        help=f"votes that choose a class (default {_DEFAULTS['n0']})",
+    )
+    group.add_argument(
+        "--votes",
+        type=options.VOTES,
+        metavar="N",
+        help=f"votes that bound its probability, at most (default {_DEFAULTS['votes']})",
+    )
+    group.add_argument(
+        "--alpha",
+        type=options.LEVEL,
+        metavar="A",
+        help=f"chance that a radius is wrong, a sample (default {_DEFAULTS['alpha']})",
+    )
+    group.add_argument(
+        "--test",
+        choices=looks.TESTS,
+        help="sequential stops as soon as eps is decided, the others take all votes for radii as "
+        "large as these show (default sequential)",
+    )
+    group.add_argument(
+        "--seed",
+        type=options.SEED,
+        help=f"of the noise (default {_DEFAULTS['seed']})",
+        metavar="SEED",
+    )
+
+
+def check(parsed: argparse.Namespace) -> None:
+    """Refuses options that do not go together, before any work."""
+    given = [name for name in _OWN if getattr(parsed, name) is not None]
+    if parsed.method != METHOD:
+        if given:
+            raise ValueError(f"--{given[0]} would be ignored: it is for --method {METHOD}.")
+        if parsed.norm == IMAGES:
+            raise ValueError(f"--norm {IMAGES} has radii by --method {METHOD} only.")
+        return
+    if parsed.sigma is None:
+        raise ValueError(f"--method {METHOD} needs the noise's standard deviation: --sigma S.")
+    _noise(parsed)
+
+
+def run(
+    parsed: argparse.Namespace,
+    work: tasks.Tasks,
+    model: Model,
+    x: np.ndarray,
+    y: np.ndarray,
+    console: Console,
+) -> int:
+    """Certifies, writes, then says what is verified."""
+    own = {name: getattr(parsed, name) for name in _OWN}
+    own = {name: _DEFAULTS.get(name) if value is None else value for name, value in own.items()}
+    own["test"] = own["test"] or "sequential"
+    own["noise"] = _noise(parsed)
+    how = {"noise": own["noise"], "n": own["votes"], "alpha": own["alpha"], "test": own["test"]}
+    warned = subject.cautions(console, *smoothing.cautions(x, eps=parsed.eps, **how))
+    with console.search("votes") as tick:
+
+        def certify(task: tasks.Task) -> smoothing.SmoothedCertificate:
+            return _certify(parsed, own, how, model, x, y, task, tick)
+
+        found, spent = work.do("votes", certify, smoothing.SmoothedCertificate)
+    content = _content(parsed, own, found) | {"warnings": warned, "seconds": spent["seconds"]}
+    others = {parsed.radii: None if parsed.radii is None else _archive(found, parsed.eps)}
+    subject.write(console, parsed.json, content, others)
+    console.say(
+        f"{content['verified']} of {len(y)} verified within {parsed.eps:g} by "
+        f"{content['votes_per_image']:.0f} votes each, {content['abstained']} abstained"
+    )
+    if content["faults"]:
+        console.warn(f"  CAREFUL: {content['faults']} votes had logits that are not finite")
+    return 0
+
+
+def _certify(
+    parsed: argparse.Namespace,
+    own: dict[str, Any],
+    how: dict[str, Any],
+    model: Model,
+    x: np.ndarray,
+    y: np.ndarray,
+    task: tasks.Task,
+    tick: Callable[[Progress], None],
+) -> smoothing.SmoothedCertificate:
+    return smoothing.certify(
+        model,
+        x,
+        y,
+        **how,
+        key=jax.random.key(own["seed"]),
+        eps=parsed.eps if own["test"] == "sequential" else None,
+        n0=own["n0"],
+        batch_size=subject.batch(parsed, len(y) * (own["n0"] + own["votes"])),
+        callback=task.heard(tick),
+        **task.saving(),
+    )
+
+
+def _content(
+    parsed: argparse.Namespace, own: dict[str, Any], found: smoothing.SmoothedCertificate
+) -> dict[str, Any]:
+    """What is written as JSON."""
+    return {
+        **subject.described(parsed, SCHEMA, len(found.correct)),
+        "method": METHOD,
+        "claim": f"smoothed classifier, each radius at level {1 - own['alpha']:g}",
+        "noise": type(own["noise"]).__name__.lower(),
+        **{name: own[name] for name in ("sigma", *_DEFAULTS, "test")},
+        "clean_accuracy": float(np.mean(found.correct)),
+        "abstained": int(np.sum(found.abstained)),
+        "verified": int(np.sum(found.radius >= parsed.eps)),
+        "average_radius": found.average_radius,
+        "certified_accuracy": {
+            f"omega_{name}": float(found.accuracy(parsed.eps, order))
+            for name, order in options.ORDERS.items()
+        },
+        "votes_per_image": float(np.mean(found.votes)),
+        "faults": int(np.sum(found.faults)),
+    }
+
+
+def _noise(parsed: argparse.Namespace) -> Added:
+    fitting = NOISES.get(parsed.norm, {})
+    name = parsed.noise or next(iter(fitting), None)
+    if name not in fitting:
+        raise ValueError(
+            f"votes have radii in {', '.join(NOISES)}; for --norm {parsed.norm} the noise can be "
+            f"{', '.join(fitting) or 'none'}, got {parsed.noise or 'none'}."
+        )
+    return fitting[name](parsed.sigma)
+
+
+def _archive(found: smoothing.SmoothedCertificate, eps: float) -> bytes:
+    """The archive of ``--radii``."""
+    buffer = io.BytesIO()
+    np.savez_compressed(
+        buffer,
+        radius=found.radius,
+        verified=found.radius >= eps,
+        correct=found.correct,
+        prediction=found.prediction,
+        lower=found.lower,
+        votes=found.votes,
+    )
+    return buffer.getvalue()

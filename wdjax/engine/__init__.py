@@ -1,0 +1,9 @@
+"""What carries a search on: from samples and an attack to adversarial points, measured again.
+
+`driver` is the front door, :func:`wdjax.search` and :func:`wdjax.run`. It hands the samples to
+`rounds`, which picks batches of those that have something left to do and takes them on by the steps
+of `track`; `loop` repeats rounds, reports, saves and resumes; `identity` says which checkpoint
+belongs to what; `diagnosis` warns of results that may overstate robustness. `program` looks at
+traced programs: how wide they are, and whether they are fast in a loop. `tasks` keeps what longer
+commands have done. Open `driver` first.
+"""

@@ -1,0 +1,144 @@
+"""One loop for everything that is carried on: searches, trainings, games.
+
+A turn is a pure function of a pytree; between turns the loop reports, stops early, saves and
+resumes.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from os import PathLike
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from wdjax.engine.identity import words
+from wdjax.files import atomic, persist
+
+State = TypeVar("State")
+
+CHUNK = 10
+"""Steps of a search in one program at most, so that the host is seldom waited for."""
+
+
+def carry(
+    state: State,
+    turn: Callable[[State], State],
+    finished: Callable[[State], bool],
+    *,
+    report: Callable[[State], Any] | None = None,
+    checkpoint: str | PathLike[str] | None = None,
+    every: float = 60.0,
+    identity: bytes = b"",
+    about: Mapping[str, Any] | None = None,
+) -> State:
+    """Takes turns until the state is finished.
+
+    Args:
+      state: a pytree; with a checkpoint, of arrays and numbers.
+      turn: ``state -> state``.
+      finished: whether no turn is left.
+      report: called with the state after every turn; a true value ends the loop.
+      checkpoint: a folder. If it holds a state of the same identity, the loop goes on from there.
+        It is written every so often, at the end, and when Ctrl-C or SIGTERM interrupts, so that
+        nothing is lost; a signal then takes effect after the turn under way. Until the loop ends
+        no other process or thread may go on from it.
+      every: least seconds between two writings; 0 for one after every turn.
+      identity: what the state belongs to, from :func:`wdjax.engine.identity.digest`.
+      about: the settings in words, for the checkpoint's manifest and for saying what differs.
+
+    Returns:
+      The last state.
+
+    Raises:
+      ValueError: a checkpoint of another structure or identity, which is left alone; or one that
+        another process or thread is at work on.
+      KeyboardInterrupt, SystemExit: after a signal, once the state is saved.
+
+    >>> carry(0, lambda n: n + 1, lambda n: n == 3)
+    3
+    """
+    if checkpoint is None:
+        while not finished(state):
+            state = turn(state)
+            if report is not None and report(state):
+                break
+        return state
+    mark = np.frombuffer(identity.ljust(32, b"\0"), np.uint8)
+    settings = {name: words(value) for name, value in (about or {}).items()}
+    settings["jax"] = jax.__version__
+    persist.check_writable(checkpoint, state)
+    with atomic.exclusive(checkpoint):
+        if persist.exists(checkpoint):
+            state = _resume(checkpoint, state, mark, settings)
+        saved, due = time.monotonic(), False
+        with _Signals() as signals:
+            while not finished(state) and signals.caught is None:
+                state = turn(state)
+                due = time.monotonic() - saved >= every
+                if due:
+                    persist.save(checkpoint, (mark, state), settings)
+                    saved = time.monotonic()
+                try:
+                    stop = report is not None and report(state)
+                except BaseException:
+                    persist.save(checkpoint, (mark, state), settings)
+                    raise
+                if stop:
+                    break
+            if not due:
+                persist.save(checkpoint, (mark, state), settings)
+    return state
+
+
+def _resume(
+    checkpoint: str | PathLike[str], like: State, mark: np.ndarray, settings: dict[str, str]
+) -> State:
+    kept = persist.manifest(checkpoint)["settings"]
+    changes = [
+        f"{name} was {kept[name]} and is {now}"
+        for name, now in settings.items()
+        if kept.get(name, now) != now
+    ]
+    try:
+        found, state = persist.restore(checkpoint, (mark, like))
+    except ValueError as error:
+        raise ValueError("; ".join([str(error), *changes])) from error
+    if not np.array_equal(found, mark):
+        what = f" ({', '.join(changes)})" if changes else ""
+        raise ValueError(
+            f"the checkpoint {checkpoint} belongs to other settings, samples or parameters{what}; "
+            "choose another folder, or remove it to begin anew."
+        )
+    return state
+
+
+class _Signals:
+    """Holds SIGINT and SIGTERM back until the block ends; in the main thread only."""
+
+    def __init__(self) -> None:
+        self.caught: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Signals":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._catch)
+        return self
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        self.caught = number
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if kind is None and self.caught is not None:
+            raise KeyboardInterrupt if self.caught == signal.SIGINT else SystemExit(143)

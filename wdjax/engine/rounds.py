@@ -1,0 +1,469 @@
+"""A search at top level, in rounds: everybody unfinished takes the same chunk of steps.
+
+One donated program gathers a batch, steps and scatters. Its shapes do not depend on how many
+samples are correct or unfinished: batches have two sizes, a smaller one for what is left over, and
+the rows of a search are padded to a few lengths.
+"""
+
+import functools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import Mesh
+
+from wdjax import parallel
+from wdjax.checks import validate
+from wdjax.core import Array, Attack, Found, Info, Progress, PyTree, Samples, Stage, Victim
+from wdjax.engine import loop, program, track
+from wdjax.engine.track import Given, Problem, Reached, Track
+
+_CACHED = 3 * 2**15
+"""On a CPU, numbers in the largest array of a batch at most: it should stay in the cache."""
+SMALLEST = 16
+"""Samples in a default batch on a CPU at least. From the program of so many its needs are read, in
+which arrays that belong to no sample, kernels say, count for little."""
+_SHARE = 0.5
+"""Of an accelerator's free memory, what a batch may take."""
+_LARGEST = 1024
+"""Samples in a default batch at most."""
+_LONG = 50
+"""Steps of a stage from which on a second size of batch is worth its compilation."""
+_PATIENCE = 0.2
+"""On a CPU, steps in one program at most as a share of a stage: they save a quarter of PGD's time,
+but a sample that finishes in between goes on to the program's end."""
+_WORTH = 4
+"""On a CPU, turns of a loop at least: it takes half as long again to compile as a step alone."""
+_SIZES = (100, 125, 160, 200, 250, 320, 400, 500, 640, 800)
+"""Samples in a batch, over powers of ten and rounded up: programs for all numbers of samples are
+few, and numbers that people choose leave nothing idle (Renard's series R10)."""
+_SMALL = 0.4
+"""Of the largest batch, what others are at least."""
+
+
+class Plan(NamedTuple):
+    """What is searched, and in which batches; lengths are per device."""
+
+    problem: Problem
+    size: int
+    small: int
+    """The batch for what is left over."""
+    rows: int
+    """Samples, padded."""
+    mesh: Mesh | None
+    value: np.ndarray
+    """``[devices * rows]``: the criterion at the samples."""
+    turns: tuple[int, ...]
+    """Steps in one program, per stage."""
+
+    @property
+    def devices(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return self.problem.attack.stages
+
+
+class Search(NamedTuple):
+    """Samples on their way, a pytree that can be saved between rounds."""
+
+    track: Track
+    chosen: np.ndarray
+    """``[rows]``: who is attacked."""
+    active: np.ndarray
+    """``[rows]``: who has steps left in this stage."""
+    stage: int
+    step: int
+    history: Info | None
+    """``[steps, rows]`` leaves on the host, where asked for."""
+
+
+def begin(
+    attack: Attack,
+    victim: Victim,
+    given: Given,
+    key: Array | None,
+    only: np.ndarray | None,
+    skip_misclassified: bool,
+    history: bool,
+    batch_size: int | None,
+    mesh: Mesh | None,
+) -> tuple[Plan, Search]:
+    """Evaluates all samples, chooses those to attack and begins."""
+    if any(stage.couple and stage.cycles for stage in attack.stages):
+        raise ValueError("a stage that couples samples cannot look for cycles of one of them.")
+    n, samples = len(given.y), Samples(given.x, given.y, given.eps, None)
+    victim = victim._replace(model=parallel.replicate(victim.model, mesh))
+    plan = _plan(Problem(attack, victim, samples), batch_size, mesh)
+    whole = plan.devices * plan.rows
+    given = parallel.shard(jax.tree.map(functools.partial(_padded, rows=whole), given), mesh)
+    keys = None if key is None else track.keys(key, given.places)
+    used = -(-min(n, plan.rows) // plan.size)
+    blocks = np.arange(used * plan.size, dtype=np.int32).reshape(used, 1, -1)
+    blocks = blocks.repeat(plan.devices, axis=1)
+    parts = [_evaluate(victim, *_rows(given.x, given.y, index)) for index in blocks]
+    out, value, fine = _whole(plan, parts)
+    _refuse_faults(np.asarray(fine)[:n])
+    problem = Problem(attack, victim, Samples(given.x, given.y, given.eps, out))
+    moving = _whole(plan, [_begin(problem, given.start, keys, index) for index in blocks])
+    value, chosen = np.asarray(value), np.arange(whole) < n
+    if only is not None:
+        chosen[:n] &= only
+    if skip_misclassified:
+        chosen &= ~(value > 0)
+    log = _blank(value, attack.stages) if history else None
+    plan = plan._replace(problem=problem, value=value)
+    plan = plan._replace(turns=_turns(plan, moving, history))
+    return plan, _next_stage(plan, Search(moving, chosen, chosen, -1, 0, log))
+
+
+def _whole(plan: Plan, parts: list[PyTree]) -> PyTree:
+    """The rows of all blocks; the last stands in for rows that are padding only."""
+    return _assemble(parts + parts[-1:] * (plan.rows // plan.size - len(parts)), plan.devices)
+
+
+def finished(plan: Plan, search: Search) -> bool:
+    """Whether no stage is left."""
+    return int(search.stage) >= len(plan.stages)
+
+
+def advance(plan: Plan, search: Search) -> Search:
+    """One round. The track of the old search is donated: keep the new one only."""
+    number, row = int(search.stage), int(search.step)
+    stage, moving, history = plan.stages[number], search.track, search.history
+    most = plan.turns[number]
+    steps = min(most, stage.length - row)
+    left = stage.length - row - steps
+    if history is not None:  # Of a search that was saved, it comes back as JAX's arrays.
+        history = jax.tree.map(lambda leaf: np.require(leaf, requirements="W"), history)
+    batches, seen = _batches(plan, np.asarray(search.active), stage.length), []
+    counts, record = np.array([steps, left], np.int32), history is not None
+    for index in batches:
+        moving, *flags = _steps(plan.problem, moving, index, counts, number, most, record)
+        seen.append(flags)
+    if stage.couple is not None:
+        moving = _couple(plan.problem, moving, np.asarray(search.chosen), number)
+    active = np.array(search.active)
+    for index, (over, info) in zip(batches, seen):
+        places = _places(plan, index)
+        own = places < len(active)
+        if stage.done is not None or stage.cycles:
+            active[places[own]] = ~np.asarray(over)[own]
+        if history is not None:
+            first = _offset(plan, number) + row
+            for leaf, values in zip(history, info):
+                leaf[first : first + steps, places[own]] = np.asarray(values)[:steps, own]
+    search = Search(moving, search.chosen, active, number, row + steps, history)
+    return _next_stage(plan, search) if left == 0 or not active.any() else search
+
+
+def _next_stage(plan: Plan, search: Search) -> Search:
+    """Enters the next stage in which somebody has something to do, if there is one."""
+    stages, chosen = plan.stages, np.asarray(search.chosen)
+    for number in range(int(search.stage) + 1, len(stages)):
+        active = chosen
+        if stages[number].done is not None:
+            state = search.track.state
+            active = chosen & ~np.asarray(_done(plan.problem.attack, state, number))
+        if stages[number].length and active.any():
+            attack, moving = plan.problem.attack, search.track
+            moving = _enter(attack, moving) if track.cyclic(attack) else moving
+            return search._replace(track=moving, active=active, stage=number, step=0)
+    return search._replace(active=np.zeros_like(chosen), stage=len(stages), step=0)
+
+
+def _offset(plan: Plan, number: int) -> int:
+    """Steps of the stages before one."""
+    return sum(stage.length for stage in plan.stages[:number])
+
+
+def progress(plan: Plan, search: Search, n: int) -> Progress:
+    """How far the search is."""
+    stages, number = plan.stages, int(search.stage)
+    active, chosen = np.asarray(search.active), int(np.sum(search.chosen))
+    before, total = _offset(plan, number), _offset(plan, len(stages))
+    now, going = (stages[number].length if number < len(stages) else 0), int(active.sum())
+    taken = before * chosen + now * (chosen - going) + int(search.step) * going
+    return Progress(taken, total * chosen, np.flatnonzero(active[:n]))
+
+
+def finish(plan: Plan, search: Search, n: int, skip_misclassified: bool) -> Found:
+    """Measures what has been found so far of the first ``n`` rows."""
+    x, chosen, totals = map(
+        np.asarray, (plan.problem.samples.x, search.chosen, search.track.totals)
+    )
+    reached, seen = _reached_by_all(plan, search)
+    found = track.measure(np, x, reached, plan.value, seen, chosen, totals, skip_misclassified)
+    found = jax.tree.map(lambda leaf: jax.device_put(leaf[:n]), found)
+    if search.history is None:
+        return found
+    history = jax.tree.map(lambda leaf: np.array(leaf[:, :n]), search.history)
+    taken = (history.forwards > 0) | (history.gradients > 0)
+    for row in range(1, len(taken)):  # What was not taken repeats the last value.
+        history.value[row] = np.where(taken[row], history.value[row], history.value[row - 1])
+    return replace(found, history=history)
+
+
+def _reached_by_all(plan: Plan, search: Search) -> tuple[Reached, tuple[np.ndarray, np.ndarray]]:
+    """Where the attack has come to and what the model says there, on the host; 0 for the others."""
+    problem, chosen = plan.problem, np.asarray(search.chosen)
+
+    def look(index: np.ndarray) -> tuple[Reached, tuple[Array, Array]]:
+        reached, shown, y = _reach(problem, search.track, index)
+        return reached, _evaluate(problem.victim, shown, y)[1:]
+
+    batches = _batches(plan, chosen)
+    first = look(batches[0]) if batches else jax.eval_shape(look, _nobody(plan))
+    whole = jax.tree.map(lambda row: np.zeros((len(chosen), *row.shape[1:]), row.dtype), first)
+    for number, index in enumerate(batches):
+        rows, places = look(index) if number else first, _places(plan, index)
+        real = places < len(chosen)
+        for leaf, own in zip(jax.tree.leaves(whole), jax.tree.leaves(rows)):
+            leaf[places[real]] = np.asarray(own)[real]
+    return whole
+
+
+def _plan(problem: Problem, batch_size: int | None, mesh: Mesh | None) -> Plan:
+    """Chooses the batch, by what the model takes in memory where the user does not say."""
+    devices, x = (1 if mesh is None else mesh.size), problem.samples.x
+    if batch_size is None:
+        some = jax.ShapeDtypeStruct((SMALLEST, *x.shape[1:]), x.dtype)
+        size = fitting(program.outputs.trace(problem.victim.model, some).jaxpr)
+    else:
+        size = -(-validate.check_count("batch_size", batch_size) // devices)
+    share = -(-len(x) // devices)
+    # Who asks for a size gets it, if there are so many samples.
+    if batch_size is None or share < size:
+        size = _fewest_rows(share, size)
+    rows = _coarse(-(-share // size)) * size
+    return Plan(problem, size, max(1, size // 4), rows, mesh, np.empty(0), ())
+
+
+def _fewest_rows(share: int, most: int) -> int:
+    """The size of batches, ``most`` or a little less, that idles least for so many samples.
+
+    For fewer of them, the least size that holds them all.
+    """
+    decades = range(len(str(most)))
+    sizes = {-(-step * 10**decade // 100) for decade in decades for step in _SIZES}
+    sizes = {size for size in sizes if size < most} | {most}
+    if share <= most:
+        return min(size for size in sizes if size >= share)
+    large = sorted((size for size in sizes if size >= _SMALL * most), reverse=True)
+    return min(large, key=lambda size: -(-share // size) * size)
+
+
+def _padded(leaf: Array, rows: int) -> Array:
+    """Repeats the last row on the host, where nothing is compiled for a number of samples."""
+    if len(leaf) == rows:
+        return validate.on_device(leaf)
+    host = np.asarray(leaf)
+    return jax.device_put(np.concatenate([host, host[-1:].repeat(rows - len(host), axis=0)]))
+
+
+def fitting(jaxpr: ClosedJaxpr) -> int:
+    """Samples in a batch, from the program of a few: a gradient keeps what it computes."""
+    if jax.default_backend() == "cpu":
+        return min(max(SMALLEST * _CACHED // max(1, program.widest(jaxpr)), SMALLEST), 128)
+    stats = jax.devices()[0].memory_stats() or {}
+    free = stats.get("bytes_limit", 2**33) - stats.get("bytes_in_use", 0)
+    size = SMALLEST * int(_SHARE * free) // (4 * max(1, program.live(jaxpr)))
+    return 2 ** (min(max(size, 1), _LARGEST).bit_length() - 1)
+
+
+def _coarse(count: int) -> int:
+    """The least of 1, 2, 3, 4, 6, 8, 12, 16, ... that is at least ``count``."""
+    power = 1 << (count - 1).bit_length()
+    return 3 * power // 4 if power >= 4 and 3 * power // 4 >= count else power
+
+
+def _turns(plan: Plan, moving: Track, history: bool) -> tuple[int, ...]:
+    """Steps in one program, per stage: one, where its program is slow inside a loop."""
+    counts, index = np.zeros(2, np.int32), _nobody(plan)
+    moving = jax.eval_shape(track.enter, plan.problem.attack, moving)
+
+    def looped(number: int, most: int) -> int:
+        steps = _steps.trace(plan.problem, moving, index, counts, number, most, history)
+        return most if program.loops_well(steps.jaxpr) else 1
+
+    most = [_chunk(stage) for stage in plan.stages]
+    return tuple(looped(number, steps) if steps > 1 else 1 for number, steps in enumerate(most))
+
+
+def _chunk(stage: Stage) -> int:
+    """Steps in one program at most. Samples that finish in between wait for its end."""
+    if stage.couple is not None:
+        return 1
+    if jax.default_backend() != "cpu":
+        return min(loop.CHUNK, stage.length)
+    most = min(loop.CHUNK, int(_PATIENCE * stage.length))
+    return most if most >= _WORTH else 1
+
+
+def _batches(plan: Plan, active: np.ndarray, length: int = 0) -> list[np.ndarray]:
+    """Places of the active rows on their devices, ``[devices, size]``, padded with ``rows``.
+
+    In a stage of many steps, a small batch serves what is left over: it costs a compilation.
+    """
+    own = [np.flatnonzero(part) for part in active.reshape(plan.devices, plan.rows)]
+    count = max(map(len, own))
+    full, rest = divmod(count, plan.size)
+    small = -(-rest // plan.small) if length >= _LONG else _LONG
+    if small * plan.small >= plan.size:
+        full, small = full + (rest > 0), 0
+    sizes = [plan.size] * full + [plan.small] * small
+    padded = np.full((plan.devices, sum(sizes)), plan.rows, np.int32)
+    for row, places in zip(padded, own):
+        row[: len(places)] = places
+    return np.split(padded, np.cumsum(sizes)[:-1], axis=1) if sizes else []
+
+
+def _nobody(plan: Plan) -> np.ndarray:
+    """A batch of which no more than the shape counts."""
+    return np.zeros((plan.devices, plan.size), np.int32)
+
+
+def _places(plan: Plan, index: np.ndarray) -> np.ndarray:
+    """Rows of the search, in the order of a batch; beyond them for padding."""
+    rows = index + plan.rows * np.arange(plan.devices)[:, None]
+    return np.where(index < plan.rows, rows, plan.rows * plan.devices).ravel()
+
+
+def _take(tree: PyTree, index: Array) -> PyTree:
+    """Rows ``[devices * size]``; each device gathers its own."""
+
+    def take(leaf: Array) -> Array:
+        if len(index) == 1:
+            return leaf.at[index[0]].get(mode="clip")
+        own = leaf.reshape(len(index), -1, *leaf.shape[1:])
+        rows = jax.vmap(lambda part, places: part.at[places].get(mode="clip"))(own, index)
+        return rows.reshape(-1, *leaf.shape[1:])
+
+    return jax.tree.map(take, tree)
+
+
+def _put(tree: PyTree, index: Array, rows: PyTree) -> PyTree:
+    """The reverse of :func:`_take`; padding is dropped."""
+
+    def put(leaf: Array, new: Array) -> Array:
+        if len(index) == 1:
+            return leaf.at[index[0]].set(new, mode="drop")
+        own = leaf.reshape(len(index), -1, *leaf.shape[1:])
+        new = new.reshape(*index.shape, *leaf.shape[1:])
+        set_rows = jax.vmap(lambda part, places, rows: part.at[places].set(rows, mode="drop"))
+        return set_rows(own, index, new).reshape(leaf.shape)
+
+    return jax.tree.map(put, tree, rows)
+
+
+_evaluate = jax.jit(track.evaluate)
+
+
+@jax.jit
+def _rows(x: Array, y: Array, index: Array) -> PyTree:
+    return _take((x, y), index)
+
+
+@jax.jit
+def _begin(problem: Problem, start: Array | None, keys: Array | None, index: Array) -> Track:
+    samples, start, keys = _take((problem.samples, start, keys), index)
+    return track.begin(problem._replace(samples=samples), start, keys)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _assemble(parts: list[PyTree], devices: int) -> PyTree:
+    def join(*blocks: Array) -> Array:
+        if devices == 1:
+            return jnp.concatenate(blocks)
+        shape = blocks[0].shape[1:]
+        own = [block.reshape(devices, -1, *shape) for block in blocks]
+        return jnp.concatenate(own, axis=1).reshape(-1, *shape)
+
+    return jax.tree.map(join, *parts)
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5, 6), donate_argnums=1)
+def _steps(
+    problem: Problem,
+    moving: Track,
+    index: Array,
+    counts: Array,
+    number: int,
+    most: int,
+    record: bool,
+) -> tuple[Track, Array, Info | None]:
+    """Takes a batch on by ``counts[0]`` steps, ``most`` at most, with ``counts[1]`` left then.
+
+    Also tells, ``[n]``, who is finished, and on request what the steps did, ``[most, n]``.
+    """
+    stage, victim, (steps, left) = problem.attack.stages[number], problem.victim, counts
+    own, batch = _take((problem.samples, moving), index)
+    if most == 1:
+        batch, recurs, info = track.step(stage, victim, own, batch)
+        seen = jax.tree.map(lambda leaf: leaf[None], info) if record else None
+    else:
+        batch, recurs, seen = _loop(stage, victim, own, batch, steps, most if record else None)
+    batch, over = track.settle(stage, batch, recurs, left)
+    return _put(moving, index, batch), over, seen
+
+
+def _loop(
+    stage: Stage, victim: Victim, own: Samples, batch: Track, steps: Array, record: int | None
+) -> tuple[Track, Array, Info | None]:
+    seen = None
+    if record is not None:
+        shapes = jax.eval_shape(functools.partial(track.step, stage, victim), own, batch)[2]
+        seen = jax.tree.map(lambda leaf: jnp.zeros((record, *leaf.shape), leaf.dtype), shapes)
+
+    def body(i: Array, carried: PyTree) -> PyTree:
+        batch, _, seen = carried
+        batch, recurs, info = track.step(stage, victim, own, batch)
+        if seen is not None:
+            seen = jax.tree.map(lambda rows, row: rows.at[i].set(row), seen, info)
+        return batch, recurs, seen
+
+    return jax.lax.fori_loop(0, steps, body, (batch, jnp.zeros(len(own.y), bool), seen))
+
+
+@functools.partial(jax.jit, static_argnums=3, donate_argnums=1)
+def _couple(problem: Problem, moving: Track, chosen: Array, number: int) -> Track:
+    couple = problem.attack.stages[number].couple
+    assert couple is not None
+    return moving._replace(state=couple(problem.samples, moving.state, chosen))
+
+
+_enter = jax.jit(track.enter, donate_argnums=1)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _done(attack: Attack, state: PyTree, number: int) -> Array:
+    done = attack.stages[number].done
+    assert done is not None
+    return done(state)
+
+
+@jax.jit
+def _reach(problem: Problem, moving: Track, index: Array) -> tuple[Reached, Array, Array]:
+    samples, batch = _take((problem.samples, moving), index)
+    return *track.reach(problem._replace(samples=samples), batch), samples.y
+
+
+def _refuse_faults(fine: np.ndarray) -> None:
+    if not fine.all():
+        raise ValueError(
+            f"the model returned outputs that are not finite for {int((~fine).sum())} samples, "
+            f"first at index {int(np.argmin(fine))}; no robustness can be reported for such a "
+            "model."
+        )
+
+
+def _blank(value: np.ndarray, stages: tuple[Stage, ...]) -> Info:
+    """A history in which nothing has happened."""
+    none = np.zeros((sum(stage.length for stage in stages), len(value)), np.int32)
+    values = np.tile(value, (len(none), 1))
+    leaves: tuple[Any, ...] = (values, none, none.copy(), none.copy(), none.astype(bool))
+    return Info(*leaves)

@@ -1,0 +1,269 @@
+"""Work that consists of tasks, each done once: killed at any moment and begun anew, it goes on.
+
+What a task returned is kept in a file of its own, with what it spent; the task under way keeps its
+state beside it, by :func:`wdjax.engine.loop.carry` for the most part.
+"""
+
+import contextlib
+import dataclasses
+import glob
+import json
+import re
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wdjax.engine import loop
+from wdjax.files import atomic, persist
+
+T = TypeVar("T")
+Spent = dict[str, float]
+
+_MARK = "tasks.safetensors"
+
+
+def seconds() -> Spent:
+    """The clock of work that is not told another."""
+    return {"seconds": time.perf_counter()}
+
+
+class Done(NamedTuple, Generic[T]):
+    """What a task returned, and what it spent."""
+
+    value: T
+    spent: Spent
+    """Differences of the clock, summed over all processes that worked on it; of one that was
+    killed, up to its last note."""
+
+
+class Task:
+    """A task under way: where its state is kept and what it has spent."""
+
+    def __init__(self, stem: Path | None, every: float, clock: Callable[[], Spent]) -> None:
+        self._state = None if stem is None else stem.with_name(f"{stem.name}.safetensors")
+        self._parts = None if stem is None else stem.with_name(f"{stem.name}.parts")
+        self._every = every
+        self._note = None if stem is None else stem.with_name(f"{stem.name}.spent.json")
+        self._clock, self._before = clock, self._noted()
+        self._began, self._written = clock(), time.monotonic()
+
+    def saving(self, parts: bool = False) -> dict[str, Any]:
+        """The options of a search, a training or another loop that make it save its state here.
+
+        Args:
+          parts: of work that makes files of its own in a folder, such as ensembles do.
+        """
+        return {"checkpoint": self._parts if parts else self._state, "every": self._every}
+
+    def begin(self) -> None:
+        """Counts from now on: what came before was not for this task alone."""
+        self._began = self._clock()
+
+    @property
+    def spent(self) -> Spent:
+        """Until now, by all processes."""
+        now = self._clock()
+        return {k: self._before.get(k, 0.0) + now[k] - began for k, began in self._began.items()}
+
+    def heard(self, callback: Callable[[T], Any]) -> Callable[[T], Any]:
+        """The callback, after which what was spent is noted every so often."""
+
+        def hear(progress: T) -> Any:
+            if time.monotonic() - self._written >= self._every:
+                self.note()
+            return callback(progress)
+
+        return hear
+
+    def note(self) -> None:
+        """Writes down what was spent, for the process that goes on."""
+        if self._note is not None:
+            atomic.write(self._note, json.dumps(self.spent))
+            self._written = time.monotonic()
+
+    def drop(self) -> None:
+        """Removes the state of a task that is done, and what killed processes left of its notes."""
+        for path in (self._state, self._note):
+            if path is not None:
+                path.unlink(missing_ok=True)
+        if self._note is not None:
+            for left in self._note.parent.glob(f".{glob.escape(self._note.name[:40])}*.part"):
+                left.unlink(missing_ok=True)
+        if self._parts is not None:
+            shutil.rmtree(self._parts, ignore_errors=True)
+
+    def _noted(self) -> Spent:
+        if self._note is None or not self._note.exists():
+            return {}
+        try:
+            noted = json.loads(self._note.read_bytes())
+            return {str(name): float(value) for name, value in noted.items()}
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{self._note} is damaged: {error}; remove it.") from error
+
+
+class Tasks:
+    """The tasks of one piece of work, in a folder that belongs to it alone.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     first = Tasks(folder).do("sum", lambda task: {"sum": np.arange(3.0).sum()})
+    ...     again = Tasks(folder).do("sum", lambda task: 1 / 0)  # Done once.
+    >>> first == again, again.value
+    (True, {'sum': 3.0})
+    """
+
+    def __init__(
+        self,
+        folder: str | PathLike[str] | None,
+        *,
+        every: float = 60.0,
+        identity: bytes = b"",
+        about: Mapping[str, Any] | None = None,
+        clock: Callable[[], Spent] = seconds,
+    ) -> None:
+        """Takes the folder, or goes on in it.
+
+        Args:
+          folder: where to keep everything; None to keep nothing.
+          every: least seconds between two writings of what is under way.
+          identity: what the work belongs to, from :func:`wdjax.engine.identity.digest`.
+          about: its settings in words, for saying what differs.
+          clock: counters by name, whose differences are what a task spent.
+
+        Raises:
+          ValueError: a folder of something else, or of work of another identity; it is left alone.
+        """
+        self._folder = None if folder is None else Path(folder).absolute()
+        self._every, self._clock = every, clock
+        if self._folder is not None:
+            check_writable(self._folder)
+            # The mark is a loop of no turns: the loop compares identities, and says what differs.
+            loop.carry(
+                np.int32(0),
+                lambda turn: turn,
+                lambda turn: True,
+                checkpoint=self._folder / _MARK,
+                identity=identity,
+                about=about,
+            )
+
+    def do(self, name: str, work: Callable[[Task], T], *types: type) -> Done[T]:
+        """Does a task, or reads what it returned when it was done before.
+
+        Args:
+          name: its own, the same when the work is begun anew.
+          work: the task. It returns numbers, words, None, arrays, bytes, and lists and dictionaries
+            of these by words; tuples come back as lists.
+          *types: dataclasses and named tuples that it may hold besides.
+        """
+        stem = self._stem(name)
+        if stem is None:
+            task = Task(None, self._every, self._clock)
+            return Done(work(task), task.spent)
+        kept = stem.with_name(f"{stem.name}.done.safetensors")
+        task = Task(stem, self._every, self._clock)
+        if not kept.exists():
+            try:
+                done = Done(work(task), task.spent)
+            except BaseException:
+                with contextlib.suppress(OSError):  # What ended the task is what counts.
+                    task.note()
+                raise
+            _keep(kept, done)
+        task.drop()
+        return _kept(kept, types)
+
+    def _stem(self, name: str) -> Path | None:
+        if self._folder is None:
+            return None
+        plain = re.sub(r"[^A-Za-z0-9=+_-]+", "-", name)[:60]
+        if plain != name or not name:  # A checksum tells names apart that look alike.
+            plain = f"{plain}.{zlib.crc32(name.encode()):x}"
+        return self._folder / plain
+
+
+def check_writable(folder: str | PathLike[str]) -> None:
+    """Refuses, before any work is done, a folder that :class:`Tasks` could not use."""
+    folder = Path(folder).absolute()
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; name a folder for the checkpoint.")
+    mark = folder / _MARK
+    if folder.is_dir() and not mark.exists() and any(_lasting(folder)):
+        raise ValueError(f"{folder} exists and is not a checkpoint; choose another folder.")
+    atomic.check_writable(mark)
+
+
+def _lasting(folder: Path) -> Iterator[Path]:
+    """What is no file that a killed process was writing."""
+    return (path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def _keep(path: Path, done: Done[Any]) -> None:
+    arrays: list[np.ndarray] = []
+    value = _plain(done.value, arrays)
+    text = json.dumps({"value": value, "spent": done.spent}).encode()
+    # As bytes: a checkpoint need not hold numbers of every kind, nor manifests of every length.
+    parts = [np.frombuffer(part, np.uint8) for part in (text, *(a.tobytes() for a in arrays))]
+    persist.save(path, {f"part {place}": part for place, part in enumerate(parts)})
+
+
+def _kept(path: Path, types: tuple[type, ...]) -> Done[Any]:
+    manifest = persist.manifest(path)
+    try:
+        sizes = {name: tuple(facts["shape"]) for name, facts in manifest["leaves"].items()}
+        like = {name: jax.ShapeDtypeStruct(size, jnp.uint8) for name, size in sizes.items()}
+        leaves = persist.restore(path, like)
+        text, *arrays = (np.asarray(leaves[f"part {place}"]) for place in range(len(leaves)))
+        kept = json.loads(text.tobytes())
+        value = _built(kept["value"], arrays, {kind.__name__: kind for kind in types})
+        return Done(value, kept["spent"])
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}; remove it to begin again.") from error
+
+
+def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
+    """A value as JSON, in which every list begins with a tag; its arrays go to ``arrays``."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes):
+        value = np.frombuffer(value, np.uint8)
+        return ["bytes", *_plain(value, arrays)[1:]]
+    if isinstance(value, dict):
+        if not all(isinstance(name, str) for name in value):
+            raise TypeError(f"the names of what is kept must be words, got {list(value)!r}.")
+        return {name: _plain(part, arrays) for name, part in value.items()}
+    if dataclasses.is_dataclass(value):
+        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return [type(value).__name__, _plain(parts, arrays)]
+    if hasattr(value, "_asdict"):
+        return [type(value).__name__, _plain(value._asdict(), arrays)]
+    if isinstance(value, list | tuple):
+        return ["list", *(_plain(part, arrays) for part in value)]
+    if not hasattr(value, "dtype"):
+        raise TypeError(f"a task cannot return {value!r}.")
+    arrays.append(np.asarray(value))
+    return ["array", len(arrays) - 1, arrays[-1].dtype.name, list(arrays[-1].shape)]
+
+
+def _built(value: Any, arrays: list[np.ndarray], types: Mapping[str, type]) -> Any:
+    if isinstance(value, dict):
+        return {name: _built(part, arrays, types) for name, part in value.items()}
+    if not isinstance(value, list):
+        return value
+    tag, *parts = value
+    if tag == "list":
+        return [_built(part, arrays, types) for part in parts]
+    if tag in types:
+        return types[tag](**_built(parts[0], arrays, types))
+    place, dtype, shape = parts
+    content = arrays[place]
+    return content.tobytes() if tag == "bytes" else content.view(dtype).reshape(shape)

@@ -1,0 +1,101 @@
+"""Zip archives of strangers: what one claims is bounded before anything of that size exists."""
+
+import struct
+import zipfile
+import zlib
+from typing import BinaryIO
+
+from wdjax.files.state_pickle import BrokenError, RefusedError, shown
+
+Entries = dict[str, zipfile.ZipInfo]
+
+_MAX_DIRECTORY = 1 << 22
+_MAX_RATIO = 100
+"""What one byte may expand to, in an entry that expands beyond :data:`_SMALL`."""
+_SMALL = 1 << 26
+_FOLDER = 0x10
+"""The attribute of folders, in whose place PyTorch reads whatever is in memory."""
+
+_FAULTS = (
+    zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError, RuntimeError, EOFError,
+    ValueError, OverflowError, OSError,
+)  # fmt: skip
+"""What ``zipfile`` raises for damaged archives."""
+
+
+def opened(file: BinaryIO, size: int) -> tuple[zipfile.ZipFile, Entries]:
+    """An archive of so many bytes, and its entries, each of which has a name of its own.
+
+    Raises:
+      BrokenError: truncated, corrupt, or with a directory larger than any model's.
+    """
+    _check_directory(file, size)
+    try:
+        archive = zipfile.ZipFile(file)
+    except _FAULTS as error:
+        what = shown(str(error))
+        raise BrokenError(f"the zip directory at its end is broken: {what}") from None
+    entries = {entry.filename: entry for entry in archive.infolist()}
+    if len(entries) != len(archive.infolist()):
+        raise BrokenError("two entries of the zip archive have one name")
+    return archive, entries
+
+
+def _check_directory(file: BinaryIO, size: int) -> None:
+    """The directory is read as a whole; one that is larger than any model's is not read at all."""
+    tail = min(size, (1 << 16) + 22 + 76)
+    file.seek(size - tail)
+    end = file.read(tail)
+    place = end.rfind(b"PK\x05\x06")
+    if place < 0 or len(end) < place + 22:
+        raise BrokenError("the zip directory at its end is missing")
+    (length,) = struct.unpack_from("<L", end, place + 12)
+    if place >= 76 and end[place - 76 : place - 72] == b"PK\x06\x06":  # zip64's.
+        (length,) = struct.unpack_from("<Q", end, place - 36)
+    if length > _MAX_DIRECTORY:
+        raise BrokenError(f"its zip directory claims {length} bytes")
+    file.seek(0)
+
+
+def content(
+    archive: zipfile.ZipFile, entries: Entries, name: str, limit: int, *, deflated: bool = False
+) -> bytes:
+    """The bytes of an entry, whose checksum is right.
+
+    Args:
+      archive: from :func:`opened`.
+      entries: its entries.
+      name: of the entry.
+      limit: the most bytes that it may be stored as.
+      deflated: whether it may be compressed, at a ratio that data have.
+
+    Raises:
+      BrokenError: there is none, it claims too much, or is damaged.
+      RefusedError: it is encrypted, or compressed in another way.
+    """
+    entry = entries.get(name)
+    if entry is None or entry.external_attr & _FOLDER:
+        raise BrokenError(f"the zip archive holds no {shown(name)}")
+    kinds = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED if deflated else zipfile.ZIP_STORED)
+    if entry.compress_type not in kinds or entry.flag_bits & 1:
+        raise RefusedError(
+            f"refused: the entry {shown(name)} is compressed or encrypted in a way that is not "
+            "read; save the file anew, without."
+        )
+    least, most = 0, max(_SMALL, _MAX_RATIO * entry.compress_size)
+    if entry.compress_type == zipfile.ZIP_STORED:
+        least = most = entry.compress_size
+    if not least <= entry.file_size <= most or entry.compress_size > limit:
+        raise BrokenError(
+            f"the entry {shown(name)} claims {entry.file_size} bytes, stored as "
+            f"{entry.compress_size}, of at most {limit}"
+        )
+    try:
+        with archive.open(entry) as stream:
+            # With a length, no more than it is expanded; one byte has an empty entry checked.
+            found = stream.read(max(entry.file_size, 1))
+    except _FAULTS as error:
+        raise BrokenError(f"{shown(name)}: {shown(str(error))}") from None
+    if len(found) != entry.file_size:
+        raise BrokenError(f"{shown(name)} is cut short")
+    return found

@@ -1,0 +1,484 @@
+"""Models, trainings and searches on disk: saved whole or not at all, restored strictly.
+
+A path that ends in ``.safetensors`` is one such file; any other is a folder for Orbax. Both carry a
+manifest: versions, the settings given, type, shape and checksum of every leaf, and a checksum of
+itself. This is the only importer of Orbax.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import threading
+import zlib
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wdjax import precision
+from wdjax.core import Model, PyTree
+from wdjax.files import atomic, torch_file
+from wdjax.files.state_pickle import MAX_BYTES, MAX_RANK, shown
+
+Tree = TypeVar("Tree")
+_Facts = dict[str, dict[str, Any]]
+_Path = str | PathLike[str]
+
+_SCHEMA = "wdjax.checkpoint/1"
+_MANIFEST = "manifest.json"
+_FILE = frozenset(map(str, torch_file.SAFE.values()))
+_FOLDER = _FILE | {
+    "complex64", "complex128", "int4", "float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn",
+    "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
+}  # fmt: skip
+"""Dtypes that are restored bit for bit."""
+
+_ORBAX = threading.Lock()
+"""Orbax counts its operations once a process: two at a time wait for each other, or fail."""
+
+
+def exists(path: _Path) -> bool:
+    """Whether :func:`restore` would find something at ``path``."""
+    found = _newest(path)
+    return found.exists() and (found.is_file() or any(found.iterdir()))
+
+
+def check_writable(path: _Path, tree: PyTree = ()) -> None:
+    """Refuses, before any work is done, a place or a tree with which :func:`save` would fail."""
+    path = atomic.resolved(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error}; choose another path.") from error
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ValueError(f"{path.parent} is not writable; choose another path for the checkpoint.")
+    if len(os.fsencode(path.name)) > 200:
+        raise ValueError(f"{path} has a name of more than 200 bytes; choose another path.")
+    _check_replaceable(path)
+    _check_storable(_named(tree), _FILE if _is_file(path) else _FOLDER)
+
+
+def save(path: _Path, tree: PyTree, settings: Mapping[str, Any] | None = None) -> None:
+    """Saves a pytree of arrays, in place of an older one at the same path.
+
+    The new checkpoint is complete before the old one goes, so an interruption leaves one of them
+    whole. Leaves are stored under their paths in the tree, such as ``history.loss``. While it is
+    written, nobody else may write there (:func:`wdjax.files.atomic.exclusive`).
+
+    Args:
+      path: a folder, or a file that ends in ``.safetensors``. Links are followed.
+      tree: any pytree of arrays, numbers or random keys: a model, a training, a
+        :class:`wdjax.Result`.
+      settings: what to write down beside them, for :func:`manifest`; as JSON.
+
+    Raises:
+      ValueError: ``path`` holds something that is not a checkpoint, or another process writes
+        there; settings that are no JSON; or a leaf that could not be restored bit for bit: of a
+        dtype that the file does not hold, traced, or called as another. What is there is left.
+    """
+    check_writable(path, tree)
+    path, leaves = atomic.resolved(path), _named(tree)
+    text = _manifest_text({name: _facts(leaf) for name, leaf in leaves.items()}, settings or {})
+    raw = {name: _raw(leaf) for name, leaf in leaves.items()}
+    with contextlib.nullcontext() if atomic.held(path) else atomic.exclusive(path):
+        (_write_safetensors if _is_file(path) else _write_folder)(path, raw, text)
+
+
+def restore(path: _Path, like: Tree) -> Tree:
+    """Reads a checkpoint written by :func:`save`.
+
+    Args:
+      path: its folder or file.
+      like: a pytree of arrays or ``ShapeDtypeStruct`` with the structure, shapes and dtypes that
+        are expected.
+
+    Returns:
+      A pytree like ``like``: arrays of JAX on its devices, of NumPy and numbers on the host.
+
+    Raises:
+      ValueError: no checkpoint there, a damaged one, or one of another structure, shape or dtype.
+    """
+    expected = _named(like)
+    source, facts = _newest(path), manifest(path)["leaves"]
+    _check_alike(facts, expected, path)
+    wanted = {name: _raw(leaf) for name, leaf in expected.items()}
+    found = (_read_safetensors if _is_file(source) else _read_folder)(source, wanted)
+    for name, leaf in found.items():
+        if facts[name]["crc32"] != _checksum(leaf):
+            raise ValueError(f"the checkpoint {path} is damaged: {shown(name)} fails its checksum.")
+    leaves = zip(jax.tree.leaves(like), (found[name] for name in expected))
+    return jax.tree.unflatten(jax.tree.structure(like), [_as(leaf, kept) for leaf, kept in leaves])
+
+
+def manifest(path: _Path) -> dict[str, Any]:
+    """What a checkpoint says of itself.
+
+    Args:
+      path: its folder or file.
+
+    Returns:
+      ``schema``, ``versions``, ``settings`` as given to :func:`save`, and ``leaves``: of each name,
+      ``dtype``, ``shape`` and ``crc32``.
+
+    Raises:
+      ValueError: no checkpoint there, or a damaged one.
+    """
+    source, text = _newest(path), ""
+    if source.is_file() and _is_file(source):
+        text = torch_file.read_metadata(source).get("wdjax", "")
+    elif (source / _MANIFEST).is_file():
+        with (source / _MANIFEST).open(errors="replace") as file:
+            text = file.read(MAX_BYTES + 1)
+        if not text or len(text) > MAX_BYTES:
+            how = "too long" if text else "empty"
+            raise ValueError(f"the checkpoint {path} is damaged: its manifest is {how}.")
+    if not text:
+        raise ValueError(
+            f"{path} is not a checkpoint: it was not written by wdjax.files.persist; pass what "
+            "wdjax.files.persist.save or save_model wrote."
+        )
+    try:
+        content = json.loads(text, object_pairs_hook=_once)
+        parts = content if isinstance(content, dict) else {}
+        kept = parts.pop("crc32", None)
+        crc32 = zlib.crc32(json.dumps(parts).encode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the checkpoint {path} is damaged: its manifest is no JSON.") from error
+    whole = all(isinstance(parts.get(part), dict) for part in ("versions", "settings", "leaves"))
+    if not whole or parts.get("schema") != _SCHEMA:
+        raise ValueError(
+            f"{path} was not written by this version of wdjax.files.persist ({_SCHEMA})."
+        )
+    for name, facts in parts["leaves"].items():
+        if not _are_facts(facts):
+            raise ValueError(
+                f"the checkpoint {path} is damaged: its manifest describes {shown(name)} by "
+                "something else than dtype, shape and crc32."
+            )
+    if kept not in (crc32, None):
+        raise ValueError(f"the checkpoint {path} is damaged: its manifest fails its checksum.")
+    return parts
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, none of whose keys is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def _are_facts(facts: Any) -> bool:
+    if not isinstance(facts, dict) or facts.keys() != {"dtype", "shape", "crc32"}:
+        return False
+    numbers = [facts["crc32"], *(facts["shape"] if type(facts["shape"]) is list else [None])]
+    return type(facts["dtype"]) is str and all(type(n) is int and n >= 0 for n in numbers)
+
+
+def save_model(path: _Path, model: Model, architecture: Mapping[str, Any]) -> None:
+    """Saves a model with what it takes to build it again, for :func:`load_model`.
+
+    Args:
+      path: a folder, or a file that ends in ``.safetensors``; an older checkpoint is replaced.
+      model: of an architecture of :mod:`wdjax.models`.
+      architecture: ``family``, ``options`` and ``normalize`` as for
+        :func:`wdjax.models.zoo.build`; the report of a conversion has it.
+
+    Raises:
+      ValueError: the parameters are not those of the architecture, or not finite.
+    """
+    expected = _build(architecture)
+    if expected.func != model.func:
+        raise ValueError(f"the model is {model.func!r}, the architecture {expected.func!r}.")
+    facts = {name: _facts(leaf) for name, leaf in _named(model.args[0]).items()}
+    _check_alike(facts, _named(expected.args[0]), "given")
+    _check_parameters(model.args[0], "the model")
+    save(path, model.args[0], {"architecture": dict(architecture)})
+
+
+def load_model(path: _Path) -> Model:
+    """Loads what :func:`save_model` wrote, as strictly as a conversion.
+
+    Args:
+      path: the ``.safetensors`` file or the folder.
+
+    Returns:
+      The model, bit for bit.
+
+    Raises:
+      ValueError: it does not come from :func:`save_model`; a tensor is missing, unknown, damaged,
+        of another shape or dtype, not finite, or a negative variance.
+    """
+    settings = manifest(path)["settings"]
+    if not isinstance(settings.get("architecture"), dict):
+        raise ValueError(f"{path} is a checkpoint, but of no model: save_model did not write it.")
+    expected = _build(settings["architecture"])
+    params = restore(path, expected.args[0])
+    _check_parameters(params, str(path))
+    return Model(expected.func, params)
+
+
+def _build(architecture: Mapping[str, Any]) -> Model:
+    from wdjax.models import zoo
+    from wdjax.models.functional import functional
+
+    family, options, normalize = map(architecture.get, ("family", "options", "normalize"))
+    if not isinstance(family, str) or not isinstance(options, Mapping):
+        raise ValueError(f"an architecture has family, options, normalize; got {architecture!r}.")
+    return functional(zoo.build(family, options, "" if normalize is None else normalize))
+
+
+def _check_parameters(params: PyTree, where: str) -> None:
+    from wdjax.models.pytorch import faults_of
+
+    faults = []
+    for name, leaf in _named(params).items():
+        variance = name.rpartition(".")[2] == "var"
+        faults += faults_of(name, np.asarray(leaf), leaf.shape, variance=variance)
+    if faults:
+        raise ValueError(f"{where}: {'; '.join(faults[:8])}.")
+
+
+def _is_file(path: Path) -> bool:
+    return path.suffix == ".safetensors"
+
+
+def _check_replaceable(path: Path) -> None:
+    if _is_file(path) and path.is_dir():
+        raise ValueError(f"{path} is a folder; choose another path.")
+    if not path.exists():
+        return
+    ours = path.is_dir() and not any(path.iterdir())
+    with contextlib.suppress(ValueError, OSError):
+        if _is_file(path):
+            ours = "wdjax" in torch_file.read_metadata(path)
+        elif not ours:
+            with (path / _MANIFEST).open(errors="replace") as file:
+                ours = _SCHEMA.partition("/")[0] in file.read(100)
+    if not ours:
+        raise ValueError(f"{path} exists and is not a checkpoint; choose another path.")
+
+
+def _check_storable(leaves: Mapping[str, Any], dtypes: frozenset[str]) -> None:
+    """Refuses what could not be restored as it is."""
+    for name, leaf in leaves.items():
+        what = f"{shown(name)} is {leaf.dtype} of rank {leaf.ndim}"
+        if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+            raise ValueError(f"{what} without values; save arrays, outside of jit.")
+        if name != name.encode(errors="replace").decode():
+            raise ValueError(f"{shown(name)} is no name that a file can hold; rename it.")
+        if name == "__metadata__" and dtypes is _FILE:
+            raise ValueError(f"safetensors files keep {name} for themselves; save to a folder.")
+        if leaf.ndim >= MAX_RANK or (str(leaf.dtype) not in dtypes and not _is_key(leaf)):
+            where = "a safetensors file" if dtypes is _FILE else "a checkpoint"
+            raise ValueError(f"{what}, which {where} does not hold; convert it.")
+
+
+def _manifest_text(facts: _Facts, settings: Mapping[str, Any]) -> str:
+    from wdjax import __version__
+
+    versions = {"wdjax": __version__, "jax": jax.__version__}
+    content = {"schema": _SCHEMA, "versions": versions, "settings": settings, "leaves": facts}
+    try:
+        text = json.dumps(content)
+        json.loads(text, object_pairs_hook=_once)
+        text = json.dumps(content | {"crc32": zlib.crc32(text.encode())})
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"settings must be JSON: {error}.") from error
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"names and settings take {len(text)} bytes, of at most {MAX_BYTES}.")
+    return text
+
+
+def _write_safetensors(path: Path, leaves: dict[str, Any], text: str) -> None:
+    import safetensors.numpy
+
+    arrays = {name: np.asarray(leaf, order="C") for name, leaf in leaves.items()}
+    content = safetensors.numpy.save(arrays, {"wdjax": text})
+    header = int.from_bytes(content[:8], "little")
+    if header > MAX_BYTES:
+        raise ValueError(f"{path}: names and settings take {header} bytes; save to a folder.")
+    atomic.write(path, content)
+
+
+def _read_safetensors(source: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    arrays = torch_file.read_safetensors(source)
+    if _kinds(arrays) != _kinds(wanted):
+        raise ValueError(f"{source} is damaged: its manifest and its tensors differ.")
+    return {name: _placed(arrays[name], leaf) for name, leaf in wanted.items()}
+
+
+def _write_folder(path: Path, leaves: dict[str, Any], text: str) -> None:
+    """Orbax keeps no empty arrays, no tree without any, and takes names for paths of files."""
+    import orbax.checkpoint
+
+    new, old = _beside(path)
+    stored = {
+        quote(name, safe=""): np.asarray(leaf) if _wide(leaf) else leaf
+        for name, leaf in leaves.items()
+        if leaf.size
+    }
+    _sweep(path)
+    try:
+        new.mkdir()
+        if stored:
+            with _ORBAX, orbax.checkpoint.StandardCheckpointer() as checkpointer:
+                checkpointer.save(new, stored, force=True)
+        atomic.write(new / _MANIFEST, text)
+        if path.exists():
+            path.rename(old)
+        new.rename(path)
+    finally:
+        _sweep(path)
+
+
+def _read_folder(source: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    """What JAX would cut to 32 bits is read by NumPy; empty arrays are made anew."""
+    import orbax.checkpoint
+
+    found: dict[str, Any] = {}
+    asked = {
+        quote(name, safe=""): _host_like(leaf) if _wide(leaf) else leaf
+        for name, leaf in wanted.items()
+        if leaf.size
+    }
+    try:
+        if asked:
+            with _ORBAX, orbax.checkpoint.StandardCheckpointer() as checkpointer:
+                stored = checkpointer.metadata(source).item_metadata.tree
+                if _kinds(stored) != _kinds(asked):
+                    raise ValueError("its manifest and its arrays differ")
+                found = checkpointer.restore(source, asked)
+    except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files.
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"the checkpoint {source} is damaged: {shown(reason)}") from error
+    return {
+        name: _placed(found[quote(name, safe="")] if leaf.size else _host_like(leaf), leaf)
+        for name, leaf in wanted.items()
+    }
+
+
+def _host_like(leaf: Any) -> np.ndarray:
+    """Of NumPy, and without memory of its own."""
+    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+
+
+def _kinds(leaves: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {name: (tuple(leaf.shape), str(np.dtype(leaf.dtype))) for name, leaf in leaves.items()}
+
+
+def _check_alike(stored: _Facts, expected: Mapping[str, Any], path: _Path) -> None:
+    problems = [f"it has no {shown(name)}" for name in expected.keys() - stored.keys()]
+    problems += [f"it has {shown(name)} besides" for name in stored.keys() - expected.keys()]
+    for name in expected.keys() & stored.keys():
+        want, have = expected[name], stored[name]
+        if list(want.shape) != have["shape"] or str(want.dtype) != have["dtype"]:
+            kept = shown(f"{have['dtype']}{have['shape']}")
+            problems.append(f"{shown(name)} is {kept}, expected {want.dtype}{list(want.shape)}")
+    if problems:
+        more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
+        told = "; ".join(sorted(problems)[:8] + more)
+        raise ValueError(f"the checkpoint {path} is of something else: {told}.")
+
+
+def _facts(leaf: Any) -> dict[str, Any]:
+    return {"dtype": str(leaf.dtype), "shape": list(leaf.shape), "crc32": _checksum(_raw(leaf))}
+
+
+def _checksum(leaf: Any) -> int:
+    content = np.asarray(leaf, order="C")
+    return zlib.crc32(content.reshape(-1).view(np.uint8).data) if content.size else 0
+
+
+def _named(tree: PyTree) -> dict[str, Any]:
+    """The leaves under their paths: Orbax cannot rebuild every node (``Partial``), JAX can."""
+    named: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if name in named:
+            raise ValueError(f"two leaves are called {shown(name)}; rename a key that has a dot.")
+        if isinstance(leaf, int) and not -(1 << 63) <= leaf < 1 << 63:
+            raise ValueError(f"{shown(name)} is a whole number of more than 64 bits; save less.")
+        masked = isinstance(leaf, np.ma.MaskedArray)  # Whose mask would be lost.
+        if isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex) and not masked:
+            leaf = np.asarray(leaf)
+        elif not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            raise ValueError(f"{shown(name)} is a {type(leaf).__name__}; save arrays and numbers.")
+        named[name] = leaf
+    return named
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _raw(leaf: Any) -> Any:
+    """The numbers of random keys; other leaves as they are."""
+    if not _is_key(leaf):
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.eval_shape(jax.random.key_data, leaf)
+    return jax.random.key_data(leaf)
+
+
+def _wide(leaf: Any) -> bool:
+    """Whether JAX would make the leaf shorter, as it is set now."""
+    on_device = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+    return on_device and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
+
+
+def _placed(array: Any, leaf: Any) -> Any:
+    """A stored array where ``leaf`` is: on its devices, or as a copy on the host."""
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return np.array(array)
+    if isinstance(array, jax.Array):
+        return array
+    with precision.float64():
+        return jax.device_put(array, getattr(leaf, "sharding", None))
+
+
+def _as(leaf: PyTree, kept: Any) -> Any:
+    """What was stored of a leaf, of its type."""
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        if not _is_key(leaf):
+            return kept
+        found: list[Any] = []
+        jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf)
+        return jax.random.wrap_key_data(kept, impl=found[0])
+    if isinstance(leaf, np.ndarray):
+        return kept
+    return kept[()] if isinstance(leaf, np.generic) else kept.item()
+
+
+def _beside(path: Path) -> tuple[Path, Path]:
+    """Where this process makes the new checkpoint, and puts the old one until the new is there."""
+    name = f".{path.name}.{os.getpid()}"
+    return path.with_name(f"{name}.new"), path.with_name(f"{name}.old")
+
+
+def _left(path: Path, kind: str) -> list[Path]:
+    """The folders of :func:`_beside`, of any process; Orbax adds something to the names."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.\d+\.{kind}(\.orbax.*)?")
+    there = path.parent.iterdir() if path.parent.is_dir() else ()
+    return [folder for folder in there if name.fullmatch(folder.name)]
+
+
+def _sweep(path: Path) -> None:
+    """Removes what interrupted saves left, but the old checkpoint only where there is a new one."""
+    for left in _left(path, "new") + (_left(path, "old") if path.exists() else []):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _newest(path: _Path) -> Path:
+    """The checkpoint at ``path``, or the one it was about to replace when it was interrupted."""
+    path = atomic.resolved(path)
+    if path.exists():
+        return path
+    return max(_left(path, "old"), key=lambda folder: folder.stat().st_mtime, default=path)

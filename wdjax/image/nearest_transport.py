@@ -1,0 +1,188 @@
+"""The least radius at which mass can move an image across the boundary."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from wdjax import losses, norms
+from wdjax.attacks import ascent, nearest
+from wdjax.attacks.ascent import setting
+from wdjax.checks import validate
+from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
+from wdjax.image import linear_oracle, plans
+from wdjax.image.ball import ImageWasserstein, Plan
+from wdjax.image.frank_wolfe import seen_from, unit
+from wdjax.image.linear_oracle import Prices
+from wdjax.image.prices import Task
+
+_FIRST = 10
+"""Pixels moved by one pixel's width: the first radius, where none is given."""
+_FAR = 2.0
+"""The largest radius, in widths of the window."""
+
+
+class State(NamedTuple):
+    plan: Array
+    """``[n, C, O, L]``"""
+    slope: Array
+    prices: Prices
+    radius: Array
+    """``[n]``: of mass times distance."""
+    taken: Array
+    best: Array
+    """The plan of the nearest flip."""
+    cost: Array
+    """Its cost; inf while there is none."""
+    low: Array
+    """``[n]``: share of the best plan that does not flip, for the last search."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NearestTransport:
+    r"""The nearest flip in the image-Wasserstein distance: Frank-Wolfe in a ball that follows it.
+
+    Each step is one of :class:`~wdjax.image.FrankWolfe`; then the radius shrinks below the cost of
+    the iterate if it flips, and grows, up to that of the nearest flip, if not. The changes fall
+    along a cosine. At the end the share of the best plan that still flips is bisected.
+
+    Args:
+      ball: window, power, channels and the largest value of a pixel.
+      steps: gradient steps.
+      loss: ``(out, y) -> [n]``, to be increased.
+      sweeps: updates of the capacities' prices a step.
+      bisections: of the best plan's share.
+      temperature: of the entropy, as a share of the largest gradient.
+      momentum: share of the running mean in the gradient that is followed.
+      step_size: share of the way to the vertex; more in the first steps.
+      change: of the radius at the first step, as a share; falls to a twentieth.
+
+    Raises:
+      ValueError: fewer than one step, sweeps or bisections below 0.
+
+    Cost: per step 1 forward and 1 backward pass; 1 forward pass a bisection; about 0.6 ms an MNIST
+      image and step on one core of a CPU.
+
+    Source: this library's own, after Wu et al. [wu2020] and Pintor et al. [pintor2021].
+
+    >>> import wdjax.image
+    >>> w = jnp.array([[0.0, 0.0], [0.0, 1.0], [-0.5, 1.0], [0.0, 0.0]])
+    >>> model = wdjax.Model(lambda w, x: 4 * x.reshape(len(x), -1) @ w - jnp.eye(2)[1], w)
+    >>> x, y = jnp.array([0.6, 0.2, 0.2, 0.0]).reshape(1, 1, 4, 1), jnp.array([1])
+    >>> ball = wdjax.image.ImageWasserstein(window=3)
+    >>> found = wdjax.search(wdjax.image.NearestTransport(ball, steps=40), model, x, y)
+    >>> round(float(found.cost[0]), 2)  # A sixth of the mass has to move by one pixel.
+    0.17
+    """
+
+    budget: ClassVar[Literal["none"]] = "none"
+    random: ClassVar[bool] = False
+
+    ball: ImageWasserstein = setting(ImageWasserstein())
+    steps: int = setting(150)
+    loss: Callable[[PyTree, Array], Array] = setting(losses.cross_entropy)
+    sweeps: int = setting(10)
+    bisections: int = setting(8)
+    temperature: float | Array = 0.02
+    momentum: float | Array = 0.8
+    step_size: float | Array = 0.15
+    change: float | Array = 0.2
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", validate.check_count("steps", self.steps))
+        for name in ("sweeps", "bisections"):
+            object.__setattr__(self, name, validate.check_count(name, getattr(self, name), 0))
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return (
+            Stage(self._step, self.steps),
+            Stage(self._end, 1),
+            Stage(self._bisect, self.bisections),
+        )
+
+    def _task(self, samples: Samples, radius: Array) -> Task:
+        space = self.ball.space(samples.x.shape[1:])
+        x = space.stencil.flat(samples.x)
+        return Task(space, x, self.ball.weights(x), radius)
+
+    def init(
+        self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
+    ) -> State:
+        own = self._task(samples, jnp.zeros(len(samples.y)))
+        x, mass = own.x, jnp.sum(own.x, axis=(1, 2))
+        if samples.eps is None:
+            height, width, _ = samples.x.shape[1:]
+            radius = mass * _FIRST / (height * width)
+        else:
+            radius = mass * samples.eps**self.ball.power
+        plan = plans.stay(own.space, x)
+        if start is not None:
+            near = plans.towards(own.space, x, own.space.stencil.flat(start))
+            plan = plans.uncrowd(own.space, plans.exact_rows(own.space, near, x), x)
+        fallen = victim.criterion(samples.out, samples.y) > 0
+        cost = jnp.where(fallen, 0.0, jnp.inf).astype(x.dtype)
+        taken, low = jnp.zeros(len(mass), jnp.int32), jnp.zeros_like(mass)
+        prices, stay = linear_oracle.no_prices(x), plans.stay(own.space, x)
+        return State(plan, jnp.zeros_like(x), prices, radius, taken, stay, cost, low)
+
+    def _step(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        own = self._task(samples, state.radius)
+        seen = ascent.slope(victim, seen_from(own, state.plan), samples.y, self.loss)
+        info = ascent.note(victim, samples.y, seen)
+        flipped = nearest.flips(victim, samples, seen.out)
+        cost = plans.moved(own.space, state.plan, own.weights)
+        state = _keep(state, flipped & (cost < state.cost), cost)
+        share = nearest.cosine(self.change, 0.05 * self.change, state.taken, self.steps)
+        most = _FAR * own.space.stencil.window**self.ball.power * jnp.sum(own.x, axis=(1, 2))
+        grown = jnp.minimum(state.radius * (1 + share), jnp.minimum(state.cost, most))
+        shrunk = jnp.minimum(state.radius, cost) * (1 - share)
+        radius = jnp.where(flipped, shrunk, grown)
+        own = dataclasses.replace(own, budget=radius)
+        gradient = unit(own.space.stencil.flat(seen.gradient))
+        slope = self.momentum * state.slope + (1 - self.momentum) * gradient
+        target, prices = linear_oracle.vertex(
+            own, unit(slope), self.temperature, state.prices, self.sweeps
+        )
+        size = jnp.maximum(self.step_size, 2 / (state.taken + 2)).astype(radius.dtype)
+        plan = plans.within(own.space, state.plan, own.x, own.weights, radius)
+        plan = plan + size[:, None, None, None] * (target - plan)
+        taken = state.taken + 1
+        return state._replace(
+            plan=plan, slope=slope, prices=prices, radius=radius, taken=taken
+        ), info
+
+    def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        own = self._task(samples, state.radius)
+        out, info = ascent.judge(victim, seen_from(own, state.plan), samples.y)
+        cost = plans.moved(own.space, state.plan, own.weights)
+        nearer = nearest.flips(victim, samples, out) & (cost < state.cost)
+        return _keep(state, nearer, cost), info
+
+    def _bisect(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        own = self._task(samples, state.radius)
+        share = (state.low + 1) / 2
+        tried = plans.blend(state.best, own.x, share, own.space.stencil.center)
+        flipped, info = ascent.flips(victim, samples, seen_from(own, tried))
+        # The best plan's share is 1 by definition: a nearer one moves the lower end with it.
+        low = jnp.where(flipped, state.low / share, share)
+        best = jnp.where(norms.spread(flipped, tried), tried, state.best)
+        return state._replace(
+            best=best, cost=jnp.where(flipped, state.cost * share, state.cost), low=low
+        ), info
+
+    def point(self, samples: Samples, state: State) -> tuple[Array, Plan]:
+        own = self._task(samples, state.radius)
+        plan = plans.exact_rows(own.space, state.best, own.x)
+        return seen_from(own, plan), Plan(own.space.stencil.mass(plan))
+
+    def finished(self, state: State) -> Array:
+        return jnp.isfinite(state.cost)
+
+
+def _keep(state: State, nearer: Array, cost: Array) -> State:
+    best = jnp.where(norms.spread(nearer, state.plan), state.plan, state.best)
+    return state._replace(best=best, cost=jnp.where(nearer, cost, state.cost))

@@ -1,0 +1,137 @@
+r"""Lipschitz constants one can train through, and training towards them."""
+
+import dataclasses
+import functools
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from wdjax.balls import Lp
+from wdjax.bounds import margins, region
+from wdjax.bounds.region import Box
+from wdjax.certify.trainable import Scheduled
+from wdjax.checks import arguments, independence, validate
+from wdjax.core import Array
+from wdjax.lipschitz import chain, jacobian, neurons
+from wdjax.lipschitz.chain import Chain
+from wdjax.lipschitz.margin import Classifier
+from wdjax.lipschitz.neurons import Slopes
+from wdjax.precision import highest
+
+Method = Literal["interval", "zonotope"]
+
+
+def trainable_lipschitz(
+    model: Classifier,
+    x: Array,
+    y: Array,
+    *,
+    norm: float,
+    eps: Array | float,
+    box: Box = (0.0, 1.0),
+    method: Method = "interval",
+) -> Array:
+    r"""Lipschitz constants as of :func:`local_lipschitz`, differentiable in the model; pure.
+
+    Neurons are bounded by intervals and the Jacobian by intervals or zonotopes, in the precision of
+    the model: for training. What a trained net has is to be said by :func:`local_lipschitz`.
+
+    Args:
+      model: as in :func:`local_lipschitz`.
+      x: ``[n, *shape]`` floats in the box.
+      y: ``[n]`` integer labels.
+      norm: r, one of 1, 2 and inf.
+      eps: radius, a number or ``[n]``.
+      box: ``(low, high)``, or None for no box.
+      method: ``"interval"``, or ``"zonotope"``, tighter and dearer: every neuron is a generator.
+
+    Returns:
+      ``[n, K]`` constants of the margins, 0 at ``j = y``.
+
+    Cost: the net's matrices, and per sample K products with each of them and, with zonotopes, as
+      many for each layer before as it has neurons.
+
+    Differs: slopes of ReLUs are 0 or 1, so that gradients do not see where neurons open.
+
+    Source: Weng et al. [weng2018].
+
+    >>> from wdjax import Model
+    >>> x, y = jnp.array([[0.8, 0.1]]), jnp.array([0])
+    >>> def steepness(w):
+    ...     model = Model(lambda w, x: jnp.maximum(x @ w, 0.0) @ w, w)
+    ...     return trainable_lipschitz(model, x, y, norm=jnp.inf, eps=0.1)[0, 1]
+    >>> jax.grad(steepness)(jnp.array([[1.0, -1.0], [0.5, 2.0]])).round(2).tolist()
+    [[3.5, -1.5], [2.0, 0.0]]
+    """
+    arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
+    validate.shapes_of(model, x)
+    validate.check_choice("method", method, get_args(Method))
+    with highest():
+        ball = region.ball(x, jnp.broadcast_to(jnp.asarray(eps, x.dtype), y.shape), norm, box)
+        state = margins.prepare(model, ball, "interval")
+        net = chain.of_network(state.network)
+        bound = functools.partial(_bound, net, norm, method)
+        found = jax.vmap(bound)(neurons.slopes(net, state), y)
+    return jnp.where(independence.holds(model, x, alike=True), found, jnp.inf)
+
+
+def _bound(net: Chain, norm: float, method: Method, slopes: Slopes, y: Array) -> Array:
+    unit = jnp.eye(net.classes, dtype=net.weights[-1].dtype)
+    rows = unit - unit[y]
+    found = jacobian.interval(net, slopes, rows, norm)
+    if method == "zonotope":
+        room = tuple(len(bias) for bias in net.biases[:-1])
+        found = jnp.minimum(found, jacobian.zonotope(net, slopes, rows, norm, room))
+    return found
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("warm", "ramp", "clean"),
+    meta_fields=("norm", "box", "method"),
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LipschitzTraining(Scheduled):
+    r"""What :func:`wdjax.training.train` asks of a certificate: margins by Lipschitz constants.
+
+    Within ``eps`` a margin loses at most ``eps`` times its constant on the ball, so that training
+    the margins that are left makes nets of small constants where it counts. In l2, where a ball is
+    much smaller than the box around it, this trains nets that intervals cannot.
+
+    Args:
+      norm: r of the ball, one of 1, 2 and inf.
+      box: ``(low, high)``, or None for no box.
+      method: as in :func:`trainable_lipschitz`.
+      warm: share of the steps before the radius grows.
+      ramp: share of the steps until it is whole.
+      clean: weight of the loss on the clean samples in the end.
+
+    Raises:
+      ValueError: another norm, an empty box, shares that are not ``0 <= warm < ramp <= 1``, or a
+        weight outside of [0, 1].
+
+    Cost: a step that of :func:`trainable_lipschitz` and its gradient.
+
+    Source: Tsuzuku et al. [tsuzuku2018], with local constants.
+
+    >>> float(LipschitzTraining(norm=2, warm=0.1, ramp=0.6).share(0.35))
+    0.5
+    """
+
+    method: Method = "interval"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        validate.check_choice("method", self.method, get_args(Method))
+
+    def margins(self, model: Classifier, x: Array, y: Array, eps: Array, done: Array) -> Array:
+        """``[n, K]`` bounds of the margins, inf at ``j = y``, at this point of the schedule."""
+        reach = self.share(done) * eps
+        steep = trainable_lipschitz(
+            model, x, y, norm=self.norm, eps=reach, box=self.box, method=self.method
+        )
+        logits = model(x)
+        own = jnp.take_along_axis(logits, y[:, None], axis=1)
+        left = own - logits - jnp.reshape(reach, (-1, 1)) * steep
+        return jnp.where(jnp.arange(logits.shape[1]) == y[:, None], jnp.inf, left)

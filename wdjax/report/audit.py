@@ -1,0 +1,436 @@
+r"""The sandwich: certificates from below, attacks from above, and the check that they agree.
+
+    certified(eps)  <=  true robust accuracy in the ball of radius eps  <=  attacked(eps)
+
+for the point-wise ball (Omega_inf) and the Wasserstein balls Omega_2 and Omega_1, which contain it;
+and the same for the expected loss, with the sides exchanged.
+
+Attacks, certificates and loss bounds come as dictionaries; all that names, counts or draws them
+follows from these.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from os import PathLike
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from wdjax import certify, losses, metrics, transport
+from wdjax.attacks import PGD, WDA, WDAPlusPlus
+from wdjax.balls import Lp
+from wdjax.checks import arguments, validate
+from wdjax.core import Array, Attack, Found, Result, Victim
+from wdjax.engine import driver, identity, track
+from wdjax.engine.tasks import Task, Tasks
+from wdjax.report.evidence import ORDERS, Entry, Numbers, Sandwich, ball_name, invariants
+
+Classifier = Callable[[Array], Array]
+
+_OWN_ORDERS = {"sample": (math.inf,), "data": (1,), "none": ORDERS}
+"""What an attack's points are spent in, where nobody says: every W_p is at least W_1."""
+
+_WALK = 0.25
+"""WDA++'s step as a share of the largest budget: twenty of them reach five times that budget."""
+
+_PIXELS = Lp()
+_BATCH = 64
+
+
+class Attempt(NamedTuple):
+    """An attack, and the distributions to make of the points that it finds.
+
+    A minimum-norm attack (``budget == "none"``) searches once, and at every order and radius the
+    knapsack spends what it found. Any other searches once per order and radius.
+    """
+
+    attack: Attack
+    orders: tuple[float, ...] | None = None
+    """Balls to be attacked; by default inf for a point-wise attack, 1 for one whose budget binds
+    the data set, and all of :data:`ORDERS` for a minimum-norm attack."""
+    kappa: float | None = None
+    """Of :func:`wdjax.run`; not for minimum-norm attacks."""
+    skip_misclassified: bool = True
+    """With False misclassified samples are attacked too, for the sake of the loss."""
+
+
+class Certificate(Protocol):
+    """``(model, x, y) -> [n]`` radii, in the audit's norm, within which no sample is misclassified.
+
+    0 where nothing is certified, inf where the whole box is.
+    """
+
+    def __call__(self, model: Classifier, x: Array, y: Array, /) -> npt.ArrayLike: ...
+
+
+class LossBound(Protocol):
+    """``eps`` ``[m] -> [m]`` upper bounds of the expected cross-entropy over ``Omega_order``."""
+
+    def __call__(
+        self, model: Classifier, x: Array, y: Array, /, *, eps: Numbers, order: float
+    ) -> npt.ArrayLike: ...
+
+
+class Step(NamedTuple):
+    """What an audit does next, for a bar of progress."""
+
+    words: str
+    number: int
+    """From 0."""
+    total: int
+
+
+def standard_attacks(ball: Lp, radii: Sequence[float] | Numbers) -> dict[str, Attempt]:
+    """The attacks of an audit that is not told others.
+
+    Args:
+      ball: what may move.
+      radii: the budgets; WDA++ takes steps of a quarter of the largest.
+
+    >>> list(standard_attacks(Lp(2), [0.5]))
+    ['pgd', 'wda kappa=1', 'wda kappa=2', 'wda++']
+    """
+    walk = _WALK * max(float(max(radii)), 1e-6)
+    return {
+        "pgd": Attempt(PGD(ball, random_start=True), skip_misclassified=False),
+        "wda kappa=1": Attempt(WDA(ball), kappa=1.0),
+        "wda kappa=2": Attempt(WDA(ball), orders=(2, 1), kappa=2.0),
+        "wda++": Attempt(WDAPlusPlus(ball, step_size=walk), orders=(2, 1)),
+    }
+
+
+def standard_certificates(ball: Lp, batch_size: int | None = None) -> dict[str, Certificate]:
+    """The certificates of an audit that is not told others.
+
+    >>> list(standard_certificates(Lp(2)))
+    ['CROWN']
+    """
+    batch = _BATCH if batch_size is None else batch_size
+    crown = functools.partial(certify.radius, norm=ball.norm, box=ball.box, batch_size=batch)
+    return {"CROWN": crown}
+
+
+class _Setting(NamedTuple):
+    """What all of an audit's work has in common."""
+
+    model: Classifier
+    x: Array
+    y: Array
+    ball: Lp
+    radii: Numbers
+    key: Array
+    batch_size: int | None
+
+
+def sandwich(
+    model: Classifier,
+    x: Array | np.ndarray,
+    y: Array | np.ndarray,
+    *,
+    radii: Sequence[float],
+    ball: Lp = _PIXELS,
+    attacks: Mapping[str, Attempt | Attack] | None = None,
+    certificates: Mapping[str, Certificate] | None = None,
+    loss_bounds: Mapping[str, LossBound] | None = None,
+    key: Array,
+    batch_size: int | None = None,
+    progress: Callable[[Step], Any] = lambda step: None,
+    checkpoint: str | PathLike[str] | None = None,
+    every: float = 60.0,
+) -> Sandwich:
+    r"""Measures a model's robustness from above and from below over a range of budgets.
+
+    Args:
+      model: ``[n, *shape] -> [n, K]``; for the default certificates continuous, of primitives that
+        :mod:`wdjax.certify` knows.
+      x: ``[n, *shape]`` floats in the ball's box.
+      y: ``[n]`` integer labels.
+      radii: increasing budgets, in the units of ``x``.
+      ball: what may move; its norm is the ground norm r.
+      attacks: per name an :class:`Attempt` or an attack, all of this ball; by default
+        :func:`standard_attacks`.
+      certificates: per name a :class:`Certificate`; by default :func:`standard_certificates`.
+      loss_bounds: per name a :class:`LossBound`; by default :func:`wdjax.certify.wdro_bound` with
+        its Lipschitz constant.
+      key: a typed ``jax.random.key`` for random attacks.
+      batch_size: samples on the device at once.
+      progress: called with a :class:`Step` before every step of the work.
+      checkpoint: a folder; an audit that was interrupted goes on from there to the same numbers.
+      every: least seconds between two writings of a search under way.
+
+    Returns:
+      A :class:`Sandwich`. Its invariants are measured, not raised: look at ``passed``. One is that
+      no attack met an output or a gradient that was not finite.
+
+    Raises:
+      ValueError: bad samples or radii, an attack of another ball, a certificate that does not
+        return ``[n]`` numbers of at least 0, a checkpoint of another audit.
+
+    Cost: per radius and order one search of every attack, but of a minimum-norm attack one in all;
+    the certificates'; per attack, radius and order one forward pass and one exact transport.
+
+    >>> from wdjax import Model
+    >>> model = Model(lambda w, x: x @ w, jax.numpy.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x, y = jax.numpy.array([[0.625, 0.375], [0.875, 0.125]]), jax.numpy.array([0, 0])
+    >>> found = sandwich(model, x, y, radii=[0.0625, 0.25], key=jax.random.key(0))
+    >>> found.attacked(math.inf).tolist(), found.certified(math.inf).tolist()
+    ([1.0, 0.5], [1.0, 0.5])
+    >>> found.passed
+    True
+    """
+    arguments.check("key", model=model, x=x, y=y, key=key)
+    budgets = _check_radii(radii)
+    arguments.warn(arguments.too_far(ball, np.shape(x)[1:], budgets))
+    x, y = validate.check_samples(model, x, y, ball.box)
+    if batch_size is not None:
+        batch_size = validate.check_count("batch_size", batch_size)
+    attempts = _attempts(standard_attacks(ball, budgets) if attacks is None else attacks, ball)
+    setting = _Setting(model, x, y, ball, budgets, key, batch_size)
+    mark = b"" if checkpoint is None else _identity(setting, attempts)
+    about = {"ball": ball, "radii": budgets.tolist(), "attacks": [*attempts], "samples": len(y)}
+    work, anew = Tasks(checkpoint, every=every, identity=mark, about=about), Tasks(None)
+
+    @functools.cache
+    def constant() -> float:
+        def found(task: Task) -> float:
+            return certify.lipschitz_constant(model, x, y, norm=ball.norm, box=ball.box)
+
+        return work.do("Lipschitz constant", found).value
+
+    # What a function of the caller returns, which nothing identifies, is asked for again.
+    radius = standard_certificates(ball, batch_size) if certificates is None else certificates
+    bounds = {"Lipschitz": _wdro(setting, constant)} if loss_bounds is None else loss_bounds
+    clean = _evaluate(setting, x)
+    tries = [
+        (work, *job)
+        for name, attempt in attempts.items()
+        for job in _tries(setting, clean, work, name, attempt)
+    ]
+    kept = work if certificates is None else anew
+    certified = [(kept, *job) for job in _certify(setting, radius)]
+    kept = work if loss_bounds is None else anew
+    bounded = [(kept, *job) for job in _bound(setting, bounds)]
+    done = _carry([*tries, *certified, *bounded], progress)
+    found = Sandwich(
+        ball=ball,
+        radii=budgets,
+        correct=clean.correct,
+        clean_loss=float(np.mean(clean.loss)),
+        entries=tuple(next(done) for _ in tries),
+        certificates={name: next(done) for name in radius},
+        loss_bounds={name: {order: next(done) for order in ORDERS} for name in bounds},
+        lipschitz=constant() if loss_bounds is None else None,
+        attacks={name: attempt.attack for name, attempt in attempts.items()},
+        invariants=(),
+    )
+    return found._replace(invariants=tuple(invariants(found)))
+
+
+_Job = tuple[str, Callable[[Task], Any]]
+"""Words for it, and the work."""
+
+
+def _carry(
+    jobs: list[tuple[Tasks, str, Callable[[Task], Any]]], progress: Callable[[Step], Any]
+) -> Iterator[Any]:
+    """Does one job after the other and says so; their number is that of the list."""
+    for number, (tasks, words, job) in enumerate(jobs):
+        progress(Step(words, number, len(jobs)))
+        yield tasks.do(f"{number} {words}", job, Entry, Result).value
+
+
+def _check_radii(radii: Sequence[float]) -> Numbers:
+    budgets = np.asarray(radii, float)
+    if budgets.ndim != 1 or not budgets.size or not np.all(np.isfinite(budgets)):
+        raise ValueError(f"radii must increase from at least 0, got {budgets.tolist()}.")
+    if np.any(np.diff(budgets) <= 0) or budgets[0] < 0:
+        raise ValueError(f"radii must increase from at least 0, got {budgets.tolist()}.")
+    return budgets
+
+
+def _attempts(attacks: Mapping[str, Attempt | Attack], ball: Lp) -> dict[str, Attempt]:
+    """Every attack with its orders spelt out."""
+    attempts = {}
+    for name, given in attacks.items():
+        attempt = given if isinstance(given, Attempt) else Attempt(given)
+        attack, orders = attempt.attack, attempt.orders
+        arguments.check(attack=attack)
+        if attack.ball != ball:
+            raise ValueError(
+                f"{name!r} moves within {attack.ball!r}, but this audit is about {ball!r}: pass "
+                "both the same ball."
+            )
+        if attack.budget == "none" and attempt.kappa is not None:
+            raise ValueError(
+                f"{name!r} is a minimum-norm attack, whose budget the knapsack spends: leave out "
+                f"kappa={attempt.kappa!r}."
+            )
+        kappa = attempt.kappa
+        if attack.budget != "none":
+            kappa = validate.check_number("kappa", 1.0 if kappa is None else kappa, 1.0)
+        orders = _OWN_ORDERS[attack.budget] if orders is None else orders
+        orders = tuple(map(validate.check_order, orders))
+        attempts[name] = attempt._replace(orders=orders, kappa=kappa)
+    return attempts
+
+
+def _identity(setting: _Setting, attempts: Mapping[str, Attempt]) -> bytes:
+    """What the results of attacks, and of the certificates that are not told others, belong to."""
+    model, x, y = setting.model, setting.x, setting.y
+    victim = Victim(model, jax.tree_util.Partial(losses.decision_margin))
+    given = track.Given(x, y, jnp.zeros(len(y), x.dtype), None, jnp.arange(len(y)))
+    own = [one.attack for one in attempts.values()]
+    traced = [
+        track.programs(attack, victim, given, setting.key if attack.random else None)
+        for attack in own
+    ]
+    lengths = [[stage.length for stage in attack.stages] for attack in own]
+    ball = setting.ball.norm, setting.ball.box
+    fixed = model, x, y, ball, setting.radii, setting.key
+    return identity.digest([*attempts], traced, lengths, [*attempts.values()], *fixed)
+
+
+class _Evaluation(NamedTuple):
+    """``[n]`` leaves on the host."""
+
+    loss: Numbers
+    correct: npt.NDArray[np.bool_]
+
+
+@jax.jit
+def _judge(model: Classifier, x: Array, y: Array) -> tuple[Array, Array]:
+    logits = model(x)
+    return losses.cross_entropy(logits, y), metrics.correct(logits, y)
+
+
+def _evaluate(setting: _Setting, points: Array | np.ndarray) -> _Evaluation:
+    """Losses and decisions at the points, one for each sample, in batches of one shape."""
+    n = len(setting.y)
+    size = min(n, setting.batch_size or _BATCH)
+    index = np.minimum(np.arange(-(-n // size) * size), n - 1).reshape(-1, size)
+    parts = [jax.device_get(_judge(setting.model, points[i], setting.y[i])) for i in index]
+    loss, correct = (np.concatenate(leaves)[:n] for leaves in zip(*parts))
+    return _Evaluation(loss.astype(float), correct)
+
+
+def _tries(
+    setting: _Setting, clean: _Evaluation, work: Tasks, name: str, attempt: Attempt
+) -> Iterator[_Job]:
+    """One job for every order and radius; the first search of a minimum-norm attack serves all."""
+    attacked = (attempt.attack, setting.model, setting.x, setting.y)
+    options: dict[str, Any] = {
+        "skip_misclassified": attempt.skip_misclassified,
+        "key": setting.key,
+        "batch_size": setting.batch_size,
+    }
+
+    def search(task: Task) -> Found:
+        own = options | task.saving()
+        return jax.device_get(driver.search(*attacked, **own))
+
+    @functools.cache
+    def walked() -> tuple[Found, _Evaluation]:
+        found = work.do(f"{name}, distances", search, Found).value
+        return found, _evaluate(setting, found.x_adv)
+
+    def attempted(order: float, eps: float, task: Task) -> Entry:
+        if attempt.attack.budget == "none":
+            found, moved = walked()
+            result = transport.spend(found, eps=eps, order=order)
+        else:
+            how = {"eps": eps, "order": order, "kappa": attempt.kappa, **options, **task.saving()}
+            result = driver.run(*attacked, **how)
+            moved = _evaluate(setting, result.x_adv)
+        result = jax.device_get(result)
+        numbers = _measure(setting, clean, moved, order, result)
+        return Entry(name, order, eps, attempt.kappa, result=result, **numbers)
+
+    for order in attempt.orders or ():
+        for eps in setting.radii.tolist():
+            words = f"{name}, {ball_name(order)}, eps {eps:g}"
+            yield words, functools.partial(attempted, order, eps)
+
+
+def accuracy(result: Result) -> float:
+    """``result.accuracy`` in float64: a count of samples comes out as the same float everywhere."""
+    weight = np.asarray(result.weight, float)
+    return _mean(weight, np.asarray(result.correct), ~np.asarray(result.success))
+
+
+def _mean(weight: Numbers, stay: np.ndarray, go: np.ndarray) -> float:
+    return float(np.mean((1 - weight) * stay + weight * go))
+
+
+def _measure(
+    setting: _Setting, clean: _Evaluation, moved: _Evaluation, order: float, result: Result
+) -> dict[str, float]:
+    """What is measured of a distribution, all in float64."""
+    weight = np.asarray(result.weight, float)
+    found = transport.AdversarialDistribution.from_result(setting.x, setting.y, result)
+    return {
+        "accuracy": accuracy(result),
+        "recomputed": _mean(weight, clean.correct, moved.correct),
+        "loss": _mean(weight, clean.loss, moved.loss),
+        "spent": transport.wasserstein(found, setting.ball.norm, order),
+    }
+
+
+def _wdro(setting: _Setting, constant: Callable[[], float]) -> LossBound:
+    batch = _BATCH if setting.batch_size is None else setting.batch_size
+
+    def bound(
+        model: Classifier, x: Array, y: Array, /, *, eps: Numbers, order: float
+    ) -> npt.ArrayLike:
+        return certify.wdro_bound(
+            model,
+            x,
+            y,
+            norm=setting.ball.norm,
+            eps=eps,
+            order=order,
+            box=setting.ball.box,
+            constant=constant(),
+            batch_size=batch,
+        )
+
+    return bound
+
+
+def _certify(setting: _Setting, certificates: Mapping[str, Certificate]) -> Iterator[_Job]:
+    """One job for every certificate."""
+    model, x, y = setting.model, setting.x, setting.y
+
+    def radius(name: str, certificate: Certificate, task: Task) -> Numbers:
+        found = np.asarray(certificate(model, x, y), float)
+        if found.shape != (len(y),) or not np.all(found >= 0):
+            raise ValueError(
+                f"the certificate {name!r} must return {len(y)} radii of at least 0, without NaN; "
+                f"got shape {list(found.shape)}."
+            )
+        return found
+
+    for name, certificate in certificates.items():
+        yield f"radii by {name}", functools.partial(radius, name, certificate)
+
+
+def _bound(setting: _Setting, loss_bounds: Mapping[str, LossBound]) -> Iterator[_Job]:
+    """One job for every bound and order."""
+    model, x, y, radii = setting.model, setting.x, setting.y, setting.radii
+
+    def bound(name: str, order: float, bound: LossBound, task: Task) -> Numbers:
+        found = np.asarray(bound(model, x, y, eps=radii, order=order), float)
+        if found.shape != radii.shape:
+            raise ValueError(
+                f"the loss bound {name!r} must return one number for each of {radii.size} radii, "
+                f"got shape {list(found.shape)}."
+            )
+        return found
+
+    for name, one in loss_bounds.items():
+        for order in ORDERS:
+            words = f"loss bound by {name}, {ball_name(order)}"
+            yield words, functools.partial(bound, name, order, one)

@@ -1,0 +1,358 @@
+r"""Smoothed classifiers: certificates of any model by the votes of noisy copies of a sample.
+
+The smoothed classifier returns the class that the model gives to ``x + noise`` most often. Votes
+bound the probability of a class from below, at level ``1 - alpha`` a sample, and the noise
+(:mod:`wdjax.smoothing.noise`) turns that into a radius. What is certified is the model after noisy
+samples are rounded to a grid, so that it holds for floats.
+"""
+
+from collections.abc import Callable
+from os import PathLike
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import Mesh
+
+from wdjax.balls import Lp
+from wdjax.bounds.region import Box
+from wdjax.checks import arguments, validate
+from wdjax.core import AnyArray, Array, Model, Progress
+from wdjax.engine import identity, loop, program, rounds
+from wdjax.smoothing import binomial, looks, votes
+from wdjax.smoothing.grid import Noise
+from wdjax.smoothing.looks import ABSTAIN, SmoothedCertificate, Test
+
+_PROBABILITIES = np.array([0.51, 0.6, 0.9, 0.999])
+"""At which the radii of a noise are part of what a checkpoint belongs to."""
+
+
+def certify(
+    model: Callable[[Array], Array],
+    x: AnyArray,
+    y: AnyArray,
+    *,
+    noise: Noise,
+    key: Array,
+    eps: npt.ArrayLike | None = None,
+    n0: int = 100,
+    n: int = 100_000,
+    alpha: float = 0.001,
+    test: Test | None = None,
+    box: Box = (0.0, 1.0),
+    index: Any = None,
+    batch_size: int | None = None,
+    mesh: Mesh | None = None,
+    callback: Callable[[Progress], Any] | None = None,
+    checkpoint: str | PathLike[str] | None = None,
+    every: float = 60.0,
+) -> SmoothedCertificate:
+    r"""Radii within which a smoothed classifier returns the label, at level ``1 - alpha`` a sample.
+
+    The protocol of Cohen et al.: ``n0`` votes choose a class, up to ``n`` others bound its
+    probability from below, and where the bound is not above 1/2 the classifier abstains.
+
+    With radii ``eps`` to be decided, a sequential test leaves a sample as soon as each of them, and
+    whether the class has more than half of all votes, is certified, refuted, or out of reach of
+    the votes that are left. Mostly that takes a small part of ``n``.
+
+    Args:
+      model: a pytree callable ``[n, *shape] -> [n, K]``, which treats each sample alone.
+      x: ``[n, *shape]`` floats in the box.
+      y: ``[n]`` integer labels.
+      noise: of :mod:`wdjax.smoothing.noise`.
+      key: a typed ``jax.random.key``; all noise comes from it, the sample's index and the vote's
+        number.
+      eps: radii to be decided, a number or an array of them; None for radii as large as ``n`` votes
+        can show.
+      n0: votes that choose the class; 0 to ask about the label itself.
+      n: further votes at most.
+      alpha: the probability that a sample's certificate is wrong.
+      test: ``"clopper-pearson"`` as published, ``"randomized"``, which is a little tighter, both of
+        ``n`` votes, or ``"sequential"``; by default the last where there are ``eps``.
+      box: ``(low, high)`` of the samples, or None; noise and certificate know no box.
+      index: ``[n]`` integers, which samples of a larger set these are.
+      batch_size: votes on the device at once; by default what memory allows, and what is fast.
+      mesh: a mesh from :func:`wdjax.parallel.data_mesh`; votes are split over it.
+      callback: told the progress, in votes; a true value ends the work, and what is known by then
+        is returned: 0 for samples without a bound.
+      checkpoint: a folder to save the work to, and to go on from.
+      every: least seconds between two writings of the checkpoint.
+
+    Returns:
+      A :class:`SmoothedCertificate`.
+
+    Raises:
+      ValueError: bad samples, counts or levels, a model that depends on the rest of its batch, a
+        sequential test without ``eps``, samples that the noise is not for, a key that is not of
+        the default kind, a TPU (whose float64 is not exact enough), or a trace.
+
+    Cost: up to ``n0 + n`` forward passes a sample; memory for one batch.
+
+    Differs: noisy samples are rounded to the grid ``noise.step``, which is part of the classifier,
+      and bounds give way by ``noise.error``. ``eps`` and the last two tests are not in the paper.
+
+    Source: Cohen et al. [cohen2019], CERTIFY; Voracek [voracek2024] for sequential tests.
+
+    >>> from wdjax.smoothing.noise import Gaussian
+    >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x, y = jnp.array([[0.6, 0.4], [0.9, 0.1]]), jnp.array([0, 0])  # .141 and .566 from a flip
+    >>> how = {"noise": Gaussian(0.25), "key": jax.random.key(0), "n": 5000}
+    >>> found = certify(model, x, y, **how)
+    >>> [bool(0.11 < found.radius[0] < 0.142), bool(0.5 < found.radius[1] < 0.566)]
+    [True, True]
+    >>> quick = certify(model, x, y, eps=0.05, **how)
+    >>> (quick.radius >= 0.05).tolist(), bool(quick.votes.max() < 1000)
+    ([True, True], True)
+    """
+    arguments.check("eps", model=model, x=x, y=y, noise=noise, eps=eps, key=key)
+    _check_given(model, noise, key, x, y)
+    plan = looks.plan(eps, noise, n0, n, alpha, test)
+    x, y = validate.check_samples(model, x, y, box)
+    error = noise.error(x)
+    for text in cautions(x, noise=noise, n=n, alpha=alpha, eps=eps, test=test, box=box):
+        arguments.warn(text)
+    asked = _ask(model, noise, x, index, key, batch_size, mesh)
+    work = looks.Work(asked, plan, np.asarray(y), error)
+    mark = b""
+    if checkpoint is not None:
+        settings = [n0, n, alpha, looks.TESTS.index(plan.test), *(box or ())]
+        said = plan.levels, plan.radius(_PROBABILITIES), error, np.array(settings)
+        mark = identity.digest(votes.programs(asked), noise, model, x, y, key, asked.places, said)
+    names = type(noise).__name__, plan.test
+    state = loop.carry(
+        work.begin(),
+        work.turn,
+        work.finished,
+        report=None if callback is None else lambda state: callback(work.progress(state)),
+        checkpoint=checkpoint,
+        every=every,
+        identity=mark,
+        about={"noise": names[0], "test": names[1], "n0": n0, "n": n, "alpha": alpha, "eps": eps},
+    )
+    return work.result(state)
+
+
+def cautions(
+    x: AnyArray,
+    *,
+    noise: Noise,
+    n: int,
+    alpha: float,
+    eps: npt.ArrayLike | None = None,
+    test: Test | None = None,
+    box: Box = (0.0, 1.0),
+) -> list[str]:
+    """What :func:`certify` warns of: radii beyond the box, and what no votes could certify.
+
+    Args:
+      x: ``[n, *shape]`` samples.
+      noise: of :mod:`wdjax.smoothing.noise`.
+      n: votes.
+      alpha: the probability that a sample's certificate is wrong.
+      eps: radii that are wanted.
+      test: as in :func:`certify`.
+      box: ``(low, high)`` of the samples, or None.
+
+    Returns:
+      Sentences; none where all can be certified.
+
+    >>> from wdjax.smoothing.noise import Gaussian
+    >>> cautions(np.ones((1, 2)), noise=Gaussian(0.25), n=9, alpha=0.001)[0]
+    'nothing can be certified: 9 votes at alpha=0.001 show no majority even if all agree; raise n.'
+    """
+    test = test or ("clopper-pearson" if eps is None else "sequential")
+    asked = looks.plan(eps if test == "sequential" else None, noise, 0, n, alpha, test)
+    ball: Any = noise if noise.norm is None else Lp(noise.norm, box)
+    far = None if eps is None else arguments.too_far(ball, np.shape(x)[1:], eps)
+    lost = looks.outlook(asked, noise, noise.error(x), eps)
+    return [text for text in (far, lost) if text is not None]
+
+
+def predict(
+    model: Callable[[Array], Array],
+    x: AnyArray,
+    *,
+    noise: Noise,
+    key: Array,
+    n: int = 1000,
+    alpha: float = 0.001,
+    index: Any = None,
+    batch_size: int | None = None,
+    mesh: Mesh | None = None,
+) -> npt.NDArray[np.int32]:
+    r"""What the smoothed classifier returns, wrong with probability ``alpha`` at most, or ABSTAIN.
+
+    Args:
+      model: a pytree callable ``[n, *shape] -> [n, K]``.
+      x: ``[n, *shape]`` finite floats.
+      noise: of :mod:`wdjax.smoothing.noise`.
+      key: a typed ``jax.random.key``.
+      n: votes a sample.
+      alpha: the probability that a sample's prediction is not the most probable class.
+      index: ``[n]`` integers, which samples of a larger set these are.
+      batch_size: votes on the device at once.
+      mesh: a mesh from :func:`wdjax.parallel.data_mesh`.
+
+    Returns:
+      ``[n]`` classes, or :data:`ABSTAIN`.
+
+    Raises:
+      ValueError: bad samples, counts or levels.
+
+    Cost: ``n`` forward passes a sample.
+
+    Source: Cohen et al. [cohen2019], PREDICT.
+
+    >>> from wdjax.smoothing.noise import Gaussian
+    >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x = jnp.array([[0.6, 0.4], [0.5, 0.5]])  # The second lies on the boundary.
+    >>> predict(model, x, noise=Gaussian(0.25), key=jax.random.key(0)).tolist()
+    [0, -1]
+    """
+    arguments.check(model=model, x=x, noise=noise, key=key)
+    if binomial.rank_test(validate.check_count("n", n), 0) > binomial.check_level(alpha):
+        arguments.warn(f"every prediction abstains: {n} votes at alpha={alpha:g} show no majority "
+                       "even if all agree; raise n.")  # fmt: skip
+    how: dict[str, Any] = {"index": index, "batch_size": batch_size, "mesh": mesh}
+    return decide(tally(model, x, noise=noise, key=key, n=n, **how), alpha)
+
+
+def tally(
+    model: Callable[[Array], Array],
+    x: AnyArray,
+    *,
+    noise: Noise,
+    key: Array,
+    n: int,
+    only: npt.NDArray[np.bool_] | None = None,
+    index: Any = None,
+    batch_size: int | None = None,
+    mesh: Mesh | None = None,
+) -> npt.NDArray[np.int64]:
+    """Counts ``n`` votes of every sample, as :func:`predict` has them.
+
+    Args:
+      model: a pytree callable ``[n, *shape] -> [n, K]``.
+      x: ``[n, *shape]`` finite floats.
+      noise: of :mod:`wdjax.smoothing.noise`.
+      key: a typed ``jax.random.key``.
+      n: votes a sample.
+      only: ``[n]`` booleans, the samples to be asked about; the others get no votes.
+      index: ``[n]`` integers, which samples of a larger set these are.
+      batch_size: votes on the device at once.
+      mesh: a mesh from :func:`wdjax.parallel.data_mesh`.
+
+    Returns:
+      ``[n, K + 1]`` counts; the last column is that of logits that are not finite.
+    """
+    arguments.check(model=model, x=x, noise=noise, key=key)
+    _check_given(model, noise, key, x)
+    count = validate.check_count("n", n)
+    x, _ = validate.check_samples(model, x, np.zeros(len(x), np.int32), None)
+    chosen = validate.check_mask("only", only, len(x))
+    active = np.arange(len(x)) if chosen is None else np.flatnonzero(chosen)
+    noise.error(x)
+    asked = _ask(model, noise, x, index, key, batch_size, mesh)
+    total = np.zeros((len(x), asked.classes + 1), np.int64)
+    for first in range(0, len(active) * count, votes.at_once(asked)):
+        places = np.arange(first, min(first + votes.at_once(asked), len(active) * count))
+        total += votes.count(asked, active[places // count], places % count)
+    return total
+
+
+def decide(counts: npt.NDArray[Any], alpha: float) -> npt.NDArray[np.int32]:
+    """The class counted most where it is the most probable one at level ``1 - alpha``.
+
+    Args:
+      counts: ``[n, K + 1]`` from :func:`tally`.
+      alpha: the probability that a class is wrong.
+
+    Returns:
+      ``[n]`` classes, or :data:`ABSTAIN`.
+
+    >>> decide(np.array([[90, 10, 0], [52, 48, 0], [0, 0, 100]]), 0.001).tolist()
+    [0, -1, -1]
+    """
+    ranked = np.sort(counts, axis=1)
+    sure = binomial.rank_test(ranked[:, -1], ranked[:, -2]) <= alpha
+    first = np.argmax(counts, axis=1)
+    sure &= first < counts.shape[1] - 1  # Votes for no class may be the most: then there is none.
+    return np.where(sure, first, ABSTAIN).astype(np.int32)
+
+
+def soft(
+    model: Callable[[Array], Array], x: AnyArray, *, noise: Noise, key: Array, count: int = 32
+) -> Model:
+    r"""A differentiable stand-in for the smoothed classifier, for attacks: expectation over noise.
+
+    The logits are ``log mean_j softmax(model(x + e_j))`` with the same ``count`` noises for every
+    sample and every call, so that it is a deterministic model that any attack takes. What it finds
+    is to be confirmed under fresh noise: :func:`wdjax.ensembles.smoothed`.
+
+    Args:
+      model: a pytree callable ``[n, *shape] -> [n, K]``.
+      x: ``[n, *shape]`` floats; only their shape and type matter.
+      noise: of :mod:`wdjax.smoothing.noise`.
+      key: a typed ``jax.random.key``, from which the noise comes.
+      count: noises.
+
+    Returns:
+      A ``Model`` to ``[n, K]`` log-probabilities.
+
+    Cost: ``count`` passes of the model in one, and the memory of so many.
+
+    Source: Salman et al. [salman2019], with the noise held fixed.
+
+    >>> from wdjax.smoothing.noise import Gaussian
+    >>> model = Model(lambda w, x: x @ w, jnp.array([[9.0, -9.0], [-9.0, 9.0]]))
+    >>> x = jnp.array([[0.6, 0.4]])
+    >>> soft(model, x, noise=Gaussian(0.25), key=jax.random.key(0))(x).shape
+    (1, 2)
+    """
+    arguments.check(model=model, x=x, noise=noise, key=key)
+    validate.shapes_of(model, x)
+    keys = jax.random.split(key, validate.check_count("count", count))
+    patterns = jax.vmap(lambda own: noise.pattern(own, x.shape[1:], x.dtype))(keys)
+    return Model(_soft, {"model": model, "noise": noise, "patterns": patterns})
+
+
+def _soft(params: dict[str, Any], x: Array) -> Array:
+    scales = jax.vmap(lambda own: params["noise"].scale(own) * jnp.ones_like(own))(x)
+    moved = x[None] + scales[None] * params["patterns"][:, None]
+    logits = params["model"](moved.reshape(-1, *x.shape[1:]))
+    said = jax.nn.log_softmax(logits.reshape(len(moved), len(x), -1))
+    return jax.nn.logsumexp(said, axis=0) - jnp.log(float(len(moved)))
+
+
+def _check_given(model: Any, noise: Any, key: Any, *samples: Any) -> None:
+    """Refuses what could not be counted, or not as a certificate wants it."""
+    if validate.traced(model, noise, key, samples) or validate.staged():
+        raise ValueError("votes are counted on the host; smooth outside of jit, vmap and grad.")
+    if "threefry" not in str(jax.random.key_impl(key)):
+        raise ValueError(
+            "pass key=jax.random.key(seed), of the default kind: with others, the noise of a vote "
+            f"would depend on its batch. Got {key!r}."
+        )
+
+
+def _ask(
+    model: Callable[[Array], Array],
+    noise: Noise,
+    x: Array,
+    index: Any,
+    key: Array,
+    batch_size: int | None,
+    mesh: Mesh | None,
+) -> votes.Poll:
+    """Puts the question."""
+    if batch_size is None:
+        some = jax.ShapeDtypeStruct((rounds.SMALLEST, *x.shape[1:]), x.dtype)
+        devices = 1 if mesh is None else mesh.size
+        # Four times what a search takes, since no gradient has to be kept.
+        batch_size = 4 * devices * rounds.fitting(program.outputs.trace(model, some).jaxpr)
+    size = validate.check_count("batch_size", batch_size)
+    classes = int(jax.eval_shape(model, x[:1]).shape[-1])
+    return votes.poll(model, noise, x, index, key, classes, size, mesh)

@@ -1,0 +1,138 @@
+"""What a model says of noisy samples: classes, counted on the host.
+
+A vote is a pair of a sample and a number, and its noise comes from these alone, so that neither
+batches nor devices change it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import Mesh
+
+from wdjax import parallel
+from wdjax.core import Array
+from wdjax.engine import identity
+from wdjax.precision import float64
+from wdjax.smoothing.grid import Noise, quantized, scale_of_each
+
+_AHEAD = 8
+"""Batches sent to the device before the first is waited for."""
+
+
+class Poll(NamedTuple):
+    """Whom to ask, and about what."""
+
+    model: Callable[[Array], Array]
+    noise: Noise
+    x: Array
+    """``[n, *shape]``, whole on every device."""
+    scales: Array
+    """``[n]``, of the noise: once a sample, where XLA's sums would take half of a vote."""
+    places: Array
+    """``[n]``: which samples of a larger set these are."""
+    key: Array
+    classes: int
+    size: int
+    """Votes a batch."""
+    mesh: Mesh | None
+
+
+def poll(
+    model: Callable[[Array], Array],
+    noise: Noise,
+    x: Array,
+    index: Any,
+    key: Array,
+    classes: int,
+    size: int,
+    mesh: Mesh | None,
+) -> Poll:
+    """Puts what does not change where it is needed."""
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    if device.platform == "tpu":
+        raise ValueError(
+            "a TPU has no float64 as exact as certificates want it; smooth on a CPU or a GPU."
+        )
+    places = jnp.arange(len(x)) if index is None else jnp.asarray(index)
+    if len(places) != len(x):
+        raise ValueError(f"index must have one row a sample, {len(x)}, got {len(places)}.")
+    size = parallel.padded_size(size, mesh)
+    with float64():
+        fixed = model, x, jax.jit(scale_of_each)(noise, x), places, key
+        model, x, each, places, key = parallel.replicate(fixed, mesh)
+    return Poll(model, noise, x, each, places, key, classes, size, mesh)
+
+
+def at_once(asked: Poll) -> int:
+    """Votes to be asked for in one call of :func:`count`."""
+    return asked.size * _AHEAD
+
+
+def count(asked: Poll, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """``[n, K + 1]`` counts of the votes ``numbers`` on the samples ``rows``, both ``[m]``.
+
+    The last column counts logits that are not finite, which are votes for no class.
+    """
+    sent = []
+    for first in range(0, len(rows), asked.size):
+        part = slice(first, first + asked.size)
+        pairs = np.stack([rows[part], numbers[part]]).astype(np.int32)
+        padded = np.pad(pairs, ((0, 0), (0, asked.size - pairs.shape[1])), mode="edge")
+        sent.append(_vote(asked.model, _draw(asked, padded))[0])
+    said = np.concatenate([np.asarray(batch) for batch in sent])[: len(rows)]
+    width = asked.classes + 1
+    total = np.bincount(rows * width + said, minlength=len(asked.x) * width)
+    return total.reshape(len(asked.x), width)
+
+
+def programs(asked: Poll) -> list[ClosedJaxpr]:
+    """The traced programs of a vote: of its noise and of the model on a noisy sample."""
+    fixed = asked.key, asked.x, asked.scales, asked.places
+    noisy = functools.partial(_noisy, asked.noise, asked.noise.step, fixed)
+    with float64():
+        drawn = identity.program(noisy, *np.zeros((2, 1), np.int32))
+    return [drawn, identity.program(_vote, asked.model, asked.x[:1])]
+
+
+def uniforms(asked: Poll, number: int) -> np.ndarray:
+    """``[n]`` random numbers of the samples in ``[0, 1)``, by a number that no vote has."""
+
+    def one(place: Array) -> Array:
+        own = jax.random.fold_in(jax.random.fold_in(asked.key, place), number)
+        return jax.random.uniform(own)
+
+    return np.asarray(jax.jit(jax.vmap(one))(asked.places))
+
+
+def _draw(asked: Poll, pairs: np.ndarray) -> Array:
+    rows, numbers = parallel.shard(tuple(pairs), asked.mesh)
+    fixed = asked.key, asked.x, asked.scales, asked.places
+    with float64():
+        return _noisy(asked.noise, asked.noise.step, fixed, rows, numbers)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _noisy(
+    noise: Noise, step: float, fixed: tuple[Array, ...], rows: Array, numbers: Array
+) -> Array:
+    key, x, scales, index = fixed
+
+    def one(row: Array, number: Array) -> Array:
+        own = jax.random.fold_in(jax.random.fold_in(key, index[row]), number)
+        return quantized(noise, step, own, x[row], scales[row])
+
+    return jax.vmap(one)(rows, numbers)
+
+
+@jax.jit
+def _vote(model: Callable[[Array], Array], x: Array) -> tuple[Array, Array]:
+    """``[m]`` classes, and K where a logit is not finite; and the logits."""
+    logits = model(x)
+    fine = jnp.all(jnp.isfinite(logits), axis=-1)
+    said = jnp.where(fine, jnp.argmax(logits, axis=-1), logits.shape[-1])
+    return said.astype(jnp.int32), logits

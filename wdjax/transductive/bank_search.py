@@ -1,0 +1,202 @@
+"""What an attack on a model space does to a bank: any search of the attack room, judged."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from wdjax import norms
+from wdjax.balls import Lp
+from wdjax.checks import arguments
+from wdjax.core import Array, Model, PyTree
+from wdjax.engine import driver
+from wdjax.transductive import bank as banks
+from wdjax.transductive.bank import Bank
+from wdjax.transductive.defense import Defense
+from wdjax.transductive.objectives import Ceaseless, FirstFall, logits_of, margin
+from wdjax.transductive.space_attack import SpaceAttack
+
+
+class Moved(NamedTuple):
+    """What an attack on a bank found: ``[n]`` leaves."""
+
+    x_adv: Array
+    """``[n, *shape]``"""
+    value: Array
+    """The objective there."""
+    fault: Array
+    """Whether an output or a gradient was not finite on the way."""
+    gradients: Array
+    """Backward passes, each through all models that were asked."""
+
+
+def raise_objective(
+    attack: SpaceAttack,
+    defense: Defense,
+    memory: PyTree,
+    bank: Bank,
+    x: Array,
+    y: Array,
+    *,
+    eps: Array | float,
+    key: Array,
+    index: Array | None = None,
+) -> Moved:
+    r"""Attacks all models of a bank at once: the inner problem of Algorithm 2, equation 7.
+
+    Args:
+      attack: how.
+      defense: whose models they are.
+      memory: what it knows.
+      bank: at least one model.
+      x: ``[n, *shape]`` all samples of a round.
+      y: ``[n]``
+      eps: the radius, a number or ``[n]``.
+      key: for starts.
+      index: ``[n]``, which samples of a larger set these are, for their randomness.
+
+    Returns:
+      A :class:`Moved`, measured: points of the ball and the box whose objective is at least that of
+      every point where a search began.
+
+    Cost: see :class:`SpaceAttack`.
+
+    >>> from wdjax.attacks import PGD
+    >>> from wdjax.transductive import Fixed
+    >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> bank = banks.push(banks.empty(model, 1), model)
+    >>> x, y, how = jnp.array([[0.6, 0.4]]), jnp.array([0]), SpaceAttack(inner=PGD(steps=5))
+    >>> moved = raise_objective(how, Fixed(model), (), bank, x, y, eps=0.2, key=jax.random.key(0))
+    >>> bool(jnp.allclose(moved.x_adv, jnp.array([[0.4, 0.6]])))
+    True
+    """
+    arguments.check(x=x, y=y, eps=eps, key=key)
+    index = jnp.arange(len(y)) if index is None else index
+    own = jax.vmap(lambda i: jax.random.fold_in(key, i))(index)
+    question = _Question(attack, defense, memory, bank, index, x, y, jnp.asarray(eps, x.dtype))
+    classes = _classes(question)
+
+    def search(best: Moved, run: Array) -> tuple[Moved, None]:
+        aim = (y + 1 + (run - attack.restarts) % (classes - 1)) % classes
+        aim = jnp.where(run < attack.restarts, -1, aim)
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, run))(own)
+        moved = _climb(question, aim, _start(question, keys), jax.random.fold_in(key, run))
+        return _better(best, moved), None
+
+    unknown, none = jnp.full(y.shape, -jnp.inf, x.dtype), jnp.zeros(y.shape, jnp.int32)
+    begun = Moved(x, unknown, none > 0, none)
+    return jax.lax.scan(search, begun, jnp.arange(attack.runs))[0]
+
+
+def objective_at(
+    attack: SpaceAttack, defense: Defense, memory: PyTree, bank: Bank, x: Array, y: Array
+) -> Array:
+    """``[n]``: what an attack raises, by its ``judge``, at points as they are.
+
+    Args:
+      attack: how.
+      defense: whose models they are.
+      memory: what it knows.
+      bank: the models.
+      x: ``[n, *shape]``
+      y: ``[n]``
+
+    Cost: one forward pass a model.
+
+    >>> from wdjax.transductive import Fixed
+    >>> model = Model(lambda w, x: x @ w, jnp.eye(2))
+    >>> bank = banks.push(banks.empty(model, 1), model)
+    >>> at = objective_at(SpaceAttack(), Fixed(model), (), bank, jnp.zeros((1, 2)), jnp.array([0]))
+    >>> round(float(at[0]), 4)  # log 2
+    0.6931
+    """
+    arguments.check(x=x, y=y)
+    judge = dataclasses.replace(attack.objective, loss=attack.judge or attack.loss)
+    victim = banks.victim(defense, memory, bank, first=attack.first(bank))
+    return judge(victim(x), y).astype(x.dtype)
+
+
+class _Question(NamedTuple):
+    """What all searches of an iteration share."""
+
+    attack: SpaceAttack
+    defense: Defense
+    memory: PyTree
+    bank: Bank
+    places: Array
+    x: Array
+    y: Array
+    eps: Array
+
+    def victim(self, rival: Array | None = None) -> Model:
+        first = self.attack.first(self.bank)
+        return banks.victim(self.defense, self.memory, self.bank, first=first, rival=rival)
+
+    @property
+    def ball(self) -> Lp:
+        return self.attack.inner.ball  # type: ignore[return-value]
+
+
+def _classes(asked: _Question) -> int:
+    said = jax.eval_shape(asked.victim(), asked.x)
+    return jax.tree.leaves(logits_of(said.out))[0].shape[-1]
+
+
+def _start(asked: _Question, keys: Array) -> Array:
+    """Random points of the ball, or the samples."""
+    x = asked.x
+    if not asked.attack.random_start:
+        return x
+    noise = jax.vmap(lambda key: asked.ball.noise(key, x.shape[1:], x.dtype))(keys)
+    radius = jnp.broadcast_to(asked.eps, asked.y.shape)
+    return asked.ball.project(x + norms.spread(radius, x) * noise, x, radius)
+
+
+def _climb(asked: _Question, aim: Array, start: Array, key: Array) -> Moved:
+    """All legs of a search, and its points judged."""
+    attack, x, y = asked.attack, asked.x, asked.y
+    victim, inner = asked.victim(aim), _fitted(attack)
+    criterion: Any = Ceaseless(attack.objective)
+    if attack.keep == "first":
+        criterion = FirstFall(dataclasses.replace(attack.objective, loss=margin))
+
+    def leg(number: Array, moved: Moved) -> Moved:
+        found = driver.search(
+            inner,
+            victim,
+            x,
+            y,
+            eps=jnp.broadcast_to(asked.eps, y.shape),
+            key=jax.random.fold_in(key, number),
+            criterion=criterion,
+            start=moved.x_adv,
+            index=asked.places,  # type: ignore[arg-type]
+            skip_misclassified=False,
+            transductive=True,
+        )
+        gradients = moved.gradients + found.gradients
+        return Moved(found.x_adv, found.margin, moved.fault | found.fault, gradients)
+
+    none = jnp.zeros(y.shape, jnp.int32)
+    begun = Moved(start, jnp.full(y.shape, -jnp.inf, x.dtype), none > 0, none)
+    legs = asked.bank.filled if attack.legs == "models" else 1
+    moved = jax.lax.fori_loop(0, legs, leg, begun)
+    if attack.keep == "first":
+        fresh = criterion(asked.victim()(moved.x_adv), y) > criterion(asked.victim()(x), y)
+        moved = moved._replace(x_adv=jnp.where(norms.spread(fresh, x), moved.x_adv, x))
+    _, defense, memory, bank, *_ = asked
+    return moved._replace(value=objective_at(attack, defense, memory, bank, moved.x_adv, y))
+
+
+def _fitted(attack: SpaceAttack) -> Any:
+    """The inner attack with the objective as its loss."""
+    return dataclasses.replace(attack.inner, loss=attack.objective)  # type: ignore[type-var]
+
+
+def _better(best: Moved, moved: Moved) -> Moved:
+    wins = (moved.value > best.value) & jnp.isfinite(moved.value)
+    x_adv = jnp.where(norms.spread(wins, moved.x_adv), moved.x_adv, best.x_adv)
+    value = jnp.where(wins, moved.value, best.value)
+    fault = best.fault | moved.fault | ~jnp.isfinite(moved.value)
+    return Moved(x_adv, value, fault, best.gradients + moved.gradients)
