@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from wdjax import Lp, Model, attacks, certify, lipschitz, losses, run
+from wdjax import Lp, Model, attacks, certify, lipschitz, losses, run, smoothing
 
 CLASSES = 3
 EPS = 0.04

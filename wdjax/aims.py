@@ -1,10 +1,14 @@
 """What a training aims at: against an attack or noise, towards a certificate, or none of them."""
 
+import dataclasses
+import math
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
+from wdjax import norms
+from wdjax.balls import Lp
 from wdjax.checks import validate
 from wdjax.core import Array, Attack
 
@@ -91,3 +95,38 @@ def aim(
         return Proof(validate.settle(certificate, dtype), budget, jnp.asarray(steps, dtype))
     split = None if kappa is None else jnp.asarray(validate.check_number("kappa", kappa, 1.0))
     return Opponent(validate.settle(attack, dtype), budget, split)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scheduled:
+    """A ball, and how its radius and its weight grow: what certified trainings share."""
+
+    norm: float = math.inf
+    box: tuple[float, float] | None = (0.0, 1.0)
+    warm: float | Array = 0.05
+    ramp: float | Array = 0.6
+    clean: float | Array = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "norm", norms.check_norm(self.norm))
+        object.__setattr__(self, "box", validate.check_box(self.box))
+        numbers = self.warm, self.ramp, self.clean
+        if not all(isinstance(number, int | float) for number in numbers):
+            return  # Inside a trace, or one of JAX's own blanks.
+        if not 0 <= self.warm < self.ramp <= 1:
+            raise ValueError(f"0 <= warm < ramp <= 1 must hold, got {self.warm!r}, {self.ramp!r}.")
+        if not 0 <= self.clean <= 1:
+            raise ValueError(f"clean must be in [0, 1], got {self.clean!r}.")
+
+    @property
+    def ball(self) -> Lp:
+        """Whose radius grows."""
+        return Lp(self.norm, self.box)
+
+    def share(self, done: Array | float) -> Array:
+        """Of the radius, after a share of the steps."""
+        return jnp.clip((done - self.warm) / (self.ramp - self.warm), 0.0, 1.0)
+
+    def weight(self, done: Array) -> Array:
+        """Of the bounds' loss."""
+        return self.share(done) * (1 - self.clean)

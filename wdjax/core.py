@@ -2,17 +2,20 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from wdjax import remarks
 
 Array = jax.Array
 AnyArray = jax.Array | np.ndarray
 PyTree = Any
+Classifier = Callable[[Array], Array]
+"""``[n, *shape] -> [n, K]``, a pytree, as :data:`Model` is."""
 
 Model = jax.tree_util.Partial
 """A classifier ``out = model(x)``: ``Model(apply, params)`` with ``apply(params, x)`` pure.
@@ -252,3 +255,29 @@ class Progress(NamedTuple):
     """Steps of all samples."""
     unfinished: np.ndarray
     """``[m]`` indices of the samples that go on in this stage."""
+
+
+Claim: TypeAlias = Literal["float program", "exact arithmetic"]
+CLAIM: Claim = "float program"
+"""What certificates speak of: the model's floats, summed in any order, and so exact arithmetic."""
+
+
+class Certificate(NamedTuple):
+    """What is proved of samples, ``[n]``, and about what."""
+
+    correct: npt.NDArray[Any]
+    margin: npt.NDArray[Any]
+    """Lower bounds of the least margin within ``eps``."""
+    radius: npt.NDArray[Any]
+    """Verified radii: at least ``eps`` where the sample is verified."""
+    method: str
+    claim: Claim
+    ended: tuple[str, ...] = ()
+    """How branch and bound ended with each sample, of ``branch.ENDS``; empty for other methods."""
+    remarks: tuple[str, ...] = ()
+    """Why bounds may be looser than those of another model with the same answers."""
+
+    @property
+    def verified(self) -> npt.NDArray[Any]:
+        """Whether no point within ``eps`` is misclassified."""
+        return np.asarray(self.margin > 0)

@@ -22,7 +22,7 @@ from wdjax.bounds.coefficients import Rows, Whole, rounding, summed
 from wdjax.bounds.domain import Array
 from wdjax.bounds.network import Network
 from wdjax.bounds.region import Box, Region
-from wdjax.lipschitz.margin import Classifier
+from wdjax.core import Classifier
 from wdjax.precision import highest
 
 _RATE = 0.2

@@ -16,7 +16,7 @@ from wdjax.bounds.fused import fuse
 from wdjax.bounds.graph import flatten
 from wdjax.bounds.network import Network, build
 from wdjax.bounds.region import Region
-from wdjax.lipschitz.margin import Classifier
+from wdjax.core import Classifier
 from wdjax.models.conv import plain
 
 Method = Literal["interval", "crown", "auto", "alpha", "bab"]

@@ -1,15 +1,14 @@
 """Certificates: what no attack can do, for samples and for distributions."""
 
-from wdjax import smoothing
 from wdjax.bounds.interval import bound
 from wdjax.bounds.margins import METHODS
 from wdjax.certify.growth import growth_bound
 from wdjax.certify.pointwise import certified, margin_bounds, radius
 from wdjax.certify.trainable import CertifiedTraining, trainable_bounds
-from wdjax.certify.verify import Certificate, verify
+from wdjax.certify.verify import verify
 from wdjax.certify.wdro import certified_accuracy, lipschitz_constant, wdro_bound
+from wdjax.core import Certificate
 from wdjax.lipschitz.margin import interval_jacobian, layer_product, margin_lipschitz
-from wdjax.smoothing import noise
 
 __all__ = [
     "METHODS",
@@ -24,9 +23,7 @@ __all__ = [
     "lipschitz_constant",
     "margin_bounds",
     "margin_lipschitz",
-    "noise",
     "radius",
-    "smoothing",
     "trainable_bounds",
     "verify",
     "wdro_bound",

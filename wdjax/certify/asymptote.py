@@ -23,7 +23,7 @@ from wdjax.bounds.margins import Method
 from wdjax.bounds.network import Network
 from wdjax.bounds.region import Region
 from wdjax.checks import validate
-from wdjax.lipschitz.margin import Classifier
+from wdjax.core import Classifier
 from wdjax.precision import highest
 
 _HOMOGENEOUS = {

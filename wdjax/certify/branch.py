@@ -23,8 +23,8 @@ from wdjax.attacks import PGD
 from wdjax.balls import Lp
 from wdjax.bounds import leaves
 from wdjax.bounds.region import Box
+from wdjax.core import Classifier
 from wdjax.engine import driver
-from wdjax.lipschitz.margin import Classifier
 
 Numbers = npt.NDArray[Any]
 

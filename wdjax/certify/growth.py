@@ -23,7 +23,7 @@ from wdjax.balls import Lp
 from wdjax.bounds.margins import Method
 from wdjax.certify import asymptote, pointwise, wdro
 from wdjax.checks import arguments
-from wdjax.lipschitz.margin import Classifier
+from wdjax.core import Classifier
 from wdjax.parallel import AnyArray
 
 Numbers = npt.NDArray[np.float64]

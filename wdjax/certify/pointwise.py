@@ -23,9 +23,8 @@ from wdjax.bounds.region import Box
 from wdjax.certify import branch
 from wdjax.checks import arguments, independence, validate
 from wdjax.checks.forward_mode import TWIN, forward_only
-from wdjax.core import AnyArray, Array
+from wdjax.core import AnyArray, Array, Classifier
 from wdjax.lipschitz import margin
-from wdjax.lipschitz.margin import Classifier
 from wdjax.precision import highest
 
 

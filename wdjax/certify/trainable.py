@@ -8,12 +8,11 @@ Source: Gowal et al. [gowal2018], Zhang et al. [zhang2020].
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 
-from wdjax import norms
+from wdjax.aims import Scheduled
 from wdjax.attacks.ascent import all_rivals
 from wdjax.balls import Lp
 from wdjax.bounds import crown, margins, region
@@ -21,43 +20,8 @@ from wdjax.bounds.coefficients import Rows
 from wdjax.bounds.domain import Array
 from wdjax.bounds.region import Box
 from wdjax.checks import arguments, independence, validate
-from wdjax.lipschitz.margin import Classifier
+from wdjax.core import Classifier
 from wdjax.precision import highest
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Scheduled:
-    """A ball, and how its radius and its weight grow: what certified trainings share."""
-
-    norm: float = math.inf
-    box: Box = (0.0, 1.0)
-    warm: float | Array = 0.05
-    ramp: float | Array = 0.6
-    clean: float | Array = 0.0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "norm", norms.check_norm(self.norm))
-        object.__setattr__(self, "box", validate.check_box(self.box))
-        numbers = self.warm, self.ramp, self.clean
-        if not all(isinstance(number, int | float) for number in numbers):
-            return  # Inside a trace, or one of JAX's own blanks.
-        if not 0 <= self.warm < self.ramp <= 1:
-            raise ValueError(f"0 <= warm < ramp <= 1 must hold, got {self.warm!r}, {self.ramp!r}.")
-        if not 0 <= self.clean <= 1:
-            raise ValueError(f"clean must be in [0, 1], got {self.clean!r}.")
-
-    @property
-    def ball(self) -> Lp:
-        """Whose radius grows."""
-        return Lp(self.norm, self.box)
-
-    def share(self, done: Array | float) -> Array:
-        """Of the radius, after a share of the steps."""
-        return jnp.clip((done - self.warm) / (self.ramp - self.warm), 0.0, 1.0)
-
-    def weight(self, done: Array) -> Array:
-        """Of the bounds' loss."""
-        return self.share(done) * (1 - self.clean)
 
 
 @functools.partial(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from os import PathLike
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,41 +15,16 @@ from wdjax.certify import pointwise
 from wdjax.certify.branch import ENDS
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import TWIN, host_only
-from wdjax.core import Progress
+from wdjax.core import CLAIM, Certificate, Classifier, Progress
 from wdjax.engine import identity, loop
-from wdjax.lipschitz.margin import Classifier
 from wdjax.parallel import AnyArray
 
 Numbers = npt.NDArray[Any]
-Claim: TypeAlias = Literal["float program", "exact arithmetic"]
-CLAIM: Claim = "float program"
-"""What certificates speak of: the model's floats, summed in any order, and so exact arithmetic."""
 _TRIED = 8
 """Samples that branch and bound works on between two savings of what it found."""
 
 
 _SHARED = 1e-5
-
-
-class Certificate(NamedTuple):
-    """What is proved of samples, ``[n]``, and about what."""
-
-    correct: Numbers
-    margin: Numbers
-    """Lower bounds of the least margin within ``eps``."""
-    radius: Numbers
-    """Verified radii: at least ``eps`` where the sample is verified."""
-    method: str
-    claim: Claim
-    ended: tuple[str, ...] = ()
-    """How branch and bound ended with each sample, of ``branch.ENDS``; empty for other methods."""
-    remarks: tuple[str, ...] = ()
-    """Why bounds may be looser than those of another model with the same answers."""
-
-    @property
-    def verified(self) -> Numbers:
-        """Whether no point within ``eps`` is misclassified."""
-        return np.asarray(self.margin > 0)
 
 
 def verify(

@@ -14,8 +14,8 @@ from wdjax.balls import Lp
 from wdjax.certify import pointwise
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import TWIN, host_only
+from wdjax.core import Classifier
 from wdjax.lipschitz import margin
-from wdjax.lipschitz.margin import Classifier
 from wdjax.parallel import AnyArray
 
 Numbers = npt.NDArray[np.float64]

@@ -8,10 +8,9 @@ import numpy.typing as npt
 
 from wdjax.balls import Lp
 from wdjax.bounds.region import Box
-from wdjax.certify import Certificate
 from wdjax.checks import arguments, validate
+from wdjax.core import Certificate, Classifier
 from wdjax.lipschitz.local import Method, local_lipschitz
-from wdjax.lipschitz.margin import Classifier
 from wdjax.parallel import AnyArray
 from wdjax.precision import float64, widened
 

@@ -23,7 +23,7 @@ from wdjax.bounds.graph import Node
 from wdjax.bounds.network import Network
 from wdjax.checks import arguments, independence, validate
 from wdjax.checks.forward_mode import host_only
-from wdjax.lipschitz.margin import Classifier
+from wdjax.core import Classifier
 from wdjax.parallel import AnyArray
 from wdjax.precision import float64, widened
 

@@ -19,10 +19,10 @@ from wdjax.bounds import margins, region
 from wdjax.bounds.region import Box
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
+from wdjax.core import Classifier
 from wdjax.lipschitz import branching, jacobian, lipsdp, neurons
 from wdjax.lipschitz.chain import Chain, as_chain
 from wdjax.lipschitz.lipsdp import Rooms
-from wdjax.lipschitz.margin import Classifier
 from wdjax.lipschitz.neurons import Slopes
 from wdjax.parallel import AnyArray
 from wdjax.precision import float64, widened

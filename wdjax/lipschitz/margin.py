@@ -16,11 +16,8 @@ from jax.typing import ArrayLike, DTypeLike
 from wdjax import norms
 from wdjax.bounds import continuity, domain, interval
 from wdjax.checks import arguments, independence, validate
-from wdjax.core import Array
+from wdjax.core import Array, Classifier
 from wdjax.precision import highest
-
-Classifier = Callable[[Array], Array]
-"""``[n, *shape] -> [n, K]``, a pytree, as :data:`wdjax.Model` is."""
 
 _COTANGENTS = 256
 """Cotangents pulled back at once."""

@@ -10,7 +10,8 @@ from wdjax import norms
 from wdjax.balls import Lp
 from wdjax.bounds.region import Box
 from wdjax.checks import arguments, independence, validate
-from wdjax.lipschitz.margin import Classifier, contrasts
+from wdjax.core import Classifier
+from wdjax.lipschitz.margin import contrasts
 from wdjax.parallel import AnyArray
 
 

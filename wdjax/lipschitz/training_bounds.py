@@ -7,15 +7,14 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from wdjax.aims import Scheduled
 from wdjax.balls import Lp
 from wdjax.bounds import margins, region
 from wdjax.bounds.region import Box
-from wdjax.certify.trainable import Scheduled
 from wdjax.checks import arguments, independence, validate
-from wdjax.core import Array
+from wdjax.core import Array, Classifier
 from wdjax.lipschitz import chain, jacobian, neurons
 from wdjax.lipschitz.chain import Chain
-from wdjax.lipschitz.margin import Classifier
 from wdjax.lipschitz.neurons import Slopes
 from wdjax.precision import highest
 

@@ -5,7 +5,6 @@ batches nor company change it. A copy whose logits are not finite has not surviv
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -17,11 +16,10 @@ from jax.sharding import Mesh
 from wdjax import losses, parallel
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
-from wdjax.core import AnyArray, Array, PyTree
+from wdjax.core import AnyArray, Array, Classifier, PyTree
 from wdjax.engine import program, rounds
 from wdjax.nppr import upsample as up
 
-Classifier = Callable[[Array], Array]
 Counts = npt.NDArray[np.int64]
 
 TURN = 20

@@ -18,10 +18,10 @@ from jax.sharding import Mesh
 
 from wdjax import losses, metrics
 from wdjax.checks import arguments, validate
-from wdjax.core import AnyArray, Array
+from wdjax.core import AnyArray, Array, Classifier
 from wdjax.metrics import ConfidenceInterval
 from wdjax.nppr import counting
-from wdjax.nppr.counting import Classifier, Counts, Perturbation
+from wdjax.nppr.counting import Counts, Perturbation
 
 
 @dataclasses.dataclass(frozen=True)

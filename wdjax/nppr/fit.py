@@ -12,15 +12,13 @@ import numpy as np
 from wdjax import losses, models
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
-from wdjax.core import AnyArray, Array
+from wdjax.core import AnyArray, Array, Classifier
 from wdjax.engine import identity, loop, program
 from wdjax.nppr import objective
 from wdjax.nppr.counting import outputs
 from wdjax.nppr.family import Family, Params
 from wdjax.nppr.fit_schedule import Schedule
 from wdjax.nppr.fitted import Fitted
-
-Classifier = Callable[[Array], Array]
 
 _CHUNK = 25
 """Steps in one program at most."""

@@ -1,7 +1,6 @@
 r"""What a fit minimises, and one step of it: a pure function of a state."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +9,7 @@ import optax
 
 from wdjax import losses
 from wdjax.balls import Lp
-from wdjax.core import Array
+from wdjax.core import Array, Classifier
 from wdjax.nppr import family as families
 from wdjax.nppr import mixture as mixtures
 from wdjax.nppr import upsample as up
@@ -19,7 +18,6 @@ from wdjax.nppr.fit_schedule import Schedule
 from wdjax.nppr.fitted import History
 from wdjax.precision import promoted
 
-Classifier = Callable[[Array], Array]
 _ADAM = optax.scale_by_adam()
 
 

@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 from wdjax import metrics
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
-from wdjax.core import AnyArray, Array
+from wdjax.core import AnyArray, Array, Classifier
 from wdjax.nppr import counting, distributions
-from wdjax.nppr.counting import TURN, Classifier, Counts, Perturbation
+from wdjax.nppr.counting import TURN, Counts, Perturbation
 from wdjax.nppr.estimate import Estimate, correct_inputs, estimate, spread
 from wdjax.smoothing import binomial
 

@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 from wdjax import losses
 from wdjax.checks import validate
-from wdjax.core import AnyArray, Array
+from wdjax.core import AnyArray, Array, Classifier
 from wdjax.metrics import ConfidenceInterval
 from wdjax.nppr import distributions
 from wdjax.nppr import upsample as up
-from wdjax.nppr.counting import Classifier, default_batch, refuse_trace
+from wdjax.nppr.counting import default_batch, refuse_trace
 
 _APART = 0.99
 """Confidence of the intervals that must meet where two methods agree."""

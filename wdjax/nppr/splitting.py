@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from wdjax.checks import arguments, validate
-from wdjax.core import AnyArray, Array
+from wdjax.core import AnyArray, Array, Classifier
 from wdjax.nppr import distributions
-from wdjax.nppr.counting import Classifier
 from wdjax.nppr.rare import Question, Rare, ask
 
 _ACCEPTED = 0.3

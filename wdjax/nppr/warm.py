@@ -12,10 +12,10 @@ from wdjax import norms
 from wdjax.attacks.margin_pgd import MarginPGD
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
-from wdjax.core import AnyArray, Array, Attack
+from wdjax.core import AnyArray, Array, Attack, Classifier
 from wdjax.engine import driver
 from wdjax.nppr.family import Family, Params
-from wdjax.nppr.fit import Classifier, fit
+from wdjax.nppr.fit import fit
 from wdjax.nppr.fit_schedule import Schedule
 
 _EDGE = 0.995

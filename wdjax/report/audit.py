@@ -24,12 +24,10 @@ from wdjax import certify, losses, metrics, transport
 from wdjax.attacks import PGD, WDA, WDAPlusPlus
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
-from wdjax.core import Array, Attack, Found, Result, Victim
+from wdjax.core import Array, Attack, Classifier, Found, Result, Victim
 from wdjax.engine import driver, identity, track
 from wdjax.engine.tasks import Task, Tasks
 from wdjax.report.evidence import ORDERS, Entry, Numbers, Sandwich, ball_name, invariants
-
-Classifier = Callable[[Array], Array]
 
 _OWN_ORDERS = {"sample": (math.inf,), "data": (1,), "none": ORDERS}
 """What an attack's points are spent in, where nobody says: every W_p is at least W_1."""

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
+from wdjax.core import Classifier
 from wdjax.report import plots
-from wdjax.report.audit import Classifier
 from wdjax.report.evidence import ORDERS, Sandwich, ball_name
 from wdjax.report.summary import statement, warnings
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wdjax import transport
-from wdjax.report.audit import Classifier
+from wdjax.core import Classifier
 from wdjax.report.evidence import ORDERS, Sandwich, norm_name
 
 if TYPE_CHECKING:
