@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import attacks, certify, transport
+from wdjax import attacks, certify, remarks, transport
 from wdjax.cli import main
 from wdjax.engine import driver
 from wdjax.report import audit, page, plots
@@ -244,7 +244,7 @@ def test_vanished_gradients_are_said():
     content = reports.describe(found) | {"name": "steps"}
     assert content["attacks"][0]["zero_gradients"] == 1.0
     shown = page.render({"models": [content], "versions": {}, "data": "points", "seed": 0}, {})
-    assert f"pgd, Omega_inf, eps 0.01: 100% zero gradients; {reports.VANISHED}" in shown
+    assert f"pgd, Omega_inf, eps 0.01: 100% zero gradients; {remarks.VANISHED}" in shown
 
 
 def test_accuracies_are_the_same_floats_on_both_sides():
