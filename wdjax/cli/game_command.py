@@ -26,7 +26,7 @@ FAMILIES = {
 _DEFAULT = "rmc,dent,dann,tadv,urejectron"
 
 _EXAMPLES = """examples:
-  python -m wdjax game --json digits.json
+  python -m wdjax game --json table.json
   python -m wdjax game --defense dann,tadv --seeds 0,1,2 --draws 5 --json -
   python -m wdjax game --defense rmc --checkpoint games --json rmc.json   # can be interrupted"""
 
