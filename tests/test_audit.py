@@ -353,7 +353,7 @@ def test_published_weights_fall_as_far_as_the_reference_attacks(
 
 def test_exact_transport_of_a_real_attack(shared):
     from wdjax import data
-    from wdjax.files import convert
+    from wdjax.models import convert
 
     model = convert.load(shared / "data" / "weights" / "mnist_linf_robust.pth", "wong_mnist").model
     x, y = data.load_npz(shared / "data" / "mnist_test_0_500.npz").take(60)

@@ -23,8 +23,8 @@ from wdjax.attacks import PGD
 from wdjax.cli import audit_command as audit_command
 from wdjax.cli import game_command as game_command
 from wdjax.cli import main
-from wdjax.files import convert
 from wdjax.image import FrankWolfe, NearestTransport, union
+from wdjax.models import convert
 from wdjax.report import page
 from wdjax.transductive import Fixed, digits, transfer
 from wdjax.transductive.digits import Case, Row

@@ -20,7 +20,7 @@ from wdjax import (
     smoothing,
     training,
 )
-from wdjax.files import convert
+from wdjax.models import convert
 from wdjax.smoothing import noise
 from wdjax.smoothing.looks import SmoothedCertificate
 

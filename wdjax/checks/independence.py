@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import norms
+from wdjax import norms, program
 from wdjax.checks import batch_axis
 from wdjax.core import AnyArray, Array, PyTree
-from wdjax.engine import program
 
 _ROWS = 16
 """Samples in a batch that a model is traced and tried for."""

@@ -13,7 +13,8 @@ from wdjax.cli import options, process
 from wdjax.cli.console import Console
 from wdjax.core import Model
 from wdjax.engine import identity, tasks
-from wdjax.files import atomic, convert
+from wdjax.files import atomic
+from wdjax.models import convert
 from wdjax.report import summary
 
 _EVERY = 60.0
