@@ -63,7 +63,7 @@ def any_entry(leaves: Iterable[jax.Array]) -> jax.Array:
     return jnp.stack([jnp.max(row, axis=1, initial=0) for row in rows]).max(axis=0) > 0
 
 
-def spread(v: jax.jax.Array, x: jax.jax.Array) -> jax.jax.Array:
+def spread(v: jax.Array, x: jax.Array) -> jax.Array:
     """One value a row, ``[n]``, with the trailing axes of ``x``, so that it acts on whole rows."""
     return v.reshape(v.shape + (1,) * (x.ndim - v.ndim))
 

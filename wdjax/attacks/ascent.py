@@ -197,7 +197,7 @@ def best_move(
     zeros, fault = jnp.sum(zero, axis=0, dtype=jnp.int32), jnp.any(faulty, axis=0)
     one = jnp.ones(len(y), jnp.int32)
     value = victim.criterion(logits, y)
-    fault |= ~(finite(logits) & jnp.isfinite(value))
+    fault |= ~(norms.finite(logits) & jnp.isfinite(value))
     info = Info(value, len(rivals) * one, (1 + len(rivals)) * one, zeros, fault)
     return move, logits, info
 
