@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from wdjax.bounds import ulps
+from wdjax.bounds import record
 from wdjax.bounds.affine_rules import bilinear, bind, product
 from wdjax.bounds.domain import (
     Array,
@@ -45,7 +45,7 @@ def monotone(
         if falling:
             lower, upper = upper, lower
         if not exact:
-            lower, upper = opened(lower, upper, lower < 0, ulps.trusted(eqn, lower.dtype))
+            lower, upper = opened(lower, upper, lower < 0, record.trusted(eqn, lower.dtype))
         steepest = jnp.max(slope(*ends(args[0]))) if callable(slope) else slope
         known = None if origin is None else origin(eqn, args)
         return fresh(lower, upper, stretch(args, steepest, norm), known)
@@ -91,7 +91,7 @@ def power(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
         one, two = least, jnp.maximum(one, two)
     size = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
     steepest = jnp.max(exponent * size ** (exponent - 1)) if exponent > 0 else 0.0
-    wrong = ulps.trusted(eqn, lower.dtype)
+    wrong = record.trusted(eqn, lower.dtype)
     one, two = opened(one, two, (lower < 0) & (count % 2 == 1), wrong)
     if exponent >= 0:
         return fresh(one, two, stretch(args, steepest, norm))
@@ -114,7 +114,7 @@ def real_power(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Inte
         raise ValueError("pow is certified only for exponents that do not depend on the input.")
     lower, upper = ends(base)
     one, two = lower**exponent, upper**exponent
-    wrong = ulps.trusted(eqn, lower.dtype)
+    wrong = record.trusted(eqn, lower.dtype)
     least, most = opened(jnp.minimum(one, two), jnp.maximum(one, two), one < 0, wrong)
     valid = (lower > 0) | ((lower == 0) & (exponent >= 0))
     return fresh(

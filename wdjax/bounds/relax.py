@@ -10,55 +10,20 @@ tightness and never soundness.
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import JaxprEqn
 
-from wdjax.bounds import ulps
+from wdjax.bounds import record
 from wdjax.bounds.affine_rules import windows
 from wdjax.bounds.domain import Array, Linear, tiny
-
-
-class View(NamedTuple):
-    """One linear term of both lines; no view is the identity."""
-
-    operand: int
-    low: Array
-    up: Array
-    view: Linear | None = None
-    shape: tuple[int, ...] = ()
-    """Of the operand, where there is a view."""
-
-
-class Lines(NamedTuple):
-    """Lines of a value, batched over samples, and which operands' bounds matter to them."""
-
-    views: tuple[View, ...]
-    low: Array
-    up: Array
-    open: Array | None = None
-    """Entries of the operand whose bounds the lines depend on; None for all that are not points."""
-    free: Array | None = None
-    """Entries of one operand whose lower slope may be anything in [0, 1], with no intercept."""
-    ends: "Ends | None" = None
-    """Of the value itself, where they may be tighter than interval arithmetic's."""
-    shift: Array | float = 0.0
-    """What the operand is at least beyond what lines are over, where their slope is free."""
-    maps: tuple[Array, ...] = ()
-    """For :func:`coefficients.seen`: intercepts and slopes; and ``free`` and ``shift``."""
-
-
-Ends = tuple[Array, Array]
-Relaxation = Callable[[JaxprEqn, Sequence[Any], Sequence[bool]], Lines | None]
-"""``(equation, operands, which of them depend on the input)``; such an operand is ``Ends``
-``[B, *shape]``, another an array. None if the rule does not fit."""
+from wdjax.bounds.record import Ends, Lines, Relaxation, View
 
 
 def _rounding(eqn: JaxprEqn, *sizes: Array) -> Array:
-    unit = ulps.trusted(eqn, sizes[0].dtype) * float(jnp.finfo(sizes[0].dtype).eps)
+    unit = record.trusted(eqn, sizes[0].dtype) * float(jnp.finfo(sizes[0].dtype).eps)
     total = sum(jnp.abs(size) for size in sizes)
     return jnp.asarray(unit * total + 4 * float(jnp.finfo(sizes[0].dtype).tiny))
 
@@ -201,23 +166,6 @@ def _tangent(
     return jnp.where((upper <= 0) | (slope(upper) >= chord), chord, slope(low))
 
 
-def _gap(z: Array) -> Array:
-    return 1 / jnp.cosh(jnp.minimum(jnp.abs(z), 40.0)) ** 2
-
-
-def _where_tanh(s: Array) -> Array:
-    nearly = 1 - 8 * float(jnp.finfo(s.dtype).eps)  # Behind it tanh is 1 but for 4 units.
-    return jnp.arctanh(jnp.sqrt(jnp.clip(1 - s, 0.0, nearly)))
-
-
-def _rise(z: Array) -> Array:
-    return 0.25 * _gap(0.5 * z)
-
-
-def _sigma(z: Array) -> Array:
-    return 0.5 + 0.5 * jnp.tanh(0.5 * z)
-
-
 def pooled(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
     """Max pooling: below, the entry with the largest lower end; above, it if it dominates."""
     if max(eqn.params["base_dilation"]) > 1:
@@ -259,21 +207,3 @@ def _largest(ends: Ends, views: Sequence[Sequence[Linear]]) -> Lines:
         lines.append(View(0, low, jnp.where(sure, low, 0.0), see, lower.shape[1:]))
     zero = jnp.zeros_like(first)
     return Lines(tuple(lines), zero, jnp.where(sure, zero, top))
-
-
-RELAXATIONS: dict[str, Relaxation] = {
-    "max": rectifier,
-    "min": rectifier,
-    "mul": product,
-    "integer_pow": power,
-    "square": power,
-    "abs": convex(jnp.abs, jnp.sign),
-    "exp": convex(jnp.exp, jnp.exp),
-    "rsqrt": convex(lax.rsqrt, lambda z: -0.5 * z**-1.5),
-    "log": concave(jnp.log, lambda z: 1 / z),
-    "sqrt": concave(jnp.sqrt, lambda z: 0.5 * lax.rsqrt(z)),
-    "tanh": sigmoid(jnp.tanh, _gap, _where_tanh),
-    "logistic": sigmoid(_sigma, _rise, lambda s: 2 * _where_tanh(4 * s)),
-    "reduce_window_max": pooled,
-    "reduce_max": reduced,
-}
