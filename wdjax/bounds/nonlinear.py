@@ -177,9 +177,31 @@ def sign(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
     return fresh(low.astype(lower.dtype), high.astype(lower.dtype), stretch(args, jnp.inf, norm))
 
 
-def wave(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
-    one = jnp.ones_like(ends(args[0])[0])
-    return fresh(-one, one, stretch(args, 1.0, norm))
+def wave(peak: float) -> Rule:
+    """A rule for a sine whose maxima are at ``2 pi (peak + k)``: its extremes between the ends."""
+
+    def rule(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
+        lower, upper = ends(args[0])
+        one, two = (bind(eqn, [end]) for end in (lower, upper))
+        least, most = opened(
+            jnp.minimum(one, two),
+            jnp.maximum(one, two),
+            jnp.asarray(True),
+            record.trusted(eqn, lower.dtype),
+        )
+        low = jnp.where(_meets(lower, upper, peak + 0.5), -1.0, jnp.maximum(least, -1.0))
+        high = jnp.where(_meets(lower, upper, peak), 1.0, jnp.minimum(most, 1.0))
+        return fresh(low, high, stretch(args, 1.0, norm))
+
+    return rule
+
+
+def _meets(lower: Array, upper: Array, turn: float) -> Array:
+    """Whether ``2 pi (turn + k)`` may lie between the ends; rounding decides for it."""
+    first, last = (end / (2 * math.pi) - turn for end in (lower, upper))
+    unit = 8 * float(jnp.finfo(lower.dtype).eps)
+    first, last = first - unit * (1 + jnp.abs(first)), last + unit * (1 + jnp.abs(last))
+    return jnp.ceil(first) <= jnp.floor(last)
 
 
 def quotient(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:

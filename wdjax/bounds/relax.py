@@ -9,11 +9,13 @@ tightness and never soundness.
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import JaxprEqn
 
 from wdjax.bounds import record
@@ -164,6 +166,63 @@ def _tangent(
         above = start + slope(middle) * (middle - lower) >= f(middle)
         low, high = jnp.where(above, middle, low), jnp.where(above, high, middle)
     return jnp.where((upper <= 0) | (slope(upper) >= chord), chord, slope(low))
+
+
+def wave(f: Callable[[Array], Array], peak: float) -> Relaxation:
+    """A rule for a sine whose maxima are at ``2 pi (peak + k)``: lines nearest at the middle."""
+
+    def rule(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
+        ends = args[0]
+        up, above = _crest(eqn, f, peak, ends)
+        low, below = _crest(eqn, lambda z: -f(z), peak + 0.5, ends)
+        return Lines((View(0, -low, up),), -below, above)
+
+    return rule
+
+
+_FARTHEST = 2.0**10
+"""Beyond it the arguments of sines are too coarse for lines other than 1 and -1."""
+
+
+def _crest(
+    eqn: JaxprEqn, f: Callable[[Array], Array], peak: float, ends: Ends
+) -> tuple[Array, Array]:
+    """Slope and intercept of the line above a sine that is least at the middle of the interval.
+
+    For a slope ``s`` the intercept is the largest ``f(z) - s z``: at an end, or the first or last
+    of the points ``acos(s) + 2 pi (peak + k) - pi / 2`` inside, where the derivative is ``s``. The
+    line's height at the middle is convex in ``s``: where its highest point lies to the right of the
+    middle, a larger ``s`` is better.
+    """
+    lower, upper = ends
+    middle, turn = 0.5 * lower + 0.5 * upper, 2 * math.pi
+    unit = 8 * float(jnp.finfo(lower.dtype).eps)
+    reach = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
+    wide = ~(reach <= _FARTHEST)
+
+    def highest(s: Array) -> tuple[Array, Array]:
+        """Where ``f(z) - s z`` is largest, and how large."""
+        begun = jnp.arccos(s) + turn * (peak - 0.25)
+        first = jnp.ceil((lower - begun) / turn - unit * (1 + reach))
+        last = jnp.floor((upper - begun) / turn + unit * (1 + reach))
+        points = [lower, upper]
+        points += [jnp.clip(lax.stop_gradient(begun + turn * k), *ends) for k in (first, last)]
+        heights = [f(z) - s * z for z in points]
+        top = functools.reduce(jnp.maximum, heights)
+        return functools.reduce(
+            lambda best, at: jnp.where(at[1] == top, at[0], best), zip(points, heights), middle
+        ), top
+
+    steepest = jnp.ones_like(middle)
+    low, high = -steepest, steepest
+    for _ in range(20):
+        slope = 0.5 * low + 0.5 * high
+        right = highest(slope)[0] > middle
+        low, high = jnp.where(right, slope, low), jnp.where(right, high, slope)
+    slope = lax.stop_gradient(jnp.where(wide, 0.0, 0.5 * low + 0.5 * high))
+    # Near where the derivative is the slope, a point off by d lies lower by at most d^2.
+    slack = _rounding(eqn, steepest, slope * reach) + (unit * (reach + turn)) ** 2
+    return slope, jnp.where(wide, 1.0, highest(slope)[1] + slack)
 
 
 def pooled(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:

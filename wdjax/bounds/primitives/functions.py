@@ -101,8 +101,8 @@ RECORDS = [
     ),
     rising("erf", Error(2.7, 1.1, 0.6), 1.1283792),
     falling("erfc", Error(33, 256, 0.6), 1.1283792),
-    function("sin", nonlinear.wave, Error(0.6, 0.6, 0.6), fuses=False),
-    function("cos", nonlinear.wave, Error(0.6, 0.6, 0.6), fuses=False),
+    function("sin", nonlinear.wave(0.25), Error(0.6, 0.6, 0.6), relax.wave(jnp.sin, 0.25)),
+    function("cos", nonlinear.wave(0.0), Error(0.6, 0.6, 0.6), relax.wave(jnp.cos, 0.0)),
     # As many products, each rounded to half a unit.
     function("integer_pow", nonlinear.power, lambda eqn: 0.5 * abs(eqn.params["y"]), relax.power),
     function("square", nonlinear.power, ONCE, relax.power),
