@@ -82,6 +82,18 @@ def absolute(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interv
     return fresh(smallest, jnp.maximum(-lower, upper), stretch(args, 1.0, norm))
 
 
+def even(slope: Slope) -> Rule:
+    """A rule for even functions that grow from 0 on; the slope is that between sizes."""
+
+    def rule(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
+        sizes = ends(absolute(eqn, args, None))
+        low, high = (bind(eqn, [end]) for end in sizes)
+        low, high = opened(low, high, low < 0, record.trusted(eqn, low.dtype))
+        return fresh(low, high, stretch(args, jnp.max(slope(*sizes)), norm))
+
+    return rule
+
+
 def power(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
     exponent = eqn.params["y"] if eqn.primitive.name == "integer_pow" else 2
     (lower, upper), count = ends(args[0]), abs(exponent)

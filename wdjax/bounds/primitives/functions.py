@@ -61,6 +61,14 @@ def _sigma(z: Array) -> Array:
     return 0.5 + 0.5 * jnp.tanh(0.5 * z)
 
 
+def _largest(low: Array, high: Array) -> Array:
+    return jnp.maximum(jnp.abs(low), jnp.abs(high))
+
+
+def _least(low: Array, high: Array) -> Array:
+    return jnp.minimum(jnp.abs(low), jnp.abs(high))
+
+
 RECORDS = [
     rising(
         "exp", Error(2.7, 1.2, 0.6), lambda _, high: jnp.exp(high), relax.convex(jnp.exp, jnp.exp)
@@ -103,6 +111,36 @@ RECORDS = [
     falling("erfc", Error(33, 256, 0.6), 1.1283792),
     function("sin", nonlinear.wave(0.25), Error(0.6, 0.6, 0.6), relax.wave(jnp.sin, 0.25)),
     function("cos", nonlinear.wave(0.0), Error(0.6, 0.6, 0.6), relax.wave(jnp.cos, 0.0)),
+    function(
+        "cosh",
+        nonlinear.even(lambda _, high: jnp.sinh(high)),
+        Error(13.5, 270, 0.6),
+        relax.convex(jnp.cosh, jnp.sinh),
+    ),
+    rising("sinh", Error(13.5, 270, 0.6), lambda low, high: jnp.cosh(_largest(low, high))),
+    rising("asinh", Error(1.9, 1.7, 1.3), 1.0),
+    rising(
+        "acosh",
+        Error(1.6, 1.5, 1.6),
+        lambda low, _: jnp.where(low > 1, lax.rsqrt((low - 1) * (low + 1)), jnp.inf),
+    ),
+    rising(
+        "atanh",
+        Error(1.6, 80, 1.1),
+        lambda low, high: jnp.where(
+            _largest(low, high) < 1, 1 / (1 - _largest(low, high) ** 2), jnp.inf
+        ),
+    ),
+    rising(
+        "cbrt",
+        Error(8.5, 65, 1.5),
+        lambda low, high: jnp.where(low * high > 0, _least(low, high) ** (-2 / 3) / 3, jnp.inf),
+    ),
+    rising(
+        "erf_inv",
+        Error(50, 1500, 0.6),
+        lambda low, high: 0.8862270 * jnp.exp(lax.erf_inv(_largest(low, high)) ** 2),
+    ),
     # As many products, each rounded to half a unit.
     function("integer_pow", nonlinear.power, lambda eqn: 0.5 * abs(eqn.params["y"]), relax.power),
     function("square", nonlinear.power, ONCE, relax.power),
