@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from wdjax.bounds import record
-from wdjax.bounds.affine_rules import bilinear, bind, product
+from wdjax.bounds.affine_rules import bilinear, bind, is_narrow, product
 from wdjax.bounds.domain import (
     Array,
     Elementwise,
@@ -141,6 +141,21 @@ def ordered(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value |
     if len(args) != 1:
         raise ValueError("sort is certified for one operand only.")
     return monotone(exact=True)(eqn, args, norm)
+
+
+def soft_maxima(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
+    """Running log-sum-exp, in any order: each step is wrong relative to the largest entry, and
+    errors add up, since no step has a derivative above 1."""
+    lower, upper = ends(args[0])
+    steps = lower.shape[eqn.params["axis"]]
+    size = jnp.max(jnp.maximum(jnp.abs(lower), jnp.abs(upper)), initial=0.0) + math.log(steps) + 1
+    unit = record.trusted(eqn, lower.dtype) * float(jnp.finfo(lower.dtype).eps)
+    declared: Any = eqn.outvars[0].aval
+    if is_narrow(declared.dtype):
+        unit = record.trusted(eqn, declared.dtype) * float(jnp.finfo(declared.dtype).eps)
+    low, high = (bind(eqn, [end]) for end in (lower, upper))
+    slack = steps * unit * size
+    return fresh(low - slack, high + slack, stretch(args, jnp.inf, norm))
 
 
 def multiplied(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:

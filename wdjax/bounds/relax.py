@@ -251,6 +251,20 @@ def reduced(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines 
     return _largest(args[0], [(view(p), view(p)) for p in places])
 
 
+def mirrored(rule: Relaxation) -> Relaxation:
+    """The rule of a minimum, by that of the maximum of what is negated."""
+
+    def turned(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
+        (lower, upper), *others = args
+        found = rule(eqn, [(-upper, -lower), *others], moves)
+        if found is None:
+            return None
+        views = tuple(view._replace(low=view.up, up=view.low) for view in found.views)
+        return Lines(views, -found.up, -found.low)
+
+    return turned
+
+
 def _largest(ends: Ends, views: Sequence[Sequence[Linear]]) -> Lines:
     lower, upper = ends
     lows, highs = (jnp.stack([jax.vmap(see)(end) for _, see in views]) for end in (lower, upper))

@@ -72,6 +72,7 @@ RECORDS = [
     _linear("broadcast_in_dim", affine_rules.additive(), _repeated, error=EXACT, keeps_order=True),
     _linear("tile", affine_rules.additive(), error=EXACT),
     _linear("gather", affine_rules.additive([0]), error=EXACT, operands=(0,)),
+    _linear("scatter", affine_rules.additive([0, 2]), once, error=EXACT, operands=(0, 2)),
     _linear(
         "scatter-add",
         affine_rules.additive([0, 2], affine_rules.scattered),
