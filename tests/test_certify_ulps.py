@@ -79,6 +79,7 @@ EXACT = {
     "sort": lambda a, b: np.sort(a), "cummax": lambda a, b: np.maximum.accumulate(a),
     "cummin": lambda a, b: np.minimum.accumulate(a), "reduce_max": lambda a, b: a.max(),
     "reduce_min": lambda a, b: a.min(), "reduce_window_max": lambda a, b: np.maximum(a[1:], a[:-1]),
+    "reduce_window_min": lambda a, b: np.minimum(a[1:], a[:-1]),
     "select_n": lambda a, b: np.where(a > b, b, a),
 }  # fmt: skip
 """Not rounded."""
@@ -91,7 +92,7 @@ SUMS = {
 PRODUCTS = {"reduce_prod": np.prod, "cumprod": np.cumprod}
 MOVES = {
     "reshape", "squeeze", "expand_dims", "transpose", "slice", "rev", "concatenate", "stack", "pad",
-    "broadcast_in_dim", "tile", "split", "unstack", "dynamic_slice", "gather",
+    "broadcast_in_dim", "scatter", "tile", "split", "unstack", "dynamic_slice", "gather",
     "dynamic_update_slice", "select_and_scatter_add",
 }  # fmt: skip
 """Which move entries; the last adds up what overlaps, and is charged for it."""
@@ -100,8 +101,8 @@ DECISIONS = {
     "reduce_or",
 }  # fmt: skip
 """Whose results are booleans."""
-OTHERS = {"convert_element_type", "elementwise"}
-"""Rounded by what they convert to; a program of the others."""
+OTHERS = {"convert_element_type", "reduce_precision", "cumlogsumexp", "elementwise"}
+"""Rounded by what they convert to; charged with its length; a program of the others."""
 LENGTHS = (None, 1, 3, 17, 4099)
 """Of vectors, whose ends run through other code; None for a scalar."""
 
@@ -236,6 +237,7 @@ def evaluated(name, a, b):
         "reduce_window_max": lambda: lax.reduce_window(
             a, -jnp.inf, lax.max, (2,), (1,), "VALID"
         ),
+        "reduce_window_min": lambda: lax.reduce_window(a, jnp.inf, lax.min, (2,), (1,), "VALID"),
         "select_n": lambda: lax.select_n(a > b, a, b),
         "reduce_sum": lambda: lax.reduce(a, a.dtype.type(0), lax.add, (0,)),
         "reduce_window_sum": lambda: lax.reduce_window(
