@@ -345,3 +345,34 @@ def test_sines_are_bounded_as_by_auto_lirpa():
         low = certify.margin_bounds(model, x, y, norm=np.inf, eps=eps, box=None)
         lost, allowed = (clean - np.asarray(bound) for bound in (low, theirs))
         assert np.all(lost[rivals] <= 1.5 * allowed[rivals]), eps
+
+
+def described(own):
+    """One row of the page."""
+    lines = "own" if own.lines is not None else "cells" if own.fuses else "interval"
+    lines = "interval" if own.compares else lines
+    lines = "affine" if own.affine is not None and own.lines is None else lines
+    error = "by the exponent" if callable(own.error) else " / ".join(f"{e:g}" for e in own.error)
+    error = "exact" if not callable(own.error) and own.exact else error
+    kinds = {
+        "each entry alone": own.elementwise, "grows": own.monotone == 1,
+        "falls": own.monotone == -1, "jumps": not own.continuous, "homogeneous": own.homogeneous,
+        "sums": own.sums,
+        f"in operands {', '.join(map(str, own.operands or ()))}": own.operands is not None,
+    }  # fmt: skip
+    told = ", ".join(kind for kind, holds in kinds.items() if holds)
+    return f"| `{own.name}` | {lines} | {error} | {told} |"
+
+
+def test_the_page_lists_every_record():
+    """To write it anew, put ``made`` between the comments."""
+    text = (ROOT / "docs" / "primitives.md").read_text()
+    begin = "<!-- table: made by tests/test_certify_primitives.py -->\n"
+    head = "| Primitive | Lines | Error | Kind |\n| --- | --- | --- | --- |\n"
+    records = [TABLE[name] for name in sorted(TABLE) if name != activation.primitive.name]
+    made = head + "".join(described(own) + "\n" for own in records)
+    assert text.split(begin)[1].split("<!-- end of table -->")[0] == made
+    code = text.split("```python\n")[1].split("```")[0]
+    functions = (ROOT / "wdjax" / "bounds" / "primitives" / "functions.py").read_text()
+    shown = "".join(line.split("#")[0] for line in code.splitlines())
+    assert "".join(shown.split()) in "".join(functions.split()), "the example is not the record"
