@@ -324,6 +324,28 @@ def test_running_log_sums_are_exact_but_for_their_rounding():
     assert np.max(most - least) < 0.5
 
 
+@pytest.mark.parametrize("far", [0, 30, 900, 2e4, 1e7])
+@pytest.mark.parametrize("name", ["sin", "cos"])
+def test_waves_are_bounded_wherever_they_are(name, far):
+    rng = np.random.default_rng(0)
+    middle, reach = far + rng.uniform(-4, 4, (1, 500)), 10 ** rng.uniform(-4, 1.2, (1, 500))
+    lower, upper = (np.float32(middle + s * reach) for s in (-1, 1))
+    eqn = jax.make_jaxpr(getattr(lax, name))(jnp.ones(())).eqns[0]
+    lines = TABLE[name].lines(eqn, [(jnp.asarray(lower), jnp.asarray(upper))], [True])
+    least, most = interval.over(jax.make_jaxpr(getattr(lax, name))(lower), lower, upper)
+    (view,) = lines.views
+    parts = view.low, lines.low, view.up, lines.up, least, most
+    low, below, up, above, least, most = (np.asarray(part).astype(float) for part in parts)
+    loose = np.full((4, *lower.shape), np.inf)
+    for share in np.linspace(0, 1, 2001):
+        z = lower.astype(float) + share * (upper.astype(float) - lower)
+        true = getattr(np, name)(z)
+        gaps = true - (low * z + below), up * z + above - true, true - least, most - true
+        loose = np.minimum(loose, gaps)
+    assert np.all(loose >= 0)
+    assert far > 1000 or np.max(loose) < 3e-6 * (60 + far)
+
+
 LIRPA = {
     1e-3: [[0.56170636, 1.694438, 0, 0.95668155]],
     0.05: [[0.08961499, 1.3410017, 0, 0.5821811]],

@@ -214,14 +214,16 @@ def _crest(
         ), top
 
     steepest = jnp.ones_like(middle)
-    low, high = -steepest, steepest
-    for _ in range(20):
-        slope = 0.5 * low + 0.5 * high
+
+    def halved(_: int, between: Ends) -> Ends:
+        slope = 0.5 * between[0] + 0.5 * between[1]
         right = highest(slope)[0] > middle
-        low, high = jnp.where(right, slope, low), jnp.where(right, high, slope)
+        return jnp.where(right, slope, between[0]), jnp.where(right, between[1], slope)
+
+    low, high = lax.fori_loop(0, 20, halved, (-steepest, steepest))
     slope = lax.stop_gradient(jnp.where(wide, 0.0, 0.5 * low + 0.5 * high))
     # Near where the derivative is the slope, a point off by d lies lower by at most d^2.
-    slack = _rounding(eqn, steepest, slope * reach) + (unit * (reach + turn)) ** 2
+    slack = _rounding(eqn, steepest, slope * reach) + (unit * turn * (1 + reach)) ** 2
     return slope, jnp.where(wide, 1.0, highest(slope)[1] + slack)
 
 
