@@ -12,7 +12,7 @@ import wdjax
 from wdjax import Lp, attacks
 from wdjax.attacks.ascent import setting
 from wdjax.core import Info, Stage
-from wdjax.engine import rounds, track
+from wdjax.engine import batching, rounds, track
 
 fast = pytest.mark.fast
 
@@ -252,12 +252,12 @@ def test_no_program_is_compiled_for_a_number_of_samples(name):
 def test_batches_idle_little(most):
     sizes = {}
     for share in range(1, 1200):
-        size = rounds._fewest_rows(share, most)
+        size = batching.even(share, most)
         assert size <= most
         idle = -(-share // size) * size - share
         assert idle <= max(1, 0.29 * share), (share, size)
         sizes.setdefault(size, []).append(share)
     assert len(sizes) <= 1 + 10 * np.log10(10 * most)
     for round_number in (10, 20, 50, 100, 200, 500, 1000):
-        size = rounds._fewest_rows(round_number, most)
+        size = batching.even(round_number, most)
         assert -(-round_number // size) * size <= 1.03 * round_number

@@ -3,7 +3,7 @@
 `driver` is the front door, :func:`wdjax.search` and :func:`wdjax.run`. It hands the samples to
 `rounds`, which picks batches of those that have something left to do and takes them on by the steps
 of `track`; `loop` repeats rounds, reports, saves and resumes; `identity` says which checkpoint
-belongs to what; `diagnosis` warns of results that may overstate robustness. `program` looks at
-traced programs: how wide they are, and whether they are fast in a loop. `tasks` keeps what longer
-commands have done. Open `driver` first.
+belongs to what; `batching` chooses sizes of batches; `diagnosis` warns of results that may
+overstate robustness. `program` looks at traced programs: how wide they are, and whether they are
+fast in a loop. `tasks` keeps what longer commands have done. Open `driver` first.
 """

@@ -12,24 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from wdjax import parallel
 from wdjax.checks import validate
 from wdjax.core import Array, Attack, Found, Info, Progress, PyTree, Samples, Stage, Victim
-from wdjax.engine import loop, program, track
+from wdjax.engine import batching, loop, program, track
 from wdjax.engine.track import Given, Problem, Reached, Track
 
-_CACHED = 3 * 2**15
-"""On a CPU, numbers in the largest array of a batch at most: it should stay in the cache."""
-SMALLEST = 16
-"""Samples in a default batch on a CPU at least. From the program of so many its needs are read, in
-which arrays that belong to no sample, kernels say, count for little."""
-_SHARE = 0.5
-"""Of an accelerator's free memory, what a batch may take."""
-_LARGEST = 1024
-"""Samples in a default batch at most."""
 _LONG = 50
 """Steps of a stage from which on a second size of batch is worth its compilation."""
 _PATIENCE = 0.2
@@ -37,11 +27,6 @@ _PATIENCE = 0.2
 but a sample that finishes in between goes on to the program's end."""
 _WORTH = 4
 """On a CPU, turns of a loop at least: it takes half as long again to compile as a step alone."""
-_SIZES = (100, 125, 160, 200, 250, 320, 400, 500, 640, 800)
-"""Samples in a batch, over powers of ten and rounded up: programs for all numbers of samples are
-few, and numbers that people choose leave nothing idle (Renard's series R10)."""
-_SMALL = 0.4
-"""Of the largest batch, what others are at least."""
 
 
 class Plan(NamedTuple):
@@ -231,30 +216,15 @@ def _plan(problem: Problem, batch_size: int | None, mesh: Mesh | None) -> Plan:
     """Chooses the batch, by what the model takes in memory where the user does not say."""
     devices, x = (1 if mesh is None else mesh.size), problem.samples.x
     if batch_size is None:
-        some = jax.ShapeDtypeStruct((SMALLEST, *x.shape[1:]), x.dtype)
-        size = fitting(program.outputs.trace(problem.victim.model, some).jaxpr)
+        size = batching.default(batching.traced(problem.victim.model, x))
     else:
         size = -(-validate.check_count("batch_size", batch_size) // devices)
     share = -(-len(x) // devices)
     # Who asks for a size gets it, if there are so many samples.
     if batch_size is None or share < size:
-        size = _fewest_rows(share, size)
-    rows = _coarse(-(-share // size)) * size
+        size = batching.even(share, size)
+    rows = batching.padded_count(-(-share // size)) * size
     return Plan(problem, size, max(1, size // 4), rows, mesh, np.empty(0), ())
-
-
-def _fewest_rows(share: int, most: int) -> int:
-    """The size of batches, ``most`` or a little less, that idles least for so many samples.
-
-    For fewer of them, the least size that holds them all.
-    """
-    decades = range(len(str(most)))
-    sizes = {-(-step * 10**decade // 100) for decade in decades for step in _SIZES}
-    sizes = {size for size in sizes if size < most} | {most}
-    if share <= most:
-        return min(size for size in sizes if size >= share)
-    large = sorted((size for size in sizes if size >= _SMALL * most), reverse=True)
-    return min(large, key=lambda size: -(-share // size) * size)
 
 
 def _padded(leaf: Array, rows: int) -> Array:
@@ -263,22 +233,6 @@ def _padded(leaf: Array, rows: int) -> Array:
         return validate.on_device(leaf)
     host = np.asarray(leaf)
     return jax.device_put(np.concatenate([host, host[-1:].repeat(rows - len(host), axis=0)]))
-
-
-def fitting(jaxpr: ClosedJaxpr) -> int:
-    """Samples in a batch, from the program of a few: a gradient keeps what it computes."""
-    if jax.default_backend() == "cpu":
-        return min(max(SMALLEST * _CACHED // max(1, program.widest(jaxpr)), SMALLEST), 128)
-    stats = jax.devices()[0].memory_stats() or {}
-    free = stats.get("bytes_limit", 2**33) - stats.get("bytes_in_use", 0)
-    size = SMALLEST * int(_SHARE * free) // (4 * max(1, program.live(jaxpr)))
-    return 2 ** (min(max(size, 1), _LARGEST).bit_length() - 1)
-
-
-def _coarse(count: int) -> int:
-    """The least of 1, 2, 3, 4, 6, 8, 12, 16, ... that is at least ``count``."""
-    power = 1 << (count - 1).bit_length()
-    return 3 * power // 4 if power >= 4 and 3 * power // 4 >= count else power
 
 
 def _turns(plan: Plan, moving: Track, history: bool) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from wdjax import losses, parallel
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Classifier, PyTree
-from wdjax.engine import program, rounds
+from wdjax.engine import batching, program
 from wdjax.nppr import upsample as up
 
 Counts = npt.NDArray[np.int64]
@@ -90,9 +90,9 @@ def poll(
 ) -> Poll:
     """Checks what is asked and puts it on every device."""
     validate.check_number("eps", perturbation.eps)
-    passed = _passed(model, x)
+    passed = batching.traced(model, x)
     if batch_size is None:
-        batch_size = _AT_ONCE * rounds.fitting(passed) * (1 if mesh is None else mesh.size)
+        batch_size = _AT_ONCE * batching.default(passed) * (1 if mesh is None else mesh.size)
     size = validate.check_count("batch_size", batch_size)
     places = jnp.arange(len(x)) if index is None else jnp.asarray(index)
     if places.shape != (len(x),):
@@ -113,13 +113,7 @@ def refuse_trace(name: str, *given: PyTree) -> None:
 
 def default_batch(model: Classifier, x: Array) -> int:
     """Copies on one device at once."""
-    return _AT_ONCE * rounds.fitting(_passed(model, x))
-
-
-def _passed(model: Classifier, x: Array) -> Any:
-    """The program of a few samples."""
-    some = jax.ShapeDtypeStruct((rounds.SMALLEST, *x.shape[1:]), x.dtype)
-    return program.outputs.trace(model, some).jaxpr
+    return _AT_ONCE * batching.default(batching.traced(model, x))
 
 
 def count(asked: Poll, rows: npt.NDArray[np.int64], first: int, draws: int) -> Tally:

@@ -20,7 +20,7 @@ from wdjax.balls import Lp
 from wdjax.bounds.region import Box
 from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Model, Progress
-from wdjax.engine import identity, loop, program, rounds
+from wdjax.engine import batching, identity, loop
 from wdjax.smoothing import binomial, looks, votes
 from wdjax.smoothing.grid import Noise
 from wdjax.smoothing.looks import ABSTAIN, SmoothedCertificate, Test
@@ -349,10 +349,9 @@ def _ask(
 ) -> votes.Poll:
     """Puts the question."""
     if batch_size is None:
-        some = jax.ShapeDtypeStruct((rounds.SMALLEST, *x.shape[1:]), x.dtype)
         devices = 1 if mesh is None else mesh.size
         # Four times what a search takes, since no gradient has to be kept.
-        batch_size = 4 * devices * rounds.fitting(program.outputs.trace(model, some).jaxpr)
+        batch_size = 4 * devices * batching.default(batching.traced(model, x))
     size = validate.check_count("batch_size", batch_size)
     classes = int(jax.eval_shape(model, x[:1]).shape[-1])
     return votes.poll(model, noise, x, index, key, classes, size, mesh)
