@@ -39,6 +39,7 @@ FOUNDATION = {
 # Written on what the others show to hold: tried once, where the attack's own code can break it.
 ROOM = {
     "apgd": (functools.partial(attacks.APGD, steps=7, restarts=2), {"kappa": 2.0}),
+    "pgd restarts": (functools.partial(attacks.PGD, steps=3, restarts=3), {"kappa": 1.5}),
     "fab targeted": (functools.partial(attacks.FAB, steps=4, targets=2, restarts=2), {}),
     "square": (functools.partial(attacks.Square, queries=12), {"kappa": 2.0}),
     "wpgd": (functools.partial(attacks.WPGD, steps=6), {"order": 2}),
