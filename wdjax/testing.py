@@ -54,9 +54,11 @@ class Case:
 
     def run(self, **changes: Any) -> Result:
         """The result; changes replace the model, samples, budget or key, or are options."""
-        fixed = {name: changes.pop(name, getattr(self, name)) for name in ("model", "x", "y")}
-        how = {"eps": self.eps, "key": self.key, "diagnose": False} | self.spending | changes
-        return driver.run(self.attack, *fixed.values(), **how)
+        model, x, y = (changes.pop(name, getattr(self, name)) for name in ("model", "x", "y"))
+        how: dict[str, Any] = (
+            {"eps": self.eps, "key": self.key, "diagnose": False} | self.spending | changes
+        )
+        return driver.run(self.attack, model, x, y, **how)
 
     @property
     def radius(self) -> float:
@@ -262,6 +264,8 @@ def _one_sample(case: Case) -> None:
 
 def _no_budget(case: Case) -> None:
     """With ``eps=0`` nothing moves."""
+    if case.attack.budget == "sample":
+        _ball(dataclasses.replace(case, eps=0.0))
     found = case.run(eps=0.0)
     spent = np.asarray(found.weight) * np.asarray(found.cost)
     np.testing.assert_array_equal(spent, 0)
