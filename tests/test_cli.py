@@ -428,19 +428,29 @@ def test_certify_smooths_any_model(given, capsys, tmp_path):
 
 
 def test_games_are_played_and_gone_on_with(capsys, tmp_path):
-    command = ["game", "--defense", "urejectron", "--attacks", "transfer", "--samples", "20"]
-    command += ["--draws", "2", "--checkpoint", str(tmp_path / "games"), "--json", "-"]
+    command = ["game", "--defense", "urejectron", "--samples", "20"]
+    command += [
+        "--attacks",
+        "transfer(restarts=2)",
+        "--draws",
+        "2",
+        "--checkpoint",
+        str(tmp_path / "games"),
+        "--json",
+        "-",
+    ]
     assert main(command) == 0
     said = capsys.readouterr()
     (entry,) = json.loads(said.out)["results"]
-    found = entry["attacks"]["transfer"]
+    found = entry["attacks"]["transfer(restarts=2)"]
+    assert found["settings"]["restarts"] == 2
     assert entry["samples"] == 20
     assert found["one_shot"]["low"] <= found["one_shot"]["value"] <= found["one_shot"]["high"]
     assert found["one_shot"]["value"] < 0.5 < found["one_shot_clean"]["value"]
     assert found["largest_cost"] <= 0.15 * (1 + 1e-6)
     assert found["rejection"]["0.05"]["rejected"] <= 0.05
     assert entry["cost_multiple"] > 1
-    assert "urejectron seed 0 transfer" in said.err
+    assert "urejectron seed 0 transfer(restarts=2)" in said.err
     assert main(command) == 0  # From the checkpoint, to the same numbers.
     assert json.loads(capsys.readouterr().out)["results"] == [entry]
 

@@ -183,3 +183,14 @@ def test_games_are_refused_before_the_first(monkeypatch, capsys):
         assert main(["game", "--attacks", attacks, "--json", "-"]) == 2
         said = capsys.readouterr().err
         assert f"has an attack {word}; there are transfer, fpa, gmsa-avg" in said
+    for attacks, word in (
+        ("transfer(iterations=3)", "transfer has no setting 'iterations' here; it has temperature"),
+        ("gmsa-avg(steps=3)", "gmsa-avg has no setting 'steps' here; it has temperature, iterat"),
+        ("gmsa-avg(restarts=0)", "gmsa-avg(restarts=0): restarts must be an integer of at least 1"),
+        ("fpa(iterations=999,simulations=999)", "at most 1000"),
+        ("fpa,fpa", "each once"),
+        ("fpa(iterations=10),fpa", "each once"),
+        ("fpa(((", "names with settings in parentheses"),
+    ):
+        assert main(["game", "--defense", "dann", "--attacks", attacks, "--json", "-"]) == 2
+        assert word in capsys.readouterr().err

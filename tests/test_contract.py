@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import Lp, attacks, losses, norms, parallel, transport
+from wdjax import Lp, attacks, losses, norms, parallel, testing, transport
 from wdjax.files import persist
 
 NORMS = (1, 2, jnp.inf)
@@ -39,6 +39,7 @@ FOUNDATION = {
 # Written on what the others show to hold: tried once, where the attack's own code can break it.
 ROOM = {
     "apgd": (functools.partial(attacks.APGD, steps=7, restarts=2), {"kappa": 2.0}),
+    "pgd restarts": (functools.partial(attacks.PGD, steps=3, restarts=3), {"kappa": 1.5}),
     "fab targeted": (functools.partial(attacks.FAB, steps=4, targets=2, restarts=2), {}),
     "square": (functools.partial(attacks.Square, queries=12), {"kappa": 2.0}),
     "wpgd": (functools.partial(attacks.WPGD, steps=6), {"order": 2}),
@@ -200,31 +201,36 @@ def test_result_is_what_the_stored_points_say(name, norm):
     np.testing.assert_array_equal(result.zeros, result.history.zeros.sum(axis=0))
 
 
+def keeps(name, norm, *clauses):
+    """The attack keeps these clauses of the contract of :mod:`wdjax.testing`."""
+    attack = make(name, norm)
+    testing.check_attack(attack, eps=EPS[norm], clauses=clauses, **ATTACKS[name][1])
+
+
+@cases(*((name, NORMS[place % 3]) for place, name in enumerate(ATTACKS)))
+def test_its_own_points_are_in_the_ball(name, norm):
+    """Before any search has replaced what it does not allow."""
+    keeps(name, norm, "protocol", "ball")
+
+
+@few
+def test_it_draws_from_its_key_alone(name):
+    keeps(name, 2, "key")
+
+
 @each
 def test_inside_jit_as_outside(name):
-    norm = jnp.inf
-    attack, how = make(name, norm), ATTACKS[name][1]
-    inside = jax.jit(lambda model, x, eps: wdjax.run(attack, model, x, y, eps=eps, key=key, **how))
-    close(attack_on(name, norm), inside(model, x, EPS[norm]))
+    keeps(name, jnp.inf, "jit")
 
 
 @table
 def test_vmap_over_radii_is_one_run_each(name, norm):
-    attack, how = make(name, norm), ATTACKS[name][1]
-    radii = EPS[norm] * jnp.array([0.0, 0.7, 2.8])
-    together = jax.vmap(lambda eps: wdjax.run(attack, model, x, y, eps=eps, key=key, **how))(radii)
-    for i, eps in enumerate(radii):
-        one = wdjax.run(attack, model, x, y, eps=float(eps), key=key, **how)
-        close(jax.tree.map(lambda leaf, i=i: leaf[i], together), one)
-    assert together.accuracy.shape == (3,)
+    keeps(name, norm, "vmap")
 
 
 @table
 def test_no_budget_moves_nothing(name, norm):
-    result = attack_on(name, norm, eps=0.0)
-    spent = np.asarray(result.weight) * np.asarray(result.cost)
-    np.testing.assert_array_equal(spent, 0)
-    np.testing.assert_allclose(result.accuracy, result.correct.mean())
+    keeps(name, norm, "no budget")
 
 
 @each_oldest
@@ -247,21 +253,15 @@ def test_one_trace_serves_two_calls_and_new_parameters(name):
 
 @few_oldest
 def test_batch_size_and_devices_do_not_matter(name):
+    keeps(name, 2, "company")
     whole = attack_on(name, 2)
-    for size in (1, 7):
-        close(whole, attack_on(name, 2, batch_size=size))
     assert len(jax.devices()) == 8
     close(whole, attack_on(name, 2, mesh=parallel.data_mesh(), batch_size=10))
 
 
 @once
 def test_one_sample(name):
-    alone = attack_on(name, 2, x=x[:1], y=y[:1])
-    assert alone.x_adv.shape == x[:1].shape
-    if make(name, 2).budget == "sample":  # A Wasserstein budget is shared: one sample gets it all.
-        together = attack_on(name, 2)
-        np.testing.assert_allclose(alone.x_adv, together.x_adv[:1], atol=2e-5)
-        np.testing.assert_array_equal(alone.success, together.success[:1])
+    keeps(name, 2, "one sample")
 
 
 @each

@@ -446,3 +446,27 @@ def test_restarts_and_radii_never_hurt_apgd():
     np.testing.assert_array_equal(more.success | once.success, more.success)
     standing = np.asarray(~more.success)
     assert (np.asarray(more.gradients)[standing] == 28).all()
+
+
+@pytest.mark.parametrize("norm", [1, 2, jnp.inf])
+def test_restarts_of_pgd_are_runs_from_random_points(norm):
+    """Each run is one of its own from the ball's points; the best iterate of all counts."""
+    eps = {1: 0.6, 2: 0.25, jnp.inf: 0.06}[norm]
+    ball, key = Lp(norm), jax.random.key(4)
+    how = {"eps": eps, "key": key, "skip_misclassified": False}
+    several = wdjax.search(attacks.PGD(ball, steps=4, restarts=3), model, x, y, **how)
+    runs = [wdjax.search(attacks.PGD(ball, steps=4), model, x, y, **how)]
+    for run in (1, 2):
+        keys = jax.vmap(lambda i, run=run: jax.random.fold_in(jax.random.fold_in(key, i), 5 * run))
+        noise = jax.vmap(lambda one: ball.noise(one, x.shape[1:], x.dtype))(
+            keys(jnp.arange(len(y)))
+        )
+        begun = ball.project(x + eps * noise, x, jnp.full(len(y), eps))
+        runs.append(wdjax.search(attacks.PGD(ball, steps=4), model, x, y, start=begun, **how))
+    values = jnp.stack([run.margin for run in runs])
+    np.testing.assert_allclose(several.margin, values.max(axis=0), atol=1e-5)
+    assert len({int(run) for run in jnp.argmax(values, axis=0)}) > 1, "no run was of use"
+    # The step between two runs looks at where the first one ended.
+    np.testing.assert_array_equal(several.gradients, 3 * 5 - 1)
+    with pytest.raises(ValueError, match="restarts must be 1"):
+        attacks.PGD(restarts=2, iterate="last")

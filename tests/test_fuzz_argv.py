@@ -152,6 +152,33 @@ def given(tmp_path_factory):
     return folder
 
 
+PIECES = [
+    "pgd", "wda++", "fast", "apgd-t", "gmsa-avg", "nope", "(", ")", "((", ",", "=", "steps", "loss",
+    "passes", "widths", "restarts", "iterations", "1", "-1", "nan", "1e999", "9" * 60, "0x1",
+    "2/255", "none", "true", "margin", "__import__('os')", "lambda: 0", "*", "**", "'", '"', "\\",
+    "#", "\n", "\0", "\x1b[2J", "\ud800", "٣", "steps=3", "(steps=3)", "(3,2,1)", "[" * 90,
+    "(" * 90, " ", "é",
+]  # fmt: skip
+
+
+def test_lists_of_attacks_by_chance(tmp_path, monkeypatch):
+    """Any pieces of names and settings in a row, where the files to attack are not there."""
+    monkeypatch.chdir(tmp_path)
+    names = {name: inner for name, inner in commands().items() if "attacks" in dests(inner)}
+    assert names.keys() == {"attack", "game"}
+    wrong = {}
+    for seed in range(3 * LEAST):
+        rng = np.random.default_rng(seed)
+        text = "".join(rng.choice(PIECES, rng.integers(1, 9)))
+        if rng.integers(4) == 0:
+            text = f"pgd({text})"
+        name = list(names)[rng.integers(2)]
+        fault = judged([name, *spoilt(name, tmp_path), f"--attacks={text}"])
+        if fault:
+            wrong.setdefault(fault[:60], ascii(text))
+    assert wrong == {}
+
+
 EXTREMES = ["-1", "0", "nan", "inf", "1e-39", "1e-400", "1e39", "1e12", "1" + "0" * 23, "9" * 5000]
 
 

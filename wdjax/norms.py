@@ -94,6 +94,23 @@ def lp_norm(x: jax.Array, norm: float) -> jax.Array:
     return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0) * scale
 
 
+def unit(x: jax.Array, norm: float) -> jax.Array:
+    """Every row divided by its l_r norm; rows of zeros stay as they are.
+
+    Args:
+      x: ``[n, *shape]``
+      norm: r, one of 1, 2 and inf.
+
+    Returns:
+      ``[n, *shape]`` rows of norm 1 or 0.
+
+    >>> unit(jnp.array([[1.0, -3.0], [0.0, 0.0]]), 1).tolist()
+    [[0.25, -0.75], [0.0, 0.0]]
+    """
+    length = lp_norm(x, norm)
+    return x / spread(jnp.where(length > 0, length, 1.0), x)
+
+
 def dual_maximizer(g: jax.Array, norm: float) -> jax.Array:
     r"""The direction ``argmax { <g, h> : ||h||_r = 1 }`` of every row: ``M_r`` of equation 1.
 

@@ -8,6 +8,7 @@ from wdjax.attacks.deepfool import DeepFool
 from wdjax.attacks.diversified import Diversified
 from wdjax.attacks.fab import FAB
 from wdjax.attacks.fmn import FMN
+from wdjax.attacks.gradient_attack import GradientAttack
 from wdjax.attacks.margin_pgd import MarginPGD
 from wdjax.attacks.pdpgd import PDPGD
 from wdjax.attacks.pgd import PGD, fgsm
@@ -32,6 +33,7 @@ __all__ = [
     "CarliniWagner",
     "DeepFool",
     "Diversified",
+    "GradientAttack",
     "MarginPGD",
     "Points",
     "Square",

@@ -14,7 +14,7 @@ import numpy as np
 from wdjax import ensembles, norms, remarks, transport
 from wdjax.balls import Lp
 from wdjax.checks import arguments
-from wdjax.cli import options, subject
+from wdjax.cli import attack_table, attack_words, options, subject
 from wdjax.cli.attack_table import ATTACKS, METHODS, NEAREST, RIVALS, SEARCHES, TABLE_1, Column
 from wdjax.cli.console import Console
 from wdjax.core import Model, Progress, Result
@@ -29,7 +29,9 @@ _EXAMPLES = """examples:
   python -m wdjax attack --arch resnet2b --weights cifar10.pth --data cifar10.npz \\
       --norm linf --eps 2/255 --attacks wda,wda++ --kappa 2 --points points.npz --json - | jq .
   python -m wdjax attack --arch resnet2b --weights cifar10.pth --data cifar10.npz \\
-      --norm linf --eps 8/255 --attacks table1 --plot row.png --json row.json"""
+      --norm linf --eps 8/255 --attacks table1 --plot row.png --json row.json
+  python -m wdjax attack --arch resnet2b --weights cifar10.pth --data cifar10.npz \\
+      --norm linf --eps 8/255 --attacks "pgd(steps=100, restarts=5), fast(passes=300)" --json -"""
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -62,15 +64,17 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         "--attacks",
         default="wda,wda++,pgd",
         metavar="NAMES",
-        help="see below (default %(default)s); table1: the eleven columns of Table 1 of Le et al., "
-        "with orders and kappa of their own",
+        help="see below (default %(default)s), with settings in parentheses where wanted, such as "
+        '"pgd(steps=100, loss=margin), fast(passes=300)"; table1: the eleven columns of Table 1 of '
+        "Le et al., with orders and kappa of their own",
     )
     how.add_argument(
         "--rivals",
         type=options.RIVALS,
         metavar="M",
-        help="classes that wda, wda++ and a3-wda try at a step (default, the paper's: of up to ten "
-        "classes all, by wda++ 5; of up to a hundred 10; of more 20)",
+        help="classes that wda, wda++ and a3-wda try at a step unless their own settings say so "
+        "(default, the paper's: of up to ten classes all, by wda++ 5; of up to a hundred 10; of "
+        "more 20)",
     )
     how.add_argument(
         "--seed", type=options.SEED, default=0, help="of all that is random (default %(default)s)"
@@ -132,47 +136,79 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
 
 def _columns(parsed: argparse.Namespace) -> dict[str, Column]:
     """What was asked for, by label; refuses what would be ignored."""
-    names = options.words(parsed.attacks)
-    if names == ["table1"]:
+    found = attack_words.read("--attacks", parsed.attacks)
+    if found == [attack_words.Word("table1")]:
         if parsed.kappa is not None:
             raise ValueError("--kappa would be ignored: the columns of table1 have their own.")
         if parsed.bfloat16:
             raise ValueError("--bfloat16 is not for table1, whose ensembles search in float32.")
-        return {column.label: column for column in TABLE_1}
-    if not names or set(names) - set(METHODS) or len(set(names)) < len(names):
+        return {column.label: _with_rivals(column, parsed) for column in TABLE_1}
+    names = [word.name for word in found]
+    if not names or set(names) - set(METHODS):
         raise ValueError(
-            f"--attacks knows {', '.join(METHODS)}, each once, or table1 alone; "
-            f"got {parsed.attacks!r}."
+            f"--attacks knows {', '.join(METHODS)}, or table1 alone; "
+            f"got {options.shown(parsed.attacks)}."
         )
-    ball = Lp(norms.NAMES[parsed.norm])
-    if parsed.bfloat16 and (others := [name for name in names if not _lone(name, ball)]):
+    return _checked(found, parsed)
+
+
+def _checked(found: list[attack_words.Word], parsed: argparse.Namespace) -> dict[str, Column]:
+    """The columns of some words, each of which can be done and none of which is another."""
+    ball, order = Lp(norms.NAMES[parsed.norm]), options.ORDERS[parsed.order]
+    columns: dict[str, Column] = {}
+    seen, heeded = set(), parsed.rivals is None
+    for word in found:
+        settings = attack_words.typed(word, attack_table.settings_of(word.name))
+        label = attack_words.label(word.name, settings)
+        # A norm or a number that an attack does not take is refused before any work.
+        attack_table.check(word.name, ball, settings)
+        column = _with_rivals(Column(word.name, order, parsed.kappa, settings), parsed)
+        heeded |= column.settings != settings
+        same = (word.name, *attack_table.described(word.name, ball, column.settings).values())
+        if same in seen:
+            raise ValueError(f"--attacks takes each once, and {label} is there before.")
+        seen.add(same)
+        columns[label] = column
+    lone = {label: _lone(column, ball) for label, column in columns.items()}
+    if parsed.bfloat16 and not all(lone.values()):
         raise ValueError(
             "--bfloat16 is for attacks that treat every sample alone, not for "
-            f"{', '.join(others)}: leave it out."
+            f"{', '.join(label for label in lone if not lone[label])}: leave it out."
         )
-    # Made once, so that a norm which an attack does not take is refused before any work.
-    nearest = [_nearest(name, ball) for name in names]
-    if parsed.kappa is not None and all(nearest):
+    if parsed.kappa is not None and all(_nearest(column, ball) for column in columns.values()):
         raise ValueError(
-            f"--kappa {parsed.kappa:g} would be ignored: {', '.join(names)} spends eps where flips "
-            "are cheapest. Leave it out."
+            f"--kappa {parsed.kappa:g} would be ignored: {', '.join(columns)} spends eps where "
+            "flips are cheapest. Leave it out."
         )
-    if parsed.rivals is not None and not set(names) & set(RIVALS):
+    if not heeded:
         raise ValueError(
-            f"--rivals {parsed.rivals} would be ignored: it is for {', '.join(RIVALS)}."
+            f"--rivals {parsed.rivals} would be ignored: it is for {', '.join(RIVALS)}, unless "
+            "their own settings say rivals."
         )
-    order = options.ORDERS[parsed.order]
-    return {name: Column(name, order, parsed.kappa) for name in names}
+    return columns
 
 
-def _nearest(name: str, ball: Lp) -> bool:
+def _with_rivals(column: Column, parsed: argparse.Namespace) -> Column:
+    """The column with ``--rivals``, if that is for it and its own settings do not say."""
+    if parsed.rivals is None or column.name not in RIVALS:
+        return column
+    return column._replace(settings={"rivals": parsed.rivals} | column.settings)
+
+
+def _nearest(column: Column, ball: Lp) -> bool:
     """Whether it looks for the nearest flips."""
-    return name in NEAREST or (name in ATTACKS and ATTACKS[name](ball).budget == "none")
+    return column.name in NEAREST or _budget(column, ball) == "none"
 
 
-def _lone(name: str, ball: Lp) -> bool:
+def _lone(column: Column, ball: Lp) -> bool:
     """Whether it is one attack, in which no sample's points depend on another's."""
-    return name in ATTACKS and ATTACKS[name](ball).budget != "data"
+    return column.name in ATTACKS and _budget(column, ball) != "data"
+
+
+def _budget(column: Column, ball: Lp) -> str:
+    """What ``eps`` binds; empty for searches of their own."""
+    made = ATTACKS[column.name](ball, **column.settings) if column.name in ATTACKS else None
+    return "" if made is None else made.budget
 
 
 def _attack(
@@ -187,7 +223,7 @@ def _attack(
     """What one attack found, and what was measured of it."""
     split = 1.0 if column.kappa is None else column.kappa
     ball, order = Lp(norms.NAMES[parsed.norm]), column.order
-    spending = {} if _nearest(column.name, ball) else {"kappa": split}
+    spending = {} if _nearest(column, ball) else {"kappa": split}
     how: dict[str, Any] = {
         "batch_size": subject.batch(parsed, len(y)),
         "key": jax.random.key(parsed.seed),
@@ -195,9 +231,11 @@ def _attack(
     how["callback"] = task.heard(tick)
     result, lost = jax.device_get(_search(column, ball, model, x, y, parsed, spending, task, how))
     measured = spending | _measured(result, x, y, ball.norm, order) | lost
+    measured["settings"] = attack_table.described(column.name, ball, column.settings)
     if column.name in RIVALS:
         classes = jax.eval_shape(model, x[:1]).shape[1]
-        measured["rivals"] = RIVALS[column.name](parsed.rivals).tried(classes)
+        own = RIVALS[column.name](column.settings.get("rivals"))
+        measured["rivals"] = own.tried(classes)
     return result, measured
 
 
@@ -219,17 +257,16 @@ def _search(
     how: dict[str, Any],
 ) -> tuple[Result, dict[str, int]]:
     """What one attack found, and if it searched in bfloat16, the flips that were none."""
-    (name, order, _), eps = column, parsed.eps
+    name, order, eps = column.name, column.order, parsed.eps
     reach = eps * spending.get("kappa", 1.0) ** (1 / order)
     lost: dict[str, int] = {}
-    more = {} if parsed.rivals is None or name not in RIVALS else {"rivals": parsed.rivals}
     if name in SEARCHES:
         found = SEARCHES[name](
-            model, x, y, eps=reach, order=order, ball=ball, **more, **how, **task.saving(parts=True)
-        )
+            model, x, y, eps=reach, order=order, ball=ball, **column.settings, **how,
+            **task.saving(parts=True),
+        )  # fmt: skip
         return transport.spend(found, eps=eps, order=order, **spending), lost
-    attack: Any = ATTACKS[name](ball)
-    attack = dataclasses.replace(attack, **more)
+    attack: Any = ATTACKS[name](ball, **column.settings)
     if attack.budget == "data":  # Of all samples, also those that are errors already.
         attack, reach = dataclasses.replace(attack, order=order), eps
         how = how | {"skip_misclassified": False}

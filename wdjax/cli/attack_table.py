@@ -1,38 +1,48 @@
 """The attacks that the command line knows: a new one is one row.
 
-A row makes an :class:`~wdjax.core.Attack` for a ball, or is a search of its own,
+A row makes an :class:`~wdjax.core.Attack` for a ball and settings, or is a search of its own,
 ``(model, x, y, *, eps, order, key, ball, **options) -> Found``.
 """
 
+import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from wdjax import attacks, ensembles, losses
 from wdjax.balls import Lp
+from wdjax.checks import validate
+from wdjax.cli import attack_words
 from wdjax.core import Attack, Found
+from wdjax.ensembles.autoattack import members
+from wdjax.ensembles.fast import LEAST
+from wdjax.ensembles.walks import schedule
+from wdjax.report import summary
 
 Search = Callable[..., Found]
 
 
-def apgd_ce(ball: Lp) -> Attack:
+def apgd_ce(ball: Lp, **settings: Any) -> Attack:
     """Auto-PGD on the cross-entropy."""
-    return attacks.APGD(ball)
+    return attacks.APGD(ball, **settings)
 
 
-def apgd_dlr(ball: Lp) -> Attack:
+def apgd_dlr(ball: Lp, **settings: Any) -> Attack:
     """Auto-PGD on the difference of logits ratio; with fewer than three classes, on the margin."""
-    return attacks.APGD(ball, loss=losses.dlr_or_margin)
+    return attacks.APGD(ball, loss=losses.dlr_or_margin, **settings)
 
 
-def apgd_t(ball: Lp) -> Attack:
+def apgd_t(ball: Lp, targets: int = 9, **settings: Any) -> Attack:
     """Auto-PGD towards each of the nine likeliest other classes."""
-    return attacks.APGD(ball, targets=9)
+    return attacks.APGD(ball, targets=validate.check_count("targets", targets), **settings)
 
 
-def fab_t(ball: Lp) -> Attack:
+def fab_t(ball: Lp, targets: int = 9, **settings: Any) -> Attack:
     """Fast adaptive boundary attack towards each of the nine likeliest other classes."""
-    return attacks.FAB(ball, targets=9)
+    return attacks.FAB(ball, targets=validate.check_count("targets", targets), **settings)
 
 
 def autoattack(*asked: Any, order: float, **options: Any) -> Found:
@@ -64,7 +74,7 @@ def wda_star(*asked: Any, **options: Any) -> Found:
     return ensembles.wda_star(*asked, **options)
 
 
-ATTACKS: dict[str, Callable[[Lp], Attack]] = {
+ATTACKS: dict[str, Callable[..., Attack]] = {
     "fgsm": attacks.fgsm,
     "pgd": attacks.PGD,
     "apgd-ce": apgd_ce,
@@ -85,8 +95,8 @@ ATTACKS: dict[str, Callable[[Lp], Attack]] = {
     "wda": attacks.WDA,
     "wda++": attacks.WDAPlusPlus,
 }
-"""What ``--attacks`` calls it, and what makes it for a ball. ``--help`` prints the first paragraph
-of the docstring."""
+"""What ``--attacks`` calls it, and what makes it for a ball and settings. ``--help`` prints the
+first paragraph of the docstring."""
 
 BOUNDED: dict[str, Search] = {
     "autoattack": autoattack,
@@ -103,6 +113,94 @@ SEARCHES = BOUNDED | NEAREST
 METHODS: dict[str, Callable[..., Any]] = {**ATTACKS, **SEARCHES}
 """Every name."""
 
+_ELSEWHERE = (
+    "model", "x", "y", "ball", "eps", "order", "key", "start", "only", "finisher", "checkpoint",
+    "report",
+)  # fmt: skip
+"""Parameters that other options of the command set, or that no word can say."""
+_NAMED = ("loss", "targets", "rank", "candidates")
+"""Settings of Auto-PGD with which ``apgd-ce`` and ``apgd-dlr`` would be something else."""
+
+_DECLARED: dict[str, tuple[tuple[Callable[..., Any], ...], tuple[str, ...]]] = {
+    "apgd-ce": ((attacks.APGD,), _NAMED),
+    "apgd-dlr": ((attacks.APGD,), _NAMED),
+    "apgd-t": ((attacks.APGD,), ("loss",)),
+    "fab-t": ((attacks.FAB,), ()),
+    "autoattack": ((ensembles.autoattack,), ()),
+    "fast": ((ensembles.fast,), ()),
+    "a3": ((ensembles.a3,), ()),
+    "a3-wda": ((ensembles.a3, ensembles.a3_wda), ()),
+    "wda-star": ((ensembles.wda_star,), ()),
+}
+"""Where settings are declared if not by the row itself, and which of them are not to be set."""
+
+
+@functools.cache
+def settings_of(name: str) -> dict[str, Any]:
+    """The settings that a method takes on the command line, and their types."""
+    functions, without = _DECLARED.get(name, ((METHODS[name],), ()))
+    return attack_words.declared(*functions, without=(*_ELSEWHERE, *without))
+
+
+_MOST_STEPS = 10**9
+"""Steps of one search: counters have 32 bits."""
+
+
+def make(name: str, ball: Lp, settings: attack_words.Settings) -> Attack:
+    """An attack whose settings have been looked at as a search would look at them."""
+    try:
+        attack = ATTACKS[name](ball, **settings)
+        steps = sum(stage.length for stage in attack.stages)
+        if steps > _MOST_STEPS:
+            raise ValueError(f"{steps} steps are more than {_MOST_STEPS}; set fewer.")
+        validate.settle(attack, np.dtype(np.float32))
+    except ValueError as error:
+        raise ValueError(f"{attack_words.label(name, settings)}: {error}") from error
+    return attack
+
+
+def _enough(ball: Lp, passes: int = LEAST) -> None:
+    if passes < LEAST:
+        raise ValueError(f"passes must be at least {LEAST}, got {passes}.")
+
+
+_CHECKS: dict[str, Callable[..., Any]] = {
+    "autoattack": members,
+    "fast": _enough,
+    "a3-wda": lambda ball, passes=0, rivals=None: attacks.WDA(ball, rivals=rivals),
+    "wda-star": lambda ball, passes=400, tolerance=0: schedule(ball, passes),
+}
+
+
+def check(name: str, ball: Lp, settings: attack_words.Settings) -> None:
+    """Refuses, before any work, settings that a method would refuse.
+
+    Raises:
+      ValueError: such a setting, or a norm that the method does not take.
+    """
+    if name in ATTACKS:
+        make(name, ball, settings)
+        return
+    try:
+        _CHECKS.get(name, lambda ball, **settings: None)(ball, **settings)
+    except ValueError as error:
+        raise ValueError(f"{attack_words.label(name, settings)}: {error}") from error
+
+
+def described(name: str, ball: Lp, settings: attack_words.Settings) -> dict[str, Any]:
+    """All settings of a method that the command line can set, with the values that count."""
+    if name in ATTACKS:
+        said = summary.settings(ATTACKS[name](ball, **settings))
+        return {key: value for key, value in said.items() if key not in _ELSEWHERE}
+    functions, _ = _DECLARED[name]
+    given = {
+        key: settings.get(key, parameter.default)
+        for function in functions
+        for key, parameter in inspect.signature(function).parameters.items()
+        if key in settings_of(name)
+    }
+    return {key: summary.setting(value) for key, value in given.items()}
+
 
 RIVALS: dict[str, Callable[[int | None], Any]] = {
     "wda": lambda count: attacks.WDA(rivals=count),
@@ -118,6 +216,7 @@ class Column(NamedTuple):
     name: str
     order: float
     kappa: float | None = None
+    settings: attack_words.Settings = {}  # noqa: RUF012  Nobody writes to it.
 
     @property
     def label(self) -> str:

@@ -1,6 +1,7 @@
 """``python -m wdjax game``: defences that adapt at test time, played on digits."""
 
 import argparse
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +10,12 @@ import jax
 import numpy as np
 
 from wdjax import data, transductive
-from wdjax.cli import options, subject
+from wdjax.cli import attack_words, options, subject
 from wdjax.cli.console import Console
 from wdjax.core import Progress
 from wdjax.engine import tasks
 from wdjax.report import summary
-from wdjax.transductive import Defense, Report, Share, digits
+from wdjax.transductive import Defense, Report, Share, SpaceAttack, digits
 from wdjax.transductive.digits import Case, Row
 from wdjax.transductive.state import State
 
@@ -23,6 +24,15 @@ FAMILIES = {
     "rmc": ("rmc-standard", "rmc-adversarial"),
     **{name: (name,) for name in ("dent", "dann", "tadv", "urejectron", "purify")},
 }
+_SETTINGS = attack_words.declared(
+    SpaceAttack,
+    without=("inner", "loss", "judge", "begin", "legs", "reduce", "keep", "batch_size"),
+)
+"""Settings of attacks that leave what their names say, and their types."""
+_ONE_LOOK = ("transfer", "pgd-skip")
+"""Attacks, by how their names begin, that look once at one model, in one iteration."""
+_MOST_MODELS = 1001
+"""Models of a bank, all in memory."""
 _DEFAULT = "rmc,dent,dann,tadv,urejectron"
 
 _EXAMPLES = """examples:
@@ -49,7 +59,10 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         "--defense", default=_DEFAULT, metavar="NAMES", help="see below (default %(default)s)"
     )
     how.add_argument(
-        "--attacks", metavar="NAMES", help="of a defence's attacks only these; all by default"
+        "--attacks",
+        metavar="NAMES",
+        help="of a defence's attacks only these; all by default. With settings in parentheses "
+        f"where wanted, such as gmsa-avg(restarts=2): {', '.join(_SETTINGS)}",
     )
     how.add_argument(
         "--seeds",
@@ -102,26 +115,66 @@ def _cases(text: str) -> list[str]:
     return [case for name in names for case in FAMILIES[name]]
 
 
-def _wanted(parsed: argparse.Namespace, cases: list[str]) -> list[str] | None:
-    """``--attacks``, which some case must have, each of them."""
+def _wanted(parsed: argparse.Namespace, cases: list[str]) -> list[attack_words.Word] | None:
+    """``--attacks``, each of which some case must have, with settings that it takes."""
     if parsed.attacks is None:
         return None
-    known: dict[str, Any] = {}
-    for name in cases:
-        known |= digits.case(name, parsed.seeds[0], parsed.iterations)[0].rows
-    wanted = options.words(parsed.attacks)
-    for word in wanted or [""]:
-        if word not in known:
+    wanted = attack_words.read("--attacks", parsed.attacks)
+    offered = [digits.case(name, parsed.seeds[0], parsed.iterations)[0].rows for name in cases]
+    known = {label: None for rows in offered for label in rows}
+    for word in wanted or [attack_words.Word("")]:
+        if word.name not in known:
             raise ValueError(
-                f"none of {', '.join(cases)} has an attack {word!r}; there are {', '.join(known)}."
+                f"none of {', '.join(cases)} has an attack {options.shown(word.name)}; there are "
+                f"{', '.join(known)}."
             )
+    for rows in offered:
+        _chosen(rows, wanted)
     return wanted
+
+
+def _chosen(
+    rows: dict[str, Row], wanted: list[attack_words.Word] | None
+) -> dict[str, tuple[str, Row]]:
+    """By label, the names and rows that are wanted of a case, with their settings; all if None.
+
+    Raises:
+      ValueError: settings that an attack does not take, or an attack that is wanted twice.
+    """
+    if wanted is None:
+        return {name: (name, row) for name, row in rows.items()}
+    found: dict[str, tuple[str, Row]] = {}
+    for word in wanted:
+        kinds = dict(_SETTINGS)
+        if word.name.startswith(_ONE_LOOK):
+            del kinds["iterations"]
+        settings = attack_words.typed(word, kinds)
+        label = attack_words.label(word.name, settings)
+        if label in found:
+            raise ValueError(f"--attacks takes each once, and {label} is there twice.")
+        if word.name not in rows:
+            continue
+        row = rows[word.name]
+        try:
+            changed = row._replace(attack=dataclasses.replace(row.attack, **settings))
+            if changed.attack.capacity > _MOST_MODELS:
+                raise ValueError(
+                    f"iterations times simulations must be at most {_MOST_MODELS - 1}, which is "
+                    "how many models are kept."
+                )
+        except ValueError as error:
+            raise ValueError(f"{label}: {error}") from error
+        if any(changed == own for _, own in found.values()):
+            raise ValueError(f"--attacks takes each once, and {label} is there before.")
+        found[label] = word.name, changed
+    order = [*rows]
+    return dict(sorted(found.items(), key=lambda item: order.index(item[1][0])))
 
 
 def _case(
     name: str,
     seed: int,
-    wanted: list[str] | None,
+    wanted: list[attack_words.Word] | None,
     parsed: argparse.Namespace,
     work: tasks.Tasks,
     console: Console,
@@ -130,7 +183,7 @@ def _case(
     case, train, test = digits.case(name, seed, parsed.iterations)
     size, count = _fitting(case, parsed.samples)
     key = jax.random.key(seed)
-    rows = {label: row for label, row in case.rows.items() if wanted is None or label in wanted}
+    rows = {label: row for label, (_, row) in _chosen(case.rows, wanted).items()}
     entry: dict[str, Any] = {"defense": name, "seed": seed, "eps": case.eps, "samples": count}
     entry |= {"rounds": count // size, "attacks": {}}
     if not rows:

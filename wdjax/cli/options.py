@@ -34,14 +34,14 @@ class Range:
             kind = "a whole number of" if self.whole else "finite and"
             raise argparse.ArgumentTypeError(
                 f"must be {kind} at least {self.low:.10g}, and at most {self.high:.10g}, got "
-                f"{_shown(text)}"
+                f"{shown(text)}"
             )
         return value
 
 
 def _whole(text: str) -> float:
     if not _WHOLE.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {_shown(text)}")
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {shown(text)}")
     return int(text) if len(text) < 20 else math.copysign(math.inf, float(text[:20]))
 
 
@@ -51,12 +51,12 @@ def _real(text: str) -> float:
     below = float(parts[1]) if len(parts) == 2 and _REAL.fullmatch(parts[1]) else 1.0
     if len(parts) > 2 or not all(map(_REAL.fullmatch, parts)) or below == 0:
         raise argparse.ArgumentTypeError(
-            f"must be a number such as 0.03 or 8/255, got {_shown(text)}"
+            f"must be a number such as 0.03 or 8/255, got {shown(text)}"
         )
     return float(parts[0]) / below
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
     """What came, without what a terminal would obey, and not all of it."""
     return ascii(text if len(text) <= 60 else f"{text[:50]}... ({len(text)} characters)")
 
@@ -103,7 +103,7 @@ class Numbers:
         except argparse.ArgumentTypeError as error:
             raise argparse.ArgumentTypeError(f"{expected}, and each {error}") from None
         if not found or len(set(found)) < len(found):
-            raise argparse.ArgumentTypeError(f"{expected}, got {_shown(text)}")
+            raise argparse.ArgumentTypeError(f"{expected}, got {shown(text)}")
         return found
 
 

@@ -19,6 +19,8 @@ from wdjax.ensembles.question import Question, question
 _RESTARTS = 30
 _CHEAP = 2.0
 """Passes an image that another restart may take though the last one broke nothing."""
+LEAST = 12
+"""Passes an image with which the cascade can begin."""
 _PATIENCE = 12
 """Walks in a row that may break nothing: twice all kinds of them."""
 
@@ -103,8 +105,8 @@ def fast(
     arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
     ask = question("fast", model, x, y, key, checkpoint, options)
     radii = validate.check_radii(eps, len(ask.y))
-    if validate.check_count("passes", passes) < 12:
-        raise ValueError(f"fast needs at least 12 passes an image to begin, got {passes}.")
+    if validate.check_count("passes", passes) < LEAST:
+        raise ValueError(f"fast needs at least {LEAST} passes an image to begin, got {passes}.")
     found = ask.search(0, MarginPGD(ball), eps=radii)
     legs = [_leg("8 steps", found)]
 

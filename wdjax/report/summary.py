@@ -134,10 +134,15 @@ def settings(attack: Attack) -> dict[str, Any]:
     'wdjax.losses.cross_entropy'
     """
     fields: Any = dataclasses.fields(attack) if dataclasses.is_dataclass(attack) else ()
-    return {field.name: _setting(getattr(attack, field.name)) for field in fields}
+    return {field.name: setting(getattr(attack, field.name)) for field in fields}
 
 
-def _setting(value: Any) -> Any:
+def setting(value: Any) -> Any:
+    """One setting as a word or a number for JSON.
+
+    >>> setting(0.5), setting((1.0, 2.0))
+    (0.5, '(1.0, 2.0)')
+    """
     if value is None or isinstance(value, bool | int | str):
         return value
     if inspect.isroutine(value):
