@@ -1,4 +1,12 @@
-"""Attacks: frozen pytree dataclasses for :func:`wdjax.search` and :func:`wdjax.run`."""
+"""Attacks: frozen pytree dataclasses for :func:`wdjax.search` and :func:`wdjax.run`.
+
+An attack says how to look: ``init`` makes the state of a batch, each of its ``stages`` has a step,
+and ``point`` tells where the search has come to; :mod:`wdjax.engine` takes the steps and measures
+what they find. First-order attacks share `ascent` (gradients that can be trusted, the best of
+rivals, what rounding may undo) and `gradient_attack`; minimum-norm attacks share `nearest`,
+`hyperplane` and `linearised`; targets come from `rivals`. Every other file is one attack. Open
+`pgd` first, then `gradient_attack` for one of your own.
+"""
 
 from wdjax.attacks.alma import ALMA
 from wdjax.attacks.apgd import APGD

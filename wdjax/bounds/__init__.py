@@ -5,7 +5,7 @@
 be off. `graph` flattens a program into equations; `fused` and `explicit` rewrite them into shapes
 that have good bounds; `interval` walks them forwards. `network` marks what is affine; `crown` sends
 coefficients (`coefficients`, `terms`, `transposition`) backwards through it with the lines of
-`relax` and `activation`, until `region` concretises them. `slopes` optimises the lines (alpha-
-CROWN), `leaves` splits rectifiers, `margins` puts all of it together: bounds of every margin of a
+`relax` and `activation`, until `region` concretises them. `slopes` optimises the lines
+(alpha-CROWN), `leaves` splits rectifiers, `margins` puts all of it together: bounds of every margin of a
 batch. Open `margins` first, then `crown`.
 """

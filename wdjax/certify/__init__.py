@@ -1,4 +1,11 @@
-"""Certificates: what no attack can do, for samples and for distributions."""
+"""Certificates: what no attack can do, for samples and for distributions.
+
+`pointwise` turns bounds of margins (:mod:`wdjax.bounds`) into certified samples and radii; `verify`
+does so for a data set, with checkpoints; `branch` is branch and bound. `wdro` and `growth` bound
+accuracies and losses over Wasserstein balls, from radii, Lipschitz constants and profiles of growth
+(`asymptote` for slopes at infinity). `trainable` has bounds to train through. Open `pointwise`
+first.
+"""
 
 from wdjax.bounds.interval import bound
 from wdjax.bounds.margins import METHODS

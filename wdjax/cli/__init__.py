@@ -1,4 +1,9 @@
-"""How robust is a classifier, from below and from above: attacks, certificates, conversion."""
+"""The command line: one command a file, which works in tasks that are kept, and writes JSON.
+
+`subject` declares and loads what all commands are about, model, samples and places of results;
+`options` has the types of numbers; `console` says things; `process` ends well on signals. Attacks
+are rows of `attack_table`, with settings read by `attack_words`. Open `attack_command` first.
+"""
 
 import argparse
 import json
@@ -37,6 +42,9 @@ _COMMANDS = (
 )
 
 BAD_INPUT = 2
+_PURPOSE = (
+    "How robust is a classifier, from below and from above: attacks, certificates, conversion."
+)
 
 _CODES = """exit codes:
   0  done
@@ -169,7 +177,7 @@ def parser() -> argparse.ArgumentParser:
     )
     main_parser = Parser(
         prog="wdjax",
-        description=__doc__,
+        description=_PURPOSE,
         epilog=f"{_EXAMPLES}\n\n{_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

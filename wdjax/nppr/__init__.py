@@ -1,7 +1,10 @@
 """Non-parametric probabilistic robustness, and every probability that it is compared with.
 
 :func:`fit` learns the worst distribution of a family of perturbations, :func:`estimate` counts what
-survives it on held-out inputs, and the same function with a distribution of :mod:`.noise` is PR.
+survives it on held-out inputs, and the same function with one of `distributions` is PR. A fit walks
+from `family` (which networks, `mixture` and `upsample`) through `objective` to `fitted`; `counting`
+draws copies for `estimate` and `probable` (decisions with a confidence); `rare`, `splitting` and
+`importance` are for failures that counting would not meet. Open `estimate` first, then `fit`.
 """
 
 from wdjax.nppr import distributions, pictures

@@ -1,4 +1,10 @@
-"""Transductive games: defences that adapt to inputs, attacks on the models they would have."""
+"""Transductive games: defences that adapt to inputs, attacks on the models they would have.
+
+`game` plays attacker, defender and referee in the `turns` of an iteration, on a `state`; `defense`
+says what a defence is, and `defenses` has one a file. A `space_attack` raises `objectives` over the
+models of a `bank`, by `bank_search`; `referee` reports accuracies over private keys. `presets` and
+`digits` are the paper's settings and a small table that a CPU plays. Open `game` first.
+"""
 
 from wdjax.transductive.adamod import adamod
 from wdjax.transductive.bank import Bank, empty, push, victim

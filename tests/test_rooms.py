@@ -1,0 +1,65 @@
+"""The rooms of the package: imports go in no circle, and every file has a name of its own."""
+
+import ast
+import collections
+import graphlib
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import wdjax
+
+ROOT = Path(wdjax.__file__).parent
+FILES = {
+    ".".join(("wdjax", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    ): path
+    for path in sorted(ROOT.rglob("*.py"))
+}
+ROOMS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
+
+
+def room(module):
+    return ".".join(module.split(".")[:2])
+
+
+def imports():
+    """``module -> modules`` that it imports when it is imported itself."""
+    found = collections.defaultdict(set)
+    for module, path in FILES.items():
+        for node in ast.parse(path.read_text()).body if module != "wdjax" else ():
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("wdjax"):
+                for name in node.names:
+                    whole = f"{node.module}.{name.name}"
+                    found[module].add(whole if whole in FILES else node.module)
+        found[module].discard("wdjax")  # The front door's names are in rooms of their own.
+    return found
+
+
+def test_files_import_in_no_circle():
+    graphlib.TopologicalSorter(imports()).prepare()
+
+
+def test_rooms_import_in_no_circle():
+    between = collections.defaultdict(set)
+    for module, others in imports().items():
+        between[room(module)] |= {room(other) for other in others} - {room(module)}
+    assert {"wdjax.engine", "wdjax.bounds"} <= between["wdjax.certify"]
+    graphlib.TopologicalSorter(between).prepare()
+
+
+def test_no_two_files_have_the_same_name():
+    names = collections.Counter(path.name for path in FILES.values())
+    assert [name for name, count in names.items() if count > 1] == ["__init__.py"]
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_a_room_says_what_it_is_for_and_where_to_begin(name):
+    said = re.sub(r"\s+", " ", importlib.import_module(f"wdjax.{name}").__doc__ or "")
+    assert len(said) > 300
+    named = set(re.findall(r"`(\w+)`", said[said.index("Open ") :]))
+    files = {path.stem for path in (ROOT / name).glob("*.py")}
+    assert named & files, "which file is the first to open"
+    assert set(re.findall(r"(?<![:`])`(\w+)`(?!`)", said)) <= files | {"defenses", "primitives"}
