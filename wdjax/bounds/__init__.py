@@ -6,6 +6,6 @@ be off. `graph` flattens a program into equations; `fused` and `explicit` rewrit
 that have good bounds; `interval` walks them forwards. `network` marks what is affine; `crown` sends
 coefficients (`coefficients`, `terms`, `transposition`) backwards through it with the lines of
 `relax` and `activation`, until `region` concretises them. `slopes` optimises the lines
-(alpha-CROWN), `leaves` splits rectifiers, `margins` puts all of it together: bounds of every margin of a
-batch. Open `margins` first, then `crown`.
+(alpha-CROWN), `leaves` splits rectifiers, `margins` puts all of it together: bounds of every margin
+of a batch. Open `margins` first, then `crown`.
 """
