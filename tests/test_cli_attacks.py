@@ -75,7 +75,7 @@ def test_rivals_of_the_option_and_of_the_word():
 
 REFUSED = {
     "pgd(rounds=3)": "pgd has no setting 'rounds' here; it has steps, loss, random_start, iterate, "
-    "step_size, restarts.",
+    "restarts, step_size.",
     "pgd(100)": "name=value.*got '100'; it has steps, loss",
     "pgd(100, steps=3)": "name=value",
     "pgd(*args)": "name=value",
