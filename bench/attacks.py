@@ -30,8 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import wdjax
-from wdjax import attacks, data
-from wdjax.files import convert
+from wdjax import attacks, convert, data
 
 NETS = {
     "resnet2b": ("cifar10_resnet2b.pth", "resnet2b", 2 / 255),

@@ -32,8 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import Lp, Model, attacks, certify, data, losses, models, run, training
-from wdjax.files import convert
+from wdjax import Lp, Model, attacks, certify, convert, data, losses, models, run, training
 
 SHARED = Path(__file__).parents[2] / "shared"
 NETS = {

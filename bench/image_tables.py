@@ -22,8 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import wdjax
-from wdjax import data, image
-from wdjax.files import convert
+from wdjax import convert, data, image
 
 PIXELS = 784
 KS = (5, 10, 20, 50, 100, 200, 500, 1000)

@@ -22,9 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import wdjax
-from wdjax import data, image
+from wdjax import convert, data, image
 from wdjax.core import Samples
-from wdjax.files import convert
 from wdjax.image import frank_wolfe, sinkhorn
 
 STRENGTH = {

@@ -27,8 +27,8 @@ import numpy as np
 import optax
 import safetensors.numpy
 
-from wdjax import data, models, training
-from wdjax.files import convert, persist
+from wdjax import convert, data, models, training
+from wdjax.files import persist
 
 SIZES = (64, 512, 512, 10)
 CHILD = "import sys; sys.path.insert(0, sys.argv[1]); import kills; kills.work(sys.argv[2])"

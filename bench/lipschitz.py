@@ -24,8 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import Lp, attacks, certify, data, lipschitz, models, training
-from wdjax.files import convert
+from wdjax import Lp, attacks, certify, convert, data, lipschitz, models, training
 
 SHARED = Path(__file__).parents[2] / "shared"
 NORMS = {"1": 1, "2": 2, "inf": math.inf}

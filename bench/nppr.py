@@ -27,8 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import wdjax
-from wdjax import attacks, data, ensembles, losses, metrics, models, nppr, training
-from wdjax.files import convert
+from wdjax import attacks, convert, data, ensembles, losses, metrics, models, nppr, training
 from wdjax.nppr import Family, Schedule, counting, distributions, objective
 from wdjax.nppr.upsample import UPSAMPLE
 

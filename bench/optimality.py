@@ -26,8 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import wdjax
-from wdjax import Lp, attacks, data, ensembles, metrics, transport
-from wdjax.files import convert
+from wdjax import Lp, attacks, convert, data, ensembles, metrics, transport
 
 FILES = {
     "resnet2b": ("cifar10_resnet2b.pth", "resnet2b", "cifar10_test_0_100"),

@@ -34,8 +34,7 @@ import pytorch_wda
 import torch
 
 import wdjax
-from wdjax import Lp, attacks, data, losses
-from wdjax.files import convert
+from wdjax import Lp, attacks, convert, data, losses
 
 torch.set_num_threads(1)
 

@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 import wdjax
-from wdjax import data, models
-from wdjax.files import convert
+from wdjax import convert, data, models
 from wdjax.nppr import Family, Schedule, objective
 
 torch.set_num_threads(1)

@@ -29,8 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from wdjax import Lp, attacks, data, ensembles, image, models, smoothing, training
-from wdjax.files import convert
+from wdjax import Lp, attacks, convert, data, ensembles, image, models, smoothing, training
 from wdjax.models import zoo
 from wdjax.smoothing import binomial, noise, votes
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax.files import convert
+from wdjax import convert
 from wdjax.models import zoo
 from wdjax.models.pytorch import slots
 

@@ -31,8 +31,8 @@ if importlib.util.find_spec("wdjax") is None:
 import jax
 import numpy as np
 
-from wdjax import Lp, attacks, data, models, training
-from wdjax.report import audit, plots
+from wdjax import Lp, attacks, audit, data, models, training
+from wdjax.report import plots
 
 FAST = bool(os.environ.get("WDJAX_FAST"))  # For tests: fewer samples and budgets.
 print(jax.devices()[0], "with JAX", jax.__version__)

@@ -37,8 +37,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import wdjax
-from wdjax import attacks, data, models, training
-from wdjax.files import convert
+from wdjax import attacks, convert, data, models, training
 
 FAST = bool(os.environ.get("WDJAX_FAST"))  # For tests: fewer samples and epochs.
 print(jax.devices()[0], "with JAX", jax.__version__)

@@ -33,8 +33,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import wdjax
-from wdjax import Lp, attacks, data, ensembles, metrics, models, training
-from wdjax.files import convert
+from wdjax import Lp, attacks, convert, data, ensembles, metrics, models, training
 from wdjax.report import plots
 
 FAST = bool(os.environ.get("WDJAX_FAST"))  # For tests: fewer samples and steps.

@@ -461,7 +461,7 @@ def main(folder):
     import jax.numpy as jnp
     import ml_dtypes
 
-    from wdjax.files import convert
+    from wdjax.models import convert
 
     os.chdir(folder)
     found = {}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import attacks, certify, transport
+from wdjax import attacks, certify, remarks, transport
 from wdjax.cli import main
 from wdjax.engine import driver
 from wdjax.report import audit, page, plots
@@ -244,7 +244,7 @@ def test_vanished_gradients_are_said():
     content = reports.describe(found) | {"name": "steps"}
     assert content["attacks"][0]["zero_gradients"] == 1.0
     shown = page.render({"models": [content], "versions": {}, "data": "points", "seed": 0}, {})
-    assert f"pgd, Omega_inf, eps 0.01: 100% zero gradients; {reports.VANISHED}" in shown
+    assert f"pgd, Omega_inf, eps 0.01: 100% zero gradients; {remarks.VANISHED}" in shown
 
 
 def test_accuracies_are_the_same_floats_on_both_sides():
@@ -353,7 +353,7 @@ def test_published_weights_fall_as_far_as_the_reference_attacks(
 
 def test_exact_transport_of_a_real_attack(shared):
     from wdjax import data
-    from wdjax.files import convert
+    from wdjax.models import convert
 
     model = convert.load(shared / "data" / "weights" / "mnist_linf_robust.pth", "wong_mnist").model
     x, y = data.load_npz(shared / "data" / "mnist_test_0_500.npz").take(60)

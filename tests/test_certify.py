@@ -15,8 +15,8 @@ from jax import lax
 from wdjax import Lp, Model, certify, losses, norms, run
 from wdjax.attacks import PGD
 from wdjax.bounds import domain
-from wdjax.files import convert
 from wdjax.lipschitz import margin
+from wdjax.models import convert
 
 NORMS = [1, 2, math.inf]
 EVERY_NORM = pytest.mark.parametrize("norm", NORMS)

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from wdjax import Lp, Model, attacks, certify, run
-from wdjax.files import convert
+from wdjax.models import convert
 
 NORMS = {1: 8.0, 2: 2.5, math.inf: 1.0}
 

@@ -16,7 +16,7 @@ import pytest
 import wdjax
 from wdjax import data, nppr
 from wdjax.cli import attack_table, main, options, parser, process
-from wdjax.files import convert
+from wdjax.models import convert
 from wdjax.report import summary
 
 

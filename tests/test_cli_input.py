@@ -8,7 +8,7 @@ import pytest
 
 from wdjax.cli import main, options, parser
 from wdjax.cli.options import Numbers, Range
-from wdjax.files import convert
+from wdjax.models import convert
 
 HOSTILE = [
     "99999999999999999999", "9" * 23, "9" * 5000, "1" + "0" * 400, "1e39", "1e999", "-1e999", "-1",

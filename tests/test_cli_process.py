@@ -17,7 +17,8 @@ import pytest
 
 import wdjax
 from wdjax.cli import main, process
-from wdjax.files import convert, persist
+from wdjax.files import persist
+from wdjax.models import convert
 
 ROOT = Path(wdjax.__file__).parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from wdjax import models
-from wdjax.engine import program
+from wdjax import models, program
 from wdjax.models.conv import conv
 
 fast = pytest.mark.fast

@@ -10,8 +10,7 @@ import pytest
 import safetensors.numpy
 
 from wdjax import models
-from wdjax.files import convert
-from wdjax.models import zoo
+from wdjax.models import convert, zoo
 
 SMALL = [
     ("mnist_trades_smallcnn.pt", "trades_smallcnn", 0.996),

@@ -13,7 +13,7 @@ import wdjax
 from wdjax import Lp, Model, attacks, data, ensembles, losses, norms
 from wdjax.ensembles.autoattack import members
 from wdjax.ensembles.rand import Expected, draws, majority
-from wdjax.files import convert
+from wdjax.models import convert
 
 fast = pytest.mark.fast
 KEY = jax.random.key(3)

@@ -23,8 +23,8 @@ from wdjax.attacks import PGD
 from wdjax.cli import audit_command as audit_command
 from wdjax.cli import game_command as game_command
 from wdjax.cli import main
-from wdjax.files import convert
 from wdjax.image import FrankWolfe, NearestTransport, union
+from wdjax.models import convert
 from wdjax.report import page
 from wdjax.transductive import Fixed, digits, transfer
 from wdjax.transductive.digits import Case, Row
@@ -155,8 +155,8 @@ class Disk:
         return True
 
     def patch(self, patch):
-        patch.setattr(sys, "stdout", Stream(self, self.out))
-        patch.setattr(sys, "stderr", Stream(self, self.err))
+        patch.setattr(sys, "stdout", Stream(self, self.out, "print"))
+        patch.setattr(sys, "stderr", Stream(self, self.err, "complain"))
         patch.setattr(io, "open", self.opening(io.open))
         patch.setattr(os, "open", self.descriptor(os.open))
         for name, what in (("fsync", "fsync"), ("replace", "rename"), ("rename", "rename")):
@@ -221,11 +221,14 @@ class File:
 class Stream:
     encoding = "utf-8"
 
-    def __init__(self, disk, text):
-        self._disk, self._text = disk, text
+    def __init__(self, disk, text, what):
+        self._disk, self._text, self._what = disk, text, what
 
     def write(self, data):
-        return self._text.write(data) if not data or self._disk.event("print") else 0
+        return self._text.write(data) if not data or self._disk.event(self._what) else 0
+
+    def isatty(self):
+        return False  # No bars, whose number goes by the clock.
 
     def flush(self):
         pass

@@ -15,7 +15,7 @@ import pytest
 
 from wdjax.files import atomic
 
-ALONE = f"import sys; sys.path.append({os.path.dirname(atomic.__file__)!r}); import files"
+ALONE = f"import sys; sys.path.append({os.path.dirname(atomic.__file__)!r}); import atomic"
 """Without what else the package imports, which takes seconds."""
 
 WRITER = f"""

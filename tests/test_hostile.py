@@ -13,7 +13,8 @@ import jax
 import numpy as np
 import pytest
 
-from wdjax.files import convert, torch_file
+from wdjax.files import torch_file
+from wdjax.models import convert
 
 SHAPES = {"fc1.weight": (5, 4), "fc1.bias": (5,), "fc2.weight": (3, 5), "fc2.bias": (3,)}
 

@@ -213,7 +213,8 @@ def test_programs_are_told_apart(name):
 
 _SCRIPT = """
 import jax, jax.numpy as jnp
-from wdjax import identity, models
+from wdjax import models
+from wdjax.engine import identity
 net = models.mlp((4, 8, 3), key=jax.random.key(0))
 slope = lambda net, x: jax.grad(lambda x: jnp.sum(jax.nn.gelu(net(x)) ** 2))(x)
 print(identity.digest(identity.program(slope, net, jnp.ones((2, 4))), {"b": 1, "a": 2}).hex())

@@ -12,8 +12,8 @@ import wdjax
 from wdjax import data, image
 from wdjax.cli import main
 from wdjax.engine import driver
-from wdjax.files import convert
 from wdjax.image import union
+from wdjax.models import convert
 
 BALL = image.ImageWasserstein(window=3)
 ATTACKS = {

@@ -66,6 +66,7 @@ CALLS = {
     certify.trainable_bounds: BALL,
     smoothing.certify: SMOOTH | {"y": Y, "eps": 0.1},
     smoothing.predict: SMOOTH,
+    smoothing.cautions: {"x": X, "noise": SMOOTH["noise"], "eps": 0.1, "n": 99, "alpha": 0.01},
     smoothing.tally: SMOOTH | {"n": 4},
     smoothing.soft: SMOOTH,
     noise.perturb: {"noise": noise.Gaussian(0.2), "key": KEY, "x": X[0]},
@@ -228,7 +229,7 @@ EXCEPT = {
 OPTIONAL = {
     wdjax.search: {"key", "eps"}, ensembles.bisect: {"key"}, ensembles.mixed: {"key", "eps"},
     audit.sandwich: {"key"}, training.train: {"attack", "eps"}, smoothing.certify: {"eps"},
-    ensembles.wda_star: {"eps"},
+    ensembles.wda_star: {"eps"}, ensembles.smoothed: {"eps"}, smoothing.cautions: {"eps"},
 }  # fmt: skip
 
 
@@ -278,11 +279,11 @@ def test_every_public_function_is_in_the_table():
         "lipschitz",
         "nppr",
         "nppr.distributions",
-        ("image"),
+        "image",
         "transductive",
         "training",
         "ensembles",
-        "audit",
+        "report.audit",
         "metrics",
         "models",
         "losses",

@@ -18,8 +18,8 @@ import safetensors.numpy
 
 import wdjax
 from wdjax import attacks, models, precision
-from wdjax.files import convert, persist, torch_file
-from wdjax.models import zoo
+from wdjax.files import persist, torch_file
+from wdjax.models import convert, zoo
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import kills

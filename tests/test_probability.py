@@ -315,7 +315,7 @@ def test_passes_are_counted():
     seen = []
 
     def counted(w, x):
-        jax.debug.callback(lambda: seen.append(len(x)))
+        jax.debug.callback(lambda rows: seen.append(len(rows)), x[:, 0])
         return beyond(w, x)
 
     model = Model(counted, gaussian(np.eye(2)[:, :1], [3.0]).args[0])
@@ -333,10 +333,11 @@ def test_passes_are_counted():
 
     (few, first), (more, last) = passes(nppr.splitting, particles=20)
     assert more - few == last.evaluations - first.evaluations + last.fit - first.fit
-    assert 0 <= few - first.evaluations - first.fit < 10  # Those of the gate.
+    # Those of the gate, which tries programs with a callback: ten batches of 16, and more.
+    assert 0 <= few - first.evaluations - first.fit < 300
     (few, first), (more, last) = passes(nppr.importance, draws=30, check=0)
     assert more - few == last.evaluations - first.evaluations == 30
-    assert 0 <= few - first.evaluations - first.fit < 10
+    assert 0 <= few - first.evaluations - first.fit < 300
 
 
 def test_normal_vectors_become_the_noise_that_they_say():

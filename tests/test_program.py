@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from wdjax.engine import program
+from wdjax import program
 
 pytestmark = pytest.mark.fast
 ON_CPU = jax.default_backend() == "cpu"

@@ -11,7 +11,7 @@ import pytest
 import wdjax
 from wdjax import attacks
 from wdjax.cli import main
-from wdjax.files import convert
+from wdjax.models import convert
 
 TOP_K = {2: 1, 3: 2, 5: 4, 10: 5, 11: 10, 43: 10, 100: 10, 101: 20, 1000: 20}
 """Of Appendix E: 5 for CIFAR-10, 10 for CIFAR-100, 20 for ImageNet; never more than there are."""

@@ -9,10 +9,10 @@ import pytest
 from test_search import attack_class
 
 import wdjax
-from wdjax import Lp, attacks
+from wdjax import Lp, attacks, norms
 from wdjax.attacks.ascent import setting
 from wdjax.core import Info, Stage
-from wdjax.engine import batching, rounds, track
+from wdjax.engine import batching, rounds
 
 fast = pytest.mark.fast
 
@@ -186,7 +186,7 @@ def test_memory_does_not_grow_with_steps():
 @fast
 def test_leaves_without_entries_are_finite():
     leaves = {"none": jnp.zeros((3, 0)), "some": jnp.array([[1.0], [jnp.nan], [2.0]])}
-    assert track.finite(leaves).tolist() == [True, False, True]
+    assert norms.finite(leaves).tolist() == [True, False, True]
 
 
 @fast

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from wdjax import Lp, Model, attacks, certify, data, losses, models, run, search, spend
-from wdjax.files import convert
+from wdjax.models import convert
 
 NORMS = [1, 2, math.inf]
 EVERY_NORM = pytest.mark.parametrize("norm", NORMS)

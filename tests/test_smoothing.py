@@ -20,7 +20,7 @@ from wdjax import (
     smoothing,
     training,
 )
-from wdjax.files import convert
+from wdjax.models import convert
 from wdjax.smoothing import noise
 from wdjax.smoothing.looks import SmoothedCertificate
 
@@ -210,7 +210,7 @@ def together(w, x):
     [
         ({"test": "sequential"}, "a sequential test ends when radii are decided"),
         ({"eps": 0.1, "test": "clopper-pearson"}, "a sequential test ends"),
-        ({"eps": -0.1}, "radii must be finite"),
+        ({"eps": -0.1}, "eps must be finite and at least 0"),
         ({"n": 0}, "n must be an integer of at least 1"),
         ({"n0": -1}, "n0 must be an integer of at least 0"),
         ({"alpha": 0.6}, "alpha must be at most 1/2"),

@@ -92,17 +92,20 @@ def test_pdpgd_step_by_step():
     for i, (clean, label) in enumerate(zip(x.astype(float), y)):
         delta, best, share = np.zeros(8), np.inf, 0.01 / 1.01
         mean, square, log = np.zeros(8), np.zeros(8), -math.log(0.01)
+        unit = abs(slope(torch, peer, clean, label, "margin")[1]) / 5
         for step in range(steps + 1):
             gradient, margin = slope(torch, peer, clean + delta, label, "margin")
             if margin > 0:
                 best = min(best, np.abs(delta).sum())
-            gradient = gradient / (1 + math.exp(margin))
+            gradient = gradient / (1 + math.exp(margin / unit))
+            if step == 0:
+                steep = np.abs(gradient).max()
             mean, square = 0.9 * mean + 0.1 * gradient, 0.999 * square + 0.001 * gradient**2
             metric = np.sqrt(square / (1 - 0.999 ** (step + 1))) + 1e-8
             size = 0.1 * 0.01 ** (step / steps)
             z = delta + size * mean / (1 - 0.9 ** (step + 1)) / metric
             z = np.clip(clean + z, 0, 1) - clean
-            u, weight = z, size * share / (1 - share) / metric.max()
+            u, weight = z, size * steep * share / (1 - share) / metric.max()
             for _ in range(5):
                 u = u - metric / metric.max() * (u - z)
                 u = np.sign(u) * np.maximum(np.abs(u) - weight, 0)

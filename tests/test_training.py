@@ -10,9 +10,8 @@ import optax
 import pytest
 
 import wdjax
-from wdjax import data, metrics, models, training
+from wdjax import data, metrics, models, program, training
 from wdjax.attacks import PGD, WDA
-from wdjax.engine import program
 from wdjax.files import persist
 
 fast = pytest.mark.fast

@@ -10,8 +10,7 @@ import optax
 import pytest
 
 from wdjax import models
-from wdjax.files import convert
-from wdjax.models import zoo
+from wdjax.models import convert, zoo
 from wdjax.models.functional import functional
 from wdjax.models.pytorch import buffers, slots
 

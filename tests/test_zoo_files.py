@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from wdjax import models
-from wdjax.files import convert, persist, torch_file
-from wdjax.models import zoo
+from wdjax.files import persist, torch_file
+from wdjax.models import convert, zoo
 
 
 @pytest.fixture(scope="module")

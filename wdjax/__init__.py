@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         Victim,
     )
     from wdjax.engine.driver import best, run, search
-    from wdjax.files import convert
+    from wdjax.models import convert
     from wdjax.report import audit
     from wdjax.transport import spend
 
@@ -89,7 +89,7 @@ _HOMES = {
     "Lp": "balls",
     "audit": "report",
     "best": "engine.driver",
-    "convert": "files",
+    "convert": "models",
     "run": "engine.driver",
     "search": "engine.driver",
     "spend": "transport",

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import aims, losses, models
+from wdjax import aims, losses, models, program
 from wdjax.aims import Aim, Blur, Certificate, Noise, Opponent, Proof
 from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Attack, PyTree
-from wdjax.engine import driver, identity, loop, program
+from wdjax.engine import driver, identity, loop
 
 
 class History(NamedTuple):
@@ -80,7 +80,7 @@ def train(
     that is to be smoothed.
 
     An epoch is one program with one loop, unless XLA would run the model slowly inside it
-    (:func:`wdjax.engine.program.loops_well`). It goes through a random permutation and leaves out
+    (:func:`wdjax.program.loops_well`). It goes through a random permutation and leaves out
     what does not fill a batch.
 
     Args:

@@ -10,11 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import losses, norms
+from wdjax import losses, norms, program
 from wdjax.balls import Lp
 from wdjax.core import Array, Criterion, Info, PyTree, Samples, Victim
-from wdjax.engine import program
-from wdjax.engine.track import finite
 from wdjax.precision import promoted
 
 _ROUNDED = {4: 4.0, 8: 4.0}
@@ -60,7 +58,7 @@ def adam(gradient: Array, moments: PyTree) -> tuple[Array, PyTree]:
 def look(gradient: Array, out: PyTree) -> Slope:
     """Takes what is not finite out of a gradient and says so."""
     usable, worst = _cleaned(gradient)
-    return Slope(out, usable, worst == _ZERO, (worst == _UNKNOWN) | ~finite(out))
+    return Slope(out, usable, worst == _ZERO, (worst == _UNKNOWN) | ~norms.finite(out))
 
 
 _ZERO, _UNKNOWN = 0, 2
@@ -87,7 +85,7 @@ def judge(victim: Victim, x: Array, y: Array) -> tuple[PyTree, Info]:
     """One forward pass and its :class:`~wdjax.core.Info`."""
     out, none = victim.model(x), jnp.zeros(len(y), jnp.int32)
     value = victim.criterion(out, y)
-    return out, Info(value, none, none + 1, none, ~finite(out) | ~jnp.isfinite(value))
+    return out, Info(value, none, none + 1, none, ~norms.finite(out) | ~jnp.isfinite(value))
 
 
 class Reading(NamedTuple):
@@ -188,7 +186,7 @@ def best_move(
         gradient, worst = _cleaned(pullback(change)[0])
         tried = advance(x, gradient)
         after = victim.model(tried)
-        known = finite(after)
+        known = norms.finite(after)
         margin = jnp.where(known, losses.targeted_margin(after, y, rival), -jnp.inf)
         better, move = margin > best.margin, Move(margin, tried, rival, after)
         kept = [jnp.where(norms.spread(better, new), new, old) for new, old in zip(move, best)]
@@ -199,7 +197,7 @@ def best_move(
     zeros, fault = jnp.sum(zero, axis=0, dtype=jnp.int32), jnp.any(faulty, axis=0)
     one = jnp.ones(len(y), jnp.int32)
     value = victim.criterion(logits, y)
-    fault |= ~(finite(logits) & jnp.isfinite(value))
+    fault |= ~(norms.finite(logits) & jnp.isfinite(value))
     info = Info(value, len(rivals) * one, (1 + len(rivals)) * one, zeros, fault)
     return move, logits, info
 
@@ -274,5 +272,5 @@ def keep_best(best: Best | None, x: Array, value: Array, out: PyTree) -> Best | 
     if best is None:
         return None
     value = value.astype(best.value.dtype)
-    better = (value > best.value) & jnp.isfinite(value) & finite(out)
+    better = (value > best.value) & jnp.isfinite(value) & norms.finite(out)
     return Best(jnp.where(norms.spread(better, x), x, best.x), jnp.where(better, value, best.value))

@@ -6,10 +6,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import losses, norms
+from wdjax import losses, norms, program
 from wdjax.attacks import ascent
 from wdjax.core import Array, Info, Samples, Victim
-from wdjax.engine import program
 
 
 class Plane(NamedTuple):

@@ -10,7 +10,6 @@ from wdjax import norms
 from wdjax.attacks import ascent
 from wdjax.balls import Lp
 from wdjax.core import Array, PyTree, Samples, Victim
-from wdjax.engine.track import finite
 
 
 class Nearest(NamedTuple):
@@ -41,7 +40,7 @@ def keep_nearest(
     While none is known, a flip within rounding stands in, at cost inf: it is measured in the end.
     """
     cost, read = ball.cost(samples.x, x), ascent.read(victim.criterion, samples, out)
-    flipped = (read.value > 0) & finite(out)
+    flipped = (read.value > 0) & norms.finite(out)
     nearer = flipped & read.lasts & (cost < nearest.cost)
     kept = nearer | (flipped & ~nearest.known)
     return Nearest(
@@ -59,7 +58,7 @@ def keep(old: Points, new: Points, kept: Array) -> Points:
 
 def flips(victim: Victim, samples: Samples, out: PyTree) -> Array:
     """Whether the criterion holds by more than rounding, ``[n]``."""
-    return ascent.read(victim.criterion, samples, out).lasts & finite(out)
+    return ascent.read(victim.criterion, samples, out).lasts & norms.finite(out)
 
 
 def plane_distance(value: Array, gradient: Array, norm: float) -> Array:

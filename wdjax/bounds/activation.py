@@ -17,17 +17,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 
-from wdjax.bounds import interval, ulps
+from wdjax.bounds import interval, record
 from wdjax.bounds.domain import Array, Interval, Value, ends, fresh, largest_size, tiny
 from wdjax.bounds.graph import flatten
-from wdjax.bounds.relax import Ends, Lines, View
+from wdjax.bounds.primitives.functions import function
+from wdjax.bounds.record import ONCE, Ends, Lines, View
 
 _HALF = 12
 """Cells on either side of 0, where the pieces of most activations meet."""
 _TANGENTS = (0.0, 0.15, 0.3, 0.5, 0.7, 0.85, 1.0)
 """Where in the interval tangents are tried, beside the chord and the constant."""
-_EXACT = {"neg", "max", "min", "abs", "select_n"}
-"""Which do not round."""
 
 primitive = Primitive("elementwise")
 """A ``jaxpr`` of one number, for every entry of the operand."""
@@ -65,7 +64,7 @@ def _lines(program: ClosedJaxpr, lower: Array, upper: Array) -> tuple[Array, ...
         half = jnp.maximum(high - center, center - low)
         at, steep = interval.over(program, center, center), interval.over(slope, low, high)
         swing = half * jnp.maximum(jnp.abs(steep[0] - slopes), jnp.abs(steep[1] - slopes))
-        unit = ulps.LEAST * float(jnp.finfo(lower.dtype).eps)
+        unit = record.LEAST * float(jnp.finfo(lower.dtype).eps)
         size = jnp.maximum(jnp.abs(at[0]), jnp.abs(at[1])) + jnp.abs(slopes * center)
         swing = swing + unit * (swing + size)
         below, above = at[0] - slopes * center - swing, at[1] - slopes * center + swing
@@ -109,8 +108,8 @@ def _deviation(program: ClosedJaxpr, lower: Array, upper: Array) -> Array:
         ]
         either = jnp.maximum if name == "select_n" else jnp.add
         error = functools.reduce(either, parts, jnp.zeros_like(lower))
-        if name not in _EXACT:
-            wrong = ulps.trusted(node.eqn, lower.dtype) * float(jnp.finfo(lower.dtype).eps)
+        if not record.of(name).exact:
+            wrong = record.trusted(node.eqn, lower.dtype) * float(jnp.finfo(lower.dtype).eps)
             error = error + wrong * largest_size(out) + tiny(lower.dtype)
         errors[node.outputs[0]] = error
     worst = errors.get(graph.outputs[0], jnp.zeros_like(lower))
@@ -125,3 +124,6 @@ def _steep(eqn: JaxprEqn, args: Sequence[Value], place: int) -> Array:
 
     derivative = jax.make_jaxpr(jax.grad(function, argnums=place))(*(ends(a).lower for a in args))
     return largest_size(interval.interpret(derivative, args)[0])
+
+
+record.add(function(primitive.name, interval.entrywise, ONCE, lines, fuses=False))

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from jax.typing import DTypeLike
 
 from wdjax import norms
@@ -47,10 +48,13 @@ def evaluate(eqn: JaxprEqn, args: Sequence[Array]) -> list[Array]:
     if "precision" in params:
         params = {**params, "precision": (lax.Precision.HIGHEST, lax.Precision.HIGHEST)}
     declared: list[Any] = [var.aval for var in eqn.invars]
-    if params.get("preferred_element_type") is not None and any(
-        a.dtype != aval.dtype for a, aval in zip(args, declared)
-    ):
-        params = {**params, "preferred_element_type": None}
+    if any(a.dtype != aval.dtype for a, aval in zip(args, declared)):
+        if params.get("preferred_element_type") is not None:
+            params = {**params, "preferred_element_type": None}
+        if params.get("update_jaxpr") is not None:  # Of scatters, in the dtype that they had.
+            update = jaxpr_as_fun(ClosedJaxpr(params["update_jaxpr"], params["update_consts"]))
+            number = jax.ShapeDtypeStruct((), args[0].dtype)
+            params = {**params, "update_jaxpr": jax.make_jaxpr(update)(number, number).jaxpr}
     out = eqn.primitive.bind(*args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from wdjax.bounds import crown
 from wdjax.bounds.coefficients import Rows, Window, framed, rounding
 from wdjax.bounds.domain import Array
-from wdjax.bounds.relax import Lines
+from wdjax.bounds.record import Lines
 
 _DEPTH = 3
 """Values between that are not affine: of fewer little is saved, and of more too little decided."""

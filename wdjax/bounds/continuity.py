@@ -10,16 +10,9 @@ from jax.extend.core import ClosedJaxpr
 
 from wdjax.bounds.affine_rules import evaluate
 from wdjax.bounds.graph import Graph, Node, dependent, flatten
+from wdjax.bounds.primitives import TABLE
 from wdjax.checks import validate
 
-_JUMPS = {"floor", "ceil", "round", "sign", "rem", "argmax", "argmin", "cond", "while", "nextafter"}
-_COMPARISONS = {"lt", "le", "gt", "ge"}
-_WHOLE = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "expand_dims", "copy"}
-ELEMENTWISE = {
-    "add", "sub", "mul", "div", "neg", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic",
-    "erf", "erfc", "max", "min", "abs", "integer_pow", "square", "sqrt", "rsqrt", "select_n",
-    "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not", "pow", "clamp", "sin", "cos", "atan",
-}  # fmt: skip
 _PROBES = (-3.0, -0.7, 0.0, 0.3, 1.1, 40.0)
 
 
@@ -28,7 +21,7 @@ def jumps(closed: ClosedJaxpr) -> set[str]:
 
     A selection by a comparison of ``a`` with ``b`` is continuous if its cases, computed entry by
     entry from ``a``, ``b`` and known numbers, agree wherever ``a = b``. Numbers are known outside
-    of a trace; what cannot be decided counts as a jump.
+    of a trace; what cannot be decided counts as a jump, and so does a primitive without a record.
 
     >>> jumps(jax.make_jaxpr(lambda x: jnp.where(x > 0, x, 0.1 * x))(1.0))
     set()
@@ -44,7 +37,8 @@ def jumps(closed: ClosedJaxpr) -> set[str]:
         moved.update(node.outputs)
         source: Any = node.eqn.invars[0].aval
         target: Any = node.eqn.outvars[0].aval
-        if node.name in _JUMPS:
+        known = TABLE.get(node.name)
+        if known is None or not known.continuous:
             found.add(node.name)
         elif node.name == "convert_element_type":
             floats = [jnp.issubdtype(a.dtype, jnp.floating) for a in (source, target)]
@@ -66,12 +60,12 @@ class _Program(NamedTuple):
 def _agree(program: _Program, node: Node) -> bool:
     """Whether the cases of a selection agree where its comparison is decided."""
     predicate = program.makers.get(node.inputs[0])
-    while predicate is not None and predicate.name in {*_WHOLE, "not"}:
+    while predicate is not None and (predicate.name == "not" or _kept(predicate.name)):
         predicate = program.makers.get(predicate.inputs[0])
     if predicate is None:
         return False
     left, right, name = predicate.inputs[0], predicate.inputs[-1], predicate.name
-    compared = name in _COMPARISONS
+    compared = name in TABLE and TABLE[name].compares and name not in ("eq", "ne")
     if compared and {left, right} == set(node.inputs[1:]):
         return True
     if not compared:  # Tests for numbers that are infinite or NaN.
@@ -80,6 +74,14 @@ def _agree(program: _Program, node: Node) -> bool:
         return all(_meet(program, node, (left, right), probe) for probe in _PROBES)
     except _UnknownError:
         return False
+
+
+def _kept(name: str) -> bool:
+    return name in TABLE and TABLE[name].keeps_order
+
+
+def _entrywise(name: str) -> bool:
+    return name in TABLE and (TABLE[name].elementwise or TABLE[name].keeps_order)
 
 
 class _UnknownError(Exception):
@@ -114,7 +116,7 @@ def _value(program: _Program, place: int, known: dict[int, Any]) -> Any:
             raise _UnknownError
         return value
     node = program.makers.get(place)
-    if node is None or (place in program.moved and node.name not in ELEMENTWISE | _WHOLE):
+    if node is None or (place in program.moved and not _entrywise(node.name)):
         raise _UnknownError
     args: Sequence[Any] = [_value(program, i, known) for i in node.inputs]
     known.update(zip(node.outputs, evaluate(node.eqn, args)))

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from wdjax import norms
-from wdjax.bounds import activation, interval, network
+from wdjax.bounds import interval, network
 from wdjax.bounds.coefficients import (
     Coefficients,
     Rows,
@@ -38,12 +38,11 @@ from wdjax.bounds.coefficients import (
 from wdjax.bounds.domain import Array, Ternary, ends, fresh
 from wdjax.bounds.graph import Node
 from wdjax.bounds.network import Bounded, Network
+from wdjax.bounds.primitives import TABLE
+from wdjax.bounds.record import Lines
 from wdjax.bounds.region import Region
-from wdjax.bounds.relax import RELAXATIONS, Lines
 from wdjax.bounds.terms import Sum, charged, relaxed
 from wdjax.bounds.transposition import transposed
-
-RULES = {**RELAXATIONS, "elementwise": activation.lines}
 
 _ROWS = 64
 """Rows that go back at once: what fits a CPU's cache, half of them where rows are wide."""
@@ -163,13 +162,16 @@ def _kept_open(
 def _lines(state: Pass, node: Node) -> Lines | None:
     """The lines of one equation over its operands, where it has any."""
     values = [state.values.get(place) for place in node.inputs]
-    if node.name not in RULES or any(v is not None and v.lower.dtype == bool for v in values):
+    own = TABLE.get(node.name)
+    if own is None or own.lines is None:
+        return None
+    if any(v is not None and v.lower.dtype == bool for v in values):
         return None
     args: list[Any] = [
         interval.lifted(jnp.asarray(state.network.exact[place])) if v is None else v[:2]
         for place, v in zip(node.inputs, values)
     ]
-    return RULES[node.name](node.eqn, args, [v is not None for v in values])
+    return own.lines(node.eqn, args, [v is not None for v in values])
 
 
 def _over(state: Pass, lines: Lines, lower: Array, upper: Array, node: Node) -> Lines:

@@ -8,7 +8,7 @@ composed map are formed, and their norms give tighter bounds than step by step.
 Rounding: every operation widens its result by a bound on the rounding of floats, ``gamma_k |T|
 (|c| + r)`` for sums of ``k`` terms in any order, so the interval holds what exact arithmetic
 returns on the given parameters *and* what the float program returns, for every input in the box.
-Of elementary functions :mod:`wdjax.bounds.ulps` says what they may be wrong by.
+Of elementary functions the records of :mod:`wdjax.bounds.record` say what they may be wrong by.
 """
 
 import functools

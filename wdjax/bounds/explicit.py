@@ -9,11 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from wdjax.bounds.graph import Graph, Node, add, dependent
-
-_BINARY = {
-    "add", "sub", "mul", "div", "max", "min", "pow", "lt", "le", "gt", "ge", "eq", "ne",
-}  # fmt: skip
-"""Which may repeat an operand along axes of length 1 without saying so."""
+from wdjax.bounds.primitives import TABLE
 
 
 def explicit(graph: Graph) -> Graph:
@@ -33,7 +29,7 @@ def explicit(graph: Graph) -> Graph:
             parts = _contraction(node.eqn)
         elif node.name == "div" and moves[1]:
             parts = _repetition(node.eqn, by_inverse=True)
-        elif node.name in _BINARY and any(a.shape not in ((), out.shape) for a in avals):
+        elif _repeats(node.name, avals, out):
             parts = _repetition(node.eqn)
         if parts is None:
             graph.nodes.append(node)
@@ -41,6 +37,13 @@ def explicit(graph: Graph) -> Graph:
         place = add(graph, parts, avals, node.inputs)
         graph.nodes[-1] = _renamed(graph.nodes[-1], place, node)
     return graph
+
+
+def _repeats(name: str, avals: list[Any], out: Any) -> bool:
+    """Whether an operand is repeated along axes of length 1 without saying so."""
+    known = TABLE.get(name)
+    two = known is not None and known.elementwise and len(avals) == 2
+    return two and any(aval.shape not in ((), out.shape) for aval in avals)
 
 
 def _renamed(last: Node, place: int, node: Node) -> Node:

@@ -12,17 +12,11 @@ import numpy as np
 
 from wdjax.bounds import affine_rules
 from wdjax.bounds.activation import primitive
-from wdjax.bounds.continuity import ELEMENTWISE, jumps
+from wdjax.bounds.continuity import jumps
 from wdjax.bounds.domain import Array
 from wdjax.bounds.graph import Graph, Node, alive, dependent
-from wdjax.bounds.relax import RELAXATIONS
+from wdjax.bounds.primitives import TABLE
 from wdjax.checks import validate
-
-_COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne"}
-_AFFINE = {"add", "add_any", "sub", "neg"}
-_BENT = {"max", "min", "abs"}
-"""Their own lines are exact where they bend."""
-_ELEMENTWISE = ELEMENTWISE - {"and", "or", "not", "pow", "clamp", "sin", "cos"} | {"add_any"}
 
 
 class _Cone(NamedTuple):
@@ -87,7 +81,8 @@ def _cone(
     cones: dict[int, _Cone],
     numbers: dict[int, Any],
 ) -> _Cone | None:
-    if node.name not in _ELEMENTWISE:
+    known = TABLE.get(node.name)
+    if known is None or not known.fuses:
         return None
     moving = {place for place, moved in zip(node.inputs, moves) if moved}
     before = [cones[place] for place in moving if place in cones]
@@ -106,10 +101,12 @@ def _made(graph: Graph, node: Node, cone: _Cone, numbers: dict[int, Any]) -> Nod
     out, operand = graph.avals[node.outputs[0]], graph.avals[cone.root]
     inside = {cone.root, *(own.outputs[0] for own in cone.nodes)}
     bends = [bend for own in cone.nodes if (bend := _bend(own, inside))]
-    if RELAXATIONS.keys() >= {*bends} and ({*bends} <= _BENT or len(bends) < 2):
+    bent = [TABLE[bend] for bend in bends if bend in TABLE and TABLE[bend].lines is not None]
+    # Lines of what is homogeneous are exact where it bends.
+    if len(bent) == len(bends) and (len(bends) < 2 or all(own.homogeneous for own in bent)):
         return node
     # What is compared must not have been rounded before.
-    compared = [own.inputs for own in cone.nodes if own.name in _COMPARISONS]
+    compared = [own.inputs for own in cone.nodes if TABLE[own.name].compares]
     exact = all(inside & {*pair} == {cone.root} or pair[0] == pair[-1] for pair in compared)
 
     def function(z: Array) -> Array:
@@ -131,6 +128,7 @@ def _bend(node: Node, inside: set[int]) -> str:
     if node.name == "integer_pow" and node.eqn.params["y"] > 0 and node.eqn.params["y"] % 2:
         return "odd power"
     moves = [place in inside for place in node.inputs]
-    straight = node.name in _AFFINE | _COMPARISONS
+    own = TABLE[node.name]
+    straight = own.compares or (own.diagonal and not own.scales)
     straight |= (node.name == "mul" and not all(moves)) or (node.name == "div" and not moves[1])
     return "" if straight else node.name

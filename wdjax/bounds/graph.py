@@ -9,11 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from wdjax.bounds.rewritten import rewritten
+
 CALLS = {
     "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint",
     "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr",
 }  # fmt: skip
-IDENTITIES = {"stop_gradient", "optimization_barrier", "sharding_constraint", "copy", "copy_p"}
+IDENTITIES = {
+    "stop_gradient", "optimization_barrier", "sharding_constraint", "copy", "copy_p", "name",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +111,13 @@ def _inline(graph: Graph, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[in
             outputs = tuple(graph.new() for _ in eqn.outvars)
             graph.nodes.append(Node(eqn, inputs, tuple(outputs)))
             graph.avals.update({place: var.aval for place, var in zip(outputs, eqn.outvars)})
+            avals = [*map(_aval, eqn.invars)]
+            known = [graph.constants.get(place) for place in inputs]
+            written = rewritten(eqn, known)  # The equation stays for other results, if needed.
+            outputs = tuple(
+                place if fn is None else add(graph, fn, avals, inputs)
+                for place, fn in zip(outputs, written)
+            )
         places.update(zip(eqn.outvars, outputs))
     return [read(atom) for atom in jaxpr.outvars]
 

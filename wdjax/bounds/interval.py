@@ -3,7 +3,7 @@ r"""Interval arithmetic on the program of any JAX function: sound bounds of what
 The program is ``jax.make_jaxpr`` of the function, so a model needs no list of layers, and the
 program of a *gradient* is bounded by the same code: ``select(z > 0, g, 0)`` with ``z`` of either
 sign becomes the hull of ``g`` and 0, which is the interval Jacobian of FastLip and of Clarke.
-This file walks through the program and holds the table of rules, one a primitive.
+This file walks through the program; the rules are in :mod:`wdjax.bounds.primitives`.
 """
 
 import functools
@@ -18,11 +18,10 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.typing import ArrayLike
 
 from wdjax import norms
-from wdjax.bounds import affine_rules, decisions, nonlinear, ulps
+from wdjax.bounds import affine_rules, record
 from wdjax.bounds.domain import (
     Array,
     Interval,
-    Rule,
     Value,
     box,
     constant_of,
@@ -154,13 +153,7 @@ def apply(eqn: JaxprEqn, args: Sequence[Value], norm: float | None = None) -> li
     exact = [a for a in args if is_exact(a)]
     if len(exact) == len(args):
         return [*affine_rules.evaluate(eqn, exact)]
-    name = eqn.primitive.name
-    rule = RULES.get(name)
-    if rule is None:
-        raise ValueError(
-            f"no interval rule for the primitive {name!r}, which the program applies to a value "
-            "that depends on the input; rewrite the model without it, or certify it another way."
-        )
+    rule = record.of(eqn.primitive.name).interval
     out = rule(eqn, [lifted(a) if is_exact(a) else a for a in args], norm)
     outs = out if isinstance(out, list) else [out]
     avals: list[Any] = [var.aval for var in eqn.outvars]
@@ -181,15 +174,11 @@ def entrywise(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Inter
     return fresh(low.reshape(lower.shape), high.reshape(lower.shape))
 
 
-SUMS = {"reduce_sum", "cumsum", "reduce_window_sum", "scatter-add", "select_and_scatter_add"}
-"""Where a program in less than float32 may round after every term; products sum in float32."""
-
-
 def slack_of(eqn: JaxprEqn, dtype: Any, size: Array) -> Array:
     """What an equation in a dtype shorter than float32 may change of the number that it makes."""
     if not affine_rules.is_narrow(dtype):
         return jnp.zeros_like(size)
-    return 1.01 * ulps.trusted(eqn, dtype) * float(jnp.finfo(dtype).eps) * size + tiny(dtype)
+    return 1.01 * record.trusted(eqn, dtype) * float(jnp.finfo(dtype).eps) * size + tiny(dtype)
 
 
 def _rounded(value: Value, eqn: JaxprEqn, dtype: Any, norm: float | None) -> Value:
@@ -197,76 +186,9 @@ def _rounded(value: Value, eqn: JaxprEqn, dtype: Any, norm: float | None) -> Val
         return value
     (lower, upper), peak = ends(value), jnp.zeros((), value.center.dtype)
     slack = slack_of(eqn, dtype, largest_size(value))
-    if eqn.primitive.name in SUMS:
+    if record.of(eqn.primitive.name).sums:
         slack += gamma(value.roundings, dtype) * value.magnitude
         peak = value.magnitude + slack
     lower, upper = fitted(lower - slack, upper + slack, dtype, peak)
     constant = None if norm is None else constant_of(value, norm)
     return fresh(lower, upper, constant, value.origin)
-
-
-MOVES = {
-    "reshape", "squeeze", "expand_dims", "transpose", "slice", "rev", "concatenate", "stack", "pad",
-}  # fmt: skip
-"""What puts every entry in one place."""
-
-RULES: dict[str, Rule] = {
-    **dict.fromkeys((*MOVES, "broadcast_in_dim", "tile"), affine_rules.additive()),
-    **dict.fromkeys(("split", "unstack"), affine_rules.parted),
-    **dict.fromkeys(("dynamic_slice", "gather"), affine_rules.additive([0])),
-    "dynamic_update_slice": affine_rules.additive([0, 1]),
-    "scatter-add": affine_rules.additive([0, 2], affine_rules.scattered),
-    "neg": affine_rules.additive(absolute=lambda ts: ts[0]),
-    **dict.fromkeys(("add", "add_any"), affine_rules.additive(terms=lambda _: 1)),
-    "sub": affine_rules.additive(terms=lambda _: 1, absolute=lambda ts: ts[0] + ts[1]),
-    "reduce_sum": affine_rules.summation,
-    "cumsum": affine_rules.additive(terms=affine_rules.cumulated),
-    "reduce_window_sum": affine_rules.additive(terms=affine_rules.windowed),
-    "convert_element_type": affine_rules.convert,
-    "mul": affine_rules.bilinear(lambda _: 1),
-    "div": nonlinear.quotient,
-    "dot_general": affine_rules.bilinear(affine_rules.contracted),
-    "conv_general_dilated": affine_rules.bilinear(affine_rules.convolved),
-    "max": nonlinear.monotone(exact=True, origin=nonlinear.elementwise),
-    "min": nonlinear.monotone(exact=True),
-    **dict.fromkeys(
-        ("reduce_max", "reduce_min"), nonlinear.monotone(exact=True, origin=nonlinear.reduced)
-    ),
-    "reduce_window_max": nonlinear.pooled,
-    "select_and_scatter_add": decisions.unpool,
-    "clamp": nonlinear.monotone(exact=True),
-    "abs": nonlinear.absolute,
-    "integer_pow": nonlinear.power,
-    "square": nonlinear.power,
-    "exp": nonlinear.monotone(lambda low, high: jnp.exp(high)),
-    "exp2": nonlinear.monotone(lambda low, high: jnp.exp2(high)),
-    "expm1": nonlinear.monotone(lambda low, high: jnp.exp(high)),
-    "log": nonlinear.monotone(lambda low, high: jnp.where(low > 0, 1 / low, jnp.inf)),
-    "log1p": nonlinear.monotone(lambda low, high: jnp.where(low > -1, 1 / (1 + low), jnp.inf)),
-    "sqrt": nonlinear.monotone(lambda low, high: jnp.where(low > 0, 0.5 / jnp.sqrt(low), jnp.inf)),
-    **dict.fromkeys(("tanh", "atan"), nonlinear.monotone()),
-    "logistic": nonlinear.monotone(0.25),
-    "erf": nonlinear.monotone(1.1283792),
-    "rsqrt": nonlinear.monotone(
-        lambda low, high: jnp.where(low > 0, 0.5 * low**-1.5, jnp.inf), falling=True
-    ),
-    "erfc": nonlinear.monotone(1.1283792, falling=True),
-    **dict.fromkeys(("sin", "cos"), nonlinear.wave),
-    "sort": nonlinear.ordered,
-    "reduce_prod": nonlinear.multiplied,
-    "cumprod": nonlinear.multiplied_on,
-    **dict.fromkeys(
-        ("floor", "ceil", "round", "cummax", "cummin"), nonlinear.monotone(math.inf, exact=True)
-    ),
-    "pow": nonlinear.real_power,
-    "is_finite": decisions.finite,
-    "sign": nonlinear.sign,
-    **dict.fromkeys(("lt", "le"), decisions.inequality(flip=False)),
-    **dict.fromkeys(("gt", "ge"), decisions.inequality(flip=True)),
-    **dict.fromkeys(("eq",), decisions.equal),
-    **dict.fromkeys(("ne",), decisions.unequal),
-    **dict.fromkeys(("and", "or", "not", "xor"), decisions.logical),
-    **dict.fromkeys(("reduce_and", "reduce_or"), affine_rules.moved_booleans),
-    "select_n": decisions.select,
-    "elementwise": entrywise,
-}

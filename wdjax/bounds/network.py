@@ -18,15 +18,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax.bounds import affine_rules, interval
+from wdjax.bounds import affine_rules, interval, record
 from wdjax.bounds.domain import Array, Interval, Linear, fresh, is_exact, tiny
 from wdjax.bounds.ends import fitted
 from wdjax.bounds.graph import Graph, Node, dependent
+from wdjax.bounds.primitives import TABLE
 
-_DIAGONAL = {"mul", "div", "add", "sub", "neg", "add_any", "convert_element_type"}
-_MOVES = interval.MOVES | {
-    "split", "unstack", "reduce_sum", "dynamic_slice", "dynamic_update_slice",
-}  # fmt: skip
 _WINOGRAD = 96
 """Channels from which a 3x3 convolution may be run by Winograd's algorithm."""
 _LARGEST = 2.0**50
@@ -58,8 +55,8 @@ class Affine(NamedTuple):
     """The operands that are known, None for the others."""
 
     @property
-    def diagonal(self) -> bool:
-        return self.node.name in _DIAGONAL
+    def record(self) -> record.Record:
+        return record.of(self.node.name)
 
 
 @dataclass(eq=False)
@@ -103,9 +100,9 @@ def build(graph: Graph) -> Network:
 def _lost(node: Node, args: Sequence[Any], outs: Sequence[Array]) -> list[Array]:
     """Known factors whose product is too small or too large for its dtype."""
     out = outs[0]
-    if node.name not in ("mul", "div", "integer_pow") or not jnp.issubdtype(
-        out.dtype, jnp.floating
-    ):
+    known = TABLE.get(node.name)
+    multiplies = known is not None and (known.scales or node.name == "integer_pow")
+    if not multiplies or not jnp.issubdtype(out.dtype, jnp.floating):
         return []
     low = jnp.finfo(out.dtype).tiny / jnp.finfo(out.dtype).eps
     sizes = [jnp.abs(jnp.asarray(a)) for a in args]
@@ -114,9 +111,9 @@ def _lost(node: Node, args: Sequence[Any], outs: Sequence[Array]) -> list[Array]
 
 
 def _affine(node: Node, moves: Sequence[bool], args: Sequence[Any]) -> list[Affine] | None:
-    rule = interval.RULES.get(node.name)
+    own = TABLE.get(node.name)
     avals: list[Any] = [atom.aval for atom in node.eqn.invars]
-    if rule is None or any(
+    if own is None or any(
         not jnp.issubdtype(a.dtype, jnp.floating) for a, moved in zip(avals, moves) if moved
     ):
         return None
@@ -131,7 +128,7 @@ def _affine(node: Node, moves: Sequence[bool], args: Sequence[Any]) -> list[Affi
             zero = jnp.zeros(aval.shape, dtype)
             dummies[place] = fresh(zero, zero)
         operands.append(dummies[place])
-    out = rule(node.eqn, operands, None)
+    out = own.interval(node.eqn, operands, None)
     roots = {root: place for place, dummy in dummies.items() for root in dummy.terms}
     found = []
     for value in out if isinstance(out, list) else [out]:
@@ -147,25 +144,20 @@ def _affine(node: Node, moves: Sequence[bool], args: Sequence[Any]) -> list[Affi
 def _error(node: Node, value: Interval, terms: int) -> tuple[float, float]:
     """Of the float program and of its transposition, relative to the magnitude; and what is lost
     of short floats."""
-    eqn, dtype = node.eqn, value.center.dtype
+    eqn, dtype, own = node.eqn, value.center.dtype, record.of(node.name)
+    assert own.affine is not None
     declared: Any = eqn.outvars[0].aval
     unit = 0.5 * float(jnp.finfo(dtype).eps)
     forwards = terms + 2.0
     if node.name == "conv_general_dilated":
         kernel, spec = affine_rules.shape_of(eqn, 1), eqn.params["dimension_numbers"].rhs_spec
         outputs, inputs, *window = (kernel[i] for i in spec)
-        backwards = outputs * math.prod(window)
         forwards *= 8 if min(outputs, inputs) >= _WINOGRAD and window == [3, 3] else 1
-    elif node.name == "broadcast_in_dim":
-        backwards = declared.size // max(math.prod(affine_rules.shape_of(eqn, 0)), 1)
-    elif node.name in _DIAGONAL | _MOVES:
-        backwards = 1
-    else:
-        backwards = declared.size
-    total = 1.01 * unit * (forwards + backwards + 6)
-    if not affine_rules.is_narrow(declared.dtype) or node.name in _MOVES - {"reduce_sum"}:
+    total = 1.01 * unit * (forwards + own.affine(eqn) + 6)
+    moved = own.once and not (own.elementwise or own.sums)
+    if moved or not affine_rules.is_narrow(declared.dtype):
         return total, 0.0
-    rounds = terms + 1 if node.name in interval.SUMS else 1
+    rounds = terms + 1 if own.sums else 1
     total += 1.01 * rounds * float(jnp.finfo(declared.dtype).eps)
     return total, rounds * tiny(declared.dtype)
 
@@ -193,7 +185,8 @@ def begin(lower: Array, upper: Array, mixes: int) -> Bounded:
 def forward(affine: Affine, values: dict[int, Bounded], charged: set[int]) -> Bounded:
     """Interval arithmetic on one affine map, batched over samples."""
     declared: Any = affine.node.eqn.outvars[0].aval
-    sums = affine_rules.is_narrow(declared.dtype) and affine.node.name in interval.SUMS
+    own = affine.record
+    sums = affine_rules.is_narrow(declared.dtype) and own.sums
     lowest, peak = tiny(affine.offset.dtype), jnp.abs(affine.offset)[None]
     center, radius = affine.offset[None], jnp.zeros((), affine.offset.dtype)
     offset, size, error = affine.offset, jnp.abs(affine.offset)[None], radius
@@ -206,9 +199,9 @@ def forward(affine: Affine, values: dict[int, Bounded], charged: set[int]) -> Bo
         half = jnp.maximum(value.upper - middle, middle - value.lower)
         center = center + jax.vmap(apply)(middle)
         radius = radius + jax.vmap(absolute)(half)
-        moved = affine.node.name in (_DIAGONAL | _MOVES) - {"mul", "div"}  # Nothing can be lost.
-        own = value.size if moved else _limited(value.size, value.size)
-        size = size + jax.vmap(absolute)(own)
+        moved = own.once and not own.scales  # Nothing can be lost.
+        kept = value.size if moved else _limited(value.size, value.size)
+        size = size + jax.vmap(absolute)(kept)
         error = error + jax.vmap(absolute)(value.error)
         offset = offset + apply(value.offset)
         if sums:  # Which may be too large on the way.
@@ -219,7 +212,7 @@ def forward(affine: Affine, values: dict[int, Bounded], charged: set[int]) -> Bo
     radius = _open(radius + 2 * fine)
     lower, upper = fitted(center - radius, center + radius, declared.dtype, _open(peak + fine))
     size = jnp.where(jnp.isfinite(lower) & jnp.isfinite(upper), size, jnp.inf)
-    adds = affine.node.name not in _DIAGONAL | _MOVES - {"reduce_sum"} or len(affine.parts) > 1
+    adds = not own.once or own.sums or len(affine.parts) > 1
     mixes = adds + max(values[part.place].mixes for part in affine.parts)
     return Bounded(lower, upper, _open(size), _limited(_open(error + fine), size), offset, mixes)
 

@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from wdjax.bounds import ulps
-from wdjax.bounds.affine_rules import bilinear, bind, product
+from wdjax.bounds import record
+from wdjax.bounds.affine_rules import bilinear, bind, is_narrow, product
 from wdjax.bounds.domain import (
     Array,
     Elementwise,
@@ -45,7 +45,7 @@ def monotone(
         if falling:
             lower, upper = upper, lower
         if not exact:
-            lower, upper = opened(lower, upper, lower < 0, ulps.trusted(eqn, lower.dtype))
+            lower, upper = opened(lower, upper, lower < 0, record.trusted(eqn, lower.dtype))
         steepest = jnp.max(slope(*ends(args[0]))) if callable(slope) else slope
         known = None if origin is None else origin(eqn, args)
         return fresh(lower, upper, stretch(args, steepest, norm), known)
@@ -82,6 +82,18 @@ def absolute(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interv
     return fresh(smallest, jnp.maximum(-lower, upper), stretch(args, 1.0, norm))
 
 
+def even(slope: Slope) -> Rule:
+    """A rule for even functions that grow from 0 on; the slope is that between sizes."""
+
+    def rule(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
+        sizes = ends(absolute(eqn, args, None))
+        low, high = (bind(eqn, [end]) for end in sizes)
+        low, high = opened(low, high, low < 0, record.trusted(eqn, low.dtype))
+        return fresh(low, high, stretch(args, jnp.max(slope(*sizes)), norm))
+
+    return rule
+
+
 def power(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
     exponent = eqn.params["y"] if eqn.primitive.name == "integer_pow" else 2
     (lower, upper), count = ends(args[0]), abs(exponent)
@@ -91,7 +103,7 @@ def power(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
         one, two = least, jnp.maximum(one, two)
     size = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
     steepest = jnp.max(exponent * size ** (exponent - 1)) if exponent > 0 else 0.0
-    wrong = ulps.trusted(eqn, lower.dtype)
+    wrong = record.trusted(eqn, lower.dtype)
     one, two = opened(one, two, (lower < 0) & (count % 2 == 1), wrong)
     if exponent >= 0:
         return fresh(one, two, stretch(args, steepest, norm))
@@ -114,7 +126,7 @@ def real_power(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Inte
         raise ValueError("pow is certified only for exponents that do not depend on the input.")
     lower, upper = ends(base)
     one, two = lower**exponent, upper**exponent
-    wrong = ulps.trusted(eqn, lower.dtype)
+    wrong = record.trusted(eqn, lower.dtype)
     least, most = opened(jnp.minimum(one, two), jnp.maximum(one, two), one < 0, wrong)
     valid = (lower > 0) | ((lower == 0) & (exponent >= 0))
     return fresh(
@@ -129,6 +141,21 @@ def ordered(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value |
     if len(args) != 1:
         raise ValueError("sort is certified for one operand only.")
     return monotone(exact=True)(eqn, args, norm)
+
+
+def soft_maxima(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
+    """Running log-sum-exp, in any order: each step is wrong relative to the largest entry, and
+    errors add up, since no step has a derivative above 1."""
+    lower, upper = ends(args[0])
+    steps = lower.shape[eqn.params["axis"]]
+    size = jnp.max(jnp.maximum(jnp.abs(lower), jnp.abs(upper)), initial=0.0) + math.log(steps) + 1
+    unit = record.trusted(eqn, lower.dtype) * float(jnp.finfo(lower.dtype).eps)
+    declared: Any = eqn.outvars[0].aval
+    if is_narrow(declared.dtype):
+        unit = record.trusted(eqn, declared.dtype) * float(jnp.finfo(declared.dtype).eps)
+    low, high = (bind(eqn, [end]) for end in (lower, upper))
+    slack = steps * unit * size
+    return fresh(low - slack, high + slack, stretch(args, jnp.inf, norm))
 
 
 def multiplied(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
@@ -177,9 +204,31 @@ def sign(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
     return fresh(low.astype(lower.dtype), high.astype(lower.dtype), stretch(args, jnp.inf, norm))
 
 
-def wave(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
-    one = jnp.ones_like(ends(args[0])[0])
-    return fresh(-one, one, stretch(args, 1.0, norm))
+def wave(peak: float) -> Rule:
+    """A rule for a sine whose maxima are at ``2 pi (peak + k)``: its extremes between the ends."""
+
+    def rule(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
+        lower, upper = ends(args[0])
+        one, two = (bind(eqn, [end]) for end in (lower, upper))
+        least, most = opened(
+            jnp.minimum(one, two),
+            jnp.maximum(one, two),
+            jnp.asarray(True),
+            record.trusted(eqn, lower.dtype),
+        )
+        low = jnp.where(_meets(lower, upper, peak + 0.5), -1.0, jnp.maximum(least, -1.0))
+        high = jnp.where(_meets(lower, upper, peak), 1.0, jnp.minimum(most, 1.0))
+        return fresh(low, high, stretch(args, 1.0, norm))
+
+    return rule
+
+
+def _meets(lower: Array, upper: Array, turn: float) -> Array:
+    """Whether ``2 pi (turn + k)`` may lie between the ends; rounding decides for it."""
+    first, last = (end / (2 * math.pi) - turn for end in (lower, upper))
+    unit = 8 * float(jnp.finfo(lower.dtype).eps)
+    first, last = first - unit * (1 + jnp.abs(first)), last + unit * (1 + jnp.abs(last))
+    return jnp.ceil(first) <= jnp.floor(last)
 
 
 def quotient(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:

@@ -9,56 +9,23 @@ tightness and never soundness.
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from wdjax.bounds import ulps
+from wdjax.bounds import record
 from wdjax.bounds.affine_rules import windows
 from wdjax.bounds.domain import Array, Linear, tiny
-
-
-class View(NamedTuple):
-    """One linear term of both lines; no view is the identity."""
-
-    operand: int
-    low: Array
-    up: Array
-    view: Linear | None = None
-    shape: tuple[int, ...] = ()
-    """Of the operand, where there is a view."""
-
-
-class Lines(NamedTuple):
-    """Lines of a value, batched over samples, and which operands' bounds matter to them."""
-
-    views: tuple[View, ...]
-    low: Array
-    up: Array
-    open: Array | None = None
-    """Entries of the operand whose bounds the lines depend on; None for all that are not points."""
-    free: Array | None = None
-    """Entries of one operand whose lower slope may be anything in [0, 1], with no intercept."""
-    ends: "Ends | None" = None
-    """Of the value itself, where they may be tighter than interval arithmetic's."""
-    shift: Array | float = 0.0
-    """What the operand is at least beyond what lines are over, where their slope is free."""
-    maps: tuple[Array, ...] = ()
-    """For :func:`coefficients.seen`: intercepts and slopes; and ``free`` and ``shift``."""
-
-
-Ends = tuple[Array, Array]
-Relaxation = Callable[[JaxprEqn, Sequence[Any], Sequence[bool]], Lines | None]
-"""``(equation, operands, which of them depend on the input)``; such an operand is ``Ends``
-``[B, *shape]``, another an array. None if the rule does not fit."""
+from wdjax.bounds.record import Ends, Lines, Relaxation, View
 
 
 def _rounding(eqn: JaxprEqn, *sizes: Array) -> Array:
-    unit = ulps.trusted(eqn, sizes[0].dtype) * float(jnp.finfo(sizes[0].dtype).eps)
+    unit = record.trusted(eqn, sizes[0].dtype) * float(jnp.finfo(sizes[0].dtype).eps)
     total = sum(jnp.abs(size) for size in sizes)
     return jnp.asarray(unit * total + 4 * float(jnp.finfo(sizes[0].dtype).tiny))
 
@@ -201,21 +168,63 @@ def _tangent(
     return jnp.where((upper <= 0) | (slope(upper) >= chord), chord, slope(low))
 
 
-def _gap(z: Array) -> Array:
-    return 1 / jnp.cosh(jnp.minimum(jnp.abs(z), 40.0)) ** 2
+def wave(f: Callable[[Array], Array], peak: float) -> Relaxation:
+    """A rule for a sine whose maxima are at ``2 pi (peak + k)``: lines nearest at the middle."""
+
+    def rule(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
+        ends = args[0]
+        up, above = _crest(eqn, f, peak, ends)
+        low, below = _crest(eqn, lambda z: -f(z), peak + 0.5, ends)
+        return Lines((View(0, -low, up),), -below, above)
+
+    return rule
 
 
-def _where_tanh(s: Array) -> Array:
-    nearly = 1 - 8 * float(jnp.finfo(s.dtype).eps)  # Behind it tanh is 1 but for 4 units.
-    return jnp.arctanh(jnp.sqrt(jnp.clip(1 - s, 0.0, nearly)))
+_FARTHEST = 2.0**10
+"""Beyond it the arguments of sines are too coarse for lines other than 1 and -1."""
 
 
-def _rise(z: Array) -> Array:
-    return 0.25 * _gap(0.5 * z)
+def _crest(
+    eqn: JaxprEqn, f: Callable[[Array], Array], peak: float, ends: Ends
+) -> tuple[Array, Array]:
+    """Slope and intercept of the line above a sine that is least at the middle of the interval.
 
+    For a slope ``s`` the intercept is the largest ``f(z) - s z``: at an end, or the first or last
+    of the points ``acos(s) + 2 pi (peak + k) - pi / 2`` inside, where the derivative is ``s``. The
+    line's height at the middle is convex in ``s``: where its highest point lies to the right of the
+    middle, a larger ``s`` is better.
+    """
+    lower, upper = ends
+    middle, turn = 0.5 * lower + 0.5 * upper, 2 * math.pi
+    unit = 8 * float(jnp.finfo(lower.dtype).eps)
+    reach = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
+    wide = ~(reach <= _FARTHEST)
 
-def _sigma(z: Array) -> Array:
-    return 0.5 + 0.5 * jnp.tanh(0.5 * z)
+    def highest(s: Array) -> tuple[Array, Array]:
+        """Where ``f(z) - s z`` is largest, and how large."""
+        begun = jnp.arccos(s) + turn * (peak - 0.25)
+        first = jnp.ceil((lower - begun) / turn - unit * (1 + reach))
+        last = jnp.floor((upper - begun) / turn + unit * (1 + reach))
+        points = [lower, upper]
+        points += [jnp.clip(lax.stop_gradient(begun + turn * k), *ends) for k in (first, last)]
+        heights = [f(z) - s * z for z in points]
+        top = functools.reduce(jnp.maximum, heights)
+        return functools.reduce(
+            lambda best, at: jnp.where(at[1] == top, at[0], best), zip(points, heights), middle
+        ), top
+
+    steepest = jnp.ones_like(middle)
+
+    def halved(_: int, between: Ends) -> Ends:
+        slope = 0.5 * between[0] + 0.5 * between[1]
+        right = highest(slope)[0] > middle
+        return jnp.where(right, slope, between[0]), jnp.where(right, between[1], slope)
+
+    low, high = lax.fori_loop(0, 20, halved, (-steepest, steepest))
+    slope = lax.stop_gradient(jnp.where(wide, 0.0, 0.5 * low + 0.5 * high))
+    # Near where the derivative is the slope, a point off by d lies lower by at most d^2.
+    slack = _rounding(eqn, steepest, slope * reach) + (unit * turn * (1 + reach)) ** 2
+    return slope, jnp.where(wide, 1.0, highest(slope)[1] + slack)
 
 
 def pooled(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
@@ -244,6 +253,20 @@ def reduced(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines 
     return _largest(args[0], [(view(p), view(p)) for p in places])
 
 
+def mirrored(rule: Relaxation) -> Relaxation:
+    """The rule of a minimum, by that of the maximum of what is negated."""
+
+    def turned(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
+        (lower, upper), *others = args
+        found = rule(eqn, [(-upper, -lower), *others], moves)
+        if found is None:
+            return None
+        views = tuple(view._replace(low=view.up, up=view.low) for view in found.views)
+        return Lines(views, -found.up, -found.low)
+
+    return turned
+
+
 def _largest(ends: Ends, views: Sequence[Sequence[Linear]]) -> Lines:
     lower, upper = ends
     lows, highs = (jnp.stack([jax.vmap(see)(end) for _, see in views]) for end in (lower, upper))
@@ -259,21 +282,3 @@ def _largest(ends: Ends, views: Sequence[Sequence[Linear]]) -> Lines:
         lines.append(View(0, low, jnp.where(sure, low, 0.0), see, lower.shape[1:]))
     zero = jnp.zeros_like(first)
     return Lines(tuple(lines), zero, jnp.where(sure, zero, top))
-
-
-RELAXATIONS: dict[str, Relaxation] = {
-    "max": rectifier,
-    "min": rectifier,
-    "mul": product,
-    "integer_pow": power,
-    "square": power,
-    "abs": convex(jnp.abs, jnp.sign),
-    "exp": convex(jnp.exp, jnp.exp),
-    "rsqrt": convex(lax.rsqrt, lambda z: -0.5 * z**-1.5),
-    "log": concave(jnp.log, lambda z: 1 / z),
-    "sqrt": concave(jnp.sqrt, lambda z: 0.5 * lax.rsqrt(z)),
-    "tanh": sigmoid(jnp.tanh, _gap, _where_tanh),
-    "logistic": sigmoid(_sigma, _rise, lambda s: 2 * _where_tanh(4 * s)),
-    "reduce_window_max": pooled,
-    "reduce_max": reduced,
-}

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from wdjax.bounds.coefficients import Coefficients, Rows, Whole, Window, flat, seen, summed, whole
 from wdjax.bounds.domain import Array, Linear
-from wdjax.bounds.relax import Lines
+from wdjax.bounds.record import Lines
 
 
 class Sum(NamedTuple):

@@ -15,7 +15,7 @@ def transposed(affine: Affine, a: Coefficients, rows: Rows) -> list[tuple[int, C
         return [(affine.parts[0].place, through(a, conv, rows))]
     avals: list[Any] = [atom.aval for atom in affine.node.eqn.invars]
     shapes = {place: aval.shape for place, aval in zip(affine.node.inputs, avals)}
-    if affine.diagonal and {shapes[p.place] for p in affine.parts} == {affine.offset.shape}:
+    if affine.record.diagonal and {shapes[p.place] for p in affine.parts} == {affine.offset.shape}:
         return [(part.place, _scaled(affine, part, a, rows)) for part in affine.parts]
     full = whole(a, rows)
     return [(part.place, full.behind(part.apply, shapes[part.place])) for part in affine.parts]
@@ -25,7 +25,7 @@ def _scaled(affine: Affine, part: Part, a: Coefficients, rows: Rows) -> Coeffici
     """Back through a map that multiplies every entry by a number of its own."""
     factor = part.apply(jnp.ones(affine.offset.shape, affine.offset.dtype))
     known = [jnp.ndim(v) for v in affine.exact if v is not None]
-    if affine.node.name not in ("mul", "div") or known == [0]:
+    if not affine.record.scales or known == [0]:
         return a._replace(a=a.a * factor.reshape(-1)[0])
     (own,) = seen(framed(factor[None]), rows.of_all(), a)
     return a._replace(a=a.a * own.reshape(a.a.shape[1:]))

@@ -21,16 +21,11 @@ from wdjax.bounds import affine_rules, margins
 from wdjax.bounds.domain import Array
 from wdjax.bounds.margins import Method
 from wdjax.bounds.network import Network
+from wdjax.bounds.primitives import TABLE
 from wdjax.bounds.region import Region
 from wdjax.checks import validate
 from wdjax.core import Classifier
 from wdjax.precision import highest
-
-_HOMOGENEOUS = {
-    "max", "min", "abs", "reduce_max", "reduce_min", "reduce_window_max", "cummax", "cummin",
-    "ge", "gt", "le", "lt", "and", "or", "not", "xor", "select_n",
-}  # fmt: skip
-"""With constants divided by a positive number, so is what they return."""
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))
@@ -69,7 +64,8 @@ def _homogeneous(net: Network) -> bool:
     dtypes -= {jnp.dtype(bool)}
     for node in net.others.values():
         known = [jnp.asarray(net.exact[place]) for place in node.inputs if place in net.exact]
-        if node.name not in _HOMOGENEOUS or not {value.dtype for value in known} <= dtypes:
+        own = TABLE.get(node.name)
+        if own is None or not own.homogeneous or not {value.dtype for value in known} <= dtypes:
             return False
     return len(dtypes) == 1
 

@@ -166,7 +166,7 @@ def lipschitz_constant(
     """
     arguments.check(model=model, x=x, y=y)
     validate.shapes_of(model, x)
-    twins = "certify.margin_lipschitz, or margin.trainable_lipschitz for gradients"
+    twins = "certify.margin_lipschitz, or lipschitz.trainable_lipschitz for gradients"
     host_only("lipschitz_constant", twins, model, y)
     ends = (-math.inf, math.inf) if box is None else box
     lower, upper = (jnp.full(x.shape[1:], end, x.dtype) for end in ends)

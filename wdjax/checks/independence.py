@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import norms
+from wdjax import norms, program
 from wdjax.checks import batch_axis
 from wdjax.core import AnyArray, Array, PyTree
-from wdjax.engine import program
 
 _ROWS = 16
 """Samples in a batch that a model is traced and tried for."""
@@ -57,7 +56,8 @@ def points(lower: AnyArray, upper: AnyArray) -> Array:
     """``[8, *shape]`` points of a box, of an unbounded one near 0, at which to try a model."""
     low, high = jnp.clip(jnp.asarray(lower), -2.0, None), jnp.clip(jnp.asarray(upper), None, 2.0)
     shares = np.random.default_rng(0).uniform(size=(_ROWS // 2, *low.shape)).astype(low.dtype)
-    return jnp.clip(low + shares * (high - low), lower, upper)
+    inside = low[None] + shares * (high - low)[None]
+    return jnp.clip(inside, jnp.asarray(lower)[None], jnp.asarray(upper)[None])
 
 
 def holds(model: Callable[[Array], PyTree], x: Array, alike: bool = False) -> Array:
@@ -81,7 +81,11 @@ def holds(model: Callable[[Array], PyTree], x: Array, alike: bool = False) -> Ar
         return jnp.asarray(True)
     everyone, out = jnp.ones(len(x), bool), model(x)
     if alike:
-        one_by_one = jax.vmap(lambda row: jax.tree.map(lambda leaf: leaf[0], model(row[None])))(x)
+
+        def alone(row: Array) -> PyTree:
+            return jax.tree.map(lambda leaf: leaf[0], model(row[None]))
+
+        one_by_one = jax.lax.map(alone, x)
         return _agree(out, one_by_one, everyone, _OTHER_PLACE)
     even, fine = jnp.arange(len(x)) % 2 == 0, jnp.asarray(True)
     mirrored = jnp.max(x) + jnp.min(x) - jnp.roll(x, 1, axis=0)

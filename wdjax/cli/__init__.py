@@ -57,7 +57,7 @@ _EXAMPLES = """examples:
   python -m wdjax certify --arch wong_mnist --weights mnist.pth --data mnist.npz \\
       --norm linf --eps 0.1 --json certified.json
   python -m wdjax nppr --arch wong_mnist --weights mnist.pth --data mnist.npz \\
-      --norm linf --eps 0.1 --json nppr_command.json
+      --norm linf --eps 0.1 --json nppr.json
   python -m wdjax game --defense dann,tadv --seeds 0,1 --json games.json
   python -m wdjax convert Carmon2019Unlabeled.pt --name Carmon2019Unlabeled --out model.safetensors
   python -m wdjax COMMAND --help"""

@@ -59,7 +59,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("audit"),
         metavar="DIR",
-        help="the folder of summary.html, summary.json and figures (default %(default)s)",
+        help="the folder of report.html, report.json and figures (default %(default)s)",
     )
     parser.add_argument(
         "--samples",

@@ -4,7 +4,8 @@ import argparse
 from typing import Any
 
 from wdjax.cli.console import Console
-from wdjax.files import atomic, convert, persist
+from wdjax.files import atomic, persist
+from wdjax.models import convert
 
 _EXAMPLES = """examples:
   python -m wdjax convert models --name Wang2023Better_WRN-28-10 --out wang.safetensors

@@ -36,7 +36,7 @@ _MOST_MODELS = 1001
 _DEFAULT = "rmc,dent,dann,tadv,urejectron"
 
 _EXAMPLES = """examples:
-  python -m wdjax game --json digits.json
+  python -m wdjax game --json table.json
   python -m wdjax game --defense dann,tadv --seeds 0,1,2 --draws 5 --json -
   python -m wdjax game --defense rmc --checkpoint games --json rmc.json   # can be interrupted"""
 

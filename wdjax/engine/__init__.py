@@ -4,6 +4,6 @@
 `rounds`, which picks batches of those that have something left to do and takes them on by the steps
 of `track`; `loop` repeats rounds, reports, saves and resumes; `identity` says which checkpoint
 belongs to what; `batching` chooses sizes of batches; `diagnosis` warns of results that may
-overstate robustness. `program` looks at traced programs: how wide they are, and whether they are
-fast in a loop. `tasks` keeps what longer commands have done. Open `driver` first.
+overstate robustness. `tasks`
+keeps what longer commands have done. Open `driver` first.
 """

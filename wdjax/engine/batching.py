@@ -5,8 +5,8 @@ from collections.abc import Callable
 import jax
 from jax.extend.core import ClosedJaxpr
 
+from wdjax import program
 from wdjax.core import AnyArray, Array, PyTree
-from wdjax.engine import program
 
 _CACHED = 3 * 2**15
 """On a CPU, numbers in the largest array of a batch at most: it should stay in the cache."""

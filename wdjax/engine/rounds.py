@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from wdjax import parallel
+from wdjax import parallel, program
 from wdjax.checks import validate
 from wdjax.core import Array, Attack, Found, Info, Progress, PyTree, Samples, Stage, Victim
-from wdjax.engine import batching, loop, program, track
+from wdjax.engine import batching, loop, track
 from wdjax.engine.track import Given, Problem, Reached, Track
 
 _LONG = 50

@@ -5,7 +5,6 @@ to batches of those that still have something to do.
 """
 
 import functools
-from collections.abc import Iterable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -59,25 +58,11 @@ class Reached(NamedTuple):
     fault: Array
 
 
-def finite(tree: PyTree) -> Array:
-    """``[n]``: whether all leaves are finite."""
-    return ~_any(~jnp.isfinite(leaf) for leaf in jax.tree.leaves(tree))
-
-
-def _any(leaves: Iterable[Array]) -> Array:
-    """``[n]``: whether any entry of any ``[n, ...]`` leaf holds.
-
-    As a maximum of small numbers: XLA's CPU compiler reduces booleans a tenth as fast.
-    """
-    rows = [leaf.reshape(len(leaf), -1).astype(jnp.int8) for leaf in leaves]
-    return jnp.stack([jnp.max(row, axis=1, initial=0) for row in rows]).max(axis=0) > 0
-
-
 def evaluate(victim: Victim, x: Array, y: Array) -> tuple[PyTree, Array, Array]:
     """The output, the criterion, and whether both are finite; the same program for every attack."""
     out = victim.model(x)
     value = victim.criterion(out, y)
-    return out, value, finite((out, value))
+    return out, value, norms.finite((out, value))
 
 
 @jax.jit
@@ -146,7 +131,7 @@ def reach(problem: Problem, track: Track) -> tuple[Reached, Array]:
     inside = jnp.isfinite(cost)
     if attack.budget == "sample":
         inside &= cost <= samples.radius * (1 + 1e-6)
-    fault = (track.totals[:, 3] > 0) | ~finite(x_adv)
+    fault = (track.totals[:, 3] > 0) | ~norms.finite(x_adv)
     reached = Reached(x_adv, proof, cost, inside, attack.finished(track.state), fault)
     return reached, jnp.where(norms.spread(inside, x_adv), x_adv, samples.x)
 
@@ -227,7 +212,7 @@ def _two(rows: Array) -> jax.ShapeDtypeStruct:
 def _equal(one: PyTree, other: PyTree) -> Array:
     """Whether all leaves agree bit for bit, per sample."""
     both = zip(jax.tree.leaves(one), jax.tree.leaves(other))
-    return ~_any(_bits(a) != _bits(b) for a, b in both)
+    return ~norms.any_entry(_bits(a) != _bits(b) for a, b in both)
 
 
 def _bits(leaf: Array) -> Array:

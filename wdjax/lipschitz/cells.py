@@ -194,7 +194,8 @@ def masks_at(net: Chain, x: npt.ArrayLike) -> npt.NDArray[np.bool_]:
     """The masks of points, ``[N, n] -> [N, neurons]``; a neuron at 0 counts as off.
 
     >>> from wdjax.lipschitz import relu_chain
-    >>> masks_at(relu_chain([np.eye(2), np.ones((1, 2))], [np.zeros(2), [0.0]]), [[1, -1]]).tolist()
+    >>> net = relu_chain([np.eye(2), np.ones((1, 2))], [np.zeros(2), [0.0]])
+    >>> masks_at(net, [[1.0, -1.0]]).tolist()
     [[True, False]]
     """
     arguments.check(x=x)

@@ -21,6 +21,7 @@ from jax.extend.core import ClosedJaxpr
 from wdjax.bounds import affine_rules, margins
 from wdjax.bounds.graph import Node
 from wdjax.bounds.network import Network
+from wdjax.bounds.primitives import TABLE
 from wdjax.checks import arguments, independence, validate
 from wdjax.checks.forward_mode import host_only
 from wdjax.core import Classifier
@@ -193,7 +194,7 @@ def curve_of(net: Network, node: Node) -> ClosedJaxpr | None:
     aval, out = net.graph.avals[place], net.graph.avals[node.outputs[0]]
     if node.name == "elementwise":
         return node.eqn.params["jaxpr"]
-    if aval.shape != out.shape or node.name not in _SINGLE:
+    if aval.shape != out.shape or not _single(node):
         raise _refused(node)
     others = [_level(net, p) for p in node.inputs if p in net.exact]
     if validate.traced(others):
@@ -225,10 +226,10 @@ def _level(net: Network, place: int) -> Any:
     return made[makers[0].outputs.index(place)]
 
 
-_SINGLE = {
-    "max", "min", "abs", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "erfc",
-    "atan", "integer_pow", "square", "sqrt", "rsqrt", "sin", "cos",
-}  # fmt: skip
+def _single(node: Node) -> bool:
+    """Whether a node is a continuous function of every entry, and no sum or product of entries."""
+    own = TABLE.get(node.name)
+    return own is not None and own.fuses and own.affine is None and not own.compares
 
 
 def _refused(node: Node) -> ValueError:

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from wdjax import losses, parallel
+from wdjax import losses, parallel, program
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Classifier, PyTree
-from wdjax.engine import batching, program
+from wdjax.engine import batching
 from wdjax.nppr import upsample as up
 
 Counts = npt.NDArray[np.int64]

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import losses, models
+from wdjax import losses, models, program
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Classifier
-from wdjax.engine import identity, loop, program
+from wdjax.engine import identity, loop
 from wdjax.nppr import objective
 from wdjax.nppr.counting import outputs
 from wdjax.nppr.family import Family, Params

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from wdjax import losses, models, training
+from wdjax import losses, models, program, training
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Model, PyTree
-from wdjax.engine import identity, loop, program
+from wdjax.engine import identity, loop
 from wdjax.nppr import counting, objective
 from wdjax.nppr.family import Family
 from wdjax.nppr.fit_schedule import Schedule

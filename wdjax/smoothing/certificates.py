@@ -163,6 +163,7 @@ def cautions(
     >>> cautions(np.ones((1, 2)), noise=Gaussian(0.25), n=9, alpha=0.001)[0]
     'nothing can be certified: 9 votes at alpha=0.001 show no majority even if all agree; raise n.'
     """
+    arguments.check("eps", x=x, noise=noise, eps=eps)
     test = test or ("clopper-pearson" if eps is None else "sequential")
     asked = looks.plan(eps if test == "sequential" else None, noise, 0, n, alpha, test)
     ball: Any = noise if noise.norm is None else Lp(noise.norm, box)

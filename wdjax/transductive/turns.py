@@ -12,7 +12,6 @@ import numpy as np
 from wdjax import losses, norms
 from wdjax.core import Array, PyTree
 from wdjax.engine import identity
-from wdjax.engine.track import finite
 from wdjax.transductive import bank as banks
 from wdjax.transductive.bank import Bank
 from wdjax.transductive.bank_search import Moved, objective_at, raise_objective
@@ -355,7 +354,7 @@ def _facts(
     """A model that is not finite is not right."""
     out = defense.predict(memory, adapted, x)
     logits = logits_of(out)
-    fine = finite(out)
+    fine = norms.finite(out)
     right = fine & (losses.decision_margin(logits, y) <= 0)
     score = out[1] if defense.rejects else jnp.zeros(len(y), logits.dtype)
     return Facts(right, fine, score, loss(out, y))

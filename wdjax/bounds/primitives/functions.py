@@ -1,0 +1,149 @@
+"""Functions of every entry alone, with what their float programs were measured to err by."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from wdjax.bounds import nonlinear, relax
+from wdjax.bounds.domain import Array, Rule
+from wdjax.bounds.record import EXACT, ONCE, Error, Record, Relaxation
+
+
+def function(
+    name: str,
+    interval: Rule,
+    error: Error | Callable[[JaxprEqn], float],
+    lines: Relaxation | None = None,
+    *,
+    monotone: int = 0,
+    homogeneous: bool = False,
+    fuses: bool = True,
+    operands: tuple[int, ...] | None = None,
+) -> Record:
+    """A continuous function; without lines of its own those of cells are taken."""
+    return Record(
+        name=name, interval=interval, error=error, lines=lines, monotone=monotone, fuses=fuses,
+        homogeneous=homogeneous, operands=operands, affine=None, elementwise=True, scales=False,
+        sums=False, continuous=True, keeps_order=False, compares=False,
+    )  # fmt: skip
+
+
+def rising(
+    name: str, error: Error, slope: nonlinear.Slope | float, lines: Relaxation | None = None
+) -> Record:
+    """A function that grows. A slope is the largest everywhere, or from the ends."""
+    return function(name, nonlinear.monotone(slope), error, lines, monotone=1)
+
+
+def falling(
+    name: str, error: Error, slope: nonlinear.Slope | float, lines: Relaxation | None = None
+) -> Record:
+    rule = nonlinear.monotone(slope, falling=True)
+    return function(name, rule, error, lines, monotone=-1)
+
+
+def _gap(z: Array) -> Array:
+    return 1 / jnp.cosh(jnp.minimum(jnp.abs(z), 40.0)) ** 2
+
+
+def _where_tanh(s: Array) -> Array:
+    nearly = 1 - 8 * float(jnp.finfo(s.dtype).eps)  # Behind it tanh is 1 but for 4 units.
+    return jnp.arctanh(jnp.sqrt(jnp.clip(1 - s, 0.0, nearly)))
+
+
+def _rise(z: Array) -> Array:
+    return 0.25 * _gap(0.5 * z)
+
+
+def _sigma(z: Array) -> Array:
+    return 0.5 + 0.5 * jnp.tanh(0.5 * z)
+
+
+def _largest(low: Array, high: Array) -> Array:
+    return jnp.maximum(jnp.abs(low), jnp.abs(high))
+
+
+def _least(low: Array, high: Array) -> Array:
+    return jnp.minimum(jnp.abs(low), jnp.abs(high))
+
+
+RECORDS = [
+    rising(
+        "exp", Error(2.7, 1.2, 0.6), lambda _, high: jnp.exp(high), relax.convex(jnp.exp, jnp.exp)
+    ),
+    # exp(x log 2) with a rounded product, which its error grows with.
+    rising("exp2", Error(34.2, 358, 47), lambda _, high: jnp.exp2(high)),
+    rising("expm1", Error(3.2, 2.7, 1.2), lambda _, high: jnp.exp(high)),
+    rising(
+        "log",
+        Error(1.1, 0.6, 0.6),
+        lambda low, _: jnp.where(low > 0, 1 / low, jnp.inf),
+        relax.concave(jnp.log, lambda z: 1 / z),
+    ),
+    rising(
+        "log1p",
+        Error(1.8, 120, 1.2),
+        lambda low, _: jnp.where(low > -1, 1 / (1 + low), jnp.inf),
+    ),
+    rising(
+        "sqrt",
+        Error(0.5, 0.5, 0.6),
+        lambda low, _: jnp.where(low > 0, 0.5 / jnp.sqrt(low), jnp.inf),
+        relax.concave(jnp.sqrt, lambda z: 0.5 * lax.rsqrt(z)),
+    ),
+    falling(
+        "rsqrt",
+        Error(1.4, 0.7, 0.8),
+        lambda low, _: jnp.where(low > 0, 0.5 * low**-1.5, jnp.inf),
+        relax.convex(lax.rsqrt, lambda z: -0.5 * z**-1.5),
+    ),
+    rising("atan", Error(2.9, 2.6, 0.6), 1.0),
+    rising("tanh", Error(3.2, 3.5, 0.6), 1.0, relax.sigmoid(jnp.tanh, _gap, _where_tanh)),
+    rising(
+        "logistic",
+        Error(1.3, 1.4, 1.2),
+        0.25,
+        relax.sigmoid(_sigma, _rise, lambda s: 2 * _where_tanh(4 * s)),
+    ),
+    rising("erf", Error(2.7, 1.1, 0.6), 1.1283792),
+    falling("erfc", Error(33, 256, 0.6), 1.1283792),
+    function("sin", nonlinear.wave(0.25), Error(0.6, 0.6, 0.6), relax.wave(jnp.sin, 0.25)),
+    function("cos", nonlinear.wave(0.0), Error(0.6, 0.6, 0.6), relax.wave(jnp.cos, 0.0)),
+    function(
+        "cosh",
+        nonlinear.even(lambda _, high: jnp.sinh(high)),
+        Error(13.5, 270, 0.6),
+        relax.convex(jnp.cosh, jnp.sinh),
+    ),
+    rising("sinh", Error(13.5, 270, 0.6), lambda low, high: jnp.cosh(_largest(low, high))),
+    rising("asinh", Error(1.9, 1.7, 1.3), 1.0),
+    rising(
+        "acosh",
+        Error(1.6, 1.5, 1.6),
+        lambda low, _: jnp.where(low > 1, lax.rsqrt((low - 1) * (low + 1)), jnp.inf),
+    ),
+    rising(
+        "atanh",
+        Error(1.6, 80, 1.1),
+        lambda low, high: jnp.where(
+            _largest(low, high) < 1, 1 / (1 - _largest(low, high) ** 2), jnp.inf
+        ),
+    ),
+    rising(
+        "cbrt",
+        Error(8.5, 65, 1.5),
+        lambda low, high: jnp.where(low * high > 0, _least(low, high) ** (-2 / 3) / 3, jnp.inf),
+    ),
+    rising(
+        "erf_inv",
+        Error(50, 1500, 0.6),
+        lambda low, high: 0.8862270 * jnp.exp(lax.erf_inv(_largest(low, high)) ** 2),
+    ),
+    # As many products, each rounded to half a unit.
+    function("integer_pow", nonlinear.power, lambda eqn: 0.5 * abs(eqn.params["y"]), relax.power),
+    function("square", nonlinear.power, ONCE, relax.power),
+    function("pow", nonlinear.real_power, Error(0.6, 0.6, 0.6), fuses=False, operands=(0,)),
+    function("abs", nonlinear.absolute, EXACT, relax.convex(jnp.abs, jnp.sign), homogeneous=True),
+]

@@ -1,0 +1,38 @@
+"""Comparisons, booleans and what they select."""
+
+from wdjax.bounds import affine_rules, decisions
+from wdjax.bounds.domain import Rule
+from wdjax.bounds.record import EXACT, Record, everywhere
+
+
+def _decision(
+    name: str,
+    interval: Rule,
+    *,
+    elementwise: bool = True,
+    homogeneous: bool = True,
+    compares: bool = False,
+    selects: bool = False,
+) -> Record:
+    """Booleans stay where all numbers are divided by one; what they select is divided too."""
+    return Record(
+        name=name, interval=interval, elementwise=elementwise, homogeneous=homogeneous,
+        compares=compares, fuses=compares or selects, affine=everywhere if selects else None,
+        error=EXACT, lines=None, operands=None, scales=False, sums=False, monotone=0,
+        continuous=True, keeps_order=False,
+    )  # fmt: skip
+
+
+RECORDS = [
+    *(_decision(name, decisions.inequality(flip=False), compares=True) for name in ("lt", "le")),
+    *(_decision(name, decisions.inequality(flip=True), compares=True) for name in ("gt", "ge")),
+    _decision("eq", decisions.equal, compares=True, homogeneous=False),
+    _decision("ne", decisions.unequal, compares=True, homogeneous=False),
+    _decision("is_finite", decisions.finite, homogeneous=False),
+    *(_decision(name, decisions.logical) for name in ("and", "or", "not", "xor")),
+    *(
+        _decision(name, affine_rules.moved_booleans, elementwise=False, homogeneous=False)
+        for name in ("reduce_and", "reduce_or")
+    ),
+    _decision("select_n", decisions.select, selects=True),
+]

@@ -1,0 +1,52 @@
+"""Maxima, sorting and rounding, which choose among numbers and round none."""
+
+import functools
+import math
+
+from wdjax.bounds import nonlinear, relax
+from wdjax.bounds.domain import Rule
+from wdjax.bounds.record import EXACT, ONCE, Error, Record, Relaxation
+
+
+def _chosen(
+    name: str,
+    interval: Rule,
+    lines: Relaxation | None = None,
+    *,
+    error: Error = EXACT,
+    elementwise: bool = False,
+    monotone: int = 1,
+    continuous: bool = True,
+    homogeneous: bool = True,
+    fuses: bool = False,
+) -> Record:
+    return Record(
+        name=name, interval=interval, lines=lines, error=error, elementwise=elementwise,
+        monotone=monotone, continuous=continuous, homogeneous=homogeneous, fuses=fuses,
+        operands=None, affine=None, scales=False, sums=False, keeps_order=False, compares=False,
+    )  # fmt: skip
+
+
+_extreme = functools.partial(nonlinear.monotone, exact=True)
+_jump = functools.partial(_chosen, elementwise=True, continuous=False, homogeneous=False)
+_product = functools.partial(_chosen, error=ONCE, monotone=0, homogeneous=False)
+
+RECORDS = [
+    _chosen(
+        "max", _extreme(origin=nonlinear.elementwise), relax.rectifier, elementwise=True, fuses=True
+    ),
+    _chosen("min", _extreme(), relax.rectifier, elementwise=True, fuses=True),
+    _chosen("clamp", _extreme(), elementwise=True, fuses=True),
+    _chosen("reduce_max", _extreme(origin=nonlinear.reduced), relax.reduced),
+    _chosen("reduce_min", _extreme(origin=nonlinear.reduced), relax.mirrored(relax.reduced)),
+    _chosen("reduce_window_max", nonlinear.pooled, relax.pooled),
+    _chosen("reduce_window_min", nonlinear.pooled, relax.mirrored(relax.pooled)),
+    _chosen("cummax", _extreme(math.inf)),
+    _chosen("cummin", _extreme(math.inf)),
+    _chosen("sort", nonlinear.ordered),
+    *(_jump(name, _extreme(math.inf)) for name in ("floor", "ceil", "round", "reduce_precision")),
+    _chosen("cumlogsumexp", nonlinear.soft_maxima, error=Error(4, 4, 4), homogeneous=False),
+    _jump("sign", nonlinear.sign),
+    _product("reduce_prod", nonlinear.multiplied),
+    _product("cumprod", nonlinear.multiplied_on),
+]

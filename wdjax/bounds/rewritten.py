@@ -1,0 +1,102 @@
+"""Primitives that are others in disguise, written in terms of these before anything is bounded."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from wdjax.checks import validate
+
+Written = Callable[..., jax.Array]
+
+
+def rewritten(eqn: JaxprEqn, known: Sequence[Any]) -> Sequence[Written | None]:
+    """What returns the same as each result of an equation, of its operands; None where it stays.
+
+    ``known`` are the operands that are constants, None for others.
+
+    >>> closed = jax.make_jaxpr(lambda x: lax.top_k(x, 2)[0])(jnp.ones(3))
+    >>> rewritten(closed.eqns[0], [None])[0](jnp.array([3.0, 1.0, 2.0])).tolist()
+    [3.0, 2.0]
+    """
+    rule = _WRITTEN.get(eqn.primitive.name)
+    found = None if rule is None else rule(eqn, known[-1])
+    return [found, *[None] * (len(eqn.outvars) - 1)]
+
+
+def _largest(eqn: JaxprEqn, operand: Any) -> Written | None:
+    """``top_k``: the last of what is sorted; where they were is not known."""
+    params = eqn.params
+    axis = params.get("axis", -1)
+
+    def values(x: jax.Array) -> jax.Array:
+        order = jnp.flip(lax.sort(x, dimension=axis % x.ndim), axis)
+        return lax.slice_in_dim(order, 0, params["k"], axis=axis % x.ndim)
+
+    return values
+
+
+_COMBINED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "add": lax.add, "add_any": lax.add, "max": lax.max, "min": lax.min,
+}  # fmt: skip
+_NEUTRAL = {"add": 0.0, "add_any": 0.0, "max": -jnp.inf, "min": jnp.inf}
+
+
+def _combined(eqn: JaxprEqn) -> str | None:
+    """The primitive that a reduction combines two entries by, if it is one that is known."""
+    closed: Any = eqn.params["jaxpr"]
+    inner = getattr(closed, "jaxpr", closed)
+    floats = all(jnp.issubdtype(var.aval.dtype, jnp.floating) for var in inner.invars)
+    plain = len(inner.eqns) == 1 and floats and len(eqn.invars) == 2
+    if not plain or {*inner.eqns[0].invars} != {*inner.invars}:
+        return None
+    name = inner.eqns[0].primitive.name
+    return name if name in _COMBINED else None
+
+
+def _windowed(eqn: JaxprEqn, start: Any) -> Written | None:
+    """``reduce_window`` from any initial value.
+
+    Whether a sum meets the initial value in every frame of padding too, the compiler's platforms do
+    not agree on: it must be 0 there.
+    """
+    name, params = _combined(eqn), eqn.params
+    framed = any(map(any, params["padding"])) or max(params["base_dilation"]) > 1
+    known = start is not None and not validate.traced(start) and not np.any(np.asarray(start))
+    if name is None or (framed and not known and name not in ("max", "min")):
+        return None
+
+    def windows(x: jax.Array, start: jax.Array) -> jax.Array:
+        found = lax.reduce_window(
+            x,
+            x.dtype.type(_NEUTRAL[name]),
+            _COMBINED[name],
+            params["window_dimensions"],
+            params["window_strides"],
+            params["padding"],
+            base_dilation=params["base_dilation"],
+            window_dilation=params["window_dilation"],
+        )
+        return _COMBINED[name](found, jnp.broadcast_to(start, found.shape))
+
+    return windows
+
+
+def _reduced(eqn: JaxprEqn, start: Any) -> Written | None:
+    """``reduce`` from any initial value."""
+    name, axes = _combined(eqn), tuple(eqn.params.get("dimensions", ()))
+    if name is None:
+        return None
+
+    def reduced(x: jax.Array, start: jax.Array) -> jax.Array:
+        found = lax.reduce(x, x.dtype.type(_NEUTRAL[name]), _COMBINED[name], axes)
+        return _COMBINED[name](found, jnp.broadcast_to(start, found.shape))
+
+    return reduced
+
+
+_WRITTEN = {"top_k": _largest, "reduce_window": _windowed, "reduce": _reduced}
