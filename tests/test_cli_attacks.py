@@ -7,7 +7,7 @@ import pytest
 
 from wdjax import Lp, attacks, losses
 from wdjax.cli import attack_command, attack_table, attack_words, main, parser
-from wdjax.files import convert
+from wdjax.models import convert
 from wdjax.report import summary
 
 BASE = ["attack", "--arch", "mlp", "--weights", "w", "--data", "d", "--eps", "0.1", "--json", "-"]
