@@ -7,7 +7,7 @@ import pytest
 
 from wdjax import Lp, attacks, losses
 from wdjax.cli import attack_command, attack_table, attack_words, main, parser
-from wdjax.files import convert
+from wdjax.models import convert
 from wdjax.report import summary
 
 BASE = ["attack", "--arch", "mlp", "--weights", "w", "--data", "d", "--eps", "0.1", "--json", "-"]
@@ -75,7 +75,7 @@ def test_rivals_of_the_option_and_of_the_word():
 
 REFUSED = {
     "pgd(rounds=3)": "pgd has no setting 'rounds' here; it has steps, loss, random_start, iterate, "
-    "step_size, restarts.",
+    "restarts, step_size.",
     "pgd(100)": "name=value.*got '100'; it has steps, loss",
     "pgd(100, steps=3)": "name=value",
     "pgd(*args)": "name=value",

@@ -89,7 +89,7 @@ def check_places(parsed: argparse.Namespace, *paths: Path | None) -> None:
 def begin(parsed: argparse.Namespace, *trees: Any) -> tasks.Tasks:
     """The command's work as tasks, kept in ``--checkpoint``; ``trees`` are what it is of."""
     words = {name: value for name, value in vars(parsed).items() if name not in _ELSEWHERE}
-    words["command"] = parsed.command.__module__.rpartition(".")[2]
+    words["command"] = parsed.command.__module__.rpartition(".")[2].removesuffix("_command")
     words["versions"] = summary.versions()
     mark = b"" if parsed.checkpoint is None else identity.digest(words, *trees)
     return tasks.Tasks(
