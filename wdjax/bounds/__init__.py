@@ -4,7 +4,7 @@
 `affine_rules`, `nonlinear` and `decisions`), its lines (of `relax`), how far its float result may
 be off. `graph` flattens a program into equations; `fused` and `explicit` rewrite them into shapes
 that have good bounds; `interval` walks them forwards. `network` marks what is affine; `crown` sends
-coefficients (`coefficients`, `terms`, `transposition`) backwards through it with the lines of
+coefficients (`coefficients`) backwards through it with the lines of
 `relax` and `activation`, until `region` concretises them. `slopes` optimises the lines
 (alpha-CROWN), `leaves` splits rectifiers, `margins` puts all of it together: bounds of every margin
 of a batch. Open `margins` first, then `crown`.

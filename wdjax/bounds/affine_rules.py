@@ -26,6 +26,7 @@ from wdjax.bounds.domain import (
     Ternary,
     Value,
     constant_of,
+    corners,
     ends,
     fresh,
     gamma,
@@ -34,7 +35,6 @@ from wdjax.bounds.domain import (
     stretch,
     tiny,
 )
-from wdjax.bounds.ends import corners
 
 
 def evaluate(eqn: JaxprEqn, args: Sequence[Array]) -> list[Array]:

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,20 +29,21 @@ from wdjax.bounds.coefficients import (
     Window,
     flat,
     framed,
+    plain,
     rounding,
     seen,
+    summed,
+    through,
     total,
     unframed,
     whole,
 )
-from wdjax.bounds.domain import Array, Ternary, ends, fresh
+from wdjax.bounds.domain import Array, Linear, Ternary, ends, fresh
 from wdjax.bounds.graph import Node
-from wdjax.bounds.network import Bounded, Network
+from wdjax.bounds.network import Affine, Bounded, Network, Part
 from wdjax.bounds.primitives import TABLE
 from wdjax.bounds.record import Lines
 from wdjax.bounds.region import Region
-from wdjax.bounds.terms import Sum, charged, relaxed
-from wdjax.bounds.transposition import transposed
 
 _ROWS = 64
 """Rows that go back at once: what fits a CPU's cache, half of them where rows are wide."""
@@ -335,7 +336,7 @@ def backward(
     def charge(place: int, a: Coefficients) -> None:
         nonlocal sum_
         if place in state.charges:
-            sum_ = charged(sum_, state.charges[place], a, rows)
+            sum_ = _charged(sum_, state.charges[place], a, rows)
 
     for place, a in coefficients.items():
         charge(place, a)
@@ -351,17 +352,113 @@ def backward(
                 if record is not None and lines.free is not None:
                     usual = seen(lines.maps[0], rows, a)[2]
                     record[place] = jnp.broadcast_to(usual.reshape(a.a.shape[1:]), a.a.shape), a.a
-                sum_, backs = relaxed(sum_, lines, a, rows, own)
+                sum_, backs = _relaxed(sum_, lines, a, rows, own)
                 for operand, back in backs:
                     send(node.inputs[operand], back)
             elif place in state.boxes:
                 own, box = flat(a), seen(state.boxes[place], rows, a)[:, None]
                 sum_ = sum_.between(own, *jnp.where(own == 0, 0.0, box))  # Boxes may be infinite.
             else:
-                for part, back in transposed(net.affine[place], a, rows):
+                for part, back in _transposed(net.affine[place], a, rows):
                     charge(part, back)
                     send(part, back)
     if net.source in found:
         a, least = found[net.source], functools.partial(state.region.least, rows=rows)
         sum_ = sum_.plus(jnp.stack([least(a), least(a._replace(a=-a.a))]) if mirrored else least(a))
     return sum_.low(network.flushed(net))
+
+
+def _transposed(affine: Affine, a: Coefficients, rows: Rows) -> list[tuple[int, Coefficients]]:
+    """Back through an affine map, to each of its operands."""
+    conv = plain(affine.node.eqn, affine.exact)
+    if conv is not None and len(affine.parts) == 1:
+        return [(affine.parts[0].place, through(a, conv, rows))]
+    avals: list[Any] = [atom.aval for atom in affine.node.eqn.invars]
+    shapes = {place: aval.shape for place, aval in zip(affine.node.inputs, avals)}
+    if affine.record.diagonal and {shapes[p.place] for p in affine.parts} == {affine.offset.shape}:
+        return [(part.place, _scaled(affine, part, a, rows)) for part in affine.parts]
+    full = whole(a, rows)
+    return [(part.place, full.behind(part.apply, shapes[part.place])) for part in affine.parts]
+
+
+def _scaled(affine: Affine, part: Part, a: Coefficients, rows: Rows) -> Coefficients:
+    """Back through a map that multiplies every entry by a number of its own."""
+    factor = part.apply(jnp.ones(affine.offset.shape, affine.offset.dtype))
+    known = [jnp.ndim(v) for v in affine.exact if v is not None]
+    if not affine.record.scales or known == [0]:
+        return a._replace(a=a.a * factor.reshape(-1)[0])
+    (own,) = seen(framed(factor[None]), rows.of_all(), a)
+    return a._replace(a=a.a * own.reshape(a.a.shape[1:]))
+
+
+class Sum(NamedTuple):
+    """A running sum, and the sum of the magnitudes that were added.
+
+    ``[G, R]`` of functions, or ``[2, G, R]`` of functions and their negatives, where these have the
+    coefficients with the other sign.
+    """
+
+    value: Array
+    size: Array
+    terms: int = 0
+
+    def plus(self, term: Array) -> "Sum":
+        return Sum(self.value + term, self.size + jnp.abs(term), self.terms + 1)
+
+    def least(self, of: Linear, own: Array) -> "Sum":
+        """With the least values of linear functions ``own``, ``[G, R, N]``."""
+        both = self.value.ndim == own.ndim
+        return self.plus(jnp.stack([of(own), of(-own)]) if both else of(own))
+
+    def between(self, own: Array, low: Array, up: Array) -> "Sum":
+        """Where their arguments are between two ends."""
+
+        def least(own: Array) -> Array:
+            return summed(jnp.maximum(own, 0.0) * low + jnp.minimum(own, 0.0) * up)
+
+        return self.least(least, own)
+
+    def low(self, flushed: float) -> Array:
+        """Rounded down, and by what was lost below the smallest float."""
+        unit = (self.terms + 16) * float(jnp.finfo(self.value.dtype).eps)
+        return jnp.where(
+            jnp.isfinite(self.size), self.value - (unit * self.size + flushed), -jnp.inf
+        )
+
+
+def _charged(sum_: Sum, charges: Array, a: Coefficients, rows: Rows) -> Sum:
+    """With what an affine part gathered, and what rounding may take."""
+    offset, error = seen(charges, rows, a)
+
+    def least(own: Array) -> Array:
+        # Not as between two ends, which takes more of the CPU's fusions. An infinite error belongs
+        # to what no line looks at, so that a coefficient there is no 0 by underflow.
+        return summed(own * offset - jnp.where(own == 0, 0.0, jnp.abs(own) * error))
+
+    return sum_.least(least, flat(a))
+
+
+def _relaxed(
+    sum_: Sum, lines: Lines, a: Coefficients, rows: Rows, slope: Array | None
+) -> tuple[Sum, list[tuple[int, Coefficients]]]:
+    """With the constants of lines, and the coefficients of each operand."""
+    if any(view.view is not None for view in lines.views):
+        a = whole(a, rows)
+    own = flat(a)
+    positive, negative = jnp.maximum(own, 0.0), jnp.minimum(own, 0.0)
+    low, up, *slopes = seen(lines.maps[0], rows, a)
+    if slope is not None and lines.free is not None:
+        (free, shift), slope = seen(lines.maps[1], rows, a), slope.reshape(own.shape)
+        low = jnp.where(free > 0, slope * shift, low)
+        slopes[0] = jnp.where(free > 0, slope, slopes[0])
+    sum_ = sum_.between(own, low, up)
+    backs = []
+    for view, below, above in zip(lines.views, slopes[::2], slopes[1::2]):
+        back = (positive * below + negative * above).reshape(a.a.shape)
+        sent: Coefficients = a._replace(a=back)
+        if isinstance(sent, Window):
+            sent = sent._replace(clean=True)  # Outside of the map all slopes are 0.
+        if view.view is not None:
+            sent = Whole(back).behind(view.view, view.shape)
+        backs.append((view.operand, sent))
+    return sum_, backs

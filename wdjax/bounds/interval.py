@@ -26,13 +26,13 @@ from wdjax.bounds.domain import (
     box,
     constant_of,
     ends,
+    fitted,
     fresh,
     gamma,
     is_exact,
     largest_size,
     tiny,
 )
-from wdjax.bounds.ends import fitted
 from wdjax.bounds.graph import Graph, flatten
 from wdjax.checks import validate
 

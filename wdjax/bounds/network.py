@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from wdjax.bounds import affine_rules, interval, record
-from wdjax.bounds.domain import Array, Interval, Linear, fresh, is_exact, tiny
-from wdjax.bounds.ends import fitted
+from wdjax.bounds.domain import Array, Interval, Linear, fitted, fresh, is_exact, tiny
 from wdjax.bounds.graph import Graph, Node, dependent
 from wdjax.bounds.primitives import TABLE
 

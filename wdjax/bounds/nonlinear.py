@@ -17,13 +17,16 @@ from wdjax.bounds.domain import (
     Reduced,
     Rule,
     Value,
+    corners,
     ends,
+    fitted,
     fresh,
     is_exact,
+    opened,
     stretch,
     tiny,
+    widen,
 )
-from wdjax.bounds.ends import corners, fitted, opened, widen
 
 Slope = Callable[[Array, Array], Array]
 """The largest derivative of every entry between its ends."""
