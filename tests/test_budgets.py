@@ -21,8 +21,8 @@ from wdjax.smoothing import noise
 
 fast = pytest.mark.fast
 
-# No ball, or none that has one diameter; and what has the ball of its attack.
-WITHOUT = {certify.certified_accuracy, games.raise_objective}
+# No ball, or none that has one diameter; what has the ball of its attack; what returns its warnings.
+WITHOUT = {certify.certified_accuracy, games.raise_objective, smoothing.cautions}
 BUDGETED = [
     function
     for function, given in CALLS.items()

@@ -264,7 +264,7 @@ def test_importing_the_package_imports_nothing_heavy():
 import sys
 import flax.nnx, optax
 before = set(sys.modules)
-import wdjax, wdjax.convert, wdjax.data
+import wdjax, wdjax.models.convert, wdjax.data
 heavy = "scipy sklearn matplotlib orbax torch ott safetensors tqdm".split()
 print(*sorted({name.split(".")[0] for name in set(sys.modules) - before} & {*heavy}))
 """

@@ -62,8 +62,8 @@ def test_the_ascents_of_a3_try_as_many(monkeypatch):
 
     monkeypatch.setattr(room, "a3", lambda *a, finisher, **k: asked.append(finisher))
     model, x, y = linear(100)
-    room.a3_wda(model, x, y, eps=0.1, key=jax.random.key(0))
-    room.a3_wda(model, x, y, eps=0.1, key=jax.random.key(0), rivals=3)
+    room.a3_wda(model, x, y, eps=0.1, key=jax.random.key(0), diagnose=False)
+    room.a3_wda(model, x, y, eps=0.1, key=jax.random.key(0), rivals=3, diagnose=False)
     assert [finisher.tried(100) for finisher in asked] == [10, 3]
     assert [finisher.tried(10) for finisher in asked] == [9, 3]
 

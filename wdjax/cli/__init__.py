@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -132,6 +133,8 @@ def process_main() -> NoReturn:
     process.silence_lost_streams()
     if code in (process.INTERRUPTED, process.TERMINATED):
         os._exit(code)
+    for number in (signal.SIGINT, signal.SIGTERM):  # The work is done and written.
+        signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
 
 

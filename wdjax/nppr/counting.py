@@ -191,7 +191,8 @@ def points(perturbation: Perturbation, key: Array, x: Array, y: Array, draws: in
       draws: M.
 
     >>> from wdjax.nppr import distributions
-    >>> moved = points(noise.Uniform(0.1), jax.random.key(0), jnp.ones((1, 2)), jnp.array([0]), 3)
+    >>> own, x, y = distributions.Uniform(0.1), jnp.ones((1, 2)), jnp.array([0])
+    >>> moved = points(own, jax.random.key(0), x, y, 3)
     >>> moved.shape, bool((moved >= 0.9).all()), bool((moved <= 1).all())
     ((1, 3, 2), True, True)
     """
