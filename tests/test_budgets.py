@@ -21,7 +21,7 @@ from wdjax.smoothing import noise
 
 fast = pytest.mark.fast
 
-# No ball, or none that has one diameter; what has the ball of its attack; what returns its warnings.
+# No ball, or none that has one diameter; the ball of the attack; warnings that are returned.
 WITHOUT = {certify.certified_accuracy, games.raise_objective, smoothing.cautions}
 BUDGETED = [
     function

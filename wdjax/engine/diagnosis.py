@@ -70,9 +70,10 @@ def diagnosed(ensemble: Callable[P, T]) -> Callable[P, T]:
     def told(*given: P.args, **options: P.kwargs) -> T:
         wanted = options.pop("diagnose", True)
         answer = ensemble(*given, **options)
-        found = answer if isinstance(answer, Found) else answer.found  # type: ignore[attr-defined]
-        if wanted and not validate.traced(found):
-            warn(ensemble.__name__, found)
+        if wanted:
+            found: Found = getattr(answer, "found", answer)  # type: ignore[assignment]
+            if not validate.traced(found):
+                warn(ensemble.__name__, found)
         return answer
 
     return told
