@@ -71,7 +71,7 @@ def diagnosed(ensemble: Callable[P, T]) -> Callable[P, T]:
         wanted = options.pop("diagnose", True)
         answer = ensemble(*given, **options)
         if wanted:
-            found: Found = getattr(answer, "found", answer)  # type: ignore[assignment]
+            found: Any = getattr(answer, "found", answer)
             if not validate.traced(found):
                 warn(ensemble.__name__, found)
         return answer
