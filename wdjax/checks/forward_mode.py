@@ -16,7 +16,8 @@ def host_only(name: str, instead: str, *trees: PyTree) -> None:
     """A ValueError inside a trace, which says what to take instead."""
     if validate.traced(*trees) or validate.staged():
         raise ValueError(
-            f"{name} works on the host; call it outside jit, vmap and grad, or take {instead}."
+            f"{name} works on the host, outside of jit, vmap and grad: call it there, or take "
+            f"{instead}."
         )
 
 

@@ -25,6 +25,8 @@ Counts = npt.NDArray[np.int64]
 TURN = 20
 """Copies of an input that are drawn together: a hundred are five turns, and 40 without a failure
 decide a risk of .1, so that none are drawn in vain."""
+TWIN = "nppr.expected_loss, the mean of a loss there, which can be traced and differentiated"
+"""What counts on the host names it inside a trace."""
 _AT_ONCE = 8
 """Copies at once for each sample that a search takes, since no gradient has to be kept."""
 _ROWS = 256
@@ -100,15 +102,6 @@ def poll(
     rows = parallel.padded_size(max(1, size // TURN), mesh)
     fixed = parallel.replicate((model, perturbation, x, y, places, key), mesh)
     return Poll(*fixed, rows, program.loops_well(passed), mesh)
-
-
-def refuse_trace(name: str, *given: PyTree) -> None:
-    """Refuses tracers, and names what can be differentiated."""
-    if validate.traced(given) or validate.staged():
-        raise ValueError(
-            f"{name} counts on the host, outside of jit, vmap and grad; nppr.expected_loss, the "
-            "mean loss under the same distribution, runs inside them and can be differentiated."
-        )
 
 
 def default_batch(model: Classifier, x: Array) -> int:

@@ -18,10 +18,11 @@ from jax.sharding import Mesh
 
 from wdjax import losses, metrics
 from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Classifier
 from wdjax.metrics import ConfidenceInterval
 from wdjax.nppr import counting
-from wdjax.nppr.counting import Counts, Perturbation
+from wdjax.nppr.counting import TWIN, Counts, Perturbation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +128,7 @@ def estimate(
     ([True, True, False], [0.9, 1.0])
     """
     arguments.check(perturbation=perturbation, model=model, x=x, y=y, key=key)
-    counting.refuse_trace("nppr.estimate", model, perturbation, x, y, key)
+    host_only("nppr.estimate", TWIN, model, perturbation, x, y, key)
     x, y, right = correct_inputs(model, perturbation, x, y)
     asked = counting.poll(model, perturbation, x, y, key, index, batch_size, mesh)
     rows = np.flatnonzero(right)

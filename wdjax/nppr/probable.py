@@ -15,9 +15,10 @@ from jax.sharding import Mesh
 from wdjax import metrics
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Classifier
 from wdjax.nppr import counting, distributions
-from wdjax.nppr.counting import TURN, Counts, Perturbation
+from wdjax.nppr.counting import TURN, TWIN, Counts, Perturbation
 from wdjax.nppr.estimate import Estimate, correct_inputs, estimate, spread
 from wdjax.smoothing import binomial
 
@@ -131,7 +132,7 @@ def probabilistic_accuracy(
     ([[True, False]], [[False, True]])
     """
     arguments.check(perturbation=perturbation, model=model, x=x, y=y, key=key)
-    counting.refuse_trace("nppr.probabilistic_accuracy", model, perturbation, x, y, key)
+    host_only("nppr.probabilistic_accuracy", TWIN, model, perturbation, x, y, key)
     risks = np.atleast_1d(np.asarray(rho, float))
     if risks.ndim != 1 or not np.all((risks > 0) & (risks < 1)):
         raise ValueError(f"rho must be risks between 0 and 1, got {rho!r}.")

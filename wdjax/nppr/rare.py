@@ -17,11 +17,12 @@ import numpy.typing as npt
 
 from wdjax import losses
 from wdjax.checks import validate
+from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Classifier
 from wdjax.metrics import ConfidenceInterval
 from wdjax.nppr import distributions
 from wdjax.nppr import upsample as up
-from wdjax.nppr.counting import default_batch, refuse_trace
+from wdjax.nppr.counting import TWIN, default_batch
 
 _APART = 0.99
 """Confidence of the intervals that must meet where two methods agree."""
@@ -187,7 +188,7 @@ def ask(
     batch_size: int | None = None,
 ) -> Question:
     """Checks an input, which must be classified correctly."""
-    refuse_trace("the search for rare failures", model, perturbation, x, y, key)
+    host_only("the search for rare failures", TWIN, model, perturbation, x, y, key)
     validate.check_number("eps", perturbation.eps)
     x, labels = jnp.asarray(x)[None], np.asarray(y).reshape(1)
     x, own = validate.check_samples(model, x, labels, perturbation.ball.box)
