@@ -466,7 +466,7 @@ def test_certified_accuracy_at_the_ends():
         certify.certified_accuracy([1.0], 0.1, 0.5)
     with pytest.raises(ValueError, match="eps"):
         certify.certified_accuracy([1.0], -0.1, 1)
-    with pytest.raises(ValueError, match="outside jit"):
+    with pytest.raises(ValueError, match="outside of jit"):
         jax.jit(lambda r: certify.certified_accuracy(r, 0.1, 1))(jnp.ones(2))
 
 
