@@ -55,6 +55,17 @@ def test_no_two_files_have_the_same_name():
     assert [name for name, count in names.items() if count > 1] == ["__init__.py"]
 
 
+def test_no_two_classes_have_the_same_name():
+    """But ``State``, of which every method has its own, and private layers of models."""
+    names = collections.Counter(
+        node.name
+        for path in FILES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in names.items() if count > 1] == ["State"]
+
+
 @pytest.mark.parametrize("name", ROOMS)
 def test_a_room_says_what_it_is_for_and_where_to_begin(name):
     said = re.sub(r"\s+", " ", importlib.import_module(f"wdjax.{name}").__doc__ or "")
