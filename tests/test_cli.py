@@ -299,15 +299,15 @@ def test_nppr_says_what_survives(given, capsys, tmp_path):
     assert main(words) == 0
     said = capsys.readouterr()
     content = json.loads(out.read_text())
-    assert content["schema"] == "wdjax.nppr/1"
+    assert content["schema"] == "wdjax.nppr/2"
     assert [*content["nppr"]] == ["label"]
     assert "NPPR label" in said.out
     assert content["fitted_on"] + content["measured_on"] == len(y)
     uniform = content["pr"]["uniform"]
     for row in (*content["nppr"].values(), *content["pr"].values()):
         low, high = row["interval_of_population"]  # Of six inputs: even if all of them agree.
-        assert low + 20 < row["value"] < high + 1e-9
-        assert high - low > 40
+        assert low + 0.2 < row["value"] < high + 1e-9
+        assert 0.4 < high - low <= 1
     assert content["rare"] == []
     for row in content["nppr"].values():
         low, high = row["interval_of_these"]

@@ -50,6 +50,8 @@ _ROWS = 64
 _CACHED = 2**12
 _NUMBERS = 2**22
 """Numbers that the widest value of all these rows may have."""
+_TURNS = 64
+"""Turns in a block, which is skipped as a whole where no entry is left."""
 
 
 @dataclass(eq=False)
@@ -232,48 +234,56 @@ def refine(state: Pass, place: int, needed: Array, bound: Bound) -> None:
 def improve(
     state: Pass, place: int, needed: Array, width: int, find: Callable[[Sequence[Array]], Array]
 ) -> None:
-    """Takes lower bounds of entries and of their negatives where they are tighter, in turns.
+    """Takes lower bounds of entries and of their negatives where they are tighter.
 
     ``find`` bounds ``[2, R, ...]``, all entries at the :func:`numbers` of some that are needed.
     """
     value = state.values[place]
-
-    def turn(these: Array, places: Sequence[Array], sides: Array) -> Array:
-        found = find(places).reshape(2, len(these), *rest)
-        return sides.at[:, these].max(jnp.where(jnp.isfinite(found), found, -jnp.inf), mode="drop")
-
     each = value.lower.size // needed.size
     rest = (each,) if each > 1 else ()
-    sides = jnp.stack([value.lower, -value.upper]).reshape(2, needed.size, *rest)
-    low, high = by_turns(needed, width, turn, sides).reshape(2, *value.lower.shape)
-    state.values[place] = value._replace(lower=low, upper=-high)
+
+    def sides(places: Sequence[Array]) -> Array:
+        found = jnp.moveaxis(find(places).reshape(2, -1, *rest), 0, 1)
+        return jnp.where(jnp.isfinite(found), found, -jnp.inf)
+
+    found = jnp.moveaxis(by_turns(needed, width, sides), 1, 0).reshape(2, *value.lower.shape)
+    state.values[place] = value._replace(
+        lower=jnp.maximum(value.lower, found[0]), upper=jnp.minimum(value.upper, -found[1])
+    )
 
 
-def by_turns(
-    needed: Array, width: int, turn: Callable[[Array, Sequence[Array], Array], Array], begun: Array
-) -> Array:
-    """What ``turn`` makes of ``begun`` where ``[B, *shape]`` is ``needed``, ``width`` at once.
+def by_turns(needed: Array, width: int, find: Callable[[Sequence[Array]], Array]) -> Array:
+    """``[N, ...]`` lower bounds of the entries that are needed, ``width`` at once; else -inf.
 
-    It is told the indices, which are too large where there are no more, and the :func:`numbers`.
+    ``needed`` is ``[B, *shape]`` of ``N`` entries; ``find`` gets the :func:`numbers` of ``width``
+    of them and returns ``[width, ...]``. The loops have a fixed length, so that they can be
+    differentiated in reverse, and skip blocks of turns, then turns, for which no entry is left.
+    Passes are computed again for the gradient, which keeps no coefficients.
     """
     samples, *shape = needed.shape
     width = min(width, needed.size)
+    block = min(_TURNS, -(-needed.size // width))
     # A sort takes as long as jnp.nonzero, and a sixth of its time to compile.
     order = jnp.where(needed.reshape(-1), jnp.arange(needed.size), needed.size)
+    order = jnp.pad(order, (0, -needed.size % (block * width)), constant_values=needed.size)
     index = jnp.sort(order, stable=False)
     # Not in the loop, where they would be computed anew for every coefficient.
-    table = index, *numbers(index, shape, samples)
+    table = [t.reshape(-1, block, width) for t in (index, *numbers(index, shape, samples))]
+    made = jax.eval_shape(find, [t[0, 0] for t in table[1:]])
 
-    def goes_on(carry: tuple[Array, Array]) -> Array:
-        first = lax.dynamic_slice(index, carry[:1], (1,))[0]
-        return (carry[0] < needed.size) & (first < needed.size)
+    def unless_done(work: Callable[[list[Array]], Array], lead: tuple[int, ...]) -> Any:
+        def step(_: None, these: list[Array]) -> tuple[None, Array]:
+            nothing = jnp.full((*lead, *made.shape), -jnp.inf, made.dtype)
+            left = these[0].reshape(-1)[0] < needed.size
+            return None, lax.cond(left, work, lambda _: nothing, these)
 
-    def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        start, made = carry
-        these, *places = (lax.dynamic_slice(t, (start,), (width,)) for t in table)
-        return start + width, turn(these, places, made)
+        return jax.checkpoint(step)
 
-    return lax.while_loop(goes_on, step, (jnp.zeros((), index.dtype), begun))[1]
+    turn = unless_done(lambda these: find(these[1:]), ())
+    turns = unless_done(lambda these: lax.scan(turn, None, these)[1], (block,))
+    found = lax.scan(turns, None, table)[1].reshape(-1, *made.shape[1:])
+    rest = jnp.full((needed.size, *made.shape[1:]), -jnp.inf, made.dtype)
+    return rest.at[index].set(found, mode="drop")
 
 
 def numbers(index: Array, shape: Sequence[int], samples: int) -> tuple[Array, ...]:

@@ -115,10 +115,11 @@ def _rows(state: crown.Pass, y: Array, low: Array, needed: Array, bound: crown.B
     """Margins of the samples that need it, by rows of all their rivals; never looser."""
     rivals = all_rivals(low, y)
 
-    def turn(these: Array, places: Sequence[Array], low: Array) -> Array:
+    def margins(places: Sequence[Array]) -> Array:
         rows = places[0]
-        found = bound(state, contrasts(state.network, y[rows], rivals[rows]), Rows(rows))
-        # Lines may lie outside of what is known: the better of both.
-        return low.at[these[:, None], rivals[rows]].max(found.T, mode="drop")
+        return bound(state, contrasts(state.network, y[rows], rivals[rows]), Rows(rows)).T
 
-    return crown.by_turns(needed, crown.chunk(state, rivals.shape[1]), turn, low)
+    found = crown.by_turns(needed, crown.chunk(state, rivals.shape[1]), margins)
+    # Lines may lie outside of what is known: the better of both.
+    better = jnp.maximum(jnp.take_along_axis(low, rivals, axis=1), found)
+    return low.at[jnp.arange(len(y))[:, None], rivals].set(better)

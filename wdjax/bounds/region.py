@@ -108,7 +108,7 @@ def _capped_two(size: Array, cap: Array, eps: Array) -> Array:
     move = jnp.minimum(a / wide, cap)
     dual = 0.5 * wide[..., 0] * eps**2 + summed(move * (a - 0.5 * wide * move))
     dual = jnp.where(level > 0, dual, jnp.inf)
-    straight = jnp.sqrt(summed(a**2)) * eps
+    straight = jnp.sqrt(jnp.where(top > 0, summed(a**2), 1.0)) * eps  # The root of 0 has no slope.
     least = jnp.minimum(jnp.minimum(dual, straight), summed(a * cap))
     return jnp.where(top > 0, scale * least * (1 + 8 * float(jnp.finfo(a.dtype).eps)), 0.0)
 

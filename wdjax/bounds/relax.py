@@ -30,6 +30,16 @@ def _rounding(eqn: JaxprEqn, *sizes: Array) -> Array:
     return jnp.asarray(unit * total + 4 * float(jnp.finfo(sizes[0].dtype).tiny))
 
 
+def _ratio(rise: Array, width: Array) -> Array:
+    """``rise / width``, constant where the width is so small that its derivative would overflow.
+
+    So it is at dead neurons, whose bounds are those of rounding alone.
+    """
+    narrow = width < math.sqrt(jnp.finfo(width.dtype).tiny)
+    rise, width = (jnp.where(narrow, lax.stop_gradient(t), t) for t in (rise, width))
+    return rise / width
+
+
 def rectifier(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
     """``max(z, c)`` and ``min(z, c) = -max(-z, -c)``: ReLU, and clipping from one side."""
     if sum(moves) != 1:
@@ -42,7 +52,7 @@ def rectifier(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Line
     low = jnp.where(unstable, upper - level > level - lower, lower >= level).astype(lower.dtype)
     below = jnp.where(low > 0, 0.0, level)
     width = jnp.where(unstable, upper - lower, 1.0)
-    slope = jnp.where(unstable, jnp.clip((upper - level) / width, 0.0, 1.0), low)
+    slope = jnp.where(unstable, jnp.clip(_ratio(upper - level, width), 0.0, 1.0), low)
     at_lower, at_upper = level - slope * lower, upper - slope * upper
     above = jnp.maximum(at_lower, at_upper) + _rounding(
         eqn, level + 0 * lower, slope * upper, upper
@@ -104,7 +114,7 @@ def _convex(
     lower, upper = ends
     middle = 0.5 * lower + 0.5 * upper
     width = jnp.where(upper > lower, upper - lower, 1.0)
-    up = jnp.where(upper > lower, (f(upper) - f(lower)) / width, slope(middle))
+    up = jnp.where(upper > lower, _ratio(f(upper) - f(lower), width), slope(middle))
     low = slope(middle)
     reach = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
     size = jnp.maximum(jnp.abs(f(lower)), jnp.abs(f(upper)))
@@ -128,7 +138,7 @@ def sigmoid(
     def rule(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
         lower, upper = args[0]
         width = jnp.where(upper > lower, upper - lower, 1.0)
-        chord = jnp.where(upper > lower, (f(upper) - f(lower)) / width, slope(lower))
+        chord = jnp.where(upper > lower, _ratio(f(upper) - f(lower), width), slope(lower))
         middle = 0.5 * lower + 0.5 * upper
         # Above: the chord where it lies above; a tangent from the lower end, or at the middle.
         up = jnp.where(lower >= 0, slope(middle), _tangent(f, slope, lower, upper, chord))

@@ -22,7 +22,7 @@ from wdjax.bounds.margins import METHODS, Method
 from wdjax.bounds.region import Box
 from wdjax.certify import branch
 from wdjax.checks import arguments, independence, validate
-from wdjax.checks.forward_mode import TWIN, forward_only
+from wdjax.checks.forward_mode import forward_only
 from wdjax.core import AnyArray, Array, Classifier
 from wdjax.lipschitz import margin
 from wdjax.precision import highest
@@ -120,7 +120,7 @@ def searched(
         validate.check_shapes(model, x, y)
         low = _bounds(model, jnp.asarray(x), jnp.asarray(y), eps, ball, method)
         low = jnp.where(independence.holds(model, jnp.asarray(x), alike=True), low, -jnp.inf)
-        return low if method == "interval" else forward_only(low, TWIN), None
+        return _with_gradient(low, method), None
     x, y = validate.check_samples(model, x, y, box)
     cheap: Method = "auto" if method == "bab" else method
     bounds = functools.partial(_bounds, ball=ball, method=cheap)
@@ -233,12 +233,49 @@ def radius(
         raise ValueError('radius searches with every method but "bab"; "alpha" is the tightest.')
     if validate.traced(model, x, y) or validate.staged():
         validate.check_shapes(model, x, y)
-        found = _search(model, jnp.asarray(x), jnp.asarray(y), ball, steps, method)
+        found = _root(model, jnp.asarray(x), jnp.asarray(y), ball, steps, method)
         found = jnp.where(independence.holds(model, jnp.asarray(x), alike=True), found, 0.0)
-        return found if method == "interval" else forward_only(found, TWIN)
+        return _with_gradient(found, method)
     x, y = validate.check_samples(model, x, y, box)
     search = functools.partial(_search, ball=ball, steps=steps, method=method)
     return _in_batches(search, model, (x, y), batch_size)
+
+
+def _with_gradient(value: Array, method: Method) -> Array:
+    """Refuses reverse mode where slopes are optimised, in loops of unknown length."""
+    return value if method in ("interval", "crown") else forward_only(value, 'method="crown"')
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
+def _root(model: Classifier, x: Array, y: Array, ball: Lp, steps: int, method: Method) -> Array:
+    """``[B]`` radii of :func:`_search`, with the gradient of the root of the least margin."""
+    return _search(model, x, y, ball, steps, method)
+
+
+@_root.defjvp
+def _(
+    ball: Lp,
+    steps: int,
+    method: Method,
+    primals: tuple[Classifier, Array, Array],
+    tangents: tuple[Any, Any, Any],
+) -> tuple[Array, Array]:
+    """The implicit function theorem: ``dr = -(dm at a fixed radius) / (dm / dr)``.
+
+    Radii that are 0 or the whole box do not change with the model: their tangent is 0.
+    """
+    model, x, y = primals
+    found = _search(model, x, y, ball, steps, method)
+    inside = (found > 0) & jnp.isfinite(found)
+    eps = jnp.where(inside, found, 0.0)
+
+    def least(model: Classifier, x: Array, eps: Array) -> Array:
+        return jnp.min(_bounds(model, x, y, eps, ball, method), axis=-1)
+
+    _, moved = jax.jvp(lambda m, x: least(m, x, eps), (model, x), tangents[:2])
+    _, steep = jax.jvp(lambda eps: least(model, x, eps), (eps,), (jnp.ones_like(eps),))
+    inside &= steep < 0
+    return found, jnp.where(inside, -moved / jnp.where(inside, steep, 1.0), 0.0)
 
 
 def _search(model: Classifier, x: Array, y: Array, ball: Lp, steps: int, method: Method) -> Array:

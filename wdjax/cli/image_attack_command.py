@@ -20,7 +20,7 @@ from wdjax.core import Found, Model, Progress
 from wdjax.engine import driver, tasks
 from wdjax.report import summary
 
-SCHEMA = "wdjax.image-attack/1"
+SCHEMA = "wdjax.image-attack/2"
 
 _EXAMPLES = """examples:
   python -m wdjax image-attack --arch wong_mnist --weights mnist.pth --data mnist.npz \\
@@ -103,8 +103,8 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
             search = functools.partial(_attack, model, x, y, k / pixels, found, how, tick)
             done = work.do(f"k {k:g}", search, Found)
         found[k], spent[k] = done.value, done.spent
-        console.say(f"k {k:g}: {_robust(found[k]):.2f} % robust")
-    others, content = {}, _content(parsed, len(y), float(100 * np.mean(found[ks[0]].correct)))
+        console.say(f"k {k:g}: {_robust(found[k]):.2%} robust")
+    others, content = {}, _content(parsed, len(y), float(np.mean(found[ks[0]].correct)))
     content["warnings"] = warned
     nearest = functools.reduce(driver.best, found.values())
     if parsed.radii is not None:
@@ -131,7 +131,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
 
 def _say(console: Console, label: str, row: dict[str, Any]) -> None:
     if more := row["flips_of_other_searches"]:
-        left = f"{row['robust_accuracy']:.2f} % robust"
+        left = f"{row['robust_accuracy']:.2%} robust"
         console.say(f"{label}: {left} with {more} flips that searches in other radii found")
     for remark in remarks.of(row):
         console.warn(f"  CAREFUL, {label}: {remark}")
@@ -197,7 +197,7 @@ def _light(found: Found) -> Found:
 
 
 def _robust(found: Found) -> float:
-    return float(100 * np.mean(found.correct & ~found.success))
+    return float(np.mean(found.correct & ~found.success))
 
 
 def _measured(found: Found, x: np.ndarray, eps: float, high: float) -> dict[str, float]:

@@ -20,7 +20,7 @@ from wdjax.nppr import family as families
 from wdjax.nppr.estimate import Estimate, correct_inputs
 from wdjax.nppr.upsample import UPSAMPLE
 
-SCHEMA = "wdjax.nppr/1"
+SCHEMA = "wdjax.nppr/2"
 T = TypeVar("T")
 
 _EXAMPLES = """examples:
@@ -119,7 +119,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     fixed = {}
     for name, own in _noises(parsed).items():
         fixed[name] = do(f"PR {name}", _fixed, own, held)
-        console.say(f"PR {name}: {fixed[name]['value']:.2f} %")
+        console.say(f"PR {name}: {fixed[name]['value']:.2%}")
     rare = do("rare", _rare, held, fixed["uniform"]["per_input"])
     for row in rare:
         ends = "[{:.2g}, {:.2g}]".format(*row["interval"])
@@ -128,13 +128,13 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
             console.warn(f"  CAREFUL, sample {row['sample']}: {row['remark']}")
     with console.search("attack") as tick:
         attacked = do("AR", _attacked, held, tick)
-    console.say(f"AR: {attacked['strong']:.2f} %")
+    console.say(f"AR: {attacked['strong']:.2%}")
     for remark in attacked["remarks"]:
         console.warn(f"  CAREFUL, AR: {remark}")
     fitted: dict[str, Any] = {}
     for mode in modes:
         fitted[mode] = do(f"NPPR {mode}", _fitted, mode, train, held)
-        console.say(f"NPPR {mode}: {fitted[mode]['value']:.2f} %")
+        console.say(f"NPPR {mode}: {fitted[mode]['value']:.2%}")
         if not fitted[mode]["learnt"]:
             console.warn(f"  CAREFUL, {mode}: no gradient reached the distribution")
     faults = sum(row["faults"] for row in (*fixed.values(), *fitted.values()))
@@ -145,7 +145,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         "warnings": warned,
         "fitted_on": len(y) // 2,
         "measured_on": len(y) - len(y) // 2,
-        "shares_of": "correctly classified samples of the second half, in percent",
+        "shares_of": "correctly classified samples of the second half",
         "loss": parsed.loss,
         "nppr": fitted,
         "ar": attacked,
@@ -180,9 +180,9 @@ def _modes(text: str) -> list[nppr.Mode]:
 def _row(found: Estimate) -> dict[str, Any]:
     (low, high), (lower, upper) = found.pooled(), found.population()
     return {
-        "value": 100 * found.value,
-        "interval_of_these": [100 * float(low), 100 * float(high)],
-        "interval_of_population": [100 * float(lower), 100 * float(upper)],
+        "value": found.value,
+        "interval_of_these": [float(low), float(high)],
+        "interval_of_population": [float(lower), float(upper)],
         "draws": found.draws,
         "correct": int(found.correct.sum()),
         "faults": int(found.faults.sum()),
@@ -259,9 +259,9 @@ def _attacked(
     left = right & ~np.asarray(driver.best(pgd, fast).success)
     low, high = metrics.clopper_pearson(int(left.sum()), int(right.sum()))
     return {
-        "pgd20": 100 * float(np.mean(~np.asarray(pgd.success)[right])),
-        "strong": 100 * float(np.mean(left[right])),
-        "interval_of_population": [100 * float(low), 100 * float(high)],
+        "pgd20": float(np.mean(~np.asarray(pgd.success)[right])),
+        "strong": float(np.mean(left[right])),
+        "interval_of_population": [float(low), float(high)],
         "faults": int(np.sum(pgd.fault | fast.fault)),
         "remarks": [*pgd.remarks, *fast.remarks],
     }
@@ -300,7 +300,7 @@ def _fitted(
     spread = nppr.spread_within(found, x[:50], y[:50], key=jax.random.key(parsed.seed))
     return {
         **_row(_measure(parsed, model, found, x, y)),
-        "training": 100 * float(np.mean(np.asarray(found.history.survived)[-20:])),
+        "training": float(np.mean(np.asarray(found.history.survived)[-20:])),
         "entropy_ratio": float(found.history.entropy[-1]),
         "entropy_ratio_within": float(found.history.own_entropy[-1]),
         "spread_within": float(spread.within.mean()),

@@ -209,7 +209,7 @@ def prbench(
     batch_size: int | None = None,
     mesh: Mesh | None = None,
 ) -> dict[str, Any]:
-    """PRBench's fields under its names, in percent, with intervals of 95 % for the population.
+    """PRBench's fields under its names, as shares, with intervals of 95 % for the population.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``.
@@ -232,9 +232,9 @@ def prbench(
       ``"ProbAcc(rho)"``. Each but ``acc`` is ``{"value", "interval"}``; a ProbAcc's value counts
       the inputs that are decided to be robust.
 
-    Differs: ProbAcc is decided by a test instead of 100 copies. Intervals are those of
-      :func:`wdjax.metrics.mean_interval` and of Clopper and Pearson, where PRBench has a bootstrap;
-      that of a difference puts together two of 97.5 %.
+    Differs: PRBench writes percent. ProbAcc is decided by a test instead of 100 copies. Intervals
+      are those of :func:`wdjax.metrics.mean_interval` and of Clopper and Pearson, where PRBench has
+      a bootstrap; that of a difference puts together two of 97.5 %.
 
     Source: Zhang et al. [zhang2025].
 
@@ -243,8 +243,8 @@ def prbench(
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> x, y = jnp.array([[0.9, 0.1], [0.505, 0.495]]), jnp.array([0, 0])
     >>> found = prbench(model, x, y, key=jax.random.key(0), radii=(0.03,), rho=(0.1,))
-    >>> found["PR(0.03)"]["value"] < 100, found["ProbAcc(0.10)"]["value"]
-    (True, 50.0)
+    >>> found["PR(0.03)"]["value"] < 1, found["ProbAcc(0.10)"]["value"]
+    (True, 0.5)
     """
     arguments.check(model=model, x=x, y=y, key=key)
     arguments.warn(arguments.too_far(ball, np.shape(x)[1:], radii))
@@ -256,7 +256,7 @@ def prbench(
     fields: dict[str, Any] = {}
     for eps in radii:
         own = measured(x, y, eps)
-        fields.setdefault("acc", 100 * float(np.mean(own.correct)))
+        fields.setdefault("acc", float(np.mean(own.correct)))
         fields[f"PR({eps:.2f})"] = _field(own.value, *own.population())
         if train is not None:
             known = measured(*train, eps)
@@ -276,5 +276,4 @@ def excess(known: Estimate, own: Estimate) -> metrics.ConfidenceInterval:
 
 
 def _field(value: Any, low: Any, high: Any) -> dict[str, Any]:
-    """In percent."""
-    return {"value": 100 * float(value), "interval": [100 * float(low), 100 * float(high)]}
+    return {"value": float(value), "interval": [float(low), float(high)]}

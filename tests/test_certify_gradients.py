@@ -1,0 +1,117 @@
+"""Gradients of certificates are those of the numbers they return: against finite differences."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from wdjax import Model, certify
+
+RNG = np.random.default_rng(0)
+IMAGES = ("NHWC", "HWIO", "NHWC")
+
+
+def dense(p, x):
+    for w, b in p[:-1]:
+        x = jax.nn.relu(x @ w + b)
+    return x @ p[-1][0] + p[-1][1]
+
+
+def maps(p, x):
+    for k, step in zip(p[:2], (1, 2)):
+        x = jax.nn.relu(jax.lax.conv_general_dilated(x, k, (step,) * 2, "SAME", None, None, IMAGES))
+    return x.reshape(len(x), -1) @ p[2]
+
+
+def weights(*shape):
+    return jnp.asarray(RNG.normal(size=shape) * 1.5 / math.sqrt(math.prod(shape[:-1])))
+
+
+def nets():
+    """An MLP and a conv net, in float64, that have neurons which open and classes within reach."""
+    layers = [(weights(a, b), weights(b) * 0.2) for a, b in ((6, 12), (12, 12), (12, 3))]
+    return {
+        "mlp": (dense, layers, (6,)),
+        "conv": (maps, [weights(3, 3, 1, 2), weights(3, 3, 2, 2), weights(8, 3)], (4, 4, 1)),
+    }
+
+
+@pytest.fixture(autouse=True)
+def _doubles():
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        yield
+
+
+def directional(fn, given, width):
+    """The derivative along a random direction: by reverse mode, and by central differences."""
+    along = jax.tree.map(lambda t: jnp.asarray(RNG.normal(size=jnp.shape(t))), given)
+    moved = [jax.tree.map(lambda t, d: t + s * width * d, given, along) for s in (1, -1)]
+    slopes = jax.tree.leaves(jax.grad(fn)(given))
+    reverse = sum(jnp.vdot(a, b) for a, b in zip(slopes, jax.tree.leaves(along)))
+    return reverse, (fn(moved[0]) - fn(moved[1])) / (2 * width)
+
+
+@pytest.mark.parametrize("norm", [1, 2, math.inf])
+@pytest.mark.parametrize("name", ["mlp", "conv"])
+def test_margins_change_as_their_gradient_says(name, norm):
+    apply, p, shape = nets()[name]
+    x = jnp.asarray(RNG.uniform(0.3, 0.7, (3, *shape)))
+    y = jnp.argmax(apply(p, x), axis=-1)
+    eps = {1: 0.3, 2: 0.2, math.inf: 0.05}[norm]
+
+    def low(given):
+        p, x, eps = given
+        found = certify.margin_bounds(Model(apply, p), x, y, norm=norm, eps=eps)
+        return jnp.sum(jnp.where(jnp.isfinite(found), found, 0.0))
+
+    whole = (p, x, jnp.asarray(eps))
+    for place in range(3):
+        one = jax.jit(lambda t, i=place: low((*whole[:i], t, *whole[i + 1 :])))
+        reverse, measured = directional(one, whole[place], 1e-6)
+        # The multiplier of an l1 or l2 ball is a number near the best one, held fixed.
+        np.testing.assert_allclose(reverse, measured, rtol=1e-5 if norm == math.inf else 1e-2)
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv"])
+def test_radii_change_as_their_gradient_says(name):
+    apply, p, shape = nets()[name]
+    x = jnp.asarray(RNG.uniform(0.3, 0.7, (3, *shape)))
+    y = jnp.argmax(apply(p, x), axis=-1)
+
+    @jax.jit
+    def total(given):
+        return jnp.sum(certify.radius(Model(apply, given[0]), given[1], y, norm=math.inf, steps=25))
+
+    assert total((p, x)) > 0.05
+    reverse, measured = directional(total, (p, x), 1e-5)
+    np.testing.assert_allclose(reverse, measured, rtol=1e-3)
+
+
+def test_degenerate_nets_have_finite_gradients():
+    """Dead neurons, ties, a sample at a corner, radius 0, nothing certified and all certified."""
+    x = jnp.array([[0.0, 1.0], [0.5, 0.5]])
+    inner = jnp.array([[1.0, 0.0, -1.0], [1.0, 0.0, -1.0]])
+    outer = jnp.array([[1.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
+    for scale in (0.0, 1.0):
+        p = [(inner, jnp.zeros(3)), (scale * outer, jnp.array([0.1, 0.0]))]
+        for norm in (1, 2, math.inf):
+            for eps in (0.0, 0.1, 3.0):
+                for y in (jnp.array([0, 0]), jnp.array([1, 1])):
+
+                    def low(p, x, y=y, norm=norm, eps=eps):
+                        found = certify.margin_bounds(Model(dense, p), x, y, norm=norm, eps=eps)
+                        return found[0, 1 - y[0]]
+
+                    slopes = jax.grad(low, (0, 1))(p, x)
+                    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(slopes))
+            for y in (jnp.array([0, 0]), jnp.array([1, 1])):
+                slopes = jax.grad(
+                    lambda p: jnp.sum(
+                        jnp.nan_to_num(
+                            certify.radius(Model(dense, p), x, y, norm=norm, steps=2), posinf=0.0
+                        )
+                    )
+                )(p)
+                assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(slopes))
