@@ -144,6 +144,7 @@ def additive(
     """
 
     def rule(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval | Ternary:
+        """The result's interval, or booleans if all operands are booleans."""
         places = set(range(len(args)) if positions is None else positions)
         operands = [a for a in args if isinstance(a, Interval) or is_exact(a)]
         if len(operands) < len(args):
@@ -340,6 +341,11 @@ def convolved(eqn: JaxprEqn) -> int:
 
 
 def convert(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
+    """The rule for ``convert_element_type``, to floats only (booleans may stay booleans).
+
+    Values of dtypes shorter than float32 stay in float32; :func:`interval.apply` adds their
+    rounding.
+    """
     (value,) = args
     dtype = eqn.params["new_dtype"]
     if isinstance(value, Ternary):

@@ -51,7 +51,7 @@ class Ball(NamedTuple):
 
 
 def inscribed(shape: Polyhedron, most: float = 1.0) -> Ball | None:
-    """The largest ball in a polyhedron, of radius at most ``most``; None without interior points."""
+    """The largest ball in a polyhedron, of radius at most ``most``; None if there is no ball."""
     from scipy.optimize import linprog
 
     n = shape.normals.shape[1]

@@ -32,7 +32,7 @@ def interval(net: Chain, slopes: Slopes, rows: jax.Array, norm: float) -> jax.Ar
 def zonotope(
     net: Chain, slopes: Slopes, rows: jax.Array, norm: float, open_: tuple[int, ...]
 ) -> jax.Array:
-    """The same bounds ``[R]`` by zonotopes; ``open_`` is the largest number of open slopes a layer."""
+    """The same bounds ``[R]`` by zonotopes; each layer has at most ``open_`` open slopes."""
     return jax.lax.map(lambda row: row_zonotope(net, slopes, row, norm, open_)[0], rows)
 
 
