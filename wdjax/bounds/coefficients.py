@@ -2,8 +2,8 @@ r"""Coefficients of many linear functions of a value, dense (``Whole``) or as pa
 
 There are ``G`` functions for each of ``R`` rows. A row belongs to one sample. In patches it also
 starts from one position ``p`` of a feature map, and its coefficients in an earlier map are nonzero
-only in ``[S p + o, S p + o + h)``. A patch of size ``h`` becomes ``(h - 1) s + k`` behind a
-convolution, whatever the map's size.
+only in ``[S p + o, S p + o + h)``. Sent back through a convolution with kernel ``k`` and stride
+``s``, a patch of size ``h`` becomes one of size ``(h - 1) s + k``, whatever the map's size.
 """
 
 import functools
@@ -49,8 +49,8 @@ class Whole(NamedTuple):
 class Window(NamedTuple):
     """Patches ``[G, R, h / s, w / t, s t c]`` of a map ``[1, height, width, c]``.
 
-    A row's patch ``[h, w]`` begins at ``stride p + offset``. Behind a strided convolution it stays
-    in blocks ``[s, t]`` of the map, which lie along the last axis. Along each axis only ``extent``
+    A row's patch ``[h, w]`` begins at ``stride p + offset``. At the input of a strided convolution
+    it stays in blocks ``[s, t]``, which lie along the last axis. Along each axis only ``extent``
     entries after the first ``skip`` may be nonzero. If the stride is 0, the patch lies at the same
     place for all rows.
     """
@@ -248,7 +248,7 @@ def through(coefficients: Coefficients, conv: Kernel, rows: Rows) -> Window:
 
 
 def _windowed(window: Window, conv: Kernel) -> Window:
-    """Patches behind a convolution, from clean patches in blocks of one entry.
+    """Patches at a convolution's input, from clean patches in blocks of one entry at its output.
 
     Patches that do not depend on the row (stride 0) are cut to the map.
     """

@@ -150,7 +150,7 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
 def _kept_open(
     state: Pass, node: Node, outs: list[tuple[Array, Array]]
 ) -> list[tuple[Array, Array]]:
-    """Unbounds the outputs of an operand that may be NaN, since NaN passes through any function.
+    """Makes outputs unbounded if an operand may be NaN, since NaN passes through any function.
 
     Selections are excepted: they may not choose the NaN. What may be NaN has bounds -inf and inf.
     """
@@ -242,7 +242,7 @@ def refine(state: Pass, place: int, needed: Array, bound: Bound) -> None:
 def improve(
     state: Pass, place: int, needed: Array, width: int, find: Callable[[Sequence[Array]], Array]
 ) -> None:
-    """Tightens a value's bounds by those of ``find``, for ``width`` ``needed`` entries at a time.
+    """Tightens a value's bounds by ``find`` where ``needed``, ``width`` entries at a time.
 
     ``find`` gets the :func:`numbers` of ``R`` entries of ``needed`` and returns lower bounds of
     these and of their negatives, ``[2, R, ...]``. Where the last axis of ``needed`` has length 1,
@@ -438,7 +438,7 @@ class Sum(NamedTuple):
         return self.least(least, own)
 
     def low(self, flushed: float) -> Array:
-        """The sum, less its rounding and ``flushed``, the bound of what underflows lost."""
+        """The sum, less its rounding and ``flushed``, the bound of the loss by underflow."""
         unit = (self.terms + 16) * float(jnp.finfo(self.value.dtype).eps)
         return jnp.where(
             jnp.isfinite(self.size), self.value - (unit * self.size + flushed), -jnp.inf

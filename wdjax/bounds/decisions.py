@@ -138,8 +138,8 @@ def select(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | 
 
 
 def _piecewise(cases: Sequence[Value], norm: float | None) -> Array | None:
-    """The Lipschitz constant of a continuous function each entry of which is that of one of two
-    cases: the ``norm`` of the two constants."""
+    """The Lipschitz constant of a continuous selection between two functions, entry by entry: the
+    ``norm`` of their two constants."""
     if norm is None:
         return None
     zero, one = (constant_of(case, norm) for case in cases)

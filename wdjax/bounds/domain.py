@@ -48,7 +48,7 @@ class Root:
 
 @dataclass(eq=False)
 class Chain:
-    """A linear map of a root's deviation, and the map of absolute values that dominates it."""
+    """A linear map of a root's deviation from its centre, and its bound in absolute values."""
 
     apply: Linear
     absolute: Linear
@@ -69,7 +69,7 @@ class Reduced(NamedTuple):
 
 
 class Location(NamedTuple):
-    """An origin: where the entries along these axes attain their maximum, at least one of them."""
+    """An origin: the mask of the entries (at least one) that attain the maximum along axes."""
 
     axes: tuple[int, ...]
 
@@ -98,7 +98,7 @@ class Interval:
 
 @dataclass(eq=False)
 class Ternary:
-    """Booleans that are true where ``lower``, false where not ``upper``, open elsewhere."""
+    """Booleans that are true where ``lower``, false where not ``upper``, undecided elsewhere."""
 
     lower: Array
     upper: Array
@@ -107,8 +107,8 @@ class Ternary:
 
 Value: TypeAlias = Interval | Ternary | Array
 Rule = Callable[[JaxprEqn, Sequence[Value], float | None], Value | list[Value]]
-"""``(equation, operands, norm)``: the result of a primitive on operands of which at least one
-depends on the input; with Lipschitz constants in ``norm`` unless it is None."""
+"""``(equation, operands, norm)``: the result of a primitive when at least one operand depends on
+the input; with Lipschitz constants in ``norm`` unless it is None."""
 
 
 def box(

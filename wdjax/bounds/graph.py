@@ -22,7 +22,7 @@ IDENTITIES = {
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One equation; values are numbered."""
+    """One equation; its values are numbered by *places*."""
 
     eqn: JaxprEqn
     inputs: tuple[int, ...]

@@ -89,7 +89,7 @@ def _opened(end: Array, blank: float) -> Array:
 
 
 def _ordered(lower: ArrayLike, upper: ArrayLike) -> bool:
-    """On the host: inside jit even operations on constants have no values."""
+    """Whether ``lower <= upper``; in NumPy, since in jit JAX operations on constants are traced."""
     return bool(np.all(np.asarray(lower) <= np.asarray(upper)))
 
 

@@ -207,8 +207,8 @@ class _Split:
 
 
 def _scores(split: _Split, multipliers: Maps) -> Array:
-    """``[L, N]``: how much a neuron's upper line loosens the bound, plus 0.1 of what its lower line
-    does; 0 for neurons that cannot be split."""
+    """``[L, N]``: how much a neuron's upper line loosens the bound, plus a tenth of the loss by its
+    lower line; 0 for neurons that cannot be split."""
     record: dict[int, tuple[Array, Array]] = {}
     split.low(multipliers, record)
     found = {place: jnp.zeros_like(sign) for place, sign in split.signs.items()}

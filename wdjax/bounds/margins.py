@@ -94,14 +94,15 @@ _INSIDE: dict[Method, Sequence[crown.Refinement]] = {
     "auto": _CROWN,
     "alpha": (*_CROWN, _SLOPES),
 }
-"""How the bounds of unstable neurons are tightened, in turn."""
+"""For each method, how the bounds of unstable neurons are tightened, one after another."""
 _BOUNDS: dict[Method, Sequence[crown.Bound]] = {
     "interval": (),
     "crown": (crown.backward,),
     "auto": (crown.backward, functools.partial(slopes.optimised, steps=20)),
     "alpha": (crown.backward, functools.partial(slopes.optimised, steps=20)),
 }
-"""How the margins are bounded, in turn; all but the first only where margins are undecided."""
+"""For each method, how margins are bounded, one after another; from the second on only undecided
+ones."""
 
 
 def contrasts(net: Network, y: Array, rivals: Array) -> dict[int, Coefficients]:

@@ -33,7 +33,7 @@ _VIEWS = 2**10
 
 
 class Part(NamedTuple):
-    """What one operand contributes to an affine value."""
+    """One operand's linear map in an affine value, and the map with absolute coefficients."""
 
     place: int
     apply: Linear
@@ -99,7 +99,7 @@ def build(graph: Graph) -> Network:
 
 
 def _lost(node: Node, args: Sequence[Any], outs: Sequence[Array]) -> list[Array]:
-    """Whether a product of constants under- or overflowed: one scalar boolean; none for others."""
+    """A scalar boolean, whether a product of constants under- or overflowed; none for others."""
     out = outs[0]
     known = TABLE.get(node.name)
     multiplies = known is not None and (known.scales or node.name == "integer_pow")

@@ -70,11 +70,11 @@ def growth_bound(
 ) -> Numbers:
     r"""An upper bound of the expected loss over ``Omega_order(eps)``, never above ``E_N + L eps``.
 
-    The domain is the box, or all of space. Profiles are bounds of the loss within each radius,
-    which hold nearer by too, joined by the constant. On a box the last radius reaches all of it. In
-    all of space profiles go on by the constant, or by a bound of the slope at infinity where the
-    program has one: affine maps, rectifiers and maxima. For order inf the bound is the mean of the
-    profiles at ``eps``.
+    The domain is the box, or all of space. A sample's profile combines bounds of its loss within
+    each radius with the Lipschitz constant. The last radius covers a box. In all of space the
+    profile continues beyond it with the constant as slope, or with a bound of the slope at infinity
+    for programs of affine maps, ReLUs and maxima. For order inf the bound is that of
+    :func:`wdro_bound`.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``, continuous where its program selects.
@@ -89,8 +89,8 @@ def growth_bound(
         computed by default.
       radii: increasing positive distances; by default at most 121, from a fiftieth of the least
         budget to the diameter of the box or a hundred times the largest budget.
-      method: of the margins, as in :func:`certify.margin_bounds`.
-      batch_size: samples at once.
+      method: how margins are bounded, as in :func:`certify.margin_bounds`.
+      batch_size: number of samples at once.
 
     Returns:
       Bounds in the shape of ``eps``, float64.

@@ -247,7 +247,7 @@ def _refused(node: Node) -> ValueError:
 
 
 def _bases(net: Network, place: int) -> set[int]:
-    """The places of which a value is an affine function: activations' outputs, or the input."""
+    """The places (activations' outputs, or the input) in which a value is affine."""
     found: set[int] = set()
     seen, stack = set(), [place]
     while stack:

@@ -150,7 +150,7 @@ def _last(
 
 
 def _through(layer: _Layer, gram: jax.Array, shape: jax.Array, scale: jax.Array) -> _Output:
-    """The ellipsoid behind a layer from ``G``, ``[m, m]``, that of its pre-activations."""
+    """The ellipsoid of a layer's output, from ``G``, ``[m, m]``, that of its pre-activations."""
     used = layer.gap > 0
     inner = gram[layer.open][:, layer.open]
     e = jnp.where(used, jnp.exp(0.5 * shape), 0.0)

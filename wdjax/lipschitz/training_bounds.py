@@ -49,8 +49,8 @@ def trainable_lipschitz(
     Returns:
       ``[n, K]`` constants of the margins, 0 at ``j = y``.
 
-    Cost: the net's matrices, and for each sample K products with each of them; with zonotopes one
-      product more for every neuron of the layers behind.
+    Cost: the net's matrices, and for each sample K products with each of them; with zonotopes, K
+      more for every neuron of later layers.
 
     Differs: ends of ReLU slopes are 0 or 1, so gradients ignore where neurons become unstable.
 
