@@ -135,7 +135,7 @@ def _remarks(logits: Numbers) -> tuple[str, ...]:
     if np.all(logits >= 0) and np.allclose(np.sum(logits, axis=1), 1, atol=1e-3):
         found.append(
             "the model returns probabilities: bounds through a softmax are looser than those of "
-            "the logits before it; certify a model that returns the logits"
+            "the logits before it; certify these"
         )
     second, first = np.sort(logits, axis=1)[:, -2:].T
     if _SHARED * np.median(np.abs(first)) > 0.01 * np.median(first - second):
