@@ -47,7 +47,7 @@ class Root:
 
 
 @dataclass(eq=False)
-class Chain:
+class LinearMap:
     """A linear map of a root's deviation from its centre, and its bound in absolute values."""
 
     apply: Linear
@@ -85,7 +85,7 @@ class Interval:
     radius: Array
     magnitude: Array
     """``|T| |root| + |offset|``; rounding errors are relative to it."""
-    terms: dict[Root, Chain]
+    terms: dict[Root, LinearMap]
     mixes: int = 0
     """How many affine operations since the roots added up several entries of a root."""
     roundings: int = 0
@@ -148,7 +148,7 @@ def fresh(
     half = jnp.maximum(upper - center, center - lower) * (1 + gamma(0, lower.dtype))
     half = jnp.where(finite, half, jnp.inf)
     root = Root(center, half, constant=constant)
-    chain = Chain(lambda t: t, lambda t: t)
+    chain = LinearMap(lambda t: t, lambda t: t)
     known = norms.Bounds(lower, upper)
     return Interval(center, half, jnp.abs(center) + half, {root: chain}, origin=origin, known=known)
 
@@ -251,7 +251,7 @@ _MATERIALISED = 2**22
 """Largest number of entries of a matrix whose spectral norm is computed."""
 
 
-def _operator_norm(chain: Chain, root: Root, value: Interval, norm: float) -> Array:
+def _operator_norm(chain: LinearMap, root: Root, value: Interval, norm: float) -> Array:
     """An upper bound of the l_``norm`` operator norm of a root's map."""
     ones = jnp.ones(root.half.shape, root.half.dtype)
     row_sums, pull = jax.vjp(chain.absolute, ones)

@@ -1,4 +1,4 @@
-r"""Bounds of one margin on subproblems (leaves) in which the signs of some ReLUs are fixed.
+r"""LeafBounds of one margin on subproblems (leaves) in which the signs of some ReLUs are fixed.
 
 A leaf is the set of points of a region where the pre-activations ``z`` of the split ReLUs have the
 leaf's signs ``s``. Both signs include 0, and each is relaxed to ``s z >= -w``, where ``w`` bounds
@@ -31,8 +31,8 @@ Maps = dict[int, Array]
 """Arrays ``[*shape]`` or ``[L, *shape]`` by the place of a ReLU's operand."""
 
 
-class Root(NamedTuple):
-    """Bounds over the whole region of one sample."""
+class RootBounds(NamedTuple):
+    """LeafBounds over the whole region of one sample."""
 
     low: Array
     """``[K]`` bounds of the margins."""
@@ -64,7 +64,7 @@ class Leaves(NamedTuple):
     """``[L, N]``: lower slopes of neurons that are not split, multipliers ``b`` of the others."""
 
 
-class Bounds(NamedTuple):
+class LeafBounds(NamedTuple):
     """The bounds of ``L`` leaves, and of their ``C`` best splits."""
 
     low: Array
@@ -78,8 +78,8 @@ class Bounds(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))
-def root(model: Classifier, x: Array, y: Array, eps: Array, norm: float, box: Box) -> Root:
-    """Bounds of one sample's region by optimised slopes, ``x`` ``[1, *shape]``."""
+def root(model: Classifier, x: Array, y: Array, eps: Array, norm: float, box: Box) -> RootBounds:
+    """LeafBounds of one sample's region by optimised slopes, ``x`` ``[1, *shape]``."""
     with highest():
         ball = region.ball(x, eps, norm, box)
         state = margins.prepare(model, ball, "alpha")
@@ -92,7 +92,7 @@ def root(model: Classifier, x: Array, y: Array, eps: Array, norm: float, box: Bo
         error = state.gathered(place)[1][0]
         lower[place], upper[place] = value.lower[0], value.upper[0]
         slack[place] = 2 * error + unit * size
-    return Root(low[0], lower, upper, slack)
+    return RootBounds(low[0], lower, upper, slack)
 
 
 def rectified(state: crown.Pass) -> dict[int, int]:
@@ -121,14 +121,14 @@ def bounds(
     x: Array,
     y: Array,
     eps: Array,
-    known: Root,
+    known: RootBounds,
     leaves: Leaves,
     norm: float,
     box: Box,
     steps: int,
     tries: int,
-) -> Bounds:
-    """Bounds ``L`` leaves of sample ``x``, ``[1, *shape]``, and the halves of ``tries`` splits of
+) -> LeafBounds:
+    """LeafBounds ``L`` leaves of sample ``x``, ``[1, *shape]``, and the halves of ``tries`` splits of
     each; ``steps`` is the number of ascent steps on slopes and multipliers."""
     count = len(leaves.rival)
     with highest():
@@ -139,7 +139,7 @@ def bounds(
         begun = split(leaves.signs)
         most = {i: jnp.where(sign == 0, 1.0, jnp.inf) for i, sign in begun.signs.items()}
         multipliers = _maps(leaves.multipliers, known.lower)
-        worst = slopes.Best(jnp.full(count, -jnp.inf, x.dtype), multipliers)
+        worst = slopes.BestSlopes(jnp.full(count, -jnp.inf, x.dtype), multipliers)
         best = slopes.maximised(begun.low, worst, most, steps, _RATE, until=0.0)
         worth, choices = lax.top_k(_scores(begun, best.slopes), tries)
         own = _rows(best.slopes)
@@ -157,14 +157,14 @@ def bounds(
         choices = jnp.where(worth > 0, choices, own.shape[1])
         choices = jnp.take_along_axis(choices, order, axis=-1)
         children = jnp.take_along_axis(children, order[..., None], axis=1)
-    return Bounds(best.low, own, choices, children)
+    return LeafBounds(best.low, own, choices, children)
 
 
 class _Split:
-    """Bounds of all values over ``L`` leaves, and the margins' bounds for given multipliers."""
+    """LeafBounds of all values over ``L`` leaves, and the margins' bounds for given multipliers."""
 
     def __init__(
-        self, net: Network, ball: Region, known: Root, y: Array, rival: Array, signs: Array
+        self, net: Network, ball: Region, known: RootBounds, y: Array, rival: Array, signs: Array
     ) -> None:
         self.signs = _maps(signs.astype(ball.center.dtype), known.lower)
         self.slack = known.slack

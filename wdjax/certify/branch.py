@@ -52,7 +52,7 @@ class _Leaf(NamedTuple):
     multipliers: Numbers
 
 
-class Search:
+class BranchAndBound:
     """Closes the open margins of single samples of one model, norm and box."""
 
     def __init__(self, model: Classifier, norm: float, box: Box, seconds: float) -> None:
@@ -157,7 +157,7 @@ class _Frontier:
 
     def split(self, found: Any) -> None:
         """Splits each taken leaf by the sign of its best neuron, or of several neurons while there
-        are too few leaves for a batch. ``found`` is the :class:`leaves.Bounds` of the taken leaves.
+        are too few leaves for a batch. ``found`` is the :class:`leaves.LeafBounds` of the taken leaves.
         """
         room = len(found.low) // (len(self.taken) + len(self.open))
         for row, leaf in enumerate(self.taken):

@@ -26,7 +26,7 @@ _OTHER_PLACE = {2: 16, 4: 1024, 8: 1024}
 
 def proof(
     model: Callable[[Array], PyTree], shape: tuple[int, ...], dtype: Any, n: int = _ROWS
-) -> batch_axis.Proof:
+) -> batch_axis.BatchProof:
     """What is proved from the model's program for ``n`` samples ``[n, *shape]``, without values."""
     some = jax.ShapeDtypeStruct((n, *shape), dtype)
     closed = program.outputs.trace(model, some).jaxpr
@@ -114,7 +114,7 @@ def _unit(dtype: Any, ulps: dict[int, int]) -> float:
     return ulps[dtype.itemsize] * float(jnp.finfo(dtype).eps)
 
 
-def _try(model: Callable[[Array], PyTree], x: np.ndarray, shown: batch_axis.Proof) -> None:
+def _try(model: Callable[[Array], PyTree], x: np.ndarray, shown: batch_axis.BatchProof) -> None:
     """Raises if outputs for some of the samples ``x``, ``[n, *shape]``, change with the batch.
 
     The others in the batch are samples, noise, constants or copies; the samples are at even places,

@@ -32,7 +32,7 @@ _OUTSIDE = -1e-7
 """A cell whose distance to the region is less than this counts as touching it."""
 
 
-class Region(NamedTuple):
+class BoxRegion(NamedTuple):
     """Ends ``[n]`` of a box that contains a region; infinite for all of space."""
 
     lower: Numbers
@@ -40,12 +40,12 @@ class Region(NamedTuple):
 
 
 @dataclass
-class Search:
+class MaskSearch:
     """The sets of masks that are not decided yet, for one row ``[K]`` of contrasts."""
 
     net: Chain
     slopes: Slopes
-    region: Region
+    region: BoxRegion
     row: Numbers
     norm: float
     open: tuple[int, ...]
@@ -125,7 +125,7 @@ class Search:
             self.met, self.found = True, limit
 
 
-def _room(shape: Polyhedron, region: Region) -> float:
+def _room(shape: Polyhedron, region: BoxRegion) -> float:
     """The largest distance (at most 1) that a point of the region has from the cell's boundary,
     inside; negative if no point of the region is in the cell."""
     from scipy.optimize import linprog

@@ -16,7 +16,7 @@ from wdjax.nppr.family import Family, Params
 from wdjax.nppr.mixture import Mixture
 
 
-class History(NamedTuple):
+class FitHistory(NamedTuple):
     """Of every step, ``[steps]``: on its batch, with the soft samples of that moment."""
 
     loss: Array
@@ -43,7 +43,7 @@ class Fitted:
     eps: Array
     params: Params
     stats: Params
-    history: History
+    history: FitHistory
     features: Callable[[Array], Array] | None
     """What the heads see of an input."""
     offset: Callable[..., Array] | None

@@ -86,7 +86,7 @@ class SmoothedCertificate(NamedTuple):
         return wdro.certified_accuracy(radii, eps, order)
 
 
-class Plan(NamedTuple):
+class LookPlan(NamedTuple):
     """The test that every sample gets."""
 
     levels: npt.NDArray[np.float64]
@@ -104,7 +104,7 @@ class Plan(NamedTuple):
 
 def plan(
     eps: npt.ArrayLike | None, noise: Noise, n0: int, n: int, alpha: float, test: Test | None
-) -> Plan:
+) -> LookPlan:
     """Checks the arguments of :func:`certify` that describe the test."""
     test = test or ("clopper-pearson" if eps is None else "sequential")
     validate.check_choice("test", test, TESTS)
@@ -122,10 +122,10 @@ def plan(
     while test == "sequential" and looks[0] > _FIRST:
         looks.insert(0, int(looks[0] / _GROWTH))
     levels = noise.level(radii) + _UP
-    return Plan(levels, radii, noise.radius, n0, tuple(looks), level, test)
+    return LookPlan(levels, radii, noise.radius, n0, tuple(looks), level, test)
 
 
-def outlook(plan: Plan, noise: Noise, error: Numbers, eps: npt.ArrayLike | None) -> str | None:
+def outlook(plan: LookPlan, noise: Noise, error: Numbers, eps: npt.ArrayLike | None) -> str | None:
     """A warning if no votes could certify any radius, or some of the requested ones; else None.
 
     Args:
@@ -165,8 +165,8 @@ def outlook(plan: Plan, noise: Noise, error: Numbers, eps: npt.ArrayLike | None)
 class Work(NamedTuple):
     """The votes on all samples, as a loop over a state that can be saved in checkpoints."""
 
-    asked: votes.Poll
-    plan: Plan
+    asked: votes.VotePoll
+    plan: LookPlan
     y: npt.NDArray[np.int32]
     error: npt.NDArray[np.float64]
 

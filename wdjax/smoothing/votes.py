@@ -24,7 +24,7 @@ _AHEAD = 8
 """Number of batches that are sent to the device before waiting for the first."""
 
 
-class Poll(NamedTuple):
+class VotePoll(NamedTuple):
     """A model, a noise and samples on the device, ready for votes."""
 
     model: Callable[[Array], Array]
@@ -51,7 +51,7 @@ def poll(
     classes: int,
     size: int,
     mesh: Mesh | None,
-) -> Poll:
+) -> VotePoll:
     """The poll of samples ``x``, ``[n, *shape]``, with indices ``[n]``; replicates its arrays.
 
     ``size`` is the number of votes in a batch, rounded up to a multiple of the mesh.
@@ -68,15 +68,15 @@ def poll(
     with float64():
         fixed = model, x, jax.jit(scale_of_each)(noise, x), places, key
         model, x, each, places, key = parallel.replicate(fixed, mesh)
-    return Poll(model, noise, x, each, places, key, classes, size, mesh)
+    return VotePoll(model, noise, x, each, places, key, classes, size, mesh)
 
 
-def at_once(asked: Poll) -> int:
+def at_once(asked: VotePoll) -> int:
     """The number of votes that one call of :func:`count` should take."""
     return asked.size * _AHEAD
 
 
-def count(asked: Poll, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+def count(asked: VotePoll, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """``[n, K + 1]`` counts by class of the votes ``(rows[i], numbers[i])``, both ``[m]``.
 
     The last column counts votes whose logits are not finite.
@@ -93,7 +93,7 @@ def count(asked: Poll, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     return total.reshape(len(asked.x), width)
 
 
-def programs(asked: Poll) -> list[ClosedJaxpr]:
+def programs(asked: VotePoll) -> list[ClosedJaxpr]:
     """The traced programs of a vote: the noisy sample, and the model's class of it."""
     fixed = asked.key, asked.x, asked.scales, asked.places
     noisy = functools.partial(_noisy, asked.noise, asked.noise.step, fixed)
@@ -102,7 +102,7 @@ def programs(asked: Poll) -> list[ClosedJaxpr]:
     return [drawn, identity.program(_vote, asked.model, asked.x[:1])]
 
 
-def uniforms(asked: Poll, number: int) -> np.ndarray:
+def uniforms(asked: VotePoll, number: int) -> np.ndarray:
     """``[n]`` random numbers in ``[0, 1)``, one a sample; no vote may have this ``number``."""
 
     def one(place: Array) -> Array:
@@ -112,7 +112,7 @@ def uniforms(asked: Poll, number: int) -> np.ndarray:
     return np.asarray(jax.jit(jax.vmap(one))(asked.places))
 
 
-def _draw(asked: Poll, pairs: np.ndarray) -> Array:
+def _draw(asked: VotePoll, pairs: np.ndarray) -> Array:
     """Noisy samples ``[m, *shape]`` for votes ``(row, number)``, ``[2, m]``."""
     rows, numbers = parallel.shard(tuple(pairs), asked.mesh)
     fixed = asked.key, asked.x, asked.scales, asked.places

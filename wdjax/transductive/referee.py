@@ -69,7 +69,7 @@ class Rejection(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
+class GameReport:
     """A game that was played: ``[n]`` leaves in the order in which the inputs were submitted."""
 
     index: np.ndarray
@@ -194,7 +194,7 @@ def _most(facts: np.ndarray) -> np.ndarray:
     return 2 * facts.sum(axis=0) > len(facts)
 
 
-def worst(reports: dict[str, Report]) -> tuple[str, Report]:
+def worst(reports: dict[str, GameReport]) -> tuple[str, GameReport]:
     """The attack whose sets leave the least one-shot accuracy: the union over attacks.
 
     Of a defence that rejects, the attack with the most errors at its operating point. Points of

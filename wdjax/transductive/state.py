@@ -10,7 +10,7 @@ from wdjax.transductive.defense import Defense
 from wdjax.transductive.space_attack import SpaceAttack
 
 
-class Best(NamedTuple):
+class BestSet(NamedTuple):
     """The attacker's best set of a round so far."""
 
     x: Array
@@ -24,7 +24,7 @@ class Best(NamedTuple):
     """``[n]``"""
 
 
-class Record(NamedTuple):
+class GameRecord(NamedTuple):
     """What has happened: ``[rounds, ...]`` arrays on the host, named as in :class:`Report`."""
 
     x_adv: np.ndarray
@@ -56,8 +56,8 @@ class State(NamedTuple):
     bank: Bank
     first: Array
     """The set of the round's first iteration."""
-    best: Best
-    record: Record
+    best: BestSet
+    record: GameRecord
 
 
 class Table(NamedTuple):
