@@ -1,4 +1,4 @@
-"""What a training aims at: against an attack or noise, towards a certificate, or none of them."""
+"""The aim of a training: robustness to an attack, a certificate, robustness to noise, or none."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from wdjax.core import Array, Attack
 
 
 class AttackAim(NamedTuple):
-    """What is trained against; a pytree."""
+    """Adversarial training: the attack and its budget; a pytree."""
 
     attack: Attack
     eps: Array
@@ -22,26 +22,27 @@ class AttackAim(NamedTuple):
 
 
 class TrainableCertificate(Protocol):
-    """Bounds to train through, such as :class:`wdjax.certify.CertifiedTraining`; a pytree."""
+    """Differentiable bounds, such as :class:`wdjax.certify.CertifiedTraining`; a pytree."""
 
     def margins(self, model: Any, x: Array, y: Array, eps: Array, done: Array) -> Array:
-        """``[n, K]`` lower bounds of the margins within ``eps``, after a share of the steps."""
+        """``[n, K]`` lower bounds of the margins within ``eps``; ``done`` in [0, 1] is the share of
+        training steps done."""
 
     def weight(self, done: Array) -> Array:
-        """Of the loss of these bounds; the rest is that of the clean samples."""
+        """The weight of these bounds' loss; the rest is that of the loss on clean samples."""
 
 
 class CertificateAim(NamedTuple):
-    """What is trained towards; a pytree."""
+    """Certified training: the certificate and its radius; a pytree."""
 
     certificate: TrainableCertificate
     eps: Array
     steps: Array
-    """Of the whole training."""
+    """The number of steps of the whole training."""
 
 
 class TrainingNoise(Protocol):
-    """What is added to samples, such as :class:`wdjax.smoothing.noise.Gaussian`; a pytree."""
+    """TrainingNoise on samples, such as :class:`wdjax.smoothing.noise.Gaussian`; a pytree."""
 
     def offset(self, key: Array, x: Array) -> Array:
         """The noise for one sample ``[*shape]``."""
@@ -49,7 +50,7 @@ class TrainingNoise(Protocol):
 
 
 class NoiseAim(NamedTuple):
-    """What is trained under; a pytree."""
+    """Training on noisy samples; a pytree."""
 
     noise: TrainingNoise
 
@@ -66,7 +67,10 @@ def aim(
     dtype: np.dtype,
     steps: int,
 ) -> Aim:
-    """Checks what goes with what; ``steps`` are those of the whole training.
+    """The aim from a training's arguments; at most one of attack, certificate and noise is given.
+
+    Raises a ValueError if they do not fit together. ``eps`` and ``kappa`` are numbers, ``dtype`` is
+    the samples', ``steps`` the number of steps of the whole training.
 
     >>> aim(None, None, None, None, None, np.dtype("float32"), 10) is None
     True
@@ -79,8 +83,8 @@ def aim(
     either = certificate if attack is None else attack
     if (kappa is not None and attack is None) or (eps is not None and either is None):
         raise ValueError(
-            f"eps and kappa go with an attack: got eps={eps!r}, kappa={kappa!r} and none; eps also "
-            "goes with a certificate."
+            f"eps and kappa go with an attack: got eps={eps!r}, kappa={kappa!r} and no attack; eps "
+            "also goes with a certificate."
         )
     if noise is not None:
         if not hasattr(noise, "offset"):
@@ -101,7 +105,7 @@ def aim(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scheduled:
-    """A ball, and how its radius and its weight grow: what certified trainings share."""
+    """The base of certified trainings: a ball, and the schedule of its radius and loss weight."""
 
     norm: float = math.inf
     box: tuple[float, float] | None = (0.0, 1.0)
@@ -114,7 +118,7 @@ class Scheduled:
         object.__setattr__(self, "box", validate.check_box(self.box))
         numbers = self.warm, self.ramp, self.clean
         if not all(isinstance(number, int | float) for number in numbers):
-            return  # Inside a trace, or one of JAX's own blanks.
+            return  # Traced, or a placeholder of JAX's pytree functions.
         if not 0 <= self.warm < self.ramp <= 1:
             raise ValueError(f"0 <= warm < ramp <= 1 must hold, got {self.warm!r}, {self.ramp!r}.")
         if not 0 <= self.clean <= 1:
@@ -122,13 +126,13 @@ class Scheduled:
 
     @property
     def ball(self) -> Lp:
-        """Whose radius grows."""
+        """The ball, without its radius."""
         return Lp(self.norm, self.box)
 
     def share(self, done: Array | float) -> Array:
-        """Of the radius, after a share of the steps."""
+        """The share in [0, 1] of the radius, when a share ``done`` of all steps is done."""
         return jnp.clip((done - self.warm) / (self.ramp - self.warm), 0.0, 1.0)
 
     def weight(self, done: Array) -> Array:
-        """Of the bounds' loss."""
+        """The weight of the bounds' loss, when a share ``done`` of all steps is done."""
         return self.share(done) * (1 - self.clean)

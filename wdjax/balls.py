@@ -1,4 +1,4 @@
-"""Balls: what may move, and what it costs."""
+"""The l_r balls: the allowed perturbations, their costs, projections and steps."""
 
 import dataclasses
 import math
@@ -35,7 +35,7 @@ class Lp:
         object.__setattr__(self, "box", validate.check_box(self.box))
 
     def diameter(self, shape: tuple[int, ...]) -> float:
-        """The largest distance between two inputs of a shape in the box; inf without one."""
+        """The largest distance between two inputs ``[*shape]`` in the box; inf without a box."""
         if self.box is None:
             return math.inf
         low, high = self.box
@@ -43,7 +43,7 @@ class Lp:
 
     @property
     def units(self) -> str:
-        """What radii are measured in, for who takes grey levels for units."""
+        """The unit of radii, for warnings about radii that are meant in grey levels."""
         low, high = self.box or (0.0, 1.0)
         share = "8/255" if high - low == 1 else f"{high - low:g} * 8/255"
         return f"in the box [{low:g}, {high:g}] eight of 255 grey levels are {share}"
@@ -57,15 +57,15 @@ class Lp:
         return jnp.where(inside, norms.lp_norm(moved - x, self.norm), jnp.inf)
 
     def ascend(self, x: Array, gradient: Array, size: Array | float) -> Array:
-        """``x + size * M_r(gradient)``, equation 1; sizes ``[n]``. May leave the ball."""
+        """``x + size * M_r(gradient)``, equation 1, with sizes ``[n]``; may leave the ball."""
         return norms.ascend(x, gradient, size, self.norm, self.box)
 
     def project(self, z: Array, x: Array, radius: Array) -> Array:
-        """A point of the ball and the box near ``z``."""
+        """Points near ``z``, ``[n, *shape]``, in the balls around ``x`` and in the box."""
         return norms.retract(z, x, radius, self.norm, self.box)
 
     def clip(self, z: Array) -> Array:
-        """The nearest point of the box."""
+        """The nearest points of the box."""
         return z if self.box is None else jnp.clip(z, *self.box)
 
     def noise(self, key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:

@@ -1,4 +1,4 @@
-"""What a model, a ball, an attack and its findings are: the types that everything else speaks."""
+"""The types of the library: models, balls, attacks, their results and certificates."""
 
 import dataclasses
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class Criterion(Protocol):
 
 
 class Ball(Protocol):
-    """What may move, and what it costs.
+    """The allowed perturbations and their costs.
 
     >>> from wdjax import Lp
     >>> Lp(2).cost(jnp.zeros((2, 2)), jnp.array([[0.6, 0.8], [0.0, -0.1]])).tolist()
@@ -51,52 +51,52 @@ class Ball(Protocol):
         ...
 
     def cost(self, x: Array, x_adv: Array, proof: PyTree = None) -> Array:
-        """``[n]`` costs of moving ``x`` to ``x_adv``, measured; inf for a point not allowed at all.
+        """``[n]`` costs of moving ``x`` to ``x_adv``, ``[n, *shape]``; inf for points not allowed.
 
-        ``proof`` is what an attack hands over where points alone do not tell their cost (the plan
-        of a transport, say), and must itself be checked. Staying costs 0 and needs no proof.
+        ``proof`` is given by attacks whose points alone do not determine the cost (a transport
+        plan, for example), and must be checked here. Not moving costs 0 and needs no proof.
         """
         ...
 
 
 class Victim(NamedTuple):
-    """What is attacked, and when it has fallen; a pytree."""
+    """The attacked model, and the criterion of success; a pytree."""
 
     model: Callable[[Array], PyTree]
     criterion: Callable[[PyTree, Array], Array]
 
 
 class Samples(NamedTuple):
-    """What an attack is told: ``[n, ...]`` leaves."""
+    """The data that an attack gets: ``[n, ...]`` leaves."""
 
     x: Array
     """``[n, *shape]``"""
     y: Array
     """``[n]`` int32"""
     eps: Array | None
-    """``[n]`` radii; None only for minimum-norm attacks, to which they are no more than a scale."""
+    """``[n]`` radii; None only for minimum-norm attacks, which use them as a scale at most."""
     out: PyTree
     """``model(x)``"""
 
     @property
     def radius(self) -> Array:
-        """``eps``, where there must be one."""
+        """``eps``; a ValueError if it is None."""
         if self.eps is None:
             raise ValueError("this attack needs a radius: pass eps.")
         return self.eps
 
 
 class Info(NamedTuple):
-    """What one step did to every sample: ``[n]`` leaves."""
+    """The record of one step for every sample: ``[n]`` leaves."""
 
     value: Array
-    """The criterion where the step started."""
+    """The criterion at the step's starting point."""
     gradients: Array
-    """Backward passes spent."""
+    """Number of backward passes."""
     forwards: Array
-    """Forward passes spent."""
+    """Number of forward passes."""
     zeros: Array
-    """Gradients that were zero in every coordinate: nothing could be learnt from them."""
+    """Number of gradients that were zero in every coordinate, and so useless."""
     fault: Array
     """Whether an output or a gradient was not finite."""
 
@@ -110,19 +110,19 @@ class Stage(NamedTuple):
     step: Callable[[Victim, Samples, PyTree], tuple[PyTree, Info]]
     length: int
     done: Callable[[PyTree], Array] | None = None
-    """``state -> [n]``: further steps of this stage would leave these samples as they are."""
+    """``state -> [n]``: whether further steps of this stage would leave a sample as it is."""
     couple: Callable[[Samples, PyTree, Array], PyTree] | None = None
-    """``(samples, state, chosen [n]) -> state`` after every step, over all samples at once: where a
-    budget of the whole data set lives. Rows that are not chosen are to be left out of sums."""
+    """``(samples, state, chosen [n]) -> state``, called after every step on all samples at once,
+    for a budget of the whole data set. Rows that are not chosen must be left out of sums."""
     cycles: bool = False
-    """Look for samples whose state is, bit for bit, that of two steps ago, and end them early. Pays
-    for sign steps, which run into corners of their ball; costs a copy of the state."""
+    """Whether to end samples early whose state is, bit for bit, that of two steps ago. Useful for
+    sign steps, which get stuck in corners of their ball; costs a copy of the state."""
 
 
 class Attack(Protocol):
-    """How to look: a frozen pytree dataclass, settings static, numbers as leaves.
+    """An attack: a frozen pytree dataclass with static settings and numbers as leaves.
 
-    A step sees batches of samples in any composition, so that everything it does is per sample.
+    A step must treat every sample alone, since batches may have any composition.
     """
 
     @property
@@ -130,18 +130,18 @@ class Attack(Protocol):
 
     @property
     def budget(self) -> Literal["sample", "data", "none"]:
-        """What ``eps`` binds: every point; the data set as a whole; or nothing, since the attack
-        returns the nearest flip (a minimum-norm attack)."""
+        """What ``eps`` limits: the cost of every point; that of the whole data set; or nothing,
+        since the attack returns the nearest flip (a minimum-norm attack)."""
         ...
 
     @property
     def random(self) -> bool:
-        """Whether :meth:`init` needs keys."""
+        """Whether :meth:`init` needs random keys."""
         ...
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Programs that follow each other and share the state."""
+        """The stages, which run one after another on the same state."""
         ...
 
     def init(
@@ -149,8 +149,9 @@ class Attack(Protocol):
     ) -> PyTree:
         """The first state, of one or more ``[n, ...]`` leaves.
 
-        ``start`` ``[n, *shape]`` are points to begin at, the samples themselves if None; ``keys``
-        ``[n]`` come from global indices, so that batching never changes the randomness.
+        ``start``, ``[n, *shape]``, are the points to begin at, the samples themselves if None;
+        ``keys``, ``[n]``, depend on the samples' global indices, so that batching does not change
+        them.
         """
         ...
 
@@ -159,14 +160,14 @@ class Attack(Protocol):
         ...
 
     def finished(self, state: PyTree) -> Array:
-        """``[n]``: nothing was left to do."""
+        """``[n]``: whether nothing is left to do for a sample."""
         ...
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a search found, measured at the stored points; a pytree of ``[n]`` leaves.
+    """The result of a search, measured at the stored points; a pytree of ``[n]`` leaves.
 
     A point that is infeasible or not finite has been replaced by its sample.
     """
@@ -174,44 +175,44 @@ class Found:
     x_adv: Array
     """``[n, *shape]``"""
     proof: PyTree
-    """What shows the cost of the points that moved, for balls that need it."""
+    """The proof of the costs, for balls that need one (:meth:`Ball.cost`)."""
     cost: Array
-    """Of moving the sample there, measured by the ball."""
+    """The cost of moving the sample to ``x_adv``, measured by the ball."""
     correct: Array
-    """Whether the criterion does not hold at the sample: mostly, classified correctly."""
+    """Whether the criterion fails at the clean sample: by default, it is classified correctly."""
     success: Array
     """Whether the criterion holds at ``x_adv``, recomputed from the stored point."""
     margin: Array
     """The criterion at ``x_adv``: positive where the attacker has won."""
     done: Array
-    """Whether the attack had nothing left to do for the sample; never after a fault."""
+    """Whether the attack finished with the sample; never after a fault."""
     fault: Array
-    """Whether an output or a gradient was not finite on the way. Such a sample may be less robust
-    than it looks."""
+    """Whether an output or a gradient was not finite during the attack. Such a sample may be less
+    robust than it seems."""
     zeros: Array
-    """Gradients that were zero in every coordinate, of all :attr:`gradients`."""
+    """How many of the :attr:`gradients` were zero in every coordinate."""
     gradients: Array
-    """Backward passes spent."""
+    """Number of backward passes."""
     forwards: Array
-    """Forward passes spent."""
+    """Number of forward passes."""
     limit: Array | None = None
     """The largest cost that the ball allows anywhere in its box; inf without a box."""
     history: Info | None = None
-    """``[steps, n]`` leaves on the host, where asked for. A step that was not taken counts no
-    passes and repeats the last value."""
+    """``[steps, n]`` leaves on the host, if requested. A step that was not taken has no passes and
+    repeats the last value."""
     overlooked: AnyArray | None = None
-    """Where the attack was blind: samples that stand here, and that a second look broke."""
+    """``[n]`` booleans: samples that this attack did not flip but a second look did."""
 
     @property
     def passes(self) -> Array:
-        """Forward and backward passes: the queries of AttackBench."""
+        """The number of forward and backward passes: the queries of AttackBench."""
         return self.gradients + self.forwards
 
     @property
     def remarks(self) -> list[str]:
-        """What to know before believing these numbers: faults, zero gradients, what was overlooked.
+        """Doubts about these numbers: faults, zero gradients, overlooked flips.
 
-        Not inside a trace.
+        Not available inside a trace.
         """
         return remarks.of(remarks.spent(self))
 
@@ -231,15 +232,15 @@ class Result(Found):
     def accuracy(self) -> Array:
         """Accuracy under the distribution (Appendix E of the paper).
 
-        Piecewise constant in the model's parameters and in a point-wise ``eps``, so its gradient
-        there is 0: differentiate the expected loss of the distribution instead. In the ``eps`` of a
-        knapsack it is piecewise linear, with the right gradient.
+        It is piecewise constant in the model's parameters and in a point-wise ``eps``, so these
+        gradients are 0: differentiate the expected loss of the distribution instead. In the ``eps``
+        of a knapsack it is piecewise linear, and its gradient is correct.
         """
         facts = self.weight, self.correct, self.success
         if any(isinstance(fact, jax.core.Tracer) for fact in facts):
             weight, correct, success = facts
             return jnp.mean((1 - weight) * correct + weight * ~success, axis=-1)
-        # On the host nothing is compiled for a number of samples. XLA's means are products, too.
+        # In NumPy, so that nothing is compiled for each n; times 1 / n, as in XLA's means.
         weights, before, after = map(np.asarray, facts)
         moved, unit = weights.astype(np.float64), weights.dtype.type(1) / weights.shape[-1]
         right = np.sum((1 - moved) * before + moved * ~after, axis=-1)
@@ -247,25 +248,26 @@ class Result(Found):
 
 
 class Progress(NamedTuple):
-    """Where a search is, for callbacks."""
+    """The progress of a search, for callbacks."""
 
     taken: int
-    """Steps taken or found unnecessary, summed over the samples."""
+    """Number of steps taken or found unnecessary, summed over the samples."""
     total: int
-    """Steps of all samples."""
+    """Number of steps of all samples together."""
     unfinished: np.ndarray
-    """``[m]`` indices of the samples that go on in this stage."""
+    """``[m]`` indices of the samples that are not finished in this stage."""
 
 
 Claim: TypeAlias = Literal["float program", "exact arithmetic"]
 CLAIM: Claim = "float program"
-"""What certificates speak of: the model's floats, summed in any order, and so exact arithmetic."""
+"""Certificates hold for the model in floats, summed in any order, and so for exact arithmetic."""
 
 
 class Certificate(NamedTuple):
-    """What is proved of samples, ``[n]``, and about what."""
+    """What is proved for samples, ``[n]`` arrays, and for which arithmetic."""
 
     correct: npt.NDArray[Any]
+    """Whether the clean sample is classified correctly."""
     margin: npt.NDArray[Any]
     """Lower bounds of the least margin within ``eps``."""
     radius: npt.NDArray[Any]
@@ -273,9 +275,10 @@ class Certificate(NamedTuple):
     method: str
     claim: Claim
     ended: tuple[str, ...] = ()
-    """How branch and bound ended with each sample, of ``branch.ENDS``; empty for other methods."""
+    """How branch and bound ended for each sample, one of ``branch.ENDS``; empty for other methods.
+    """
     remarks: tuple[str, ...] = ()
-    """Why bounds may be looser than those of another model with the same answers."""
+    """Why the bounds may be loose, and how an equivalent model would have tighter ones."""
 
     @property
     def verified(self) -> npt.NDArray[Any]:

@@ -18,14 +18,14 @@ NAMES = {"l1": 1, "l2": 2, "linf": math.inf}
 
 
 class Bounds(NamedTuple):
-    """A closed interval ``[lower, upper]`` that holds the true value."""
+    """A closed interval ``[lower, upper]`` that contains the true value."""
 
     lower: jax.Array
     upper: jax.Array
 
 
 def check_norm(norm: float) -> float:
-    """Returns ``norm`` as a Python number, or says in a ``ValueError`` which ones there are."""
+    """Returns ``norm`` as a Python number; a ``ValueError`` unless it is 1, 2 or inf."""
     for known in NORMS:
         if np.ndim(norm) == 0 and not isinstance(norm, (str, bytes)) and norm == known:
             return known
@@ -42,6 +42,7 @@ def dual(norm: float) -> float:
 
 
 def _rows(x: jax.Array) -> jax.Array:
+    """``[n, *shape]`` flattened to ``[n, d]``."""
     return x.reshape(x.shape[0], math.prod(x.shape[1:]))
 
 
@@ -57,14 +58,14 @@ def finite(tree: Any) -> jax.Array:
 def any_entry(leaves: Iterable[jax.Array]) -> jax.Array:
     """``[n]``: whether any entry of any ``[n, ...]`` boolean leaf holds.
 
-    As a maximum of small numbers: XLA's CPU compiler reduces booleans a tenth as fast.
+    Computed as a maximum of int8, ten times as fast as a reduction of booleans on XLA's CPU.
     """
     rows = [leaf.reshape(len(leaf), -1).astype(jnp.int8) for leaf in leaves]
     return jnp.stack([jnp.max(row, axis=1, initial=0) for row in rows]).max(axis=0) > 0
 
 
 def spread(v: jax.Array, x: jax.Array) -> jax.Array:
-    """One value a row, ``[n]``, with the trailing axes of ``x``, so that it acts on whole rows."""
+    """Reshapes ``v``, ``[n]``, to ``[n, 1, ..., 1]`` with as many axes as ``x``, to broadcast."""
     return v.reshape(v.shape + (1,) * (x.ndim - v.ndim))
 
 
@@ -98,7 +99,7 @@ def unit(x: jax.Array, norm: float) -> jax.Array:
     """Every row divided by its l_r norm; rows of zeros stay as they are.
 
     Args:
-      x: ``[n, *shape]``
+      x: ``[n, *shape]`` floats.
       norm: r, one of 1, 2 and inf.
 
     Returns:
@@ -114,15 +115,15 @@ def unit(x: jax.Array, norm: float) -> jax.Array:
 def dual_maximizer(g: jax.Array, norm: float) -> jax.Array:
     r"""The direction ``argmax { <g, h> : ||h||_r = 1 }`` of every row: ``M_r`` of equation 1.
 
-    A zero gradient has no maximiser; it gives the zero vector, so that a step stays where it is.
+    For a zero gradient every direction is a maximiser; the zero vector is returned, for no step.
 
     Args:
       g: ``[n, *shape]`` floats.
       norm: 1, 2 or inf.
 
     Returns:
-      ``[n, *shape]`` rows of l_r norm 1 (0 where ``g`` is 0). For 1, the first of several largest
-      entries; for inf, coordinates with gradient 0 do not move.
+      ``[n, *shape]`` rows of l_r norm 1 (0 where ``g`` is 0). For norm 1, only the first of the
+      largest entries is nonzero; for inf, entries with gradient 0 are 0.
 
     Source: Le et al. [le2025], equation 1.
 
@@ -151,7 +152,7 @@ def _interval(center: jax.Array, radius: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def _displace(center: jax.Array, delta: jax.Array) -> jax.Array:
-    """``center + delta``, rounded towards ``center``: no coordinate moves further than asked."""
+    """``center + delta``, rounded towards ``center``: no coordinate moves beyond ``delta``."""
     moved = center + delta
     back = jnp.sign(center - moved) * _spacing(moved)
     too_far = jnp.abs(moved - center) > jnp.abs(delta)
@@ -167,7 +168,7 @@ def _spacing(x: jax.Array) -> jax.Array:
 
 
 def _within(delta: jax.Array, radius: jax.Array, norm: float) -> jax.Array:
-    """Takes off what rounding left of ``delta`` outside the ball."""
+    """``delta``, ``[n, *shape]``, shrunk where rounding left it outside the ball of ``radius``."""
     length = jax.lax.stop_gradient(lp_norm(delta, norm))
     over = length > radius * (1 - 4 * jnp.finfo(delta.dtype).eps)
     shrink = (1 - 4 * jnp.finfo(delta.dtype).eps) * radius / jnp.where(over, length, 1.0)
@@ -224,9 +225,9 @@ def retract(
     """A point of the ball and the box near ``z``: the ball's projection, then the box's.
 
     Always feasible when ``center`` is in the box, since clipping moves every coordinate towards
-    ``center``. For norms 1 and inf it is the exact projection of :func:`project_in_box`: in l1,
-    coordinates would otherwise pay for lengths that the clipping then takes back. For norm 2,
-    where the search for the multiplier needs a sort and gains little, it is not.
+    ``center``. For norms 1 and inf it is the exact projection of :func:`project_in_box` (in l1,
+    clipping afterwards would waste part of the radius). For norm 2 it is not: the exact one needs a
+    sort and gains little.
 
     >>> retract(jnp.array([[2.0, -1.0]]), jnp.array([[0.9, 0.5]]), 0.25, jnp.inf, (0, 1)).tolist()
     [[1.0, 0.25]]
@@ -275,7 +276,7 @@ def project_in_box(
 
 
 def _shrink_l2(size: jax.Array, room: jax.Array, radius: jax.Array) -> jax.Array:
-    """``min(t size, room)`` for the largest ``t <= 1`` whose l2 norm is at most ``radius``."""
+    """``min(t size, room)``, ``[d]``, for the largest ``t <= 1`` with norm at most ``radius``."""
     at = jnp.where(size > 0, room / jnp.where(size > 0, size, 1.0), jnp.inf)
     order = jnp.argsort(at)
     at, bound, slope = at[order], room[order] ** 2, size[order] ** 2
@@ -289,12 +290,12 @@ def _shrink_l2(size: jax.Array, room: jax.Array, radius: jax.Array) -> jax.Array
     return jnp.minimum(jnp.minimum(t, 1.0) * size, room)
 
 
-@jax.jit  # Or the loop would be compiled at every call outside a trace.
+@jax.jit  # Without it, the loop would be compiled at every call outside a trace.
 def _shrink_l1(size: jax.Array, room: jax.Array, radius: jax.Array) -> jax.Array:
-    """``clip(size - lam, 0, room)`` for the least ``lam >= 0`` whose sum is at most ``radius``.
+    """``clip(size - lam, 0, room)``, ``[d]``, with sum at most ``radius``, for the least ``lam``.
 
-    Bisection instead of a sort of the break points, 50 times as fast on a CPU: to the last bit of
-    the largest entry, from the side where the sum is at most ``radius``.
+    Bisection, 50 times as fast on a CPU as a sort of the break points. It is exact to the last bit
+    of the largest entry, and ends on the side where the sum is at most ``radius``.
     """
     room = jnp.maximum(room, 0.0)
     fixed, limit = jax.lax.stop_gradient((size, radius))
@@ -307,7 +308,7 @@ def _shrink_l1(size: jax.Array, room: jax.Array, radius: jax.Array) -> jax.Array
 
     ends = jnp.zeros_like(limit), jnp.max(fixed, initial=0.0)
     high = jax.lax.fori_loop(0, jnp.finfo(size.dtype).nmant + 5, halve, ends)[1]
-    # The sum is linear in lam where these coordinates stay free, which gives lam its derivative.
+    # While the same coordinates are free, the sum is linear in lam: this gives lam's derivative.
     rest = fixed - high
     free, full = (rest > 0) & (rest < room), rest >= room
     spent = jnp.sum(jnp.where(free, size, 0.0)) + jnp.sum(jnp.where(full, room, 0.0))
@@ -318,7 +319,7 @@ def _shrink_l1(size: jax.Array, room: jax.Array, radius: jax.Array) -> jax.Array
 
 
 _REACH = 4.0
-"""l2 length, in units of its l1 length, of an l1 step before the ball of that length prunes it."""
+"""l2 length of an l1 step before its projection on the l1 ball of radius ``size``, by ``size``."""
 
 
 def ascend(
@@ -330,22 +331,22 @@ def ascend(
 ) -> jax.Array:
     r"""One ascent step of length ``size`` along a gradient, within the box for norm 1.
 
-    For inf and 2 the step is ``size * M_r(g)`` of equation 1, which knows no box. For 1 that would
-    be a single pixel, moved by several times the box. Instead, the step ``h`` solves
+    For inf and 2 the step is ``size * M_r(g)`` of equation 1, which ignores the box. For norm 1
+    that step would move a single pixel by several times the box. Instead, the step ``h`` solves
 
         max <g, h> - ||g||_2 ||h||_2^2 / (8 size)  subject to  ||h||_1 <= size, x + h in the box,
 
     which is the exact projection on ball and box of an l2 step of length ``4 size``. Without the
-    quadratic term it would fill the room of one coordinate after the other in order of ``|g|``;
-    with it, coordinates of similar gradients share the step, as is better in curved models.
-    ``||g||_2`` leaves out coordinates that cannot move by more than some roundings.
+    quadratic term it would move one coordinate after the other to the box's end, in order of
+    ``|g|``; with it, coordinates of similar gradients share the step, which is better for nonlinear
+    models. ``||g||_2`` leaves out coordinates that are at the box's end up to rounding.
 
     Args:
       x: ``[n, *shape]`` floats, inside the box.
       g: ``[n, *shape]`` gradients. NaN entries (for 1 and 2 infinite ones, too) count as 0, and
         rows of zeros do not move.
-      size: the l_r length of the step, a number or ``[n]``, at least 0. For 1 an upper bound, which
-        is reached unless very few coordinates matter or the box is full.
+      size: the l_r length of the step, a number or ``[n]``, at least 0. For norm 1 an upper bound,
+        attained unless few coordinates have large gradients or room in the box.
       norm: r, one of 1, 2 and inf.
       box: ``(low, high)`` numbers, or None.
 
@@ -371,7 +372,7 @@ def ascend(
         return x + spread(size, x) * dual_maximizer(g, norm)
     if box is None:
         return project(x + spread(_REACH * size, x) * dual_maximizer(g, 2), x, size, 1)
-    # With a margin, or rounding at the box would decide on the length of the others' steps.
+    # With a tolerance: otherwise rounding at the box's end would change the others' steps.
     edge = 64 * float(jnp.finfo(x.dtype).eps) * (box[1] - box[0])
     stuck = ((g > 0) & (x >= box[1] - edge)) | ((g < 0) & (x <= box[0] + edge))
     h = spread(_REACH * size, x) * dual_maximizer(jnp.where(stuck, 0.0, g), 2)
@@ -379,7 +380,9 @@ def ascend(
 
 
 _ENUMERATED = 16
+"""Largest smaller side of a matrix whose sign vectors are enumerated."""
 _CHUNK = 256
+"""Number of sign vectors at once."""
 
 
 def operator_norm(jacobian: jax.Array, norm: float) -> Bounds:
@@ -388,15 +391,15 @@ def operator_norm(jacobian: jax.Array, norm: float) -> Bounds:
     Exact (lower = upper up to rounding) for r = 1, the largest entry; for r = 2, the spectral norm,
     whose upper end is enlarged by the rounding error of the Gram matrix so that it is sound; and
     for r = inf, the largest ``||J^T sigma||_1`` over sign vectors, as long as the smaller side of
-    ``J`` is at most 16. Beyond that, r = inf is NP-hard and the bounds part: alternating sign
-    ascent below, ``min(sum_k ||J_k||_1, sqrt(K d) ||J||_2)`` above.
+    ``J`` is at most 16. The general case of r = inf is NP-hard; then the lower bound is by
+    alternating sign ascent, the upper one ``min(sum_k ||J_k||_1, sqrt(K d) ||J||_2)``.
 
     Args:
       jacobian: ``[K, d]`` floats; ``vmap`` for more.
       norm: r, one of 1, 2 and inf.
 
     Returns:
-      ``Bounds`` of scalars. The upper end carries a slack for float rounding.
+      ``Bounds`` of scalars. The upper end is enlarged for float rounding.
 
     Cost: ``O(K d)``; r = 2 ``O(min(K, d)^2 max(K, d))``; r = inf ``O(2^(min(K, d) - 1) K d)``.
 
@@ -418,11 +421,12 @@ def operator_norm(jacobian: jax.Array, norm: float) -> Bounds:
 
 
 def _slack(jacobian: jax.Array) -> float:
-    """Relative rounding error of a sum of as many products as the matrix has entries a side."""
+    """Relative rounding error of sums over the rows and columns of a matrix."""
     return 4 * (sum(jacobian.shape) + 8) * float(jnp.finfo(jacobian.dtype).eps)
 
 
 def _spectral(jacobian: jax.Array) -> Bounds:
+    """Bounds of the spectral norm of a matrix ``[K, d]``, ``K <= d``."""
     scale = jnp.max(jnp.abs(jacobian))
     unit = jacobian / jnp.where(scale > 0, scale, 1.0)
     values, vectors = jnp.linalg.eigh(unit @ unit.T)
@@ -435,6 +439,10 @@ def _spectral(jacobian: jax.Array) -> Bounds:
 
 
 def _inf_to_one(jacobian: jax.Array) -> Bounds:
+    """Bounds of the operator norm from l_inf to l_1 of a matrix ``[K, d]``, ``K <= d``.
+
+    Exact for up to 16 rows, by enumerating their signs.
+    """
     rows = jacobian.shape[0]
     if rows <= _ENUMERATED:
         count = 2 ** (rows - 1)

@@ -1,11 +1,12 @@
-r"""Lines of a function of one number, found on cells of its operand's interval.
+r"""Linear bounds of a scalar activation function, from cells that cover its operand's interval.
 
-On a cell around ``c`` a continuous ``f`` lies in ``f(c) + D (z - c)`` with ``D`` an interval of its
-derivative there, which bounds ``f(z) - s z`` for any slope ``s``. Of some slopes the one is taken
-whose line is nearest to the function at the middle, where a line's height is its mean.
+On a cell around ``c`` a continuous ``f`` lies in ``f(c) + D (z - c)``, where ``D`` bounds its
+derivative on the cell; this bounds ``f(z) - s z`` for any slope ``s``. Of a few candidate slopes
+the one is taken whose line is closest to ``f`` at the interval's midpoint, which is its mean
+height.
 
-Rounding: the cells bound the exact function; what its float program may deviate by is added, from
-a running error analysis over the whole interval, one equation after the other.
+Rounding: the cells bound the exact function; the error of its float program, from a running error
+analysis over the whole interval (one equation after the other), is added.
 """
 
 import functools
@@ -24,17 +25,17 @@ from wdjax.bounds.primitives.functions import function
 from wdjax.bounds.record import ONCE, Ends, Lines, View
 
 _HALF = 12
-"""Cells on either side of 0, where the pieces of most activations meet."""
+"""Number of cells on each side of 0, where the pieces of most activations meet."""
 _TANGENTS = (0.0, 0.15, 0.3, 0.5, 0.7, 0.85, 1.0)
-"""Where in the interval tangents are tried, beside the chord and the constant."""
+"""Tangent points to try, as fractions of the interval, beside the chord and the slope 0."""
 
 primitive = Primitive("elementwise")
-"""A ``jaxpr`` of one number, for every entry of the operand."""
+"""Applies its parameter ``jaxpr``, a scalar function, to every entry of the operand."""
 primitive.def_abstract_eval(lambda operand, *, jaxpr: operand)
 
 
 def lines(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines:
-    """The rule for lines."""
+    """The relaxation of an ``elementwise`` equation; the operand's ends are ``[B, *shape]``."""
     program = eqn.params["jaxpr"]
     shape = args[0][0].shape
     lower, upper = (end.reshape(-1) for end in args[0])
@@ -44,7 +45,11 @@ def lines(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines:
 
 
 def _lines(program: ClosedJaxpr, lower: Array, upper: Array) -> tuple[Array, ...]:
-    """Slopes and intercepts, below and above, and the ends of one number's function."""
+    """Lines of a scalar function between two scalars.
+
+    Returns six scalars: the lower and upper slope, the lower and upper intercept, and the lower and
+    upper bound of the function itself (the intercepts for slope 0).
+    """
     run = jaxpr_as_fun(program)
 
     def value(z: Array) -> Array:
@@ -80,7 +85,7 @@ def _lines(program: ClosedJaxpr, lower: Array, upper: Array) -> tuple[Array, ...
 
 
 def _cut(lower: Array, upper: Array, k: Array) -> Array:
-    """Where cell k begins; a cell of its own is around a 0 inside."""
+    """Where cell ``k`` begins; if 0 is in the interval, the middle cell is ``[-tiny, tiny]``."""
     least, count = tiny(lower.dtype), 2 * _HALF + 1
     right = k > _HALF
     start, stop = jnp.where(right, least, lower), jnp.where(right, upper, -least)
@@ -91,7 +96,11 @@ def _cut(lower: Array, upper: Array, k: Array) -> Array:
 
 
 def _deviation(program: ClosedJaxpr, lower: Array, upper: Array) -> Array:
-    """How far the float program may be from the exact function anywhere in the interval."""
+    """Bounds the rounding error of a scalar program between two scalars; inf if unknown.
+
+    An equation passes on each operand's error times its largest derivative and adds its own
+    rounding.
+    """
     graph = flatten(program)
     values: dict[int, Value] = {**graph.constants, graph.inputs[0]: fresh(lower, upper)}
     errors: dict[int, Array] = {}
@@ -117,7 +126,7 @@ def _deviation(program: ClosedJaxpr, lower: Array, upper: Array) -> Array:
 
 
 def _steep(eqn: JaxprEqn, args: Sequence[Value], place: int) -> Array:
-    """The largest derivative of one equation in one operand."""
+    """The largest magnitude of an equation's derivative in operand ``place``."""
 
     def function(*zs: Array) -> Array:
         return jnp.asarray(eqn.primitive.bind(*zs, **eqn.params))

@@ -1,4 +1,4 @@
-"""Rules for affine operations, which map a value's roots along, and for products."""
+"""Interval rules for affine operations, which keep the roots of their operands, and products."""
 
 import functools
 import itertools
@@ -38,7 +38,7 @@ from wdjax.bounds.domain import (
 
 
 def evaluate(eqn: JaxprEqn, args: Sequence[Array]) -> list[Array]:
-    """The primitive on exact arrays, at the highest precision."""
+    """Runs the equation's primitive on exact arrays, at the highest matmul precision."""
     params = eqn.params
     if eqn.primitive.name == "shard_map":
         raise ValueError(
@@ -51,7 +51,7 @@ def evaluate(eqn: JaxprEqn, args: Sequence[Array]) -> list[Array]:
     if any(a.dtype != aval.dtype for a, aval in zip(args, declared)):
         if params.get("preferred_element_type") is not None:
             params = {**params, "preferred_element_type": None}
-        if params.get("update_jaxpr") is not None:  # Of scatters, in the dtype that they had.
+        if params.get("update_jaxpr") is not None:  # Of scatters, in the old dtype.
             update = jaxpr_as_fun(ClosedJaxpr(params["update_jaxpr"], params["update_consts"]))
             number = jax.ShapeDtypeStruct((), args[0].dtype)
             params = {**params, "update_jaxpr": jax.make_jaxpr(update)(number, number).jaxpr}
@@ -60,7 +60,7 @@ def evaluate(eqn: JaxprEqn, args: Sequence[Array]) -> list[Array]:
 
 
 def is_narrow(dtype: DTypeLike) -> bool:
-    """Whether floats are shorter than float32."""
+    """Whether ``dtype`` is a float type of fewer than 32 bits."""
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits < 32
 
 
@@ -80,10 +80,14 @@ def affine(
     terms: int,
     origin: Origin | None = None,
 ) -> Interval:
-    """The image of intervals under maps that add.
+    """The interval of ``center + sum_i map_i(deviation of operand i)``.
 
-    ``inputs`` holds ``(interval, linear map, map of absolute values)``; ``terms`` counts the
-    products added up in an output.
+    Args:
+      center: the result at the operands' centres, of the result's shape.
+      inputs: for each operand ``(interval, linear map, map with absolute coefficients)``.
+      magnitude: bound of the sum of the terms' magnitudes, of the result's shape, for rounding.
+      terms: number of products added up in one entry of the result; 0 if nothing is rounded.
+      origin: the maximum that the result still is, if any.
     """
     dtype = center.dtype
     error = gamma(terms, dtype) if terms else 0.0
@@ -122,7 +126,7 @@ def _both(first: Linear, second: Linear) -> Linear:
 
 
 def _none(eqn: JaxprEqn) -> int:
-    """How many products an operation adds up that only moves entries."""
+    """The number of rounded terms of an operation that only moves entries: 0."""
     return 0
 
 
@@ -131,9 +135,16 @@ def additive(
     terms: Callable[[JaxprEqn], int] = _none,
     absolute: Callable[[Sequence[Array]], Array] | None = None,
 ) -> Rule:
-    """A rule for what is jointly linear in the operands at ``positions`` (all by default)."""
+    """A rule for an operation that is jointly linear in the operands at ``positions`` (all of them
+    by default).
+
+    ``terms`` counts the products per entry of the result; ``absolute`` is the operation with
+    absolute coefficients, by default the operation itself. The other operands, such as indices,
+    must not depend on the input.
+    """
 
     def rule(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval | Ternary:
+        """The result's interval, or booleans if all operands are booleans."""
         places = set(range(len(args)) if positions is None else positions)
         operands = [a for a in args if isinstance(a, Interval) or is_exact(a)]
         if len(operands) < len(args):
@@ -168,7 +179,7 @@ def additive(
 
 
 def _kept(eqn: JaxprEqn, origin: Origin | None) -> Origin | None:
-    """What a maximum still is after it was spread along the axes that it was taken over."""
+    """The origin, if the equation only broadcasts a maximum back along its reduced axes."""
     if not isinstance(origin, Reduced):
         return None
     operand: Any = ends(origin.operand).lower
@@ -184,7 +195,7 @@ def _kept(eqn: JaxprEqn, origin: Origin | None) -> Origin | None:
 
 
 def parted(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> list[Value]:
-    """One value cut into several."""
+    """A rule for operations that cut one operand into several results."""
     (value,) = args
     if not isinstance(value, Interval):
         return [Ternary(*ends_) for ends_ in zip(*(evaluate(eqn, [end]) for end in ends(value)))]
@@ -197,7 +208,7 @@ def parted(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> list[Val
 
 
 def moved_booleans(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary:
-    """What only moves or joins entries, on booleans."""
+    """A rule for operations that only move or join entries, on booleans."""
     if any(isinstance(a, Interval) for a in args):
         raise ValueError(
             f"{eqn.primitive.name!r} mixes booleans and floats that depend on the input."
@@ -207,7 +218,7 @@ def moved_booleans(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> 
 
 
 def bilinear(terms: Callable[[JaxprEqn], int]) -> Rule:
-    """A rule for what is linear in either operand."""
+    """A rule for operations that are linear in each operand; ``terms`` counts products an entry."""
 
     def rule(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
         left, right = args
@@ -251,7 +262,7 @@ def _product_of_intervals(
 
 
 def product(left: Value, right: Value, norm: float | None) -> Interval:
-    """Entry by entry."""
+    """The entrywise product of two values of one shape."""
     constant = _product_constant(left, right, math.inf, norm)
     return fresh(*corners(ends(left), ends(right)), constant)
 
@@ -259,7 +270,8 @@ def product(left: Value, right: Value, norm: float | None) -> Interval:
 def _product_constant(
     left: Value, right: Value, measure: float, norm: float | None
 ) -> Array | None:
-    """``|A| Lip(B) + |B| Lip(A)``: for contractions with Frobenius norms, or sums of entries."""
+    """The Lipschitz constant ``|A| Lip(B) + |B| Lip(A)``; ``|A|`` is the l_``measure`` norm of the
+    largest magnitudes of all entries of ``A``."""
     if norm is None:
         return None
     sizes = [largest_size(value).reshape(1, -1) for value in (left, right)]
@@ -270,7 +282,7 @@ def _product_constant(
 
 
 def summation(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
-    """A sum of entries; how many entries attain a maximum is at least one."""
+    """The rule for ``reduce_sum``; a sum of the mask "attains the maximum" is at least 1."""
     (value,) = args
     axes = tuple(eqn.params["axes"])
     origin = value.origin if isinstance(value, Interval) else None
@@ -281,7 +293,7 @@ def summation(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value
 
 
 def shape_of(eqn: JaxprEqn, place: int) -> tuple[int, ...]:
-    """The shape of an operand."""
+    """The shape of the operand at ``place``."""
     aval: Any = eqn.invars[place].aval  # Its declared type knows no shape.
     return aval.shape
 
@@ -299,7 +311,8 @@ def scattered(eqn: JaxprEqn) -> int:
 
 
 def windows(eqn: JaxprEqn, shape: Sequence[int]) -> list[Callable[..., Array]]:
-    """For every place in a window, what is there, ``shape``, of an array in a frame of a number."""
+    """One function a position in the pooling window: it returns, from an array padded by ``blank``,
+    the entries ``shape`` that all windows have at this position."""
     params = eqn.params
     sizes, strides = params["window_dimensions"], params["window_strides"]
     apart = params.get("window_dilation", (1,) * len(sizes))
@@ -328,6 +341,11 @@ def convolved(eqn: JaxprEqn) -> int:
 
 
 def convert(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
+    """The rule for ``convert_element_type``, to floats only (booleans may stay booleans).
+
+    Values of dtypes shorter than float32 stay in float32; :func:`interval.apply` adds their
+    rounding.
+    """
     (value,) = args
     dtype = eqn.params["new_dtype"]
     if isinstance(value, Ternary):

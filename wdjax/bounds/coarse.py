@@ -1,8 +1,8 @@
-r"""Cheap bounds of whole positions of a map, which tell what needs no better ones.
+r"""Cheap bounds of all channels at a position of a feature map, to skip neurons that are stable.
 
 Parallel lines, ``s z + low`` and ``s z + up``, let one row of coefficients bound a function from
-both sides; all channels of a position look at the same windows; and rows go back only to what the
-first affine map computes, whose intervals are exact: most of their cost lies before it.
+both sides; all channels of a position share their windows; and rows go back only as far as the
+first affine map's output, whose intervals are exact: most of the cost would lie before it.
 
 Source: parallel lines as of Weng et al. [weng2018], who bound everything by them.
 """
@@ -19,13 +19,17 @@ from wdjax.bounds.domain import Array
 from wdjax.bounds.record import Lines
 
 _DEPTH = 3
-"""Values between that are not affine: of fewer little is saved, and of more too little decided."""
+"""Number of nonlinear layers on the way back at which these bounds are used: fewer save little
+time, and with more the bounds decide too few neurons."""
 _WIDTH = 128
-"""Functions that go back at once on a CPU."""
+"""Number of linear functions that go back at once on a CPU."""
 
 
 def refine(state: crown.Pass, place: int, needed: Array) -> None:
-    """Bounds all channels of a map's positions where any is ``needed``, if that is worth it."""
+    """Bounds all channels of the map's positions where any channel is ``needed``, ``[B, *shape]``.
+
+    Does nothing where :func:`_short` finds that it is not worth it.
+    """
     value = state.values[place]
     shape = value.lower.shape[1:]
     short = _short(state, place) if len(shape) == 4 and shape[0] == 1 else None
@@ -46,7 +50,11 @@ def refine(state: crown.Pass, place: int, needed: Array) -> None:
 
 
 def _short(state: crown.Pass, place: int) -> crown.Pass | None:
-    """The pass with parallel lines, behind the first affine map, of which intervals are known."""
+    """The pass with parallel lines that stops at the first affine map's output, as a box.
+
+    None unless exactly ``_DEPTH`` elementwise nonlinear values lie between that output and
+    ``place``.
+    """
     net, found = state.network, {place}
     lines: dict[int, Lines] = {}
     for node in reversed(net.graph.nodes):
@@ -70,7 +78,8 @@ def _short(state: crown.Pass, place: int) -> crown.Pass | None:
 
 
 def _parallel(lines: Lines, lower: Array, upper: Array) -> Lines:
-    """The upper line, and the lower one turned about the ends of what it is over."""
+    """Lines with the upper slope on both sides; the lower intercept falls until the line is sound
+    on ``[lower, upper]``, the operand's range ``[B, *shape]``."""
     (view,) = lines.views
     unit = 2 * rounding(lower[0].size, lower.dtype)
     turned = view.low - view.up
@@ -83,7 +92,7 @@ def _parallel(lines: Lines, lower: Array, upper: Array) -> Lines:
 
 
 def _part(state: crown.Pass, place: int) -> tuple[Array, Array]:
-    """Ends of a value's affine part."""
+    """Ends ``[B, *shape]`` of a value's linear part: of the value less its offset and error."""
     value, (offset, error) = state.values[place], state.gathered(place)
     unit = 2 * rounding(offset[0].size, offset.dtype)
     lower, upper = value.lower - offset - error, value.upper - offset + error

@@ -1,8 +1,9 @@
-r"""Coefficients of many linear functions at one place of a program, whole or in windows.
+r"""Coefficients of many linear functions of a value, dense (``Whole``) or as patches (``Window``).
 
-``G`` functions of each of ``R`` rows: a row belongs to one sample and, in windows, to one position
-of a map, and touches only ``[S p + o, S p + o + h)`` of an earlier map. Windows go back through a
-convolution in full size, ``h -> (h - 1) s + k``, and never depend on the map's size.
+There are ``G`` functions for each of ``R`` rows. A row belongs to one sample. In patches it also
+starts from one position ``p`` of a feature map, and its coefficients in an earlier map are nonzero
+only in ``[S p + o, S p + o + h)``. Sent back through a convolution with kernel ``k`` and stride
+``s``, a patch of size ``h`` becomes one of size ``(h - 1) s + k``, whatever the map's size.
 """
 
 import functools
@@ -20,37 +21,38 @@ from wdjax.bounds.domain import Array, Linear
 Pair = tuple[int, int]
 
 _FOLD = 16
-"""Terms that a stage of a sum adds up."""
+"""Number of terms that one stage of :func:`summed` adds up."""
 
 
 class Rows(NamedTuple):
-    """``[R]`` rows: of which sample, and at which position of the map that they start from."""
+    """``[R]`` rows: their sample's index, and their position in the map that they start from."""
 
     sample: Array
     position: tuple[Array, Array] | None = None
 
     def of_all(self) -> "Rows":
-        """The same rows of a map that all samples share."""
+        """The same rows, to look up an array that all samples share (a batch of 1)."""
         return self._replace(sample=jnp.zeros_like(self.sample))
 
 
 class Whole(NamedTuple):
-    """``[G, R, *shape]``."""
+    """Dense coefficients ``[G, R, *shape]``."""
 
     a: Array
 
     def behind(self, linear: Linear, shape: tuple[int, ...]) -> "Whole":
-        """Back through a linear map from ``shape``."""
+        """The coefficients of ``linear``'s operand, which has this ``shape``."""
         pull = jax.vjp(linear, jnp.zeros(shape, self.a.dtype))[1]
         return Whole(jax.vmap(jax.vmap(lambda t: pull(t)[0]))(self.a))
 
 
 class Window(NamedTuple):
-    """``[G, R, h / s, w / t, s t c]`` from ``stride p + offset`` on, in a map ``[1, height, width,
-    c]``; what a strided convolution makes stays in blocks ``[s, t]`` of the map.
+    """Patches ``[G, R, h / s, w / t, s t c]`` of a map ``[1, height, width, c]``.
 
-    Only ``extent`` entries, behind ``skip`` of them, may differ from 0 within the map. Of stride 0
-    it is the same for all rows.
+    A row's patch ``[h, w]`` begins at ``stride p + offset``. At the input of a strided convolution
+    it stays in blocks ``[s, t]``, which lie along the last axis. Along each axis only ``extent``
+    entries after the first ``skip`` may be nonzero. If the stride is 0, the patch lies at the same
+    place for all rows.
     """
 
     a: Array
@@ -61,7 +63,7 @@ class Window(NamedTuple):
     skip: Pair = (0, 0)
     extent: Pair = (1, 1)
     clean: bool = True
-    """Whether coefficients outside of the map are 0; what is seen there is 0 anyway."""
+    """Whether coefficients outside of the map are 0; :func:`seen` reads 0 there in any case."""
 
     @property
     def size(self) -> Pair:
@@ -76,8 +78,9 @@ Coefficients: TypeAlias = Whole | Window
 
 
 def framed(*values: Array) -> Array:
-    """``K`` values ``[B, *shape]`` to be seen at once, maps ``[1, height, width, c]`` in a frame of
-    zeros, ``[K, B, *shape]``.
+    """Stacks ``K`` arrays ``[B, *shape]`` to ``[K, B, *shape]`` for :func:`seen`.
+
+    Feature maps ``[1, height, width, c]`` are padded by a frame of zeros.
     """
     maps = jnp.stack(jnp.broadcast_arrays(*values))
     if maps.ndim != 6 or maps.shape[2] != 1:
@@ -90,7 +93,10 @@ def unframed(maps: Array) -> Array:
 
 
 def seen(maps: Array, rows: Rows, like: Coefficients) -> Array:
-    """What framed values hold where the coefficients are, ``[K, R, N]``; 0 outside of maps."""
+    """Gathers framed arrays at each row's coefficients ``like``: ``[K, R, N]``, 0 outside of a map.
+
+    ``N`` is the number of coefficients of a row, in the order of :func:`flat`.
+    """
     kinds, count, shape = len(maps), len(rows.sample), maps.shape[2:]
     spots, entries = rows.sample[:, None], math.prod(shape)
     if isinstance(like, Window):
@@ -102,7 +108,7 @@ def seen(maps: Array, rows: Rows, like: Coefficients) -> Array:
         top, left = top.reshape(count, -1, 1, s, 1), left.reshape(count, 1, -1, 1, t)
         spots = rows.sample.reshape(count, 1, 1, 1, 1) * (height + 2) + top
         spots = (spots * (width + 2) + left).reshape(count, -1)
-    # Numbers in one table: the CPU is slow at several indices, and at kinds that are not outermost.
+    # One flat index into one table: CPU gathers by several indices, or with K innermost, are slow.
     table = maps.reshape(-1, entries)
     spots = spots + np.arange(kinds)[:, None, None] * (len(table) // kinds)
     found = table.at[spots].get(mode="promise_in_bounds")
@@ -125,7 +131,7 @@ def _starts(rows: Rows, window: Window) -> tuple[Array, Array]:
 
 
 def spread(window: Window) -> Window:
-    """In blocks of one entry, and no larger than it has to be."""
+    """The same patches in blocks of one entry, cut to their ``extent``."""
     (s, t), (height, width), channels = window.block, window.size, window.shape[-1]
     a = window.a.reshape(-1, height // s, width // t, s, t, channels).transpose(0, 1, 3, 2, 4, 5)
     a = a.reshape(*window.a.shape[:2], height, width, channels)
@@ -136,7 +142,7 @@ def spread(window: Window) -> Window:
 
 
 def cleaned(window: Window, rows: Rows) -> Window:
-    """With zeros outside of the map."""
+    """The same patches with coefficients outside of the map set to 0."""
     if window.clean:
         return window
     window, masks = spread(window), []
@@ -148,7 +154,7 @@ def cleaned(window: Window, rows: Rows) -> Window:
 
 
 def whole(coefficients: Coefficients, rows: Rows) -> Whole:
-    """Windows in whole maps."""
+    """The coefficients in dense form, patches put into a map of zeros."""
     if isinstance(coefficients, Whole):
         return coefficients
     window = spread(coefficients)
@@ -169,7 +175,11 @@ def whole(coefficients: Coefficients, rows: Rows) -> Whole:
 
 
 def total(left: Coefficients, right: Coefficients, rows: Rows) -> Coefficients:
-    """The sum; unequal windows are padded to their union."""
+    """The sum of two coefficients of one value, dense if one is dense or if the strides differ.
+
+    Unequal patches are padded to their union.
+    """
+
     if isinstance(left, Whole) or isinstance(right, Whole) or left.stride != right.stride:
         return Whole(whole(left, rows).a + whole(right, rows).a)
     shifts = [a - b for a, b in zip(left.offset, right.offset)]
@@ -192,17 +202,20 @@ def total(left: Coefficients, right: Coefficients, rows: Rows) -> Coefficients:
 
 
 class Kernel(NamedTuple):
-    """A convolution NHWC by HWIO without dilation or groups."""
+    """A convolution of an NHWC image by an HWIO kernel, without dilation or groups."""
 
     kernel: Array
     strides: Pair
     padding: tuple[Pair, Pair]
     shape: tuple[int, ...]
-    """Of the image that it takes, ``[1, height, width, c]``."""
+    """The shape of the convolved image, ``[1, height, width, c]``."""
 
 
 def plain(eqn: Any, exact: tuple[Any, ...]) -> Kernel | None:
-    """The convolution of an equation if it is such a one and its kernel is known."""
+    """The equation as a :class:`Kernel`; None for other equations and for unknown kernels.
+
+    ``exact`` holds the operands that are known, None for the others.
+    """
     if eqn.primitive.name != "conv_general_dilated" or exact[1] is None:
         return None
     params, dims = eqn.params, eqn.params["dimension_numbers"]
@@ -218,7 +231,10 @@ def plain(eqn: Any, exact: tuple[Any, ...]) -> Kernel | None:
 
 
 def through(coefficients: Coefficients, conv: Kernel, rows: Rows) -> Window:
-    """Back through a convolution, in windows; of a whole map where they are no smaller."""
+    """The coefficients of a convolution's operand, as patches.
+
+    Where a patch would be as large as the map, one patch that covers the map is used for all rows.
+    """
     if isinstance(coefficients, Window):
         window = spread(cleaned(coefficients, rows))
         sizes = zip(window.extent, conv.strides, conv.kernel.shape)
@@ -232,6 +248,10 @@ def through(coefficients: Coefficients, conv: Kernel, rows: Rows) -> Window:
 
 
 def _windowed(window: Window, conv: Kernel) -> Window:
+    """Patches at a convolution's input, from clean patches in blocks of one entry at its output.
+
+    Patches that do not depend on the row (stride 0) are cut to the map.
+    """
     a, (kernel, skip) = window.a, _blocks(conv)
     out = _pulled(a.reshape(-1, *a.shape[2:]), kernel)
     spans, strides = [], []
@@ -257,9 +277,10 @@ def _windowed(window: Window, conv: Kernel) -> Window:
 
 
 def _blocks(conv: Kernel) -> tuple[Array, Pair]:
-    """The kernel of stride 1 that does the same to an image in blocks of the strides.
+    """An equal kernel of stride 1 for an image whose blocks ``[s, t]`` are moved to channels.
 
-    Zeros go before it where that lets blocks begin at multiples of the strides, and how many.
+    Returns the kernel ``[ceil(h / s), ceil(w / t), s t c, outputs]`` and how many zeros were put
+    before it along each axis, so that blocks begin at multiples of the strides where possible.
     """
     channels, outputs = conv.kernel.shape[2:]
     counts, skip, full = [], [], []
@@ -277,7 +298,10 @@ def _blocks(conv: Kernel) -> tuple[Array, Pair]:
 
 @jax.custom_jvp
 def _pulled(a: Array, kernel: Array) -> Array:
-    """The transposed convolution in full, ``n -> n - 1 + k``, as the CPU runs it fast."""
+    """The full transposed convolution, size ``n`` to ``n - 1 + k``, in a form that CPUs run fast.
+
+    ``a`` is ``[count, rows, columns, outputs]``, the kernel ``[h, w, c, outputs]``.
+    """
     height, width, channels, outputs = kernel.shape
     count, rows, columns, _ = a.shape
     if rows == columns == 1:
@@ -289,7 +313,7 @@ def _pulled(a: Array, kernel: Array) -> Array:
 
 @functools.partial(_pulled.defjvp, symbolic_zeros=True)
 def _pulled_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
-    """In the coefficients as the transpose of the convolution itself; in the kernel as it comes."""
+    """The tangent in ``a`` as the transpose of a convolution, the one in the kernel as usual."""
     a, kernel = primals
     out = _pulled(a, kernel)
     change = jnp.zeros_like(out)
@@ -315,9 +339,9 @@ def _correlated(x: Array, kernel: Array, padding: tuple[Pair, Pair]) -> Array:
 
 @jax.custom_jvp
 def summed(terms: Array) -> Array:
-    """``[G, R, ...] -> [G, R]``, in stages of 16 terms each.
+    """Sums ``[G, R, ...]`` to ``[G, R]`` in stages of 16 terms, which keeps rounding small.
 
-    Whole slices are added up, which the CPU does many numbers at a time.
+    A stage adds slices, which CPUs vectorise.
     """
     flat = terms.reshape(*terms.shape[:2], -1)
     while flat.shape[-1] > _FOLD:
@@ -335,10 +359,11 @@ def _summed_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, A
 
 
 def rounding(count: int, dtype: Any) -> float:
-    """Relative to the sum of magnitudes, of :func:`summed`; holds for one stage more too.
+    """The rounding error of :func:`summed` on ``count`` terms, relative to their magnitudes' sum.
 
-    A term is rounded 15 times in a stage, and of ``count`` a bound twice as large is returned:
-    windows may hold more entries than the map whose size ``count`` is, 0 beyond it.
+    A term is rounded at most 15 times in a stage; the bound also leaves room for one more stage.
+    It is twice as large as needed, because patches may have more entries than the map of size
+    ``count`` (those beyond it are 0).
     """
     stages = 0
     while count > _FOLD:

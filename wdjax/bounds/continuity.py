@@ -1,4 +1,5 @@
-"""Which programs jump: rounding, signs, booleans made numbers, selections whose cases disagree."""
+"""Finds what may make a program discontinuous: rounding, ``sign``, casts of booleans to numbers,
+selections whose two cases differ where the comparison is an equality."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,8 +21,9 @@ def jumps(closed: ClosedJaxpr) -> set[str]:
     """Names of the primitives by which a program may be discontinuous in its input.
 
     A selection by a comparison of ``a`` with ``b`` is continuous if its cases, computed entry by
-    entry from ``a``, ``b`` and known numbers, agree wherever ``a = b``. Numbers are known outside
-    of a trace; what cannot be decided counts as a jump, and so does a primitive without a record.
+    entry from ``a``, ``b`` and constants, agree wherever ``a = b``. A selection that cannot be
+    decided (for example because its constants are traced) counts as a jump, and so does a primitive
+    without a record.
 
     >>> jumps(jax.make_jaxpr(lambda x: jnp.where(x > 0, x, 0.1 * x))(1.0))
     set()
@@ -50,7 +52,7 @@ def jumps(closed: ClosedJaxpr) -> set[str]:
 
 
 class _Program(NamedTuple):
-    """What makes each value, and which of them depend on the input."""
+    """The equation that computes each value, and the values that depend on the input."""
 
     graph: Graph
     makers: dict[int, Node]
@@ -58,7 +60,7 @@ class _Program(NamedTuple):
 
 
 def _agree(program: _Program, node: Node) -> bool:
-    """Whether the cases of a selection agree where its comparison is decided."""
+    """Whether the two cases of a selection are equal where its comparison is an equality."""
     predicate = program.makers.get(node.inputs[0])
     while predicate is not None and (predicate.name == "not" or _kept(predicate.name)):
         predicate = program.makers.get(predicate.inputs[0])
@@ -85,10 +87,12 @@ def _entrywise(name: str) -> bool:
 
 
 class _UnknownError(Exception):
-    """A number that is not known, or an operation that mixes entries."""
+    """A constant is traced, or an operation mixes entries."""
 
 
 def _meet(program: _Program, node: Node, compared: tuple[int, int], probe: float) -> bool:
+    """Whether both cases are equal when the ``compared`` values are: to ``probe``, or to the one of
+    them that is constant."""
     free = [place for place in compared if place in program.moved]
     known: dict[int, Any] = {}
     with jax.ensure_compile_time_eval():
@@ -107,7 +111,10 @@ def _meet(program: _Program, node: Node, compared: tuple[int, int], probe: float
 
 
 def _value(program: _Program, place: int, known: dict[int, Any]) -> Any:
-    """A value from known ones; an input-dependent one only entry by entry."""
+    """The value at ``place``, computed from ``known`` ones, which are extended.
+
+    Input-dependent values may only be computed entry by entry.
+    """
     if place in known:
         return known[place]
     if place in program.graph.constants:

@@ -1,10 +1,10 @@
 r"""Backward linear bounds (CROWN) on a network: lower bounds of linear functions of its values.
 
-Coefficients go back from the functions that are bounded to the input: through affine maps by
-transposition, elsewhere through the line above where a coefficient is negative and the line below
-where it is positive. At the input a linear function is minimised over ball and box. What enters a
-function that is not affine is bounded first, in order, where its lines depend on it and intervals
-leave them open.
+Coefficients go back from the bounded functions to the input: through affine maps by transposition,
+elsewhere through the upper line where a coefficient is negative and the lower line where it is
+positive. At the input the linear function is minimised over ball and box. The operands of a
+nonlinear function are bounded before, in program order, if its lines depend on these bounds and
+intervals leave neurons unstable.
 
 Source: Zhang et al. [zhang2018].
 """
@@ -46,31 +46,33 @@ from wdjax.bounds.record import Lines
 from wdjax.bounds.region import Region
 
 _ROWS = 64
-"""Rows that go back at once: what fits a CPU's cache, half of them where rows are wide."""
+"""Number of rows that go back at once: what fits a CPU's cache, half of it for wide rows."""
 _CACHED = 2**12
+"""Largest number of coefficients of a row that is not wide."""
 _NUMBERS = 2**22
-"""Numbers that the widest value of all these rows may have."""
-_TURNS = 64
-"""Turns in a block, which is skipped as a whole where no entry is left."""
+"""A 16th of the number of coefficients that all these rows together may have at one value."""
 
 
 @dataclass(eq=False)
 class Pass:
-    """Bounds of every value of a network over a batch of regions, made in order."""
+    """Bounds of every value of a network over a batch of regions; filled in program order.
+
+    The keys are places in the graph.
+    """
 
     network: Network
     region: Region
     values: dict[int, Bounded] = field(default_factory=dict)
     lines: dict[int, Lines] = field(default_factory=dict)
     charges: dict[int, Array] = field(default_factory=dict)
-    """Framed offsets and errors."""
+    """Offsets and rounding errors of affine parts, framed, ``[2, B, *shape]``."""
     boxes: dict[int, Array] = field(default_factory=dict)
-    """Framed ends of what is known by its interval only."""
+    """Ends of the outputs of nonlinear equations, framed, ``[2, B, *shape]``."""
     known: Mapping[int, tuple[Array, Array]] = field(default_factory=dict)
-    """Ends of operands that hold already, by other means."""
+    """Ends ``[B, *shape]`` of operands of nonlinear equations that are given from outside."""
 
     def gathered(self, place: int) -> tuple[Array, Array]:
-        """The offset of a value's affine part, and what rounding may add, ``[B, *shape]``."""
+        """The offset of a value's affine part and its rounding error, ``[B, *shape]`` each."""
         if place not in self.charges:
             return (jnp.zeros_like(self.values[place].lower),) * 2
         offset, error = unframed(self.charges[place])
@@ -80,7 +82,8 @@ class Pass:
 Bound = Callable[[Pass, Mapping[int, Coefficients], Rows], Array]
 """Lower bounds ``[G, R]`` of sums of linear functions of values, such as :func:`backward`."""
 Refinement = Callable[[Pass, int, Array], None]
-"""Bounds a value's entries where they are needed, ``[B, *shape]``, such as by :func:`refine`."""
+"""``(pass, place, needed)``: tightens the bounds of a value where ``needed``, booleans
+``[B, *shape]``, is true; such as :func:`refine`."""
 
 
 def bounds(
@@ -89,9 +92,9 @@ def bounds(
     tighten: Sequence[Refinement] = (),
     known: Mapping[int, tuple[Array, Array]] | None = None,
 ) -> Pass:
-    """Bounds of everything a program computes: intervals, then each of ``tighten`` in turn.
+    """Bounds of every value of a program, ``[B, *shape]``: intervals, then ``tighten`` in turn.
 
-    ``known`` are ends that hold already, by the operand of what is not affine.
+    ``known`` are given ends ``[B, *shape]`` of operands of nonlinear equations, by place.
     """
     state = Pass(net, region, known=known or {})
     state.values[net.source] = network.begin(region.lower, region.upper, 0)
@@ -111,7 +114,8 @@ def bounds(
 
 
 def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
-    """Lines of one equation, after its operands were bounded where it matters."""
+    """Bounds and lines of a nonlinear equation's outputs, and before these tighter bounds of its
+    operands where the lines depend on them (unstable neurons, ``[B, *shape]``)."""
     for place in state.known.keys() & set(node.inputs):
         value, (lower, upper) = state.values[place], state.known[place]
         state.values[place] = value._replace(
@@ -146,7 +150,10 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
 def _kept_open(
     state: Pass, node: Node, outs: list[tuple[Array, Array]]
 ) -> list[tuple[Array, Array]]:
-    """What may be NaN makes NaN of whatever looks at it, a rectifier too; selections choose."""
+    """Makes outputs unbounded if an operand may be NaN, since NaN passes through any function.
+
+    Selections are excepted: they may not choose the NaN. What may be NaN has bounds -inf and inf.
+    """
     if node.name == "select_n":
         return outs
     kept = []
@@ -163,7 +170,7 @@ def _kept_open(
 
 
 def _lines(state: Pass, node: Node) -> Lines | None:
-    """The lines of one equation over its operands, where it has any."""
+    """The lines of one equation over its operands; None if its primitive has none."""
     values = [state.values.get(place) for place in node.inputs]
     own = TABLE.get(node.name)
     if own is None or own.lines is None:
@@ -178,10 +185,11 @@ def _lines(state: Pass, node: Node) -> Lines | None:
 
 
 def _over(state: Pass, lines: Lines, lower: Array, upper: Array, node: Node) -> Lines:
-    """The lines over the affine parts of operands, whose offsets and errors they take in.
+    """Lines of ``[B, *shape]`` entries as functions of the operands' linear parts only.
 
-    Constant wherever a line is not finite; and with the rounding of short floats. What is rounded
-    here is less than what :func:`rounding` leaves.
+    The operands' offsets and errors move into the intercepts, and the rounding of dtypes shorter
+    than float32 is added. A line that is not finite becomes the constant ``lower`` or ``upper``.
+    The roundings made here fit into the margin of :func:`rounding`.
     """
     declared: Any = node.eqn.outvars[0].aval
     slack = interval.slack_of(node.eqn, declared.dtype, jnp.maximum(jnp.abs(lower), jnp.abs(upper)))
@@ -203,7 +211,7 @@ def _over(state: Pass, lines: Lines, lower: Array, upper: Array, node: Node) -> 
     views = tuple(view._replace(low=low, up=up) for view, low, up in zip(lines.views, *slopes))
     maps = [framed(*ends, *itertools.chain(*zip(*slopes)))]
     lines = lines._replace(views=views, low=ends[0], up=ends[1])
-    if lines.free is not None:  # Of max(z, 0), which rounds nothing.
+    if lines.free is not None:  # Only max(z, 0) has free slopes, and it rounds nothing.
         free, (offset, error) = lines.free & goods[0], state.gathered(node.inputs[views[0].operand])
         shift = jnp.where(free, offset - error, 0.0)
         maps.append(framed(free.astype(shift.dtype), shift))
@@ -212,7 +220,7 @@ def _over(state: Pass, lines: Lines, lower: Array, upper: Array, node: Node) -> 
 
 
 def _intervals(state: Pass, node: Node) -> list[tuple[Array, Array]]:
-    """The interval rule of one equation, batched over samples."""
+    """Ends ``[B, *shape]`` of each output by the interval rule of one equation."""
     places = [place for place in dict.fromkeys(node.inputs) if place in state.values]
     pairs = [state.values[place][:2] for place in places]
 
@@ -227,16 +235,18 @@ def _intervals(state: Pass, node: Node) -> list[tuple[Array, Array]]:
 
 
 def refine(state: Pass, place: int, needed: Array, bound: Bound) -> None:
-    """Bounds a value's entries by backward passes where ``needed``, ``[B, *shape]``."""
+    """Tightens a value's bounds by ``bound`` where ``needed``, booleans ``[B, *shape]``."""
     improve(state, place, needed, chunk(state, 2), functools.partial(_entries, state, place, bound))
 
 
 def improve(
     state: Pass, place: int, needed: Array, width: int, find: Callable[[Sequence[Array]], Array]
 ) -> None:
-    """Takes lower bounds of entries and of their negatives where they are tighter.
+    """Tightens a value's bounds by ``find`` where ``needed``, ``width`` entries at a time.
 
-    ``find`` bounds ``[2, R, ...]``, all entries at the :func:`numbers` of some that are needed.
+    ``find`` gets the :func:`numbers` of ``R`` entries of ``needed`` and returns lower bounds of
+    these and of their negatives, ``[2, R, ...]``. Where the last axis of ``needed`` has length 1,
+    an entry stands for all channels.
     """
     value = state.values[place]
     each = value.lower.size // needed.size
@@ -252,13 +262,13 @@ def improve(
     )
 
 
-def by_turns(needed: Array, width: int, find: Callable[[Sequence[Array]], Array]) -> Array:
-    """``[N, ...]`` lower bounds of the entries that are needed, ``width`` at once; else -inf.
+def by_turns(
+    needed: Array, width: int, turn: Callable[[Array, Sequence[Array], Array], Array], begun: Array
+) -> Array:
+    """Folds ``turn`` over the entries that are ``needed``, ``[B, *shape]``, ``width`` at a time.
 
-    ``needed`` is ``[B, *shape]`` of ``N`` entries; ``find`` gets the :func:`numbers` of ``width``
-    of them and returns ``[width, ...]``. The loops have a fixed length, so that they can be
-    differentiated in reverse, and skip blocks of turns, then turns, for which no entry is left.
-    Passes are computed again for the gradient, which keeps no coefficients.
+    ``turn(indices, numbers, carry)`` returns the next carry; the first is ``begun``. ``indices``
+    count all entries of ``needed`` and are out of range once no needed entries are left.
     """
     samples, *shape = needed.shape
     width = min(width, needed.size)
@@ -267,9 +277,8 @@ def by_turns(needed: Array, width: int, find: Callable[[Sequence[Array]], Array]
     order = jnp.where(needed.reshape(-1), jnp.arange(needed.size), needed.size)
     order = jnp.pad(order, (0, -needed.size % (block * width)), constant_values=needed.size)
     index = jnp.sort(order, stable=False)
-    # Not in the loop, where they would be computed anew for every coefficient.
-    table = [t.reshape(-1, block, width) for t in (index, *numbers(index, shape, samples))]
-    made = jax.eval_shape(find, [t[0, 0] for t in table[1:]])
+    # Outside of the loop, where they would be computed anew for every coefficient.
+    table = index, *numbers(index, shape, samples)
 
     def unless_done(work: Callable[[list[Array]], Array], lead: tuple[int, ...]) -> Any:
         def step(_: None, these: list[Array]) -> tuple[None, Array]:
@@ -287,7 +296,10 @@ def by_turns(needed: Array, width: int, find: Callable[[Sequence[Array]], Array]
 
 
 def numbers(index: Array, shape: Sequence[int], samples: int) -> tuple[Array, ...]:
-    """Of entries of a batch: the sample, the entry, and in a map its row and column."""
+    """Unravels flat indices ``[R]`` of a batch ``[B, *shape]``.
+
+    Returns ``(sample, entry)``, or ``(sample, channel, row, column)`` for a feature map.
+    """
     found = []
     for size in shape[:0:-1] if len(shape) == 4 and shape[0] == 1 else [math.prod(shape)]:
         above = lax.div(index, jnp.full_like(index, size))
@@ -312,7 +324,7 @@ def _entries(state: Pass, place: int, bound: Bound, places: Sequence[Array]) -> 
 
 
 def chunk(state: Pass, group: int) -> int:
-    """Rows of ``group`` functions to go back at once, by the widest value and the memory."""
+    """How many rows of ``group`` functions to send back at once, for cache and memory."""
     most = max(math.prod(v.lower.shape[1:]) for v in state.values.values())
     rows = _ROWS if group * most <= _CACHED else _ROWS // 2
     rows = rows if jax.default_backend() == "cpu" else 16 * _ROWS
@@ -329,11 +341,14 @@ def backward(
 ) -> Array:
     """Lower bounds ``[G, R]`` of sums of linear functions of values.
 
-    If ``mirrored``, of them and of their negatives, ``[2, G, R]``, by lines that are parallel.
-
-    ``slopes`` are lower slopes of a row's own, ``[G, R, ...]``, by the output that they belong to,
-    as coefficients lie or of whole maps;
-    ``record`` is filled with the usual ones, where they are free, and the coefficients there.
+    Args:
+      state: the values' bounds and lines.
+      coefficients: of the bounded functions, by the place of the value.
+      rows: the ``R`` rows.
+      slopes: lower slopes ``[G, R, ...]`` of each row, by the output of their ReLU, shaped like its
+        coefficients or dense; None for those of ``state.lines``.
+      record: filled with ``(default slopes, coefficients)`` of each ReLU whose slopes are free.
+      mirrored: also bounds the negatives, ``[2, G, R]``; the lines must be parallel.
     """
     net, found = state.network, dict(coefficients)
     first = next(iter(found.values())).a
@@ -358,7 +373,7 @@ def backward(
             if place in state.lines:
                 lines, own = state.lines[place], (slopes or {}).get(place)
                 if own is not None and own.ndim != a.a.ndim:
-                    a = whole(a, rows)  # Slopes of whole maps.
+                    a = whole(a, rows)  # The slopes are dense.
                 if record is not None and lines.free is not None:
                     usual = seen(lines.maps[0], rows, a)[2]
                     record[place] = jnp.broadcast_to(usual.reshape(a.a.shape[1:]), a.a.shape), a.a
@@ -367,7 +382,7 @@ def backward(
                     send(node.inputs[operand], back)
             elif place in state.boxes:
                 own, box = flat(a), seen(state.boxes[place], rows, a)[:, None]
-                sum_ = sum_.between(own, *jnp.where(own == 0, 0.0, box))  # Boxes may be infinite.
+                sum_ = sum_.between(own, *jnp.where(own == 0, 0.0, box))  # Avoids 0 * inf.
             else:
                 for part, back in _transposed(net.affine[place], a, rows):
                     charge(part, back)
@@ -379,7 +394,7 @@ def backward(
 
 
 def _transposed(affine: Affine, a: Coefficients, rows: Rows) -> list[tuple[int, Coefficients]]:
-    """Back through an affine map, to each of its operands."""
+    """The place and coefficients of each operand of an affine map."""
     conv = plain(affine.node.eqn, affine.exact)
     if conv is not None and len(affine.parts) == 1:
         return [(affine.parts[0].place, through(a, conv, rows))]
@@ -392,7 +407,7 @@ def _transposed(affine: Affine, a: Coefficients, rows: Rows) -> list[tuple[int, 
 
 
 def _scaled(affine: Affine, part: Part, a: Coefficients, rows: Rows) -> Coefficients:
-    """Back through a map that multiplies every entry by a number of its own."""
+    """The coefficients of an operand whose entries are each multiplied by a known factor."""
     factor = part.apply(jnp.ones(affine.offset.shape, affine.offset.dtype))
     known = [jnp.ndim(v) for v in affine.exact if v is not None]
     if not affine.record.scales or known == [0]:
@@ -402,10 +417,9 @@ def _scaled(affine: Affine, part: Part, a: Coefficients, rows: Rows) -> Coeffici
 
 
 class Sum(NamedTuple):
-    """A running sum, and the sum of the magnitudes that were added.
+    """A running sum and the sum of its terms' magnitudes, from which its rounding is bounded.
 
-    ``[G, R]`` of functions, or ``[2, G, R]`` of functions and their negatives, where these have the
-    coefficients with the other sign.
+    Both are ``[G, R]``, one entry a function, or ``[2, G, R]`` with the negated functions second.
     """
 
     value: Array
@@ -416,12 +430,13 @@ class Sum(NamedTuple):
         return Sum(self.value + term, self.size + jnp.abs(term), self.terms + 1)
 
     def least(self, of: Linear, own: Array) -> "Sum":
-        """With the least values of linear functions ``own``, ``[G, R, N]``."""
+        """Adds ``of``, a minimum, for the coefficients ``own``, ``[G, R, N]``, and for ``-own``
+        where negated functions are bounded too."""
         both = self.value.ndim == own.ndim
         return self.plus(jnp.stack([of(own), of(-own)]) if both else of(own))
 
     def between(self, own: Array, low: Array, up: Array) -> "Sum":
-        """Where their arguments are between two ends."""
+        """Adds the minimum of ``own . z`` over ``low <= z <= up``, all ``[G, R, N]``."""
 
         def least(own: Array) -> Array:
             return summed(jnp.maximum(own, 0.0) * low + jnp.minimum(own, 0.0) * up)
@@ -429,7 +444,7 @@ class Sum(NamedTuple):
         return self.least(least, own)
 
     def low(self, flushed: float) -> Array:
-        """Rounded down, and by what was lost below the smallest float."""
+        """The sum, less its rounding and ``flushed``, the bound of the loss by underflow."""
         unit = (self.terms + 16) * float(jnp.finfo(self.value.dtype).eps)
         return jnp.where(
             jnp.isfinite(self.size), self.value - (unit * self.size + flushed), -jnp.inf
@@ -437,12 +452,12 @@ class Sum(NamedTuple):
 
 
 def _charged(sum_: Sum, charges: Array, a: Coefficients, rows: Rows) -> Sum:
-    """With what an affine part gathered, and what rounding may take."""
+    """Adds the minimum of ``a . (offset +- error)`` of an affine value, ``charges``."""
     offset, error = seen(charges, rows, a)
 
     def least(own: Array) -> Array:
-        # Not as between two ends, which takes more of the CPU's fusions. An infinite error belongs
-        # to what no line looks at, so that a coefficient there is no 0 by underflow.
+        # Faster on CPUs than Sum.between. Where an error is infinite all lines are constant, so a
+        # coefficient of 0 there is exact and did not underflow.
         return summed(own * offset - jnp.where(own == 0, 0.0, jnp.abs(own) * error))
 
     return sum_.least(least, flat(a))
@@ -451,7 +466,11 @@ def _charged(sum_: Sum, charges: Array, a: Coefficients, rows: Rows) -> Sum:
 def _relaxed(
     sum_: Sum, lines: Lines, a: Coefficients, rows: Rows, slope: Array | None
 ) -> tuple[Sum, list[tuple[int, Coefficients]]]:
-    """With the constants of lines, and the coefficients of each operand."""
+    """Sends coefficients ``a`` of a nonlinear value through its lines.
+
+    Adds the intercepts to ``sum_`` and returns it with ``(operand number, its coefficients)``;
+    ``slope``, ``[G, R, ...]``, replaces the lower slopes where these are free.
+    """
     if any(view.view is not None for view in lines.views):
         a = whole(a, rows)
     own = flat(a)

@@ -1,7 +1,7 @@
-"""Rules for comparisons, selections and the gradient of max pooling: hulls of what may be chosen.
+"""Interval rules for comparisons, selections and the gradient of max pooling.
 
-A comparison that the box does not decide is open, and a selection by it is the hull of both cases,
-which is where Clarke's generalised gradient of the selection lies.
+A comparison that the box does not decide is open (may be true or false), and a selection by it is
+the hull of both cases, which contains Clarke's generalised gradient of the selection.
 """
 
 import functools
@@ -32,7 +32,10 @@ from wdjax.bounds.domain import (
 
 
 def inequality(flip: bool) -> Rule:
-    """``<``, ``<=``, ``>`` and ``>=``; a comparison at equality is open, as Clarke's masks want."""
+    """The rule for ``<`` and ``<=``, and for ``>`` and ``>=`` if ``flip``.
+
+    Where equality is possible the result is open, for Clarke's gradient of a selection by it.
+    """
 
     def rule(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary:
         (la, ua), (lb, ub) = (ends(a) for a in (args[::-1] if flip else args))
@@ -42,7 +45,10 @@ def inequality(flip: bool) -> Rule:
 
 
 def equal(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary:
-    """Never surely true, ties being kinks, but for a value and itself (the test for NaN)."""
+    """The rule for ``==``: never surely true, since ties are kinks, except in two cases.
+
+    These are a value compared with itself (a test for NaN), and an entry with its maximum.
+    """
     left, right = args
     if left is right:
         lower, upper = ends(left)
@@ -59,7 +65,10 @@ def equal(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary:
 
 
 def _attains(value: Value, top: Value) -> Ternary | None:
-    """Whether ``value`` attains the maximum ``top`` that was taken over it; None if it was not."""
+    """Which entries of ``value`` attain its maximum (or minimum) ``top``.
+
+    None if ``top`` is no maximum of ``value``. The result has the shape of ``value``.
+    """
     if not isinstance(value, Interval) or not isinstance(top, Interval) or top.origin is None:
         return None
     lower, upper = ends(value)
@@ -85,7 +94,7 @@ def _attains(value: Value, top: Value) -> Ternary | None:
 
 
 def finite(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary:
-    """Surely true between finite ends; beyond them open."""
+    """The rule for ``is_finite``: surely true where both ends are finite, else open."""
     lower, upper = ends(args[0])
     sure = jnp.isfinite(lower) & jnp.isfinite(upper)
     return Ternary(sure, jnp.ones_like(sure))
@@ -129,7 +138,8 @@ def select(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | 
 
 
 def _piecewise(cases: Sequence[Value], norm: float | None) -> Array | None:
-    """Of a continuous function whose every entry is one of two: the norm of both stacked."""
+    """The Lipschitz constant of a continuous selection between two functions, entry by entry: the
+    ``norm`` of their two constants."""
     if norm is None:
         return None
     zero, one = (constant_of(case, norm) for case in cases)
@@ -139,7 +149,11 @@ def _piecewise(cases: Sequence[Value], norm: float | None) -> Array | None:
 
 
 def unpool(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
-    """The gradient of max pooling: a window's cotangent goes where its largest entry may be."""
+    """The gradient of max pooling: a window's cotangent goes wherever its maximum may be.
+
+    ``args`` are the cotangents, one a window, and the pooled array; the result has the latter's
+    shape.
+    """
     source, operand = args
     if not isinstance(operand, Interval):
         return additive([0], lambda e: math.prod(e.params["window_dimensions"]))(eqn, args, norm)

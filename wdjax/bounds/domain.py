@@ -2,13 +2,13 @@ r"""The values of interval arithmetic: affine images of boxes, and booleans that
 
 A value is kept as an affine image of independent boxes, its *roots*, as long as the program is
 affine; a nonlinear operation makes a new root. An affine operation ``T`` maps centre and radius to
-``T c`` and ``|T| r``. Where a value is small, or its root is an l_1 or l_2 ball, the rows of the
-composed map are formed, and their norms give tighter bounds than step by step.
+``T c`` and ``|T| r``. If a value is small, or its root is an l_1 or l_2 ball, the rows of the
+composed map are computed, whose norms give tighter bounds than the single operations.
 
 Rounding: every operation widens its result by a bound on the rounding of floats, ``gamma_k |T|
-(|c| + r)`` for sums of ``k`` terms in any order, so the interval holds what exact arithmetic
-returns on the given parameters *and* what the float program returns, for every input in the box.
-Of elementary functions the records of :mod:`wdjax.bounds.record` say what they may be wrong by.
+(|c| + r)`` for sums of ``k`` terms in any order, so the interval contains both the exact result
+on the given parameters *and* the result of the float program, for every input in the box. The
+errors of elementary functions are in the records of :mod:`wdjax.bounds.record`.
 """
 
 import functools
@@ -30,8 +30,8 @@ Array = jax.Array
 Linear = Callable[[Array], Array]
 
 _PULLED = 256
-"""Values of at most this size are bounded by the rows of their composed affine map, and so many
-rows are pulled back at once."""
+"""Largest size of a value that is bounded by the rows of its composed affine map; also the number
+of rows that are pulled back at once."""
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class Root:
 
 @dataclass(eq=False)
 class LinearMap:
-    """A linear map of a root's deviation, and the map of absolute values that dominates it."""
+    """A linear map of a root's deviation from its centre, and its bound in absolute values."""
 
     apply: Linear
     absolute: Linear
@@ -69,7 +69,7 @@ class Reduced(NamedTuple):
 
 
 class Location(NamedTuple):
-    """An origin: where the entries along these axes attain their maximum, at least one of them."""
+    """An origin: the mask of the entries (at least one) that attain the maximum along axes."""
 
     axes: tuple[int, ...]
 
@@ -84,20 +84,21 @@ class Interval:
     center: Array
     radius: Array
     magnitude: Array
-    """``|T| |root| + |offset|``, what rounding errors are relative to."""
+    """``|T| |root| + |offset|``; rounding errors are relative to it."""
     terms: dict[Root, LinearMap]
     mixes: int = 0
-    """Affine operations since the roots that add several entries of one root."""
+    """How many affine operations since the roots added up several entries of a root."""
     roundings: int = 0
-    """Roundings since the roots along the longest path."""
+    """Number of roundings since the roots along the longest path."""
     origin: Origin | None = None
-    """Where a maximum comes from, so that a comparison with its operands is decided exactly."""
+    """The operands of a maximum, so that its comparison with them is decided exactly."""
     known: norms.Bounds | None = field(default=None, repr=False)
+    """Cache of :func:`ends`."""
 
 
 @dataclass(eq=False)
 class Ternary:
-    """Booleans that are true where ``lower``, false where not ``upper``, open elsewhere."""
+    """Booleans that are true where ``lower``, false where not ``upper``, undecided elsewhere."""
 
     lower: Array
     upper: Array
@@ -106,8 +107,8 @@ class Ternary:
 
 Value: TypeAlias = Interval | Ternary | Array
 Rule = Callable[[JaxprEqn, Sequence[Value], float | None], Value | list[Value]]
-"""What a primitive does to its operands, some of which depend on the input; with Lipschitz
-constants in a norm, if there is one."""
+"""``(equation, operands, norm)``: the result of a primitive when at least one operand depends on
+the input; with Lipschitz constants in ``norm`` unless it is None."""
 
 
 def box(
@@ -126,7 +127,8 @@ def box(
 
 
 def gamma(terms: float, dtype: DTypeLike) -> float:
-    """Relative error of a sum of this many products: twice over, for centre and model."""
+    """Relative error of a sum of ``terms`` products, doubled: once for the centre's own rounding,
+    once for the model's."""
     return 1.01 * (terms + 4) * float(jnp.finfo(dtype).eps)
 
 
@@ -137,7 +139,7 @@ def tiny(dtype: DTypeLike) -> float:
 def fresh(
     lower: Array, upper: Array, constant: Array | None = None, origin: Origin | None = None
 ) -> Interval:
-    """A new root with these ends. Ends that are not finite, NaN included, become infinite."""
+    """A new root with these ends; a NaN becomes -inf in ``lower`` and inf in ``upper``."""
     lower = jnp.where(jnp.isnan(lower), -jnp.inf, lower)
     upper = jnp.where(jnp.isnan(upper), jnp.inf, upper)
     middle = 0.5 * lower + 0.5 * upper
@@ -152,7 +154,7 @@ def fresh(
 
 
 def ends(value: Value) -> norms.Bounds:
-    """``Bounds`` of an interval, a ternary or an exact array."""
+    """Lower and upper ends of an interval, a ternary or an exact array."""
     if isinstance(value, Ternary):
         return norms.Bounds(value.lower, value.upper)
     if not isinstance(value, Interval):
@@ -171,7 +173,7 @@ def ends(value: Value) -> norms.Bounds:
 
 
 def _refined(value: Interval) -> list[tuple[Array, Array]]:
-    """Further (centre, radius) of the value, from the rows of its map."""
+    """Other ``(centre, radius)`` that contain the value, from the rows of its composed maps."""
     balls = [root for root in value.terms if root.ball is not None]
     if value.center.size <= _PULLED and (balls or value.mixes > 1):
         return [_from_rows(value, root) for root in (None, *balls)]
@@ -179,7 +181,8 @@ def _refined(value: Interval) -> list[tuple[Array, Array]]:
 
 
 def _from_rows(value: Interval, cut: Root | None) -> tuple[Array, Array]:
-    """Bounds by the box of every root, but by the ball of the root ``cut``."""
+    """``(centre, radius)`` from the rows' norms: over the ball of the root ``cut``, if given, and
+    over the box of every other root."""
     center, radius = value.center, _rounding(value)
     for root, chain in value.terms.items():
         if root is cut and root.ball is not None:
@@ -202,7 +205,7 @@ def _rounding(value: Interval) -> Array:
 
 
 def _row_norms(linear: Linear, root: Root, norm: float, scale: ArrayLike = 1.0) -> Array:
-    """Of every row of a map, pulled back from its outputs, after its entries were scaled."""
+    """The l_``norm`` of ``scale`` times each row of a linear map, of the map's output shape."""
     out, pull = jax.vjp(linear, jnp.zeros_like(root.half))
 
     def one(entry: Array) -> Array:
@@ -245,9 +248,11 @@ def constant_of(value: Value, norm: float) -> Array:
 
 
 _MATERIALISED = 2**22
+"""Largest number of entries of a matrix whose spectral norm is computed."""
 
 
 def _operator_norm(chain: LinearMap, root: Root, value: Interval, norm: float) -> Array:
+    """An upper bound of the l_``norm`` operator norm of a root's map."""
     ones = jnp.ones(root.half.shape, root.half.dtype)
     row_sums, pull = jax.vjp(chain.absolute, ones)
     row_sum = jnp.max(row_sums)
@@ -267,7 +272,8 @@ def _operator_norm(chain: LinearMap, root: Root, value: Interval, norm: float) -
 
 
 def stretch(args: Sequence[Value], factor: ArrayLike, norm: float | None) -> Array | None:
-    """The constant of a nonlinear function: ``factor`` times the sum of its operands'."""
+    """The Lipschitz constant of a nonlinear function: ``factor`` times the sum of its operands'
+    constants; None without a norm."""
     if norm is None:
         return None
     total = functools.reduce(jnp.add, (constant_of(a, norm) for a in args))
@@ -276,7 +282,10 @@ def stretch(args: Sequence[Value], factor: ArrayLike, norm: float | None) -> Arr
 
 
 def corners(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Ends of a product. Infinite ends are overflows, so that ``0 * inf`` is NaN, and open."""
+    """Ends of the entrywise product of two intervals, given by their ends.
+
+    An infinite end stands for an overflow; ``0 * inf`` is NaN, that is, unbounded.
+    """
     products = [x * y for x, y in itertools.product(a, b)]
     lower, upper = widen(
         functools.reduce(jnp.minimum, products), functools.reduce(jnp.maximum, products), 2
@@ -292,9 +301,9 @@ def _nonzero(ends: tuple[Array, Array]) -> Array:
 def fitted(
     lower: Array, upper: Array, dtype: DTypeLike, peak: Array | float = 0.0
 ) -> tuple[Array, Array]:
-    """Open where an end, or a sum on the way of size ``peak``, is beyond what a dtype holds.
+    """Makes ends infinite where a value, or a partial sum up to ``peak``, may overflow the dtype.
 
-    On both sides: what is too large is infinite in some dtypes and NaN in others.
+    Both ends, since an overflow is inf in some dtypes and NaN in others.
     """
     info = jnp.finfo(dtype)
     fits = (lower >= float(info.min)) & (upper <= float(info.max)) & (peak <= float(info.max))
@@ -302,9 +311,9 @@ def fitted(
 
 
 def widen(lower: Array, upper: Array, ulps: float) -> tuple[Array, Array]:
-    """Outward by a few units in the last place; 0 stays 0, and what overflowed is open.
+    """Widens an interval by ``ulps`` times eps, relatively; 0 stays 0, overflows become infinite.
 
-    By factors: the units of a small number may be below the smallest float, and lost.
+    It multiplies, since adding the tiny unit of a small number might underflow.
     """
     unit = ulps * float(jnp.finfo(lower.dtype).eps)
     less, more = 1 - unit, 1 + unit
@@ -314,7 +323,10 @@ def widen(lower: Array, upper: Array, ulps: float) -> tuple[Array, Array]:
 
 
 def opened(lower: Array, upper: Array, signed: Array, ulps: float) -> tuple[Array, Array]:
-    """Outward also by what is lost below the smallest float; where not ``signed``, not below 0."""
+    """Like :func:`widen`, and also by the smallest float, for underflows.
+
+    Where ``signed`` is false, the lower end is not lowered for these (the result is not negative).
+    """
     lower, upper = widen(lower, upper, ulps)
     lost = tiny(lower.dtype)
     return jnp.where(signed, lower - lost, lower), upper + lost

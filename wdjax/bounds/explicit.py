@@ -1,4 +1,4 @@
-"""Equations that do two things at once, written as two: repeat and combine, multiply and add up."""
+"""Splits equations that broadcast and combine, or multiply and sum, into one equation for each."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +13,7 @@ from wdjax.bounds.primitives import TABLE
 
 
 def explicit(graph: Graph) -> Graph:
-    """The same program, whose products of moving values are products of their entries.
+    """The same program with only entrywise products of input-dependent values.
 
     >>> from wdjax.bounds.graph import flatten
     >>> closed = jax.make_jaxpr(lambda x: x @ x.T)(jnp.ones((3, 3)))
@@ -40,20 +40,22 @@ def explicit(graph: Graph) -> Graph:
 
 
 def _repeats(name: str, avals: list[Any], out: Any) -> bool:
-    """Whether an operand is repeated along axes of length 1 without saying so."""
+    """Whether an elementwise equation broadcasts an operand implicitly."""
     known = TABLE.get(name)
     two = known is not None and known.elementwise and len(avals) == 2
     return two and any(aval.shape not in ((), out.shape) for aval in avals)
 
 
 def _renamed(last: Node, place: int, node: Node) -> Node:
-    """The last of some equations returns what the one that they stand for returned."""
+    """``last``, which computes the value at ``place``, as the equation that returns ``node``'s
+    outputs."""
     if last.outputs != (place,):
         raise ValueError(f"{node.name!r} was not written out as expected; report this program.")
     return replace(last, outputs=node.outputs)
 
 
 def _repetition(eqn: JaxprEqn, by_inverse: bool = False) -> Callable[..., jax.Array]:
+    """The equation after explicit broadcasts; a quotient as a product if ``by_inverse``."""
     out: Any = eqn.outvars[0].aval
 
     def combine(*args: jax.Array) -> jax.Array:
@@ -66,6 +68,8 @@ def _repetition(eqn: JaxprEqn, by_inverse: bool = False) -> Callable[..., jax.Ar
 
 
 def _contraction(eqn: JaxprEqn) -> Callable[..., jax.Array]:
+    """A ``dot_general`` as a product ``[*batch, *rows, *columns, *summed]`` and a sum over the last
+    axes."""
     (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
 
     def arranged(t: jax.Array, batch: Any, summed: Any) -> tuple[jax.Array, list[int]]:

@@ -1,6 +1,7 @@
-r"""Functions of one number that a program writes in several equations, such as GELU, as one node.
+r"""Fuses the equations of a scalar activation such as GELU into one node.
 
-The parts' lines put together are looser than those of the whole, :mod:`wdjax.bounds.activation`.
+Lines of the whole function (:mod:`wdjax.bounds.activation`) are tighter than the composed lines of
+its parts.
 """
 
 import functools
@@ -20,17 +21,17 @@ from wdjax.checks import validate
 
 
 class _Cone(NamedTuple):
-    """The equations by which the entries of one value follow from those of another."""
+    """The equations that compute a value entry by entry from the value at ``root``."""
 
     root: int
     nodes: tuple[Node, ...]
 
 
 def fuse(graph: Graph) -> Graph:
-    """The same program, with one node for every function of the entries of one value.
+    """The same program, with one node for each scalar function of the entries of one value.
 
-    Single equations that have lines of their own stay, and so do functions that may jump, that
-    compare what has been rounded, or whose constants are not known numbers.
+    Single equations with their own lines are not fused, and neither are functions that may be
+    discontinuous, that compare rounded numbers, or whose constants are traced or not scalar.
 
     >>> from wdjax.bounds.graph import flatten
     >>> def program(x):
@@ -67,7 +68,7 @@ def fuse(graph: Graph) -> Graph:
 
 
 def _learn(numbers: dict[int, Any], place: int, value: Any) -> None:
-    """Remembers an array of one number over and over."""
+    """Stores the value in ``numbers`` if all its entries are equal."""
     if not validate.traced(value) and not jnp.issubdtype(value.dtype, jax.dtypes.extended):
         entries = np.asarray(value).reshape(-1)
         if entries.size and np.all(entries == entries[0]):
@@ -81,6 +82,7 @@ def _cone(
     cones: dict[int, _Cone],
     numbers: dict[int, Any],
 ) -> _Cone | None:
+    """The equations that lead to ``node``, if it is entrywise in a single input-dependent value."""
     known = TABLE.get(node.name)
     if known is None or not known.fuses:
         return None
@@ -97,15 +99,18 @@ def _cone(
 
 
 def _made(graph: Graph, node: Node, cone: _Cone, numbers: dict[int, Any]) -> Node:
-    """One node for all of a cone, where that gains anything and is sound."""
+    """One ``elementwise`` node for a whole cone of equations that ends in ``node``.
+
+    Returns ``node`` itself where fusing would not tighten the bounds or would not be sound.
+    """
     out, operand = graph.avals[node.outputs[0]], graph.avals[cone.root]
     inside = {cone.root, *(own.outputs[0] for own in cone.nodes)}
     bends = [bend for own in cone.nodes if (bend := _bend(own, inside))]
     bent = [TABLE[bend] for bend in bends if bend in TABLE and TABLE[bend].lines is not None]
-    # Lines of what is homogeneous are exact where it bends.
+    # Homogeneous functions (maxima, abs) are piecewise linear: fusing them would gain nothing.
     if len(bent) == len(bends) and (len(bends) < 2 or all(own.homogeneous for own in bent)):
         return node
-    # What is compared must not have been rounded before.
+    # Both sides of a comparison must be free of rounding.
     compared = [own.inputs for own in cone.nodes if TABLE[own.name].compares]
     exact = all(inside & {*pair} == {cone.root} or pair[0] == pair[-1] for pair in compared)
 
@@ -124,7 +129,7 @@ def _made(graph: Graph, node: Node, cone: _Cone, numbers: dict[int, Any]) -> Nod
 
 
 def _bend(node: Node, inside: set[int]) -> str:
-    """What is not affine in what is inside of a cone, if anything."""
+    """The name of the nonlinearity of an equation in the values ``inside`` a cone; "" if affine."""
     if node.name == "integer_pow" and node.eqn.params["y"] > 0 and node.eqn.params["y"] % 2:
         return "odd power"
     moves = [place in inside for place in node.inputs]

@@ -22,7 +22,7 @@ IDENTITIES = {
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One equation; values are numbered."""
+    """One equation; its values are numbered by *places*."""
 
     eqn: JaxprEqn
     inputs: tuple[int, ...]
@@ -56,7 +56,7 @@ class Graph:
 
 
 def flatten(closed: ClosedJaxpr) -> Graph:
-    """The flat program of a jaxpr, without what no output needs.
+    """The flat program of a jaxpr, without the equations that no output needs.
 
     Loops whose length is unknown stay as they are.
 
@@ -83,6 +83,10 @@ def alive(graph: Graph) -> Graph:
 
 
 def _inline(graph: Graph, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[int]) -> list[int]:
+    """Appends the equations of a jaxpr to the graph, calls and loops expanded.
+
+    ``args`` are the places of the jaxpr's inputs; returns the places of its outputs.
+    """
     places: dict[Any, int] = dict(zip(jaxpr.invars, args))
     places.update({var: graph.constant(value) for var, value in zip(jaxpr.constvars, consts)})
 
@@ -113,7 +117,7 @@ def _inline(graph: Graph, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[in
             graph.avals.update({place: var.aval for place, var in zip(outputs, eqn.outvars)})
             avals = [*map(_aval, eqn.invars)]
             known = [graph.constants.get(place) for place in inputs]
-            written = rewritten(eqn, known)  # The equation stays for other results, if needed.
+            written = rewritten(eqn, known)  # The equation stays for results not rewritten.
             outputs = tuple(
                 place if fn is None else add(graph, fn, avals, inputs)
                 for place, fn in zip(outputs, written)
@@ -123,17 +127,21 @@ def _inline(graph: Graph, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[in
 
 
 def _aval(var: Any) -> Any:
-    """Its declared type knows no shape."""
+    """``var.aval``, untyped, because its declared type has no shape."""
     return var.aval
 
 
 def _empty(graph: Graph, aval: Any) -> int:
-    """An array without entries, on which nothing depends."""
+    """The place of a constant array without entries."""
     with jax.ensure_compile_time_eval():
         return graph.constant(jnp.zeros(aval.shape, aval.dtype))
 
 
 def _unroll(graph: Graph, eqn: JaxprEqn, inputs: tuple[int, ...]) -> list[int]:
+    """Appends the steps of a ``scan`` one after another; the places of its outputs.
+
+    These are the final carries, then the outputs of all steps, stacked along axis 0.
+    """
     params = eqn.params
     consts, carries, length = params["num_consts"], params["num_carry"], params["length"]
     fixed, carry = inputs[:consts], list(inputs[consts : consts + carries])
@@ -167,13 +175,13 @@ def _unroll(graph: Graph, eqn: JaxprEqn, inputs: tuple[int, ...]) -> list[int]:
 def add(
     graph: Graph, fn: Callable[..., jax.Array], avals: Sequence[Any], args: Sequence[int]
 ) -> int:
-    """Appends the equations of ``fn``; the place of what it returns."""
+    """Appends the equations of ``fn`` and returns the place of its result."""
     closed = jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
     return _inline(graph, closed.jaxpr, closed.consts, args)[0]
 
 
 def dependent(graph: Graph) -> Iterator[tuple[Node, tuple[bool, ...]]]:
-    """Every equation, and which of its operands depend on the program's input."""
+    """Yields every equation with a flag for each operand: whether it depends on the input."""
     moved = set(graph.inputs)
     for node in graph.nodes:
         moves = tuple(place in moved for place in node.inputs)

@@ -83,18 +83,18 @@ def bound(
 
 
 def _opened(end: Array, blank: float) -> Array:
-    """An end where nothing overflowed; what is NaN is not known."""
+    """The end with ``blank`` (-inf or inf) instead of NaN, which means that nothing is known."""
     real = jnp.issubdtype(end.dtype, jnp.floating)
     return jnp.where(jnp.isnan(end), jnp.asarray(blank, end.dtype), end) if real else end
 
 
 def _ordered(lower: ArrayLike, upper: ArrayLike) -> bool:
-    """On the host: inside jit even operations on constants have no values."""
+    """Whether ``lower <= upper``; in NumPy, since in jit JAX operations on constants are traced."""
     return bool(np.all(np.asarray(lower) <= np.asarray(upper)))
 
 
 def check_ends(lower: ArrayLike, upper: ArrayLike) -> tuple[Array, Array]:
-    """The ends of a box as arrays."""
+    """The ends of a box as float arrays of one shape, or a ValueError."""
     lower, upper = jnp.asarray(lower), jnp.asarray(upper)
     fits = (lower.shape, lower.dtype) == (upper.shape, upper.dtype)
     if not fits or not jnp.issubdtype(lower.dtype, jnp.floating):
@@ -108,7 +108,7 @@ def check_ends(lower: ArrayLike, upper: ArrayLike) -> tuple[Array, Array]:
 def _within(
     lower: Array, upper: Array, center: ArrayLike, radius: ArrayLike, norm: float
 ) -> tuple[Array, Array, tuple[Array, Array, float] | None]:
-    """The box that a ball leaves, and the ball where it is no box itself."""
+    """The box cut by the bounding box of a ball, and the ball (None for l_inf, itself a box)."""
     norm = norms.check_norm(norm)
     center, radius = jnp.asarray(center, lower.dtype), jnp.asarray(radius, lower.dtype)
     known = not validate.traced(center, radius)
@@ -125,7 +125,10 @@ def _within(
 
 
 def interpret(closed: ClosedJaxpr, args: Sequence[Value], norm: float | None = None) -> list[Value]:
-    """Runs a closed jaxpr on exact arrays and intervals; what touches no interval stays exact."""
+    """Runs a closed jaxpr on exact arrays and intervals.
+
+    Results of exact operands are computed exactly.
+    """
     graph, values = walk(closed, args, norm)
     return [values[place] for place in graph.outputs]
 
@@ -133,7 +136,7 @@ def interpret(closed: ClosedJaxpr, args: Sequence[Value], norm: float | None = N
 def walk(
     closed: ClosedJaxpr, args: Sequence[Value], norm: float | None = None
 ) -> tuple[Graph, dict[int, Value]]:
-    """The flat program, and all of its values."""
+    """The flat program, and the value at each of its places."""
     graph = flatten(closed)
     values: dict[int, Value] = dict(graph.constants)
     values.update(zip(graph.inputs, args))
@@ -144,12 +147,15 @@ def walk(
 
 
 def over(program: ClosedJaxpr, lower: Array, upper: Array) -> norms.Bounds:
-    """Bounds of a program's only output between the ends of its only input."""
+    """Bounds of the one output of a program whose one input lies in ``[lower, upper]``."""
     return ends(interpret(program, [fresh(lower, upper)])[0])
 
 
 def apply(eqn: JaxprEqn, args: Sequence[Value], norm: float | None = None) -> list[Value]:
-    """One equation; sums in less than float32 are charged as such, and held in float32."""
+    """The results of one equation by its interval rule.
+
+    Values of dtypes shorter than float32 are kept in float32, widened by the dtype's rounding.
+    """
     exact = [a for a in args if is_exact(a)]
     if len(exact) == len(args):
         return [*affine_rules.evaluate(eqn, exact)]
@@ -167,7 +173,7 @@ def lifted(value: Array) -> Array:
 
 
 def entrywise(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
-    """A function of one number, as one node of :mod:`wdjax.bounds.fused`."""
+    """The rule for ``elementwise``, the fused scalar function of :mod:`wdjax.bounds.fused`."""
     lower, upper = ends(args[0])
     one = functools.partial(over, eqn.params["jaxpr"])
     low, high = jax.vmap(one)(lower.reshape(-1), upper.reshape(-1))
@@ -175,13 +181,14 @@ def entrywise(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Inter
 
 
 def slack_of(eqn: JaxprEqn, dtype: Any, size: Array) -> Array:
-    """What an equation in a dtype shorter than float32 may change of the number that it makes."""
+    """The rounding error of results of magnitude ``size`` in a short dtype; 0 from float32 on."""
     if not affine_rules.is_narrow(dtype):
         return jnp.zeros_like(size)
     return 1.01 * record.trusted(eqn, dtype) * float(jnp.finfo(dtype).eps) * size + tiny(dtype)
 
 
 def _rounded(value: Value, eqn: JaxprEqn, dtype: Any, norm: float | None) -> Value:
+    """The value widened by the rounding of a dtype shorter than float32; others as they are."""
     if not isinstance(value, Interval) or not affine_rules.is_narrow(dtype):
         return value
     (lower, upper), peak = ends(value), jnp.zeros((), value.center.dtype)

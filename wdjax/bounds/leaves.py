@@ -1,10 +1,10 @@
-r"""LeafBounds of one margin where the signs of some rectifiers' operands are given.
+r"""LeafBounds of one margin on subproblems (leaves) in which the signs of some ReLUs are fixed.
 
-A leaf is a set of points of one region: those where the operands ``z`` of the split rectifiers have
-the leaf's signs. Both signs include 0, and a leaf reaches further by ``w``, what rounding may move
-``z`` by, so that the leaves of a split cover what was split whatever the floats are. In a leaf a
-split rectifier is nearly affine; and since ``s z >= -w``, ``margin - b (s z + w)`` is at most the
-margin for every ``b >= 0``: multipliers that are maximised together with the open neurons' slopes.
+A leaf is the set of points of a region where the pre-activations ``z`` of the split ReLUs have the
+leaf's signs ``s``. Both signs include 0, and each is relaxed to ``s z >= -w``, where ``w`` bounds
+the rounding of ``z``, so that the two halves of a split cover it in floats too. In a leaf a
+split ReLU is nearly affine; and ``margin - b (s z + w)`` is at most the margin for every multiplier
+``b >= 0``. The multipliers are maximised together with the slopes of the unstable neurons.
 
 Source: Wang et al. [wang2021]; the neurons to split, De Palma et al. [depalma2021].
 """
@@ -28,21 +28,21 @@ from wdjax.precision import highest
 _RATE = 0.2
 
 Maps = dict[int, Array]
-"""By the place of a rectifier's operand."""
+"""Arrays ``[*shape]`` or ``[L, *shape]`` by the place of a ReLU's operand."""
 
 
 class RootBounds(NamedTuple):
-    """What holds in a whole region of one sample."""
+    """LeafBounds over the whole region of one sample."""
 
     low: Array
     """``[K]`` bounds of the margins."""
     lower: Maps
     upper: Maps
     slack: Maps
-    """By how much one float program's operand may differ from another's."""
+    """``w``: how far a ReLU's operand may differ between two float programs."""
 
     def begin(self, rival: Array) -> "Leaves":
-        """The whole region, a leaf for each rival class."""
+        """One leaf for each of the classes ``rival``, ``[L]``: the whole region, nothing split."""
         usual = {place: self.upper[place] > -low for place, low in self.lower.items()}
         size = sum(low.size for low in self.lower.values())
         slope = _rows({place: m[None].astype(self.low.dtype) for place, m in usual.items()})
@@ -54,25 +54,27 @@ class RootBounds(NamedTuple):
 
 
 class Leaves(NamedTuple):
-    """``L`` sets of points of one region, over the ``N`` operands of its rectifiers."""
+    """``L`` subproblems of one region, over the ``N`` operands of its ReLUs."""
 
     rival: Array
-    """``[L]`` classes."""
+    """``[L]`` classes, each the other class of the leaf's margin."""
     signs: Array
-    """``[L, N]`` of -1, 0 and 1; 0 where both are allowed."""
+    """``[L, N]`` of -1, 0 and 1; 0 where the neuron is not split."""
     multipliers: Array
-    """``[L, N]``: slopes of what is not split, multipliers of what is."""
+    """``[L, N]``: lower slopes of neurons that are not split, multipliers ``b`` of the others."""
 
 
 class LeafBounds(NamedTuple):
-    """What was found of leaves."""
+    """The bounds of ``L`` leaves, and of their ``C`` best splits."""
 
     low: Array
+    """``[L]`` lower bounds of the margin."""
     multipliers: Array
+    """``[L, N]``, those that gave ``low``."""
     choices: Array
-    """``[L, C]`` operands, the best to split first; N where there is none."""
+    """``[L, C]`` indices of operands to split, the best first; N where there is none."""
     children: Array
-    """``[L, C, 2]`` bounds of the halves, negative side first."""
+    """``[L, C, 2]`` bounds of both halves of each split, negative side first."""
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))
@@ -94,7 +96,7 @@ def root(model: Classifier, x: Array, y: Array, eps: Array, norm: float, box: Bo
 
 
 def rectified(state: crown.Pass) -> dict[int, int]:
-    """The operand's place of every rectifier with free slopes, by the place of its value."""
+    """The operand's place of every ReLU that has free slopes, by the place of its output."""
     found = {}
     for node in state.network.graph.nodes:
         lines = state.lines.get(node.outputs[0])
@@ -126,7 +128,8 @@ def bounds(
     steps: int,
     tries: int,
 ) -> LeafBounds:
-    """LeafBounds of leaves by ``steps`` steps, and of the halves of ``tries`` splits of each."""
+    """LeafBounds ``L`` leaves of sample ``x``, ``[1, *shape]``, and the halves of ``tries`` splits of
+    each; ``steps`` is the number of ascent steps on slopes and multipliers."""
     count = len(leaves.rival)
     with highest():
         ball = region.ball(jnp.broadcast_to(x, (count, *x.shape[1:])), eps, norm, box)
@@ -158,7 +161,7 @@ def bounds(
 
 
 class _Split:
-    """A pass over leaves, and their bounds for given multipliers."""
+    """LeafBounds of all values over ``L`` leaves, and the margins' bounds for given multipliers."""
 
     def __init__(
         self, net: Network, ball: Region, known: RootBounds, y: Array, rival: Array, signs: Array
@@ -181,7 +184,10 @@ class _Split:
         self.contrasts = margins.contrasts(net, jnp.broadcast_to(y, rival.shape), rival[:, None])
 
     def low(self, multipliers: Maps, record: dict[int, tuple[Array, Array]] | None = None) -> Array:
-        """``[L]`` bounds."""
+        """``[L]`` lower bounds of the margins; inf for an empty leaf.
+
+        ``record`` is filled as by :func:`crown.backward`.
+        """
         state, coefficients = self.state, dict(self.contrasts)
         eps = state.region.eps
         below, paid = {}, jnp.zeros((1, len(eps)), eps.dtype)
@@ -201,7 +207,8 @@ class _Split:
 
 
 def _scores(split: _Split, multipliers: Maps) -> Array:
-    """``[L, N]``: how much the line above, and a little how much the one below, costs the bound."""
+    """``[L, N]``: how much a neuron's upper line loosens the bound, plus a tenth of the loss by its
+    lower line; 0 for neurons that cannot be split."""
     record: dict[int, tuple[Array, Array]] = {}
     split.low(multipliers, record)
     found = {place: jnp.zeros_like(sign) for place, sign in split.signs.items()}

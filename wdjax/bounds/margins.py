@@ -21,9 +21,9 @@ from wdjax.models.conv import plain
 
 Method = Literal["interval", "crown", "auto", "alpha", "bab"]
 METHODS: tuple[Method, ...] = get_args(Method)
-"""From the cheapest to the tightest: intervals; backward bounds; these with optimised slopes of the
-margins where they are left open; with optimised slopes of all neurons that are; branch and bound,
-which goes on from these on the host, sample by sample, until its time is over."""
+"""From the cheapest to the tightest: intervals; CROWN; CROWN, with optimised slopes for undecided
+margins; with optimised slopes for unstable neurons too; branch and bound, which starts from the
+latter and works on the host, sample by sample, within a time limit."""
 
 
 def lower(model: Classifier, region: Region, y: Array, method: Method) -> Array:
@@ -39,9 +39,10 @@ def of(
     method: Method,
     every: bool = False,
 ) -> Array:
-    """The margins' bounds where everything before them is bounded.
+    """``[B, K]`` lower bounds of the margins, from the bounds of all values before the logits.
 
-    Slopes are optimised where a margin may become verified, or for ``every`` margin.
+    Slopes are optimised only for samples that are classified correctly and not yet verified; for
+    misclassified ones too if ``every``.
     """
     place = state.network.graph.outputs[0]
     (classes,) = state.network.graph.avals[place].shape[1:]
@@ -65,12 +66,12 @@ def of(
 
 
 def prepare(model: Classifier, region: Region, method: Method) -> crown.Pass:
-    """The bounds of everything that the model computes before its margins."""
+    """The bounds of every value that the model computes, up to its logits."""
     return crown.bounds(network(model, region.center), wide(region).prepared(), _INSIDE[method])
 
 
 def network(model: Classifier, x: Array, fused: bool = True) -> Network:
-    """The model's program for one sample, functions of one number as one node if ``fused``."""
+    """The model's program for one sample, scalar activations as single nodes if ``fused``."""
     sample = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
     with plain():
         closed = jax.make_jaxpr(model)(sample)
@@ -79,7 +80,7 @@ def network(model: Classifier, x: Array, fused: bool = True) -> Network:
 
 
 def wide(region: Region) -> Region:
-    """The regions with the axis that the program has for its single sample."""
+    """The regions with a second axis of length 1, the batch axis of the one-sample program."""
     return region._replace(
         center=region.center[:, None], lower=region.lower[:, None], upper=region.upper[:, None]
     )
@@ -93,18 +94,19 @@ _INSIDE: dict[Method, Sequence[crown.Refinement]] = {
     "auto": _CROWN,
     "alpha": (*_CROWN, _SLOPES),
 }
-"""What bounds the neurons that are open, in turn."""
+"""For each method, how the bounds of unstable neurons are tightened, one after another."""
 _BOUNDS: dict[Method, Sequence[crown.Bound]] = {
     "interval": (),
     "crown": (crown.backward,),
     "auto": (crown.backward, functools.partial(slopes.optimised, steps=20)),
     "alpha": (crown.backward, functools.partial(slopes.optimised, steps=20)),
 }
-"""What bounds the margins, in turn; all but the first where it leaves them open."""
+"""For each method, how margins are bounded, one after another; from the second on only undecided
+ones."""
 
 
 def contrasts(net: Network, y: Array, rivals: Array) -> dict[int, Coefficients]:
-    """``z_y - z_j`` of ``G`` rivals of each of ``R`` rows, ``[R, G]``, by the place of logits."""
+    """Coefficients of ``z_y - z_j`` at the logits, for ``R`` labels and their rivals ``[R, G]``."""
     (place,) = net.graph.outputs
     classes, dtype = net.graph.avals[place].shape[1], net.graph.avals[net.source].dtype
     own, rival = (jax.nn.one_hot(labels, classes, dtype=dtype) for labels in (y, rivals.T))
@@ -112,12 +114,14 @@ def contrasts(net: Network, y: Array, rivals: Array) -> dict[int, Coefficients]:
 
 
 def _rows(state: crown.Pass, y: Array, low: Array, needed: Array, bound: crown.Bound) -> Array:
-    """Margins of the samples that need it, by rows of all their rivals; never looser."""
+    """The bounds ``low``, ``[B, K]``, tightened by ``bound`` for samples ``needed``, ``[B]``."""
     rivals = all_rivals(low, y)
 
     def margins(places: Sequence[Array]) -> Array:
         rows = places[0]
-        return bound(state, contrasts(state.network, y[rows], rivals[rows]), Rows(rows)).T
+        found = bound(state, contrasts(state.network, y[rows], rivals[rows]), Rows(rows))
+        # Linear bounds may be looser than intervals: keep the tighter ones.
+        return low.at[these[:, None], rivals[rows]].max(found.T, mode="drop")
 
     found = crown.by_turns(needed, crown.chunk(state, rivals.shape[1]), margins)
     # Lines may lie outside of what is known: the better of both.

@@ -1,13 +1,13 @@
-r"""A program as affine maps between the places where it is not affine.
+r"""A program as affine maps between nonlinear equations.
 
-Every equation of the flat program tells by its interval rule whether it is affine in what depends
-on the input. Affine maps compose; where a value enters something that is not affine, or leaves the
-program, it is *charged*: what the affine part adds (an offset) and what rounding may add (an
-error) are kept there, so that backward passes meet each once.
+The interval rule of an equation tells whether it is affine in its input-dependent operands. Affine
+maps compose; a value that enters a nonlinear equation or leaves the program is *charged*: the
+offset and the rounding error of its affine part are kept there, so that a backward pass adds each
+of them once.
 
-Rounding: an error bounds, at its place, both what the float program may deviate by and what the
-backward pass itself does: ``u ((k + 2) + (k' + 6)) m`` with ``k`` products added up forwards,
-``k'`` backwards, and ``m = |W| |h| + |b|`` along the affine part.
+Rounding: the error bounds the rounding of both the float program and the backward pass:
+``u ((k + 2) + (k' + 6)) m`` with ``k`` products added up forwards, ``k'`` backwards, and
+``m = |W| |h| + |b|`` along the affine part.
 """
 
 import math
@@ -24,16 +24,16 @@ from wdjax.bounds.graph import Graph, Node, dependent
 from wdjax.bounds.primitives import TABLE
 
 _WINOGRAD = 96
-"""Channels from which a 3x3 convolution may be run by Winograd's algorithm."""
+"""Number of channels from which a 3x3 convolution may be run by Winograd's algorithm."""
 _LARGEST = 2.0**50
-"""Values beyond it are open: their coefficients may be less than the smallest float and still
-matter. What is lost of those of smaller values, :func:`flushed` bounds."""
+"""Larger values count as unbounded, since even a coefficient that underflowed would matter there.
+For smaller values :func:`flushed` bounds the loss by underflow."""
 _VIEWS = 2**10
-"""Terms that lines of one operand consist of, entries of a pooling window say."""
+"""Largest number of linear terms that lines have for one operand, such as a pooling window's."""
 
 
 class Part(NamedTuple):
-    """What one operand contributes to an affine value."""
+    """One operand's linear map in an affine value, and the map with absolute coefficients."""
 
     place: int
     apply: Linear
@@ -49,9 +49,9 @@ class Affine(NamedTuple):
     error: float
     """Rounding relative to the magnitude."""
     short: float
-    """What is lost below the smallest number of a dtype shorter than float32."""
+    """Loss by underflow in a dtype shorter than float32."""
     exact: tuple[Any, ...]
-    """The operands that are known, None for the others."""
+    """The operands that do not depend on the input, None for the others."""
 
     @property
     def record(self) -> record.Record:
@@ -60,16 +60,18 @@ class Affine(NamedTuple):
 
 @dataclass(eq=False)
 class Network:
-    """Which values depend on the input, and how."""
+    """The values of a program: constant, affine or nonlinear in others; the keys are places."""
 
     graph: Graph
     exact: dict[int, Any]
+    """Values that do not depend on the input."""
     affine: dict[int, Affine] = field(default_factory=dict)
     others: dict[int, Node] = field(default_factory=dict)
-    """By output: equations that are not affine."""
+    """The nonlinear equations, by output."""
     charged: set[int] = field(default_factory=set)
+    """Operands of nonlinear equations, and the outputs."""
     lost: list[Array] = field(default_factory=list)
-    """Whether known numbers under- or overflowed on the way."""
+    """Scalar booleans: whether a product of constants under- or overflowed."""
 
     @property
     def source(self) -> int:
@@ -77,7 +79,7 @@ class Network:
 
 
 def build(graph: Graph) -> Network:
-    """Sorts the equations of a program of one input."""
+    """Sorts the equations of a program with one input into constant, affine and nonlinear."""
     network = Network(graph, dict(graph.constants))
     for node, moves in dependent(graph):
         args = [network.exact.get(place) for place in node.inputs]
@@ -97,7 +99,7 @@ def build(graph: Graph) -> Network:
 
 
 def _lost(node: Node, args: Sequence[Any], outs: Sequence[Array]) -> list[Array]:
-    """Known factors whose product is too small or too large for its dtype."""
+    """A scalar boolean, whether a product of constants under- or overflowed; none for others."""
     out = outs[0]
     known = TABLE.get(node.name)
     multiplies = known is not None and (known.scales or node.name == "integer_pow")
@@ -110,6 +112,11 @@ def _lost(node: Node, args: Sequence[Any], outs: Sequence[Array]) -> list[Array]
 
 
 def _affine(node: Node, moves: Sequence[bool], args: Sequence[Any]) -> list[Affine] | None:
+    """The affine map of each output of an equation; None if it is not affine.
+
+    ``moves`` flags the operands that depend on the input, ``args`` holds the others. The interval
+    rule is run on dummy operands: an affine rule keeps their roots.
+    """
     own = TABLE.get(node.name)
     avals: list[Any] = [atom.aval for atom in node.eqn.invars]
     if own is None or any(
@@ -141,8 +148,8 @@ def _affine(node: Node, moves: Sequence[bool], args: Sequence[Any]) -> list[Affi
 
 
 def _error(node: Node, value: Interval, terms: int) -> tuple[float, float]:
-    """Of the float program and of its transposition, relative to the magnitude; and what is lost
-    of short floats."""
+    """The rounding error of an affine map and of its transposition, relative to the magnitude; and
+    its loss by underflow in dtypes shorter than float32. ``terms``: products added up an entry."""
     eqn, dtype, own = node.eqn, value.center.dtype, record.of(node.name)
     assert own.affine is not None
     declared: Any = eqn.outvars[0].aval
@@ -162,27 +169,28 @@ def _error(node: Node, value: Interval, terms: int) -> tuple[float, float]:
 
 
 class Bounded(NamedTuple):
-    """A value over a batch of balls, and what its affine part gathered since the last charge."""
+    """Bounds ``[B, *shape]`` of a value, and the offset and error of its affine part since the last
+    charged value."""
 
     lower: Array
     upper: Array
     size: Array
-    """``m``, at least the magnitude."""
+    """``m``, an upper bound of the magnitude."""
     error: Array
     offset: Array
-    """Without an axis of samples."""
+    """``[*shape]``, the same for all samples."""
     mixes: int = 0
-    """How often entries were added up since the input; up to once, intervals are exact."""
+    """How many operations since the input added up entries; intervals are exact up to one."""
 
 
 def begin(lower: Array, upper: Array, mixes: int) -> Bounded:
-    """A value that is charged: nothing is pending."""
+    """A charged value with these ends ``[B, *shape]``: its offset and error are 0."""
     size = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
     return Bounded(lower, upper, size, jnp.zeros_like(size), jnp.zeros_like(size[0]), mixes)
 
 
 def forward(affine: Affine, values: dict[int, Bounded], charged: set[int]) -> Bounded:
-    """Interval arithmetic on one affine map, batched over samples."""
+    """Bounds ``[B, *shape]`` of an affine map's result by interval arithmetic."""
     declared: Any = affine.node.eqn.outvars[0].aval
     own = affine.record
     sums = affine_rules.is_narrow(declared.dtype) and own.sums
@@ -198,15 +206,15 @@ def forward(affine: Affine, values: dict[int, Bounded], charged: set[int]) -> Bo
         half = jnp.maximum(value.upper - middle, middle - value.lower)
         center = center + jax.vmap(apply)(middle)
         radius = radius + jax.vmap(absolute)(half)
-        moved = own.once and not own.scales  # Nothing can be lost.
+        moved = own.once and not own.scales  # Nothing can underflow.
         kept = value.size if moved else _limited(value.size, value.size)
         size = size + jax.vmap(absolute)(kept)
         error = error + jax.vmap(absolute)(value.error)
         offset = offset + apply(value.offset)
-        if sums:  # Which may be too large on the way.
+        if sums:  # A partial sum may overflow.
             largest = jnp.maximum(jnp.abs(value.lower), jnp.abs(value.upper))
             peak = peak + jax.vmap(absolute)(largest)
-    # Below the smallest float each product may be lost.
+    # Each product may underflow.
     fine = affine.error * size + lowest * max(affine.offset.size, 64) + affine.short
     radius = _open(radius + 2 * fine)
     lower, upper = fitted(center - radius, center + radius, declared.dtype, _open(peak + fine))
@@ -217,12 +225,12 @@ def forward(affine: Affine, values: dict[int, Bounded], charged: set[int]) -> Bo
 
 
 def _limited(error: Array, size: Array) -> Array:
-    """Infinite where a value is too large or open."""
+    """The error, infinite where the value's ``size`` is too large or unbounded."""
     return jnp.where(size <= _LARGEST, error, jnp.inf)
 
 
 def flushed(network: Network) -> float:
-    """What a function loses at most by coefficients that are less than the smallest float."""
+    """Bound of a linear function's loss by coefficients that underflow on the way back."""
     count = sum(
         (affine.offset.size + 1) * math.prod(network.graph.avals[part.place].shape)
         for affine in network.affine.values()

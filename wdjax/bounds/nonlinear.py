@@ -1,4 +1,4 @@
-"""Rules for functions of every entry and for maxima: each makes a new root."""
+"""Interval rules for entrywise functions and for maxima: each result is a new root."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from wdjax.bounds.domain import (
 )
 
 Slope = Callable[[Array, Array], Array]
-"""The largest derivative of every entry between its ends."""
+"""``(lower, upper)`` to the largest derivative of each entry between them."""
 
 
 def monotone(
@@ -38,9 +38,10 @@ def monotone(
     falling: bool = False,
     origin: Callable[[JaxprEqn, Sequence[Value]], Origin] | None = None,
 ) -> Rule:
-    """A rule for elementwise functions that grow, or fall, in every operand.
+    """A rule for functions that grow in every operand, or fall if ``falling``.
 
-    ``exact`` are those that do not round. A slope is one of all entries, or is of their ends.
+    ``slope`` bounds the derivative, everywhere or from an operand's ends; ``exact`` functions do
+    not round; ``origin`` is what the result remembers of its operands.
     """
 
     def rule(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
@@ -57,18 +58,18 @@ def monotone(
 
 
 def elementwise(eqn: JaxprEqn, args: Sequence[Value]) -> Elementwise:
-    """What an elementwise maximum remembers."""
+    """The origin of an elementwise maximum."""
     return Elementwise(args)
 
 
 def reduced(eqn: JaxprEqn, args: Sequence[Value]) -> Reduced:
-    """What a maximum along axes remembers."""
+    """The origin of a maximum along axes."""
     return Reduced(eqn.primitive.name, args[0], tuple(eqn.params["axes"]))
 
 
 def pooled(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
-    """Maximum over windows, of which ``ceil(window gcd(stride, dilation) / stride)`` a dimension
-    hold an entry."""
+    """The rule for max pooling; an entry lies in at most ``ceil(window gcd(stride, dilation) /
+    stride)`` windows along an axis, which gives the Lipschitz constant."""
     params = eqn.params
     windows = zip(params["window_dimensions"], params["window_strides"])
     seen = math.prod(
@@ -86,7 +87,7 @@ def absolute(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interv
 
 
 def even(slope: Slope) -> Rule:
-    """A rule for even functions that grow from 0 on; the slope is that between sizes."""
+    """A rule for even functions that grow in ``|z|``; ``slope`` is given the ends of ``|z|``."""
 
     def rule(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
         sizes = ends(absolute(eqn, args, None))
@@ -116,14 +117,14 @@ def power(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
 
 
 def _inverse(lower: Array, upper: Array) -> tuple[Array, tuple[Array, Array]]:
-    """Where 0 is outside, and the ends of what 1 is divided by there."""
+    """Where 0 is not in ``[lower, upper]``, and the ends of the reciprocal there."""
     inside = (lower > 0) | (upper < 0)
     low, high = jnp.where(inside, lower, 1.0), jnp.where(inside, upper, 1.0)
     return inside, opened(1 / high, 1 / low, low < 0, 2)
 
 
 def real_power(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
-    """Of numbers that are not negative, to a power that is known; open below 0."""
+    """The rule for ``pow`` with a constant exponent; unbounded where the base may be negative."""
     base, exponent = args
     if not is_exact(exponent) or not isinstance(base, Interval):
         raise ValueError("pow is certified only for exponents that do not depend on the input.")
@@ -140,15 +141,18 @@ def real_power(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Inte
 
 
 def ordered(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
-    """The k-th smallest entry lies between the k-th smallest ends."""
+    """The rule for ``sort``: the k-th smallest entry lies between the k-th smallest ends."""
     if len(args) != 1:
         raise ValueError("sort is certified for one operand only.")
     return monotone(exact=True)(eqn, args, norm)
 
 
 def soft_maxima(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
-    """Running log-sum-exp, in any order: each step is wrong relative to the largest entry, and
-    errors add up, since no step has a derivative above 1."""
+    """The rule for ``cumlogsumexp``, in any order of summation.
+
+    The error of a step is relative to the largest entry. Errors add up but do not grow, since no
+    step has a derivative above 1.
+    """
     lower, upper = ends(args[0])
     steps = lower.shape[eqn.params["axis"]]
     size = jnp.max(jnp.maximum(jnp.abs(lower), jnp.abs(upper)), initial=0.0) + math.log(steps) + 1
@@ -162,7 +166,7 @@ def soft_maxima(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Int
 
 
 def multiplied(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
-    """A product along axes, one entry after the other."""
+    """The rule for ``reduce_prod``."""
     lower, upper = ends(args[0])
     axes = tuple(eqn.params["axes"])
     last = [i for i in range(lower.ndim) if i not in axes]
@@ -174,7 +178,7 @@ def multiplied(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Inte
 
 
 def multiplied_on(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
-    """Running products along an axis."""
+    """The rule for ``cumprod``."""
     axis, step = eqn.params["axis"], -1 if eqn.params["reverse"] else 1
     lower, upper = (jnp.moveaxis(end, axis, 0)[::step] for end in ends(args[0]))
     sides = (jnp.stack(side)[::step] for side in zip(*_running(eqn, lower, upper)))
@@ -183,9 +187,9 @@ def multiplied_on(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> I
 
 
 def _running(eqn: JaxprEqn, lower: Array, upper: Array) -> list[tuple[Array, Array]]:
-    """In any order: the roundings of all products, and what is lost below the smallest float.
+    """Ends of all running products along axis 0, rounded as in any order of multiplication.
 
-    Open where the product of some of the entries may be beyond the largest.
+    Underflows are included; unbounded where the product of some of the entries may overflow.
     """
     declared: Any = eqn.outvars[0].aval
     count, units = len(lower), jnp.finfo(declared.dtype).eps / jnp.finfo(lower.dtype).eps
@@ -201,7 +205,7 @@ def _running(eqn: JaxprEqn, lower: Array, upper: Array) -> list[tuple[Array, Arr
 
 
 def sign(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
-    """``[-1, 1]`` wherever 0 is possible, as the derivative of the absolute value wants it."""
+    """The rule for ``sign``: ``[-1, 1]`` where 0 is possible, as for the derivative of ``abs``."""
     lower, upper = ends(args[0])
     low, high = jnp.where(lower > 0, 1.0, -1.0), jnp.where(upper < 0, -1.0, 1.0)
     return fresh(low.astype(lower.dtype), high.astype(lower.dtype), stretch(args, jnp.inf, norm))
@@ -227,7 +231,7 @@ def wave(peak: float) -> Rule:
 
 
 def _meets(lower: Array, upper: Array, turn: float) -> Array:
-    """Whether ``2 pi (turn + k)`` may lie between the ends; rounding decides for it."""
+    """Whether ``2 pi (turn + k)`` lies between the ends for some integer ``k``; true in doubt."""
     first, last = (end / (2 * math.pi) - turn for end in (lower, upper))
     unit = 8 * float(jnp.finfo(lower.dtype).eps)
     first, last = first - unit * (1 + jnp.abs(first)), last + unit * (1 + jnp.abs(last))

@@ -1,6 +1,6 @@
-"""What is known of a primitive: one record each, from which every bound and every test follows.
+"""The record of a JAX primitive: its bounds and properties, which all rules and tests use.
 
-The records themselves are in :mod:`wdjax.bounds.primitives`; rules look up what they need here.
+The records themselves are in :mod:`wdjax.bounds.primitives`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,109 +14,117 @@ from jax.typing import DTypeLike
 from wdjax.bounds.domain import Array, Linear, Rule
 
 SAFETY = 4
-"""Times what was measured: the bound is computed by the same function, and other points and
-platforms were not tried."""
+"""Factor on measured errors: the bound itself is computed by the same function, and other points
+and platforms were not measured."""
 LEAST, SHORT = 16, 5
-"""At least so many units; so many of floats shorter than float32."""
+"""Least error to assume, in units, for float32 and longer, and for shorter dtypes."""
 
 
 class Error(NamedTuple):
-    """The largest error of a float result that was measured on CPUs, of normal numbers.
+    """The largest error of a float result that was measured on CPUs, for normal numbers.
 
-    In units of ``finfo.eps`` times the value; sums are charged by their length beside.
+    In units of ``finfo.eps`` times the value; for sums a term for their length is added elsewhere.
     """
 
     float32: float
     float64: float
     short: float
-    """Of floats shorter than float32."""
+    """For dtypes shorter than float32."""
 
 
 EXACT, ONCE = Error(0, 0, 0), Error(0.5, 0.5, 0.5)
-"""Of what is not rounded, and of what is rounded once."""
+"""The errors of results that are not rounded, and that are rounded once."""
 
 
 class View(NamedTuple):
-    """One linear term of both lines; no view is the identity."""
+    """One linear term of the lower and the upper line: ``low . view(operand)`` and ``up . ...``."""
 
     operand: int
     low: Array
+    """Lower slopes, ``[B, *shape]`` of the value."""
     up: Array
+    """Upper slopes."""
     view: Linear | None = None
+    """None for the identity."""
     shape: tuple[int, ...] = ()
-    """Of the operand, where there is a view."""
+    """The operand's shape, if ``view`` is given."""
 
 
 class Lines(NamedTuple):
-    """Lines of a value, batched over samples, and which operands' bounds matter to them."""
+    """The linear bounds of a value, batched over samples, all ``[B, *shape]``."""
 
     views: tuple[View, ...]
     low: Array
+    """Lower intercepts."""
     up: Array
+    """Upper intercepts."""
     open: Array | None = None
-    """Entries of the operand whose bounds the lines depend on; None for all that are not points."""
+    """Entries whose lines would improve with tighter bounds of the operand, such as unstable
+    neurons; None for all entries whose lower and upper end differ."""
     free: Array | None = None
-    """Entries of one operand whose lower slope may be anything in [0, 1], with no intercept."""
+    """Entries where any lower slope in [0, 1] is sound, with intercept 0 (unstable ReLUs)."""
     ends: "Ends | None" = None
-    """Of the value itself, where they may be tighter than interval arithmetic's."""
+    """Ends of the value itself, if they may be tighter than those of interval arithmetic."""
     shift: Array | float = 0.0
-    """What the operand is at least beyond what lines are over, where their slope is free."""
+    """Where ``free``: a lower bound of the operand less its linear part, its offset less error."""
     maps: tuple[Array, ...] = ()
-    """For :func:`coefficients.seen`: intercepts and slopes; and ``free`` and ``shift``."""
+    """Framed for :func:`coefficients.seen`: intercepts and slopes; then ``free`` and ``shift``."""
 
 
 Ends = tuple[Array, Array]
 Relaxation = Callable[[JaxprEqn, Sequence[Any], Sequence[bool]], Lines | None]
-"""``(equation, operands, which of them depend on the input)``; such an operand is ``Ends``
-``[B, *shape]``, another an array. None if the rule does not fit."""
+"""``(equation, operands, flags)`` to lines. An operand that depends on the input (flag true) is
+``Ends`` ``[B, *shape]``, any other an array. None if the rule does not apply."""
 
 
 def once(eqn: JaxprEqn) -> int:
-    """An entry of the operand is at most one term of one entry of the result."""
+    """The count 1: an entry of the operand contributes to at most one entry of the result."""
     return 1
 
 
 def everywhere(eqn: JaxprEqn) -> int:
-    """An entry of the operand may be part of every entry of the result."""
+    """The result's size: an entry of the operand may contribute to every entry of the result."""
     out: Any = eqn.outvars[0].aval
     return out.size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One primitive. Nothing has a default: a family of records says what its members share."""
+    """The properties of one primitive.
+
+    No field has a default: each family of records sets what its members share.
+    """
 
     name: str
     interval: Rule
-    """The result for operands that are intervals, or booleans that may be open."""
+    """Computes the result for operands that are intervals, or booleans that may be open."""
     lines: Relaxation | None
-    """Linear bounds; None where the interval is all that is known, or cells give lines (``fuses``).
-    """
+    """Linear bounds; None if there are only intervals, or if fused cells give lines (``fuses``)."""
     error: Error | Callable[[JaxprEqn], float]
-    """What its float result may be wrong by; by the equation where that decides."""
+    """Measured error of the float result, or a function of the equation's parameters."""
     operands: tuple[int, ...] | None
     """Which operands may depend on the input; None for all."""
     affine: Callable[[JaxprEqn], int] | None
-    """Of what is affine in an operand where the others are known: to how many entries of the result
-    an entry of the operand contributes; None for what is not affine."""
+    """To how many entries of the result an entry of the operand contributes; None if the primitive
+    is not affine in one operand when the others are constant."""
     elementwise: bool
-    """Whether an entry of the result depends on the operands' entries at its place only."""
+    """Whether an entry of the result depends only on the operands' entries at the same place."""
     scales: bool
-    """Whether it multiplies entries by others."""
+    """Whether it multiplies or divides entries by others."""
     sums: bool
-    """Whether it adds up entries in their own dtype, as products do not."""
+    """Whether it accumulates in the operands' dtype (matrix products may accumulate in longer)."""
     monotone: int
     """1 where it grows in every operand, -1 where it falls, 0 otherwise."""
     continuous: bool
     homogeneous: bool
-    """Whether its result is divided by ``t > 0`` where all its operands are; booleans stay."""
+    """Whether dividing all operands by ``t > 0`` divides the result by ``t``; booleans stay."""
     fuses: bool
-    """Whether it may be part of a function of one number that is bounded on cells as a whole: its
-    rule and its derivatives' rules hold between any ends."""
+    """Whether it may be part of a fused scalar function: its rule and those of its derivatives hold
+    between any ends."""
     keeps_order: bool
     """Whether it only reshapes, repeats or converts: entries stay in order."""
     compares: bool
-    """Whether it is true or false by the order of two numbers."""
+    """Whether it compares two numbers by order or equality."""
 
     def __post_init__(self) -> None:
         measured = callable(self.error) or (
@@ -132,12 +140,12 @@ class Record:
 
     @property
     def once(self) -> bool:
-        """Whether it is affine, and an entry contributes to one entry of the result at most."""
+        """Whether it is affine and an entry contributes to at most one entry of the result."""
         return self.affine is once
 
     @property
     def diagonal(self) -> bool:
-        """Whether it is affine in every entry of its own."""
+        """Whether it is affine entry by entry: its matrix is diagonal."""
         return self.once and self.elementwise
 
     @property
@@ -146,11 +154,11 @@ class Record:
 
 
 TABLE: dict[str, Record] = {}
-"""By the primitive's name."""
+"""All records by the primitive's name."""
 
 
 def add(*records: Record) -> None:
-    """Makes primitives known; each has one record."""
+    """Registers records; a primitive has only one."""
     for record in records:
         if record.name in TABLE:
             raise ValueError(f"the primitive {record.name!r} has a record already; edit that one.")
@@ -170,7 +178,10 @@ def of(name: str) -> Record:
 
 
 def trusted(eqn: JaxprEqn, dtype: DTypeLike) -> float:
-    """How many units one entry of an equation may be wrong by in a dtype, sums not counted."""
+    """The error of one entry of an equation's result in ``dtype``, in units of eps times the value.
+
+    Rounding by long sums is not included.
+    """
     kind: Any = jnp.finfo(dtype)
     column = {32: 0, 64: 1}.get(kind.bits, 2)
     least = SHORT if column == 2 else LEAST

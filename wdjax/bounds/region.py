@@ -1,4 +1,4 @@
-"""Where a sample may be moved to, a ball cut by a box, and the least of a linear function there."""
+"""The set of perturbed inputs, a ball cut by a box, and minima of linear functions over it."""
 
 import functools
 import math
@@ -24,8 +24,8 @@ from wdjax.bounds.domain import Array
 Box = tuple[float, float] | None
 
 _EXCESS = 2e-5
-"""Certified balls are larger than asked by this fraction, so that a distance measured in floats
-never counts as inside a ball that was not certified."""
+"""Fraction by which certified balls are enlarged, so that a point whose distance rounds to at most
+``eps`` lies in the certified ball."""
 _TURNS = 4
 """Fixed-point steps of the multiplier; any number of them is sound."""
 
@@ -41,7 +41,7 @@ class Region(NamedTuple):
     maps: Array | None = None
 
     def prepared(self) -> "Region":
-        """With what :meth:`least` looks at, made once."""
+        """The same region with ``maps``, which :meth:`least` needs, computed once."""
         unit = rounding(self.center[0].size, self.center.dtype)
         if self.norm == math.inf:
             middle = 0.5 * self.lower + 0.5 * self.upper
@@ -51,7 +51,7 @@ class Region(NamedTuple):
         return self._replace(maps=framed(self.center, down * (1 + unit), up * (1 + unit)))
 
     def least(self, coefficients: Coefficients, rows: Rows) -> Array:
-        """Minima, rounded down, of linear functions over the regions, ``[G, R]``."""
+        """Minima ``[G, R]``, rounded down, of linear functions over the rows' regions."""
         if self.norm != math.inf and isinstance(coefficients, Window):
             coefficients = cleaned(coefficients, rows)
         a = flat(coefficients)
@@ -68,7 +68,11 @@ class Region(NamedTuple):
 
 
 def _capped_one(size: Array, cap: Array, eps: Array) -> Array:
-    """At least ``max { sum a d : d <= cap, sum d <= eps }``: the dual for some multiplier."""
+    """An upper bound ``[G, R]`` of ``max { a . d : 0 <= d <= cap, sum d <= eps }``.
+
+    It is the dual at the best of a few multipliers. ``size`` is ``a >= 0``, ``[G, R, N]``, like
+    ``cap``.
+    """
     fixed = lax.stop_gradient(size)
 
     def halved(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -88,7 +92,10 @@ def _capped_one(size: Array, cap: Array, eps: Array) -> Array:
 
 
 def _capped_two(size: Array, cap: Array, eps: Array) -> Array:
-    """At least ``max { sum a d : d <= cap, |d|_2 <= eps }``: the dual for some multiplier."""
+    """An upper bound ``[G, R]`` of ``max { a . d : 0 <= d <= cap, |d|_2 <= eps }``.
+
+    It is the dual at an approximate multiplier; ``size`` and ``cap`` as for :func:`_capped_one`.
+    """
     top = jnp.max(size, axis=-1)
     scale = jnp.where(top > 0, top, 1.0)
     a = size / scale[..., None]
@@ -114,10 +121,10 @@ def _capped_two(size: Array, cap: Array, eps: Array) -> Array:
 
 
 def ball(x: Array, eps: Array, norm: float, box: Box) -> Region:
-    """The least box around each ball, cut by the domain, and the radius that is certified for.
+    """The region of each sample: its ball, and the smallest box around it cut by the domain.
 
-    Inside a trace nothing can be refused: a radius that is negative or NaN and a center outside the
-    box make the radius NaN, of which nothing is certified.
+    Nothing can be raised inside a trace: where a radius is negative or NaN, or a center outside the
+    box, the radius becomes NaN, for which nothing is certified.
     """
     norms.check_norm(norm)
     unit = 4 * float(jnp.finfo(x.dtype).eps)

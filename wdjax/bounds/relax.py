@@ -1,4 +1,4 @@
-r"""Lines above and below what is not affine, one rule a primitive.
+r"""Linear relaxations (lines) of nonlinear primitives, one rule for each.
 
 A rule bounds ``f`` between ``sum_v low_v . view_v(operand) + low`` and ``sum_v up_v . view_v + up``
 on a box of operands; a view is a fixed linear map such as the identity or one position of a pooling
@@ -25,6 +25,7 @@ from wdjax.bounds.record import Ends, Lines, Relaxation, View
 
 
 def _rounding(eqn: JaxprEqn, *sizes: Array) -> Array:
+    """The error of a result and of intercepts that are computed from terms of these magnitudes."""
     unit = record.trusted(eqn, sizes[0].dtype) * float(jnp.finfo(sizes[0].dtype).eps)
     total = sum(jnp.abs(size) for size in sizes)
     return jnp.asarray(unit * total + 4 * float(jnp.finfo(sizes[0].dtype).tiny))
@@ -41,7 +42,10 @@ def _ratio(rise: Array, width: Array) -> Array:
 
 
 def rectifier(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
-    """``max(z, c)`` and ``min(z, c) = -max(-z, -c)``: ReLU, and clipping from one side."""
+    """Lines of ``max(z, c)`` and ``min(z, c) = -max(-z, -c)``: ReLU and one-sided clipping.
+
+    The upper line is the chord; the lower one is the tighter of the two pieces.
+    """
     if sum(moves) != 1:
         return None
     place, least = moves.index(True), eqn.primitive.name == "min"
@@ -64,7 +68,7 @@ def rectifier(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Line
 
 
 def product(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
-    """``x y`` between the means of McCormick's two lines on either side."""
+    """Lines of ``x y``: on each side the mean of McCormick's two planes."""
     if not all(moves):
         return None
     (lx, ux), (ly, uy) = args
@@ -77,7 +81,10 @@ def product(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines 
 
 
 def power(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
-    """Even powers, and negative ones on either side of 0; others are no :func:`convex` ones."""
+    """Lines of even powers, and of negative powers on intervals without 0; None for other powers.
+
+    An odd negative power below 0 is the mirror image of that above 0.
+    """
     exponent = eqn.params["y"] if eqn.primitive.name == "integer_pow" else 2
     if exponent == 1 or (exponent > 0 and exponent % 2):
         return None
@@ -110,7 +117,7 @@ def concave(f: Callable[[Array], Array], slope: Callable[[Array], Array]) -> Rel
 def _convex(
     eqn: JaxprEqn, f: Callable[[Array], Array], slope: Callable[[Array], Array], ends: Ends
 ) -> Lines:
-    """The chord above, a tangent below."""
+    """Lines of a convex function: above the chord, below the tangent at the midpoint."""
     lower, upper = ends
     middle = 0.5 * lower + 0.5 * upper
     width = jnp.where(upper > lower, upper - lower, 1.0)
@@ -130,9 +137,9 @@ def _convex(
 def sigmoid(
     f: Callable[[Array], Array], slope: Callable[[Array], Array], inverse: Callable[[Array], Array]
 ) -> Relaxation:
-    """A rule for what is odd about a point, convex before 0 and concave behind it.
+    """A rule for S-shaped functions: convex below 0, concave above, odd up to a constant.
 
-    ``inverse(s) >= 0`` is where the derivative is ``s``, and so is its mirror image.
+    The derivative is ``slope``; it equals ``s`` at ``inverse(s) >= 0`` and at ``-inverse(s)``.
     """
 
     def rule(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
@@ -140,7 +147,7 @@ def sigmoid(
         width = jnp.where(upper > lower, upper - lower, 1.0)
         chord = jnp.where(upper > lower, _ratio(f(upper) - f(lower), width), slope(lower))
         middle = 0.5 * lower + 0.5 * upper
-        # Above: the chord where it lies above; a tangent from the lower end, or at the middle.
+        # Above: the chord where that is sound, else a tangent, from the lower end or at the middle.
         up = jnp.where(lower >= 0, slope(middle), _tangent(f, slope, lower, upper, chord))
         low = jnp.where(
             upper <= 0, slope(middle), _tangent(_mirror(f), slope, -upper, -lower, chord)
@@ -168,7 +175,7 @@ def _tangent(
     upper: Array,
     chord: Array,
 ) -> Array:
-    """The slope of the least line through the lower end that lies above."""
+    """The least slope (or nearly) of a line through the lower end that lies above ``f``."""
     low, high = jnp.maximum(lower, 0.0), jnp.maximum(upper, 0.0)
     start = f(lower)
     for _ in range(12):
@@ -179,7 +186,8 @@ def _tangent(
 
 
 def wave(f: Callable[[Array], Array], peak: float) -> Relaxation:
-    """A rule for a sine whose maxima are at ``2 pi (peak + k)``: lines nearest at the middle."""
+    """A rule for sine and cosine, with maxima at ``2 pi (peak + k)``: the lines that are tightest
+    at the midpoint."""
 
     def rule(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
         ends = args[0]
@@ -191,13 +199,13 @@ def wave(f: Callable[[Array], Array], peak: float) -> Relaxation:
 
 
 _FARTHEST = 2.0**10
-"""Beyond it the arguments of sines are too coarse for lines other than 1 and -1."""
+"""Arguments of sines beyond this magnitude get the lines 1 and -1: floats are too coarse there."""
 
 
 def _crest(
     eqn: JaxprEqn, f: Callable[[Array], Array], peak: float, ends: Ends
 ) -> tuple[Array, Array]:
-    """Slope and intercept of the line above a sine that is least at the middle of the interval.
+    """Slope and intercept of the line above a sine ``f`` that is lowest at the interval's midpoint.
 
     For a slope ``s`` the intercept is the largest ``f(z) - s z``: at an end, or the first or last
     of the points ``acos(s) + 2 pi (peak + k) - pi / 2`` inside, where the derivative is ``s``. The
@@ -232,13 +240,14 @@ def _crest(
 
     low, high = lax.fori_loop(0, 20, halved, (-steepest, steepest))
     slope = lax.stop_gradient(jnp.where(wide, 0.0, 0.5 * low + 0.5 * high))
-    # Near where the derivative is the slope, a point off by d lies lower by at most d^2.
+    # Near the tangent point, a point at distance d lies lower by at most d^2.
     slack = _rounding(eqn, steepest, slope * reach) + (unit * turn * (1 + reach)) ** 2
     return slope, jnp.where(wide, 1.0, highest(slope)[1] + slack)
 
 
 def pooled(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
-    """Max pooling: below, the entry with the largest lower end; above, it if it dominates."""
+    """Lines of max pooling: below, the entry with the largest lower end; above, the same entry if
+    it surely is the maximum, else the largest upper end."""
     if max(eqn.params["base_dilation"]) > 1:
         return None
     outs: Any = eqn.outvars[0].aval
@@ -249,7 +258,7 @@ def pooled(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines |
 
 
 def reduced(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
-    """The maximum over axes."""
+    """Lines of a maximum over axes, as those of max pooling; None for more than 64 entries."""
     axes = tuple(eqn.params["axes"])
     shape = args[0][0].shape[1:]
 
@@ -264,7 +273,7 @@ def reduced(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines 
 
 
 def mirrored(rule: Relaxation) -> Relaxation:
-    """The rule of a minimum, by that of the maximum of what is negated."""
+    """The rule for a minimum from that for a maximum: ``min(z) = -max(-z)``."""
 
     def turned(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
         (lower, upper), *others = args
@@ -278,6 +287,10 @@ def mirrored(rule: Relaxation) -> Relaxation:
 
 
 def _largest(ends: Ends, views: Sequence[Sequence[Linear]]) -> Lines:
+    """Lines of the maximum of several views of an operand.
+
+    A view is a pair: linear (padding by 0) and for bounds (padding by -inf).
+    """
     lower, upper = ends
     lows, highs = (jnp.stack([jax.vmap(see)(end) for _, see in views]) for end in (lower, upper))
     best = jnp.argmax(lows, axis=0)

@@ -1,4 +1,4 @@
-"""Primitives that are others in disguise, written in terms of these before anything is bounded."""
+"""Rewrites primitives such as ``top_k`` in terms of others that have interval rules."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,9 +15,9 @@ Written = Callable[..., jax.Array]
 
 
 def rewritten(eqn: JaxprEqn, known: Sequence[Any]) -> Sequence[Written | None]:
-    """What returns the same as each result of an equation, of its operands; None where it stays.
+    """For each result of an equation, an equal function of its operands; None if not rewritten.
 
-    ``known`` are the operands that are constants, None for others.
+    ``known`` holds the operands that are constants, None for the others.
 
     >>> closed = jax.make_jaxpr(lambda x: lax.top_k(x, 2)[0])(jnp.ones(3))
     >>> rewritten(closed.eqns[0], [None])[0](jnp.array([3.0, 1.0, 2.0])).tolist()
@@ -29,7 +29,7 @@ def rewritten(eqn: JaxprEqn, known: Sequence[Any]) -> Sequence[Written | None]:
 
 
 def _largest(eqn: JaxprEqn, operand: Any) -> Written | None:
-    """``top_k``: the last of what is sorted; where they were is not known."""
+    """The values of ``top_k`` by sorting; its indices are not rewritten."""
     params = eqn.params
     axis = params.get("axis", -1)
 
@@ -47,7 +47,7 @@ _NEUTRAL = {"add": 0.0, "add_any": 0.0, "max": -jnp.inf, "min": jnp.inf}
 
 
 def _combined(eqn: JaxprEqn) -> str | None:
-    """The primitive that a reduction combines two entries by, if it is one that is known."""
+    """The name of the primitive by which a reduction combines two entries; None if unsupported."""
     closed: Any = eqn.params["jaxpr"]
     inner = getattr(closed, "jaxpr", closed)
     floats = all(jnp.issubdtype(var.aval.dtype, jnp.floating) for var in inner.invars)
@@ -59,10 +59,10 @@ def _combined(eqn: JaxprEqn) -> str | None:
 
 
 def _windowed(eqn: JaxprEqn, start: Any) -> Written | None:
-    """``reduce_window`` from any initial value.
+    """A ``reduce_window`` with an initial value as the window sum or maximum, then one operation.
 
-    Whether a sum meets the initial value in every frame of padding too, the compiler's platforms do
-    not agree on: it must be 0 there.
+    Platforms differ in whether padding counts the initial value of a sum again, so with padding it
+    must be 0 (None otherwise).
     """
     name, params = _combined(eqn), eqn.params
     framed = any(map(any, params["padding"])) or max(params["base_dilation"]) > 1
@@ -87,7 +87,7 @@ def _windowed(eqn: JaxprEqn, start: Any) -> Written | None:
 
 
 def _reduced(eqn: JaxprEqn, start: Any) -> Written | None:
-    """``reduce`` from any initial value."""
+    """A ``reduce`` with an initial value as the plain reduction, then one operation."""
     name, axes = _combined(eqn), tuple(eqn.params.get("dimensions", ()))
     if name is None:
         return None

@@ -1,8 +1,7 @@
-r"""Slopes of a row's own: every lower bound maximised over its lower lines (alpha-CROWN).
+r"""alpha-CROWN: every lower bound maximised over the lower slopes of unstable ReLUs.
 
-Where a rectifier is open, any slope in [0, 1] through the origin lies below it, so that each step's
-bound is sound and the best of them is kept. Rows share nothing, which makes their slopes
-independent even where they bound the same neurons of one sample.
+Any line through the origin with slope in [0, 1] lies below a ReLU, so each step's bound is sound,
+and the best is kept. Each row has its own slopes, even for the same neurons of the same sample.
 
 Source: Xu et al. [xu2021]; here each row has slopes of its own, also of intermediate bounds.
 """
@@ -29,9 +28,9 @@ Slopes = dict[int, Array]
 def optimised(
     state: crown.Pass, coefficients: Mapping[int, Coefficients], rows: Rows, steps: int
 ) -> Array:
-    """Lower bounds as of :func:`crown.backward`, ``[G, R]``, the best of Adam's steps.
+    """Lower bounds ``[G, R]`` as of :func:`crown.backward`, the best over ``steps`` steps of Adam.
 
-    Cost: ``steps`` times three backward passes, and one.
+    Cost: ``3 steps + 1`` backward passes.
     """
     seen: dict[int, tuple[Array, Array]] = {}
     usual = crown.backward(state, coefficients, rows, record=seen)
@@ -41,7 +40,7 @@ def optimised(
     def low(slopes: Slopes) -> Array:
         return crown.backward(state, coefficients, rows, slopes=slopes)
 
-    # The first step has the usual slopes: of the pass above no more is computed than these.
+    # The first step uses the default slopes; unused results of the pass above are not computed.
     begun = {place: own for place, (own, _) in seen.items()}
     worst = BestSlopes(jnp.full_like(usual, -jnp.inf), begun)
     return maximised(low, worst, dict.fromkeys(begun, 1.0), steps, _RATE).low
@@ -70,9 +69,17 @@ def maximised(
     rate: float,
     until: float = jnp.inf,
 ) -> BestSlopes:
-    """The best of Adam's steps between 0 and ``most``, until all are above a level.
+    """Maximises the bounds ``low(slopes)`` by Adam over slopes clipped to ``[0, most]``.
 
-    No number moves where its step is not finite.
+    Args:
+      low: maps slopes to bounds of any shape, each of which depends on its own slopes only.
+      begun: bounds to improve on, and the first slopes.
+      most: upper limits of the slopes, by place.
+      steps: maximum number of steps.
+      rate: Adam's first step size; it decays geometrically.
+      until: stops early once all bounds exceed this.
+
+    A slope whose step is not finite stays as it is.
     """
     ascent = optax.adam(optax.exponential_decay(-rate, 1, _DECAY), *_MEANS, eps=1e-12)
 

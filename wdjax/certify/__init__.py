@@ -1,10 +1,10 @@
-"""Certificates: what no attack can do, for samples and for distributions.
+"""Certificates: proved limits of any attack, for samples and for distributions.
 
 `pointwise` turns bounds of margins (:mod:`wdjax.bounds`) into certified samples and radii; `verify`
 does so for a data set, with checkpoints; `branch` is branch and bound. `wdro` and `growth` bound
-accuracies and losses over Wasserstein balls, from radii, Lipschitz constants and profiles of growth
-(`asymptote` for slopes at infinity). `trainable` has bounds to train through. Open `pointwise`
-first.
+accuracies and losses over Wasserstein balls, from radii, Lipschitz constants and growth profiles
+(`asymptote` bounds slopes at infinity). `trainable` has differentiable bounds for training. Open
+`pointwise` first.
 """
 
 from wdjax.bounds.interval import bound

@@ -1,10 +1,11 @@
-r"""How fast a loss can grow at infinity, for networks that are homogeneous there.
+r"""How fast a loss can grow far from the data, for piecewise linear networks.
 
-Of a program of affine maps, maxima, absolute values and selections by sign, the value at ``t w``
-divided by ``t > 0`` is that of the same program at ``w`` with every constant divided by ``t``: a
-program of ``(w, 1/t)``, of the same kind, whose margins over ``||w|| <= 1`` and ``1/t <= 1/T``
-bound the slope at every distance of at least T. A Lipschitz constant over all of space does not see
-that far from the data only the weights matter, and which signs of neurons go together there.
+Let a program consist of affine maps, maxima, absolute values and selections by sign. Its value at
+``t w`` divided by ``t > 0`` is the value at ``w`` of the same program with every constant divided
+by ``t``: again such a program, with the input ``(w, 1/t)``. Its margins over ``||w|| <= 1`` and
+``1/t <= 1/T`` bound the slope at every distance of at least T. This is tighter than a Lipschitz
+constant of the whole space, since far from the data biases do not matter and only some sign
+patterns of neurons occur.
 """
 
 import functools
@@ -32,10 +33,10 @@ from wdjax.precision import highest
 def slopes(
     model: Classifier, x: Array, labels: Array, last: Array, norm: float, method: Method
 ) -> Array:
-    """``[L]`` bounds of ``max_j z_j - z_y`` by distance, from the distance ``last`` on.
+    """Upper bounds ``[L]`` of ``(max_j z_j - z_y) / t`` for the labels ``y``, ``[L]``.
 
-    They hold for balls around every one of ``x`` ``[n, *shape]``; inf where the program is not one
-    that is homogeneous at infinity.
+    They hold at every distance ``t >= last`` from any of the samples ``x``, ``[n, *shape]``; inf if
+    the program is not homogeneous at infinity.
     """
     count, size = len(labels), math.prod(x.shape[1:])
     net = margins.network(model, x, fused=False)
@@ -59,7 +60,7 @@ def slopes(
 
 
 def _homogeneous(net: Network) -> bool:
-    """Whether a program is one of those, in one dtype."""
+    """Whether a program is piecewise linear as above, with all values of one dtype."""
     dtypes = {net.graph.avals[place].dtype for node in net.graph.nodes for place in node.outputs}
     dtypes -= {jnp.dtype(bool)}
     for node in net.others.values():
@@ -71,7 +72,7 @@ def _homogeneous(net: Network) -> bool:
 
 
 def _apart(net: Network, shape: tuple[int, ...]) -> Callable[[Array], Array]:
-    """The program of ``(w, 1/t)``, ``[1, d + 1]``."""
+    """The program divided by ``t``: maps ``(w, 1/t)``, ``[1, d + 1]``, to logits ``[1, K]``."""
 
     def apply(v: Array) -> Array:
         near = v[:, -1].reshape(())
@@ -96,6 +97,6 @@ def _apart(net: Network, shape: tuple[int, ...]) -> Callable[[Array], Array]:
 
 
 def _divided(value: Any, near: Array) -> Array:
-    """A constant by the distance; a zero stays a constant, so that a rectifier stays one."""
+    """A constant times ``1/t``; a zero stays a constant, so that a ReLU is recognised as one."""
     zero = not validate.traced(value) and not np.any(np.asarray(value))
     return jnp.asarray(value) if zero else near * jnp.asarray(value)

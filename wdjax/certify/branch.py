@@ -1,7 +1,8 @@
-r"""Branch and bound over the signs of rectifiers' operands: one sample's margins, at any time.
+r"""Branch and bound over the signs of ReLUs' pre-activations, for the margins of one sample.
 
-A region is split by the signs of rectifiers until every leaf is verified, or time is over. No leaf
-is ever dropped: a margin's bound is the least of those of its leaves, closed or open.
+A region is split by the signs of ReLUs until every leaf is verified or the time is over. No leaf
+is ever dropped: a margin's bound is the least over its leaves, closed (verified) or open, and so
+valid at any time.
 
 Source: Bunel et al. [bunel2020], Wang et al. [wang2021].
 """
@@ -29,20 +30,20 @@ from wdjax.engine import driver
 Numbers = npt.NDArray[Any]
 
 ENDS = "not searched", "closed", "time", "memory", "nothing to split"
-"""How a search ended: of a sample that needs none or is flipped; with all leaves closed; early for
-want of time or memory; at a leaf of which no rectifier is left to split, such as all of a program
-that has none."""
+"""How the search for a sample ended. "not searched": the sample was verified already, or is
+misclassified or flipped. "closed": all leaves are verified. "time", "memory": it ran out of these.
+"nothing to split": a leaf that is not verified has no ReLU left to split."""
 
 _WIDTH = 32
-"""Leaves that are bounded at once, on a CPU."""
+"""Number of leaves that are bounded at once, on a CPU."""
 _STEPS, _TRIES = 3, 3
-"""Steps of their multipliers; splits of each that are tried."""
+"""Ascent steps on a leaf's multipliers; number of splits that are tried for it."""
 _BYTES = 2**29
-"""Of all open leaves: where they take more, the search ends as if time were over."""
+"""Memory for all open leaves; beyond it the search ends."""
 
 
 class _Leaf(NamedTuple):
-    """Compared by its bound; the least is split first."""
+    """An open leaf, ordered by its bound: the least is split first."""
 
     low: float
     number: int
@@ -63,9 +64,11 @@ class BranchAndBound:
     def close(
         self, x: jax.Array, y: jax.Array, eps: float, low: npt.ArrayLike
     ) -> tuple[Numbers, Numbers]:
-        """``[n, K]`` bounds, none looser than ``low``, of samples within ``eps``; places in ENDS.
+        """Tightens bounds ``low``, ``[n, K]``, of the margins of ``x``, ``[n, *shape]``, within
+        ``eps``.
 
-        A sample that is misclassified, or flipped by a short attack, keeps those it has.
+        Returns the bounds, and ``[n]`` indices in ENDS. Samples that are misclassified, or flipped
+        by a short attack, keep their bounds.
         """
         found = np.array(low)
         ended = np.zeros(len(found), np.int32)
@@ -89,7 +92,10 @@ class BranchAndBound:
     def _close(
         self, x: jax.Array, y: jax.Array, eps: jax.Array, low: Numbers, seconds: float
     ) -> tuple[Numbers, str]:
-        """Takes at least one turn, then others while there are seconds."""
+        """:meth:`close` for one sample ``[1, *shape]`` with bounds ``[K]``, and how it ended.
+
+        Takes at least one turn, then more until ``seconds`` are over.
+        """
         began = time.monotonic()
         root = leaves.root(self.model, x, y, eps, self.norm, self.box)
         low = np.maximum(low, np.asarray(root.low))
@@ -107,7 +113,7 @@ class BranchAndBound:
 
 
 class _Frontier:
-    """All leaves that are open, and the least bound of those that are closed."""
+    """All open leaves, and for each rival the least bound of its closed leaves."""
 
     def __init__(self, low: Numbers, rivals: Numbers, begun: leaves.Leaves) -> None:
         self.begun, self.turns = low, 0
@@ -115,7 +121,7 @@ class _Frontier:
         self.open: list[_Leaf] = []
         self.taken: list[_Leaf] = []
         self.stuck: list[_Leaf] = []
-        """With nothing left to split."""
+        """Leaves without a ReLU left to split."""
         self.numbers = itertools.count()
         for rival, signs, multipliers in zip(*jax.device_get(begun)):
             self.add(_Leaf(float(low[rival]), 0, int(rival), signs, multipliers))
@@ -125,7 +131,7 @@ class _Frontier:
         return bool(self.open) and not self.stuck and len(self.open) < self.most
 
     def end(self) -> str:
-        """Why it does not go on, one of ENDS."""
+        """Why the search ended, one of ENDS."""
         if self.goes_on():
             return "time"
         if self.stuck:
@@ -139,7 +145,7 @@ class _Frontier:
             heapq.heappush(self.open, leaf._replace(number=next(self.numbers)))
 
     def take(self, width: int) -> leaves.Leaves:
-        """The leaves with the least bounds; the first of them again where there are too few."""
+        """Removes the ``width`` leaves with the least bounds; the first is repeated to fill up."""
         self.turns += 1
         self.taken = [heapq.heappop(self.open) for _ in range(min(width, len(self.open)))]
         rows = self.taken + self.taken[:1] * (width - len(self.taken))
@@ -150,7 +156,9 @@ class _Frontier:
         )
 
     def split(self, found: Any) -> None:
-        """Each leaf that was taken, by one sign; by more while leaves do not fill a batch."""
+        """Splits each taken leaf by the sign of its best neuron, or of several neurons while there
+        are too few leaves for a batch. ``found`` is the :class:`leaves.LeafBounds` of the taken leaves.
+        """
         room = len(found.low) // (len(self.taken) + len(self.open))
         for row, leaf in enumerate(self.taken):
             leaf = leaf._replace(
@@ -168,7 +176,7 @@ class _Frontier:
         self.taken = []
 
     def low(self) -> Numbers:
-        """Bounds of all margins."""
+        """Lower bounds ``[K]`` of all margins."""
         least = dict(self.closed)
         for leaf in (*self.open, *self.taken, *self.stuck):
             least[leaf.rival] = min(least[leaf.rival], leaf.low)
@@ -179,7 +187,10 @@ class _Frontier:
 
 
 def _halves(leaf: _Leaf, entries: list[int], children: Numbers) -> Iterator[_Leaf]:
-    """All signs of some entries; ``children[k]`` are bounds of the halves by entry k alone."""
+    """Yields a leaf for each combination of signs of ``entries``.
+
+    ``children``, ``[C, 2]``, are the bounds of the halves of a split by each entry alone.
+    """
     for pick in itertools.product((0, 1), repeat=len(entries)):
         signs, multipliers = leaf.signs.copy(), leaf.multipliers.copy()
         signs[entries], multipliers[entries] = 2 * np.array(pick) - 1, 0.0

@@ -1,13 +1,13 @@
 r"""The growth-profile bound of the expected loss over a Wasserstein ball.
 
-How far a sample's loss can rise within a distance t, its profile ``psi_i(t)``, says more than one
-constant: losses are bounded on a bounded domain, and near the data they rise slowly. Distributions
-of ``Omega_p(eps)`` move the mass of sample i to distances t with ``mean t^p <= eps^p``, so that the
-expected loss is at most the value of the dual, for every ``lam >= 0``,
+The profile ``psi_i(t)`` of sample i bounds its loss within the distance t. It says more than a
+Lipschitz constant: losses are bounded on a bounded domain, and near the data they rise slowly.
+Distributions of ``Omega_p(eps)`` move the mass of sample i to distances t with
+``mean t^p <= eps^p``, so that the expected loss is at most the dual value, for every ``lam >= 0``,
 
-    lam eps^p + mean_i max_t (psi_i(t) - lam t^p),
+    lam eps^p + mean_i max_t (psi_i(t) - lam t^p).
 
-which is what the concave majorants of the profiles in ``t^p`` allow.
+Its minimum over ``lam`` is the bound by the profiles' concave majorants as functions of ``t^p``.
 """
 
 import math
@@ -29,15 +29,17 @@ from wdjax.parallel import AnyArray
 Numbers = npt.NDArray[np.float64]
 
 _RADII, _RATIO = 120, 1.2
-"""How many at most, and how close they need not be."""
+"""Default radii: the largest number of them, and the least ratio of neighbours while fewer."""
 _LEVELS = 200
+"""Number of multipliers ``lam`` in a grid."""
 
 
 class Profile(NamedTuple):
-    """Upper bounds of the loss by distance, ``[n, R + 1]``, continuous with slope ``constant``.
+    """Upper bounds of each sample's loss by distance: continuous functions in ``R`` pieces.
 
-    Between two radii it rises by that from ``low`` at ``start`` to ``high`` at ``end`` and stays
-    there; behind the last radius it rises on if the domain does not end.
+    Piece k begins at ``start``, rises from ``low`` to ``high`` with slope ``constant`` until
+    ``end``, and is flat until the next piece; these arrays are ``[n, R]``. Beyond the last radius
+    an unbounded domain has the bound ``far``.
     """
 
     start: Numbers
@@ -46,9 +48,9 @@ class Profile(NamedTuple):
     high: Numbers
     constant: float
     last: float
-    """Where the domain goes on from, inf if it ends."""
+    """The last radius; inf if the domain is bounded, where no distance is beyond."""
     far: tuple[Numbers, Numbers]
-    """From there on it is at most the first plus the second, a slope, times the distance."""
+    """``(offset, slope)``, ``[n]`` each: at distances ``t >= last`` a bound is offset + slope t."""
 
 
 def growth_bound(
@@ -68,11 +70,11 @@ def growth_bound(
 ) -> Numbers:
     r"""An upper bound of the expected loss over ``Omega_order(eps)``, never above ``E_N + L eps``.
 
-    The domain is the box, or all of space. Profiles are bounds of the loss within each radius,
-    which hold nearer by too, joined by the constant. On a box the last radius reaches all of it. In
-    all of space profiles go on by the constant, or by a bound of the slope at infinity where the
-    program has one: affine maps, rectifiers and maxima. For order inf the bound is the mean of the
-    profiles at ``eps``.
+    The domain is the box, or all of space. A sample's profile combines bounds of its loss within
+    each radius with the Lipschitz constant. The last radius covers a box. In all of space the
+    profile continues beyond it with the constant as slope, or with a bound of the slope at infinity
+    for programs of affine maps, ReLUs and maxima. For order inf the bound is that of
+    :func:`wdro_bound`.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``, continuous where its program selects.
@@ -87,8 +89,8 @@ def growth_bound(
         computed by default.
       radii: increasing positive distances; by default at most 121, from a fiftieth of the least
         budget to the diameter of the box or a hundred times the largest budget.
-      method: of the margins, as in :func:`certify.margin_bounds`.
-      batch_size: samples at once.
+      method: how margins are bounded, as in :func:`certify.margin_bounds`.
+      batch_size: number of samples at once.
 
     Returns:
       Bounds in the shape of ``eps``, float64.
@@ -125,7 +127,7 @@ def growth_bound(
 
 
 def _endless(profile: Profile, model: Classifier, asked: wdro.Asked, last: float) -> Profile:
-    """With a line that bounds it from the last radius on."""
+    """The profile with ``far``, a linear bound beyond the radius ``last``."""
     labels, place = np.unique(np.asarray(asked.y), return_inverse=True)
     (_, classes) = jax.eval_shape(model, asked.x[:1]).shape
     end = jnp.asarray(last, asked.x.dtype)
@@ -135,7 +137,7 @@ def _endless(profile: Profile, model: Classifier, asked: wdro.Asked, last: float
 
 
 def _grid(radii: npt.ArrayLike | None, budgets: Numbers, most: float) -> Numbers:
-    """Radii up to the end of the domain."""
+    """The radii ``[R]`` of the profiles, as given or by default, cut at the domain's diameter."""
     if radii is None:
         positive = budgets[budgets > 0]
         least = 0.02 * float(np.min(positive, initial=math.inf))
@@ -152,7 +154,10 @@ def _grid(radii: npt.ArrayLike | None, budgets: Numbers, most: float) -> Numbers
 
 
 def _joined(grid: Numbers, levels: Numbers, constant: float) -> Profile:
-    """What holds within a larger radius holds within a smaller one; and no steeper than allowed."""
+    """The profiles from bounds ``levels``, ``[n, R + 1]``, of the losses within 0 and each radius.
+
+    They are decreased until they are monotone in the radius and rise by at most ``constant``.
+    """
     levels = np.minimum.accumulate(levels[:, ::-1], axis=1)[:, ::-1]
     slope = constant * (1 + wdro.ROUNDING)
     start = np.concatenate([[0.0], grid[:-1]])
@@ -171,7 +176,10 @@ def _joined(grid: Numbers, levels: Numbers, constant: float) -> Profile:
 
 
 def _dual(profile: Profile, eps: float, order: float) -> float:
-    """The least value of the dual over a grid of multipliers, twice refined; each is sound."""
+    """The least dual value over a grid of multipliers, refined twice; each value is a sound bound.
+
+    ``eps`` is one budget; the profile's arrays are ``[n, R]``.
+    """
     if eps == 0:
         return float(np.mean(profile.low[:, 0]))
     clean = float(np.mean(profile.low[:, 0]))
@@ -218,12 +226,12 @@ def _value(profile: Profile, level: float, order: float) -> float:
 
 
 def _turn(slope: Numbers, level: float, order: float) -> Numbers:
-    """Where a line from 0 is farthest above ``lam t^p``, p above 1."""
+    """The ``t`` at which ``slope t - level t^order`` is largest, for ``order > 1``."""
     return np.asarray((np.maximum(slope, 0.0) / (level * order)) ** (1 / (order - 1)))
 
 
 def _behind(base: Numbers, slope: Numbers, last: float, level: float, order: float) -> Numbers:
-    """``max_{t >= last} base + slope t - lam t^p``."""
+    """``max_{t >= last} base + slope t - level t^order``, ``[n]``; inf if unbounded."""
     if order == 1:
         far = np.where(slope <= level, last, math.inf)
     else:

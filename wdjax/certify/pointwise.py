@@ -1,7 +1,7 @@
-r"""Certificates of single samples: what the classifier does in the whole ball around each of them.
+r"""Certificates of single samples: bounds of the margins over the whole ball around each of them.
 
-They speak of the float program: of what the model returns in floats of its own precision, with
-matrix products at the highest precision, summed in any order, and so of exact arithmetic too.
+They hold for the float program (the model in floats of its own precision, with matrix products at
+the highest precision, summed in any order), and for exact arithmetic too.
 """
 
 import functools
@@ -29,14 +29,18 @@ from wdjax.precision import highest
 
 
 class _Bracket(NamedTuple):
-    """Of every sample: what is verified, what failed, and the next to try."""
+    """The state of the search for each sample's radius, ``[n]`` arrays."""
 
     best: Array
+    """The largest verified radius."""
     margin: Array
+    """The least margin's bound at ``best``."""
     high: Array
+    """The smallest radius that was not verified, inf if there is none."""
     deficit: Array
-    """How far below 0 the least margin was at ``high``."""
+    """How far below 0 the least margin's bound was at ``high``."""
     trial: Array
+    """The radius to try next."""
 
 
 def margin_bounds(
@@ -71,14 +75,15 @@ def margin_bounds(
       ValueError: bad samples, a primitive without a rule, or branch and bound inside a trace.
 
     Warns:
-      UserWarning: branch and bound ended where it had nothing to split, which is at once where a
-        model has no rectifiers; :func:`verify` says of which samples.
+      UserWarning: branch and bound had no ReLU left to split, as in a model without any;
+        :func:`verify` lists the samples.
 
-    Rounding is charged relative to the logits: of a number that all of them share, some 1e-5.
-    Bounds of probabilities behind a softmax are looser than those of the logits before it.
+    The bounds are lowered for rounding, relative to the size of the logits: an offset common to all
+    logits costs about 1e-5 of it. Certify logits, not probabilities: bounds are looser behind a
+    softmax.
 
-    Cost: a few forward passes, ``K - 1`` backward passes a sample, and two through the layers
-      before it for every neuron that intervals leave open.
+    Cost: a few forward passes, ``K - 1`` backward passes a sample, and for every unstable neuron
+      two through the layers before it.
 
     Source: Zhang et al. [zhang2018], CROWN; Xu et al. [xu2021], alpha; Wang et al. [wang2021], bab;
       of the program, with its rounding.
@@ -108,7 +113,8 @@ def searched(
     seconds: float,
     batch_size: int,
 ) -> tuple[Array, npt.NDArray[Any] | None]:
-    """:func:`margin_bounds`, and how branch and bound ended, ``[n]`` places in ``branch.ENDS``."""
+    """:func:`margin_bounds`, and how branch and bound ended: ``[n]`` indices in ``branch.ENDS``, or
+    None for other methods."""
     ball = Lp(norm, box)
     validate.check_choice("method", method, METHODS)
     if not seconds > 0:
@@ -135,12 +141,12 @@ def searched(
 
 
 def _tell(ended: npt.NDArray[Any] | None) -> None:
-    """Warns the caller's caller of searches that did nothing with the time that was left."""
+    """Warns the caller's caller of searches that stopped early with nothing left to split."""
     if ended is None or not (stuck := np.sum(ended == branch.ENDS.index("nothing to split"))):
         return
     warnings.warn(
         f"branch and bound had nothing left to split in {stuck} of {len(ended)} samples and ended "
-        "before its time: it splits rectifiers by their signs. Their bounds are what it had.",
+        "before its time: it splits ReLUs by their signs. They keep the bounds found so far.",
         stacklevel=3,
     )
 
@@ -210,8 +216,8 @@ def radius(
       y: ``[n]`` integer labels.
       norm: r, one of 1, 2 and inf.
       box: ``(low, high)``, or None for no box.
-      steps: narrowings of the bracket, by the secant through its margins.
-      method: one of :data:`METHODS` but "bab", whose time is a single radius's.
+      steps: number of bisections, at the secant through the bracket's margins.
+      method: one of :data:`METHODS` but "bab", which works at one radius only.
       batch_size: samples at once, at top level.
 
     Returns:
@@ -279,6 +285,7 @@ def _(
 
 
 def _search(model: Classifier, x: Array, y: Array, ball: Lp, steps: int, method: Method) -> Array:
+    """The certified radii ``[n]`` of :func:`radius`."""
     most = ball.diameter(x.shape[1:])
     clean = _bounds(model, x, y, jnp.zeros(len(y), x.dtype), ball, method)
     least = jnp.min(clean, axis=-1)
@@ -301,7 +308,10 @@ def _search(model: Classifier, x: Array, y: Array, ball: Lp, steps: int, method:
 
 @functools.partial(jax.jit, static_argnums=(4, 5))
 def _guess(model: Classifier, x: Array, y: Array, low: Array, norm: float, most: float) -> Array:
-    """A little less than the linearised distance, which is exact for linear models."""
+    """The first radius to try, ``[n]``: just below the distance to the linearised boundary.
+
+    ``low`` are the margins ``[n, K]`` at the samples; ``most`` is the domain's diameter.
+    """
 
     def slopes(xi: Array, yi: Array) -> Array:
         differences = margin.contrasts(yi, low.shape[1], xi.dtype)
@@ -317,10 +327,11 @@ def _guess(model: Classifier, x: Array, y: Array, low: Array, norm: float, most:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _narrower(bracket: _Bracket, low: Array, most: float) -> _Bracket:
-    """Keeps a verified radius; next is twice the best before the first failure, then between.
+    """Updates the bracket by the margins ``low``, ``[n, K]``, at ``trial``; sets the next trial.
 
-    Where between, the margins on both sides say, but not within a tenth of either; the end that
-    stays counts half (the Illinois rule).
+    Before the first failure the radius is doubled. Then it is the secant's root between ``best``
+    and ``high``, at least a tenth of the way from either; the margin at an end that stays is halved
+    (Illinois rule).
     """
     least, (best, margin, high, deficit, trial) = jnp.min(low, axis=-1), bracket
     good = least > 0
@@ -343,7 +354,7 @@ def _bounds(model: Classifier, x: Array, y: Array, eps: Array, ball: Lp, method:
 def _check_eps(eps: ArrayLike, x: AnyArray) -> Array:
     if validate.traced(eps):
         return jnp.asarray(eps)
-    # Not JAX's: inside jit even operations on constants have no values.
+    # NumPy, since inside jit even JAX operations on constants have no values.
     radii = np.asarray(eps, x.dtype)
     if radii.shape not in ((), x.shape[:1]) or not np.all(radii >= 0):
         raise ValueError(
@@ -358,7 +369,7 @@ def _in_batches(
     arrays: tuple[AnyArray, ...],
     batch_size: int,
 ) -> Array:
-    """Applies ``fn(model, *arrays)`` to padded pieces, so that one program serves all."""
+    """``fn(model, *arrays)`` in batches padded to one size, so that it is compiled once."""
     n = len(arrays[0])
     size = min(validate.check_count("batch_size", batch_size), n)
     parts = []

@@ -1,7 +1,7 @@
-r"""Bounds one can train through: differentiable in the parameters, with programs of fixed length.
+r"""Margin bounds for certified training, differentiable in the parameters (reverse mode).
 
-Intervals are cheap, and nets that are trained by them are certified by them; backward bounds of the
-margins over intervals of the neurons (CROWN-IBP) are tighter where training begins.
+Intervals (IBP) are cheap, and networks trained with them are certified by them; backward bounds of
+the margins over intervals of the neurons (CROWN-IBP) are tighter at the start of training.
 
 Source: Gowal et al. [gowal2018], Zhang et al. [zhang2020].
 """
@@ -31,19 +31,19 @@ from wdjax.precision import highest
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CertifiedTraining(Scheduled):
-    r"""What :func:`wdjax.training.train` asks of a certificate: bounds, and their schedule.
+    r"""Certified training by :func:`wdjax.training.train`: the margins' bounds and their schedule.
 
-    The radius grows linearly from 0 to all of ``eps``, and with it the weight of the bounds' loss
-    from 0 to ``1 - clean``. Bounds are those of intervals; ``backward`` ones give way to them
-    meanwhile, since nets that are trained so are tight for intervals. Training goes on at ``eps``.
+    The radius grows linearly from 0 to ``eps``, and the weight of the bounds' loss from 0 to
+    ``1 - clean``; then both stay. The bounds are those of intervals; with ``backward`` they begin
+    as backward bounds, whose weight falls to 0 while the radius grows.
 
     Args:
       norm: r of the ball, one of 1, 2 and inf.
       box: ``(low, high)``, or None for no box.
       backward: whether to begin with backward bounds of the margins (CROWN-IBP).
-      warm: share of the steps before the radius grows.
-      ramp: share of the steps until it is whole.
-      clean: weight of the loss on the clean samples in the end.
+      warm: share of the steps before the radius begins to grow.
+      ramp: share of the steps until the radius is ``eps``.
+      clean: final weight of the loss on the clean samples.
 
     Raises:
       ValueError: another norm, an empty box, shares that are not ``0 <= warm < ramp <= 1``, or a
@@ -60,7 +60,8 @@ class CertifiedTraining(Scheduled):
     backward: bool = False
 
     def margins(self, model: Classifier, x: Array, y: Array, eps: Array, done: Array) -> Array:
-        """``[n, K]`` bounds of the margins, inf at ``j = y``, at this point of the schedule."""
+        """``[n, K]`` bounds of the margins, inf at ``j = y``, when a share ``done`` of all training
+        steps is done."""
         share = self.share(done)
         tight = 1 - share if self.backward else None
         return trainable_bounds(
@@ -91,7 +92,8 @@ def trainable_bounds(
         intervals; None for intervals alone.
 
     Returns:
-      ``[n, K]`` bounds, inf at ``j = y``, of the float program but for the rounding of the mean.
+      ``[n, K]`` bounds, inf at ``j = y``, sound for the float program up to the rounding of the
+      mean by ``backward``.
 
     Cost: two forward passes, and ``K - 1`` backward passes with ``backward``.
 

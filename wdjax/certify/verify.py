@@ -1,4 +1,4 @@
-"""All that is proved of a data set at one radius, carried on in batches."""
+"""Certifies a data set at one radius, in batches with checkpoints."""
 
 from collections.abc import Callable
 from os import PathLike
@@ -21,10 +21,11 @@ from wdjax.parallel import AnyArray
 
 Numbers = npt.NDArray[Any]
 _TRIED = 8
-"""Samples that branch and bound works on between two savings of what it found."""
+"""Number of samples that branch and bound works on between two checkpoints."""
 
 
 _SHARED = 1e-5
+"""Rounding that is charged to the margins, relative to an offset common to all logits."""
 
 
 def verify(
@@ -52,13 +53,13 @@ def verify(
       norm: r, one of 1, 2 and inf.
       eps: radius, in the units of ``x``.
       box: ``(low, high)``, or None for no box.
-      method: one of :data:`METHODS`; radii are searched for by "auto" where it is "alpha" or "bab".
-      steps: as in :func:`radius`; 0 for no radii but 0 and ``eps``.
+      method: one of :data:`METHODS`; for "alpha" and "bab" the radii are found by "auto".
+      steps: as in :func:`radius`; with 0 a radius is ``eps`` if verified, else 0.
       seconds: as in :func:`margin_bounds`.
       batch_size: samples at once.
-      callback: told the progress after every batch.
-      checkpoint: a folder to save the work to, and to go on from.
-      every: least seconds between two writings of the checkpoint.
+      callback: called with the :class:`Progress` after every batch.
+      checkpoint: a folder to save the work to and to resume it from.
+      every: least number of seconds between two saves of the checkpoint.
 
     Returns:
       A :class:`Certificate`.
@@ -66,8 +67,8 @@ def verify(
     Raises:
       ValueError: bad samples, an unknown method, a primitive without a rule, or a trace.
 
-    Cost: that of :func:`certified` and :func:`radius`; by "bab" up to ``seconds`` a sample that
-      cheaper bounds leave open and a short attack does not flip.
+    Cost: that of :func:`certified` and :func:`radius`; by "bab" up to ``seconds`` for a sample that
+      is neither verified by cheaper bounds nor flipped by a short attack.
 
     >>> import jax.numpy as jnp
     >>> from wdjax import Model
@@ -129,17 +130,17 @@ def verify(
 
 
 def _remarks(logits: Numbers) -> tuple[str, ...]:
-    """What of the logits ``[n, K]`` themselves costs tightness."""
+    """Advice, if the logits ``[n, K]`` are of a kind that makes bounds loose."""
     found = []
     if np.all(logits >= 0) and np.allclose(np.sum(logits, axis=1), 1, atol=1e-3):
         found.append(
             "the model returns probabilities: bounds through a softmax are looser than those of "
-            "the logits before it, which have the same answers; certify these"
+            "the logits before it; certify these"
         )
     second, first = np.sort(logits, axis=1)[:, -2:].T
     if _SHARED * np.median(np.abs(first)) > 0.01 * np.median(first - second):
         found.append(
-            f"logits share a number of size {np.median(np.abs(first)):.1g}, of which rounding is "
-            f"charged up to {_SHARED:g} to every margin; subtract it"
+            f"logits share a number of size {np.median(np.abs(first)):.1g}, and every margin is "
+            f"lowered by up to {_SHARED:g} of it for rounding; subtract it"
         )
     return tuple(found)

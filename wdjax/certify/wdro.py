@@ -36,10 +36,10 @@ def wdro_bound(
 ) -> Numbers:
     r"""An upper bound of the expected loss over all distributions in ``Omega_order(eps)``.
 
-    ``E_N[loss] + L eps`` with ``L`` the largest margin constant, over the whole domain, of the
-    labels present: equations 4 and 8. It holds for every order p >= 1, since ``W_1 <= W_p``. For
-    order inf no mass travels further than ``eps``, and the mean of the local bounds of the loss
-    over every sample's ball is taken where it is smaller.
+    It is ``E_N[loss] + L eps``, equations 4 and 8, where ``L`` is the largest Lipschitz constant of
+    a margin of a present label over the whole domain. It holds for every order p >= 1, since
+    ``W_1 <= W_p``. For order inf no mass moves further than ``eps``, so the mean of the loss's
+    bounds over the samples' balls holds too and is taken if smaller.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``, continuous where its program selects.
@@ -79,7 +79,7 @@ def wdro_bound(
 
 
 class Asked(NamedTuple):
-    """What a bound of an expected loss is made of."""
+    """The checked arguments of a bound of an expected loss."""
 
     x: jax.Array
     y: jax.Array
@@ -89,7 +89,7 @@ class Asked(NamedTuple):
     order: float
     constant: float
     within: Callable[[float], Numbers]
-    """Bounds ``[n]`` of the loss within a radius."""
+    """Maps a radius to upper bounds ``[n]`` of the loss within it."""
 
 
 def ask(
@@ -102,7 +102,11 @@ def ask(
     constant: float | None,
     how: dict[str, Any],
 ) -> Asked:
-    """Checks what is asked; ``how`` is that of :func:`margin_bounds`."""
+    """Checks the arguments of :func:`wdro_bound` and computes the constant if it is None.
+
+    ``x`` is ``[n, *shape]``, ``y`` ``[n]``; ``how`` holds further arguments of
+    :func:`margin_bounds`.
+    """
     values_of, norm, box = of_margins(loss), norms.check_norm(how["norm"]), how["box"]
     order = validate.check_order(order)
     host_only("the bound of a loss", TWIN, model, x, y, eps)
@@ -122,7 +126,7 @@ def ask(
 
 
 def straight(asked: Asked) -> Numbers:
-    """By the constant; for order inf by the mean of the local bounds where it is smaller."""
+    """The bounds of :func:`wdro_bound`, shaped like the budgets."""
     budgets = asked.budgets
     cost = np.where(budgets == 0, 0.0, asked.constant * np.where(budgets == 0, 1.0, budgets))
     bound = np.mean(asked.within(0.0)) + cost * (1 + ROUNDING)
@@ -140,11 +144,11 @@ def lipschitz_constant(
     norm: float,
     box: pointwise.Box = (0.0, 1.0),
 ) -> float:
-    """The ``L`` of :func:`wdro_bound`: the largest margin constant of the labels present.
+    """The ``L`` of :func:`wdro_bound`: the largest Lipschitz constant of a present label's margin.
 
-    Of all rivals but those whose logit is, by intervals over the box, below two others by 50, such
-    as masked classes. In all of space, and where a class is less far below, it counts although it
-    may never win.
+    Rivals are left out if their logit is more than 50 below two others everywhere in the box, by
+    intervals, such as masked classes. Other rivals count even if they never win, and so do all
+    without a box.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``.
@@ -174,15 +178,15 @@ def lipschitz_constant(
     sizes = margin.margin_lipschitz(model, lower, upper, norm=norm, labels=labels)
     found = np.asarray(sizes, float)
     low, up = (np.asarray(end, float) for end in margin.logits(model, lower, upper))
-    # Below two others, of which one at least is a rival too: the margin loss never sees it, and in
-    # the gradient of the cross-entropy its weight is at most exp(-FAR).
+    # At least one of the two others is a rival too: the margin loss never attains its maximum at
+    # the hidden class, whose weight in the cross-entropy's gradient is at most exp(-FAR).
     hidden = np.sum(low[:, None] > up + _FAR, axis=0) >= 2
     most = np.max(np.where(hidden, 0.0, found))
     return float(most + math.exp(-_FAR) * np.sum(np.max(found, axis=0)[hidden]))
 
 
 _FAR = 50.0
-"""How far logits are below others everywhere that no constant has to count."""
+"""How far a class's logit must be below two others everywhere for the class to be left out."""
 
 
 def certified_accuracy(radius: npt.ArrayLike, eps: npt.ArrayLike, order: float) -> Numbers:
@@ -197,8 +201,8 @@ def certified_accuracy(radius: npt.ArrayLike, eps: npt.ArrayLike, order: float) 
     the point-wise certified accuracy ``mean 1{correct_i and R_i >= eps}``.
 
     Args:
-      radius: ``[n]`` certified radii in the units of ``eps``; 0 where the sample is misclassified
-        or not certified, so ``jnp.where(correct, radius, 0)`` if that is not so yet.
+      radius: ``[n]`` certified radii in the units of ``eps``; they must be 0 for samples that are
+        misclassified or not certified: pass ``jnp.where(correct, radius, 0)`` otherwise.
       eps: budget, a number or an array of them.
       order: p, a number at least 1, or inf.
 
@@ -223,12 +227,13 @@ def certified_accuracy(radius: npt.ArrayLike, eps: npt.ArrayLike, order: float) 
     if order == math.inf:
         held = (radii >= budgets[..., None]) & (radii > 0)
         return np.asarray(np.mean(held, axis=-1))
-    # In units of the budget, so that no power overflows; an unbounded radius is never bought.
+    # In units of the budget, so that no power overflows; a sample of radius inf is never lost.
     accuracy = [_unbought(radii, float(e), order) for e in budgets.ravel()]
     return np.maximum(np.reshape(accuracy, budgets.shape) - ROUNDING * (budgets > 0), 0.0)
 
 
 def _unbought(radius: Numbers, eps: float, order: float) -> float:
+    """The share of samples that stay correct, from sorted radii ``[n]`` and one budget."""
     if eps == 0:
         return float(np.mean(radius > 0))
     cost = (np.minimum(radius / eps, 1e300 ** (1 / order)) ** order) * (1 - ROUNDING)
@@ -245,7 +250,7 @@ ROUNDING = 1e-9
 
 
 def _cross_entropy(low: Numbers) -> Numbers:
-    """At most ``log(1 + sum_j exp(z_j - z_y))``, from lower bounds of ``z_y - z_j``."""
+    """Upper bounds ``[n]`` of ``log(1 + sum_j exp(z_j - z_y))``, from bounds of ``z_y - z_j``."""
     return np.logaddexp(0.0, np.logaddexp.reduce(-low, axis=-1))
 
 
@@ -260,7 +265,7 @@ _LOSSES: dict[losses.Loss, Callable[[Numbers], Numbers]] = {
 
 
 def of_margins(loss: losses.Loss) -> Callable[[npt.NDArray[Any]], Numbers]:
-    """The most that a loss can be, ``[n]``, by lower bounds of the margins, ``[n, K]``."""
+    """The function from lower bounds of margins, ``[n, K]``, to upper bounds of a loss, ``[n]``."""
     found = _LOSSES.get(loss)
     if found is None:
         raise ValueError(
@@ -271,14 +276,15 @@ def of_margins(loss: losses.Loss) -> Callable[[npt.NDArray[Any]], Numbers]:
 
 
 def beyond(loss: losses.Loss, slope: npt.NDArray[Any], classes: int) -> tuple[Numbers, Numbers]:
-    """A line above the loss, offset and slope, where the margin loss is below one from 0."""
+    """``(offset, slope)``, ``[n]`` each, of a linear bound of a loss by distance, if the margin
+    loss is at most ``slope`` times the distance."""
     if loss is losses.margin:
         return np.zeros(len(slope)), slope
     return np.full(len(slope), math.log(classes)), np.maximum(slope, 0.0)
 
 
 def check_budgets(eps: npt.ArrayLike) -> Numbers:
-    """Budgets as float64."""
+    """Checks that budgets are finite and not negative; returns them as float64."""
     budgets = np.asarray(eps, float)
     if not bool(np.all(budgets >= 0) and np.all(np.isfinite(budgets))):
         raise ValueError(f"eps must be finite and at least 0, got {budgets!r}.")

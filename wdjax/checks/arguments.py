@@ -1,7 +1,7 @@
-"""What the arguments must be that public functions share; a misuse is refused at the door by name.
+"""Checks kinds and types of the arguments that public functions share; errors name the argument.
 
-Here are kinds and types, which a tracer has too. What numbers must be, and how they go together, is
-for :mod:`wdjax.checks.validate` and for the functions themselves.
+These checks work on tracers too. Values, and whether arguments fit together, are checked by
+:mod:`wdjax.checks.validate` and by the functions themselves.
 """
 
 import inspect
@@ -22,25 +22,27 @@ _PARTS = {
     "perturbation": ("ball", "eps", "context", "deltas"),
     "noise": ("step", "pattern", "level", "radius"),
 }
-"""What an instance has, by the protocols of :mod:`wdjax.core`, ``nppr`` and ``smoothing.noise``."""
+"""Attributes that an instance must have, by the protocols of :mod:`wdjax.core`, ``nppr`` and
+``smoothing.noise``."""
 _HOME = {"attack": "attacks", "perturbation": "nppr.distributions", "noise": "smoothing.noise"}
 _WRAPPER = "wdjax.engine.diagnosis"
-"""Whose decorator stands between an ensemble and its caller."""
+"""The module of a decorator whose frame lies between an ensemble and its caller."""
 _DEPTH = 2
-"""Frames between :func:`warn` and whoever called the public function."""
+"""Number of frames between :func:`warn` and the caller of the public function."""
 
 
 def check(*optional: str, **given: Any) -> None:
     """Checks arguments by their names, first thing in a public function.
 
     Args:
-      *optional: which of them may be None.
-      **given: ``attack``, ``model``, ``perturbation``, ``noise``, ``x`` and ``z`` (samples), ``y``,
-        ``eps``, ``key``, ``keys``. An ``eps`` beyond the diameter of the ``ball``, or of that of
-        the attack or the perturbation, is warned of, unless another function of the package asks.
+      *optional: names of the arguments that may be None.
+      **given: ``attack``, ``model``, ``perturbation``, ``noise``, ``x`` and ``z`` (samples
+        ``[n, *shape]``), ``y`` (``[n]``), ``eps``, ``key``, ``keys``. Warns of an ``eps`` beyond
+        the diameter of ``ball`` (or of the attack's or perturbation's ball), unless the caller is
+        the package itself.
 
     Raises:
-      ValueError: an argument of the wrong kind: what came, what was expected, what to do.
+      ValueError: an argument of the wrong kind; tells what was given and expected, and what to do.
 
     >>> check(key=0)
     Traceback (most recent call last):
@@ -66,7 +68,7 @@ def check(*optional: str, **given: Any) -> None:
 
 
 def described(value: Any) -> str:
-    """What came, in a few words.
+    """A short description of an argument, for error messages.
 
     >>> described(np.ones((2, 3))), described({"a": 1}), described(dict)
     ('float64[2, 3]', "a dict of 'a'", 'the class dict')
@@ -81,11 +83,11 @@ def described(value: Any) -> str:
 
 
 def warn(text: str | None, below: int = 0) -> None:
-    """Warns whoever called the public function that asks; silent if that is the package itself.
+    """Warns the caller of a public function, unless that caller is in the package itself.
 
     Args:
       text: the warning, or None for none.
-      below: functions between the public one and this.
+      below: number of calls between the public function and the one that calls this.
     """
     frame, level = inspect.currentframe(), 1
     while frame is not None and (level <= _DEPTH + below or _module(frame) == _WRAPPER):
@@ -100,12 +102,12 @@ def _module(frame: types.FrameType) -> str:
 
 
 def too_far(ball: Any, shape: tuple[int, ...], eps: Any) -> str | None:
-    """What is to be said of radii beyond the largest distance that a ball knows, if any are.
+    """A warning if a radius exceeds the ball's diameter, else None.
 
     Args:
-      ball: with ``diameter(shape)`` and ``units``, such as :class:`wdjax.Lp`; others know none.
+      ball: has ``diameter(shape)`` and ``units``, such as :class:`wdjax.Lp`; None for others.
       shape: of a sample.
-      eps: numbers; traced ones are not looked at.
+      eps: radii of any shape; None if traced.
 
     >>> from wdjax import Lp
     >>> too_far(Lp(), (28, 28, 1), 1.0) is None, "8/255" in too_far(Lp(), (28, 28, 1), 8)
@@ -116,7 +118,7 @@ def too_far(ball: Any, shape: tuple[int, ...], eps: Any) -> str | None:
 
 
 def beyond(most: float, eps: Any, units: str) -> str | None:
-    """What is to be said of the largest of some radii, if it is above ``most``."""
+    """A warning if the largest of the radii ``eps`` exceeds ``most``, else None."""
     largest = float(np.max(np.asarray(eps, float), initial=0.0))
     if not largest > most * (1 + 1e-6):
         return None
@@ -148,7 +150,7 @@ def _labels(name: str, value: Any) -> None:
 
 
 def _radius(name: str, value: Any) -> None:
-    array = _array(name, value, "a number, or several where that is said")
+    array = _array(name, value, "a number, or several where that is documented")
     came = described(array if len(array.shape) else value)
     if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer)):
         raise ValueError(f"{name} must be a single number that is real, got {came}.")
@@ -171,7 +173,7 @@ def _key(name: str, value: Any) -> None:
 
 
 def _instance(name: str, value: Any) -> None:
-    """Refuses a class, what lacks a part of its protocol, and what JAX cannot look into."""
+    """Raises if the value is a class, lacks an attribute of its protocol, or is no pytree."""
     if isinstance(value, type):
         raise ValueError(
             f"{name} must be an instance, {value.__name__}(...), got the class {value.__name__}."
@@ -179,7 +181,7 @@ def _instance(name: str, value: Any) -> None:
     missing = [part for part in _PARTS[name] if not hasattr(value, part)]
     if missing:
         raise ValueError(
-            f"{name} must be of wdjax.{_HOME[name]}, or have what these have, got "
+            f"{name} must be of wdjax.{_HOME[name]}, or have the same attributes, got "
             f"{described(value)}, without {', '.join(missing)}."
         )
     if jax.tree_util.all_leaves([value]):
@@ -204,7 +206,7 @@ def _model(name: str, value: Any) -> None:
 
 
 def _array(name: str, value: Any, expected: str) -> Any:
-    """What has a dtype and a shape: the value itself, or what a list or a number makes."""
+    """The value as an array with dtype and shape; a ValueError if it is none."""
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         return value
     try:

@@ -1,6 +1,6 @@
-"""Follows the axis of the samples through a program: a proof that a model treats each one alone.
+"""Follows the batch axis through a program, to prove that a model treats each sample alone.
 
-A rule for each primitive says where the axis goes. Where samples meet, or where a primitive has no
+A rule for each primitive tells where the axis goes. If samples are mixed, or a primitive has no
 rule, nothing is proved, and :mod:`wdjax.checks.independence` tries the model instead.
 """
 
@@ -28,33 +28,33 @@ class PerSample(NamedTuple):
     outer: int = 1
     inner: int = 1
     placed: bool = False
-    """Whether the function of a sample may depend on its place i."""
+    """Whether the function that is applied to sample i may depend on i."""
 
 
 Value = SampleFree | PerSample
 
 
 class BatchProof(NamedTuple):
-    """What the program of a model shows; False where it is not proved."""
+    """What is proved from a model's program; False means not proved."""
 
     alone: bool
     """Row i of every output depends on sample i only."""
     alike: bool
-    """And it is the same function for all rows."""
+    """Moreover it is the same function for all rows."""
     where: str = ""
-    """The primitive in which samples meet, or which has no rule."""
+    """The primitive that mixes samples, or that has no rule."""
 
 
 class _Unproved(Exception):  # noqa: N818  It is caught here and means no error.
-    """No rule follows the samples through an equation, or they meet in it."""
+    """An equation mixes samples, or its primitive has no rule."""
 
 
 def prove(closed: ClosedJaxpr, batched: Sequence[bool]) -> BatchProof:
     """Follows the samples through a program.
 
     Args:
-      closed: a program of several samples.
-      batched: which of its inputs have the samples along their first axis; the others are fixed.
+      closed: a program, traced for several samples.
+      batched: for each input, whether its first axis is the batch axis; other inputs are fixed.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -81,6 +81,7 @@ def prove(closed: ClosedJaxpr, batched: Sequence[bool]) -> BatchProof:
 
 
 def _varying(aval: Any) -> SampleFree:
+    """A fixed value that may vary along all of its axes."""
     return SampleFree(frozenset(axis for axis, size in enumerate(aval.shape) if size > 1))
 
 
@@ -103,7 +104,7 @@ def _walk(closed: ClosedJaxpr | Jaxpr, values: Sequence[Value], n: int) -> list[
 
 
 def _follow(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
-    """The values that an equation returns."""
+    """The values that an equation returns for a batch of ``n`` samples."""
     name = eqn.primitive.name
     if name in _STRUCTURED:
         return _STRUCTURED[name](eqn, args, n)
@@ -130,7 +131,7 @@ def _shape(eqn: JaxprEqn, operand: int = 0) -> tuple[int, ...]:
 
 
 def _elementwise(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """Entries of all operands at one place."""
+    """An operation that combines the operands' entries at one place."""
     rows = [arg for arg in args if isinstance(arg, PerSample)]
     varies = frozenset[int]().union(*(arg.varies for arg in args if isinstance(arg, SampleFree)))
     if not rows:
@@ -142,7 +143,7 @@ def _elementwise(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _moved(value: Value, place: Callable[[int], int | None]) -> Value:
-    """A value whose axes go elsewhere; None for one that is summed up or cut."""
+    """A value whose axis k becomes ``place(k)``; None if that axis is summed over or cut."""
     if isinstance(value, PerSample):
         axis = place(value.axis)
         if axis is None:
@@ -160,7 +161,7 @@ def _transposed(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _reduced(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """Axes that go away: sums, maxima, squeezed ones."""
+    """An operation that removes axes: a sum, a maximum, a squeeze."""
     gone = eqn.params.get("axes", eqn.params.get("dimensions", ()))
 
     def place(axis: int) -> int | None:
@@ -170,7 +171,7 @@ def _reduced(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _reshaped(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """The axis that holds the samples as a whole, counted by the entries that follow each."""
+    """A reshape: finds the new axis that holds all samples, by the number of entries per sample."""
     row, old, new = args[0], _shape(eqn), eqn.params["new_sizes"]
     if not isinstance(row, PerSample) or eqn.params.get("dimensions") is not None or 0 in new:
         raise _Unproved
@@ -198,7 +199,8 @@ def _tiled(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _along(*names: str) -> Callable[[JaxprEqn, Sequence[Value], int], Value]:
-    """Operations along the axes that a parameter names; others see entries side by side."""
+    """The rule for operations along the axes in one of the parameters ``names``; along the other
+    axes these act on each entry alone."""
 
     def rule(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
         value = _elementwise(eqn, args, n)
@@ -213,7 +215,7 @@ def _along(*names: str) -> Callable[[JaxprEqn, Sequence[Value], int], Value]:
 
 
 def _whole(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """What leaves the axis of the samples as it is: slices, padding, windows."""
+    """Slices, padding and windows that leave the batch axis as it is."""
     value, params = args[0], eqn.params
     if not isinstance(value, PerSample):
         raise _Unproved
@@ -232,7 +234,7 @@ _WINDOWS = ("strides", "window_dimensions", "window_strides", "base_dilation", "
 
 
 def _updated(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """``dynamic_update_slice`` over the whole axis of the samples, at fixed places."""
+    """``dynamic_update_slice`` over the whole batch axis, at fixed places."""
     value = _elementwise(eqn, args, n)
     if any(isinstance(arg, PerSample) for arg in args[2:]) or not isinstance(value, PerSample):
         raise _Unproved
@@ -242,7 +244,7 @@ def _updated(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _sliced(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """``dynamic_slice`` over the whole axis of the samples, at fixed places."""
+    """``dynamic_slice`` over the whole batch axis, at fixed places."""
     row = args[0]
     if any(isinstance(arg, PerSample) for arg in args[1:]) or not isinstance(row, PerSample):
         raise _Unproved
@@ -252,7 +254,7 @@ def _sliced(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _product(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """``dot_general``: the samples are a free axis of one factor, or a batch axis of both."""
+    """``dot_general``: samples lie along a free axis of one factor, or a batch axis of both."""
     (left_sum, right_sum), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     sides = (left_sum, left_batch), (right_sum, right_batch)
     free = [
@@ -279,10 +281,10 @@ def _convolved(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _gathered(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """Whole slices along the samples at fixed places, or entries at places that samples choose.
+    """``gather`` of slices with the whole batch axis at fixed indices, or by the samples' indices.
 
     An axis of the operand that is taken as a whole becomes one of ``offset_dims``; axes of the
-    indices become the others.
+    indices become the other axes of the result.
     """
     operand, indices = args
     dims, aval = eqn.params["dimension_numbers"], eqn.outvars[0].aval
@@ -305,12 +307,12 @@ def _gathered(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _each(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
-    """One result an operand."""
+    """An operation with one result for each operand, equal to it."""
     return args
 
 
 def _scanned(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
-    """A loop of known length over other axes than the samples."""
+    """``scan`` over an axis that is not the batch axis."""
     consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
     fixed, whole = args[:consts], args[consts + carries :]
     series = [_moved(arg, lambda axis: axis - 1 if axis else None) for arg in whole]
@@ -326,7 +328,7 @@ def _scanned(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
 
 
 def _repeated(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
-    """A loop that no sample ends."""
+    """``while`` whose condition depends on no sample."""
     params, first = eqn.params, eqn.params["cond_nconsts"]
     second = first + params["body_nconsts"]
     carry = _settled(
@@ -339,7 +341,7 @@ def _repeated(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
 
 
 def _chosen(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
-    """Branches that no sample chooses."""
+    """``cond`` whose choice depends on no sample."""
     if isinstance(args[0], PerSample):
         raise _Unproved
     ways = [_walk(branch, args[1:], n) for branch in eqn.params["branches"]]
@@ -349,7 +351,7 @@ def _chosen(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
 def _settled(
     carry: Sequence[Value], turn: Callable[[Sequence[Value]], Sequence[Value]]
 ) -> Sequence[Value]:
-    """What a loop carries, whatever its turn: joined until another turn adds nothing."""
+    """A description of a loop's carry that holds in every turn: the fixed point of joining."""
     while True:
         joined = [_joined(now, after) for now, after in zip(carry, turn(carry))]
         if joined == list(carry):
@@ -358,7 +360,7 @@ def _settled(
 
 
 def _joined(*values: Value) -> Value:
-    """What holds of all values, which stand at one place."""
+    """A description that holds for all of the values."""
     rows = [value for value in values if isinstance(value, PerSample)]
     varies = frozenset[int]().union(*(v.varies for v in values if isinstance(v, SampleFree)))
     if not rows:

@@ -1,4 +1,4 @@
-"""Numbers that cannot be traced or have no gradient in reverse mode, and which say what has."""
+"""Errors for functions that cannot be traced or have no reverse-mode gradient, naming another."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ TWIN = "certify.trainable_bounds, which can be traced and differentiated"
 
 
 def host_only(name: str, instead: str, *trees: PyTree) -> None:
-    """A ValueError inside a trace, which says what to take instead."""
+    """Raises a ValueError inside a trace; it names the alternative ``instead``."""
     if validate.traced(*trees) or validate.staged():
         raise ValueError(
             f"{name} works on the host, outside of jit, vmap and grad: call it there, or take "
@@ -22,9 +22,10 @@ def host_only(name: str, instead: str, *trees: PyTree) -> None:
 
 
 def forward_only(value: Array, instead: str) -> Array:
-    """The same number; a gradient in reverse mode is a ValueError that says what to take instead.
+    """The identity on ``value``, of any shape, whose reverse-mode gradient is a ValueError.
 
-    Their programs have loops of unknown length, of which JAX has derivatives in forward mode only.
+    For results of loops of unknown length, which JAX differentiates in forward mode only. The error
+    names the alternative ``instead``.
     """
 
     def refuse(_: Any, change: Array) -> Array:
@@ -36,7 +37,7 @@ def forward_only(value: Array, instead: str) -> Array:
     def on(change: Array) -> Array:
         try:
             return linear_call(lambda _, t: t, refuse, (), change)
-        except NotImplementedError:  # Linear calls have no rule for batches: of all at once.
+        except NotImplementedError:  # A linear call has no vmap rule: apply it to the whole batch.
             return batched(change)
 
     @custom_vmap

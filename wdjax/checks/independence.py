@@ -1,7 +1,7 @@
-"""Whether a model treats every sample alone, and all alike: proved, or tried in several companies.
+"""Checks that a model's output for a sample does not depend on the rest of its batch (its company).
 
-Robustness of a sample means nothing where its output depends on its batch: by batch statistics, by
-a dropout mask for each row, by its place.
+It is proved from the program, or tried with several batches. Otherwise the robustness of a sample
+is not defined. Causes are batch statistics, dropout, and the use of a sample's place in its batch.
 """
 
 from collections.abc import Callable
@@ -16,18 +16,18 @@ from wdjax.checks import batch_axis
 from wdjax.core import AnyArray, Array, PyTree
 
 _ROWS = 16
-"""Samples in a batch that a model is traced and tried for."""
+"""Size of the batches for which a model is traced and tried."""
 _SAME_PLACE = {2: 4, 4: 64, 8: 64}
-"""By the bytes of an output: units in the last place by which a sample may differ in other company.
-The program is the same, and so mostly is every bit."""
+"""Tolerance in units in the last place, by the output's bytes per number, when only the other
+samples of the batch differ: the program is the same, and mostly every bit."""
 _OTHER_PLACE = {2: 16, 4: 1024, 8: 1024}
-"""And in another place of the batch, where vectors may be summed up in another order."""
+"""Tolerance at another place in the batch, where sums may be in another order."""
 
 
 def proof(
     model: Callable[[Array], PyTree], shape: tuple[int, ...], dtype: Any, n: int = _ROWS
 ) -> batch_axis.BatchProof:
-    """What the model's program shows for n samples of a shape; no sample is looked at."""
+    """What is proved from the model's program for ``n`` samples ``[n, *shape]``, without values."""
     some = jax.ShapeDtypeStruct((n, *shape), dtype)
     closed = program.outputs.trace(model, some).jaxpr
     parameters = len(closed.jaxpr.invars) - 1
@@ -35,7 +35,7 @@ def proof(
 
 
 def check(model: Callable[[Array], PyTree], x: AnyArray) -> None:
-    """Refuses a model whose output for a sample depends on its batch.
+    """Raises if a model's output for a sample depends on its batch.
 
     Args:
       model: a pytree callable.
@@ -44,8 +44,8 @@ def check(model: Callable[[Array], PyTree], x: AnyArray) -> None:
     Raises:
       ValueError: outputs differ in other company or at another place.
 
-    Cost: a walk through the program; where it proves nothing, ten batches of 16 samples and one of
-      a single one.
+    Cost: a walk through the program; if that proves nothing, ten batches of 16 samples and one of a
+      single sample.
     """
     shown = proof(model, x.shape[1:], x.dtype)
     if not (shown.alone and shown.alike):
@@ -53,7 +53,7 @@ def check(model: Callable[[Array], PyTree], x: AnyArray) -> None:
 
 
 def points(lower: AnyArray, upper: AnyArray) -> Array:
-    """``[8, *shape]`` points of a box, of an unbounded one near 0, at which to try a model."""
+    """Random points ``[8, *shape]`` of a box at which to try a model; near 0 if it is unbounded."""
     low, high = jnp.clip(jnp.asarray(lower), -2.0, None), jnp.clip(jnp.asarray(upper), None, 2.0)
     shares = np.random.default_rng(0).uniform(size=(_ROWS // 2, *low.shape)).astype(low.dtype)
     inside = low[None] + shares * (high - low)[None]
@@ -65,14 +65,14 @@ def holds(model: Callable[[Array], PyTree], x: Array, alike: bool = False) -> Ar
 
     Args:
       model: a pytree callable.
-      x: ``[n, *shape]``
-      alike: whether every sample must also get what the model says of it alone; without it, a
-        model may treat its places differently.
+      x: ``[n, *shape]`` samples.
+      alike: whether outputs must also be those of a batch of one; otherwise a model may depend on
+        the place in the batch.
 
     Returns:
-      A boolean, True without any pass of the model where that is proved.
+      A scalar boolean.
 
-    Cost: where it is not proved, three passes of the samples.
+    Cost: none if it is proved from the program; otherwise three passes of the samples.
     """
     if len(x) == 1:
         return jnp.asarray(True)
@@ -96,7 +96,7 @@ def holds(model: Callable[[Array], PyTree], x: Array, alike: bool = False) -> Ar
 
 
 def _agree(one: PyTree, other: PyTree, kept: Array, ulps: dict[int, int]) -> Array:
-    """Whether the rows that are kept agree up to rounding."""
+    """Whether outputs agree up to rounding in the rows ``kept``, booleans ``[n]``."""
     fine = jnp.asarray(True)
     for first, second in zip(jax.tree.leaves(one), jax.tree.leaves(other)):
         same = first == second
@@ -115,7 +115,11 @@ def _unit(dtype: Any, ulps: dict[int, int]) -> float:
 
 
 def _try(model: Callable[[Array], PyTree], x: np.ndarray, shown: batch_axis.BatchProof) -> None:
-    """Tries samples among others, noise, extremes and copies, on even and on odd places, alone."""
+    """Raises if outputs for some of the samples ``x``, ``[n, *shape]``, change with the batch.
+
+    The others in the batch are samples, noise, constants or copies; the samples are at even places,
+    at odd places, and alone.
+    """
     chosen = np.unique(np.linspace(0, len(x) - 1, _ROWS // 2).astype(int))
     kept = np.resize(x[chosen], (_ROWS // 2, *x.shape[1:]))
     low, high = x.min(), x.max()
@@ -144,24 +148,25 @@ def _try(model: Callable[[Array], PyTree], x: np.ndarray, shown: batch_axis.Batc
 
 
 def _by_turns(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """The two batches interleaved."""
     return np.stack([one, other], axis=1).reshape(_ROWS, *one.shape[1:])
 
 
 def _outputs(model: Callable[[Array], PyTree], x: np.ndarray) -> np.ndarray:
-    """``[n, m]`` float64: all outputs, on the host."""
+    """All outputs of the model, flattened to ``[n, m]``, float64, on the host."""
     leaves = jax.tree.leaves(program.outputs(model, x))
     rows = [np.asarray(leaf).reshape(len(x), -1).astype(np.float64) for leaf in leaves]
     return np.concatenate(rows, axis=1)
 
 
 def _gap(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """How far outputs are apart; two NaN are not, and a NaN and a number are infinitely far."""
+    """The distance of outputs, entry by entry: 0 for two NaN, inf for a NaN and a number."""
     same = (one == other) | (np.isnan(one) & np.isnan(other))
     with np.errstate(invalid="ignore"):
         return np.where(same, 0.0, np.nan_to_num(np.abs(one - other), nan=np.inf))
 
 
 def _spread(rows: np.ndarray) -> float:
-    """How far samples lie apart in the entry in which they lie apart most."""
+    """The largest range of an output over the samples ``[n, m]``."""
     known = rows[:, np.isfinite(rows).all(axis=0)]
     return float(np.ptp(known, axis=0).max(initial=0.0))

@@ -1,4 +1,4 @@
-"""What the front door refuses, and how it says so: shapes, dtypes, labels, boxes and budgets."""
+"""Checks of concrete arguments, with error messages: shapes, dtypes, labels, boxes and budgets."""
 
 import math
 import operator
@@ -24,10 +24,11 @@ def staged() -> bool:
 
 
 _TORCH = "torch.nn.modules.module.Module"
+"""The class is recognised by its name, so that PyTorch need not be installed."""
 
 
 def on_device(values: Any, dtype: Any = None) -> Array:
-    """``jnp.asarray`` that compiles nothing for arrays of the host, whatever their shape."""
+    """``jnp.asarray`` without compilation for NumPy arrays of a new shape."""
     if isinstance(values, jax.Array):
         return values if dtype is None else values.astype(dtype)
     return jax.device_put(np.asarray(values, dtype))
@@ -75,9 +76,10 @@ def check_shapes(
     y: AnyArray,
     criterion: Callable[[PyTree, Array], Array] | None = None,
 ) -> int:
-    """Checks what shapes and dtypes can tell; returns the number of classes.
+    """Checks shapes and dtypes of the samples and of the model's output; returns ``K``, the number
+    of classes.
 
-    Without a criterion of its own to speak for it, the model must return logits ``[n, K]``.
+    Without a criterion, the model must return logits ``[n, K]``.
     """
     if jnp.ndim(x) < 2 or x.dtype not in (np.float32, np.float64):
         raise ValueError(
@@ -118,13 +120,14 @@ def check_samples(
     criterion: Callable[[PyTree, Array], Array] | None = None,
     transductive: bool = False,
 ) -> tuple[Array, Array]:
-    """Checks concrete samples at the front door; returns them as JAX arrays, labels as int32.
+    """Checks concrete samples ``x``, ``[n, *shape]``, and labels ``y``, ``[n]``.
 
-    Only a ``transductive`` model may look at several samples at once.
+    Returns them as JAX arrays, labels as int32. Unless it is ``transductive``, the model must treat
+    each sample alone.
     """
-    x, labels = on_device(x), np.asarray(y)  # NumPy keeps labels of 64 bits as they came.
+    x, labels = on_device(x), np.asarray(y)  # NumPy keeps 64-bit labels as they are.
     classes = check_shapes(model, x, labels, criterion)
-    host = np.asarray(x)  # Of arrays of the host, no program is compiled for a number of samples.
+    host = np.asarray(x)  # NumPy, so that nothing is compiled for each number of samples.
     low, high = float(host.min()), float(host.max())
     if not (math.isfinite(low) and math.isfinite(high)):
         bad = int(np.argmin(np.isfinite(host.reshape(len(host), -1)).all(axis=-1)))
@@ -146,7 +149,7 @@ def check_samples(
 
 
 def sound(ball: Ball, x: Array, y: Array, eps: Array | None, classes: int) -> Array:
-    """``[n]``: the samples and radii that the front door would let in, for use inside a trace."""
+    """``[n]`` booleans: which samples and radii pass the checks above; for use inside a trace."""
     rows = x.reshape(len(x), -1)
     fine = jnp.all(jnp.isfinite(rows), axis=-1) & (y >= 0) & (y < classes)
     if eps is not None:
@@ -157,7 +160,7 @@ def sound(ball: Ball, x: Array, y: Array, eps: Array | None, classes: int) -> Ar
 
 
 def check_number(name: str, value: Any, least: float = 0.0) -> Any:
-    """Checks a concrete number; a traced one passes."""
+    """Checks that a number is finite and at least ``least``; a traced one is not checked."""
     if traced(value):
         return value
     array = np.asarray(value)
@@ -169,7 +172,7 @@ def check_number(name: str, value: Any, least: float = 0.0) -> Any:
 
 
 def check_radii(eps: Any, n: int) -> Any:
-    """Checks radii: one number, one a sample, or None; traced ones pass."""
+    """Checks radii: a number, ``[n]``, or None; traced ones are not checked."""
     if eps is None or traced(eps):
         return eps
     array = np.asarray(eps)
@@ -183,7 +186,7 @@ def check_radii(eps: Any, n: int) -> Any:
 
 
 def check_like(name: str, points: Any, x: Array) -> Array | None:
-    """Checks points ``[n, *shape]`` that go with the samples, or None."""
+    """Checks points of the shape of the samples ``x``, ``[n, *shape]``, or None."""
     if points is None:
         return None
     points = on_device(points)
@@ -195,7 +198,7 @@ def check_like(name: str, points: Any, x: Array) -> Array | None:
 
 
 def check_mask(name: str, mask: Any, n: int) -> np.ndarray | None:
-    """Checks one boolean a sample, or None."""
+    """Checks booleans ``[n]``, or None."""
     if mask is None:
         return None
     mask = np.asarray(mask)
@@ -216,7 +219,7 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
-    """Checks a setting that is one of a few words."""
+    """Checks a setting that is one of a few strings."""
     if value not in choices:
         raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}.")
     return value
@@ -246,9 +249,9 @@ def check_box(box: Any) -> tuple[float, float] | None:
 
 
 def settle(attack: Any, dtype: np.dtype) -> Any:
-    """The attack with its numbers in the type of the samples, each finite and at least 0.
+    """The attack with its numbers as arrays of the samples' dtype, each finite and at least 0.
 
-    Weak Python numbers would keep the type too, but cost a conversion at every dispatch.
+    Python numbers would work too, but are converted again at every dispatch.
     """
 
     def convert(path: tuple[Any, ...], leaf: Any) -> Array:

@@ -1,10 +1,10 @@
-"""Lipschitz constants: exact where cells can be counted, bounded where they cannot.
+"""Lipschitz constants: exact for networks with few activation cells, bounds for others.
 
-`chain` writes a model as matrices with rectifiers between them. `cells` enumerates its linear
+`chain` writes a model as matrices with activations between them. `cells` enumerates its linear
 pieces, from which `exact` and `worst_case` compute constants and margins; `local` bounds constants
-in a ball by `branching`, `lipsdp` or `jacobian`, with the signs of `neurons`; `margin` bounds those
-of margins for any program; `transformer` those of attention. `certified` makes certificates of them
-and `training_bounds` trains with them. Open `local` first.
+in a ball by `branching`, `lipsdp` or `jacobian`, with the slopes of `neurons`; `margin` bounds
+constants of margins for any program, `transformer` those of Transformers. `certified` turns
+constants into certificates, and `training_bounds` trains with them. Open `local` first.
 """
 
 from wdjax.lipschitz.cells import Cells, Polyhedron, activation_cells, masks_at, polyhedron

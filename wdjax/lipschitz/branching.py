@@ -1,8 +1,9 @@
-r"""Branch and bound on activation masks: local Lipschitz constants of ReLU nets, exact when closed.
+r"""Branch and bound on activation masks: local Lipschitz constants of ReLU nets.
 
-A set of masks is bounded by a zonotope and split at the neuron that makes most of the bound. A
-single mask's bound is its Jacobian's own size; it counts where its cell meets the region, which a
-linear program decides. What is not decided when time is over stays a bound.
+A set of masks is bounded by a zonotope and split at the neuron that contributes most to the bound.
+The bound of a single mask is its Jacobian's norm; it counts if the mask's cell meets the region,
+which a linear program decides. The constant is exact if no set is left when time is over, and an
+upper bound otherwise.
 """
 
 import functools
@@ -26,12 +27,13 @@ Numbers = npt.NDArray[np.float64]
 
 _BATCH = 64
 _CLOSED = 1e-9
+"""Relative gap between the bound and the largest found norm at which the search ends."""
 _OUTSIDE = -1e-7
-"""A cell that misses the region by less than this counts as touching it."""
+"""A cell whose distance to the region is less than this counts as touching it."""
 
 
 class BoxRegion(NamedTuple):
-    """Ends of a box that holds every point of a region; infinite for all of space."""
+    """Ends ``[n]`` of a box that contains a region; infinite for all of space."""
 
     lower: Numbers
     upper: Numbers
@@ -39,7 +41,7 @@ class BoxRegion(NamedTuple):
 
 @dataclass
 class MaskSearch:
-    """The sets of masks that are left for one row of the Jacobian."""
+    """The sets of masks that are not decided yet, for one row ``[K]`` of contrasts."""
 
     net: Chain
     slopes: Slopes
@@ -47,17 +49,19 @@ class MaskSearch:
     row: Numbers
     norm: float
     open: tuple[int, ...]
+    """How many slopes may be open in each layer."""
     bound: float
-    """Of everything, from other means."""
+    """An upper bound of the constant from another method."""
     left: list[tuple[float, int, bytes]] = field(default_factory=list)
+    """A heap of ``(-bound, number, signs)``."""
     found: float = 0.0
-    """The largest size of a mask that occurs, or may."""
+    """The largest norm of a single mask whose cell meets the region (or could not be excluded)."""
     count: int = 0
     met: bool = False
-    """Whether any mask was found to occur, or may."""
+    """Whether any single mask's cell was found to meet the region."""
 
     def run(self, seconds: float) -> float:
-        """The constant, or a bound of it when ``seconds`` are over."""
+        """The constant, or an upper bound of it if ``seconds`` are over first."""
         start = time.monotonic()
         width = sum(low.shape[-1] for low, _ in self.slopes)
         self._add(np.zeros((1, width), np.int8), np.array([self.bound]))
@@ -65,7 +69,7 @@ class MaskSearch:
             if time.monotonic() - start > seconds:
                 break
             self._turn()
-        if not (self.left or self.met):  # Some mask occurs in every region: what went wrong?
+        if not (self.left or self.met):  # Some cell must meet the region: distrust the search.
             return self.bound
         most = -self.left[0][0] if self.left else 0.0
         return min(max(most, self.found), self.bound)
@@ -105,7 +109,7 @@ class MaskSearch:
         return sizes, choices
 
     def _leaf(self, signs: npt.NDArray[np.int8], limit: float) -> None:
-        """A single mask: what it is worth, if its cell meets the region."""
+        """Decides a single mask with norm ``limit``: it counts if its cell meets the region."""
         if limit <= self.found:
             self.met = True
             return
@@ -122,7 +126,8 @@ class MaskSearch:
 
 
 def _room(shape: Polyhedron, region: BoxRegion) -> float:
-    """How far inside of a cell a point of the region may be; negative where it must be outside."""
+    """The largest distance (at most 1) that a point of the region has from the cell's boundary,
+    inside; negative if no point of the region is in the cell."""
     from scipy.optimize import linprog
 
     n = shape.normals.shape[1]
@@ -149,7 +154,10 @@ def _measure(
     norm: float,
     open_: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """Bounds of sets of masks ``[B]``, and the neuron to split next, -1 for single masks."""
+    """Bounds ``[B]`` of sets of masks, and ``[B]`` neurons to split next, -1 for single masks.
+
+    ``signs``, ``[B, neurons]``, are 1 (on), -1 (off) or 0 (as in ``slopes``).
+    """
 
     def one(own: jax.Array) -> tuple[jax.Array, jax.Array]:
         given, start = [], 0
@@ -158,7 +166,7 @@ def _measure(
             start += low.shape[-1]
             given.append((jnp.where(part > 0, 1.0, low), jnp.where(part < 0, 0.0, high)))
         found, scores = jacobian.row_zonotope(net, tuple(given), row, norm, open_)
-        # A slope may be open without any influence; it is split last, never forgotten.
+        # Open slopes without influence on the bound are split last.
         left = jnp.concatenate([high - low for low, high in given])
         score = jnp.concatenate(scores) + 1e-300
         choice = jnp.argmax(jnp.where(left > 0, score, -1.0))

@@ -1,9 +1,9 @@
-r"""Activation cells of a ReLU net: where it is affine, and how.
+r"""Activation cells of a ReLU net: the polyhedra on which it is affine, and the affine maps.
 
-A mask says of every neuron whether it is active; its cell is the open polyhedron of the points with
-that mask (Definition 3.1). Cells are found neuron by neuron: a polyhedron is cut by a neuron's
-hyperplane wherever a ball fits on both sides, which a linear program decides where a ball that is
-known already does not.
+A mask tells for every neuron whether it is active; its cell is the open polyhedron of the points
+with that mask (Definition 3.1). Cells are found neuron by neuron: a polyhedron is cut by a neuron's
+hyperplane if a ball fits in on both sides. A part of a known ball often does; otherwise a linear
+program decides.
 """
 
 from typing import Any, NamedTuple
@@ -17,14 +17,14 @@ from wdjax.lipschitz.chain import Chain
 Numbers = npt.NDArray[np.float64]
 
 SMALLEST = 1e-8
-"""A cell counts where a ball of this radius fits in."""
+"""Radius of a ball that must fit into a cell; smaller cells are left out."""
 
 
 class Cells(NamedTuple):
-    """All cells of full dimension of a domain."""
+    """The ``M`` cells of full dimension of a domain."""
 
     masks: npt.NDArray[np.bool_]
-    """``[M, neurons]``, layer by layer, without entries that are kept."""
+    """``[M, neurons]``, layer by layer, without skipped entries (``Chain.kept``)."""
     jacobians: Numbers
     """``[M, K, n]``."""
     offsets: Numbers
@@ -51,7 +51,7 @@ class CellBall(NamedTuple):
 
 
 def inscribed(shape: Polyhedron, most: float = 1.0) -> CellBall | None:
-    """The largest ball inside, of radius at most ``most``; None where there is no point inside."""
+    """The largest ball in a polyhedron, of radius at most ``most``; None if there is no ball."""
     from scipy.optimize import linprog
 
     n = shape.normals.shape[1]
@@ -72,13 +72,13 @@ _HIGHS: dict[str, Any] = {
 
 
 class _Part(NamedTuple):
-    """A polyhedron on which the neurons so far have one mask."""
+    """A polyhedron on which all neurons that were processed so far have one mask."""
 
     shape: Polyhedron
     ball: CellBall
     mask: tuple[bool, ...]
     jacobian: Numbers
-    """Of the values of the layer that is being cut."""
+    """``[m, n]``, of the current layer's values in ``x``."""
     offset: Numbers
 
 
@@ -90,7 +90,7 @@ def activation_cells(net: Chain, box: tuple[npt.ArrayLike, npt.ArrayLike] | None
       box: the domain's ends, ``[n]`` or numbers; None for all of space.
 
     Returns:
-      :class:`Cells`, every one with a ball that fits in.
+      :class:`Cells`, each with a ball inside.
 
     Raises:
       ValueError: a function that is not ReLU, or an empty box.
@@ -98,8 +98,8 @@ def activation_cells(net: Chain, box: tuple[npt.ArrayLike, npt.ArrayLike] | None
     Cost: at most two linear programs of ``n + 1`` unknowns a neuron and partial cell, on the host;
       there are up to ``sum_{i <= n} C(m, i)`` cells of a layer of m neurons.
 
-    Differs: a cell thinner than 2e-8 is left out, and a neuron that is constant on a cell gets one
-      mask. Masks of points on boundaries are those of the cells around (lipschitz notes A1).
+    Differs: cells thinner than 2e-8 are left out; a neuron that is constant on a cell has one mask
+      there. Points on boundaries have no mask of their own (lipschitz notes A1).
 
     Source: Le et al. [le2025], Definition 3.1.
 
@@ -126,11 +126,13 @@ def activation_cells(net: Chain, box: tuple[npt.ArrayLike, npt.ArrayLike] | None
 
 
 def check_relu(net: Chain) -> None:
+    """Raises if a chain has other activations than ReLU."""
     if any(curve is not None for curve in net.curves):
         raise ValueError("only ReLU nets have activation cells; this one has another function.")
 
 
 def _whole(n: int, box: tuple[npt.ArrayLike, npt.ArrayLike] | None) -> _Part:
+    """The whole domain as one part, before any neuron."""
     if box is None:
         shape, ball = Polyhedron(np.zeros((0, n)), np.zeros(0)), CellBall(np.zeros(n), np.inf)
     else:
@@ -143,12 +145,13 @@ def _whole(n: int, box: tuple[npt.ArrayLike, npt.ArrayLike] | None) -> _Part:
 
 
 def _through(part: _Part, weight: Numbers, bias: Numbers) -> _Part:
+    """The part with the next layer's pre-activations as its values."""
     jacobian, offset = weight @ part.jacobian, weight @ part.offset + bias
     return part._replace(jacobian=jacobian, offset=offset)
 
 
 def _cut(part: _Part, neuron: int) -> list[_Part]:
-    """The pieces on both sides of a neuron's hyperplane."""
+    """The pieces of a part on both sides of a neuron's hyperplane, at most two."""
     row, level = part.jacobian[neuron], float(part.offset[neuron])
     size = float(np.linalg.norm(row))
     if size <= 1e-13 * max(1.0, abs(level)):
@@ -161,13 +164,13 @@ def _cut(part: _Part, neuron: int) -> list[_Part]:
         ball = _fitting(part.ball, sign * normal, sign * level) or inscribed(shape)
         if ball is not None and ball.radius > SMALLEST:
             sides.append((sign > 0, part._replace(shape=shape, ball=ball)))
-    if len(sides) == 1:  # The hyperplane does not cut: its row would only be in the way.
+    if len(sides) == 1:  # The hyperplane does not cut the part, so it needs no row.
         return [_active(part, neuron, sides[0][0])]
     return [_active(piece, neuron, active) for active, piece in sides]
 
 
 def _fitting(ball: CellBall, normal: Numbers, level: float) -> CellBall | None:
-    """The largest part of a ball on the side ``normal x + level >= 0``, where that is not thin."""
+    """The largest ball within a ball and ``normal x + level >= 0``; None if it is too small."""
     above = float(normal @ ball.center + level)
     if ball.radius == np.inf:
         return (
@@ -184,7 +187,7 @@ def _fitting(ball: CellBall, normal: Numbers, level: float) -> CellBall | None:
 
 
 def _active(part: _Part, neuron: int, active: bool) -> _Part:
-    """The piece with a neuron switched on or off."""
+    """The part with a neuron added to its mask, on or off."""
     if active:
         return part._replace(mask=(*part.mask, True))
     jacobian, offset = part.jacobian.copy(), part.offset.copy()
@@ -211,9 +214,9 @@ def masks_at(net: Chain, x: npt.ArrayLike) -> npt.NDArray[np.bool_]:
 
 
 def polyhedron(net: Chain, mask: npt.ArrayLike) -> Polyhedron:
-    """The closed cell of a mask on all of space, and its recession cone at levels 0.
+    """The closed cell of a mask, ``[neurons]``, in all of space.
 
-    Neurons that are constant on the cell give no row.
+    With levels 0 it is the recession cone. Neurons that are constant on the cell give no row.
     """
     check_relu(net)
     mask = np.asarray(mask, bool)

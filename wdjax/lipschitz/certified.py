@@ -1,4 +1,4 @@
-"""What local Lipschitz constants certify: no point nearer than the margin over the constant."""
+"""Certificates from local Lipschitz constants: the radius is the margin over the constant."""
 
 from typing import Any
 
@@ -29,7 +29,9 @@ def verify(
     steps: int = 100,
     batch_size: int = 64,
 ) -> Certificate:
-    r"""Certifies samples by ``z_y - z_j >= margin - L_j t`` within t, with ``L_j`` on the ball.
+    r"""Certifies samples by ``z_y - z_j >= margin_j - L_j t`` at distance ``t <= eps``.
+
+    ``L_j`` is the constant of ``z_j - z_y`` on the ball of radius ``eps``.
 
     Args:
       model: as in :func:`local_lipschitz`.
@@ -43,8 +45,8 @@ def verify(
       batch_size: as in :func:`local_lipschitz`.
 
     Returns:
-      A :class:`certify.Certificate` of the exact function, whose radii are at most ``eps``: the
-      constants hold no further.
+      A :class:`certify.Certificate` of the exact function; its radii are at most ``eps``, since the
+      constants hold only there.
 
     Raises:
       ValueError: as :func:`local_lipschitz`.
@@ -78,7 +80,7 @@ def verify(
 def _margins(
     model: Classifier, x: AnyArray, labels: npt.NDArray[np.int_], batch_size: int
 ) -> npt.NDArray[np.float64]:
-    """``z_y - z_j`` in float64, a little less for its rounding, inf at ``j = y``."""
+    """Margins ``z_y - z_j``, ``[n, K]``, in float64, rounded down; inf at ``j = y``."""
     with float64():
         wide = widened(model)
         parts = [

@@ -1,9 +1,9 @@
-r"""A classifier as a chain of matrices and functions of one number, read off its program.
+r"""A classifier as a chain of matrices and entrywise activations, extracted from its program.
 
     v_0 = x,    z_h = W_h v_{h-1} + b_h,    v_h = phi_h(z_h),    theta(x) = W_{H+1} v_H + b_{H+1}
 
-with ``phi`` entry by entry: ReLU, another function of one number, or the identity for entries that
-are kept for later. Residual nets are such chains too: what skips layers is kept meanwhile.
+with ``phi`` entry by entry: ReLU, another scalar function, or the identity for entries that a
+later layer needs. Residual nets are such chains too: their skip connections are kept entries.
 Convolutions become matrices, so this is for nets of thousands of neurons, not of millions.
 """
 
@@ -29,17 +29,17 @@ from wdjax.parallel import AnyArray
 from wdjax.precision import float64, widened
 
 _ENTRIES = 2**28
-"""Of all matrices together: 2 GiB in float64."""
+"""Largest number of entries of a matrix: 2 GiB in float64."""
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
 class Chain:
-    """Matrices, offsets, and what is done between them.
+    """Matrices, biases, and the activations between them.
 
-    ``weights[h]`` is ``[m_{h+1}, m_h]`` and ``biases[h]`` ``[m_{h+1}]``; of the entries of hidden
-    layer h the first ``kept[h]`` pass unchanged, the others go through ``curves[h]``: a program of
-    one number, or None for ReLU.
+    ``weights[h]`` is ``[m_{h+1}, m_h]`` and ``biases[h]`` ``[m_{h+1}]``. The first ``kept[h]``
+    entries of hidden layer h pass unchanged, the others go through the activation ``curves[h]``: a
+    scalar program, or None for ReLU.
     """
 
     weights: tuple[Any, ...]
@@ -47,7 +47,7 @@ class Chain:
     kept: tuple[int, ...]
     curves: tuple[ClosedJaxpr | None, ...]
     places: tuple[int, ...] = ()
-    """Of the functions' operands in the program."""
+    """The places of the activations' operands in the program."""
 
     def tree_flatten(self) -> tuple[Any, Any]:
         return (self.weights, self.biases), (self.kept, self.curves, self.places)
@@ -58,7 +58,7 @@ class Chain:
 
     @property
     def depth(self) -> int:
-        """Hidden layers."""
+        """The number of hidden layers."""
         return len(self.kept)
 
     @property
@@ -71,17 +71,17 @@ class Chain:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Neurons of every hidden layer, without what is kept."""
+        """The number of neurons of every hidden layer, without kept entries."""
         return tuple(len(b) - k for b, k in zip(self.biases, self.kept))
 
     def unbiased(self) -> "Chain":
-        """The same net with all offsets 0, which is positively homogeneous for ReLU."""
+        """The same net with all biases 0; for ReLU it is positively homogeneous."""
         zeros = tuple(0 * b for b in self.biases)
         return Chain(self.weights, zeros, self.kept, self.curves, self.places)
 
 
 def relu_chain(weights: AnyArray | list[Any], biases: AnyArray | list[Any]) -> Chain:
-    """The chain of a ReLU net given by its matrices ``[m_h, m_{h-1}]`` and offsets.
+    """The chain of a ReLU net given by its matrices ``[m_h, m_{h-1}]`` and biases ``[m_h]``.
 
     >>> relu_chain([np.ones((3, 2)), np.ones((2, 3))], [np.zeros(3), np.zeros(2)]).widths
     (3,)
@@ -103,7 +103,7 @@ def as_chain(model: Classifier, x: AnyArray) -> Chain:
     """The chain of a classifier, in float64 NumPy arrays.
 
     Args:
-      model: a pytree callable ``[n, *shape] -> [n, K]`` of affine maps and functions of one number.
+      model: a pytree callable ``[n, *shape] -> [n, K]`` of affine maps and entrywise activations.
       x: ``[n, *shape]`` floats; only their shape matters.
 
     Returns:
@@ -121,7 +121,7 @@ def as_chain(model: Classifier, x: AnyArray) -> Chain:
     """
     arguments.check(model=model, x=x)
     twin = "lipschitz.trainable_lipschitz, which can be traced and differentiated"
-    host_only("what makes a chain of a model", twin, model)
+    host_only("as_chain", twin, model)
     validate.shapes_of(model, x)
     independence.check(model, independence.points(np.zeros(x.shape[1:]), np.ones(x.shape[1:])))
     with float64():
@@ -135,14 +135,18 @@ def _made(model: Classifier, sample: jax.Array) -> Chain:
     dtypes = (net.graph.avals[place].dtype for node in net.graph.nodes for place in node.outputs)
     for dtype in filter(affine_rules.is_narrow, dtypes):
         raise ValueError(
-            f"the model computes in {dtype.name}, which is far from the exact function that these "
-            "constants speak of; cast it to float32, or certify it by certify.margin_bounds."
+            f"the model computes in {dtype.name}, whose rounding is far from the exact function to "
+            "which these constants apply; cast it to float32, or use certify.margin_bounds."
         )
     return of_network(net)
 
 
 def of_network(net: Network) -> Chain:
-    """The chain of a program of one sample; works inside a trace too."""
+    """The chain of a program for one sample ``[1, *shape]``; works inside a trace too.
+
+    Layer h computes the operand of the h-th activation; outputs of earlier activations are kept
+    while a later layer needs them.
+    """
     nodes = list({id(node): node for node in net.others.values()}.values())
     curves = [curve_of(net, node) for node in nodes]
     places = [_operand(net, node) for node in nodes]
@@ -189,7 +193,10 @@ def _operand(net: Network, node: Node) -> int:
 
 
 def curve_of(net: Network, node: Node) -> ClosedJaxpr | None:
-    """The function that a node applies to every entry, None for ReLU."""
+    """The activation that a node applies to every entry, as a scalar program; None for ReLU.
+
+    Raises a ValueError if the node does something else.
+    """
     place = _operand(net, node)
     aval, out = net.graph.avals[place], net.graph.avals[node.outputs[0]]
     if node.name == "elementwise":
@@ -213,7 +220,7 @@ def curve_of(net: Network, node: Node) -> ClosedJaxpr | None:
 
 
 def _level(net: Network, place: int) -> Any:
-    """A known number, inside a trace too unless parameters decide on it."""
+    """The constant at ``place``: concrete inside a trace too, unless it depends on parameters."""
     value = net.exact[place]
     makers = [node for node in net.graph.nodes if place in node.outputs]
     if not (validate.traced(value) and makers):
@@ -227,20 +234,20 @@ def _level(net: Network, place: int) -> Any:
 
 
 def _single(node: Node) -> bool:
-    """Whether a node is a continuous function of every entry, and no sum or product of entries."""
+    """Whether a node applies a continuous scalar function to every entry."""
     own = TABLE.get(node.name)
     return own is not None and own.fuses and own.affine is None and not own.compares
 
 
 def _refused(node: Node) -> ValueError:
     return ValueError(
-        f"the model uses {node.name} on what depends on its input; here every layer is affine or a "
-        "function of single numbers. certify.margin_lipschitz bounds other nets."
+        f"the model uses {node.name} on what depends on its input; here every layer must be affine "
+        "or entrywise. certify.margin_lipschitz bounds other nets."
     )
 
 
 def _bases(net: Network, place: int) -> set[int]:
-    """What a value is affine in: outputs of functions, or the input."""
+    """The places (activations' outputs, or the input) in which a value is affine."""
     found: set[int] = set()
     seen, stack = set(), [place]
     while stack:
@@ -256,7 +263,10 @@ def _bases(net: Network, place: int) -> set[int]:
 
 
 def _through(net: Network, place: int, values: dict[int, jax.Array], offsets: bool) -> jax.Array:
-    """A value from those that it is affine in, with offsets or without."""
+    """The value at ``place`` from ``values``, in which it is affine; those not given are 0.
+
+    Without ``offsets`` all constant terms are 0.
+    """
     if place in values:
         return values[place]
     if place in net.exact:
@@ -274,6 +284,7 @@ def _through(net: Network, place: int, values: dict[int, jax.Array], offsets: bo
 
 
 def _matrix(net: Network, place: int, base: int, size: int) -> jax.Array:
+    """The matrix ``[rows, size]`` by which the value at ``place`` depends on that at ``base``."""
     aval: Any = net.graph.avals[base]
     rows = _size(net, place)
     if base not in _bases(net, place):
@@ -287,6 +298,7 @@ def _matrix(net: Network, place: int, base: int, size: int) -> jax.Array:
 
 
 def _offset(net: Network, place: int) -> jax.Array:
+    """The constant term of the value at ``place``, flat."""
     return _through(net, place, {}, True).reshape(-1)
 
 

@@ -6,9 +6,9 @@ With ``J_D`` the Jacobian on a cell ``C_D`` and ``1/r + 1/s = 1``,
     L_margin = max_D max_{k' != k} ||J_D^T (e_k' - e_k)||_s
     l        = max_D max_{k' != k} { (e_k' - e_k)^T J_D u : ||u||_r <= 1, u in rec cl C_D }
 
-Every direction lies in the recession cone of some cell, and there ``J_D u`` is what the net without
-offsets makes of ``u``. So ``l`` is the largest margin of that net on the unit ball, and any single
-direction bounds it from below.
+Every direction lies in the recession cone of some cell, and there ``J_D u`` is the output at ``u``
+of the net without biases. So ``l`` is the largest margin of that net on the unit ball, and any
+single direction bounds it from below.
 """
 
 import functools
@@ -29,7 +29,7 @@ from wdjax.precision import float64
 Numbers = npt.NDArray[np.float64]
 
 _TIE = 1e-9
-"""Numbers that differ by this fraction count as equal."""
+"""Relative difference up to which two constants count as equal."""
 
 
 class Steepest(NamedTuple):
@@ -39,7 +39,7 @@ class Steepest(NamedTuple):
     label: int
     rival: int
     direction: Numbers
-    """``[n]``, of l_r length 1, or 0 where nothing grows."""
+    """``[n]``, of l_r norm 1; 0 if no margin grows."""
 
 
 class Upper(NamedTuple):
@@ -50,11 +50,12 @@ class Upper(NamedTuple):
     margin: float
     """``L_margin``, over all labels."""
     by_label: Numbers
-    """``[K]``: over the rivals of each label; the largest of the labels present is valid."""
+    """``[K]``: for each label, the largest over its rivals. The largest over the labels present in
+    the data is valid."""
 
 
 def upper(found: Cells, norm: float) -> Upper:
-    r"""The constants from above, ``L`` and ``L_margin``, from all cells of a convex domain.
+    r"""The upper constants ``L`` and ``L_margin``, from all cells of a convex domain.
 
     Args:
       found: what :func:`activation_cells` returned for the domain.
@@ -88,24 +89,24 @@ def _operator_norms(jacobians: jax.Array, norm: float) -> jax.Array:
 def lower(
     net: Chain, norm: float, labels: npt.ArrayLike | None = None, cones: Cells | None = None
 ) -> Steepest:
-    r"""The constant from below, ``l`` of equation 7, restricted to labels that occur.
+    r"""The lower constant ``l`` of equation 7, restricted to labels that occur in the data.
 
     Args:
       net: a chain of ReLU layers, on all of space.
       norm: r, one of 1, 2 and inf.
-      labels: ``[N]`` labels of the data; all by default, as the paper has it.
+      labels: ``[N]`` labels of the data; all labels by default, as in the paper.
       cones: what :func:`directions` returned for the net, if known.
 
     Returns:
       :class:`Steepest`.
 
-    Cost: the cells of the net without offsets, and a program (linear, or least squares for r = 2)
-      for every cone and pair of classes that may still be better.
+    Cost: the cells of the net without biases, and a linear program (least squares for r = 2) for
+      every cone and pair of classes that may still improve the maximum.
 
     Differs: equation 7 maximises over all labels, which bounds nothing where a label does not
       occur; no mass can start there.
 
-    Source: Le et al. [le2025], equation 7; the net without offsets, lipschitz notes A3.
+    Source: Le et al. [le2025], equation 7; the net without biases, lipschitz notes A3.
 
     >>> from wdjax.lipschitz import relu_chain
     >>> net = relu_chain([np.eye(2), np.array([[1.0, 1.0], [0.0, 0.0]])], [np.zeros(2), np.ones(2)])
@@ -121,12 +122,12 @@ def lower(
 
 
 def directions(net: Chain) -> Cells:
-    """The cells of the net without offsets: cones, which cover all directions."""
+    """The cells of the net without biases: cones, which cover all directions."""
     return cells.activation_cells(net.unbiased(), (-1.0, 1.0))
 
 
 def lower_at_samples(net: Chain, x: npt.ArrayLike, y: npt.ArrayLike, norm: float) -> list[Steepest]:
-    r"""The practical constant of every sample, equation 9: growth within its own cell's cone.
+    r"""The practical constant of every sample, equation 9: the steepest growth in its cell's cone.
 
     Args:
       net: a chain of ReLU layers, on all of space.
@@ -140,8 +141,7 @@ def lower_at_samples(net: Chain, x: npt.ArrayLike, y: npt.ArrayLike, norm: float
     Cost: ``K - 1`` programs a sample.
 
     Differs: the closed recession cone in place of its interior, which is as valid and never smaller
-      (lipschitz notes A2). A sample on the boundary of cells counts for the cell where neurons at 0
-      are off.
+      (lipschitz notes A2). A sample on a boundary belongs to the cell where neurons at 0 are off.
 
     Source: Le et al. [le2025], equation 9.
 
@@ -163,6 +163,7 @@ def lower_at_samples(net: Chain, x: npt.ArrayLike, y: npt.ArrayLike, norm: float
 
 
 def _jacobian(net: Chain, mask: npt.NDArray[np.bool_]) -> Numbers:
+    """The Jacobian ``[K, n]`` in the cell of a mask ``[neurons]``."""
     jacobian, start = np.eye(net.inputs), 0
     for weight, bias, kept in zip(net.weights, net.biases, net.kept):
         own = mask[start : start + len(bias) - kept]
@@ -172,6 +173,7 @@ def _jacobian(net: Chain, mask: npt.NDArray[np.bool_]) -> Numbers:
 
 
 def _present(labels: npt.ArrayLike | None, classes: int) -> list[int]:
+    """The distinct labels, checked; all classes for None."""
     if labels is None:
         return list(range(classes))
     found = np.unique(np.asarray(labels))
@@ -183,7 +185,10 @@ def _present(labels: npt.ArrayLike | None, classes: int) -> list[int]:
 def _steepest(
     jacobians: Numbers, shapes: list[Polyhedron], labels: list[int], norm: float
 ) -> Steepest:
-    """The best direction of all cones; cones that cannot win are not looked at."""
+    """The steepest direction over all cones ``shapes`` with Jacobians ``[M, K, n]``.
+
+    Cones are tried by falling upper bound, until that is below the best found.
+    """
     classes, n = jacobians.shape[1:]
     best = Steepest(0.0, labels[0], (labels[0] + 1) % classes, np.zeros(n))
     pairs = [(label, rival) for label in labels for rival in range(classes) if rival != label]
@@ -210,7 +215,10 @@ def _size(v: Numbers, norm: float) -> float:
 
 
 def _ascent(gain: Numbers, normals: Numbers, norm: float) -> Numbers:
-    """The u of ``max { gain u : normals u <= 0, ||u||_r <= 1 }``."""
+    """The maximiser ``[n]`` of ``max { gain . u : normals u <= 0, ||u||_r <= 1 }``.
+
+    ``gain`` is ``[n]``, ``normals`` ``[rows, n]``.
+    """
     from scipy.optimize import linprog, nnls
 
     n = len(gain)
@@ -237,10 +245,10 @@ _HIGHS = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1
 
 
 def direction_bound(net: Chain, directions: npt.ArrayLike, norm: float) -> Numbers:
-    r"""What directions prove of ``l``: ``[m, n] -> [m, K]``, by label, with one forward pass.
+    r"""Lower bounds ``[m, K]`` of ``l``, by label, from directions ``[m, n]``; one forward pass.
 
-    ``(theta_0(u)_k' - theta_0(u)_k) / ||u||_r`` for the best rival k', ``theta_0`` the net without
-    offsets; 0 at least, since mass need not move.
+    ``(theta_0(u)_k' - theta_0(u)_k) / ||u||_r`` for the best rival k', where ``theta_0`` is the net
+    without biases; at least 0, since mass need not move.
 
     >>> from wdjax.lipschitz import relu_chain
     >>> net = relu_chain([np.eye(2), np.array([[1.0, 1.0], [0.0, 0.0]])], [np.zeros(2), np.ones(2)])
@@ -275,13 +283,13 @@ class Theory(NamedTuple):
     lower: float
     """``l`` of the labels present."""
     lower_all: float
-    """``l`` of all labels, as equation 7 has it: no bound unless its label occurs."""
+    """``l`` over all labels, as in equation 7: no bound if its label does not occur."""
     lower_samples: float
     """``l_N`` of equation 9."""
     tight: bool
     """Whether ``l = L``, so that the bounds of equation 8 meet."""
     tight_margin: bool
-    """Whether ``l = L_margin``, which asks for less."""
+    """Whether ``l = L_margin``, a weaker condition."""
 
 
 def theory(
@@ -301,8 +309,8 @@ def theory(
 
     Cost: that of :func:`activation_cells`, :func:`upper`, :func:`lower`, :func:`lower_at_samples`.
 
-    Differs: whether ``l = L`` is decided by their values: the paper's condition, that a dual-norm
-      maximiser lies in the recession cone, is about one of several maximisers for r = 1 and inf.
+    Differs: ``l = L`` is tested by their values. The paper's condition, that the dual-norm
+      maximiser lies in the recession cone, is ambiguous for r = 1 and inf: there are several.
 
     Source: Le et al. [le2025], Theorem 3.1 and Corollary 3.2.
 

@@ -1,8 +1,9 @@
-r"""Bounds of rows of a Jacobian, ``c^T W D_H W_H ... D_1 W_1``, with every D within its slopes.
+r"""Bounds of rows of a Jacobian, ``c^T W D_H W_H ... D_1 W_1``, for all slopes D in intervals.
 
-Two enclosures go back through the layers, and the smaller bound counts. Intervals know every entry
-by itself. A zonotope keeps what entries have in common: a neuron whose slope is open adds one
-generator, as long as the entry's reach times half of the slope's range.
+Two enclosures are propagated backwards, and the smaller bound counts. Intervals bound every entry
+by itself. A zonotope keeps linear dependencies between entries: a neuron with an open slope (an
+interval of positive length) adds one generator, whose coefficient is the entry's largest magnitude
+times half of the slope's range.
 """
 
 import jax
@@ -31,14 +32,14 @@ def interval(net: Chain, slopes: Slopes, rows: jax.Array, norm: float) -> jax.Ar
 def zonotope(
     net: Chain, slopes: Slopes, rows: jax.Array, norm: float, open_: tuple[int, ...]
 ) -> jax.Array:
-    """The same by zonotopes; ``open_`` is how many slopes may be open in each layer."""
+    """The same bounds ``[R]`` by zonotopes; each layer has at most ``open_`` open slopes."""
     return jax.lax.map(lambda row: row_zonotope(net, slopes, row, norm, open_)[0], rows)
 
 
 def row_zonotope(
     net: Chain, slopes: Slopes, row: jax.Array, norm: float, open_: tuple[int, ...]
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """The bound of one row, and by layer how much of it every open slope makes, ``[m_h]``."""
+    """The bound of one row ``[K]``, and each slope's contribution to it, ``[m_h]`` a layer."""
     center = row @ net.weights[-1]
     generators = jnp.zeros((0, len(center)), center.dtype)
     added: list[tuple[int, jax.Array]] = []
@@ -73,12 +74,14 @@ def row_zonotope(
 def _spread(
     center: jax.Array, generators: jax.Array, low: jax.Array, high: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A zonotope times slopes: what is sure, and by how much every entry may differ from it."""
+    """A zonotope times slopes in ``[low, high]``, ``[m]``: centre ``[m]``, generators ``[G, m]``,
+    and the deviation ``[m]`` by the slopes' range."""
     reach = jnp.abs(center) + jnp.sum(jnp.abs(generators), axis=0)
     middle, half = 0.5 * (low + high), 0.5 * (high - low)
     return center * middle, generators * middle, half * reach
 
 
 def _sizes(rows: jax.Array, norm: float) -> jax.Array:
+    """Dual norms ``[R]`` of rows ``[R, n]``, rounded up; inf where an entry is not finite."""
     found = norms.lp_norm(rows, norms.dual(norm)) * (1 + ROUNDING)
     return jnp.where(jnp.all(jnp.isfinite(rows), axis=-1), found, jnp.inf)

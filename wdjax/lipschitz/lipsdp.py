@@ -1,15 +1,16 @@
-r"""Bounds of a Jacobian by quadratic constraints (LipSDP), optimised without constraints.
+r"""Bounds of a Jacobian by quadratic constraints (LipSDP), by unconstrained optimisation.
 
-A slope in ``[a, b]`` is ``a + (b - a) t`` with ``t`` in [0, 1], and ``u = t z`` has ``u (z - u) >=
-0``. With weights ``e^2`` on these, ``G`` such that ``z^T G^-1 z <= x^T S_0^-1 x``, and
-``N = I - e G e / 4`` positive definite, what a layer returns stays in the ellipsoid of
+A slope in ``[a, b]`` is ``a + (b - a) t`` with ``t`` in [0, 1], and ``u = t z`` satisfies
+``u (z - u) >= 0``. Let these constraints have the weights ``e^2``, let ``G`` satisfy
+``z^T G^-1 z <= x^T S_0^-1 x``, and let ``N = I - e G e / 4`` be positive definite. Then the layer's
+output stays in the ellipsoid of
 
     S = P G P + (P G e / 2 + R / e) N^-1 (P G e / 2 + R / e)^T
 
-with ``P = diag(a)``, ``R = diag(b - a)``. Any weights give a valid bound, so they are found by
-Adam. Only open slopes need one; neurons that are off are left out. They are scaled such that the
-largest eigenvalue of ``X = e G e / 4`` is at most a number q < 1, by ``||X^8||_F^(1/8)``: then N is
-positive definite, and N^-1 at most the sum of ``X^j``, ``j < J``, and of ``q^J / (1 - q)``.
+with ``P = diag(a)``, ``R = diag(b - a)``. Any weights give a valid bound, so Adam optimises them.
+Only open slopes (``a < b``) have weights; neurons that are off are left out. The weights are scaled
+so that the largest eigenvalue of ``X = e G e / 4``, bounded by ``||X^8||_F^(1/8)``, is at most a
+number q < 1: then N is positive definite, and N^-1 at most ``sum_{j < J} X^j + q^J / (1 - q) I``.
 """
 
 from collections.abc import Callable
@@ -24,37 +25,41 @@ from wdjax.lipschitz.neurons import Slopes
 
 _RATE = 0.3
 _SLACK = 1e-9
-"""By which everything is enlarged, far above the rounding of float64."""
+"""Relative enlargement of all bounds, far above the rounding of float64."""
 _DOUBLINGS = 8
+"""``J = 2^_DOUBLINGS`` terms of the series for ``N^-1``."""
 
 
 class Rooms(NamedTuple):
-    """How many neurons of every layer may have an open slope, and one that is not 0."""
+    """Static sizes: for each layer, the largest number of neurons with an open slope, and of those
+    whose slope is not fixed to 0."""
 
     open: tuple[int, ...]
     alive: tuple[int, ...]
 
 
 class _Layer(NamedTuple):
-    """What is left of a layer without the neurons that are off."""
+    """A layer without the neurons that are off: ``m`` neurons, ``o`` of them with open slopes."""
 
     weight: jax.Array
+    """``[m, inputs]``."""
     low: jax.Array
+    """``a``, ``[m]``."""
     gap: jax.Array
-    """``b - a`` of the open ones."""
+    """``b - a`` of the open slopes, ``[o]``."""
     open: jax.Array
-    """Where they are among those that are left."""
+    """Indices of the open slopes among the ``m`` neurons, ``[o]``."""
 
 
 class Weights(NamedTuple):
-    """What is optimised."""
+    """The parameters that are optimised."""
 
     shape: tuple[jax.Array, ...]
-    """Logarithms of the weights in every layer, up to a factor."""
+    """Logarithms of the weights ``e^2`` of every layer, ``[o]``, up to a factor."""
     scale: jax.Array
-    """``[H]``: how near every N comes to being singular, a logit."""
+    """``[H]``: logits of ``q``, the largest eigenvalue of each layer's ``X``."""
     inputs: jax.Array
-    """``[n]``: logarithms of the input's metric, for r = inf."""
+    """``[n]``: logarithms of the input's diagonal metric, for r = inf."""
 
 
 def bound(
@@ -82,7 +87,7 @@ def spectral(net: Chain, slopes: Slopes, rooms: Rooms, steps: int) -> jax.Array:
 
 
 def _left(net: Chain, slopes: Slopes, rooms: Rooms) -> tuple[list[_Layer], jax.Array]:
-    """The layers without neurons that are off, and the last matrix."""
+    """The layers without neurons that are off, and the last matrix ``[K, m]``."""
     before = jnp.arange(net.inputs)
     present = jnp.ones(net.inputs, bool)
     layers = []
@@ -100,27 +105,27 @@ def _left(net: Chain, slopes: Slopes, rooms: Rooms) -> tuple[list[_Layer], jax.A
 
 
 class _Input(NamedTuple):
-    """The ellipsoid of the input, ``diag(1 / metric)``."""
+    """The ellipsoid of the input: ``S = diag(inverse)``, the inverse metric ``[n]``."""
 
     inverse: jax.Array
 
     def gram(self, weight: jax.Array) -> jax.Array:
-        """``W S W^T``, enlarged by what rounding may add."""
+        """``W S W^T``, enlarged for rounding."""
         return _enlarged((weight * self.inverse) @ weight.T)
 
 
 class _Output(NamedTuple):
-    """The ellipsoid of what a layer returns."""
+    """The ellipsoid ``S`` of a layer's output, in factors."""
 
     low: jax.Array
     before: jax.Array
     """``G``."""
     right: jax.Array
     inverse: jax.Array
-    """At least ``N^-1``."""
+    """An upper bound of ``N^-1``."""
 
     def gram(self, weight: jax.Array) -> jax.Array:
-        """``W S W^T``, enlarged by what rounding may add."""
+        """``W S W^T``, enlarged for rounding."""
         own, shared = weight * self.low, weight @ self.right
         return _enlarged(own @ self.before @ own.T + shared @ self.inverse @ shared.T)
 
@@ -132,7 +137,7 @@ def _enlarged(gram: jax.Array) -> jax.Array:
 def _last(
     layers: list[_Layer], weights: Weights, norm: float
 ) -> tuple[jax.Array, _Input | _Output]:
-    """The input metric's sum, for r = inf, and the ellipsoid of what the last layer returns."""
+    """The sum of the input's metric (1 for r = 2), and the ellipsoid of the last layer's output."""
     shape: _Input | _Output
     if norm == jnp.inf:
         metric = jnp.exp(weights.inputs)
@@ -145,6 +150,7 @@ def _last(
 
 
 def _through(layer: _Layer, gram: jax.Array, shape: jax.Array, scale: jax.Array) -> _Output:
+    """The ellipsoid of a layer's output, from ``G``, ``[m, m]``, that of its pre-activations."""
     used = layer.gap > 0
     inner = gram[layer.open][:, layer.open]
     e = jnp.where(used, jnp.exp(0.5 * shape), 0.0)
@@ -173,7 +179,7 @@ def _forwards(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _backwards(total: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
-    """The derivative of ``(I - x)^-1``, which the sum nearly is."""
+    """The derivative of ``(I - x)^-1``, which the sum approximates."""
     return (total @ cotangent @ total,)
 
 
@@ -181,7 +187,7 @@ _inverse.defvjp(_forwards, _backwards)
 
 
 def _above(matrix: jax.Array) -> jax.Array:
-    """At least the largest eigenvalue of a positive semidefinite matrix, and nearly that."""
+    """A close upper bound of the largest eigenvalue of a positive semidefinite matrix."""
     size = jnp.trace(matrix)
     size = jnp.where(size > 0, size, 1.0)
     power = matrix / size
@@ -192,7 +198,8 @@ def _above(matrix: jax.Array) -> jax.Array:
 
 
 def _begin(layers: list[_Layer], rows: jax.Array, norm: float) -> Weights:
-    """Weights that are inverse to every neuron's own variance, an input metric from the middle."""
+    """The first weights: the inverse of each neuron's variance (diagonal of ``G``); the input's
+    metric is that of the Jacobian ``rows``, ``[R, m]``, times the layers with middle slopes."""
     product = rows
     for layer in reversed(layers):
         middle = layer.low.at[layer.open].add(0.5 * layer.gap)
@@ -215,7 +222,10 @@ def _begin(layers: list[_Layer], rows: jax.Array, norm: float) -> Weights:
 
 
 def _optimised(sizes: Callable[[Weights], jax.Array], weights: Weights, steps: int) -> jax.Array:
-    """The least sizes of Adam's steps, each by itself."""
+    """The least of each of the bounds ``sizes(weights)``, ``[R]``, over ``steps`` steps of Adam.
+
+    Each step lowers the bound whose best value is the largest.
+    """
 
     def height(weights: Weights, best: jax.Array) -> tuple[jax.Array, jax.Array]:
         found = sizes(weights)

@@ -1,6 +1,6 @@
-r"""Lipschitz constants of the margins on balls and on whole domains, by bounds that scale.
+r"""Upper bounds of the margins' Lipschitz constants on balls and on whole domains.
 
-They speak of the exact function of the model's weights, in real numbers.
+They hold for the exact function of the model's weights, in real arithmetic.
 """
 
 import functools
@@ -30,8 +30,8 @@ from wdjax.precision import float64, widened
 Numbers = npt.NDArray[np.float64]
 Method = Literal["interval", "zonotope", "sdp", "bab"]
 METHODS: tuple[Method, ...] = get_args(Method)
-"""From the cheapest to the tightest, each no looser than those before it; "bab" goes on from "sdp"
-by branch and bound on masks, on the host, of ReLU nets."""
+"""From the cheapest to the tightest, each at least as tight as those before it; "bab" continues
+from "sdp" by branch and bound on activation masks, on the host, for ReLU nets only."""
 
 
 _TWIN = "lipschitz.trainable_lipschitz, which can be traced and differentiated"
@@ -52,22 +52,22 @@ def local_lipschitz(
 ) -> Numbers:
     r"""Lipschitz constants of every margin ``z_j - z_y`` on the ball around every sample.
 
-    ``max_x ||J(x)^T (e_j - e_y)||_s`` over the ball of radius ``eps`` in the box, from above, with
-    s dual to r. Slopes of neurons come from their linear bounds there (CROWN); the Jacobian is then
-    bounded by intervals, by zonotopes and by quadratic constraints (LipSDP).
+    Upper bounds of ``max_x ||J(x)^T (e_j - e_y)||_s`` over the ball of radius ``eps`` in the box,
+    with s dual to r. CROWN bounds the neurons, and so the slopes of their activations; the Jacobian
+    is then bounded by intervals, by zonotopes and by quadratic constraints (LipSDP).
 
     Args:
-      model: a pytree callable ``[n, *shape] -> [n, K]``, of layers that are affine or functions of
-        single numbers, with skips; see :func:`as_chain`.
+      model: a pytree callable ``[n, *shape] -> [n, K]``, of affine layers, entrywise activations
+        and skip connections; see :func:`as_chain`.
       x: ``[n, *shape]`` floats in the box.
       y: ``[n]`` integer labels.
       norm: r, one of 1, 2 and inf.
       eps: radius, a number or ``[n]``, in units of ``x``.
       box: ``(low, high)``, or None for no box.
-      method: one of :data:`METHODS`; "sdp" gives r = 1 what it gives r = 2.
-      steps: of Adam, for "sdp"; more of them never loosen the bound.
-      seconds: how long "bab" works on a sample at most, without compilation.
-      batch_size: samples whose neurons are bounded at once.
+      method: one of :data:`METHODS`; for r = 1 "sdp" uses its bound for r = 2.
+      steps: number of steps of Adam, for "sdp"; more never loosen the bound.
+      seconds: largest time that "bab" works on a sample, without compilation.
+      batch_size: number of samples whose neurons are bounded at once.
 
     Returns:
       ``[n, K]`` constants in logits per unit of ``x``, 0 at ``j = y``.
@@ -75,10 +75,10 @@ def local_lipschitz(
     Raises:
       ValueError: bad samples, a layer of another kind, or a trace.
 
-    Cost: :func:`certify.margin_bounds` in float64, and for "sdp" a step some products of matrices
-      as large as the layers' open neurons are many.
+    Cost: :func:`certify.margin_bounds` in float64, and for "sdp" in each step some products of
+      square matrices, as large as a layer has unstable neurons.
 
-    Differs: a local constant says nothing about mass that travels further than ``eps``.
+    Differs: a local constant does not hold for mass that moves further than ``eps``.
 
     Source: Fazlyab et al. [fazlyab2019], LipSDP; Weng et al. [weng2018], intervals; lipschitz notes
       D.
@@ -123,7 +123,7 @@ def local_lipschitz(
 
 
 def _ends(points: jax.Array, reach: jax.Array, box: Box) -> tuple[Numbers, Numbers]:
-    """Of boxes around the balls, ``[n, inputs]``."""
+    """The ends ``[n, inputs]`` of the boxes around the balls."""
     ball = region.ball(points, reach, math.inf, box)
     lower, upper = np.asarray(ball.lower, float), np.asarray(ball.upper, float)
     return lower.reshape(len(points), -1), upper.reshape(len(points), -1)
@@ -138,7 +138,10 @@ def _closed(
     sizes: Numbers,
     seconds: float,
 ) -> Numbers:
-    """Bounds of one sample's rows by branch and bound, the largest first."""
+    """The bounds ``sizes``, ``[R]``, of one sample's rows, tightened by branch and bound.
+
+    The row with the largest bound comes first.
+    """
     open_ = rooms(jax.tree.map(lambda t: t[None], slopes)).open
     ends, found = time.monotonic() + seconds, sizes.copy()
     for turn, j in enumerate(np.argsort(-sizes)):
@@ -222,7 +225,7 @@ def jacobian_norm(model: Classifier, x: AnyArray, *, box: Box = None, steps: int
       steps: of Adam.
 
     Returns:
-      The bound: of equation 6 without its factor, r = 2.
+      An upper bound of ``L`` of equation 6 without its factor, for r = 2.
 
     Raises:
       ValueError: a layer of another kind, or a trace.
@@ -268,7 +271,7 @@ def _contrasts(
 
 
 def domain_slopes(net: Chain, model: Classifier, x: AnyArray, box: Box) -> Slopes:
-    """Slopes on a whole domain, ``[1, m_h]``, inside :func:`float64`."""
+    """Slopes on a whole domain, ``[1, m_h]`` a layer; to be called inside :func:`float64`."""
     if box is None:
         return jax.tree.map(lambda t: t[None], neurons.anywhere(net, jnp.dtype(jnp.float64)))
     middle = jnp.full((1, *x.shape[1:]), 0.5 * (box[0] + box[1]), jnp.float64)
@@ -285,7 +288,7 @@ def _slopes(
 
 
 def rooms(slopes: Slopes) -> Rooms:
-    """How many neurons are open and alive at most; a few sizes, so that programs serve again."""
+    """Static sizes for the numbers of open and alive neurons, rounded up to avoid recompilation."""
 
     def room(count: jax.Array, width: int) -> int:
         most = int(jnp.max(count))
@@ -301,7 +304,7 @@ def rooms(slopes: Slopes) -> Rooms:
 def _bounds(
     net: Chain, slopes: Slopes, rows: jax.Array, norm: float, rooms: Rooms, method: str, steps: int
 ) -> jax.Array:
-    """Bounds ``[n, R]``, sample by sample."""
+    """Bounds ``[n, R]`` of the dual norms of rows ``[n, R, K]`` times the Jacobian."""
 
     def one(these: tuple[Slopes, jax.Array]) -> jax.Array:
         slopes, rows = these

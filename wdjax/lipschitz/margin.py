@@ -1,9 +1,9 @@
 r"""Lipschitz constants of the margins of a classifier: layer products and interval Jacobians.
 
-The constant of Theorem 3.1 is sharpened to ``L_margin = max_x max_j || J(x)^T (e_j - e_y) ||_s``,
-which serves both losses of the theorem: the gradient of the cross-entropy is a mixture, with
-weights that sum to at most 1, of the ``J^T (e_j - e_y)``, and so is that of the margin. The true
-DLR has no Lipschitz constant.
+The constant of Theorem 3.1 is sharpened to ``L_margin = max_x max_j || J(x)^T (e_j - e_y) ||_s``.
+It holds for both losses of the theorem: the gradients of the cross-entropy and of the margin loss
+are sums of the ``J^T (e_j - e_y)`` with weights of sum at most 1. The DLR loss itself has no
+Lipschitz constant.
 """
 
 import functools
@@ -20,13 +20,13 @@ from wdjax.core import Array, Classifier
 from wdjax.precision import highest
 
 _COTANGENTS = 256
-"""Cotangents pulled back at once."""
+"""Number of cotangents that are pulled back at once."""
 
 
 def single(model: Classifier) -> Callable[[Array], Array]:
-    """The model on one sample, with custom derivatives and stopped gradients looked through.
+    """The model as a function of one sample ``[*shape]``, without custom derivative rules.
 
-    Custom derivative rules need not be the derivative; the program of the function itself is.
+    Custom rules and stopped gradients are replaced by the derivative of the program itself.
     """
 
     def alone(x: Array) -> Array:
@@ -46,8 +46,8 @@ def margins_and_slopes(
 ) -> tuple[norms.Bounds, norms.Bounds]:
     """Bounds on all margins ``z_j - z_y`` over a region, ``[K]``, and on their Jacobian.
 
-    The second ``Bounds``, ``[K, *shape]``, hold every element of Clarke's generalised Jacobian, for
-    models that are continuous where their program compares and selects.
+    The second ``Bounds``, ``[K, *shape]``, contain Clarke's generalised Jacobian, if the model is
+    continuous where its program compares and selects.
     """
     differences = contrasts(y, classes, region.center.dtype)
 
@@ -61,7 +61,7 @@ def margins_and_slopes(
 
 
 def row_sizes(jacobian: norms.Bounds, norm: float) -> Array:
-    """Upper bounds on the dual norm of every row of an interval Jacobian."""
+    """Upper bounds ``[K]`` of the dual norm of every row of an interval Jacobian."""
     size = jnp.maximum(jnp.abs(jacobian.lower), jnp.abs(jacobian.upper))
     slack = (size[0].size + 8) * jnp.finfo(size.dtype).eps
     return norms.lp_norm(size, norms.dual(norm)) * (1 + slack)
@@ -75,11 +75,11 @@ def layer_product(
     norm: float,
     labels: ArrayLike | None = None,
 ) -> Array:
-    r"""Lipschitz constants of the margins as products of layer norms: ladder level 0.
+    r"""Lipschitz constants of the margins as products of layer norms.
 
-    Walks through the program with one constant a value, from the input's l_r to the value's l_r:
-    affine maps multiply by their operator norm, branches add, ReLU and max pooling multiply by 1.
-    The last affine map is taken together with ``z_j - z_y``, from l_r to a number.
+    Every value of the program gets a constant, from the input's l_r norm to its own: affine maps
+    multiply by their operator norm, branches add, ReLU and max pooling multiply by 1. The last
+    affine map is composed with ``z_j - z_y``, from l_r to a number.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``.
@@ -89,13 +89,13 @@ def layer_product(
       labels: ``[m]`` labels y; all by default.
 
     Returns:
-      ``[m, K]`` constants of ``z_j - z_y``, 0 for ``j = y``. Infinite where a factor is, such as a
-      product of two unbounded values.
+      ``[m, K]`` constants of ``z_j - z_y``, 0 for ``j = y``; infinite if a factor is, such as that
+      of a product of two unbounded values.
 
     Raises:
       ValueError: no rule for a primitive, or a discontinuous one.
 
-    Cost: a few forward passes of one sample; r = 2 forms the matrices of small layers.
+    Cost: a few forward passes of one sample; for r = 2 also the matrices of small layers.
 
     >>> from wdjax import Model
     >>> w = jnp.array([[1.0, -1.0], [0.0, 2.0]])
@@ -137,7 +137,7 @@ def interval_jacobian(
     norm: float,
     labels: ArrayLike | None = None,
 ) -> Array:
-    r"""Lipschitz constants of the margins from the interval Jacobian over a box: ladder level 1.
+    r"""Lipschitz constants of the margins from the interval Jacobian over a box.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``.
@@ -186,11 +186,11 @@ def margin_lipschitz(
     norm: float,
     labels: ArrayLike | None = None,
 ) -> Array:
-    r"""The best known Lipschitz constants of the margins ``z_j - z_y`` over a box.
+    r"""Lipschitz constants of the margins ``z_j - z_y`` over a box, for any program.
 
     The smaller of :func:`layer_product` and :func:`interval_jacobian`. The largest over the labels
     present in the data and all rivals is a valid ``L`` of equations 4 and 8, for the cross-entropy
-    and for the margin loss; mass may travel anywhere in the domain, so give the whole of it.
+    and for the margin loss, if the box is the whole domain, since mass may move anywhere in it.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``, continuous where its program selects.
@@ -233,7 +233,7 @@ def _constants(
     norm: float,
     labels: ArrayLike | None,
 ) -> Array:
-    """Checks what is asked, and takes what is not a number for unbounded."""
+    """Checks the arguments; returns the constants ``[m, K]`` by ``bound``, inf instead of NaN."""
     norms.check_norm(norm)
     lower, upper = interval.check_ends(lower, upper)
     sample = jax.ShapeDtypeStruct((1, *lower.shape), lower.dtype)
@@ -244,7 +244,7 @@ def _constants(
             f"got {getattr(out, 'shape', out)}."
         )
     names, classes = continuity.jumps(jax.make_jaxpr(model)(sample)), out.shape[1]
-    if names:  # A derivative then bounds nothing.
+    if names:  # Derivatives do not bound a discontinuous function.
         raise ValueError(
             f"the model applies {', '.join(sorted(names))} to its input, so it is not "
             "continuous and has no Lipschitz constant; certify it by certify.margin_bounds."
@@ -272,9 +272,9 @@ def logits(model: Classifier, lower: Array, upper: Array) -> norms.Bounds:
 @jax.jit
 @highest()
 def _too_large(model: Classifier, lower: Array, upper: Array) -> Array:
-    """Whether a value may be beyond what its dtype holds, of those that hold less than the input's.
+    """Whether a value may overflow a dtype that is shorter than the input's: a scalar boolean.
 
-    A gradient does not see that: behind the largest number the program jumps to infinity.
+    The gradient does not show it, though the program jumps to infinity there.
     """
     closed, most = jax.make_jaxpr(single(model))(lower), jnp.finfo(lower.dtype).max
     graph, values = interval.walk(closed, [domain.box(lower, upper)])

@@ -1,4 +1,4 @@
-r"""Between which slopes every neuron stays on a region, and so what its Jacobian is made of."""
+r"""Intervals that contain the slope (derivative) of every neuron's activation on a region."""
 
 import functools
 from collections.abc import Callable
@@ -14,9 +14,10 @@ from wdjax.bounds.graph import flatten
 from wdjax.lipschitz.chain import Chain, curve_of
 
 Slopes = tuple[tuple[jax.Array, jax.Array], ...]
-"""By hidden layer: the least and the largest slope of every entry, ``[..., m_h]``."""
+"""For each hidden layer the least and the largest slope of every entry, ``[..., m_h]``."""
 
 _CELLS = 48
+"""Number of cells into which an operand's interval is divided."""
 _ACTIVATIONS: tuple[tuple[Callable[[jax.Array], jax.Array], float, float], ...] = (
     (functools.partial(jax.nn.gelu, approximate=False), -0.128905, 1.128905),
     (functools.partial(jax.nn.gelu, approximate=True), -0.128994, 1.128994),
@@ -27,11 +28,11 @@ _ACTIVATIONS: tuple[tuple[Callable[[jax.Array], jax.Array], float, float], ...] 
     (jax.nn.elu, 0.0, 1.0),
     (jax.nn.leaky_relu, 0.01, 1.0),
 )
-"""Functions and the ends of their derivatives anywhere."""
+"""Activations with the least and the largest derivative over all of space."""
 
 
 def slopes(net: Chain, state: crown.Pass) -> Slopes:
-    """Slopes over a batch of regions, ``[B, m_h]``, from the bounds of the operands there."""
+    """Slopes ``[B, m_h]`` over a batch of regions, from the bounds of the activations' operands."""
     found = []
     for place, kept, curve in zip(net.places, net.kept, net.curves):
         value = state.values[place]
@@ -43,7 +44,7 @@ def slopes(net: Chain, state: crown.Pass) -> Slopes:
 
 
 def anywhere(net: Chain, dtype: jnp.dtype) -> Slopes:
-    """Slopes over all of space, ``[m_h]``."""
+    """Slopes ``[m_h]`` over all of space."""
     found = []
     for bias, kept, curve in zip(net.biases, net.kept, net.curves):
         ends = (
@@ -59,7 +60,7 @@ def anywhere(net: Chain, dtype: jnp.dtype) -> Slopes:
 def of_operand(
     curve: ClosedJaxpr | None, lower: jax.Array, upper: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The least and the largest derivative of a function between the ends of its operand."""
+    """The least and the largest derivative of an activation for operands in ``[lower, upper]``."""
     if curve is None:
         return (lower >= 0).astype(lower.dtype), (~(upper <= 0)).astype(lower.dtype)
     pairs = lower.reshape(-1), upper.reshape(-1)
@@ -71,7 +72,7 @@ def of_operand(
 
 @functools.cache
 def _known(double: bool) -> dict[str, tuple[float, float]]:
-    """The ends of derivatives, by what the function looks like as a program."""
+    """The derivatives' ends of well-known activations, by their :func:`_expression`."""
     sample = jax.ShapeDtypeStruct((1, 2), jnp.float64 if double else jnp.float32)
     found = {}
     for function, low, high in _ACTIVATIONS:
@@ -83,7 +84,7 @@ def _known(double: bool) -> dict[str, tuple[float, float]]:
 
 
 def _expression(curve: ClosedJaxpr) -> str:
-    """A function as one expression, whatever the order of its equations."""
+    """A scalar program as one expression, independent of the order of its equations."""
     words: dict[Any, str] = {curve.jaxpr.invars[0]: "z"}
     words.update({var: repr(float(t)) for var, t in zip(curve.jaxpr.constvars, curve.consts)})
     for eqn in curve.jaxpr.eqns:
@@ -96,7 +97,11 @@ def _expression(curve: ClosedJaxpr) -> str:
 def _derivative(
     curve: ClosedJaxpr, lower: jax.Array, upper: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """On cells, from the derivative there and, where it is continuous, from its middle."""
+    """The least and the largest derivative between two scalars, from cells.
+
+    On each cell the derivative is bounded by intervals and, if it is continuous, also by its value
+    in the middle and the second derivative.
+    """
 
     def function(z: jax.Array) -> jax.Array:
         return jnp.asarray(jaxpr_as_fun(curve)(z.astype(curve.in_avals[0].dtype))[0])
@@ -119,7 +124,7 @@ def _derivative(
 
     least, most = jax.vmap(cell)(jnp.arange(_CELLS))
     low, high = jnp.min(least), jnp.max(most)
-    # There are no cells of what has no end.
+    # An unbounded interval cannot be divided into cells.
     bounded = jnp.isfinite(lower) & jnp.isfinite(upper)
     open_ = ~bounded | jnp.isnan(low) | jnp.isnan(high)
     return jnp.where(open_, -jnp.inf, low), jnp.where(open_, jnp.inf, high)

@@ -1,4 +1,4 @@
-"""Lipschitz constants from below: the steepest Jacobians that are met on a ball."""
+"""Lower bounds of Lipschitz constants: the steepest Jacobians found at points of a ball."""
 
 import functools
 
@@ -27,12 +27,12 @@ def sampled_lipschitz(
     samples: int = 100,
     steps: int = 0,
 ) -> jax.Array:
-    r"""Lower values of the Lipschitz constants of every margin ``z_j - z_y`` on balls.
+    r"""Lower bounds of the Lipschitz constants of every margin ``z_j - z_y`` on balls.
 
-    The largest ``||J(x')^T (e_j - e_y)||_s`` at points ``x'`` of the ball in the box. Every other
-    point is drawn at random, the rest are pushed as far as the ball allows along the gradient of a
-    random mixture of logits, where ReLU nets are steepest; ``steps`` then climb on the largest
-    size, which helps smooth nets only, since a ReLU net's Jacobian is constant on each cell.
+    The largest ``||J(x')^T (e_j - e_y)||_s`` at points ``x'`` of the ball in the box. Half of the
+    points are random; the others lie on the ball's boundary along the gradient of a random mixture
+    of logits, where ReLU nets are steepest. Then ``steps`` of ascent increase the largest norm,
+    which helps smooth nets only, since a ReLU net's Jacobian is constant on each cell.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``, which treats each sample alone.
@@ -42,11 +42,11 @@ def sampled_lipschitz(
       norm: r, one of 1, 2 and inf.
       eps: radius, a number or ``[n]``, in units of ``x``.
       box: ``(low, high)``, or None for no box.
-      samples: points a ball.
-      steps: of ascent from every point.
+      samples: number of points in each ball.
+      steps: number of ascent steps from each point.
 
     Returns:
-      ``[n, K]`` constants, 0 at ``j = y``, to the rounding of the model's floats.
+      ``[n, K]`` constants, 0 at ``j = y``, up to the rounding of the model's floats.
 
     Raises:
       ValueError: bad samples or settings.
@@ -91,6 +91,7 @@ def _sampled(
     samples: int,
     steps: int,
 ) -> jax.Array:
+    """:func:`sampled_lipschitz` of checked arguments: ``[n, K]``, with radii ``eps``, ``[n]``."""
     logits, pull = jax.vjp(model, x)
     rows = jax.vmap(lambda label: contrasts(label, logits.shape[1], x.dtype))(y)
 

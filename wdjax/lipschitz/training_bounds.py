@@ -1,4 +1,4 @@
-r"""Lipschitz constants one can train through, and training towards them."""
+r"""Differentiable bounds of Lipschitz constants, and training with them."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ def trainable_lipschitz(
     r"""Lipschitz constants as of :func:`local_lipschitz`, differentiable in the model; pure.
 
     Neurons are bounded by intervals and the Jacobian by intervals or zonotopes, in the precision of
-    the model: for training. What a trained net has is to be said by :func:`local_lipschitz`.
+    the model. These are for training; report :func:`local_lipschitz` for the trained net.
 
     Args:
       model: as in :func:`local_lipschitz`.
@@ -43,15 +43,16 @@ def trainable_lipschitz(
       norm: r, one of 1, 2 and inf.
       eps: radius, a number or ``[n]``.
       box: ``(low, high)``, or None for no box.
-      method: ``"interval"``, or ``"zonotope"``, tighter and dearer: every neuron is a generator.
+      method: ``"interval"``, or ``"zonotope"``, which is tighter and more expensive, with a
+        generator for every neuron.
 
     Returns:
       ``[n, K]`` constants of the margins, 0 at ``j = y``.
 
-    Cost: the net's matrices, and per sample K products with each of them and, with zonotopes, as
-      many for each layer before as it has neurons.
+    Cost: the net's matrices, and for each sample K products with each of them; with zonotopes, K
+      more for every neuron of later layers.
 
-    Differs: slopes of ReLUs are 0 or 1, so that gradients do not see where neurons open.
+    Differs: ends of ReLU slopes are 0 or 1, so gradients ignore where neurons become unstable.
 
     Source: Weng et al. [weng2018].
 
@@ -76,6 +77,7 @@ def trainable_lipschitz(
 
 
 def _bound(net: Chain, norm: float, method: Method, slopes: Slopes, y: Array) -> Array:
+    """The constants ``[K]`` of one sample with label ``y``."""
     unit = jnp.eye(net.classes, dtype=net.weights[-1].dtype)
     rows = unit - unit[y]
     found = jacobian.interval(net, slopes, rows, norm)
@@ -92,25 +94,25 @@ def _bound(net: Chain, norm: float, method: Method, slopes: Slopes, y: Array) ->
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LipschitzTraining(Scheduled):
-    r"""What :func:`wdjax.training.train` asks of a certificate: margins by Lipschitz constants.
+    r"""Certified training by :func:`wdjax.training.train`, with margins bounded by constants.
 
-    Within ``eps`` a margin loses at most ``eps`` times its constant on the ball, so that training
-    the margins that are left makes nets of small constants where it counts. In l2, where a ball is
-    much smaller than the box around it, this trains nets that intervals cannot.
+    Within ``eps`` a margin falls by at most ``eps`` times its constant on the ball; the loss is
+    that of the margins less this amount. In l2, where a ball is much smaller than the box around
+    it, this trains nets that intervals cannot.
 
     Args:
       norm: r of the ball, one of 1, 2 and inf.
       box: ``(low, high)``, or None for no box.
       method: as in :func:`trainable_lipschitz`.
-      warm: share of the steps before the radius grows.
-      ramp: share of the steps until it is whole.
-      clean: weight of the loss on the clean samples in the end.
+      warm: share of the steps before the radius begins to grow.
+      ramp: share of the steps until the radius is ``eps``.
+      clean: final weight of the loss on the clean samples.
 
     Raises:
       ValueError: another norm, an empty box, shares that are not ``0 <= warm < ramp <= 1``, or a
         weight outside of [0, 1].
 
-    Cost: a step that of :func:`trainable_lipschitz` and its gradient.
+    Cost: in each step that of :func:`trainable_lipschitz` and its gradient.
 
     Source: Tsuzuku et al. [tsuzuku2018], with local constants.
 
@@ -125,7 +127,8 @@ class LipschitzTraining(Scheduled):
         validate.check_choice("method", self.method, get_args(Method))
 
     def margins(self, model: Classifier, x: Array, y: Array, eps: Array, done: Array) -> Array:
-        """``[n, K]`` bounds of the margins, inf at ``j = y``, at this point of the schedule."""
+        """``[n, K]`` bounds of the margins, inf at ``j = y``, when a share ``done`` of all training
+        steps is done."""
         reach = self.share(done) * eps
         steep = trainable_lipschitz(
             model, x, y, norm=self.norm, eps=reach, box=self.box, method=self.method

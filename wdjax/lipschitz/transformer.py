@@ -1,15 +1,15 @@
 r"""Lipschitz constants of Pre-LN Transformers from their weights, global and around a sample.
 
-A block is ``x + f(LN(x))`` twice, so its constant is at most ``(1 + L_LN L_f)`` each time. All
-constants are Euclidean, over all tokens together. LayerNorm's scale and bias are folded into what
-follows: then ``u = (x - mean) / sqrt(var + epsilon)`` has length at most ``R = sqrt d`` and the
-constant ``1 / sqrt(var + epsilon)``, and a head of attention on n such tokens at most
+A block applies ``x + f(LN(x))`` twice, with the constant ``1 + L_LN L_f`` each time. All constants
+are Euclidean, over all tokens together. LayerNorm's scale and bias are folded into the next layer:
+then ``u = (x - mean) / sqrt(var + epsilon)`` has length at most ``R = sqrt d`` and the constant
+``1 / sqrt(var + epsilon)``. The constant of an attention head on n such tokens is at most
 
     ||V|| ( sqrt n + ||A|| R^2 + sqrt n R (||A|| R + |w|) ),
 
-``A = W_Q W_K^T / sqrt k`` and ``w`` what the query's bias makes of a key. The terms are those of
-the derivative of ``sum_j P_ij V u_j``: in the values, in the query, and in the keys. It holds for
-masked attention too.
+with ``A = W_Q W_K^T / sqrt k`` and ``w`` the product of the key's matrix and the query's bias. The
+terms bound the derivative of ``sum_j P_ij V u_j`` in the values, the query and the keys. It holds
+for masked attention too.
 """
 
 import math
@@ -29,13 +29,13 @@ _ROUNDING = 1 + 1e-9
 
 
 class Settings(NamedTuple):
-    """What the weights of a Transformer do not tell."""
+    """The settings of a Transformer that its weights do not show."""
 
     heads: int
     epsilon: float = 1e-6
-    """Of LayerNorm."""
+    """LayerNorm's."""
     slope: float = _GELU
-    """The largest derivative of the activation, in size: 1.128905 for both forms of GELU."""
+    """The largest magnitude of the activation's derivative: 1.128905 for both forms of GELU."""
     scale: float = 1.0
     """The largest factor by which images are normalised, such as 1 / 0.225."""
 
@@ -50,12 +50,12 @@ def transformer_constant(
     Args:
       params: nested weights in the layout of :class:`wdjax.models.vit.ViT`.
       settings: :class:`Settings`.
-      patches: tokens besides the class token.
-      norm: r of the input; for r = inf the Euclidean constant times ``sqrt d`` of the image's d
-        numbers, for r = 1 the Euclidean one.
+      patches: number of tokens besides the class token.
+      norm: r of the input. For r = inf the result is the Euclidean constant times ``sqrt d`` for
+        images of d numbers, for r = 1 the Euclidean constant.
 
     Returns:
-      ``[K, K]`` constants of ``z_j - z_i``, 0 on the diagonal; finite, and mostly vacuous, since
+      ``[K, K]`` constants of ``z_j - z_i``, 0 on the diagonal; finite but mostly vacuous, since
       every LayerNorm may divide by ``sqrt epsilon``.
 
     Cost: spectral norms of the weights, on the host.
@@ -83,16 +83,16 @@ def local_transformer_constant(
     patches: int,
     eps: float,
 ) -> Numbers:
-    r"""The same on the Euclidean ball of radius ``eps`` around one image.
+    r"""Constants as of :func:`transformer_constant` on the l2 ball of ``eps`` around one image.
 
-    A token whose standard deviation at the image is s has at least ``(s - rho / sqrt d)^2`` of
-    variance where tokens have moved by ``rho`` at most, and LayerNorm is that much flatter.
+    A token with standard deviation s at the image has a variance of at least
+    ``(s - rho / sqrt d)^2`` after moving by at most ``rho``, which bounds LayerNorm's constant.
 
     Args:
       params: as in :func:`transformer_constant`.
       settings: :class:`Settings`.
-      tokens: ``[patches + 1, d]``, what enters the first block at the image.
-      patches: tokens besides the class token.
+      tokens: ``[patches + 1, d]``, the first block's input at the image.
+      patches: number of tokens besides the class token.
       eps: radius, l2, in units of the image.
 
     Returns:
@@ -124,6 +124,7 @@ def local_transformer_constant(
 
 
 def _wide(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights in float64."""
     return {
         name: _wide(value) if isinstance(value, Mapping) else np.asarray(value, float)
         for name, value in tree.items()
@@ -139,14 +140,14 @@ def _spectral(matrix: Numbers) -> float:
 
 
 def _embedding(tree: dict[str, Any], settings: Settings, patches: int) -> tuple[float, int]:
-    """Of patches that do not overlap, and how many numbers an image has."""
+    """The constant of the embedding of disjoint patches, and the number of entries of an image."""
     kernel = tree["patch_embed"]["proj"]["kernel"]
     matrix = kernel.reshape(-1, kernel.shape[-1])
     return settings.scale * _spectral(matrix), patches * len(matrix)
 
 
 def _attention(block: dict[str, Any], settings: Settings, tokens: int) -> float:
-    """Of ``u -> MHA(scale u + bias)``."""
+    """The constant of ``u -> MHA(scale u + bias)`` on normalised tokens."""
     scale, bias = block["norm1"]["scale"], block["norm1"]["bias"]
     width, heads = len(scale), settings.heads
     kernel = block["attn"]["qkv"]["kernel"].reshape(width, 3, heads, -1)
@@ -165,14 +166,15 @@ def _attention(block: dict[str, Any], settings: Settings, tokens: int) -> float:
 
 
 def _feed_forward(block: dict[str, Any], settings: Settings) -> float:
-    """Of ``u -> FFN(scale u + bias)``."""
+    """The constant of ``u -> FFN(scale u + bias)``."""
     first, second = block["mlp"]["fc1"]["kernel"], block["mlp"]["fc2"]["kernel"]
     scale = block["norm2"]["scale"]
     return settings.slope * _spectral(scale[:, None] * first) * _spectral(second)
 
 
 def _margins(tree: dict[str, Any], total: float, inputs: int, norm: float) -> Numbers:
-    """Of the head on the last LayerNorm's scaled class token."""
+    """Constants ``[K, K]`` of the margins, if ``total`` is that of the class token before the last
+    LayerNorm's scale."""
     head = tree["norm"]["scale"][:, None] * tree["head"]["kernel"]
     apart = np.linalg.norm(head[:, :, None] - head[:, None], axis=0) * _ROUNDING
     factor = math.sqrt(inputs) if norm == math.inf else 1.0
@@ -180,7 +182,7 @@ def _margins(tree: dict[str, Any], total: float, inputs: int, norm: float) -> Nu
 
 
 def _steepness(x: Numbers, rho: float, settings: Settings) -> float:
-    """Of LayerNorm on tokens that have moved by ``rho`` at most."""
+    """The constant of LayerNorm on tokens ``x``, ``[n, d]``, that moved by at most ``rho``."""
     deviation = np.std(x, axis=1).min() * (2 - _ROUNDING) - rho / math.sqrt(x.shape[1])
     return 1 / math.sqrt(max(deviation, 0.0) ** 2 + settings.epsilon)
 

@@ -1,9 +1,9 @@
 r"""The worst-case expected margin loss over a Wasserstein ball, exactly, for small ReLU nets.
 
-In a cell the margin loss is a maximum of affine functions, so that the worst distribution moves
-mass of sample i into a cell in one piece: mass q and displacement z = q (x - x_i). All of it is one
-linear program, whose value does not depend on where z goes when q is 0: those are the directions of
-recession, along which infinitely little mass travels infinitely far.
+In a cell the margin loss is a maximum of affine functions, so a worst distribution moves mass of
+sample i to at most one point x per cell and leading rival: mass q with displacement
+z = q (x - x_i). The worst case is a linear program in all q and z. A z with q = 0 is a recession
+direction: the limit of ever less mass that moves ever further.
 """
 
 import math
@@ -21,13 +21,14 @@ Numbers = npt.NDArray[np.float64]
 
 
 class _Block(NamedTuple):
-    """Mass of a sample in a cell, where one rival leads."""
+    """Mass of one sample that moves into one cell, with one rival in the loss."""
 
     sample: int
     shape: Polyhedron
     value: float
-    """Of the loss's affine piece at the sample."""
+    """The loss's affine piece of this cell and rival, at the sample."""
     slope: Numbers
+    """``[n]``, the piece's gradient."""
 
 
 def worst_margin(
@@ -55,7 +56,7 @@ def worst_margin(
       The value, to the tolerance of HiGHS, 1e-7.
 
     Raises:
-      ValueError: r = 2, which is no linear program, a negative ``eps``, or bad shapes.
+      ValueError: r = 2, which gives no linear program, a negative ``eps``, or bad shapes.
 
     Cost: a sparse linear program of ``N cells (K - 1)`` blocks of ``n + 1`` unknowns.
 
@@ -68,7 +69,7 @@ def worst_margin(
     """
     arguments.check(x=x, y=y, eps=eps)
     if norm not in (1, math.inf):
-        raise ValueError(f"norm must be 1 or inf, a linear program's, got {norm!r}.")
+        raise ValueError(f"norm must be 1 or inf, for a linear program, got {norm!r}.")
     points, labels = np.asarray(x, float), np.asarray(y)
     if points.ndim != 2 or points.shape[1] != net.inputs or labels.shape != points.shape[:1]:
         raise ValueError(
@@ -85,6 +86,7 @@ def _blocks(
     labels: npt.NDArray[np.int_],
     box: tuple[npt.ArrayLike, npt.ArrayLike] | None,
 ) -> list[_Block]:
+    """One block for each cell, each of the samples ``points``, ``[N, n]``, and each rival."""
     blocks = []
     for mask, jacobian, offset in zip(found.masks, found.jacobians, found.offsets):
         shape = cells.polyhedron(net, mask)
@@ -105,7 +107,11 @@ def _blocks(
 
 
 def _solved(blocks: list[_Block], points: Numbers, norm: float, eps: float) -> float:
-    """The linear program over ``(q, z, t)`` of every block, t its cost in parts."""
+    """The value of the linear program over ``(q, z, t)`` of every block.
+
+    ``t`` bounds the block's transport cost: ``[n]`` magnitudes for r = 1, one number for r = inf;
+    ``points`` are the samples ``[N, n]``.
+    """
     from scipy.optimize import linprog
     from scipy.sparse import block_diag, coo_matrix, vstack
 

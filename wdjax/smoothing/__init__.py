@@ -1,11 +1,10 @@
 """Randomised smoothing: certificates of any model by the votes of noisy copies of each sample.
 
-`certificates` is the front door: :func:`certify`, :func:`predict`, and :func:`soft`, the
-differentiable stand-in that attacks use. A sample goes from there to `looks`, which plans how many
-votes are asked and when they decide; `votes` asks the model and counts classes; `noise` has the
-distributions, each with the radius that a probability certifies (`flow` for mass that moves between
-pixels); `grid` makes noise whose rounding is bounded; `binomial` has the tests. Open `certificates`
-first.
+`certificates` has the public functions: :func:`certify`, :func:`predict`, and :func:`soft`, a
+differentiable approximation for attacks. They call `looks`, which plans how many votes are counted
+and when a test may stop; `votes` runs the model and counts classes; `noise` has the distributions,
+each with the radius that a probability certifies (`flow` for mass that moves between pixels);
+`grid` makes noise whose rounding is bounded; `binomial` has the tests. Open `certificates` first.
 """
 
 from wdjax.smoothing import noise

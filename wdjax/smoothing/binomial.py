@@ -1,7 +1,7 @@
-r"""Bounds of a probability from counts: fixed samples, and samples that stop when they please.
+r"""Confidence bounds of a probability from counts, for fixed sample sizes and for stopping times.
 
 All are one-sided, hold at level ``1 - alpha`` for every probability and sample size, and are
-float64 on the host.
+computed in float64 on the host.
 """
 
 from typing import Any, TypeAlias
@@ -20,11 +20,11 @@ def lower(successes: npt.ArrayLike, n: npt.ArrayLike, alpha: float) -> Numbers:
 
     Args:
       successes: integers in ``0 .. n``, any shape.
-      n: draws, at least 0, fixed before they were made.
+      n: number of draws, at least 0, fixed in advance.
       alpha: in ``(0, 1)``, the probability that the bound is too large.
 
     Returns:
-      Bounds, 0 where there is no success.
+      Lower bounds in the shape of the counts, 0 where there is no success.
 
     Source: Clopper and Pearson [clopper1934].
 
@@ -41,19 +41,20 @@ def lower(successes: npt.ArrayLike, n: npt.ArrayLike, alpha: float) -> Numbers:
 def randomized_lower(
     successes: npt.ArrayLike, n: npt.ArrayLike, alpha: float, uniform: npt.ArrayLike
 ) -> Numbers:
-    r"""The ``p`` with ``P_p(S > s) + u P_p(S = s) = alpha``: wrong with just this probability.
+    r"""The ``p`` with ``P_p(S > s) + u P_p(S = s) = alpha``: too large with just this probability.
 
-    :func:`lower` is the case ``u = 1``, and never larger. A small ``u`` would allow any bound up to
-    1; it is held below the ``p`` with ``P_p(S >= s) = 1/2``, which keeps the level.
+    :func:`lower` is the case ``u = 1``, and never larger. For small ``u`` the equation allows
+    bounds up to 1; the result is capped at the ``p`` with ``P_p(S >= s) = 1/2``, which keeps the
+    level.
 
     Args:
       successes: integers in ``0 .. n``, any shape.
-      n: draws, at least 0, fixed before they were made.
+      n: number of draws, at least 0, fixed in advance.
       alpha: in ``(0, 1/2]``, the probability that the bound is too large.
       uniform: ``u``, drawn uniformly from ``(0, 1)`` and independently of the counts.
 
     Returns:
-      Bounds, 0 where there is no draw.
+      Lower bounds in the shape of the counts, 0 where there is no draw.
 
     Source: Stevens [stevens1950]; for smoothing Voracek [voracek2024].
 
@@ -77,7 +78,7 @@ def randomized_lower(
 
 
 def evidence(p: npt.ArrayLike, successes: npt.ArrayLike, n: npt.ArrayLike) -> Numbers:
-    r"""The logarithm of evidence against "the probability is at most ``p``", for any stopping time.
+    r"""The log-evidence (e-value) against "the probability is at most ``p``", at any stopping time.
 
     ``E_n(p) = int L_n(t) / L_n(p) dpi(t)`` with the likelihood ``L_n(t) = t^s (1 - t)^(n - s)`` and
     Jeffreys's prior on ``(p, 1)``. For ``t > p`` each ratio is a supermartingale from 1 under every
@@ -87,7 +88,7 @@ def evidence(p: npt.ArrayLike, successes: npt.ArrayLike, n: npt.ArrayLike) -> Nu
     Args:
       p: in ``(0, 1)``.
       successes: integers in ``0 .. n``.
-      n: draws so far.
+      n: number of draws so far.
 
     Returns:
       ``log E_n(p)``; 0 before the first draw.
@@ -112,19 +113,18 @@ def evidence(p: npt.ArrayLike, successes: npt.ArrayLike, n: npt.ArrayLike) -> Nu
 def sequence_lower(successes: npt.ArrayLike, n: npt.ArrayLike, alpha: float) -> Numbers:
     r"""A bound that holds for all ``n`` at once: the least ``p`` with ``E_n(p) < 1 / alpha``.
 
-    Counts may be looked at after every draw, and drawing may end or go on for any reason.
+    Drawing may stop or continue after every draw, for any reason.
 
-    Where the evidence is at least 1/alpha it falls in ``p`` (its derivative there is negative as
-    the slope of ``log L_n`` exceeds the hazard rate of the prior), so that a bisection finds the
-    end.
+    Where the evidence is at least 1/alpha it decreases in ``p`` (the slope of ``log L_n`` exceeds
+    the hazard rate of the prior there), so that bisection finds the bound.
 
     Args:
       successes: integers in ``0 .. n``, any shape.
-      n: draws so far.
+      n: number of draws so far.
       alpha: in ``(0, 1/2]``, the probability that the bound is too large for *any* ``n``.
 
     Returns:
-      Bounds, 0 where nothing is known.
+      Lower bounds in the shape of the counts, 0 where nothing is known.
 
     Source: Robbins [robbins1970]; for smoothing Voracek [voracek2024].
 
@@ -148,18 +148,18 @@ def sequence_lower(successes: npt.ArrayLike, n: npt.ArrayLike, alpha: float) -> 
 def sequential_lower(
     successes: npt.ArrayLike, n: npt.ArrayLike, most: int, alpha: float
 ) -> Numbers:
-    r"""The better of :func:`sequence_lower` at alpha/10 and, after all draws, of :func:`lower`.
+    r"""The better of :func:`sequence_lower` at alpha/10 and, after all draws, :func:`lower`.
 
-    So early answers cost little, and late ones are almost as tight as those of a fixed sample.
+    So drawing can stop early, and the last bound is almost as tight as that of a fixed sample.
 
     Args:
       successes: integers in ``0 .. n``, any shape.
-      n: draws so far.
-      most: the draws after which there are no more, fixed before they were made.
+      n: number of draws so far.
+      most: largest number of draws, fixed in advance.
       alpha: in ``(0, 1/2]``, the probability that a bound is too large for any ``n``.
 
     Returns:
-      Bounds, 0 where nothing is known.
+      Lower bounds in the shape of the counts, 0 where nothing is known.
 
     >>> bool(sequential_lower(990, 1000, 1000, 0.01) > sequence_lower(990, 1000, 0.005))
     True
@@ -171,14 +171,14 @@ def sequential_lower(
 
 
 def rank_test(first: npt.ArrayLike, second: npt.ArrayLike) -> Numbers:
-    r"""The p-value of "the class counted most is not the most probable": a binomial test of two.
+    r"""The p-value of "the class counted most is not the most probable": a two-sided binomial test.
 
     ``min(1, 2 P(S >= n_1))`` with ``S ~ Bin(n_1 + n_2, 1/2)`` and the two largest counts
-    ``n_1 >= n_2``. It holds for any number of classes though the two are chosen by their counts.
+    ``n_1 >= n_2``. It is valid for any number of classes, although the counts select the two.
 
     Args:
-      first: the largest counts, integers.
-      second: the second largest.
+      first: the largest counts, integers of any shape.
+      second: the second largest counts, of the same shape.
 
     Source: Hung and Fithian [hung2019], as PREDICT of Cohen et al. [cohen2019] uses it.
 
@@ -204,7 +204,7 @@ def check_counts(successes: npt.ArrayLike, n: npt.ArrayLike, alpha: float) -> tu
 
 
 def check_level(alpha: float) -> float:
-    """Checks the probability of being wrong."""
+    """Checks an error probability ``alpha``."""
     if not 0 < validate.check_number("alpha", alpha) < 1:
         raise ValueError(f"alpha must lie between 0 and 1, got {alpha!r}.")
     return float(alpha)

@@ -2,8 +2,8 @@ r"""Smoothed classifiers: certificates of any model by the votes of noisy copies
 
 The smoothed classifier returns the class that the model gives to ``x + noise`` most often. Votes
 bound the probability of a class from below, at level ``1 - alpha`` a sample, and the noise
-(:mod:`wdjax.smoothing.noise`) turns that into a radius. What is certified is the model after noisy
-samples are rounded to a grid, so that it holds for floats.
+(:mod:`wdjax.smoothing.noise`) turns that into a radius. The certified model includes a rounding of
+noisy samples to a grid, so that certificates hold for floats.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from wdjax.smoothing.grid import Noise
 from wdjax.smoothing.looks import ABSTAIN, SmoothedCertificate, Test
 
 _PROBABILITIES = np.array([0.51, 0.6, 0.9, 0.999])
-"""At which the radii of a noise are part of what a checkpoint belongs to."""
+"""The noise's radii at these probabilities are part of the identity of a checkpoint."""
 
 
 def certify(
@@ -52,47 +52,47 @@ def certify(
     r"""Radii within which a smoothed classifier returns the label, at level ``1 - alpha`` a sample.
 
     The protocol of Cohen et al.: ``n0`` votes choose a class, up to ``n`` others bound its
-    probability from below, and where the bound is not above 1/2 the classifier abstains.
+    probability from below, and where the bound is at most 1/2 the classifier abstains.
 
-    With radii ``eps`` to be decided, a sequential test leaves a sample as soon as each of them, and
-    whether the class has more than half of all votes, is certified, refuted, or out of reach of
-    the votes that are left. Mostly that takes a small part of ``n``.
+    If radii ``eps`` are given, a sequential test stops for a sample as soon as each of them (and
+    the radius 0) is certified, refuted, or can no longer be certified by the remaining votes.
+    Mostly that takes a small part of ``n``.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``, which treats each sample alone.
       x: ``[n, *shape]`` floats in the box.
       y: ``[n]`` integer labels.
       noise: of :mod:`wdjax.smoothing.noise`.
-      key: a typed ``jax.random.key``; all noise comes from it, the sample's index and the vote's
-        number.
-      eps: radii to be decided, a number or an array of them; None for radii as large as ``n`` votes
-        can show.
-      n0: votes that choose the class; 0 to ask about the label itself.
-      n: further votes at most.
+      key: a typed ``jax.random.key``; the noise depends only on it, the sample's index and the
+        vote's number.
+      eps: radii to decide on, a number or an array of them; None for the largest radii that ``n``
+        votes certify.
+      n0: number of votes that choose the class; 0 to certify the label itself.
+      n: largest number of further votes.
       alpha: the probability that a sample's certificate is wrong.
-      test: ``"clopper-pearson"`` as published, ``"randomized"``, which is a little tighter, both of
-        ``n`` votes, or ``"sequential"``; by default the last where there are ``eps``.
-      box: ``(low, high)`` of the samples, or None; noise and certificate know no box.
-      index: ``[n]`` integers, which samples of a larger set these are.
-      batch_size: votes on the device at once; by default what memory allows, and what is fast.
+      test: with ``n`` votes ``"clopper-pearson"``, as published, or ``"randomized"``, which is a
+        little tighter; or ``"sequential"``, the default if ``eps`` is given.
+      box: ``(low, high)`` of the samples, or None; noisy samples may leave it.
+      index: ``[n]`` integers, the samples' indices in a larger data set.
+      batch_size: number of votes on the device at once; by default as memory and speed suggest.
       mesh: a mesh from :func:`wdjax.parallel.data_mesh`; votes are split over it.
-      callback: told the progress, in votes; a true value ends the work, and what is known by then
-        is returned: 0 for samples without a bound.
-      checkpoint: a folder to save the work to, and to go on from.
-      every: least seconds between two writings of the checkpoint.
+      callback: called with the progress, in votes. If it returns a true value, the work ends and
+        the bounds so far are returned, 0 for samples without one.
+      checkpoint: a folder to save the work to and to resume it from.
+      every: least number of seconds between two saves of the checkpoint.
 
     Returns:
       A :class:`SmoothedCertificate`.
 
     Raises:
       ValueError: bad samples, counts or levels, a model that depends on the rest of its batch, a
-        sequential test without ``eps``, samples that the noise is not for, a key that is not of
-        the default kind, a TPU (whose float64 is not exact enough), or a trace.
+        sequential test without ``eps``, samples that the noise does not accept, a key that is not
+        of the default kind, a TPU (its float64 is not exact enough), or a trace.
 
     Cost: up to ``n0 + n`` forward passes a sample; memory for one batch.
 
     Differs: noisy samples are rounded to the grid ``noise.step``, which is part of the classifier,
-      and bounds give way by ``noise.error``. ``eps`` and the last two tests are not in the paper.
+      and bounds are lowered by ``noise.error``. The paper lacks ``eps`` and the last two tests.
 
     Source: Cohen et al. [cohen2019], CERTIFY; Voracek [voracek2024] for sequential tests.
 
@@ -145,19 +145,19 @@ def cautions(
     test: Test | None = None,
     box: Box = (0.0, 1.0),
 ) -> list[str]:
-    """What :func:`certify` warns of: radii beyond the box, and what no votes could certify.
+    """The warnings of :func:`certify`: radii beyond the box, or that no votes could certify.
 
     Args:
       x: ``[n, *shape]`` samples.
       noise: of :mod:`wdjax.smoothing.noise`.
-      n: votes.
+      n: number of votes.
       alpha: the probability that a sample's certificate is wrong.
-      eps: radii that are wanted.
+      eps: the requested radii.
       test: as in :func:`certify`.
       box: ``(low, high)`` of the samples, or None.
 
     Returns:
-      Sentences; none where all can be certified.
+      Sentences; an empty list if all can be certified.
 
     >>> from wdjax.smoothing.noise import Gaussian
     >>> cautions(np.ones((1, 2)), noise=Gaussian(0.25), n=9, alpha=0.001)[0]
@@ -184,17 +184,17 @@ def predict(
     batch_size: int | None = None,
     mesh: Mesh | None = None,
 ) -> npt.NDArray[np.int32]:
-    r"""What the smoothed classifier returns, wrong with probability ``alpha`` at most, or ABSTAIN.
+    r"""The smoothed classifier's class, wrong with probability at most ``alpha``, or ABSTAIN.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``.
       x: ``[n, *shape]`` finite floats.
       noise: of :mod:`wdjax.smoothing.noise`.
       key: a typed ``jax.random.key``.
-      n: votes a sample.
+      n: number of votes for each sample.
       alpha: the probability that a sample's prediction is not the most probable class.
-      index: ``[n]`` integers, which samples of a larger set these are.
-      batch_size: votes on the device at once.
+      index: ``[n]`` integers, the samples' indices in a larger data set.
+      batch_size: number of votes on the device at once.
       mesh: a mesh from :func:`wdjax.parallel.data_mesh`.
 
     Returns:
@@ -233,21 +233,21 @@ def tally(
     batch_size: int | None = None,
     mesh: Mesh | None = None,
 ) -> npt.NDArray[np.int64]:
-    """Counts ``n`` votes of every sample, as :func:`predict` has them.
+    """Counts ``n`` votes of every sample, as :func:`predict` does.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``.
       x: ``[n, *shape]`` finite floats.
       noise: of :mod:`wdjax.smoothing.noise`.
       key: a typed ``jax.random.key``.
-      n: votes a sample.
-      only: ``[n]`` booleans, the samples to be asked about; the others get no votes.
-      index: ``[n]`` integers, which samples of a larger set these are.
-      batch_size: votes on the device at once.
+      n: number of votes for each sample.
+      only: ``[n]`` booleans, the samples to take votes for; the others have none.
+      index: ``[n]`` integers, the samples' indices in a larger data set.
+      batch_size: number of votes on the device at once.
       mesh: a mesh from :func:`wdjax.parallel.data_mesh`.
 
     Returns:
-      ``[n, K + 1]`` counts; the last column is that of logits that are not finite.
+      ``[n, K + 1]`` counts; the last column counts logits that are not finite.
     """
     arguments.check(model=model, x=x, noise=noise, key=key)
     _check_given(model, noise, key, x)
@@ -265,7 +265,7 @@ def tally(
 
 
 def decide(counts: npt.NDArray[Any], alpha: float) -> npt.NDArray[np.int32]:
-    """The class counted most where it is the most probable one at level ``1 - alpha``.
+    """The class counted most, if it is the most probable one at level ``1 - alpha``.
 
     Args:
       counts: ``[n, K + 1]`` from :func:`tally`.
@@ -280,30 +280,30 @@ def decide(counts: npt.NDArray[Any], alpha: float) -> npt.NDArray[np.int32]:
     ranked = np.sort(counts, axis=1)
     sure = binomial.rank_test(ranked[:, -1], ranked[:, -2]) <= alpha
     first = np.argmax(counts, axis=1)
-    sure &= first < counts.shape[1] - 1  # Votes for no class may be the most: then there is none.
+    sure &= first < counts.shape[1] - 1  # Abstains if most votes had logits that are not finite.
     return np.where(sure, first, ABSTAIN).astype(np.int32)
 
 
 def soft(
     model: Callable[[Array], Array], x: AnyArray, *, noise: Noise, key: Array, count: int = 32
 ) -> Model:
-    r"""A differentiable stand-in for the smoothed classifier, for attacks: expectation over noise.
+    r"""A differentiable approximation of the smoothed classifier, for attacks.
 
     The logits are ``log mean_j softmax(model(x + e_j))`` with the same ``count`` noises for every
-    sample and every call, so that it is a deterministic model that any attack takes. What it finds
-    is to be confirmed under fresh noise: :func:`wdjax.ensembles.smoothed`.
+    sample and every call, so that it is a deterministic model for any attack. Flips should be
+    confirmed under fresh noise, as :func:`wdjax.ensembles.smoothed` does.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``.
       x: ``[n, *shape]`` floats; only their shape and type matter.
       noise: of :mod:`wdjax.smoothing.noise`.
-      key: a typed ``jax.random.key``, from which the noise comes.
-      count: noises.
+      key: a typed ``jax.random.key`` for the noise.
+      count: number of noises.
 
     Returns:
-      A ``Model`` to ``[n, K]`` log-probabilities.
+      A ``Model`` that returns ``[n, K]`` log-probabilities.
 
-    Cost: ``count`` passes of the model in one, and the memory of so many.
+    Cost: time and memory of ``count`` passes of the model, in one batch.
 
     Source: Salman et al. [salman2019], with the noise held fixed.
 
@@ -329,7 +329,7 @@ def _soft(params: dict[str, Any], x: Array) -> Array:
 
 
 def _check_given(model: Any, noise: Any, key: Any, *samples: Any) -> None:
-    """Refuses what could not be counted, or not as a certificate wants it."""
+    """Raises inside a trace, and for keys whose numbers depend on the batch."""
     if validate.traced(model, noise, key, samples) or validate.staged():
         raise ValueError("votes are counted on the host; smooth outside of jit, vmap and grad.")
     if "threefry" not in str(jax.random.key_impl(key)):
@@ -348,10 +348,10 @@ def _ask(
     batch_size: int | None,
     mesh: Mesh | None,
 ) -> votes.VotePoll:
-    """Puts the question."""
+    """The poll of a model, with checked batch size."""
     if batch_size is None:
         devices = 1 if mesh is None else mesh.size
-        # Four times what a search takes, since no gradient has to be kept.
+        # Four times the batch of a search, since no gradient has to be kept.
         batch_size = 4 * devices * batching.default(batching.traced(model, x))
     size = validate.check_count("batch_size", batch_size)
     classes = int(jax.eval_shape(model, x[:1]).shape[-1])

@@ -22,19 +22,19 @@ class Flow:
     r"""Wasserstein smoothing: Laplace noise on the flow of mass between neighbouring pixels.
 
     Every edge of the pixel grid carries ``|x|_1 e`` with e Laplace of scale ``b = sigma / sqrt 2``;
-    the image changes by what flows in and out, so that its mass stays. The least ``l1`` flow from
-    one image to another is their 1-Wasserstein distance for the l1 distance of pixels, and so the
-    certificate of :class:`Laplace` on flows is one for images: radius
-    ``b log(1 / (2 (1 - p)))``, divided by ``sqrt 2`` for the Euclidean distance of pixels, which is
-    at least ``1 / sqrt 2`` of the other.
+    a pixel changes by its inflow less its outflow, so the image keeps its mass. The least l1 norm
+    of a flow from one image to another is their 1-Wasserstein distance with the l1 distance of
+    pixels. So the certificate of :class:`Laplace` for flows holds for images: the radius is
+    ``b log(1 / (2 (1 - p)))``; for the Euclidean distance of pixels, which is at least
+    ``1 / sqrt 2`` times the l1 distance, it is divided by ``sqrt 2``.
 
-    Radii are distances between images divided by their mass, in widths of a pixel. They hold for
-    images ``[height, width, channels]`` of *equal* mass in every channel, whose pixels may be any
-    numbers; one radius serves the sum over channels.
+    Radii are Wasserstein distances divided by the images' mass, in pixel widths, summed over
+    channels. They hold for images ``[height, width, channels]`` of *equal* mass in every channel,
+    whose pixels may be any numbers.
 
     Args:
       sigma: standard deviation of the flow through an edge as a share of the mass, above 0.
-      cost: of moving mass between pixels, ``"euclidean"`` or ``"l1"``.
+      cost: the distance of pixels, ``"euclidean"`` or ``"l1"``.
 
     Raises:
       ValueError: a sigma that is not above 0, another cost.
@@ -68,7 +68,7 @@ class Flow:
 
     @property
     def units(self) -> str:
-        """What radii are measured in, for who takes pixels for units."""
+        """The unit of radii, for warnings about radii that are meant in pixels."""
         return "a radius of k pixels, as in the papers' tables, is k / (height width)"
 
     def scale(self, x: Array) -> Array:
@@ -95,7 +95,7 @@ class Flow:
         mass = pixels.sum(axis=1)
         if not np.all((pixels >= 0).all(axis=1) & (mass > 0)):
             raise ValueError("Wasserstein smoothing needs images >= 0 that are not empty.")
-        # An edge reaches two pixels; the mass is a sum, and a pixel's noise at most four numbers.
+        # An edge changes two pixels; the mass is a sum; a pixel's noise has at most four terms.
         edges, size = 2 * pixels.shape[1], pixels.shape[1]
         cells = mass * grid.number(self.sigma) / self.step
         own = 2 * edges * cells * (51 * 2.0**-50 + 2.0**-45)
@@ -115,12 +115,13 @@ class Flow:
 
 
 def divergence(down: Array, right: Array) -> Array:
-    """What flows into every pixel, less what flows out: ``[H - 1, W, C]``, ``[H, W - 1, C]``.
+    """Inflow less outflow of every pixel, ``[H, W, C]``, from the flows ``down``,
+    ``[H - 1, W, C]``, and ``right``, ``[H, W - 1, C]``.
 
     >>> divergence(jnp.array([[[1.0]], [[0.5]]]), jnp.zeros((3, 0, 1)))[:, 0, 0].tolist()
     [-1.0, 0.5, 0.5]
     """
-    # Padded once and then sliced: XLA would make the noise anew for each of several pads.
+    # Padded once and then sliced: with several pads XLA would generate the noise for each again.
     down = jnp.pad(down, ((1, 1), (0, 0), (0, 0)))
     right = jnp.pad(right, ((0, 0), (1, 1), (0, 0)))
     return down[:-1] - down[1:] + right[:, :-1] - right[:, 1:]

@@ -1,4 +1,4 @@
-"""What every family of noise has, how it is rounded to a grid, and what floats cost it."""
+"""The protocol of noise, its rounding to a grid, and bounds of the effect of float rounding."""
 
 import math
 from collections.abc import Callable
@@ -15,43 +15,44 @@ from wdjax.core import AnyArray, Array
 Numbers: TypeAlias = npt.NDArray[np.float64]
 
 ERROR = 2.0**-36
-"""How often a random number in float64, rounded to the grid, differs from an ideal one: at most
-6600 cells, with 2^-50 of the mass out of place at their ends, and mean errors of 2^-46 sigma."""
+"""Bound of the probability that a random number in float64, rounded to the grid, differs from an
+ideal one: there are at most 6600 cells, at whose ends a mass of 2^-50 may be misplaced, and numbers
+have mean errors of 2^-46 sigma."""
 
 _DOWN = 1 - 1e-12
-"""Radii are rounded down by this factor, far above the rounding of float64."""
+"""Factor by which radii are rounded down, far more than the rounding of float64."""
 
 
 class Noise(Protocol):
-    """A frozen pytree dataclass: what is added to a sample, and what that proves."""
+    """A distribution of noise and the radii that it certifies; a frozen pytree dataclass."""
 
     @property
     def norm(self) -> float | None:
-        """Of the ball in which radii hold; None for one that is no l_r ball."""
+        """The norm r in which radii are measured; None if it is another distance."""
         ...
 
     @property
     def step(self) -> float:
-        """Of the grid to which noisy samples are rounded: a power of 2."""
+        """The spacing of the grid to which noisy samples are rounded: a power of 2."""
         ...
 
     def pattern(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Noise for a sample of this shape, but for :meth:`scale`."""
+        """Noise ``[*shape]`` before multiplication by :meth:`scale`."""
         ...
 
     def scale(self, x: Array) -> Array | float:
-        """What the pattern is multiplied by for one sample ``[*shape]``."""
+        """The factor of the pattern for one sample ``[*shape]``."""
         ...
 
     def offset(self, key: Array, x: Array) -> Array:
-        """The noise for one sample, in the type of the sample: scale times pattern."""
+        """The noise for one sample ``[*shape]``, in its dtype: scale times pattern."""
         ...
 
     def error(self, x: AnyArray) -> Numbers:
-        """``[n]``: the probability that rounded noise is not that of real numbers, at most.
+        """``[n]`` upper bounds of the probability that float rounding changes a noisy sample.
 
         Raises:
-          ValueError: samples that this noise is not for.
+          ValueError: samples that this noise does not accept.
         """
         ...
 
@@ -60,12 +61,12 @@ class Noise(Protocol):
         ...
 
     def level(self, radius: npt.ArrayLike) -> Numbers:
-        """The least probability with this radius."""
+        """The least probability that certifies this radius."""
         ...
 
 
 def perturb(noise: Noise, key: Array, x: Array) -> Array:
-    """One sample ``[*shape]`` with noise, in floats: for gradients and training, not for proofs.
+    """One sample ``[*shape]`` with noise, not rounded to the grid: for training, not certificates.
 
     >>> from wdjax.smoothing.noise import Gaussian
     >>> perturb(Gaussian(0.5), jax.random.key(0), jnp.zeros(3)).shape
@@ -76,20 +77,20 @@ def perturb(noise: Noise, key: Array, x: Array) -> Array:
 
 
 def scale_of_each(noise: Noise, x: Array) -> Array:
-    """``[n]`` scales of samples, for :func:`quantized`; call it with 64 bits enabled."""
+    """``[n]`` scales of samples in float64, for :func:`quantized`; needs 64 bits enabled."""
     return jax.vmap(lambda own: jnp.float64(noise.scale(own)))(x.astype(jnp.float64))
 
 
 def quantized(noise: Noise, step: float, key: Array, x: Array, scale: Array) -> Array:
-    r"""One sample with noise, rounded to a multiple of ``step``; call it with 64 bits enabled.
+    r"""One sample ``[*shape]`` with noise, rounded to multiples of ``step``; needs 64 bits enabled.
 
-    Floats leak: the low bits of ``fl(x + e)`` tell a model where x lies, whatever the noise. What
-    is certified here is the model after a rounding to the grid, a function of real numbers; the
-    noise is made and added in float64, so that what comes out is, but for a probability of
-    :meth:`Noise.error`, the rounding of real noise.
+    Floats leak: the low bits of ``fl(x + e)`` reveal x to a model, whatever the noise. So the
+    certified classifier is the model after a rounding to the grid, a function of real numbers. The
+    noise is generated and added in float64: up to a probability of :meth:`Noise.error` the result
+    equals the rounding of real noise.
 
-    Source: the leak is that of Voracek and Hein [voracek2023], who sample rounded noise for inputs
-      that are on a grid themselves.
+    Source: Voracek and Hein [voracek2023] found the leak; they sample rounded noise, for inputs on
+      a grid.
     """
     wide = x.astype(jnp.float64)
     moved = wide + scale * noise.pattern(key, wide.shape, wide.dtype)
@@ -97,41 +98,44 @@ def quantized(noise: Noise, step: float, key: Array, x: Array, scale: Array) -> 
 
 
 def laplace(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Of standard deviation 1."""
+    """Laplace noise of standard deviation 1."""
     return jax.random.laplace(key, shape, dtype) * math.sqrt(0.5)
 
 
 def check_sigma(sigma: Any) -> None:
+    """Raises if a concrete standard deviation is not finite and positive."""
     array = isinstance(sigma, jax.Array) and not validate.traced(sigma) and sigma.ndim == 0
     if not array and not isinstance(sigma, int | float | np.number):
-        return  # Inside a trace, stacked, or one of JAX's own blanks.
+        return  # Traced, stacked, or a placeholder of JAX's pytree functions.
     if not (sigma > 0 and math.isfinite(sigma)):
         raise ValueError(f"sigma must be finite and above 0, got {sigma!r}.")
 
 
 def number(sigma: Any) -> float:
-    """A sigma on the host."""
+    """A concrete sigma as a Python number."""
     if np.ndim(sigma) or validate.traced(sigma):
         raise ValueError(f"certificates are for one known sigma at a time, got {sigma!r}.")
     return float(sigma)
 
 
 def step(sigma: Any) -> float:
-    """A power of 2 between a 128th and a 64th of sigma: rounding to it is part of the model."""
+    """The grid's spacing: a power of 2 between a 128th and a 64th of sigma."""
     return 2.0 ** math.floor(math.log2(number(sigma) / 64))
 
 
 def error_of_independent(x: AnyArray, step: float) -> Numbers:
+    """:meth:`Noise.error`, ``[n]``, of samples ``[n, *shape]`` for noise of independent entries."""
     pixels = np.asarray(x, float).reshape(len(x), -1)
     return pixels.shape[1] * ERROR + error_of_sum(pixels, step)
 
 
 def error_of_sum(pixels: Numbers, step: float) -> Numbers:
-    """How often the rounding of ``x + e`` in float64 crosses into another cell."""
+    """``[n]`` bounds of the probability that rounding of ``x + e`` in float64 changes the cell."""
     return np.sum(np.abs(pixels), axis=1) * (2.0**-51 / step)
 
 
 def beyond_half(probability: npt.ArrayLike, radius: Callable[[Numbers], Any]) -> Numbers:
+    """``radius`` of checked probabilities, rounded down; 0 for probabilities up to 1/2."""
     p = np.asarray(probability, float)
     if not np.all((p >= 0) & (p <= 1)):
         raise ValueError(f"probabilities must lie in [0, 1], got {probability!r}.")
@@ -140,10 +144,12 @@ def beyond_half(probability: npt.ArrayLike, radius: Callable[[Numbers], Any]) ->
 
 
 def laplace_radius(sigma: Any, p: Numbers) -> Numbers:
+    """The l1 radius that Laplace noise certifies at probability ``p``."""
     return np.asarray(-number(sigma) * math.sqrt(0.5) * np.log(2 * (1 - p)))
 
 
 def laplace_level(sigma: Any, radius: Numbers) -> Numbers:
+    """The inverse of :func:`laplace_radius`."""
     return np.asarray(1 - np.exp(-radius / (number(sigma) * math.sqrt(0.5))) / 2)
 
 

@@ -1,4 +1,4 @@
-"""Votes in turns: those that choose classes, then look after look at those that bound them."""
+"""The schedule of votes: first those that choose classes, then those of the (sequential) test."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -17,34 +17,34 @@ Test: TypeAlias = Literal["clopper-pearson", "randomized", "sequential"]
 
 TESTS: tuple[Test, ...] = ("clopper-pearson", "randomized", "sequential")
 ABSTAIN = -1
-"""The prediction where the votes do not tell."""
+"""The prediction where the votes do not decide on a class."""
 
 _FIRST, _GROWTH = 32, 1.15
-"""Votes before the first look of a sequential test, and the factor between looks."""
+"""Largest number of votes before the first look of a sequential test, and the ratio of looks."""
 _UP = 2.0**-50
-"""What rounding may take off a level."""
+"""Rounding error of a level, by which it is raised."""
 
 
 class SmoothedCertificate(NamedTuple):
-    """What is proved of samples, ``[n]``, each at level ``1 - alpha``."""
+    """What is certified for samples, arrays ``[n]``, each sample at level ``1 - alpha``."""
 
     prediction: Numbers
     """Classes of the smoothed classifier, or :data:`ABSTAIN`."""
     correct: Numbers
-    """Whether that is the label."""
+    """Whether the prediction is the label."""
     lower: Numbers
-    """Lower bounds of the probability of the class that was asked about."""
+    """Lower bounds of the probability of the chosen class (the label if ``n0`` is 0)."""
     radius: Numbers
-    """Within which the smoothed classifier returns the label; 0 where the prediction is another."""
+    """Radii within which the smoothed classifier returns the label; 0 where it is not predicted."""
     votes: Numbers
-    """Passes of the model, with those that chose the class."""
+    """Number of votes (passes of the model), including those that chose the class."""
     faults: Numbers
-    """Votes whose logits were not finite; they count for no class."""
+    """Number of votes whose logits were not finite; they count for no class."""
     alpha: float
 
     @property
     def abstained(self) -> Numbers:
-        """Where the votes do not tell the class."""
+        """Where the votes do not decide on a class."""
         return np.asarray(self.prediction == ABSTAIN)
 
     @property
@@ -58,15 +58,15 @@ class SmoothedCertificate(NamedTuple):
     def accuracy(self, eps: npt.ArrayLike, order: float, alpha: float | None = None) -> Numbers:
         r"""A lower bound, at ``1 - alpha``, of the smoothed accuracy over ``Omega_order(eps)``.
 
-        Each radius is wrong with probability ``alpha`` at most, independently of the others, so at
-        most m are, the ``1 - alpha`` quantile of ``Bin(n, alpha)``. Whichever they are, the
-        knapsack of :func:`wdjax.certify.certified_accuracy` over the radii without the m largest
-        is a bound: free errors help an adversary most where they would have cost most.
+        Each radius is wrong with probability at most ``alpha``, independently of the others, so at
+        level ``1 - alpha`` at most m are, the quantile of ``Bin(n, alpha)``. The bound is
+        :func:`wdjax.certify.certified_accuracy` with the m largest radii set to 0, the worst case
+        of m wrong radii.
 
         Args:
           eps: budget, a number or an array of them, in the units of the radii.
           order: p, a number at least 1, or inf.
-          alpha: of the statement about all samples; by default that of the radii.
+          alpha: error probability of this bound; by default that of the radii.
 
         Returns:
           Accuracies in the shape of ``eps``, float64.
@@ -87,16 +87,17 @@ class SmoothedCertificate(NamedTuple):
 
 
 class LookPlan(NamedTuple):
-    """What is asked of every sample."""
+    """The test that every sample gets."""
 
     levels: npt.NDArray[np.float64]
-    """Probabilities to be certified or refuted, with 1/2."""
+    """``[E + 1]`` probabilities to be certified or refuted, the first 1/2."""
     radii: npt.NDArray[np.float64]
-    """That the levels stand for."""
+    """``[E + 1]`` radii that these levels certify, the first 0."""
     radius: Callable[[npt.ArrayLike], npt.NDArray[np.float64]]
+    """The noise's radius of a probability."""
     n0: int
     looks: tuple[int, ...]
-    """Votes after which bounds are computed."""
+    """Numbers of votes after which bounds are computed."""
     alpha: float
     test: Test
 
@@ -104,11 +105,12 @@ class LookPlan(NamedTuple):
 def plan(
     eps: npt.ArrayLike | None, noise: Noise, n0: int, n: int, alpha: float, test: Test | None
 ) -> LookPlan:
+    """Checks the arguments of :func:`certify` that describe the test."""
     test = test or ("clopper-pearson" if eps is None else "sequential")
     validate.check_choice("test", test, TESTS)
     if (eps is None) == (test == "sequential"):
         raise ValueError(
-            "a sequential test ends when radii are decided, and only that one does: pass "
+            "a sequential test ends when radii are decided, and other tests take no radii: pass "
             f"eps=radii with test='sequential', or neither; got eps={eps!r}, test={test!r}."
         )
     level = binomial.check_level(alpha)
@@ -124,13 +126,13 @@ def plan(
 
 
 def outlook(plan: LookPlan, noise: Noise, error: Numbers, eps: npt.ArrayLike | None) -> str | None:
-    """What no votes could certify, in words: every radius, or some of those asked for.
+    """A warning if no votes could certify any radius, or some of the requested ones; else None.
 
     Args:
-      plan: the question.
-      noise: of the plan.
-      error: ``[n]``, what rounding takes off a probability.
-      eps: the radii that were asked for, also where the plan does not decide them.
+      plan: the test.
+      noise: the noise of the plan.
+      error: ``[n]``, by how much probabilities are lowered for rounding.
+      eps: the requested radii, whether or not the plan has them.
     """
     n, alpha = plan.looks[-1], plan.alpha
     won = np.array([n])
@@ -161,7 +163,7 @@ def outlook(plan: LookPlan, noise: Noise, error: Numbers, eps: npt.ArrayLike | N
 
 
 class Work(NamedTuple):
-    """The votes on all samples: a state that can be saved, and what to do with it."""
+    """The votes on all samples, as a loop over a state that can be saved in checkpoints."""
 
     asked: votes.VotePoll
     plan: LookPlan
@@ -170,11 +172,13 @@ class Work(NamedTuple):
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The vote numbers at which every part of the work ends."""
+        """The numbers of votes at which the parts end: the choice of classes, then each look."""
         n0 = self.plan.n0
         return (*([n0] if n0 else []), *(n0 + look for look in self.plan.looks))
 
     def begin(self) -> dict[str, Any]:
+        """The first state; arrays ``[n]`` but for the counters ``part`` and ``taken``, ``counts``
+        ``[n, K + 1]`` and ``lower`` as of :func:`_bits`."""
         n, width = len(self.y), self.asked.classes + 1
         return {
             "part": np.int32(0),
@@ -191,7 +195,7 @@ class Work(NamedTuple):
         return int(state["part"]) >= len(self.ends) or not np.any(state["active"])
 
     def turn(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Some batches of votes; at the end of a part, what they tell."""
+        """The state after some batches of votes; :meth:`_close` is called at the end of a part."""
         state = {name: np.array(value) for name, value in state.items()}
         part, taken = int(state["part"]), int(state["taken"])
         first = self.ends[part - 1] if part else 0
@@ -210,7 +214,10 @@ class Work(NamedTuple):
         return state
 
     def _close(self, state: dict[str, Any], part: int) -> None:
-        """Chooses classes, or bounds their probabilities and lets go of what is decided."""
+        """Ends a part: chooses classes, or bounds their probabilities (in place).
+
+        In a sequential test samples for which all levels are decided become inactive.
+        """
         plan, active, counts = self.plan, state["active"], state["counts"]
         if plan.n0 and part == 0:
             state["chosen"] = np.argmax(counts[:, :-1], axis=1).astype(np.int32)
@@ -224,7 +231,7 @@ class Work(NamedTuple):
         state["lower"] = _bits(lower)
         if plan.test == "sequential":
             upper = 1 - binomial.sequence_lower(made - won, made, plan.alpha)
-            # What the bound can still become, were all votes to come for the class.
+            # The final bound if all remaining votes were for the class.
             most = plan.looks[-1]
             within = self._bound(won + most - made, most, active) - self.error[active]
             refuted = np.minimum(upper, within)[:, None] <= plan.levels
@@ -232,12 +239,13 @@ class Work(NamedTuple):
             state["active"][active] = ~(certified | refuted).all(axis=1)
 
     def _bound(self, won: Numbers, made: int, active: Numbers) -> npt.NDArray[np.float64]:
+        """Lower bounds ``[m]`` of the probabilities for the ``m`` active samples."""
         plan = self.plan
         if plan.test == "sequential":
             return binomial.sequential_lower(won, made, plan.looks[-1], plan.alpha)
         if plan.test == "clopper-pearson":
             return binomial.lower(won, made, plan.alpha)
-        # Of the grid of random floats the upper ends: on the safe side.
+        # Random floats are rounded up to the end of their cell, which is the safe side.
         drawn = votes.uniforms(self.asked, plan.n0 + made)[active].astype(float) + 2.0**-23
         return binomial.randomized_lower(won, made, plan.alpha, np.minimum(drawn, 1.0))
 
@@ -259,9 +267,10 @@ class Work(NamedTuple):
 
 
 def _bits(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.int32]:
-    """``[n, 2]``: a checkpoint without 64 bits would round bounds, and some of them up."""
+    """float64 as int32 ``[n, 2]``: without 64 bits a checkpoint might round bounds up."""
     return np.ascontiguousarray(numbers).view(np.int32).reshape(-1, 2)
 
 
 def _floats(bits: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """The inverse of :func:`_bits`."""
     return np.array(bits, np.int32, order="C").view(np.float64)[:, 0]

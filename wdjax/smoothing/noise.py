@@ -1,4 +1,4 @@
-r"""Noise that smooths a classifier, and the balls in which the smoothed one then cannot change.
+r"""Noise distributions for randomised smoothing, with the radii that they certify.
 
 The smoothed classifier returns the class that the model gives to ``x + noise`` most often. If that
 class has probability ``p > 1/2``, it stays the most probable within a radius that grows with p, for
@@ -22,17 +22,17 @@ __all__ = ["Flow", "Gaussian", "Laplace", "Noise", "Uniform", "perturb"]
 
 
 def _family(name: str) -> Any:
-    """A static field that tells families apart.
+    """A static field with the name of a noise family.
 
-    JAX 0.10 compares the structures of dataclasses by their static fields, not by their classes, so
-    that it might run the program of one family for another.
+    JAX 0.10 compares pytree dataclasses by their static fields, not by their classes; without this
+    field it might run the program that was compiled for another family.
     """
     return dataclasses.field(default=name, repr=False, kw_only=True, metadata={"static": True})
 
 
 @dataclasses.dataclass(frozen=True)
 class _Independent:
-    """What noises share whose coordinates are independent and do not look at the image."""
+    """Base of noises with independent coordinates that do not depend on the sample."""
 
     sigma: float | Array
 

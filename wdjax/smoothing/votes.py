@@ -1,7 +1,7 @@
-"""What a model says of noisy samples: classes, counted on the host.
+"""Counts the classes that a model gives to noisy samples.
 
-A vote is a pair of a sample and a number, and its noise comes from these alone, so that neither
-batches nor devices change it.
+A vote is a pair of a sample and a number, which determine its noise, so that neither batches nor
+devices change it.
 """
 
 import functools
@@ -21,24 +21,24 @@ from wdjax.precision import float64
 from wdjax.smoothing.grid import Noise, quantized, scale_of_each
 
 _AHEAD = 8
-"""Batches sent to the device before the first is waited for."""
+"""Number of batches that are sent to the device before waiting for the first."""
 
 
 class VotePoll(NamedTuple):
-    """Whom to ask, and about what."""
+    """A model, a noise and samples on the device, ready for votes."""
 
     model: Callable[[Array], Array]
     noise: Noise
     x: Array
-    """``[n, *shape]``, whole on every device."""
+    """``[n, *shape]``, replicated on every device."""
     scales: Array
-    """``[n]``, of the noise: once a sample, where XLA's sums would take half of a vote."""
+    """``[n]`` scales of the noise; computed once, since that would take half of a vote's time."""
     places: Array
-    """``[n]``: which samples of a larger set these are."""
+    """``[n]`` indices of the samples in a larger data set."""
     key: Array
     classes: int
     size: int
-    """Votes a batch."""
+    """Number of votes in a batch."""
     mesh: Mesh | None
 
 
@@ -52,11 +52,14 @@ def poll(
     size: int,
     mesh: Mesh | None,
 ) -> VotePoll:
-    """Puts what does not change where it is needed."""
+    """The poll of samples ``x``, ``[n, *shape]``, with indices ``[n]``; replicates its arrays.
+
+    ``size`` is the number of votes in a batch, rounded up to a multiple of the mesh.
+    """
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     if device.platform == "tpu":
         raise ValueError(
-            "a TPU has no float64 as exact as certificates want it; smooth on a CPU or a GPU."
+            "a TPU's float64 is not exact enough for certificates; smooth on a CPU or a GPU."
         )
     places = jnp.arange(len(x)) if index is None else jnp.asarray(index)
     if len(places) != len(x):
@@ -69,14 +72,14 @@ def poll(
 
 
 def at_once(asked: VotePoll) -> int:
-    """Votes to be asked for in one call of :func:`count`."""
+    """The number of votes that one call of :func:`count` should take."""
     return asked.size * _AHEAD
 
 
 def count(asked: VotePoll, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """``[n, K + 1]`` counts of the votes ``numbers`` on the samples ``rows``, both ``[m]``.
+    """``[n, K + 1]`` counts by class of the votes ``(rows[i], numbers[i])``, both ``[m]``.
 
-    The last column counts logits that are not finite, which are votes for no class.
+    The last column counts votes whose logits are not finite.
     """
     sent = []
     for first in range(0, len(rows), asked.size):
@@ -91,7 +94,7 @@ def count(asked: VotePoll, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
 
 def programs(asked: VotePoll) -> list[ClosedJaxpr]:
-    """The traced programs of a vote: of its noise and of the model on a noisy sample."""
+    """The traced programs of a vote: the noisy sample, and the model's class of it."""
     fixed = asked.key, asked.x, asked.scales, asked.places
     noisy = functools.partial(_noisy, asked.noise, asked.noise.step, fixed)
     with float64():
@@ -100,7 +103,7 @@ def programs(asked: VotePoll) -> list[ClosedJaxpr]:
 
 
 def uniforms(asked: VotePoll, number: int) -> np.ndarray:
-    """``[n]`` random numbers of the samples in ``[0, 1)``, by a number that no vote has."""
+    """``[n]`` random numbers in ``[0, 1)``, one a sample; no vote may have this ``number``."""
 
     def one(place: Array) -> Array:
         own = jax.random.fold_in(jax.random.fold_in(asked.key, place), number)
@@ -110,6 +113,7 @@ def uniforms(asked: VotePoll, number: int) -> np.ndarray:
 
 
 def _draw(asked: VotePoll, pairs: np.ndarray) -> Array:
+    """Noisy samples ``[m, *shape]`` for votes ``(row, number)``, ``[2, m]``."""
     rows, numbers = parallel.shard(tuple(pairs), asked.mesh)
     fixed = asked.key, asked.x, asked.scales, asked.places
     with float64():
@@ -131,7 +135,7 @@ def _noisy(
 
 @jax.jit
 def _vote(model: Callable[[Array], Array], x: Array) -> tuple[Array, Array]:
-    """``[m]`` classes, and K where a logit is not finite; and the logits."""
+    """Classes ``[m]`` of noisy samples, K where a logit is not finite; and the logits."""
     logits = model(x)
     fine = jnp.all(jnp.isfinite(logits), axis=-1)
     said = jnp.where(fine, jnp.argmax(logits, axis=-1), logits.shape[-1])

@@ -57,8 +57,8 @@ def raise_objective(
       index: ``[n]``, which samples of a larger set these are, for their randomness.
 
     Returns:
-      A :class:`BankFound`, measured: points of the ball and the box whose objective is at least
-      that of every point where a search began.
+      A :class:`BankFound`, measured: points of the ball and the box whose objective is at least that of
+      every point where a search began.
 
     Cost: see :class:`SpaceAttack`.
 

@@ -1,7 +1,7 @@
-"""One record a primitive, one family a file; open :mod:`wdjax.bounds.record` for what they say.
+"""One record for each primitive; :mod:`wdjax.bounds.record` documents their fields.
 
-`linear` holds what is affine in each operand, `functions` what acts on every entry alone, `order`
-maxima, sorting and rounding, `logic` comparisons and selections. Importing this makes them known.
+`linear` holds operations that are affine in each operand, `functions` entrywise functions, `order`
+maxima, sorting and rounding, `logic` comparisons and selections. Importing this registers them.
 """
 
 from wdjax.bounds import record

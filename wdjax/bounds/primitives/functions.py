@@ -1,4 +1,4 @@
-"""Functions of every entry alone, with what their float programs were measured to err by."""
+"""Records of entrywise functions, with the measured errors of their float programs."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,10 @@ def function(
     fuses: bool = True,
     operands: tuple[int, ...] | None = None,
 ) -> Record:
-    """A continuous function; without lines of its own those of cells are taken."""
+    """The record of a continuous entrywise function.
+
+    Without ``lines``, those of :mod:`wdjax.bounds.activation` are used if it ``fuses``.
+    """
     return Record(
         name=name, interval=interval, error=error, lines=lines, monotone=monotone, fuses=fuses,
         homogeneous=homogeneous, operands=operands, affine=None, elementwise=True, scales=False,
@@ -33,27 +36,32 @@ def function(
 def rising(
     name: str, error: Error, slope: nonlinear.Slope | float, lines: Relaxation | None = None
 ) -> Record:
-    """A function that grows. A slope is the largest everywhere, or from the ends."""
+    """The record of an increasing function; ``slope`` bounds its derivative, everywhere or from the
+    operand's ends."""
     return function(name, nonlinear.monotone(slope), error, lines, monotone=1)
 
 
 def falling(
     name: str, error: Error, slope: nonlinear.Slope | float, lines: Relaxation | None = None
 ) -> Record:
+    """The record of a decreasing function; ``slope`` as for :func:`rising`."""
     rule = nonlinear.monotone(slope, falling=True)
     return function(name, rule, error, lines, monotone=-1)
 
 
 def _gap(z: Array) -> Array:
+    """The derivative of tanh."""
     return 1 / jnp.cosh(jnp.minimum(jnp.abs(z), 40.0)) ** 2
 
 
 def _where_tanh(s: Array) -> Array:
-    nearly = 1 - 8 * float(jnp.finfo(s.dtype).eps)  # Behind it tanh is 1 but for 4 units.
+    """The ``z >= 0`` at which the derivative of tanh is ``s``."""
+    nearly = 1 - 8 * float(jnp.finfo(s.dtype).eps)  # Beyond it tanh is 1 up to 4 eps.
     return jnp.arctanh(jnp.sqrt(jnp.clip(1 - s, 0.0, nearly)))
 
 
 def _rise(z: Array) -> Array:
+    """The derivative of the logistic function."""
     return 0.25 * _gap(0.5 * z)
 
 
@@ -73,7 +81,7 @@ RECORDS = [
     rising(
         "exp", Error(2.7, 1.2, 0.6), lambda _, high: jnp.exp(high), relax.convex(jnp.exp, jnp.exp)
     ),
-    # exp(x log 2) with a rounded product, which its error grows with.
+    # Computed as exp(x log 2); its error grows with the rounded product.
     rising("exp2", Error(34.2, 358, 47), lambda _, high: jnp.exp2(high)),
     rising("expm1", Error(3.2, 2.7, 1.2), lambda _, high: jnp.exp(high)),
     rising(
@@ -141,7 +149,7 @@ RECORDS = [
         Error(50, 1500, 0.6),
         lambda low, high: 0.8862270 * jnp.exp(lax.erf_inv(_largest(low, high)) ** 2),
     ),
-    # As many products, each rounded to half a unit.
+    # |y| products, each rounded to half a unit.
     function("integer_pow", nonlinear.power, lambda eqn: 0.5 * abs(eqn.params["y"]), relax.power),
     function("square", nonlinear.power, ONCE, relax.power),
     function("pow", nonlinear.real_power, Error(0.6, 0.6, 0.6), fuses=False, operands=(0,)),

@@ -1,4 +1,5 @@
-"""Moves of entries, sums and products: affine in each operand where the others are known."""
+"""Records of moves of entries, sums and products: affine in each operand if the others are
+constant."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +22,7 @@ def _linear(
     sums: bool = False,
     keeps_order: bool = False,
 ) -> Record:
-    """What mixes or moves entries."""
+    """The record of an operation that moves or adds up entries."""
     return Record(
         name=name, interval=interval, affine=affine, operands=operands, sums=sums,
         keeps_order=keeps_order, error=error, lines=None, elementwise=False, scales=False,
@@ -30,7 +31,7 @@ def _linear(
 
 
 def _move(name: str, **more: Any) -> Record:
-    """What puts every entry in one place at most."""
+    """The record of an operation that moves every entry to at most one place."""
     return _linear(name, affine_rules.additive(more.get("operands")), once, error=EXACT, **more)
 
 
@@ -43,7 +44,7 @@ def _arithmetic(
     scales: bool = False,
     converts: bool = False,
 ) -> Record:
-    """Sums and products of entries at one place, and conversions, which may be to integers."""
+    """The record of an entrywise sum or product, or of a dtype conversion if ``converts``."""
     return Record(
         name=name, interval=interval, error=error, lines=lines, scales=scales, operands=None,
         affine=once, elementwise=True, sums=False, monotone=0, continuous=True, homogeneous=False,
@@ -52,12 +53,13 @@ def _arithmetic(
 
 
 def _repeated(eqn: JaxprEqn) -> int:
+    """How often a broadcast repeats an entry."""
     out: Any = eqn.outvars[0].aval
     return out.size // max(math.prod(affine_rules.shape_of(eqn, 0)), 1)
 
 
 def _filtered(eqn: JaxprEqn) -> int:
-    """Outputs of a kernel, at every place of its window."""
+    """To how many outputs of a convolution an entry contributes: channels times kernel size."""
     spec, kernel = eqn.params["dimension_numbers"].rhs_spec, affine_rules.shape_of(eqn, 1)
     return kernel[spec[0]] * math.prod(kernel[axis] for axis in spec[2:])
 

@@ -1,4 +1,4 @@
-"""Comparisons, booleans and what they select."""
+"""Records of comparisons, boolean operations and selections."""
 
 from wdjax.bounds import affine_rules, decisions
 from wdjax.bounds.domain import Rule
@@ -14,7 +14,11 @@ def _decision(
     compares: bool = False,
     selects: bool = False,
 ) -> Record:
-    """Booleans stay where all numbers are divided by one; what they select is divided too."""
+    """The record of a comparison, boolean operation or selection.
+
+    ``homogeneous``: when all numbers are divided by ``t > 0``, booleans stay the same, and selected
+    numbers are divided by ``t``.
+    """
     return Record(
         name=name, interval=interval, elementwise=elementwise, homogeneous=homogeneous,
         compares=compares, fuses=compares or selects, affine=everywhere if selects else None,

@@ -1,4 +1,5 @@
-"""Maxima, sorting and rounding, which choose among numbers and round none."""
+"""Records of maxima, sorting and rounding functions, mostly without rounding error, and products of
+entries along axes."""
 
 import functools
 import math
