@@ -77,6 +77,7 @@ class APGD:
         Each phase begins at the point of largest loss of the previous one. By default ``(10, 5, 2,
         1)`` for norm 1, else ``(1,)``.
       share: the first ``eta``, in radii; by default 1 for norm 1, else 2; may be traced.
+
     Returns the iterate of largest criterion within ``eps`` over all runs.
 
     Raises:

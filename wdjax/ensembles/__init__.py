@@ -3,6 +3,7 @@
 Each file is one ensemble. `question` holds what all its searches share (model, samples, key and
 checkpoint) and gives each search random keys of its own; `cascade` runs a list of attacks, and
 `autoattack`, `a3` and `fast` choose that list; `star` looks for the nearest
+flips with the schedules of `walks`. Open `cascade` first.
 """
 
 from wdjax.ensembles.a3 import a3, a3_wda

@@ -20,7 +20,7 @@ images standing instead of 48 and 50; on four other nets the whole suite left as
 
 
 def members(ball: Lp = Lp(), version: str = "standard") -> dict[str, Attack]:
-    """The attacks of an AutoAttack version, by name and in order; for random models see :mod:`.rand`.
+    """The attacks of an AutoAttack version, in order; for random models see :mod:`.rand`.
 
     Args:
       ball: norm and box.

@@ -94,7 +94,7 @@ class Expected:
 
 
 def majority(out: Array, y: Array) -> Array:
-    """The criterion that more than half of the draws misclassify: the lower median of their margins.
+    """The criterion that more than half of the draws misclassify: their margins' lower median.
 
     >>> out = jnp.array([[[0.0, 1.0], [0.0, 2.0], [3.0, 0.0]]])
     >>> majority(out, jnp.array([0])).tolist()

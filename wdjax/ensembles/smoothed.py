@@ -59,6 +59,7 @@ def smoothed(
       stretch: increasing multiples of the perturbation; only 1 where a ball needs proofs.
       batch_size: copies at once when votes are counted; the search chooses its own.
       **options: of :func:`wdjax.search`.
+
     Returns:
       A :class:`~wdjax.core.Found`: ``success`` marks confirmed flips; ``margin`` is the share of
       votes of the best rival less that of the label; ``correct`` is False where the test assigns

@@ -107,7 +107,7 @@ def wda_star(
     if start is not None:
         samples = jnp.asarray(ask.x)
         reach = ball.cost(samples, jnp.asarray(validate.check_like("start", start, samples)))
-        reach = jnp.where(jnp.isfinite(reach), 1.01 * reach, 0.0)  # Slack for the rounding of costs.
+        reach = jnp.where(jnp.isfinite(reach), 1.01 * reach, 0.0)  # Slack for rounding.
         found = driver.best(found, ask.search(number, Points(ball), eps=reach, start=start))
         number += 1
     hope = np.full(len(found.cost), _HOPE)
@@ -136,7 +136,7 @@ def wda_star(
 
 
 def _gain(before: Found, after: Found) -> np.ndarray:
-    """``[n]``: the share by which each distance became shorter; 1 where the first flip was found."""
+    """``[n]``: the share by which each distance became shorter; 1 for a first flip."""
     one, other = _distance(before), _distance(after)
     known = np.isfinite(one) & (one > 0)
     return np.where(
@@ -168,7 +168,7 @@ def _follow(ask: Question, number: int, kind: Kind, found: Found | None, only: n
 
 
 def _scale(found: Found) -> np.ndarray:
-    """``[n]``: the distance of each sample's flip; the median where there is none, 0 without any."""
+    """``[n]``: the distance of each sample's flip; their median if it has none, or 0."""
     distance = _distance(found)
     known = distance[np.isfinite(distance) & (distance > 0)]
     typical = float(np.median(known)) if len(known) else 0.0

@@ -110,8 +110,7 @@ def default_batch(model: Classifier, x: Array) -> int:
 
 
 def count(asked: Poll, rows: npt.NDArray[np.int64], first: int, draws: int) -> Tally:
-    """Counts copies ``first`` to ``first + draws`` of the inputs ``rows``; ``first`` is a multiple of
-    ``TURN``."""
+    """Counts copies ``first`` to ``first + draws`` of inputs; ``TURN`` divides ``first``."""
     turns = first // TURN, -(-(first + draws) // TURN)
     fixed = asked.model, asked.perturbation, asked.x, asked.y, asked.places, asked.key
     size = 1 if len(rows) <= _FEW and asked.mesh is None else asked.rows
@@ -127,7 +126,7 @@ def count(asked: Poll, rows: npt.NDArray[np.int64], first: int, draws: int) -> T
 
 
 def outputs(function: Classifier, x: Array) -> Array:
-    """The function's outputs for ``x`` ``[n, *shape]``, in batches, so that memory stays bounded."""
+    """The function's outputs for ``x`` ``[n, *shape]``, in batches, to bound the memory."""
     parts = [program.outputs(function, x[i : i + _ROWS]) for i in range(0, len(x), _ROWS)]
     return jnp.concatenate(parts)
 

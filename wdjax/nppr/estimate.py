@@ -68,7 +68,7 @@ class Estimate:
         return metrics.clopper_pearson(self.survived[self.correct], self.draws, confidence)
 
     def population(self, confidence: float = 0.95) -> ConfidenceInterval:
-        """Interval of :func:`wdjax.metrics.mean_interval` over inputs: for the population of inputs.
+        """Interval of :func:`wdjax.metrics.mean_interval` over inputs: for their population.
 
         A bootstrap over inputs would be shorter, but invalid where failures are rare: if one input
         in fifty is fragile, a sample of 50 contains none a third of the time.
@@ -141,7 +141,7 @@ def estimate(
 def correct_inputs(
     model: Classifier, perturbation: Perturbation, x: AnyArray, y: AnyArray
 ) -> tuple[Array, Array, npt.NDArray[np.bool_]]:
-    """Checks samples and tells which are classified correctly, ``[n]``; raises if there are none."""
+    """Checks samples and tells which are classified correctly, ``[n]``; raises if none is."""
     x, y = validate.check_samples(model, x, y, perturbation.ball.box)
     right, finite = map(np.asarray, _judged(counting.outputs(model, x), y))
     if not finite:

@@ -202,8 +202,8 @@ def _approach(question: Question, start: Start, steps: int) -> Array:
 
 
 def _shortest(question: Question, start: Array, end: Array) -> Array:
-    """The shorter of two failures ``[d]``: the first on the ray from 0 to twice the end of a search,
-    and the first on the ray to its start, for gradients that are 0 or mislead; inf without any."""
+    """The shorter of two failures ``[d]``: the first on the ray from 0 to twice a search's end, and
+    the first on the ray to its start, for gradients that are 0 or mislead; inf without any."""
 
     def first(u: Array) -> Array:
         along = jnp.linspace(1 / _RAY, 1, _RAY)[:, None] * u
