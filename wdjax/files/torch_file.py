@@ -206,6 +206,7 @@ def _read_zip(file: BinaryIO, size: int) -> Any:
 def _read_legacy(file: BinaryIO, size: int) -> Any:
     """Reads a legacy file of ``torch.save``: four pickles (magic number, protocol, system, value),
     a fifth with the storages' keys, and then the storages' data in that order."""
+
     def header() -> Any:
         value, storages = state_pickle.load(file)
         if storages:

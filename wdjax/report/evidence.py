@@ -160,7 +160,7 @@ class Sandwich(NamedTuple):
         choose: Callable[[Iterable[float]], float],
         clean: float,
     ) -> Numbers:
-        """``[m]``: at each radius the best value over entries of at least this order, and ``clean``.
+        """``[m]``: at each radius the best value over ``clean`` and entries of at least this order.
 
         ``choose`` is min or max; the unmoved data lie in every ball.
         """
