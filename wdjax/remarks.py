@@ -1,4 +1,4 @@
-"""What an attack spent and met, and what a reader must know before believing its numbers."""
+"""The passes and faults of an attack, and remarks for readers of its numbers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 
 def spent(result: Any) -> dict[str, Any]:
-    """What an attack spent and met, for JSON."""
+    """Passes, zero gradients, faults and second look of a result, as numbers for JSON."""
     faults = np.flatnonzero(result.fault)
     left = np.asarray(result.correct) & ~np.asarray(result.success)
     gradients, zeros = np.asarray(result.gradients), np.asarray(result.zeros)
@@ -31,7 +31,7 @@ def _share(zeros: npt.NDArray[Any], gradients: npt.NDArray[Any]) -> float:
 
 
 VANISHED = "gradients vanish: the attacked accuracy may overstate robustness"
-"""Said of an attack of whose gradients more than half were zero in every coordinate."""
+"""The remark on attacks of whose gradients more than half were zero in every coordinate."""
 
 
 def of(measured: Mapping[str, Any]) -> list[str]:
