@@ -72,12 +72,12 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         "--rivals",
         type=options.RIVALS,
         metavar="M",
-        help="classes that wda, wda++ and a3-wda try at a step unless their own settings say so "
-        "(default, the paper's: of up to ten classes all, by wda++ 5; of up to a hundred 10; of "
-        "more 20)",
+        help="rival classes that wda, wda++ and a3-wda try in a step if not set otherwise "
+        "(default, as in the paper: all for up to ten classes, but 5 for wda++; 10 for up to a "
+        "hundred; 20 for more)",
     )
     how.add_argument(
-        "--seed", type=options.SEED, default=0, help="of all that is random (default %(default)s)"
+        "--seed", type=options.SEED, default=0, help="seed of all randomness (default %(default)s)"
     )
     how.add_argument(
         "--batch-size", type=options.BATCH, metavar="B", help="samples on the device at once"

@@ -69,7 +69,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         help="test digits to attack and certify, at most 350 (default %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=options.SEED, default=0, help="of all that is random (default %(default)s)"
+        "--seed", type=options.SEED, default=0, help="seed of all randomness (default %(default)s)"
     )
     subject.declare_checkpoint(parser)
     parser.set_defaults(command=run)

@@ -69,7 +69,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         "--batch-size",
         type=options.BATCH,
         metavar="B",
-        help="samples, or votes, on the device at once (default 64; of votes what is fast)",
+        help="samples, or votes, on the device at once (default 64; for votes a fast number)",
     )
     smoothing_command.declare(parser.add_argument_group("how, by smoothing"))
     out = subject.declare_out(parser)

@@ -49,7 +49,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         "--mode",
         default="joint",
         metavar="LIST",
-        help=f"what distributions depend on: some of {', '.join(nppr.MODES)}; paper for its four, "
+        help=f"what the noise depends on: some of {', '.join(nppr.MODES)}; paper for its four, "
         "all for all (default %(default)s)",
     )
     how.add_argument(

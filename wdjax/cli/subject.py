@@ -63,8 +63,8 @@ def declare_checkpoint(group: Any) -> None:
         "--checkpoint",
         type=Path,
         metavar="DIR",
-        help="a folder to save the work to: interrupted or killed at any moment and begun anew, "
-        "the same command goes on from there to the same result",
+        help="a folder for checkpoints: interrupted or killed at any moment and run again, "
+        "the same command continues to an equal result",
     )
     group.add_argument(
         "--every",

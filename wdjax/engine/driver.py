@@ -127,7 +127,7 @@ def search(
         return replace(found, limit=jnp.full_like(found.cost, _limit(attack, x)))
     if transductive:
         raise ValueError(
-            "a transductive model is searched inside jit, where its batch stays whole: wrap the "
+            "a transductive model needs its whole batch, which is kept inside jit only: wrap the "
             "search in jax.jit, or play a game (wdjax.transductive)."
         )
     x, y = validate.check_samples(model, x, y, attack.ball.box, own)
@@ -296,7 +296,7 @@ def best(*found: Found) -> Found:
     0.125
     """
     if any(isinstance(one, Result) for one in found):
-        raise ValueError("best takes what wdjax.search found; spend the budget after it.")
+        raise ValueError("best takes results of wdjax.search; spend the budget after it.")
     return functools.reduce(_better, found)
 
 

@@ -110,7 +110,7 @@ def _resume(
         what = f" ({', '.join(changes)})" if changes else ""
         raise ValueError(
             f"the checkpoint {checkpoint} belongs to other settings, samples or parameters{what}; "
-            "choose another folder, or remove it to begin anew."
+            "choose another folder, or remove it to start again."
         )
     return state
 

@@ -240,7 +240,7 @@ def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
         return ["bytes", *_plain(value, arrays)[1:]]
     if isinstance(value, dict):
         if not all(isinstance(name, str) for name in value):
-            raise TypeError(f"the names of what is kept must be words, got {list(value)!r}.")
+            raise TypeError(f"a task's result must have str keys, got {list(value)!r}.")
         return {name: _plain(part, arrays) for name, part in value.items()}
     if dataclasses.is_dataclass(value):
         parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

@@ -68,7 +68,7 @@ def bisect(
     arguments.check("key", attack=attack, model=model, x=x, y=y, eps=eps, key=key)
     if attack.budget != "sample":
         raise ValueError(
-            f"bisect takes attacks with a radius a sample; {type(attack).__name__} has none."
+            f"bisect takes attacks with a radius for each sample; {type(attack).__name__} has none."
         )
     ask = question("bisect", model, x, y, key, checkpoint, options, random=attack.random)
     rounds = validate.check_count("rounds", rounds)

@@ -72,8 +72,8 @@ def cascade(
         arguments.check(attack=attack)
         if attack.budget != "sample":
             raise ValueError(
-                f"members must be bound to a radius a sample, but the budget of {name} is "
-                f"{attack.budget!r}; use FAB(bounded=True), or spend what it finds on its own."
+                f"members need a radius for each sample, but the budget of {name} is "
+                f"{attack.budget!r}; use FAB(bounded=True), or run and spend it separately."
             )
     found, left = None, only
     for number, (name, attack) in enumerate(members.items()):

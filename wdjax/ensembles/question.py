@@ -72,7 +72,7 @@ def question(
         raise ValueError(f"{name} is random: pass key=jax.random.key(seed).")
     if validate.traced(model, x, y, key, options) or validate.staged():
         raise ValueError(
-            f"{name} decides on the host what to search next: call it outside jit and vmap, or use "
+            f"{name} chooses its searches on the host: call it outside jit and vmap, or use "
             "its attacks one by one."
         )
     for option in ("only", "start", "eps", "history", "skip_misclassified"):

@@ -273,12 +273,12 @@ def _check_storable(leaves: Mapping[str, Any], dtypes: frozenset[str]) -> None:
         if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
             raise ValueError(f"{what} without values; save arrays, outside of jit.")
         if name != name.encode(errors="replace").decode():
-            raise ValueError(f"{shown(name)} is no name that a file can hold; rename it.")
+            raise ValueError(f"{shown(name)} is not a name that UTF-8 can encode; rename it.")
         if name == "__metadata__" and dtypes is _FILE:
-            raise ValueError(f"safetensors files keep {name} for themselves; save to a folder.")
+            raise ValueError(f"safetensors files reserve the name {name}; save to a folder.")
         if leaf.ndim >= MAX_RANK or (str(leaf.dtype) not in dtypes and not _is_key(leaf)):
             where = "a safetensors file" if dtypes is _FILE else "a checkpoint"
-            raise ValueError(f"{what}, which {where} does not hold; convert it.")
+            raise ValueError(f"{what}, which {where} cannot store; convert it.")
 
 
 def _manifest_text(facts: _Facts, settings: Mapping[str, Any]) -> str:
@@ -412,7 +412,7 @@ def _named(tree: PyTree) -> dict[str, Any]:
         if name in named:
             raise ValueError(f"two leaves are called {shown(name)}; rename a key that has a dot.")
         if isinstance(leaf, int) and not -(1 << 63) <= leaf < 1 << 63:
-            raise ValueError(f"{shown(name)} is a whole number of more than 64 bits; save less.")
+            raise ValueError(f"{shown(name)} is a whole number beyond 64 bits; save less.")
         masked = isinstance(leaf, np.ma.MaskedArray)  # Its mask would be lost.
         if isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex) and not masked:
             leaf = np.asarray(leaf)

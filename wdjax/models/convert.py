@@ -433,7 +433,9 @@ def main(arguments: argparse.Namespace, say: Callable[[str], None] = print) -> i
         persist.check_writable(arguments.out)
     if arguments.name is not None:
         if arguments.normalize is not None:
-            raise ValueError("--normalize goes with --arch; with --name the table says it.")
+            raise ValueError(
+                "--normalize goes with --arch; with --name the normalization is known."
+            )
         entry = zoo.entry(arguments.name, arguments.dataset, arguments.threat)
         converted = load_robustbench(
             entry.name,
@@ -446,7 +448,7 @@ def main(arguments: argparse.Namespace, say: Callable[[str], None] = print) -> i
         )
     else:
         if arguments.any_size:
-            raise ValueError("--any-size goes with --name; with --arch the file tells the sizes.")
+            raise ValueError("--any-size goes with --name; with --arch sizes come from the file.")
         converted = load(
             arguments.weights,
             arguments.arch,

@@ -260,7 +260,7 @@ def _attempts(attacks: Mapping[str, Attempt | Attack], ball: Lp) -> dict[str, At
         arguments.check(attack=attack)
         if attack.ball != ball:
             raise ValueError(
-                f"{name!r} moves within {attack.ball!r}, but this audit is about {ball!r}: pass "
+                f"{name!r} moves within {attack.ball!r}, but this audit uses {ball!r}: pass "
                 "both the same ball."
             )
         if attack.budget == "none" and attempt.kappa is not None:

@@ -126,7 +126,7 @@ def play(
     """
     arguments.check(x=x, y=y, eps=eps, key=key)
     if validate.traced(defense, memory, x, y, eps, key) or validate.staged():
-        raise ValueError("a game decides on the host what comes next: play outside jit and vmap.")
+        raise ValueError("a game runs on the host: play it outside jit and vmap.")
     if not (isinstance(attack, SpaceAttack) and hasattr(attack.inner, "ball")):
         raise ValueError(
             f"attack must be one on model spaces, such as gmsa_avg(PGD()), got {attack!r}."
