@@ -109,7 +109,7 @@ def table(shared, nets, seeds, steps, only=None):
             plain, strong = attacked(model, x, y, eps)
             how = {"key": jax.random.key(9), "draws": draws}
             kinds = (
-                distributions.Uniform(eps),
+                distributions.UniformBall(eps),
                 distributions.ClippedGaussian(eps),
                 distributions.TruncatedGaussian(eps),
             )
@@ -192,7 +192,7 @@ def warm(shared, nets, seeds, steps):
 
 def rare(shared, nets, seeds, steps):
     model, _, (x, y) = load(shared, "digits_adversarial")
-    x, y, own = jnp.asarray(x), jnp.asarray(y), distributions.Uniform(0.15)
+    x, y, own = jnp.asarray(x), jnp.asarray(y), distributions.UniformBall(0.15)
     right = np.flatnonzero(nppr.estimate(model, own, x, y, key=jax.random.key(0), draws=32).correct)
     rough = {}
     for i in right[:150]:
@@ -271,7 +271,7 @@ def speed(shared, nets, seeds, steps):
             schedule = Schedule(steps=100).settled(family)
             features = models.features(model)(x)
             given = objective.Data(model, x, y, features, None, schedule)
-            plan = objective.Plan(family, wdjax.Lp(), True)
+            plan = objective.FitProgram(family, wdjax.Lp(), True)
             keys, radii = jax.random.split(jax.random.key(0), 1), jnp.array([0.1])
             width, classes = features.shape[1], 10
             state = objective.begin(family, x.shape[1:], width, classes, 100, keys, radii, {})
@@ -304,7 +304,7 @@ def throughput(name, model, x, y):
 
     No way to count 100 copies is faster than 100 passes of the model, on a core that is full.
     """
-    eps, own = 0.03, distributions.Uniform(0.03)
+    eps, own = 0.03, distributions.UniformBall(0.03)
 
     def looped():
         key = jax.random.key(0)

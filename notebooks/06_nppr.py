@@ -67,7 +67,7 @@ eps = 0.1
 draws, key = (64, 1000)[not FAST], jax.random.key(2)
 rows = {}
 for name, own in {
-    "PR uniform": distributions.Uniform(eps),
+    "PR uniform": distributions.UniformBall(eps),
     "PR Gaussian, clipped": distributions.ClippedGaussian(eps),
     "PR Gaussian, truncated": distributions.TruncatedGaussian(eps),
 }.items():
@@ -143,7 +143,7 @@ pictures.mixture(fits["joint"], x[0], y[0])
 # %%
 decision = nppr.probabilistic_accuracy(
     model,
-    distributions.Uniform(0.2),
+    distributions.UniformBall(0.2),
     x,
     y,
     key=key,
@@ -165,7 +165,7 @@ print(f"{decision.draws[decision.correct].mean():.0f} copies an image")
 safe = np.flatnonzero(rows["PR uniform"].survived == draws)
 rare = []
 for i in safe[: 3 if FAST else 10]:
-    own = distributions.Uniform(0.15)
+    own = distributions.UniformBall(0.15)
     weighed = nppr.importance(model, own, x[i], y[i], key=key)
     if weighed.found and 1e-12 < weighed.value < 1e-2:
         rare.append(weighed.value)

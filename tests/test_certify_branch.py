@@ -143,7 +143,7 @@ def test_no_leaf_is_dropped():
             free = rng.permutation(np.flatnonzero(signs == 0))[:3]
             choices[row, : len(free)] = free
         low, children = rng.normal(-1, 1, 4), rng.normal(-1, 1, (4, 3, 2))
-        frontier.split(leaves.Bounds(low, batch.multipliers, choices, children))
+        frontier.split(leaves.LeafBounds(low, batch.multipliers, choices, children))
     held = [*frontier.open, *frontier.stuck, *(leaf for leaf in every if leaf.low > 0)]
     for signs in itertools.product((-1, 1), repeat=size):
         assert any(np.all((leaf.signs == 0) | (leaf.signs == signs)) for leaf in held)

@@ -27,7 +27,7 @@ from wdjax.image import FrankWolfe, NearestTransport, union
 from wdjax.models import convert
 from wdjax.report import page
 from wdjax.transductive import Fixed, digits, transfer
-from wdjax.transductive.digits import Case, Row
+from wdjax.transductive.digits import DigitsCase, Row
 
 CODES = {"interrupted": {0, 130}, "terminated": {0, 143}}
 """Exit codes; of a disk that fails 2, of a stream 4, and 0 where neither mattered."""
@@ -79,7 +79,7 @@ COMMANDS = {
 def tiny(given):
     """A game of one turn against a net that does not adapt."""
     net = models.mlp((64, 10), key=given.key)
-    return Case(lambda: Fixed(net), 0.1, None, 6, {"transfer": Row(transfer(PGD(steps=1)))})
+    return DigitsCase(lambda: Fixed(net), 0.1, None, 6, {"transfer": Row(transfer(PGD(steps=1)))})
 
 
 @pytest.fixture(scope="module", autouse=True)

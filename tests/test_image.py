@@ -150,13 +150,13 @@ def test_the_ball_believes_plans_only():
     plan[..., 1, 1] = x
     plan[0, 2, 2, 0, 1] = [0.1, 0.4, 0.0]
     total = float(x.sum())
-    honest = float(ball.cost(x, z, image.Plan(jnp.asarray(plan)))[0])
+    honest = float(ball.cost(x, z, image.TransportPlan(jnp.asarray(plan)))[0])
     assert exact(x, z) <= honest <= 0.1 / total * (1 + 1e-4) + 5e-6
     assert ball.cost(x, z)[0] == jnp.inf
     assert ball.cost(x, x)[0] == 0
     lie = plan.copy()
     lie[0, 2, 2, 0, 1] = [0.05, 0.45, 0.0]  # Half of what moved is charged the longest way.
-    assert float(ball.cost(x, z, image.Plan(jnp.asarray(lie)))[0]) > honest
+    assert float(ball.cost(x, z, image.TransportPlan(jnp.asarray(lie)))[0]) > honest
     for change in (
         {(0, 2, 2, 0, 1, 2): -0.1},
         {(0, 0, 0, 0, 0, 0): 0.1},
@@ -165,10 +165,12 @@ def test_the_ball_believes_plans_only():
         bad = plan.copy()
         for place, value in change.items():
             bad[place] += value
-        assert ball.cost(x, z, image.Plan(jnp.asarray(bad)))[0] == jnp.inf
+        assert ball.cost(x, z, image.TransportPlan(jnp.asarray(bad)))[0] == jnp.inf
     brighter = z.at[0, 0, 0, 0].add(1e-3)
-    assert ball.cost(x, brighter, image.Plan(jnp.asarray(plan)))[0] == jnp.inf
-    outside = image.ImageWasserstein(window=3, high=0.5).cost(x, z, image.Plan(jnp.asarray(plan)))
+    assert ball.cost(x, brighter, image.TransportPlan(jnp.asarray(plan)))[0] == jnp.inf
+    outside = image.ImageWasserstein(window=3, high=0.5).cost(
+        x, z, image.TransportPlan(jnp.asarray(plan))
+    )
     assert outside[0] == jnp.inf
 
 
@@ -178,12 +180,12 @@ def test_colour_channels_are_normalised_together_or_apart():
     plan = jnp.zeros((1, 3, 3, 2, 3, 3)).at[..., 1, 1].set(x)
     plan = plan.at[0, 0, 0, 0, 1].set(jnp.array([0.0, 0.05, 0.05]))
     shared, apart = (
-        float(image.ImageWasserstein(3, channels=kind).cost(x, z, image.Plan(plan))[0])
+        float(image.ImageWasserstein(3, channels=kind).cost(x, z, image.TransportPlan(plan))[0])
         for kind in ("shared", "separate")
     )
     assert shared == pytest.approx(0.05 / 3.6, rel=1e-3)
     assert apart == pytest.approx(0.05 / 0.9, rel=1e-3)
-    square = image.ImageWasserstein(3, power=2).cost(x, z, image.Plan(plan))
+    square = image.ImageWasserstein(3, power=2).cost(x, z, image.TransportPlan(plan))
     assert float(square[0]) == pytest.approx((0.05 / 3.6) ** 0.5, rel=1e-3)
 
 
@@ -323,7 +325,7 @@ def test_total_variance_and_its_slope():
     )  # Keeps the whole mass.
     with float64():
         mass, along = (jnp.asarray(part, jnp.float64) for part in (mass, stencil.mass(along)))
-        _, tilt = jax.jvp(lambda m: image.total_variance(image.Plan(m)), (mass,), (along,))
+        _, tilt = jax.jvp(lambda m: image.total_variance(image.TransportPlan(m)), (mass,), (along,))
     sent = np.asarray(along).sum(axis=(1, 2, 3)).reshape(2, -1)
     whole = np.asarray(mass).sum(axis=(1, 2, 3, 4, 5))
     ours = np.sum(np.asarray(variance.slope(stencil, plan)) * sent, axis=1) / whole

@@ -122,7 +122,7 @@ def test_a_single_sample_shows_it_too(name):
 @pytest.mark.parametrize("name", FREE)
 def test_samples_that_do_not_meet_are_proved_to(name):
     model = _net(FREE[name])
-    assert independence.proof(model, X.shape[1:], X.dtype) == batch_axis.Proof(True, True)
+    assert independence.proof(model, X.shape[1:], X.dtype) == batch_axis.BatchProof(True, True)
 
 
 @pytest.mark.fast
@@ -131,7 +131,7 @@ def test_samples_that_do_not_meet_pass(name):
     model = _net({**FREE, **UNPROVED}[name])
     independence.check(model, X)
     # The trial finds nothing either, whatever the proof says.
-    independence._try(model, np.asarray(X), batch_axis.Proof(False, False))
+    independence._try(model, np.asarray(X), batch_axis.BatchProof(False, False))
 
 
 @pytest.mark.fast

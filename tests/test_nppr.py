@@ -223,7 +223,7 @@ def test_a_fit_finds_what_noise_does_not():
                      schedule=Schedule(steps=60, batch=8, draws=8))  # fmt: skip
     how = {"key": jax.random.key(1), "draws": 200}
     learnt = nppr.estimate(model, found, x, y, **how).value
-    drawn = nppr.estimate(model, distributions.Uniform(0.1), x, y, **how).value
+    drawn = nppr.estimate(model, distributions.UniformBall(0.1), x, y, **how).value
     assert learnt < 0.5 < 0.95 < drawn
     assert found.learnt
     stuck = dataclasses.replace(found, history=jax.tree.map(jnp.zeros_like, found.history))

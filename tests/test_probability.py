@@ -29,7 +29,7 @@ def test_shares_are_those_of_the_closed_form():
     model = Model(half, jnp.asarray(0.5))
     x, y = jnp.array([[0.55, 0.5], [0.59, 0.5], [0.4, 0.5]]), jnp.zeros(3, jnp.int32)
     how = {"key": KEY, "draws": 20_000}
-    found = nppr.estimate(model, distributions.Uniform(0.1), x, y, **how)
+    found = nppr.estimate(model, distributions.UniformBall(0.1), x, y, **how)
     np.testing.assert_array_equal(found.correct, [True, True, False])
     np.testing.assert_allclose(found.per_input, [0.75, 0.95], atol=0.01)
     low, high = found.pooled()
@@ -54,7 +54,7 @@ def shift(key, x, y):
 def test_every_copy_is_in_the_ball_and_the_box(norm):
     x, y = samples()
     ball, eps = Lp(norm), {1: 2.0, 2: 0.8, math.inf: 0.2}[norm]
-    kinds = [distributions.Uniform(eps, ball), distributions.ClippedGaussian(eps, ball)]
+    kinds = [distributions.UniformBall(eps, ball), distributions.ClippedGaussian(eps, ball)]
     kinds.append(distributions.Custom(jax.tree_util.Partial(shift), eps, ball))
     for own in kinds:
         moved = nppr.points(own, KEY, x, y, 20)
@@ -70,20 +70,22 @@ def test_every_copy_is_in_the_ball_and_the_box(norm):
 def test_neither_batches_nor_devices_nor_company_change_a_count():
     x, y = samples()
     how = {"key": KEY, "draws": 70}
-    whole = nppr.estimate(NET, distributions.Uniform(0.6), x, y, **how)
-    small = nppr.estimate(NET, distributions.Uniform(0.6), x, y, batch_size=64, **how)
+    whole = nppr.estimate(NET, distributions.UniformBall(0.6), x, y, **how)
+    small = nppr.estimate(NET, distributions.UniformBall(0.6), x, y, batch_size=64, **how)
     part = nppr.estimate(
-        NET, distributions.Uniform(0.6), x[5:], y[5:], index=np.arange(5, 12), **how
+        NET, distributions.UniformBall(0.6), x[5:], y[5:], index=np.arange(5, 12), **how
     )
     np.testing.assert_array_equal(whole.survived, small.survived)
     np.testing.assert_array_equal(whole.survived[5:], part.survived)
     assert 0 < whole.value < 1
     mesh = parallel.data_mesh()
-    split = nppr.estimate(NET, distributions.Uniform(0.6), x, y, mesh=mesh, **how)
+    split = nppr.estimate(NET, distributions.UniformBall(0.6), x, y, mesh=mesh, **how)
     np.testing.assert_array_equal(whole.survived, split.survived)
-    alone = nppr.probabilistic_accuracy(NET, distributions.Uniform(0.6), x, y, key=KEY, draws=200)
+    alone = nppr.probabilistic_accuracy(
+        NET, distributions.UniformBall(0.6), x, y, key=KEY, draws=200
+    )
     shared = nppr.probabilistic_accuracy(
-        NET, distributions.Uniform(0.6), x, y, key=KEY, draws=200, mesh=mesh
+        NET, distributions.UniformBall(0.6), x, y, key=KEY, draws=200, mesh=mesh
     )
     jax.tree.map(np.testing.assert_array_equal, alone, shared)
 
@@ -95,13 +97,15 @@ def faulty(w, x):
 
 def test_copies_that_are_not_finite_have_not_survived():
     model, x = Model(faulty, jnp.asarray(0.1)), jnp.array([[0.5, 0.5]])
-    found = nppr.estimate(model, distributions.Uniform(0.1), x, jnp.array([0]), key=KEY, draws=320)
+    found = nppr.estimate(
+        model, distributions.UniformBall(0.1), x, jnp.array([0]), key=KEY, draws=320
+    )
     assert found.faults[0] + found.survived[0] == 320
     assert 0.2 < found.faults[0] / 320 < 0.3
     with pytest.raises(ValueError, match="nothing is left"):
-        nppr.estimate(model, distributions.Uniform(0.1), x, jnp.array([1]), key=KEY)
+        nppr.estimate(model, distributions.UniformBall(0.1), x, jnp.array([1]), key=KEY)
     with pytest.raises(ValueError, match="not finite"):
-        nppr.estimate(model, distributions.Uniform(0.1), x - 0.2, jnp.array([0]), key=KEY)
+        nppr.estimate(model, distributions.UniformBall(0.1), x - 0.2, jnp.array([0]), key=KEY)
 
 
 @pytest.mark.parametrize("risk", [0.09, 0.1, 0.11])
@@ -123,7 +127,7 @@ def test_probabilistic_accuracy_is_that_of_the_closed_form():
     model = Model(half, jnp.asarray(0.5))
     x = jnp.stack([jnp.array([0.4, 0.51, 0.57, 0.585, 0.595, 0.7]), jnp.full(6, 0.5)], axis=1)
     y = jnp.zeros(6, jnp.int32)
-    found = nppr.probabilistic_accuracy(model, distributions.Uniform(0.1), x, y, key=KEY)
+    found = nppr.probabilistic_accuracy(model, distributions.UniformBall(0.1), x, y, key=KEY)
     assert found.rho == (0.1, 0.05, 0.01)
     risks = np.array([0, 0.45, 0.15, 0.075, 0.025, 0.0])
     for rho, sure, weak in zip(found.rho, found.robust, found.fragile):
@@ -134,11 +138,13 @@ def test_probabilistic_accuracy_is_that_of_the_closed_form():
     np.testing.assert_allclose(found.lower, [0.6, 0.4, 0.2])
     np.testing.assert_allclose(found.upper, found.lower)
     assert found.draws[0] == 0 < found.draws[-1] < 1000
-    short = nppr.probabilistic_accuracy(model, distributions.Uniform(0.1), x, y, key=KEY, draws=32)
+    short = nppr.probabilistic_accuracy(
+        model, distributions.UniformBall(0.1), x, y, key=KEY, draws=32
+    )
     assert short.undecided.any()
     assert np.all(short.lower < short.upper)
     with pytest.raises(ValueError, match="rho"):
-        nppr.probabilistic_accuracy(model, distributions.Uniform(0.1), x, y, key=KEY, rho=1.5)
+        nppr.probabilistic_accuracy(model, distributions.UniformBall(0.1), x, y, key=KEY, rho=1.5)
 
 
 def test_the_fields_of_prbench():
@@ -170,7 +176,7 @@ def exact(shift):
 def test_rare_failures_of_a_corner(shift):
     model = Model(line, jnp.array([1.0, 1.0, 0.0]))
     x = jnp.array([shift * 0.2 - 0.1, 0.1, 0.5])
-    own, truth = distributions.Uniform(0.2, Lp(math.inf, (-1.0, 1.0))), exact(shift)
+    own, truth = distributions.UniformBall(0.2, Lp(math.inf, (-1.0, 1.0))), exact(shift)
     weighed = nppr.importance(model, own, x, 0, key=KEY, draws=2000)
     assert weighed.found
     assert weighed.value == pytest.approx(truth, rel=0.2)
@@ -358,7 +364,7 @@ def test_normal_vectors_become_the_noise_that_they_say():
 
 def test_what_counts_on_the_host_names_what_can_be_differentiated():
     x, y = samples()
-    own, one = distributions.Uniform(0.1), (x[0], y[0])
+    own, one = distributions.UniformBall(0.1), (x[0], y[0])
 
     def each(model):
         yield lambda: nppr.estimate(model, own, x, y, key=KEY).value
@@ -376,7 +382,7 @@ def test_what_counts_on_the_host_names_what_can_be_differentiated():
 
 
 def test_what_never_fails_is_not_called_impossible():
-    model, own = Model(line, jnp.array([1.0, 1.0])), distributions.Uniform(0.1)
+    model, own = Model(line, jnp.array([1.0, 1.0])), distributions.UniformBall(0.1)
     x = jnp.array([0.5, 0.5])
     for method, size in ((nppr.importance, "draws"), (nppr.splitting, "particles")):
         found = method(model, own, x, 0, key=KEY, runs=2, **{size: 100})
@@ -386,12 +392,12 @@ def test_what_never_fails_is_not_called_impossible():
     with pytest.raises(ValueError, match="misclassified"):
         nppr.importance(model, own, x, 1, key=KEY)
     with pytest.raises(ValueError, match="rare events are for"):
-        nppr.importance(model, distributions.Uniform(0.1, Lp(2)), x, 0, key=KEY)
+        nppr.importance(model, distributions.UniformBall(0.1, Lp(2)), x, 0, key=KEY)
 
 
 def test_collapse_to_a_point_is_seen():
     x, y = samples()
-    wide = nppr.spread_within(distributions.Uniform(0.1), x, y, key=KEY, draws=200)
+    wide = nppr.spread_within(distributions.UniformBall(0.1), x, y, key=KEY, draws=200)
     assert np.all(np.abs(wide.within - 3**-0.5) < 0.03)
     same = distributions.Custom(jax.tree_util.Partial(lambda key, x, y: jnp.full_like(x, 0.1)), 0.1)
     point = nppr.spread_within(same, x, y, key=KEY)
@@ -403,7 +409,7 @@ def test_the_loss_is_differentiable_in_the_model():
     x, y = samples()
 
     def value(model):
-        return nppr.expected_loss(model, distributions.Uniform(0.2), x, y, key=KEY)
+        return nppr.expected_loss(model, distributions.UniformBall(0.2), x, y, key=KEY)
 
     slope = jax.grad(value)(NET).args[0]["fc2"]["bias"]
     for place in range(3):

@@ -13,7 +13,7 @@ from wdjax import Lp, Model, losses, metrics, models
 from wdjax.attacks import APGD, DDN, PGD, Square
 from wdjax.transductive import turns
 from wdjax.transductive.bank import Answers
-from wdjax.transductive.bank_search import Moved
+from wdjax.transductive.bank_search import BankFound
 from wdjax.transductive.fitting import batches
 from wdjax.transductive.objectives import logits_of
 from wdjax.transductive.referee import threshold_for
@@ -455,7 +455,7 @@ def test_first_falls_and_clean_fallbacks_understate(shaky, key):
     table = Table(still, parity, (), x[None], y[None], jnp.float32(0.1),
                         key, key, 1, "none", False, 0.05)  # fmt: skip
     start = turns._no_best(table, 0)
-    moved = Moved(x + 0.01, jnp.ones(8), jnp.zeros(8, bool), jnp.ones(8, int))
+    moved = BankFound(x + 0.01, jnp.ones(8), jnp.zeros(8, bool), jnp.ones(8, int))
     kept = turns._choose(parity, start, moved, 0.0, 9.0, 0)
     np.testing.assert_array_equal(kept.x, x)  # No simulated error: the clean set.
     assert int(turns._choose(parity, start, moved, 0.1, 0.0, 0).number) == 0

@@ -13,7 +13,7 @@ from wdjax.checks import validate
 from wdjax.core import Array, Attack
 
 
-class Opponent(NamedTuple):
+class AttackAim(NamedTuple):
     """What is trained against; a pytree."""
 
     attack: Attack
@@ -21,7 +21,7 @@ class Opponent(NamedTuple):
     kappa: Array | None
 
 
-class Certificate(Protocol):
+class TrainableCertificate(Protocol):
     """Bounds to train through, such as :class:`wdjax.certify.CertifiedTraining`; a pytree."""
 
     def margins(self, model: Any, x: Array, y: Array, eps: Array, done: Array) -> Array:
@@ -31,16 +31,16 @@ class Certificate(Protocol):
         """Of the loss of these bounds; the rest is that of the clean samples."""
 
 
-class Proof(NamedTuple):
+class CertificateAim(NamedTuple):
     """What is trained towards; a pytree."""
 
-    certificate: Certificate
+    certificate: TrainableCertificate
     eps: Array
     steps: Array
     """Of the whole training."""
 
 
-class Noise(Protocol):
+class TrainingNoise(Protocol):
     """What is added to samples, such as :class:`wdjax.smoothing.noise.Gaussian`; a pytree."""
 
     def offset(self, key: Array, x: Array) -> Array:
@@ -48,19 +48,19 @@ class Noise(Protocol):
         ...
 
 
-class Blur(NamedTuple):
+class NoiseAim(NamedTuple):
     """What is trained under; a pytree."""
 
-    noise: Noise
+    noise: TrainingNoise
 
 
-Aim: TypeAlias = Opponent | Proof | Blur | None
+Aim: TypeAlias = AttackAim | CertificateAim | NoiseAim | None
 
 
 def aim(
     attack: Attack | None,
-    certificate: Certificate | None,
-    noise: Noise | None,
+    certificate: TrainableCertificate | None,
+    noise: TrainingNoise | None,
     eps: Any,
     kappa: Any,
     dtype: np.dtype,
@@ -85,16 +85,18 @@ def aim(
     if noise is not None:
         if not hasattr(noise, "offset"):
             raise ValueError(f"noise must be of wdjax.smoothing.noise, got {noise!r}.")
-        return Blur(validate.settle(noise, dtype))
+        return NoiseAim(validate.settle(noise, dtype))
     if either is None:
         return None
     if eps is None:
         raise ValueError(f"attack or certificate and eps go together: got {either!r} and no eps.")
     budget = jnp.asarray(validate.check_number("eps", eps), dtype)
     if attack is None:
-        return Proof(validate.settle(certificate, dtype), budget, jnp.asarray(steps, dtype))
+        return CertificateAim(
+            validate.settle(certificate, dtype), budget, jnp.asarray(steps, dtype)
+        )
     split = None if kappa is None else jnp.asarray(validate.check_number("kappa", kappa, 1.0))
-    return Opponent(validate.settle(attack, dtype), budget, split)
+    return AttackAim(validate.settle(attack, dtype), budget, split)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from wdjax import aims, losses, models, program
-from wdjax.aims import Aim, Blur, Certificate, Noise, Opponent, Proof
+from wdjax.aims import Aim, AttackAim, CertificateAim, NoiseAim, TrainableCertificate, TrainingNoise
 from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Attack, PyTree
 from wdjax.engine import driver, identity, loop
@@ -36,7 +36,7 @@ class Training(NamedTuple):
     history: History
 
 
-class Recipe(NamedTuple):
+class StepProgram(NamedTuple):
     """Static settings of a step."""
 
     optimizer: optax.GradientTransformation
@@ -59,8 +59,8 @@ def train(
     eps: Any = None,
     order: float = 1,
     kappa: Any = None,
-    certificate: Certificate | None = None,
-    noise: Noise | None = None,
+    certificate: TrainableCertificate | None = None,
+    noise: TrainingNoise | None = None,
     checkpoint: str | PathLike[str] | None = None,
     callback: Callable[[Training], Any] | None = None,
 ) -> Training:
@@ -146,7 +146,7 @@ def train(
     aim = aims.aim(attack, certificate, noise, eps, kappa, x.dtype, steps)
     optimizer = optimizer or default_optimizer(steps)
     at_once = program.loops_well(jax.make_jaxpr(gradients)(model, x[:1]))
-    recipe = Recipe(optimizer, loss, validate.check_order(order), at_once)
+    recipe = StepProgram(optimizer, loss, validate.check_order(order), at_once)
 
     def turn(training: Training) -> Training:
         epoch_key = jax.random.fold_in(key, training.epoch)
@@ -209,7 +209,7 @@ def gradients(model: Callable[[Array], Array], x: Array) -> PyTree:
 
 
 def _epoch(
-    recipe: Recipe,
+    recipe: StepProgram,
     aim: Aim,
     training: Training,
     x: Array,
@@ -244,7 +244,7 @@ def _epoch(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _steps(
-    recipe: Recipe,
+    recipe: StepProgram,
     aim: Aim,
     trained: PyTree,
     x: Array,
@@ -259,9 +259,9 @@ def _steps(
     def step(trained: PyTree, row: tuple[Array, Array]) -> tuple[PyTree, Array]:
         number, batch = row
         step_key = jax.random.fold_in(key, number)
-        if isinstance(aim, Proof):
+        if isinstance(aim, CertificateAim):
             return _proved(recipe, aim, trained, x[batch], y[batch], before + number)
-        if isinstance(aim, Blur):
+        if isinstance(aim, NoiseAim):
             return _blurred(recipe, aim, trained, x[batch], y[batch], step_key)
         return _step(recipe, aim, trained, x[batch], y[batch], step_key)
 
@@ -273,8 +273,8 @@ def _steps(
 
 
 def _step(
-    recipe: Recipe,
-    opponent: Opponent | None,
+    recipe: StepProgram,
+    opponent: AttackAim | None,
     trained: PyTree,
     x: Array,
     y: Array,
@@ -316,7 +316,7 @@ def _step(
 
 
 def _blurred(
-    recipe: Recipe, blur: Blur, trained: PyTree, x: Array, y: Array, key: Array
+    recipe: StepProgram, blur: NoiseAim, trained: PyTree, x: Array, y: Array, key: Array
 ) -> tuple[PyTree, Array]:
     """A step on noisy samples."""
     keys = jax.random.split(key, len(x))
@@ -325,7 +325,7 @@ def _blurred(
 
 
 def _proved(
-    recipe: Recipe, proof: Proof, trained: PyTree, x: Array, y: Array, number: Array
+    recipe: StepProgram, proof: CertificateAim, trained: PyTree, x: Array, y: Array, number: Array
 ) -> tuple[PyTree, Array]:
     """A step of certified training, number ``number`` of all."""
     certificate, eps, steps = proof
@@ -347,7 +347,7 @@ def _proved(
 
 
 def _descend(
-    recipe: Recipe, expected: Callable[[PyTree], tuple[Array, PyTree, Array]], trained: PyTree
+    recipe: StepProgram, expected: Callable[[PyTree], tuple[Array, PyTree, Array]], trained: PyTree
 ) -> tuple[PyTree, Array]:
     model, opt_state, _, row = models.descend(recipe.optimizer, expected, *trained)
     return (model, opt_state), row

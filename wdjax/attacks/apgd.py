@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from wdjax import losses, norms
 from wdjax.attacks import ascent, linearised
 from wdjax.attacks.ascent import setting
-from wdjax.attacks.phases import Schedule, begin, check_widths, schedule
+from wdjax.attacks.phases import PhaseSchedule, begin, check_widths, schedule
 from wdjax.balls import Lp
 from wdjax.checks import validate
 from wdjax.core import Array, Info, Samples, Stage, Victim
@@ -135,7 +135,7 @@ class APGD:
         return self.steps + 1
 
     @property
-    def _schedule(self) -> Schedule:
+    def _schedule(self) -> PhaseSchedule:
         return schedule(self.steps, self.widths or _WIDTHS[self.ball.norm])
 
     def _radius(self, samples: Samples, taken: Array) -> Array:

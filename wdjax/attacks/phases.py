@@ -14,7 +14,7 @@ _LAST = 0.4
 """Share of a run's steps in the last phase, of radius eps; the other phases share the rest."""
 
 
-class Schedule(NamedTuple):
+class PhaseSchedule(NamedTuple):
     """``[steps + 1]`` arrays, one entry for each evaluated point."""
 
     first: np.ndarray
@@ -25,7 +25,7 @@ class Schedule(NamedTuple):
     """At checkpoints, the number of steps since the last one or the phase's start; 0 elsewhere."""
 
 
-def schedule(steps: int, widths: tuple[float, ...]) -> Schedule:
+def schedule(steps: int, widths: tuple[float, ...]) -> PhaseSchedule:
     """The phases of a run of ``steps``, one for each width; phases without a step are left out.
 
     >>> schedule(9, (3.0, 1.0)).width.tolist()
@@ -40,7 +40,7 @@ def schedule(steps: int, widths: tuple[float, ...]) -> Schedule:
             firsts.append(np.arange(length) == 0)
             radii.append(np.full(length, width, np.float32))
             checks.append(windows(length - 1))
-    return Schedule(np.concatenate(firsts), np.concatenate(radii), np.concatenate(checks))
+    return PhaseSchedule(np.concatenate(firsts), np.concatenate(radii), np.concatenate(checks))
 
 
 def begin(ball: Lp, x: Array, radius: Array, keys: Array) -> Array:

@@ -15,9 +15,9 @@ from jax.typing import DTypeLike
 from wdjax import norms
 from wdjax.bounds.domain import (
     Array,
-    Chain,
     Interval,
     Linear,
+    LinearMap,
     Location,
     Origin,
     Reduced,
@@ -88,7 +88,7 @@ def affine(
     dtype = center.dtype
     error = gamma(terms, dtype) if terms else 0.0
     radius = jnp.zeros_like(center)
-    merged: dict[Root, Chain] = {}
+    merged: dict[Root, LinearMap] = {}
     shared = False
     for value, apply, absolute in inputs:
         reach = value.radius
@@ -96,10 +96,10 @@ def affine(
             reach = reach + error * (jnp.abs(value.center) + reach)
         radius = radius + absolute(reach)
         for root, chain in value.terms.items():
-            new = Chain(_compose(apply, chain.apply), _compose(absolute, chain.absolute))
+            new = LinearMap(_compose(apply, chain.apply), _compose(absolute, chain.absolute))
             if root in merged:
                 shared = True
-                new = Chain(
+                new = LinearMap(
                     _both(merged[root].apply, new.apply), _both(merged[root].absolute, new.absolute)
                 )
             merged[root] = new

@@ -47,7 +47,7 @@ class Root:
 
 
 @dataclass(eq=False)
-class Chain:
+class LinearMap:
     """A linear map of a root's deviation, and the map of absolute values that dominates it."""
 
     apply: Linear
@@ -85,7 +85,7 @@ class Interval:
     radius: Array
     magnitude: Array
     """``|T| |root| + |offset|``, what rounding errors are relative to."""
-    terms: dict[Root, Chain]
+    terms: dict[Root, LinearMap]
     mixes: int = 0
     """Affine operations since the roots that add several entries of one root."""
     roundings: int = 0
@@ -146,7 +146,7 @@ def fresh(
     half = jnp.maximum(upper - center, center - lower) * (1 + gamma(0, lower.dtype))
     half = jnp.where(finite, half, jnp.inf)
     root = Root(center, half, constant=constant)
-    chain = Chain(lambda t: t, lambda t: t)
+    chain = LinearMap(lambda t: t, lambda t: t)
     known = norms.Bounds(lower, upper)
     return Interval(center, half, jnp.abs(center) + half, {root: chain}, origin=origin, known=known)
 
@@ -247,7 +247,7 @@ def constant_of(value: Value, norm: float) -> Array:
 _MATERIALISED = 2**22
 
 
-def _operator_norm(chain: Chain, root: Root, value: Interval, norm: float) -> Array:
+def _operator_norm(chain: LinearMap, root: Root, value: Interval, norm: float) -> Array:
     ones = jnp.ones(root.half.shape, root.half.dtype)
     row_sums, pull = jax.vjp(chain.absolute, ones)
     row_sum = jnp.max(row_sums)

@@ -1,4 +1,4 @@
-r"""Bounds of one margin where the signs of some rectifiers' operands are given.
+r"""LeafBounds of one margin where the signs of some rectifiers' operands are given.
 
 A leaf is a set of points of one region: those where the operands ``z`` of the split rectifiers have
 the leaf's signs. Both signs include 0, and a leaf reaches further by ``w``, what rounding may move
@@ -31,7 +31,7 @@ Maps = dict[int, Array]
 """By the place of a rectifier's operand."""
 
 
-class Root(NamedTuple):
+class RootBounds(NamedTuple):
     """What holds in a whole region of one sample."""
 
     low: Array
@@ -64,7 +64,7 @@ class Leaves(NamedTuple):
     """``[L, N]``: slopes of what is not split, multipliers of what is."""
 
 
-class Bounds(NamedTuple):
+class LeafBounds(NamedTuple):
     """What was found of leaves."""
 
     low: Array
@@ -76,8 +76,8 @@ class Bounds(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))
-def root(model: Classifier, x: Array, y: Array, eps: Array, norm: float, box: Box) -> Root:
-    """Bounds of one sample's region by optimised slopes, ``x`` ``[1, *shape]``."""
+def root(model: Classifier, x: Array, y: Array, eps: Array, norm: float, box: Box) -> RootBounds:
+    """LeafBounds of one sample's region by optimised slopes, ``x`` ``[1, *shape]``."""
     with highest():
         ball = region.ball(x, eps, norm, box)
         state = margins.prepare(model, ball, "alpha")
@@ -90,7 +90,7 @@ def root(model: Classifier, x: Array, y: Array, eps: Array, norm: float, box: Bo
         error = state.gathered(place)[1][0]
         lower[place], upper[place] = value.lower[0], value.upper[0]
         slack[place] = 2 * error + unit * size
-    return Root(low[0], lower, upper, slack)
+    return RootBounds(low[0], lower, upper, slack)
 
 
 def rectified(state: crown.Pass) -> dict[int, int]:
@@ -119,14 +119,14 @@ def bounds(
     x: Array,
     y: Array,
     eps: Array,
-    known: Root,
+    known: RootBounds,
     leaves: Leaves,
     norm: float,
     box: Box,
     steps: int,
     tries: int,
-) -> Bounds:
-    """Bounds of leaves by ``steps`` steps, and of the halves of ``tries`` splits of each."""
+) -> LeafBounds:
+    """LeafBounds of leaves by ``steps`` steps, and of the halves of ``tries`` splits of each."""
     count = len(leaves.rival)
     with highest():
         ball = region.ball(jnp.broadcast_to(x, (count, *x.shape[1:])), eps, norm, box)
@@ -136,7 +136,7 @@ def bounds(
         begun = split(leaves.signs)
         most = {i: jnp.where(sign == 0, 1.0, jnp.inf) for i, sign in begun.signs.items()}
         multipliers = _maps(leaves.multipliers, known.lower)
-        worst = slopes.Best(jnp.full(count, -jnp.inf, x.dtype), multipliers)
+        worst = slopes.BestSlopes(jnp.full(count, -jnp.inf, x.dtype), multipliers)
         best = slopes.maximised(begun.low, worst, most, steps, _RATE, until=0.0)
         worth, choices = lax.top_k(_scores(begun, best.slopes), tries)
         own = _rows(best.slopes)
@@ -154,14 +154,14 @@ def bounds(
         choices = jnp.where(worth > 0, choices, own.shape[1])
         choices = jnp.take_along_axis(choices, order, axis=-1)
         children = jnp.take_along_axis(children, order[..., None], axis=1)
-    return Bounds(best.low, own, choices, children)
+    return LeafBounds(best.low, own, choices, children)
 
 
 class _Split:
     """A pass over leaves, and their bounds for given multipliers."""
 
     def __init__(
-        self, net: Network, ball: Region, known: Root, y: Array, rival: Array, signs: Array
+        self, net: Network, ball: Region, known: RootBounds, y: Array, rival: Array, signs: Array
     ) -> None:
         self.signs = _maps(signs.astype(ball.center.dtype), known.lower)
         self.slack = known.slack

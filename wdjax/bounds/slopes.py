@@ -43,33 +43,33 @@ def optimised(
 
     # The first step has the usual slopes: of the pass above no more is computed than these.
     begun = {place: own for place, (own, _) in seen.items()}
-    worst = Best(jnp.full_like(usual, -jnp.inf), begun)
+    worst = BestSlopes(jnp.full_like(usual, -jnp.inf), begun)
     return maximised(low, worst, dict.fromkeys(begun, 1.0), steps, _RATE).low
 
 
-class Best(NamedTuple):
+class BestSlopes(NamedTuple):
     """The highest bounds so far, and the slopes that gave them."""
 
     low: Array
     slopes: Slopes
 
-    def or_else(self, low: Array, slopes: Slopes) -> "Best":
+    def or_else(self, low: Array, slopes: Slopes) -> "BestSlopes":
         gain = low > self.low
         own = {i: jnp.where(norms.spread(gain, s), s, self.slopes[i]) for i, s in slopes.items()}
-        return Best(jnp.where(gain, low, self.low), own)
+        return BestSlopes(jnp.where(gain, low, self.low), own)
 
 
-_Climb: TypeAlias = tuple[Array, Slopes, optax.OptState, Best]
+_Climb: TypeAlias = tuple[Array, Slopes, optax.OptState, BestSlopes]
 
 
 def maximised(
     low: Callable[[Slopes], Array],
-    begun: Best,
+    begun: BestSlopes,
     most: Mapping[int, Array | float],
     steps: int,
     rate: float,
     until: float = jnp.inf,
-) -> Best:
+) -> BestSlopes:
     """The best of Adam's steps between 0 and ``most``, until all are above a level.
 
     No number moves where its step is not finite.

@@ -51,7 +51,7 @@ class _Leaf(NamedTuple):
     multipliers: Numbers
 
 
-class Search:
+class BranchAndBound:
     """Closes the open margins of single samples of one model, norm and box."""
 
     def __init__(self, model: Classifier, norm: float, box: Box, seconds: float) -> None:

@@ -127,7 +127,7 @@ def searched(
     low = _in_batches(bounds, model, (x, y, eps), batch_size)
     if method != "bab":
         return low, None
-    search = branch.Search(model, norm, box, seconds)
+    search = branch.BranchAndBound(model, norm, box, seconds)
     parts = [(slice(i, i + 1), float(eps[i])) for i in range(len(y))]
     found = [search.close(x[i], y[i], reach, low[i]) for i, reach in parts]
     closed, ended = zip(*found)

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 
-class Fixed(NamedTuple):
+class SampleFree(NamedTuple):
     """A value that depends on no sample."""
 
     varies: frozenset[int]
     """The axes along which it may differ from entry to entry."""
 
 
-class Rows(NamedTuple):
+class PerSample(NamedTuple):
     """A value whose entries depend on one sample each.
 
     Along ``axis``, entry ``(o, i, j)`` of ``[outer, n, inner]`` depends on sample i.
@@ -31,10 +31,10 @@ class Rows(NamedTuple):
     """Whether the function of a sample may depend on its place i."""
 
 
-Value = Fixed | Rows
+Value = SampleFree | PerSample
 
 
-class Proof(NamedTuple):
+class BatchProof(NamedTuple):
     """What the program of a model shows; False where it is not proved."""
 
     alone: bool
@@ -49,7 +49,7 @@ class _Unproved(Exception):  # noqa: N818  It is caught here and means no error.
     """No rule follows the samples through an equation, or they meet in it."""
 
 
-def prove(closed: ClosedJaxpr, batched: Sequence[bool]) -> Proof:
+def prove(closed: ClosedJaxpr, batched: Sequence[bool]) -> BatchProof:
     """Follows the samples through a program.
 
     Args:
@@ -60,28 +60,28 @@ def prove(closed: ClosedJaxpr, batched: Sequence[bool]) -> Proof:
     >>> import jax.numpy as jnp
     >>> ones = jnp.ones((4, 3))
     >>> prove(jax.make_jaxpr(lambda x: jnp.tanh(x).sum(axis=1))(ones), [True])
-    Proof(alone=True, alike=True, where='')
+    BatchProof(alone=True, alike=True, where='')
     >>> prove(jax.make_jaxpr(lambda x: x - x.mean(axis=0))(ones), [True])
-    Proof(alone=False, alike=False, where='reduce_sum')
+    BatchProof(alone=False, alike=False, where='reduce_sum')
     >>> prove(jax.make_jaxpr(lambda x: x + jnp.arange(4.0)[:, None])(ones), [True])
-    Proof(alone=True, alike=False, where='')
+    BatchProof(alone=True, alike=False, where='')
     """
     given: list[Any] = [var.aval for var in closed.jaxpr.invars]
     n = next(aval.shape[0] for aval, rows in zip(given, batched) if rows)
-    values = [Rows(0) if rows else _varying(aval) for aval, rows in zip(given, batched)]
+    values = [PerSample(0) if rows else _varying(aval) for aval, rows in zip(given, batched)]
     try:
         out = _walk(closed, values, n)
     except _Unproved as stop:
-        return Proof(False, False, *stop.args)
-    rows = [value for value in out if isinstance(value, Rows)]
-    fixed = [value for value in out if isinstance(value, Fixed)]
+        return BatchProof(False, False, *stop.args)
+    rows = [value for value in out if isinstance(value, PerSample)]
+    fixed = [value for value in out if isinstance(value, SampleFree)]
     alone = all((row.axis, row.outer, row.inner) == (0, 1, 1) for row in rows)
     placed = any(row.placed for row in rows) or any(0 in value.varies for value in fixed)
-    return Proof(alone, alone and not placed)
+    return BatchProof(alone, alone and not placed)
 
 
-def _varying(aval: Any) -> Fixed:
-    return Fixed(frozenset(axis for axis, size in enumerate(aval.shape) if size > 1))
+def _varying(aval: Any) -> SampleFree:
+    return SampleFree(frozenset(axis for axis, size in enumerate(aval.shape) if size > 1))
 
 
 def _walk(closed: ClosedJaxpr | Jaxpr, values: Sequence[Value], n: int) -> list[Value]:
@@ -112,7 +112,7 @@ def _follow(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
         return _walk(inner, args, n)
     outs: list[Any] = [var.aval for var in eqn.outvars]
     rule = _elementwise if name in _ELEMENTWISE else _RULES.get(name)
-    if any(isinstance(arg, Rows) for arg in args):
+    if any(isinstance(arg, PerSample) for arg in args):
         if rule is None:
             raise _Unproved
         return [rule(eqn, args, n)] * len(outs)
@@ -120,7 +120,7 @@ def _follow(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
         assert rule is not None
         return [rule(eqn, args, n)] * len(outs)
     if name == "iota":
-        return [Fixed(frozenset([eqn.params["dimension"]]))]
+        return [SampleFree(frozenset([eqn.params["dimension"]]))]
     return [_varying(aval) for aval in outs]
 
 
@@ -131,10 +131,10 @@ def _shape(eqn: JaxprEqn, operand: int = 0) -> tuple[int, ...]:
 
 def _elementwise(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
     """Entries of all operands at one place."""
-    rows = [arg for arg in args if isinstance(arg, Rows)]
-    varies = frozenset[int]().union(*(arg.varies for arg in args if isinstance(arg, Fixed)))
+    rows = [arg for arg in args if isinstance(arg, PerSample)]
+    varies = frozenset[int]().union(*(arg.varies for arg in args if isinstance(arg, SampleFree)))
     if not rows:
-        return Fixed(varies)
+        return SampleFree(varies)
     if len({(row.axis, row.outer, row.inner) for row in rows}) > 1:
         raise _Unproved
     placed = any(row.placed for row in rows) or rows[0].axis in varies
@@ -143,12 +143,12 @@ def _elementwise(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 def _moved(value: Value, place: Callable[[int], int | None]) -> Value:
     """A value whose axes go elsewhere; None for one that is summed up or cut."""
-    if isinstance(value, Rows):
+    if isinstance(value, PerSample):
         axis = place(value.axis)
         if axis is None:
             raise _Unproved
         return value._replace(axis=axis)
-    return Fixed(frozenset(axis for axis in map(place, value.varies) if axis is not None))
+    return SampleFree(frozenset(axis for axis in map(place, value.varies) if axis is not None))
 
 
 def _broadcast(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
@@ -172,14 +172,14 @@ def _reduced(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 def _reshaped(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
     """The axis that holds the samples as a whole, counted by the entries that follow each."""
     row, old, new = args[0], _shape(eqn), eqn.params["new_sizes"]
-    if not isinstance(row, Rows) or eqn.params.get("dimensions") is not None or 0 in new:
+    if not isinstance(row, PerSample) or eqn.params.get("dimensions") is not None or 0 in new:
         raise _Unproved
     after = row.inner * math.prod(old[row.axis + 1 :])
     for axis, size in enumerate(new):
         step = math.prod(new[axis + 1 :])
         if after % step == 0 and (step * size) % (after * n) == 0:
             outer, inner = step * size // (after * n), after // step
-            return Rows(axis, outer, inner, row.placed)
+            return PerSample(axis, outer, inner, row.placed)
     raise _Unproved
 
 
@@ -205,7 +205,7 @@ def _along(*names: str) -> Callable[[JaxprEqn, Sequence[Value], int], Value]:
         own = next((eqn.params[name] for name in names if name in eqn.params), None)
         last = len(_shape(eqn)) - 1
         axes = own if isinstance(own, tuple) else (last if own is None else own % (last + 1),)
-        if isinstance(value, Rows) and value.axis in axes:
+        if isinstance(value, PerSample) and value.axis in axes:
             raise _Unproved
         return value
 
@@ -215,7 +215,7 @@ def _along(*names: str) -> Callable[[JaxprEqn, Sequence[Value], int], Value]:
 def _whole(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
     """What leaves the axis of the samples as it is: slices, padding, windows."""
     value, params = args[0], eqn.params
-    if not isinstance(value, Rows):
+    if not isinstance(value, PerSample):
         raise _Unproved
     axis, aval = value.axis, eqn.outvars[0].aval
     same = aval.shape[axis] == _shape(eqn)[axis]  # type: ignore[attr-defined]
@@ -234,7 +234,7 @@ _WINDOWS = ("strides", "window_dimensions", "window_strides", "base_dilation", "
 def _updated(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
     """``dynamic_update_slice`` over the whole axis of the samples, at fixed places."""
     value = _elementwise(eqn, args, n)
-    if any(isinstance(arg, Rows) for arg in args[2:]) or not isinstance(value, Rows):
+    if any(isinstance(arg, PerSample) for arg in args[2:]) or not isinstance(value, PerSample):
         raise _Unproved
     if _shape(eqn, 0)[value.axis] != _shape(eqn, 1)[value.axis]:
         raise _Unproved
@@ -244,7 +244,7 @@ def _updated(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 def _sliced(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
     """``dynamic_slice`` over the whole axis of the samples, at fixed places."""
     row = args[0]
-    if any(isinstance(arg, Rows) for arg in args[1:]) or not isinstance(row, Rows):
+    if any(isinstance(arg, PerSample) for arg in args[1:]) or not isinstance(row, PerSample):
         raise _Unproved
     if eqn.params["slice_sizes"][row.axis] != _shape(eqn)[row.axis]:
         raise _Unproved
@@ -271,7 +271,7 @@ def _product(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 def _convolved(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
     """A convolution of images by a fixed kernel."""
     dims, images = eqn.params["dimension_numbers"], args[0]
-    if isinstance(args[1], Rows) or not isinstance(images, Rows):
+    if isinstance(args[1], PerSample) or not isinstance(images, PerSample):
         raise _Unproved
     if images.axis != dims.lhs_spec[0] or eqn.params["batch_group_count"] != 1:
         raise _Unproved
@@ -288,14 +288,14 @@ def _gathered(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
     dims, aval = eqn.params["dimension_numbers"], eqn.outvars[0].aval
     rank = len(aval.shape)  # type: ignore[attr-defined]
     others = [axis for axis in range(rank) if axis not in dims.offset_dims]
-    if isinstance(indices, Rows):
+    if isinstance(indices, PerSample):
         pairs = dict(zip(dims.operand_batching_dims, dims.start_indices_batching_dims))
         moved = _moved(operand, pairs.get)
-        if isinstance(operand, Fixed) and operand.varies.intersection(pairs):
+        if isinstance(operand, SampleFree) and operand.varies.intersection(pairs):
             raise _Unproved
         value = _elementwise(eqn, [indices, moved], n)
         return _moved(value, lambda axis: others[axis] if axis < len(others) else None)
-    assert isinstance(operand, Rows)
+    assert isinstance(operand, PerSample)
     axis, sizes = operand.axis, eqn.params["slice_sizes"]
     taken = {*dims.collapsed_slice_dims, *dims.operand_batching_dims}
     if axis in taken or sizes[axis] != _shape(eqn)[axis]:
@@ -321,7 +321,7 @@ def _scanned(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
     start = args[consts : consts + carries]
     carry = _settled(start, lambda now: body(now)[:carries])
     outs = [_moved(out, lambda axis: axis + 1) for out in body(carry)[carries:]]
-    stacked = [out if isinstance(out, Rows) else Fixed(out.varies | {0}) for out in outs]
+    stacked = [out if isinstance(out, PerSample) else SampleFree(out.varies | {0}) for out in outs]
     return [*carry, *stacked]
 
 
@@ -333,14 +333,14 @@ def _repeated(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
         args[second:], lambda now: _walk(params["body_jaxpr"], [*args[first:second], *now], n)
     )
     (going,) = _walk(params["cond_jaxpr"], [*args[:first], *carry], n)
-    if isinstance(going, Rows):
+    if isinstance(going, PerSample):
         raise _Unproved
     return carry
 
 
 def _chosen(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
     """Branches that no sample chooses."""
-    if isinstance(args[0], Rows):
+    if isinstance(args[0], PerSample):
         raise _Unproved
     ways = [_walk(branch, args[1:], n) for branch in eqn.params["branches"]]
     return [_joined(*values) for values in zip(*ways)]
@@ -359,10 +359,10 @@ def _settled(
 
 def _joined(*values: Value) -> Value:
     """What holds of all values, which stand at one place."""
-    rows = [value for value in values if isinstance(value, Rows)]
-    varies = frozenset[int]().union(*(v.varies for v in values if isinstance(v, Fixed)))
+    rows = [value for value in values if isinstance(value, PerSample)]
+    varies = frozenset[int]().union(*(v.varies for v in values if isinstance(v, SampleFree)))
     if not rows:
-        return Fixed(varies)
+        return SampleFree(varies)
     if len({(row.axis, row.outer, row.inner) for row in rows}) > 1:
         raise _Unproved
     return rows[0]._replace(placed=any(r.placed for r in rows) or rows[0].axis in varies)

@@ -26,7 +26,7 @@ _OTHER_PLACE = {2: 16, 4: 1024, 8: 1024}
 
 def proof(
     model: Callable[[Array], PyTree], shape: tuple[int, ...], dtype: Any, n: int = _ROWS
-) -> batch_axis.Proof:
+) -> batch_axis.BatchProof:
     """What the model's program shows for n samples of a shape; no sample is looked at."""
     some = jax.ShapeDtypeStruct((n, *shape), dtype)
     closed = program.outputs.trace(model, some).jaxpr
@@ -114,7 +114,7 @@ def _unit(dtype: Any, ulps: dict[int, int]) -> float:
     return ulps[dtype.itemsize] * float(jnp.finfo(dtype).eps)
 
 
-def _try(model: Callable[[Array], PyTree], x: np.ndarray, shown: batch_axis.Proof) -> None:
+def _try(model: Callable[[Array], PyTree], x: np.ndarray, shown: batch_axis.BatchProof) -> None:
     """Tries samples among others, noise, extremes and copies, on even and on odd places, alone."""
     chosen = np.unique(np.linspace(0, len(x) - 1, _ROWS // 2).astype(int))
     kept = np.resize(x[chosen], (_ROWS // 2, *x.shape[1:]))

@@ -15,8 +15,8 @@ from wdjax.cli.console import Console
 from wdjax.core import Progress
 from wdjax.engine import tasks
 from wdjax.report import summary
-from wdjax.transductive import Defense, Report, Share, SpaceAttack, digits
-from wdjax.transductive.digits import Case, Row
+from wdjax.transductive import Defense, GameReport, Share, SpaceAttack, digits
+from wdjax.transductive.digits import DigitsCase, Row
 from wdjax.transductive.state import State
 
 SCHEMA = "wdjax.game/1"
@@ -202,7 +202,7 @@ def _case(
             how = {"eps": case.eps, "size": size, "draws": parsed.draws} | row.how
             how["key"] = jax.random.fold_in(key, 2)
             play = functools.partial(_play, ready, row, inputs, how, shown)
-            found, spent = work.do(f"{name} {seed} {label}", play, Report)
+            found, spent = work.do(f"{name} {seed} {label}", play, GameReport)
         reports[label] = found
         measured = _measured(found, row) | {"cpu_seconds": spent["cpu_seconds"]}
         entry["attacks"][label] = measured
@@ -226,7 +226,7 @@ def _play(
     how: dict[str, Any],
     shown: Callable[[State], None],
     task: tasks.Task,
-) -> Report:
+) -> GameReport:
     """One game."""
     defense, memory = ready()
     task.begin()
@@ -234,7 +234,7 @@ def _play(
     return transductive.play(defense, row.attack, *inputs, memory=memory, **how)
 
 
-def _fitting(case: Case, samples: int | None) -> tuple[int, int]:
+def _fitting(case: DigitsCase, samples: int | None) -> tuple[int, int]:
     """Inputs in a round, and in total; pools of two rounds need an even number of rounds."""
     count = case.inputs if samples is None else min(samples, case.inputs)
     if case.size is None:
@@ -257,7 +257,7 @@ def _share(found: Share) -> dict[str, float]:
     return {"value": found.value, "low": found.low, "high": found.high}
 
 
-def _measured(found: Report, row: Row) -> dict[str, Any]:
+def _measured(found: GameReport, row: Row) -> dict[str, Any]:
     """The measurements of a game, with its settings."""
     measured: dict[str, Any] = {
         name: _share(getattr(found, name))
@@ -301,7 +301,7 @@ def _percent(found: Share) -> str:
     return f"{100 * found.value:.1f} % [{100 * found.low:.1f}, {100 * found.high:.1f}]"
 
 
-def _say(console: Console, label: str, found: Report, measured: dict[str, Any]) -> None:
+def _say(console: Console, label: str, found: GameReport, measured: dict[str, Any]) -> None:
     said = (
         f"{label}: {_percent(found.one_shot)} attacked, {100 * found.one_shot_clean.value:.1f} "
         f"clean; static {100 * found.static_accuracy.value:.1f} and "

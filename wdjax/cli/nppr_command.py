@@ -204,7 +204,7 @@ def _noises(parsed: argparse.Namespace) -> dict[str, Any]:
     """The fixed distributions that the norm has, by name."""
     ball, eps = _ball(parsed), parsed.eps
     kinds: dict[str, Any] = {
-        "uniform": distributions.Uniform(eps, ball),
+        "uniform": distributions.UniformBall(eps, ball),
         "gaussian_clipped": distributions.ClippedGaussian(eps, ball),
     }
     if parsed.norm == "linf":
@@ -223,7 +223,7 @@ def _rare(
     parsed: argparse.Namespace, model: Model, held: Any, shares: list[float], task: tasks.Task
 ) -> list[dict[str, Any]]:
     """Failure probabilities under uniform noise of the first samples whose copies all survived."""
-    own, key = distributions.Uniform(parsed.eps, _ball(parsed)), jax.random.key(parsed.seed + 3)
+    own, key = distributions.UniformBall(parsed.eps, _ball(parsed)), jax.random.key(parsed.seed + 3)
     x, y, right = correct_inputs(model, own, *held)
     safe = np.flatnonzero(right)[np.asarray(shares) == 1]
     rows = []

@@ -7,7 +7,7 @@ the attacks together; `distance` is the exact distance. `perturbations` and `var
 comparison with natural changes of images. Open `ball` first, then `frank_wolfe`.
 """
 
-from wdjax.image.ball import ImageWasserstein, Plan
+from wdjax.image.ball import ImageWasserstein, TransportPlan
 from wdjax.image.distance import image_wasserstein_distance
 from wdjax.image.dual_projection import DualProjection
 from wdjax.image.entropic import entropic_distance
@@ -23,8 +23,8 @@ __all__ = [
     "FrankWolfe",
     "ImageWasserstein",
     "NearestTransport",
-    "Plan",
     "SinkhornPGD",
+    "TransportPlan",
     "dim",
     "entropic_distance",
     "gaussian_blur",

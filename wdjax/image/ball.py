@@ -20,7 +20,7 @@ _RESERVE = 5e-7
 """Share of the image's mass that attacks leave unspent, since rounding is charged to the cost."""
 
 
-class Plan(NamedTuple):
+class TransportPlan(NamedTuple):
     """The proof of a cost: the transport plan."""
 
     mass: Array
@@ -61,7 +61,7 @@ class ImageWasserstein:
     >>> x = jnp.zeros((1, 1, 4, 1)).at[0, 0, 1].set(1.0)
     >>> z = jnp.zeros((1, 1, 4, 1)).at[0, 0, 2].set(0.5).at[0, 0, 1].set(0.5)
     >>> plan = jnp.zeros((1, 1, 4, 1, 3, 3)).at[0, 0, 1, 0, 1, 1:].set(0.5)
-    >>> cost = ImageWasserstein(window=3).cost(x, z, Plan(plan))
+    >>> cost = ImageWasserstein(window=3).cost(x, z, TransportPlan(plan))
     >>> round(float(cost[0]), 4)
     0.5
     """
@@ -135,7 +135,7 @@ class ImageWasserstein:
         farthest = space.stencil.diameter(self.power)
         return _RESERVE * farthest * jnp.sum(jnp.sum(x, axis=2) * weights, axis=1)
 
-    def cost(self, x: Array, x_adv: Array, proof: Plan | None = None) -> Array:
+    def cost(self, x: Array, x_adv: Array, proof: TransportPlan | None = None) -> Array:
         """``[n]`` upper bounds of ``W_p``, proved by a plan; inf for points outside or unproved.
 
         The bound is the plan's cost, plus the image's diameter times the mass by which the plan's

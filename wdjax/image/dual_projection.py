@@ -13,9 +13,9 @@ from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
 from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 from wdjax.image import plans, variance
-from wdjax.image.ball import ImageWasserstein, Plan
+from wdjax.image.ball import ImageWasserstein, TransportPlan
 from wdjax.image.frank_wolfe import begun, remember, seen_from, task, unit
-from wdjax.image.prices import Spent, Task, find_price
+from wdjax.image.prices import ImageProblem, Spent, find_price
 
 _TURNS = 25
 """Maximum number of iterations for the thresholds; active sets only shrink."""
@@ -113,16 +113,16 @@ class DualProjection:
         out, info = ascent.judge(victim, seen_from(own, state.plan), samples.y)
         return remember(victim, samples, state, out), info
 
-    def point(self, samples: Samples, state: State) -> tuple[Array, Plan]:
+    def point(self, samples: Samples, state: State) -> tuple[Array, TransportPlan]:
         own = task(self.ball, samples)
         plan = plans.exact_rows(own.space, state.best, own.x)
-        return seen_from(own, plan), Plan(own.space.stencil.mass(plan))
+        return seen_from(own, plan), TransportPlan(own.space.stencil.mass(plan))
 
     def finished(self, state: State) -> Array:
         return state.flipped
 
 
-def project(task: Task, plan: Array, price: Array) -> tuple[Array, Array]:
+def project(task: ImageProblem, plan: Array, price: Array) -> tuple[Array, Array]:
     r"""The nearest plan whose rows sum to ``x`` and whose cost is within the budget.
 
     It is ``max(plan - price c - t_i, 0)`` with a threshold t_i for each row i and the price of

@@ -13,9 +13,9 @@ from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
 from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 from wdjax.image import linear_oracle, plans
-from wdjax.image.ball import ImageWasserstein, Plan
+from wdjax.image.ball import ImageWasserstein, TransportPlan
 from wdjax.image.linear_oracle import Prices
-from wdjax.image.prices import Task
+from wdjax.image.prices import ImageProblem
 
 _WARM = 10
 """Steps that a given start counts for, so that the first step does not discard it."""
@@ -34,16 +34,16 @@ class State(NamedTuple):
     flipped: Array
 
 
-def task(ball: ImageWasserstein, samples: Samples) -> Task:
+def task(ball: ImageWasserstein, samples: Samples) -> ImageProblem:
     """The balls of the samples, in the layout of plans."""
     space = ball.space(samples.x.shape[1:])
     x = space.stencil.flat(samples.x)
     weights = ball.weights(x)
     budget = ball.budget(x, samples.radius) - ball.reserve(space, x, weights)
-    return Task(space, x, weights, jnp.maximum(budget, 0.0))
+    return ImageProblem(space, x, weights, jnp.maximum(budget, 0.0))
 
 
-def begun(task: Task, start: Array | None) -> Array:
+def begun(task: ImageProblem, start: Array | None) -> Array:
     """The plan of no move, or a plan in the ball towards given images ``[n, H, W, C]``."""
     if start is None:
         return plans.stay(task.space, task.x)
@@ -51,7 +51,7 @@ def begun(task: Task, start: Array | None) -> Array:
     return plans.repair(task.space, near, task.x, task.weights, task.budget)
 
 
-def seen_from(task: Task, plan: Array) -> Array:
+def seen_from(task: ImageProblem, plan: Array) -> Array:
     """The images ``[n, H, W, C]`` that result from a plan."""
     return task.space.stencil.image(plans.result(task.space, plan))
 
@@ -153,10 +153,10 @@ class FrankWolfe:
         out, info = ascent.judge(victim, seen_from(own, state.plan), samples.y)
         return remember(victim, samples, state, out), info
 
-    def point(self, samples: Samples, state: State) -> tuple[Array, Plan]:
+    def point(self, samples: Samples, state: State) -> tuple[Array, TransportPlan]:
         own = task(self.ball, samples)
         plan = plans.repair(own.space, state.best, own.x, own.weights, own.budget)
-        return seen_from(own, plan), Plan(own.space.stencil.mass(plan))
+        return seen_from(own, plan), TransportPlan(own.space.stencil.mass(plan))
 
     def finished(self, state: State) -> Array:
         return state.flipped

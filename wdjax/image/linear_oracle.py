@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from wdjax.core import Array
 from wdjax.image import plans, prices
-from wdjax.image.prices import NOTHING, Spent, Task, find_price
+from wdjax.image.prices import NOTHING, ImageProblem, Spent, find_price
 
 _FLOOR = -60.0
 """Log-weights, relative to the largest of their sender, below which a flow is 0."""
@@ -32,7 +32,7 @@ def no_prices(x: Array) -> Prices:
 
 
 def vertex(
-    task: Task,
+    task: ImageProblem,
     gradient: Array,
     temperature: Array | float,
     known: Prices,
@@ -112,7 +112,7 @@ def vertex(
     return plan, Prices(price + change, jnp.clip(room + drop, 2 * _FLOOR, 0.0))
 
 
-def _weights(task: Task, targets: Array, price: Array) -> Array:
+def _weights(task: ImageProblem, targets: Array, price: Array) -> Array:
     """``exp(targets - price c)`` ``[n, C, O, L]``, relative to each sender's largest."""
     stencil = task.space.stencil
     costs = jnp.asarray(stencil.costs(task.space.power), targets.dtype)
@@ -128,13 +128,13 @@ def _weights(task: Task, targets: Array, price: Array) -> Array:
     return kept.at[:, :, stencil.center].set(home)
 
 
-def _rows(task: Task, weights: Array) -> Array:
+def _rows(task: ImageProblem, weights: Array) -> Array:
     """The plan with these weights whose rows sum to ``x``, ``[n, C, O, L]``."""
     total = jnp.sum(weights, axis=2)
     return weights * (task.x / jnp.where(total > 0, total, 1.0))[:, :, None]
 
 
-def _spent(task: Task, sums: Array, levels: Array, price: Array) -> tuple[Array, Spent]:
+def _spent(task: ImageProblem, sums: Array, levels: Array, price: Array) -> tuple[Array, Spent]:
     """The senders' row factors ``[n, C, L]`` and the cost at a price of distance, from the sums
     ``[n, C, D, L]`` over targets of equal cost."""
     dear = jnp.exp(-price[:, None, None] * task.weights[:, :, None] * levels[None, None])

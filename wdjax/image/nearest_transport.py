@@ -13,10 +13,10 @@ from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
 from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 from wdjax.image import linear_oracle, plans
-from wdjax.image.ball import ImageWasserstein, Plan
+from wdjax.image.ball import ImageWasserstein, TransportPlan
 from wdjax.image.frank_wolfe import seen_from, unit
 from wdjax.image.linear_oracle import Prices
-from wdjax.image.prices import Task
+from wdjax.image.prices import ImageProblem
 
 _FIRST = 10
 """The first radius without eps: so many pixels' mean mass moved by one pixel."""
@@ -104,10 +104,10 @@ class NearestTransport:
             Stage(self._bisect, self.bisections),
         )
 
-    def _task(self, samples: Samples, radius: Array) -> Task:
+    def _task(self, samples: Samples, radius: Array) -> ImageProblem:
         space = self.ball.space(samples.x.shape[1:])
         x = space.stencil.flat(samples.x)
-        return Task(space, x, self.ball.weights(x), radius)
+        return ImageProblem(space, x, self.ball.weights(x), radius)
 
     def init(
         self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
@@ -178,10 +178,10 @@ class NearestTransport:
             best=best, cost=jnp.where(flipped, state.cost * share, state.cost), low=low
         ), info
 
-    def point(self, samples: Samples, state: State) -> tuple[Array, Plan]:
+    def point(self, samples: Samples, state: State) -> tuple[Array, TransportPlan]:
         own = self._task(samples, state.radius)
         plan = plans.exact_rows(own.space, state.best, own.x)
-        return seen_from(own, plan), Plan(own.space.stencil.mass(plan))
+        return seen_from(own, plan), TransportPlan(own.space.stencil.mass(plan))
 
     def finished(self, state: State) -> Array:
         return jnp.isfinite(state.cost)

@@ -19,7 +19,7 @@ EXACT = 1e-5
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Task:
+class ImageProblem:
     """The balls over which is minimised, one for each sample."""
 
     space: Space = dataclasses.field(metadata={"static": True})
@@ -97,7 +97,7 @@ def _pad(stencil: Stencil, flat: Array) -> Array:
     return jnp.pad(flat, room, constant_values=NOTHING)
 
 
-def log_whole(task: Task, sums: Array, price: Array) -> Array:
+def log_whole(task: ImageProblem, sums: Array, price: Array) -> Array:
     """``[n, C, L]``: log-normalisers of rows, from log-sums ``[n, C, D, L]`` by equal cost."""
     levels = jnp.asarray(task.space.stencil.classes(task.space.power)[0], sums.dtype)
     dear = price[:, None, None] * task.weights[:, :, None] * levels[None, None]
@@ -105,7 +105,7 @@ def log_whole(task: Task, sums: Array, price: Array) -> Array:
     return jax.nn.logsumexp(sums - dear[..., None], axis=2)
 
 
-def log_spent(task: Task, sums: Array, price: Array) -> Spent:
+def log_spent(task: ImageProblem, sums: Array, price: Array) -> Spent:
     """Cost and derivative at a price, from log-sums ``[n, C, D, L]`` by equal cost."""
     levels = jnp.asarray(task.space.stencil.classes(task.space.power)[0], sums.dtype)
     dear = price[:, None, None] * task.weights[:, :, None] * levels[None, None]
@@ -127,7 +127,7 @@ def log_spent(task: Task, sums: Array, price: Array) -> Spent:
     return spent(task, whole, first, second)
 
 
-def spent(task: Task, whole: Array, first: Array, second: Array) -> Spent:
+def spent(task: ImageProblem, whole: Array, first: Array, second: Array) -> Spent:
     """Cost and derivative from the rows' unnormalised moments of the cost, ``[n, C, L]``."""
     share = 1 / jnp.maximum(whole, jnp.finfo(whole.dtype).tiny)
     mean, weights = first * share, task.weights[:, :, None]
@@ -146,7 +146,7 @@ class _Hunt(NamedTuple):
 
 
 def find_price(
-    task: Task,
+    task: ImageProblem,
     spend: Callable[[Array], Spent],
     price: Array,
     steps: int,

@@ -10,7 +10,7 @@ from wdjax.core import Array
 from wdjax.image import plans
 from wdjax.image.prices import (
     NOTHING,
-    Task,
+    ImageProblem,
     find_price,
     log_levels,
     log_receive,
@@ -68,13 +68,13 @@ def log_omega(t: Array) -> Array:
     return y
 
 
-def no_duals(task: Task) -> Duals:
+def no_duals(task: ImageProblem) -> Duals:
     """The dual variables of a cold start."""
     return Duals(jnp.zeros_like(task.x), jnp.ones(len(task.x), task.x.dtype))
 
 
 def project(
-    task: Task,
+    task: ImageProblem,
     w: Array,
     lam: Array | float,
     duals: Duals,
@@ -119,7 +119,9 @@ def project(
     stencil, power = task.space.stencil, task.space.power
     mass = jnp.sum(task.x, axis=(1, 2))
     share = 1 / jnp.where(mass > 0, mass, 1.0)
-    unit = Task(task.space, task.x * share[:, None, None], task.weights, task.budget * share)
+    unit = ImageProblem(
+        task.space, task.x * share[:, None, None], task.weights, task.budget * share
+    )
     w = w * share[:, None, None]
     full = jnp.log(task.space.high * share)[:, None, None]
     lam = jnp.broadcast_to(jnp.asarray(lam, w.dtype), mass.shape)[:, None, None]
@@ -206,13 +208,13 @@ def _ascend(
     Returns the duals, the iterations ``[n]`` and the last gap ``[n]`` of each sample.
     """
 
-    class Walk(NamedTuple):
+    class Ascent(NamedTuple):
         duals: Duals
         gap: Array
         rounds: Array
         number: Array
 
-    def step(at: Walk) -> Walk:
+    def step(at: Ascent) -> Ascent:
         going = at.gap > tolerance
         duals, gap = turn(at.duals)
         kept = Duals(
@@ -220,13 +222,13 @@ def _ascend(
             jnp.where(going, duals.price, at.duals.price),
         )
         gap = jnp.where(going, jnp.where(jnp.isnan(gap), jnp.inf, gap), at.gap)
-        return Walk(kept, gap, at.rounds + going.astype(jnp.int32), at.number + 1)
+        return Ascent(kept, gap, at.rounds + going.astype(jnp.int32), at.number + 1)
 
-    def go_on(at: Walk) -> Array:
+    def go_on(at: Ascent) -> Array:
         return (at.number < iterations) & jnp.any(at.gap > tolerance)
 
     none = jnp.zeros(len(duals.price), jnp.int32)
-    begun = Walk(duals, jnp.full(len(none), jnp.inf, duals.price.dtype), none, jnp.zeros((), int))
+    begun = Ascent(duals, jnp.full(len(none), jnp.inf, duals.price.dtype), none, jnp.zeros((), int))
     if unrolled:
         last = jax.lax.fori_loop(0, iterations, lambda _, at: step(at), begun)
     else:
@@ -234,7 +236,7 @@ def _ascend(
     return last.duals, last.rounds, last.gap
 
 
-def _plan(task: Task, column: Array, price: Array, cells: Array) -> Array:
+def _plan(task: ImageProblem, column: Array, price: Array, cells: Array) -> Array:
     """The plan ``[n, C, O, L]`` with exact rows for given columns and price."""
     stencil = task.space.stencil
     costs = jnp.asarray(stencil.costs(task.space.power), column.dtype)

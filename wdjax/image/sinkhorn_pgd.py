@@ -13,9 +13,9 @@ from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
 from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 from wdjax.image import plans, sinkhorn
-from wdjax.image.ball import ImageWasserstein, Plan
+from wdjax.image.ball import ImageWasserstein, TransportPlan
 from wdjax.image.frank_wolfe import begun, remember, seen_from, task, unit
-from wdjax.image.prices import Task
+from wdjax.image.prices import ImageProblem
 from wdjax.image.sinkhorn import Duals
 
 
@@ -106,7 +106,7 @@ class SinkhornPGD:
     def stages(self) -> tuple[Stage, ...]:
         return Stage(self._step, self.steps, self._over), Stage(self._end, 1, self._over)
 
-    def _task(self, samples: Samples, taken: Array) -> tuple[Task, Array]:
+    def _task(self, samples: Samples, taken: Array) -> tuple[ImageProblem, Array]:
         """The ball of step ``taken``, and its radius ``[n]``."""
         radius = self.first + self.growth * taken if self.growing else samples.radius
         radius = jnp.asarray(radius, samples.x.dtype)
@@ -137,7 +137,7 @@ class SinkhornPGD:
         moved = state._replace(plan=plan, duals=shadow.duals, taken=state.taken + 1)
         return ascent.hold(state.flipped, state, moved), info
 
-    def _direction(self, own: Task, gradient: Array) -> Array:
+    def _direction(self, own: ImageProblem, gradient: Array) -> Array:
         if self.direction == "linf":
             return jnp.sign(gradient)
         if self.direction == "smooth":
@@ -159,10 +159,10 @@ class SinkhornPGD:
     def _over(self, state: State) -> Array:
         return state.flipped
 
-    def point(self, samples: Samples, state: State) -> tuple[Array, Plan]:
+    def point(self, samples: Samples, state: State) -> tuple[Array, TransportPlan]:
         own, _ = self._task(samples, state.taken)
         plan = plans.exact_rows(own.space, state.best, own.x)
-        return seen_from(own, plan), Plan(own.space.stencil.mass(plan))
+        return seen_from(own, plan), TransportPlan(own.space.stencil.mass(plan))
 
     def finished(self, state: State) -> Array:
         return state.flipped

@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 
 from wdjax.core import Array
-from wdjax.image.ball import Plan
+from wdjax.image.ball import TransportPlan
 from wdjax.image.stencil import Stencil
 
 
-def total_variance(plan: Plan) -> Array:
+def total_variance(plan: TransportPlan) -> Array:
     r"""``[n]``: the variance of the mass's displacements, in squared pixels.
 
     ``sum_ij p_ij |j - i|^2 - |sum_ij p_ij (j - i)|^2`` for the plan's shares p of the mass: 0 for a
@@ -22,7 +22,7 @@ def total_variance(plan: Plan) -> Array:
     Source: Hu et al. [hu2020], A.5.
 
     >>> stay, right = jnp.zeros((2, 1, 2, 1, 3, 3)).at[:, 0, 0, 0, 1, 1:].set(0.5)
-    >>> both = Plan(jnp.stack([stay, right.at[0, 0, 0, 1, 1].set(0.0)]))
+    >>> both = TransportPlan(jnp.stack([stay, right.at[0, 0, 0, 1, 1].set(0.0)]))
     >>> total_variance(both).tolist()
     [0.25, 0.0]
     """

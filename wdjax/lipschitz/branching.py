@@ -30,7 +30,7 @@ _OUTSIDE = -1e-7
 """A cell that misses the region by less than this counts as touching it."""
 
 
-class Region(NamedTuple):
+class BoxRegion(NamedTuple):
     """Ends of a box that holds every point of a region; infinite for all of space."""
 
     lower: Numbers
@@ -38,12 +38,12 @@ class Region(NamedTuple):
 
 
 @dataclass
-class Search:
+class MaskSearch:
     """The sets of masks that are left for one row of the Jacobian."""
 
     net: Chain
     slopes: Slopes
-    region: Region
+    region: BoxRegion
     row: Numbers
     norm: float
     open: tuple[int, ...]
@@ -121,7 +121,7 @@ class Search:
             self.met, self.found = True, limit
 
 
-def _room(shape: Polyhedron, region: Region) -> float:
+def _room(shape: Polyhedron, region: BoxRegion) -> float:
     """How far inside of a cell a point of the region may be; negative where it must be outside."""
     from scipy.optimize import linprog
 

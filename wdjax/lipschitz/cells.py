@@ -45,12 +45,12 @@ class Polyhedron(NamedTuple):
         return Polyhedron(np.vstack([self.normals, normal]), np.append(self.levels, level))
 
 
-class Ball(NamedTuple):
+class CellBall(NamedTuple):
     center: Numbers
     radius: float
 
 
-def inscribed(shape: Polyhedron, most: float = 1.0) -> Ball | None:
+def inscribed(shape: Polyhedron, most: float = 1.0) -> CellBall | None:
     """The largest ball inside, of radius at most ``most``; None where there is no point inside."""
     from scipy.optimize import linprog
 
@@ -61,7 +61,7 @@ def inscribed(shape: Polyhedron, most: float = 1.0) -> Ball | None:
     found = linprog(goal, rows, shape.levels, bounds=bounds, method="highs", options=_HIGHS)
     if found.status != 0:
         raise RuntimeError(f"HiGHS could not find a ball in a polyhedron: {found.message}")
-    return Ball(found.x[:n], float(found.x[n])) if found.x[n] > 0 else None
+    return CellBall(found.x[:n], float(found.x[n])) if found.x[n] > 0 else None
 
 
 _HIGHS: dict[str, Any] = {
@@ -75,7 +75,7 @@ class _Part(NamedTuple):
     """A polyhedron on which the neurons so far have one mask."""
 
     shape: Polyhedron
-    ball: Ball
+    ball: CellBall
     mask: tuple[bool, ...]
     jacobian: Numbers
     """Of the values of the layer that is being cut."""
@@ -132,13 +132,13 @@ def check_relu(net: Chain) -> None:
 
 def _whole(n: int, box: tuple[npt.ArrayLike, npt.ArrayLike] | None) -> _Part:
     if box is None:
-        shape, ball = Polyhedron(np.zeros((0, n)), np.zeros(0)), Ball(np.zeros(n), np.inf)
+        shape, ball = Polyhedron(np.zeros((0, n)), np.zeros(0)), CellBall(np.zeros(n), np.inf)
     else:
         low, high = (np.broadcast_to(np.asarray(end, float), (n,)) for end in box)
         if not np.all(low < high):
             raise ValueError(f"box must have a low below its high in every entry, got {box}.")
         shape = Polyhedron(np.vstack([np.eye(n), -np.eye(n)]), np.concatenate([high, -low]))
-        ball = Ball((low + high) / 2, float(np.min(high - low) / 2))
+        ball = CellBall((low + high) / 2, float(np.min(high - low) / 2))
     return _Part(shape, ball, (), np.eye(n), np.zeros(n))
 
 
@@ -166,19 +166,21 @@ def _cut(part: _Part, neuron: int) -> list[_Part]:
     return [_active(piece, neuron, active) for active, piece in sides]
 
 
-def _fitting(ball: Ball, normal: Numbers, level: float) -> Ball | None:
+def _fitting(ball: CellBall, normal: Numbers, level: float) -> CellBall | None:
     """The largest part of a ball on the side ``normal x + level >= 0``, where that is not thin."""
     above = float(normal @ ball.center + level)
     if ball.radius == np.inf:
         return (
-            Ball(ball.center + (1.0 - above) * normal, 1.0) if above < 1 else Ball(ball.center, 1.0)
+            CellBall(ball.center + (1.0 - above) * normal, 1.0)
+            if above < 1
+            else CellBall(ball.center, 1.0)
         )
     if above >= ball.radius:
         return ball
     radius = (ball.radius + above) / 2
     if radius < 1e-3 * ball.radius:
         return None
-    return Ball(ball.center + (radius - above) * normal, radius)
+    return CellBall(ball.center + (radius - above) * normal, radius)
 
 
 def _active(part: _Part, neuron: int, active: bool) -> _Part:

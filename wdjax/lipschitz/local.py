@@ -116,7 +116,7 @@ def local_lipschitz(
                 ends = _ends(points, reach, box)
                 for i, region_ in enumerate(zip(*ends)):
                     alone = jax.tree.map(lambda t, i=i: t[i], slopes)
-                    place = branching.Region(*region_)
+                    place = branching.BoxRegion(*region_)
                     sizes[i] = _closed(net, alone, place, rows[i], norm, sizes[i], seconds)
             np.put_along_axis(found[these], rivals[these], sizes, axis=1)
     return found
@@ -132,7 +132,7 @@ def _ends(points: jax.Array, reach: jax.Array, box: Box) -> tuple[Numbers, Numbe
 def _closed(
     net: Chain,
     slopes: Slopes,
-    place: branching.Region,
+    place: branching.BoxRegion,
     rows: jax.Array,
     norm: float,
     sizes: Numbers,
@@ -144,7 +144,7 @@ def _closed(
     for turn, j in enumerate(np.argsort(-sizes)):
         left = max(ends - time.monotonic(), 0.0) / (1 if turn == 0 else len(sizes) - turn)
         row = np.asarray(rows[j])
-        search = branching.Search(net, slopes, place, row, norm, open_, float(sizes[j]))
+        search = branching.MaskSearch(net, slopes, place, row, norm, open_, float(sizes[j]))
         found[j] = search.run(left)
     return found
 
@@ -204,7 +204,7 @@ def global_lipschitz(
         sizes = np.array(_bounds(exact, slopes, rows, norm, rooms(slopes), method, steps)[0])
         if method == "bab":
             ends = (-math.inf, math.inf) if box is None else box
-            place = branching.Region(*(np.full(net.inputs, end) for end in ends))
+            place = branching.BoxRegion(*(np.full(net.inputs, end) for end in ends))
             alone = jax.tree.map(lambda t: t[0], slopes)
             sizes = _closed(net, alone, place, rows[0], norm, sizes, seconds)
     found = np.zeros((net.classes, net.classes))

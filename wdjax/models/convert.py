@@ -20,9 +20,9 @@ from wdjax.files.state_pickle import shown
 from wdjax.models import zoo
 from wdjax.models.pytorch import (
     CONTAINERS,
+    ConversionReport,
     Converted,
     Line,
-    Report,
     cast_to_float32,
     faults_of,
     from_state_dict,
@@ -39,9 +39,9 @@ _TIMM = ("state_dict_ema", "model_ema", "state_dict", "model")
 
 
 __all__ = [
+    "ConversionReport",
     "Converted",
     "Line",
-    "Report",
     "add_arguments",
     "check_parity",
     "from_state_dict",
@@ -255,7 +255,7 @@ def load_robustbench(
 
 def _of_entry(
     path: Path,
-    entry: zoo.Entry,
+    entry: zoo.PublishedModel,
     given: dict[str, Any],
     any_size: bool,
     normalize: str,
@@ -291,7 +291,7 @@ def _of_entry(
     return module, chosen
 
 
-def _ignored(entry: zoo.Entry, key: str) -> str | None:
+def _ignored(entry: zoo.PublishedModel, key: str) -> str | None:
     """The reason why RobustBench's loader ignores a tensor, or None."""
     constant = key in ("normalize.mean", "normalize.std")
     if constant and entry.dataset == "imagenet" and entry.normalize:
@@ -307,7 +307,7 @@ def _ignored(entry: zoo.Entry, key: str) -> str | None:
     return None
 
 
-def _advice(path: Path, entry: zoo.Entry) -> str:
+def _advice(path: Path, entry: zoo.PublishedModel) -> str:
     get = (
         f"{path} does not exist and nothing is downloaded here. Get it with robustbench: "
         f"load_model({entry.name!r}, dataset={entry.dataset!r}, threat_model={entry.threat!r}) "
@@ -323,7 +323,9 @@ def _advice(path: Path, entry: zoo.Entry) -> str:
     )
 
 
-def _from_file(path: Path, entry: zoo.Entry, tensors: Tensors, cast: bool) -> tuple[str, list[str]]:
+def _from_file(
+    path: Path, entry: zoo.PublishedModel, tensors: Tensors, cast: bool
+) -> tuple[str, list[str]]:
     """The normalisation by the file's ``mu`` and ``sigma``, which are removed from ``tensors``."""
     published = zoo.normalization(entry.normalize)
     if "mu_sigma?" in entry.file and "mu" not in tensors and "sigma" not in tensors:

@@ -109,14 +109,14 @@ def buffers(module: nnx.Module, names: tuple[str, ...] = ()) -> dict[str, np.nda
 
 
 class Line(NamedTuple):
-    """One tensor of a :class:`Report`."""
+    """One tensor of a :class:`ConversionReport`."""
 
     name: str
     shape: tuple[int, ...]
     fate: str
 
 
-class Report(NamedTuple):
+class ConversionReport(NamedTuple):
     """The use of every tensor of a file; ``print`` it."""
 
     source: str
@@ -149,7 +149,7 @@ class Converted(NamedTuple):
     """A model and the report of its conversion."""
 
     model: Model
-    report: Report
+    report: ConversionReport
 
 
 def keep(name):
@@ -211,7 +211,7 @@ def from_state_dict(
         place[leaf] = jax.device_put(turned.copy() if turned.flags.c_contiguous else turned)
     architecture = architecture or {"family": kind, "options": {}, "normalize": ""}
     count = sum(math.prod(slot.shape) for slot in wanted.values() if slot.trained)
-    report = Report(source, architecture, tuple(lines), count, (*notes, *casts))
+    report = ConversionReport(source, architecture, tuple(lines), count, (*notes, *casts))
     return Converted(Model(model.func, params), report)
 
 

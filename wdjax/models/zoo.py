@@ -58,7 +58,7 @@ _CONSTANTS = {
 }
 
 
-class Entry(NamedTuple):
+class PublishedModel(NamedTuple):
     """A published model."""
 
     dataset: str
@@ -92,7 +92,7 @@ _SWITCHES = ("bottleneck", "activated_shortcut", "final_norm", "sparse")
 
 
 @functools.cache
-def entries() -> tuple[Entry, ...]:
+def entries() -> tuple[PublishedModel, ...]:
     """Every covered model, in RobustBench's order.
 
     >>> len(entries()), entries()[1].name, entries()[1].options
@@ -100,7 +100,7 @@ def entries() -> tuple[Entry, ...]:
     """
     text = importlib.resources.files("wdjax.models").joinpath("zoo.csv").read_text()
     return tuple(
-        Entry(
+        PublishedModel(
             **{key: row[key] for key in ("dataset", "threat", "name", "family")},
             options=dict(map(_option, row["options"].split()))
             | {"classes": CLASSES[row["dataset"]]},
@@ -114,7 +114,7 @@ def entries() -> tuple[Entry, ...]:
     )
 
 
-def entry(name: str, dataset: str, threat: str) -> Entry:
+def entry(name: str, dataset: str, threat: str) -> PublishedModel:
     """The table's row of a RobustBench model.
 
     Args:

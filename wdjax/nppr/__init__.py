@@ -14,7 +14,7 @@ from wdjax.nppr.estimate import Estimate, estimate, expected_loss, spread_within
 from wdjax.nppr.family import MODES, Family, Mode
 from wdjax.nppr.fit import fit, fit_many
 from wdjax.nppr.fit_schedule import TABLE_4, Loss, Schedule
-from wdjax.nppr.fitted import Fitted, History
+from wdjax.nppr.fitted import FitHistory, Fitted
 from wdjax.nppr.importance import importance
 from wdjax.nppr.mixture import Mixture, entropy_ratio, log_density
 from wdjax.nppr.probable import Decision, prbench, probabilistic_accuracy
@@ -30,8 +30,8 @@ __all__ = [
     "Decision",
     "Estimate",
     "Family",
+    "FitHistory",
     "Fitted",
-    "History",
     "Loss",
     "Mixture",
     "Mode",

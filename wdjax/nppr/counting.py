@@ -57,7 +57,7 @@ class Perturbation(Protocol):
         ...
 
 
-class Poll(NamedTuple):
+class CopyPoll(NamedTuple):
     """The arguments of a count."""
 
     model: Classifier
@@ -89,7 +89,7 @@ def poll(
     index: AnyArray | None = None,
     batch_size: int | None = None,
     mesh: Mesh | None = None,
-) -> Poll:
+) -> CopyPoll:
     """Checks the arguments and replicates them on every device."""
     validate.check_number("eps", perturbation.eps)
     passed = batching.traced(model, x)
@@ -101,7 +101,7 @@ def poll(
         raise ValueError(f"index must be [{len(x)}], one number a sample, got {places.shape}.")
     rows = parallel.padded_size(max(1, size // TURN), mesh)
     fixed = parallel.replicate((model, perturbation, x, y, places, key), mesh)
-    return Poll(*fixed, rows, program.loops_well(passed), mesh)
+    return CopyPoll(*fixed, rows, program.loops_well(passed), mesh)
 
 
 def default_batch(model: Classifier, x: Array) -> int:
@@ -109,7 +109,7 @@ def default_batch(model: Classifier, x: Array) -> int:
     return _AT_ONCE * batching.default(batching.traced(model, x))
 
 
-def count(asked: Poll, rows: npt.NDArray[np.int64], first: int, draws: int) -> Tally:
+def count(asked: CopyPoll, rows: npt.NDArray[np.int64], first: int, draws: int) -> Tally:
     """Counts copies ``first`` to ``first + draws`` of inputs; ``TURN`` divides ``first``."""
     turns = first // TURN, -(-(first + draws) // TURN)
     fixed = asked.model, asked.perturbation, asked.x, asked.y, asked.places, asked.key
@@ -188,7 +188,7 @@ def points(perturbation: Perturbation, key: Array, x: Array, y: Array, draws: in
       draws: M, the number of copies of an input.
 
     >>> from wdjax.nppr import distributions
-    >>> own, x, y = distributions.Uniform(0.1), jnp.ones((1, 2)), jnp.array([0])
+    >>> own, x, y = distributions.UniformBall(0.1), jnp.ones((1, 2)), jnp.array([0])
     >>> moved = points(own, jax.random.key(0), x, y, 3)
     >>> moved.shape, bool((moved >= 0.9).all()), bool((moved <= 1).all())
     ((1, 3, 2), True, True)

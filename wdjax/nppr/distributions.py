@@ -27,14 +27,14 @@ def _family(name: str) -> Any:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Uniform:
-    r"""Uniform on the ball.
+class UniformBall:
+    r"""UniformBall on the ball.
 
     Args:
       eps: radius.
       ball: norm and box.
 
-    >>> Uniform(0.1).eps
+    >>> UniformBall(0.1).eps
     0.1
     """
 
@@ -116,7 +116,7 @@ class TruncatedGaussian:
         if isinstance(self.ball, Lp) and self.ball.norm != math.inf:
             raise ValueError(
                 f"the truncated Gaussian is for the linf ball, got norm {self.ball.norm!r}; use "
-                "ClippedGaussian or Uniform."
+                "ClippedGaussian or UniformBall."
             )
 
     def context(self, x: Array, y: Array) -> None:
@@ -176,7 +176,7 @@ class Custom:
         return jax.vmap(one)(keys, x, context)
 
 
-Fixed = Uniform | ClippedGaussian | TruncatedGaussian | Custom
+Fixed = UniformBall | ClippedGaussian | TruncatedGaussian | Custom
 
 
 def _per_input(keys: Array, draw: Callable[[Array], Array]) -> Array:

@@ -124,7 +124,7 @@ def estimate(
     >>> from wdjax.nppr import distributions
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> x, y = jnp.array([[0.6, 0.4], [0.9, 0.1], [0.4, 0.6]]), jnp.array([0, 0, 0])
-    >>> found = estimate(model, distributions.Uniform(0.2), x, y, key=jax.random.key(0))
+    >>> found = estimate(model, distributions.UniformBall(0.2), x, y, key=jax.random.key(0))
     >>> found.correct.tolist(), [round(float(p), 1) for p in found.per_input]
     ([True, True, False], [0.9, 1.0])
     """
@@ -191,7 +191,7 @@ def spread_within(
 
     >>> from wdjax.nppr import distributions
     >>> how = {"key": jax.random.key(0), "draws": 500}
-    >>> one = spread_within(distributions.Uniform(0.1), jnp.ones((1, 3)) / 2, jnp.array([0]), **how)
+    >>> one = spread_within(distributions.UniformBall(0.1), jnp.ones((1, 3)) / 2, jnp.array([0]), **how)
     >>> round(float(one.within[0]), 1), round(one.saturated, 1)
     (0.6, 0.1)
     """
@@ -246,7 +246,7 @@ def expected_loss(
     >>> from wdjax.nppr import distributions
     >>> model = Model(lambda w, x: x @ w, jnp.eye(2))
     >>> x, y, key = jnp.array([[0.6, 0.4]]), jnp.array([0]), jax.random.key(0)
-    >>> own = jax.grad(lambda m: expected_loss(m, distributions.Uniform(0.1), x, y, key=key))(model)
+    >>> own = jax.grad(lambda m: expected_loss(m, distributions.UniformBall(0.1), x, y, key=key))(model)
     >>> bool(own.args[0][0, 0] < 0)
     True
     """

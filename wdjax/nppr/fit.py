@@ -198,7 +198,7 @@ def _fit(
     own = jnp.asarray(np.asarray(radii), jnp.float32)
     stacked = objective.begin(family, x.shape[1:], width, classes, schedule.steps, keys, own, given)
     loops = program.loops_well(jax.make_jaxpr(_input_gradient)(model, x[:1]))
-    plan = objective.Plan(family, ball, loops)
+    plan = objective.FitProgram(family, ball, loops)
     last = _carry(plan, data, stacked, callback, checkpoint, every)
     kept = jax.device_get((last.eps, last.params, last.stats, last.history))
     return [
@@ -214,7 +214,7 @@ def _fit(
 
 
 def _fitted(
-    plan: objective.Plan,
+    plan: objective.FitProgram,
     kept: Any,
     features: Classifier | None,
     model: Classifier,
@@ -239,7 +239,7 @@ def _input_gradient(model: Classifier, x: Array) -> Array:
 
 
 def _carry(
-    plan: objective.Plan,
+    plan: objective.FitProgram,
     data: objective.Data,
     stacked: objective.State,
     callback: Callable[[objective.State], Any] | None,

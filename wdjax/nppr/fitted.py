@@ -16,7 +16,7 @@ from wdjax.nppr.family import Family, Params
 from wdjax.nppr.mixture import Mixture
 
 
-class History(NamedTuple):
+class FitHistory(NamedTuple):
     """Measurements of every step, ``[steps]``, on its batch and soft samples."""
 
     loss: Array
@@ -43,7 +43,7 @@ class Fitted:
     eps: Array
     params: Params
     stats: Params
-    history: History
+    history: FitHistory
     features: Callable[[Array], Array] | None
     """The features of an input that the heads use."""
     offset: Callable[..., Array] | None

@@ -11,7 +11,7 @@ import numpy as np
 from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Classifier
 from wdjax.nppr import distributions
-from wdjax.nppr.rare import Question, Rare, ask
+from wdjax.nppr.rare import Rare, RareEvent, ask
 from wdjax.nppr.splitting import explored
 
 
@@ -94,7 +94,7 @@ def importance(
 
     >>> from wdjax import Lp, Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [0.0, 0.0]]))
-    >>> own, x = distributions.Uniform(0.5, Lp(box=None)), jnp.array([0.4999, 0.5])
+    >>> own, x = distributions.UniformBall(0.5, Lp(box=None)), jnp.array([0.4999, 0.5])
     >>> found = importance(model, own, x, 0, key=jax.random.key(0))
     >>> round(found.value * 1e4, 1), found.agrees  # Exactly 1e-4.
     (1.0, True)
@@ -136,7 +136,7 @@ _EVEN = 0.25
 """Share of the failures' weight that does not depend on their likelihood."""
 
 
-def _starts(question: Question, count: int, ends: Array, key: Array) -> Start:
+def _starts(question: RareEvent, count: int, ends: Array, key: Array) -> Start:
     """Searches for each rival from 0, ``count`` random ones, and those from ``ends [J, d]``."""
     logits = np.array(question.logits(jnp.zeros((1, question.size)))[0])
     own = int(question.y[0])
@@ -153,12 +153,12 @@ def _starts(question: Question, count: int, ends: Array, key: Array) -> Start:
 
 
 @jax.jit
-def _logits(question: Question, u: Array) -> Array:
+def _logits(question: RareEvent, u: Array) -> Array:
     return question.logits(u)
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _propose(question: Question, begun: Start, steps: int, defensive: Array) -> Proposal:
+def _propose(question: RareEvent, begun: Start, steps: int, defensive: Array) -> Proposal:
     """The mixture: failures are weighted by likelihood, in part equally; near duplicates share.
 
     ``begun`` holds J searches; the result has J centres ``[J, d]``, of weight 0 where none failed.
@@ -181,7 +181,7 @@ def _propose(question: Question, begun: Start, steps: int, defensive: Array) -> 
     return Proposal(points, (1 - own) * jnp.where(known, share, 0.0), own)
 
 
-def _approach(question: Question, start: Start, steps: int) -> Array:
+def _approach(question: RareEvent, start: Start, steps: int) -> Array:
     """The end ``[d]`` of the Hasofer-Lind iteration for a short vector at which the rival wins."""
 
     def gap(u: Array) -> Array:
@@ -201,7 +201,7 @@ def _approach(question: Question, start: Start, steps: int) -> Array:
     return jax.lax.scan(step, start.u, jnp.arange(float(steps)))[0]
 
 
-def _shortest(question: Question, start: Array, end: Array) -> Array:
+def _shortest(question: RareEvent, start: Array, end: Array) -> Array:
     """The shorter of two failures ``[d]``: the first on the ray from 0 to twice a search's end, and
     the first on the ray to its start, for gradients that are 0 or mislead; inf without any."""
 
@@ -215,12 +215,12 @@ def _shortest(question: Question, start: Array, end: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=3)
-def _weighed(question: Question, proposal: Proposal, keys: Array, draws: int) -> Array:
+def _weighed(question: RareEvent, proposal: Proposal, keys: Array, draws: int) -> Array:
     """``[R, 3]``: :func:`_weigh` of each run, one after another."""
     return jax.lax.map(lambda key: _weigh(question, proposal, key, draws), keys)
 
 
-def _weigh(question: Question, proposal: Proposal, key: Array, draws: int) -> Array:
+def _weigh(question: RareEvent, proposal: Proposal, key: Array, draws: int) -> Array:
     """``[3]``: estimate, number of failures and number of faults of one run."""
     pick, noise_key = jax.random.split(key)
     shares = jnp.append(proposal.weights, proposal.defensive)

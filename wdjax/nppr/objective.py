@@ -15,7 +15,7 @@ from wdjax.nppr import mixture as mixtures
 from wdjax.nppr import upsample as up
 from wdjax.nppr.family import Family, Params
 from wdjax.nppr.fit_schedule import Schedule
-from wdjax.nppr.fitted import History
+from wdjax.nppr.fitted import FitHistory
 from wdjax.precision import promoted
 
 _ADAM = optax.scale_by_adam()
@@ -48,10 +48,10 @@ class State(NamedTuple):
     step: Array
     eps: Array
     key: Array
-    history: History
+    history: FitHistory
 
 
-class Plan(NamedTuple):
+class FitProgram(NamedTuple):
     """Static settings."""
 
     family: Family
@@ -77,14 +77,14 @@ def begin(
         params, stats = families.begin(family, first, shape, features, classes)
         params = families.replaced(params, start)
         empty = jnp.full(steps, jnp.nan)
-        history = History(*(empty for _ in History._fields))
+        history = FitHistory(*(empty for _ in FitHistory._fields))
         return State(params, stats, _ADAM.init(params), jnp.asarray(0), eps, own, history)
 
     return jax.vmap(one)(keys, radii)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def advance(plan: Plan, data: Data, state: State, first: Array, last: Array) -> State:
+def advance(plan: FitProgram, data: Data, state: State, first: Array, last: Array) -> State:
     """Steps ``first`` to ``last`` of every fit; a single step if the model loops slowly."""
 
     def all_fits(state: State) -> State:
@@ -100,7 +100,7 @@ def advance(plan: Plan, data: Data, state: State, first: Array, last: Array) -> 
 
 
 @promoted()
-def step(plan: Plan, data: Data, state: State) -> State:
+def step(plan: FitProgram, data: Data, state: State) -> State:
     """One step of one fit, on a batch of the data."""
     rows, key = _batch(data, state)
     tau, temperatures = data.schedule.temperatures(state.step)
@@ -141,7 +141,7 @@ def step(plan: Plan, data: Data, state: State) -> State:
     rate = data.schedule.rate(state.step)
     params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
     seen = (loss, held, entropy[0], entropy[1], optax.tree.norm(gradient))
-    history = History(*(past.at[state.step].set(now) for past, now in zip(state.history, seen)))
+    history = FitHistory(*(past.at[state.step].set(now) for past, now in zip(state.history, seen)))
     return State(params, stats, opt_state, state.step + 1, state.eps, state.key, history)
 
 
@@ -162,7 +162,7 @@ def _batch(data: Data, state: State) -> tuple[Array, Array]:
     return rows, jax.random.fold_in(draw_key, state.step)
 
 
-def _moved(plan: Plan, params: Params, latent: Array, batch: Data, eps: Array) -> Array:
+def _moved(plan: FitProgram, params: Params, latent: Array, batch: Data, eps: Array) -> Array:
     """Logits ``[B M, K]`` of the perturbed inputs; ``latent`` is ``[B, M, L]``."""
     shape = batch.x.shape[1:]
     matrix = families.to_input(plan.family, params, shape)

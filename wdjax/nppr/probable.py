@@ -126,7 +126,7 @@ def probabilistic_accuracy(
     >>> from wdjax import Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> x, y = jnp.array([[0.9, 0.1], [0.55, 0.45]]), jnp.array([0, 0])
-    >>> own = distributions.Uniform(0.2)
+    >>> own = distributions.UniformBall(0.2)
     >>> found = probabilistic_accuracy(model, own, x, y, key=jax.random.key(0), rho=0.1)
     >>> found.robust.tolist(), found.fragile.tolist()
     ([[True, False]], [[False, True]])
@@ -251,7 +251,7 @@ def prbench(
     how: dict[str, Any] = {"key": key, "batch_size": batch_size, "mesh": mesh}
 
     def measured(x: AnyArray, y: AnyArray, eps: float) -> Estimate:
-        return estimate(model, distributions.Uniform(eps, ball), x, y, draws=draws, **how)
+        return estimate(model, distributions.UniformBall(eps, ball), x, y, draws=draws, **how)
 
     fields: dict[str, Any] = {}
     for eps in radii:
@@ -262,7 +262,7 @@ def prbench(
             known = measured(*train, eps)
             fields[f"GE_PR({eps:.2f})"] = _field(known.value - own.value, *excess(known, own))
     decision = probabilistic_accuracy(
-        model, distributions.Uniform(radius, ball), x, y, rho=rho, alpha=alpha, **how
+        model, distributions.UniformBall(radius, ball), x, y, rho=rho, alpha=alpha, **how
     )
     for risk, value, low, high in zip(decision.rho, decision.lower, *decision.population()):
         fields[f"ProbAcc({risk:.2f})"] = _field(value, low, high)

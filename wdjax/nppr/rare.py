@@ -117,11 +117,11 @@ class Rare(NamedTuple):
 def from_normal(perturbation: distributions.Fixed, u: Array) -> Array:
     """The perturbations ``[n, d]`` that normal vectors ``[n, d]`` are mapped to.
 
-    >>> from_normal(distributions.Uniform(0.5), jnp.array([[0.0, 9.0]])).tolist()
+    >>> from_normal(distributions.UniformBall(0.5), jnp.array([[0.0, 9.0]])).tolist()
     [[0.0, 0.5]]
     """
     eps, ball = perturbation.eps, perturbation.ball
-    if isinstance(perturbation, distributions.Uniform) and ball.norm == math.inf:
+    if isinstance(perturbation, distributions.UniformBall) and ball.norm == math.inf:
         return eps * jax.lax.erf(u / math.sqrt(2))
     if isinstance(perturbation, distributions.ClippedGaussian) and ball.norm == math.inf:
         return eps * jnp.clip(perturbation.sigma * u, -1.0, 1.0)
@@ -139,7 +139,7 @@ def from_normal(perturbation: distributions.Fixed, u: Array) -> Array:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Question:
+class RareEvent:
     """One input and the distribution of its perturbations; a pytree."""
 
     model: Classifier
@@ -186,14 +186,14 @@ def ask(
     y: AnyArray | int,
     key: Array,
     batch_size: int | None = None,
-) -> Question:
+) -> RareEvent:
     """Checks the input ``[*shape]``, which must be classified correctly."""
     host_only("the search for rare failures", TWIN, model, perturbation, x, y, key)
     validate.check_number("eps", perturbation.eps)
     x, labels = jnp.asarray(x)[None], np.asarray(y).reshape(1)
     x, own = validate.check_samples(model, x, labels, perturbation.ball.box)
     batch = default_batch(model, x) if batch_size is None else batch_size
-    question = Question(model, perturbation, x, own, validate.check_count("batch_size", batch))
+    question = RareEvent(model, perturbation, x, own, validate.check_count("batch_size", batch))
     score, fault = question.score(jnp.zeros((1, question.size), x.dtype))
     if bool(fault[0]):
         raise ValueError("the model's logits are not finite for the input as it is.")

@@ -24,16 +24,16 @@ _CHUNK = 50
 """Maximum number of steps in one program."""
 
 
-class Recipe(NamedTuple):
+class RegularisedProgram(NamedTuple):
     """Static settings."""
 
-    plan: objective.Plan
+    plan: objective.FitProgram
     features: Callable[[Any], Any] | None
     optimizer: optax.GradientTransformation
     draws: int
 
 
-class Given(NamedTuple):
+class TrainingData(NamedTuple):
     """The constants of a training."""
 
     schedule: Schedule
@@ -131,9 +131,9 @@ def train(
     # Margins grow during training, so no fixed width of the sigmoid would suit.
     schedule = Schedule(steps=steps, batch=size, draws=draws, loss="softplus").settled(family)
     loops = program.loops_well(jax.make_jaxpr(training.gradients)(model, x[:1]))
-    recipe = Recipe(objective.Plan(family, ball, loops), seen, optimizer, draws)
+    recipe = RegularisedProgram(objective.FitProgram(family, ball, loops), seen, optimizer, draws)
     begin_key, own_key = jax.random.split(key)
-    given = Given(schedule, x, y, own_key, jnp.asarray(weight, jnp.float32))
+    given = TrainingData(schedule, x, y, own_key, jnp.asarray(weight, jnp.float32))
     begun, mark = _begin(recipe, model, given, begin_key, radius), b""
     if checkpoint is not None:
         traced = identity.program(functools.partial(_steps, recipe), given, begun, 0, 1)
@@ -152,7 +152,9 @@ def train(
     return last.model, np.asarray(last.loss)
 
 
-def _begin(recipe: Recipe, model: Model, given: Given, key: Array, radius: Array) -> State:
+def _begin(
+    recipe: RegularisedProgram, model: Model, given: TrainingData, key: Array, radius: Array
+) -> State:
     plan, x, steps = recipe.plan, given.x, given.schedule.steps
     classes = jax.eval_shape(lambda model, x: model(x), model, x).shape[1]
     seen = recipe.features
@@ -165,7 +167,7 @@ def _begin(recipe: Recipe, model: Model, given: Given, key: Array, radius: Array
     return State(model, opt_state, distribution, jnp.asarray(0), jnp.full(steps, jnp.nan))
 
 
-def _turn(recipe: Recipe, given: Given, state: State) -> State:
+def _turn(recipe: RegularisedProgram, given: TrainingData, state: State) -> State:
     first = int(state.step)
     last = min(first + (_CHUNK if recipe.plan.loops else 1), given.schedule.steps)
     state = _steps(recipe, given, state, first, last)
@@ -175,14 +177,16 @@ def _turn(recipe: Recipe, given: Given, state: State) -> State:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _steps(recipe: Recipe, given: Given, state: State, first: Array, last: Array) -> State:
+def _steps(
+    recipe: RegularisedProgram, given: TrainingData, state: State, first: Array, last: Array
+) -> State:
     """Steps ``first`` to ``last``; a single step if the model loops slowly."""
     if not recipe.plan.loops:
         return _step(recipe, given, state)
     return jax.lax.fori_loop(first, last, lambda _, state: _step(recipe, given, state), state)
 
 
-def _step(recipe: Recipe, given: Given, state: State) -> State:
+def _step(recipe: RegularisedProgram, given: TrainingData, state: State) -> State:
     """One step: the distribution's on a batch of B samples, then the model's on B and B M copies.
 
     The batch ``[B, *shape]`` is a slice of the epoch's permutation.

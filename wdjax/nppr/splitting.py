@@ -11,7 +11,7 @@ import numpy as np
 from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Classifier
 from wdjax.nppr import distributions
-from wdjax.nppr.rare import Question, Rare, ask
+from wdjax.nppr.rare import Rare, RareEvent, ask
 
 _ACCEPTED = 0.3
 """The acceptance rate at which the pilot's step size aims."""
@@ -73,7 +73,7 @@ def splitting(
 
     >>> from wdjax import Lp, Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [0.0, 0.0]]))
-    >>> own, x = distributions.Uniform(0.5, Lp(box=None)), jnp.array([0.4999, 0.5])
+    >>> own, x = distributions.UniformBall(0.5, Lp(box=None)), jnp.array([0.4999, 0.5])
     >>> found = splitting(model, own, x, 0, key=jax.random.key(0), particles=300)
     >>> 0.5 < found.value * 1e4 < 2  # Exactly 1e-4.
     True
@@ -84,7 +84,7 @@ def splitting(
 
 
 def explored(
-    question: Question,
+    question: RareEvent,
     key: Array,
     particles: int,
     keep: float = 0.5,
@@ -151,7 +151,7 @@ class Cloud(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _ascent(
-    count: int, stay: int, moves: int, question: Question, ladder: Ladder, pilot: Array, key: Array
+    count: int, stay: int, moves: int, question: RareEvent, ladder: Ladder, pilot: Array, key: Array
 ) -> tuple[Cloud, Ladder]:
     """A run up to the last level, or until no particle is left; or a pilot, which finds the levels.
 
@@ -185,7 +185,7 @@ def _ascent(
 
 
 def _climbed(
-    question: Question,
+    question: RareEvent,
     moves: int,
     cloud: Cloud,
     level: Array,

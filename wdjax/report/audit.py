@@ -56,7 +56,7 @@ class Attempt(NamedTuple):
     """With False misclassified samples are attacked too, which raises the loss."""
 
 
-class Certificate(Protocol):
+class Certifier(Protocol):
     """``(model, x, y) -> [n]`` radii, in the audit's norm, within which no sample is misclassified.
 
     0 where nothing is certified, inf where the whole box is.
@@ -101,7 +101,7 @@ def standard_attacks(ball: Lp, radii: Sequence[float] | Numbers) -> dict[str, At
     }
 
 
-def standard_certificates(ball: Lp, batch_size: int | None = None) -> dict[str, Certificate]:
+def standard_certificates(ball: Lp, batch_size: int | None = None) -> dict[str, Certifier]:
     """The default certificates of an audit.
 
     >>> list(standard_certificates(Lp(2)))
@@ -132,7 +132,7 @@ def sandwich(
     radii: Sequence[float],
     ball: Lp = _PIXELS,
     attacks: Mapping[str, Attempt | Attack] | None = None,
-    certificates: Mapping[str, Certificate] | None = None,
+    certificates: Mapping[str, Certifier] | None = None,
     loss_bounds: Mapping[str, LossBound] | None = None,
     key: Array,
     batch_size: int | None = None,
@@ -151,7 +151,7 @@ def sandwich(
       ball: norm (the ground norm r) and box.
       attacks: by name an :class:`Attempt` or an attack, all with this ball; by default
         :func:`standard_attacks`.
-      certificates: by name a :class:`Certificate`; by default :func:`standard_certificates`.
+      certificates: by name a :class:`Certifier`; by default :func:`standard_certificates`.
       loss_bounds: by name a :class:`LossBound`; by default :func:`wdjax.certify.wdro_bound` with
         its Lipschitz constant.
       key: a typed ``jax.random.key`` for random attacks.
@@ -402,11 +402,11 @@ def _wdro(setting: _Setting, constant: Callable[[], float]) -> LossBound:
     return bound
 
 
-def _certify(setting: _Setting, certificates: Mapping[str, Certificate]) -> Iterator[_Job]:
+def _certify(setting: _Setting, certificates: Mapping[str, Certifier]) -> Iterator[_Job]:
     """One job for every certificate, with ``[n]`` radii as its result."""
     model, x, y = setting.model, setting.x, setting.y
 
-    def radius(name: str, certificate: Certificate, task: Task) -> Numbers:
+    def radius(name: str, certificate: Certifier, task: Task) -> Numbers:
         found = np.asarray(certificate(model, x, y), float)
         if found.shape != (len(y),) or not np.all(found >= 0):
             raise ValueError(

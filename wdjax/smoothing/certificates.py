@@ -347,7 +347,7 @@ def _ask(
     key: Array,
     batch_size: int | None,
     mesh: Mesh | None,
-) -> votes.Poll:
+) -> votes.VotePoll:
     """Puts the question."""
     if batch_size is None:
         devices = 1 if mesh is None else mesh.size

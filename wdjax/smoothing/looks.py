@@ -86,7 +86,7 @@ class SmoothedCertificate(NamedTuple):
         return wdro.certified_accuracy(radii, eps, order)
 
 
-class Plan(NamedTuple):
+class LookPlan(NamedTuple):
     """What is asked of every sample."""
 
     levels: npt.NDArray[np.float64]
@@ -103,7 +103,7 @@ class Plan(NamedTuple):
 
 def plan(
     eps: npt.ArrayLike | None, noise: Noise, n0: int, n: int, alpha: float, test: Test | None
-) -> Plan:
+) -> LookPlan:
     test = test or ("clopper-pearson" if eps is None else "sequential")
     validate.check_choice("test", test, TESTS)
     if (eps is None) == (test == "sequential"):
@@ -120,10 +120,10 @@ def plan(
     while test == "sequential" and looks[0] > _FIRST:
         looks.insert(0, int(looks[0] / _GROWTH))
     levels = noise.level(radii) + _UP
-    return Plan(levels, radii, noise.radius, n0, tuple(looks), level, test)
+    return LookPlan(levels, radii, noise.radius, n0, tuple(looks), level, test)
 
 
-def outlook(plan: Plan, noise: Noise, error: Numbers, eps: npt.ArrayLike | None) -> str | None:
+def outlook(plan: LookPlan, noise: Noise, error: Numbers, eps: npt.ArrayLike | None) -> str | None:
     """What no votes could certify, in words: every radius, or some of those asked for.
 
     Args:
@@ -163,8 +163,8 @@ def outlook(plan: Plan, noise: Noise, error: Numbers, eps: npt.ArrayLike | None)
 class Work(NamedTuple):
     """The votes on all samples: a state that can be saved, and what to do with it."""
 
-    asked: votes.Poll
-    plan: Plan
+    asked: votes.VotePoll
+    plan: LookPlan
     y: npt.NDArray[np.int32]
     error: npt.NDArray[np.float64]
 

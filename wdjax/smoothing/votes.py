@@ -24,7 +24,7 @@ _AHEAD = 8
 """Batches sent to the device before the first is waited for."""
 
 
-class Poll(NamedTuple):
+class VotePoll(NamedTuple):
     """Whom to ask, and about what."""
 
     model: Callable[[Array], Array]
@@ -51,7 +51,7 @@ def poll(
     classes: int,
     size: int,
     mesh: Mesh | None,
-) -> Poll:
+) -> VotePoll:
     """Puts what does not change where it is needed."""
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     if device.platform == "tpu":
@@ -65,15 +65,15 @@ def poll(
     with float64():
         fixed = model, x, jax.jit(scale_of_each)(noise, x), places, key
         model, x, each, places, key = parallel.replicate(fixed, mesh)
-    return Poll(model, noise, x, each, places, key, classes, size, mesh)
+    return VotePoll(model, noise, x, each, places, key, classes, size, mesh)
 
 
-def at_once(asked: Poll) -> int:
+def at_once(asked: VotePoll) -> int:
     """Votes to be asked for in one call of :func:`count`."""
     return asked.size * _AHEAD
 
 
-def count(asked: Poll, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+def count(asked: VotePoll, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """``[n, K + 1]`` counts of the votes ``numbers`` on the samples ``rows``, both ``[m]``.
 
     The last column counts logits that are not finite, which are votes for no class.
@@ -90,7 +90,7 @@ def count(asked: Poll, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     return total.reshape(len(asked.x), width)
 
 
-def programs(asked: Poll) -> list[ClosedJaxpr]:
+def programs(asked: VotePoll) -> list[ClosedJaxpr]:
     """The traced programs of a vote: of its noise and of the model on a noisy sample."""
     fixed = asked.key, asked.x, asked.scales, asked.places
     noisy = functools.partial(_noisy, asked.noise, asked.noise.step, fixed)
@@ -99,7 +99,7 @@ def programs(asked: Poll) -> list[ClosedJaxpr]:
     return [drawn, identity.program(_vote, asked.model, asked.x[:1])]
 
 
-def uniforms(asked: Poll, number: int) -> np.ndarray:
+def uniforms(asked: VotePoll, number: int) -> np.ndarray:
     """``[n]`` random numbers of the samples in ``[0, 1)``, by a number that no vote has."""
 
     def one(place: Array) -> Array:
@@ -109,7 +109,7 @@ def uniforms(asked: Poll, number: int) -> np.ndarray:
     return np.asarray(jax.jit(jax.vmap(one))(asked.places))
 
 
-def _draw(asked: Poll, pairs: np.ndarray) -> Array:
+def _draw(asked: VotePoll, pairs: np.ndarray) -> Array:
     rows, numbers = parallel.shard(tuple(pairs), asked.mesh)
     fixed = asked.key, asked.x, asked.scales, asked.places
     with float64():

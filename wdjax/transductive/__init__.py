@@ -15,7 +15,7 @@ from wdjax.transductive.fitting import Opponent, fit
 from wdjax.transductive.game import play, prepare
 from wdjax.transductive.objectives import Objective, confidence, unnoticed
 from wdjax.transductive.presets import PAPER
-from wdjax.transductive.referee import Rejection, Report, Share, cost_multiple, share, worst
+from wdjax.transductive.referee import GameReport, Rejection, Share, cost_multiple, share, worst
 from wdjax.transductive.space_attack import SpaceAttack, fpa, gmsa_avg, gmsa_min, pgd_skip, transfer
 
 __all__ = [
@@ -27,11 +27,11 @@ __all__ = [
     "Bank",
     "Defense",
     "Fixed",
+    "GameReport",
     "Objective",
     "Opponent",
     "Purify",
     "Rejection",
-    "Report",
     "Share",
     "SpaceAttack",
     "URejectron",

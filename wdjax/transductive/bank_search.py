@@ -18,7 +18,7 @@ from wdjax.transductive.objectives import Ceaseless, FirstFall, logits_of, margi
 from wdjax.transductive.space_attack import SpaceAttack
 
 
-class Moved(NamedTuple):
+class BankFound(NamedTuple):
     """The points of an attack on a bank: ``[n]`` leaves."""
 
     x_adv: Array
@@ -42,7 +42,7 @@ def raise_objective(
     eps: Array | float,
     key: Array,
     index: Array | None = None,
-) -> Moved:
+) -> BankFound:
     r"""Attacks all models of a bank at once: the inner problem of Algorithm 2, equation 7.
 
     Args:
@@ -57,7 +57,7 @@ def raise_objective(
       index: ``[n]``, the samples' numbers in a larger data set, from which random keys are derived.
 
     Returns:
-      A :class:`Moved`, measured: points of the ball and the box whose objective is at least that at
+      A :class:`BankFound`, measured: points of the ball and the box whose objective is at least that at
       every starting point.
 
     Cost: see :class:`SpaceAttack`.
@@ -77,7 +77,7 @@ def raise_objective(
     question = _Question(attack, defense, memory, bank, index, x, y, jnp.asarray(eps, x.dtype))
     classes = _classes(question)
 
-    def search(best: Moved, run: Array) -> tuple[Moved, None]:
+    def search(best: BankFound, run: Array) -> tuple[BankFound, None]:
         aim = (y + 1 + (run - attack.restarts) % (classes - 1)) % classes
         aim = jnp.where(run < attack.restarts, -1, aim)
         keys = jax.vmap(lambda key: jax.random.fold_in(key, run))(own)
@@ -85,7 +85,7 @@ def raise_objective(
         return _better(best, moved), None
 
     unknown, none = jnp.full(y.shape, -jnp.inf, x.dtype), jnp.zeros(y.shape, jnp.int32)
-    begun = Moved(x, unknown, none > 0, none)
+    begun = BankFound(x, unknown, none > 0, none)
     return jax.lax.scan(search, begun, jnp.arange(attack.runs))[0]
 
 
@@ -153,7 +153,7 @@ def _start(asked: _Question, keys: Array) -> Array:
     return asked.ball.project(x + norms.spread(radius, x) * noise, x, radius)
 
 
-def _climb(asked: _Question, aim: Array, start: Array, key: Array) -> Moved:
+def _climb(asked: _Question, aim: Array, start: Array, key: Array) -> BankFound:
     """All legs of one search, and the objective at their points.
 
     ``aim`` ``[n]`` are target classes or -1; ``start`` is ``[n, *shape]``.
@@ -164,7 +164,7 @@ def _climb(asked: _Question, aim: Array, start: Array, key: Array) -> Moved:
     if attack.keep == "first":
         criterion = FirstFall(dataclasses.replace(attack.objective, loss=margin))
 
-    def leg(number: Array, moved: Moved) -> Moved:
+    def leg(number: Array, moved: BankFound) -> BankFound:
         found = driver.search(
             inner,
             victim,
@@ -179,10 +179,10 @@ def _climb(asked: _Question, aim: Array, start: Array, key: Array) -> Moved:
             transductive=True,
         )
         gradients = moved.gradients + found.gradients
-        return Moved(found.x_adv, found.margin, moved.fault | found.fault, gradients)
+        return BankFound(found.x_adv, found.margin, moved.fault | found.fault, gradients)
 
     none = jnp.zeros(y.shape, jnp.int32)
-    begun = Moved(start, jnp.full(y.shape, -jnp.inf, x.dtype), none > 0, none)
+    begun = BankFound(start, jnp.full(y.shape, -jnp.inf, x.dtype), none > 0, none)
     legs = asked.bank.filled if attack.legs == "models" else 1
     moved = jax.lax.fori_loop(0, legs, leg, begun)
     if attack.keep == "first":
@@ -197,9 +197,9 @@ def _fitted(attack: SpaceAttack) -> Any:
     return dataclasses.replace(attack.inner, loss=attack.objective)  # type: ignore[type-var]
 
 
-def _better(best: Moved, moved: Moved) -> Moved:
+def _better(best: BankFound, moved: BankFound) -> BankFound:
     wins = (moved.value > best.value) & jnp.isfinite(moved.value)
     x_adv = jnp.where(norms.spread(wins, moved.x_adv), moved.x_adv, best.x_adv)
     value = jnp.where(wins, moved.value, best.value)
     fault = best.fault | moved.fault | ~jnp.isfinite(moved.value)
-    return Moved(x_adv, value, fault, best.gradients + moved.gradients)
+    return BankFound(x_adv, value, fault, best.gradients + moved.gradients)

@@ -31,7 +31,7 @@ class Row(NamedTuple):
     how: dict[str, Any] = {}  # noqa: RUF012  Nobody writes to it.
 
 
-class Case(NamedTuple):
+class DigitsCase(NamedTuple):
     """A defence and its games."""
 
     build: Callable[[], Defense]
@@ -43,7 +43,7 @@ class Case(NamedTuple):
     rows: dict[str, Row]
 
 
-class Given(NamedTuple):
+class DigitsData(NamedTuple):
     """The arguments from which a case is built."""
 
     train: Dataset
@@ -67,7 +67,9 @@ def split(seed: int) -> tuple[Dataset, Dataset]:
     return train, test
 
 
-def case(name: str, seed: int, iterations: int | None = None) -> tuple[Case, Dataset, Dataset]:
+def case(
+    name: str, seed: int, iterations: int | None = None
+) -> tuple[DigitsCase, Dataset, Dataset]:
     """A case of the table: ``(case, training data, inputs)``.
 
     Args:
@@ -80,7 +82,7 @@ def case(name: str, seed: int, iterations: int | None = None) -> tuple[Case, Dat
     """
     validate.check_choice("name", name, tuple(CASES))
     train, test = split(seed)
-    made = CASES[name](Given(train, jax.random.key(seed), iterations))
+    made = CASES[name](DigitsData(train, jax.random.key(seed), iterations))
     return made, train, test.take(made.inputs)
 
 
@@ -97,7 +99,9 @@ def _usual(inner: PGD, iterations: int, **settings: Any) -> Iterator[tuple[str, 
     yield "gmsa-min-one-leg", Row(gmsa_min(inner, iterations, legs="one", **settings))
 
 
-def _trained(given: Given, network: Callable[..., Model], steps: int, eps: float = 0.0) -> Model:
+def _trained(
+    given: DigitsData, network: Callable[..., Model], steps: int, eps: float = 0.0
+) -> Model:
     """A base model; trained adversarially if ``eps`` is positive."""
     foe = Opponent(PGD(steps=10, random_start=True, iterate="last"), eps) if eps else None
     first, second = jax.random.split(given.key)
@@ -117,7 +121,7 @@ _discriminator = functools.partial(models.mlp, (_HIDDEN[-1], 96, 2))
 _adversarial_mlp = functools.partial(models.mlp, (64, 128, 10))
 
 
-def _rmc(given: Given, robust: bool) -> Case:
+def _rmc(given: DigitsData, robust: bool) -> DigitsCase:
     eps, count = 0.15, given.iterations or 10
     copies = PGD(steps=40, step_size=eps / 10, random_start=True)
     epochs = 25 if robust else 100
@@ -129,37 +133,37 @@ def _rmc(given: Given, robust: bool) -> Case:
     rows = dict(_usual(_pgd(eps), count))
     del rows["gmsa-min-one-leg"]
     rows["pgd-skip"] = Row(pgd_skip(_pgd(eps)))
-    return Case(build, eps, 1, 40 if robust else 60, rows)
+    return DigitsCase(build, eps, 1, 40 if robust else 60, rows)
 
 
-def rmc_standard(given: Given) -> Case:
+def rmc_standard(given: DigitsData) -> DigitsCase:
     """RMC with a base model trained on clean samples."""
     return _rmc(given, False)
 
 
-def rmc_adversarial(given: Given) -> Case:
+def rmc_adversarial(given: DigitsData) -> DigitsCase:
     """RMC with an adversarially trained base model."""
     return _rmc(given, True)
 
 
-def dent(given: Given) -> Case:
+def dent(given: DigitsData) -> DigitsCase:
     """DENT: affine parameters for each sample, by information maximisation."""
     eps = 0.1
     how = {"loss": objectives.margin, "judge": objectives.confidence, "restarts": 5, "rivals": 9}
     rows = dict(_usual(_pgd(eps), given.iterations or 3, **how))
     rows["transfer-sorted"] = Row(transfer(_pgd(eps), **how), {"order": "labels"})
     rows["transfer-first-fall"] = Row(transfer(_pgd(eps), keep="first", **how))
-    return Case(lambda: DENT(_trained(given, _norm_mlp, 600, eps)), eps, 128, 256, rows)
+    return DigitsCase(lambda: DENT(_trained(given, _norm_mlp, 600, eps)), eps, 128, 256, rows)
 
 
-def dann(given: Given) -> Case:
+def dann(given: DigitsData) -> DigitsCase:
     """DANN: domain-adversarial training for each set of inputs."""
     eps = 0.15
     build = functools.partial(DANN, network=_norm_mlp, discriminator=_discriminator, steps=800)
-    return Case(build, eps, None, 500, dict(_usual(_pgd(eps), given.iterations or 10)))
+    return DigitsCase(build, eps, None, 500, dict(_usual(_pgd(eps), given.iterations or 10)))
 
 
-def tadv(given: Given) -> Case:
+def tadv(given: DigitsData) -> DigitsCase:
     """TADV: adversarial training with private randomness for each set of inputs."""
     eps = 0.15
     foe = PGD(steps=10, random_start=True, iterate="last")
@@ -167,10 +171,10 @@ def tadv(given: Given) -> Case:
     rows = dict(_usual(_pgd(eps), given.iterations or 10))
     rows["transfer-first-fall"] = Row(transfer(_pgd(eps), keep="first"))
     rows["seed-leaked"] = Row(fpa(_pgd(eps), 2), {"leak": "seed", "draws": 1})
-    return Case(build, eps, None, 500, rows)
+    return DigitsCase(build, eps, None, 500, rows)
 
 
-def urejectron(given: Given) -> Case:
+def urejectron(given: DigitsData) -> DigitsCase:
     """URejectron: rejects by a discriminator between training data and inputs."""
     eps, count = 0.15, given.iterations or 5
     rows = {
@@ -181,10 +185,10 @@ def urejectron(given: Given) -> Case:
     def build() -> Defense:
         return URejectron(model=_trained(given, _mlp, 600), discriminator=_detector)
 
-    return Case(build, eps, None, 500, rows)
+    return DigitsCase(build, eps, None, 500, rows)
 
 
-def purify(given: Given) -> Case:
+def purify(given: DigitsData) -> DigitsCase:
     """Purification: inputs move to where the model is confident; attacks see through it."""
     eps = 0.1
     rows = {
@@ -195,10 +199,10 @@ def purify(given: Given) -> Case:
     def build() -> Defense:
         return Purify(_trained(given, _mlp, 600, eps), radius=0.1, step_size=0.05)
 
-    return Case(build, eps, None, 200, rows)
+    return DigitsCase(build, eps, None, 200, rows)
 
 
-CASES: dict[str, Callable[[Given], Case]] = {
+CASES: dict[str, Callable[[DigitsData], DigitsCase]] = {
     "rmc-standard": rmc_standard,
     "rmc-adversarial": rmc_adversarial,
     "dent": dent,

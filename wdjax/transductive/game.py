@@ -16,7 +16,7 @@ from wdjax.engine import loop
 from wdjax.transductive import turns
 from wdjax.transductive.defense import Defense
 from wdjax.transductive.objectives import logits_of
-from wdjax.transductive.referee import REJECTIONS, Report
+from wdjax.transductive.referee import REJECTIONS, GameReport
 from wdjax.transductive.space_attack import SpaceAttack
 from wdjax.transductive.state import State, Table
 
@@ -65,7 +65,7 @@ def play(
     callback: Callable[[State], Any] | None = None,
     checkpoint: str | PathLike[str] | None = None,
     every: float = 60.0,
-) -> Report:
+) -> GameReport:
     r"""Plays a game of one or many rounds against a defence that adapts, and referees it.
 
     In every round the attacker moves the inputs within the ball; then the defender adapts to them,
@@ -100,7 +100,7 @@ def play(
       every: minimum number of seconds between two writings.
 
     Returns:
-      A :class:`Report`.
+      A :class:`GameReport`.
 
     Raises:
       ValueError: bad samples, sizes that do not divide, unknown options, several draws of a leaked

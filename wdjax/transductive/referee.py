@@ -68,7 +68,7 @@ class Rejection(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
+class GameReport:
     """The result of a game: ``[n]`` leaves in the order in which the inputs were submitted."""
 
     index: np.ndarray
@@ -193,7 +193,7 @@ def _most(facts: np.ndarray) -> np.ndarray:
     return 2 * facts.sum(axis=0) > len(facts)
 
 
-def worst(reports: dict[str, Report]) -> tuple[str, Report]:
+def worst(reports: dict[str, GameReport]) -> tuple[str, GameReport]:
     """The attack that leaves the lowest one-shot accuracy, by name.
 
     For a defence that rejects, the attack with the largest error at its operating point. Points of

@@ -10,7 +10,7 @@ from wdjax.transductive.defense import Defense
 from wdjax.transductive.space_attack import SpaceAttack
 
 
-class Best(NamedTuple):
+class BestSet(NamedTuple):
     """The attacker's best set of a round so far."""
 
     x: Array
@@ -24,7 +24,7 @@ class Best(NamedTuple):
     """``[n]``: whether anything was not finite."""
 
 
-class Record(NamedTuple):
+class GameRecord(NamedTuple):
     """The results so far: ``[rounds, ...]`` arrays on the host, named as in :class:`Report`."""
 
     x_adv: np.ndarray
@@ -56,8 +56,8 @@ class State(NamedTuple):
     bank: Bank
     first: Array
     """The points of the round's first iteration, ``[size, *shape]``."""
-    best: Best
-    record: Record
+    best: BestSet
+    record: GameRecord
 
 
 class Table(NamedTuple):

@@ -14,12 +14,12 @@ from wdjax.core import Array, PyTree
 from wdjax.engine import identity
 from wdjax.transductive import bank as banks
 from wdjax.transductive.bank import Bank
-from wdjax.transductive.bank_search import Moved, objective_at, raise_objective
+from wdjax.transductive.bank_search import BankFound, objective_at, raise_objective
 from wdjax.transductive.defense import Defense
 from wdjax.transductive.objectives import logits_of
-from wdjax.transductive.referee import Report, threshold_for
+from wdjax.transductive.referee import GameReport, threshold_for
 from wdjax.transductive.space_attack import SpaceAttack
-from wdjax.transductive.state import Best, Record, State, Table
+from wdjax.transductive.state import BestSet, GameRecord, State, Table
 
 
 def begin(table: Table) -> State:
@@ -36,7 +36,7 @@ def begin(table: Table) -> State:
                 "no robustness can be reported for such a model."
             )
     facts, steps = (rounds, table.draws, size), (rounds, attack.iterations)
-    record = Record(
+    record = GameRecord(
         x_adv=np.zeros(table.x.shape, table.x.dtype),
         cost=np.zeros((rounds, size), table.x.dtype),
         correct=np.zeros(facts, bool),
@@ -56,13 +56,13 @@ def begin(table: Table) -> State:
     return State(zero, zero, state, state, state, bank, best.x, best, record)
 
 
-def _no_best(table: Table, number: int) -> Best:
+def _no_best(table: Table, number: int) -> BestSet:
     """The attacker's set before any iteration: worse than all, or the clean set as fallback."""
     x = table.x[number]
     fallback = table.attack.clean_fallback
     errors = jnp.asarray(0.0 if fallback else -1.0)
     value = jnp.asarray(jnp.inf if fallback else -jnp.inf)
-    return Best(x, errors, value, jnp.asarray(-1), jnp.zeros(x.shape[0], bool))
+    return BestSet(x, errors, value, jnp.asarray(-1), jnp.zeros(x.shape[0], bool))
 
 
 def over(table: Table, state: State) -> bool:
@@ -124,7 +124,7 @@ def _attack(table: Table, state: State) -> State:
 
 def _moved(
     table: Table, bank: Bank, x: Array, y: Array, key: Array, first: Array, later: np.ndarray
-) -> Moved:
+) -> BankFound:
     """Attacks the bank in batches of inputs; the last batch is padded with its last input."""
     defense, n, shared = table.defense, len(y), (table.attack, table.defense, table.memory)
     size = min(table.attack.batch_size or n, n)
@@ -142,7 +142,7 @@ def _moved(
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[:n], *parts)
 
 
-def _with(record: Record, *place: int, **facts: Any) -> Record:
+def _with(record: GameRecord, *place: int, **facts: Any) -> GameRecord:
     """The record with ``facts`` written at an index."""
     changed = {}
     for name, value in facts.items():
@@ -185,8 +185,8 @@ def _simulated(
 
 
 def _choose(
-    attack: SpaceAttack, best: Best, moved: Moved, errors: float, value: float, number: int
-) -> Best:
+    attack: SpaceAttack, best: BestSet, moved: BankFound, errors: float, value: float, number: int
+) -> BestSet:
     """The better of two sets; a loss that is NaN ranks below all others."""
     value = value if np.isfinite(value) else -np.inf
     own, other = (errors, value), (float(best.errors), float(best.value))
@@ -195,7 +195,7 @@ def _choose(
     fault = best.fault | moved.fault
     if not own > other:
         return best._replace(fault=fault)
-    return Best(moved.x_adv, jnp.asarray(errors), jnp.asarray(value), jnp.asarray(number), fault)
+    return BestSet(moved.x_adv, jnp.asarray(errors), jnp.asarray(value), jnp.asarray(number), fault)
 
 
 def _judge(table: Table, state: State) -> State:
@@ -270,8 +270,8 @@ def _measured(table: Table, x: Array, x_adv: Array) -> np.ndarray:
     return cost
 
 
-def report(table: Table, record: Record, index: np.ndarray) -> Report:
-    """Concatenates the rounds of a record into a :class:`Report`."""
+def report(table: Table, record: GameRecord, index: np.ndarray) -> GameReport:
+    """Concatenates the rounds of a record into a :class:`GameReport`."""
     flat: dict[str, Any] = {}
     for name, leaf in record._asdict().items():
         leaf = np.asarray(leaf)
@@ -283,7 +283,7 @@ def report(table: Table, record: Record, index: np.ndarray) -> Report:
             flat[name] = leaf
     if not table.defense.rejects:
         flat["score"] = flat["score_clean"] = None
-    return Report(index=index, y=np.asarray(table.y).ravel(), **flat)
+    return GameReport(index=index, y=np.asarray(table.y).ravel(), **flat)
 
 
 _adapt = jax.jit(lambda defense, key, memory, state, x: defense.adapt(key, memory, state, x))
@@ -305,7 +305,7 @@ def _perturb(
     key: Array,
     index: Array,
     later: Array,
-) -> Moved:
+) -> BankFound:
     moved = raise_objective(attack, defense, memory, bank, x, y, eps=eps, key=key, index=index)
     if not attack.retain:
         return moved
