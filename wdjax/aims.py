@@ -14,7 +14,7 @@ from wdjax.core import Array, Attack
 
 
 class AttackAim(NamedTuple):
-    """Adversarial training: the attack and its budget; a pytree."""
+    """What is trained against; a pytree."""
 
     attack: Attack
     eps: Array
@@ -22,7 +22,7 @@ class AttackAim(NamedTuple):
 
 
 class TrainableCertificate(Protocol):
-    """Differentiable bounds, such as :class:`wdjax.certify.CertifiedTraining`; a pytree."""
+    """Bounds to train through, such as :class:`wdjax.certify.CertifiedTraining`; a pytree."""
 
     def margins(self, model: Any, x: Array, y: Array, eps: Array, done: Array) -> Array:
         """``[n, K]`` lower bounds of the margins within ``eps``; ``done`` in [0, 1] is the share of
@@ -33,7 +33,7 @@ class TrainableCertificate(Protocol):
 
 
 class CertificateAim(NamedTuple):
-    """Certified training: the certificate and its radius; a pytree."""
+    """What is trained towards; a pytree."""
 
     certificate: TrainableCertificate
     eps: Array
@@ -42,7 +42,7 @@ class CertificateAim(NamedTuple):
 
 
 class TrainingNoise(Protocol):
-    """TrainingNoise on samples, such as :class:`wdjax.smoothing.noise.Gaussian`; a pytree."""
+    """What is added to samples, such as :class:`wdjax.smoothing.noise.Gaussian`; a pytree."""
 
     def offset(self, key: Array, x: Array) -> Array:
         """The noise for one sample ``[*shape]``."""
@@ -50,7 +50,7 @@ class TrainingNoise(Protocol):
 
 
 class NoiseAim(NamedTuple):
-    """Training on noisy samples; a pytree."""
+    """What is trained under; a pytree."""
 
     noise: TrainingNoise
 

@@ -1,4 +1,4 @@
-"""Arrays in, arrays out: the digits that come with scikit-learn, and ``.npz`` files."""
+"""Data sets as arrays: scikit-learn's digits, and ``.npz`` files."""
 
 import io
 import math
@@ -40,9 +40,9 @@ class Split(NamedTuple):
 def digits() -> Split:
     """Handwritten digits of 8 x 8 pixels: no download, the default of the audit.
 
-    Of each class, every fifth sample is held out until there are 35 of them; the training set is
-    the rest. In both the classes take turns, so that the first ``10 k`` test samples hold ``k`` of
-    every class. Nothing is random.
+    Of each class, every fifth sample is held out until there are 35; the rest is for training. In
+    both sets the classes alternate, so that the first ``10 k`` test samples hold ``k`` of every
+    class. Nothing is random.
 
     Returns:
       A :class:`Split`: 1447 training and 350 test images ``[n, 8, 8, 1]`` with 17 grey levels.
@@ -118,7 +118,7 @@ def _samples(file: BinaryIO) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _array(content: bytes, name: str) -> np.ndarray:
-    """What ``np.save`` wrote, if it is numbers; it cannot be written to."""
+    """A read-only array from the bytes of ``np.save``; raises unless it holds plain numbers."""
     head = io.BytesIO(content[:_MAX_HEADER])
     try:
         read = _HEADERS[np.lib.format.read_magic(head)]
@@ -140,7 +140,7 @@ _MAX_HEADER = 1 << 12
 _HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
-    (3, 0): np.lib.format.read_array_header_2_0,  # Which may name fields in any script.
+    (3, 0): np.lib.format.read_array_header_2_0,  # Unlike 2.0 it may have Unicode field names.
 }
 
 
@@ -150,7 +150,7 @@ def as_dataset(x: npt.ArrayLike, y: npt.ArrayLike, name: str = "the data set") -
     Args:
       x: ``[n, *shape]``, uint8 or floats in ``[0, 1]``.
       y: ``[n]`` integers from 0.
-      name: what error messages call it.
+      name: name of the data set in error messages.
 
     Returns:
       A :class:`Dataset` in float32 and int32.

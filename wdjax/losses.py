@@ -1,6 +1,6 @@
 r"""Per-sample classification losses: ``[n, K]`` logits and ``[n]`` labels in, ``[n]`` values out.
 
-Every loss is to be *increased* by an attacker, and ``margin > 0`` means "misclassified".
+Attackers *increase* every loss, and ``margin > 0`` means "misclassified".
 """
 
 from typing import Protocol
@@ -11,17 +11,17 @@ import optax
 
 
 class Loss(Protocol):
-    """What every loss here is, and what may be passed where one is asked for."""
+    """A loss: the type of the functions here, and of ``loss`` arguments elsewhere."""
 
     def __call__(self, logits: jax.Array, y: jax.Array, /) -> jax.Array:
-        """``[n, K]`` logits, ``[n]`` integer labels to ``[n]`` values that attackers increase."""
+        """``[n, K]`` logits and ``[n]`` integer labels to ``[n]`` values."""
         ...
 
 
 def _logit(logits: jax.Array, y: jax.Array) -> jax.Array:
-    """The logit of the class ``y``, NaN for a class that there is not.
+    """The logit of class ``y``, ``[n]``; NaN for a label out of range.
 
-    A sum over a mask, and not a gather, since its gradient is a mask too and not a scatter.
+    Computed by a masked sum, whose gradient is a mask; that of a gather would be a scatter.
     """
     known = (y >= 0) & (y < logits.shape[-1])
     return jnp.where(known, jnp.sum(jnp.where(_mask(logits, y), logits, 0), axis=-1), jnp.nan)
@@ -63,7 +63,7 @@ def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
 def margin(logits: jax.Array, y: jax.Array) -> jax.Array:
     r"""Margin (Carlini-Wagner) loss ``max_{j != y} z_j - z_y``, positive where misclassified.
 
-    The second loss of Theorem 3.1: the paper calls its equation (13) DLR, but the loss there has no
+    The second loss of Theorem 3.1, which the paper's equation (13) calls DLR although it has no
     denominator. The true :func:`dlr` is not Lipschitz, so no certificate holds for it.
 
     Args:
@@ -82,9 +82,9 @@ def margin(logits: jax.Array, y: jax.Array) -> jax.Array:
 def decision_margin(logits: jax.Array, y: jax.Array) -> jax.Array:
     r"""The :func:`margin` with the sign of the decision, also where the largest logits tie.
 
-    On a tie the margin is 0, and ``argmax`` takes the first of the tied classes: where that is not
-    ``y``, the smallest normal float is added. So for finite logits it is positive if and only if
-    :func:`wdjax.metrics.correct` is False.
+    On a tie the margin is 0, and ``argmax`` takes the first of the tied classes; if that is not
+    ``y``, the smallest normal float is added. For finite logits the result is thus positive if and
+    only if :func:`wdjax.metrics.correct` is False.
 
     Args:
       logits: ``[n, K]`` floats.
@@ -164,16 +164,16 @@ def targeted_dlr(logits: jax.Array, y: jax.Array, target: jax.Array) -> jax.Arra
 
 
 def rectified_dlr(logits: jax.Array, y: jax.Array) -> jax.Array:
-    r"""DLR for as long as a sample is classified correctly, 0 from then on: ``min(DLR, 0)``.
+    r"""DLR while a sample is classified correctly, else 0: ``min(DLR, 0)``.
 
-    A budget that follows its gradient stops spending on samples that have fallen.
+    A budget that follows its gradient is not spent on samples that are misclassified already.
 
     Args:
       logits: ``[n, K]`` floats.
       y: ``[n]`` integer labels.
 
     Returns:
-      ``[n]`` losses in ``[-1, 0]``; for two classes, which have no ratio, margins.
+      ``[n]`` losses in ``[-1, 0]``; for two classes, for which DLR is constant, margins.
 
     Source: Bai et al. (2023), ReDLR.
 
@@ -201,10 +201,10 @@ def dlr_or_margin(logits: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def targeted_dlr_or_margin(logits: jax.Array, y: jax.Array, target: jax.Array) -> jax.Array:
-    r""":func:`targeted_dlr` for four classes and more, and what is left of it for fewer.
+    r""":func:`targeted_dlr` for four classes and more, with substitutes for fewer.
 
     Three classes have no fourth logit: the denominator is that of :func:`dlr`, ``z_(1) - z_(3)``.
-    Two have no ratio that could change: the targeted margin.
+    For two classes the ratio is constant: the targeted margin is used.
 
     Args:
       logits: ``[n, K]`` floats.
@@ -231,8 +231,8 @@ def targeted_dlr_or_margin(logits: jax.Array, y: jax.Array, target: jax.Array) -
 def probability_margin(logits: jax.Array, y: jax.Array) -> jax.Array:
     r"""The margin in probability space, ``max_{j != y} p_j - p_y`` with ``p = softmax(z)``.
 
-    Bounded, and blind to common shifts; where the model is certain its gradient fades, so that
-    samples near the boundary get more of an attacker's attention.
+    Bounded and invariant to shifts; its gradient vanishes where the model is certain, so an
+    attacker concentrates on samples near the boundary.
 
     Args:
       logits: ``[n, K]`` floats.
@@ -255,7 +255,7 @@ def softplus_margin(logits: jax.Array, y: jax.Array, confidence: float = 0.0) ->
     Args:
       logits: ``[n, K]`` floats.
       y: ``[n]`` integer labels.
-      confidence: margin (in logits) beyond the decision boundary that the attacker aims at.
+      confidence: margin in logits beyond the decision boundary at which the attacker aims.
 
     Returns:
       ``[n]`` negative losses.

@@ -1,8 +1,8 @@
-r"""The robustness metrics: accuracies, success rates, distances, robustness curves, intervals.
+r"""Robustness metrics: accuracies, success rates, distances, robustness curves, intervals.
 
-Per-sample facts ``[n]`` in, means out, so that they apply to a :class:`wdjax.Result` and to anybody
-else's attack alike. All but the intervals run under ``jit`` and ``vmap``. The certified accuracy is
-:func:`wdjax.certify.certified_accuracy`.
+The functions take per-sample facts ``[n]`` and return means, so they apply to a
+:class:`wdjax.Result` and to other attacks' results alike. All but the intervals run under ``jit``
+and ``vmap``. The certified accuracy is :func:`wdjax.certify.certified_accuracy`.
 """
 
 import math
@@ -20,7 +20,7 @@ from wdjax.core import Found
 
 
 def correct(logits: jax.Array, y: ArrayLike) -> jax.Array:
-    """Whether each sample is classified correctly: ``argmax``, which takes the first of a tie.
+    """Whether each sample is classified correctly by ``argmax``, which takes the first of a tie.
 
     Args:
       logits: ``[n, K]`` floats.
@@ -75,7 +75,7 @@ def attack_success_rate(success: ArrayLike, correct: ArrayLike | None = None) ->
 
 
 def targeted_attack_success_rate(logits: jax.Array, target: ArrayLike) -> jax.Array:
-    r"""The share of samples that the attack sent to the class it aimed at.
+    r"""The share of samples that the attack moved into its target class.
 
     Args:
       logits: ``[n, K]`` floats at the adversarial points.
@@ -145,17 +145,17 @@ def median_distance(distance: ArrayLike, success: ArrayLike) -> jax.Array:
 
 
 class MinimumPerturbation(NamedTuple):
-    """A summary of minimal adversarial distances; NaN where nothing was found."""
+    """A summary of minimal adversarial distances; NaN where no flip is known."""
 
     found: jax.Array
     """The share of samples with a finite distance."""
     mean: jax.Array
-    """Of the finite distances, as are the next three."""
+    """Of the finite distances; so are the next three."""
     median: jax.Array
     least: jax.Array
     largest: jax.Array
     median_of_all: jax.Array
-    """Of all distances, inf included: half of the samples are broken within it."""
+    """The median of all distances, inf included: half of the samples are broken within it."""
 
 
 def minimum_perturbation(distance: ArrayLike) -> MinimumPerturbation:
@@ -200,7 +200,7 @@ class RobustnessCurve(NamedTuple):
 
 
 def robustness_curve(distance: ArrayLike, eps: ArrayLike) -> RobustnessCurve:
-    r"""The curve that minimal distances give: ``mean 1{d_i > eps}`` at every ``eps``.
+    r"""The robustness curve of minimal distances: ``mean 1{d_i > eps}`` at every ``eps``.
 
     Args:
       distance: ``[n]`` distances at which each sample is misclassified: 0 if it is already, inf if
@@ -231,11 +231,11 @@ def measured_curve(
 ) -> RobustnessCurve:
     """The curve of a function ``eps -> accuracy``, called once for every budget.
 
-    Inside it, :func:`wdjax.run` may loop on the host. Where the function is traceable,
-    ``RobustnessCurve(eps, jax.vmap(accuracy_at)(eps))`` is one program instead.
+    The function may loop on the host, as :func:`wdjax.run` does. If it is traceable,
+    ``RobustnessCurve(eps, jax.vmap(accuracy_at)(eps))`` is a single program instead.
 
     Args:
-      accuracy_at: from a number to a number.
+      accuracy_at: ``eps -> accuracy``, numbers.
       eps: ``[m]`` increasing budgets.
 
     Returns:
@@ -270,14 +270,14 @@ def step_area(distance: ArrayLike, limit: ArrayLike) -> jax.Array:
 
 
 def flip_distance(found: Found) -> jax.Array:
-    """The distances of a minimum-norm search as the curves here want them.
+    """The distances of a minimum-norm search, for the curves of this module.
 
     Args:
-      found: from :func:`wdjax.search` with an attack that looks for the nearest flip.
+      found: from :func:`wdjax.search` with a minimum-norm attack.
 
     Returns:
-      ``[n]``: 0 where misclassified already, inf where no flip is known. So
-      ``robustness_curve(flip_distance(found), eps)`` is the whole curve from one search.
+      ``[n]``: 0 where misclassified already, inf where no flip is known. One search thus gives the
+      whole curve, ``robustness_curve(flip_distance(found), eps)``.
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
@@ -290,7 +290,7 @@ def flip_distance(found: Found) -> jax.Array:
 
 
 def envelope(*distances: ArrayLike) -> jax.Array:
-    """The nearest flip that any of several attacks found, per sample.
+    """The nearest flip of several attacks, per sample.
 
     Args:
       *distances: ``[n]`` each, inf where no flip is known.
@@ -312,11 +312,11 @@ def envelope(*distances: ArrayLike) -> jax.Array:
 
 
 def optimality(distance: ArrayLike, best: ArrayLike, limit: ArrayLike | None = None) -> jax.Array:
-    r"""How close an attack comes to the nearest flips known: 1 for all of them, 0 for none.
+    r"""How close an attack comes to the nearest flips known: 1 if it finds all, 0 if none.
 
-    ``1 - (A - A*) / (clean d_max - A*)`` with the areas A under the attack's robustness curve and
-    A* under that of the envelope, up to ``d_max``, and the clean accuracy, so that an attack that
-    finds nothing gets 0. An attack that beats the envelope gets more than 1.
+    ``1 - (A - A*) / (clean d_max - A*)``, where A is the area under the attack's robustness curve
+    up to ``d_max``, A* that of the envelope, and ``clean`` the clean accuracy, so that an attack
+    that finds nothing gets 0. An attack that beats the envelope gets more than 1.
 
     Args:
       distance: ``[n]`` of the attack: 0 where misclassified already, inf where no flip is known.
@@ -324,7 +324,7 @@ def optimality(distance: ArrayLike, best: ArrayLike, limit: ArrayLike | None = N
       limit: ``d_max``, by default the largest finite distance of the envelope.
 
     Returns:
-      A number; NaN where the envelope knows no flip of a correct sample within the limit.
+      A number; NaN if the envelope has no flip of a correct sample within the limit.
 
     Source: Cinà et al. (2025), AttackBench, equation 5.
 
@@ -346,7 +346,7 @@ def optimality(distance: ArrayLike, best: ArrayLike, limit: ArrayLike | None = N
 
 
 class ConfidenceInterval(NamedTuple):
-    """Ends that hold the true probability with the stated confidence."""
+    """Ends between which the true probability lies with the stated confidence."""
 
     lower: npt.NDArray[np.float64]
     upper: npt.NDArray[np.float64]
@@ -399,19 +399,19 @@ def clopper_pearson(
 def mean_interval(
     values: npt.ArrayLike, confidence: float = 0.95, span: tuple[float, float] = (0.0, 1.0)
 ) -> ConfidenceInterval:
-    r"""An interval of the mean of bounded numbers that holds for every sample size.
+    r"""An interval for the mean of bounded numbers, valid for every sample size.
 
-    Of independent draws ``x_i`` in ``[0, 1]`` with mean at most m, ``prod_i (1 + b (x_i - m))`` has
-    an expectation of at most 1 for every stake ``0 <= b <= 1 / m``, and so has a mixture over
-    stakes. By Markov's inequality it reaches ``1 / alpha`` with probability ``alpha`` at most: the
-    lower end is the least m at which it does not. The upper end is that of ``1 - x_i``. Nothing is
-    assumed of the distribution, so that values that are all equal leave an interval, too: n ones
-    about ``[1 - 5 / n, 1]``.
+    For independent draws ``x_i`` in ``[0, 1]`` with mean at most m, ``prod_i (1 + b (x_i - m))``
+    has an expectation of at most 1 for every stake ``0 <= b <= 1 / m``, and so has a mixture over
+    stakes. By Markov's inequality it reaches ``1 / alpha`` with probability at most ``alpha``: the
+    lower end is the least m at which it does not. The upper end is that of ``1 - x_i``. No
+    assumption is made on the distribution, so equal values have an interval, too: n ones about ``[1
+    - 5 / n, 1]``.
 
     Args:
-      values: ``[n]`` numbers in the span, independent and of one distribution.
+      values: ``[n]`` numbers in the span, independent and identically distributed.
       confidence: in ``(0, 1)``, shared equally by the two sides.
-      span: the least and the largest value that are possible, not those that were seen.
+      span: the smallest and the largest possible value, not those observed.
 
     Returns:
       A :class:`ConfidenceInterval`. For counts, whose values are 0 and 1, use
@@ -420,9 +420,9 @@ def mean_interval(
     Raises:
       ValueError: no values, values outside the span, or a bad confidence.
 
-    Differs: the stakes are a fixed mixture, from what values of the largest variance ask for
-      upwards in powers of 2, where the paper learns them from the values before; so their order
-      does not matter, at the price of up to a fifth of width where variances are large.
+    Differs: the stakes are a fixed mixture, in powers of 2 upwards from what values of the largest
+      variance require, where the paper learns them from previous values; so the order of values
+      does not matter, but intervals are up to a fifth wider where variances are large.
 
     Source: Waudby-Smith and Ramdas [waudbysmith2024].
 
@@ -445,13 +445,13 @@ def mean_interval(
 
 
 _STAKED = 0.98
-"""Of what a bet may cost in the worst case, at most."""
+"""Maximum share of the wealth that a bet may lose in the worst case."""
 _NEAR = 1e-9
-"""To how much an end is found, on the safe side."""
+"""Accuracy of the interval's ends, on the safe side."""
 
 
 def _least_mean(x: npt.NDArray[Any], count: npt.NDArray[Any], alpha: float) -> float:
-    """The largest m that ``count`` times the values ``x``, both ``[m]``, refute from above."""
+    """The least mean that ``count [m]`` draws of values ``x [m]`` do not refute at ``alpha``."""
     from scipy import optimize
 
     n = count.sum()

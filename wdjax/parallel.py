@@ -1,4 +1,4 @@
-"""One device, then many: pad a batch, split it over a mesh, gather the results."""
+"""Data parallelism: pads a batch, splits it over a mesh, gathers the results."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -11,10 +11,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 AXIS = "batch"
 
 AnyArray = jax.Array | np.ndarray
-"""On a device or on the host."""
+"""An array on a device or on the host."""
 
 Tree = TypeVar("Tree")
-"""Any pytree of arrays; what comes out has its structure."""
+"""Any pytree of arrays; the result has its structure."""
 
 
 def data_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -36,13 +36,13 @@ def data_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
 
 
 def padded_size(n: int, mesh: Mesh | None) -> int:
-    """The least multiple of the mesh's size that holds ``n`` samples."""
+    """The smallest multiple of the mesh's size that is at least ``n``."""
     count = 1 if mesh is None else mesh.size
     return -(-n // count) * count
 
 
 def pad(tree: Tree, size: int) -> Tree:
-    """Repeats the last sample of every leaf until there are ``size``."""
+    """Pads every leaf to ``size`` rows by repeating the last."""
 
     def extend(leaf: jax.Array) -> jax.Array:
         missing = size - leaf.shape[0]
@@ -52,7 +52,7 @@ def pad(tree: Tree, size: int) -> Tree:
 
 
 def replicate(tree: Tree, mesh: Mesh | None) -> Tree:
-    """Puts every leaf whole on every device of the mesh."""
+    """Copies every leaf to every device of the mesh."""
     return tree if mesh is None else jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
 
 
@@ -62,7 +62,7 @@ def shard(tree: Tree, mesh: Mesh | None) -> Tree:
 
 
 def gather(tree: Tree, mesh: Mesh | None) -> Tree:
-    """Every leaf whole on the default device."""
+    """Copies every leaf whole to the default device."""
     if mesh is None:
         return tree
     return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), tree)

@@ -1,4 +1,4 @@
-"""How numbers that have to be proved are computed, whatever JAX is set to."""
+"""Contexts that fix the precision of computations for proofs, whatever JAX's settings are."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 @contextlib.contextmanager
 def float64() -> Iterator[None]:
-    """Float64 within."""
-    # Which jax 0.7 has among its experiments.
+    """A context in which JAX computes in float64."""
+    # In jax 0.7 it is in ``jax.experimental``.
     home: Any = jax if hasattr(jax, "enable_x64") else jax.experimental
     with home.enable_x64(True), promoted():
         yield
@@ -20,20 +20,20 @@ def float64() -> Iterator[None]:
 
 @contextlib.contextmanager
 def highest() -> Iterator[None]:
-    """Matrix products of the highest precision within."""
+    """A context with matrix products of the highest precision."""
     with jax.default_matmul_precision("highest"), promoted():
         yield
 
 
 @contextlib.contextmanager
 def promoted() -> Iterator[None]:
-    """JAX's usual promotion of types and ranks within: interpreters of programs rely on it."""
+    """A context with JAX's usual promotion of types and ranks, which jaxpr interpreters need."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 def widened(tree: Any) -> Any:
-    """The same pytree with its floats in float64, inside :func:`float64`."""
+    """The pytree with its floats in float64; to be called inside :func:`float64`."""
 
     def leaf(t: Any) -> Any:
         real = hasattr(t, "dtype") and jnp.issubdtype(t.dtype, jnp.floating)

@@ -1,6 +1,6 @@
-"""What a program's jaxpr tells: how wide it is, how much it may keep, how well it loops.
+"""Properties of a jaxpr: its largest array, its gradient's memory, its speed inside a loop.
 
-And a scan that heeds the last.
+Also a scan that unrolls programs that are slow inside loops.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,17 +15,17 @@ from wdjax.core import Array, PyTree
 Carry = TypeVar("Carry")
 
 _UNROLLED = 10
-"""Turns that are written out where a loop would be slow: as many as ten classes need."""
+"""Iterations that are unrolled where a loop would be slow: enough for ten classes."""
 
 
 @jax.jit
 def outputs(model: Callable[[Array], PyTree], x: Array) -> PyTree:
-    """The model as one program, traced once a shape for all who look at it."""
+    """The model's outputs by one compiled program, traced once for each shape."""
     return model(x)
 
 
 def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
-    """All equations of a jaxpr and of the jaxprs in it: calls, loops, branches, custom rules.
+    """All equations of a jaxpr and of its inner jaxprs: calls, loops, branches, custom rules.
 
     >>> twice = jax.make_jaxpr(jax.jit(jnp.sin))(1.0)
     >>> [eqn.primitive.name for eqn in equations(twice)][-1]
@@ -43,9 +43,9 @@ def _inner(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
 
 
 def widest(jaxpr: Jaxpr | ClosedJaxpr) -> int:
-    """Numbers in the largest array that a program computes; 0 if it computes none.
+    """The size of the largest array that a program computes; 0 if it computes none.
 
-    A reshaped array is the array that it was.
+    Reshaped arrays are not counted again.
 
     Args:
       jaxpr: from ``jax.make_jaxpr(f)(*args)`` or ``jax.jit(f).trace(*args).jaxpr``.
@@ -59,9 +59,9 @@ def widest(jaxpr: Jaxpr | ClosedJaxpr) -> int:
 
 
 def live(jaxpr: Jaxpr | ClosedJaxpr) -> int:
-    """Float numbers that a program computes in all: an upper bound for what reverse mode keeps.
+    """The number of floats that a program computes: an upper bound on what reverse mode keeps.
 
-    The body of a loop counts once for every turn of known number, and once if it is unknown.
+    A loop's body counts once for each iteration if their number is known, else once.
 
     >>> live(jax.make_jaxpr(lambda x: jnp.sin(jnp.cos(x)))(jnp.ones(5)))
     10
@@ -76,16 +76,16 @@ def live(jaxpr: Jaxpr | ClosedJaxpr) -> int:
 
 
 def loops_well(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
-    """Whether XLA runs a program as fast inside a loop as outside: where "host or scan" is decided.
+    """Whether XLA runs a program as fast inside a loop as outside; decides if the host loops.
 
-    Always, except on the CPU: its compiler brings convolutions into the layout NHWC, HWIO, NHWC
-    (for any number of image axes), which it is fast at, outside of loops only. In a loop, another
-    layout took 4 to 100 times as long. In that layout strides, dilations of either operand, feature
-    groups and half precision take the same time in both places, within 20 %; batch groups are
-    slow, and slower outside. :func:`wdjax.models.conv.conv` writes its gradients so.
+    True except on the CPU for some convolutions: only outside of loops does its compiler convert
+    them to the fast layout NHWC, HWIO, NHWC (for any number of image axes). In a loop other layouts
+    took 4 to 100 times as long. In that layout strides, dilations, feature groups and half
+    precision take the same time in both places, within 20 %; batch groups are slow, and slower
+    outside. :func:`wdjax.models.conv.conv` writes its gradients in that layout.
 
     Args:
-      jaxpr: of what would be looped, so rather of a value *and gradient* than of a model.
+      jaxpr: of the looped function, so rather of a value *and gradient* than of a model.
 
     >>> from wdjax.models.conv import conv
     >>> image, kernel = jnp.ones((1, 8, 8, 2)), jnp.ones((3, 3, 2, 4))
@@ -98,15 +98,15 @@ def loops_well(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
 def scan(
     step: Callable[[Carry, Array], tuple[Carry, PyTree]], carry: Carry, rows: Array
 ) -> tuple[Carry, PyTree]:
-    """``lax.scan`` over few rows: a loop, of ten turns each where it would be slow in loops.
+    """``lax.scan`` over few rows; unrolled by up to ten iterations where a loop would be slow.
 
     Args:
       step: ``(carry, row) -> (carry, out)``.
-      carry: what the first step gets.
+      carry: the initial carry.
       rows: ``[m, ...]``
 
     Returns:
-      The last carry, and ``[m, ...]`` outs.
+      The last carry, and the stacked outs ``[m, ...]``.
 
     Cost: one more trace of ``step``.
 

@@ -1,4 +1,4 @@
-"""What an attack spent and met, and what a reader must know before believing its numbers."""
+"""The passes and faults of an attack, and remarks for readers of its numbers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 
 def spent(result: Any) -> dict[str, Any]:
-    """What an attack spent and met, for JSON."""
+    """Passes, zero gradients, faults and second look of a result, as numbers for JSON."""
     faults = np.flatnonzero(result.fault)
     left = np.asarray(result.correct) & ~np.asarray(result.success)
     gradients, zeros = np.asarray(result.gradients), np.asarray(result.zeros)
@@ -31,7 +31,7 @@ def _share(zeros: npt.NDArray[Any], gradients: npt.NDArray[Any]) -> float:
 
 
 VANISHED = "gradients vanish: the attacked accuracy may overstate robustness"
-"""Said of an attack of whose gradients more than half were zero in every coordinate."""
+"""The remark on attacks of whose gradients more than half were zero in every coordinate."""
 
 
 def of(measured: Mapping[str, Any]) -> list[str]:
@@ -51,7 +51,7 @@ def of(measured: Mapping[str, Any]) -> list[str]:
         said.append(f"{share:.0%} zero gradients; {VANISHED}")
     if (better := measured.get("standing_at_second_look")) is not None:
         said.append(
-            f"{measured['standing']:.3g} of the samples stand against this attack, at most "
-            f"{better:.3g} against a second look by margin ascent and random search"
+            f"{measured['standing']:.3g} of the samples survive this attack, at most "
+            f"{better:.3g} a second look by margin ascent and random search"
         )
     return said

@@ -1,4 +1,4 @@
-"""The contract of attacks, as a function that tries any attack on it."""
+"""The contract of attacks, as a function that checks any attack."""
 
 import dataclasses
 import functools
@@ -18,9 +18,9 @@ from wdjax.engine import driver
 from wdjax.losses import decision_margin
 
 _CLOSE = 2e-5
-"""By how much two programs of the same attack may differ, in units of the box."""
+"""Tolerance between two programs of the same attack, in units of the box."""
 _RADII = {1: 0.6, 2: 0.25, math.inf: 0.06}
-"""Default budgets by norm, in widths of the box: some samples fall, others stand."""
+"""Default budgets by norm, in widths of the box: they break some samples but not all."""
 
 
 def _apply(params: dict[str, Array], x: Array) -> Array:
@@ -29,7 +29,7 @@ def _apply(params: dict[str, Array], x: Array) -> Array:
 
 
 def _net(size: int, classes: int) -> Model:
-    """A smooth net of one hidden layer."""
+    """A smooth net with one hidden layer."""
     keys = jax.random.split(jax.random.key(0), 3)
     params = {
         "w1": jax.random.normal(keys[0], (size, 16)),
@@ -41,7 +41,7 @@ def _net(size: int, classes: int) -> Model:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An attack and what it is tried on."""
+    """An attack with the model, samples and budget of its checks."""
 
     attack: Attack
     model: Model
@@ -53,7 +53,7 @@ class Case:
     """``order`` and ``kappa`` of :func:`wdjax.run`."""
 
     def run(self, **changes: Any) -> Result:
-        """The result; changes replace the model, samples, budget or key, or are options."""
+        """Runs the attack; ``changes`` replace model, samples, budget or key, or are options."""
         model, x, y = (changes.pop(name, getattr(self, name)) for name in ("model", "x", "y"))
         how: dict[str, Any] = (
             {"eps": self.eps, "key": self.key, "diagnose": False} | self.spending | changes
@@ -68,7 +68,7 @@ class Case:
 
 
 def _close(one: Result, other: Result) -> None:
-    """Equal decisions, close points and costs."""
+    """Asserts equal decisions and close points and costs."""
     for name in ("success", "correct"):
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name), name)
     for name, tolerance in (("x_adv", _CLOSE), ("weight", 10 * _CLOSE), ("cost", 10 * _CLOSE)):
@@ -89,7 +89,7 @@ def _protocol(case: Case) -> None:
 
 
 def _begun(case: Case, key: Array) -> tuple[Victim, Samples, Any]:
-    """The victim, its samples and the first state, without any of the library's search."""
+    """The victim, its samples and the attack's first state, computed without the search engine."""
     victim = Victim(case.model, decision_margin)
     radii = jnp.full(len(case.y), case.radius, case.x.dtype)
     samples = Samples(case.x, case.y.astype(jnp.int32), radii, case.model(case.x))
@@ -99,7 +99,7 @@ def _begun(case: Case, key: Array) -> tuple[Victim, Samples, Any]:
 
 
 def _walked(case: Case, key: Array) -> tuple[Samples, list[Any]]:
-    """The samples and the states of a search from the first to the last, stage by stage."""
+    """The samples and states of a search: the first three and the last."""
     victim, samples, state = _begun(case, key)
     states, everyone = [state], jnp.ones(len(case.y), bool)
     for stage in case.attack.stages:
@@ -165,13 +165,13 @@ def _company(case: Case) -> None:
 
 
 def _traced(case: Case) -> None:
-    """Inside ``jit`` the attack finds what it finds at top level."""
+    """Inside ``jit`` the attack finds the same as at top level."""
     inside = jax.jit(lambda model, x, eps: case.run(model=model, x=x, eps=eps))
     _close(case.run(), inside(case.model, case.x, case.eps))
 
 
 def _mapped(case: Case) -> None:
-    """``vmap`` over radii is one run each."""
+    """``vmap`` over radii equals one run for each."""
     radii = case.eps * jnp.array([0.0, 0.7, 2.8])
     together = jax.vmap(lambda eps: case.run(eps=eps))(radii)
     for place, eps in enumerate(radii):
@@ -201,7 +201,7 @@ def _flat(bias: Array, x: Array) -> Array:
 
 
 def _zeros(case: Case) -> None:
-    """Where all gradients are zero they are counted, and no sample counts as dealt with."""
+    """Zero gradients are counted, and a sample with no other gradients is not done."""
     for bias in (jnp.zeros(4), jnp.arange(4.0)):
         found = case.run(model=Model(_flat, bias))
         correct = np.asarray(case.y) == int(jnp.argmax(bias))
@@ -277,7 +277,7 @@ class _KilledError(Exception):
 
 
 def _resumed(case: Case) -> None:
-    """Killed after every round and begun anew, a search goes on to the same bits."""
+    """A search that is killed after every round and resumed gives the same result, bit for bit."""
 
     def kill(progress: Progress) -> NoReturn:
         raise _KilledError
@@ -315,7 +315,7 @@ CLAUSES: dict[str, Callable[[Case], None]] = {
     "no budget": _no_budget,
     "resumed": _resumed,
 }
-"""What an attack must keep, by name; the docstrings say it in words."""
+"""The clauses of the contract, by name; their docstrings state them."""
 
 
 def check_attack(
@@ -327,25 +327,24 @@ def check_attack(
     clauses: Iterable[str] = tuple(CLAUSES),
     **spending: Any,
 ) -> None:
-    """Tries an attack on the contract that :func:`wdjax.search` and :func:`wdjax.run` rely on.
+    """Checks an attack against the contract of :func:`wdjax.search` and :func:`wdjax.run`.
 
     A smooth net with four classes is attacked on random samples, one in six of which is
-    misclassified; single clauses take other models. Use few steps: the search is run some thirty
-    times.
+    misclassified; some clauses use other models. Use few steps: the search runs about thirty times.
 
     Args:
-      attack: an instance of the attack, whatever its budget.
+      attack: an instance of the attack, with any budget.
       eps: the budget, in the units of ``x``; by default one that some samples survive.
-      shape: of a sample; attacks of images may need ``(height, width, channels)``.
-      samples: how many, at least 2.
-      clauses: which of :data:`CLAUSES` to try, all by default.
+      shape: shape of a sample; attacks of images may need ``(height, width, channels)``.
+      samples: number of samples, at least 2.
+      clauses: which of :data:`CLAUSES` to check, by default all.
       **spending: ``order`` and ``kappa`` of :func:`wdjax.run`.
 
     Raises:
       AssertionError: the name of the clause that the attack breaks, and how.
       ValueError: a clause that does not exist.
 
-    Cost: some ten compilations of the attack; 10 to 60 seconds on a CPU.
+    Cost: about ten compilations of the attack; 10 to 60 seconds on a CPU.
 
     >>> from wdjax import attacks
     >>> check_attack(attacks.fgsm(), clauses=("protocol", "ball", "no budget"))

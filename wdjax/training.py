@@ -1,4 +1,4 @@
-"""Training small classifiers with optax: on clean samples, against attacks, to be certified."""
+"""Trains small classifiers with optax: on clean samples, against attacks, to be certified."""
 
 import functools
 from collections.abc import Callable
@@ -17,27 +17,27 @@ from wdjax.engine import driver, identity, loop
 
 
 class History(NamedTuple):
-    """Means over the batches of every epoch, ``[epochs]``; NaN where an epoch is still to come."""
+    """Means over the batches of every epoch, ``[epochs]``; NaN for epochs to come."""
 
     loss: Array
     accuracy: Array
     """On the clean samples."""
     robust_accuracy: Array
-    """Under the attack trained against; without one, the same as ``accuracy``."""
+    """Under the attack used in training; without one, equal to ``accuracy``."""
 
 
 class Training(NamedTuple):
-    """What training carries on; a pytree, so :mod:`wdjax.files.persist` saves and resumes it."""
+    """The state of a training; a pytree, so :mod:`wdjax.files.persist` saves and restores it."""
 
     model: Any
     opt_state: Any
     epoch: Array
-    """Epochs done."""
+    """The number of epochs done."""
     history: History
 
 
 class StepProgram(NamedTuple):
-    """What changes the program of a step."""
+    """Static settings of a step."""
 
     optimizer: optax.GradientTransformation
     loss: Callable[[Array, Array], Array]
@@ -70,52 +70,50 @@ def train(
     the adversarial distribution of equation 11 is minimised:
     ``mean_i (1 - w_i) l(x_i) + w_i l(x_adv_i)`` with ``x_adv`` and ``w`` held fixed (Danskin's
     theorem). Point-wise attacks have ``w = 1``: Madry's adversarial training. Samples that are
-    misclassified already are attacked too. A Wasserstein budget is kept by every batch, hence by
+    misclassified already are attacked too. A Wasserstein budget holds for every batch, hence for
     the epoch.
 
-    With a certificate, the loss is that of the clean samples and of the worst logits that lower
-    bounds of the margins allow, weighted as the certificate says.
+    With a certificate, the loss is a weighted mean of that of the clean samples and that of the
+    worst logits allowed by lower bounds of the margins.
 
-    With noise, every sample is seen under fresh noise in every step, which is what a model wants
-    that is to be smoothed.
+    With noise, every sample gets fresh noise in every step, as randomised smoothing needs.
 
-    An epoch is one program with one loop, unless XLA would run the model slowly inside it
-    (:func:`wdjax.program.loops_well`). It goes through a random permutation and leaves out
-    what does not fill a batch.
+    An epoch is one compiled loop, unless XLA would run the model slowly inside a loop
+    (:func:`wdjax.program.loops_well`). It takes a random permutation and drops the last, incomplete
+    batch.
 
     Args:
       model: a pytree callable, :data:`wdjax.Model`. Of a Flax NNX module from
-        :func:`wdjax.models.functional` the ``nnx.Param`` are trained by gradient; in every pass of
-        the loss BatchNorm is by the batch, which its averages follow, and dropout is on, as in
-        Flax's own training. Attacks and bounds see the inference form. Of any other pytree all
-        leaves are trained.
+        :func:`wdjax.models.functional` the ``nnx.Param`` are trained; in the loss BatchNorm
+        normalises by the batch and updates its averages, and dropout is active, as in Flax. Attacks
+        and bounds use the model in inference mode. Of any other pytree all leaves are trained.
       x: ``[n, *shape]`` floats in ``[0, 1]``.
       y: ``[n]`` integer labels.
       key: a typed ``jax.random.key``; with equal arguments, equal keys give equal parameters.
       epochs: passes over the data.
-      batch_size: samples a step.
-      optimizer: from optax; by default Adam whose learning rate falls from 0.003 to 0 by a cosine.
+      batch_size: samples in a step.
+      optimizer: from optax; by default Adam, whose rate falls from 0.003 to 0 along a cosine.
       loss: per-sample, ``(logits, y) -> [n]``, to be decreased.
       attack: from :mod:`wdjax.attacks`.
       eps: the attack's budget, or the radius to be certified.
       order: Wasserstein order of the budget, as in :func:`wdjax.run`.
       kappa: how the mass is split, as in :func:`wdjax.run`.
       certificate: bounds to train through, :class:`wdjax.certify.CertifiedTraining`.
-      noise: of :mod:`wdjax.smoothing.noise`; the history then speaks of the noisy samples.
-      checkpoint: a folder to save to after every epoch; if it holds a checkpoint already, training
-        goes on from there, to the same numbers. Ctrl-C and SIGTERM end after the epoch under way.
-      callback: called with the :class:`Training` so far after every epoch; a true value ends it.
+      noise: of :mod:`wdjax.smoothing.noise`; the history then describes the noisy samples.
+      checkpoint: a folder to save to after every epoch; if it holds a checkpoint, training resumes
+        from it, with equal results. Ctrl-C and SIGTERM end after the current epoch.
+      callback: called with the :class:`Training` after every epoch; a true value ends the training.
 
     Returns:
       A :class:`Training`: ``.model`` is the trained model, ``.history`` its losses and accuracies.
 
     Raises:
       ValueError: bad samples, an attack or a certificate without ``eps`` or ``eps`` without either,
-        more than one of attack, certificate and noise, a leaf that is no parameter and none of a
-        Flax module, a loss that is not finite, or a checkpoint of another training.
+        more than one of attack, certificate and noise, a leaf that cannot be trained and is not of
+        a Flax module, a loss that is not finite, or a checkpoint of another training.
 
-    Cost: per step 1 forward and 1 backward pass a sample; with an attack its passes and 2 of each,
-      with a certificate about three times that of its bounds.
+    Cost: per step 1 forward and 1 backward pass a sample; with an attack, its passes and 2 of each;
+      with a certificate, about three times the cost of its bounds.
 
     Source: Madry et al. [madry2018] for the point-wise case, Gowal et al. [gowal2018] for
       certificates, Cohen et al. [cohen2019] for noise.
@@ -184,7 +182,7 @@ def train(
 
 
 def start(model: PyTree, optimizer: optax.GradientTransformation, epochs: int) -> Training:
-    """The state that training starts from.
+    """The state before the first epoch.
 
     >>> from wdjax import Model
     >>> start(Model(jnp.dot, jnp.eye(2)), optax.sgd(0.1), epochs=3).history.loss.shape
@@ -197,12 +195,12 @@ def start(model: PyTree, optimizer: optax.GradientTransformation, epochs: int) -
 
 @functools.lru_cache(maxsize=64)
 def default_optimizer(steps: int) -> optax.GradientTransformation:
-    """Adam whose rate falls from 0.003; cached, so that equal trainings share one program."""
+    """Adam with a rate falling from 0.003; cached, so that equal trainings share one program."""
     return optax.adam(optax.cosine_decay_schedule(3e-3, steps))
 
 
 def gradients(model: Callable[[Array], Array], x: Array) -> PyTree:
-    """What a step of training repeats, as far as XLA's loops are concerned."""
+    """The gradients that a training step repeats, for :func:`wdjax.program.loops_well`."""
 
     def total(own: PyTree, x: Array) -> Array:
         return jnp.sum(models.training_pass(models.join(own, model), x)[0])
@@ -219,6 +217,10 @@ def _epoch(
     key: Array,
     size: int,
 ) -> Training:
+    """One epoch on all batches of ``size``; raises ValueError if the loss is not finite.
+
+    ``x`` is ``[n, *shape]``, ``y`` ``[n]``. Returns the training with a new row of its history.
+    """
     order_key, attack_key = jax.random.split(key)
     steps = len(y) // size
     order = jax.random.permutation(order_key, len(y))[: steps * size].reshape(steps, size)
@@ -252,7 +254,7 @@ def _steps(
     before: Array,
     key: Array,
 ) -> tuple[PyTree, Array]:
-    """A step for every row of ``order``; a single one is no loop."""
+    """A step for every row ``[batch]`` of ``order``; for a single row without a loop."""
 
     def step(trained: PyTree, row: tuple[Array, Array]) -> tuple[PyTree, Array]:
         number, batch = row
@@ -278,6 +280,10 @@ def _step(
     y: Array,
     key: Array,
 ) -> tuple[PyTree, Array]:
+    """One step on a batch ``[n, *shape]``, against the opponent if there is one.
+
+    Returns the trained pytrees and ``[3]``: loss, accuracy and robust accuracy.
+    """
     parts, correct = [(jnp.ones(len(y), x.dtype), x)], None
     if opponent is not None:
         attack, eps, kappa = opponent
@@ -321,7 +327,7 @@ def _blurred(
 def _proved(
     recipe: StepProgram, proof: CertificateAim, trained: PyTree, x: Array, y: Array, number: Array
 ) -> tuple[PyTree, Array]:
-    """A step of certified training, of the training's ``number``-th."""
+    """A step of certified training, number ``number`` of all."""
     certificate, eps, steps = proof
     done = number / steps
     weight = certificate.weight(done)

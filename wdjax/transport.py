@@ -40,9 +40,9 @@ def allocate(distance: ArrayLike, eps: ArrayLike, order: float) -> jax.Array:
       order: p, a number of at least 1 or inf.
 
     Returns:
-      ``[n]`` (``[m, n]``) weights. Distance 0 gets 1, also when ``eps`` is 0; inf gets 0. At most
-      one sample gets a fraction, and of equal distances the first is served first. Order inf gives
-      1 where ``d_i <= eps``.
+      ``[n]`` (``[m, n]``) weights. Distance 0 gets 1, even if ``eps`` is 0; inf gets 0. At most one
+      sample gets a fraction, and equal distances are served in their order. For order inf the
+      weight is 1 where ``d_i <= eps``.
 
     Raises:
       ValueError: ``distance`` is not a vector of numbers that are at least 0, ``eps`` is negative
@@ -75,7 +75,7 @@ def allocate(distance: ArrayLike, eps: ArrayLike, order: float) -> jax.Array:
 
 
 def _allocate(xp: ModuleType, distance: _Either, eps: Any, order: float) -> _Either:
-    """In NumPy or in ``jax.numpy``, whichever ``xp`` is."""
+    """The weights ``[n]``; ``xp`` is NumPy or ``jax.numpy``."""
     if order == math.inf:
         return ((distance <= eps) & xp.isfinite(distance)).astype(distance.dtype)
     reachable = xp.isfinite(distance) & ((distance == 0) | (eps > 0))
@@ -99,9 +99,9 @@ def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Res
     r"""Turns points into an adversarial distribution of equation 11 that costs at most ``eps``.
 
     With ``kappa``, every sample sends ``1 / kappa`` of its mass to its point, which may be
-    ``kappa^(1/p) eps`` far (WDA; ``kappa = 1`` is a point-wise attack). Without it the budget goes
-    where a flip is cheapest, the knapsack of :func:`allocate` (WDA++). One search serves every
-    order and, if it was not bound to a radius, every budget.
+    ``kappa^(1/p) eps`` far (WDA; ``kappa = 1`` is a point-wise attack). Without it the budget is
+    spent where flips are cheapest, by the knapsack of :func:`allocate` (WDA++). One search serves
+    every order and, if it was not bound to a radius, every budget.
 
     Args:
       found: from :func:`wdjax.search`.
@@ -110,12 +110,12 @@ def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Res
       kappa: at least 1, may be traced, or None for the knapsack.
 
     Returns:
-      A :class:`~wdjax.core.Result`. Inside a trace, what would have been refused gives weights, and
-      so an accuracy, of NaN.
+      A :class:`~wdjax.core.Result`. Inside a trace, invalid arguments give weights of NaN, and so
+      an accuracy of NaN.
 
     Raises:
-      ValueError: ``kappa`` below 1, ``eps`` negative, or points that cost more than the budget when
-        they all move.
+      ValueError: ``kappa`` below 1, ``eps`` negative, or points that would cost more than the
+        budget.
 
     Cost: a sort.
 
@@ -147,7 +147,7 @@ def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Res
 def _weigh_traced(
     cost: Array, correct: Array, success: Array, eps: Array, kappa: Any, order: float
 ) -> jax.Array:
-    """Weights, NaN for what would have been refused."""
+    """Weights ``[n]`` inside a trace; NaN where the host would raise."""
     valid = jnp.isfinite(eps) & (eps >= 0)
     if kappa is None:
         weight = _allocate(jnp, _prices(jnp, cost, correct, success), eps, order)
@@ -162,7 +162,7 @@ def _weigh_traced(
 def _weigh_known(
     cost: np.ndarray, correct: np.ndarray, success: np.ndarray, eps: float, kappa: Any, order: float
 ) -> jax.Array:
-    """Weights on the host: nothing is compiled for them."""
+    """Weights ``[n]`` computed by NumPy, so that nothing is compiled."""
     if kappa is None:
         with np.errstate(over="ignore"):
             weight = _allocate(np, _prices(np, _float64(cost), correct, success), eps, order)
@@ -175,16 +175,16 @@ def _weigh_known(
 
 
 def _prices(xp: ModuleType, cost: _Either, correct: _Either, success: _Either) -> _Either:
-    """What a flip costs, inf where there is none.
+    """``[n]``: the cost of each flip; inf where there is none.
 
-    What is an error already gains nothing by a move that costs something.
+    For a sample that is misclassified at the start a costly move gains nothing: its price is inf.
     """
     bought = xp.where(correct, success, cost == 0)
     return xp.where(bought, xp.nan_to_num(cost), xp.inf)
 
 
 def _refuse_overspending(cost: AnyArray, weight: AnyArray, eps: Any, order: float) -> None:
-    """The last line of defence: the coupling cost of Corollary C.2, in float64."""
+    """Raises if the coupling cost of Corollary C.2, in float64, exceeds the budget."""
     spent = _power_mean(np, _float64(cost), _float64(weight), order)
     if not spent <= float(eps) * (1 + 1e-5):
         raise ValueError(
@@ -194,7 +194,7 @@ def _refuse_overspending(cost: AnyArray, weight: AnyArray, eps: Any, order: floa
 
 
 class Moved(Protocol):
-    """What an attack found, as far as its distribution is concerned."""
+    """The part of a result that defines its distribution."""
 
     @property
     def x_adv(self) -> AnyArray:
@@ -208,7 +208,7 @@ class Moved(Protocol):
 
 
 class AdversarialDistribution(NamedTuple):
-    r"""The paper's equation 11: atoms at clean and at adversarial points, labels kept.
+    r"""The paper's equation 11: atoms at clean and at adversarial points, with unchanged labels.
 
     ``1/N sum_i (1 - w_i) delta(x_i, y_i) + w_i delta(x_adv_i, y_i)`` with ``w_i = 1 / kappa_i``.
 
@@ -233,13 +233,13 @@ class AdversarialDistribution(NamedTuple):
 
     @classmethod
     def from_result(cls, x: AnyArray, y: AnyArray, result: Moved) -> "AdversarialDistribution":
-        """The distribution that :func:`wdjax.run` found for the samples ``x`` and ``y``."""
+        """The distribution that :func:`wdjax.run` found for samples ``x`` with labels ``y``."""
         return cls(x, result.x_adv, y, result.weight)
 
     def accuracy(
         self, model: Callable[[jax.Array], jax.Array], *, batch_size: int | None = None
     ) -> jax.Array:
-        """Mass on correctly classified atoms, as :func:`wdjax.metrics.correct` counts them.
+        """Mass of correctly classified atoms, by :func:`wdjax.metrics.correct`.
 
         Source: Le et al. [le2025], Appendix E.
         """
@@ -266,7 +266,7 @@ class AdversarialDistribution(NamedTuple):
         _check_distribution(self)
         clean = _evaluate(loss, model, self.x, self.y, batch_size)
         moved = _evaluate(loss, model, self.x_adv, self.y, batch_size)
-        # An atom without mass adds nothing, whatever its loss.
+        # An atom without mass adds nothing, even if its loss is infinite.
         weight = jnp.asarray(self.weight)
         kept = jnp.where((weight < 1) | jnp.isfinite(clean), (1 - weight) * clean, 0.0)
         return jnp.mean(kept + jnp.where((weight > 0) | jnp.isfinite(moved), weight * moved, 0.0))
@@ -274,7 +274,7 @@ class AdversarialDistribution(NamedTuple):
     def coupling_cost(self, norm: float, order: float) -> float | jax.Array:
         r"""``(mean_i w_i ||x_adv_i - x_i||_r^p)^(1/p)``: an upper bound on W_p.
 
-        In float64 on the host, and a Python float, unless inside a trace. For order inf, the
+        A Python float, computed in float64 on the host, unless inside a trace. For order inf, the
         largest distance that any mass moves.
 
         Source: Le et al. [le2025], Corollary C.2.
@@ -290,7 +290,7 @@ class AdversarialDistribution(NamedTuple):
 
 
 def _power_mean(xp: ModuleType, distance: _Either, weight: _Either, order: float) -> _Either:
-    """In NumPy or in ``jax.numpy``, whichever ``xp`` is."""
+    """The coupling cost of ``[n]`` distances and weights; ``xp`` is NumPy or ``jax.numpy``."""
     distance = xp.where(weight > 0, distance, 0.0)
     longest = xp.max(distance)
     if order == math.inf:
@@ -336,7 +336,7 @@ def _float64(x: ArrayLike) -> _Float64:
 
 
 def _distances(x: AnyArray, x_adv: AnyArray, norm: float, size: int = 256) -> _Float64:
-    """The distance of every pair, in float64, a block of pairs at a time."""
+    """``[n]`` distances of pairs, in float64, computed in blocks to bound the memory."""
     parts = []
     for start in range(0, len(x), size):
         block = slice(start, start + size)
@@ -362,18 +362,18 @@ def _check_distribution(distribution: AdversarialDistribution) -> None:
 
 
 _NOTHING = 1e-12
-"""Mass, in units of one sample, that rounding leaves behind."""
+"""Mass that rounding may leave, in units of one sample's."""
 
 
 def wasserstein(distribution: AdversarialDistribution, norm: float, order: float) -> float:
     r"""The exact ``W_p`` between an adversarial distribution and its clean samples.
 
-    The ground cost is ``d = ||x' - x||_r + inf 1{y' != y}``, so the problem falls apart into one a
-    label. Equal atoms are merged; for order 1 the mass that both sides share stays in place.
-    Weights that make all masses multiples of one unit (every ``kappa`` an integer) give an
-    assignment problem, solved by ``scipy.optimize.linear_sum_assignment``; others give a linear
-    program, solved by HiGHS on a growing set of edges until the dual prices prove that none is
-    missing. Order inf is a search over the distances for the least that admits a plan.
+    The ground cost is ``d = ||x' - x||_r + inf 1{y' != y}``, so there is a separate problem for
+    each label. Equal atoms are merged; for order 1 the mass that both sides share stays in place.
+    If all masses are multiples of one unit (every ``kappa`` an integer) it is an assignment
+    problem, solved by ``scipy.optimize.linear_sum_assignment``; else a linear program, solved by
+    HiGHS on a growing set of edges until the dual prices prove that none is missing. For order inf
+    the least distance that admits a plan is searched for.
 
     Args:
       distribution: with concrete arrays.
@@ -382,12 +382,12 @@ def wasserstein(distribution: AdversarialDistribution, norm: float, order: float
 
     Returns:
       ``W_p`` in the units of ``x``, at most :meth:`AdversarialDistribution.coupling_cost` up to
-      rounding. Everything is float64; a float32 weight ``1 / kappa`` is read as the fraction.
+      rounding. Everything is float64; a float32 weight ``1 / kappa`` is read as that fraction.
 
     Raises:
       ValueError: bad shapes, weights outside ``[0, 1]``, points that are not finite, or a trace.
 
-    Cost: on the host; with ``m`` samples a label ``O(m^2 d)`` distances and ``O((kappa m)^3)``.
+    Cost: on the host; for ``m`` samples of a label ``O(m^2 d)`` distances and ``O((kappa m)^3)``.
 
     Differs: the paper bounds W_p by the coupling that moves each sample to its own adversarial
       point (Corollary C.2); this is the minimum over all couplings.
@@ -421,7 +421,7 @@ def wasserstein(distribution: AdversarialDistribution, norm: float, order: float
 def _block_cost(
     x: _Float64, x_adv: _Float64, weight: _Float64, norm: float, order: float
 ) -> tuple[float, float]:
-    """Of one label: ``(scale, cost in scale^p)``; for order inf the bottleneck is the scale."""
+    """One label's ``(scale, cost in scale^p)``; for order inf the scale is the distance."""
     from scipy.spatial.distance import cdist
 
     points, index = np.unique(np.concatenate([x, x_adv]), axis=0, return_inverse=True)
@@ -448,7 +448,7 @@ def _block_cost(
 
 
 def _bottleneck(gap: _Float64, supply: _Float64, demand: _Float64, longest: float) -> float:
-    """The least distance within which all mass can move; ``longest`` is known to do."""
+    """The least distance within which all mass can move, at most ``longest``."""
     shortest = max(gap.min(axis=0).max(), gap.min(axis=1).max())
     levels = np.unique(gap[(gap >= shortest) & (gap <= longest * (1 + 1e-12))])
     low, stride = 0, 1
@@ -485,7 +485,7 @@ def least_cost(cost: _Float64, supply: _Float64, demand: _Float64) -> float:
     while True:
         source, sink = np.nonzero(edges)
         plan = _solve(cost[edges], source, sink, supply, demand)
-        if plan.x is None:  # Where masses differ by orders, presolving calls it infeasible.
+        if plan.x is None:  # Presolve may wrongly fail if masses differ by orders of magnitude.
             plan = _solve(cost[edges], source, sink, supply, demand, presolve=False)
         if plan.x is None:
             raise RuntimeError(f"HiGHS found no transport plan: {plan.message}")
@@ -498,7 +498,7 @@ def least_cost(cost: _Float64, supply: _Float64, demand: _Float64) -> float:
 
 
 def _copies(supply: _Float64, demand: _Float64) -> _Copies | None:
-    """How many copies of one unit of mass each atom is, or None if they are not multiples."""
+    """The atoms' masses in copies of one unit, or None if they are not multiples of one."""
     unit = min(supply.min(), demand.min())
     copies = np.rint(supply / unit).astype(int), np.rint(demand / unit).astype(int)
     error = max(np.abs(mass / unit - k).max() for mass, k in zip((supply, demand), copies))
@@ -515,7 +515,7 @@ def _assign(cost: _Float64, copies: _Copies) -> float:
 
 
 _DENSE = 20_000
-"""Edges that one linear program takes at once."""
+"""Maximum number of edges for which the linear program takes all at once."""
 
 
 def _solve(
@@ -526,7 +526,7 @@ def _solve(
     demand: _Float64,
     presolve: bool = True,
 ) -> "OptimizeResult":
-    """HiGHS on the plans that use the given edges only."""
+    """The optimal plan by HiGHS on edges with ``cost``, ``source`` and ``sink``, each ``[m]``."""
     from scipy import optimize, sparse
 
     entries = np.arange(len(source))
@@ -549,7 +549,7 @@ def _solve(
 
 
 def _cheapest(cost: _Float64, count: int) -> npt.NDArray[np.bool_]:
-    """Marks the ``count`` least entries of every row."""
+    """Marks the ``count`` smallest entries of every row."""
     count = min(count, cost.shape[1])
     mark = np.zeros(cost.shape, bool)
     least = np.argpartition(cost, count - 1, axis=1)[:, :count]
@@ -560,7 +560,7 @@ def _cheapest(cost: _Float64, count: int) -> npt.NDArray[np.bool_]:
 def _corner_plan(
     supply: _Float64, demand: _Float64
 ) -> tuple[npt.NDArray[np.int_], npt.NDArray[np.int_]]:
-    """Edges of the north-west corner plan, so that every program is feasible."""
+    """Edges of the north-west corner plan, which make every program feasible."""
     filled, emptied = np.cumsum(supply), np.cumsum(demand)
     ends = np.sort(np.concatenate([filled, emptied]))
     source = np.searchsorted(filled, ends).clip(max=len(supply) - 1)

@@ -1,9 +1,10 @@
 """Attacks: frozen pytree dataclasses for :func:`wdjax.search` and :func:`wdjax.run`.
 
-An attack says how to look: ``init`` makes the state of a batch, each of its ``stages`` has a step,
-and ``point`` tells where the search has come to; :mod:`wdjax.engine` takes the steps and measures
-what they find. First-order attacks share `ascent` (gradients that can be trusted, the best of
-rivals, what rounding may undo) and `gradient_attack`; minimum-norm attacks share `nearest`,
+An attack consists of ``init``, which makes the state of a batch, ``stages``, each of which has a
+step, and ``point``, which returns the points found; :mod:`wdjax.engine` takes the steps and
+measures the points. First-order attacks share `ascent` (gradients cleaned of NaN, the best of
+several candidate steps, the margin that rounding requires) and `gradient_attack`; minimum-norm
+attacks share `nearest`,
 `hyperplane` and `linearised`; targets come from `rivals`. Every other file is one attack. Open
 `pgd` first, then `gradient_attack` for one of your own.
 """

@@ -16,17 +16,17 @@ from wdjax.checks import validate
 from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 
 _EVERY = 10
-"""Steps between two looks at whether the penalty does its work."""
+"""Number of steps between two adjustments of the penalty parameter."""
 _BETTER = 0.95
-"""The constraint must have fallen to this share in the meantime."""
+"""The penalty grows unless the constraint fell to this share of its value since the last check."""
 _GROWTH = 1.2
-"""Of the penalty's parameter where it has not."""
+"""The factor by which the penalty parameter then grows."""
 _MEAN = 0.9
-"""Of the running means: of the multiplier and of the momentum."""
+"""Decay of two running means: the multiplier and the momentum."""
 _SQUARES = 0.99
-"""Of the running mean of squared gradients."""
+"""Decay of the running mean of squared gradients."""
 _LEAST, _MOST = 1e-6, 1e12
-"""Of the multiplier."""
+"""Bounds of the multiplier."""
 
 
 class State(NamedTuple):
@@ -40,12 +40,12 @@ class State(NamedTuple):
     rho: Array
     """Penalty parameter."""
     before: Array
-    """The constraint at the last look."""
+    """The constraint at the last check of the penalty."""
     flipped: Array
-    """Since the last look."""
+    """Whether a point has flipped since the last check."""
     taken: Array
     found: Array
-    """Step of the first flip; that of the last step while there is none."""
+    """The step of the first flip; the number of all steps until there is one."""
     best: Nearest
 
 
@@ -59,9 +59,9 @@ class ALMA:
         P = mu c + mu rho c^2 + rho^2 c^3 / 6   (c >= 0),   mu c / (1 - rho c)   (c < 0),
 
     RMSprop, whose mean of squares begins at 1, and momentum. ``mu`` follows a running mean of
-    ``dP/dc``; ``rho`` grows by 1.2 where ten steps brought neither a flip nor a fall of c by 5 %.
-    The learning rate makes the first step change the distance by ``first``; from the first flip on
-    it falls exponentially, to a hundredth.
+    ``dP/dc``; ``rho`` grows by the factor 1.2 if in ten steps there was no flip and c fell by less
+    than 5 %. The learning rate is chosen so that the first step changes the distance by ``first``;
+    after the first flip it falls exponentially, to a hundredth.
 
     Args:
       ball: norm 1 or 2, and the box.
@@ -76,8 +76,8 @@ class ALMA:
 
     Cost: 1 forward and 1 backward pass a step, 1 more forward.
 
-    Differs: of the authors' distances, norms 1 and 2 only. Where the first gradient is not usable
-    yet, the learning rate waits for one.
+    Differs: of the authors' distances, norms 1 and 2 only. If the first gradient is zero or not
+    finite, the learning rate is set at the first usable one.
 
     Source: Rony et al. [rony2021], Algorithm 2 and section 4.
 
@@ -125,6 +125,10 @@ class ALMA:
         return -(losses.dlr(out, y) if out.shape[-1] > 2 else losses.margin(out, y))
 
     def _descend(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """One step of RMSprop with momentum on the distance plus the penalty.
+
+        All arrays are per sample: points ``[n, *shape]``, constraint, rate and multipliers ``[n]``.
+        """
         x = samples.x + state.delta
         seen = ascent.slope(victim, x, samples.y, self._constraint)
         info = ascent.note(victim, samples.y, seen)
@@ -147,7 +151,7 @@ class ALMA:
         return moved._replace(taken=state.taken + 1, found=found), info
 
     def _first_rate(self, direction: Array) -> Array:
-        """Makes the first step, dampened by its momentum, as long as asked."""
+        """The learning rate ``[n]`` that makes the first step, with momentum, ``first`` long."""
         first = self.first
         if first is None:
             first = 0.5 if self.ball.norm == 1 else 0.1

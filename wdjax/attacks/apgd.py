@@ -1,4 +1,4 @@
-"""Auto-PGD: a step size that halves itself, momentum, and targets one after the other."""
+"""Auto-PGD: ascent with momentum and a step size that is halved when progress stalls."""
 
 import dataclasses
 import math
@@ -17,9 +17,9 @@ from wdjax.checks import validate
 from wdjax.core import Array, Info, Samples, Stage, Victim
 
 _MOMENTUM = 0.75
-"""Share of the new step; the rest is that of the last one."""
+"""Weight of the new step; the rest is the weight of the previous one."""
 _WIDTHS = {1: (10.0, 5.0, 2.0, 1.0), 2: (1.0,), math.inf: (1.0,)}
-"""Radii of a run's phases, by norm."""
+"""Radii of a run's phases in units of eps, by norm."""
 
 
 class State(NamedTuple):
@@ -27,23 +27,23 @@ class State(NamedTuple):
     before: Array
     """The iterate before ``x``, for the momentum."""
     peak: Array
-    """The iterate of largest loss in this phase, ``height``, and its gradient, ``slope``."""
+    """The iterate of largest loss in this phase; ``height`` is its loss, ``slope`` its gradient."""
     height: Array
     slope: Array
     loss: Array
-    """Of the last iterate."""
+    """The loss at the previous iterate."""
     known: Array
-    """``height`` at the last checkpoint."""
+    """``height`` at the last checkpoint of the schedule."""
     rises: Array
-    """Steps since then that increased the loss."""
+    """Number of steps since then that increased the loss."""
     cut: Array
-    """Whether the step was halved there."""
+    """Whether the step size was halved at the last checkpoint."""
     size: Array
-    """The step, as a share of the radius."""
+    """The step size, as a share of the radius."""
     taken: Array
-    """Steps, over all runs."""
+    """Steps taken, over all runs."""
     targets: Array | None
-    """``[n, T]`` classes."""
+    """``[n, T]``, target classes."""
     keys: Array
     best: ascent.Best
 
@@ -54,40 +54,44 @@ class APGD:
     r"""Auto-PGD: projected ascent with momentum whose step halves when progress stalls.
 
     With ``z = P(x_k + eta M_r(g_k))`` the iterates are ``x_{k+1} = P(x_k + a (z - x_k) + (1 - a)
-    (x_k - x_{k-1}))``, ``a = 3/4`` but for the first step. At checkpoints, 22, 41, 57, 70, 80, 87,
-    93, 99 of 100 steps, ``eta`` halves and the search goes back to its best point if at most 3/4 of
-    the steps since the last one increased the loss, or if the best loss has not grown and ``eta``
-    was not halved then.
+    (x_k - x_{k-1}))``, with ``a = 3/4`` except for the first step, where it is 1. At checkpoints
+    (22, 41, 57, 70, 80, 87, 93, 99 of 100 steps) ``eta`` is halved and the search returns to its
+    best point if at most 3/4 of the steps since the last checkpoint increased the loss, or if the
+    best loss has not grown since then and ``eta`` was not halved there.
 
     Args:
       ball: norm and box.
-      steps: of one run.
+      steps: gradient steps of one run.
       loss: ``(out, y) -> [n]``, to be increased; with ``targets``, ``(out, y, target) -> [n]``. By
         default cross-entropy, with ``targets`` the targeted DLR.
-      targets: 0, or how many classes to aim at, in a run each: at most ``K - 1``.
-      rank: which classes come first, ``"logit"``: the largest at the sample; ``"ratio"``: the
-        nearest by ``(z_y - z_j) / |grad (z_y - z_j)|_s`` of the ``candidates`` largest.
-      candidates: see ``rank``.
-      restarts: runs, with targets of each; every one begins at a random point, or the first at
+      targets: 0 for an untargeted attack; else the number of target classes, at most ``K - 1``,
+        each attacked in a run of its own.
+      rank: the order of the targets: ``"logit"``, the largest logit at the sample first;
+        ``"ratio"``, the smallest ``(z_y - z_j) / |grad (z_y - z_j)|_s`` first, among ``candidates``
+        classes.
+      candidates: the number of classes of largest logit that are compared for ``rank="ratio"``.
+      restarts: runs, for each target; every one begins at a random point, or the first at
         ``start``.
-      stop: leave a sample alone once it has fallen. With False it goes on for the sake of the loss.
-      widths: radii of a run's phases in ``eps``, the last 1 for 40 % of the steps; each begins at
-        the largest loss of the one before. By default ``(10, 5, 2, 1)`` for norm 1, else ``(1,)``.
-      share: the first ``eta`` in radii; 2 by default, for norm 1 one; may be traced.
+      stop: stop attacking a sample once it is misclassified. With False its loss is raised further.
+      widths: radii of a run's phases in ``eps``; the last must be 1 and takes 40 % of the steps.
+        Each phase begins at the point of largest loss of the previous one. By default ``(10, 5, 2,
+        1)`` for norm 1, else ``(1,)``.
+      share: the first ``eta``, in radii; by default 1 for norm 1, else 2; may be traced.
 
     Returns the iterate of largest criterion within ``eps`` over all runs.
 
     Raises:
       ValueError: bad counts, another rank, widths below 1; with ``targets``, no logits.
 
-    Cost: a run takes ``steps + 1`` forward and backward passes a sample; ``rank="ratio"`` 1 forward
-    and ``candidates`` backward passes besides.
+    Cost: a run takes ``steps + 1`` forward and backward passes a sample; ``rank="ratio"`` costs 1
+    forward and ``candidates`` backward passes in addition.
 
-    Differs: the authors' code compares the first loss with 0 in place of the loss at the start, and
-      takes no flat best loss for a stall at the first checkpoint. Its random points lie on the
-      sphere, ours are uniform in the ball, but for norm 1. There it has phases of 3, 2 and 1 eps,
-      and its steps are signs of the largest gradients; ours share the step among all. For norm 2
-      ``P`` clips the ball's projection to the box. With few classes DLR falls back to margins.
+    Differs: the authors' code compares the first loss with 0 rather than with the loss at the
+      start, and at the first checkpoint does not treat an unchanged best loss as a stall. Its
+      random points lie on the sphere; ours are uniform in the ball, except for norm 1. For norm 1
+      it has phases of 3, 2 and 1 eps and sign steps in the largest gradient coordinates; our step
+      is shared among all coordinates. For norm 2 ``P`` projects on the ball and then clips to the
+      box. With few classes DLR is replaced by the margin.
 
     Source: Croce and Hein [croce2020], Algorithm 1; phases: [mindthebox2021], section 3.2; the
     ratio is MALT's [melamed2024].
@@ -151,7 +155,7 @@ class APGD:
             point = self._start(samples, keys, none)
         else:
             point = self.ball.project(start, x, self._radius(samples, none))
-        # The first step of a run sets everything but x, keys and targets.
+        # The first step of each run overwrites every field but x, keys and targets.
         return State(
             x=point, before=point, peak=point, height=low, slope=jnp.zeros_like(x), loss=low,
             known=low, rises=none, cut=none > 0, size=jnp.zeros_like(low), taken=none,
@@ -178,6 +182,10 @@ class APGD:
         return lambda out, y: loss(out, y, target)
 
     def _climb(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """One step: evaluates ``x [n, *shape]``, halves stalled step sizes, moves or restarts.
+
+        At the start of a phase the next point is a random one (new run) or the projected best one.
+        """
         objective = self._objective(state)
         seen = ascent.slope(victim, state.x, samples.y, objective)
         info = ascent.note(victim, samples.y, seen)
@@ -206,7 +214,17 @@ class APGD:
         return ascent.hold(self._over(state), state, judged), info
 
     def _judge(self, state: State, loss: Array, gradient: Array) -> tuple[State, Array]:
-        """Compares the iterate with its run so far; also tells whose step is halved."""
+        """Compares the iterate with the best of its phase.
+
+        Args:
+          state: with ``x`` ``[n, *shape]``, the present iterate.
+          loss: ``[n]`` at ``x``, -inf where not finite.
+          gradient: ``[n, *shape]`` at ``x``.
+
+        Returns:
+          The state with updated best point, counters and step size, and ``[n]`` booleans: whether
+          the step size was halved, so that the search returns to the best point.
+        """
         x, step, plan = state.x, state.taken % self._run, self._schedule
         first, window = jnp.asarray(plan.first)[step], jnp.asarray(plan.window)[step]
         higher = first | (loss > state.height)

@@ -1,4 +1,4 @@
-"""The moves that first-order attacks share: a gradient that can be trusted, the best of rivals."""
+"""What first-order attacks share: cleaned gradients, slack for rounding, the best of candidates."""
 
 import dataclasses
 import functools
@@ -16,30 +16,32 @@ from wdjax.core import Array, Criterion, Info, PyTree, Samples, Victim
 from wdjax.precision import promoted
 
 _ROUNDED = {4: 4.0, 8: 4.0}
-"""By the bytes of an output, 1 where fewer: its own ulps by which another batch rounds it."""
+"""How far another batch may move an output, in units of its own eps; by the output's bytes, 1 for
+smaller floats."""
 _TRAVELLED = {4: 256.0, 8: 256.0}
-"""The same of the way that it came from the sample, which tells how large its terms are."""
+"""The same, in units of eps times the output's distance from the clean output, which shows how
+large the summed terms are."""
 
 
 def setting(default: Any) -> Any:
-    """A dataclass field that changes the program: part of the tree's structure, not a leaf."""
+    """A static dataclass field, part of the pytree's structure: changing it recompiles."""
     return dataclasses.field(default=default, metadata={"static": True})
 
 
 class Slope(NamedTuple):
-    """What one forward and one backward pass tell: ``[n, ...]`` leaves."""
+    """The result of one forward and one backward pass: ``[n, ...]`` leaves."""
 
     out: PyTree
     gradient: Array
     """``[n, *shape]``, 0 in coordinates where it was not finite."""
     zero: Array
-    """Whether it is 0 everywhere."""
+    """``[n]``: whether the gradient is 0 in every coordinate."""
     fault: Array
-    """Whether an output or a coordinate of the gradient was not finite."""
+    """``[n]``: whether an output or a coordinate of the gradient was not finite."""
 
 
 def slope(victim: Victim, x: Array, y: Array, objective: Callable[[PyTree, Array], Array]) -> Slope:
-    """The gradient of ``sum objective(model(x), y)``, looked at."""
+    """The gradient of ``sum objective(model(x), y)``, cleaned by :func:`look`."""
 
     def total(x: Array) -> tuple[Array, PyTree]:
         out = victim.model(x)
@@ -50,25 +52,25 @@ def slope(victim: Victim, x: Array, y: Array, objective: Callable[[PyTree, Array
 
 
 def adam(gradient: Array, moments: PyTree) -> tuple[Array, PyTree]:
-    """Adam's direction for every sample, and its moments, begun by ``optax.scale_by_adam``."""
-    with promoted():  # As optax wants it.
+    """Adam's direction and new moments, per sample; ``optax.scale_by_adam`` gives the first."""
+    with promoted():  # Optax mixes dtypes.
         return jax.vmap(optax.scale_by_adam().update)(gradient, moments)
 
 
 def look(gradient: Array, out: PyTree) -> Slope:
-    """Takes what is not finite out of a gradient and says so."""
+    """Sets coordinates of a gradient that are not finite to 0, and reports them as a fault."""
     usable, worst = _cleaned(gradient)
     return Slope(out, usable, worst == _ZERO, (worst == _UNKNOWN) | ~norms.finite(out))
 
 
 _ZERO, _UNKNOWN = 0, 2
-"""Kinds of coordinates; 1 is a number that is not 0."""
+"""Kinds of a gradient's coordinate: zero and not finite; 1 is any other number."""
 
 
 def _cleaned(gradient: Array) -> tuple[Array, Array]:
-    """A gradient without what is not finite, and the worst kind of its coordinates, ``[n]``."""
+    """The gradient with 0 in place of what is not finite, and its largest kind, ``[n]``."""
     known = jnp.isfinite(gradient)
-    # All kinds in one pass over the gradient, which is what looking costs.
+    # One pass over the gradient, whose memory traffic is the cost, finds all kinds.
     kinds = jnp.where(known, (gradient != 0).astype(jnp.int8), jnp.int8(_UNKNOWN))
     return jnp.where(known, gradient, 0.0), jnp.max(kinds.reshape(len(kinds), -1), axis=1)
 
@@ -89,11 +91,11 @@ def judge(victim: Victim, x: Array, y: Array) -> tuple[PyTree, Info]:
 
 
 class Reading(NamedTuple):
-    """What a criterion says of outputs, ``[n]``, and how far it can be trusted."""
+    """The criterion, ``[n]``, and by how much rounding may change it."""
 
     value: Array
     slack: Array
-    """By how much rounding in another batch may move the value."""
+    """By how much rounding in another batch may change the value, ``[n]``."""
 
     @property
     def lasts(self) -> Array:
@@ -102,23 +104,24 @@ class Reading(NamedTuple):
 
     @property
     def beyond(self) -> Array:
-        """A value whose boundary lies where flips last: what attacks should aim at."""
+        """The value less twice the slack: attacks aim at its zero, where flips survive rounding."""
         return self.value - (2 * self.slack).astype(self.value.dtype)
 
 
 def read(criterion: Criterion, samples: Samples, out: PyTree) -> Reading:
     r"""A criterion and its slack, from the outputs that it reads.
 
-    Projections, halvings and minimum-norm attacks end within floats of the boundary; the slack
-    keeps what counts on its far side wherever it is measured again. To first order it is
+    Projections, bisections and minimum-norm attacks end within a few floats of the boundary. A flip
+    counts if the criterion exceeds the slack, so that it is still a flip when it is evaluated in
+    another batch. To first order the slack is
 
         ``sum_k |d criterion / d out_k| u (a |out_k| + b |out_k - clean_k|)``,
 
-    with the unit u of the outputs' floats. The first term is the rounding of the output itself; the
-    second that of the terms it was summed from, of which the way from the clean output tells
-    the size where a shift of all logits hides it. An output that the criterion does not read, such
-    as the logit of a class that never wins, adds nothing, and neither does one at which the
-    derivative is not finite: what was found is measured in the end.
+    with the unit roundoff u of the outputs. The first term is the rounding of the output itself;
+    the second is the rounding of the terms that were summed to it, whose size shows in the distance
+    from the clean output even where a common shift of all logits hides it. An output that does not
+    enter the criterion, such as the logit of a class that never wins, adds nothing. Nor does an
+    output at which the derivative is not finite: the final measurement decides there.
     """
     value, pullback = jax.vjp(lambda out: criterion(out, samples.y), out)
     wide = jnp.float32 if value.dtype.itemsize < 4 else value.dtype
@@ -133,7 +136,7 @@ def read(criterion: Criterion, samples: Samples, out: PyTree) -> Reading:
 
 
 def _rounding(leaf: Array, clean: Array, dtype: Any) -> Array:
-    """By how much another batch may round every output."""
+    """By how much another batch may change every output, in the shape of ``leaf``."""
     size, unit = leaf.dtype.itemsize, float(jnp.finfo(leaf.dtype).eps)
     rounded, travelled = unit * _ROUNDED.get(size, 1.0), unit * _TRAVELLED.get(size, 1.0)
     leaf, clean = leaf.astype(dtype), clean.astype(dtype)
@@ -141,7 +144,7 @@ def _rounding(leaf: Array, clean: Array, dtype: Any) -> Array:
 
 
 def flips(victim: Victim, samples: Samples, x: Array) -> tuple[Array, Info]:
-    """Whether the criterion holds at ``x`` beyond rounding, for one forward pass."""
+    """``[n]``: whether the criterion at ``x`` exceeds the slack; costs one forward pass."""
     out, info = judge(victim, x, samples.y)
     return read(victim.criterion, samples, out).lasts, info
 
@@ -167,13 +170,13 @@ def best_move(
 
     Args:
       victim: its model gives logits ``[n, K]``.
-      x: ``[n, *shape]`` current points.
+      x: ``[n, *shape]``, the present points.
       y: ``[n]`` labels.
       choose: logits at ``x`` ``->`` rivals ``[n, m]``.
       advance: ``(x, gradient) -> candidates``, all ``[n, *shape]``.
 
     Returns:
-      The winning :class:`Move`, the logits at ``x`` and what the step did.
+      The best :class:`Move`, the logits at ``x`` and the :class:`~wdjax.core.Info` of the step.
 
     Cost: 1 + m forward and m backward passes; memory for one candidate a sample.
     """
@@ -217,7 +220,7 @@ def top_rivals(logits: Array, y: Array, count: int) -> Array:
 
 
 def need_logits(name: str, out: PyTree) -> None:
-    """Refuses victims whose classes cannot be told apart."""
+    """Raises unless the model's output is logits ``[n, K]``."""
     if getattr(out, "ndim", 0) != 2 or out.shape[-1] < 2:
         raise ValueError(
             f"{name} follows single classes and needs logits [n, K], got "
@@ -226,7 +229,7 @@ def need_logits(name: str, out: PyTree) -> None:
 
 
 def shortest(x: Array, norm: float) -> float:
-    """The length of steps that floats can resolve: shorter ones round to none."""
+    """The shortest step, in the norm, that is not lost in the rounding of ``x``."""
     return 4 * float(jnp.finfo(x.dtype).eps) * x[0].size ** (1 / norm)
 
 
@@ -235,16 +238,16 @@ _ABSOLUTE = {1: 0.8, 2: 0.2, math.inf: 0.02}
 
 
 def default_step(ball: Lp, eps: Array | None) -> Array | float:
-    """The paper's steps: 0.02 for eps 8/255 (inf) and 0.2 for eps 0.5 (2), as a share of ``eps``.
+    """The paper's steps as a share of ``eps``: 0.02 for eps 8/255 (inf), 0.2 for eps 0.5 (2).
 
-    Where there is no ``eps``, these very numbers, meant for a box of width 1. The paper has no
-    value for norm 1, where these were best on two nets.
+    Without ``eps`` the step is 0.02 or 0.2 itself, meant for a box of width 1. The paper has no
+    step for norm 1; ours were the best on two nets.
     """
     return _ABSOLUTE[ball.norm] if eps is None else _SHARE[ball.norm] * eps
 
 
 def hold(over: Array, state: PyTree, moved: PyTree) -> PyTree:
-    """``state`` where samples are over, ``moved`` for the others."""
+    """``state`` for samples where ``over`` ``[n]`` is True, ``moved`` for the others."""
 
     def keep(old: Array, new: Array) -> Array:
         return jnp.where(norms.spread(over, old), old, new)
@@ -260,14 +263,14 @@ class Best(NamedTuple):
 
 
 def no_best(x: Array, wanted: bool) -> Best | None:
-    """Where the search for the best iterate begins; None if it is not wanted."""
+    """The initial :class:`Best`, of criterion -inf; None if the best iterate is not wanted."""
     return None if not wanted else Best(x, jnp.full(len(x), -jnp.inf, x.dtype))
 
 
 def keep_best(best: Best | None, x: Array, value: Array, out: PyTree) -> Best | None:
-    """The better of :class:`Best` and the points ``x``, if anyone looks for it.
+    """Updates :class:`Best` with the points ``x`` and their criterion ``value``, unless it is None.
 
-    An output that is not finite is never better: measured again, it would not count.
+    A point whose output is not finite is never taken, since it would not count when measured.
     """
     if best is None:
         return None

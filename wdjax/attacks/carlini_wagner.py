@@ -16,21 +16,21 @@ from wdjax.checks import validate
 from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 
 _INSIDE = 1 - 1e-6
-"""Samples on the edge of the box have no finite coordinate under the inverse of tanh."""
+"""Scales samples away from the edge of the box, where arctanh is infinite."""
 
 
 class State(NamedTuple):
     w: Array
-    """The point before the change of variables that keeps it in the box."""
+    """``[n, *shape]``: the point before the tanh that keeps it in the box."""
     home: Array
     moments: Any
-    """Adam's, per sample."""
+    """Adam's moments, per sample."""
     weight: Array
     low: Array
     high: Array
-    """The weight of the margin that is just needed lies in between."""
+    """``low`` and ``high`` bracket the smallest weight of the margin that gives a flip."""
     flipped: Array
-    """In this round."""
+    """Whether the present round had a flip."""
     best: Nearest
 
 
@@ -39,26 +39,27 @@ class State(NamedTuple):
 class CarliniWagner:
     r"""Carlini and Wagner's l2 attack: Adam on ``||delta||_2^2 + c max(z_y - max_j z_j + k, 0)``.
 
-    The point is ``(tanh(w) + 1) / 2`` of the box's width, so that it cannot leave it. After every
-    round the weight c is bisected: halfway to the least that is needed where the round met a flip,
-    halfway to the largest that was not enough (or 10 times as large) elsewhere.
+    The point is ``(tanh(w) + 1) / 2`` of the box's width, so that it cannot leave the box. After
+    every round the weight c is bisected: if the round had a flip, c becomes the mean of itself and
+    the largest weight without a flip; otherwise the mean of itself and the smallest weight with a
+    flip, or 10 c if there is none yet.
 
     Args:
-      ball: norm 2, and the box.
-      steps: of Adam, in each round.
-      rounds: weights that are tried.
+      steps: Adam steps of each round.
+      rounds: the number of weights tried.
       step_size: Adam's.
-      weight: c of the first round, times the margin of the sample.
-      confidence: k, in logits; with 0 the margin's gradient ends at the boundary.
+      weight: c of the first round, multiplied by ``1 / |margin of the sample|``.
+      confidence: k, in logits; with 0 the margin term ends at the boundary.
 
     Raises:
       ValueError: another norm, a count below 1.
 
     Cost: 1 forward and 1 backward pass a step, 1 more forward a round.
 
-    Differs: no early end of a round, and the last iterate of each is tested. The first weight is
-    over the sample's margin, where the paper has a number for all nets: c is a squared distance
-    over a margin, and starts that are orders off leave no rounds to bisect in.
+    Differs: a round never ends early, and the last iterate of each is tested. The first weight is
+    divided by the sample's margin, where the paper uses one number for all nets: c has the units of
+    a squared distance over a margin, and a first weight that is orders of magnitude off leaves no
+    rounds to bisect in.
 
     Source: Carlini and Wagner [carlini2017], section VI-A.
 
@@ -132,7 +133,7 @@ class CarliniWagner:
         return state._replace(best=best, flipped=flipped)
 
     def _weigh(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """Tests the last point, chooses the next weight and begins again."""
+        """Tests the last point, bisects the weight and starts the next round at the beginning."""
         x = self._bounded(state.w)
         out, info = ascent.judge(victim, x, samples.y)
         state = self._keep(victim, samples, state, x, out)

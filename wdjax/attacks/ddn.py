@@ -36,9 +36,9 @@ class DDN:
       ball: norm 2, and the box.
       steps: gradient steps.
       loss: ``(out, y) -> [n]``, to be increased.
-      step_size: at the first step, in l2 length; falls to a hundredth.
-      shrink: relative change of the radius.
-      radius: at the first step.
+      step_size: l2 length of the first step; it falls to a hundredth.
+      shrink: relative change of the radius in a step.
+      radius: the first radius, in the units of ``x``.
 
     Raises:
       ValueError: another norm, fewer than one step.

@@ -1,4 +1,4 @@
-"""DeepFool: step onto the nearest of the linearised boundaries until the class changes."""
+"""DeepFool: steps onto the nearest linearised boundary until the class changes."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from wdjax.checks import validate
 from wdjax.core import Array, Info, Samples, Stage, Victim
 
 _FEW = 5
-"""Steps within which most samples flip: a short stage, after each of which those may leave."""
+"""Most samples flip within so many steps; a stage of this length lets them leave early."""
 
 
 class State(NamedTuple):
@@ -34,9 +34,9 @@ class DeepFool:
 
     Args:
       ball: norm and box. For norm 1 a step moves one coordinate that can still move.
-      steps: at most so many.
-      rivals: classes that are compared, those of largest logit at the sample.
-      overshoot: enlarges a step, as a share of it.
+      steps: maximum number of steps.
+      rivals: the number of classes compared, those of largest logit at the sample.
+      overshoot: enlarges each step by this share.
 
     Raises:
       ValueError: a count below 1, a model without logits.
@@ -44,9 +44,9 @@ class DeepFool:
     Cost: 1 forward and ``min(rivals, K - 1)`` backward passes a step until the flip, 1 more
     forward.
 
-    Differs: points are clipped to the box. Steps lead to where flips count beyond rounding, and are
-    no shorter than floats can resolve; the authors' code makes each longer by 1e-4. As in that code
-    all steps are enlarged, where the paper enlarges the whole perturbation once, at the end.
+    Differs: points are clipped to the box. A step aims where a flip survives rounding, and is never
+    shorter than floats can resolve; the authors' code adds 1e-4 to each step instead. As in that
+    code every step is enlarged, where the paper enlarges the total perturbation once, at the end.
 
     Source: Moosavi-Dezfooli et al. [moosavi2016], Algorithm 2 and equation 12.
 
@@ -87,6 +87,11 @@ class DeepFool:
         return State(x, nearest.nearest_before(victim, samples))
 
     def _step(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """A step onto the nearest of the ``rivals`` linearised boundaries; flipped samples stay.
+
+        ``least`` ``[n]`` and ``step`` ``[n, *shape]`` are length and direction of the shortest
+        step.
+        """
         x, y = state.x, samples.y
         logits, pullback = jax.vjp(victim.model, x)
         value = victim.criterion(logits, y)
@@ -114,7 +119,7 @@ class DeepFool:
     def _onto(
         self, samples: Samples, x: Array, margin: Array, gradient: Array
     ) -> tuple[Array, Array]:
-        """The length of the shortest step over a linearised boundary, and the step."""
+        """The shortest step onto a linearised boundary: its length ``[n]`` and the step."""
         norm = self.ball.norm
         if norm == 1 and self.ball.box is not None:
             low, high = self.ball.box

@@ -1,4 +1,4 @@
-"""Starts that diversify the outputs, then margin ascent with a cosine: one round of A3."""
+"""Random starts that diversify the outputs, then margin ascent: one round of A3."""
 
 import dataclasses
 import math
@@ -15,15 +15,15 @@ from wdjax.checks import validate
 from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 
 _SHORT = 10
-"""Steps of an ascent that is short: it ends at a tenth of the radius, not at a thousandth."""
+"""Ascents of at most so many steps end with steps of 0.1 radii, longer ones with 0.001."""
 
 
 class State(NamedTuple):
     x: Array
     weights: Array | None
-    """``[n, K]``: which outputs the start follows."""
+    """``[n, K]``: the random weights of the outputs in the first phase."""
     taken: Array
-    """Steps of the ascent."""
+    """Steps of the margin ascent."""
     fallen: Array
     best: ascent.Best
 
@@ -31,32 +31,33 @@ class State(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Diversified:
-    r"""Ascent of a random weighting of the outputs from a random point, then of the margin.
+    r"""Ascends a random weighting of the outputs from a random point, then the margin.
 
-    The start is uniform in the cube of half-width ``eps``, clipped to the box alone, which for
-    norms 1 and 2 is far outside the ball. ``probes`` steps of length ``eps`` ascend
-    ``sum_k w_k z_k``, and ``steps`` more the margin, of lengths that fall from ``eps`` along a
-    cosine.
+    The start is uniform in the cube of half-width ``eps``, clipped to the box but not to the ball,
+    which for norms 1 and 2 it may be far outside of. ``probes`` steps of length ``eps`` ascend
+    ``sum_k w_k z_k``; then ``steps`` steps, whose lengths fall from ``eps`` along a cosine, ascend
+    the margin.
 
-    The weights are uniform in ``[-1, 1]``, but that of the label is uniform in ``K / 10 [-down,
-    up]``, and that of the class of rank ``rank`` among the outputs at the sample is ``K / 10 push``
-    where this is not 0.
+    The weights are uniform in ``[-1, 1]``, with two exceptions: the label's weight is uniform in
+    ``K / 10 [-down, up]``, and the class whose logit at the sample has rank ``rank`` gets the
+    weight ``K / 10 push`` if ``push`` is positive.
 
     Args:
       ball: norm and box.
-      probes: steps of the first kind; 0 begins at the sample itself, or at ``start``.
-      steps: of the second kind; 0 returns the point that the probes end at.
-      until: of these, how many are taken, so that one program serves all up to ``steps``; all by
-        default; may be traced.
-      down, up: of the label's weight; may be traced.
-      rank: from 0, the largest output; may be traced.
-      push: may be traced.
+      probes: steps on the weighted outputs; with 0 the ascent begins at the sample, or at
+        ``start``.
+      steps: steps on the margin; with 0 the point after the probes is returned.
+      until: how many of ``steps`` are taken, so that one program serves several numbers of steps;
+        all by default; may be traced.
+      down, up: range of the label's weight; may be traced.
+      rank: 0 for the class of largest logit; may be traced.
+      push: weight of that class; may be traced.
 
-    Returns the first misclassified iterate; else that of largest criterion, but without ``steps``
-    the last.
+    Returns the first misclassified iterate, or else the one of largest criterion; with ``steps=0``
+    the first misclassified or else the last.
 
     Raises:
-      ValueError: a count below 0, no step at all, a model without logits.
+      ValueError: a count below 0, both counts 0, a model without logits.
 
     Cost: 1 forward and 1 backward pass a step, and 1 forward.
 
@@ -114,7 +115,7 @@ class Diversified:
         return State(point, weights, none, none > 0, ascent.Best(x, low))
 
     def lean(self, keys: Array) -> Array:
-        """``[n]``: the weights of the labels for these keys, in units of ``K / 10``."""
+        """``[n]``: the labels' weights that these keys give, in units of ``K / 10``."""
 
         def draw(key: Array) -> Array:
             return jax.random.uniform(jax.random.fold_in(key, 1), ())
@@ -122,7 +123,7 @@ class Diversified:
         return jax.vmap(draw)(keys) * (self.up + self.down) - self.down
 
     def _weights(self, samples: Samples, keys: Array) -> Array:
-        """``[n, K]``: the outputs that the starts follow."""
+        """``[n, K]``: the weights of the outputs in the first phase."""
         out, scale = samples.out, samples.out.shape[-1] / 10
 
         def draw(key: Array) -> Array:
@@ -160,14 +161,14 @@ class Diversified:
     def _move(
         self, samples: Samples, state: State, seen: ascent.Slope, info: Info, size: Array
     ) -> State:
-        """A step from a point that is looked at first, and kept if it is inside and has fallen."""
+        """Evaluates the present point; steps on, unless the sample has been misclassified."""
         told, fallen = self._look(samples, state, seen.out, info)
         ahead = self.ball.ascend(self.ball.clip(state.x), seen.gradient, size)
         ahead = self.ball.project(ahead, samples.x, samples.radius)
         return told._replace(x=jnp.where(norms.spread(fallen, ahead), state.x, ahead))
 
     def _look(self, samples: Samples, state: State, out: PyTree, info: Info) -> tuple[State, Array]:
-        # The start of norms 1 and 2 is outside the ball: nothing that it does counts.
+        # For norms 1 and 2 the start may be outside the ball, where a flip does not count.
         inside = self.ball.cost(samples.x, state.x) <= samples.radius * (1 + 1e-6)
         value = jnp.where(inside, info.value.astype(state.best.value.dtype), -jnp.inf)
         best = ascent.keep_best(state.best, state.x, value, out)

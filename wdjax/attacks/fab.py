@@ -1,4 +1,4 @@
-"""The fast adaptive boundary attack (FAB): projections on linearised boundaries, biased to home."""
+"""The fast adaptive boundary attack (FAB): steps onto linearised boundaries, near the sample."""
 
 import dataclasses
 from typing import Literal, NamedTuple
@@ -14,57 +14,58 @@ from wdjax.checks import validate
 from wdjax.core import Array, Info, Samples, Stage, Victim
 
 _PAST = 1e-3
-"""Beyond where the line crosses, as a share of the segment, so that rounding undoes no flip."""
+"""How far past the estimated crossing to go, as a share of the segment, so that flips survive
+rounding."""
 
 
 class State(NamedTuple):
     x: Array
     flip: Array
-    """The nearest misclassified point so far, and how far it is; inf where there is none."""
+    """The nearest misclassified point so far; ``distance`` ``[n]`` is its distance or inf."""
     distance: Array
     above: Array
-    """The criterion there, as far as the final search believes it."""
+    """The criterion at ``flip``; halved by the Illinois rule in the final search."""
     within: Array
-    """Share of the way to it up to which it is not known that the class changes."""
+    """The lower end of the bracket, the largest tried share of the way without a flip."""
     below: Array
-    """The criterion at that share, likewise."""
+    """The criterion at that share; halved by the Illinois rule in the final search."""
     limit: Array
-    """A distance that is near enough to stop."""
+    """A sample whose ``distance`` is at most this is finished."""
     taken: Array
-    """Steps, over all runs."""
+    """Steps taken, over all runs."""
     targets: Array | None
-    """``[n, T]`` classes."""
+    """``[n, T]``, target classes."""
     keys: Array | None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FAB:
-    r"""FAB: steps to the nearest linearised boundary, averaged with the sample's own projection.
+    r"""FAB: a step to the nearest linearised boundary, averaged with the sample's own projection.
 
     With ``P`` the projection on the linearised boundary inside the box
     (:mod:`wdjax.attacks.hyperplane`), ``d_1 = P(x_k) - x_k`` and ``d_0 = P(x) - x``,
 
         x_{k+1} = (1 - a)(x_k + eta d_1) + a (x + eta d_0),  a = min(|d_1| / (|d_1| + |d_0|), 0.1),
 
-    and a misclassified iterate, kept if it is nearest, is pulled back to ``x + backward (x_{k+1} -
-    x)``. When all runs are over, the boundary is sought on the segment from the sample to the
-    nearest such point, where a line through the criterion at both its ends crosses zero; what was
-    tried becomes one of the ends.
+    and a misclassified iterate, stored if it is the nearest so far, is pulled back to ``x +
+    backward (x_{k+1} - x)``. After all runs a root search follows on the segment from the sample to
+    the nearest flip: the next point is where the straight line through the criterion at the ends of
+    the bracket crosses zero.
 
     Args:
       ball: norm and box.
-      steps: of one run.
-      targets: 0: the nearest of all boundaries is followed; or how many classes to aim at, those of
-        largest logit at the sample, in a run each: at most ``K - 1``.
-      restarts: runs, with targets of each. The first begins at the sample or at ``start``, later
-        ones at random within half of what is known: the distance found, and ``eps`` if given. Makes
+      steps: gradient steps of one run.
+      targets: 0 to follow the nearest of all boundaries; else the number of target classes, at most
+        ``K - 1``, those of largest logit at the sample, each attacked in a run of its own.
+      restarts: runs, for each target. The first begins at the sample or at ``start``, later ones at
+        random points within half the smaller of the distance found and ``eps``. More than one make
         a key necessary.
-      bounded: look for points within ``eps`` only and stop at the first: a fixed-budget attack.
-      eta: overshoot, 1 and more; may be traced.
+      bounded: look only for points within ``eps`` and stop at the first: a fixed-budget attack.
+      eta: overshoot, at least 1; may be traced.
       bias: the largest ``a``; may be traced.
-      backward: share of the way home that a misclassified iterate keeps; may be traced.
-      final: points tried on the segment; 0 is the authors' code.
+      backward: the share of its perturbation that a misclassified iterate keeps; may be traced.
+      final: points tried in the final search; 0 in the authors' code.
 
     Returns the nearest misclassified point of all runs, whatever its class.
 
@@ -74,9 +75,9 @@ class FAB:
     Cost: a step takes 2 forward and 1 backward passes a sample, ``K - 1`` backward without targets;
     the final search ``final`` forward passes.
 
-    Differs: in the final search, which the paper has and the authors' code has not, the criterion
-    at the end that stays counts by half from then on (the Illinois rule): on a curve the line
-    would cross zero on one and the same side again and again.
+    Differs: the paper's final search is missing in the authors' code. In ours the criterion at the
+    end of the bracket that was not replaced is halved (the Illinois rule): otherwise a curved
+    criterion would put every new point on the same side.
 
     Source: Croce and Hein [fab2020], Algorithm 1; the targets are those of AutoAttack.
 
@@ -121,6 +122,10 @@ class FAB:
     def init(
         self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
     ) -> State:
+        """The first state, with the sample and a misclassified start as ends of the bracket.
+
+        ``distance``, ``above``, ``below`` and ``limit`` are ``[n]``; ``flip`` is ``[n, *shape]``.
+        """
         ascent.need_logits("FAB", samples.out)
         x, y = samples.x, samples.y
         point = x if start is None else self.ball.clip(start)
@@ -144,6 +149,10 @@ class FAB:
         )
 
     def _step(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """One step of Algorithm 1 for all samples: step, test, keep the nearest flip, pull back.
+
+        ``moved`` ``[n, *shape]`` are the new points, ``flipped`` and ``nearer`` ``[n]`` booleans.
+        """
         home, y, norm = samples.x, samples.y, self.ball.norm
         if state.targets is None:
             rivals = ascent.all_rivals(samples.out, y)
@@ -168,7 +177,7 @@ class FAB:
         return ascent.hold(self._over(state), state, self._renew(samples, stepped)), spent
 
     def _approach(self, home: Array, x: Array, plane: linearised.Plane) -> Array:
-        """Towards the boundary from the point and from the sample, mixed."""
+        """The weighted mean of the steps from the point and from the sample: ``[n, *shape]``."""
         n, norm = len(x), self.ball.norm
         away = jnp.sum((plane.normal * (home - x)).reshape(n, -1), axis=1)
         points = jnp.concatenate([x, home])
@@ -182,7 +191,7 @@ class FAB:
         return self.ball.clip((1 - share) * ends[:n] + share * ends[n:])
 
     def _homeward(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """A point of the segment between the sample and the nearest misclassified point."""
+        """One step of the root search between the sample and the nearest misclassified point."""
         rise = state.above - state.below
         known = jnp.isfinite(state.distance) & jnp.isfinite(rise) & (rise > 0)
         crossing = jnp.where(known, -state.below / jnp.where(known, rise, 1.0), 1.0)
@@ -203,7 +212,7 @@ class FAB:
         return ascent.hold(self.finished(state), state, moved), judged
 
     def _renew(self, samples: Samples, state: State) -> State:
-        """Where a run has ended, the beginning of the next."""
+        """Begins the next run for samples that have completed one."""
         ends, home = state.taken % self.steps == 0, samples.x
         aims = 1 if state.targets is None else state.targets.shape[1]
         again = state.taken // (aims * self.steps)

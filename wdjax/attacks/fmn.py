@@ -15,7 +15,8 @@ from wdjax.checks import validate
 from wdjax.core import Array, Info, Samples, Stage, Victim
 
 _PAST = 1e-4
-"""Beyond the linearised boundary, on which linear models' points would end, as a share."""
+"""How far past the linearised boundary to aim, as a share of the distance; a linear model's points
+would otherwise end on the boundary."""
 
 
 class State(NamedTuple):
@@ -31,14 +32,15 @@ class State(NamedTuple):
 class FMN:
     r"""Fast minimum-norm attack: l2-normalised steps in a ball that follows the boundary.
 
-    Until a flip is known the radius is ``||delta|| + |margin| / ||g||_s``, the distance to the
-    linearised boundary; then it shrinks by ``shrink`` at flips, to the nearest one at most, and
-    grows by as much elsewhere. Step and ``shrink`` fall along a cosine.
+    Until there is a flip the radius is ``||delta|| + |margin| / ||g||_s``, the distance to the
+    linearised boundary. Afterwards it shrinks by ``shrink`` at a flip, to at most the distance of
+    the nearest flip, and grows by ``shrink`` at other points. Step and ``shrink`` fall along a
+    cosine.
 
     Args:
       ball: norm and box.
       steps: gradient steps.
-      step_size: at the first step, in l2 length whatever the norm; falls to a hundredth.
+      step_size: l2 length of the first step, whatever the norm; it falls to a hundredth.
       shrink: relative change of the radius at the first step; falls to 0.001.
 
     Raises:

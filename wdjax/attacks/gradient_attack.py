@@ -1,4 +1,4 @@
-"""What gradient attacks inside a ball share, so that one of your own is a step."""
+"""The base class of gradient attacks inside a ball: a new attack defines one step."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,19 +20,20 @@ class State(NamedTuple):
     memory: PyTree
     best: ascent.Best | None
     keys: Array | None = None
-    """For the random starts of further runs,"""
+    """Keys for the random starts of further runs; None for one run."""
     taken: Array | None = None
-    """and the steps so far; None where there is one run."""
+    """Steps taken, over all runs; None for one run."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GradientAttack:
-    r"""Iterated gradient ascent on a loss; a subclass says what one step does.
+    r"""Iterated gradient ascent on a loss; a subclass defines the step.
 
     A subclass is a frozen dataclass registered with ``jax.tree_util.register_dataclass``. It has
-    :meth:`step`, and :meth:`memory` if its steps remember something (momentum, averages). Every
-    point that a step returns is projected on the ball and the box. ``docs/own_attack.md`` has an
+    A subclass is a frozen dataclass registered with ``jax.tree_util.register_dataclass``. It
+    defines :meth:`step`, and :meth:`memory` if its steps carry a state (momentum, averages). The
+    points that a step returns are projected on the ball and the box. ``docs/own_attack.md`` has an
     example.
 
     Args:
@@ -41,14 +42,14 @@ class GradientAttack:
       loss: ``(out, y) -> [n]``, to be increased; see :mod:`wdjax.losses`.
       random_start: start uniformly in the ball instead of at the sample; makes a key necessary.
       iterate: ``"best"`` returns the iterate of largest criterion, ``"last"`` the last one.
-      restarts: runs; all but the first start uniformly in the ball, which makes a key necessary,
-        and the best iterate of all of them counts.
+      restarts: number of runs; all but the first start uniformly in the ball, which makes a key
+        necessary, and the best iterate of all runs is returned.
 
     Raises:
       ValueError: fewer than one step or run, another iterate, restarts without ``"best"``.
 
-    Cost: per step 1 forward and 1 backward pass a sample; 1 more forward for ``"best"``, and of
-      each for every further run.
+    Cost: per step 1 forward and 1 backward pass a sample; 1 more forward for ``"best"``, and 1
+      forward and 1 backward for every further run.
 
     >>> @jax.tree_util.register_dataclass
     ... @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,7 @@ class GradientAttack:
 
     budget: ClassVar[Literal["sample"]] = "sample"
     cycles: ClassVar[bool] = False
-    """Whether steps run into cycles of two; see :class:`~wdjax.core.Stage`."""
+    """Whether iterates may alternate between two points; see :class:`~wdjax.core.Stage`."""
 
     ball: Lp = setting(Lp())
     steps: int = setting(40)
@@ -76,13 +77,13 @@ class GradientAttack:
     def step(
         self, samples: Samples, x: Array, gradient: Array, memory: PyTree
     ) -> tuple[Array, PyTree]:
-        """One step, of every sample alone: the next points and the next memory.
+        """One step, of every sample independently: the next points and the next memory.
 
         Args:
           samples: what is attacked; ``samples.x`` ``[n, *shape]``, ``samples.radius`` ``[n]``.
-          x: ``[n, *shape]`` the present points.
-          gradient: ``[n, *shape]`` of the loss there, 0 in coordinates where it was not finite.
-          memory: what the last step left, or :meth:`memory` at first.
+          x: ``[n, *shape]``, the present points.
+          gradient: ``[n, *shape]``, of the loss there, 0 in coordinates where it was not finite.
+          memory: returned by the previous step, or by :meth:`memory` before the first.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no step: define "
@@ -90,7 +91,7 @@ class GradientAttack:
         )
 
     def memory(self, samples: Samples) -> PyTree:
-        """What the first step of a run remembers: a pytree of ``[n, ...]`` leaves, or None."""
+        """The memory before a run's first step: a pytree of ``[n, ...]`` leaves, or None."""
         return None
 
     def __post_init__(self) -> None:
@@ -110,7 +111,7 @@ class GradientAttack:
     @property
     def stages(self) -> tuple[Stage, ...]:
         last = (Stage(self._compare, 1),) if self.iterate == "best" else ()
-        # The step between two runs looks at where the first one ended.
+        # The step between two runs evaluates the last point of the first of them.
         steps = self.restarts * (self.steps + 1) - 1
         return (Stage(self._ascend, steps, cycles=self.cycles and self.restarts == 1), *last)
 
@@ -144,7 +145,7 @@ class GradientAttack:
         return self._restarted(samples, state._replace(x=moved, memory=memory, best=best)), info
 
     def _restarted(self, samples: Samples, state: State) -> State:
-        """At the end of a run, ``steps + 1`` steps, begins another one at random points."""
+        """Begins a new run at random points for samples that have completed ``steps + 1`` steps."""
         if state.keys is None or state.taken is None:
             return state
         before, taken = state.keys, state.taken + 1

@@ -11,12 +11,12 @@ from wdjax.core import Array
 
 
 class _Line(NamedTuple):
-    """One row, turned so that every coordinate grows: ``[d]`` leaves."""
+    """One sample, mirrored so that every coordinate moves upwards: ``[d]`` leaves."""
 
     gain: Array
-    """What a unit of the coordinate adds, ``|w_i|``."""
+    """``|w_i|``: the change of the affine function for a unit of the coordinate."""
     room: Array
-    """How far it may go; 0 where it adds nothing."""
+    """How far the coordinate may move in the box; 0 where its gain is 0."""
     full: Array
     """``gain * room``"""
 
@@ -31,24 +31,25 @@ def project(
     r"""The l_r-nearest point of a hyperplane inside a box.
 
     Solves ``min ||u - z||_r`` subject to ``<normal, u - z> + gap = 0`` and ``low <= u <= high``.
-    Every coordinate moves so that the gap closes: for inf and 2 by ``min(t v_i, room_i)`` with
-    ``v_i`` 1 and ``|w_i|``, where ``t`` solves an increasing, concave, piecewise linear equation by
-    Newton's method from 0, which ends after finitely many steps; for 1 the coordinates of largest
-    ``|w_i|`` go all the way, and those at a threshold, found bit by bit, share the rest.
+    Every coordinate moves so that the gap closes. For norms inf and 2 it moves by ``min(t v_i,
+    room_i)`` with ``v_i = 1`` and ``v_i = |w_i|``, where ``t`` solves an increasing, concave,
+    piecewise linear equation by Newton's method from 0, in finitely many steps. For norm 1 the
+    coordinates with ``|w_i|`` above a threshold, found by bisection of the float's bits, move to
+    the edge of the box, and those at the threshold share the rest.
 
     Args:
       z: ``[n, *shape]`` points inside the box.
-      normal: ``[n, *shape]``
+      normal: ``[n, *shape]``, w.
       gap: ``[n]``, the value of the affine function at ``z``.
       norm: 1, 2 or inf.
       box: ``(low, high)`` numbers, or None.
 
     Returns:
-      ``[n, *shape]`` points of the box. Where the hyperplane misses it, the corner nearest to it;
-      where the normal is 0, ``z``. If several points are nearest, as in l1 and linf there may be,
-      any of them.
+      ``[n, *shape]`` points of the box. If the hyperplane misses the box, its corner nearest to it;
+      if the normal is 0, ``z``. Where the nearest point is not unique (l1, linf), one of them.
 
-    Cost: ``O(d)`` a Newton step, of which some 5 are usual; for norm 1 ``O(d)`` a bit of a float.
+    Cost: ``O(d)`` a Newton step, of which about 5 are usual; for norm 1 ``O(d)`` per bit of a
+      float.
 
     Source: Croce and Hein [fab2020], equations 4 to 7.
 
@@ -72,17 +73,17 @@ def project(
 
 
 def _raise(line: _Line, need: Array) -> Array:
-    """All coordinates by the same length."""
+    """linf: all coordinates move equally far, up to their room."""
     return _newton(line, jnp.where(line.gain > 0, 1.0, 0.0).astype(need.dtype), need)
 
 
 def _follow(line: _Line, need: Array) -> Array:
-    """Every coordinate in proportion to its gain."""
+    """l2: coordinates move in proportion to their gain, up to their room."""
     return _newton(line, line.gain, need)
 
 
 def _newton(line: _Line, speed: Array, need: Array) -> Array:
-    """``min(t speed, room)`` whose gains add up to ``need``."""
+    """``min(t speed, room)``, ``[d]``, for the t at which the gains add up to ``need``."""
 
     def solve(free: Array) -> Array:
         rest = need - jnp.sum(jnp.where(free, 0.0, line.full))
@@ -101,9 +102,9 @@ def _newton(line: _Line, speed: Array, need: Array) -> Array:
 
 
 def _fill(line: _Line, need: Array) -> Array:
-    """The coordinates of largest gain first."""
+    """l1: coordinates of largest gain move first."""
     whole = np.dtype(f"int{8 * line.gain.dtype.itemsize}")
-    order = jax.lax.bitcast_convert_type(line.gain, whole)  # Monotone for numbers of one sign.
+    order = jax.lax.bitcast_convert_type(line.gain, whole)  # Monotone for non-negative floats.
 
     def halve(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends
@@ -111,7 +112,7 @@ def _fill(line: _Line, need: Array) -> Array:
         enough = jnp.sum(jnp.where(order > middle, line.full, 0.0)) >= need
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
-    # Gains above ``low`` are enough together, those above ``high`` are not.
+    # Invariant: gains above ``low`` suffice together, those above ``high`` do not.
     ends = jnp.zeros((), whole), jnp.max(order)
     low, high = jax.lax.fori_loop(0, 8 * whole.itemsize - 1, halve, ends)
     most, last = order > high, (order > low) & (order <= high)

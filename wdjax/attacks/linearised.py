@@ -1,4 +1,4 @@
-"""A model linearised at a point: how far every rival's boundary seems, and where the nearest is."""
+"""The model linearised at a point: the distance to every rival's boundary, and the nearest."""
 
 import functools
 from typing import NamedTuple
@@ -15,12 +15,12 @@ class Plane(NamedTuple):
     """The linearised boundary ``gap + <normal, z - x> = 0`` towards one class: ``[n, ...]``."""
 
     gap: Array
-    """``z_rival - z_y`` at x, less what a flip must have of it to count: steps to where it is 0
-    would come ever nearer to flips that rounding could undo, and never make one."""
+    """``[n]``: ``z_rival - z_y`` at x, less the slack for rounding. Without it steps would converge
+    to points that rounding could turn back."""
     normal: Array
-    """Its gradient, ``[n, *shape]``."""
+    """``[n, *shape]``, the gradient of ``gap``."""
     distance: Array
-    """``|gap|`` over the dual norm of the gradient; inf where that is 0."""
+    """``[n]``: ``|gap|`` over the dual norm of the gradient; inf where that is 0."""
 
 
 def planes(
@@ -30,13 +30,13 @@ def planes(
 
     Args:
       victim: its model gives logits ``[n, K]``.
-      samples: whose labels are to be left.
+      samples: with the labels ``y`` ``[n]``.
       x: ``[n, *shape]`` points.
       rivals: ``[n, m]`` classes.
-      norm: r of the distances.
+      norm: r, in which distances are measured.
 
     Returns:
-      The nearest :class:`Plane`, the distances to all, ``[n, m]``, and what it took.
+      The nearest :class:`Plane`, the distances to all, ``[n, m]``, and the step's Info.
 
     Cost: 1 forward and m backward passes; memory for two gradients.
     """
@@ -71,13 +71,14 @@ def nearest_rivals(
 
     Args:
       victim: its model gives logits ``[n, K]``.
-      samples: where to linearise.
-      norm: r of the distances.
-      count: classes wanted.
-      candidates: classes linearised, those of largest logit; further ones come after them.
+      samples: the points to linearise at.
+      norm: r, in which distances are measured.
+      count: the number of classes returned.
+      candidates: the number of classes compared, those of largest logit; others are appended after
+        them.
 
     Returns:
-      ``[n, min(count, K - 1)]`` classes, and what it took.
+      ``[n, min(count, K - 1)]`` classes, and the step's Info.
 
     Cost: 1 forward and ``min(candidates, K - 1)`` backward passes.
 

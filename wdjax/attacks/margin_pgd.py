@@ -1,4 +1,4 @@
-"""A short gradient ascent on the margin whose steps fall along a cosine; it ends at a flip."""
+"""A short gradient ascent on the margin, with steps that fall along a cosine."""
 
 import dataclasses
 from typing import ClassVar, Literal, NamedTuple
@@ -24,18 +24,18 @@ class State(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MarginPGD:
-    r"""Projected gradient ascent on the criterion with large steps, for a cheap first look.
+    r"""Projected gradient ascent on the criterion with large steps: a cheap first attack.
 
     ``x <- P(x + a_t eps M(grad criterion))`` with ``a_t`` from ``step_size`` down to a hundredth of
-    it along half a cosine, and M the sign (inf) or the l2 unit vector. A sample whose point flips
-    beyond rounding is done.
+    it along half a cosine, and M the sign (inf) or the l2 unit vector. A sample is finished once a
+    point flips beyond rounding.
 
     Args:
       ball: norm and box.
       steps: gradient steps.
-      far: start at a uniformly random point of the box instead of at the sample, also outside the
-        ball, into which the first step leads; finds flips where gradients at the sample are tiny.
-        Makes a key necessary.
+      far: start at a uniformly random point of the box instead of at the sample; the first step
+        projects it on the ball. Finds flips where gradients at the sample are tiny. Makes a key
+        necessary.
       step_size: in units of ``eps``, at the first step.
 
     Raises:
@@ -102,13 +102,13 @@ class MarginPGD:
     def _judge(
         self, victim: Victim, samples: Samples, state: State, out: PyTree
     ) -> tuple[ascent.Best, Array]:
-        """The best point of the ball so far, and whether it is a flip."""
+        """The best point in the ball so far, and whether there is a flip, ``[n]``."""
         inside = self.ball.cost(samples.x, state.x) <= samples.radius * (1 + 1e-6)
         value = jnp.where(inside, victim.criterion(out, samples.y), -jnp.inf)
         best = ascent.keep_best(state.best, state.x, value, out)
         assert best is not None
         flips = inside & nearest.flips(victim, samples, out)
-        # The first flip stays: a sample that has one is done.
+        # A sample is finished at its first flip, which is kept.
         return nearest.keep(state.best, best, state.flipped), state.flipped | flips
 
     def point(self, samples: Samples, state: State) -> tuple[Array, None]:

@@ -1,4 +1,4 @@
-"""What minimum-norm attacks share: the nearest flip so far, and how far the boundary may be."""
+"""What minimum-norm attacks share: the nearest flip so far and the distance to the boundary."""
 
 import math
 from typing import NamedTuple, TypeVar
@@ -16,18 +16,18 @@ class Nearest(NamedTuple):
     """The nearest flip so far, per sample."""
 
     x: Array
-    """``[n, *shape]``; while there is none, the last flip within rounding, or the sample."""
+    """``[n, *shape]``; without a flip, the last point that flips within rounding, or the sample."""
     cost: Array
-    """``[n]``, inf while there is none."""
+    """``[n]``, inf until there is a flip."""
 
     @property
     def known(self) -> Array:
-        """``[n]``: whether there is one."""
+        """``[n]``: whether there is a flip."""
         return jnp.isfinite(self.cost)
 
 
 def nearest_before(victim: Victim, samples: Samples) -> Nearest:
-    """What is known before the first step: samples that have fallen already cost nothing."""
+    """The state before the first step: samples misclassified already have cost 0, others inf."""
     fallen = victim.criterion(samples.out, samples.y) > 0
     return Nearest(samples.x, jnp.where(fallen, 0.0, jnp.inf).astype(samples.x.dtype))
 
@@ -35,9 +35,10 @@ def nearest_before(victim: Victim, samples: Samples) -> Nearest:
 def keep_nearest(
     nearest: Nearest, ball: Lp, victim: Victim, samples: Samples, x: Array, out: PyTree
 ) -> Nearest:
-    """The nearer of :class:`Nearest` and the points ``x``, where these are flips that last.
+    """Updates :class:`Nearest` with those points ``x`` that are nearer flips beyond rounding.
 
-    While none is known, a flip within rounding stands in, at cost inf: it is measured in the end.
+    Until there is such a flip, a point that flips within rounding is stored, at cost inf; the final
+    measurement decides whether it counts.
     """
     cost, read = ball.cost(samples.x, x), ascent.read(victim.criterion, samples, out)
     flipped = (read.value > 0) & norms.finite(out)
@@ -52,7 +53,7 @@ Points = TypeVar("Points", bound=tuple[Array, ...])
 
 
 def keep(old: Points, new: Points, kept: Array) -> Points:
-    """``old`` in the rows ``[n]`` that are kept, ``new`` in the others."""
+    """``old`` in the rows where ``kept`` ``[n]`` is True, ``new`` in the others."""
     return jax.tree.map(lambda one, other: jnp.where(norms.spread(kept, one), one, other), old, new)
 
 
@@ -62,9 +63,9 @@ def flips(victim: Victim, samples: Samples, out: PyTree) -> Array:
 
 
 def plane_distance(value: Array, gradient: Array, norm: float) -> Array:
-    """How far the boundary is if the criterion is linear: ``|value| / ||gradient||_s``, ``[n]``.
+    """Distance to the boundary if the criterion is linear: ``|value| / ||gradient||_s``, ``[n]``.
 
-    0 where there is no gradient or no value to tell from.
+    0 where the gradient is zero, or it or the value is not finite.
     """
     steep = norms.lp_norm(gradient, norms.dual(norm))
     known = (steep > 0) & jnp.isfinite(value) & jnp.isfinite(steep)
@@ -74,22 +75,22 @@ def plane_distance(value: Array, gradient: Array, norm: float) -> Array:
 def direction(gradient: Array, norm: float) -> Array:
     """The sign of a gradient for norm inf, its l2 unit vector for norms 1 and 2.
 
-    The dual maximiser of l1 would move one coordinate; a projection on the ball afterwards shares
-    the step out better.
+    For norm 1 the dual maximiser would move one coordinate only; an l2 step followed by projection
+    on the l1 ball works better.
     """
     return norms.dual_maximizer(gradient, math.inf if norm == math.inf else 2)
 
 
 def cosine(start: Array | float, end: Array | float, step: Array, steps: int) -> Array:
-    """Half a period of a cosine from ``start`` at step 0 to ``end`` at ``steps``."""
+    """Half a period of a cosine, from ``start`` at step 0 to ``end`` at step ``steps``."""
     done = jnp.asarray(step, jnp.result_type(start)) / steps
     return end + (start - end) * (1 + jnp.cos(math.pi * done)) / 2
 
 
 def far_start(ball: Lp, center: Array, keys: Array | None) -> Array:
-    """Random points of the box.
+    """Random points of the box, ``[n, *shape]``, that are around ``center``.
 
-    A coordinate moves by up to the box's width, by up to 1 where there is no box, and is clipped.
+    A uniform move of up to the box's width (1 without a box) in each coordinate, then clipped.
     """
     assert keys is not None
     low, high = (0.0, 1.0) if ball.box is None else ball.box
@@ -99,7 +100,7 @@ def far_start(ball: Lp, center: Array, keys: Array | None) -> Array:
 
 
 def check_norms(name: str, ball: Lp, allowed: tuple[float, ...]) -> None:
-    """Refuses norms for which an attack is not defined."""
+    """Raises if the ball's norm is not among those for which the attack is defined."""
     if ball.norm not in allowed:
         words = " or ".join(f"{norm:g}" for norm in allowed)
         raise ValueError(

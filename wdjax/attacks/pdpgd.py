@@ -17,31 +17,31 @@ from wdjax.checks import validate
 from wdjax.core import Array, Info, Samples, Stage, Victim
 
 _INNER = 5
-"""Steps of the proximal operator in Adam's metric."""
+"""Iterations of the proximal operator in Adam's metric."""
 _KEPT = 0.9
-"""Of the running mean of the multipliers, in a step."""
+"""Decay of the running mean of the multipliers' share."""
 _USUAL = 500
-"""Steps for which ``dual_step`` is meant."""
+"""The number of steps for which ``dual_step`` is meant; shorter runs enlarge it."""
 _DECAY, _FLOOR = 0.999, 1e-8
-"""Of Adam's second moments."""
+"""Decay and floor of Adam's second moments."""
 _PRIMAL_END, _DUAL_END = 0.01, 0.1
-"""What the steps fall to, as shares of the first."""
+"""Last step sizes, primal and dual, as shares of the first."""
 _SHARP = 5.0
-"""The margin of a sample in units of the softplus, as that of nets is in logits."""
+"""Margins are divided by this fraction of the sample's margin before the softplus."""
 _EXTREME = math.log(1e6)
-"""The largest multiplier's logarithm."""
+"""Bound of the absolute logarithm of the multipliers' ratio."""
 
 
 class State(NamedTuple):
     x: Array
     moments: Any
-    """Adam's, per sample."""
+    """Adam's moments, per sample."""
     steep: Array
-    """Largest coordinate of the first gradient, the unit of the multipliers' ratio; 0 before."""
+    """``[n]``: largest coordinate of the first gradient, the unit of ``ratio``; 0 before it."""
     multiplier: Array
-    """Logarithm of the margin's multiplier over the norm's."""
+    """``[n]``: ``log(l_2 / l_1)``, of the margin's multiplier over the norm's."""
     share: Array
-    """Running mean of the norm's share of both."""
+    """``[n]``: running mean of ``l_1 / (l_1 + l_2)``."""
     taken: Array
     best: Nearest
 
@@ -53,16 +53,16 @@ class PDPGD:
 
     The Lagrangian ``l_1 ||delta||_r + l_2 softplus(-margin)`` is a game over ``l`` in the simplex.
     The primal player takes an Adam step along the margin, weighted by the softplus's slope, and
-    then the proximal map of ``l_1 / l_2`` times the norm, in Adam's metric and in the box; the dual
-    one multiplies ``l_2`` by ``exp(-+ dual_step)`` as the point is a flip or not. The primal step
-    falls geometrically, the dual one along a line.
+    then the proximal map of ``l_1 / l_2`` times the norm, in Adam's metric and in the box. The dual
+    player divides ``l_2 / l_1`` by ``exp(dual_step)`` if the point is a flip and multiplies it
+    otherwise. The primal step size falls geometrically, the dual one linearly.
 
     Args:
       ball: norm and box.
       steps: gradient steps.
-      step_size: Adam's, at the first step; falls to a hundredth. In the units of ``x``.
-      dual_step: of the multiplier's logarithm, for 500 steps; it is enlarged for fewer and falls to
-        a tenth.
+      step_size: Adam's first step size, in the units of ``x``; falls to a hundredth.
+      dual_step: change of the multipliers' logarithm in a step, for 500 steps; larger for shorter
+        runs, and falling to a tenth.
       ratio: ``l_1 / l_2`` at the first step, in units of the gradient's largest coordinate there.
 
     Raises:
@@ -70,10 +70,10 @@ class PDPGD:
 
     Cost: 1 forward and 1 backward pass a step, 1 more forward; 5 proximal maps a step.
 
-    Differs: the dual step grows for runs shorter than the authors' 500 steps, without which they
-    end before the multipliers balance: by ``500 / steps``, for norms 1 and 2 by its root. Margins
-    and multipliers have units of the sample's own, a fifth of its margin and its gradient, so that
-    the scale of logits does not matter. The last iterate is tested.
+    Differs: runs shorter than the authors' 500 steps, which would end before the multipliers
+    balance, enlarge the dual step by ``500 / steps``, for norms 1 and 2 by its square root. Margins
+    are measured in fifths of the sample's own margin, multipliers in units of its first gradient,
+    so that the scale of logits does not matter. The last iterate is tested.
 
     Source: Matyasko and Chau [matyasko2021], Algorithm 1; the metric is that of [melchior2019].
 
@@ -103,7 +103,7 @@ class PDPGD:
 
     @property
     def _haste(self) -> float:
-        """Of the dual step in short runs; which power is best was measured, norm by norm."""
+        """Factor of the dual step in short runs; its power was measured for each norm."""
         power = 1.0 if self.ball.norm == math.inf else 0.5
         return max(1.0, _USUAL / self.steps) ** power
 
@@ -119,6 +119,10 @@ class PDPGD:
         return State(x, moments, jnp.zeros_like(share), multiplier, share, none, best)
 
     def _descend(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """A primal step (Adam, then the proximal map) and a dual step, per sample.
+
+        Points and gradients are ``[n, *shape]``; multipliers, shares and steps ``[n]``.
+        """
         x = state.x
         seen = ascent.slope(victim, x, samples.y, victim.criterion)
         info = ascent.note(victim, samples.y, seen)
@@ -130,7 +134,7 @@ class PDPGD:
         gradient = norms.spread(jnp.where(jnp.isfinite(slope), slope, 0.0), x) * seen.gradient
         update, moments = ascent.adam(gradient, state.moments)
         delta = self.ball.clip(x + norms.spread(size, x) * update) - samples.x
-        # The size of the gradients, as Adam has it: the metric of the proximal map.
+        # Adam's estimate of the gradients' size: the metric of the proximal map.
         past = 1 - _DECAY ** moments.count.astype(x.dtype)
         metric = jnp.sqrt(moments.nu / norms.spread(past, x)) + _FLOOR
         largest = jnp.max(jnp.abs(gradient).reshape(len(x), -1), axis=-1)
@@ -143,12 +147,12 @@ class PDPGD:
         return State(moved, moments, steep, multiplier, share, state.taken + 1, best), info
 
     def _unit(self, victim: Victim, samples: Samples) -> Array:
-        """What the softplus takes for a margin of 1: a fifth of the sample's, or 1 for none."""
+        """The margin that counts as 1 in the softplus: a fifth of the sample's own, or 1."""
         clean = jnp.abs(victim.criterion(samples.out, samples.y)) / _SHARP
         return jnp.where(clean > 0, clean, 1.0)
 
     def _proximal(self, x: Array, z: Array, weight: Array, metric: Array) -> Array:
-        """``x + argmin weight ||u||_r + sum metric (u - z)^2 / 2`` in the box, roughly."""
+        """``x + argmin_u weight ||u||_r + sum metric (u - z)^2 / 2`` in the box, iteratively."""
         largest = jnp.max(metric.reshape(len(z), -1), axis=-1)
         share = metric / norms.spread(largest, z)
 
@@ -189,5 +193,5 @@ def plain_proximal(z: Array, weight: Array, norm: float) -> Array:
         length = norms.lp_norm(z, 2)
         kept = jnp.maximum(1 - weight / jnp.where(length > 0, length, 1.0), 0.0)
         return norms.spread(kept, z) * z
-    # Moreau: what the projection on the dual ball leaves.
+    # Moreau: z less its projection on the dual ball.
     return z - norms.project(z, jnp.zeros_like(z), weight, 1)

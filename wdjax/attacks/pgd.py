@@ -15,7 +15,7 @@ from wdjax.core import Array, PyTree, Samples
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PGD(GradientAttack):
-    r"""Projected gradient ascent: steps that raise a loss, each pulled back into the ball.
+    r"""Projected gradient ascent: steps that raise a loss, each projected on the ball.
 
     The iteration is ``x <- P(x + step_size * M_r(grad loss))``, with a loss per sample.
 
@@ -25,19 +25,19 @@ class PGD(GradientAttack):
       loss: ``(out, y) -> [n]``, to be increased; see :mod:`wdjax.losses`.
       random_start: start uniformly in the ball instead of at the sample; makes a key necessary.
       iterate: ``"best"`` returns the iterate of largest criterion, ``"last"`` the last one.
-      restarts: runs; all but the first start uniformly in the ball, which makes a key necessary,
-        and the best iterate of all of them counts.
+      restarts: number of runs; all but the first start uniformly in the ball, which makes a key
+        necessary, and the best iterate of all runs is returned.
       step_size: may be traced; by default ``2.5 eps / steps``, for norm 1 ``eps / 4``, and
         ``eps`` for one step.
 
     Raises:
       ValueError: fewer than one step or run, another iterate, restarts without ``"best"``.
 
-    Cost: per step 1 forward and 1 backward pass a sample; 1 more forward for ``"best"``, and of
-      each for every further run.
+    Cost: per step 1 forward and 1 backward pass a sample; 1 more forward for ``"best"``, and 1
+      forward and 1 backward for every further run.
 
-    Differs: for norm 2 feasibility by clipping the ball's projection to the box, as all
-      implementations do; that is not the Euclidean projection on the intersection.
+    Differs: for norm 2 a point is projected on the ball and then clipped to the box, as in all
+      implementations; that is not the Euclidean projection on the intersection.
 
     Source: Madry et al. [madry2018]; the projection is equation 2 of Le et al. [le2025].
 

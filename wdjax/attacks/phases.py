@@ -1,4 +1,4 @@
-"""A run of Auto-PGD: where it begins, how far it may go, and when it looks back."""
+"""The schedule of an Auto-PGD run: random start, radii of its phases, and checkpoints."""
 
 import math
 from typing import Any, NamedTuple
@@ -11,22 +11,22 @@ from wdjax.balls import Lp
 from wdjax.core import Array
 
 _LAST = 0.4
-"""Share of a run within the radius itself; phases of larger radii share the rest evenly."""
+"""Share of a run's steps in the last phase, of radius eps; the other phases share the rest."""
 
 
 class PhaseSchedule(NamedTuple):
-    """``[steps + 1]``, a row for every point that is looked at."""
+    """``[steps + 1]`` arrays, one entry for each evaluated point."""
 
     first: np.ndarray
-    """Whether a phase begins."""
+    """Whether a phase begins here."""
     width: np.ndarray
     """The radius, as a multiple of eps."""
     window: np.ndarray
-    """At checkpoints, the steps since the last one or the phase's beginning; 0 elsewhere."""
+    """At checkpoints, the number of steps since the last one or the phase's start; 0 elsewhere."""
 
 
 def schedule(steps: int, widths: tuple[float, ...]) -> PhaseSchedule:
-    """Phases of a run of ``steps``, one a width; those that would have no step are left out.
+    """The phases of a run of ``steps``, one for each width; phases without a step are left out.
 
     >>> schedule(9, (3.0, 1.0)).width.tolist()
     [3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 1.0, 1.0, 1.0, 1.0]
@@ -44,9 +44,9 @@ def schedule(steps: int, widths: tuple[float, ...]) -> PhaseSchedule:
 
 
 def begin(ball: Lp, x: Array, radius: Array, keys: Array) -> Array:
-    """A random point a sample: uniform in the ball, or for norm 1 few coordinates of normal noise.
+    """A random start for each sample: uniform in the ball, but sparse for norm 1.
 
-    Uniform points of a large l1 ball hardly differ from its centre in any coordinate.
+    Uniform points of an l1 ball in high dimension differ little from its centre in any coordinate.
     """
     low, high = ball.box or (-math.inf, math.inf)
     sparse = ball.norm == 1 and math.isfinite(high - low)
@@ -61,7 +61,7 @@ def begin(ball: Lp, x: Array, radius: Array, keys: Array) -> Array:
 
 
 def check_widths(widths: Any) -> tuple[float, ...] | None:
-    """Radii of phases, at least 1 and ending there, or None."""
+    """Checks the radii of phases: at least 1, the last equal to 1; or None."""
     if widths is None:
         return None
     try:
@@ -77,7 +77,7 @@ def check_widths(widths: Any) -> tuple[float, ...] | None:
 
 
 def windows(steps: int) -> np.ndarray:
-    """``[steps + 1]``: at checkpoints, the steps since the last one; 0 elsewhere.
+    """``[steps + 1]``: at checkpoints, the number of steps since the last one; 0 elsewhere.
 
     >>> np.flatnonzero(windows(100)).tolist()
     [22, 41, 57, 70, 80, 87, 93, 99]

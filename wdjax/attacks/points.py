@@ -1,4 +1,4 @@
-"""Points that are known already, measured like those of any attack."""
+"""Given points, measured like those of any attack."""
 
 import dataclasses
 from typing import ClassVar, Literal

@@ -1,4 +1,4 @@
-"""Which classes to attack: how many of them, and which first, the ranking of MALT."""
+"""The number and order of target classes; the order is MALT's."""
 
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ class Ranking(NamedTuple):
     classes: Array
     """``[n, m]``"""
     distance: Array
-    """``[n, m]``: how far their boundaries are if the model is linear."""
+    """``[n, m]``: distances of their boundaries if the model is linear."""
 
 
 def rank(
@@ -39,19 +39,19 @@ def rank(
 ) -> tuple[Ranking, Info]:
     r"""Ranks classes by the distance of their boundaries in the linearised model.
 
-    ``(z_y - z_j) / ||grad (z_y - z_j)||_s``, the mesoscopic almost-linearity of neural networks:
-    the class of the largest logit is often not the nearest.
+    The distance is ``(z_y - z_j) / ||grad (z_y - z_j)||_s`` (MALT, mesoscopic almost-linearity):
+    the class of largest logit is often not the nearest.
 
     Args:
       victim: its model gives logits ``[n, K]``.
       x: ``[n, *shape]``
       y: ``[n]``
-      norm: r; the gradients are measured in its dual.
-      among: how many classes of largest logit are compared.
+      norm: r, in which distances are measured.
+      among: the number of classes compared, those of largest logit.
       count: how many of them are returned.
 
     Returns:
-      The ``min(count, among, K - 1)`` nearest, and what was spent: one forward and ``among``
+      The ``min(count, among, K - 1)`` nearest, and the step's Info: one forward and ``among``
       backward passes.
 
     Source: Melamed et al. [melamed2024].
@@ -70,7 +70,7 @@ def rank(
         towards = jax.nn.one_hot(rival, logits.shape[-1]) - jax.nn.one_hot(y, logits.shape[-1])
         seen = ascent.look(pullback(towards.astype(logits.dtype))[0], logits)
         gap = losses.targeted_margin(logits, y, rival).astype(x.dtype)
-        # Without a gradient nothing is known: last of all.
+        # A class without gradient comes last.
         far = jnp.where(seen.zero, jnp.inf, plane_distance(gap, seen.gradient, norm))
         distances.append(far)
         zeros, fault = zeros + seen.zero.astype(jnp.int32), fault | seen.fault

@@ -18,7 +18,7 @@ from wdjax.checks import validate
 from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 
 _HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
-"""Queries, of 10,000, after which the squares have half the area."""
+"""Numbers of queries, out of 10,000, after which the squares' area is halved."""
 
 
 class State(NamedTuple):
@@ -35,32 +35,30 @@ class State(NamedTuple):
 class Square:
     r"""Square attack: a random square is changed, and kept if the loss has not fallen.
 
-    For norm inf the search begins at stripes, columns of ``+-eps`` of random sign in every channel,
-    and a query adds ``+-2 eps`` to a square, one sign a channel, before it projects. For norms 2
-    and 1 it begins at a grid of windows of alternating bumps, and a query moves what one window has
-    of the budget, and what is unused, into a bump in another.
+    For norm inf the search begins with stripes: columns of ``+-eps`` of random sign in every
+    channel. A query adds ``+-2 eps`` to a square, with one sign for each channel, and projects. For
+    norms 2 and 1 it begins with a grid of windows that contain bumps of alternating sign; a query
+    moves the budget of one window, and the unused budget, into a bump in another window.
 
-    The squares cover the share ``p`` of the image, halved after 10, 50, 200, 500, 1000, 2000, 4000,
-    6000 and 8000 queries.
+    The squares cover the share ``p`` of the image, which is halved after 10, 50, 200, 500, 1000,
+    2000, 4000, 6000 and 8000 queries.
 
     Args:
-      ball: norm and box.
       queries: forward passes.
-      p: the first share, in (0, 1].
+      p: the first share of the image, in (0, 1].
       loss: ``(out, y) -> [n]``, to be increased.
-      rescaled: reach the same shares whatever the number of queries is, by scaling those above,
-        which are meant for 10,000.
+      rescaled: scale the numbers of queries above, which are meant for 10,000, to ``queries``.
 
     Images are ``[h, w, c]``, of any shape; ``[h, w]`` is one channel and ``[d]`` one column.
 
     Raises:
       ValueError: fewer than one query, ``p`` outside (0, 1], inputs of more than three axes.
 
-    Cost: ``queries`` forward passes a sample until it falls.
+    Cost: ``queries`` forward passes a sample until it is misclassified.
 
-    Differs: places and signs are drawn for every sample alone, not for a batch, and squares reach
-      the last row and column. A square of more than a side becomes a rectangle of its area. For
-      norm 1 the scheme of norm 2 is used with l1 lengths.
+    Differs: positions and signs are drawn for each sample, not for a batch, and squares reach the
+      last row and column. A square larger than a side becomes a rectangle of the same area. Norm 1
+      uses the scheme of norm 2 with l1 lengths.
 
     Source: Andriushchenko et al. [andriushchenko2020], Algorithms 1 to 3.
 
@@ -103,7 +101,7 @@ class Square:
             noise = jax.vmap(lambda key: first(key, shape, x.dtype))(keys).reshape(x.shape)
             start = x + norms.spread(samples.radius, x) * noise
         point = self.ball.project(start, x, samples.radius)
-        # The first query looks at this point and keeps it.
+        # The first query evaluates this point and keeps it.
         return State(point, jnp.full(len(x), -jnp.inf, x.dtype), none > 0, none, keys)
 
     def _query(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
@@ -123,7 +121,7 @@ class Square:
         return ascent.hold(state.fallen, state, asked), info
 
     def _propose(self, samples: Samples, state: State) -> Array:
-        """One changed square a sample."""
+        """The points after one random change of a square, ``[n, *shape]``."""
         x, shape = samples.x, _image(samples.x.shape[1:])
         table = _sides(shape[:2], self.p, self.queries, self.rescaled)
         if self.ball.norm != math.inf:
@@ -143,7 +141,7 @@ class Square:
 
 
 def _image(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Rows, columns and channels."""
+    """The sample's shape as rows, columns and channels."""
     if not 1 <= len(shape) <= 3:
         raise ValueError(f"Square needs samples [h, w, c], [h, w] or [d], got {list(shape)}.")
     height, width, channels = (*shape, 1, 1)[:3]
@@ -166,13 +164,13 @@ def _sides(shape: tuple[int, int], p: float, queries: int, rescaled: bool) -> np
 
 
 def _stripes(key: Array, shape: tuple[int, int, int], dtype: jnp.dtype) -> Array:
-    """Columns of random sign in every channel."""
+    """``[h, w, c]``: columns of random sign in every channel."""
     signs = jax.random.rademacher(key, (1, *shape[1:]), dtype)
     return jnp.broadcast_to(signs, shape)
 
 
 def _grid(ball: Lp, key: Array, shape: tuple[int, int, int], dtype: jnp.dtype) -> Array:
-    """Five by five bumps of random sign in every channel, of length 1."""
+    """``[h, w, c]``: five by five bumps of random sign in every channel, scaled to norm 1."""
     sides = np.maximum(np.array(shape[:2]) // 5, 1)
     rows, columns = (np.arange(n) for n in shape[:2])
     bump = _bump(jnp.asarray(rows % sides[0]), jnp.asarray(columns % sides[1]), sides, shape)
@@ -182,7 +180,7 @@ def _grid(ball: Lp, key: Array, shape: tuple[int, int, int], dtype: jnp.dtype) -
 
 
 def _place(key: Array, sides: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
-    """A window anywhere in the image: its rows and columns, counted from its corner."""
+    """A random window: indices of all rows and columns relative to its top left corner."""
     first, second = jax.random.split(key)
     top = jax.random.randint(first, (), 0, shape[0] - sides[0] + 1)
     left = jax.random.randint(second, (), 0, shape[1] - sides[1] + 1)
@@ -196,7 +194,7 @@ def _window(rows: Array, columns: Array, sides: Array) -> Array:
 
 
 def _flip(key: Array, delta: Array, sides: Array, eps: Array) -> Array:
-    """Adds one sign a channel to a square."""
+    """Adds ``+-2 eps``, of one random sign a channel, to a random square of ``delta [h, w, c]``."""
     where, sign = jax.random.split(key)
     inside = _window(*_place(where, sides, delta.shape), sides)
     signs = jax.random.rademacher(sign, delta.shape[2:], delta.dtype)
@@ -204,7 +202,18 @@ def _flip(key: Array, delta: Array, sides: Array, eps: Array) -> Array:
 
 
 def _shift(ball: Lp, key: Array, delta: Array, sides: Array, eps: Array) -> Array:
-    """Moves the budget of one window, and what is unused, into a bump in another."""
+    """Moves the budget of one random window, and the unused budget, into a bump in another.
+
+    Args:
+      ball: its norm is 1 or 2.
+      key: of this query.
+      delta: ``[h, w, c]``, the present perturbation.
+      sides: ``[2]``, the windows' numbers of rows and columns.
+      eps: the radius.
+
+    Returns:
+      ``[h, w, c]``, the next perturbation.
+    """
     keys, power = jax.random.split(key, 4), ball.norm
     rows, columns = _place(keys[0], sides, delta.shape)
     inside = _window(rows, columns, sides)
@@ -229,7 +238,7 @@ def _shift(ball: Lp, key: Array, delta: Array, sides: Array, eps: Array) -> Arra
 
 
 def _bump(rows: Array, columns: Array, sides: Any, shape: tuple[int, ...]) -> Array:
-    """``[h, w]``: two pyramids of opposite sign beside each other in a window."""
+    """``[h, w]``: two pyramids of opposite sign, side by side in a window."""
     half = sides[1] // 2
     left = _pyramid(rows, columns, (sides[0], half), shape)
     right = _pyramid(rows, columns - half, (sides[0], sides[1] - half), shape)
@@ -237,7 +246,7 @@ def _bump(rows: Array, columns: Array, sides: Any, shape: tuple[int, ...]) -> Ar
 
 
 def _pyramid(rows: Array, columns: Array, sides: Any, shape: tuple[int, ...]) -> Array:
-    """Rings around the middle, each of which adds ``1 / (number of the ring)^2``."""
+    """``[h, w]``: concentric rings, at distance r from the middle ``sum_{k > r} 1 / k^2``."""
     reach = jnp.maximum(sides[0], sides[1]) // 2
     high, wide = jnp.abs(rows - sides[0] // 2), jnp.abs(columns - sides[1] // 2)
     ring = jnp.clip(jnp.maximum(high[:, None], wide), 0, reach)

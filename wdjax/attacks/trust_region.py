@@ -1,4 +1,4 @@
-"""The trust region attack: steps as long as the linearised margin can be believed."""
+"""The trust region attack: the step length follows the accuracy of the linearised margin."""
 
 import dataclasses
 import math
@@ -16,7 +16,8 @@ from wdjax.checks import validate
 from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 
 _GOOD, _BAD = 0.9, 0.5
-"""Shares of the predicted change of the margin from which on, and below which, the radius moves."""
+"""The radius grows if the margin changed by more than the first share of its prediction, and
+shrinks if it changed by less than the second."""
 
 _RADIUS = {2: 0.01, math.inf: 0.001}
 
@@ -26,9 +27,9 @@ class State(NamedTuple):
     rival: Array
     radius: Array
     value: Array
-    """The margin to the rival a step ago."""
+    """``[n]``: the margin to the rival at the previous point."""
     promised: Array
-    """The change of it that the last step predicted; 0 before the first."""
+    """``[n]``: its change as predicted for the last step; 0 before the first."""
     best: Nearest
 
 
@@ -37,19 +38,19 @@ class State(NamedTuple):
 class TrustRegion:
     r"""The trust region attack, with an adaptive radius per sample.
 
-    The rival is the class of the nearest linearised boundary at the sample. A step goes
-    ``min(radius, |f| / ||w||_s)`` along the dual maximiser of the margin's gradient, a little
-    further for the boundary; where the margin then changed by more than 0.9 of the prediction the
-    radius grows by ``growth``, by less than 0.5 it shrinks. Ends at the first flip.
+    The rival is the class of the nearest linearised boundary at the sample. A step has the length
+    ``min(radius, |f| / ||w||_s)`` along the dual maximiser of the margin's gradient, enlarged to
+    cross the boundary. Where the margin then changed by more than 0.9 of the prediction, the radius
+    grows by the factor ``growth``; where by less than 0.5, it shrinks. Ends at the first flip.
 
     Args:
       ball: norm 2 or inf, and the box.
-      steps: at most so many.
-      rivals: classes that are compared once, those of largest logit.
-      growth: of the radius.
-      radius: at the first step, in the units of ``x``; by default 0.001 for norm inf and
-        0.01 for norm 2.
-      overshoot: beyond the linearised boundary, as a share of the step.
+      steps: maximum number of steps.
+      rivals: the number of classes compared at the sample, those of largest logit.
+      growth: factor of the radius.
+      radius: the first radius, in the units of ``x``; by default 0.001 for norm inf and 0.01 for
+        norm 2.
+      overshoot: enlarges the step to the linearised boundary by this share.
 
     Raises:
       ValueError: norm 1, a count below 1, a model without logits.
@@ -111,6 +112,11 @@ class TrustRegion:
         return state._replace(rival=ranking.classes[:, 0]), info
 
     def _step(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """One step inside the trust region; samples that have flipped stay.
+
+        Points are ``[n, *shape]``; ``value``, ``radius`` and ``kept``, the change of the margin as
+        a share of its prediction, are ``[n]``.
+        """
         x, y, norm = state.x, samples.y, self.ball.norm
 
         def margin(out: PyTree, y: Array) -> Array:

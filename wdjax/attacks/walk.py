@@ -1,4 +1,4 @@
-"""The walk: along the boundary, back towards the sample."""
+"""A minimum-norm attack that walks along the boundary towards the sample."""
 
 import dataclasses
 import functools
@@ -16,26 +16,26 @@ from wdjax.checks import validate
 from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 
 _RANKED = 5
-"""Classes that are compared to find the targets."""
+"""The number of classes compared to rank the targets."""
 _BEYOND = 0.05
 """How far beyond the linearised boundary a step aims, as a share of the distance to it."""
 _LEAST = 0.125
-"""Of the radius' largest growth, the least in a hasty walk, and before the first flip."""
+"""The radius' least growth, as a share of its largest, in a hasty walk and until the first flip."""
 
 
 class State(NamedTuple):
     x: Array
     home: Array
-    """Where each walk begins."""
+    """The start of each walk, ``[n, *shape]``."""
     rivals: Array | None
     """``[n, targets]``, None without targets."""
     reach: Array
-    """Radius of the ball that the walk is in; inf before its first step."""
+    """The walk's current radius, ``[n]``; inf before its first step."""
     taken: Array
-    """Steps of this walk."""
+    """Steps of the current walk."""
     best: Nearest
     limit: Array
-    """Flips count within this distance only."""
+    """Flips at a larger distance than this do not count."""
 
 
 @jax.tree_util.register_dataclass
@@ -44,32 +44,31 @@ class Walk:
     r"""A minimum-norm attack that walks along the boundary back towards the sample.
 
     Every step goes along the gradient of the margin, ``step_size`` times the current radius long,
-    and is projected on the ball of that radius and on the box. The radius follows the boundary: it
-    becomes the distance at which the margin would be 0 if it were linear; once a flip is known it
-    changes by a share of ``shrink`` at most and never exceeds the nearest one. Step and share fall
-    along a cosine. Where a walk starts decides what it finds: small gradients at the sample need
-    ``far``, models with many near classes need ``targets``; ``wdjax.search(..., start=points)``
-    begins anywhere, and :func:`wdjax.best` joins several walks.
+    and is projected on the ball of that radius and on the box. The radius becomes the distance at
+    which the margin would be 0 if it were linear; once there is a flip, it changes by at most the
+    share ``shrink`` and never exceeds the distance of the nearest flip. Step and share fall along a
+    cosine. The start decides what a walk finds: small gradients at the sample need ``far``, models
+    with many near classes need ``targets``; ``wdjax.search(..., start=points)`` begins anywhere,
+    and :func:`wdjax.best` combines several walks.
 
     Args:
       ball: norm and box.
-      steps: gradient steps of one walk; below 12 it gets nowhere.
-      far: start at a uniformly random point of the box; where there is an ``eps`` above 0, the
-        first step leads into the ball of radius ``width * eps``, mostly to one of its corners.
+      steps: gradient steps of one walk; fewer than 12 are too few.
+      far: start at a uniformly random point of the box; where ``eps`` is given and positive, the
+        first step projects on the ball of radius ``width * eps``, mostly on one of its corners.
         Makes a key necessary.
-      targets: walk to each of that many classes, nearest first (:func:`wdjax.attacks.rivals.rank`),
-        instead of to the largest.
-      within: look for a flip within ``eps`` only: a sample that has one is done, and farther ones
-        do not count. Makes a fixed-budget attack of it.
+      targets: number of classes to walk to, each in a walk of its own, nearest first
+        (:func:`wdjax.attacks.rivals.rank`); with 0 one walk ascends the criterion.
+      within: look only for flips within ``eps`` and stop at the first: a fixed-budget attack.
       step_size: in units of the current radius, at the first step.
       shrink: the radius' largest relative change, at the first step.
-      haste: 0 lets the radius follow the linearised margin; 1 shrinks it by ``shrink`` after every
-        flip, from the flip's distance, and grows it after every other step. Neither is better
+      haste: with 0 the radius follows the linearised margin; with 1 it shrinks by ``shrink`` after
+        every flip, from the flip's distance, and grows after every other step. Neither is better
         everywhere.
-      width: radius after a far start, in units of ``eps``: a little more than the distance of a
-        known flip to find a nearer one.
+      width: radius after a far start, in units of ``eps``; it should be a little more than the
+        distance of a known flip.
 
-    ``cost`` in the result is the distance, and ``success`` tells where it is one at all.
+    ``cost`` in the result is the distance; it is meaningful where ``success`` is True.
 
     Raises:
       ValueError: a count below its least, targets for a model without logits.
@@ -77,9 +76,8 @@ class Walk:
     Cost: 1 forward and 1 backward pass a step, 1 more forward a walk; for targets 1 forward and
     ``min(5, K - 1)`` backward passes more.
 
-    Differs: from FMN in steps that are relative to the radius in every norm, in a radius that
-    follows the linearised margin where that is near, in the box, and in the test of the last
-    iterate.
+    Differs: from FMN in step sizes relative to the radius in every norm, in a radius that follows
+    the linearised margin near the boundary, in the box, and in the test of the last iterate.
 
     Source: this library's own; the radius that shrinks on flips and grows otherwise is that of
     [rony2019], the first estimate and the projection those of [pintor2021], equation 5.
@@ -146,7 +144,7 @@ class Walk:
         ranking, info = rivals.rank(
             victim, samples.x, samples.y, self.ball.norm, among, self.targets
         )
-        # With fewer classes than targets, the last is tried again.
+        # With fewer classes than targets, the last class is repeated.
         missing = self.targets - ranking.classes.shape[1]
         classes = jnp.pad(ranking.classes, ((0, 0), (0, missing)), mode="edge")
         return state._replace(rivals=classes), info
@@ -154,6 +152,11 @@ class Walk:
     def _walk(
         self, victim: Victim, samples: Samples, state: State, place: int | None = None
     ) -> tuple[State, Info]:
+        """One step of a walk, towards the rival of column ``place`` or, if None, up the criterion.
+
+        Points are ``[n, *shape]``; ``reach``, ``gap`` and ``distance`` ``[n]`` are the radius, the
+        distance to the linearised boundary and the distance to the sample.
+        """
         x, y, norm = state.x, samples.y, self.ball.norm
 
         def objective(out: PyTree, y: Array) -> Array:
@@ -172,8 +175,8 @@ class Walk:
         distance = norms.lp_norm(x - samples.x, norm)
         bound = jnp.where(best.known, state.reach, jnp.inf)
         reach = self._follow(bound, distance, gap, fallen, share)
-        # Corners and the box keep steps from gaining what the linear model says; without a flip to
-        # come back from, the radius grows all the same.
+        # At corners and in the box a step gains less than the linear model predicts; until there
+        # is a flip, the radius grows all the same.
         stuck = jnp.isfinite(state.reach) & ~best.known
         reach = jnp.where(stuck, jnp.maximum(reach, (1 + _LEAST * share) * state.reach), reach)
         reach = jnp.minimum(jnp.minimum(reach, best.cost), self._first(samples, state))
@@ -183,7 +186,7 @@ class Walk:
         return state._replace(x=moved, reach=reach, taken=state.taken + 1, best=best), info
 
     def _first(self, samples: Samples, state: State) -> Array:
-        """The largest radius after a far start, ``[n]``; inf at all later steps."""
+        """The largest radius of the first step after a far start, ``[n]``; inf at later steps."""
         if not self.far or samples.eps is None:
             return jnp.full_like(state.reach, jnp.inf)
         scale = jax.lax.stop_gradient(samples.eps)
@@ -193,12 +196,13 @@ class Walk:
     def _follow(
         self, reach: Array, distance: Array, gap: Array, fallen: Array, share: Array
     ) -> Array:
-        """The next radius, from the last one and the distance to the linearised boundary.
+        """The next radius ``[n]``, from the last one and the distance to the linearised boundary.
 
-        A last radius of inf binds nothing.
+        ``reach`` is inf before the first flip, where the radius may take any value; ``fallen``
+        tells whether the point is a flip, and ``share`` is the largest relative change.
         """
-        # A little beyond the boundary on either side, or the points would end on it. Where a flip
-        # is flat nothing tells how near the boundary is, and the radius shrinks as it may.
+        # Aim a little beyond the boundary, from either side, or points would end on it. At a flip
+        # with zero gradient the distance is unknown, and the radius shrinks as far as it may.
         gap = jnp.where(fallen & (gap == 0), distance, gap)
         linear = distance + jnp.where(fallen, _BEYOND - 1, _BEYOND + 1) * gap
         base = jnp.where(fallen, reach + self.haste * (distance - reach), reach)
@@ -208,7 +212,7 @@ class Walk:
         return jnp.where(jnp.isfinite(reach), jnp.clip(linear, low, high), first)
 
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """Tests the last point and goes back to the start of the next walk."""
+        """Tests the last point and returns to the start for the next walk."""
         out, info = ascent.judge(victim, state.x, samples.y)
         best = nearest.keep_nearest(state.best, self.ball, victim, samples, state.x, out)
         best = self._settled(state, best)
@@ -217,7 +221,7 @@ class Walk:
         return again._replace(taken=jnp.zeros_like(state.taken)), info
 
     def _settled(self, state: State, best: Nearest) -> Nearest:
-        """The first flip within the limit stays, where the attack ends with it."""
+        """With ``within``, keeps the first flip inside the limit."""
         return nearest.keep(state.best, best, self._near(state)) if self.within else best
 
     def point(self, samples: Samples, state: State) -> tuple[Array, None]:

@@ -14,7 +14,7 @@ from wdjax.checks import validate
 from wdjax.core import Array, Info, Samples, Stage, Victim
 
 _FEW = 10
-"""Classes of which every rival is tried, as in Algorithm 1."""
+"""Up to so many classes every rival is tried, as in Algorithm 1."""
 
 
 class State(NamedTuple):
@@ -26,37 +26,37 @@ class State(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WDA:
-    r"""Wasserstein distributional attack: steps towards every rival, the best of them is followed.
+    r"""Wasserstein distributional attack: tries a step towards every rival and follows the best.
 
     Each probing step takes, for every rival class j, a dual-norm step ``x + step_size M_r(g_j)``
     along ``g_j = grad (z_j - z_y)``, projects it on the ball around the sample, and keeps the
     candidate of largest margin; the later steps follow the last winner. With
-    ``wdjax.run(..., order=p, kappa=k)`` the radius is ``kappa^(1/p) eps`` and every sample sends
-    ``1 / kappa`` of its mass, a distribution (equation 11) in the Wasserstein ball of order p by
-    Corollary C.2.
+    ``1 / kappa`` of its mass there, which gives a distribution (equation 11) in the Wasserstein
+    ball of order p, by Corollary C.2.
 
     Args:
       ball: norm and box; the paper has no box.
       steps: all steps, the paper's ``maxiter``.
       probe: how many of them try every rival; ``1 <= probe <= steps``.
-      rivals: try only this many classes, those of largest logit at the point; by default all of up
-        to ten, of up to a hundred classes 10, of more 20 (the paper's ``topK``).
+      rivals: try only this many classes, those of largest logit at the point; by default all rivals
+        of up to ten classes, 10 of up to a hundred, 20 of more (the paper's ``topK``).
       iterate: ``"last"`` as in the paper, or ``"best"``, the iterate of largest criterion. By
-        default the last; for norm 1, which the paper leaves out, the best, since with the last one
-        WDA is weaker there than PGD of equal gradients.
+        default the last, but the best for norm 1, which the paper leaves out: there the last
+        iterate is weaker than PGD with equally many gradients.
       step_size: may be traced; by default the paper's share of the radius, 0.6375 for norm inf and
         0.4 for norm 2.
 
     Raises:
       ValueError: ``probe`` outside ``1 .. steps``, another iterate, a model without logits.
 
-    Cost: with m rivals, 1 + m forward and m backward passes a probing step (one forward serves all
-    gradients) and 1 + 1 a later step; memory for a few copies of the batch, whatever m is.
+    Cost: with m rivals, a probing step takes 1 + m forward and m backward passes (one forward
+      serves
+    all gradients), a later step 1 + 1; memory for a few copies of the batch, whatever m is.
 
     Differs: the candidates of later steps are not evaluated and the iterate after the last is not
-    computed, since the paper's algorithm throws them away. The box is the one of real images. For
-    ``kappa > 1`` the default step grows with the radius, where the paper keeps it. Algorithm 1
-    tries every rival; beyond ten classes the default is what Appendix E takes where they are many.
+    computed, since the paper's algorithm discards them. The box is that of real images. For
+    ``kappa > 1`` the default step grows with the radius; the paper keeps it. Algorithm 1 tries
+    every rival; beyond ten classes the default is that of Appendix E.
 
     Source: Le et al. [le2025], Algorithm 1 and equation 11.
 
@@ -98,7 +98,7 @@ class WDA:
             object.__setattr__(self, "rivals", validate.check_count("rivals", self.rivals))
 
     def tried(self, classes: int) -> int:
-        """How many rivals a probing step tries, of a model with so many classes."""
+        """How many rivals a probing step tries for a model of ``classes`` classes."""
         usual = rivals.top(classes) if classes > _FEW else classes
         return min(usual if self.rivals is None else self.rivals, classes - 1)
 

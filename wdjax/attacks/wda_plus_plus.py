@@ -18,16 +18,16 @@ class State(NamedTuple):
     rivals: Array
     """``[n, m]``: the classes of largest logit at the sample."""
     before: Array
-    """The last point before the flip."""
+    """The last point before the flip, ``[n, *shape]``."""
     after: Array
-    """The current point; once flipped, the first misclassified one."""
+    """The current point; after the flip, the first misclassified one."""
     flipped: Array
     low: Array
     high: Array
-    """The flip lies between these shares of the last segment."""
+    """``low`` and ``high`` bracket the flip, as shares of the last segment."""
     near: Array
     far: Array
-    """A flip lies between these shares of the way from the sample."""
+    """``near`` and ``far`` bracket a flip, as shares of the way from the sample."""
 
 
 @jax.tree_util.register_dataclass
@@ -35,35 +35,35 @@ class State(NamedTuple):
 class WDAPlusPlus:
     r"""WDA++: walk every sample to its nearest flip; the budget is spent on the cheapest flips.
 
-    The walk takes WDA's probing steps towards the ``rivals`` largest classes without projecting on
-    a ball, stops at the first flip and bisects the last segment. The distances ``d_i`` found buy
-    mass ``1 / kappa_i`` in order of price until ``eps^p`` is spent, the last one in part
-    (:func:`wdjax.transport.spend`): the exact optimum for these distances.
+    The walk takes WDA's probing steps towards the ``rivals`` largest classes without projection on
+    a ball, stops at the first flip and bisects the last segment. The budget ``eps^p`` then buys
+    mass ``1 / kappa_i`` at the price given by the distance ``d_i``, cheapest first, the last one in
+    part (:func:`wdjax.transport.spend`): the exact optimum for these distances.
 
     Args:
       ball: norm and box; the paper has no box.
-      steps: longest walk, the paper's ``maxiter``.
+      steps: maximum number of steps, the paper's ``maxiter``.
       bisections: halvings of the last segment, the paper's ``srchiter``.
-      ray_bisections: halvings, after that, of the way from the sample to the flip; each can only
+      ray_bisections: further halvings, of the way from the sample to the flip; each can only
         shorten the distance. 0 is the paper's algorithm.
       rivals: classes tried at every step, those of largest logit at the sample; by default the
         paper's ``topK``: 5 of up to ten classes, 10 of up to a hundred, 20 of more.
-      step_size: may be traced; by default that of WDA where an ``eps`` is given, and the paper's
-        absolute ones (0.02 for norm inf, 0.2 for norm 2) where there is none. Always 0.8 for
-        norm 1, on which the paper is silent.
-      overshoot: how far beyond the boundary to go, as a share of the distance; 0.01 keeps every
-        flip through float32 rounding elsewhere.
+      step_size: may be traced; by default that of WDA if an ``eps`` is given, else the paper's
+        absolute step (0.02 for norm inf, 0.2 for norm 2). For norm 1, which the paper leaves out,
+        always 0.8.
+      overshoot: how far beyond the boundary to go, as a share of the distance; with 0.01 every flip
+        survives float32 rounding on other machines.
 
-    ``cost`` in the result is ``d_i``, and ``success`` tells where it is a distance at all.
+    ``cost`` in the result is ``d_i``; it is meaningful where ``success`` is True.
 
     Raises:
       ValueError: a count below 1 (halvings: 0), a model without logits.
 
     Cost: 1 + m forward and m backward passes a step until the sample flips, 1 forward a bisection.
-    Inside a trace a sample that has flipped waits for the last one.
+    Inside a trace all samples take as many steps as the slowest.
 
-    Differs: the bisection along the ray is not in the paper. A distance of 0 or infinity is handled
-    by the allocation (the paper's line for the latter is 0 times infinity).
+    Differs: the bisection along the ray is not in the paper. The allocation handles distances of 0
+    and infinity (the paper's formula for infinity is 0 times infinity).
 
     Source: Le et al. [le2025], Algorithm 2 and Appendix E.
 
@@ -93,7 +93,7 @@ class WDAPlusPlus:
                 object.__setattr__(self, name, count)
 
     def tried(self, classes: int) -> int:
-        """How many rivals a step tries, of a model with so many classes."""
+        """How many rivals a step tries for a model of ``classes`` classes."""
         return min(self.rivals or rivals.top(classes), classes - 1)
 
     @property
@@ -117,10 +117,11 @@ class WDAPlusPlus:
         return State(chosen, x, first, flipped, low=zero, high=one, near=zero, far=one)
 
     def _walk(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """One probing step for samples that have not flipped; ``before`` and ``after`` move on."""
         size = self.step_size
         if size is None:
-            # An l1 distance is a number of pixels, whatever the budget. And none depends on the
-            # budget, even where the scale of the steps does.
+            # l1 steps are absolute. With other norms eps scales them, but no distance depends on
+            # eps, so no gradient passes through it.
             scale = None if self.ball.norm == 1 else samples.eps
             size = jax.lax.stop_gradient(ascent.default_step(self.ball, scale))
 
@@ -165,7 +166,7 @@ class WDAPlusPlus:
 
 
 def _blend(start: Array, end: Array, share: Array) -> Array:
-    """The point at the given share of the way, per sample; ``end`` itself at share 1."""
+    """The point at the share ``[n]`` of the way; exactly ``end`` at share 1."""
     share = norms.spread(share, start)
     return jnp.where(share == 1, end, start + share * (end - start))
 

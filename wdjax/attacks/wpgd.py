@@ -1,4 +1,4 @@
-"""W-PGD and W-FGSM: ascent under one budget that the whole data set shares (Bai et al.)."""
+"""W-PGD and W-FGSM: ascent under one budget shared by the whole data set (Bai et al.)."""
 
 import dataclasses
 import math
@@ -16,66 +16,67 @@ from wdjax.checks import validate
 from wdjax.core import Array, Info, Samples, Stage, Victim
 
 _REACH = 4.0
-"""For order 1, the mean of the sizes before they are projected on mean 1: best on two nets."""
+"""For order 1, the mean of the step lengths before projection on mean 1; the best on two nets."""
 _INSIDE = 1 - 1e-6
-"""Share of the budget that is used, so that rounding does not exceed it."""
+"""Share of the budget used, so that rounding cannot exceed it."""
 
 
 class State(NamedTuple):
     x: Array
     slope: Array
-    """The gradient at ``x``."""
+    """``[n, *shape]``, the gradient at ``x``."""
     seen: Array
-    """The points at which ``slope`` and ``value`` were taken."""
+    """The points at which ``slope`` and ``value`` were computed."""
     value: Array
-    """The criterion at ``seen``; minus infinity where an output was not finite."""
+    """``[n]``: the criterion at ``seen``; -inf where an output was not finite."""
     best: Array
-    """The data set of most successes so far,"""
+    """The iterate, ``[n, *shape]``, with the most flips so far."""
     flips: Array
-    """and their number, the same in every row;"""
+    """``[n]``: that number of flips, the same in every row."""
     total: Array
-    """of equal numbers, that of the largest sum of the criterion."""
+    """``[n]``: the sum of the criterion, which decides between iterates of equally many flips."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WPGD:
-    r"""Projected ascent in the Wasserstein ball: a data set moves, and one budget binds its mean.
+    r"""Projected ascent in the Wasserstein ball: all samples move, and one budget binds their mean.
 
     With ``s, q`` conjugate to the norm r and the order p, every sample moves by ``ratio eps /
     steps`` times
 
         a_i M_r(g_i),    a_i = |g_i|_s^{q - 1} / (mean_j |g_j|_s^q)^{1/p},
 
-    the steepest ascent whose mean ``(mean_i |h_i|_r^p)^{1/p}`` is 1. Then, where the data set costs
-    ``c > eps``, the distance of every sample shrinks by ``eps / c``; for order inf every sample is
-    projected on its own ball. Of all iterates, the data set of most successes is returned.
+    the steepest ascent with ``(mean_i |h_i|_r^p)^{1/p} = 1``. Then, if the data set costs ``c >
+    eps``, every sample's distance shrinks by the factor ``eps / c``; for order inf every sample is
+    projected on its own ball. The iterate with the most flips is returned.
 
-    For order 1 the steepest ascent moves one sample alone. Instead the ``a_i`` are the Euclidean
-    projection of ``4 |g_i|_s / mean_j |g_j|_s`` on mean 1, so that the samples of large gradients
-    share the step.
+    For order 1 the steepest ascent would move a single sample. Instead the ``a_i`` are the
+    Euclidean projection of ``4 |g_i|_s / mean_j |g_j|_s`` on mean 1, so that samples of large
+    gradients share the step.
 
     Args:
       ball: norm and box.
-      order: p of the budget, at least 1 or inf; spend it with the same: ``wdjax.run(...,
+      order: p of the budget, at least 1 or inf; spend it with the same order: ``wdjax.run(...,
         order=p)``.
       steps: gradient steps.
       loss: ``(out, y) -> [n]``, to be increased. The authors recommend the default, whose gradient
-        is 0 once a sample has fallen; with cross-entropy most goes to samples that are wrong.
-      ratio: length of all steps together, in budgets; may be traced.
+        is 0 once a sample is misclassified; with cross-entropy most of the budget goes to samples
+        that are misclassified already.
+      ratio: total length of all steps, in units of the budget; may be traced.
 
     Raises:
       ValueError: fewer than one step, an order below 1.
 
     Cost: ``steps`` backward and ``steps + 1`` forward passes a sample; memory for five data sets.
 
-    The mean is over the samples that are attacked. With ``skip_misclassified=False`` these are all,
-    as in the authors' code, and under the default loss what the misclassified do not need goes to
-    the others. If samples have radii of their own, the least is the budget.
+    The mean is over the attacked samples. With ``skip_misclassified=False`` these are all samples,
+    as in the authors' code, and under the default loss the misclassified leave their budget to the
+    others. If samples have different radii, the smallest is the budget.
 
     Differs: order 1 is not in the authors' code, which for order inf and norm 2 also rescales
-      points inside the ball to its surface. Successes at an iterate are counted from the forward
-      pass of its gradient.
+      points inside the ball to its surface. Flips of an iterate are counted from the forward pass
+      of its gradient.
 
     Source: Bai et al. [bai2023], equation 14 and Section 5.
 
@@ -129,7 +130,7 @@ class WPGD:
         return state._replace(seen=state.x, value=value)
 
     def _share(self, samples: Samples, state: State, chosen: Array) -> State:
-        """Moves all samples together and brings them back into the budget."""
+        """Moves all samples by their shares of the step, then shrinks them into the budget."""
         state, eps = self._choose(samples, state, chosen), jnp.min(samples.radius)
         steep = jnp.where(chosen, norms.lp_norm(state.slope, norms.dual(self.ball.norm)), 0.0)
         size = self.ratio * eps / self.steps * _sizes(steep, chosen, self.order)
@@ -143,7 +144,7 @@ class WPGD:
         return state._replace(x=self.ball.project(x, samples.x, limit))
 
     def _choose(self, samples: Samples, state: State, chosen: Array) -> State:
-        """Keeps the data set of most successes, if the budget allows it."""
+        """Keeps the iterate with the most flips, if it is within the budget."""
         flips = jnp.sum((state.value > 0) & chosen, dtype=jnp.int32)
         total = jnp.sum(jnp.where(chosen & jnp.isfinite(state.value), state.value, 0.0))
         length = norms.lp_norm(state.seen - samples.x, self.ball.norm)
@@ -164,7 +165,7 @@ class WPGD:
 
 
 def _mean(length: Array, chosen: Array, order: float) -> Array:
-    """``(mean length^p)^{1/p}`` over those chosen, without overflow."""
+    """``(mean length^p)^{1/p}`` over the ``chosen`` samples ``[n]``, without overflow."""
     length = jnp.where(chosen, length, 0.0)
     most = jnp.max(length)
     if order == math.inf:
@@ -174,7 +175,7 @@ def _mean(length: Array, chosen: Array, order: float) -> Array:
 
 
 def _sizes(steep: Array, chosen: Array, order: float) -> Array:
-    """``[n]`` lengths of the steps, of mean 1 for the order; 0 where no gradient is."""
+    """``[n]`` step lengths, of power mean 1 for the order; 0 where the gradient is 0."""
     if order == math.inf:
         return jnp.ones_like(steep)
     if order == 1:
@@ -190,7 +191,7 @@ def _sizes(steep: Array, chosen: Array, order: float) -> Array:
 def wfgsm(
     ball: Lp = Lp(), order: float = 2, loss: Callable[..., Array] = losses.rectified_dlr
 ) -> WPGD:
-    """The one-step form of :class:`WPGD`, of the length of the budget.
+    """The one-step form of :class:`WPGD`; the step is as long as the budget.
 
     Args:
       ball: norm and box.

@@ -48,7 +48,7 @@ class Root:
 
 @dataclass(eq=False)
 class LinearMap:
-    """A linear map of a root's deviation from its centre, and its bound in absolute values."""
+    """A linear map of a root's deviation, and the map of absolute values that dominates it."""
 
     apply: Linear
     absolute: Linear
@@ -84,7 +84,7 @@ class Interval:
     center: Array
     radius: Array
     magnitude: Array
-    """``|T| |root| + |offset|``; rounding errors are relative to it."""
+    """``|T| |root| + |offset|``, what rounding errors are relative to."""
     terms: dict[Root, LinearMap]
     mixes: int = 0
     """How many affine operations since the roots added up several entries of a root."""
@@ -252,7 +252,6 @@ _MATERIALISED = 2**22
 
 
 def _operator_norm(chain: LinearMap, root: Root, value: Interval, norm: float) -> Array:
-    """An upper bound of the l_``norm`` operator norm of a root's map."""
     ones = jnp.ones(root.half.shape, root.half.dtype)
     row_sums, pull = jax.vjp(chain.absolute, ones)
     row_sum = jnp.max(row_sums)

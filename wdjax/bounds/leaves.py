@@ -1,4 +1,4 @@
-r"""LeafBounds of one margin on subproblems (leaves) in which the signs of some ReLUs are fixed.
+r"""LeafBounds of one margin where the signs of some rectifiers' operands are given.
 
 A leaf is the set of points of a region where the pre-activations ``z`` of the split ReLUs have the
 leaf's signs ``s``. Both signs include 0, and each is relaxed to ``s z >= -w``, where ``w`` bounds
@@ -32,7 +32,7 @@ Maps = dict[int, Array]
 
 
 class RootBounds(NamedTuple):
-    """LeafBounds over the whole region of one sample."""
+    """What holds in a whole region of one sample."""
 
     low: Array
     """``[K]`` bounds of the margins."""
@@ -65,7 +65,7 @@ class Leaves(NamedTuple):
 
 
 class LeafBounds(NamedTuple):
-    """The bounds of ``L`` leaves, and of their ``C`` best splits."""
+    """What was found of leaves."""
 
     low: Array
     """``[L]`` lower bounds of the margin."""
@@ -128,8 +128,7 @@ def bounds(
     steps: int,
     tries: int,
 ) -> LeafBounds:
-    """LeafBounds ``L`` leaves of sample ``x``, ``[1, *shape]``, and the halves of ``tries`` splits of
-    each; ``steps`` is the number of ascent steps on slopes and multipliers."""
+    """LeafBounds of leaves by ``steps`` steps, and of the halves of ``tries`` splits of each."""
     count = len(leaves.rival)
     with highest():
         ball = region.ball(jnp.broadcast_to(x, (count, *x.shape[1:])), eps, norm, box)

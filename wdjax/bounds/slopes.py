@@ -69,7 +69,7 @@ def maximised(
     rate: float,
     until: float = jnp.inf,
 ) -> BestSlopes:
-    """Maximises the bounds ``low(slopes)`` by Adam over slopes clipped to ``[0, most]``.
+    """The best of Adam's steps between 0 and ``most``, until all are above a level.
 
     Args:
       low: maps slopes to bounds of any shape, each of which depends on its own slopes only.

@@ -35,7 +35,7 @@ Value = SampleFree | PerSample
 
 
 class BatchProof(NamedTuple):
-    """What is proved from a model's program; False means not proved."""
+    """What the program of a model shows; False where it is not proved."""
 
     alone: bool
     """Row i of every output depends on sample i only."""
@@ -81,7 +81,6 @@ def prove(closed: ClosedJaxpr, batched: Sequence[bool]) -> BatchProof:
 
 
 def _varying(aval: Any) -> SampleFree:
-    """A fixed value that may vary along all of its axes."""
     return SampleFree(frozenset(axis for axis, size in enumerate(aval.shape) if size > 1))
 
 
@@ -131,7 +130,7 @@ def _shape(eqn: JaxprEqn, operand: int = 0) -> tuple[int, ...]:
 
 
 def _elementwise(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """An operation that combines the operands' entries at one place."""
+    """Entries of all operands at one place."""
     rows = [arg for arg in args if isinstance(arg, PerSample)]
     varies = frozenset[int]().union(*(arg.varies for arg in args if isinstance(arg, SampleFree)))
     if not rows:
@@ -143,7 +142,7 @@ def _elementwise(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _moved(value: Value, place: Callable[[int], int | None]) -> Value:
-    """A value whose axis k becomes ``place(k)``; None if that axis is summed over or cut."""
+    """A value whose axes go elsewhere; None for one that is summed up or cut."""
     if isinstance(value, PerSample):
         axis = place(value.axis)
         if axis is None:
@@ -341,7 +340,7 @@ def _repeated(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
 
 
 def _chosen(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
-    """``cond`` whose choice depends on no sample."""
+    """Branches that no sample chooses."""
     if isinstance(args[0], PerSample):
         raise _Unproved
     ways = [_walk(branch, args[1:], n) for branch in eqn.params["branches"]]
@@ -360,7 +359,7 @@ def _settled(
 
 
 def _joined(*values: Value) -> Value:
-    """A description that holds for all of the values."""
+    """What holds of all values, which stand at one place."""
     rows = [value for value in values if isinstance(value, PerSample)]
     varies = frozenset[int]().union(*(v.varies for v in values if isinstance(v, SampleFree)))
     if not rows:

@@ -27,7 +27,7 @@ _OTHER_PLACE = {2: 16, 4: 1024, 8: 1024}
 def proof(
     model: Callable[[Array], PyTree], shape: tuple[int, ...], dtype: Any, n: int = _ROWS
 ) -> batch_axis.BatchProof:
-    """What is proved from the model's program for ``n`` samples ``[n, *shape]``, without values."""
+    """What the model's program shows for n samples of a shape; no sample is looked at."""
     some = jax.ShapeDtypeStruct((n, *shape), dtype)
     closed = program.outputs.trace(model, some).jaxpr
     parameters = len(closed.jaxpr.invars) - 1
@@ -115,11 +115,7 @@ def _unit(dtype: Any, ulps: dict[int, int]) -> float:
 
 
 def _try(model: Callable[[Array], PyTree], x: np.ndarray, shown: batch_axis.BatchProof) -> None:
-    """Raises if outputs for some of the samples ``x``, ``[n, *shape]``, change with the batch.
-
-    The others in the batch are samples, noise, constants or copies; the samples are at even places,
-    at odd places, and alone.
-    """
+    """Tries samples among others, noise, extremes and copies, on even and on odd places, alone."""
     chosen = np.unique(np.linspace(0, len(x) - 1, _ROWS // 2).astype(int))
     kept = np.resize(x[chosen], (_ROWS // 2, *x.shape[1:]))
     low, high = x.min(), x.max()

@@ -1,8 +1,8 @@
-"""The command line: one command a file, which works in tasks that are kept, and writes JSON.
+"""The command line: each command is a file, works in resumable tasks, and writes JSON.
 
-`subject` declares and loads what all commands are about, model, samples and places of results;
-`options` has the types of numbers; `console` says things; `process` ends well on signals. Attacks
-are rows of `attack_table`, with settings read by `attack_words`. Open `attack_command` first.
+`subject` declares and loads what all commands share: model, samples, places of results; `options`
+has the types of numbers; `console` prints; `process` handles signals and caches. Attacks are rows
+of `attack_table`, whose settings `attack_words` parses. Open `attack_command` first.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Args:
-      arguments: words of the command line, those of the process by default.
+      arguments: words of the command line; by default those of the process.
 
     Returns:
       The exit code, as ``--help`` explains it.
@@ -95,9 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(parsed: argparse.Namespace, console: Console) -> int:
-    """The command's exit code, also where it failed."""
+    """Runs a command; returns the exit code, also if it failed."""
     try:
-        # Commands say the same, of what they kept, too.
+        # Commands print the remarks themselves, also those on results read from a checkpoint.
         told = warnings.catch_warnings(action="ignore", category=diagnosis.RobustnessWarning)
         with process.terminable(), process.compilation_cache(parsed.cache), told:
             return parsed.command(parsed, console)
@@ -121,19 +121,19 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
 
 
 def process_main() -> NoReturn:
-    """The process's own :func:`main`.
+    """Runs :func:`main` for a process, and ends it.
 
-    An interrupted process ends at once: compilers may still be at work in other threads, and an
-    interpreter that is taken down under them crashes.
+    An interrupted process ends at once: compilers may still be running in other threads, and would
+    crash an interpreter that shuts down normally.
     """
     try:
         code = main()
-    except SystemExit as ending:  # Of --help and --version.
+    except SystemExit as ending:  # From --help and --version.
         code = int(ending.code or 0)
     process.silence_lost_streams()
     if code in (process.INTERRUPTED, process.TERMINATED):
         os._exit(code)
-    for number in (signal.SIGINT, signal.SIGTERM):  # The work is done and written.
+    for number in (signal.SIGINT, signal.SIGTERM):  # All files are written.
         signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
 
@@ -142,17 +142,17 @@ _MEMORY = re.compile("RESOURCE_EXHAUSTED|[Oo]ut of memory")
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses bad words in one line."""
+    """A parser that reports bad words in one line."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As the original, for which the dashes of ``--seed=--`` would be no value but an end."""
+        """Like the original, which would take the value of ``--seed=--`` for the end of options."""
         for word in sys.argv[1:] if args is None else args:
             if word.endswith("=--"):
                 self.error(f"argument {word.removesuffix('=--')}: must be a value, got '--'")
         return super().parse_known_args(args, namespace)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Of ``--help`` and ``--version`` on standard output, and of errors."""
+        """Prints ``--help`` and ``--version`` to standard output, errors to stderr."""
         if file is not sys.stdout:
             Console().warn(message.removesuffix("\n"))
             return
@@ -162,13 +162,13 @@ class Parser(argparse.ArgumentParser):
             self.exit(code)
 
     def error(self, message: str) -> NoReturn:
-        """Says what came and what was expected, and ends."""
+        """Says what came and what was expected, and exits."""
         said = re.sub(r"^argument ([^:]+): (must|would)", r"\1 \2", message)
         self.exit(BAD_INPUT, f"{self.prog}: {said}; see {self.prog} --help\n")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Every command and its options."""
+    """The parser of every command and its options."""
     common = Parser(add_help=False)
     common.add_argument("--quiet", action="store_true", help="print warnings and errors only")
     common.add_argument(

@@ -35,7 +35,7 @@ _EXAMPLES = """examples:
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Declares the command."""
+    """Adds the command."""
     parser = commands.add_parser(
         "attack",
         parents=[common],
@@ -72,12 +72,12 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         "--rivals",
         type=options.RIVALS,
         metavar="M",
-        help="classes that wda, wda++ and a3-wda try at a step unless their own settings say so "
-        "(default, the paper's: of up to ten classes all, by wda++ 5; of up to a hundred 10; of "
-        "more 20)",
+        help="rival classes that wda, wda++ and a3-wda try in a step if not set otherwise "
+        "(default, as in the paper: all for up to ten classes, but 5 for wda++; 10 for up to a "
+        "hundred; 20 for more)",
     )
     how.add_argument(
-        "--seed", type=options.SEED, default=0, help="of all that is random (default %(default)s)"
+        "--seed", type=options.SEED, default=0, help="seed of all randomness (default %(default)s)"
     )
     how.add_argument(
         "--batch-size", type=options.BATCH, metavar="B", help="samples on the device at once"
@@ -101,7 +101,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace, console: Console) -> int:
-    """Attacks and writes; what each attack left is said at once."""
+    """Attacks, and writes the results; says at once what each attack left."""
     columns = _columns(parsed)
     subject.check_places(parsed, parsed.points, parsed.plot)
     model, x, y = subject.load(parsed)
@@ -135,7 +135,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
 
 
 def _columns(parsed: argparse.Namespace) -> dict[str, Column]:
-    """What was asked for, by label; refuses what would be ignored."""
+    """The attacks that were asked for, by label; raises for options without effect."""
     found = attack_words.read("--attacks", parsed.attacks)
     if found == [attack_words.Word("table1")]:
         if parsed.kappa is not None:
@@ -153,7 +153,7 @@ def _columns(parsed: argparse.Namespace) -> dict[str, Column]:
 
 
 def _checked(found: list[attack_words.Word], parsed: argparse.Namespace) -> dict[str, Column]:
-    """The columns of some words, each of which can be done and none of which is another."""
+    """The columns of the words of ``--attacks``; raises for duplicates and impossible settings."""
     ball, order = Lp(norms.NAMES[parsed.norm]), options.ORDERS[parsed.order]
     columns: dict[str, Column] = {}
     seen, heeded = set(), parsed.rivals is None
@@ -189,24 +189,24 @@ def _checked(found: list[attack_words.Word], parsed: argparse.Namespace) -> dict
 
 
 def _with_rivals(column: Column, parsed: argparse.Namespace) -> Column:
-    """The column with ``--rivals``, if that is for it and its own settings do not say."""
+    """The column with ``--rivals``, if it applies and the column does not set rivals itself."""
     if parsed.rivals is None or column.name not in RIVALS:
         return column
     return column._replace(settings={"rivals": parsed.rivals} | column.settings)
 
 
 def _nearest(column: Column, ball: Lp) -> bool:
-    """Whether it looks for the nearest flips."""
+    """Whether it searches for the nearest flips."""
     return column.name in NEAREST or _budget(column, ball) == "none"
 
 
 def _lone(column: Column, ball: Lp) -> bool:
-    """Whether it is one attack, in which no sample's points depend on another's."""
+    """Whether it is a single attack that treats samples independently."""
     return column.name in ATTACKS and _budget(column, ball) != "data"
 
 
 def _budget(column: Column, ball: Lp) -> str:
-    """What ``eps`` binds; empty for searches of their own."""
+    """The attack's budget; empty for an ensemble."""
     made = ATTACKS[column.name](ball, **column.settings) if column.name in ATTACKS else None
     return "" if made is None else made.budget
 
@@ -220,7 +220,7 @@ def _attack(
     tick: Callable[[Progress], None],
     task: tasks.Task,
 ) -> tuple[Result, dict[str, Any]]:
-    """What one attack found, and what was measured of it."""
+    """Runs one attack: its result, ``[n]`` leaves, and what was measured."""
     split = 1.0 if column.kappa is None else column.kappa
     ball, order = Lp(norms.NAMES[parsed.norm]), column.order
     spending = {} if _nearest(column, ball) else {"kappa": split}
@@ -256,7 +256,7 @@ def _search(
     task: tasks.Task,
     how: dict[str, Any],
 ) -> tuple[Result, dict[str, int]]:
-    """What one attack found, and if it searched in bfloat16, the flips that were none."""
+    """Runs one attack and spends the budget; also counts the flips lost in bfloat16, if used."""
     name, order, eps = column.name, column.order, parsed.eps
     reach = eps * spending.get("kappa", 1.0) ** (1 / order)
     lost: dict[str, int] = {}
@@ -267,7 +267,7 @@ def _search(
         )  # fmt: skip
         return transport.spend(found, eps=eps, order=order, **spending), lost
     attack: Any = ATTACKS[name](ball, **column.settings)
-    if attack.budget == "data":  # Of all samples, also those that are errors already.
+    if attack.budget == "data":  # One budget for all samples, also for misclassified ones.
         attack, reach = dataclasses.replace(attack, order=order), eps
         how = how | {"skip_misclassified": False}
     if parsed.bfloat16:

@@ -1,6 +1,6 @@
-"""The attacks that the command line knows: a new one is one row.
+"""The attacks of the command line, one in each row.
 
-A row makes an :class:`~wdjax.core.Attack` for a ball and settings, or is a search of its own,
+A row makes an :class:`~wdjax.core.Attack` from a ball and settings, or is a function
 ``(model, x, y, *, eps, order, key, ball, **options) -> Found``.
 """
 
@@ -95,8 +95,8 @@ ATTACKS: dict[str, Callable[..., Attack]] = {
     "wda": attacks.WDA,
     "wda++": attacks.WDAPlusPlus,
 }
-"""What ``--attacks`` calls it, and what makes it for a ball and settings. ``--help`` prints the
-first paragraph of the docstring."""
+"""Attacks by name, made from a ball and settings; ``--help`` prints the first paragraph of their
+docstrings."""
 
 BOUNDED: dict[str, Search] = {
     "autoattack": autoattack,
@@ -104,22 +104,22 @@ BOUNDED: dict[str, Search] = {
     "a3": a3,
     "a3-wda": a3_wda,
 }
-"""Searches within a radius."""
+"""Ensembles within a radius."""
 
 NEAREST: dict[str, Search] = {"wda-star": wda_star}
-"""Searches for the nearest flips."""
+"""Ensembles for the nearest flips."""
 
 SEARCHES = BOUNDED | NEAREST
 METHODS: dict[str, Callable[..., Any]] = {**ATTACKS, **SEARCHES}
-"""Every name."""
+"""All attacks and ensembles by name."""
 
 _ELSEWHERE = (
     "model", "x", "y", "ball", "eps", "order", "key", "start", "only", "finisher", "checkpoint",
     "report",
 )  # fmt: skip
-"""Parameters that other options of the command set, or that no word can say."""
+"""Parameters that other options set, or that cannot be written on a command line."""
 _NAMED = ("loss", "targets", "rank", "candidates")
-"""Settings of Auto-PGD with which ``apgd-ce`` and ``apgd-dlr`` would be something else."""
+"""Settings that ``apgd-ce`` and ``apgd-dlr`` fix."""
 
 _DECLARED: dict[str, tuple[tuple[Callable[..., Any], ...], tuple[str, ...]]] = {
     "apgd-ce": ((attacks.APGD,), _NAMED),
@@ -132,22 +132,22 @@ _DECLARED: dict[str, tuple[tuple[Callable[..., Any], ...], tuple[str, ...]]] = {
     "a3-wda": ((ensembles.a3, ensembles.a3_wda), ()),
     "wda-star": ((ensembles.wda_star,), ()),
 }
-"""Where settings are declared if not by the row itself, and which of them are not to be set."""
+"""Functions that declare a row's settings if the row does not, and settings that are fixed."""
 
 
 @functools.cache
 def settings_of(name: str) -> dict[str, Any]:
-    """The settings that a method takes on the command line, and their types."""
+    """The settings that an attack takes on the command line, and their types."""
     functions, without = _DECLARED.get(name, ((METHODS[name],), ()))
     return attack_words.declared(*functions, without=(*_ELSEWHERE, *without))
 
 
 _MOST_STEPS = 10**9
-"""Steps of one search: counters have 32 bits."""
+"""Maximum number of steps of one search: counters have 32 bits."""
 
 
 def make(name: str, ball: Lp, settings: attack_words.Settings) -> Attack:
-    """An attack whose settings have been looked at as a search would look at them."""
+    """An attack, with its settings checked as a search would check them."""
     try:
         attack = ATTACKS[name](ball, **settings)
         steps = sum(stage.length for stage in attack.stages)
@@ -173,10 +173,10 @@ _CHECKS: dict[str, Callable[..., Any]] = {
 
 
 def check(name: str, ball: Lp, settings: attack_words.Settings) -> None:
-    """Refuses, before any work, settings that a method would refuse.
+    """Raises, before any work, for settings that the attack would refuse.
 
     Raises:
-      ValueError: such a setting, or a norm that the method does not take.
+      ValueError: such a setting, or a norm that the attack does not support.
     """
     if name in ATTACKS:
         make(name, ball, settings)
@@ -188,7 +188,7 @@ def check(name: str, ball: Lp, settings: attack_words.Settings) -> None:
 
 
 def described(name: str, ball: Lp, settings: attack_words.Settings) -> dict[str, Any]:
-    """All settings of a method that the command line can set, with the values that count."""
+    """All settings of an attack that the command line can set, with their values."""
     if name in ATTACKS:
         said = summary.settings(ATTACKS[name](ball, **settings))
         return {key: value for key, value in said.items() if key not in _ELSEWHERE}
@@ -207,11 +207,11 @@ RIVALS: dict[str, Callable[[int | None], Any]] = {
     "wda++": lambda count: attacks.WDAPlusPlus(rivals=count),
     "a3-wda": lambda count: attacks.WDA(rivals=count),
 }
-"""Those that choose among rivals, and who says of how many."""
+"""Attacks that choose among rivals, and functions that make the attack which knows how many."""
 
 
 class Column(NamedTuple):
-    """An attack, and what its points are spent in."""
+    """An attack, and the order and kappa with which its points are spent."""
 
     name: str
     order: float
@@ -220,7 +220,7 @@ class Column(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What results call it: ``omega_1:wda(kappa=2)``."""
+        """The name in results: ``omega_1:wda(kappa=2)``."""
         split = "" if self.kappa is None else f"(kappa={self.kappa:g})"
         return f"omega_{self.order:g}:{self.name}{split}"
 
@@ -238,4 +238,4 @@ TABLE_1 = (
     Column("a3", math.inf),
     Column("a3-wda", math.inf),
 )
-"""What ``table1`` stands for: the columns of Table 1 of Le et al."""
+"""The columns of Table 1 of Le et al., for ``table1``."""

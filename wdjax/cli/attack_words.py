@@ -1,7 +1,7 @@
-"""Attacks with settings as the command line has them: ``pgd(steps=100, loss=margin), fast``.
+"""Parses attacks with settings, as in ``pgd(steps=100, loss=margin), fast``.
 
-The grammar is read by two regular expressions of linear time and by nothing that evaluates, so that
-no text can do more than be refused.
+Two regular expressions of linear time read the grammar, and nothing is evaluated, so that a
+text can at worst be refused.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from wdjax import losses
 from wdjax.cli import options
 
 _LONGEST = 4000
-"""Characters of a list of attacks."""
+"""Maximum number of characters in a list of attacks."""
 _ATTACK = re.compile(r"[\s,]*([^\s,()=]+)\s*(?:\(((?:[^()]|\([^()]*\))*)\))?\s*(?:,|$)")
 _SETTING = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(\([^()]*\)|[^\s,()=]+)\s*(?:,\s*|$)")
 _COUNT, _NUMBER = options.Range(0, 10**6, whole=True), options.Range(0, 1e6)
@@ -27,18 +27,18 @@ Settings = dict[str, Any]
 
 
 class Word(NamedTuple):
-    """An attack as it is written."""
+    """An attack as written on the command line."""
 
     name: str
     settings: str = ""
-    """What stands between its parentheses."""
+    """The text between its parentheses."""
 
 
 def read(option: str, text: str) -> list[Word]:
-    """The attacks of a list, in order, with what stands in their parentheses.
+    """The attacks of a list, in order, with the text in their parentheses.
 
     Raises:
-      ValueError: text that is no such list.
+      ValueError: a text that is not such a list.
 
     >>> read("--attacks", "pgd(steps=5, widths=(2,1)), fast")
     [Word(name='pgd', settings='steps=5, widths=(2,1)'), Word(name='fast', settings='')]
@@ -59,7 +59,7 @@ def read(option: str, text: str) -> list[Word]:
 
 
 def declared(*functions: Callable[..., Any], without: Sequence[str] = ()) -> dict[str, Any]:
-    """The parameters of classes or functions, and their types; those left out are set elsewhere.
+    """The parameters of classes or functions and their types, except those in ``without``.
 
     >>> from wdjax import attacks
     >>> list(declared(attacks.PGD, without=("ball",)))[:2]
@@ -74,11 +74,11 @@ def declared(*functions: Callable[..., Any], without: Sequence[str] = ()) -> dic
 
 
 def typed(word: Word, kinds: Mapping[str, Any]) -> Settings:
-    """The settings of an attack in the types that it declares.
+    """The settings of an attack, converted to their declared types.
 
     Args:
-      word: what is written.
-      kinds: the settings that exist, and their types, as :func:`declared` tells them.
+      word: the attack as written.
+      kinds: the attack's settings and their types, from :func:`declared`.
 
     Raises:
       ValueError: an unknown setting, one given twice, a value of another type or out of range.
@@ -109,7 +109,7 @@ def typed(word: Word, kinds: Mapping[str, Any]) -> Settings:
 
 
 def _value(text: str, hint: Any) -> Any:
-    """A value of one of the types that ``hint`` allows."""
+    """A text converted to one of the types that ``hint`` allows."""
     whole = typing.get_origin(hint) in (None, tuple, _FUNCTION)
     kinds = {typing.get_origin(one) or one for one in ([hint] if whole else typing.get_args(hint))}
     if type(None) in kinds and text.lower() == "none":
@@ -151,7 +151,7 @@ def _loss(text: str) -> Callable[..., Any]:
 
 
 def _of_outputs(function: Callable[..., Any]) -> bool:
-    """Whether it is called as ``function(out, y)``."""
+    """Whether the function is called as ``function(out, y)``."""
     needed = [
         one
         for one in inspect.signature(function).parameters.values()
@@ -161,7 +161,7 @@ def _of_outputs(function: Callable[..., Any]) -> bool:
 
 
 def label(name: str, settings: Mapping[str, Any]) -> str:
-    """What results call an attack with settings.
+    """The name of an attack with settings, in results.
 
     >>> label("pgd", {"steps": 5, "loss": losses.margin}), label("fast", {})
     ('pgd(steps=5, loss=margin)', 'fast')

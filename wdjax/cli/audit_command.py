@@ -1,4 +1,4 @@
-"""``python -m wdjax audit``: two nets on digits, bounded from both sides, as a page."""
+"""``python -m wdjax audit``: attacks and certificates of two nets on digits, as a page."""
 
 import argparse
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from wdjax.report import audit, page, plots, summary
 from wdjax.report.evidence import Sandwich
 
 BROKEN = 3
-"""The exit code where a statement that must hold is broken."""
+"""The exit code if an invariant is broken."""
 
 RADII = (0.0, 0.01, 0.02, 0.03, 0.045, 0.06, 0.09, 0.12)
 SIZES = (64, 64, 64, 10)
@@ -27,7 +27,7 @@ _EXAMPLES = """examples:
 
 
 class Recipe(NamedTuple):
-    """What a model is trained with."""
+    """How a model is trained."""
 
     epochs: int = 30
     batch_size: int = 128
@@ -44,7 +44,7 @@ RECIPES = {
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Declares the command."""
+    """Adds the command."""
     parser = commands.add_parser(
         "audit",
         parents=[common],
@@ -69,14 +69,14 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         help="test digits to attack and certify, at most 350 (default %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=options.SEED, default=0, help="of all that is random (default %(default)s)"
+        "--seed", type=options.SEED, default=0, help="seed of all randomness (default %(default)s)"
     )
     subject.declare_checkpoint(parser)
     parser.set_defaults(command=run)
 
 
 def run(parsed: argparse.Namespace, console: Console) -> int:
-    """Trains, measures, writes, then prints."""
+    """Trains, measures and writes, then prints."""
     subject.check_places(parsed, parsed.out / "report.html")
     split = data.digits()
     samples = split.test.take(parsed.samples)
@@ -117,7 +117,7 @@ def _measured(
     show: Callable[[audit.Step], None],
     task: tasks.Task,
 ) -> dict[str, Any]:
-    """All that the report says and shows of one model."""
+    """Trains and audits one model: its JSON, figures and pictures for the page."""
     (name, recipe), salt = [*RECIPES.items()][number], [*RECIPES][number].split()[0]
     key = jax.random.key(parsed.seed)
     model = training.train(
@@ -145,7 +145,7 @@ def _measured(
 
 
 def _words(model: Model, recipe: Recipe, samples: int) -> str:
-    """What the model is and how it was trained."""
+    """The model and its training, in words."""
     count = sum(leaf.size for leaf in jax.tree.leaves(model))
     said = (
         f"A multilayer perceptron {'-'.join(map(str, SIZES))} with ReLU and {count} parameters, "

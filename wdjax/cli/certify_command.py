@@ -1,4 +1,4 @@
-"""``python -m wdjax certify``: what no attack can do to a PyTorch checkpoint."""
+"""``python -m wdjax certify``: certificates for a PyTorch checkpoint."""
 
 import argparse
 import collections
@@ -30,7 +30,7 @@ _EXAMPLES = """examples:
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Declares the command."""
+    """Adds the command."""
     parser = commands.add_parser(
         "certify",
         parents=[common],
@@ -69,7 +69,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         "--batch-size",
         type=options.BATCH,
         metavar="B",
-        help="samples, or votes, on the device at once (default 64; of votes what is fast)",
+        help="samples, or votes, on the device at once (default 64; for votes a fast number)",
     )
     smoothing_command.declare(parser.add_argument_group("how, by smoothing"))
     out = subject.declare_out(parser)
@@ -83,7 +83,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace, console: Console) -> int:
-    """Certifies, writes, then says what is verified."""
+    """Certifies and writes, then says how many samples are verified."""
     smoothing_command.check(parsed)
     subject.check_places(parsed, parsed.radii)
     model, x, y = subject.load(parsed)
@@ -124,7 +124,7 @@ def _margins(
     how: dict[str, Any],
     console: Console,
 ) -> tuple[certify.Certificate, tasks.Spent]:
-    """What is verified by bounds of margins, and what that took."""
+    """Certifies by bounds of margins; also returns what it spent."""
     how |= {"method": parsed.method, "steps": parsed.steps, "seconds": parsed.seconds}
     with console.search("certify") as tick:
 
@@ -138,7 +138,7 @@ def _margins(
 def _content(
     parsed: argparse.Namespace, found: certify.Certificate, spent: tasks.Spent
 ) -> dict[str, Any]:
-    """What is written as JSON."""
+    """The content of the JSON."""
     left = {
         f"omega_{name}": float(certify.certified_accuracy(found.radius, parsed.eps, order))
         for name, order in options.ORDERS.items()

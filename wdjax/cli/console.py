@@ -1,7 +1,7 @@
-"""What a command says and shows while it works: results, warnings, bars.
+"""Output of a command: results, warnings, progress bars.
 
-A stream that cannot be written to, a full disk or a pipe whose reader has gone, never ends the
-work: it is remembered, and the exit code tells once all files are written.
+A stream that cannot be written to (a full disk, a closed pipe) never ends the work: the failure
+is remembered, and sets the exit code once all files are written.
 """
 
 import errno
@@ -18,20 +18,20 @@ from wdjax.core import Progress
 from wdjax.report.audit import Step
 
 UNPRINTED = 4
-"""The exit code where standard output could not be written."""
+"""The exit code if standard output could not be written."""
 PIPE_CLOSED = 141
-"""The same where its reader has gone: that of a program which SIGPIPE ended."""
+"""The exit code if the reader of standard output has gone, as after SIGPIPE."""
 
 _COUNT = "{desc}: {n_fmt}/{total_fmt} [{elapsed}] {postfix}"
-"""Steps of different lengths have no rate."""
+"""The bar's format, without a rate, since steps differ in length."""
 
 
 class Console:
-    """Where words go: errors and warnings always to stderr.
+    """A command's streams; errors and warnings always go to stderr.
 
     Args:
-      quiet: say nothing but warnings and errors.
-      data: standard output is the result's alone, and everything else goes to stderr.
+      quiet: print warnings and errors only.
+      data: standard output is for the result alone; everything else goes to stderr.
     """
 
     def __init__(self, quiet: bool = False, data: bool = False) -> None:
@@ -39,21 +39,21 @@ class Console:
         self._failed: Exception | None = None
 
     def say(self, text: str) -> None:
-        """News or a result for a reader."""
+        """Prints news or a result for a reader."""
         if not self.quiet:
             (self._err if self._data else self.result)(f"{text}\n")
 
     def warn(self, text: str) -> None:
-        """What a reader must know before believing a result."""
+        """Prints what a reader must know before believing a result."""
         self._err(f"{text}\n")
 
     def result(self, text: str) -> None:
-        """To standard output, as it is."""
+        """Writes to standard output, unchanged."""
         if self._failed is None:
             self._failed = write(sys.stdout, text)
 
     def code(self, code: int) -> int:
-        """The exit code of a command that ended with ``code``, by what became of its words."""
+        """The exit code of a command that ended with ``code``, or of a failure to print."""
         if self._failed is None:
             return code
         if getattr(self._failed, "errno", None) == errno.EPIPE:
@@ -62,12 +62,12 @@ class Console:
         return code or UNPRINTED
 
     def _err(self, text: str) -> None:
-        """Where this fails, there is nowhere left to say so."""
+        """Writes to stderr; a failure cannot be reported anywhere."""
         write(sys.stderr, text)
 
     @contextmanager
     def steps(self, name: str) -> Iterator[Callable[[Step], None]]:
-        """A bar of an audit's steps, and what moves it. Nothing is drawn in a pipe."""
+        """A bar of an audit's steps, and the function that moves it. Nothing is drawn in a pipe."""
         with tqdm(disable=self._hidden, desc=name, bar_format=_COUNT) as bar:
             bar.set_postfix_str("training")
 
@@ -81,9 +81,9 @@ class Console:
 
     @contextmanager
     def search(self, name: str) -> Iterator[Callable[[Progress], None]]:
-        """A bar of a search's steps, and what moves it.
+        """A bar of a search's steps, and the function that moves it.
 
-        Its rate is the mean since the first round, which spends its time on compilation.
+        Its rate is the mean since the end of the first round, which includes compilation.
         """
         with tqdm(disable=self._hidden, unit="step", desc=name, smoothing=0) as bar:
             began = False
@@ -100,12 +100,12 @@ class Console:
 
     @property
     def _hidden(self) -> bool | None:
-        """None: hidden where stderr is no terminal."""
+        """True to hide bars; None to hide them only if stderr is no terminal."""
         return True if self.quiet or sys.stderr is None else None
 
 
 def write(stream: TextIO | None, text: str) -> Exception | None:
-    """Writes a text now, with escapes for what the stream cannot encode; returns what failed."""
+    """Writes and flushes a text, with escapes where needed; returns the error, if any."""
     if stream is None:  # Closed before the process began.
         return OSError(errno.EBADF, os.strerror(errno.EBADF)) if text else None
     encoding = getattr(stream, "encoding", None) or "utf-8"

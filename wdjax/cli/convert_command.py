@@ -1,4 +1,4 @@
-"""``python -m wdjax convert``: a PyTorch or RobustBench checkpoint becomes a model."""
+"""``python -m wdjax convert``: converts a PyTorch or RobustBench checkpoint."""
 
 import argparse
 from typing import Any
@@ -14,7 +14,7 @@ _EXAMPLES = """examples:
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Declares the command."""
+    """Adds the command."""
     parser = commands.add_parser(
         "convert",
         parents=[common],

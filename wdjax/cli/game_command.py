@@ -1,4 +1,4 @@
-"""``python -m wdjax game``: defences that adapt at test time, played on digits."""
+"""``python -m wdjax game``: games against defences that adapt at test time, on digits."""
 
 import argparse
 import dataclasses
@@ -28,11 +28,11 @@ _SETTINGS = attack_words.declared(
     SpaceAttack,
     without=("inner", "loss", "judge", "begin", "legs", "reduce", "keep", "batch_size"),
 )
-"""Settings of attacks that leave what their names say, and their types."""
+"""Settings that can be changed without changing what an attack's name means, with types."""
 _ONE_LOOK = ("transfer", "pgd-skip")
-"""Attacks, by how their names begin, that look once at one model, in one iteration."""
+"""Prefixes of names of attacks with a single iteration."""
 _MOST_MODELS = 1001
-"""Models of a bank, all in memory."""
+"""Maximum number of models in a bank, all of which are in memory."""
 _DEFAULT = "rmc,dent,dann,tadv,urejectron"
 
 _EXAMPLES = """examples:
@@ -42,7 +42,7 @@ _EXAMPLES = """examples:
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Declares the command."""
+    """Adds the command."""
     words = {name: digits.CASES[cases[0]] for name, cases in FAMILIES.items()}
     parser = commands.add_parser(
         "game",
@@ -89,7 +89,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace, console: Console) -> int:
-    """Plays and writes; what each game left is said at once."""
+    """Plays the games and writes; says at once what each game left."""
     cases = _cases(parsed.defense)
     wanted = _wanted(parsed, cases)
     subject.check_places(parsed)
@@ -116,7 +116,7 @@ def _cases(text: str) -> list[str]:
 
 
 def _wanted(parsed: argparse.Namespace, cases: list[str]) -> list[attack_words.Word] | None:
-    """``--attacks``, each of which some case must have, with settings that it takes."""
+    """The attacks of ``--attacks``; raises for one that no case has, or bad settings."""
     if parsed.attacks is None:
         return None
     wanted = attack_words.read("--attacks", parsed.attacks)
@@ -136,10 +136,10 @@ def _wanted(parsed: argparse.Namespace, cases: list[str]) -> list[attack_words.W
 def _chosen(
     rows: dict[str, Row], wanted: list[attack_words.Word] | None
 ) -> dict[str, tuple[str, Row]]:
-    """By label, the names and rows that are wanted of a case, with their settings; all if None.
+    """The wanted attacks of a case with their settings, by label; all if ``wanted`` is None.
 
     Raises:
-      ValueError: settings that an attack does not take, or an attack that is wanted twice.
+      ValueError: settings that an attack does not take, or an attack given twice.
     """
     if wanted is None:
         return {name: (name, row) for name, row in rows.items()}
@@ -179,7 +179,7 @@ def _case(
     work: tasks.Tasks,
     console: Console,
 ) -> dict[str, Any]:
-    """All games of a defence under one seed."""
+    """Plays all games of a defence under one seed; returns their entry in the JSON."""
     case, train, test = digits.case(name, seed, parsed.iterations)
     size, count = _fitting(case, parsed.samples)
     key = jax.random.key(seed)
@@ -191,7 +191,7 @@ def _case(
 
     @functools.cache
     def ready() -> tuple[Defense, Any]:
-        """The defence and its memory: trained when the first game is played that was not yet."""
+        """The defence and its memory, trained when the first game needs them."""
         defense = case.build()
         return defense, transductive.prepare(defense, *train, key=jax.random.fold_in(key, 1))
 
@@ -235,7 +235,7 @@ def _play(
 
 
 def _fitting(case: DigitsCase, samples: int | None) -> tuple[int, int]:
-    """Inputs a round, and inputs; pools of two rounds need an even number of them."""
+    """Inputs in a round, and in total; pools of two rounds need an even number of rounds."""
     count = case.inputs if samples is None else min(samples, case.inputs)
     if case.size is None:
         return count, count
@@ -258,7 +258,7 @@ def _share(found: Share) -> dict[str, float]:
 
 
 def _measured(found: GameReport, row: Row) -> dict[str, Any]:
-    """What was measured, with its settings."""
+    """The measurements of a game, with its settings."""
     measured: dict[str, Any] = {
         name: _share(getattr(found, name))
         for name in (

@@ -1,4 +1,4 @@
-"""``python -m wdjax image-attack``: how far mass must move in the images of a checkpoint."""
+"""``python -m wdjax image-attack``: attacks that move mass between pixels."""
 
 import argparse
 import dataclasses
@@ -30,7 +30,7 @@ _EXAMPLES = """examples:
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Declares the command."""
+    """Adds the command."""
     parser = commands.add_parser(
         "image-attack",
         parents=[common],
@@ -85,7 +85,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace, console: Console) -> int:
-    """Attacks and writes; what each radius leaves is said at once."""
+    """Attacks and writes; says at once what each radius leaves."""
     ks, window = sorted(parsed.k), None if parsed.window == "full" else int(parsed.window)
     ball = image.ImageWasserstein(window, parsed.power, parsed.channels)
     subject.check_places(parsed, parsed.points, parsed.radii)
@@ -146,7 +146,7 @@ def _seconds(spent: tasks.Spent, samples: int) -> dict[str, float]:
 
 
 def _content(parsed: argparse.Namespace, samples: int, clean: float) -> dict[str, Any]:
-    """What is written as JSON, but for results and radii."""
+    """The content of the JSON, except results and radii."""
     return {
         "schema": SCHEMA,
         "versions": summary.versions(),
@@ -163,7 +163,7 @@ def _content(parsed: argparse.Namespace, samples: int, clean: float) -> dict[str
 
 
 def _window(text: str) -> str:
-    """``--window``: pixels, or anywhere."""
+    """``--window``: a number of pixels, or ``full``."""
     return text if text == "full" else str(options.WINDOW(text))
 
 
@@ -177,7 +177,7 @@ def _attack(
     tick: Callable[[Progress], None],
     task: tasks.Task,
 ) -> Found:
-    """Who survives ``eps``; what a smaller radius broke is inside this one."""
+    """Attacks the samples that survived smaller radii; their flips are inside this one, too."""
     known = [*before.values()][-1] if before else None
     left = None if known is None else np.asarray(known.correct & ~known.success)
     if known is not None and left is not None and not left.any():
@@ -192,7 +192,7 @@ def _kept(task: tasks.Task, tick: Callable[[Progress], None]) -> dict[str, Any]:
 
 
 def _light(found: Found) -> Found:
-    """Without the plans: costs are measured, and nothing here asks for them again."""
+    """The result without its plans, which are not needed after costs are measured."""
     return jax.device_get(dataclasses.replace(found, proof=None))
 
 
@@ -201,7 +201,7 @@ def _robust(found: Found) -> float:
 
 
 def _measured(found: Found, x: np.ndarray, eps: float, high: float) -> dict[str, float]:
-    """Of the points themselves, in float64."""
+    """Measurements of the points themselves, in float64."""
     before, after = (np.asarray(part, np.float64) for part in (x, found.x_adv))
     mass = before.sum(axis=(1, 2, 3))
     drift = np.abs(after.sum(axis=(1, 2, 3)) - mass) / np.where(mass > 0, mass, 1.0)
@@ -221,12 +221,12 @@ def _least(
     tick: Callable[[Progress], None],
     task: tasks.Task,
 ) -> Found:
-    """The nearest flips."""
+    """The nearest flips, for ``--radii``."""
     return _light(image.minimum_radius(model, x, y, **how, **_kept(task, tick)))
 
 
 def _radii(found: Found, pixels: int) -> tuple[bytes, dict[str, Any]]:
-    """The archive of ``--radii``, and what is said of it."""
+    """The archive of ``--radii``, and its summary for the JSON."""
     radius = np.where(found.success, found.cost, np.inf)
     buffer = io.BytesIO()
     np.savez_compressed(

@@ -1,4 +1,4 @@
-"""``python -m wdjax certify --method lipschitz``: what Lipschitz constants prove."""
+"""``python -m wdjax certify --method lipschitz``: certificates by Lipschitz constants."""
 
 import argparse
 from typing import Any
@@ -15,7 +15,7 @@ METHOD = "lipschitz"
 _ARRAYS = ("correct", "margin", "radius")
 
 _WIDE = 512
-"""Neurons in a layer from which quadratic constraints take minutes."""
+"""Width of a layer from which on quadratic constraints take minutes."""
 
 
 def verified(
@@ -26,9 +26,9 @@ def verified(
     y: AnyArray,
     **how: Any,
 ) -> tuple[certify.Certificate, dict[str, Any], tasks.Spent]:
-    """What is verified by local constants, what the JSON has besides, and what both took.
+    """Certificates by local constants, the JSON's further content, and what both spent.
 
-    That is the bound ``E_N + L eps`` of the cross-entropy over Omega_1, on the box.
+    The further content is the bound ``E_N + L eps`` of the expected cross-entropy over Omega_1.
     """
     widest = max(lipschitz.as_chain(model, x).widths, default=0)
     by: lipschitz.Method = "sdp" if widest <= _WIDE else "zonotope"

@@ -1,4 +1,4 @@
-"""``python -m wdjax nppr``: probabilistic robustness of a PyTorch checkpoint, of every kind."""
+"""``python -m wdjax nppr``: NPPR, PR and AR of a PyTorch checkpoint."""
 
 import argparse
 from collections.abc import Callable
@@ -31,7 +31,7 @@ _EXAMPLES = """examples:
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Declares the command."""
+    """Adds the command."""
     parser = commands.add_parser(
         "nppr",
         parents=[common],
@@ -49,7 +49,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         "--mode",
         default="joint",
         metavar="LIST",
-        help=f"what distributions depend on: some of {', '.join(nppr.MODES)}; paper for its four, "
+        help=f"what the noise depends on: some of {', '.join(nppr.MODES)}; paper for its four, "
         "all for all (default %(default)s)",
     )
     how.add_argument(
@@ -100,7 +100,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace, console: Console) -> int:
-    """Fits, measures and writes; every number is said at once."""
+    """Fits, measures and writes; says every number at once."""
     modes = _modes(parsed.mode)
     if parsed.rare and parsed.norm != "linf":
         raise ValueError(f"--rare is for --norm linf, got {parsed.norm}.")
@@ -164,7 +164,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
 
 
 def _modes(text: str) -> list[nppr.Mode]:
-    """``--mode``."""
+    """The modes of ``--mode``."""
     known = {"paper": families.PAPER, "all": nppr.MODES}
     if text in known:
         return [*known[text]]
@@ -201,7 +201,7 @@ def _measure(parsed: argparse.Namespace, model: Model, own: Any, x: Any, y: Any)
 
 
 def _noises(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Every fixed distribution that the norm has."""
+    """The fixed distributions that the norm has, by name."""
     ball, eps = _ball(parsed), parsed.eps
     kinds: dict[str, Any] = {
         "uniform": distributions.UniformBall(eps, ball),
@@ -222,7 +222,7 @@ def _fixed(
 def _rare(
     parsed: argparse.Namespace, model: Model, held: Any, shares: list[float], task: tasks.Task
 ) -> list[dict[str, Any]]:
-    """Of samples all of whose copies survived: probabilities of failure, and what they lack."""
+    """Failure probabilities under uniform noise of the first samples whose copies all survived."""
     own, key = distributions.UniformBall(parsed.eps, _ball(parsed)), jax.random.key(parsed.seed + 3)
     x, y, right = correct_inputs(model, own, *held)
     safe = np.flatnonzero(right)[np.asarray(shares) == 1]
@@ -248,7 +248,7 @@ def _rare(
 def _attacked(
     parsed: argparse.Namespace, model: Model, held: Any, tick: Any, task: tasks.Task
 ) -> dict[str, Any]:
-    """AR of PGD-20, and of everything, with the interval of a count."""
+    """AR under PGD-20, and under all attacks with a binomial interval."""
     ball = _ball(parsed)
     how: dict[str, Any] = {"eps": parsed.eps, "key": jax.random.key(parsed.seed)}
     how["callback"] = task.heard(tick)
@@ -275,7 +275,7 @@ def _fitted(
     held: Any,
     task: tasks.Task,
 ) -> dict[str, Any]:
-    """A fit, and what survives it."""
+    """Fits a distribution on ``train`` and counts what survives it on ``held``."""
     family = nppr.Family(
         mode=mode,
         components=parsed.components,
@@ -313,10 +313,10 @@ def _fitted(
 def _inequalities(
     attacked: dict[str, Any], fitted: dict[str, Any], fixed: dict[str, Any]
 ) -> dict[str, bool]:
-    """AR <= NPPR <= PR, and what depends on more is not larger than what depends on nothing.
+    """Whether AR <= NPPR <= PR, and whether NPPR is at most that of the independent mode.
 
-    Each by the ends of the two intervals that could touch. The first claim is Proposition 1 of the
-    paper, the other Proposition 2.
+    Each claim is tested by the ends of two intervals that could touch. The first is the paper's
+    Proposition 1, the other Proposition 2.
     """
     ends = "interval_of_population"
     claims = {}
@@ -333,7 +333,7 @@ def _inequalities(
 def _prbench(
     parsed: argparse.Namespace, model: Model, held: Any, train: Any, task: tasks.Task
 ) -> Any:
-    """PRBench's fields, which are of the linf ball."""
+    """PRBench's measures, which are for the linf ball; None for other norms."""
     if parsed.norm != "linf":
         return None
     key = jax.random.key(parsed.seed + 2)

@@ -1,4 +1,4 @@
-"""Types of options, and what their help says."""
+"""Types of options, and the help on attacks."""
 
 import argparse
 import dataclasses
@@ -17,7 +17,7 @@ _REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|[+-]?inf|nan
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """A kind of number: what it may be, as the type of an option.
+    """A range of numbers, as the type of an option.
 
     >>> Range(0, 1e6)("8/255") == 8 / 255, Range(1, 9, whole=True)("3")
     (True, 3)
@@ -28,7 +28,7 @@ class Range:
     whole: bool = False
 
     def __call__(self, text: str) -> Any:
-        """The number, in ASCII and without ornament: Python's own readers take more."""
+        """The number, plain ASCII only: Python's own parsers accept more."""
         value = _whole(text) if self.whole else _real(text)
         if not self.low <= value <= self.high:
             kind = "a whole number of" if self.whole else "finite and"
@@ -57,13 +57,13 @@ def _real(text: str) -> float:
 
 
 def shown(text: str) -> str:
-    """What came, without what a terminal would obey, and not all of it."""
+    """A user's text for a message, escaped and shortened."""
     return ascii(text if len(text) <= 60 else f"{text[:50]}... ({len(text)} characters)")
 
 
-# Every number of every command. The ends are far beyond use, and far within what the work can take:
-# float32 for reals, 32 bits for seeds and counters, memory for sizes.
-SEED = Range(0, 2**31 - 9, whole=True)  # Commands take a few seeds in a row.
+# Ranges of all numbers of all commands: far wider than needed, and far within what the work can
+# take (float32 for reals, 32 bits for seeds and counters, memory for sizes).
+SEED = Range(0, 2**31 - 9, whole=True)  # Commands use a few consecutive seeds.
 SAMPLES = Range(1, 2**31 - 1, whole=True)
 BATCH = Range(1, 2**20, whole=True)
 DRAWS = Range(1, 10**7, whole=True)
@@ -87,7 +87,7 @@ PAUSE = Range(0, 1e9)
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
-    """A list of numbers of a kind, such as ``5,10,20``, each once: as the type of an option.
+    """A list of different numbers, such as ``5,10,20``, as the type of an option.
 
     >>> Numbers(SEED)("0,1")
     [0, 1]
@@ -108,12 +108,12 @@ class Numbers:
 
 
 def words(text: str) -> list[str]:
-    """The words of a list."""
+    """The words of a comma-separated list."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def glossary(table: dict[str, Any]) -> str:
-    """A table's names, each with the first paragraph of its docstring."""
+    """The names of a table, each with the first paragraph of its docstring."""
     width = max(map(len, table)) + 4
     return "\n".join(
         textwrap.fill(

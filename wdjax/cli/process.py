@@ -1,4 +1,4 @@
-"""What a command asks of the process it runs in: signals, streams, a cache of compiled programs."""
+"""The process of a command: signals, streams, a cache of compiled programs."""
 
 import _thread
 import contextlib
@@ -19,23 +19,23 @@ TERMINATED = 128 + signal.SIGTERM
 INTERRUPTED = 128 + signal.SIGINT
 
 _WORTH = 0.0
-"""Programs that compile faster than so many seconds are not kept."""
+"""Seconds of compilation below which a program is not cached."""
 
 
 _AGAIN = 1.0
-"""Seconds after which a signal that did not end the command is given again."""
+"""Seconds after which a signal that did not end the command is sent again."""
 
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Within it SIGTERM unwinds the stack as Ctrl-C does, so that nothing is left half done.
+    """A context in which SIGTERM unwinds the stack like Ctrl-C, so that nothing is left half done.
 
-    Either may arrive while Python runs something whose exceptions are dropped, such as a callback
-    of the garbage collector or an attribute that C code asks for; it is given again until it is
-    heard.
+    A signal may arrive while Python runs code whose exceptions are dropped, such as a garbage
+    collector's callback or an attribute looked up by C code; it is then sent again until it takes
+    effect.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # Only the main thread is told of signals.
+        yield  # Only the main thread receives signals.
         return
     given: list[tuple[signal.Signals, float]] = []
     ended = threading.Event()
@@ -53,7 +53,7 @@ def terminable() -> Iterator[None]:
         if not given:
             unraisable(lost)
 
-    # Whoever made the process deaf to Ctrl-C, as shells do in the background, has it so.
+    # If Ctrl-C was ignored when the process began, as in a shell's background, it stays ignored.
     minds = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
     numbers = (signal.SIGINT, signal.SIGTERM) if minds else (signal.SIGTERM,)
     before = {number: signal.signal(number, leave) for number in numbers}
@@ -69,7 +69,7 @@ def terminable() -> Iterator[None]:
 
 
 def _interrupt(number: signal.Signals) -> None:
-    """Gives the main thread a signal, also where it waits."""
+    """Sends the main thread a signal, even while it waits."""
     if hasattr(signal, "pthread_kill"):
         signal.pthread_kill(threading.main_thread().ident or 0, number)
     else:
@@ -77,7 +77,7 @@ def _interrupt(number: signal.Signals) -> None:
 
 
 def cache_folder() -> Path | None:
-    """The user's folder for what can be made again; None for a user who has no home."""
+    """The user's cache folder, or None for a user without a home."""
     named = {"win32": "LOCALAPPDATA", "darwin": ""}.get(sys.platform, "XDG_CACHE_HOME")
     usual = {"win32": "AppData/Local", "darwin": "Library/Caches"}.get(sys.platform, ".cache")
     base = os.environ.get(named) or os.path.expanduser(f"~/{usual}")
@@ -87,12 +87,12 @@ def cache_folder() -> Path | None:
 
 @contextlib.contextmanager
 def compilation_cache(wanted: bool) -> Iterator[None]:
-    """Within it compiled programs are kept, so that a command's second run does not compile.
+    """A context in which compiled programs are cached on disk, for the command's next run.
 
-    A folder that is set already, as by ``JAX_COMPILATION_CACHE_DIR``, is kept to.
+    A cache folder that is set already, as by ``JAX_COMPILATION_CACHE_DIR``, is used.
 
     Args:
-      wanted: with False nothing is read or kept at all.
+      wanted: with False nothing is read from or written to a cache.
     """
     folder = cache_folder()
     settings = {
@@ -114,7 +114,7 @@ def compilation_cache(wanted: bool) -> Iterator[None]:
 
 
 def silence_lost_streams() -> None:
-    """Lets what a stream could not take go nowhere, or the interpreter tries again as it ends."""
+    """Redirects broken streams to nowhere, so that the interpreter's last flush cannot fail."""
     for stream in (sys.stdout, sys.stderr):
         if write(stream, "") is not None:
             with contextlib.suppress(OSError, ValueError):
@@ -129,8 +129,7 @@ _COMPILING = (
 
 
 class Clock:
-    """Counts what is spent from now on: seconds of the wall, of the CPU, and, as JAX says, of
-    compilation."""
+    """Measures what is spent from now on: wall-clock and CPU seconds, and JAX's compile seconds."""
 
     def __init__(self) -> None:
         self._compiling = 0.0

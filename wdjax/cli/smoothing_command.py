@@ -19,7 +19,7 @@ SCHEMA = "wdjax.smoothing/1"
 METHOD = "smoothing"
 
 IMAGES = "w1"
-"""The norm that only this method has: mass that moves between the pixels of an image."""
+"""A norm of this method only: mass that moves between the pixels of an image."""
 
 Added: TypeAlias = noise.Gaussian | noise.Laplace | noise.Uniform | noise.Flow
 
@@ -33,7 +33,7 @@ _OWN = ("sigma", "noise", "test", *_DEFAULTS)
 
 
 def declare(group: Any) -> None:
-    """The options that only this method has; None where they are not given."""
+    """Adds the options of this method; None if they are not given."""
     group.add_argument(
         "--sigma", type=options.DEVIATION, metavar="S", help="standard deviation of the noise"
     )
@@ -76,7 +76,7 @@ def declare(group: Any) -> None:
 
 
 def check(parsed: argparse.Namespace) -> None:
-    """Refuses options that do not go together, before any work."""
+    """Raises, before any work, for options that do not go together."""
     given = [name for name in _OWN if getattr(parsed, name) is not None]
     if parsed.method != METHOD:
         if given:
@@ -97,7 +97,7 @@ def run(
     y: np.ndarray,
     console: Console,
 ) -> int:
-    """Certifies, writes, then says what is verified."""
+    """Certifies and writes, then says how many samples are verified."""
     own = {name: getattr(parsed, name) for name in _OWN}
     own = {name: _DEFAULTS.get(name) if value is None else value for name, value in own.items()}
     own["test"] = own["test"] or "sequential"
@@ -132,6 +132,7 @@ def _certify(
     task: tasks.Task,
     tick: Callable[[Progress], None],
 ) -> smoothing.SmoothedCertificate:
+    """Certifies by votes; ``own`` are this method's options with defaults, ``how`` the test's."""
     return smoothing.certify(
         model,
         x,
@@ -149,7 +150,7 @@ def _certify(
 def _content(
     parsed: argparse.Namespace, own: dict[str, Any], found: smoothing.SmoothedCertificate
 ) -> dict[str, Any]:
-    """What is written as JSON."""
+    """The content of the JSON."""
     return {
         **subject.described(parsed, SCHEMA, len(found.correct)),
         "method": METHOD,

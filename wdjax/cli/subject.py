@@ -1,4 +1,4 @@
-"""What commands work on, a converted checkpoint and samples, and where their results go."""
+"""The model and samples that commands work on, and where their results go."""
 
 import argparse
 import math
@@ -24,7 +24,7 @@ _ELSEWHERE |= {"weights", "data", "batch_size", "command"}
 
 
 def declare(parser: argparse.ArgumentParser, title: str) -> None:
-    """The options that say which model, and on what."""
+    """Adds the options for model and samples."""
     what = parser.add_argument_group(title)
     what.add_argument("--arch", required=True, help="such as mlp, wong_mnist, resnet2b")
     what.add_argument("--weights", required=True, type=Path, metavar="FILE", help="the checkpoint")
@@ -41,7 +41,7 @@ def declare(parser: argparse.ArgumentParser, title: str) -> None:
 
 
 def declare_budget(group: Any, *more: str) -> None:
-    """The options that say how far; ``more`` names further norms than l_r."""
+    """Adds the options for norm and budget; ``more`` names norms besides l1, l2 and linf."""
     choices = [*sorted(norms.NAMES), *more]
     group.add_argument("--norm", required=True, choices=choices, help="of a move")
     group.add_argument(
@@ -50,7 +50,7 @@ def declare_budget(group: Any, *more: str) -> None:
 
 
 def declare_out(parser: argparse.ArgumentParser) -> Any:
-    """The group of what is written, the JSON first."""
+    """Adds the options for output, JSON first; returns their group."""
     group = parser.add_argument_group("what is written")
     group.add_argument("--json", required=True, metavar="OUT", help="a file, or - for stdout")
     declare_checkpoint(group)
@@ -58,13 +58,13 @@ def declare_out(parser: argparse.ArgumentParser) -> Any:
 
 
 def declare_checkpoint(group: Any) -> None:
-    """The options of work that can be interrupted."""
+    """Adds the options for checkpoints."""
     group.add_argument(
         "--checkpoint",
         type=Path,
         metavar="DIR",
-        help="a folder to save the work to: interrupted or killed at any moment and begun anew, "
-        "the same command goes on from there to the same result",
+        help="a folder for checkpoints: interrupted or killed at any moment and run again, "
+        "the same command continues to an equal result",
     )
     group.add_argument(
         "--every",
@@ -75,7 +75,7 @@ def declare_checkpoint(group: Any) -> None:
 
 
 def check_places(parsed: argparse.Namespace, *paths: Path | None) -> None:
-    """Refuses before the work what could not be written during it or after it."""
+    """Raises, before any work, if an output or the checkpoint could not be written."""
     json = getattr(parsed, "json", "-")
     for path in (*paths, None if json == "-" else json):
         if path is not None:
@@ -87,7 +87,7 @@ def check_places(parsed: argparse.Namespace, *paths: Path | None) -> None:
 
 
 def begin(parsed: argparse.Namespace, *trees: Any) -> tasks.Tasks:
-    """The command's work as tasks, kept in ``--checkpoint``; ``trees`` are what it is of."""
+    """The command's tasks, kept in ``--checkpoint``; ``trees`` enter its identity."""
     words = {name: value for name, value in vars(parsed).items() if name not in _ELSEWHERE}
     words["command"] = parsed.command.__module__.rpartition(".")[2].removesuffix("_command")
     words["versions"] = summary.versions()
@@ -102,7 +102,7 @@ def begin(parsed: argparse.Namespace, *trees: Any) -> tasks.Tasks:
 
 
 def load(parsed: argparse.Namespace) -> tuple[Model, np.ndarray, np.ndarray]:
-    """The model, its samples and their labels."""
+    """The model, and samples with labels."""
     model = convert.load(parsed.weights, parsed.arch).model
     samples = data.load_npz(parsed.data)
     x, y = samples if parsed.samples is None else samples.take(parsed.samples)
@@ -110,12 +110,12 @@ def load(parsed: argparse.Namespace) -> tuple[Model, np.ndarray, np.ndarray]:
 
 
 def batch(parsed: argparse.Namespace, most: int) -> int | None:
-    """``--batch-size``, as far as there is so much: what is larger would be padding."""
+    """``--batch-size``, but at most ``most``, since more would be padding."""
     return None if parsed.batch_size is None else min(parsed.batch_size, most)
 
 
 def cautions(console: Console, *texts: str | None) -> list[str]:
-    """Warns of what is said of the settings, and returns it for the JSON."""
+    """Prints warnings about the settings, and returns them for the JSON."""
     said = [text for text in texts if text is not None]
     for text in said:
         console.warn(f"  CAREFUL: {text}")
@@ -123,7 +123,7 @@ def cautions(console: Console, *texts: str | None) -> list[str]:
 
 
 def described(parsed: argparse.Namespace, schema: str, samples: int) -> dict[str, Any]:
-    """What every JSON begins with."""
+    """The common content of every JSON."""
     return {
         "schema": schema,
         "versions": summary.versions(),
@@ -142,7 +142,7 @@ def write(
     content: Mapping[str, Any],
     others: Mapping[Path, bytes | str | None] = {},
 ) -> None:
-    """Writes every file of a command whole, the JSON last, so that where it is the others are.
+    """Writes all files of a command whole, the JSON last, so that it implies the others.
 
     The JSON goes to a file, or to standard output for -.
     """
@@ -157,5 +157,5 @@ def write(
 
 
 def total(done: list[tasks.Done[Any]], clock: str = "seconds") -> float:
-    """What several tasks spent together."""
+    """What several tasks spent in total."""
     return math.fsum(one.spent[clock] for one in done)

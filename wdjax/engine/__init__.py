@@ -1,9 +1,8 @@
-"""What carries a search on: from samples and an attack to adversarial points, measured again.
+"""Runs attacks: from samples and an attack to adversarial points, which are then measured again.
 
-`driver` is the front door, :func:`wdjax.search` and :func:`wdjax.run`. It hands the samples to
-`rounds`, which picks batches of those that have something left to do and takes them on by the steps
-of `track`; `loop` repeats rounds, reports, saves and resumes; `identity` says which checkpoint
-belongs to what; `batching` chooses sizes of batches; `diagnosis` warns of results that may
-overstate robustness. `tasks`
-keeps what longer commands have done. Open `driver` first.
+`driver` holds the entry points, :func:`wdjax.search` and :func:`wdjax.run`. It hands the samples to
+`rounds`, which gathers the unfinished samples into batches and applies the steps of `track` to
+them; `loop` repeats rounds, reports, saves and resumes; `identity` computes the digest that ties a
+checkpoint to its search; `batching` chooses batch sizes; `diagnosis` warns where a result may
+overstate robustness; `tasks` stores the finished parts of longer commands. Open `driver` first.
 """

@@ -1,4 +1,4 @@
-"""How many samples go through a model at once."""
+"""Choice of the batch size."""
 
 from collections.abc import Callable
 
@@ -9,29 +9,30 @@ from wdjax import program
 from wdjax.core import AnyArray, Array, PyTree
 
 _CACHED = 3 * 2**15
-"""On a CPU, numbers in the largest array of a batch at most: it should stay in the cache."""
+"""On a CPU, the maximum number of floats in a batch's largest array, so that it stays in cache."""
 _FEW = 16
-"""Samples in a default batch on a CPU at least. From the program of so many its needs are read, in
-which arrays that belong to no sample, kernels say, count for little."""
+"""On a CPU, the minimum default batch size; also the batch for which the model is traced to count
+the floats it needs. It is large enough that arrays without a batch axis, such as kernels, count
+for little."""
 _SHARE = 0.5
-"""Of an accelerator's free memory, what a batch may take."""
+"""The share of an accelerator's free memory that a batch may take."""
 _LARGEST = 1024
-"""Samples in a default batch at most."""
+"""The maximum default batch size."""
 _SIZES = (100, 125, 160, 200, 250, 320, 400, 500, 640, 800)
-"""Samples in a batch, over powers of ten and rounded up: programs for all numbers of samples are
-few, and numbers that people choose leave nothing idle (Renard's series R10)."""
+"""Allowed batch sizes, up to a power of ten and rounded up (Renard's series R10): few different
+sizes mean few compilations, and the round numbers that people choose need no padding."""
 _SMALL = 0.4
-"""Of the largest batch, what others are at least."""
+"""The smallest batch size worth considering, as a share of the largest."""
 
 
 def traced(model: Callable[[Array], PyTree], x: AnyArray) -> ClosedJaxpr:
-    """The model's program for a few samples like ``x``, ``[n, *shape]``."""
+    """The model's program, traced for ``_FEW`` samples like those of ``x [n, *shape]``."""
     some = jax.ShapeDtypeStruct((_FEW, *x.shape[1:]), x.dtype)
     return program.outputs.trace(model, some).jaxpr
 
 
 def default(jaxpr: ClosedJaxpr) -> int:
-    """Samples in a batch of gradients, from :func:`traced`: a gradient keeps what it computes."""
+    """The default batch size, given :func:`traced`: room for all that a gradient keeps."""
     if jax.default_backend() == "cpu":
         return min(max(_FEW * _CACHED // max(1, program.widest(jaxpr)), _FEW), 128)
     stats = jax.devices()[0].memory_stats() or {}
@@ -41,9 +42,9 @@ def default(jaxpr: ClosedJaxpr) -> int:
 
 
 def even(count: int, most: int) -> int:
-    """The size of batches, ``most`` or a little less, that idles least for ``count`` samples.
+    """The allowed batch size, at most ``most``, that needs least padding for ``count`` samples.
 
-    For fewer of them, the least size that holds them all.
+    If ``count <= most``, it is the smallest allowed size that holds them all in one batch.
 
     >>> even(90, 128), even(130, 128), even(300, 128)
     (100, 80, 100)

@@ -1,8 +1,9 @@
-"""What a search may have missed, and a second look at the samples that it left standing.
+"""Warnings about a search's result, and a second look at the samples that it did not break.
 
-Where gradients are zero an attack learns nothing, and where a margin never rises its loss tells it
-nothing: the model looks robust because the attack is blind. Some 60 passes that need neither the
-attack's loss nor, in part, gradients show how much a better attack would find.
+Where gradients are zero, or where the loss rises but the margin never does, an attack cannot
+succeed and the model looks robust only because the attack is blind. Some 60 passes of other
+attacks, which use the margin itself or no gradients at all, show how much a better attack would
+find.
 """
 
 import functools
@@ -21,11 +22,12 @@ from wdjax.checks import validate
 from wdjax.core import Attack, Found
 
 _SHARE = 0.5
-"""Of gradients that are zero, or of standing samples whose margin never rose, that make blind."""
+"""An attack is blind if more than this share of its gradients is zero, or if the margin never rose
+for more than this share of the samples that survived."""
 _MOST = 100
-"""Samples that are looked at again at most."""
+"""The maximum number of samples in a second look."""
 _QUERIES = 30
-"""Of the random search, after twice eight steps of margin ascent."""
+"""Queries of the random search in a second look, after two margin ascents of eight steps each."""
 
 
 P = ParamSpec("P")
@@ -39,17 +41,17 @@ class RobustnessWarning(UserWarning):
 def diagnose(
     found: Found, attack: Attack, clean: np.ndarray, eps: Any, again: Callable[..., Found]
 ) -> Found:
-    """Warns of what makes a result doubtful, after a second look where the attack was blind.
+    """Warns of what makes a result doubtful; if the attack was blind, takes a second look first.
 
     Args:
       found: what the attack found.
-      attack: of which a warning speaks.
+      attack: the attack that the warning names.
       clean: ``[n]``, the criterion at the samples.
       eps: the radius of the search, or None.
       again: ``(attack, eps=, only=, key=) -> Found``, another search of the same samples.
 
     Returns:
-      ``found``, with ``overlooked`` where there was a second look.
+      ``found``, with ``overlooked`` set if there was a second look.
     """
     if isinstance(attack.ball, Lp) and _is_blind(found, attack, clean):
         farthest = attack.ball.diameter(found.x_adv.shape[1:])
@@ -61,9 +63,9 @@ def diagnose(
 
 
 def diagnosed(ensemble: Callable[P, T]) -> Callable[P, T]:
-    """Gives an ensemble the option ``diagnose``: one warning of what all its searches found.
+    """Gives an ensemble the option ``diagnose``: a single warning about everything it found.
 
-    The searches themselves are to be made without.
+    The ensemble must call its own searches with ``diagnose=False``.
     """
 
     @functools.wraps(ensemble)
@@ -80,7 +82,7 @@ def diagnosed(ensemble: Callable[P, T]) -> Callable[P, T]:
 
 
 def warn(name: str, found: Found) -> None:
-    """One warning to the caller of the library with all remarks on a result, if there are any."""
+    """Issues one warning with all remarks on a result, if there are any, at the user's call."""
     if said := found.remarks:
         warnings.warn(f"{name}: {'; '.join(said)}.", RobustnessWarning, stacklevel=_outside())
 
@@ -90,7 +92,7 @@ def _standing(found: Found) -> np.ndarray:
 
 
 def _is_blind(found: Found, attack: Attack, clean: np.ndarray) -> bool:
-    """Whether gradients told nothing about most of the samples that stand."""
+    """Whether most samples that survived had zero gradients, or a margin that never rose."""
     gradients, zeros = np.asarray(found.gradients), np.asarray(found.zeros)
     left = _standing(found) & (gradients > 0)
     if not left.any():
@@ -102,7 +104,7 @@ def _is_blind(found: Found, attack: Attack, clean: np.ndarray) -> bool:
 
 
 def _overlooked(found: Found, ball: Lp, radius: Any, again: Callable[..., Found]) -> np.ndarray:
-    """``[n]``: samples that stand, and that margin ascent or random search breaks."""
+    """``[n]``: samples that survived the attack and that margin ascent or random search breaks."""
     standing = np.flatnonzero(_standing(found))
     count = min(len(standing), _MOST)
     left = np.zeros(len(found.correct), bool)
@@ -118,7 +120,7 @@ def _overlooked(found: Found, ball: Lp, radius: Any, again: Callable[..., Found]
 
 
 def _outside() -> int:
-    """The ``stacklevel`` of the first frame that is not the library's."""
+    """The ``stacklevel`` of the first frame outside this library."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] == "wdjax":
         frame, level = frame.f_back, level + 1

@@ -1,4 +1,4 @@
-"""The front door of every attack: search for adversarial points, then spend a budget on them."""
+"""Entry points of every attack: search for adversarial points, then spend a budget on them."""
 
 import functools
 from collections.abc import Callable
@@ -43,58 +43,57 @@ def search(
     r"""Looks for adversarial points and measures what it finds.
 
     Inside a trace (``jit``, ``vmap``, ``grad``) every stage is one ``lax.scan`` over all samples.
-    At top level the search goes in rounds (:mod:`wdjax.engine.rounds`): batches of the samples that
-    have something left to do, so that none is spent on the others. Both ways give the same points
-    up to the rounding of floats; ``gradients`` and ``forwards`` are what was spent.
+    At top level the search goes in rounds (:mod:`wdjax.engine.rounds`) over batches of unfinished
+    samples only, so that finished ones cost nothing. Both ways give the same points up to the
+    rounding of floats; ``gradients`` and ``forwards`` count the passes that were really made.
 
-    Every reported number is measured at the stored points. A point outside its ball or box, or not
-    finite, is replaced by its sample. Outputs or gradients that are not finite on the way are
-    marked in ``fault``; they never count as flipped or as finished.
+    Every reported number is measured at the stored points. A point that is outside its ball or box
+    or not finite is replaced by its sample. A sample with a non-finite output or gradient on the
+    way is marked in ``fault``; such a step never counts as a flip or as the end of the attack.
 
     Args:
       attack: from :mod:`wdjax.attacks`, or anything else that is an :class:`~wdjax.core.Attack`.
-      model: a pytree callable, :data:`~wdjax.core.Model`; ``[n, *shape] -> [n, K]``, or with a
-        criterion of its own any pytree with the leading axis n.
+      model: a pytree callable, :data:`~wdjax.core.Model`, ``[n, *shape] -> [n, K]``; with a custom
+        ``criterion`` it may return any pytree whose leaves have the leading axis n.
       x: ``[n, *shape]`` floats inside the ball's box.
       y: ``[n]`` integer labels in ``0 .. K - 1``; K is the last axis of the model's first output.
-      eps: radius, a number or ``[n]``, at least 0, in the units of ``x``; may be traced. Needed
-        unless the attack looks for the nearest flip; there it is only a scale for default steps.
+      eps: radius, a number or ``[n]``, at least 0, in the units of ``x``; may be traced. Required
+        unless the attack is a minimum-norm attack, where it only scales default step sizes.
       key: a typed ``jax.random.key``; required by random attacks, ignored by the others.
       criterion: ``(out, y) -> [n]``, positive where the attacker has won.
       start: ``[n, *shape]`` points to begin at instead of the samples.
       only: ``[n]`` booleans, the samples to attack; the others stay as they are.
-      index: ``[n]`` integers, which samples of a larger set these are: their randomness comes from
-        these numbers, so that it depends neither on batches nor on hosts.
-      skip_misclassified: keep samples for which the criterion holds already, at cost 0: nothing is
-        left to gain in accuracy, and at top level no pass is spent on them. With False they are
-        attacked too, for the sake of the loss.
-      history: keep what every step did, ``[steps, n]``.
+      index: ``[n]`` integers, the samples' places in a larger data set. Random numbers are derived
+        from them, so that they depend neither on batches nor on hosts.
+      skip_misclassified: leave samples unmoved, at cost 0, if the criterion already holds for them;
+        at top level no pass is spent on them. With False they are attacked too, which raises the
+        loss but changes no accuracy.
+      history: keep the :class:`~wdjax.core.Info` of every step, ``[steps, n]``.
       diagnose: warn at top level of what makes the result doubtful (:attr:`Found.remarks`). Where
-        more than half of the gradients are zero, or margins do not rise, look again at up to 100
-        samples that stand, by margin ascent and random search, about 60 passes each.
-      transductive: the model may look at several samples at once, so that their points are those of
-        this very batch; inside a trace only, where no batch is split.
-      batch_size: samples on the device at once; by default what memory allows, but on a CPU, where
-        more are not faster, 16 to 128 a device by the model's size.
+        more than half of the gradients are zero, or margins do not rise, attack up to 100 of the
+        samples that survived again, by margin ascent and random search, about 60 passes each.
+      transductive: allow a model whose outputs depend on the whole batch; inside a trace only,
+        where the batch is never split.
+      batch_size: samples on all devices at once; by default what memory allows, but 16 to 128 a
+        device on a CPU, where larger batches are not faster.
       mesh: a mesh from :func:`wdjax.parallel.data_mesh`; batches are split over it.
-      callback: called with a :class:`~wdjax.core.Progress` after every round; a true value ends the
-        search, and what has been found so far is measured.
-      checkpoint: a folder to save the search to, and to go on from; see
-      :func:`wdjax.engine.loop.carry`.
-      every: least seconds between two writings of the checkpoint.
+      callback: called with a :class:`~wdjax.core.Progress` after every round; if it returns a true
+        value the search ends, and the points found so far are measured.
+      checkpoint: a folder in which the search is saved and from which it is resumed; see
+      every: minimum number of seconds between two writings of the checkpoint.
 
     Returns:
-      A :class:`~wdjax.core.Found` for the ``n`` samples. Inside a trace, where nothing can be
-      raised, samples or radii that would have been refused have cost and margin NaN, and count as
-      neither correct nor attacked.
+      A :class:`~wdjax.core.Found` for the ``n`` samples. Inside a trace nothing can be raised:
+      there invalid samples or radii get cost and margin NaN, and count as neither correct nor
+      attacked.
 
     Raises:
       ValueError: bad shapes, dtypes or labels, samples outside the box or not finite, ``eps``
-        negative or missing, a missing key, a model that returns a number that is not finite for a
-        sample or treats a sample differently in other company, or a checkpoint of something else.
+        negative or missing, a missing key, a model whose output for a sample is not finite or
+        depends on the other samples of the batch, or a checkpoint of another search.
 
-    Cost: two forward passes a sample besides the attack's own, and one batch to see that samples do
-      not depend on each other; memory for the attack's state of all samples.
+    Cost: two forward passes a sample besides the attack's own, and one batch to check that outputs
+      do not depend on other samples; memory for the attack's state of all samples.
 
     >>> from wdjax import Model
     >>> from wdjax.attacks import PGD
@@ -128,7 +127,7 @@ def search(
         return replace(found, limit=jnp.full_like(found.cost, _limit(attack, x)))
     if transductive:
         raise ValueError(
-            "a transductive model is searched inside jit, where its batch stays whole: wrap the "
+            "a transductive model needs its whole batch, which is kept inside jit only: wrap the "
             "search in jax.jit, or play a game (wdjax.transductive)."
         )
     x, y = validate.check_samples(model, x, y, attack.ball.box, own)
@@ -149,7 +148,7 @@ def search(
 
 
 def _limit(attack: Attack, x: Array) -> float:
-    """The largest cost of any point; inf where the ball does not say."""
+    """The largest cost of any point in the ball's box; inf if the ball has no ``diameter``."""
     return attack.ball.diameter(x.shape[1:]) if hasattr(attack.ball, "diameter") else np.inf
 
 
@@ -162,7 +161,7 @@ def _check_needs(attack: Attack, eps: Any, key: Any) -> None:
 
 
 def _as_pytree(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A plain function as a pytree without leaves; anything else is one already."""
+    """Makes a plain function a pytree without leaves; returns anything else as it is."""
     plain = jax.tree_util.treedef_is_leaf(jax.tree.structure(function))
     return jax.tree_util.Partial(function) if plain else function
 
@@ -178,7 +177,7 @@ def _given(x: Array, y: Array, eps: Any, start: Any, index: Any) -> Given:
 
 
 def _radii(eps: Any, x: Array) -> Array:
-    """One radius a sample; of concrete ones, without a program."""
+    """Radii ``[n]`` in the dtype of ``x``; NumPy broadcasts concrete ones, so nothing compiles."""
     if validate.traced(eps):
         return jnp.broadcast_to(jnp.asarray(eps, x.dtype), len(x))
     return jax.device_put(np.broadcast_to(np.asarray(eps, x.dtype), len(x)))
@@ -193,7 +192,11 @@ def _carry(
     checkpoint: str | PathLike[str] | None,
     every: float,
 ) -> rounds.Search:
-    """All rounds of a search, with what the loop offers."""
+    """Runs all rounds of a search, with callback and checkpoint.
+
+    ``begun`` is the search before its first step; returns it after the last one, or after the
+    round in which the callback returned a true value.
+    """
 
     n, mark, (attack, victim, samples) = len(given.y), b"", plan.problem
 
@@ -231,16 +234,20 @@ def run(
 ) -> Result:
     r"""Searches and spends: an adversarial distribution in the Wasserstein ball of radius ``eps``.
 
+    The search (:func:`search`) finds an adversarial point for each sample; spending
+    (:func:`~wdjax.transport.spend`) decides how much of each sample's mass moves there within the
+    Wasserstein budget ``eps``.
+
     Args:
-      attack: how to look for points.
+      attack: the attack that looks for points.
       model: see :func:`search`.
       x: ``[n, *shape]``
       y: ``[n]``
-      eps: the budget, a number.
+      eps: the Wasserstein radius, a number in the units of ``x``.
       order: Wasserstein order p, at least 1 or inf.
-      kappa: every sample sends ``1 / kappa`` of its mass, and so may go ``kappa^(1/p) eps`` far; at
-        least 1, may be traced. By default 1, a point-wise attack, or the knapsack of
-        :func:`~wdjax.transport.spend` if the attack looks for the nearest flips.
+      kappa: every sample sends ``1 / kappa`` of its mass, which may then move ``kappa^(1/p) eps``
+        far; at least 1, may be traced. By default 1, a point-wise attack; for minimum-norm attacks
+        the default is the knapsack of :func:`~wdjax.transport.spend`.
       **options: of :func:`search`.
 
     Returns:
@@ -275,10 +282,10 @@ def run(
 
 
 def best(*found: Found) -> Found:
-    """The better of several searches of the same samples, per sample; passes add up.
+    """The best point of several searches of the same samples, per sample; passes add up.
 
-    A flip beats none, the cheaper flip beats the dearer one, and where there is none the larger
-    margin counts.
+    A flip is better than none, a flip of lower cost better than one of higher cost, and where no
+    search has a flip the larger margin wins.
 
     >>> from wdjax import Model
     >>> from wdjax.attacks import PGD
@@ -289,7 +296,7 @@ def best(*found: Found) -> Found:
     0.125
     """
     if any(isinstance(one, Result) for one in found):
-        raise ValueError("best takes what wdjax.search found; spend the budget after it.")
+        raise ValueError("best takes results of wdjax.search; spend the budget after it.")
     return functools.reduce(_better, found)
 
 
@@ -301,11 +308,11 @@ def _better(one: Found, other: Found) -> Found:
 
 
 def within(found: Found, nearest: Found, eps: Any) -> Found:
-    """What was found within a radius, and the flips inside it that another search came upon.
+    """The result of a search within a radius, improved by flips inside it from another search.
 
-    A search for the nearest flips, or one in another radius, may know of a flip within ``eps`` that
-    the search within ``eps`` overlooked; an accuracy that leaves it out contradicts it. Passes of
-    both add up.
+    A minimum-norm search, or one with another radius, may have found a flip within ``eps`` that the
+    search within ``eps`` missed; without it the two reported accuracies would contradict each
+    other. Passes of both add up.
 
     Args:
       found: a search within ``eps``.
@@ -325,7 +332,7 @@ def within(found: Found, nearest: Found, eps: Any) -> Found:
 
 
 def joined(one: Found, other: Found, wins: Array) -> Found:
-    """What ``other`` found where it ``wins``, ``[n]``, and ``one`` elsewhere; passes add up."""
+    """Takes ``other`` where ``wins`` (``[n]`` booleans), else ``one``; passes add up."""
 
     def choose(first: Array, second: Array) -> Array:
         return jnp.where(norms.spread(wins, first), second, first)
@@ -352,7 +359,12 @@ def _traced(
     history: bool,
     sound: Array,
 ) -> Found:
-    """All stages as loops over all samples, of which only the sound ones give numbers."""
+    """The search inside a trace: each stage is a scan over all samples.
+
+    ``sound`` and ``only`` are ``[n]`` booleans; where ``sound`` is False the sample's numbers
+    become NaN. With ``history`` the result holds an :class:`~wdjax.core.Info` of ``[steps, n]``
+    leaves.
+    """
     x, y = given.x, given.y
     out, value, known = track.evaluate(victim, x, y)
     samples = Samples(x, y, given.eps, out)
@@ -390,7 +402,7 @@ def _traced(
 
 
 def _poison(found: Found, sound: Array) -> Found:
-    """NaN where the front door would have raised: nothing may look like robustness."""
+    """NaN for samples, ``[n]``, that would be refused at top level: they must not look robust."""
     return replace(
         found,
         correct=found.correct & sound,

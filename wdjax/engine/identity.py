@@ -1,7 +1,8 @@
-"""What a checkpoint belongs to: a digest of traced programs and of every number that enters them.
+"""The identity of a checkpoint: a digest of traced programs and of every number that enters them.
 
-Two functions are the same if they trace to the same program. Their names and code say nothing: a
-lambda that calls another loss, a captured array or a changed default are other programs.
+Two functions are the same if they trace to the same program; their names and source code do not
+matter. A lambda that calls another loss, a captured array or a changed default gives another
+program.
 """
 
 import hashlib
@@ -15,12 +16,12 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 _NAMES = {"name", "debug_info", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees"}
-"""Parameters of equations that change no value: names, and derivatives, which are traced already
-where they are taken."""
+"""Parameters of equations that do not affect the result: names, and derivative rules, which are
+part of the trace wherever derivatives are taken."""
 
 
 def program(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
-    """The traced program of a function, for :func:`digest`.
+    """Traces a function, for :func:`digest`.
 
     Args:
       function: traceable.
@@ -30,14 +31,14 @@ def program(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
 
 
 def digest(*trees: Any) -> bytes:
-    """32 bytes that tell trees apart: structures, programs, dtypes, shapes and every number.
+    """A digest, 32 bytes, of structures, programs, dtypes, shapes and every number in some pytrees.
 
     Args:
       *trees: pytrees whose leaves are arrays, numbers, strings, or programs from :func:`program`.
 
     Returns:
-      SHA-256, the same in every process. What a host callback computes is not seen; it is known by
-      its name alone.
+      SHA-256, the same in every process. A host callback enters by its name alone: what it computes
+      is not seen.
 
     >>> digest(np.ones(2)) == digest(np.ones(2)), digest(np.ones(2)) == digest(np.zeros(2))
     (True, False)
@@ -52,7 +53,7 @@ def digest(*trees: Any) -> bytes:
 
 
 def words(value: Any) -> str:
-    """A setting in words that are the same in every process.
+    """A setting's ``repr`` without memory addresses, so that it is the same in every process.
 
     >>> words(digest), words(0.5)
     ('<function digest>', '0.5')
@@ -61,7 +62,7 @@ def words(value: Any) -> str:
 
 
 def _bytes(value: Any, seen: dict[int, bytes]) -> bytes:
-    """A digest of a leaf or of an equation's parameter; ``seen`` holds those of inner programs."""
+    """A digest of a leaf or of an equation's parameter; ``seen`` caches those of inner programs."""
     known = hashlib.sha256(type(value).__name__.encode())
     if isinstance(value, ClosedJaxpr | Jaxpr):
         if id(value) not in seen:
@@ -88,7 +89,10 @@ def _bytes(value: Any, seen: dict[int, bytes]) -> bytes:
 
 
 def _program_bytes(jaxpr: ClosedJaxpr | Jaxpr, seen: dict[int, bytes]) -> bytes:
-    """A digest of a program: its values by the order in which they appear, equations, constants."""
+    """A digest of a program: its constants and equations, with variables numbered in order.
+
+    ``seen`` maps the ``id`` of an inner program to its digest.
+    """
     consts, body = getattr(jaxpr, "consts", ()), getattr(jaxpr, "jaxpr", jaxpr)
     places: dict[Any, int] = {}
     known = hashlib.sha256()

@@ -1,7 +1,7 @@
-"""One loop for everything that is carried on: searches, trainings, games.
+"""The loop behind everything that can be resumed: searches, trainings, games.
 
-A turn is a pure function of a pytree; between turns the loop reports, stops early, saves and
-resumes.
+A turn is a pure function of a pytree, the state; between turns the loop reports, stops early,
+saves and resumes.
 """
 
 import signal
@@ -21,7 +21,7 @@ from wdjax.files import atomic, persist
 State = TypeVar("State")
 
 CHUNK = 10
-"""Steps of a search in one program at most, so that the host is seldom waited for."""
+"""Maximum number of a search's steps in one program, so that the host seldom waits."""
 
 
 def carry(
@@ -41,21 +41,20 @@ def carry(
       state: a pytree; with a checkpoint, of arrays and numbers.
       turn: ``state -> state``.
       finished: whether no turn is left.
-      report: called with the state after every turn; a true value ends the loop.
-      checkpoint: a folder. If it holds a state of the same identity, the loop goes on from there.
-        It is written every so often, at the end, and when Ctrl-C or SIGTERM interrupts, so that
-        nothing is lost; a signal then takes effect after the turn under way. Until the loop ends
-        no other process or thread may go on from it.
-      every: least seconds between two writings; 0 for one after every turn.
+      report: called with the state after every turn; if it returns a true value the loop ends.
+      checkpoint: a folder. If it holds a state of the same identity, the loop resumes from it. It
+        is written at intervals, at the end, and on Ctrl-C or SIGTERM, which then take effect after
+        the current turn. Until the loop ends no other process or thread may use the folder.
+      every: minimum number of seconds between two writings; 0 to write after every turn.
       identity: what the state belongs to, from :func:`wdjax.engine.identity.digest`.
-      about: the settings in words, for the checkpoint's manifest and for saying what differs.
+      about: the settings by name, stored in the manifest to say which of them differ.
 
     Returns:
       The last state.
 
     Raises:
-      ValueError: a checkpoint of another structure or identity, which is left alone; or one that
-        another process or thread is at work on.
+      ValueError: a checkpoint of another structure or identity, which is left as it is; or one that
+        another process or thread is using.
       KeyboardInterrupt, SystemExit: after a signal, once the state is saved.
 
     >>> carry(0, lambda n: n + 1, lambda n: n == 3)
@@ -111,13 +110,13 @@ def _resume(
         what = f" ({', '.join(changes)})" if changes else ""
         raise ValueError(
             f"the checkpoint {checkpoint} belongs to other settings, samples or parameters{what}; "
-            "choose another folder, or remove it to begin anew."
+            "choose another folder, or remove it to start again."
         )
     return state
 
 
 class _Signals:
-    """Holds SIGINT and SIGTERM back until the block ends; in the main thread only."""
+    """Delays SIGINT and SIGTERM until the block ends; in the main thread only."""
 
     def __init__(self) -> None:
         self.caught: int | None = None

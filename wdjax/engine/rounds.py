@@ -1,8 +1,8 @@
-"""A search at top level, in rounds: everybody unfinished takes the same chunk of steps.
+"""A search at top level, in rounds: every unfinished sample takes the same number of steps.
 
-One donated program gathers a batch, steps and scatters. Its shapes do not depend on how many
-samples are correct or unfinished: batches have two sizes, a smaller one for what is left over, and
-the rows of a search are padded to a few lengths.
+A single compiled program, whose argument is donated, gathers a batch, steps and scatters. Its
+shapes do not depend on how many samples are correct or unfinished: there are two batch sizes, the
+smaller one for the remainder, and the number of rows is padded to one of a few values.
 """
 
 import functools
@@ -21,28 +21,30 @@ from wdjax.engine import batching, loop, track
 from wdjax.engine.track import Given, Problem, Reached, Track
 
 _LONG = 50
-"""Steps of a stage from which on a second size of batch is worth its compilation."""
+"""Stages of at least so many steps get a second, smaller batch size, another compilation."""
 _PATIENCE = 0.2
-"""On a CPU, steps in one program at most as a share of a stage: they save a quarter of PGD's time,
-but a sample that finishes in between goes on to the program's end."""
+"""On a CPU, the maximum number of steps in one program, as a share of the stage's. More steps in a
+program save up to a quarter of PGD's time, but a sample that finishes goes on to the program's
+end."""
 _WORTH = 4
-"""On a CPU, turns of a loop at least: it takes half as long again to compile as a step alone."""
+"""On a CPU, the minimum number of steps for which a loop is compiled: that takes 1.5 times as long
+as compiling a single step."""
 
 
 class Plan(NamedTuple):
-    """What is searched, and in which batches; lengths are per device."""
+    """What is searched, and in which batches; sizes and rows are per device."""
 
     problem: Problem
     size: int
     small: int
-    """The batch for what is left over."""
+    """The batch size for the remainder."""
     rows: int
-    """Samples, padded."""
+    """The number of samples on a device, padded."""
     mesh: Mesh | None
     value: np.ndarray
     """``[devices * rows]``: the criterion at the samples."""
     turns: tuple[int, ...]
-    """Steps in one program, per stage."""
+    """For each stage, the number of steps in one program."""
 
     @property
     def devices(self) -> int:
@@ -54,17 +56,17 @@ class Plan(NamedTuple):
 
 
 class Search(NamedTuple):
-    """Samples on their way, a pytree that can be saved between rounds."""
+    """The state of a search, a pytree that can be saved between rounds."""
 
     track: Track
     chosen: np.ndarray
-    """``[rows]``: who is attacked."""
+    """``[devices * rows]``: which samples are attacked."""
     active: np.ndarray
-    """``[rows]``: who has steps left in this stage."""
+    """``[devices * rows]``: which samples have steps left in this stage."""
     stage: int
     step: int
     history: Info | None
-    """``[steps, rows]`` leaves on the host, where asked for."""
+    """``[steps, devices * rows]`` leaves on the host, or None."""
 
 
 def begin(
@@ -78,7 +80,10 @@ def begin(
     batch_size: int | None,
     mesh: Mesh | None,
 ) -> tuple[Plan, Search]:
-    """Evaluates all samples, chooses those to attack and begins."""
+    """Evaluates all samples, chooses those to attack and calculates the attack's first state.
+
+    ``only``: ``[n]`` booleans, the samples that may be attacked, or None for all.
+    """
     if any(stage.couple and stage.cycles for stage in attack.stages):
         raise ValueError("a stage that couples samples cannot look for cycles of one of them.")
     n, samples = len(given.y), Samples(given.x, given.y, given.eps, None)
@@ -107,7 +112,7 @@ def begin(
 
 
 def _whole(plan: Plan, parts: list[PyTree]) -> PyTree:
-    """The rows of all blocks; the last stands in for rows that are padding only."""
+    """Joins blocks of rows; the last block is repeated where all rows are padding."""
     return _assemble(parts + parts[-1:] * (plan.rows // plan.size - len(parts)), plan.devices)
 
 
@@ -117,13 +122,16 @@ def finished(plan: Plan, search: Search) -> bool:
 
 
 def advance(plan: Plan, search: Search) -> Search:
-    """One round. The track of the old search is donated: keep the new one only."""
+    """One round: every active sample takes up to ``plan.turns`` steps of the current stage.
+
+    The track of the old search is donated: only the returned search may be used afterwards.
+    """
     number, row = int(search.stage), int(search.step)
     stage, moving, history = plan.stages[number], search.track, search.history
     most = plan.turns[number]
     steps = min(most, stage.length - row)
     left = stage.length - row - steps
-    if history is not None:  # Of a search that was saved, it comes back as JAX's arrays.
+    if history is not None:  # After a resume it consists of read-only JAX arrays.
         history = jax.tree.map(lambda leaf: np.require(leaf, requirements="W"), history)
     batches, seen = _batches(plan, np.asarray(search.active), stage.length), []
     counts, record = np.array([steps, left], np.int32), history is not None
@@ -147,7 +155,7 @@ def advance(plan: Plan, search: Search) -> Search:
 
 
 def _next_stage(plan: Plan, search: Search) -> Search:
-    """Enters the next stage in which somebody has something to do, if there is one."""
+    """Enters the next stage in which a sample has steps to take, or ends the search."""
     stages, chosen = plan.stages, np.asarray(search.chosen)
     for number in range(int(search.stage) + 1, len(stages)):
         active = chosen
@@ -162,12 +170,12 @@ def _next_stage(plan: Plan, search: Search) -> Search:
 
 
 def _offset(plan: Plan, number: int) -> int:
-    """Steps of the stages before one."""
+    """The number of steps in all stages before stage ``number``."""
     return sum(stage.length for stage in plan.stages[:number])
 
 
 def progress(plan: Plan, search: Search, n: int) -> Progress:
-    """How far the search is."""
+    """How far the search of ``n`` samples has come."""
     stages, number = plan.stages, int(search.stage)
     active, chosen = np.asarray(search.active), int(np.sum(search.chosen))
     before, total = _offset(plan, number), _offset(plan, len(stages))
@@ -188,13 +196,16 @@ def finish(plan: Plan, search: Search, n: int, skip_misclassified: bool) -> Foun
         return found
     history = jax.tree.map(lambda leaf: np.array(leaf[:, :n]), search.history)
     taken = (history.forwards > 0) | (history.gradients > 0)
-    for row in range(1, len(taken)):  # What was not taken repeats the last value.
+    for row in range(1, len(taken)):  # A step not taken repeats the value before it.
         history.value[row] = np.where(taken[row], history.value[row], history.value[row - 1])
     return replace(found, history=history)
 
 
 def _reached_by_all(plan: Plan, search: Search) -> tuple[Reached, tuple[np.ndarray, np.ndarray]]:
-    """Where the attack has come to and what the model says there, on the host; 0 for the others."""
+    """The attack's points and the model's criterion there, on the host.
+
+    Leaves ``[devices * rows, ...]``; 0 for samples that were not attacked.
+    """
     problem, chosen = plan.problem, np.asarray(search.chosen)
 
     def look(index: np.ndarray) -> tuple[Reached, tuple[Array, Array]]:
@@ -213,14 +224,14 @@ def _reached_by_all(plan: Plan, search: Search) -> tuple[Reached, tuple[np.ndarr
 
 
 def _plan(problem: Problem, batch_size: int | None, mesh: Mesh | None) -> Plan:
-    """Chooses the batch, by what the model takes in memory where the user does not say."""
+    """Chooses the batch sizes: ``batch_size``, or by default what the model's memory allows."""
     devices, x = (1 if mesh is None else mesh.size), problem.samples.x
     if batch_size is None:
         size = batching.default(batching.traced(problem.victim.model, x))
     else:
         size = -(-validate.check_count("batch_size", batch_size) // devices)
     share = -(-len(x) // devices)
-    # Who asks for a size gets it, if there are so many samples.
+    # A batch size that the user asks for is kept, unless there are fewer samples.
     if batch_size is None or share < size:
         size = batching.even(share, size)
     rows = batching.padded_count(-(-share // size)) * size
@@ -228,7 +239,7 @@ def _plan(problem: Problem, batch_size: int | None, mesh: Mesh | None) -> Plan:
 
 
 def _padded(leaf: Array, rows: int) -> Array:
-    """Repeats the last row on the host, where nothing is compiled for a number of samples."""
+    """Pads to ``rows`` by repeating the last row, on the host, so that nothing is compiled."""
     if len(leaf) == rows:
         return validate.on_device(leaf)
     host = np.asarray(leaf)
@@ -236,7 +247,7 @@ def _padded(leaf: Array, rows: int) -> Array:
 
 
 def _turns(plan: Plan, moving: Track, history: bool) -> tuple[int, ...]:
-    """Steps in one program, per stage: one, where its program is slow inside a loop."""
+    """For each stage, the number of steps in one program; 1 if a loop would run slowly."""
     counts, index = np.zeros(2, np.int32), _nobody(plan)
     moving = jax.eval_shape(track.enter, plan.problem.attack, moving)
 
@@ -249,7 +260,7 @@ def _turns(plan: Plan, moving: Track, history: bool) -> tuple[int, ...]:
 
 
 def _chunk(stage: Stage) -> int:
-    """Steps in one program at most. Samples that finish in between wait for its end."""
+    """Maximum number of steps in one program; samples that finish earlier wait for its end."""
     if stage.couple is not None:
         return 1
     if jax.default_backend() != "cpu":
@@ -259,9 +270,10 @@ def _chunk(stage: Stage) -> int:
 
 
 def _batches(plan: Plan, active: np.ndarray, length: int = 0) -> list[np.ndarray]:
-    """Places of the active rows on their devices, ``[devices, size]``, padded with ``rows``.
+    """Batches of active rows: a list of ``[devices, size]`` row numbers on the device.
 
-    In a stage of many steps, a small batch serves what is left over: it costs a compilation.
+    Padding has the number ``rows``. A stage of many steps uses the small batch for the remainder; a
+    short stage is not worth that compilation.
     """
     own = [np.flatnonzero(part) for part in active.reshape(plan.devices, plan.rows)]
     count = max(map(len, own))
@@ -277,18 +289,18 @@ def _batches(plan: Plan, active: np.ndarray, length: int = 0) -> list[np.ndarray
 
 
 def _nobody(plan: Plan) -> np.ndarray:
-    """A batch of which no more than the shape counts."""
+    """An index for tracing: only its shape matters."""
     return np.zeros((plan.devices, plan.size), np.int32)
 
 
 def _places(plan: Plan, index: np.ndarray) -> np.ndarray:
-    """Rows of the search, in the order of a batch; beyond them for padding."""
+    """A batch's global row numbers, ``[devices * size]``; padding gets the number of all rows."""
     rows = index + plan.rows * np.arange(plan.devices)[:, None]
     return np.where(index < plan.rows, rows, plan.rows * plan.devices).ravel()
 
 
 def _take(tree: PyTree, index: Array) -> PyTree:
-    """Rows ``[devices * size]``; each device gathers its own."""
+    """Gathers rows ``index [devices, size]`` on each device: ``[devices * size, ...]``."""
 
     def take(leaf: Array) -> Array:
         if len(index) == 1:
@@ -301,7 +313,7 @@ def _take(tree: PyTree, index: Array) -> PyTree:
 
 
 def _put(tree: PyTree, index: Array, rows: PyTree) -> PyTree:
-    """The reverse of :func:`_take`; padding is dropped."""
+    """Scatters rows back, the inverse of :func:`_take`; padding is dropped."""
 
     def put(leaf: Array, new: Array) -> Array:
         if len(index) == 1:
@@ -350,9 +362,10 @@ def _steps(
     most: int,
     record: bool,
 ) -> tuple[Track, Array, Info | None]:
-    """Takes a batch on by ``counts[0]`` steps, ``most`` at most, with ``counts[1]`` left then.
+    """Takes the batch ``index`` on by ``counts[0]`` steps, after which ``counts[1]`` are left.
 
-    Also tells, ``[n]``, who is finished, and on request what the steps did, ``[most, n]``.
+    ``most`` is the maximum of ``counts[0]``. Returns the track of all rows, which of the batch are
+    finished, ``[n]`` booleans, and with ``record`` the steps' Info, ``[most, n]`` leaves.
     """
     stage, victim, (steps, left) = problem.attack.stages[number], problem.victim, counts
     own, batch = _take((problem.samples, moving), index)
@@ -416,7 +429,7 @@ def _refuse_faults(fine: np.ndarray) -> None:
 
 
 def _blank(value: np.ndarray, stages: tuple[Stage, ...]) -> Info:
-    """A history in which nothing has happened."""
+    """A history whose values are the criterion at the samples, ``[n]``, and whose counts are 0."""
     none = np.zeros((sum(stage.length for stage in stages), len(value)), np.int32)
     values = np.tile(value, (len(none), 1))
     leaves: tuple[Any, ...] = (values, none, none.copy(), none.copy(), none.astype(bool))

@@ -1,7 +1,7 @@
-"""Work that consists of tasks, each done once: killed at any moment and begun anew, it goes on.
+"""Work that consists of tasks, each done once: a killed run continues where it stopped.
 
-What a task returned is kept in a file of its own, with what it spent; the task under way keeps its
-state beside it, by :func:`wdjax.engine.loop.carry` for the most part.
+The result of a finished task is kept in a file of its own, with the time it took; the current task
+saves its state beside it, mostly by :func:`wdjax.engine.loop.carry`.
 """
 
 import contextlib
@@ -31,21 +31,21 @@ _MARK = "tasks.safetensors"
 
 
 def seconds() -> Spent:
-    """The clock of work that is not told another."""
+    """The default clock of a task: seconds."""
     return {"seconds": time.perf_counter()}
 
 
 class Done(NamedTuple, Generic[T]):
-    """What a task returned, and what it spent."""
+    """The result of a task, and what it spent."""
 
     value: T
     spent: Spent
-    """Differences of the clock, summed over all processes that worked on it; of one that was
-    killed, up to its last note."""
+    """Differences of the clock, summed over all processes that worked on the task; for a killed
+    process, up to its last note."""
 
 
 class Task:
-    """A task under way: where its state is kept and what it has spent."""
+    """A task in progress: where its state is kept and what it has spent."""
 
     def __init__(self, stem: Path | None, every: float, clock: Callable[[], Spent]) -> None:
         self._state = None if stem is None else stem.with_name(f"{stem.name}.safetensors")
@@ -56,25 +56,25 @@ class Task:
         self._began, self._written = clock(), time.monotonic()
 
     def saving(self, parts: bool = False) -> dict[str, Any]:
-        """The options of a search, a training or another loop that make it save its state here.
+        """Options that make a search, a training or another loop save its state in this task.
 
         Args:
-          parts: of work that makes files of its own in a folder, such as ensembles do.
+          parts: True for work that writes several files into a folder, as ensembles do.
         """
         return {"checkpoint": self._parts if parts else self._state, "every": self._every}
 
     def begin(self) -> None:
-        """Counts from now on: what came before was not for this task alone."""
+        """Starts the clock again: earlier time was not spent on this task alone."""
         self._began = self._clock()
 
     @property
     def spent(self) -> Spent:
-        """Until now, by all processes."""
+        """What all processes have spent so far."""
         now = self._clock()
         return {k: self._before.get(k, 0.0) + now[k] - began for k, began in self._began.items()}
 
     def heard(self, callback: Callable[[T], Any]) -> Callable[[T], Any]:
-        """The callback, after which what was spent is noted every so often."""
+        """A callback that also notes, at intervals, what has been spent."""
 
         def hear(progress: T) -> Any:
             if time.monotonic() - self._written >= self._every:
@@ -84,13 +84,13 @@ class Task:
         return hear
 
     def note(self) -> None:
-        """Writes down what was spent, for the process that goes on."""
+        """Writes what was spent to a file, for the process that resumes the task."""
         if self._note is not None:
             atomic.write(self._note, json.dumps(self.spent))
             self._written = time.monotonic()
 
     def drop(self) -> None:
-        """Removes the state of a task that is done, and what killed processes left of its notes."""
+        """Removes the state of a finished task, and the partial notes of killed processes."""
         for path in (self._state, self._note):
             if path is not None:
                 path.unlink(missing_ok=True)
@@ -111,7 +111,7 @@ class Task:
 
 
 class Tasks:
-    """The tasks of one piece of work, in a folder that belongs to it alone.
+    """The tasks of one command, in a folder that belongs to it alone.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -130,23 +130,24 @@ class Tasks:
         about: Mapping[str, Any] | None = None,
         clock: Callable[[], Spent] = seconds,
     ) -> None:
-        """Takes the folder, or goes on in it.
+        """Creates the folder, or resumes the work in it.
 
         Args:
-          folder: where to keep everything; None to keep nothing.
-          every: least seconds between two writings of what is under way.
+          folder: where results and states are kept; None to keep nothing.
+          every: minimum number of seconds between two writings of a task's state.
           identity: what the work belongs to, from :func:`wdjax.engine.identity.digest`.
-          about: its settings in words, for saying what differs.
-          clock: counters by name, whose differences are what a task spent.
+          about: its settings by name, to say which of them differ.
+          clock: returns counters by name; their differences are what a task spent.
 
         Raises:
-          ValueError: a folder of something else, or of work of another identity; it is left alone.
+          ValueError: a folder of other content, or of work of another identity; it is left as it
+            is.
         """
         self._folder = None if folder is None else Path(folder).absolute()
         self._every, self._clock = every, clock
         if self._folder is not None:
             check_writable(self._folder)
-            # The mark is a loop of no turns: the loop compares identities, and says what differs.
+            # A loop of no turns, saved: resuming it compares identities and names changed settings.
             loop.carry(
                 np.int32(0),
                 lambda turn: turn,
@@ -157,13 +158,13 @@ class Tasks:
             )
 
     def do(self, name: str, work: Callable[[Task], T], *types: type) -> Done[T]:
-        """Does a task, or reads what it returned when it was done before.
+        """Does a task, or reads its result if it was done before.
 
         Args:
-          name: its own, the same when the work is begun anew.
-          work: the task. It returns numbers, words, None, arrays, bytes, and lists and dictionaries
-            of these by words; tuples come back as lists.
-          *types: dataclasses and named tuples that it may hold besides.
+          name: unique among the tasks, and the same in every run.
+          work: the task. It returns numbers, strings, None, arrays, bytes, and lists and
+            dictionaries of these with string keys; tuples come back as lists.
+          *types: dataclasses and named tuples that the result may contain.
         """
         stem = self._stem(name)
         if stem is None:
@@ -175,7 +176,7 @@ class Tasks:
             try:
                 done = Done(work(task), task.spent)
             except BaseException:
-                with contextlib.suppress(OSError):  # What ended the task is what counts.
+                with contextlib.suppress(OSError):  # The error that ended the task matters more.
                     task.note()
                 raise
             _keep(kept, done)
@@ -186,13 +187,13 @@ class Tasks:
         if self._folder is None:
             return None
         plain = re.sub(r"[^A-Za-z0-9=+_-]+", "-", name)[:60]
-        if plain != name or not name:  # A checksum tells names apart that look alike.
+        if plain != name or not name:  # A checksum distinguishes names that are cleaned alike.
             plain = f"{plain}.{zlib.crc32(name.encode()):x}"
         return self._folder / plain
 
 
 def check_writable(folder: str | PathLike[str]) -> None:
-    """Refuses, before any work is done, a folder that :class:`Tasks` could not use."""
+    """Raises, before any work is done, if :class:`Tasks` could not use the folder."""
     folder = Path(folder).absolute()
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; name a folder for the checkpoint.")
@@ -203,7 +204,7 @@ def check_writable(folder: str | PathLike[str]) -> None:
 
 
 def _lasting(folder: Path) -> Iterator[Path]:
-    """What is no file that a killed process was writing."""
+    """The folder's entries, except temporary files of killed processes."""
     return (path for path in folder.iterdir() if not path.name.startswith("."))
 
 
@@ -211,7 +212,7 @@ def _keep(path: Path, done: Done[Any]) -> None:
     arrays: list[np.ndarray] = []
     value = _plain(done.value, arrays)
     text = json.dumps({"value": value, "spent": done.spent}).encode()
-    # As bytes: a checkpoint need not hold numbers of every kind, nor manifests of every length.
+    # Stored as bytes: the file format lacks some dtypes and limits the manifest's length.
     parts = [np.frombuffer(part, np.uint8) for part in (text, *(a.tobytes() for a in arrays))]
     persist.save(path, {f"part {place}": part for place, part in enumerate(parts)})
 
@@ -231,7 +232,7 @@ def _kept(path: Path, types: tuple[type, ...]) -> Done[Any]:
 
 
 def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
-    """A value as JSON, in which every list begins with a tag; its arrays go to ``arrays``."""
+    """Converts a value to JSON, with tagged lists; appends its arrays to ``arrays``."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes):
@@ -239,7 +240,7 @@ def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
         return ["bytes", *_plain(value, arrays)[1:]]
     if isinstance(value, dict):
         if not all(isinstance(name, str) for name in value):
-            raise TypeError(f"the names of what is kept must be words, got {list(value)!r}.")
+            raise TypeError(f"a task's result must have str keys, got {list(value)!r}.")
         return {name: _plain(part, arrays) for name, part in value.items()}
     if dataclasses.is_dataclass(value):
         parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

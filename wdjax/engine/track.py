@@ -1,7 +1,7 @@
-"""A search as pure functions of samples: begin, step by step, measure.
+"""A search as pure functions of a batch: begin, step, measure.
 
-Inside a trace they act on all samples at once; at top level :mod:`wdjax.engine.rounds` applies them
-to batches of those that still have something to do.
+Inside a trace they are applied to all samples at once; at top level :mod:`wdjax.engine.rounds`
+applies them to batches of unfinished samples.
 """
 
 import functools
@@ -18,18 +18,18 @@ from wdjax.engine import identity
 
 
 class Given(NamedTuple):
-    """What a search is given: ``[n, ...]`` leaves."""
+    """The arguments of a search: ``[n, ...]`` leaves."""
 
     x: Array
     y: Array
     eps: Array | None
     start: Array | None
     places: Array
-    """Which samples of a larger set these are."""
+    """``[n]``: the samples' numbers in a larger data set, from which random keys are derived."""
 
 
 class Problem(NamedTuple):
-    """What is searched: a pytree that does not change on the way."""
+    """The attack, its victim and the samples; constant during the search."""
 
     attack: Attack
     victim: Victim
@@ -37,29 +37,32 @@ class Problem(NamedTuple):
 
 
 class Track(NamedTuple):
-    """What moves while samples are attacked: ``[n, ...]`` leaves."""
+    """The state of an attack in progress: ``[n, ...]`` leaves."""
 
     state: PyTree
     before: PyTree
-    """The state of a step ago, where a stage looks for cycles; None if no stage does."""
+    """The state one step ago if a stage detects cycles, else None."""
     totals: Array
     """``[n, 4]`` int32: gradients, forward passes, zero gradients and faulty steps so far."""
 
 
 class Reached(NamedTuple):
-    """Where an attack has come to: ``[n, ...]`` leaves."""
+    """The points of an attack so far: ``[n, ...]`` leaves."""
 
     x_adv: Array
     proof: PyTree
     cost: Array
     inside: Array
-    """Whether the point may count: allowed by the ball and within the radius."""
+    """Whether the point is feasible: allowed by the ball and within the radius."""
     done: Array
     fault: Array
 
 
 def evaluate(victim: Victim, x: Array, y: Array) -> tuple[PyTree, Array, Array]:
-    """The output, the criterion, and whether both are finite; the same program for every attack."""
+    """The model's output, the criterion ``[n]``, and whether both are finite, ``[n]``.
+
+    Every attack uses this one program, so that equal points get equal criteria.
+    """
     out = victim.model(x)
     value = victim.criterion(out, y)
     return out, value, norms.finite((out, value))
@@ -67,31 +70,31 @@ def evaluate(victim: Victim, x: Array, y: Array) -> tuple[PyTree, Array, Array]:
 
 @jax.jit
 def keys(key: Array, places: Array) -> Array:
-    """One key a sample from its global index, so that batching never changes the randomness."""
+    """One key for each sample from its global index, whatever batch the sample is in."""
     return jax.vmap(lambda place: jax.random.fold_in(key, place))(places)
 
 
 def begin(problem: Problem, start: Array | None, keys: Array | None) -> Track:
-    """Begins the attack."""
+    """Calculates the attack's first state."""
     attack, victim, samples = problem
     state = attack.init(victim, samples, start, keys)
     return enter(attack, Track(state, None, jnp.zeros((len(samples.y), 4), jnp.int32)))
 
 
 def enter(attack: Attack, track: Track) -> Track:
-    """Prepares for a stage's first step: no state before it counts as a step ago."""
+    """Prepares the first step of a stage: resets the cycle detector."""
     if not cyclic(attack):
         return track
     return track._replace(before=jax.tree.map(jnp.copy, track.state))
 
 
 def cyclic(attack: Attack) -> bool:
-    """Whether a stage looks for cycles."""
+    """Whether a stage detects cycles."""
     return any(stage.cycles for stage in attack.stages)
 
 
 def step(stage: Stage, victim: Victim, samples: Samples, track: Track) -> tuple[Track, Array, Info]:
-    """One step; also tells, ``[n]``, whose state is that of two steps ago."""
+    """One step; also tells, ``[n]``, for which samples the state is that of two steps ago."""
     state, info = stage.step(victim, samples, track.state)
     state = jax.tree.map(_as_before, state, track.state)
     spent = jnp.stack([info.gradients, info.forwards, info.zeros, info.fault], 1, dtype=jnp.int32)
@@ -102,15 +105,15 @@ def step(stage: Stage, victim: Victim, samples: Samples, track: Track) -> tuple[
 
 
 def _as_before(new: Array, old: Array) -> Array:
-    """A model that computes in more bits than its samples have does not widen a state."""
+    """Casts back to the old dtype: a model of higher precision must not widen the state."""
     return new.astype(old.dtype) if jnp.issubdtype(old.dtype, jnp.floating) else new
 
 
 def settle(stage: Stage, track: Track, recurs: Array, left: Array) -> tuple[Track, Array]:
-    """Who needs no more steps of the stage, ``[n]``, and the track with their final states.
+    """Freezes samples that need no more steps of the stage: the track with final states, and who.
 
-    With ``left`` steps to go, a sample in a cycle of two ends as it is now if they are even, and as
-    it was a step ago if they are odd.
+    ``recurs`` ``[n]`` marks samples in a cycle of two states. With ``left`` steps to go, such a
+    sample ends in its present state if ``left`` is even, and in the one before if it is odd.
     """
     done = jnp.zeros_like(recurs) if stage.done is None else stage.done(track.state)
     if not stage.cycles:
@@ -124,7 +127,10 @@ def settle(stage: Stage, track: Track, recurs: Array, left: Array) -> tuple[Trac
 
 
 def reach(problem: Problem, track: Track) -> tuple[Reached, Array]:
-    """Where the attack has come to, and what of it the model is to see: points that may count."""
+    """The attack's points so far, and the points at which the model is evaluated, ``[n, *shape]``.
+
+    Infeasible points are replaced by their samples in the latter.
+    """
     attack, _, samples = problem
     x_adv, proof = attack.point(samples, track.state)
     cost = attack.ball.cost(samples.x, x_adv, proof)
@@ -146,17 +152,17 @@ def measure(
     totals: Any,
     skip_misclassified: bool,
 ) -> Found:
-    """What was found, measured: infeasible and useless points go back to their samples.
+    """Measures the points; those that are infeasible or useless are replaced by their samples.
 
     Args:
       xp: NumPy or ``jax.numpy``, whichever the arrays belong to.
       x: ``[n, *shape]`` samples.
       reached: from :func:`reach`.
       clean: ``[n]``, the criterion at the samples.
-      seen: the criterion at the points, and whether it and the outputs are finite.
-      attacked: ``[n]``; the others stay where they are.
-      totals: of the :class:`Track`.
-      skip_misclassified: whether samples stay that are misclassified already.
+      seen: ``[n]`` each: the criterion at the points, and whether it and the outputs are finite.
+      attacked: ``[n]`` booleans; the other samples are reported unmoved.
+      totals: ``[n, 4]``, as in :class:`Track`.
+      skip_misclassified: whether samples that are misclassified at the start stay unmoved.
     """
     (value, known), wrong = seen, clean > 0
     useful = ~wrong if skip_misclassified else ~wrong | (value > 0)
@@ -180,7 +186,10 @@ def measure(
 
 
 def programs(attack: Attack, victim: Victim, given: Given, key: Array | None) -> list[ClosedJaxpr]:
-    """Everything that a search computes of a batch, traced for two samples: what identifies it."""
+    """All programs of a search, traced for two samples: evaluation, start, stages, points.
+
+    They identify the search in its checkpoint (:func:`wdjax.engine.identity.digest`).
+    """
     x, y, eps, start, places = jax.tree.map(_two, given)
     own = None if key is None else jax.eval_shape(keys, key, places)
     out = jax.eval_shape(victim.model, x)
@@ -205,12 +214,12 @@ def programs(attack: Attack, victim: Victim, given: Given, key: Array | None) ->
 
 
 def _two(rows: Array) -> jax.ShapeDtypeStruct:
-    """The shape of two rows."""
+    """The shape and dtype of the array, with two rows."""
     return jax.ShapeDtypeStruct((2, *rows.shape[1:]), rows.dtype)
 
 
 def _equal(one: PyTree, other: PyTree) -> Array:
-    """Whether all leaves agree bit for bit, per sample."""
+    """``[n]``: whether all leaves of the two trees agree bit for bit."""
     both = zip(jax.tree.leaves(one), jax.tree.leaves(other))
     return ~norms.any_entry(_bits(a) != _bits(b) for a, b in both)
 

@@ -1,8 +1,8 @@
-"""Ensembles: searches one after the other, on survivors, from the points of those before.
+"""Ensembles: several searches in sequence, each on the survivors of the earlier ones.
 
-Each file is one ensemble. `question` holds what all its searches share, model, samples, key and
-checkpoint, and gives each search randomness of its own; `cascade` runs attacks on what earlier ones
-left standing, and `autoattack`, `a3` and `fast` choose what to run; `star` looks for the nearest
+Each file is one ensemble. `question` holds what all its searches share (model, samples, key and
+checkpoint) and gives each search random keys of its own; `cascade` runs a list of attacks, and
+`autoattack`, `a3` and `fast` choose that list; `star` looks for the nearest
 flips with the schedules of `walks`. Open `cascade` first.
 """
 

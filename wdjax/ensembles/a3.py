@@ -20,16 +20,16 @@ from wdjax.engine.diagnosis import diagnosed
 from wdjax.ensembles.cascade import survivors
 
 _LEAST = 100
-"""Samples of which none is put aside."""
+"""Minimum number of samples that a round attacks, if so many survive."""
 
 
 class Round(NamedTuple):
-    """One round: how the starts are made, how long the ascent is, and who takes part."""
+    """One round: steps of the start, steps of the ascent, and which survivors take part."""
 
     probes: int
     steps: int
     share: float
-    """Of the samples that stand, those of largest margin that are attacked."""
+    """Share of the survivors that is attacked, those of largest margin."""
     restarts: int
 
 
@@ -51,7 +51,7 @@ ROUNDS = (
 """The authors' thirteen rounds, in the mode for models that do not mask their gradients."""
 _LONGEST = max(turn.steps for turn in ROUNDS)
 _FIRST, _FINAL = 1, 10
-"""The round whose successes are looked at, and the first whose starts lean the last way."""
+"""The round whose flips decide the label weights, and the first round with the final weights."""
 
 
 @diagnosed
@@ -72,10 +72,10 @@ def a3(
 ) -> Found:
     """Adaptive Auto Attack: rounds of diversified starts and margin ascents on the survivors.
 
-    Thirteen rounds of growing length, the last ones with restarts. From round 3 on, those samples
-    that seem hardest, of least margin so far, are put aside, unless only 100 are left. The starts
-    lean as those leant that succeeded in round 1: towards a larger or a smaller output of the
-    label, and towards the class of a rank that changes from start to start.
+    Thirteen rounds of growing length, the last ones with restarts. From round 3 on only the
+    survivors of largest margin so far are attacked, but at least 100. Starts weight the label's
+    output up or down, as most starts that succeeded in round 1 did, and push one other class up,
+    of a rank that changes from start to start.
 
     Args:
       model: a pytree callable, ``[n, *shape] -> [n, K]``.
@@ -84,27 +84,27 @@ def a3(
       eps: the radius, a number or ``[n]``.
       key: a typed ``jax.random.key``.
       ball: norm and box.
-      passes: backward passes a sample, on average over all, after which no search begins.
-      finisher: an attack that takes the place of the ascents, from the same starts.
+      passes: the attack ends once the backward passes reach this mean over the samples.
+      finisher: an attack that replaces the margin ascents; it begins at the same starts.
       only: ``[n]`` booleans, the samples to attack.
-      checkpoint: a folder; interrupted and asked again, it goes on to the same numbers.
+      checkpoint: a folder; a call that was interrupted resumes from it, with equal results.
       report: called with a name and what has been found so far, after every search; a true value
         ends the attack.
       **options: of :func:`wdjax.search`.
 
     Returns:
-      A :class:`~wdjax.core.Found`: the best of every sample.
+      A :class:`~wdjax.core.Found`: the best point of every sample.
 
     Raises:
-      ValueError: what the search refuses; a call inside a trace, since rounds decide on the host.
+      ValueError: what the search refuses; a call inside a trace, since the host chooses the rounds.
 
-    Cost: at most ``passes`` backward passes a sample and one search more.
+    Cost: at most ``passes`` backward passes a sample on average, plus one more search.
 
-    Differs: the length of an ascent is what the authors' rule almost always gives, steps and probes
-      together, and ``passes`` is a limit. The mode for masked gradients and the random corners of
-      round 1 are left out. Of the statistics of round 1 the sign of the label's weight is used;
-      classes of a rank are always pushed up. Draws are every sample's own. A start that misses in
-      norms 1 and 2 counts from its first projection on.
+    Differs: the length of an ascent is the one that the authors' rule almost always gives, steps
+      and probes together, and ``passes`` is a limit. The mode for masked gradients and the random
+      corners of round 1 are left out. Of the statistics of round 1 only the sign of the label's
+      weight is used; the class of the chosen rank is always pushed up. Each sample draws its own
+      random numbers. For norms 1 and 2 a start outside the ball counts once it is projected.
 
     Source: Liu et al. [liu2022]; constants of the authors' code.
 
@@ -153,9 +153,9 @@ def a3_wda(
 ) -> Found:
     """A3-WDA: :func:`a3` whose ascents are those of the Wasserstein distributional attack.
 
-    The paper says in one line that WDA takes the place of PGD. Settled so: the rounds, starts and
-    the choice of samples are A3's; every ascent is WDA with the paper's settings, 20 steps of which
-    10 probe, from the start of the round; its best iterate counts.
+    The paper says in one line that WDA replaces PGD. Here rounds, starts and the choice of samples
+    are A3's; every ascent is WDA with the paper's settings (20 steps, 10 of them probing) from the
+    start of the round, and its best iterate counts.
 
     Args:
       model: a pytree callable, ``[n, *shape] -> [n, K]``.
@@ -164,7 +164,7 @@ def a3_wda(
       eps: the radius, a number or ``[n]``.
       key: a typed ``jax.random.key``.
       ball: norm and box.
-      rivals: classes that WDA tries at most; by default as many as it does by itself.
+      rivals: maximum number of classes that WDA tries; by default WDA's own choice.
       **options: of :func:`a3`.
 
     Returns:
@@ -198,7 +198,7 @@ def _ask(
     checkpoint: Path | None,
     **options: Any,
 ) -> Found:
-    """One search, or the start of one and what the finisher makes of it."""
+    """One search; with a finisher, the search for starts and then the finisher from there."""
     if finisher is None:
         return driver.search(attack, model, x, y, only=only, checkpoint=checkpoint, **options)
     if not attack.probes:
@@ -217,7 +217,7 @@ def _ask(
 
 
 def _attack(ball: Lp, turn: int, number: int, down: bool) -> Diversified:
-    """The search of a round; all but the first are one program."""
+    """The attack of a round; all but the first round share one compiled program."""
     if not ROUNDS[turn].probes:
         return Diversified(ball, probes=0, steps=ROUNDS[turn].steps)
     attack = Diversified(
@@ -232,7 +232,7 @@ def _attack(ball: Lp, turn: int, number: int, down: bool) -> Diversified:
 
 
 def _leans_down(attack: Diversified, own: Found, key: Array, index: Any) -> bool:
-    """Whether the starts that succeeded leant towards a smaller output of the label."""
+    """Whether the starts that succeeded in round 1 had negative label weights on average."""
     fallen = np.flatnonzero(np.asarray(own.success & own.correct))
     places = fallen if index is None else np.asarray(index)[fallen]
     if not len(places):
@@ -242,7 +242,7 @@ def _leans_down(attack: Diversified, own: Found, key: Array, index: Any) -> bool
 
 
 def _chosen(found: Found | None, only: Any, share: float) -> Any:
-    """``[n]``: of those that stand, the share of largest margin, but 100 at least."""
+    """``[n]`` booleans: the share of the survivors with the largest margins, but at least 100."""
     if found is None:
         return only
     left = survivors(found, only)

@@ -14,18 +14,18 @@ from wdjax.ensembles.cascade import cascade
 VERSIONS = ("standard", "plus")
 
 _HOMEWARD = (3.0, 2.0, 1.0)
-"""Radii, of eps, from which APGD on cross-entropy comes home in l2: around a sample whose gradients
-are masked there is nothing to follow, farther out there is. It left 4 to 7 of 100 images of such a
-net, 48 and 50 without; of four others the whole suite left as many or fewer."""
+"""For norm 2, radii of the phases of APGD on cross-entropy, in eps: where gradients are masked at
+the sample, a search that begins farther out finds some. On one such net it left 4 to 7 of 100
+images standing instead of 48 and 50; on four other nets the whole suite left as many or fewer."""
 
 
 def members(ball: Lp = Lp(), version: str = "standard") -> dict[str, Attack]:
-    """What an AutoAttack consists of, by name and in order; for random models see :mod:`.rand`.
+    """The attacks of an AutoAttack version, in order; for random models see :mod:`.rand`.
 
     Args:
       ball: norm and box.
       version: ``"standard"``: APGD on cross-entropy, targeted APGD, targeted FAB, Square;
-        ``"plus"``: the untargeted ones with five restarts, the targeted ones besides.
+        ``"plus"``: also untargeted APGD-DLR and FAB, with five restarts of the untargeted attacks.
 
     Raises:
       ValueError: another version.
@@ -35,7 +35,7 @@ def members(ball: Lp = Lp(), version: str = "standard") -> dict[str, Attack]:
     """
     validate.check_choice("version", version, VERSIONS)
     plus = version == "plus"
-    # In l1 the authors restart, and aim at fewer classes.
+    # For norm 1 the authors' code has more restarts and fewer targets.
     restarts, targets = (5 if plus or ball.norm == 1 else 1), (5 if ball.norm == 1 else 9)
     known: dict[str, Attack] = {
         "apgd-ce": APGD(ball, restarts=restarts, widths=_HOMEWARD if ball.norm == 2 else None),
@@ -61,7 +61,7 @@ def autoattack(
     version: str = "standard",
     **options: Any,
 ) -> Found:
-    """AutoAttack: four or six attacks without parameters, each on the survivors of the last.
+    """AutoAttack: four or six parameter-free attacks, each on the survivors of the previous ones.
 
     Args:
       model: a pytree callable, ``[n, *shape] -> [n, K]``, ``K >= 2``.
@@ -74,18 +74,19 @@ def autoattack(
       **options: of :func:`~wdjax.ensembles.cascade.cascade`, such as ``checkpoint`` and ``report``.
 
     Returns:
-      A :class:`~wdjax.core.Found`; what is left is ``mean(correct & ~success)``.
+      A :class:`~wdjax.core.Found`; the robust accuracy is ``mean(correct & ~success)``.
 
     Raises:
       ValueError: what the cascade and the search refuse.
 
-    Cost: some 100 passes for a sample that falls at once, and up to some 1900 backward and 7800
-    forward passes for one that never does.
+    Cost: about 100 passes for a sample that the first attack breaks, and up to 1900 backward and
+      7800 forward passes for one that survives all.
 
-    Differs: samples leave as soon as they fall, randomness is every sample's own, and points are
-      kept, measured and saved. The differences of the members are told there. With few classes
-      there are as many targets as there are rivals. In l1, phases reach from 10 eps, not from 3,
-      and in l2 the untargeted APGD on cross-entropy has phases, too, from 3 eps.
+    Differs: a sample leaves as soon as it is misclassified, each sample draws its own random
+      numbers, and points are kept, measured and saved. Differences of the single attacks are
+      listed there. With few classes there are as many targets as rivals. For norm 1 the phases
+      begin at 10 eps instead of 3 eps; for norm 2 untargeted APGD on cross-entropy has phases too,
+      from 3 eps.
 
     Source: Croce and Hein [croce2020], Section 5; version 0.1 of the authors' code.
 

@@ -1,4 +1,4 @@
-"""A minimum-norm attack from one with a fixed budget: bisect the radius."""
+"""A minimum-norm attack made of a fixed-budget attack, by bisection of its radius."""
 
 from collections.abc import Callable
 from os import PathLike
@@ -30,25 +30,25 @@ def bisect(
 ) -> Found:
     r"""The nearest flips that a fixed-budget attack finds, by a search over its radius.
 
-    Every sample has a bracket of its own: above, the distance of the nearest flip found, which is
-    mostly less than the radius it was looked for in; below, the largest radius that failed. The
-    next radius is the middle, twice the last one while there is no flip. Each search begins where
-    the last one ended: at the nearest flip, pulled into the smaller ball, or at the best failure.
+    Every sample has its own bracket: the upper end is the distance of its nearest flip, mostly less
+    than the radius of that search; the lower end is the largest radius without a flip. The next
+    radius is the middle, or twice the last one until there is a flip. Each search begins at the
+    nearest flip, projected on the smaller ball, or at the last point if there is none.
 
     Args:
-      attack: one that takes a radius, such as :class:`~wdjax.attacks.PGD`.
+      attack: an attack with a radius for each sample, such as :class:`~wdjax.attacks.PGD`.
       model: as for :func:`wdjax.search`.
       x: ``[n, *shape]``
       y: ``[n]``
       eps: the first radius, a number or ``[n]``, above 0.
-      key: a typed ``jax.random.key``, where the attack is random.
-      rounds: searches.
-      checkpoint: a folder; an interrupted call goes on from there to the same bits.
+      key: a typed ``jax.random.key``, if the attack is random.
+      rounds: the number of searches.
+      checkpoint: a folder; a call that was interrupted resumes from it, bit for bit.
       **options: ``criterion``, ``index``, ``batch_size``, ``mesh``, ``callback`` of
         :func:`wdjax.search`.
 
     Returns:
-      A :class:`~wdjax.core.Found`: ``cost`` is the distance where ``success`` says so.
+      A :class:`~wdjax.core.Found`: ``cost`` is the distance, where ``success`` is True.
 
     Raises:
       ValueError: an attack without a radius, ``eps`` of 0, fewer than one round, a call inside a
@@ -68,7 +68,7 @@ def bisect(
     arguments.check("key", attack=attack, model=model, x=x, y=y, eps=eps, key=key)
     if attack.budget != "sample":
         raise ValueError(
-            f"bisect takes attacks with a radius a sample; {type(attack).__name__} has none."
+            f"bisect takes attacks with a radius for each sample; {type(attack).__name__} has none."
         )
     ask = question("bisect", model, x, y, key, checkpoint, options, random=attack.random)
     rounds = validate.check_count("rounds", rounds)

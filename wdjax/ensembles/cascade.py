@@ -1,4 +1,4 @@
-"""Attacks in a row, each on the survivors of those before it."""
+"""Attacks in sequence, each on the survivors of the previous ones."""
 
 from collections.abc import Callable, Mapping
 from os import PathLike
@@ -28,32 +28,33 @@ def cascade(
     report: Callable[[str, Found], Any] | None = None,
     **options: Any,
 ) -> Found:
-    """Attacks what every member has left standing with the next one.
+    """Runs attacks in order, each on the survivors of the previous ones.
 
-    Samples that are misclassified already are not attacked; those that have fallen leave. Member
-    number i gets the key ``fold_in(key, i)``, so that equal members are restarts.
+    Samples that are misclassified at the start are not attacked. Attack number i gets the key
+    ``fold_in(key, i)``, so that equal attacks act as restarts.
 
     Args:
-      members: name -> attack, in order; each of a budget a sample.
+      members: name -> attack, in order; each with a radius for each sample.
       model: see :func:`wdjax.search`.
       x: ``[n, *shape]``
       y: ``[n]``
-      eps: the radius, as there.
+      eps: the radius, as for :func:`wdjax.search`.
       key: a typed ``jax.random.key``.
       only: ``[n]`` booleans, the samples to attack.
-      checkpoint: a folder, in which every member has one of its own. Interrupted at any moment and
-        asked again, the cascade goes on from there to the same numbers, to the bit.
-      report: called with a name and what has been found so far, after every member; a true value
-        ends the cascade.
-      **options: of :func:`wdjax.search`; ``callback`` sees the rounds of every member.
+      checkpoint: a folder, in which every attack has a folder of its own. A call that was
+        interrupted resumes from it, bit for bit.
+      report: called with the attack's name and what has been found so far, after every attack; if
+        it returns a true value the cascade ends.
+      **options: of :func:`wdjax.search`; ``callback`` is called in the rounds of every attack.
 
     Returns:
-      A :class:`~wdjax.core.Found`: the best of every sample. Passes add up.
+      A :class:`~wdjax.core.Found`: the best point of every sample. Passes add up.
 
     Raises:
-      ValueError: no members, one whose budget is not a sample's, and what the search refuses.
+      ValueError: no attacks, one whose budget is not a radius a sample, and what the search
+        refuses.
 
-    Cost: that of the members on their survivors, and two forward passes a sample and member.
+    Cost: that of the attacks on their survivors, plus two forward passes a sample and attack.
 
     >>> import jax.numpy as jnp
     >>> from wdjax import Model, attacks
@@ -71,8 +72,8 @@ def cascade(
         arguments.check(attack=attack)
         if attack.budget != "sample":
             raise ValueError(
-                f"members must be bound to a radius a sample, but the budget of {name} is "
-                f"{attack.budget!r}; use FAB(bounded=True), or spend what it finds on its own."
+                f"members need a radius for each sample, but the budget of {name} is "
+                f"{attack.budget!r}; use FAB(bounded=True), or run and spend it separately."
             )
     found, left = None, only
     for number, (name, attack) in enumerate(members.items()):
@@ -93,7 +94,7 @@ def cascade(
 
 
 def survivors(found: Found, only: Any = None) -> Any:
-    """``[n]``: who is classified correctly still; on the host, but inside a trace."""
+    """``[n]``: which samples are still classified correctly; a NumPy array outside traces."""
     left = found.correct & ~found.success
     if only is not None:
         left = left & only

@@ -1,4 +1,4 @@
-"""A cheap cascade for a fixed budget: what breaks most at least cost goes first."""
+"""A cheap cascade for a fixed budget: attacks that break most samples a pass come first."""
 
 import itertools
 from collections.abc import Callable
@@ -18,15 +18,15 @@ from wdjax.ensembles.question import Question, question
 
 _RESTARTS = 30
 _CHEAP = 2.0
-"""Passes an image that another restart may take though the last one broke nothing."""
+"""Passes a sample that a further restart may cost although the last one broke no sample."""
 LEAST = 12
-"""Passes an image with which the cascade can begin."""
+"""Minimum number of passes a sample."""
 _PATIENCE = 12
-"""Walks in a row that may break nothing: twice all kinds of them."""
+"""Number of consecutive walks without a flip after which the cascade ends: two rounds of walks."""
 
 
 class Leg(NamedTuple):
-    """What stood after one search of a cascade: means over the samples."""
+    """The state after one search of a cascade: means over the samples."""
 
     name: str
     accuracy: float
@@ -35,14 +35,14 @@ class Leg(NamedTuple):
 
 
 class Account(NamedTuple):
-    """What an ensemble found, and how it got there."""
+    """What an ensemble found, and the accuracy and passes after each of its searches."""
 
     found: Found
     legs: tuple[Leg, ...]
 
     @property
     def reached(self) -> Leg:
-        """The first leg after which the final accuracy stood: what came later changed nothing."""
+        """The first leg with the final accuracy: later searches broke no sample."""
         return next(leg for leg in self.legs if leg.accuracy <= self.legs[-1].accuracy)
 
 
@@ -59,15 +59,16 @@ def fast(
     checkpoint: str | PathLike[str] | None = None,
     **options: Any,
 ) -> Account:
-    r"""Robust accuracy within a radius, at a few percent of AutoAttack's passes.
+    r"""Robust accuracy within a radius, with a few percent of AutoAttack's passes.
 
-    Survivors only, and a sample leaves at its first flip: 8 steps of margin-PGD with a cosine from
-    the sample; 8 from a random point of the box, and again as long as that still breaks something
-    or next to nothing is left to pay for. Then walks for the nearest flips, which hold on to the
-    boundary where an ascent slides off, and whose distances tell who is about to fall: 25 steps
-    from a random corner for everyone, again for the half with the nearest flips, a quarter and so
-    on, 20 steps to each of three classes for the nearest quarter, and all over again until the
-    passes are spent, or two times nothing has broken. A flip farther than ``eps`` does not count.
+    Each search attacks the survivors only, and a sample leaves at its first flip. First come 8
+    steps of margin PGD from the sample, then 8 from a random point of the box, repeated while they
+    break samples or cost almost nothing. Then come minimum-norm walks, which follow the boundary
+    where an ascent stays inside, and whose distances tell which samples are nearly broken: 25 steps
+    from a random corner for all survivors, again for the half with the nearest flips, a quarter and
+    so on, and 20 steps to each of three classes for the nearest quarter. This is repeated until the
+    passes are spent or two rounds of walks broke no sample. A flip farther than ``eps`` does not
+    count.
 
     Args:
       model: as for :func:`wdjax.search`.
@@ -76,9 +77,9 @@ def fast(
       eps: radius, a number or ``[n]``.
       key: a typed ``jax.random.key``.
       ball: norm and box.
-      passes: at most so many backward, and so many forward passes an image, on average: no search
-        begins that could exceed them.
-      checkpoint: a folder; an interrupted call goes on from there to the same bits.
+      passes: maximum mean number of backward passes, and of forward passes, a sample: a search that
+        could exceed it is not begun.
+      checkpoint: a folder; a call that was interrupted resumes from it, bit for bit.
       **options: ``criterion``, ``index``, ``batch_size``, ``mesh``, ``callback`` of
         :func:`wdjax.search`.
 
@@ -90,8 +91,8 @@ def fast(
       ValueError: no key, fewer passes than the first search takes, a call inside a trace, or what
         :func:`wdjax.search` refuses.
 
-    Cost: at most ``passes`` forward and backward passes a sample on average; models that break
-    early cost less.
+    Cost: at most ``passes`` forward and backward passes a sample on average, less for models that
+    are broken early.
 
     Source: this library's own.
 
@@ -111,7 +112,7 @@ def fast(
     legs = [_leg("8 steps", found)]
 
     def go_on(name: str, attack: Attack, steps: int) -> bool:
-        """One more search of the survivors; whether it broke any."""
+        """Makes one more search of the survivors; tells whether it broke any."""
         nonlocal found
         left = np.asarray(found.correct & ~found.success)
         cost = steps * left.mean() + 2
@@ -131,7 +132,11 @@ def fast(
 def _hunt(
     ask: Question, ball: Lp, found: Found, radii: Array, legs: list[Leg], passes: int
 ) -> Account:
-    """Walks for what stands, ever fewer of the nearest, while there are passes and hope."""
+    """Walks on ever smaller shares of the survivors, those with the nearest flips first.
+
+    ``radii`` is ``[n]``; ``legs`` is appended to. Ends when the passes are spent, or when
+    ``_PATIENCE`` walks in a row broke no sample.
+    """
     distance, idle = np.full(len(ask.y), np.inf), 0
     for walk, share in itertools.chain(_rounds(ball), itertools.cycle(_rounds(ball)[1:])):
         left = np.asarray(found.correct & ~found.success)
@@ -154,7 +159,7 @@ def _hunt(
 
 
 def _rounds(ball: Lp) -> list[tuple[Walk, float]]:
-    """Walks, and the share of what stands that takes them."""
+    """Walks, and the share of the survivors that takes each."""
     held = Walk(ball, steps=25, far=True, haste=0.5, step_size=1.1, shrink=0.25, width=1.3)
     aimed = Walk(ball, steps=20, targets=3)
     return [*((held, 0.5**number) for number in range(6)), (aimed, 0.25)]

@@ -1,4 +1,4 @@
-"""Mixed precision: search in bfloat16, and believe only what the model's own precision confirms."""
+"""Mixed precision: a search in bfloat16, whose flips are confirmed in the model's own precision."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +18,7 @@ from wdjax.ensembles.question import question
 
 
 class Mixed(NamedTuple):
-    """What was found, and which flips there were in bfloat16 alone."""
+    """What was found, and which flips existed in bfloat16 only."""
 
     found: Found
     lost: Array
@@ -39,20 +39,20 @@ def mixed(
 ) -> Mixed:
     r"""Searches with the model in bfloat16, and measures in the model's own precision.
 
-    Accelerators compute several times faster in bfloat16, and a gradient need not be exact to
-    point the right way; but a nearest flip lies so close to the boundary that half of them are none
-    in float32. So every point is measured again by ``model``, and where a flip did not survive, or
-    bfloat16 gave numbers that were not finite, the sample is attacked once more without bfloat16.
-    Points and costs are of the dtype of ``x`` throughout.
+    Accelerators compute several times faster in bfloat16, which is exact enough for gradients; but
+    a nearest flip lies so close to the boundary that half of them are not flips in float32. So
+    every point is measured again by ``model``. Where a flip does not survive, or bfloat16 gave
+    values that are not finite, the sample is attacked again in the model's own precision. Points
+    and costs have the dtype of ``x`` throughout.
 
     Args:
-      attack: from :mod:`wdjax.attacks`; its ball may need no proofs.
-      model: as for :func:`wdjax.search`; whatever floats it has as leaves are made bfloat16.
+      attack: from :mod:`wdjax.attacks`; its ball must not need proofs.
+      model: as for :func:`wdjax.search`; its floating-point leaves are cast to bfloat16.
       x: ``[n, *shape]``
       y: ``[n]``
       eps: as for :func:`wdjax.search`.
       key: as for :func:`wdjax.search`.
-      checkpoint: a folder; an interrupted call goes on from there to the same bits.
+      checkpoint: a folder; a call that was interrupted resumes from it, bit for bit.
       **options: ``criterion``, ``index``, ``batch_size``, ``mesh``, ``callback`` of
         :func:`wdjax.search`.
 
@@ -60,11 +60,11 @@ def mixed(
       A :class:`Mixed`; passes of both precisions add up.
 
     Raises:
-      ValueError: a call inside a trace, a ball that needs proofs, a budget that samples share, or
+      ValueError: a call inside a trace, a ball that needs proofs, a budget shared by samples, or
         what :func:`wdjax.search` refuses of either model, such as outputs not finite in bfloat16.
 
-    Cost: a search in bfloat16, two forward passes, and a search where flips were lost. A CPU
-      has no arithmetic of its own for bfloat16, and gains nothing.
+    Cost: a search in bfloat16, two forward passes, and a search of the samples whose flips were
+      lost. CPUs do not gain, since they have no bfloat16 arithmetic.
 
     Source: this library's own.
 
@@ -88,7 +88,7 @@ def mixed(
             f"mixed measures points again, and {type(attack.ball).__name__} wants proofs of their "
             "costs: use wdjax.search."
         )
-    # Where nothing binds a point, its cost is measured again, and rounded another way.
+    # A minimum-norm point's cost, measured again, may be rounded up beyond the first value.
     reach = 1.01 * fast.cost if attack.budget == "none" else eps
     sure = ask.search(1, Points(attack.ball), eps=reach, start=fast.x_adv)  # type: ignore[arg-type]
     lost = fast.success & ~sure.success
@@ -109,7 +109,7 @@ def mixed(
 
 
 def lowered(model: Callable[[Array], PyTree]) -> Model:
-    """The same model with its leaves and everything it computes in bfloat16, outputs in float32.
+    """The model with leaves and computation in bfloat16, and outputs in float32.
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))

@@ -1,4 +1,4 @@
-"""What the searches of an ensemble share: everything but the attack."""
+"""The arguments that all searches of an ensemble share: everything but the attack."""
 
 from collections.abc import Callable
 from os import PathLike
@@ -15,11 +15,11 @@ from wdjax.engine.driver import search
 
 
 class Question(NamedTuple):
-    """A model and samples, to be searched again and again.
+    """A model and samples that an ensemble searches repeatedly.
 
-    Every search has a number, from which it gets randomness and a place in the checkpoint of its
-    own: an ensemble that was killed goes on where it was, to the same bits, because the searches
-    that had ended are only measured again.
+    Every search has a number, from which its random key and its place in the checkpoint are
+    derived. A killed ensemble thus resumes bit for bit: searches that had ended are only measured
+    again.
     """
 
     model: Callable[[Array], PyTree]
@@ -28,7 +28,8 @@ class Question(NamedTuple):
     key: Array | None
     checkpoint: Path | None
     options: dict[str, Any]
-    """Of :func:`wdjax.search`: ``criterion``, ``index``, ``batch_size``, ``mesh``, ``callback``."""
+    """Options of :func:`wdjax.search`: ``criterion``, ``index``, ``batch_size``, ``mesh``,
+    ``callback``."""
 
     def search(
         self,
@@ -66,12 +67,12 @@ def question(
     options: dict[str, Any],
     random: bool = True,
 ) -> Question:
-    """Checks what an ensemble is asked."""
+    """Checks an ensemble's arguments and collects them; raises inside a trace."""
     if random and key is None:
         raise ValueError(f"{name} is random: pass key=jax.random.key(seed).")
     if validate.traced(model, x, y, key, options) or validate.staged():
         raise ValueError(
-            f"{name} decides on the host what to search next: call it outside jit and vmap, or use "
+            f"{name} chooses its searches on the host: call it outside jit and vmap, or use "
             "its attacks one by one."
         )
     for option in ("only", "start", "eps", "history", "skip_misclassified"):

@@ -1,7 +1,7 @@
-"""Randomised models: expectation over transformation, and numbers that more tries cannot inflate.
+"""Randomised models: expectation over transformation, judged by draws that no attack has seen.
 
-A model is random by its keys: leaves of its pytree that are typed ``jax.random.key`` s. Several
-draws at once are a bank of models, ``[n, M, K]``.
+A random model has typed ``jax.random.key`` s among its pytree's leaves. Several draws at once are a
+bank of models, with outputs ``[n, M, K]``.
 """
 
 import dataclasses
@@ -27,15 +27,15 @@ def draws(model: Callable[[Array], PyTree], key: Array, count: int) -> Model:
     """A random model under several keys: a bank ``[n, count, K]``.
 
     Args:
-      model: a pytree callable ``[n, *shape] -> [n, K]`` with typed keys among its leaves; every
-        sample sees the same noise, or noise of its own, but none that depends on the others.
-      key: a typed ``jax.random.key``, from which all keys of the model are replaced.
-      count: draws.
+      model: a pytree callable ``[n, *shape] -> [n, K]`` with typed keys among its leaves; all
+        samples may share the noise or have their own, but it must not depend on other samples.
+      key: a typed ``jax.random.key``; all keys of the model are replaced by ones derived from it.
+      count: the number of draws.
 
     Raises:
       ValueError: a model without keys, fewer than one draw.
 
-    Cost: ``count`` passes of the model in one.
+    Cost: ``count`` passes of the model, in one program.
 
     >>> def noisy(params, x):
     ...     return x + jax.random.normal(params["key"], x.shape[1:])
@@ -76,7 +76,7 @@ def _bank(model: Callable[[Array], PyTree], x: Array) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """The mean of a loss over the draws of a bank: its gradient is that of EOT.
+    """The mean of a loss over the draws of a bank; its gradient is that of EOT.
 
     Args:
       loss: ``([n, K], [n]) -> [n]``.
@@ -94,7 +94,7 @@ class Expected:
 
 
 def majority(out: Array, y: Array) -> Array:
-    """The criterion that more than half of the draws err: the lower median of their margins.
+    """The criterion that more than half of the draws misclassify: their margins' lower median.
 
     >>> out = jnp.array([[[0.0, 1.0], [0.0, 2.0], [3.0, 0.0]]])
     >>> majority(out, jnp.array([0])).tolist()
@@ -121,9 +121,9 @@ def rand(
 ) -> Found:
     """AutoAttack ``rand``: APGD on expected cross-entropy and DLR against a random model.
 
-    The attacks see the model under ``count`` keys. Their points are ranked over ``judges`` private
-    keys, and the best of a sample is measured under ``judges`` others, which had no part in its
-    choice: more draws, restarts or candidates cannot raise a success that is not there.
+    The attacks see the model under ``count`` keys. For each sample the best of their points is
+    chosen under ``judges`` other keys, and then measured under ``judges`` further keys that had no
+    part in the choice, so that more draws, restarts or attacks cannot inflate the success rate.
 
     Args:
       model: see :func:`draws`.
@@ -132,23 +132,23 @@ def rand(
       eps: the radius, a number or ``[n]``.
       key: a typed ``jax.random.key``; all draws come from it.
       ball: norm and box.
-      count: draws that a gradient averages.
-      judges: draws that judge; an odd number has no ties.
+      count: draws over which a gradient is averaged.
+      judges: draws that measure a point; an odd number has no ties.
       restarts: of every attack.
-      checkpoint: a folder; interrupted and asked again, it goes on to the same numbers.
+      checkpoint: a folder; a call that was interrupted resumes from it, with equal results.
       **options: of :func:`wdjax.search`.
 
     Returns:
-      A :class:`~wdjax.core.Found`, in which a sample is correct, or has fallen, if most judges say
-      so. A pass is one of the bank: ``count`` or ``judges`` of the model.
+      A :class:`~wdjax.core.Found`, in which a sample is correct, or broken, if most judges say so.
+      A pass is one of the bank: ``count`` or ``judges`` passes of the model.
 
     Raises:
       ValueError: a model without keys, and what the search refuses.
 
-    Cost: ``count`` times that of the two attacks, and ``judges`` forward passes six times a sample.
+    Cost: ``count`` times that of the two attacks, and six times ``judges`` forward passes a sample.
 
-    Differs: the authors draw anew at every gradient and judge by one evaluation, in which a point
-      counts that any of many tries got through; here the draws are fixed for a search.
+    Differs: the authors draw anew at every gradient and judge a point by one evaluation, so that
+      one lucky draw of many counts; here the draws are fixed during a search.
 
     Source: Croce and Hein [croce2020], AutoAttack ``rand``.
 

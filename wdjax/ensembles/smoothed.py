@@ -1,4 +1,4 @@
-"""Attacks on a smoothed classifier: through fixed noise, and confirmed under fresh noise."""
+"""Attacks on a smoothed classifier: found under fixed noise, confirmed under fresh noise."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from wdjax.smoothing import binomial
 from wdjax.smoothing.grid import Noise
 
 STRETCH = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5, 3.2, 4.0)
-"""How far beyond a flip of the stand-in the smoothed classifier is asked."""
+"""Multiples of the distance of a flip at which the smoothed classifier is tested."""
 
 
 @diagnosed
@@ -39,12 +39,11 @@ def smoothed(
 ) -> Found:
     r"""Looks for points at which a *smoothed* classifier returns another class, and tests them.
 
-    The attack sees :func:`wdjax.smoothing.soft`, an expectation over ``count`` noises that
-    stay the same. A point counts where, among votes under noise that had no part in its choice,
-    another class than the label is the most probable at level ``1 - alpha`` a sample. Near its
-    boundary a smoothed classifier cannot be told from its rival, so points a little further along
-    the same line are tried too. What :func:`wdjax.smoothing.certify` proves of the same
-    model and noise is never crossed but by chance.
+    The attack sees :func:`wdjax.smoothing.soft`, the mean over ``count`` fixed noise samples. A
+    point counts if fresh noise shows, at level ``1 - alpha`` for each sample, that another class
+    than the label is the most probable. Near its boundary a smoothed classifier's classes cannot be
+    told apart by votes, so points farther along the same line are tried too. Within a radius proved
+    by :func:`wdjax.smoothing.certify` for the same model and noise, flips occur only by chance.
 
     Args:
       attack: from :mod:`wdjax.attacks`, such as :class:`~wdjax.attacks.DDN`.
@@ -53,23 +52,23 @@ def smoothed(
       y: ``[n]``
       noise: of :mod:`wdjax.smoothing.noise`.
       key: a typed ``jax.random.key``.
-      eps: the radius, where the attack wants one; it binds what is tried further along, too.
-      count: noises that a gradient averages.
+      eps: the radius, if the attack needs one; it also binds the points farther along the line.
+      count: noise samples over which a gradient is averaged.
       votes: fresh votes for every point that is tested.
-      alpha: the probability that a sample is said to have fallen which has not.
-      stretch: increasing factors of the way from the sample; only 1 where a ball asks for proofs.
-      batch_size: of the votes; that of the search is the driver's choice.
+      alpha: for each sample, the probability of a false flip.
+      stretch: increasing multiples of the perturbation; only 1 where a ball needs proofs.
+      batch_size: copies at once when votes are counted; the search chooses its own.
       **options: of :func:`wdjax.search`.
 
     Returns:
-      A :class:`~wdjax.core.Found`: ``success`` is what was confirmed, ``margin`` the share of
-      votes of the best rival less that of the label, ``correct`` is False where the sample itself
-      is another class by the test. A pass is one of the stand-in: ``count`` of the model.
+      A :class:`~wdjax.core.Found`: ``success`` marks confirmed flips; ``margin`` is the share of
+      votes of the best rival less that of the label; ``correct`` is False where the test assigns
+      the sample itself to another class. A pass is one of ``soft``: ``count`` of the model.
 
     Raises:
       ValueError: factors that do not increase from 1, and what the search refuses.
 
-    Cost: ``count`` times that of the attack, and up to ``votes`` forward passes a factor.
+    Cost: ``count`` times that of the attack, and up to ``votes`` forward passes for each multiple.
 
     Source: Salman et al. [salman2019]; Athalye et al. [athalye2018].
 
@@ -133,7 +132,7 @@ def smoothed(
 
 
 def _along(attack: Attack, x: Array, x_adv: Array, factor: float) -> Array:
-    """A point on the way from a sample through its adversarial point, in the box."""
+    """``x + factor (x_adv - x)``, ``[n, *shape]``, clipped to the box."""
     if factor == 1:
         return x_adv
     points = x + factor * (x_adv - x)
@@ -142,7 +141,7 @@ def _along(attack: Attack, x: Array, x_adv: Array, factor: float) -> Array:
 
 
 def _margin(counts: np.ndarray, y: np.ndarray, votes: int) -> np.ndarray:
-    """The share of the best rival less that of the label."""
+    """``[n]``: the share of votes of the best rival less that of the label."""
     rows = np.arange(len(y))
     rivals = counts[:, :-1].copy()
     rivals[rows, y] = -1

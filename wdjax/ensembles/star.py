@@ -1,4 +1,4 @@
-"""The strongest minimum-norm search: walks from many starts, spent where they count."""
+"""The strongest minimum-norm search: walks from many starts, on the samples where they pay."""
 
 from collections.abc import Callable
 from os import PathLike
@@ -18,15 +18,15 @@ from wdjax.ensembles.question import Question, question
 from wdjax.ensembles.walks import Kind, schedule
 
 _HOPE = 0.2
-"""Relative gain expected of the first walk that follows the opening."""
+"""Relative gain in distance expected of the first walk after the opening."""
 _SOME = 6
-"""One sample in so many is a pilot; with fewer than ``_SOME`` of them there are none."""
+"""One sample in so many is a pilot; there are no pilots if that would be fewer than ``_SOME``."""
 _TRIAL = 0.25
-"""Of the keen samples, those that try a kind of walk for the first time."""
+"""Share of the keen samples that take a kind of walk on its first trial."""
 _STAKE = 0.03
-"""Of all passes, what a first trial may cost."""
+"""Maximum share of all passes that such a first trial may cost."""
 _KEEN = 0.5
-"""A sample is walked again if its expected gain is at least this share of the mean."""
+"""A sample is keen, and walked again, if its expected gain is at least this share of the mean."""
 
 
 @diagnosed
@@ -45,20 +45,21 @@ def wda_star(
     checkpoint: str | PathLike[str] | None = None,
     **options: Any,
 ) -> Found:
-    r"""The nearest flips that a whole schedule of walks finds, polished where it pays.
+    r"""The nearest flips found by a schedule of walks, refined where that pays.
 
-    Feed the result to :func:`wdjax.spend`: the knapsack over these distances is WDA*, the attack of
-    Wasserstein order p. Which start finds the nearest flip differs from model to model: pilots
-    decide which kind of :class:`~wdjax.attacks.Walk` opens, from anywhere in the box or towards the
-    nearest class; in l1 a short :class:`~wdjax.attacks.PDPGD` does, with a walk from where it ends
-    and another from the sample. Later the kind that keeps most of what is expected of it a pass
-    goes next, also from around the sample and from the best point, on those samples only whose
-    improvement counts: with a budget ``eps``, a shorter distance d gains what the knapsack pays,
+    Pass the result to :func:`wdjax.spend`: the knapsack over these distances is WDA*, the attack of
+    Wasserstein order p. Which start finds the nearest flips differs from model to model. Pilot
+    samples therefore decide which kind of :class:`~wdjax.attacks.Walk` comes first, from a random
+    point of the box or towards the nearest class; for norm 1 it is a short
+    :class:`~wdjax.attacks.PDPGD`, followed by a walk from its points and one from the sample. Then
+    the kind of walk with the largest measured gain a pass goes next, also from around the sample
+    and from the best point, on those samples only whose expected gain counts. With a budget ``eps``
+    a distance d that is shortened by the share r gains what the knapsack pays for it,
 
         min(d_i, d*)^p - min((1 - r_i) d_i, d*)^p,
 
-    with the price d* of the last flip bought and a gain r_i expected from the sample's own last
-    walks. Far flips that the budget will never buy get nothing.
+    where d* is the distance of the last flip bought, and r_i the share expected from the sample's
+    latest walks. Flips so far away that the budget cannot buy them gain nothing.
 
     Args:
       model: as for :func:`wdjax.search`; its output must be logits.
@@ -66,26 +67,25 @@ def wda_star(
       y: ``[n]``
       key: a typed ``jax.random.key``.
       ball: norm and box.
-      eps: the budget that the flips will be spent on; None to value all distances alike, as curves
-        over many radii do.
-      order: the Wasserstein order p that they will be spent on.
-      passes: forward and backward passes an image, on average.
-      tolerance: ends once the relative gain expected of another walk, on average over the samples,
-        is below.
+      eps: the budget for which the flips will be spent; None to value all distances alike, as for
+        curves over many radii.
+      order: the Wasserstein order p for which they will be spent.
+      passes: maximum mean number of forward and backward passes a sample.
+      tolerance: the search ends once the mean relative gain expected of another walk is smaller.
       start: ``[n, *shape]`` points that may be flips already, such as those of WDA++: they are
-        measured again, and no flip is left for a farther one. Their search counts for nothing here.
-      checkpoint: a folder; an interrupted call goes on from there to the same bits.
+        measured, and kept unless a nearer flip is found. The passes of their search do not count.
+      checkpoint: a folder; a call that was interrupted resumes from it, bit for bit.
       **options: ``criterion``, ``index``, ``batch_size``, ``mesh``, ``callback`` of
         :func:`wdjax.search`.
 
     Returns:
-      A :class:`~wdjax.core.Found`: ``cost`` is the distance where ``success`` says so.
+      A :class:`~wdjax.core.Found`: ``cost`` is the distance, where ``success`` is True.
 
     Raises:
       ValueError: no key, fewer passes than the opening takes, a call inside a trace, or what
         :func:`wdjax.search` refuses.
 
-    Cost: ``passes`` a sample on average, plus one forward pass a walk for samples left out; some
+    Cost: ``passes`` a sample on average, plus one forward pass a walk for samples not walked; about
     ten compiled programs.
 
     Source: this library's own, on Le et al. [le2025], Algorithm 2; the ranking of classes is that
@@ -107,7 +107,7 @@ def wda_star(
     if start is not None:
         samples = jnp.asarray(ask.x)
         reach = ball.cost(samples, jnp.asarray(validate.check_like("start", start, samples)))
-        reach = jnp.where(jnp.isfinite(reach), 1.01 * reach, 0.0)  # Measured again there.
+        reach = jnp.where(jnp.isfinite(reach), 1.01 * reach, 0.0)  # Slack for rounding.
         found = driver.best(found, ask.search(number, Points(ball), eps=reach, start=start))
         number += 1
     hope = np.full(len(found.cost), _HOPE)
@@ -136,7 +136,7 @@ def wda_star(
 
 
 def _gain(before: Found, after: Found) -> np.ndarray:
-    """By which share the distances became shorter."""
+    """``[n]``: the share by which each distance became shorter; 1 for a first flip."""
     one, other = _distance(before), _distance(after)
     known = np.isfinite(one) & (one > 0)
     return np.where(
@@ -145,7 +145,7 @@ def _gain(before: Found, after: Found) -> np.ndarray:
 
 
 def _open(ask: Question, firsts: list[Kind]) -> Found:
-    """Every first walk for one sample in some, the best of them for the others."""
+    """Tries all first kinds of walk on pilot samples; the best of them on the others."""
     n = len(ask.y)
     if len(firsts) == 1 or n < _SOME * _SOME:
         return _follow(ask, 0, firsts[0], None, np.ones(n, bool))
@@ -161,14 +161,14 @@ def _open(ask: Question, firsts: list[Kind]) -> Found:
 
 
 def _follow(ask: Question, number: int, kind: Kind, found: Found | None, only: np.ndarray) -> Found:
-    """One more walk of the chosen samples."""
+    """One search of the chosen samples, with the start that its kind prescribes."""
     scale = _scale(found) if found is not None and kind.start == "around" else None
     start = found.x_adv if found is not None and kind.start == "best" else None
     return ask.search(number, kind.attack, eps=scale, start=start, only=only)
 
 
 def _scale(found: Found) -> np.ndarray:
-    """Distances to start walks around, ``[n]``: typical ones where no flip is known, 0 for none."""
+    """``[n]``: the distance of each sample's flip; their median if it has none, or 0."""
     distance = _distance(found)
     known = distance[np.isfinite(distance) & (distance > 0)]
     typical = float(np.median(known)) if len(known) else 0.0
@@ -176,14 +176,15 @@ def _scale(found: Found) -> np.ndarray:
 
 
 def _distance(found: Found) -> np.ndarray:
-    """Distances to the nearest flips in float64, inf where there is none."""
+    """``[n]``: distances of the nearest flips in float64, inf where there is none."""
     return np.where(found.success, np.asarray(found.cost, np.float64), np.inf)
 
 
 def _worth(found: Found, gain: np.ndarray, eps: float | None, order: float) -> np.ndarray:
-    """What it is worth to shorten every distance by a relative gain, ``[n]``.
+    """``[n]``: the gain of shortening each distance by the share ``gain`` ``[n]``.
 
-    Without a budget, in units of the distance. A sample without a flip counts as the farthest.
+    Without a budget the gain is in units of distance. A sample without a flip counts as if its flip
+    were at the largest distance found.
     """
     distance = _distance(found)
     known = distance[np.isfinite(distance)]
@@ -202,7 +203,7 @@ def _worth(found: Found, gain: np.ndarray, eps: float | None, order: float) -> n
 
 
 def _chosen(worth: np.ndarray, kind: Kind, left: float, share: float) -> np.ndarray:
-    """A share of the samples that are keen, those of most worth, as many as can be paid."""
+    """``[n]`` booleans: the most gainful ``share`` of the keen samples, as many as can be paid."""
     keen = (worth > 0) & (worth >= _KEEN * worth.mean())
     payable = max(0, int(left * len(worth) / kind.passes))
     ranking = np.argsort(-worth, kind="stable")

@@ -1,4 +1,4 @@
-"""Which searches :func:`wdjax.ensembles.wda_star` makes, by the passes that it has."""
+"""The schedule of searches of :func:`wdjax.ensembles.wda_star`, for a number of passes."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -8,17 +8,18 @@ from wdjax.attacks.walk import Walk
 from wdjax.balls import Lp
 
 _LEAST = 21
-"""Passes of the shortest walk."""
+"""Passes of the shortest schedule."""
 _PILOTS = 70
-"""Passes from which on first walks can be compared."""
+"""Minimum number of passes at which several first walks are compared."""
 _MANY = (150, 300, 1500)
-"""Passes from which on more kinds of later walks are tried, all of them, and longer ones."""
+"""Numbers of passes from which on walks are 30 steps long, all kinds are tried, and walks are 40
+steps long."""
 _SPARSE = 100
-"""Steps of the opening in l1."""
+"""Steps of the opening for norm 1."""
 
 
 class Kind(NamedTuple):
-    """A search, and how it is begun."""
+    """A search, and where it starts."""
 
     attack: Walk | PDPGD
     start: str
@@ -26,20 +27,20 @@ class Kind(NamedTuple):
 
     @property
     def passes(self) -> int:
-        """Forward and backward passes of one sample, at most."""
+        """Maximum number of forward and backward passes of one sample."""
         targets = self.attack.targets if isinstance(self.attack, Walk) else 0
         ranking = 6 if targets else 0
         return ranking + max(1, targets) * (2 * self.attack.steps + 1) + 2
 
 
 def schedule(ball: Lp, passes: int) -> tuple[list[Kind], list[Kind], list[Kind]]:
-    """By the budget: kinds of which the best opens, those that follow it, and all later ones."""
+    """First kinds (the best of which opens), kinds that always follow, and kinds for later."""
     if passes < _LEAST:
         raise ValueError(f"wda_star needs at least {_LEAST} passes an image, got {passes}.")
     first = min(25, (passes - 3) // 2 if passes < _PILOTS else passes // 3 - 4)
     later = 20 if passes < _MANY[0] else 30 if passes < _MANY[2] else 40
     free = Kind(Walk(ball, steps=first, far=True, haste=1.0), "sample")
-    # From the sample, the linearised margin is the better guide where its ball has corners.
+    # From the sample, following the linearised margin is better where the ball has corners.
     haste = 1.0 if ball.norm == 2 else 0.0
     near = Kind(Walk(ball, steps=first, targets=1, haste=haste), "sample")
     held = Walk(ball, far=True, haste=0.5, step_size=1.1, shrink=0.25, width=1.3)
@@ -55,7 +56,7 @@ def schedule(ball: Lp, passes: int) -> tuple[list[Kind], list[Kind], list[Kind]]
         patient = Walk(ball, steps=2 * later, far=True)
         more += [Kind(aimed, "around"), Kind(patient, "sample"), polish]
     if ball.norm == 1 and passes >= 2 * _SPARSE:
-        # Walks from anywhere end dense; the proximal map finds the few pixels that matter.
+        # Walks from random points end dense; the proximal map finds the few pixels that matter.
         sparse = Kind(PDPGD(ball, steps=min(_SPARSE, passes // 4)), "sample")
         always = [polish, near] if passes >= _MANY[1] else [polish]
         return [sparse], always, more

@@ -1,7 +1,7 @@
-"""What is read from and written to disk, whole or not at all.
+"""Reads and writes files, whole or not at all.
 
-`torch_file` opens files of PyTorch, whose pickle `state_pickle` reads without running it;
+`torch_file` opens PyTorch's files, whose pickles `state_pickle` interprets without executing them;
 :mod:`wdjax.models.convert` makes models of what they return. `persist` saves pytrees as safetensors
-and folders with manifests; `archive` reads zip members within bounds; `atomic` writes files whole,
-and holds their locks. Open `torch_file` or `persist` first.
+files or as folders with manifests; `archive` reads zip members with bounds on their size; `atomic`
+replaces files atomically, and locks them. Open `torch_file` or `persist` first.
 """

@@ -1,4 +1,4 @@
-"""Zip archives of strangers: what one claims is bounded before anything of that size exists."""
+"""Untrusted zip archives: sizes that they claim are checked before memory is allocated."""
 
 import struct
 import zipfile
@@ -11,23 +11,23 @@ Entries = dict[str, zipfile.ZipInfo]
 
 _MAX_DIRECTORY = 1 << 22
 _MAX_RATIO = 100
-"""What one byte may expand to, in an entry that expands beyond :data:`_SMALL`."""
+"""Largest ratio of size to compressed size, for entries larger than :data:`_SMALL`."""
 _SMALL = 1 << 26
 _FOLDER = 0x10
-"""The attribute of folders, in whose place PyTorch reads whatever is in memory."""
+"""The attribute of folders; PyTorch reads uninitialised memory for such an entry."""
 
 _FAULTS = (
     zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError, RuntimeError, EOFError,
     ValueError, OverflowError, OSError,
 )  # fmt: skip
-"""What ``zipfile`` raises for damaged archives."""
+"""Exceptions that ``zipfile`` raises for damaged archives."""
 
 
 def opened(file: BinaryIO, size: int) -> tuple[zipfile.ZipFile, Entries]:
-    """An archive of so many bytes, and its entries, each of which has a name of its own.
+    """Opens an archive of ``size`` bytes; returns it and its entries by name.
 
     Raises:
-      BrokenError: truncated, corrupt, or with a directory larger than any model's.
+      BrokenError: truncated, corrupt, with two entries of one name, or with too large a directory.
     """
     _check_directory(file, size)
     try:
@@ -42,7 +42,7 @@ def opened(file: BinaryIO, size: int) -> tuple[zipfile.ZipFile, Entries]:
 
 
 def _check_directory(file: BinaryIO, size: int) -> None:
-    """The directory is read as a whole; one that is larger than any model's is not read at all."""
+    """Checks the size of the directory, which is read as a whole, before it is read."""
     tail = min(size, (1 << 16) + 22 + 76)
     file.seek(size - tail)
     end = file.read(tail)
@@ -60,18 +60,18 @@ def _check_directory(file: BinaryIO, size: int) -> None:
 def content(
     archive: zipfile.ZipFile, entries: Entries, name: str, limit: int, *, deflated: bool = False
 ) -> bytes:
-    """The bytes of an entry, whose checksum is right.
+    """The bytes of an entry; its checksum is verified.
 
     Args:
       archive: from :func:`opened`.
       entries: its entries.
-      name: of the entry.
-      limit: the most bytes that it may be stored as.
-      deflated: whether it may be compressed, at a ratio that data have.
+      name: name of the entry.
+      limit: maximum number of bytes in the file.
+      deflated: whether it may be compressed, at a plausible ratio.
 
     Raises:
-      BrokenError: there is none, it claims too much, or is damaged.
-      RefusedError: it is encrypted, or compressed in another way.
+      BrokenError: no such entry, too large a claim, or damage.
+      RefusedError: it is encrypted, or compressed by another method.
     """
     entry = entries.get(name)
     if entry is None or entry.external_attr & _FOLDER:
@@ -92,7 +92,7 @@ def content(
         )
     try:
         with archive.open(entry) as stream:
-            # With a length, no more than it is expanded; one byte has an empty entry checked.
+            # Expands no more than this length; one byte at least, to verify an empty entry, too.
             found = stream.read(max(entry.file_size, 1))
     except _FAULTS as error:
         raise BrokenError(f"{shown(name)}: {shown(str(error))}") from None

@@ -1,7 +1,7 @@
-"""Files that are whole or absent, whenever the process ends, and what one task has to itself.
+"""Atomic file replacement, and locks: a file is whole or absent whenever the process ends.
 
-Whether the process that made a file is alive is told by a lock on it, which the system takes away
-when that process ends: on this machine, and on others that share a disk with locks.
+A lock on a file tells whether the process that made it is alive, since the system releases the
+lock when that process ends: on this machine, and on others that share a disk with locks.
 """
 
 import contextlib
@@ -18,21 +18,21 @@ from os import PathLike
 from pathlib import Path
 
 _CLIP = 50
-"""Characters of a name that a temporary one begins with: names have at most 255 bytes."""
+"""Number of characters of a name kept in the temporary name; names have at most 255 bytes."""
 
 _HELD: contextvars.ContextVar[frozenset[tuple[int, Path]]] = contextvars.ContextVar(
     "_HELD", default=frozenset()
 )
-"""What this task has to itself, and in which process, since a fork copies it."""
+"""Paths locked by this task, with the process id, since a fork copies the variable."""
 
 
 def check_writable(path: str | PathLike[str]) -> None:
-    """Refuses, before any work is done, a file that :func:`write` could not write.
+    """Raises, before any work is done, if :func:`write` could not write the file.
 
-    Folders on the way are made; a file that is there already is left as it is.
+    Missing folders are created; an existing file is left as it is.
 
     Raises:
-      ValueError: a folder of that name, or a place where nothing can be written.
+      ValueError: the path is a folder, or a place that cannot be written.
     """
     path = Path(path)
     if path.is_dir():
@@ -51,10 +51,10 @@ def check_writable(path: str | PathLike[str]) -> None:
 
 
 def write(path: str | PathLike[str], content: bytes | str) -> None:
-    """Writes a file whole or not at all, as :func:`replacing` does.
+    """Writes a file whole or not at all, by :func:`replacing`.
 
     Args:
-      path: the file; a device or a pipe is written to as it is.
+      path: the file; a device or a pipe is written directly.
       content: bytes, or text to be encoded as UTF-8.
     """
     path = Path(path)
@@ -68,10 +68,10 @@ def write(path: str | PathLike[str], content: bytes | str) -> None:
 
 @contextlib.contextmanager
 def replacing(path: str | PathLike[str]) -> Iterator[Path]:
-    """A new file in the same folder that takes the place of ``path`` when the block ends.
+    """A new file in the same folder that replaces ``path`` when the block ends.
 
-    An exception, or the end of the process, leaves what was at ``path`` as it was. What processes
-    that have ended left half written is removed. Links are followed.
+    After an exception or the end of the process, ``path`` is unchanged. Partial files of processes
+    that have ended are removed. Links are followed.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -91,13 +91,13 @@ def replacing(path: str | PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def exclusive(path: str | PathLike[str]) -> Iterator[None]:
-    """Within it no other process or thread has ``path`` to itself.
+    """Locks ``path`` against other processes and threads until the block ends.
 
-    The lock is a file beside it, ``.NAME.lock``, that says who holds it. It ends with the process,
-    so that one that was killed is no obstacle.
+    The lock is a file beside it, ``.NAME.lock``, that names its holder. It ends with the process,
+    so that a killed process leaves no lock.
 
     Raises:
-      ValueError: another has it; the message tells the process and the host.
+      ValueError: it is locked already; the message names process and host.
     """
     path = resolved(path)
     lock = path.with_name(f".{path.name}.lock")
@@ -124,7 +124,7 @@ def exclusive(path: str | PathLike[str]) -> Iterator[None]:
 
 
 def held(path: str | PathLike[str]) -> bool:
-    """Whether this task is within :func:`exclusive` of ``path``."""
+    """Whether this task is inside :func:`exclusive` of ``path``."""
     return (os.getpid(), resolved(path)) in _HELD.get()
 
 
@@ -134,20 +134,20 @@ def resolved(path: str | PathLike[str]) -> Path:
 
 
 def _special(path: Path) -> bool:
-    """A pipe or a device, such as ``/dev/null``: nothing that a rename should replace."""
+    """Whether the path is a pipe or a device, such as ``/dev/null``, which no file must replace."""
     return path.exists() and not path.is_file()
 
 
 def _partial(path: Path) -> Path:
-    """Beside the file, since a rename must not cross disks; under a name that nobody else has."""
+    """A unique temporary path in the same folder, since a rename cannot cross disks."""
     return path.with_name(f".{path.name[:_CLIP]}.{secrets.token_hex(8)}.part")
 
 
 def _sweep(path: Path) -> None:
-    """Removes what writers of ``path`` left half written when they were killed."""
+    """Removes the partial files of killed writers of ``path``."""
     pattern = f".{glob.escape(path.name[:_CLIP])}.{'[0-9a-f]' * 16}.part"
     for left in path.parent.glob(pattern):
-        with contextlib.suppress(OSError):  # In use, gone by now, or another user's.
+        with contextlib.suppress(OSError):  # In use, gone already, or another user's.
             number = os.open(left, os.O_RDWR)
             try:
                 if _lock(number):
@@ -158,7 +158,7 @@ def _sweep(path: Path) -> None:
 
 @contextlib.contextmanager
 def _opened(path: Path, wait: bool = False) -> Iterator[tuple[int, bool]]:
-    """A file that is made where it lacks, and removed at the end, unless it was renamed.
+    """Opens a file, created if missing, and removes it at the end unless it was renamed.
 
     Yields its descriptor, and whether it is locked.
     """
@@ -167,7 +167,7 @@ def _opened(path: Path, wait: bool = False) -> Iterator[tuple[int, bool]]:
         try:
             locked = _lock(number, wait)
             if not _is(number, path):
-                continue  # Removed in between by whoever had it locked.
+                continue  # Another process removed it before the lock was taken.
             try:
                 yield number, locked
             finally:
@@ -179,7 +179,7 @@ def _opened(path: Path, wait: bool = False) -> Iterator[tuple[int, bool]]:
 
 
 def _lock(number: int, wait: bool = False) -> bool:
-    """Locks an open file until it is closed; whether its disk has locks at all."""
+    """Locks an open file until it is closed; returns False if its disk has no locks."""
     try:
         import fcntl
 
@@ -194,7 +194,7 @@ def _lock(number: int, wait: bool = False) -> bool:
 
 
 def _is(number: int, path: Path) -> bool:
-    """Whether an open file still has the name."""
+    """Whether the path still names the open file."""
     try:
         return os.path.samestat(os.fstat(number), path.stat())
     except FileNotFoundError:

@@ -1,8 +1,8 @@
 """Models, trainings and searches on disk: saved whole or not at all, restored strictly.
 
-A path that ends in ``.safetensors`` is one such file; any other is a folder for Orbax. Both carry a
-manifest: versions, the settings given, type, shape and checksum of every leaf, and a checksum of
-itself. This is the only importer of Orbax.
+A path that ends in ``.safetensors`` is a single file; any other is a folder written by Orbax. Both
+contain a manifest: versions, settings, type, shape and checksum of every leaf, and a checksum of
+itself. Only this module imports Orbax.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ _FOLDER = _FILE | {
     "complex64", "complex128", "int4", "float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn",
     "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
 }  # fmt: skip
-"""Dtypes that are restored bit for bit."""
+"""Dtypes that are restored bit for bit, in files and in folders."""
 
 _ORBAX = threading.Lock()
-"""Orbax counts its operations once a process: two at a time wait for each other, or fail."""
+"""Orbax counts operations per process: two at a time would deadlock or fail."""
 
 
 def exists(path: _Path) -> bool:
@@ -51,7 +51,7 @@ def exists(path: _Path) -> bool:
 
 
 def check_writable(path: _Path, tree: PyTree = ()) -> None:
-    """Refuses, before any work is done, a place or a tree with which :func:`save` would fail."""
+    """Raises, before any work is done, if :func:`save` would fail for this path or tree."""
     path = atomic.resolved(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,22 +66,22 @@ def check_writable(path: _Path, tree: PyTree = ()) -> None:
 
 
 def save(path: _Path, tree: PyTree, settings: Mapping[str, Any] | None = None) -> None:
-    """Saves a pytree of arrays, in place of an older one at the same path.
+    """Saves a pytree of arrays; replaces an older checkpoint at the same path.
 
-    The new checkpoint is complete before the old one goes, so an interruption leaves one of them
-    whole. Leaves are stored under their paths in the tree, such as ``history.loss``. While it is
-    written, nobody else may write there (:func:`wdjax.files.atomic.exclusive`).
+    The new checkpoint is complete before the old one is removed, so an interruption leaves one of
+    them whole. Leaves are stored under their paths in the tree, such as ``history.loss``. The path
+    is locked meanwhile (:func:`wdjax.files.atomic.exclusive`).
 
     Args:
       path: a folder, or a file that ends in ``.safetensors``. Links are followed.
       tree: any pytree of arrays, numbers or random keys: a model, a training, a
         :class:`wdjax.Result`.
-      settings: what to write down beside them, for :func:`manifest`; as JSON.
+      settings: JSON values to store beside the leaves, for :func:`manifest`.
 
     Raises:
-      ValueError: ``path`` holds something that is not a checkpoint, or another process writes
-        there; settings that are no JSON; or a leaf that could not be restored bit for bit: of a
-        dtype that the file does not hold, traced, or called as another. What is there is left.
+      ValueError: ``path`` is not a checkpoint, or is being written by another process; settings
+        that are not JSON; or a leaf that could not be restored bit for bit: of a dtype that the
+        file does not support, traced, or with a name used twice. The path is then left as it is.
     """
     check_writable(path, tree)
     path, leaves = atomic.resolved(path), _named(tree)
@@ -96,14 +96,14 @@ def restore(path: _Path, like: Tree) -> Tree:
 
     Args:
       path: its folder or file.
-      like: a pytree of arrays or ``ShapeDtypeStruct`` with the structure, shapes and dtypes that
-        are expected.
+      like: a pytree of arrays or ``ShapeDtypeStruct`` with the expected structure, shapes and
+        dtypes.
 
     Returns:
-      A pytree like ``like``: arrays of JAX on its devices, of NumPy and numbers on the host.
+      A pytree like ``like``: JAX arrays on its devices; NumPy arrays and numbers on the host.
 
     Raises:
-      ValueError: no checkpoint there, a damaged one, or one of another structure, shape or dtype.
+      ValueError: no checkpoint, a damaged one, or one of another structure, shape or dtype.
     """
     expected = _named(like)
     source, facts = _newest(path), manifest(path)["leaves"]
@@ -118,17 +118,17 @@ def restore(path: _Path, like: Tree) -> Tree:
 
 
 def manifest(path: _Path) -> dict[str, Any]:
-    """What a checkpoint says of itself.
+    """The manifest of a checkpoint, verified.
 
     Args:
       path: its folder or file.
 
     Returns:
-      ``schema``, ``versions``, ``settings`` as given to :func:`save`, and ``leaves``: of each name,
+      ``schema``, ``versions``, ``settings`` as given to :func:`save`, and ``leaves``: for each name
       ``dtype``, ``shape`` and ``crc32``.
 
     Raises:
-      ValueError: no checkpoint there, or a damaged one.
+      ValueError: no checkpoint, or a damaged one.
     """
     source, text = _newest(path), ""
     if source.is_file() and _is_file(source):
@@ -168,7 +168,7 @@ def manifest(path: _Path) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, none of whose keys is there twice."""
+    """A JSON object as a dict; raises if a key is there twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a key is there twice")
@@ -183,13 +183,13 @@ def _are_facts(facts: Any) -> bool:
 
 
 def save_model(path: _Path, model: Model, architecture: Mapping[str, Any]) -> None:
-    """Saves a model with what it takes to build it again, for :func:`load_model`.
+    """Saves a model and its architecture, for :func:`load_model`.
 
     Args:
       path: a folder, or a file that ends in ``.safetensors``; an older checkpoint is replaced.
       model: of an architecture of :mod:`wdjax.models`.
       architecture: ``family``, ``options`` and ``normalize`` as for
-        :func:`wdjax.models.zoo.build`; the report of a conversion has it.
+        :func:`wdjax.models.zoo.build`; the report of a conversion contains it.
 
     Raises:
       ValueError: the parameters are not those of the architecture, or not finite.
@@ -204,7 +204,7 @@ def save_model(path: _Path, model: Model, architecture: Mapping[str, Any]) -> No
 
 
 def load_model(path: _Path) -> Model:
-    """Loads what :func:`save_model` wrote, as strictly as a conversion.
+    """Loads a model saved by :func:`save_model`, as strictly as a conversion.
 
     Args:
       path: the ``.safetensors`` file or the folder.
@@ -213,8 +213,8 @@ def load_model(path: _Path) -> Model:
       The model, bit for bit.
 
     Raises:
-      ValueError: it does not come from :func:`save_model`; a tensor is missing, unknown, damaged,
-        of another shape or dtype, not finite, or a negative variance.
+      ValueError: :func:`save_model` did not write it; or a tensor is missing, unknown, damaged, of
+        another shape or dtype, not finite, or a negative variance.
     """
     settings = manifest(path)["settings"]
     if not isinstance(settings.get("architecture"), dict):
@@ -267,18 +267,18 @@ def _check_replaceable(path: Path) -> None:
 
 
 def _check_storable(leaves: Mapping[str, Any], dtypes: frozenset[str]) -> None:
-    """Refuses what could not be restored as it is."""
+    """Raises for leaves that could not be restored bit for bit."""
     for name, leaf in leaves.items():
         what = f"{shown(name)} is {leaf.dtype} of rank {leaf.ndim}"
         if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
             raise ValueError(f"{what} without values; save arrays, outside of jit.")
         if name != name.encode(errors="replace").decode():
-            raise ValueError(f"{shown(name)} is no name that a file can hold; rename it.")
+            raise ValueError(f"{shown(name)} is not a name that UTF-8 can encode; rename it.")
         if name == "__metadata__" and dtypes is _FILE:
-            raise ValueError(f"safetensors files keep {name} for themselves; save to a folder.")
+            raise ValueError(f"safetensors files reserve the name {name}; save to a folder.")
         if leaf.ndim >= MAX_RANK or (str(leaf.dtype) not in dtypes and not _is_key(leaf)):
             where = "a safetensors file" if dtypes is _FILE else "a checkpoint"
-            raise ValueError(f"{what}, which {where} does not hold; convert it.")
+            raise ValueError(f"{what}, which {where} cannot store; convert it.")
 
 
 def _manifest_text(facts: _Facts, settings: Mapping[str, Any]) -> str:
@@ -316,7 +316,11 @@ def _read_safetensors(source: Path, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_folder(path: Path, leaves: dict[str, Any], text: str) -> None:
-    """Orbax keeps no empty arrays, no tree without any, and takes names for paths of files."""
+    """Writes a folder by Orbax, without empty arrays and with quoted names.
+
+    Orbax loses empty arrays, refuses a tree without others, and takes names for file paths.
+    ``leaves`` are arrays by name; ``text`` is the manifest.
+    """
     import orbax.checkpoint
 
     new, old = _beside(path)
@@ -340,7 +344,10 @@ def _write_folder(path: Path, leaves: dict[str, Any], text: str) -> None:
 
 
 def _read_folder(source: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """What JAX would cut to 32 bits is read by NumPy; empty arrays are made anew."""
+    """Reads a folder by Orbax: arrays by name, with the shapes and dtypes of ``wanted``.
+
+    Arrays that JAX would cut to 32 bits are read by NumPy; empty arrays are created.
+    """
     import orbax.checkpoint
 
     found: dict[str, Any] = {}
@@ -366,7 +373,7 @@ def _read_folder(source: Path, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def _host_like(leaf: Any) -> np.ndarray:
-    """Of NumPy, and without memory of its own."""
+    """A NumPy array of the leaf's shape and dtype that takes no memory."""
     return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
@@ -398,15 +405,15 @@ def _checksum(leaf: Any) -> int:
 
 
 def _named(tree: PyTree) -> dict[str, Any]:
-    """The leaves under their paths: Orbax cannot rebuild every node (``Partial``), JAX can."""
+    """The leaves by their paths; Orbax cannot rebuild every node (``Partial``), but JAX can."""
     named: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if name in named:
             raise ValueError(f"two leaves are called {shown(name)}; rename a key that has a dot.")
         if isinstance(leaf, int) and not -(1 << 63) <= leaf < 1 << 63:
-            raise ValueError(f"{shown(name)} is a whole number of more than 64 bits; save less.")
-        masked = isinstance(leaf, np.ma.MaskedArray)  # Whose mask would be lost.
+            raise ValueError(f"{shown(name)} is a whole number beyond 64 bits; save less.")
+        masked = isinstance(leaf, np.ma.MaskedArray)  # Its mask would be lost.
         if isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex) and not masked:
             leaf = np.asarray(leaf)
         elif not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
@@ -420,7 +427,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _raw(leaf: Any) -> Any:
-    """The numbers of random keys; other leaves as they are."""
+    """The key data of random keys; other leaves unchanged."""
     if not _is_key(leaf):
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -429,13 +436,13 @@ def _raw(leaf: Any) -> Any:
 
 
 def _wide(leaf: Any) -> bool:
-    """Whether JAX would make the leaf shorter, as it is set now."""
+    """Whether JAX, as now configured, would cut the leaf to 32 bits."""
     on_device = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
     return on_device and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
 
 
 def _placed(array: Any, leaf: Any) -> Any:
-    """A stored array where ``leaf`` is: on its devices, or as a copy on the host."""
+    """A stored array placed like ``leaf``: on its devices, or as a copy on the host."""
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return np.array(array)
     if isinstance(array, jax.Array):
@@ -445,7 +452,7 @@ def _placed(array: Any, leaf: Any) -> Any:
 
 
 def _as(leaf: PyTree, kept: Any) -> Any:
-    """What was stored of a leaf, of its type."""
+    """A stored array converted to the type of ``leaf``."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         if not _is_key(leaf):
             return kept
@@ -458,26 +465,26 @@ def _as(leaf: PyTree, kept: Any) -> Any:
 
 
 def _beside(path: Path) -> tuple[Path, Path]:
-    """Where this process makes the new checkpoint, and puts the old one until the new is there."""
+    """Temporary paths of this process: for the new checkpoint, and for the old one meanwhile."""
     name = f".{path.name}.{os.getpid()}"
     return path.with_name(f"{name}.new"), path.with_name(f"{name}.old")
 
 
 def _left(path: Path, kind: str) -> list[Path]:
-    """The folders of :func:`_beside`, of any process; Orbax adds something to the names."""
+    """Existing folders of :func:`_beside`, of any process; Orbax appends to their names."""
     name = re.compile(rf"\.{re.escape(path.name)}\.\d+\.{kind}(\.orbax.*)?")
     there = path.parent.iterdir() if path.parent.is_dir() else ()
     return [folder for folder in there if name.fullmatch(folder.name)]
 
 
 def _sweep(path: Path) -> None:
-    """Removes what interrupted saves left, but the old checkpoint only where there is a new one."""
+    """Removes leftovers of interrupted saves; the old checkpoint only if there is a new one."""
     for left in _left(path, "new") + (_left(path, "old") if path.exists() else []):
         shutil.rmtree(left, ignore_errors=True)
 
 
 def _newest(path: _Path) -> Path:
-    """The checkpoint at ``path``, or the one it was about to replace when it was interrupted."""
+    """The checkpoint at ``path``, or the old one if its replacement was interrupted."""
     path = atomic.resolved(path)
     if path.exists():
         return path

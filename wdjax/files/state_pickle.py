@@ -1,8 +1,8 @@
-"""Pickles of state dicts, interpreted: ``pickletools`` parses them, and nothing in them is run.
+"""Interprets pickles of state dicts: ``pickletools`` parses them, and nothing is executed.
 
-A small stack machine knows the opcodes that state dicts consist of. What a pickle would call or
-build is an opaque, immutable handle here; handles become arrays in :mod:`wdjax.files.torch_file`,
-after the last opcode. Sizes are bounded before anything of that size exists.
+A small stack machine implements the opcodes that state dicts use. Objects that a pickle would
+build are opaque, immutable handles here; :mod:`wdjax.files.torch_file` turns handles into arrays,
+after the last opcode. Sizes are checked before memory is allocated.
 """
 
 import dataclasses
@@ -16,14 +16,14 @@ import ml_dtypes
 import numpy as np
 
 MAX_BYTES = 1 << 24
-"""Of one pickle: the tensors' bytes are elsewhere, and their names and shapes are short."""
+"""Size of one pickle; the tensors' data are stored elsewhere."""
 MAX_STRING = 1 << 20
 MAX_OPCODES = 250_000
 MAX_CONTAINERS = 1 << 16
-"""Lists and dicts; every one of them makes Python's garbage collector slower."""
+"""Number of lists and dicts; each of them slows Python's garbage collector."""
 MAX_DEPTH = 64
 MAX_RANK = 32
-MAX_BITS = 80  # The largest number in a good file is its magic one.
+MAX_BITS = 80  # The magic number, the largest in a valid file, has 77 bits.
 
 STORAGES: dict[str, np.dtype] = {
     "FloatStorage": np.dtype(np.float32),
@@ -48,12 +48,12 @@ class BrokenError(Exception):
 
 
 class RefusedError(Exception):
-    """The bytes are well formed and ask for what is not given."""
+    """The bytes are well formed but ask for something that is not allowed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Global:
-    """A name that a pickle asked for. It stays a name."""
+    """A global that a pickle names; it is never imported."""
 
     module: str
     name: str
@@ -61,7 +61,7 @@ class Global:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Storage:
-    """The bytes of tensors: a key, their type and number, and the part that is meant."""
+    """Part of a storage: its key, type and number of elements, and the part in question."""
 
     key: str
     kind: str
@@ -73,33 +73,33 @@ class Storage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tensor:
-    """Where the elements of a tensor lie in its storage."""
+    """A tensor as a strided view of a storage."""
 
     storage: Storage
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     bits: frozenset[str] = frozenset()
-    """Of ``conj`` and ``neg``: what is yet to be done to the stored elements."""
+    """``conj`` and ``neg`` if the stored elements have yet to be conjugated or negated."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScalarType:
-    """The type of a NumPy number."""
+    """A NumPy scalar type."""
 
     code: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scalar:
-    """A NumPy number by its bytes."""
+    """A NumPy scalar as its type and bytes."""
 
     code: str
     content: bytes
 
 
 def shown(text: str) -> str:
-    """Text of a file as a message may show it: short, and without control characters.
+    """Text of an untrusted file for a message: shortened, and without control characters.
 
     >>> shown("conv1.weight"), shown("a\\x1b[2J")
     ('conv1.weight', 'a\\\\x1b[2J')
@@ -112,14 +112,14 @@ def load(file: IO[bytes]) -> tuple[Any, dict[str, Storage]]:
     """Interprets one pickle.
 
     Args:
-      file: at the first byte of the pickle; afterwards at the byte behind it.
+      file: positioned at the pickle's first byte; afterwards behind its last byte.
 
     Returns:
-      The value, with handles for tensors and NumPy numbers; and the storages that it named.
+      The value, with handles for tensors and NumPy scalars; and the storages by key.
 
     Raises:
       BrokenError: truncated, corrupt or larger than any state dict's pickle.
-      RefusedError: it asks for a global or an opcode that state dicts do not need.
+      RefusedError: it names a global or an opcode that state dicts do not use.
     """
     machine = _Machine()
     operations = pickletools.genops(_Bounded(file))  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ def load(file: IO[bytes]) -> tuple[Any, dict[str, Storage]]:
 
 
 class _Bounded:
-    """A file that gives out neither long strings nor too many of them."""
+    """A file whose single reads and total are bounded."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._left, self._last = file, MAX_BYTES, b""
@@ -153,7 +153,7 @@ class _Bounded:
         return self._last
 
     def readline(self) -> bytes:
-        """The rest of a line, which of all known opcodes only GLOBAL asks for."""
+        """The rest of a line; among the known opcodes only GLOBAL reads lines."""
         if self._last != b"c":
             _refuse_opcode(_NAMES[self._last.decode("latin-1")])
         line = self._file.readline(MAX_STRING + 1)
@@ -241,7 +241,7 @@ class _Machine:
         self.push(value)
 
     def old_string(self, value: str) -> None:
-        """Python 2's, which ``pickletools`` gives by its bytes."""
+        """A Python 2 string, which ``pickletools`` decodes as latin-1."""
         try:
             self.push(value.encode("latin-1").decode("utf-8"))
         except UnicodeDecodeError:
@@ -288,7 +288,7 @@ class _Machine:
             self.push(value)
 
     def build(self, _: Any) -> None:
-        """Objects have no state here: an ordered dict's is dropped, a number type's is checked."""
+        """Sets an object's state: an ordered dict's is dropped, a NumPy type's is checked."""
         state = self.pop()
         target = self.top((OrderedDict, ScalarType), "set the state of")
         if type(target) is OrderedDict and type(state) not in (dict, OrderedDict):
@@ -333,7 +333,7 @@ def _set(target: dict[Any, Any], key: Any, value: Any) -> None:
 
 
 def _counts(values: Any) -> TypeGuard[tuple[int, ...]]:
-    """Whether these are sizes: a short tuple of numbers from 0 on."""
+    """Whether the values are sizes: a short tuple of non-negative integers."""
     return (
         type(values) is tuple
         and len(values) <= MAX_RANK
@@ -359,7 +359,7 @@ def _storage(pid: Any) -> Storage:
 
 
 def _tensor(arguments: tuple[Any, ...]) -> Tensor:
-    """Of storage, offset, size and strides; PyTorch's second version adds three arguments."""
+    """A tensor from storage, offset, size and strides; checks that they fit."""
     if len(arguments) != 4 or type(arguments[0]) is not Storage:
         raise BrokenError(f"its pickle has a tensor of {len(arguments)} arguments or no storage")
     storage, offset, shape, strides = arguments
@@ -375,7 +375,10 @@ def _tensor(arguments: tuple[Any, ...]) -> Tensor:
 
 
 def _tensor_v2(arguments: tuple[Any, ...]) -> Tensor:
-    """With whether it takes gradients, its hooks, and bits that were set when it was saved."""
+    """A tensor from the arguments of ``_rebuild_tensor_v2``, with its conj and neg bits.
+
+    Its arguments are storage, offset, size, strides, requires_grad, hooks and, perhaps, bits.
+    """
     if not 6 <= len(arguments) <= 7 or type(arguments[4]) is not bool:
         raise BrokenError(f"its pickle has a tensor of {len(arguments)} arguments or odd ones")
     tensor, bits = _tensor(arguments[:4]), (*arguments, None)[6]
@@ -388,11 +391,11 @@ def _tensor_v2(arguments: tuple[Any, ...]) -> Tensor:
 
 
 _BITS = {"conj": "c", "neg": "fciuV"}
-"""The bits of tensors, and the kinds of dtypes that may have them; V is bfloat16's."""
+"""The bits of tensors, and the kinds of dtypes that may have them; V is bfloat16."""
 
 
 def _parameter(arguments: tuple[Any, ...]) -> Tensor:
-    """Of a tensor, whether it takes gradients, its hooks, and perhaps attributes."""
+    """The tensor of a parameter; requires_grad, hooks and attributes are dropped."""
     if not 3 <= len(arguments) <= 4 or type(arguments[0]) is not Tensor:
         raise BrokenError(f"its pickle has a parameter of {len(arguments)} arguments or no tensor")
     state = (*arguments, None)[3]
@@ -403,7 +406,7 @@ def _parameter(arguments: tuple[Any, ...]) -> Tensor:
 
 
 _CONTENT = ("data", "real", "imag")
-"""Attributes that, once set, change the numbers of a tensor."""
+"""Attributes that change a tensor's values when they are set."""
 
 
 def _size(arguments: tuple[Any, ...]) -> tuple[int, ...]:
@@ -415,7 +418,7 @@ def _size(arguments: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _ordered(arguments: tuple[Any, ...]) -> OrderedDict[Any, Any]:
-    """Empty, or by Python 2 from a list of pairs."""
+    """An ordered dict: empty, or, from Python 2, of a list of pairs."""
     pairs = arguments[0] if len(arguments) == 1 else []
     if len(arguments) > 1 or type(pairs) is not list:
         raise BrokenError("its pickle has an ordered dict of something else than pairs")
@@ -436,7 +439,7 @@ def _scalar_type(arguments: tuple[Any, ...]) -> ScalarType:
 
 
 def _native(state: Any) -> bool:
-    """Whether a state leaves a NumPy type as it is: version 3, little-endian, no fields."""
+    """Whether a state leaves a NumPy type unchanged: version 3, little-endian, no fields."""
     if type(state) is not tuple or len(state) != 8 or any(type(v) is tuple for v in state):
         return False
     return state[:1] == (3,) and state[1] in ("<", "|", "=") and state[2:] == (
@@ -454,7 +457,7 @@ def _scalar(arguments: tuple[Any, ...]) -> Scalar:
 
 
 def _encode(arguments: tuple[Any, ...]) -> bytes:
-    """How protocol 2 writes bytes."""
+    """The bytes that pickle protocol 2 writes as an encoded string."""
     text, codec = arguments if len(arguments) == 2 else (None, None)
     if type(text) is not str or codec not in ("latin1", "latin-1"):
         raise RefusedError("refused: the pickle encodes something else than bytes.")

@@ -1,4 +1,4 @@
-"""PyTorch checkpoint files without PyTorch: zip, legacy and safetensors; nothing in them is run."""
+"""PyTorch checkpoint files without PyTorch: zip, legacy and safetensors; no code is executed."""
 
 import io
 import os
@@ -57,30 +57,30 @@ SAFE: dict[str, np.dtype] = {
     **{f"U{8 * n}": np.dtype(f"u{n}") for n in (1, 2, 4, 8)},
     "BOOL": np.dtype(np.bool_),
 }
-"""The dtypes of safetensors files that are read."""
+"""The dtypes of safetensors files that can be read."""
 
 
 def read(path: str | PathLike[str]) -> Any:
     """Reads a checkpoint as nested containers of NumPy arrays.
 
-    The formats are told apart by their first bytes: the zip archive and the legacy sequence of
-    pickles that ``torch.save`` has written since 2017, and safetensors. Nothing in the file is
-    executed: pickles are interpreted by :mod:`wdjax.files.state_pickle`, which knows containers,
-    numbers and tensors, and refuses every other global by its name. Device tags such as ``cuda:0``
-    are ignored; strides, offsets and shared storages are kept, conjugate and negative bits applied.
+    The format is recognised by the first bytes: the zip archive and the legacy sequence of pickles
+    that ``torch.save`` has written since 2017, and safetensors. Nothing in the file is executed:
+    :mod:`wdjax.files.state_pickle` interprets pickles of containers, numbers and tensors, and
+    refuses every other global by name. Device tags such as ``cuda:0`` are ignored; strides, offsets
+    and shared storages are kept; conjugate and negative bits are applied.
 
     Args:
       path: the checkpoint file.
 
     Returns:
-      What was saved, usually a (nested) dict of name -> array, bit for bit as
-      ``torch.load(path, weights_only=True)`` reads it. The arrays cannot be written to. bfloat16
-      has the dtype of ``ml_dtypes``.
+      The saved value, usually a (nested) dict of name -> array, bit for bit as
+      ``torch.load(path, weights_only=True)`` reads it. Arrays are read-only; bfloat16 is the dtype
+      of ``ml_dtypes``.
 
     Raises:
-      ValueError: the file is truncated or corrupt, no PyTorch checkpoint (the message says what it
-        is instead), or needs a global other than those of tensors and containers.
-      FileNotFoundError: there is no such file.
+      ValueError: the file is truncated or corrupt, is no PyTorch checkpoint (the message says what
+        it is), or needs a global other than those of tensors and containers.
+      FileNotFoundError: no such file.
 
     Cost: one pass over the file; memory is the size of its tensors.
 
@@ -108,31 +108,31 @@ def read_safetensors(path: str | PathLike[str]) -> dict[str, np.ndarray]:
       path: the file.
 
     Returns:
-      name -> array; the arrays cannot be written to.
+      name -> read-only array.
 
     Raises:
       ValueError: the file is truncated, corrupt or no safetensors file.
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: no such file.
     """
     return _opened(path, _safetensors)
 
 
 def read_metadata(path: str | PathLike[str]) -> dict[str, str]:
-    """The strings that a safetensors file holds beside its tensors.
+    """The metadata of a safetensors file, strings by name.
 
     Args:
       path: the file.
 
     Raises:
       ValueError: the file is truncated, corrupt or no safetensors file.
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: no such file.
     """
     return _opened(path, _metadata)
 
 
 def _file(path: str | PathLike[str]) -> BinaryIO:
     path = Path(path)
-    if path.exists() and not path.is_file():  # A pipe would be waited for.
+    if path.exists() and not path.is_file():  # Opening a pipe would block.
         raise ValueError(f"{path} is a folder, a pipe or a device; pass a file.")
     return path.open("rb")
 
@@ -149,7 +149,7 @@ _Reader = Callable[[BinaryIO, int], Any]
 
 
 def _reader(start: bytes) -> _Reader:
-    """What reads a file that begins so."""
+    """The function that reads a file with this beginning, or an error that says what it is."""
     if start.startswith(b"PK\x03\x04"):
         return _read_zip
     if start.startswith(b"\x80"):
@@ -175,6 +175,7 @@ def _reader(start: bytes) -> _Reader:
 
 
 def _read_zip(file: BinaryIO, size: int) -> Any:
+    """Reads a zip file of ``torch.save``: ``data.pkl``, and a member for each storage."""
     opened, entries = archive.opened(file, size)
     with opened:
         pickles = [name for name in entries if name.split("/")[1:] == ["data.pkl"]]
@@ -203,6 +204,9 @@ def _read_zip(file: BinaryIO, size: int) -> Any:
 
 
 def _read_legacy(file: BinaryIO, size: int) -> Any:
+    """Reads a legacy file of ``torch.save``: four pickles (magic number, protocol, system, value),
+    a fifth with the storages' keys, and then the storages' data in that order."""
+
     def header() -> Any:
         value, storages = state_pickle.load(file)
         if storages:
@@ -216,7 +220,7 @@ def _read_legacy(file: BinaryIO, size: int) -> Any:
     system = header()
     if not isinstance(system, dict) or system.get("little_endian") is not True:
         raise RefusedError("saved on a big-endian machine, which is not supported.")
-    # Tensors are views of storages whose bytes follow behind the pickle.
+    # The storages' data follow the pickles; tensors are views of them.
     value, storages = state_pickle.load(file)
     keys = header()
     if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(storages):
@@ -233,7 +237,7 @@ def _read_legacy(file: BinaryIO, size: int) -> Any:
 
 
 class _Resolver:
-    """Replaces handles by arrays, each container once; they may not hold themselves."""
+    """Replaces handles by arrays, each container once; a container must not contain itself."""
 
     def __init__(self, contents: dict[str, bytes]) -> None:
         self._contents = contents
@@ -244,7 +248,7 @@ class _Resolver:
         return self._resolved(value)[0]
 
     def _resolved(self, value: Any) -> tuple[Any, int]:
-        """The value, and how deep it is nested."""
+        """The value, and its depth of nesting."""
         if isinstance(value, Tensor):
             if id(value) not in self._done:
                 self._done[id(value)] = self._array(value), 0
@@ -258,6 +262,7 @@ class _Resolver:
         raise BrokenError(f"its pickle leaves a {type(value).__name__} by itself")
 
     def _container(self, value: Any) -> tuple[Any, int]:
+        """A container with resolved children, and its depth; shared ones are resolved once."""
         known = id(value)
         if known in self._done:
             return self._done[known]
@@ -297,7 +302,7 @@ class _Resolver:
 
 
 _BITS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"conj": np.conj, "neg": np.negative}
-"""Both at once, in any order, are the same."""
+"""The order of conj and neg does not matter."""
 
 
 def _children(value: dict[Any, Any] | OrderedDict[Any, Any] | list[Any]) -> Iterable[Any]:

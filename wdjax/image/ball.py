@@ -1,4 +1,4 @@
-"""The ball of images that moving mass between pixels can reach."""
+"""The ball of images that can be reached by moving mass between pixels."""
 
 import dataclasses
 import math
@@ -13,15 +13,15 @@ from wdjax.image.plans import Space
 from wdjax.image.stencil import Stencil
 
 _LOST = 1e-6
-"""Mass that a point may have gained or lost at most, as a share of the image's."""
+"""Maximum share of the image's mass that a point may have gained or lost."""
 _ROUNDING = 1.5e-7
-"""Mass, as a share of the image's, by which sums of float32 may be wrong."""
+"""Rounding error of float32 sums, as a share of the image's mass."""
 _RESERVE = 5e-7
-"""Mass that attacks set aside for what rounding may be charged with, as a share."""
+"""Share of the image's mass that attacks leave unspent, since rounding is charged to the cost."""
 
 
 class TransportPlan(NamedTuple):
-    """The proof of a cost: who sends how much where."""
+    """The proof of a cost: the transport plan."""
 
     mass: Array
     """``[n, H, W, C, k, k]``: from pixel ``(y, x)`` to ``(y + a - k // 2, x + b - k // 2)``."""
@@ -35,12 +35,12 @@ class ImageWasserstein:
     channels, over Euclidean distances d in pixels at a cost of ``d^p``, and
 
     * ``channels="shared"``: ``W_p^p`` is the least ``sum d^p pi / |x|_1`` over plans ``pi`` of all
-      channels: one normalisation, one budget;
-    * ``channels="separate"``: ``W_1`` is the sum over channels c of that of ``x_c / |x_c|_1`` and
-      ``z_c / |z_c|_1``. A channel without mass has nothing to move.
+      channels: one normalisation and one budget for all;
+    * ``channels="separate"``: ``W_1`` is the sum over channels c of ``W_1(x_c / |x_c|_1, z_c /
+      |z_c|_1)``. A channel without mass contributes 0.
 
-    For images of one channel they agree. A radius of k pixels, in the units of the papers' tables,
-    is ``eps = k / (H W)``.
+    The two agree for images of one channel. A radius of k pixels, in the units of the papers'
+    tables, is ``eps = k / (H W)``.
 
     Args:
       window: k, odd: mass moves within ``k x k`` pixels around its own; None for anywhere.
@@ -49,11 +49,11 @@ class ImageWasserstein:
       high: the largest value of a pixel; the smallest is 0.
 
     Raises:
-      ValueError: an even window, a power below 1, separate channels with another power than 1,
-        whose sum of roots is no convex cost.
+      ValueError: an even window, a power below 1, or separate channels with a power other than 1,
+        whose sum of p-th roots is not a convex cost.
 
-    Differs: eps bounds ``W_p`` as in equation 2, not ``W_p^p`` as in equation 7. For p = 1 they are
-      one. Separate channels are equation 1, shared ones what the authors' code does.
+    Differs: eps bounds ``W_p`` as in equation 2, not ``W_p^p`` as in equation 7; for p = 1 they
+      agree. Separate channels are equation 1; shared channels are what the authors' code does.
 
     Source: Hu et al. [hu2020], Definition 3.1; local plans are Wong et al.'s [wong2019].
 
@@ -96,7 +96,7 @@ class ImageWasserstein:
         return 0.0, self.high
 
     def diameter(self, shape: tuple[int, ...]) -> float:
-        """The largest cost of a plan in images of a shape: all mass across a window."""
+        """The largest cost of a plan in images of a shape: all mass moves across the window."""
         stencil = self.space(shape).stencil
         half = stencil.window // 2
         farthest = math.hypot(min(half, stencil.height - 1), min(half, stencil.width - 1))
@@ -104,11 +104,11 @@ class ImageWasserstein:
 
     @property
     def units(self) -> str:
-        """What radii are measured in, for who takes pixels for units."""
+        """The units of radii, in words, for messages."""
         return "a radius of k pixels, as in the papers' tables, is k / (height width)"
 
     def space(self, shape: tuple[int, ...]) -> Space:
-        """Where mass moves in images of ``shape = (height, width, channels)``."""
+        """The geometry of images of ``shape = (height, width, channels)``."""
         if len(shape) != 3:
             raise ValueError(
                 f"images must be [n, height, width, channels], got samples of shape {list(shape)}."
@@ -119,7 +119,7 @@ class ImageWasserstein:
         return Space(Stencil(height, width, window), self.power, self.high)
 
     def weights(self, x: Array) -> Array:
-        """``[n, C]``: what a channel's mass times distance counts, from masses ``[n, C, L]``."""
+        """``[n, C]``: weights of the channels' mass times distance, from masses ``[n, C, L]``."""
         own = jnp.sum(x, axis=2)
         if self.channels == "shared":
             return jnp.ones_like(own)
@@ -127,19 +127,19 @@ class ImageWasserstein:
         return jnp.where(own > 0, whole / jnp.where(own > 0, own, 1.0), 1.0)
 
     def budget(self, x: Array, eps: Array) -> Array:
-        """``[n]``: mass times distance within ``eps``, from masses ``[n, C, L]``."""
+        """``[n]``: the budget in mass times distance of a radius, from masses ``[n, C, L]``."""
         return eps**self.power * jnp.sum(x, axis=(1, 2))
 
     def reserve(self, space: Space, x: Array, weights: Array) -> Array:
-        """``[n]``: mass times distance that attacks leave for rounding."""
+        """``[n]``: mass times distance that attacks leave unspent for rounding."""
         farthest = space.stencil.diameter(self.power)
         return _RESERVE * farthest * jnp.sum(jnp.sum(x, axis=2) * weights, axis=1)
 
     def cost(self, x: Array, x_adv: Array, proof: TransportPlan | None = None) -> Array:
         """``[n]`` upper bounds of ``W_p``, proved by a plan; inf for points outside or unproved.
 
-        The plan's cost, and for every bit of mass by which its marginals miss the two images the
-        longest way through the image. Staying costs 0.
+        The bound is the plan's cost, plus the image's diameter times the mass by which the plan's
+        marginals differ from the two images. An unmoved image costs 0.
         """
         space = self.space(x.shape[1:])
         before, after = space.stencil.flat(x), space.stencil.flat(x_adv)
@@ -152,7 +152,7 @@ class ImageWasserstein:
         return jnp.where(same, 0.0, share ** (1 / self.power)).astype(x.dtype)
 
     def charged(self, space: Space, x: Array, z: Array, plan: Array) -> Array:
-        """``[n]``: mass times distance that a plan ``[n, C, O, L]`` proves, or inf."""
+        """``[n]``: mass times distance that a plan ``[n, C, O, L]`` proves to suffice, or inf."""
         stencil, weights = space.stencil, self.weights(x)
         own = jnp.sum(x, axis=2)
         valid = jnp.asarray(stencil.valid())[None, None]

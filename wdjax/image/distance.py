@@ -1,4 +1,4 @@
-"""The distance itself, between images whose plan nobody knows."""
+"""The exact distance between images without a known plan."""
 
 import numpy as np
 
@@ -14,18 +14,18 @@ def image_wasserstein_distance(
     *,
     ball: ImageWasserstein = ImageWasserstein(),  # noqa: B008
 ) -> np.ndarray:
-    """The exact ``W_p`` between images, each normalised to mass 1: a judge of what attacks return.
+    """The exact ``W_p`` between images, each normalised to mass 1, to check what attacks return.
 
-    Mass may move anywhere, whatever the ball's window; the box and the masses are not looked at.
-    For p = 1 what both images share stays in place. Linear programs in float64 by HiGHS.
+    Mass may move anywhere, whatever the ball's window; box and equal mass are not checked. For p =
+    1 the mass that both images share stays in place. Linear programs in float64 by HiGHS.
 
     Args:
       x: ``[n, height, width, channels]``, not negative.
       z: the same shape.
-      ball: its power and channels say which distance.
+      ball: its power and channels define the distance.
 
     Returns:
-      ``[n]`` float64 distances; inf where one of two images, or with separate channels one of two
+      ``[n]`` float64 distances; inf if one image of a pair, or with separate channels one of two
       channels, has no mass.
 
     Raises:
@@ -68,7 +68,7 @@ def _distance(ball: ImageWasserstein, grid: np.ndarray, x: np.ndarray, z: np.nda
 
 
 def _spent(grid: np.ndarray, supply: np.ndarray, demand: np.ndarray, power: float) -> float:
-    """The least cost of one channel; inf where its masses differ by more than rounding."""
+    """The least cost of one channel, masses ``[H W]``; inf if they differ beyond rounding."""
     from scipy.spatial.distance import cdist
 
     if abs(supply.sum() - demand.sum()) > 1e-6 * max(supply.sum(), demand.sum()):
@@ -81,7 +81,7 @@ def _spent(grid: np.ndarray, supply: np.ndarray, demand: np.ndarray, power: floa
         return 0.0
     gap = cdist(grid[sources], grid[sinks])
     longest = float(gap.max()) or 1.0
-    # HiGHS has absolute tolerances: masses of about 1, not of one part in a million.
+    # HiGHS has absolute tolerances, so masses are scaled to about 1 rather than 1e-6.
     whole, count = supply[sources].sum(), len(demand[sinks])
     supply, demand = (count * part / part.sum() for part in (supply[sources], demand[sinks]))
     least = transport.least_cost((gap / longest) ** power, supply, demand)

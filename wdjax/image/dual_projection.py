@@ -18,16 +18,16 @@ from wdjax.image.frank_wolfe import begun, remember, seen_from, task, unit
 from wdjax.image.prices import ImageProblem, Spent, find_price
 
 _TURNS = 25
-"""Rounds to the thresholds of rows; the sets that they look for only shrink."""
+"""Maximum number of iterations for the thresholds; active sets only shrink."""
 _STEPS = 20
-"""Of Newton's method to the price of distance at most."""
+"""Maximum number of Newton steps for the price of distance."""
 
 
 class State(NamedTuple):
     plan: Array
     """``[n, C, O, L]``"""
     price: Array
-    """``[n]``: of distance, in the last projection."""
+    """``[n]``: the price of distance in the last projection."""
     best: Array
     """The plan of the best iterate."""
     value: Array
@@ -37,28 +37,28 @@ class State(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DualProjection:
-    r"""Projected gradient ascent over transport plans, projected by the dual of the budget.
+    r"""Projected gradient ascent over transport plans; the budget's dual gives the projection.
 
-    A plan goes up the gradient, in which every flow counts what its target does, and comes back to
-    the nearest plan with the image's mass and within the budget. What then exceeds a pixel returns
-    to its senders, so that every iterate is in the ball and the box.
+    Each step adds to every flow of the plan the gradient at its target, and projects on the plans
+    with the image's mass and within the budget. What then exceeds a pixel's capacity returns to its
+    senders, so that every iterate is in the ball and the box.
 
     Args:
       ball: window, power, channels and the largest value of a pixel.
       steps: gradient steps; a sample ends at its first flip.
       loss: ``(out, y) -> [n]``, to be increased.
-      step_size: of the plan, in values of a pixel; the largest entry of the gradient is 1.
-      smoothness: price of the plan's :func:`~wdjax.image.total_variance`, against that largest
-        entry: above 0, mass that moves is drawn to move alike.
+      step_size: of the plan, in pixel values; the largest entry of the gradient is 1.
+      smoothness: weight of the plan's :func:`~wdjax.image.total_variance` against that largest
+        entry; if positive, neighbouring mass tends to move alike.
 
     Raises:
       ValueError: fewer than one step.
 
     Cost: per step 1 forward and 1 backward pass, and 1 forward at the end; memory for three plans a
-      sample. On one core of a CPU about 1 ms an MNIST image and step.
+      sample. On one CPU core about 1 ms for an MNIST image and step.
 
-    Differs: Wu et al. leave the capacity of pixels to one projection after the last step; here each
-      iterate is repaired, and the best one counts.
+    Differs: Wu et al. enforce the pixels' capacity by one projection after the last step; here
+      every iterate is repaired, and the best one is returned.
 
     Source: Wu et al. [wu2020], Section 3; Hu et al. [hu2020], A.5, for ``smoothness``.
 
@@ -125,16 +125,16 @@ class DualProjection:
 def project(task: ImageProblem, plan: Array, price: Array) -> tuple[Array, Array]:
     r"""The nearest plan whose rows sum to ``x`` and whose cost is within the budget.
 
-    ``max(plan - price c - t_i, 0)`` with a threshold for each row i, and the price of distance c at
-    which the budget is spent.
+    It is ``max(plan - price c - t_i, 0)`` with a threshold t_i for each row i and the price of
+    distance c at which the budget is spent.
 
     Args:
       task: the ball of every sample.
       plan: ``[n, C, O, L]``, any numbers.
-      price: ``[n]`` to begin at.
+      price: ``[n]``, first guess.
 
     Returns:
-      The plan, and its price of distance.
+      The plan, and the price of distance, ``[n]``.
     """
     stencil = task.space.stencil
     valid = jnp.asarray(stencil.valid())[None, None]
@@ -155,7 +155,7 @@ def project(task: ImageProblem, plan: Array, price: Array) -> tuple[Array, Array
         cost = jnp.sum(flow * costs, axis=(1, 2, 3))
         return Spent(cost, jnp.sum(first**2 / count - second, axis=(1, 2)))
 
-    # At this price even the dearest move is not worth the nearest neighbour.
+    # At this price no move pays, not even to a neighbour.
     highest = jnp.max(jnp.where(valid, plan, -jnp.inf), axis=(1, 2, 3))
     lowest = jnp.min(jnp.where(valid, plan, jnp.inf), axis=(1, 2, 3))
     top = (highest - lowest + task.space.high) / jnp.min(task.weights, axis=1)
@@ -166,7 +166,7 @@ def project(task: ImageProblem, plan: Array, price: Array) -> tuple[Array, Array
 
 
 def _thresholds(values: Array, x: Array, valid: Array) -> Array:
-    """``[n, C, 1, L]``: t with ``sum max(values - t, 0) = x`` over the targets of every sender."""
+    """``[n, C, 1, L]``: the t with ``sum max(values - t, 0) = x``, for every sending pixel."""
 
     def turn(carried: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         threshold, _, count = carried

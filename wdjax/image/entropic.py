@@ -1,4 +1,4 @@
-"""An upper bound of the distance that can be differentiated: entropic transport by ott."""
+"""Differentiable upper bounds of the distance, by entropic transport with ott."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from wdjax.image.ball import ImageWasserstein
 from wdjax.precision import promoted
 
 _EXACT = 1e-4
-"""Mass by which the plan's marginals may miss before rounding."""
+"""Tolerance on the plan's marginals, before rounding to exact ones."""
 _SPREAD = 1e-5
-"""The share of mass that is everywhere when the plan is computed."""
+"""Share of mass spread evenly before the plan is computed."""
 _SAME = 1e-5
-"""By so much the shares of mass of a channel may differ."""
+"""Tolerance on the difference between two images' shares of mass in a channel."""
 
 
 def entropic_distance(
@@ -26,22 +26,22 @@ def entropic_distance(
     reg: float | Array = 0.1,
     iterations: int = 2000,
 ) -> Array:
-    r"""``W_p`` of an entropic plan between images, never below the exact one; pure, with gradients.
+    r"""``W_p`` of an entropic plan between images, differentiable and never below the exact one.
 
-    Sinkhorn iterations of :mod:`ott`, whose plan is then rounded to the marginals, so that
-    convergence is no condition of the bound. Gradients are the potentials, as for the entropic
-    optimum: derivatives of plans would take singular linear systems. A larger ``reg`` is faster and
+    Sinkhorn iterations of :mod:`ott`, whose plan is then rounded to the exact marginals, so that
+    the bound holds without convergence. Gradients are the potentials, as at the entropic optimum,
+    since derivatives of the plan would need singular linear systems. A larger ``reg`` is faster and
     looser: even the distance of an image to itself is not 0.
 
     Args:
-      x: ``[n, height, width, channels]``, not negative; this is not looked at.
+      x: ``[n, height, width, channels]``, not negative; this is not checked.
       z: the same shape.
-      ball: its power and channels say which distance; mass may move anywhere.
-      reg: of the entropy, in ``pixels^p``.
-      iterations: at most.
+      ball: its power and channels define the distance; mass may move anywhere.
+      reg: weight of the entropy, in ``pixels^p``.
+      iterations: maximum number of Sinkhorn iterations.
 
     Returns:
-      ``[n]``; inf where an image has no mass, or a channel another share of it.
+      ``[n]``; inf if an image has no mass, or two images differ in a channel's share of it.
 
     Raises:
       ImportError: without ott-jax, the extra ``ot``.
@@ -85,7 +85,7 @@ def entropic_distance(
 
 
 def _solver(height: int, width: int, power: float, reg: float | Array, iterations: int) -> Any:
-    """The cost of moving one channel into another, ``[H W]`` each, per mass."""
+    """Returns ``solve(supply, demand)`` of masses ``[H W]``: the cost of transport, per mass."""
     try:
         from ott.geometry import geometry
         from ott.solvers import linear
@@ -99,10 +99,10 @@ def _solver(height: int, width: int, power: float, reg: float | Array, iteration
         far = apart.astype(supply.dtype)
         entropy: Any = reg
         cost = geometry.Geometry(cost_matrix=far, epsilon=entropy)
-        # Logarithms of nothing have no gradient; the rounding below takes the exact marginals.
+        # Logarithms of 0 have no gradient; the rounding below restores the exact marginals.
         a, b = (part * (1 - _SPREAD) + _SPREAD / part.size for part in (supply, demand))
         options: dict[str, Any] = {"threshold": _EXACT, "max_iterations": iterations}
-        with promoted():  # As ott wants it.
+        with promoted():  # ott mixes dtypes.
             found: Any = linear.solve(cost, a, b, use_danskin=True, **options)
         plan = jax.lax.stop_gradient(found.matrix)
         rows = jnp.minimum(supply / _positive(jnp.sum(plan, axis=1)), 1.0)
@@ -117,11 +117,11 @@ def _solver(height: int, width: int, power: float, reg: float | Array, iteration
 
 
 def _shares(mass: Array) -> Array:
-    """Of the whole; even ones where there is nothing, so that all stays finite."""
+    """Shares of the total mass; equal ones without mass, so that all stays finite."""
     whole = jnp.sum(mass)
     return jnp.where(whole > 0, mass / _positive(whole), 1 / mass.size)
 
 
 def _positive(number: Array) -> Array:
-    """A divisor: 1 instead of 0, for which gradients would be NaN."""
+    """The divisor, or 1 in place of 0, which would make gradients NaN."""
     return jnp.where(number > 0, number, 1.0)

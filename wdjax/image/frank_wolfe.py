@@ -18,7 +18,7 @@ from wdjax.image.linear_oracle import Prices
 from wdjax.image.prices import ImageProblem
 
 _WARM = 10
-"""Steps that a plan which was given counts for, so that the first one does not discard it."""
+"""Steps that a given start counts for, so that the first step does not discard it."""
 
 
 class State(NamedTuple):
@@ -35,7 +35,7 @@ class State(NamedTuple):
 
 
 def task(ball: ImageWasserstein, samples: Samples) -> ImageProblem:
-    """What a sample's ball is, in the layout of plans."""
+    """The balls of the samples, in the layout of plans."""
     space = ball.space(samples.x.shape[1:])
     x = space.stencil.flat(samples.x)
     weights = ball.weights(x)
@@ -44,7 +44,7 @@ def task(ball: ImageWasserstein, samples: Samples) -> ImageProblem:
 
 
 def begun(task: ImageProblem, start: Array | None) -> Array:
-    """The plan that stays, or one in the ball towards given images ``[n, H, W, C]``."""
+    """The plan of no move, or a plan in the ball towards given images ``[n, H, W, C]``."""
     if start is None:
         return plans.stay(task.space, task.x)
     near = plans.towards(task.space, task.x, task.space.stencil.flat(start))
@@ -52,7 +52,7 @@ def begun(task: ImageProblem, start: Array | None) -> Array:
 
 
 def seen_from(task: ImageProblem, plan: Array) -> Array:
-    """The images ``[n, H, W, C]`` that a plan makes."""
+    """The images ``[n, H, W, C]`` that result from a plan."""
     return task.space.stencil.image(plans.result(task.space, plan))
 
 
@@ -65,28 +65,28 @@ def unit(gradient: Array) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FrankWolfe:
-    r"""Frank-Wolfe over transport plans, with the pixels' capacity inside the linear problem.
+    r"""Frank-Wolfe over transport plans; pixels' capacities constrain the linear problem.
 
-    The gradient says what mass is worth in every pixel; an entropic linear minimisation finds the
-    best plan within budget and capacities; the iterate moves towards it by ``2 / (t + 2)``. Convex
-    combinations of plans keep rows, budget and capacities, so that nothing is ever projected or
-    clipped.
+    The gradient is the value of mass in every pixel; an entropic linear minimisation finds the best
+    plan within budget and capacities; the iterate moves towards it by ``2 / (t + 2)``. Convex
+    combinations of plans keep rows, budget and capacities, so that no projection or clipping is
+    needed.
 
     Args:
       ball: window, power, channels and the largest value of a pixel.
       steps: gradient steps; a sample ends at its first flip.
       loss: ``(out, y) -> [n]``, to be increased.
-      sweeps: updates of the capacities' prices a step; 0 leaves overfull pixels to the repair, the
-        plain form, cheaper and weaker where images are saturated.
+      sweeps: updates of the capacities' prices in a step; with 0 the repair empties overfull
+        pixels, which is cheaper, and weaker where images are saturated.
       temperature: of the entropy, as a share of the largest gradient.
-      momentum: share of the running mean in the gradient that is followed.
+      momentum: weight of the running mean of gradients.
 
     Raises:
       ValueError: fewer than one step, sweeps below 0.
 
     Cost: per step 1 forward and 1 backward pass, and 1 forward at the end; memory for two plans a
-      sample, ``k^2`` floats a pixel. On one core of a CPU about 0.4 ms an MNIST image and step, and
-      0.02 more for every sweep.
+        sample, ``k^2`` floats a pixel. On one CPU core about 0.4 ms for an MNIST image and step,
+        and 0.02 ms more for every sweep.
 
     Differs: Wu et al. have no capacities in the linear problem; gradients are averaged, which
       found up to a fifth more flips; the best iterate counts, not the last.
@@ -163,7 +163,7 @@ class FrankWolfe:
 
 
 def remember(victim: Victim, samples: Samples, state: Any, out: PyTree) -> Any:
-    """Keeps the iterate, ``state.plan``, if it is the best so far; nothing replaces a flip."""
+    """Stores ``state.plan`` if its criterion is the best so far; nothing replaces a flip."""
     value = victim.criterion(out, samples.y)
     better = ~state.flipped & (value > state.value)
     return state._replace(

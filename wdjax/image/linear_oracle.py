@@ -1,4 +1,4 @@
-"""Linear minimisation over the ball: where mass should go if the loss were linear."""
+"""Linear minimisation over the ball: the best plan if the loss were linear."""
 
 from typing import NamedTuple
 
@@ -10,24 +10,24 @@ from wdjax.image import plans, prices
 from wdjax.image.prices import NOTHING, ImageProblem, Spent, find_price
 
 _FLOOR = -60.0
-"""Logarithms of weights, against the largest of their sender, that count as nothing."""
+"""Log-weights, relative to the largest of their sender, below which a flow is 0."""
 _FEW, _MANY = 2, 30
-"""Steps to the price of distance at most: between sweeps, and otherwise."""
+"""Maximum number of Newton steps for the price of distance: between sweeps, and otherwise."""
 _ROUGH = 0.1
-"""Relative error of what the first price spends, where sweeps move it anyway."""
+"""Relative error of the cost at the first price, if sweeps change it afterwards."""
 
 
 class Prices(NamedTuple):
-    """The dual of a linear minimisation, from which the next one begins: ``[n, ...]`` leaves."""
+    """The dual variables of a linear minimisation, a warm start: ``[n, ...]`` leaves."""
 
     distance: Array
-    """``[n]``: the price of cost, in units of the temperature."""
+    """``[n]``: the price of distance, in units of the temperature."""
     room: Array
-    """``[n, C, L]``: logarithms of a pixel's discount, at most 0; 0 where it is not full."""
+    """``[n, C, L]``: logarithms of the pixels' discounts, at most 0; 0 if a pixel is not full."""
 
 
 def no_prices(x: Array) -> Prices:
-    """Everything is free."""
+    """Prices for a cold start."""
     return Prices(jnp.ones(len(x), x.dtype), jnp.zeros_like(x))
 
 
@@ -39,22 +39,22 @@ def vertex(
     sweeps: int,
     relax: Array | float = 2.0,
 ) -> tuple[Array, Prices]:
-    """The plan of largest gain plus ``temperature`` times entropy; with sweeps, within the caps.
+    """The plan of largest gain plus ``temperature`` times entropy, within budget and capacities.
 
-    ``plan = x softmax((gradient - price c - caps) / temperature)`` row by row. Every sweep sets the
-    caps' prices of pixels that receive more than they hold, and the price of distance after it. The
-    plan returned keeps budget and capacities exactly, and its rows but for rounding.
+    ``plan = x softmax((gradient - price c - caps) / temperature)`` row by row. Every sweep updates
+    the caps (prices of pixels that receive more than their capacity), and then the price of
+    distance. The returned plan keeps budget and capacities exactly, and its rows up to rounding.
 
-    Sweeps multiply weights that were computed once, at the price of distance for the caps' prices
-    that are known, so that they need no exponentials of plans.
+    Sweeps multiply weights computed once, at the first price of distance and the given caps, so
+    that they need no exponentials of plans.
 
     Args:
       task: the ball of every sample.
-      gradient: ``[n, C, L]``, of the loss to be raised, its largest entry about 1.
-      temperature: of the entropy, in units of the gradient.
-      known: prices to begin at.
-      sweeps: 0 leaves full pixels to the repair.
-      relax: over-relaxation of the caps' prices.
+      gradient: ``[n, C, L]``, of the loss to be raised; its largest entry is about 1.
+      temperature: weight of the entropy, in units of the gradient.
+      known: prices to start from.
+      sweeps: with 0 the repair empties overfull pixels.
+      relax: over-relaxation of the caps.
     """
     space, x, stencil = task.space, task.x, task.space.stencil
     scaled, cells = gradient / temperature, jnp.asarray(stencil.valid()[stencil.center])[None, None]
@@ -75,7 +75,7 @@ def vertex(
         return plans.contain(space, plan, x, task.weights, task.budget), Prices(price, room)
     levels = jnp.asarray(stencil.classes(space.power)[0], x.dtype)
     members = jnp.asarray(stencil.classes(space.power)[1])
-    # Prices of distance are now changes, negative ones no further than floats go.
+    # From here on prices are changes; a negative one is bounded by the range of floats.
     dearest = float(stencil.classes(space.power)[0][-1]) * jnp.max(task.weights, axis=1)
     lowest = -jnp.minimum(price, abs(_FLOOR) / jnp.maximum(dearest, 1e-6))
 
@@ -84,7 +84,7 @@ def vertex(
         return jnp.exp(far)[:, :, members]
 
     def settle(change: Array, drop: Array, steps: int) -> tuple[Array, Array, Array]:
-        """Discounts, senders' factors and the price's change, for caps' prices changed by drop."""
+        """Discounts, the senders' row factors and the change of price, for changed caps."""
         discount = jnp.exp(drop)
         held = stencil.levels(weights, discount, space.power)
         moved = find_price(
@@ -113,7 +113,7 @@ def vertex(
 
 
 def _weights(task: ImageProblem, targets: Array, price: Array) -> Array:
-    """``exp(targets - price c)`` ``[n, C, O, L]``, against the largest of every sender."""
+    """``exp(targets - price c)`` ``[n, C, O, L]``, relative to each sender's largest."""
     stencil = task.space.stencil
     costs = jnp.asarray(stencil.costs(task.space.power), targets.dtype)
     dear = price[:, None, None] * task.weights[:, :, None] * costs[None, None]
@@ -122,21 +122,21 @@ def _weights(task: ImageProblem, targets: Array, price: Array) -> Array:
     best = jnp.max(jnp.where(valid, scores, -jnp.inf), axis=2, keepdims=True)
     scores = scores - jnp.where(jnp.isfinite(best), best, 0.0)
     kept = jnp.where(valid & (scores > _FLOOR), jnp.exp(jnp.maximum(scores, _FLOOR)), 0.0)
-    # Whoever has somewhere better to go may still stay, as a dearer price can make him.
+    # A sender with better targets keeps some weight of staying, which a higher price may need.
     home = jnp.maximum(kept[:, :, stencil.center], jnp.exp(jnp.asarray(_FLOOR, targets.dtype)))
     home = jnp.where(valid[:, :, stencil.center], home, 0.0)
     return kept.at[:, :, stencil.center].set(home)
 
 
 def _rows(task: ImageProblem, weights: Array) -> Array:
-    """Weights as a plan, whose rows sum to ``x``."""
+    """The plan with these weights whose rows sum to ``x``, ``[n, C, O, L]``."""
     total = jnp.sum(weights, axis=2)
     return weights * (task.x / jnp.where(total > 0, total, 1.0))[:, :, None]
 
 
 def _spent(task: ImageProblem, sums: Array, levels: Array, price: Array) -> tuple[Array, Spent]:
-    """Factors of the senders' rows ``[n, C, L]``, and what is spent at a price of distance, from
-    the sums ``[n, C, D, L]`` of equal costs."""
+    """The senders' row factors ``[n, C, L]`` and the cost at a price of distance, from the sums
+    ``[n, C, D, L]`` over targets of equal cost."""
     dear = jnp.exp(-price[:, None, None] * task.weights[:, :, None] * levels[None, None])
     none = jnp.zeros_like(task.x)
 

@@ -1,4 +1,4 @@
-"""The least radius at which mass can move an image across the boundary."""
+"""A minimum-norm attack in the image-Wasserstein distance."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from wdjax.image.linear_oracle import Prices
 from wdjax.image.prices import ImageProblem
 
 _FIRST = 10
-"""Pixels moved by one pixel's width: the first radius, where none is given."""
+"""The first radius without eps: so many pixels' mean mass moved by one pixel."""
 _FAR = 2.0
 """The largest radius, in widths of the window."""
 
@@ -30,35 +30,35 @@ class State(NamedTuple):
     slope: Array
     prices: Prices
     radius: Array
-    """``[n]``: of mass times distance."""
+    """``[n]``: the radius, in mass times distance."""
     taken: Array
     best: Array
-    """The plan of the nearest flip."""
+    """The plan of the nearest flip, ``[n, C, O, L]``."""
     cost: Array
-    """Its cost; inf while there is none."""
+    """``[n]``: its cost; inf until there is a flip."""
     low: Array
-    """``[n]``: share of the best plan that does not flip, for the last search."""
+    """``[n]``: largest share of the best plan known not to flip, for the final bisection."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NearestTransport:
-    r"""The nearest flip in the image-Wasserstein distance: Frank-Wolfe in a ball that follows it.
+    r"""The nearest flip in the image-Wasserstein distance: Frank-Wolfe in a ball of varying radius.
 
-    Each step is one of :class:`~wdjax.image.FrankWolfe`; then the radius shrinks below the cost of
-    the iterate if it flips, and grows, up to that of the nearest flip, if not. The changes fall
-    along a cosine. At the end the share of the best plan that still flips is bisected.
+    Each step is one of :class:`~wdjax.image.FrankWolfe`. If the iterate flips, the radius shrinks
+    below its cost; if not, it grows, up to the cost of the nearest flip. The changes fall along a
+    cosine. At the end the smallest share of the best plan that still flips is bisected.
 
     Args:
       ball: window, power, channels and the largest value of a pixel.
       steps: gradient steps.
       loss: ``(out, y) -> [n]``, to be increased.
-      sweeps: updates of the capacities' prices a step.
-      bisections: of the best plan's share.
+      sweeps: updates of the capacities' prices in a step.
+      bisections: bisections of the best plan's share.
       temperature: of the entropy, as a share of the largest gradient.
-      momentum: share of the running mean in the gradient that is followed.
-      step_size: share of the way to the vertex; more in the first steps.
-      change: of the radius at the first step, as a share; falls to a twentieth.
+      momentum: weight of the running mean of gradients.
+      step_size: share of the way to the linear problem's solution; larger in the first steps.
+      change: relative change of the radius in the first step; falls to a twentieth.
 
     Raises:
       ValueError: fewer than one step, sweeps or bisections below 0.
@@ -130,6 +130,10 @@ class NearestTransport:
         return State(plan, jnp.zeros_like(x), prices, radius, taken, stay, cost, low)
 
     def _step(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """Changes the radius by whether the iterate flips, then takes one Frank-Wolfe step in it.
+
+        ``radius``, ``cost`` and ``most`` are ``[n]``, in mass times distance.
+        """
         own = self._task(samples, state.radius)
         seen = ascent.slope(victim, seen_from(own, state.plan), samples.y, self.loss)
         info = ascent.note(victim, samples.y, seen)
@@ -167,7 +171,7 @@ class NearestTransport:
         share = (state.low + 1) / 2
         tried = plans.blend(state.best, own.x, share, own.space.stencil.center)
         flipped, info = ascent.flips(victim, samples, seen_from(own, tried))
-        # The best plan's share is 1 by definition: a nearer one moves the lower end with it.
+        # Shares are relative to the best plan: a nearer flip rescales the lower end.
         low = jnp.where(flipped, state.low / share, share)
         best = jnp.where(norms.spread(flipped, tried), tried, state.best)
         return state._replace(

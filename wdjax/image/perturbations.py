@@ -1,4 +1,4 @@
-"""Natural perturbations of images: what a Wasserstein ball is meant to hold."""
+"""Natural perturbations of images, to compare with those in a Wasserstein ball."""
 
 import math
 
@@ -9,20 +9,20 @@ from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array
 
 _SIGMA = 0.3, 1.0, 0.8
-"""OpenCV's width of a filter of k pixels: ``0.3 ((k - 1) / 2 - 1) + 0.8``."""
+"""OpenCV's standard deviation of a filter of k pixels: ``0.3 ((k - 1) / 2 - 1) + 0.8``."""
 
 
 def translate(x: AnyArray, share: float, angle: float = 0.0) -> Array:
-    """Images moved by a share of their width; what enters is black.
+    """Images shifted by a share of their width; uncovered pixels are black.
 
     Args:
       x: ``[n, height, width, channels]``
-      share: of the width.
-      angle: of the direction, in degrees, from the right upwards.
+      share: shift as a share of the width.
+      angle: direction of the shift in degrees, counter-clockwise from the right.
 
     Returns:
-      ``[n, height, width, channels]``, linear between pixels. What leaves the image is lost, and
-      with it mass.
+      ``[n, height, width, channels]``, interpolated linearly. What leaves the image is lost, with
+      its mass.
 
     Source: Hu et al. [hu2020], Tables 4 and 6.
 
@@ -37,14 +37,14 @@ def translate(x: AnyArray, share: float, angle: float = 0.0) -> Array:
 
 
 def rotate(x: AnyArray, degrees: float) -> Array:
-    """Images turned about their centre, counter-clockwise; what enters is black.
+    """Images rotated about their centre, counter-clockwise; uncovered pixels are black.
 
     Args:
       x: ``[n, height, width, channels]``
-      degrees: of the turn.
+      degrees: angle of the rotation.
 
     Returns:
-      ``[n, height, width, channels]``, linear between pixels.
+      ``[n, height, width, channels]``, interpolated linearly.
 
     Source: Hu et al. [hu2020], Tables 4 and 6.
 
@@ -62,7 +62,7 @@ def rotate(x: AnyArray, degrees: float) -> Array:
 
 
 def gaussian_blur(x: AnyArray, kernel: int) -> Array:
-    """Images under a Gaussian filter of ``kernel x kernel`` pixels; borders are repeated.
+    """Images filtered by a Gaussian of ``kernel x kernel`` pixels; borders are repeated.
 
     Args:
       x: ``[n, height, width, channels]``
@@ -98,10 +98,10 @@ def gaussian_blur(x: AnyArray, kernel: int) -> Array:
 
 
 def dim(x: AnyArray, factor: float) -> Array:
-    """Images of ``1 / factor`` of their brightness: at distance 0 where masses are normalised.
+    """Images at ``1 / factor`` of their brightness: their distance is 0 if masses are normalised.
 
-    Why a ball must fix the mass: :func:`~wdjax.image.image_wasserstein_distance` is 0 here, and
-    :class:`~wdjax.image.ImageWasserstein` does not allow it.
+    This is why the ball fixes the mass: :func:`~wdjax.image.image_wasserstein_distance` is 0 here,
+    but :class:`~wdjax.image.ImageWasserstein` does not contain the darker image.
 
     Args:
       x: ``[n, height, width, channels]``
@@ -132,7 +132,7 @@ def _grid(x: Array) -> tuple[Array, Array]:
 
 
 def _sample(x: Array, rows: Array, columns: Array) -> Array:
-    """Linear between pixels, 0 outside."""
+    """Linear interpolation at ``rows`` and ``columns``, 0 outside."""
 
     def one(plane: Array) -> Array:
         return jax.scipy.ndimage.map_coordinates(plane, [rows, columns], order=1, cval=0.0)

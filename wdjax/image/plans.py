@@ -1,4 +1,4 @@
-"""Transport plans that prove what they claim: repaired, shrunk to a budget, measured."""
+"""Transport plans: repaired to be feasible, shrunk to a budget, measured."""
 
 from typing import NamedTuple
 
@@ -9,43 +9,43 @@ from wdjax.core import Array
 from wdjax.image.stencil import Stencil
 
 _SWEEPS = 200
-"""Returns of overfull pixels' inflow at most; mostly five to sixteen suffice."""
+"""Maximum number of rounds that return excess inflow; mostly 5 to 16 suffice."""
 _TURNS = 60
-"""Of the entropic transport to a given point."""
+"""Iterations of the entropic transport to a given point."""
 _FULL = 1e-6
-"""By so much a pixel may exceed the box before rounding clips it, as a share of its width."""
+"""How far a pixel may exceed the box before rounding clips it, as a share of the box's width."""
 
 
 class Space(NamedTuple):
-    """Where mass moves: the window, the ground cost, and what fits into a pixel."""
+    """The geometry of transport: window, ground cost and capacity of a pixel."""
 
     stencil: Stencil
     power: float
-    """Of the Euclidean distance."""
+    """Power of the Euclidean distance in the cost."""
     high: float
     """The largest value of a pixel."""
 
 
 def stay(space: Space, x: Array) -> Array:
-    """The plan ``[n, C, O, L]`` that moves nothing of the mass ``x`` ``[n, C, L]``."""
+    """The plan ``[n, C, O, L]`` in which all mass ``x`` ``[n, C, L]`` stays."""
     plan = jnp.zeros((*x.shape[:-1], space.stencil.offsets, space.stencil.length), x.dtype)
     return plan.at[:, :, space.stencil.center].set(x)
 
 
 def moved(space: Space, plan: Array, weights: Array) -> Array:
-    """``[n]``: the cost of a plan, in mass times distance, channels by ``weights`` ``[n, C]``."""
+    """``[n]``: a plan's cost in mass times distance; ``weights`` ``[n, C]`` of channels."""
     costs = jnp.asarray(space.stencil.costs(space.power), plan.dtype)
     return jnp.einsum("nco,o,nc->n", jnp.sum(plan, axis=3), costs, weights, precision="highest")
 
 
 def blend(plan: Array, x: Array, share: Array, center: int) -> Array:
-    """``share`` ``[n]`` of a plan and the rest of staying."""
+    """The mixture of a plan, weight ``share`` ``[n]``, and of the plan in which all mass stays."""
     plan = plan * share[:, None, None, None]
     return plan.at[:, :, center].add((1 - share)[:, None, None] * x)
 
 
 def exact_rows(space: Space, plan: Array, x: Array) -> Array:
-    """Rows that sum to ``x``: what is missing stays, what is too much is scaled away."""
+    """Makes rows sum to ``x``: missing mass stays in place, excess is scaled down."""
     total = jnp.sum(plan, axis=2)
     share = jnp.where(total > x, x / jnp.where(total > 0, total, 1.0), 1.0)
     plan = plan * share[:, :, None]
@@ -54,11 +54,11 @@ def exact_rows(space: Space, plan: Array, x: Array) -> Array:
 
 
 def uncrowd(space: Space, plan: Array, x: Array) -> Array:
-    """Returns what overfull pixels cannot hold to those who sent it; costs only fall.
+    """Returns the excess of overfull pixels to its senders, which only lowers costs.
 
-    The inflow of an overfull pixel is scaled down to what fits; what its senders get back may
-    overfill them in turn, so that it is repeated. A sample for which even that does not end within
-    two hundred rounds is blended with staying, where all fits.
+    The inflow of an overfull pixel is scaled down to its capacity; the returned mass may overfill
+    its senders in turn, so this is repeated. A sample that needs more than 200 rounds is mixed with
+    the plan in which all mass stays.
     """
     stencil, center = space.stencil, space.stencil.center
     ceiling = space.high * (1 + _FULL)
@@ -90,27 +90,27 @@ def uncrowd(space: Space, plan: Array, x: Array) -> Array:
 
 
 def within(space: Space, plan: Array, x: Array, weights: Array, budget: Array) -> Array:
-    """A plan shrunk towards staying to a cost of ``budget`` ``[n]`` at most."""
+    """Mixes a plan with staying so that its cost is at most ``budget`` ``[n]``."""
     cost = moved(space, plan, weights)
     share = jnp.where(cost > budget, budget / jnp.where(cost > 0, cost, 1.0), 1.0)
     return blend(plan, x, share, space.stencil.center)
 
 
 def repair(space: Space, plan: Array, x: Array, weights: Array, budget: Array) -> Array:
-    """The certified repair: rows exact, no pixel overfull, the cost within ``budget``."""
+    """Makes a plan feasible: rows exact, no pixel overfull, the cost within ``budget``."""
     return contain(space, exact_rows(space, plan, x), x, weights, budget)
 
 
 def contain(space: Space, plan: Array, x: Array, weights: Array, budget: Array) -> Array:
-    """:func:`repair` of a plan whose rows sum to ``x`` but for rounding."""
+    """:func:`repair` for a plan whose rows sum to ``x`` up to rounding."""
     return within(space, uncrowd(space, plan, x), x, weights, budget)
 
 
 def towards(space: Space, x: Array, z: Array, temperature: float = 0.1) -> Array:
-    """A plan that brings ``x`` close to ``z``, both ``[n, C, L]``: entropic transport.
+    """An entropic plan ``[n, C, O, L]`` that moves ``x`` close to ``z``, both ``[n, C, L]``.
 
-    Rows are exact. Columns are as near as the window and the temperature, a share of the distance
-    of neighbours, allow.
+    Rows are exact; columns are as close as the window allows, and the temperature, in units of the
+    distance between neighbouring pixels.
     """
     stencil = space.stencil
     costs = jnp.asarray(stencil.costs(space.power), x.dtype)
@@ -130,5 +130,5 @@ def towards(space: Space, x: Array, z: Array, temperature: float = 0.1) -> Array
 
 
 def result(space: Space, plan: Array) -> Array:
-    """The mass ``[n, C, L]`` where a plan puts it, within the box."""
+    """The masses ``[n, C, L]`` after a plan, clipped to the box."""
     return jnp.clip(space.stencil.receive(plan), 0.0, space.high)

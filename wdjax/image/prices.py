@@ -1,4 +1,4 @@
-"""The price of distance at which a budget is spent, in logarithms."""
+"""The price of distance at which the budget is spent, computed in logarithms."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,36 +12,36 @@ from wdjax.image.plans import Space
 from wdjax.image.stencil import Stencil
 
 NOTHING = -1e9
-"""The logarithm of no mass: finite, so that differences are."""
+"""The logarithm of zero mass: finite, so that differences are finite."""
 EXACT = 1e-5
-"""Relative error of what is spent at which a price will do."""
+"""Relative error of the cost at which a price is accepted."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ImageProblem:
-    """What is minimised over: the ball of every sample."""
+    """The balls over which is minimised, one for each sample."""
 
     space: Space = dataclasses.field(metadata={"static": True})
     x: Array
     """``[n, C, L]``"""
     weights: Array
-    """``[n, C]``: of channels in the cost."""
+    """``[n, C]``: weights of the channels in the cost."""
     budget: Array
-    """``[n]``: mass times distance."""
+    """``[n]``: the budget, in mass times distance."""
 
 
 class Spent(NamedTuple):
-    """What a price of distance leads to."""
+    """The cost at a price of distance, and its derivative."""
 
     cost: Array
     """``[n]``"""
     slope: Array
-    """``[n]``: its derivative in the price, at most 0."""
+    """``[n]``: the derivative of the cost in the price, at most 0."""
 
 
 def log_levels(stencil: Stencil, targets: Array, power: float) -> Array:
-    """``[n, C, D, L]``: log-sums of what a sender's targets hold, by classes of equal cost."""
+    """``[n, C, D, L]``: log-sums over a sender's targets, by classes of equal cost."""
     padded, shifts = _pad(stencil, targets), jnp.asarray(stencil.shifts())
     levels, members = stencil.classes(power)
     places = jnp.asarray(members)
@@ -71,11 +71,11 @@ def log_levels(stencil: Stencil, targets: Array, power: float) -> Array:
 
 
 def log_receive(stencil: Stencil, row: Array, price: Array, power: float) -> Array:
-    """``[n, C, L]``: ``log sum_i exp(row_i - price c_ij)`` of every target; prices ``[n, C]``."""
+    """``[n, C, L]``: ``log sum_i exp(row_i - price c_ij)`` for every target j; price ``[n, C]``."""
     padded, shifts = _pad(stencil, row), jnp.asarray(stencil.shifts())
     costs = jnp.asarray(stencil.costs(power), row.dtype)
 
-    def look(place: Array) -> Array:  # Offsets come in pairs, so that senders are looked up too.
+    def look(place: Array) -> Array:  # By symmetry of offsets, the senders.
         start = stencil.margin + shifts[place]
         part = jax.lax.dynamic_slice_in_dim(padded, start, stencil.length, -1)
         return part - price[..., None] * costs[place]
@@ -98,15 +98,15 @@ def _pad(stencil: Stencil, flat: Array) -> Array:
 
 
 def log_whole(task: ImageProblem, sums: Array, price: Array) -> Array:
-    """``[n, C, L]``: log-normalisers of rows, from log-sums ``[n, C, D, L]`` of equal costs."""
+    """``[n, C, L]``: log-normalisers of rows, from log-sums ``[n, C, D, L]`` by equal cost."""
     levels = jnp.asarray(task.space.stencil.classes(task.space.power)[0], sums.dtype)
     dear = price[:, None, None] * task.weights[:, :, None] * levels[None, None]
-    # The class of staying holds a finite entry, so that no row is empty.
+    # The class of cost 0 holds a finite entry, so that no row is empty.
     return jax.nn.logsumexp(sums - dear[..., None], axis=2)
 
 
 def log_spent(task: ImageProblem, sums: Array, price: Array) -> Spent:
-    """What is spent at a price, from log-sums ``[n, C, D, L]`` of equal costs."""
+    """Cost and derivative at a price, from log-sums ``[n, C, D, L]`` by equal cost."""
     levels = jnp.asarray(task.space.stencil.classes(task.space.power)[0], sums.dtype)
     dear = price[:, None, None] * task.weights[:, :, None] * levels[None, None]
 
@@ -128,7 +128,7 @@ def log_spent(task: ImageProblem, sums: Array, price: Array) -> Spent:
 
 
 def spent(task: ImageProblem, whole: Array, first: Array, second: Array) -> Spent:
-    """What is spent, from rows' moments of the cost, ``[n, C, L]`` and not normalised."""
+    """Cost and derivative from the rows' unnormalised moments of the cost, ``[n, C, L]``."""
     share = 1 / jnp.maximum(whole, jnp.finfo(whole.dtype).tiny)
     mean, weights = first * share, task.weights[:, :, None]
     cost = jnp.sum(mean * task.x * weights, axis=(1, 2))
@@ -141,7 +141,7 @@ class _Hunt(NamedTuple):
     low: Array
     high: Array
     ratio: Array
-    """Logarithm of what was spent over the budget."""
+    """``[n]``: logarithm of the cost over the budget."""
     turn: Array
 
 
@@ -154,10 +154,10 @@ def find_price(
     exact: float = EXACT,
     unrolled: bool = False,
 ) -> Array:
-    """The price ``[n]`` of distance at which the budget is spent; 0 where it suffices anyway.
+    """The price ``[n]`` of distance at which the budget is spent; 0 if the free plan is within it.
 
-    Newton's method inside a bracket ``[0, top]``, from the ``price`` of last time, until what is
-    spent is the budget but for ``exact``; with ``unrolled`` in a loop that can be differentiated.
+    Newton's method inside a bracket ``[0, top]``, from the guess ``price``, until the cost equals
+    the budget up to the relative error ``exact``; with ``unrolled`` the loop is differentiable.
     """
 
     def step(hunt: _Hunt) -> _Hunt:
@@ -165,7 +165,7 @@ def find_price(
         now = spend(price)
         over = now.cost > task.budget
         low, high = jnp.where(over, price, low), jnp.where(over, high, price)
-        # Costs fall about exponentially, so that Newton's method is at its best on logarithms.
+        # Costs fall about exponentially in the price, so Newton's method works on logarithms.
         ratio = jnp.log(jnp.maximum(now.cost, 1e-20) / jnp.maximum(task.budget, 1e-20))
         aim = price - ratio * now.cost / jnp.minimum(now.slope, -1e-20)
         inside = (aim >= low) & (aim <= high) & (now.cost > 1e-6 * task.budget)

@@ -1,4 +1,4 @@
-"""The constrained Sinkhorn projection, in logarithms: any lambda, any step, float32."""
+"""The constrained Sinkhorn projection in logarithms, stable in float32 for any lambda and step."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -19,32 +19,32 @@ from wdjax.image.prices import (
 )
 
 _SHIFTS, _LEAP = 2, 20.0
-"""Newton steps for the mass of the columns, and how far one may go."""
+"""Newton steps for the columns' mass, and the bound on one step."""
 
 
 _CLOSE = 0.1
-"""Over-relaxation begins where the columns miss no more than so much of the mass."""
+"""Over-relaxation begins once the columns miss at most this share of the mass."""
 
 
 class Duals(NamedTuple):
-    """Where an ascent of the dual stands, and where the next one begins."""
+    """The dual variables, also a warm start."""
 
     column: Array
-    """``[n, C, L]``: beta, of the columns."""
+    """``[n, C, L]``: beta, the multipliers of the columns."""
     price: Array
-    """``[n]``: psi, of the cost."""
+    """``[n]``: psi, the multiplier of the cost."""
 
 
 class Projection(NamedTuple):
-    """What an ascent came to."""
+    """The result of a projection."""
 
     plan: Array
-    """``[n, C, O, L]``: rows exact, within the budget; its columns are ``z`` once converged."""
+    """``[n, C, O, L]``: exact rows, within the budget; its columns equal ``z`` at convergence."""
     z: Array
     """``[n, C, L]``: the primal solution of equation 10."""
     duals: Duals
     rounds: Array
-    """``[n]``: iterations."""
+    """``[n]``: number of iterations."""
     missed: Array
     """``[n]``: ``sum |columns - z|``, as a share of the mass."""
 
@@ -69,7 +69,7 @@ def log_omega(t: Array) -> Array:
 
 
 def no_duals(task: ImageProblem) -> Duals:
-    """Where an ascent begins that knows nothing."""
+    """The dual variables of a cold start."""
     return Duals(jnp.zeros_like(task.x), jnp.ones(len(task.x), task.x.dtype))
 
 
@@ -85,34 +85,34 @@ def project(
     capped: bool = True,
     unrolled: bool = False,
 ) -> Projection:
-    r"""The image near ``w`` in the ball and the box: equation 7, solved on its dual.
+    r"""The image near ``w`` in the ball and the box: equation 7, solved in the dual.
 
     ``min lam / 2 |w - z|^2 + sum pi log pi`` over plans ``pi`` with rows x, columns ``z <= r`` and
-    cost within the budget, all in units of the image's mass. Blocks of the dual are maximised in
-    turn: rows together with the price of cost, exactly, since offsets have few distinct lengths;
-    columns together with the caps, where ``z = min(r, W(e^t) / lam)``.
+    cost within the budget, all in units of the image's mass. Blocks of dual variables are maximised
+    in turn: the rows together with the price of cost, exactly, since offsets have few distinct
+    lengths; the columns together with the caps, where ``z = min(r, W(e^t) / lam)``.
 
     Args:
       task: the ball of every sample.
-      w: ``[n, C, L]``, a point such as a gradient step.
-      lam: weight of the fit; large is close to the Euclidean projection, and slow.
-      duals: where to begin; those of the last projection save iterations.
-      iterations: at most.
-      tolerance: of ``missed``, below which a sample is done.
+      w: ``[n, C, L]``, the point to project, such as a gradient step.
+      lam: weight of the fit; a large one is close to the Euclidean projection, and slow.
+      duals: warm start; those of the last projection save iterations.
+      iterations: maximum number of iterations.
+      tolerance: a sample is done once ``missed`` is smaller.
       relax: over-relaxation of the column step, in [1, 2).
       capped: with False the problem without caps, equation 6.
-      unrolled: take all iterations in a loop that can be differentiated.
+      unrolled: take all iterations, in a differentiable loop.
 
     Returns:
       A :class:`Projection`. Its plan is within the budget, and so proves the cost of its columns;
-      these may be overfull by what ``missed`` says, and want :func:`~wdjax.image.plans.repair`.
+      these may be overfull by up to ``missed``, and need :func:`~wdjax.image.plans.repair`.
 
     Cost: 50 exponentials a pixel and iteration for a window of 5.
 
-    Differs: Algorithm 1 of the paper tests ``phi < 0`` after phi was made at least 0, and has its
-      branches the wrong way round; its ``beta_1`` contains phi, which is 0 there. The price of cost
-      is solved for, not moved by one Newton step, and so is a constant of the rows that gives ``z``
-      the mass of x. Pixels without mass are masked, not 1e-15.
+    Differs: Algorithm 1 of the paper tests ``phi < 0`` after making phi at least 0, and has its
+      branches swapped; its ``beta_1`` contains phi, which is 0 there. The price of cost is solved
+      for, instead of one Newton step, and so is a constant of the rows that gives ``z`` the mass of
+      x. Pixels without mass are masked instead of set to 1e-15.
 
     Source: Hu et al. [hu2020], equations 7 to 10 and Appendix A.3.
     """
@@ -129,7 +129,7 @@ def project(
     log_x = jnp.where(unit.x > 0, jnp.log(jnp.where(unit.x > 0, unit.x, 1.0)), NOTHING)
 
     def rows(duals: Duals, steps: int) -> tuple[Array, Array]:
-        """alpha with its sign of equation 8, and the price."""
+        """alpha with the sign of equation 8, ``[n, C, L]``, and the price ``[n]``."""
         sums = log_levels(stencil, jnp.where(cells, duals.column, NOTHING), power)
         price = find_price(
             unit, lambda price: log_spent(unit, sums, price), duals.price, steps, unrolled=unrolled
@@ -138,7 +138,7 @@ def project(
         return jnp.where(log_x > NOTHING, log_x - whole, NOTHING), price
 
     def columns(row: Array, price: Array) -> tuple[Array, Array]:
-        """beta and ``log z``, after rows moved by the constant that makes masses agree."""
+        """beta and ``log z``, ``[n, C, L]``, with a constant added to rows so that masses agree."""
         arriving = log_receive(stencil, row, price[:, None] * unit.weights, power)
 
         def fit(shift: Array) -> Array:
@@ -152,11 +152,11 @@ def project(
     def turn(duals: Duals) -> tuple[Duals, Array]:
         row, price = rows(duals, 2)
         column, log_z = columns(row, price)
-        # Where the rows of now put mass under the old columns, against where it should be.
+        # Compare the mass under the new rows and old columns with the mass required.
         shifted = log_z - column
         put = jnp.exp(shifted + duals.column)
         gap = jnp.sum(jnp.where(cells, jnp.abs(put - jnp.exp(log_z)), 0.0), axis=(1, 2))
-        size = jnp.where(gap < _CLOSE, relax, 1.0)[:, None, None]  # Far away it may blow up.
+        size = jnp.where(gap < _CLOSE, relax, 1.0)[:, None, None]  # May diverge far away.
         moved = duals.column + size * (column - duals.column)
         return Duals(jnp.where(cells, moved, 0.0), price), gap
 
@@ -176,9 +176,9 @@ def _shift(
     capped: bool,
     cells: Array,
 ) -> Array:
-    """The constant ``[n, C, 1]`` by which rows must grow for ``z`` to have the mass of ``x``.
+    """The constant ``[n, C, 1]`` to add to the rows so that ``z`` has the mass of ``x``.
 
-    One more block of the dual; without it, the mass is what converges last.
+    It is one more block of the dual; without it, the mass would converge last.
     """
     shift = jnp.zeros((*mass.shape, 1), mass.dtype)
     for _ in range(_SHIFTS):
@@ -203,7 +203,10 @@ def _ascend(
     tolerance: Array | float,
     unrolled: bool,
 ) -> tuple[Duals, Array, Array]:
-    """Turns until every sample has converged, each of which stops for itself."""
+    """Iterates ``turn`` until every sample has converged; a converged sample is frozen.
+
+    Returns the duals, the iterations ``[n]`` and the last gap ``[n]`` of each sample.
+    """
 
     class Ascent(NamedTuple):
         duals: Duals
@@ -234,7 +237,7 @@ def _ascend(
 
 
 def _plan(task: ImageProblem, column: Array, price: Array, cells: Array) -> Array:
-    """The plan of given columns and price, rows exact, ``[n, C, O, L]``."""
+    """The plan ``[n, C, O, L]`` with exact rows for given columns and price."""
     stencil = task.space.stencil
     costs = jnp.asarray(stencil.costs(task.space.power), column.dtype)
     dear = price[:, None, None] * task.weights[:, :, None] * costs[None, None]

@@ -36,36 +36,36 @@ class SinkhornPGD:
     r"""Hu et al.'s attack: gradient steps, each projected by constrained Sinkhorn iterations.
 
     A step adds ``step_size |x|_1`` times the direction, whose largest entry is 1; the projection
-    starts from the duals of the last one, and what it returns is repaired, so that every iterate
-    is in the ball and the box, converged or not.
+    starts from the last one's duals, and its plan is repaired, so that every iterate is in the ball
+    and the box, converged or not.
 
     Args:
       ball: window, power, channels and the largest value of a pixel.
       steps: gradient steps; a sample ends at its first flip.
       loss: ``(out, y) -> [n]``, to be increased.
-      direction: ``"l2"``, the gradient; ``"linf"``, its sign; ``"smooth"``, the gradient after a
-        Gaussian filter of the ball's window, of width ``width`` pixels.
-      growing: look for the least radius: in step t it is ``first + t growth``, all else carried
-        over. Then the attack has no ``eps``.
-      iterations: of a projection at most.
-      step_size: in shares of the image's mass; with an ``eps`` at most half of it.
+      direction: ``"l2"``, the gradient; ``"linf"``, its sign; ``"smooth"``, the gradient smoothed
+        by a Gaussian filter of the ball's window, of standard deviation ``width`` pixels.
+      growing: search for the least radius: in step t it is ``first + t growth``, and all else is
+        kept. The attack then has no ``eps``.
+      iterations: maximum number of iterations of a projection.
+      step_size: as a share of the image's mass; with an ``eps`` at most half of it.
       lam: weight of the fit in the projection.
-      tolerance: of the projection's columns, as a share of the mass; the paper's loose termination
-        for training is 0.1.
+      tolerance: of the projection's columns, as a share of the mass; 0.1 is the paper's loose
+        tolerance for training.
       first: the radius of the first step.
-      growth: of the radius a step.
-      width: of the filter.
+      growth: increase of the radius in a step.
+      width: standard deviation of the filter, in pixels.
 
     Raises:
       ValueError: fewer than one step or iteration, another direction.
 
-    Cost: per step 1 forward and 1 backward pass and at most ``iterations`` iterations, 0.15 ms each
-      an MNIST image on one core of a CPU.
+    Cost: per step 1 forward and 1 backward pass and at most ``iterations`` iterations, of 0.15 ms
+      each for an MNIST image on one CPU core.
 
     Differs: the authors clamp steps at 0.0765 of the mass, an overflow guard that the paper does
-      not name, leave up to 1 % of the mass missing, and test the budget of the plan of that mass
-      only; their points leave the ball. Here step sizes of 0.5 and ``lam`` of 10,000 are finite in
-      float32.
+      not mention, leave up to 1 % of the mass missing, and check the budget only for the mass that
+      remains, so that their points leave the ball. Here step sizes of 0.5 and ``lam`` of 10,000 are
+      finite in float32.
 
     Source: Hu et al. [hu2020], Sections 4, 5, A.1 and A.5.
 
@@ -107,7 +107,7 @@ class SinkhornPGD:
         return Stage(self._step, self.steps, self._over), Stage(self._end, 1, self._over)
 
     def _task(self, samples: Samples, taken: Array) -> tuple[ImageProblem, Array]:
-        """The ball of a step, and its radius ``[n]``."""
+        """The ball of step ``taken``, and its radius ``[n]``."""
         radius = self.first + self.growth * taken if self.growing else samples.radius
         radius = jnp.asarray(radius, samples.x.dtype)
         return task(self.ball, samples._replace(eps=radius)), radius

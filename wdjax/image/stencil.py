@@ -1,4 +1,4 @@
-"""Which pixels a pixel can send mass to, and sums over them."""
+"""The window of pixels to which a pixel can send mass, and sums over it."""
 
 import functools
 from typing import NamedTuple
@@ -13,9 +13,9 @@ from wdjax.core import Array
 class Stencil(NamedTuple):
     """A window of ``k x k`` targets around every pixel of an image.
 
-    Images are laid out flat, every row followed by ``k // 2`` cells that hold nothing, so that all
-    targets of one offset are one slice. ``L`` is the length of that layout and ``O = k * k``; a
-    plan ``[n, C, O, L]`` holds the mass that each pixel sends over each offset.
+    Images are stored flat, every row followed by ``k // 2`` empty cells, so that all targets of one
+    offset are one slice. ``L`` is the length of that layout and ``O = k * k``; a plan ``[n, C, O,
+    L]`` holds the mass that each pixel sends over each offset.
     """
 
     height: int
@@ -24,7 +24,7 @@ class Stencil(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """The farthest step along an axis."""
+        """The largest offset along an axis."""
         return self.window // 2
 
     @property
@@ -38,7 +38,7 @@ class Stencil(NamedTuple):
 
     @property
     def margin(self) -> int:
-        """Cells before and after the layout that an offset may reach."""
+        """Number of cells before and after the layout that an offset may reach."""
         return self.reach * self.stride + self.reach
 
     @property
@@ -48,25 +48,25 @@ class Stencil(NamedTuple):
 
     @property
     def center(self) -> int:
-        """The offset of staying."""
+        """The index of offset zero."""
         return self.offsets // 2
 
     def shifts(self) -> np.ndarray:
-        """``[O]``: what each offset adds to a place in the layout."""
+        """``[O]``: what each offset adds to an index of the layout."""
         steps = np.arange(-self.reach, self.reach + 1)
         return (steps[:, None] * self.stride + steps).ravel().astype(np.int32)
 
     def moves(self) -> np.ndarray:
-        """``[O, 2]``: rows and columns that each offset moves by."""
+        """``[O, 2]``: rows and columns of each offset."""
         steps = np.arange(-self.reach, self.reach + 1)
         return np.stack(np.meshgrid(steps, steps, indexing="ij"), axis=-1).reshape(-1, 2)
 
     def costs(self, power: float) -> np.ndarray:
-        """``[O]``: Euclidean distances of the offsets, to a power."""
+        """``[O]``: Euclidean lengths of the offsets, to a power."""
         return np.hypot(*self.moves().T) ** power
 
     def classes(self, power: float) -> tuple[np.ndarray, np.ndarray]:
-        """The distinct costs, ``[D]`` from 0 up, and the class of every offset, ``[O]``."""
+        """The distinct costs ``[D]``, from 0 upwards, and the class of every offset, ``[O]``."""
         levels, members = np.unique(np.round(self.costs(power), 9), return_inverse=True)
         return levels, members.astype(np.int32)
 
@@ -90,7 +90,7 @@ class Stencil(NamedTuple):
         return jnp.moveaxis(rows[..., : self.width], 1, -1)
 
     def flows(self, mass: Array) -> Array:
-        """A plan as people read it, ``[n, H, W, C, k, k]``, in the layout ``[n, C, O, L]``."""
+        """A plan ``[n, H, W, C, k, k]``, as users see it, in the layout ``[n, C, O, L]``."""
         n, channels = len(mass), mass.shape[3]
         shape = (n, self.height, self.width, channels, self.window, self.window)
         if mass.shape != shape:
@@ -100,7 +100,7 @@ class Stencil(NamedTuple):
         return flows.reshape(n, channels, self.offsets, self.length)
 
     def mass(self, flows: Array) -> Array:
-        """The reverse of :meth:`flows`."""
+        """The inverse of :meth:`flows`."""
         n, channels = flows.shape[:2]
         rows = flows.reshape(n, channels, self.offsets, self.height, self.stride)[..., : self.width]
         shape = (n, self.height, self.width, channels, self.window, self.window)
@@ -111,7 +111,7 @@ class Stencil(NamedTuple):
         return jnp.pad(flat, [(0, 0)] * (flat.ndim - 1) + [(self.margin, self.margin)])
 
     def spread(self, targets: Array) -> Array:
-        """``[n, C, L] -> [n, C, O, L]``: every sender sees what its targets hold; elsewhere 0."""
+        """``[n, C, L] -> [n, C, O, L]``: for every sender the values of its targets, 0 outside."""
         padded, shifts = self.pad(targets), jnp.asarray(self.shifts())
         shape = (*targets.shape[:-1], self.offsets, self.length)
 
@@ -123,7 +123,7 @@ class Stencil(NamedTuple):
         return jax.lax.fori_loop(0, self.offsets, look, jnp.zeros(shape, targets.dtype))
 
     def scale(self, plan: Array, targets: Array) -> Array:
-        """A plan ``[n, C, O, L]`` whose every flow is multiplied by a number of its target."""
+        """Multiplies every flow of a plan ``[n, C, O, L]`` by its target's number ``[n, C, L]``."""
         padded, shifts = self.pad(targets), jnp.asarray(self.shifts())
 
         def multiply(place: Array, plan: Array) -> Array:

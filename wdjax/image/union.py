@@ -1,4 +1,4 @@
-"""Several honest attacks in the image-Wasserstein ball, one after the other."""
+"""Unions of attacks in the image-Wasserstein ball, whose points all carry a plan as proof."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,10 +21,10 @@ from wdjax.image.nearest_transport import NearestTransport
 def members(ball: ImageWasserstein) -> tuple[tuple[FrankWolfe, float], ...]:
     """The attacks of :func:`image_wasserstein`, each with its share of the radius.
 
-    Defended nets mask gradients, each against another of these: cold vertices jump past what warm
-    ones follow, and in a smaller ball some find what they overlook in a large one.
+    Defended nets mask gradients, each from different members: cold vertices jump past flips that
+    warm ones follow, and some flips are found in a smaller ball but missed in a large one.
     """
-    # From 50 steps on, a smaller batch for the last survivors is compiled too: here it costs more.
+    # A stage of 50 steps would compile a smaller batch for the last survivors, which costs more.
     entropy = FrankWolfe(ball, steps=49)
     margin = dataclasses.replace(entropy, loss=losses.margin, momentum=0.9)
     cold = dataclasses.replace(margin, temperature=0.01, momentum=0.8)
@@ -49,14 +49,13 @@ def image_wasserstein(
     checkpoint: str | PathLike[str] | None = None,
     **options: Any,
 ) -> Found:
-    r"""Whether images survive within an image-Wasserstein radius: a union of honest attacks.
+    r"""Attacks within an image-Wasserstein radius: a union of Frank-Wolfe searches.
 
-    Five Frank-Wolfe searches over transport plans, each on the survivors of those before it, with
-    the cross-entropy and the margin, at two temperatures, the last in half the radius. Each begins
-    where nothing has moved: from the best point so far, the union was up to three points weaker.
-    Each image that counts is in the ball and in the box, and its plan is handed over in ``proof``.
-    Where :func:`minimum_radius` is asked too, let :func:`wdjax.engine.driver.within` count its
-    flips.
+    Five Frank-Wolfe searches over transport plans, each on the survivors of the previous ones, with
+    cross-entropy or margin, at two temperatures, the last in half the radius. Each begins at the
+    unmoved image: beginning at the best point so far made the union up to three points weaker. Each
+    point that counts is in the ball and the box, with its plan in ``proof``. If
+    :func:`minimum_radius` is used too, add its flips by :func:`wdjax.engine.driver.within`.
 
     Args:
       model: as for :func:`wdjax.search`.
@@ -65,7 +64,7 @@ def image_wasserstein(
       eps: radius, a number or ``[n]``; k pixels are ``k / (height width)``.
       ball: window, power, channels and the largest value of a pixel.
       only: ``[n]`` booleans, the samples to attack; the others stay as they are.
-      checkpoint: a folder; an interrupted call goes on from there to the same bits.
+      checkpoint: a folder; a call that was interrupted resumes from it, bit for bit.
       **options: ``criterion``, ``index``, ``batch_size``, ``mesh``, ``callback`` of
         :func:`wdjax.search`.
 
@@ -75,8 +74,8 @@ def image_wasserstein(
     Raises:
       ValueError: a call inside a trace, or what :func:`wdjax.search` refuses.
 
-    Cost: at most 260 forward and 245 backward passes an image; about 0.15 s an image of MNIST that
-      survives everything, on one core of a CPU.
+    Cost: at most 260 forward and 245 backward passes an image; about 0.15 s on one CPU core for an
+      MNIST image that survives everything.
 
     Source: after Wu et al. [wu2020]; the ball is Hu et al.'s [hu2020].
 
@@ -116,25 +115,25 @@ def minimum_radius(
 ) -> Found:
     r"""The least image-Wasserstein radius found at which each image is misclassified.
 
-    The nearer flip of two :class:`~wdjax.image.NearestTransport` searches, on the cross-entropy
-    and, colder, on the margin.
+    The nearer flip of two :class:`~wdjax.image.NearestTransport` searches, one on the cross-entropy
+    and one, at a lower temperature, on the margin.
 
     Args:
       model: as for :func:`wdjax.search`.
       x: ``[n, height, width, channels]`` in the ball's box.
       y: ``[n]`` integer labels.
       ball: window, power, channels and the largest value of a pixel.
-      checkpoint: a folder; an interrupted call goes on from there to the same bits.
+      checkpoint: a folder; a call that was interrupted resumes from it, bit for bit.
       **options: as for :func:`image_wasserstein`.
 
     Returns:
-      A :class:`~wdjax.core.Found`: ``cost`` is the radius where ``success`` says so.
+      A :class:`~wdjax.core.Found`: ``cost`` is the radius, where ``success`` is True.
 
     Raises:
       ValueError: a call inside a trace, or what :func:`wdjax.search` refuses.
 
-    Cost: 318 forward and 300 backward passes an image; about 0.2 s an image of MNIST on one core of
-      a CPU.
+    Cost: 318 forward and 300 backward passes an image; about 0.2 s for an MNIST image on one CPU
+      core.
 
     Source: this library's own.
 

@@ -1,4 +1,4 @@
-"""How unlike each other the moves of a plan are."""
+"""The total variance of a plan: how much the moves of its mass differ."""
 
 import jax.numpy as jnp
 
@@ -8,10 +8,10 @@ from wdjax.image.stencil import Stencil
 
 
 def total_variance(plan: TransportPlan) -> Array:
-    r"""``[n]``: the variance of where mass moves, in squared pixels.
+    r"""``[n]``: the variance of the mass's displacements, in squared pixels.
 
     ``sum_ij p_ij |j - i|^2 - |sum_ij p_ij (j - i)|^2`` for the plan's shares p of the mass: 0 for a
-    translation, whatever its length. Natural changes of images have little of it.
+    translation of any length, and small for natural changes of images.
 
     Args:
       plan: the proof of an image attack, ``plan.mass`` ``[n, H, W, C, k, k]``.
@@ -37,7 +37,7 @@ def total_variance(plan: TransportPlan) -> Array:
 
 
 def slope(stencil: Stencil, plan: Array) -> Array:
-    """``[n, O]``: what a share of the mass over each offset adds to :func:`total_variance`.
+    """``[n, O]``: derivative of :func:`total_variance` in the share of the mass over each offset.
 
     Args:
       stencil: of the plan.

@@ -33,7 +33,7 @@ _OUTSIDE = -1e-7
 
 
 class BoxRegion(NamedTuple):
-    """Ends ``[n]`` of a box that contains a region; infinite for all of space."""
+    """Ends of a box that holds every point of a region; infinite for all of space."""
 
     lower: Numbers
     upper: Numbers
@@ -41,7 +41,7 @@ class BoxRegion(NamedTuple):
 
 @dataclass
 class MaskSearch:
-    """The sets of masks that are not decided yet, for one row ``[K]`` of contrasts."""
+    """The sets of masks that are left for one row of the Jacobian."""
 
     net: Chain
     slopes: Slopes
@@ -126,8 +126,7 @@ class MaskSearch:
 
 
 def _room(shape: Polyhedron, region: BoxRegion) -> float:
-    """The largest distance (at most 1) that a point of the region has from the cell's boundary,
-    inside; negative if no point of the region is in the cell."""
+    """How far inside of a cell a point of the region may be; negative where it must be outside."""
     from scipy.optimize import linprog
 
     n = shape.normals.shape[1]

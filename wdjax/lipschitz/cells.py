@@ -51,7 +51,7 @@ class CellBall(NamedTuple):
 
 
 def inscribed(shape: Polyhedron, most: float = 1.0) -> CellBall | None:
-    """The largest ball in a polyhedron, of radius at most ``most``; None if there is no ball."""
+    """The largest ball inside, of radius at most ``most``; None where there is no point inside."""
     from scipy.optimize import linprog
 
     n = shape.normals.shape[1]
@@ -170,7 +170,7 @@ def _cut(part: _Part, neuron: int) -> list[_Part]:
 
 
 def _fitting(ball: CellBall, normal: Numbers, level: float) -> CellBall | None:
-    """The largest ball within a ball and ``normal x + level >= 0``; None if it is too small."""
+    """The largest part of a ball on the side ``normal x + level >= 0``, where that is not thin."""
     above = float(normal @ ball.center + level)
     if ball.radius == np.inf:
         return (

@@ -1,9 +1,9 @@
 """Architectures in Flax NNX, used only to build :data:`wdjax.Model` values.
 
-`functional` splits a module into a pure function and its parameters; `learning` says which of them
-an optimiser may change. `zoo` lists the architectures with the file that builds each, out of
-`layers` and `conv`; `convert` loads PyTorch weights into one of them, by the names that `pytorch`
-knows. Open `functional` first, or `convert` for weights.
+`functional` splits a module into a pure function and its parameters; `learning` tells parameters
+from other state, and trains. `zoo` lists the architectures, each of which has a file and is built
+from `layers` and `conv`; `convert` loads PyTorch weights into one of them, by the names that
+`pytorch` knows. Open `functional` first, or `convert` for weights.
 """
 
 from wdjax.models.convnext import ConvNeXt

@@ -1,4 +1,4 @@
-"""Convolution as PyTorch defines it, with gradients that the CPU runs fast inside loops too."""
+"""Convolution as PyTorch defines it, with gradients that are fast on the CPU, also inside loops."""
 
 import contextlib
 import functools
@@ -23,35 +23,36 @@ def conv(
 ) -> Array:
     """Cross-correlation of NHWC images with an HWIO kernel.
 
-    An accelerator gets ``lax.conv_general_dilated``. XLA's CPU compiler brings convolutions into
-    its fast layout outside of loops only, so on the CPU both gradients are written out in that
-    layout: the image's as the convolution with the mirrored kernel, the kernel's as one whose
-    channels are the images. What is arranged in another way is so in whole networks and in loops
-    by more than 10 % (``bench/conv.py``):
+    On an accelerator this is ``lax.conv_general_dilated``. XLA's CPU compiler uses its fast layout
+    for convolutions outside of loops only, so on the CPU both gradients are written out in that
+    layout: the image's as a convolution with the mirrored kernel, the kernel's as a convolution
+    whose channels are the images. Each of the following cases is faster by more than 10 % in whole
+    networks and in loops (``bench/conv.py``):
 
     * 1x1 kernels, and kernels as large as their stride, are matrix products;
-    * one input channel a group: a multiply-add for each tap, and for a single channel the image's
-      gradient is one matrix product and one sum of shifted patches;
-    * few output channels leave a vector unit idle: several neighbours in a row are computed at
-      once, as further channels of a wider kernel, and so is the image's gradient of stride 1 where
-      there are few channels; two or three input channels are filled up to four;
-    * no padding, in what a gradient needs: XLA's fast path wants some, so a column is added and
-      taken off;
-    * 3x3 of stride 1, at least 96 channels in and out: Winograd's F(2, 3) along the width, which
+    * one input channel a group: a multiply-add for each entry of the kernel; for a single channel
+      the image's gradient is one matrix product and one sum of shifted patches;
+    * few output channels would leave vector units idle: several neighbours in a row are computed at
+      once, as further channels of a wider kernel; so is the image's gradient of stride 1 for few
+      channels; two or three input channels are padded to four;
+    * no padding, where a gradient is taken: XLA's fast path needs some, so a column is added and
+      removed;
+    * 3x3 of stride 1 with at least 96 channels in and out: Winograd's F(2, 3) along the width,
+    which
       needs two thirds of the multiplications. Its differences of inputs cancel in exact arithmetic
-      but would loosen interval bounds, another reason to keep small nets out of it.
+      but would loosen interval bounds, another reason not to use it for small nets.
 
     Args:
       x: ``[n, height, width, c]``.
       kernel: ``[kh, kw, c / groups, out]``.
-      stride: the same for both axes.
-      padding: a number of zeros for all four sides, or ``((top, bottom), (left, right))``.
+      stride: for both axes.
+      padding: zeros on all four sides, or ``((top, bottom), (left, right))``.
       groups: feature groups; ``c`` for a depthwise convolution.
 
     Returns:
       ``[n, height', width', out]``.
 
-    Cost: each gradient as many multiplications as the value; forward mode inside a loop is slow.
+    Cost: each gradient as many multiplications as the value; forward mode is slow inside a loop.
 
     >>> conv(jnp.ones((1, 4, 4, 1)), jnp.ones((3, 3, 1, 2)), stride=2, padding=1)[0, :, :, 0]
     Array([[4., 6.],
@@ -72,7 +73,7 @@ def conv(
 
 @contextlib.contextmanager
 def plain() -> Iterator[None]:
-    """Within it what is traced holds convolutions as they are defined, for who reads programs.
+    """A context in which traces contain plain convolutions, for functions that analyse programs.
 
     >>> with plain():
     ...     program = jax.make_jaxpr(conv)(jnp.ones((1, 5, 5, 2)), jnp.ones((3, 3, 2, 4)))
@@ -98,7 +99,7 @@ def _conv(x, kernel, stride, pads, groups, derived):
 
 @functools.partial(_conv.defjvp, symbolic_zeros=True)
 def _conv_jvp(stride, pads, groups, derived, primals, tangents):
-    """Tangents are transposed gradients: reverse mode transposes them back."""
+    """Tangents are transposes of the gradients, which reverse mode transposes back."""
     del derived
     x, kernel = primals
     value = _conv(x, kernel, stride, pads, groups, True)
@@ -129,7 +130,7 @@ def _image_gradient(out, kernel, shape, stride, pads, groups):
 
 
 def _kernel_gradient(out, x, shape, stride, pads, groups):
-    """A convolution whose images are the input channels, and whose channels are the images."""
+    """The kernel's gradient: a convolution of input channels as images, with images as channels."""
     n, rows, columns, _ = x.shape
     channels = x.reshape(n, rows, columns, groups, -1).transpose(4, 1, 2, 3, 0)
     channels = channels.reshape(-1, rows, columns, groups * n)
@@ -165,7 +166,7 @@ def _dense(x, kernel, stride, pads, groups, spare=True, **dilation):
 
 
 def _abreast(x, kernel, stride, pads):
-    """Neighbours in a row side by side: channels of a wider kernel that takes longer strides."""
+    """Computes neighbours in a row at once, as channels of a wider kernel with a longer stride."""
     height, width, channels, outputs = kernel.shape
     left, right = pads[1]
     columns = (x.shape[2] + left + right - width) // stride + 1
@@ -186,16 +187,17 @@ def _abreast(x, kernel, stride, pads):
 
 
 def _tap_by_tap(x, kernel, stride, pads):
-    """One multiply-add an entry of the kernel, for one input channel a group."""
+    """One multiply-add for each entry of the kernel, for one input channel a group."""
     taps = _taps(x, kernel.shape, stride, pads)
     return sum(tap * weights for tap, weights in zip(taps, kernel.reshape(len(taps), 1, 1, 1, -1)))
 
 
 def _unpatched(patches, shape, kernel_shape, stride, pads):
-    """The image of one channel in which every pixel is the sum of what patches have for it.
+    """Sums overlapping patches to an image of one channel, ``shape`` ``[n, height, width, 1]``.
 
-    Pixels at one place in their square of ``stride x stride`` meet the same entries of the kernel:
-    they are sums of shifted patches, in one loop, where transposed slices would be a loop each.
+    Pixels at equal positions in squares of ``stride x stride`` receive the same kernel entries, so
+    that their sums are sums of shifted patches, in one loop; transposed slices would be a loop
+    each.
     """
     n, height, width, _ = shape
     tall, wide = (-(-side // stride) for side in kernel_shape[:2])
@@ -218,7 +220,7 @@ def _unpatched(patches, shape, kernel_shape, stride, pads):
 
 
 def _taps(x, shape, stride, pads):
-    """For each position in the kernel, the image values that it meets."""
+    """For each position in the kernel, the image values that it multiplies."""
     height, width = shape[:2]
     x = jnp.pad(x, ((0, 0), *pads, (0, 0)))
     rows = stride * ((x.shape[1] - height) // stride) + 1
@@ -231,7 +233,7 @@ def _taps(x, shape, stride, pads):
 
 
 def _tiles(x, size):
-    """The image cut into squares that do not overlap, each flattened: row, column, channel."""
+    """Cuts the image into squares that do not overlap, each flattened: row, column, channel."""
     n, height, width, channels = x.shape
     rows, cols = height // size, width // size
     x = x[:, : rows * size, : cols * size].reshape(n, rows, size, cols, size, channels)
@@ -250,8 +252,8 @@ def _winograd_pays(x, kernel, pads):
 def _winograd(x, kernel, pads):
     """3x3, stride 1: two neighbouring outputs from four products instead of six, along the width.
 
-    Compiled even outside ``jit``: run eagerly on jax 0.7.2's CPU backend, these operations now and
-    then gave wrong numbers, a race that no single one of them shows.
+    Compiled even outside ``jit``: run eagerly on jax 0.7.2's CPU backend, these operations
+    sometimes gave wrong numbers, by a race that no single one of them shows.
 
     Source: Lavin and Gray (2016), F(2, 3).
     """

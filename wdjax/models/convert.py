@@ -1,4 +1,4 @@
-"""PyTorch checkpoints to models: strict, with a report of every tensor, or not at all."""
+"""Converts PyTorch checkpoints to models: all tensors, with a report of each, or none."""
 
 import argparse
 import functools
@@ -31,7 +31,7 @@ from wdjax.models.pytorch import (
 )
 
 Tensors = dict[str, np.ndarray]
-"""The tensors of a state dict by their names."""
+"""The tensors of a state dict by name."""
 
 _Shapes = dict[str, tuple[int, ...]]
 
@@ -70,7 +70,7 @@ _LAYERS: dict[str, Callable[[Tensors], dict[str, str]]] = {
         **{f"classifier.fc{i}": f"fc{i}" for i in range(1, 4)},
     },
 }
-"""The names that published files of the small nets give to the layers."""
+"""Layer names in published files of the small nets, and those here."""
 
 
 def _rename(tensors: Tensors, layers: Mapping[str, str]) -> Tensors:
@@ -98,17 +98,17 @@ def load(
       path: the file, zip, legacy or safetensors; the state dict may be nested and its names
         prefixed.
       arch: one of :data:`wdjax.models.zoo.FAMILIES`.
-      normalize: what happens to the images first, see :func:`wdjax.models.zoo.normalization`; ""
-        means none (for ``resnet2b`` the constants of CIFAR-10).
-      cast: whether float16, bfloat16 and float64 become float32.
-      **options: the architecture's constructor arguments. Sizes are read off the file where they
-        are not given.
+      normalize: applied to the images first, see :func:`wdjax.models.zoo.normalization`; "" is none
+        (for ``resnet2b`` the constants of CIFAR-10).
+      cast: whether to convert float16, bfloat16 and float64 to float32.
+      **options: the architecture's constructor arguments. Sizes that are not given are read off
+        the file.
 
     Returns:
       ``Converted(model, report)``.
 
     Raises:
-      ValueError: unknown architecture or option, unreadable file, or tensors that do not fit
+      ValueError: unknown architecture or option, unreadable file, or tensors that do not match
         exactly.
 
     >>> model, report = load("mnist_linf_robust.pth", "wong_mnist")  # doctest: +SKIP
@@ -128,7 +128,7 @@ def load(
 
 
 def _sizes(family: str, shapes: _Shapes) -> dict[str, Any]:
-    """The options that the shapes of a file tell; a size of 0 tells nothing."""
+    """The options that the file's shapes determine, by name; sizes of 0 are left out."""
     read_off: Callable[[_Shapes], dict[str, Any]] = getattr(
         zoo.FAMILIES[family], "sizes", lambda shapes: {}
     )
@@ -162,7 +162,7 @@ _Built = tuple[nnx.Module, dict[str, Any]]
 def _candidates(
     family: str, proposals: Sequence[dict[str, Any]], normalize: str
 ) -> tuple[list[_Built], ValueError | None]:
-    """What can be built of the proposed options, and why the last other could not."""
+    """The modules that can be built from proposed options, and the last error of the others."""
     built, fault = list[_Built](), None
     for proposal in proposals:
         try:
@@ -174,12 +174,12 @@ def _candidates(
 
 
 def _lacking(module: nnx.Module, shapes: _Shapes) -> list[str]:
-    """The tensors that a file lacks or has in another shape."""
+    """Names of tensors that the file lacks or has in another shape."""
     return [name for name, slot in slots(module).items() if shapes.get(name) != slot.shape]
 
 
 def _misfits(module: nnx.Module, shapes: _Shapes) -> list[str]:
-    """The tensors that a module and a file do not have alike."""
+    """Names of tensors that the module and the file do not have alike."""
     wanted = slots(module)
     return _lacking(module, shapes) + [name for name in shapes if name not in wanted]
 
@@ -196,18 +196,18 @@ def load_robustbench(
 ) -> Converted:
     """Loads a checkpoint of a RobustBench model.
 
-    Whatever RobustBench's loader accepts for the entry is accepted, and nothing that it would load
-    only in part. A file of another size than the published model is refused, unless the sizes are
-    given or ``any_size`` is; the number of classes is the data set's.
+    Accepts what RobustBench's loader accepts for the entry, except what that would load only in
+    part. A file of another size than the published model is refused, unless the sizes are given or
+    ``any_size`` is True; the number of classes is the data set's.
 
     Args:
       name: the model's name in RobustBench, such as ``"Carmon2019Unlabeled"``.
       dataset: "cifar10", "cifar100" or "imagenet".
       threat: "Linf", "L2" or "corruptions".
       path: the file, or RobustBench's model folder. Nothing is downloaded.
-      any_size: whether sizes that differ from the published model's are taken from the file; the
+      any_size: whether to take sizes that differ from the published model's from the file; the
         report notes them.
-      cast: whether float16, bfloat16 and float64 become float32, as RobustBench's loader does.
+      cast: whether to convert float16, bfloat16 and float64 to float32, as RobustBench's loader.
       **options: constructor arguments that override the table's, such as ``width`` or the ``heads``
         of a ``vit``.
 
@@ -215,8 +215,8 @@ def load_robustbench(
       ``Converted(model, report)``; images are ``[n, side, side, 3]`` in [0, 1].
 
     Raises:
-      ValueError: no such entry or option, unreadable file, or tensors that do not fit exactly.
-      FileNotFoundError: no file there; the message says where to get it.
+      ValueError: no such entry or option, unreadable file, or tensors that do not match exactly.
+      FileNotFoundError: no such file; the message says where to get it.
 
     >>> load_robustbench("Carmon2019Unlabeled", "cifar10", "Linf", "models")  # doctest: +SKIP
     """
@@ -261,7 +261,10 @@ def _of_entry(
     normalize: str,
     shapes: _Shapes,
 ) -> _Built:
-    """The published architecture, or the file's own where that is wanted and fits better."""
+    """The module and options for a file: the published ones, or, by ``any_size``, the best fit.
+
+    ``shapes`` are the file's shapes by tensor name; ``given`` options override all others.
+    """
     _check_heads(path, entry.family, entry.options, given, shapes)
     published = entry.options | given
     built, fault = _candidates(entry.family, [published], normalize)
@@ -289,7 +292,7 @@ def _of_entry(
 
 
 def _ignored(entry: zoo.PublishedModel, key: str) -> str | None:
-    """Why RobustBench's loader does without a tensor, or None."""
+    """The reason why RobustBench's loader ignores a tensor, or None."""
     constant = key in ("normalize.mean", "normalize.std")
     if constant and entry.dataset == "imagenet" and entry.normalize:
         return "RobustBench takes the constants from its code"
@@ -323,7 +326,7 @@ def _advice(path: Path, entry: zoo.PublishedModel) -> str:
 def _from_file(
     path: Path, entry: zoo.PublishedModel, tensors: Tensors, cast: bool
 ) -> tuple[str, list[str]]:
-    """The normalisation with ``mu`` and ``sigma`` of the file, which are taken out of it."""
+    """The normalisation by the file's ``mu`` and ``sigma``, which are removed from ``tensors``."""
     published = zoo.normalization(entry.normalize)
     if "mu_sigma?" in entry.file and "mu" not in tensors and "sigma" not in tensors:
         return entry.normalize, ["mu and sigma are not in the file; RobustBench's constants serve"]
@@ -344,7 +347,7 @@ def _from_file(
 
 
 def _new_swin(tensors: Tensors) -> Tensors:
-    """Files of older timm versions number the downsampling one lower and have no ``head.fc``."""
+    """Renames tensors of older timm versions: downsampling one stage lower, and no ``head.fc``."""
     if not any(name.startswith("layers.0.downsample.") for name in tensors):
         return tensors
 
@@ -367,13 +370,13 @@ def check_parity(
     *,
     tolerance: float = 2e-5,
 ) -> float:
-    """Compares a converted model with logits that PyTorch gave for the same images.
+    """Compares a converted model's logits with PyTorch's for the same images.
 
     Args:
       model: from this module.
       x: ``[n, height, width, c]`` images in [0, 1]; note NHWC.
-      logits: ``[n, K]`` reference values.
-      tolerance: largest ``max |error| / max |logit|`` that passes.
+      logits: ``[n, K]``, PyTorch's.
+      tolerance: maximum of ``max |error| / max |logit|``.
 
     Returns:
       The relative error.
@@ -395,12 +398,12 @@ def check_parity(
 
 @jax.jit
 def _forward(model: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """The weights are an argument: as constants they would be compiled into the program."""
+    """Takes the weights as an argument, so that they are not compiled into the program."""
     return model(x)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``python -m wdjax convert`` for :func:`main`."""
+    """Adds the arguments of ``python -m wdjax convert``, for :func:`main`."""
     parser.add_argument("weights", help="the PyTorch checkpoint, or RobustBench's models folder")
     parser.add_argument("--name", help="the model's name in RobustBench")
     parser.add_argument("--dataset", choices=tuple(zoo.CLASSES), default="cifar10")
@@ -424,7 +427,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace, say: Callable[[str], None] = print) -> int:
-    """Converts, saves, and then says what was converted; the exit code."""
+    """Converts, saves and reports; returns the exit code."""
     if (arguments.name is None) == (arguments.arch is None):
         raise ValueError("pass either --name (a RobustBench model) or --arch.")
     options = dict(map(_parsed, arguments.option))
@@ -432,7 +435,9 @@ def main(arguments: argparse.Namespace, say: Callable[[str], None] = print) -> i
         persist.check_writable(arguments.out)
     if arguments.name is not None:
         if arguments.normalize is not None:
-            raise ValueError("--normalize goes with --arch; with --name the table says it.")
+            raise ValueError(
+                "--normalize goes with --arch; with --name the normalization is known."
+            )
         entry = zoo.entry(arguments.name, arguments.dataset, arguments.threat)
         converted = load_robustbench(
             entry.name,
@@ -445,7 +450,7 @@ def main(arguments: argparse.Namespace, say: Callable[[str], None] = print) -> i
         )
     else:
         if arguments.any_size:
-            raise ValueError("--any-size goes with --name; with --arch the file tells the sizes.")
+            raise ValueError("--any-size goes with --name; with --arch sizes come from the file.")
         converted = load(
             arguments.weights,
             arguments.arch,
@@ -462,7 +467,7 @@ def main(arguments: argparse.Namespace, say: Callable[[str], None] = print) -> i
 
 
 def _parsed(text: str) -> tuple[str, Any]:
-    """An option of the command line: a name and a value, JSON or plain text."""
+    """A command line option: a name, and a value that is JSON or plain text."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier() or name in ("normalize", "cast", "any_size", "rngs"):
         raise ValueError(
@@ -472,5 +477,5 @@ def _parsed(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except json.JSONDecodeError:
         return name, value
-    except (ValueError, RecursionError) as error:  # A number or a nesting beyond all sizes.
+    except (ValueError, RecursionError) as error:  # Too large a number, or too deep a nesting.
         raise ValueError(f"--option {name}: its value cannot be read: {error}.") from error

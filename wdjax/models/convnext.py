@@ -81,7 +81,7 @@ class ConvNeXt(nnx.Module):
       classes: number of logits.
       stem: "patch" (4x4 stride 4 and LayerNorm), "conv1" (two 3x3 stride 2) or "conv3" (a third
         3x3 stride 1).
-      normalize: what happens to the images first.
+      normalize: a function applied to the images first.
       rngs: random keys for the parameters; None for an abstract module.
     """
 

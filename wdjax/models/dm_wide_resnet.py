@@ -19,7 +19,7 @@ from wdjax.models.layers import (
 
 
 def strided(inputs, outputs, stride, *, rngs):
-    """A 3x3 convolution that at stride 2 pads at the bottom and the right only."""
+    """A 3x3 convolution; at stride 2 it pads at the bottom and the right only."""
     padding = 1 if stride == 1 else ((0, 1), (0, 1))
     return Conv(inputs, outputs, 3, stride, padding, rngs=rngs)
 
@@ -54,8 +54,8 @@ class DMWideResNet(nnx.Module):
       depth: ``6 n + 4`` for n blocks a group.
       width: widening factor.
       classes: number of logits.
-      normalize: what happens to the images first.
-      sparse: whether MeanSparse layers are in place.
+      normalize: a function applied to the images first.
+      sparse: whether to add MeanSparse layers.
       rngs: random keys for the parameters; None for an abstract module.
     """
 

@@ -1,4 +1,4 @@
-"""From a Flax module to :data:`wdjax.Model`: a pure function and a plain nested dict."""
+"""Turns a Flax module into :data:`wdjax.Model`: a pure function and a plain nested dict."""
 
 import functools
 
@@ -10,7 +10,7 @@ from wdjax.models.layers import BatchNorm
 
 
 class _Apply:
-    """``apply(params, x)`` of a graph definition; equal for equal graphs, so jit never retraces."""
+    """``apply(params, x)`` of a graph definition; equal for equal graphs, so that jit reuses it."""
 
     def __init__(self, graph, method):
         self.graph, self.method = graph, method
@@ -52,16 +52,16 @@ def functional(module: nnx.Module) -> Model:
     """Turns an NNX module into a model: ``model(x)`` is ``module(x)``.
 
     Args:
-      module: an NNX module without lists, mapping ``[n, *shape]`` to logits ``[n, K]``. BatchNorm
-        and dropout must be in their inference form: call ``module.eval()`` first.
+      module: an NNX module without lists, ``[n, *shape]`` -> logits ``[n, K]``. BatchNorm and
+        dropout must be in inference mode: call ``module.eval()`` first.
 
     Returns:
       A ``Model`` whose params are a nested dict of arrays (of ``ShapeDtypeStruct`` for an abstract
-      module). Modules that differ only in their parameters give the same function.
+      module). Modules that differ only in parameters give the same function.
 
     Raises:
-      ValueError: a layer that treats a batch as a whole or at random (BatchNorm with the statistics
-        of the batch, dropout that is on).
+      ValueError: a layer whose output depends on the batch or on chance (BatchNorm that uses the
+        batch's statistics, active dropout).
 
     >>> from wdjax.models import MLP
     >>> model = functional(MLP((4, 8, 3), rngs=nnx.Rngs(0)))
@@ -89,7 +89,8 @@ def features(model: Model) -> Model:
     """The penultimate features of a model from this package, with the same parameters.
 
     Args:
-      model: from :func:`functional` or one of its users; its module needs a ``features`` method.
+      model: from :func:`functional` or a function that uses it; its module needs a ``features``
+        method.
 
     Returns:
       A ``Model`` from ``[n, *shape]`` to the last layer's inputs ``[n, width]``.
@@ -112,7 +113,8 @@ def head(model: Model) -> Model:
     ``head(model)(features(model)(x))`` is ``model(x)``.
 
     Args:
-      model: from :func:`functional` or one of its users; its module needs a ``classify`` method.
+      model: from :func:`functional` or a function that uses it; its module needs a ``classify``
+        method.
 
     Returns:
       A ``Model`` from features ``[n, width]`` to logits ``[n, K]``.
@@ -157,15 +159,15 @@ def _ours(model, who):
 
 
 def batch_statistics(model: Model) -> Model:
-    """The same model with BatchNorm by the statistics of the batch, for test-time adaptation.
+    """The same model with BatchNorm by the batch's statistics, for test-time adaptation.
 
-    Every BatchNorm normalises by the mean and the biased variance of the batch it is given, as
-    PyTorch's does in training; the stored statistics stay in the parameters, unused. A sample's
-    output then depends on its batch: :func:`wdjax.run` refuses such a model, and an adaptive
-    defence says itself which batch is meant.
+    Every BatchNorm normalises by the mean and the biased variance of its batch, as PyTorch does in
+    training; the stored statistics stay in the parameters, unused. A sample's output then depends
+    on its batch, so :func:`wdjax.run` refuses such a model; an adaptive defence chooses the batch
+    itself.
 
     Args:
-      model: from :func:`functional` or one of its users, with BatchNorm layers of this package.
+      model: from :func:`functional` or a function that uses it, with this package's BatchNorm.
 
     Returns:
       A ``Model`` with the same parameters.
@@ -209,10 +211,10 @@ def split_affine(params):
 
     Returns:
       ``(affine, rest)``: a dict of layer path -> ``{"scale", "bias"}``, and the nested dict without
-      them. :func:`join_affine` puts them together.
+      them. :func:`join_affine` is the inverse.
 
     Raises:
-      ValueError: there is no such layer.
+      ValueError: no such layer.
 
     >>> affine, rest = split_affine({"bn1": {"scale": 1.0, "bias": 0.0, "mean": 2.0, "var": 3.0}})
     >>> affine, rest
@@ -238,7 +240,7 @@ def join_affine(affine, rest):
     """The inverse of :func:`split_affine`.
 
     Raises:
-      ValueError: a layer of ``affine`` has no place in ``rest``.
+      ValueError: ``rest`` lacks a layer of ``affine``.
 
     >>> join_affine({"a/b": {"bias": 0.0, "scale": 1.0}}, {"a": {"b": {"mean": 2.0, "var": 3.0}}})
     {'a': {'b': {'mean': 2.0, 'var': 3.0, 'bias': 0.0, 'scale': 1.0}}}

@@ -1,7 +1,7 @@
-"""The layers of all architectures: NHWC, float32, BatchNorm with its stored statistics.
+"""Layers of all architectures: NHWC, float32, BatchNorm with stored statistics.
 
-A layer made with ``rngs=None`` is abstract: its parameters are shapes, which is all that a
-converter needs and costs no memory.
+A layer made with ``rngs=None`` is abstract: its parameters are shapes only, which take no memory
+and are all that a converter needs.
 """
 
 import collections
@@ -17,14 +17,14 @@ from wdjax.models.conv import conv
 
 
 def parameter(rngs, shape, init=None, kind=nnx.Param):
-    """A variable from ``init(key, shape)``, zero without one; a bare shape where rngs is None."""
+    """A variable from ``init(key, shape)``, zeros without ``init``, a shape if ``rngs`` is None."""
     if rngs is None:
         return kind(jax.ShapeDtypeStruct(shape, jnp.float32))
     return kind(jnp.zeros(shape) if init is None else init(rngs.params(), shape, jnp.float32))
 
 
 def uniform(fan_in):
-    """PyTorch's default for weights and biases: uniform in ``+-1 / sqrt(fan_in)``."""
+    """PyTorch's default initialisation: uniform in ``+-1 / sqrt(fan_in)``."""
     if fan_in < 1:
         raise ValueError("these sizes leave a layer without inputs.")
     bound = 1 / math.sqrt(fan_in)
@@ -35,12 +35,12 @@ ones = jax.nn.initializers.ones
 
 
 def beside(v, x):
-    """A vector of the channels in the rank of ``x``, for JAX where ranks are not promoted."""
+    """A vector over channels with the rank of ``x``, since JAX may not promote ranks."""
     return jnp.expand_dims(v, tuple(range(x.ndim - v.ndim)))
 
 
 class Group(nnx.Module):
-    """Named layers, set with ``setattr`` and found with ``getattr``; a number is a name too."""
+    """Layers by name, as attributes; a number is a name, too."""
 
     def __init__(self, **layers):
         for name, layer in layers.items():
@@ -80,7 +80,7 @@ class Linear(nnx.Module):
 
 
 class FlatLinear(Linear):
-    """A linear layer of a flattened image; remembers the shape, which PyTorch flattens as CHW."""
+    """A linear layer of a flattened image; stores its shape, since PyTorch flattens as CHW."""
 
     def __init__(self, height, width, channels, outputs, *, rngs=None):
         super().__init__(height * width * channels, outputs, rngs=rngs)
@@ -110,10 +110,10 @@ class Conv(nnx.Module):
 class BatchNorm(nnx.Module):
     """Batch normalisation with stored statistics, as at test time.
 
-    With ``of_batch`` set, the mean and the (biased) variance of the batch stand in for them, as
-    PyTorch does in training; see :func:`wdjax.models.batch_statistics`. With ``momentum`` set too,
-    the stored ones move towards those of the batch by that share, the variance's unbiased form as
-    PyTorch has it; see :func:`wdjax.models.training_pass`.
+    With ``of_batch`` set, the mean and the (biased) variance of the batch are used instead, as
+    in PyTorch's training; see :func:`wdjax.models.batch_statistics`. With ``momentum`` set too, the
+    stored statistics move by that share towards the batch's, with its unbiased variance, as in
+    PyTorch; see :func:`wdjax.models.training_pass`.
     """
 
     def __init__(self, features, epsilon=1e-5, *, rngs=None):
@@ -160,7 +160,7 @@ class LayerNorm(nnx.Module):
 
 
 class Normalize(nnx.Module):
-    """``(x - mean) / std`` per channel, with constants that no optimiser sees."""
+    """``(x - mean) / std`` per channel, with constants that are not parameters."""
 
     def __init__(self, mean, std):
         self.mean, self.std = tuple(map(float, mean)), tuple(map(float, std))
@@ -171,9 +171,9 @@ class Normalize(nnx.Module):
 
 
 class MeanSparse(nnx.Module):
-    """Values within ``threshold`` standard deviations of their channel's mean become the mean.
+    """Replaces values within ``threshold`` standard deviations of the channel's mean by the mean.
 
-    Its gradient is 0 inside the band. Source: Amini et al. (2024), MeanSparse.
+    Its gradient is 0 there. Source: Amini et al. (2024), MeanSparse.
     """
 
     def __init__(self, features, *, rngs=None):
@@ -195,7 +195,7 @@ def identity(x):
 def standardize(x):
     """Each image minus its mean, over its unbiased standard deviation (at least 1 / sqrt(size)).
 
-    The gradient of a constant image is that of the floor, not NaN. Source: Ding et al. (2020), MMA.
+    A constant image has the gradient of the lower bound, not NaN. Source: Ding et al. (2020), MMA.
     """
     size = math.prod(x.shape[1:])
     centred = x - jnp.mean(x, axis=(1, 2, 3), keepdims=True)
@@ -210,7 +210,7 @@ def gelu(x):
 
 
 def max_pool(x, size):
-    """Maximum over windows that do not overlap, by a reshape: its gradient is a fast one."""
+    """Maximum over windows that do not overlap, by a reshape, whose gradient is fast."""
     n, height, width, channels = x.shape
     x = x[:, : height // size * size, : width // size * size]
     x = x.reshape(n, height // size, size, width // size, size, channels)
@@ -218,7 +218,7 @@ def max_pool(x, size):
 
 
 def first_max_pool(x, size, stride, padding):
-    """PyTorch's max-pool: where values tie, the gradient goes to the first in reading order."""
+    """PyTorch's max-pool: for ties the gradient goes to the first value in reading order."""
     pads = ((0, 0), (padding, padding), (padding, padding), (0, 0))
     x = jnp.pad(x, pads, constant_values=-jnp.inf) if padding else x
     rows, cols = ((n - size) // stride for n in x.shape[1:3])
@@ -236,7 +236,7 @@ def average_pool(x):
 
 
 def common(values):
-    """The most frequent value: what the shapes of a file agree on, one spoilt tensor aside."""
+    """The most frequent value, so that a single wrong tensor of a file does not matter; or 0."""
     found = collections.Counter(value for value in values if value)
     return found.most_common(1)[0][0] if found else 0
 
@@ -248,11 +248,11 @@ def extent(shapes, names, axis=0):
 
 
 def classes_of(shapes, layer):
-    """Outputs of a linear layer, by its bias and its weight."""
+    """The number of a linear layer's outputs, by its bias and its weight."""
     return extent(shapes, (f"{layer}.bias", f"{layer}.weight"))
 
 
 def numbered(names, prefix):
-    """How many layers follow a prefix, numbered from 0 on without a gap."""
+    """The number of layers with a prefix, numbered from 0 without gaps."""
     found = {name[len(prefix) :].split(".")[0] for name in names if name.startswith(prefix)}
     return next(count for count in itertools.count() if str(count) not in found)

@@ -1,7 +1,7 @@
-"""What training changes of a model: parameters by gradient, averages and random state by a pass.
+"""What training changes in a model: parameters, by gradients; averages and random state, by passes.
 
-A Flax NNX module says what each of its variables is, so it is trained as Flax trains it. Another
-pytree does not: all its leaves are parameters, and what cannot be one is refused by name.
+A Flax NNX module declares the kind of each variable, so it is trained as Flax trains it. For any
+other pytree all leaves are parameters, and leaves that cannot be are refused, by name.
 """
 
 import collections
@@ -19,9 +19,9 @@ from wdjax.precision import promoted
 _AVERAGES = {"batch_stats", "mean_ema", "var_ema"} | {
     f"{kind}_{moment}" for kind in ("running", "moving") for moment in ("mean", "var", "variance")
 }
-"""What Linen, Haiku, PyTorch and Keras call running averages."""
+"""Names of running averages in Linen, Haiku, PyTorch and Keras."""
 _MOMENTS = {"mean", "var"}
-"""What Flax calls them, both in one dict."""
+"""Their names in Flax, where both are in one dict."""
 
 _ADVICE = (
     "Keep it as it is by moving it into the function, wdjax.Model(lambda params, x: apply(params, "
@@ -31,19 +31,19 @@ _ADVICE = (
 
 
 def parameters(model):
-    """What an optimiser is to see: the model with None for every leaf that is no parameter.
+    """The model's parameters: the model with None in place of every other leaf.
 
-    Of a module from :func:`wdjax.models.functional` the parameters are its ``nnx.Param``; of any
+    For a module from :func:`wdjax.models.functional` the parameters are its ``nnx.Param``; for any
     other pytree they are all leaves.
 
     Args:
       model: a pytree callable, or a pytree of several.
 
     Returns:
-      A pytree like the model; :func:`join` fills it up.
+      A pytree like the model; :func:`join` adds the other leaves.
 
     Raises:
-      ValueError: a parameter that is not an array of floats, or a leaf of another pytree that is a
+      ValueError: a parameter that is not an array of floats; or a leaf of another pytree that is a
         running average or a state by its type or its name. The message names it.
 
     >>> from wdjax import models
@@ -59,7 +59,7 @@ def parameters(model):
 
 
 def join(own, model):
-    """A model with the parameters ``own``, and with the other leaves of ``model``.
+    """The parameters ``own`` with the other leaves of ``model``.
 
     >>> from wdjax import models
     >>> model = models.norm_mlp((2, 3, 2), key=jax.random.key(0))
@@ -73,10 +73,10 @@ def join(own, model):
 
 
 def descend(rule, loss, model, known):
-    """One step of an optimiser on the parameters; the rest goes on from where the loss left it.
+    """One optimiser step on the parameters; other leaves are those after the training passes.
 
     Args:
-      rule: from optax, begun by ``rule.init(parameters(model))``.
+      rule: from optax, initialised by ``rule.init(parameters(model))``.
       loss: ``model -> (value, model after its training passes, *seen)``.
       model: a pytree callable, or a pytree of several.
       known: the rule's state.
@@ -91,31 +91,32 @@ def descend(rule, loss, model, known):
         return value, rest
 
     (value, (moved, *seen)), gradient = jax.value_and_grad(of, has_aux=True)(own)
-    with promoted():  # As optax wants it.
+    with promoted():  # Optax mixes dtypes.
         updates, known = rule.update(gradient, known, own)
         own = optax.apply_updates(own, updates)
     return join(own, moved), known, value, *seen
 
 
 def training_pass(model, x, momentum=0.1):
-    """One pass in the training form of the model's module.
+    """One forward pass in training mode.
 
-    BatchNorm normalises by the batch, whose statistics its averages follow; dropout is on, and
-    draws from its own random state. A model of another kind has no such form and is called.
+    BatchNorm normalises by the batch, and its averages are updated; dropout is active, and draws
+    from its own random state. A model without an NNX module has no training mode and is just
+    called.
 
     Args:
       model: a ``Model``.
       x: ``[n, *shape]``, the batch.
-      momentum: the share of the batch in the averages of this package's BatchNorm; a foreign layer
-        has its own.
+      momentum: weight of the batch in the averages of this package's BatchNorm; other layers have
+        their own.
 
     Returns:
-      ``(out, model)``: the outputs, and the model with its averages and random state moved.
+      ``(out, model)``: the outputs, and the model with updated averages and random state.
 
     Raises:
-      ValueError: averages or a dropout that stay as they are in the training form, dropout without
-        a random state, or a module with averages or random state inside another function, which
-        calls it in its inference form. The message names them.
+      ValueError: averages or a dropout that do not change in training mode, dropout without a
+        random state, or a module with averages or random state inside another function, which calls
+        it in inference mode. The message names them.
 
     Cost: one forward pass.
 
@@ -137,13 +138,13 @@ def training_pass(model, x, momentum=0.1):
     _refuse_chance_without_state(module)
     out = module(x) if apply.method is None else getattr(module, apply.method)(x)
     after = _like(before, nnx.to_pure_dict(nnx.state(module)))
-    if apply.method is None:  # A part of a module need not pass through all its layers.
+    if apply.method is None:  # A part of a module need not use all its layers.
         _refuse_what_stayed(module, before, after)
     return out, Model(apply, after)
 
 
 def _own(model):
-    """A pytree with None for what is no ``nnx.Param`` in the models from ``functional``."""
+    """The pytree with None for leaves of modules that are not ``nnx.Param``."""
 
     def of(node):
         if not is_module(node):
@@ -157,7 +158,7 @@ def _own(model):
 
 
 def _of_a_kind(node):
-    """Whether a subtree says itself what it is: a module's model, a variable, Equinox's state."""
+    """Whether a subtree declares its kind: a module's model, a variable, Equinox's state."""
     return is_module(node) or isinstance(node, nnx.Variable) or _is_equinox_state(node)
 
 
@@ -167,10 +168,10 @@ def _is_equinox_state(node):
 
 
 def _refuse_states(nodes):
-    """Refuses leaves of a plain pytree that are states by their type or their name.
+    """Raises for leaves of a plain pytree that are states by their type or their name.
 
     Args:
-      nodes: ``(path, node)`` of every leaf, and of subtrees that say themselves what they are.
+      nodes: ``(path, node)`` of every leaf, and of subtrees that declare their kind.
     """
     beside = collections.defaultdict(set)
     for path, _ in nodes:
@@ -194,7 +195,7 @@ def _refuse_states(nodes):
 
 
 def _refuse_others(path, leaf):
-    """Refuses a parameter that no gradient can train."""
+    """Raises for a parameter that gradients cannot train."""
     if isinstance(leaf, bool | int | float | complex):
         kind = f"the Python number {leaf!r}"
     elif jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -210,7 +211,7 @@ def _refuse_others(path, leaf):
 
 
 def _refuse_modules_inside(model):
-    """Refuses modules with averages or random state that another function calls as they are."""
+    """Raises for modules with averages or random state inside another function."""
     for path, node in jax.tree_util.tree_flatten_with_path(model, is_leaf=is_module)[0]:
         if len(jax.tree.leaves(_own(node))) < len(jax.tree.leaves(node)):
             raise ValueError(
@@ -221,7 +222,7 @@ def _refuse_modules_inside(model):
 
 
 def _chances(module):
-    """``{path: layer}`` of the layers that draw in the training form, as Flax's Dropout does."""
+    """``{path: layer}`` of layers that draw random numbers in training, such as Flax's Dropout."""
     return {
         path: node
         for path, node in nnx.iter_graph(module)
@@ -239,9 +240,9 @@ def _refuse_chance_without_state(module):
 
 
 def _refuse_what_stayed(module, before, after):
-    """Refuses averages and random state that a training pass has not moved.
+    """Raises for averages and random state that a training pass did not change.
 
-    Their layer takes its form from an argument of the call, or is always called in one form.
+    The mode of their layer is an argument of the call, or is fixed.
     """
     draws, before, after = _chances(module), _flat(before), _flat(after)
     for path, variable in nnx.to_flat_state(nnx.state(module)):
@@ -257,7 +258,7 @@ def _refuse_what_stayed(module, before, after):
 
 
 def _like(before, after):
-    """Of the state after a pass what there was before, in its types: passes may add to a state."""
+    """The leaves of ``after`` that ``before`` has, in its dtypes: passes may add to a state."""
     if isinstance(before, dict):
         return {name: _like(child, after[name]) for name, child in before.items()}
     return jax.tree.map(lambda old, new: new if new.dtype == old.dtype else new.astype(old.dtype),
@@ -270,12 +271,12 @@ def _flat(params):
 
 
 def _name(key):
-    """The word or number of one step of a path."""
+    """One step of a path, as a string."""
     return str(next(v for k in ("key", "name", "idx") if (v := getattr(key, k, None)) is not None))
 
 
 def _place(path):
-    """Where in the model a leaf is; JAX has numbers for the parts of a ``Partial``."""
+    """The path of a leaf in words; JAX numbers the parts of a ``Partial``."""
     words = jax.tree_util.keystr(path)
     return "the model's leaf " + words.replace("[<flat index 0>]", "args", 1)
 

@@ -42,10 +42,10 @@ class PreActResNet(nnx.Module):
     Args:
       blocks: blocks a stage, four numbers.
       classes: number of logits.
-      normalize: what happens to the images first.
-      activated_shortcut: whether the 1x1 shortcuts see the activated input (``PreActBlockV2``, and
-        ``PreActBlock`` with ``out_shortcut``) instead of the raw one.
-      final_norm: whether BatchNorm and ReLU come before the pool (``bn_before_fc``).
+      normalize: a function applied to the images first.
+      activated_shortcut: whether the inputs of 1x1 shortcuts are activated (``PreActBlockV2``, and
+        ``PreActBlock`` with ``out_shortcut``).
+      final_norm: whether BatchNorm and ReLU precede the pool (``bn_before_fc``).
       rngs: random keys for the parameters; None for an abstract module.
     """
 
@@ -118,12 +118,12 @@ class _DMBlock(nnx.Module):
 
 
 class DMPreActResNet(nnx.Module):
-    """DeepMind's pre-activation ResNet-18 with SiLU; its shortcuts are 3x3 and see the raw input.
+    """DeepMind's pre-activation ResNet-18 with SiLU, and 3x3 shortcuts of the raw input.
 
     Args:
       blocks: blocks a stage, four numbers.
       classes: number of logits.
-      normalize: what happens to the images first.
+      normalize: a function applied to the images first.
       rngs: random keys for the parameters; None for an abstract module.
     """
 

@@ -1,4 +1,4 @@
-"""PyTorch state dicts to modules: names, shapes and layouts, strictly and with a report."""
+"""PyTorch state dicts to modules: matches names, shapes and layouts strictly, with a report."""
 
 import collections
 import math
@@ -20,13 +20,13 @@ _LONGEST = 200
 
 
 class Slot(NamedTuple):
-    """Where a PyTorch tensor goes: its shape there, its path in ``params``, and the way between."""
+    """The place of a PyTorch tensor: its PyTorch shape, path in ``params``, and conversion."""
 
     shape: tuple[int, ...]
     path: tuple[str, ...]
     turn: Callable[[np.ndarray], np.ndarray]
     trained: bool
-    """Whether it is a parameter rather than a statistic."""
+    """Whether it is a parameter, not a statistic."""
 
 
 def _same(tensor):
@@ -55,7 +55,7 @@ _STATISTICS = {"mean": "running_mean", "var": "running_var"}
 
 
 def slots(module: nnx.Module) -> dict[str, Slot]:
-    """Where each tensor of a PyTorch state dict goes.
+    """The place of each tensor of a PyTorch state dict.
 
     Args:
       module: an architecture of :mod:`wdjax.models`, abstract (``rngs=None``) or not.
@@ -95,9 +95,9 @@ def _leaf(module, name, shape):
 
 
 def buffers(module: nnx.Module, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
-    """Constants that a state dict may hold and that the module computes: name -> expected value.
+    """Constants that a state dict may contain and the module computes: name -> expected value.
 
-    It has to hold them where the module says ``stores_buffers``.
+    It must contain them if the module has ``stores_buffers``.
     """
     found = {}
     if hasattr(module, "buffers"):
@@ -117,14 +117,14 @@ class Line(NamedTuple):
 
 
 class ConversionReport(NamedTuple):
-    """What became of every tensor of a file; ``print`` it."""
+    """The use of every tensor of a file; ``print`` it."""
 
     source: str
     architecture: dict[str, Any]
     """``family``, ``options`` and ``normalize`` for :func:`wdjax.models.zoo.build`."""
     lines: tuple[Line, ...]
     parameters: int
-    """Numbers that training set, BatchNorm's statistics not among them."""
+    """Number of trained numbers, without BatchNorm's statistics."""
     notes: tuple[str, ...] = ()
 
     def __str__(self):
@@ -153,7 +153,7 @@ class Converted(NamedTuple):
 
 
 def keep(name):
-    """No tensor may be left out."""
+    """The default for ``ignore``: no tensor may be left out."""
     return None
 
 
@@ -167,14 +167,14 @@ def from_state_dict(
     architecture: dict[str, Any] | None = None,
     notes: tuple[str, ...] = (),
 ) -> Converted:
-    """Fills a module with the tensors of a PyTorch state dict; all of them, exactly.
+    """Fills a module with the tensors of a PyTorch state dict, all of them and exactly.
 
     Args:
-      module: the architecture, best abstract (``rngs=None``).
-      tensors: name -> array, with the names of the PyTorch module that it mirrors.
-      cast: whether float16, bfloat16 and float64 become float32, as ``load_state_dict`` does.
-      source: what to call the tensors in messages.
-      ignore: the reason why a tensor of that name may be left out, or None. BatchNorm's
+      module: the architecture, preferably abstract (``rngs=None``).
+      tensors: name -> array, by the names of the PyTorch module.
+      cast: whether to convert float16, bfloat16 and float64 to float32, as ``load_state_dict``.
+      source: name of the tensors' origin, for messages.
+      ignore: returns the reason why a tensor of that name may be left out, or None. BatchNorm's
         ``num_batches_tracked`` always may.
       architecture: for the report.
       notes: for the report.
@@ -183,9 +183,9 @@ def from_state_dict(
       The model and its report.
 
     Raises:
-      ValueError: a tensor is missing, unknown, of another shape or dtype than float32, holds a NaN
-        or an infinity, is a negative variance, or contradicts a constant of the architecture; the
-        message names the tensors. Nothing is loaded then.
+      ValueError: a tensor is missing, unknown, of another shape or a dtype other than float32,
+        holds NaN or infinity, is a negative variance, or contradicts a constant of the
+        architecture; the message names the tensors. Nothing is loaded then.
 
     Cost: one copy of every tensor.
     """
@@ -207,7 +207,7 @@ def from_state_dict(
         for parent in parents:
             place = place[parent]
         turned = slot.turn(tensors[name])
-        # JAX may keep a contiguous array as it is; it copies any other.
+        # JAX may share a contiguous array's memory; it copies any other.
         place[leaf] = jax.device_put(turned.copy() if turned.flags.c_contiguous else turned)
     architecture = architecture or {"family": kind, "options": {}, "normalize": ""}
     count = sum(math.prod(slot.shape) for slot in wanted.values() if slot.trained)
@@ -216,7 +216,10 @@ def from_state_dict(
 
 
 def _fates(module, wanted, tensors, ignore) -> tuple[list[Line], list[str]]:
-    """What becomes of every tensor, and what is wrong with them."""
+    """A report line for every tensor, and the faults in words.
+
+    ``wanted`` maps names to :class:`Slot`; ``ignore`` is that of :func:`from_state_dict`.
+    """
     constants = buffers(module)
     lines, faults, unknown = [], [], []
     for name, tensor in tensors.items():
@@ -247,7 +250,7 @@ def _fates(module, wanted, tensors, ignore) -> tuple[list[Line], list[str]]:
 
 
 def some(names):
-    """The first names of many, in words."""
+    """The first few of many names, as text."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(map(shown, names[:_SHOWN])) + more
 
@@ -258,18 +261,18 @@ _CASTS = tuple(map(np.dtype, (np.float16, ml_dtypes.bfloat16, np.float64)))
 def cast_to_float32(
     tensors: Mapping[str, np.ndarray],
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """The tensors with float16, bfloat16 and float64 as float32, and a note on what was cast."""
+    """The tensors with float16, bfloat16 and float64 as float32, and a note on the casts."""
     found = {name: tensor for name, tensor in tensors.items() if tensor.dtype in _CASTS}
     if not found:
         return dict(tensors), []
     kinds = ", ".join(sorted({str(tensor.dtype) for tensor in found.values()}))
-    with np.errstate(over="ignore"):  # What overflows is an infinity, which is found and named.
+    with np.errstate(over="ignore"):  # Overflow gives infinities, which are reported later.
         cast = {name: tensor.astype(np.float32) for name, tensor in found.items()}
     return {**tensors, **cast}, [f"{len(found)} tensors of {kinds} were cast to float32"]
 
 
 def faults_of(name, tensor, shape, *, variance=False) -> list[str]:
-    """What is wrong with a tensor, in words that name it."""
+    """A tensor's faults, in words that name it."""
     if tensor.shape != shape:
         return [f"{name} has shape {list(tensor.shape)}, expected {list(shape)}"]
     if tensor.dtype in _CASTS:
@@ -291,19 +294,19 @@ def state_dict(
     containers: tuple[str, ...] = CONTAINERS,
     prefixes: tuple[str, ...] = ("module.",),
 ) -> dict[str, np.ndarray]:
-    """The one flat state dict inside a checkpoint, without the prefixes that wrappers add.
+    """The flat state dict inside a checkpoint, without prefixes that wrappers add.
 
     Args:
-      content: what :func:`wdjax.files.torch_file.read` returned.
-      containers: keys to look under, the first present one wins.
-      prefixes: taken off the names once each, in this order.
+      content: the value returned by :func:`wdjax.files.torch_file.read`.
+      containers: keys under which to look; the first one present is used.
+      prefixes: removed from the names once each, in this order.
 
     Returns:
       name -> array.
 
     Raises:
-      ValueError: the checkpoint holds no state dict, other things between its tensors, two tensors
-        of one name, or a name that no layer has (too long, or with control characters).
+      ValueError: no state dict, other values among its tensors, two tensors of one name, or an
+        impossible name (too long, or with control characters).
 
     >>> list(state_dict({"epoch": 3, "state_dict": [{"module.fc.bias": np.zeros(2)}]}))
     ['fc.bias']

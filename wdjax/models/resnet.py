@@ -68,7 +68,7 @@ def _skip(block, x):
 
 
 def _stages(module, blocks, bottleneck, inner, skip, *, rngs):
-    """Sets ``layer1`` to ``layer4``; returns the width that comes out."""
+    """Sets ``layer1`` to ``layer4``; returns the number of output channels."""
     inputs = 64
     for stage, (planes, count) in enumerate(zip(_PLANES, blocks)):
         outputs = planes * 4 if bottleneck else planes
@@ -95,7 +95,7 @@ class ResNet(nnx.Module):
       blocks: blocks a stage, four numbers.
       bottleneck: whether blocks are bottlenecks (ResNet-50) or basic (ResNet-18, 34).
       classes: number of logits.
-      normalize: what happens to the images first.
+      normalize: a function applied to the images first.
       rngs: random keys for the parameters; None for an abstract module.
     """
 
@@ -138,7 +138,7 @@ class TorchvisionResNet(nnx.Module):
       bottleneck: whether blocks are bottlenecks (ResNet-50) or basic (ResNet-18, 34).
       inner: ``width_per_group``; 128 for WideResNet-50-2.
       classes: number of logits.
-      normalize: what happens to the images first.
+      normalize: a function applied to the images first.
       stem: "imagenet" (7x7 stride 2 and a max-pool) or "cifar" (3x3 stride 1, no max-pool).
       rngs: random keys for the parameters; None for an abstract module.
     """

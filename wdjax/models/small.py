@@ -1,4 +1,4 @@
-"""Small classifiers: perceptrons and convolutional nets, three of them published."""
+"""Small classifiers: perceptrons and convolutional nets; three of them are published."""
 
 import jax
 from flax import nnx
@@ -40,7 +40,7 @@ class MLP(nnx.Module):
 
 
 class NormMLP(nnx.Module):
-    """``fc1, bn1, relu, fc2, ...``: a perceptron with BatchNorm, which adaptive defences move."""
+    """``fc1, bn1, relu, fc2, ...``: a perceptron with BatchNorm, for adaptive defences."""
 
     def __init__(self, sizes, *, rngs=None):
         if len(sizes) < 3:
@@ -211,7 +211,7 @@ def norm_cnn(shape, *, key, classes=10, widths=(16, 32, 64)):
     Args:
       shape: ``(height, width, channels)`` of the images; the sides at least 4.
       key: a typed ``jax.random.key``.
-      classes: how many.
+      classes: number of logits.
       widths: channels of the two convolutions and of the hidden layer.
 
     >>> norm_cnn((8, 8, 1), key=jax.random.key(0))(jax.numpy.ones((2, 8, 8, 1))).shape

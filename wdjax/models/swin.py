@@ -36,7 +36,7 @@ def relative_position_index(window):
 
 @functools.lru_cache(maxsize=64)
 def attention_mask(grid, window, shift):
-    """``[windows, w*w, w*w]``: -100 between tokens that only the cyclic shift made neighbours."""
+    """``[windows, w*w, w*w]``: -100 between tokens that are neighbours by the cyclic shift only."""
     edges = np.searchsorted([grid - window, grid - shift], np.arange(grid), side="right")
     region = 3 * edges[:, None] + edges
     tiles = region.reshape(grid // window, window, grid // window, window)
@@ -120,7 +120,7 @@ class _Block(nnx.Module):
         return self.meansparse2(x) if sparse else x
 
     def buffers(self):
-        """What Microsoft's code stores beside the parameters."""
+        """Constants that Microsoft's code stores with the parameters."""
         found = {"attn.relative_position_index": relative_position_index(self.window)}
         if self.shift:
             found["attn_mask"] = attention_mask(self.grid, self.window, self.shift)
@@ -141,15 +141,15 @@ class Swin(nnx.Module):
     """Swin Transformer on 224x224 images.
 
     Args:
-      width: features of a token in the first stage; each stage doubles them.
+      width: features of a token in the first stage; doubled in each further stage.
       depths: blocks a stage, four numbers.
       heads: attention heads a stage, four numbers.
       window: side of the attention windows, at most the stage's grid (56, 28, 14, 7).
       classes: number of logits.
       layout: "timm" (epsilon 1e-5, downsampling at the start of stages, ``head.fc``) or
         "microsoft" (epsilon 1e-6, downsampling at the end of stages, ``head``).
-      normalize: what happens to the images first.
-      sparse: whether MeanSparse layers are in place.
+      normalize: a function applied to the images first.
+      sparse: whether to add MeanSparse layers.
       rngs: random keys for the parameters; None for an abstract module.
     """
 

@@ -1,4 +1,4 @@
-"""VGG-16 with and without BatchNorm: torchvision's three linear layers, or CIFAR's single one."""
+"""VGG-16 with or without BatchNorm, with torchvision's three linear layers or CIFAR's one."""
 
 import math
 from typing import ClassVar
@@ -50,7 +50,7 @@ class VGG16(nnx.Module):
         image that 32x32 inputs leave).
       hidden: width of the linear layers of the "imagenet" head.
       planes: channels of the first convolution; the others follow in proportion.
-      normalize: what happens to the images first.
+      normalize: a function applied to the images first.
       rngs: random keys for the parameters; None for an abstract module.
     """
 

@@ -53,11 +53,11 @@ class ViT(nnx.Module):
     Args:
       width: features of a token.
       depth: number of blocks.
-      heads: attention heads. A state dict does not tell how many.
+      heads: attention heads; a state dict does not determine their number.
       classes: number of logits.
       planes: channels of the first convolution of the stem (doubled three times, then projected),
         or None for the plain patch embedding.
-      normalize: what happens to the images first.
+      normalize: a function applied to the images first.
       rngs: random keys for the parameters; None for an abstract module.
     """
 
@@ -106,7 +106,7 @@ class ViT(nnx.Module):
 
     @staticmethod
     def sizes(shapes):
-        """The size arguments, read off the shapes of a state dict; the heads are not among them."""
+        """The size arguments except heads, read off the shapes of a state dict."""
         depth = numbered(shapes, "blocks.")
         stem = "patch_embed.proj.stem.0"
         return {

@@ -1,4 +1,4 @@
-"""WideResNet as TRADES and most of RobustBench define it; names are those of its state dicts."""
+"""WideResNet as defined by TRADES and most of RobustBench; names are those of its state dicts."""
 
 import jax
 from flax import nnx
@@ -40,7 +40,7 @@ class WideResNet(nnx.Module):
       depth: ``6 n + 4`` for n blocks a group.
       width: widening factor.
       classes: number of logits.
-      normalize: what happens to the images first.
+      normalize: a function applied to the images first.
       rngs: random keys for the parameters; None for an abstract module.
     """
 

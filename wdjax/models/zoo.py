@@ -1,11 +1,12 @@
-"""RobustBench's models that the families here cover, as a table, and how to build them.
+"""A table of RobustBench's models whose architectures are here, and functions to build them.
 
-The table is ``zoo.csv`` beside this file: one published model a row. ``robust`` is the published
+The table is ``zoo.csv`` beside this file, one published model a row. ``robust`` is the published
 AutoAttack accuracy, or for the threat "corruptions" the accuracy on corrupted images; both in
-percent. ``millions`` counts the published file's parameters. ``file`` lists what is peculiar to the
-file: ``last`` (nested under that key), ``timm`` (timm's loader: averaged weights win),
-``sub_block1`` (holds a block that never runs), ``mu_sigma`` (holds the normalisation; with ``?`` it
-may be missing), ``aliases`` (may hold tensors twice), ``torchvision`` (from torchvision).
+percent. ``millions`` is the number of parameters in the published file. ``file`` lists
+peculiarities of the file: ``last`` (nested under that key), ``timm`` (timm's loader: averaged
+weights win), ``sub_block1`` (contains a block that never runs), ``mu_sigma`` (contains the
+normalisation; with ``?`` it may be missing), ``aliases`` (may contain tensors twice),
+``torchvision`` (from torchvision).
 """
 
 import csv
@@ -48,7 +49,7 @@ FAMILIES: dict[str, type[nnx.Module]] = {
 }
 CLASSES = {"cifar10": 10, "cifar100": 100, "imagenet": 1000}
 
-# DeepMind's constants for CIFAR-100 differ from everybody else's in the fourth digit.
+# DeepMind's constants for CIFAR-100 differ from the usual ones in the fourth digit.
 _CONSTANTS = {
     "2x-1": "0.5 0.5 0.5 / 0.5 0.5 0.5",
     "dm_cifar10": "0.4914 0.4822 0.4465 / 0.2471 0.2435 0.2616",
@@ -66,13 +67,13 @@ class PublishedModel(NamedTuple):
     family: str
     """A key of :data:`FAMILIES`."""
     options: dict[str, Any]
-    """Arguments of the family's constructor, the number of classes among them."""
+    """Arguments of the family's constructor, including the number of classes."""
     activation: str
     normalize: str
     """For :func:`normalization`."""
     file: tuple[str, ...]
     input: int
-    """Side of the images that the accuracies were measured on."""
+    """Side of the images on which the accuracies were measured."""
     millions: float
     clean: float
     robust: float
@@ -114,7 +115,7 @@ def entries() -> tuple[PublishedModel, ...]:
 
 
 def entry(name: str, dataset: str, threat: str) -> PublishedModel:
-    """The model that RobustBench calls so.
+    """The table's row of a RobustBench model.
 
     Args:
       name: such as ``"Carmon2019Unlabeled"``.
@@ -122,10 +123,10 @@ def entry(name: str, dataset: str, threat: str) -> PublishedModel:
       threat: "Linf", "L2" or "corruptions".
 
     Returns:
-      The table's row.
+      The row.
 
     Raises:
-      ValueError: no such row; the message lists what comes close.
+      ValueError: no such row; the message lists similar names.
 
     >>> entry("Wang2023Better_WRN-28-10", "cifar10", "L2").robust
     83.68
@@ -146,7 +147,7 @@ def entry(name: str, dataset: str, threat: str) -> PublishedModel:
 
 
 def normalization(spec: str):
-    """What a normalisation's description stands for.
+    """The normalisation that a description stands for.
 
     Args:
       spec: "" (none), "per_image", "2x-1", "dm_cifar10", "dm_cifar100", "imagenet", or
@@ -182,11 +183,11 @@ def normalization(spec: str):
 
 _MAX_LAYERS = 200
 _MAX_SIZE = 1 << 20
-_COUNTS = ("depth", "depths", "blocks")  # A tuple of them counts together.
+_COUNTS = ("depth", "depths", "blocks")  # For a tuple the sum counts.
 
 
 def defaults(family: str) -> dict[str, Any]:
-    """What a family's constructor takes, and the values without being told.
+    """The arguments of a family's constructor with their default values.
 
     >>> defaults("vit")
     {'width': 768, 'depth': 12, 'heads': 12, 'classes': 1000, 'planes': None}
@@ -202,17 +203,17 @@ def defaults(family: str) -> dict[str, Any]:
 
 
 def options_of(family: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """A family's options, checked before anything is built of them.
+    """Checks a family's options before anything is built from them.
 
     Args:
       family: a key of :data:`FAMILIES`.
-      options: its constructor's arguments, apart from the normalisation; lists count as tuples.
+      options: its constructor's arguments without the normalisation; lists count as tuples.
 
     Returns:
       The options as plain Python numbers, strings and tuples.
 
     Raises:
-      ValueError: unknown family or option, a value of another type, or a size that no model has.
+      ValueError: unknown family or option, a value of another type, or an implausible size.
 
     >>> options_of("wide_resnet", {"depth": 10, "width": np.int64(2)})
     {'depth': 10, 'width': 2}
@@ -228,7 +229,7 @@ def options_of(family: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(family: str, name: str, value: Any, default: Any) -> Any:
-    """An option's value, of the type of its default."""
+    """Checks an option's value against the type of its default; numbers become Python's."""
     if isinstance(default, bool | str):
         if type(value) is not type(default):
             kind = "true or false" if isinstance(default, bool) else "a string"
@@ -255,7 +256,7 @@ def _checked(family: str, name: str, value: Any, default: Any) -> Any:
 def build(
     family: str, options: Mapping[str, Any], normalize: str = "", *, rngs: nnx.Rngs | None = None
 ) -> nnx.Module:
-    """An architecture by the name of its family.
+    """Builds an architecture by the name of its family.
 
     Args:
       family: a key of :data:`FAMILIES`.
@@ -267,7 +268,7 @@ def build(
       The module.
 
     Raises:
-      ValueError: unknown family, option or normalisation, or sizes that do not go together.
+      ValueError: unknown family, option or normalisation, or sizes that do not fit each other.
 
     >>> type(build("wide_resnet", {"depth": 10, "width": 1}, "2x-1")).__name__
     'WideResNet'

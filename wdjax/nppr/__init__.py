@@ -1,10 +1,11 @@
-"""Non-parametric probabilistic robustness, and every probability that it is compared with.
+"""Non-parametric probabilistic robustness (NPPR), and other probabilities of survival.
 
-:func:`fit` learns the worst distribution of a family of perturbations, :func:`estimate` counts what
-survives it on held-out inputs, and the same function with one of `distributions` is PR. A fit walks
-from `family` (which networks, `mixture` and `upsample`) through `objective` to `fitted`; `counting`
-draws copies for `estimate` and `probable` (decisions with a confidence); `rare`, `splitting` and
-`importance` are for failures that counting would not meet. Open `estimate` first, then `fit`.
+:func:`fit` learns the worst distribution of a family of perturbations; :func:`estimate` counts the
+copies that survive it on held-out inputs; with one of the fixed `distributions` the same function
+measures PR. A fit uses `family` (the networks, with `mixture` and `upsample`), `objective` and
+returns `fitted`; `counting` draws copies for `estimate` and `probable` (decisions with a
+confidence); `rare`, `splitting` and `importance` are for failures too rare to be counted. Open
+`estimate` first, then `fit`.
 """
 
 from wdjax.nppr import distributions, pictures

@@ -1,7 +1,7 @@
-"""How often perturbed copies of an input are still classified correctly: counts, in blocks.
+"""Counts how many perturbed copies of an input are still classified correctly.
 
-A copy's randomness comes from the key, the input's index and the copy's number, so that neither
-batches nor company change it. A copy whose logits are not finite has not survived.
+A copy's random key is derived from the key, the input's index and the copy's number, so that it
+depends neither on batches nor on other inputs. A copy whose logits are not finite has not survived.
 """
 
 import functools
@@ -23,18 +23,18 @@ from wdjax.nppr import upsample as up
 Counts = npt.NDArray[np.int64]
 
 TURN = 20
-"""Copies of an input that are drawn together: a hundred are five turns, and 40 without a failure
-decide a risk of .1, so that none are drawn in vain."""
+"""Copies of an input drawn together. A hundred copies are five turns, and the 40 copies without a
+failure that decide a risk of 0.1 are two, so that none are drawn in vain."""
 TWIN = "nppr.expected_loss, the mean of a loss there, which can be traced and differentiated"
-"""What counts on the host names it inside a trace."""
+"""The differentiable alternative that errors name when a host function is called in a trace."""
 _AT_ONCE = 8
-"""Copies at once for each sample that a search takes, since no gradient has to be kept."""
+"""Copies at once for each sample in a batch of a search: counting keeps no gradients."""
 _ROWS = 256
-"""Inputs whose clean outputs are computed together."""
+"""Batch size for outputs of unperturbed inputs."""
 _FEW = 4
-"""Inputs that get blocks of their own: the last ones of a test do not pay for padding."""
+"""If at most so many inputs are left, each is a block of its own, so that none is padding."""
 _WIDE = 16
-"""Turns that such a block takes at once: twenty copies alone are few for a core."""
+"""Turns that such a block takes at once, since twenty copies do not fill a core."""
 
 
 class Perturbation(Protocol):
@@ -49,32 +49,32 @@ class Perturbation(Protocol):
         ...
 
     def context(self, x: Array, y: Array) -> PyTree:
-        """What is computed once for inputs ``[n, *shape]``: ``[n, ...]`` leaves."""
+        """What depends on the inputs ``[n, *shape]`` but not on the draw: ``[n, ...]`` leaves."""
         ...
 
     def deltas(self, keys: Array, context: PyTree, x: Array, draws: int) -> Array:
-        """``[n, draws, *shape]``, each input by its own key. What leaves the ball is cut to it."""
+        """``[n, draws, *shape]``, each input by its own key, before projection on the ball."""
         ...
 
 
 class CopyPoll(NamedTuple):
-    """Whom to ask about what."""
+    """The arguments of a count."""
 
     model: Classifier
     perturbation: Perturbation
     x: Array
     y: Array
     places: Array
-    """``[n]``: which inputs of a larger set these are."""
+    """``[n]``: the inputs' numbers in a larger data set."""
     key: Array
     rows: int
-    """Inputs a block."""
+    """Inputs in a block."""
     loops: bool
     mesh: Mesh | None
 
 
 class Tally(NamedTuple):
-    """``[m]``, of the inputs asked about."""
+    """Counts ``[m]`` of the inputs in question."""
 
     survived: Counts
     faults: Counts
@@ -90,7 +90,7 @@ def poll(
     batch_size: int | None = None,
     mesh: Mesh | None = None,
 ) -> CopyPoll:
-    """Checks what is asked and puts it on every device."""
+    """Checks the arguments and replicates them on every device."""
     validate.check_number("eps", perturbation.eps)
     passed = batching.traced(model, x)
     if batch_size is None:
@@ -105,12 +105,12 @@ def poll(
 
 
 def default_batch(model: Classifier, x: Array) -> int:
-    """Copies on one device at once."""
+    """The default number of copies on one device at once."""
     return _AT_ONCE * batching.default(batching.traced(model, x))
 
 
 def count(asked: CopyPoll, rows: npt.NDArray[np.int64], first: int, draws: int) -> Tally:
-    """Counts copies ``first`` to ``first + draws`` of some inputs; ``first`` in whole turns."""
+    """Counts copies ``first`` to ``first + draws`` of inputs; ``TURN`` divides ``first``."""
     turns = first // TURN, -(-(first + draws) // TURN)
     fixed = asked.model, asked.perturbation, asked.x, asked.y, asked.places, asked.key
     size = 1 if len(rows) <= _FEW and asked.mesh is None else asked.rows
@@ -126,7 +126,7 @@ def count(asked: CopyPoll, rows: npt.NDArray[np.int64], first: int, draws: int) 
 
 
 def outputs(function: Classifier, x: Array) -> Array:
-    """What a function of samples returns, so many at a time, so that memory does not grow."""
+    """The function's outputs for ``x`` ``[n, *shape]``, in batches, to bound the memory."""
     parts = [program.outputs(function, x[i : i + _ROWS]) for i in range(0, len(x), _ROWS)]
     return jnp.concatenate(parts)
 
@@ -134,7 +134,7 @@ def outputs(function: Classifier, x: Array) -> Array:
 def _block(
     loops: bool, fixed: Any, rows: AnyArray, first: int, last: int, end: int, wide: int
 ) -> AnyArray:
-    """``[2, R]`` survivors and faults of a block of inputs."""
+    """``[2, R]``: survivors and faults of a block of R inputs."""
     if loops:
         return _counted(fixed, rows, first, last, end, wide)
     parts = [_counted(fixed, rows, turn, turn + 1, end, wide) for turn in range(first, last, wide)]
@@ -143,7 +143,11 @@ def _block(
 
 @functools.partial(jax.jit, static_argnames="wide")
 def _counted(fixed: Any, rows: Array, first: Array, last: Array, end: Array, wide: int) -> Array:
-    """Of turns ``first`` to ``last``, ``wide`` at once; copies from ``end`` on do not count."""
+    """``[2, R]``: survivors and faults in turns ``first`` to ``last``, ``wide`` turns at once.
+
+    Copies with numbers from ``end`` on do not count. ``fixed`` holds model, perturbation, all
+    inputs ``[n, *shape]`` with labels and indices, and the key.
+    """
     model, perturbation, xs, ys, places, key = fixed
     keys = jax.vmap(lambda place: jax.random.fold_in(key, place))(places[rows])
     x, y = xs[rows], ys[rows]
@@ -168,20 +172,20 @@ def _counted(fixed: Any, rows: Array, first: Array, last: Array, end: Array, wid
 
 
 def placed(perturbation: Perturbation, keys: Array, context: PyTree, x: Array, draws: int) -> Array:
-    """Perturbed inputs ``[n, draws, *shape]``, in the ball and in the box."""
+    """Perturbed inputs ``[n, draws, *shape]``, projected on the ball and the box."""
     delta = perturbation.deltas(keys, context, x, draws)
     return up.placed(x, delta, perturbation.eps, perturbation.ball)
 
 
 def points(perturbation: Perturbation, key: Array, x: Array, y: Array, draws: int) -> Array:
-    """Perturbed inputs ``[n, draws, *shape]`` of a distribution, in the ball and in the box.
+    """Perturbed inputs ``[n, draws, *shape]`` of a distribution, projected on the ball and the box.
 
     Args:
       perturbation: a :class:`Fitted` or one of :mod:`wdjax.nppr.distributions`.
       key: a typed ``jax.random.key``.
       x: ``[n, *shape]`` in the box.
       y: ``[n]`` labels.
-      draws: M.
+      draws: M, the number of copies of an input.
 
     >>> from wdjax.nppr import distributions
     >>> own, x, y = distributions.UniformBall(0.1), jnp.ones((1, 2)), jnp.array([0])

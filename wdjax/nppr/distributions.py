@@ -1,8 +1,8 @@
-r"""Fixed distributions of perturbations: those of PR, and of your own.
+r"""Fixed distributions of perturbations: those of PR, and user-defined ones.
 
-All live in the ball of radius ``eps``. The clipped Gaussian is that of PRBench, which puts a third
-of every coordinate's mass on the faces of the linf ball if ``sigma = 1``; the truncated one is the
-Gaussian given that it is inside.
+All have support in the ball of radius ``eps``. The clipped Gaussian is that of PRBench: with
+``sigma = 1`` a third of every coordinate's mass lies on the faces of the linf ball. The truncated
+Gaussian is the Gaussian conditioned on lying inside.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ _BALL: Any = dataclasses.field(default=Lp(), metadata={"static": True})
 
 
 def _family(name: str) -> Any:
-    """A static field that tells families apart: JAX 0.10 compares no classes."""
+    """A static field that distinguishes the families, since JAX 0.10 does not compare classes."""
     return dataclasses.field(default=name, repr=False, kw_only=True, metadata={"static": True})
 
 
@@ -135,12 +135,12 @@ class TruncatedGaussian:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Custom:
-    r"""A distribution of your own.
+    r"""A user-defined distribution.
 
     Args:
-      draw: ``(key, x, y) -> delta``, all of one input: its perturbation, of the shape of ``x``. A
-        pytree callable, such as ``jax.tree_util.Partial(function)``.
-      eps: radius. What leaves the ball is cut back to it.
+      draw: ``(key, x, y) -> delta`` for one input: a perturbation of the shape of ``x``. A pytree
+        callable, such as ``jax.tree_util.Partial(function)``.
+      eps: radius. Perturbations outside the ball are projected on it.
       ball: norm and box.
 
     Raises:

@@ -1,8 +1,8 @@
 r"""Probabilistic robustness: the share of perturbed copies that are still classified correctly.
 
-The same estimator for every distribution: with a fixed one it is PR, with a fitted one NPPR. Both
-are shares of the inputs that are classified correctly to begin with, as an attack's accuracy
-divided by the clean one is.
+The same estimator serves every distribution: with a fixed one it gives PR, with a fitted one NPPR.
+Both are relative to the inputs that are classified correctly without perturbation, like robust
+accuracy divided by clean accuracy.
 """
 
 import dataclasses
@@ -27,20 +27,20 @@ from wdjax.nppr.counting import TWIN, Counts, Perturbation
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What was counted, on the host."""
+    """The counts, on the host."""
 
     correct: npt.NDArray[np.bool_]
-    """``[n]``: the inputs that are classified correctly; only these count."""
+    """``[n]``: whether the unperturbed input is classified correctly; only these inputs count."""
     survived: Counts
-    """``[n]``: copies that are; 0 where the input is not."""
+    """``[n]``: copies classified correctly; 0 where the input itself is not."""
     draws: int
-    """Copies an input."""
+    """The number of copies of each input."""
     faults: Counts
     """``[n]``: copies whose logits were not finite; they did not survive."""
 
     @property
     def per_input(self) -> npt.NDArray[np.float64]:
-        """The estimates of the correct inputs, ``[m]``."""
+        """``[m]``: the share of survivors of each correctly classified input."""
         return self.survived[self.correct] / self.draws
 
     @property
@@ -49,11 +49,11 @@ class Estimate:
         return float(np.mean(self.per_input))
 
     def pooled(self, confidence: float = 0.95) -> ConfidenceInterval:
-        """Clopper and Pearson's interval of all copies together: for *these* inputs only.
+        """Clopper-Pearson interval of the mean over all copies: for *these* inputs only.
 
-        It holds for shares that differ between inputs: their sum varies less than that of equal
-        ones [hoeffding1956], but for a single copy apart from all others, where the bound of Markov
-        is taken.
+        It remains valid if the shares differ between inputs, since their sum then varies less than
+        that of equal shares [hoeffding1956]; except for a single survivor or a single failure, for
+        which Markov's bound is used.
         """
         total, won = int(np.sum(self.correct)) * self.draws, int(np.sum(self.survived))
         low, high = metrics.clopper_pearson(won, total, confidence)
@@ -64,14 +64,14 @@ class Estimate:
         )
 
     def of_inputs(self, confidence: float = 0.95) -> ConfidenceInterval:
-        """Clopper and Pearson's interval of every correct input, ``[m]``."""
+        """Clopper-Pearson intervals of the correctly classified inputs, ``[m]``."""
         return metrics.clopper_pearson(self.survived[self.correct], self.draws, confidence)
 
     def population(self, confidence: float = 0.95) -> ConfidenceInterval:
-        """The interval of :func:`wdjax.metrics.mean_interval` over inputs: for all of their kind.
+        """Interval of :func:`wdjax.metrics.mean_interval` over inputs: for their population.
 
-        A bootstrap over inputs would be shorter and wrong where failures are rare: with one fragile
-        input in fifty, 50 inputs show none a third of the time.
+        A bootstrap over inputs would be shorter, but invalid where failures are rare: if one input
+        in fifty is fragile, a sample of 50 contains none a third of the time.
         """
         return metrics.mean_interval(self.per_input, confidence)
 
@@ -88,34 +88,35 @@ def estimate(
     batch_size: int | None = None,
     mesh: Mesh | None = None,
 ) -> Estimate:
-    r"""Counts, of every correctly classified input, the perturbed copies that still are.
+    r"""Counts, for every correctly classified input, the perturbed copies that remain so.
 
     With a :class:`~wdjax.nppr.Fitted` distribution on held-out inputs this is NPPR; with one of
-    :mod:`wdjax.nppr.distributions` it is PR. Samples are those of the distribution itself, cut to
-    the box.
+    :mod:`wdjax.nppr.distributions` it is PR. Samples are drawn from the distribution itself and
+    clipped to the box.
 
     Args:
-      model: a pytree callable ``[n, *shape] -> [n, K]``, which treats each sample alone.
+      model: a pytree callable ``[n, *shape] -> [n, K]`` that treats each sample independently.
       perturbation: the distribution.
       x: ``[n, *shape]`` in the box.
       y: ``[n]`` labels.
       key: a typed ``jax.random.key``.
-      draws: M, copies an input.
-      index: ``[n]`` integers, which inputs of a larger set these are.
-      batch_size: copies on the devices at once.
+      draws: M, the number of copies of each input.
+      index: ``[n]`` integers, the inputs' numbers in a larger data set.
+      batch_size: copies on all devices at once.
       mesh: a mesh from :func:`wdjax.parallel.data_mesh`; inputs are split over it.
 
     Returns:
       An :class:`Estimate`.
 
     Raises:
-      ValueError: bad samples, no input that is classified correctly, a model that depends on the
-        rest of its batch, a trace: counts have no gradients, :func:`expected_loss` has.
+      ValueError: bad samples, no correctly classified input, a model whose outputs depend on other
+        samples of the batch, a call inside a trace: counts have no gradients; use
+        :func:`expected_loss`.
 
-    Cost: ``draws`` forward passes an input, in whole turns of 32.
+    Cost: ``draws`` forward passes for each input, rounded up to a multiple of 20.
 
-    Differs: the paper's shares exceed its clean accuracies, so misclassified inputs cannot count
-      there either, though its equation 2 has them.
+    Differs: inputs that are misclassified without perturbation do not count. The paper's equation 2
+      includes them, but its shares exceed its clean accuracies, so its code cannot.
 
     Source: Wang et al. [wang2025], definitions 2 to 4.
 
@@ -140,7 +141,7 @@ def estimate(
 def correct_inputs(
     model: Classifier, perturbation: Perturbation, x: AnyArray, y: AnyArray
 ) -> tuple[Array, Array, npt.NDArray[np.bool_]]:
-    """Checks samples, and says which are classified correctly; there must be some."""
+    """Checks samples and tells which are classified correctly, ``[n]``; raises if none is."""
     x, y = validate.check_samples(model, x, y, perturbation.ball.box)
     right, finite = map(np.asarray, _judged(counting.outputs(model, x), y))
     if not finite:
@@ -156,34 +157,34 @@ def _judged(logits: Array, y: Array) -> tuple[Array, Array]:
 
 
 def spread(values: Counts, rows: npt.NDArray[np.int64], n: int) -> Counts:
-    """Values of some rows among ``n``, 0 elsewhere."""
+    """``[n]``: the values in the given rows, 0 elsewhere."""
     whole = np.zeros(n, np.int64)
     whole[rows] = values
     return whole
 
 
 class Spread(NamedTuple):
-    """How much a distribution moves within an input."""
+    """How much a distribution varies within one input."""
 
     within: npt.NDArray[np.float64]
     """``[n]``: standard deviation of an entry of ``delta / eps`` over an input's samples, averaged
-    over entries; 0.577 for uniform linf noise, near 0 where the distribution is a point: an
-    attack."""
+    over entries; 0.577 for uniform linf noise, near 0 if the distribution is a single point, that
+    is an attack."""
     saturated: float
-    """Share of entries beyond 0.95 of the radius."""
+    """Share of entries of ``delta / eps`` whose absolute value exceeds 0.95."""
 
 
 def spread_within(
     perturbation: Perturbation, x: AnyArray, y: AnyArray, *, key: Array, draws: int = 64
 ) -> Spread:
-    """Whether a distribution has collapsed to points.
+    """Measures whether a distribution has collapsed to single points.
 
     Args:
       perturbation: the distribution.
-      x: ``[n, *shape]`` in the box; the perturbations are those before they are cut to it.
+      x: ``[n, *shape]`` in the box; perturbations are taken before they are clipped to it.
       y: ``[n]`` labels.
       key: a typed ``jax.random.key``.
-      draws: samples an input.
+      draws: samples of each input.
 
     Returns:
       A :class:`Spread`.
@@ -224,10 +225,10 @@ def expected_loss(
     draws: int = 16,
     loss: losses.Loss = losses.cross_entropy,
 ) -> Array:
-    """The mean loss of perturbed copies: differentiable in the model, and in the distribution.
+    """Mean loss over perturbed copies, differentiable in the model and in the distribution.
 
-    A smooth stand-in for robustness, for training. Runs inside ``jit`` and ``grad``; samples are
-    hard, so that proportions get no gradient.
+    A smooth substitute for robustness, for training. Runs inside ``jit`` and ``grad``. The
+    component of the mixture is drawn as a hard choice, so that proportions get no gradient.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``.
@@ -235,7 +236,7 @@ def expected_loss(
       x: ``[n, *shape]`` in the box.
       y: ``[n]`` labels.
       key: a typed ``jax.random.key``.
-      draws: M, copies an input.
+      draws: M, the number of copies of each input.
       loss: per-sample, ``(logits, y) -> [n]``.
 
     Returns:

@@ -1,15 +1,15 @@
-r"""Families of perturbation distributions: what a mixture may depend on, and the nets that say how.
+r"""Families of perturbation distributions: what a mixture depends on, and the networks behind it.
 
 | mode | proportions | means and covariances |
 |---|---|---|
 | ``independent`` | parameters | parameters |
 | ``label`` | the label's embedding | parameters |
-| ``label-full`` | the label's embedding | parameters, and means for every label |
+| ``label-full`` | the label's embedding | parameters; means also depend on the label |
 | ``input`` | features | features |
 | ``joint`` | the label's embedding | features |
-| ``joint-full`` | features and label | features, and of the means the label too |
+| ``joint-full`` | features and label | features; means also depend on the label |
 
-The paper has four of them; in its ``joint`` the proportions do not see the input.
+The paper has four of these modes; in its ``joint`` the proportions do not depend on the input.
 """
 
 import dataclasses
@@ -42,22 +42,22 @@ _EPSILON = 1e-5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    r"""Which mixtures there are to choose from; everything here changes the program.
+    r"""A set of mixtures to choose from; changing any setting recompiles.
 
     Args:
-      mode: what a mixture depends on, see the module.
+      mode: what a mixture depends on; see the table in :mod:`wdjax.nppr.family`.
       components: K.
-      latent: L, the dimension in which the mixture lives; without up-sampling that of an input.
+      latent: L, the dimension of the mixture's space; without up-sampling it is that of an input.
       upsample: ``"learnable"`` or ``"fixed"`` linear map to a small image and bicubic
         interpolation, or ``"none"``: the mixture lives in input space.
-      side: of the small image; half that of the input, but not below 8, if None. Inputs that are no
-        images ``[height, width, channels]`` are mapped to directly.
+      side: side of the small image; by default half that of the input, but at least 8. Inputs other
+        than images ``[height, width, channels]`` are mapped to directly.
       covariance: ``"full"`` or ``"diagonal"``, in latent coordinates.
-      hidden: width of the layer that all heads share.
-      embedding: dimension of a label's embedding, whose length is normalised to 1.
+      hidden: width of the layer shared by all heads.
+      embedding: dimension of a label's embedding, a vector of length 1.
       sigma: standard deviation at the start.
       spread: means start uniformly in ``[-spread, spread]``.
-      floor: under the diagonal of the factors, so that a density exists.
+      floor: lower bound on the factors' diagonals, so that a density exists.
 
     Raises:
       ValueError: a setting that is out of range.
@@ -106,12 +106,12 @@ class Family:
         return self.mode in _SEES_LABEL
 
     def size(self, shape: tuple[int, ...]) -> int:
-        """L for inputs of a shape."""
+        """L, for inputs of a shape."""
         return math.prod(shape) if self.upsample == "none" else self.latent
 
 
 class Temperatures(NamedTuple):
-    """What the outputs of the heads are divided by while they are young; 1 in evaluation."""
+    """Divisors of the heads' outputs during training; 1 in evaluation."""
 
     proportions: Any = 1.0
     mean: Any = 1.0
@@ -125,14 +125,14 @@ ONE = Temperatures()
 def begin(
     family: Family, key: Array, shape: tuple[int, ...], features: int, classes: int
 ) -> tuple[Params, Params]:
-    """Parameters to be trained, and the running averages of batch normalisation.
+    """Initial parameters, and the running averages of batch normalisation.
 
     Args:
       family: which mixtures.
       key: a typed ``jax.random.key``.
-      shape: of an input.
-      features: how many; 0 where none are seen.
-      classes: of the model.
+      shape: shape of an input.
+      features: the number of features; 0 if the family does not use them.
+      classes: the number of classes.
     """
     size, count = family.size(shape), family.components
     cells = mixtures.packed_size(size) if family.covariance == "full" else size
@@ -169,7 +169,10 @@ def _numbers(
     features: int,
     classes: int,
 ) -> Callable[..., Array]:
-    """Hands out uniform numbers in [-1, 1] of one draw: many draws take long to compile."""
+    """Returns ``take(*shape)``, which slices one array of uniform numbers in [-1, 1].
+
+    A single draw compiles faster than many. ``widths`` are the heads' numbers of outputs.
+    """
     total = size * small + classes * family.embedding + (features + 1) * family.hidden
     total += widths["mean"]
     total += sum(_inputs(family, name) * width for name, width in widths.items())
@@ -184,7 +187,7 @@ def _numbers(
 
 
 def _inputs(family: Family, name: str) -> int:
-    """How many numbers a head sees: 0 for a head that is its bias."""
+    """The number of inputs of a head; 0 for a head that consists of its bias."""
     hidden = family.hidden if family.sees_input else 0
     if name == "pi":
         sees = {"joint": family.embedding, "joint-full": hidden + family.embedding}
@@ -195,13 +198,13 @@ def _inputs(family: Family, name: str) -> int:
 
 
 def _first_outputs(family: Family, unit: Array, size: int, cells: int) -> dict[str, Array]:
-    """What the heads say before they have learnt anything."""
+    """The heads' initial biases: ``pi [K]``, ``mean [K, L]`` and ``factor [K, cells]``."""
     count = family.components
     raw = math.log(math.expm1(family.sigma - family.floor))
     if family.covariance == "diagonal":
         factor = np.full((count, size), raw, np.float32)
     else:
-        places = np.cumsum(np.arange(1, size + 1)) - 1  # Of the diagonal.
+        places = np.cumsum(np.arange(1, size + 1)) - 1  # The diagonal of a packed triangle.
         factor = np.zeros((count, cells), np.float32)
         factor[:, places] = raw
     return {"pi": jnp.zeros(count), "mean": family.spread * unit, "factor": jnp.asarray(factor)}
@@ -244,17 +247,17 @@ def mixture(
       family: which mixtures.
       params: from :func:`begin`, trained.
       stats: running averages.
-      features: ``[n, F]``, None where they are not seen.
+      features: ``[n, F]``, or None if the family does not use them.
       y: ``[n]`` labels.
-      shape: of an input.
+      shape: shape of an input.
       temperatures: of the schedule.
-      offset: ``[n, d]`` vectors of the input's space (before the ball's map), whose latent
-        coordinates by least squares are added to the means.
-      of_batch: normalise by the batch and move the averages, as in training; by the averages
-        otherwise, so that a mixture depends on its input alone.
+      offset: ``[n, d]`` vectors in the input's space (before the map into the ball). Their latent
+        coordinates, by least squares, are added to the means.
+      of_batch: normalise by the batch's statistics and update the running averages, as in training;
+        else by the running averages, so that a mixture depends on its own input alone.
 
     Returns:
-      The mixtures, and the running averages after them.
+      The mixtures, and the updated running averages.
     """
     seen: dict[str, Array] = {}
     if family.sees_input:
@@ -281,7 +284,7 @@ def _cells(params: Params) -> int:
 
 
 def _sees(family: Family, name: str, seen: dict[str, Array]) -> list[Array]:
-    """What a head is told."""
+    """The arrays that a head takes, each ``[n, F]``."""
     full = family.mode.endswith("full")
     if name == "pi" and family.mode in ("label", "label-full", "joint"):
         return [seen["label"]]
@@ -296,7 +299,7 @@ def _head(head: Params, seen: list[Array]) -> Array:
 
 
 def _shared(params: Params, stats: Params, features: Array, of_batch: bool) -> tuple[Array, Params]:
-    """A layer, batch normalisation, a rectifier."""
+    """The shared layer: linear, batch normalisation, ReLU; and the new running averages."""
     hidden = features @ params["shared"]["kernel"] + params["shared"]["bias"]
     mean, var = stats["mean"], stats["var"]
     if of_batch:
@@ -311,7 +314,7 @@ def _shared(params: Params, stats: Params, features: Array, of_batch: bool) -> t
 
 
 def _factor(family: Family, raw: Array, size: int, temperature: Any) -> Array:
-    """Positive on the diagonal, and not below the floor."""
+    """Factors with a positive diagonal, at least the floor: ``[n or 1, K, L(, L)]``."""
     if family.covariance == "diagonal":
         return jax.nn.softplus(raw) / temperature + family.floor
     whole = mixtures.triangular(raw, size)
@@ -320,7 +323,7 @@ def _factor(family: Family, raw: Array, size: int, temperature: Any) -> Array:
 
 
 def _coordinates(matrix: Array | None, v: Array) -> Array:
-    """Latent vectors whose images are closest to ``v``; no gradient enters the map by them."""
+    """Latent vectors ``[n, L]`` whose images are closest to ``v``, without gradient to the map."""
     if matrix is None:
         return v
     own = jax.lax.stop_gradient(matrix)
@@ -332,7 +335,7 @@ def _coordinates(matrix: Array | None, v: Array) -> Array:
 def to_input(family: Family, params: Params, shape: tuple[int, ...]) -> Array | None:
     """The matrix ``[L, d]`` from latent space to an input's entries; None for the identity.
 
-    The linear map of a fixed family is a parameter without a gradient.
+    The linear map of a ``"fixed"`` family is a parameter without gradient.
     """
     if family.upsample == "none":
         return None

@@ -1,4 +1,4 @@
-r"""Fitting the worst distribution of a family: the objective, a step, and the loop around it."""
+r"""Fits the worst distribution of a family."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from wdjax.nppr.fit_schedule import Schedule
 from wdjax.nppr.fitted import Fitted
 
 _CHUNK = 25
-"""Steps in one program at most."""
+"""Maximum number of steps in one program."""
 
 
 def fit(
@@ -41,36 +41,36 @@ def fit(
     checkpoint: str | PathLike[str] | None = None,
     every: float = 60.0,
 ) -> Fitted:
-    r"""The distribution of a family under which a model is wrong most often: that of NPPR.
+    r"""NPPR's distribution: the one of a family under which the model is wrong most often.
 
-    Minimises the schedule's loss of ``z_y - max_{j != y} z_j`` over samples of the mixtures of the
-    correctly classified inputs, through Gumbel-softmax samples, up-sampling and the map into the
-    ball, by Adam. What it finds is an upper value of the infimum over the family.
+    Minimises by Adam the schedule's loss of ``z_y - max_{j != y} z_j`` over samples of the mixtures
+    of the correctly classified inputs, through Gumbel-softmax samples, up-sampling and the map into
+    the ball. The result is an upper bound on the infimum over the family.
 
     Args:
       model: a pytree callable, ``[n, *shape] -> [n, K]``.
-      x: ``[n, *shape]`` in the ball's box. Samples that are misclassified are left out.
+      x: ``[n, *shape]`` in the ball's box. Misclassified samples are left out.
       y: ``[n]`` labels.
       eps: radius, in units of ``x``.
       key: a typed ``jax.random.key``.
-      family: which distributions.
-      schedule: steps, rates, temperatures.
+      family: the family of distributions.
+      schedule: steps, learning rate, temperatures.
       ball: norm and box.
       features: ``[n, *shape] -> [n, F]``, a pytree callable; by default the penultimate layer of a
         model of this package.
-      offset: moves the means of every input, see :func:`wdjax.nppr.AttackOffset`.
-      start: parameters to begin with instead of random ones, see
-        :func:`wdjax.nppr.universal_start`.
-      callback: called with the stacked states every 25 steps; a true value ends the fit.
-      checkpoint: a folder to save to and to go on from, see :func:`wdjax.engine.loop.carry`.
-      every: least seconds between two writings.
+      offset: shifts the means of every input, see :func:`wdjax.nppr.AttackOffset`.
+      start: initial parameters in place of random ones, see :func:`wdjax.nppr.universal_start`.
+      callback: called with the stacked states every 25 steps; if it returns a true value the fit
+        ends.
+      checkpoint: a folder to save to and to resume from, see :func:`wdjax.engine.loop.carry`.
+      every: minimum number of seconds between two writings.
 
     Returns:
       A :class:`~wdjax.nppr.Fitted`.
 
     Raises:
-      ValueError: bad samples or settings, no sample that is classified correctly, a loss that is
-        not finite, or a checkpoint of another fit.
+      ValueError: bad samples or settings, no correctly classified sample, a loss that is not
+        finite, or a checkpoint of another fit.
 
     Cost: ``steps B M`` forward and backward passes.
 
@@ -109,25 +109,25 @@ def fit_many(
     checkpoint: str | PathLike[str] | None = None,
     every: float = 60.0,
 ) -> list[Fitted]:
-    """Many fits as one program: seeds, radii or both, in parallel by ``vmap``.
+    """Many fits in one program, in parallel by ``vmap``: several seeds, radii or both.
 
     Args:
-      model: as for :func:`fit`, like all that is not said here.
+      model: as for :func:`fit`; so are all arguments not described here.
       x: ``[n, *shape]``
       y: ``[n]``
-      eps: one radius, or one a key.
+      eps: one radius for all keys, or one for each.
       keys: ``[S]`` typed keys.
-      family: which distributions.
-      schedule: steps, rates, temperatures.
+      family: the family of distributions.
+      schedule: steps, learning rate, temperatures.
       ball: norm and box.
-      features: what the heads see.
-      offset: moves the means of every input.
+      features: inputs of the heads.
+      offset: shifts the means of every input.
       callback: called with the stacked states.
-      checkpoint: of all fits together.
-      every: least seconds between two writings.
+      checkpoint: a folder for all fits together.
+      every: minimum number of seconds between two writings.
 
     Returns:
-      S of :class:`~wdjax.nppr.Fitted`.
+      S :class:`~wdjax.nppr.Fitted`, one for each key.
 
     Raises:
       ValueError: as :func:`fit`.
@@ -169,6 +169,10 @@ def _fit(
     checkpoint: str | PathLike[str] | None,
     every: float,
 ) -> list[Fitted]:
+    """Checks samples ``[n, *shape]``, prepares what all S fits share, and runs them together.
+
+    ``radii`` and ``keys`` have length S; ``start`` replaces initial parameters by name.
+    """
     if validate.traced(model, x, y, keys, radii) or validate.staged():
         raise ValueError("a fit looks at its samples: call it outside of jit; for vmap, fit_many.")
     x, y = validate.check_samples(model, x, y, ball.box)
@@ -185,7 +189,7 @@ def _fit(
         features = models.features(model) if features is None else features  # type: ignore[arg-type]
         seen = objective.as_rows(outputs(features, x))
     moved = None if offset is None else objective.as_rows(offset(model, x, y))
-    # Without any margin at all, any width will do.
+    # If all margins are 0, any width will do.
     settled = schedule.settled(family, float(np.median(-margins[right])) or 1.0)
     data = objective.Data(model, x, y, seen, moved, settled)
     classes = logits.shape[1]
@@ -242,6 +246,10 @@ def _carry(
     checkpoint: str | PathLike[str] | None,
     every: float,
 ) -> objective.State:
+    """Runs S stacked fits to their last step, with callback and checkpoint.
+
+    Returns the stacked states; raises ValueError if a loss is not finite.
+    """
     steps = data.schedule.steps
 
     def turn(state: objective.State) -> objective.State:

@@ -1,4 +1,4 @@
-"""How a family is fitted: steps, rates, temperatures."""
+"""The schedule of a fit: steps, learning rate, temperatures."""
 
 import dataclasses
 from typing import Any, Literal, get_args
@@ -23,35 +23,35 @@ def _static(default: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    r"""How a family is fitted. Pairs are a value at the first step and one at the last, geometric.
+    r"""The schedule of a fit; a pair is a first and a last value, interpolated geometrically.
 
     Args:
-      steps: of Adam.
-      batch: inputs a step, B.
-      draws: samples an input, M.
-      cycles: of the cosine, each from the full rate; the paper's schedule for the independent mode
-        is cyclical.
-      warmup: share of the steps with a rate that rises linearly from 0.
-      least_rate: the last.
-      learning_rate: the largest; None for 0.005 where features are seen, else 0.01.
-      loss: of a copy whose true class leads by a margin m: ``"sigmoid"`` is ``sigmoid(m / w)``, a
-        survivor's one made smooth; ``"softplus"`` is the paper's ``softplus(m + kappa)``.
-      width: w, as a share of the median margin of the samples as they are.
-      kappa: margin in logits beyond the decision boundary, of equation 11; for the softplus.
+      steps: Adam steps.
+      batch: B, inputs in a step.
+      draws: M, samples of each input.
+      cycles: cycles of the cosine, each from the full rate; the paper's schedule for the
+        independent mode is cyclical.
+      warmup: share of the steps in which the rate rises linearly from 0.
+      least_rate: lower bound of the learning rate.
+      learning_rate: the largest rate; by default 0.005 if the family uses features, else 0.01.
+      loss: of a copy whose true class leads by the margin m: ``"sigmoid"`` is ``sigmoid(m / w)``, a
+        smoothed survival indicator; ``"softplus"`` is the paper's ``softplus(m + kappa)``.
+      width: w, as a share of the unperturbed samples' median margin.
+      kappa: for the softplus, the margin in logits beyond the decision boundary, of equation 11.
       tau: temperature of the Gumbel-softmax.
-      proportions: temperature of the logits of the proportions.
+      proportions: temperature of the proportions' logits.
       mean: temperature of the means.
       sigma: temperature of the covariances' factors.
-      shared: temperature of what all heads see.
+      shared: temperature of the shared layer's output.
 
     Raises:
       ValueError: a setting that is out of range.
 
-    Differs: the paper's loss is the softplus. It is a mean of margins, and pays for lowering those
-      of copies that survive anyway: on four nets it left up to ten points more alive than the
-      sigmoid, and never fewer by more than a point or two. The paper says 5e-4 for 50 epochs, of an
-      unknown number of steps; 300 steps at that rate do not converge. It has no formula for its
-      temperatures: here outputs are divided by them.
+    Differs: the paper's loss is the softplus. Being a mean of margins, it also rewards lowering the
+      margins of copies that survive anyway: on four nets it left up to ten points more alive than
+      the sigmoid, and never fewer by more than a point or two. The paper has a rate of 5e-4 for 50
+      epochs of unknown length; 300 steps at that rate do not converge. It has no formula for its
+      temperatures; here they divide the heads' outputs.
 
     Source: Wang et al. [wang2025], table 4.
 
@@ -77,7 +77,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if not all(isinstance(end, float | int) for end in self.tau):
-            return  # Leaves that JAX put in place of numbers.
+            return  # JAX rebuilds the dataclass with placeholders as leaves.
         for name in ("steps", "batch", "draws", "cycles"):
             validate.check_count(name, getattr(self, name))
         validate.check_choice("loss", self.loss, get_args(Loss))
@@ -94,7 +94,7 @@ class Schedule:
             raise ValueError(f"width must be above 0, got {self.width!r}.")
 
     def settled(self, family: Family, margin: Any = 1.0) -> "Schedule":
-        """With the rate that suits a family, a width in logits, and every number an array."""
+        """Sets the default rate for a family and the width in logits; all numbers become arrays."""
         rate = self.learning_rate
         if rate is None:
             rate = 5e-3 if family.sees_input else 1e-2
@@ -102,7 +102,7 @@ class Schedule:
         return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), own)
 
     def rate(self, step: Array) -> Array:
-        """The learning rate of a step: linear, then cosines."""
+        """The learning rate of a step: a linear rise, then cosines."""
         length = max(self.steps // self.cycles, 1)
         rise = int(self.warmup * length)
         falling = optax.cosine_decay_schedule(1.0, max(length - rise, 1))
@@ -112,7 +112,7 @@ class Schedule:
         return jnp.maximum(self.learning_rate * share, self.least_rate)
 
     def temperatures(self, step: Array) -> tuple[Array, Temperatures]:
-        """tau, and those of the heads."""
+        """The Gumbel-softmax temperature of a step, and those of the heads."""
         done = step / max(self.steps - 1, 1)
 
         def between(pair: Any) -> Array:
@@ -125,4 +125,4 @@ class Schedule:
 TABLE_4 = Schedule(
     loss="softplus", proportions=(3.0, 1.0), mean=(3.0, 1.0), sigma=(1.5, 1.0), shared=(1.5, 1.0)
 )
-"""With the paper's loss and temperatures of the heads; on small nets they gain nothing."""
+"""The paper's loss and temperatures; on small nets they gain nothing."""

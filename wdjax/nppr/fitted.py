@@ -1,4 +1,4 @@
-"""A fitted distribution: its mixtures, its samples, and how it came about."""
+"""A fitted distribution: its mixtures, its samples, and the history of its fit."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,23 +17,23 @@ from wdjax.nppr.mixture import Mixture
 
 
 class FitHistory(NamedTuple):
-    """Of every step, ``[steps]``: on its batch, with the soft samples of that moment."""
+    """Measurements of every step, ``[steps]``, on its batch and soft samples."""
 
     loss: Array
     survived: Array
-    """Share of samples that leave their input classified correctly: the running NPPR."""
+    """Share of samples that are classified correctly: the running NPPR."""
     entropy: Array
     """Entropy ratio of the average proportions."""
     own_entropy: Array
-    """Average entropy ratio of an input's own proportions: 0 if every input has one component."""
+    """Mean entropy ratio of each input's own proportions: 0 if every input has one component."""
     gradient: Array
-    """Norm of the gradient. Zero throughout: nothing could be learnt from the model."""
+    """Norm of the gradient; zero in all steps if the model's gradients are masked."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """A distribution of perturbations, ready to be sampled: a pytree, and a ``Perturbation``.
+    """A fitted distribution of perturbations, a pytree and a ``Perturbation``.
 
     Made by :func:`wdjax.nppr.fit`.
     """
@@ -45,13 +45,13 @@ class Fitted:
     stats: Params
     history: FitHistory
     features: Callable[[Array], Array] | None
-    """What the heads see of an input."""
+    """The features of an input that the heads use."""
     offset: Callable[..., Array] | None
     model: Any
-    """Whom the offset attacks, where there is one."""
+    """The model that the offset attacks, or None."""
 
     def mixture(self, x: Array, y: Array) -> Mixture:
-        """The mixtures of some inputs, by the running averages: each depends on its input alone."""
+        """The mixtures of inputs, by the running averages: each depends on its own input alone."""
         seen = None
         if self.family.sees_input:
             assert self.features is not None
@@ -72,7 +72,7 @@ class Fitted:
         )
 
     def deltas(self, keys: Array, context: Mixture, x: Array, draws: int) -> Array:
-        """Perturbations by hard samples, ``[n, draws, *shape]``, each input by its own key."""
+        """Perturbations ``[n, draws, *shape]`` from hard samples, each input by its own key."""
         latent = jax.vmap(lambda key, one: mixtures.hard(key, one, 1, draws)[0])(keys, context)
         return self.to_ball(latent, x.shape[1:])
 
@@ -84,5 +84,5 @@ class Fitted:
 
     @property
     def learnt(self) -> bool:
-        """Whether any step had a gradient that was not zero."""
+        """Whether any step had a nonzero gradient."""
         return bool(jnp.any(self.history.gradient > 0))

@@ -1,4 +1,4 @@
-"""Importance sampling in normal space, around the likeliest failures, checked by splitting."""
+"""Importance sampling in normal space around the likeliest failures, checked by splitting."""
 
 import functools
 import math
@@ -16,23 +16,23 @@ from wdjax.nppr.splitting import explored
 
 
 class Proposal(NamedTuple):
-    """A mixture of normal vectors around the likeliest failures, and of the target itself."""
+    """The mixture of the target distribution and of normal vectors around likely failures."""
 
     points: Array
-    """``[J, d]``"""
+    """``[J, d]``, the centres."""
     weights: Array
-    """``[J]``, with the target's share summing to 1."""
+    """``[J]``; together with the target's share they sum to 1."""
     defensive: Array
-    """The target's own share, which bounds all weights by its inverse."""
+    """The target's share; importance weights are at most its inverse."""
 
 
 class Start(NamedTuple):
-    """Where a search for a likely failure begins, ``[J]`` leaves."""
+    """The start of J searches for likely failures."""
 
     u: Array
     """``[J, d]``"""
     rival: Array
-    """The class that should win."""
+    """``[J]``, the class that should win."""
 
 
 def importance(
@@ -52,15 +52,16 @@ def importance(
 ) -> Rare:
     r"""Importance sampling around the likeliest failures, checked by multilevel splitting.
 
-    ``E_q[1{failure} p(u) / q(u)]`` with ``p = N(0, I)`` and ``q`` a mixture of p itself and of
-    ``N(u_j, I)``, where the ``u_j`` are short vectors at which some class wins: one search a rival
-    from 0, ``starts`` from random vectors, and some from failures of the check. Every point is
-    weighed by the whole mixture (the balance heuristic), so that estimates are unbiased and no
-    weight exceeds ``1 / defensive``.
+    The estimate is the mean of ``1{failure} p(u) / q(u)`` under ``q``, with ``p = N(0, I)`` and
+    ``q`` a mixture of p and of ``N(u_j, I)``. The ``u_j`` are short vectors at which another class
+    wins: one search begins at 0 for each rival, ``starts`` at random vectors, and some at failures
+      found by
+    the check. Every point is weighted by the whole mixture (the balance heuristic), so that
+    estimates are unbiased and no weight exceeds ``1 / defensive``.
 
-    Failures that are nowhere near any ``u_j`` are met by p's share only, and an estimate that
-    misses them looks precise. So the same probability is estimated by :func:`splitting`, which
-    knows no ``u_j``; where the two are further apart than chance allows, a second one with more
+    Failures far from every ``u_j`` are sampled by p's share only, and an estimate that misses them
+    looks precise. So :func:`splitting`, which does not use the ``u_j``, estimates the same
+    probability. If the two differ by more than chance allows, a second splitting with more
     particles decides whether they agree.
 
     Args:
@@ -69,23 +70,23 @@ def importance(
       x: ``[*shape]``, one input, classified correctly.
       y: its label.
       key: a typed ``jax.random.key``.
-      draws: samples a run.
-      runs: independent repeats.
-      steps: that look for each ``u_j``, one gradient each.
-      starts: searches from random vectors, for the rivals in turn, the likeliest first.
+      draws: samples in a run.
+      runs: independent repetitions.
+      steps: gradient steps of the search for each ``u_j``.
+      starts: searches from random vectors, cyclically for the rivals, the likeliest first.
       defensive: p's share, in ``(0, 1]``; 1 is plain Monte Carlo.
-      check: particles of the splitting that checks; 0 for none.
+      check: particles of the splitting; 0 for none.
       batch_size: points on the device at once.
 
     Returns:
-      A :class:`Rare`, with the splitting as its ``check``; ``remark`` says where it does not agree.
+      A :class:`Rare`, with the splitting as its ``check``; ``remark`` says where the two disagree.
 
     Raises:
       ValueError: a bad or misclassified input, settings that are out of range, a trace.
 
-    Cost: ``runs draws`` forward passes, ``(K + 79 + starts) steps`` gradients once, and those of
-      the check, some ``600 check`` forward passes for each factor of 1000 in p, and four times as
-      many again where it does not agree.
+    Cost: ``runs draws`` forward passes, ``(K + 79 + starts) steps`` gradients, and the check: about
+      ``600 check`` forward passes for each factor of 1000 in p, and four times as many again if it
+      disagrees.
 
     Source: Tit et al. [tit2023] for gradients and normal space; Hasofer and Lind [hasofer1974] for
       the likeliest failure; Owen and Zhou [owen2000] for the defensive share; Veach and Guibas
@@ -122,21 +123,21 @@ def importance(
 
 
 _AGAIN = 4
-"""A check that does not agree is done once more, with so many times the particles: chance disagrees
-in one case of a hundred."""
+"""A check that disagrees is repeated with so many times the particles: by chance one in a hundred
+disagrees."""
 _RAY = 64
-"""Points along the way to a rival, of which the first failure counts."""
+"""Points on a ray; the first of them that fails counts."""
 _FEW = 16
-"""Searches at once, each with a gradient."""
+"""Searches in a batch, each with a gradient."""
 _FAR = 8
-"""Standard deviations of one direction, beyond twice the usual length of a normal vector, up to
-which failures are looked for."""
+"""Bound on the length of the searched vectors, in standard deviations beyond twice the usual length
+of a normal vector."""
 _EVEN = 0.25
-"""Of what the failures get, the share that does not depend on how likely they seem."""
+"""Share of the failures' weight that does not depend on their likelihood."""
 
 
 def _starts(question: RareEvent, count: int, ends: Array, key: Array) -> Start:
-    """One for each rival at 0, ``count`` random ones, and those where a check ended."""
+    """Searches for each rival from 0, ``count`` random ones, and those from ``ends [J, d]``."""
     logits = np.array(question.logits(jnp.zeros((1, question.size)))[0])
     own = int(question.y[0])
     ranked = np.array([j for j in np.argsort(-logits) if j != own])
@@ -158,7 +159,10 @@ def _logits(question: RareEvent, u: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _propose(question: RareEvent, begun: Start, steps: int, defensive: Array) -> Proposal:
-    """The mixture: failures share by likelihood, a part of it evenly, and copies count once."""
+    """The mixture: failures are weighted by likelihood, in part equally; near duplicates share.
+
+    ``begun`` holds J searches; the result has J centres ``[J, d]``, of weight 0 where none failed.
+    """
     few = np.resize(np.arange(len(begun.rival)), -(-len(begun.rival) // _FEW) * _FEW)
     padded = jax.tree.map(lambda leaf: leaf[few], begun)
     ends = jax.lax.map(lambda own: _approach(question, own, steps), padded, batch_size=_FEW)
@@ -178,7 +182,7 @@ def _propose(question: RareEvent, begun: Start, steps: int, defensive: Array) ->
 
 
 def _approach(question: RareEvent, start: Start, steps: int) -> Array:
-    """Where the iteration of Hasofer and Lind for a short vector at which a rival wins ends."""
+    """The end ``[d]`` of the Hasofer-Lind iteration for a short vector at which the rival wins."""
 
     def gap(u: Array) -> Array:
         logits = question.logits(u[None])[0]
@@ -198,8 +202,8 @@ def _approach(question: RareEvent, start: Start, steps: int) -> Array:
 
 
 def _shortest(question: RareEvent, start: Array, end: Array) -> Array:
-    """The first failure on the way from 0 to twice the end of a search, or to its start, if that is
-    shorter, so that nothing is lost where slopes are 0 or mislead; inf if there is none."""
+    """The shorter of two failures ``[d]``: the first on the ray from 0 to twice a search's end, and
+    the first on the ray to its start, for gradients that are 0 or mislead; inf without any."""
 
     def first(u: Array) -> Array:
         along = jnp.linspace(1 / _RAY, 1, _RAY)[:, None] * u
@@ -212,12 +216,12 @@ def _shortest(question: RareEvent, start: Array, end: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnums=3)
 def _weighed(question: RareEvent, proposal: Proposal, keys: Array, draws: int) -> Array:
-    """``[R, 3]``, one run after another."""
+    """``[R, 3]``: :func:`_weigh` of each run, one after another."""
     return jax.lax.map(lambda key: _weigh(question, proposal, key, draws), keys)
 
 
 def _weigh(question: RareEvent, proposal: Proposal, key: Array, draws: int) -> Array:
-    """``(estimate, failures, faults)`` of one run."""
+    """``[3]``: estimate, number of failures and number of faults of one run."""
     pick, noise_key = jax.random.split(key)
     shares = jnp.append(proposal.weights, proposal.defensive)
     centres = jnp.concatenate([proposal.points, jnp.zeros_like(proposal.points[:1])])

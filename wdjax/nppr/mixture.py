@@ -1,6 +1,6 @@
-r"""Gaussian mixtures in a latent space: soft samples to train with, hard ones to evaluate with.
+r"""Gaussian mixtures in a latent space: soft samples for training, hard ones for evaluation.
 
-The leading axis of a mixture's leaves counts inputs, or is 1 where all inputs share them.
+The leading axis of a mixture's leaves is that of the inputs, or 1 if all inputs share the leaf.
 """
 
 import dataclasses
@@ -47,16 +47,16 @@ class Mixture:
 
     @property
     def inputs(self) -> int:
-        """How many inputs have a mixture of their own; 1 if it is shared."""
+        """The number of inputs with a mixture of their own; 1 if it is shared."""
         return max(len(self.logits), len(self.mean), len(self.factor))
 
 
 def soft(key: Array, mixture: Mixture, inputs: int, draws: int, tau: Array | float) -> Array:
-    r"""Samples that can be differentiated in all parameters: Gumbel-softmax.
+    r"""Samples that are differentiable in all parameters: Gumbel-softmax.
 
     ``sum_k z_k (mu_k + F_k xi_k)`` with ``z = softmax((log pi + g) / tau)``, Gumbel noise g and
-    normal ``xi_k``. As tau falls to 0 their distribution becomes the mixture; at any other tau the
-    covariance is smaller, since the ``z_k^2`` sum to less than 1.
+    normal ``xi_k``. As tau falls to 0 their distribution becomes the mixture; for other tau the
+    covariance is smaller, since the sum of ``z_k^2`` is less than 1.
 
     Args:
       key: a typed ``jax.random.key``.
@@ -112,7 +112,7 @@ def hard(key: Array, mixture: Mixture, inputs: int, draws: int) -> Array:
 
 
 def _combined(mixture: Mixture, z: Array, xi: Array) -> Array:
-    """``sum_k z_k mu_k + F_k xi_k`` of weights ``[n, M, K]`` and vectors ``[n, M, K, L]``."""
+    """``sum_k z_k mu_k + F_k xi_k`` for weights ``[n, M, K]`` and vectors ``[n, M, K, L]``."""
     return _weighted(mixture.mean, z) + _scattered(mixture, xi)
 
 
@@ -126,7 +126,7 @@ def _scattered(mixture: Mixture, xi: Array) -> Array:
         return jnp.einsum(
             "nmkl,nkl->nml", xi, jnp.broadcast_to(factor, (len(xi), *factor.shape[1:]))
         )
-    # One product of matrices over components and columns together: [M, K L] with [K L, L].
+    # One matrix product over components and columns together: [M, K L] with [K L, L].
     columns = jnp.moveaxis(factor, -2, -1).reshape(len(factor), -1, factor.shape[-1])
     rows = xi.reshape(*xi.shape[:2], -1)
     return rows @ columns[0] if len(factor) == 1 else rows @ columns
@@ -168,13 +168,13 @@ def log_density(mixture: Mixture, points: Array) -> Array:
 
 
 def entropy_ratio(proportions: Array) -> Array:
-    r"""``H(pi) / log K``: 1 for equal proportions, 0 for one component alone.
+    r"""``H(pi) / log K``: 1 for equal proportions, 0 for a single component.
 
     Args:
       proportions: ``[..., K]``, which sum to 1.
 
     Returns:
-      ``[...]`` in ``[0, 1]``; 1 for ``K = 1``, where there is no choice to be made.
+      ``[...]`` in ``[0, 1]``; 1 for ``K = 1``.
 
     Source: Wang et al. [wang2025], equation 51.
 
@@ -189,7 +189,7 @@ def entropy_ratio(proportions: Array) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def triangular(packed: Array, size: int) -> Array:
-    """Lower triangular matrices from their entries, row by row.
+    """Lower triangular matrices from their entries in row order.
 
     Args:
       packed: ``[..., L (L + 1) / 2]``.
@@ -211,7 +211,7 @@ def _forward(packed: Array, size: int) -> tuple[Array, None]:
 
 
 def _backward(size: int, _: None, gradient: Array) -> tuple[Array]:
-    """The gather's gradient as a gather: a scatter takes ten times as long on a CPU."""
+    """The gradient of the gather, as a gather: on a CPU a scatter takes ten times as long."""
     places = np.ravel_multi_index(np.tril_indices(size), (size, size))
     return (gradient.reshape(*gradient.shape[:-2], -1)[..., places],)
 
@@ -220,7 +220,7 @@ triangular.defvjp(_forward, _backward)
 
 
 def packed_size(size: int) -> int:
-    """How many numbers :func:`triangular` takes.
+    """The number of entries that :func:`triangular` takes.
 
     >>> packed_size(2), packed_size(3)
     (3, 6)

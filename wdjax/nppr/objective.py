@@ -1,4 +1,4 @@
-r"""What a fit minimises, and one step of it: a pure function of a state."""
+r"""The objective of a fit, and one step of it as a pure function of a state."""
 
 import functools
 from typing import Any, NamedTuple
@@ -33,14 +33,14 @@ class Data(NamedTuple):
     x: Array
     y: Array
     features: Array | None
-    """``[n, F]`` of the samples as they are, computed once."""
+    """``[n, F]`` of the unperturbed samples, computed once."""
     offset: Array | None
-    """``[n, d]``, what the means are moved towards in the input's space."""
+    """``[n, d]``, the shift of the means in the input's space."""
     schedule: Schedule
 
 
 class State(NamedTuple):
-    """What a fit carries on; a pytree."""
+    """The state of a fit; a pytree, stacked over fits."""
 
     params: Params
     stats: Params
@@ -52,7 +52,7 @@ class State(NamedTuple):
 
 
 class FitProgram(NamedTuple):
-    """What changes the program."""
+    """Static settings."""
 
     family: Family
     ball: Lp
@@ -70,7 +70,7 @@ def begin(
     radii: Array,
     start: Params,
 ) -> State:
-    """The states that fits start from, stacked: one a key."""
+    """Initial states of the fits, stacked: one for each key."""
 
     def one(key: Array, eps: Array) -> State:
         first, own = jax.random.split(key)
@@ -85,7 +85,7 @@ def begin(
 
 @functools.partial(jax.jit, static_argnums=0)
 def advance(plan: FitProgram, data: Data, state: State, first: Array, last: Array) -> State:
-    """Steps ``first`` to ``last`` of every fit; if these do not loop well, one."""
+    """Steps ``first`` to ``last`` of every fit; a single step if the model loops slowly."""
 
     def all_fits(state: State) -> State:
         one = functools.partial(step, plan, data)
@@ -114,6 +114,7 @@ def step(plan: FitProgram, data: Data, state: State) -> State:
     )
 
     def value(params: Params) -> tuple[Array, tuple[Params, Array, Array]]:
+        """The loss; and new running averages, the share of survivors, ``[2]`` entropy ratios."""
         made, stats = families.mixture(
             plan.family,
             params,
@@ -145,14 +146,14 @@ def step(plan: FitProgram, data: Data, state: State) -> State:
 
 
 def _loss(schedule: Schedule, logits: Array, y: Array) -> Array:
-    """``[n]``, what the attacker lowers."""
+    """``[n]``, the loss that the attacker minimises."""
     if schedule.loss == "softplus":
         return -losses.softplus_margin(logits, y, schedule.kappa)
     return jax.nn.sigmoid(-losses.margin(logits, y) / schedule.width)
 
 
 def _batch(data: Data, state: State) -> tuple[Array, Array]:
-    """The rows of a step, each once an epoch, and its key."""
+    """A step's rows ``[B]``, each once an epoch, and its key."""
     size = min(data.schedule.batch, len(data.y))
     turns = len(data.y) // size
     order_key, draw_key = jax.random.split(state.key)
@@ -162,7 +163,7 @@ def _batch(data: Data, state: State) -> tuple[Array, Array]:
 
 
 def _moved(plan: FitProgram, params: Params, latent: Array, batch: Data, eps: Array) -> Array:
-    """Logits ``[B M, K]`` of the inputs moved."""
+    """Logits ``[B M, K]`` of the perturbed inputs; ``latent`` is ``[B, M, L]``."""
     shape = batch.x.shape[1:]
     matrix = families.to_input(plan.family, params, shape)
     rows = latent.reshape(-1, latent.shape[-1])

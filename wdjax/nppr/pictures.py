@@ -1,6 +1,6 @@
-"""Figures of fitted distributions: how they were learnt, where they put their mass.
+"""Figures of fitted distributions: the course of the fit, and where they put their mass.
 
-Matplotlib objects without a global state; scikit-learn projects.
+Matplotlib figures without global state; scikit-learn does the projections.
 """
 
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ def training(fits: Mapping[str, Fitted]) -> "Figure":
 def _drawn(
     perturbation: Perturbation, x: AnyArray, y: AnyArray, key: Array, draws: int
 ) -> npt.NDArray[np.float64]:
-    """``delta / eps`` as rows, ``[n, draws, d]``."""
+    """Samples of ``delta / eps``, flattened: ``[n, draws, d]``."""
     x, y = jnp.asarray(x), jnp.asarray(y)
     context = perturbation.context(x, y)
     delta = perturbation.deltas(jax.random.split(key, len(x)), context, x, draws)
@@ -106,7 +106,7 @@ def projected(
 
 
 def _pca(rows: npt.NDArray[np.float64]) -> tuple[Any, Any]:
-    """The rows along their two principal components, and no perturbation at all."""
+    """The rows and the zero perturbation in coordinates of the first two principal components."""
     from sklearn.decomposition import PCA
 
     found = PCA(2).fit(rows)
@@ -129,7 +129,7 @@ def heatmap(
     draws: int = 10,
     bins: int = 60,
 ) -> "Figure":
-    """Where every class's perturbations lie along the first principal component, as densities.
+    """Densities of every class's perturbations along the first principal component.
 
     Args:
       perturbation: the distribution.
@@ -158,7 +158,7 @@ def heatmap(
 
 
 def mixture(fitted: Fitted, x: AnyArray, y: AnyArray) -> "Figure":
-    """The mixture of one input: proportions, means, and the covariance of its main component.
+    """The mixture of one input: proportions, and mean and covariance of its main component.
 
     Args:
       fitted: the distribution.

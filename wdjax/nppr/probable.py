@@ -23,50 +23,50 @@ from wdjax.nppr.estimate import Estimate, correct_inputs, estimate, spread
 from wdjax.smoothing import binomial
 
 _GROWTH = 1.5
-"""Factor between the numbers of copies at which the test looks."""
+"""Factor between the numbers of copies at which the test decides."""
 RADII = (0.03, 0.08, 0.10, 0.12)
-"""PRBench's radii of PR."""
+"""PRBench's radii for PR."""
 RISKS = (0.10, 0.05, 0.01)
-"""PRBench's rho of ProbAcc."""
+"""PRBench's risks rho for ProbAcc."""
 
 
 class Decision(NamedTuple):
-    """Of every input and every rho."""
+    """The decisions for every input and every rho."""
 
     rho: tuple[float, ...]
     correct: npt.NDArray[np.bool_]
-    """``[n]``: only these count."""
+    """``[n]``: whether the unperturbed input is classified correctly; only these inputs count."""
     robust: npt.NDArray[np.bool_]
-    """``[R, n]``: misclassified with probability rho at most, each at level ``1 - alpha``."""
+    """``[R, n]``: whether the failure probability is at most rho, each at level ``1 - alpha``."""
     fragile: npt.NDArray[np.bool_]
-    """``[R, n]``: with more, each at level ``1 - alpha``."""
+    """``[R, n]``: whether it is more than rho, each at level ``1 - alpha``."""
     draws: Counts
-    """``[n]``: copies that it took."""
+    """``[n]``: copies drawn."""
     faults: Counts
     """``[n]``: copies whose logits were not finite; they count as misclassified."""
     alpha: float
 
     @property
     def lower(self) -> npt.NDArray[np.float64]:
-        """``[R]``: ProbAcc of these inputs if all decisions are right and the rest is fragile."""
+        """``[R]``: ProbAcc of these inputs, if undecided inputs are all fragile."""
         return np.asarray(np.mean(self.robust[:, self.correct], axis=1))
 
     @property
     def upper(self) -> npt.NDArray[np.float64]:
-        """``[R]``: the same if the rest is robust."""
+        """``[R]``: the same, if undecided inputs are all robust."""
         return np.asarray(1 - np.mean(self.fragile[:, self.correct], axis=1))
 
     @property
     def undecided(self) -> npt.NDArray[np.bool_]:
-        """``[R, n]``: too close to rho for the copies that were allowed."""
+        """``[R, n]``: whether the failure probability is too close to rho for ``draws`` copies."""
         return np.asarray(self.correct & ~self.robust & ~self.fragile)
 
     def population(self, confidence: float = 0.95) -> metrics.ConfidenceInterval:
-        """``[R]`` intervals of ProbAcc of all inputs of their kind.
+        """``[R]`` intervals of ProbAcc for the population of inputs.
 
-        Of a share R of robust inputs at most ``R + alpha (1 - R)`` are decided to be robust, so a
-        lower bound L of that by Clopper and Pearson gives ``R >= (L - alpha) / (1 - alpha)``; the
-        upper end comes from those that are decided to be fragile.
+        If the share R of inputs is robust, at most ``R + alpha (1 - R)`` are decided to be robust.
+        A Clopper-Pearson lower bound L of the latter gives ``R >= (L - alpha) / (1 - alpha)``; the
+        upper end follows likewise from the inputs decided to be fragile.
         """
         n = int(np.sum(self.correct))
         robust, fragile = (np.sum(one, axis=1) for one in (self.robust, self.fragile))
@@ -92,24 +92,24 @@ def probabilistic_accuracy(
     batch_size: int | None = None,
     mesh: Mesh | None = None,
 ) -> Decision:
-    r"""Whether each input survives with probability ``1 - rho`` at least, by a sequential test.
+    r"""Decides for each input whether it survives with probability at least ``1 - rho``.
 
     Two tests of :func:`wdjax.smoothing.binomial.evidence` run against each other, "at least"
-    against "less", and copies are drawn until one of them has ``1 / alpha`` of evidence. Either may
-    be looked at any time, so that each decision is wrong with probability ``alpha`` at most,
-    whatever the input. A hundred copies without a failure, by contrast, leave room for 3 %.
+    against "less", and copies are drawn until one of them has the evidence ``1 / alpha``. The
+    evidence may be inspected at any time, so each decision is wrong with probability at most
+    ``alpha``, whatever the input. A hundred copies without a failure only show a risk below 3 %.
 
     Args:
-      model: a pytree callable ``[n, *shape] -> [n, K]``, which treats each sample alone.
+      model: a pytree callable ``[n, *shape] -> [n, K]`` that treats each sample independently.
       perturbation: the distribution.
       x: ``[n, *shape]`` in the box.
       y: ``[n]`` labels.
       key: a typed ``jax.random.key``.
-      rho: one or several risks in ``(0, 1)``, which share the copies.
+      rho: one or several risks in ``(0, 1)``, decided from the same copies.
       alpha: in ``(0, 1/2]``, the probability that a decision is wrong.
-      draws: copies an input at most; what is undecided then stays so.
-      index: ``[n]`` integers, which inputs of a larger set these are.
-      batch_size: copies on the devices at once.
+      draws: maximum number of copies of an input, after which it stays undecided.
+      index: ``[n]`` integers, the inputs' numbers in a larger data set.
+      batch_size: copies on all devices at once.
       mesh: a mesh from :func:`wdjax.parallel.data_mesh`; inputs are split over it.
 
     Returns:
@@ -118,7 +118,7 @@ def probabilistic_accuracy(
     Raises:
       ValueError: as :func:`~wdjax.nppr.estimate`, or a risk or level out of range.
 
-    Cost: for an input that never fails some 40, 90 and 500 forward passes at rho .1, .05 and .01.
+    Cost: for an input that never fails about 40, 90 and 500 forward passes at rho .1, .05 and .01.
 
     Source: Robey et al. [robey2022] for the quantity, Robbins [robbins1970] for the test.
 
@@ -179,13 +179,13 @@ def probabilistic_accuracy(
 def decided(
     survived: npt.ArrayLike, draws: int, rho: npt.ArrayLike, alpha: float
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Where the evidence suffices, ``[R, n]`` each: at most ``rho`` are lost, or more.
+    """Whether the evidence suffices, ``[R, n]`` each: for a risk of at most ``rho``, and for more.
 
     >>> sure, weak = decided([100, 60, 95], 100, [0.1], 0.05)
     >>> sure.tolist(), weak.tolist()
     ([[True, False, False]], [[False, True, False]])
     """
-    # Counts take few values, and the integrals behind the evidence are what a decision costs.
+    # Counts take few distinct values, and integrating the evidence is the expensive part.
     won, which = np.unique(survived, return_inverse=True)
     risk, enough = np.asarray(rho, float)[:, None], -np.log(alpha)
     robust = binomial.evidence(1 - risk, won, draws) >= enough
@@ -209,7 +209,7 @@ def prbench(
     batch_size: int | None = None,
     mesh: Mesh | None = None,
 ) -> dict[str, Any]:
-    """PRBench's fields under its names, as shares, with intervals of 95 % for the population.
+    """PRBench's measures under its names, in percent, with 95 % intervals for the population.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``.
@@ -217,24 +217,24 @@ def prbench(
       y: ``[n]`` labels.
       key: a typed ``jax.random.key``.
       ball: norm and box.
-      radii: of PR under uniform noise.
-      rho: of ProbAcc.
-      radius: at which ProbAcc is taken.
-      draws: copies an input for PR; PRBench has 100.
-      alpha: level of each decision behind ProbAcc, whose interval is wider by it.
+      radii: radii of PR under uniform noise.
+      rho: risks of ProbAcc.
+      radius: the radius of ProbAcc.
+      draws: copies of each input for PR; PRBench has 100.
+      alpha: level of each decision behind ProbAcc; it widens the interval.
       train: inputs and labels of the training set, for the generalisation error: PR on them less
         PR on ``x``.
-      batch_size: copies on the devices at once.
+      batch_size: copies on all devices at once.
       mesh: a mesh from :func:`wdjax.parallel.data_mesh`; inputs are split over it.
 
     Returns:
-      ``"acc"``, and of every radius ``"PR(r)"`` and, with ``train``, ``"GE_PR(r)"``; of every rho
-      ``"ProbAcc(rho)"``. Each but ``acc`` is ``{"value", "interval"}``; a ProbAcc's value counts
-      the inputs that are decided to be robust.
+      ``"acc"``; for every radius r ``"PR(r)"`` and, with ``train``, ``"GE_PR(r)"``; for every rho
+      ``"ProbAcc(rho)"``. All but ``acc`` are ``{"value", "interval"}``; the value of ProbAcc counts
+      the inputs decided to be robust.
 
-    Differs: PRBench writes percent. ProbAcc is decided by a test instead of 100 copies. Intervals
-      are those of :func:`wdjax.metrics.mean_interval` and of Clopper and Pearson, where PRBench has
-      a bootstrap; that of a difference puts together two of 97.5 %.
+    Differs: ProbAcc is decided by a test instead of 100 copies. Intervals are those of
+      :func:`wdjax.metrics.mean_interval` and of Clopper and Pearson, where PRBench has a bootstrap;
+      the interval of a difference combines two of 97.5 %.
 
     Source: Zhang et al. [zhang2025].
 
@@ -270,10 +270,11 @@ def prbench(
 
 
 def excess(known: Estimate, own: Estimate) -> metrics.ConfidenceInterval:
-    """Of how much more survives of one population than of another: two of 97.5 % make 95 %."""
+    """Interval of the difference of two populations' survival: two of 97.5 % make one of 95 %."""
     (low, high), (first, last) = (one.population(0.975) for one in (own, known))
     return metrics.ConfidenceInterval(first - high, last - low)
 
 
 def _field(value: Any, low: Any, high: Any) -> dict[str, Any]:
-    return {"value": float(value), "interval": [float(low), float(high)]}
+    """A value and its interval, in percent."""
+    return {"value": 100 * float(value), "interval": [100 * float(low), 100 * float(high)]}

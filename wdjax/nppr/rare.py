@@ -1,9 +1,9 @@
-r"""Rare failures of one input: what is asked, in normal space, and what is answered.
+r"""Rare failures of one input: the problem in normal space, and the estimate.
 
-Splitting and importance sampling work on normal vectors u: a fixed distribution is a map of them
-(for uniform linf noise ``delta = eps (2 Phi(u) - 1)``), so that the box's clipping belongs to the
-event, and weights have no Jacobians. Neither knows its own error well from one run; intervals come
-from repeats.
+Splitting and importance sampling work on normal vectors u, of which a perturbation is a function
+(for uniform linf noise ``delta = eps (2 Phi(u) - 1)``), so that clipping to the box is part of the
+event and weights have no Jacobians. A single run of either cannot estimate its own error well;
+intervals come from independent runs.
 """
 
 import dataclasses
@@ -25,27 +25,27 @@ from wdjax.nppr import upsample as up
 from wdjax.nppr.counting import TWIN, default_batch
 
 _APART = 0.99
-"""Confidence of the intervals that must meet where two methods agree."""
+"""Confidence of the two intervals that must overlap if two methods agree."""
 _VAGUE = 10
-"""A larger factor than this between the ends of such an interval means that it tells little."""
+"""An interval whose ends differ by more than this factor is too wide to compare."""
 
 
 class Rare(NamedTuple):
-    """A small probability, by several independent runs."""
+    """A small probability, estimated by several independent runs."""
 
     runs: npt.NDArray[np.float64]
     """``[R]`` estimates, each unbiased."""
     evaluations: int
-    """Forward passes of all runs, without ``fit``."""
+    """Forward passes of all runs, not counting ``fit``."""
     fit: int
-    """Passes that prepared them, once for all runs: forward ones of splitting's pilot, forward and
-    backward ones of the search for a proposal."""
+    """Passes of the preparation, once for all runs: forward passes of a splitting's pilot, or
+    forward and backward passes of the search for a proposal."""
     faults: int
     """Points of the runs whose logits were not finite; they count as failures."""
     found: bool
-    """Whether failures were seen in every run; if not, the value is too low or unknown."""
+    """Whether every run saw failures; if not, the value is too low or unknown."""
     check: "Rare | None" = None
-    """The same probability by splitting, where importance sampling was checked by it."""
+    """The same probability by splitting, if importance sampling was checked by it."""
 
     @property
     def value(self) -> float:
@@ -54,13 +54,13 @@ class Rare(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Its standard error."""
+        """The standard error of the mean."""
         return float(np.std(self.runs, ddof=1) / math.sqrt(len(self.runs)))
 
     @property
     def agrees(self) -> bool | None:
-        """Whether the check's interval of 99 % meets this one's; None where nothing is compared, as
-        without a check, or where runs differ too much."""
+        """Whether the 99 % intervals of both methods overlap; None if there is no check, or an
+        interval is too wide to compare."""
         if self.check is None or not (self.found and self.check.found):
             return None
         (low, high), (least, most) = (one._spread(_APART) for one in (self, self.check))
@@ -70,7 +70,7 @@ class Rare(NamedTuple):
 
     @property
     def remark(self) -> str:
-        """What speaks against the value, in words; empty where nothing does."""
+        """What speaks against the value, in words; empty if nothing does."""
         if not self.found:
             return "not every run met a failure: the value is too low or unknown"
         if self.check is None or self.agrees:
@@ -85,12 +85,12 @@ class Rare(NamedTuple):
     def interval(self, confidence: float = 0.95) -> ConfidenceInterval:
         """Cox's interval over the runs, for the mean of log-normal numbers.
 
-        It speaks of failures that the runs can meet: a region that all of them miss adds nothing to
-        their spread. Up to 1 where not every run met a failure, and wide enough for both methods
-        where they disagree.
+        It covers failures that the runs can see: a region that all of them miss does not add to
+        their spread. It extends to 1 if a run saw no failure, and covers both methods' intervals if
+        they disagree.
 
-        Source: Olsson [olsson2005], with Student's quantiles and one run less, since runs are
-          log-normal only nearly.
+        Source: Olsson [olsson2005], with Student's quantiles and one run less, since runs are only
+          approximately log-normal.
         """
         if not 0 < confidence < 1:
             raise ValueError(f"confidence must lie between 0 and 1, got {confidence!r}.")
@@ -103,7 +103,7 @@ class Rare(NamedTuple):
         return ConfidenceInterval(np.asarray(low), np.asarray(high))
 
     def _spread(self, confidence: float) -> tuple[float, float]:
-        """Ends from the logarithms of runs that are all above 0, around their mean, up to 1."""
+        """The interval's ends, from logarithms of the runs, which must be positive; at most 1."""
         from scipy import stats
 
         logs, others = np.log(self.runs), len(self.runs) - 1
@@ -115,7 +115,7 @@ class Rare(NamedTuple):
 
 
 def from_normal(perturbation: distributions.Fixed, u: Array) -> Array:
-    """Perturbations of normal vectors ``[n, d]``, distributed as the perturbation says.
+    """The perturbations ``[n, d]`` that normal vectors ``[n, d]`` are mapped to.
 
     >>> from_normal(distributions.UniformBall(0.5), jnp.array([[0.0, 9.0]])).tolist()
     [[0.0, 0.5]]
@@ -126,7 +126,7 @@ def from_normal(perturbation: distributions.Fixed, u: Array) -> Array:
     if isinstance(perturbation, distributions.ClippedGaussian) and ball.norm == math.inf:
         return eps * jnp.clip(perturbation.sigma * u, -1.0, 1.0)
     if isinstance(perturbation, distributions.TruncatedGaussian):
-        # The lower half, in which floats resolve levels; the upper one is its mirror image.
+        # Computed in the lower half, where floats resolve small probabilities, and mirrored.
         outside = jax.scipy.special.ndtr(-1 / jnp.asarray(perturbation.sigma, u.dtype))
         level = outside + jax.scipy.special.ndtr(-jnp.abs(u)) * (1 - 2 * outside)
         inside = -jnp.sign(u) * perturbation.sigma * jax.scipy.special.ndtri(level)
@@ -140,7 +140,7 @@ def from_normal(perturbation: distributions.Fixed, u: Array) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RareEvent:
-    """One input, and what disturbs it; a pytree."""
+    """One input and the distribution of its perturbations; a pytree."""
 
     model: Classifier
     perturbation: distributions.Fixed
@@ -149,21 +149,21 @@ class RareEvent:
     y: Array
     """``[1]``"""
     batch: int = dataclasses.field(metadata={"static": True})
-    """Points that the model sees at once, at most."""
+    """Maximum number of points in a batch."""
 
     @property
     def size(self) -> int:
-        """d, the normal numbers that make a perturbation."""
+        """d, the dimension of the normal vectors."""
         return math.prod(self.x.shape[1:])
 
     def logits(self, u: Array) -> Array:
-        """``[m, K]`` at normal vectors ``[m, d]``."""
+        """Logits ``[m, K]`` at normal vectors ``[m, d]``."""
         delta = from_normal(self.perturbation, u).reshape(1, -1, *self.x.shape[1:])
         points = up.placed(self.x, delta, self.perturbation.eps, self.perturbation.ball)
         return self.model(points[0])
 
     def score(self, u: Array) -> tuple[Array, Array]:
-        """``[m]``: the margin of the failure, positive where there is one, and faults."""
+        """``[m]`` each: the margin, positive at a failure, and whether logits were not finite."""
         if len(u) <= self.batch:
             return self._score(u)
         parts = -(-len(u) // self.batch)
@@ -187,7 +187,7 @@ def ask(
     key: Array,
     batch_size: int | None = None,
 ) -> RareEvent:
-    """Checks an input, which must be classified correctly."""
+    """Checks the input ``[*shape]``, which must be classified correctly."""
     host_only("the search for rare failures", TWIN, model, perturbation, x, y, key)
     validate.check_number("eps", perturbation.eps)
     x, labels = jnp.asarray(x)[None], np.asarray(y).reshape(1)

@@ -1,4 +1,4 @@
-r"""Training against the worst distribution while it is being learnt."""
+r"""Training against the worst distribution of a family, which is fitted at the same time."""
 
 import functools
 from collections.abc import Callable
@@ -21,11 +21,11 @@ from wdjax.nppr.fit_schedule import Schedule
 from wdjax.nppr.fitted import Fitted
 
 _CHUNK = 50
-"""Steps in one program at most."""
+"""Maximum number of steps in one program."""
 
 
 class RegularisedProgram(NamedTuple):
-    """What changes the program."""
+    """Static settings."""
 
     plan: objective.FitProgram
     features: Callable[[Any], Any] | None
@@ -34,7 +34,7 @@ class RegularisedProgram(NamedTuple):
 
 
 class TrainingData(NamedTuple):
-    """What does not change in a training."""
+    """The constants of a training."""
 
     schedule: Schedule
     x: Array
@@ -44,14 +44,14 @@ class TrainingData(NamedTuple):
 
 
 class State(NamedTuple):
-    """A training under way; a pytree."""
+    """The state of a training; a pytree."""
 
     model: Model
     opt_state: PyTree
     distribution: objective.State
     step: Array
     loss: Array
-    """``[steps]``, NaN where they are to come."""
+    """``[steps]``, NaN for steps to come."""
 
 
 def train(
@@ -73,11 +73,11 @@ def train(
     checkpoint: str | PathLike[str] | None = None,
     every: float = 60.0,
 ) -> tuple[Model, np.ndarray]:
-    r"""Trains a model on its loss under the worst distribution of a family, which learns alongside.
+    r"""Trains a model on its loss under a family's worst distribution, fitted at the same time.
 
-    In every step the distribution descends on the softplus of a batch's margins, and the model on
-    ``(1 - weight) CE(x) + weight E CE(x + delta)`` of the same batch. What robustness the model has
-    then is for a *fresh* fit to say.
+    In every step the distribution descends the softplus of the batch's margins, and the model
+    descends ``(1 - weight) CE(x) + weight E CE(x + delta)`` of the same batch. The robustness of
+    the trained model must be measured by a *new* fit.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``, trained as :func:`training.train` does.
@@ -85,17 +85,17 @@ def train(
       y: ``[n]`` labels.
       eps: radius.
       key: a typed ``jax.random.key``.
-      family: the distributions.
+      family: the family of distributions.
       ball: norm and box.
       epochs: passes over the data.
-      batch_size: samples a step.
-      draws: copies a sample, for the distribution and for the model.
-      weight: of the loss of perturbed copies, in ``[0, 1]``.
+      batch_size: samples in a step.
+      draws: copies of each sample, for the distribution and for the model.
+      weight: weight of the perturbed copies' loss, in ``[0, 1]``.
       optimizer: of the model; by default Adam whose rate falls from 0.003 by a cosine.
-      features: ``model -> (x -> [n, F])``, what the heads see of a model that changes.
-      callback: called with the state every 50 steps; a true value ends the training.
-      checkpoint: a folder to save to and to go on from, see :func:`wdjax.engine.loop.carry`.
-      every: least seconds between two writings.
+      features: ``model -> (x -> [n, F])``, the features that the heads use of the changing model.
+      callback: called with the state every 50 steps; if it returns a true value the training ends.
+      checkpoint: a folder to save to and to resume from, see :func:`wdjax.engine.loop.carry`.
+      every: minimum number of seconds between two writings.
 
     Returns:
       The trained model, and the loss of every step, NaN for those not taken.
@@ -128,7 +128,7 @@ def train(
     radius = jnp.asarray(validate.check_number("eps", eps), jnp.float32)
     optimizer = optimizer or training.default_optimizer(steps)
     seen = features if family.sees_input else None
-    # The scale of a model's margins changes while it learns: no width would suit it.
+    # Margins grow during training, so no fixed width of the sigmoid would suit.
     schedule = Schedule(steps=steps, batch=size, draws=draws, loss="softplus").settled(family)
     loops = program.loops_well(jax.make_jaxpr(training.gradients)(model, x[:1]))
     recipe = RegularisedProgram(objective.FitProgram(family, ball, loops), seen, optimizer, draws)
@@ -180,13 +180,17 @@ def _turn(recipe: RegularisedProgram, given: TrainingData, state: State) -> Stat
 def _steps(
     recipe: RegularisedProgram, given: TrainingData, state: State, first: Array, last: Array
 ) -> State:
-    """Steps ``first`` to ``last``; if these do not loop well, one."""
+    """Steps ``first`` to ``last``; a single step if the model loops slowly."""
     if not recipe.plan.loops:
         return _step(recipe, given, state)
     return jax.lax.fori_loop(first, last, lambda _, state: _step(recipe, given, state), state)
 
 
 def _step(recipe: RegularisedProgram, given: TrainingData, state: State) -> State:
+    """One step: the distribution's on a batch of B samples, then the model's on B and B M copies.
+
+    The batch ``[B, *shape]`` is a slice of the epoch's permutation.
+    """
     model, number, size = state.model, state.step, min(given.schedule.batch, len(given.y))
     turns = len(given.y) // size
     order_key, draw_key = jax.random.split(given.key)

@@ -1,4 +1,4 @@
-"""Multilevel splitting: a small probability as a product of larger ones."""
+"""Multilevel splitting: a small probability as a product of conditional ones."""
 
 import functools
 import math
@@ -14,9 +14,9 @@ from wdjax.nppr import distributions
 from wdjax.nppr.rare import Rare, RareEvent, ask
 
 _ACCEPTED = 0.3
-"""Share of accepted moves that the pilot's step size aims at."""
+"""The acceptance rate at which the pilot's step size aims."""
 KEPT = 8
-"""Particles of a run from which other searches may begin."""
+"""Number of a run's final particles that are returned, as starts of other searches."""
 
 
 def splitting(
@@ -33,13 +33,13 @@ def splitting(
     least: float = 1e-12,
     batch_size: int | None = None,
 ) -> Rare:
-    r"""Multilevel splitting: ``P(margin > 0)`` as a product of larger probabilities.
+    r"""Multilevel splitting: ``P(margin > 0)`` as a product of conditional probabilities.
 
-    A pilot finds levels of the margin and step sizes, and has no part in the estimates. In a run,
-    particles above a level stay and are copied, and all are moved by preconditioned Crank-Nicolson
-    steps that keep the normal distribution above that level. Since levels and steps do not depend
-    on the run, the product of its shares is an unbiased estimate for any number of particles and
-    moves. Knows no gradient.
+    A pilot run finds levels of the margin and step sizes; it does not enter the estimate. In a run,
+    particles above a level are copied, and all are moved by preconditioned Crank-Nicolson steps,
+    which leave the normal distribution above that level invariant. Since levels and steps do not
+    depend on the run, the product of the shares above the levels is unbiased for any number of
+    particles and moves. Uses no gradients.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``.
@@ -47,27 +47,27 @@ def splitting(
       x: ``[*shape]``, one input, classified correctly.
       y: its label.
       key: a typed ``jax.random.key``.
-      particles: N, of the pilot and of every run.
-      keep: share of the pilot's particles that is above the next level.
-      moves: steps at a level.
-      runs: independent repeats.
-      least: the probability below which the pilot gives up.
+      particles: N, in the pilot and in every run.
+      keep: share of the pilot's particles above the next level.
+      moves: Crank-Nicolson steps at a level.
+      runs: independent repetitions.
+      least: probability below which the pilot stops.
       batch_size: points on the device at once.
 
     Returns:
-      A :class:`Rare`; ``found`` is False where a run ends without a failure, as it does where
-      levels stopped rising or fell below ``least``.
+      A :class:`Rare`; ``found`` is False if a run ends without a failure, which happens if levels
+      stop rising or fall below ``least``.
 
     Raises:
       ValueError: a bad or misclassified input, settings that are out of range, a trace.
 
     Cost: ``(runs + 1) particles (1 + moves levels)`` forward passes with ``log p / log keep``
-      levels. The relative variance of a run is ``levels (1 - keep) / (keep particles)`` where moves
-      forget; so many half-steps and few moves are better than few levels and many moves.
+      levels. The relative variance of a run is ``levels (1 - keep) / (keep particles)`` if moves
+      mix well; many levels with few moves are better than few levels with many moves.
 
-    Differs: levels that a run chooses for itself are biased by ``levels (1 - keep) / (keep
-      particles)``. The adaptive estimators without bias [brehier2016] want paths, or copies that
-      are independent of their originals, which short chains of moves are not.
+    Differs: levels chosen by the run itself have a bias of ``levels (1 - keep) / (keep
+      particles)``. Unbiased adaptive estimators [brehier2016] need whole paths, or copies that are
+      independent of their originals, which short chains are not.
 
     Source: Webb et al. [webb2019]; Cérou et al. [cerou2012] for fixed levels.
 
@@ -92,7 +92,10 @@ def explored(
     runs: int = 10,
     least: float = 1e-12,
 ) -> tuple[Rare, Array]:
-    """The answer, and where some particles of every run ended: ``[R, KEPT, d]``."""
+    """The estimate, and ``KEPT`` final particles of every run: ``[R, KEPT, d]``.
+
+    ``least`` bounds the number of levels; the other arguments are those of :func:`splitting`.
+    """
     count = validate.check_count("particles", particles, 10)
     repeats = validate.check_count("runs", runs, 2)
     steps = validate.check_count("moves", moves)
@@ -124,25 +127,25 @@ def explored(
 
 
 class Ladder(NamedTuple):
-    """What a pilot found: of every level, where it lies and how far to move above it."""
+    """The result of the pilot: the levels, and the step size above each."""
 
     level: Array
-    """``[L]``, of which the first ``used`` count."""
+    """``[L]``, of which the first ``used`` are valid; likewise ``step``."""
     step: Array
     used: Array
 
 
 class Cloud(NamedTuple):
-    """Particles on their way."""
+    """The particles of a run."""
 
     u: Array
-    """``[N, d]``"""
+    """``[N, d]``, normal vectors."""
     score: Array
-    """``[N]``"""
+    """``[N]``, margins, positive at failures."""
     log: Array
-    """Of the product of the shares that were above the levels so far."""
+    """Logarithm of the product of the shares above the levels so far."""
     level: Array
-    """Levels so far."""
+    """Number of levels passed."""
     faults: Array
 
 
@@ -150,10 +153,10 @@ class Cloud(NamedTuple):
 def _ascent(
     count: int, stay: int, moves: int, question: RareEvent, ladder: Ladder, pilot: Array, key: Array
 ) -> tuple[Cloud, Ladder]:
-    """A run up a ladder until its end or until it dies out; or a pilot, which builds one.
+    """A run up to the last level, or until no particle is left; or a pilot, which finds the levels.
 
-    One program for both, since its compilation is what small models wait for. The pilot's levels
-    have ``stay`` particles above each, until these are failures, rise no more or fill the ladder.
+    Both are one program, to save a compilation. The pilot's next level has ``stay`` particles
+    above it; it ends when these are failures, levels stop rising or the ladder is full.
     """
     first, key = jax.random.split(key)
     u = jax.random.normal(first, (count, question.size))
@@ -190,9 +193,10 @@ def _climbed(
     pilot: Array,
     key: Array,
 ) -> tuple[Cloud, Array]:
-    """The particles above a level in equal numbers, in random order, moved above it.
+    """Resamples the particles above a level uniformly, in random order, and moves them above it.
 
-    A pilot's step size follows the acceptance, and is returned; a run's stays.
+    ``cloud`` holds N particles. A pilot adapts its step size to the acceptance rate and returns
+    it; a run keeps the pilot's.
     """
     pick, move = jax.random.split(key)
     above = cloud.score > level

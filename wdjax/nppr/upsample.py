@@ -1,6 +1,6 @@
 r"""From a latent vector to an input: a linear map to a small image, bicubic interpolation, a ball.
 
-Both steps are linear, so that their product is one matrix, made once a step and not once a sample.
+The first two are linear, so that their product is one matrix, computed once a step.
 """
 
 import math
@@ -20,7 +20,7 @@ UPSAMPLE: tuple[Upsample, ...] = ("none", "fixed", "learnable")
 
 
 def small_shape(shape: tuple[int, ...], side: int | None) -> tuple[int, ...]:
-    """The low-resolution image of a shape: half its sides, but not below 8; vectors stay.
+    """The shape of the small image: half the sides, but at least 8; vectors keep their shape.
 
     >>> small_shape((28, 28, 1), None), small_shape((28, 28, 3), 7), small_shape((8, 8, 1), None)
     ((14, 14, 1), (7, 7, 3), (8, 8, 1))
@@ -32,7 +32,7 @@ def small_shape(shape: tuple[int, ...], side: int | None) -> tuple[int, ...]:
 
 
 def orthogonal(tall: Array, latent: int) -> Array:
-    """``[L, size]``: a map with orthogonal rows or columns, which keeps variances if L < size.
+    """``[L, size]``: a map with orthogonal rows or columns; it keeps variances if L < size.
 
     Args:
       tall: ``[max(L, size), min(L, size)]`` random numbers.
@@ -49,14 +49,14 @@ def orthogonal(tall: Array, latent: int) -> Array:
 
 
 def interpolated(linear: Array, small: tuple[int, ...], shape: tuple[int, ...]) -> Array:
-    r"""The rows of a linear map, small images each, at full size.
+    r"""Interpolates the rows of a linear map, which are small images, to full size.
 
     Bicubic by Keys's kernel with a = -1/2.
 
     Args:
       linear: ``[L, prod(small)]``.
-      small: shape of the low-resolution image.
-      shape: of an input.
+      small: shape of the small image.
+      shape: shape of an input.
 
     Returns:
       ``[L, prod(shape)]``.
@@ -74,10 +74,11 @@ def interpolated(linear: Array, small: tuple[int, ...], shape: tuple[int, ...]) 
 
 
 def into_ball(v: Array, eps: ArrayLike, norm: float) -> Array:
-    r"""``g_B``: any vector to a perturbation of norm at most ``eps``, with a derivative everywhere.
+    r"""``g_B``: maps vectors to perturbations of norm at most ``eps``; differentiable.
 
-    linf: ``eps tanh(v)``. l2 and l1: along ``v``, ``eps tanh(s) v / ||v||_r`` with ``s`` the mean
-    size of its entries, root mean square and mean absolute value.
+    linf: ``eps tanh(v)``. l2 and l1: along ``v``, ``eps tanh(s) v / ||v||_r``, where ``s`` is the
+      root
+    mean square or the mean absolute value of the entries.
 
     Args:
       v: ``[..., d]``.
@@ -106,13 +107,13 @@ def into_ball(v: Array, eps: ArrayLike, norm: float) -> Array:
 
 
 def _tanh_ratio(s: Array) -> Array:
-    """``tanh(s) / s``, 1 at 0."""
+    """``tanh(s) / s``, and 1 at 0."""
     some = s > 1e-4
     return jnp.where(some, jnp.tanh(s) / jnp.where(some, s, 1.0), 1.0)
 
 
 def placed(x: Array, delta: Array, eps: ArrayLike, ball: Lp) -> Array:
-    """``x + delta``, rounded into the ball and cut to the box, which only shortens the way.
+    """``x + delta``, rounded into the ball and clipped to the box.
 
     Args:
       x: ``[n, *shape]`` in the box.

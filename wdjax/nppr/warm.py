@@ -1,4 +1,4 @@
-r"""Warm starts: attacks that tell a family where failures are."""
+r"""Warm starts of fits, by attacks that find failures."""
 
 import dataclasses
 import math
@@ -19,24 +19,24 @@ from wdjax.nppr.fit import fit
 from wdjax.nppr.fit_schedule import Schedule
 
 _EDGE = 0.995
-"""How far into the ball's map a direction is pulled back: its inverse at 1 is infinite."""
+"""Bound on coordinates before the inverse of the map into the ball, which is infinite at 1."""
 _SURE = 4.0
-"""Logit of a label's own cluster at the start."""
+"""Initial logit of a label's own cluster."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttackOffset:
-    r"""Moves the means of every input to what an attack found for it.
+    r"""Shifts the means of every input to the point that an attack found for it.
 
     A mode of its own: the distribution depends on the model's gradient at the input, and every
-    input of an evaluation is attacked. The latent space must be able to hold the attack, which
-    takes about as many dimensions as the low-resolution image has. A learning rate of 0.001 suits
-    it better than the default, since it begins near the end.
+    input of an evaluation is attacked. The latent space must be large enough to represent the
+    attack's points, about as large as the small image. A learning rate of 0.001 suits it better
+    than the default, since it begins near the optimum.
 
     Args:
       eps: radius, that of the fit.
-      attack: deterministic, with a radius; by default a short ascent of the margin.
+      attack: a deterministic attack with a radius; by default a short ascent of the margin.
 
     Raises:
       ValueError: an attack that is random, since an input's distribution must not depend on chance,
@@ -61,7 +61,7 @@ class AttackOffset:
             )
 
     def __call__(self, model: Classifier, x: Array, y: Array) -> Array:
-        """``[n, *shape]``: vectors that the ball's map sends to the attack's points."""
+        """``[n, *shape]``: vectors that the map into the ball sends to the attack's points."""
         found = driver.search(
             self.attack,
             model,
@@ -75,7 +75,7 @@ class AttackOffset:
 
 
 def pulled_back(delta: Array, eps: Any, norm: float) -> Array:
-    """Vectors that :func:`~wdjax.nppr.upsample.into_ball` sends near to perturbations.
+    """Approximate inverse of :func:`~wdjax.nppr.upsample.into_ball`, bounded at the ball's edge.
 
     >>> pulled_back(jnp.array([[0.0464, -0.1]]), 0.1, jnp.inf).round(1).tolist()
     [[0.5, -3.0]]
@@ -101,11 +101,11 @@ def universal_start(
     schedule: Schedule = Schedule(),
     ball: Lp = Lp(),
 ) -> Params:
-    r"""Parameters for a fit to begin with: one universal direction a label, clustered.
+    r"""Initial parameters for a fit: one universal direction for each label, clustered.
 
-    Fits one normal distribution a label, clusters their means by k-means into as many as there are
-    components, and lets every label prefer its own cluster. For families whose means do not see the
-    input; the other way, ``joint``, it was no gain.
+    Fits one normal distribution for each label, clusters their means by k-means into as many
+    clusters as there are components, and makes every label prefer its own cluster. For families
+    whose means do not depend on the input; for mode ``joint`` it gave no gain.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``.
@@ -113,8 +113,8 @@ def universal_start(
       y: ``[n]`` labels.
       eps: radius.
       key: a typed ``jax.random.key``.
-      family: of the fit that is to begin; its mode is ``label``.
-      schedule: of the fit of the directions.
+      family: family of the fit to begin; its mode must be ``label``.
+      schedule: schedule of the fit of the directions.
       ball: norm and box.
 
     Returns:

@@ -1,12 +1,12 @@
-r"""The sandwich: certificates from below, attacks from above, and the check that they agree.
+r"""The sandwich: lower bounds by certificates, upper bounds by attacks, and checks that they agree.
 
     certified(eps)  <=  true robust accuracy in the ball of radius eps  <=  attacked(eps)
 
 for the point-wise ball (Omega_inf) and the Wasserstein balls Omega_2 and Omega_1, which contain it;
-and the same for the expected loss, with the sides exchanged.
+and the same for the expected loss, with attacks as lower and certificates as upper bounds.
 
-Attacks, certificates and loss bounds come as dictionaries; all that names, counts or draws them
-follows from these.
+Attacks, certificates and loss bounds are given as dictionaries, whose keys name them in all
+results.
 """
 
 import functools
@@ -30,30 +30,30 @@ from wdjax.engine.tasks import Task, Tasks
 from wdjax.report.evidence import ORDERS, Entry, Numbers, Sandwich, ball_name, invariants
 
 _OWN_ORDERS = {"sample": (math.inf,), "data": (1,), "none": ORDERS}
-"""What an attack's points are spent in, where nobody says: every W_p is at least W_1."""
+"""Default orders for an attack's points by its budget: every ball lies in that of order 1."""
 
 _WALK = 0.25
-"""WDA++'s step as a share of the largest budget: twenty of them reach five times that budget."""
+"""WDA++'s step as a share of the largest budget; its twenty steps reach five times the budget."""
 
 _PIXELS = Lp()
 _BATCH = 64
 
 
 class Attempt(NamedTuple):
-    """An attack, and the distributions to make of the points that it finds.
+    """An attack, and the Wasserstein balls in which its points are spent.
 
-    A minimum-norm attack (``budget == "none"``) searches once, and at every order and radius the
-    knapsack spends what it found. Any other searches once per order and radius.
+    A minimum-norm attack (``budget == "none"``) searches once; the knapsack spends its points at
+    every order and radius. Any other attack searches once for each order and radius.
     """
 
     attack: Attack
     orders: tuple[float, ...] | None = None
-    """Balls to be attacked; by default inf for a point-wise attack, 1 for one whose budget binds
-    the data set, and all of :data:`ORDERS` for a minimum-norm attack."""
+    """Orders of the balls; by default inf for a point-wise attack, 1 for one whose budget binds the
+    data set, and all of :data:`ORDERS` for a minimum-norm attack."""
     kappa: float | None = None
-    """Of :func:`wdjax.run`; not for minimum-norm attacks."""
+    """As for :func:`wdjax.run`; None for minimum-norm attacks."""
     skip_misclassified: bool = True
-    """With False misclassified samples are attacked too, for the sake of the loss."""
+    """With False misclassified samples are attacked too, which raises the loss."""
 
 
 class Certifier(Protocol):
@@ -66,7 +66,7 @@ class Certifier(Protocol):
 
 
 class LossBound(Protocol):
-    """``eps`` ``[m] -> [m]`` upper bounds of the expected cross-entropy over ``Omega_order``."""
+    """Returns for ``eps`` ``[m]`` upper bounds ``[m]`` of the expected cross-entropy in a ball."""
 
     def __call__(
         self, model: Classifier, x: Array, y: Array, /, *, eps: Numbers, order: float
@@ -74,20 +74,20 @@ class LossBound(Protocol):
 
 
 class Step(NamedTuple):
-    """What an audit does next, for a bar of progress."""
+    """A step that an audit is about to take, for a progress bar."""
 
     words: str
     number: int
-    """From 0."""
+    """Starting at 0."""
     total: int
 
 
 def standard_attacks(ball: Lp, radii: Sequence[float] | Numbers) -> dict[str, Attempt]:
-    """The attacks of an audit that is not told others.
+    """The default attacks of an audit.
 
     Args:
-      ball: what may move.
-      radii: the budgets; WDA++ takes steps of a quarter of the largest.
+      ball: norm and box.
+      radii: the budgets; a step of WDA++ is a quarter of the largest.
 
     >>> list(standard_attacks(Lp(2), [0.5]))
     ['pgd', 'wda kappa=1', 'wda kappa=2', 'wda++']
@@ -102,7 +102,7 @@ def standard_attacks(ball: Lp, radii: Sequence[float] | Numbers) -> dict[str, At
 
 
 def standard_certificates(ball: Lp, batch_size: int | None = None) -> dict[str, Certifier]:
-    """The certificates of an audit that is not told others.
+    """The default certificates of an audit.
 
     >>> list(standard_certificates(Lp(2)))
     ['CROWN']
@@ -113,7 +113,7 @@ def standard_certificates(ball: Lp, batch_size: int | None = None) -> dict[str, 
 
 
 class _Setting(NamedTuple):
-    """What all of an audit's work has in common."""
+    """What all jobs of an audit share."""
 
     model: Classifier
     x: Array
@@ -140,36 +140,37 @@ def sandwich(
     checkpoint: str | PathLike[str] | None = None,
     every: float = 60.0,
 ) -> Sandwich:
-    r"""Measures a model's robustness from above and from below over a range of budgets.
+    r"""Measures lower and upper bounds of a model's robustness over a range of budgets.
 
     Args:
-      model: ``[n, *shape] -> [n, K]``; for the default certificates continuous, of primitives that
-        :mod:`wdjax.certify` knows.
+      model: ``[n, *shape] -> [n, K]``; the default certificates need a continuous one of primitives
+        that :mod:`wdjax.certify` knows.
       x: ``[n, *shape]`` floats in the ball's box.
       y: ``[n]`` integer labels.
       radii: increasing budgets, in the units of ``x``.
-      ball: what may move; its norm is the ground norm r.
-      attacks: per name an :class:`Attempt` or an attack, all of this ball; by default
+      ball: norm (the ground norm r) and box.
+      attacks: by name an :class:`Attempt` or an attack, all with this ball; by default
         :func:`standard_attacks`.
-      certificates: per name a :class:`Certifier`; by default :func:`standard_certificates`.
-      loss_bounds: per name a :class:`LossBound`; by default :func:`wdjax.certify.wdro_bound` with
+      certificates: by name a :class:`Certifier`; by default :func:`standard_certificates`.
+      loss_bounds: by name a :class:`LossBound`; by default :func:`wdjax.certify.wdro_bound` with
         its Lipschitz constant.
       key: a typed ``jax.random.key`` for random attacks.
       batch_size: samples on the device at once.
-      progress: called with a :class:`Step` before every step of the work.
-      checkpoint: a folder; an audit that was interrupted goes on from there to the same numbers.
-      every: least seconds between two writings of a search under way.
+      progress: called with a :class:`Step` before every step.
+      checkpoint: a folder; an audit that was interrupted resumes from it, with equal results.
+      every: minimum number of seconds between two writings of a search in progress.
 
     Returns:
-      A :class:`Sandwich`. Its invariants are measured, not raised: look at ``passed``. One is that
-      no attack met an output or a gradient that was not finite.
+      A :class:`Sandwich`. A violated invariant raises nothing: check ``passed``. One invariant is
+      that no attack met an output or a gradient that was not finite.
 
     Raises:
       ValueError: bad samples or radii, an attack of another ball, a certificate that does not
         return ``[n]`` numbers of at least 0, a checkpoint of another audit.
 
-    Cost: per radius and order one search of every attack, but of a minimum-norm attack one in all;
-    the certificates'; per attack, radius and order one forward pass and one exact transport.
+    Cost: for every attack one search per radius and order, but one in all for a minimum-norm
+      attack;
+    that of the certificates; per attack, radius and order one forward pass and one exact transport.
 
     >>> from wdjax import Model
     >>> model = Model(lambda w, x: x @ w, jax.numpy.array([[1.0, -1.0], [-1.0, 1.0]]))
@@ -199,7 +200,7 @@ def sandwich(
 
         return work.do("Lipschitz constant", found).value
 
-    # What a function of the caller returns, which nothing identifies, is asked for again.
+    # Functions given by the caller have no identity, so their results are never read back.
     radius = standard_certificates(ball, batch_size) if certificates is None else certificates
     bounds = {"Lipschitz": _wdro(setting, constant)} if loss_bounds is None else loss_bounds
     clean = _evaluate(setting, x)
@@ -229,13 +230,13 @@ def sandwich(
 
 
 _Job = tuple[str, Callable[[Task], Any]]
-"""Words for it, and the work."""
+"""A job's description and the job."""
 
 
 def _carry(
     jobs: list[tuple[Tasks, str, Callable[[Task], Any]]], progress: Callable[[Step], Any]
 ) -> Iterator[Any]:
-    """Does one job after the other and says so; their number is that of the list."""
+    """Does the jobs in order, after a call of ``progress`` for each."""
     for number, (tasks, words, job) in enumerate(jobs):
         progress(Step(words, number, len(jobs)))
         yield tasks.do(f"{number} {words}", job, Entry, Result).value
@@ -251,7 +252,7 @@ def _check_radii(radii: Sequence[float]) -> Numbers:
 
 
 def _attempts(attacks: Mapping[str, Attempt | Attack], ball: Lp) -> dict[str, Attempt]:
-    """Every attack with its orders spelt out."""
+    """Every attack as an :class:`Attempt` with its orders and kappa filled in; checks them."""
     attempts = {}
     for name, given in attacks.items():
         attempt = given if isinstance(given, Attempt) else Attempt(given)
@@ -259,7 +260,7 @@ def _attempts(attacks: Mapping[str, Attempt | Attack], ball: Lp) -> dict[str, At
         arguments.check(attack=attack)
         if attack.ball != ball:
             raise ValueError(
-                f"{name!r} moves within {attack.ball!r}, but this audit is about {ball!r}: pass "
+                f"{name!r} moves within {attack.ball!r}, but this audit uses {ball!r}: pass "
                 "both the same ball."
             )
         if attack.budget == "none" and attempt.kappa is not None:
@@ -277,7 +278,7 @@ def _attempts(attacks: Mapping[str, Attempt | Attack], ball: Lp) -> dict[str, At
 
 
 def _identity(setting: _Setting, attempts: Mapping[str, Attempt]) -> bytes:
-    """What the results of attacks, and of the certificates that are not told others, belong to."""
+    """The identity of an audit's checkpoint: attacks, default certificates, samples, radii."""
     model, x, y = setting.model, setting.x, setting.y
     victim = Victim(model, jax.tree_util.Partial(losses.decision_margin))
     given = track.Given(x, y, jnp.zeros(len(y), x.dtype), None, jnp.arange(len(y)))
@@ -293,7 +294,7 @@ def _identity(setting: _Setting, attempts: Mapping[str, Attempt]) -> bytes:
 
 
 class _Evaluation(NamedTuple):
-    """``[n]`` leaves on the host."""
+    """Loss and correctness, ``[n]`` leaves on the host."""
 
     loss: Numbers
     correct: npt.NDArray[np.bool_]
@@ -306,7 +307,7 @@ def _judge(model: Classifier, x: Array, y: Array) -> tuple[Array, Array]:
 
 
 def _evaluate(setting: _Setting, points: Array | np.ndarray) -> _Evaluation:
-    """Losses and decisions at the points, one for each sample, in batches of one shape."""
+    """Cross-entropy and correctness at ``points`` ``[n, *shape]``, in batches of one shape."""
     n = len(setting.y)
     size = min(n, setting.batch_size or _BATCH)
     index = np.minimum(np.arange(-(-n // size) * size), n - 1).reshape(-1, size)
@@ -318,7 +319,10 @@ def _evaluate(setting: _Setting, points: Array | np.ndarray) -> _Evaluation:
 def _tries(
     setting: _Setting, clean: _Evaluation, work: Tasks, name: str, attempt: Attempt
 ) -> Iterator[_Job]:
-    """One job for every order and radius; the first search of a minimum-norm attack serves all."""
+    """Jobs of one attack, for every order and radius; a minimum-norm attack searches only once.
+
+    A job's result is an :class:`Entry`, with ``[n]`` leaves on the host.
+    """
     attacked = (attempt.attack, setting.model, setting.x, setting.y)
     options: dict[str, Any] = {
         "skip_misclassified": attempt.skip_misclassified,
@@ -354,7 +358,7 @@ def _tries(
 
 
 def accuracy(result: Result) -> float:
-    """``result.accuracy`` in float64: a count of samples comes out as the same float everywhere."""
+    """``result.accuracy`` in float64, so that it is the same float on every machine."""
     weight = np.asarray(result.weight, float)
     return _mean(weight, np.asarray(result.correct), ~np.asarray(result.success))
 
@@ -366,7 +370,7 @@ def _mean(weight: Numbers, stay: np.ndarray, go: np.ndarray) -> float:
 def _measure(
     setting: _Setting, clean: _Evaluation, moved: _Evaluation, order: float, result: Result
 ) -> dict[str, float]:
-    """What is measured of a distribution, all in float64."""
+    """Accuracy, loss and exact W_p of an adversarial distribution, all in float64."""
     weight = np.asarray(result.weight, float)
     found = transport.AdversarialDistribution.from_result(setting.x, setting.y, result)
     return {
@@ -399,7 +403,7 @@ def _wdro(setting: _Setting, constant: Callable[[], float]) -> LossBound:
 
 
 def _certify(setting: _Setting, certificates: Mapping[str, Certifier]) -> Iterator[_Job]:
-    """One job for every certificate."""
+    """One job for every certificate, with ``[n]`` radii as its result."""
     model, x, y = setting.model, setting.x, setting.y
 
     def radius(name: str, certificate: Certifier, task: Task) -> Numbers:
@@ -416,7 +420,7 @@ def _certify(setting: _Setting, certificates: Mapping[str, Certifier]) -> Iterat
 
 
 def _bound(setting: _Setting, loss_bounds: Mapping[str, LossBound]) -> Iterator[_Job]:
-    """One job for every bound and order."""
+    """One job for every bound and order, with ``[m]`` bounds as its result."""
     model, x, y, radii = setting.model, setting.x, setting.y, setting.radii
 
     def bound(name: str, order: float, bound: LossBound, task: Task) -> Numbers:

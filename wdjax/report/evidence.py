@@ -1,6 +1,6 @@
-"""What an audit measured, and the statements that must hold of it whatever the model.
+"""The measurements of an audit, and invariants that hold for every model.
 
-Everything here is a function of stored points and numbers: nothing is searched for.
+All functions here compute from stored points and numbers; none searches.
 """
 
 import functools
@@ -18,75 +18,75 @@ from wdjax.core import Attack, Result
 Numbers = npt.NDArray[np.float64]
 
 ORDERS = (math.inf, 2, 1)
-"""From the smallest ball to the largest: what holds an attack once holds it ever after."""
+"""From the smallest ball to the largest: an attack in one ball is also an attack in the next."""
 
 _ROUNDING = 1e-5
 _FLIP = 1e-6
 
 
 class Entry(NamedTuple):
-    """One attack at one budget."""
+    """The results of one attack at one budget."""
 
     name: str
     order: float
     eps: float
     kappa: float | None
     accuracy: float
-    """Of the adversarial distribution, by what the attack reported."""
+    """Accuracy under the adversarial distribution, as reported by the attack."""
     recomputed: float
-    """The same by another evaluation of the stored points."""
+    """The same, by another evaluation of the stored points."""
     loss: float
-    """Expected cross-entropy under it."""
+    """Expected cross-entropy under the distribution."""
     spent: float
-    """Exact W_p between it and the data."""
+    """Exact W_p between the distribution and the data."""
     result: Result
-    """On the host."""
+    """The points, on the host."""
 
     @property
     def faults(self) -> npt.NDArray[np.int_]:
-        """Samples for which an output or a gradient was not finite."""
+        """Indices of samples with an output or gradient that was not finite."""
         return np.flatnonzero(self.result.fault)
 
     @property
     def vanished(self) -> float:
-        """The share of gradients that were zero: above one half, robustness may be overstated."""
+        """Share of gradients that were zero; above one half, robustness may be overstated."""
         return float(np.sum(self.result.zeros) / max(np.sum(self.result.gradients), 1))
 
     @property
     def distance(self) -> Numbers:
-        """``[n]``: how far the misclassified point known is; 0 for the sample, inf for none."""
+        """``[n]``: distance of the flip found; 0 for a misclassified sample, inf for none."""
         flip = np.where(self.result.success, self.result.cost, np.inf)
         return np.where(self.result.correct, flip, 0.0).astype(float)
 
 
 class Invariant(NamedTuple):
-    """A statement that must hold, and by how much it does."""
+    """A statement that must hold, and its slack."""
 
     name: str
     holds: bool
     slack: float
-    """The smallest distance from violation that was seen; negative if it fails."""
+    """The smallest distance from violation over all cases; negative if it is violated."""
     detail: str = ""
-    """Who breaks it, and where."""
+    """What violates it, and where."""
 
 
 class Sandwich(NamedTuple):
-    """Everything that was measured of one model, over ``radii`` ``[m]``."""
+    """All measurements of one model, over ``radii`` ``[m]``."""
 
     ball: Lp
     radii: Numbers
     correct: npt.NDArray[np.bool_]
-    """``[n]``: classified correctly."""
+    """``[n]``: whether the sample is classified correctly."""
     clean_loss: float
     entries: tuple[Entry, ...]
     certificates: dict[str, Numbers]
-    """Per name, ``[n]``: certified radii."""
+    """By name, ``[n]`` certified radii."""
     loss_bounds: dict[str, dict[float, Numbers]]
-    """Per name and order, ``[m]``: upper bounds of the expected loss."""
+    """By name and order, ``[m]`` upper bounds of the expected loss."""
     lipschitz: float | None
-    """The constant of the loss in the default bound."""
+    """The Lipschitz constant of the loss in the default bound."""
     attacks: dict[str, Attack]
-    """Per name, the attack with its settings."""
+    """By name, the attack with its settings."""
     invariants: tuple[Invariant, ...]
 
     @property
@@ -96,22 +96,22 @@ class Sandwich(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The attacks, in their order."""
+        """Names of the attacks, in their order."""
         return tuple(dict.fromkeys(entry.name for entry in self.entries))
 
     @property
     def radius(self) -> Numbers:
-        """``[n]``: the largest radius that any certificate gives."""
+        """``[n]``: the largest certified radius of all certificates."""
         return functools.reduce(np.maximum, self.certificates.values(), np.zeros(self.correct.size))
 
     def curve(self, name: str, order: float) -> Numbers:
-        """``[m]``: the accuracy under one attack; ``[0]`` where it was not tried."""
+        """``[m]``: the accuracy under one attack; ``[0]`` if it was not run in this ball."""
         found = [e.accuracy for e in self.entries if e.name == name and e.order == order]
         return np.array(found)
 
     def attacked(self, order: float) -> Numbers:
-        """``[m]``: the least accuracy that any attack within ``Omega_order`` reached, or that the
-        nearest flips of all attacks at all budgets allow."""
+        """``[m]``: the least accuracy reached in the ball ``Omega_order``, by a single attack or by
+        spending the budget on the nearest flips of all attacks."""
         clean = float(np.mean(self.correct))
         single = self._best(order, lambda entry: entry.accuracy, min, clean)
         if not self.entries:
@@ -121,28 +121,28 @@ class Sandwich(NamedTuple):
         return np.minimum(single, np.mean(1 - bought, axis=1))
 
     def attacked_loss(self, order: float) -> Numbers:
-        """``[m]``: the largest expected loss that any attack within ``Omega_order`` reached."""
+        """``[m]``: the largest expected loss that an attack reached in the ball ``Omega_order``."""
         return self._best(order, lambda entry: entry.loss, max, self.clean_loss)
 
     def certified(self, order: float, name: str | None = None) -> Numbers:
-        """``[m]``: lower bounds of the accuracy, by one certificate or by all of them together."""
+        """``[m]``: lower bounds of the accuracy, by one certificate or the best for each sample."""
         radius = self.radius if name is None else self.certificates[name]
         return np.asarray(certify.certified_accuracy(radius, self.radii, order))
 
     def certified_loss(self, order: float) -> Numbers:
-        """``[m]``: the least upper bound of the expected loss; inf without any."""
+        """``[m]``: the least upper bound of the expected loss; inf without bounds."""
         bounds = (bound[order] for bound in self.loss_bounds.values())
         return functools.reduce(np.minimum, bounds, np.full(self.radii.size, np.inf))
 
     def nearest(self) -> tuple[Numbers, np.ndarray]:
-        """The nearest misclassified points that any attack found.
+        """The nearest misclassified points of all attacks.
 
         Returns:
-          ``[n]`` distances, 0 for a misclassified sample and inf where no flip is known, and the
-          points ``[n, *shape]``, of no meaning where no flip is known.
+          ``[n]`` distances, 0 for a misclassified sample and inf where no flip is known; and the
+          points ``[n, *shape]``, meaningless where no flip is known.
 
         Raises:
-          ValueError: no attack was made.
+          ValueError: the audit made no attack.
         """
         if not self.entries:
             raise ValueError("this audit made no attack, so that no flip is known.")
@@ -160,7 +160,10 @@ class Sandwich(NamedTuple):
         choose: Callable[[Iterable[float]], float],
         clean: float,
     ) -> Numbers:
-        """The data itself is in every ball."""
+        """``[m]``: at each radius the best value over ``clean`` and entries of at least this order.
+
+        ``choose`` is min or max; the unmoved data lie in every ball.
+        """
         inner = [entry for entry in self.entries if entry.order >= order]
         return np.array(
             [choose([clean, *(value(e) for e in inner if e.eps == eps)]) for eps in self.radii]
@@ -168,7 +171,7 @@ class Sandwich(NamedTuple):
 
 
 def ball_name(order: float) -> str:
-    """A ball's name in reports.
+    """The ball's name in reports.
 
     >>> [ball_name(order) for order in ORDERS]
     ['Omega_inf', 'Omega_2', 'Omega_1']
@@ -177,12 +180,12 @@ def ball_name(order: float) -> str:
 
 
 def norm_name(norm: float) -> str:
-    """``"linf"`` and its kin."""
+    """The norm's name, such as ``"linf"``."""
     return next(name for name, value in norms.NAMES.items() if value == norm)
 
 
 def invariants(found: Sandwich) -> Iterator[Invariant]:
-    """The statements, each with its slack, in the order of the page."""
+    """The invariants with their slacks, in the order of the page."""
     for order in ORDERS:
         ball = ball_name(order)
         gap = found.attacked(order) - found.certified(order)
@@ -206,13 +209,13 @@ def _at_least(name: str, slack: npt.ArrayLike, tolerance: float, detail: str = "
 
 
 def _no_flip_inside(found: Sandwich) -> Invariant:
-    """Nothing misclassified, the samples themselves included, lies inside a certified ball."""
+    """No misclassified point, nor a misclassified sample itself, lies inside a certified ball."""
     name, gaps, liars = "no flip inside a certified ball", [np.zeros(0)], []
     flip = np.where(found.correct, np.inf, 0.0)
     if found.entries:
         flip = np.minimum(flip, found.nearest()[0])
     for certificate, radius in found.certificates.items():
-        # A misclassified sample without a radius says nothing.
+        # A misclassified sample with a certified radius of 0 violates nothing.
         told = np.flatnonzero(np.isfinite(flip) & (found.correct | (radius > 0)))
         gap = flip[told] - radius[told]
         if np.any(gap < -_FLIP):
@@ -230,7 +233,7 @@ def _room(points: np.ndarray, box: tuple[float, float] | None) -> float:
 
 
 def _no_fault(found: Sandwich) -> Invariant:
-    """A sample with a fault may be less robust than it looks."""
+    """No attack met a fault; such a sample may be less robust than it looks."""
     name = "no fault met by any attack"
     met = [entry for entry in found.entries if entry.faults.size]
     if not met:

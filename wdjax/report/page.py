@@ -1,4 +1,4 @@
-"""An audit as one page that stands alone: for a phone, in the dark, without a network."""
+"""An audit as one self-contained HTML page, for light and dark mode and small screens."""
 
 import html
 import re
@@ -15,7 +15,7 @@ from wdjax.report.evidence import ORDERS, Sandwich, ball_name
 from wdjax.report.summary import statement, warnings
 
 _COLOURS = {plots.INK: "var(--ink)", plots.FAINT: "var(--faint)", plots.UNKNOWN: "var(--gap)"}
-"""Those of a figure that follow the reader's light or dark."""
+"""Colours of a figure that follow the reader's light or dark mode."""
 
 _BALLS = {
     "Omega_inf": "every sample moved by at most eps",
@@ -61,14 +61,14 @@ class Picture(NamedTuple):
 def pictures(
     found: Sandwich, x: npt.ArrayLike, y: npt.ArrayLike, model: Classifier, salt: str
 ) -> list[Picture]:
-    """The figures of one model, each with what it says.
+    """The figures of one model, with captions.
 
     Args:
-      found: what was measured.
+      found: the audit of the model.
       x: ``[n, height, width, channels]`` images.
       y: ``[n]`` labels.
-      model: what was attacked.
-      salt: another one for every model of a page.
+      model: the attacked model.
+      salt: a string, different for each model of a page.
     """
     drawn = []
     for order in ORDERS:
@@ -105,7 +105,7 @@ def pictures(
 
 
 def _adapted(svg: str) -> str:
-    """The SVG as part of an HTML page, whose colours it takes over."""
+    """The SVG as part of an HTML page, in whose colours it is drawn."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<(metadata|style)\b.*?</\1>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")
@@ -122,8 +122,8 @@ def render(content: Mapping[str, Any], shown: Mapping[str, Sequence[Picture]]) -
     """The report as one HTML file: findings, figures, tables, checks and a glossary.
 
     Args:
-      content: what goes to ``report.json``.
-      shown: per model, its pictures.
+      content: the content of ``report.json``.
+      shown: by model, its figures.
     """
     models = content["models"]
     sections = [_section(model, shown.get(model["name"], ())) for model in models]
@@ -143,6 +143,7 @@ def render(content: Mapping[str, Any], shown: Mapping[str, Sequence[Picture]]) -
 
 
 def _section(model: Mapping[str, Any], shown: Sequence[Picture]) -> str:
+    """The HTML of one model: findings, warnings, figures, tables and invariants."""
     low, high = model["clean_accuracy_interval_95"]
     figures = [
         f'<figure aria-label="{html.escape(title)}">{svg}<figcaption><b>{html.escape(title)}.</b> '
@@ -169,7 +170,7 @@ def _section(model: Mapping[str, Any], shown: Sequence[Picture]) -> str:
 
 
 def _trained(model: Mapping[str, Any]) -> list[str]:
-    """What the model is and how it was made, where the report knows it."""
+    """How the model was made, if the report knows it."""
     return [f"<p>{html.escape(model['trained'])}</p>"] if "trained" in model else []
 
 
@@ -181,7 +182,7 @@ def _lipschitz(model: Mapping[str, Any]) -> str:
 
 
 def _findings(model: Mapping[str, Any]) -> list[str]:
-    """Both sides of every ball at the budget in the middle, in a sentence."""
+    """For every ball a sentence with both bounds at the middle budget."""
     middle = len(model["radii"]) // 2
     said = []
     for ball, curves in model["balls"].items():
@@ -195,7 +196,7 @@ def _findings(model: Mapping[str, Any]) -> list[str]:
 
 
 def _best_table(model: Mapping[str, Any]) -> str:
-    """The two sides, per ball."""
+    """The table of both bounds for each ball."""
     rows = [
         (f"{ball} {label}", curves[key])
         for ball, curves in model["balls"].items()
@@ -205,7 +206,7 @@ def _best_table(model: Mapping[str, Any]) -> str:
 
 
 def _single_table(model: Mapping[str, Any]) -> str:
-    """Every attack and every certificate by itself."""
+    """The table of every attack and certificate."""
     curves: dict[str, list[float]] = {}
     for entry in model["attacks"]:
         curves.setdefault(f"{entry['ball']} {entry['name']}", []).append(entry["accuracy"])
@@ -241,7 +242,7 @@ def _cell(value: float | None) -> str:
 
 
 def _warnings(model: Mapping[str, Any]) -> list[str]:
-    """Faults and vanished gradients, attack by attack."""
+    """The list of remarks on attacks, such as faults and zero gradients."""
     said = [
         f'<li class="fails">{html.escape(label)}: {html.escape(remark)}</li>'
         for label, remark in warnings(model)
@@ -258,7 +259,7 @@ def _checks(model: Mapping[str, Any]) -> str:
 
 
 def _words(models: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The glossary, then every attack that was made, in the words of its own documentation."""
+    """The glossary, then every attack of the report with its docstring's first paragraph."""
     made = {
         method["name"]: method["explained"] or "An attack without a description."
         for model in models

@@ -1,4 +1,4 @@
-"""Figures of a sandwich; matplotlib objects without a global state, so nothing is displayed."""
+"""Figures of a sandwich: matplotlib figures without global state; nothing is displayed."""
 
 import functools
 import io
@@ -19,21 +19,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PALETTE = ("#E69F00", "#56B4E9", "#D55E00", "#0072B2", "#CC79A7", "#009E73")
-"""Okabe and Ito (2008) [okabe2008]: to be told apart by red-green blind readers."""
+"""Colours of Okabe and Ito [okabe2008], distinct for red-green blind readers."""
 INK = "#1b1f24"
-"""Text, axes and what is certified."""
+"""Colour of text, axes and certified values."""
 FAINT = "#d0d4d9"
 UNKNOWN = "#e9ebee"
-"""The gap between attack and certificate."""
+"""Colour of the gap between attack and certificate."""
 
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-"""Their number and that of the colours have no common factor, so that 42 attacks look different."""
+"""Seven, coprime to the six colours, so that 42 attacks look different."""
 _DASHES = ("--", ":", "-.")
 _CROSSES = ("x", "+", "1", "2", "3", "4")
 _STRONGEST = PALETTE[2]
 _WIDTH, _HEIGHT = 3.6, 3.9
 _FONT = 9.5
-"""Points. A panel of 3.6 inches on a phone 390 pixels wide is enlarged by 1.38: 13 pixels."""
+"""In points: 13 pixels on a phone 390 pixels wide, where a panel of 3.6 inches is enlarged 1.38
+times."""
 _STYLE: Any = {
     "font.size": _FONT,
     **dict.fromkeys(("axes.titlesize", "axes.labelsize", "legend.fontsize"), _FONT),
@@ -64,9 +65,9 @@ def _styled(draw: "Callable[_P, Figure]") -> "Callable[_P, Figure]":
 
 
 def styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Colour and marker of every attack, from the place of its name alone.
+    """Colour and marker of every attack, by its place among the names.
 
-    Later markers are smaller, so that curves that coincide are both seen.
+    Later markers are smaller, so that coinciding curves are both visible.
 
     >>> styles(["mine", "theirs"])
     {'mine': {'color': '#E69F00', 'marker': 'o', 'ms': 7.0},
@@ -88,7 +89,7 @@ def _panels(columns: int) -> tuple["Figure", Any]:
 
 
 def _legend(axis: Any, columns: int = 2) -> None:
-    """Below the axis, where it hides no curve."""
+    """A legend below the axis, where it hides no curve."""
     axis.legend(
         loc="upper center",
         bbox_to_anchor=(0.5, -0.2),
@@ -104,7 +105,7 @@ def _ball(order: float) -> str:
 
 @_styled
 def accuracy(found: Sandwich, orders: Sequence[float] = ORDERS) -> "Figure":
-    """Accuracy against eps, one panel a ball: attacks above, certificates below, the gap shaded."""
+    """Accuracy against eps, a panel for each ball: attacks, certificates, and the gap shaded."""
     figure, axes = _panels(len(orders))
     unit = norm_name(found.ball.norm)
     for axis, order in zip(axes, orders):
@@ -122,7 +123,7 @@ def accuracy(found: Sandwich, orders: Sequence[float] = ORDERS) -> "Figure":
 
 
 def _certificates(axis: Any, found: Sandwich, order: float) -> None:
-    """What all of them certify, bold; and every one by itself, if there are several."""
+    """The curve of all certificates together, bold; and each of them, if there are several."""
     names = list(found.certificates)
     if len(names) > 1:
         looks = zip(names, itertools.cycle(_DASHES), itertools.cycle(_CROSSES[1:]))
@@ -137,7 +138,7 @@ def _certificates(axis: Any, found: Sandwich, order: float) -> None:
 
 @_styled
 def loss(found: Sandwich, orders: Sequence[float] = ORDERS) -> "Figure":
-    """Expected loss against eps: the strongest attack below, the least bound above."""
+    """Expected loss against eps: the strongest attack as lower, the least bound as upper curve."""
     figure, axes = _panels(len(orders))
     unit = norm_name(found.ball.norm)
     for axis, order in zip(axes, orders):
@@ -158,7 +159,7 @@ def loss(found: Sandwich, orders: Sequence[float] = ORDERS) -> "Figure":
 
 @_styled
 def distances(found: Sandwich) -> "Figure":
-    """How far every sample is from a misclassified point, cheapest first: found and certified."""
+    """Distance of every sample to a misclassified point, cheapest first: found and certified."""
     figure, (axis,) = _panels(1)
     distance = found.nearest()[0]
     order = np.argsort(distance, kind="stable")
@@ -176,7 +177,7 @@ def distances(found: Sandwich) -> "Figure":
 
 @_styled
 def allocation(found: Sandwich) -> "Figure":
-    """Who spends the budget in Omega_1: the mass that each eps moves, cheapest samples first.
+    """The mass that each eps moves in Omega_1, cheapest samples first.
 
     At most as many eps are drawn as there are colours, spread over those of the sandwich.
     """
@@ -191,7 +192,7 @@ def allocation(found: Sandwich) -> "Figure":
     looks = styles(f"{eps:g}" for eps in budgets)
     every = max(len(order) // 12, 1)
     for place, ((name, look), weight) in enumerate(zip(looks.items(), weights)):
-        first = place * every // max(len(looks), 1)  # Markers of curves that coincide take turns.
+        first = place * every // max(len(looks), 1)  # Staggers markers of coinciding curves.
         axis.plot(rank, weight[order], lw=1.2, markevery=(first, every), label=name, **look)
     axis.set(xlabel="samples, cheapest first", ylabel="share of the sample moved")
     axis.set_title("who pays in Ω₁, by eps")
@@ -210,8 +211,8 @@ def examples(
       found: the sandwich of the samples.
       x: ``[n, height, width, channels]`` images.
       y: ``[n]`` labels.
-      model: what was attacked.
-      count: how many, one a row.
+      model: the attacked model.
+      count: maximum number of flips, one in each row.
     """
     from matplotlib.figure import Figure
 
@@ -241,7 +242,7 @@ def examples(
 
 @_styled
 def accuracies(clean: float, left: Mapping[str, float]) -> "Figure":
-    """What attacks leave of the accuracy, one bar an attack.
+    """The accuracy under each attack, as bars.
 
     >>> len(accuracies(0.9, {"pgd": 0.5, "wda": 0.4}).axes[0].patches)
     2
@@ -266,11 +267,11 @@ def png(figure: "Figure") -> bytes:
 
 
 def svg(figure: "Figure", salt: str) -> str:
-    """A figure as SVG without a background, its text as text.
+    """A figure as SVG with a transparent background, its text kept as text.
 
     Args:
       figure: what to draw.
-      salt: what makes the names inside it differ from those of other figures on the same page.
+      salt: makes the names inside it differ from those of other figures on the same page.
     """
     import matplotlib
 

@@ -1,4 +1,4 @@
-"""What was measured as plain lists and numbers, for JSON, and the words that go with them."""
+"""An audit as plain lists and numbers for JSON, and texts about it."""
 
 import dataclasses
 import inspect
@@ -21,7 +21,7 @@ SCHEMA = "wdjax.audit/1"
 
 
 def versions() -> dict[str, str]:
-    """The versions that a number depends on.
+    """Versions of the packages on which the numbers depend.
 
     >>> sorted(versions())[:3]
     ['flax', 'jax', 'jaxlib']
@@ -33,7 +33,7 @@ def versions() -> dict[str, str]:
 
 
 def number(value: float) -> float | None:
-    """A plain number for JSON, which has neither infinity nor NaN: null stands for them."""
+    """A float for JSON; None for infinity and NaN, which JSON lacks."""
     return float(value) if math.isfinite(value) else None
 
 
@@ -117,7 +117,7 @@ def explained(method: Attack | Callable[..., Attack]) -> str:
 
 
 def plain(text: str) -> str:
-    """A docstring's words without its marks.
+    """A docstring's text without its markup.
 
     >>> plain("a :class:`~wdjax.Result` of ``run``")
     'a Result of run'
@@ -127,7 +127,7 @@ def plain(text: str) -> str:
 
 
 def settings(attack: Attack) -> dict[str, Any]:
-    """An attack's fields in words and numbers that are the same in every process.
+    """An attack's fields as words and numbers that are the same in every process.
 
     >>> from wdjax import attacks
     >>> settings(attacks.PGD(steps=5))["loss"]
@@ -153,7 +153,7 @@ def setting(value: Any) -> Any:
 
 
 def dumps(content: Mapping[str, Any]) -> str:
-    """A report as JSON without infinity and NaN, which are not in its standard."""
+    """A report as JSON; raises for infinity and NaN, which the standard lacks."""
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
@@ -167,7 +167,7 @@ def warnings(model: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def statement(check: Mapping[str, Any]) -> str:
-    """An invariant in words, with its slack and who breaks it.
+    """An invariant in words, with its slack and what violates it.
 
     >>> statement({"name": "exact W_p <= eps", "holds": True, "slack": 0.01, "detail": ""})
     'exact W_p <= eps (slack 0.01)'

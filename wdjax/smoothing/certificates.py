@@ -348,7 +348,7 @@ def _ask(
     batch_size: int | None,
     mesh: Mesh | None,
 ) -> votes.VotePoll:
-    """The poll of a model, with checked batch size."""
+    """Puts the question."""
     if batch_size is None:
         devices = 1 if mesh is None else mesh.size
         # Four times the batch of a search, since no gradient has to be kept.

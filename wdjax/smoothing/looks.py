@@ -87,7 +87,7 @@ class SmoothedCertificate(NamedTuple):
 
 
 class LookPlan(NamedTuple):
-    """The test that every sample gets."""
+    """What is asked of every sample."""
 
     levels: npt.NDArray[np.float64]
     """``[E + 1]`` probabilities to be certified or refuted, the first 1/2."""
@@ -105,7 +105,6 @@ class LookPlan(NamedTuple):
 def plan(
     eps: npt.ArrayLike | None, noise: Noise, n0: int, n: int, alpha: float, test: Test | None
 ) -> LookPlan:
-    """Checks the arguments of :func:`certify` that describe the test."""
     test = test or ("clopper-pearson" if eps is None else "sequential")
     validate.check_choice("test", test, TESTS)
     if (eps is None) == (test == "sequential"):
@@ -126,7 +125,7 @@ def plan(
 
 
 def outlook(plan: LookPlan, noise: Noise, error: Numbers, eps: npt.ArrayLike | None) -> str | None:
-    """A warning if no votes could certify any radius, or some of the requested ones; else None.
+    """What no votes could certify, in words: every radius, or some of those asked for.
 
     Args:
       plan: the test.

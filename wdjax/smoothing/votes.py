@@ -25,7 +25,7 @@ _AHEAD = 8
 
 
 class VotePoll(NamedTuple):
-    """A model, a noise and samples on the device, ready for votes."""
+    """Whom to ask, and about what."""
 
     model: Callable[[Array], Array]
     noise: Noise
@@ -52,10 +52,7 @@ def poll(
     size: int,
     mesh: Mesh | None,
 ) -> VotePoll:
-    """The poll of samples ``x``, ``[n, *shape]``, with indices ``[n]``; replicates its arrays.
-
-    ``size`` is the number of votes in a batch, rounded up to a multiple of the mesh.
-    """
+    """Puts what does not change where it is needed."""
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     if device.platform == "tpu":
         raise ValueError(
@@ -72,12 +69,12 @@ def poll(
 
 
 def at_once(asked: VotePoll) -> int:
-    """The number of votes that one call of :func:`count` should take."""
+    """Votes to be asked for in one call of :func:`count`."""
     return asked.size * _AHEAD
 
 
 def count(asked: VotePoll, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """``[n, K + 1]`` counts by class of the votes ``(rows[i], numbers[i])``, both ``[m]``.
+    """``[n, K + 1]`` counts of the votes ``numbers`` on the samples ``rows``, both ``[m]``.
 
     The last column counts votes whose logits are not finite.
     """
@@ -94,7 +91,7 @@ def count(asked: VotePoll, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
 
 def programs(asked: VotePoll) -> list[ClosedJaxpr]:
-    """The traced programs of a vote: the noisy sample, and the model's class of it."""
+    """The traced programs of a vote: of its noise and of the model on a noisy sample."""
     fixed = asked.key, asked.x, asked.scales, asked.places
     noisy = functools.partial(_noisy, asked.noise, asked.noise.step, fixed)
     with float64():
@@ -103,7 +100,7 @@ def programs(asked: VotePoll) -> list[ClosedJaxpr]:
 
 
 def uniforms(asked: VotePoll, number: int) -> np.ndarray:
-    """``[n]`` random numbers in ``[0, 1)``, one a sample; no vote may have this ``number``."""
+    """``[n]`` random numbers of the samples in ``[0, 1)``, by a number that no vote has."""
 
     def one(place: Array) -> Array:
         own = jax.random.fold_in(jax.random.fold_in(asked.key, place), number)
@@ -113,7 +110,6 @@ def uniforms(asked: VotePoll, number: int) -> np.ndarray:
 
 
 def _draw(asked: VotePoll, pairs: np.ndarray) -> Array:
-    """Noisy samples ``[m, *shape]`` for votes ``(row, number)``, ``[2, m]``."""
     rows, numbers = parallel.shard(tuple(pairs), asked.mesh)
     fixed = asked.key, asked.x, asked.scales, asked.places
     with float64():

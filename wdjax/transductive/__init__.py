@@ -1,9 +1,9 @@
-"""Transductive games: defences that adapt to inputs, attacks on the models they would have.
+"""Transductive games: defences that adapt to their inputs, and attacks that simulate them.
 
-`game` plays attacker, defender and referee in the `turns` of an iteration, on a `state`; `defense`
-says what a defence is, and `defenses` has one a file. A `space_attack` raises `objectives` over the
-models of a `bank`, by `bank_search`; `referee` reports accuracies over private keys. `presets` and
-`digits` are the paper's settings and a small table that a CPU plays. Open `game` first.
+`game` lets attacker, defender and referee take `turns` on a `state`; `defense` is the protocol of a
+defence, and `defenses` has one a file. A `space_attack` raises one of the `objectives` over a
+`bank` of models, by `bank_search`; `referee` reports accuracies over private keys. `presets` has
+the paper's settings, and `digits` a small table of games for a CPU. Open `game` first.
 """
 
 from wdjax.transductive.adamod import adamod

@@ -1,4 +1,4 @@
-"""AdaMod, an Adam whose steps are bounded by their own moving average, for optax."""
+"""AdaMod for optax: Adam with step sizes bounded by their own moving average."""
 
 from typing import Any, NamedTuple
 
@@ -11,13 +11,13 @@ from wdjax.core import Array, PyTree
 
 class AdaModState(NamedTuple):
     taken: Array
-    """Steps."""
+    """The number of steps taken."""
     first: PyTree
     """Moving averages of the gradients."""
     second: PyTree
-    """And of their squares."""
+    """Moving averages of their squares."""
     bound: PyTree
-    """And of the step sizes."""
+    """Moving averages of the step sizes."""
 
 
 def adamod(
@@ -30,16 +30,16 @@ def adamod(
     r"""AdaMod: Adam's step size of every coordinate is at most its own moving average.
 
     ``a_t = lr sqrt(1 - b2^t) / (1 - b1^t) / (sqrt(v_t) + eps)``,
-    ``s_t = b3 s_(t-1) + (1 - b3) a_t`` from ``s_0 = 0`` without a correction, and the update is
-    ``-min(a_t, s_t) m_t``. So the first step is ``(1 - b3) lr`` in every coordinate, whatever the
-    gradient.
+    ``s_t = b3 s_(t-1) + (1 - b3) a_t`` from ``s_0 = 0`` without bias correction, and the update is
+    ``-min(a_t, s_t) m_t``. The first step therefore is ``(1 - b3) lr`` in every coordinate,
+    whatever the gradient.
 
     Args:
       learning_rate: Adam's.
-      b1: of the gradients' moving average m.
-      b2: of their squares' v.
-      b3: of the step sizes' s.
-      eps: added to ``sqrt(v)``, before the correction of v, as in the authors' code.
+      b1: decay of the gradients' moving average m.
+      b2: decay of the squares' moving average v.
+      b3: decay of the step sizes' moving average s.
+      eps: added to ``sqrt(v)`` before the bias correction of v, as in the authors' code.
 
     Returns:
       An optax transformation.
@@ -68,7 +68,7 @@ def adamod(
         correction = jnp.sqrt(1 - b2 ** count.astype(float)) / (1 - b1 ** count.astype(float))
 
         def size(v: Array) -> Array:
-            # The root of 0 has no slope: this keeps reverse mode through many steps finite.
+            # The square root has no slope at 0: reverse mode through many steps must stay finite.
             root = jnp.where(v > 0, jnp.sqrt(jnp.where(v > 0, v, 1.0)), 0.0)
             return (learning_rate * correction / (root + eps)).astype(v.dtype)
 

@@ -1,4 +1,4 @@
-"""Many models as one victim: stacked parameters, of which some are in use, one after the other."""
+"""A bank: stacked parameters of many models, used as one victim."""
 
 import functools
 from typing import Any, NamedTuple
@@ -14,27 +14,27 @@ from wdjax.transductive.defense import Defense
 
 
 class Bank(NamedTuple):
-    """Models of a defence: a pytree of fixed shapes, so that no new model compiles anything."""
+    """The models of a bank: a pytree of fixed shapes, so that a new model compiles nothing."""
 
     models: PyTree
     """Adapted parameters, ``[capacity, ...]`` leaves."""
     filled: Array
-    """How many there are; those after them are room."""
+    """The number of models; later rows are empty."""
 
 
 class Answers(NamedTuple):
-    """What the models of a bank say, ``[n, ...]`` leaves: what an objective reads."""
+    """The outputs of a bank's models: ``[n, ...]`` leaves, the argument of an objective."""
 
     out: PyTree
-    """``[n, capacity, ...]`` leaves: what every model returns, zeros where it was not asked."""
+    """``[n, capacity, ...]`` leaves: every model's output, zeros for models that were not run."""
     asked: Array
-    """``[n, capacity]`` booleans."""
+    """``[n, capacity]``: whether the model was run."""
     rival: Array
-    """``[n]``: the class that the attack aims at, or -1 for any."""
+    """``[n]``: the target class, or -1 for an untargeted attack."""
 
 
 def empty(like: PyTree, capacity: int) -> Bank:
-    """A bank without models, for ``capacity`` of them.
+    """An empty bank for ``capacity`` models.
 
     Args:
       like: the parameters of one model, as arrays or ``ShapeDtypeStruct``.
@@ -53,8 +53,8 @@ def push(bank: Bank, adapted: PyTree) -> Bank:
     """The bank with one more model.
 
     Raises:
-      ValueError: it is full. Inside a trace, where that is not known, the models of a full bank
-        become NaN rather than the wrong ones.
+      ValueError: the bank is full. Inside a trace nothing can be raised: there the models of a bank
+        that overflows become NaN.
     """
     capacity = len(jax.tree.leaves(bank.models)[0])
     if not validate.traced(bank) and int(bank.filled) >= capacity:
@@ -80,25 +80,25 @@ def victim(
 ) -> Model:
     r"""The models of a bank as one model that any attack of :mod:`wdjax.attacks` takes.
 
-    ``out = victim(x)`` is :class:`Answers`, whose leaves hold what each model says. Only the models
-    ``first .. filled - 1`` run, one after the other, in a loop whose length is known at run time
-    only: more models cost time, but neither memory nor a compilation. A gradient goes through the
-    models a second time, again one after the other, and adds up.
+    ``out = victim(x)`` is an :class:`Answers`, with each model's outputs. Only the models ``first
+    .. filled - 1`` run, one after another, in a loop of dynamic length: more models cost time, but
+    neither memory nor a compilation. A gradient runs each model a second time, one after another,
+    and sums.
 
     Args:
-      defense: whose models they are.
-      memory: what it knows.
+      defense: the defence that the models belong to.
+      memory: its memory.
       bank: the models.
-      first: the first that is asked.
-      rival: ``[n]`` classes that are aimed at, -1 for any; for objectives.
+      first: the first model that runs.
+      rival: ``[n]`` target classes for the objective, -1 for untargeted.
 
     Returns:
-      A ``Model``; its gradient is one by the inputs only, in reverse mode.
+      A ``Model``, differentiable in reverse mode with respect to its inputs only.
 
-    Cost: with ``m`` models in use, ``m`` forward passes; a gradient ``2 m`` forward and ``m``
-      backward, with the memory of one, and the outputs of all.
+    Cost: with ``m`` models in use, ``m`` forward passes; a gradient takes ``2 m`` forward and ``m``
+      backward passes, with the memory of one and the outputs of all.
 
-    Source: Chen et al. [chen2022], A.1.3, where models are attacked one by one for the same reason.
+    Source: Chen et al. [chen2022], A.1.3, where models are attacked one by one to save memory.
 
     >>> from wdjax.transductive import Fixed
     >>> from wdjax import Model
@@ -130,7 +130,7 @@ def _one(shared: PyTree, number: Array | int, x: Array) -> PyTree:
 
 @jax.custom_vjp
 def _all(shared: PyTree, x: Array) -> PyTree:
-    """What all models say, ``[n, capacity, ...]``."""
+    """The outputs of all models, ``[n, capacity, ...]`` leaves; zeros for those not run."""
     *_, bank, first = shared
     capacity = len(jax.tree.leaves(bank.models)[0])
     shapes = jax.eval_shape(functools.partial(_one, shared, 0), x)
@@ -172,7 +172,7 @@ def _backward(kept: PyTree, pull: PyTree) -> tuple[None, Array]:
 
 
 def _cotangent(rows: Any, number: Array, now: Array) -> Any:
-    """A model's part of the cotangent; where nothing depends on an output, zeros of its kind."""
+    """One model's part of the cotangent; zeros of the right type if nothing depends on it."""
     if not jnp.issubdtype(now.dtype, jnp.inexact):
         return np.zeros(now.shape, jax.dtypes.float0)
     if isinstance(rows, SymbolicZero):

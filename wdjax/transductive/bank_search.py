@@ -1,4 +1,4 @@
-"""What an attack on a model space does to a bank: any search of the attack room, judged."""
+"""A space attack on a bank: searches with its objective as loss, and the best of their points."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -19,16 +19,16 @@ from wdjax.transductive.space_attack import SpaceAttack
 
 
 class BankFound(NamedTuple):
-    """What an attack on a bank found: ``[n]`` leaves."""
+    """The points of an attack on a bank: ``[n]`` leaves."""
 
     x_adv: Array
     """``[n, *shape]``"""
     value: Array
-    """The objective there."""
+    """The objective at the points."""
     fault: Array
     """Whether an output or a gradient was not finite on the way."""
     gradients: Array
-    """Backward passes, each through all models that were asked."""
+    """Backward passes, each through all models in use."""
 
 
 def raise_objective(
@@ -46,19 +46,19 @@ def raise_objective(
     r"""Attacks all models of a bank at once: the inner problem of Algorithm 2, equation 7.
 
     Args:
-      attack: how.
-      defense: whose models they are.
-      memory: what it knows.
+      attack: the space attack.
+      defense: the defence that the models belong to.
+      memory: its memory.
       bank: at least one model.
-      x: ``[n, *shape]`` all samples of a round.
+      x: ``[n, *shape]``, all samples of a round.
       y: ``[n]``
       eps: the radius, a number or ``[n]``.
-      key: for starts.
-      index: ``[n]``, which samples of a larger set these are, for their randomness.
+      key: for random starts.
+      index: ``[n]``, the samples' numbers in a larger data set, from which random keys are derived.
 
     Returns:
-      A :class:`BankFound`, measured: points of the ball and the box whose objective is at least that of
-      every point where a search began.
+      A :class:`BankFound`, measured: points of the ball and the box whose objective is at least that at
+      every starting point.
 
     Cost: see :class:`SpaceAttack`.
 
@@ -92,17 +92,17 @@ def raise_objective(
 def objective_at(
     attack: SpaceAttack, defense: Defense, memory: PyTree, bank: Bank, x: Array, y: Array
 ) -> Array:
-    """``[n]``: what an attack raises, by its ``judge``, at points as they are.
+    """``[n]``: the objective of an attack, with its ``judge`` loss, at given points.
 
     Args:
-      attack: how.
-      defense: whose models they are.
-      memory: what it knows.
+      attack: the space attack.
+      defense: the defence that the models belong to.
+      memory: its memory.
       bank: the models.
       x: ``[n, *shape]``
       y: ``[n]``
 
-    Cost: one forward pass a model.
+    Cost: one forward pass of each model.
 
     >>> from wdjax.transductive import Fixed
     >>> model = Model(lambda w, x: x @ w, jnp.eye(2))
@@ -154,7 +154,10 @@ def _start(asked: _Question, keys: Array) -> Array:
 
 
 def _climb(asked: _Question, aim: Array, start: Array, key: Array) -> BankFound:
-    """All legs of a search, and its points judged."""
+    """All legs of one search, and the objective at their points.
+
+    ``aim`` ``[n]`` are target classes or -1; ``start`` is ``[n, *shape]``.
+    """
     attack, x, y = asked.attack, asked.x, asked.y
     victim, inner = asked.victim(aim), _fitted(attack)
     criterion: Any = Ceaseless(attack.objective)

@@ -1,4 +1,4 @@
-"""What a defence is that goes on learning at test time, and who knows what of it."""
+"""The protocol of defences that learn at test time, and who may see which part of them."""
 
 from typing import Any, ClassVar, Protocol
 
@@ -8,23 +8,23 @@ from wdjax.core import Array, PyTree
 class Defense(Protocol):
     """A transductive learner: a frozen pytree dataclass of pure functions.
 
-    What it works with is split by who knows it. The ``memory`` is public: training data and models
-    that were trained on them. The ``state`` is what the defender carries from round to round, which
-    an attacker sees only if it leaks. What ``adapt`` returns, the *adapted* parameters, is the
-    model of a round: those parameters only that adaptation changes, so that a bank is small.
+    Its data are split by who may see them. The ``memory`` is public: training data and models
+    trained on them. The ``state`` is what the defender keeps from round to round; an attacker sees
+    it only if it leaks. The *adapted* parameters, returned by ``adapt``, are the model of a round:
+    only the parameters that adaptation changes, so that a bank is small.
 
     All methods run inside ``jit``.
     """
 
     per_sample: ClassVar[bool]
-    """Whether the adapted leaves have the axis of the samples that they belong to."""
+    """Whether the leaves of the adapted parameters have a leading axis of samples."""
     uses_inputs: ClassVar[bool]
-    """Whether adaptation looks at the inputs at all; if not, it is private randomness only."""
+    """Whether adaptation depends on the inputs; if not, only on private randomness."""
     rejects: ClassVar[bool]
-    """Whether :meth:`predict` returns ``(logits, score)``, and large scores are refused."""
+    """Whether :meth:`predict` returns ``(logits, score)``; inputs of large score are rejected."""
 
     def prepare(self, key: Array, x: Array, y: Array) -> PyTree:
-        """The memory, from the training data ``[n, *shape]`` and ``[n]``."""
+        """The memory, from training data ``[n, *shape]`` and labels ``[n]``."""
         ...
 
     def begin(self, memory: PyTree) -> PyTree:
@@ -32,15 +32,15 @@ class Defense(Protocol):
         ...
 
     def base(self, memory: PyTree, state: PyTree, n: int) -> PyTree:
-        """Adapted parameters for n samples before any adaptation to them: the attacker's F_0."""
+        """Adapted parameters for n samples before any adaptation: the attacker's F_0."""
         ...
 
     def adapt(self, key: Array, memory: PyTree, state: PyTree, x: Array) -> tuple[PyTree, PyTree]:
-        """``(adapted, state)`` after a round with inputs ``[n, *shape]``; labels are unknown."""
+        """``(adapted, state)`` after a round with inputs ``[n, *shape]``, without labels."""
         ...
 
     def between(self, key: Array, memory: PyTree, state: PyTree) -> PyTree:
-        """The state in which the next round begins."""
+        """The state at the start of the next round."""
         ...
 
     def predict(self, memory: PyTree, adapted: PyTree, x: Array) -> Any:
@@ -49,7 +49,7 @@ class Defense(Protocol):
 
 
 def check_memory(memory: PyTree, *names: str) -> None:
-    """Refuses what :meth:`Defense.prepare` did not return."""
+    """Raises unless the memory is what :meth:`Defense.prepare` returned."""
     if not (isinstance(memory, dict) and set(names) == set(memory)):
         held = sorted(memory) if isinstance(memory, dict) else type(memory).__name__
         raise ValueError(

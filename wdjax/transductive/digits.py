@@ -1,4 +1,4 @@
-"""The small table: every defence on digits, with the settings that a CPU plays in minutes."""
+"""A small table of games: every defence on digits, with settings for minutes on a CPU."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -21,39 +21,39 @@ from wdjax.transductive.space_attack import SpaceAttack, fpa, gmsa_avg, gmsa_min
 
 _HIDDEN = (96, 96)
 _HELD = 500
-"""Inputs; the other 1297 images are for training."""
+"""Number of test inputs; the other 1297 images are for training."""
 
 
 class Row(NamedTuple):
-    """An attack, and what is special about its game."""
+    """An attack, and the options of its game."""
 
     attack: SpaceAttack
     how: dict[str, Any] = {}  # noqa: RUF012  Nobody writes to it.
 
 
 class DigitsCase(NamedTuple):
-    """A defence and the games that it plays."""
+    """A defence and its games."""
 
     build: Callable[[], Defense]
-    """Trains what it needs."""
+    """Trains the models that the defence needs, and builds it."""
     eps: float
     size: int | None
-    """Inputs a round."""
+    """Inputs in a round; None for all."""
     inputs: int
     rows: dict[str, Row]
 
 
 class DigitsData(NamedTuple):
-    """What a case is made from."""
+    """The arguments from which a case is built."""
 
     train: Dataset
     key: Array
     iterations: int | None
-    """Of the attacks; those of the case by default."""
+    """Iterations of the attacks; None for the case's default."""
 
 
 def split(seed: int) -> tuple[Dataset, Dataset]:
-    """Digits in a random order: 1297 to train on, 500 to play with.
+    """Digits in a random order: 1297 for training, 500 for the game.
 
     >>> train, test = split(0)
     >>> train.x.shape, test.x.shape
@@ -70,12 +70,12 @@ def split(seed: int) -> tuple[Dataset, Dataset]:
 def case(
     name: str, seed: int, iterations: int | None = None
 ) -> tuple[DigitsCase, Dataset, Dataset]:
-    """A row of the table: ``(case, training data, inputs)``.
+    """A case of the table: ``(case, training data, inputs)``.
 
     Args:
       name: one of :data:`CASES`.
       seed: of the split and of the base model.
-      iterations: of the attacks; by default 10, for DENT 3, for URejectron 5.
+      iterations: of the attacks; by default 10, but 3 for DENT and 5 for URejectron.
 
     Raises:
       ValueError: another name.
@@ -95,14 +95,14 @@ def _usual(inner: PGD, iterations: int, **settings: Any) -> Iterator[tuple[str, 
     yield "fpa", Row(fpa(inner, iterations, **settings))
     yield "gmsa-avg", Row(gmsa_avg(inner, iterations, **settings))
     yield "gmsa-min", Row(gmsa_min(inner, iterations, **settings))
-    # At equal compute the reduction alone is compared.
+    # With as much computation as gmsa-avg, so that only the reduction differs.
     yield "gmsa-min-one-leg", Row(gmsa_min(inner, iterations, legs="one", **settings))
 
 
 def _trained(
     given: DigitsData, network: Callable[..., Model], steps: int, eps: float = 0.0
 ) -> Model:
-    """A base model; with a radius, trained against attacks."""
+    """A base model; trained adversarially if ``eps`` is positive."""
     foe = Opponent(PGD(steps=10, random_start=True, iterate="last"), eps) if eps else None
     first, second = jax.random.split(given.key)
     x, y = jnp.asarray(given.train.x), jnp.asarray(given.train.y)
@@ -137,17 +137,17 @@ def _rmc(given: DigitsData, robust: bool) -> DigitsCase:
 
 
 def rmc_standard(given: DigitsData) -> DigitsCase:
-    """RMC over a model that was trained on clean samples."""
+    """RMC with a base model trained on clean samples."""
     return _rmc(given, False)
 
 
 def rmc_adversarial(given: DigitsData) -> DigitsCase:
-    """RMC over a model that was trained against attacks."""
+    """RMC with an adversarially trained base model."""
     return _rmc(given, True)
 
 
 def dent(given: DigitsData) -> DigitsCase:
-    """DENT: affine parameters of every sample, by information maximisation."""
+    """DENT: affine parameters for each sample, by information maximisation."""
     eps = 0.1
     how = {"loss": objectives.margin, "judge": objectives.confidence, "restarts": 5, "rivals": 9}
     rows = dict(_usual(_pgd(eps), given.iterations or 3, **how))
@@ -157,14 +157,14 @@ def dent(given: DigitsData) -> DigitsCase:
 
 
 def dann(given: DigitsData) -> DigitsCase:
-    """DANN: domain-adversarial training for every set of inputs."""
+    """DANN: domain-adversarial training for each set of inputs."""
     eps = 0.15
     build = functools.partial(DANN, network=_norm_mlp, discriminator=_discriminator, steps=800)
     return DigitsCase(build, eps, None, 500, dict(_usual(_pgd(eps), given.iterations or 10)))
 
 
 def tadv(given: DigitsData) -> DigitsCase:
-    """TADV: adversarial training with private randomness for every set of inputs."""
+    """TADV: adversarial training with private randomness for each set of inputs."""
     eps = 0.15
     foe = PGD(steps=10, random_start=True, iterate="last")
     build = functools.partial(TADV, network=_adversarial_mlp, attack=foe, eps=eps, steps=600)
@@ -175,7 +175,7 @@ def tadv(given: DigitsData) -> DigitsCase:
 
 
 def urejectron(given: DigitsData) -> DigitsCase:
-    """URejectron: a discriminator of training data and inputs refuses."""
+    """URejectron: rejects by a discriminator between training data and inputs."""
     eps, count = 0.15, given.iterations or 5
     rows = {
         "transfer": Row(transfer(_pgd(eps))),
@@ -189,7 +189,7 @@ def urejectron(given: DigitsData) -> DigitsCase:
 
 
 def purify(given: DigitsData) -> DigitsCase:
-    """Purification: inputs move to where the model is sure; attacks differentiate through it."""
+    """Purification: inputs move to where the model is confident; attacks see through it."""
     eps = 0.1
     rows = {
         "transfer": Row(transfer(_pgd(eps))),
@@ -211,4 +211,4 @@ CASES: dict[str, Callable[[DigitsData], DigitsCase]] = {
     "urejectron": urejectron,
     "purify": purify,
 }
-"""What a case is called, and what makes it."""
+"""The functions that build the cases, by name."""

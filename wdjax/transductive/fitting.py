@@ -1,4 +1,4 @@
-"""Training inside ``jit``: what defences do at test time, and base models before it."""
+"""Training inside ``jit``, for defences at test time and for their base models."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,14 +17,14 @@ Network = Callable[..., Model]
 
 
 class Opponent(NamedTuple):
-    """What is trained against: half of every batch's loss is that of attacked samples."""
+    """The attack of an adversarial training: half of the loss is that of attacked samples."""
 
     attack: Attack
     eps: Array | float
 
 
 def batches(key: Array, n: int, size: int, steps: int) -> Array:
-    """``[steps, size]`` indices: permutations of ``n``, one after the other, without what is over.
+    """``[steps, size]`` indices: consecutive permutations of ``n``, without incomplete batches.
 
     >>> batches(jax.random.key(0), 5, 2, 3).shape
     (3, 2)
@@ -47,26 +47,26 @@ def fit(
     rule: optax.GradientTransformation | None = None,
     opponent: Opponent | None = None,
 ) -> Model:
-    """Trains a classifier with BatchNorm in its training form, on clean and attacked samples.
+    """Trains a classifier, with BatchNorm in training mode, on clean and attacked samples.
 
-    With an opponent, the loss is half that of the clean samples and half that of attacked ones,
-    which are searched for in the inference form of the model.
+    With an opponent, half of the loss is that of clean samples and half that of attacked ones,
+    which are found with the model in inference mode.
 
     Args:
-      model: with its first parameters.
+      model: with its initial parameters.
       x: ``[n, *shape]``
       y: ``[n]``
-      key: of batches and starts.
-      steps: of the rule.
-      size: samples a step.
-      rule: from optax; by default Adam from 0.003 to 0 by a cosine.
-      opponent: what is trained against.
+      key: for batches and starts.
+      steps: number of updates.
+      size: samples in a step.
+      rule: an optax transformation; by default Adam with a rate from 0.003 to 0 along a cosine.
+      opponent: the attack to train against.
 
     Returns:
       The trained model.
 
-    Cost: 1 forward and 1 backward pass a sample and step; with an opponent its passes and as much
-      again.
+    Cost: 1 forward and 1 backward pass a sample and step; with an opponent, the attack's passes and
+      1 more of each.
 
     >>> net = models.norm_mlp((1, 8, 2), key=jax.random.key(0))
     >>> x, y = jnp.linspace(0, 1, 8)[:, None], jnp.arange(8) // 4
@@ -113,7 +113,7 @@ def _attacked(opponent: Opponent, model: Model, x: Array, y: Array, key: Array) 
 
 
 def chunked(function: Callable[[Any], PyTree], rows: PyTree, size: int = 256) -> PyTree:
-    """``function`` of ``[n, ...]`` leaves, so many rows at a time, so that memory does not grow.
+    """Applies ``function`` to ``[n, ...]`` leaves in batches of ``size``, to bound the memory.
 
     >>> chunked(lambda x: 2 * x, jnp.arange(5), 2).tolist()
     [0, 2, 4, 6, 8]

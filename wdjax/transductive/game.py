@@ -1,4 +1,4 @@
-"""The game: attacker, defender and referee, who take turns and see what is theirs to see."""
+"""The game between attacker, defender and referee, each of whom sees only its own data."""
 
 import functools
 from collections.abc import Callable
@@ -25,16 +25,16 @@ ORDERS = ("natural", "labels")
 
 
 def prepare(defense: Defense, x: AnyArray, y: AnyArray, *, key: Array) -> PyTree:
-    """What a defence makes of its training data, known to everybody: its ``memory``.
+    """The ``memory`` that a defence derives from training data, known to everybody.
 
     Args:
       defense: from :mod:`wdjax.transductive`.
       x: ``[n, *shape]`` training samples in ``[0, 1]``.
       y: ``[n]`` labels.
-      key: for trainings.
+      key: for training.
 
-    Raises:
-      ValueError: samples or labels that no defence could learn from, and what the defence refuses.
+      Raises:
+        ValueError: bad samples or labels, and what the defence refuses.
 
     >>> from wdjax import Model
     >>> from wdjax.transductive import Fixed
@@ -68,11 +68,12 @@ def play(
 ) -> GameReport:
     r"""Plays a game of one or many rounds against a defence that adapts, and referees it.
 
-    In every round the attacker moves the inputs within the ball and the defender adapts to them,
-    without labels, under a private key that is drawn after the move. The attacker knows data,
-    memory, defence and code, and simulates: under keys of its own, on a state of its own. The
-    referee draws ``draws`` private keys for every round; under each the defender adapts to what was
-    submitted, and, in a game beside, to the clean inputs. The game goes on with the first.
+    In every round the attacker moves the inputs within the ball; then the defender adapts to them,
+    without labels, under a private key drawn after the move. The attacker knows data, memory,
+    defence and code, and simulates the defence with keys and a state of its own. The referee draws
+    ``draws`` private keys for every round; under each, the defender adapts to the submitted points,
+    and, in a parallel game, to the clean inputs. The first key's adaptation is carried to the next
+    round.
 
     Args:
       defense: from :mod:`wdjax.transductive`.
@@ -82,35 +83,35 @@ def play(
       memory: from :func:`prepare`.
       eps: the radius of every input's ball, in the units of ``x``.
       key: a typed ``jax.random.key``, split at once into the attacker's and the defender's.
-      size: inputs a round; all of them by default. It must divide n.
-      draws: private keys a round.
-      leak: what of the defender the attacker sees: ``"none"``; ``"state"``, what is carried from
-        round to round; ``"seed"``: the private key besides, the worst case, for a single draw.
-      order: ``"natural"``, or ``"labels"``: the attacker sorts pools of inputs by their labels
-        before they are cut into rounds.
-      pool: inputs in a pool, two rounds by default; a multiple of ``size`` that divides n.
-      company: the defender is given the clean inputs of a round together with the attacked ones. By
+      size: inputs in a round; all of them by default. It must divide n.
+      draws: private keys for each round.
+      leak: what the attacker sees of the defender: ``"none"``; ``"state"``, what is kept from round
+        to round; ``"seed"``, also the private key, the worst case, for a single draw.
+      order: ``"natural"``, or ``"labels"``: the attacker sorts pools of inputs by label before they
+        are cut into rounds.
+      pool: inputs in a pool, by default two rounds; a multiple of ``size`` that divides n.
+      company: give the defender the clean inputs of a round together with the attacked ones; by
         default for defences that reject.
-      rejections: the share of clean inputs that a rejecting defence may refuse, when the attacker
+      rejections: the share of clean inputs that a rejecting defence may reject, when the attacker
         compares sets.
       callback: called with the :class:`State` after every turn; a true value ends the game, which
         is then an error.
-      checkpoint: a folder; a game that was interrupted goes on from there to the same numbers.
-      every: least seconds between two writings.
+      checkpoint: a folder; a game that was interrupted resumes from it, with equal results.
+      every: minimum number of seconds between two writings.
 
     Returns:
       A :class:`GameReport`.
 
     Raises:
-      ValueError: bad samples, sizes that do not divide, unknown words, several draws of a key that
-        leaked, a static model whose outputs on clean inputs are not finite, points that left their
-        ball, a checkpoint of another game, a game that was ended.
+      ValueError: bad samples, sizes that do not divide, unknown options, several draws of a leaked
+        key, a static model whose outputs on clean inputs are not finite, points outside their ball,
+        a checkpoint of another game, a game ended by the callback.
 
-    Cost: a round takes the attack's iterations, with an adaptation each, and ``2 draws`` more; a
-      stateful defence one more.
+    Cost: a round takes the attack's iterations, with one adaptation each, and ``2 draws``
+      adaptations more; one more for a stateful defence.
 
-    Differs: the authors' private randomness is one draw, and in a stateless game without chance the
-      very simulation; nothing there is leaked, and the attacker may submit clean inputs.
+    Differs: the authors draw private randomness once, and in a stateless deterministic game the
+      simulation is exact; nothing is leaked there, and the attacker may submit clean inputs.
 
     Source: Chen et al. [chen2022], sections 4 to 5.
 
@@ -125,7 +126,7 @@ def play(
     """
     arguments.check(x=x, y=y, eps=eps, key=key)
     if validate.traced(defense, memory, x, y, eps, key) or validate.staged():
-        raise ValueError("a game decides on the host what comes next: play outside jit and vmap.")
+        raise ValueError("a game runs on the host: play it outside jit and vmap.")
     if not (isinstance(attack, SpaceAttack) and hasattr(attack.inner, "ball")):
         raise ValueError(
             f"attack must be one on model spaces, such as gmsa_avg(PGD()), got {attack!r}."
@@ -183,7 +184,10 @@ def play(
 def _arrange(
     y: np.ndarray, size: int | None, order: str, pool: int | None
 ) -> tuple[int, np.ndarray]:
-    """Inputs a round, and who comes when."""
+    """The number of inputs in a round, and the order ``[n]`` in which they are submitted.
+
+    Sorts each pool of ``pool`` inputs by label if ``order`` is "labels".
+    """
     n = len(y)
     size = n if size is None else validate.check_count("size", size)
     if n % size:
@@ -206,7 +210,7 @@ def _arrange(
 
 
 def _static(params: dict[str, Any], x: Array) -> Array:
-    """Logits before any adaptation."""
+    """Logits of the model before any adaptation."""
     defense, memory = params["defense"], params["memory"]
     base = defense.base(memory, defense.begin(memory), len(x))
     return logits_of(defense.predict(memory, base, x))

@@ -1,4 +1,4 @@
-"""What an attack on many models raises: a loss of each, reduced to one number a sample."""
+"""Objectives of attacks on many models: a loss of each, reduced to one number a sample."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,29 +19,30 @@ OutputLoss = Callable[[Any, Array], Array]
 
 
 def logits_of(out: PyTree) -> Array:
-    """The logits of a model that may return a score besides."""
+    """The logits of a model that may also return a score."""
     return out[0] if isinstance(out, tuple) else out
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    r"""A loss over the models of a bank, ``[n]``: criterion and objective of a space attack.
+    r"""A loss over the models of a bank, ``[n]``: both criterion and loss of a space attack.
 
-    With ``l_j`` the loss at model j: ``"mean"`` is ``1/m sum_j l_j`` (GMSA-AVG), ``"min"`` the
-    ``min_j l_j`` of every sample (GMSA-MIN), whose gradient is that of the first smallest, and
-    ``"softmin"`` the smooth ``-t log mean_j exp(-l_j / t)`` between the two. ``"last"`` is the loss
-    of the newest model (FPA). Where a sample aims at a rival the loss is the margin to it.
+    With ``l_j`` the loss at model j, ``"mean"`` is ``1/m sum_j l_j`` (GMSA-AVG); ``"min"`` is the
+    ``min_j l_j`` of every sample (GMSA-MIN), with the gradient of the first minimiser;
+    ``"softmin"`` is the smooth ``-t log mean_j exp(-l_j / t)`` between the two; ``"last"`` is the
+    loss of the newest model (FPA). For samples with a target class the loss is the margin to that
+    class.
 
     Args:
       loss: ``(out, y) -> [n]`` of one model, to be increased.
-      reduce: how the models' losses become one.
+      reduce: how the models' losses are combined.
       temperature: t of ``"softmin"``, in units of the loss.
 
     Raises:
       ValueError: another reduction, a temperature that is not positive.
 
-    Differs: the paper's minimum is over means of the batch; that of every sample is what the
-      authors' code has, and the stronger attack.
+    Differs: the paper's minimum is over batch means; the minimum for every sample is that of the
+      authors' code, and the stronger attack.
 
     Source: Chen et al. [chen2022], equation 7 and below.
 
@@ -79,7 +80,7 @@ class Objective:
         return -self.temperature * (jax.nn.logsumexp(heights, axis=0) - jnp.log(count))
 
     def each(self, said: Answers, y: Array) -> Array:
-        """``[capacity, n]``: the loss at every model; of no meaning where it was not asked."""
+        """``[capacity, n]``: the loss at every model; meaningless for models that were not run."""
 
         def one(out: PyTree) -> Array:
             aimed = losses.targeted_margin(logits_of(out), y, jnp.maximum(said.rival, 0))
@@ -90,10 +91,10 @@ class Objective:
 
 @dataclasses.dataclass(frozen=True)
 class Ceaseless:
-    """An objective in its own order but never above 0, so that no search thinks it has won.
+    """A monotone transform of an objective that is always negative, so that a search never stops.
 
-    A cross-entropy is above 0 at every point: taken for a criterion, it would end at once those
-    searches that stop when a sample has fallen.
+    A cross-entropy is positive at every point: used as a criterion, it would at once end searches
+    that stop at a flip.
 
     >>> said = Answers(jnp.array([[[0.0, 3.0]]]), jnp.ones((1, 1), bool), jnp.array([-1]))
     >>> Ceaseless(Objective(losses.margin))(said, jnp.array([0])).tolist()
@@ -110,7 +111,7 @@ class Ceaseless:
 
 @dataclasses.dataclass(frozen=True)
 class FirstFall:
-    """1 where an objective is above 0, else 0: keeps the first point that has fallen, not the best.
+    """1 where an objective is positive, else 0, so that a search keeps its first flip.
 
     >>> said = Answers(jnp.array([[[0.0, 1.0]]]), jnp.ones((1, 1), bool), jnp.array([-1]))
     >>> FirstFall(Objective(losses.margin))(said, jnp.array([0])).tolist()
@@ -127,7 +128,7 @@ class FirstFall:
 def confidence(logits: Array, y: Array) -> Array:
     r"""The probability of the likeliest wrong class, ``max_{k != y} softmax(z)_k``.
 
-    What the attack on DENT maximises over its fourteen runs.
+    The attack on DENT chooses among its fourteen runs by it.
 
     Source: Chen et al. [chen2022], A.3.
 
@@ -144,9 +145,9 @@ def _own(logits: Array, y: Array) -> Array:
 def unnoticed(out: PyTree, y: Array) -> Array:
     r"""Rejection-aware loss: wrong *and* accepted, ``min(z_rival - z_y, cap) - softplus(score)``.
 
-    The margin stops counting at ``cap = 2``, so that what is wrong for sure goes on to look like
-    the training data; ``-softplus(score)`` is the log-probability that a detector whose rejection
-    has the log-odds ``score`` accepts.
+    The margin is capped at ``cap = 2``, so that points that are surely wrong become more similar to
+    the training data instead; ``-softplus(score)`` is the log-probability of acceptance by a
+    detector whose log-odds of rejection are ``score``.
 
     Args:
       out: ``(logits [n, K], score [n])``.
@@ -161,11 +162,11 @@ def unnoticed(out: PyTree, y: Array) -> Array:
 
 
 _CAP = 2.0
-"""Logits by which a point is wrong for sure."""
+"""The margin, in logits, at which a point is surely wrong."""
 
 
 def unaware(out: PyTree, y: Array) -> Array:
-    """Cross-entropy of a model's logits, blind to its score if it has one.
+    """Cross-entropy of a model's logits; ignores a score.
 
     >>> float(unaware((jnp.zeros((1, 4)), jnp.ones(1)), jnp.array([2]))[0])
     1.3862...
@@ -174,7 +175,7 @@ def unaware(out: PyTree, y: Array) -> Array:
 
 
 def margin(out: PyTree, y: Array) -> Array:
-    """The margin of a model's logits, blind to its score if it has one.
+    """The margin of a model's logits; ignores a score.
 
     >>> margin(jnp.array([[1.0, 3.0]]), jnp.array([0])).tolist()
     [2.0]

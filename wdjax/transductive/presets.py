@@ -1,4 +1,4 @@
-"""The paper's settings by name: what to play at full scale, given networks of one's own."""
+"""The paper's settings by name, for games at full scale with networks of your own."""
 
 import functools
 from collections.abc import Callable
@@ -15,15 +15,16 @@ class Preset(NamedTuple):
     """A published game: ``play(preset.defense(...), attack, x, y, eps=preset.eps, ...)``."""
 
     defense: Callable[..., Defense]
-    """Wants what the authors trained: ``model=``, or ``network=`` and ``discriminator=``."""
+    """Needs the networks that the authors trained: ``model=``, or ``network=`` and
+    ``discriminator=``."""
     eps: float
     size: int | None
-    """Inputs a round; None for all."""
+    """Inputs in a round; None for all."""
     attacks: dict[str, SpaceAttack]
 
 
 def _attacks(step: float, steps: int, iterations: int, **how: Any) -> dict[str, SpaceAttack]:
-    """Transfer, PGD-skip, FPA, GMSA-AVG and GMSA-MIN over PGD from random points."""
+    """Transfer, PGD-skip, FPA, GMSA-AVG and GMSA-MIN, with PGD from random points."""
     inner = PGD(steps=steps, step_size=step)
     return {
         "transfer": transfer(inner, **how),
@@ -88,7 +89,7 @@ PAPER: dict[str, Preset] = {
         {"transfer": transfer(PGD(steps=40, step_size=_PIXEL))},
     ),
 }
-"""By the names of Appendix A of Chen et al. [chen2022]; steps are its epochs in batches of 128.
+"""The settings of Appendix A of Chen et al. [chen2022]; its epochs became steps of batches of 128.
 
-What is not as published (schedules of SGD, dropout, crops and flips) is in the defences' docs.
+The defences' docstrings list deviations (SGD schedules, dropout, crops and flips).
 """

@@ -1,4 +1,4 @@
-"""What a game comes to: accuracies over several private keys, beside those on clean inputs."""
+"""Results of a game: accuracies over private keys, on attacked and on clean inputs."""
 
 import dataclasses
 import time
@@ -15,11 +15,11 @@ from wdjax.core import AnyArray, Array
 from wdjax.transductive.defense import Defense
 
 REJECTIONS = 0.05
-"""The share of clean inputs that a rejecting defence may refuse, where nothing else is said."""
+"""The default share of clean inputs that a rejecting defence may reject."""
 
 
 class Share(NamedTuple):
-    """A share of the samples and its interval of 95 %."""
+    """A share of the samples and its 95 % interval."""
 
     value: float
     low: float
@@ -27,14 +27,13 @@ class Share(NamedTuple):
 
 
 def share(hits: npt.ArrayLike) -> Share:
-    r"""The mean of ``[draws, n]`` facts, with the chance of samples and of keys in its interval.
+    r"""The mean of ``[draws, n]`` booleans, with an interval for randomness of samples and keys.
 
-    Of samples for any n: by Clopper and Pearson for a single draw, else by
-    :func:`wdjax.metrics.mean_interval` of each sample's share of the draws. Of keys by Student's t
-    over the draws' accuracies; both add in squares. So the interval holds for all samples under
-    *these* keys whatever they are, and for all keys where accuracies vary about normally. It knows
-    nothing of keys that are rarer than one in ``draws`` and under which a defence falls; of a
-    single draw, nothing of keys at all.
+    For the samples: Clopper-Pearson for a single draw, else :func:`wdjax.metrics.mean_interval` of
+    each sample's share of draws. For the keys: Student's t over the draws' accuracies. The two add
+    in squares. The interval thus holds for all samples under *these* keys without assumptions, and
+    for all keys if accuracies are about normal. It cannot include keys rarer than one in ``draws``
+    under which a defence fails; with a single draw it does not include the keys at all.
 
     >>> share([[True, True, False, True]]).value
     0.75
@@ -55,52 +54,52 @@ def share(hits: npt.ArrayLike) -> Share:
 
 
 class Rejection(NamedTuple):
-    """What a rejecting defence does at one threshold: shares of all draws and samples."""
+    """Rates of a rejecting defence at one threshold, over all draws and samples."""
 
     threshold: float
     err: float
-    """Of all attacked inputs, accepted and wrong: the paper's equation 1."""
+    """Share of the attacked inputs that are accepted and wrong: the paper's equation 1."""
     err_accepted: float
-    """The same of the accepted ones, as the authors' code has it; 0 if there are none."""
+    """Share of the accepted attacked inputs that are wrong (authors' code); 0 without any."""
     rejected: float
-    """Of the clean inputs."""
+    """Share of the clean inputs that are rejected."""
     rejected_attacked: float
-    """Of the attacked ones."""
+    """Share of the attacked inputs that are rejected."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GameReport:
-    """A game that was played: ``[n]`` leaves in the order in which the inputs were submitted."""
+    """The result of a game: ``[n]`` leaves in the order in which the inputs were submitted."""
 
     index: np.ndarray
-    """``[n]``: which samples these are."""
+    """``[n]``: indices of the samples."""
     y: np.ndarray
     x_adv: np.ndarray
-    """``[n, *shape]``: what was submitted, inside ball and box."""
+    """``[n, *shape]``: the submitted points, inside ball and box."""
     cost: np.ndarray
-    """``[n]``: of moving the samples there, measured."""
+    """``[n]``: measured costs of moving the samples there."""
     correct: np.ndarray
-    """``[draws, n]``: whether the defender is right about what was submitted; the first draw is
-    the one that the game goes on with."""
+    """``[draws, n]``: whether the defender classifies the submitted points correctly; the state
+    of the first draw is carried to the next round."""
     correct_clean: np.ndarray
-    """``[draws, n]``: the same of a game in which clean inputs are submitted, by the same keys."""
+    """``[draws, n]``: the same in a game with clean inputs and the same keys."""
     static: np.ndarray
-    """``[n]``: whether the model before any adaptation is right about what was submitted."""
+    """``[n]``: whether the model before adaptation classifies the submitted points correctly."""
     static_clean: np.ndarray
     fault: np.ndarray
-    """``[n]``: whether an output or a gradient was not finite anywhere; never counted as right."""
+    """``[n]``: whether an output or a gradient was not finite; never counted as correct."""
     simulated: np.ndarray
-    """``[rounds, iterations]``: the share of errors of the attacker's simulations."""
+    """``[rounds, iterations]``: the error rate of the attacker's simulations."""
     raised: np.ndarray
-    """``[rounds, iterations]``: the mean of the attack's objective on its bank."""
+    """``[rounds, iterations]``: the mean objective of the attack on its bank."""
     chosen: np.ndarray
-    """``[rounds]``: the iteration whose set was submitted; -1 for the clean set of a fallback."""
+    """``[rounds]``: the iteration whose set was submitted; -1 if the clean set was."""
     gradients: np.ndarray
-    """``[rounds]``: backward passes through the bank, a sample."""
+    """``[rounds]``: backward passes through the bank, for each sample."""
     score: np.ndarray | None = None
-    """``[draws, n]``: of a rejecting defence, large where it would refuse."""
+    """``[draws, n]``: scores of a rejecting defence, large where it would reject."""
     score_clean: np.ndarray | None = None
-    """``[draws, n]``: the same of the clean inputs, beside the attacked ones where they were."""
+    """``[draws, n]``: scores of the clean inputs, in the same batch if they were in company."""
 
     @property
     def one_shot(self) -> Share:
@@ -113,7 +112,7 @@ class GameReport:
 
     @property
     def worst_of(self) -> Share:
-        """Samples that are right in every draw. It falls with the draws on clean inputs too."""
+        """Share of samples correct in every draw; more draws lower it, on clean inputs too."""
         return share(np.all(self.correct, axis=0, keepdims=True))
 
     @property
@@ -122,7 +121,7 @@ class GameReport:
 
     @property
     def majority(self) -> Share:
-        """Samples that are right in more than half of the draws."""
+        """Share of samples that are correct in more than half of the draws."""
         return share(_most(self.correct)[None])
 
     @property
@@ -131,7 +130,7 @@ class GameReport:
 
     @property
     def static_accuracy(self) -> Share:
-        """Of the model before adaptation, on what was submitted."""
+        """The accuracy of the model before adaptation, on the submitted points."""
         return share(self.static[None])
 
     @property
@@ -139,7 +138,7 @@ class GameReport:
         return share(self.static_clean[None])
 
     def rejection(self, threshold: float) -> Rejection:
-        """What a rejecting defence does at a threshold of its score.
+        """The rates of a rejecting defence at a threshold of its score.
 
         Raises:
           ValueError: the defence does not reject.
@@ -157,7 +156,7 @@ class GameReport:
         )
 
     def operating_point(self, budget: float = REJECTIONS) -> Rejection:
-        """The least threshold at which at most ``budget`` of the clean inputs are refused.
+        """The rates at the least threshold that rejects at most ``budget`` of the clean inputs.
 
         Raises:
           ValueError: the defence does not reject; a budget outside ``[0, 1]``.
@@ -168,7 +167,7 @@ class GameReport:
         return self.rejection(threshold_for(clean.ravel(), budget))
 
     def rejection_curve(self) -> list[Rejection]:
-        """All operating points, from refusing every clean input to none."""
+        """All operating points, from rejecting every clean input to rejecting none."""
         _, clean = self._scores()
         ends = np.unique(np.concatenate([[-np.inf], clean.ravel()]))
         return [self.rejection(float(threshold)) for threshold in ends]
@@ -180,7 +179,7 @@ class GameReport:
 
 
 def threshold_for(clean: np.ndarray, budget: float) -> float:
-    """The least score above which at most a share ``budget`` of the clean scores lies.
+    """The least score above which at most the share ``budget`` of the clean scores lies.
 
     >>> threshold_for(np.arange(10.0), 0.2)
     7.0
@@ -195,11 +194,11 @@ def _most(facts: np.ndarray) -> np.ndarray:
 
 
 def worst(reports: dict[str, GameReport]) -> tuple[str, GameReport]:
-    """The attack whose sets leave the least one-shot accuracy: the union over attacks.
+    """The attack that leaves the lowest one-shot accuracy, by name.
 
-    Of a defence that rejects, the attack with the most errors at its operating point. Points of
-    several sets are not mixed: a defence adapts to a set as a whole, so that the mixture would be
-    one that nobody has played.
+    For a defence that rejects, the attack with the largest error at its operating point. Points of
+    several attacks are not combined: the defence adapts to a set as a whole, and has not adapted to
+    the combined one.
 
     Raises:
       ValueError: no report.
@@ -218,14 +217,14 @@ def worst(reports: dict[str, GameReport]) -> tuple[str, GameReport]:
 def cost_multiple(
     defense: Defense, memory: Any, x: AnyArray, *, key: Array, repeats: int = 3
 ) -> float:
-    """Seconds of adaptation and prediction, in seconds of the static model's prediction.
+    """Time of adaptation and prediction, in multiples of the static model's prediction.
 
     Args:
-      defense: whose.
-      memory: what it knows.
+      defense: the defence.
+      memory: its memory.
       x: ``[n, *shape]``, one round.
       key: for the adaptation.
-      repeats: of both, after a first one that compiles; the least counts.
+      repeats: timings of both, after one that compiles; the shortest counts.
     """
     arguments.check(x=x, key=key)
     repeats = validate.check_count("repeats", repeats)

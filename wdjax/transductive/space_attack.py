@@ -1,4 +1,4 @@
-"""Attacks on model spaces: transfer, PGD-skip, FPA and GMSA are settings of one."""
+"""Attacks on model spaces: transfer, PGD-skip, FPA and GMSA are settings of one class."""
 
 import dataclasses
 from typing import Any
@@ -17,51 +17,52 @@ from wdjax.transductive.objectives import Objective, OutputLoss, unaware
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpaceAttack:
-    r"""An attack on the models that a defence would have: transfer, PGD-skip, FPA and GMSA in one.
+    r"""An attack on the models that a defence may adapt to: transfer, PGD-skip, FPA and GMSA.
 
-    In iteration ``i = 0 .. iterations - 1`` the models so far are attacked together, the defence is
-    simulated on what was found, and its model joins the bank. The set on which the simulated model
-    errs most is submitted. :func:`transfer`, :func:`pgd_skip`, :func:`fpa`, :func:`gmsa_avg` and
-    :func:`gmsa_min` are settings of it.
+    In iteration ``i = 0 .. iterations - 1`` all models so far are attacked together; then the
+    defence is simulated on the points found, and its model joins the bank. The set of points on
+    which the simulated model errs most is submitted. :func:`transfer`, :func:`pgd_skip`,
+    :func:`fpa`, :func:`gmsa_avg` and :func:`gmsa_min` are settings of this class.
 
     Args:
-      inner: the search, fixed-budget, with a field ``loss`` that is replaced; its points are those
+      inner: the search, with a fixed budget, whose field ``loss`` is replaced. Its points are those
         of largest objective, never clean ones.
       loss: ``(out, y) -> [n]`` of one model, to be increased.
-      reduce: how the losses of many models become one, see :class:`Objective`.
+      reduce: how the losses of many models are combined, see :class:`Objective`.
       temperature: of ``reduce="softmin"``.
       iterations: ``T + 1``.
-      begin: ``"static"``: F_0 is the model before the first round; ``"current"``: that of this
-        round, as far as the attacker knows.
-      legs: searches one after the other, each from the last one's points: ``"one"``, or
-        ``"models"`` for as many as there are models, as GMSA-MIN is defined.
-      restarts: searches from random points, or from the samples where ``random_start`` is False.
-      rivals: further searches, towards the margin of each of so many other classes.
-      judge: the loss by which the best of all these is taken; by default ``loss``.
+      begin: the first model: ``"static"``, that before the first round; ``"current"``, that before
+        this round, as far as the attacker knows it.
+      legs: consecutive searches, each from the previous one's points: ``"one"``, or ``"models"``
+        for as many as there are models, as in the definition of GMSA-MIN.
+      restarts: searches from random points, or from the samples if ``random_start`` is False.
+      rivals: number of target classes; one more search for the margin to each.
+      judge: the loss that chooses the best point of these searches; by default ``loss``.
       random_start: see ``restarts``.
-      simulations: how often the defence is simulated on a set, under keys of its own; all models
-        join the bank, which is expectation over its randomness. ``reduce="last"`` is the mean over
-        the newest so many.
-      batch_size: inputs that are attacked at once; by default all of a round.
-      select: which set is submitted: that of most ``"errors"``, with the mean loss as a tie-break,
-        or of most ``"loss"``.
-      keep: ``"largest"`` loss; or ``"first"``: of every sample the first point that is
-        misclassified, and the clean one if there is none. That is how AutoAttack's points come
-        about, and why they do not transfer.
-      retain: in later iterations, keep the points of the first wherever the present objective is
-        larger there: what attacks the bank is never behind what attacks F_0.
-      clean_fallback: submit clean samples where no simulation errs. For parity with the authors'
-        code of RMC and DENT only: it understates the attack.
+      simulations: simulations of the defence on a set, with different keys; all models join the
+        bank, for an expectation over randomness. ``reduce="last"`` is then the mean over so many
+        newest models.
+      batch_size: inputs attacked at once; by default all of a round.
+      select: which set is submitted: that of most ``"errors"``, with ties decided by mean loss, or
+        that of largest mean ``"loss"``.
+      keep: ``"largest"`` loss, or ``"first"``: for every sample the first misclassified point, or
+        the clean one if there is none. AutoAttack keeps such points, which is why they do not
+        transfer.
+      retain: in later iterations, keep the points of the first iteration wherever their present
+        objective is larger: the attack on the bank is then never weaker than that on the first
+        model.
+      clean_fallback: submit clean samples if no simulation errs. For parity with the authors' code
+        of RMC and DENT only: it understates the attack.
 
     Raises:
-      ValueError: unknown words, counts out of range, an inner attack that has no loss or another
-        budget.
+      ValueError: unknown options, counts out of range, an inner attack without a loss or with
+        another budget.
 
-    Cost: iteration i takes the inner attack's passes times ``restarts + rivals``, times the models
-      in the bank, times as many again for ``legs="models"``.
+    Cost: iteration i takes the inner attack's passes times ``restarts + rivals`` times the number
+      of models in the bank, and times that number again for ``legs="models"``.
 
-    Differs: a tie between sets is decided by loss, not by order. No sample is returned clean but
-      for ``keep="first"`` and ``clean_fallback``. ``retain`` is not in the paper.
+    Differs: a tie between sets is decided by loss, not by order. Clean samples are submitted only
+      with ``keep="first"`` or ``clean_fallback``. ``retain`` is not in the paper.
 
     Source: Chen et al. [chen2022], Algorithms 1 and 2.
 
@@ -98,7 +99,7 @@ class SpaceAttack:
         validate.check_choice("keep", self.keep, ("largest", "first"))
         self.objective  # noqa: B018  Checks the reduction.
         if not hasattr(self.inner, "budget"):
-            return  # A tree operation rebuilds the dataclass around something else.
+            return  # JAX rebuilds the dataclass with placeholders as leaves.
         if self.inner.budget != "sample" or not hasattr(self.inner, "loss"):
             raise ValueError(
                 "inner must look inside a ball of every sample and have a loss, such as PGD or "
@@ -113,27 +114,27 @@ class SpaceAttack:
 
     @property
     def objective(self) -> Objective:
-        """What is raised over the models that are asked; the newest alone for ``"last"``."""
+        """The objective that is raised; for ``"last"`` a mean over the newest models only."""
         reduce = "mean" if self.reduce == "last" else self.reduce
         return Objective(self.loss, reduce, self.temperature)
 
     def first(self, bank: Bank) -> Array | int:
-        """The first model that is asked."""
+        """The index of the first model that is attacked."""
         return jnp.maximum(bank.filled - self.simulations, 0) if self.reduce == "last" else 0
 
     @property
     def capacity(self) -> int:
-        """Models that the bank must hold."""
+        """Number of models that the bank must hold."""
         return 1 + self.simulations * self.iterations
 
     @property
     def runs(self) -> int:
-        """Searches a leg."""
+        """Number of searches in a leg."""
         return self.restarts + self.rivals
 
 
 def transfer(inner: Attack, **settings: Any) -> SpaceAttack:
-    """Transfer PGD: the model before the first round is attacked, once.
+    """Transfer PGD: attacks the model before the first round, once.
 
     >>> transfer(PGD()).iterations
     1
@@ -142,9 +143,9 @@ def transfer(inner: Attack, **settings: Any) -> SpaceAttack:
 
 
 def pgd_skip(inner: Attack, **settings: Any) -> SpaceAttack:
-    """PGD-skip: every round attacks the model of the round before, as far as it is known.
+    """PGD-skip: every round attacks the model of the previous round, as far as it is known.
 
-    As published it sees the defender's state: ``play(..., leak="state")``.
+    The published attack sees the defender's state: ``play(..., leak="state")``.
 
     Source: Wu et al. [rmc2020] by way of Chen et al. [chen2022], example 1.
 
@@ -155,7 +156,7 @@ def pgd_skip(inner: Attack, **settings: Any) -> SpaceAttack:
 
 
 def fpa(inner: Attack, iterations: int = 10, **settings: Any) -> SpaceAttack:
-    """The fixed point attack: in every iteration the newest model alone is attacked.
+    """The fixed point attack: every iteration attacks the newest model only.
 
     Source: Chen et al. [chen2022], Algorithm 1.
 
@@ -177,9 +178,9 @@ def gmsa_avg(inner: Attack, iterations: int = 10, **settings: Any) -> SpaceAttac
 
 
 def gmsa_min(inner: Attack, iterations: int = 10, **settings: Any) -> SpaceAttack:
-    """Greedy model space attack on the least of the losses, with as many legs as models.
+    """Greedy model space attack on the minimum of the losses, with as many legs as models.
 
-    ``legs="one"`` spends what :func:`gmsa_avg` spends.
+    With ``legs="one"`` it costs as much as :func:`gmsa_avg`.
 
     Source: Chen et al. [chen2022], Algorithm 2 and A.1.3.
 

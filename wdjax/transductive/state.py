@@ -1,4 +1,4 @@
-"""What a game carries on, and what lies on its table."""
+"""The state of a game, and its constants."""
 
 from typing import Any, NamedTuple
 
@@ -15,17 +15,17 @@ class BestSet(NamedTuple):
 
     x: Array
     errors: Array
-    """The share of errors of its simulation."""
+    """The error rate of its simulation."""
     value: Array
-    """And the mean loss there."""
+    """The mean loss in its simulation."""
     number: Array
-    """Its iteration."""
+    """The iteration that found it."""
     fault: Array
-    """``[n]``"""
+    """``[n]``: whether anything was not finite."""
 
 
 class GameRecord(NamedTuple):
-    """What has happened: ``[rounds, ...]`` arrays on the host, named as in :class:`Report`."""
+    """The results so far: ``[rounds, ...]`` arrays on the host, named as in :class:`Report`."""
 
     x_adv: np.ndarray
     cost: np.ndarray
@@ -43,25 +43,25 @@ class GameRecord(NamedTuple):
 
 
 class State(NamedTuple):
-    """A game between two turns: a pytree, so that it can be saved."""
+    """The state of a game between two turns: a pytree that can be saved."""
 
     round: np.ndarray
     iteration: np.ndarray
     true: PyTree
     """The defender's state."""
     clean: PyTree
-    """That of a defender who is given clean inputs."""
+    """The state of a defender who is given clean inputs."""
     mirror: PyTree
-    """What the attacker believes the defender's state to be."""
+    """The attacker's simulation of the defender's state."""
     bank: Bank
     first: Array
-    """The set of the round's first iteration."""
+    """The points of the round's first iteration, ``[size, *shape]``."""
     best: BestSet
     record: GameRecord
 
 
 class Table(NamedTuple):
-    """What lies on the table and does not change."""
+    """The constants of a game."""
 
     defense: Defense
     attack: SpaceAttack
@@ -73,8 +73,8 @@ class Table(NamedTuple):
     attacker: Array
     """The attacker's key."""
     defender: Any
-    """The defender's, which nobody but the referee is given; in the attacker's turns the key of the
-    round, if it leaks, or None."""
+    """The defender's key, known to the referee only; in the attacker's turns the round's key if it
+    leaks, else None."""
     draws: int
     leak: str
     company: bool

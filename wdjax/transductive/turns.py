@@ -23,6 +23,7 @@ from wdjax.transductive.state import BestSet, GameRecord, State, Table
 
 
 def begin(table: Table) -> State:
+    """The state before the first turn; raises if outputs on clean inputs are not finite."""
     defense, memory, attack = table.defense, table.memory, table.attack
     rounds, size = table.y.shape
     state = defense.begin(memory)
@@ -56,7 +57,7 @@ def begin(table: Table) -> State:
 
 
 def _no_best(table: Table, number: int) -> BestSet:
-    """Before any set: worse than all; or, in parity with the authors' code, the clean one."""
+    """The attacker's set before any iteration: worse than all, or the clean set as fallback."""
     x = table.x[number]
     fallback = table.attack.clean_fallback
     errors = jnp.asarray(0.0 if fallback else -1.0)
@@ -69,9 +70,9 @@ def over(table: Table, state: State) -> bool:
 
 
 def turn(table: Table, state: State) -> State:
-    """The attacker's next iteration, or the end of a round.
+    """One turn: the attacker's next iteration, or the end of a round.
 
-    The attacker is given what it may see: but for leaks, no state and no key of the defender.
+    The attacker's function is called without the defender's state and key, unless they leak.
     """
     if int(state.iteration) >= table.attack.iterations:
         return _judge(table, state)
@@ -89,7 +90,10 @@ def _key(key: Array, *places: Any) -> Array:
 
 
 def _attack(table: Table, state: State) -> State:
-    """The models so far are attacked, and the defence is simulated on what was found."""
+    """One iteration: attacks the models so far, and simulates the defence on the points found.
+
+    Points are ``[size, *shape]``; the simulated models join the bank.
+    """
     defense, memory, attack = table.defense, table.memory, table.attack
     number, iteration = int(state.round), int(state.iteration)
     known = state.mirror if state.true is None else state.true
@@ -121,7 +125,7 @@ def _attack(table: Table, state: State) -> State:
 def _moved(
     table: Table, bank: Bank, x: Array, y: Array, key: Array, first: Array, later: np.ndarray
 ) -> BankFound:
-    """The attack on a bank, so many inputs at a time; the last batch is filled up with its last."""
+    """Attacks the bank in batches of inputs; the last batch is padded with its last input."""
     defense, n, shared = table.defense, len(y), (table.attack, table.defense, table.memory)
     size = min(table.attack.batch_size or n, n)
     parts = []
@@ -139,7 +143,7 @@ def _moved(
 
 
 def _with(record: GameRecord, *place: int, **facts: Any) -> GameRecord:
-    """The record with ``facts`` at a place."""
+    """The record with ``facts`` written at an index."""
     changed = {}
     for name, value in facts.items():
         leaf = np.array(getattr(record, name))
@@ -149,7 +153,7 @@ def _with(record: GameRecord, *place: int, **facts: Any) -> GameRecord:
 
 
 def _company(table: Table, x_adv: Array, x: Array) -> Array:
-    """What the defender is given."""
+    """The defender's inputs: the submitted points, with the clean inputs if they keep company."""
     return jnp.concatenate([x_adv, x]) if table.company else x_adv
 
 
@@ -159,7 +163,7 @@ def _rows(defense: Defense, adapted: PyTree, n: int) -> PyTree:
 
 
 class Facts(NamedTuple):
-    """What a model does on inputs: ``[n]`` leaves."""
+    """The results of a model on inputs: ``[n]`` leaves."""
 
     right: Array
     fine: Array
@@ -170,7 +174,7 @@ class Facts(NamedTuple):
 def _simulated(
     table: Table, adapted: PyTree, x_adv: Array, x: Array, y: Array
 ) -> tuple[float, float]:
-    """The share of errors of a simulated model, and the mean loss there."""
+    """The error rate of a simulated model, and its mean loss."""
     given = _company(table, x_adv, x)
     labels = jnp.concatenate([y, y]) if table.company else y
     seen = _seen(table, adapted, given, labels)
@@ -183,7 +187,7 @@ def _simulated(
 def _choose(
     attack: SpaceAttack, best: BestSet, moved: BankFound, errors: float, value: float, number: int
 ) -> BestSet:
-    """The better set of two; a loss that is no number is below all others."""
+    """The better of two sets; a loss that is NaN ranks below all others."""
     value = value if np.isfinite(value) else -np.inf
     own, other = (errors, value), (float(best.errors), float(best.value))
     if attack.select == "loss" and not attack.clean_fallback:
@@ -195,7 +199,10 @@ def _choose(
 
 
 def _judge(table: Table, state: State) -> State:
-    """The referee: what was submitted, under several private keys, and the next round begins."""
+    """The referee's turn: adapts to the submitted points under each private key, and measures.
+
+    Writes ``[draws, size]`` results into the record and begins the next round.
+    """
     defense, memory = table.defense, table.memory
     number, x_adv = int(state.round), state.best.x
     x, y = table.x[number], table.y[number]
@@ -241,9 +248,9 @@ def _judge(table: Table, state: State) -> State:
 
 
 def _mirrored(table: Table, state: State, x_adv: Array, x: Array) -> PyTree:
-    """The attacker's idea of the defender's next state."""
+    """The attacker's simulation of the defender's state in the next round."""
     if not jax.tree.leaves(state.mirror):
-        return state.mirror  # Nothing is carried on, so nothing is to be guessed.
+        return state.mirror  # The defence is stateless.
     defense, memory, number = table.defense, table.memory, int(state.round)
     own = _key(table.attacker, number, table.attack.iterations)
     _, after = _adapt(defense, _key(own, 0), memory, state.mirror, _company(table, x_adv, x))
@@ -251,7 +258,7 @@ def _mirrored(table: Table, state: State, x_adv: Array, x: Array) -> PyTree:
 
 
 def _measured(table: Table, x: Array, x_adv: Array) -> np.ndarray:
-    """The costs of what was submitted; refuses what is not in ball and box."""
+    """``[size]``: costs of the submitted points; raises if one is outside ball or box."""
     cost = np.asarray(table.attack.inner.ball.cost(x, x_adv))
     outside = ~(cost <= float(table.eps) * (1 + 1e-6))
     if outside.any():
@@ -264,7 +271,7 @@ def _measured(table: Table, x: Array, x_adv: Array) -> np.ndarray:
 
 
 def report(table: Table, record: GameRecord, index: np.ndarray) -> GameReport:
-    """Rounds side by side."""
+    """Concatenates the rounds of a record into a :class:`GameReport`."""
     flat: dict[str, Any] = {}
     for name, leaf in record._asdict().items():
         leaf = np.asarray(leaf)
@@ -309,7 +316,7 @@ def _perturb(
 
 
 def identity_of(table: Table, begun: State) -> bytes:
-    """What a checkpoint of the game belongs to: the programs of a round, words and numbers."""
+    """The identity of a game in its checkpoint: the programs of a round, options and numbers."""
     defense, memory, attack = table.defense, table.memory, table.attack
     x, y = table.x[0], table.y[0]
     key, state, given = table.defender, begun.true, _company(table, x, x)
@@ -337,7 +344,7 @@ def identity_of(table: Table, begun: State) -> bytes:
 
 
 def _seen(table: Table, adapted: PyTree, x: Array, y: Array) -> Facts:
-    """What a model does on inputs, on the host."""
+    """The results of a model on inputs, on the host."""
     loss = table.attack.judge or table.attack.loss
     return jax.device_get(_facts(loss, table.defense, table.memory, adapted, x, y))
 
@@ -351,7 +358,7 @@ def _facts(
     x: Array,
     y: Array,
 ) -> Facts:
-    """A model that is not finite is not right."""
+    """The results of a model; where an output is not finite it counts as wrong."""
     out = defense.predict(memory, adapted, x)
     logits = logits_of(out)
     fine = norms.finite(out)

@@ -1,4 +1,4 @@
-"""Defences that learn at test time, one a file."""
+"""Defences that learn at test time, one in each file."""
 
 from wdjax.transductive.defenses.dann import DANN
 from wdjax.transductive.defenses.dent import DENT

@@ -1,4 +1,4 @@
-"""DANN: a new model for every set of inputs, whose features cannot be told from the training's."""
+"""DANN: a new model for each set of inputs, trained to give them the features of training data."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -21,27 +21,27 @@ from wdjax.transductive.fitting import Network
 class DANN:
     r"""Domain-adversarial training from scratch on the labelled data and the unlabelled inputs.
 
-    The loss of a step is the cross-entropy on the training data and that of a discriminator which
-    tells the features of the training data (0) from those of the inputs (1). Its gradient reaches
-    the features reversed and times ``alpha = peak (2 / (1 + exp(-10 p)) - 1)``, with p the share of
-    the steps that is done; the discriminator itself gets all of it. The two domains pass BatchNorm
-    one after the other. Stateless.
+    Each step adds the cross-entropy on the training data and the loss of a discriminator between
+    features of the training data (0) and of the inputs (1). The discriminator's gradient reaches
+    the features with reversed sign and times ``alpha = peak (2 / (1 + exp(-10 p)) - 1)``, where p
+    is the share of steps done; the discriminator itself gets it unchanged. The two domains pass
+    BatchNorm separately. Stateless.
 
     Args:
-      network: ``network(key=key)``: the architecture, with random parameters.
-      discriminator: the same for the discriminator, from features to two logits.
-      steps: of Adam, per training.
-      size: samples of each domain a step.
+      network: ``network(key=key)``: a model with random parameters.
+      discriminator: likewise, from features to two logits.
+      steps: Adam steps of a training.
+      size: samples of each domain in a step.
       learning_rate: Adam's.
-      peak: of alpha.
+      peak: final value of alpha.
 
     Raises:
-      ValueError: a count below 1; when it is used, a network without features.
+      ValueError: a count below 1; a network without features, when it is used.
 
-    Cost: two forward and backward passes a step; a training for every adaptation.
+    Cost: two forward and backward passes a step; one training for every adaptation.
 
-    Differs: the authors' encoder ends earlier in the net, and dropout is left out. Their "epoch" is
-      as many steps as the smaller of the two sets has batches. On CIFAR-10 they use SGD.
+    Differs: the authors' encoder ends at an earlier layer, and dropout is left out. Their "epoch"
+      has as many steps as the smaller of the two sets has batches. On CIFAR-10 they use SGD.
 
     Source: Ganin et al. [ganin2016]; as a defence, Chen et al. [chen2022].
     """
@@ -62,7 +62,7 @@ class DANN:
             object.__setattr__(self, name, validate.check_count(name, getattr(self, name)))
 
     def prepare(self, key: Array, x: Array, y: Array) -> PyTree:
-        """The training data, and the base model: the same training without the inputs."""
+        """The training data, and the base model, trained without a discriminator."""
         return {"x": x, "y": y, "base": self._train(key, x, y, None)}
 
     def begin(self, memory: PyTree) -> PyTree:
@@ -82,6 +82,7 @@ class DANN:
         return adapted(x)
 
     def _train(self, key: Array, x: Array, y: Array, target: Array | None) -> Model:
+        """Trains a model on ``x [n, *shape]``, ``y [n]`` and unlabelled ``target`` or None."""
         first, second, third, fourth = jax.random.split(key, 4)
         both = {"model": self.network(key=first), "judge": self.discriminator(key=second)}
         rule = optax.adam(self.learning_rate)
@@ -124,7 +125,7 @@ def _losses(
 
 @jax.custom_vjp
 def reverse(x: Array, alpha: Array | float) -> Array:
-    """``x``, whose gradient is reversed and scaled by ``alpha``.
+    """``x`` itself, but its gradient is multiplied by ``-alpha``.
 
     >>> float(jax.grad(lambda x: reverse(3 * x, 0.5))(1.0))
     -1.5

@@ -1,4 +1,4 @@
-"""DENT: every sample gets scales and shifts of its own, by which the net grows confident."""
+"""DENT: each sample gets its own scales and shifts, adapted to make the net confident."""
 
 import dataclasses
 from typing import ClassVar
@@ -14,7 +14,7 @@ from wdjax.core import Array, Model, PyTree
 from wdjax.transductive.adamod import adamod
 
 _TINY = 1e-5
-"""Inside the logarithms of the objective, as in the authors' code."""
+"""Added inside logarithms of the objective, as in the authors' code."""
 
 
 @jax.tree_util.register_dataclass
@@ -22,23 +22,23 @@ _TINY = 1e-5
 class DENT:
     r"""Defensive entropy minimisation: normalisation's affine parameters, adapted to each sample.
 
-    All other weights and the stored statistics stay. From the trained scales and shifts, a copy for
-    each sample, AdaMod takes a few steps down on the information-maximisation loss ``mean_i H(p_i)
-    + sum_c pbar_c log pbar_c`` with ``pbar = mean_i p_i``: every prediction confident, all together
-    balanced. Samples see each other through ``pbar`` alone. Stateless: every batch begins anew.
+    All other weights and the stored statistics are fixed. Each sample starts from a copy of the
+    trained scales and shifts; AdaMod takes a few steps down the information-maximisation loss
+    ``mean_i H(p_i) + sum_c pbar_c log pbar_c`` with ``pbar = mean_i p_i``: each prediction becomes
+    confident, all together balanced. Samples interact through ``pbar`` only. Stateless.
 
     Args:
-      model: of this package, with BatchNorm or LayerNorm.
-      steps: of AdaMod.
+      model: a model of this package, with BatchNorm or LayerNorm.
+      steps: AdaMod steps.
       learning_rate: AdaMod's.
       b1: AdaMod's.
       b2: AdaMod's.
       b3: AdaMod's; with the others at their defaults no parameter moves by more than 0.033.
 
     Raises:
-      ValueError: fewer than one step; a model without normalisation when it is used.
+      ValueError: fewer than one step; a model without normalisation, when it is used.
 
-    Cost: 1 forward and 1 backward pass a step, and the affine parameters n times.
+    Cost: 1 forward and 1 backward pass a step, and n copies of the affine parameters.
 
     Differs: b1, b2 and b3 are not in the paper; they are the code's.
 

@@ -1,4 +1,4 @@
-"""No defence at all: the inductive game, against which the others are measured."""
+"""No defence: the inductive game, with which the others are compared."""
 
 import dataclasses
 from typing import ClassVar
@@ -11,7 +11,7 @@ from wdjax.core import Array, Model, PyTree
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """A model that learns nothing at test time: with it, the game is the usual white-box attack.
+    """A model that does not adapt: with it the game is the usual white-box attack.
 
     Args:
       model: ``[n, *shape] -> [n, K]``.

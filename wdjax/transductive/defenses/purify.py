@@ -1,4 +1,4 @@
-"""Purification: every input is moved, by a few steps of its own, before it is classified."""
+"""Purification: a few gradient steps move each input before it is classified."""
 
 import dataclasses
 from typing import ClassVar
@@ -15,27 +15,28 @@ from wdjax.core import Array, Model, PyTree
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Purify:
-    r"""An anti-adversary: steps *down* on the loss of the predicted class, from a noisy copy.
+    r"""An anti-adversary: descends the loss of the predicted class, from a noisy copy of the input.
 
-    ``x' = x + r``, with r from noise in the ball of ``radius`` and ``steps`` signed steps that make
-    the model surer of what it predicts there, held within the radius. The optimisation is part of
-    :meth:`predict`, so that an attack on a bank differentiates all of it: exactly, step by step,
-    with the memory of one (``jax.checkpoint``). What is private is the noise; every round has new.
+    ``x' = x + r``, where r begins as noise in the ball of ``radius`` and takes ``steps`` steps that
+    make the model more confident in its prediction there, projected on the ball. The optimisation
+    is part of :meth:`predict`, so that an attack on a bank differentiates through all of it,
+    exactly, with the memory of one step (``jax.checkpoint``). The noise is private and new in every
+    round.
 
     Args:
       model: the classifier.
-      steps: of the optimisation.
-      radius: how far inputs are moved in linf.
-      step_size: of a step.
+      steps: steps of the optimisation.
+      radius: linf radius within which inputs are moved.
+      step_size: root mean square of a step, in the units of ``x``.
 
     Raises:
       ValueError: fewer than one step.
 
-    Cost: ``steps + 1`` forward and ``steps`` backward passes a prediction; its gradient about three
-      times that.
+    Cost: ``steps + 1`` forward and ``steps`` backward passes for a prediction; its gradient about
+      three times that.
 
-    Source: Alfarra et al. [alfarra2022], with noise; among the defences that Croce et al.
-      [croce2022] break.
+    Source: Alfarra et al. [alfarra2022], with noise added; one of the defences broken by Croce et
+      al. [croce2022].
 
     >>> net = Model(lambda w, x: x @ w, jnp.eye(2))
     >>> guard = Purify(net, radius=0.1)
@@ -98,7 +99,7 @@ class _Noise:
 
 
 def _soft_sign(gradient: Array) -> Array:
-    """The direction of steepest descent in l2, as long as a sign vector: a sign has no gradient."""
+    """The l2 unit vector, as long as a sign vector, in whose place it has a gradient."""
     flat = gradient.reshape(len(gradient), -1)
     square = jnp.sum(flat**2, axis=1, keepdims=True)
     length = jnp.sqrt(jnp.where(square > 0, square, 1.0))

@@ -1,4 +1,4 @@
-"""RMC: before every prediction the model trains on the neighbours of the input."""
+"""RMC: before every prediction the model is trained on the input's neighbours."""
 
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
@@ -17,42 +17,42 @@ from wdjax.transductive import fitting
 from wdjax.transductive.defense import check_memory
 
 _NEAR = 0.2
-"""Of the neighbours, the nearest part, from which validation samples come."""
+"""Share of the neighbours, the nearest, from which validation samples are drawn."""
 _HELD = 0.25
-"""Of the nearest part, what is held for validation."""
+"""Share of these that is held out for validation."""
 _CALIBRATION_HELD = 0.125
-"""The same for the calibration."""
+"""Share held out for validation in the calibration."""
 _LOSS = 0.01
-"""A training loss above which training goes on."""
+"""Training goes on while its loss is above this."""
 
 
 class State(NamedTuple):
     model: Model
     known: PyTree
-    """Adam's."""
+    """Adam's state."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RMC:
-    r"""Runtime masking and cleansing: the model goes on learning, next to every single input.
+    r"""Runtime masking and cleansing: the model is trained further for every single input.
 
     The augmented data are the training samples and attacked copies of them. An input's neighbours
-    are the nearest of these in the base model's features. Of the nearest fifth a quarter, at
-    random, is held out; on the rest the model of the *last* round is trained on, by Adam, until the
-    mean loss of an epoch is below 0.01 and the held-out loss has not fallen for ``patience``
-    epochs, or for ``epochs``. After the prediction it is calibrated in the same way on clean
-    samples drawn at random. The defender is stateful: model and Adam go from round to round.
+    are its nearest augmented samples in the base model's features. A random quarter of the nearest
+    fifth is held out; on the rest Adam trains the model of the *previous* round further, until an
+    epoch's mean loss is below 0.01 and the held-out loss has not fallen for ``patience`` epochs, or
+    for ``epochs``. After the prediction it is calibrated in the same way on random clean samples.
+    The defender is stateful: model and Adam's moments are kept from round to round.
 
     Args:
       model: the base model, of this package.
-      attack: what makes the attacked copies of the base model's training data.
+      attack: makes the attacked copies of the training data, against the base model.
       eps: its radius.
-      copies: of every training sample, so many attacked ones.
+      copies: attacked copies of every training sample.
       neighbours: K.
-      epochs: at most.
-      patience: see above.
-      size: samples a step.
+      epochs: maximum number of epochs.
+      patience: epochs without a lower held-out loss after which training may stop.
+      size: samples in a step.
       learning_rate: Adam's.
       calibrate: train on clean samples between the rounds.
 
@@ -60,11 +60,11 @@ class RMC:
       ValueError: a count below its least; rounds of more than one input; a model without features,
         or fewer augmented samples than neighbours.
 
-    Cost: up to ``epochs`` passes over K samples for every input, twice with calibration.
+    Cost: up to ``epochs`` passes over K samples for every input, twice that with calibration.
 
-    Differs: an epoch leaves out what does not fill a batch; random crops and flips are left out.
-      The paper's stop rule is without the training loss, and it does not mention the calibration:
-      both are the code's.
+    Differs: an epoch drops its last, incomplete batch; random crops and flips are left out. The
+      paper's stopping rule lacks the training loss, and it does not mention the calibration: both
+      are in the code.
 
     Source: Wu et al. [rmc2020]; Chen et al. [chen2022], A.2.
     """
@@ -90,7 +90,7 @@ class RMC:
             object.__setattr__(self, name, validate.check_count(name, getattr(self, name), least))
 
     def prepare(self, key: Array, x: Array, y: Array) -> PyTree:
-        """Augmented data, the clean ones first, and their features under the base model."""
+        """Augmented data, clean samples first, and their features under the base model."""
         if len(y) * (1 + self.copies) < self.neighbours:
             raise ValueError(
                 f"{self.neighbours} neighbours need as many augmented samples, got {len(y)} "
@@ -144,13 +144,13 @@ class RMC:
         return state.model, state
 
     def nearest(self, memory: PyTree, x: Array) -> Array:
-        """``[neighbours]``: the augmented samples next to ``x [1, *shape]``, nearest first."""
+        """``[neighbours]``: indices of augmented samples near ``x [1, *shape]``, nearest first."""
         own, known = models.features(self.model)(x)[0], memory["features"]
         distance = jnp.sum(known**2, axis=1) - 2 * known @ own
         return jax.lax.top_k(-distance, self.neighbours)[1]
 
     def _parted(self, key: Array, nearest: Array) -> tuple[Array, Array]:
-        """What is trained on, and what is held out."""
+        """Indices of the samples to train on, and of those held out."""
         near = int(_NEAR * self.neighbours)
         held = int(_HELD * near)
         order = jax.random.permutation(key, nearest[:near])
@@ -169,10 +169,10 @@ class RMC:
         return adapted(x)
 
     def _train(self, key: Array, memory: PyTree, state: State, own: Array, held: Array) -> State:
-        """Trains on the samples ``own`` until the stop rule holds on ``held``."""
+        """Trains on samples ``own`` until the stopping rule holds on ``held``, both indices."""
         x, y = memory["x"], memory["y"]
         steps = -(-len(own) // self.size)
-        size = len(own) // steps  # Batches of equal size that leave out less than one of them.
+        size = len(own) // steps  # Equal batches, which drop fewer samples than one batch has.
 
         def step(carried: State, batch: Array) -> tuple[State, Array]:
             def loss(model: Model) -> tuple[Array, Model]:

@@ -1,4 +1,4 @@
-"""TADV: adversarial training anew for every set of inputs, with fresh private randomness."""
+"""TADV: adversarial training from scratch for every set of inputs, with private randomness."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -18,26 +18,26 @@ from wdjax.transductive.fitting import Network, Opponent
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TADV:
-    """Transductive adversarial training: the model is trained again after the attacker's move.
+    """Transductive adversarial training: the model is trained anew after the attacker's move.
 
     Half of the loss is that of clean samples and half that of attacked ones. The inputs are not
-    used at all: what changes is the randomness, which the attacker cannot know (``uses_inputs``).
+    used (``uses_inputs``): only the randomness changes, which the attacker cannot know.
 
     Args:
-      network: ``network(key=key)``: the architecture, with random parameters.
-      attack: what is trained against.
+      network: ``network(key=key)``: a model with random parameters.
+      attack: the attack used in training.
       eps: its radius.
-      steps: of Adam, whose rate falls to 0 by a cosine, per training.
-      size: samples a step.
-      learning_rate: Adam's, at first.
+      steps: Adam steps of a training, with a rate that falls to 0 along a cosine.
+      size: samples in a step.
+      learning_rate: Adam's, in the first step.
 
     Raises:
       ValueError: a count below 1.
 
     Cost: an adversarial training for every adaptation.
 
-    Differs: the authors start the inner attack at zero or at noise, by the toss of a coin; their
-      rate is constant (MNIST) or falls twice (CIFAR-10, by SGD).
+    Differs: the authors start the inner attack at zero or at noise, with equal probability; their
+      rate is constant (MNIST) or falls twice (CIFAR-10, with SGD).
 
     Source: Chen et al. [chen2022], section 6 and A.5.
     """
@@ -58,7 +58,7 @@ class TADV:
             object.__setattr__(self, name, validate.check_count(name, getattr(self, name)))
 
     def prepare(self, key: Array, x: Array, y: Array) -> PyTree:
-        """The training data, and the static model: one such training."""
+        """The training data, and the static model, trained once in the same way."""
         return {"x": x, "y": y, "base": self._train(key, x, y)}
 
     def begin(self, memory: PyTree) -> PyTree:

@@ -1,4 +1,4 @@
-"""URejectron: refuse what a discriminator can tell from the training data."""
+"""URejectron: rejects inputs that a discriminator can tell from the training data."""
 
 import dataclasses
 from typing import ClassVar
@@ -19,23 +19,23 @@ from wdjax.transductive.fitting import Network
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class URejectron:
-    r"""A classifier with a discriminator that is trained on the very inputs that it judges.
+    r"""A classifier with a discriminator that is trained on the inputs it then judges.
 
-    The discriminator tells training data (0) from the inputs (1), both as many in every batch; an
-    input is refused where the probability of 1 is above a threshold. One iteration of Goldwasser et
-    al.'s algorithm. ``predict`` returns ``(logits, score)`` with the log-odds of 1 as the score.
+    The discriminator separates training data (0) from inputs (1), equally many in a batch; an input
+    is rejected if its probability of 1 is above a threshold. This is one iteration of Goldwasser et
+    al.'s algorithm. ``predict`` returns ``(logits, score)``, where score is the log-odds of 1.
 
     Args:
-      model: the classifier, which stays.
-      discriminator: ``network(key=key)`` to two logits.
-      steps: of Adam.
-      size: samples of each kind a step.
+      model: the classifier, which is fixed.
+      discriminator: ``network(key=key)``, a model with two logits.
+      steps: Adam steps.
+      size: samples of each kind in a step.
       learning_rate: Adam's.
 
     Raises:
       ValueError: a count below 1.
 
-    Cost: a training of the discriminator for every adaptation.
+    Cost: one training of the discriminator for every adaptation.
 
     Source: Goldwasser et al. [goldwasser2020]; Chen et al. [chen2022], A.6.
     """
@@ -55,7 +55,7 @@ class URejectron:
             object.__setattr__(self, name, validate.check_count(name, getattr(self, name)))
 
     def prepare(self, key: Array, x: Array, y: Array) -> PyTree:
-        """The training data, without labels: they have been used."""
+        """The training data, without labels, which are not needed."""
         return {"x": x}
 
     def begin(self, memory: PyTree) -> PyTree:
@@ -63,11 +63,12 @@ class URejectron:
         return ()
 
     def base(self, memory: PyTree, state: PyTree, n: int) -> PyTree:
-        """A discriminator that accepts everything: all its parameters are 0."""
+        """A discriminator that accepts everything: all parameters are 0."""
         judge = self.discriminator(key=jax.random.key(0))
         return models.join(jax.tree.map(jnp.zeros_like, models.parameters(judge)), judge)
 
     def adapt(self, key: Array, memory: PyTree, state: PyTree, x: Array) -> tuple[PyTree, PyTree]:
+        """Trains a discriminator between the memory's ``x [m, *shape]`` and the inputs ``x``."""
         first, second, third = jax.random.split(key, 3)
         rule, own = optax.adam(self.learning_rate), memory["x"]
         rows = (
