@@ -51,6 +51,8 @@ _CACHED = 2**12
 """Largest number of coefficients of a row that is not wide."""
 _NUMBERS = 2**22
 """A 16th of the number of coefficients that all these rows together may have at one value."""
+_TURNS = 64
+"""Number of turns in a block, which is skipped as a whole where nothing is needed."""
 
 
 @dataclass(eq=False)
@@ -262,13 +264,12 @@ def improve(
     )
 
 
-def by_turns(
-    needed: Array, width: int, turn: Callable[[Array, Sequence[Array], Array], Array], begun: Array
-) -> Array:
-    """Folds ``turn`` over the entries that are ``needed``, ``[B, *shape]``, ``width`` at a time.
+def by_turns(needed: Array, width: int, find: Callable[[Sequence[Array]], Array]) -> Array:
+    """Lower bounds ``[N, ...]`` of the ``N`` entries of ``needed``, -inf where it is False.
 
-    ``turn(indices, numbers, carry)`` returns the next carry; the first is ``begun``. ``indices``
-    count all entries of ``needed`` and are out of range once no needed entries are left.
+    ``find`` gets the :func:`numbers` of ``width`` entries at a time and returns ``[width, ...]``.
+    The loops have a fixed length, which reverse mode needs; turns, and blocks of turns, in which
+    nothing is needed are skipped. The gradient recomputes each turn instead of storing it.
     """
     samples, *shape = needed.shape
     width = min(width, needed.size)
@@ -278,7 +279,8 @@ def by_turns(
     order = jnp.pad(order, (0, -needed.size % (block * width)), constant_values=needed.size)
     index = jnp.sort(order, stable=False)
     # Outside of the loop, where they would be computed anew for every coefficient.
-    table = index, *numbers(index, shape, samples)
+    table = [t.reshape(-1, block, width) for t in (index, *numbers(index, shape, samples))]
+    made = jax.eval_shape(find, [t[0, 0] for t in table[1:]])
 
     def unless_done(work: Callable[[list[Array]], Array], lead: tuple[int, ...]) -> Any:
         def step(_: None, these: list[Array]) -> tuple[None, Array]:
