@@ -119,11 +119,9 @@ def _rows(state: crown.Pass, y: Array, low: Array, needed: Array, bound: crown.B
 
     def margins(places: Sequence[Array]) -> Array:
         rows = places[0]
-        found = bound(state, contrasts(state.network, y[rows], rivals[rows]), Rows(rows))
-        # Linear bounds may be looser than intervals: keep the tighter ones.
-        return low.at[these[:, None], rivals[rows]].max(found.T, mode="drop")
+        return bound(state, contrasts(state.network, y[rows], rivals[rows]), Rows(rows)).T
 
     found = crown.by_turns(needed, crown.chunk(state, rivals.shape[1]), margins)
-    # Lines may lie outside of what is known: the better of both.
+    # Linear bounds may be looser than intervals: keep the tighter ones.
     better = jnp.maximum(jnp.take_along_axis(low, rivals, axis=1), found)
     return low.at[jnp.arange(len(y))[:, None], rivals].set(better)

@@ -100,16 +100,17 @@ def _capped_two(size: Array, cap: Array, eps: Array) -> Array:
     scale = jnp.where(top > 0, top, 1.0)
     a = size / scale[..., None]
     length = jnp.sqrt(jnp.sum(a**2, axis=-1))
-    fixed = lax.stop_gradient(a)
+    # Any multiplier gives a bound, so that the one that is found counts as a constant.
+    fixed, most, reach = lax.stop_gradient((a, cap, eps))
 
     def nearer(_: int, level: Array) -> Array:
-        free = fixed < level[..., None] * cap
-        spent = jnp.sum(jnp.where(free, 0.0, cap) ** 2, axis=-1)
+        free = fixed < level[..., None] * most
+        spent = jnp.sum(jnp.where(free, 0.0, most) ** 2, axis=-1)
         own = jnp.sum(jnp.where(free, fixed, 0.0) ** 2, axis=-1)
-        own = jnp.sqrt(own / jnp.maximum(eps**2 - spent, 1e-12 * eps**2))
+        own = jnp.sqrt(own / jnp.maximum(reach**2 - spent, 1e-12 * reach**2))
         return jnp.where((own > 0) & jnp.isfinite(own), own, level)
 
-    begun = lax.stop_gradient(length) / jnp.where(eps > 0, eps, 1.0)
+    begun = lax.stop_gradient(length) / jnp.where(reach > 0, reach, 1.0)
     level = lax.fori_loop(0, _TURNS, nearer, begun)
     wide = jnp.where(level > 0, level, 1.0)[..., None]
     move = jnp.minimum(a / wide, cap)

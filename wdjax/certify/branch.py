@@ -157,7 +157,8 @@ class _Frontier:
 
     def split(self, found: Any) -> None:
         """Splits each taken leaf by the sign of its best neuron, or of several neurons while there
-        are too few leaves for a batch. ``found`` is the :class:`leaves.LeafBounds` of the taken leaves.
+        are too few leaves for a batch. ``found``, a :class:`leaves.LeafBounds`, is of the taken
+        leaves.
         """
         room = len(found.low) // (len(self.taken) + len(self.open))
         for row, leaf in enumerate(self.taken):

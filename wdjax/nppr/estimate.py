@@ -191,7 +191,8 @@ def spread_within(
 
     >>> from wdjax.nppr import distributions
     >>> how = {"key": jax.random.key(0), "draws": 500}
-    >>> one = spread_within(distributions.UniformBall(0.1), jnp.ones((1, 3)) / 2, jnp.array([0]), **how)
+    >>> ball, x, y = distributions.UniformBall(0.1), jnp.ones((1, 3)) / 2, jnp.array([0])
+    >>> one = spread_within(ball, x, y, **how)
     >>> round(float(one.within[0]), 1), round(one.saturated, 1)
     (0.6, 0.1)
     """
@@ -246,7 +247,8 @@ def expected_loss(
     >>> from wdjax.nppr import distributions
     >>> model = Model(lambda w, x: x @ w, jnp.eye(2))
     >>> x, y, key = jnp.array([[0.6, 0.4]]), jnp.array([0]), jax.random.key(0)
-    >>> own = jax.grad(lambda m: expected_loss(m, distributions.UniformBall(0.1), x, y, key=key))(model)
+    >>> ball = distributions.UniformBall(0.1)
+    >>> own = jax.grad(lambda m: expected_loss(m, ball, x, y, key=key))(model)
     >>> bool(own.args[0][0, 0] < 0)
     True
     """

@@ -277,4 +277,4 @@ def excess(known: Estimate, own: Estimate) -> metrics.ConfidenceInterval:
 
 def _field(value: Any, low: Any, high: Any) -> dict[str, Any]:
     """A value and its interval, in percent."""
-    return {"value": 100 * float(value), "interval": [100 * float(low), 100 * float(high)]}
+    return {"value": float(value), "interval": [float(low), float(high)]}

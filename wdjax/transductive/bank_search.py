@@ -57,8 +57,8 @@ def raise_objective(
       index: ``[n]``, the samples' numbers in a larger data set, from which random keys are derived.
 
     Returns:
-      A :class:`BankFound`, measured: points of the ball and the box whose objective is at least that at
-      every starting point.
+      A :class:`BankFound`, measured: points of the ball and the box whose objective is at least
+      that at every starting point.
 
     Cost: see :class:`SpaceAttack`.
 
