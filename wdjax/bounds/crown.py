@@ -51,8 +51,8 @@ _CACHED = 2**12
 """Largest number of coefficients of a row that is not wide."""
 _NUMBERS = 2**22
 """A 16th of the number of coefficients that all these rows together may have at one value."""
-_TURNS = 64
-"""Number of turns in a block, which is skipped as a whole where nothing is needed."""
+_BLOCK, _MANY = 64, 1024
+"""Number of turns in a block, which is skipped as a whole, and from which on there are blocks."""
 
 
 @dataclass(eq=False)
@@ -258,43 +258,52 @@ def improve(
         found = jnp.moveaxis(find(places).reshape(2, -1, *rest), 0, 1)
         return jnp.where(jnp.isfinite(found), found, -jnp.inf)
 
-    found = jnp.moveaxis(by_turns(needed, width, sides), 1, 0).reshape(2, *value.lower.shape)
+    found = by_turns(needed, width, sides, (2, *rest), value.lower.dtype)
+    found = jnp.moveaxis(found, 1, 0).reshape(2, *value.lower.shape)
     state.values[place] = value._replace(
         lower=jnp.maximum(value.lower, found[0]), upper=jnp.minimum(value.upper, -found[1])
     )
 
 
-def by_turns(needed: Array, width: int, find: Callable[[Sequence[Array]], Array]) -> Array:
-    """Lower bounds ``[N, ...]`` of the ``N`` entries of ``needed``, -inf where it is False.
+def by_turns(
+    needed: Array,
+    width: int,
+    find: Callable[[Sequence[Array]], Array],
+    rest: tuple[int, ...],
+    dtype: Any,
+) -> Array:
+    """Lower bounds ``[N, *rest]`` of the ``N`` entries of ``needed``, -inf where it is False.
 
-    ``find`` gets the :func:`numbers` of ``width`` entries at a time and returns ``[width, ...]``.
-    The loops have a fixed length, which reverse mode needs; turns, and blocks of turns, in which
-    nothing is needed are skipped. The gradient recomputes each turn instead of storing it.
+    ``find`` gets the :func:`numbers` of ``width`` entries at a time, and returns ``[width, *rest]``
+    in ``dtype``. The loops have a fixed length, which reverse mode needs; turns in which nothing is
+    needed are skipped, and blocks of them where there are thousands. The gradient recomputes each
+    turn instead of storing it.
     """
     samples, *shape = needed.shape
     width = min(width, needed.size)
-    block = min(_TURNS, -(-needed.size // width))
+    block = _BLOCK if needed.size > _MANY * width else 1
     # A sort takes as long as jnp.nonzero, and a sixth of its time to compile.
     order = jnp.where(needed.reshape(-1), jnp.arange(needed.size), needed.size)
     order = jnp.pad(order, (0, -needed.size % (block * width)), constant_values=needed.size)
     index = jnp.sort(order, stable=False)
-    # Outside of the loop, where they would be computed anew for every coefficient.
-    table = [t.reshape(-1, block, width) for t in (index, *numbers(index, shape, samples))]
-    made = jax.eval_shape(find, [t[0, 0] for t in table[1:]])
 
-    def unless_done(work: Callable[[list[Array]], Array], lead: tuple[int, ...]) -> Any:
+    def looped(work: Callable[[list[Array]], Array], lead: tuple[int, ...]) -> Any:
+        """``work`` for each entry of the leading axis whose first index is needed."""
+
         def step(_: None, these: list[Array]) -> tuple[None, Array]:
-            nothing = jnp.full((*lead, *made.shape), -jnp.inf, made.dtype)
+            nothing = jnp.full((*lead, *rest), -jnp.inf, dtype)
             left = these[0].reshape(-1)[0] < needed.size
             return None, lax.cond(left, work, lambda _: nothing, these)
 
-        return jax.checkpoint(step)
+        return lambda these: lax.scan(jax.checkpoint(step), None, these)[1]
 
-    turn = unless_done(lambda these: find(these[1:]), ())
-    turns = unless_done(lambda these: lax.scan(turn, None, these)[1], (block,))
-    found = lax.scan(turns, None, table)[1].reshape(-1, *made.shape[1:])
-    rest = jnp.full((needed.size, *made.shape[1:]), -jnp.inf, made.dtype)
-    return rest.at[index].set(found, mode="drop")
+    turns = looped(lambda these: find(these[1:]), (width,))
+    turns = turns if block == 1 else looped(turns, (block, width))
+    # Outside of the loops, where they would be computed anew for every coefficient.
+    table = index, *numbers(index, shape, samples)
+    axes = (-1, width) if block == 1 else (-1, block, width)
+    found = turns([t.reshape(axes) for t in table]).reshape(-1, *rest)
+    return jnp.full((needed.size, *rest), -jnp.inf, dtype).at[index].set(found, mode="drop")
 
 
 def numbers(index: Array, shape: Sequence[int], samples: int) -> tuple[Array, ...]:

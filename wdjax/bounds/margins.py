@@ -121,7 +121,8 @@ def _rows(state: crown.Pass, y: Array, low: Array, needed: Array, bound: crown.B
         rows = places[0]
         return bound(state, contrasts(state.network, y[rows], rivals[rows]), Rows(rows)).T
 
-    found = crown.by_turns(needed, crown.chunk(state, rivals.shape[1]), margins)
+    width = crown.chunk(state, rivals.shape[1])
+    found = crown.by_turns(needed, width, margins, rivals.shape[1:], low.dtype)
     # Linear bounds may be looser than intervals: keep the tighter ones.
     better = jnp.maximum(jnp.take_along_axis(low, rivals, axis=1), found)
     return low.at[jnp.arange(len(y))[:, None], rivals].set(better)
