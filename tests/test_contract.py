@@ -378,7 +378,7 @@ def test_misclassified_samples_are_attacked_on_request(name):
 def test_saved_and_resumed_after_every_round(name, tmp_path):
     """A search restored from disk in the place of every round goes on to the same bits."""
     attack = make(name, 2)
-    whole = wdjax.search(attack, model, x, y, eps=EPS[2], key=key, batch_size=7)
+    whole = wdjax.search(attack, model, x, y, eps=EPS[2], key=key, batch_size=13)
     turns = []
 
     class KilledError(Exception):
@@ -390,7 +390,7 @@ def test_saved_and_resumed_after_every_round(name, tmp_path):
 
     folder = tmp_path / "search"
     again = functools.partial(
-        wdjax.search, attack, model, x, y, eps=EPS[2], key=key, batch_size=7,
+        wdjax.search, attack, model, x, y, eps=EPS[2], key=key, batch_size=13,
         checkpoint=folder, every=0,
     )  # fmt: skip
     for _ in range(200):
@@ -403,7 +403,7 @@ def test_saved_and_resumed_after_every_round(name, tmp_path):
     assert len(turns) >= attack.stages[0].length or attack.stages[0].done is not None
     chex.assert_trees_all_equal(whole, found)
     with pytest.raises(ValueError, match=r"other settings.*largest eps was 0.25 and is 0.5"):
-        wdjax.search(attack, model, x, y, eps=2 * EPS[2], key=key, batch_size=7, checkpoint=folder)
+        wdjax.search(attack, model, x, y, eps=2 * EPS[2], key=key, batch_size=13, checkpoint=folder)
 
 
 @each

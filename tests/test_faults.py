@@ -84,9 +84,8 @@ def tiny(given):
 
 @pytest.fixture(scope="module", autouse=True)
 def small():
-    """Small nets, few radii, one game."""
+    """A small net, few radii, one game."""
     recipes = {
-        "standard training": audit_command.Recipe(epochs=2),
         "adversarial training": audit_command.Recipe(
             epochs=2, attack=PGD(steps=1, iterate="last"), eps=0.1
         ),
