@@ -148,11 +148,15 @@ def proved(model):
     return jnp.mean(certify.radius(model, *chosen, norm=jnp.inf, steps=5))
 
 
+def step(model, slope, length=0.1):
+    size = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(slope)))
+    return jax.tree.map(lambda leaf, own: leaf + length / size * own, model, slope)
+
+
 model, radii = nets["adversarial training"], []
 for _ in range(3 if FAST else 10):
     value, slope = proved(model)
     radii.append(float(value))
-    size = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(slope)))
-    model = jax.tree.map(lambda leaf, own: leaf + 0.1 / size * own, model, slope)
+    model = step(model, slope)
 assert radii[-1] > radii[0]
 print(f"mean proved radius: {radii[0]:.4f}, after {len(radii) - 1} steps {radii[-1]:.4f}")
