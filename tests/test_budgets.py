@@ -41,7 +41,7 @@ def said():
 
 
 def sent(eps):
-    return {"eps": eps, "perturbation": nppr.distributions.Uniform(eps), "radii": [0.1, eps]}
+    return {"eps": eps, "perturbation": nppr.distributions.UniformBall(eps), "radii": [0.1, eps]}
 
 
 @fast
@@ -184,7 +184,7 @@ def test_other_votes_that_cannot_tell_are_said(said):
     for ask in (
         lambda: smoothing.predict(MODEL, X, noise=noise.Gaussian(0.2), key=KEY, n=8),
         lambda: nppr.probabilistic_accuracy(
-            MODEL, nppr.distributions.Uniform(0.01), X, Y, key=KEY, rho=0.01, draws=40
+            MODEL, nppr.distributions.UniformBall(0.01), X, Y, key=KEY, rho=0.01, draws=40
         ),
         lambda: ensembles.smoothed(PGD, MODEL, X, Y, noise=noise.Gaussian(0.2), key=KEY, eps=0.1,
                                    votes=8, count=2),

@@ -174,7 +174,7 @@ HOW = {"key": KEY, "batch_size": 1 << 16}
 @case("estimate.population end to end", 0.95)
 def _(rng):
     risks = np.where(rng.random(TIMES * 50) < 0.02, 0.4, 0.0)
-    found = nppr.estimate(HALF, nppr.distributions.Uniform(0.1), *inputs(risks), draws=40, **HOW)
+    found = nppr.estimate(HALF, nppr.distributions.UniformBall(0.1), *inputs(risks), draws=40, **HOW)
     return within([one.population() for one in counted(found.survived.reshape(TIMES, -1), 40)],
                   1 - 0.02 * 0.4)  # fmt: skip
 
@@ -184,7 +184,7 @@ def decisions(rng, n):
     risks = rng.choice([0.0, 0.098, 0.102, 0.4], TIMES * n)
     how = HOW | {"rho": 0.1, "alpha": 0.1, "draws": 300}
     return risks, nppr.probabilistic_accuracy(
-        HALF, nppr.distributions.Uniform(0.1), *inputs(risks), **how
+        HALF, nppr.distributions.UniformBall(0.1), *inputs(risks), **how
     )
 
 

@@ -213,15 +213,15 @@ PUBLIC = {
     "smoothing": lambda m: smoothing.certify(m, X, Y, noise=noise.Gaussian(0.2), key=KEY, n=10),
     "tally": lambda m: smoothing.tally(m, X, noise=noise.Gaussian(0.2), key=KEY, n=10),
     "estimate": lambda m: nppr.estimate(
-        m, nppr.distributions.Uniform(0.1), X, Y, key=KEY, draws=10
+        m, nppr.distributions.UniformBall(0.1), X, Y, key=KEY, draws=10
     ),
     "probabilistic_accuracy": lambda m: nppr.probabilistic_accuracy(
-        m, nppr.distributions.Uniform(0.1), X, Y, key=KEY
+        m, nppr.distributions.UniformBall(0.1), X, Y, key=KEY
     ),
     "importance": lambda m: nppr.importance(
-        m, nppr.distributions.Uniform(0.1), X[0], Y[0], key=KEY
+        m, nppr.distributions.UniformBall(0.1), X[0], Y[0], key=KEY
     ),
-    "splitting": lambda m: nppr.splitting(m, nppr.distributions.Uniform(0.1), X[0], Y[0], key=KEY),
+    "splitting": lambda m: nppr.splitting(m, nppr.distributions.UniformBall(0.1), X[0], Y[0], key=KEY),
     "fit": lambda m: nppr.fit(m, X, Y, eps=0.1, key=KEY, family=FAMILY),
     "nppr.train": lambda m: nppr.train(m, X, Y, eps=0.1, key=KEY, family=FAMILY),
     "train": lambda m: training.train(m, X, Y, key=KEY, epochs=1),

@@ -36,7 +36,7 @@ FAMILY = nppr.Family(mode="independent", components=2, upsample="none")
 SHAPED = {"model": MODEL, "x": X, "y": Y}
 BALL = SHAPED | {"norm": 2, "eps": 0.1}
 KEYED = SHAPED | {"eps": 0.1, "key": KEY}
-SENT = SHAPED | {"perturbation": nppr.distributions.Uniform(0.1), "key": KEY}
+SENT = SHAPED | {"perturbation": nppr.distributions.UniformBall(0.1), "key": KEY}
 SMOOTH = {"model": MODEL, "x": X, "noise": noise.Gaussian(0.2), "key": KEY}
 ONE = SENT | {"x": X[0], "y": Y[0]}
 PLAYED = {"defense": DEFENSE, "memory": (), "attack": games.transfer(PGD), "x": X, "y": Y}
@@ -211,9 +211,9 @@ MISUSES = {
         "a number": (0.25, "smoothing.noise.*got 0.25"),
     },
     "perturbation": {
-        "a class": (nppr.distributions.Uniform, r"instance, Uniform\("),
+        "a class": (nppr.distributions.UniformBall, r"instance, Uniform\("),
         "a number": (0.1, "nppr.distributions.*got 0.1"),
-        "complex eps": (nppr.distributions.Uniform(jnp.asarray(1j)), "eps must be"),
+        "complex eps": (nppr.distributions.UniformBall(jnp.asarray(1j)), "eps must be"),
     },
 }  # fmt: skip
 MISUSES["z"] = MISUSES["x"]
