@@ -211,7 +211,7 @@ MISUSES = {
         "a number": (0.25, "smoothing.noise.*got 0.25"),
     },
     "perturbation": {
-        "a class": (nppr.distributions.UniformBall, r"instance, Uniform\("),
+        "a class": (nppr.distributions.UniformBall, r"instance, UniformBall\("),
         "a number": (0.1, "nppr.distributions.*got 0.1"),
         "complex eps": (nppr.distributions.UniformBall(jnp.asarray(1j)), "eps must be"),
     },
