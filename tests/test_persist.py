@@ -318,7 +318,7 @@ def test_names_are_kept_apart(tmp_path, place):
     for wrong, message in [
         ({"a.b": one, "a": {"b": two}}, r"two leaves are called a\.b"),
         ({"a": [one], "a.0": two}, r"two leaves are called a\.0"),
-        ({"a\ud800": one}, r"a\\ud800 is no name"),
+        ({"a\ud800": one}, r"a\\ud800 is not a name"),
     ]:
         with pytest.raises(ValueError, match=message):
             persist.save(tmp_path / place, wrong)
