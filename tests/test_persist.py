@@ -328,7 +328,7 @@ def test_names_are_kept_apart(tmp_path, place):
         persist.save(tmp_path / place, metadata)
         same(persist.restore(tmp_path / place, metadata), metadata)
     else:
-        with pytest.raises(ValueError, match="safetensors files keep __metadata__"):
+        with pytest.raises(ValueError, match="safetensors files reserve the name __metadata__"):
             persist.save(tmp_path / place, metadata)
 
 
