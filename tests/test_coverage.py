@@ -174,7 +174,8 @@ HOW = {"key": KEY, "batch_size": 1 << 16}
 @case("estimate.population end to end", 0.95)
 def _(rng):
     risks = np.where(rng.random(TIMES * 50) < 0.02, 0.4, 0.0)
-    found = nppr.estimate(HALF, nppr.distributions.UniformBall(0.1), *inputs(risks), draws=40, **HOW)
+    ball = nppr.distributions.UniformBall(0.1)
+    found = nppr.estimate(HALF, ball, *inputs(risks), draws=40, **HOW)
     return within([one.population() for one in counted(found.survived.reshape(TIMES, -1), 40)],
                   1 - 0.02 * 0.4)  # fmt: skip
 

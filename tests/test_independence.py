@@ -221,7 +221,9 @@ PUBLIC = {
     "importance": lambda m: nppr.importance(
         m, nppr.distributions.UniformBall(0.1), X[0], Y[0], key=KEY
     ),
-    "splitting": lambda m: nppr.splitting(m, nppr.distributions.UniformBall(0.1), X[0], Y[0], key=KEY),
+    "splitting": lambda m: nppr.splitting(
+        m, nppr.distributions.UniformBall(0.1), X[0], Y[0], key=KEY
+    ),
     "fit": lambda m: nppr.fit(m, X, Y, eps=0.1, key=KEY, family=FAMILY),
     "nppr.train": lambda m: nppr.train(m, X, Y, eps=0.1, key=KEY, family=FAMILY),
     "train": lambda m: training.train(m, X, Y, key=KEY, epochs=1),
