@@ -113,9 +113,16 @@ def test_degenerate_nets_have_finite_gradients(norm):
         found = certify.radius(Model(dense, given[0]), given[1], y, norm=norm, steps=2)
         return jnp.sum(jnp.where(jnp.isfinite(found), found, 0.0))
 
+    @jax.jit
+    @jax.grad
+    def trained(given, y):
+        p, x, eps = given
+        low = certify.trainable_bounds(Model(dense, p), x, y, norm=norm, eps=eps, backward=0.5)
+        return jnp.take_along_axis(low, 1 - y[:, None], axis=1)[0, 0]
+
     for scale, eps, label in itertools.product((0.0, 1.0), (0.0, 0.1, 3.0), (0, 1)):
         p = [(inner, jnp.zeros(3)), (scale * outer, jnp.array([0.1, 0.0]))]
         given = (p, x, jnp.asarray(eps))
-        for slopes in (margins, radii):
+        for slopes in (margins, radii, trained):
             for leaf in jax.tree.leaves(slopes(given, jnp.full(2, label))):
                 assert np.isfinite(leaf).all(), (scale, eps, label)
