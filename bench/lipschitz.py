@@ -76,7 +76,7 @@ def theory():
         errors = []
         for label, norm in NORMS.items():
             found = lipschitz.theory(net, own["X"], own["y"], norm, cells)
-            box, whole = lipschitz.upper(inside, norm), known["global"]
+            box, whole = lipschitz.upper_constants(inside, norm), known["global"]
             pairs = (
                 (found.upper, whole[f"L_{label}"]),
                 (found.upper_margin, whole[f"Lmargin_lab_{label}"]),

@@ -131,9 +131,9 @@ def memory(*_):
             return jax.grad(lambda x: objective(victim(x), y).sum())(x)
 
         for count in MODELS:
-            bank = transductive.empty(net, count)
+            bank = transductive.empty_bank(net, count)
             for number in range(count):
-                bank = transductive.push(bank, models.mlp((784, 128, 128, 10),
+                bank = transductive.add_model(bank, models.mlp((784, 128, 128, 10),
                                                           key=jax.random.key(number)))  # fmt: skip
             temporary = pull.lower(bank, x).compile().memory_analysis().temp_size_in_bytes
             pull(bank, x).block_until_ready()

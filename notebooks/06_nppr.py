@@ -179,7 +179,7 @@ for i in safe[: 3 if FAST else 10]:
 # The distribution learns while the net does. What the net has gained is for a *fresh* fit to say.
 
 # %%
-robust, losses_seen = nppr.train(
+robust, losses_seen = nppr.train_model(
     net,
     train.x[first],
     train.y[first],

@@ -150,7 +150,7 @@ figure
 # %%
 net = models.norm_mlp((64, 32, 10) if FAST else (64, 96, 96, 10), key=key)
 opponent = transductive.Opponent(PGD(steps=5, random_start=True, iterate="last"), 0.1)
-fit = jax.jit(functools.partial(transductive.fit, steps=150 if FAST else 600))
+fit = jax.jit(functools.partial(transductive.train_classifier, steps=150 if FAST else 600))
 net = fit(net, *train, key=key, opponent=opponent)
 dent = transductive.DENT(net)
 size = 30 if FAST else 75

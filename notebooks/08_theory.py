@@ -131,7 +131,7 @@ for label in np.unique(y):
     own = y == label
     base = lipschitz.worst_margin(net, x[own], y[own], norm=norm, eps=0.0, found=cells)
     far = lipschitz.worst_margin(net, x[own], y[own], norm=norm, eps=50.0, found=cells)
-    restricted = lipschitz.lower(net, norm, y[own]).value
+    restricted = lipschitz.lower_constant(net, norm, y[own]).value
     print(
         f"samples of label {label}: slope of the worst case {(far - base) / 50:.3f}, "
         f"l of all labels {found.lower_all:.3f}, l of this one {restricted:.3f}"

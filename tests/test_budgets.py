@@ -134,7 +134,7 @@ def test_budgets_are_spent_in_their_ball(said):
     inside = jax.jit(lambda x: wdjax.search(PGD, MODEL, x, Y, eps=0.5))(X)
     assert inside.limit.tolist() == found.limit.tolist() == [1.0, 1.0]
     assert not [w for w in said if "is beyond" in str(w.message)]
-    for points in (found, wdjax.best(found, found)):
+    for points in (found, wdjax.best_of(found, found)):
         with pytest.warns(UserWarning, match=r"eps=8 is beyond 1.*8/255"):
             wdjax.spend(points, eps=8)
 

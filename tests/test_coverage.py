@@ -24,7 +24,7 @@ from wdjax.nppr.rare import Rare
 from wdjax.report import evidence
 from wdjax.smoothing import binomial, noise
 from wdjax.smoothing.looks import SmoothedCertificate
-from wdjax.transductive.referee import share
+from wdjax.transductive.referee import share_with_interval
 
 TIMES = 400
 KEY = jax.random.key(7)
@@ -357,7 +357,7 @@ def _(rng, draws, n, lost, between):
     frail = rng.random((TIMES, 1, n))
     facts = np.where(rng.random((TIMES, 1, n)) < 0.5, frail, rng.random((TIMES, draws, n))) >= risk
     truth = 1 - lost if not between else 1 - np.clip(lost + between * rng.normal(size=10**6), 0, 1)
-    return within([share(one)[1:] for one in facts], np.mean(truth))
+    return within([share_with_interval(one)[1:] for one in facts], np.mean(truth))
 
 
 @case("referee.share under these keys", 0.95, (3, 60))
@@ -365,4 +365,4 @@ def _(rng, draws, n):
     """One key under which the defence falls is no matter of chance once it is drawn."""
     risk = np.array([0.01, 0.01, 0.5])[:, None]
     facts = rng.random((TIMES, draws, n)) >= risk
-    return within([share(one)[1:] for one in facts], 1 - risk.mean())
+    return within([share_with_interval(one)[1:] for one in facts], 1 - risk.mean())

@@ -180,8 +180,8 @@ def test_a_conv_net_in_a_bank_of_models_for_every_sample(digits, key):
     @jax.jit
     def both(defense, x):
         adapted, _ = defense.adapt(key, (), (), x)
-        bank = games.push(games.empty(adapted, 3), defense.base((), (), 4))
-        victim = games.victim(defense, (), games.push(bank, adapted))
+        bank = games.add_model(games.empty_bank(adapted, 3), defense.base((), (), 4))
+        victim = games.victim(defense, (), games.add_model(bank, adapted))
         said = victim(x).out
         pull = jax.grad(lambda x: games.Objective(losses.margin)(victim(x), y).sum())(x)
         return said, defense.predict((), adapted, x), pull
@@ -292,7 +292,7 @@ def test_urejectron_counts_as_the_paper_does(digits, key):
     train, test = digits
     rows = jnp.asarray(train.x), jnp.asarray(train.y)
     net = models.mlp((64, 32, 10), key=key)
-    net = jax.jit(lambda net: games.fit(net, *rows, key=key, steps=150))(net)
+    net = jax.jit(lambda net: games.train_classifier(net, *rows, key=key, steps=150))(net)
     defense = games.URejectron(
         model=net, discriminator=functools.partial(models.mlp, (64, 32, 2)), steps=100, size=64,
         learning_rate=5e-3,

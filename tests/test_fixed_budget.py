@@ -418,7 +418,7 @@ def test_two_and_three_classes_are_enough(classes):
         ask = functools.partial(wdjax.search, attack, linear_model, x, labels, eps=eps)
         every = [ask(key=jax.random.key(1 + number)) for number in range(tries)]
         found = every[0]
-        assert wdjax.best(*every).success[certain].all(), attack
+        assert wdjax.best_of(*every).success[certain].all(), attack
         assert float(found.cost.max()) <= eps * (1 + 1e-6)
         # Runs beyond the classes that there are take no passes.
         assert int(found.gradients.max()) <= (classes - 1) * 11 + classes - 1 + 15

@@ -133,7 +133,7 @@ def _fit(folder, model, loss=None, end=None):
 def _regularised(folder, model, loss=None, end=None):
     own = nppr.Family(mode="label", components=2, upsample="none")
     how = {"family": own, "epochs": 2, "draws": 2, "checkpoint": folder, "callback": end}
-    return nppr.train(model, X, Y, eps=0.1, key=KEY, batch_size=2, every=0.0, **how)
+    return nppr.train_model(model, X, Y, eps=0.1, key=KEY, batch_size=2, every=0.0, **how)
 
 
 def _play(folder, model, loss=losses.cross_entropy, end=None):

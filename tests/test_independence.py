@@ -225,7 +225,7 @@ PUBLIC = {
         m, nppr.distributions.UniformBall(0.1), X[0], Y[0], key=KEY
     ),
     "fit": lambda m: nppr.fit(m, X, Y, eps=0.1, key=KEY, family=FAMILY),
-    "nppr.train": lambda m: nppr.train(m, X, Y, eps=0.1, key=KEY, family=FAMILY),
+    "nppr.train_model": lambda m: nppr.train_model(m, X, Y, eps=0.1, key=KEY, family=FAMILY),
     "train": lambda m: training.train(m, X, Y, key=KEY, epochs=1),
     "certified training": lambda m: training.train(
         m, X, Y, key=KEY, epochs=1, certificate=certify.CertifiedTraining(), eps=0.1

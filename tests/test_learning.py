@@ -132,7 +132,7 @@ def test_our_batch_norm_is_trained_as_by_pytorch(samples):
 def fitted(model, x, y, **_):
     how = {"key": KEY, "steps": 6, "size": 16, "rule": RULE}
     opponent = transductive.Opponent(attacks.PGD(steps=2), 0.05)
-    return transductive.fit(model, x, jnp.asarray(y), opponent=opponent, **how)
+    return transductive.train_classifier(model, x, jnp.asarray(y), opponent=opponent, **how)
 
 
 def trained(model, x, y, **options):
@@ -143,7 +143,7 @@ def trained(model, x, y, **options):
 def regularised(model, x, y):
     family = nppr.Family(mode="label", components=2, upsample="none")
     how = {"eps": 0.05, "epochs": 2, "batch_size": 16, "draws": 2, "features": None}
-    return nppr.train(model, x, y, key=KEY, family=family, optimizer=RULE, **how)[0]
+    return nppr.train_model(model, x, y, key=KEY, family=family, optimizer=RULE, **how)[0]
 
 
 TRAININGS = {

@@ -72,7 +72,7 @@ def test_all_constants_of_small_nets(shared, name):
     for label, norm in NORMS.items():
         whole, box = known["global"], known["box"]
         theory = lipschitz.theory(net, own["X"], own["y"], norm, found["global"])
-        inside = lipschitz.upper(found["box"], norm)
+        inside = lipschitz.upper_constants(found["box"], norm)
         pairs = {
             "L": (theory.upper, whole[f"L_{label}"]),
             "L_margin": (theory.upper_margin, whole[f"Lmargin_lab_{label}"]),
@@ -114,7 +114,7 @@ def test_every_point_has_its_cell():
 @pytest.mark.parametrize("norm", NORMS.values())
 def test_directions_never_exceed_the_constant_from_below(norm):
     net = random_chain(2, (2, 6, 3))
-    best = lipschitz.lower(net, norm)
+    best = lipschitz.lower_constant(net, norm)
     moves = np.random.default_rng(0).normal(size=(20_000, 2))
     assert lipschitz.direction_bound(net, moves, norm).max() <= best.value * (1 + 1e-9)
     at = lipschitz.direction_bound(net, best.direction[None], norm)[0, best.label]
@@ -126,8 +126,8 @@ def test_a_label_that_does_not_occur_bounds_nothing(shared):
     own, net = read(shared / "fixtures/relu", "d_n2_h6x6x6_K4")
     x, y = own["X"][:5], np.ones(5, int)
     slope = (worst(net, x, y, 1, 0.001) - worst(net, x, y, 1, 0.0)) / 0.001
-    assert lipschitz.lower(net, 1).value > 1.5 * slope
-    assert lipschitz.lower(net, 1, labels=y).value <= slope
+    assert lipschitz.lower_constant(net, 1).value > 1.5 * slope
+    assert lipschitz.lower_constant(net, 1, labels=y).value <= slope
     far = (worst(net, x, y, 1, 50.0) - worst(net, x, y, 1, 0.0)) / 50
     np.testing.assert_allclose([slope, far], [3.0791, 0.0539], atol=1e-4)
 
@@ -204,7 +204,7 @@ def test_local_bounds_hold_for_every_mask_of_the_ball(norm, eps):
         assert np.all(found["zonotope"] <= found["interval"] * (1 + 1e-9))
         for i in range(3):
             cut = np.maximum(x[i] - eps, 0), np.minimum(x[i] + eps, 1)
-            upper = lipschitz.upper(lipschitz.activation_cells(exact, cut), norm)
+            upper = lipschitz.upper_constants(lipschitz.activation_cells(exact, cut), norm)
             assert upper.by_label[y[i]] <= found["sdp"][i].max() * (1 + 1e-9)
             assert found["sdp"][i].max() <= 1.35 * upper.by_label[y[i]]
 
@@ -213,7 +213,7 @@ def test_local_bounds_hold_for_every_mask_of_the_ball(norm, eps):
 def test_global_bounds_hold_for_every_mask(norm):
     net = random_chain(5, (3, 6, 5, 3))
     model = model_of(net)
-    upper = lipschitz.upper(lipschitz.activation_cells(net), norm)
+    upper = lipschitz.upper_constants(lipschitz.activation_cells(net), norm)
     x = np.zeros((1, 3), np.float32)
     found = lipschitz.global_lipschitz(model, x, norm=norm, steps=60)
     assert upper.margin * (1 - 1e-6) <= found.max() <= 1.5 * upper.margin
@@ -230,7 +230,9 @@ def test_branch_and_bound_is_exact():
     y, eps = np.array([0, 2]), 0.25
     exact = lipschitz.as_chain(model, x)
     cuts = [(np.maximum(t - eps, 0), np.minimum(t + eps, 1)) for t in x]
-    upper = [lipschitz.upper(lipschitz.activation_cells(exact, cut), np.inf) for cut in cuts]
+    upper = [
+        lipschitz.upper_constants(lipschitz.activation_cells(exact, cut), np.inf) for cut in cuts
+    ]
     how = {"norm": np.inf, "steps": 5}
     found = lipschitz.local_lipschitz(model, x, y, eps=eps, method="bab", **how)
     for i in range(2):
@@ -239,7 +241,7 @@ def test_branch_and_bound_is_exact():
     stopped = lipschitz.local_lipschitz(model, x, y, eps=eps, method="bab", seconds=0.0, **how)
     assert np.all(stopped >= found * (1 - 1e-9))
     whole = lipschitz.global_lipschitz(model, x, method="bab", **how)
-    space = lipschitz.upper(lipschitz.activation_cells(exact), np.inf)
+    space = lipschitz.upper_constants(lipschitz.activation_cells(exact), np.inf)
     np.testing.assert_allclose(whole.max(), space.margin, rtol=1e-6)
 
 
@@ -424,7 +426,7 @@ def test_on_a_box_the_worst_case_is_flat():
     box = np.zeros(2), np.ones(2)
     far = [worst(net, x, y, np.inf, eps, box=box) for eps in (1.0, 5.0, 50.0)]
     np.testing.assert_allclose(far, far[0], atol=1e-7)
-    assert lipschitz.lower(net, np.inf, y).value > 0.1
+    assert lipschitz.lower_constant(net, np.inf, y).value > 0.1
     # And it is the mean of the largest losses anywhere.
     grid = np.stack(np.meshgrid(*[np.linspace(0, 1, 301)] * 2), -1).reshape(-1, 2)
     logits = np.asarray(model_of(net)(grid.astype(np.float32)))

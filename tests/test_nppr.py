@@ -297,22 +297,22 @@ def test_a_training_resumes_to_the_same_numbers(tmp_path):
     x, y = samples(NET)
     family = Family(mode="input", components=2, latent=4, side=2, hidden=8)
     how = {"eps": 0.2, "key": jax.random.key(0), "family": family, "epochs": 20, "batch_size": 4}
-    model, loss = nppr.train(NET, x, y, **how)
+    model, loss = nppr.train_model(NET, x, y, **how)
     assert loss.shape == (60,)
     assert np.all(np.isfinite(loss))
     assert loss[-1] < loss[0]
     saved = {"checkpoint": tmp_path / "training"}
-    _, part = nppr.train(NET, x, y, **how, **saved, callback=lambda state: True)
+    _, part = nppr.train_model(NET, x, y, **how, **saved, callback=lambda state: True)
     assert np.isnan(part[50:]).all()
-    resumed, again = nppr.train(NET, x, y, **how, **saved)
+    resumed, again = nppr.train_model(NET, x, y, **how, **saved)
     np.testing.assert_array_equal(loss, again)
     np.testing.assert_array_equal(model(x), resumed(x))
     with pytest.raises(ValueError, match="other settings"):
-        nppr.train(NET, x, y, **how | {"weight": 0.1}, **saved)
+        nppr.train_model(NET, x, y, **how | {"weight": 0.1}, **saved)
     with pytest.raises(ValueError, match="one typed"):
-        nppr.train(NET, x, y, **how | {"key": 0})
+        nppr.train_model(NET, x, y, **how | {"key": 0})
     with pytest.raises(ValueError, match="outside of jit"):
-        jax.jit(lambda x: nppr.train(NET, x, y, **how)[0])(x)
+        jax.jit(lambda x: nppr.train_model(NET, x, y, **how)[0])(x)
 
 
 def test_what_a_fit_refuses():

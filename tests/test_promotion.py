@@ -75,7 +75,7 @@ OWN = CALLS | {
     certify.growth_bound: CALLS[certify.growth_bound] | {"radii": [0.1]},
     nppr.estimate: CALLS[nppr.estimate] | {"draws": 20},
     nppr.fit: CALLS[nppr.fit] | {"schedule": nppr.Schedule(steps=2)},
-    nppr.train: CALLS[nppr.train] | {"epochs": 1},
+    nppr.train_model: CALLS[nppr.train_model] | {"epochs": 1},
     smoothing.certify: CALLS[smoothing.certify] | {"n": 20, "eps": 0.01},
     training.train: CALLS[training.train] | {"epochs": 1},
 }
@@ -83,8 +83,8 @@ RUN = (
     wdjax.search, ensembles.bisect, certify.margin_bounds, certify.radius, certify.growth_bound,
     certify.interval_jacobian, certify.layer_product, certify.trainable_bounds,
     lipschitz.local_lipschitz, lipschitz.global_lipschitz, lipschitz.sampled_lipschitz,
-    smoothing.certify, smoothing.soft, nppr.estimate, nppr.fit, nppr.train, image.entropic_distance,
-    training.train, games.fit, games.play,
+    smoothing.certify, smoothing.soft, nppr.estimate, nppr.fit, nppr.train_model, image.entropic_distance,
+    training.train, games.train_classifier, games.play,
 )  # fmt: skip
 
 

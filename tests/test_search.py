@@ -396,7 +396,7 @@ def test_walks_go_on_from_where_others_ended():
 def test_best_takes_the_better_per_sample():
     ask = functools.partial(wdjax.search, attacks.PGD(Lp(2), steps=6), model, x, y)
     near, far = ask(eps=0.2), ask(eps=0.5)
-    both = wdjax.best(near, far)
+    both = wdjax.best_of(near, far)
     np.testing.assert_array_equal(both.success, near.success | far.success)
     np.testing.assert_array_equal(both.passes, near.passes + far.passes)
     own = np.asarray(both.success)

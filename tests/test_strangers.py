@@ -127,7 +127,7 @@ def test_victims_without_gradients_or_classes():
 def test_best_is_for_what_is_not_yet_spent():
     result = wdjax.run(attacks.PGD(), LINEAR, PAIR, FIRST, eps=0.1)
     with pytest.raises(ValueError, match="spend the budget after"):
-        wdjax.best(result, result)
+        wdjax.best_of(result, result)
 
 
 @fast

@@ -27,9 +27,9 @@ def nets(count=3, sizes=SIZES):
 
 
 def filled(members, capacity=None):
-    bank = games.empty(members[0], capacity or len(members))
+    bank = games.empty_bank(members[0], capacity or len(members))
     for member in members:
-        bank = games.push(bank, member)
+        bank = games.add_model(bank, member)
     return bank
 
 
@@ -123,7 +123,7 @@ def test_a_bank_answers_and_differentiates_as_its_models_do(given):
 def test_a_bank_has_room_for_so_many():
     bank = filled(nets(2))
     with pytest.raises(ValueError, match="full"):
-        games.push(bank, nets(1)[0])
+        games.add_model(bank, nets(1)[0])
     full = jax.jit(games.push)(bank, nets(1)[0])
     assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(full.models))
 
@@ -562,11 +562,11 @@ def test_points_outside_are_refused(shaky, key):
 def test_shares_and_thresholds():
     facts = np.arange(40) < 31
     low, high = metrics.clopper_pearson(31, 40)
-    np.testing.assert_allclose(games.share(facts[None]), (31 / 40, low, high))
-    assert games.share(np.ones((3, 5))).high == 1.0
-    assert 0.4 < games.share(np.ones((3, 5))).low < 0.5
+    np.testing.assert_allclose(games.share_with_interval(facts[None]), (31 / 40, low, high))
+    assert games.share_with_interval(np.ones((3, 5))).high == 1.0
+    assert 0.4 < games.share_with_interval(np.ones((3, 5))).low < 0.5
     wide = np.stack([facts, ~facts, facts])
-    assert games.share(wide).high - games.share(wide).low > high - low
+    assert games.share_with_interval(wide).high - games.share_with_interval(wide).low > high - low
     scores = np.array([3.0, 1.0, 2.0, 2.0])
     assert threshold_for(scores, 0.25) == 2.0
     assert threshold_for(scores, 0.0) == 3.0

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         Stage,
         Victim,
     )
-    from wdjax.engine.driver import best, run, search
+    from wdjax.engine.driver import best_of, run, search
     from wdjax.models import convert
     from wdjax.report import audit
     from wdjax.transport import spend
@@ -62,7 +62,7 @@ __all__ = [
     "Victim",
     "attacks",
     "audit",
-    "best",
+    "best_of",
     "certify",
     "convert",
     "data",
@@ -88,7 +88,7 @@ __all__ = [
 _HOMES = {
     "Lp": "balls",
     "audit": "report",
-    "best": "engine.driver",
+    "best_of": "engine.driver",
     "convert": "models",
     "run": "engine.driver",
     "search": "engine.driver",

@@ -49,7 +49,7 @@ class Walk:
     share ``shrink`` and never exceeds the distance of the nearest flip. Step and share fall along a
     cosine. The start decides what a walk finds: small gradients at the sample need ``far``, models
     with many near classes need ``targets``; ``wdjax.search(..., start=points)`` begins anywhere,
-    and :func:`wdjax.best` combines several walks.
+    and :func:`wdjax.best_of` combines several walks.
 
     Args:
       ball: norm and box.

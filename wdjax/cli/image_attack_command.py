@@ -106,11 +106,11 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         console.say(f"k {k:g}: {_robust(found[k]):.2%} robust")
     others, content = {}, _content(parsed, len(y), float(np.mean(found[ks[0]].correct)))
     content["warnings"] = warned
-    nearest = functools.reduce(driver.best, found.values())
+    nearest = functools.reduce(driver.best_of, found.values())
     if parsed.radii is not None:
         with console.search("radii") as tick:
             least = work.do("radii", functools.partial(_least, model, x, y, how, tick), Found)
-        nearest = driver.best(least.value, nearest)
+        nearest = driver.best_of(least.value, nearest)
         others[parsed.radii], said = _radii(nearest, pixels)
         content["radii"] = said | _seconds(least.spent, len(y))
         console.say(f"radii: median k {said['median_k']}, {said['not_found']} not found")
@@ -184,7 +184,7 @@ def _attack(
         return known
     found = image.image_wasserstein(model, x, y, eps=eps, only=left, **how, **_kept(task, tick))
     found = _light(found)
-    return found if known is None else jax.device_get(driver.best(known, found))
+    return found if known is None else jax.device_get(driver.best_of(known, found))
 
 
 def _kept(task: tasks.Task, tick: Callable[[Progress], None]) -> dict[str, Any]:

@@ -256,7 +256,7 @@ def _attacked(
     pgd = driver.search(PGD(ball, steps=20, random_start=True), model, *held, **first)
     fast = ensembles.fast(model, *held, ball=ball, **second).found
     right = np.asarray(pgd.correct)
-    left = right & ~np.asarray(driver.best(pgd, fast).success)
+    left = right & ~np.asarray(driver.best_of(pgd, fast).success)
     low, high = metrics.clopper_pearson(int(left.sum()), int(right.sum()))
     return {
         "pgd20": float(np.mean(~np.asarray(pgd.success)[right])),

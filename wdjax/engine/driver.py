@@ -281,7 +281,7 @@ def run(
     return transport.spend(found, eps=eps, order=order, kappa=kappa)
 
 
-def best(*found: Found) -> Found:
+def best_of(*found: Found) -> Found:
     """The best point of several searches of the same samples, per sample; passes add up.
 
     A flip is better than none, a flip of lower cost better than one of higher cost, and where no
@@ -292,11 +292,11 @@ def best(*found: Found) -> Found:
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> x, y = jnp.array([[0.6, 0.4]]), jnp.array([0])
     >>> near, far = (search(PGD(steps=5), model, x, y, eps=eps) for eps in (0.125, 0.25))
-    >>> float(best(far, near).cost[0])
+    >>> float(best_of(far, near).cost[0])
     0.125
     """
     if any(isinstance(one, Result) for one in found):
-        raise ValueError("best takes results of wdjax.search; spend the budget after it.")
+        raise ValueError("best_of takes results of wdjax.search; spend the budget after it.")
     return functools.reduce(_better, found)
 
 

@@ -132,7 +132,7 @@ def a3(
             )  # fmt: skip
             if turn == _FIRST:
                 down = _leans_down(attack, own, draw, options.get("index"))
-            found, number = own if found is None else driver.best(found, own), number + 1
+            found, number = own if found is None else driver.best_of(found, own), number + 1
             if report is not None and report(f"round {turn}", found):
                 return found
     assert found is not None
@@ -213,7 +213,7 @@ def _ask(
     ended = driver.search(
         finisher, model, x, y, start=begun.x_adv, only=left, checkpoint=second, **options
     )
-    return driver.best(begun, ended)
+    return driver.best_of(begun, ended)
 
 
 def _attack(ball: Lp, turn: int, number: int, down: bool) -> Diversified:

@@ -86,7 +86,7 @@ def bisect(
         middle = (low + np.where(np.isfinite(high), high, 0.0)) / 2
         radius = np.where(np.isfinite(high), middle, 2 * radius).astype(np.float32)
         last = ask.search(number, attack, eps=radius, start=start)
-        found = driver.best(found, last)
+        found = driver.best_of(found, last)
         nearest = norms.spread(found.success, start)
         start = jnp.where(nearest, found.x_adv, last.x_adv)
     return found

@@ -83,7 +83,7 @@ def cascade(
             checkpoint=None if checkpoint is None else Path(checkpoint) / file, diagnose=False,
             **options,
         )  # fmt: skip
-        found = own if found is None else driver.best(found, own)
+        found = own if found is None else driver.best_of(found, own)
         left = survivors(found, only)
         if report is not None and report(name, found):
             break

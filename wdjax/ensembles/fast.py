@@ -118,7 +118,7 @@ def fast(
         cost = steps * left.mean() + 2
         if not left.any() or max(legs[-1].forwards, legs[-1].gradients) + cost > passes:
             return False
-        found = driver.best(found, ask.search(len(legs), attack, eps=radii, only=left))
+        found = driver.best_of(found, ask.search(len(legs), attack, eps=radii, only=left))
         legs.append(_leg(name, found))
         return legs[-1].accuracy < legs[-2].accuracy
 

@@ -105,7 +105,7 @@ def mixed(
     if not again.any():
         return Mixed(found, lost)
     more = ask.search(2, attack, eps=eps, only=again)
-    return Mixed(driver.best(found, more), lost)
+    return Mixed(driver.best_of(found, more), lost)
 
 
 def lowered(model: Callable[[Array], PyTree]) -> Model:

@@ -192,7 +192,7 @@ def rand(
         )
 
     ranked = [judged(points, ranking) for points in found]
-    last = judged(driver.best(*ranked), final)
+    last = judged(driver.best_of(*ranked), final)
     every = [*found, *ranked, last]
     return dataclasses.replace(
         last,

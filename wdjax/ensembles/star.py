@@ -108,11 +108,11 @@ def wda_star(
         samples = jnp.asarray(ask.x)
         reach = ball.cost(samples, jnp.asarray(validate.check_like("start", start, samples)))
         reach = jnp.where(jnp.isfinite(reach), 1.01 * reach, 0.0)  # Slack for rounding.
-        found = driver.best(found, ask.search(number, Points(ball), eps=reach, start=start))
+        found = driver.best_of(found, ask.search(number, Points(ball), eps=reach, start=start))
         number += 1
     hope = np.full(len(found.cost), _HOPE)
     for kind in always:
-        found = driver.best(found, _follow(ask, number, kind, found, np.ones(len(hope), bool)))
+        found = driver.best_of(found, _follow(ask, number, kind, found, np.ones(len(hope), bool)))
         number += 1
     yields = dict.fromkeys(more, np.inf)
     while True:
@@ -128,7 +128,7 @@ def wda_star(
         only = _chosen(worth, kind, left, share)
         if not only.any():
             return found
-        joined = driver.best(found, _follow(ask, number, kind, found, only))
+        joined = driver.best_of(found, _follow(ask, number, kind, found, only))
         gain = _gain(found, joined)
         yields[kind] = _worth(found, gain, eps, order)[only].sum() / worth[only].sum()
         hope = np.where(only, (hope + gain) / 2, hope)
@@ -153,11 +153,11 @@ def _open(ask: Question, firsts: list[Kind]) -> Found:
     tried: list[Found] = []
     for number, kind in enumerate(firsts):
         tried.append(_follow(ask, number, kind, tried[0] if tried else None, pilot))
-    found = driver.best(*tried)
+    found = driver.best_of(*tried)
     lengths = np.array([_distance(one)[pilot] for one in tried])
     farthest = lengths.max(initial=0.0, where=np.isfinite(lengths))
     kind = firsts[int(np.argmin(np.minimum(lengths, 2 * farthest).sum(axis=1)))]
-    return driver.best(found, _follow(ask, len(firsts), kind, found, ~pilot))
+    return driver.best_of(found, _follow(ask, len(firsts), kind, found, ~pilot))
 
 
 def _follow(ask: Question, number: int, kind: Kind, found: Found | None, only: np.ndarray) -> Found:

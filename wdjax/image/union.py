@@ -94,7 +94,7 @@ def image_wasserstein(
     found, left = None, validate.check_mask("only", only, len(ask.y))
     for number, (attack, share) in enumerate(members(ball)):
         own = ask.search(number, attack, eps=share * radii, only=left)
-        found = own if found is None else driver.best(found, own)
+        found = own if found is None else driver.best_of(found, own)
         left = np.asarray(found.correct & ~found.success)
         left = left if only is None else left & np.asarray(only)
         if not left.any():
@@ -151,4 +151,4 @@ def minimum_radius(
         NearestTransport(ball),
         NearestTransport(ball, loss=losses.margin, temperature=0.01),
     )
-    return driver.best(*(ask.search(number, attack) for number, attack in enumerate(searches)))
+    return driver.best_of(*(ask.search(number, attack) for number, attack in enumerate(searches)))

@@ -13,13 +13,13 @@ from wdjax.lipschitz.chain import Chain, as_chain, relu_chain
 from wdjax.lipschitz.exact import (
     Steepest,
     Theory,
-    Upper,
+    UpperConstants,
     direction_bound,
     directions,
-    lower,
-    lower_at_samples,
+    lower_constant,
+    lower_constants_at_samples,
     theory,
-    upper,
+    upper_constants,
 )
 from wdjax.lipschitz.local import METHODS, Method, global_lipschitz, jacobian_norm, local_lipschitz
 from wdjax.lipschitz.sampled import sampled_lipschitz
@@ -38,7 +38,7 @@ __all__ = [
     "Steepest",
     "Theory",
     "TransformerSettings",
-    "Upper",
+    "UpperConstants",
     "activation_cells",
     "as_chain",
     "direction_bound",
@@ -47,8 +47,8 @@ __all__ = [
     "jacobian_norm",
     "local_lipschitz",
     "local_transformer_constant",
-    "lower",
-    "lower_at_samples",
+    "lower_constant",
+    "lower_constants_at_samples",
     "masks_at",
     "polyhedron",
     "relu_chain",
@@ -56,7 +56,7 @@ __all__ = [
     "theory",
     "trainable_lipschitz",
     "transformer_constant",
-    "upper",
+    "upper_constants",
     "verify",
     "worst_margin",
 ]

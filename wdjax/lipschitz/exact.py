@@ -42,7 +42,7 @@ class Steepest(NamedTuple):
     """``[n]``, of l_r norm 1; 0 if no margin grows."""
 
 
-class Upper(NamedTuple):
+class UpperConstants(NamedTuple):
     """Valid Lipschitz constants of the loss over the domain of the cells."""
 
     paper: float
@@ -54,7 +54,7 @@ class Upper(NamedTuple):
     the data is valid."""
 
 
-def upper(found: Cells, norm: float) -> Upper:
+def upper_constants(found: Cells, norm: float) -> UpperConstants:
     r"""The upper constants ``L`` and ``L_margin``, from all cells of a convex domain.
 
     Args:
@@ -62,7 +62,7 @@ def upper(found: Cells, norm: float) -> Upper:
       norm: r, one of 1, 2 and inf.
 
     Returns:
-      :class:`Upper`.
+      :class:`UpperConstants`.
 
     Cost: an operator norm a cell; for r = inf ``2^(min(K, n) - 1)`` sign vectors.
 
@@ -70,7 +70,7 @@ def upper(found: Cells, norm: float) -> Upper:
 
     >>> from wdjax.lipschitz import activation_cells, relu_chain
     >>> net = relu_chain([np.eye(2), np.array([[1.0, 1.0], [0.0, 0.0]])], [np.zeros(2), np.ones(2)])
-    >>> [round(float(value), 4) for value in upper(activation_cells(net), 2)[:2]]
+    >>> [round(float(value), 4) for value in upper_constants(activation_cells(net), 2)[:2]]
     [2.0, 1.4142]
     """
     norms.check_norm(norm)
@@ -78,7 +78,7 @@ def upper(found: Cells, norm: float) -> Upper:
         whole = float(jnp.max(_operator_norms(jnp.asarray(found.jacobians), norm)))
     rows = found.jacobians[:, None] - found.jacobians[:, :, None]
     by_label = np.linalg.norm(rows, norms.dual(norm), axis=-1).max(axis=(0, 2))
-    return Upper(2 ** (1 / norm) * whole, float(by_label.max()), by_label)
+    return UpperConstants(2 ** (1 / norm) * whole, float(by_label.max()), by_label)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -86,7 +86,7 @@ def _operator_norms(jacobians: jax.Array, norm: float) -> jax.Array:
     return jax.vmap(lambda jacobian: norms.operator_norm(jacobian, norm).lower)(jacobians)
 
 
-def lower(
+def lower_constant(
     net: Chain, norm: float, labels: npt.ArrayLike | None = None, cones: Cells | None = None
 ) -> Steepest:
     r"""The lower constant ``l`` of equation 7, restricted to labels that occur in the data.
@@ -110,7 +110,7 @@ def lower(
 
     >>> from wdjax.lipschitz import relu_chain
     >>> net = relu_chain([np.eye(2), np.array([[1.0, 1.0], [0.0, 0.0]])], [np.zeros(2), np.ones(2)])
-    >>> [round(lower(net, 2, labels=[label]).value, 4) for label in (0, 1)]
+    >>> [round(lower_constant(net, 2, labels=[label]).value, 4) for label in (0, 1)]
     [0.0, 1.4142]
     """
     norms.check_norm(norm)
@@ -126,7 +126,9 @@ def directions(net: Chain) -> Cells:
     return cells.activation_cells(net.unbiased(), (-1.0, 1.0))
 
 
-def lower_at_samples(net: Chain, x: npt.ArrayLike, y: npt.ArrayLike, norm: float) -> list[Steepest]:
+def lower_constants_at_samples(
+    net: Chain, x: npt.ArrayLike, y: npt.ArrayLike, norm: float
+) -> list[Steepest]:
     r"""The practical constant of every sample, equation 9: the steepest growth in its cell's cone.
 
     Args:
@@ -147,7 +149,7 @@ def lower_at_samples(net: Chain, x: npt.ArrayLike, y: npt.ArrayLike, norm: float
 
     >>> from wdjax.lipschitz import relu_chain
     >>> net = relu_chain([np.eye(2), np.array([[1.0, 1.0], [0.0, 0.0]])], [np.zeros(2), np.ones(2)])
-    >>> found = lower_at_samples(net, [[1.0, 1.0], [-1.0, -1.0]], [1, 1], 2)
+    >>> found = lower_constants_at_samples(net, [[1.0, 1.0], [-1.0, -1.0]], [1, 1], 2)
     >>> [round(each.value, 4) for each in found]
     [1.4142, 0.0]
     """
@@ -307,7 +309,8 @@ def theory(
     Returns:
       :class:`Theory`.
 
-    Cost: that of :func:`activation_cells`, :func:`upper`, :func:`lower`, :func:`lower_at_samples`.
+    Cost: that of :func:`activation_cells`, :func:`upper_constants`, :func:`lower_constant` and
+      :func:`lower_constants_at_samples`.
 
     Differs: ``l = L`` is tested by their values. The paper's condition, that the dual-norm
       maximiser lies in the recession cone, is ambiguous for r = 1 and inf: there are several.
@@ -322,11 +325,14 @@ def theory(
     """
     arguments.check(x=x, y=y)
     found = cells.activation_cells(net) if found is None else found
-    above, present = upper(found, norm), _present(y, net.classes)
+    above, present = upper_constants(found, norm), _present(y, net.classes)
     cones = directions(net)
-    here, anywhere = lower(net, norm, present, cones).value, lower(net, norm, cones=cones).value
+    here, anywhere = (
+        lower_constant(net, norm, present, cones).value,
+        lower_constant(net, norm, cones=cones).value,
+    )
     steep = max(float(above.by_label[label]) for label in present)
-    samples = max(each.value for each in lower_at_samples(net, x, y, norm))
+    samples = max(each.value for each in lower_constants_at_samples(net, x, y, norm))
     return Theory(
         len(found.masks),
         above.paper,

@@ -19,7 +19,7 @@ from wdjax.nppr.importance import importance
 from wdjax.nppr.mixture import Mixture, entropy_ratio, log_density
 from wdjax.nppr.probable import Decision, prbench, probabilistic_accuracy
 from wdjax.nppr.rare import Rare
-from wdjax.nppr.regularised import train
+from wdjax.nppr.regularised import train_model
 from wdjax.nppr.splitting import splitting
 from wdjax.nppr.warm import AttackOffset, universal_start
 
@@ -52,6 +52,6 @@ __all__ = [
     "probabilistic_accuracy",
     "splitting",
     "spread_within",
-    "train",
+    "train_model",
     "universal_start",
 ]

@@ -54,7 +54,7 @@ class State(NamedTuple):
     """``[steps]``, NaN for steps to come."""
 
 
-def train(
+def train_model(
     model: Model,
     x: AnyArray,
     y: AnyArray,
@@ -113,7 +113,7 @@ def train(
     >>> x, y = jnp.array([[0.9, 0.1], [0.1, 0.9]]), jnp.array([0, 1])
     >>> own = Family(mode="label", components=2, upsample="none")
     >>> how = {"eps": 0.1, "key": jax.random.key(0), "family": own, "epochs": 20}
-    >>> _, loss = train(start, x, y, **how)
+    >>> _, loss = train_model(start, x, y, **how)
     >>> bool(loss[-1] < loss[0])
     True
     """

@@ -7,15 +7,22 @@ the paper's settings, and `digits` a small table of games for a CPU. Open `game`
 """
 
 from wdjax.transductive.adamod import adamod
-from wdjax.transductive.bank import Bank, empty, push, victim
+from wdjax.transductive.bank import Bank, add_model, empty_bank, victim
 from wdjax.transductive.bank_search import objective_at, raise_objective
 from wdjax.transductive.defense import Defense
 from wdjax.transductive.defenses import DANN, DENT, RMC, TADV, Fixed, Purify, URejectron
-from wdjax.transductive.fitting import Opponent, fit
+from wdjax.transductive.fitting import Opponent, train_classifier
 from wdjax.transductive.game import play, prepare
 from wdjax.transductive.objectives import Objective, confidence, unnoticed
 from wdjax.transductive.presets import PAPER
-from wdjax.transductive.referee import GameReport, Rejection, Share, cost_multiple, share, worst
+from wdjax.transductive.referee import (
+    GameReport,
+    Rejection,
+    Share,
+    cost_multiple,
+    share_with_interval,
+    worst,
+)
 from wdjax.transductive.space_attack import SpaceAttack, fpa, gmsa_avg, gmsa_min, pgd_skip, transfer
 
 __all__ = [
@@ -36,10 +43,10 @@ __all__ = [
     "SpaceAttack",
     "URejectron",
     "adamod",
+    "add_model",
     "confidence",
     "cost_multiple",
-    "empty",
-    "fit",
+    "empty_bank",
     "fpa",
     "gmsa_avg",
     "gmsa_min",
@@ -47,9 +54,9 @@ __all__ = [
     "pgd_skip",
     "play",
     "prepare",
-    "push",
     "raise_objective",
-    "share",
+    "share_with_interval",
+    "train_classifier",
     "transfer",
     "unnoticed",
     "victim",

@@ -33,14 +33,14 @@ class Answers(NamedTuple):
     """``[n]``: the target class, or -1 for an untargeted attack."""
 
 
-def empty(like: PyTree, capacity: int) -> Bank:
+def empty_bank(like: PyTree, capacity: int) -> Bank:
     """An empty bank for ``capacity`` models.
 
     Args:
       like: the parameters of one model, as arrays or ``ShapeDtypeStruct``.
       capacity: at least 1.
 
-    >>> bank = push(empty({"w": jnp.ones(2)}, 3), {"w": jnp.array([1.0, 2.0])})
+    >>> bank = add_model(empty_bank({"w": jnp.ones(2)}, 3), {"w": jnp.array([1.0, 2.0])})
     >>> bank.models["w"].shape, int(bank.filled)
     ((3, 2), 1)
     """
@@ -49,7 +49,7 @@ def empty(like: PyTree, capacity: int) -> Bank:
     return Bank(rows, jnp.zeros((), jnp.int32))
 
 
-def push(bank: Bank, adapted: PyTree) -> Bank:
+def add_model(bank: Bank, adapted: PyTree) -> Bank:
     """The bank with one more model.
 
     Raises:
@@ -103,7 +103,7 @@ def victim(
     >>> from wdjax.transductive import Fixed
     >>> from wdjax import Model
     >>> model = Model(lambda w, x: x @ w, jnp.eye(2))
-    >>> bank = push(empty(model, 3), model)
+    >>> bank = add_model(empty_bank(model, 3), model)
     >>> answers = victim(Fixed(model), (), bank)(jnp.array([[1.0, 2.0]]))
     >>> answers.out[0].tolist(), answers.asked[0].tolist()
     ([[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]], [True, False, False])

@@ -65,7 +65,7 @@ def raise_objective(
     >>> from wdjax.attacks import PGD
     >>> from wdjax.transductive import Fixed
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
-    >>> bank = banks.push(banks.empty(model, 1), model)
+    >>> bank = banks.add_model(banks.empty_bank(model, 1), model)
     >>> x, y, how = jnp.array([[0.6, 0.4]]), jnp.array([0]), SpaceAttack(inner=PGD(steps=5))
     >>> moved = raise_objective(how, Fixed(model), (), bank, x, y, eps=0.2, key=jax.random.key(0))
     >>> bool(jnp.allclose(moved.x_adv, jnp.array([[0.4, 0.6]])))
@@ -106,7 +106,7 @@ def objective_at(
 
     >>> from wdjax.transductive import Fixed
     >>> model = Model(lambda w, x: x @ w, jnp.eye(2))
-    >>> bank = banks.push(banks.empty(model, 1), model)
+    >>> bank = banks.add_model(banks.empty_bank(model, 1), model)
     >>> at = objective_at(SpaceAttack(), Fixed(model), (), bank, jnp.zeros((1, 2)), jnp.array([0]))
     >>> round(float(at[0]), 4)  # log 2
     0.6931

@@ -16,7 +16,7 @@ from wdjax.data import Dataset
 from wdjax.transductive import objectives
 from wdjax.transductive.defense import Defense
 from wdjax.transductive.defenses import DANN, DENT, RMC, TADV, Purify, URejectron
-from wdjax.transductive.fitting import Opponent, fit
+from wdjax.transductive.fitting import Opponent, train_classifier
 from wdjax.transductive.space_attack import SpaceAttack, fpa, gmsa_avg, gmsa_min, pgd_skip, transfer
 
 _HIDDEN = (96, 96)
@@ -111,7 +111,7 @@ def _trained(
 
 @functools.partial(jax.jit, static_argnums=4)
 def _fit(model: Model, x: Array, y: Array, key: Array, steps: int, foe: Opponent | None) -> Model:
-    return fit(model, x, y, key=key, steps=steps, opponent=foe)
+    return train_classifier(model, x, y, key=key, steps=steps, opponent=foe)
 
 
 _mlp = functools.partial(models.mlp, (64, *_HIDDEN, 10))

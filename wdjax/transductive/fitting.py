@@ -36,7 +36,7 @@ def batches(key: Array, n: int, size: int, steps: int) -> Array:
     return order.reshape(-1, size)[:steps]
 
 
-def fit(
+def train_classifier(
     model: Model,
     x: Array,
     y: Array,
@@ -70,7 +70,7 @@ def fit(
 
     >>> net = models.norm_mlp((1, 8, 2), key=jax.random.key(0))
     >>> x, y = jnp.linspace(0, 1, 8)[:, None], jnp.arange(8) // 4
-    >>> trained = fit(net, x, y, key=jax.random.key(1), steps=100, size=8)
+    >>> trained = train_classifier(net, x, y, key=jax.random.key(1), steps=100, size=8)
     >>> bool((trained(x).argmax(1) == y).all())
     True
     """

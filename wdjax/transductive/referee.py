@@ -26,7 +26,7 @@ class Share(NamedTuple):
     high: float
 
 
-def share(hits: npt.ArrayLike) -> Share:
+def share_with_interval(hits: npt.ArrayLike) -> Share:
     r"""The mean of ``[draws, n]`` booleans, with an interval for randomness of samples and keys.
 
     For the samples: Clopper-Pearson for a single draw, else :func:`wdjax.metrics.mean_interval` of
@@ -35,7 +35,7 @@ def share(hits: npt.ArrayLike) -> Share:
     for all keys if accuracies are about normal. It cannot include keys rarer than one in ``draws``
     under which a defence fails; with a single draw it does not include the keys at all.
 
-    >>> share([[True, True, False, True]]).value
+    >>> share_with_interval([[True, True, False, True]]).value
     0.75
     """
     from scipy import stats
@@ -104,38 +104,38 @@ class GameReport:
     @property
     def one_shot(self) -> Share:
         """The accuracy under one private key: the mean over the draws."""
-        return share(self.correct)
+        return share_with_interval(self.correct)
 
     @property
     def one_shot_clean(self) -> Share:
-        return share(self.correct_clean)
+        return share_with_interval(self.correct_clean)
 
     @property
     def worst_of(self) -> Share:
         """Share of samples correct in every draw; more draws lower it, on clean inputs too."""
-        return share(np.all(self.correct, axis=0, keepdims=True))
+        return share_with_interval(np.all(self.correct, axis=0, keepdims=True))
 
     @property
     def worst_of_clean(self) -> Share:
-        return share(np.all(self.correct_clean, axis=0, keepdims=True))
+        return share_with_interval(np.all(self.correct_clean, axis=0, keepdims=True))
 
     @property
     def majority(self) -> Share:
         """Share of samples that are correct in more than half of the draws."""
-        return share(_most(self.correct)[None])
+        return share_with_interval(_most(self.correct)[None])
 
     @property
     def majority_clean(self) -> Share:
-        return share(_most(self.correct_clean)[None])
+        return share_with_interval(_most(self.correct_clean)[None])
 
     @property
     def static_accuracy(self) -> Share:
         """The accuracy of the model before adaptation, on the submitted points."""
-        return share(self.static[None])
+        return share_with_interval(self.static[None])
 
     @property
     def static_clean_accuracy(self) -> Share:
-        return share(self.static_clean[None])
+        return share_with_interval(self.static_clean[None])
 
     def rejection(self, threshold: float) -> Rejection:
         """The rates of a rejecting defence at a threshold of its score.

@@ -51,7 +51,7 @@ def begin(table: Table) -> State:
         score=np.zeros(facts, np.float32),
         score_clean=np.zeros(facts, np.float32),
     )
-    bank, zero = banks.empty(like, attack.capacity), np.zeros((), np.int32)
+    bank, zero = banks.empty_bank(like, attack.capacity), np.zeros((), np.int32)
     best = _no_best(table, 0)
     return State(zero, zero, state, state, state, bank, best.x, best, record)
 
@@ -289,7 +289,7 @@ def report(table: Table, record: GameRecord, index: np.ndarray) -> GameReport:
 _adapt = jax.jit(lambda defense, key, memory, state, x: defense.adapt(key, memory, state, x))
 _between = jax.jit(lambda defense, key, memory, state: defense.between(key, memory, state))
 _base = jax.jit(lambda defense, memory, state, n: defense.base(memory, state, n), static_argnums=3)
-_push = jax.jit(banks.push)
+_push = jax.jit(banks.add_model)
 
 
 @jax.jit

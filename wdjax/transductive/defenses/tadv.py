@@ -81,7 +81,7 @@ class TADV:
         first, second = jax.random.split(key)
         schedule = optax.cosine_decay_schedule(1.0, self.steps)
         rule = optax.chain(optax.adam(self.learning_rate), optax.scale_by_schedule(schedule))
-        return fitting.fit(
+        return fitting.train_classifier(
             self.network(key=first),
             x,
             y,
