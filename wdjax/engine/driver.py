@@ -14,13 +14,13 @@ from jax.sharding import Mesh
 from wdjax import losses, norms, transport
 from wdjax.checks import arguments, validate
 from wdjax.core import Array, Attack, Found, Progress, PyTree, Result, Victim
-from wdjax.engine import diagnosis, rounds, track
+from wdjax.engine import diagnosis, rounds, track, trees
 
 
 def search(
     attack: Attack,
     model: Callable[[Array], PyTree],
-    x: Array | np.ndarray,
+    x: PyTree,
     y: Array | np.ndarray,
     *,
     eps: Any = None,
@@ -54,7 +54,9 @@ def search(
       attack: from :mod:`wdjax.attacks`, or anything else that is an :class:`~wdjax.core.Attack`.
       model: a pytree callable, :data:`~wdjax.core.Model`, ``[n, *shape] -> [n, K]``; with a custom
         ``criterion`` it may return any pytree whose leaves have the leading axis n.
-      x: ``[n, *shape]`` floats inside the ball's box.
+      x: ``[n, *shape]`` floats inside the ball's box. For a ball :class:`~wdjax.Lp` also a pytree,
+        but no list, of arrays ``[n, ...]``: the ball is one of the concatenation of its leaves, the
+        model and ``start`` take such pytrees, and ``x_adv`` is one.
       y: ``[n]`` integer labels in ``0 .. K - 1``; K is the last axis of the model's first output.
       eps: radius, a number or ``[n]``, at least 0, in the units of ``x``; may be traced. Required
         unless the attack is a minimum-norm attack, where it only scales default step sizes.
@@ -102,7 +104,11 @@ def search(
     >>> found.success.tolist(), found.fault.tolist()
     ([True, False], [False, False])
     """
+    x, form = trees.flattened(x, attack)
     arguments.check("key", "eps", attack=attack, model=model, x=x, y=y, eps=eps, key=key)
+    if form is not None:
+        model = form.joined(model, x)
+        start = None if start is None else form.flat("start", start)
     attack, samples, start, places, attacked, sound = validate.check_search(
         attack, model, x, y, eps=eps, key=key, start=start, only=only, index=index,
         criterion=None if criterion is losses.decision_margin else criterion,
@@ -135,7 +141,7 @@ def search(
             batch_size=batch_size, mesh=mesh,
         )  # fmt: skip
         found = diagnosis.diagnose(found, attack, clean, eps, again)
-    return found
+    return found if form is None else replace(found, x_adv=form.tree(found.x_adv))
 
 
 def _as_pytree(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,7 +153,7 @@ def _as_pytree(function: Callable[..., Any]) -> Callable[..., Any]:
 def run(
     attack: Attack,
     model: Callable[[Array], PyTree],
-    x: Array | np.ndarray,
+    x: PyTree,
     y: Array | np.ndarray,
     *,
     eps: Any,
@@ -164,7 +170,7 @@ def run(
     Args:
       attack: the attack that looks for points.
       model: see :func:`search`.
-      x: ``[n, *shape]``
+      x: ``[n, *shape]``, or a pytree; see :func:`search`.
       y: ``[n]``
       eps: the Wasserstein radius, a number in the units of ``x``.
       order: Wasserstein order p, at least 1 or inf.
@@ -192,7 +198,8 @@ def run(
     >>> float(run(PGD(steps=5), model, x, y, eps=0.2, kappa=2.0).accuracy)
     0.5
     """
-    arguments.check(attack=attack, model=model, x=x, y=y, eps=eps)
+    whole = trees.flattened(x, attack)[0]
+    arguments.check(attack=attack, model=model, x=whole, y=y, eps=eps)
     order = validate.check_order(order)
     eps = validate.check_number("eps", eps)
     if kappa is None and attack.budget != "none":
