@@ -125,7 +125,7 @@ def test_a_long_search_ends_in_small_batches(monkeypatch):
 
     def note(plan, active, length=0):
         made = whole(plan, active, length)
-        sizes.append([batch.shape[1] for batch in made])
+        sizes.append([index.shape[1] for index, _ in made])
         return made
 
     monkeypatch.setattr(rounds, "_batches", note)

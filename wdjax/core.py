@@ -173,7 +173,7 @@ class Found:
     """
 
     x_adv: Array
-    """``[n, *shape]``"""
+    """``[n, *shape]``; a pytree of arrays ``[n, ...]`` if the samples were one."""
     proof: PyTree
     """The proof of the costs, for balls that need one (:meth:`Ball.cost`)."""
     cost: Array

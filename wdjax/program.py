@@ -18,12 +18,6 @@ _UNROLLED = 10
 """Iterations that are unrolled where a loop would be slow: enough for ten classes."""
 
 
-@jax.jit
-def outputs(model: Callable[[Array], PyTree], x: Array) -> PyTree:
-    """The model's outputs by one compiled program, traced once for each shape."""
-    return model(x)
-
-
 def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
     """All equations of a jaxpr and of its inner jaxprs: calls, loops, branches, custom rules.
 

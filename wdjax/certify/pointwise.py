@@ -21,7 +21,7 @@ from wdjax.bounds import margins, region
 from wdjax.bounds.margins import METHODS, Method
 from wdjax.bounds.region import Box
 from wdjax.certify import branch
-from wdjax.checks import arguments, independence, validate
+from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import forward_only
 from wdjax.core import AnyArray, Array, Classifier
 from wdjax.lipschitz import margin
@@ -124,14 +124,12 @@ def searched(
     if not seconds > 0:
         raise ValueError(f"seconds must be a number above 0, got {seconds!r}.")
     eps = jnp.broadcast_to(_check_eps(eps, x), y.shape)
-    if validate.traced(model, x, y, eps):
-        if method == "bab":
-            raise ValueError('method="bab" works on the host; call it outside jit and vmap.')
-        validate.check_shapes(model, x, y)
-        low = _bounds(model, jnp.asarray(x), jnp.asarray(y), eps, ball, method)
-        low = jnp.where(independence.holds(model, jnp.asarray(x), alike=True), low, -jnp.inf)
-        return _with_gradient(low, method), None
-    x, y = validate.check_samples(model, x, y, box)
+    if method == "bab" and (validate.traced(model, x, y, eps) or validate.staged()):
+        raise ValueError('method="bab" works on the host; call it outside jit and vmap.')
+    x, y, sound = validate.gate(model, x, y, box, beside=eps, alike=True)
+    if sound is not None:
+        low = _bounds(model, x, y, eps, ball, method)
+        return _with_gradient(jnp.where(sound[:, None], low, -jnp.inf), method), None
     cheap: Method = "auto" if method == "bab" else method
     bounds = functools.partial(_bounds, ball=ball, method=cheap)
     low = _in_batches(bounds, model, (x, y, eps), batch_size)
@@ -244,12 +242,10 @@ def radius(
     validate.check_choice("method", method, METHODS)
     if method == "bab":
         raise ValueError('radius searches with every method but "bab"; "alpha" is the tightest.')
-    if validate.traced(model, x, y) or validate.staged():
-        validate.check_shapes(model, x, y)
-        found = _root(model, jnp.asarray(x), jnp.asarray(y), ball, steps, method)
-        found = jnp.where(independence.holds(model, jnp.asarray(x), alike=True), found, 0.0)
-        return _with_gradient(found, method)
-    x, y = validate.check_samples(model, x, y, box)
+    x, y, sound = validate.gate(model, x, y, box, alike=True)
+    if sound is not None:
+        found = _root(model, x, y, ball, steps, method)
+        return _with_gradient(jnp.where(sound, found, 0.0), method)
     search = functools.partial(_search, ball=ball, steps=steps, method=method)
     return _in_batches(search, model, (x, y), batch_size)
 

@@ -128,8 +128,11 @@ def beyond(most: float, eps: Any, units: str) -> str | None:
     )
 
 
+_FLAT = "; of a pytree concatenate the leaves [n, d], and split them inside the model"
+
+
 def _points(name: str, value: Any) -> None:
-    array = _array(name, value, "floats [n, *shape]")
+    array = _array(name, value, "floats [n, *shape]", _FLAT)
     if array.dtype not in (np.float32, np.float64) or len(array.shape) < 2:
         raise ValueError(
             f"{name} must be floats [n, *shape] in the box, of 32 or 64 bits since fewer cannot "
@@ -205,8 +208,8 @@ def _model(name: str, value: Any) -> None:
     validate.check_model(value)
 
 
-def _array(name: str, value: Any, expected: str) -> Any:
-    """The value as an array with dtype and shape; a ValueError if it is none."""
+def _array(name: str, value: Any, expected: str, advice: str = "") -> Any:
+    """The value as an array with dtype and shape; a ValueError, with advice, if it is none."""
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         return value
     try:
@@ -214,7 +217,7 @@ def _array(name: str, value: Any, expected: str) -> Any:
     except (TypeError, ValueError, RuntimeError):
         array = None
     if array is None or array.dtype.kind in "OUSMm":
-        raise ValueError(f"{name} must be {expected}, one array, got {described(value)}.")
+        raise ValueError(f"{name} must be {expected}, one array, got {described(value)}{advice}.")
     return array
 
 

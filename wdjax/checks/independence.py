@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import norms, program
+from wdjax import norms
 from wdjax.checks import batch_axis
 from wdjax.core import AnyArray, Array, PyTree
 
@@ -24,12 +24,18 @@ _OTHER_PLACE = {2: 16, 4: 1024, 8: 1024}
 """Tolerance at another place in the batch, where sums may be in another order."""
 
 
+@jax.jit
+def outputs(model: Callable[[Array], PyTree], x: Array) -> PyTree:
+    """The model's outputs by one compiled program, traced once for each shape."""
+    return model(x)
+
+
 def proof(
     model: Callable[[Array], PyTree], shape: tuple[int, ...], dtype: Any, n: int = _ROWS
 ) -> batch_axis.BatchProof:
     """What the model's program shows for n samples of a shape; no sample is looked at."""
     some = jax.ShapeDtypeStruct((n, *shape), dtype)
-    closed = program.outputs.trace(model, some).jaxpr
+    closed = outputs.trace(model, some).jaxpr
     parameters = len(closed.jaxpr.invars) - 1
     return batch_axis.prove(closed, [False] * parameters + [True])
 
@@ -150,7 +156,7 @@ def _by_turns(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 def _outputs(model: Callable[[Array], PyTree], x: np.ndarray) -> np.ndarray:
     """All outputs of the model, flattened to ``[n, m]``, float64, on the host."""
-    leaves = jax.tree.leaves(program.outputs(model, x))
+    leaves = jax.tree.leaves(outputs(model, x))
     rows = [np.asarray(leaf).reshape(len(x), -1).astype(np.float64) for leaf in leaves]
     return np.concatenate(rows, axis=1)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from wdjax.checks import independence
-from wdjax.core import AnyArray, Array, Ball, PyTree
+from wdjax.core import AnyArray, Array, Attack, PyTree, Samples
 
 
 def traced(*trees: PyTree) -> bool:
@@ -53,20 +53,21 @@ def check_model(model: Callable[[Array], PyTree]) -> None:
             )
 
 
-def shapes_of(model: Callable[[Array], PyTree], x: AnyArray) -> PyTree:
-    """The shapes and dtypes of ``model(x)``.
+def shapes_of(model: Callable[[PyTree], PyTree], x: PyTree) -> PyTree:
+    """The shapes and dtypes of ``model(x)``; ``x`` is an array, or a pytree of arrays.
 
     Raises:
       ValueError: the model cannot be called with samples of this shape.
     """
     try:
-        return jax.eval_shape(model, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        some = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), x)
+        return jax.eval_shape(model, some)
     except Exception as error:  # Whatever the model's own code raises.
-        swapped = np.ndim(x) == 4 and x.shape[1] in (1, 3) and x.shape[-1] not in (1, 3)
+        shape = jax.tree.map(lambda leaf: list(leaf.shape), x)
+        swapped = getattr(x, "ndim", 0) == 4 and x.shape[1] in (1, 3) and x.shape[-1] not in (1, 3)
         hint = "; models here take channels last: x.transpose(0, 2, 3, 1)" if swapped else ""
         raise ValueError(
-            f"the model does not accept x of shape {list(x.shape)}{hint}: {type(error).__name__}: "
-            f"{error}"
+            f"the model does not accept x of shape {shape}{hint}: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -148,15 +149,118 @@ def check_samples(
     return x, on_device(labels, np.int32)
 
 
-def sound(ball: Ball, x: Array, y: Array, eps: Array | None, classes: int) -> Array:
-    """``[n]`` booleans: which samples and radii pass the checks above; for use inside a trace."""
-    rows = x.reshape(len(x), -1)
-    fine = jnp.all(jnp.isfinite(rows), axis=-1) & (y >= 0) & (y < classes)
-    if eps is not None:
-        fine &= jnp.isfinite(eps) & (eps >= 0)
-    if ball.box is not None:
-        fine &= jnp.all((rows >= ball.box[0]) & (rows <= ball.box[1]), axis=-1)
-    return fine
+def gate(
+    model: Callable[[Array], PyTree],
+    x: AnyArray,
+    y: AnyArray,
+    box: tuple[float, float] | None = (0.0, 1.0),
+    criterion: Callable[[PyTree, Array], Array] | None = None,
+    *,
+    beside: PyTree = None,
+    transductive: bool = False,
+    alike: bool = False,
+) -> tuple[Array, Array, Array | None]:
+    """Checks a model and samples, at top level or inside a trace: the gate of functions of both.
+
+    Args:
+      model: a pytree callable.
+      x: ``[n, *shape]`` samples.
+      y: ``[n]`` labels.
+      box: the range of valid samples, or None.
+      criterion: what is asked of the model's output instead of logits.
+      beside: the function's other arguments; a tracer among them makes it one inside a trace.
+      transductive: whether the model's outputs may depend on the whole batch.
+      alike: whether they must also be those of a batch of one.
+
+    Returns:
+      Samples and labels as JAX arrays, labels as int32; and inside a trace, where nothing can be
+      raised, ``[n]`` booleans: which samples are finite, in the box, with a label in range, and
+      treated alone. None at top level.
+
+    Raises:
+      ValueError: shapes or dtypes; at top level also what the booleans say.
+    """
+    inside = traced(model, x, y, beside) or staged()
+    if inside:
+        x, y, sound = _sound(model, x, y, box, criterion)
+    else:
+        (x, y), sound = check_samples(model, x, y, box, criterion, transductive=True), None
+    if sound is not None and not transductive:
+        sound &= independence.holds(model, x, alike)
+    elif not transductive:
+        independence.check(model, x)
+    return x, y, sound
+
+
+def _sound(
+    model: Callable[[Array], PyTree],
+    x: AnyArray,
+    y: AnyArray,
+    box: tuple[float, float] | None,
+    criterion: Callable[[PyTree, Array], Array] | None,
+) -> tuple[Array, Array, Array]:
+    """Inside a trace: samples, labels, and which of both would pass :func:`check_samples`."""
+    x, y = on_device(x), y if traced(y) else np.asarray(y)
+    classes = check_shapes(model, x, y, criterion)
+    labels, rows = jnp.asarray(y).astype(jnp.int32), x.reshape(len(x), -1)
+    sound = jnp.all(jnp.isfinite(rows), axis=-1) & (labels >= 0) & (labels < classes)
+    if box is not None:
+        sound &= jnp.all((rows >= box[0]) & (rows <= box[1]), axis=-1)
+    return x, labels, sound
+
+
+def check_search(
+    attack: Attack,
+    model: Callable[[Array], PyTree],
+    x: AnyArray,
+    y: AnyArray,
+    *,
+    eps: Any,
+    key: Array | None,
+    criterion: Callable[[PyTree, Array], Array] | None,
+    start: Any,
+    only: Any,
+    index: Any,
+    transductive: bool,
+) -> tuple[Attack, Samples, Array | None, Array, Any, Array | None]:
+    """Checks the arguments of :func:`wdjax.search`, which describes them.
+
+    Returns:
+      The attack, its numbers in the dtype of x; the samples, without outputs; the points to begin
+      at, ``[n, *shape]``, or None; the samples' places in a larger data set, ``[n]``; the samples
+      to attack, ``[n]`` booleans, or None; and the third of :func:`gate`, where an invalid radius
+      is False too.
+    """
+    name = type(attack).__name__
+    if eps is None and attack.budget != "none":
+        raise ValueError(f"{name} looks inside a ball: pass its radius, eps=...")
+    if attack.random and key is None:
+        raise ValueError(f"{name} is random: pass key=jax.random.key(seed).")
+    rest = attack, criterion, eps, key if attack.random else None, start, only, index
+    x, n = on_device(x), len(x)
+    radii = None if eps is None else _radii(check_radii(eps, n), x)
+    start, only = check_like("start", start, x), check_mask("only", only, n)
+    attack, places = settle(attack, x.dtype), on_device(np.arange(n) if index is None else index)
+    if len(places) != n:
+        raise ValueError(f"index must have one row a sample, {n}, got {len(places)}.")
+    x, y, sound = gate(
+        model, x, y, attack.ball.box, criterion, beside=rest, transductive=transductive
+    )
+    if sound is None and transductive:
+        raise ValueError(
+            "a transductive model needs its whole batch, which is kept inside jit only: wrap the "
+            "search in jax.jit, or play a game (wdjax.transductive)."
+        )
+    if sound is not None and radii is not None:
+        sound &= jnp.isfinite(radii) & (radii >= 0)
+    return attack, Samples(x, y, radii, None), start, places, only, sound
+
+
+def _radii(eps: Any, x: Array) -> Array:
+    """Radii ``[n]`` in the dtype of ``x``; NumPy broadcasts concrete ones, so nothing compiles."""
+    if traced(eps):
+        return jnp.broadcast_to(jnp.asarray(eps, x.dtype), len(x))
+    return jax.device_put(np.broadcast_to(np.asarray(eps, x.dtype), len(x)))
 
 
 def check_number(name: str, value: Any, least: float = 0.0) -> Any:
@@ -186,22 +290,22 @@ def check_radii(eps: Any, n: int) -> Any:
 
 
 def check_like(name: str, points: Any, x: Array) -> Array | None:
-    """Checks points of the shape of the samples ``x``, ``[n, *shape]``, or None."""
+    """Checks points like the samples ``x``, ``[n, *shape]``, or None; returns them in x's dtype."""
     if points is None:
         return None
-    points = on_device(points)
-    if points.shape != x.shape or not np.isfinite(np.asarray(points)).all():
+    finite = traced(points) or np.isfinite(np.asarray(points)).all()
+    if jnp.shape(points) != x.shape or not finite:
         raise ValueError(
-            f"{name} must be finite points {list(x.shape)} like x, got {list(points.shape)}."
+            f"{name} must be finite points {list(x.shape)} like x, got {list(jnp.shape(points))}."
         )
-    return points
+    return on_device(points, x.dtype)
 
 
-def check_mask(name: str, mask: Any, n: int) -> np.ndarray | None:
-    """Checks booleans ``[n]``, or None."""
+def check_mask(name: str, mask: Any, n: int) -> Any:
+    """Checks booleans ``[n]``, or None; returns them on the host, traced ones as they are."""
     if mask is None:
         return None
-    mask = np.asarray(mask)
+    mask = mask if traced(mask) else np.asarray(mask)
     if mask.shape != (n,) or mask.dtype != bool:
         raise ValueError(f"{name} must be booleans [{n}], got {mask.dtype}{list(mask.shape)}.")
     return mask

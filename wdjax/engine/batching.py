@@ -6,6 +6,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from wdjax import program
+from wdjax.checks import independence
 from wdjax.core import AnyArray, Array, PyTree
 
 _CACHED = 3 * 2**15
@@ -28,7 +29,7 @@ _SMALL = 0.4
 def traced(model: Callable[[Array], PyTree], x: AnyArray) -> ClosedJaxpr:
     """The model's program, traced for ``_FEW`` samples like those of ``x [n, *shape]``."""
     some = jax.ShapeDtypeStruct((_FEW, *x.shape[1:]), x.dtype)
-    return program.outputs.trace(model, some).jaxpr
+    return independence.outputs.trace(model, some).jaxpr
 
 
 def default(jaxpr: ClosedJaxpr) -> int:

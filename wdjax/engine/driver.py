@@ -12,16 +12,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from wdjax import losses, norms, transport
-from wdjax.checks import arguments, independence, validate
-from wdjax.core import Array, Attack, Found, Progress, PyTree, Result, Samples, Stage, Victim
-from wdjax.engine import diagnosis, identity, loop, rounds, track
-from wdjax.engine.track import Given
+from wdjax.checks import arguments, validate
+from wdjax.core import Array, Attack, Found, Progress, PyTree, Result, Victim
+from wdjax.engine import diagnosis, rounds, track, trees
 
 
 def search(
     attack: Attack,
     model: Callable[[Array], PyTree],
-    x: Array | np.ndarray,
+    x: PyTree,
     y: Array | np.ndarray,
     *,
     eps: Any = None,
@@ -55,7 +54,9 @@ def search(
       attack: from :mod:`wdjax.attacks`, or anything else that is an :class:`~wdjax.core.Attack`.
       model: a pytree callable, :data:`~wdjax.core.Model`, ``[n, *shape] -> [n, K]``; with a custom
         ``criterion`` it may return any pytree whose leaves have the leading axis n.
-      x: ``[n, *shape]`` floats inside the ball's box.
+      x: ``[n, *shape]`` floats inside the ball's box. For a ball :class:`~wdjax.Lp` also a pytree,
+        but no list, of arrays ``[n, ...]``: the ball is one of the concatenation of its leaves, the
+        model and ``start`` take such pytrees, and ``x_adv`` is one.
       y: ``[n]`` integer labels in ``0 .. K - 1``; K is the last axis of the model's first output.
       eps: radius, a number or ``[n]``, at least 0, in the units of ``x``; may be traced. Required
         unless the attack is a minimum-norm attack, where it only scales default step sizes.
@@ -103,61 +104,44 @@ def search(
     >>> found.success.tolist(), found.fault.tolist()
     ([True, False], [False, False])
     """
+    x, form = trees.flattened(x, attack)
     arguments.check("key", "eps", attack=attack, model=model, x=x, y=y, eps=eps, key=key)
-    _check_needs(attack, eps, key)
-    own = None if criterion is losses.decision_margin else criterion
-    x, y = validate.on_device(x), y if validate.traced(y) else np.asarray(y)
-    validate.check_model(model)
+    if form is not None:
+        model = form.joined(model, x)
+        start = None if start is None else form.flat("start", start)
+    attack, samples, start, places, attacked, sound = validate.check_search(
+        attack, model, x, y, eps=eps, key=key, start=start, only=only, index=index,
+        criterion=None if criterion is losses.decision_margin else criterion,
+        transductive=transductive,
+    )  # fmt: skip
+    key, skip = key if attack.random else None, skip_misclassified
     victim = Victim(model, _as_pytree(criterion))
-    attack = validate.settle(attack, x.dtype)
-    key = key if attack.random else None
-    skip = skip_misclassified
-    if validate.traced(attack, victim, x, y, eps, key, start, only) or validate.staged():
-        if not all(option is None for option in (batch_size, mesh, callback, checkpoint)):
+    top: dict[str, Any] = {
+        "batch_size": batch_size,
+        "mesh": mesh,
+        "callback": callback,
+        "checkpoint": checkpoint,
+    }
+    if sound is None:
+        found, clean = rounds.search(
+            attack, victim, samples, start, places, attacked, key=key, skip_misclassified=skip,
+            history=history, every=every, **top,
+        )  # fmt: skip
+    else:
+        if not all(option is None for option in top.values()):
             raise ValueError(
                 "batch_size, mesh, callback and checkpoint work at top level only; inside jit or "
                 "vmap leave them out."
             )
-        classes = validate.check_shapes(model, x, y, own)
-        given = _given(x, jnp.asarray(y).astype(jnp.int32), eps, start, index)
-        sound = validate.sound(attack.ball, given.x, given.y, given.eps, classes)
-        if not transductive:
-            sound &= independence.holds(victim.model, x)
-        found = _traced(attack, victim, given, key, only, skip, history, sound)
-        return replace(found, limit=jnp.full_like(found.cost, _limit(attack, x)))
-    if transductive:
-        raise ValueError(
-            "a transductive model needs its whole batch, which is kept inside jit only: wrap the "
-            "search in jax.jit, or play a game (wdjax.transductive)."
-        )
-    x, y = validate.check_samples(model, x, y, attack.ball.box, own)
-    eps, start = validate.check_radii(eps, len(y)), validate.check_like("start", start, x)
-    given, only = _given(x, y, eps, start, index), validate.check_mask("only", only, len(y))
-    plan, begun = rounds.begin(attack, victim, given, key, only, skip, history, batch_size, mesh)
-    last = _carry(plan, begun, given, key, callback, checkpoint, every)
-    found = rounds.finish(plan, last, len(y), skip)
-    limit = jax.device_put(np.full(len(y), _limit(attack, x), x.dtype))
-    found = replace(found, limit=limit)
-    if not diagnose:
-        return found
-    again = functools.partial(
-        search, model=model, x=x, y=y, criterion=criterion, index=index, diagnose=False,
-        batch_size=batch_size, mesh=mesh,
-    )  # fmt: skip
-    return diagnosis.diagnose(found, attack, plan.value[: len(y)], eps, again)
-
-
-def _limit(attack: Attack, x: Array) -> float:
-    """The largest cost of any point in the ball's box; inf if the ball has no ``diameter``."""
-    return attack.ball.diameter(x.shape[1:]) if hasattr(attack.ball, "diameter") else np.inf
-
-
-def _check_needs(attack: Attack, eps: Any, key: Any) -> None:
-    name = type(attack).__name__
-    if eps is None and attack.budget != "none":
-        raise ValueError(f"{name} looks inside a ball: pass its radius, eps=...")
-    if attack.random and key is None:
-        raise ValueError(f"{name} is random: pass key=jax.random.key(seed).")
+        keys = None if key is None else track.keys(key, places)
+        found = track.scan(attack, victim, samples, start, keys, attacked, sound, skip, history)
+    if diagnose and sound is None:
+        again = functools.partial(
+            search, model=model, x=x, y=y, criterion=criterion, index=index, diagnose=False,
+            batch_size=batch_size, mesh=mesh,
+        )  # fmt: skip
+        found = diagnosis.diagnose(found, attack, clean, eps, again)
+    return found if form is None else replace(found, x_adv=form.tree(found.x_adv))
 
 
 def _as_pytree(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,65 +150,10 @@ def _as_pytree(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.tree_util.Partial(function) if plain else function
 
 
-def _given(x: Array, y: Array, eps: Any, start: Any, index: Any) -> Given:
-    places = validate.on_device(np.arange(len(y)) if index is None else index)
-    for name, rows in (("index", places), ("start", start)):
-        if rows is not None and len(rows) != len(y):
-            raise ValueError(f"{name} must have one row a sample, {len(y)}, got {len(rows)}.")
-    radii = None if eps is None else _radii(eps, x)
-    points = None if start is None else validate.on_device(start, x.dtype)
-    return Given(x, y, radii, points, places)
-
-
-def _radii(eps: Any, x: Array) -> Array:
-    """Radii ``[n]`` in the dtype of ``x``; NumPy broadcasts concrete ones, so nothing compiles."""
-    if validate.traced(eps):
-        return jnp.broadcast_to(jnp.asarray(eps, x.dtype), len(x))
-    return jax.device_put(np.broadcast_to(np.asarray(eps, x.dtype), len(x)))
-
-
-def _carry(
-    plan: rounds.Plan,
-    begun: rounds.Search,
-    given: Given,
-    key: Array | None,
-    callback: Callable[[Progress], Any] | None,
-    checkpoint: str | PathLike[str] | None,
-    every: float,
-) -> rounds.Search:
-    """Runs all rounds of a search, with callback and checkpoint.
-
-    ``begun`` is the search before its first step; returns it after the last one, or after the
-    round in which the callback returned a true value.
-    """
-
-    n, mark, (attack, victim, samples) = len(given.y), b"", plan.problem
-
-    def report(search: rounds.Search) -> Any:
-        return None if callback is None else callback(rounds.progress(plan, search, n))
-
-    about: dict[str, Any] = {"attack": attack, "criterion": victim.criterion, "samples": n}
-    if checkpoint is not None:
-        lengths = [(stage.length, stage.cycles) for stage in attack.stages]
-        traced = track.programs(attack, victim, given, key)
-        mark = identity.digest(traced, lengths, plan.problem, begun)
-        about["largest eps"] = None if samples.eps is None else float(jnp.max(samples.eps))
-    return loop.carry(
-        begun,
-        functools.partial(rounds.advance, plan),
-        functools.partial(rounds.finished, plan),
-        report=report,
-        checkpoint=checkpoint,
-        every=every,
-        identity=mark,
-        about=about,
-    )
-
-
 def run(
     attack: Attack,
     model: Callable[[Array], PyTree],
-    x: Array | np.ndarray,
+    x: PyTree,
     y: Array | np.ndarray,
     *,
     eps: Any,
@@ -241,7 +170,7 @@ def run(
     Args:
       attack: the attack that looks for points.
       model: see :func:`search`.
-      x: ``[n, *shape]``
+      x: ``[n, *shape]``, or a pytree; see :func:`search`.
       y: ``[n]``
       eps: the Wasserstein radius, a number in the units of ``x``.
       order: Wasserstein order p, at least 1 or inf.
@@ -269,7 +198,8 @@ def run(
     >>> float(run(PGD(steps=5), model, x, y, eps=0.2, kappa=2.0).accuracy)
     0.5
     """
-    arguments.check(attack=attack, model=model, x=x, y=y, eps=eps)
+    whole = trees.flattened(x, attack)[0]
+    arguments.check(attack=attack, model=model, x=whole, y=y, eps=eps)
     order = validate.check_order(order)
     eps = validate.check_number("eps", eps)
     if kappa is None and attack.budget != "none":
@@ -346,69 +276,4 @@ def joined(one: Found, other: Found, wins: Array) -> Found:
         zeros=one.zeros + other.zeros,
         gradients=one.gradients + other.gradients,
         forwards=one.forwards + other.forwards,
-    )
-
-
-def _traced(
-    attack: Attack,
-    victim: Victim,
-    given: Given,
-    key: Array | None,
-    only: Any,
-    skip_misclassified: bool,
-    history: bool,
-    sound: Array,
-) -> Found:
-    """The search inside a trace: each stage is a scan over all samples.
-
-    ``sound`` and ``only`` are ``[n]`` booleans; where ``sound`` is False the sample's numbers
-    become NaN. With ``history`` the result holds an :class:`~wdjax.core.Info` of ``[steps, n]``
-    leaves.
-    """
-    x, y = given.x, given.y
-    out, value, known = track.evaluate(victim, x, y)
-    samples = Samples(x, y, given.eps, out)
-    problem = track.Problem(attack, victim, samples)
-    keys = None if key is None else track.keys(key, given.places)
-    moving = track.begin(problem, given.start, keys)
-    attacked = jnp.ones(len(y), bool) if only is None else jnp.asarray(only)
-    log: list[Any] = []
-    if skip_misclassified:
-        attacked &= ~(value > 0)
-    for stage in attack.stages:
-
-        def step(moving: track.Track, _: None, stage: Stage = stage) -> tuple[track.Track, Any]:
-            moving, _recurs, info = track.step(stage, victim, samples, moving)
-            if stage.couple is not None:
-                coupled = stage.couple(samples, moving.state, attacked)
-                moving = moving._replace(state=coupled)
-            mute = info._replace(
-                gradients=jnp.where(attacked, info.gradients, 0),
-                forwards=jnp.where(attacked, info.forwards, 0),
-                zeros=jnp.where(attacked, info.zeros, 0),
-                fault=info.fault & attacked,
-            )
-            return moving, mute if history else None
-
-        if stage.length:
-            moving, seen = jax.lax.scan(step, track.enter(attack, moving), length=stage.length)
-            log.append(seen)
-    reached, shown = track.reach(problem, moving)
-    seen = track.evaluate(victim, shown, y)[1:]
-    found = track.measure(jnp, x, reached, value, seen, attacked, moving.totals, skip_misclassified)
-    if history:
-        found = replace(found, history=jax.tree.map(lambda *rows: jnp.concatenate(rows), *log))
-    return _poison(found, sound & known)
-
-
-def _poison(found: Found, sound: Array) -> Found:
-    """NaN for samples, ``[n]``, that would be refused at top level: they must not look robust."""
-    return replace(
-        found,
-        correct=found.correct & sound,
-        cost=jnp.where(sound, found.cost, jnp.nan),
-        margin=jnp.where(sound, found.margin, jnp.nan),
-        success=found.success & sound,
-        done=found.done & sound,
-        fault=found.fault | ~sound,
     )

@@ -6,7 +6,9 @@ smaller one for the remainder, and the number of rows is padded to one of a few 
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
+from os import PathLike
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +19,8 @@ from jax.sharding import Mesh
 from wdjax import parallel, program
 from wdjax.checks import validate
 from wdjax.core import Array, Attack, Found, Info, Progress, PyTree, Samples, Stage, Victim
-from wdjax.engine import batching, loop, track
-from wdjax.engine.track import Given, Problem, Reached, Track
+from wdjax.engine import batching, identity, loop, track
+from wdjax.engine.track import Track
 
 _LONG = 50
 """Stages of at least so many steps get a second, smaller batch size, another compilation."""
@@ -32,16 +34,19 @@ as compiling a single step."""
 
 
 class Plan(NamedTuple):
-    """What is searched, and in which batches; sizes and rows are per device."""
+    """What is searched, and in which batches: constant. Sizes and rows are per device."""
 
-    problem: Problem
+    attack: Attack
+    victim: Victim
+    samples: Samples
+    """``[devices * rows, ...]`` leaves."""
     size: int
     small: int
     """The batch size for the remainder."""
     rows: int
     """The number of samples on a device, padded."""
     mesh: Mesh | None
-    value: np.ndarray
+    clean: np.ndarray
     """``[devices * rows]``: the criterion at the samples."""
     turns: tuple[int, ...]
     """For each stage, the number of steps in one program."""
@@ -49,10 +54,6 @@ class Plan(NamedTuple):
     @property
     def devices(self) -> int:
         return 1 if self.mesh is None else self.mesh.size
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        return self.problem.attack.stages
 
 
 class Search(NamedTuple):
@@ -69,46 +70,92 @@ class Search(NamedTuple):
     """``[steps, devices * rows]`` leaves on the host, or None."""
 
 
-def begin(
+def search(
     attack: Attack,
     victim: Victim,
-    given: Given,
-    key: Array | None,
+    samples: Samples,
+    start: Array | None,
+    places: Array,
     only: np.ndarray | None,
+    *,
+    key: Array | None,
     skip_misclassified: bool,
     history: bool,
     batch_size: int | None,
     mesh: Mesh | None,
+    callback: Callable[[Progress], Any] | None,
+    checkpoint: str | PathLike[str] | None,
+    every: float,
+) -> tuple[Found, np.ndarray]:
+    """A search of checked arguments (:func:`wdjax.checks.validate.check_search`), in rounds.
+
+    Returns what it found, by its end or by the round in which the callback returned a true value,
+    and the criterion at the samples, ``[n]``.
+    """
+    n, mark = len(samples.y), b""
+    plan = _plan(attack, victim, samples, batch_size, mesh)
+    plan, begun = _begin(plan, start, places, only, key, skip_misclassified, history)
+
+    def report(search: Search) -> Any:
+        return None if callback is None else callback(_progress(plan, search, n))
+
+    about: dict[str, Any] = {"attack": attack, "criterion": victim.criterion, "samples": n}
+    if checkpoint is not None:
+        lengths = [(stage.length, stage.cycles) for stage in attack.stages]
+        traced = track.programs(attack, victim, samples, start, key)
+        mark = identity.digest(traced, lengths, plan[:3], begun)
+        about["largest eps"] = None if samples.eps is None else float(jnp.max(samples.eps))
+    last = loop.carry(
+        begun,
+        functools.partial(_advance, plan),
+        functools.partial(_finished, plan),
+        report=report,
+        checkpoint=checkpoint,
+        every=every,
+        identity=mark,
+        about=about,
+    )
+    return _finish(plan, last, n, skip_misclassified), plan.clean[:n]
+
+
+def _begin(
+    plan: Plan,
+    start: Array | None,
+    places: Array,
+    only: np.ndarray | None,
+    key: Array | None,
+    skip_misclassified: bool,
+    history: bool,
 ) -> tuple[Plan, Search]:
     """Evaluates all samples, chooses those to attack and calculates the attack's first state.
 
-    ``only``: ``[n]`` booleans, the samples that may be attacked, or None for all.
+    ``start``, ``places`` and ``only`` are as in :func:`wdjax.checks.validate.check_search`. Returns
+    the plan with all of its samples' rows.
     """
-    if any(stage.couple and stage.cycles for stage in attack.stages):
-        raise ValueError("a stage that couples samples cannot look for cycles of one of them.")
-    n, samples = len(given.y), Samples(given.x, given.y, given.eps, None)
-    victim = victim._replace(model=parallel.replicate(victim.model, mesh))
-    plan = _plan(Problem(attack, victim, samples), batch_size, mesh)
-    whole = plan.devices * plan.rows
-    given = parallel.shard(jax.tree.map(functools.partial(_padded, rows=whole), given), mesh)
-    keys = None if key is None else track.keys(key, given.places)
+    attack, victim, samples = plan[:3]
+    n, whole = len(samples.y), plan.devices * plan.rows
+    given = jax.tree.map(functools.partial(_padded, rows=whole), (samples, start, places))
+    samples, start, places = parallel.shard(given, plan.mesh)
+    keys = None if key is None else track.keys(key, places)
     used = -(-min(n, plan.rows) // plan.size)
     blocks = np.arange(used * plan.size, dtype=np.int32).reshape(used, 1, -1)
     blocks = blocks.repeat(plan.devices, axis=1)
-    parts = [_evaluate(victim, *_rows(given.x, given.y, index)) for index in blocks]
-    out, value, fine = _whole(plan, parts)
+    parts = [_evaluate(victim, *_rows(samples.x, samples.y, index)) for index in blocks]
+    out, clean, fine = _whole(plan, parts)
     _refuse_faults(np.asarray(fine)[:n])
-    problem = Problem(attack, victim, Samples(given.x, given.y, given.eps, out))
-    moving = _whole(plan, [_begin(problem, given.start, keys, index) for index in blocks])
-    value, chosen = np.asarray(value), np.arange(whole) < n
+    samples, clean = samples._replace(out=out), np.asarray(clean)
+    begun = [_first(attack, victim, samples, start, keys, index) for index in blocks]
+    chosen = np.arange(whole) < n
     if only is not None:
         chosen[:n] &= only
     if skip_misclassified:
-        chosen &= ~(value > 0)
-    log = _blank(value, attack.stages) if history else None
-    plan = plan._replace(problem=problem, value=value)
-    plan = plan._replace(turns=_turns(plan, moving, history))
-    return plan, _next_stage(plan, Search(moving, chosen, chosen, -1, 0, log))
+        chosen &= ~(clean > 0)
+    search = Search(_whole(plan, begun), chosen, chosen, -1, 0, None)
+    if history:
+        search = search._replace(history=_blank(clean, attack.stages))
+    plan = plan._replace(samples=samples, clean=clean)
+    plan = plan._replace(turns=_turns(plan, search))
+    return plan, _next_stage(plan, search)
 
 
 def _whole(plan: Plan, parts: list[PyTree]) -> PyTree:
@@ -116,18 +163,18 @@ def _whole(plan: Plan, parts: list[PyTree]) -> PyTree:
     return _assemble(parts + parts[-1:] * (plan.rows // plan.size - len(parts)), plan.devices)
 
 
-def finished(plan: Plan, search: Search) -> bool:
+def _finished(plan: Plan, search: Search) -> bool:
     """Whether no stage is left."""
-    return int(search.stage) >= len(plan.stages)
+    return int(search.stage) >= len(plan.attack.stages)
 
 
-def advance(plan: Plan, search: Search) -> Search:
+def _advance(plan: Plan, search: Search) -> Search:
     """One round: every active sample takes up to ``plan.turns`` steps of the current stage.
 
     The track of the old search is donated: only the returned search may be used afterwards.
     """
     number, row = int(search.stage), int(search.step)
-    stage, moving, history = plan.stages[number], search.track, search.history
+    stage, moving, history = plan.attack.stages[number], search.track, search.history
     most = plan.turns[number]
     steps = min(most, stage.length - row)
     left = stage.length - row - steps
@@ -135,14 +182,14 @@ def advance(plan: Plan, search: Search) -> Search:
         history = jax.tree.map(lambda leaf: np.require(leaf, requirements="W"), history)
     batches, seen = _batches(plan, np.asarray(search.active), stage.length), []
     counts, record = np.array([steps, left], np.int32), history is not None
-    for index in batches:
-        moving, *flags = _steps(plan.problem, moving, index, counts, number, most, record)
+    for index, _ in batches:
+        moving, *flags = _steps(*plan[:3], moving, index, counts, number, most, record)
         seen.append(flags)
     if stage.couple is not None:
-        moving = _couple(plan.problem, moving, np.asarray(search.chosen), number)
+        chosen = np.asarray(search.chosen)
+        moving = _couple(plan.attack, plan.samples, moving, chosen, number)
     active = np.array(search.active)
-    for index, (over, info) in zip(batches, seen):
-        places = _places(plan, index)
+    for (_, places), (over, info) in zip(batches, seen):
         own = places < len(active)
         if stage.done is not None or stage.cycles:
             active[places[own]] = ~np.asarray(over)[own]
@@ -156,14 +203,14 @@ def advance(plan: Plan, search: Search) -> Search:
 
 def _next_stage(plan: Plan, search: Search) -> Search:
     """Enters the next stage in which a sample has steps to take, or ends the search."""
-    stages, chosen = plan.stages, np.asarray(search.chosen)
+    attack, stages, chosen = plan.attack, plan.attack.stages, np.asarray(search.chosen)
     for number in range(int(search.stage) + 1, len(stages)):
         active = chosen
         if stages[number].done is not None:
             state = search.track.state
-            active = chosen & ~np.asarray(_done(plan.problem.attack, state, number))
+            active = chosen & ~np.asarray(_done(attack, state, number))
         if stages[number].length and active.any():
-            attack, moving = plan.problem.attack, search.track
+            moving = search.track
             moving = _enter(attack, moving) if track.cyclic(attack) else moving
             return search._replace(track=moving, active=active, stage=number, step=0)
     return search._replace(active=np.zeros_like(chosen), stage=len(stages), step=0)
@@ -171,12 +218,12 @@ def _next_stage(plan: Plan, search: Search) -> Search:
 
 def _offset(plan: Plan, number: int) -> int:
     """The number of steps in all stages before stage ``number``."""
-    return sum(stage.length for stage in plan.stages[:number])
+    return sum(stage.length for stage in plan.attack.stages[:number])
 
 
-def progress(plan: Plan, search: Search, n: int) -> Progress:
+def _progress(plan: Plan, search: Search, n: int) -> Progress:
     """How far the search of ``n`` samples has come."""
-    stages, number = plan.stages, int(search.stage)
+    stages, number = plan.attack.stages, int(search.stage)
     active, chosen = np.asarray(search.active), int(np.sum(search.chosen))
     before, total = _offset(plan, number), _offset(plan, len(stages))
     now, going = (stages[number].length if number < len(stages) else 0), int(active.sum())
@@ -184,13 +231,11 @@ def progress(plan: Plan, search: Search, n: int) -> Progress:
     return Progress(taken, total * chosen, np.flatnonzero(active[:n]))
 
 
-def finish(plan: Plan, search: Search, n: int, skip_misclassified: bool) -> Found:
+def _finish(plan: Plan, search: Search, n: int, skip_misclassified: bool) -> Found:
     """Measures what has been found so far of the first ``n`` rows."""
-    x, chosen, totals = map(
-        np.asarray, (plan.problem.samples.x, search.chosen, search.track.totals)
-    )
-    reached, seen = _reached_by_all(plan, search)
-    found = track.measure(np, x, reached, plan.value, seen, chosen, totals, skip_misclassified)
+    x, chosen, ball = np.asarray(plan.samples.x), np.asarray(search.chosen), plan.attack.ball
+    found, seen = _points(plan, search)
+    found = track.measure(np, ball, found, x, plan.clean, seen, chosen, skip_misclassified)
     found = jax.tree.map(lambda leaf: jax.device_put(leaf[:n]), found)
     if search.history is None:
         return found
@@ -201,33 +246,38 @@ def finish(plan: Plan, search: Search, n: int, skip_misclassified: bool) -> Foun
     return replace(found, history=history)
 
 
-def _reached_by_all(plan: Plan, search: Search) -> tuple[Reached, tuple[np.ndarray, np.ndarray]]:
+def _points(plan: Plan, search: Search) -> tuple[Found, tuple[np.ndarray, np.ndarray]]:
     """The attack's points and the model's criterion there, on the host.
 
     Leaves ``[devices * rows, ...]``; 0 for samples that were not attacked.
     """
-    problem, chosen = plan.problem, np.asarray(search.chosen)
-
-    def look(index: np.ndarray) -> tuple[Reached, tuple[Array, Array]]:
-        reached, shown, y = _reach(problem, search.track, index)
-        return reached, _evaluate(problem.victim, shown, y)[1:]
-
+    chosen = np.asarray(search.chosen)
     batches = _batches(plan, chosen)
-    first = look(batches[0]) if batches else jax.eval_shape(look, _nobody(plan))
+
+    def look(index: np.ndarray) -> tuple[Found, tuple[Array, Array]]:
+        found, y = _reach(plan.attack, plan.samples, search.track, index)
+        return found, _evaluate(plan.victim, found.x_adv, y)[1:]
+
+    first = look(batches[0][0]) if batches else jax.eval_shape(look, _nobody(plan))
     whole = jax.tree.map(lambda row: np.zeros((len(chosen), *row.shape[1:]), row.dtype), first)
-    for number, index in enumerate(batches):
-        rows, places = look(index) if number else first, _places(plan, index)
+    for number, (index, places) in enumerate(batches):
+        rows = look(index) if number else first
         real = places < len(chosen)
         for leaf, own in zip(jax.tree.leaves(whole), jax.tree.leaves(rows)):
             leaf[places[real]] = np.asarray(own)[real]
     return whole
 
 
-def _plan(problem: Problem, batch_size: int | None, mesh: Mesh | None) -> Plan:
+def _plan(
+    attack: Attack, victim: Victim, samples: Samples, batch_size: int | None, mesh: Mesh | None
+) -> Plan:
     """Chooses the batch sizes: ``batch_size``, or by default what the model's memory allows."""
-    devices, x = (1 if mesh is None else mesh.size), problem.samples.x
+    if any(stage.couple and stage.cycles for stage in attack.stages):
+        raise ValueError("a stage that couples samples cannot look for cycles of one of them.")
+    victim = victim._replace(model=parallel.replicate(victim.model, mesh))
+    devices, x = (1 if mesh is None else mesh.size), samples.x
     if batch_size is None:
-        size = batching.default(batching.traced(problem.victim.model, x))
+        size = batching.default(batching.traced(victim.model, x))
     else:
         size = -(-validate.check_count("batch_size", batch_size) // devices)
     share = -(-len(x) // devices)
@@ -235,7 +285,8 @@ def _plan(problem: Problem, batch_size: int | None, mesh: Mesh | None) -> Plan:
     if batch_size is None or share < size:
         size = batching.even(share, size)
     rows = batching.padded_count(-(-share // size)) * size
-    return Plan(problem, size, max(1, size // 4), rows, mesh, np.empty(0), ())
+    small = max(1, size // 4)
+    return Plan(attack, victim, samples, size, small, rows, mesh, np.empty(0), ())
 
 
 def _padded(leaf: Array, rows: int) -> Array:
@@ -246,16 +297,16 @@ def _padded(leaf: Array, rows: int) -> Array:
     return jax.device_put(np.concatenate([host, host[-1:].repeat(rows - len(host), axis=0)]))
 
 
-def _turns(plan: Plan, moving: Track, history: bool) -> tuple[int, ...]:
+def _turns(plan: Plan, search: Search) -> tuple[int, ...]:
     """For each stage, the number of steps in one program; 1 if a loop would run slowly."""
-    counts, index = np.zeros(2, np.int32), _nobody(plan)
-    moving = jax.eval_shape(track.enter, plan.problem.attack, moving)
+    counts, index, record = np.zeros(2, np.int32), _nobody(plan), search.history is not None
+    moving = jax.eval_shape(track.enter, plan.attack, search.track)
 
     def looped(number: int, most: int) -> int:
-        steps = _steps.trace(plan.problem, moving, index, counts, number, most, history)
+        steps = _steps.trace(*plan[:3], moving, index, counts, number, most, record)
         return most if program.loops_well(steps.jaxpr) else 1
 
-    most = [_chunk(stage) for stage in plan.stages]
+    most = [_chunk(stage) for stage in plan.attack.stages]
     return tuple(looped(number, steps) if steps > 1 else 1 for number, steps in enumerate(most))
 
 
@@ -269,11 +320,14 @@ def _chunk(stage: Stage) -> int:
     return most if most >= _WORTH else 1
 
 
-def _batches(plan: Plan, active: np.ndarray, length: int = 0) -> list[np.ndarray]:
-    """Batches of active rows: a list of ``[devices, size]`` row numbers on the device.
+def _batches(
+    plan: Plan, active: np.ndarray, length: int = 0
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Batches of active rows: a list of their numbers on the device, ``[devices, size]``, and in
+    all, ``[devices * size]``.
 
-    Padding has the number ``rows``. A stage of many steps uses the small batch for the remainder; a
-    short stage is not worth that compilation.
+    Padding has the number ``rows`` on the device and that of all rows in all. A stage of many steps
+    uses the small batch for the remainder; a short stage is not worth that compilation.
     """
     own = [np.flatnonzero(part) for part in active.reshape(plan.devices, plan.rows)]
     count = max(map(len, own))
@@ -285,18 +339,15 @@ def _batches(plan: Plan, active: np.ndarray, length: int = 0) -> list[np.ndarray
     padded = np.full((plan.devices, sum(sizes)), plan.rows, np.int32)
     for row, places in zip(padded, own):
         row[: len(places)] = places
-    return np.split(padded, np.cumsum(sizes)[:-1], axis=1) if sizes else []
+    indices = np.split(padded, np.cumsum(sizes)[:-1], axis=1) if sizes else []
+    first = plan.rows * np.arange(plan.devices)[:, None]
+    none = plan.rows * plan.devices
+    return [(index, np.where(index < plan.rows, index + first, none).ravel()) for index in indices]
 
 
 def _nobody(plan: Plan) -> np.ndarray:
     """An index for tracing: only its shape matters."""
     return np.zeros((plan.devices, plan.size), np.int32)
-
-
-def _places(plan: Plan, index: np.ndarray) -> np.ndarray:
-    """A batch's global row numbers, ``[devices * size]``; padding gets the number of all rows."""
-    rows = index + plan.rows * np.arange(plan.devices)[:, None]
-    return np.where(index < plan.rows, rows, plan.rows * plan.devices).ravel()
 
 
 def _take(tree: PyTree, index: Array) -> PyTree:
@@ -335,9 +386,15 @@ def _rows(x: Array, y: Array, index: Array) -> PyTree:
 
 
 @jax.jit
-def _begin(problem: Problem, start: Array | None, keys: Array | None, index: Array) -> Track:
-    samples, start, keys = _take((problem.samples, start, keys), index)
-    return track.begin(problem._replace(samples=samples), start, keys)
+def _first(
+    attack: Attack,
+    victim: Victim,
+    samples: Samples,
+    start: Array | None,
+    keys: Array | None,
+    index: Array,
+) -> Track:
+    return track.begin(attack, victim, *_take((samples, start, keys), index))
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -352,9 +409,11 @@ def _assemble(parts: list[PyTree], devices: int) -> PyTree:
     return jax.tree.map(join, *parts)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6), donate_argnums=1)
+@functools.partial(jax.jit, static_argnums=(6, 7, 8), donate_argnums=3)
 def _steps(
-    problem: Problem,
+    attack: Attack,
+    victim: Victim,
+    samples: Samples,
     moving: Track,
     index: Array,
     counts: Array,
@@ -367,14 +426,14 @@ def _steps(
     ``most`` is the maximum of ``counts[0]``. Returns the track of all rows, which of the batch are
     finished, ``[n]`` booleans, and with ``record`` the steps' Info, ``[most, n]`` leaves.
     """
-    stage, victim, (steps, left) = problem.attack.stages[number], problem.victim, counts
-    own, batch = _take((problem.samples, moving), index)
+    stage, (steps, left) = attack.stages[number], counts
+    own, batch = _take((samples, moving), index)
     if most == 1:
         batch, recurs, info = track.step(stage, victim, own, batch)
         seen = jax.tree.map(lambda leaf: leaf[None], info) if record else None
     else:
         batch, recurs, seen = _loop(stage, victim, own, batch, steps, most if record else None)
-    batch, over = track.settle(stage, batch, recurs, left)
+    batch, over = track.freeze(stage, batch, recurs, left)
     return _put(moving, index, batch), over, seen
 
 
@@ -396,11 +455,11 @@ def _loop(
     return jax.lax.fori_loop(0, steps, body, (batch, jnp.zeros(len(own.y), bool), seen))
 
 
-@functools.partial(jax.jit, static_argnums=3, donate_argnums=1)
-def _couple(problem: Problem, moving: Track, chosen: Array, number: int) -> Track:
-    couple = problem.attack.stages[number].couple
+@functools.partial(jax.jit, static_argnums=4, donate_argnums=2)
+def _couple(attack: Attack, samples: Samples, moving: Track, chosen: Array, number: int) -> Track:
+    couple = attack.stages[number].couple
     assert couple is not None
-    return moving._replace(state=couple(problem.samples, moving.state, chosen))
+    return moving._replace(state=couple(samples, moving.state, chosen))
 
 
 _enter = jax.jit(track.enter, donate_argnums=1)
@@ -414,9 +473,9 @@ def _done(attack: Attack, state: PyTree, number: int) -> Array:
 
 
 @jax.jit
-def _reach(problem: Problem, moving: Track, index: Array) -> tuple[Reached, Array, Array]:
-    samples, batch = _take((problem.samples, moving), index)
-    return *track.reach(problem._replace(samples=samples), batch), samples.y
+def _reach(attack: Attack, samples: Samples, moving: Track, index: Array) -> tuple[Found, Array]:
+    samples, batch = _take((samples, moving), index)
+    return track.reach(attack, samples, batch), samples.y
 
 
 def _refuse_faults(fine: np.ndarray) -> None:

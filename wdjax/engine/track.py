@@ -1,39 +1,22 @@
-"""A search as pure functions of a batch: begin, step, measure.
+"""A search as pure functions of a batch: begin, step, reach, measure.
 
-Inside a trace they are applied to all samples at once; at top level :mod:`wdjax.engine.rounds`
-applies them to batches of unfinished samples.
+Inside a trace :func:`scan` applies them to all samples at once; at top level
+:mod:`wdjax.engine.rounds` applies them to batches of unfinished samples.
 """
 
 import functools
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from wdjax import norms
-from wdjax.core import Array, Attack, Found, Info, PyTree, Samples, Stage, Victim
+from wdjax.core import Array, Attack, Ball, Found, Info, PyTree, Samples, Stage, Victim
 from wdjax.engine import identity
-
-
-class Given(NamedTuple):
-    """The arguments of a search: ``[n, ...]`` leaves."""
-
-    x: Array
-    y: Array
-    eps: Array | None
-    start: Array | None
-    places: Array
-    """``[n]``: the samples' numbers in a larger data set, from which random keys are derived."""
-
-
-class Problem(NamedTuple):
-    """The attack, its victim and the samples; constant during the search."""
-
-    attack: Attack
-    victim: Victim
-    samples: Samples
 
 
 class Track(NamedTuple):
@@ -44,18 +27,6 @@ class Track(NamedTuple):
     """The state one step ago if a stage detects cycles, else None."""
     totals: Array
     """``[n, 4]`` int32: gradients, forward passes, zero gradients and faulty steps so far."""
-
-
-class Reached(NamedTuple):
-    """The points of an attack so far: ``[n, ...]`` leaves."""
-
-    x_adv: Array
-    proof: PyTree
-    cost: Array
-    inside: Array
-    """Whether the point is feasible: allowed by the ball and within the radius."""
-    done: Array
-    fault: Array
 
 
 def evaluate(victim: Victim, x: Array, y: Array) -> tuple[PyTree, Array, Array]:
@@ -74,9 +45,10 @@ def keys(key: Array, places: Array) -> Array:
     return jax.vmap(lambda place: jax.random.fold_in(key, place))(places)
 
 
-def begin(problem: Problem, start: Array | None, keys: Array | None) -> Track:
+def begin(
+    attack: Attack, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
+) -> Track:
     """Calculates the attack's first state."""
-    attack, victim, samples = problem
     state = attack.init(victim, samples, start, keys)
     return enter(attack, Track(state, None, jnp.zeros((len(samples.y), 4), jnp.int32)))
 
@@ -109,7 +81,7 @@ def _as_before(new: Array, old: Array) -> Array:
     return new.astype(old.dtype) if jnp.issubdtype(old.dtype, jnp.floating) else new
 
 
-def settle(stage: Stage, track: Track, recurs: Array, left: Array) -> tuple[Track, Array]:
+def freeze(stage: Stage, track: Track, recurs: Array, left: Array) -> tuple[Track, Array]:
     """Freezes samples that need no more steps of the stage: the track with final states, and who.
 
     ``recurs`` ``[n]`` marks samples in a cycle of two states. With ``left`` steps to go, such a
@@ -126,90 +98,175 @@ def settle(stage: Stage, track: Track, recurs: Array, left: Array) -> tuple[Trac
     return track._replace(state=jax.tree.map(end, track.state, track.before)), done | recurs
 
 
-def reach(problem: Problem, track: Track) -> tuple[Reached, Array]:
-    """The attack's points so far, and the points at which the model is evaluated, ``[n, *shape]``.
+def reach(attack: Attack, samples: Samples, track: Track) -> Found:
+    """The attack's points so far; what the model says of them is added by :func:`measure`.
 
-    Infeasible points are replaced by their samples in the latter.
+    A point that its ball or radius does not allow is replaced by its sample, at cost inf.
     """
-    attack, _, samples = problem
     x_adv, proof = attack.point(samples, track.state)
     cost = attack.ball.cost(samples.x, x_adv, proof)
     inside = jnp.isfinite(cost)
     if attack.budget == "sample":
         inside &= cost <= samples.radius * (1 + 1e-6)
-    fault = (track.totals[:, 3] > 0) | ~norms.finite(x_adv)
-    reached = Reached(x_adv, proof, cost, inside, attack.finished(track.state), fault)
-    return reached, jnp.where(norms.spread(inside, x_adv), x_adv, samples.x)
+    gradients, forwards, zeros, faults = track.totals.T
+    return Found(
+        x_adv=jnp.where(norms.spread(inside, x_adv), x_adv, samples.x),
+        proof=proof,
+        cost=jnp.where(inside, cost, jnp.inf),
+        correct=jnp.zeros_like(inside),
+        success=jnp.zeros_like(inside),
+        margin=jnp.full_like(cost, jnp.nan),
+        done=attack.finished(track.state),
+        fault=(faults > 0) | ~norms.finite(x_adv),
+        zeros=zeros,
+        gradients=gradients,
+        forwards=forwards,
+    )
 
 
 def measure(
     xp: ModuleType,
+    ball: Ball,
+    found: Found,
     x: Any,
-    reached: Reached,
     clean: Any,
     seen: tuple[Any, Any],
     attacked: Any,
-    totals: Any,
     skip_misclassified: bool,
 ) -> Found:
-    """Measures the points; those that are infeasible or useless are replaced by their samples.
+    """Measures points; those that are infeasible or useless are replaced by their samples.
 
     Args:
       xp: NumPy or ``jax.numpy``, whichever the arrays belong to.
+      ball: the attack's.
+      found: from :func:`reach`.
       x: ``[n, *shape]`` samples.
-      reached: from :func:`reach`.
       clean: ``[n]``, the criterion at the samples.
       seen: ``[n]`` each: the criterion at the points, and whether it and the outputs are finite.
       attacked: ``[n]`` booleans; the other samples are reported unmoved.
-      totals: ``[n, 4]``, as in :class:`Track`.
       skip_misclassified: whether samples that are misclassified at the start stay unmoved.
     """
     (value, known), wrong = seen, clean > 0
     useful = ~wrong if skip_misclassified else ~wrong | (value > 0)
-    moved = attacked & reached.inside & known & useful
+    moved = attacked & xp.isfinite(found.cost) & known & useful
     margin = xp.where(moved, value, clean)
-    fault = attacked & (reached.fault | ~known)
-    spent = xp.where(attacked[:, None], totals, 0)
-    return Found(
-        x_adv=xp.where(norms.spread(moved, x), reached.x_adv, x),
-        proof=reached.proof,
-        cost=xp.where(moved, reached.cost, 0.0),
+    fault = attacked & (found.fault | ~known)
+    farthest = ball.diameter(x.shape[1:]) if hasattr(ball, "diameter") else np.inf
+    return replace(
+        found,
+        x_adv=xp.where(norms.spread(moved, x), found.x_adv, x),
+        cost=xp.where(moved, found.cost, 0.0),
         correct=~wrong,
         success=margin > 0,
         margin=margin,
-        done=xp.where(attacked, reached.done & ~fault, wrong),
+        done=xp.where(attacked, found.done & ~fault, wrong),
         fault=fault,
-        zeros=spent[:, 2],
-        gradients=spent[:, 0],
-        forwards=spent[:, 1] + 1 + attacked.astype(spent.dtype),
+        zeros=xp.where(attacked, found.zeros, 0),
+        gradients=xp.where(attacked, found.gradients, 0),
+        forwards=xp.where(attacked, found.forwards + 2, 1),
+        limit=xp.full(len(x), farthest, x.dtype),
     )
 
 
-def programs(attack: Attack, victim: Victim, given: Given, key: Array | None) -> list[ClosedJaxpr]:
+def scan(
+    attack: Attack,
+    victim: Victim,
+    samples: Samples,
+    start: Array | None,
+    keys: Array | None,
+    only: Any,
+    sound: Array,
+    skip_misclassified: bool,
+    history: bool,
+) -> Found:
+    """The search inside a trace: each stage is a scan over all samples.
+
+    Args:
+      attack: what looks for points.
+      victim: what is attacked.
+      samples: without ``out``.
+      start: ``[n, *shape]`` points to begin at, or None.
+      keys: ``[n]``, or None.
+      only: ``[n]`` booleans, the samples to attack, or None for all.
+      sound: ``[n]`` booleans; where False the sample's numbers become NaN.
+      skip_misclassified: whether samples that are misclassified at the start stay unmoved.
+      history: whether the result holds an :class:`~wdjax.core.Info` of ``[steps, n]`` leaves.
+    """
+    out, clean, known = evaluate(victim, samples.x, samples.y)
+    samples = samples._replace(out=out)
+    moving = begin(attack, victim, samples, start, keys)
+    attacked = jnp.ones(len(samples.y), bool) if only is None else jnp.asarray(only)
+    log: list[Any] = []
+    if skip_misclassified:
+        attacked &= ~(clean > 0)
+
+    def turn(moving: Track, _: None, stage: Stage) -> tuple[Track, Info | None]:
+        moving, _recurs, info = step(stage, victim, samples, moving)
+        if stage.couple is not None:
+            moving = moving._replace(state=stage.couple(samples, moving.state, attacked))
+        return moving, _muted(info, attacked) if history else None
+
+    for stage in attack.stages:
+        if stage.length:
+            one = functools.partial(turn, stage=stage)
+            moving, record = jax.lax.scan(one, enter(attack, moving), length=stage.length)
+            log.append(record)
+    found = reach(attack, samples, moving)
+    seen = evaluate(victim, found.x_adv, samples.y)[1:]
+    found = measure(jnp, attack.ball, found, samples.x, clean, seen, attacked, skip_misclassified)
+    if history:
+        found = replace(found, history=jax.tree.map(lambda *rows: jnp.concatenate(rows), *log))
+    return _poisoned(found, sound & known)
+
+
+def _muted(info: Info, attacked: Array) -> Info:
+    """The record of a step without the passes and faults of samples that are not attacked."""
+    return info._replace(
+        gradients=jnp.where(attacked, info.gradients, 0),
+        forwards=jnp.where(attacked, info.forwards, 0),
+        zeros=jnp.where(attacked, info.zeros, 0),
+        fault=info.fault & attacked,
+    )
+
+
+def _poisoned(found: Found, sound: Array) -> Found:
+    """NaN for samples, ``[n]``, that would be refused at top level: they must not look robust."""
+    return replace(
+        found,
+        correct=found.correct & sound,
+        cost=jnp.where(sound, found.cost, jnp.nan),
+        margin=jnp.where(sound, found.margin, jnp.nan),
+        success=found.success & sound,
+        done=found.done & sound,
+        fault=found.fault | ~sound,
+    )
+
+
+def programs(
+    attack: Attack, victim: Victim, samples: Samples, start: Array | None, key: Array | None
+) -> list[ClosedJaxpr]:
     """All programs of a search, traced for two samples: evaluation, start, stages, points.
 
     They identify the search in its checkpoint (:func:`wdjax.engine.identity.digest`).
     """
-    x, y, eps, start, places = jax.tree.map(_two, given)
-    own = None if key is None else jax.eval_shape(keys, key, places)
-    out = jax.eval_shape(victim.model, x)
-    problem = Problem(attack, victim, Samples(x, y, eps, out))
-    track = jax.eval_shape(begin, problem, start, own)
+    x, y, eps, start = jax.tree.map(_two, (*samples[:3], start))
+    own = None if key is None else jax.eval_shape(keys, key, jax.ShapeDtypeStruct((2,), jnp.int32))
+    samples = Samples(x, y, eps, jax.eval_shape(victim.model, x))
+    begun = attack, victim, samples, start, own
+    track = jax.eval_shape(begin, *begun)
     moving = jax.eval_shape(enter, attack, track)
-    chosen = jax.ShapeDtypeStruct(y.shape, bool)
     traced = [
         identity.program(evaluate, victim, x, y),
-        identity.program(begin, problem, start, own),
-        identity.program(reach, problem, track),
+        identity.program(begin, *begun),
+        identity.program(reach, attack, samples, track),
     ]
     for stage in attack.stages:
-        steps = functools.partial(step, stage), victim, problem.samples, moving
-        traced.append(identity.program(*steps))
+        traced.append(identity.program(functools.partial(step, stage), victim, samples, moving))
         if stage.done is not None:
             traced.append(identity.program(stage.done, track.state))
         if stage.couple is not None:
-            coupled = stage.couple, problem.samples, track.state, chosen
-            traced.append(identity.program(*coupled))
+            chosen = jax.ShapeDtypeStruct(y.shape, bool)
+            traced.append(identity.program(stage.couple, samples, track.state, chosen))
     return traced
 
 

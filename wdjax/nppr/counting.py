@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from wdjax import losses, parallel, program
 from wdjax.balls import Lp
-from wdjax.checks import arguments, validate
+from wdjax.checks import arguments, independence, validate
 from wdjax.core import AnyArray, Array, Classifier, PyTree
 from wdjax.engine import batching
 from wdjax.nppr import upsample as up
@@ -127,7 +127,7 @@ def count(asked: CopyPoll, rows: npt.NDArray[np.int64], first: int, draws: int) 
 
 def outputs(function: Classifier, x: Array) -> Array:
     """The function's outputs for ``x`` ``[n, *shape]``, in batches, to bound the memory."""
-    parts = [program.outputs(function, x[i : i + _ROWS]) for i in range(0, len(x), _ROWS)]
+    parts = [independence.outputs(function, x[i : i + _ROWS]) for i in range(0, len(x), _ROWS)]
     return jnp.concatenate(parts)
 
 

@@ -24,7 +24,7 @@ from wdjax import certify, losses, metrics, transport
 from wdjax.attacks import PGD, WDA, WDAPlusPlus
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
-from wdjax.core import Array, Attack, Classifier, Found, Result, Victim
+from wdjax.core import Array, Attack, Classifier, Found, Result, Samples, Victim
 from wdjax.engine import driver, identity, track
 from wdjax.engine.tasks import Task, Tasks
 from wdjax.report.evidence import ORDERS, Entry, Numbers, Sandwich, ball_name, invariants
@@ -281,10 +281,10 @@ def _identity(setting: _Setting, attempts: Mapping[str, Attempt]) -> bytes:
     """The identity of an audit's checkpoint: attacks, default certificates, samples, radii."""
     model, x, y = setting.model, setting.x, setting.y
     victim = Victim(model, jax.tree_util.Partial(losses.decision_margin))
-    given = track.Given(x, y, jnp.zeros(len(y), x.dtype), None, jnp.arange(len(y)))
+    samples = Samples(x, y, jnp.zeros(len(y), x.dtype), None)
     own = [one.attack for one in attempts.values()]
     traced = [
-        track.programs(attack, victim, given, setting.key if attack.random else None)
+        track.programs(attack, victim, samples, None, setting.key if attack.random else None)
         for attack in own
     ]
     lengths = [[stage.length for stage in attack.stages] for attack in own]
