@@ -198,7 +198,8 @@ def _one_hot(call, indices, depth, values):
     count = int(call.known(depth, "depth").item())
     at, (off, on) = call.known(indices, "indices"), call.known(values, "values").tolist()
     bounded((at.size * max(count, 1),))
-    hot = (at.astype(np.int64) % count)[..., None] == np.arange(count)
+    at = at.astype(np.int64)
+    hot = np.where(at < 0, at + count, at)[..., None] == np.arange(count)
     axis = call["axis"] % (at.ndim + 1)
     return straight(np.moveaxis(np.where(hot, on, off).astype(values.array.dtype), -1, axis))
 

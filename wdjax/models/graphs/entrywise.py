@@ -37,9 +37,11 @@ def _known_remainder(call, a, b):
 
 def _power(a, b):
     """A known exponent becomes a product or a root where it can, which have better gradients."""
-    if isinstance(b, float) and b.is_integer() and abs(b) < 64:
-        b = int(b)
-    return jnp.sqrt(a) if b == 0.5 and isinstance(b, float) else a**b
+    if not isinstance(b, float):
+        return a**b
+    if b == 0.5:
+        return jnp.sqrt(a)
+    return a ** (int(b) if b.is_integer() and abs(b) < 64 else b)
 
 
 def _mean(*arrays):
@@ -172,6 +174,7 @@ OPERATORS: dict[str, Operator] = {
     "ThresholdedRelu": pointwise(
         lambda call, x: jnp.where(x > call["alpha"], x, 0), attributes={"alpha": 1.0}
     ),
+    "PRelu": entries(lambda x, slope: jnp.where(x >= 0, x, slope * x), **_TWO),
     "Elu": pointwise(lambda call, x: jax.nn.elu(x, call["alpha"]), attributes={"alpha": 1.0}),
     "Celu": pointwise(lambda call, x: jax.nn.celu(x, call["alpha"]), attributes={"alpha": 1.0}),
     "Selu": pointwise(

@@ -139,7 +139,8 @@ def prepared(graph: OnnxGraph, result: str, named: frozenset[str]) -> Parts:
     """Sorts tensors, and computes what is known.
 
     Integers, booleans and single numbers without axes are known; so are floats of which shapes or
-    sizes are made. All other tensors of floats are parameters, and so is every name in ``named``.
+    sizes are made. All other tensors of floats are parameters. Where the names of parameters are
+    known, ``named``, they are parameters, and other tensors of one number are not.
     """
     nodes = needed(graph.nodes, result)
     tensors, rest = dict(graph.tensors), []
@@ -154,7 +155,7 @@ def prepared(graph: OnnxGraph, result: str, named: frozenset[str]) -> Parts:
     known = _known(rest)
     constants, params = dict[str, np.ndarray](), dict[str, np.ndarray]()
     for name, array in tensors.items():
-        literal = array.ndim == 0 and name not in named
+        literal = name not in named and (array.ndim == 0 or bool(named and array.size == 1))
         is_known = array.dtype != np.float32 or literal or name in known
         (constants if is_known else params)[name] = array
     left = []
@@ -168,7 +169,7 @@ def prepared(graph: OnnxGraph, result: str, named: frozenset[str]) -> Parts:
     constants = {name: array for name, array in constants.items() if name in used}
     orders = _orders(left, params, result)
     params = {
-        name: np.ascontiguousarray(array.transpose(orders[name]) if name in orders else array)
+        name: np.array(array.transpose(orders[name]) if name in orders else array, order="C")
         for name, array in params.items()
         if name in used
     }
@@ -206,9 +207,11 @@ def _orders(nodes, params, result):
             elif k == 1 and node.operator == "Gemm" and node.attributes.get("transB"):
                 order = (1, 0)
             uses[name].add(order)
+    wanted = {name: next(iter(orders)) for name, orders in uses.items() if len(orders) == 1}
     return {
-        name: next(iter(uses[name]))
-        for name, array in params.items()
-        if name != result and len(uses[name]) == 1
-        and len(next(iter(uses[name])) or ()) == array.ndim
-    }  # fmt: skip
+        name: wanted[name]
+        for name in params
+        if wanted.get(name) is not None
+        and name != result
+        and len(wanted[name]) == params[name].ndim
+    }
