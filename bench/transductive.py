@@ -25,7 +25,7 @@ import numpy as np
 from wdjax import losses, models, transductive
 from wdjax.attacks import PGD
 from wdjax.cli import main as wdjax_main
-from wdjax.transductive import turns
+from wdjax.transductive.attacker import compiled_move
 
 ADAPTIVE = ("fpa", "gmsa-avg", "gmsa-min", "pgd-skip")
 MODELS = (2, 5, 10, 20)
@@ -168,7 +168,7 @@ def compilations(*_):
             rounds[-1] += 1
 
     jax.monitoring.register_event_duration_secs_listener(count)
-    before = turns._perturb._cache_size()
+    before = compiled_move._cache_size()
     attack = transductive.gmsa_avg(PGD(steps=10), 10)
 
     def look(state):
@@ -180,7 +180,7 @@ def compilations(*_):
         transductive.Purify(net), attack, x, y, memory=(), eps=0.1, key=jax.random.key(0), size=4,
         callback=look,
     )  # fmt: skip
-    programs = turns._perturb._cache_size() - before
+    programs = compiled_move._cache_size() - before
     print(f"compilations in each round, and after: {rounds}")
     said(f"{programs} program of the attack for ten rounds of ten iterations", programs == 1)
     said("nothing is compiled after the first round", sum(rounds[1:-1]) == 0)

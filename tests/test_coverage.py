@@ -24,7 +24,7 @@ from wdjax.nppr.rare import Rare
 from wdjax.report import evidence
 from wdjax.smoothing import binomial, noise
 from wdjax.smoothing.looks import SmoothedCertificate
-from wdjax.transductive.referee import share_with_interval
+from wdjax.transductive.game_report import share_with_interval
 
 TIMES = 400
 KEY = jax.random.key(7)

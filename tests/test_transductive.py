@@ -11,13 +11,16 @@ import pytest
 import wdjax.transductive as games
 from wdjax import Lp, Model, losses, metrics, models
 from wdjax.attacks import APGD, DDN, PGD, Square
-from wdjax.transductive import turns
+from wdjax.transductive import attacker as attackers
+from wdjax.transductive.attacker import Attacker, Simulation
 from wdjax.transductive.bank import Answers
 from wdjax.transductive.bank_search import BankFound
+from wdjax.transductive.defender import Defender
 from wdjax.transductive.fitting import batches
+from wdjax.transductive.game_report import threshold_for
 from wdjax.transductive.objectives import logits_of
-from wdjax.transductive.referee import threshold_for
-from wdjax.transductive.state import Table
+from wdjax.transductive.referee import Referee, measured_costs
+from wdjax.transductive.state import AttackerState, RoundInputs
 
 SIZES = (12, 8, 4)
 
@@ -124,7 +127,7 @@ def test_a_bank_has_room_for_so_many():
     bank = filled(nets(2))
     with pytest.raises(ValueError, match="full"):
         games.add_model(bank, nets(1)[0])
-    full = jax.jit(games.push)(bank, nets(1)[0])
+    full = jax.jit(games.add_model)(bank, nets(1)[0])
     assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(full.models))
 
 
@@ -306,19 +309,23 @@ def test_the_attacker_is_given_what_it_may_see(shaky, key, monkeypatch):
     class SeenError(Exception):
         pass
 
-    def look(table, state):
-        raise SeenError(table.defender, state.true, state.clean)
+    def look(attacker, state, inputs, iteration, leak):
+        raise SeenError(attacker, state, inputs, leak)
 
-    monkeypatch.setattr(turns, "_attack", look)
+    monkeypatch.setattr(attackers, "iterate", look)
+    secret = jax.random.key_data(jax.random.split(key)[1])
     for leak, keys, states in (("none", 0, 0), ("state", 0, 1), ("seed", 1, 1)):
         with pytest.raises(SeenError) as seen:
             games.play(defense, ATTACK, x, y, key=key, leak=leak, draws=1, **ROUNDS)
-        secret, true, clean = seen.value.args
-        assert ((secret is not None), (true is not None)) == (bool(keys), bool(states))
-        assert clean is None
-        if secret is not None:  # That of the round, not the one that all others come from.
-            whole = jax.random.key_data(jax.random.split(key)[1])
-            assert not np.array_equal(jax.random.key_data(secret), whole)
+        attacker, state, inputs, leaked = seen.value.args
+        assert ((leaked.key is not None), (leaked.state is not None)) == (bool(keys), bool(states))
+        # Nothing else is given that holds the defender's states or the key of all private keys.
+        assert (type(attacker), type(state), type(inputs)) == (Attacker, AttackerState, RoundInputs)
+        held = [leaf for leaf in jax.tree.leaves((attacker, leaked)) if hasattr(leaf, "dtype")]
+        held = [leaf for leaf in held if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+        assert len(held) == 1 + keys
+        for leaf in held:  # The round's key at most, not the one that all others come from.
+            assert not np.array_equal(jax.random.key_data(leaf), secret)
 
 
 @pytest.mark.fast
@@ -368,7 +375,7 @@ def test_the_state_goes_on_and_leaks(shaky, key):
         seen = []
         games.play(
             defense, ATTACK, x, y, leak=leak, key=key, draws=2,
-            callback=lambda s: seen.append((float(s.true), float(s.clean), float(s.mirror))),
+            callback=lambda s: seen.append((*map(float, s.defender), float(s.attacker.mirror))),
             **ROUNDS,
         )  # fmt: skip
         return seen
@@ -386,11 +393,9 @@ def test_the_bank_is_attacked_at_least_as_well_as_by_transfer(given, key):
     how = {"memory": (), "eps": 0.1, "key": key, "draws": 1}
     attack, seen = games.gmsa_avg(inner, 3), []
     games.play(defense, attack, x, y, callback=seen.append, **how)
-    last = seen[
-        -2
-    ]  # Before the referee: the bank of the last iteration, and what was raised there.
-    bank = last.bank._replace(filled=last.bank.filled - 1)
-    moved = last.first  # The set of transfer: F_0 alone was attacked.
+    last = seen[-2]  # Before the referee: the last iteration's bank, and what was raised there.
+    bank = last.attacker.bank._replace(filled=last.attacker.bank.filled - 1)
+    moved = last.attacker.first  # The set of transfer: F_0 alone was attacked.
     there = games.objective_at(attack, defense, (), bank, moved, y)
     assert last.record.raised[0, -1] >= float(there.mean()) - 1e-6
     least = games.objective_at(games.gmsa_min(inner), defense, (), bank, moved, y)
@@ -399,9 +404,8 @@ def test_the_bank_is_attacked_at_least_as_well_as_by_transfer(given, key):
     weak = dataclasses.replace(attack, inner=PGD(steps=1, step_size=1e-3))
     for retain in (True, False):
         own = dataclasses.replace(weak, retain=retain)
-        table = Table(defense, own, (), x[None], y[None], jnp.float32(0.1), key, key, 1, "none",
-                      False, 0.05)  # fmt: skip
-        again = turns._moved(table, bank, x, y, key, moved, np.asarray(True))
+        player = Attacker(own, Defender(defense, (), False), jnp.float32(0.1), key, 0.05)
+        again = attackers.move(player, bank, RoundInputs(0, x, y), key, moved, np.asarray(True))
         assert bool(np.all(again.value >= np.asarray(there) - 1e-6)) == retain
 
 
@@ -452,15 +456,13 @@ def test_first_falls_and_clean_fallbacks_understate(shaky, key):
     assert np.all(np.asarray(margins[0]) >= np.asarray(margins[1]) - 1e-6)
     assert np.all(best.cost > 0)
     parity = dataclasses.replace(ATTACK, clean_fallback=True)
-    table = Table(still, parity, (), x[None], y[None], jnp.float32(0.1),
-                        key, key, 1, "none", False, 0.05)  # fmt: skip
-    start = turns._no_best(table, 0)
+    start = attackers.no_best(parity, x)
     moved = BankFound(x + 0.01, jnp.ones(8), jnp.zeros(8, bool), jnp.ones(8, int))
-    kept = turns._choose(parity, start, moved, 0.0, 9.0, 0)
+    kept = attackers.choose(parity, start, moved, Simulation(0.0, 9.0), 0)
     np.testing.assert_array_equal(kept.x, x)  # No simulated error: the clean set.
-    assert int(turns._choose(parity, start, moved, 0.1, 0.0, 0).number) == 0
-    usual = turns._no_best(table._replace(attack=ATTACK), 0)
-    assert int(turns._choose(ATTACK, usual, moved, 0.0, -np.inf, 0).number) == 0
+    assert int(attackers.choose(parity, start, moved, Simulation(0.1, 0.0), 0).number) == 0
+    usual = attackers.no_best(ATTACK, x)
+    assert int(attackers.choose(ATTACK, usual, moved, Simulation(0.0, -np.inf), 0).number) == 0
 
 
 def test_what_is_not_finite_is_never_right(shaky, key):
@@ -550,13 +552,13 @@ def normed_game(key):
 
 
 def test_points_outside_are_refused(shaky, key):
-    defense, x, y = shaky
-    table = Table(defense, games.transfer(INNER), (), x[None], y[None], jnp.float32(0.1),
-                        key, key, 1, "none", False, 0.05)  # fmt: skip
+    defense, x, _ = shaky
+    attack, defender = games.transfer(INNER), Defender(defense, (), False)
+    referee = Referee(defender, attack, jnp.float32(0.1), key, 1)
     with pytest.raises(ValueError, match="outside of their ball"):
-        turns._measured(table, x, x.at[3].add(0.2))
+        measured_costs(referee, x, x.at[3].add(0.2))
     with pytest.raises(ValueError, match="outside of their ball"):
-        turns._measured(table, x, x.at[3, 0].set(jnp.nan))
+        measured_costs(referee, x, x.at[3, 0].set(jnp.nan))
 
 
 def test_shares_and_thresholds():

@@ -1,9 +1,10 @@
 """Transductive games: defences that adapt to their inputs, and attacks that simulate them.
 
-`game` lets attacker, defender and referee take `turns` on a `state`; `defense` is the protocol of a
-defence, and `defenses` has one a file. A `space_attack` raises one of the `objectives` over a
-`bank` of models, by `bank_search`; `referee` reports accuracies over private keys. `presets` has
-the paper's settings, and `digits` a small table of games for a CPU. Open `game` first.
+`game` lets `attacker`, `defender` and `referee` take `turns`; what is saved between turns is their
+`state`, and `game_identity` tells to which game it belongs. `defense` is the protocol of a defence,
+and `defenses` has one a file. A `space_attack` raises one of the `objectives` over a `bank` of
+models, by `bank_search`; a `game_report` has accuracies over private keys. `presets` has the
+paper's settings, and `digits` a small table of games for a CPU. Open `game` first, then `turns`.
 """
 
 from wdjax.transductive.adamod import adamod
@@ -13,9 +14,7 @@ from wdjax.transductive.defense import Defense
 from wdjax.transductive.defenses import DANN, DENT, RMC, TADV, Fixed, Purify, URejectron
 from wdjax.transductive.fitting import Opponent, train_classifier
 from wdjax.transductive.game import play, prepare
-from wdjax.transductive.objectives import Objective, confidence, unnoticed
-from wdjax.transductive.presets import PAPER
-from wdjax.transductive.referee import (
+from wdjax.transductive.game_report import (
     GameReport,
     Rejection,
     Share,
@@ -23,6 +22,8 @@ from wdjax.transductive.referee import (
     share_with_interval,
     worst,
 )
+from wdjax.transductive.objectives import Objective, confidence, unnoticed
+from wdjax.transductive.presets import PAPER
 from wdjax.transductive.space_attack import SpaceAttack, fpa, gmsa_avg, gmsa_min, pgd_skip, transfer
 
 __all__ = [

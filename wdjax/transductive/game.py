@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,16 @@ from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Model, PyTree
 from wdjax.engine import loop
 from wdjax.transductive import turns
+from wdjax.transductive.attacker import Attacker
+from wdjax.transductive.defender import Defender
 from wdjax.transductive.defense import Defense
+from wdjax.transductive.game_identity import game_identity
+from wdjax.transductive.game_report import REJECTIONS, GameReport, reported
 from wdjax.transductive.objectives import logits_of
-from wdjax.transductive.referee import REJECTIONS, GameReport
+from wdjax.transductive.referee import Referee
 from wdjax.transductive.space_attack import SpaceAttack
-from wdjax.transductive.state import State, Table
+from wdjax.transductive.state import State
+from wdjax.transductive.turns import Game
 
 LEAKS = ("none", "state", "seed")
 ORDERS = ("natural", "labels")
@@ -127,86 +132,115 @@ def play(
     arguments.check(x=x, y=y, eps=eps, key=key)
     if validate.traced(defense, memory, x, y, eps, key) or validate.staged():
         raise ValueError("a game runs on the host: play it outside jit and vmap.")
+    _check_attack(attack)
+    arguments.warn(arguments.too_far(attack.inner.ball, np.shape(x)[1:], eps))
+    rules = _checked(_Rules(size, draws, leak, order, pool, rejections))
+    static = Model(_static, {"defense": defense, "memory": memory})
+    x, y = validate.check_samples(static, x, y, attack.inner.ball.box, transductive=True)
+    rows, index = _arrange(np.asarray(y), rules)
+    defender = Defender(defense, memory, defense.rejects if company is None else bool(company))
+    game = _game(defender, attack, rules, (x[index], y[index]), rows, eps, key)
+    begun = turns.begin(game)
+    last = loop.carry(
+        begun,
+        functools.partial(turns.turn, game),
+        functools.partial(turns.finished, game),
+        report=callback,
+        checkpoint=checkpoint,
+        every=every,
+        identity=b"" if checkpoint is None else game_identity(game, begun),
+        about={"defense": type(defense).__name__, "attack": attack, "samples": len(index),
+               "eps": float(eps), "leak": leak, "order": order, "draws": rules.draws},
+    )  # fmt: skip
+    if not turns.finished(game, last):
+        raise ValueError(
+            f"the game was ended in round {int(last.round)} of {len(game.y)}; with a checkpoint "
+            "it can go on."
+        )
+    return reported(last.record, index, np.asarray(game.y).ravel(), defense.rejects)
+
+
+class _Rules(NamedTuple):
+    """The options of a game, as in :func:`play`."""
+
+    size: int | None
+    draws: int
+    leak: str
+    order: str
+    pool: int | None
+    rejections: float
+
+
+def _check_attack(attack: Any) -> None:
     if not (isinstance(attack, SpaceAttack) and hasattr(attack.inner, "ball")):
         raise ValueError(
             f"attack must be one on model spaces, such as gmsa_avg(PGD()), got {attack!r}."
         )
-    arguments.warn(arguments.too_far(attack.inner.ball, np.shape(x)[1:], eps))
-    validate.check_choice("leak", leak, LEAKS)
-    validate.check_choice("order", order, ORDERS)
-    draws = validate.check_count("draws", draws)
-    if leak == "seed" and draws > 1:
+
+
+def _checked(rules: _Rules) -> _Rules:
+    """The rules with counts as integers; raises for those that do not depend on the inputs."""
+    validate.check_choice("leak", rules.leak, LEAKS)
+    validate.check_choice("order", rules.order, ORDERS)
+    draws = validate.check_count("draws", rules.draws)
+    if rules.leak == "seed" and draws > 1:
         raise ValueError(
             f"a seed that leaks is one key: pass draws=1, got {draws}, and play under several keys."
         )
-    ball = attack.inner.ball
-    static = Model(_static, {"defense": defense, "memory": memory})
-    x, y = validate.check_samples(static, x, y, ball.box, transductive=True)
-    radius = jnp.asarray(validate.check_number("eps", eps), x.dtype)
-    size, index = _arrange(np.asarray(y), size, order, pool)
-    attacker, defender = jax.random.split(key)
-    shape = (-1, size)
-    table = Table(
-        defense,
-        validate.settle(attack, x.dtype),
-        memory,
-        x[index].reshape(*shape, *x.shape[1:]),
-        y[index].reshape(shape),
-        radius,
-        attacker,
-        defender,
-        draws,
-        leak,
-        defense.rejects if company is None else bool(company),
-        float(validate.check_number("rejections", rejections)),
-    )
-    begun = turns.begin(table)
-    mark = b"" if checkpoint is None else turns.identity_of(table, begun)
-    last = loop.carry(
-        begun,
-        functools.partial(turns.turn, table),
-        functools.partial(turns.over, table),
-        report=callback,
-        checkpoint=checkpoint,
-        every=every,
-        identity=mark,
-        about={"defense": type(defense).__name__, "attack": attack, "samples": len(index),
-               "eps": float(eps), "leak": leak, "order": order, "draws": draws},
-    )  # fmt: skip
-    if not turns.over(table, last):
-        raise ValueError(
-            f"the game was ended in round {int(last.round)} of {len(table.y)}; with a checkpoint "
-            "it can go on."
-        )
-    return turns.report(table, last.record, index)
+    if rules.order == "natural" and rules.pool is not None:
+        raise ValueError("pool is for order='labels'; in natural order nothing is pooled.")
+    rejections = float(validate.check_number("rejections", rules.rejections))
+    return rules._replace(draws=draws, rejections=rejections)
 
 
-def _arrange(
-    y: np.ndarray, size: int | None, order: str, pool: int | None
-) -> tuple[int, np.ndarray]:
+def _arrange(y: np.ndarray, rules: _Rules) -> tuple[int, np.ndarray]:
     """The number of inputs in a round, and the order ``[n]`` in which they are submitted.
 
-    Sorts each pool of ``pool`` inputs by label if ``order`` is "labels".
+    Sorts each pool of inputs by label if the order is "labels".
     """
     n = len(y)
-    size = n if size is None else validate.check_count("size", size)
+    size = n if rules.size is None else validate.check_count("size", rules.size)
     if n % size:
         raise ValueError(
             f"rounds of {size} do not divide {n} inputs; pass {n - n % size} of them, or another "
             "size."
         )
     index = np.arange(n)
-    if order == "natural":
-        if pool is not None:
-            raise ValueError("pool is for order='labels'; in natural order nothing is pooled.")
+    if rules.order == "natural":
         return size, index
-    count = 2 * size if pool is None else validate.check_count("pool", pool)
+    count = 2 * size if rules.pool is None else validate.check_count("pool", rules.pool)
     if n % count or count % size:
         raise ValueError(
             f"pools of {count} must divide the {n} inputs, and be whole rounds of {size}."
         )
     parts = [part[np.argsort(y[part], kind="stable")] for part in np.split(index, n // count)]
     return size, np.concatenate(parts)
+
+
+def _game(
+    defender: Defender,
+    attack: SpaceAttack,
+    rules: _Rules,
+    samples: tuple[Array, Array],
+    size: int,
+    eps: float,
+    key: Array,
+) -> Game:
+    """The players and their inputs: ``samples`` ``[n, *shape]`` and ``[n]`` in rounds of ``size``.
+
+    The key is split at once, so that neither player's randomness depends on the other's.
+    """
+    x, y = samples
+    radius = jnp.asarray(validate.check_number("eps", eps), x.dtype)
+    settled = validate.settle(attack, x.dtype)
+    own, secret = jax.random.split(key)
+    return Game(
+        Attacker(settled, defender, radius, own, rules.rejections),
+        Referee(defender, settled, radius, secret, rules.draws),
+        x.reshape(-1, size, *x.shape[1:]),
+        y.reshape(-1, size),
+        rules.leak,
+    )
 
 
 def _static(params: dict[str, Any], x: Array) -> Array:

@@ -1,256 +1,110 @@
-"""Results of a game: accuracies over private keys, on attacked and on clean inputs."""
+"""The referee: lets the defender adapt to the submitted points under private keys, and measures."""
 
-import dataclasses
-import time
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 
-from wdjax import metrics
-from wdjax.checks import arguments, validate
-from wdjax.core import AnyArray, Array
-from wdjax.transductive.defense import Defense
-
-REJECTIONS = 0.05
-"""The default share of clean inputs that a rejecting defence may reject."""
+from wdjax.core import Array, PyTree
+from wdjax.transductive.defender import Defender, Outcomes
+from wdjax.transductive.space_attack import SpaceAttack
+from wdjax.transductive.state import BestSet, DefenderStates, RoundInputs
 
 
-class Share(NamedTuple):
-    """A share of the samples and its 95 % interval."""
+class Referee(NamedTuple):
+    """What the referee knows."""
 
-    value: float
-    low: float
-    high: float
+    defender: Defender
+    attack: SpaceAttack
+    """Its ball bounds the submitted points."""
+    eps: Array
+    key: Array
+    """The key of which the defender's private keys are made."""
+    draws: int
+    """Private keys for each round."""
+
+    def private_key(self, number: int, draw: int) -> Array:
+        """The private key of a round and draw."""
+        return jax.random.fold_in(jax.random.fold_in(self.key, number), draw)
+
+    def outcomes(self, adapted: PyTree, x: Array, y: Array) -> Outcomes:
+        """The results of a model on inputs ``[n, *shape]``."""
+        return self.defender.outcomes(self.attack.judge or self.attack.loss, adapted, x, y)
+
+    def base(self, n: int) -> PyTree:
+        """The model before adaptation, for n inputs."""
+        return self.defender.base(self.defender.begin(), n)
 
 
-def share_with_interval(hits: npt.ArrayLike) -> Share:
-    r"""The mean of ``[draws, n]`` booleans, with an interval for randomness of samples and keys.
+def check_clean(referee: Referee, x: Array, y: Array) -> None:
+    """Raises if the model before adaptation is not finite on inputs ``[rounds, size, *shape]``."""
+    base = referee.base(y.shape[1])
+    for inputs in x:
+        if not bool(np.all(referee.outcomes(base, inputs, y[0]).fine)):
+            raise ValueError(
+                "the model before adaptation returned outputs that are not finite on clean inputs; "
+                "no robustness can be reported for such a model."
+            )
 
-    For the samples: Clopper-Pearson for a single draw, else :func:`wdjax.metrics.mean_interval` of
-    each sample's share of draws. For the keys: Student's t over the draws' accuracies. The two add
-    in squares. The interval thus holds for all samples under *these* keys without assumptions, and
-    for all keys if accuracies are about normal. It cannot include keys rarer than one in ``draws``
-    under which a defence fails; with a single draw it does not include the keys at all.
 
-    >>> share_with_interval([[True, True, False, True]]).value
-    0.75
+def judge(
+    referee: Referee, states: DefenderStates, submitted: BestSet, inputs: RoundInputs
+) -> tuple[dict[str, Any], DefenderStates]:
+    """The results of a round by name, ``[draws, size]`` and ``[size]``, and the next states.
+
+    Under each private key the defender adapts to the submitted points, and in a game of its own to
+    the clean inputs.
     """
-    from scipy import stats
-
-    facts = np.asarray(hits, float)
-    draws, n = facts.shape
-    mean, keys = float(facts.mean()), 0.0
-    if draws == 1:
-        low, high = metrics.clopper_pearson(int(facts.sum()), n)
-    else:
-        low, high = metrics.mean_interval(facts.mean(axis=0))
-        spread = float(facts.mean(axis=1).std(ddof=1))
-        keys = float(stats.t.ppf(0.975, draws - 1)) * spread / draws**0.5
-    below, above = np.hypot(mean - low, keys), np.hypot(high - mean, keys)
-    return Share(mean, max(0.0, mean - float(below)), min(1.0, mean + float(above)))
-
-
-class Rejection(NamedTuple):
-    """Rates of a rejecting defence at one threshold, over all draws and samples."""
-
-    threshold: float
-    err: float
-    """Share of the attacked inputs that are accepted and wrong: the paper's equation 1."""
-    err_accepted: float
-    """Share of the accepted attacked inputs that are wrong (authors' code); 0 without any."""
-    rejected: float
-    """Share of the clean inputs that are rejected."""
-    rejected_attacked: float
-    """Share of the attacked inputs that are rejected."""
+    n, x, x_adv, base = len(inputs.y), inputs.x, submitted.x, referee.base(len(inputs.y))
+    cost = measured_costs(referee, x, x_adv)
+    attacked, true = _defended(referee, states.attacked, x_adv, inputs)
+    clean, other = _defended(referee, states.clean, x, inputs)
+    static, static_clean = (referee.outcomes(base, points, inputs.y) for points in (x_adv, x))
+    fine = [attacked.fine[:, :n], clean.fine[:, :n], static.fine[None], static_clean.fine[None]]
+    results = {
+        "x_adv": x_adv,
+        "cost": cost,
+        "correct": attacked.right[:, :n],
+        "correct_clean": clean.right[:, :n],
+        "static": static.right,
+        "static_clean": static_clean.right,
+        "fault": np.asarray(submitted.fault) | ~np.concatenate(fine).all(axis=0),
+        "chosen": int(submitted.number),
+        "score": attacked.score[:, :n],
+        # In company, clean inputs are scored beside the submitted points.
+        "score_clean": attacked.score[:, n:] if referee.defender.company else clean.score,
+    }
+    return results, DefenderStates(true, other)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GameReport:
-    """The result of a game: ``[n]`` leaves in the order in which the inputs were submitted."""
+def _defended(
+    referee: Referee, state: PyTree, points: Array, inputs: RoundInputs
+) -> tuple[Outcomes, PyTree]:
+    """Adaptation to points ``[size, *shape]`` under every private key of a round.
 
-    index: np.ndarray
-    """``[n]``: indices of the samples."""
-    y: np.ndarray
-    x_adv: np.ndarray
-    """``[n, *shape]``: the submitted points, inside ball and box."""
-    cost: np.ndarray
-    """``[n]``: measured costs of moving the samples there."""
-    correct: np.ndarray
-    """``[draws, n]``: whether the defender classifies the submitted points correctly; the state
-    of the first draw is carried to the next round."""
-    correct_clean: np.ndarray
-    """``[draws, n]``: the same in a game with clean inputs and the same keys."""
-    static: np.ndarray
-    """``[n]``: whether the model before adaptation classifies the submitted points correctly."""
-    static_clean: np.ndarray
-    fault: np.ndarray
-    """``[n]``: whether an output or a gradient was not finite; never counted as correct."""
-    simulated: np.ndarray
-    """``[rounds, iterations]``: the error rate of the attacker's simulations."""
-    raised: np.ndarray
-    """``[rounds, iterations]``: the mean objective of the attack on its bank."""
-    chosen: np.ndarray
-    """``[rounds]``: the iteration whose set was submitted; -1 if the clean set was."""
-    gradients: np.ndarray
-    """``[rounds]``: backward passes through the bank, for each sample."""
-    score: np.ndarray | None = None
-    """``[draws, n]``: scores of a rejecting defence, large where it would reject."""
-    score_clean: np.ndarray | None = None
-    """``[draws, n]``: scores of the clean inputs, in the same batch if they were in company."""
+    Returns outcomes ``[draws, size]``, or ``[draws, 2 size]`` in company, and the state that the
+    first draw leaves for the next round.
+    """
+    defender, following = referee.defender, state
+    given, labels = defender.given(points, inputs.x), defender.labels(inputs.y)
+    made = []
+    for draw in range(referee.draws):
+        secret = referee.private_key(inputs.number, draw)
+        adapted, after = defender.adapt(secret, state, given)
+        made.append(referee.outcomes(adapted, given, labels))
+        if draw == 0:
+            following = defender.between(jax.random.fold_in(secret, 0), after)
+    return Outcomes(*(np.stack(leaves) for leaves in zip(*made))), following  # type: ignore[arg-type]
 
-    @property
-    def one_shot(self) -> Share:
-        """The accuracy under one private key: the mean over the draws."""
-        return share_with_interval(self.correct)
 
-    @property
-    def one_shot_clean(self) -> Share:
-        return share_with_interval(self.correct_clean)
-
-    @property
-    def worst_of(self) -> Share:
-        """Share of samples correct in every draw; more draws lower it, on clean inputs too."""
-        return share_with_interval(np.all(self.correct, axis=0, keepdims=True))
-
-    @property
-    def worst_of_clean(self) -> Share:
-        return share_with_interval(np.all(self.correct_clean, axis=0, keepdims=True))
-
-    @property
-    def majority(self) -> Share:
-        """Share of samples that are correct in more than half of the draws."""
-        return share_with_interval(_most(self.correct)[None])
-
-    @property
-    def majority_clean(self) -> Share:
-        return share_with_interval(_most(self.correct_clean)[None])
-
-    @property
-    def static_accuracy(self) -> Share:
-        """The accuracy of the model before adaptation, on the submitted points."""
-        return share_with_interval(self.static[None])
-
-    @property
-    def static_clean_accuracy(self) -> Share:
-        return share_with_interval(self.static_clean[None])
-
-    def rejection(self, threshold: float) -> Rejection:
-        """The rates of a rejecting defence at a threshold of its score.
-
-        Raises:
-          ValueError: the defence does not reject.
-        """
-        score, clean = self._scores()
-        accepted = score <= threshold
-        wrong = ~self.correct & accepted
-        kept = int(accepted.sum())
-        return Rejection(
-            float(threshold),
-            float(wrong.mean()),
-            float(wrong.sum() / kept) if kept else 0.0,
-            float((clean > threshold).mean()),
-            float((~accepted).mean()),
+def measured_costs(referee: Referee, x: Array, x_adv: Array) -> np.ndarray:
+    """``[size]``: costs of the submitted points; raises if one is outside ball or box."""
+    cost, eps = np.asarray(referee.attack.inner.ball.cost(x, x_adv)), float(referee.eps)
+    outside = ~(cost <= eps * (1 + 1e-6))
+    if outside.any():
+        first = int(np.argmax(outside))
+        raise ValueError(
+            f"the attack submitted {int(outside.sum())} points outside of their ball or box, first "
+            f"at index {first} with cost {cost[first]:g} of {eps:g}."
         )
-
-    def operating_point(self, budget: float = REJECTIONS) -> Rejection:
-        """The rates at the least threshold that rejects at most ``budget`` of the clean inputs.
-
-        Raises:
-          ValueError: the defence does not reject; a budget outside ``[0, 1]``.
-        """
-        if not 0 <= budget <= 1:
-            raise ValueError(f"budget must lie in [0, 1], got {budget!r}.")
-        _, clean = self._scores()
-        return self.rejection(threshold_for(clean.ravel(), budget))
-
-    def rejection_curve(self) -> list[Rejection]:
-        """All operating points, from rejecting every clean input to rejecting none."""
-        _, clean = self._scores()
-        ends = np.unique(np.concatenate([[-np.inf], clean.ravel()]))
-        return [self.rejection(float(threshold)) for threshold in ends]
-
-    def _scores(self) -> tuple[np.ndarray, np.ndarray]:
-        if self.score is None or self.score_clean is None:
-            raise ValueError("this defence does not reject, so there is no threshold to choose.")
-        return self.score, self.score_clean
-
-
-def threshold_for(clean: np.ndarray, budget: float) -> float:
-    """The least score above which at most the share ``budget`` of the clean scores lies.
-
-    >>> threshold_for(np.arange(10.0), 0.2)
-    7.0
-    """
-    ordered = np.sort(clean)
-    allowed = int(np.floor(budget * len(ordered) + 1e-9))
-    return float(ordered[len(ordered) - 1 - allowed]) if allowed < len(ordered) else -np.inf
-
-
-def _most(facts: np.ndarray) -> np.ndarray:
-    return 2 * facts.sum(axis=0) > len(facts)
-
-
-def worst(reports: dict[str, GameReport]) -> tuple[str, GameReport]:
-    """The attack that leaves the lowest one-shot accuracy, by name.
-
-    For a defence that rejects, the attack with the largest error at its operating point. Points of
-    several attacks are not combined: the defence adapts to a set as a whole, and has not adapted to
-    the combined one.
-
-    Raises:
-      ValueError: no report.
-    """
-    if not reports:
-        raise ValueError("there is no report to choose from.")
-
-    def left(name: str) -> float:
-        found = reports[name]
-        return found.one_shot.value if found.score is None else -found.operating_point().err
-
-    name = min(reports, key=left)
-    return name, reports[name]
-
-
-def cost_multiple(
-    defense: Defense, memory: Any, x: AnyArray, *, key: Array, repeats: int = 3
-) -> float:
-    """Time of adaptation and prediction, in multiples of the static model's prediction.
-
-    Args:
-      defense: the defence.
-      memory: its memory.
-      x: ``[n, *shape]``, one round.
-      key: for the adaptation.
-      repeats: timings of both, after one that compiles; the shortest counts.
-    """
-    arguments.check(x=x, key=key)
-    repeats = validate.check_count("repeats", repeats)
-    state, inputs = defense.begin(memory), jnp.asarray(x)
-    base = defense.base(memory, state, len(inputs))
-    whole = jax.jit(_adapted_prediction)
-    plain = jax.jit(_prediction)
-    most = _least(repeats, lambda: whole(defense, memory, state, inputs, key))
-    least = _least(repeats, lambda: plain(defense, memory, base, inputs))
-    return most / least
-
-
-def _adapted_prediction(defense: Defense, memory: Any, state: Any, x: Array, key: Array) -> Any:
-    adapted, _ = defense.adapt(key, memory, state, x)
-    return defense.predict(memory, adapted, x)
-
-
-def _prediction(defense: Defense, memory: Any, adapted: Any, x: Array) -> Any:
-    return defense.predict(memory, adapted, x)
-
-
-def _least(repeats: int, work: Any) -> float:
-    jax.block_until_ready(work())
-    seconds = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        jax.block_until_ready(work())
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
+    return cost

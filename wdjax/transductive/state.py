@@ -1,4 +1,4 @@
-"""The state of a game, and its constants."""
+"""What is saved of a game: the players' states and the results so far, as one pytree."""
 
 from typing import Any, NamedTuple
 
@@ -6,14 +6,23 @@ import numpy as np
 
 from wdjax.core import Array, PyTree
 from wdjax.transductive.bank import Bank
-from wdjax.transductive.defense import Defense
-from wdjax.transductive.space_attack import SpaceAttack
+
+
+class RoundInputs(NamedTuple):
+    """The inputs of a round."""
+
+    number: int
+    x: Array
+    """``[size, *shape]``"""
+    y: Array
+    """``[size]``"""
 
 
 class BestSet(NamedTuple):
     """The attacker's best set of a round so far."""
 
     x: Array
+    """``[size, *shape]``"""
     errors: Array
     """The error rate of its simulation."""
     value: Array
@@ -21,11 +30,31 @@ class BestSet(NamedTuple):
     number: Array
     """The iteration that found it."""
     fault: Array
-    """``[n]``: whether anything was not finite."""
+    """``[size]``: whether anything was not finite."""
+
+
+class AttackerState(NamedTuple):
+    """What the attacker keeps between its iterations."""
+
+    mirror: PyTree
+    """The simulation of the defender's state."""
+    bank: Bank
+    first: Array
+    """The points of the round's first iteration, ``[size, *shape]``."""
+    best: BestSet
+
+
+class DefenderStates(NamedTuple):
+    """What the defender keeps from round to round, in two games with the same private keys."""
+
+    attacked: PyTree
+    """In the game in which the attacker moves the inputs."""
+    clean: PyTree
+    """In the game in which nobody does."""
 
 
 class GameRecord(NamedTuple):
-    """The results so far: ``[rounds, ...]`` arrays on the host, named as in :class:`Report`."""
+    """The results so far: ``[rounds, ...]`` arrays on the host, named as in ``GameReport``."""
 
     x_adv: np.ndarray
     cost: np.ndarray
@@ -47,39 +76,38 @@ class State(NamedTuple):
 
     round: np.ndarray
     iteration: np.ndarray
-    true: PyTree
-    """The defender's state."""
-    clean: PyTree
-    """The state of a defender who is given clean inputs."""
-    mirror: PyTree
-    """The attacker's simulation of the defender's state."""
-    bank: Bank
-    first: Array
-    """The points of the round's first iteration, ``[size, *shape]``."""
-    best: BestSet
+    """The number of the attacker's iterations in this round."""
+    defender: DefenderStates
+    attacker: AttackerState
     record: GameRecord
 
 
-class Table(NamedTuple):
-    """The constants of a game."""
+def empty_record(x: Array, draws: int, iterations: int) -> GameRecord:
+    """The record before the first turn, for inputs ``[rounds, size, *shape]``."""
+    rounds, size = x.shape[:2]
+    inputs, drawn, steps = (rounds, size), (rounds, draws, size), (rounds, iterations)
+    return GameRecord(
+        x_adv=np.zeros(x.shape, x.dtype),
+        cost=np.zeros(inputs, x.dtype),
+        correct=np.zeros(drawn, bool),
+        correct_clean=np.zeros(drawn, bool),
+        static=np.zeros(inputs, bool),
+        static_clean=np.zeros(inputs, bool),
+        fault=np.zeros(inputs, bool),
+        simulated=np.zeros(steps, np.float32),
+        raised=np.zeros(steps, np.float32),
+        chosen=np.full(rounds, -1),
+        gradients=np.zeros(rounds, np.float32),
+        score=np.zeros(drawn, np.float32),
+        score_clean=np.zeros(drawn, np.float32),
+    )
 
-    defense: Defense
-    attack: SpaceAttack
-    memory: PyTree
-    x: Array
-    """``[rounds, size, *shape]``"""
-    y: Array
-    eps: Array
-    attacker: Array
-    """The attacker's key."""
-    defender: Any
-    """The defender's key, known to the referee only; in the attacker's turns the round's key if it
-    leaks, else None."""
-    draws: int
-    leak: str
-    company: bool
-    budget: float
 
-    @property
-    def box(self) -> tuple[float, float] | None:
-        return self.attack.inner.ball.box
+def written(record: GameRecord, *place: int, **results: Any) -> GameRecord:
+    """The record with ``results`` written at an index."""
+    changed = {}
+    for name, value in results.items():
+        leaf = np.array(getattr(record, name))
+        leaf[place] = value
+        changed[name] = leaf
+    return record._replace(**changed)
