@@ -1,5 +1,7 @@
 """Bounds of functions of one number, and of quotients, against many points at every scale."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from wdjax.bounds import activation, relax
 from wdjax.bounds.fused import fuse
 from wdjax.bounds.graph import flatten
 from wdjax.bounds.primitives import TABLE
+from wdjax.precision import float64
 
 FUNCTIONS = {
     "gelu": lambda z: jax.nn.gelu(z, approximate=False),
@@ -96,6 +99,9 @@ SCALED = {
     "tanh": (lax.tanh, np.tanh, True),
     "logistic": (lax.logistic, scipy.special.expit, True),
     "erf": (lax.erf, scipy.special.erf, True),
+    "atan": (lax.atan, np.arctan, True),
+    "asinh": (lax.asinh, np.arcsinh, True),
+    "acosh": (lax.acosh, np.arccosh, False),
     "log": (lax.log, np.log, False),
     "log1p": (lax.log1p, np.log1p, False),
     "sqrt": (lax.sqrt, np.sqrt, False),
@@ -133,6 +139,109 @@ def test_what_is_lost_below_and_above_all_floats_is_charged(name):
         held = sign * (value - line) >= 0
         assert np.all(held | ~np.isfinite(line))
         assert np.isfinite(line).mean() > 0.2
+
+
+S_SHAPED = {
+    "tanh": np.tanh, "logistic": lambda z: 1 / (1 + np.exp(-z)), "erf": scipy.special.erf,
+    "atan": np.arctan, "asinh": np.arcsinh,
+}  # fmt: skip
+
+
+def any_ends(dtype, rng, n):
+    """Of both signs and all magnitudes, also equal ones, nearly equal ones and 0."""
+    most = np.log10(float(np.finfo(dtype).max)) - 1
+
+    def number(low, high):
+        return rng.choice([-1, 1], n) * 10.0 ** rng.uniform(low, high, n)
+
+    sides = [
+        (number(-most + 1, most), number(-most + 1, most)),
+        (number(-4, 2), number(-4, 2)),
+        (number(-4, 2), number(-most + 1, most)),
+        (number(-4, 2), np.zeros(n)),
+        (one := number(-most + 1, most), one),
+        (one := number(-4, 2), one * (1 + 10 ** rng.uniform(-8, 0, n))),
+    ]
+    return np.sort(np.concatenate(sides, axis=1).astype(dtype), axis=0)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", S_SHAPED)
+def test_lines_of_s_shaped_functions_hold_between_any_ends(name, dtype):
+    """At points close to both ends, evenly between them, and at every scale around 0."""
+    rng, long = np.random.default_rng(6), np.longdouble
+    with float64() if dtype == np.float64 else contextlib.nullcontext():
+        lower, upper = any_ends(dtype, rng, 250)
+        eqn = jax.make_jaxpr(getattr(lax, name))(lower).eqns[0]
+        found = TABLE[name].lines(eqn, [(jnp.asarray(lower), jnp.asarray(upper))], [True])
+        (view,) = found.views
+        low, up, below, above = (
+            np.asarray(t).astype(long) for t in (view.low, view.up, found.low, found.up)
+        )
+    assert all(np.isfinite(t).all() for t in (low, up, below, above))
+    near = 10.0 ** np.linspace(-12, -1.6, 12)
+    shares = np.concatenate([np.linspace(0, 1, 17), near, 1 - near])[:, None]
+    scales = 10 ** np.linspace(-3, 2, 60)[:, None] * np.ones(len(lower))
+    z = np.concatenate([lower + shares * (upper - lower.astype(long)), scales, -scales])
+    z = np.clip(z.astype(dtype), lower, upper)
+    if name == "erf":
+        value, unsure = scipy.special.erf(z.astype(float)).astype(long), 3e-16
+    else:
+        with np.errstate(over="ignore"):
+            value, unsure = S_SHAPED[name](z.astype(long)), 0.0
+    assert np.all(low * z + below <= value + unsure)
+    assert np.all(up * z + above >= value - unsure)
+
+
+def hull_at_middle(values):
+    """The height at the middle of the concave hull of ``[2 k + 1, n]`` values on an even grid."""
+    half = len(values) // 2
+    left, right = np.arange(half)[:, None], np.arange(half + 1, len(values))[None]
+    share = (half - left) / (right - left)
+    chords = (1 - share)[..., None] * values[left] + share[..., None] * values[right]
+    return np.maximum(values[half], chords.max(axis=(0, 1)))
+
+
+ROUND = (-12, 12)
+NEAREST = {
+    **{name: (getattr(lax, name), ROUND, 1.005, 1.015) for name in S_SHAPED},
+    **{name: (getattr(lax, name), ROUND, 1.005, 1.1) for name in ("exp", "expm1", "sin")},
+    **{name: (getattr(lax, name), (0.05, 9), 1.006, 1.015) for name in ("log", "log1p", "sqrt")},
+    "acosh": (lax.acosh, (1.05, 9), 1.006, 1.02),
+    **{name: (FUNCTIONS[name], ROUND, 1.15, 1.8) for name in ("gelu", "gelu of tanh", "mish")},
+    **{name: (FUNCTIONS[name], ROUND, 1.1, 1.7) for name in ("silu", "elu", "cube")},
+    "softplus": (FUNCTIONS["softplus"], ROUND, 1.15, 3.2),
+}
+"""Function, domain, and bars: the 90 % quantile and the maximum of the ratio of areas."""
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", NEAREST)
+def test_area_between_lines_is_nearly_the_smallest(name):
+    """That of the concave and the convex hull's supporting lines at the middle, by brute force."""
+    fn, (least, most), usual, worst = NEAREST[name]
+    rng = np.random.default_rng(7)
+    middle = rng.uniform(least, most, 200) * (rng.choice([0.1, 0.4, 1], 200) if least < 0 else 1)
+    half = 10 ** rng.uniform(-1.5, 0.9, 200)
+    ends = np.clip([middle - half, middle + half], least, most).astype(np.float32)
+    (node,) = fused(fn, (200,))
+    found = TABLE[node.name].lines(node.eqn, [tuple(map(jnp.asarray, ends))], [True])
+    ends = ends.astype(float)
+    with float64():
+        values = np.asarray(
+            fn(jnp.asarray(ends[0] + np.linspace(0, 1, 201)[:, None] * np.ptp(ends, axis=0)))
+        )
+    smallest = hull_at_middle(values) + hull_at_middle(-values)
+    (view,) = found.views
+    steep = np.asarray(view.up, float) - np.asarray(view.low, float)
+    gap = steep * ends.mean(axis=0) + np.asarray(found.up, float) - np.asarray(found.low, float)
+    # Elsewhere nothing counts but rounding.
+    curved = smallest > 1e-3 * np.maximum(np.abs(values).max(axis=0), 1.0)
+    assert curved.sum() > 80
+    ratio = gap[curved] / smallest[curved]
+    assert np.quantile(ratio, 0.9) < usual
+    assert np.max(ratio) < worst
 
 
 @pytest.mark.fast

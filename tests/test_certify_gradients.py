@@ -126,3 +126,24 @@ def test_degenerate_nets_have_finite_gradients(norm):
         for slopes in (margins, radii, trained):
             for leaf in jax.tree.leaves(slopes(given, jnp.full(2, label))):
                 assert np.isfinite(leaf).all(), (scale, eps, label)
+
+
+@pytest.mark.parametrize("name", ["tanh", "logistic", "erf", "atan", "asinh", "log1p", "sin"])
+def test_smooth_functions_have_finite_gradients(name):
+    """Also where the operand does not vary, is 0, or is far out."""
+    x, y = jnp.array([[0.0, 1.0], [0.5, 0.5]]), jnp.array([0, 1])
+
+    def apply(p, x):
+        return getattr(jax.lax, name)(x @ p[0]) @ p[1]
+
+    @jax.jit
+    @jax.grad
+    def margins(given):
+        p, eps = given
+        low = certify.margin_bounds(Model(apply, p), x, y, norm=math.inf, eps=eps)
+        return jnp.sum(jnp.where(jnp.isfinite(low), low, 0.0))
+
+    for scale, eps in itertools.product((0.0, 1.0, 1e4), (0.0, 0.1)):
+        p = scale * jnp.array([[1.0, 0.0, 0.5], [1.0, 0.0, 0.0]]), jnp.eye(3)[:, :2]
+        for leaf in jax.tree.leaves(margins((p, jnp.asarray(eps)))):
+            assert np.isfinite(leaf).all(), (scale, eps)

@@ -16,18 +16,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 
 from wdjax.bounds import interval, record
 from wdjax.bounds.domain import Array, Interval, Value, ends, fresh, largest_size, tiny
-from wdjax.bounds.graph import flatten
+from wdjax.bounds.graph import Graph, flatten
 from wdjax.bounds.primitives.functions import function
 from wdjax.bounds.record import ONCE, Ends, Lines, View
 
 _HALF = 12
 """Number of cells on each side of 0, where the pieces of most activations meet."""
-_TANGENTS = (0.0, 0.15, 0.3, 0.5, 0.7, 0.85, 1.0)
-"""Tangent points to try, as fractions of the interval, beside the chord and the slope 0."""
+_POINTS = (0, 3, 6, 9, 12, 13, 16, 19, 22, 25)
+"""Cells at whose beginnings the function is evaluated to find its hulls; the last is the end."""
+_TURNS = 2
+"""Number of times that both ends of the hull's edge are moved."""
 
 primitive = Primitive("elementwise")
 """Applies its parameter ``jaxpr``, a scalar function, to every entry of the operand."""
@@ -50,16 +52,14 @@ def _lines(program: ClosedJaxpr, lower: Array, upper: Array) -> tuple[Array, ...
     Returns six scalars: the lower and upper slope, the lower and upper intercept, and the lower and
     upper bound of the function itself (the intercepts for slope 0).
     """
-    run = jaxpr_as_fun(program)
-
-    def value(z: Array) -> Array:
-        return jnp.asarray(run(z)[0])
-
+    value = functools.partial(_run, flatten(program))
     slope = jax.make_jaxpr(jax.grad(value))(lower)
-    width = jnp.where(upper > lower, upper - lower, 1.0)
-    chord = jnp.where(upper > lower, (value(upper) - value(lower)) / width, 0.0)
-    tangents = [jax.grad(value)(lower + at * (upper - lower)) for at in _TANGENTS]
-    slopes = lax.stop_gradient(jnp.stack([0 * lower, chord, *tangents]))
+    middle = 0.5 * lower + 0.5 * upper
+    cuts = [*(_cut(lower, upper, jnp.asarray(k)) for k in _POINTS), middle]
+    heights, steep = jax.vmap(jax.value_and_grad(value))(jnp.stack(cuts))
+    above, below = (_hull(cuts[:-1], list(tops[:-1]), middle) for tops in (heights, -heights))
+    tangents = steep[0], steep[-1], steep[-2]
+    slopes = lax.stop_gradient(jnp.stack([0 * lower, above, -below, *tangents]))
     slopes = jnp.where(jnp.isfinite(slopes), slopes, 0.0)
 
     def cell(found: Ends, k: Array) -> tuple[Ends, None]:
@@ -79,9 +79,57 @@ def _lines(program: ClosedJaxpr, lower: Array, upper: Array) -> tuple[Array, ...
     (below, above), _ = lax.scan(cell, start, jnp.arange(2 * _HALF + 1))
     error = _deviation(program, lower, upper)
     below, above = below - error, above + error
-    middle = 0.5 * lower + 0.5 * upper
     low, up = jnp.argmax(below + slopes * middle), jnp.argmin(above + slopes * middle)
     return slopes[low], slopes[up], below[low], above[up], below[0], above[0]
+
+
+def _run(graph: Graph, z: Array) -> Array:
+    """Runs a scalar program, with a derivative of tanh that intervals bound well."""
+    values = {**graph.constants, graph.inputs[0]: z}
+    for node in graph.nodes:
+        args = [values[place] for place in node.inputs]
+        own = (
+            _tanh(*args)
+            if node.name == "tanh"
+            else node.eqn.primitive.bind(*args, **node.eqn.params)
+        )
+        values[node.outputs[0]] = own
+    return jnp.asarray(values[graph.outputs[0]])
+
+
+@jax.custom_jvp
+def _tanh(z: Array) -> Array:
+    return jnp.tanh(z)
+
+
+@_tanh.defjvp
+def _tanh_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    """JAX adds ``(1 - h) h`` to ``1 - h``, whose intervals lose that both have the same ``h``."""
+    (z,), (change,) = primals, tangents
+    h = jnp.tanh(z)
+    return h, change * ((1 - h) * (1 + h))
+
+
+def _hull(at: Sequence[Array], heights: Sequence[Array], middle: Array) -> Array:
+    """The slope at ``middle`` of the concave hull of the points ``(at, heights)``, all scalars.
+
+    Its edge there is the highest of all chords across the middle: each end in turn is moved to
+    where the chord to the other end is highest.
+    """
+    points = list(zip(at, heights))
+
+    def steep(one: Ends, two: Ends) -> Array:
+        return (two[1] - one[1]) / (two[0] - one[0])
+
+    begin, end = points[0], points[-1]
+    for _ in range(_TURNS):
+        for x, height in points[1:]:
+            better = (x > middle) & (steep(begin, (x, height)) > steep(begin, end))
+            end = jnp.where(better, x, end[0]), jnp.where(better, height, end[1])
+        for x, height in points[:-1]:
+            better = (x < middle) & (steep((x, height), end) < steep(begin, end))
+            begin = jnp.where(better, x, begin[0]), jnp.where(better, height, begin[1])
+    return steep(begin, end)
 
 
 def _cut(lower: Array, upper: Array, k: Array) -> Array:
@@ -90,7 +138,8 @@ def _cut(lower: Array, upper: Array, k: Array) -> Array:
     right = k > _HALF
     start, stop = jnp.where(right, least, lower), jnp.where(right, upper, -least)
     share = jnp.where(right, k - _HALF - 1, k) / _HALF
-    split = jnp.where(share == 1, stop, start + share * (stop - start))
+    near = 0.5 * share * jnp.where(right, 1 + share, 3 - share)  # Narrower towards 0.
+    split = jnp.where(share == 1, stop, start + near * (stop - start))
     even = jnp.where(k == count, upper, lower + k / count * (upper - lower))
     return jnp.where((lower < -least) & (upper > least), split, even)
 

@@ -146,26 +146,20 @@ def sigmoid(
         lower, upper = args[0]
         width = jnp.where(upper > lower, upper - lower, 1.0)
         chord = jnp.where(upper > lower, _ratio(f(upper) - f(lower), width), slope(lower))
-        middle = 0.5 * lower + 0.5 * upper
-        # Above: the chord where that is sound, else a tangent, from the lower end or at the middle.
-        up = jnp.where(lower >= 0, slope(middle), _tangent(f, slope, lower, upper, chord))
-        low = jnp.where(
-            upper <= 0, slope(middle), _tangent(_mirror(f), slope, -upper, -lower, chord)
-        )
+        up = _tangent(f, slope, lower, upper, chord)
+        low = _tangent(lambda z: -f(-z), slope, -upper, -lower, chord)
         lines = []
         for line, pick in ((low, jnp.minimum), (up, jnp.maximum)):
-            turn = inverse(jnp.clip(line, 0.0, slope(jnp.zeros_like(line))))
+            # The derivative of f(z) - line z at the turn is 0.
+            turn = lax.stop_gradient(inverse(jnp.clip(line, 0.0, slope(jnp.zeros_like(line)))))
             points = (lower, upper, jnp.clip(turn, lower, upper), jnp.clip(-turn, lower, upper))
             lines.append(functools.reduce(pick, [f(z) - line * z for z in points]))
         reach = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
-        slack = _rounding(eqn, jnp.ones_like(reach), low * reach, up * reach)
+        size = jnp.maximum(1.0, jnp.maximum(jnp.abs(f(lower)), jnp.abs(f(upper))))
+        slack = _rounding(eqn, size, low * reach, up * reach)
         return Lines((View(0, low, up),), lines[0] - slack, lines[1] + slack)
 
     return rule
-
-
-def _mirror(f: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    return lambda z: -f(-z)
 
 
 def _tangent(
@@ -175,14 +169,22 @@ def _tangent(
     upper: Array,
     chord: Array,
 ) -> Array:
-    """The least slope (or nearly) of a line through the lower end that lies above ``f``."""
-    low, high = jnp.maximum(lower, 0.0), jnp.maximum(upper, 0.0)
+    """The slope of the line above an S-shaped ``f`` that is lowest at the middle of the interval.
+
+    It supports the concave hull there, which is ``f`` from the point on whose tangent goes through
+    the lower end, and that tangent before it; the chord if there is no such point.
+    """
+    begin = jnp.maximum(lower, 0.0)
+    # The tangent point of an odd function is at most -lower.
+    low, high = begin, jnp.maximum(jnp.minimum(upper, jnp.abs(lower)), begin)
     start = f(lower)
     for _ in range(12):
-        middle = 0.5 * low + 0.5 * high
-        above = start + slope(middle) * (middle - lower) >= f(middle)
-        low, high = jnp.where(above, middle, low), jnp.where(above, high, middle)
-    return jnp.where((upper <= 0) | (slope(upper) >= chord), chord, slope(low))
+        point = 0.5 * low + 0.5 * high
+        above = start + slope(point) * (point - lower) >= f(point)
+        low, high = jnp.where(above, point, low), jnp.where(above, high, point)
+    tangent = slope(jnp.maximum(low, 0.5 * lower + 0.5 * upper))
+    convex = (upper <= 0) | ((lower < 0) & (slope(upper) >= chord))
+    return jnp.where(convex, chord, tangent)
 
 
 def wave(f: Callable[[Array], Array], peak: float) -> Relaxation:

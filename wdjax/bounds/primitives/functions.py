@@ -1,5 +1,6 @@
 """Records of entrywise functions, with the measured errors of their float programs."""
 
+import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -69,6 +70,10 @@ def _sigma(z: Array) -> Array:
     return 0.5 + 0.5 * jnp.tanh(0.5 * z)
 
 
+_BELL = 2 / math.sqrt(math.pi)
+"""The largest derivative of erf."""
+
+
 def _largest(low: Array, high: Array) -> Array:
     return jnp.maximum(jnp.abs(low), jnp.abs(high))
 
@@ -82,8 +87,18 @@ RECORDS = [
         "exp", Error(2.7, 1.2, 0.6), lambda _, high: jnp.exp(high), relax.convex(jnp.exp, jnp.exp)
     ),
     # Computed as exp(x log 2); its error grows with the rounded product.
-    rising("exp2", Error(34.2, 358, 47), lambda _, high: jnp.exp2(high)),
-    rising("expm1", Error(3.2, 2.7, 1.2), lambda _, high: jnp.exp(high)),
+    rising(
+        "exp2",
+        Error(34.2, 358, 47),
+        lambda _, high: jnp.exp2(high),
+        relax.convex(jnp.exp2, lambda z: math.log(2) * jnp.exp2(z)),
+    ),
+    rising(
+        "expm1",
+        Error(3.2, 2.7, 1.2),
+        lambda _, high: jnp.exp(high),
+        relax.convex(jnp.expm1, jnp.exp),
+    ),
     rising(
         "log",
         Error(1.1, 0.6, 0.6),
@@ -94,6 +109,7 @@ RECORDS = [
         "log1p",
         Error(1.8, 120, 1.2),
         lambda low, _: jnp.where(low > -1, 1 / (1 + low), jnp.inf),
+        relax.concave(jnp.log1p, lambda z: 1 / (1 + z)),
     ),
     rising(
         "sqrt",
@@ -107,7 +123,12 @@ RECORDS = [
         lambda low, _: jnp.where(low > 0, 0.5 * low**-1.5, jnp.inf),
         relax.convex(lax.rsqrt, lambda z: -0.5 * z**-1.5),
     ),
-    rising("atan", Error(2.9, 2.6, 0.6), 1.0),
+    rising(
+        "atan",
+        Error(2.9, 2.6, 0.6),
+        1.0,
+        relax.sigmoid(jnp.arctan, lambda z: 1 / (1 + z**2), lambda s: jnp.sqrt(1 / s - 1)),
+    ),
     rising("tanh", Error(3.2, 3.5, 0.6), 1.0, relax.sigmoid(jnp.tanh, _gap, _where_tanh)),
     rising(
         "logistic",
@@ -115,7 +136,16 @@ RECORDS = [
         0.25,
         relax.sigmoid(_sigma, _rise, lambda s: 2 * _where_tanh(4 * s)),
     ),
-    rising("erf", Error(2.7, 1.1, 0.6), 1.1283792),
+    rising(
+        "erf",
+        Error(2.7, 1.1, 0.6),
+        1.1283792,
+        relax.sigmoid(
+            lax.erf,
+            lambda z: _BELL * jnp.exp(-(z**2)),
+            lambda s: jnp.sqrt(jnp.maximum(-jnp.log(s / _BELL), 0.0)),
+        ),
+    ),
     falling("erfc", Error(33, 256, 0.6), 1.1283792),
     function("sin", nonlinear.wave(0.25), Error(0.6, 0.6, 0.6), relax.wave(jnp.sin, 0.25)),
     function("cos", nonlinear.wave(0.0), Error(0.6, 0.6, 0.6), relax.wave(jnp.cos, 0.0)),
@@ -126,11 +156,19 @@ RECORDS = [
         relax.convex(jnp.cosh, jnp.sinh),
     ),
     rising("sinh", Error(13.5, 270, 0.6), lambda low, high: jnp.cosh(_largest(low, high))),
-    rising("asinh", Error(1.9, 1.7, 1.3), 1.0),
+    rising(
+        "asinh",
+        Error(1.9, 1.7, 1.3),
+        1.0,
+        relax.sigmoid(
+            jnp.arcsinh, lambda z: lax.rsqrt(1 + z**2), lambda s: jnp.sqrt((1 - s) * (1 + s)) / s
+        ),
+    ),
     rising(
         "acosh",
         Error(1.6, 1.5, 1.6),
         lambda low, _: jnp.where(low > 1, lax.rsqrt((low - 1) * (low + 1)), jnp.inf),
+        relax.concave(jnp.arccosh, lambda z: lax.rsqrt(z - 1) * lax.rsqrt(z + 1)),
     ),
     rising(
         "atanh",
