@@ -349,6 +349,7 @@ def backward(
     slopes: Mapping[int, Array] | None = None,
     record: dict[int, tuple[Array, Array]] | None = None,
     mirrored: bool = False,
+    arrived: list[Coefficients] | None = None,
 ) -> Array:
     """Lower bounds ``[G, R]`` of sums of linear functions of values.
 
@@ -360,6 +361,7 @@ def backward(
         coefficients or dense; None for those of ``state.lines``.
       record: filled with ``(default slopes, coefficients)`` of each ReLU whose slopes are free.
       mirrored: also bounds the negatives, ``[2, G, R]``; the lines must be parallel.
+      arrived: gets the coefficients at the input, if the functions depend on it.
     """
     net, found = state.network, dict(coefficients)
     first = next(iter(found.values())).a
@@ -400,6 +402,8 @@ def backward(
                     send(part, back)
     if net.source in found:
         a, least = found[net.source], functools.partial(state.region.least, rows=rows)
+        if arrived is not None:
+            arrived.append(a)
         sum_ = sum_.plus(jnp.stack([least(a), least(a._replace(a=-a.a))]) if mirrored else least(a))
     return sum_.low(network.flushed(net))
 

@@ -1,0 +1,151 @@
+"""Searches a box for a point whose output a specification forbids: the attack on a property."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from wdjax import norms, program
+from wdjax.attacks import PGD
+from wdjax.balls import Lp
+from wdjax.certify.specification import Specification
+from wdjax.core import Array, Classifier, PyTree
+from wdjax.engine import driver
+
+Numbers = npt.NDArray[Any]
+
+_DRAWS = 256
+"""Random points, half of them corners, from which the starts are chosen."""
+_STARTS, _MEMBERS = 64, 32
+"""Number of starts, and of members of the specification that have starts of their own."""
+_STEPS = 40
+_TRUSTED = 1e-5
+"""A point is evaluated again if its excess is at most this, relative to the outputs' size."""
+_AGAIN = 16
+"""Number of points that are evaluated again, the best first."""
+
+
+class Witness(NamedTuple):
+    """A point of the box and the forbidden output there."""
+
+    x: Numbers
+    """``[*shape]``"""
+    y: Numbers
+    """``[K]``"""
+
+
+class Forbidden(NamedTuple):
+    """A specification as arrays of fixed size: ``R`` rows, ``M`` members."""
+
+    a: Array
+    """``[R, K]``"""
+    b: Array
+    """``[R]``"""
+    member: Array
+    """``[M, R]`` booleans: the rows of each member; members without rows fill up."""
+
+    def gain(self, y: Array) -> Array:
+        """``[n, M]`` for outputs ``[n, K]``: minus the largest ``A y - b`` of each member, at least
+        0 where all its inequalities hold; -inf for members without rows."""
+        value = y @ self.a.T - self.b
+        most = jnp.max(jnp.where(self.member, value[:, None], -jnp.inf), axis=-1)
+        return jnp.where(jnp.any(self.member, axis=-1), -most, -jnp.inf)
+
+
+def forbidden(spec: Specification, rows: int, dtype: Any) -> Forbidden:
+    """The arrays of a specification, filled up to ``rows`` rows and members."""
+    a, b, member = spec.rows
+    more = rows - len(b)
+    belongs = np.arange(rows)[:, None] == np.pad(member, (0, more), constant_values=-1)
+    return Forbidden(
+        jnp.asarray(np.pad(a, ((0, more), (0, 0))), dtype),
+        jnp.asarray(np.pad(b, (0, more)), dtype),
+        jnp.asarray(belongs),
+    )
+
+
+def witness(
+    model: Classifier, spec: Specification, lower: Numbers, upper: Numbers, points: Numbers
+) -> Witness | None:
+    """The first of ``points``, ``[n, *shape]``, whose output is forbidden; None without one.
+
+    Points are moved into the box ``[lower, upper]`` and evaluated by the model itself; the
+    inequalities are decided exactly.
+    """
+    x = np.clip(points, lower, upper)
+    y = np.asarray(program.outputs(model, x))
+    excess = spec.excess(y)
+    near = _TRUSTED * (1 + np.abs(y).max(axis=1, initial=0.0))
+    order = [i for i in np.argsort(excess) if excess[i] <= near[i]]
+    for i in order[:_AGAIN]:
+        own = np.asarray(program.outputs(model, x[i : i + 1]))[0]
+        if spec.violated(own) and np.all((x[i] >= lower) & (x[i] <= upper)):
+            return Witness(x[i], own)
+    return None
+
+
+def search(
+    model: Classifier, spec: Specification, lower: Numbers, upper: Numbers, rows: int, key: Array
+) -> Iterator[Numbers]:
+    """Yields arrays of points ``[n, *shape]`` of the box, the likeliest violations: first the best
+    of random ones and corners, then those of projected gradient steps from these.
+    """
+    given = forbidden(spec, rows, lower.dtype)
+    members = min(len(spec.members), _MEMBERS)
+    members = 1 << (members - 1).bit_length()
+    u, goal, points = _drawn(model, given, lower, upper, key, members)
+    yield np.asarray(points)
+    yield np.asarray(_climbed(model, given, lower, upper, u, goal))
+
+
+@functools.partial(jax.jit, static_argnames="members")
+def _drawn(
+    model: Classifier, given: Forbidden, lower: Array, upper: Array, key: Array, members: int
+) -> tuple[Array, Array, Array]:
+    """``_STARTS`` points in unit coordinates, each with its member; and the same as inputs.
+
+    Half of the draws are corners; each of the ``members`` likeliest members gets its best points.
+    """
+    one, two = jax.random.split(key)
+    half = _DRAWS // 2, *lower.shape
+    inside = jax.random.uniform(one, half, lower.dtype)
+    corners = jax.random.bernoulli(two, shape=half).astype(lower.dtype)
+    u = jnp.concatenate([jnp.full((1, *lower.shape), 0.5, lower.dtype), inside, corners])
+    gain = jnp.nan_to_num(given.gain(model(_placed(u, lower, upper))), nan=-jnp.inf)
+    best, which = jax.lax.top_k(jnp.max(gain, axis=0), min(members, gain.shape[1]))
+    each = max(_STARTS // len(which), 1)
+    chosen = jax.lax.top_k(gain[:, which].T, each)[1].reshape(-1)
+    goal = jnp.repeat(jnp.where(best > -jnp.inf, which, which[0]), each)
+    return u[chosen], goal, _placed(u[chosen], lower, upper)
+
+
+def _placed(u: Array, lower: Array, upper: Array) -> Array:
+    """Unit coordinates as points of the box."""
+    return jnp.clip(lower + u * (upper - lower), lower, upper)
+
+
+@jax.jit
+def _climbed(
+    model: Classifier, given: Forbidden, lower: Array, upper: Array, u: Array, goal: Array
+) -> Array:
+    """The points ``[n, *shape]`` that PGD reaches from ``u``, each for the member ``goal``."""
+    gains = jax.tree_util.Partial(_gains, (model, given, lower, upper))
+    attack = PGD(Lp(norms.NAMES["linf"]), steps=_STEPS, loss=_own, step_size=0.1)
+    center = jnp.full_like(u, 0.5)
+    found = driver.search(
+        attack, gains, center, goal, eps=0.5, criterion=_own, start=u, skip_misclassified=False
+    )
+    return _placed(found.x_adv, lower, upper)
+
+
+def _gains(known: tuple[Classifier, Forbidden, Array, Array], u: Array) -> Array:
+    model, given, lower, upper = known
+    return given.gain(model(_placed(u, lower, upper)))
+
+
+def _own(gain: PyTree, member: Array) -> Array:
+    return jnp.take_along_axis(gain, member[:, None], axis=1)[:, 0]

@@ -1,0 +1,269 @@
+r"""Branch and bound over boxes of inputs, for functions of few inputs.
+
+A box is cut by what its linear bounds say of the inputs of a violation, and halved along the input
+that loosens them most, until every part is proved or the time is over. No part is dropped: the
+bound is the least over all of them.
+
+Source: Wang et al. [wang2018]; the cuts, Zhou et al. [zhou2025].
+"""
+
+import math
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from wdjax.bounds import linear_outputs
+from wdjax.bounds.domain import Array
+from wdjax.bounds.linear_outputs import Objectives
+from wdjax.certify import falsify
+from wdjax.certify.specification import Specification
+from wdjax.core import Classifier
+
+Numbers = npt.NDArray[Any]
+
+WIDTH = 128
+"""Number of boxes that are bounded at once, on a CPU."""
+_CUTS, _MEANS = 3, 8
+"""Rounds of cuts, and steps to the best weights of a member's rows."""
+_BYTES = 2**30
+"""Memory for all open boxes; beyond it the search ends."""
+
+
+class Outcome(NamedTuple):
+    """What a search for a proof found."""
+
+    low: float
+    """The least bound over all parts: above 0 if the property is proved."""
+    leaves: int
+    """Number of boxes that were bounded."""
+    witness: falsify.Witness | None
+    ended: str
+
+
+class _Parts(NamedTuple):
+    """Boxes ``[L, *shape]`` after one turn."""
+
+    low: Any
+    """``[L]`` bounds: the least over members of the largest over their rows."""
+    lower: Any
+    upper: Any
+    """Ends of the box, cut."""
+    gain: Any
+    """``[L, N]``: which input to halve, the largest first."""
+    points: Any
+    """``[L, *shape]``: where the linear bound of the weakest member is least."""
+
+
+@jax.jit
+def _turn(model: Classifier, rows: Objectives, member: Array, lower: Array, upper: Array) -> _Parts:
+    """Bounds, cuts and scores ``[L, *shape]``; ``member``, ``[M, R]``, as in ``Forbidden``."""
+    low, a = linear_outputs.lower(model, rows, lower, upper, "crown")
+    shape, count = lower.shape, len(lower)
+    ends = lower.reshape(count, -1), upper.reshape(count, -1)
+    best, inner, outer, steep = jax.vmap(
+        lambda own: jax.vmap(lambda *box: _member(own, *box))(low, a, *ends), out_axes=1
+    )(member)
+    open_ = best <= 0
+    new_lower = jnp.min(jnp.where(open_[..., None], inner, jnp.inf), axis=1)
+    new_upper = jnp.max(jnp.where(open_[..., None], outer, -jnp.inf), axis=1)
+    kept = jnp.any(open_, axis=1)[:, None]
+    new_lower, new_upper = (jnp.where(kept, *pair) for pair in zip((new_lower, new_upper), ends))
+    size = jnp.sum(jnp.where(open_[..., None], jnp.abs(steep), 0.0), axis=1)
+    worst = jnp.argmin(best, axis=1)
+    toward = jnp.take_along_axis(steep, worst[:, None, None], axis=1)[:, 0]
+    points = jnp.where(toward > 0, new_lower, new_upper)
+    return _Parts(
+        jnp.min(best, axis=1),
+        new_lower.reshape(shape),
+        new_upper.reshape(shape),
+        jnp.sqrt(size) * (new_upper - new_lower),
+        points.reshape(shape),
+    )
+
+
+def _member(
+    own: Array, low: Array, a: Array, lower: Array, upper: Array
+) -> tuple[Array, Array, Array, Array]:
+    """What the linear bounds of the rows ``own``, ``[R]`` booleans, say of one box, ``[N]``.
+
+    A violation has all of these rows at most 0. Row r is at least ``low + sum |a| d``, with ``d``
+    the distances from the corner where that is least. So ``d <= -low / |a|``, which cuts the box;
+    in the cut box the corner's value is higher, and so on. A weighted mean of the rows is bounded
+    too.
+
+    Args:
+      own: ``[R]``
+      low: ``[R]`` lower bounds over the box.
+      a: ``[R, N]`` their coefficients.
+      lower: ``[N]``
+      upper: ``[N]``
+
+    Returns:
+      A lower bound of the largest of these rows, inf for no rows; the ends of the cut box; and the
+      coefficients ``[N]`` of the weighted mean.
+    """
+    unit = 32 * float(jnp.finfo(low.dtype).eps) * (a.shape[1] + a.shape[0] + 2)
+    reach = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
+    steep = jnp.where(own[:, None], jnp.abs(a), 0.0)
+    size = steep @ reach
+    # The planes a . x + level bound the rows from below.
+    level = low - jnp.sum(jnp.where(a > 0, a * lower, a * upper), axis=1)
+    level = level - unit * (jnp.abs(low) + size)
+    inner, outer = lower, upper
+    for _ in range(_CUTS):
+        least = jnp.sum(jnp.where(a > 0, a * inner, a * outer), axis=1) + level - unit * size
+        room = jnp.where(own & (least <= 0), -least, 0.0)[:, None]
+        far = jnp.where(steep > 0, room / jnp.where(steep > 0, steep, 1.0), jnp.inf)
+        far = jnp.where(jnp.isfinite(far) & own[:, None], far, jnp.inf)
+        far = far * (1 + unit) + unit * reach
+        high = jnp.min(jnp.where(a > 0, inner + far, jnp.inf), axis=0)
+        down = jnp.max(jnp.where(a < 0, outer - far, -jnp.inf), axis=0)
+        inner, outer = jnp.maximum(inner, down), jnp.minimum(outer, high)
+
+    def mean(weight: Array) -> tuple[Array, Array, Array]:
+        toward = weight @ jnp.where(own[:, None], a, 0.0)
+        point = jnp.where(toward > 0, inner, outer)
+        total = weight @ jnp.where(own, level, 0.0)
+        slack = unit * (weight @ (jnp.where(own, jnp.abs(level), 0.0) + size))
+        return jnp.sum(toward * point) + total - slack, toward, a @ point + level
+
+    least = jnp.sum(jnp.where(a > 0, a * inner, a * outer), axis=1) + level - unit * size
+    best = jnp.max(jnp.where(own, jnp.maximum(low, least), -jnp.inf))
+    scale = jnp.max(jnp.where(own, jnp.abs(low), 0.0))
+    tilt = jnp.where(own, 0.0, -jnp.inf) + 4 * jnp.where(own, low, 0.0) / (scale + 1e-30)
+    for _ in range(_MEANS):
+        found, toward, value = mean(jax.nn.softmax(tilt))
+        best = jnp.fmax(best, found)
+        spread = jnp.max(jnp.where(own, jnp.abs(value), 0.0))
+        tilt = tilt + jnp.where(own, value, 0.0) / (spread + 1e-30)
+    found, toward, value = mean(jax.nn.softmax(tilt))
+    best = jnp.fmax(best, found)
+    empty = jnp.any(inner > outer)
+    best = jnp.where(empty, jnp.maximum(best, jnp.finfo(low.dtype).tiny), best)
+    best = jnp.where(jnp.any(own), best, jnp.inf)
+    toward = jnp.where(jnp.isfinite(toward), toward, 0.0)
+    return best, inner, outer, toward
+
+
+class Halving:
+    """Proves or refutes one specification on one box."""
+
+    def __init__(
+        self,
+        model: Classifier,
+        spec: Specification,
+        rows: Objectives,
+        member: Array,
+        box: tuple[Numbers, Numbers],
+        width: int = WIDTH,
+    ) -> None:
+        self.model, self.spec, self.rows, self.member, self.box = model, spec, rows, member, box
+        self.width = width
+
+    def run(self, lower: Numbers, upper: Numbers, until: float) -> Outcome:
+        """Searches in the box ``[lower, upper]``, which contains ``self.box``, until the clock
+        ``time.monotonic()`` reads ``until``; takes at least one turn.
+
+        Witnesses are looked for in ``self.box``.
+        """
+        open_ = _Open(lower[None], upper[None], np.full(1, -math.inf))
+        closed, leaves, stuck = math.inf, 0, _none(lower)
+        most = _BYTES // (2 * lower.nbytes + 8)
+        while len(open_.low) and (not leaves or time.monotonic() < until):
+            if len(open_.low) + len(stuck.low) > most:
+                return Outcome(min(closed, _least(open_, stuck)), leaves, None, "memory")
+            batch, open_ = open_.take(self.width)
+            count = len(batch.low)
+            ends = (np.concatenate([e, np.repeat(e[:1], self.width - count, 0)]) for e in batch[:2])
+            found = jax.device_get(_turn(self.model, self.rows, self.member, *ends))
+            found = _Parts(*(part[:count] for part in found))
+            leaves += count
+            low = np.maximum(found.low, batch.low)
+            left = ~(low > 0)
+            closed = min(closed, float(np.min(low[~left], initial=math.inf)))
+            if not np.any(left):
+                continue
+            broken = self._broken(_Parts(*(part[left] for part in found)))
+            if broken is not None:
+                return Outcome(float(np.min(low)), leaves, broken, "violated")
+            parts = _Open(found.lower[left], found.upper[left], low[left])
+            halves, whole = _halved(parts, found.gain[left], self.width - len(open_.low))
+            open_, stuck = open_.joined(halves), stuck.joined(whole)
+        ended = "closed" if not len(open_.low) else "time"
+        if len(stuck.low) and ended == "closed":
+            ended = "nothing to split"
+        return Outcome(min(closed, _least(open_, stuck)), leaves, None, ended)
+
+    def _broken(self, parts: _Parts) -> falsify.Witness | None:
+        """A violation at the centres of open parts or where their bounds are least."""
+        centers = 0.5 * parts.lower + 0.5 * parts.upper
+        blank = 2 * self.width - 2 * len(centers)
+        points = np.concatenate([parts.points, centers, np.repeat(centers[:1], blank, axis=0)])
+        return falsify.witness(self.model, self.spec, *self.box, points.astype(centers.dtype))
+
+
+class _Open(NamedTuple):
+    """Open boxes with their bounds."""
+
+    lower: Numbers
+    upper: Numbers
+    low: Numbers
+
+    def take(self, width: int) -> tuple["_Open", "_Open"]:
+        """The ``width`` boxes with the least bounds, and the rest."""
+        if len(self.low) <= width:
+            return self, _Open(*(part[:0] for part in self))
+        order = np.argpartition(self.low, width - 1)
+        return tuple(  # type: ignore[return-value]
+            _Open(*(part[these] for part in self)) for these in (order[:width], order[width:])
+        )
+
+    def joined(self, other: "_Open") -> "_Open":
+        return _Open(*(np.concatenate(pair) for pair in zip(self, other)))
+
+
+def _none(like: Numbers) -> _Open:
+    return _Open(like[None][:0], like[None][:0], np.zeros(0))
+
+
+def _least(*parts: _Open) -> float:
+    return min(float(np.min(part.low, initial=math.inf)) for part in parts)
+
+
+def _halved(boxes: _Open, gain: Numbers, room: int) -> tuple[_Open, _Open]:
+    """Halves boxes along the input of the largest ``gain``, ``[L, N]``, and again while there is
+    ``room`` for the parts; boxes that cannot be halved are returned second.
+
+    Both halves contain their common face, so that no input lies between them.
+    """
+    shape = boxes.lower.shape[1:]
+    lower, upper = (end.reshape(len(boxes.low), -1) for end in boxes[:2])
+    low, stuck = boxes.low, []
+    while True:
+        middle = 0.5 * lower + 0.5 * upper
+        splits = (middle > lower) & (middle < upper)
+        score = np.where(splits, gain + np.finfo(gain.dtype).tiny * (upper - lower), -1.0)
+        score = np.where(splits & ~np.isfinite(score), upper - lower, score)
+        place = np.argmax(score, axis=1)
+        can = splits[np.arange(len(low)), place]
+        stuck.append(_Open(lower[~can], upper[~can], low[~can]))
+        lower, upper, low, gain, place = (t[can] for t in (lower, upper, low, gain, place))
+        if not len(low):
+            break
+        rows = np.arange(len(low))
+        cut = middle[can][rows, place]
+        first, second = upper.copy(), lower.copy()
+        first[rows, place] = second[rows, place] = cut
+        gain = gain.copy()
+        gain[rows, place] *= 0.5
+        lower, upper = np.concatenate([lower, second]), np.concatenate([first, upper])
+        low, gain = np.concatenate([low, low]), np.concatenate([gain, gain])
+        if 2 * len(low) > room:
+            break
+    kept = [np.concatenate(parts) for parts in zip(*stuck)]
+    shaped = [end.reshape(-1, *shape) for end in (lower, upper, kept[0], kept[1])]
+    return _Open(shaped[0], shaped[1], low), _Open(shaped[2], shaped[3], kept[2])

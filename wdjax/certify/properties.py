@@ -1,0 +1,295 @@
+r"""Decides properties of any function on a box: does a specification's forbidden output occur?
+
+An attack looks for a violation first; then bounds look for a proof, from the cheapest to the
+tightest, and for violations on the way, until the time is over.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from wdjax.bounds import linear_outputs
+from wdjax.certify import falsify, halving
+from wdjax.certify.falsify import Witness
+from wdjax.certify.specification import Specification, leafless
+from wdjax.checks import arguments, independence, validate
+from wdjax.checks.forward_mode import host_only
+from wdjax.core import AnyArray, Array, Classifier
+
+Numbers = npt.NDArray[Any]
+Status = Literal["holds", "violated", "unknown"]
+Ladder = Literal["auto", "interval", "crown", "alpha"]
+LADDERS: tuple[Ladder, ...] = get_args(Ladder)
+"""How a property is proved: by the bounds named, or by all and branch and bound after them."""
+
+_FEW = 20
+"""Largest number of inputs that are halved rather than rectifiers split."""
+_LEAST = 4
+_LARGEST = 2.0**100
+
+
+class Verdict(NamedTuple):
+    """Whether a forbidden output occurs in a box."""
+
+    status: Status
+    """It is proved that none does; one does, at ``witness``; or neither is known."""
+    bound: float
+    """A proved lower bound of the excess, the least over members of the largest ``A y - b``; above
+    0 where the property holds, unless that is known from parts of the box only: then 0."""
+    seconds: float
+    """The time it took, with compilation."""
+    leaves: int
+    """Number of parts of the box, or of signs of rectifiers, that were bounded."""
+    by: str
+    """What decided it, or how the search ended: see the values of :data:`ENDINGS`."""
+    witness: Numbers | None = None
+    """``[*shape]``: a point of the box."""
+    output: Numbers | None = None
+    """``[K]``: the model's own output there."""
+
+
+ENDINGS = {
+    "attack": "a random point, a corner, or projected gradient steps violate it",
+    "interval": "interval arithmetic",
+    "crown": "linear bounds",
+    "alpha": "linear bounds with optimised slopes",
+    "inputs": "branch and bound over halved boxes",
+    "time": "the time is over",
+    "memory": "the open parts exceed the memory",
+    "bounds": "the method's bounds are not tight enough",
+    "nothing to split": "no part that is left can be split",
+}
+
+
+class _Question(NamedTuple):
+    """A property with its arrays."""
+
+    model: Classifier
+    spec: Specification
+    box: tuple[Numbers, Numbers]
+    """The inputs, ``[*shape]`` each, in the model's dtype."""
+    hull: tuple[Numbers, Numbers]
+    """A box of floats that contains all real inputs."""
+    rows: linear_outputs.Objectives
+    forbidden: falsify.Forbidden
+
+    @property
+    def free(self) -> int:
+        """Number of inputs that vary."""
+        return int(np.sum(self.hull[1] > self.hull[0]))
+
+
+def property(
+    model: Classifier,
+    lower: AnyArray,
+    upper: AnyArray,
+    spec: Specification,
+    *,
+    method: Ladder = "auto",
+    seconds: float = 60.0,
+    key: Array | None = None,
+) -> Verdict:
+    r"""Decides whether ``model`` has a forbidden output for an input of the box.
+
+    Args:
+      model: any pytree callable ``[n, *shape] -> [n, K]``, which treats each row alone.
+      lower: ``[*shape]``, the least value of each input.
+      upper: ``[*shape]``, the largest value of each input; may equal ``lower``.
+      spec: the forbidden outputs, such as :func:`label_wins` or :func:`in_range`.
+      method: one of :data:`LADDERS`; all begin with an attack.
+      seconds: when to end at the latest; compiling a program is not interrupted.
+      key: of the attack's random points; by default the same in every call.
+
+    Returns:
+      A :class:`Verdict`.
+
+    Inputs are rounded to the nearest float of the model's dtype. ``violated``: the model itself was
+    evaluated at ``witness``, which lies in the box bit for bit, and the inequalities hold for its
+    output in exact arithmetic, equality included. ``holds``: no input of the box, rounded or not,
+    has a forbidden output, neither in exact arithmetic nor by the float program in any order of
+    summation.
+
+    Raises:
+      ValueError: ends with NaN or infinities, an empty box, other shapes, a primitive without a
+        rule, rows that depend on each other, or a trace.
+
+    Cost: some 300 + 64 * 41 passes of the attack, then CROWN's for every part of the box.
+
+    Source: Zhang et al. [zhang2018] for the bounds, Wang et al. [wang2018] for halved boxes.
+
+    >>> from wdjax.certify import label_wins, property
+    >>> model = lambda x: jnp.stack([x[:, 0] * x[:, 1], 0.1 + 0 * x[:, 0]], axis=1)
+    >>> property(model, np.full(2, 0.4), np.ones(2), label_wins(0, 2)).status
+    'holds'
+    >>> found = property(model, np.full(2, 0.2), np.ones(2), label_wins(0, 2))
+    >>> found.status, bool(found.output[0] <= found.output[1])
+    ('violated', True)
+    """
+    began = time.monotonic()
+    question = _question(model, lower, upper, spec)
+    validate.check_choice("method", method, LADDERS)
+    _check_seconds(seconds)
+    key = jax.random.key(0) if key is None else key
+    arguments.check(key=key)
+    found = _decided(question, method, began + seconds, key)
+    return found._replace(seconds=time.monotonic() - began)
+
+
+def properties(
+    model: Classifier,
+    lower: AnyArray,
+    upper: AnyArray,
+    spec: Specification | Sequence[Specification],
+    *,
+    method: Ladder = "auto",
+    seconds: float = 60.0,
+    key: Array | None = None,
+) -> list[Verdict]:
+    """:func:`property` for ``P`` boxes ``lower``, ``upper``, ``[P, *shape]``, of one model.
+
+    Args:
+      model: as in :func:`property`.
+      lower: ``[P, *shape]``
+      upper: ``[P, *shape]``
+      spec: one for all boxes, or ``P``.
+      method: as in :func:`property`.
+      seconds: for each of them.
+      key: as in :func:`property`.
+
+    Returns:
+      ``P`` verdicts. Programs are compiled once for specifications of about equal length.
+
+    >>> from wdjax.certify import in_range, properties
+    >>> ends = np.array([[0.0], [1.0]]), np.array([[0.5], [2.0]])
+    >>> [one.status for one in properties(jnp.sin, *ends, in_range([-1.0], [0.9]))]
+    ['holds', 'violated']
+    """
+    if np.shape(lower) != np.shape(upper) or np.ndim(lower) < 2:
+        raise ValueError(
+            "lower and upper must be [P, *shape], a box for each property, got "
+            f"{list(np.shape(lower))} and {list(np.shape(upper))}."
+        )
+    each = [spec] * len(lower) if isinstance(spec, Specification) else list(spec)
+    if len(each) != len(lower):
+        raise ValueError(f"spec must be one or {len(lower)}, one a box, got {len(each)}.")
+    how: dict[str, Any] = {"method": method, "seconds": seconds, "key": key}
+    return [property(model, low, high, own, **how) for low, high, own in zip(lower, upper, each)]
+
+
+def _check_seconds(seconds: float) -> None:
+    if not seconds > 0:
+        raise ValueError(f"seconds must be a number above 0, got {seconds!r}.")
+
+
+def _question(
+    model: Classifier, lower: AnyArray, upper: AnyArray, spec: Specification
+) -> _Question:
+    """The checked property."""
+    model = leafless(model)
+    validate.check_model(model)
+    host_only("certify.property", "certify.bound", model, lower, upper)
+    if not isinstance(spec, Specification):
+        raise ValueError(
+            f"spec must be a Specification, got {arguments.described(spec)}; label_wins, in_range "
+            "and Specification(members) make one."
+        )
+    ends = [_end(name, end) for name, end in (("lower", lower), ("upper", upper))]
+    if ends[0].shape != ends[1].shape or not ends[0].ndim or not ends[0].size:
+        raise ValueError(
+            "lower and upper must have one shape [*shape], that of an input, got "
+            f"{list(ends[0].shape)} and {list(ends[1].shape)}."
+        )
+    if np.any(empty := ends[0] > ends[1]):
+        place = tuple(int(i) for i in np.argwhere(empty)[0])
+        raise ValueError(
+            f"the box is empty: lower {ends[0][place]:g} is above upper {ends[1][place]:g} at "
+            f"{place}."
+        )
+    dtype = jnp.result_type(float) if ends[0].dtype == np.float64 else ends[0].dtype
+    box = ends[0].astype(dtype), ends[1].astype(dtype)
+    hull = _outwards(ends[0], box[0], -np.inf), _outwards(ends[1], box[1], np.inf)
+    _check_outputs(model, box, spec)
+    a, b, _ = spec.rows
+    size = max(_LEAST, 1 << (len(b) - 1).bit_length())
+    more = size - len(b)
+    rows = linear_outputs.objectives(np.pad(a, ((0, more), (0, 0))), np.pad(b, (0, more)), dtype)
+    return _Question(model, spec, box, hull, rows, falsify.forbidden(spec, size, dtype))
+
+
+def _end(name: str, end: AnyArray) -> Numbers:
+    array = np.asarray(end)
+    if array.dtype.kind not in "fiu":
+        raise ValueError(f"{name} must be numbers [*shape], got {arguments.described(end)}.")
+    array = array if array.dtype in (np.float32, np.float64) else array.astype(np.float64)
+    if not np.all(np.abs(array) <= _LARGEST):
+        place = tuple(int(i) for i in np.argwhere(~(np.abs(array) <= _LARGEST))[0])
+        raise ValueError(
+            f"{name} must be finite, and at most 2^100, got {array[place]} at {place}; give every "
+            "input a range."
+        )
+    return array
+
+
+def _outwards(given: Numbers, rounded: Numbers, direction: float) -> Numbers:
+    """The ends of a box, rounded so that it contains the box of the given ends."""
+    inside = rounded > given if direction < 0 else rounded < given
+    return np.where(inside, np.nextafter(rounded, rounded.dtype.type(direction)), rounded)
+
+
+def _check_outputs(model: Classifier, box: tuple[Numbers, Numbers], spec: Specification) -> None:
+    x = np.stack([box[0], 0.5 * box[0] + 0.5 * box[1], box[1]])
+    out = validate.shapes_of(model, x)
+    fits = getattr(out, "shape", None) == (3, spec.outputs)
+    if not fits or not jnp.issubdtype(out.dtype, jnp.floating):
+        got = arguments.described(out) if hasattr(out, "shape") else type(out).__name__
+        raise ValueError(
+            f"the model must return floats [n, {spec.outputs}], as many as the specification has "
+            f"coefficients, got {got} for n = 3."
+        )
+    independence.check(model, x)
+
+
+def _decided(question: _Question, method: Ladder, until: float, key: Array) -> Verdict:
+    """The verdict by the attack, and by all bounds of the method in turn."""
+    model, spec, box = question.model, question.spec, question.box
+    size = len(question.rows.b)
+    for points in falsify.search(model, spec, *box, size, key):
+        broken = falsify.witness(model, spec, *box, points)
+        if broken is not None:
+            return _violated(broken, "attack", 0)
+        if time.monotonic() >= until:
+            return Verdict("unknown", -np.inf, 0.0, 0, "time")
+    few = question.free <= _FEW
+    best = -np.inf
+    for bounds in ("crown",) * (not few) if method == "auto" else (method,):
+        low = linear_outputs.lower(
+            model, question.rows, *(e[None] for e in question.hull), bounds
+        ).low
+        best = max(best, _least(question, np.asarray(low[0])))
+        if best > 0:
+            return Verdict("holds", best, 0.0, 1, bounds)
+    if method != "auto":
+        return Verdict("unknown", best, 0.0, 1, "bounds")
+    search = halving.Halving(model, spec, question.rows, question.forbidden.member, box)
+    found = search.run(*question.hull, until)
+    if found.witness is not None:
+        return _violated(found.witness, "inputs", found.leaves)
+    if found.ended == "closed":
+        return Verdict("holds", 0.0, 0.0, found.leaves, "inputs")
+    return Verdict("unknown", max(best, found.low), 0.0, found.leaves, found.ended)
+
+
+def _least(question: _Question, low: Numbers) -> float:
+    """The bound of the excess from bounds ``[R]`` of the rows."""
+    member = np.asarray(question.forbidden.member)
+    most = np.max(np.where(member, low, -np.inf), axis=1)
+    return float(np.min(most[np.any(member, axis=1)]))
+
+
+def _violated(found: Witness, by: str, leaves: int) -> Verdict:
+    return Verdict("violated", -np.inf, 0.0, leaves, by, found.x, found.y)

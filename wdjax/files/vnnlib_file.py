@@ -1,0 +1,326 @@
+r"""Reads properties in VNN-LIB 1.0: boxes of inputs, and outputs that must not happen.
+
+The file declares ``X_0 ... `` and ``Y_0 ...`` and asserts comparisons of linear terms, ``and`` and
+``or``. Its assertions describe a violation; they are expanded into a disjunction of boxes of inputs
+with linear inequalities on outputs. Brackets are followed without recursion, and everything is
+counted before it is stored.
+
+Source: the VNN-LIB standard, and the forms that VNN-COMP's benchmarks use.
+"""
+
+import gzip
+import re
+import zlib
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[Any]
+Term = dict[str, float]
+"""A linear term: coefficients by variable; the constant under ``""``."""
+Row = tuple[Term, ...]
+"""Terms that are all at most 0: a conjunction."""
+
+_BYTES = 1 << 25
+_DEPTH = 64
+_WORD = 1 << 12
+_WORDS = 1 << 22
+_CASES = 1 << 14
+"""Largest numbers of bytes, of open brackets, of characters of a word, of words and brackets of an
+outermost form, and of alternatives."""
+_ATOMS = 1 << 21
+"""Largest number of comparisons in all alternatives together."""
+
+_TOKEN = re.compile(rb"[()]|[^ \t\r\n();]+|;[^\n]*")
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_NAME = re.compile(r"([XY])_(0|[1-9][0-9]{0,8})")
+
+
+class Case(NamedTuple):
+    """A box of inputs, and the outputs ``A y <= b`` that are forbidden there."""
+
+    lower: Numbers
+    """``[N]`` float64"""
+    upper: Numbers
+    members: tuple[tuple[Numbers, Numbers], ...]
+    """``A``, ``[R, K]``, and ``b``, ``[R]``, of each conjunction, float64."""
+
+
+def read(path: str | PathLike[str]) -> tuple[Case, ...]:
+    """The cases of a ``.vnnlib`` or ``.vnnlib.gz``; one of them is violated if the property is.
+
+    Raises:
+      ValueError: the file is no VNN-LIB 1.0, too large, or has an empty or unbounded box.
+      OSError: the file cannot be read.
+
+    Cost: some 2 MB a second.
+
+    >>> import tempfile
+    >>> text = "(declare-const X_0 Real) (declare-const Y_0 Real) (assert (>= X_0 0.5))"
+    >>> text += "(assert (<= X_0 1e0)) (assert (>= Y_0 3)) ; y must not reach 3"
+    >>> with tempfile.NamedTemporaryFile("w", suffix=".vnnlib") as file:
+    ...     _ = file.write(text), file.flush()
+    ...     ((low, high, ((a, b),)),) = read(file.name)
+    >>> low.tolist(), high.tolist(), a.tolist(), b.tolist()
+    ([0.5], [1.0], [[-1.0]], [-3.0])
+    """
+    path = Path(path)
+    try:
+        return parsed(_content(path))
+    except _FaultError as fault:
+        raise ValueError(f"{path} is not read as VNN-LIB 1.0: {fault}.") from None
+
+
+def parsed(text: bytes) -> tuple[Case, ...]:
+    """:func:`read` from the file's content."""
+    counts, plain, choices = {"X": 0, "Y": 0}, list[Term](), list[list[Row]]()
+    known: set[str] = set()
+    for form in _forms(text):
+        match form:
+            case ["declare-const", str(name), "Real"]:
+                _declare(name, known, counts)
+            case ["assert", list(condition)]:
+                found = _alternatives(condition, known)
+                if len(found) == 1:
+                    plain.extend(found[0])
+                else:
+                    choices.append(found)
+            case _:
+                raise _FaultError(f"the form {_shown(form)}; there are declare-const and assert")
+    for kind, what in (("X", "input"), ("Y", "output")):
+        if not counts[kind]:
+            raise _FaultError(f"no {what} {kind}_0 is declared")
+        if (last := f"{kind}_{counts[kind] - 1}") not in known:
+            raise _FaultError(f"{counts[kind]} variables {kind} are declared, but not {last}")
+    return _cases(plain, _product(choices, len(plain)), counts["X"], counts["Y"])
+
+
+class _FaultError(ValueError):
+    """What is wrong with a file."""
+
+
+def _content(path: Path) -> bytes:
+    """The file's bytes, unpacked, of which there are at most ``_BYTES``."""
+    if not path.is_file():
+        raise ValueError(f"{path} is no file; name a property, .vnnlib or .vnnlib.gz.")
+    with path.open("rb") as file:
+        content = file.read(_BYTES + 1)
+    if content[:2] == b"\x1f\x8b":
+        try:
+            with gzip.open(path) as packed:
+                content = packed.read(_BYTES + 1)
+        except (OSError, EOFError, zlib.error) as error:
+            raise _FaultError(f"its gzip data are damaged: {error}") from None
+    elif content[:1] == b"\x80":
+        raise _FaultError(
+            "it is a pickle, a cache of another program, which may hold anything; name the "
+            ".vnnlib it was made of"
+        )
+    if len(content) > _BYTES:
+        raise _FaultError(f"it is larger than {_BYTES >> 20} MB")
+    return content
+
+
+def _forms(text: bytes) -> Iterator[list[Any]]:
+    """The outermost bracketed forms, as nested lists of words."""
+    stack: list[list[Any]] = []
+    words = 0
+    for token in _TOKEN.finditer(text):
+        word = token[0]
+        if word[:1] == b";":
+            continue
+        words += 1
+        if words > _WORDS:
+            raise _FaultError(f"more than {_WORDS} words in one pair of brackets")
+        if word == b"(":
+            if len(stack) == _DEPTH:
+                raise _FaultError(f"more than {_DEPTH} brackets are open")
+            stack.append([])
+        elif not stack:
+            raise _FaultError(f"{_shown(word)} stands outside of brackets")
+        elif word != b")":
+            if len(word) > _WORD:
+                raise _FaultError(f"a word of {len(word)} characters")
+            stack[-1].append(word.decode("ascii", "backslashreplace"))
+        else:
+            done = stack.pop()
+            if stack:
+                stack[-1].append(done)
+            else:
+                words = 0
+                yield done
+    if stack:
+        raise _FaultError(f"{len(stack)} brackets are not closed at its end")
+
+
+def _declare(name: str, known: set[str], counts: dict[str, int]) -> None:
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise _FaultError(f"the name {_shown(name)}; there are X_0, X_1 ... and Y_0, Y_1 ...")
+    if name in known:
+        raise _FaultError(f"{name} is declared twice")
+    known.add(name)
+    counts[found[1]] += 1
+
+
+def _alternatives(condition: list[Any], known: set[str]) -> list[Row]:
+    """A condition as a disjunction of conjunctions. Its nesting is at most ``_DEPTH``."""
+    match condition:
+        case ["or", *parts] if parts:
+            found = [row for part in parts for row in _alternatives(_form(part), known)]
+            _check_size(len(found), sum(map(len, found)))
+            return found
+        case ["and", *parts] if parts:
+            choices = [_alternatives(_form(part), known) for part in parts]
+            alone = tuple(term for each in choices if len(each) == 1 for term in each[0])
+            several = [each for each in choices if len(each) > 1]
+            return [(*alone, *row) for row in _product(several, len(alone))]
+        case ["<=" | ">=" | "=" as sign, one, other]:
+            left, right = _linear(one, known), _linear(other, known)
+            pairs = [(left, right)] * (sign != ">=") + [(right, left)] * (sign != "<=")
+            return [tuple(_plus(*pair, -1.0) for pair in pairs)]
+    raise _FaultError(f"the condition {_shown(condition)}; there are <=, >=, =, and, or")
+
+
+def _form(part: Any) -> list[Any]:
+    if not isinstance(part, list):
+        raise _FaultError(f"{_shown(part)} stands where a condition is expected")
+    return part
+
+
+def _product(choices: list[list[Row]], common: int) -> list[Row]:
+    """All combinations of one alternative of each; ``common`` terms are in every one of them."""
+    found: list[Row] = [()]
+    for rows in choices:
+        terms = len(rows) * sum(map(len, found)) + len(found) * sum(map(len, rows))
+        _check_size(len(found) * len(rows), terms)
+        found = [(*one, *other) for one in found for other in rows]
+    _check_size(len(found), common)
+    return found
+
+
+def _check_size(cases: int, atoms: int) -> None:
+    if cases > _CASES or atoms > _ATOMS:
+        raise _FaultError(
+            f"its conditions have {cases} alternatives with {atoms} comparisons, more than "
+            f"{_CASES} or {_ATOMS}"
+        )
+
+
+def _linear(term: Any, known: set[str]) -> Term:
+    """A linear term of variables, numbers, ``+``, ``-``, ``*`` and ``/``."""
+    match term:
+        case str(word) if word in known:
+            return {word: 1.0}
+        case str(word) if _NUMBER.fullmatch(word):
+            return {"": _sized(float(word))}
+        case ["+", *parts] if parts:
+            found = _linear(parts[0], known)
+            for part in parts[1:]:
+                found = _plus(found, _linear(part, known), 1.0)
+            return found
+        case ["-", one]:
+            return _plus({}, _linear(one, known), -1.0)
+        case ["-", one, *parts]:
+            found = _linear(one, known)
+            for part in parts:
+                found = _plus(found, _linear(part, known), -1.0)
+            return found
+        case ["*" | "/" as sign, one, other]:
+            left, right = _linear(one, known), _linear(other, known)
+            if sign == "*" and not set(left) - {""}:
+                left, right = right, left
+            factor = right.get("", 0.0)
+            if not set(right) - {""} and (sign == "*" or factor):
+                return _plus({}, left, factor if sign == "*" else 1.0 / factor)
+    known_ = "a declared variable, a finite number or a linear term"
+    raise _FaultError(f"{_shown(term)} stands where {known_} is expected")
+
+
+def _plus(one: Term, other: Term, factor: float) -> Term:
+    found = dict(one)
+    for name, value in other.items():
+        found[name] = _sized(found.get(name, 0.0) + factor * value)
+    return found
+
+
+def _sized(value: float) -> float:
+    if not abs(value) <= 2.0**100:
+        raise _FaultError(f"a number is {value:g}; the largest allowed is 2^100")
+    return value
+
+
+def _cases(plain: list[Term], rows: list[Row], inputs: int, outputs: int) -> tuple[Case, ...]:
+    """One case for every box of inputs; alternatives with equal boxes become members of one."""
+    lower, upper = np.full(inputs, -np.inf), np.full(inputs, np.inf)
+    common = [term for term in plain if not _bounds(term, lower, upper)]
+    if len(rows) * (inputs + outputs) > 4 * _ATOMS:
+        raise _FaultError(f"{len(rows)} alternatives of {inputs} inputs and {outputs} outputs")
+    found: dict[bytes, tuple[Numbers, Numbers, list[tuple[Numbers, Numbers]]]] = {}
+    for row in rows:
+        low, high = lower.copy(), upper.copy()
+        terms = common + [term for term in row if not _bounds(term, low, high)]
+        _check_box(low, high)
+        if not terms:
+            raise _FaultError("an alternative says nothing of the outputs")
+        member = _inequalities(terms, outputs)
+        box = found.setdefault(low.tobytes() + high.tobytes(), (low, high, []))
+        box[2].append(member)
+    return tuple(Case(low, high, tuple(members)) for low, high, members in found.values())
+
+
+def _bounds(term: Term, lower: Numbers, upper: Numbers) -> bool:
+    """Cuts the box by a term that is at most 0, if it has one input only; whether it has."""
+    names = [name for name, value in term.items() if name and value]
+    if not any(name[0] == "X" for name in names):
+        return False
+    if len(names) > 1:
+        raise _FaultError(
+            f"a comparison of {' and '.join(names[:4])}; an input is compared with numbers"
+        )
+    place, factor = int(names[0][2:]), term[names[0]]
+    end = -term.get("", 0.0) / factor
+    if factor > 0:
+        upper[place] = min(upper[place], end)
+    else:
+        lower[place] = max(lower[place], end)
+    return True
+
+
+def _check_box(lower: Numbers, upper: Numbers) -> None:
+    for wrong, what in (
+        (np.isinf(lower) | np.isinf(upper), "no bound"),
+        (lower > upper, "no value"),
+    ):
+        if np.any(wrong):
+            place = int(np.argmax(wrong))
+            side = "below" if np.isinf(lower[place]) else "above"
+            why = f"{side}" if what == "no bound" else f"in [{lower[place]:g}, {upper[place]:g}]"
+            raise _FaultError(f"X_{place} has {what} {why}")
+
+
+def _inequalities(terms: list[Term], outputs: int) -> tuple[Numbers, Numbers]:
+    a, b = np.zeros((len(terms), outputs)), np.zeros(len(terms))
+    for row, term in enumerate(terms):
+        b[row] = -term.get("", 0.0)
+        for name, value in term.items():
+            if name:
+                a[row, int(name[2:])] = value
+    return a, b
+
+
+def _shown(what: Any) -> str:
+    """A part of the file for a message, shortened and escaped."""
+    text = what if isinstance(what, str | bytes) else _flat(what)
+    return ascii(text if len(text) <= 60 else text[:50])
+
+
+def _flat(form: Any, depth: int = 3) -> str:
+    if isinstance(form, str):
+        return form[:30]
+    inner = "..." if not depth else " ".join(_flat(part, depth - 1) for part in form[:6])
+    return f"({inner})"
