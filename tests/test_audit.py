@@ -28,9 +28,9 @@ def report(tmp_path_factory):
 
 def test_audit_writes_a_whole_report(report):
     folder, content = report
-    assert content["schema"] == "wdjax.audit/1"
+    assert content["schema"] == "wdjax.results/1"
     assert content["passed"]
-    assert [model["name"] for model in content["models"]] == [
+    assert [model["model"] for model in content["models"]] == [
         "standard training",
         "adversarial training",
     ]
@@ -46,7 +46,7 @@ def test_audit_is_a_sandwich_whose_balls_are_nested(report):
     _, content = report
     for model in content["models"]:
         assert model["clean_accuracy"] > 0.9
-        balls = [model["balls"][f"Omega_{p}"] for p in ("inf", "2", "1")]
+        balls = [model["balls"][f"omega_{p}"] for p in ("inf", "2", "1")]
         for ball in balls:
             certified, attacked = ball["certified_accuracy"], ball["attacked_accuracy"]
             assert all(low <= high + 1e-6 for low, high in zip(certified, attacked))
@@ -56,7 +56,7 @@ def test_audit_is_a_sandwich_whose_balls_are_nested(report):
             for key in ("certified_accuracy", "attacked_accuracy"):
                 assert all(a >= b - 1e-6 for a, b in zip(small[key], large[key]))
         assert balls[0]["certified_accuracy"][1] > 0.8
-    standard, robust = (model["balls"]["Omega_inf"] for model in content["models"])
+    standard, robust = (model["balls"]["omega_inf"] for model in content["models"])
     assert robust["attacked_accuracy"][-1] > standard["attacked_accuracy"][-1]
 
 
@@ -152,19 +152,17 @@ def test_own_attacks_and_certificates_appear_everywhere():
     assert [step.number for step in steps] == list(range(len(steps)))
     # Two radii at 1 + 3 + 1 orders and two certificates.
     assert {step.total for step in steps} == {len(steps)} == {12}
-    content = json.loads(json.dumps(reports.describe(found), allow_nan=False)) | {"name": "linear"}
-    balls = {
-        name: {e["ball"] for e in content["attacks"] if e["name"] == name} for name in found.names
-    }
-    every = {audit.ball_name(order) for order in audit.ORDERS}
-    assert balls == {"<one> step": {"Omega_inf"}, "a walk": every, "far, seldom": {"Omega_2"}}
-    assert {e["name"]: e.get("kappa") for e in content["attacks"]} == {
+    content = json.loads(json.dumps(reports.describe(found), allow_nan=False)) | {"model": "linear"}
+    searches = {name: attack["searches"] for name, attack in content["attacks"].items()}
+    orders = {name: {one["order"] for one in own} for name, own in searches.items()}
+    assert orders == {"<one> step": {"inf"}, "a walk": {"inf", "2", "1"}, "far, seldom": {"2"}}
+    assert {name: own[0].get("kappa") for name, own in searches.items()} == {
         "<one> step": 1.0,
         "a walk": None,
         "far, seldom": 4.0,
     }
-    assert [c["name"] for c in content["certificates"][::3]] == ["my own", "nothing"]
-    assert content["balls"]["Omega_1"]["certified_loss"] == [None, None]
+    assert [*content["certificates"]] == ["my own", "nothing"]
+    assert content["balls"]["omega_1"]["certified_loss"] is None
     whole = {"models": [content], "versions": {}, "data": "points", "seed": 0}
     shown = page.render(whole, {})
     for words in ("&lt;one&gt; step", "a walk", "far, seldom", "certified by my own"):
@@ -215,11 +213,11 @@ def test_a_fault_fails_the_audit(name):
     assert set(said) == {"no fault met by any attack"}
     count = 3 - first
     assert f"{count} of 3 samples, first at index {first} ({name})" in said.popitem()[1]
-    entry = reports.describe(found)["attacks"][0]
+    entry = reports.describe(found)["attacks"][name]["searches"][0]
     assert (entry["faults"], entry["first_fault"]) == (count, first)
     shown = page.render(
         {
-            "models": [reports.describe(found) | {"name": "faulty"}],
+            "models": [reports.describe(found) | {"model": "faulty"}],
             "versions": {},
             "data": "points",
             "seed": 0,
@@ -241,8 +239,8 @@ def test_vanished_gradients_are_said():
         certificates={},
         loss_bounds={},
     )
-    content = reports.describe(found) | {"name": "steps"}
-    assert content["attacks"][0]["zero_gradients"] == 1.0
+    content = reports.describe(found) | {"model": "steps"}
+    assert content["attacks"]["pgd"]["searches"][0]["zero_gradients"] == 1.0
     shown = page.render({"models": [content], "versions": {}, "data": "points", "seed": 0}, {})
     assert f"pgd, Omega_inf, eps 0.01: 100% zero gradients; {remarks.VANISHED}" in shown
 
@@ -338,16 +336,16 @@ def test_published_weights_fall_as_far_as_the_reference_attacks(
 
     pointwise = attack("wda,wda++")
     assert pointwise["clean_accuracy"] == clean
-    assert pointwise["attacks"]["wda"]["robust_accuracy"] <= point + 1e-9
+    assert pointwise["attacks"]["wda"]["attacked_accuracy"] <= point + 1e-9
     assert pointwise["attacks"]["wda"]["max_cost"] <= eps * (1 + 1e-5)
     assert pointwise["attacks"]["wda"]["kappa"] == 1.0
     assert "kappa" not in pointwise["attacks"]["wda++"]
     assert all(measured["faults"] == 0 for measured in pointwise["attacks"].values())
     mixture = attack("wda", "--kappa", "2")
-    assert mixture["attacks"]["wda"]["robust_accuracy"] <= mixed + 1e-9
+    assert mixture["attacks"]["wda"]["attacked_accuracy"] <= mixed + 1e-9
     second = attack("wda++", "--order", "2")
     for content, bar in zip((pointwise, second), ALLOCATED[arch]):
-        assert content["attacks"]["wda++"]["robust_accuracy"] <= bar
+        assert content["attacks"]["wda++"]["attacked_accuracy"] <= bar
         assert content["attacks"]["wda++"]["transport_cost"] <= eps * (1 + 1e-5)
 
 
@@ -408,7 +406,7 @@ def test_flips_that_a_smaller_budget_knew_count_in_a_larger_one():
     )
     assert found.curve("fgsm", math.inf).tolist() == [0, 1]
     assert found.attacked(math.inf).tolist() == [0, 0]
-    assert reports.describe(found)["balls"]["Omega_inf"]["attacked_accuracy"] == [0, 0]
+    assert reports.describe(found)["balls"]["omega_inf"]["attacked_accuracy"] == [0, 0]
     # And in the larger balls, where the knapsack buys them.
     assert found.attacked(1).tolist() == [0, 0]
 

@@ -60,7 +60,7 @@ def test_quiet_says_nothing(given, capsys, tmp_path):
     *_, command = given
     assert main([*command, "--json", str(tmp_path / "new" / "out.json"), "--quiet"]) == 0
     assert capsys.readouterr() == ("", "")
-    assert json.loads((tmp_path / "new" / "out.json").read_text())["samples"] == 12
+    assert json.loads((tmp_path / "new" / "out.json").read_text())["n"] == 12
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused_before_the_work(given, capsys, tmp_path):
@@ -82,10 +82,10 @@ def test_orders_reach_budgets_of_the_data_set_and_ensembles(given, capsys, tmp_p
     assert main([*command, "--plot", str(drawn)]) == 0
     found = json.loads(capsys.readouterr().out)["attacks"]
     assert 0 < found["wpgd"]["transport_cost"] <= 0.1 * (1 + 1e-5)
-    assert found["wpgd"]["gradients_per_image"] == 50  # Of every image: all share the budget.
+    assert found["wpgd"]["gradients_per_sample"] == 50  # Of every image: all share the budget.
     assert found["wpgd"]["max_cost"] > 0.1  # Some go farther than all do on average.
     assert found["fast"]["max_cost"] <= 0.1 * (1 + 1e-5)
-    assert found["fast"]["forwards_per_image"] <= 150
+    assert found["fast"]["forwards_per_sample"] <= 150
     assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
@@ -299,7 +299,7 @@ def test_nppr_says_what_survives(given, capsys, tmp_path):
     assert main(words) == 0
     said = capsys.readouterr()
     content = json.loads(out.read_text())
-    assert content["schema"] == "wdjax.nppr/2"
+    assert content["schema"] == "wdjax.results/1"
     assert [*content["nppr"]] == ["label"]
     assert "NPPR label" in said.out
     assert content["fitted_on"] + content["measured_on"] == len(y)
@@ -347,10 +347,11 @@ def test_nppr_marks_rare_failures_on_which_two_methods_disagree(
         assert 0 <= low <= row["value"] <= high
         assert (row["found"], row["agrees"]) == (found.found, found.agrees)
         assert f"rare, held-out sample {row['sample']}: {row['value']:.2g}" in said.out
-        marked = f"CAREFUL, sample {row['sample']}: {row['remark']}"
-        assert (marked in said.err) == bool(row["remark"])
+        assert len(row["remarks"]) == (not row["agrees"])
+        for remark in row["remarks"]:
+            assert f"CAREFUL, sample {row['sample']}: {remark}" in said.err
     assert (rows[1]["agrees"], rows[2]["agrees"]) == (False, True)
-    assert "further apart than chance allows" in rows[1]["remark"]
+    assert "further apart than chance allows" in rows[1]["remarks"][0]
     assert rows[1]["interval"][1] > rows[1]["splitting"] > 20 * rows[1]["value"]
     assert main([*words, "--norm", "l2", "--rare", "3"]) == 2
     assert "--rare is for --norm linf" in capsys.readouterr().err
@@ -382,13 +383,14 @@ def test_certify_says_what_is_proved(given, capsys, tmp_path):
     assert by_slopes["claim"] == "exact arithmetic"
     assert by_slopes["verified"] <= content["verified"]
     loss = by_slopes["expected_loss"]
-    assert 0 < loss["clean"] < loss["bound"]
-    assert loss["bound"] == pytest.approx(loss["clean"] + loss["lipschitz"] * by_slopes["eps"])
+    assert 0 < loss["clean_loss"] < loss["certified_loss"]
+    rise = loss["lipschitz_constant"] * by_slopes["eps"]
+    assert loss["certified_loss"] == pytest.approx(loss["clean_loss"] + rise)
     assert main([*command, "--method", "lipschitz", *out]) == 2  # It keeps no checkpoint.
     assert main([*command, "--json", "-", "--method", "bab", "--seconds", "0.1"]) == 0
     closed = json.loads(capsys.readouterr().out)
     assert closed["verified"] >= content["verified"]
-    assert sum(closed["search"].values()) == 12, "how branch and bound ended"
+    assert sum(closed["ended"].values()) == 12, "how branch and bound ended"
     assert main([*command, "--json", "-", "--method", "bab", "--seconds", "0"]) == 2
     assert main([*command, "--json", "-", "--eps", "-1"]) == 2
 
@@ -404,12 +406,12 @@ def test_certify_smooths_any_model(given, capsys, tmp_path):
     assert content["noise"] == "gaussian"
     assert content["claim"] == "smoothed classifier, each radius at level 0.999"
     assert content["verified"] == saved["verified"].sum() == (saved["radius"] >= 0.05).sum() > 0
-    assert content["votes_per_image"] == saved["votes"].mean() < 2100
+    assert content["votes_per_sample"] == saved["votes"].mean() < 2100
     left = content["certified_accuracy"]
     assert left["omega_1"] <= left["omega_2"] <= left["omega_inf"] <= content["clean_accuracy"]
     fixed = [*smooth, "--votes", "50", "--test", "clopper-pearson", "--noise", "laplace"]
     assert main([*fixed, "--norm", "l1"]) == 0
-    assert json.loads(capsys.readouterr().out)["votes_per_image"] == 150
+    assert json.loads(capsys.readouterr().out)["votes_per_sample"] == 150
     images = ["--norm", "w1", "--sigma", "1/100", "--votes", "200", "--eps", "1/1000"]
     assert main([*smooth, *images]) == 0
     content = json.loads(capsys.readouterr().out)
@@ -441,18 +443,19 @@ def test_games_are_played_and_gone_on_with(capsys, tmp_path):
     ]
     assert main(command) == 0
     said = capsys.readouterr()
-    (entry,) = json.loads(said.out)["results"]
+    (entry,) = json.loads(said.out)["games"]
     found = entry["attacks"]["transfer(restarts=2)"]
     assert found["settings"]["restarts"] == 2
-    assert entry["samples"] == 20
-    assert found["one_shot"]["low"] <= found["one_shot"]["value"] <= found["one_shot"]["high"]
+    assert entry["n"] == 20
+    low, high = found["one_shot"]["interval"]
+    assert low <= found["one_shot"]["value"] <= high
     assert found["one_shot"]["value"] < 0.5 < found["one_shot_clean"]["value"]
-    assert found["largest_cost"] <= 0.15 * (1 + 1e-6)
+    assert found["max_cost"] <= 0.15 * (1 + 1e-6)
     assert found["rejection"]["0.05"]["rejected"] <= 0.05
     assert entry["cost_multiple"] > 1
     assert "urejectron seed 0 transfer(restarts=2)" in said.err
     assert main(command) == 0  # From the checkpoint, to the same numbers.
-    assert json.loads(capsys.readouterr().out)["results"] == [entry]
+    assert json.loads(capsys.readouterr().out)["games"] == [entry]
 
 
 @pytest.mark.parametrize(

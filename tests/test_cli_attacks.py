@@ -182,10 +182,10 @@ def test_settings_reach_the_attack_and_the_json(tmp_path, capsys):
     three, twice, fast = found.values()
     assert [*found] == ["pgd(steps=3)", "pgd(steps=4, restarts=2)", "fast(passes=14)"]
     assert (three["settings"]["steps"], three["settings"]["restarts"]) == (3, 1)
-    assert three["gradients_per_image"] <= 3  # A sign step in a corner ends early.
-    assert twice["gradients_per_image"] == 9  # Two runs of four, and one step between them.
+    assert three["gradients_per_sample"] <= 3  # A sign step in a corner ends early.
+    assert twice["gradients_per_sample"] == 9  # Two runs of four, and one step between them.
     assert fast["settings"] == {"passes": 14}
-    assert fast["forwards_per_image"] <= 14
+    assert fast["forwards_per_sample"] <= 14
     with np.load(tmp_path / "p.npz") as points:
         assert points["pgd(steps=4, restarts=2)/x_adv"].shape == x.shape
 

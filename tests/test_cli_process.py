@@ -98,7 +98,7 @@ def test_a_result_for_stdout_that_cannot_be_printed_is_told(given, tmp_path, mon
         monkeypatch.undo()
     capsys.readouterr()
     assert main(command) == 0
-    assert json.loads(capsys.readouterr().out)["samples"] == 6
+    assert json.loads(capsys.readouterr().out)["n"] == 6
 
 
 def test_names_that_a_terminal_cannot_show_are_escaped(given, tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ from wdjax.cli import game_command as game_command
 from wdjax.cli import main
 from wdjax.image import FrankWolfe, NearestTransport, union
 from wdjax.models import convert
-from wdjax.report import page
+from wdjax.report import audited, page
 from wdjax.transductive import Fixed, digits, transfer
 from wdjax.transductive.digits import DigitsCase, Row
 
@@ -94,7 +94,7 @@ def small():
         patch.setattr(audit_command, "RECIPES", recipes)
         patch.setattr(audit_command, "RADII", (0.0, 0.02))
         patch.setattr(audit_command, "SIZES", (64, 8, 10))
-        patch.setattr(audit_command, "_figures", lambda *of: {"drawn.png": b"drawn"})
+        patch.setattr(audited, "figures", lambda *of: {"drawn": b"drawn"})
         patch.setattr(page, "pictures", lambda *of: [page.Picture("title", "caption", "<svg/>")])
         patch.setattr(union, "members", lambda ball: ((FrankWolfe(ball, steps=2), 1.0),) * 2)
         patch.setattr(union, "NearestTransport", functools.partial(NearestTransport, steps=3))

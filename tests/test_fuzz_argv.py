@@ -55,15 +55,16 @@ def spoilt(name, folder):
     if name == "convert":
         return [str(absent), "--arch", "mlp", "--out", str(folder / "model.safetensors")]
     values = {"weights": absent, "data": absent, "arch": "mlp", "norm": "linf", "eps": "0.1"}
-    values |= {"json": there / "below.json", "out": there / "below"}
+    values |= {"json": there / "below.json", "out": there / "below", "eps_list": "0.1"}
     return required(commands()[name], values)
 
 
 def required(inner, values):
-    """The options that a command asks for, or that say where it writes, with these values."""
+    """The options that a command asks for, or that say what it reads or writes, with values."""
     words = []
     for action in inner._actions:
-        if takes_a_word(action) and (action.required or action.dest == "out"):
+        named = action.required or action.dest in ("out", "json", "arch", "weights", "eps_list")
+        if takes_a_word(action) and named and action.dest in values:
             words += [action.option_strings[-1], str(values[action.dest])]
     return words
 
@@ -187,6 +188,7 @@ def test_numbers_have_ranges(given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     values = {"weights": given / "net.pt", "data": given / "x.npz", "arch": "mlp", "norm": "linf"}
     values |= {"eps": "0.1", "json": tmp_path / "out.json"}
+    values |= {"out": tmp_path / "audit", "eps_list": "0.1"}
     works = {name: inner for name, inner in commands().items() if "weights" in dests(inner)}
     less = {"attacks": "fgsm", "steps": "1", "draws": "2", "k": "1", "components": "1"}
     tries = [

@@ -225,11 +225,11 @@ def test_the_command(tmp_path, capsys):
     out = ["--json", "-", "--no-cache"]
     assert main([*words, "--points", str(points), "--radii", str(radii), *out]) == 0
     content = json.loads(capsys.readouterr().out)
-    half, three = content["results"]
+    half, three = content["budgets"]
     assert (half["k"], three["eps"]) == (0.5, 3 / 16)
-    assert 0 <= three["robust_accuracy"] <= half["robust_accuracy"]
-    assert half["robust_accuracy"] <= content["clean_accuracy"] <= 1
-    for row in content["results"]:
+    assert 0 <= three["attacked_accuracy"] <= half["attacked_accuracy"]
+    assert half["attacked_accuracy"] <= content["clean_accuracy"] <= 1
+    for row in content["budgets"]:
         assert row["max_cost_over_eps"] <= 1 + 1e-6
         assert row["max_mass_error"] < 1e-6
         assert row["max_box_excess"] == 0
@@ -257,20 +257,20 @@ def test_flips_of_one_search_count_in_all(tmp_path, monkeypatch, capsys):
     words = ["image-attack", "--arch", "mlp", "--k", "1,4,18", "--window", "3", "--json", "-"]
     words += ["--weights", str(tmp_path / "mlp.pth"), "--data", str(tmp_path / "x.npz")]
     assert main(words) == 0
-    alone = [row["robust_accuracy"] for row in json.loads(capsys.readouterr().out)["results"]]
+    alone = [row["attacked_accuracy"] for row in json.loads(capsys.readouterr().out)["budgets"]]
     points = ["--radii", str(tmp_path / "r.npz"), "--points", str(tmp_path / "p.npz")]
     assert main([*words, *points]) == 0
-    found = json.loads(capsys.readouterr().out)["results"]
+    found = json.loads(capsys.readouterr().out)["budgets"]
     with np.load(tmp_path / "r.npz") as radii, np.load(tmp_path / "p.npz") as saved:
         for row, before in zip(found, alone):
             proved = np.mean(radii["k"] > row["k"] * (1 + 1e-6))
-            assert row["robust_accuracy"] == proved
+            assert row["attacked_accuracy"] == proved
             label = f"k{row['k']:g}"
             assert np.mean(~saved[f"{label}/success"]) == proved
             assert (saved[f"{label}/cost"] <= row["eps"] * (1 + 1e-6)).all()
             assert row["max_cost_over_eps"] <= 1 + 1e-6
             assert row["flips_of_other_searches"] == round((before - proved) * 8)
-    assert alone[-1] == 1 > found[-1]["robust_accuracy"]
+    assert alone[-1] == 1 > found[-1]["attacked_accuracy"]
     model = convert.load(tmp_path / "mlp.pth", "mlp").model
     within = image.image_wasserstein(model, x, y, eps=18 / 36, ball=BALL)
     nearest = image.minimum_radius(model, x, y, ball=BALL)

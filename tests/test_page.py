@@ -39,7 +39,7 @@ def shown():
     names = ("first", "second")
     content = {
         "models": [
-            {"name": name, "trained": "By hand."} | summary.describe(found) for name in names
+            {"model": name, "trained": "By hand."} | summary.describe(found) for name in names
         ],
         "versions": {"jax": jax.__version__},
         "data": "points",

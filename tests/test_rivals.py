@@ -87,6 +87,6 @@ def test_the_command_says_how_many(classes, wda, plus, tmp_path, capsys):
     assert main([*words, "--attacks", "wda,wda++", "--rivals", "2"]) == 0
     found = json.loads(capsys.readouterr().out)["attacks"]
     assert [row["rivals"] for row in found.values()] == [2, 2]
-    assert found["wda"]["gradients_per_image"] <= 10 * 2 + 10
+    assert found["wda"]["gradients_per_sample"] <= 10 * 2 + 10
     assert main([*words, "--attacks", "fgsm", "--rivals", "2"]) == 2
     assert "--rivals 2 would be ignored" in capsys.readouterr().err

@@ -13,8 +13,8 @@ def spent(result: Any) -> dict[str, Any]:
     left = np.asarray(result.correct) & ~np.asarray(result.success)
     gradients, zeros = np.asarray(result.gradients), np.asarray(result.zeros)
     found = {
-        "gradients_per_image": float(np.mean(gradients)),
-        "forwards_per_image": float(np.mean(np.asarray(result.forwards))),
+        "gradients_per_sample": float(np.mean(gradients)),
+        "forwards_per_sample": float(np.mean(np.asarray(result.forwards))),
         "zero_gradients": _share(zeros, gradients),
         "zero_gradients_of_standing": _share(zeros[left], gradients[left]),
         "faults": len(faults),

@@ -1,8 +1,9 @@
 """The command line: each command is a file, works in resumable tasks, and writes JSON.
 
-`subject` declares and loads what all commands share: model, samples, places of results; `options`
-has the types of numbers; `console` prints; `process` handles signals and caches. Attacks are rows
-of `attack_table`, whose settings `attack_words` parses. Open `attack_command` first.
+`subject` declares and loads what all commands share: model, samples, places of results; `own_model`
+has the kinds of ``--model``, `options` the types of numbers; `printed` makes tables, `console`
+prints; `process` handles signals and caches. Attacks are rows of `attack_table`, whose settings
+`attack_words` parses. Open `attack_command` first.
 """
 
 import argparse
@@ -60,7 +61,9 @@ _CODES = """exit codes:
 _EXAMPLES = """examples:
   python -m wdjax audit --out audit
   python -m wdjax attack --arch wong_mnist --weights mnist.pth --data mnist.npz \\
-      --norm linf --eps 0.1 --json result.json
+      --norm linf --eps 0.1
+  python -m wdjax audit --model mynet:build --weights my.npz --data test.npz \\
+      --eps-list 1/255,2/255
   python -m wdjax image-attack --arch wong_mnist --weights mnist.pth --data mnist.npz \\
       --k 5,10,20 --json result.json
   python -m wdjax certify --arch wong_mnist --weights mnist.pth --data mnist.npz \\

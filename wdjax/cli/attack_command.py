@@ -1,10 +1,10 @@
-"""``python -m wdjax attack``: attacks on a PyTorch checkpoint, measured."""
+"""``python -m wdjax attack``: attacks on a model, measured."""
 
 import argparse
 import dataclasses
 import functools
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,15 @@ from wdjax.checks import arguments
 from wdjax.cli import attack_table, attack_words, options, subject
 from wdjax.cli.attack_table import ATTACKS, METHODS, NEAREST, RIVALS, SEARCHES, TABLE_1, Column
 from wdjax.cli.console import Console
-from wdjax.core import Model, Progress, Result
+from wdjax.core import Classifier, Progress, Result
 from wdjax.engine import driver, tasks
 from wdjax.report import audit, plots
 
-SCHEMA = "wdjax.attack/3"
-
 _EXAMPLES = """examples:
   python -m wdjax attack --arch wong_mnist --weights mnist.pth --data mnist.npz \\
-      --norm linf --eps 0.1 --samples 100 --json result.json
+      --norm linf --eps 0.1 --samples 100
+  python -m wdjax attack --model mynet:build --weights my.npz --data test.npz \\
+      --norm l2 --eps 0.5 --attacks fast --json result.json
   python -m wdjax attack --arch resnet2b --weights cifar10.pth --data cifar10.npz \\
       --norm linf --eps 2/255 --attacks wda,wda++ --kappa 2 --points points.npz --json - | jq .
   python -m wdjax attack --arch resnet2b --weights cifar10.pth --data cifar10.npz \\
@@ -39,12 +39,12 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "attack",
         parents=[common],
-        help="attack a PyTorch checkpoint; JSON out",
-        description="Attacks a converted checkpoint and measures what is left of its accuracy.",
+        help="attack a model; a table, or JSON out",
+        description="Attacks a model and measures what is left of its accuracy.",
         epilog=f"attacks:\n{options.glossary(METHODS)}\n\n{_EXAMPLES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    subject.declare(parser, "what is attacked")
+    subject.declare_samples(subject.declare(parser, "what is attacked"))
     how = parser.add_argument_group("how")
     subject.declare_budget(how)
     how.add_argument(
@@ -104,34 +104,47 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     """Attacks, and writes the results; says at once what each attack left."""
     columns = _columns(parsed)
     subject.check_places(parsed, parsed.points, parsed.plot)
-    model, x, y = subject.load(parsed)
+    samples = subject.load(parsed)
+    model, x, y = samples
     far = arguments.too_far(Lp(norms.NAMES[parsed.norm]), x.shape[1:], parsed.eps)
     warned = subject.cautions(console, far)
-    work, results, measured = subject.begin(parsed, model, x, y), {}, {}
+    work, results, measured = subject.begin(parsed, x, y, model=model), {}, {}
+    spent = []
     for label, column in columns.items():
         with console.search(label) as tick:
             done = work.do(
                 label, functools.partial(_attack, column, parsed, model, x, y, tick), Result
             )
         results[label], left = done.value
-        measured[label] = left | {"seconds": done.spent["seconds"]}
+        measured[label] = left | subject.spent([done]) | {"remarks": remarks.of(left)}
+        spent.append(done)
         _say(console, label, measured[label], float(np.mean(results[label].correct)))
     content = {
-        **subject.described(parsed, SCHEMA, len(y)),
-        "warnings": warned,
+        **subject.described(parsed, "attack", samples),
+        "remarks": warned,
         "order": parsed.order,
         "seed": parsed.seed,
         "clean_accuracy": float(np.mean(results[label].correct)),
         "attacks": measured,
+        **subject.spent(spent),
     }
     others: dict[Path, bytes] = {}
     if parsed.points is not None:
         others[parsed.points] = _points(x, y, results)
     if parsed.plot is not None:
-        left = {label: own["robust_accuracy"] for label, own in measured.items()}
+        left = {label: own["attacked_accuracy"] for label, own in measured.items()}
         others[parsed.plot] = plots.png(plots.accuracies(content["clean_accuracy"], left))
-    subject.write(console, parsed.json, content, others)
+    subject.write(console, parsed.json, content, others, lambda: _table(content))
     return 0
+
+
+def _table(content: dict[str, Any]) -> Iterator[list[Any]]:
+    """The rows that are printed without ``--json``."""
+    yield ["attack", "accuracy", "max cost", "gradients", "forwards", "seconds"]
+    yield ["none", content["clean_accuracy"]] + [None] * 4
+    for label, row in content["attacks"].items():
+        keys = ("attacked_accuracy", "max_cost", "gradients_per_sample", "forwards_per_sample")
+        yield [label, *(row[key] for key in keys), row["seconds"]]
 
 
 def _columns(parsed: argparse.Namespace) -> dict[str, Column]:
@@ -214,7 +227,7 @@ def _budget(column: Column, ball: Lp) -> str:
 def _attack(
     column: Column,
     parsed: argparse.Namespace,
-    model: Model,
+    model: Classifier,
     x: np.ndarray,
     y: np.ndarray,
     tick: Callable[[Progress], None],
@@ -240,15 +253,15 @@ def _attack(
 
 
 def _say(console: Console, label: str, measured: dict[str, Any], clean: float) -> None:
-    console.say(f"{label}: {clean:.4f} clean, {measured['robust_accuracy']:.4f} attacked")
-    for remark in remarks.of(measured):
+    console.say(f"{label}: {clean:.4f} clean, {measured['attacked_accuracy']:.4f} attacked")
+    for remark in measured["remarks"]:
         console.warn(f"  CAREFUL, {label}: {remark}")
 
 
 def _search(
     column: Column,
     ball: Lp,
-    model: Model,
+    model: Classifier,
     x: np.ndarray,
     y: np.ndarray,
     parsed: argparse.Namespace,
@@ -284,7 +297,7 @@ def _measured(
 ) -> dict[str, Any]:
     distribution = transport.AdversarialDistribution.from_result(x, y, result)
     return {
-        "robust_accuracy": audit.accuracy(result),
+        "attacked_accuracy": audit.accuracy(result),
         "max_cost": float(np.max(np.where(result.weight > 0, result.cost, 0.0))),
         "transport_cost": distribution.coupling_cost(norm, order),
         **remarks.spent(result),

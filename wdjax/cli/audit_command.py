@@ -1,18 +1,24 @@
-"""``python -m wdjax audit``: attacks and certificates of two nets on digits, as a page."""
+"""``python -m wdjax audit``: attacks and certificates of a model, as a page.
+
+Without a model it trains and audits two nets on digits.
+"""
 
 import argparse
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from wdjax import attacks, data, models, training
+from wdjax import attacks, data, models, norms, training
+from wdjax.balls import Lp
+from wdjax.checks import arguments
 from wdjax.cli import options, subject
 from wdjax.cli.console import Console
 from wdjax.core import Attack, Model
 from wdjax.engine import tasks
-from wdjax.report import audit, page, plots, summary
+from wdjax.report import audit, audited, changes, page, summary
 from wdjax.report.evidence import Sandwich
 
 BROKEN = 3
@@ -20,10 +26,16 @@ BROKEN = 3
 
 RADII = (0.0, 0.01, 0.02, 0.03, 0.045, 0.06, 0.09, 0.12)
 SIZES = (64, 64, 64, 10)
+_DIGITS = 200
+"""Default number of test digits."""
 
 _EXAMPLES = """examples:
   python -m wdjax audit
-  python -m wdjax audit --out /tmp/audit --samples 50 --seed 1 --quiet"""
+  python -m wdjax audit --model mynet:build --weights my.npz --data test.npz \\
+      --eps-list 1/255,2/255,4/255 --samples 200 --out audit
+  python -m wdjax audit --model net.onnx --data test.npz --eps-list 0.25,0.5 --norm l2
+  python -m wdjax audit --arch wong_mnist --weights mnist.pth --data mnist.npz \\
+      --eps-list 0.1 --out new --compare old/report.json"""
 
 
 class Recipe(NamedTuple):
@@ -48,11 +60,23 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "audit",
         parents=[common],
-        help="train two classifiers of digits and bound their robustness from both sides",
-        description="Trains a standard and an adversarial net on 8 x 8 digits, attacks and "
-        "certifies both, checks that the sides never cross, and writes a page that stands alone.",
+        help="bound the robustness of a model from both sides; a page",
+        description="Attacks and certifies a model, checks that the sides never cross, and writes "
+        "a page that stands alone. Without a model it trains and audits a standard and an "
+        "adversarial net on 8 x 8 digits.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    own = subject.declare(parser, "a model of your own", required=False)
+    own.add_argument(
+        "--eps-list",
+        type=options.Numbers(options.BUDGET),
+        metavar="LIST",
+        help="budgets, such as 1/255,2/255",
+    )
+    own.add_argument("--norm", choices=sorted(norms.NAMES), help="of a move (default linf)")
+    own.add_argument(
+        "--batch-size", type=options.BATCH, metavar="B", help="samples on the device at once"
     )
     parser.add_argument(
         "--out",
@@ -64,52 +88,139 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samples",
         type=options.SAMPLES,
-        default=200,
         metavar="N",
-        help="test digits to attack and certify, at most 350 (default %(default)s)",
+        help=f"the first N samples; all if left, or {_DIGITS} of 350 digits",
     )
     parser.add_argument(
         "--seed", type=options.SEED, default=0, help="seed of all randomness (default %(default)s)"
+    )
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="REPORT.json",
+        help="the report.json of an earlier audit: say what changed",
     )
     subject.declare_checkpoint(parser)
     parser.set_defaults(command=run)
 
 
+class Whole(NamedTuple):
+    """What is written about an audit, before it is."""
+
+    content: dict[str, Any]
+    pictures: dict[str, list[page.Picture]]
+    """By model, the figures of the page."""
+    drawn: dict[str, bytes]
+    """The figures as files, by name."""
+
+
 def run(parsed: argparse.Namespace, console: Console) -> int:
-    """Trains, measures and writes, then prints."""
+    """Measures and writes, then prints."""
+    digits = parsed.model is None and parsed.arch is None
+    _check(parsed, digits)
+    old = None if parsed.compare is None else changes.read(parsed.compare)
+    if old is not None:
+        changes.check(old, *(("linf", RADII) if digits else (parsed.norm, parsed.eps_list)))
     subject.check_places(parsed, parsed.out / "report.html")
-    split = data.digits()
-    samples = split.test.take(parsed.samples)
-    work, done = subject.begin(parsed, split), []
-    for number, name in enumerate(RECIPES):
-        with console.steps(name) as show:
-
-            def measure(task: tasks.Task, number: int = number, show: Any = show) -> dict[str, Any]:
-                return _measured(parsed, number, split.train, samples, show, task)
-
-            done.append(work.do(name, measure, page.Picture))
-    trained = [one.value["described"] for one in done]
-    content = {
-        "schema": summary.SCHEMA,
-        "versions": summary.versions(),
-        "seed": parsed.seed,
-        "data": f"the first {len(samples.y)} test digits of scikit-learn",
-        "seconds": subject.total(done),
-        "passed": all(check["holds"] for model in trained for check in model["invariants"]),
-        "models": trained,
-    }
-    pictures = {one.value["described"]["name"]: one.value["pictures"] for one in done}
-    others: dict[Path, Any] = {
-        parsed.out / file: drawn for one in done for file, drawn in one.value["drawn"].items()
-    }
-    others[parsed.out / "report.html"] = page.render(content, pictures)
+    content, pictures, drawn = (_digits if digits else _own)(parsed, console)
+    # As it will be read again: a comparison must not see tuples or integers that JSON lacks.
+    since = () if old is None else changes.compare(old, json.loads(summary.dumps(content)))
+    others: dict[Path, Any] = {parsed.out / name: figure for name, figure in drawn.items()}
+    others[parsed.out / "report.html"] = page.render(content, pictures, since)
     subject.write(console, parsed.out / "report.json", content, others)
-    _summarise(content, console)
+    _say(content, since, console)
     console.say(f"{parsed.out / 'report.html'} in {content['seconds']:.0f} s")
     return 0 if content["passed"] else BROKEN
 
 
-def _measured(
+def _check(parsed: argparse.Namespace, digits: bool) -> None:
+    """Raises for options that do not go together; fills in the defaults of a model's own."""
+    if digits:
+        for name in ("weights", "data", "eps_list", "norm", "batch_size"):
+            if getattr(parsed, name) is not None:
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} would be ignored: it is for --model or --arch.")
+        return
+    for name in ("data", "eps_list"):
+        if getattr(parsed, name) is None:
+            raise ValueError(f"an audit of a model needs --{name.replace('_', '-')}.")
+    parsed.eps_list, parsed.norm = sorted(parsed.eps_list), parsed.norm or "linf"
+
+
+def _own(parsed: argparse.Namespace, console: Console) -> Whole:
+    """Audits the model that was named."""
+    samples = subject.load(parsed)
+    model, x, y = samples
+    ball, name = Lp(norms.NAMES[parsed.norm]), str(parsed.arch or parsed.model)
+    far = arguments.too_far(ball, x.shape[1:], parsed.eps_list)
+    warned = subject.cautions(console, far)
+    work = subject.begin(parsed, x, y, model=model)
+    with console.steps(name, "begin") as show:
+
+        def measure(task: tasks.Task) -> dict[str, Any]:
+            found = audit.sandwich(
+                model,
+                x,
+                y,
+                radii=parsed.eps_list,
+                ball=ball,
+                key=jax.random.key(parsed.seed),
+                batch_size=parsed.batch_size,
+                progress=task.heard(show),
+                **task.saving(parts=True),
+            )
+            return _shown({"model": name}, found, samples, "model")
+
+        done = work.do("audit", measure, page.Picture)
+    whole = _content(parsed, samples, [done], parsed.data.name)
+    whole |= {"weights": None if parsed.weights is None else parsed.weights.name}
+    return _measured(whole | {"remarks": warned}, [done])
+
+
+def _digits(parsed: argparse.Namespace, console: Console) -> Whole:
+    """Trains two nets on digits and audits them."""
+    split = data.digits()
+    samples = split.test.take(parsed.samples or _DIGITS)
+    work, done = subject.begin(parsed, split), []
+    for number, name in enumerate(RECIPES):
+        with console.steps(name, "training") as show:
+
+            def measure(task: tasks.Task, number: int = number, show: Any = show) -> dict[str, Any]:
+                return _trained(parsed, number, split.train, samples, show, task)
+
+            done.append(work.do(name, measure, page.Picture))
+    words = f"the first {len(samples.y)} test digits of scikit-learn"
+    return _measured(_content(parsed, samples, done, words), done)
+
+
+def _content(
+    parsed: argparse.Namespace, samples: Any, done: list[tasks.Done[Any]], data: str
+) -> dict[str, Any]:
+    described = [one.value["described"] for one in done]
+    times = subject.spent(done)
+    whole = audited.content(described, data, samples.x, samples.y, times["seconds"])
+    return whole | times | {"seed": parsed.seed}
+
+
+def _measured(content: dict[str, Any], done: list[tasks.Done[Any]]) -> Whole:
+    values = [one.value for one in done]
+    pictures = {value["described"]["model"]: value["pictures"] for value in values}
+    drawn = {name: figure for value in values for name, figure in value["drawn"].items()}
+    return Whole(content, pictures, drawn)
+
+
+def _shown(described: dict[str, Any], found: Sandwich, samples: Any, prefix: str) -> dict[str, Any]:
+    """A model's JSON, figures as files and pictures for the page."""
+    model, x, y = samples
+    drawn = audited.figures(found, x, y, model)
+    return {
+        "described": described | summary.describe(found),
+        "drawn": {f"{prefix}-{name}.png": figure for name, figure in drawn.items()},
+        "pictures": page.pictures(found, x, y, model, prefix),
+    }
+
+
+def _trained(
     parsed: argparse.Namespace,
     number: int,
     train: data.Dataset,
@@ -117,7 +228,7 @@ def _measured(
     show: Callable[[audit.Step], None],
     task: tasks.Task,
 ) -> dict[str, Any]:
-    """Trains and audits one model: its JSON, figures and pictures for the page."""
+    """Trains and audits one net of digits."""
     (name, recipe), salt = [*RECIPES.items()][number], [*RECIPES][number].split()[0]
     key = jax.random.key(parsed.seed)
     model = training.train(
@@ -136,12 +247,8 @@ def _measured(
         progress=task.heard(show),
         **task.saving(parts=True),
     )
-    described = {"name": name, "trained": _words(model, recipe, len(train.y))}
-    return {
-        "described": described | summary.describe(found),
-        "drawn": _figures(salt, found, samples, model),
-        "pictures": page.pictures(found, *samples, model, salt),
-    }
+    described = {"model": name, "trained": _words(model, recipe, len(train.y))}
+    return _shown(described, found, (model, *samples), salt)
 
 
 def _words(model: Model, recipe: Recipe, samples: int) -> str:
@@ -161,28 +268,14 @@ def _words(model: Model, recipe: Recipe, samples: int) -> str:
     )
 
 
-def _figures(prefix: str, found: Sandwich, samples: data.Dataset, model: Model) -> dict[str, bytes]:
-    drawn = {
-        "accuracy": plots.accuracy(found),
-        "loss": plots.loss(found),
-        "distances": plots.distances(found),
-        "allocation": plots.allocation(found),
-        "examples": plots.examples(found, *samples, model),
-    }
-    return {f"{prefix}-{name}.png": plots.png(figure) for name, figure in drawn.items()}
-
-
-def _summarise(content: dict[str, Any], console: Console) -> None:
+def _say(content: dict[str, Any], since: tuple[changes.Changes, ...], console: Console) -> None:
+    """Prints the tables; what a reader must know goes to stderr."""
+    console.say(audited.table(content))
+    for changed in since:
+        console.say(str(changed))
     for model in content["models"]:
-        console.say(f"{model['name']}: clean accuracy {model['clean_accuracy']:.3f}")
-        console.say("  eps         " + "".join(f"{eps:>8g}" for eps in model["radii"]))
-        for ball, curves in model["balls"].items():
-            for key, label in (("attacked_accuracy", "<="), ("certified_accuracy", ">=")):
-                cells = "".join(f"{value:8.3f}" for value in curves[key])
-                console.say(f"  {ball:<9} {label}{cells}")
-        for label, remark in summary.warnings(model):
-            console.warn(f"  CAREFUL: {model['name']}, {label}: {remark}")
+        for remark in model["remarks"]:
+            console.warn(f"  CAREFUL: {model['model']}, {remark}")
         for invariant in model["invariants"]:
             if not invariant["holds"]:
-                console.warn(f"  BROKEN: {model['name']}, {summary.statement(invariant)}")
-    console.say("all invariants hold" if content["passed"] else "AN INVARIANT IS BROKEN")
+                console.warn(f"  BROKEN: {model['model']}, {summary.statement(invariant)}")

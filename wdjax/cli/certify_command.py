@@ -1,8 +1,9 @@
-"""``python -m wdjax certify``: certificates for a PyTorch checkpoint."""
+"""``python -m wdjax certify``: certificates for a model."""
 
 import argparse
 import collections
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ from wdjax.balls import Lp
 from wdjax.checks import arguments
 from wdjax.cli import lipschitz_command, options, smoothing_command, subject
 from wdjax.cli.console import Console
-from wdjax.core import Model
+from wdjax.core import Classifier
 from wdjax.engine import tasks
-
-SCHEMA = "wdjax.certify/1"
 
 _EXAMPLES = """examples:
   python -m wdjax certify --arch wong_mnist --weights mnist.pth --data mnist.npz \\
-      --norm linf --eps 0.1 --samples 100 --json certified.json
+      --norm linf --eps 0.1 --samples 100
+  python -m wdjax certify --model mynet:build --weights my.npz --data test.npz \\
+      --norm linf --eps 0.1 --json certified.json
   python -m wdjax certify --arch resnet2b --weights cifar10.pth --data cifar10.npz \\
       --norm linf --eps 1/255 --method crown --radii radii.npz --json - | jq .verified
   python -m wdjax certify --arch wong_mnist --weights mnist.pth --data mnist.npz \\
@@ -34,13 +35,13 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "certify",
         parents=[common],
-        help="certify a PyTorch checkpoint; JSON out",
+        help="certify a model; a table, or JSON out",
         description="Proves for how many samples no point within eps is misclassified, and what "
         "accuracy every distribution in the Wasserstein balls Omega_1, Omega_2, Omega_inf leaves.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    subject.declare(parser, "what is certified")
+    subject.declare_samples(subject.declare(parser, "what is certified"))
     how = parser.add_argument_group("how")
     subject.declare_budget(how, smoothing_command.IMAGES)
     how.add_argument(
@@ -86,12 +87,13 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     """Certifies and writes, then says how many samples are verified."""
     smoothing_command.check(parsed)
     subject.check_places(parsed, parsed.radii)
-    model, x, y = subject.load(parsed)
-    work = subject.begin(parsed, model, x, y)
+    samples = subject.load(parsed)
+    model, x, y = samples
+    work = subject.begin(parsed, x, y, model=model)
     if parsed.method == smoothing_command.METHOD:
-        return smoothing_command.run(parsed, work, model, x, y, console)
+        return smoothing_command.run(parsed, work, samples, console)
     far = arguments.too_far(Lp(norms.NAMES[parsed.norm]), x.shape[1:], parsed.eps)
-    extra: dict[str, Any] = {"warnings": subject.cautions(console, far)}
+    extra: dict[str, Any] = {"remarks": subject.cautions(console, far)}
     how: dict[str, Any] = {"norm": norms.NAMES[parsed.norm], "eps": parsed.eps}
     how["batch_size"] = parsed.batch_size or 64
     if parsed.method == lipschitz_command.METHOD:
@@ -99,9 +101,10 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         extra |= own
     else:
         found, spent = _margins(parsed, work, model, x, y, how, console)
-    content = _content(parsed, found, spent) | extra
+    extra["remarks"] += found.remarks
+    content = _content(parsed, samples, found, spent) | extra
     others = {parsed.radii: None if parsed.radii is None else _radii(found)}
-    subject.write(console, parsed.json, content, others)
+    subject.write(console, parsed.json, content, others, lambda: table(content))
     left = content["certified_accuracy"]
     console.say(
         f"{content['verified']} of {len(y)} verified within {parsed.eps:g} by {found.method}; "
@@ -115,10 +118,18 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def table(content: dict[str, Any]) -> Iterator[list[Any]]:
+    """The rows that are printed without ``--json``."""
+    yield ["", "accuracy"]
+    yield ["clean", content["clean_accuracy"]]
+    for ball, value in content["certified_accuracy"].items():
+        yield [f"certified, {ball.capitalize()}", value]
+
+
 def _margins(
     parsed: argparse.Namespace,
     work: tasks.Tasks,
-    model: Model,
+    model: Classifier,
     x: np.ndarray,
     y: np.ndarray,
     how: dict[str, Any],
@@ -136,7 +147,10 @@ def _margins(
 
 
 def _content(
-    parsed: argparse.Namespace, found: certify.Certificate, spent: tasks.Spent
+    parsed: argparse.Namespace,
+    samples: subject.Subject,
+    found: certify.Certificate,
+    spent: tasks.Spent,
 ) -> dict[str, Any]:
     """The content of the JSON."""
     left = {
@@ -144,13 +158,12 @@ def _content(
         for name, order in options.ORDERS.items()
     }
     return {
-        **subject.described(parsed, SCHEMA, len(found.correct)),
+        **subject.described(parsed, "certify", samples),
         "method": found.method,
         "claim": found.claim,
         "clean_accuracy": float(np.mean(found.correct)),
         "verified": int(np.sum(found.verified)),
-        **({"search": dict(collections.Counter(found.ended))} if found.ended else {}),
-        **({"remarks": list(found.remarks)} if found.remarks else {}),
+        **({"ended": dict(collections.Counter(found.ended))} if found.ended else {}),
         "certified_accuracy": left,
         "seconds": spent["seconds"],
         "compile_seconds": min(spent["compile_seconds"], spent["seconds"]),

@@ -66,10 +66,13 @@ class Console:
         write(sys.stderr, text)
 
     @contextmanager
-    def steps(self, name: str) -> Iterator[Callable[[Step], None]]:
-        """A bar of an audit's steps, and the function that moves it. Nothing is drawn in a pipe."""
+    def steps(self, name: str, first: str) -> Iterator[Callable[[Step], None]]:
+        """A bar of an audit's steps, begun by ``first``, and the function that moves it.
+
+        Nothing is drawn in a pipe.
+        """
         with tqdm(disable=self._hidden, desc=name, bar_format=_COUNT) as bar:
-            bar.set_postfix_str("training")
+            bar.set_postfix_str(first)
 
             def show(step: Step) -> None:
                 bar.total = step.total

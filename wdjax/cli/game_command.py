@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -19,7 +19,6 @@ from wdjax.transductive import Defense, GameReport, Share, SpaceAttack, digits
 from wdjax.transductive.digits import DigitsCase, Row
 from wdjax.transductive.state import State
 
-SCHEMA = "wdjax.game/1"
 FAMILIES = {
     "rmc": ("rmc-standard", "rmc-adversarial"),
     **{name: (name,) for name in ("dent", "dann", "tadv", "urejectron", "purify")},
@@ -36,7 +35,7 @@ _MOST_MODELS = 1001
 _DEFAULT = "rmc,dent,dann,tadv,urejectron"
 
 _EXAMPLES = """examples:
-  python -m wdjax game --json table.json
+  python -m wdjax game
   python -m wdjax game --defense dann,tadv --seeds 0,1,2 --draws 5 --json -
   python -m wdjax game --defense rmc --checkpoint games --json rmc.json   # can be interrupted"""
 
@@ -47,7 +46,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "game",
         parents=[common],
-        help="attack defences that adapt at test time, on digits; JSON out",
+        help="attack defences that adapt at test time, on digits; a table, or JSON out",
         description="Plays games between attacks on model spaces and defences that adapt to their "
         "inputs, on small nets and digits. Accuracies are means over private keys of the defender, "
         "with intervals of 95 %, beside those on clean inputs.",
@@ -94,18 +93,32 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     wanted = _wanted(parsed, cases)
     subject.check_places(parsed)
     work = subject.begin(parsed, data.digits())
-    results = [
-        _case(name, seed, wanted, parsed, work, console) for name in cases for seed in parsed.seeds
+    done: list[tasks.Done[Any]] = []
+    games = [
+        _case(name, seed, wanted, parsed, work, console, done)
+        for name in cases
+        for seed in parsed.seeds
     ]
     content = {
-        "schema": SCHEMA,
-        "versions": summary.versions(),
+        **summary.head("game"),
         "data": "digits",
         "draws": parsed.draws,
-        "results": results,
+        "games": games,
+        "remarks": [],
+        **subject.spent(done),
     }
-    subject.write(console, parsed.json, content)
+    subject.write(console, parsed.json, content, table=lambda: _table(content))
     return 0
+
+
+def _table(content: dict[str, Any]) -> Iterator[list[Any]]:
+    """The rows that are printed without ``--json``."""
+    yield ["defence", "seed", "attack", "accuracy", "interval", "clean", "static"]
+    for game in content["games"]:
+        for label, row in game["attacks"].items():
+            values = (row[name]["value"] for name in ("one_shot_clean", "static_accuracy"))
+            one = row["one_shot"]
+            yield [game["defense"], game["seed"], label, one["value"], one["interval"], *values]
 
 
 def _cases(text: str) -> list[str]:
@@ -178,13 +191,14 @@ def _case(
     parsed: argparse.Namespace,
     work: tasks.Tasks,
     console: Console,
+    all_done: list[tasks.Done[Any]],
 ) -> dict[str, Any]:
     """Plays all games of a defence under one seed; returns their entry in the JSON."""
     case, train, test = digits.case(name, seed, parsed.iterations)
     size, count = _fitting(case, parsed.samples)
     key = jax.random.key(seed)
     rows = {label: row for label, (_, row) in _chosen(case.rows, wanted).items()}
-    entry: dict[str, Any] = {"defense": name, "seed": seed, "eps": case.eps, "samples": count}
+    entry: dict[str, Any] = {"defense": name, "seed": seed, "eps": case.eps, "n": count}
     entry |= {"rounds": count // size, "attacks": {}}
     if not rows:
         return entry
@@ -202,16 +216,19 @@ def _case(
             how = {"eps": case.eps, "size": size, "draws": parsed.draws} | row.how
             how["key"] = jax.random.fold_in(key, 2)
             play = functools.partial(_play, ready, row, inputs, how, shown)
-            found, spent = work.do(f"{name} {seed} {label}", play, GameReport)
-        reports[label] = found
-        measured = _measured(found, row) | {"cpu_seconds": spent["cpu_seconds"]}
+            done = work.do(f"{name} {seed} {label}", play, GameReport)
+        all_done.append(done)
+        reports[label] = found = done.value
+        measured = _measured(found, row) | {"cpu_seconds": done.spent["cpu_seconds"]}
         entry["attacks"][label] = measured
         _say(console, f"{name} seed {seed} {label}", found, measured)
     own, some = jax.random.fold_in(key, 3), inputs.x[:size]
-    entry["cost_multiple"] = work.do(
+    cost = work.do(
         f"{name} {seed} cost",
         lambda task: transductive.cost_multiple(*ready(), some, key=own, repeats=3),
-    ).value
+    )
+    all_done.append(cost)
+    entry["cost_multiple"] = cost.value
     private = {label: found for label, found in reports.items() if not rows[label].how}
     if private:
         entry["worst"], least = transductive.worst(private)
@@ -253,8 +270,8 @@ def _shown(tick: Callable[[Progress], None], row: Row, rounds: int) -> Callable[
     return show
 
 
-def _share(found: Share) -> dict[str, float]:
-    return {"value": found.value, "low": found.low, "high": found.high}
+def _share(found: Share) -> dict[str, Any]:
+    return {"value": found.value, "interval": [found.low, found.high]}
 
 
 def _measured(found: GameReport, row: Row) -> dict[str, Any]:
@@ -278,14 +295,16 @@ def _measured(found: GameReport, row: Row) -> dict[str, Any]:
             budget: {field: summary.number(value) for field, value in point._asdict().items()}
             for budget, point in points.items()
         }
+    faults = int(found.fault.sum())
     return measured | {
         "settings": _settings(row),
-        "game": dict(row.how),
+        "how": dict(row.how),
         "draws": len(found.correct),
         "simulated_errors": found.simulated.mean(axis=0).tolist(),
-        "gradients_per_input": float(found.gradients.mean()),
-        "largest_cost": float(found.cost.max()),
-        "faults": int(found.fault.sum()),
+        "gradients_per_sample": float(found.gradients.mean()),
+        "max_cost": float(found.cost.max()),
+        "faults": faults,
+        "remarks": [f"{faults} inputs met what is not finite"] if faults else [],
     }
 
 
@@ -311,5 +330,5 @@ def _say(console: Console, label: str, found: GameReport, measured: dict[str, An
         point = found.operating_point()
         said += f"; errors {100 * point.err:.1f} at {100 * point.rejected:.1f} % clean refused"
     console.say(said)
-    if measured["faults"]:
-        console.warn(f"  CAREFUL, {label}: {measured['faults']} inputs met what is not finite")
+    for remark in measured["remarks"]:
+        console.warn(f"  CAREFUL, {label}: {remark}")

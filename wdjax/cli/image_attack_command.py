@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import io
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,13 @@ from wdjax import image, remarks
 from wdjax.checks import arguments
 from wdjax.cli import options, subject
 from wdjax.cli.console import Console
-from wdjax.core import Found, Model, Progress
+from wdjax.core import Classifier, Found, Progress
 from wdjax.engine import driver, tasks
 from wdjax.report import summary
 
-SCHEMA = "wdjax.image-attack/2"
-
 _EXAMPLES = """examples:
   python -m wdjax image-attack --arch wong_mnist --weights mnist.pth --data mnist.npz \\
-      --k 5,10,20,50,100,200 --samples 100 --json result.json
+      --k 5,10,20,50,100,200 --samples 100
   python -m wdjax image-attack --arch resnet2b --weights cifar10.pth --data cifar10.npz \\
       --k 20 --channels separate --radii radii.npz --points points.npz --json -"""
 
@@ -34,13 +32,13 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "image-attack",
         parents=[common],
-        help="attack a PyTorch checkpoint by moving mass between pixels; JSON out",
+        help="attack a model by moving mass between pixels; a table, or JSON out",
         description="Attacks in the image-Wasserstein ball: mass is kept, pixels stay in [0, 1], "
         "and a transport plan proves what every point costs. A radius of k is eps = k / pixels.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    subject.declare(parser, "what is attacked")
+    subject.declare_samples(subject.declare(parser, "what is attacked"))
     how = parser.add_argument_group("how")
     how.add_argument(
         "--k",
@@ -89,76 +87,76 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     ks, window = sorted(parsed.k), None if parsed.window == "full" else int(parsed.window)
     ball = image.ImageWasserstein(window, parsed.power, parsed.channels)
     subject.check_places(parsed, parsed.points, parsed.radii)
-    model, x, y = subject.load(parsed)
+    samples = subject.load(parsed)
+    model, x, y = samples
     if window is not None and window >= 2 * max(x.shape[1:3]) - 1:  # All of the image is inside.
         ball = dataclasses.replace(ball, window=None)
     pixels = math.prod(ball.space(x.shape[1:]).stencil[:2])
     warned = subject.cautions(console, arguments.too_far(ball, x.shape[1:], max(ks) / pixels))
-    work = subject.begin(parsed, model, x, y)
+    work = subject.begin(parsed, x, y, model=model)
     how: dict[str, Any] = {"ball": ball, "batch_size": subject.batch(parsed, len(y))}
     found: dict[float, Found] = {}
-    spent: dict[float, tasks.Spent] = {}
+    parts: list[tasks.Done[Found]] = []
     for k in ks:
         with console.search(f"k {k:g}") as tick:
             search = functools.partial(_attack, model, x, y, k / pixels, found, how, tick)
             done = work.do(f"k {k:g}", search, Found)
-        found[k], spent[k] = done.value, done.spent
+        found[k] = done.value
+        parts.append(done)
         console.say(f"k {k:g}: {_robust(found[k]):.2%} robust")
-    others, content = {}, _content(parsed, len(y), float(np.mean(found[ks[0]].correct)))
-    content["warnings"] = warned
+    others, content = {}, _content(parsed, samples, float(np.mean(found[ks[0]].correct)))
+    content["remarks"] = warned
     nearest = functools.reduce(driver.best_of, found.values())
     if parsed.radii is not None:
         with console.search("radii") as tick:
             least = work.do("radii", functools.partial(_least, model, x, y, how, tick), Found)
         nearest = driver.best_of(least.value, nearest)
         others[parsed.radii], said = _radii(nearest, pixels)
-        content["radii"] = said | _seconds(least.spent, len(y))
+        content["radii"] = said | subject.spent([least])
+        parts.append(least)
         console.say(f"radii: median k {said['median_k']}, {said['not_found']} not found")
     nearest = jax.device_get(nearest)
-    for k in ks:
+    for k, done in zip(ks, parts):
         folded = jax.device_get(driver.within(found[k], nearest, k / pixels))
-        row = {"k": k, "eps": k / pixels, **_measured(folded, x, k / pixels, ball.high)}
+        row = {"k": k, "eps": k / pixels, **_measured(folded, x, ball.high)}
         row["flips_of_other_searches"] = int(np.sum(folded.success & ~found[k].success))
-        row |= _seconds(spent[k], len(y)) | remarks.spent(found[k])
-        content["results"].append(row)
+        row |= subject.spent([done]) | remarks.spent(found[k])
+        row["remarks"] = remarks.of(row)
+        content["budgets"].append(row)
         _say(console, f"k {k:g}", row)
         found[k] = folded
     if parsed.points is not None:
         others[parsed.points] = _points(x, y, found)
-    subject.write(console, parsed.json, content, others)
+    content |= subject.spent(parts)
+    subject.write(console, parsed.json, content, others, lambda: _table(content))
     return 0
+
+
+def _table(content: dict[str, Any]) -> Iterator[list[Any]]:
+    """The rows that are printed without ``--json``."""
+    yield ["k", "eps", "accuracy", "seconds"]
+    yield ["none", None, content["clean_accuracy"], None]
+    for row in content["budgets"]:
+        yield [f"{row['k']:g}", row["eps"], row["attacked_accuracy"], row["seconds"]]
 
 
 def _say(console: Console, label: str, row: dict[str, Any]) -> None:
     if more := row["flips_of_other_searches"]:
-        left = f"{row['robust_accuracy']:.2%} robust"
+        left = f"{row['attacked_accuracy']:.2%} robust"
         console.say(f"{label}: {left} with {more} flips that searches in other radii found")
-    for remark in remarks.of(row):
+    for remark in row["remarks"]:
         console.warn(f"  CAREFUL, {label}: {remark}")
 
 
-def _seconds(spent: tasks.Spent, samples: int) -> dict[str, float]:
-    compiling = spent["compile_seconds"]
+def _content(parsed: argparse.Namespace, samples: subject.Subject, clean: float) -> dict[str, Any]:
+    """The content of the JSON, except budgets and radii."""
     return {
-        "seconds_per_image": (spent["seconds"] - compiling) / samples,
-        "compile_seconds": compiling,
-    }
-
-
-def _content(parsed: argparse.Namespace, samples: int, clean: float) -> dict[str, Any]:
-    """The content of the JSON, except results and radii."""
-    return {
-        "schema": SCHEMA,
-        "versions": summary.versions(),
-        "arch": parsed.arch,
-        "weights": parsed.weights.name,
-        "data": parsed.data.name,
-        "samples": samples,
+        **subject.described(parsed, "image-attack", samples),
         "window": parsed.window,
         "power": parsed.power,
         "channels": parsed.channels,
         "clean_accuracy": clean,
-        "results": [],
+        "budgets": [],
     }
 
 
@@ -168,7 +166,7 @@ def _window(text: str) -> str:
 
 
 def _attack(
-    model: Model,
+    model: Classifier,
     x: np.ndarray,
     y: np.ndarray,
     eps: float,
@@ -200,21 +198,21 @@ def _robust(found: Found) -> float:
     return float(np.mean(found.correct & ~found.success))
 
 
-def _measured(found: Found, x: np.ndarray, eps: float, high: float) -> dict[str, float]:
+def _measured(found: Found, x: np.ndarray, high: float) -> dict[str, float]:
     """Measurements of the points themselves, in float64."""
     before, after = (np.asarray(part, np.float64) for part in (x, found.x_adv))
     mass = before.sum(axis=(1, 2, 3))
     drift = np.abs(after.sum(axis=(1, 2, 3)) - mass) / np.where(mass > 0, mass, 1.0)
     return {
-        "robust_accuracy": _robust(found),
-        "max_cost_over_eps": float(np.max(found.cost) / eps),
+        "attacked_accuracy": _robust(found),
+        "max_cost": float(np.max(found.cost)),
         "max_mass_error": float(drift.max()),
         "max_box_excess": max(0.0, float(-after.min()), float(after.max() - high)),
     }
 
 
 def _least(
-    model: Model,
+    model: Classifier,
     x: np.ndarray,
     y: np.ndarray,
     how: dict[str, Any],

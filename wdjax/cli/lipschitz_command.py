@@ -7,7 +7,7 @@ import numpy as np
 
 from wdjax import certify, lipschitz
 from wdjax.cli import subject
-from wdjax.core import AnyArray, Model
+from wdjax.core import AnyArray, Classifier
 from wdjax.engine import tasks
 
 METHOD = "lipschitz"
@@ -21,7 +21,7 @@ _WIDE = 512
 def verified(
     parsed: argparse.Namespace,
     work: tasks.Tasks,
-    model: Model,
+    model: Classifier,
     x: AnyArray,
     y: AnyArray,
     **how: Any,
@@ -48,7 +48,7 @@ def verified(
 
 
 def _loss(
-    parsed: argparse.Namespace, model: Model, x: AnyArray, y: AnyArray, by: Any, norm: float
+    parsed: argparse.Namespace, model: Classifier, x: AnyArray, y: AnyArray, by: Any, norm: float
 ) -> dict[str, Any]:
     box = (0.0, 1.0)
     constants = lipschitz.global_lipschitz(model, x, norm=norm, box=box, method=by)
@@ -59,4 +59,10 @@ def _loss(
         )
         for eps in (0.0, parsed.eps)
     )
-    return {"lipschitz": constant, "by": by, "clean": clean, "bound": bound, "domain": list(box)}
+    return {
+        "lipschitz_constant": constant,
+        "method": by,
+        "clean_loss": clean,
+        "certified_loss": bound,
+        "box": list(box),
+    }

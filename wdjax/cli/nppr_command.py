@@ -1,7 +1,7 @@
-"""``python -m wdjax nppr``: NPPR, PR and AR of a PyTorch checkpoint."""
+"""``python -m wdjax nppr``: NPPR, PR and AR of a model."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, get_args
 
 import jax
@@ -13,19 +13,18 @@ from wdjax.balls import Lp
 from wdjax.checks import arguments
 from wdjax.cli import options, subject
 from wdjax.cli.console import Console
-from wdjax.core import Model
+from wdjax.core import Classifier
 from wdjax.engine import driver, tasks
 from wdjax.nppr import distributions
 from wdjax.nppr import family as families
 from wdjax.nppr.estimate import Estimate, correct_inputs
 from wdjax.nppr.upsample import UPSAMPLE
 
-SCHEMA = "wdjax.nppr/2"
 T = TypeVar("T")
 
 _EXAMPLES = """examples:
   python -m wdjax nppr --arch wong_mnist --weights mnist.pth --data mnist.npz \\
-      --norm linf --eps 0.1 --mode joint --json nppr.json
+      --norm linf --eps 0.1 --mode joint
   python -m wdjax nppr --arch resnet2b --weights cifar10.pth --data cifar10.npz \\
       --norm linf --eps 8/255 --mode paper --components 12 --latent 64 --json - | jq .nppr"""
 
@@ -35,14 +34,14 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "nppr",
         parents=[common],
-        help="probabilistic robustness of a PyTorch checkpoint; JSON out",
+        help="probabilistic robustness of a model; a table, or JSON out",
         description="Fits the worst distribution of perturbations (NPPR) on the first half of the "
         "samples, and measures on the second what survives it, fixed noise (PR) and attacks (AR): "
         "shares of the samples that are classified correctly.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    subject.declare(parser, "what is measured")
+    subject.declare_samples(subject.declare(parser, "what is measured"))
     how = parser.add_argument_group("how")
     subject.declare_budget(how)
     how.add_argument(
@@ -105,12 +104,13 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     if parsed.rare and parsed.norm != "linf":
         raise ValueError(f"--rare is for --norm linf, got {parsed.norm}.")
     subject.check_places(parsed)
-    model, x, y = subject.load(parsed)
+    samples = subject.load(parsed)
+    model, x, y = samples
     if len(y) < 4:
         raise ValueError(f"NPPR is fitted on one half and measured on the other: {len(y)} samples.")
     warned = subject.cautions(console, arguments.too_far(_ball(parsed), x.shape[1:], parsed.eps))
     train, held = ((x[half], y[half]) for half in (slice(len(y) // 2), slice(len(y) // 2, None)))
-    work, done = subject.begin(parsed, model, x, y), []
+    work, done = subject.begin(parsed, x, y, model=model), []
 
     def do(name: str, part: Callable[..., T], *given: Any) -> T:
         done.append(work.do(name, lambda task: part(parsed, model, *given, task)))
@@ -120,12 +120,12 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     for name, own in _noises(parsed).items():
         fixed[name] = do(f"PR {name}", _fixed, own, held)
         console.say(f"PR {name}: {fixed[name]['value']:.2%}")
-    rare = do("rare", _rare, held, fixed["uniform"]["per_input"])
+    rare = do("rare", _rare, held, fixed["uniform"]["per_sample"])
     for row in rare:
         ends = "[{:.2g}, {:.2g}]".format(*row["interval"])
         console.say(f"rare, held-out sample {row['sample']}: {row['value']:.2g} {ends}")
-        if row["remark"]:
-            console.warn(f"  CAREFUL, sample {row['sample']}: {row['remark']}")
+        for remark in row["remarks"]:
+            console.warn(f"  CAREFUL, sample {row['sample']}: {remark}")
     with console.search("attack") as tick:
         attacked = do("AR", _attacked, held, tick)
     console.say(f"AR: {attacked['strong']:.2%}")
@@ -135,14 +135,15 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     for mode in modes:
         fitted[mode] = do(f"NPPR {mode}", _fitted, mode, train, held)
         console.say(f"NPPR {mode}: {fitted[mode]['value']:.2%}")
-        if not fitted[mode]["learnt"]:
-            console.warn(f"  CAREFUL, {mode}: no gradient reached the distribution")
+        for remark in fitted[mode]["remarks"]:
+            console.warn(f"  CAREFUL, {mode}: {remark}")
     faults = sum(row["faults"] for row in (*fixed.values(), *fitted.values()))
     if faults:
-        console.warn(f"  CAREFUL: {faults} copies had logits that are not finite")
+        warned += subject.cautions(console, f"{faults} copies had logits that are not finite")
     content = {
-        **subject.described(parsed, SCHEMA, len(y)),
-        "warnings": warned,
+        **subject.described(parsed, "nppr", samples),
+        "seed": parsed.seed,
+        "clean_accuracy": attacked["clean_accuracy"],
         "fitted_on": len(y) // 2,
         "measured_on": len(y) - len(y) // 2,
         "shares_of": "correctly classified samples of the second half",
@@ -153,14 +154,23 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         "inequalities": _inequalities(attacked, fitted, fixed),
         "prbench": do("PRBench", _prbench, held, train),
         "rare": rare,
-        "seconds": subject.total(done),
-        "compile_seconds": subject.total(done, "compile_seconds"),
+        **subject.spent(done),
     }
-    for claim, holds in content["inequalities"].items():
-        if not holds:
-            console.warn(f"  CAREFUL: {claim} does not hold, beyond the intervals")
-    subject.write(console, parsed.json, content)
+    broken = [claim for claim, holds in content["inequalities"].items() if not holds]
+    said = [f"{claim} does not hold, beyond the intervals" for claim in broken]
+    content["remarks"] = warned + subject.cautions(console, *said)
+    subject.write(console, parsed.json, content, table=lambda: _table(content))
     return 0
+
+
+def _table(content: dict[str, Any]) -> Iterator[list[Any]]:
+    """The rows that are printed without ``--json``."""
+    yield ["share of the correct samples", "value", "interval"]
+    rows = {"AR": content["ar"] | {"value": content["ar"]["strong"]}}
+    rows |= {f"NPPR {mode}": row for mode, row in content["nppr"].items()}
+    rows |= {f"PR {name}": row for name, row in content["pr"].items()}
+    for name, row in rows.items():
+        yield [name, row["value"], row["interval_of_population"]]
 
 
 def _modes(text: str) -> list[nppr.Mode]:
@@ -184,9 +194,9 @@ def _row(found: Estimate) -> dict[str, Any]:
         "interval_of_these": [float(low), float(high)],
         "interval_of_population": [float(lower), float(upper)],
         "draws": found.draws,
-        "correct": int(found.correct.sum()),
+        "n_correct": int(found.correct.sum()),
         "faults": int(found.faults.sum()),
-        "per_input": [round(float(p), 6) for p in found.per_input],
+        "per_sample": [round(float(p), 6) for p in found.per_input],
     }
 
 
@@ -194,7 +204,7 @@ def _ball(parsed: argparse.Namespace) -> Lp:
     return Lp(norms.NAMES[parsed.norm])
 
 
-def _measure(parsed: argparse.Namespace, model: Model, own: Any, x: Any, y: Any) -> Estimate:
+def _measure(parsed: argparse.Namespace, model: Classifier, own: Any, x: Any, y: Any) -> Estimate:
     key = jax.random.key(parsed.seed + 1)
     size = subject.batch(parsed, len(y) * parsed.draws)
     return nppr.estimate(model, own, x, y, key=key, draws=parsed.draws, batch_size=size)
@@ -213,14 +223,14 @@ def _noises(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def _fixed(
-    parsed: argparse.Namespace, model: Model, own: Any, held: Any, task: tasks.Task
+    parsed: argparse.Namespace, model: Classifier, own: Any, held: Any, task: tasks.Task
 ) -> dict[str, Any]:
     """PR under a fixed distribution."""
     return _row(_measure(parsed, model, own, *held))
 
 
 def _rare(
-    parsed: argparse.Namespace, model: Model, held: Any, shares: list[float], task: tasks.Task
+    parsed: argparse.Namespace, model: Classifier, held: Any, shares: list[float], task: tasks.Task
 ) -> list[dict[str, Any]]:
     """Failure probabilities under uniform noise of the first samples whose copies all survived."""
     own, key = distributions.UniformBall(parsed.eps, _ball(parsed)), jax.random.key(parsed.seed + 3)
@@ -239,14 +249,14 @@ def _rare(
                 "found": found.found,
                 "agrees": found.agrees,
                 "splitting": None if found.check is None else found.check.value,
-                "remark": found.remark,
+                "remarks": [found.remark] if found.remark else [],
             }
         )
     return rows
 
 
 def _attacked(
-    parsed: argparse.Namespace, model: Model, held: Any, tick: Any, task: tasks.Task
+    parsed: argparse.Namespace, model: Classifier, held: Any, tick: Any, task: tasks.Task
 ) -> dict[str, Any]:
     """AR under PGD-20, and under all attacks with a binomial interval."""
     ball = _ball(parsed)
@@ -259,6 +269,7 @@ def _attacked(
     left = right & ~np.asarray(driver.best_of(pgd, fast).success)
     low, high = metrics.clopper_pearson(int(left.sum()), int(right.sum()))
     return {
+        "clean_accuracy": float(np.mean(right)),
         "pgd20": float(np.mean(~np.asarray(pgd.success)[right])),
         "strong": float(np.mean(left[right])),
         "interval_of_population": [float(low), float(high)],
@@ -269,7 +280,7 @@ def _attacked(
 
 def _fitted(
     parsed: argparse.Namespace,
-    model: Model,
+    model: Classifier,
     mode: nppr.Mode,
     train: Any,
     held: Any,
@@ -300,12 +311,13 @@ def _fitted(
     spread = nppr.spread_within(found, x[:50], y[:50], key=jax.random.key(parsed.seed))
     return {
         **_row(_measure(parsed, model, found, x, y)),
-        "training": float(np.mean(np.asarray(found.history.survived)[-20:])),
+        "fitted_value": float(np.mean(np.asarray(found.history.survived)[-20:])),
         "entropy_ratio": float(found.history.entropy[-1]),
         "entropy_ratio_within": float(found.history.own_entropy[-1]),
         "spread_within": float(spread.within.mean()),
         "saturated": spread.saturated,
         "learnt": found.learnt,
+        "remarks": [] if found.learnt else ["no gradient reached the distribution"],
         "fit_seconds": seconds,
     }
 
@@ -331,7 +343,7 @@ def _inequalities(
 
 
 def _prbench(
-    parsed: argparse.Namespace, model: Model, held: Any, train: Any, task: tasks.Task
+    parsed: argparse.Namespace, model: Classifier, held: Any, train: Any, task: tasks.Task
 ) -> Any:
     """PRBench's measures, which are for the linf ball; None for other norms."""
     if parsed.norm != "linf":

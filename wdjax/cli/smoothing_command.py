@@ -2,7 +2,7 @@
 
 import argparse
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import jax
@@ -11,11 +11,10 @@ import numpy as np
 from wdjax import smoothing
 from wdjax.cli import options, subject
 from wdjax.cli.console import Console
-from wdjax.core import Model, Progress
+from wdjax.core import Classifier, Progress
 from wdjax.engine import tasks
 from wdjax.smoothing import looks, noise
 
-SCHEMA = "wdjax.smoothing/1"
 METHOD = "smoothing"
 
 IMAGES = "w1"
@@ -92,12 +91,11 @@ def check(parsed: argparse.Namespace) -> None:
 def run(
     parsed: argparse.Namespace,
     work: tasks.Tasks,
-    model: Model,
-    x: np.ndarray,
-    y: np.ndarray,
+    samples: subject.Subject,
     console: Console,
 ) -> int:
     """Certifies and writes, then says how many samples are verified."""
+    model, x, y = samples
     own = {name: getattr(parsed, name) for name in _OWN}
     own = {name: _DEFAULTS.get(name) if value is None else value for name, value in own.items()}
     own["test"] = own["test"] or "sequential"
@@ -109,24 +107,35 @@ def run(
         def certify(task: tasks.Task) -> smoothing.SmoothedCertificate:
             return _certify(parsed, own, how, model, x, y, task, tick)
 
-        found, spent = work.do("votes", certify, smoothing.SmoothedCertificate)
-    content = _content(parsed, own, found) | {"warnings": warned, "seconds": spent["seconds"]}
+        done = work.do("votes", certify, smoothing.SmoothedCertificate)
+    found = done.value
+    content = _content(parsed, samples, own, found) | subject.spent([done]) | {"remarks": warned}
+    if content["faults"]:
+        warned.append(f"{content['faults']} votes had logits that are not finite")
     others = {parsed.radii: None if parsed.radii is None else _archive(found, parsed.eps)}
-    subject.write(console, parsed.json, content, others)
+    subject.write(console, parsed.json, content, others, lambda: _table(content))
     console.say(
         f"{content['verified']} of {len(y)} verified within {parsed.eps:g} by "
-        f"{content['votes_per_image']:.0f} votes each, {content['abstained']} abstained"
+        f"{content['votes_per_sample']:.0f} votes each, {content['abstained']} abstained"
     )
     if content["faults"]:
-        console.warn(f"  CAREFUL: {content['faults']} votes had logits that are not finite")
+        console.warn(f"  CAREFUL: {warned[-1]}")
     return 0
+
+
+def _table(content: dict[str, Any]) -> Iterator[list[Any]]:
+    """The rows that are printed without ``--json``."""
+    yield ["smoothed classifier", "accuracy"]
+    yield ["clean", content["clean_accuracy"]]
+    for ball, value in content["certified_accuracy"].items():
+        yield [f"certified, {ball.capitalize()}", value]
 
 
 def _certify(
     parsed: argparse.Namespace,
     own: dict[str, Any],
     how: dict[str, Any],
-    model: Model,
+    model: Classifier,
     x: np.ndarray,
     y: np.ndarray,
     task: tasks.Task,
@@ -148,11 +157,14 @@ def _certify(
 
 
 def _content(
-    parsed: argparse.Namespace, own: dict[str, Any], found: smoothing.SmoothedCertificate
+    parsed: argparse.Namespace,
+    samples: subject.Subject,
+    own: dict[str, Any],
+    found: smoothing.SmoothedCertificate,
 ) -> dict[str, Any]:
     """The content of the JSON."""
     return {
-        **subject.described(parsed, SCHEMA, len(found.correct)),
+        **subject.described(parsed, "certify", samples),
         "method": METHOD,
         "claim": f"smoothed classifier, each radius at level {1 - own['alpha']:g}",
         "noise": type(own["noise"]).__name__.lower(),
@@ -165,7 +177,7 @@ def _content(
             f"omega_{name}": float(found.accuracy(parsed.eps, order))
             for name, order in options.ORDERS.items()
         },
-        "votes_per_image": float(np.mean(found.votes)),
+        "votes_per_sample": float(np.mean(found.votes)),
         "faults": int(np.sum(found.faults)),
     }
 

@@ -2,16 +2,18 @@
 
 import argparse
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from wdjax import data, norms
-from wdjax.cli import options, process
+from wdjax.checks import validate
+from wdjax.cli import options, own_model, printed, process
 from wdjax.cli.console import Console
-from wdjax.core import Model
+from wdjax.core import Classifier
 from wdjax.engine import identity, tasks
 from wdjax.files import atomic
 from wdjax.models import convert
@@ -19,23 +21,35 @@ from wdjax.report import summary
 
 _EVERY = 60.0
 _ELSEWHERE = {"json", "points", "plot", "radii", "out", "checkpoint", "every", "quiet", "cache"}
-_ELSEWHERE |= {"weights", "data", "batch_size", "command"}
+_ELSEWHERE |= {"weights", "data", "batch_size", "command", "compare"}
 """Options that do not change a result, or whose content is compared instead of their names."""
+_BY_MEANING = {"model", "arch"}
+"""Options that are named if a checkpoint belongs to other work, but compared by the program and the
+numbers that they stand for."""
 
 
-def declare(parser: argparse.ArgumentParser, title: str) -> None:
-    """Adds the options for model and samples."""
-    what = parser.add_argument_group(title)
-    what.add_argument("--arch", required=True, help="such as mlp, wong_mnist, resnet2b")
-    what.add_argument("--weights", required=True, type=Path, metavar="FILE", help="the checkpoint")
+def declare(parser: argparse.ArgumentParser, title: str, required: bool = True) -> Any:
+    """Adds the options for model and samples; returns their group."""
+    what = parser.add_argument_group(title, own_model.WARNING)
+    which = what.add_mutually_exclusive_group(required=required)
+    which.add_argument("--model", metavar="MODEL", help=own_model.HELP)
+    which.add_argument("--arch", help="an architecture of wdjax, such as mlp, wong_mnist, resnet2b")
+    what.add_argument(
+        "--weights", type=Path, metavar="FILE", help="the checkpoint, for --arch or for BUILD"
+    )
     what.add_argument(
         "--data",
-        required=True,
+        required=required,
         type=Path,
         metavar="FILE.npz",
         help="x [n, height, width, channels], uint8 or floats in [0, 1], and labels y [n]",
     )
-    what.add_argument(
+    return what
+
+
+def declare_samples(group: Any) -> None:
+    """Adds the option for the number of samples."""
+    group.add_argument(
         "--samples", type=options.SAMPLES, metavar="N", help="the first N; all if left"
     )
 
@@ -52,7 +66,12 @@ def declare_budget(group: Any, *more: str) -> None:
 def declare_out(parser: argparse.ArgumentParser) -> Any:
     """Adds the options for output, JSON first; returns their group."""
     group = parser.add_argument_group("what is written")
-    group.add_argument("--json", required=True, metavar="OUT", help="a file, or - for stdout")
+    group.add_argument(
+        "--json",
+        metavar="OUT",
+        help="write the result to a file as JSON, or to stdout for -; if left, it is printed as a "
+        "table",
+    )
     declare_checkpoint(group)
     return group
 
@@ -86,12 +105,84 @@ def check_places(parsed: argparse.Namespace, *paths: Path | None) -> None:
         raise ValueError(f"--every {parsed.every:g} would be ignored: it is for --checkpoint DIR.")
 
 
-def begin(parsed: argparse.Namespace, *trees: Any) -> tasks.Tasks:
-    """The command's tasks, kept in ``--checkpoint``; ``trees`` enter its identity."""
+class Subject(NamedTuple):
+    """A model and its samples."""
+
+    model: Classifier
+    x: np.ndarray
+    y: np.ndarray
+
+
+def load(parsed: argparse.Namespace) -> Subject:
+    """The model, and samples with labels, which fit each other."""
+    if parsed.arch is None:
+        model = own_model.load(parsed.model, parsed.weights)
+    elif parsed.weights is None:
+        raise ValueError(f"--arch {parsed.arch} needs the checkpoint: --weights FILE.")
+    else:
+        model = convert.load(parsed.weights, parsed.arch).model
+    samples = data.load_npz(parsed.data)
+    x, y = samples if parsed.samples is None else samples.take(parsed.samples)
+    _check_shape(model, x, parsed.data)
+    return Subject(model, x, y)
+
+
+def _check_shape(model: Classifier, x: np.ndarray, path: Path) -> None:
+    """Raises if the model does not accept the samples; says how they would have to be turned."""
+    try:
+        validate.shapes_of(model, x)
+    except ValueError as error:
+        for how, shape in _turned(x.shape):
+            if _accepts(model, shape):
+                raise ValueError(
+                    f"{path}: x has the shape {list(x.shape)}, the model takes {list(shape)}: "
+                    f"save {how} instead."
+                ) from None
+        raise ValueError(f"{path}: {' '.join(str(error).split())[:400]}") from error
+
+
+def _turned(shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Other shapes for samples of this shape, and how they are made."""
+    n, *rest = shape
+    if len(rest) == 3:
+        yield "x.transpose(0, 2, 3, 1)", (n, rest[1], rest[2], rest[0])
+        yield "x.transpose(0, 3, 1, 2)", (n, rest[2], rest[0], rest[1])
+    size = math.prod(rest)
+    if len(rest) > 1:
+        yield "x[..., None]", (*shape, 1)
+        yield "x.reshape(len(x), -1)", (n, size)
+        return
+    for channels in (1, 3):
+        side = math.isqrt(size // channels)
+        if side * side * channels == size:
+            image = (side, side, channels)
+            yield f"x.reshape(len(x), {', '.join(map(str, image))})", (n, *image)
+
+
+def _accepts(model: Classifier, shape: tuple[int, ...]) -> bool:
+    try:
+        validate.shapes_of(model, np.empty(shape, np.float32))
+    except ValueError:
+        return False
+    return True
+
+
+def begin(parsed: argparse.Namespace, *trees: Any, model: Classifier | None = None) -> tasks.Tasks:
+    """The command's tasks, kept in ``--checkpoint``.
+
+    Args:
+      parsed: the options.
+      *trees: what else the results depend on: samples ``x`` first, where there is a model.
+      model: enters the identity by its program and numbers.
+    """
     words = {name: value for name, value in vars(parsed).items() if name not in _ELSEWHERE}
     words["command"] = parsed.command.__module__.rpartition(".")[2].removesuffix("_command")
     words["versions"] = summary.versions()
-    mark = b"" if parsed.checkpoint is None else identity.digest(words, *trees)
+    mark = b""
+    if parsed.checkpoint is not None:
+        compared = {name: value for name, value in words.items() if name not in _BY_MEANING}
+        own = () if model is None else (model, identity.program(_forward, model, trees[0][:1]))
+        mark = identity.digest(compared, *own, *trees)
     return tasks.Tasks(
         parsed.checkpoint,
         every=_EVERY if parsed.every is None else parsed.every,
@@ -101,12 +192,8 @@ def begin(parsed: argparse.Namespace, *trees: Any) -> tasks.Tasks:
     )
 
 
-def load(parsed: argparse.Namespace) -> tuple[Model, np.ndarray, np.ndarray]:
-    """The model, and samples with labels."""
-    model = convert.load(parsed.weights, parsed.arch).model
-    samples = data.load_npz(parsed.data)
-    x, y = samples if parsed.samples is None else samples.take(parsed.samples)
-    return model, x, y
+def _forward(model: Classifier, x: jax.Array) -> Any:
+    return model(x)
 
 
 def batch(parsed: argparse.Namespace, most: int) -> int | None:
@@ -115,40 +202,46 @@ def batch(parsed: argparse.Namespace, most: int) -> int | None:
 
 
 def cautions(console: Console, *texts: str | None) -> list[str]:
-    """Prints warnings about the settings, and returns them for the JSON."""
+    """Prints warnings about the settings, and returns them for the JSON's ``remarks``."""
     said = [text for text in texts if text is not None]
     for text in said:
         console.warn(f"  CAREFUL: {text}")
     return said
 
 
-def described(parsed: argparse.Namespace, schema: str, samples: int) -> dict[str, Any]:
+def described(parsed: argparse.Namespace, command: str, samples: Subject) -> dict[str, Any]:
     """The common content of every JSON."""
+    ball = {name: getattr(parsed, name) for name in ("norm", "eps") if hasattr(parsed, name)}
     return {
-        "schema": schema,
-        "versions": summary.versions(),
-        "arch": parsed.arch,
-        "weights": parsed.weights.name,
+        **summary.head(command),
+        "model": parsed.arch or parsed.model,
+        "weights": None if parsed.weights is None else parsed.weights.name,
         "data": parsed.data.name,
-        "samples": samples,
-        "norm": parsed.norm,
-        "eps": parsed.eps,
+        "data_sha256": summary.sha256(samples.x, samples.y),
+        "n": len(samples.y),
+        **ball,
     }
 
 
 def write(
     console: Console,
-    json: str | Path,
+    json: str | Path | None,
     content: Mapping[str, Any],
     others: Mapping[Path, bytes | str | None] = {},
+    table: Callable[[], Iterable[Iterable[Any]]] | None = None,
 ) -> None:
     """Writes all files of a command whole, the JSON last, so that it implies the others.
 
-    The JSON goes to a file, or to standard output for -.
+    The JSON goes to a file, or to standard output for -; without a place for it, ``table`` is
+    printed, rows of titles and cells, and the remarks.
     """
     for path, whole in others.items():
         if path is not None and whole is not None:
             atomic.write(path, whole)
+    if json is None:
+        if table is not None:
+            console.say("\n".join([printed.table(table()), *printed.remarks(content)]))
+        return
     text = summary.dumps(content)
     if json == "-":
         console.result(text)
@@ -156,6 +249,13 @@ def write(
         atomic.write(json, text)
 
 
-def total(done: list[tasks.Done[Any]], clock: str = "seconds") -> float:
+def total(done: Iterable[tasks.Done[Any]], clock: str = "seconds") -> float:
     """What several tasks spent in total."""
     return math.fsum(one.spent[clock] for one in done)
+
+
+def spent(done: Iterable[tasks.Done[Any]]) -> dict[str, float]:
+    """The seconds of several tasks, and how many of them were compilation."""
+    done = [*done]
+    seconds = total(done)
+    return {"seconds": seconds, "compile_seconds": min(total(done, "compile_seconds"), seconds)}

@@ -11,23 +11,48 @@ results.
 
 import functools
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import certify, losses, metrics, transport
+from wdjax import losses, metrics, transport
 from wdjax.attacks import PGD, WDA, WDAPlusPlus
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
 from wdjax.core import Array, Attack, Classifier, Found, Result, Samples, Victim
 from wdjax.engine import driver, identity, track
 from wdjax.engine.tasks import Task, Tasks
+from wdjax.report import proofs
+from wdjax.report.audited import Audit, page
 from wdjax.report.evidence import ORDERS, Entry, Numbers, Sandwich, ball_name, invariants
+from wdjax.report.proofs import (
+    BATCH,
+    Certifier,
+    Job,
+    LossBound,
+    Refused,
+    Setting,
+    standard_certificates,
+)
+
+__all__ = [
+    "Attempt",
+    "Audit",
+    "Certifier",
+    "LossBound",
+    "Step",
+    "of",
+    "page",
+    "sandwich",
+    "standard_attacks",
+    "standard_certificates",
+]
 
 _OWN_ORDERS = {"sample": (math.inf,), "data": (1,), "none": ORDERS}
 """Default orders for an attack's points by its budget: every ball lies in that of order 1."""
@@ -36,7 +61,6 @@ _WALK = 0.25
 """WDA++'s step as a share of the largest budget; its twenty steps reach five times the budget."""
 
 _PIXELS = Lp()
-_BATCH = 64
 
 
 class Attempt(NamedTuple):
@@ -54,23 +78,6 @@ class Attempt(NamedTuple):
     """As for :func:`wdjax.run`; None for minimum-norm attacks."""
     skip_misclassified: bool = True
     """With False misclassified samples are attacked too, which raises the loss."""
-
-
-class Certifier(Protocol):
-    """``(model, x, y) -> [n]`` radii, in the audit's norm, within which no sample is misclassified.
-
-    0 where nothing is certified, inf where the whole box is.
-    """
-
-    def __call__(self, model: Classifier, x: Array, y: Array, /) -> npt.ArrayLike: ...
-
-
-class LossBound(Protocol):
-    """Returns for ``eps`` ``[m]`` upper bounds ``[m]`` of the expected cross-entropy in a ball."""
-
-    def __call__(
-        self, model: Classifier, x: Array, y: Array, /, *, eps: Numbers, order: float
-    ) -> npt.ArrayLike: ...
 
 
 class Step(NamedTuple):
@@ -99,29 +106,6 @@ def standard_attacks(ball: Lp, radii: Sequence[float] | Numbers) -> dict[str, At
         "wda kappa=2": Attempt(WDA(ball), orders=(2, 1), kappa=2.0),
         "wda++": Attempt(WDAPlusPlus(ball, step_size=walk), orders=(2, 1)),
     }
-
-
-def standard_certificates(ball: Lp, batch_size: int | None = None) -> dict[str, Certifier]:
-    """The default certificates of an audit.
-
-    >>> list(standard_certificates(Lp(2)))
-    ['CROWN']
-    """
-    batch = _BATCH if batch_size is None else batch_size
-    crown = functools.partial(certify.radius, norm=ball.norm, box=ball.box, batch_size=batch)
-    return {"CROWN": crown}
-
-
-class _Setting(NamedTuple):
-    """What all jobs of an audit share."""
-
-    model: Classifier
-    x: Array
-    y: Array
-    ball: Lp
-    radii: Numbers
-    key: Array
-    batch_size: int | None
 
 
 def sandwich(
@@ -188,31 +172,35 @@ def sandwich(
     if batch_size is not None:
         batch_size = validate.check_count("batch_size", batch_size)
     attempts = _attempts(standard_attacks(ball, budgets) if attacks is None else attacks, ball)
-    setting = _Setting(model, x, y, ball, budgets, key, batch_size)
+    setting = Setting(model, x, y, ball, budgets, key, batch_size)
     mark = b"" if checkpoint is None else _identity(setting, attempts)
     about = {"ball": ball, "radii": budgets.tolist(), "attacks": [*attempts], "samples": len(y)}
     work, anew = Tasks(checkpoint, every=every, identity=mark, about=about), Tasks(None)
 
     @functools.cache
-    def constant() -> float:
-        def found(task: Task) -> float:
-            return certify.lipschitz_constant(model, x, y, norm=ball.norm, box=ball.box)
+    def constant() -> float | Refused:
+        found = proofs.or_refused(functools.partial(proofs.constant, setting))
+        return work.do("Lipschitz constant", found, Refused).value
 
-        return work.do("Lipschitz constant", found).value
-
-    # Functions given by the caller have no identity, so their results are never read back.
     radius = standard_certificates(ball, batch_size) if certificates is None else certificates
-    bounds = {"Lipschitz": _wdro(setting, constant)} if loss_bounds is None else loss_bounds
+    standard = {proofs.LIPSCHITZ: proofs.by_lipschitz(setting, constant)}
+    bounds = standard if loss_bounds is None else loss_bounds
+
+    def proved(given: Any, jobs: Iterator[Job]) -> list[_Task]:
+        # Functions given by the caller have no identity, so their results are never read back.
+        if given is not None:
+            return [(anew, *job) for job in jobs]
+        return [(work, words, proofs.or_refused(job)) for words, job in jobs]
+
     clean = _evaluate(setting, x)
-    tries = [
+    tries: list[_Task] = [
         (work, *job)
         for name, attempt in attempts.items()
         for job in _tries(setting, clean, work, name, attempt)
     ]
-    kept = work if certificates is None else anew
-    certified = [(kept, *job) for job in _certify(setting, radius)]
-    kept = work if loss_bounds is None else anew
-    bounded = [(kept, *job) for job in _bound(setting, bounds)]
+    certified = proved(certificates, proofs.radii_jobs(setting, radius))
+    bounded = proved(loss_bounds, proofs.loss_jobs(setting, bounds))
+    least = constant() if loss_bounds is None else None
     done = _carry([*tries, *certified, *bounded], progress)
     found = Sandwich(
         ball=ball,
@@ -222,24 +210,103 @@ def sandwich(
         entries=tuple(next(done) for _ in tries),
         certificates={name: next(done) for name in radius},
         loss_bounds={name: {order: next(done) for order in ORDERS} for name in bounds},
-        lipschitz=constant() if loss_bounds is None else None,
+        lipschitz=None if isinstance(least, Refused) else least,
         attacks={name: attempt.attack for name, attempt in attempts.items()},
         invariants=(),
     )
+    found = proofs.without_refused(found)
     return found._replace(invariants=tuple(invariants(found)))
 
 
-_Job = tuple[str, Callable[[Task], Any]]
-"""A job's description and the job."""
+def of(
+    model: Classifier,
+    x: Array | np.ndarray,
+    y: Array | np.ndarray,
+    *,
+    eps_list: Sequence[float],
+    norm: float = math.inf,
+    box: tuple[float, float] | None = (0.0, 1.0),
+    key: Array | None = None,
+    name: str = "model",
+    attacks: Mapping[str, Attempt | Attack] | None = None,
+    certificates: Mapping[str, Certifier] | None = None,
+    batch_size: int | None = None,
+    progress: Callable[[Step], Any] = lambda step: None,
+    checkpoint: str | PathLike[str] | None = None,
+    every: float = 60.0,
+) -> Audit:
+    """Audits a model: clean accuracy, what attacks leave, what certificates prove, and remarks.
+
+    Args:
+      model: a callable pytree, ``[n, *shape] -> [n, K]`` logits. A certificate that has no rule for
+        a primitive of its program is left out, and the audit says which.
+      x: ``[n, *shape]`` floats in ``box``.
+      y: ``[n]`` integer labels.
+      eps_list: budgets in the units of ``x``, increasing from at least 0.
+      norm: of a move, one of 1, 2 and ``jax.numpy.inf``.
+      box: ends of every coordinate; None for none.
+      key: a typed ``jax.random.key`` for random attacks; by default ``jax.random.key(0)``.
+      name: what the page calls the model.
+      attacks: by name, with this norm and box; by default :func:`standard_attacks`.
+      certificates: by name; by default :func:`standard_certificates`.
+      batch_size: samples on the device at once.
+      progress: called with a :class:`Step` before every step.
+      checkpoint: a folder; an audit that was interrupted resumes from it, with equal results.
+      every: minimum number of seconds between two writings of a search in progress.
+
+    Returns:
+      An :class:`Audit`: ``print`` it, ``save`` its page, or take its ``sandwich``. If a statement
+      that must hold is broken, ``passed`` is False.
+
+    Raises:
+      ValueError: bad samples or radii, outputs that are not finite, a batch-dependent model, an
+        attack of another norm or box, or a checkpoint of another audit.
+
+    Cost: that of :func:`sandwich`.
+
+    >>> from wdjax import Model
+    >>> model = Model(lambda w, x: x @ w, jax.numpy.array([[1.0, -1.0], [-1.0, 1.0]]))
+    >>> x, y = jax.numpy.array([[0.625, 0.375], [0.875, 0.125]]), jax.numpy.array([0, 0])
+    >>> found = of(model, x, y, eps_list=[0.0625, 0.25])
+    >>> print(found)
+    model: clean accuracy 1.000 of 2 samples
+      eps (linf)    0.0625     0.25
+      Omega_inf <=    1.000    0.500
+      Omega_inf >=    1.000    0.500
+      Omega_2   <=    0.750    0.111
+      Omega_2   >=    0.750    0.111
+      Omega_1   <=    0.500    0.000
+      Omega_1   >=    0.500    0.000
+    all invariants hold
+    """
+    began = time.perf_counter()
+    found = sandwich(
+        model,
+        x,
+        y,
+        radii=eps_list,
+        ball=Lp(norm, box),
+        attacks=attacks,
+        certificates=certificates,
+        key=jax.random.key(0) if key is None else key,
+        batch_size=batch_size,
+        progress=progress,
+        checkpoint=checkpoint,
+        every=every,
+    )
+    seconds = time.perf_counter() - began
+    return Audit(name, found, model, np.asarray(x), np.asarray(y), seconds)
 
 
-def _carry(
-    jobs: list[tuple[Tasks, str, Callable[[Task], Any]]], progress: Callable[[Step], Any]
-) -> Iterator[Any]:
+_Task = tuple[Tasks, str, Callable[[Task], Any]]
+"""Where a job's result is kept, the job's description, and the job."""
+
+
+def _carry(jobs: list[_Task], progress: Callable[[Step], Any]) -> Iterator[Any]:
     """Does the jobs in order, after a call of ``progress`` for each."""
     for number, (tasks, words, job) in enumerate(jobs):
         progress(Step(words, number, len(jobs)))
-        yield tasks.do(f"{number} {words}", job, Entry, Result).value
+        yield tasks.do(f"{number} {words}", job, Entry, Result, Refused).value
 
 
 def _check_radii(radii: Sequence[float]) -> Numbers:
@@ -277,7 +344,7 @@ def _attempts(attacks: Mapping[str, Attempt | Attack], ball: Lp) -> dict[str, At
     return attempts
 
 
-def _identity(setting: _Setting, attempts: Mapping[str, Attempt]) -> bytes:
+def _identity(setting: Setting, attempts: Mapping[str, Attempt]) -> bytes:
     """The identity of an audit's checkpoint: attacks, default certificates, samples, radii."""
     model, x, y = setting.model, setting.x, setting.y
     victim = Victim(model, jax.tree_util.Partial(losses.decision_margin))
@@ -306,10 +373,10 @@ def _judge(model: Classifier, x: Array, y: Array) -> tuple[Array, Array]:
     return losses.cross_entropy(logits, y), metrics.correct(logits, y)
 
 
-def _evaluate(setting: _Setting, points: Array | np.ndarray) -> _Evaluation:
+def _evaluate(setting: Setting, points: Array | np.ndarray) -> _Evaluation:
     """Cross-entropy and correctness at ``points`` ``[n, *shape]``, in batches of one shape."""
     n = len(setting.y)
-    size = min(n, setting.batch_size or _BATCH)
+    size = min(n, setting.batch_size or BATCH)
     index = np.minimum(np.arange(-(-n // size) * size), n - 1).reshape(-1, size)
     parts = [jax.device_get(_judge(setting.model, points[i], setting.y[i])) for i in index]
     loss, correct = (np.concatenate(leaves)[:n] for leaves in zip(*parts))
@@ -317,8 +384,8 @@ def _evaluate(setting: _Setting, points: Array | np.ndarray) -> _Evaluation:
 
 
 def _tries(
-    setting: _Setting, clean: _Evaluation, work: Tasks, name: str, attempt: Attempt
-) -> Iterator[_Job]:
+    setting: Setting, clean: _Evaluation, work: Tasks, name: str, attempt: Attempt
+) -> Iterator[Job]:
     """Jobs of one attack, for every order and radius; a minimum-norm attack searches only once.
 
     A job's result is an :class:`Entry`, with ``[n]`` leaves on the host.
@@ -368,7 +435,7 @@ def _mean(weight: Numbers, stay: np.ndarray, go: np.ndarray) -> float:
 
 
 def _measure(
-    setting: _Setting, clean: _Evaluation, moved: _Evaluation, order: float, result: Result
+    setting: Setting, clean: _Evaluation, moved: _Evaluation, order: float, result: Result
 ) -> dict[str, float]:
     """Accuracy, loss and exact W_p of an adversarial distribution, all in float64."""
     weight = np.asarray(result.weight, float)
@@ -379,60 +446,3 @@ def _measure(
         "loss": _mean(weight, clean.loss, moved.loss),
         "spent": transport.wasserstein(found, setting.ball.norm, order),
     }
-
-
-def _wdro(setting: _Setting, constant: Callable[[], float]) -> LossBound:
-    batch = _BATCH if setting.batch_size is None else setting.batch_size
-
-    def bound(
-        model: Classifier, x: Array, y: Array, /, *, eps: Numbers, order: float
-    ) -> npt.ArrayLike:
-        return certify.wdro_bound(
-            model,
-            x,
-            y,
-            norm=setting.ball.norm,
-            eps=eps,
-            order=order,
-            box=setting.ball.box,
-            constant=constant(),
-            batch_size=batch,
-        )
-
-    return bound
-
-
-def _certify(setting: _Setting, certificates: Mapping[str, Certifier]) -> Iterator[_Job]:
-    """One job for every certificate, with ``[n]`` radii as its result."""
-    model, x, y = setting.model, setting.x, setting.y
-
-    def radius(name: str, certificate: Certifier, task: Task) -> Numbers:
-        found = np.asarray(certificate(model, x, y), float)
-        if found.shape != (len(y),) or not np.all(found >= 0):
-            raise ValueError(
-                f"the certificate {name!r} must return {len(y)} radii of at least 0, without NaN; "
-                f"got shape {list(found.shape)}."
-            )
-        return found
-
-    for name, certificate in certificates.items():
-        yield f"radii by {name}", functools.partial(radius, name, certificate)
-
-
-def _bound(setting: _Setting, loss_bounds: Mapping[str, LossBound]) -> Iterator[_Job]:
-    """One job for every bound and order, with ``[m]`` bounds as its result."""
-    model, x, y, radii = setting.model, setting.x, setting.y, setting.radii
-
-    def bound(name: str, order: float, bound: LossBound, task: Task) -> Numbers:
-        found = np.asarray(bound(model, x, y, eps=radii, order=order), float)
-        if found.shape != radii.shape:
-            raise ValueError(
-                f"the loss bound {name!r} must return one number for each of {radii.size} radii, "
-                f"got shape {list(found.shape)}."
-            )
-        return found
-
-    for name, one in loss_bounds.items():
-        for order in ORDERS:
-            words = f"loss bound by {name}, {ball_name(order)}"
-            yield words, functools.partial(bound, name, order, one)

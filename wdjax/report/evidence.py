@@ -5,7 +5,8 @@ All functions here compute from stored points and numbers; none searches.
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -88,6 +89,10 @@ class Sandwich(NamedTuple):
     attacks: dict[str, Attack]
     """By name, the attack with its settings."""
     invariants: tuple[Invariant, ...]
+    refused_certificates: Mapping[str, str] = MappingProxyType({})
+    """By name, why a default certificate does not apply to the model."""
+    refused_bounds: Mapping[str, str] = MappingProxyType({})
+    """By name, why a default loss bound does not apply."""
 
     @property
     def passed(self) -> bool:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 
 from wdjax.core import Classifier
-from wdjax.report import plots
+from wdjax.report import changes, plots
+from wdjax.report.changes import Changes
 from wdjax.report.evidence import ORDERS, Sandwich, ball_name
 from wdjax.report.summary import statement, warnings
 
@@ -65,7 +66,7 @@ def pictures(
 
     Args:
       found: the audit of the model.
-      x: ``[n, height, width, channels]`` images.
+      x: ``[n, *shape]`` samples; images ``[n, height, width, channels]`` are drawn.
       y: ``[n]`` labels.
       model: the attacked model.
       salt: a string, different for each model of a page.
@@ -83,21 +84,23 @@ def pictures(
             "shade; the axis is logarithmic."
         )
         drawn.append(("Loss against eps", caption, plots.loss(found, (order,))))
-    caption = (
-        "For every sample the nearest mistake that was found, and the distance within which none "
-        "can be. A cross above a triangle would refute the certificate."
-    )
-    drawn.append(("Distances", caption, plots.distances(found)))
-    caption = (
-        "Which samples the adversary pays for, at several budgets: 1 is a sample that is moved as "
-        "a whole. The cheapest mistakes are bought first, one of them in part."
-    )
-    drawn.append(("Spending of the budget", caption, plots.allocation(found)))
-    caption = (
-        "The cheapest mistakes: the sample with its label, the change enlarged by the number above "
-        "it (grey is no change), and the moved image with what the model now says."
-    )
-    drawn.append(("Examples of cheap flips", caption, plots.examples(found, x, y, model)))
+    if found.entries:
+        caption = (
+            "For every sample the nearest mistake that was found, and the distance within which "
+            "none can be. A cross above a triangle would refute the certificate."
+        )
+        drawn.append(("Distances", caption, plots.distances(found)))
+        caption = (
+            "Which samples the adversary pays for, at several budgets: 1 is a sample that is moved "
+            "as a whole. The cheapest mistakes are bought first, one of them in part."
+        )
+        drawn.append(("Spending of the budget", caption, plots.allocation(found)))
+    if found.entries and plots.are_images(x):
+        caption = (
+            "The cheapest mistakes: the sample with its label, the change enlarged by the number "
+            "above it (grey is no change), and the moved image with what the model now says."
+        )
+        drawn.append(("Examples of cheap flips", caption, plots.examples(found, x, y, model)))
     return [
         Picture(title, caption, _adapted(plots.svg(figure, f"{salt}{place}")))
         for place, (title, caption, figure) in enumerate(drawn)
@@ -118,17 +121,27 @@ def _adapted(svg: str) -> str:
     return svg
 
 
-def render(content: Mapping[str, Any], shown: Mapping[str, Sequence[Picture]]) -> str:
+def render(
+    content: Mapping[str, Any],
+    shown: Mapping[str, Sequence[Picture]],
+    changed: Sequence[Changes] = (),
+) -> str:
     """The report as one HTML file: findings, figures, tables, checks and a glossary.
 
     Args:
       content: the content of ``report.json``.
       shown: by model, its figures.
+      changed: what changed since an earlier audit.
     """
     models = content["models"]
-    sections = [_section(model, shown.get(model["name"], ())) for model in models]
+    since = {one.model: changes.as_html(one) for one in changed}
+    sections = [
+        _section(model, shown.get(model["model"], ()), since.get(model["model"], ""))
+        for model in models
+    ]
     passed = all(check["holds"] for model in models for check in model["invariants"])
     setting = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    seed = f"; seed {content['seed']}" if "seed" in content else ""
     seconds = f"; {content['seconds']:.0f} s" if "seconds" in content else ""
     template = resources.files("wdjax").joinpath("page.html").read_text(encoding="utf-8")
     return string.Template(template).substitute(
@@ -138,13 +151,13 @@ def render(content: Mapping[str, Any], shown: Mapping[str, Sequence[Picture]]) -
         else "A statement that must hold is broken: do not trust these numbers.",
         sections="\n".join(sections),
         glossary="\n".join(_words(models)),
-        setting=html.escape(f"{content['data']}; seed {content['seed']}{seconds}; {setting}."),
+        setting=html.escape(f"{content['data']}{seed}{seconds}; {setting}."),
     )
 
 
-def _section(model: Mapping[str, Any], shown: Sequence[Picture]) -> str:
-    """The HTML of one model: findings, warnings, figures, tables and invariants."""
-    low, high = model["clean_accuracy_interval_95"]
+def _section(model: Mapping[str, Any], shown: Sequence[Picture], since: str) -> str:
+    """The HTML of one model: findings, warnings, changes, figures, tables and invariants."""
+    low, high = model["clean_accuracy_interval"]
     figures = [
         f'<figure aria-label="{html.escape(title)}">{svg}<figcaption><b>{html.escape(title)}.</b> '
         f"{html.escape(caption)}</figcaption></figure>"
@@ -152,15 +165,16 @@ def _section(model: Mapping[str, Any], shown: Sequence[Picture]) -> str:
     ]
     return "\n".join(
         [
-            f"<h2>{html.escape(model['name'])}</h2>",
+            f"<h2>{html.escape(model['model'])}</h2>",
             *_trained(model),
-            f"<p>On {model['samples']} clean samples it is right for "
+            f"<p>On {model['n']} clean sample{'s' * (model['n'] > 1)} it is right for "
             f"{model['clean_accuracy']:.1%} (95 % interval {low:.1%} to {high:.1%})"
             f"{_lipschitz(model)}.</p>",
             "<ul>",
             *_findings(model),
             "</ul>",
             *_warnings(model),
+            since,
             *(['<div class="figures">', *figures, "</div>"] if figures else []),
             _best_table(model),
             _single_table(model),
@@ -183,50 +197,58 @@ def _lipschitz(model: Mapping[str, Any]) -> str:
 
 def _findings(model: Mapping[str, Any]) -> list[str]:
     """For every ball a sentence with both bounds at the middle budget."""
-    middle = len(model["radii"]) // 2
+    middle = len(model["eps_list"]) // 2
     said = []
-    for ball, curves in model["balls"].items():
-        low, high = (curves[f"{side}_accuracy"][middle] for side in ("certified", "attacked"))
+    for key, curves in model["balls"].items():
+        ball, proved = key.capitalize(), curves["certified_accuracy"]
+        certified = (
+            "and no certificate applies, so that nothing is known from below"
+            if proved is None
+            else f"and no attack can leave less than <b>{proved[middle]:.1%}</b>"
+        )
         said.append(
-            f"<li>{ball}, eps {model['radii'][middle]:g} in {model['norm']} ({_BALLS[ball]}): the "
-            f"attacks left <b>{high:.1%}</b>, and no attack can leave less than "
-            f"<b>{low:.1%}</b>.</li>"
+            f"<li>{ball}, eps {model['eps_list'][middle]:g} in {model['norm']} ({_BALLS[ball]}): "
+            f"the attacks left <b>{curves['attacked_accuracy'][middle]:.1%}</b>, {certified}.</li>"
         )
     return said
 
 
 def _best_table(model: Mapping[str, Any]) -> str:
     """The table of both bounds for each ball."""
+    none = [None] * len(model["eps_list"])
     rows = [
-        (f"{ball} {label}", curves[key])
+        (f"{ball.capitalize()} {label}", curves[f"{label}_accuracy"] or none)
         for ball, curves in model["balls"].items()
-        for key, label in (("attacked_accuracy", "attacked"), ("certified_accuracy", "certified"))
+        for label in ("attacked", "certified")
     ]
     return _table(model, "Accuracy by eps: the strongest attack, the best certificate.", rows)
 
 
 def _single_table(model: Mapping[str, Any]) -> str:
-    """The table of every attack and certificate."""
-    curves: dict[str, list[float]] = {}
-    for entry in model["attacks"]:
-        curves.setdefault(f"{entry['ball']} {entry['name']}", []).append(entry["accuracy"])
-    for bound in model["certificates"]:
-        curves[f"{bound['ball']} certified by {bound['name']}"] = bound["accuracy"]
-    places = {ball: place for place, ball in enumerate(model["balls"])}
-    rows = sorted(curves.items(), key=lambda row: places[row[0].split()[0]])
+    """The table of every attack and certificate; a certificate that does not apply says why."""
+    rows: list[tuple[str, Sequence[float] | str]] = []
+    for key in model["balls"]:
+        ball = key.capitalize()
+        for name, attack in model["attacks"].items():
+            own = [one for one in attack["searches"] if f"Omega_{one['order']}" == ball]
+            if own:
+                rows.append((f"{ball} {name}", [one["attacked_accuracy"] for one in own]))
+        for name, proved in model["certificates"].items():
+            curves = proved.get("certified_accuracy", {})
+            rows.append((f"{ball} certified by {name}", curves.get(key) or proved["refused"]))
     return _table(model, "Accuracy by eps: every attack and certificate by itself.", rows)
 
 
 def _table(
-    model: Mapping[str, Any], caption: str, rows: Sequence[tuple[str, Sequence[float | None]]]
+    model: Mapping[str, Any], caption: str, rows: Sequence[tuple[str, Sequence[float | None] | str]]
 ) -> str:
-    titles = ["accuracy at eps", *(f"{eps:g}" for eps in model["radii"])]
+    titles = ["accuracy at eps", *(f"{eps:.4g}" for eps in model["eps_list"])]
     head = "".join(
         f'<th scope="col" aria-sort="none"><button type="button">{title}</button></th>'
         for title in titles
     )
     body = "".join(
-        f"<tr><td>{html.escape(name)}</td>" + "".join(map(_cell, values)) + "</tr>"
+        f"<tr><td>{html.escape(name)}</td>" + _row(values, len(model["eps_list"])) + "</tr>"
         for name, values in rows
     )
     return (
@@ -235,9 +257,16 @@ def _table(
     )
 
 
+def _row(values: Sequence[float | None] | str, columns: int) -> str:
+    """The cells of a row; a text, which says why there are none, spans all columns."""
+    if isinstance(values, str):
+        return f'<td class="why" colspan="{columns}">{html.escape(values)}</td>'
+    return "".join(map(_cell, values))
+
+
 def _cell(value: float | None) -> str:
     if value is None:
-        return '<td data-value="Infinity">inf</td>'
+        return '<td data-value="-1">none</td>'
     return f'<td data-value="{value!r}">{value:.3f}</td>'
 
 
@@ -261,9 +290,9 @@ def _checks(model: Mapping[str, Any]) -> str:
 def _words(models: Sequence[Mapping[str, Any]]) -> list[str]:
     """The glossary, then every attack of the report with its docstring's first paragraph."""
     made = {
-        method["name"]: method["explained"] or "An attack without a description."
+        name: attack["explained"] or "An attack without a description."
         for model in models
-        for method in model["methods"]
+        for name, attack in model["attacks"].items()
     }
     return [
         f"<dt>{html.escape(word)}</dt><dd>{html.escape(meaning)}</dd>"

@@ -145,7 +145,8 @@ def loss(found: Sandwich, orders: Sequence[float] = ORDERS) -> "Figure":
         low, high = found.attacked_loss(order), found.certified_loss(order)
         high = np.where(np.isfinite(high), high, np.nan)
         axis.fill_between(found.radii, low, high, color=UNKNOWN, label="unknown")
-        axis.plot(found.radii, high, color=INK, marker=_CROSSES[0], lw=2.2, label="certified")
+        if found.loss_bounds:
+            axis.plot(found.radii, high, color=INK, marker=_CROSSES[0], lw=2.2, label="certified")
         axis.plot(found.radii, low, color=_STRONGEST, marker="D", ms=4, label="strongest attack")
         if np.any(low > 0) or np.any(high > 0):
             axis.set_yscale("log")
@@ -168,7 +169,8 @@ def distances(found: Sandwich) -> "Figure":
     sparse = {"lw": 1.2, "ms": 5, "markevery": max(len(order) // 12, 1)}
     nearest = distance[order][finite]
     axis.plot(rank[finite], nearest, "^-", color=_STRONGEST, label="nearest flip found", **sparse)
-    axis.plot(rank, found.radius[order], "x", ms=3, color=INK, label="certified radius")
+    if found.certificates:
+        axis.plot(rank, found.radius[order], "x", ms=3, color=INK, label="certified radius")
     axis.set(xlabel="samples, cheapest first", ylabel=norm_name(found.ball.norm))
     axis.set_title("distances to a mistake")
     _legend(axis)
@@ -199,6 +201,16 @@ def allocation(found: Sandwich) -> "Figure":
     if budgets.size:
         _legend(axis, columns=4)
     return figure
+
+
+def are_images(x: npt.ArrayLike) -> bool:
+    """Whether samples can be drawn: ``[n, height, width, channels]`` of 1 or 3 channels.
+
+    >>> are_images(np.zeros((2, 8, 8, 3))), are_images(np.zeros((2, 8)))
+    (True, False)
+    """
+    shape = np.shape(x)
+    return len(shape) == 4 and shape[3] in (1, 3)
 
 
 @_styled
@@ -234,7 +246,13 @@ def examples(
             f"adversarial: {now}": moved,
         }
         for axis, (caption, image) in zip(axes, shown.items()):
-            axis.imshow(image.squeeze(), cmap="gray", vmin=0, vmax=1, interpolation="none")
+            axis.imshow(
+                image.squeeze(-1) if image.shape[-1] == 1 else image,
+                cmap="gray",
+                vmin=0,
+                vmax=1,
+                interpolation="none",
+            )
             axis.set_title(caption)
             axis.set_axis_off()
     return figure

@@ -1,6 +1,8 @@
 """An audit as plain lists and numbers for JSON, and texts about it."""
 
 import dataclasses
+import functools
+import hashlib
 import inspect
 import json
 import math
@@ -17,7 +19,17 @@ from wdjax.core import Attack
 from wdjax.report import evidence
 from wdjax.report.evidence import ORDERS, Entry, Sandwich, ball_name
 
-SCHEMA = "wdjax.audit/1"
+SCHEMA = "wdjax.results/1"
+"""The version of the language of JSON that all commands write; ``docs/json.md`` explains it."""
+
+
+def head(command: str) -> dict[str, Any]:
+    """What every JSON begins with.
+
+    >>> list(head("attack"))
+    ['schema', 'command', 'versions']
+    """
+    return {"schema": SCHEMA, "command": command, "versions": versions()}
 
 
 def versions() -> dict[str, str]:
@@ -32,6 +44,18 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {p: metadata.version(p) for p in packages}
 
 
+def sha256(*arrays: npt.ArrayLike) -> str:
+    """The SHA-256 of arrays with their dtypes and shapes, to tell whether data are the same.
+
+    >>> sha256([1, 2]) == sha256([1, 2]), sha256([1, 2]) == sha256([2, 1])
+    (True, False)
+    """
+    known = hashlib.sha256()
+    for array in map(np.asarray, arrays):
+        known.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+    return known.hexdigest()
+
+
 def number(value: float) -> float | None:
     """A float for JSON; None for infinity and NaN, which JSON lacks."""
     return float(value) if math.isfinite(value) else None
@@ -43,61 +67,80 @@ def _numbers(values: npt.ArrayLike) -> list[float | None]:
 
 def describe(found: Sandwich) -> dict[str, Any]:
     """A sandwich as plain lists and numbers."""
-    low, high = evidence.interval(found)
-    return {
+    content = {
         "norm": evidence.norm_name(found.ball.norm),
-        "radii": _numbers(found.radii),
-        "samples": int(found.correct.size),
+        "eps_list": _numbers(found.radii),
+        "n": int(found.correct.size),
         "clean_accuracy": float(found.correct.mean()),
-        "clean_accuracy_interval_95": [low, high],
-        "clean_loss": found.clean_loss,
+        "clean_accuracy_interval": list(evidence.interval(found)),
+        "clean_loss": number(found.clean_loss),
         "lipschitz_constant": None if found.lipschitz is None else number(found.lipschitz),
-        "balls": {ball_name(order): _ball(found, order) for order in ORDERS},
-        "attacks": [_entry(entry) for entry in found.entries],
-        "methods": [
-            {"name": name, "explained": plain(explained(attack)), "settings": settings(attack)}
-            for name, attack in found.attacks.items()
-        ],
-        "certificates": [
-            {
-                "name": name,
-                "ball": ball_name(order),
-                "accuracy": _numbers(found.certified(order, name)),
-            }
-            for name in found.certificates
-            for order in ORDERS
-        ],
-        "loss_bounds": [
-            {"name": name, "ball": ball_name(order), "loss": _numbers(bound[order])}
-            for name, bound in found.loss_bounds.items()
-            for order in ORDERS
-        ],
-        "distances": {
-            "certified_radius": _numbers(found.radius),
-            "flip_found": _numbers(found.nearest()[0]) if found.entries else None,
+        "balls": {ball_key(order): _ball(found, order) for order in ORDERS},
+        "attacks": {name: _attack(found, name) for name in found.attacks},
+        "certificates": {
+            **{
+                name: {
+                    "certified_accuracy": _by_ball(functools.partial(found.certified, name=name))
+                }
+                for name in found.certificates
+            },
+            **{name: {"refused": reason} for name, reason in found.refused_certificates.items()},
+        },
+        "loss_bounds": {
+            **{
+                name: {"certified_loss": _by_ball(bound.__getitem__)}
+                for name, bound in found.loss_bounds.items()
+            },
+            **{name: {"refused": reason} for name, reason in found.refused_bounds.items()},
+        },
+        "samples": {
+            "correct": found.correct.tolist(),
+            "certified_radius": _numbers(found.radius) if found.certificates else None,
+            "flip_distance": _numbers(found.nearest()[0]) if found.entries else None,
         },
         "invariants": [i._asdict() | {"slack": number(i.slack)} for i in found.invariants],
     }
+    return content | {"remarks": [f"{what}: {remark}" for what, remark in warnings(content)]}
+
+
+def ball_key(order: float) -> str:
+    """The ball's name in JSON.
+
+    >>> [ball_key(order) for order in ORDERS]
+    ['omega_inf', 'omega_2', 'omega_1']
+    """
+    return ball_name(order).lower()
+
+
+def _by_ball(curve: Callable[[float], npt.ArrayLike]) -> dict[str, list[float | None]]:
+    return {ball_key(order): _numbers(curve(order)) for order in ORDERS}
 
 
 def _ball(found: Sandwich, order: float) -> dict[str, Any]:
     return {
-        "certified_accuracy": _numbers(found.certified(order)),
+        "certified_accuracy": _numbers(found.certified(order)) if found.certificates else None,
         "attacked_accuracy": _numbers(found.attacked(order)),
         "attacked_loss": _numbers(found.attacked_loss(order)),
-        "certified_loss": _numbers(found.certified_loss(order)),
+        "certified_loss": _numbers(found.certified_loss(order)) if found.loss_bounds else None,
+    }
+
+
+def _attack(found: Sandwich, name: str) -> dict[str, Any]:
+    return {
+        "explained": plain(explained(found.attacks[name])),
+        "settings": settings(found.attacks[name]),
+        "searches": [_entry(entry) for entry in found.entries if entry.name == name],
     }
 
 
 def _entry(entry: Entry) -> dict[str, Any]:
     kappa = {} if entry.kappa is None else {"kappa": entry.kappa}
     return {
-        "name": entry.name,
-        "ball": ball_name(entry.order),
+        "order": f"{entry.order:g}",
         "eps": entry.eps,
         **kappa,
-        "accuracy": entry.accuracy,
-        "loss": entry.loss,
+        "attacked_accuracy": entry.accuracy,
+        "attacked_loss": number(entry.loss),
         "wasserstein": entry.spent,
         **remarks.spent(entry.result),
     }
@@ -158,12 +201,18 @@ def dumps(content: Mapping[str, Any]) -> str:
 
 
 def warnings(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """``(attack and budget, remark)`` for every attack whose numbers may mislead."""
-    return [
-        (f"{entry['name']}, {entry['ball']}, eps {entry['eps']:g}", remark)
-        for entry in model["attacks"]
+    """``(what, remark)`` for every part of an audit whose numbers may mislead or are missing."""
+    said = [
+        (f"{name}, Omega_{entry['order']}, eps {entry['eps']:g}", remark)
+        for name, attack in model["attacks"].items()
+        for entry in attack["searches"]
         for remark in remarks.of(entry)
     ]
+    for kind, parts in (("certificate", "certificates"), ("loss bound", "loss_bounds")):
+        for name, part in model[parts].items():
+            if "refused" in part:
+                said.append((f"no {kind} {name}", part["refused"]))
+    return said
 
 
 def statement(check: Mapping[str, Any]) -> str:
