@@ -62,6 +62,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _bank(model: Callable[[Array], PyTree], x: Array) -> PyTree:
+    """The outputs ``[n, M, ...]`` of a model whose keys ``[M]`` are M independent draws."""
     leaves, structure = jax.tree.flatten(model)
     places = [i for i, leaf in enumerate(leaves) if _is_key(leaf)]
 
