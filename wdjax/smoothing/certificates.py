@@ -321,6 +321,11 @@ def soft(
 
 
 def _soft(params: dict[str, Any], x: Array) -> Array:
+    """``[n, K]``: log of the mean softmax over the noisy copies, made with fixed noise patterns.
+
+    ``params`` has the model, the noise, and its ``patterns`` ``[count, *shape]``, the same for all
+    samples.
+    """
     scales = jax.vmap(lambda own: params["noise"].scale(own) * jnp.ones_like(own))(x)
     moved = x[None] + scales[None] * params["patterns"][:, None]
     logits = params["model"](moved.reshape(-1, *x.shape[1:]))
@@ -348,7 +353,11 @@ def _ask(
     batch_size: int | None,
     mesh: Mesh | None,
 ) -> votes.VotePoll:
-    """Puts the question."""
+    """The arguments of a vote, checked and put on the devices, for :mod:`wdjax.smoothing.votes`.
+
+    ``batch_size`` None is four times the default of a search on each device, since no gradient is
+    kept.
+    """
     if batch_size is None:
         devices = 1 if mesh is None else mesh.size
         # Four times the batch of a search, since no gradient has to be kept.
