@@ -134,7 +134,12 @@ def outputs(function: Classifier, x: Array) -> Array:
 def _block(
     loops: bool, fixed: Any, rows: AnyArray, first: int, last: int, end: int, wide: int
 ) -> AnyArray:
-    """``[2, R]``: survivors and faults of a block of R inputs."""
+    """``[2, R]``: numbers of survivors and of faults in a block of R inputs.
+
+    Counts the copies of the groups ``first`` to ``last`` (of ``TURN`` copies each) with numbers
+    below ``end``, ``wide`` groups at once. ``loops`` says whether one program may loop over the
+    groups; otherwise each needs a call.
+    """
     if loops:
         return _counted(fixed, rows, first, last, end, wide)
     parts = [_counted(fixed, rows, turn, turn + 1, end, wide) for turn in range(first, last, wide)]
@@ -143,10 +148,12 @@ def _block(
 
 @functools.partial(jax.jit, static_argnames="wide")
 def _counted(fixed: Any, rows: Array, first: Array, last: Array, end: Array, wide: int) -> Array:
-    """``[2, R]``: survivors and faults in turns ``first`` to ``last``, ``wide`` turns at once.
+    """``[2, R]``: numbers of survivors and of faults in the groups ``first`` to ``last`` of copies.
 
-    Copies with numbers from ``end`` on do not count. ``fixed`` holds model, perturbation, all
-    inputs ``[n, *shape]`` with labels and indices, and the key.
+    A group is ``TURN`` copies of each input, and ``wide`` groups are drawn at once. Copies with
+    numbers from ``end`` on do not count. ``fixed`` holds model, perturbation, all inputs ``[n,
+    *shape]`` with labels and indices, and the key; ``rows`` ``[R]`` are the inputs to count. A copy
+    whose logits are not finite is a fault and no survivor.
     """
     model, perturbation, xs, ys, places, key = fixed
     keys = jax.vmap(lambda place: jax.random.fold_in(key, place))(places[rows])
@@ -199,5 +206,6 @@ def points(perturbation: Perturbation, key: Array, x: Array, y: Array, draws: in
 
 @functools.partial(jax.jit, static_argnums=4)
 def _points(perturbation: Perturbation, key: Array, x: Array, y: Array, draws: int) -> Array:
+    """``[n, draws, *shape]``: :func:`points` without checks; input i has the key folded with i."""
     keys = jax.vmap(lambda place: jax.random.fold_in(key, place))(jnp.arange(len(x)))
     return placed(perturbation, keys, perturbation.context(x, y), x, draws)
