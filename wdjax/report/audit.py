@@ -236,13 +236,18 @@ _Job = tuple[str, Callable[[Task], Any]]
 def _carry(
     jobs: list[tuple[Tasks, str, Callable[[Task], Any]]], progress: Callable[[Step], Any]
 ) -> Iterator[Any]:
-    """Does the jobs in order, after a call of ``progress`` for each."""
+    """Does the jobs in order, each after a call of ``progress``, and yields their results.
+
+    A job is (checkpoint, description, function); one whose result is in its checkpoint is not done
+    again.
+    """
     for number, (tasks, words, job) in enumerate(jobs):
         progress(Step(words, number, len(jobs)))
         yield tasks.do(f"{number} {words}", job, Entry, Result).value
 
 
 def _check_radii(radii: Sequence[float]) -> Numbers:
+    """``[m]`` radii as an array; raises unless they are finite, at least 0 and increasing."""
     budgets = np.asarray(radii, float)
     if budgets.ndim != 1 or not budgets.size or not np.all(np.isfinite(budgets)):
         raise ValueError(f"radii must increase from at least 0, got {budgets.tolist()}.")
@@ -252,7 +257,10 @@ def _check_radii(radii: Sequence[float]) -> Numbers:
 
 
 def _attempts(attacks: Mapping[str, Attempt | Attack], ball: Lp) -> dict[str, Attempt]:
-    """Every attack as an :class:`Attempt` with its orders and kappa filled in; checks them."""
+    """Every attack as an :class:`Attempt` with its orders and kappa filled in.
+
+    Raises for an attack in another ball than the audit's, and for a minimum-norm attack with kappa.
+    """
     attempts = {}
     for name, given in attacks.items():
         attempt = given if isinstance(given, Attempt) else Attempt(given)
@@ -278,7 +286,7 @@ def _attempts(attacks: Mapping[str, Attempt | Attack], ball: Lp) -> dict[str, At
 
 
 def _identity(setting: _Setting, attempts: Mapping[str, Attempt]) -> bytes:
-    """The identity of an audit's checkpoint: attacks, default certificates, samples, radii."""
+    """The identity of an audit's checkpoint: a digest of attacks, model, samples, radii, key."""
     model, x, y = setting.model, setting.x, setting.y
     victim = Victim(model, jax.tree_util.Partial(losses.decision_margin))
     given = track.Given(x, y, jnp.zeros(len(y), x.dtype), None, jnp.arange(len(y)))
@@ -302,6 +310,7 @@ class _Evaluation(NamedTuple):
 
 @jax.jit
 def _judge(model: Classifier, x: Array, y: Array) -> tuple[Array, Array]:
+    """Cross-entropy and correctness of points, ``[n]`` each."""
     logits = model(x)
     return losses.cross_entropy(logits, y), metrics.correct(logits, y)
 
@@ -319,9 +328,10 @@ def _evaluate(setting: _Setting, points: Array | np.ndarray) -> _Evaluation:
 def _tries(
     setting: _Setting, clean: _Evaluation, work: Tasks, name: str, attempt: Attempt
 ) -> Iterator[_Job]:
-    """Jobs of one attack, for every order and radius; a minimum-norm attack searches only once.
+    """The jobs of one attack: (description, function) for every order and radius.
 
-    A job's result is an :class:`Entry`, with ``[n]`` leaves on the host.
+    A job's result is an :class:`Entry`, with ``[n]`` leaves on the host. A minimum-norm attack
+    searches once, in the first job, and every job spends its points at another order and radius.
     """
     attacked = (attempt.attack, setting.model, setting.x, setting.y)
     options: dict[str, Any] = {
@@ -364,13 +374,20 @@ def accuracy(result: Result) -> float:
 
 
 def _mean(weight: Numbers, stay: np.ndarray, go: np.ndarray) -> float:
+    """The mean over samples of ``(1 - weight) stay + weight go``; all are ``[n]``."""
     return float(np.mean((1 - weight) * stay + weight * go))
 
 
 def _measure(
     setting: _Setting, clean: _Evaluation, moved: _Evaluation, order: float, result: Result
 ) -> dict[str, float]:
-    """Accuracy, loss and exact W_p of an adversarial distribution, all in float64."""
+    """Accuracy, mean loss and Wasserstein distance of an attack's adversarial distribution.
+
+    ``clean`` and ``moved`` are the evaluations at the samples and at the points, ``result`` has the
+    points and the mass that each moves. Returns, in float64, ``accuracy`` by the attack's own
+    flags, ``recomputed`` by the evaluations, the mean ``loss``, and ``spent``: the exact W_p, p =
+    ``order``, between the adversarial distribution and the data, from an optimal transport plan.
+    """
     weight = np.asarray(result.weight, float)
     found = transport.AdversarialDistribution.from_result(setting.x, setting.y, result)
     return {
@@ -382,6 +399,10 @@ def _measure(
 
 
 def _wdro(setting: _Setting, constant: Callable[[], float]) -> LossBound:
+    """The default bound of the loss: Lipschitz constant times radius, over the Wasserstein ball.
+
+    ``constant`` is called for the Lipschitz constant, which is computed once.
+    """
     batch = _BATCH if setting.batch_size is None else setting.batch_size
 
     def bound(
@@ -403,7 +424,10 @@ def _wdro(setting: _Setting, constant: Callable[[], float]) -> LossBound:
 
 
 def _certify(setting: _Setting, certificates: Mapping[str, Certifier]) -> Iterator[_Job]:
-    """One job for every certificate, with ``[n]`` radii as its result."""
+    """One job, (description, function), for every certificate; it gives ``[n]`` radii.
+
+    The function raises unless the certificate returns one number of at least 0 for each sample.
+    """
     model, x, y = setting.model, setting.x, setting.y
 
     def radius(name: str, certificate: Certifier, task: Task) -> Numbers:
@@ -420,7 +444,10 @@ def _certify(setting: _Setting, certificates: Mapping[str, Certifier]) -> Iterat
 
 
 def _bound(setting: _Setting, loss_bounds: Mapping[str, LossBound]) -> Iterator[_Job]:
-    """One job for every bound and order, with ``[m]`` bounds as its result."""
+    """One job, (description, function), for every loss bound and order; it gives ``[m]`` bounds.
+
+    The function raises unless there is one number for each of the audit's m radii.
+    """
     model, x, y, radii = setting.model, setting.x, setting.y, setting.radii
 
     def bound(name: str, order: float, bound: LossBound, task: Task) -> Numbers:

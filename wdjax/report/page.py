@@ -105,7 +105,10 @@ def pictures(
 
 
 def _adapted(svg: str) -> str:
-    """The SVG as part of an HTML page, in whose colours it is drawn."""
+    """An SVG file as an element of an HTML page: without header, fixed size and unused ids.
+
+    Ink and background colours become the page's variables, so that they follow light and dark mode.
+    """
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<(metadata|style)\b.*?</\1>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")
@@ -175,6 +178,7 @@ def _trained(model: Mapping[str, Any]) -> list[str]:
 
 
 def _lipschitz(model: Mapping[str, Any]) -> str:
+    """A clause with the loss's Lipschitz constant, or nothing if it is unknown."""
     constant = model["lipschitz_constant"]
     if constant is None:
         return ""
@@ -182,7 +186,7 @@ def _lipschitz(model: Mapping[str, Any]) -> str:
 
 
 def _findings(model: Mapping[str, Any]) -> list[str]:
-    """For every ball a sentence with both bounds at the middle budget."""
+    """An item for every ball: attacked and certified accuracy at the middle radius."""
     middle = len(model["radii"]) // 2
     said = []
     for ball, curves in model["balls"].items():
@@ -196,7 +200,7 @@ def _findings(model: Mapping[str, Any]) -> list[str]:
 
 
 def _best_table(model: Mapping[str, Any]) -> str:
-    """The table of both bounds for each ball."""
+    """The HTML table of the best attacked and certified accuracies, two rows for each ball."""
     rows = [
         (f"{ball} {label}", curves[key])
         for ball, curves in model["balls"].items()
@@ -206,7 +210,7 @@ def _best_table(model: Mapping[str, Any]) -> str:
 
 
 def _single_table(model: Mapping[str, Any]) -> str:
-    """The table of every attack and certificate."""
+    """The HTML table of every attack's and certificate's accuracies, ordered by ball."""
     curves: dict[str, list[float]] = {}
     for entry in model["attacks"]:
         curves.setdefault(f"{entry['ball']} {entry['name']}", []).append(entry["accuracy"])
@@ -220,6 +224,10 @@ def _single_table(model: Mapping[str, Any]) -> str:
 def _table(
     model: Mapping[str, Any], caption: str, rows: Sequence[tuple[str, Sequence[float | None]]]
 ) -> str:
+    """An HTML table with one column for each radius, sortable by the page's script.
+
+    ``rows`` are (name, values), a value for each radius; None is shown as inf.
+    """
     titles = ["accuracy at eps", *(f"{eps:g}" for eps in model["radii"])]
     head = "".join(
         f'<th scope="col" aria-sort="none"><button type="button">{title}</button></th>'
@@ -236,13 +244,14 @@ def _table(
 
 
 def _cell(value: float | None) -> str:
+    """A table cell with three decimals; ``data-value`` holds the exact number, for sorting."""
     if value is None:
         return '<td data-value="Infinity">inf</td>'
     return f'<td data-value="{value!r}">{value:.3f}</td>'
 
 
 def _warnings(model: Mapping[str, Any]) -> list[str]:
-    """The list of remarks on attacks, such as faults and zero gradients."""
+    """The HTML section of remarks on attacks, such as zero gradients; nothing without any."""
     said = [
         f'<li class="fails">{html.escape(label)}: {html.escape(remark)}</li>'
         for label, remark in warnings(model)
@@ -251,6 +260,7 @@ def _warnings(model: Mapping[str, Any]) -> list[str]:
 
 
 def _checks(model: Mapping[str, Any]) -> str:
+    """The HTML list of all invariants, with "holds" or "FAILS"."""
     rows = []
     for check in model["invariants"]:
         kind, word = ("holds", "holds") if check["holds"] else ("fails", "FAILS")

@@ -38,6 +38,7 @@ def number(value: float) -> float | None:
 
 
 def _numbers(values: npt.ArrayLike) -> list[float | None]:
+    """Numbers as a flat list for JSON; None for infinity and NaN."""
     return [number(value) for value in np.asarray(values, float).ravel()]
 
 
@@ -81,6 +82,7 @@ def describe(found: Sandwich) -> dict[str, Any]:
 
 
 def _ball(found: Sandwich, order: float) -> dict[str, Any]:
+    """The best bounds in one ball, each a list over the radii."""
     return {
         "certified_accuracy": _numbers(found.certified(order)),
         "attacked_accuracy": _numbers(found.attacked(order)),
@@ -90,6 +92,7 @@ def _ball(found: Sandwich, order: float) -> dict[str, Any]:
 
 
 def _entry(entry: Entry) -> dict[str, Any]:
+    """One attack's results at one budget, with passes, faults and zero gradients, for JSON."""
     kappa = {} if entry.kappa is None else {"kappa": entry.kappa}
     return {
         "name": entry.name,
