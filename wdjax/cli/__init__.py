@@ -1,8 +1,20 @@
-"""The command line: each command is a file, works in resumable tasks, and writes JSON.
+"""The command line: ``python -m wdjax COMMAND``.
 
-`subject` declares and loads what all commands share: model, samples, places of results; `options`
-has the types of numbers; `console` prints; `process` handles signals and caches. Attacks are rows
-of `attack_table`, whose settings `attack_words` parses. Open `attack_command` first.
+Each command is a file ``*_command`` with ``add`` (declares its options) and ``run`` (does the work
+in resumable tasks, writes a JSON file, returns the exit code): `audit_command`, `attack_command`,
+`image_attack_command`, `certify_command` (with `smoothing_command` and `lipschitz_command` for two
+of its methods), `nppr_command`, `game_command`, `convert_command`. The parser here reads the
+arguments, :func:`main` runs the command, and errors of the user become one line and an exit code.
+
+`subject` declares the options that commands share (model, samples, budget, output files and
+checkpoint), loads model and samples, and writes the files; `options` has the types of option values
+(ranges of numbers, lists); `console` prints and draws progress bars; `process` handles signals,
+times, and the cache of compiled programs. `attack_table` has a row for every attack and ensemble;
+`attack_words` parses their settings, as in ``pgd(steps=100)``.
+
+Open `attack_command` first. To add a command: a file with ``add`` and ``run``, and its name in
+``_COMMANDS`` here. To add an attack: a row in ``ATTACKS`` of `attack_table` (an ensemble: in
+``BOUNDED`` or ``NEAREST`` and in ``_DECLARED``).
 """
 
 import argparse
@@ -95,7 +107,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(parsed: argparse.Namespace, console: Console) -> int:
-    """Runs a command; returns the exit code, also if it failed."""
+    """Runs a command; returns its exit code.
+
+    Errors of the user, lack of memory and signals become a line on stderr and a code of their own;
+    any other exception is a fault of the library, and is raised.
+    """
     try:
         # Commands print the remarks themselves, also those on results read from a checkpoint.
         told = warnings.catch_warnings(action="ignore", category=diagnosis.RobustnessWarning)
@@ -152,7 +168,10 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Prints ``--help`` and ``--version`` to standard output, errors to stderr."""
+        """Prints ``--help`` and ``--version`` to standard output, errors to stderr.
+
+        Ends the process with an exit code if standard output cannot be written.
+        """
         if file is not sys.stdout:
             Console().warn(message.removesuffix("\n"))
             return
@@ -200,5 +219,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _versions(parsed: argparse.Namespace, console: Console) -> int:
+    """The command ``versions``: prints the versions that numbers depend on, as JSON."""
     console.result(json.dumps(summary.versions(), indent=1) + "\n")
     return 0

@@ -135,7 +135,10 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
 
 
 def _columns(parsed: argparse.Namespace) -> dict[str, Column]:
-    """The attacks that were asked for, by label; raises for options without effect."""
+    """The attacks that were asked for, by label in results; the columns of Table 1 for ``table1``.
+
+    Raises for unknown attacks, and for options that would have no effect.
+    """
     found = attack_words.read("--attacks", parsed.attacks)
     if found == [attack_words.Word("table1")]:
         if parsed.kappa is not None:
@@ -153,7 +156,11 @@ def _columns(parsed: argparse.Namespace) -> dict[str, Column]:
 
 
 def _checked(found: list[attack_words.Word], parsed: argparse.Namespace) -> dict[str, Column]:
-    """The columns of the words of ``--attacks``; raises for duplicates and impossible settings."""
+    """The attacks of the words of ``--attacks``, by label in results, with all settings checked.
+
+    Raises, before any work, for an attack given twice, for settings that an attack refuses, and for
+    ``--kappa``, ``--rivals`` or ``--bfloat16`` where they do not apply.
+    """
     ball, order = Lp(norms.NAMES[parsed.norm]), options.ORDERS[parsed.order]
     columns: dict[str, Column] = {}
     seen, heeded = set(), parsed.rivals is None
@@ -220,7 +227,10 @@ def _attack(
     tick: Callable[[Progress], None],
     task: tasks.Task,
 ) -> tuple[Result, dict[str, Any]]:
-    """Runs one attack: its result, ``[n]`` leaves, and what was measured."""
+    """Runs one attack: its result, ``[n]`` leaves on the host, and its row in the JSON.
+
+    ``tick`` moves the progress bar; ``task`` says where the attack's checkpoint is.
+    """
     split = 1.0 if column.kappa is None else column.kappa
     ball, order = Lp(norms.NAMES[parsed.norm]), column.order
     spending = {} if _nearest(column, ball) else {"kappa": split}
@@ -240,6 +250,7 @@ def _attack(
 
 
 def _say(console: Console, label: str, measured: dict[str, Any], clean: float) -> None:
+    """Prints clean and attacked accuracy of an attack, and warns of all doubts about it."""
     console.say(f"{label}: {clean:.4f} clean, {measured['robust_accuracy']:.4f} attacked")
     for remark in remarks.of(measured):
         console.warn(f"  CAREFUL, {label}: {remark}")
@@ -256,7 +267,12 @@ def _search(
     task: tasks.Task,
     how: dict[str, Any],
 ) -> tuple[Result, dict[str, int]]:
-    """Runs one attack and spends the budget; also counts the flips lost in bfloat16, if used."""
+    """Runs one attack or ensemble and spends the budget; its result.
+
+    ``spending`` holds kappa, or nothing for minimum-norm attacks: with kappa the search is within
+    ``kappa^(1/order) eps``. Also returns, with ``--bfloat16``, how many flips float32 did not
+    confirm.
+    """
     name, order, eps = column.name, column.order, parsed.eps
     reach = eps * spending.get("kappa", 1.0) ** (1 / order)
     lost: dict[str, int] = {}
@@ -282,6 +298,7 @@ def _search(
 def _measured(
     result: Result, x: np.ndarray, y: np.ndarray, norm: float, order: float
 ) -> dict[str, Any]:
+    """An attack's measurements for the JSON: accuracy, largest cost, transport cost, passes."""
     distribution = transport.AdversarialDistribution.from_result(x, y, result)
     return {
         "robust_accuracy": audit.accuracy(result),
@@ -292,7 +309,12 @@ def _measured(
 
 
 def _points(x: np.ndarray, y: np.ndarray, results: dict[str, Result]) -> bytes:
-    """The archive of ``--points``."""
+    """The content of the ``--points`` file, an npz archive.
+
+    For every attack the arrays ``NAME/x_adv``, ``success``, ``cost`` and ``weight``; and as ``x``
+    the nearest flip of all attacks for each sample (the sample itself if there is none), with
+    ``y``.
+    """
     arrays: dict[str, Any] = {"y": y}
     nearest, distance = np.array(x), np.full(len(y), np.inf)
     for name, result in results.items():

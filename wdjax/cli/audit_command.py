@@ -117,7 +117,10 @@ def _measured(
     show: Callable[[audit.Step], None],
     task: tasks.Task,
 ) -> dict[str, Any]:
-    """Trains and audits one model: its JSON, figures and pictures for the page."""
+    """Trains and audits the model of recipe ``number``: its JSON, PNG files by name, page pictures.
+
+    ``show`` moves the progress bar; ``task`` says where checkpoints are.
+    """
     (name, recipe), salt = [*RECIPES.items()][number], [*RECIPES][number].split()[0]
     key = jax.random.key(parsed.seed)
     model = training.train(
@@ -145,7 +148,7 @@ def _measured(
 
 
 def _words(model: Model, recipe: Recipe, samples: int) -> str:
-    """The model and its training, in words."""
+    """A sentence about the model and its training, for the page."""
     count = sum(leaf.size for leaf in jax.tree.leaves(model))
     said = (
         f"A multilayer perceptron {'-'.join(map(str, SIZES))} with ReLU and {count} parameters, "
@@ -162,6 +165,7 @@ def _words(model: Model, recipe: Recipe, samples: int) -> str:
 
 
 def _figures(prefix: str, found: Sandwich, samples: data.Dataset, model: Model) -> dict[str, bytes]:
+    """The PNG files of one audit by name, each beginning with ``prefix``."""
     drawn = {
         "accuracy": plots.accuracy(found),
         "loss": plots.loss(found),
@@ -173,6 +177,7 @@ def _figures(prefix: str, found: Sandwich, samples: data.Dataset, model: Model) 
 
 
 def _summarise(content: dict[str, Any], console: Console) -> None:
+    """Prints both accuracies of every model and ball, and warns of what is broken."""
     for model in content["models"]:
         console.say(f"{model['name']}: clean accuracy {model['clean_accuracy']:.3f}")
         console.say("  eps         " + "".join(f"{eps:>8g}" for eps in model["radii"]))

@@ -130,6 +130,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
 
 
 def _say(console: Console, label: str, row: dict[str, Any]) -> None:
+    """Prints what other searches added at one radius, and warns of all doubts about the result."""
     if more := row["flips_of_other_searches"]:
         left = f"{row['robust_accuracy']:.2%} robust"
         console.say(f"{label}: {left} with {more} flips that searches in other radii found")
@@ -138,6 +139,7 @@ def _say(console: Console, label: str, row: dict[str, Any]) -> None:
 
 
 def _seconds(spent: tasks.Spent, samples: int) -> dict[str, float]:
+    """A task's seconds, as compilation and as the rest for each of ``samples``."""
     compiling = spent["compile_seconds"]
     return {
         "seconds_per_image": (spent["seconds"] - compiling) / samples,
@@ -146,7 +148,7 @@ def _seconds(spent: tasks.Spent, samples: int) -> dict[str, float]:
 
 
 def _content(parsed: argparse.Namespace, samples: int, clean: float) -> dict[str, Any]:
-    """The content of the JSON, except results and radii."""
+    """The JSON's content but for results and radii, which are added later."""
     return {
         "schema": SCHEMA,
         "versions": summary.versions(),
@@ -163,7 +165,7 @@ def _content(parsed: argparse.Namespace, samples: int, clean: float) -> dict[str
 
 
 def _window(text: str) -> str:
-    """``--window``: a number of pixels, or ``full``."""
+    """Checks ``--window``: a whole number of pixels, or ``full``; returns it as text."""
     return text if text == "full" else str(options.WINDOW(text))
 
 
@@ -177,7 +179,11 @@ def _attack(
     tick: Callable[[Progress], None],
     task: tasks.Task,
 ) -> Found:
-    """Attacks the samples that survived smaller radii; their flips are inside this one, too."""
+    """Attacks within ``eps`` the samples that survived all smaller radii.
+
+    ``before`` has the results at smaller radii, whose flips are inside this radius too and are
+    kept. The plans are dropped, since costs have been measured.
+    """
     known = [*before.values()][-1] if before else None
     left = None if known is None else np.asarray(known.correct & ~known.success)
     if known is not None and left is not None and not left.any():
@@ -188,6 +194,7 @@ def _attack(
 
 
 def _kept(task: tasks.Task, tick: Callable[[Progress], None]) -> dict[str, Any]:
+    """Options of a search: its checkpoint in the task's folder, and the progress bar."""
     return task.saving(parts=True) | {"callback": task.heard(tick)}
 
 
@@ -197,11 +204,15 @@ def _light(found: Found) -> Found:
 
 
 def _robust(found: Found) -> float:
+    """The share of samples that are classified correctly and have no flip."""
     return float(np.mean(found.correct & ~found.success))
 
 
 def _measured(found: Found, x: np.ndarray, eps: float, high: float) -> dict[str, float]:
-    """Measurements of the points themselves, in float64."""
+    """Measurements of the points themselves, in float64: accuracy, and how far rounding went.
+
+    Cost relative to ``eps``, the relative error of the images' mass, and the excess over the box.
+    """
     before, after = (np.asarray(part, np.float64) for part in (x, found.x_adv))
     mass = before.sum(axis=(1, 2, 3))
     drift = np.abs(after.sum(axis=(1, 2, 3)) - mass) / np.where(mass > 0, mass, 1.0)
@@ -221,12 +232,12 @@ def _least(
     tick: Callable[[Progress], None],
     task: tasks.Task,
 ) -> Found:
-    """The nearest flips, for ``--radii``."""
+    """The nearest flips of all samples, for ``--radii``, without their plans."""
     return _light(image.minimum_radius(model, x, y, **how, **_kept(task, tick)))
 
 
 def _radii(found: Found, pixels: int) -> tuple[bytes, dict[str, Any]]:
-    """The archive of ``--radii``, and its summary for the JSON."""
+    """The content of the ``--radii`` file (npz, ``[n]`` arrays), and its summary for the JSON."""
     radius = np.where(found.success, found.cost, np.inf)
     buffer = io.BytesIO()
     np.savez_compressed(
@@ -237,7 +248,11 @@ def _radii(found: Found, pixels: int) -> tuple[bytes, dict[str, Any]]:
 
 
 def _points(x: np.ndarray, y: np.ndarray, results: dict[float, Found]) -> bytes:
-    """The archive of ``--points``."""
+    """The content of the ``--points`` file, an npz archive.
+
+    For every radius k the arrays ``kK/x_adv``, ``success`` and ``cost``; and as ``x`` the nearest
+    flip of all radii for each sample (the sample itself if there is none), with ``y``.
+    """
     arrays: dict[str, Any] = {"y": y}
     nearest, distance = np.array(x), np.full(len(y), np.inf)
     for k, found in results.items():
