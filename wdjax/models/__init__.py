@@ -1,9 +1,22 @@
-"""Architectures in Flax NNX, used only to build :data:`wdjax.Model` values.
+"""Architectures in Flax NNX, and PyTorch weights for them; the results are :data:`wdjax.Model`
+values.
 
-`functional` splits a module into a pure function and its parameters; `learning` tells parameters
-from other state, and trains. `zoo` lists the architectures, each of which has a file and is built
-from `layers` and `conv`; `convert` loads PyTorch weights into one of them, by the names that
-`pytorch` knows. Open `functional` first, or `convert` for weights.
+A Flax module enters :func:`functional`, which splits it into a pure function and its parameters:
+attacks and certificates see only that. `learning` tells a model's parameters from its other state
+(averages, random keys), and takes optimiser steps on them; :mod:`wdjax.training` trains with it.
+
+Weights: :mod:`wdjax.files.torch_file` reads a file's arrays; `convert` finds out the architecture's
+options from their shapes and builds the module; `pytorch` matches names, shapes and layouts, and
+reports the use of each array. `zoo` has the names of all architectures and reads ``zoo.csv``, the
+table of RobustBench's models.
+
+Architectures: `small` (perceptrons, small convolutional nets), `resnet`, `preact_resnet`,
+`wide_resnet`, `dm_wide_resnet`, `vgg`, `convnext`, `vit`, `swin`, built from `layers` and `conv`
+(convolutions whose gradients are fast on the CPU).
+
+Open `functional` first, or `convert` for weights. To add an architecture: a file with an NNX module
+that has ``features``, ``classify`` and ``sizes``, a row in ``FAMILIES`` of `zoo`, its name in
+``__all__``; for a published model also a row in ``zoo.csv``.
 """
 
 from wdjax.models.convnext import ConvNeXt
