@@ -451,7 +451,11 @@ _NEAR = 1e-9
 
 
 def _least_mean(x: npt.NDArray[Any], count: npt.NDArray[Any], alpha: float) -> float:
-    """The least mean that ``count [m]`` draws of values ``x [m]`` do not refute at ``alpha``."""
+    """The least mean in [0, 1] that the data do not refute at level ``alpha``.
+
+    ``count [m]`` draws had the values ``x [m]`` in [0, 1]. A mean is refuted if bets against it
+    would have made ``1 / alpha`` of the stake; several bets of fixed sizes are mixed.
+    """
     from scipy import optimize
 
     n = count.sum()
@@ -478,6 +482,7 @@ def _check_confidence(confidence: float) -> float:
 
 
 def _mean_where(values: jax.Array, chosen: jax.Array) -> jax.Array:
+    """The mean of ``values`` where ``chosen``; NaN if that is nowhere."""
     count = jnp.sum(chosen)
     total = jnp.sum(jnp.where(chosen, values, 0.0))
     return jnp.where(count > 0, total / jnp.maximum(count, 1), jnp.nan)
