@@ -187,11 +187,13 @@ def _lines(state: Pass, node: Node) -> Lines | None:
 
 
 def _over(state: Pass, lines: Lines, lower: Array, upper: Array, node: Node) -> Lines:
-    """Lines of ``[B, *shape]`` entries as functions of the operands' linear parts only.
+    """Lines over the operands' linear parts: offsets and errors move into the intercepts.
 
-    The operands' offsets and errors move into the intercepts, and the rounding of dtypes shorter
-    than float32 is added. A line that is not finite becomes the constant ``lower`` or ``upper``.
-    The roundings made here fit into the margin of :func:`rounding`.
+    An operand is its linear part, plus an offset, plus at most an error. The rounding of dtypes
+    shorter than float32 is added too. ``lines`` have entries ``[B, *shape]``; ``lower`` and
+    ``upper`` are interval bounds of the output of ``node``. Where a line is not finite it becomes
+    the constant ``lower`` or ``upper``. The roundings made here fit into what :func:`rounding`
+    allows.
     """
     declared: Any = node.eqn.outvars[0].aval
     slack = interval.slack_of(node.eqn, declared.dtype, jnp.maximum(jnp.abs(lower), jnp.abs(upper)))
@@ -418,7 +420,7 @@ def _transposed(affine: Affine, a: Coefficients, rows: Rows) -> list[tuple[int, 
 
 
 def _scaled(affine: Affine, part: Part, a: Coefficients, rows: Rows) -> Coefficients:
-    """The coefficients of an operand whose entries are each multiplied by a known factor."""
+    """The coefficients of an operand of which the map multiplies each entry by a known factor."""
     factor = part.apply(jnp.ones(affine.offset.shape, affine.offset.dtype))
     known = [jnp.ndim(v) for v in affine.exact if v is not None]
     if not affine.record.scales or known == [0]:

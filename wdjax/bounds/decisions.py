@@ -106,6 +106,7 @@ def unequal(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary
 
 
 def logical(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary:
+    """The rule for boolean operations (not, and, or, xor) on open booleans."""
     if any(isinstance(a, Interval) for a in args):
         raise ValueError(f"the primitive {eqn.primitive.name!r} is certified on booleans only.")
     name = eqn.primitive.name
@@ -119,6 +120,7 @@ def logical(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary
 
 
 def select(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
+    """The rule for ``select_n``: the hull of both cases where the predicate is open."""
     pick, *cases = args
     if is_exact(pick):
         return additive(range(1, len(args)))(eqn, args, norm)

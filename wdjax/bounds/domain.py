@@ -201,6 +201,7 @@ def _from_rows(value: Interval, cut: Root | None) -> tuple[Array, Array]:
 
 
 def _rounding(value: Interval) -> Array:
+    """A bound of all roundings since the roots, for bounds by composed maps."""
     return 2 * gamma(2 * value.roundings, value.center.dtype) * value.magnitude
 
 
@@ -252,6 +253,10 @@ _MATERIALISED = 2**22
 
 
 def _operator_norm(chain: LinearMap, root: Root, value: Interval, norm: float) -> Array:
+    """The operator norm, l_r to l_r, of a root's linear map in a value, rounded up.
+
+    For r = 2 the bound by row and column sums is improved by the matrix itself, if it is small.
+    """
     ones = jnp.ones(root.half.shape, root.half.dtype)
     row_sums, pull = jax.vjp(chain.absolute, ones)
     row_sum = jnp.max(row_sums)

@@ -129,6 +129,7 @@ def beyond(most: float, eps: Any, units: str) -> str | None:
 
 
 def _points(name: str, value: Any) -> None:
+    """Raises unless the value is samples: floats ``[n, *shape]`` of 32 or 64 bits, with n >= 1."""
     array = _array(name, value, "floats [n, *shape]")
     if array.dtype not in (np.float32, np.float64) or len(array.shape) < 2:
         raise ValueError(
@@ -141,6 +142,7 @@ def _points(name: str, value: Any) -> None:
 
 
 def _labels(name: str, value: Any) -> None:
+    """Raises unless the value is integer labels ``[n]``."""
     array = _array(name, value, "integer labels [n]")
     if not jnp.issubdtype(array.dtype, jnp.integer) or len(array.shape) != 1:
         raise ValueError(
@@ -150,6 +152,7 @@ def _labels(name: str, value: Any) -> None:
 
 
 def _radius(name: str, value: Any) -> None:
+    """Raises unless the value is a real number or several, outside traces finite and at least 0."""
     array = _array(name, value, "a number, or several where that is documented")
     came = described(array if len(array.shape) else value)
     if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer)):
@@ -159,6 +162,7 @@ def _radius(name: str, value: Any) -> None:
 
 
 def _key(name: str, value: Any) -> None:
+    """Raises unless the value is one typed random key; the message says how to make one."""
     typed = hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     if typed and not value.shape:
         return
@@ -193,6 +197,7 @@ def _instance(name: str, value: Any) -> None:
 
 
 def _keys(name: str, value: Any) -> None:
+    """Raises unless the value is an array ``[S]`` of typed random keys."""
     typed = hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     if not typed or len(value.shape) != 1:
         raise ValueError(

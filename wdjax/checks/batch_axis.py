@@ -85,6 +85,11 @@ def _varying(aval: Any) -> SampleFree:
 
 
 def _walk(closed: ClosedJaxpr | Jaxpr, values: Sequence[Value], n: int) -> list[Value]:
+    """What is known of each result of a program, from what is known of its arguments.
+
+    ``n`` is the batch size. Raises :class:`_Unproved`, with the primitive's name, at the first
+    equation that mixes samples or has no rule.
+    """
     consts, jaxpr = getattr(closed, "consts", ()), getattr(closed, "jaxpr", closed)
     known: dict[Any, Value] = dict(zip(jaxpr.invars, values))
     known.update((var, _varying(var.aval)) for var, _ in zip(jaxpr.constvars, consts))
@@ -103,7 +108,10 @@ def _walk(closed: ClosedJaxpr | Jaxpr, values: Sequence[Value], n: int) -> list[
 
 
 def _follow(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
-    """The values that an equation returns for a batch of ``n`` samples."""
+    """What is known of an equation's results, from what is known of its operands ``args``.
+
+    ``n`` is the batch size. Raises :class:`_Unproved` if samples are mixed, or there is no rule.
+    """
     name = eqn.primitive.name
     if name in _STRUCTURED:
         return _STRUCTURED[name](eqn, args, n)
@@ -125,12 +133,16 @@ def _follow(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
 
 
 def _shape(eqn: JaxprEqn, operand: int = 0) -> tuple[int, ...]:
+    """The shape of an equation's operand."""
     aval: Any = eqn.invars[operand].aval
     return tuple(aval.shape)
 
 
 def _elementwise(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """Entries of all operands at one place."""
+    """The rule for operations on entries of all operands at one place.
+
+    Raises :class:`_Unproved` if the operands' samples lie along different axes.
+    """
     rows = [arg for arg in args if isinstance(arg, PerSample)]
     varies = frozenset[int]().union(*(arg.varies for arg in args if isinstance(arg, SampleFree)))
     if not rows:
@@ -142,7 +154,11 @@ def _elementwise(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _moved(value: Value, place: Callable[[int], int | None]) -> Value:
-    """A value whose axes go elsewhere; None for one that is summed up or cut."""
+    """What is known of a value whose axis ``i`` becomes axis ``place(i)``.
+
+    ``place`` is None for an axis that is summed up or cut; for the samples' axis that raises
+    :class:`_Unproved`.
+    """
     if isinstance(value, PerSample):
         axis = place(value.axis)
         if axis is None:
@@ -214,7 +230,10 @@ def _along(*names: str) -> Callable[[JaxprEqn, Sequence[Value], int], Value]:
 
 
 def _whole(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """Slices, padding and windows that leave the batch axis as it is."""
+    """The rule for slices, padding and pooling windows: proved if they leave the batch axis alone.
+
+    The axis must neither be cut, padded, strided nor pooled; otherwise raises :class:`_Unproved`.
+    """
     value, params = args[0], eqn.params
     if not isinstance(value, PerSample):
         raise _Unproved
@@ -311,7 +330,7 @@ def _each(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
 
 
 def _scanned(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
-    """``scan`` over an axis that is not the batch axis."""
+    """The rule for ``scan`` over another axis than the batch axis."""
     consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
     fixed, whole = args[:consts], args[consts + carries :]
     series = [_moved(arg, lambda axis: axis - 1 if axis else None) for arg in whole]
@@ -350,7 +369,10 @@ def _chosen(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
 def _settled(
     carry: Sequence[Value], turn: Callable[[Sequence[Value]], Sequence[Value]]
 ) -> Sequence[Value]:
-    """A description of a loop's carry that holds in every turn: the fixed point of joining."""
+    """What is known of a loop's carry in every iteration: the fixed point of joining.
+
+    ``turn`` maps what is known before an iteration to what is known after it.
+    """
     while True:
         joined = [_joined(now, after) for now, after in zip(carry, turn(carry))]
         if joined == list(carry):
@@ -359,7 +381,7 @@ def _settled(
 
 
 def _joined(*values: Value) -> Value:
-    """What holds of all values, which stand at one place."""
+    """What is known of a value that may be any of ``values``."""
     rows = [value for value in values if isinstance(value, PerSample)]
     varies = frozenset[int]().union(*(v.varies for v in values if isinstance(v, SampleFree)))
     if not rows:

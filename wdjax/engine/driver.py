@@ -153,6 +153,7 @@ def _limit(attack: Attack, x: Array) -> float:
 
 
 def _check_needs(attack: Attack, eps: Any, key: Any) -> None:
+    """Raises if the attack needs a radius or a key that was not given."""
     name = type(attack).__name__
     if eps is None and attack.budget != "none":
         raise ValueError(f"{name} looks inside a ball: pass its radius, eps=...")
@@ -301,6 +302,7 @@ def best_of(*found: Found) -> Found:
 
 
 def _better(one: Found, other: Found) -> Found:
+    """The better point of each sample: a flip, the nearer flip, or the larger criterion."""
     both = one.success & other.success
     wins = jnp.where(both, other.cost < one.cost, other.success)
     wins |= ~one.success & ~other.success & (other.margin > one.margin)

@@ -96,6 +96,10 @@ def carry(
 def _resume(
     checkpoint: str | PathLike[str], like: State, mark: np.ndarray, settings: dict[str, str]
 ) -> State:
+    """The state kept in a checkpoint, in the form of ``like``; raises if it is another's.
+
+    ``mark`` is the identity's digest. The error names the ``settings`` that differ.
+    """
     kept = persist.manifest(checkpoint)["settings"]
     changes = [
         f"{name} was {kept[name]} and is {now}"

@@ -101,6 +101,7 @@ class Task:
             shutil.rmtree(self._parts, ignore_errors=True)
 
     def _noted(self) -> Spent:
+        """What killed processes spent on this task, by their last note."""
         if self._note is None or not self._note.exists():
             return {}
         try:
@@ -209,6 +210,7 @@ def _lasting(folder: Path) -> Iterator[Path]:
 
 
 def _keep(path: Path, done: Done[Any]) -> None:
+    """Saves the result of a task and what it spent as one file."""
     arrays: list[np.ndarray] = []
     value = _plain(done.value, arrays)
     text = json.dumps({"value": value, "spent": done.spent}).encode()
@@ -218,6 +220,10 @@ def _keep(path: Path, done: Done[Any]) -> None:
 
 
 def _kept(path: Path, types: tuple[type, ...]) -> Done[Any]:
+    """The result of a finished task, read from its file; raises a ValueError if that is damaged.
+
+    ``types`` are the NamedTuples and dataclasses that the result may contain.
+    """
     manifest = persist.manifest(path)
     try:
         sizes = {name: tuple(facts["shape"]) for name, facts in manifest["leaves"].items()}
@@ -256,6 +262,7 @@ def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
 
 
 def _built(value: Any, arrays: list[np.ndarray], types: Mapping[str, type]) -> Any:
+    """The value that :func:`_plain` converted to JSON and ``arrays``; ``types`` by their names."""
     if isinstance(value, dict):
         return {name: _built(part, arrays, types) for name, part in value.items()}
     if not isinstance(value, list):

@@ -115,6 +115,10 @@ def _conv_jvp(stride, pads, groups, derived, primals, tangents):
 
 
 def _image_gradient(out, kernel, shape, stride, pads, groups):
+    """The gradient with respect to the image, of ``shape``, from that of the outputs, ``out``.
+
+    It is a convolution by the mirrored kernel; ``pads`` are those of the forward convolution.
+    """
     height, width, channels, outputs = kernel.shape
     if groups == channels == 1:
         return _unpatched(out @ kernel.reshape(-1, outputs).T, shape, kernel.shape, stride, pads)
@@ -144,6 +148,7 @@ def _kernel_gradient(out, x, shape, stride, pads, groups):
 
 
 def _lax(x, kernel, stride, pads, groups=1, **dilation):
+    """XLA's convolution of NHWC images by an HWIO kernel."""
     return lax.conv_general_dilated(
         x,
         kernel,
@@ -156,6 +161,11 @@ def _lax(x, kernel, stride, pads, groups=1, **dilation):
 
 
 def _dense(x, kernel, stride, pads, groups, spare=True, **dilation):
+    """A convolution in the way that is fastest on a CPU: XLA's, or Winograd's algorithm.
+
+    With ``spare`` a convolution without padding gets a column of padding at the right, whose
+    outputs are dropped.
+    """
     if stride > 1 or any(max(spread) > 1 for spread in dilation.values()):
         return _lax(x, kernel, stride, pads, groups, **dilation)
     if groups == 1 and _winograd_pays(x, kernel, pads):
@@ -166,7 +176,12 @@ def _dense(x, kernel, stride, pads, groups, spare=True, **dilation):
 
 
 def _abreast(x, kernel, stride, pads):
-    """Computes neighbours in a row at once, as channels of a wider kernel with a longer stride."""
+    """The convolution with several adjacent outputs of a row computed at once, as channels.
+
+    The kernel is widened to hold a shifted copy for each of them, and the stride along the row
+    grows by their number; this fills the CPU's vector lanes where there are few outputs. Returns
+    the usual ``[n, rows, columns, outputs]``.
+    """
     height, width, channels, outputs = kernel.shape
     left, right = pads[1]
     columns = (x.shape[2] + left + right - width) // stride + 1
@@ -241,6 +256,7 @@ def _tiles(x, size):
 
 
 def _winograd_pays(x, kernel, pads):
+    """Whether Winograd's algorithm is faster: 3x3 kernels with many channels on many pixels."""
     height, width, channels, outputs = kernel.shape
     if (height, width) != (3, 3) or min(channels, outputs) < _WINOGRAD_CHANNELS:
         return False

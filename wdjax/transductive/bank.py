@@ -113,6 +113,7 @@ def victim(
 
 
 def _answers(params: dict[str, Any], x: Array) -> Answers:
+    """The outputs at ``x`` of a bank's models from number ``first`` on."""
     bank, n = params["bank"], len(x)
     shared = params["defense"], params["memory"], bank, params["first"]
     out = _all(shared, x)
@@ -123,6 +124,7 @@ def _answers(params: dict[str, Any], x: Array) -> Answers:
 
 
 def _one(shared: PyTree, number: Array | int, x: Array) -> PyTree:
+    """The outputs of model ``number`` of the bank."""
     defense, memory, bank, _ = shared
     adapted = jax.tree.map(lambda rows: rows[number], bank.models)
     return defense.predict(memory, adapted, x)
@@ -145,6 +147,7 @@ def _all(shared: PyTree, x: Array) -> PyTree:
 
 
 def _forward(shared: PyTree, x: Any) -> tuple[PyTree, PyTree]:
+    """The forward pass of :func:`_all`; raises if anything but ``x`` is differentiated."""
     moving = [leaf.perturbed for leaf in jax.tree.leaves(shared, is_leaf=_is_primal)]
     if any(moving):
         raise ValueError(
@@ -160,6 +163,7 @@ def _is_primal(leaf: Any) -> bool:
 
 
 def _backward(kept: PyTree, pull: PyTree) -> tuple[None, Array]:
+    """The gradient with respect to ``x``: the sum over the models, one after another."""
     shared, x = kept
     *_, bank, first = shared
 

@@ -306,6 +306,11 @@ def _perturb(
     index: Array,
     later: Array,
 ) -> BankFound:
+    """The attack's points on one batch of inputs, as one program.
+
+    With ``attack.retain`` the points of the round's first iteration, ``first``, compete with them
+    from the second iteration on (``later``).
+    """
     moved = raise_objective(attack, defense, memory, bank, x, y, eps=eps, key=key, index=index)
     if not attack.retain:
         return moved
