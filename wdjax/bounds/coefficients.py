@@ -307,9 +307,10 @@ def _blocks(conv: Kernel) -> tuple[Array, Pair]:
 
 @jax.custom_jvp
 def _pulled(a: Array, kernel: Array) -> Array:
-    """The full transposed convolution, size ``n`` to ``n - 1 + k``, in a form that CPUs run fast.
+    """The transposed convolution of stride 1, from ``n`` to ``n - 1 + k`` entries along each axis.
 
-    ``a`` is ``[count, rows, columns, outputs]``, the kernel ``[h, w, c, outputs]``.
+    ``a`` is ``[count, rows, columns, outputs]``, the kernel ``[h, w, c, outputs]``; written as a
+    convolution by the mirrored kernel, or a matrix product for single entries, which CPUs run fast.
     """
     height, width, channels, outputs = kernel.shape
     count, rows, columns, _ = a.shape
@@ -322,7 +323,7 @@ def _pulled(a: Array, kernel: Array) -> Array:
 
 @functools.partial(_pulled.defjvp, symbolic_zeros=True)
 def _pulled_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
-    """The tangent in ``a`` as the transpose of a convolution, the one in the kernel as usual."""
+    """The derivative of :func:`_pulled`, whose transposition in ``a`` is a plain convolution."""
     a, kernel = primals
     out = _pulled(a, kernel)
     change = jnp.zeros_like(out)

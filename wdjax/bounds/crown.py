@@ -116,8 +116,11 @@ def bounds(
 
 
 def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
-    """Bounds and lines of a nonlinear equation's outputs, and before these tighter bounds of its
-    operands where the lines depend on them (unstable neurons, ``[B, *shape]``)."""
+    """Bounds the outputs of a nonlinear equation, and stores their lines.
+
+    Before that, if the lines depend on the operands' bounds, the operands are bounded more tightly
+    by ``tighten`` where intervals leave them undecided (unstable neurons).
+    """
     for place in state.known.keys() & set(node.inputs):
         value, (lower, upper) = state.values[place], state.known[place]
         state.values[place] = value._replace(
@@ -172,7 +175,7 @@ def _kept_open(
 
 
 def _lines(state: Pass, node: Node) -> Lines | None:
-    """The lines of one equation over its operands; None if its primitive has none."""
+    """The lines of one equation over its operands' bounds; None if its primitive has none."""
     values = [state.values.get(place) for place in node.inputs]
     own = TABLE.get(node.name)
     if own is None or own.lines is None:
@@ -322,7 +325,10 @@ def numbers(index: Array, shape: Sequence[int], samples: int) -> tuple[Array, ..
 
 
 def _entries(state: Pass, place: int, bound: Bound, places: Sequence[Array]) -> Array:
-    """Lower bounds of entries of a value and of their negatives, ``[2, R]``."""
+    """``[2, R]``: lower bounds of single entries of the value at ``place``, and of their negatives.
+
+    ``places`` are the samples and positions of the R entries, as :func:`numbers` returns them.
+    """
     shape = state.values[place].lower.shape[1:]
     sample, entry, *position = places
     signs = jnp.array([1.0, -1.0], state.region.lower.dtype)
@@ -407,7 +413,10 @@ def backward(
 
 
 def _transposed(affine: Affine, a: Coefficients, rows: Rows) -> list[tuple[int, Coefficients]]:
-    """The place and coefficients of each operand of an affine map."""
+    """Sends coefficients ``a`` of an affine value back: the place and coefficients of each operand.
+
+    Convolutions keep patches, entrywise maps keep the form of ``a``, all others make it dense.
+    """
     conv = plain(affine.node.eqn, affine.exact)
     if conv is not None and len(affine.parts) == 1:
         return [(affine.parts[0].place, through(a, conv, rows))]
@@ -465,7 +474,10 @@ class Sum(NamedTuple):
 
 
 def _charged(sum_: Sum, charges: Array, a: Coefficients, rows: Rows) -> Sum:
-    """Adds the minimum of ``a . (offset +- error)`` of an affine value, ``charges``."""
+    """Adds to the sum the minimum of ``a . (offset +- error)`` of an affine value.
+
+    ``charges`` ``[2, B, *shape]`` are offset and rounding error, framed.
+    """
     offset, error = seen(charges, rows, a)
 
     def least(own: Array) -> Array:

@@ -65,9 +65,9 @@ def equal(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary:
 
 
 def _attains(value: Value, top: Value) -> Ternary | None:
-    """Which entries of ``value`` attain its maximum (or minimum) ``top``.
+    """Which entries of ``value`` attain ``top``, its maximum or minimum, if it is known to be that.
 
-    None if ``top`` is no maximum of ``value``. The result has the shape of ``value``.
+    The result are open booleans of the shape of ``value``; None if ``top`` is no maximum of it.
     """
     if not isinstance(value, Interval) or not isinstance(top, Interval) or top.origin is None:
         return None
@@ -140,8 +140,10 @@ def select(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | 
 
 
 def _piecewise(cases: Sequence[Value], norm: float | None) -> Array | None:
-    """The Lipschitz constant of a continuous selection between two functions, entry by entry: the
-    ``norm`` of their two constants."""
+    """The Lipschitz constant of a continuous selection between two functions, entry by entry.
+
+    It is the l_``norm`` of the two constants; None without ``norm``.
+    """
     if norm is None:
         return None
     zero, one = (constant_of(case, norm) for case in cases)

@@ -181,8 +181,11 @@ def _refined(value: Interval) -> list[tuple[Array, Array]]:
 
 
 def _from_rows(value: Interval, cut: Root | None) -> tuple[Array, Array]:
-    """``(centre, radius)`` from the rows' norms: over the ball of the root ``cut``, if given, and
-    over the box of every other root."""
+    """``(centre, radius)`` of a value from the norms of the rows of its composed maps.
+
+    A row's norm is taken over the ball of the root ``cut``, if given, and over the box of each
+    other root. Rounding is included.
+    """
     center, radius = value.center, _rounding(value)
     for root, chain in value.terms.items():
         if root is cut and root.ball is not None:

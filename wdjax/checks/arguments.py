@@ -211,7 +211,10 @@ def _model(name: str, value: Any) -> None:
 
 
 def _array(name: str, value: Any, expected: str) -> Any:
-    """The value as an array with dtype and shape; a ValueError if it is none."""
+    """The value as an array with dtype and shape; a ValueError if it is no numeric array.
+
+    ``expected`` says in the message what was expected.
+    """
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         return value
     try:

@@ -186,7 +186,11 @@ def _reduced(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _reshaped(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """A reshape: finds the new axis that holds all samples, by the number of entries per sample."""
+    """The rule for ``reshape``: finds the new axis along which the samples lie.
+
+    It is the axis whose entries can be grouped as ``[outer, n, inner]``, by the number of entries
+    that follow each sample; raises :class:`_Unproved` if there is none.
+    """
     row, old, new = args[0], _shape(eqn), eqn.params["new_sizes"]
     if not isinstance(row, PerSample) or eqn.params.get("dimensions") is not None or 0 in new:
         raise _Unproved
@@ -214,8 +218,10 @@ def _tiled(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _along(*names: str) -> Callable[[JaxprEqn, Sequence[Value], int], Value]:
-    """The rule for operations along the axes in one of the parameters ``names``; along the other
-    axes these act on each entry alone."""
+    """The rule for operations along some axes: proved if the samples lie along another.
+
+    ``names`` are the parameters that may hold the axes; without any of them it is the last axis.
+    """
 
     def rule(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
         value = _elementwise(eqn, args, n)
@@ -272,7 +278,10 @@ def _sliced(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _product(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """``dot_general``: samples lie along a free axis of one factor, or a batch axis of both."""
+    """The rule for ``dot_general``: proved if the samples lie along a free or batch axis.
+
+    A free axis of one factor, if the other depends on no sample; else the same batch axis of both.
+    """
     (left_sum, right_sum), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     sides = (left_sum, left_batch), (right_sum, right_batch)
     free = [
@@ -325,7 +334,7 @@ def _gathered(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _each(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
-    """An operation with one result for each operand, equal to it."""
+    """The rule for operations that return their operands."""
     return args
 
 
@@ -346,7 +355,7 @@ def _scanned(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
 
 
 def _repeated(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
-    """``while`` whose condition depends on no sample."""
+    """The rule for ``while``: proved if the condition depends on no sample."""
     params, first = eqn.params, eqn.params["cond_nconsts"]
     second = first + params["body_nconsts"]
     carry = _settled(
@@ -359,7 +368,7 @@ def _repeated(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
 
 
 def _chosen(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
-    """Branches that no sample chooses."""
+    """The rule for ``cond``: proved if no sample decides which branch is taken."""
     if isinstance(args[0], PerSample):
         raise _Unproved
     ways = [_walk(branch, args[1:], n) for branch in eqn.params["branches"]]

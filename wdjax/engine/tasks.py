@@ -238,7 +238,10 @@ def _kept(path: Path, types: tuple[type, ...]) -> Done[Any]:
 
 
 def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
-    """Converts a value to JSON, with tagged lists; appends its arrays to ``arrays``."""
+    """A task's result as JSON with tagged lists, such as ``["array", 0, dtype, shape]``.
+
+    Its arrays are appended to ``arrays``. Raises a TypeError for types that cannot be stored.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes):

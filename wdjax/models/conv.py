@@ -99,7 +99,11 @@ def _conv(x, kernel, stride, pads, groups, derived):
 
 @functools.partial(_conv.defjvp, symbolic_zeros=True)
 def _conv_jvp(stride, pads, groups, derived, primals, tangents):
-    """Tangents are transposes of the gradients, which reverse mode transposes back."""
+    """The derivative of :func:`_conv`: the transpose of its gradient, for image and kernel.
+
+    Reverse mode transposes it back, and so gets the gradients that are written below, whose layout
+    is fast inside loops.
+    """
     del derived
     x, kernel = primals
     value = _conv(x, kernel, stride, pads, groups, True)
@@ -134,7 +138,10 @@ def _image_gradient(out, kernel, shape, stride, pads, groups):
 
 
 def _kernel_gradient(out, x, shape, stride, pads, groups):
-    """The kernel's gradient: a convolution of input channels as images, with images as channels."""
+    """The gradient with respect to the kernel, of ``shape``, from that of the outputs, ``out``.
+
+    It is a convolution in which channels play the part of images, and images that of channels.
+    """
     n, rows, columns, _ = x.shape
     channels = x.reshape(n, rows, columns, groups, -1).transpose(4, 1, 2, 3, 0)
     channels = channels.reshape(-1, rows, columns, groups * n)
@@ -208,11 +215,11 @@ def _tap_by_tap(x, kernel, stride, pads):
 
 
 def _unpatched(patches, shape, kernel_shape, stride, pads):
-    """Sums overlapping patches to an image of one channel, ``shape`` ``[n, height, width, 1]``.
+    """``[n, height, width, 1]``: the sum of overlapping patches, the transpose of taking patches.
 
-    Pixels at equal positions in squares of ``stride x stride`` receive the same kernel entries, so
-    that their sums are sums of shifted patches, in one loop; transposed slices would be a loop
-    each.
+    ``patches`` is ``[n, rows, columns, h w]``, ``shape`` the image's. Pixels at equal positions in
+    squares of ``stride x stride`` receive the same kernel entries, so that their sums are sums of
+    shifted patches, in one loop; transposed slices would be a loop each.
     """
     n, height, width, _ = shape
     tall, wide = (-(-side // stride) for side in kernel_shape[:2])
@@ -235,7 +242,7 @@ def _unpatched(patches, shape, kernel_shape, stride, pads):
 
 
 def _taps(x, shape, stride, pads):
-    """For each position in the kernel, the image values that it multiplies."""
+    """``[n, rows, columns, c]`` for each entry of the kernel: the values that it multiplies."""
     height, width = shape[:2]
     x = jnp.pad(x, ((0, 0), *pads, (0, 0)))
     rows = stride * ((x.shape[1] - height) // stride) + 1
