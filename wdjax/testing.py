@@ -1,4 +1,8 @@
-"""The contract of attacks, as a function that checks any attack."""
+"""The contract of attacks, as a function that checks any attack.
+
+:func:`check_attack` checks its clauses one by one, on a small net. A clause is a function here that
+asserts the statement in its docstring, which an error then quotes.
+"""
 
 import dataclasses
 import functools

@@ -189,7 +189,10 @@ def _prices(xp: ModuleType, cost: _Either, correct: _Either, success: _Either) -
 
 
 def _refuse_overspending(cost: AnyArray, weight: AnyArray, eps: Any, order: float) -> None:
-    """Raises if the coupling cost of Corollary C.2, in float64, exceeds the budget."""
+    """Raises if points that cost ``cost`` ``[n]`` with weights ``[n]`` exceed the budget ``eps``.
+
+    The cost is that of Corollary C.2 of the paper, in float64.
+    """
     spent = _power_mean(np, _float64(cost), _float64(weight), order)
     if not spent <= float(eps) * (1 + 1e-5):
         raise ValueError(
@@ -343,6 +346,7 @@ def _evaluate(
 
 
 def _float64(x: ArrayLike) -> _Float64:
+    """An array of float64 on the host."""
     return np.asarray(x, np.float64)
 
 
@@ -579,7 +583,7 @@ def _solve(
 
 
 def _cheapest(cost: _Float64, count: int) -> npt.NDArray[np.bool_]:
-    """Marks the ``count`` smallest entries of every row."""
+    """``[rows, columns]`` booleans: the ``count`` smallest entries of every row."""
     count = min(count, cost.shape[1])
     mark = np.zeros(cost.shape, bool)
     least = np.argpartition(cost, count - 1, axis=1)[:, :count]

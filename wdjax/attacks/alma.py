@@ -130,9 +130,11 @@ class ALMA:
         return -(losses.dlr(out, y) if out.shape[-1] > 2 else losses.margin(out, y))
 
     def _descend(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """One step of RMSprop with momentum on the distance plus the penalty.
+        """One step of RMSprop with momentum on the distance plus the penalty of the constraint.
 
         All arrays are per sample: points ``[n, *shape]``, constraint, rate and multipliers ``[n]``.
+        The learning rate falls from the first flip on. The present point is kept if it is the
+        nearest flip.
         """
         x = samples.x + state.delta
         seen = ascent.slope(victim, x, samples.y, self._constraint)

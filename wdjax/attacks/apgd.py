@@ -132,10 +132,12 @@ class APGD:
 
     @property
     def _run(self) -> int:
+        """The number of steps of a run: one for each evaluated point, the start included."""
         return self.steps + 1
 
     @property
     def _schedule(self) -> PhaseSchedule:
+        """The phases and checkpoints of one run."""
         return schedule(self.steps, self.widths or _WIDTHS[self.ball.norm])
 
     def _radius(self, samples: Samples, taken: Array) -> Array:

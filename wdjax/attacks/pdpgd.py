@@ -103,7 +103,7 @@ class PDPGD:
 
     @property
     def _haste(self) -> float:
-        """Factor of the dual step in short runs; its power was measured for each norm."""
+        """The factor of the dual step in runs of fewer than ``_USUAL`` steps; 1 in others."""
         power = 1.0 if self.ball.norm == math.inf else 0.5
         return max(1.0, _USUAL / self.steps) ** power
 
@@ -149,7 +149,7 @@ class PDPGD:
         return State(moved, moments, steep, multiplier, share, state.taken + 1, best), info
 
     def _unit(self, victim: Victim, samples: Samples) -> Array:
-        """The margin that counts as 1 in the softplus: a fifth of the sample's own, or 1."""
+        """``[n]``: the margin that counts as 1: a fifth of the clean sample's, or 1 if that is 0."""
         clean = jnp.abs(victim.criterion(samples.out, samples.y)) / _SHARP
         return jnp.where(clean > 0, clean, 1.0)
 

@@ -150,7 +150,7 @@ class Square:
 
 
 def _image(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """The sample's shape as rows, columns and channels."""
+    """The sample's shape as (rows, columns, channels), 1 for those it lacks."""
     if not 1 <= len(shape) <= 3:
         raise ValueError(f"Square needs samples [h, w, c], [h, w] or [d], got {list(shape)}.")
     height, width, channels = (*shape, 1, 1)[:3]
@@ -214,7 +214,7 @@ def _window(rows: Array, columns: Array, sides: Array) -> Array:
 
 
 def _flip(key: Array, delta: Array, sides: Array, eps: Array) -> Array:
-    """Adds ``+-2 eps``, of one random sign a channel, to a random square of ``delta [h, w, c]``."""
+    """Adds ``+-2 eps``, of one sign a channel, to a random square of ``delta [h, w, c]``."""
     where, sign = jax.random.split(key)
     inside = _window(*_place(where, sides, delta.shape), sides)
     signs = jax.random.rademacher(sign, delta.shape[2:], delta.dtype)

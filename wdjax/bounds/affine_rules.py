@@ -74,6 +74,7 @@ def bind(eqn: JaxprEqn, args: Sequence[Array]) -> Array:
 
 
 def _compose(outer: Linear, inner: Linear) -> Linear:
+    """The linear map ``t -> outer(inner(t))``."""
     return lambda t: outer(inner(t))
 
 
@@ -126,6 +127,7 @@ def affine(
 
 
 def _both(first: Linear, second: Linear) -> Linear:
+    """The linear map ``t -> first(t) + second(t)``."""
     return lambda t: first(t) + second(t)
 
 

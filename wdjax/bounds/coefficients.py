@@ -365,6 +365,7 @@ def summed(terms: Array) -> Array:
 
 @summed.defjvp
 def _summed_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    """The derivative of :func:`summed`, a plain sum."""
     (terms,), (change,) = primals, tangents
     return summed(terms), jnp.sum(change, axis=tuple(range(2, change.ndim)))
 

@@ -173,7 +173,11 @@ def ends(value: Value) -> norms.Bounds:
 
 
 def _refined(value: Interval) -> list[tuple[Array, Array]]:
-    """Other ``(centre, radius)`` that contain the value, from the rows of its composed maps."""
+    """Further ``(centre, radius)`` pairs that contain the value, from its composed maps' rows.
+
+    They may be tighter if the value's map is composed of several, or a root is an l1 or l2 ball;
+    large values have none.
+    """
     balls = [root for root in value.terms if root.ball is not None]
     if value.center.size <= _PULLED and (balls or value.mixes > 1):
         return [_from_rows(value, root) for root in (None, *balls)]
@@ -302,6 +306,7 @@ def corners(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Arra
 
 
 def _nonzero(ends: tuple[Array, Array]) -> Array:
+    """Where an interval is not the number 0."""
     return (ends[0] != 0) | (ends[1] != 0)
 
 

@@ -83,7 +83,7 @@ def bound(
 
 
 def _opened(end: Array, blank: float) -> Array:
-    """The end with ``blank`` (-inf or inf) instead of NaN, which means that nothing is known."""
+    """The end of an interval, with ``blank`` (-inf or inf) in place of NaN, which means unknown."""
     real = jnp.issubdtype(end.dtype, jnp.floating)
     return jnp.where(jnp.isnan(end), jnp.asarray(blank, end.dtype), end) if real else end
 

@@ -106,12 +106,12 @@ def rectified(state: crown.Pass) -> dict[int, int]:
 
 
 def _rows(maps: Maps) -> Array:
-    """Maps ``[L, *shape]`` as ``[L, N]``."""
+    """Maps ``[L, *shape]`` by place as one array ``[L, N]``."""
     return jax.vmap(lambda own: ravel_pytree(own)[0])(maps)
 
 
 def _maps(rows: Array, like: Maps) -> Maps:
-    """``[L, N]`` as maps ``[L, *shape]``."""
+    """The inverse of :func:`_rows`: ``[L, N]`` as maps ``[L, *shape]``, by the places of ``like``."""
     return jax.vmap(ravel_pytree(like)[1])(rows)
 
 

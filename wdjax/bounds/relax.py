@@ -165,6 +165,7 @@ def sigmoid(
 
 
 def _mirror(f: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """The function ``z -> -f(-z)``."""
     return lambda z: -f(-z)
 
 

@@ -145,7 +145,11 @@ def searched(
 
 
 def _tell(ended: npt.NDArray[Any] | None) -> None:
-    """Warns the caller's caller of searches that stopped early with nothing left to split."""
+    """Warns of samples whose branch and bound ended early, with nothing left to split.
+
+    ``ended`` ``[n]`` are indices in ``branch.ENDS``, None for other methods. The warning is at the
+    line that called the public function.
+    """
     if ended is None or not (stuck := np.sum(ended == branch.ENDS.index("nothing to split"))):
         return
     warnings.warn(
@@ -261,7 +265,7 @@ def _with_gradient(value: Array, method: Method) -> Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
 def _root(model: Classifier, x: Array, y: Array, ball: Lp, steps: int, method: Method) -> Array:
-    """``[B]`` radii of :func:`_search`, with the gradient of the root of the least margin."""
+    """``[B]``: the radii of :func:`_search`, differentiable as the least margin's root."""
     return _search(model, x, y, ball, steps, method)
 
 

@@ -98,6 +98,7 @@ def warn(text: str | None, below: int = 0) -> None:
 
 
 def _module(frame: types.FrameType) -> str:
+    """The name of the module that a frame runs."""
     return str(frame.f_globals.get("__name__", ""))
 
 
@@ -207,6 +208,7 @@ def _keys(name: str, value: Any) -> None:
 
 
 def _model(name: str, value: Any) -> None:
+    """Raises unless the value is a model, by :func:`wdjax.checks.validate.check_model`."""
     validate.check_model(value)
 
 

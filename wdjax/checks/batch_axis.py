@@ -81,6 +81,7 @@ def prove(closed: ClosedJaxpr, batched: Sequence[bool]) -> BatchProof:
 
 
 def _varying(aval: Any) -> SampleFree:
+    """A value that depends on no sample, and may differ along every axis longer than 1."""
     return SampleFree(frozenset(axis for axis, size in enumerate(aval.shape) if size > 1))
 
 
@@ -168,15 +169,17 @@ def _moved(value: Value, place: Callable[[int], int | None]) -> Value:
 
 
 def _broadcast(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
+    """The rule for ``broadcast_in_dim``."""
     return _moved(args[0], lambda axis: eqn.params["broadcast_dimensions"][axis])
 
 
 def _transposed(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
+    """The rule for ``transpose``."""
     return _moved(args[0], eqn.params["permutation"].index)
 
 
 def _reduced(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """An operation that removes axes: a sum, a maximum, a squeeze."""
+    """The rule for operations that remove axes, such as sums: proved if the samples' one stays."""
     gone = eqn.params.get("axes", eqn.params.get("dimensions", ()))
 
     def place(axis: int) -> int | None:
@@ -204,16 +207,19 @@ def _reshaped(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _stacked(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
+    """The rule for ``stack``, which puts a new axis before others."""
     own = eqn.params["axis"]
     return _moved(_elementwise(eqn, args, n), lambda axis: axis + (axis >= own))
 
 
 def _unstacked(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
+    """The rule for ``unstack``: proved if it is along another axis than the samples'."""
     own = eqn.params["axis"]
     return _moved(args[0], lambda axis: None if axis == own else axis - (axis > own))
 
 
 def _tiled(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
+    """The rule for ``tile``: proved if the samples are not repeated."""
     return _moved(args[0], lambda axis: axis if eqn.params["reps"][axis] == 1 else None)
 
 
@@ -258,7 +264,7 @@ _WINDOWS = ("strides", "window_dimensions", "window_strides", "base_dilation", "
 
 
 def _updated(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """``dynamic_update_slice`` over the whole batch axis, at fixed places."""
+    """The rule for ``dynamic_update_slice``: proved if all samples are updated alike."""
     value = _elementwise(eqn, args, n)
     if any(isinstance(arg, PerSample) for arg in args[2:]) or not isinstance(value, PerSample):
         raise _Unproved
@@ -268,7 +274,7 @@ def _updated(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _sliced(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """``dynamic_slice`` over the whole batch axis, at fixed places."""
+    """The rule for ``dynamic_slice``: proved if all samples are kept and cut alike."""
     row = args[0]
     if any(isinstance(arg, PerSample) for arg in args[1:]) or not isinstance(row, PerSample):
         raise _Unproved
@@ -298,7 +304,7 @@ def _product(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _convolved(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """A convolution of images by a fixed kernel."""
+    """The rule for convolutions: proved if the samples are images, and the kernel none."""
     dims, images = eqn.params["dimension_numbers"], args[0]
     if isinstance(args[1], PerSample) or not isinstance(images, PerSample):
         raise _Unproved
@@ -308,7 +314,7 @@ def _convolved(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _gathered(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """``gather`` of slices with the whole batch axis at fixed indices, or by the samples' indices.
+    """The rule for ``gather``: proved if all samples are kept, or each is indexed by itself.
 
     An axis of the operand that is taken as a whole becomes one of ``offset_dims``; axes of the
     indices become the other axes of the result.

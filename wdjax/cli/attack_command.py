@@ -203,17 +203,17 @@ def _with_rivals(column: Column, parsed: argparse.Namespace) -> Column:
 
 
 def _nearest(column: Column, ball: Lp) -> bool:
-    """Whether it searches for the nearest flips."""
+    """Whether the attack looks for the nearest flips, so that kappa does not apply."""
     return column.name in NEAREST or _budget(column, ball) == "none"
 
 
 def _lone(column: Column, ball: Lp) -> bool:
-    """Whether it is a single attack that treats samples independently."""
+    """Whether it is a single attack, no ensemble, that treats samples independently."""
     return column.name in ATTACKS and _budget(column, ball) != "data"
 
 
 def _budget(column: Column, ball: Lp) -> str:
-    """The attack's budget; empty for an ensemble."""
+    """The attack's ``budget``; an empty string for an ensemble."""
     made = ATTACKS[column.name](ball, **column.settings) if column.name in ATTACKS else None
     return "" if made is None else made.budget
 

@@ -218,7 +218,7 @@ def _noises(parsed: argparse.Namespace) -> dict[str, Any]:
 def _fixed(
     parsed: argparse.Namespace, model: Model, own: Any, held: Any, task: tasks.Task
 ) -> dict[str, Any]:
-    """PR under a fixed distribution."""
+    """The JSON row of PR: the share of copies that survive under the fixed distribution ``own``."""
     return _row(_measure(parsed, model, own, *held))
 
 

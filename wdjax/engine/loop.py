@@ -133,6 +133,7 @@ class _Signals:
         return self
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
+        """Remembers a signal, which is raised again when the block ends."""
         self.caught = number
 
     def __exit__(

@@ -185,6 +185,7 @@ class Tasks:
         return _kept(kept, types)
 
     def _stem(self, name: str) -> Path | None:
+        """The path, without suffix, of a task's files; None if nothing is kept."""
         if self._folder is None:
             return None
         plain = re.sub(r"[^A-Za-z0-9=+_-]+", "-", name)[:60]

@@ -58,6 +58,7 @@ def draws(model: Callable[[Array], PyTree], key: Array, count: int) -> Model:
 
 
 def _is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed random keys."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 

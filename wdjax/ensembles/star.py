@@ -181,7 +181,7 @@ def _follow(ask: Question, number: int, kind: Kind, found: Found | None, only: n
 
 
 def _scale(found: Found) -> np.ndarray:
-    """``[n]``: the distance of each sample's flip; their median if it has none, or 0."""
+    """``[n]``: the distance of each sample's nearest flip; without one the median, or 0."""
     distance = _distance(found)
     known = distance[np.isfinite(distance) & (distance > 0)]
     typical = float(np.median(known)) if len(known) else 0.0

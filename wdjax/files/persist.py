@@ -493,13 +493,16 @@ def _as(leaf: PyTree, kept: Any) -> Any:
 
 
 def _beside(path: Path) -> tuple[Path, Path]:
-    """Temporary paths of this process: for the new checkpoint, and for the old one meanwhile."""
+    """Two temporary paths of this process beside ``path``: for the new and the old checkpoint."""
     name = f".{path.name}.{os.getpid()}"
     return path.with_name(f"{name}.new"), path.with_name(f"{name}.old")
 
 
 def _left(path: Path, kind: str) -> list[Path]:
-    """Existing folders of :func:`_beside`, of any process; Orbax appends to their names."""
+    """Temporary folders that saves to ``path`` left, of any process; ``kind`` is "new" or "old".
+
+    Orbax may have appended to their names.
+    """
     name = re.compile(rf"\.{re.escape(path.name)}\.\d+\.{kind}(\.orbax.*)?")
     there = path.parent.iterdir() if path.parent.is_dir() else ()
     return [folder for folder in there if name.fullmatch(folder.name)]

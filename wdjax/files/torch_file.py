@@ -260,7 +260,7 @@ class _Resolver:
         return self._resolved(value)[0]
 
     def _resolved(self, value: Any) -> tuple[Any, int]:
-        """The value, and its depth of nesting."""
+        """A value with all handles in it replaced by arrays, and its depth of nesting."""
         if isinstance(value, Tensor):
             if id(value) not in self._done:
                 self._done[id(value)] = self._array(value), 0

@@ -172,6 +172,7 @@ class SinkhornPGD:
         return remember(victim, samples, state, out), info
 
     def _over(self, state: State) -> Array:
+        """``[n]``: whether the sample has a flip."""
         return state.flipped
 
     def point(self, samples: Samples, state: State) -> tuple[Array, TransportPlan]:

@@ -89,6 +89,10 @@ def plain() -> Iterator[None]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4, 5))
 def _conv(x, kernel, stride, pads, groups, derived):
+    """The convolution for a CPU, in the way that is fastest for its shape; see :func:`_conv_jvp`.
+
+    ``derived`` says whether it is computed as part of a derivative.
+    """
     channels, outputs = kernel.shape[2:]
     if groups == channels == 1:
         return _tap_by_tap(x, kernel, stride, pads)
@@ -209,7 +213,7 @@ def _abreast(x, kernel, stride, pads):
 
 
 def _tap_by_tap(x, kernel, stride, pads):
-    """One multiply-add for each entry of the kernel, for one input channel a group."""
+    """The convolution with one input channel a group: a multiply-add for each kernel entry."""
     taps = _taps(x, kernel.shape, stride, pads)
     return sum(tap * weights for tap, weights in zip(taps, kernel.reshape(len(taps), 1, 1, 1, -1)))
 

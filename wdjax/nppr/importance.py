@@ -159,6 +159,7 @@ def _starts(question: RareEvent, count: int, ends: Array, key: Array) -> Start:
 
 @jax.jit
 def _logits(question: RareEvent, u: Array) -> Array:
+    """The model's logits ``[m, K]`` at normal vectors ``[m, d]``, as one program."""
     return question.logits(u)
 
 

@@ -212,6 +212,7 @@ def triangular(packed: Array, size: int) -> Array:
 
 
 def _forward(packed: Array, size: int) -> tuple[Array, None]:
+    """The forward pass of :func:`triangular`, which keeps nothing."""
     return triangular(packed, size), None
 
 

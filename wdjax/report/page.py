@@ -269,7 +269,7 @@ def _checks(model: Mapping[str, Any]) -> str:
 
 
 def _words(models: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The glossary, then every attack of the report with its docstring's first paragraph."""
+    """The glossary as HTML, followed by every attack with the first paragraph of its docstring."""
     made = {
         method["name"]: method["explained"] or "An attack without a description."
         for model in models

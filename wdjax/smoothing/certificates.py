@@ -334,7 +334,10 @@ def _soft(params: dict[str, Any], x: Array) -> Array:
 
 
 def _check_given(model: Any, noise: Any, key: Any, *samples: Any) -> None:
-    """Raises inside a trace, and for keys whose numbers depend on the batch."""
+    """Raises inside a trace, and for keys whose random numbers depend on the batch.
+
+    Only JAX's default keys (threefry) give a vote the same noise in every batch.
+    """
     if validate.traced(model, noise, key, samples) or validate.staged():
         raise ValueError("votes are counted on the host; smooth outside of jit, vmap and grad.")
     if "threefry" not in str(jax.random.key_impl(key)):

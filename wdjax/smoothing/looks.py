@@ -284,5 +284,5 @@ def _bits(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.int32]:
 
 
 def _floats(bits: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """The inverse of :func:`_bits`."""
+    """float64 numbers ``[n]`` from int32 ``[n, 2]``, the inverse of :func:`_bits`."""
     return np.array(bits, np.int32, order="C").view(np.float64)[:, 0]

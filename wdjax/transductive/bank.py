@@ -159,6 +159,7 @@ def _forward(shared: PyTree, x: Any) -> tuple[PyTree, PyTree]:
 
 
 def _is_primal(leaf: Any) -> bool:
+    """Whether a leaf says if it is differentiated, as JAX passes arguments with symbolic zeros."""
     return isinstance(leaf, CustomVJPPrimal)
 
 
@@ -176,7 +177,7 @@ def _backward(kept: PyTree, pull: PyTree) -> tuple[None, Array]:
 
 
 def _cotangent(rows: Any, number: Array, now: Array) -> Any:
-    """One model's part of the cotangent; zeros of the right type if nothing depends on it."""
+    """One model's part of the cotangent ``rows``; zeros like ``now`` if there is none."""
     if not jnp.issubdtype(now.dtype, jnp.inexact):
         return np.zeros(now.shape, jax.dtypes.float0)
     if isinstance(rows, SymbolicZero):

@@ -142,10 +142,12 @@ def reverse(x: Array, alpha: Array | float) -> Array:
 
 
 def _reverse_forward(x: Array, alpha: Array) -> tuple[Array, Array]:
+    """The forward pass of :func:`reverse`, which keeps ``alpha``."""
     return x, alpha
 
 
 def _reverse_backward(alpha: Array, pull: Array) -> tuple[Array, None]:
+    """The gradient of :func:`reverse`, with reversed sign."""
     return -alpha * pull, None
 
 

@@ -133,6 +133,7 @@ class RMC:
 
     @property
     def _rule(self) -> optax.GradientTransformation:
+        """The optimiser, Adam."""
         return optax.adam(self.learning_rate)
 
     def adapt(self, key: Array, memory: PyTree, state: State, x: Array) -> tuple[PyTree, State]:
