@@ -149,7 +149,7 @@ class PDPGD:
         return State(moved, moments, steep, multiplier, share, state.taken + 1, best), info
 
     def _unit(self, victim: Victim, samples: Samples) -> Array:
-        """``[n]``: the margin that counts as 1: a fifth of the clean sample's, or 1 if that is 0."""
+        """``[n]``: the margin that counts as 1: a fifth of the sample's own, or 1 if that is 0."""
         clean = jnp.abs(victim.criterion(samples.out, samples.y)) / _SHARP
         return jnp.where(clean > 0, clean, 1.0)
 

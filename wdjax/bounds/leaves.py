@@ -111,7 +111,7 @@ def _rows(maps: Maps) -> Array:
 
 
 def _maps(rows: Array, like: Maps) -> Maps:
-    """The inverse of :func:`_rows`: ``[L, N]`` as maps ``[L, *shape]``, by the places of ``like``."""
+    """``[L, N]`` as maps ``[L, *shape]`` by the places of ``like``, the inverse of :func:`_rows`."""
     return jax.vmap(ravel_pytree(like)[1])(rows)
 
 

@@ -304,7 +304,7 @@ def _product(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _convolved(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """The rule for convolutions: proved if the samples are images, and the kernel none."""
+    """The rule for convolutions: proved if the samples are images, and the kernel is fixed."""
     dims, images = eqn.params["dimension_numbers"], args[0]
     if isinstance(args[1], PerSample) or not isinstance(images, PerSample):
         raise _Unproved
