@@ -80,8 +80,8 @@ def _short(state: crown.Pass, place: int) -> crown.Pass | None:
 def _parallel(lines: Lines, lower: Array, upper: Array) -> Lines:
     """Lines whose lower line has the upper line's slope, so that one pass bounds both sides.
 
-    The lower intercept falls until the line is sound on ``[lower, upper]``, the range ``[B,
-    *shape]`` of the operand's linear part.
+    The lower intercept falls until the line is sound on ``[lower, upper]``, the range
+    ``[B, *shape]`` of the operand's linear part.
     """
     (view,) = lines.views
     unit = 2 * rounding(lower[0].size, lower.dtype)

@@ -286,10 +286,10 @@ def _windowed(window: Window, conv: Kernel) -> Window:
 def _blocks(conv: Kernel) -> tuple[Array, Pair]:
     """The kernel of an equal convolution of stride 1 on blocks of the image.
 
-    A block holds ``s`` by ``t`` pixels (the strides) as channels. Returns the kernel ``[ceil(h /
-    s), ceil(w / t), s t c, outputs]``, and how many rows and columns of zeros were put before the
-    old kernel. These shift it so that blocks begin at multiples of the strides in the unpadded
-    image, if there is room for that.
+    A block holds ``s`` by ``t`` pixels (the strides) as channels. Returns the kernel
+    ``[ceil(h / s), ceil(w / t), s t c, outputs]``, and how many rows and columns of zeros were put
+    before the old kernel. These shift it so that blocks begin at multiples of the strides in the
+    unpadded image, if there is room for that.
     """
     channels, outputs = conv.kernel.shape[2:]
     counts, skip, full = [], [], []

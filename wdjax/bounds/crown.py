@@ -52,7 +52,7 @@ _CACHED = 2**12
 _NUMBERS = 2**22
 """A 16th of the number of coefficients that all these rows together may have at one value."""
 _BLOCK, _MANY = 64, 1024
-"""Number of turns in a block, which is skipped as a whole, and from which on there are blocks."""
+"""Number of iterations in a block, which may be skipped, and number from which on there are blocks."""
 
 
 @dataclass(eq=False)
@@ -280,9 +280,9 @@ def by_turns(
     """Lower bounds ``[N, *rest]`` of the ``N`` entries of ``needed``, -inf where it is False.
 
     ``find`` gets the :func:`numbers` of ``width`` entries at a time, and returns ``[width, *rest]``
-    in ``dtype``. The loops have a fixed length, which reverse mode needs; turns in which nothing is
-    needed are skipped, and blocks of them where there are thousands. The gradient recomputes each
-    turn instead of storing it.
+    in ``dtype``. The loops have a fixed length, which reverse mode needs; iterations in which
+    nothing is needed are skipped, and blocks of them where there are thousands. The gradient
+    recomputes each iteration instead of storing it.
     """
     samples, *shape = needed.shape
     width = min(width, needed.size)

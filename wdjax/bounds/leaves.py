@@ -3,8 +3,8 @@
 A leaf is the set of points of a region where the pre-activations ``z`` of the split ReLUs have the
 leaf's signs ``s``. Both signs include 0, and each is relaxed to ``s z >= -w``, where ``w`` bounds
 the rounding of ``z``, so that the two halves of a split cover it in floats too. In a leaf a split
-ReLU is nearly affine; and ``margin - b (s z + w)`` is at most the margin for every multiplier ``b
->= 0``. The multipliers are maximised together with the slopes of the unstable neurons.
+ReLU is nearly affine; and ``margin - b (s z + w)`` is at most the margin for every multiplier
+``b >= 0``. The multipliers are maximised together with the slopes of the unstable neurons.
 
 Source: Wang et al. [wang2021]; the neurons to split, De Palma et al. [depalma2021].
 """
@@ -111,7 +111,7 @@ def _rows(maps: Maps) -> Array:
 
 
 def _maps(rows: Array, like: Maps) -> Maps:
-    """``[L, N]`` as maps ``[L, *shape]`` by the places of ``like``, the inverse of :func:`_rows`."""
+    """``[L, N]`` as maps ``[L, *shape]`` by place, as in ``like``; the inverse of :func:`_rows`."""
     return jax.vmap(ravel_pytree(like)[1])(rows)
 
 

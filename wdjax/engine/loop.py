@@ -1,7 +1,7 @@
 """The loop behind everything that can be resumed: searches, trainings, games.
 
-A turn is a pure function of a pytree, the state; between turns the loop reports, stops early,
-saves and resumes.
+The state is a pytree, and an iteration (a turn) a pure function of it; between iterations the loop
+reports, stops early, saves and resumes.
 """
 
 import signal

@@ -20,7 +20,7 @@ from wdjax.ensembles.walks import Kind, schedule
 _HOPE = 0.2
 """Relative gain in distance expected of the first walk after the opening."""
 _SOME = 6
-"""One sample in so many is a pilot; there are no pilots if that would be fewer than ``_SOME``."""
+"""One sample in so many is a trial sample; there are none where these would be fewer."""
 _TRIAL = 0.25
 """Share of the keen samples that take a kind of walk on its first trial."""
 _STAKE = 0.03
@@ -48,7 +48,7 @@ def wda_star(
     r"""The nearest flips found by a schedule of walks, refined where that pays.
 
     Pass the result to :func:`wdjax.spend`: the knapsack over these distances is WDA*, the attack of
-    Wasserstein order p. Which start finds the nearest flips differs from model to model. Pilot
+    Wasserstein order p. Which start finds the nearest flips differs from model to model. Trial
     samples therefore decide which kind of :class:`~wdjax.attacks.Walk` comes first, from a random
     point of the box or towards the nearest class; for norm 1 it is a short
     :class:`~wdjax.attacks.PDPGD`, followed by a walk from its points and one from the sample. Then
@@ -150,9 +150,9 @@ def _gain(before: Found, after: Found) -> np.ndarray:
 def _open(ask: Question, firsts: list[Kind]) -> Found:
     """The opening: the first search of every sample.
 
-    All ``firsts`` are tried on every sixth sample, and the kind with the shortest distances in sum
-    (at most twice the longest finite one counts) is used on the others. With one kind, or fewer
-    than 36 samples, the first kind is used on all.
+    All ``firsts`` are tried on every sixth sample (the trial samples), and the kind with the
+    shortest distances in sum (at most twice the longest finite one counts) is used on the others.
+    With one kind, or fewer than 36 samples, the first kind is used on all.
     """
     n = len(ask.y)
     if len(firsts) == 1 or n < _SOME * _SOME:

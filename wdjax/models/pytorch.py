@@ -288,7 +288,7 @@ def cast_to_float32(
 
 
 def faults_of(name, tensor, shape, *, variance=False) -> list[str]:
-    """A tensor's faults, in words that name it."""
+    """What is wrong with a tensor's shape, dtype or values, in sentences that name it."""
     if tensor.shape != shape:
         return [f"{name} has shape {list(tensor.shape)}, expected {list(shape)}"]
     if tensor.dtype in _CASTS:

@@ -23,7 +23,7 @@ from wdjax.nppr import upsample as up
 Counts = npt.NDArray[np.int64]
 
 TURN = 20
-"""Copies of an input drawn together. A hundred copies are five turns, and the 40 copies without a
+"""Copies of an input drawn together. A hundred copies are five groups, and the 40 copies without a
 failure that decide a risk of 0.1 are two, so that none are drawn in vain."""
 TWIN = "nppr.expected_loss, the mean of a loss there, which can be traced and differentiated"
 """The differentiable alternative that errors name when a host function is called in a trace."""
@@ -34,7 +34,7 @@ _ROWS = 256
 _FEW = 4
 """If at most so many inputs are left, each is a block of its own, so that none is padding."""
 _WIDE = 16
-"""Turns that such a block takes at once, since twenty copies do not fill a core."""
+"""Groups of copies that such a block takes at once, since twenty copies do not fill a core."""
 
 
 class Perturbation(Protocol):
@@ -151,9 +151,9 @@ def _counted(fixed: Any, rows: Array, first: Array, last: Array, end: Array, wid
     """``[2, R]``: numbers of survivors and of faults in the groups ``first`` to ``last`` of copies.
 
     A group is ``TURN`` copies of each input, and ``wide`` groups are drawn at once. Copies with
-    numbers from ``end`` on do not count. ``fixed`` holds model, perturbation, all inputs ``[n,
-    *shape]`` with labels and indices, and the key; ``rows`` ``[R]`` are the inputs to count. A copy
-    whose logits are not finite is a fault and no survivor.
+    numbers from ``end`` on do not count. ``fixed`` holds model, perturbation, all inputs
+    ``[n, *shape]`` with labels and indices, and the key; ``rows`` ``[R]`` are the inputs to count.
+    A copy whose logits are not finite is a fault and no survivor.
     """
     model, perturbation, xs, ys, places, key = fixed
     keys = jax.vmap(lambda place: jax.random.fold_in(key, place))(places[rows])
