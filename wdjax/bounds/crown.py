@@ -52,7 +52,7 @@ _CACHED = 2**12
 _NUMBERS = 2**22
 """A 16th of the number of coefficients that all these rows together may have at one value."""
 _BLOCK, _MANY = 64, 1024
-"""Number of iterations in a block, which may be skipped, and number from which on there are blocks."""
+"""Iterations in a block, which is skipped as a whole; and from how many on there are blocks."""
 
 
 @dataclass(eq=False)
