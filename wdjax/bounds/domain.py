@@ -175,8 +175,8 @@ def ends(value: Value) -> norms.Bounds:
 def _refined(value: Interval) -> list[tuple[Array, Array]]:
     """Further ``(centre, radius)`` pairs that contain the value, from its composed maps' rows.
 
-    They may be tighter if the value's map is composed of several, or a root is an l1 or l2 ball;
-    large values have none.
+    They may be tighter if the value's map is composed of several, or a root is an l1 or l2 ball. A
+    large value has them only if its one root is a ball.
     """
     balls = [root for root in value.terms if root.ball is not None]
     if value.center.size <= _PULLED and (balls or value.mixes > 1):

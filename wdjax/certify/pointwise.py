@@ -324,8 +324,8 @@ def _search(model: Classifier, x: Array, y: Array, ball: Lp, steps: int, method:
 def _guess(model: Classifier, x: Array, y: Array, low: Array, norm: float, most: float) -> Array:
     """``[n]``: the first radius to try, just below the distance to the linearised boundary.
 
-    ``low`` ``[n, K]`` are the margins at the samples; ``most`` is the domain's diameter, which the
-    guess does not exceed. Without a finite positive guess it is 1 or the diameter.
+    ``low`` ``[n, K]`` are the margins at the samples. The guess is at most ``most``, the domain's
+    diameter; if none is finite and positive, it is 1, or the diameter if that is less.
     """
 
     def slopes(xi: Array, yi: Array) -> Array:

@@ -1,13 +1,13 @@
 """Lipschitz constants of a classifier's margins: exact for small ReLU nets, bounds for others.
 
-The constant of a margin ``z_j - z_y`` bounds how fast it can fall with the distance moved.
+The constant of a margin ``z_j - z_y`` bounds how fast it can change with the distance moved.
 
 Upper bounds on balls: `chain` writes a model as matrices with activations between them; `neurons`
 bounds the activations' derivatives on the ball (called slopes here); from these `jacobian`
 (intervals, zonotopes), `lipsdp` (quadratic constraints) and `branching` (branch and bound over the
-signs of the Jacobian's ReLU masks) bound the Jacobian; `local` has the public functions. `margin`
-bounds the constants of any program over a box, `transformer` those of Transformers from weights.
-`certified` turns constants into certified radii; `training_bounds` has differentiable bounds.
+masks of active neurons) bound the Jacobian; `local` has the public functions. `margin` bounds the
+constants of any program over a box, `transformer` those of Transformers from weights. `certified`
+turns constants into certified radii; `training_bounds` has differentiable bounds.
 
 Exact values for small ReLU nets: `cells` enumerates the polyhedra on which the net is affine;
 `exact` computes the constants of the paper's Theorem 3.1 from them, and `worst_case` the worst

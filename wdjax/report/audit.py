@@ -399,7 +399,7 @@ def _measure(
 
 
 def _wdro(setting: _Setting, constant: Callable[[], float]) -> LossBound:
-    """The default bound of the loss: Lipschitz constant times radius, over the Wasserstein ball.
+    """The default bound of the expected loss: clean loss plus Lipschitz constant times radius.
 
     ``constant`` is called for the Lipschitz constant, which is computed once.
     """
