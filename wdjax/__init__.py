@@ -101,7 +101,10 @@ _MODULES = {"audit", "convert"}
 
 
 def _found(name: str) -> Any:
-    """What is not imported yet."""
+    """A public name, class or room that has not been imported yet; the module's ``__getattr__``.
+
+    Imports it, keeps it as an attribute, and raises an AttributeError for unknown names.
+    """
     if name in __all__ and (name in _HOMES or name[0].isupper()):
         home = f"wdjax.{_HOMES.get(name, 'core')}"
         value = (

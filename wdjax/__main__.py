@@ -22,8 +22,11 @@ def main() -> NoReturn:
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    """Ends the process at once: before the work there is nothing to put in order, and an
-    interpreter that is taken down while a library is being imported may crash."""
+    """Ends the process at once, on a signal before the work has begun.
+
+    There is nothing to put in order yet, and an interpreter that is taken down while a library is
+    being imported may crash.
+    """
     word = "interrupted" if number == signal.SIGINT else "terminated"
     try:
         os.write(2, f"wdjax: {word}\n".encode())
@@ -32,8 +35,10 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _fill_streams() -> None:
-    """Opens what the caller closed of stdin, stdout and stderr, or a file of ours would take its
-    number, and what a library writes to stderr."""
+    """Opens ``/dev/null`` as stdin, stdout or stderr if the caller closed them.
+
+    Otherwise a file of ours would get that number, and what a library writes to stderr.
+    """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(number)

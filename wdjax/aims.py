@@ -114,6 +114,7 @@ class Scheduled:
     clean: float | Array = 0.0
 
     def __post_init__(self) -> None:
+        """Checks norm, box and schedule; numbers that are traced or placeholders are left alone."""
         object.__setattr__(self, "norm", norms.check_norm(self.norm))
         object.__setattr__(self, "box", validate.check_box(self.box))
         numbers = self.warm, self.ramp, self.clean

@@ -87,7 +87,7 @@ class Samples(NamedTuple):
 
 
 class Info(NamedTuple):
-    """The record of one step for every sample: ``[n]`` leaves."""
+    """What one step did, for every sample: ``[n]`` leaves."""
 
     value: Array
     """The criterion at the step's starting point."""

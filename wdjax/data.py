@@ -67,6 +67,7 @@ def digits() -> Split:
 
 
 def _in_turns(parts: Sequence[npt.NDArray[np.int_]]) -> npt.NDArray[np.int_]:
+    """The indices of all parts, the first of each, then the second of each, and so on."""
     turn = np.concatenate([np.arange(len(part)) for part in parts])
     return np.concatenate(parts)[np.argsort(turn, kind="stable")]
 
@@ -105,7 +106,7 @@ def load_npz(path: str | PathLike) -> Dataset:
 
 
 def _samples(file: BinaryIO) -> tuple[np.ndarray, np.ndarray]:
-    """The arrays ``x`` and ``y`` of an archive."""
+    """The arrays ``x`` and ``y`` of an open npz archive; raises if one is missing or broken."""
     size = os.fstat(file.fileno()).st_size
     opened, entries = archive.opened(file, size)
     with opened:
@@ -118,7 +119,10 @@ def _samples(file: BinaryIO) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _array(content: bytes, name: str) -> np.ndarray:
-    """A read-only array from the bytes of ``np.save``; raises unless it holds plain numbers."""
+    """A read-only array from the bytes of an ``npy`` file; raises unless it holds plain numbers.
+
+    ``name`` is for messages. The size that the header claims must be that of the content.
+    """
     head = io.BytesIO(content[:_MAX_HEADER])
     try:
         read = _HEADERS[np.lib.format.read_magic(head)]

@@ -33,10 +33,12 @@ def _without(logits: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _mask(logits: jax.Array, y: jax.Array) -> jax.Array:
+    """``[n, K]`` booleans: True at each row's class ``y``; nowhere for labels out of range."""
     return jax.nn.one_hot(y, logits.shape[-1], dtype=bool)
 
 
 def _need_classes(logits: jax.Array, least: int, loss: str) -> None:
+    """Raises if there are fewer than ``least`` classes; ``loss`` is its name for the message."""
     if logits.shape[-1] < least:
         raise ValueError(
             f"{loss} needs at least {least} classes, got logits of shape {logits.shape}; "

@@ -451,7 +451,11 @@ _NEAR = 1e-9
 
 
 def _least_mean(x: npt.NDArray[Any], count: npt.NDArray[Any], alpha: float) -> float:
-    """The least mean that ``count [m]`` draws of values ``x [m]`` do not refute at ``alpha``."""
+    """The least mean in [0, 1] that the data do not refute at level ``alpha``.
+
+    ``count [m]`` draws had the values ``x [m]`` in [0, 1]. A mean is refuted if bets against it
+    would have made ``1 / alpha`` of the stake; several bets of fixed sizes are mixed.
+    """
     from scipy import optimize
 
     n = count.sum()
@@ -472,18 +476,21 @@ def _least_mean(x: npt.NDArray[Any], count: npt.NDArray[Any], alpha: float) -> f
 
 
 def _check_confidence(confidence: float) -> float:
+    """Raises unless a confidence is in (0, 1)."""
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must lie between 0 and 1, got {confidence!r}.")
     return confidence
 
 
 def _mean_where(values: jax.Array, chosen: jax.Array) -> jax.Array:
+    """The mean of ``values`` where ``chosen``; NaN if that is nowhere."""
     count = jnp.sum(chosen)
     total = jnp.sum(jnp.where(chosen, values, 0.0))
     return jnp.where(count > 0, total / jnp.maximum(count, 1), jnp.nan)
 
 
 def _check_same(first: jax.Array, second: jax.Array, first_name: str, second_name: str) -> None:
+    """Raises unless both arrays are ``[n]``; the names are for the message."""
     if first.ndim != 1 or first.shape != second.shape:
         raise ValueError(
             f"{first_name} and {second_name} must both be [n], got shapes {list(first.shape)} and "
@@ -492,6 +499,7 @@ def _check_same(first: jax.Array, second: jax.Array, first_name: str, second_nam
 
 
 def _check_increasing(eps: ArrayLike) -> jax.Array:
+    """The budgets ``[m]`` as an array; raises outside traces unless they increase."""
     if not traced(eps) and (np.ndim(eps) != 1 or not np.all(np.diff(eps) > 0)):
         raise ValueError(f"eps must be [m] increasing budgets, got {eps}.")
     return jnp.asarray(eps, float)

@@ -168,7 +168,7 @@ def _spacing(x: jax.Array) -> jax.Array:
 
 
 def _within(delta: jax.Array, radius: jax.Array, norm: float) -> jax.Array:
-    """``delta``, ``[n, *shape]``, shrunk where rounding left it outside the ball of ``radius``."""
+    """``delta`` ``[n, *shape]``, shrunk where rounding left it outside the ball."""
     length = jax.lax.stop_gradient(lp_norm(delta, norm))
     over = length > radius * (1 - 4 * jnp.finfo(delta.dtype).eps)
     shrink = (1 - 4 * jnp.finfo(delta.dtype).eps) * radius / jnp.where(over, length, 1.0)
@@ -276,7 +276,11 @@ def project_in_box(
 
 
 def _shrink_l2(size: jax.Array, room: jax.Array, radius: jax.Array) -> jax.Array:
-    """``min(t size, room)``, ``[d]``, for the largest ``t <= 1`` with norm at most ``radius``."""
+    """``[d]``: ``min(t size, room)`` for the largest ``t <= 1`` with l2 norm at most ``radius``.
+
+    ``size`` ``[d]`` are a sample's absolute displacements and ``room`` ``[d]`` how far each
+    coordinate may move in the box; the break points of t are sorted.
+    """
     at = jnp.where(size > 0, room / jnp.where(size > 0, size, 1.0), jnp.inf)
     order = jnp.argsort(at)
     at, bound, slope = at[order], room[order] ** 2, size[order] ** 2
@@ -292,10 +296,12 @@ def _shrink_l2(size: jax.Array, room: jax.Array, radius: jax.Array) -> jax.Array
 
 @jax.jit  # Without it, the loop would be compiled at every call outside a trace.
 def _shrink_l1(size: jax.Array, room: jax.Array, radius: jax.Array) -> jax.Array:
-    """``clip(size - lam, 0, room)``, ``[d]``, with sum at most ``radius``, for the least ``lam``.
+    """``[d]``: ``clip(size - lam, 0, room)`` of sum at most ``radius``, with the least ``lam``.
 
+    ``size`` ``[d]`` are absolute displacements, ``room`` ``[d]`` the most that each may be.
     Bisection, 50 times as fast on a CPU as a sort of the break points. It is exact to the last bit
-    of the largest entry, and ends on the side where the sum is at most ``radius``.
+    of the largest entry, and ends on the side where the sum is at most ``radius``; derivatives are
+    those of the piecewise linear solution.
     """
     room = jnp.maximum(room, 0.0)
     fixed, limit = jax.lax.stop_gradient((size, radius))
@@ -426,7 +432,7 @@ def _slack(jacobian: jax.Array) -> float:
 
 
 def _spectral(jacobian: jax.Array) -> Bounds:
-    """Bounds of the spectral norm of a matrix ``[K, d]``, ``K <= d``."""
+    """Bounds of the spectral norm of a matrix ``[K, d]``, ``K <= d``; rounding is included."""
     scale = jnp.max(jnp.abs(jacobian))
     unit = jacobian / jnp.where(scale > 0, scale, 1.0)
     values, vectors = jnp.linalg.eigh(unit @ unit.T)
@@ -441,7 +447,8 @@ def _spectral(jacobian: jax.Array) -> Bounds:
 def _inf_to_one(jacobian: jax.Array) -> Bounds:
     """Bounds of the operator norm from l_inf to l_1 of a matrix ``[K, d]``, ``K <= d``.
 
-    Exact for up to 16 rows, by enumerating their signs.
+    For up to 16 rows the bounds differ by rounding only, since all signs of the rows are tried.
+    Otherwise the lower bound is a local search's, and the upper one the better of two norms.
     """
     rows = jacobian.shape[0]
     if rows <= _ENUMERATED:

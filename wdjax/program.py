@@ -32,6 +32,7 @@ def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
 
 
 def _inner(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
+    """The jaxprs among an equation's parameters: bodies of calls, loops and branches."""
     values = jax.tree.leaves(list(eqn.params.values()))
     return [value for value in values if isinstance(value, Jaxpr | ClosedJaxpr)]
 
@@ -112,6 +113,7 @@ def scan(
 
 
 def _canonical(eqn: JaxprEqn) -> bool:
+    """Whether an equation is no convolution, or one in the layout that loops run fast."""
     if eqn.primitive.name != "conv_general_dilated":
         return True
     dims = eqn.params["dimension_numbers"]

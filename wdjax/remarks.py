@@ -27,6 +27,7 @@ def spent(result: Any) -> dict[str, Any]:
 
 
 def _share(zeros: npt.NDArray[Any], gradients: npt.NDArray[Any]) -> float:
+    """The share of all samples' gradients that were zero in every coordinate."""
     return int(np.sum(zeros)) / max(int(np.sum(gradients)), 1)
 
 

@@ -1,4 +1,8 @@
-"""The contract of attacks, as a function that checks any attack."""
+"""The contract of attacks, as a function that checks any attack.
+
+:func:`check_attack` checks its clauses one by one, on a small net. A clause is a function here that
+asserts the statement in its docstring, which an error then quotes.
+"""
 
 import dataclasses
 import functools
@@ -24,6 +28,7 @@ _RADII = {1: 0.6, 2: 0.25, math.inf: 0.06}
 
 
 def _apply(params: dict[str, Array], x: Array) -> Array:
+    """The test net's logits ``[n, classes]``: one hidden layer with tanh."""
     hidden = jnp.tanh(x.reshape(len(x), -1) @ params["w1"] + params["b1"])
     return hidden @ params["w2"]
 
@@ -68,7 +73,7 @@ class Case:
 
 
 def _close(one: Result, other: Result) -> None:
-    """Asserts equal decisions and close points and costs."""
+    """Asserts equal decisions in two results, and points, weights and costs that are close."""
     for name in ("success", "correct"):
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name), name)
     for name, tolerance in (("x_adv", _CLOSE), ("weight", 10 * _CLOSE), ("cost", 10 * _CLOSE)):
@@ -89,7 +94,10 @@ def _protocol(case: Case) -> None:
 
 
 def _begun(case: Case, key: Array) -> tuple[Victim, Samples, Any]:
-    """The victim, its samples and the attack's first state, computed without the search engine."""
+    """The victim, its samples and the attack's first state, computed without the search engine.
+
+    All keys and radii are those that a search of ``case`` with this ``key`` would use.
+    """
     victim = Victim(case.model, decision_margin)
     radii = jnp.full(len(case.y), case.radius, case.x.dtype)
     samples = Samples(case.x, case.y.astype(jnp.int32), radii, case.model(case.x))
@@ -99,7 +107,10 @@ def _begun(case: Case, key: Array) -> tuple[Victim, Samples, Any]:
 
 
 def _walked(case: Case, key: Array) -> tuple[Samples, list[Any]]:
-    """The samples and states of a search: the first three and the last."""
+    """The samples, and the states of a search with this ``key``: the first three and the last.
+
+    Every stage takes all its steps on all samples, without the search engine.
+    """
     victim, samples, state = _begun(case, key)
     states, everyone = [state], jnp.ones(len(case.y), bool)
     for stage in case.attack.stages:
@@ -180,7 +191,7 @@ def _mapped(case: Case) -> None:
 
 
 def _keyed(case: Case) -> None:
-    """A random attack draws from its key, and from nothing else."""
+    """The same key gives the same search; another key another one, if the attack is random."""
     first, again = _walked(case, case.key)[1], _walked(case, case.key)[1]
     for one, other in zip(_floats(first), _floats(again)):
         np.testing.assert_array_equal(one, other, "the same key gave another search")
@@ -192,11 +203,13 @@ def _keyed(case: Case) -> None:
 
 
 def _floats(states: Any) -> list[np.ndarray]:
+    """All floating-point leaves of a tree as NumPy arrays."""
     leaves = jax.tree.leaves(states)
     return [np.asarray(one) for one in leaves if jnp.issubdtype(one.dtype, jnp.floating)]
 
 
 def _flat(bias: Array, x: Array) -> Array:
+    """Logits that do not depend on the input, so that all gradients are zero."""
     return jnp.broadcast_to(bias, (len(x), len(bias)))
 
 
@@ -368,7 +381,11 @@ def check_attack(
 def _case(
     attack: Attack, eps: float | None, shape: tuple[int, ...], samples: int, spending: Any
 ) -> Case:
-    """The samples ``[samples, *shape]`` in the ball's box, their labels and the net."""
+    """The case for an attack: random samples in its box, labels, a small net and a default radius.
+
+    One label in six is wrong, so that some samples are misclassified from the start. ``spending``
+    are order and kappa.
+    """
     low, high = attack.ball.box or (0.0, 1.0)
     model = _net(math.prod(shape), 4)
     x = low + (high - low) * jax.random.uniform(jax.random.key(1), (samples, *shape))

@@ -217,9 +217,10 @@ def _epoch(
     key: Array,
     size: int,
 ) -> Training:
-    """One epoch on all batches of ``size``; raises ValueError if the loss is not finite.
+    """One epoch: a step on every batch of ``size``, in random order.
 
-    ``x`` is ``[n, *shape]``, ``y`` ``[n]``. Returns the training with a new row of its history.
+    ``x`` is ``[n, *shape]``, ``y`` ``[n]``. Returns the training with a new row of its history;
+    raises a ValueError if a mean of the epoch is not finite.
     """
     order_key, attack_key = jax.random.split(key)
     steps = len(y) // size
@@ -254,7 +255,12 @@ def _steps(
     before: Array,
     key: Array,
 ) -> tuple[PyTree, Array]:
-    """A step for every row ``[batch]`` of ``order``; for a single row without a loop."""
+    """A training step for every row ``[batch]`` of ``order``, the samples' indices.
+
+    ``first`` is the number of the first step in its epoch, ``before`` that of all steps in earlier
+    epochs. Returns the model and the optimiser's state, and ``[steps, 3]``: loss, accuracy and
+    robust accuracy of each step. A single row makes no loop.
+    """
 
     def step(trained: PyTree, row: tuple[Array, Array]) -> tuple[PyTree, Array]:
         number, batch = row
@@ -280,9 +286,11 @@ def _step(
     y: Array,
     key: Array,
 ) -> tuple[PyTree, Array]:
-    """One step on a batch ``[n, *shape]``, against the opponent if there is one.
+    """One step on a batch ``[n, *shape]``, against the opponent's attack if there is one.
 
-    Returns the trained pytrees and ``[3]``: loss, accuracy and robust accuracy.
+    Without ``kappa`` adversarial samples replace clean ones; with it (or for minimum-norm attacks)
+    both count, by the mass that moves. Returns model and optimiser's state, and ``[3]``: loss,
+    accuracy and robust accuracy.
     """
     parts, correct = [(jnp.ones(len(y), x.dtype), x)], None
     if opponent is not None:
@@ -318,7 +326,7 @@ def _step(
 def _blurred(
     recipe: StepProgram, blur: NoiseAim, trained: PyTree, x: Array, y: Array, key: Array
 ) -> tuple[PyTree, Array]:
-    """A step on noisy samples."""
+    """One step on a batch with noise added to each sample."""
     keys = jax.random.split(key, len(x))
     moved = x + jax.vmap(blur.noise.offset)(keys, x)
     return _step(recipe, None, trained, moved, y, key)
@@ -327,7 +335,12 @@ def _blurred(
 def _proved(
     recipe: StepProgram, proof: CertificateAim, trained: PyTree, x: Array, y: Array, number: Array
 ) -> tuple[PyTree, Array]:
-    """A step of certified training, number ``number`` of all."""
+    """One step of certified training; ``number`` counts all steps.
+
+    The loss is a weighted mean of that of the logits and that of the margins' lower bounds, by the
+    certificate's schedule. Returns model and optimiser's state, and ``[3]``: loss, accuracy, and
+    the share of samples that are certified within the radius of this step.
+    """
     certificate, eps, steps = proof
     done = number / steps
     weight = certificate.weight(done)
@@ -349,5 +362,9 @@ def _proved(
 def _descend(
     recipe: StepProgram, expected: Callable[[PyTree], tuple[Array, PyTree, Array]], trained: PyTree
 ) -> tuple[PyTree, Array]:
+    """One optimiser step on ``expected``, which maps a model to (loss, model, row).
+
+    Returns (model, optimiser's state) and the row of measurements.
+    """
     model, opt_state, _, row = models.descend(recipe.optimizer, expected, *trained)
     return (model, opt_state), row

@@ -75,7 +75,11 @@ def allocate(distance: ArrayLike, eps: ArrayLike, order: float) -> jax.Array:
 
 
 def _allocate(xp: ModuleType, distance: _Either, eps: Any, order: float) -> _Either:
-    """The weights ``[n]``; ``xp`` is NumPy or ``jax.numpy``."""
+    """``[n]``: the share of each sample's mass that moves, the cheapest flips first.
+
+    ``distance`` ``[n]`` are the flips' distances, inf without; the last sample that is paid for may
+    move in part. ``xp`` is NumPy or ``jax.numpy``.
+    """
     if order == math.inf:
         return ((distance <= eps) & xp.isfinite(distance)).astype(distance.dtype)
     reachable = xp.isfinite(distance) & ((distance == 0) | (eps > 0))
@@ -147,7 +151,7 @@ def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Res
 def _weigh_traced(
     cost: Array, correct: Array, success: Array, eps: Array, kappa: Any, order: float
 ) -> jax.Array:
-    """Weights ``[n]`` inside a trace; NaN where the host would raise."""
+    """``[n]``: the weights of :func:`spend` inside a trace; NaN where the host would raise."""
     valid = jnp.isfinite(eps) & (eps >= 0)
     if kappa is None:
         weight = _allocate(jnp, _prices(jnp, cost, correct, success), eps, order)
@@ -162,7 +166,7 @@ def _weigh_traced(
 def _weigh_known(
     cost: np.ndarray, correct: np.ndarray, success: np.ndarray, eps: float, kappa: Any, order: float
 ) -> jax.Array:
-    """Weights ``[n]`` computed by NumPy, so that nothing is compiled."""
+    """``[n]``: the weights of :func:`spend`, computed by NumPy, so that nothing is compiled."""
     if kappa is None:
         with np.errstate(over="ignore"):
             weight = _allocate(np, _prices(np, _float64(cost), correct, success), eps, order)
@@ -175,16 +179,20 @@ def _weigh_known(
 
 
 def _prices(xp: ModuleType, cost: _Either, correct: _Either, success: _Either) -> _Either:
-    """``[n]``: the cost of each flip; inf where there is none.
+    """``[n]``: the distance at which each flip is bought; inf where there is none.
 
-    For a sample that is misclassified at the start a costly move gains nothing: its price is inf.
+    For a sample that is misclassified at the start a move is worth its price only if it costs
+    nothing.
     """
     bought = xp.where(correct, success, cost == 0)
     return xp.where(bought, xp.nan_to_num(cost), xp.inf)
 
 
 def _refuse_overspending(cost: AnyArray, weight: AnyArray, eps: Any, order: float) -> None:
-    """Raises if the coupling cost of Corollary C.2, in float64, exceeds the budget."""
+    """Raises if points that cost ``cost`` ``[n]`` with weights ``[n]`` exceed the budget ``eps``.
+
+    The cost is that of Corollary C.2 of the paper, in float64.
+    """
     spent = _power_mean(np, _float64(cost), _float64(weight), order)
     if not spent <= float(eps) * (1 + 1e-5):
         raise ValueError(
@@ -290,7 +298,10 @@ class AdversarialDistribution(NamedTuple):
 
 
 def _power_mean(xp: ModuleType, distance: _Either, weight: _Either, order: float) -> _Either:
-    """The coupling cost of ``[n]`` distances and weights; ``xp`` is NumPy or ``jax.numpy``."""
+    """``(mean weight distance^p)^(1/p)``, the coupling cost, of distances and weights ``[n]``.
+
+    For p = inf the largest distance that moves. ``xp`` is NumPy or ``jax.numpy``.
+    """
     distance = xp.where(weight > 0, distance, 0.0)
     longest = xp.max(distance)
     if order == math.inf:
@@ -300,6 +311,7 @@ def _power_mean(xp: ModuleType, distance: _Either, weight: _Either, order: float
 
 
 def _correct(logits: jax.Array, y: jax.Array) -> jax.Array:
+    """``[n]``: 1 where the logits' largest class is the label, else 0, as a loss."""
     return metrics.correct(logits, y).astype(logits.dtype)
 
 
@@ -307,6 +319,7 @@ def _correct(logits: jax.Array, y: jax.Array) -> jax.Array:
 def _batch_loss(
     loss: losses.Loss, model: Callable[[jax.Array], jax.Array], x: jax.Array, y: jax.Array
 ) -> jax.Array:
+    """``[n]``: the loss of a batch."""
     return loss(model(x), y)
 
 
@@ -317,6 +330,7 @@ def _evaluate(
     labels: AnyArray,
     batch_size: int | None,
 ) -> jax.Array:
+    """``[n]``: the loss at the points, in batches padded to one size."""
     n = len(labels)
     size = n if batch_size is None else min(batch_size, n)
     if size < 1:
@@ -332,6 +346,7 @@ def _evaluate(
 
 
 def _float64(x: ArrayLike) -> _Float64:
+    """An array of float64 on the host."""
     return np.asarray(x, np.float64)
 
 
@@ -346,6 +361,7 @@ def _distances(x: AnyArray, x_adv: AnyArray, norm: float, size: int = 256) -> _F
 
 
 def _check_distribution(distribution: AdversarialDistribution) -> None:
+    """Checks the shapes of a distribution and, outside traces, that its numbers are valid."""
     x, x_adv, y, weight = distribution
     n = jnp.shape(x)[:1]
     if jnp.shape(x_adv) != jnp.shape(x) or jnp.shape(y) != n or jnp.shape(weight) != n or n == (0,):
@@ -421,7 +437,11 @@ def wasserstein(distribution: AdversarialDistribution, norm: float, order: float
 def _block_cost(
     x: _Float64, x_adv: _Float64, weight: _Float64, norm: float, order: float
 ) -> tuple[float, float]:
-    """One label's ``(scale, cost in scale^p)``; for order inf the scale is the distance."""
+    """The transport cost of one label's samples, as ``(scale, cost in units of scale^p)``.
+
+    ``x``, ``x_adv`` are ``[m, d]``, ``weight`` ``[m]``; mass is in units of one sample's. For order
+    inf the scale is the distance itself.
+    """
     from scipy.spatial.distance import cdist
 
     points, index = np.unique(np.concatenate([x, x_adv]), axis=0, return_inverse=True)
@@ -448,7 +468,10 @@ def _block_cost(
 
 
 def _bottleneck(gap: _Float64, supply: _Float64, demand: _Float64, longest: float) -> float:
-    """The least distance within which all mass can move, at most ``longest``."""
+    """The least distance within which all mass can move, at most ``longest``.
+
+    ``gap`` ``[sources, sinks]`` are the distances, ``supply`` and ``demand`` the masses.
+    """
     shortest = max(gap.min(axis=0).max(), gap.min(axis=1).max())
     levels = np.unique(gap[(gap >= shortest) & (gap <= longest * (1 + 1e-12))])
     low, stride = 0, 1
@@ -466,7 +489,10 @@ def _bottleneck(gap: _Float64, supply: _Float64, demand: _Float64, longest: floa
 
 
 def _fits(allowed: npt.NDArray[np.bool_], supply: _Float64, demand: _Float64) -> bool:
-    """Whether a plan exists on the allowed edges."""
+    """Whether mass can move from all sources to all sinks along the edges ``allowed``.
+
+    ``allowed`` is ``[sources, sinks]``; ``supply`` and ``demand`` have equal totals.
+    """
     copies = _copies(supply, demand)
     if copies is not None:
         return _assign((~allowed).astype(float), copies) == 0
@@ -498,7 +524,10 @@ def least_cost(cost: _Float64, supply: _Float64, demand: _Float64) -> float:
 
 
 def _copies(supply: _Float64, demand: _Float64) -> _Copies | None:
-    """The atoms' masses in copies of one unit, or None if they are not multiples of one."""
+    """The masses as whole numbers of one unit; None if they are not, or are too many.
+
+    Such problems are assignments, which are solved faster.
+    """
     unit = min(supply.min(), demand.min())
     copies = np.rint(supply / unit).astype(int), np.rint(demand / unit).astype(int)
     error = max(np.abs(mass / unit - k).max() for mass, k in zip((supply, demand), copies))
@@ -508,6 +537,7 @@ def _copies(supply: _Float64, demand: _Float64) -> _Copies | None:
 
 
 def _assign(cost: _Float64, copies: _Copies) -> float:
+    """The least cost of an assignment in which source i and sink j occur ``copies`` times."""
     from scipy import optimize
 
     spread = np.repeat(np.repeat(cost, copies[0], axis=0), copies[1], axis=1)
@@ -526,7 +556,11 @@ def _solve(
     demand: _Float64,
     presolve: bool = True,
 ) -> "OptimizeResult":
-    """The optimal plan by HiGHS on edges with ``cost``, ``source`` and ``sink``, each ``[m]``."""
+    """The optimal transport plan by HiGHS, on given edges only.
+
+    ``cost``, ``source`` and ``sink`` describe the m edges, ``[m]`` each; ``supply`` and ``demand``
+    are masses with equal totals up to rounding. The result's ``x`` is None if there is no plan.
+    """
     from scipy import optimize, sparse
 
     entries = np.arange(len(source))
@@ -549,7 +583,7 @@ def _solve(
 
 
 def _cheapest(cost: _Float64, count: int) -> npt.NDArray[np.bool_]:
-    """Marks the ``count`` smallest entries of every row."""
+    """``[rows, columns]`` booleans: the ``count`` smallest entries of every row."""
     count = min(count, cost.shape[1])
     mark = np.zeros(cost.shape, bool)
     least = np.argpartition(cost, count - 1, axis=1)[:, :count]
@@ -560,7 +594,7 @@ def _cheapest(cost: _Float64, count: int) -> npt.NDArray[np.bool_]:
 def _corner_plan(
     supply: _Float64, demand: _Float64
 ) -> tuple[npt.NDArray[np.int_], npt.NDArray[np.int_]]:
-    """Edges of the north-west corner plan, which make every program feasible."""
+    """Sources and sinks of the north-west corner plan's edges, which are always feasible."""
     filled, emptied = np.cumsum(supply), np.cumsum(demand)
     ends = np.sort(np.concatenate([filled, emptied]))
     source = np.searchsorted(filled, ends).clip(max=len(supply) - 1)

@@ -1,12 +1,23 @@
-"""Attacks: frozen pytree dataclasses for :func:`wdjax.search` and :func:`wdjax.run`.
+"""Attacks: searches for adversarial points, one attack a file.
 
-An attack consists of ``init``, which makes the state of a batch, ``stages``, each of which has a
-step, and ``point``, which returns the points found; :mod:`wdjax.engine` takes the steps and
-measures the points. First-order attacks share `ascent` (gradients cleaned of NaN, the best of
-several candidate steps, the margin that rounding requires) and `gradient_attack`; minimum-norm
-attacks share `nearest`,
-`hyperplane` and `linearised`; targets come from `rivals`. Every other file is one attack. Open
-`pgd` first, then `gradient_attack` for one of your own.
+An attack is a frozen dataclass that holds only its settings. It has ``init`` (samples to the state
+of a batch), ``stages`` (each a step and the number of times that it is taken) and ``point`` (state
+to the points found). :mod:`wdjax.engine` takes the steps and measures the points.
+
+Helpers, which are no attacks: `gradient_attack` is the base class of gradient ascents in a ball;
+`ascent` has cleaned gradients, the best of several steps and the slack (how far rounding may move
+the criterion); `nearest` keeps the nearest flip of minimum-norm attacks; `linearised` finds
+linearised class boundaries and `hyperplane` projects on them; `rivals` chooses and ranks target
+classes; `phases` is APGD's schedule.
+
+Attacks in a ball: `pgd` (and FGSM), `apgd`, `margin_pgd`, `diversified`, `square`, `wda`. One
+budget for the whole data set: `wpgd`. Minimum-norm attacks: `fab`, `fmn`, `deepfool`, `ddn`,
+`alma`, `carlini_wagner`, `pdpgd`, `trust_region`, `walk` and `wda_plus_plus`. `points` only
+measures given points.
+
+Open `pgd` first. To add an attack: a file here, most easily a subclass of ``GradientAttack``; its
+name in ``__all__`` here; a row in ``wdjax/cli/attack_table.py`` for the command line; a row in the
+table of ``tests/test_contract.py``, which runs :func:`wdjax.testing.check_attack` on it.
 """
 
 from wdjax.attacks.alma import ALMA

@@ -120,14 +120,21 @@ class ALMA:
         return State(delta, flat, flat + 1, far, one, one, far, zero > 0, none, last, best)
 
     def _constraint(self, out: PyTree, y: Array) -> Array:
+        """``[n]``: the constraint ``c``, at most 0 where the sample is misclassified.
+
+        It is minus the attack's ``loss``; by default minus the DLR loss, or for two classes minus
+        the margin.
+        """
         if self.loss is not None:
             return -self.loss(out, y)
         return -(losses.dlr(out, y) if out.shape[-1] > 2 else losses.margin(out, y))
 
     def _descend(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """One step of RMSprop with momentum on the distance plus the penalty.
+        """One step of RMSprop with momentum on the distance plus the penalty of the constraint.
 
         All arrays are per sample: points ``[n, *shape]``, constraint, rate and multipliers ``[n]``.
+        The learning rate falls from the first flip on. The present point is kept if it is the
+        nearest flip.
         """
         x = samples.x + state.delta
         seen = ascent.slope(victim, x, samples.y, self._constraint)
@@ -151,7 +158,11 @@ class ALMA:
         return moved._replace(taken=state.taken + 1, found=found), info
 
     def _first_rate(self, direction: Array) -> Array:
-        """The learning rate ``[n]`` that makes the first step, with momentum, ``first`` long."""
+        """``[n]``: the learning rate that gives the first step the length ``first``.
+
+        ``direction``, ``[n, *shape]``, is the first scaled gradient. The rate is inf (not yet
+        known) where that gradient is zero.
+        """
         first = self.first
         if first is None:
             first = 0.5 if self.ball.norm == 1 else 0.1
@@ -159,7 +170,13 @@ class ALMA:
         return jnp.where(length > 0, first / jnp.where(length > 0, length, 1.0), jnp.inf)
 
     def _weigh(self, state: State, constraint: Array, fallen: Array) -> State:
-        """The next penalty parameter and multiplier."""
+        """The state with the next penalty parameter ``rho`` and multiplier ``mu``, both ``[n]``.
+
+        Every ``_EVERY`` steps ``rho`` grows where no point has flipped since the last check and the
+        ``constraint`` ``[n]`` has not fallen enough. ``mu`` is a running mean of the penalty's
+        slope, unchanged in the first step. ``fallen`` ``[n]`` says whether the present point is a
+        flip.
+        """
         look = (state.taken + 1) % _EVERY == 0
         flipped = state.flipped | fallen
         stuck = look & ~flipped & (constraint > _BETTER * state.before)
@@ -174,6 +191,7 @@ class ALMA:
         )
 
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """The last stage: one forward pass at the last point, kept if it is the nearest flip."""
         x = samples.x + state.delta
         out, info = ascent.judge(victim, x, samples.y)
         best = nearest.keep_nearest(state.best, self.ball, victim, samples, x, out)
@@ -187,7 +205,11 @@ class ALMA:
 
 
 def _penalty(c: Array, rho: Array, mu: Array) -> Array:
-    """The penalty ``P_2``: cubic where the constraint is violated, bounded below elsewhere."""
+    """``[n]``: the penalty ``P(c, rho, mu)`` of :class:`ALMA` for constraints ``c`` ``[n]``.
+
+    Where ``c < 0`` (misclassified) the denominator uses ``max(rho, 1)``, so that it stays at least
+    1.
+    """
     above = jnp.maximum(c, 0.0)
     below = jnp.minimum(c, 0.0)
     cubic = mu * above + mu * rho * above**2 + rho**2 * above**3 / 6
@@ -195,4 +217,5 @@ def _penalty(c: Array, rho: Array, mu: Array) -> Array:
 
 
 def _penalty_slope(c: Array, rho: Array, mu: Array) -> Array:
+    """``[n]``: the derivative of :func:`_penalty` with respect to ``c``."""
     return jax.grad(lambda c: jnp.sum(_penalty(c, rho, mu)))(c)

@@ -132,13 +132,16 @@ class APGD:
 
     @property
     def _run(self) -> int:
+        """The number of steps of a run: one for each evaluated point, the start included."""
         return self.steps + 1
 
     @property
     def _schedule(self) -> PhaseSchedule:
+        """The phases and checkpoints of one run."""
         return schedule(self.steps, self.widths or _WIDTHS[self.ball.norm])
 
     def _radius(self, samples: Samples, taken: Array) -> Array:
+        """``[n]``: the radius at step number ``taken`` ``[n]``: eps times the phase's width."""
         width = jnp.asarray(self._schedule.width, samples.x.dtype)[taken % self._run]
         return width * samples.radius
 
@@ -163,10 +166,16 @@ class APGD:
         )  # fmt: skip
 
     def _start(self, samples: Samples, keys: Array, taken: Array) -> Array:
+        """``[n, *shape]``: random points of the ball in which a run begins."""
         keys = jax.vmap(jax.random.fold_in)(keys, taken // self._run)
         return begin(self.ball, samples.x, self._radius(samples, taken), keys)
 
     def _rank(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """The first stage if ``rank`` is "ratio": replaces the target classes by the nearest ones.
+
+        Nearest are the classes whose linearised boundaries are nearest to the sample, among the
+        ``candidates`` classes of largest logit.
+        """
         assert state.targets is not None
         targets, info = linearised.nearest_rivals(
             victim, samples, self.ball.norm, state.targets.shape[1], self.candidates
@@ -174,6 +183,10 @@ class APGD:
         return state._replace(targets=targets), info
 
     def _objective(self, state: State) -> Callable[[Array, Array], Array]:
+        """The loss to ascend, ``(out, y) -> [n]``; with targets, towards each sample's target.
+
+        The target changes from run to run, so that every sample tries its targets in turn.
+        """
         if state.targets is None:
             return self.loss or losses.cross_entropy
         loss, run = self.loss or losses.targeted_dlr_or_margin, state.taken // self._run
@@ -182,9 +195,13 @@ class APGD:
         return lambda out, y: loss(out, y, target)
 
     def _climb(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """One step: evaluates ``x [n, *shape]``, halves stalled step sizes, moves or restarts.
+        """One APGD step of every sample: evaluates ``x [n, *shape]``, then moves it.
 
-        At the start of a phase the next point is a random one (new run) or the projected best one.
+        The step size is halved where progress stalled, and the iterate returns to the best one of
+        the phase. Where the next step begins a run, the next iterate is a random point; where it
+        begins a phase within a run, the best iterate projected on that phase's smaller ball.
+        Iterates outside the ball of radius eps, which occur if phases are wider, never become the
+        attack's result.
         """
         objective = self._objective(state)
         seen = ascent.slope(victim, state.x, samples.y, objective)
@@ -214,7 +231,7 @@ class APGD:
         return ascent.hold(self._over(state), state, judged), info
 
     def _judge(self, state: State, loss: Array, gradient: Array) -> tuple[State, Array]:
-        """Compares the iterate with the best of its phase.
+        """Updates the phase's best iterate; halves the step size at checkpoints without progress.
 
         Args:
           state: with ``x`` ``[n, *shape]``, the present iterate.
@@ -222,8 +239,8 @@ class APGD:
           gradient: ``[n, *shape]`` at ``x``.
 
         Returns:
-          The state with updated best point, counters and step size, and ``[n]`` booleans: whether
-          the step size was halved, so that the search returns to the best point.
+          The state with updated best iterate, counters and step size, and ``[n]`` booleans: whether
+          the step size was halved, so that the iterate returns to the best one.
         """
         x, step, plan = state.x, state.taken % self._run, self._schedule
         first, window = jnp.asarray(plan.first)[step], jnp.asarray(plan.window)[step]
@@ -251,6 +268,11 @@ class APGD:
     def _move(
         self, samples: Samples, state: State, x: Array, gradient: Array, judged: State
     ) -> Array:
+        """``[n, *shape]``: the next iterate: a gradient step from ``x`` plus momentum.
+
+        ``gradient`` is that at ``x``; ``judged`` has the step sizes as shares of the radius. The
+        first step of a phase has no momentum. The result is in the present phase's ball.
+        """
         first = jnp.asarray(self._schedule.first)[state.taken % self._run]
         radius = self._radius(samples, state.taken)
         ahead = self.ball.ascend(x, gradient, judged.size * radius)
@@ -259,6 +281,7 @@ class APGD:
         return self.ball.project(jnp.where(first, ahead, swing), samples.x, radius)
 
     def _over(self, state: State) -> Array:
+        """``[n]``: whether all runs are completed or, with ``stop``, a flip has been found."""
         aims = 1 if state.targets is None else state.targets.shape[1]
         return self.finished(state) | (state.taken >= self.restarts * aims * self._run)
 

@@ -68,7 +68,11 @@ _ZERO, _UNKNOWN = 0, 2
 
 
 def _cleaned(gradient: Array) -> tuple[Array, Array]:
-    """The gradient with 0 in place of what is not finite, and its largest kind, ``[n]``."""
+    """Replaces the entries of a gradient ``[n, *shape]`` that are not finite by 0.
+
+    Returns that gradient and, ``[n]``, the largest kind of its coordinates: ``_ZERO`` if all are 0,
+    ``_UNKNOWN`` if one is not finite, 1 otherwise.
+    """
     known = jnp.isfinite(gradient)
     # One pass over the gradient, whose memory traffic is the cost, finds all kinds.
     kinds = jnp.where(known, (gradient != 0).astype(jnp.int8), jnp.int8(_UNKNOWN))
@@ -136,7 +140,11 @@ def read(criterion: Criterion, samples: Samples, out: PyTree) -> Reading:
 
 
 def _rounding(leaf: Array, clean: Array, dtype: Any) -> Array:
-    """By how much another batch may change every output, in the shape of ``leaf``."""
+    """How far evaluation in another batch may move every output, in the shape of ``leaf``.
+
+    ``leaf`` are outputs at the points and ``clean`` those at the samples, both ``[n, ...]``; the
+    result, of type ``dtype``, is in the units of the outputs.
+    """
     size, unit = leaf.dtype.itemsize, float(jnp.finfo(leaf.dtype).eps)
     rounded, travelled = unit * _ROUNDED.get(size, 1.0), unit * _TRAVELLED.get(size, 1.0)
     leaf, clean = leaf.astype(dtype), clean.astype(dtype)

@@ -102,18 +102,26 @@ class CarliniWagner:
         return State(w, w, moments, weight, zero, zero + jnp.inf, zero > 0, best)
 
     def _unbounded(self, x: Array) -> Array:
+        """``[n, *shape]``: the w of points ``x``, by arctanh; ``x`` itself if there is no box."""
         if self.ball.box is None:
             return x
         low, high = self.ball.box
         return jnp.arctanh(_INSIDE * (2 * (x - low) / (high - low) - 1))
 
     def _bounded(self, w: Array) -> Array:
+        """``[n, *shape]``: the points of variables ``w``, by tanh; ``w`` itself without a box."""
         if self.ball.box is None:
             return w
         low, high = self.ball.box
         return jnp.clip(low + (high - low) * (jnp.tanh(w) + 1) / 2, low, high)
 
     def _descend(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """One Adam step of ``w`` on the squared l2 distance plus the weighted margin.
+
+        The weight counts in units of the clean sample's absolute margin. The margin has no gradient
+        where it exceeds ``confidence`` by more than rounding. The present point is kept if it is
+        the nearest flip.
+        """
         x, back = jax.vjp(self._bounded, state.w)
         seen = ascent.slope(victim, x, samples.y, victim.criterion)
         info = ascent.note(victim, samples.y, seen)
@@ -128,12 +136,17 @@ class CarliniWagner:
         return state._replace(w=state.w + self.step_size * update, moments=moments), info
 
     def _keep(self, victim: Victim, samples: Samples, state: State, x: Array, out: PyTree) -> State:
+        """The state that keeps those points ``x``, with outputs ``out``, that are nearest flips."""
         best = nearest.keep_nearest(state.best, self.ball, victim, samples, x, out)
         flipped = state.flipped | nearest.flips(victim, samples, out)
         return state._replace(best=best, flipped=flipped)
 
     def _weigh(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """Tests the last point, bisects the weight and starts the next round at the beginning."""
+        """Ends a round: tests its last point, bisects the weight, returns to the first point.
+
+        A round with a flip lowers ``high``, one without raises ``low``; until a round has flipped,
+        the weight is multiplied by 10. Adam's moments begin again at zero.
+        """
         x = self._bounded(state.w)
         out, info = ascent.judge(victim, x, samples.y)
         state = self._keep(victim, samples, state, x, out)

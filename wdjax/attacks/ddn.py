@@ -87,6 +87,11 @@ class DDN:
         return State(delta, radius, none, nearest.nearest_before(victim, samples))
 
     def _descend(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """One step: moves ``delta`` along the l2 unit gradient and rescales it to the new radius.
+
+        The radius, ``[n]``, shrinks where the present point is a flip and grows elsewhere; the
+        point is kept if it is the nearest flip.
+        """
         point = samples.x + state.delta
         seen = ascent.slope(victim, point, samples.y, self.loss)
         info = ascent.note(victim, samples.y, seen)
@@ -101,6 +106,7 @@ class DDN:
         return State(delta, radius, state.taken + 1, best), info
 
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """The last stage: one forward pass at the last point, kept if it is the nearest flip."""
         point = samples.x + state.delta
         out, info = ascent.judge(victim, point, samples.y)
         best = nearest.keep_nearest(state.best, self.ball, victim, samples, point, out)

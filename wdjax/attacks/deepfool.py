@@ -87,10 +87,10 @@ class DeepFool:
         return State(x, nearest.nearest_before(victim, samples))
 
     def _step(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """A step onto the nearest of the ``rivals`` linearised boundaries; flipped samples stay.
+        """One step, of each sample, onto the nearest of its ``rivals`` linearised boundaries.
 
-        ``least`` ``[n]`` and ``step`` ``[n, *shape]`` are length and direction of the shortest
-        step.
+        Takes one backward pass for each rival. Samples with a flip stay where they are. The step is
+        enlarged by ``overshoot`` and clipped to the box.
         """
         x, y = state.x, samples.y
         logits, pullback = jax.vjp(victim.model, x)
@@ -119,7 +119,19 @@ class DeepFool:
     def _onto(
         self, samples: Samples, x: Array, margin: Array, gradient: Array
     ) -> tuple[Array, Array]:
-        """The shortest step onto a linearised boundary: its length ``[n]`` and the step."""
+        """The shortest step from ``x`` onto one linearised boundary, by Hoelder's inequality.
+
+        Args:
+          samples: not used.
+          x: ``[n, *shape]``, the present points.
+          margin: ``[n]``, the absolute margin to one rival.
+          gradient: ``[n, *shape]``, that margin's gradient at ``x``.
+
+        Returns:
+          The distance to the boundary ``[n]``, inf where the gradient is 0, and the step
+          ``[n, *shape]``, which is at least long enough not to be lost in rounding. The box is
+          respected only for norm 1, whose step uses no coordinate that is at its end.
+        """
         norm = self.ball.norm
         if norm == 1 and self.ball.box is not None:
             low, high = self.ball.box
@@ -132,6 +144,7 @@ class DeepFool:
         return size, norms.spread(usable, x) * norms.dual_maximizer(gradient, norm)
 
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """The last stage: one forward pass at the last point, kept if it is the nearest flip."""
         out, info = ascent.judge(victim, state.x, samples.y)
         best = nearest.keep_nearest(state.best, self.ball, victim, samples, state.x, out)
         return state._replace(best=best), info

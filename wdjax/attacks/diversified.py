@@ -123,7 +123,11 @@ class Diversified:
         return jax.vmap(draw)(keys) * (self.up + self.down) - self.down
 
     def _weights(self, samples: Samples, keys: Array) -> Array:
-        """``[n, K]``: the weights of the outputs in the first phase."""
+        """``[n, K]``: the random weights of the outputs whose weighted sum the first phase ascends.
+
+        They are uniform in [-1, 1], except the label's (:meth:`lean`) and, if ``push`` is positive,
+        that of the class with the ``rank``-th largest clean logit (0 is the largest).
+        """
         out, scale = samples.out, samples.out.shape[-1] / 10
 
         def draw(key: Array) -> Array:
@@ -137,6 +141,7 @@ class Diversified:
         return jnp.where(jax.nn.one_hot(samples.y, out.shape[1], dtype=bool), own, free)
 
     def _probe(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """One step of the first phase: length eps, up the weighted sum of the outputs."""
         weights = state.weights
         assert weights is not None
 
@@ -148,6 +153,11 @@ class Diversified:
         return self._move(samples, state, seen, info, samples.radius), info
 
     def _climb(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """One step of the second phase, up the margin, with a length that falls along a cosine.
+
+        The last length is 0.1 eps for short ascents and 0.001 eps for others. Samples with a flip,
+        or whose number of steps is used up, stay.
+        """
         seen = ascent.slope(victim, state.x, samples.y, losses.margin)
         info = ascent.note(victim, samples.y, seen)
         length = self._length()
@@ -161,13 +171,22 @@ class Diversified:
     def _move(
         self, samples: Samples, state: State, seen: ascent.Slope, info: Info, size: Array
     ) -> State:
-        """Evaluates the present point; steps on, unless the sample has been misclassified."""
+        """Records the present point, then steps along the gradient and projects on the ball.
+
+        ``seen`` is the gradient at the point, ``info`` its criterion, ``size`` ``[n]`` the step's
+        length. Samples with a flip stay.
+        """
         told, fallen = self._look(samples, state, seen.out, info)
         ahead = self.ball.ascend(self.ball.clip(state.x), seen.gradient, size)
         ahead = self.ball.project(ahead, samples.x, samples.radius)
         return told._replace(x=jnp.where(norms.spread(fallen, ahead), state.x, ahead))
 
     def _look(self, samples: Samples, state: State, out: PyTree, info: Info) -> tuple[State, Array]:
+        """Updates the best point with the present one, unless it lies outside the ball.
+
+        ``out`` are the outputs at the present point. Returns the state and, ``[n]``, whether the
+        sample has been misclassified at any point so far.
+        """
         # For norms 1 and 2 the start may be outside the ball, where a flip does not count.
         inside = self.ball.cost(samples.x, state.x) <= samples.radius * (1 + 1e-6)
         value = jnp.where(inside, info.value.astype(state.best.value.dtype), -jnp.inf)
@@ -177,13 +196,16 @@ class Diversified:
         return state._replace(best=best, fallen=fallen), fallen
 
     def _compare(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """The last stage: one forward pass at the last point, which may become the best one."""
         out, info = ascent.judge(victim, state.x, samples.y)
         return self._look(samples, state, out, info)[0], info
 
     def _length(self) -> float | Array:
+        """The number of steps of the margin ascent: ``until``, if given, at most ``steps``."""
         return self.steps if self.until is None else jnp.minimum(self.until, self.steps)
 
     def _over(self, state: State) -> Array:
+        """``[n]``: whether the sample is misclassified or its margin ascent has used its steps."""
         return state.fallen | (state.taken.astype(state.x.dtype) >= self._length())
 
     def point(self, samples: Samples, state: State) -> tuple[Array, None]:

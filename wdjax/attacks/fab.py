@@ -149,9 +149,12 @@ class FAB:
         )
 
     def _step(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """One step of Algorithm 1 for all samples: step, test, keep the nearest flip, pull back.
+        """One step of Algorithm 1, towards the nearest linearised boundary; tests the new point.
 
-        ``moved`` ``[n, *shape]`` are the new points, ``flipped`` and ``nearer`` ``[n]`` booleans.
+        A misclassified point replaces the nearest flip if it is nearer, and the next iterate is
+        pulled back from it towards the sample by the factor ``backward``. With ``targets``, only
+        the present target's boundary counts; otherwise the nearest one. Samples whose restart is
+        complete begin the next.
         """
         home, y, norm = samples.x, samples.y, self.ball.norm
         if state.targets is None:
@@ -177,7 +180,12 @@ class FAB:
         return ascent.hold(self._over(state), state, self._renew(samples, stepped)), spent
 
     def _approach(self, home: Array, x: Array, plane: linearised.Plane) -> Array:
-        """The weighted mean of the steps from the point and from the sample: ``[n, *shape]``."""
+        """``[n, *shape]``: the next point, a mean of two projections on a linearised boundary.
+
+        ``home`` are the samples, ``x`` the present points, ``plane`` the boundary linearised at
+        ``x``. One projection starts from ``x``, the other from ``home``; both steps are extended by
+        ``eta``. The weight of the sample's projection is at most ``bias``.
+        """
         n, norm = len(x), self.ball.norm
         away = jnp.sum((plane.normal * (home - x)).reshape(n, -1), axis=1)
         points = jnp.concatenate([x, home])
@@ -191,7 +199,12 @@ class FAB:
         return self.ball.clip((1 - share) * ends[:n] + share * ends[n:])
 
     def _homeward(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """One step of the root search between the sample and the nearest misclassified point."""
+        """One step of the final search, on the segment from the sample to the nearest flip.
+
+        The next point is that of the regula falsi in its Illinois form, moved slightly towards the
+        flip. A point that flips becomes the nearest flip; any other one becomes the bracket's lower
+        end.
+        """
         rise = state.above - state.below
         known = jnp.isfinite(state.distance) & jnp.isfinite(rise) & (rise > 0)
         crossing = jnp.where(known, -state.below / jnp.where(known, rise, 1.0), 1.0)
@@ -212,7 +225,13 @@ class FAB:
         return ascent.hold(self.finished(state), state, moved), judged
 
     def _renew(self, samples: Samples, state: State) -> State:
-        """Begins the next run for samples that have completed one."""
+        """Replaces ``x`` by the start of the next run, for samples that have just completed one.
+
+        A run is ``steps`` steps towards one target (or towards all classes without targets). The
+        first run of each target starts at the sample; those of later restarts at a random point
+        around it, within half the distance of the nearest flip or half of eps, whichever is less
+        (1/2 if neither is known). The nearest flip is kept.
+        """
         ends, home = state.taken % self.steps == 0, samples.x
         aims = 1 if state.targets is None else state.targets.shape[1]
         again = state.taken // (aims * self.steps)
@@ -232,9 +251,11 @@ class FAB:
         return state._replace(x=jax.lax.cond(jnp.any(ends), begin, lambda: state.x))
 
     def _draw(self, key: Array, like: Array) -> Array:
+        """A random move of at most 1 in the ball's norm, in the shape of one sample."""
         return self.ball.noise(key, like.shape, like.dtype)
 
     def _over(self, state: State) -> Array:
+        """``[n]``: whether all runs are completed or the nearest flip is within the limit."""
         aims = 1 if state.targets is None else state.targets.shape[1]
         return self.finished(state) | (state.taken >= self.restarts * aims * self.steps)
 

@@ -87,6 +87,12 @@ class FMN:
         return State(point, unknown, none, nearest.nearest_before(victim, samples))
 
     def _descend(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """One step: updates the radius, moves along the gradient, projects on the ball.
+
+        The new radius, ``[n]``, shrinks at a flip and grows elsewhere; before the first flip it is
+        the distance to the linearised boundary. The criterion is read with its slack, so that
+        points end where rounding cannot turn them back.
+        """
         x, norm = state.x, self.ball.norm
         seen = ascent.slope(victim, x, samples.y, victim.criterion)
         info = ascent.note(victim, samples.y, seen)
@@ -106,6 +112,7 @@ class FMN:
         return State(moved, radius, state.taken + 1, best), info
 
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """The last stage: one forward pass at the last point, kept if it is the nearest flip."""
         out, info = ascent.judge(victim, state.x, samples.y)
         best = nearest.keep_nearest(state.best, self.ball, victim, samples, state.x, out)
         return state._replace(best=best), info

@@ -130,13 +130,18 @@ class GradientAttack:
         return state._replace(keys=keys, taken=jnp.zeros(len(point), jnp.int32))
 
     def _scattered(self, samples: Samples, around: Array, keys: Array | None) -> Array:
-        """``[n, *shape]`` points of the ball: uniform moves from ``around``, projected."""
+        """``[n, *shape]``: random points at most eps from ``around``, projected on the ball."""
         x = samples.x
         noise = jax.vmap(lambda key: self.ball.noise(key, x.shape[1:], x.dtype))(keys)
         moved = around + norms.spread(samples.radius, x) * noise
         return self.ball.project(moved, x, samples.radius)
 
     def _ascend(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """One iteration: gradient of the loss, the subclass's ``step``, projection on the ball.
+
+        The point before the step may become the best one. Samples that have completed a run of
+        ``steps`` begin the next one.
+        """
         seen = ascent.slope(victim, state.x, samples.y, self.loss)
         info = ascent.note(victim, samples.y, seen)
         moved, memory = self.step(samples, state.x, seen.gradient, state.memory)
@@ -145,7 +150,11 @@ class GradientAttack:
         return self._restarted(samples, state._replace(x=moved, memory=memory, best=best)), info
 
     def _restarted(self, samples: Samples, state: State) -> State:
-        """Begins a new run at random points for samples that have completed ``steps + 1`` steps."""
+        """Begins the next run, at random points of the ball, for samples that completed one.
+
+        A run takes ``steps + 1`` steps, since the last one only evaluates its last point. The
+        subclass's memory begins again too. With one run only, the state is returned as it is.
+        """
         if state.keys is None or state.taken is None:
             return state
         before, taken = state.keys, state.taken + 1
@@ -161,6 +170,7 @@ class GradientAttack:
         return state._replace(x=x, memory=memory, taken=taken)
 
     def _compare(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """The last stage if the best iterate counts: tests the last point, moves to the best."""
         out, info = ascent.judge(victim, state.x, samples.y)
         best = ascent.keep_best(state.best, state.x, info.value, out)
         assert best is not None

@@ -73,17 +73,22 @@ def project(
 
 
 def _raise(line: _Line, need: Array) -> Array:
-    """linf: all coordinates move equally far, up to their room."""
+    """``[d]``: the move for norm inf: all coordinates move equally far, up to their room."""
     return _newton(line, jnp.where(line.gain > 0, 1.0, 0.0).astype(need.dtype), need)
 
 
 def _follow(line: _Line, need: Array) -> Array:
-    """l2: coordinates move in proportion to their gain, up to their room."""
+    """``[d]``: the move for norm 2, in which coordinates move in proportion to their gain."""
     return _newton(line, line.gain, need)
 
 
 def _newton(line: _Line, speed: Array, need: Array) -> Array:
-    """``min(t speed, room)``, ``[d]``, for the t at which the gains add up to ``need``."""
+    """``[d]``: ``min(t speed, room)`` with the t at which the gains add up to ``need``.
+
+    Each iteration solves for t with the coordinates that have not used up their room; it ends when
+    none is used up any more, after at most d iterations. If all room together gains less than
+    ``need``, the coordinates take all of it.
+    """
 
     def solve(free: Array) -> Array:
         rest = need - jnp.sum(jnp.where(free, 0.0, line.full))
@@ -102,7 +107,11 @@ def _newton(line: _Line, speed: Array, need: Array) -> Array:
 
 
 def _fill(line: _Line, need: Array) -> Array:
-    """l1: coordinates of largest gain move first."""
+    """``[d]``: the move for norm 1: coordinates of largest gain move first.
+
+    The gain at which the coordinates suffice for ``need`` is found by bisection on the bits of the
+    floats; coordinates of equal gain there share the rest.
+    """
     whole = np.dtype(f"int{8 * line.gain.dtype.itemsize}")
     order = jax.lax.bitcast_convert_type(line.gain, whole)  # Monotone for non-negative floats.
 

@@ -85,6 +85,7 @@ class MarginPGD:
         return State(x, none, ascent.Best(samples.x, unknown), jnp.zeros(len(x), bool))
 
     def _ascend(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """One projected step up the criterion, of a length that falls along a cosine."""
         seen = ascent.slope(victim, state.x, samples.y, victim.criterion)
         info = ascent.note(victim, samples.y, seen)
         best, flipped = self._judge(victim, samples, state, seen.out)
@@ -95,6 +96,7 @@ class MarginPGD:
         return State(moved, state.taken + 1, best, flipped), info
 
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """The last stage: one forward pass at the last point, which may become the best one."""
         out, info = ascent.judge(victim, state.x, samples.y)
         best, flipped = self._judge(victim, samples, state, out)
         return state._replace(best=best, flipped=flipped), info
@@ -102,7 +104,11 @@ class MarginPGD:
     def _judge(
         self, victim: Victim, samples: Samples, state: State, out: PyTree
     ) -> tuple[ascent.Best, Array]:
-        """The best point in the ball so far, and whether there is a flip, ``[n]``."""
+        """Compares the present points, with outputs ``out``, with the best ones inside the ball.
+
+        Returns the best points and, ``[n]``, whether the sample has a flip beyond rounding by now.
+        The best point of a sample does not change after its first flip.
+        """
         inside = self.ball.cost(samples.x, state.x) <= samples.radius * (1 + 1e-6)
         value = jnp.where(inside, victim.criterion(out, samples.y), -jnp.inf)
         best = ascent.keep_best(state.best, state.x, value, out)

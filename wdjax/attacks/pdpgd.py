@@ -103,7 +103,7 @@ class PDPGD:
 
     @property
     def _haste(self) -> float:
-        """Factor of the dual step in short runs; its power was measured for each norm."""
+        """The factor of the dual step in runs of fewer than ``_USUAL`` steps; 1 in others."""
         power = 1.0 if self.ball.norm == math.inf else 0.5
         return max(1.0, _USUAL / self.steps) ** power
 
@@ -119,9 +119,11 @@ class PDPGD:
         return State(x, moments, jnp.zeros_like(share), multiplier, share, none, best)
 
     def _descend(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """A primal step (Adam, then the proximal map) and a dual step, per sample.
+        """One primal step (Adam, then the proximal map) and one dual step, for each sample.
 
-        Points and gradients are ``[n, *shape]``; multipliers, shares and steps ``[n]``.
+        The multipliers' log ratio, ``[n]``, falls where the present point is a flip and rises
+        elsewhere; primal and dual step sizes fall over the run. The present point is kept if it is
+        the nearest flip.
         """
         x = state.x
         seen = ascent.slope(victim, x, samples.y, victim.criterion)
@@ -147,12 +149,22 @@ class PDPGD:
         return State(moved, moments, steep, multiplier, share, state.taken + 1, best), info
 
     def _unit(self, victim: Victim, samples: Samples) -> Array:
-        """The margin that counts as 1 in the softplus: a fifth of the sample's own, or 1."""
+        """``[n]``: the margin that counts as 1: a fifth of the sample's own, or 1 if that is 0."""
         clean = jnp.abs(victim.criterion(samples.out, samples.y)) / _SHARP
         return jnp.where(clean > 0, clean, 1.0)
 
     def _proximal(self, x: Array, z: Array, weight: Array, metric: Array) -> Array:
-        """``x + argmin_u weight ||u||_r + sum metric (u - z)^2 / 2`` in the box, iteratively."""
+        """``x + argmin_u weight ||u||_r + sum metric (u - z)^2 / 2`` in the box, approximately.
+
+        Args:
+          x: ``[n, *shape]``, the samples.
+          z: ``[n, *shape]``, the perturbation before the proximal map.
+          weight: ``[n]``, the norm's weight.
+          metric: ``[n, *shape]``, positive weights of the coordinates.
+
+        Returns:
+          ``[n, *shape]`` points after ``_INNER`` proximal gradient steps.
+        """
         largest = jnp.max(metric.reshape(len(z), -1), axis=-1)
         share = metric / norms.spread(largest, z)
 
@@ -163,6 +175,7 @@ class PDPGD:
         return x + jax.lax.fori_loop(0, _INNER, step, z)
 
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """The last stage: one forward pass at the last point, kept if it is the nearest flip."""
         out, info = ascent.judge(victim, state.x, samples.y)
         best = nearest.keep_nearest(state.best, self.ball, victim, samples, state.x, out)
         return state._replace(best=best), info

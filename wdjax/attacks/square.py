@@ -105,6 +105,11 @@ class Square:
         return State(point, jnp.full(len(x), -jnp.inf, x.dtype), none > 0, none, keys)
 
     def _query(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """One query: a random change of a square, kept where the loss rises or the sample flips.
+
+        The first query evaluates the start itself. Samples with a flip stay; points with outputs
+        that are not finite are never kept.
+        """
         tried, first = self._propose(samples, state), state.taken == 0
         tried = jnp.where(norms.spread(first, tried), state.x, tried)
         out, info = ascent.judge(victim, tried, samples.y)
@@ -121,7 +126,11 @@ class Square:
         return ascent.hold(state.fallen, state, asked), info
 
     def _propose(self, samples: Samples, state: State) -> Array:
-        """The points after one random change of a square, ``[n, *shape]``."""
+        """``[n, *shape]``: the points after one random change of a square, in the ball.
+
+        The square's size follows from the number of queries so far. For norms 1 and 2 its sides are
+        odd and at least 3.
+        """
         x, shape = samples.x, _image(samples.x.shape[1:])
         table = _sides(shape[:2], self.p, self.queries, self.rescaled)
         if self.ball.norm != math.inf:
@@ -141,7 +150,7 @@ class Square:
 
 
 def _image(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """The sample's shape as rows, columns and channels."""
+    """The sample's shape as (rows, columns, channels), 1 for those it lacks."""
     if not 1 <= len(shape) <= 3:
         raise ValueError(f"Square needs samples [h, w, c], [h, w] or [d], got {list(shape)}.")
     height, width, channels = (*shape, 1, 1)[:3]
@@ -150,6 +159,10 @@ def _image(shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 def _sides(shape: tuple[int, int], p: float, queries: int, rescaled: bool) -> np.ndarray:
     """``[queries, 2]``: rows and columns of the square of every query.
+
+    ``shape`` is the image's height and width, ``p`` the share of its area in the first square. The
+    area is halved at fixed numbers of queries, which ``rescaled`` stretches from 10,000 to
+    ``queries``.
 
     >>> _sides((32, 32), 0.8, 5000, False)[[1, 11, 4001]].tolist()
     [[29, 29], [20, 20], [3, 3]]
@@ -164,13 +177,16 @@ def _sides(shape: tuple[int, int], p: float, queries: int, rescaled: bool) -> np
 
 
 def _stripes(key: Array, shape: tuple[int, int, int], dtype: jnp.dtype) -> Array:
-    """``[h, w, c]``: columns of random sign in every channel."""
+    """``[h, w, c]``: vertical stripes, with one random sign for each column and channel."""
     signs = jax.random.rademacher(key, (1, *shape[1:]), dtype)
     return jnp.broadcast_to(signs, shape)
 
 
 def _grid(ball: Lp, key: Array, shape: tuple[int, int, int], dtype: jnp.dtype) -> Array:
-    """``[h, w, c]``: five by five bumps of random sign in every channel, scaled to norm 1."""
+    """``[h, w, c]``: a grid of five by five bumps, each of a random sign in every channel.
+
+    The sum of all bumps is scaled to length 1 in the ball's norm.
+    """
     sides = np.maximum(np.array(shape[:2]) // 5, 1)
     rows, columns = (np.arange(n) for n in shape[:2])
     bump = _bump(jnp.asarray(rows % sides[0]), jnp.asarray(columns % sides[1]), sides, shape)
@@ -180,7 +196,11 @@ def _grid(ball: Lp, key: Array, shape: tuple[int, int, int], dtype: jnp.dtype) -
 
 
 def _place(key: Array, sides: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
-    """A random window: indices of all rows and columns relative to its top left corner."""
+    """Draws a random window of ``sides`` (rows, columns) inside the image.
+
+    Returns the indices of all rows ``[h]`` and columns ``[w]`` relative to the window's top left
+    corner, negative before it.
+    """
     first, second = jax.random.split(key)
     top = jax.random.randint(first, (), 0, shape[0] - sides[0] + 1)
     left = jax.random.randint(second, (), 0, shape[1] - sides[1] + 1)
@@ -188,13 +208,13 @@ def _place(key: Array, sides: Array, shape: tuple[int, ...]) -> tuple[Array, Arr
 
 
 def _window(rows: Array, columns: Array, sides: Array) -> Array:
-    """``[h, w, 1]``: whether a pixel is in the window."""
+    """``[h, w, 1]``: whether a pixel is in the window, by its indices from the corner."""
     high, wide = ((at >= 0) & (at < side) for at, side in zip((rows, columns), sides))
     return (high[:, None] & wide[None])[..., None]
 
 
 def _flip(key: Array, delta: Array, sides: Array, eps: Array) -> Array:
-    """Adds ``+-2 eps``, of one random sign a channel, to a random square of ``delta [h, w, c]``."""
+    """Adds ``+-2 eps``, of one sign a channel, to a random square of ``delta [h, w, c]``."""
     where, sign = jax.random.split(key)
     inside = _window(*_place(where, sides, delta.shape), sides)
     signs = jax.random.rademacher(sign, delta.shape[2:], delta.dtype)
@@ -202,7 +222,7 @@ def _flip(key: Array, delta: Array, sides: Array, eps: Array) -> Array:
 
 
 def _shift(ball: Lp, key: Array, delta: Array, sides: Array, eps: Array) -> Array:
-    """Moves the budget of one random window, and the unused budget, into a bump in another.
+    """Moves the budget of one random window, and the unused budget, into a bump in another window.
 
     Args:
       ball: its norm is 1 or 2.
@@ -238,7 +258,11 @@ def _shift(ball: Lp, key: Array, delta: Array, sides: Array, eps: Array) -> Arra
 
 
 def _bump(rows: Array, columns: Array, sides: Any, shape: tuple[int, ...]) -> Array:
-    """``[h, w]``: two pyramids of opposite sign, side by side in a window."""
+    """``[h, w]``: two pyramids of opposite sign, side by side in a window.
+
+    ``rows`` and ``columns`` are indices relative to the window's corner, ``sides`` its numbers of
+    rows and columns, ``shape`` at least the image's height and width.
+    """
     half = sides[1] // 2
     left = _pyramid(rows, columns, (sides[0], half), shape)
     right = _pyramid(rows, columns - half, (sides[0], sides[1] - half), shape)
@@ -246,7 +270,12 @@ def _bump(rows: Array, columns: Array, sides: Any, shape: tuple[int, ...]) -> Ar
 
 
 def _pyramid(rows: Array, columns: Array, sides: Any, shape: tuple[int, ...]) -> Array:
-    """``[h, w]``: concentric rings, at distance r from the middle ``sum_{k > r} 1 / k^2``."""
+    """``[h, w]``: concentric square rings, of value ``sum 1 / k^2`` at distance r.
+
+    The distance is that from the middle; the sum is over k from r + 1 to half the longer side + 1.
+    ``rows`` and ``columns`` are indices relative to the corner of the window of ``sides``. Pixels
+    outside get the outermost ring's value, so that callers mask them.
+    """
     reach = jnp.maximum(sides[0], sides[1]) // 2
     high, wide = jnp.abs(rows - sides[0] // 2), jnp.abs(columns - sides[1] // 2)
     ring = jnp.clip(jnp.maximum(high[:, None], wide), 0, reach)

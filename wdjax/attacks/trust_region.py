@@ -107,15 +107,17 @@ class TrustRegion:
         return State(x, samples.y, zero + radius, zero, zero, best)
 
     def _choose(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """The first stage: the rival becomes the class of the nearest linearised boundary."""
         norm = self.ball.norm
         ranking, info = rivals.rank(victim, state.x, samples.y, norm, self.rivals, 1)
         return state._replace(rival=ranking.classes[:, 0]), info
 
     def _step(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """One step inside the trust region; samples that have flipped stay.
+        """One step towards the rival's boundary, at most as long as the radius.
 
-        Points are ``[n, *shape]``; ``value``, ``radius`` and ``kept``, the change of the margin as
-        a share of its prediction, are ``[n]``.
+        Samples with a flip stay. The radius, ``[n]``, grows where the margin changed by more than
+        ``_GOOD`` of its prediction in the last step, and shrinks where by less than ``_BAD``. The
+        first step has no prediction and keeps it.
         """
         x, y, norm = state.x, samples.y, self.ball.norm
 
@@ -141,6 +143,7 @@ class TrustRegion:
         return State(moved, state.rival, radius, value, change, best), info
 
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """The last stage: one forward pass at the last point, kept if it is the nearest flip."""
         out, info = ascent.judge(victim, state.x, samples.y)
         best = nearest.keep_nearest(state.best, self.ball, victim, samples, state.x, out)
         return state._replace(best=best), info

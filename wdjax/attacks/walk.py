@@ -140,6 +140,7 @@ class Walk:
         return State(home, home, classes, unknown, none, best, limit)
 
     def _rank(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """The first stage with targets: chooses each sample's nearest target classes."""
         among = max(_RANKED, self.targets)
         ranking, info = rivals.rank(
             victim, samples.x, samples.y, self.ball.norm, among, self.targets
@@ -152,10 +153,11 @@ class Walk:
     def _walk(
         self, victim: Victim, samples: Samples, state: State, place: int | None = None
     ) -> tuple[State, Info]:
-        """One step of a walk, towards the rival of column ``place`` or, if None, up the criterion.
+        """One step of a walk, towards the rival in column ``place`` or, if None, up the criterion.
 
-        Points are ``[n, *shape]``; ``reach``, ``gap`` and ``distance`` ``[n]`` are the radius, the
-        distance to the linearised boundary and the distance to the sample.
+        The step's length is ``step_size`` times the new radius, and the point is projected on the
+        ball of that radius. Before the first flip, a radius that does not grow by itself is made to
+        grow. The present point is kept if it is the nearest flip.
         """
         x, y, norm = state.x, samples.y, self.ball.norm
 
@@ -186,7 +188,7 @@ class Walk:
         return state._replace(x=moved, reach=reach, taken=state.taken + 1, best=best), info
 
     def _first(self, samples: Samples, state: State) -> Array:
-        """The largest radius of the first step after a far start, ``[n]``; inf at later steps."""
+        """``[n]``: the largest radius of the first step after a far start; inf at other steps."""
         if not self.far or samples.eps is None:
             return jnp.full_like(state.reach, jnp.inf)
         scale = jax.lax.stop_gradient(samples.eps)
@@ -196,10 +198,15 @@ class Walk:
     def _follow(
         self, reach: Array, distance: Array, gap: Array, fallen: Array, share: Array
     ) -> Array:
-        """The next radius ``[n]``, from the last one and the distance to the linearised boundary.
+        """``[n]``: the next radius, the distance at which the linearised margin would be zero.
 
-        ``reach`` is inf before the first flip, where the radius may take any value; ``fallen``
-        tells whether the point is a flip, and ``share`` is the largest relative change.
+        Args:
+          reach: ``[n]``, the last radius, of which the next differs by at most a share; inf before
+            the first flip, where it may take any value.
+          distance: ``[n]``, from the sample to the present point.
+          gap: ``[n]``, from the present point to the linearised boundary.
+          fallen: ``[n]``, whether the present point is a flip.
+          share: the largest relative change.
         """
         # Aim a little beyond the boundary, from either side, or points would end on it. At a flip
         # with zero gradient the distance is unknown, and the radius shrinks as far as it may.
@@ -212,7 +219,7 @@ class Walk:
         return jnp.where(jnp.isfinite(reach), jnp.clip(linear, low, high), first)
 
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """Tests the last point and returns to the start for the next walk."""
+        """Ends a walk: tests its last point, and returns to the start for the next walk."""
         out, info = ascent.judge(victim, state.x, samples.y)
         best = nearest.keep_nearest(state.best, self.ball, victim, samples, state.x, out)
         best = self._settled(state, best)
@@ -221,7 +228,7 @@ class Walk:
         return again._replace(taken=jnp.zeros_like(state.taken)), info
 
     def _settled(self, state: State, best: Nearest) -> Nearest:
-        """With ``within``, keeps the first flip inside the limit."""
+        """``best``; with ``within``, the old flip where it is inside the limit already."""
         return nearest.keep(state.best, best, self._near(state)) if self.within else best
 
     def point(self, samples: Samples, state: State) -> tuple[Array, None]:
@@ -231,4 +238,5 @@ class Walk:
         return self._near(state)
 
     def _near(self, state: State) -> Array:
+        """``[n]``: whether there is a flip at a distance of at most the limit."""
         return state.best.known & (state.best.cost <= state.limit)

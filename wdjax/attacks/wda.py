@@ -119,12 +119,18 @@ class WDA:
         return State(x, samples.y, ascent.no_best(x, self.iterate == "best"))
 
     def _advance(self, samples: Samples, x: Array, gradient: Array) -> Array:
+        """``[n, *shape]``: ``x`` after one step along the gradient, projected on the ball."""
         size = self.step_size
         if size is None:
             size = ascent.default_step(self.ball, samples.eps)
         return self.ball.project(self.ball.ascend(x, gradient, size), samples.x, samples.radius)
 
     def _probe(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """One probing step: tries a step towards each rival, keeps the candidate of largest margin.
+
+        The winner's class becomes the sample's rival for the steps that follow.
+        """
+
         def choose(logits: Array) -> Array:
             count = self.tried(logits.shape[-1])
             if count == logits.shape[-1] - 1:
@@ -139,6 +145,8 @@ class WDA:
         return State(move.x, move.rival, best), info
 
     def _follow(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """One step up the margin of the rival that won the last probing step."""
+
         def margin(logits: Array, y: Array) -> Array:
             return losses.targeted_margin(logits, y, state.rival)
 
@@ -149,6 +157,7 @@ class WDA:
         return State(moved, state.rival, best), info
 
     def _compare(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """The last stage if the best iterate counts: tests the last point, moves to the best."""
         out, info = ascent.judge(victim, state.x, samples.y)
         best = ascent.keep_best(state.best, state.x, info.value, out)
         assert best is not None

@@ -117,7 +117,11 @@ class WDAPlusPlus:
         return State(chosen, x, first, flipped, low=zero, high=one, near=zero, far=one)
 
     def _walk(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """One probing step for samples that have not flipped; ``before`` and ``after`` move on."""
+        """One probing step for samples without a flip: tries all rivals, keeps the best.
+
+        The best is the candidate of largest margin. There is no projection on a ball, only on the
+        box. Samples with a flip keep ``before`` and ``after``, the segment on which it occurred.
+        """
         size = self.step_size
         if size is None:
             # l1 steps are absolute. With other norms eps scales them, but no distance depends on
@@ -140,6 +144,7 @@ class WDAPlusPlus:
         return walked, info
 
     def _bisect(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """One bisection step between the last correctly classified point and the flip after it."""
         middle = (state.low + state.high) / 2
         point = _blend(state.before, state.after, middle)
         flipped, info = ascent.flips(victim, samples, point)
@@ -147,6 +152,7 @@ class WDAPlusPlus:
         return state._replace(low=low, high=high), info
 
     def _pull_back(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """One bisection step between the sample and the flip found, along the straight line."""
         middle = (state.near + state.far) / 2
         point = _blend(samples.x, _flip(state), middle)
         flipped, info = ascent.flips(victim, samples, point)
@@ -162,22 +168,27 @@ class WDAPlusPlus:
         return state.flipped
 
     def _lost(self, state: State) -> Array:
+        """``[n]``: whether the sample has no flip, so that there is nothing to bisect."""
         return ~state.flipped
 
 
 def _blend(start: Array, end: Array, share: Array) -> Array:
-    """The point at the share ``[n]`` of the way; exactly ``end`` at share 1."""
+    """The points at the share ``[n]`` of the way from start to end; exactly ``end`` at share 1."""
     share = norms.spread(share, start)
     return jnp.where(share == 1, end, start + share * (end - start))
 
 
 def _flip(state: State) -> Array:
-    """The nearest flip on the last segment."""
+    """``[n, *shape]``: the flip nearest to the boundary on the walk's last segment."""
     return _blend(state.before, state.after, state.high)
 
 
 def _halve(
     wanted: Array, low: Array, high: Array, middle: Array, flipped: Array
 ) -> tuple[Array, Array]:
+    """The bracket ``(low, high)`` after a test of its middle: ``high`` falls where it flipped.
+
+    All are ``[n]``; samples that are not ``wanted`` keep their bracket.
+    """
     low = jnp.where(wanted & ~flipped, middle, low)
     return low, jnp.where(wanted & flipped, middle, high)

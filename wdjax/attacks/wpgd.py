@@ -117,20 +117,28 @@ class WPGD:
         return State(x, jnp.zeros_like(x), x, low, samples.x, none, low)
 
     def _climb(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """One gradient of the loss at every point; :meth:`_share` then makes the move."""
         seen = ascent.slope(victim, state.x, samples.y, self.loss)
         info = ascent.note(victim, samples.y, seen)
         return self._told(state, info)._replace(slope=seen.gradient), info
 
     def _compare(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """The last stage: one forward pass at the last points."""
         info = ascent.judge(victim, state.x, samples.y)[1]
         return self._told(state, info), info
 
     def _told(self, state: State, info: Info) -> State:
+        """The state with the points just evaluated and their criterion, -inf after a fault."""
         value = jnp.where(info.fault, -jnp.inf, info.value.astype(state.value.dtype))
         return state._replace(seen=state.x, value=value)
 
     def _share(self, samples: Samples, state: State, chosen: Array) -> State:
-        """Moves all samples by their shares of the step, then shrinks them into the budget."""
+        """Moves all samples by their shares of the step, then shrinks the moves into the budget.
+
+        ``chosen`` ``[n]`` excludes padding rows from all sums. For order inf every move is
+        projected on the ball of radius eps; otherwise all moves are scaled by one factor, to a
+        power mean of at most eps.
+        """
         state, eps = self._choose(samples, state, chosen), jnp.min(samples.radius)
         steep = jnp.where(chosen, norms.lp_norm(state.slope, norms.dual(self.ball.norm)), 0.0)
         size = self.ratio * eps / self.steps * _sizes(steep, chosen, self.order)
@@ -144,7 +152,11 @@ class WPGD:
         return state._replace(x=self.ball.project(x, samples.x, limit))
 
     def _choose(self, samples: Samples, state: State, chosen: Array) -> State:
-        """Keeps the iterate with the most flips, if it is within the budget."""
+        """Keeps the evaluated points as best iterate if more samples are flipped.
+
+        Between iterates of equally many flips the sum of the criterion decides; iterates over the
+        budget never count. Sums are over the ``chosen`` ``[n]`` rows.
+        """
         flips = jnp.sum((state.value > 0) & chosen, dtype=jnp.int32)
         total = jnp.sum(jnp.where(chosen & jnp.isfinite(state.value), state.value, 0.0))
         length = norms.lp_norm(state.seen - samples.x, self.ball.norm)
@@ -165,7 +177,11 @@ class WPGD:
 
 
 def _mean(length: Array, chosen: Array, order: float) -> Array:
-    """``(mean length^p)^{1/p}`` over the ``chosen`` samples ``[n]``, without overflow."""
+    """``(mean length^p)^{1/p}`` over the ``chosen`` samples; the maximum for p = inf.
+
+    ``length`` and ``chosen`` are ``[n]``; large powers do not overflow; the result is 0 if no
+    sample is chosen.
+    """
     length = jnp.where(chosen, length, 0.0)
     most = jnp.max(length)
     if order == math.inf:
@@ -175,7 +191,11 @@ def _mean(length: Array, chosen: Array, order: float) -> Array:
 
 
 def _sizes(steep: Array, chosen: Array, order: float) -> Array:
-    """``[n]`` step lengths, of power mean 1 for the order; 0 where the gradient is 0."""
+    """``[n]``: the samples' shares of a step; their power mean of the order is 1.
+
+    Samples of zero gradient have share 0. ``steep`` ``[n]`` are the gradients' dual norms, 0 for
+    rows not ``chosen``. For order inf all shares are 1.
+    """
     if order == math.inf:
         return jnp.ones_like(steep)
     if order == 1:

@@ -1,4 +1,8 @@
-"""Interval rules for affine operations, which keep the roots of their operands, and products."""
+"""Interval rules for operations that move, add up or multiply entries.
+
+The result of an affine operation stays an affine image of the same roots (boxes) as its operands;
+see :mod:`wdjax.bounds.domain`.
+"""
 
 import functools
 import itertools
@@ -70,6 +74,7 @@ def bind(eqn: JaxprEqn, args: Sequence[Array]) -> Array:
 
 
 def _compose(outer: Linear, inner: Linear) -> Linear:
+    """The linear map ``t -> outer(inner(t))``."""
     return lambda t: outer(inner(t))
 
 
@@ -122,6 +127,7 @@ def affine(
 
 
 def _both(first: Linear, second: Linear) -> Linear:
+    """The linear map ``t -> first(t) + second(t)``."""
     return lambda t: first(t) + second(t)
 
 
@@ -179,7 +185,13 @@ def additive(
 
 
 def _kept(eqn: JaxprEqn, origin: Origin | None) -> Origin | None:
-    """The origin, if the equation only broadcasts a maximum back along its reduced axes."""
+    """The operand's origin, if the equation only restores the axes of a reduced maximum.
+
+    An origin says of which value the operand is the maximum or minimum. A reshape or broadcast that
+    brings ``max(x)`` back to the axes of ``x``, as in ``x == max(x)``, keeps it, so that the
+    comparison can be decided; any other equation, and an operand without such an origin, gives
+    None.
+    """
     if not isinstance(origin, Reduced):
         return None
     operand: Any = ends(origin.operand).lower
@@ -242,7 +254,11 @@ def bilinear(terms: Callable[[JaxprEqn], int]) -> Rule:
 def _product_of_intervals(
     eqn: JaxprEqn, left: Interval, right: Interval, terms: int, norm: float | None
 ) -> Interval:
-    """``c_a c_b -+ (|c_a| r_b + r_a |c_b| + r_a r_b)`` for contractions."""
+    """The interval of a matrix product or convolution of two interval operands.
+
+    With centres c and radii r it is ``c_a c_b -+ (|c_a| r_b + r_a |c_b| + r_a r_b)``, plus the
+    rounding of sums of ``terms`` products; entrywise products go to :func:`product`.
+    """
     if eqn.primitive.name == "mul":
         return product(left, right, norm)
     (la, ua), (lb, ub) = ends(left), ends(right)
@@ -270,8 +286,10 @@ def product(left: Value, right: Value, norm: float | None) -> Interval:
 def _product_constant(
     left: Value, right: Value, measure: float, norm: float | None
 ) -> Array | None:
-    """The Lipschitz constant ``|A| Lip(B) + |B| Lip(A)``; ``|A|`` is the l_``measure`` norm of the
-    largest magnitudes of all entries of ``A``."""
+    """The Lipschitz constant ``|A| Lip(B) + |B| Lip(A)`` of a product; None without ``norm``.
+
+    ``|A|`` is the l_``measure`` norm of the largest magnitudes of all entries of ``A``.
+    """
     if norm is None:
         return None
     sizes = [largest_size(value).reshape(1, -1) for value in (left, right)]
@@ -299,6 +317,7 @@ def shape_of(eqn: JaxprEqn, place: int) -> tuple[int, ...]:
 
 
 def _summed(eqn: JaxprEqn) -> int:
+    """The number of entries that a ``reduce_sum`` adds up to one."""
     return math.prod(shape_of(eqn, 0)[axis] for axis in eqn.params["axes"])
 
 

@@ -50,10 +50,10 @@ def refine(state: crown.Pass, place: int, needed: Array) -> None:
 
 
 def _short(state: crown.Pass, place: int) -> crown.Pass | None:
-    """The pass with parallel lines that stops at the first affine map's output, as a box.
+    """A pass that stops at the output of the first affine map, with parallel lines after it.
 
-    None unless exactly ``_DEPTH`` elementwise nonlinear values lie between that output and
-    ``place``.
+    That output is treated as a box. None unless exactly ``_DEPTH`` elementwise nonlinear values lie
+    between it and ``place``.
     """
     net, found = state.network, {place}
     lines: dict[int, Lines] = {}
@@ -78,8 +78,11 @@ def _short(state: crown.Pass, place: int) -> crown.Pass | None:
 
 
 def _parallel(lines: Lines, lower: Array, upper: Array) -> Lines:
-    """Lines with the upper slope on both sides; the lower intercept falls until the line is sound
-    on ``[lower, upper]``, the operand's range ``[B, *shape]``."""
+    """Lines whose lower line has the upper line's slope, so that one pass bounds both sides.
+
+    The lower intercept falls until the line is sound on ``[lower, upper]``, the range
+    ``[B, *shape]`` of the operand's linear part.
+    """
     (view,) = lines.views
     unit = 2 * rounding(lower[0].size, lower.dtype)
     turned = view.low - view.up
@@ -92,7 +95,7 @@ def _parallel(lines: Lines, lower: Array, upper: Array) -> Lines:
 
 
 def _part(state: crown.Pass, place: int) -> tuple[Array, Array]:
-    """Ends ``[B, *shape]`` of a value's linear part: of the value less its offset and error."""
+    """The ends ``[B, *shape]`` of a value's linear part: less its offset and rounding error."""
     value, (offset, error) = state.values[place], state.gathered(place)
     unit = 2 * rounding(offset[0].size, offset.dtype)
     lower, upper = value.lower - offset - error, value.upper - offset + error

@@ -1,9 +1,13 @@
-r"""Coefficients of many linear functions of a value, dense (``Whole``) or as patches (``Window``).
+"""Coefficients of many linear functions of a value, dense (``Whole``) or as patches (``Window``).
 
-There are ``G`` functions for each of ``R`` rows. A row belongs to one sample. In patches it also
+There are ``G`` functions for each of ``R`` rows. A row belongs to one sample. In patches a row also
 starts from one position ``p`` of a feature map, and its coefficients in an earlier map are nonzero
-only in ``[S p + o, S p + o + h)``. Sent back through a convolution with kernel ``k`` and stride
-``s``, a patch of size ``h`` becomes one of size ``(h - 1) s + k``, whatever the map's size.
+only in a patch ``[S p + o, S p + o + h)``, of stride ``S``, offset ``o`` and size ``h`` along each
+axis. Sent back through a convolution with kernel size ``k`` and stride ``s``, the patch gets size
+``(h - 1) s + k``, whatever the map's size, and stride ``s S``.
+
+At the input of a convolution of stride ``s > 1`` a patch is stored in blocks of ``s`` by ``s``
+entries, whose entries lie along the last axis, since CPUs run that faster.
 """
 
 import functools
@@ -123,6 +127,7 @@ def flat(coefficients: Coefficients) -> Array:
 
 
 def _starts(rows: Rows, window: Window) -> tuple[Array, Array]:
+    """``[R]`` each: the first row and column of every row's patch in the map; may lie outside."""
     positions = rows.position
     if positions is None or window.fixed:
         positions = (jnp.zeros_like(rows.sample),) * 2
@@ -248,9 +253,11 @@ def through(coefficients: Coefficients, conv: Kernel, rows: Rows) -> Window:
 
 
 def _windowed(window: Window, conv: Kernel) -> Window:
-    """Patches at a convolution's input, from clean patches in blocks of one entry at its output.
+    """Sends patches at a convolution's output back to its input; returns the patches there.
 
-    Patches that do not depend on the row (stride 0) are cut to the map.
+    ``window`` must be in blocks of one entry, and 0 outside of the map. The result is in blocks of
+    the convolution's strides. Patches of stride 0, which lie at the same place for all rows, are
+    cut to the map.
     """
     a, (kernel, skip) = window.a, _blocks(conv)
     out = _pulled(a.reshape(-1, *a.shape[2:]), kernel)
@@ -277,10 +284,12 @@ def _windowed(window: Window, conv: Kernel) -> Window:
 
 
 def _blocks(conv: Kernel) -> tuple[Array, Pair]:
-    """An equal kernel of stride 1 for an image whose blocks ``[s, t]`` are moved to channels.
+    """The kernel of an equal convolution of stride 1 on blocks of the image.
 
-    Returns the kernel ``[ceil(h / s), ceil(w / t), s t c, outputs]`` and how many zeros were put
-    before it along each axis, so that blocks begin at multiples of the strides where possible.
+    A block holds ``s`` by ``t`` pixels (the strides) as channels. Returns the kernel
+    ``[ceil(h / s), ceil(w / t), s t c, outputs]``, and how many rows and columns of zeros were put
+    before the old kernel. These shift it so that blocks begin at multiples of the strides in the
+    unpadded image, if there is room for that.
     """
     channels, outputs = conv.kernel.shape[2:]
     counts, skip, full = [], [], []
@@ -298,9 +307,10 @@ def _blocks(conv: Kernel) -> tuple[Array, Pair]:
 
 @jax.custom_jvp
 def _pulled(a: Array, kernel: Array) -> Array:
-    """The full transposed convolution, size ``n`` to ``n - 1 + k``, in a form that CPUs run fast.
+    """The transposed convolution of stride 1, from ``n`` to ``n - 1 + k`` entries along each axis.
 
-    ``a`` is ``[count, rows, columns, outputs]``, the kernel ``[h, w, c, outputs]``.
+    ``a`` is ``[count, rows, columns, outputs]``, the kernel ``[h, w, c, outputs]``; written as a
+    convolution by the mirrored kernel, or a matrix product for single entries, which CPUs run fast.
     """
     height, width, channels, outputs = kernel.shape
     count, rows, columns, _ = a.shape
@@ -313,7 +323,7 @@ def _pulled(a: Array, kernel: Array) -> Array:
 
 @functools.partial(_pulled.defjvp, symbolic_zeros=True)
 def _pulled_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
-    """The tangent in ``a`` as the transpose of a convolution, the one in the kernel as usual."""
+    """The derivative of :func:`_pulled`, whose transposition in ``a`` is a plain convolution."""
     a, kernel = primals
     out = _pulled(a, kernel)
     change = jnp.zeros_like(out)
@@ -327,6 +337,7 @@ def _pulled_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tupl
 
 
 def _correlated(x: Array, kernel: Array, padding: tuple[Pair, Pair]) -> Array:
+    """The NHWC convolution with an HWIO kernel, of stride 1, at the highest precision."""
     return lax.conv_general_dilated(
         x,
         kernel,
@@ -354,6 +365,7 @@ def summed(terms: Array) -> Array:
 
 @summed.defjvp
 def _summed_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    """The derivative of :func:`summed`, a plain sum."""
     (terms,), (change,) = primals, tangents
     return summed(terms), jnp.sum(change, axis=tuple(range(2, change.ndim)))
 

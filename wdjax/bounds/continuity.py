@@ -60,7 +60,11 @@ class _Program(NamedTuple):
 
 
 def _agree(program: _Program, node: Node) -> bool:
-    """Whether the two cases of a selection are equal where its comparison is an equality."""
+    """Whether a selection is continuous where its comparison switches: both cases are equal there.
+
+    ``node`` is a ``select_n``. Tried at a few numbers, or decided by form (such as ``max`` written
+    as a selection); False in doubt.
+    """
     predicate = program.makers.get(node.inputs[0])
     while predicate is not None and (predicate.name == "not" or _kept(predicate.name)):
         predicate = program.makers.get(predicate.inputs[0])
@@ -79,10 +83,12 @@ def _agree(program: _Program, node: Node) -> bool:
 
 
 def _kept(name: str) -> bool:
+    """Whether a primitive only reshapes, repeats or converts entries."""
     return name in TABLE and TABLE[name].keeps_order
 
 
 def _entrywise(name: str) -> bool:
+    """Whether a primitive acts entry by entry, or only moves entries in order."""
     return name in TABLE and (TABLE[name].elementwise or TABLE[name].keeps_order)
 
 
@@ -91,8 +97,11 @@ class _UnknownError(Exception):
 
 
 def _meet(program: _Program, node: Node, compared: tuple[int, int], probe: float) -> bool:
-    """Whether both cases are equal when the ``compared`` values are: to ``probe``, or to the one of
-    them that is constant."""
+    """Whether both cases of a selection are equal, up to rounding, if the compared values are.
+
+    ``compared`` are the places of both sides of the comparison. If one is constant, the other is
+    set to it; otherwise both are set to ``probe``.
+    """
     free = [place for place in compared if place in program.moved]
     known: dict[int, Any] = {}
     with jax.ensure_compile_time_eval():
@@ -111,9 +120,10 @@ def _meet(program: _Program, node: Node, compared: tuple[int, int], probe: float
 
 
 def _value(program: _Program, place: int, known: dict[int, Any]) -> Any:
-    """The value at ``place``, computed from ``known`` ones, which are extended.
+    """The value at ``place``, computed from ``known`` values by place, to which results are added.
 
-    Input-dependent values may only be computed entry by entry.
+    Raises :class:`_UnknownError` for traced constants and for operations on input-dependent values
+    that are not entry by entry.
     """
     if place in known:
         return known[place]

@@ -52,7 +52,7 @@ _CACHED = 2**12
 _NUMBERS = 2**22
 """A 16th of the number of coefficients that all these rows together may have at one value."""
 _BLOCK, _MANY = 64, 1024
-"""Number of turns in a block, which is skipped as a whole, and from which on there are blocks."""
+"""Iterations in a block, which is skipped as a whole; and from how many on there are blocks."""
 
 
 @dataclass(eq=False)
@@ -116,8 +116,11 @@ def bounds(
 
 
 def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
-    """Bounds and lines of a nonlinear equation's outputs, and before these tighter bounds of its
-    operands where the lines depend on them (unstable neurons, ``[B, *shape]``)."""
+    """Bounds the outputs of a nonlinear equation, and stores their lines.
+
+    Before that, if the lines depend on the operands' bounds, the operands are bounded more tightly
+    by ``tighten`` where intervals leave them undecided (unstable neurons).
+    """
     for place in state.known.keys() & set(node.inputs):
         value, (lower, upper) = state.values[place], state.known[place]
         state.values[place] = value._replace(
@@ -172,7 +175,7 @@ def _kept_open(
 
 
 def _lines(state: Pass, node: Node) -> Lines | None:
-    """The lines of one equation over its operands; None if its primitive has none."""
+    """The lines of one equation over its operands' bounds; None if its primitive has none."""
     values = [state.values.get(place) for place in node.inputs]
     own = TABLE.get(node.name)
     if own is None or own.lines is None:
@@ -187,11 +190,13 @@ def _lines(state: Pass, node: Node) -> Lines | None:
 
 
 def _over(state: Pass, lines: Lines, lower: Array, upper: Array, node: Node) -> Lines:
-    """Lines of ``[B, *shape]`` entries as functions of the operands' linear parts only.
+    """Lines over the operands' linear parts: offsets and errors move into the intercepts.
 
-    The operands' offsets and errors move into the intercepts, and the rounding of dtypes shorter
-    than float32 is added. A line that is not finite becomes the constant ``lower`` or ``upper``.
-    The roundings made here fit into the margin of :func:`rounding`.
+    An operand is its linear part, plus an offset, plus at most an error. The rounding of dtypes
+    shorter than float32 is added too. ``lines`` have entries ``[B, *shape]``; ``lower`` and
+    ``upper`` are interval bounds of the output of ``node``. Where a line is not finite it becomes
+    the constant ``lower`` or ``upper``. The roundings made here fit into what :func:`rounding`
+    allows.
     """
     declared: Any = node.eqn.outvars[0].aval
     slack = interval.slack_of(node.eqn, declared.dtype, jnp.maximum(jnp.abs(lower), jnp.abs(upper)))
@@ -275,9 +280,9 @@ def by_turns(
     """Lower bounds ``[N, *rest]`` of the ``N`` entries of ``needed``, -inf where it is False.
 
     ``find`` gets the :func:`numbers` of ``width`` entries at a time, and returns ``[width, *rest]``
-    in ``dtype``. The loops have a fixed length, which reverse mode needs; turns in which nothing is
-    needed are skipped, and blocks of them where there are thousands. The gradient recomputes each
-    turn instead of storing it.
+    in ``dtype``. The loops have a fixed length, which reverse mode needs; iterations in which
+    nothing is needed are skipped, and blocks of them where there are thousands. The gradient
+    recomputes each iteration instead of storing it.
     """
     samples, *shape = needed.shape
     width = min(width, needed.size)
@@ -320,7 +325,10 @@ def numbers(index: Array, shape: Sequence[int], samples: int) -> tuple[Array, ..
 
 
 def _entries(state: Pass, place: int, bound: Bound, places: Sequence[Array]) -> Array:
-    """Lower bounds of entries of a value and of their negatives, ``[2, R]``."""
+    """``[2, R]``: lower bounds of single entries of the value at ``place``, and of their negatives.
+
+    ``places`` are the samples and positions of the R entries, as :func:`numbers` returns them.
+    """
     shape = state.values[place].lower.shape[1:]
     sample, entry, *position = places
     signs = jnp.array([1.0, -1.0], state.region.lower.dtype)
@@ -409,7 +417,10 @@ def backward(
 
 
 def _transposed(affine: Affine, a: Coefficients, rows: Rows) -> list[tuple[int, Coefficients]]:
-    """The place and coefficients of each operand of an affine map."""
+    """Sends coefficients ``a`` of an affine value back: the place and coefficients of each operand.
+
+    Convolutions keep patches, entrywise maps keep the form of ``a``, all others make it dense.
+    """
     conv = plain(affine.node.eqn, affine.exact)
     if conv is not None and len(affine.parts) == 1:
         return [(affine.parts[0].place, through(a, conv, rows))]
@@ -422,7 +433,7 @@ def _transposed(affine: Affine, a: Coefficients, rows: Rows) -> list[tuple[int, 
 
 
 def _scaled(affine: Affine, part: Part, a: Coefficients, rows: Rows) -> Coefficients:
-    """The coefficients of an operand whose entries are each multiplied by a known factor."""
+    """The coefficients of an operand of which the map multiplies each entry by a known factor."""
     factor = part.apply(jnp.ones(affine.offset.shape, affine.offset.dtype))
     known = [jnp.ndim(v) for v in affine.exact if v is not None]
     if not affine.record.scales or known == [0]:
@@ -467,7 +478,10 @@ class Sum(NamedTuple):
 
 
 def _charged(sum_: Sum, charges: Array, a: Coefficients, rows: Rows) -> Sum:
-    """Adds the minimum of ``a . (offset +- error)`` of an affine value, ``charges``."""
+    """Adds to the sum the minimum of ``a . (offset +- error)`` of an affine value.
+
+    ``charges`` ``[2, B, *shape]`` are offset and rounding error, framed.
+    """
     offset, error = seen(charges, rows, a)
 
     def least(own: Array) -> Array:

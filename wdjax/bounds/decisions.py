@@ -65,9 +65,9 @@ def equal(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary:
 
 
 def _attains(value: Value, top: Value) -> Ternary | None:
-    """Which entries of ``value`` attain its maximum (or minimum) ``top``.
+    """Which entries of ``value`` attain ``top``, its maximum or minimum, if it is known to be that.
 
-    None if ``top`` is no maximum of ``value``. The result has the shape of ``value``.
+    The result are open booleans of the shape of ``value``; None if ``top`` is no maximum of it.
     """
     if not isinstance(value, Interval) or not isinstance(top, Interval) or top.origin is None:
         return None
@@ -106,6 +106,7 @@ def unequal(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary
 
 
 def logical(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary:
+    """The rule for boolean operations (not, and, or, xor) on open booleans."""
     if any(isinstance(a, Interval) for a in args):
         raise ValueError(f"the primitive {eqn.primitive.name!r} is certified on booleans only.")
     name = eqn.primitive.name
@@ -119,6 +120,7 @@ def logical(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary
 
 
 def select(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
+    """The rule for ``select_n``: the hull of both cases where the predicate is open."""
     pick, *cases = args
     if is_exact(pick):
         return additive(range(1, len(args)))(eqn, args, norm)
@@ -138,8 +140,10 @@ def select(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | 
 
 
 def _piecewise(cases: Sequence[Value], norm: float | None) -> Array | None:
-    """The Lipschitz constant of a continuous selection between two functions, entry by entry: the
-    ``norm`` of their two constants."""
+    """The Lipschitz constant of a continuous selection between two functions, entry by entry.
+
+    It is the l_``norm`` of the two constants; None without ``norm``.
+    """
     if norm is None:
         return None
     zero, one = (constant_of(case, norm) for case in cases)

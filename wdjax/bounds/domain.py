@@ -173,7 +173,11 @@ def ends(value: Value) -> norms.Bounds:
 
 
 def _refined(value: Interval) -> list[tuple[Array, Array]]:
-    """Other ``(centre, radius)`` that contain the value, from the rows of its composed maps."""
+    """Further ``(centre, radius)`` pairs that contain the value, from its composed maps' rows.
+
+    They may be tighter if the value's map is composed of several, or a root is an l1 or l2 ball. A
+    large value has them only if its one root is a ball.
+    """
     balls = [root for root in value.terms if root.ball is not None]
     if value.center.size <= _PULLED and (balls or value.mixes > 1):
         return [_from_rows(value, root) for root in (None, *balls)]
@@ -181,8 +185,11 @@ def _refined(value: Interval) -> list[tuple[Array, Array]]:
 
 
 def _from_rows(value: Interval, cut: Root | None) -> tuple[Array, Array]:
-    """``(centre, radius)`` from the rows' norms: over the ball of the root ``cut``, if given, and
-    over the box of every other root."""
+    """``(centre, radius)`` of a value from the norms of the rows of its composed maps.
+
+    A row's norm is taken over the ball of the root ``cut``, if given, and over the box of each
+    other root. Rounding is included.
+    """
     center, radius = value.center, _rounding(value)
     for root, chain in value.terms.items():
         if root is cut and root.ball is not None:
@@ -201,6 +208,7 @@ def _from_rows(value: Interval, cut: Root | None) -> tuple[Array, Array]:
 
 
 def _rounding(value: Interval) -> Array:
+    """A bound of all roundings since the roots, for bounds by composed maps."""
     return 2 * gamma(2 * value.roundings, value.center.dtype) * value.magnitude
 
 
@@ -252,6 +260,10 @@ _MATERIALISED = 2**22
 
 
 def _operator_norm(chain: LinearMap, root: Root, value: Interval, norm: float) -> Array:
+    """The operator norm, l_r to l_r, of a root's linear map in a value, rounded up.
+
+    For r = 2 the bound by row and column sums is improved by the matrix itself, if it is small.
+    """
     ones = jnp.ones(root.half.shape, root.half.dtype)
     row_sums, pull = jax.vjp(chain.absolute, ones)
     row_sum = jnp.max(row_sums)
@@ -294,6 +306,7 @@ def corners(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Arra
 
 
 def _nonzero(ends: tuple[Array, Array]) -> Array:
+    """Where an interval is not the number 0."""
     return (ends[0] != 0) | (ends[1] != 0)
 
 

@@ -47,8 +47,7 @@ def _repeats(name: str, avals: list[Any], out: Any) -> bool:
 
 
 def _renamed(last: Node, place: int, node: Node) -> Node:
-    """``last``, which computes the value at ``place``, as the equation that returns ``node``'s
-    outputs."""
+    """``last``, which computes the value at ``place``, with the outputs of ``node`` as its own."""
     if last.outputs != (place,):
         raise ValueError(f"{node.name!r} was not written out as expected; report this program.")
     return replace(last, outputs=node.outputs)
@@ -68,8 +67,10 @@ def _repetition(eqn: JaxprEqn, by_inverse: bool = False) -> Callable[..., jax.Ar
 
 
 def _contraction(eqn: JaxprEqn) -> Callable[..., jax.Array]:
-    """A ``dot_general`` as a product ``[*batch, *rows, *columns, *summed]`` and a sum over the last
-    axes."""
+    """A ``dot_general`` written as entrywise products and a sum over the last axes.
+
+    The products are ``[*batch, *rows, *columns, *summed]``.
+    """
     (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
 
     def arranged(t: jax.Array, batch: Any, summed: Any) -> tuple[jax.Array, list[int]]:

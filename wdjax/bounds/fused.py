@@ -82,7 +82,12 @@ def _cone(
     cones: dict[int, _Cone],
     numbers: dict[int, Any],
 ) -> _Cone | None:
-    """The equations that lead to ``node``, if it is entrywise in a single input-dependent value."""
+    """The equations from a root value to ``node``, if they are a scalar function of its entries.
+
+    ``moves`` flags the operands that depend on the input; ``cones`` are those found before, and
+    ``numbers`` the constants whose entries are all equal, by place. None if ``node`` is not
+    entrywise in a single input-dependent value.
+    """
     known = TABLE.get(node.name)
     if known is None or not known.fuses:
         return None
@@ -129,7 +134,7 @@ def _made(graph: Graph, node: Node, cone: _Cone, numbers: dict[int, Any]) -> Nod
 
 
 def _bend(node: Node, inside: set[int]) -> str:
-    """The name of the nonlinearity of an equation in the values ``inside`` a cone; "" if affine."""
+    """The name of an equation's nonlinearity in the values ``inside`` a cone; "" if affine."""
     if node.name == "integer_pow" and node.eqn.params["y"] > 0 and node.eqn.params["y"] % 2:
         return "odd power"
     moves = [place in inside for place in node.inputs]

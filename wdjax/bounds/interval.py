@@ -83,7 +83,7 @@ def bound(
 
 
 def _opened(end: Array, blank: float) -> Array:
-    """The end with ``blank`` (-inf or inf) instead of NaN, which means that nothing is known."""
+    """The end of an interval, with ``blank`` (-inf or inf) in place of NaN, which means unknown."""
     real = jnp.issubdtype(end.dtype, jnp.floating)
     return jnp.where(jnp.isnan(end), jnp.asarray(blank, end.dtype), end) if real else end
 
@@ -108,7 +108,10 @@ def check_ends(lower: ArrayLike, upper: ArrayLike) -> tuple[Array, Array]:
 def _within(
     lower: Array, upper: Array, center: ArrayLike, radius: ArrayLike, norm: float
 ) -> tuple[Array, Array, tuple[Array, Array, float] | None]:
-    """The box cut by the bounding box of a ball, and the ball (None for l_inf, itself a box)."""
+    """The box cut by the bounding box of a ball, and the ball (None for l_inf, which is a box).
+
+    Raises for a radius below 0, a centre of another shape, and a ball outside the box.
+    """
     norm = norms.check_norm(norm)
     center, radius = jnp.asarray(center, lower.dtype), jnp.asarray(radius, lower.dtype)
     known = not validate.traced(center, radius)

@@ -1,9 +1,9 @@
-r"""LeafBounds of one margin where the signs of some rectifiers' operands are given.
+"""Bounds of one margin where the signs of some ReLUs' operands are given.
 
 A leaf is the set of points of a region where the pre-activations ``z`` of the split ReLUs have the
 leaf's signs ``s``. Both signs include 0, and each is relaxed to ``s z >= -w``, where ``w`` bounds
-the rounding of ``z``, so that the two halves of a split cover it in floats too. In a leaf a
-split ReLU is nearly affine; and ``margin - b (s z + w)`` is at most the margin for every multiplier
+the rounding of ``z``, so that the two halves of a split cover it in floats too. In a leaf a split
+ReLU is nearly affine; and ``margin - b (s z + w)`` is at most the margin for every multiplier
 ``b >= 0``. The multipliers are maximised together with the slopes of the unstable neurons.
 
 Source: Wang et al. [wang2021]; the neurons to split, De Palma et al. [depalma2021].
@@ -79,7 +79,7 @@ class LeafBounds(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(4, 5))
 def root(model: Classifier, x: Array, y: Array, eps: Array, norm: float, box: Box) -> RootBounds:
-    """LeafBounds of one sample's region by optimised slopes, ``x`` ``[1, *shape]``."""
+    """Bounds over the whole region of one sample ``x`` ``[1, *shape]``, by optimised slopes."""
     with highest():
         ball = region.ball(x, eps, norm, box)
         state = margins.prepare(model, ball, "alpha")
@@ -106,12 +106,12 @@ def rectified(state: crown.Pass) -> dict[int, int]:
 
 
 def _rows(maps: Maps) -> Array:
-    """Maps ``[L, *shape]`` as ``[L, N]``."""
+    """Maps ``[L, *shape]`` by place as one array ``[L, N]``."""
     return jax.vmap(lambda own: ravel_pytree(own)[0])(maps)
 
 
 def _maps(rows: Array, like: Maps) -> Maps:
-    """``[L, N]`` as maps ``[L, *shape]``."""
+    """``[L, N]`` as maps ``[L, *shape]`` by place, as in ``like``; the inverse of :func:`_rows`."""
     return jax.vmap(ravel_pytree(like)[1])(rows)
 
 
@@ -128,7 +128,7 @@ def bounds(
     steps: int,
     tries: int,
 ) -> LeafBounds:
-    """LeafBounds of leaves by ``steps`` steps, and of the halves of ``tries`` splits of each."""
+    """Bounds of leaves by ``steps`` steps, and of the halves of ``tries`` splits of each."""
     count = len(leaves.rival)
     with highest():
         ball = region.ball(jnp.broadcast_to(x, (count, *x.shape[1:])), eps, norm, box)
@@ -160,7 +160,7 @@ def bounds(
 
 
 class _Split:
-    """LeafBounds of all values over ``L`` leaves, and the margins' bounds for given multipliers."""
+    """Bounds of all values over ``L`` leaves, and the margins' bounds for given multipliers."""
 
     def __init__(
         self, net: Network, ball: Region, known: RootBounds, y: Array, rival: Array, signs: Array
@@ -206,8 +206,11 @@ class _Split:
 
 
 def _scores(split: _Split, multipliers: Maps) -> Array:
-    """``[L, N]``: how much a neuron's upper line loosens the bound, plus a tenth of the loss by its
-    lower line; 0 for neurons that cannot be split."""
+    """``[L, N]``: how much is lost at each neuron's lines, the estimated gain of splitting it.
+
+    It is the loss by the upper line plus a tenth of that by the lower line; 0 for neurons that
+    cannot be split.
+    """
     record: dict[int, tuple[Array, Array]] = {}
     split.low(multipliers, record)
     found = {place: jnp.zeros_like(sign) for place, sign in split.signs.items()}

@@ -114,7 +114,10 @@ def contrasts(net: Network, y: Array, rivals: Array) -> dict[int, Coefficients]:
 
 
 def _rows(state: crown.Pass, y: Array, low: Array, needed: Array, bound: crown.Bound) -> Array:
-    """The bounds ``low``, ``[B, K]``, tightened by ``bound`` for samples ``needed``, ``[B]``."""
+    """The margins' bounds ``low``, ``[B, K]``, tightened by ``bound`` for the samples ``needed``.
+
+    ``needed`` is ``[B]``; a bound that is looser than ``low`` is not used.
+    """
     rivals = all_rivals(low, y)
 
     def margins(places: Sequence[Array]) -> Array:

@@ -99,7 +99,10 @@ def build(graph: Graph) -> Network:
 
 
 def _lost(node: Node, args: Sequence[Any], outs: Sequence[Array]) -> list[Array]:
-    """A scalar boolean, whether a product of constants under- or overflowed; none for others."""
+    """Whether a product of constants under- or overflowed: a list of one scalar boolean.
+
+    The list is empty for equations that do not multiply. ``outs`` are the results of ``args``.
+    """
     out = outs[0]
     known = TABLE.get(node.name)
     multiplies = known is not None and (known.scales or node.name == "integer_pow")
@@ -114,8 +117,9 @@ def _lost(node: Node, args: Sequence[Any], outs: Sequence[Array]) -> list[Array]
 def _affine(node: Node, moves: Sequence[bool], args: Sequence[Any]) -> list[Affine] | None:
     """The affine map of each output of an equation; None if it is not affine.
 
-    ``moves`` flags the operands that depend on the input, ``args`` holds the others. The interval
-    rule is run on dummy operands: an affine rule keeps their roots.
+    ``moves`` flags the operands that depend on the input, ``args`` holds the others. The equation's
+    interval rule is run on dummy intervals: for an affine rule the result is a linear image of
+    them.
     """
     own = TABLE.get(node.name)
     avals: list[Any] = [atom.aval for atom in node.eqn.invars]
@@ -148,8 +152,11 @@ def _affine(node: Node, moves: Sequence[bool], args: Sequence[Any]) -> list[Affi
 
 
 def _error(node: Node, value: Interval, terms: int) -> tuple[float, float]:
-    """The rounding error of an affine map and of its transposition, relative to the magnitude; and
-    its loss by underflow in dtypes shorter than float32. ``terms``: products added up an entry."""
+    """Bounds of the rounding of an affine map and of its transposition: (relative, absolute).
+
+    The relative error is in units of the magnitude ``m``; the absolute one is the loss by underflow
+    in dtypes shorter than float32. ``terms`` is the number of products added up to one entry.
+    """
     eqn, dtype, own = node.eqn, value.center.dtype, record.of(node.name)
     assert own.affine is not None
     declared: Any = eqn.outvars[0].aval
@@ -246,4 +253,5 @@ def flushed(network: Network) -> float:
 
 
 def _open(size: Array) -> Array:
+    """The array with inf instead of NaN."""
     return jnp.where(jnp.isnan(size), jnp.inf, size)

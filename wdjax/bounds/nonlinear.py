@@ -239,6 +239,7 @@ def _meets(lower: Array, upper: Array, turn: float) -> Array:
 
 
 def quotient(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
+    """The rule for ``div``: a product with the reciprocal; unbounded where the divisor may be 0."""
     left, right = args
     if is_exact(right):
         return bilinear(lambda _: 1)(eqn, args, norm)

@@ -68,10 +68,11 @@ class Region(NamedTuple):
 
 
 def _capped_one(size: Array, cap: Array, eps: Array) -> Array:
-    """An upper bound ``[G, R]`` of ``max { a . d : 0 <= d <= cap, sum d <= eps }``.
+    """``[G, R]``: upper bounds of ``max { a . d : 0 <= d <= cap, sum d <= eps }``.
 
-    It is the dual at the best of a few multipliers. ``size`` is ``a >= 0``, ``[G, R, N]``, like
-    ``cap``.
+    ``size`` ``[G, R, N]`` are the ``a >= 0``, ``cap`` alike, ``eps`` ``[1, R]``. The bound is that
+    of the linear program's dual, which holds for any multiplier; a few bisection steps find a good
+    one.
     """
     fixed = lax.stop_gradient(size)
 
@@ -92,9 +93,9 @@ def _capped_one(size: Array, cap: Array, eps: Array) -> Array:
 
 
 def _capped_two(size: Array, cap: Array, eps: Array) -> Array:
-    """An upper bound ``[G, R]`` of ``max { a . d : 0 <= d <= cap, |d|_2 <= eps }``.
+    """``[G, R]``: upper bounds of ``max { a . d : 0 <= d <= cap, ||d||_2 <= eps }``.
 
-    It is the dual at an approximate multiplier; ``size`` and ``cap`` as for :func:`_capped_one`.
+    The dual at an approximate multiplier; arguments as for :func:`_capped_one`.
     """
     top = jnp.max(size, axis=-1)
     scale = jnp.where(top > 0, top, 1.0)

@@ -29,7 +29,7 @@ def rewritten(eqn: JaxprEqn, known: Sequence[Any]) -> Sequence[Written | None]:
 
 
 def _largest(eqn: JaxprEqn, operand: Any) -> Written | None:
-    """The values of ``top_k`` by sorting; its indices are not rewritten."""
+    """``top_k`` as a function of its operand that sorts and cuts; its indices are not rewritten."""
     params = eqn.params
     axis = params.get("axis", -1)
 
@@ -47,7 +47,10 @@ _NEUTRAL = {"add": 0.0, "add_any": 0.0, "max": -jnp.inf, "min": jnp.inf}
 
 
 def _combined(eqn: JaxprEqn) -> str | None:
-    """The name of the primitive by which a reduction combines two entries; None if unsupported."""
+    """The name of the primitive by which a reduction combines two entries.
+
+    None unless it is a sum, a maximum or a minimum of floats.
+    """
     closed: Any = eqn.params["jaxpr"]
     inner = getattr(closed, "jaxpr", closed)
     floats = all(jnp.issubdtype(var.aval.dtype, jnp.floating) for var in inner.invars)
@@ -59,10 +62,11 @@ def _combined(eqn: JaxprEqn) -> str | None:
 
 
 def _windowed(eqn: JaxprEqn, start: Any) -> Written | None:
-    """A ``reduce_window`` with an initial value as the window sum or maximum, then one operation.
+    """A ``reduce_window`` as a plain window sum or maximum, then one operation.
 
-    Platforms differ in whether padding counts the initial value of a sum again, so with padding it
-    must be 0 (None otherwise).
+    The operation combines it with the initial value ``start``, if that is known. None if the
+    equation cannot be written so. Platforms differ in whether padding counts the initial value of a
+    sum again, so with padding it must be 0.
     """
     name, params = _combined(eqn), eqn.params
     framed = any(map(any, params["padding"])) or max(params["base_dilation"]) > 1
@@ -87,7 +91,7 @@ def _windowed(eqn: JaxprEqn, start: Any) -> Written | None:
 
 
 def _reduced(eqn: JaxprEqn, start: Any) -> Written | None:
-    """A ``reduce`` with an initial value as the plain reduction, then one operation."""
+    """A ``reduce`` as a plain reduction, then one operation with the initial value, or None."""
     name, axes = _combined(eqn), tuple(eqn.params.get("dimensions", ()))
     if name is None:
         return None

@@ -1,4 +1,4 @@
-"""Certificates: proved limits of any attack, for samples and for distributions.
+"""Certificates: proofs that no attack can do better, for single samples and for distributions.
 
 `pointwise` turns bounds of margins (:mod:`wdjax.bounds`) into certified samples and radii; `verify`
 does so for a data set, with checkpoints; `branch` is branch and bound over the signs of ReLUs.

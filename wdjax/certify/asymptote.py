@@ -60,7 +60,10 @@ def slopes(
 
 
 def _homogeneous(net: Network) -> bool:
-    """Whether a program is piecewise linear as above, with all values of one dtype."""
+    """Whether a program consists of affine maps and homogeneous functions (such as ReLU) only.
+
+    All its values must have one floating dtype. Only such programs can be divided by ``t``.
+    """
     dtypes = {net.graph.avals[place].dtype for node in net.graph.nodes for place in node.outputs}
     dtypes -= {jnp.dtype(bool)}
     for node in net.others.values():
@@ -72,7 +75,10 @@ def _homogeneous(net: Network) -> bool:
 
 
 def _apart(net: Network, shape: tuple[int, ...]) -> Callable[[Array], Array]:
-    """The program divided by ``t``: maps ``(w, 1/t)``, ``[1, d + 1]``, to logits ``[1, K]``."""
+    """The program divided by ``t``: maps ``(w, 1/t)``, ``[1, d + 1]``, to logits ``[1, K]``.
+
+    ``shape`` is that of a sample. Every constant of the program is multiplied by the last input.
+    """
 
     def apply(v: Array) -> Array:
         near = v[:, -1].reshape(())

@@ -84,6 +84,7 @@ class BranchAndBound:
         return found, ended
 
     def _broken(self, x: jax.Array, y: jax.Array, eps: jax.Array) -> bool:
+        """Whether the sample is misclassified, or PGD flips it within ``eps``."""
         if int(jnp.argmax(self.model(x), axis=-1)[0]) != int(y[0]):
             return True
         found = driver.run(self.attack, self.model, x, y, eps=eps[0], diagnose=False)
@@ -92,9 +93,11 @@ class BranchAndBound:
     def _close(
         self, x: jax.Array, y: jax.Array, eps: jax.Array, low: Numbers, seconds: float
     ) -> tuple[Numbers, str]:
-        """:meth:`close` for one sample ``[1, *shape]`` with bounds ``[K]``, and how it ended.
+        """Branch and bound for one sample ``[1, *shape]``.
 
-        Takes at least one turn, then more until ``seconds`` are over.
+        Returns lower bounds ``[K]`` of its margins, and how it ended, one of :data:`ENDS`. ``low``
+        ``[K]`` are the bounds before the search. It makes at least one iteration, then more until
+        ``seconds`` are over; margins whose bound is not finite cannot be tightened.
         """
         began = time.monotonic()
         root = leaves.root(self.model, x, y, eps, self.norm, self.box)
@@ -113,7 +116,11 @@ class BranchAndBound:
 
 
 class _Frontier:
-    """All open leaves, and for each rival the least bound of its closed leaves."""
+    """The leaves of one sample's search, open or stuck, and the bounds of the verified ones.
+
+    A leaf belongs to one rival, and bounds that margin on the part of the ball where some ReLUs
+    have given signs.
+    """
 
     def __init__(self, low: Numbers, rivals: Numbers, begun: leaves.Leaves) -> None:
         self.begun, self.turns = low, 0
@@ -188,9 +195,10 @@ class _Frontier:
 
 
 def _halves(leaf: _Leaf, entries: list[int], children: Numbers) -> Iterator[_Leaf]:
-    """Yields a leaf for each combination of signs of ``entries``.
+    """Yields a leaf for each combination of signs of the neurons ``entries``.
 
-    ``children``, ``[C, 2]``, are the bounds of the halves of a split by each entry alone.
+    ``children``, ``[C, 2]``, are bounds of the two halves of a split by each entry alone (negative,
+    positive); the best of them and of the parent's is the new leaf's bound.
     """
     for pick in itertools.product((0, 1), repeat=len(entries)):
         signs, multipliers = leaf.signs.copy(), leaf.multipliers.copy()

@@ -127,7 +127,7 @@ def growth_bound(
 
 
 def _endless(profile: Profile, model: Classifier, asked: wdro.Asked, last: float) -> Profile:
-    """The profile with ``far``, a linear bound beyond the radius ``last``."""
+    """The profile with ``far``, a linear bound of each sample's loss beyond the radius ``last``."""
     labels, place = np.unique(np.asarray(asked.y), return_inverse=True)
     (_, classes) = jax.eval_shape(model, asked.x[:1]).shape
     end = jnp.asarray(last, asked.x.dtype)
@@ -137,7 +137,11 @@ def _endless(profile: Profile, model: Classifier, asked: wdro.Asked, last: float
 
 
 def _grid(radii: npt.ArrayLike | None, budgets: Numbers, most: float) -> Numbers:
-    """The radii ``[R]`` of the profiles, as given or by default, cut at the domain's diameter."""
+    """``[R]``: the radii of the profiles, those given (checked) or default ones.
+
+    Both end at ``most``, the domain's diameter, if that is finite. Default radii grow geometrically
+    from a fiftieth of the least positive budget.
+    """
     if radii is None:
         positive = budgets[budgets > 0]
         least = 0.02 * float(np.min(positive, initial=math.inf))
@@ -154,9 +158,10 @@ def _grid(radii: npt.ArrayLike | None, budgets: Numbers, most: float) -> Numbers
 
 
 def _joined(grid: Numbers, levels: Numbers, constant: float) -> Profile:
-    """The profiles from bounds ``levels``, ``[n, R + 1]``, of the losses within 0 and each radius.
+    """The profiles from bounds ``levels`` ``[n, R + 1]`` of the losses within 0 and each radius.
 
-    They are decreased until they are monotone in the radius and rise by at most ``constant``.
+    Bounds are lowered until they rise with the radius, and by no more than ``constant`` (a
+    Lipschitz constant, or inf) per unit of distance.
     """
     levels = np.minimum.accumulate(levels[:, ::-1], axis=1)[:, ::-1]
     slope = constant * (1 + wdro.ROUNDING)
@@ -176,9 +181,10 @@ def _joined(grid: Numbers, levels: Numbers, constant: float) -> Profile:
 
 
 def _dual(profile: Profile, eps: float, order: float) -> float:
-    """The least dual value over a grid of multipliers, refined twice; each value is a sound bound.
+    """The least dual value for one budget ``eps``, over a grid of multipliers.
 
-    ``eps`` is one budget; the profile's arrays are ``[n, R]``.
+    The grid is refined twice. Every value is a sound bound of the expected loss. The result is at
+    most the Lipschitz bound.
     """
     if eps == 0:
         return float(np.mean(profile.low[:, 0]))
@@ -208,7 +214,11 @@ def _dual(profile: Profile, eps: float, order: float) -> float:
 
 
 def _value(profile: Profile, level: float, order: float) -> float:
-    """``lam + mean_i max_t (psi_i(t) - lam t^p)``, with the budget as the unit of distance."""
+    """The dual value ``lam + mean_i max_t (psi_i(t) - lam t^p)`` at the multiplier ``level``.
+
+    The profile's distances are in units of the budget. The maximum is taken over the ends of all
+    pieces and the stationary points within them, and beyond the last radius over :func:`_behind`.
+    """
     slope, end = profile.constant, profile.end
     at = [profile.low - level * profile.start**order, profile.high - level * end**order]
     if order > 1 and slope < math.inf:
@@ -231,7 +241,7 @@ def _turn(slope: Numbers, level: float, order: float) -> Numbers:
 
 
 def _behind(base: Numbers, slope: Numbers, last: float, level: float, order: float) -> Numbers:
-    """``max_{t >= last} base + slope t - level t^order``, ``[n]``; inf if unbounded."""
+    """``[n]``: ``max_{t >= last} base + slope t - level t^order``; inf where it is unbounded."""
     if order == 1:
         far = np.where(slope <= level, last, math.inf)
     else:

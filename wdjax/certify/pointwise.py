@@ -143,7 +143,11 @@ def searched(
 
 
 def _tell(ended: npt.NDArray[Any] | None) -> None:
-    """Warns the caller's caller of searches that stopped early with nothing left to split."""
+    """Warns of samples whose branch and bound ended early, with nothing left to split.
+
+    ``ended`` ``[n]`` are indices in ``branch.ENDS``, None for other methods. The warning is at the
+    line that called the public function.
+    """
     if ended is None or not (stuck := np.sum(ended == branch.ENDS.index("nothing to split"))):
         return
     warnings.warn(
@@ -251,13 +255,13 @@ def radius(
 
 
 def _with_gradient(value: Array, method: Method) -> Array:
-    """Refuses reverse mode where slopes are optimised, in loops of unknown length."""
+    """The value; one that refuses reverse-mode gradients, for methods that optimise slopes."""
     return value if method in ("interval", "crown") else forward_only(value, 'method="crown"')
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
 def _root(model: Classifier, x: Array, y: Array, ball: Lp, steps: int, method: Method) -> Array:
-    """``[B]`` radii of :func:`_search`, with the gradient of the root of the least margin."""
+    """``[B]``: the radii of :func:`_search`, differentiable as the least margin's root."""
     return _search(model, x, y, ball, steps, method)
 
 
@@ -288,7 +292,10 @@ def _(
 
 
 def _search(model: Classifier, x: Array, y: Array, ball: Lp, steps: int, method: Method) -> Array:
-    """The certified radii ``[n]`` of :func:`radius`."""
+    """``[n]``: the certified radii of :func:`radius`, by margin bounds at ``steps`` trial radii.
+
+    0 where the sample itself is not verified; inf where the whole box is.
+    """
     most = ball.diameter(x.shape[1:])
     clean = _bounds(model, x, y, jnp.zeros(len(y), x.dtype), ball, method)
     least = jnp.min(clean, axis=-1)
@@ -311,9 +318,10 @@ def _search(model: Classifier, x: Array, y: Array, ball: Lp, steps: int, method:
 
 @functools.partial(jax.jit, static_argnums=(4, 5))
 def _guess(model: Classifier, x: Array, y: Array, low: Array, norm: float, most: float) -> Array:
-    """The first radius to try, ``[n]``: just below the distance to the linearised boundary.
+    """``[n]``: the first radius to try, just below the distance to the linearised boundary.
 
-    ``low`` are the margins ``[n, K]`` at the samples; ``most`` is the domain's diameter.
+    ``low`` ``[n, K]`` are the margins at the samples. The guess is at most ``most``, the domain's
+    diameter; if none is finite and positive, it is 1, or the diameter if that is less.
     """
 
     def slopes(xi: Array, yi: Array) -> Array:
@@ -330,11 +338,11 @@ def _guess(model: Classifier, x: Array, y: Array, low: Array, norm: float, most:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _narrower(bracket: _Bracket, low: Array, most: float) -> _Bracket:
-    """Updates the bracket by the margins ``low``, ``[n, K]``, at ``trial``; sets the next trial.
+    """The bracket after bounds ``low`` ``[n, K]`` of the margins at ``trial``, and the next trial.
 
     Before the first failure the radius is doubled. Then it is the secant's root between ``best``
     and ``high``, at least a tenth of the way from either; the margin at an end that stays is halved
-    (Illinois rule).
+    (Illinois rule). No trial exceeds ``most``.
     """
     least, (best, margin, high, deficit, trial) = jnp.min(low, axis=-1), bracket
     good = least > 0
@@ -351,10 +359,12 @@ def _narrower(bracket: _Bracket, low: Array, most: float) -> _Bracket:
 @functools.partial(jax.jit, static_argnames=("ball", "method"))
 @highest()
 def _bounds(model: Classifier, x: Array, y: Array, eps: Array, ball: Lp, method: Method) -> Array:
+    """``[n, K]``: lower bounds of the margins within ``eps`` ``[n]``."""
     return margins.lower(model, region.ball(x, eps, ball.norm, ball.box), y, method)
 
 
 def _check_eps(eps: ArrayLike, x: AnyArray) -> Array:
+    """The radii, a number or ``[n]``, as an array; raises for NaN and negative ones."""
     if validate.traced(eps):
         return jnp.asarray(eps)
     # NumPy, since inside jit even JAX operations on constants have no values.
@@ -372,7 +382,10 @@ def _in_batches(
     arrays: tuple[AnyArray, ...],
     batch_size: int,
 ) -> Array:
-    """``fn(model, *arrays)`` in batches padded to one size, so that it is compiled once."""
+    """``fn(model, *arrays)`` of arrays ``[n, ...]``, in batches padded to one size.
+
+    So ``fn``, which acts on each row alone, is compiled once.
+    """
     n = len(arrays[0])
     size = min(validate.check_count("batch_size", batch_size), n)
     parts = []

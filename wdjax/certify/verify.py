@@ -130,7 +130,10 @@ def verify(
 
 
 def _remarks(logits: Numbers) -> tuple[str, ...]:
-    """Advice, if the logits ``[n, K]`` are of a kind that makes bounds loose."""
+    """Advice on how tighter bounds may be had, from the logits ``[n, K]`` of the data.
+
+    Bounds are loose for models that return probabilities, and for logits that share a large offset.
+    """
     found = []
     if np.all(logits >= 0) and np.allclose(np.sum(logits, axis=1), 1, atol=1e-3):
         found.append(

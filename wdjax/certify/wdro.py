@@ -233,7 +233,10 @@ def certified_accuracy(radius: npt.ArrayLike, eps: npt.ArrayLike, order: float) 
 
 
 def _unbought(radius: Numbers, eps: float, order: float) -> float:
-    """The share of samples that stay correct, from sorted radii ``[n]`` and one budget."""
+    """The share of samples that stay correct, if one budget buys flips at the certified radii.
+
+    ``radius`` ``[n]`` is sorted; the cheapest samples are bought first, the last one in part.
+    """
     if eps == 0:
         return float(np.mean(radius > 0))
     cost = (np.minimum(radius / eps, 1e300 ** (1 / order)) ** order) * (1 - ROUNDING)
@@ -255,6 +258,7 @@ def _cross_entropy(low: Numbers) -> Numbers:
 
 
 def _margin(low: Numbers) -> Numbers:
+    """``[n]``: upper bounds of the margin loss, from lower bounds ``[n, K]`` of the margins."""
     return np.max(-low, axis=-1)
 
 

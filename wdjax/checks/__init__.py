@@ -1,7 +1,12 @@
 """Checks of the arguments of public functions, before any work is done.
 
-`arguments` checks kinds and types, which tracers have too; `validate` checks the numbers: finite,
-in the box, labels in range. `independence` checks that a model treats each sample alone, which
-`batch_axis` proves from its program where it can. `forward_mode` raises errors where a function
-cannot be traced or differentiated, and names an alternative. Open `validate` first.
+An argument first passes `arguments`, which checks what it is: float samples, integer labels, a
+typed key, an attack or model (this works inside a trace too). Then `validate` checks the numbers
+outside traces: finite, in the box, labels in range, radii at least 0. `independence` checks that a
+model treats each sample alone; `batch_axis` proves this from the model's program, and where it
+cannot, the model is evaluated on several batches and compared. `forward_mode` makes the errors of
+functions that work on the host only, or have no reverse-mode gradient; they name an alternative.
+
+Open `validate` first. To check a new kind of argument: a function and a row in ``_KINDS`` of
+`arguments`.
 """

@@ -98,6 +98,7 @@ def warn(text: str | None, below: int = 0) -> None:
 
 
 def _module(frame: types.FrameType) -> str:
+    """The name of the module that a frame runs."""
     return str(frame.f_globals.get("__name__", ""))
 
 
@@ -144,6 +145,7 @@ def _points(name: str, value: Any) -> None:
 
 
 def _labels(name: str, value: Any) -> None:
+    """Raises unless the value is integer labels ``[n]``."""
     array = _array(name, value, "integer labels [n]")
     if not jnp.issubdtype(array.dtype, jnp.integer) or len(array.shape) != 1:
         raise ValueError(
@@ -153,6 +155,7 @@ def _labels(name: str, value: Any) -> None:
 
 
 def _radius(name: str, value: Any) -> None:
+    """Raises unless the value is a real number or several, outside traces finite and at least 0."""
     array = _array(name, value, "a number, or several where that is documented")
     came = described(array if len(array.shape) else value)
     if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer)):
@@ -162,6 +165,7 @@ def _radius(name: str, value: Any) -> None:
 
 
 def _key(name: str, value: Any) -> None:
+    """Raises unless the value is one typed random key; the message says how to make one."""
     typed = hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     if typed and not value.shape:
         return
@@ -196,6 +200,7 @@ def _instance(name: str, value: Any) -> None:
 
 
 def _keys(name: str, value: Any) -> None:
+    """Raises unless the value is an array ``[S]`` of typed random keys."""
     typed = hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     if not typed or len(value.shape) != 1:
         raise ValueError(
@@ -205,6 +210,7 @@ def _keys(name: str, value: Any) -> None:
 
 
 def _model(name: str, value: Any) -> None:
+    """Raises unless the value is a model, by :func:`wdjax.checks.validate.check_model`."""
     validate.check_model(value)
 
 

@@ -81,10 +81,16 @@ def prove(closed: ClosedJaxpr, batched: Sequence[bool]) -> BatchProof:
 
 
 def _varying(aval: Any) -> SampleFree:
+    """A value that depends on no sample, and may differ along every axis longer than 1."""
     return SampleFree(frozenset(axis for axis, size in enumerate(aval.shape) if size > 1))
 
 
 def _walk(closed: ClosedJaxpr | Jaxpr, values: Sequence[Value], n: int) -> list[Value]:
+    """What is known of each result of a program, from what is known of its arguments.
+
+    ``n`` is the batch size. Raises :class:`_Unproved`, with the primitive's name, at the first
+    equation that mixes samples or has no rule.
+    """
     consts, jaxpr = getattr(closed, "consts", ()), getattr(closed, "jaxpr", closed)
     known: dict[Any, Value] = dict(zip(jaxpr.invars, values))
     known.update((var, _varying(var.aval)) for var, _ in zip(jaxpr.constvars, consts))
@@ -103,7 +109,10 @@ def _walk(closed: ClosedJaxpr | Jaxpr, values: Sequence[Value], n: int) -> list[
 
 
 def _follow(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
-    """The values that an equation returns for a batch of ``n`` samples."""
+    """What is known of an equation's results, from what is known of its operands ``args``.
+
+    ``n`` is the batch size. Raises :class:`_Unproved` if samples are mixed, or there is no rule.
+    """
     name = eqn.primitive.name
     if name in _STRUCTURED:
         return _STRUCTURED[name](eqn, args, n)
@@ -125,12 +134,16 @@ def _follow(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
 
 
 def _shape(eqn: JaxprEqn, operand: int = 0) -> tuple[int, ...]:
+    """The shape of an equation's operand."""
     aval: Any = eqn.invars[operand].aval
     return tuple(aval.shape)
 
 
 def _elementwise(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """Entries of all operands at one place."""
+    """The rule for operations on entries of all operands at one place.
+
+    Raises :class:`_Unproved` if the operands' samples lie along different axes.
+    """
     rows = [arg for arg in args if isinstance(arg, PerSample)]
     varies = frozenset[int]().union(*(arg.varies for arg in args if isinstance(arg, SampleFree)))
     if not rows:
@@ -142,7 +155,11 @@ def _elementwise(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _moved(value: Value, place: Callable[[int], int | None]) -> Value:
-    """A value whose axes go elsewhere; None for one that is summed up or cut."""
+    """What is known of a value whose axis ``i`` becomes axis ``place(i)``.
+
+    ``place`` is None for an axis that is summed up or cut; for the samples' axis that raises
+    :class:`_Unproved`.
+    """
     if isinstance(value, PerSample):
         axis = place(value.axis)
         if axis is None:
@@ -152,15 +169,17 @@ def _moved(value: Value, place: Callable[[int], int | None]) -> Value:
 
 
 def _broadcast(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
+    """The rule for ``broadcast_in_dim``."""
     return _moved(args[0], lambda axis: eqn.params["broadcast_dimensions"][axis])
 
 
 def _transposed(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
+    """The rule for ``transpose``."""
     return _moved(args[0], eqn.params["permutation"].index)
 
 
 def _reduced(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """An operation that removes axes: a sum, a maximum, a squeeze."""
+    """The rule for operations that remove axes, such as sums: proved if the samples' one stays."""
     gone = eqn.params.get("axes", eqn.params.get("dimensions", ()))
 
     def place(axis: int) -> int | None:
@@ -170,7 +189,11 @@ def _reduced(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _reshaped(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """A reshape: finds the new axis that holds all samples, by the number of entries per sample."""
+    """The rule for ``reshape``: finds the new axis along which the samples lie.
+
+    It is the axis whose entries can be grouped as ``[outer, n, inner]``, by the number of entries
+    that follow each sample; raises :class:`_Unproved` if there is none.
+    """
     row, old, new = args[0], _shape(eqn), eqn.params["new_sizes"]
     if not isinstance(row, PerSample) or eqn.params.get("dimensions") is not None or 0 in new:
         raise _Unproved
@@ -184,22 +207,27 @@ def _reshaped(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _stacked(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
+    """The rule for ``stack``, which puts a new axis before others."""
     own = eqn.params["axis"]
     return _moved(_elementwise(eqn, args, n), lambda axis: axis + (axis >= own))
 
 
 def _unstacked(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
+    """The rule for ``unstack``: proved if it is along another axis than the samples'."""
     own = eqn.params["axis"]
     return _moved(args[0], lambda axis: None if axis == own else axis - (axis > own))
 
 
 def _tiled(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
+    """The rule for ``tile``: proved if the samples are not repeated."""
     return _moved(args[0], lambda axis: axis if eqn.params["reps"][axis] == 1 else None)
 
 
 def _along(*names: str) -> Callable[[JaxprEqn, Sequence[Value], int], Value]:
-    """The rule for operations along the axes in one of the parameters ``names``; along the other
-    axes these act on each entry alone."""
+    """The rule for operations along some axes: proved if the samples lie along another.
+
+    ``names`` are the parameters that may hold the axes; without any of them it is the last axis.
+    """
 
     def rule(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
         value = _elementwise(eqn, args, n)
@@ -214,7 +242,10 @@ def _along(*names: str) -> Callable[[JaxprEqn, Sequence[Value], int], Value]:
 
 
 def _whole(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """Slices, padding and windows that leave the batch axis as it is."""
+    """The rule for slices, padding and pooling windows: proved if they leave the batch axis alone.
+
+    The axis must neither be cut, padded, strided nor pooled; otherwise raises :class:`_Unproved`.
+    """
     value, params = args[0], eqn.params
     if not isinstance(value, PerSample):
         raise _Unproved
@@ -233,7 +264,7 @@ _WINDOWS = ("strides", "window_dimensions", "window_strides", "base_dilation", "
 
 
 def _updated(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """``dynamic_update_slice`` over the whole batch axis, at fixed places."""
+    """The rule for ``dynamic_update_slice``: proved if all samples are updated alike."""
     value = _elementwise(eqn, args, n)
     if any(isinstance(arg, PerSample) for arg in args[2:]) or not isinstance(value, PerSample):
         raise _Unproved
@@ -243,7 +274,7 @@ def _updated(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _sliced(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """``dynamic_slice`` over the whole batch axis, at fixed places."""
+    """The rule for ``dynamic_slice``: proved if all samples are kept and cut alike."""
     row = args[0]
     if any(isinstance(arg, PerSample) for arg in args[1:]) or not isinstance(row, PerSample):
         raise _Unproved
@@ -253,7 +284,10 @@ def _sliced(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _product(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """``dot_general``: samples lie along a free axis of one factor, or a batch axis of both."""
+    """The rule for ``dot_general``: proved if the samples lie along a free or batch axis.
+
+    A free axis of one factor, if the other depends on no sample; else the same batch axis of both.
+    """
     (left_sum, right_sum), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     sides = (left_sum, left_batch), (right_sum, right_batch)
     free = [
@@ -270,7 +304,7 @@ def _product(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _convolved(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """A convolution of images by a fixed kernel."""
+    """The rule for convolutions: proved if the samples are images, and the kernel is fixed."""
     dims, images = eqn.params["dimension_numbers"], args[0]
     if isinstance(args[1], PerSample) or not isinstance(images, PerSample):
         raise _Unproved
@@ -280,7 +314,7 @@ def _convolved(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _gathered(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """``gather`` of slices with the whole batch axis at fixed indices, or by the samples' indices.
+    """The rule for ``gather``: proved if all samples are kept, or each is indexed by itself.
 
     An axis of the operand that is taken as a whole becomes one of ``offset_dims``; axes of the
     indices become the other axes of the result.
@@ -306,12 +340,12 @@ def _gathered(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _each(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
-    """An operation with one result for each operand, equal to it."""
+    """The rule for operations that return their operands."""
     return args
 
 
 def _scanned(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
-    """``scan`` over an axis that is not the batch axis."""
+    """The rule for ``scan`` over another axis than the batch axis."""
     consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
     fixed, whole = args[:consts], args[consts + carries :]
     series = [_moved(arg, lambda axis: axis - 1 if axis else None) for arg in whole]
@@ -327,7 +361,7 @@ def _scanned(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
 
 
 def _repeated(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
-    """``while`` whose condition depends on no sample."""
+    """The rule for ``while``: proved if the condition depends on no sample."""
     params, first = eqn.params, eqn.params["cond_nconsts"]
     second = first + params["body_nconsts"]
     carry = _settled(
@@ -340,7 +374,7 @@ def _repeated(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
 
 
 def _chosen(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
-    """Branches that no sample chooses."""
+    """The rule for ``cond``: proved if no sample decides which branch is taken."""
     if isinstance(args[0], PerSample):
         raise _Unproved
     ways = [_walk(branch, args[1:], n) for branch in eqn.params["branches"]]
@@ -350,7 +384,10 @@ def _chosen(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
 def _settled(
     carry: Sequence[Value], turn: Callable[[Sequence[Value]], Sequence[Value]]
 ) -> Sequence[Value]:
-    """A description of a loop's carry that holds in every turn: the fixed point of joining."""
+    """What is known of a loop's carry in every iteration: the fixed point of joining.
+
+    ``turn`` maps what is known before an iteration to what is known after it.
+    """
     while True:
         joined = [_joined(now, after) for now, after in zip(carry, turn(carry))]
         if joined == list(carry):
@@ -359,7 +396,7 @@ def _settled(
 
 
 def _joined(*values: Value) -> Value:
-    """What holds of all values, which stand at one place."""
+    """What is known of a value that may be any of ``values``."""
     rows = [value for value in values if isinstance(value, PerSample)]
     varies = frozenset[int]().union(*(v.varies for v in values if isinstance(v, SampleFree)))
     if not rows:

@@ -1,4 +1,4 @@
-"""The command line: each command is a file, works in resumable tasks, and writes JSON.
+"""The command line: ``python -m wdjax COMMAND``.
 
 `subject` declares and loads what all commands share: model, samples, places of results; `own_model`
 has the kinds of ``--model``, `options` the types of numbers; `printed` makes tables, `console`
@@ -98,7 +98,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(parsed: argparse.Namespace, console: Console) -> int:
-    """Runs a command; returns the exit code, also if it failed."""
+    """Runs a command; returns its exit code.
+
+    Errors of the user, lack of memory and signals become a line on stderr and a code of their own;
+    any other exception is a fault of the library, and is raised.
+    """
     try:
         # Commands print the remarks themselves, also those on results read from a checkpoint.
         told = warnings.catch_warnings(action="ignore", category=diagnosis.RobustnessWarning)
@@ -155,7 +159,10 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Prints ``--help`` and ``--version`` to standard output, errors to stderr."""
+        """Prints ``--help`` and ``--version`` to standard output, errors to stderr.
+
+        Ends the process with an exit code if standard output cannot be written.
+        """
         if file is not sys.stdout:
             Console().warn(message.removesuffix("\n"))
             return
@@ -203,5 +210,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _versions(parsed: argparse.Namespace, console: Console) -> int:
+    """The command ``versions``: prints the versions that numbers depend on, as JSON."""
     console.result(json.dumps(summary.versions(), indent=1) + "\n")
     return 0

@@ -148,7 +148,10 @@ def _table(content: dict[str, Any]) -> Iterator[list[Any]]:
 
 
 def _columns(parsed: argparse.Namespace) -> dict[str, Column]:
-    """The attacks that were asked for, by label; raises for options without effect."""
+    """The attacks that were asked for, by label in results; the columns of Table 1 for ``table1``.
+
+    Raises for unknown attacks, and for options that would have no effect.
+    """
     found = attack_words.read("--attacks", parsed.attacks)
     if found == [attack_words.Word("table1")]:
         if parsed.kappa is not None:
@@ -166,7 +169,11 @@ def _columns(parsed: argparse.Namespace) -> dict[str, Column]:
 
 
 def _checked(found: list[attack_words.Word], parsed: argparse.Namespace) -> dict[str, Column]:
-    """The columns of the words of ``--attacks``; raises for duplicates and impossible settings."""
+    """The attacks of the words of ``--attacks``, by label in results, with all settings checked.
+
+    Raises, before any work, for an attack given twice, for settings that an attack refuses, and for
+    ``--kappa``, ``--rivals`` or ``--bfloat16`` where they do not apply.
+    """
     ball, order = Lp(norms.NAMES[parsed.norm]), options.ORDERS[parsed.order]
     columns: dict[str, Column] = {}
     seen, heeded = set(), parsed.rivals is None
@@ -209,17 +216,17 @@ def _with_rivals(column: Column, parsed: argparse.Namespace) -> Column:
 
 
 def _nearest(column: Column, ball: Lp) -> bool:
-    """Whether it searches for the nearest flips."""
+    """Whether the attack looks for the nearest flips, so that kappa does not apply."""
     return column.name in NEAREST or _budget(column, ball) == "none"
 
 
 def _lone(column: Column, ball: Lp) -> bool:
-    """Whether it is a single attack that treats samples independently."""
+    """Whether it is a single attack, no ensemble, that treats samples independently."""
     return column.name in ATTACKS and _budget(column, ball) != "data"
 
 
 def _budget(column: Column, ball: Lp) -> str:
-    """The attack's budget; empty for an ensemble."""
+    """The attack's ``budget``; an empty string for an ensemble."""
     made = ATTACKS[column.name](ball, **column.settings) if column.name in ATTACKS else None
     return "" if made is None else made.budget
 
@@ -233,7 +240,10 @@ def _attack(
     tick: Callable[[Progress], None],
     task: tasks.Task,
 ) -> tuple[Result, dict[str, Any]]:
-    """Runs one attack: its result, ``[n]`` leaves, and what was measured."""
+    """Runs one attack: its result, ``[n]`` leaves on the host, and its row in the JSON.
+
+    ``tick`` moves the progress bar; ``task`` says where the attack's checkpoint is.
+    """
     split = 1.0 if column.kappa is None else column.kappa
     ball, order = Lp(norms.NAMES[parsed.norm]), column.order
     spending = {} if _nearest(column, ball) else {"kappa": split}
@@ -269,7 +279,12 @@ def _search(
     task: tasks.Task,
     how: dict[str, Any],
 ) -> tuple[Result, dict[str, int]]:
-    """Runs one attack and spends the budget; also counts the flips lost in bfloat16, if used."""
+    """Runs one attack or ensemble and spends the budget; its result.
+
+    ``spending`` holds kappa, or nothing for minimum-norm attacks: with kappa the search is within
+    ``kappa^(1/order) eps``. Also returns, with ``--bfloat16``, how many flips float32 did not
+    confirm.
+    """
     name, order, eps = column.name, column.order, parsed.eps
     reach = eps * spending.get("kappa", 1.0) ** (1 / order)
     lost: dict[str, int] = {}
@@ -295,6 +310,7 @@ def _search(
 def _measured(
     result: Result, x: np.ndarray, y: np.ndarray, norm: float, order: float
 ) -> dict[str, Any]:
+    """An attack's measurements for the JSON: accuracy, largest cost, transport cost, passes."""
     distribution = transport.AdversarialDistribution.from_result(x, y, result)
     return {
         "attacked_accuracy": audit.accuracy(result),
@@ -305,7 +321,12 @@ def _measured(
 
 
 def _points(x: np.ndarray, y: np.ndarray, results: dict[str, Result]) -> bytes:
-    """The archive of ``--points``."""
+    """The content of the ``--points`` file, an npz archive.
+
+    For every attack the arrays ``NAME/x_adv``, ``success``, ``cost`` and ``weight``; and as ``x``
+    the nearest flip of all attacks for each sample (the sample itself if there is none), with
+    ``y``.
+    """
     arrays: dict[str, Any] = {"y": y}
     nearest, distance = np.array(x), np.full(len(y), np.inf)
     for name, result in results.items():

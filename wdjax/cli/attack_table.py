@@ -160,6 +160,7 @@ def make(name: str, ball: Lp, settings: attack_words.Settings) -> Attack:
 
 
 def _enough(ball: Lp, passes: int = LEAST) -> None:
+    """Raises if ``passes`` are fewer than the ensemble ``fast`` needs."""
     if passes < LEAST:
         raise ValueError(f"passes must be at least {LEAST}, got {passes}.")
 

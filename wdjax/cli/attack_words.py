@@ -109,7 +109,10 @@ def typed(word: Word, kinds: Mapping[str, Any]) -> Settings:
 
 
 def _value(text: str, hint: Any) -> Any:
-    """A text converted to one of the types that ``hint`` allows."""
+    """A setting's text converted to one of the types that its annotation ``hint`` allows.
+
+    "none" is None, if allowed; a function is the name of a loss. Raises an ArgumentTypeError.
+    """
     whole = typing.get_origin(hint) in (None, tuple, _FUNCTION)
     kinds = {typing.get_origin(one) or one for one in ([hint] if whole else typing.get_args(hint))}
     if type(None) in kinds and text.lower() == "none":
@@ -128,6 +131,7 @@ def _value(text: str, hint: Any) -> Any:
 
 
 def _numbers(text: str) -> tuple[float, ...]:
+    """The numbers of a text such as ``(3, 2, 1)``."""
     words = options.words(text.strip("()"))
     if not (text.startswith("(") and words):
         raise argparse.ArgumentTypeError(
@@ -137,7 +141,7 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 
 def _loss(text: str) -> Callable[..., Any]:
-    """A loss of :mod:`wdjax.losses` by its name."""
+    """A loss of :mod:`wdjax.losses` by its name; only functions of outputs and labels count."""
     known = {
         name: value
         for name, value in vars(losses).items()
@@ -151,7 +155,7 @@ def _loss(text: str) -> Callable[..., Any]:
 
 
 def _of_outputs(function: Callable[..., Any]) -> bool:
-    """Whether the function is called as ``function(out, y)``."""
+    """Whether the function can be called as ``function(out, y)``."""
     needed = [
         one
         for one in inspect.signature(function).parameters.values()

@@ -252,7 +252,7 @@ def _trained(
 
 
 def _words(model: Model, recipe: Recipe, samples: int) -> str:
-    """The model and its training, in words."""
+    """A sentence about the model and its training, for the page."""
     count = sum(leaf.size for leaf in jax.tree.leaves(model))
     said = (
         f"A multilayer perceptron {'-'.join(map(str, SIZES))} with ReLU and {count} parameters, "

@@ -135,7 +135,10 @@ def _margins(
     how: dict[str, Any],
     console: Console,
 ) -> tuple[certify.Certificate, tasks.Spent]:
-    """Certifies by bounds of margins; also returns what it spent."""
+    """Certifies by bounds of the margins, as one task; also returns the time it took.
+
+    ``how`` has norm, eps and batch size; method, steps and seconds are added to it.
+    """
     how |= {"method": parsed.method, "steps": parsed.steps, "seconds": parsed.seconds}
     with console.search("certify") as tick:
 
@@ -152,7 +155,7 @@ def _content(
     found: certify.Certificate,
     spent: tasks.Spent,
 ) -> dict[str, Any]:
-    """The content of the JSON."""
+    """The JSON's content: verified samples, certified accuracies, ends of searches, times."""
     left = {
         f"omega_{name}": float(certify.certified_accuracy(found.radius, parsed.eps, order))
         for name, order in options.ORDERS.items()
@@ -171,7 +174,7 @@ def _content(
 
 
 def _radii(found: certify.Certificate) -> bytes:
-    """The archive of ``--radii``."""
+    """The content of the ``--radii`` file, an npz archive of ``[n]`` arrays."""
     buffer = io.BytesIO()
     np.savez_compressed(
         buffer,

@@ -122,6 +122,7 @@ def _table(content: dict[str, Any]) -> Iterator[list[Any]]:
 
 
 def _cases(text: str) -> list[str]:
+    """The games of the defences in ``--defense``; raises for unknown ones and duplicates."""
     names = options.words(text)
     if not names or set(names) - set(FAMILIES) or len(set(names)) < len(names):
         raise ValueError(f"--defense knows {', '.join(FAMILIES)}, each once; got {text!r}.")
@@ -129,7 +130,10 @@ def _cases(text: str) -> list[str]:
 
 
 def _wanted(parsed: argparse.Namespace, cases: list[str]) -> list[attack_words.Word] | None:
-    """The attacks of ``--attacks``; raises for one that no case has, or bad settings."""
+    """The attacks of ``--attacks``, parsed and checked; None, which means all, if it is not given.
+
+    Raises if none of the games ``cases`` has such an attack, or for settings that it does not take.
+    """
     if parsed.attacks is None:
         return None
     wanted = attack_words.read("--attacks", parsed.attacks)
@@ -149,7 +153,9 @@ def _wanted(parsed: argparse.Namespace, cases: list[str]) -> list[attack_words.W
 def _chosen(
     rows: dict[str, Row], wanted: list[attack_words.Word] | None
 ) -> dict[str, tuple[str, Row]]:
-    """The wanted attacks of a case with their settings, by label; all if ``wanted`` is None.
+    """The wanted attacks among ``rows``, by label in results, as (name, row with its settings).
+
+    Attacks that this defence lacks are left out; ``wanted`` None means all rows as they are.
 
     Raises:
       ValueError: settings that an attack does not take, or an attack given twice.
@@ -193,7 +199,11 @@ def _case(
     console: Console,
     all_done: list[tasks.Done[Any]],
 ) -> dict[str, Any]:
-    """Plays all games of a defence under one seed; returns their entry in the JSON."""
+    """Plays all games of a defence under one seed, each as a task; returns their entry in the JSON.
+
+    The defence is trained only if a game's result is not in the checkpoint. The entry also has the
+    cost of adaptation as a multiple of a prediction's, and the strongest attack.
+    """
     case, train, test = digits.case(name, seed, parsed.iterations)
     size, count = _fitting(case, parsed.samples)
     key = jax.random.key(seed)
@@ -244,7 +254,11 @@ def _play(
     shown: Callable[[State], None],
     task: tasks.Task,
 ) -> GameReport:
-    """One game."""
+    """Plays one game, or continues it from its checkpoint.
+
+    ``ready`` returns defence and memory, and trains the defence at its first call; ``how`` are
+    arguments of :func:`wdjax.transductive.play`.
+    """
     defense, memory = ready()
     task.begin()
     how = how | task.saving() | {"callback": task.heard(shown)}
@@ -252,7 +266,10 @@ def _play(
 
 
 def _fitting(case: DigitsCase, samples: int | None) -> tuple[int, int]:
-    """Inputs in a round, and in total; pools of two rounds need an even number of rounds."""
+    """The numbers of inputs in a round and in total, at most ``samples``.
+
+    A case with a fixed size has an even number of rounds, since its pools span two of them.
+    """
     count = case.inputs if samples is None else min(samples, case.inputs)
     if case.size is None:
         return count, count
@@ -261,6 +278,7 @@ def _fitting(case: DigitsCase, samples: int | None) -> tuple[int, int]:
 
 
 def _shown(tick: Callable[[Progress], None], row: Row, rounds: int) -> Callable[[State], None]:
+    """Returns the function that moves the progress bar to a game's present round and iteration."""
     turns = row.attack.iterations + 1
 
     def show(state: State) -> None:
@@ -275,7 +293,7 @@ def _share(found: Share) -> dict[str, Any]:
 
 
 def _measured(found: GameReport, row: Row) -> dict[str, Any]:
-    """The measurements of a game, with its settings."""
+    """The JSON of one game: accuracies, rejections, settings, costs, faults."""
     measured: dict[str, Any] = {
         name: _share(getattr(found, name))
         for name in (
@@ -309,6 +327,7 @@ def _measured(found: GameReport, row: Row) -> dict[str, Any]:
 
 
 def _settings(row: Row) -> dict[str, Any]:
+    """The settings of a game's attack and of its inner attack, for JSON."""
     inner: Any = row.attack.inner
     own = {"name": type(inner).__name__} | summary.settings(inner)
     own.pop("loss")  # Replaced by the objective.
@@ -317,10 +336,12 @@ def _settings(row: Row) -> dict[str, Any]:
 
 
 def _percent(found: Share) -> str:
+    """A share and its interval in percent, as text."""
     return f"{100 * found.value:.1f} % [{100 * found.low:.1f}, {100 * found.high:.1f}]"
 
 
 def _say(console: Console, label: str, found: GameReport, measured: dict[str, Any]) -> None:
+    """Prints the accuracies of a game, and warns if an input met a fault."""
     said = (
         f"{label}: {_percent(found.one_shot)} attacked, {100 * found.one_shot_clean.value:.1f} "
         f"clean; static {100 * found.static_accuracy.value:.1f} and "

@@ -141,6 +141,7 @@ def _table(content: dict[str, Any]) -> Iterator[list[Any]]:
 
 
 def _say(console: Console, label: str, row: dict[str, Any]) -> None:
+    """Prints what other searches added at one radius, and warns of all doubts about the result."""
     if more := row["flips_of_other_searches"]:
         left = f"{row['attacked_accuracy']:.2%} robust"
         console.say(f"{label}: {left} with {more} flips that searches in other radii found")
@@ -161,7 +162,7 @@ def _content(parsed: argparse.Namespace, samples: subject.Subject, clean: float)
 
 
 def _window(text: str) -> str:
-    """``--window``: a number of pixels, or ``full``."""
+    """Checks ``--window``: a whole number of pixels, or ``full``; returns it as text."""
     return text if text == "full" else str(options.WINDOW(text))
 
 
@@ -175,7 +176,11 @@ def _attack(
     tick: Callable[[Progress], None],
     task: tasks.Task,
 ) -> Found:
-    """Attacks the samples that survived smaller radii; their flips are inside this one, too."""
+    """Attacks within ``eps`` the samples that survived all smaller radii.
+
+    ``before`` has the results at smaller radii, whose flips are inside this radius too and are
+    kept. The plans are dropped, since costs have been measured.
+    """
     known = [*before.values()][-1] if before else None
     left = None if known is None else np.asarray(known.correct & ~known.success)
     if known is not None and left is not None and not left.any():
@@ -186,6 +191,7 @@ def _attack(
 
 
 def _kept(task: tasks.Task, tick: Callable[[Progress], None]) -> dict[str, Any]:
+    """Options of a search: its checkpoint in the task's folder, and the progress bar."""
     return task.saving(parts=True) | {"callback": task.heard(tick)}
 
 
@@ -195,6 +201,7 @@ def _light(found: Found) -> Found:
 
 
 def _robust(found: Found) -> float:
+    """The share of samples that are classified correctly and have no flip."""
     return float(np.mean(found.correct & ~found.success))
 
 
@@ -219,12 +226,12 @@ def _least(
     tick: Callable[[Progress], None],
     task: tasks.Task,
 ) -> Found:
-    """The nearest flips, for ``--radii``."""
+    """The nearest flips of all samples, for ``--radii``, without their plans."""
     return _light(image.minimum_radius(model, x, y, **how, **_kept(task, tick)))
 
 
 def _radii(found: Found, pixels: int) -> tuple[bytes, dict[str, Any]]:
-    """The archive of ``--radii``, and its summary for the JSON."""
+    """The content of the ``--radii`` file (npz, ``[n]`` arrays), and its summary for the JSON."""
     radius = np.where(found.success, found.cost, np.inf)
     buffer = io.BytesIO()
     np.savez_compressed(
@@ -235,7 +242,11 @@ def _radii(found: Found, pixels: int) -> tuple[bytes, dict[str, Any]]:
 
 
 def _points(x: np.ndarray, y: np.ndarray, results: dict[float, Found]) -> bytes:
-    """The archive of ``--points``."""
+    """The content of the ``--points`` file, an npz archive.
+
+    For every radius k the arrays ``kK/x_adv``, ``success`` and ``cost``; and as ``x`` the nearest
+    flip of all radii for each sample (the sample itself if there is none), with ``y``.
+    """
     arrays: dict[str, Any] = {"y": y}
     nearest, distance = np.array(x), np.full(len(y), np.inf)
     for k, found in results.items():

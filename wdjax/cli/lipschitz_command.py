@@ -50,6 +50,10 @@ def verified(
 def _loss(
     parsed: argparse.Namespace, model: Classifier, x: AnyArray, y: AnyArray, by: Any, norm: float
 ) -> dict[str, Any]:
+    """The JSON of the expected loss's bound over ``Omega_1(eps)``, by a global Lipschitz constant.
+
+    ``by`` is the method of the constant, which is the largest of the labels present.
+    """
     box = (0.0, 1.0)
     constants = lipschitz.global_lipschitz(model, x, norm=norm, box=box, method=by)
     constant = float(constants[np.unique(np.asarray(y))].max())

@@ -174,7 +174,7 @@ def _table(content: dict[str, Any]) -> Iterator[list[Any]]:
 
 
 def _modes(text: str) -> list[nppr.Mode]:
-    """The modes of ``--mode``."""
+    """The modes of ``--mode``, in the order of ``nppr.MODES``; raises for unknown ones."""
     known = {"paper": families.PAPER, "all": nppr.MODES}
     if text in known:
         return [*known[text]]
@@ -188,6 +188,7 @@ def _modes(text: str) -> list[nppr.Mode]:
 
 
 def _row(found: Estimate) -> dict[str, Any]:
+    """An estimate as a JSON object, with its intervals."""
     (low, high), (lower, upper) = found.pooled(), found.population()
     return {
         "value": found.value,
@@ -201,6 +202,7 @@ def _row(found: Estimate) -> dict[str, Any]:
 
 
 def _ball(parsed: argparse.Namespace) -> Lp:
+    """The ball of ``--norm`` in the box [0, 1]."""
     return Lp(norms.NAMES[parsed.norm])
 
 
@@ -225,14 +227,18 @@ def _noises(parsed: argparse.Namespace) -> dict[str, Any]:
 def _fixed(
     parsed: argparse.Namespace, model: Classifier, own: Any, held: Any, task: tasks.Task
 ) -> dict[str, Any]:
-    """PR under a fixed distribution."""
+    """The JSON row of PR: the share of copies that survive under the fixed distribution ``own``."""
     return _row(_measure(parsed, model, own, *held))
 
 
 def _rare(
     parsed: argparse.Namespace, model: Classifier, held: Any, shares: list[float], task: tasks.Task
 ) -> list[dict[str, Any]]:
-    """Failure probabilities under uniform noise of the first samples whose copies all survived."""
+    """Failure probabilities under uniform noise of single samples, as JSON rows.
+
+    Takes the first ``--rare`` samples of ``held`` whose copies all survived; ``shares`` are the
+    survival shares of the correctly classified ones.
+    """
     own, key = distributions.UniformBall(parsed.eps, _ball(parsed)), jax.random.key(parsed.seed + 3)
     x, y, right = correct_inputs(model, own, *held)
     safe = np.flatnonzero(right)[np.asarray(shares) == 1]
@@ -258,7 +264,10 @@ def _rare(
 def _attacked(
     parsed: argparse.Namespace, model: Classifier, held: Any, tick: Any, task: tasks.Task
 ) -> dict[str, Any]:
-    """AR under PGD-20, and under all attacks with a binomial interval."""
+    """AR, the share of correct samples that survive attacks: PGD-20, and PGD-20 with ``fast``.
+
+    Returns both, the interval of the second for the population, faults and remarks.
+    """
     ball = _ball(parsed)
     how: dict[str, Any] = {"eps": parsed.eps, "key": jax.random.key(parsed.seed)}
     how["callback"] = task.heard(tick)
@@ -286,7 +295,10 @@ def _fitted(
     held: Any,
     task: tasks.Task,
 ) -> dict[str, Any]:
-    """Fits a distribution on ``train`` and counts what survives it on ``held``."""
+    """NPPR of one mode: fits a distribution on ``train``, and counts survivors on ``held``.
+
+    Returns the estimate and facts about the fit, for JSON.
+    """
     family = nppr.Family(
         mode=mode,
         components=parsed.components,
@@ -325,10 +337,10 @@ def _fitted(
 def _inequalities(
     attacked: dict[str, Any], fitted: dict[str, Any], fixed: dict[str, Any]
 ) -> dict[str, bool]:
-    """Whether AR <= NPPR <= PR, and whether NPPR is at most that of the independent mode.
+    """Whether the paper's inequalities hold, by the words of each claim.
 
-    Each claim is tested by the ends of two intervals that could touch. The first is the paper's
-    Proposition 1, the other Proposition 2.
+    Proposition 1 is AR <= NPPR <= PR; by Proposition 2 the NPPR of every mode is at most that of
+    the independent mode. A claim counts as true unless the two intervals show the opposite.
     """
     ends = "interval_of_population"
     claims = {}

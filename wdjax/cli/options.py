@@ -40,13 +40,14 @@ class Range:
 
 
 def _whole(text: str) -> float:
+    """A whole number in plain digits; inf with its sign if it has too many."""
     if not _WHOLE.fullmatch(text):
         raise argparse.ArgumentTypeError(f"must be a whole number, got {shown(text)}")
     return int(text) if len(text) < 20 else math.copysign(math.inf, float(text[:20]))
 
 
 def _real(text: str) -> float:
-    """A decimal number or a fraction of two."""
+    """A decimal number, or a fraction of two such as ``8/255``."""
     parts = text.split("/")
     below = float(parts[1]) if len(parts) == 2 and _REAL.fullmatch(parts[1]) else 1.0
     if len(parts) > 2 or not all(map(_REAL.fullmatch, parts)) or below == 0:

@@ -143,5 +143,6 @@ class Clock:
         }
 
     def _heard(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        """Adds the duration of an event of JAX's, if it is one of compilation."""
         if event in _COMPILING:
             self._compiling += duration_secs

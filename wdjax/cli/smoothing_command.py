@@ -141,7 +141,10 @@ def _certify(
     task: tasks.Task,
     tick: Callable[[Progress], None],
 ) -> smoothing.SmoothedCertificate:
-    """Certifies by votes; ``own`` are this method's options with defaults, ``how`` the test's."""
+    """Certifies by votes, as the task ``task``.
+
+    ``own`` are this method's options with their defaults, ``how`` those that the test needs.
+    """
     return smoothing.certify(
         model,
         x,
@@ -162,7 +165,7 @@ def _content(
     own: dict[str, Any],
     found: smoothing.SmoothedCertificate,
 ) -> dict[str, Any]:
-    """The content of the JSON."""
+    """The JSON's content: verified and abstained samples, certified accuracies, votes."""
     return {
         **subject.described(parsed, "certify", samples),
         "method": METHOD,
@@ -183,6 +186,10 @@ def _content(
 
 
 def _noise(parsed: argparse.Namespace) -> Added:
+    """The noise of ``--noise`` and ``--sigma``, by default the first that fits the norm.
+
+    Raises if the noise has no radii in the norm.
+    """
     fitting = NOISES.get(parsed.norm, {})
     name = parsed.noise or next(iter(fitting), None)
     if name not in fitting:
@@ -194,7 +201,7 @@ def _noise(parsed: argparse.Namespace) -> Added:
 
 
 def _archive(found: smoothing.SmoothedCertificate, eps: float) -> bytes:
-    """The archive of ``--radii``."""
+    """The content of the ``--radii`` file, an npz archive of ``[n]`` arrays."""
     buffer = io.BytesIO()
     np.savez_compressed(
         buffer,

@@ -1,8 +1,15 @@
-"""Runs attacks: from samples and an attack to adversarial points, which are then measured again.
+"""Runs searches: from samples and an attack to adversarial points, measured again at the end.
 
-`driver` holds the entry points, :func:`wdjax.search` and :func:`wdjax.run`. It hands the samples to
-`rounds`, which gathers the unfinished samples into batches and applies the steps of `track` to
-them; `loop` repeats rounds, reports, saves and resumes; `identity` computes the digest that ties a
-checkpoint to its search; `batching` chooses batch sizes; `diagnosis` warns where a result may
-overstate robustness; `tasks` stores the finished parts of longer commands. Open `driver` first.
+`driver` has the entry points: :func:`wdjax.search` checks the arguments and returns a ``Found``;
+:func:`wdjax.run` searches and then spends the budget. `track` has a search's pure functions on a
+batch: first state, step, points, measurement. Inside a trace the driver applies them to all samples
+at once. At top level `rounds` does: in a round every unfinished sample takes the same number of
+steps, in batches, and finished samples leave; `loop` repeats rounds until the search is finished,
+reports, saves and resumes (trainings and fits use it, too). After the last round the points are
+evaluated once more, and infeasible ones are replaced by the samples.
+
+`batching` chooses batch sizes; `identity` computes the digest that ties a checkpoint to its search;
+`diagnosis` warns where a result may overstate robustness, and takes a second look; `tasks` keeps
+the finished parts of longer commands. Open `driver` first. Nothing needs to be added here for a new
+attack.
 """

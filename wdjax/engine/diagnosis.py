@@ -88,11 +88,15 @@ def warn(name: str, found: Found) -> None:
 
 
 def _standing(found: Found) -> np.ndarray:
+    """``[n]``: the samples that are classified correctly and have no flip."""
     return np.asarray(found.correct) & ~np.asarray(found.success)
 
 
 def _is_blind(found: Found, attack: Attack, clean: np.ndarray) -> bool:
-    """Whether most samples that survived had zero gradients, or a margin that never rose."""
+    """Whether most gradients of the survivors were zero, or most of their margins never rose.
+
+    ``clean`` ``[n]`` is the criterion at the samples.
+    """
     gradients, zeros = np.asarray(found.gradients), np.asarray(found.zeros)
     left = _standing(found) & (gradients > 0)
     if not left.any():
@@ -104,7 +108,10 @@ def _is_blind(found: Found, attack: Attack, clean: np.ndarray) -> bool:
 
 
 def _overlooked(found: Found, ball: Lp, radius: Any, again: Callable[..., Found]) -> np.ndarray:
-    """``[n]``: samples that survived the attack and that margin ascent or random search breaks."""
+    """``[n]``: up to 100 survivors that margin ascent or random search breaks after all.
+
+    ``again(attack, eps=, only=, key=)`` searches as before with another attack.
+    """
     standing = np.flatnonzero(_standing(found))
     count = min(len(standing), _MOST)
     left = np.zeros(len(found.correct), bool)

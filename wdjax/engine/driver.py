@@ -231,6 +231,7 @@ def best_of(*found: Found) -> Found:
 
 
 def _better(one: Found, other: Found) -> Found:
+    """The better point of each sample: a flip, the nearer flip, or the larger criterion."""
     both = one.success & other.success
     wins = jnp.where(both, other.cost < one.cost, other.success)
     wins |= ~one.success & ~other.success & (other.margin > one.margin)

@@ -62,7 +62,11 @@ def words(value: Any) -> str:
 
 
 def _bytes(value: Any, seen: dict[int, bytes]) -> bytes:
-    """A digest of a leaf or of an equation's parameter; ``seen`` caches those of inner programs."""
+    """A digest of a leaf of a tree, or of an equation's parameter.
+
+    ``seen`` caches the digests of inner programs by ``id``. Numbers count bit for bit, functions by
+    their qualified names, programs by :func:`_program_bytes`.
+    """
     known = hashlib.sha256(type(value).__name__.encode())
     if isinstance(value, ClosedJaxpr | Jaxpr):
         if id(value) not in seen:
@@ -91,7 +95,8 @@ def _bytes(value: Any, seen: dict[int, bytes]) -> bytes:
 def _program_bytes(jaxpr: ClosedJaxpr | Jaxpr, seen: dict[int, bytes]) -> bytes:
     """A digest of a program: its constants and equations, with variables numbered in order.
 
-    ``seen`` maps the ``id`` of an inner program to its digest.
+    Names and derivative rules do not count. ``seen`` maps the ``id`` of an inner program to its
+    digest.
     """
     consts, body = getattr(jaxpr, "consts", ()), getattr(jaxpr, "jaxpr", jaxpr)
     places: dict[Any, int] = {}

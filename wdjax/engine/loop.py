@@ -1,7 +1,7 @@
 """The loop behind everything that can be resumed: searches, trainings, games.
 
-A turn is a pure function of a pytree, the state; between turns the loop reports, stops early,
-saves and resumes.
+The state is a pytree, and an iteration (a turn) a pure function of it; between iterations the loop
+reports, stops early, saves and resumes.
 """
 
 import signal
@@ -96,6 +96,10 @@ def carry(
 def _resume(
     checkpoint: str | PathLike[str], like: State, mark: np.ndarray, settings: dict[str, str]
 ) -> State:
+    """The state kept in a checkpoint, in the form of ``like``; raises if it is another's.
+
+    ``mark`` is the identity's digest. The error names the ``settings`` that differ.
+    """
     kept = persist.manifest(checkpoint)["settings"]
     changes = [
         f"{name} was {kept[name]} and is {now}"
@@ -129,6 +133,7 @@ class _Signals:
         return self
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
+        """Remembers a signal, which is raised again when the block ends."""
         self.caught = number
 
     def __exit__(

@@ -399,6 +399,8 @@ def _first(
 
 @functools.partial(jax.jit, static_argnums=1)
 def _assemble(parts: list[PyTree], devices: int) -> PyTree:
+    """Joins batches in the samples' order: ``[devices * rows, ...]`` leaves."""
+
     def join(*blocks: Array) -> Array:
         if devices == 1:
             return jnp.concatenate(blocks)
@@ -421,10 +423,11 @@ def _steps(
     most: int,
     record: bool,
 ) -> tuple[Track, Array, Info | None]:
-    """Takes the batch ``index`` on by ``counts[0]`` steps, after which ``counts[1]`` are left.
+    """Takes ``counts[0]`` steps of stage ``number`` on the samples ``index`` of all rows.
 
-    ``most`` is the maximum of ``counts[0]``. Returns the track of all rows, which of the batch are
-    finished, ``[n]`` booleans, and with ``record`` the steps' Info, ``[most, n]`` leaves.
+    ``counts[1]`` are the steps of the stage that remain afterwards, and ``most`` the maximum of
+    ``counts[0]``. Returns the track of all rows, ``[n]`` booleans which of the batch are finished
+    with the stage, and with ``record`` the steps' Info, ``[most, n]`` leaves.
     """
     stage, (steps, left) = attack.stages[number], counts
     own, batch = _take((samples, moving), index)
@@ -440,6 +443,12 @@ def _steps(
 def _loop(
     stage: Stage, victim: Victim, own: Samples, batch: Track, steps: Array, record: int | None
 ) -> tuple[Track, Array, Info | None]:
+    """Takes ``steps`` steps (a traced number) of a stage on a batch, in one loop.
+
+    Returns the batch, ``[n]`` booleans whether a state was that of two steps before, and, if
+    ``record`` is the maximum number of steps instead of None, the steps' Info, ``[record, n]``
+    leaves.
+    """
     seen = None
     if record is not None:
         shapes = jax.eval_shape(functools.partial(track.step, stage, victim), own, batch)[2]

@@ -101,6 +101,7 @@ class Task:
             shutil.rmtree(self._parts, ignore_errors=True)
 
     def _noted(self) -> Spent:
+        """What killed processes spent on this task, by their last note."""
         if self._note is None or not self._note.exists():
             return {}
         try:
@@ -184,6 +185,7 @@ class Tasks:
         return _kept(kept, types)
 
     def _stem(self, name: str) -> Path | None:
+        """The path, without suffix, of a task's files; None if nothing is kept."""
         if self._folder is None:
             return None
         plain = re.sub(r"[^A-Za-z0-9=+_-]+", "-", name)[:60]
@@ -209,6 +211,7 @@ def _lasting(folder: Path) -> Iterator[Path]:
 
 
 def _keep(path: Path, done: Done[Any]) -> None:
+    """Saves the result of a task and what it spent as one file."""
     arrays: list[np.ndarray] = []
     value = _plain(done.value, arrays)
     text = json.dumps({"value": value, "spent": done.spent}).encode()
@@ -218,6 +221,10 @@ def _keep(path: Path, done: Done[Any]) -> None:
 
 
 def _kept(path: Path, types: tuple[type, ...]) -> Done[Any]:
+    """The result of a finished task, read from its file; raises a ValueError if that is damaged.
+
+    ``types`` are the NamedTuples and dataclasses that the result may contain.
+    """
     manifest = persist.manifest(path)
     try:
         sizes = {name: tuple(facts["shape"]) for name, facts in manifest["leaves"].items()}
@@ -232,7 +239,10 @@ def _kept(path: Path, types: tuple[type, ...]) -> Done[Any]:
 
 
 def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
-    """Converts a value to JSON, with tagged lists; appends its arrays to ``arrays``."""
+    """A task's result as JSON with tagged lists, such as ``["array", 0, dtype, shape]``.
+
+    Its arrays are appended to ``arrays``. Raises a TypeError for types that cannot be stored.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes):
@@ -256,6 +266,7 @@ def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
 
 
 def _built(value: Any, arrays: list[np.ndarray], types: Mapping[str, type]) -> Any:
+    """The value that :func:`_plain` converted to JSON and ``arrays``; ``types`` by their names."""
     if isinstance(value, dict):
         return {name: _built(part, arrays, types) for name, part in value.items()}
     if not isinstance(value, list):

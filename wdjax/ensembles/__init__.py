@@ -1,9 +1,20 @@
-"""Ensembles: several searches in sequence, each on the survivors of the earlier ones.
+"""Ensembles: several searches in sequence, each on the samples that survived the earlier ones.
 
-Each file is one ensemble. `question` holds what all its searches share (model, samples, key and
-checkpoint) and gives each search random keys of its own; `cascade` runs a list of attacks, and
-`autoattack`, `a3` and `fast` choose that list; `star` looks for the nearest
-flips with the schedules of `walks`. Open `cascade` first.
+A question (model, samples, key, checkpoint) goes in; every search gets a number, from which its
+random key and its checkpoint's name follow; the best point of every sample is kept in one
+:class:`~wdjax.core.Found`.
+
+Helpers, which are no ensembles: `question` holds the arguments that all searches of an ensemble
+share; `cascade` runs any list of attacks, each on the survivors; `walks` is the schedule of `star`.
+
+Lists of attacks: `autoattack` is AutoAttack, `a3` Adaptive Auto Attack and A3-WDA, `fast` a cheap
+cascade with a limit of passes. Wrappers of one attack: `bisect` makes a minimum-norm attack of an
+attack with a radius; `mixed` searches in bfloat16; `smoothed` attacks a smoothed classifier; `rand`
+attacks a model with random keys, and judges points by draws that no attack has seen. `star` is the
+strongest minimum-norm search, WDA*.
+
+Open `cascade` first. To add an ensemble: a file here that collects its arguments by `question`; its
+name in ``__all__``; for the command line rows in ``wdjax/cli/attack_table.py``.
 """
 
 from wdjax.ensembles.a3 import a3, a3_wda

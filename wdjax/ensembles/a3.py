@@ -198,7 +198,13 @@ def _ask(
     checkpoint: Path | None,
     **options: Any,
 ) -> Found:
-    """One search; with a finisher, the search for starts and then the finisher from there."""
+    """One search of a round, as :func:`a3` makes it, on the samples of ``only``.
+
+    With a ``finisher``, ``attack`` only finds the starts (its margin ascent is left out), and the
+    finisher then attacks the survivors from there; without ``attack.probes`` the finisher runs
+    alone. Each of the two searches has a checkpoint file of its own. Returns the better point of
+    every sample.
+    """
     if finisher is None:
         return driver.search(attack, model, x, y, only=only, checkpoint=checkpoint, **options)
     if not attack.probes:
@@ -217,7 +223,13 @@ def _ask(
 
 
 def _attack(ball: Lp, turn: int, number: int, down: bool) -> Diversified:
-    """The attack of a round; all but the first round share one compiled program."""
+    """The attack of the round with index ``turn`` in :data:`ROUNDS`.
+
+    ``number`` counts all searches so far and varies the class that the start is pushed towards.
+    ``down`` says whether the label's weight is mostly negative in the middle rounds. All rounds but
+    the first have ``_LONGEST`` steps and the static settings of one attack, so that they share one
+    compiled program.
+    """
     if not ROUNDS[turn].probes:
         return Diversified(ball, probes=0, steps=ROUNDS[turn].steps)
     attack = Diversified(
@@ -232,7 +244,12 @@ def _attack(ball: Lp, turn: int, number: int, down: bool) -> Diversified:
 
 
 def _leans_down(attack: Diversified, own: Found, key: Array, index: Any) -> bool:
-    """Whether the starts that succeeded in round 1 had negative label weights on average."""
+    """Whether the label weights of the starts that succeeded in round 1 were mostly negative.
+
+    True if their mean is at most 0, or no start succeeded. ``index`` are the samples' numbers in a
+    larger data set, which determine their keys; None means 0, 1, ... The label weights are drawn
+    again from ``key``.
+    """
     fallen = np.flatnonzero(np.asarray(own.success & own.correct))
     places = fallen if index is None else np.asarray(index)[fallen]
     if not len(places):
@@ -242,7 +259,11 @@ def _leans_down(attack: Diversified, own: Found, key: Array, index: Any) -> bool
 
 
 def _chosen(found: Found | None, only: Any, share: float) -> Any:
-    """``[n]`` booleans: the share of the survivors with the largest margins, but at least 100."""
+    """``[n]`` booleans: the ``share`` of the survivors with the largest margins, but at least 100.
+
+    ``only`` ``[n]`` restricts the survivors; before the first search (``found`` is None) it is
+    returned itself.
+    """
     if found is None:
         return only
     left = survivors(found, only)
@@ -254,4 +275,5 @@ def _chosen(found: Found | None, only: Any, share: float) -> Any:
 
 
 def _spent(found: Found) -> float:
+    """The mean number of backward passes of a sample."""
     return float(jnp.mean(found.gradients))

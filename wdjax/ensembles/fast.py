@@ -132,10 +132,12 @@ def fast(
 def _hunt(
     ask: Question, ball: Lp, found: Found, radii: Array, legs: list[Leg], passes: int
 ) -> Account:
-    """Walks on ever smaller shares of the survivors, those with the nearest flips first.
+    """Walks (minimum-norm searches) on ever smaller shares of the survivors.
 
-    ``radii`` is ``[n]``; ``legs`` is appended to. Ends when the passes are spent, or when
-    ``_PATIENCE`` walks in a row broke no sample.
+    Survivors with the nearest flips are walked first. ``radii`` ``[n]`` are the samples' eps; a Leg
+    is appended to ``legs`` for every walk. Ends when no sample survives, when the next walk would
+    exceed ``passes`` (a mean over all samples), or when ``_PATIENCE`` walks in a row broke no
+    sample.
     """
     distance, idle = np.full(len(ask.y), np.inf), 0
     for walk, share in itertools.chain(_rounds(ball), itertools.cycle(_rounds(ball)[1:])):
@@ -159,13 +161,14 @@ def _hunt(
 
 
 def _rounds(ball: Lp) -> list[tuple[Walk, float]]:
-    """Walks, and the share of the survivors that takes each."""
+    """The walks of one round, in order, each with the share of the survivors that takes it."""
     held = Walk(ball, steps=25, far=True, haste=0.5, step_size=1.1, shrink=0.25, width=1.3)
     aimed = Walk(ball, steps=20, targets=3)
     return [*((held, 0.5**number) for number in range(6)), (aimed, 0.25)]
 
 
 def _leg(name: str, found: Found) -> Leg:
+    """The :class:`Leg` of an ensemble's result: accuracy and passes, as means over the samples."""
     standing = found.correct & ~found.success
     means = (float(np.mean(row)) for row in (standing, found.forwards, found.gradients))
     return Leg(name, *means)

@@ -121,9 +121,11 @@ def lowered(model: Callable[[Array], PyTree]) -> Model:
 
 
 def _call(model: Callable[[Array], PyTree], x: Array) -> PyTree:
+    """The model on inputs in bfloat16, with outputs in float32."""
     return jax.tree.map(lambda out: _cast(out, jnp.float32), model(_cast(x, jnp.bfloat16)))
 
 
 def _cast(leaf: Any, dtype: Any) -> Any:
+    """An array of floats in the given dtype; any other leaf as it is."""
     real = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
     return leaf.astype(dtype) if real else leaf

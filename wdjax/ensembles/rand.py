@@ -58,10 +58,12 @@ def draws(model: Callable[[Array], PyTree], key: Array, count: int) -> Model:
 
 
 def _is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed random keys."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _bank(model: Callable[[Array], PyTree], x: Array) -> PyTree:
+    """The outputs ``[n, M, ...]`` of a model whose keys ``[M]`` are M independent draws."""
     leaves, structure = jax.tree.flatten(model)
     places = [i for i, leaf in enumerate(leaves) if _is_key(leaf)]
 

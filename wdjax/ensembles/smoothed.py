@@ -132,7 +132,7 @@ def smoothed(
 
 
 def _along(attack: Attack, x: Array, x_adv: Array, factor: float) -> Array:
-    """``x + factor (x_adv - x)``, ``[n, *shape]``, clipped to the box."""
+    """``[n, *shape]``: ``x + factor (x_adv - x)``, clipped to the box; ``x_adv`` at factor 1."""
     if factor == 1:
         return x_adv
     points = x + factor * (x_adv - x)

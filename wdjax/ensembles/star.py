@@ -20,7 +20,7 @@ from wdjax.ensembles.walks import Kind, schedule
 _HOPE = 0.2
 """Relative gain in distance expected of the first walk after the opening."""
 _SOME = 6
-"""One sample in so many is a pilot; there are no pilots if that would be fewer than ``_SOME``."""
+"""One sample in so many is a trial sample; there are none where these would be fewer."""
 _TRIAL = 0.25
 """Share of the keen samples that take a kind of walk on its first trial."""
 _STAKE = 0.03
@@ -48,7 +48,7 @@ def wda_star(
     r"""The nearest flips found by a schedule of walks, refined where that pays.
 
     Pass the result to :func:`wdjax.spend`: the knapsack over these distances is WDA*, the attack of
-    Wasserstein order p. Which start finds the nearest flips differs from model to model. Pilot
+    Wasserstein order p. Which start finds the nearest flips differs from model to model. Trial
     samples therefore decide which kind of :class:`~wdjax.attacks.Walk` comes first, from a random
     point of the box or towards the nearest class; for norm 1 it is a short
     :class:`~wdjax.attacks.PDPGD`, followed by a walk from its points and one from the sample. Then
@@ -136,7 +136,10 @@ def wda_star(
 
 
 def _gain(before: Found, after: Found) -> np.ndarray:
-    """``[n]``: the share by which each distance became shorter; 1 for a first flip."""
+    """``[n]``: the share by which each distance became shorter between two results.
+
+    A first flip counts as a gain of 1, and a distance of 0 cannot gain.
+    """
     one, other = _distance(before), _distance(after)
     known = np.isfinite(one) & (one > 0)
     return np.where(
@@ -145,7 +148,12 @@ def _gain(before: Found, after: Found) -> np.ndarray:
 
 
 def _open(ask: Question, firsts: list[Kind]) -> Found:
-    """Tries all first kinds of walk on pilot samples; the best of them on the others."""
+    """The opening: the first search of every sample.
+
+    All ``firsts`` are tried on every sixth sample (the trial samples), and the kind with the
+    shortest distances in sum (at most twice the longest finite one counts) is used on the others.
+    With one kind, or fewer than 36 samples, the first kind is used on all.
+    """
     n = len(ask.y)
     if len(firsts) == 1 or n < _SOME * _SOME:
         return _follow(ask, 0, firsts[0], None, np.ones(n, bool))
@@ -161,14 +169,19 @@ def _open(ask: Question, firsts: list[Kind]) -> Found:
 
 
 def _follow(ask: Question, number: int, kind: Kind, found: Found | None, only: np.ndarray) -> Found:
-    """One search of the chosen samples, with the start that its kind prescribes."""
+    """Search ``number`` of the ensemble, on the samples of ``only``, where the kind says it starts.
+
+    Kind "best" starts at the nearest flips of ``found``; kind "around" starts near the sample, at
+    the scale of those flips' distances; otherwise, or if ``found`` is None, the search starts at
+    the sample.
+    """
     scale = _scale(found) if found is not None and kind.start == "around" else None
     start = found.x_adv if found is not None and kind.start == "best" else None
     return ask.search(number, kind.attack, eps=scale, start=start, only=only)
 
 
 def _scale(found: Found) -> np.ndarray:
-    """``[n]``: the distance of each sample's flip; their median if it has none, or 0."""
+    """``[n]``: the distance of each sample's nearest flip; without one the median, or 0."""
     distance = _distance(found)
     known = distance[np.isfinite(distance) & (distance > 0)]
     typical = float(np.median(known)) if len(known) else 0.0
@@ -181,10 +194,12 @@ def _distance(found: Found) -> np.ndarray:
 
 
 def _worth(found: Found, gain: np.ndarray, eps: float | None, order: float) -> np.ndarray:
-    """``[n]``: the gain of shortening each distance by the share ``gain`` ``[n]``.
+    """``[n]``: how much is gained if each distance becomes shorter by the share ``gain`` ``[n]``.
 
-    Without a budget the gain is in units of distance. A sample without a flip counts as if its flip
-    were at the largest distance found.
+    With a budget ``eps`` the gain is in powers of distance ``d^p``, and a distance counts at most
+    as much as the longest one that the budget pays for, since longer ones do not change the
+    attacked accuracy. Without a budget it is in distance. A sample without a flip counts as if its
+    flip were at the largest distance found.
     """
     distance = _distance(found)
     known = distance[np.isfinite(distance)]
@@ -203,7 +218,11 @@ def _worth(found: Found, gain: np.ndarray, eps: float | None, order: float) -> n
 
 
 def _chosen(worth: np.ndarray, kind: Kind, left: float, share: float) -> np.ndarray:
-    """``[n]`` booleans: the most gainful ``share`` of the keen samples, as many as can be paid."""
+    """``[n]`` booleans: the samples of a further search, those with the largest expected gain.
+
+    Among the keen samples (gain ``worth`` of at least half the mean) it takes the given ``share``,
+    but no more than ``left``, the passes left per sample of the whole set, can pay for.
+    """
     keen = (worth > 0) & (worth >= _KEEN * worth.mean())
     payable = max(0, int(left * len(worth) / kind.passes))
     ranking = np.argsort(-worth, kind="stable")

@@ -1,4 +1,4 @@
-"""Reads and writes files, whole or not at all.
+"""Reads untrusted files without executing them, and writes files whole or not at all.
 
 `torch_file` opens PyTorch's files, whose pickles `state_pickle` interprets without executing them,
 and `onnx_file` opens ONNX files;

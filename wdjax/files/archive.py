@@ -42,7 +42,11 @@ def opened(file: BinaryIO, size: int) -> tuple[zipfile.ZipFile, Entries]:
 
 
 def _check_directory(file: BinaryIO, size: int) -> None:
-    """Checks the size of the directory, which is read as a whole, before it is read."""
+    """Raises if a zip file's directory is missing or claims more than ``_MAX_DIRECTORY`` bytes.
+
+    ``size`` is that of the file. The directory is read as a whole later, so its size is checked
+    first.
+    """
     tail = min(size, (1 << 16) + 22 + 76)
     file.seek(size - tail)
     end = file.read(tail)

@@ -144,7 +144,7 @@ def _partial(path: Path) -> Path:
 
 
 def _sweep(path: Path) -> None:
-    """Removes the partial files of killed writers of ``path``."""
+    """Removes partial files that killed writers of ``path`` left; those in use stay."""
     pattern = f".{glob.escape(path.name[:_CLIP])}.{'[0-9a-f]' * 16}.part"
     for left in path.parent.glob(pattern):
         with contextlib.suppress(OSError):  # In use, gone already, or another user's.
@@ -158,9 +158,10 @@ def _sweep(path: Path) -> None:
 
 @contextlib.contextmanager
 def _opened(path: Path, wait: bool = False) -> Iterator[tuple[int, bool]]:
-    """Opens a file, created if missing, and removes it at the end unless it was renamed.
+    """Opens a file, created if missing, locks it, and removes it at the end unless it was renamed.
 
-    Yields its descriptor, and whether it is locked.
+    Yields its descriptor, and whether it is locked (False if the disk has no locks). Without
+    ``wait`` a file that another process has locked raises a BlockingIOError.
     """
     while True:
         number = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -179,7 +180,10 @@ def _opened(path: Path, wait: bool = False) -> Iterator[tuple[int, bool]]:
 
 
 def _lock(number: int, wait: bool = False) -> bool:
-    """Locks an open file until it is closed; returns False if its disk has no locks."""
+    """Locks an open file until it is closed; returns False if its disk or system has no locks.
+
+    Without ``wait`` a file that another process has locked raises a BlockingIOError.
+    """
     try:
         import fcntl
 
@@ -202,6 +206,7 @@ def _is(number: int, path: Path) -> bool:
 
 
 def _holder(lock: Path) -> str:
+    """Who holds a lock, in words: the text of the lock file, or "another process"."""
     try:
         text = lock.read_text(errors="replace")[:200]
     except OSError:

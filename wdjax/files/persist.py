@@ -176,6 +176,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _are_facts(facts: Any) -> bool:
+    """Whether a manifest's entry of a leaf has dtype, shape and crc32, of the right types."""
     if not isinstance(facts, dict) or facts.keys() != {"dtype", "shape", "crc32"}:
         return False
     numbers = [facts["crc32"], *(facts["shape"] if type(facts["shape"]) is list else [None])]
@@ -226,6 +227,7 @@ def load_model(path: _Path) -> Model:
 
 
 def _build(architecture: Mapping[str, Any]) -> Model:
+    """The model of an architecture, untrained; raises for a malformed description."""
     from wdjax.models import zoo
     from wdjax.models.functional import functional
 
@@ -236,6 +238,7 @@ def _build(architecture: Mapping[str, Any]) -> Model:
 
 
 def _check_parameters(params: PyTree, where: str) -> None:
+    """Raises if parameters are not finite or a variance is negative; ``where`` names them."""
     from wdjax.models.pytorch import faults_of
 
     faults = []
@@ -247,10 +250,12 @@ def _check_parameters(params: PyTree, where: str) -> None:
 
 
 def _is_file(path: Path) -> bool:
+    """Whether a checkpoint of this path is a single safetensors file."""
     return path.suffix == ".safetensors"
 
 
 def _check_replaceable(path: Path) -> None:
+    """Raises if something is at the path that is not a checkpoint or an empty folder."""
     if _is_file(path) and path.is_dir():
         raise ValueError(f"{path} is a folder; choose another path.")
     if not path.exists():
@@ -267,7 +272,11 @@ def _check_replaceable(path: Path) -> None:
 
 
 def _check_storable(leaves: Mapping[str, Any], dtypes: frozenset[str]) -> None:
-    """Raises for leaves that could not be restored bit for bit."""
+    """Raises for leaves that could not be restored bit for bit from a file or a folder.
+
+    ``leaves`` are arrays by name, ``dtypes`` the names of those that the format stores. Leaves
+    without values (tracers), too many axes and reserved names are refused too.
+    """
     for name, leaf in leaves.items():
         what = f"{shown(name)} is {leaf.dtype} of rank {leaf.ndim}"
         if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
@@ -282,6 +291,10 @@ def _check_storable(leaves: Mapping[str, Any], dtypes: frozenset[str]) -> None:
 
 
 def _manifest_text(facts: _Facts, settings: Mapping[str, Any]) -> str:
+    """The manifest as JSON with a checksum of itself; raises if settings are not JSON.
+
+    ``facts`` are dtype, shape and checksum of every leaf. A manifest that is too long raises, too.
+    """
     from wdjax import __version__
 
     versions = {"wdjax": __version__, "jax": jax.__version__}
@@ -298,6 +311,7 @@ def _manifest_text(facts: _Facts, settings: Mapping[str, Any]) -> str:
 
 
 def _write_safetensors(path: Path, leaves: dict[str, Any], text: str) -> None:
+    """Writes a checkpoint as one safetensors file: arrays by name, and the manifest ``text``."""
     import safetensors.numpy
 
     arrays = {name: np.asarray(leaf, order="C") for name, leaf in leaves.items()}
@@ -309,6 +323,7 @@ def _write_safetensors(path: Path, leaves: dict[str, Any], text: str) -> None:
 
 
 def _read_safetensors(source: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Reads a checkpoint's file: arrays by name, those of ``wanted``, placed like them."""
     arrays = torch_file.read_safetensors(source)
     if _kinds(arrays) != _kinds(wanted):
         raise ValueError(f"{source} is damaged: its manifest and its tensors differ.")
@@ -316,10 +331,10 @@ def _read_safetensors(source: Path, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_folder(path: Path, leaves: dict[str, Any], text: str) -> None:
-    """Writes a folder by Orbax, without empty arrays and with quoted names.
+    """Writes a checkpoint as a folder by Orbax, beside the old one, which it then replaces.
 
-    Orbax loses empty arrays, refuses a tree without others, and takes names for file paths.
-    ``leaves`` are arrays by name; ``text`` is the manifest.
+    ``leaves`` are arrays by name; ``text`` is the manifest. Names are quoted, since Orbax takes
+    them for file paths; empty arrays are left out, since Orbax loses them.
     """
     import orbax.checkpoint
 
@@ -344,9 +359,10 @@ def _write_folder(path: Path, leaves: dict[str, Any], text: str) -> None:
 
 
 def _read_folder(source: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Reads a folder by Orbax: arrays by name, with the shapes and dtypes of ``wanted``.
+    """Reads a checkpoint's folder by Orbax: arrays by name, of the shapes and dtypes of ``wanted``.
 
-    Arrays that JAX would cut to 32 bits are read by NumPy; empty arrays are created.
+    Arrays that JAX would cut to 32 bits are read by NumPy; empty arrays are created. Any error of
+    Orbax becomes a ValueError that the checkpoint is damaged.
     """
     import orbax.checkpoint
 
@@ -378,10 +394,15 @@ def _host_like(leaf: Any) -> np.ndarray:
 
 
 def _kinds(leaves: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every leaf, by name, for comparisons."""
     return {name: (tuple(leaf.shape), str(np.dtype(leaf.dtype))) for name, leaf in leaves.items()}
 
 
 def _check_alike(stored: _Facts, expected: Mapping[str, Any], path: _Path) -> None:
+    """Raises unless a checkpoint's leaves have the names, shapes and dtypes of the expected tree.
+
+    ``stored`` are the manifest's facts. The error lists up to eight differences.
+    """
     problems = [f"it has no {shown(name)}" for name in expected.keys() - stored.keys()]
     problems += [f"it has {shown(name)} besides" for name in stored.keys() - expected.keys()]
     for name in expected.keys() & stored.keys():
@@ -396,16 +417,22 @@ def _check_alike(stored: _Facts, expected: Mapping[str, Any], path: _Path) -> No
 
 
 def _facts(leaf: Any) -> dict[str, Any]:
+    """The manifest's entry of a leaf: dtype, shape and checksum."""
     return {"dtype": str(leaf.dtype), "shape": list(leaf.shape), "crc32": _checksum(_raw(leaf))}
 
 
 def _checksum(leaf: Any) -> int:
+    """The CRC-32 of an array's bytes, 0 if it is empty."""
     content = np.asarray(leaf, order="C")
     return zlib.crc32(content.reshape(-1).view(np.uint8).data) if content.size else 0
 
 
 def _named(tree: PyTree) -> dict[str, Any]:
-    """The leaves by their paths; Orbax cannot rebuild every node (``Partial``), but JAX can."""
+    """The leaves of a tree by paths such as ``layers.0.kernel``; numbers become arrays.
+
+    Raises for two leaves of one name and for leaves that are neither arrays nor numbers. Names are
+    used since Orbax cannot rebuild every node (``Partial``), but JAX can.
+    """
     named: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -423,6 +450,7 @@ def _named(tree: PyTree) -> dict[str, Any]:
 
 
 def _is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed random keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -452,7 +480,7 @@ def _placed(array: Any, leaf: Any) -> Any:
 
 
 def _as(leaf: PyTree, kept: Any) -> Any:
-    """A stored array converted to the type of ``leaf``."""
+    """A stored array converted to the type of ``leaf``: random key, array or number."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         if not _is_key(leaf):
             return kept
@@ -465,13 +493,16 @@ def _as(leaf: PyTree, kept: Any) -> Any:
 
 
 def _beside(path: Path) -> tuple[Path, Path]:
-    """Temporary paths of this process: for the new checkpoint, and for the old one meanwhile."""
+    """Two temporary paths of this process beside ``path``: for the new and the old checkpoint."""
     name = f".{path.name}.{os.getpid()}"
     return path.with_name(f"{name}.new"), path.with_name(f"{name}.old")
 
 
 def _left(path: Path, kind: str) -> list[Path]:
-    """Existing folders of :func:`_beside`, of any process; Orbax appends to their names."""
+    """Temporary folders that saves to ``path`` left, of any process; ``kind`` is "new" or "old".
+
+    Orbax may have appended to their names.
+    """
     name = re.compile(rf"\.{re.escape(path.name)}\.\d+\.{kind}(\.orbax.*)?")
     there = path.parent.iterdir() if path.parent.is_dir() else ()
     return [folder for folder in there if name.fullmatch(folder.name)]

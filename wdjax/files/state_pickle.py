@@ -141,6 +141,7 @@ class _Bounded:
         self._file, self._left, self._last = file, MAX_BYTES, b""
 
     def _spend(self, content: bytes) -> bytes:
+        """Counts the bytes read, and raises beyond ``MAX_BYTES``; returns them."""
         self._left -= len(content)
         if self._left < 0:
             raise BrokenError(f"its pickle has more than {MAX_BYTES} bytes")
@@ -165,6 +166,11 @@ class _Bounded:
 
 
 class _Machine:
+    """The stack machine: runs a pickle's opcodes on values and handles, within all limits.
+
+    ``_below`` are the stacks under the marks that are open; ``_claimed`` the bytes of all tensors.
+    """
+
     def __init__(self) -> None:
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []
@@ -305,14 +311,17 @@ class _Machine:
 
 
 def _refuse_opcode(name: str) -> NoReturn:
+    """Raises for an opcode that state dicts do not use."""
     raise RefusedError(f"refused: the pickle has the opcode {name}, no state dict's.")
 
 
 def _kind(value: Any) -> str:
+    """What a value of the pickle is, for messages: a global's full name, or the type's."""
     return f"{value.module}.{value.name}" if type(value) is Global else type(value).__name__
 
 
 def _refuse(module: str, name: str) -> NoReturn:
+    """Raises for a global that is not allowed, with advice on how to save the file instead."""
     advice = "save only the state dict, or remove that object from the checkpoint"
     if module.startswith(("torch.nn", "__torch__", "torchvision", "models", "timm")):
         advice = "the file holds a whole module; save module.state_dict() instead"
@@ -324,6 +333,7 @@ def _refuse(module: str, name: str) -> NoReturn:
 
 
 def _set(target: dict[Any, Any], key: Any, value: Any) -> None:
+    """Sets an item of a dict; refuses keys other than strings, numbers, booleans and None."""
     plain = type(key) in (str, float, bool) or key is None
     if not plain and not (type(key) is int and abs(key) < 1 << 62):
         raise RefusedError(
@@ -342,6 +352,10 @@ def _counts(values: Any) -> TypeGuard[tuple[int, ...]]:
 
 
 def _storage(pid: Any) -> Storage:
+    """The storage of a persistent id ``("storage", type, key, location, count[, view])``.
+
+    Raises if the type is unknown, a size is not a number, or the view leaves the storage.
+    """
     if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] != "storage":
         raise BrokenError("its pickle has a persistent object that is no storage")
     _, kind, key, _, count, *view = pid
@@ -359,7 +373,10 @@ def _storage(pid: Any) -> Storage:
 
 
 def _tensor(arguments: tuple[Any, ...]) -> Tensor:
-    """A tensor from storage, offset, size and strides; checks that they fit."""
+    """A tensor from the four arguments storage, offset, size and strides.
+
+    Raises if they are not sizes, or if an element would lie beyond the storage.
+    """
     if len(arguments) != 4 or type(arguments[0]) is not Storage:
         raise BrokenError(f"its pickle has a tensor of {len(arguments)} arguments or no storage")
     storage, offset, shape, strides = arguments
@@ -377,7 +394,8 @@ def _tensor(arguments: tuple[Any, ...]) -> Tensor:
 def _tensor_v2(arguments: tuple[Any, ...]) -> Tensor:
     """A tensor from the arguments of ``_rebuild_tensor_v2``, with its conj and neg bits.
 
-    Its arguments are storage, offset, size, strides, requires_grad, hooks and, perhaps, bits.
+    The arguments are storage, offset, size, strides, requires_grad, hooks and, perhaps, bits;
+    requires_grad and hooks are dropped. Bits that the dtype cannot have are refused.
     """
     if not 6 <= len(arguments) <= 7 or type(arguments[4]) is not bool:
         raise BrokenError(f"its pickle has a tensor of {len(arguments)} arguments or odd ones")
@@ -395,7 +413,10 @@ _BITS = {"conj": "c", "neg": "fciuV"}
 
 
 def _parameter(arguments: tuple[Any, ...]) -> Tensor:
-    """The tensor of a parameter; requires_grad, hooks and attributes are dropped."""
+    """The tensor of a parameter; requires_grad, hooks and attributes are dropped.
+
+    Attributes that would change the tensor's values when set are refused.
+    """
     if not 3 <= len(arguments) <= 4 or type(arguments[0]) is not Tensor:
         raise BrokenError(f"its pickle has a parameter of {len(arguments)} arguments or no tensor")
     state = (*arguments, None)[3]
@@ -410,6 +431,7 @@ _CONTENT = ("data", "real", "imag")
 
 
 def _size(arguments: tuple[Any, ...]) -> tuple[int, ...]:
+    """The sizes of a ``torch.Size``, a tuple of integers."""
     sizes = arguments[0] if len(arguments) == 1 else None
     sizes = tuple(sizes) if type(sizes) is list else sizes
     if not _counts(sizes):
@@ -418,7 +440,7 @@ def _size(arguments: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _ordered(arguments: tuple[Any, ...]) -> OrderedDict[Any, Any]:
-    """An ordered dict: empty, or, from Python 2, of a list of pairs."""
+    """An ordered dict: empty, or, in files from Python 2, of a list of pairs."""
     pairs = arguments[0] if len(arguments) == 1 else []
     if len(arguments) > 1 or type(pairs) is not list:
         raise BrokenError("its pickle has an ordered dict of something else than pairs")
@@ -431,6 +453,7 @@ def _ordered(arguments: tuple[Any, ...]) -> OrderedDict[Any, Any]:
 
 
 def _scalar_type(arguments: tuple[Any, ...]) -> ScalarType:
+    """A NumPy scalar type by its code, such as ``f4``; others are refused."""
     code = arguments[0] if arguments else None
     if type(code) is not str or code not in _SCALARS:
         known = shown(code) if type(code) is str else _kind(code)
@@ -439,7 +462,7 @@ def _scalar_type(arguments: tuple[Any, ...]) -> ScalarType:
 
 
 def _native(state: Any) -> bool:
-    """Whether a state leaves a NumPy type unchanged: version 3, little-endian, no fields."""
+    """Whether a NumPy type's state leaves it unchanged: version 3, not big-endian, no fields."""
     if type(state) is not tuple or len(state) != 8 or any(type(v) is tuple for v in state):
         return False
     return state[:1] == (3,) and state[1] in ("<", "|", "=") and state[2:] == (
@@ -448,6 +471,7 @@ def _native(state: Any) -> bool:
 
 
 def _scalar(arguments: tuple[Any, ...]) -> Scalar:
+    """A NumPy scalar from its type and bytes, whose number must fit the type."""
     kind, content = arguments if len(arguments) == 2 else (None, None)
     if type(kind) is not ScalarType or type(content) is not bytes:
         raise BrokenError("its pickle has a NumPy number without type or bytes")
@@ -457,7 +481,7 @@ def _scalar(arguments: tuple[Any, ...]) -> Scalar:
 
 
 def _encode(arguments: tuple[Any, ...]) -> bytes:
-    """The bytes that pickle protocol 2 writes as an encoded string."""
+    """The bytes that pickle protocol 2 writes as a latin-1 string."""
     text, codec = arguments if len(arguments) == 2 else (None, None)
     if type(text) is not str or codec not in ("latin1", "latin-1"):
         raise RefusedError("refused: the pickle encodes something else than bytes.")

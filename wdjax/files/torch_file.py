@@ -131,6 +131,7 @@ def read_metadata(path: str | PathLike[str]) -> dict[str, str]:
 
 
 def _file(path: str | PathLike[str]) -> BinaryIO:
+    """The file, opened for reading; raises for folders, and for pipes, which would block."""
     path = Path(path)
     if path.exists() and not path.is_file():  # Opening a pipe would block.
         raise ValueError(f"{path} is a folder, a pipe or a device; pass a file.")
@@ -138,6 +139,7 @@ def _file(path: str | PathLike[str]) -> BinaryIO:
 
 
 def _opened(path: str | PathLike[str], read: Callable[[BinaryIO, int], Read]) -> Read:
+    """``read(file, size)`` of a safetensors file; errors become ValueErrors with the path."""
     with _file(path) as file:
         try:
             return read(file, os.fstat(file.fileno()).st_size)
@@ -149,7 +151,10 @@ _Reader = Callable[[BinaryIO, int], Any]
 
 
 def _reader(start: bytes) -> _Reader:
-    """The function that reads a file with this beginning, or an error that says what it is."""
+    """Chooses the function that reads a file by ``start``, its first bytes.
+
+    Raises for files of other known kinds, with a message that says what they are.
+    """
     if start.startswith(b"PK\x03\x04"):
         return _read_zip
     if start.startswith(b"\x80"):
@@ -175,7 +180,11 @@ def _reader(start: bytes) -> _Reader:
 
 
 def _read_zip(file: BinaryIO, size: int) -> Any:
-    """Reads a zip file of ``torch.save``: ``data.pkl``, and a member for each storage."""
+    """Reads a zip file of ``torch.save``: the pickle ``data.pkl``, and a member for each storage.
+
+    Returns nested containers of arrays. Raises if a storage's member is not of the size that the
+    pickle claims, or if the file is big-endian.
+    """
     opened, entries = archive.opened(file, size)
     with opened:
         pickles = [name for name in entries if name.split("/")[1:] == ["data.pkl"]]
@@ -204,8 +213,11 @@ def _read_zip(file: BinaryIO, size: int) -> Any:
 
 
 def _read_legacy(file: BinaryIO, size: int) -> Any:
-    """Reads a legacy file of ``torch.save``: four pickles (magic number, protocol, system, value),
-    a fifth with the storages' keys, and then the storages' data in that order."""
+    """Reads a legacy file of ``torch.save``: five pickles, then the storages' data.
+
+    The pickles are magic number, protocol, system, value, and the storages' keys in the order of
+    their data. Returns nested containers of arrays.
+    """
 
     def header() -> Any:
         value, storages = state_pickle.load(file)
@@ -248,7 +260,7 @@ class _Resolver:
         return self._resolved(value)[0]
 
     def _resolved(self, value: Any) -> tuple[Any, int]:
-        """The value, and its depth of nesting."""
+        """A value with all handles in it replaced by arrays, and its depth of nesting."""
         if isinstance(value, Tensor):
             if id(value) not in self._done:
                 self._done[id(value)] = self._array(value), 0
@@ -262,7 +274,11 @@ class _Resolver:
         raise BrokenError(f"its pickle leaves a {type(value).__name__} by itself")
 
     def _container(self, value: Any) -> tuple[Any, int]:
-        """A container with resolved children, and its depth; shared ones are resolved once."""
+        """A container with its children resolved, and its depth of nesting.
+
+        A shared container is resolved once. Raises if it contains itself or is nested deeper than
+        ``MAX_DEPTH``.
+        """
         known = id(value)
         if known in self._done:
             return self._done[known]
@@ -286,6 +302,10 @@ class _Resolver:
         return whole, depth
 
     def _array(self, tensor: Tensor) -> np.ndarray:
+        """The array of a tensor handle: a read-only strided view of its storage's bytes.
+
+        Tensors with a conj or neg bit, and empty ones, are new arrays.
+        """
         dtype, shape = STORAGES[tensor.storage.kind], tensor.shape
         if 0 in shape:
             return np.empty(shape, dtype)
@@ -306,10 +326,12 @@ _BITS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"conj": np.conj, "neg": 
 
 
 def _children(value: dict[Any, Any] | OrderedDict[Any, Any] | list[Any]) -> Iterable[Any]:
+    """The values of a dict, or the items of a list or tuple."""
     return value.values() if isinstance(value, dict) else value
 
 
 def _check_header(file: BinaryIO, size: int) -> None:
+    """Raises if a safetensors file claims a header beyond its size or ``MAX_BYTES``."""
     start = file.read(8)
     length = int.from_bytes(start, "little")
     if len(start) < 8 or length > min(size - 8, MAX_BYTES):
@@ -318,6 +340,7 @@ def _check_header(file: BinaryIO, size: int) -> None:
 
 
 def _metadata(file: BinaryIO, size: int) -> dict[str, str]:
+    """The metadata of a safetensors file, strings by name; an empty dict without."""
     import safetensors
 
     _check_header(file, size)
@@ -329,6 +352,7 @@ def _metadata(file: BinaryIO, size: int) -> dict[str, str]:
 
 
 def _safetensors(file: BinaryIO, size: int) -> dict[str, np.ndarray]:
+    """The tensors of a safetensors file as read-only arrays by name; refuses unknown dtypes."""
     import safetensors
 
     _check_header(file, size)

@@ -1,10 +1,21 @@
-"""The image-Wasserstein ball: mass moves between pixels; and attacks inside the ball.
+"""The image-Wasserstein ball, in which mass moves between pixels, and attacks inside it.
 
-`ball` is the set of images; a point comes with its transport plan (`plans`), stored by offset
-(`stencil`). `prices`, `linear_oracle`, `sinkhorn` and `entropic` solve the transport problems of
-the attacks `frank_wolfe`, `sinkhorn_pgd`, `dual_projection` and `nearest_transport`; `union` runs
-the attacks together; `distance` is the exact distance. `perturbations` and `variance` serve the
-comparison with natural changes of images. Open `ball` first, then `frank_wolfe`.
+A point of the ball comes with its transport plan, which says how much mass each pixel sends over
+each offset of a window: the plan is the proof of the cost. An attack changes the plan, sums what
+every pixel receives, evaluates the model on that image, and returns image and plan; the ball then
+measures the plan.
+
+`ball` is the set of images; `stencil` the window and sums over it; `plans` makes plans feasible and
+measures them. Attacks: `frank_wolfe` minimises the linearised loss over plans by `linear_oracle`;
+`nearest_transport` is its minimum-norm form; `sinkhorn_pgd` projects images by the constrained
+Sinkhorn iterations of `sinkhorn`; `dual_projection` projects plans. `prices` finds the price of
+distance (the multiplier of the budget) for all of them; `union` runs several Frank-Wolfe attacks,
+each on the survivors. `distance` has the exact distance by a linear program, `entropic` a
+differentiable upper bound. `perturbations` (shifts, rotations, blur) and `variance` (how much the
+moves of a plan differ) compare with natural changes.
+
+Open `ball` first, then `frank_wolfe`. To add an attack: a file here and its name in ``__all__``; a
+row in ``members`` of `union` makes :func:`image_wasserstein` and the command line use it.
 """
 
 from wdjax.image.ball import ImageWasserstein, TransportPlan

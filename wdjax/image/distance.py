@@ -57,6 +57,12 @@ def image_wasserstein_distance(
 
 
 def _distance(ball: ImageWasserstein, grid: np.ndarray, x: np.ndarray, z: np.ndarray) -> float:
+    """The exact ``W_p`` between two images ``[H, W, C]`` after normalisation to mass 1.
+
+    ``grid`` ``[H W, 2]`` are the pixels' rows and columns. Masses are normalised by channel if the
+    ball has separate channels. The distance is inf if one image (or channel) is empty and the other
+    is not.
+    """
     apart = ball.channels == "separate"
     wholes = [part.sum(axis=(0, 1)) if apart else part.sum() for part in (x, z)]
     if np.any((wholes[0] > 0) != (wholes[1] > 0)):
@@ -68,7 +74,11 @@ def _distance(ball: ImageWasserstein, grid: np.ndarray, x: np.ndarray, z: np.nda
 
 
 def _spent(grid: np.ndarray, supply: np.ndarray, demand: np.ndarray, power: float) -> float:
-    """The least cost of one channel, masses ``[H W]``; inf if they differ beyond rounding."""
+    """The least cost of moving one channel's mass ``supply`` ``[H W]`` to ``demand`` ``[H W]``.
+
+    The cost of a move is its Euclidean length to a power, times mass. It is inf if the two masses
+    differ beyond rounding.
+    """
     from scipy.spatial.distance import cdist
 
     if abs(supply.sum() - demand.sum()) > 1e-6 * max(supply.sum(), demand.sum()):

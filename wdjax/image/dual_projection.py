@@ -97,6 +97,12 @@ class DualProjection:
         return State(plan, jnp.zeros_like(value), plan, value, jnp.zeros(len(samples.y), bool))
 
     def _step(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """One projected gradient step over plans; samples with a flip stay.
+
+        The gradient at every flow's target is added to the plan, less a multiple of the gradient of
+        the total variance if ``smoothness`` is not 0; then the plan is projected on the budget and
+        repaired.
+        """
         own = task(self.ball, samples)
         seen = ascent.slope(victim, seen_from(own, state.plan), samples.y, self.loss)
         info = ascent.note(victim, samples.y, seen)
@@ -109,6 +115,7 @@ class DualProjection:
         return ascent.hold(state.flipped, state, state._replace(plan=plan, price=price)), info
 
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """The last stage: one forward pass at the last plan's image, which may become the best."""
         own = task(self.ball, samples)
         out, info = ascent.judge(victim, seen_from(own, state.plan), samples.y)
         return remember(victim, samples, state, out), info
@@ -166,7 +173,12 @@ def project(task: ImageProblem, plan: Array, price: Array) -> tuple[Array, Array
 
 
 def _thresholds(values: Array, x: Array, valid: Array) -> Array:
-    """``[n, C, 1, L]``: the t with ``sum max(values - t, 0) = x``, for every sending pixel."""
+    """``[n, C, 1, L]``: the t with ``sum max(values - t, 0) = x``, for every sending pixel.
+
+    The sum is over the O offsets of ``values`` ``[n, C, O, L]`` whose targets are in the image
+    (``valid``, ``[1, 1, O, L]``); ``x`` ``[n, C, L]`` is the mass of each pixel. Pixels without
+    mass may get any t.
+    """
 
     def turn(carried: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         threshold, _, count = carried

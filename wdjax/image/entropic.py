@@ -85,7 +85,11 @@ def entropic_distance(
 
 
 def _solver(height: int, width: int, power: float, reg: float | Array, iterations: int) -> Any:
-    """Returns ``solve(supply, demand)`` of masses ``[H W]``: the cost of transport, per mass."""
+    """Returns ``solve(supply, demand)``: the cost of transport between masses ``[H W]``, per mass.
+
+    The entropic plan is rounded to exact marginals, so that its cost is never below the exact one.
+    The gradient is that of the entropic cost. Raises an ImportError without ott-jax.
+    """
     try:
         from ott.geometry import geometry
         from ott.solvers import linear
@@ -123,5 +127,5 @@ def _shares(mass: Array) -> Array:
 
 
 def _positive(number: Array) -> Array:
-    """The divisor, or 1 in place of 0, which would make gradients NaN."""
+    """The divisor, with 1 in place of 0, which would make gradients NaN."""
     return jnp.where(number > 0, number, 1.0)

@@ -135,6 +135,11 @@ class FrankWolfe:
         return State(plan, none, prices, taken, plan, value, jnp.zeros(len(samples.y), bool))
 
     def _step(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """One Frank-Wolfe step: a share ``2 / (t + 2)`` of the way from the plan to the vertex.
+
+        The vertex is the plan of largest gain along the running mean of the gradients, within
+        budget and capacities. Samples with a flip stay.
+        """
         own = task(self.ball, samples)
         seen = ascent.slope(victim, seen_from(own, state.plan), samples.y, self.loss)
         info = ascent.note(victim, samples.y, seen)
@@ -149,6 +154,7 @@ class FrankWolfe:
         return state._replace(plan=plan, slope=slope, prices=prices, taken=state.taken + 1), info
 
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """The last stage: one forward pass at the last plan's image, which may become the best."""
         own = task(self.ball, samples)
         out, info = ascent.judge(victim, seen_from(own, state.plan), samples.y)
         return remember(victim, samples, state, out), info

@@ -113,7 +113,12 @@ def vertex(
 
 
 def _weights(task: ImageProblem, targets: Array, price: Array) -> Array:
-    """``exp(targets - price c)`` ``[n, C, O, L]``, relative to each sender's largest."""
+    """``[n, C, O, L]``: unnormalised plan weights ``exp(target - price cost)`` of every sender.
+
+    ``targets`` ``[n, C, L]`` are values of mass in the receiving pixels, in units of the
+    temperature; ``price`` ``[n]`` is that of distance. Weights are relative to each sender's
+    largest and 0 below ``exp(_FLOOR)``, except the weight of staying, which keeps at least that.
+    """
     stencil = task.space.stencil
     costs = jnp.asarray(stencil.costs(task.space.power), targets.dtype)
     dear = price[:, None, None] * task.weights[:, :, None] * costs[None, None]
@@ -129,14 +134,18 @@ def _weights(task: ImageProblem, targets: Array, price: Array) -> Array:
 
 
 def _rows(task: ImageProblem, weights: Array) -> Array:
-    """The plan with these weights whose rows sum to ``x``, ``[n, C, O, L]``."""
+    """``[n, C, O, L]``: the plan proportional to the weights in which every pixel sends ``x``."""
     total = jnp.sum(weights, axis=2)
     return weights * (task.x / jnp.where(total > 0, total, 1.0))[:, :, None]
 
 
 def _spent(task: ImageProblem, sums: Array, levels: Array, price: Array) -> tuple[Array, Spent]:
-    """The senders' row factors ``[n, C, L]`` and the cost at a price of distance, from the sums
-    ``[n, C, D, L]`` over targets of equal cost."""
+    """The senders' row factors ``[n, C, L]``, and the plan's cost at a price of distance.
+
+    ``sums`` ``[n, C, D, L]`` are weights summed over a sender's targets of equal cost; ``levels``
+    ``[D]`` are those costs; ``price`` ``[n]`` may be negative, since it is a change of price. A row
+    factor times the weights is what the pixel sends.
+    """
     dear = jnp.exp(-price[:, None, None] * task.weights[:, :, None] * levels[None, None])
     none = jnp.zeros_like(task.x)
 

@@ -105,6 +105,7 @@ class NearestTransport:
         )
 
     def _task(self, samples: Samples, radius: Array) -> ImageProblem:
+        """The :class:`ImageProblem` with the budgets ``radius`` ``[n]``, in mass times distance."""
         space = self.ball.space(samples.x.shape[1:])
         x = space.stencil.flat(samples.x)
         return ImageProblem(space, x, self.ball.weights(x), radius)
@@ -130,9 +131,11 @@ class NearestTransport:
         return State(plan, jnp.zeros_like(x), prices, radius, taken, stay, cost, low)
 
     def _step(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """Changes the radius by whether the iterate flips, then takes one Frank-Wolfe step in it.
+        """Changes the radius by whether the present image flips, then takes one Frank-Wolfe step.
 
-        ``radius``, ``cost`` and ``most`` are ``[n]``, in mass times distance.
+        The radius, ``[n]`` in mass times distance, shrinks below the cost of a flip, and grows
+        otherwise up to the cost of the nearest flip. The present plan is kept if it is the nearest
+        flip.
         """
         own = self._task(samples, state.radius)
         seen = ascent.slope(victim, seen_from(own, state.plan), samples.y, self.loss)
@@ -160,6 +163,7 @@ class NearestTransport:
         ), info
 
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """The stage after the steps: one forward pass, which may find the nearest flip."""
         own = self._task(samples, state.radius)
         out, info = ascent.judge(victim, seen_from(own, state.plan), samples.y)
         cost = plans.moved(own.space, state.plan, own.weights)
@@ -167,6 +171,11 @@ class NearestTransport:
         return _keep(state, nearer, cost), info
 
     def _bisect(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """One bisection step for the smallest share of the nearest flip's plan that still flips.
+
+        The rest of the mass stays in place. ``low`` ``[n]``, the largest share without a flip, is
+        relative to the present nearest flip.
+        """
         own = self._task(samples, state.radius)
         share = (state.low + 1) / 2
         tried = plans.blend(state.best, own.x, share, own.space.stencil.center)
@@ -188,5 +197,6 @@ class NearestTransport:
 
 
 def _keep(state: State, nearer: Array, cost: Array) -> State:
+    """The state in which the present plan is the nearest flip where ``nearer`` ``[n]`` is True."""
     best = jnp.where(norms.spread(nearer, state.plan), state.plan, state.best)
     return state._replace(best=best, cost=jnp.where(nearer, cost, state.cost))

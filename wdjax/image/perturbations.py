@@ -119,6 +119,7 @@ def dim(x: AnyArray, factor: float) -> Array:
 
 
 def _images(x: AnyArray) -> Array:
+    """The images as an array ``[n, height, width, channels]``; raises for other shapes."""
     x = jnp.asarray(x)
     if x.ndim != 4:
         raise ValueError(f"images must be [n, height, width, channels], got {list(x.shape)}.")
@@ -126,13 +127,17 @@ def _images(x: AnyArray) -> Array:
 
 
 def _grid(x: Array) -> tuple[Array, Array]:
+    """The row and the column of every pixel, ``[height, width]`` each, as floats."""
     sides = (jnp.arange(size, dtype=x.dtype) for size in x.shape[1:3])
     rows, columns = jnp.meshgrid(*sides, indexing="ij")
     return rows, columns
 
 
 def _sample(x: Array, rows: Array, columns: Array) -> Array:
-    """Linear interpolation at ``rows`` and ``columns``, 0 outside."""
+    """``[n, H, W, C]``: the images at fractional ``rows`` and ``columns`` ``[H, W]``, 0 outside.
+
+    Values between pixels are interpolated linearly; all images are sampled at the same places.
+    """
 
     def one(plane: Array) -> Array:
         return jax.scipy.ndimage.map_coordinates(plane, [rows, columns], order=1, cval=0.0)

@@ -93,6 +93,7 @@ def log_receive(stencil: Stencil, row: Array, price: Array, power: float) -> Arr
 
 
 def _pad(stencil: Stencil, flat: Array) -> Array:
+    """``[..., margin + L + margin]``: logarithms with those of zero mass before and after."""
     room = [(0, 0)] * (flat.ndim - 1) + [(stencil.margin, stencil.margin)]
     return jnp.pad(flat, room, constant_values=NOTHING)
 

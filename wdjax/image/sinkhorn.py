@@ -176,9 +176,12 @@ def _shift(
     capped: bool,
     cells: Array,
 ) -> Array:
-    """The constant ``[n, C, 1]`` to add to the rows so that ``z`` has the mass of ``x``.
+    """``[n, C, 1]``: the constant to add to the rows' duals so that ``z`` has the mass of ``x``.
 
-    It is one more block of the dual; without it, the mass would converge last.
+    It is one more block of the dual; without it, the mass would converge last. ``fit`` maps a
+    constant to ``log z`` ``[n, C, L]``; ``mass`` ``[n, C]`` is the mass wanted, in units of the
+    image's; ``full`` the logarithm of a pixel's capacity, which counts if ``capped``; ``cells``
+    marks the image's pixels.
     """
     shift = jnp.zeros((*mass.shape, 1), mass.dtype)
     for _ in range(_SHIFTS):
@@ -203,9 +206,11 @@ def _ascend(
     tolerance: Array | float,
     unrolled: bool,
 ) -> tuple[Duals, Array, Array]:
-    """Iterates ``turn`` until every sample has converged; a converged sample is frozen.
+    """Iterates ``turn``, which maps duals to (duals, gap), until every sample has converged.
 
-    Returns the duals, the iterations ``[n]`` and the last gap ``[n]`` of each sample.
+    The gap, ``[n]``, is the share of mass by which columns miss their target; a sample within the
+    tolerance keeps its duals. ``unrolled`` makes all iterations, so that reverse-mode gradients
+    exist. Returns the duals, the iterations ``[n]`` and the last gap ``[n]`` of each sample.
     """
 
     class Ascent(NamedTuple):
@@ -237,7 +242,11 @@ def _ascend(
 
 
 def _plan(task: ImageProblem, column: Array, price: Array, cells: Array) -> Array:
-    """The plan ``[n, C, O, L]`` with exact rows for given columns and price."""
+    """``[n, C, O, L]``: the plan of given duals in which every pixel sends exactly its mass.
+
+    ``column`` ``[n, C, L]`` are the columns' multipliers, ``price`` ``[n]`` that of the cost;
+    ``cells`` is not used.
+    """
     stencil = task.space.stencil
     costs = jnp.asarray(stencil.costs(task.space.power), column.dtype)
     dear = price[:, None, None] * task.weights[:, :, None] * costs[None, None]

@@ -107,7 +107,10 @@ class SinkhornPGD:
         return Stage(self._step, self.steps, self._over), Stage(self._end, 1, self._over)
 
     def _task(self, samples: Samples, taken: Array) -> tuple[ImageProblem, Array]:
-        """The ball of step ``taken``, and its radius ``[n]``."""
+        """The :class:`ImageProblem` of step ``taken`` ``[n]``, and its radius.
+
+        The radius is ``eps`` or, with ``growing``, one that grows with every step.
+        """
         radius = self.first + self.growth * taken if self.growing else samples.radius
         radius = jnp.asarray(radius, samples.x.dtype)
         return task(self.ball, samples._replace(eps=radius)), radius
@@ -123,6 +126,11 @@ class SinkhornPGD:
         return State(plan, sinkhorn.no_duals(own), taken, plan, value, fallen & self.growing)
 
     def _step(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """One gradient step in the image's space, projected on the ball by Sinkhorn iterations.
+
+        The projection starts from the last duals, and its plan is repaired, so that it is in the
+        ball even if the iterations have not converged. Samples with a flip stay.
+        """
         own, radius = self._task(samples, state.taken)
         seen = ascent.slope(victim, seen_from(own, state.plan), samples.y, self.loss)
         info = ascent.note(victim, samples.y, seen)
@@ -138,6 +146,12 @@ class SinkhornPGD:
         return ascent.hold(state.flipped, state, moved), info
 
     def _direction(self, own: ImageProblem, gradient: Array) -> Array:
+        """``[n, C, L]``: the step's direction, from the gradient ``[n, C, L]``.
+
+        By the setting ``direction``: "l2" scales the largest entry to 1, "linf" takes signs,
+        "smooth" first averages over the window with a Gaussian of standard deviation ``width``
+        pixels.
+        """
         if self.direction == "linf":
             return jnp.sign(gradient)
         if self.direction == "smooth":
@@ -152,11 +166,13 @@ class SinkhornPGD:
         return unit(gradient)
 
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """The last stage: one forward pass at the last plan's image, which may become the best."""
         own, _ = self._task(samples, state.taken)
         out, info = ascent.judge(victim, seen_from(own, state.plan), samples.y)
         return remember(victim, samples, state, out), info
 
     def _over(self, state: State) -> Array:
+        """``[n]``: whether the sample has a flip."""
         return state.flipped
 
     def point(self, samples: Samples, state: State) -> tuple[Array, TransportPlan]:

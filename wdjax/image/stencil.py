@@ -188,6 +188,7 @@ class Stencil(NamedTuple):
 
 @functools.cache
 def _valid(stencil: Stencil) -> np.ndarray:
+    """``[O, L]`` booleans: whether sender and target of each offset are pixels of the image."""
     steps = np.arange(-stencil.reach, stencil.reach + 1)
     down, right = (part.ravel()[:, None] for part in np.meshgrid(steps, steps, indexing="ij"))
     row, column = np.divmod(np.arange(stencil.length), stencil.stride)

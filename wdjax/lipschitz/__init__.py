@@ -1,10 +1,20 @@
-"""Lipschitz constants: exact for networks with few activation cells, bounds for others.
+"""Lipschitz constants of a classifier's margins: exact for small ReLU nets, bounds for others.
 
-`chain` writes a model as matrices with activations between them. `cells` enumerates its linear
-pieces, from which `exact` and `worst_case` compute constants and margins; `local` bounds constants
-in a ball by `branching`, `lipsdp` or `jacobian`, with the slopes of `neurons`; `margin` bounds
-constants of margins for any program, `transformer` those of Transformers. `certified` turns
-constants into certificates, and `training_bounds` trains with them. Open `local` first.
+The constant of a margin ``z_j - z_y`` bounds how fast it can change with the distance moved.
+
+Upper bounds on balls: `chain` writes a model as matrices with activations between them; `neurons`
+bounds the activations' derivatives on the ball (called slopes here); from these `jacobian`
+(intervals, zonotopes), `lipsdp` (quadratic constraints) and `branching` (branch and bound over the
+masks of active neurons) bound the Jacobian; `local` has the public functions. `margin` bounds the
+constants of any program over a box, `transformer` those of Transformers from weights. `certified`
+turns constants into certified radii; `training_bounds` has differentiable bounds.
+
+Exact values for small ReLU nets: `cells` enumerates the polyhedra on which the net is affine;
+`exact` computes the constants of the paper's Theorem 3.1 from them, and `worst_case` the worst
+expected margin loss. Lower bounds: `sampled` takes the steepest Jacobians at sampled points.
+
+Open `local` first; `chain` shows which models it accepts. To add a method: a file with a function
+like ``jacobian.interval``, a name in ``METHODS`` of `local`, and a branch of its ``_bounds``.
 """
 
 from wdjax.lipschitz.cells import Cells, Polyhedron, activation_cells, masks_at, polyhedron

@@ -75,7 +75,12 @@ class MaskSearch:
         return min(max(most, self.found), self.bound)
 
     def _turn(self) -> None:
-        """Splits the sets with the largest bounds."""
+        """One iteration: takes the sets with the largest bounds, and splits each at one neuron.
+
+        At most half a batch is taken. Both halves return to the heap with their own bounds; a set
+        of a single mask is decided by :meth:`_leaf` instead; sets that cannot exceed the largest
+        norm found are dropped.
+        """
         taken = [heapq.heappop(self.left) for _ in range(min(_BATCH // 2, len(self.left)))]
         signs = np.stack([np.frombuffer(entry[2], np.int8) for entry in taken])
         limits = np.array([-entry[0] for entry in taken])
@@ -95,12 +100,17 @@ class MaskSearch:
             self._add(np.stack([h for h, _ in halves]), np.array([t for _, t in halves]))
 
     def _add(self, signs: npt.NDArray[np.int8], limits: Numbers) -> None:
+        """Puts sets of masks ``signs`` ``[B, neurons]`` on the heap, each with an upper bound.
+
+        The bound is the smaller one of the set's own and of ``limits`` ``[B]``, its parent's.
+        """
         sizes, _ = self._measured(signs)
         for own, size, limit in zip(signs, sizes, limits):
             self.count += 1
             heapq.heappush(self.left, (-min(float(size), float(limit)), self.count, own.tobytes()))
 
     def _measured(self, signs: npt.NDArray[np.int8]) -> tuple[Numbers, npt.NDArray[np.int_]]:
+        """:func:`_measure` of at most ``_BATCH`` sets of masks, padded to ``_BATCH``."""
         padded = np.zeros((_BATCH, signs.shape[1]), np.int8)
         padded[: len(signs)] = signs
         with float64():
@@ -109,7 +119,11 @@ class MaskSearch:
         return sizes, choices
 
     def _leaf(self, signs: npt.NDArray[np.int8], limit: float) -> None:
-        """Decides a single mask with norm ``limit``: it counts if its cell meets the region."""
+        """Decides a single mask whose Jacobian's row has the norm ``limit``.
+
+        The norm counts if the mask's cell meets the region, which a linear program decides; it is
+        skipped if the norm would not raise the largest one found.
+        """
         if limit <= self.found:
             self.met = True
             return
@@ -126,7 +140,10 @@ class MaskSearch:
 
 
 def _room(shape: Polyhedron, region: BoxRegion) -> float:
-    """How far inside of a cell a point of the region may be; negative where it must be outside."""
+    """How far inside a cell a point of the region can be; negative if cell and region are apart.
+
+    The largest distance to the cell's faces, at most 1, by a linear program over the region's box.
+    """
     from scipy.optimize import linprog
 
     n = shape.normals.shape[1]
@@ -153,9 +170,11 @@ def _measure(
     norm: float,
     open_: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """Bounds ``[B]`` of sets of masks, and ``[B]`` neurons to split next, -1 for single masks.
+    """Upper bounds ``[B]`` of sets of masks by zonotopes, and the neuron to split next, ``[B]``.
 
-    ``signs``, ``[B, neurons]``, are 1 (on), -1 (off) or 0 (as in ``slopes``).
+    ``signs``, ``[B, neurons]``, are 1 (on), -1 (off) or 0 (as in ``slopes``). The neuron is the one
+    that contributes most to the bound, -1 for sets of a single mask. ``open_`` is the largest
+    number of undecided neurons in each layer.
     """
 
     def one(own: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -132,7 +132,7 @@ def check_relu(net: Chain) -> None:
 
 
 def _whole(n: int, box: tuple[npt.ArrayLike, npt.ArrayLike] | None) -> _Part:
-    """The whole domain as one part, before any neuron."""
+    """The whole domain, a box or all of space, as one part before any neuron."""
     if box is None:
         shape, ball = Polyhedron(np.zeros((0, n)), np.zeros(0)), CellBall(np.zeros(n), np.inf)
     else:
@@ -145,13 +145,17 @@ def _whole(n: int, box: tuple[npt.ArrayLike, npt.ArrayLike] | None) -> _Part:
 
 
 def _through(part: _Part, weight: Numbers, bias: Numbers) -> _Part:
-    """The part with the next layer's pre-activations as its values."""
+    """The part with the next layer's pre-activations as its affine function."""
     jacobian, offset = weight @ part.jacobian, weight @ part.offset + bias
     return part._replace(jacobian=jacobian, offset=offset)
 
 
 def _cut(part: _Part, neuron: int) -> list[_Part]:
-    """The pieces of a part on both sides of a neuron's hyperplane, at most two."""
+    """The pieces of a part on the two sides of a neuron's hyperplane: one or two.
+
+    A side is a piece if a ball of radius above ``SMALLEST`` fits into it; if no or only one side
+    is, the hyperplane adds no face.
+    """
     row, level = part.jacobian[neuron], float(part.offset[neuron])
     size = float(np.linalg.norm(row))
     if size <= 1e-13 * max(1.0, abs(level)):
@@ -170,7 +174,11 @@ def _cut(part: _Part, neuron: int) -> list[_Part]:
 
 
 def _fitting(ball: CellBall, normal: Numbers, level: float) -> CellBall | None:
-    """The largest part of a ball on the side ``normal x + level >= 0``, where that is not thin."""
+    """A ball on the side ``normal x + level >= 0`` that is contained in the given one.
+
+    It is the largest such ball; an infinite ball gives one of radius 1. None if it would be smaller
+    than a thousandth of the given ball, where a linear program finds a better one.
+    """
     above = float(normal @ ball.center + level)
     if ball.radius == np.inf:
         return (
@@ -187,7 +195,7 @@ def _fitting(ball: CellBall, normal: Numbers, level: float) -> CellBall | None:
 
 
 def _active(part: _Part, neuron: int, active: bool) -> _Part:
-    """The part with a neuron added to its mask, on or off."""
+    """The part with a neuron added to its mask; for an inactive one its value becomes 0."""
     if active:
         return part._replace(mask=(*part.mask, True))
     jacobian, offset = part.jacobian.copy(), part.offset.copy()

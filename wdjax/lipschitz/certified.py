@@ -80,7 +80,7 @@ def verify(
 def _margins(
     model: Classifier, x: AnyArray, labels: npt.NDArray[np.int_], batch_size: int
 ) -> npt.NDArray[np.float64]:
-    """Margins ``z_y - z_j``, ``[n, K]``, in float64, rounded down; inf at ``j = y``."""
+    """``[n, K]``: margins ``z_y - z_j`` of the samples, rounded down; inf at ``j = y``."""
     with float64():
         wide = widened(model)
         parts = [

@@ -131,6 +131,7 @@ def as_chain(model: Classifier, x: AnyArray) -> Chain:
 
 @jax.jit
 def _made(model: Classifier, sample: jax.Array) -> Chain:
+    """The chain of a model for a sample ``[1, *shape]``; refuses bfloat16 and float16."""
     net = margins.network(model, sample)
     dtypes = (net.graph.avals[place].dtype for node in net.graph.nodes for place in node.outputs)
     for dtype in filter(affine_rules.is_narrow, dtypes):
@@ -174,10 +175,12 @@ def of_network(net: Network) -> Chain:
 
 
 def _size(net: Network, place: int) -> int:
+    """The number of entries of the value at ``place``."""
     return math.prod(net.graph.avals[place].shape)
 
 
 def _check_size(entries: int) -> None:
+    """Raises if a layer's matrix would have more than ``_ENTRIES`` entries."""
     if entries > _ENTRIES:
         raise ValueError(
             f"a layer of this net is a matrix of {entries:,} entries; Lipschitz constants by "
@@ -186,6 +189,7 @@ def _check_size(entries: int) -> None:
 
 
 def _operand(net: Network, node: Node) -> int:
+    """The place of a node's one operand that depends on the input; raises if there are several."""
     moving = [place for place in node.inputs if place not in net.exact]
     if len(set(moving)) != 1 or len(node.outputs) != 1:
         raise _refused(node)
@@ -220,7 +224,10 @@ def curve_of(net: Network, node: Node) -> ClosedJaxpr | None:
 
 
 def _level(net: Network, place: int) -> Any:
-    """The constant at ``place``: concrete inside a trace too, unless it depends on parameters."""
+    """The constant at ``place``, concrete inside a trace too unless it depends on parameters.
+
+    A traced constant is computed again from its inputs at trace time, where these are concrete.
+    """
     value = net.exact[place]
     makers = [node for node in net.graph.nodes if place in node.outputs]
     if not (validate.traced(value) and makers):
@@ -240,6 +247,7 @@ def _single(node: Node) -> bool:
 
 
 def _refused(node: Node) -> ValueError:
+    """The error for an operation that is neither affine nor entrywise."""
     return ValueError(
         f"the model uses {node.name} on what depends on its input; here every layer must be affine "
         "or entrywise. certify.margin_lipschitz bounds other nets."
@@ -247,7 +255,7 @@ def _refused(node: Node) -> ValueError:
 
 
 def _bases(net: Network, place: int) -> set[int]:
-    """The places (activations' outputs, or the input) in which a value is affine."""
+    """The places (activations' outputs or the input) of which the value at ``place`` is affine."""
     found: set[int] = set()
     seen, stack = set(), [place]
     while stack:
@@ -263,9 +271,10 @@ def _bases(net: Network, place: int) -> set[int]:
 
 
 def _through(net: Network, place: int, values: dict[int, jax.Array], offsets: bool) -> jax.Array:
-    """The value at ``place`` from ``values``, in which it is affine; those not given are 0.
+    """The value at ``place``, an affine function of the ``values`` at other places.
 
-    Without ``offsets`` all constant terms are 0.
+    Places of which it is affine but which are not in ``values`` count as 0; without ``offsets`` so
+    do all constant terms. Intermediate results are added to ``values``.
     """
     if place in values:
         return values[place]
@@ -284,7 +293,10 @@ def _through(net: Network, place: int, values: dict[int, jax.Array], offsets: bo
 
 
 def _matrix(net: Network, place: int, base: int, size: int) -> jax.Array:
-    """The matrix ``[rows, size]`` by which the value at ``place`` depends on that at ``base``."""
+    """``[rows, size]``: the matrix by which the value at ``place`` depends on that at ``base``.
+
+    ``size`` is the number of entries at ``base``; the matrix is 0 if there is no such dependence.
+    """
     aval: Any = net.graph.avals[base]
     rows = _size(net, place)
     if base not in _bases(net, place):
@@ -298,9 +310,10 @@ def _matrix(net: Network, place: int, base: int, size: int) -> jax.Array:
 
 
 def _offset(net: Network, place: int) -> jax.Array:
-    """The constant term of the value at ``place``, flat."""
+    """``[rows]``: the constant term of the affine value at ``place``, flat."""
     return _through(net, place, {}, True).reshape(-1)
 
 
 def _selected(sizes: dict[int, int], base: int, other: int) -> jax.Array:
+    """The identity matrix if both bases are the same, else a matrix of zeros."""
     return jnp.eye(sizes[base]) if base == other else jnp.zeros((sizes[base], sizes[other]))

@@ -83,6 +83,7 @@ def upper_constants(found: Cells, norm: float) -> UpperConstants:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _operator_norms(jacobians: jax.Array, norm: float) -> jax.Array:
+    """``[M]``: the operator norms, l_r to l_s, of Jacobians ``[M, K, n]``."""
     return jax.vmap(lambda jacobian: norms.operator_norm(jacobian, norm).lower)(jacobians)
 
 
@@ -175,7 +176,7 @@ def _jacobian(net: Chain, mask: npt.NDArray[np.bool_]) -> Numbers:
 
 
 def _present(labels: npt.ArrayLike | None, classes: int) -> list[int]:
-    """The distinct labels, checked; all classes for None."""
+    """The distinct labels, checked to be classes; all classes for None."""
     if labels is None:
         return list(range(classes))
     found = np.unique(np.asarray(labels))
@@ -187,9 +188,11 @@ def _present(labels: npt.ArrayLike | None, classes: int) -> list[int]:
 def _steepest(
     jacobians: Numbers, shapes: list[Polyhedron], labels: list[int], norm: float
 ) -> Steepest:
-    """The steepest direction over all cones ``shapes`` with Jacobians ``[M, K, n]``.
+    """The steepest growth of a margin over all cones, with label, rival and direction.
 
-    Cones are tried by falling upper bound, until that is below the best found.
+    ``shapes`` are M cones, on which the net without biases has the Jacobians ``[M, K, n]``;
+    ``labels`` those that occur. Pairs of cone and margin are tried by falling upper bound (the
+    gradient's dual norm), until no bound exceeds the best growth found.
     """
     classes, n = jacobians.shape[1:]
     best = Steepest(0.0, labels[0], (labels[0] + 1) % classes, np.zeros(n))
@@ -213,13 +216,15 @@ def _steepest(
 
 
 def _size(v: Numbers, norm: float) -> float:
+    """The l_norm length of a vector."""
     return float(np.linalg.norm(v, norm))
 
 
 def _ascent(gain: Numbers, normals: Numbers, norm: float) -> Numbers:
-    """The maximiser ``[n]`` of ``max { gain . u : normals u <= 0, ||u||_r <= 1 }``.
+    """``[n]``: the u that maximises ``gain . u`` with ``normals u <= 0`` and ``||u||_r <= 1``.
 
-    ``gain`` is ``[n]``, ``normals`` ``[rows, n]``.
+    ``gain`` is ``[n]``, ``normals`` ``[rows, n]``. By non-negative least squares for r = 2, else by
+    a linear program; 0 if nothing grows.
     """
     from scipy.optimize import linprog, nnls
 

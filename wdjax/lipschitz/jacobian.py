@@ -74,8 +74,11 @@ def row_zonotope(
 def _spread(
     center: jax.Array, generators: jax.Array, low: jax.Array, high: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A zonotope times slopes in ``[low, high]``, ``[m]``: centre ``[m]``, generators ``[G, m]``,
-    and the deviation ``[m]`` by the slopes' range."""
+    """A zonotope times diagonal derivatives in ``[low, high]``, ``[m]``.
+
+    Returns its centre ``[m]``, its generators ``[G, m]``, and for every entry the new generator's
+    size ``[m]``: the largest magnitude times half of the derivative's range.
+    """
     reach = jnp.abs(center) + jnp.sum(jnp.abs(generators), axis=0)
     middle, half = 0.5 * (low + high), 0.5 * (high - low)
     return center * middle, generators * middle, half * reach

@@ -87,7 +87,10 @@ def spectral(net: Chain, slopes: Slopes, rooms: Rooms, steps: int) -> jax.Array:
 
 
 def _left(net: Chain, slopes: Slopes, rooms: Rooms) -> tuple[list[_Layer], jax.Array]:
-    """The layers without neurons that are off, and the last matrix ``[K, m]``."""
+    """The layers without neurons that are off on the region, and the last matrix ``[K, m]``.
+
+    Sizes are static (``rooms``), so unused rows are 0.
+    """
     before = jnp.arange(net.inputs)
     present = jnp.ones(net.inputs, bool)
     layers = []
@@ -131,13 +134,18 @@ class _Output(NamedTuple):
 
 
 def _enlarged(gram: jax.Array) -> jax.Array:
+    """A positive semidefinite matrix enlarged by more than the rounding of its computation."""
     return gram * (1 + _SLACK) + 1e-11 * jnp.trace(gram) * jnp.eye(len(gram))
 
 
 def _last(
     layers: list[_Layer], weights: Weights, norm: float
 ) -> tuple[jax.Array, _Input | _Output]:
-    """The sum of the input's metric (1 for r = 2), and the ellipsoid of the last layer's output."""
+    """Sends the input's ellipsoid through all layers by :func:`_through`.
+
+    Returns the sum of the input's metric (1 for r = 2), which scales the bound, and the ellipsoid
+    of the last layer's output (of the input if there is no layer).
+    """
     shape: _Input | _Output
     if norm == jnp.inf:
         metric = jnp.exp(weights.inputs)
@@ -150,7 +158,11 @@ def _last(
 
 
 def _through(layer: _Layer, gram: jax.Array, shape: jax.Array, scale: jax.Array) -> _Output:
-    """The ellipsoid of a layer's output, from ``G``, ``[m, m]``, that of its pre-activations."""
+    """The ellipsoid of a layer's output, from ``gram``, ``[m, m]``, that of its pre-activations.
+
+    ``shape`` ``[o]`` and ``scale`` are the layer's parameters, from :class:`Weights`; any values
+    give a valid ellipsoid.
+    """
     used = layer.gap > 0
     inner = gram[layer.open][:, layer.open]
     e = jnp.where(used, jnp.exp(0.5 * shape), 0.0)
@@ -174,6 +186,7 @@ def _inverse(x: jax.Array) -> jax.Array:
 
 
 def _forwards(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The forward pass of :func:`_inverse`, which keeps its result."""
     total = _inverse(x)
     return total, total
 
@@ -187,7 +200,10 @@ _inverse.defvjp(_forwards, _backwards)
 
 
 def _above(matrix: jax.Array) -> jax.Array:
-    """A close upper bound of the largest eigenvalue of a positive semidefinite matrix."""
+    """An upper bound of the largest eigenvalue of a semidefinite matrix ``[m, m]``.
+
+    It is at most ``m^(1/16)`` times too large.
+    """
     size = jnp.trace(matrix)
     size = jnp.where(size > 0, size, 1.0)
     power = matrix / size
@@ -198,8 +214,12 @@ def _above(matrix: jax.Array) -> jax.Array:
 
 
 def _begin(layers: list[_Layer], rows: jax.Array, norm: float) -> Weights:
-    """The first weights: the inverse of each neuron's variance (diagonal of ``G``); the input's
-    metric is that of the Jacobian ``rows``, ``[R, m]``, times the layers with middle slopes."""
+    """The first parameters of the optimisation.
+
+    A neuron's weight is the inverse of its variance, the diagonal entry of ``G``. For r = inf the
+    input's metric is the mean magnitude of the Jacobian's rows: ``rows`` ``[R, m]`` times the
+    layers with derivatives in the middle of their intervals.
+    """
     product = rows
     for layer in reversed(layers):
         middle = layer.low.at[layer.open].add(0.5 * layer.gap)
@@ -222,9 +242,9 @@ def _begin(layers: list[_Layer], rows: jax.Array, norm: float) -> Weights:
 
 
 def _optimised(sizes: Callable[[Weights], jax.Array], weights: Weights, steps: int) -> jax.Array:
-    """The least of each of the bounds ``sizes(weights)``, ``[R]``, over ``steps`` steps of Adam.
+    """``[R]``: the least value of each bound ``sizes(weights)`` over ``steps`` steps of Adam.
 
-    Each step lowers the bound whose best value is the largest.
+    Each step lowers the bound whose best value is the largest. A bound that stays NaN becomes inf.
     """
 
     def height(weights: Weights, best: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -123,7 +123,7 @@ def local_lipschitz(
 
 
 def _ends(points: jax.Array, reach: jax.Array, box: Box) -> tuple[Numbers, Numbers]:
-    """The ends ``[n, inputs]`` of the boxes around the balls."""
+    """The ends ``[n, inputs]`` of the boxes around the balls of radii ``reach`` ``[n]``."""
     ball = region.ball(points, reach, math.inf, box)
     lower, upper = np.asarray(ball.lower, float), np.asarray(ball.upper, float)
     return lower.reshape(len(points), -1), upper.reshape(len(points), -1)
@@ -138,9 +138,11 @@ def _closed(
     sizes: Numbers,
     seconds: float,
 ) -> Numbers:
-    """The bounds ``sizes``, ``[R]``, of one sample's rows, tightened by branch and bound.
+    """The bounds ``sizes`` ``[R]`` of one sample, tightened by branch and bound over masks.
 
-    The row with the largest bound comes first.
+    ``rows`` ``[R, K]`` are the margins and ``place`` the box around the region. ``seconds`` is the
+    time for all rows: the one with the largest bound may use all of it, the others share what is
+    left.
     """
     open_ = rooms(jax.tree.map(lambda t: t[None], slopes)).open
     ends, found = time.monotonic() + seconds, sizes.copy()
@@ -248,6 +250,7 @@ def jacobian_norm(model: Classifier, x: AnyArray, *, box: Box = None, steps: int
 
 
 def _check(method: str, steps: int, seconds: float) -> None:
+    """Checks the method's name, the number of steps and the time limit."""
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
     if steps < 0:
@@ -257,6 +260,7 @@ def _check(method: str, steps: int, seconds: float) -> None:
 
 
 def _check_curves(net: Chain, method: str) -> None:
+    """Raises if branch and bound is asked for a net with activations other than ReLU."""
     if method == "bab" and any(curve is not None for curve in net.curves):
         raise ValueError('method="bab" splits ReLUs; this net has another function. Use "sdp".')
 
@@ -264,7 +268,10 @@ def _check_curves(net: Chain, method: str) -> None:
 def _contrasts(
     labels: npt.NDArray[np.int_], rivals: npt.NDArray[np.int_], classes: int
 ) -> jax.Array:
-    """Rows ``e_rival - e_label``, ``[n, R, K]``."""
+    """``[n, R, K]``: the rows ``e_rival - e_label``, each of which takes a margin from logits.
+
+    ``labels`` is ``[n]`` or of the shape of ``rivals``, ``[n, R]``.
+    """
     unit = np.eye(classes)
     own = unit[labels] if labels.shape == rivals.shape else unit[labels][:, None]
     return jnp.asarray(unit[rivals] - own)
@@ -283,6 +290,7 @@ def domain_slopes(net: Chain, model: Classifier, x: AnyArray, box: Box) -> Slope
 def _slopes(
     net: Chain, model: Classifier, x: jax.Array, eps: jax.Array, norm: float, box: Box
 ) -> Slopes:
+    """The intervals of all neurons' derivatives, ``[n, m_h]``, on the balls around ``x``."""
     ball = region.ball(x, eps, norm, box)
     return neurons.slopes(net, margins.prepare(model, ball, "crown"))
 
@@ -304,7 +312,12 @@ def rooms(slopes: Slopes) -> Rooms:
 def _bounds(
     net: Chain, slopes: Slopes, rows: jax.Array, norm: float, rooms: Rooms, method: str, steps: int
 ) -> jax.Array:
-    """Bounds ``[n, R]`` of the dual norms of rows ``[n, R, K]`` times the Jacobian."""
+    """``[n, R]``: bounds of the dual norms of rows ``[n, R, K]`` times the Jacobian.
+
+    ``slopes`` are the intervals of the neurons' derivatives. Each method includes the cheaper ones,
+    of which the least bound counts; NaN becomes inf. "bab" gives the bound from which
+    :func:`_closed` continues.
+    """
 
     def one(these: tuple[Slopes, jax.Array]) -> jax.Array:
         slopes, rows = these
@@ -321,4 +334,5 @@ def _bounds(
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _spectral(net: Chain, slopes: Slopes, rooms: Rooms, steps: int) -> jax.Array:
+    """A bound of the Jacobian's spectral norm on one region, by :mod:`wdjax.lipschitz.lipsdp`."""
     return lipsdp.spectral(net, slopes, rooms, steps)

@@ -112,6 +112,7 @@ def layer_product(
 def _layer_product(
     model: Classifier, lower: Array, upper: Array, norm: float, labels: Array, classes: int
 ) -> Array:
+    """``[m, K]``: constants of the margins of ``labels`` ``[m]``, as products of layer norms."""
     region = domain.box(lower, upper, constant=jnp.ones((), lower.dtype))
     (outs,) = interval.interpret(jax.make_jaxpr(single(model))(lower), [region], norm)
     if not isinstance(outs, domain.Interval):
@@ -171,6 +172,8 @@ def interval_jacobian(
 def _interval_jacobian(
     model: Classifier, lower: Array, upper: Array, norm: float, labels: Array, classes: int
 ) -> Array:
+    """``[m, K]``: constants of the margins of ``labels`` ``[m]``, from interval Jacobians."""
+
     def constants(y: Array) -> Array:
         region = domain.box(lower, upper)
         return row_sizes(margins_and_slopes(model, region, y, classes)[1], norm)
@@ -233,7 +236,12 @@ def _constants(
     norm: float,
     labels: ArrayLike | None,
 ) -> Array:
-    """Checks the arguments; returns the constants ``[m, K]`` by ``bound``, inf instead of NaN."""
+    """``[m, K]``: bounds of the margins' constants by the function ``bound``, with all checks.
+
+    The constants are inf where a bound is NaN, where a value may overflow a short dtype, and where
+    the model may mix samples; they are 0 for the label itself. Discontinuous models raise a
+    ValueError. ``labels`` None means all classes.
+    """
     norms.check_norm(norm)
     lower, upper = interval.check_ends(lower, upper)
     sample = jax.ShapeDtypeStruct((1, *lower.shape), lower.dtype)
@@ -272,9 +280,9 @@ def logits(model: Classifier, lower: Array, upper: Array) -> norms.Bounds:
 @jax.jit
 @highest()
 def _too_large(model: Classifier, lower: Array, upper: Array) -> Array:
-    """Whether a value may overflow a dtype that is shorter than the input's: a scalar boolean.
+    """A scalar boolean: whether a value may overflow a dtype that is shorter than the input's.
 
-    The gradient does not show it, though the program jumps to infinity there.
+    The program jumps to infinity there, which its gradient does not show.
     """
     closed, most = jax.make_jaxpr(single(model))(lower), jnp.finfo(lower.dtype).max
     graph, values = interval.walk(closed, [domain.box(lower, upper)])

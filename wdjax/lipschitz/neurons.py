@@ -72,7 +72,7 @@ def of_operand(
 
 @functools.cache
 def _known(double: bool) -> dict[str, tuple[float, float]]:
-    """The derivatives' ends of well-known activations, by their :func:`_expression`."""
+    """The least and largest derivative of well-known activations, by their :func:`_expression`."""
     sample = jax.ShapeDtypeStruct((1, 2), jnp.float64 if double else jnp.float32)
     found = {}
     for function, low, high in _ACTIVATIONS:
@@ -84,7 +84,7 @@ def _known(double: bool) -> dict[str, tuple[float, float]]:
 
 
 def _expression(curve: ClosedJaxpr) -> str:
-    """A scalar program as one expression, independent of the order of its equations."""
+    """A scalar program as one text, which does not depend on the order of its equations."""
     words: dict[Any, str] = {curve.jaxpr.invars[0]: "z"}
     words.update({var: repr(float(t)) for var, t in zip(curve.jaxpr.constvars, curve.consts)})
     for eqn in curve.jaxpr.eqns:
@@ -97,10 +97,11 @@ def _expression(curve: ClosedJaxpr) -> str:
 def _derivative(
     curve: ClosedJaxpr, lower: jax.Array, upper: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The least and the largest derivative between two scalars, from cells.
+    """The least and the largest derivative of an activation between two scalars.
 
-    On each cell the derivative is bounded by intervals and, if it is continuous, also by its value
-    in the middle and the second derivative.
+    The interval is divided into cells. On each the derivative is bounded by interval arithmetic
+    and, if it is continuous, also by its value in the middle and the second derivative. Unbounded
+    intervals, and results that are NaN, give -inf and inf.
     """
 
     def function(z: jax.Array) -> jax.Array:

@@ -91,7 +91,11 @@ def _sampled(
     samples: int,
     steps: int,
 ) -> jax.Array:
-    """:func:`sampled_lipschitz` of checked arguments: ``[n, K]``, with radii ``eps``, ``[n]``."""
+    """``[n, K]``: :func:`sampled_lipschitz` of checked arguments, with radii ``eps`` ``[n]``.
+
+    Half of the ``samples`` points lie on the sphere along random gradients, the others inside the
+    ball; each is then moved by ``steps`` steps up the largest of its margins' gradient norms.
+    """
     logits, pull = jax.vjp(model, x)
     rows = jax.vmap(lambda label: contrasts(label, logits.shape[1], x.dtype))(y)
 

@@ -77,7 +77,7 @@ def trainable_lipschitz(
 
 
 def _bound(net: Chain, norm: float, method: Method, slopes: Slopes, y: Array) -> Array:
-    """The constants ``[K]`` of one sample with label ``y``."""
+    """``[K]``: constants of one sample's margins ``z_j - z_y``, from derivatives' intervals."""
     unit = jnp.eye(net.classes, dtype=net.weights[-1].dtype)
     rows = unit - unit[y]
     found = jacobian.interval(net, slopes, rows, norm)

@@ -124,7 +124,7 @@ def local_transformer_constant(
 
 
 def _wide(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights in float64."""
+    """The weights, a nested dictionary, in float64."""
     return {
         name: _wide(value) if isinstance(value, Mapping) else np.asarray(value, float)
         for name, value in tree.items()
@@ -132,22 +132,28 @@ def _wide(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _blocks(tree: dict[str, Any]) -> list[dict[str, Any]]:
+    """The Transformer's blocks in order."""
     return [tree["blocks"][str(i)] for i in range(len(tree["blocks"]))]
 
 
 def _spectral(matrix: Numbers) -> float:
+    """The spectral norm of a matrix, rounded up."""
     return float(np.linalg.norm(matrix, 2)) * _ROUNDING
 
 
 def _embedding(tree: dict[str, Any], settings: Settings, patches: int) -> tuple[float, int]:
-    """The constant of the embedding of disjoint patches, and the number of entries of an image."""
+    """The constant of the embedding of disjoint patches, and the number of an image's entries."""
     kernel = tree["patch_embed"]["proj"]["kernel"]
     matrix = kernel.reshape(-1, kernel.shape[-1])
     return settings.scale * _spectral(matrix), patches * len(matrix)
 
 
 def _attention(block: dict[str, Any], settings: Settings, tokens: int) -> float:
-    """The constant of ``u -> MHA(scale u + bias)`` on normalised tokens."""
+    """The constant of one block's attention, ``u -> MHA(scale u + bias)``, on normalised tokens.
+
+    ``tokens`` is their number n in the module's formula, which is summed over the heads. ``scale``
+    and ``bias`` are those of the LayerNorm before.
+    """
     scale, bias = block["norm1"]["scale"], block["norm1"]["bias"]
     width, heads = len(scale), settings.heads
     kernel = block["attn"]["qkv"]["kernel"].reshape(width, 3, heads, -1)
@@ -166,15 +172,17 @@ def _attention(block: dict[str, Any], settings: Settings, tokens: int) -> float:
 
 
 def _feed_forward(block: dict[str, Any], settings: Settings) -> float:
-    """The constant of ``u -> FFN(scale u + bias)``."""
+    """The constant of one block's feed-forward net, ``u -> FFN(scale u + bias)``."""
     first, second = block["mlp"]["fc1"]["kernel"], block["mlp"]["fc2"]["kernel"]
     scale = block["norm2"]["scale"]
     return settings.slope * _spectral(scale[:, None] * first) * _spectral(second)
 
 
 def _margins(tree: dict[str, Any], total: float, inputs: int, norm: float) -> Numbers:
-    """Constants ``[K, K]`` of the margins, if ``total`` is that of the class token before the last
-    LayerNorm's scale."""
+    """``[K, K]``: constants of all margins, if ``total`` is that of the normalised class token.
+
+    ``inputs`` is the number of an image's entries, whose root is a factor for norm inf.
+    """
     head = tree["norm"]["scale"][:, None] * tree["head"]["kernel"]
     apart = np.linalg.norm(head[:, :, None] - head[:, None], axis=0) * _ROUNDING
     factor = math.sqrt(inputs) if norm == math.inf else 1.0
@@ -182,12 +190,13 @@ def _margins(tree: dict[str, Any], total: float, inputs: int, norm: float) -> Nu
 
 
 def _steepness(x: Numbers, rho: float, settings: Settings) -> float:
-    """The constant of LayerNorm on tokens ``x``, ``[n, d]``, that moved by at most ``rho``."""
+    """The constant of LayerNorm on tokens ``x`` ``[n, d]`` that moved by at most ``rho`` in l2."""
     deviation = np.std(x, axis=1).min() * (2 - _ROUNDING) - rho / math.sqrt(x.shape[1])
     return 1 / math.sqrt(max(deviation, 0.0) ** 2 + settings.epsilon)
 
 
 def _normalised(x: Numbers, weights: dict[str, Any], settings: Settings) -> Numbers:
+    """``[n, d]``: LayerNorm of the tokens ``x`` ``[n, d]``."""
     centered = x - x.mean(axis=1, keepdims=True)
     variance = np.mean(centered**2, axis=1, keepdims=True)
     unit = centered / np.sqrt(variance + settings.epsilon)
@@ -195,6 +204,7 @@ def _normalised(x: Numbers, weights: dict[str, Any], settings: Settings) -> Numb
 
 
 def _attend(block: dict[str, Any], settings: Settings, x: Numbers) -> Numbers:
+    """``[n, d]``: the output of a block's attention for normalised tokens ``x`` ``[n, d]``."""
     weights = block["attn"]
     parts = (x @ weights["qkv"]["kernel"] + weights["qkv"]["bias"]).reshape(
         len(x), 3, settings.heads, -1
@@ -208,6 +218,7 @@ def _attend(block: dict[str, Any], settings: Settings, x: Numbers) -> Numbers:
 
 
 def _fed(block: dict[str, Any], x: Numbers) -> Numbers:
+    """``[n, d]``: the output of a block's feed-forward net, with the exact GELU."""
     from scipy.special import erf
 
     hidden = x @ block["mlp"]["fc1"]["kernel"] + block["mlp"]["fc1"]["bias"]

@@ -86,7 +86,12 @@ def _blocks(
     labels: npt.NDArray[np.int_],
     box: tuple[npt.ArrayLike, npt.ArrayLike] | None,
 ) -> list[_Block]:
-    """One block for each cell, each of the samples ``points``, ``[N, n]``, and each rival."""
+    """The variables of the linear program: a block for each triple (cell, sample, rival).
+
+    ``points`` are the samples ``[N, n]``, ``found`` the cells, cut by ``box`` if it is not None. A
+    block allows mass of the sample to move into the cell, where its loss is the rival's margin, an
+    affine function. There are M N (K - 1) blocks.
+    """
     blocks = []
     for mask, jacobian, offset in zip(found.masks, found.jacobians, found.offsets):
         shape = cells.polyhedron(net, mask)
@@ -107,10 +112,11 @@ def _blocks(
 
 
 def _solved(blocks: list[_Block], points: Numbers, norm: float, eps: float) -> float:
-    """The value of the linear program over ``(q, z, t)`` of every block.
+    """The worst expected margin: the value of the linear program over ``(q, z, t)`` of every block.
 
-    ``t`` bounds the block's transport cost: ``[n]`` magnitudes for r = 1, one number for r = inf;
-    ``points`` are the samples ``[N, n]``.
+    q is the mass moved, z its displacement times q, and t bounds the transport cost: ``[n]``
+    magnitudes for r = 1, one number for r = inf. Every sample has the mass ``1 / N``, and the costs
+    of all blocks add up to at most ``eps``. Raises a RuntimeError if the program is not solved.
     """
     from scipy.optimize import linprog
     from scipy.sparse import block_diag, coo_matrix, vstack

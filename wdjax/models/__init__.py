@@ -1,4 +1,5 @@
-"""Architectures in Flax NNX, used only to build :data:`wdjax.Model` values.
+"""Architectures in Flax NNX, and PyTorch weights for them; the results are :data:`wdjax.Model`
+values.
 
 `functional` splits a module into a pure function and its parameters; `learning` tells parameters
 from other state, and trains. `zoo` lists the architectures, each of which has a file and is built

@@ -94,6 +94,10 @@ def analysed() -> bool:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4, 5))
 def _conv(x, kernel, stride, pads, groups, derived):
+    """The convolution for a CPU, in the way that is fastest for its shape; see :func:`_conv_jvp`.
+
+    ``derived`` says whether it is computed as part of a derivative.
+    """
     channels, outputs = kernel.shape[2:]
     if groups == channels == 1:
         return _tap_by_tap(x, kernel, stride, pads)
@@ -104,7 +108,11 @@ def _conv(x, kernel, stride, pads, groups, derived):
 
 @functools.partial(_conv.defjvp, symbolic_zeros=True)
 def _conv_jvp(stride, pads, groups, derived, primals, tangents):
-    """Tangents are transposes of the gradients, which reverse mode transposes back."""
+    """The derivative of :func:`_conv`: the transpose of its gradient, for image and kernel.
+
+    Reverse mode transposes it back, and so gets the gradients that are written below, whose layout
+    is fast inside loops.
+    """
     del derived
     x, kernel = primals
     value = _conv(x, kernel, stride, pads, groups, True)
@@ -120,6 +128,10 @@ def _conv_jvp(stride, pads, groups, derived, primals, tangents):
 
 
 def _image_gradient(out, kernel, shape, stride, pads, groups):
+    """The gradient with respect to the image, of ``shape``, from that of the outputs, ``out``.
+
+    It is a convolution by the mirrored kernel; ``pads`` are those of the forward convolution.
+    """
     height, width, channels, outputs = kernel.shape
     if groups == channels == 1:
         return _unpatched(out @ kernel.reshape(-1, outputs).T, shape, kernel.shape, stride, pads)
@@ -135,7 +147,10 @@ def _image_gradient(out, kernel, shape, stride, pads, groups):
 
 
 def _kernel_gradient(out, x, shape, stride, pads, groups):
-    """The kernel's gradient: a convolution of input channels as images, with images as channels."""
+    """The gradient with respect to the kernel, of ``shape``, from that of the outputs, ``out``.
+
+    It is a convolution in which channels play the part of images, and images that of channels.
+    """
     n, rows, columns, _ = x.shape
     channels = x.reshape(n, rows, columns, groups, -1).transpose(4, 1, 2, 3, 0)
     channels = channels.reshape(-1, rows, columns, groups * n)
@@ -149,6 +164,7 @@ def _kernel_gradient(out, x, shape, stride, pads, groups):
 
 
 def _lax(x, kernel, stride, pads, groups=1, **dilation):
+    """XLA's convolution of NHWC images by an HWIO kernel."""
     return lax.conv_general_dilated(
         x,
         kernel,
@@ -161,6 +177,11 @@ def _lax(x, kernel, stride, pads, groups=1, **dilation):
 
 
 def _dense(x, kernel, stride, pads, groups, spare=True, **dilation):
+    """A convolution in the way that is fastest on a CPU: XLA's, or Winograd's algorithm.
+
+    With ``spare`` a convolution without padding gets a column of padding at the right, whose
+    outputs are dropped.
+    """
     if stride > 1 or any(max(spread) > 1 for spread in dilation.values()):
         return _lax(x, kernel, stride, pads, groups, **dilation)
     if groups == 1 and _winograd_pays(x, kernel, pads):
@@ -171,7 +192,12 @@ def _dense(x, kernel, stride, pads, groups, spare=True, **dilation):
 
 
 def _abreast(x, kernel, stride, pads):
-    """Computes neighbours in a row at once, as channels of a wider kernel with a longer stride."""
+    """The convolution with several adjacent outputs of a row computed at once, as channels.
+
+    The kernel is widened to hold a shifted copy for each of them, and the stride along the row
+    grows by their number; this fills the CPU's vector lanes where there are few outputs. Returns
+    the usual ``[n, rows, columns, outputs]``.
+    """
     height, width, channels, outputs = kernel.shape
     left, right = pads[1]
     columns = (x.shape[2] + left + right - width) // stride + 1
@@ -192,17 +218,17 @@ def _abreast(x, kernel, stride, pads):
 
 
 def _tap_by_tap(x, kernel, stride, pads):
-    """One multiply-add for each entry of the kernel, for one input channel a group."""
+    """The convolution with one input channel a group: a multiply-add for each kernel entry."""
     taps = _taps(x, kernel.shape, stride, pads)
     return sum(tap * weights for tap, weights in zip(taps, kernel.reshape(len(taps), 1, 1, 1, -1)))
 
 
 def _unpatched(patches, shape, kernel_shape, stride, pads):
-    """Sums overlapping patches to an image of one channel, ``shape`` ``[n, height, width, 1]``.
+    """``[n, height, width, 1]``: the sum of overlapping patches, the transpose of taking patches.
 
-    Pixels at equal positions in squares of ``stride x stride`` receive the same kernel entries, so
-    that their sums are sums of shifted patches, in one loop; transposed slices would be a loop
-    each.
+    ``patches`` is ``[n, rows, columns, h w]``, ``shape`` the image's. Pixels at equal positions in
+    squares of ``stride x stride`` receive the same kernel entries, so that their sums are sums of
+    shifted patches, in one loop; transposed slices would be a loop each.
     """
     n, height, width, _ = shape
     tall, wide = (-(-side // stride) for side in kernel_shape[:2])
@@ -225,7 +251,7 @@ def _unpatched(patches, shape, kernel_shape, stride, pads):
 
 
 def _taps(x, shape, stride, pads):
-    """For each position in the kernel, the image values that it multiplies."""
+    """``[n, rows, columns, c]`` for each entry of the kernel: the values that it multiplies."""
     height, width = shape[:2]
     x = jnp.pad(x, ((0, 0), *pads, (0, 0)))
     rows = stride * ((x.shape[1] - height) // stride) + 1
@@ -246,6 +272,7 @@ def _tiles(x, size):
 
 
 def _winograd_pays(x, kernel, pads):
+    """Whether Winograd's algorithm is faster: 3x3 kernels with many channels on many pixels."""
     height, width, channels, outputs = kernel.shape
     if (height, width) != (3, 3) or min(channels, outputs) < _WINOGRAD_CHANNELS:
         return False

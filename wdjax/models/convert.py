@@ -58,10 +58,12 @@ __all__ = [
 
 
 def _natural(name: str) -> list[int | str]:
+    """A sort key by which ``fc10`` comes after ``fc2``."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _mlp_layers(tensors: Tensors) -> dict[str, str]:
+    """Names ``fc1``, ``fc2``, ... for the layers of a file with matrices only, in natural order."""
     names = sorted((n for n in tensors if n.endswith(".weight")), key=_natural)
     return {name.removesuffix(".weight"): f"fc{i + 1}" for i, name in enumerate(names)}
 
@@ -78,6 +80,8 @@ _LAYERS: dict[str, Callable[[Tensors], dict[str, str]]] = {
 
 
 def _rename(tensors: Tensors, layers: Mapping[str, str]) -> Tensors:
+    """The tensors with their layers renamed by ``layers``; raises if two would have one name."""
+
     def new(name: str) -> str:
         layer, _, leaf = name.rpartition(".")
         return f"{layers.get(layer, layer)}.{leaf}" if layer else name
@@ -132,7 +136,11 @@ def load(
 
 
 def _sizes(family: str, shapes: _Shapes) -> dict[str, Any]:
-    """The options that the file's shapes determine, by name; sizes of 0 are left out."""
+    """The options of an architecture that the file's shapes determine, by name.
+
+    ``shapes`` are those of all tensors by name. Sizes that could not be read, which are 0, are left
+    out.
+    """
     read_off: Callable[[_Shapes], dict[str, Any]] = getattr(
         zoo.FAMILIES[family], "sizes", lambda shapes: {}
     )
@@ -150,6 +158,11 @@ def _check_heads(
     given: Mapping[str, Any],
     shapes: _Shapes,
 ) -> None:
+    """Raises for a Vision Transformer whose number of heads is unknown.
+
+    Shapes do not tell it, so it must be ``given`` unless the width is that of the ``published``
+    model.
+    """
     if family != "vit" or "heads" in given:
         return
     width = _sizes(family, shapes).get("width")
@@ -166,7 +179,11 @@ _Built = tuple[nnx.Module, dict[str, Any]]
 def _candidates(
     family: str, proposals: Sequence[dict[str, Any]], normalize: str
 ) -> tuple[list[_Built], ValueError | None]:
-    """The modules that can be built from proposed options, and the last error of the others."""
+    """The modules that can be built from the proposed options, each with all its options.
+
+    Also returns the error of the last proposal that could not be built, or None. Modules are
+    abstract: they have shapes and no numbers.
+    """
     built, fault = list[_Built](), None
     for proposal in proposals:
         try:
@@ -178,12 +195,12 @@ def _candidates(
 
 
 def _lacking(module: nnx.Module, shapes: _Shapes) -> list[str]:
-    """Names of tensors that the file lacks or has in another shape."""
+    """Names of the module's tensors that the file lacks or has in another shape."""
     return [name for name, slot in slots(module).items() if shapes.get(name) != slot.shape]
 
 
 def _misfits(module: nnx.Module, shapes: _Shapes) -> list[str]:
-    """Names of tensors that the module and the file do not have alike."""
+    """Names of tensors that only the module or only the file has, or that differ in shape."""
     wanted = slots(module)
     return _lacking(module, shapes) + [name for name in shapes if name not in wanted]
 
@@ -265,9 +282,11 @@ def _of_entry(
     normalize: str,
     shapes: _Shapes,
 ) -> _Built:
-    """The module and options for a file: the published ones, or, by ``any_size``, the best fit.
+    """The module for a file of a published model, and its options.
 
-    ``shapes`` are the file's shapes by tensor name; ``given`` options override all others.
+    The published options count if the file has all tensors that they need. Otherwise the options
+    are read off the file's ``shapes`` (by tensor name), which is an error unless ``any_size``
+    allows it. ``given`` options override all others.
     """
     _check_heads(path, entry.family, entry.options, given, shapes)
     published = entry.options | given
@@ -296,7 +315,7 @@ def _of_entry(
 
 
 def _ignored(entry: zoo.PublishedModel, key: str) -> str | None:
-    """The reason why RobustBench's loader ignores a tensor, or None."""
+    """The reason why RobustBench's loader ignores the tensor ``key``, or None if it is used."""
     constant = key in ("normalize.mean", "normalize.std")
     if constant and entry.dataset == "imagenet" and entry.normalize:
         return "RobustBench takes the constants from its code"
@@ -312,6 +331,7 @@ def _ignored(entry: zoo.PublishedModel, key: str) -> str | None:
 
 
 def _advice(path: Path, entry: zoo.PublishedModel) -> str:
+    """The message for a missing file: how to get it by RobustBench, and where it would lie."""
     get = (
         f"{path} does not exist and nothing is downloaded here. Get it with robustbench: "
         f"load_model({entry.name!r}, dataset={entry.dataset!r}, threat_model={entry.threat!r}) "
@@ -330,7 +350,12 @@ def _advice(path: Path, entry: zoo.PublishedModel) -> str:
 def _from_file(
     path: Path, entry: zoo.PublishedModel, tensors: Tensors, cast: bool
 ) -> tuple[str, list[str]]:
-    """The normalisation by the file's ``mu`` and ``sigma``, which are removed from ``tensors``."""
+    """The normalisation by a file's ``mu`` and ``sigma``, which are removed from ``tensors``.
+
+    Returns it as a description for :func:`wdjax.models.zoo.normalization`, and notes for the
+    report. Raises if they are missing (unless the table says that they may be), malformed or not
+    positive.
+    """
     published = zoo.normalization(entry.normalize)
     if "mu_sigma?" in entry.file and "mu" not in tensors and "sigma" not in tensors:
         return entry.normalize, ["mu and sigma are not in the file; RobustBench's constants serve"]
@@ -351,7 +376,7 @@ def _from_file(
 
 
 def _new_swin(tensors: Tensors) -> Tensors:
-    """Renames tensors of older timm versions: downsampling one stage lower, and no ``head.fc``."""
+    """The tensors by the names of newer timm: downsampling one stage later, ``head.fc``."""
     if not any(name.startswith("layers.0.downsample.") for name in tensors):
         return tensors
 
@@ -364,6 +389,7 @@ def _new_swin(tensors: Tensors) -> Tensors:
 
 
 def _one_later(match: re.Match[str]) -> str:
+    """The matched name with its stage's number increased by 1."""
     return f"layers.{int(match[1]) + 1}.downsample"
 
 
@@ -402,7 +428,7 @@ def check_parity(
 
 @jax.jit
 def _forward(model: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Takes the weights as an argument, so that they are not compiled into the program."""
+    """The model's outputs; its weights are an argument, no constants of the program."""
     return model(x)
 
 
@@ -471,7 +497,7 @@ def main(arguments: argparse.Namespace, say: Callable[[str], None] = print) -> i
 
 
 def _parsed(text: str) -> tuple[str, Any]:
-    """A command line option: a name, and a value that is JSON or plain text."""
+    """An ``--option`` as name and value, which is JSON or, if it is not, plain text."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier() or name in ("normalize", "cast", "any_size", "rngs"):
         raise ValueError(

@@ -32,6 +32,8 @@ class Mlp(nnx.Module):
 
 
 class _Block(nnx.Module):
+    """A 7x7 depthwise convolution and an MLP, scaled by channel and added to the input."""
+
     def __init__(self, features, *, rngs):
         self.gamma = parameter(rngs, (features,))
         self.conv_dw = Conv(features, features, 7, 1, 3, True, features, rngs=rngs)

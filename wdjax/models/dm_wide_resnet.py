@@ -25,6 +25,8 @@ def strided(inputs, outputs, stride, *, rngs):
 
 
 class _Block(nnx.Module):
+    """Two 3x3 convolutions, each after BatchNorm and SiLU, and a shortcut."""
+
     def __init__(self, inputs, outputs, stride, sparse, *, rngs):
         self.batchnorm_0 = BatchNorm(inputs, rngs=rngs)
         self.conv_0 = strided(inputs, outputs, stride, rngs=rngs)

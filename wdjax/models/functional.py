@@ -45,6 +45,7 @@ class _Apply:
 
 @functools.lru_cache(maxsize=1024)
 def _apply(graph, method=None):
+    """The one :class:`_Apply` of a graph and method; equal ones are the same object."""
     return _Apply(graph, method)
 
 
@@ -74,6 +75,7 @@ def functional(module: nnx.Module) -> Model:
 
 
 def _refuse_training_form(module):
+    """Raises if a layer is in training mode, where outputs depend on the batch or on chance."""
     for path, node in nnx.iter_graph(module):
         batch = getattr(node, "use_running_average", None) is False
         chance = getattr(node, "deterministic", None) is False and getattr(node, "rate", 0) != 0
@@ -135,6 +137,7 @@ _ASKED = {"features": "features", "classify": "head"}
 
 
 def _part(model, method):
+    """A model that calls another method of the same module; raises if the module lacks it."""
     apply = _ours(model, f"{_ASKED[method]} needs")
     if not hasattr(apply.kind, method):
         raise ValueError(
@@ -150,6 +153,7 @@ def is_module(model):
 
 
 def _ours(model, who):
+    """The :class:`_Apply` of a model from this package; raises for others."""
     if not is_module(model):
         raise ValueError(
             f"{who} a model from wdjax.models or wdjax.convert, got {type(model).__name__}; "
@@ -196,6 +200,7 @@ def batch_statistics(model: Model) -> Model:
 
 
 def _abstract(leaf):
+    """The shape and dtype of a leaf, without its values."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 

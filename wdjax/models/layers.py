@@ -137,6 +137,12 @@ class BatchNorm(nnx.Module):
         return x * beside(scale, x) + beside(self.bias[...] - self.mean[...] * scale, x)
 
     def _move(self, mean, var, count):
+        """Moves the running mean and variance by ``momentum`` towards the batch's.
+
+        ``count`` is the number of values of a channel, for the unbiased variance. No gradient
+        passes.
+        """
+
         def towards(old, new):
             return lax.stop_gradient(old + self.momentum * (new - old))
 

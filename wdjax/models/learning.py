@@ -144,7 +144,7 @@ def training_pass(model, x, momentum=0.1):
 
 
 def _own(model):
-    """The pytree with None for leaves of modules that are not ``nnx.Param``."""
+    """The model with None in place of every leaf of a module that is not an ``nnx.Param``."""
 
     def of(node):
         if not is_module(node):
@@ -158,17 +158,18 @@ def _own(model):
 
 
 def _of_a_kind(node):
-    """Whether a subtree declares its kind: a module's model, a variable, Equinox's state."""
+    """Whether a subtree declares its kind: a module, an NNX variable, or Equinox's state."""
     return is_module(node) or isinstance(node, nnx.Variable) or _is_equinox_state(node)
 
 
 def _is_equinox_state(node):
+    """Whether a node is a state of Equinox, found by its name, so that Equinox is not imported."""
     kind = type(node)
     return kind.__name__ == "State" and kind.__module__.startswith("equinox.")
 
 
 def _refuse_states(nodes):
-    """Raises for leaves of a plain pytree that are states by their type or their name.
+    """Raises for leaves of a plain pytree that are running averages or states, by type or name.
 
     Args:
       nodes: ``(path, node)`` of every leaf, and of subtrees that declare their kind.
@@ -195,7 +196,7 @@ def _refuse_states(nodes):
 
 
 def _refuse_others(path, leaf):
-    """Raises for a parameter that gradients cannot train."""
+    """Raises for a leaf that gradients cannot train: anything but an array of floats."""
     if isinstance(leaf, bool | int | float | complex):
         kind = f"the Python number {leaf!r}"
     elif jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -211,7 +212,10 @@ def _refuse_others(path, leaf):
 
 
 def _refuse_modules_inside(model):
-    """Raises for modules with averages or random state inside another function."""
+    """Raises for Flax modules with averages or random state inside a function of another kind.
+
+    Such a function calls their inference form, so that training passes could not update the state.
+    """
     for path, node in jax.tree_util.tree_flatten_with_path(model, is_leaf=is_module)[0]:
         if len(jax.tree.leaves(_own(node))) < len(jax.tree.leaves(node)):
             raise ValueError(
@@ -222,7 +226,7 @@ def _refuse_modules_inside(model):
 
 
 def _chances(module):
-    """``{path: layer}`` of layers that draw random numbers in training, such as Flax's Dropout."""
+    """``{path: layer}`` of the layers in training form that draw random numbers (Dropout)."""
     return {
         path: node
         for path, node in nnx.iter_graph(module)
@@ -231,6 +235,7 @@ def _chances(module):
 
 
 def _refuse_chance_without_state(module):
+    """Raises for a layer that would draw random numbers in training, but has no ``rngs``."""
     for path, layer in _chances(module).items():
         if getattr(layer, "rngs", None) is None:
             raise ValueError(
@@ -242,7 +247,8 @@ def _refuse_chance_without_state(module):
 def _refuse_what_stayed(module, before, after):
     """Raises for averages and random state that a training pass did not change.
 
-    The mode of their layer is an argument of the call, or is fixed.
+    ``before`` and ``after`` are the module's nested dicts around the pass. An unchanged state means
+    that an argument of a call decides the layer's mode, instead of ``module.train()``.
     """
     draws, before, after = _chances(module), _flat(before), _flat(after)
     for path, variable in nnx.to_flat_state(nnx.state(module)):
@@ -258,7 +264,10 @@ def _refuse_what_stayed(module, before, after):
 
 
 def _like(before, after):
-    """The leaves of ``after`` that ``before`` has, in its dtypes: passes may add to a state."""
+    """The leaves of ``after`` that ``before`` has, in the dtypes of ``before``.
+
+    A pass may add to the state; what it adds is dropped.
+    """
     if isinstance(before, dict):
         return {name: _like(child, after[name]) for name, child in before.items()}
     return jax.tree.map(lambda old, new: new if new.dtype == old.dtype else new.astype(old.dtype),
@@ -266,6 +275,7 @@ def _like(before, after):
 
 
 def _flat(params):
+    """The leaves of a nested dict by their paths, tuples of strings."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {tuple(_name(key) for key in path): leaf for path, leaf in leaves}
 
@@ -282,4 +292,5 @@ def _place(path):
 
 
 def _dotted(path):
+    """A module's path with dots, or "the module" for the empty path."""
     return ".".join(map(str, path)) or "the module"

@@ -19,6 +19,8 @@ _PLANES = (64, 128, 256, 512)
 
 
 class _Block(nnx.Module):
+    """Two 3x3 convolutions, each after BatchNorm and ReLU, with a shortcut."""
+
     def __init__(self, inputs, outputs, stride, activated, *, rngs):
         self.bn1 = BatchNorm(inputs, rngs=rngs)
         self.conv1 = Conv(inputs, outputs, 3, stride, 1, rngs=rngs)
@@ -103,6 +105,8 @@ class PreActResNet(nnx.Module):
 
 
 class _DMBlock(nnx.Module):
+    """Two 3x3 convolutions, each after BatchNorm and SiLU, with a 3x3 shortcut of the raw input."""
+
     def __init__(self, inputs, outputs, stride, *, rngs):
         self.batchnorm_0 = BatchNorm(inputs, rngs=rngs)
         self.conv_2d_1 = strided(inputs, outputs, stride, rngs=rngs)

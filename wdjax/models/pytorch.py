@@ -30,18 +30,25 @@ class Slot(NamedTuple):
 
 
 def _same(tensor):
+    """A tensor of the same layout here and in PyTorch."""
     return tensor
 
 
 def _matrix(tensor):
+    """A linear layer's weight, ``[outputs, inputs]`` in PyTorch, as ``[inputs, outputs]``."""
     return tensor.T
 
 
 def _kernel(tensor):
+    """A convolution's weight, OIHW in PyTorch, as HWIO."""
     return tensor.transpose(2, 3, 1, 0)
 
 
 def _flat_matrix(image):
+    """Returns the conversion of the weight of a linear layer on a flattened image.
+
+    ``image`` is its (height, width, channels); PyTorch flattens it as CHW, this package as HWC.
+    """
     height, width, channels = image
 
     def turn(tensor):
@@ -71,6 +78,11 @@ def slots(module: nnx.Module) -> dict[str, Slot]:
 
 
 def _walk(module, names, path) -> Iterable[tuple[str, Slot]]:
+    """Yields (PyTorch name, :class:`Slot`) of all variables of a module and the modules in it.
+
+    ``names`` and ``path`` are the module's names in PyTorch and here. ``torch_names`` of a module
+    renames its parts.
+    """
     renamed = getattr(module, "torch_names", {})
     for name, value in vars(module).items():
         if isinstance(value, nnx.Module):
@@ -82,6 +94,7 @@ def _walk(module, names, path) -> Iterable[tuple[str, Slot]]:
 
 
 def _leaf(module, name, shape):
+    """PyTorch's name and shape of a module's variable, and the conversion of its layout."""
     if isinstance(module, layers.Linear) and name == "kernel":
         flat = isinstance(module, layers.FlatLinear)
         return "weight", shape[::-1], _flat_matrix(module.image) if flat else _matrix
@@ -222,9 +235,12 @@ def from_state_dict(
 
 
 def _fates(module, wanted, tensors, ignore) -> tuple[list[Line], list[str]]:
-    """A report line for every tensor, and the faults in words.
+    """Compares a file's tensors with those that the module needs, by name, shape, dtype and values.
 
-    ``wanted`` maps names to :class:`Slot`; ``ignore`` is that of :func:`from_state_dict`.
+    ``wanted`` has a :class:`Slot` for each PyTorch name that the module needs; ``ignore`` returns
+    the reason to leave a tensor out, or None. Returns a report line for each tensor of the file
+    that is used, ignored or a known constant, and a sentence for each problem: mismatched, missing
+    or unknown tensors. Nothing may be loaded unless there are no problems.
     """
     constants = buffers(module)
     lines, faults, unknown = [], [], []
@@ -278,7 +294,7 @@ def cast_to_float32(
 
 
 def faults_of(name, tensor, shape, *, variance=False) -> list[str]:
-    """A tensor's faults, in words that name it."""
+    """What is wrong with a tensor's shape, dtype or values, in sentences that name it."""
     if tensor.shape != shape:
         return [f"{name} has shape {list(tensor.shape)}, expected {list(shape)}"]
     if tensor.dtype in _CASTS:
@@ -344,6 +360,7 @@ def state_dict(
 
 
 def _strip(name, prefixes):
+    """The name without the prefixes, each removed once, in order."""
     for prefix in prefixes:
         name = name.removeprefix(prefix)
     return name

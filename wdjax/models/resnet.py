@@ -21,6 +21,7 @@ _PLANES = (64, 128, 256, 512)
 
 
 def _projection(inputs, outputs, stride, *, rngs):
+    """A 1x1 convolution with BatchNorm for a shortcut; None if it keeps size and channels."""
     if stride == 1 and inputs == outputs:
         return None
     return Group.numbered(
@@ -29,6 +30,8 @@ def _projection(inputs, outputs, stride, *, rngs):
 
 
 class _Basic(nnx.Module):
+    """Two 3x3 convolutions with BatchNorm, and a shortcut."""
+
     def __init__(self, inputs, planes, outputs, stride, skip, *, rngs):
         self.conv1 = Conv(inputs, planes, 3, stride, 1, rngs=rngs)
         self.bn1 = BatchNorm(planes, rngs=rngs)
@@ -42,6 +45,8 @@ class _Basic(nnx.Module):
 
 
 class _Bottleneck(nnx.Module):
+    """A 1x1, a 3x3 and a 1x1 convolution with BatchNorm, and a shortcut."""
+
     def __init__(self, inputs, planes, outputs, stride, skip, *, rngs):
         self.conv1 = Conv(inputs, planes, 1, rngs=rngs)
         self.bn1 = BatchNorm(planes, rngs=rngs)
@@ -58,17 +63,23 @@ class _Bottleneck(nnx.Module):
 
 
 def _add_skip(block, name, projection):
+    """Stores a block's projection under the name that its state dict uses; None is not stored."""
     block.skip = name
     if projection is not None:
         setattr(block, name, projection)
 
 
 def _skip(block, x):
+    """The block's shortcut of ``x``: the projection, or ``x`` itself without one."""
     return getattr(block, block.skip)(x) if hasattr(block, block.skip) else x
 
 
 def _stages(module, blocks, bottleneck, inner, skip, *, rngs):
-    """Sets ``layer1`` to ``layer4``; returns the number of output channels."""
+    """Gives a net its four stages, ``layer1`` to ``layer4``; returns the number of output channels.
+
+    ``blocks`` are the four numbers of blocks; ``inner`` the width of a bottleneck in the first
+    stage, 64 being the usual one; ``skip`` the name of a block's projection in state dicts.
+    """
     inputs = 64
     for stage, (planes, count) in enumerate(zip(_PLANES, blocks)):
         outputs = planes * 4 if bottleneck else planes
@@ -127,6 +138,7 @@ class ResNet(nnx.Module):
 
 
 def _blocks(shapes):
+    """The numbers of blocks in the four stages, by the names of a state dict."""
     return tuple(numbered(shapes, f"layer{stage}.") for stage in range(1, 5))
 
 

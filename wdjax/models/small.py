@@ -139,6 +139,8 @@ class TradesSmallCNN(nnx.Module):
 
 
 class _Block(nnx.Module):
+    """Two 3x3 convolutions without BatchNorm, and a shortcut."""
+
     def __init__(self, inputs, outputs, stride, *, rngs):
         self.conv1 = Conv(inputs, outputs, 3, stride, 1, bias=True, rngs=rngs)
         self.conv2 = Conv(outputs, outputs, 3, 1, 1, bias=True, rngs=rngs)

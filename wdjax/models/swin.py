@@ -45,18 +45,22 @@ def attention_mask(grid, window, shift):
 
 
 def _cut(x, window):
+    """``[n, windows, window^2, features]``: tokens ``[n, height, width, features]`` by windows."""
     n, height, width, features = x.shape
     x = x.reshape(n, height // window, window, width // window, window, features)
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(n, -1, window * window, features)
 
 
 def _join(x, window, grid):
+    """``[n, grid, grid, features]``: the inverse of :func:`_cut`."""
     n, _, _, features = x.shape
     x = x.reshape(n, grid // window, grid // window, window, window, features)
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(n, grid, grid, features)
 
 
 class _Attention(nnx.Module):
+    """Attention within windows, with a learnt bias for each relative position."""
+
     def __init__(self, width, heads, window, *, rngs):
         self.heads, self.window = heads, window
         self.relative_position_bias_table = parameter(rngs, ((2 * window - 1) ** 2, heads))
@@ -79,6 +83,8 @@ class _Attention(nnx.Module):
 
 
 class _Mlp(nnx.Module):
+    """Two linear layers with GELU between them, with MeanSparse layers if ``sparse``."""
+
     def __init__(self, width, sparse, *, rngs):
         self.fc1 = Linear(width, 4 * width, rngs=rngs)
         self.fc2 = Linear(4 * width, width, rngs=rngs)
@@ -94,6 +100,8 @@ class _Mlp(nnx.Module):
 
 
 class _Block(nnx.Module):
+    """Attention in shifted windows, then an MLP, each after LayerNorm and with a shortcut."""
+
     def __init__(self, width, heads, grid, window, shift, epsilon, sparse, *, rngs):
         self.grid, self.window, self.shift = grid, window, shift
         self.norm1 = LayerNorm(width, epsilon, rngs=rngs)
@@ -128,6 +136,8 @@ class _Block(nnx.Module):
 
 
 class _Downsample(nnx.Module):
+    """Joins squares of 2x2 tokens to one, of twice the features."""
+
     def __init__(self, width, epsilon, *, rngs):
         self.reduction = Linear(4 * width, 2 * width, bias=False, rngs=rngs)
         self.norm = LayerNorm(4 * width, epsilon, rngs=rngs)

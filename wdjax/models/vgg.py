@@ -24,7 +24,7 @@ _PLANES = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512,
 
 
 def _adaptive_average(size, out):
-    """The matrix ``[out, size]`` of PyTorch's adaptive average pool along one axis."""
+    """``[out, size]``: the matrix of PyTorch's adaptive average pool along one axis."""
     matrix = np.zeros((out, size), np.float32)
     for i in range(out):
         window = slice(i * size // out, math.ceil((i + 1) * size / out))

@@ -21,6 +21,8 @@ _EPSILON = 1e-6
 
 
 class _Attention(nnx.Module):
+    """Self-attention over all tokens."""
+
     def __init__(self, width, heads, *, rngs):
         self.heads = heads
         self.qkv = Linear(width, 3 * width, rngs=rngs)
@@ -36,6 +38,8 @@ class _Attention(nnx.Module):
 
 
 class _Block(nnx.Module):
+    """Attention, then an MLP, each after LayerNorm and with a shortcut."""
+
     def __init__(self, width, heads, *, rngs):
         self.norm1 = LayerNorm(width, _EPSILON, rngs=rngs)
         self.attn = _Attention(width, heads, rngs=rngs)

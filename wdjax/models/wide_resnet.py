@@ -18,6 +18,8 @@ from wdjax.models.layers import (
 
 
 class _Block(nnx.Module):
+    """Two 3x3 convolutions, each after BatchNorm and ReLU, with a shortcut."""
+
     def __init__(self, inputs, outputs, stride, *, rngs):
         self.bn1 = BatchNorm(inputs, rngs=rngs)
         self.conv1 = Conv(inputs, outputs, 3, stride, 1, rngs=rngs)

@@ -80,6 +80,7 @@ class PublishedModel(NamedTuple):
 
 
 def _option(text):
+    """An option in the table's text form ``name=value``, as name and Python value."""
     name, value = text.split("=")
     if name in ("layout", "stem"):
         return name, value
@@ -229,7 +230,11 @@ def options_of(family: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(family: str, name: str, value: Any, default: Any) -> Any:
-    """Checks an option's value against the type of its default; numbers become Python's."""
+    """Checks an option's value against the type of its default; returns it with Python's numbers.
+
+    Options that are counted or numbered must be whole numbers within limits, and a tuple must have
+    as many as the default; raises a ValueError that names family and option.
+    """
     if isinstance(default, bool | str):
         if type(value) is not type(default):
             kind = "true or false" if isinstance(default, bool) else "a string"

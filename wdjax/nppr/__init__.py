@@ -1,11 +1,19 @@
-"""Non-parametric probabilistic robustness (NPPR), and other probabilities of survival.
+"""Probabilistic robustness (PR), its worst case in a family (NPPR), and rare failures.
 
-:func:`fit` learns the worst distribution of a family of perturbations; :func:`estimate` counts the
-copies that survive it on held-out inputs; with one of the fixed `distributions` the same function
-measures PR. A fit uses `family` (the networks, with `mixture` and `upsample`), `objective` and
-returns `fitted`; `counting` draws copies for `estimate` and `probable` (decisions with a
-confidence); `rare`, `splitting` and `importance` are for failures too rare to be counted. Open
-`estimate` first, then `fit`.
+PR is the share of randomly perturbed copies of an input that are still classified correctly, under
+one of the fixed `distributions`. Non-parametric probabilistic robustness (NPPR) takes the worst
+distribution of a learnt `family` instead, a Gaussian `mixture` whose samples `upsample` maps to the
+input's space and into the ball. :func:`fit` learns it on one set of inputs, by the `objective` and
+`fit_schedule`, and returns a `fitted` distribution; `warm` has starts from attacks; `regularised`
+trains a model against it; `pictures` draws it.
+
+:func:`estimate` then counts the copies that survive, on other inputs and under either kind of
+distribution; `counting` draws and classifies the copies. `probable` decides for each input, by a
+sequential test, whether its failure probability is at most rho. For failures too rare to be
+counted, `rare` states the problem in normal space, `splitting` and `importance` solve it.
+
+Open `estimate` first, then `fit`. To add a distribution: a frozen dataclass with the protocol
+``Perturbation`` of `counting`, in `distributions`.
 """
 
 from wdjax.nppr import distributions, pictures

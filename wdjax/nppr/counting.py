@@ -23,7 +23,7 @@ from wdjax.nppr import upsample as up
 Counts = npt.NDArray[np.int64]
 
 TURN = 20
-"""Copies of an input drawn together. A hundred copies are five turns, and the 40 copies without a
+"""Copies of an input drawn together. A hundred copies are five groups, and the 40 copies without a
 failure that decide a risk of 0.1 are two, so that none are drawn in vain."""
 TWIN = "nppr.expected_loss, the mean of a loss there, which can be traced and differentiated"
 """The differentiable alternative that errors name when a host function is called in a trace."""
@@ -34,7 +34,7 @@ _ROWS = 256
 _FEW = 4
 """If at most so many inputs are left, each is a block of its own, so that none is padding."""
 _WIDE = 16
-"""Turns that such a block takes at once, since twenty copies do not fill a core."""
+"""Groups of copies that such a block takes at once, since twenty copies do not fill a core."""
 
 
 class Perturbation(Protocol):
@@ -134,7 +134,12 @@ def outputs(function: Classifier, x: Array) -> Array:
 def _block(
     loops: bool, fixed: Any, rows: AnyArray, first: int, last: int, end: int, wide: int
 ) -> AnyArray:
-    """``[2, R]``: survivors and faults of a block of R inputs."""
+    """``[2, R]``: numbers of survivors and of faults in a block of R inputs.
+
+    Counts the copies of the groups ``first`` to ``last`` (of ``TURN`` copies each) with numbers
+    below ``end``, ``wide`` groups at once. ``loops`` says whether one program may loop over the
+    groups; otherwise each needs a call.
+    """
     if loops:
         return _counted(fixed, rows, first, last, end, wide)
     parts = [_counted(fixed, rows, turn, turn + 1, end, wide) for turn in range(first, last, wide)]
@@ -143,10 +148,12 @@ def _block(
 
 @functools.partial(jax.jit, static_argnames="wide")
 def _counted(fixed: Any, rows: Array, first: Array, last: Array, end: Array, wide: int) -> Array:
-    """``[2, R]``: survivors and faults in turns ``first`` to ``last``, ``wide`` turns at once.
+    """``[2, R]``: numbers of survivors and of faults in the groups ``first`` to ``last`` of copies.
 
-    Copies with numbers from ``end`` on do not count. ``fixed`` holds model, perturbation, all
-    inputs ``[n, *shape]`` with labels and indices, and the key.
+    A group is ``TURN`` copies of each input, and ``wide`` groups are drawn at once. Copies with
+    numbers from ``end`` on do not count. ``fixed`` holds model, perturbation, all inputs
+    ``[n, *shape]`` with labels and indices, and the key; ``rows`` ``[R]`` are the inputs to count.
+    A copy whose logits are not finite is a fault and no survivor.
     """
     model, perturbation, xs, ys, places, key = fixed
     keys = jax.vmap(lambda place: jax.random.fold_in(key, place))(places[rows])
@@ -199,5 +206,6 @@ def points(perturbation: Perturbation, key: Array, x: Array, y: Array, draws: in
 
 @functools.partial(jax.jit, static_argnums=4)
 def _points(perturbation: Perturbation, key: Array, x: Array, y: Array, draws: int) -> Array:
+    """``[n, draws, *shape]``: :func:`points` without checks; input i has the key folded with i."""
     keys = jax.vmap(lambda place: jax.random.fold_in(key, place))(jnp.arange(len(x)))
     return placed(perturbation, keys, perturbation.context(x, y), x, draws)

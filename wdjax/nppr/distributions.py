@@ -28,7 +28,7 @@ def _family(name: str) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class UniformBall:
-    r"""UniformBall on the ball.
+    r"""The uniform distribution on the ball.
 
     Args:
       eps: radius.
@@ -180,8 +180,10 @@ Fixed = UniformBall | ClippedGaussian | TruncatedGaussian | Custom
 
 
 def _per_input(keys: Array, draw: Callable[[Array], Array]) -> Array:
+    """``[n, ...]``: ``draw`` called with every input's own key."""
     return jax.vmap(draw)(keys)
 
 
 def _normal(keys: Array, x: Array, draws: int) -> Array:
+    """``[n, draws, *shape]``: standard normal numbers, by each input's own key."""
     return _per_input(keys, lambda key: jax.random.normal(key, (draws, *x.shape[1:]), x.dtype))

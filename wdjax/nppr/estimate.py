@@ -153,6 +153,7 @@ def correct_inputs(
 
 @jax.jit
 def _judged(logits: Array, y: Array) -> tuple[Array, Array]:
+    """``[n]``: whether the label's logit is largest; and whether all logits are finite."""
     return losses.decision_margin(logits, y) <= 0, jnp.all(jnp.isfinite(logits))
 
 
@@ -206,6 +207,12 @@ def spread_within(
 def _spread_of(
     perturbation: Perturbation, x: Array, y: Array, keys: Array, draws: int
 ) -> tuple[Array, Array]:
+    """``[n]`` each: standard deviation and saturated share of ``delta / eps`` for every input.
+
+    The deviation is that over ``draws`` samples of one input, averaged over entries; saturated are
+    entries beyond 0.95. Inputs are treated one after another, to bound the memory.
+    """
+
     def one(row: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         x, y, key = (leaf[None] for leaf in row)
         delta = perturbation.deltas(key, perturbation.context(x, y), x, draws)

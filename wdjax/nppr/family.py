@@ -169,9 +169,11 @@ def _numbers(
     features: int,
     classes: int,
 ) -> Callable[..., Array]:
-    """Returns ``take(*shape)``, which slices one array of uniform numbers in [-1, 1].
+    """Returns ``take(*shape)``, which slices one long array of uniform numbers in [-1, 1].
 
-    A single draw compiles faster than many. ``widths`` are the heads' numbers of outputs.
+    A single draw compiles faster than many. ``widths`` are the heads' numbers of outputs, ``size``
+    is L and ``small`` the number of entries of the small image; with ``features`` and ``classes``
+    they determine the array's length.
     """
     total = size * small + classes * family.embedding + (features + 1) * family.hidden
     total += widths["mean"]
@@ -187,7 +189,7 @@ def _numbers(
 
 
 def _inputs(family: Family, name: str) -> int:
-    """The number of inputs of a head; 0 for a head that consists of its bias."""
+    """The number of inputs of the head ``name`` (pi, mean or factor); 0 if it is only a bias."""
     hidden = family.hidden if family.sees_input else 0
     if name == "pi":
         sees = {"joint": family.embedding, "joint-full": hidden + family.embedding}
@@ -198,7 +200,11 @@ def _inputs(family: Family, name: str) -> int:
 
 
 def _first_outputs(family: Family, unit: Array, size: int, cells: int) -> dict[str, Array]:
-    """The heads' initial biases: ``pi [K]``, ``mean [K, L]`` and ``factor [K, cells]``."""
+    """The heads' initial biases: ``pi [K]``, ``mean [K, L]`` and ``factor [K, cells]``.
+
+    ``unit`` ``[K, L]`` are uniform numbers in [-1, 1], the means in units of ``family.spread``. All
+    components begin with equal proportions and standard deviation ``family.sigma``.
+    """
     count = family.components
     raw = math.log(math.expm1(family.sigma - family.floor))
     if family.covariance == "diagonal":
@@ -280,11 +286,15 @@ def mixture(
 
 
 def _cells(params: Params) -> int:
+    """The number of stored entries of a covariance factor: L, or L (L + 1) / 2 for a full one."""
     return int(params["factor"]["bias"].size // params["pi"]["bias"].size)
 
 
 def _sees(family: Family, name: str, seen: dict[str, Array]) -> list[Array]:
-    """The arrays that a head takes, each ``[n, F]``."""
+    """The arrays that a head takes as input, each ``[n, F]``; an empty list if it is only a bias.
+
+    ``seen`` has those that the family uses: ``"features"`` and ``"label"`` (its embedding).
+    """
     full = family.mode.endswith("full")
     if name == "pi" and family.mode in ("label", "label-full", "joint"):
         return [seen["label"]]
@@ -293,13 +303,18 @@ def _sees(family: Family, name: str, seen: dict[str, Array]) -> list[Array]:
 
 
 def _head(head: Params, seen: list[Array]) -> Array:
+    """``[n, outputs]``: the linear layer of a head; ``[1, outputs]`` if it is only a bias."""
     if not seen:
         return head["bias"][None]
     return jnp.concatenate(seen, axis=-1) @ head["kernel"] + head["bias"]
 
 
 def _shared(params: Params, stats: Params, features: Array, of_batch: bool) -> tuple[Array, Params]:
-    """The shared layer: linear, batch normalisation, ReLU; and the new running averages."""
+    """The layer that all heads share: linear, batch normalisation, ReLU; ``[n, hidden]``.
+
+    ``of_batch`` normalises by the batch's own mean and variance, and updates the running averages,
+    which are returned second.
+    """
     hidden = features @ params["shared"]["kernel"] + params["shared"]["bias"]
     mean, var = stats["mean"], stats["var"]
     if of_batch:
@@ -314,7 +329,11 @@ def _shared(params: Params, stats: Params, features: Array, of_batch: bool) -> t
 
 
 def _factor(family: Family, raw: Array, size: int, temperature: Any) -> Array:
-    """Factors with a positive diagonal, at least the floor: ``[n or 1, K, L(, L)]``."""
+    """Covariance factors with a positive diagonal of at least the floor: ``[n or 1, K, L(, L)]``.
+
+    ``raw`` ``[n or 1, K, cells]`` are a head's outputs, the packed rows of a triangle if
+    covariances are full; ``temperature`` divides everything but the floor.
+    """
     if family.covariance == "diagonal":
         return jax.nn.softplus(raw) / temperature + family.floor
     whole = mixtures.triangular(raw, size)
@@ -323,7 +342,11 @@ def _factor(family: Family, raw: Array, size: int, temperature: Any) -> Array:
 
 
 def _coordinates(matrix: Array | None, v: Array) -> Array:
-    """Latent vectors ``[n, L]`` whose images are closest to ``v``, without gradient to the map."""
+    """``[n, L]``: the latent vectors whose images are closest to ``v`` ``[n, d]``.
+
+    Least squares; a small ridge keeps the system solvable; the map ``matrix`` ``[L, d]`` gets no
+    gradient. Without a map, latent and input space are the same and ``v`` is returned.
+    """
     if matrix is None:
         return v
     own = jax.lax.stop_gradient(matrix)

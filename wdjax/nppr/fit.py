@@ -169,9 +169,11 @@ def _fit(
     checkpoint: str | PathLike[str] | None,
     every: float,
 ) -> list[Fitted]:
-    """Checks samples ``[n, *shape]``, prepares what all S fits share, and runs them together.
+    """Checks the samples ``[n, *shape]``, prepares what all S fits share, and runs them together.
 
-    ``radii`` and ``keys`` have length S; ``start`` replaces initial parameters by name.
+    ``radii`` and ``keys`` have length S; ``start`` replaces initial parameters by name. Only
+    samples that are classified correctly take part; raises if none is. Returns S fitted
+    distributions.
     """
     if validate.traced(model, x, y, keys, radii) or validate.staged():
         raise ValueError("a fit looks at its samples: call it outside of jit; for vmap, fit_many.")
@@ -220,6 +222,11 @@ def _fitted(
     model: Classifier,
     offset: Callable[..., Array] | None,
 ) -> Fitted:
+    """The :class:`Fitted` distribution of one fit.
+
+    ``kept`` are its radius, parameters, running averages and history. Features are stored only if
+    the family uses them, the model only if there is an ``offset``, which attacks it.
+    """
     eps, params, stats, history = jax.tree.map(jnp.asarray, kept)
     return Fitted(
         family=plan.family,
@@ -235,6 +242,7 @@ def _fitted(
 
 
 def _input_gradient(model: Classifier, x: Array) -> Array:
+    """The gradient of the sum of all logits; its program shows whether loops are fast."""
     return jax.grad(lambda x: jnp.sum(model(x)))(x)
 
 
@@ -246,9 +254,10 @@ def _carry(
     checkpoint: str | PathLike[str] | None,
     every: float,
 ) -> objective.State:
-    """Runs S stacked fits to their last step, with callback and checkpoint.
+    """Runs S stacked fits to their last step, with callback and checkpoint; returns their states.
 
-    Returns the stacked states; raises ValueError if a loss is not finite.
+    Takes up to ``_CHUNK`` steps in one program if the model is fast inside a loop, else one. Raises
+    a ValueError if a loss is not finite.
     """
     steps = data.schedule.steps
 

@@ -17,6 +17,7 @@ Loss = Literal["sigmoid", "softplus"]
 
 
 def _static(default: Any) -> Any:
+    """A static dataclass field: changing it recompiles."""
     return dataclasses.field(default=default, metadata={"static": True})
 
 

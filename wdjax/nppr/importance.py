@@ -137,7 +137,12 @@ _EVEN = 0.25
 
 
 def _starts(question: RareEvent, count: int, ends: Array, key: Array) -> Start:
-    """Searches for each rival from 0, ``count`` random ones, and those from ``ends [J, d]``."""
+    """The starts of all searches for likely failures.
+
+    The origin, once for each rival; ``count`` random vectors, with the rivals in turn; and the
+    vectors ``ends [J, d]``, final particles of a splitting, each with the rival that is largest
+    there.
+    """
     logits = np.array(question.logits(jnp.zeros((1, question.size)))[0])
     own = int(question.y[0])
     ranked = np.array([j for j in np.argsort(-logits) if j != own])
@@ -154,14 +159,18 @@ def _starts(question: RareEvent, count: int, ends: Array, key: Array) -> Start:
 
 @jax.jit
 def _logits(question: RareEvent, u: Array) -> Array:
+    """The model's logits ``[m, K]`` at normal vectors ``[m, d]``, as one program."""
     return question.logits(u)
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _propose(question: RareEvent, begun: Start, steps: int, defensive: Array) -> Proposal:
-    """The mixture: failures are weighted by likelihood, in part equally; near duplicates share.
+    """The mixture from which importance sampling draws, by searches for the nearest failures.
 
-    ``begun`` holds J searches; the result has J centres ``[J, d]``, of weight 0 where none failed.
+    ``begun`` holds J searches of ``steps`` steps; the centres are ``[J, d]``, of weight 0 where a
+    search found no failure. Weights follow the likelihood of a failure (in part they are equal),
+    and near duplicates share theirs. The target's share is ``defensive``, or 1 if no search
+    succeeded.
     """
     few = np.resize(np.arange(len(begun.rival)), -(-len(begun.rival) // _FEW) * _FEW)
     padded = jax.tree.map(lambda leaf: leaf[few], begun)
@@ -182,7 +191,11 @@ def _propose(question: RareEvent, begun: Start, steps: int, defensive: Array) ->
 
 
 def _approach(question: RareEvent, start: Start, steps: int) -> Array:
-    """The end ``[d]`` of the Hasofer-Lind iteration for a short vector at which the rival wins."""
+    """``[d]``: a short vector at which the rival wins, by the Hasofer-Lind iteration.
+
+    ``start`` is one search, with ``u`` ``[d]`` and a scalar rival. The length is bounded; where the
+    gradient is 0 or not finite the vector stays.
+    """
 
     def gap(u: Array) -> Array:
         logits = question.logits(u[None])[0]
@@ -202,8 +215,11 @@ def _approach(question: RareEvent, start: Start, steps: int) -> Array:
 
 
 def _shortest(question: RareEvent, start: Array, end: Array) -> Array:
-    """The shorter of two failures ``[d]``: the first on the ray from 0 to twice a search's end, and
-    the first on the ray to its start, for gradients that are 0 or mislead; inf without any."""
+    """``[d]``: the shorter of two failures on rays from the origin; inf if there is none.
+
+    One ray goes to twice the ``end`` of a search, the other to its ``start``, for searches whose
+    gradients are 0 or mislead. On each, the first of ``_RAY`` points that fails counts.
+    """
 
     def first(u: Array) -> Array:
         along = jnp.linspace(1 / _RAY, 1, _RAY)[:, None] * u
@@ -221,7 +237,11 @@ def _weighed(question: RareEvent, proposal: Proposal, keys: Array, draws: int) -
 
 
 def _weigh(question: RareEvent, proposal: Proposal, key: Array, draws: int) -> Array:
-    """``[3]``: estimate, number of failures and number of faults of one run."""
+    """``[3]``: one run's estimate of the probability, its number of failures, and of faults.
+
+    Draws ``draws`` normal vectors around the proposal's centres and weights them by the ratio of
+    densities. A point whose logits are not finite counts as a failure.
+    """
     pick, noise_key = jax.random.split(key)
     shares = jnp.append(proposal.weights, proposal.defensive)
     centres = jnp.concatenate([proposal.points, jnp.zeros_like(proposal.points[:1])])

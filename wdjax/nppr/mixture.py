@@ -117,10 +117,15 @@ def _combined(mixture: Mixture, z: Array, xi: Array) -> Array:
 
 
 def _weighted(mean: Array, z: Array) -> Array:
+    """``[n, M, L]``: ``sum_k z_k mu_k`` for weights ``[n, M, K]`` and means ``[n or 1, K, L]``."""
     return z @ mean[0] if len(mean) == 1 else jnp.einsum("nmk,nkl->nml", z, mean)
 
 
 def _scattered(mixture: Mixture, xi: Array) -> Array:
+    """``[n, M, L]``: ``sum_k F_k xi_k`` for vectors ``xi`` ``[n, M, K, L]``.
+
+    Factors are ``[n or 1, K, L, L]``, or ``[n or 1, K, L]`` if diagonal.
+    """
     factor = mixture.factor
     if mixture.diagonal:
         return jnp.einsum(
@@ -207,6 +212,7 @@ def triangular(packed: Array, size: int) -> Array:
 
 
 def _forward(packed: Array, size: int) -> tuple[Array, None]:
+    """The forward pass of :func:`triangular`, which keeps nothing."""
     return triangular(packed, size), None
 
 

@@ -146,14 +146,17 @@ def step(plan: FitProgram, data: Data, state: State) -> State:
 
 
 def _loss(schedule: Schedule, logits: Array, y: Array) -> Array:
-    """``[n]``, the loss that the attacker minimises."""
+    """``[n]``: the loss that a fit minimises; it is low where the model is wrong."""
     if schedule.loss == "softplus":
         return -losses.softplus_margin(logits, y, schedule.kappa)
     return jax.nn.sigmoid(-losses.margin(logits, y) / schedule.width)
 
 
 def _batch(data: Data, state: State) -> tuple[Array, Array]:
-    """A step's rows ``[B]``, each once an epoch, and its key."""
+    """The row numbers ``[B]`` of a step's batch, and the step's key for samples.
+
+    Rows come from the epoch's random permutation, so that no row occurs twice in an epoch.
+    """
     size = min(data.schedule.batch, len(data.y))
     turns = len(data.y) // size
     order_key, draw_key = jax.random.split(state.key)
@@ -163,7 +166,10 @@ def _batch(data: Data, state: State) -> tuple[Array, Array]:
 
 
 def _moved(plan: FitProgram, params: Params, latent: Array, batch: Data, eps: Array) -> Array:
-    """Logits ``[B M, K]`` of the perturbed inputs; ``latent`` is ``[B, M, L]``."""
+    """``[B M, K]``: the logits of perturbed inputs of latent vectors ``[B, M, L]``.
+
+    ``eps`` is the ball's radius; points are clipped to the box.
+    """
     shape = batch.x.shape[1:]
     matrix = families.to_input(plan.family, params, shape)
     rows = latent.reshape(-1, latent.shape[-1])

@@ -23,6 +23,7 @@ _WINDOW = 20
 
 
 def _figure(width: float, height: float, columns: int = 1) -> tuple["Figure", Any]:
+    """A Matplotlib figure of a size in inches, and its row of axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -30,6 +31,7 @@ def _figure(width: float, height: float, columns: int = 1) -> tuple["Figure", An
 
 
 def _running(values: Array) -> npt.NDArray[np.float64]:
+    """The running mean over ``_WINDOW`` steps of the finite values of a history ``[steps]``."""
     known = np.asarray(values, float)
     known = known[np.isfinite(known)]
     size = min(_WINDOW, max(len(known), 1))
@@ -114,6 +116,7 @@ def _pca(rows: npt.NDArray[np.float64]) -> tuple[Any, Any]:
 
 
 def _tsne(rows: npt.NDArray[np.float64]) -> Any:
+    """``[m, 2]``: the t-SNE embedding of rows ``[m, d]``."""
     from sklearn.manifold import TSNE
 
     near = min(30.0, (len(rows) - 1) / 3)

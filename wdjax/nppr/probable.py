@@ -209,7 +209,7 @@ def prbench(
     batch_size: int | None = None,
     mesh: Mesh | None = None,
 ) -> dict[str, Any]:
-    """PRBench's measures under its names, in percent, with 95 % intervals for the population.
+    """PRBench's measures under its names, as shares in [0, 1], with 95 % population intervals.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``.
@@ -276,5 +276,5 @@ def excess(known: Estimate, own: Estimate) -> metrics.ConfidenceInterval:
 
 
 def _field(value: Any, low: Any, high: Any) -> dict[str, Any]:
-    """A value and its interval, in percent."""
+    """A value in [0, 1] and the ends of its interval, as numbers for JSON."""
     return {"value": float(value), "interval": [float(low), float(high)]}

@@ -103,7 +103,11 @@ class Rare(NamedTuple):
         return ConfidenceInterval(np.asarray(low), np.asarray(high))
 
     def _spread(self, confidence: float) -> tuple[float, float]:
-        """The interval's ends, from logarithms of the runs, which must be positive; at most 1."""
+        """The ends of Cox's interval, at a confidence, from the logarithms of the runs' estimates.
+
+        The estimates must be positive. The interval is widened to include their mean, and ends at
+        1.
+        """
         from scipy import stats
 
         logs, others = np.log(self.runs), len(self.runs) - 1
@@ -173,6 +177,7 @@ class RareEvent:
         return score, fault
 
     def _score(self, u: Array) -> tuple[Array, Array]:
+        """:meth:`score` in one batch. Points whose logits are not finite get the largest float."""
         logits = self.logits(u)
         fine = jnp.all(jnp.isfinite(logits), axis=-1)
         margin = losses.decision_margin(logits, jnp.broadcast_to(self.y, len(u)))

@@ -155,6 +155,7 @@ def train_model(
 def _begin(
     recipe: RegularisedProgram, model: Model, given: TrainingData, key: Array, radius: Array
 ) -> State:
+    """The first state of a training: the given model, and a distribution of radius ``radius``."""
     plan, x, steps = recipe.plan, given.x, given.schedule.steps
     classes = jax.eval_shape(lambda model, x: model(x), model, x).shape[1]
     seen = recipe.features
@@ -168,6 +169,10 @@ def _begin(
 
 
 def _turn(recipe: RegularisedProgram, given: TrainingData, state: State) -> State:
+    """The state after the next steps of a training, up to ``_CHUNK`` in one program.
+
+    Takes a single step if the model is slow inside a loop. Raises if a loss is not finite.
+    """
     first = int(state.step)
     last = min(first + (_CHUNK if recipe.plan.loops else 1), given.schedule.steps)
     state = _steps(recipe, given, state, first, last)
@@ -187,9 +192,11 @@ def _steps(
 
 
 def _step(recipe: RegularisedProgram, given: TrainingData, state: State) -> State:
-    """One step: the distribution's on a batch of B samples, then the model's on B and B M copies.
+    """One step of a training: first the distribution's, then the model's.
 
-    The batch ``[B, *shape]`` is a slice of the epoch's permutation.
+    The distribution takes a step of its fit on a batch of B samples ``[B, *shape]``, a slice of the
+    epoch's permutation. The model's loss is a weighted mean over the batch and over ``draws``
+    perturbed copies of each sample, which carry no gradient to the distribution.
     """
     model, number, size = state.model, state.step, min(given.schedule.batch, len(given.y))
     turns = len(given.y) // size

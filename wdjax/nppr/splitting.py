@@ -153,10 +153,21 @@ class Cloud(NamedTuple):
 def _ascent(
     count: int, stay: int, moves: int, question: RareEvent, ladder: Ladder, pilot: Array, key: Array
 ) -> tuple[Cloud, Ladder]:
-    """A run up to the last level, or until no particle is left; or a pilot, which finds the levels.
+    """One run of multilevel splitting, or the preliminary run (pilot) that finds the levels.
 
-    Both are one program, to save a compilation. The pilot's next level has ``stay`` particles
-    above it; it ends when these are failures, levels stop rising or the ladder is full.
+    Args:
+      count: N, the number of particles.
+      stay: how many of them lie above the pilot's next level.
+      moves: Markov moves of each particle after a level.
+      question: the input and its perturbations.
+      ladder: the pilot's levels and step sizes, which a run uses; empty for the pilot.
+      pilot: a boolean; both kinds are one program, to save a compilation.
+      key: of this run.
+
+    Returns:
+      The particles at the end, and the ladder found. A run ends at the pilot's last level, or if no
+      particle is left; the pilot when ``stay`` particles are failures, levels stop rising, or the
+      ladder is full.
     """
     first, key = jax.random.split(key)
     u = jax.random.normal(first, (count, question.size))
@@ -193,10 +204,21 @@ def _climbed(
     pilot: Array,
     key: Array,
 ) -> tuple[Cloud, Array]:
-    """Resamples the particles above a level uniformly, in random order, and moves them above it.
+    """Passes one level: resamples the particles above it, and moves each at random, staying above.
 
-    ``cloud`` holds N particles. A pilot adapts its step size to the acceptance rate and returns
-    it; a run keeps the pilot's.
+    Args:
+      question: the input and its perturbations.
+      moves: Metropolis moves, ``u <- sqrt(1 - step^2) u + step * noise``, each rejected if the
+        margin falls to the level or below.
+      cloud: N particles; those with a margin above the level are repeated equally often, up to one,
+        until there are N.
+      level: the margin to stay above.
+      step: a scalar in (0, 1).
+      pilot: whether this is the pilot, which adapts the step to the acceptance rate.
+      key: of this level.
+
+    Returns:
+      The N new particles, and the last step size, unchanged unless this is the pilot.
     """
     pick, move = jax.random.split(key)
     above = cloud.score > level

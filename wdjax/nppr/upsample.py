@@ -107,7 +107,7 @@ def into_ball(v: Array, eps: ArrayLike, norm: float) -> Array:
 
 
 def _tanh_ratio(s: Array) -> Array:
-    """``tanh(s) / s``, and 1 at 0."""
+    """``tanh(s) / s``, and 1 where s is at most 1e-4."""
     some = s > 1e-4
     return jnp.where(some, jnp.tanh(s) / jnp.where(some, s, 1.0), 1.0)
 

@@ -1,6 +1,15 @@
-"""From attacks and certificates to a page that shows what is robust and what is unknown.
+"""Audits: attacks and certificates on one model, checked against each other, as a page.
 
-`audit` runs attacks and certificates on a model and returns a
-:class:`~wdjax.report.evidence.Sandwich` of `evidence` entries; `summary` converts it to plain
-numbers for JSON, `page` to HTML, `plots` to figures. Open `audit` first.
+`audit` runs attacks and certificates over a range of radii. Its result, a ``Sandwich`` of
+`evidence`, holds an entry for each attack and budget (points, accuracy, loss, exact Wasserstein
+distance), the certified radii and the bounds of the loss; it is called a sandwich because the true
+robust accuracy lies between certificates (below) and attacks (above). `evidence` also has the
+invariants, which hold for every model: a broken one shows a fault of the model or the library.
+`summary` turns a sandwich into plain numbers for JSON, `page` that JSON and the figures of `plots`
+into one HTML file.
+
+Open `audit` first. To add a default attack or certificate: a row in ``standard_attacks`` or
+``standard_certificates`` of `audit`. To add a check: an ``Invariant`` in ``invariants`` of
+`evidence`. To add a figure: a function of a sandwich in `plots`, and a row in ``pictures`` of
+`page`.
 """

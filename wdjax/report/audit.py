@@ -310,6 +310,7 @@ def _carry(jobs: list[_Task], progress: Callable[[Step], Any]) -> Iterator[Any]:
 
 
 def _check_radii(radii: Sequence[float]) -> Numbers:
+    """``[m]`` radii as an array; raises unless they are finite, at least 0 and increasing."""
     budgets = np.asarray(radii, float)
     if budgets.ndim != 1 or not budgets.size or not np.all(np.isfinite(budgets)):
         raise ValueError(f"radii must increase from at least 0, got {budgets.tolist()}.")
@@ -319,7 +320,10 @@ def _check_radii(radii: Sequence[float]) -> Numbers:
 
 
 def _attempts(attacks: Mapping[str, Attempt | Attack], ball: Lp) -> dict[str, Attempt]:
-    """Every attack as an :class:`Attempt` with its orders and kappa filled in; checks them."""
+    """Every attack as an :class:`Attempt` with its orders and kappa filled in.
+
+    Raises for an attack in another ball than the audit's, and for a minimum-norm attack with kappa.
+    """
     attempts = {}
     for name, given in attacks.items():
         attempt = given if isinstance(given, Attempt) else Attempt(given)
@@ -369,6 +373,7 @@ class _Evaluation(NamedTuple):
 
 @jax.jit
 def _judge(model: Classifier, x: Array, y: Array) -> tuple[Array, Array]:
+    """Cross-entropy and correctness of points, ``[n]`` each."""
     logits = model(x)
     return losses.cross_entropy(logits, y), metrics.correct(logits, y)
 
@@ -388,7 +393,8 @@ def _tries(
 ) -> Iterator[Job]:
     """Jobs of one attack, for every order and radius; a minimum-norm attack searches only once.
 
-    A job's result is an :class:`Entry`, with ``[n]`` leaves on the host.
+    A job's result is an :class:`Entry`, with ``[n]`` leaves on the host. A minimum-norm attack
+    searches once, in the first job, and every job spends its points at another order and radius.
     """
     attacked = (attempt.attack, setting.model, setting.x, setting.y)
     options: dict[str, Any] = {
@@ -431,13 +437,20 @@ def accuracy(result: Result) -> float:
 
 
 def _mean(weight: Numbers, stay: np.ndarray, go: np.ndarray) -> float:
+    """The mean over samples of ``(1 - weight) stay + weight go``; all are ``[n]``."""
     return float(np.mean((1 - weight) * stay + weight * go))
 
 
 def _measure(
     setting: Setting, clean: _Evaluation, moved: _Evaluation, order: float, result: Result
 ) -> dict[str, float]:
-    """Accuracy, loss and exact W_p of an adversarial distribution, all in float64."""
+    """Accuracy, mean loss and Wasserstein distance of an attack's adversarial distribution.
+
+    ``clean`` and ``moved`` are the evaluations at the samples and at the points, ``result`` has the
+    points and the mass that each moves. Returns, in float64, ``accuracy`` by the attack's own
+    flags, ``recomputed`` by the evaluations, the mean ``loss``, and ``spent``: the exact W_p, p =
+    ``order``, between the adversarial distribution and the data, from an optimal transport plan.
+    """
     weight = np.asarray(result.weight, float)
     found = transport.AdversarialDistribution.from_result(setting.x, setting.y, result)
     return {

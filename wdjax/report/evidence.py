@@ -165,9 +165,11 @@ class Sandwich(NamedTuple):
         choose: Callable[[Iterable[float]], float],
         clean: float,
     ) -> Numbers:
-        """``[m]``: at each radius the best value over ``clean`` and entries of at least this order.
+        """``[m]``: the best ``value`` at each radius, over the entries in ``Omega_order``.
 
-        ``choose`` is min or max; the unmoved data lie in every ball.
+        An entry counts if its order is at least ``order``, since its ball is then contained.
+        ``choose`` is min or max; ``clean``, the value of the unmoved data, which lie in every ball,
+        takes part.
         """
         inner = [entry for entry in self.entries if entry.order >= order]
         return np.array(
@@ -208,13 +210,18 @@ def invariants(found: Sandwich) -> Iterator[Invariant]:
 
 
 def _at_least(name: str, slack: npt.ArrayLike, tolerance: float, detail: str = "") -> Invariant:
+    """The invariant that all ``slack`` are at least ``-tolerance``; it holds if there are none."""
     slack = np.asarray(slack, float)
     worst = float(slack.min()) + 0.0 if slack.size else math.inf  # Never -0.0.
     return Invariant(name, bool(worst >= -tolerance), worst, detail)
 
 
 def _no_flip_inside(found: Sandwich) -> Invariant:
-    """No misclassified point, nor a misclassified sample itself, lies inside a certified ball."""
+    """The invariant that no misclassified point lies inside a certified ball.
+
+    A misclassified sample counts as a point at distance 0, which a positive certified radius
+    violates. The detail names the certificates that are wrong, and where they are worst.
+    """
     name, gaps, liars = "no flip inside a certified ball", [np.zeros(0)], []
     flip = np.where(found.correct, np.inf, 0.0)
     if found.entries:
@@ -230,6 +237,10 @@ def _no_flip_inside(found: Sandwich) -> Invariant:
 
 
 def _room(points: np.ndarray, box: tuple[float, float] | None) -> float:
+    """The smallest distance of a coordinate from the box's ends, negative outside.
+
+    -inf for points that are not finite, else inf without a box.
+    """
     if not np.all(np.isfinite(points)):
         return -math.inf
     if box is None:
@@ -238,7 +249,10 @@ def _room(points: np.ndarray, box: tuple[float, float] | None) -> float:
 
 
 def _no_fault(found: Sandwich) -> Invariant:
-    """No attack met a fault; such a sample may be less robust than it looks."""
+    """The invariant that no attack met a fault: an output or gradient that was not finite.
+
+    The detail says for how many samples, and names the attacks.
+    """
     name = "no fault met by any attack"
     met = [entry for entry in found.entries if entry.faults.size]
     if not met:

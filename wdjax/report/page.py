@@ -108,7 +108,10 @@ def pictures(
 
 
 def _adapted(svg: str) -> str:
-    """The SVG as part of an HTML page, in whose colours it is drawn."""
+    """An SVG file as an element of an HTML page: without header, fixed size and unused ids.
+
+    Ink and background colours become the page's variables, so that they follow light and dark mode.
+    """
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<(metadata|style)\b.*?</\1>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")
@@ -189,6 +192,7 @@ def _trained(model: Mapping[str, Any]) -> list[str]:
 
 
 def _lipschitz(model: Mapping[str, Any]) -> str:
+    """A clause with the loss's Lipschitz constant, or nothing if it is unknown."""
     constant = model["lipschitz_constant"]
     if constant is None:
         return ""
@@ -265,13 +269,14 @@ def _row(values: Sequence[float | None] | str, columns: int) -> str:
 
 
 def _cell(value: float | None) -> str:
+    """A table cell with three decimals; ``data-value`` holds the exact number, for sorting."""
     if value is None:
         return '<td data-value="-1">none</td>'
     return f'<td data-value="{value!r}">{value:.3f}</td>'
 
 
 def _warnings(model: Mapping[str, Any]) -> list[str]:
-    """The list of remarks on attacks, such as faults and zero gradients."""
+    """The HTML section of remarks on attacks, such as zero gradients; nothing without any."""
     said = [
         f'<li class="fails">{html.escape(label)}: {html.escape(remark)}</li>'
         for label, remark in warnings(model)
@@ -280,6 +285,7 @@ def _warnings(model: Mapping[str, Any]) -> list[str]:
 
 
 def _checks(model: Mapping[str, Any]) -> str:
+    """The HTML list of all invariants, with "holds" or "FAILS"."""
     rows = []
     for check in model["invariants"]:
         kind, word = ("holds", "holds") if check["holds"] else ("fails", "FAILS")
@@ -288,7 +294,7 @@ def _checks(model: Mapping[str, Any]) -> str:
 
 
 def _words(models: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The glossary, then every attack of the report with its docstring's first paragraph."""
+    """The glossary as HTML, followed by every attack with the first paragraph of its docstring."""
     made = {
         name: attack["explained"] or "An attack without a description."
         for model in models

@@ -54,6 +54,8 @@ _P = ParamSpec("_P")
 
 
 def _styled(draw: "Callable[_P, Figure]") -> "Callable[_P, Figure]":
+    """Decorates a function that draws a figure, so that it draws in this module's style."""
+
     @functools.wraps(draw)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> "Figure":
         import matplotlib
@@ -82,6 +84,7 @@ def styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def _panels(columns: int) -> tuple["Figure", Any]:
+    """A figure of panels side by side, and the row of their axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_WIDTH * columns, _HEIGHT), layout="constrained")
@@ -100,6 +103,7 @@ def _legend(axis: Any, columns: int = 2) -> None:
 
 
 def _ball(order: float) -> str:
+    """A ball's name in figures, with what its order means."""
     return {math.inf: "Ω∞, every sample", 2: "Ω₂, root mean square", 1: "Ω₁, on average"}[order]
 
 
@@ -123,7 +127,10 @@ def accuracy(found: Sandwich, orders: Sequence[float] = ORDERS) -> "Figure":
 
 
 def _certificates(axis: Any, found: Sandwich, order: float) -> None:
-    """The curve of all certificates together, bold; and each of them, if there are several."""
+    """Draws certified accuracies: the best certificate of each sample, bold, and every single one.
+
+    With one certificate the two are the same and drawn once; without any nothing is drawn.
+    """
     names = list(found.certificates)
     if len(names) > 1:
         looks = zip(names, itertools.cycle(_DASHES), itertools.cycle(_CROSSES[1:]))

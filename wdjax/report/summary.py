@@ -62,6 +62,7 @@ def number(value: float) -> float | None:
 
 
 def _numbers(values: npt.ArrayLike) -> list[float | None]:
+    """Numbers as a flat list for JSON; None for infinity and NaN."""
     return [number(value) for value in np.asarray(values, float).ravel()]
 
 
@@ -117,6 +118,7 @@ def _by_ball(curve: Callable[[float], npt.ArrayLike]) -> dict[str, list[float | 
 
 
 def _ball(found: Sandwich, order: float) -> dict[str, Any]:
+    """The best bounds in one ball, each a list over the radii."""
     return {
         "certified_accuracy": _numbers(found.certified(order)) if found.certificates else None,
         "attacked_accuracy": _numbers(found.attacked(order)),
@@ -134,6 +136,7 @@ def _attack(found: Sandwich, name: str) -> dict[str, Any]:
 
 
 def _entry(entry: Entry) -> dict[str, Any]:
+    """One attack's results at one budget, with passes, faults and zero gradients, for JSON."""
     kappa = {} if entry.kappa is None else {"kappa": entry.kappa}
     return {
         "order": f"{entry.order:g}",

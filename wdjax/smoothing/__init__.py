@@ -1,10 +1,19 @@
-"""Randomised smoothing: certificates of any model by the votes of noisy copies of each sample.
+"""Randomised smoothing: certificates of any model, by votes on noisy copies of each sample.
 
-`certificates` has the public functions: :func:`certify`, :func:`predict`, and :func:`soft`, a
-differentiable approximation for attacks. They call `looks`, which plans how many votes are counted
-and when a test may stop; `votes` runs the model and counts classes; `noise` has the distributions,
-each with the radius that a probability certifies (`flow` for mass that moves between pixels);
-`grid` makes noise whose rounding is bounded; `binomial` has the tests. Open `certificates` first.
+A sample gets random noise; each noisy copy is classified, which is a vote; the counts of the votes
+bound the probability of the most frequent class from below; and the noise turns that probability
+into a radius.
+
+`certificates` has the public functions: :func:`certify`, :func:`predict`, :func:`tally` (counts
+only) and :func:`soft`, a differentiable approximation for attacks. `noise` has the Gaussian,
+Laplace and uniform distributions, each with the radius that a probability certifies, and `flow`
+noise on mass that moves between pixels; `grid` is the protocol of noise, and rounds noisy samples
+so that the certificate holds for floats. `looks` plans how many votes are counted and after which
+numbers of votes a sequential test may stop (its looks); `votes` runs the model and counts classes;
+`binomial` has the confidence bounds and tests.
+
+Open `certificates` first. To add a noise: a frozen dataclass with the protocol ``Noise`` of `grid`,
+in a file here or in `noise`, and its name in ``__all__`` of `noise`.
 """
 
 from wdjax.smoothing import noise

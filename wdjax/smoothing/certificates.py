@@ -321,6 +321,11 @@ def soft(
 
 
 def _soft(params: dict[str, Any], x: Array) -> Array:
+    """``[n, K]``: log of the mean softmax over the noisy copies, made with fixed noise patterns.
+
+    ``params`` has the model, the noise, and its ``patterns`` ``[count, *shape]``, the same for all
+    samples.
+    """
     scales = jax.vmap(lambda own: params["noise"].scale(own) * jnp.ones_like(own))(x)
     moved = x[None] + scales[None] * params["patterns"][:, None]
     logits = params["model"](moved.reshape(-1, *x.shape[1:]))
@@ -329,7 +334,10 @@ def _soft(params: dict[str, Any], x: Array) -> Array:
 
 
 def _check_given(model: Any, noise: Any, key: Any, *samples: Any) -> None:
-    """Raises inside a trace, and for keys whose numbers depend on the batch."""
+    """Raises inside a trace, and for keys whose random numbers depend on the batch.
+
+    Only JAX's default keys (threefry) give a vote the same noise in every batch.
+    """
     if validate.traced(model, noise, key, samples) or validate.staged():
         raise ValueError("votes are counted on the host; smooth outside of jit, vmap and grad.")
     if "threefry" not in str(jax.random.key_impl(key)):
@@ -348,7 +356,11 @@ def _ask(
     batch_size: int | None,
     mesh: Mesh | None,
 ) -> votes.VotePoll:
-    """Puts the question."""
+    """The arguments of a vote, checked and put on the devices, for :mod:`wdjax.smoothing.votes`.
+
+    ``batch_size`` None is four times the default of a search on each device, since no gradient is
+    kept.
+    """
     if batch_size is None:
         devices = 1 if mesh is None else mesh.size
         # Four times the batch of a search, since no gradient has to be kept.

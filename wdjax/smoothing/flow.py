@@ -111,6 +111,7 @@ class Flow:
 
     @property
     def _stretch(self) -> float:
+        """How much longer a path along pixel edges is than the cost's distance, at most."""
         return math.sqrt(2) if self.cost == "euclidean" else 1.0
 
 

@@ -154,6 +154,7 @@ def laplace_level(sigma: Any, radius: Numbers) -> Numbers:
 
 
 def check_radius(radius: npt.ArrayLike) -> Numbers:
+    """Checks that radii are finite and at least 0; returns them as an array of floats."""
     radii = np.asarray(radius, float)
     if not np.all(np.isfinite(radii) & (radii >= 0)):
         raise ValueError(f"radii must be finite and at least 0, got {radius!r}.")

@@ -105,6 +105,10 @@ class LookPlan(NamedTuple):
 def plan(
     eps: npt.ArrayLike | None, noise: Noise, n0: int, n: int, alpha: float, test: Test | None
 ) -> LookPlan:
+    """Checks the arguments and makes a :class:`LookPlan`; None chooses the test by ``eps``.
+
+    ``eps`` are the radii of a sequential test, which ends once each is certified or refuted.
+    """
     test = test or ("clopper-pearson" if eps is None else "sequential")
     validate.check_choice("test", test, TESTS)
     if (eps is None) == (test == "sequential"):
@@ -213,9 +217,11 @@ class Work(NamedTuple):
         return state
 
     def _close(self, state: dict[str, Any], part: int) -> None:
-        """Ends a part: chooses classes, or bounds their probabilities (in place).
+        """Ends a part, in place: chooses the classes, or bounds their probabilities.
 
-        In a sequential test samples for which all levels are decided become inactive.
+        The first part, if ``n0`` is not 0, chooses the class of most votes. Every other part raises
+        the lower bounds; in a sequential test, samples for which every level is certified or
+        refuted become inactive and get no more votes.
         """
         plan, active, counts = self.plan, state["active"], state["counts"]
         if plan.n0 and part == 0:
@@ -238,7 +244,11 @@ class Work(NamedTuple):
             state["active"][active] = ~(certified | refuted).all(axis=1)
 
     def _bound(self, won: Numbers, made: int, active: Numbers) -> npt.NDArray[np.float64]:
-        """Lower bounds ``[m]`` of the probabilities for the ``m`` active samples."""
+        """``[m]``: lower bounds of the chosen class's probability, for the ``m`` active samples.
+
+        ``won`` ``[m]`` of the ``made`` votes were for that class; ``active`` ``[n]`` are booleans.
+        The bounds hold at level ``1 - alpha`` by the plan's test.
+        """
         plan = self.plan
         if plan.test == "sequential":
             return binomial.sequential_lower(won, made, plan.looks[-1], plan.alpha)
@@ -266,10 +276,13 @@ class Work(NamedTuple):
 
 
 def _bits(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.int32]:
-    """float64 as int32 ``[n, 2]``: without 64 bits a checkpoint might round bounds up."""
+    """float64 numbers ``[n]`` as int32 ``[n, 2]``, bit for bit, for a checkpoint.
+
+    With 64 bits disabled a checkpoint would round them to float32, and perhaps up.
+    """
     return np.ascontiguousarray(numbers).view(np.int32).reshape(-1, 2)
 
 
 def _floats(bits: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """The inverse of :func:`_bits`."""
+    """float64 numbers ``[n]`` from int32 ``[n, 2]``, the inverse of :func:`_bits`."""
     return np.array(bits, np.int32, order="C").view(np.float64)[:, 0]

@@ -22,7 +22,7 @@ __all__ = ["Flow", "Gaussian", "Laplace", "Noise", "Uniform", "perturb"]
 
 
 def _family(name: str) -> Any:
-    """A static field with the name of a noise family.
+    """A static dataclass field with the name of a noise family.
 
     JAX 0.10 compares pytree dataclasses by their static fields, not by their classes; without this
     field it might run the program that was compiled for another family.

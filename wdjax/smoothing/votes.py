@@ -52,7 +52,10 @@ def poll(
     size: int,
     mesh: Mesh | None,
 ) -> VotePoll:
-    """Puts what does not change where it is needed."""
+    """The :class:`VotePoll` of checked arguments, with arrays replicated on the mesh's devices.
+
+    ``index`` None numbers the samples 0, 1, ... Raises on a TPU, whose float64 is not exact enough.
+    """
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     if device.platform == "tpu":
         raise ValueError(
@@ -110,6 +113,7 @@ def uniforms(asked: VotePoll, number: int) -> np.ndarray:
 
 
 def _draw(asked: VotePoll, pairs: np.ndarray) -> Array:
+    """``[m, *shape]``: the noisy samples of pairs ``[2, m]`` of a row and a vote number."""
     rows, numbers = parallel.shard(tuple(pairs), asked.mesh)
     fixed = asked.key, asked.x, asked.scales, asked.places
     with float64():
@@ -120,6 +124,12 @@ def _draw(asked: VotePoll, pairs: np.ndarray) -> Array:
 def _noisy(
     noise: Noise, step: float, fixed: tuple[Array, ...], rows: Array, numbers: Array
 ) -> Array:
+    """``[m, *shape]``: noisy samples on the grid, one for each pair of a row and a vote number.
+
+    ``fixed`` are the key, the samples, the scales of the noise, and the samples' numbers in the
+    data set. The noise of a pair depends on the key, the sample's number and the vote's number
+    only.
+    """
     key, x, scales, index = fixed
 
     def one(row: Array, number: Array) -> Array:

@@ -113,6 +113,7 @@ def victim(
 
 
 def _answers(params: dict[str, Any], x: Array) -> Answers:
+    """The outputs at ``x`` of a bank's models from number ``first`` on."""
     bank, n = params["bank"], len(x)
     shared = params["defense"], params["memory"], bank, params["first"]
     out = _all(shared, x)
@@ -123,6 +124,7 @@ def _answers(params: dict[str, Any], x: Array) -> Answers:
 
 
 def _one(shared: PyTree, number: Array | int, x: Array) -> PyTree:
+    """The outputs of model ``number`` of the bank."""
     defense, memory, bank, _ = shared
     adapted = jax.tree.map(lambda rows: rows[number], bank.models)
     return defense.predict(memory, adapted, x)
@@ -145,6 +147,7 @@ def _all(shared: PyTree, x: Array) -> PyTree:
 
 
 def _forward(shared: PyTree, x: Any) -> tuple[PyTree, PyTree]:
+    """The forward pass of :func:`_all`; raises if anything but ``x`` is differentiated."""
     moving = [leaf.perturbed for leaf in jax.tree.leaves(shared, is_leaf=_is_primal)]
     if any(moving):
         raise ValueError(
@@ -156,10 +159,12 @@ def _forward(shared: PyTree, x: Any) -> tuple[PyTree, PyTree]:
 
 
 def _is_primal(leaf: Any) -> bool:
+    """Whether a leaf says if it is differentiated, as JAX passes arguments with symbolic zeros."""
     return isinstance(leaf, CustomVJPPrimal)
 
 
 def _backward(kept: PyTree, pull: PyTree) -> tuple[None, Array]:
+    """The gradient with respect to ``x``: the sum over the models, one after another."""
     shared, x = kept
     *_, bank, first = shared
 
@@ -172,7 +177,7 @@ def _backward(kept: PyTree, pull: PyTree) -> tuple[None, Array]:
 
 
 def _cotangent(rows: Any, number: Array, now: Array) -> Any:
-    """One model's part of the cotangent; zeros of the right type if nothing depends on it."""
+    """One model's part of the cotangent ``rows``; zeros like ``now`` if there is none."""
     if not jnp.issubdtype(now.dtype, jnp.inexact):
         return np.zeros(now.shape, jax.dtypes.float0)
     if isinstance(rows, SymbolicZero):

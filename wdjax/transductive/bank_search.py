@@ -139,12 +139,13 @@ class _Question(NamedTuple):
 
 
 def _classes(asked: _Question) -> int:
+    """The number of classes of the bank's models."""
     said = jax.eval_shape(asked.victim(), asked.x)
     return jax.tree.leaves(logits_of(said.out))[0].shape[-1]
 
 
 def _start(asked: _Question, keys: Array) -> Array:
-    """Random points of the ball, or the samples."""
+    """The first points: random ones of the ball, or the samples if ``random_start`` is off."""
     x = asked.x
     if not asked.attack.random_start:
         return x
@@ -154,9 +155,11 @@ def _start(asked: _Question, keys: Array) -> Array:
 
 
 def _climb(asked: _Question, aim: Array, start: Array, key: Array) -> BankFound:
-    """All legs of one search, and the objective at their points.
+    """One search from ``start`` ``[n, *shape]``, and the judge's objective at its points.
 
-    ``aim`` ``[n]`` are target classes or -1; ``start`` is ``[n, *shape]``.
+    ``aim`` ``[n]`` are target classes, -1 for none. The search has one leg (a run of the inner
+    attack from the last points), or as many as there are models. With ``keep="first"`` points that
+    are no better than the samples are dropped.
     """
     attack, x, y = asked.attack, asked.x, asked.y
     victim, inner = asked.victim(aim), _fitted(attack)
@@ -198,6 +201,7 @@ def _fitted(attack: SpaceAttack) -> Any:
 
 
 def _better(best: BankFound, moved: BankFound) -> BankFound:
+    """The point of larger objective for each sample; faults and gradients add up."""
     wins = (moved.value > best.value) & jnp.isfinite(moved.value)
     x_adv = jnp.where(norms.spread(wins, moved.x_adv), moved.x_adv, best.x_adv)
     value = jnp.where(wins, moved.value, best.value)

@@ -87,10 +87,12 @@ def case(
 
 
 def _pgd(eps: float, steps: int = 40) -> PGD:
+    """PGD with a tenth of the radius as its step, the inner attack of all games."""
     return PGD(steps=steps, step_size=eps / 10)
 
 
 def _usual(inner: PGD, iterations: int, **settings: Any) -> Iterator[tuple[str, Row]]:
+    """Yields name and row of the attacks of every game; ``settings`` are those of each."""
     yield "transfer", Row(transfer(inner, **settings))
     yield "fpa", Row(fpa(inner, iterations, **settings))
     yield "gmsa-avg", Row(gmsa_avg(inner, iterations, **settings))
@@ -111,6 +113,7 @@ def _trained(
 
 @functools.partial(jax.jit, static_argnums=4)
 def _fit(model: Model, x: Array, y: Array, key: Array, steps: int, foe: Opponent | None) -> Model:
+    """:func:`train_classifier` as one compiled program."""
     return train_classifier(model, x, y, key=key, steps=steps, opponent=foe)
 
 
@@ -122,6 +125,7 @@ _adversarial_mlp = functools.partial(models.mlp, (64, 128, 10))
 
 
 def _rmc(given: DigitsData, robust: bool) -> DigitsCase:
+    """RMC's case, with an adversarially trained base model if ``robust``."""
     eps, count = 0.15, given.iterations or 10
     copies = PGD(steps=40, step_size=eps / 10, random_start=True)
     epochs = 25 if robust else 100

@@ -105,6 +105,7 @@ def train_classifier(
 
 
 def _attacked(opponent: Opponent, model: Model, x: Array, y: Array, key: Array) -> Array:
+    """``[n, *shape]``: the samples attacked by the opponent, without a gradient."""
     attack, eps = opponent
     found = driver.search(
         attack, model, x, y, eps=jnp.asarray(eps, x.dtype), key=key, skip_misclassified=False

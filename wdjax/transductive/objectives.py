@@ -75,6 +75,7 @@ class Objective:
         return jnp.take_along_axis(values, place[None], axis=0)[0]
 
     def _softmin(self, values: Array, asked: Array) -> Array:
+        """``[n]``: the smooth minimum of values ``[capacity, n]`` over the models that were run."""
         heights = jnp.where(asked, -values / self.temperature, -jnp.inf)
         count = jnp.maximum(jnp.sum(asked, axis=0), 1).astype(heights.dtype)
         return -self.temperature * (jax.nn.logsumexp(heights, axis=0) - jnp.log(count))
@@ -139,6 +140,7 @@ def confidence(logits: Array, y: Array) -> Array:
 
 
 def _own(logits: Array, y: Array) -> Array:
+    """``[n]``: the log-probability of the label."""
     return jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], axis=-1)[:, 0]
 
 

@@ -24,7 +24,10 @@ class Preset(NamedTuple):
 
 
 def _attacks(step: float, steps: int, iterations: int, **how: Any) -> dict[str, SpaceAttack]:
-    """Transfer, PGD-skip, FPA, GMSA-AVG and GMSA-MIN, with PGD from random points."""
+    """The paper's five attacks by name (transfer, PGD-skip, FPA, GMSA-AVG, GMSA-MIN).
+
+    All use PGD with ``steps`` of length ``step`` inside; ``how`` are settings of each.
+    """
     inner = PGD(steps=steps, step_size=step)
     return {
         "transfer": transfer(inner, **how),

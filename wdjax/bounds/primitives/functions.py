@@ -67,6 +67,7 @@ def _rise(z: Array) -> Array:
 
 
 def _sigma(z: Array) -> Array:
+    """The logistic function."""
     return 0.5 + 0.5 * jnp.tanh(0.5 * z)
 
 
@@ -75,10 +76,12 @@ _BELL = 2 / math.sqrt(math.pi)
 
 
 def _largest(low: Array, high: Array) -> Array:
+    """The largest magnitude in ``[low, high]``."""
     return jnp.maximum(jnp.abs(low), jnp.abs(high))
 
 
 def _least(low: Array, high: Array) -> Array:
+    """The smaller magnitude of both ends."""
     return jnp.minimum(jnp.abs(low), jnp.abs(high))
 
 

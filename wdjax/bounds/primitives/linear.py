@@ -44,7 +44,10 @@ def _arithmetic(
     scales: bool = False,
     converts: bool = False,
 ) -> Record:
-    """The record of an entrywise sum or product, or of a dtype conversion if ``converts``."""
+    """The record of an entrywise sum or product, or of a dtype conversion if ``converts``.
+
+    ``scales`` says that entries are multiplied or divided by others.
+    """
     return Record(
         name=name, interval=interval, error=error, lines=lines, scales=scales, operands=None,
         affine=once, elementwise=True, sums=False, monotone=0, continuous=True, homogeneous=False,

@@ -21,6 +21,7 @@ def _chosen(
     homogeneous: bool = True,
     fuses: bool = False,
 ) -> Record:
+    """The record of an operation that returns some of its operands' entries, or rounds them."""
     return Record(
         name=name, interval=interval, lines=lines, error=error, elementwise=elementwise,
         monotone=monotone, continuous=continuous, homogeneous=homogeneous, fuses=fuses,

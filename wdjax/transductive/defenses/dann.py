@@ -82,7 +82,11 @@ class DANN:
         return adapted(x)
 
     def _train(self, key: Array, x: Array, y: Array, target: Array | None) -> Model:
-        """Trains a model on ``x [n, *shape]``, ``y [n]`` and unlabelled ``target`` or None."""
+        """Trains a model from scratch on ``x [n, *shape]`` and ``y [n]``.
+
+        With unlabelled inputs ``target`` ``[m, *shape]`` a discriminator's reversed gradient makes
+        the features of both sets alike; None trains without it.
+        """
         first, second, third, fourth = jax.random.split(key, 4)
         both = {"model": self.network(key=first), "judge": self.discriminator(key=second)}
         rule = optax.adam(self.learning_rate)
@@ -111,6 +115,10 @@ class DANN:
 def _losses(
     both: dict[str, Model], x: Array, y: Array, target: Array | None, alpha: Array
 ) -> tuple[Array, dict[str, Model]]:
+    """The loss of one step, and the model and discriminator after their training passes.
+
+    ``alpha`` is the weight of the discriminator's reversed gradient; ``target`` None leaves it out.
+    """
     features, moved = models.training_pass(models.features(both["model"]), x)
     logits = models.head(moved)(features)
     value = jnp.mean(losses.cross_entropy(logits, y))
@@ -134,10 +142,12 @@ def reverse(x: Array, alpha: Array | float) -> Array:
 
 
 def _reverse_forward(x: Array, alpha: Array) -> tuple[Array, Array]:
+    """The forward pass of :func:`reverse`, which keeps ``alpha``."""
     return x, alpha
 
 
 def _reverse_backward(alpha: Array, pull: Array) -> tuple[Array, None]:
+    """The gradient of :func:`reverse`, with reversed sign."""
     return -alpha * pull, None
 
 

@@ -99,7 +99,10 @@ class _Noise:
 
 
 def _soft_sign(gradient: Array) -> Array:
-    """The l2 unit vector, as long as a sign vector, in whose place it has a gradient."""
+    """The l2 unit vector of a gradient times the root of its size, in place of its sign.
+
+    It is as long as a sign vector, and unlike the sign it has a gradient.
+    """
     flat = gradient.reshape(len(gradient), -1)
     square = jnp.sum(flat**2, axis=1, keepdims=True)
     length = jnp.sqrt(jnp.where(square > 0, square, 1.0))

@@ -133,6 +133,7 @@ class RMC:
 
     @property
     def _rule(self) -> optax.GradientTransformation:
+        """The optimiser, Adam."""
         return optax.adam(self.learning_rate)
 
     def adapt(self, key: Array, memory: PyTree, state: State, x: Array) -> tuple[PyTree, State]:
@@ -150,7 +151,7 @@ class RMC:
         return jax.lax.top_k(-distance, self.neighbours)[1]
 
     def _parted(self, key: Array, nearest: Array) -> tuple[Array, Array]:
-        """Indices of the samples to train on, and of those held out."""
+        """The neighbours' indices, split into those to train on and those held out."""
         near = int(_NEAR * self.neighbours)
         held = int(_HELD * near)
         order = jax.random.permutation(key, nearest[:near])
@@ -169,7 +170,11 @@ class RMC:
         return adapted(x)
 
     def _train(self, key: Array, memory: PyTree, state: State, own: Array, held: Array) -> State:
-        """Trains on samples ``own`` until the stopping rule holds on ``held``, both indices."""
+        """Trains the previous model further on the samples ``own`` until it settles on ``held``.
+
+        Both are indices into the memory. Training ends after ``epochs``, or once its loss is small
+        and the validation loss has not fallen for ``patience`` epochs.
+        """
         x, y = memory["x"], memory["y"]
         steps = -(-len(own) // self.size)
         size = len(own) // steps  # Equal batches, which drop fewer samples than one batch has.

@@ -78,6 +78,7 @@ class TADV:
         return adapted(x)
 
     def _train(self, key: Array, x: Array, y: Array) -> PyTree:
+        """A model trained adversarially from scratch; ``key`` draws weights and batches."""
         first, second = jax.random.split(key)
         schedule = optax.cosine_decay_schedule(1.0, self.steps)
         rule = optax.chain(optax.adam(self.learning_rate), optax.scale_by_schedule(schedule))
