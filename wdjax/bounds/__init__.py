@@ -1,11 +1,25 @@
 """From a traced program to bounds of its outputs over a region of inputs.
 
-`record` declares the properties of a JAX primitive, and `primitives` holds one record for each:
-its interval rule (from `affine_rules`, `nonlinear` and `decisions`), its linear relaxation, called
-lines (from `relax`), and its rounding error. `graph` flattens a program into equations; `fused` and
-`explicit` rewrite them into equations that have tighter bounds; `interval` walks them forwards.
-`network` marks the affine equations; `crown` sends coefficients (`coefficients`) backwards through
-them with the lines of `relax` and `activation`, until `region` concretises them. `slopes` optimises
-the lines (alpha-CROWN), `leaves` splits ReLUs, `margins` combines all of this to bound every margin
-of a batch, `linear_outputs` to bound any linear functions of the outputs over boxes. Open `margins` first, then `crown`.
+Preparing: `graph` flattens a model's program into equations, with calls inlined, loops unrolled and
+some primitives replaced by others (`rewritten`); `explicit` writes implicit broadcasts and products
+of two variable values out; `fused` makes one node of a scalar activation such as GELU.
+
+What is known of a primitive is one `record`; the folder `primitives` has all of them, one family a
+file: interval rule (written in `affine_rules`, `nonlinear` and `decisions`), linear relaxation,
+called lines (written in `relax`), rounding error, and properties. `activation` computes lines of
+fused activations and of functions without lines of their own; `continuity` finds programs that may
+jump.
+
+Bounding: `domain` has the values of interval arithmetic, and `interval` walks the program forwards
+with them. `network` sorts equations into affine and nonlinear ones. `crown` sends `coefficients`
+backwards, through affine equations by transposition and through nonlinear ones by their lines,
+until `region` minimises the linear function over the inputs (concretises it). `coarse` decides easy
+neurons first; `slopes` optimises the free slopes of lines (alpha-CROWN); `margins` combines this to
+bound all margins of a batch, and `linear_outputs` to bound any linear functions of the outputs
+over boxes; `leaves` bounds the subproblems of the branch and bound over ReLU
+signs that :mod:`wdjax.certify.branch` runs.
+
+Open `margins` first, then `crown`. To add a primitive: one record in the file of its family in
+`primitives` (``docs/primitives.md`` has an example), an interval rule and lines if it needs new
+ones, and a row in ``tests/test_certify_ulps.py``, which measures its error.
 """

@@ -1,12 +1,22 @@
 """Certificates: proofs that no attack can do better, for single samples and for distributions.
 
-`pointwise` turns bounds of margins (:mod:`wdjax.bounds`) into certified samples and radii; `verify`
-does so for a data set, with checkpoints; `branch` is branch and bound over the signs of ReLUs.
-`properties` decides whether any function has an output that a `specification` forbids: `falsify`
-looks for one, `halving` is branch and bound over boxes of inputs. `wdro` and `growth` bound
-accuracies and losses over Wasserstein balls, from radii, Lipschitz constants and growth profiles
-(`asymptote` bounds slopes at infinity). `trainable` has differentiable bounds for training. Open
-`pointwise` first.
+Single samples: bounds of the margins ``z_y - z_j`` over the ball around a sample come from
+:mod:`wdjax.bounds`; `pointwise` turns them into certified samples and radii; `verify` does so for a
+data set, with checkpoints; `branch` tightens them by branch and bound over the signs of ReLUs
+(``wdjax.bounds.leaves`` bounds its subproblems; ``wdjax.lipschitz.branching`` is another search,
+over activation masks, for Lipschitz constants). `trainable` has differentiable bounds for training.
+
+Any function: `properties` decides whether it has an output that a `specification` forbids:
+`falsify` looks for one, `halving` is branch and bound over boxes of inputs.
+
+Distributions: `wdro` bounds the accuracy over a Wasserstein ball from certified radii, and the
+expected loss from a Lipschitz constant; `growth` bounds the loss more tightly, from each sample's
+growth profile (a bound of its loss within every distance); for an unbounded domain `asymptote`
+bounds how fast the loss can grow far from the data.
+
+Open `pointwise` first. To add a certificate of samples: a function ``(model, x, y) -> [n]`` radii,
+in a file here and in ``__all__``; ``wdjax.audit(certificates={name: function})`` then draws it, and
+``standard_certificates`` of ``wdjax/report/audit.py`` makes it a default.
 """
 
 from wdjax.bounds.interval import bound

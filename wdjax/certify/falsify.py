@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import norms, program
+from wdjax import norms
 from wdjax.attacks import PGD
 from wdjax.balls import Lp
 from wdjax.certify.specification import Specification
+from wdjax.checks import independence
 from wdjax.core import Array, Classifier, PyTree
 from wdjax.engine import driver
 
@@ -77,12 +78,12 @@ def witness(
     inequalities are decided exactly.
     """
     x = np.clip(points, lower, upper)
-    y = np.asarray(program.outputs(model, x))
+    y = np.asarray(independence.outputs(model, x))
     excess = spec.excess(y)
     near = _TRUSTED * (1 + np.abs(y).max(axis=1, initial=0.0))
     order = [i for i in np.argsort(excess) if excess[i] <= near[i]]
     for i in order[:_AGAIN]:
-        own = np.asarray(program.outputs(model, x[i : i + 1]))[0]
+        own = np.asarray(independence.outputs(model, x[i : i + 1]))[0]
         if spec.violated(own) and np.all((x[i] >= lower) & (x[i] <= upper)):
             return Witness(x[i], own)
     return None

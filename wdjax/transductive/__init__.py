@@ -1,10 +1,20 @@
 """Transductive games: defences that adapt to their inputs, and attacks that simulate them.
 
-`game` lets `attacker`, `defender` and `referee` take `turns`; what is saved between turns is their
-`state`, and `game_identity` tells to which game it belongs. `defense` is the protocol of a defence,
-and `defenses` has one a file. A `space_attack` raises one of the `objectives` over a `bank` of
-models, by `bank_search`; a `game_report` has accuracies over private keys. `presets` has the
-paper's settings, and `digits` a small table of games for a CPU. Open `game` first, then `turns`.
+In a round the attacker submits points; the defender adapts its model to them with a private random
+key, which the attacker does not see unless it leaks; the referee measures the accuracy, as a mean
+over several such private keys. To find points the attacker simulates the defence with keys of its
+own, collects the simulated models in a `bank`, and attacks all of them: a `space_attack` maximises
+one of the `objectives` over the bank, by `bank_search`.
+
+`game` has the entry points, and lets `attacker`, `defender` and `referee` take `turns`; what is
+saved between turns is their `state`, and `game_identity` says to which game it belongs.
+`game_report` has the accuracies. `defense` is the protocol of a defence, and `defenses` has one a
+file; they train by `fitting` and `adamod`. `presets` has the settings of Chen et al. (2022) for networks of your own;
+`digits` has small games that run on a CPU, which the command line plays.
+
+Open `game` first. To add a defence: a file in `defenses` with the methods of `defense`, its name in
+``__all__`` there and here, and for the command line a case in ``CASES`` of `digits` and a row in
+``FAMILIES`` of ``wdjax/cli/game_command.py``.
 """
 
 from wdjax.transductive.adamod import adamod
