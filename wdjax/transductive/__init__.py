@@ -9,8 +9,8 @@ one of the `objectives` over the bank, by `bank_search`.
 `game` has the entry points, and lets `attacker`, `defender` and `referee` take `turns`; what is
 saved between turns is their `state`, and `game_identity` says to which game it belongs.
 `game_report` has the accuracies. `defense` is the protocol of a defence, and `defenses` has one a
-file; they train by `fitting` and `adamod`. `presets` has the settings of Chen et al. (2022) for networks of your own;
-`digits` has small games that run on a CPU, which the command line plays.
+file; they train by `fitting` and `adamod`. `presets` has the settings of Chen et al. (2022)
+for networks of your own; `digits` has small games that run on a CPU, which the command line plays.
 
 Open `game` first. To add a defence: a file in `defenses` with the methods of `defense`, its name in
 ``__all__`` there and here, and for the command line a case in ``CASES`` of `digits` and a row in
