@@ -25,7 +25,7 @@ class BestSet(NamedTuple):
 
 
 class GameRecord(NamedTuple):
-    """The results so far: ``[rounds, ...]`` arrays on the host, named as in :class:`Report`."""
+    """The results so far: ``[rounds, ...]`` arrays on the host, named as in :class:`GameReport`."""
 
     x_adv: np.ndarray
     cost: np.ndarray
