@@ -186,9 +186,10 @@ def _flip(state: State) -> Array:
 def _halve(
     wanted: Array, low: Array, high: Array, middle: Array, flipped: Array
 ) -> tuple[Array, Array]:
-    """The bracket ``(low, high)`` after a test of its middle: ``high`` falls where it flipped.
+    """The bracket ``(low, high)`` of a bisection after the point at ``middle`` was tested.
 
-    All are ``[n]``; samples that are not ``wanted`` keep their bracket.
+    Where ``flipped``, ``middle`` becomes the new ``high``, elsewhere the new ``low``. All are
+    ``[n]``; samples where ``wanted`` is False keep their bracket.
     """
     low = jnp.where(wanted & ~flipped, middle, low)
     return low, jnp.where(wanted & flipped, middle, high)

@@ -193,8 +193,8 @@ def _mean(length: Array, chosen: Array, order: float) -> Array:
 def _sizes(steep: Array, chosen: Array, order: float) -> Array:
     """``[n]``: the samples' shares of a step; their power mean of the order is 1.
 
-    Samples of zero gradient have share 0. ``steep`` ``[n]`` are the gradients' dual norms, 0 for
-    rows not ``chosen``. For order inf all shares are 1.
+    Samples of zero gradient have share 0, but for order inf, where all shares are 1. ``steep``
+    ``[n]`` are the gradients' dual norms, 0 for rows not ``chosen``.
     """
     if order == math.inf:
         return jnp.ones_like(steep)

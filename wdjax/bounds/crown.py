@@ -433,7 +433,11 @@ def _transposed(affine: Affine, a: Coefficients, rows: Rows) -> list[tuple[int, 
 
 
 def _scaled(affine: Affine, part: Part, a: Coefficients, rows: Rows) -> Coefficients:
-    """The coefficients of an operand of which the map multiplies each entry by a known factor."""
+    """The coefficients of one operand of an affine equation that scales each entry of it.
+
+    Multiplies ``a`` by the factors, which are ``part`` applied to ones; by a single number where
+    all entries have the same factor.
+    """
     factor = part.apply(jnp.ones(affine.offset.shape, affine.offset.dtype))
     known = [jnp.ndim(v) for v in affine.exact if v is not None]
     if not affine.record.scales or known == [0]:

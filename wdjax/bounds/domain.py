@@ -306,7 +306,7 @@ def corners(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Arra
 
 
 def _nonzero(ends: tuple[Array, Array]) -> Array:
-    """Where an interval is not the number 0."""
+    """Entrywise, whether an interval ``(lower, upper)`` has any point but 0."""
     return (ends[0] != 0) | (ends[1] != 0)
 
 

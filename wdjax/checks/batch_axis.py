@@ -174,7 +174,7 @@ def _broadcast(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _transposed(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """The rule for ``transpose``."""
+    """The rule for ``transpose``: the samples' axis goes where the permutation moves it."""
     return _moved(args[0], eqn.params["permutation"].index)
 
 

@@ -115,6 +115,11 @@ def _agree(one: PyTree, other: PyTree, kept: Array, ulps: dict[int, int]) -> Arr
 
 
 def _unit(dtype: Any, ulps: dict[int, int]) -> float:
+    """The relative difference allowed between two results of ``dtype``: ``ulps`` machine epsilons.
+
+    ``ulps`` maps a dtype's size in bytes to the number of them; integers and booleans must be
+    equal, so theirs is 0.
+    """
     if not jnp.issubdtype(dtype, jnp.floating):
         return 0.0
     return ulps[dtype.itemsize] * float(jnp.finfo(dtype).eps)

@@ -109,9 +109,10 @@ def typed(word: Word, kinds: Mapping[str, Any]) -> Settings:
 
 
 def _value(text: str, hint: Any) -> Any:
-    """A setting's text converted to one of the types that its annotation ``hint`` allows.
+    """The text of an attack's setting converted to a type that its annotation ``hint`` allows.
 
-    "none" is None, if allowed; a function is the name of a loss. Raises an ArgumentTypeError.
+    "none" gives None if the annotation allows it. Where it asks for a function, the text must name
+    a loss. Raises an ArgumentTypeError where the text does not fit.
     """
     whole = typing.get_origin(hint) in (None, tuple, _FUNCTION)
     kinds = {typing.get_origin(one) or one for one in ([hint] if whole else typing.get_args(hint))}

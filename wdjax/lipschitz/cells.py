@@ -132,7 +132,9 @@ def check_relu(net: Chain) -> None:
 
 
 def _whole(n: int, box: tuple[npt.ArrayLike, npt.ArrayLike] | None) -> _Part:
-    """The whole domain, a box or all of space, as one part before any neuron."""
+    """The box, or for None all of the ``n``-dimensional space, as the one part before the first
+    neuron.
+    """
     if box is None:
         shape, ball = Polyhedron(np.zeros((0, n)), np.zeros(0)), CellBall(np.zeros(n), np.inf)
     else:

@@ -87,9 +87,9 @@ def spectral(net: Chain, slopes: Slopes, rooms: Rooms, steps: int) -> jax.Array:
 
 
 def _left(net: Chain, slopes: Slopes, rooms: Rooms) -> tuple[list[_Layer], jax.Array]:
-    """The layers without neurons that are off on the region, and the last matrix ``[K, m]``.
+    """The layers without the neurons that are off everywhere on the region.
 
-    Sizes are static (``rooms``), so unused rows are 0.
+    Also returns the last matrix ``[K, m]``. Sizes are static (``rooms``), so unused rows are 0.
     """
     before = jnp.arange(net.inputs)
     present = jnp.ones(net.inputs, bool)

@@ -282,7 +282,11 @@ def _winograd_pays(x, kernel, pads):
 
 @functools.partial(jax.jit, static_argnums=2, inline=True)
 def _winograd(x, kernel, pads):
-    """3x3, stride 1: two neighbouring outputs from four products instead of six, along the width.
+    """A 3x3 convolution of stride 1 with fewer products, by Winograd's algorithm along the width.
+
+    Two neighbouring outputs take four products instead of six. ``x`` is
+    ``[n, height, width, channels]``, ``pads`` the padding of height and width; the padded width
+    must be even.
 
     Compiled even outside ``jit``: run eagerly on jax 0.7.2's CPU backend, these operations
     sometimes gave wrong numbers, by a race that no single one of them shows.

@@ -428,7 +428,7 @@ def check_parity(
 
 @jax.jit
 def _forward(model: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """The model's outputs; its weights are an argument, no constants of the program."""
+    """The model's outputs at ``x``; its weights are an argument, not constants when compiled."""
     return model(x)
 
 

@@ -153,7 +153,10 @@ def is_module(model):
 
 
 def _ours(model, who):
-    """The :class:`_Apply` of a model from this package; raises for others."""
+    """The :class:`_Apply` inside a model from this package.
+
+    Raises for any other function; ``who`` begins the message.
+    """
     if not is_module(model):
         raise ValueError(
             f"{who} a model from wdjax.models or wdjax.convert, got {type(model).__name__}; "

@@ -286,7 +286,10 @@ def _name(key):
 
 
 def _place(path):
-    """The path of a leaf in words; JAX numbers the parts of a ``Partial``."""
+    """The path of a leaf as words of an error message: "the model's leaf ..." with its keys.
+
+    JAX numbers the parts of a ``Partial``; its arguments are called ``args`` here.
+    """
     words = jax.tree_util.keystr(path)
     return "the model's leaf " + words.replace("[<flat index 0>]", "args", 1)
 

@@ -212,7 +212,7 @@ def triangular(packed: Array, size: int) -> Array:
 
 
 def _forward(packed: Array, size: int) -> tuple[Array, None]:
-    """The forward pass of :func:`triangular`, which keeps nothing."""
+    """The forward pass of :func:`triangular`; its gradient needs no stored values (None)."""
     return triangular(packed, size), None
 
 

@@ -159,7 +159,10 @@ def _forward(shared: PyTree, x: Any) -> tuple[PyTree, PyTree]:
 
 
 def _is_primal(leaf: Any) -> bool:
-    """Whether a leaf says if it is differentiated, as JAX passes arguments with symbolic zeros."""
+    """Whether ``leaf`` is a JAX wrapper that holds a value and whether it is differentiated.
+
+    A ``custom_vjp`` with symbolic zeros gets its arguments in such wrappers.
+    """
     return isinstance(leaf, CustomVJPPrimal)
 
 
