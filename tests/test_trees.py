@@ -1,5 +1,7 @@
 """Samples that are pytrees: the numbers of their concatenation, in their own form."""
 
+import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -252,3 +254,12 @@ def test_flat_and_tree_are_inverse():
     jax.tree.map(np.testing.assert_array_equal, form.tree(flat), TREE)
     for array in (X, [*X], [[0.1, 0.2]]):
         assert trees.flattened(array, attacks.PGD())[1] is None
+
+
+def test_the_recipe_runs():
+    text = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
+    code = re.search(r"## Samples of several arrays\n.*?```python\n(.*?)```", text, re.DOTALL)[1]
+    x, y = jnp.linspace(0, 1, 128).reshape(2, 8, 8, 1), jnp.array([3, 4])
+    names = {"jax": jax, "jnp": jnp, "wdjax": wdjax, "key": KEY, "x": x, "y": y}
+    exec(compile(code, "docs/models.md", "exec"), names)
+    assert names["found"].x_adv["image"].shape == x.shape

@@ -41,7 +41,23 @@ class Slope(NamedTuple):
 
 
 def slope(victim: Victim, x: Array, y: Array, objective: Callable[[PyTree, Array], Array]) -> Slope:
-    """The gradient of ``sum objective(model(x), y)``, cleaned by :func:`look`."""
+    """The gradient of ``sum objective(model(x), y)``, cleaned by :func:`look`.
+
+    Args:
+      victim: its model may return any pytree whose leaves have the leading axis n.
+      x: ``[n, *shape]`` points.
+      y: ``[n]`` labels.
+      objective: ``(out, y) -> [n]``, which treats every sample alone.
+
+    Returns:
+      A :class:`Slope`.
+
+    Cost: one forward and one backward pass.
+
+    >>> victim = Victim(lambda x: x @ jnp.array([[1.0, -1.0], [-1.0, 1.0]]), losses.margin)
+    >>> slope(victim, jnp.array([[0.6, 0.4]]), jnp.array([0]), losses.margin).gradient.tolist()
+    [[-2.0, 2.0]]
+    """
 
     def total(x: Array) -> tuple[Array, PyTree]:
         out = victim.model(x)
@@ -52,13 +68,38 @@ def slope(victim: Victim, x: Array, y: Array, objective: Callable[[PyTree, Array
 
 
 def adam(gradient: Array, moments: PyTree) -> tuple[Array, PyTree]:
-    """Adam's direction and new moments, per sample; ``optax.scale_by_adam`` gives the first."""
+    """Adam's direction and new moments, per sample.
+
+    Args:
+      gradient: ``[n, *shape]``
+      moments: the state of ``optax.scale_by_adam``, whose leaves have the leading axis n; the first
+        is ``jax.vmap(optax.scale_by_adam().init)(x)``.
+
+    Returns:
+      The direction, ``[n, *shape]``, and the new moments.
+
+    >>> moments = jax.vmap(optax.scale_by_adam().init)(jnp.zeros((1, 2)))
+    >>> jnp.round(adam(jnp.array([[0.5, -2.0]]), moments)[0], 3).tolist()
+    [[1.0, -1.0]]
+    """
     with promoted():  # Optax mixes dtypes.
         return jax.vmap(optax.scale_by_adam().update)(gradient, moments)
 
 
 def look(gradient: Array, out: PyTree) -> Slope:
-    """Sets coordinates of a gradient that are not finite to 0, and reports them as a fault."""
+    """Sets coordinates of a gradient that are not finite to 0, and reports them as a fault.
+
+    Args:
+      gradient: ``[n, *shape]``
+      out: the model's output, ``[n, ...]`` leaves; a fault, too, if it is not finite.
+
+    Returns:
+      A :class:`Slope`.
+
+    >>> seen = look(jnp.array([[1.0, jnp.nan], [0.0, 0.0]]), jnp.zeros((2, 3)))
+    >>> seen.gradient.tolist(), seen.zero.tolist(), seen.fault.tolist()
+    ([[1.0, 0.0], [0.0, 0.0]], [False, True], [True, False])
+    """
     usable, worst = _cleaned(gradient)
     return Slope(out, usable, worst == _ZERO, (worst == _UNKNOWN) | ~norms.finite(out))
 
@@ -80,7 +121,22 @@ def _cleaned(gradient: Array) -> tuple[Array, Array]:
 
 
 def note(victim: Victim, y: Array, seen: Slope, forwards: int = 1) -> Info:
-    """The :class:`~wdjax.core.Info` of a step that took one gradient."""
+    """The record of a step that took one gradient.
+
+    Args:
+      victim: its criterion is recorded.
+      y: ``[n]`` labels.
+      seen: from :func:`slope`, at the step's starting points.
+      forwards: number of forward passes of the step.
+
+    Returns:
+      An :class:`~wdjax.core.Info`.
+
+    >>> victim, y = Victim(lambda x: x, losses.margin), jnp.array([0])
+    >>> info = note(victim, y, slope(victim, jnp.array([[0.25, 0.5]]), y, losses.margin))
+    >>> info.value.tolist(), info.gradients.tolist(), info.fault.tolist()
+    ([0.25], [1], [False])
+    """
     one = jnp.ones(len(y), jnp.int32)
     value = victim.criterion(seen.out, y)
     zeros = seen.zero.astype(jnp.int32)
@@ -88,7 +144,23 @@ def note(victim: Victim, y: Array, seen: Slope, forwards: int = 1) -> Info:
 
 
 def judge(victim: Victim, x: Array, y: Array) -> tuple[PyTree, Info]:
-    """One forward pass and its :class:`~wdjax.core.Info`."""
+    """One forward pass and its record.
+
+    Args:
+      victim: the model and the criterion to be recorded.
+      x: ``[n, *shape]`` points.
+      y: ``[n]`` labels.
+
+    Returns:
+      The model's output, ``[n, ...]`` leaves, and an :class:`~wdjax.core.Info`.
+
+    Cost: one forward pass.
+
+    >>> victim = Victim(lambda x: 2 * x, losses.margin)
+    >>> out, info = judge(victim, jnp.array([[0.25, 0.5]]), jnp.array([0]))
+    >>> out.tolist(), info.value.tolist(), info.forwards.tolist()
+    ([[0.5, 1.0]], [0.5], [1])
+    """
     out, none = victim.model(x), jnp.zeros(len(y), jnp.int32)
     value = victim.criterion(out, y)
     return out, Info(value, none, none + 1, none, ~norms.finite(out) | ~jnp.isfinite(value))
@@ -126,6 +198,20 @@ def read(criterion: Criterion, samples: Samples, out: PyTree) -> Reading:
     from the clean output even where a common shift of all logits hides it. An output that does not
     enter the criterion, such as the logit of a class that never wins, adds nothing. Nor does an
     output at which the derivative is not finite: the final measurement decides there.
+
+    Args:
+      criterion: ``(out, y) -> [n]``
+      samples: with their labels and clean outputs.
+      out: the model's output at the points, ``[n, ...]`` leaves.
+
+    Returns:
+      A :class:`Reading`.
+
+    >>> clean, out = jnp.array([[1.0, 0.0]] * 2), jnp.array([[1.0, 1.0 + 1e-6], [1.0, 1.5]])
+    >>> samples = Samples(jnp.zeros((2, 2)), jnp.array([0, 0]), None, clean)
+    >>> found = read(losses.margin, samples, out)
+    >>> (found.value > 0).tolist(), found.lasts.tolist()
+    ([True, True], [False, True])
     """
     value, pullback = jax.vjp(lambda out: criterion(out, samples.y), out)
     wide = jnp.float32 if value.dtype.itemsize < 4 else value.dtype
@@ -152,7 +238,22 @@ def _rounding(leaf: Array, clean: Array, dtype: Any) -> Array:
 
 
 def flips(victim: Victim, samples: Samples, x: Array) -> tuple[Array, Info]:
-    """``[n]``: whether the criterion at ``x`` exceeds the slack; costs one forward pass."""
+    """Whether the criterion at some points exceeds its slack.
+
+    Args:
+      victim: the model and the criterion.
+      samples: with their labels and clean outputs.
+      x: ``[n, *shape]`` points.
+
+    Returns:
+      ``[n]`` booleans, and the :class:`~wdjax.core.Info` of the forward pass.
+
+    Cost: one forward pass.
+
+    >>> x, y = jnp.array([[0.6, 0.4], [0.9, 0.1]]), jnp.array([0, 0])
+    >>> flips(Victim(lambda x: x, losses.margin), Samples(x, y, None, x), x[:, ::-1])[0].tolist()
+    [True, True]
+    """
     out, info = judge(victim, x, samples.y)
     return read(victim.criterion, samples, out).lasts, info
 
@@ -214,21 +315,54 @@ def best_move(
 
 
 def all_rivals(logits: Array, y: Array) -> Array:
-    """Every class but ``y``: ``[n, K - 1]``."""
+    """Every class but the label, beginning after it.
+
+    Args:
+      logits: ``[n, K]``
+      y: ``[n]`` labels.
+
+    Returns:
+      ``[n, K - 1]`` classes.
+
+    >>> all_rivals(jnp.zeros((2, 3)), jnp.array([0, 1])).tolist()
+    [[1, 2], [2, 0]]
+    """
     classes = logits.shape[-1]
     after = y.astype(jnp.int32)[None] + jnp.arange(1, classes, dtype=jnp.int32)[:, None]
     return jnp.where(after < classes, after, after - classes).T
 
 
 def top_rivals(logits: Array, y: Array, count: int) -> Array:
-    """The ``count`` largest classes other than ``y``, largest first: ``[n, count]``."""
+    """The classes of largest logit other than the label, largest first.
+
+    Args:
+      logits: ``[n, K]``
+      y: ``[n]`` labels.
+      count: how many; at most ``K - 1`` are returned.
+
+    Returns:
+      ``[n, count]`` classes.
+
+    >>> top_rivals(jnp.array([[0.5, 0.1, 0.3, 0.2]]), jnp.array([0]), 2).tolist()
+    [[2, 3]]
+    """
     count = min(count, logits.shape[-1] - 1)
     others = jnp.where(jax.nn.one_hot(y, logits.shape[-1], dtype=bool), -jnp.inf, logits)
     return jax.lax.top_k(others, count)[1].astype(y.dtype)
 
 
 def need_logits(name: str, out: PyTree) -> None:
-    """Raises unless the model's output is logits ``[n, K]``."""
+    """Raises unless a model's output is logits ``[n, K]`` with K >= 2.
+
+    Args:
+      name: of the attack, for the message.
+      out: the output.
+
+    >>> need_logits("WDA", jnp.zeros((5, 1)))
+    Traceback (most recent call last):
+      ...
+    ValueError: WDA follows single classes and needs logits [n, K], got (5, 1); use PGD with ...
+    """
     if getattr(out, "ndim", 0) != 2 or out.shape[-1] < 2:
         raise ValueError(
             f"{name} follows single classes and needs logits [n, K], got "
@@ -237,7 +371,15 @@ def need_logits(name: str, out: PyTree) -> None:
 
 
 def shortest(x: Array, norm: float) -> float:
-    """The shortest step, in the norm, that is not lost in the rounding of ``x``."""
+    """The shortest step that is not lost in the rounding of points.
+
+    Args:
+      x: ``[n, *shape]`` points of a box of width 1.
+      norm: in which the step is measured.
+
+    >>> shortest(jnp.zeros((1, 4)), 2) == 8 * 2**-23
+    True
+    """
     return 4 * float(jnp.finfo(x.dtype).eps) * x[0].size ** (1 / norm)
 
 
@@ -248,14 +390,35 @@ _ABSOLUTE = {1: 0.8, 2: 0.2, math.inf: 0.02}
 def default_step(ball: Lp, eps: Array | None) -> Array | float:
     """The paper's steps as a share of ``eps``: 0.02 for eps 8/255 (inf), 0.2 for eps 0.5 (2).
 
-    Without ``eps`` the step is 0.02 or 0.2 itself, meant for a box of width 1. The paper has no
-    step for norm 1; ours were the best on two nets.
+    Args:
+      ball: its norm decides.
+      eps: ``[n]`` radii. Without them the step is 0.02 or 0.2 itself, meant for a box of width 1.
+
+    Returns:
+      ``[n]`` lengths in the ball's norm, or one for all.
+
+    Differs: the paper has no step for norm 1; ours were the best on two nets.
+
+    >>> default_step(Lp(2), jnp.array([0.5])).tolist(), default_step(Lp(2), None)
+    ([0.20000000298023224], 0.2)
     """
     return _ABSOLUTE[ball.norm] if eps is None else _SHARE[ball.norm] * eps
 
 
 def hold(over: Array, state: PyTree, moved: PyTree) -> PyTree:
-    """``state`` for samples where ``over`` ``[n]`` is True, ``moved`` for the others."""
+    """Keeps the state of samples that are finished.
+
+    Args:
+      over: ``[n]`` booleans.
+      state: a pytree of ``[n, ...]`` leaves.
+      moved: the state after a step, of the same structure.
+
+    Returns:
+      ``state`` where ``over`` is True, else ``moved``.
+
+    >>> hold(jnp.array([True, False]), jnp.zeros((2, 1)), jnp.ones((2, 1))).tolist()
+    [[0.0], [1.0]]
+    """
 
     def keep(old: Array, new: Array) -> Array:
         return jnp.where(norms.spread(over, old), old, new)
@@ -271,14 +434,32 @@ class Best(NamedTuple):
 
 
 def no_best(x: Array, wanted: bool) -> Best | None:
-    """The initial :class:`Best`, of criterion -inf; None if the best iterate is not wanted."""
+    """The initial :class:`Best`, of criterion -inf.
+
+    Args:
+      x: ``[n, *shape]`` points.
+      wanted: whether the best iterate is wanted; None is returned if it is not.
+
+    >>> no_best(jnp.zeros((1, 2)), True).value.tolist(), no_best(jnp.zeros((1, 2)), False)
+    ([-inf], None)
+    """
     return None if not wanted else Best(x, jnp.full(len(x), -jnp.inf, x.dtype))
 
 
 def keep_best(best: Best | None, x: Array, value: Array, out: PyTree) -> Best | None:
-    """Updates :class:`Best` with the points ``x`` and their criterion ``value``, unless it is None.
+    """Updates :class:`Best` with new points.
 
     A point whose output is not finite is never taken, since it would not count when measured.
+
+    Args:
+      best: so far; None, which is returned, if it is not wanted.
+      x: ``[n, *shape]`` points.
+      value: ``[n]``, the criterion there.
+      out: the model's output there, ``[n, ...]`` leaves.
+
+    >>> best, x = no_best(jnp.zeros((2, 1)), True), jnp.ones((2, 1))
+    >>> keep_best(best, x, jnp.array([0.5, 0.5]), jnp.array([[1.0], [jnp.inf]])).x.tolist()
+    [[1.0], [0.0]]
     """
     if best is None:
         return None
