@@ -1,4 +1,4 @@
-"""Choice of the batch size."""
+"""Choice of batch sizes."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from wdjax import program
-from wdjax.checks import independence
+from wdjax.checks import independence, validate
 from wdjax.core import AnyArray, Array, PyTree
 
 _CACHED = 3 * 2**15
@@ -40,6 +40,27 @@ def default(jaxpr: ClosedJaxpr) -> int:
     free = stats.get("bytes_limit", 2**33) - stats.get("bytes_in_use", 0)
     size = _FEW * int(_SHARE * free) // (4 * max(1, program.live(jaxpr)))
     return 2 ** (min(max(size, 1), _LARGEST).bit_length() - 1)
+
+
+def sizes(
+    model: Callable[[Array], PyTree], x: AnyArray, batch_size: int | None, devices: int
+) -> tuple[int, int]:
+    """The samples in a batch and the padded number of all samples, both on one device.
+
+    Args:
+      model: what is run on the samples ``x``, ``[n, *shape]``.
+      x: all samples.
+      batch_size: samples on all devices at once, as the user asks, or None for the default.
+      devices: their number.
+    """
+    share = -(-len(x) // devices)
+    if batch_size is None:
+        size = even(share, default(traced(model, x)))
+    else:
+        size = -(-validate.check_count("batch_size", batch_size) // devices)
+        # What the user asks for is kept, unless there are fewer samples.
+        size = even(share, size) if share < size else size
+    return size, padded_count(-(-share // size)) * size
 
 
 def even(count: int, most: int) -> int:

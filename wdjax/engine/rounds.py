@@ -275,16 +275,8 @@ def _plan(
     if any(stage.couple and stage.cycles for stage in attack.stages):
         raise ValueError("a stage that couples samples cannot look for cycles of one of them.")
     victim = victim._replace(model=parallel.replicate(victim.model, mesh))
-    devices, x = (1 if mesh is None else mesh.size), samples.x
-    if batch_size is None:
-        size = batching.default(batching.traced(victim.model, x))
-    else:
-        size = -(-validate.check_count("batch_size", batch_size) // devices)
-    share = -(-len(x) // devices)
-    # A batch size that the user asks for is kept, unless there are fewer samples.
-    if batch_size is None or share < size:
-        size = batching.even(share, size)
-    rows = batching.padded_count(-(-share // size)) * size
+    devices = 1 if mesh is None else mesh.size
+    size, rows = batching.sizes(victim.model, samples.x, batch_size, devices)
     small = max(1, size // 4)
     return Plan(attack, victim, samples, size, small, rows, mesh, np.empty(0), ())
 
