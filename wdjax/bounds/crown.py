@@ -395,7 +395,7 @@ def backward(
                 own, box = flat(a), seen(state.boxes[place], rows, a)[:, None]
                 sum_ = sum_.between(own, *jnp.where(own == 0, 0.0, box))  # Avoids 0 * inf.
             else:
-                for part, back in _transposed(net.affine[place], a, rows):
+                for part, back in transposed(net.affine[place], a, rows):
                     charge(part, back)
                     send(part, back)
     if net.source in found:
@@ -404,7 +404,7 @@ def backward(
     return sum_.low(network.flushed(net))
 
 
-def _transposed(affine: Affine, a: Coefficients, rows: Rows) -> list[tuple[int, Coefficients]]:
+def transposed(affine: Affine, a: Coefficients, rows: Rows) -> list[tuple[int, Coefficients]]:
     """The place and coefficients of each operand of an affine map."""
     conv = plain(affine.node.eqn, affine.exact)
     if conv is not None and len(affine.parts) == 1:
