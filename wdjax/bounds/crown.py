@@ -405,7 +405,7 @@ def backward(
                 own, box = flat(a), seen(state.boxes[place], rows, a)[:, None]
                 sum_ = sum_.between(own, *jnp.where(own == 0, 0.0, box))  # Avoids 0 * inf.
             else:
-                for part, back in _transposed(net.affine[place], a, rows):
+                for part, back in transposed(net.affine[place], a, rows):
                     charge(part, back)
                     send(part, back)
     if net.source in found:
@@ -416,7 +416,7 @@ def backward(
     return sum_.low(network.flushed(net))
 
 
-def _transposed(affine: Affine, a: Coefficients, rows: Rows) -> list[tuple[int, Coefficients]]:
+def transposed(affine: Affine, a: Coefficients, rows: Rows) -> list[tuple[int, Coefficients]]:
     """Sends coefficients ``a`` of an affine value back: the place and coefficients of each operand.
 
     Convolutions keep patches, entrywise maps keep the form of ``a``, all others make it dense.

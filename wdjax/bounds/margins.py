@@ -1,14 +1,15 @@
 """Lower bounds of all margins of a batch of samples, by intervals or backward linear bounds."""
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 from wdjax.attacks.ascent import all_rivals
-from wdjax.bounds import coarse, crown, slopes
+from wdjax.bounds import coarse, crown, first_layer, slopes
 from wdjax.bounds.coefficients import Coefficients, Rows, Whole
 from wdjax.bounds.domain import Array
 from wdjax.bounds.explicit import explicit
@@ -54,10 +55,10 @@ def of(
         own = jnp.take_along_axis(value.lower[:, 0], y[:, None], axis=1)
         low = own - value.upper[:, 0]
         low = low - 8 * float(jnp.finfo(low.dtype).eps) * (jnp.abs(own) + value.size[:, 0])
-        for bound in _BOUNDS[method]:
+        for turn, bound in enumerate(_BOUNDS[method]):
             right = True if every else jnp.argmax(model(region.center), axis=-1) == y
             open_ = right & jnp.any((low <= 0) & (jnp.arange(classes) != y[:, None]), axis=1)
-            needed = jnp.ones_like(open_) if bound is crown.backward else open_
+            needed = open_ if turn else jnp.ones_like(open_)
             low = _rows(state, y, low, needed, bound)
     for lost in state.network.lost:
         low = jnp.where(lost, -jnp.inf, low)
@@ -86,17 +87,26 @@ def wide(region: Region) -> Region:
     )
 
 
+def merged(state: crown.Pass, coefficients: Mapping[int, Coefficients], rows: Rows) -> Array:
+    """Lower bounds ``[G, R]`` by the affine maps behind the last nonlinear functions alone, over
+    the intervals of these functions' values; of an affine model, over its region.
+
+    Source: Gowal et al. [gowal2018], who merge the last layer with the margin.
+    """
+    return crown.backward(dataclasses.replace(state, lines={}), coefficients, rows)
+
+
 _CROWN = coarse.refine, functools.partial(crown.refine, bound=crown.backward)
 _SLOPES = functools.partial(crown.refine, bound=functools.partial(slopes.optimised, steps=5))
 _INSIDE: dict[Method, Sequence[crown.Refinement]] = {
-    "interval": (),
+    "interval": (first_layer.refine,),
     "crown": _CROWN,
     "auto": _CROWN,
     "alpha": (*_CROWN, _SLOPES),
 }
 """For each method, how the bounds of unstable neurons are tightened, one after another."""
 _BOUNDS: dict[Method, Sequence[crown.Bound]] = {
-    "interval": (),
+    "interval": (merged,),
     "crown": (crown.backward,),
     "auto": (crown.backward, functools.partial(slopes.optimised, steps=20)),
     "alpha": (crown.backward, functools.partial(slopes.optimised, steps=20)),

@@ -1,7 +1,8 @@
 r"""Margin bounds for certified training, differentiable in the parameters (reverse mode).
 
 Intervals (IBP) are cheap, and networks trained with them are certified by them; backward bounds of
-the margins over intervals of the neurons (CROWN-IBP) are tighter at the start of training.
+the margins over intervals of the neurons (CROWN-IBP) are tighter at the start of training. The
+norm of the ball enters at the first layer, and the last layer is merged with the margins.
 
 Source: Gowal et al. [gowal2018], Zhang et al. [zhang2020].
 """
@@ -95,7 +96,8 @@ def trainable_bounds(
       ``[n, K]`` bounds, inf at ``j = y``, sound for the float program up to the rounding of the
       mean by ``backward``.
 
-    Cost: two forward passes, and ``K - 1`` backward passes with ``backward``.
+    Cost: two forward passes, four passes through the first layer for l2, ``K - 1`` backward passes
+      through the last layer, and through all layers with ``backward``.
 
     Source: Gowal et al. [gowal2018]; Zhang et al. [zhang2020].
 
@@ -104,8 +106,8 @@ def trainable_bounds(
     >>> def least(w):
     ...     model = Model(lambda w, x: x @ w, w)
     ...     return trainable_bounds(model, x, y, norm=jnp.inf, eps=0.1)[0, 1]
-    >>> (10 * jax.grad(least)(jnp.array([[2.0, 1.0], [1.0, 2.0]]))).round().tolist()  # ends of x
-    [[7.0, -9.0], [1.0, -3.0]]
+    >>> (10 * jax.grad(least)(jnp.array([[2.0, 1.0], [1.0, 2.0]]))).round().tolist()  # worst x
+    [[7.0, -7.0], [3.0, -3.0]]
     """
     arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
     validate.shapes_of(model, x)
