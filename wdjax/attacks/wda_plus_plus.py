@@ -117,7 +117,11 @@ class WDAPlusPlus:
         return State(chosen, x, first, flipped, low=zero, high=one, near=zero, far=one)
 
     def _walk(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """One probing step for samples that have not flipped; ``before`` and ``after`` move on."""
+        """One probing step for samples that have not flipped.
+
+        The last two points of the walk, ``before`` and ``after``, ``[n, *shape]``, move on; they
+        enclose the boundary once ``flipped``, ``[n]``.
+        """
         size = self.step_size
         if size is None:
             # l1 steps are absolute. With other norms eps scales them, but no distance depends on

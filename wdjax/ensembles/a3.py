@@ -198,7 +198,11 @@ def _ask(
     checkpoint: Path | None,
     **options: Any,
 ) -> Found:
-    """One search; with a finisher, the search for starts and then the finisher from there."""
+    """One search of the samples ``only`` ``[n]``, by the attack or by the finisher.
+
+    A finisher begins at the points of a search for starts, if the round has probes; each of the two
+    searches has its own checkpoint.
+    """
     if finisher is None:
         return driver.search(attack, model, x, y, only=only, checkpoint=checkpoint, **options)
     if not attack.probes:

@@ -2,9 +2,10 @@
 
 `ball` is the set of images; a point comes with its transport plan (`plans`), stored by offset
 (`stencil`). `prices`, `linear_oracle`, `sinkhorn` and `entropic` solve the transport problems of
-the attacks `frank_wolfe`, `sinkhorn_pgd`, `dual_projection` and `nearest_transport`; `union` runs
-the attacks together; `distance` is the exact distance. `perturbations` and `variance` serve the
-comparison with natural changes of images. Open `ball` first, then `frank_wolfe`.
+the attacks `frank_wolfe`, `sinkhorn_pgd`, `dual_projection` and `nearest_transport`, which share
+`plan_attack`; `union` runs the attacks together; `distance` is the exact distance. `perturbations`
+and `variance` serve the comparison with natural changes of images. Open `ball` first, then
+`plan_attack` and `frank_wolfe`.
 """
 
 from wdjax.image.ball import ImageWasserstein, TransportPlan

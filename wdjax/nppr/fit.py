@@ -246,7 +246,7 @@ def _carry(
     stacked: objective.State,
     saving: dict[str, Any],
 ) -> objective.State:
-    """Runs S stacked fits to their last step.
+    """Runs S stacked fits, ``[S, ...]`` leaves, to their last step.
 
     Returns the stacked states; raises ValueError if a loss is not finite.
     """

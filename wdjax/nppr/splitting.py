@@ -155,8 +155,9 @@ def _ascent(
 ) -> tuple[Cloud, Ladder]:
     """A run up to the last level, or until no particle is left; or a pilot, which finds the levels.
 
-    Both are one program, to save a compilation. The pilot's next level has ``stay`` particles
-    above it; it ends when these are failures, levels stop rising or the ladder is full.
+    Both are one program, to save a compilation; particles are ``[count, d]``. The pilot's next
+    level has ``stay`` particles above it; it ends when these are failures, levels stop rising or
+    the ladder is full.
     """
     first, key = jax.random.split(key)
     u = jax.random.normal(first, (count, question.size))
@@ -195,8 +196,8 @@ def _climbed(
 ) -> tuple[Cloud, Array]:
     """Resamples the particles above a level uniformly, in random order, and moves them above it.
 
-    ``cloud`` holds N particles. A pilot adapts its step size to the acceptance rate and returns
-    it; a run keeps the pilot's.
+    ``cloud`` holds particles ``[N, d]`` and their margins ``[N]``. A pilot adapts its step size to
+    the acceptance rate and returns it; a run keeps the pilot's.
     """
     pick, move = jax.random.split(key)
     above = cloud.score > level

@@ -169,7 +169,11 @@ class RMC:
         return adapted(x)
 
     def _train(self, key: Array, memory: PyTree, state: State, own: Array, held: Array) -> State:
-        """Trains on samples ``own`` until the stopping rule holds on ``held``, both indices."""
+        """Trains on samples ``own`` ``[m]`` until the stopping rule holds on ``held`` ``[h]``.
+
+        Both are indices of the memory's samples; the length of the loop is known at run time only,
+        since the rule ends it.
+        """
         x, y = memory["x"], memory["y"]
         steps = -(-len(own) // self.size)
         size = len(own) // steps  # Equal batches, which drop fewer samples than one batch has.
