@@ -158,12 +158,7 @@ def a3_wda(
     start of the round, and its best iterate counts.
 
     Args:
-      model: a pytree callable, ``[n, *shape] -> [n, K]``.
-      x: ``[n, *shape]``
-      y: ``[n]``
-      eps: the radius, a number or ``[n]``.
-      key: a typed ``jax.random.key``.
-      ball: norm and box.
+      model, x, y, eps, key, ball: as in :func:`a3`.
       rivals: maximum number of classes that WDA tries; by default WDA's own choice.
       **options: of :func:`a3`.
 

@@ -120,12 +120,7 @@ def minimum_radius(
     and one, at a lower temperature, on the margin.
 
     Args:
-      model: as for :func:`wdjax.search`.
-      x: ``[n, height, width, channels]`` in the ball's box.
-      y: ``[n]`` integer labels.
-      ball: window, power, channels and the largest value of a pixel.
-      checkpoint: a folder; a call that was interrupted resumes from it, bit for bit.
-      **options: as for :func:`image_wasserstein`.
+      model, x, y, ball, checkpoint, **options: as in :func:`image_wasserstein`.
 
     Returns:
       A :class:`~wdjax.core.Found`: ``cost`` is the radius, where ``success`` is True.

@@ -110,19 +110,10 @@ def fit_many(
     """Many fits in one program, in parallel by ``vmap``: several seeds, radii or both.
 
     Args:
-      model: as for :func:`fit`; so are all arguments not described here.
-      x: ``[n, *shape]``
-      y: ``[n]``
+      model, x, y, family, schedule, ball, features, offset, callback, every: as in :func:`fit`.
       eps: one radius for all keys, or one for each.
       keys: ``[S]`` typed keys.
-      family: the family of distributions.
-      schedule: steps, learning rate, temperatures.
-      ball: norm and box.
-      features: inputs of the heads.
-      offset: shifts the means of every input.
-      callback: called with the stacked states.
       checkpoint: a folder for all fits together.
-      every: minimum number of seconds between two writings.
 
     Returns:
       S :class:`~wdjax.nppr.Fitted`, one for each key.
