@@ -24,7 +24,7 @@ import numpy as np
 import wdjax
 from wdjax import convert, data, image
 from wdjax.core import Samples
-from wdjax.image import frank_wolfe, sinkhorn
+from wdjax.image import plan_attack, sinkhorn
 
 STRENGTH = {
     "mnist_adv_training_wong": {5: 69, 10: 38, 20: 15, 50: 5, 100: 1, 200: 1},
@@ -110,7 +110,7 @@ def cost(shared):
         _, again = timed(lambda: wdjax.search(attack, model, x, y, eps=50 / PIXELS))
         print(f"Frank-Wolfe {name}: {again * 10:.1f} ms an image, bar {bar}; first {first:.1f} s")
     samples = Samples(jnp.asarray(x), jnp.asarray(y), jnp.full(len(x), 0.1), None)
-    task = frank_wolfe.task(image.ImageWasserstein(), samples)
+    task = plan_attack.task(image.ImageWasserstein(), samples)
     push = jax.random.normal(jax.random.key(0), task.x.shape)
     w = task.x + 0.03 * jnp.sum(task.x, axis=(1, 2))[:, None, None] * push
 

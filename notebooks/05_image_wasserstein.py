@@ -35,7 +35,7 @@ import numpy as np
 import wdjax
 from wdjax import data, ensembles, image, models, smoothing, training
 from wdjax.core import Samples
-from wdjax.image import frank_wolfe, sinkhorn
+from wdjax.image import plan_attack, sinkhorn
 from wdjax.smoothing import noise
 
 FAST = bool(os.environ.get("WDJAX_FAST"))  # For tests: fewer samples and epochs.
@@ -97,10 +97,10 @@ figure
 eps = 5 / pixels
 some = slice(0, 10 if FAST else 30)
 samples = Samples(jnp.asarray(x[some]), jnp.asarray(y[some]), jnp.full(len(y[some]), eps), None)
-task = frank_wolfe.task(ball, samples)
+task = plan_attack.task(ball, samples)
 slope = jax.grad(lambda x: wdjax.losses.cross_entropy(model(x), samples.y).sum())(samples.x)
 mass = jnp.sum(task.x, axis=(1, 2))[:, None, None]
-w = task.x + 0.1 * mass * frank_wolfe.unit(task.space.stencil.flat(slope))
+w = task.x + 0.1 * mass * plan_attack.unit(task.space.stencil.flat(slope))
 start = sinkhorn.no_duals(task)
 ends = {}
 for name, capped in (("clipped", False), ("constrained", True)):

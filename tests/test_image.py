@@ -9,7 +9,7 @@ from scipy import optimize
 import wdjax
 from wdjax import image
 from wdjax.core import Samples
-from wdjax.image import dual_projection, frank_wolfe, linear_oracle, plans, variance
+from wdjax.image import dual_projection, linear_oracle, plan_attack, plans, variance
 from wdjax.image.stencil import Stencil
 from wdjax.precision import float64
 
@@ -123,7 +123,7 @@ def test_sums_over_a_window_are_those_of_a_matrix(window):
 @pytest.mark.parametrize("eps", [0.0, 0.01, 0.5, 10.0])
 def test_repair_makes_any_plan_honest(eps):
     ball = image.ImageWasserstein(window=3)
-    task = frank_wolfe.task(ball, samples(pictures(8), eps))
+    task = plan_attack.task(ball, samples(pictures(8), eps))
     stencil = task.space.stencil
     wild = jax.random.uniform(jax.random.key(0), (8, 1, stencil.offsets, stencil.length)) ** 8
     wild = wild * stencil.valid() * task.x[:, :, None]
@@ -196,7 +196,7 @@ def test_linear_minimisation_against_a_linear_program():
 
     @jax.jit
     def gains(eps):
-        task = frank_wolfe.task(ball, samples(x, eps))
+        task = plan_attack.task(ball, samples(x, eps))
         flat = task.space.stencil.flat(gradient)
         known = linear_oracle.no_prices(task.x)
 
@@ -282,7 +282,7 @@ def test_dual_projection_finds_the_nearest_plan(channels):
     """Against a quadratic program, over the plans that the window allows."""
     ball = image.ImageWasserstein(window=3, channels=channels)
     x = pictures(1, channels=2, seed=3, side=3)
-    own = frank_wolfe.task(ball, samples(x, 0.1))
+    own = plan_attack.task(ball, samples(x, 0.1))
     stencil, valid = own.space.stencil, np.asarray(own.space.stencil.valid())
     v = 0.6 * jax.random.normal(jax.random.key(0), (1, 2, stencil.offsets, stencil.length))
     plan, price = dual_projection.project(own, v + plans.stay(own.space, own.x), jnp.zeros(1))

@@ -11,7 +11,7 @@ from test_image import distances, exact, labelled, net, pictures, samples
 
 import wdjax
 from wdjax import image
-from wdjax.image import frank_wolfe, plans, sinkhorn
+from wdjax.image import plan_attack, plans, sinkhorn
 
 
 def test_wright_omega_of_any_number():
@@ -23,7 +23,7 @@ def test_wright_omega_of_any_number():
 
 def ball_and_step(eps, n=3, size=0.3):
     x = pictures(n, side=3)
-    task = frank_wolfe.task(image.ImageWasserstein(window=3), samples(x, eps))
+    task = plan_attack.task(image.ImageWasserstein(window=3), samples(x, eps))
     push = jax.random.normal(jax.random.key(3), x.shape)
     mass = jnp.sum(task.x, axis=(1, 2))
     return x, task, task.x + size * mass[:, None, None] * task.space.stencil.flat(push)

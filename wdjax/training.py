@@ -152,13 +152,9 @@ def train(
         epoch_key = jax.random.fold_in(key, training.epoch)
         return _epoch(recipe, aim, training, x, y, epoch_key, size)
 
-    begun, mark = start(model, optimizer, epochs), b""
-    if checkpoint is not None:
-        first, trained = jnp.asarray(0), (begun.model, begun.opt_state)
-        batch = jnp.zeros((1, size), jnp.int32)
-        of_step = functools.partial(_steps, recipe)
-        traced = identity.program(of_step, aim, trained, x, y, batch, first, first, key)
-        mark = identity.digest(traced, aim, begun, x, y, key)
+    begun = start(model, optimizer, epochs)
+    named = {"attack": attack, "certificate": certificate, "noise": noise, "eps": eps}
+    named |= {"kappa": kappa, "order": order, "loss": loss, "epochs": epochs, "batch_size": size}
     return loop.carry(
         begun,
         turn,
@@ -166,19 +162,20 @@ def train(
         report=callback,
         checkpoint=checkpoint,
         every=0.0,
-        identity=mark,
-        about={
-            "attack": attack,
-            "certificate": certificate,
-            "noise": noise,
-            "eps": eps,
-            "kappa": kappa,
-            "order": order,
-            "loss": loss,
-            "epochs": epochs,
-            "batch_size": size,
-        },
+        identity=b"" if checkpoint is None else _identity(recipe, aim, begun, x, y, key, size),
+        about=named,
     )
+
+
+def _identity(
+    recipe: StepProgram, aim: Aim, begun: Training, x: Array, y: Array, key: Array, size: int
+) -> bytes:
+    """What a checkpoint belongs to: the program of a step on ``size`` samples, and all numbers."""
+    first, trained = jnp.asarray(0), (begun.model, begun.opt_state)
+    batch = jnp.zeros((1, size), jnp.int32)
+    of_step = functools.partial(_steps, recipe)
+    traced = identity.program(of_step, aim, trained, x, y, batch, first, first, key)
+    return identity.digest(traced, aim, begun, x, y, key)
 
 
 def start(model: PyTree, optimizer: optax.GradientTransformation, epochs: int) -> Training:

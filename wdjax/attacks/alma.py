@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ class State(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ALMA:
+class ALMA(nearest.NearestAttack):
     r"""ALMA: the distance plus an augmented Lagrangian of the constraint "misclassified".
 
     Descends ``||delta||_r + P(c, rho, mu)`` for ``c = -dlr(x + delta) <= 0`` with the penalty
@@ -88,9 +88,6 @@ class ALMA:
     >>> [round(float(d), 2) for d in found.cost]
     [0.14, 0.57]
     """
-
-    budget: ClassVar[Literal["none"]] = "none"
-    random: ClassVar[bool] = False
 
     ball: Lp = setting(Lp(2))
     steps: int = setting(1000)
@@ -190,18 +187,8 @@ class ALMA:
             flipped=flipped & ~look,
         )
 
-    def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """The last stage: one forward pass at the last point, kept if it is the nearest flip."""
-        x = samples.x + state.delta
-        out, info = ascent.judge(victim, x, samples.y)
-        best = nearest.keep_nearest(state.best, self.ball, victim, samples, x, out)
-        return state._replace(best=best), info
-
-    def point(self, samples: Samples, state: State) -> tuple[Array, None]:
-        return state.best.x, None
-
-    def finished(self, state: State) -> Array:
-        return state.best.known
+    def _iterate(self, samples: Samples, state: State) -> Array:
+        return samples.x + state.delta
 
 
 def _penalty(c: Array, rho: Array, mu: Array) -> Array:

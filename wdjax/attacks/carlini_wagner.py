@@ -1,7 +1,7 @@
 """The attack of Carlini and Wagner: distance plus a weighted margin, descended by Adam."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ class State(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class CarliniWagner:
+class CarliniWagner(nearest.NearestAttack):
     r"""Carlini and Wagner's l2 attack: Adam on ``||delta||_2^2 + c max(z_y - max_j z_j + k, 0)``.
 
     The point is ``(tanh(w) + 1) / 2`` of the box's width, so that it cannot leave the box. After
@@ -70,9 +70,6 @@ class CarliniWagner:
     >>> [round(float(d), 2) for d in found.cost]
     [0.14, 0.57]
     """
-
-    budget: ClassVar[Literal["none"]] = "none"
-    random: ClassVar[bool] = False
 
     ball: Lp = setting(Lp(2))
     steps: int = setting(100)
@@ -157,9 +154,3 @@ class CarliniWagner:
         again = state._replace(w=state.home, weight=weight, low=low, high=high)
         moments = jax.tree.map(jnp.zeros_like, state.moments)
         return again._replace(moments=moments, flipped=jnp.zeros_like(state.flipped)), info
-
-    def point(self, samples: Samples, state: State) -> tuple[Array, None]:
-        return state.best.x, None
-
-    def finished(self, state: State) -> Array:
-        return state.best.known

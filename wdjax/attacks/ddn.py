@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ class State(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DDN:
+class DDN(nearest.NearestAttack):
     r"""Decoupled direction and norm: l2 steps on a sphere whose radius follows the boundary.
 
     ``delta <- delta + a_t g / ||g||_2``, then ``radius <- radius (1 - shrink)`` where the last
@@ -57,9 +57,6 @@ class DDN:
     >>> [round(float(d), 2) for d in found.cost]
     [0.14, 0.57]
     """
-
-    budget: ClassVar[Literal["none"]] = "none"
-    random: ClassVar[bool] = False
 
     ball: Lp = setting(Lp(2))
     steps: int = setting(100)
@@ -105,15 +102,5 @@ class DDN:
         delta = self.ball.clip(samples.x + norms.spread(scale, point) * delta) - samples.x
         return State(delta, radius, state.taken + 1, best), info
 
-    def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """The last stage: one forward pass at the last point, kept if it is the nearest flip."""
-        point = samples.x + state.delta
-        out, info = ascent.judge(victim, point, samples.y)
-        best = nearest.keep_nearest(state.best, self.ball, victim, samples, point, out)
-        return state._replace(best=best), info
-
-    def point(self, samples: Samples, state: State) -> tuple[Array, None]:
-        return state.best.x, None
-
-    def finished(self, state: State) -> Array:
-        return state.best.known
+    def _iterate(self, samples: Samples, state: State) -> Array:
+        return samples.x + state.delta

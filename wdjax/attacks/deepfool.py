@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import ClassVar, Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ class State(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DeepFool:
+class DeepFool(nearest.NearestAttack):
     r"""DeepFool: the shortest step onto the nearest linearised boundary, again until a flip.
 
     ``j = argmin |f_j| / ||w_j||_s`` with ``f_j = z_j - z_y`` and its gradient ``w_j``; the step is
@@ -57,9 +57,6 @@ class DeepFool:
     >>> [round(float(d), 3) for d in found.cost]
     [0.102, 0.408]
     """
-
-    budget: ClassVar[Literal["none"]] = "none"
-    random: ClassVar[bool] = False
 
     ball: Lp = setting(Lp())
     steps: int = setting(50)
@@ -142,15 +139,3 @@ class DeepFool:
         size = jnp.where(known, margin / jnp.where(known, steep, 1.0), jnp.inf)
         usable = jnp.where(jnp.isfinite(size), jnp.maximum(size, ascent.shortest(x, norm)), 0.0)
         return size, norms.spread(usable, x) * norms.dual_maximizer(gradient, norm)
-
-    def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """The last stage: one forward pass at the last point, kept if it is the nearest flip."""
-        out, info = ascent.judge(victim, state.x, samples.y)
-        best = nearest.keep_nearest(state.best, self.ball, victim, samples, state.x, out)
-        return state._replace(best=best), info
-
-    def point(self, samples: Samples, state: State) -> tuple[Array, None]:
-        return state.best.x, None
-
-    def finished(self, state: State) -> Array:
-        return state.best.known

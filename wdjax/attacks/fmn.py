@@ -1,7 +1,7 @@
 """Fast minimum-norm attack (FMN)."""
 
 import dataclasses
-from typing import ClassVar, Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ class State(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class FMN:
+class FMN(nearest.NearestAttack):
     r"""Fast minimum-norm attack: l2-normalised steps in a ball that follows the boundary.
 
     Until there is a flip the radius is ``||delta|| + |margin| / ||g||_s``, the distance to the
@@ -61,9 +61,6 @@ class FMN:
     >>> [round(float(d), 2) for d in found.cost]
     [0.1, 0.4]
     """
-
-    budget: ClassVar[Literal["none"]] = "none"
-    random: ClassVar[bool] = False
 
     ball: Lp = setting(Lp())
     steps: int = setting(100)
@@ -110,15 +107,3 @@ class FMN:
         moved = x + norms.spread(size, x) * nearest.direction(seen.gradient, 2)
         moved = self.ball.project(moved, samples.x, radius)
         return State(moved, radius, state.taken + 1, best), info
-
-    def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """The last stage: one forward pass at the last point, kept if it is the nearest flip."""
-        out, info = ascent.judge(victim, state.x, samples.y)
-        best = nearest.keep_nearest(state.best, self.ball, victim, samples, state.x, out)
-        return state._replace(best=best), info
-
-    def point(self, samples: Samples, state: State) -> tuple[Array, None]:
-        return state.best.x, None
-
-    def finished(self, state: State) -> Array:
-        return state.best.known

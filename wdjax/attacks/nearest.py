@@ -1,7 +1,7 @@
 """What minimum-norm attacks share: the nearest flip so far and the distance to the boundary."""
 
 import math
-from typing import NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from wdjax import norms
 from wdjax.attacks import ascent
 from wdjax.balls import Lp
-from wdjax.core import Array, PyTree, Samples, Victim
+from wdjax.core import Array, Info, PyTree, Samples, Victim
 
 
 class Nearest(NamedTuple):
@@ -24,6 +24,32 @@ class Nearest(NamedTuple):
     def known(self) -> Array:
         """``[n]``: whether there is a flip."""
         return jnp.isfinite(self.cost)
+
+
+class NearestAttack:
+    """What minimum-norm attacks share whose state holds the nearest flip so far, as ``best``."""
+
+    budget: ClassVar[Literal["none"]] = "none"
+    random: ClassVar[bool] = False
+
+    ball: Lp
+
+    def _iterate(self, samples: Samples, state: Any) -> Array:
+        """The points ``[n, *shape]`` that the last step led to."""
+        return state.x
+
+    def _end(self, victim: Victim, samples: Samples, state: Any) -> tuple[Any, Info]:
+        """A last stage without a gradient, in which these points are tested."""
+        x = self._iterate(samples, state)
+        out, info = ascent.judge(victim, x, samples.y)
+        best = keep_nearest(state.best, self.ball, victim, samples, x, out)
+        return state._replace(best=best), info
+
+    def point(self, samples: Samples, state: Any) -> tuple[Array, None]:
+        return state.best.x, None
+
+    def finished(self, state: Any) -> Array:
+        return state.best.known
 
 
 def nearest_before(victim: Victim, samples: Samples) -> Nearest:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ class State(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PDPGD:
+class PDPGD(nearest.NearestAttack):
     r"""Primal-dual proximal gradient descent: Adam on the margin, a proximal map for the norm.
 
     The Lagrangian ``l_1 ||delta||_r + l_2 softplus(-margin)`` is a game over ``l`` in the simplex.
@@ -84,9 +84,6 @@ class PDPGD:
     >>> [round(float(d), 2) for d in found.cost]
     [0.1, 0.4]
     """
-
-    budget: ClassVar[Literal["none"]] = "none"
-    random: ClassVar[bool] = False
 
     ball: Lp = setting(Lp())
     steps: int = setting(500)
@@ -173,18 +170,6 @@ class PDPGD:
             return self.ball.clip(x + u) - x
 
         return x + jax.lax.fori_loop(0, _INNER, step, z)
-
-    def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """The last stage: one forward pass at the last point, kept if it is the nearest flip."""
-        out, info = ascent.judge(victim, state.x, samples.y)
-        best = nearest.keep_nearest(state.best, self.ball, victim, samples, state.x, out)
-        return state._replace(best=best), info
-
-    def point(self, samples: Samples, state: State) -> tuple[Array, None]:
-        return state.best.x, None
-
-    def finished(self, state: State) -> Array:
-        return state.best.known
 
 
 def plain_proximal(z: Array, weight: Array, norm: float) -> Array:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import ClassVar, Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ class State(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TrustRegion:
+class TrustRegion(nearest.NearestAttack):
     r"""The trust region attack, with an adaptive radius per sample.
 
     The rival is the class of the nearest linearised boundary at the sample. A step has the length
@@ -70,9 +70,6 @@ class TrustRegion:
     >>> [round(float(d), 2) for d in found.cost]
     [0.1, 0.4]
     """
-
-    budget: ClassVar[Literal["none"]] = "none"
-    random: ClassVar[bool] = False
 
     ball: Lp = setting(Lp())
     steps: int = setting(100)
@@ -141,15 +138,3 @@ class TrustRegion:
         still = best.known
         moved = jnp.where(norms.spread(still, x), x, moved)
         return State(moved, state.rival, radius, value, change, best), info
-
-    def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """The last stage: one forward pass at the last point, kept if it is the nearest flip."""
-        out, info = ascent.judge(victim, state.x, samples.y)
-        best = nearest.keep_nearest(state.best, self.ball, victim, samples, state.x, out)
-        return state._replace(best=best), info
-
-    def point(self, samples: Samples, state: State) -> tuple[Array, None]:
-        return state.best.x, None
-
-    def finished(self, state: State) -> Array:
-        return state.best.known

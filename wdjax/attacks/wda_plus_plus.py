@@ -117,10 +117,10 @@ class WDAPlusPlus:
         return State(chosen, x, first, flipped, low=zero, high=one, near=zero, far=one)
 
     def _walk(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """One probing step for samples without a flip: tries all rivals, keeps the best.
+        """One probing step for samples that have not flipped.
 
-        The best is the candidate of largest margin. There is no projection on a ball, only on the
-        box. Samples with a flip keep ``before`` and ``after``, the segment on which it occurred.
+        The last two points of the walk, ``before`` and ``after``, ``[n, *shape]``, move on; they
+        enclose the boundary once ``flipped``, ``[n]``.
         """
         size = self.step_size
         if size is None:

@@ -273,7 +273,7 @@ def _(
     primals: tuple[Classifier, Array, Array],
     tangents: tuple[Any, Any, Any],
 ) -> tuple[Array, Array]:
-    """The implicit function theorem: ``dr = -(dm at a fixed radius) / (dm / dr)``.
+    """The implicit function theorem: ``dr = -(dm at a fixed radius) / (dm / dr)``, ``[B]`` each.
 
     Radii that are 0 or the whole box do not change with the model: their tangent is 0.
     """

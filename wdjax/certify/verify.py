@@ -1,8 +1,9 @@
 """Certifies a data set at one radius, in batches with checkpoints."""
 
+import functools
 from collections.abc import Callable
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from wdjax.certify import pointwise
 from wdjax.certify.branch import ENDS
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import TWIN, host_only
-from wdjax.core import CLAIM, Certificate, Classifier, Progress
+from wdjax.core import CLAIM, Array, Certificate, Classifier, Progress
 from wdjax.engine import identity, loop
 from wdjax.parallel import AnyArray
 
@@ -84,35 +85,20 @@ def verify(
     x, y = validate.check_samples(model, x, y, box)
     size = min(batch_size, len(y), _TRIED if method == "bab" else len(y))
     pieces = [slice(start, min(start + size, len(y))) for start in range(0, len(y), size)]
-    how: dict[str, Any] = {"norm": norm, "box": box, "batch_size": size}
-    radii: Method = "auto" if method in ("alpha", "bab") else method
+    work = _Work(model, x, y, pieces, norm, eps, box, method, steps, seconds)
     settings = [METHODS.index(method), norm, eps, *(box or ()), steps, size, seconds, len(pieces)]
-
-    def turn(state: dict[str, Any]) -> dict[str, Any]:
-        these = pieces[int(state["turn"])]
-        own = model, x[these], y[these]
-        low, radius = np.array(state["low"]), np.array(state["radius"])
-        ended = np.array(state["ended"])
-        found = pointwise.searched(*own, eps=eps, method=method, seconds=seconds, **how)
-        low[these], ended[these] = found[0], 0 if found[1] is None else found[1]
-        if steps:
-            radius[these] = pointwise.radius(*own, steps=steps, method=radii, **how)
-        return {"turn": state["turn"] + 1, "low": low, "radius": radius, "ended": ended}
 
     def progress(state: dict[str, Any]) -> Progress:
         taken = int(state["turn"])
         return Progress(taken, len(pieces), np.arange(taken * size, len(y)))
 
-    (_, classes), n = jax.eval_shape(model, x[:1]).shape, len(y)
-    begun: dict[str, Any] = {"low": np.full((n, classes), -np.inf), "radius": np.zeros(n)}
-    begun["ended"] = np.zeros(n, np.int32)
     mark = b""
     if checkpoint is not None:
         traced = identity.program(lambda model, x: model(x), model, x[:1])
         mark = identity.digest(traced, model, x, y, np.array(settings, float))
     state = loop.carry(
-        {"turn": 0, **begun},
-        turn,
+        _begin(work),
+        functools.partial(_turn, work),
         lambda s: int(s["turn"]) >= len(pieces),
         report=None if callback is None else lambda s: callback(progress(s)),
         checkpoint=checkpoint,
@@ -120,13 +106,56 @@ def verify(
         identity=mark,
         about={"norm": norm, "eps": eps, "box": box, "method": method, "steps": steps},
     )
-    logits = np.concatenate([model(x[these]) for these in pieces])
-    correct = np.argmax(logits, axis=-1) == np.asarray(y)
+    return _certificate(work, state)
+
+
+class _Work(NamedTuple):
+    """The arguments of :func:`verify`, and the batches."""
+
+    model: Classifier
+    x: Array
+    y: Array
+    pieces: list[slice]
+    norm: float
+    eps: float
+    box: Box
+    method: Method
+    steps: int
+    seconds: float
+
+
+def _begin(work: _Work) -> dict[str, Any]:
+    """The state before the first batch: margins ``[n, K]``, radii and ends ``[n]``."""
+    (_, classes), n = jax.eval_shape(work.model, work.x[:1]).shape, len(work.y)
+    low, radius = np.full((n, classes), -np.inf), np.zeros(n)
+    return {"turn": 0, "low": low, "radius": radius, "ended": np.zeros(n, np.int32)}
+
+
+def _turn(work: _Work, state: dict[str, Any]) -> dict[str, Any]:
+    """Certifies the next batch."""
+    these = work.pieces[int(state["turn"])]
+    own = work.model, work.x[these], work.y[these]
+    size = work.pieces[0].stop
+    how: dict[str, Any] = {"norm": work.norm, "box": work.box, "batch_size": size}
+    low, radius = np.array(state["low"]), np.array(state["radius"])
+    ended = np.array(state["ended"])
+    found = pointwise.searched(*own, eps=work.eps, method=work.method, seconds=work.seconds, **how)
+    low[these], ended[these] = found[0], 0 if found[1] is None else found[1]
+    if work.steps:
+        method: Method = "auto" if work.method in ("alpha", "bab") else work.method
+        radius[these] = pointwise.radius(*own, steps=work.steps, method=method, **how)
+    return {"turn": state["turn"] + 1, "low": low, "radius": radius, "ended": ended}
+
+
+def _certificate(work: _Work, state: dict[str, Any]) -> Certificate:
+    """The certificate of all batches' bounds, and of the logits at the samples."""
+    logits = np.concatenate([work.model(work.x[these]) for these in work.pieces])
+    correct = np.argmax(logits, axis=-1) == np.asarray(work.y)
     margin = np.min(state["low"], axis=1)
-    held = np.where(margin > 0, eps, 0.0)
+    held = np.where(margin > 0, work.eps, 0.0)
     radius = np.maximum(state["radius"], held)
-    ended = tuple(ENDS[k] for k in state["ended"]) if method == "bab" else ()
-    return Certificate(correct, margin, radius, method, CLAIM, ended, _remarks(logits))
+    ended = tuple(ENDS[k] for k in state["ended"]) if work.method == "bab" else ()
+    return Certificate(correct, margin, radius, work.method, CLAIM, ended, _remarks(logits))
 
 
 def _remarks(logits: Numbers) -> tuple[str, ...]:

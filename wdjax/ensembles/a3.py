@@ -158,12 +158,7 @@ def a3_wda(
     start of the round, and its best iterate counts.
 
     Args:
-      model: a pytree callable, ``[n, *shape] -> [n, K]``.
-      x: ``[n, *shape]``
-      y: ``[n]``
-      eps: the radius, a number or ``[n]``.
-      key: a typed ``jax.random.key``.
-      ball: norm and box.
+      model, x, y, eps, key, ball: as in :func:`a3`.
       rivals: maximum number of classes that WDA tries; by default WDA's own choice.
       **options: of :func:`a3`.
 
@@ -198,12 +193,10 @@ def _ask(
     checkpoint: Path | None,
     **options: Any,
 ) -> Found:
-    """One search of a round, as :func:`a3` makes it, on the samples of ``only``.
+    """One search of the samples ``only`` ``[n]``, by the attack or by the finisher.
 
-    With a ``finisher``, ``attack`` only finds the starts (its margin ascent is left out), and the
-    finisher then attacks the survivors from there; without ``attack.probes`` the finisher runs
-    alone. Each of the two searches has a checkpoint file of its own. Returns the better point of
-    every sample.
+    A finisher begins at the points of a search for starts, if the round has probes; each of the two
+    searches has its own checkpoint.
     """
     if finisher is None:
         return driver.search(attack, model, x, y, only=only, checkpoint=checkpoint, **options)

@@ -169,33 +169,29 @@ def rand(
         "apgd-ce": APGD(ball, loss=Expected(losses.cross_entropy), restarts=restarts, stop=False),
         "apgd-dlr": APGD(ball, loss=Expected(losses.dlr_or_margin), restarts=restarts, stop=False),
     }
-    bank, found = draws(model, seen, count), []
-    for number, (name, attack) in enumerate(members.items()):
-        found.append(
-            cascade(
-                {name: attack}, bank, x, y, eps=eps, key=jax.random.fold_in(own, number),
-                criterion=majority, checkpoint=None if place is None else place / name,
-                diagnose=False, **options,
-            )
-        )  # fmt: skip
+    bank = draws(model, seen, count)
+    found = [
+        cascade(
+            {name: attack}, bank, x, y, eps=eps, key=jax.random.fold_in(own, number),
+            criterion=majority, checkpoint=None if place is None else place / name,
+            diagnose=False, **options,
+        )
+        for number, (name, attack) in enumerate(members.items())
+    ]  # fmt: skip
 
     def judged(points: Found, key: Array) -> Found:
-        jury = draws(model, key, judges)
         return driver.search(
-            Points(ball),
-            jury,
-            x,
-            y,
-            eps=eps,
-            start=points.x_adv,
-            criterion=majority,
-            diagnose=False,
-            **options,
-        )
+            Points(ball), draws(model, key, judges), x, y, eps=eps, start=points.x_adv,
+            criterion=majority, diagnose=False, **options,
+        )  # fmt: skip
 
     ranked = [judged(points, ranking) for points in found]
     last = judged(driver.best_of(*ranked), final)
-    every = [*found, *ranked, last]
+    return _with_costs(last, [*found, *ranked, last])
+
+
+def _with_costs(last: Found, every: list[Found]) -> Found:
+    """The last search, with the faults and the passes of all searches of the same samples."""
     return dataclasses.replace(
         last,
         fault=jnp.stack([one.fault for one in every]).any(axis=0),

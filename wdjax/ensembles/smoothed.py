@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,53 +82,119 @@ def smoothed(
     (True, True)
     """
     arguments.check("eps", attack=attack, model=model, x=x, y=y, noise=noise, eps=eps, key=key)
+    factors = _factors(stretch)
+    own, search, ask = jax.random.split(key, 3)
+    level = _level(alpha, votes, len(factors) + 1)
+    stand_in = smoothing.soft(model, x, noise=noise, key=own, count=count)
+    found = driver.search(attack, stand_in, x, y, eps=eps, key=search, diagnose=False, **options)
+    how = {"noise": noise, "n": votes, "batch_size": batch_size, "index": options.get("index")}
+    test = _VoteTest(model, np.asarray(y), ask, level, how)
+    x = jnp.asarray(x)
+    itself = test(0, x, None)
+    limit = np.inf if eps is None else np.asarray(eps) * (1 + 1e-6)
+    best = _confirmed(attack, test, itself, x, found, factors, limit)
+    return dataclasses.replace(
+        found,
+        x_adv=jnp.asarray(best.x_adv, x.dtype),
+        cost=jnp.asarray(best.cost, x.dtype),
+        correct=jnp.asarray(~itself.fallen),
+        success=jnp.asarray(best.success),
+        margin=jnp.asarray(best.margin, x.dtype),
+        fault=found.fault | jnp.asarray(best.faults > 0),
+    )
+
+
+def _factors(stretch: Sequence[float]) -> list[float]:
     factors = [float(factor) for factor in stretch]
     if not factors or factors[0] != 1 or any(np.diff(factors) <= 0):
         raise ValueError(f"stretch must increase from 1, got {stretch!r}.")
-    own, search, ask = jax.random.split(key, 3)
-    level = binomial.check_level(alpha) / (len(factors) + 1)
-    x, labels = jnp.asarray(x), np.asarray(y)
+    return factors
+
+
+def _level(alpha: float, votes: int, tests: int) -> float:
+    """The level of each of a sample's tests; warns if no votes can show a majority at it."""
+    level = binomial.check_level(alpha) / tests
     if binomial.rank_test(validate.check_count("votes", votes), 0) > level:
         arguments.warn(
             f"no point can be confirmed: {votes} votes at a level of {level:.2g} show no majority "
             "even if all agree; raise votes."
         )
-    stand_in = smoothing.soft(model, x, noise=noise, key=own, count=count)
-    found = driver.search(attack, stand_in, x, y, eps=eps, key=search, diagnose=False, **options)
-    how: dict[str, Any] = {"noise": noise, "n": votes, "batch_size": batch_size}
-    how["index"] = options.get("index")
+    return level
 
-    def asked(number: int, points: Array, only: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        fresh = jax.random.fold_in(ask, number)
-        counts = smoothing.tally(model, points, key=fresh, only=only, **how)
-        said = smoothing.decide(counts, level)
-        fallen = (said != labels) & (said != smoothing.ABSTAIN)
-        return fallen, _margin(counts, labels, votes), counts[:, -1]
 
-    lost, margin, faults = asked(0, x, None)
-    here, cost = np.array(x), np.zeros(len(labels), np.float64)
-    success, limit = lost.copy(), np.inf if eps is None else np.asarray(eps) * (1 + 1e-6)
+class _Votes(NamedTuple):
+    """What fresh votes say about one point of every sample: ``[n]`` leaves."""
+
+    fallen: np.ndarray
+    """Whether another class than the label is shown to be the most probable."""
+    margin: np.ndarray
+    """The share of votes of the best rival less that of the label."""
+    faults: np.ndarray
+    """The number of votes that were not finite."""
+
+
+class _VoteTest(NamedTuple):
+    """A test of points of a smoothed classifier, under fresh noise for each number."""
+
+    model: Callable[[Array], Array]
+    labels: np.ndarray
+    """``[n]``"""
+    key: Array
+    level: float
+    how: dict[str, Any]
+    """Arguments of :func:`wdjax.smoothing.tally`."""
+
+    def __call__(self, number: int, points: Array, only: Any) -> _Votes:
+        """Votes on points ``[n, *shape]``; of samples outside ``only`` ``[n]`` none are counted."""
+        fresh = jax.random.fold_in(self.key, number)
+        counts = smoothing.tally(self.model, points, key=fresh, only=only, **self.how)
+        said = smoothing.decide(counts, self.level)
+        fallen = (said != self.labels) & (said != smoothing.ABSTAIN)
+        return _Votes(fallen, _margin(counts, self.labels, self.how["n"]), counts[:, -1])
+
+
+class _Best(NamedTuple):
+    """The best tested point of every sample: ``[n, ...]`` leaves."""
+
+    x_adv: np.ndarray
+    cost: np.ndarray
+    success: np.ndarray
+    margin: np.ndarray
+    faults: np.ndarray
+
+
+def _confirmed(
+    attack: Attack,
+    test: _VoteTest,
+    itself: _Votes,
+    x: Array,
+    found: Found,
+    factors: list[float],
+    limit: Any,
+) -> _Best:
+    """Tests points farther and farther along the line from ``x`` to the attack's points.
+
+    ``x`` is ``[n, *shape]`` and ``itself`` the votes on it. A sample is tested until a point falls;
+    points that cost more than ``limit`` are not. Where a ball needs a proof, only the attack's own
+    points have one.
+    """
+    best = _Best(np.array(x), np.zeros(len(x)), itself.fallen.copy(), itself.margin, itself.faults)
     for number, factor in enumerate(factors if found.proof is None else [1.0], 1):
         points = _along(attack, x, found.x_adv, factor)
         price = np.asarray(attack.ball.cost(x, points, found.proof), np.float64)
-        only = ~success & np.isfinite(price) & (price <= limit) & (price > 0)
+        only = ~best.success & np.isfinite(price) & (price <= limit) & (price > 0)
         if not only.any():
             continue
-        fallen, now, faulty = asked(number, points, only)
-        faults = faults + faulty
-        better = only & (fallen | (now > margin))
-        here = np.where(norms.spread(jnp.asarray(better), x), points, here)
-        cost, margin = np.where(better, price, cost), np.where(better, now, margin)
-        success |= only & fallen
-    return dataclasses.replace(
-        found,
-        x_adv=jnp.asarray(here, x.dtype),
-        cost=jnp.asarray(cost, x.dtype),
-        correct=jnp.asarray(~lost),
-        success=jnp.asarray(success),
-        margin=jnp.asarray(margin, x.dtype),
-        fault=found.fault | jnp.asarray(faults > 0),
-    )
+        votes = test(number, points, only)
+        better = only & (votes.fallen | (votes.margin > best.margin))
+        best = _Best(
+            np.where(norms.spread(jnp.asarray(better), x), points, best.x_adv),
+            np.where(better, price, best.cost),
+            best.success | (only & votes.fallen),
+            np.where(better, votes.margin, best.margin),
+            best.faults + votes.faults,
+        )
+    return best
 
 
 def _along(attack: Attack, x: Array, x_adv: Array, factor: float) -> Array:

@@ -14,7 +14,7 @@ from wdjax.checks import validate
 from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 from wdjax.image import plans, variance
 from wdjax.image.ball import ImageWasserstein, TransportPlan
-from wdjax.image.frank_wolfe import begun, remember, seen_from, task, unit
+from wdjax.image.plan_attack import PlanAttack, begun, remember, seen_from, task, unit
 from wdjax.image.prices import ImageProblem, Spent, find_price
 
 _TURNS = 25
@@ -36,7 +36,7 @@ class State(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DualProjection:
+class DualProjection(PlanAttack):
     r"""Projected gradient ascent over transport plans; the budget's dual gives the projection.
 
     Each step adds to every flow of the plan the gradient at its target, and projects on the plans
@@ -73,7 +73,6 @@ class DualProjection:
     """
 
     budget: ClassVar[Literal["sample"]] = "sample"
-    random: ClassVar[bool] = False
 
     ball: ImageWasserstein = setting(ImageWasserstein())
     steps: int = setting(60)
@@ -114,19 +113,10 @@ class DualProjection:
         plan = plans.repair(own.space, plan, own.x, own.weights, own.budget)
         return ascent.hold(state.flipped, state, state._replace(plan=plan, price=price)), info
 
-    def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """The last stage: one forward pass at the last plan's image, which may become the best."""
-        own = task(self.ball, samples)
-        out, info = ascent.judge(victim, seen_from(own, state.plan), samples.y)
-        return remember(victim, samples, state, out), info
-
     def point(self, samples: Samples, state: State) -> tuple[Array, TransportPlan]:
         own = task(self.ball, samples)
         plan = plans.exact_rows(own.space, state.best, own.x)
         return seen_from(own, plan), TransportPlan(own.space.stencil.mass(plan))
-
-    def finished(self, state: State) -> Array:
-        return state.flipped
 
 
 def project(task: ImageProblem, plan: Array, price: Array) -> tuple[Array, Array]:

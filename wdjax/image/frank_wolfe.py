@@ -2,20 +2,20 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from wdjax import losses, norms
-from wdjax.attacks import ascent, nearest
+from wdjax import losses
+from wdjax.attacks import ascent
 from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
 from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 from wdjax.image import linear_oracle, plans
 from wdjax.image.ball import ImageWasserstein, TransportPlan
 from wdjax.image.linear_oracle import Prices
-from wdjax.image.prices import ImageProblem
+from wdjax.image.plan_attack import PlanAttack, begun, remember, seen_from, task, unit
 
 _WARM = 10
 """Steps that a given start counts for, so that the first step does not discard it."""
@@ -34,37 +34,9 @@ class State(NamedTuple):
     flipped: Array
 
 
-def task(ball: ImageWasserstein, samples: Samples) -> ImageProblem:
-    """The balls of the samples, in the layout of plans."""
-    space = ball.space(samples.x.shape[1:])
-    x = space.stencil.flat(samples.x)
-    weights = ball.weights(x)
-    budget = ball.budget(x, samples.radius) - ball.reserve(space, x, weights)
-    return ImageProblem(space, x, weights, jnp.maximum(budget, 0.0))
-
-
-def begun(task: ImageProblem, start: Array | None) -> Array:
-    """The plan of no move, or a plan in the ball towards given images ``[n, H, W, C]``."""
-    if start is None:
-        return plans.stay(task.space, task.x)
-    near = plans.towards(task.space, task.x, task.space.stencil.flat(start))
-    return plans.repair(task.space, near, task.x, task.weights, task.budget)
-
-
-def seen_from(task: ImageProblem, plan: Array) -> Array:
-    """The images ``[n, H, W, C]`` that result from a plan."""
-    return task.space.stencil.image(plans.result(task.space, plan))
-
-
-def unit(gradient: Array) -> Array:
-    """A gradient ``[n, C, L]`` whose largest entry is 1 in absolute value, or 0."""
-    size = jnp.max(jnp.abs(gradient), axis=(1, 2), keepdims=True)
-    return gradient / jnp.where(size > 0, size, 1.0)
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class FrankWolfe:
+class FrankWolfe(PlanAttack):
     r"""Frank-Wolfe over transport plans; pixels' capacities constrain the linear problem.
 
     The gradient is the value of mass in every pixel; an entropic linear minimisation finds the best
@@ -104,7 +76,6 @@ class FrankWolfe:
     """
 
     budget: ClassVar[Literal["sample"]] = "sample"
-    random: ClassVar[bool] = False
 
     ball: ImageWasserstein = setting(ImageWasserstein())
     steps: int = setting(60)
@@ -153,27 +124,7 @@ class FrankWolfe:
         plan = state.plan + size[:, None, None, None] * (target - state.plan)
         return state._replace(plan=plan, slope=slope, prices=prices, taken=state.taken + 1), info
 
-    def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """The last stage: one forward pass at the last plan's image, which may become the best."""
-        own = task(self.ball, samples)
-        out, info = ascent.judge(victim, seen_from(own, state.plan), samples.y)
-        return remember(victim, samples, state, out), info
-
     def point(self, samples: Samples, state: State) -> tuple[Array, TransportPlan]:
         own = task(self.ball, samples)
         plan = plans.repair(own.space, state.best, own.x, own.weights, own.budget)
         return seen_from(own, plan), TransportPlan(own.space.stencil.mass(plan))
-
-    def finished(self, state: State) -> Array:
-        return state.flipped
-
-
-def remember(victim: Victim, samples: Samples, state: Any, out: PyTree) -> Any:
-    """Stores ``state.plan`` if its criterion is the best so far; nothing replaces a flip."""
-    value = victim.criterion(out, samples.y)
-    better = ~state.flipped & (value > state.value)
-    return state._replace(
-        best=jnp.where(norms.spread(better, state.plan), state.plan, state.best),
-        value=jnp.where(better, value, state.value),
-        flipped=state.flipped | nearest.flips(victim, samples, out),
-    )

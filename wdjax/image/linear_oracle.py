@@ -57,59 +57,100 @@ def vertex(
       relax: over-relaxation of the caps.
     """
     space, x, stencil = task.space, task.x, task.space.stencil
-    scaled, cells = gradient / temperature, jnp.asarray(stencil.valid()[stencil.center])[None, None]
+    scaled = gradient / temperature
     top = 2.0 / jnp.asarray(temperature, x.dtype) + 2 * abs(_FLOOR)
     room = known.room if sweeps else jnp.zeros_like(known.room)
-    sums = prices.log_levels(stencil, jnp.where(cells, scaled + room, NOTHING), space.power)
-    price = find_price(
-        task,
-        lambda price: prices.log_spent(task, sums, price),
-        known.distance,
-        _MANY,
-        top,
-        exact=_ROUGH if sweeps else prices.EXACT,
-    )
+    rough = _ROUGH if sweeps else prices.EXACT
+    price = _first_price(task, scaled + room, known.distance, top, rough)
     weights = _weights(task, scaled + room, price)
     if sweeps == 0:
         plan = _rows(task, weights)
         return plans.contain(space, plan, x, task.weights, task.budget), Prices(price, room)
-    levels = jnp.asarray(stencil.classes(space.power)[0], x.dtype)
-    members = jnp.asarray(stencil.classes(space.power)[1])
-    # From here on prices are changes; a negative one is bounded by the range of floats.
-    dearest = float(stencil.classes(space.power)[0][-1]) * jnp.max(task.weights, axis=1)
-    lowest = -jnp.minimum(price, abs(_FLOOR) / jnp.maximum(dearest, 1e-6))
-
-    def dear(change: Array) -> Array:
-        far = -change[:, None, None] * task.weights[:, :, None] * levels[None, None]
-        return jnp.exp(far)[:, :, members]
-
-    def settle(change: Array, drop: Array, steps: int) -> tuple[Array, Array, Array]:
-        """Discounts, the senders' row factors and the change of price, for changed caps."""
-        discount = jnp.exp(drop)
-        held = stencil.levels(weights, discount, space.power)
-        moved = find_price(
-            task,
-            lambda up: _spent(task, held, levels, up + lowest)[1],
-            change - lowest,
-            steps,
-            top,
-        )
-        return discount, _spent(task, held, levels, moved + lowest)[0], moved + lowest
-
-    def sweep(_: int, carried: tuple[Array, Array]) -> tuple[Array, Array]:
-        discount, each, change = settle(*carried, _FEW)
-        received = discount * stencil.receive(weights, each, dear(change))
-        over = jnp.log(jnp.maximum(received, 1e-20) / space.high)
-        drop = jnp.clip(carried[1] - relax * over, _FLOOR, -room)
-        return change, jnp.where(cells, drop, 0.0)
-
-    change, drop = jax.lax.fori_loop(
-        0, sweeps, sweep, (jnp.zeros_like(price), jnp.zeros_like(room))
-    )
-    discount, each, change = settle(change, drop, _MANY)
-    plan = stencil.scale(weights * dear(change)[..., None], discount) * each[:, :, None]
+    at = _sweeping(task, weights, room, price, top)
+    begun = jnp.zeros_like(price), jnp.zeros_like(room)
+    change, drop = jax.lax.fori_loop(0, sweeps, lambda _, now: _sweep(at, relax, *now), begun)
+    discount, each, change = _settle(at, change, drop, _MANY)
+    plan = stencil.scale(weights * _dear(at, change)[..., None], discount) * each[:, :, None]
     plan = plans.contain(space, plan, x, task.weights, task.budget)
     return plan, Prices(price + change, jnp.clip(room + drop, 2 * _FLOOR, 0.0))
+
+
+def _first_price(
+    task: ImageProblem, targets: Array, guess: Array, top: Array, exact: float
+) -> Array:
+    """The price of distance ``[n]`` under fixed caps, to a relative error of the cost ``exact``.
+
+    ``targets`` ``[n, C, L]`` are the logarithms of what mass is worth in each pixel.
+    """
+    stencil, power = task.space.stencil, task.space.power
+    cells = jnp.asarray(stencil.valid()[stencil.center])[None, None]
+    sums = prices.log_levels(stencil, jnp.where(cells, targets, NOTHING), power)
+
+    def spend(price: Array) -> Spent:
+        return prices.log_spent(task, sums, price)
+
+    return find_price(task, spend, guess, _MANY, top, exact=exact)
+
+
+class _Sweeping(NamedTuple):
+    """The constants of all sweeps; prices and caps are changes of the first ones."""
+
+    task: ImageProblem
+    weights: Array
+    """``[n, C, O, L]``, at the first price of distance and the given caps."""
+    room: Array
+    """``[n, C, L]``: the given caps."""
+    lowest: Array
+    """``[n]``: the least change of the price."""
+    top: Array
+    """The largest price."""
+    levels: Array
+    """``[D]``: the distinct costs."""
+    members: Array
+    """``[O]``: the place of each offset's cost among them."""
+
+
+def _sweeping(
+    task: ImageProblem, weights: Array, room: Array, price: Array, top: Array
+) -> _Sweeping:
+    """A negative change of the price ``[n]`` is bounded by the range of floats."""
+    levels, members = task.space.stencil.classes(task.space.power)
+    dearest = float(levels[-1]) * jnp.max(task.weights, axis=1)
+    lowest = -jnp.minimum(price, abs(_FLOOR) / jnp.maximum(dearest, 1e-6))
+    costs = jnp.asarray(levels, task.x.dtype)
+    return _Sweeping(task, weights, room, lowest, top, costs, jnp.asarray(members))
+
+
+def _dear(at: _Sweeping, change: Array) -> Array:
+    """``[n, C, O]``: the factors of all weights by a change ``[n]`` of the price of distance."""
+    far = -change[:, None, None] * at.task.weights[:, :, None] * at.levels[None, None]
+    return jnp.exp(far)[:, :, at.members]
+
+
+def _settle(at: _Sweeping, change: Array, drop: Array, steps: int) -> tuple[Array, Array, Array]:
+    """Discounts and the senders' row factors ``[n, C, L]``, and the change of price ``[n]``.
+
+    ``drop`` ``[n, C, L]`` is the change of the caps for which they are computed.
+    """
+    task, discount = at.task, jnp.exp(drop)
+    held = task.space.stencil.levels(at.weights, discount, task.space.power)
+
+    def spend(up: Array) -> Spent:
+        return _spent(task, held, at.levels, up + at.lowest)[1]
+
+    moved = find_price(task, spend, change - at.lowest, steps, at.top)
+    return discount, _spent(task, held, at.levels, moved + at.lowest)[0], moved + at.lowest
+
+
+def _sweep(at: _Sweeping, relax: Array | float, change: Array, drop: Array) -> tuple[Array, Array]:
+    """One update of the change of price ``[n]`` and then of the caps ``[n, C, L]``."""
+    space = at.task.space
+    discount, each, change = _settle(at, change, drop, _FEW)
+    received = discount * space.stencil.receive(at.weights, each, _dear(at, change))
+    over = jnp.log(jnp.maximum(received, 1e-20) / space.high)
+    drop = jnp.clip(drop - relax * over, _FLOOR, -at.room)
+    cells = jnp.asarray(space.stencil.valid()[space.stencil.center])[None, None]
+    return change, jnp.where(cells, drop, 0.0)
 
 
 def _weights(task: ImageProblem, targets: Array, price: Array) -> Array:

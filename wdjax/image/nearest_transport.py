@@ -14,8 +14,8 @@ from wdjax.checks import validate
 from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 from wdjax.image import linear_oracle, plans
 from wdjax.image.ball import ImageWasserstein, TransportPlan
-from wdjax.image.frank_wolfe import seen_from, unit
 from wdjax.image.linear_oracle import Prices
+from wdjax.image.plan_attack import seen_from, unit
 from wdjax.image.prices import ImageProblem
 
 _FIRST = 10

@@ -11,6 +11,7 @@ from wdjax.image import plans
 from wdjax.image.prices import (
     NOTHING,
     ImageProblem,
+    Spent,
     find_price,
     log_levels,
     log_receive,
@@ -116,8 +117,40 @@ def project(
 
     Source: Hu et al. [hu2020], equations 7 to 10 and Appendix A.3.
     """
-    stencil, power = task.space.stencil, task.space.power
     mass = jnp.sum(task.x, axis=(1, 2))
+    dual = _dual(task, w, lam, mass, capped, unrolled)
+    duals, rounds, gap = _ascend(
+        lambda now: _turn(dual, now, relax), duals, iterations, tolerance, unrolled
+    )
+    row, price = _fit_rows(dual, duals, 12)
+    _, log_z = _fit_columns(dual, row, price)
+    plan = _plan(dual.unit, duals.column, price, dual.cells) * mass[:, None, None, None]
+    z = jnp.where(dual.cells, jnp.exp(log_z), 0.0) * mass[:, None, None]
+    return Projection(plan, z, Duals(duals.column, price), rounds, gap)
+
+
+class _Dual(NamedTuple):
+    """The constants of a dual problem, in units of each image's mass."""
+
+    unit: ImageProblem
+    w: Array
+    """``[n, C, L]``: the point to project."""
+    lam: Array
+    """``[n, 1, 1]``"""
+    full: Array
+    """``[n, 1, 1]``: the logarithm of a pixel's capacity."""
+    log_x: Array
+    """``[n, C, L]``"""
+    cells: Array
+    """``[1, 1, L]``: which places are pixels."""
+    capped: bool
+    unrolled: bool
+
+
+def _dual(
+    task: ImageProblem, w: Array, lam: Array | float, mass: Array, capped: bool, unrolled: bool
+) -> _Dual:
+    """The problem of :func:`project` for images of mass ``[n]``, divided by it."""
     share = 1 / jnp.where(mass > 0, mass, 1.0)
     unit = ImageProblem(
         task.space, task.x * share[:, None, None], task.weights, task.budget * share
@@ -125,70 +158,65 @@ def project(
     w = w * share[:, None, None]
     full = jnp.log(task.space.high * share)[:, None, None]
     lam = jnp.broadcast_to(jnp.asarray(lam, w.dtype), mass.shape)[:, None, None]
+    stencil = task.space.stencil
     cells = jnp.asarray(stencil.valid()[stencil.center])[None, None]
     log_x = jnp.where(unit.x > 0, jnp.log(jnp.where(unit.x > 0, unit.x, 1.0)), NOTHING)
-
-    def rows(duals: Duals, steps: int) -> tuple[Array, Array]:
-        """alpha with the sign of equation 8, ``[n, C, L]``, and the price ``[n]``."""
-        sums = log_levels(stencil, jnp.where(cells, duals.column, NOTHING), power)
-        price = find_price(
-            unit, lambda price: log_spent(unit, sums, price), duals.price, steps, unrolled=unrolled
-        )
-        whole = log_whole(unit, sums, price)
-        return jnp.where(log_x > NOTHING, log_x - whole, NOTHING), price
-
-    def columns(row: Array, price: Array) -> tuple[Array, Array]:
-        """beta and ``log z``, ``[n, C, L]``, with a constant added to rows so that masses agree."""
-        arriving = log_receive(stencil, row, price[:, None] * unit.weights, power)
-
-        def fit(shift: Array) -> Array:
-            log_z = log_omega(jnp.log(lam) + lam * w + arriving + shift) - jnp.log(lam)
-            return jnp.minimum(log_z, full) if capped else log_z
-
-        shift = _shift(fit, jnp.sum(unit.x, axis=2), lam, full, capped, cells)
-        log_z = fit(shift)
-        return log_z - arriving - shift, log_z
-
-    def turn(duals: Duals) -> tuple[Duals, Array]:
-        row, price = rows(duals, 2)
-        column, log_z = columns(row, price)
-        # Compare the mass under the new rows and old columns with the mass required.
-        shifted = log_z - column
-        put = jnp.exp(shifted + duals.column)
-        gap = jnp.sum(jnp.where(cells, jnp.abs(put - jnp.exp(log_z)), 0.0), axis=(1, 2))
-        size = jnp.where(gap < _CLOSE, relax, 1.0)[:, None, None]  # May diverge far away.
-        moved = duals.column + size * (column - duals.column)
-        return Duals(jnp.where(cells, moved, 0.0), price), gap
-
-    duals, rounds, gap = _ascend(turn, duals, iterations, tolerance, unrolled)
-    row, price = rows(duals, 12)
-    _, log_z = columns(row, price)
-    plan = _plan(unit, duals.column, price, cells) * mass[:, None, None, None]
-    z = jnp.where(cells, jnp.exp(log_z), 0.0) * mass[:, None, None]
-    return Projection(plan, z, Duals(duals.column, price), rounds, gap)
+    return _Dual(unit, w, lam, full, log_x, cells, capped, unrolled)
 
 
-def _shift(
-    fit: Callable[[Array], Array],
-    mass: Array,
-    lam: Array,
-    full: Array,
-    capped: bool,
-    cells: Array,
-) -> Array:
-    """``[n, C, 1]``: the constant to add to the rows' duals so that ``z`` has the mass of ``x``.
+def _fit_rows(dual: _Dual, duals: Duals, steps: int) -> tuple[Array, Array]:
+    """alpha with the sign of equation 8, ``[n, C, L]``, and the price ``[n]``."""
+    unit, space = dual.unit, dual.unit.space
+    sums = log_levels(space.stencil, jnp.where(dual.cells, duals.column, NOTHING), space.power)
 
-    It is one more block of the dual; without it, the mass would converge last. ``fit`` maps a
-    constant to ``log z`` ``[n, C, L]``; ``mass`` ``[n, C]`` is the mass wanted, in units of the
-    image's; ``full`` the logarithm of a pixel's capacity, which counts if ``capped``; ``cells``
-    marks the image's pixels.
+    def spend(price: Array) -> Spent:
+        return log_spent(unit, sums, price)
+
+    price = find_price(unit, spend, duals.price, steps, unrolled=dual.unrolled)
+    whole = log_whole(unit, sums, price)
+    return jnp.where(dual.log_x > NOTHING, dual.log_x - whole, NOTHING), price
+
+
+def _fit_columns(dual: _Dual, row: Array, price: Array) -> tuple[Array, Array]:
+    """beta and ``log z``, ``[n, C, L]``, with a constant added to rows so that masses agree."""
+    space, lam = dual.unit.space, dual.lam
+    arriving = log_receive(space.stencil, row, price[:, None] * dual.unit.weights, space.power)
+
+    def fit(shift: Array) -> Array:
+        log_z = log_omega(jnp.log(lam) + lam * dual.w + arriving + shift) - jnp.log(lam)
+        return jnp.minimum(log_z, dual.full) if dual.capped else log_z
+
+    shift = _shift(dual, fit)
+    log_z = fit(shift)
+    return log_z - arriving - shift, log_z
+
+
+def _turn(dual: _Dual, duals: Duals, relax: Array | float) -> tuple[Duals, Array]:
+    """One iteration over both blocks: the new duals, and what the columns missed ``[n]``."""
+    row, price = _fit_rows(dual, duals, 2)
+    column, log_z = _fit_columns(dual, row, price)
+    # Compare the mass under the new rows and old columns with the mass required.
+    shifted = log_z - column
+    put = jnp.exp(shifted + duals.column)
+    gap = jnp.sum(jnp.where(dual.cells, jnp.abs(put - jnp.exp(log_z)), 0.0), axis=(1, 2))
+    size = jnp.where(gap < _CLOSE, relax, 1.0)[:, None, None]  # May diverge far away.
+    moved = duals.column + size * (column - duals.column)
+    return Duals(jnp.where(dual.cells, moved, 0.0), price), gap
+
+
+def _shift(dual: _Dual, fit: Callable[[Array], Array]) -> Array:
+    """The constant ``[n, C, 1]`` to add to the rows so that ``z`` has the mass of ``x``.
+
+    It is one more block of the dual; without it, the mass would converge last. ``fit`` gives
+    ``log z`` ``[n, C, L]`` for a constant.
     """
+    mass = jnp.sum(dual.unit.x, axis=2)
     shift = jnp.zeros((*mass.shape, 1), mass.dtype)
     for _ in range(_SHIFTS):
         log_z = fit(shift)
-        z = jnp.where(cells, jnp.exp(log_z), 0.0)
-        rate = 1 / (1 + lam * z)
-        free = log_z < full if capped else True
+        z = jnp.where(dual.cells, jnp.exp(log_z), 0.0)
+        rate = 1 / (1 + dual.lam * z)
+        free = log_z < dual.full if dual.capped else True
         total = jnp.sum(z, axis=2)
         slope = jnp.sum(jnp.where(free, z * rate, 0.0), axis=2)
         # On logarithms, so that steps from far below do not overshoot.

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from wdjax.checks import validate
 from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 from wdjax.image import plans, sinkhorn
 from wdjax.image.ball import ImageWasserstein, TransportPlan
-from wdjax.image.frank_wolfe import begun, remember, seen_from, task, unit
+from wdjax.image.plan_attack import PlanAttack, begun, remember, seen_from, task, unit
 from wdjax.image.prices import ImageProblem
 from wdjax.image.sinkhorn import Duals
 
@@ -32,7 +32,7 @@ class State(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SinkhornPGD:
+class SinkhornPGD(PlanAttack):
     r"""Hu et al.'s attack: gradient steps, each projected by constrained Sinkhorn iterations.
 
     A step adds ``step_size |x|_1`` times the direction, whose largest entry is 1; the projection
@@ -78,8 +78,6 @@ class SinkhornPGD:
     [True]
     """
 
-    random: ClassVar[bool] = False
-
     ball: ImageWasserstein = setting(ImageWasserstein())
     steps: int = setting(40)
     loss: Callable[[PyTree, Array], Array] = setting(losses.cross_entropy)
@@ -104,34 +102,28 @@ class SinkhornPGD:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        return Stage(self._step, self.steps, self._over), Stage(self._end, 1, self._over)
+        return Stage(self._step, self.steps, self.finished), Stage(self._end, 1, self.finished)
 
-    def _task(self, samples: Samples, taken: Array) -> tuple[ImageProblem, Array]:
-        """The :class:`ImageProblem` of step ``taken`` ``[n]``, and its radius.
-
-        The radius is ``eps`` or, with ``growing``, one that grows with every step.
-        """
+    def _radius(self, samples: Samples, taken: Array) -> Array:
+        """``[n]``: the radius of step ``taken``."""
         radius = self.first + self.growth * taken if self.growing else samples.radius
-        radius = jnp.asarray(radius, samples.x.dtype)
-        return task(self.ball, samples._replace(eps=radius)), radius
+        return jnp.asarray(radius, samples.x.dtype)
+
+    def _task(self, samples: Samples, state: State) -> ImageProblem:
+        return task(self.ball, samples._replace(eps=self._radius(samples, state.taken)))
 
     def init(
         self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
     ) -> State:
         taken = jnp.zeros(len(samples.y), jnp.int32)
-        own, _ = self._task(samples, taken)
+        own = task(self.ball, samples._replace(eps=self._radius(samples, taken)))
         plan = begun(own, start)
         fallen = victim.criterion(samples.out, samples.y) > 0
         value = jnp.full(len(samples.y), -jnp.inf, samples.x.dtype)
         return State(plan, sinkhorn.no_duals(own), taken, plan, value, fallen & self.growing)
 
     def _step(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """One gradient step in the image's space, projected on the ball by Sinkhorn iterations.
-
-        The projection starts from the last duals, and its plan is repaired, so that it is in the
-        ball even if the iterations have not converged. Samples with a flip stay.
-        """
-        own, radius = self._task(samples, state.taken)
+        own, radius = self._task(samples, state), self._radius(samples, state.taken)
         seen = ascent.slope(victim, seen_from(own, state.plan), samples.y, self.loss)
         info = ascent.note(victim, samples.y, seen)
         state = remember(victim, samples, state, seen.out)
@@ -165,20 +157,7 @@ class SinkhornPGD:
             )
         return unit(gradient)
 
-    def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """The last stage: one forward pass at the last plan's image, which may become the best."""
-        own, _ = self._task(samples, state.taken)
-        out, info = ascent.judge(victim, seen_from(own, state.plan), samples.y)
-        return remember(victim, samples, state, out), info
-
-    def _over(self, state: State) -> Array:
-        """``[n]``: whether the sample has a flip."""
-        return state.flipped
-
     def point(self, samples: Samples, state: State) -> tuple[Array, TransportPlan]:
-        own, _ = self._task(samples, state.taken)
+        own = self._task(samples, state)
         plan = plans.exact_rows(own.space, state.best, own.x)
         return seen_from(own, plan), TransportPlan(own.space.stencil.mass(plan))
-
-    def finished(self, state: State) -> Array:
-        return state.flipped

@@ -12,6 +12,7 @@ from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
 from wdjax.engine import driver
 from wdjax.engine.diagnosis import diagnosed
+from wdjax.ensembles.cascade import survivors
 from wdjax.ensembles.question import question
 from wdjax.image.ball import ImageWasserstein
 from wdjax.image.frank_wolfe import FrankWolfe
@@ -91,12 +92,12 @@ def image_wasserstein(
     arguments.check(model=model, x=x, y=y, eps=eps, ball=ball)
     ask = question("image_wasserstein", model, x, y, None, checkpoint, options, random=False)
     radii = np.asarray(validate.check_radii(eps, len(ask.y)), np.float32)
-    found, left = None, validate.check_mask("only", only, len(ask.y))
+    chosen = validate.check_mask("only", only, len(ask.y))
+    found, left = None, chosen
     for number, (attack, share) in enumerate(members(ball)):
         own = ask.search(number, attack, eps=share * radii, only=left)
         found = own if found is None else driver.best_of(found, own)
-        left = np.asarray(found.correct & ~found.success)
-        left = left if only is None else left & np.asarray(only)
+        left = survivors(found, chosen)
         if not left.any():
             break
     assert found is not None
@@ -119,12 +120,7 @@ def minimum_radius(
     and one, at a lower temperature, on the margin.
 
     Args:
-      model: as for :func:`wdjax.search`.
-      x: ``[n, height, width, channels]`` in the ball's box.
-      y: ``[n]`` integer labels.
-      ball: window, power, channels and the largest value of a pixel.
-      checkpoint: a folder; a call that was interrupted resumes from it, bit for bit.
-      **options: as for :func:`image_wasserstein`.
+      model, x, y, ball, checkpoint, **options: as in :func:`image_wasserstein`.
 
     Returns:
       A :class:`~wdjax.core.Found`: ``cost`` is the radius, where ``success`` is True.

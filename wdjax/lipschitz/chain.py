@@ -153,25 +153,39 @@ def of_network(net: Network) -> Chain:
     places = [_operand(net, node) for node in nodes]
     targets = [*places, net.graph.outputs[0]]
     bases = [net.source, *(node.outputs[0] for node in nodes)]
-    uses = [_bases(net, target) for target in targets]
-    last = {
-        base: max([i for i, used in enumerate(uses) if base in used], default=-1) for base in bases
-    }
-    sizes = {base: math.prod(net.graph.avals[base].shape) for base in bases}
-    alive, weights, biases, kept = [net.source], [], [], []
+    last = _last_uses(net, targets, bases)
+    alive, layers = [net.source], []
     for turn, target in enumerate(targets):
         hold = [base for base in alive if last[base] > turn]
-        _check_size(
-            sum(sizes[b] for b in alive) * (sum(sizes[b] for b in hold) + _size(net, target))
-        )
-        rows = [[_selected(sizes, base, other) for other in alive] for base in hold]
-        rows.append([_matrix(net, target, base, sizes[base]) for base in alive])
-        weights.append(jnp.concatenate([jnp.concatenate(row, axis=1) for row in rows]))
-        held = sum(sizes[base] for base in hold)
-        biases.append(jnp.concatenate([jnp.zeros(held), _offset(net, target)]))
-        kept.append(held)
+        layers.append(_layer(net, target, alive, hold))
         alive = [*hold, *bases[turn + 1 : turn + 2]]
-    return Chain(tuple(weights), tuple(biases), tuple(kept[:-1]), tuple(curves), tuple(places))
+    weights, biases, kept = zip(*layers)
+    return Chain(weights, biases, kept[:-1], tuple(curves), tuple(places))
+
+
+def _last_uses(net: Network, targets: list[int], bases: list[int]) -> dict[int, int]:
+    """For each place in ``bases`` the number of the last target that is affine in it, or -1."""
+    last = dict.fromkeys(bases, -1)
+    for turn, target in enumerate(targets):
+        last.update(dict.fromkeys(_bases(net, target), turn))
+    return last
+
+
+def _layer(
+    net: Network, target: int, alive: list[int], hold: list[int]
+) -> tuple[jax.Array, jax.Array, int]:
+    """A layer's matrix and bias, and the number of its first entries, which are kept.
+
+    It maps the values at the places ``alive``, side by side, to those at ``hold``, unchanged, and
+    that at ``target``: ``[kept + rows, columns]``.
+    """
+    sizes = {base: _size(net, base) for base in alive}
+    held = sum(sizes[base] for base in hold)
+    _check_size(sum(sizes.values()) * (held + _size(net, target)))
+    rows = [[_selected(sizes, base, other) for other in alive] for base in hold]
+    rows.append([_matrix(net, target, base, sizes[base]) for base in alive])
+    weight = jnp.concatenate([jnp.concatenate(row, axis=1) for row in rows])
+    return weight, jnp.concatenate([jnp.zeros(held), _offset(net, target)]), held
 
 
 def _size(net: Network, place: int) -> int:

@@ -82,11 +82,7 @@ def layer_product(
     affine map is composed with ``z_j - z_y``, from l_r to a number.
 
     Args:
-      model: a pytree callable ``[n, *shape] -> [n, K]``.
-      lower: ``[*shape]`` floats, may be ``-inf``.
-      upper: ``[*shape]`` floats, may be ``inf``.
-      norm: r, one of 1, 2 and inf.
-      labels: ``[m]`` labels y; all by default.
+      model, lower, upper, norm, labels: as in :func:`margin_lipschitz`.
 
     Returns:
       ``[m, K]`` constants of ``z_j - z_y``, 0 for ``j = y``; infinite if a factor is, such as that
@@ -141,11 +137,7 @@ def interval_jacobian(
     r"""Lipschitz constants of the margins from the interval Jacobian over a box.
 
     Args:
-      model: a pytree callable ``[n, *shape] -> [n, K]``.
-      lower: ``[*shape]`` floats, may be ``-inf``.
-      upper: ``[*shape]`` floats, may be ``inf``.
-      norm: r, one of 1, 2 and inf.
-      labels: ``[m]`` labels y; all by default.
+      model, lower, upper, norm, labels: as in :func:`margin_lipschitz`.
 
     Returns:
       ``[m, K]`` constants of ``z_j - z_y``, 0 for ``j = y``.

@@ -97,7 +97,7 @@ def _expression(curve: ClosedJaxpr) -> str:
 def _derivative(
     curve: ClosedJaxpr, lower: jax.Array, upper: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The least and the largest derivative of an activation between two scalars.
+    """The least and the largest derivative, ``[]`` each, between two scalars, from cells.
 
     The interval is divided into cells. On each the derivative is bounded by interval arithmetic
     and, if it is continuous, also by its value in the middle and the second derivative. Unbounded

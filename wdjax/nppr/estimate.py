@@ -239,12 +239,7 @@ def expected_loss(
     component of the mixture is drawn as a hard choice, so that proportions get no gradient.
 
     Args:
-      model: a pytree callable ``[n, *shape] -> [n, K]``.
-      perturbation: the distribution.
-      x: ``[n, *shape]`` in the box.
-      y: ``[n]`` labels.
-      key: a typed ``jax.random.key``.
-      draws: M, the number of copies of each input.
+      model, perturbation, x, y, key, draws: as in :func:`estimate`.
       loss: per-sample, ``(logits, y) -> [n]``.
 
     Returns:

@@ -3,7 +3,7 @@ r"""Fits the worst distribution of a family."""
 import functools
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from wdjax.nppr import objective
 from wdjax.nppr.counting import outputs
 from wdjax.nppr.family import Family, Params
 from wdjax.nppr.fit_schedule import Schedule
-from wdjax.nppr.fitted import Fitted
+from wdjax.nppr.fitted import FitHistory, Fitted
 
 _CHUNK = 25
 """Maximum number of steps in one program."""
@@ -86,11 +86,9 @@ def fit(
     """
     arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
     radius = validate.check_number("eps", eps)
-    states = _fit(
-        model, x, y, [radius], key[None], family, schedule, ball, features, offset, start,
-        callback, checkpoint, every,
-    )  # fmt: skip
-    return states[0]
+    saving = {"report": callback, "checkpoint": checkpoint, "every": every}
+    how = _Options(family, schedule, ball, features, offset)
+    return _fit(model, x, y, [radius], key[None], how, start or {}, saving)[0]
 
 
 def fit_many(
@@ -112,19 +110,10 @@ def fit_many(
     """Many fits in one program, in parallel by ``vmap``: several seeds, radii or both.
 
     Args:
-      model: as for :func:`fit`; so are all arguments not described here.
-      x: ``[n, *shape]``
-      y: ``[n]``
+      model, x, y, family, schedule, ball, features, offset, callback, every: as in :func:`fit`.
       eps: one radius for all keys, or one for each.
       keys: ``[S]`` typed keys.
-      family: the family of distributions.
-      schedule: steps, learning rate, temperatures.
-      ball: norm and box.
-      features: inputs of the heads.
-      offset: shifts the means of every input.
-      callback: called with the stacked states.
       checkpoint: a folder for all fits together.
-      every: minimum number of seconds between two writings.
 
     Returns:
       S :class:`~wdjax.nppr.Fitted`, one for each key.
@@ -147,10 +136,19 @@ def fit_many(
     radii = np.broadcast_to(np.asarray(eps, float), (len(keys),))
     for radius in radii:
         validate.check_number("eps", radius)
-    return _fit(
-        model, x, y, [*radii], keys, family, schedule, ball, features, offset, None,
-        callback, checkpoint, every,
-    )  # fmt: skip
+    saving = {"report": callback, "checkpoint": checkpoint, "every": every}
+    how = _Options(family, schedule, ball, features, offset)
+    return _fit(model, x, y, [*radii], keys, how, {}, saving)
+
+
+class _Options(NamedTuple):
+    """The settings of a fit, as in :func:`fit`."""
+
+    family: Family
+    schedule: Schedule
+    ball: Lp
+    features: Classifier | None
+    offset: Callable[..., Array] | None
 
 
 def _fit(
@@ -159,25 +157,40 @@ def _fit(
     y: AnyArray,
     radii: list[float],
     keys: Array,
-    family: Family,
-    schedule: Schedule,
-    ball: Lp,
-    features: Classifier | None,
-    offset: Callable[..., Array] | None,
-    start: Params | None,
-    callback: Callable[[objective.State], Any] | None,
-    checkpoint: str | PathLike[str] | None,
-    every: float,
+    how: _Options,
+    start: Params,
+    saving: dict[str, Any],
 ) -> list[Fitted]:
     """Checks the samples ``[n, *shape]``, prepares what all S fits share, and runs them together.
 
-    ``radii`` and ``keys`` have length S; ``start`` replaces initial parameters by name. Only
-    samples that are classified correctly take part; raises if none is. Returns S fitted
-    distributions.
+    ``radii`` and ``keys`` have length S; ``start`` replaces initial parameters by name; ``saving``
+    are arguments of :func:`wdjax.engine.loop.carry`.
     """
     if validate.traced(model, x, y, keys, radii) or validate.staged():
         raise ValueError("a fit looks at its samples: call it outside of jit; for vmap, fit_many.")
-    x, y = validate.check_samples(model, x, y, ball.box)
+    x, y = validate.check_samples(model, x, y, how.ball.box)
+    if how.family.sees_input and how.features is None:
+        how = how._replace(features=models.features(model))  # type: ignore[arg-type]
+    data, classes = _data(model, x, y, how)
+    stacked = objective.begin(
+        how.family,
+        data.x.shape[1:],
+        0 if data.features is None else data.features.shape[1],
+        classes,
+        data.schedule.steps,
+        keys,
+        jnp.asarray(np.asarray(radii), jnp.float32),
+        start,
+    )
+    loops = program.loops_well(jax.make_jaxpr(_input_gradient)(model, data.x[:1]))
+    last = _carry(objective.FitProgram(how.family, how.ball, loops), data, stacked, saving)
+    kept = jax.device_get((last.eps, last.params, last.stats, last.history))
+    each = (jax.tree.map(lambda leaf, i=i: jnp.asarray(leaf[i]), kept) for i in range(len(keys)))
+    return [_fitted(model, how, *one) for one in each]
+
+
+def _data(model: Classifier, x: Array, y: Array, how: _Options) -> tuple[objective.Data, int]:
+    """What all fits share, of the correctly classified samples only; and the number of classes."""
     logits = outputs(model, x)
     margins = np.asarray(losses.decision_margin(logits, y))
     if not np.all(np.isfinite(margins)):
@@ -186,58 +199,31 @@ def _fit(
     if not right.any():
         raise ValueError("no sample is classified correctly: nothing is left to be robust.")
     x, y = x[right], y[right]
-    seen = None
-    if family.sees_input:
-        features = models.features(model) if features is None else features  # type: ignore[arg-type]
-        seen = objective.as_rows(outputs(features, x))
-    moved = None if offset is None else objective.as_rows(offset(model, x, y))
+    seen = moved = None
+    if how.family.sees_input:
+        assert how.features is not None
+        seen = objective.as_rows(outputs(how.features, x))
+    if how.offset is not None:
+        moved = objective.as_rows(how.offset(model, x, y))
     # If all margins are 0, any width will do.
-    settled = schedule.settled(family, float(np.median(-margins[right])) or 1.0)
-    data = objective.Data(model, x, y, seen, moved, settled)
-    classes = logits.shape[1]
-    width = 0 if seen is None else seen.shape[1]
-    given = {} if start is None else start
-    own = jnp.asarray(np.asarray(radii), jnp.float32)
-    stacked = objective.begin(family, x.shape[1:], width, classes, schedule.steps, keys, own, given)
-    loops = program.loops_well(jax.make_jaxpr(_input_gradient)(model, x[:1]))
-    plan = objective.FitProgram(family, ball, loops)
-    last = _carry(plan, data, stacked, callback, checkpoint, every)
-    kept = jax.device_get((last.eps, last.params, last.stats, last.history))
-    return [
-        _fitted(
-            plan,
-            jax.tree.map(lambda leaf, i=i: jnp.asarray(leaf[i]), kept),
-            features,
-            model,
-            offset,
-        )
-        for i in range(len(keys))
-    ]
+    settled = how.schedule.settled(how.family, float(np.median(-margins[right])) or 1.0)
+    return objective.Data(model, x, y, seen, moved, settled), logits.shape[1]
 
 
 def _fitted(
-    plan: objective.FitProgram,
-    kept: Any,
-    features: Classifier | None,
-    model: Classifier,
-    offset: Callable[..., Array] | None,
+    model: Classifier, how: _Options, eps: Array, params: Params, stats: Params, history: FitHistory
 ) -> Fitted:
-    """The :class:`Fitted` distribution of one fit.
-
-    ``kept`` are its radius, parameters, running averages and history. Features are stored only if
-    the family uses them, the model only if there is an ``offset``, which attacks it.
-    """
-    eps, params, stats, history = jax.tree.map(jnp.asarray, kept)
+    """One fit's result, of the last state's leaves."""
     return Fitted(
-        family=plan.family,
-        ball=plan.ball,
+        family=how.family,
+        ball=how.ball,
         eps=eps,
         params=params,
         stats=stats,
         history=history,
-        features=features if plan.family.sees_input else None,
-        offset=offset,
-        model=None if offset is None else model,
+        features=how.features if how.family.sees_input else None,
+        offset=how.offset,
+        model=None if how.offset is None else model,
     )
 
 
@@ -250,11 +236,9 @@ def _carry(
     plan: objective.FitProgram,
     data: objective.Data,
     stacked: objective.State,
-    callback: Callable[[objective.State], Any] | None,
-    checkpoint: str | PathLike[str] | None,
-    every: float,
+    saving: dict[str, Any],
 ) -> objective.State:
-    """Runs S stacked fits to their last step, with callback and checkpoint; returns their states.
+    """Runs S stacked fits, ``[S, ...]`` leaves, to their last step.
 
     Takes up to ``_CHUNK`` steps in one program if the model is fast inside a loop, else one. Raises
     a ValueError if a loss is not finite.
@@ -273,7 +257,7 @@ def _carry(
         return state
 
     mark = b""
-    if checkpoint is not None:
+    if saving["checkpoint"] is not None:
         of_steps = functools.partial(objective.advance, plan)
         traced = identity.program(of_steps, data, stacked, 0, 1)
         mark = identity.digest(traced, data, stacked)
@@ -281,9 +265,7 @@ def _carry(
         stacked,
         turn,
         lambda state: int(state.step[0]) >= steps,
-        report=callback,
-        checkpoint=checkpoint,
-        every=every,
         identity=mark,
+        **saving,
         about={"family": plan.family, "ball": plan.ball, "steps": steps},
     )

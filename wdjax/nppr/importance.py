@@ -55,9 +55,8 @@ def importance(
     The estimate is the mean of ``1{failure} p(u) / q(u)`` under ``q``, with ``p = N(0, I)`` and
     ``q`` a mixture of p and of ``N(u_j, I)``. The ``u_j`` are short vectors at which another class
     wins: one search begins at 0 for each rival, ``starts`` at random vectors, and some at failures
-      found by
-    the check. Every point is weighted by the whole mixture (the balance heuristic), so that
-    estimates are unbiased and no weight exceeds ``1 / defensive``.
+    found by the check. Every point is weighted by the whole mixture (the balance heuristic), so
+    that estimates are unbiased and no weight exceeds ``1 / defensive``.
 
     Failures far from every ``u_j`` are sampled by p's share only, and an estimate that misses them
     looks precise. So :func:`splitting`, which does not use the ``u_j``, estimates the same

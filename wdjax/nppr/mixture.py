@@ -87,10 +87,7 @@ def hard(key: Array, mixture: Mixture, inputs: int, draws: int) -> Array:
     r"""Samples of the mixture itself: a categorical choice, then a normal vector.
 
     Args:
-      key: a typed ``jax.random.key``.
-      mixture: of ``inputs`` inputs, or a shared one.
-      inputs: n.
-      draws: M, samples an input.
+      key, mixture, inputs, draws: as in :func:`soft`.
 
     Returns:
       ``[n, M, L]``.

@@ -103,39 +103,13 @@ def advance(plan: FitProgram, data: Data, state: State, first: Array, last: Arra
 def step(plan: FitProgram, data: Data, state: State) -> State:
     """One step of one fit, on a batch of the data."""
     rows, key = _batch(data, state)
-    tau, temperatures = data.schedule.temperatures(state.step)
-    batch = Data(
-        data.model,
-        data.x[rows],
-        data.y[rows],
-        None if data.features is None else data.features[rows],
-        None if data.offset is None else data.offset[rows],
-        data.schedule,
+    batch = data._replace(
+        x=data.x[rows],
+        y=data.y[rows],
+        features=None if data.features is None else data.features[rows],
+        offset=None if data.offset is None else data.offset[rows],
     )
-
-    def value(params: Params) -> tuple[Array, tuple[Params, Array, Array]]:
-        """The loss; and new running averages, the share of survivors, ``[2]`` entropy ratios."""
-        made, stats = families.mixture(
-            plan.family,
-            params,
-            state.stats,
-            batch.features,
-            batch.y,
-            batch.x.shape[1:],
-            temperatures=temperatures,
-            offset=batch.offset,
-            of_batch=True,
-        )
-        draws = data.schedule.draws
-        latent = mixtures.soft(key, made, len(rows), draws, tau)
-        logits = _moved(plan, params, latent, batch, state.eps)
-        own = jnp.repeat(batch.y, draws)
-        loss = _loss(data.schedule, logits, own)
-        held = losses.decision_margin(logits, own) <= 0
-        average = mixtures.entropy_ratio(jnp.mean(made.proportions, axis=0))
-        each = jnp.mean(mixtures.entropy_ratio(made.proportions))
-        return jnp.mean(loss), (stats, jnp.mean(held), jnp.stack([average, each]))
-
+    value = functools.partial(_value, plan, batch, state, key)
     (loss, (stats, held, entropy)), gradient = jax.value_and_grad(value, has_aux=True)(state.params)
     updates, opt_state = _ADAM.update(gradient, state.opt_state)
     rate = data.schedule.rate(state.step)
@@ -143,6 +117,36 @@ def step(plan: FitProgram, data: Data, state: State) -> State:
     seen = (loss, held, entropy[0], entropy[1], optax.tree.norm(gradient))
     history = FitHistory(*(past.at[state.step].set(now) for past, now in zip(state.history, seen)))
     return State(params, stats, opt_state, state.step + 1, state.eps, state.key, history)
+
+
+def _value(
+    plan: FitProgram, batch: Data, state: State, key: Array, params: Params
+) -> tuple[Array, tuple[Params, Array, Array]]:
+    """The mean loss over ``draws`` soft samples of each of B inputs.
+
+    Also new running averages, the share of survivors, and ``[2]`` entropy ratios.
+    """
+    schedule = batch.schedule
+    tau, temperatures = schedule.temperatures(state.step)
+    made, stats = families.mixture(
+        plan.family,
+        params,
+        state.stats,
+        batch.features,
+        batch.y,
+        batch.x.shape[1:],
+        temperatures=temperatures,
+        offset=batch.offset,
+        of_batch=True,
+    )
+    latent = mixtures.soft(key, made, len(batch.y), schedule.draws, tau)
+    logits = _moved(plan, params, latent, batch, state.eps)
+    own = jnp.repeat(batch.y, schedule.draws)
+    loss = _loss(schedule, logits, own)
+    held = losses.decision_margin(logits, own) <= 0
+    average = mixtures.entropy_ratio(jnp.mean(made.proportions, axis=0))
+    each = jnp.mean(mixtures.entropy_ratio(made.proportions))
+    return jnp.mean(loss), (stats, jnp.mean(held), jnp.stack([average, each]))
 
 
 def _loss(schedule: Schedule, logits: Array, y: Array) -> Array:

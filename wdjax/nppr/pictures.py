@@ -135,11 +135,8 @@ def heatmap(
     """Densities of every class's perturbations along the first principal component.
 
     Args:
-      perturbation: the distribution.
-      x: ``[n, *shape]`` in the box.
+      perturbation, x, key, draws: as in :func:`projected`.
       y: ``[n]`` labels; a row of the figure is a label.
-      key: a typed ``jax.random.key``.
-      draws: samples an input.
       bins: columns.
 
     Source: Wang et al. [wang2025], figures 5 (f) and 9.

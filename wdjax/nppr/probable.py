@@ -133,47 +133,76 @@ def probabilistic_accuracy(
     """
     arguments.check(perturbation=perturbation, model=model, x=x, y=y, key=key)
     host_only("nppr.probabilistic_accuracy", TWIN, model, perturbation, x, y, key)
+    most = validate.check_count("draws", draws)
+    risks = _risks(rho, alpha, most)
+    x, y, right = correct_inputs(model, perturbation, x, y)
+    asked = counting.poll(model, perturbation, x, y, key, index, batch_size, mesh)
+    rows, n = np.flatnonzero(right), len(right)
+    test = _decide_all(asked, rows, risks, alpha, most)
+    robust, fragile = (np.zeros((len(risks), n), bool) for _ in range(2))
+    robust[:, rows], fragile[:, rows] = test.robust, test.fragile
+    return Decision(
+        rho=tuple(map(float, risks)),
+        correct=right,
+        robust=robust,
+        fragile=fragile,
+        draws=spread(test.draws, rows, n),
+        faults=spread(test.faults, rows, n),
+        alpha=float(alpha),
+    )
+
+
+def _risks(rho: float | Sequence[float], alpha: float, most: int) -> npt.NDArray[np.float64]:
+    """``[R]``: the risks, checked; warns of those that ``most`` copies can never show."""
     risks = np.atleast_1d(np.asarray(rho, float))
     if risks.ndim != 1 or not np.all((risks > 0) & (risks < 1)):
         raise ValueError(f"rho must be risks between 0 and 1, got {rho!r}.")
     if binomial.check_level(alpha) > 0.5:
         raise ValueError(f"alpha must be at most 1/2, got {alpha!r}.")
-    most = validate.check_count("draws", draws)
     shown, _ = decided(np.array([most]), most, risks, alpha)
     if not shown.all():
         arguments.warn(
             f"no input can be shown to survive at rho={risks[~shown[:, 0]].max():g}: {most} copies "
             f"that all survive are no evidence of 1/alpha={1 / alpha:g}; raise draws."
         )
-    x, y, right = correct_inputs(model, perturbation, x, y)
-    asked = counting.poll(model, perturbation, x, y, key, index, batch_size, mesh)
-    rows = np.flatnonzero(right)
-    kept, broken = (np.zeros((len(risks), len(rows)), bool) for _ in range(2))
-    won, lost, made = (np.zeros(len(rows), np.int64) for _ in range(3))
-    active, done = np.arange(len(rows)), 0
+    return risks
+
+
+class _Tests(NamedTuple):
+    """The decisions ``[R, m]`` for m inputs, and what they took, ``[m]``."""
+
+    robust: npt.NDArray[np.bool_]
+    fragile: npt.NDArray[np.bool_]
+    draws: Counts
+    faults: Counts
+
+
+def _decide_all(
+    asked: counting.CopyPoll,
+    rows: npt.NDArray[np.int_],
+    risks: npt.NDArray[np.float64],
+    alpha: float,
+    most: int,
+) -> _Tests:
+    """Draws copies of the inputs ``rows`` ``[m]`` until all risks ``[R]`` are decided.
+
+    A decision stands; numbers of copies grow by a constant factor up to ``most``.
+    """
+    decisions = np.zeros((2, len(risks), len(rows)), np.bool_)
+    test = _Tests(*decisions, *np.zeros((2, len(rows)), np.int64))
+    won, active, done = np.zeros(len(rows), np.int64), np.arange(len(rows)), 0
     while len(active) and done < most:
         turns = max(1, int((_GROWTH - 1) * done) // TURN)
         step = min(turns * TURN, most - done)
         tally = counting.count(asked, rows[active], done, step)
         done += step
         won[active] += tally.survived
-        lost[active] += tally.faults
-        made[active] = done
+        test.faults[active] += tally.faults
+        test.draws[active] = done
         sure, weak = decided(won[active], done, risks, alpha)
-        kept[:, active], broken[:, active] = sure, weak
+        test.robust[:, active], test.fragile[:, active] = sure, weak
         active = active[~np.all(sure | weak, axis=0)]
-    n = len(right)
-    robust, fragile = (np.zeros((len(risks), n), bool) for _ in range(2))
-    robust[:, rows], fragile[:, rows] = kept, broken
-    return Decision(
-        rho=tuple(map(float, risks)),
-        correct=right,
-        robust=robust,
-        fragile=fragile,
-        draws=spread(made, rows, n),
-        faults=spread(lost, rows, n),
-        alpha=float(alpha),
-    )
+    return test
 
 
 def decided(

@@ -198,11 +198,8 @@ def _step(recipe: RegularisedProgram, given: TrainingData, state: State) -> Stat
     epoch's permutation. The model's loss is a weighted mean over the batch and over ``draws``
     perturbed copies of each sample, which carry no gradient to the distribution.
     """
-    model, number, size = state.model, state.step, min(given.schedule.batch, len(given.y))
-    turns = len(given.y) // size
-    order_key, draw_key = jax.random.split(given.key)
-    order = jax.random.permutation(jax.random.fold_in(order_key, number // turns), len(given.y))
-    rows = jax.lax.dynamic_slice(order, (number % turns * size,), (size,))
+    model, number = state.model, state.step
+    rows, own = _batch(given, number)
     x, y = given.x[rows], given.y[rows]
     seen = None if recipe.features is None else recipe.features(model)
     held = None if seen is None else objective.as_rows(seen(x))
@@ -219,18 +216,27 @@ def _step(recipe: RegularisedProgram, given: TrainingData, state: State) -> Stat
         offset=None,
         model=None,
     )
-
-    own = jax.random.fold_in(draw_key, number)
     moved = jax.lax.stop_gradient(counting.points(worst, own, x, y, recipe.draws))
     copies = moved.reshape(-1, *x.shape[1:]), jnp.repeat(y, recipe.draws)
-
-    def value(model: Model) -> tuple[Array, Model]:
-        total: Any = 0.0
-        parts = (1 - given.weight, (x, y)), (given.weight, copies)
-        for share, (points, labels) in parts:
-            logits, model = models.training_pass(model, points)
-            total += share * jnp.mean(losses.cross_entropy(logits, labels))
-        return total, model
-
+    value = functools.partial(_value, ((1 - given.weight, (x, y)), (given.weight, copies)))
     model, opt_state, loss = models.descend(recipe.optimizer, value, model, state.opt_state)
     return State(model, opt_state, distribution, number + 1, state.loss.at[number].set(loss))
+
+
+def _batch(given: TrainingData, number: Array) -> tuple[Array, Array]:
+    """The rows ``[B]`` of a step, each once an epoch, and the key of its copies."""
+    size = min(given.schedule.batch, len(given.y))
+    turns = len(given.y) // size
+    order_key, draw_key = jax.random.split(given.key)
+    order = jax.random.permutation(jax.random.fold_in(order_key, number // turns), len(given.y))
+    rows = jax.lax.dynamic_slice(order, (number % turns * size,), (size,))
+    return rows, jax.random.fold_in(draw_key, number)
+
+
+def _value(parts: PyTree, model: Model) -> tuple[Array, Model]:
+    """The weighted loss over parts ``(weight, (x, y))``, and the model after them."""
+    total: Any = 0.0
+    for share, (points, labels) in parts:
+        logits, model = models.training_pass(model, points)
+        total += share * jnp.mean(losses.cross_entropy(logits, labels))
+    return total, model

@@ -155,19 +155,9 @@ def _ascent(
 ) -> tuple[Cloud, Ladder]:
     """One run of multilevel splitting, or the preliminary run (pilot) that finds the levels.
 
-    Args:
-      count: N, the number of particles.
-      stay: how many of them lie above the pilot's next level.
-      moves: Markov moves of each particle after a level.
-      question: the input and its perturbations.
-      ladder: the pilot's levels and step sizes, which a run uses; empty for the pilot.
-      pilot: a boolean; both kinds are one program, to save a compilation.
-      key: of this run.
-
-    Returns:
-      The particles at the end, and the ladder found. A run ends at the pilot's last level, or if no
-      particle is left; the pilot when ``stay`` particles are failures, levels stop rising, or the
-      ladder is full.
+    Both are one program, to save a compilation; particles are ``[count, d]``. The pilot's next
+    level has ``stay`` particles above it; it ends when these are failures, levels stop rising or
+    the ladder is full.
     """
     first, key = jax.random.split(key)
     u = jax.random.normal(first, (count, question.size))
@@ -206,19 +196,8 @@ def _climbed(
 ) -> tuple[Cloud, Array]:
     """Passes one level: resamples the particles above it, and moves each at random, staying above.
 
-    Args:
-      question: the input and its perturbations.
-      moves: Metropolis moves, ``u <- sqrt(1 - step^2) u + step * noise``, each rejected if the
-        margin falls to the level or below.
-      cloud: N particles; those with a margin above the level are repeated equally often, up to one,
-        until there are N.
-      level: the margin to stay above.
-      step: a scalar in (0, 1).
-      pilot: whether this is the pilot, which adapts the step to the acceptance rate.
-      key: of this level.
-
-    Returns:
-      The N new particles, and the last step size, unchanged unless this is the pilot.
+    ``cloud`` holds particles ``[N, d]`` and their margins ``[N]``. A pilot adapts its step size to
+    the acceptance rate and returns it; a run keeps the pilot's.
     """
     pick, move = jax.random.split(key)
     above = cloud.score > level

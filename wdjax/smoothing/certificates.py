@@ -236,15 +236,8 @@ def tally(
     """Counts ``n`` votes of every sample, as :func:`predict` does.
 
     Args:
-      model: a pytree callable ``[n, *shape] -> [n, K]``.
-      x: ``[n, *shape]`` finite floats.
-      noise: of :mod:`wdjax.smoothing.noise`.
-      key: a typed ``jax.random.key``.
-      n: number of votes for each sample.
+      model, x, noise, key, n, index, batch_size, mesh: as in :func:`predict`.
       only: ``[n]`` booleans, the samples to take votes for; the others have none.
-      index: ``[n]`` integers, the samples' indices in a larger data set.
-      batch_size: number of votes on the device at once.
-      mesh: a mesh from :func:`wdjax.parallel.data_mesh`.
 
     Returns:
       ``[n, K + 1]`` counts; the last column counts logits that are not finite.

@@ -95,12 +95,8 @@ def objective_at(
     """``[n]``: the objective of an attack, with its ``judge`` loss, at given points.
 
     Args:
-      attack: the space attack.
-      defense: the defence that the models belong to.
-      memory: its memory.
-      bank: the models.
-      x: ``[n, *shape]``
-      y: ``[n]``
+      attack, defense, memory, bank, y: as in :func:`raise_objective`.
+      x: ``[n, *shape]``, any points.
 
     Cost: one forward pass of each model.
 

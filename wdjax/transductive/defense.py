@@ -48,6 +48,35 @@ class Defense(Protocol):
         ...
 
 
+class Stateless:
+    """What defences share that keep nothing from round to round and whose model is ``adapted``."""
+
+    per_sample: ClassVar[bool] = False
+    rejects: ClassVar[bool] = False
+    parts: ClassVar[tuple[str, ...]] = ()
+    """The names of the memory's parts."""
+
+    def begin(self, memory: PyTree) -> PyTree:
+        if self.parts:
+            check_memory(memory, *self.parts)
+        return ()
+
+    def between(self, key: Array, memory: PyTree, state: PyTree) -> PyTree:
+        return state
+
+    def predict(self, memory: PyTree, adapted: Any, x: Array) -> Any:
+        return adapted(x)
+
+
+class Retrained(Stateless):
+    """What defences share that train a new model for every round, beside a ``"base"`` model."""
+
+    parts: ClassVar[tuple[str, ...]] = ("x", "y", "base")
+
+    def base(self, memory: PyTree, state: PyTree, n: int) -> PyTree:
+        return memory["base"]
+
+
 def check_memory(memory: PyTree, *names: str) -> None:
     """Raises unless the memory is what :meth:`Defense.prepare` returned."""
     if not (isinstance(memory, dict) and set(names) == set(memory)):

@@ -34,7 +34,10 @@ def game_identity(game: Game, begun: State) -> bytes:
 
 
 def _programs(game: Game, begun: State) -> list[identity.ClosedJaxpr]:
-    """The programs of adaptation, attack and both losses, traced for one round."""
+    """The programs of adaptation, attack and both losses, traced for inputs ``[size, *shape]``.
+
+    All rounds have one shape, so those of the first are those of all.
+    """
     attacker, key, (_, x, y) = game.attacker, game.referee.key, game.inputs(0)
     attack, (defense, memory, _) = attacker.attack, attacker.defender
     state, given = begun.defender.attacked, attacker.defender.given(x, x)

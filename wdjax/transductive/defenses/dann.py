@@ -12,13 +12,13 @@ from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
 from wdjax.core import Array, Model, PyTree
 from wdjax.transductive import fitting
-from wdjax.transductive.defense import check_memory
+from wdjax.transductive.defense import Retrained
 from wdjax.transductive.fitting import Network
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DANN:
+class DANN(Retrained):
     r"""Domain-adversarial training from scratch on the labelled data and the unlabelled inputs.
 
     Each step adds the cross-entropy on the training data and the loss of a discriminator between
@@ -46,9 +46,7 @@ class DANN:
     Source: Ganin et al. [ganin2016]; as a defence, Chen et al. [chen2022].
     """
 
-    per_sample: ClassVar[bool] = False
     uses_inputs: ClassVar[bool] = True
-    rejects: ClassVar[bool] = False
 
     network: Network = dataclasses.field(metadata={"static": True})
     discriminator: Network = dataclasses.field(metadata={"static": True})
@@ -65,21 +63,8 @@ class DANN:
         """The training data, and the base model, trained without a discriminator."""
         return {"x": x, "y": y, "base": self._train(key, x, y, None)}
 
-    def begin(self, memory: PyTree) -> PyTree:
-        check_memory(memory, "x", "y", "base")
-        return ()
-
-    def base(self, memory: PyTree, state: PyTree, n: int) -> PyTree:
-        return memory["base"]
-
     def adapt(self, key: Array, memory: PyTree, state: PyTree, x: Array) -> tuple[PyTree, PyTree]:
         return self._train(key, memory["x"], memory["y"], x), state
-
-    def between(self, key: Array, memory: PyTree, state: PyTree) -> PyTree:
-        return state
-
-    def predict(self, memory: PyTree, adapted: PyTree, x: Array) -> Array:
-        return adapted(x)
 
     def _train(self, key: Array, x: Array, y: Array, target: Array | None) -> Model:
         """Trains a model from scratch on ``x [n, *shape]`` and ``y [n]``.

@@ -12,6 +12,7 @@ from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
 from wdjax.core import Array, Model, PyTree
 from wdjax.transductive.adamod import adamod
+from wdjax.transductive.defense import Stateless
 
 _TINY = 1e-5
 """Added inside logarithms of the objective, as in the authors' code."""
@@ -19,7 +20,7 @@ _TINY = 1e-5
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DENT:
+class DENT(Stateless):
     r"""Defensive entropy minimisation: normalisation's affine parameters, adapted to each sample.
 
     All other weights and the stored statistics are fixed. Each sample starts from a copy of the
@@ -52,7 +53,6 @@ class DENT:
 
     per_sample: ClassVar[bool] = True
     uses_inputs: ClassVar[bool] = True
-    rejects: ClassVar[bool] = False
 
     model: Model
     steps: int = setting(6)
@@ -66,9 +66,6 @@ class DENT:
 
     def prepare(self, key: Array, x: Array, y: Array) -> PyTree:
         models.split_affine(self.model.args[0])
-        return ()
-
-    def begin(self, memory: PyTree) -> PyTree:
         return ()
 
     def base(self, memory: PyTree, state: PyTree, n: int) -> PyTree:
@@ -89,9 +86,6 @@ class DENT:
         own = self.base(memory, state, len(x))
         (own, _), _ = jax.lax.scan(step, (own, rule.init(own)), length=self.steps)
         return own, state
-
-    def between(self, key: Array, memory: PyTree, state: PyTree) -> PyTree:
-        return state
 
     def predict(self, memory: PyTree, adapted: PyTree, x: Array) -> Array:
         _, rest = models.split_affine(self.model.args[0])

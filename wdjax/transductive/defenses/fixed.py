@@ -6,11 +6,12 @@ from typing import ClassVar
 import jax
 
 from wdjax.core import Array, Model, PyTree
+from wdjax.transductive.defense import Stateless
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Fixed:
+class Fixed(Stateless):
     """A model that does not adapt: with it the game is the usual white-box attack.
 
     Args:
@@ -22,16 +23,11 @@ class Fixed:
     [[1.0, 1.0]]
     """
 
-    per_sample: ClassVar[bool] = False
     uses_inputs: ClassVar[bool] = False
-    rejects: ClassVar[bool] = False
 
     model: Model
 
     def prepare(self, key: Array, x: Array, y: Array) -> PyTree:
-        return ()
-
-    def begin(self, memory: PyTree) -> PyTree:
         return ()
 
     def base(self, memory: PyTree, state: PyTree, n: int) -> PyTree:
@@ -39,9 +35,3 @@ class Fixed:
 
     def adapt(self, key: Array, memory: PyTree, state: PyTree, x: Array) -> tuple[PyTree, PyTree]:
         return self.model, state
-
-    def between(self, key: Array, memory: PyTree, state: PyTree) -> PyTree:
-        return state
-
-    def predict(self, memory: PyTree, adapted: PyTree, x: Array) -> Array:
-        return adapted(x)

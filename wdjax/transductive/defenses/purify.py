@@ -10,11 +10,12 @@ from wdjax import losses
 from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
 from wdjax.core import Array, Model, PyTree
+from wdjax.transductive.defense import Stateless
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Purify:
+class Purify(Stateless):
     r"""An anti-adversary: descends the loss of the predicted class, from a noisy copy of the input.
 
     ``x' = x + r``, where r begins as noise in the ball of ``radius`` and takes ``steps`` steps that
@@ -45,9 +46,7 @@ class Purify:
     True
     """
 
-    per_sample: ClassVar[bool] = False
     uses_inputs: ClassVar[bool] = False
-    rejects: ClassVar[bool] = False
 
     model: Model
     steps: int = setting(4)
@@ -60,18 +59,12 @@ class Purify:
     def prepare(self, key: Array, x: Array, y: Array) -> PyTree:
         return ()
 
-    def begin(self, memory: PyTree) -> PyTree:
-        return ()
-
     def base(self, memory: PyTree, state: PyTree, n: int) -> PyTree:
         """The model without purification."""
         return _Noise(jax.random.key_data(jax.random.key(0)), jnp.zeros(()))
 
     def adapt(self, key: Array, memory: PyTree, state: PyTree, x: Array) -> tuple[PyTree, PyTree]:
         return _Noise(jax.random.key_data(key), jnp.ones(())), state
-
-    def between(self, key: Array, memory: PyTree, state: PyTree) -> PyTree:
-        return state
 
     def predict(self, memory: PyTree, adapted: "_Noise", x: Array) -> Array:
         key = jax.random.wrap_key_data(adapted.key)

@@ -170,10 +170,10 @@ class RMC:
         return adapted(x)
 
     def _train(self, key: Array, memory: PyTree, state: State, own: Array, held: Array) -> State:
-        """Trains the previous model further on the samples ``own`` until it settles on ``held``.
+        """Trains on samples ``own`` ``[m]`` until the stopping rule holds on ``held`` ``[h]``.
 
-        Both are indices into the memory. Training ends after ``epochs``, or once its loss is small
-        and the validation loss has not fallen for ``patience`` epochs.
+        Both are indices of the memory's samples; the length of the loop is known at run time only,
+        since the rule ends it.
         """
         x, y = memory["x"], memory["y"]
         steps = -(-len(own) // self.size)

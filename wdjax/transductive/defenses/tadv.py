@@ -11,13 +11,13 @@ from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
 from wdjax.core import Array, Attack, PyTree
 from wdjax.transductive import fitting
-from wdjax.transductive.defense import check_memory
+from wdjax.transductive.defense import Retrained
 from wdjax.transductive.fitting import Network, Opponent
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TADV:
+class TADV(Retrained):
     """Transductive adversarial training: the model is trained anew after the attacker's move.
 
     Half of the loss is that of clean samples and half that of attacked ones. The inputs are not
@@ -42,9 +42,7 @@ class TADV:
     Source: Chen et al. [chen2022], section 6 and A.5.
     """
 
-    per_sample: ClassVar[bool] = False
     uses_inputs: ClassVar[bool] = False
-    rejects: ClassVar[bool] = False
 
     network: Network = dataclasses.field(metadata={"static": True})
     attack: Attack = dataclasses.field(default_factory=lambda: PGD(steps=10, random_start=True))
@@ -61,21 +59,8 @@ class TADV:
         """The training data, and the static model, trained once in the same way."""
         return {"x": x, "y": y, "base": self._train(key, x, y)}
 
-    def begin(self, memory: PyTree) -> PyTree:
-        check_memory(memory, "x", "y", "base")
-        return ()
-
-    def base(self, memory: PyTree, state: PyTree, n: int) -> PyTree:
-        return memory["base"]
-
     def adapt(self, key: Array, memory: PyTree, state: PyTree, x: Array) -> tuple[PyTree, PyTree]:
         return self._train(key, memory["x"], memory["y"]), state
-
-    def between(self, key: Array, memory: PyTree, state: PyTree) -> PyTree:
-        return state
-
-    def predict(self, memory: PyTree, adapted: PyTree, x: Array) -> Array:
-        return adapted(x)
 
     def _train(self, key: Array, x: Array, y: Array) -> PyTree:
         """A model trained adversarially from scratch; ``key`` draws weights and batches."""

@@ -12,13 +12,13 @@ from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
 from wdjax.core import Array, Model, PyTree
 from wdjax.transductive import fitting
-from wdjax.transductive.defense import check_memory
+from wdjax.transductive.defense import Stateless
 from wdjax.transductive.fitting import Network
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class URejectron:
+class URejectron(Stateless):
     r"""A classifier with a discriminator that is trained on the inputs it then judges.
 
     The discriminator separates training data (0) from inputs (1), equally many in a batch; an input
@@ -40,9 +40,9 @@ class URejectron:
     Source: Goldwasser et al. [goldwasser2020]; Chen et al. [chen2022], A.6.
     """
 
-    per_sample: ClassVar[bool] = False
     uses_inputs: ClassVar[bool] = True
     rejects: ClassVar[bool] = True
+    parts: ClassVar[tuple[str, ...]] = ("x",)
 
     model: Model
     discriminator: Network = dataclasses.field(metadata={"static": True})
@@ -57,10 +57,6 @@ class URejectron:
     def prepare(self, key: Array, x: Array, y: Array) -> PyTree:
         """The training data, without labels, which are not needed."""
         return {"x": x}
-
-    def begin(self, memory: PyTree) -> PyTree:
-        check_memory(memory, "x")
-        return ()
 
     def base(self, memory: PyTree, state: PyTree, n: int) -> PyTree:
         """A discriminator that accepts everything: all parameters are 0."""
@@ -92,9 +88,6 @@ class URejectron:
         judge = self.discriminator(key=first)
         (judge, _), _ = jax.lax.scan(step, (judge, rule.init(models.parameters(judge))), rows)
         return judge, state
-
-    def between(self, key: Array, memory: PyTree, state: PyTree) -> PyTree:
-        return state
 
     def predict(self, memory: PyTree, adapted: PyTree, x: Array) -> tuple[Array, Array]:
         said = adapted(x)
