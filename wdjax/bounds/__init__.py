@@ -7,5 +7,6 @@ lines (from `relax`), and its rounding error. `graph` flattens a program into eq
 `network` marks the affine equations; `crown` sends coefficients (`coefficients`) backwards through
 them with the lines of `relax` and `activation`, until `region` concretises them. `slopes` optimises
 the lines (alpha-CROWN), `leaves` splits ReLUs, `margins` combines all of this to bound every margin
-of a batch, `linear_outputs` to bound any linear functions of the outputs over boxes. Open `margins` first, then `crown`.
+of a batch; `linear_outputs` bounds any linear functions of the outputs over boxes. Open `margins`
+first, then `crown`.
 """

@@ -24,6 +24,7 @@ _TRIED = 8
 """Number of samples that branch and bound works on between two checkpoints."""
 
 
+_FALSIFIED = [ENDS.index(end) for end in ("misclassified", "flipped")]
 _SHARED = 1e-5
 """Rounding that is charged to the margins, relative to an offset common to all logits."""
 
@@ -62,7 +63,8 @@ def verify(
       every: least number of seconds between two saves of the checkpoint.
 
     Returns:
-      A :class:`Certificate`.
+      A :class:`Certificate`. By "bab" a sample is verified, falsified with a counterexample, or
+      neither, and then unknown.
 
     Raises:
       ValueError: bad samples, an unknown method, a primitive without a rule, or a trace.
@@ -92,12 +94,15 @@ def verify(
         these = pieces[int(state["turn"])]
         own = model, x[these], y[these]
         low, radius = np.array(state["low"]), np.array(state["radius"])
-        ended = np.array(state["ended"])
+        ended, points = np.array(state["ended"]), np.array(state["points"])
         found = pointwise.searched(*own, eps=eps, method=method, seconds=seconds, **how)
-        low[these], ended[these] = found[0], 0 if found[1] is None else found[1]
+        low[these] = found[0]
+        if method == "bab":
+            ended[these], points[these] = found[1:]
         if steps:
             radius[these] = pointwise.radius(*own, steps=steps, method=radii, **how)
-        return {"turn": state["turn"] + 1, "low": low, "radius": radius, "ended": ended}
+        after = {"low": low, "radius": radius, "ended": ended, "points": points}
+        return {"turn": state["turn"] + 1, **after}
 
     def progress(state: dict[str, Any]) -> Progress:
         taken = int(state["turn"])
@@ -106,6 +111,7 @@ def verify(
     (_, classes), n = jax.eval_shape(model, x[:1]).shape, len(y)
     begun: dict[str, Any] = {"low": np.full((n, classes), -np.inf), "radius": np.zeros(n)}
     begun["ended"] = np.zeros(n, np.int32)
+    begun["points"] = np.array(x if method == "bab" else x[:0])
     mark = b""
     if checkpoint is not None:
         traced = identity.program(lambda model, x: model(x), model, x[:1])
@@ -126,7 +132,10 @@ def verify(
     held = np.where(margin > 0, eps, 0.0)
     radius = np.maximum(state["radius"], held)
     ended = tuple(ENDS[k] for k in state["ended"]) if method == "bab" else ()
-    return Certificate(correct, margin, radius, method, CLAIM, ended, _remarks(logits))
+    falsified = ~correct | np.isin(state["ended"], _FALSIFIED)
+    points = state["points"] if method == "bab" else None
+    told = _remarks(logits)
+    return Certificate(correct, margin, radius, method, CLAIM, ended, told, falsified, points)
 
 
 def _remarks(logits: Numbers) -> tuple[str, ...]:
