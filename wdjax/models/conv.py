@@ -87,6 +87,11 @@ def plain() -> Iterator[None]:
         _PLAIN.reset(before)
 
 
+def analysed() -> bool:
+    """Whether the trace is one of a function that analyses programs: inside :func:`plain`."""
+    return _PLAIN.get()
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4, 5))
 def _conv(x, kernel, stride, pads, groups, derived):
     channels, outputs = kernel.shape[2:]

@@ -1,4 +1,4 @@
-"""Converts PyTorch checkpoints to models: all tensors, with a report of each, or none."""
+"""Makes models of PyTorch checkpoints, PyTorch modules and ONNX files: whole, with a report."""
 
 import argparse
 import functools
@@ -18,6 +18,7 @@ from flax import nnx
 from wdjax.files import persist, torch_file
 from wdjax.files.state_pickle import shown
 from wdjax.models import zoo
+from wdjax.models.imported import GraphReport, from_torch, load_onnx
 from wdjax.models.pytorch import (
     CONTAINERS,
     ConversionReport,
@@ -41,11 +42,14 @@ _TIMM = ("state_dict_ema", "model_ema", "state_dict", "model")
 __all__ = [
     "ConversionReport",
     "Converted",
+    "GraphReport",
     "Line",
     "add_arguments",
     "check_parity",
     "from_state_dict",
+    "from_torch",
     "load",
+    "load_onnx",
     "load_robustbench",
     "main",
     "slots",

@@ -149,7 +149,13 @@ class Converted(NamedTuple):
     """A model and the report of its conversion."""
 
     model: Model
-    report: ConversionReport
+    report: Any
+    """A :class:`ConversionReport`, or the :class:`wdjax.models.imported.GraphReport` of a graph."""
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """One sample's shape, ``[*shape]``; known for graphs only."""
+        return self.report.input_shape
 
 
 def keep(name):
