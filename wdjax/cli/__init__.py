@@ -1,7 +1,8 @@
 """The command line: each command is a file, works in resumable tasks, and writes JSON.
 
 `subject` declares and loads what all commands share: model, samples, places of results; `options`
-has the types of numbers; `console` prints; `process` handles signals and caches. Attacks are rows
+has the types of numbers; `console` prints; `process` handles signals and caches,
+`workers` runs several processes. Attacks are rows
 of `attack_table`, whose settings `attack_words` parses. Open `attack_command` first.
 """
 
@@ -27,6 +28,7 @@ from wdjax.cli import (
     image_attack_command,
     nppr_command,
     process,
+    verify_command,
 )
 from wdjax.cli.console import Console
 from wdjax.engine import diagnosis
@@ -40,6 +42,7 @@ _COMMANDS = (
     nppr_command,
     game_command,
     convert_command,
+    verify_command,
 )
 
 BAD_INPUT = 2
@@ -68,6 +71,7 @@ _EXAMPLES = """examples:
   python -m wdjax nppr --arch wong_mnist --weights mnist.pth --data mnist.npz \\
       --norm linf --eps 0.1 --json nppr.json
   python -m wdjax game --defense dann,tadv --seeds 0,1 --json games.json
+  python -m wdjax verify net.onnx property.vnnlib --seconds 60
   python -m wdjax convert Carmon2019Unlabeled.pt --name Carmon2019Unlabeled --out model.safetensors
   python -m wdjax COMMAND --help"""
 
