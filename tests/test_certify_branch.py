@@ -83,7 +83,8 @@ def test_no_point_of_a_leaf_breaks_its_bound():
     model = Model(filtered, (draw(3, 3, 1, 2), draw(32, 3)))
     x = jnp.array(rng.uniform(0.2, 0.8, size=(1, 4, 4, 1)), jnp.float32)
     y, eps = jnp.array([0]), jnp.array([0.4], jnp.float32)
-    known = leaves.root(model, x, y, eps, norm, BOX)
+    problem = leaves.of_sample(x, y, eps, norm, BOX, 3)
+    known = leaves.root(model, problem, norm)
     (place,) = known.lower
     step = rng.normal(size=(4000, *x.shape[1:]))
     flat = step.reshape(len(step), -1)
@@ -103,19 +104,19 @@ def test_no_point_of_a_leaf_breaks_its_bound():
         chosen = rng.choice(open_, 3, replace=False)
         row[chosen] = np.sign(operand[rng.integers(len(operand)), chosen])
     multipliers = rng.uniform(size=begun.multipliers.shape).astype(np.float32)
-    rows = leaves.Leaves(begun.rival, jnp.array(signs), jnp.array(multipliers))
-    found = leaves.bounds(model, x, y, eps, known, rows, norm, BOX, 5, 2)
+    rows = leaves.Leaves(begun.row, jnp.array(signs), jnp.array(multipliers))
+    found = leaves.bounds(model, problem, known, rows, norm=norm, steps=5, tries=2)
     slack = np.asarray(known.slack[place]).reshape(-1)
     seen = 0
-    for row, rival, low in zip(signs, begun.rival, found.low):
+    for row, rival, low in zip(signs, begun.row, found.low):
         inside = np.all(row * operand >= -slack * (row != 0), axis=1)
         seen += inside.sum()
         assert np.all(out[inside, 0] - out[inside, rival] >= low)
     assert seen > 1000
-    whole = leaves.bounds(model, x, y, eps, known, begun, norm, BOX, 5, 2)
+    whole = leaves.bounds(model, problem, known, begun, norm=norm, steps=5, tries=2)
     assert np.all(found.low > whole.low - 0.1)
     for k, side in itertools.product(range(2), range(2)):
-        for row, rival in enumerate(begun.rival[:2]):
+        for row, rival in enumerate(begun.row[:2]):
             entry, low = int(whole.choices[row, k]), float(whole.children[row, k, side])
             inside = (2 * side - 1) * operand[:, entry] >= -slack[entry]
             assert np.all(out[inside, 0] - out[inside, rival] >= low)
@@ -143,7 +144,7 @@ def test_no_leaf_is_dropped():
             free = rng.permutation(np.flatnonzero(signs == 0))[:3]
             choices[row, : len(free)] = free
         low, children = rng.normal(-1, 1, 4), rng.normal(-1, 1, (4, 3, 2))
-        frontier.split(leaves.LeafBounds(low, batch.multipliers, choices, children))
+        frontier.split(leaves.LeafBounds(low, batch.multipliers, choices, children, None))
     held = [*frontier.open, *frontier.stuck, *(leaf for leaf in every if leaf.low > 0)]
     for signs in itertools.product((-1, 1), repeat=size):
         assert any(np.all((leaf.signs == 0) | (leaf.signs == signs)) for leaf in held)

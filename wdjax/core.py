@@ -279,6 +279,12 @@ class Certificate(NamedTuple):
     """
     remarks: tuple[str, ...] = ()
     """Why the bounds may be loose, and how an equivalent model would have tighter ones."""
+    falsified: npt.NDArray[Any] | None = None
+    """Whether a misclassified point within ``eps`` is known: the sample, or one that branch and
+    bound found. What is neither verified nor falsified is unknown. None for other certificates."""
+    counterexamples: npt.NDArray[Any] | None = None
+    """``[n, *shape]``: of branch and bound, such a point for each falsified sample, else the sample
+    itself."""
 
     @property
     def verified(self) -> npt.NDArray[Any]:

@@ -1,63 +1,104 @@
-"""Bounds of one margin where the signs of some ReLUs' operands are given.
+r"""Bounds of linear functions of the outputs where the signs of some ReLUs' operands are given.
 
 A leaf is the set of points of a region where the pre-activations ``z`` of the split ReLUs have the
 leaf's signs ``s``. Both signs include 0, and each is relaxed to ``s z >= -w``, where ``w`` bounds
-the rounding of ``z``, so that the two halves of a split cover it in floats too. In a leaf a split
-ReLU is nearly affine; and ``margin - b (s z + w)`` is at most the margin for every multiplier
+the rounding of ``z``, so that the two halves of a split cover it in floats too. In a leaf a
+split ReLU is nearly affine; and ``f - b (s z + w)`` is at most ``f`` for every multiplier
 ``b >= 0``. The multipliers are maximised together with the slopes of the unstable neurons.
 
 Source: Wang et al. [wang2021]; the neurons to split, De Palma et al. [depalma2021].
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.flatten_util import ravel_pytree
+from jax.typing import ArrayLike
 
-from wdjax.bounds import crown, margins, region, slopes
-from wdjax.bounds.coefficients import Rows, Whole, rounding, summed
+from wdjax.bounds import crown, linear_outputs, margins, region, slopes
+from wdjax.bounds.coefficients import Coefficients, Rows, Whole, rounding, summed, whole
 from wdjax.bounds.domain import Array
+from wdjax.bounds.linear_outputs import Objectives
 from wdjax.bounds.network import Network
 from wdjax.bounds.region import Box, Region
 from wdjax.core import Classifier
 from wdjax.precision import highest
 
 _RATE = 0.2
+_PATIENCE = 0.01
+"""Steps end where they raise the bounds by less than this share of them."""
 
 Maps = dict[int, Array]
 """Arrays ``[*shape]`` or ``[L, *shape]`` by the place of a ReLU's operand."""
 
 
+class RegionProblem(NamedTuple):
+    """One region, and functions to be bounded on it: the arrays of a :class:`Region`, of length 1.
+
+    The norm is not among them, since it changes the program.
+    """
+
+    center: Array
+    lower: Array
+    upper: Array
+    eps: Array
+    rows: Objectives
+
+    def region(self, norm: float, count: int = 1) -> Region:
+        """``count`` copies of the region."""
+
+        def copies(t: Array) -> Array:
+            return jnp.broadcast_to(t, (count, *t.shape[1:]))
+
+        ends = copies(self.lower), copies(self.upper)
+        return Region(copies(self.center), *ends, copies(self.eps), norm)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+def of_sample(x: Array, y: Array, eps: Array, norm: float, box: Box, classes: int) -> RegionProblem:
+    """All margins ``z_y - z_j`` of one sample, ``x`` ``[1, *shape]``; row ``y`` is 0."""
+    ball, unit = region.ball(x, eps, norm, box), jnp.eye(classes, dtype=x.dtype)
+    rows = Objectives(unit[y[0]] - unit, jnp.zeros_like(unit), jnp.zeros(classes, x.dtype))
+    return RegionProblem(ball.center, ball.lower, ball.upper, ball.eps, rows)
+
+
+def of_box(lower: ArrayLike, upper: ArrayLike, rows: Objectives) -> RegionProblem:
+    """Functions of the outputs on one box ``[*shape]``."""
+    ball = linear_outputs.boxes(jnp.asarray(lower)[None], jnp.asarray(upper)[None])
+    return RegionProblem(ball.center, ball.lower, ball.upper, ball.eps, rows)
+
+
 class RootBounds(NamedTuple):
-    """What holds in a whole region of one sample."""
+    """What holds in the whole region of a problem."""
 
     low: Array
-    """``[K]`` bounds of the margins."""
+    """``[R]`` bounds of the functions."""
     lower: Maps
     upper: Maps
     slack: Maps
     """``w``: how far a ReLU's operand may differ between two float programs."""
 
-    def begin(self, rival: Array) -> "Leaves":
-        """One leaf for each of the classes ``rival``, ``[L]``: the whole region, nothing split."""
+    def begin(self, row: Array) -> "Leaves":
+        """One leaf for each of the functions ``row``, ``[L]``: the whole region, nothing split."""
         usual = {place: self.upper[place] > -low for place, low in self.lower.items()}
         size = sum(low.size for low in self.lower.values())
         slope = _rows({place: m[None].astype(self.low.dtype) for place, m in usual.items()})
         return Leaves(
-            rival,
-            jnp.zeros((len(rival), size), jnp.int8),
-            jnp.broadcast_to(slope, (len(rival), size)),
+            row,
+            jnp.zeros((len(row), size), jnp.int8),
+            jnp.broadcast_to(slope, (len(row), size)),
         )
 
 
 class Leaves(NamedTuple):
     """``L`` subproblems of one region, over the ``N`` operands of its ReLUs."""
 
-    rival: Array
-    """``[L]`` classes, each the other class of the leaf's margin."""
+    row: Array
+    """``[L]``: which of the problem's functions each leaf bounds."""
     signs: Array
     """``[L, N]`` of -1, 0 and 1; 0 where the neuron is not split."""
     multipliers: Array
@@ -68,22 +109,25 @@ class LeafBounds(NamedTuple):
     """What was found of leaves."""
 
     low: Array
-    """``[L]`` lower bounds of the margin."""
+    """``[L]`` lower bounds of the leaf's function."""
     multipliers: Array
     """``[L, N]``, those that gave ``low``."""
     choices: Array
     """``[L, C]`` indices of operands to split, the best first; N where there is none."""
     children: Array
     """``[L, C, 2]`` bounds of both halves of each split, negative side first."""
+    points: Array
+    """``[L, *shape]`` inputs where the leaf's linear bound is least, for norm inf; else the centre.
+    """
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5))
-def root(model: Classifier, x: Array, y: Array, eps: Array, norm: float, box: Box) -> RootBounds:
-    """Bounds over the whole region of one sample ``x`` ``[1, *shape]``, by optimised slopes."""
+@functools.partial(jax.jit, static_argnums=2)
+def root(model: Classifier, problem: RegionProblem, norm: float) -> RootBounds:
+    """Bounds of a problem's whole region by optimised slopes."""
     with highest():
-        ball = region.ball(x, eps, norm, box)
-        state = margins.prepare(model, ball, "alpha")
-        low = margins.of(state, model, ball, y, "alpha")
+        state = margins.prepare(model, problem.region(norm), "alpha")
+        low = linear_outputs.of(state, problem.rows, "alpha").low
+        low = jnp.where(jnp.isnan(problem.eps)[:, None], -jnp.inf, low)
     lower, upper, slack = {}, {}, {}
     for place in rectified(state).values():
         value = state.values[place]
@@ -115,32 +159,32 @@ def _maps(rows: Array, like: Maps) -> Maps:
     return jax.vmap(ravel_pytree(like)[1])(rows)
 
 
-@functools.partial(jax.jit, static_argnums=(6, 7, 8, 9))
+@functools.partial(jax.jit, static_argnames=("norm", "steps", "tries"))
 def bounds(
     model: Classifier,
-    x: Array,
-    y: Array,
-    eps: Array,
+    problem: RegionProblem,
     known: RootBounds,
     leaves: Leaves,
+    *,
     norm: float,
-    box: Box,
     steps: int,
     tries: int,
 ) -> LeafBounds:
-    """Bounds of leaves by ``steps`` steps, and of the halves of ``tries`` splits of each."""
-    count = len(leaves.rival)
+    """Bounds of leaves by up to ``steps`` steps, and of the halves of ``tries`` splits of each."""
+    count = len(leaves.row)
     with highest():
-        ball = region.ball(jnp.broadcast_to(x, (count, *x.shape[1:])), eps, norm, box)
-        net = margins.network(model, x)
+        ball = problem.region(norm, count)
+        net = margins.network(model, problem.center)
         wide = margins.wide(ball).prepared()
-        split = functools.partial(_Split, net, wide, known, y, leaves.rival)
+        rows = Objectives(*(part[leaves.row][:, None] for part in problem.rows))
+        split = functools.partial(_Split, net, wide, known, rows)
         begun = split(leaves.signs)
         most = {i: jnp.where(sign == 0, 1.0, jnp.inf) for i, sign in begun.signs.items()}
         multipliers = _maps(leaves.multipliers, known.lower)
-        worst = slopes.BestSlopes(jnp.full(count, -jnp.inf, x.dtype), multipliers)
-        best = slopes.maximised(begun.low, worst, most, steps, _RATE, until=0.0)
-        worth, choices = lax.top_k(_scores(begun, best.slopes), tries)
+        worst = slopes.BestSlopes(jnp.full(count, -jnp.inf, ball.eps.dtype), multipliers)
+        best = slopes.maximised(begun.low, worst, most, steps, _RATE, until=0.0, patience=_PATIENCE)
+        worths, toward = _scores(begun, best.slopes)
+        worth, choices = lax.top_k(worths, tries)
         own = _rows(best.slopes)
         places = jnp.arange(count)
 
@@ -156,14 +200,16 @@ def bounds(
         choices = jnp.where(worth > 0, choices, own.shape[1])
         choices = jnp.take_along_axis(choices, order, axis=-1)
         children = jnp.take_along_axis(children, order[..., None], axis=1)
-    return LeafBounds(best.low, own, choices, children)
+        points = jnp.where(toward > 0, ball.lower, ball.upper)
+        points = jnp.where((toward == 0) | (norm != math.inf), ball.center, points)
+    return LeafBounds(best.low, own, choices, children, points)
 
 
 class _Split:
-    """Bounds of all values over ``L`` leaves, and the margins' bounds for given multipliers."""
+    """Bounds of all values over ``L`` leaves, and of the functions for given multipliers."""
 
     def __init__(
-        self, net: Network, ball: Region, known: RootBounds, y: Array, rival: Array, signs: Array
+        self, net: Network, ball: Region, known: RootBounds, rows: Objectives, signs: Array
     ) -> None:
         self.signs = _maps(signs.astype(ball.center.dtype), known.lower)
         self.slack = known.slack
@@ -180,14 +226,20 @@ class _Split:
         empty = [(v.lower > v.upper).reshape(len(signs), -1).any(axis=1) for v in values]
         self.empty = jnp.stack(empty).any(axis=0)
         self.lost = jnp.stack([jnp.zeros((), bool), *net.lost]).any()
-        self.contrasts = margins.contrasts(net, jnp.broadcast_to(y, rival.shape), rival[:, None])
+        self.rows = rows
 
-    def low(self, multipliers: Maps, record: dict[int, tuple[Array, Array]] | None = None) -> Array:
-        """``[L]`` lower bounds of the margins; inf for an empty leaf.
+    def low(
+        self,
+        multipliers: Maps,
+        record: dict[int, tuple[Array, Array]] | None = None,
+        arrived: list[Coefficients] | None = None,
+    ) -> Array:
+        """``[L]`` lower bounds of the leaves' functions; inf for an empty leaf.
 
-        ``record`` is filled as by :func:`crown.backward`.
+        ``record`` and ``arrived`` are filled as by :func:`crown.backward`.
         """
-        state, coefficients = self.state, dict(self.contrasts)
+        state, (last,) = self.state, self.state.network.graph.outputs
+        coefficients: dict[int, Coefficients] = {last: Whole(self.rows.a[None])}
         eps = state.region.eps
         below, paid = {}, jnp.zeros((1, len(eps)), eps.dtype)
         for place, sign in self.signs.items():
@@ -198,21 +250,24 @@ class _Split:
             sign = self.signs[place]
             below[out] = jnp.where(sign == 0, multipliers[place], sign > 0)[None]
         rows = Rows(jnp.arange(len(eps)))
-        found = crown.backward(state, coefficients, rows, slopes=below, record=record)
+        found = crown.backward(
+            state, coefficients, rows, slopes=below, record=record, arrived=arrived
+        )
         unit = rounding(sum(sign[0].size for sign in self.signs.values()), paid.dtype)
-        found = (found - (1 + unit) * paid)[0]
+        found = linear_outputs.charged(
+            self.rows, (found - (1 + unit) * paid)[0][:, None], state.values[last]
+        )[:, 0]
         found = jnp.where(self.empty, jnp.inf, found)
         return jnp.where(self.lost | jnp.isnan(found), -jnp.inf, found)
 
 
-def _scores(split: _Split, multipliers: Maps) -> Array:
-    """``[L, N]``: how much is lost at each neuron's lines, the estimated gain of splitting it.
-
-    It is the loss by the upper line plus a tenth of that by the lower line; 0 for neurons that
-    cannot be split.
-    """
+def _scores(split: _Split, multipliers: Maps) -> tuple[Array, Array]:
+    """``[L, N]``: how much a neuron's upper line loosens the bound, plus a tenth of the loss by its
+    lower line; 0 for neurons that cannot be split. And the coefficients ``[L, *shape]`` of the
+    inputs."""
     record: dict[int, tuple[Array, Array]] = {}
-    split.low(multipliers, record)
+    arrived: list[Coefficients] = []
+    split.low(multipliers, record, arrived)
     found = {place: jnp.zeros_like(sign) for place, sign in split.signs.items()}
     for out, place in split.operands.items():
         if out not in record:
@@ -226,4 +281,7 @@ def _scores(split: _Split, multipliers: Maps) -> Array:
         cost = jnp.minimum(a, 0.0) * lines.views[0].up * value.lower
         cost += 0.1 * jnp.maximum(a, 0.0) * gap
         found[place] += jnp.where(open_, cost + 1e-30, 0.0)
-    return _rows(found)
+    center = split.state.region.center
+    rows = Rows(jnp.arange(len(center)))
+    toward = whole(arrived[0], rows).a[0] if arrived else jnp.zeros_like(center)
+    return _rows(found), toward.reshape(len(center), *center.shape[2:])

@@ -58,7 +58,10 @@ class BestSlopes(NamedTuple):
         return BestSlopes(jnp.where(gain, low, self.low), own)
 
 
-_Climb: TypeAlias = tuple[Array, Slopes, optax.OptState, BestSlopes]
+_Climb: TypeAlias = tuple[Array, Slopes, optax.OptState, BestSlopes, Array, Array]
+
+_LOOK = 3
+"""Number of steps after which their gain is looked at."""
 
 
 def maximised(
@@ -68,6 +71,7 @@ def maximised(
     steps: int,
     rate: float,
     until: float = jnp.inf,
+    patience: float = 0.0,
 ) -> BestSlopes:
     """The best of Adam's steps between 0 and ``most``, until all are above a level.
 
@@ -78,6 +82,8 @@ def maximised(
       steps: maximum number of steps.
       rate: Adam's first step size; it decays geometrically.
       until: stops early once all bounds exceed this.
+      patience: stops early where three steps raised the bounds below ``until`` by less than this
+        share of their distance from it, summed; 0 for never.
 
     A slope whose step is not finite stays as it is.
     """
@@ -92,16 +98,23 @@ def maximised(
         return jnp.clip(jnp.where(jnp.isfinite(new), new, now), 0.0, most)
 
     def step(carry: _Climb) -> _Climb:
-        i, now, memory, best = carry
+        i, now, memory, best, mark, rises = carry
         (_, found), slope = jax.value_and_grad(height, has_aux=True)(now)
         best = best.or_else(found, now)
         changes, memory = ascent.update(slope, memory)
         now = {place: moved(own, changes[place], most[place]) for place, own in now.items()}
-        return i + 1, now, memory, best
+        if patience:
+            gap = jnp.maximum(until - best.low, 0.0)
+            short = jnp.sum(jnp.where(jnp.isfinite(best.low), gap, 0.0))
+            look = (i + 1) % _LOOK == 0
+            rises = jnp.where(look, mark - short > patience * mark, rises)
+            mark = jnp.where(look, short, mark)
+        return i + 1, now, memory, best, mark, rises
 
     def goes_on(carry: _Climb) -> Array:
-        return (carry[0] < steps) & jnp.any(carry[-1].low <= until)
+        return (carry[0] < steps) & jnp.any(carry[3].low <= until) & carry[-1]
 
-    climb = jnp.zeros((), jnp.int32), begun.slopes, ascent.init(begun.slopes), begun
-    _, now, _, best = lax.while_loop(goes_on, step, climb)
+    far = jnp.sum(jnp.zeros_like(begun.low)) + jnp.finfo(begun.low.dtype).max
+    climb = jnp.zeros((), jnp.int32), begun.slopes, ascent.init(begun.slopes), begun, far, far > 0
+    _, now, _, best, _, _ = lax.while_loop(goes_on, step, climb)
     return best.or_else(low(now), now)

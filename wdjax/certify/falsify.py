@@ -51,10 +51,10 @@ class Forbidden(NamedTuple):
 
     def gain(self, y: Array) -> Array:
         """``[n, M]`` for outputs ``[n, K]``: minus the largest ``A y - b`` of each member, at least
-        0 where all its inequalities hold; -inf for members without rows."""
+        0 where all its inequalities hold; the least float for members without rows."""
         value = y @ self.a.T - self.b
         most = jnp.max(jnp.where(self.member, value[:, None], -jnp.inf), axis=-1)
-        return jnp.where(jnp.any(self.member, axis=-1), -most, -jnp.inf)
+        return jnp.where(jnp.any(self.member, axis=-1), -most, jnp.finfo(y.dtype).min)
 
 
 def forbidden(spec: Specification, rows: int, dtype: Any) -> Forbidden:
@@ -120,7 +120,8 @@ def _drawn(
     best, which = jax.lax.top_k(jnp.max(gain, axis=0), min(members, gain.shape[1]))
     each = max(_STARTS // len(which), 1)
     chosen = jax.lax.top_k(gain[:, which].T, each)[1].reshape(-1)
-    goal = jnp.repeat(jnp.where(best > -jnp.inf, which, which[0]), each)
+    least = jnp.finfo(gain.dtype).min
+    goal = jnp.repeat(jnp.where(best > least, which, which[0]), each)
     return u[chosen], goal, _placed(u[chosen], lower, upper)
 
 

@@ -100,7 +100,7 @@ def margin_bounds(
     """
     arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
     how: dict[str, Any] = {"norm": norm, "eps": eps, "box": box, "batch_size": batch_size}
-    low, ended = searched(model, x, y, method=method, seconds=seconds, **how)
+    low, ended, _ = searched(model, x, y, method=method, seconds=seconds, **how)
     _tell(ended)
     return low
 
@@ -116,9 +116,9 @@ def searched(
     method: Method,
     seconds: float,
     batch_size: int,
-) -> tuple[Array, npt.NDArray[Any] | None]:
-    """:func:`margin_bounds`, and how branch and bound ended: ``[n]`` indices in ``branch.ENDS``, or
-    None for other methods."""
+) -> tuple[Array, npt.NDArray[Any] | None, npt.NDArray[Any] | None]:
+    """:func:`margin_bounds`; how branch and bound ended, ``[n]`` indices in ``branch.ENDS``, and
+    the points ``[n, *shape]`` that it found; both None for other methods."""
     ball = Lp(norm, box)
     validate.check_choice("method", method, METHODS)
     if not seconds > 0:
@@ -129,17 +129,17 @@ def searched(
     x, y, sound = validate.gate(model, x, y, box, beside=eps, alike=True)
     if sound is not None:
         low = _bounds(model, x, y, eps, ball, method)
-        return _with_gradient(jnp.where(sound[:, None], low, -jnp.inf), method), None
+        return _with_gradient(jnp.where(sound[:, None], low, -jnp.inf), method), None, None
     cheap: Method = "auto" if method == "bab" else method
     bounds = functools.partial(_bounds, ball=ball, method=cheap)
     low = _in_batches(bounds, model, (x, y, eps), batch_size)
     if method != "bab":
-        return low, None
+        return low, None, None
     search = branch.BranchAndBound(model, norm, box, seconds)
     parts = [(slice(i, i + 1), float(eps[i])) for i in range(len(y))]
     found = [search.close(x[i], y[i], reach, low[i]) for i, reach in parts]
-    closed, ended = zip(*found)
-    return jnp.concatenate(closed), np.concatenate(ended)
+    closed, ended, points = zip(*found)
+    return jnp.concatenate(closed), np.concatenate(ended), np.concatenate(points)
 
 
 def _tell(ended: npt.NDArray[Any] | None) -> None:
@@ -195,7 +195,7 @@ def certified(
     """
     arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
     how: dict[str, Any] = {"norm": norm, "eps": eps, "box": box, "batch_size": batch_size}
-    low, ended = searched(model, x, y, method=method, seconds=seconds, **how)
+    low, ended, _ = searched(model, x, y, method=method, seconds=seconds, **how)
     _tell(ended)
     return jnp.all(low > 0, axis=-1)
 

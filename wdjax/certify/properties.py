@@ -4,6 +4,7 @@ An attack looks for a violation first; then bounds look for a proof, from the ch
 tightest, and for violations on the way, until the time is over.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
@@ -13,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax.bounds import linear_outputs
-from wdjax.certify import falsify, halving
+from wdjax.bounds import leaves, linear_outputs
+from wdjax.certify import branch, falsify, halving
 from wdjax.certify.falsify import Witness
 from wdjax.certify.specification import Specification, leafless
 from wdjax.checks import arguments, independence, validate
@@ -59,6 +60,7 @@ ENDINGS = {
     "crown": "linear bounds",
     "alpha": "linear bounds with optimised slopes",
     "inputs": "branch and bound over halved boxes",
+    "signs": "branch and bound over the signs of ReLUs",
     "time": "the time is over",
     "memory": "the open parts exceed the memory",
     "bounds": "the method's bounds are not tight enough",
@@ -265,30 +267,68 @@ def _decided(question: _Question, method: Ladder, until: float, key: Array) -> V
         if time.monotonic() >= until:
             return Verdict("unknown", -np.inf, 0.0, 0, "time")
     few = question.free <= _FEW
-    best = -np.inf
-    for bounds in ("crown",) * (not few) if method == "auto" else (method,):
-        low = linear_outputs.lower(
-            model, question.rows, *(e[None] for e in question.hull), bounds
-        ).low
-        best = max(best, _least(question, np.asarray(low[0])))
+    low, best = np.full(size, -np.inf), -np.inf
+    if method != "auto" or not few:
+        bounds: Any = "crown" if method == "auto" else method
+        ends = (end[None] for end in question.hull)
+        low = np.asarray(linear_outputs.lower(model, question.rows, *ends, bounds).low[0])
+        best = float(np.min(_most(question, low)))
         if best > 0:
             return Verdict("holds", best, 0.0, 1, bounds)
-    if method != "auto":
-        return Verdict("unknown", best, 0.0, 1, "bounds")
-    search = halving.Halving(model, spec, question.rows, question.forbidden.member, box)
-    found = search.run(*question.hull, until)
+        if method != "auto":
+            return Verdict("unknown", best, 0.0, 1, "bounds")
+    return _inputs(question, best, 0, until) if few else _signs(question, low, until)
+
+
+def _signs(question: _Question, low: Numbers, until: float) -> Verdict:
+    """The verdict by optimised slopes, and by splits of ReLUs, from bounds ``[R]`` of the rows.
+
+    A member is refuted by the row that has the best bound. What is left when no ReLU can be split
+    is halved.
+    """
+    problem = leaves.of_box(*question.hull, question.rows)
+    root = leaves.root(question.model, problem, math.inf)
+    low = np.maximum(low, np.asarray(root.low))
+    most = _most(question, low)
+    best = float(np.min(most))
+    if best > 0:
+        return Verdict("holds", best, 0.0, 1, "alpha")
+    member = np.asarray(question.forbidden.member)[: len(most)]
+    rows = np.unique(np.argmax(np.where(member, low, -np.inf), axis=1)[most <= 0])
+
+    def check(points: Numbers) -> Witness | None:
+        blank = np.repeat(points[:1], branch.width() - len(points), axis=0)
+        points = np.concatenate([points, blank])
+        return falsify.witness(question.model, question.spec, *question.box, points)
+
+    found = branch.search(question.model, problem, math.inf, root, rows, low, until, check)
     if found.witness is not None:
-        return _violated(found.witness, "inputs", found.leaves)
+        return _violated(found.witness, "signs", found.leaves)
+    best = float(np.min(_most(question, np.asarray(found.low))))
     if found.ended == "closed":
-        return Verdict("holds", 0.0, 0.0, found.leaves, "inputs")
-    return Verdict("unknown", max(best, found.low), 0.0, found.leaves, found.ended)
+        return Verdict("holds", best, 0.0, found.leaves, "signs")
+    if found.ended == "nothing to split":
+        return _inputs(question, best, found.leaves, until)
+    return Verdict("unknown", best, 0.0, found.leaves, found.ended)
 
 
-def _least(question: _Question, low: Numbers) -> float:
-    """The bound of the excess from bounds ``[R]`` of the rows."""
+def _inputs(question: _Question, best: float, before: int, until: float) -> Verdict:
+    """The verdict by halved boxes; ``best`` is a bound that is known, from ``before`` parts."""
+    model, spec, member = question.model, question.spec, question.forbidden.member
+    search = halving.Halving(model, spec, question.rows, member, question.box)
+    found = search.run(*question.hull, until)
+    count = before + found.leaves
+    if found.witness is not None:
+        return _violated(found.witness, "inputs", count)
+    if found.ended == "closed":
+        return Verdict("holds", 0.0, 0.0, count, "inputs")
+    return Verdict("unknown", max(best, found.low), 0.0, count, found.ended)
+
+
+def _most(question: _Question, low: Numbers) -> Numbers:
+    """For each member the best of the bounds ``[R]`` of its rows."""
     member = np.asarray(question.forbidden.member)
-    most = np.max(np.where(member, low, -np.inf), axis=1)
-    return float(np.min(most[np.any(member, axis=1)]))
+    return np.max(np.where(member, low, -np.inf), axis=1)[np.any(member, axis=1)]
 
 
 def _violated(found: Witness, by: str, leaves: int) -> Verdict:

@@ -25,6 +25,7 @@ _TRIED = 8
 """Number of samples that branch and bound works on between two checkpoints."""
 
 
+_FALSIFIED = [ENDS.index(end) for end in ("misclassified", "flipped")]
 _SHARED = 1e-5
 """Rounding that is charged to the margins, relative to an offset common to all logits."""
 
@@ -63,7 +64,8 @@ def verify(
       every: least number of seconds between two saves of the checkpoint.
 
     Returns:
-      A :class:`Certificate`.
+      A :class:`Certificate`. By "bab" a sample is verified, falsified with a counterexample, or
+      neither, and then unknown.
 
     Raises:
       ValueError: bad samples, an unknown method, a primitive without a rule, or a trace.
@@ -125,10 +127,12 @@ class _Work(NamedTuple):
 
 
 def _begin(work: _Work) -> dict[str, Any]:
-    """The state before the first batch: margins ``[n, K]``, radii and ends ``[n]``."""
+    """The state before the first batch: margins ``[n, K]``, radii and ends ``[n]``, and for branch
+    and bound the samples ``[n, *shape]``, which misclassified points replace."""
     (_, classes), n = jax.eval_shape(work.model, work.x[:1]).shape, len(work.y)
-    low, radius = np.full((n, classes), -np.inf), np.zeros(n)
-    return {"turn": 0, "low": low, "radius": radius, "ended": np.zeros(n, np.int32)}
+    begun: dict[str, Any] = {"low": np.full((n, classes), -np.inf), "radius": np.zeros(n)}
+    points = np.array(work.x if work.method == "bab" else work.x[:0])
+    return {"turn": 0, **begun, "ended": np.zeros(n, np.int32), "points": points}
 
 
 def _turn(work: _Work, state: dict[str, Any]) -> dict[str, Any]:
@@ -138,13 +142,16 @@ def _turn(work: _Work, state: dict[str, Any]) -> dict[str, Any]:
     size = work.pieces[0].stop
     how: dict[str, Any] = {"norm": work.norm, "box": work.box, "batch_size": size}
     low, radius = np.array(state["low"]), np.array(state["radius"])
-    ended = np.array(state["ended"])
+    ended, points = np.array(state["ended"]), np.array(state["points"])
     found = pointwise.searched(*own, eps=work.eps, method=work.method, seconds=work.seconds, **how)
-    low[these], ended[these] = found[0], 0 if found[1] is None else found[1]
+    low[these] = found[0]
+    if work.method == "bab":
+        ended[these], points[these] = found[1:]
     if work.steps:
         method: Method = "auto" if work.method in ("alpha", "bab") else work.method
         radius[these] = pointwise.radius(*own, steps=work.steps, method=method, **how)
-    return {"turn": state["turn"] + 1, "low": low, "radius": radius, "ended": ended}
+    after = {"low": low, "radius": radius, "ended": ended, "points": points}
+    return {"turn": state["turn"] + 1, **after}
 
 
 def _certificate(work: _Work, state: dict[str, Any]) -> Certificate:
@@ -155,7 +162,10 @@ def _certificate(work: _Work, state: dict[str, Any]) -> Certificate:
     held = np.where(margin > 0, work.eps, 0.0)
     radius = np.maximum(state["radius"], held)
     ended = tuple(ENDS[k] for k in state["ended"]) if work.method == "bab" else ()
-    return Certificate(correct, margin, radius, work.method, CLAIM, ended, _remarks(logits))
+    falsified = ~correct | np.isin(state["ended"], _FALSIFIED)
+    points = state["points"] if work.method == "bab" else None
+    told = _remarks(logits)
+    return Certificate(correct, margin, radius, work.method, CLAIM, ended, told, falsified, points)
 
 
 def _remarks(logits: Numbers) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from wdjax.cli import (
     image_attack_command,
     nppr_command,
     process,
+    verify_command,
 )
 from wdjax.cli.console import Console
 from wdjax.engine import diagnosis
@@ -41,6 +42,7 @@ _COMMANDS = (
     nppr_command,
     game_command,
     convert_command,
+    verify_command,
 )
 
 BAD_INPUT = 2
@@ -71,6 +73,7 @@ _EXAMPLES = """examples:
   python -m wdjax nppr --arch wong_mnist --weights mnist.pth --data mnist.npz \\
       --norm linf --eps 0.1 --json nppr.json
   python -m wdjax game --defense dann,tadv --seeds 0,1 --json games.json
+  python -m wdjax verify net.onnx property.vnnlib --seconds 60
   python -m wdjax convert Carmon2019Unlabeled.pt --name Carmon2019Unlabeled --out model.safetensors
   python -m wdjax COMMAND --help"""
 

@@ -171,7 +171,7 @@ class Tasks:
         if stem is None:
             task = Task(None, self._every, self._clock)
             return Done(work(task), task.spent)
-        kept = stem.with_name(f"{stem.name}.done.safetensors")
+        kept = _result(stem)
         task = Task(stem, self._every, self._clock)
         if not kept.exists():
             try:
@@ -184,6 +184,11 @@ class Tasks:
         task.drop()
         return _kept(kept, types)
 
+    def has(self, name: str) -> bool:
+        """Whether the task's result is kept already."""
+        stem = self._stem(name)
+        return stem is not None and _result(stem).exists()
+
     def _stem(self, name: str) -> Path | None:
         """The path, without suffix, of a task's files; None if nothing is kept."""
         if self._folder is None:
@@ -192,6 +197,10 @@ class Tasks:
         if plain != name or not name:  # A checksum distinguishes names that are cleaned alike.
             plain = f"{plain}.{zlib.crc32(name.encode()):x}"
         return self._folder / plain
+
+
+def _result(stem: Path) -> Path:
+    return stem.with_name(f"{stem.name}.done.safetensors")
 
 
 def check_writable(folder: str | PathLike[str]) -> None:

@@ -40,7 +40,7 @@ _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _NAME = re.compile(r"([XY])_(0|[1-9][0-9]{0,8})")
 
 
-class Case(NamedTuple):
+class BoxCase(NamedTuple):
     """A box of inputs, and the outputs ``A y <= b`` that are forbidden there."""
 
     lower: Numbers
@@ -50,7 +50,7 @@ class Case(NamedTuple):
     """``A``, ``[R, K]``, and ``b``, ``[R]``, of each conjunction, float64."""
 
 
-def read(path: str | PathLike[str]) -> tuple[Case, ...]:
+def read(path: str | PathLike[str]) -> tuple[BoxCase, ...]:
     """The cases of a ``.vnnlib`` or ``.vnnlib.gz``; one of them is violated if the property is.
 
     Raises:
@@ -75,7 +75,7 @@ def read(path: str | PathLike[str]) -> tuple[Case, ...]:
         raise ValueError(f"{path} is not read as VNN-LIB 1.0: {fault}.") from None
 
 
-def parsed(text: bytes) -> tuple[Case, ...]:
+def parsed(text: bytes) -> tuple[BoxCase, ...]:
     """:func:`read` from the file's content."""
     counts, plain, choices = {"X": 0, "Y": 0}, list[Term](), list[list[Row]]()
     known: set[str] = set()
@@ -254,7 +254,7 @@ def _sized(value: float) -> float:
     return value
 
 
-def _cases(plain: list[Term], rows: list[Row], inputs: int, outputs: int) -> tuple[Case, ...]:
+def _cases(plain: list[Term], rows: list[Row], inputs: int, outputs: int) -> tuple[BoxCase, ...]:
     """One case for every box of inputs; alternatives with equal boxes become members of one."""
     lower, upper = np.full(inputs, -np.inf), np.full(inputs, np.inf)
     common = [term for term in plain if not _bounds(term, lower, upper)]
@@ -270,7 +270,7 @@ def _cases(plain: list[Term], rows: list[Row], inputs: int, outputs: int) -> tup
         member = _inequalities(terms, outputs)
         box = found.setdefault(low.tobytes() + high.tobytes(), (low, high, []))
         box[2].append(member)
-    return tuple(Case(low, high, tuple(members)) for low, high, members in found.values())
+    return tuple(BoxCase(low, high, tuple(members)) for low, high, members in found.values())
 
 
 def _bounds(term: Term, lower: Numbers, upper: Numbers) -> bool:

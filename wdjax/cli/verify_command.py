@@ -1,0 +1,292 @@
+"""``python -m wdjax verify``: decides properties of ONNX nets, in the formats of VNN-COMP."""
+
+import argparse
+import collections
+import csv
+import functools
+import importlib.util
+import io
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from wdjax import certify
+from wdjax.cli import options, process, subject, workers
+from wdjax.cli.console import Console
+from wdjax.engine import tasks
+from wdjax.files import vnnlib_file
+from wdjax.models import convert
+from wdjax.report import summary
+
+SCHEMA = "wdjax.verify/1"
+_SECONDS = 60.0
+_JOBS = options.Range(1, 1024, whole=True)
+_MOST = 1 << 24
+"""Largest size of a list of instances, in bytes."""
+
+_EXAMPLES = """examples:
+  python -m wdjax verify net.onnx property.vnnlib --seconds 60
+  python -m wdjax verify net.onnx property.vnnlib.gz --json verdict.json
+  python -m wdjax verify --instances instances.csv --jobs 2 --json verdicts.json \\
+      --checkpoint kept
+
+the list has rows "net.onnx,property.vnnlib,seconds" as in VNN-COMP, or a first row that names the
+columns onnx, vnnlib, and, where there are such, timeout_s and benchmark, a folder; files are looked
+for beside the list"""
+
+
+def add(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Adds the command."""
+    parser = commands.add_parser(
+        "verify",
+        parents=[common],
+        help="decide properties of an ONNX net, as in VNN-COMP",
+        description="Decides whether an input of a box gives an output that must not happen: "
+        "prints unsat if it is proved that none does; sat, and such an input with its output; "
+        "timeout; or unknown.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what is verified")
+    what.add_argument("onnx", nargs="?", type=Path, metavar="NET.onnx", help="the net")
+    what.add_argument("vnnlib", nargs="?", type=Path, metavar="SPEC.vnnlib", help="the property")
+    what.add_argument(
+        "--instances", type=Path, metavar="LIST.csv", help="a list of nets and properties instead"
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--seconds",
+        type=options.SECONDS,
+        metavar="S",
+        help=f"when to end a search at the latest (default {_SECONDS:g}, or the list's); compiling "
+        "a program is not interrupted",
+    )
+    how.add_argument("--seed", type=options.SEED, default=0, help="of the attack (default 0)")
+    how.add_argument(
+        "--jobs",
+        type=_JOBS,
+        default=1,
+        metavar="N",
+        help="processes that work on a list beside each other (default %(default)s)",
+    )
+    out = parser.add_argument_group("what is written")
+    out.add_argument("--json", metavar="OUT", help="a file, or - for stdout")
+    subject.declare_checkpoint(out)
+    parser.set_defaults(command=run)
+
+
+class Instance(NamedTuple):
+    """One net and property."""
+
+    onnx: str
+    vnnlib: str
+    folder: str
+    seconds: float
+    seed: int
+
+
+def run(parsed: argparse.Namespace, console: Console) -> int:
+    """Verifies, writes, and prints the verdicts."""
+    listed = parsed.instances is not None
+    if listed == (parsed.onnx is not None) or (parsed.onnx is None) != (parsed.vnnlib is None):
+        raise ValueError(
+            "name a net and a property, NET.onnx SPEC.vnnlib, or --instances LIST.csv."
+        )
+    if not listed and parsed.jobs > 1:
+        raise ValueError(f"--jobs {parsed.jobs} would be ignored: it is for --instances LIST.csv.")
+    subject.check_places(parsed)
+    todo = list(_listed(parsed)) if listed else [_single(parsed)]
+    contents = [path.read_bytes() for path in sorted(set(_files(todo))) if path.is_file()]
+    work = subject.begin(parsed, *(np.frombuffer(content, np.uint8) for content in contents))
+    verdicts = _all(todo, work, parsed, console)
+    if parsed.json is not None:
+        counts = collections.Counter(verdict["result"] for verdict in verdicts)
+        content = {
+            "schema": SCHEMA,
+            "versions": summary.versions(),
+            "results": dict(sorted(counts.items())),
+            "instances": verdicts,
+        }
+        subject.write(console, parsed.json, content)
+    if not listed:
+        console.say(_told(verdicts[0]))
+        return 0
+    for name, count in sorted(collections.Counter(v["result"] for v in verdicts).items()):
+        console.say(f"{name}: {count} of {len(verdicts)}")
+    return 0
+
+
+def _single(parsed: argparse.Namespace) -> Instance:
+    seconds = parsed.seconds or _SECONDS
+    return Instance(str(parsed.onnx), str(parsed.vnnlib), "", seconds, parsed.seed)
+
+
+def _files(todo: list[Instance]) -> Iterator[Path]:
+    for one in todo:
+        yield Path(one.folder, one.onnx)
+        yield Path(one.folder, one.vnnlib)
+
+
+def _listed(parsed: argparse.Namespace) -> Iterator[Instance]:
+    """The instances of a list; a limit of seconds may only be lowered by ``--seconds``."""
+    path = parsed.instances
+    if not path.is_file() or path.stat().st_size > _MOST:
+        raise ValueError(f"{path} must be a list of instances, a file of at most {_MOST >> 20} MB.")
+    try:
+        rows = [row for row in csv.reader(io.StringIO(path.read_text("utf-8"))) if any(row)]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is no list of instances: {error}.") from None
+    names = ["onnx", "vnnlib", "timeout_s"]
+    if rows and "onnx" in rows[0] and "vnnlib" in rows[0]:
+        names = rows.pop(0)
+    if not rows:
+        raise ValueError(f"{path} has no instances.")
+    for number, row in enumerate(rows, 1):
+        cells = dict(zip(names, (cell.strip() for cell in row)))
+        if not cells.get("onnx") or not cells.get("vnnlib"):
+            raise ValueError(
+                f"instance {number} of {path} must name a net and a property, got "
+                f"{options.shown(','.join(row))}."
+            )
+        seconds = parsed.seconds or math.inf
+        if limit := cells.get("timeout_s"):
+            try:
+                seconds = min(seconds, options.SECONDS(limit))
+            except argparse.ArgumentTypeError as error:
+                raise ValueError(f"the seconds of instance {number} of {path} {error}.") from None
+        seconds = seconds if seconds < math.inf else _SECONDS
+        folder = str(path.parent / cells.get("benchmark", ""))
+        yield Instance(cells["onnx"], cells["vnnlib"], folder, seconds, parsed.seed)
+
+
+def _all(
+    todo: list[Instance], work: tasks.Tasks, parsed: argparse.Namespace, console: Console
+) -> list[dict[str, Any]]:
+    """The verdicts of all instances, each kept as soon as it is known."""
+    names = [f"{number} {one.onnx} {one.vnnlib}" for number, one in enumerate(todo, 1)]
+    found: dict[int, dict[str, Any]] = {}
+
+    def keep(place: int, decide: Any) -> None:
+        found[place] = work.do(names[place], decide).value
+        if len(todo) > 1:
+            row = found[place]
+            console.say(
+                f"{place + 1}/{len(todo)} {row['onnx']} {row['vnnlib']}: {row['result']}, "
+                f"{row['seconds']:.2f} s"
+            )
+
+    if parsed.jobs == 1:
+        for place, one in enumerate(todo):
+            keep(place, lambda task, one=one: decided(one))
+    else:
+        done = [place for place in range(len(todo)) if work.has(names[place])]
+        for place in done:
+            keep(place, None)
+        left = [place for place in range(len(todo)) if place not in found]
+        decide = functools.partial(_cached, parsed.cache)
+        for place, verdict in workers.mapped(decide, [todo[place] for place in left], parsed.jobs):
+            keep(left[place], lambda task, verdict=verdict: verdict)
+    return [found[place] for place in range(len(todo))]
+
+
+def _cached(cache: bool, one: Instance) -> dict[str, Any]:
+    """:func:`decided` in a process of its own."""
+    with process.compilation_cache(cache):
+        return decided(one)
+
+
+def decided(one: Instance) -> dict[str, Any]:
+    """The verdict of one instance, as JSON.
+
+    A bad file raises in a single instance; in a list (``folder`` is set) it is the result "error".
+    """
+    row: dict[str, Any] = {"onnx": one.onnx, "vnnlib": one.vnnlib, "seconds_limit": one.seconds}
+    began = time.monotonic()
+    try:
+        row |= _searched(one, began)
+    except (ValueError, OSError) as error:
+        if not one.folder:
+            raise
+        row |= {"result": "error", "error": str(error)}
+    return row | {"seconds": time.monotonic() - began}
+
+
+def _searched(one: Instance, began: float) -> dict[str, Any]:
+    """The verdict over all boxes of a property: sat as soon as one is, unsat if all are."""
+    path = Path(one.folder, one.onnx)
+    model, shape = _loaded(str(path), path.stat().st_mtime_ns)
+    cases = vnnlib_file.read(Path(one.folder, one.vnnlib))
+    found: list[certify.Verdict] = []
+    for case in cases:
+        if len(case.lower) != math.prod(shape):
+            raise ValueError(
+                f"{one.vnnlib} has {len(case.lower)} inputs, and {one.onnx} takes {list(shape)}."
+            )
+        spec = certify.Specification(case.members)
+        left = max(one.seconds - (time.monotonic() - began), 1e-3)
+        box = case.lower.reshape(shape), case.upper.reshape(shape)
+        found.append(
+            certify.property(model, *box, spec, seconds=left, key=jax.random.key(one.seed))
+        )
+        if found[-1].status == "violated":
+            break
+    told: dict[str, Any] = {
+        "leaves": sum(verdict.leaves for verdict in found),
+        "by": found[-1].by,
+    }
+    if found[-1].status == "violated":
+        return told | _replayed(path, spec, found[-1])
+    open_ = [verdict for verdict in found if verdict.status == "unknown"]
+    if not open_:
+        return told | {"result": "unsat"}
+    bound = min(verdict.bound for verdict in open_)
+    over = any(verdict.by == "time" for verdict in open_)
+    ended = {"result": "timeout" if over else "unknown", "by": open_[0].by}
+    return told | ended | ({"bound": bound} if math.isfinite(bound) else {})
+
+
+@functools.lru_cache(maxsize=4)
+def _loaded(path: str, changed: int) -> tuple[Any, tuple[int, ...]]:
+    """The model of a file, its inputs in the file's order, and one input's shape."""
+    found = convert.load_onnx(path, layout="NCHW")
+    return found.model, tuple(found.input_shape)
+
+
+def _replayed(path: Path, spec: certify.Specification, found: certify.Verdict) -> dict[str, Any]:
+    """The witness, evaluated again by onnxruntime where that is installed.
+
+    A point whose output onnxruntime does not find forbidden, since it rounds otherwise, is no sat.
+    """
+    assert found.witness is not None
+    assert found.output is not None
+    y: npt.NDArray[Any] = found.output
+    replayed = importlib.util.find_spec("onnxruntime") is not None
+    if replayed:
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        feed = session.get_inputs()[0]
+        y = np.asarray(session.run(None, {feed.name: found.witness[None]})[0]).reshape(-1)
+        if not spec.violated(y):
+            return {"result": "unknown", "by": "a point is forbidden by us, not by onnxruntime"}
+    x = found.witness.reshape(-1)
+    witness = {"x": [float(v) for v in x], "y": [float(v) for v in y]}
+    return {"result": "sat", "replayed": replayed, "witness": witness}
+
+
+def _told(verdict: dict[str, Any]) -> str:
+    """The verdict in VNN-COMP's format."""
+    if "witness" not in verdict:
+        return str(verdict["result"])
+    rows = [
+        f"({kind}_{place} {value!r})"
+        for kind, values in (("X", verdict["witness"]["x"]), ("Y", verdict["witness"]["y"]))
+        for place, value in enumerate(values)
+    ]
+    return f"{verdict['result']}\n({chr(10).join(rows)})"
