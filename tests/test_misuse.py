@@ -229,7 +229,8 @@ EXCEPT = {
 
 OPTIONAL = {
     wdjax.search: {"key", "eps"}, ensembles.bisect: {"key"}, ensembles.mixed: {"key", "eps"},
-    audit.sandwich: {"key"}, audit.of: {"key"}, training.train: {"attack", "eps"}, smoothing.certify: {"eps"},
+    audit.sandwich: {"key"}, audit.of: {"key"}, smoothing.certify: {"eps"},
+    training.train: {"attack", "eps"},
     ensembles.wda_star: {"eps"}, ensembles.smoothed: {"eps"}, smoothing.cautions: {"eps"},
 }  # fmt: skip
 

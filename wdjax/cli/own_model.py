@@ -30,7 +30,7 @@ WARNING = (
 """What ``--help`` says."""
 
 
-class Kind(NamedTuple):
+class ModelKind(NamedTuple):
     """A kind of ``--model``."""
 
     written: str
@@ -209,15 +209,15 @@ def _said(what: str, error: BaseException) -> str:
 
 
 KINDS = (
-    Kind(
+    ModelKind(
         "FILE.onnx", "an ONNX graph (needs the extra [onnx])",
         lambda text: text.endswith(".onnx"), _onnx, weights=False,
     ),
-    Kind(
+    ModelKind(
         "FILE.safetensors", "what python -m wdjax convert wrote, or its folder",
         lambda text: text.endswith(".safetensors") or Path(text).is_dir(), _saved, weights=False,
     ),
-    Kind(
+    ModelKind(
         "PACKAGE.MODULE:BUILD",
         "a Python callable without arguments, or with weights for the path of --weights, that "
         "returns a Model, any callable pytree, a Flax NNX or a PyTorch module; imported from the "
