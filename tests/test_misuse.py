@@ -121,6 +121,7 @@ CALLS = {
     ensembles.smoothed: KEYED | {"attack": PGD, "noise": noise.Gaussian(0.2)},
     ensembles.wda_star: KEYED,
     audit.sandwich: SHAPED | {"radii": [0.1], "key": KEY},
+    audit.of: SHAPED | {"eps_list": [0.1], "key": KEY},
 }  # fmt: skip
 
 SHARED = {"attack", "model", "x", "z", "y", "eps", "key", "keys", "noise", "perturbation"}
@@ -228,7 +229,8 @@ EXCEPT = {
 
 OPTIONAL = {
     wdjax.search: {"key", "eps"}, ensembles.bisect: {"key"}, ensembles.mixed: {"key", "eps"},
-    audit.sandwich: {"key"}, training.train: {"attack", "eps"}, smoothing.certify: {"eps"},
+    audit.sandwich: {"key"}, audit.of: {"key"}, smoothing.certify: {"eps"},
+    training.train: {"attack", "eps"},
     ensembles.wda_star: {"eps"}, ensembles.smoothed: {"eps"}, smoothing.cautions: {"eps"},
 }  # fmt: skip
 

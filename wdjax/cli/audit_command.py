@@ -104,7 +104,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=run)
 
 
-class Whole(NamedTuple):
+class AuditParts(NamedTuple):
     """What is written about an audit, before it is."""
 
     content: dict[str, Any]
@@ -147,7 +147,7 @@ def _check(parsed: argparse.Namespace, digits: bool) -> None:
     parsed.eps_list, parsed.norm = sorted(parsed.eps_list), parsed.norm or "linf"
 
 
-def _own(parsed: argparse.Namespace, console: Console) -> Whole:
+def _own(parsed: argparse.Namespace, console: Console) -> AuditParts:
     """Audits the model that was named."""
     samples = subject.load(parsed)
     model, x, y = samples
@@ -177,7 +177,7 @@ def _own(parsed: argparse.Namespace, console: Console) -> Whole:
     return _measured(whole | {"remarks": warned}, [done])
 
 
-def _digits(parsed: argparse.Namespace, console: Console) -> Whole:
+def _digits(parsed: argparse.Namespace, console: Console) -> AuditParts:
     """Trains two nets on digits and audits them."""
     split = data.digits()
     samples = split.test.take(parsed.samples or _DIGITS)
@@ -202,11 +202,11 @@ def _content(
     return whole | times | {"seed": parsed.seed}
 
 
-def _measured(content: dict[str, Any], done: list[tasks.Done[Any]]) -> Whole:
+def _measured(content: dict[str, Any], done: list[tasks.Done[Any]]) -> AuditParts:
     values = [one.value for one in done]
     pictures = {value["described"]["model"]: value["pictures"] for value in values}
     drawn = {name: figure for value in values for name, figure in value["drawn"].items()}
-    return Whole(content, pictures, drawn)
+    return AuditParts(content, pictures, drawn)
 
 
 def _shown(described: dict[str, Any], found: Sandwich, samples: Any, prefix: str) -> dict[str, Any]:

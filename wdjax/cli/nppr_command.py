@@ -7,7 +7,7 @@ from typing import Any, TypeVar, get_args
 import jax
 import numpy as np
 
-from wdjax import ensembles, metrics, norms, nppr
+from wdjax import ensembles, metrics, models, norms, nppr
 from wdjax.attacks import PGD
 from wdjax.balls import Lp
 from wdjax.checks import arguments
@@ -148,6 +148,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         "measured_on": len(y) - len(y) // 2,
         "shares_of": "correctly classified samples of the second half",
         "loss": parsed.loss,
+        "features": "logits" if _features(model) is model else "penultimate",
         "nppr": fitted,
         "ar": attacked,
         "pr": fixed,
@@ -306,6 +307,7 @@ def _fitted(
         upsample=parsed.upsample,
         covariance=parsed.covariance,
     )
+    seen = _features(model)
     schedule = nppr.Schedule(steps=parsed.steps, loss=parsed.loss)
     found = nppr.fit(
         model,
@@ -314,6 +316,7 @@ def _fitted(
         key=jax.random.key(parsed.seed),
         family=family,
         schedule=schedule,
+        features=seen,
         ball=_ball(parsed),
         callback=task.heard(lambda state: None),
         **task.saving(),
@@ -332,6 +335,14 @@ def _fitted(
         "remarks": [] if found.learnt else ["no gradient reached the distribution"],
         "fit_seconds": seconds,
     }
+
+
+def _features(model: Classifier) -> Classifier:
+    """What the distribution sees of an input: penultimate features, or logits of other models."""
+    try:
+        return models.features(model)  # type: ignore[arg-type]
+    except ValueError:
+        return model
 
 
 def _inequalities(

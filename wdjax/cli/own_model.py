@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from flax import nnx
 
 from wdjax.checks import validate
@@ -29,23 +30,25 @@ WARNING = (
 """What ``--help`` says."""
 
 
-class Kind(NamedTuple):
+class ModelKind(NamedTuple):
     """A kind of ``--model``."""
 
     written: str
     explained: str
     fits: Callable[[str], bool]
     load: Callable[[str, Path | None], Any]
+    """From the text and ``--weights``: a model, or what one is made of."""
     weights: bool
     """Whether ``--weights`` may go with it."""
 
 
-def load(text: str, weights: Path | None) -> Classifier:
+def load(text: str, weights: Path | None, x: np.ndarray) -> Classifier:
     """The model that ``--model`` names.
 
     Args:
       text: as written on the command line.
       weights: the path of ``--weights``, or None.
+      x: ``[n, *shape]`` samples, the example by which a PyTorch module is exported.
 
     Raises:
       ValueError: no such file, module or attribute, code that raises, or no model.
@@ -56,7 +59,10 @@ def load(text: str, weights: Path | None) -> Classifier:
         raise ValueError(f"--model takes {known}, got {options.shown(text)}.")
     if weights is not None and not kind.weights:
         raise ValueError(f"--weights {weights} would be ignored: {text} holds its own.")
-    return kind.load(text, weights)
+    try:
+        return _checked(text, kind.load(text, weights), x)
+    except ImportError as error:  # Of a package that an extra brings.
+        raise ValueError(f"--model {text}: {error}") from error
 
 
 def _onnx(text: str, weights: Path | None) -> Classifier:
@@ -77,7 +83,7 @@ def _saved(text: str, weights: Path | None) -> Classifier:
         ) from error
 
 
-def _built(text: str, weights: Path | None) -> Classifier:
+def _built(text: str, weights: Path | None) -> Any:
     """Imports a module from the current directory or the import path, and calls its function."""
     module, _, name = text.partition(":")
     names = [*module.split("."), *name.split(".")]
@@ -97,11 +103,10 @@ def _built(text: str, weights: Path | None) -> Classifier:
             f"{', '.join(own[:8]) or 'no function'}."
         ) from None
     if isinstance(build, Model):
-        return _checked(text, build)
+        return build
     given = _arguments(text, build, weights)
     with _told(f"{text}: calling it", ""):
-        model = build(**given)
-    return _checked(text, model)
+        return build(**given)
 
 
 def _arguments(text: str, build: Any, weights: Path | None) -> dict[str, Any]:
@@ -132,17 +137,35 @@ def _arguments(text: str, build: Any, weights: Path | None) -> dict[str, Any]:
     return {}
 
 
-def _checked(text: str, model: Any) -> Classifier:
-    """A model of the returned object: of converted ones the model, of Flax modules a function."""
+def _checked(text: str, model: Any, x: np.ndarray) -> Classifier:
+    """A model of what was loaded: the model of a conversion, a function of a framework's module."""
     try:
+        if _is_torch(model):
+            model = _of_torch(model, x)
         if isinstance(model, convert.Converted):
             model = model.model
         if isinstance(model, nnx.Module):
             model = functional(model)
         validate.check_model(model)
     except ValueError as error:
-        raise ValueError(f"--model {text}: {error}") from error
+        raise ValueError(f"--model {text}: {' '.join(str(error).split())}") from error
     return model
+
+
+def _is_torch(model: Any) -> bool:
+    return "torch" in sys.modules and isinstance(model, sys.modules["torch"].nn.Module)
+
+
+def _of_torch(module: Any, x: np.ndarray) -> convert.Converted:
+    """A PyTorch module, exported for samples ``x`` ``[n, *shape]``; images turn channels first."""
+    if x.ndim != 4:
+        return convert.from_torch(module, x[:1])
+    try:
+        return convert.from_torch(module, x[:1].transpose(0, 3, 1, 2))
+    except ValueError:
+        with contextlib.suppress(ValueError):  # The samples are channels first, which is said next.
+            return convert.from_torch(module, x[:1])
+        raise
 
 
 @contextlib.contextmanager
@@ -186,20 +209,20 @@ def _said(what: str, error: BaseException) -> str:
 
 
 KINDS = (
-    Kind(
+    ModelKind(
         "FILE.onnx", "an ONNX graph (needs the extra [onnx])",
-        lambda text: text.endswith(".onnx"), _onnx, False,
+        lambda text: text.endswith(".onnx"), _onnx, weights=False,
     ),
-    Kind(
+    ModelKind(
         "FILE.safetensors", "what python -m wdjax convert wrote, or its folder",
-        lambda text: text.endswith(".safetensors") or Path(text).is_dir(), _saved, False,
+        lambda text: text.endswith(".safetensors") or Path(text).is_dir(), _saved, weights=False,
     ),
-    Kind(
+    ModelKind(
         "PACKAGE.MODULE:BUILD",
         "a Python callable without arguments, or with weights for the path of --weights, that "
-        "returns a Model, any callable pytree or a Flax NNX module; imported from the current "
-        "directory or what is installed",
-        lambda text: ":" in text, _built, True,
+        "returns a Model, any callable pytree, a Flax NNX or a PyTorch module; imported from the "
+        "current directory or what is installed",
+        lambda text: ":" in text, _built, weights=True,
     ),
 )  # fmt: skip
 """The kinds of ``--model``; the first that fits is taken."""

@@ -115,14 +115,14 @@ class Subject(NamedTuple):
 
 def load(parsed: argparse.Namespace) -> Subject:
     """The model, and samples with labels, which fit each other."""
-    if parsed.arch is None:
-        model = own_model.load(parsed.model, parsed.weights)
-    elif parsed.weights is None:
+    if parsed.arch is not None and parsed.weights is None:
         raise ValueError(f"--arch {parsed.arch} needs the checkpoint: --weights FILE.")
-    else:
-        model = convert.load(parsed.weights, parsed.arch).model
     samples = data.load_npz(parsed.data)
     x, y = samples if parsed.samples is None else samples.take(parsed.samples)
+    if parsed.arch is None:
+        model = own_model.load(parsed.model, parsed.weights, x)
+    else:
+        model = convert.load(parsed.weights, parsed.arch).model
     _check_shape(model, x, parsed.data)
     return Subject(model, x, y)
 

@@ -39,7 +39,9 @@ class Audit(NamedTuple):
         return content([described], "the samples", self.x, self.y, self.seconds)
 
     def __str__(self) -> str:
-        return table(self.content)
+        whole = self.content
+        said = [f"CAREFUL, {remark}" for model in whole["models"] for remark in model["remarks"]]
+        return "\n".join([table(whole), *said])
 
     def save(self, folder: str | PathLike[str], compare: str | PathLike[str] | None = None) -> Path:
         """Writes ``report.json`` and ``report.html``, a page that stands alone.
@@ -115,7 +117,7 @@ def table(whole: Mapping[str, Any]) -> str:
     """Accuracies of an audit by eps, what is broken, and remarks, as text."""
     rows = []
     for model in whole["models"]:
-        clean = f"{model['clean_accuracy']:.3f} of {model['n']} samples"
+        clean = f"{model['clean_accuracy']:.3f} of {model['n']} sample{'s' * (model['n'] > 1)}"
         rows.append(f"{model['model']}: clean accuracy {clean}")
         rows.append(f"  eps ({model['norm']})".ljust(14) + _cells(model["eps_list"], ".4g"))
         for ball, curves in model["balls"].items():

@@ -205,11 +205,14 @@ def dumps(content: Mapping[str, Any]) -> str:
 
 def warnings(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     """``(what, remark)`` for every part of an audit whose numbers may mislead or are missing."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for name, attack in model["attacks"].items():
+        for entry in attack["searches"]:
+            for remark in remarks.of(entry):
+                alike.setdefault((name, entry["order"], remark), []).append(f"{entry['eps']:g}")
     said = [
-        (f"{name}, Omega_{entry['order']}, eps {entry['eps']:g}", remark)
-        for name, attack in model["attacks"].items()
-        for entry in attack["searches"]
-        for remark in remarks.of(entry)
+        (f"{name}, Omega_{order}, eps {', '.join(budgets)}", remark)
+        for (name, order, remark), budgets in alike.items()
     ]
     for kind, parts in (("certificate", "certificates"), ("loss bound", "loss_bounds")):
         for name, part in model[parts].items():
