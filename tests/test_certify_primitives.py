@@ -69,6 +69,8 @@ EXAMPLES = {
     "reduce_window_max": lambda x, c: pooled(x),
     "reduce_window_min": lambda x, c: pooled(x, lax.min, np.inf),
     "sort": lambda x, c: lax.sort(x),
+    "argmax": lambda x, c: jnp.argmax(x.reshape(2, 3), axis=1),
+    "argmin": lambda x, c: jnp.argmin(x.reshape(2, 3), axis=1),
     "reduce_precision": lambda x, c: lax.reduce_precision(x, 5, 3),
     "reduce_prod": lambda x, c: jnp.prod(x),
     "and": lambda x, c: (x > 0) & (c > 0),
@@ -198,7 +200,7 @@ def test_records_say_what_kind_a_primitive_is_of(name):
         assert np.all(own.monotone * (more - out) >= 0)
     if own.keeps_order and name != "broadcast_in_dim":
         assert np.allclose(out.ravel(), x, rtol=unit)
-    if own.continuous and np.asarray(fn(x, c)).dtype != bool:
+    if own.continuous is True and np.asarray(fn(x, c)).dtype != bool:
         ends_of = [np.asarray(fn(x + s * np.float32(1e-6), c)).astype(float) for s in (-1, 1)]
         assert np.allclose(*ends_of, rtol=1e-3, atol=1e-3 if name != "convert_element_type" else 1)
 
@@ -378,7 +380,8 @@ def described(own):
     error = "exact" if not callable(own.error) and own.exact else error
     kinds = {
         "each entry alone": own.elementwise, "grows": own.monotone == 1,
-        "falls": own.monotone == -1, "jumps": not own.continuous, "homogeneous": own.homogeneous,
+        "falls": own.monotone == -1, "jumps": own.continuous is False,
+        "jumps with companions": callable(own.continuous), "homogeneous": own.homogeneous,
         "sums": own.sums,
         f"in operands {', '.join(map(str, own.operands or ()))}": own.operands is not None,
     }  # fmt: skip

@@ -68,21 +68,21 @@ BOUNDED = {
     "top_k": lambda x: jnp.tile(lax.top_k(x, 2)[0], 2),
     "scatter": lambda x: x.at[:, 0].set(1.0),
     "erf_inv": lambda x: jax.scipy.special.erfinv(0.5 * x),
+    "argmax": lambda x: x + jnp.argmax(x, axis=1, keepdims=True),
+    "places of top_k": lambda x: jnp.take_along_axis(x, lax.top_k(x, 4)[1], axis=1),
+    "companions of a sort": lambda x: jnp.take_along_axis(x, jnp.argsort(x, axis=1), 1),
+    "integers": lambda x: x[:, (3 * x[0]).astype(jnp.int32)],
     "a checkpoint": jax.checkpoint(lambda x: jnp.tanh(2 * x)),
 }
 REFUSED = {
     "while": lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, 0.5 * c[1]), (0, x))[
         1
     ],
-    "argmax": lambda x: x + jnp.argmax(x, axis=1, keepdims=True),
-    "top_k of places": lambda x: jnp.take_along_axis(x, lax.top_k(x, 4)[1], axis=1),
     "scatter-mul": lambda x: x.at[:, 0].multiply(x[:, 1]),
     "lgamma": jax.scipy.special.gammaln,
     "pure_callback": called_back,
     "shard_map": in_shards,
-    "int32": lambda x: x[:, (3 * x[0]).astype(jnp.int32)],
     "complex64": lambda x: (x + 1j * x).real,
-    "sort": lambda x: jnp.take_along_axis(x, jnp.argsort(x, axis=1), 1),
     "bitcast_convert_type": lambda x: lax.bitcast_convert_type(
         lax.bitcast_convert_type(x, jnp.int32), jnp.float32
     ),

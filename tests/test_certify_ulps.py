@@ -98,9 +98,9 @@ MOVES = {
 """Which move entries; the last adds up what overlaps, and is charged for it."""
 DECISIONS = {
     "is_finite", "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not", "xor", "reduce_and",
-    "reduce_or",
+    "reduce_or", "argmax", "argmin",
 }  # fmt: skip
-"""Whose results are booleans."""
+"""Whose results are booleans or places."""
 OTHERS = {"convert_element_type", "reduce_precision", "cumlogsumexp", "elementwise"}
 """Rounded by what they convert to; charged with its length; a program of the others."""
 LENGTHS = (None, 1, 3, 17, 4099)

@@ -329,6 +329,34 @@ def scattered(eqn: JaxprEqn) -> int:
     return math.prod(shape_of(eqn, 2))
 
 
+def known_places(eqn: JaxprEqn, args: Sequence[Value]) -> Array:
+    """The indices of a scatter, which must not depend on the input."""
+    if not is_exact(args[1]):
+        raise ValueError(
+            f"the primitive {eqn.primitive.name!r} is certified only where its indices do not "
+            "depend on the input."
+        )
+    return args[1]
+
+
+def scattered_product(
+    eqn: JaxprEqn, args: Sequence[Value], norm: float | None
+) -> Value | list[Value]:
+    """The rule for ``scatter-mul``: affine if the factors are known; otherwise a product of
+    intervals, unbounded where several factors go to one place."""
+    base, places, factors = args[0], known_places(eqn, args), args[2]
+    if is_exact(factors):
+        sized = [places, jnp.abs(factors)]
+        return additive([0], scattered, lambda ts: bind(eqn, [ts[0], *sized]))(eqn, args, norm)
+    low, high = ends(factors)
+    one = jnp.ones(shape_of(eqn, 0), low.dtype)
+    pair = bind(eqn, [one, places, low]), bind(eqn, [one, places, high])
+    twice = bind(eqn, [one, places, jnp.full_like(low, 2.0)]) > 2
+    low, high = corners(ends(base), pair)
+    constant = _product_constant(base, fresh(*pair, stretch([factors], 1.0, norm)), math.inf, norm)
+    return fresh(jnp.where(twice, -jnp.inf, low), jnp.where(twice, jnp.inf, high), constant)
+
+
 def windows(eqn: JaxprEqn, shape: Sequence[int]) -> list[Callable[..., Array]]:
     """One function a position in the pooling window: it returns, from an array padded by ``blank``,
     the entries ``shape`` that all windows have at this position."""
@@ -360,18 +388,19 @@ def convolved(eqn: JaxprEqn) -> int:
 
 
 def convert(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
-    """The rule for ``convert_element_type``, to floats only (booleans may stay booleans).
+    """The rule for ``convert_element_type``, from floats to integers rounding towards zero.
 
-    Values of dtypes shorter than float32 stay in float32; :func:`interval.apply` adds their
-    rounding.
+    Values of dtypes shorter than float32 stay in float32, as do integers; :func:`interval.apply`
+    adds their rounding.
     """
     (value,) = args
     dtype = eqn.params["new_dtype"]
+    whole = jnp.issubdtype(dtype, jnp.integer)
     if isinstance(value, Ternary):
         if dtype == jnp.bool_:
             return value
-        if jnp.issubdtype(dtype, jnp.floating):
-            dtype = jnp.dtype(jnp.float32) if is_narrow(dtype) else dtype
+        if whole or jnp.issubdtype(dtype, jnp.floating):
+            dtype = jnp.dtype(jnp.float32) if whole or is_narrow(dtype) else dtype
             return fresh(
                 value.lower.astype(dtype),
                 value.upper.astype(dtype),
@@ -383,7 +412,17 @@ def convert(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value |
             return value
         narrower = jnp.finfo(dtype).eps > jnp.finfo(value.center.dtype).eps
         return additive(terms=lambda _: int(narrower))(eqn, args, norm)
+    elif isinstance(value, Interval) and whole:
+        source: Any = eqn.invars[0].aval
+        if jnp.issubdtype(source.dtype, jnp.integer):
+            return value
+        low, high = map(jnp.trunc, ends(value))
+        return fresh(low, high, stretch(args, jnp.inf, norm))
+    elif isinstance(value, Interval) and dtype == jnp.bool_:
+        lower, upper = ends(value)
+        return Ternary((lower > 0) | (upper < 0), (lower != 0) | (upper != 0))
     raise ValueError(
-        f"a value that depends on the input is converted to {jnp.dtype(dtype).name}; only floats "
-        "can be certified."
+        f"a value that depends on the input is converted to {jnp.dtype(dtype).name}; only "
+        "real numbers and booleans are certified. Write a Fourier transform as two products with "
+        "the real matrices of its cosines and sines."
     )

@@ -40,7 +40,7 @@ def jumps(closed: ClosedJaxpr) -> set[str]:
         source: Any = node.eqn.invars[0].aval
         target: Any = node.eqn.outvars[0].aval
         known = TABLE.get(node.name)
-        if known is None or not known.continuous:
+        if known is None or known.jumps(node.eqn):
             found.add(node.name)
         elif node.name == "convert_element_type":
             floats = [jnp.issubdtype(a.dtype, jnp.floating) for a in (source, target)]

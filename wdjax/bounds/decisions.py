@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
+from wdjax.bounds import whole
 from wdjax.bounds.affine_rules import additive, bind, windows
 from wdjax.bounds.domain import (
     Array,
@@ -34,20 +35,30 @@ from wdjax.bounds.domain import (
 def inequality(flip: bool) -> Rule:
     """The rule for ``<`` and ``<=``, and for ``>`` and ``>=`` if ``flip``.
 
-    Where equality is possible the result is open, for Clarke's gradient of a selection by it.
+    Where equality of floats is possible the result is open, for Clarke's gradient of a selection
+    by it; integers are compared exactly.
     """
 
     def rule(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary:
+        if any(isinstance(a, Ternary) for a in args):
+            raise ValueError(
+                "booleans that depend on the input are compared by == and != only; use & and |."
+            )
         (la, ua), (lb, ub) = (ends(a) for a in (args[::-1] if flip else args))
-        return Ternary(ua < lb, ~(la > ub))
+        if not whole.counts(eqn):
+            return Ternary(ua < lb, ~(la > ub))
+        if eqn.primitive.name.startswith(("le", "ge")):
+            return Ternary(ua <= lb, la <= ub)
+        return Ternary(ua < lb, la < ub)
 
     return rule
 
 
 def equal(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary:
-    """The rule for ``==``: never surely true, since ties are kinks, except in two cases.
+    """The rule for ``==``: never surely true, since ties are kinks, except in three cases.
 
-    These are a value compared with itself (a test for NaN), and an entry with its maximum.
+    These are a value compared with itself (a test for NaN), an entry with its maximum, and
+    integers.
     """
     left, right = args
     if left is right:
@@ -57,11 +68,12 @@ def equal(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Ternary:
         decided = _attains(value, top)
         if decided is not None:
             return decided
-    if isinstance(left, Ternary) or isinstance(right, Ternary):
-        raise ValueError("booleans that depend on the input are not compared; use & and |.")
     (la, ua), (lb, ub) = ends(left), ends(right)
+    if la.dtype == bool:
+        return Ternary((la & lb) | ~(ua | ub), ~((la & ~ub) | (lb & ~ua)))
     meet = (la <= ub) & (lb <= ua)
-    return Ternary(jnp.zeros_like(meet), meet)
+    same = meet & (la == ub) & (lb == ua) if whole.counts(eqn) else jnp.zeros_like(meet)
+    return Ternary(same, meet)
 
 
 def _attains(value: Value, top: Value) -> Ternary | None:
@@ -123,20 +135,39 @@ def select(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | 
     """The rule for ``select_n``: the hull of both cases where the predicate is open."""
     pick, *cases = args
     if is_exact(pick):
-        return additive(range(1, len(args)))(eqn, args, norm)
-    if not isinstance(pick, Ternary) or len(cases) != 2:
-        raise ValueError("select_n is certified for a boolean predicate and two cases only.")
+        pick = whole.declared(eqn, args, 0)
+        return additive(range(1, len(args)))(eqn, [pick, *cases], norm)
+    if isinstance(pick, Interval):
+        return _switch(pick, cases, norm)
+    assert isinstance(pick, Ternary)
     (l0, u0), (l1, u1) = (ends(case) for case in cases)
     if l0.dtype == bool:
         # (pick & one) | (~pick & zero), and both agree wherever pick is open.
         lower = jnp.where(pick.lower, l1, jnp.where(pick.upper, l0 & l1, l0))
         return Ternary(lower, jnp.where(pick.lower, u1, jnp.where(pick.upper, u0 | u1, u0)))
-    if not jnp.issubdtype(l0.dtype, jnp.floating):
-        raise ValueError("an integer that depends on the input cannot be certified.")
     surely, maybe = (jnp.broadcast_to(end, l0.shape) for end in (pick.lower, pick.upper))
     lower = jnp.where(surely, l1, jnp.where(maybe, jnp.minimum(l0, l1), l0))
     upper = jnp.where(surely, u1, jnp.where(maybe, jnp.maximum(u0, u1), u0))
     return fresh(lower, upper, _piecewise(cases, norm))
+
+
+def _switch(pick: Interval, cases: Sequence[Value], norm: float | None) -> Interval:
+    """The hull of the cases that an uncertain integer may choose; unbounded for one beyond them."""
+    if any(ends(case).lower.dtype == bool for case in cases):
+        raise ValueError(
+            "'select_n' by an integer that depends on the input is certified for numbers only, not "
+            "for booleans."
+        )
+    first, last = ends(pick)
+    able = [(first <= k) & (k <= last) for k in range(len(cases))]
+    sides = zip(*map(ends, cases))
+    low, high = (
+        functools.reduce(take, [jnp.where(on, end, blank) for on, end in zip(able, side)])
+        for side, take, blank in zip(sides, (jnp.minimum, jnp.maximum), (jnp.inf, -jnp.inf))
+    )
+    far = (first < 0) | (last > len(cases) - 1)
+    constant = stretch([pick, *cases], jnp.inf, norm)
+    return fresh(jnp.where(far, -jnp.inf, low), jnp.where(far, jnp.inf, high), constant)
 
 
 def _piecewise(cases: Sequence[Value], norm: float | None) -> Array | None:

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.typing import ArrayLike
 
 from wdjax import norms
-from wdjax.bounds import affine_rules, record
+from wdjax.bounds import affine_rules, record, whole
 from wdjax.bounds.domain import (
     Array,
     Interval,
@@ -162,11 +162,15 @@ def apply(eqn: JaxprEqn, args: Sequence[Value], norm: float | None = None) -> li
     exact = [a for a in args if is_exact(a)]
     if len(exact) == len(args):
         return [*affine_rules.evaluate(eqn, exact)]
-    rule = record.of(eqn.primitive.name).interval
-    out = rule(eqn, [lifted(a) if is_exact(a) else a for a in args], norm)
+    own = record.of(eqn.primitive.name)
+    known = [lifted(a) if is_exact(a) else a for a in args]
+    out = own.interval(eqn, whole.beside(eqn, known, own.operands), norm)
     outs = out if isinstance(out, list) else [out]
     avals: list[Any] = [var.aval for var in eqn.outvars]
-    return [_rounded(value, eqn, aval.dtype, norm) for value, aval in zip(outs, avals)]
+    return [
+        _rounded(whole.rounded(value, aval.dtype, norm), eqn, aval.dtype, norm)
+        for value, aval in zip(outs, avals)
+    ]
 
 
 def lifted(value: Array) -> Array:

@@ -1,14 +1,17 @@
 """Interval rules for entrywise functions and for maxima: each result is a new root."""
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import JaxprEqn
 
-from wdjax.bounds import record
-from wdjax.bounds.affine_rules import bilinear, bind, is_narrow, product
+from wdjax.bounds import record, whole
+from wdjax.bounds.affine_rules import bilinear, bind, is_narrow, known_places, product
 from wdjax.bounds.domain import (
     Array,
     Elementwise,
@@ -48,6 +51,9 @@ def monotone(
         lower, upper = (bind(eqn, side) for side in zip(*map(ends, args)))
         if falling:
             lower, upper = upper, lower
+        # An operand that may be outside of the domain: the value may be NaN.
+        outside = jnp.isnan(lower) | jnp.isnan(upper)
+        lower, upper = jnp.where(outside, -jnp.inf, lower), jnp.where(outside, jnp.inf, upper)
         if not exact:
             lower, upper = opened(lower, upper, lower < 0, record.trusted(eqn, lower.dtype))
         steepest = jnp.max(slope(*ends(args[0]))) if callable(slope) else slope
@@ -124,27 +130,113 @@ def _inverse(lower: Array, upper: Array) -> tuple[Array, tuple[Array, Array]]:
 
 
 def real_power(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
-    """The rule for ``pow`` with a constant exponent; unbounded where the base may be negative."""
-    base, exponent = args
-    if not is_exact(exponent) or not isinstance(base, Interval):
-        raise ValueError("pow is certified only for exponents that do not depend on the input.")
-    lower, upper = ends(base)
-    one, two = lower**exponent, upper**exponent
-    wrong = record.trusted(eqn, lower.dtype)
-    least, most = opened(jnp.minimum(one, two), jnp.maximum(one, two), one < 0, wrong)
-    valid = (lower > 0) | ((lower == 0) & (exponent >= 0))
+    """The rule for ``pow``: extremes of ``exp(y log x)`` are at the corners of the box of ``x`` and
+    ``y``; unbounded where the base may be negative, or 0 with a negative exponent."""
+    base, exponent = (ends(arg) for arg in args)
+    corners_ = [bind(eqn, [x, y]) for x, y in itertools.product(base, exponent)]
+    one, two = (functools.reduce(pick, corners_) for pick in (jnp.minimum, jnp.maximum))
+    least, most = opened(one, two, one < 0, record.trusted(eqn, one.dtype))
+    valid = (base.lower > 0) | ((base.lower == 0) & (exponent.lower >= 0))
     return fresh(
         jnp.where(valid, least, -jnp.inf),
         jnp.where(valid, most, jnp.inf),
-        stretch(args[:1], jnp.inf, norm),
+        stretch(args, jnp.inf, norm),
     )
 
 
-def ordered(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
-    """The rule for ``sort``: the k-th smallest entry lies between the k-th smallest ends."""
-    if len(args) != 1:
-        raise ValueError("sort is certified for one operand only.")
-    return monotone(exact=True)(eqn, args, norm)
+def angle(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
+    """The rule for ``atan2``: extremes are at the corners of a box that does not meet the half-line
+    ``y = 0, x <= 0``, where the angle jumps."""
+    y, x = (ends(arg) for arg in args)
+    corners_ = [bind(eqn, [side, other]) for side, other in itertools.product(y, x)]
+    low, high = (functools.reduce(pick, corners_) for pick in (jnp.minimum, jnp.maximum))
+    crosses = (x.lower <= 0) & (y.lower <= 0) & (y.upper >= 0)
+    pi = jnp.where(jnp.isnan(low), jnp.nan, math.pi)
+    low, high = jnp.where(crosses, -pi, low), jnp.where(crosses, pi, high)
+    low, high = opened(low, high, low < 0, record.trusted(eqn, low.dtype))
+    return fresh(low, high, stretch(args, jnp.inf, norm))
+
+
+def remainder(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
+    """The rule for ``rem``, which is exact and has the sign of the dividend.
+
+    An interval shorter than a known divisor holds at most one jump, downwards: there is none if the
+    upper end's remainder is the larger.
+    """
+    (lower, upper), (least, most) = (ends(arg) for arg in args)
+    one, two = bind(eqn, [lower, least]), bind(eqn, [upper, least])
+    size = jnp.maximum(jnp.abs(least), jnp.abs(most))
+    near = (upper - lower) * (1 + 8 * float(jnp.finfo(lower.dtype).eps)) < size
+    steady = near & (least == most) & (one <= two)
+    low = jnp.where(lower >= 0, 0.0, jnp.maximum(lower, -size))
+    high = jnp.where(upper <= 0, 0.0, jnp.minimum(upper, size))
+    low, high = jnp.where(steady, one, low), jnp.where(steady, two, high)
+    known = jnp.isfinite(lower) & jnp.isfinite(upper) & ((least > 0) | (most < 0))
+    low, high = jnp.where(known, low, -jnp.inf), jnp.where(known, high, jnp.inf)
+    return fresh(low, high, stretch(args, jnp.inf, norm))
+
+
+def tangent(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
+    """The rule for ``tan``, which grows between its poles ``pi (1/2 + k)``; unbounded over one."""
+    lower, upper = ends(args[0])
+    wrong = record.trusted(eqn, lower.dtype)
+    low, high = opened(bind(eqn, [lower]), bind(eqn, [upper]), jnp.asarray(True), wrong)
+    pole = _meets(2 * lower, 2 * upper, 0.5)
+    steep = jnp.where(jnp.any(pole), jnp.inf, 1.001 * (1 + jnp.max(jnp.maximum(low**2, high**2))))
+    return fresh(
+        jnp.where(pole, -jnp.inf, low),
+        jnp.where(pole, jnp.inf, high),
+        stretch(args, steep, norm),
+    )
+
+
+_LOWEST, _DEEPEST = 1.4616321449683623, -0.12148629053584961
+"""Where ``lgamma`` is lowest above 0, and how low."""
+
+
+def log_gamma(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
+    """The rule for ``lgamma`` above 0; unbounded elsewhere.
+
+    Its error is relative to its magnitude plus 1.
+    """
+    lower, upper = ends(args[0])
+    one, two = (bind(eqn, [end]) for end in (lower, upper))
+    turns = (lower < _LOWEST) & (upper > _LOWEST)
+    low = jnp.where(turns, _DEEPEST, jnp.minimum(one, two))
+    steep = jnp.max(jnp.maximum(*(jnp.abs(lax.digamma(end)) for end in (lower, upper))))
+    return _above_zero(eqn, args, low, jnp.maximum(one, two), steep, norm)
+
+
+def digamma(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
+    """The rule for ``digamma`` above 0, where it grows; unbounded elsewhere.
+
+    Its error is relative to its magnitude plus 1.
+    """
+    lower, upper = ends(args[0])
+    one, two = (bind(eqn, [end]) for end in (lower, upper))
+    steep = jnp.max(1 / lower + 1 / lower**2)  # At least the trigamma function.
+    return _above_zero(eqn, args, one, two, steep, norm)
+
+
+def _above_zero(
+    eqn: JaxprEqn, args: Sequence[Value], low: Array, high: Array, steep: Array, norm: float | None
+) -> Interval:
+    """The value between ``low`` and ``high``, widened by its error, where the operand is above 0."""
+    inside = ends(args[0]).lower > 0
+    unit = record.trusted(eqn, low.dtype) * float(jnp.finfo(low.dtype).eps)
+    slack = unit * (jnp.maximum(jnp.abs(low), jnp.abs(high)) + 1)
+    return fresh(
+        jnp.where(inside, low - slack, -jnp.inf),
+        jnp.where(inside, high + slack, jnp.inf),
+        stretch(args, jnp.where(jnp.all(inside), 1.001 * steep, jnp.inf), norm),
+    )
+
+
+def scattered_extreme(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
+    """The rule for ``scatter-max`` and ``scatter-min``: each entry goes to one place or to none."""
+    base, places, entries = (*ends(args[0]),), known_places(eqn, args), (*ends(args[2]),)
+    low, high = (bind(eqn, [one, places, two]) for one, two in zip(base, entries))
+    return fresh(low, high, stretch(args, 1.0, norm))
 
 
 def soft_maxima(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
@@ -239,16 +331,26 @@ def _meets(lower: Array, upper: Array, turn: float) -> Array:
 
 
 def quotient(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
-    """The rule for ``div``: a product with the reciprocal; unbounded where the divisor may be 0."""
+    """The rule for ``div``, which rounds integers towards zero."""
     left, right = args
     if is_exact(right):
-        return bilinear(lambda _: 1)(eqn, args, norm)
-    inside, (low, high) = _inverse(*ends(right))
+        found = bilinear(lambda _: 1)(eqn, args, norm)
+    else:
+        found = product(left, _reciprocal(right, norm), norm)
+    if not whole.counts(eqn):
+        return found
+    assert isinstance(found, Interval)
+    low, high = map(jnp.trunc, ends(found))
+    return fresh(low, high, stretch(args, jnp.inf, norm))
+
+
+def _reciprocal(value: Value, norm: float | None) -> Interval:
+    """``1 / value``, unbounded where ``value`` may be 0."""
+    inside, (low, high) = _inverse(*ends(value))
     size = jnp.maximum(jnp.abs(low), jnp.abs(high))
     steepest = jnp.where(jnp.all(inside), jnp.max(size) ** 2, jnp.inf)
-    inverse = fresh(
+    return fresh(
         jnp.where(inside, low, -jnp.inf),
         jnp.where(inside, high, jnp.inf),
-        stretch([right], steepest, norm),
+        stretch([value], steepest, norm),
     )
-    return product(left, inverse, norm)

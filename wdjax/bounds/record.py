@@ -115,7 +115,8 @@ class Record:
     """Whether it accumulates in the operands' dtype (matrix products may accumulate in longer)."""
     monotone: int
     """1 where it grows in every operand, -1 where it falls, 0 otherwise."""
-    continuous: bool
+    continuous: bool | Callable[[JaxprEqn], bool]
+    """Whether the result does not jump, for all equations or as its parameters tell."""
     homogeneous: bool
     """Whether dividing all operands by ``t > 0`` divides the result by ``t``; booleans stay."""
     fuses: bool
@@ -147,6 +148,10 @@ class Record:
     def diagonal(self) -> bool:
         """Whether it is affine entry by entry: its matrix is diagonal."""
         return self.once and self.elementwise
+
+    def jumps(self, eqn: JaxprEqn) -> bool:
+        """Whether the result of an equation may jump."""
+        return not (self.continuous(eqn) if callable(self.continuous) else self.continuous)
 
     @property
     def exact(self) -> bool:

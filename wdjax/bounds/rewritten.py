@@ -23,21 +23,30 @@ def rewritten(eqn: JaxprEqn, known: Sequence[Any]) -> Sequence[Written | None]:
     >>> rewritten(closed.eqns[0], [None])[0](jnp.array([3.0, 1.0, 2.0])).tolist()
     [3.0, 2.0]
     """
+    if eqn.primitive.name == "top_k":
+        return _largest(eqn)
     rule = _WRITTEN.get(eqn.primitive.name)
     found = None if rule is None else rule(eqn, known[-1])
     return [found, *[None] * (len(eqn.outvars) - 1)]
 
 
-def _largest(eqn: JaxprEqn, operand: Any) -> Written | None:
-    """``top_k`` as a function of its operand that sorts and cuts; its indices are not rewritten."""
-    params = eqn.params
-    axis = params.get("axis", -1)
+def _largest(eqn: JaxprEqn) -> Sequence[Written]:
+    """The values of ``top_k`` by sorting, and their places by sorting these with them.
+
+    Of equal values the first comes first, as a stable sort of the negatives has them.
+    """
+    k, (operand,) = eqn.params["k"], [var.aval for var in eqn.invars]
+    axis = eqn.params.get("axis", -1) % len(operand.shape)  # type: ignore[attr-defined]
 
     def values(x: jax.Array) -> jax.Array:
-        order = jnp.flip(lax.sort(x, dimension=axis % x.ndim), axis)
-        return lax.slice_in_dim(order, 0, params["k"], axis=axis % x.ndim)
+        return lax.slice_in_dim(jnp.flip(lax.sort(x, dimension=axis), axis), 0, k, axis=axis)
 
-    return values
+    def places(x: jax.Array) -> jax.Array:
+        own = lax.broadcasted_iota(jnp.int32, x.shape, axis)
+        order = lax.sort([-x, own], dimension=axis, is_stable=True, num_keys=1)[1]
+        return lax.slice_in_dim(order, 0, k, axis=axis)
+
+    return values, places
 
 
 _COMBINED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
@@ -103,4 +112,4 @@ def _reduced(eqn: JaxprEqn, start: Any) -> Written | None:
     return reduced
 
 
-_WRITTEN = {"top_k": _largest, "reduce_window": _windowed, "reduce": _reduced}
+_WRITTEN = {"reduce_window": _windowed, "reduce": _reduced}

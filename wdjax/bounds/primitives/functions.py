@@ -1,15 +1,16 @@
 """Records of entrywise functions, with the measured errors of their float programs."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from wdjax.bounds import nonlinear, relax
+from wdjax.bounds import nonlinear, record, relax
 from wdjax.bounds.domain import Array, Rule
-from wdjax.bounds.record import EXACT, ONCE, Error, Record, Relaxation
+from wdjax.bounds.record import EXACT, ONCE, Error, Lines, Record, Relaxation, View
 
 
 def function(
@@ -85,6 +86,58 @@ def _least(low: Array, high: Array) -> Array:
     return jnp.minimum(jnp.abs(low), jnp.abs(high))
 
 
+def _real_power(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
+    """Lines of ``x^y`` for ``x >= 0``: convex in ``y``; in ``x`` convex, or concave for exponents
+    between 0 and 1. None if both depend on the input."""
+    if all(moves):
+        return None
+    if moves[1]:
+        base = jnp.where(args[0] > 0, args[0], jnp.nan)
+        rule = relax.convex(lambda y: base**y, lambda y: jnp.log(base) * base**y)
+        found = rule(eqn, args[1:], moves[1:])
+        assert found is not None
+        return found._replace(views=tuple(view._replace(operand=1) for view in found.views))
+    exponent = args[1]
+    sign = jnp.where((exponent >= 1) | (exponent <= 0), 1.0, -1.0)
+
+    def value(x: Array) -> Array:
+        return jnp.where(x >= 0, sign * x**exponent, jnp.nan)
+
+    found = relax.convex(value, lambda x: sign * exponent * x ** (exponent - 1))(eqn, args, moves)
+    assert found is not None
+    (view,), below, above = found[:3]
+    low, up = jnp.where(sign > 0, view.low, -view.up), jnp.where(sign > 0, view.up, -view.low)
+    below, above = jnp.where(sign > 0, below, -above), jnp.where(sign > 0, above, -below)
+    return Lines((View(0, low, up),), below, above)
+
+
+def _absolute_error(rule: Relaxation) -> Relaxation:
+    """Lines widened for functions above 0 whose error is relative to the value plus 1."""
+
+    def widened(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
+        found, (_, upper) = rule(eqn, args, moves), args[0]
+        assert found is not None
+        slack = record.trusted(eqn, upper.dtype) * float(jnp.finfo(upper.dtype).eps) * (1 + upper)
+        return found._replace(low=found.low - slack, up=found.up + slack)
+
+    return widened
+
+
+def _positive(f: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """The function, NaN where it is not certified: at and below 0."""
+    return lambda z: jnp.where(z > 0, f(z), jnp.nan)
+
+
+def _trigamma(z: Array) -> Array:
+    return lax.polygamma(jnp.ones_like(z), z)
+
+
+def _steep_arc(low: Array, high: Array) -> Array:
+    """The largest derivative of the inverse sine."""
+    size = _largest(low, high)
+    return jnp.where(size < 1, lax.rsqrt((1 - size) * (1 + size)), jnp.inf)
+
+
 RECORDS = [
     rising(
         "exp", Error(2.7, 1.2, 0.6), lambda _, high: jnp.exp(high), relax.convex(jnp.exp, jnp.exp)
@@ -125,6 +178,24 @@ RECORDS = [
         Error(1.4, 0.7, 0.8),
         lambda low, _: jnp.where(low > 0, 0.5 * low**-1.5, jnp.inf),
         relax.convex(lax.rsqrt, lambda z: -0.5 * z**-1.5),
+    ),
+    function("tan", nonlinear.tangent, Error(0.8, 0.6, 0.6)),
+    rising("asin", Error(1.3, 1, 0.9), _steep_arc),
+    falling("acos", Error(1.5, 1.1, 0.9), _steep_arc),
+    # Of these two relative to the value plus 1, since they have zeros that are no floats.
+    function(
+        "lgamma",
+        nonlinear.log_gamma,
+        Error(14, 10, 0.6),
+        _absolute_error(relax.convex(_positive(lax.lgamma), lax.digamma)),
+        fuses=False,
+    ),
+    function(
+        "digamma",
+        nonlinear.digamma,
+        Error(6, 5.5, 0.6),
+        _absolute_error(relax.concave(_positive(lax.digamma), _trigamma)),
+        fuses=False,
     ),
     rising(
         "atan",
@@ -193,6 +264,6 @@ RECORDS = [
     # |y| products, each rounded to half a unit.
     function("integer_pow", nonlinear.power, lambda eqn: 0.5 * abs(eqn.params["y"]), relax.power),
     function("square", nonlinear.power, ONCE, relax.power),
-    function("pow", nonlinear.real_power, Error(0.6, 0.6, 0.6), fuses=False, operands=(0,)),
+    function("pow", nonlinear.real_power, Error(0.6, 0.6, 0.6), _real_power, fuses=False),
     function("abs", nonlinear.absolute, EXACT, relax.convex(jnp.abs, jnp.sign), homogeneous=True),
 ]

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from wdjax.bounds import affine_rules, decisions, nonlinear, relax
+from wdjax.bounds import affine_rules, decisions, nonlinear, relax, whole
 from wdjax.bounds.domain import Rule
 from wdjax.bounds.record import EXACT, ONCE, Error, Record, Relaxation, everywhere, once
 
@@ -76,7 +76,7 @@ RECORDS = [
     _linear("unstack", affine_rules.parted, once, error=EXACT),
     _linear("broadcast_in_dim", affine_rules.additive(), _repeated, error=EXACT, keeps_order=True),
     _linear("tile", affine_rules.additive(), error=EXACT),
-    _linear("gather", affine_rules.additive([0]), error=EXACT, operands=(0,)),
+    _linear("gather", whole.gathered, error=EXACT, operands=(0, 1)),
     _linear("scatter", affine_rules.additive([0, 2]), once, error=EXACT, operands=(0, 2)),
     _linear(
         "scatter-add",
@@ -84,6 +84,7 @@ RECORDS = [
         operands=(0, 2),
         sums=True,
     ),
+    _linear("scatter-mul", affine_rules.scattered_product, operands=(0, 2)),
     _linear("reduce_sum", affine_rules.summation, once, sums=True),
     _linear("cumsum", affine_rules.additive(terms=affine_rules.cumulated), sums=True),
     _linear("reduce_window_sum", affine_rules.additive(terms=affine_rules.windowed), sums=True),
