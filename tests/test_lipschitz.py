@@ -95,6 +95,14 @@ def test_cells_of_one_layer_are_counted_by_zaslavsky():
     assert len(lipschitz.activation_cells(net).masks) == 1 + 7 + 21
 
 
+def test_a_thin_part_that_is_cut_in_the_middle_is_not_lost():
+    # A cell 3e-8 wide, whose halves hold no ball of radius SMALLEST.
+    weights = [np.array([[1.0], [-1.0], [1.0]]), np.array([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])]
+    net = lipschitz.relu_chain(weights, [np.array([0.0, 3e-8, -1.5e-8]), np.zeros(2)])
+    found = lipschitz.activation_cells(net, (-1, 1))
+    assert sorted(found.jacobians[:, 0, 0].tolist()) == [-1.0, 0.0, 2.0]
+
+
 def test_every_point_has_its_cell():
     net = random_chain(1, (3, 5, 4, 2))
     cells = lipschitz.activation_cells(net, (-1, 1))

@@ -221,7 +221,7 @@ def digamma(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interva
 def _above_zero(
     eqn: JaxprEqn, args: Sequence[Value], low: Array, high: Array, steep: Array, norm: float | None
 ) -> Interval:
-    """The value between ``low`` and ``high``, widened by its error, where the operand is positive."""
+    """The value between ``low`` and ``high``, widened by its error, for operands above 0."""
     inside = ends(args[0]).lower > 0
     unit = record.trusted(eqn, low.dtype) * float(jnp.finfo(low.dtype).eps)
     slack = unit * (jnp.maximum(jnp.abs(low), jnp.abs(high)) + 1)

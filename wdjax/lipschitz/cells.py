@@ -153,10 +153,11 @@ def _through(part: _Part, weight: Numbers, bias: Numbers) -> _Part:
 
 
 def _cut(part: _Part, neuron: int) -> list[_Part]:
-    """The pieces of a part on the two sides of a neuron's hyperplane: one or two.
+    """The pieces of a part where row ``neuron`` of its affine map is positive (first), negative.
 
-    A side is a piece if a ball of radius above ``SMALLEST`` fits into it; if no or only one side
-    is, the hyperplane adds no face.
+    A side is a piece if a ball of radius above ``SMALLEST`` fits into it. A single piece is the
+    part itself, without a new face. Without a piece the part is kept too, with the neuron's sign at
+    the centre of its ball, so that no part is lost.
     """
     row, level = part.jacobian[neuron], float(part.offset[neuron])
     size = float(np.linalg.norm(row))
@@ -170,8 +171,9 @@ def _cut(part: _Part, neuron: int) -> list[_Part]:
         ball = _fitting(part.ball, sign * normal, sign * level) or inscribed(shape)
         if ball is not None and ball.radius > SMALLEST:
             sides.append((sign > 0, part._replace(shape=shape, ball=ball)))
-    if len(sides) == 1:  # The hyperplane does not cut the part, so it needs no row.
-        return [_active(part, neuron, sides[0][0])]
+    if len(sides) < 2:  # The hyperplane does not cut the part, so it needs no row.
+        here = sides[0][0] if sides else float(normal @ part.ball.center + level) > 0
+        return [_active(part, neuron, here)]
     return [_active(piece, neuron, active) for active, piece in sides]
 
 
