@@ -209,7 +209,8 @@ def test_a_pytree_that_is_none_of_samples_is_refused(name):
 
 def test_starts_must_have_the_form_of_the_samples():
     reshaped = TREE | {"image": TREE["image"].reshape(N, 4)}
-    for start in (X, {"row": X}, reshaped):
+    scalar, short = (TREE | {"scalar": one} for one in (0.5, X[:3, 7]))
+    for start in (X, {"row": X}, reshaped, scalar, short):
         with pytest.raises(ValueError, match="start must be a pytree like x"):
             wdjax.search(attacks.PGD(steps=2), MODEL, TREE, Y, eps=0.1, start=start)
 

@@ -34,7 +34,9 @@ class Form:
     def flat(self, name: str, x: PyTree) -> AnyArray:
         """A pytree of this form as ``[n, d]``; a single leaf keeps its shape."""
         leaves = jax.tree.leaves(x)
-        if jax.tree.structure(x) != self.structure or _shapes(leaves) != self.shapes:
+        alike = jax.tree.structure(x) == self.structure and _shapes(leaves) == self.shapes
+        lengths = {np.shape(leaf)[:1] for leaf in leaves}
+        if not alike or len(lengths) > 1 or () in lengths:
             raise ValueError(f"{name} must be a pytree like x, got {arguments.described(x)}.")
         if len(leaves) == 1 and self.shapes[0]:
             return leaves[0]
