@@ -244,6 +244,35 @@ def test_a_primitive_without_a_record_is_told_with_the_way_out():
         certify.margin_bounds(model, jnp.ones((1, 3)), jnp.array([0]), norm=2, eps=0.1)
 
 
+def test_a_record_is_added_from_outside():
+    """By the code of the page, and nothing else."""
+    text = (ROOT / "docs" / "primitives.md").read_text()
+    code = next(part for part in text.split("```python\n") if part.startswith("from wdjax")).split(
+        "```"
+    )
+    w = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
+    model = Model(lambda w, x: lax.igamma(jnp.full_like(x, 2.0), 5 * x) @ w, w)
+    x, eps = jnp.array([[0.2, 0.4, 0.6, 0.8]]), 0.05
+    y = jnp.argmax(model(x), axis=-1)
+    with pytest.raises(ValueError, match=r"'igamma'.*record"):
+        certify.margin_bounds(model, x, y, norm=np.inf, eps=eps)
+    try:
+        exec(code[0])
+        moves = np.random.default_rng(1).choice([-eps, 0, eps], (500, 4)).astype(np.float32)
+        logits = np.asarray(model(x + moves))
+        margin = (logits[:, y] - logits).min(axis=0)
+        clean = np.asarray(model(x))[0, y] - np.asarray(model(x))[0]
+        for method, most in (("interval", 4), ("crown", 1.2)):
+            low = np.asarray(
+                certify.margin_bounds(model, x, y, norm=np.inf, eps=eps, method=method)
+            )
+            rivals = np.arange(3) != y
+            assert np.all((low[0] <= margin)[rivals])
+            assert np.all((clean - low[0])[rivals] <= most * (clean - margin)[rivals])
+    finally:
+        TABLE.pop("igamma", None)
+
+
 STRUCTURE = {
     "graph.py": "calls, identities: no record, since nothing is computed",
     "rewritten.py": "what is written in terms of primitives that have records",

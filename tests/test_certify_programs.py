@@ -68,12 +68,6 @@ BOUNDED = {
     "top_k": lambda x: jnp.tile(lax.top_k(x, 2)[0], 2),
     "scatter": lambda x: x.at[:, 0].set(1.0),
     "erf_inv": lambda x: jax.scipy.special.erfinv(0.5 * x),
-    "a loop of known length": lambda x: lax.while_loop(
-        lambda c: c[0] < 3, lambda c: (c[0] + 1, 0.5 * c[1]), (0, x)
-    )[1],
-    "a loop between arrays": lambda x: lax.fori_loop(
-        0, jnp.int32(3), lambda i, c: jnp.tanh(c) + i * x, x
-    ),
     "a branch that constants choose": lambda x: lax.cond(OUT[0, 0] > 0, jnp.sin, jnp.cos, x),
     "branches that samples choose": jax.vmap(
         lambda row: lax.cond(row[0] > 0.5, jnp.sin, lambda t: 2 * t, row)

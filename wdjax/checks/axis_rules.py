@@ -30,7 +30,7 @@ class PerSample(NamedTuple):
     """Whether the function that is applied to sample i may depend on i."""
 
 
-class Mixed(NamedTuple):
+class ManySamples(NamedTuple):
     """A value whose entries may depend on several samples, by the primitive ``where``.
 
     A program may make one, such as the padding of width 0 along the batch axis, and not use it.
@@ -39,7 +39,7 @@ class Mixed(NamedTuple):
     where: str
 
 
-Value = SampleFree | PerSample | Mixed
+Value = SampleFree | PerSample | ManySamples
 
 
 class Unproved(Exception):  # noqa: N818  It is caught here and means no error.
@@ -69,7 +69,7 @@ def elementwise(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 def moved(value: Value, place: Callable[[int], int | None]) -> Value:
     """A value whose axes go elsewhere; None for one that is summed up or cut."""
-    if isinstance(value, Mixed):
+    if isinstance(value, ManySamples):
         return value
     if isinstance(value, PerSample):
         axis = place(value.axis)

@@ -14,7 +14,7 @@ from wdjax.checks.axis_rules import (
     ELEMENTWISE,
     FREE,
     RULES,
-    Mixed,
+    ManySamples,
     PerSample,
     SampleFree,
     Unproved,
@@ -58,7 +58,7 @@ def prove(closed: ClosedJaxpr, batched: Sequence[bool]) -> BatchProof:
     values = [PerSample(0) if rows else varying(aval) for aval, rows in zip(given, batched)]
     out = _walk(closed, values, n)
     for value in out:
-        if isinstance(value, Mixed):
+        if isinstance(value, ManySamples):
             return BatchProof(False, False, value.where)
     rows = [value for value in out if isinstance(value, PerSample)]
     fixed = [value for value in out if isinstance(value, SampleFree)]
@@ -77,25 +77,25 @@ def _walk(closed: ClosedJaxpr | Jaxpr, values: Sequence[Value], n: int) -> list[
 
     for eqn in jaxpr.eqns:
         args = [read(atom) for atom in eqn.invars]
-        known.update(zip(eqn.outvars, _follow_or_mix(eqn, args, n)))
+        known.update(zip(eqn.outvars, _follow_or_give_up(eqn, args, n)))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _follow_or_mix(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
-    """The values that an equation returns: :class:`Mixed` if an operand is or nothing is proved.
+def _follow_or_give_up(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
+    """The values that an equation returns: :class:`ManySamples` if an operand is or nothing is proved.
 
     A value without entries depends on nothing.
     """
     outs: list[Any] = [var.aval for var in eqn.outvars]
     if all(0 in aval.shape for aval in outs):
         return [SampleFree(frozenset())] * len(outs)
-    mixed = [arg for arg in args if isinstance(arg, Mixed)]
-    if mixed:
-        return [mixed[0]] * len(eqn.outvars)
+    many = [arg for arg in args if isinstance(arg, ManySamples)]
+    if many:
+        return [many[0]] * len(eqn.outvars)
     try:
         return _follow(eqn, args, n)
     except Unproved:
-        return [Mixed(eqn.primitive.name)] * len(eqn.outvars)
+        return [ManySamples(eqn.primitive.name)] * len(eqn.outvars)
 
 
 def _follow(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
@@ -162,7 +162,7 @@ def _repeated(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
     (going,) = _walk(params["cond_jaxpr"], [*args[:first], *carry], n)
     if isinstance(going, PerSample):
         raise Unproved
-    return [going] * len(carry) if isinstance(going, Mixed) else carry
+    return [going] * len(carry) if isinstance(going, ManySamples) else carry
 
 
 def _chosen(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
@@ -189,7 +189,7 @@ def _joined(*values: Value) -> Value:
     rows = [value for value in values if isinstance(value, PerSample)]
     varies = frozenset[int]().union(*(v.varies for v in values if isinstance(v, SampleFree)))
     for value in values:
-        if isinstance(value, Mixed):
+        if isinstance(value, ManySamples):
             return value
     if not rows:
         return SampleFree(varies)
