@@ -82,7 +82,7 @@ def _walk(closed: ClosedJaxpr | Jaxpr, values: Sequence[Value], n: int) -> list[
 
 
 def _follow_or_give_up(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
-    """The values that an equation returns: :class:`ManySamples` if an operand is or nothing is proved.
+    """The values that an equation returns, :class:`ManySamples` where nothing is proved.
 
     A value without entries depends on nothing.
     """
