@@ -244,6 +244,12 @@ def test_a_primitive_without_a_record_is_told_with_the_way_out():
         certify.margin_bounds(model, jnp.ones((1, 3)), jnp.array([0]), norm=2, eps=0.1)
 
 
+@pytest.mark.parametrize("fn", [jnp.log, jnp.sqrt, jnp.arctanh, jnp.arccos, lax.rsqrt, jnp.log1p])
+def test_what_may_be_nan_is_unbounded_on_both_sides(fn):
+    low, high = certify.bound(fn, jnp.float32(-1.5), jnp.float32(0.5))
+    assert (low, high) == (-np.inf, np.inf), "functions of it would hide the NaN"
+
+
 def test_a_record_is_added_from_outside():
     """By the code of the page, and nothing else."""
     text = (ROOT / "docs" / "primitives.md").read_text()
