@@ -250,6 +250,17 @@ def test_what_may_be_nan_is_unbounded_on_both_sides(fn):
     assert (low, high) == (-np.inf, np.inf), "functions of it would hide the NaN"
 
 
+@pytest.mark.parametrize("method", ["interval", "crown", "alpha"])
+def test_nothing_hides_a_nan(method):
+    """The second logit is NaN at x = 0.41, which the ball contains."""
+    hidden = lambda x: jnp.tanh(jnp.log(x - 0.5))  # noqa: E731
+    model = Model(lambda _, x: jnp.concatenate([0 * x + 5, hidden(x)], axis=1), None)
+    low = certify.margin_bounds(
+        model, jnp.array([[0.7]]), jnp.array([0]), norm=np.inf, eps=0.3, method=method
+    )
+    assert low[0, 1] == -np.inf
+
+
 def test_a_record_is_added_from_outside():
     """By the code of the page, and nothing else."""
     text = (ROOT / "docs" / "primitives.md").read_text()
