@@ -22,8 +22,9 @@ ROOT = Path(__file__).parents[1]
 PICK = np.array([True, False, True, True, False, True])
 WINDOW = {"window_dimensions": (3,), "window_strides": (2,), "padding": [(1, 1)]}
 DOMAIN = {
-    "acosh": (1.2, 3), "atanh": (-0.9, 0.9), "erf_inv": (-0.9, 0.9), "log": (0.1, 3),
-    "log1p": (-0.8, 3), "pow": (0.1, 3), "rsqrt": (0.1, 3), "sqrt": (0.1, 3),
+    "acos": (-0.9, 0.9), "acosh": (1.2, 3), "asin": (-0.9, 0.9), "atanh": (-0.9, 0.9),
+    "digamma": (0.1, 3), "erf_inv": (-0.9, 0.9), "lgamma": (0.1, 3), "log": (0.1, 3),
+    "log1p": (-0.8, 3), "pow": (0.1, 3), "rsqrt": (0.1, 3), "sqrt": (0.1, 3), "tan": (-1.4, 1.4),
 }  # fmt: skip
 """Where a function is defined; elsewhere (-2, 2)."""
 
@@ -36,10 +37,11 @@ def at(x, places):
     return jnp.asarray(x).at[jnp.array(places)]
 
 
+ENTRYWISE = ("add", "sub", "mul", "div", "max", "min", "rem", "atan2")
 EXAMPLES = {
     "add_any": lambda x, c: jax.linear_transpose(lambda t: (t, t), c)((x, c))[0],
     "integer_pow": lambda x, c: lax.integer_pow(x, 4),
-    "pow": lambda x, c: lax.pow(x, jnp.asarray(1.7, x.dtype)),
+    "pow": lambda x, c: lax.pow(x, c),
     "clamp": lambda x, c: lax.clamp(-abs(c), x, abs(c)),
     "reshape": lambda x, c: x.reshape(2, 3),
     "squeeze": lambda x, c: lax.squeeze(x.reshape(6, 1), [1]),
@@ -55,6 +57,9 @@ EXAMPLES = {
     "gather": lambda x, c: x[jnp.array([3, 3, 0, 5])],
     "scatter": lambda x, c: at(x, [4, 4, 1]).set(c[:3]),
     "scatter-add": lambda x, c: at(c, [4, 4, 1]).add(x[:3]),
+    "scatter-max": lambda x, c: at(c, [4, 4, 1]).max(x[:3]),
+    "scatter-min": lambda x, c: at(x, [4, 4, 1]).min(c[:3]),
+    "scatter-mul": lambda x, c: at(x, [4, 4, 1]).multiply(c[:3]),
     "reduce_sum": lambda x, c: jnp.sum(x, keepdims=False),
     "cumsum": lambda x, c: lax.cumsum(x),
     "reduce_window_sum": lambda x, c: pooled(x, lax.add, 0),
@@ -82,7 +87,7 @@ EXAMPLES = {
     "select_n": lambda x, c: lax.select_n(PICK, x, c),
     **{
         name: lambda x, c, name=name: getattr(lax, name)(x, c)
-        for name in ("add", "sub", "mul", "div", "max", "min", "lt", "le", "gt", "ge", "eq", "ne")
+        for name in (*ENTRYWISE, "lt", "le", "gt", "ge", "eq", "ne")
     },
 }
 ELSEWHERE = {"expand_dims", "stack", "tile", "unstack"}
@@ -234,15 +239,62 @@ def test_a_function_without_measured_errors_is_refused(error):
 
 
 def test_a_primitive_without_a_record_is_told_with_the_way_out():
-    model = Model(lambda w, x: lax.lgamma(x) @ w, jnp.ones((3, 2)))
-    with pytest.raises(ValueError, match=r"'lgamma'.*record.*docs/primitives\.md"):
+    model = Model(lambda w, x: lax.bessel_i0e(x) @ w, jnp.ones((3, 2)))
+    with pytest.raises(ValueError, match=r"'bessel_i0e'.*record.*docs/primitives\.md"):
         certify.margin_bounds(model, jnp.ones((1, 3)), jnp.array([0]), norm=2, eps=0.1)
+
+
+@pytest.mark.parametrize("fn", [jnp.log, jnp.sqrt, jnp.arctanh, jnp.arccos, lax.rsqrt, jnp.log1p])
+def test_what_may_be_nan_is_unbounded_on_both_sides(fn):
+    low, high = certify.bound(fn, jnp.float32(-1.5), jnp.float32(0.5))
+    assert (low, high) == (-np.inf, np.inf), "functions of it would hide the NaN"
+
+
+@pytest.mark.parametrize("method", ["interval", "crown", "alpha"])
+def test_nothing_hides_a_nan(method):
+    """The second logit is NaN at x = 0.41, which the ball contains."""
+    hidden = lambda x: jnp.tanh(jnp.log(x - 0.5))  # noqa: E731
+    model = Model(lambda _, x: jnp.concatenate([0 * x + 5, hidden(x)], axis=1), None)
+    low = certify.margin_bounds(
+        model, jnp.array([[0.7]]), jnp.array([0]), norm=np.inf, eps=0.3, method=method
+    )
+    assert low[0, 1] == -np.inf
+
+
+def test_a_record_is_added_from_outside():
+    """By the code of the page, and nothing else."""
+    text = (ROOT / "docs" / "primitives.md").read_text()
+    code = next(part for part in text.split("```python\n") if part.startswith("from wdjax")).split(
+        "```"
+    )
+    w = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
+    model = Model(lambda w, x: lax.igamma(jnp.full_like(x, 2.0), 5 * x) @ w, w)
+    x, eps = jnp.array([[0.2, 0.4, 0.6, 0.8]]), 0.05
+    y = jnp.argmax(model(x), axis=-1)
+    with pytest.raises(ValueError, match=r"'igamma'.*record"):
+        certify.margin_bounds(model, x, y, norm=np.inf, eps=eps)
+    try:
+        exec(code[0])
+        moves = np.random.default_rng(1).choice([-eps, 0, eps], (500, 4)).astype(np.float32)
+        logits = np.asarray(model(x + moves))
+        margin = (logits[:, y] - logits).min(axis=0)
+        clean = np.asarray(model(x))[0, y] - np.asarray(model(x))[0]
+        for method, most in (("interval", 4), ("crown", 1.2)):
+            low = np.asarray(
+                certify.margin_bounds(model, x, y, norm=np.inf, eps=eps, method=method)
+            )
+            rivals = np.arange(3) != y
+            assert np.all((low[0] <= margin)[rivals])
+            assert np.all((clean - low[0])[rivals] <= most * (clean - margin)[rivals])
+    finally:
+        TABLE.pop("igamma", None)
 
 
 STRUCTURE = {
     "graph.py": "calls, identities: no record, since nothing is computed",
     "rewritten.py": "what is written in terms of primitives that have records",
-    "batch_axis.py": "where the samples' axis goes, for programs that need not be certified",
+    "batch_axis.py": "calls and loops, which are looked into",
+    "axis_rules.py": "where the samples' axis goes, for programs that need not be certified",
     "state_pickle.py": "operations of PyTorch", "torch_file.py": "operations of PyTorch",
 }  # fmt: skip
 

@@ -68,6 +68,16 @@ BOUNDED = {
     "top_k": lambda x: jnp.tile(lax.top_k(x, 2)[0], 2),
     "scatter": lambda x: x.at[:, 0].set(1.0),
     "erf_inv": lambda x: jax.scipy.special.erfinv(0.5 * x),
+    "a branch that constants choose": lambda x: lax.cond(OUT[0, 0] > 0, jnp.sin, jnp.cos, x),
+    "branches that samples choose": jax.vmap(
+        lambda row: lax.cond(row[0] > 0.5, jnp.sin, lambda t: 2 * t, row)
+    ),
+    "factors": lambda x: x.at[:, 0].multiply(x[:, 1]).at[:, 1].multiply(2.0),
+    "maxima by places": lambda x: x.at[:, jnp.array([1, 1])].max(x[:, 2:]),
+    "lgamma": jax.scipy.special.gammaln,
+    "an angle": lambda x: jnp.arctan2(x, x + 0.3),
+    "a remainder": lambda x: jnp.mod(x, 0.3),
+    "powers of two inputs": lambda x: (1 + x) ** x[:, ::-1],
     "argmax": lambda x: x + jnp.argmax(x, axis=1, keepdims=True),
     "places of top_k": lambda x: jnp.take_along_axis(x, lax.top_k(x, 4)[1], axis=1),
     "companions of a sort": lambda x: jnp.take_along_axis(x, jnp.argsort(x, axis=1), 1),
@@ -75,11 +85,10 @@ BOUNDED = {
     "a checkpoint": jax.checkpoint(lambda x: jnp.tanh(2 * x)),
 }
 REFUSED = {
-    "while": lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, 0.5 * c[1]), (0, x))[
-        1
-    ],
-    "scatter-mul": lambda x: x.at[:, 0].multiply(x[:, 1]),
-    "lgamma": jax.scipy.special.gammaln,
+    "while": lambda x: lax.while_loop(lambda c: jnp.max(c) > 0.1, lambda c: 0.5 * c, x),
+    "cond": lambda x: lax.cond(x[0, 0] > 0.5, jnp.sin, jnp.cos, x),
+    "bessel_i0e": jax.scipy.special.i0e,
+    "scatter-max": lambda x: x.at[jnp.arange(len(x)), (3 * x[:, 0]).astype(int)].max(0.0),
     "pure_callback": called_back,
     "shard_map": in_shards,
     "complex64": lambda x: (x + 1j * x).real,

@@ -28,10 +28,15 @@ needs_long = pytest.mark.skipif(
 )
 
 
-def by_mpmath(name, most=40.0):
-    """A function that NumPy has not in longdouble: to 30 digits, as a longdouble."""
+def by_mpmath(name, most=40.0, domain=(-np.inf, np.inf)):
+    """A function that NumPy has not in longdouble: to 30 digits, as a longdouble.
+
+    It is constant from ``most`` on, and NaN where it is not looked at: outside of ``domain``.
+    """
 
     def one(z):
+        if not domain[0] < z < domain[1]:
+            return long(np.nan)
         value = getattr(mp, name)(mp.mpf(min(max(float(z), -most), most)))
         high = float(value)
         return long(high) + long(float(value - high))
@@ -40,7 +45,9 @@ def by_mpmath(name, most=40.0):
 
 
 FUNCTIONS = {
+    "acos": np.arccos,
     "acosh": np.arccosh,
+    "asin": np.arcsin,
     "asinh": np.arcsinh,
     "atan": np.arctan,
     "atanh": np.arctanh,
@@ -60,11 +67,18 @@ FUNCTIONS = {
     "sin": np.sin,
     "sinh": np.sinh,
     "sqrt": np.sqrt,
+    "tan": np.tan,
     "tanh": np.tanh,
+    "digamma": by_mpmath("digamma", 1e30, (0, 1e30)),
+    "lgamma": by_mpmath("loggamma", 1e30, (0, 1e30)),
 }
 """Of one number, with the exact function."""
-SPECIAL = {"erf": "erf", "erfc": "erfc", "erf_inv": "erfinv"}
+SPECIAL = {
+    "erf": "erf", "erfc": "erfc", "erf_inv": "erfinv", "digamma": "digamma", "lgamma": "gammaln",
+}  # fmt: skip
 """Of which SciPy has the float64."""
+ABSOLUTE = {"digamma", "lgamma"}
+"""Whose error is relative to the value plus 1, above 0 only."""
 POWERS = {"pow": (0.5, 2.5, -1.5, 1 / 3, 20.7, -300.3), "integer_pow": (2, 3, 5, 8, 41, -1, -3)}
 BASIC = {
     "add": lambda a, b: a + b, "add_any": lambda a, b: a + b, "sub": lambda a, b: a - b,
@@ -72,6 +86,8 @@ BASIC = {
 }  # fmt: skip
 """Rounded once."""
 EXACT = {
+    "rem": np.fmod, "scatter-max": lambda a, b: max(a.max(), 0),
+    "scatter-min": lambda a, b: min(a.min(), 0),
     "neg": lambda a, b: -a, "abs": lambda a, b: abs(a), "max": np.maximum, "min": np.minimum,
     "floor": lambda a, b: np.floor(a), "ceil": lambda a, b: np.ceil(a),
     "sign": lambda a, b: np.sign(a), "clamp": lambda a, b: np.clip(a, -0.5, 0.5),
@@ -89,7 +105,7 @@ SUMS = {
     "dot_general": lambda a, b: a @ b, "conv_general_dilated": lambda a, b: a @ b,
 }  # fmt: skip
 """Rounded as often as they add up; relative to the sum of magnitudes."""
-PRODUCTS = {"reduce_prod": np.prod, "cumprod": np.cumprod}
+PRODUCTS = {"reduce_prod": np.prod, "cumprod": np.cumprod, "scatter-mul": np.prod}
 MOVES = {
     "reshape", "squeeze", "expand_dims", "transpose", "slice", "rev", "concatenate", "stack", "pad",
     "broadcast_in_dim", "scatter", "tile", "split", "unstack", "dynamic_slice", "gather",
@@ -101,8 +117,8 @@ DECISIONS = {
     "reduce_or", "argmax", "argmin",
 }  # fmt: skip
 """Whose results are booleans or places."""
-OTHERS = {"convert_element_type", "reduce_precision", "cumlogsumexp", "elementwise"}
-"""Rounded by what they convert to; charged with its length; a program of the others."""
+OTHERS = {"convert_element_type", "reduce_precision", "cumlogsumexp", "elementwise", "atan2"}
+"""Rounded by what they convert to; charged with its length; a program of the others; below."""
 LENGTHS = (None, 1, 3, 17, 4099)
 """Of vectors, whose ends run through other code; None for a scalar."""
 
@@ -154,6 +170,14 @@ def run(fn, z, n):
     return z, np.concatenate([np.ravel(how[k % 2](row)) for k, row in enumerate(rows)])
 
 
+def sized(name, z, true, out):
+    """The exact values where they are certified, and what the error is relative to."""
+    size = np.maximum(np.abs(true), np.abs(out))
+    if name not in ABSOLUTE:
+        return true, size
+    return np.where(z > 0, true, np.nan), size + 1
+
+
 def measured(name, dtype, fn, exact):
     rng, found = np.random.default_rng(0), 0.0
     for n in LENGTHS:
@@ -165,8 +189,8 @@ def measured(name, dtype, fn, exact):
                 true = precise(z.astype(np.float64))
             else:
                 true = exact(z[keep].astype(long))
-        out = out[: len(true)].astype(true.dtype)
-        found = max(found, worst(out, true, np.maximum(np.abs(true), np.abs(out)), dtype))
+        z, out = z[: len(true)], out[: len(true)].astype(true.dtype)
+        found = max(found, worst(out, *sized(name, z, true, out), dtype))
     return found
 
 
@@ -196,8 +220,43 @@ def test_functions_of_short_floats_err_by_what_was_measured(name):
         out = np.asarray(jax.jit(getattr(lax, name))(z)).astype(float)
         with np.errstate(all="ignore"):
             true = exact(z.astype(float))
-        found = worst(out, true, np.maximum(np.abs(true), np.abs(out)), dtype)
+        found = worst(out, *sized(name, z.astype(float), true, out), dtype)
         assert found <= TABLE[name].error[2], (dtype, found)
+
+
+@needs_long
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, *SHORT], ids=lambda d: np.dtype(d).name)
+def test_angles_err_by_what_was_measured(dtype):
+    rng, column = np.random.default_rng(0), {4: 0, 8: 1}.get(np.dtype(dtype).itemsize, 2)
+
+    def check(y, x):
+        out = np.asarray(jax.jit(lax.atan2)(y, x)).astype(long)
+        true = np.arctan2(y.astype(long), x.astype(long))
+        found = worst(out, true, np.maximum(np.abs(true), np.abs(out)), dtype)
+        assert found <= TABLE["atan2"].error[column], found
+
+    with float64() if dtype == np.float64 else jax.disable_jit(False):
+        for reach in (1, 1e-3, 1e3):
+            check(*((s * rng.uniform(-1, 1, 20_000)).astype(dtype) for s in (1, reach)))
+        if dtype not in SHORT:
+            z = points(dtype, rng)
+            check(rng.permutation(z), z)
+
+
+@needs_long
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_powers_of_known_bases_err_by_what_was_measured(dtype):
+    def check():
+        y = np.random.default_rng(0).uniform(-80, 80, 4000).astype(dtype)
+        for base in (2.0, 0.3, 1.001, 1e-3, 17.0):
+            with np.errstate(all="ignore"):
+                true = long(dtype(base)) ** y.astype(long)
+            out = np.asarray(jax.jit(lax.pow)(dtype(base), y)).astype(long)
+            known = (true > np.finfo(dtype).tiny) & (true < 0.99 * np.finfo(dtype).max)
+            assert worst(out[known], true[known], true[known], dtype) <= 0.6, base
+
+    with float64() if dtype == np.float64 else jax.disable_jit(False):
+        check()
 
 
 @needs_long
@@ -244,6 +303,9 @@ def evaluated(name, a, b):
             a, a.dtype.type(0), lax.add, (2,), (1,), "VALID"
         ),
         "scatter-add": lambda: jnp.zeros(1, a.dtype).at[jnp.zeros(len(a), int)].add(a)[0],
+        "scatter-max": lambda: jnp.zeros(1, a.dtype).at[jnp.zeros(len(a), int)].max(a)[0],
+        "scatter-min": lambda: jnp.zeros(1, a.dtype).at[jnp.zeros(len(a), int)].min(a)[0],
+        "scatter-mul": lambda: jnp.ones(1, a.dtype).at[jnp.zeros(len(a), int)].multiply(a)[0],
         "dot_general": lambda: jnp.dot(a, b, precision=lax.Precision.HIGHEST),
         "conv_general_dilated": lambda: lax.conv_general_dilated(
             a.reshape(shape), b.reshape(len(a), 1, 1), (1,), "VALID",
@@ -255,7 +317,7 @@ def evaluated(name, a, b):
     if name in special_cases:
         return special_cases[name]()
     fn = getattr(lax, name)
-    return fn(a, b) if name in ("add", "sub", "mul", "div", "max", "min") else fn(a)
+    return fn(a, b) if name in ("add", "sub", "mul", "div", "max", "min", "rem") else fn(a)
 
 
 ARITHMETIC = [*BASIC, *EXACT, *SUMS, *PRODUCTS]

@@ -168,7 +168,7 @@ def _deviation(program: ClosedJaxpr, lower: Array, upper: Array) -> Array:
         error = functools.reduce(either, parts, jnp.zeros_like(lower))
         if not record.of(name).exact:
             wrong = record.trusted(node.eqn, lower.dtype) * float(jnp.finfo(lower.dtype).eps)
-            error = error + wrong * largest_size(out) + tiny(lower.dtype)
+            error = error + wrong * largest_size(out) + 2 * tiny(lower.dtype)
         errors[node.outputs[0]] = error
     worst = errors.get(graph.outputs[0], jnp.zeros_like(lower))
     return jnp.where(jnp.isnan(worst), jnp.inf, worst)

@@ -335,10 +335,11 @@ def widen(lower: Array, upper: Array, ulps: float) -> tuple[Array, Array]:
 
 
 def opened(lower: Array, upper: Array, signed: Array, ulps: float) -> tuple[Array, Array]:
-    """Like :func:`widen`, and also by the smallest float, for underflows.
+    """Like :func:`widen`, and also by twice the smallest float, for underflows.
 
-    Where ``signed`` is false, the lower end is not lowered for these (the result is not negative).
+    Functions may lose one themselves and one in their argument's half. Where ``signed`` is false,
+    the lower end is not lowered for these (the result is not negative).
     """
     lower, upper = widen(lower, upper, ulps)
-    lost = tiny(lower.dtype)
+    lost = 2 * tiny(lower.dtype)
     return jnp.where(signed, lower - lost, lower), upper + lost

@@ -1,4 +1,5 @@
-"""A program as a flat list of equations: calls inlined, loops of known length unrolled."""
+"""A program as a flat list of equations: calls and known branches inlined, loops of known length
+unrolled."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from wdjax.bounds.affine_rules import evaluate
 from wdjax.bounds.rewritten import rewritten
+from wdjax.checks import validate
 
 CALLS = {
     "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint",
@@ -109,6 +112,8 @@ def _inline(graph: Graph, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[in
             outputs = _inline(graph, body, own, inputs)
         elif name == "scan":
             outputs = _unroll(graph, eqn, inputs)
+        elif name in _DECIDED and (decided := _DECIDED[name](graph, eqn, inputs)) is not None:
+            outputs = decided
         elif all(0 in aval.shape for aval in map(_aval, eqn.outvars)):
             outputs = [_empty(graph, aval) for aval in map(_aval, eqn.outvars)]
         else:
@@ -124,6 +129,65 @@ def _inline(graph: Graph, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[in
             )
         places.update(zip(eqn.outvars, outputs))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+_TURNS = 2**12
+"""Most turns of a loop that are written out."""
+
+
+def _branch(graph: Graph, eqn: JaxprEqn, inputs: tuple[int, ...]) -> list[int] | None:
+    """The outputs of the branch of a ``cond`` that constants choose; None if the input chooses."""
+    chosen = _known(graph, inputs[0])
+    if chosen is None:
+        return None
+    branches = eqn.params["branches"]
+    branch = branches[min(max(int(chosen), 0), len(branches) - 1)]
+    return _inline(graph, branch.jaxpr, branch.consts, inputs[1:])
+
+
+def _turns(graph: Graph, eqn: JaxprEqn, inputs: tuple[int, ...]) -> list[int] | None:
+    """The last carry of a ``while`` whose conditions are known, with its turns one after another;
+    None if a condition depends on the input."""
+    condition, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+    first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    fixed, own, carry = inputs[:first], inputs[first : first + second], [*inputs[first + second :]]
+    for _ in range(_TURNS):
+        (test,) = _inline(graph, condition.jaxpr, condition.consts, [*fixed, *carry])
+        going = _known(graph, test)
+        if going is None:
+            return None
+        if not going:
+            return carry
+        carry = _inline(graph, body.jaxpr, body.consts, [*own, *carry])
+    raise ValueError(
+        f"the model holds a loop ('while') of more than {_TURNS} turns, which cannot be certified; "
+        "stop it earlier."
+    )
+
+
+def _known(graph: Graph, place: int) -> Any:
+    """The value at a place, computed from constants, which are kept; None where it depends on the
+    input or on what is traced."""
+    makers = {out: node for node in graph.nodes for out in node.outputs}
+
+    def read(place: int) -> Any:
+        if place not in graph.constants:
+            node = makers.get(place)
+            if node is None:
+                return None
+            args: list[Any] = [read(each) for each in node.inputs]
+            if any(arg is None for arg in args):
+                return None
+            graph.constants.update(zip(node.outputs, evaluate(node.eqn, args)))
+        value = graph.constants[place]
+        return None if validate.traced(value) else value
+
+    with jax.ensure_compile_time_eval():
+        return read(place)
+
+
+_DECIDED = {"cond": _branch, "while": _turns}
+"""Control flow that is written out where constants decide it."""
 
 
 def _aval(var: Any) -> Any:

@@ -150,8 +150,25 @@ def walk(
 
 
 def over(program: ClosedJaxpr, lower: Array, upper: Array) -> norms.Bounds:
-    """Bounds of the one output of a program whose one input lies in ``[lower, upper]``."""
-    return ends(interpret(program, [fresh(lower, upper)])[0])
+    """Bounds of the one output of a program whose one input lies in ``[lower, upper]``.
+
+    Unbounded where a value on the way may be NaN: functions of it would hide that.
+    """
+    graph, values = walk(program, [fresh(lower, upper)])
+    lost: dict[int, Array] = {}
+    for node in graph.nodes:
+        # Selections may not choose the NaN.
+        before = [lost[i] for i in node.inputs if i in lost] if node.name != "select_n" else []
+        for place in node.outputs:
+            value = values[place]
+            if isinstance(value, Interval):
+                low, high = ends(value)
+                here = (low == -jnp.inf) & (high == jnp.inf)
+                fit = [t if t.shape == here.shape else jnp.any(t) for t in before]
+                lost[place] = functools.reduce(jnp.logical_or, fit, here)
+    low, high = ends(values[graph.outputs[0]])
+    nan = lost.get(graph.outputs[0], jnp.zeros((), bool))
+    return norms.Bounds(jnp.where(nan, -jnp.inf, low), jnp.where(nan, jnp.inf, high))
 
 
 def apply(eqn: JaxprEqn, args: Sequence[Value], norm: float | None = None) -> list[Value]:

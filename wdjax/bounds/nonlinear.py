@@ -55,7 +55,9 @@ def monotone(
         outside = jnp.isnan(lower) | jnp.isnan(upper)
         lower, upper = jnp.where(outside, -jnp.inf, lower), jnp.where(outside, jnp.inf, upper)
         if not exact:
-            lower, upper = opened(lower, upper, lower < 0, record.trusted(eqn, lower.dtype))
+            # A small negative number may have become -0.
+            signed = (lower < 0) | (jnp.signbit(lower) & (ends(args[0]).lower < 0))
+            lower, upper = opened(lower, upper, signed, record.trusted(eqn, lower.dtype))
         steepest = jnp.max(slope(*ends(args[0]))) if callable(slope) else slope
         known = None if origin is None else origin(eqn, args)
         return fresh(lower, upper, stretch(args, steepest, norm), known)
@@ -221,7 +223,7 @@ def digamma(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interva
 def _above_zero(
     eqn: JaxprEqn, args: Sequence[Value], low: Array, high: Array, steep: Array, norm: float | None
 ) -> Interval:
-    """The value between ``low`` and ``high``, widened by its error, for operands above 0."""
+    """The value between ``low`` and ``high``, widened by its error; unbounded at and below 0."""
     inside = ends(args[0]).lower > 0
     unit = record.trusted(eqn, low.dtype) * float(jnp.finfo(low.dtype).eps)
     slack = unit * (jnp.maximum(jnp.abs(low), jnp.abs(high)) + 1)

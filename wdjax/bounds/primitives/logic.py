@@ -28,15 +28,9 @@ def _decision(
 
 
 RECORDS = [
-    *(
-        _decision(name, decisions.inequality(flip=False), compares=True)
-        for name in ("lt", "le", "lt_to", "le_to")
-    ),
+    *(_decision(name, decisions.inequality(flip=False), compares=True) for name in ("lt", "le")),
     *(_decision(name, decisions.inequality(flip=True), compares=True) for name in ("gt", "ge")),
-    *(
-        _decision(name, decisions.equal, compares=True, homogeneous=False)
-        for name in ("eq", "eq_to")
-    ),
+    _decision("eq", decisions.equal, compares=True, homogeneous=False),
     _decision("ne", decisions.unequal, compares=True, homogeneous=False),
     _decision("is_finite", decisions.finite, homogeneous=False),
     *(_decision(name, decisions.logical) for name in ("and", "or", "not", "xor")),
