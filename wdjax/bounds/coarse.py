@@ -10,19 +10,18 @@ Source: parallel lines as of Weng et al. [weng2018], who bound everything by the
 import dataclasses
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 
+from wdjax import xla_cpu
 from wdjax.bounds import crown
-from wdjax.bounds.coefficients import Rows, Window, framed, rounding
+from wdjax.bounds.coefficients import Rows, Window
 from wdjax.bounds.domain import Array
 from wdjax.bounds.record import Lines
+from wdjax.xla_cpu import framed, rounding
 
 _DEPTH = 3
 """Number of nonlinear layers on the way back at which these bounds are used: fewer save little
 time, and with more the bounds decide too few neurons."""
-_WIDTH = 128
-"""Number of linear functions that go back at once on a CPU."""
 
 
 def refine(state: crown.Pass, place: int, needed: Array) -> None:
@@ -36,8 +35,7 @@ def refine(state: crown.Pass, place: int, needed: Array) -> None:
     if short is None:
         return
     channels = shape[-1]
-    most = _WIDTH if jax.default_backend() == "cpu" else 16 * _WIDTH
-    width = max(min(most // channels, crown.chunk(state, channels)), 1)
+    width = min(xla_cpu.positions_at_once(channels), crown.chunk(state, channels))
     own = jnp.eye(channels, dtype=value.lower.dtype)[:, None, None, None, :]
 
     def find(places: Sequence[Array]) -> Array:

@@ -10,22 +10,15 @@ At the input of a convolution of stride ``s > 1`` a patch is stored in blocks of
 entries, whose entries lie along the last axis, since CPUs run that faster.
 """
 
-import functools
 import math
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from wdjax.bounds.domain import Array, Linear
-
-Pair = tuple[int, int]
-
-_FOLD = 16
-"""Number of terms that one stage of :func:`summed` adds up."""
+from wdjax.xla_cpu import Pair, gathered, transposed_conv, unframed
 
 
 class Rows(NamedTuple):
@@ -33,10 +26,12 @@ class Rows(NamedTuple):
 
     sample: Array
     position: tuple[Array, Array] | None = None
+    each: bool = False
+    """Whether there is one row for each sample, in order, so that nothing has to be gathered."""
 
     def of_all(self) -> "Rows":
         """The same rows, to look up an array that all samples share (a batch of 1)."""
-        return self._replace(sample=jnp.zeros_like(self.sample))
+        return self._replace(sample=jnp.zeros_like(self.sample), each=False)
 
 
 class Whole(NamedTuple):
@@ -81,27 +76,14 @@ class Window(NamedTuple):
 Coefficients: TypeAlias = Whole | Window
 
 
-def framed(*values: Array) -> Array:
-    """Stacks ``K`` arrays ``[B, *shape]`` to ``[K, B, *shape]`` for :func:`seen`.
-
-    Feature maps ``[1, height, width, c]`` are padded by a frame of zeros.
-    """
-    maps = jnp.stack(jnp.broadcast_arrays(*values))
-    if maps.ndim != 6 or maps.shape[2] != 1:
-        return maps
-    return jnp.pad(maps, ((0, 0), (0, 0), (0, 0), (1, 1), (1, 1), (0, 0)))
-
-
-def unframed(maps: Array) -> Array:
-    return maps[:, :, :, 1:-1, 1:-1] if maps.ndim == 6 and maps.shape[2] == 1 else maps
-
-
 def seen(maps: Array, rows: Rows, like: Coefficients) -> Array:
     """Gathers framed arrays at each row's coefficients ``like``: ``[K, R, N]``, 0 outside of a map.
 
     ``N`` is the number of coefficients of a row, in the order of :func:`flat`.
     """
     kinds, count, shape = len(maps), len(rows.sample), maps.shape[2:]
+    if rows.each and isinstance(like, Whole):
+        return unframed(maps).reshape(kinds, count, -1)
     spots, entries = rows.sample[:, None], math.prod(shape)
     if isinstance(like, Window):
         (s, t), (_, height, width, entries) = like.block, like.shape
@@ -112,10 +94,7 @@ def seen(maps: Array, rows: Rows, like: Coefficients) -> Array:
         top, left = top.reshape(count, -1, 1, s, 1), left.reshape(count, 1, -1, 1, t)
         spots = rows.sample.reshape(count, 1, 1, 1, 1) * (height + 2) + top
         spots = (spots * (width + 2) + left).reshape(count, -1)
-    # One flat index into one table: CPU gathers by several indices, or with K innermost, are slow.
-    table = maps.reshape(-1, entries)
-    spots = spots + np.arange(kinds)[:, None, None] * (len(table) // kinds)
-    found = table.at[spots].get(mode="promise_in_bounds")
+    found = gathered(maps.reshape(kinds, -1, entries), spots)
     if isinstance(like, Whole):
         found = unframed(found.reshape(kinds, count, *shape))
     return found.reshape(kinds, count, -1)
@@ -260,7 +239,7 @@ def _windowed(window: Window, conv: Kernel) -> Window:
     cut to the map.
     """
     a, (kernel, skip) = window.a, _blocks(conv)
-    out = _pulled(a.reshape(-1, *a.shape[2:]), kernel)
+    out = transposed_conv(a.reshape(-1, *a.shape[2:]), kernel)
     spans, strides = [], []
     for axis, (stride, (pad, _), over) in enumerate(zip(conv.strides, conv.padding, skip)):
         start = window.offset[axis] * stride - pad
@@ -303,81 +282,3 @@ def _blocks(conv: Kernel) -> tuple[Array, Pair]:
     split = jnp.pad(conv.kernel, (*full, (0, 0), (0, 0)))
     split = split.reshape(tall, s, wide, t, channels, outputs).transpose(0, 2, 1, 3, 4, 5)
     return split.reshape(tall, wide, s * t * channels, outputs), (skip[0], skip[1])
-
-
-@jax.custom_jvp
-def _pulled(a: Array, kernel: Array) -> Array:
-    """The transposed convolution of stride 1, from ``n`` to ``n - 1 + k`` entries along each axis.
-
-    ``a`` is ``[count, rows, columns, outputs]``, the kernel ``[h, w, c, outputs]``; written as a
-    convolution by the mirrored kernel, or a matrix product for single entries, which CPUs run fast.
-    """
-    height, width, channels, outputs = kernel.shape
-    count, rows, columns, _ = a.shape
-    if rows == columns == 1:
-        flat = a.reshape(count, outputs) @ kernel.reshape(-1, outputs).T
-        return flat.reshape(count, height, width, channels)
-    mirrored = kernel.transpose(0, 1, 3, 2)[::-1, ::-1]
-    return _correlated(a, mirrored, ((height - 1,) * 2, (width - 1,) * 2))
-
-
-@functools.partial(_pulled.defjvp, symbolic_zeros=True)
-def _pulled_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
-    """The derivative of :func:`_pulled`, whose transposition in ``a`` is a plain convolution."""
-    a, kernel = primals
-    out = _pulled(a, kernel)
-    change = jnp.zeros_like(out)
-    if not isinstance(tangents[0], SymbolicZero):
-        none = ((0, 0), (0, 0))
-        image = jax.linear_transpose(lambda t: _correlated(t, kernel, none), out)
-        change += image(tangents[0])[0]
-    if not isinstance(tangents[1], SymbolicZero):
-        change += _pulled(a, tangents[1])
-    return out, change
-
-
-def _correlated(x: Array, kernel: Array, padding: tuple[Pair, Pair]) -> Array:
-    """The NHWC convolution with an HWIO kernel, of stride 1, at the highest precision."""
-    return lax.conv_general_dilated(
-        x,
-        kernel,
-        (1, 1),
-        padding,
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        precision=lax.Precision.HIGHEST,
-    )
-
-
-@jax.custom_jvp
-def summed(terms: Array) -> Array:
-    """Sums ``[G, R, ...]`` to ``[G, R]`` in stages of 16 terms, which keeps rounding small.
-
-    A stage adds slices, which CPUs vectorise.
-    """
-    flat = terms.reshape(*terms.shape[:2], -1)
-    while flat.shape[-1] > _FOLD:
-        width = -(-flat.shape[-1] // _FOLD)
-        parts = [flat[..., start : start + width] for start in range(0, flat.shape[-1], width)]
-        parts[-1] = jnp.pad(parts[-1], ((0, 0), (0, 0), (0, width - parts[-1].shape[-1])))
-        flat = functools.reduce(jnp.add, parts)
-    return jnp.sum(flat, axis=-1)
-
-
-@summed.defjvp
-def _summed_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    """The derivative of :func:`summed`, a plain sum."""
-    (terms,), (change,) = primals, tangents
-    return summed(terms), jnp.sum(change, axis=tuple(range(2, change.ndim)))
-
-
-def rounding(count: int, dtype: Any) -> float:
-    """The rounding error of :func:`summed` on ``count`` terms, relative to their magnitudes' sum.
-
-    A term is rounded at most 15 times in a stage; the bound also leaves room for one more stage.
-    It is twice as large as needed, because patches may have more entries than the map of size
-    ``count`` (those beyond it are 0).
-    """
-    stages = 0
-    while count > _FOLD:
-        stages, count = stages + 1, -(-count // _FOLD)
-    return 1.01 * (_FOLD * (stages + 1) + 8) * float(jnp.finfo(dtype).eps)

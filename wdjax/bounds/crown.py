@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from wdjax import norms
+from wdjax import xla_cpu
 from wdjax.bounds import interval, network
 from wdjax.bounds.coefficients import (
     Coefficients,
@@ -28,31 +27,19 @@ from wdjax.bounds.coefficients import (
     Whole,
     Window,
     flat,
-    framed,
     plain,
-    rounding,
     seen,
-    summed,
     through,
     total,
-    unframed,
     whole,
 )
-from wdjax.bounds.domain import Array, Linear, Ternary, ends, fresh
+from wdjax.bounds.domain import Array, Linear
 from wdjax.bounds.graph import Node
 from wdjax.bounds.network import Affine, Bounded, Network, Part
 from wdjax.bounds.primitives import TABLE
 from wdjax.bounds.record import Lines
 from wdjax.bounds.region import Region
-
-_ROWS = 64
-"""Number of rows that go back at once: what fits a CPU's cache, half of it for wide rows."""
-_CACHED = 2**12
-"""Largest number of coefficients of a row that is not wide."""
-_NUMBERS = 2**22
-"""A 16th of the number of coefficients that all these rows together may have at one value."""
-_BLOCK, _MANY = 64, 1024
-"""Iterations in a block, which is skipped as a whole; and from how many on there are blocks."""
+from wdjax.xla_cpu import framed, rounding, summed, unframed
 
 
 @dataclass(eq=False)
@@ -116,11 +103,9 @@ def bounds(
 
 
 def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
-    """Bounds the outputs of a nonlinear equation, and stores their lines.
-
-    Before that, if the lines depend on the operands' bounds, the operands are bounded more tightly
-    by ``tighten`` where intervals leave them undecided (unstable neurons).
-    """
+    """Bounds and lines of a nonlinear equation's outputs, and before these tighter bounds of its
+    operands where the lines depend on them (unstable neurons, ``[B, *shape]``)."""
+    net = state.network
     for place in state.known.keys() & set(node.inputs):
         value, (lower, upper) = state.values[place], state.known[place]
         state.values[place] = value._replace(
@@ -136,11 +121,8 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
             if value.mixes > 1 or (value.mixes and state.region.norm != math.inf):
                 tighter(state, place, needed)
         lines = _lines(state, node)
-    outs = _intervals(state, node)
-    if lines is not None and lines.ends is not None:
-        ((lower, upper),) = outs
-        outs = [(jnp.fmax(lower, lines.ends[0]), jnp.fmin(upper, lines.ends[1]))]
-    for place, (lower, upper) in zip(node.outputs, _kept_open(state, node, outs)):
+    outs = network.nonlinear(net, node, state.values, None if lines is None else lines.ends)
+    for place, (lower, upper) in zip(node.outputs, outs):
         if lower.dtype == bool:
             state.values[place] = Bounded(lower, upper, lower, lower, lower)
             continue
@@ -150,28 +132,6 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
         state.boxes[place] = framed(*box)
         if lines is not None:
             state.lines[place] = _over(state, lines, *box, node)
-
-
-def _kept_open(
-    state: Pass, node: Node, outs: list[tuple[Array, Array]]
-) -> list[tuple[Array, Array]]:
-    """Makes outputs unbounded if an operand may be NaN, since NaN passes through any function.
-
-    Selections are excepted: they may not choose the NaN. What may be NaN has bounds -inf and inf.
-    """
-    if node.name == "select_n":
-        return outs
-    kept = []
-    for lower, upper in outs:
-        for value in (state.values[place] for place in node.inputs if place in state.values):
-            if jnp.bool_ in (lower.dtype, value.lower.dtype):
-                continue
-            lost = (value.lower == -jnp.inf) & (value.upper == jnp.inf)
-            if lost.shape != lower.shape:
-                lost = norms.spread(jnp.any(lost.reshape(len(lost), -1), axis=1), lower)
-            lower, upper = jnp.where(lost, -jnp.inf, lower), jnp.where(lost, jnp.inf, upper)
-        kept.append((lower, upper))
-    return kept
 
 
 def _lines(state: Pass, node: Node) -> Lines | None:
@@ -226,21 +186,6 @@ def _over(state: Pass, lines: Lines, lower: Array, upper: Array, node: Node) -> 
     return lines._replace(maps=tuple(maps))
 
 
-def _intervals(state: Pass, node: Node) -> list[tuple[Array, Array]]:
-    """Ends ``[B, *shape]`` of each output by the interval rule of one equation."""
-    places = [place for place in dict.fromkeys(node.inputs) if place in state.values]
-    pairs = [state.values[place][:2] for place in places]
-
-    def one(own: list[tuple[Array, Array]]) -> list[tuple[Array, Array]]:
-        values = [Ternary(*pair) if pair[0].dtype == bool else fresh(*pair) for pair in own]
-        made: dict[int, Any] = dict(zip(places, values))
-        args = [made[p] if p in made else jnp.asarray(state.network.exact[p]) for p in node.inputs]
-        found = [ends(out) for out in interval.apply(node.eqn, args)]
-        return [(pair.lower, pair.upper) for pair in found]
-
-    return jax.vmap(one)(pairs)
-
-
 def refine(state: Pass, place: int, needed: Array, bound: Bound) -> None:
     """Tightens a value's bounds by ``bound`` where ``needed``, booleans ``[B, *shape]``."""
     improve(state, place, needed, chunk(state, 2), functools.partial(_entries, state, place, bound))
@@ -263,65 +208,11 @@ def improve(
         found = jnp.moveaxis(find(places).reshape(2, -1, *rest), 0, 1)
         return jnp.where(jnp.isfinite(found), found, -jnp.inf)
 
-    found = by_turns(needed, width, sides, (2, *rest), value.lower.dtype)
+    found = xla_cpu.by_turns(needed, width, sides, (2, *rest), value.lower.dtype)
     found = jnp.moveaxis(found, 1, 0).reshape(2, *value.lower.shape)
     state.values[place] = value._replace(
         lower=jnp.maximum(value.lower, found[0]), upper=jnp.minimum(value.upper, -found[1])
     )
-
-
-def by_turns(
-    needed: Array,
-    width: int,
-    find: Callable[[Sequence[Array]], Array],
-    rest: tuple[int, ...],
-    dtype: Any,
-) -> Array:
-    """Lower bounds ``[N, *rest]`` of the ``N`` entries of ``needed``, -inf where it is False.
-
-    ``find`` gets the :func:`numbers` of ``width`` entries at a time, and returns ``[width, *rest]``
-    in ``dtype``. The loops have a fixed length, which reverse mode needs; iterations in which
-    nothing is needed are skipped, and blocks of them where there are thousands. The gradient
-    recomputes each iteration instead of storing it.
-    """
-    samples, *shape = needed.shape
-    width = min(width, needed.size)
-    block = _BLOCK if needed.size > _MANY * width else 1
-    # A sort takes as long as jnp.nonzero, and a sixth of its time to compile.
-    order = jnp.where(needed.reshape(-1), jnp.arange(needed.size), needed.size)
-    order = jnp.pad(order, (0, -needed.size % (block * width)), constant_values=needed.size)
-    index = jnp.sort(order, stable=False)
-
-    def looped(work: Callable[[list[Array]], Array], lead: tuple[int, ...]) -> Any:
-        """``work`` for each entry of the leading axis whose first index is needed."""
-
-        def step(_: None, these: list[Array]) -> tuple[None, Array]:
-            nothing = jnp.full((*lead, *rest), -jnp.inf, dtype)
-            left = these[0].reshape(-1)[0] < needed.size
-            return None, lax.cond(left, work, lambda _: nothing, these)
-
-        return lambda these: lax.scan(jax.checkpoint(step), None, these)[1]
-
-    turns = looped(lambda these: find(these[1:]), (width,))
-    turns = turns if block == 1 else looped(turns, (block, width))
-    # Outside of the loops, where they would be computed anew for every coefficient.
-    table = index, *numbers(index, shape, samples)
-    axes = (-1, width) if block == 1 else (-1, block, width)
-    found = turns([t.reshape(axes) for t in table]).reshape(-1, *rest)
-    return jnp.full((needed.size, *rest), -jnp.inf, dtype).at[index].set(found, mode="drop")
-
-
-def numbers(index: Array, shape: Sequence[int], samples: int) -> tuple[Array, ...]:
-    """Unravels flat indices ``[R]`` of a batch ``[B, *shape]``.
-
-    Returns ``(sample, entry)``, or ``(sample, channel, row, column)`` for a feature map.
-    """
-    found = []
-    for size in shape[:0:-1] if len(shape) == 4 and shape[0] == 1 else [math.prod(shape)]:
-        above = lax.div(index, jnp.full_like(index, size))
-        found.append(index - size * above)
-        index = above
-    return jnp.minimum(index, samples - 1), found[0], *found[:0:-1]
 
 
 def _entries(state: Pass, place: int, bound: Bound, places: Sequence[Array]) -> Array:
@@ -343,11 +234,13 @@ def _entries(state: Pass, place: int, bound: Bound, places: Sequence[Array]) -> 
 
 
 def chunk(state: Pass, group: int) -> int:
-    """How many rows of ``group`` functions to send back at once, for cache and memory."""
-    most = max(math.prod(v.lower.shape[1:]) for v in state.values.values())
-    rows = _ROWS if group * most <= _CACHED else _ROWS // 2
-    rows = rows if jax.default_backend() == "cpu" else 16 * _ROWS
-    return max(min(rows, 16 * _NUMBERS // (group * most)), 1)
+    """How many rows of ``group`` functions to send back at once."""
+    return xla_cpu.rows_at_once(group, widest(state))
+
+
+def widest(state: Pass) -> int:
+    """The largest number of entries of a value."""
+    return max(math.prod(v.lower.shape[1:]) for v in state.values.values())
 
 
 def backward(

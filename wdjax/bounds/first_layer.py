@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from wdjax.bounds import crown, network
-from wdjax.bounds.coefficients import Coefficients, Kernel, Pair, Rows, Whole, flat, plain, whole
+from wdjax.bounds.coefficients import Coefficients, Kernel, Rows, Whole, flat, plain, whole
 from wdjax.bounds.domain import Array, gamma, tiny
 from wdjax.bounds.network import Affine
 from wdjax.bounds.region import Region
+from wdjax.xla_cpu import correlated
 
 
 class _Chain(NamedTuple):
@@ -123,7 +124,7 @@ def _moves(
     def across(maps: Array, weights: Array) -> Array:
         if isinstance(map_, jax.Array):
             return (maps.reshape(len(maps), -1) @ weights).reshape(-1, *shape)
-        return _correlated(maps[:, 0], weights, map_.strides, map_.padding)[:, None]
+        return correlated(maps[:, 0], weights, map_.strides, map_.padding)[:, None]
 
     sides = [
         across(factor * one, positive) + across(factor * two, negative)
@@ -138,10 +139,3 @@ def _moves(
 def _root(square: Array) -> Array:
     """The square root, whose derivative at 0 is 0."""
     return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0)
-
-
-def _correlated(x: Array, kernel: Array, strides: Pair, padding: tuple[Pair, Pair]) -> Array:
-    return lax.conv_general_dilated(
-        x, kernel, strides, padding, dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        precision=lax.Precision.HIGHEST,
-    )  # fmt: skip

@@ -20,13 +20,14 @@ from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 
 from wdjax.bounds import crown, linear_outputs, margins, region, slopes
-from wdjax.bounds.coefficients import Coefficients, Rows, Whole, rounding, summed, whole
+from wdjax.bounds.coefficients import Coefficients, Rows, Whole, whole
 from wdjax.bounds.domain import Array
 from wdjax.bounds.linear_outputs import Objectives
 from wdjax.bounds.network import Network
 from wdjax.bounds.region import Box, Region
 from wdjax.core import Classifier
 from wdjax.precision import highest
+from wdjax.xla_cpu import rounding, summed
 
 _RATE = 0.2
 _PATIENCE = 0.01

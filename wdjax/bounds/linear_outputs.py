@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from wdjax.bounds import crown, margins, slopes
-from wdjax.bounds.coefficients import Coefficients, Rows, Whole, rounding, summed, whole
+from wdjax.bounds.coefficients import Coefficients, Rows, Whole, whole
 from wdjax.bounds.domain import Array
 from wdjax.bounds.margins import Method
 from wdjax.bounds.region import Region
 from wdjax.core import Classifier
 from wdjax.precision import highest
+from wdjax.xla_cpu import rounding, summed
 
 
 class Objectives(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from wdjax import xla_cpu
 from wdjax.attacks.ascent import all_rivals
 from wdjax.bounds import coarse, crown, first_layer, slopes
 from wdjax.bounds.coefficients import Coefficients, Rows, Whole
@@ -19,6 +20,9 @@ from wdjax.bounds.network import Network, build
 from wdjax.bounds.region import Region
 from wdjax.core import Classifier
 from wdjax.models.conv import plain
+
+_ALL = 2**26
+"""Largest number of coefficients with which the margins of all samples go back at once."""
 
 Method = Literal["interval", "crown", "auto", "alpha", "bab"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -59,7 +63,13 @@ def of(
             right = True if every else jnp.argmax(model(region.center), axis=-1) == y
             open_ = right & jnp.any((low <= 0) & (jnp.arange(classes) != y[:, None]), axis=1)
             needed = open_ if turn else jnp.ones_like(open_)
-            low = _rows(state, y, low, needed, bound)
+            at_once = low.size * crown.widest(state) <= _ALL
+            if bound is merged and at_once:  # A loop takes long to compile.
+                all_ = jnp.broadcast_to(jnp.arange(classes), low.shape)
+                found = merged(state, contrasts(state.network, y, all_), each(y))
+                low = jnp.maximum(low, found.T)
+            else:
+                low = _rows(state, y, low, needed, bound)
     for lost in state.network.lost:
         low = jnp.where(lost, -jnp.inf, low)
     low = jnp.where(jnp.isnan(low) | jnp.isnan(region.eps)[:, None], -jnp.inf, low)
@@ -123,6 +133,11 @@ def contrasts(net: Network, y: Array, rivals: Array) -> dict[int, Coefficients]:
     return {place: Whole((own - rival)[:, :, None])}
 
 
+def each(y: Array) -> Rows:
+    """One row for each of the samples with labels ``y``."""
+    return Rows(jnp.arange(len(y)), each=True)
+
+
 def _rows(state: crown.Pass, y: Array, low: Array, needed: Array, bound: crown.Bound) -> Array:
     """The margins' bounds ``low``, ``[B, K]``, tightened by ``bound`` for the samples ``needed``.
 
@@ -135,7 +150,7 @@ def _rows(state: crown.Pass, y: Array, low: Array, needed: Array, bound: crown.B
         return bound(state, contrasts(state.network, y[rows], rivals[rows]), Rows(rows)).T
 
     width = crown.chunk(state, rivals.shape[1])
-    found = crown.by_turns(needed, width, margins, rivals.shape[1:], low.dtype)
+    found = xla_cpu.by_turns(needed, width, margins, rivals.shape[1:], low.dtype)
     # Linear bounds may be looser than intervals: keep the tighter ones.
     better = jnp.maximum(jnp.take_along_axis(low, rivals, axis=1), found)
     return low.at[jnp.arange(len(y))[:, None], rivals].set(better)

@@ -18,13 +18,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from wdjax import norms
 from wdjax.bounds import affine_rules, interval, record
-from wdjax.bounds.domain import Array, Interval, Linear, fitted, fresh, is_exact, tiny
+from wdjax.bounds.domain import (
+    Array,
+    Interval,
+    Linear,
+    Ternary,
+    ends,
+    fitted,
+    fresh,
+    is_exact,
+    tiny,
+)
 from wdjax.bounds.graph import Graph, Node, dependent
 from wdjax.bounds.primitives import TABLE
+from wdjax.bounds.record import Ends
+from wdjax.xla_cpu import WINOGRAD_CHANNELS
 
-_WINOGRAD = 96
-"""Number of channels from which a 3x3 convolution may be run by Winograd's algorithm."""
 _LARGEST = 2.0**50
 """Larger values count as unbounded, since even a coefficient that underflowed would matter there.
 For smaller values :func:`flushed` bounds the loss by underflow."""
@@ -165,7 +176,7 @@ def _error(node: Node, value: Interval, terms: int) -> tuple[float, float]:
     if node.name == "conv_general_dilated":
         kernel, spec = affine_rules.shape_of(eqn, 1), eqn.params["dimension_numbers"].rhs_spec
         outputs, inputs, *window = (kernel[i] for i in spec)
-        forwards *= 8 if min(outputs, inputs) >= _WINOGRAD and window == [3, 3] else 1
+        forwards *= 8 if min(outputs, inputs) >= WINOGRAD_CHANNELS and window == [3, 3] else 1
     total = 1.01 * unit * (forwards + own.affine(eqn) + 6)
     moved = own.once and not (own.elementwise or own.sums)
     if moved or not affine_rules.is_narrow(declared.dtype):
@@ -229,6 +240,50 @@ def forward(affine: Affine, values: dict[int, Bounded], charged: set[int]) -> Bo
     adds = not own.once or own.sums or len(affine.parts) > 1
     mixes = adds + max(values[part.place].mixes for part in affine.parts)
     return Bounded(lower, upper, _open(size), _limited(_open(error + fine), size), offset, mixes)
+
+
+def nonlinear(
+    network: Network, node: Node, values: dict[int, Bounded], known: Ends | None = None
+) -> list[Ends]:
+    """Ends ``[B, *shape]`` of each output of a nonlinear equation by its interval rule.
+
+    ``known`` are other ends of the first output, of which the tighter ones are taken.
+    """
+    places = [place for place in dict.fromkeys(node.inputs) if place in values]
+    pairs = [values[place][:2] for place in places]
+
+    def one(own: list[Ends]) -> list[Ends]:
+        moved = [Ternary(*pair) if pair[0].dtype == bool else fresh(*pair) for pair in own]
+        made: dict[int, Any] = dict(zip(places, moved))
+        args = [made[p] if p in made else jnp.asarray(network.exact[p]) for p in node.inputs]
+        found = [ends(out) for out in interval.apply(node.eqn, args)]
+        return [(pair.lower, pair.upper) for pair in found]
+
+    outs = jax.vmap(one)(pairs)
+    if known is not None:
+        ((lower, upper),) = outs
+        outs = [(jnp.fmax(lower, known[0]), jnp.fmin(upper, known[1]))]
+    return _kept_open(node, values, outs)
+
+
+def _kept_open(node: Node, values: dict[int, Bounded], outs: list[Ends]) -> list[Ends]:
+    """Makes outputs unbounded if an operand may be NaN, since NaN passes through any function.
+
+    Selections are excepted: they may not choose the NaN. What may be NaN has bounds -inf and inf.
+    """
+    if node.name == "select_n":
+        return outs
+    kept = []
+    for lower, upper in outs:
+        for value in (values[place] for place in node.inputs if place in values):
+            if jnp.bool_ in (lower.dtype, value.lower.dtype):
+                continue
+            lost = (value.lower == -jnp.inf) & (value.upper == jnp.inf)
+            if lost.shape != lower.shape:
+                lost = norms.spread(jnp.any(lost.reshape(len(lost), -1), axis=1), lower)
+            lower, upper = jnp.where(lost, -jnp.inf, lower), jnp.where(lost, jnp.inf, upper)
+        kept.append((lower, upper))
+    return kept
 
 
 def _limited(error: Array, size: Array) -> Array:

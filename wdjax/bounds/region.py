@@ -8,18 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from wdjax import norms
-from wdjax.bounds.coefficients import (
-    Coefficients,
-    Rows,
-    Window,
-    cleaned,
-    flat,
-    framed,
-    rounding,
-    seen,
-    summed,
-)
+from wdjax.bounds.coefficients import Coefficients, Rows, Window, cleaned, flat, seen
 from wdjax.bounds.domain import Array
+from wdjax.xla_cpu import framed, rounding, summed
 
 Box = tuple[float, float] | None
 

@@ -31,6 +31,13 @@ def _rounding(eqn: JaxprEqn, *sizes: Array) -> Array:
     return jnp.asarray(unit * total + 4 * float(jnp.finfo(sizes[0].dtype).tiny))
 
 
+def _level(eqn: JaxprEqn, size: Array, *turned: Array) -> Array:
+    """The error of a result of magnitude ``size``, and of intercepts ``f(z) - slope z`` that are
+    largest over a few ``z`` for any slope; ``turned`` are the slopes times the largest ``|z|``."""
+    unit = 4 * float(jnp.finfo(size.dtype).eps)
+    return _rounding(eqn, size) + unit * sum(map(jnp.abs, turned))
+
+
 def _ratio(rise: Array, width: Array) -> Array:
     """``rise / width``, constant where the width is so small that its derivative would overflow.
 
@@ -156,7 +163,7 @@ def sigmoid(
             lines.append(functools.reduce(pick, [f(z) - line * z for z in points]))
         reach = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
         size = jnp.maximum(1.0, jnp.maximum(jnp.abs(f(lower)), jnp.abs(f(upper))))
-        slack = _rounding(eqn, size, low * reach, up * reach)
+        slack = _level(eqn, size, low * reach, up * reach)
         return Lines((View(0, low, up),), lines[0] - slack, lines[1] + slack)
 
     return rule
@@ -243,7 +250,8 @@ def _crest(
     low, high = lax.fori_loop(0, 20, halved, (-steepest, steepest))
     slope = lax.stop_gradient(jnp.where(wide, 0.0, 0.5 * low + 0.5 * high))
     # Near the tangent point, a point at distance d lies lower by at most d^2.
-    slack = _rounding(eqn, steepest, slope * reach) + (unit * turn * (1 + reach)) ** 2
+    size = jnp.minimum(jnp.maximum(jnp.abs(f(lower)), jnp.abs(f(upper))) + upper - lower, 1.0)
+    slack = _level(eqn, size, slope * reach) + (unit * turn * (1 + reach)) ** 2
     return slope, jnp.where(wide, 1.0, highest(slope)[1] + slack)
 
 

@@ -17,7 +17,6 @@ from wdjax.aims import Scheduled
 from wdjax.attacks.ascent import all_rivals
 from wdjax.balls import Lp
 from wdjax.bounds import crown, margins, region
-from wdjax.bounds.coefficients import Rows
 from wdjax.bounds.domain import Array
 from wdjax.bounds.region import Box
 from wdjax.checks import arguments, independence, validate
@@ -119,7 +118,7 @@ def trainable_bounds(
             share = jnp.asarray(backward, x.dtype)
             rivals, rows = all_rivals(low, y), jnp.arange(len(y))
             contrasts = margins.contrasts(state.network, y, rivals)
-            tight = crown.backward(state, contrasts, Rows(rows)).T
+            tight = crown.backward(state, contrasts, margins.each(y)).T
             near = jnp.take_along_axis(low, rivals, axis=1)
             mixed = jnp.where(jnp.isfinite(near), share * tight + (1 - share) * near, -jnp.inf)
             low = low.at[rows[:, None], rivals].set(mixed)

@@ -10,11 +10,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
+from wdjax.xla_cpu import FILLED, LANES, WINOGRAD_CHANNELS, WINOGRAD_PIXELS
+
 Pads = tuple[tuple[int, int], tuple[int, int]]
-_LANES = 32
-_FILLED = 4
-_WINOGRAD_CHANNELS = 96
-_WINOGRAD_PIXELS = 512
 _PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
 
 
@@ -38,9 +36,8 @@ def conv(
     * no padding, where a gradient is taken: XLA's fast path needs some, so a column is added and
       removed;
     * 3x3 of stride 1 with at least 96 channels in and out: Winograd's F(2, 3) along the width,
-    which
-      needs two thirds of the multiplications. Its differences of inputs cancel in exact arithmetic
-      but would loosen interval bounds, another reason not to use it for small nets.
+      which needs two thirds of the multiplications. Its differences of inputs cancel in exact
+      arithmetic but would loosen interval bounds, another reason not to use it for small nets.
 
     Args:
       x: ``[n, height, width, c]``.
@@ -101,7 +98,7 @@ def _conv(x, kernel, stride, pads, groups, derived):
     channels, outputs = kernel.shape[2:]
     if groups == channels == 1:
         return _tap_by_tap(x, kernel, stride, pads)
-    if groups == 1 and outputs <= _LANES // 2:
+    if groups == 1 and outputs <= LANES // 2:
         return _abreast(x, kernel, stride, pads)
     return _dense(x, kernel, stride, pads, groups, spare=derived)
 
@@ -141,7 +138,7 @@ def _image_gradient(out, kernel, shape, stride, pads, groups):
         (k - 1 - low, n + low - stride * (m - 1) - 1)
         for k, n, m, (low, _) in zip(kernel.shape, shape[1:], out.shape[1:], pads)
     )
-    if groups == stride == 1 and channels <= _LANES // 2:
+    if groups == stride == 1 and channels <= LANES // 2:
         return _abreast(out, mirrored, 1, around)
     return _dense(out, mirrored, 1, around, groups, lhs_dilation=(stride, stride))
 
@@ -201,7 +198,7 @@ def _abreast(x, kernel, stride, pads):
     height, width, channels, outputs = kernel.shape
     left, right = pads[1]
     columns = (x.shape[2] + left + right - width) // stride + 1
-    count = max(t for t in range(1, _LANES // outputs + 1) if columns % t == 0)
+    count = max(t for t in range(1, LANES // outputs + 1) if columns % t == 0)
     if count == 1:
         return _dense(x, kernel, stride, pads, 1)
     reach = stride * (count - 1)
@@ -211,7 +208,7 @@ def _abreast(x, kernel, stride, pads):
     ]
     wide = jnp.stack(shifted, axis=3).reshape(height, width + reach, channels, count * outputs)
     right = stride * (columns - count) + wide.shape[1] - x.shape[2] - left
-    none, spare = (0, 0), (0, max(0, _FILLED - channels))
+    none, spare = (0, 0), (0, max(0, FILLED - channels))
     x, wide = jnp.pad(x, (none, none, none, spare)), jnp.pad(wide, (none, none, spare, none))
     out = _lax(x, wide, (stride, stride * count), (pads[0], (left, right)))
     return out.reshape(*out.shape[:2], columns, outputs)
@@ -274,10 +271,10 @@ def _tiles(x, size):
 def _winograd_pays(x, kernel, pads):
     """Whether Winograd's algorithm is faster: 3x3 kernels with many channels on many pixels."""
     height, width, channels, outputs = kernel.shape
-    if (height, width) != (3, 3) or min(channels, outputs) < _WINOGRAD_CHANNELS:
+    if (height, width) != (3, 3) or min(channels, outputs) < WINOGRAD_CHANNELS:
         return False
     even = (x.shape[2] + sum(pads[1])) % 2 == 0
-    return even and len(x) * x.shape[1] * x.shape[2] >= _WINOGRAD_PIXELS
+    return even and len(x) * x.shape[1] * x.shape[2] >= WINOGRAD_PIXELS
 
 
 @functools.partial(jax.jit, static_argnums=2, inline=True)

@@ -1,0 +1,217 @@
+r"""Forms of the same mathematics that XLA's CPU compiler runs or compiles fast.
+
+* A fusion recomputes inputs from other fusions for every entry of its result, even through
+  ``optimization_barrier``. So what many rows need is computed outside of loops (:func:`by_turns`),
+  and maps have a frame of zeros (:func:`framed`) instead of a mask.
+* Reductions of short rows and gathers by several indices are not vectorised: sums add slices
+  (:func:`summed`), and gathers have one index (:func:`gathered`).
+* Convolutions are fast in the layout NHWC by HWIO only, and are not converted to it inside loops
+  (:func:`transposed_conv`, :mod:`wdjax.models.conv`).
+* Each fusion takes some 20 ms to compile, products and convolutions next to nothing.
+
+``bench/certificates.py`` and ``bench/conv.py`` measure what these forms save.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.custom_derivatives import SymbolicZero
+
+Pair = tuple[int, int]
+
+LANES = 32
+"""Output channels that fill the vector units in a convolution."""
+FILLED = 4
+"""Input channels below which convolutions are padded."""
+WINOGRAD_CHANNELS, WINOGRAD_PIXELS = 96, 512
+"""Channels in and out, and pixels of a batch, from which a 3x3 convolution is run by Winograd's
+algorithm; bounds charge its rounding from as many channels."""
+_ROWS = 64
+"""Number of rows that go back at once: what fits a CPU's cache, half of it for wide rows."""
+_CACHED = 2**12
+"""Largest number of coefficients of a row that is not wide."""
+_NUMBERS = 2**22
+"""A 16th of the number of coefficients that all these rows together may have at one value."""
+_BLOCK, _MANY = 64, 1024
+"""Number of turns in a block, which is skipped as a whole, and from which on there are blocks."""
+_WIDTH = 128
+"""Number of linear functions that go back at once where these share their windows."""
+_FOLD = 16
+"""Number of terms that one stage of :func:`summed` adds up."""
+
+
+def rows_at_once(group: int, most: int) -> int:
+    """How many rows of ``group`` linear functions of up to ``most`` entries go back at once."""
+    rows = _ROWS if group * most <= _CACHED else _ROWS // 2
+    rows = rows if jax.default_backend() == "cpu" else 16 * _ROWS
+    return max(min(rows, 16 * _NUMBERS // (group * most)), 1)
+
+
+def positions_at_once(channels: int) -> int:
+    """How many positions, each with a linear function a channel, go back at once."""
+    most = _WIDTH if jax.default_backend() == "cpu" else 16 * _WIDTH
+    return max(most // channels, 1)
+
+
+def by_turns(
+    needed: Array,
+    width: int,
+    find: Callable[[Sequence[Array]], Array],
+    rest: tuple[int, ...],
+    dtype: Any,
+) -> Array:
+    """Lower bounds ``[N, *rest]`` of the ``N`` entries of ``needed``, -inf where it is False.
+
+    ``find`` gets the :func:`numbers` of ``width`` entries at a time, and returns ``[width, *rest]``
+    in ``dtype``. The loops have a fixed length, which reverse mode needs; turns in which nothing is
+    needed are skipped, and blocks of them where there are thousands. The gradient recomputes each
+    turn instead of storing it.
+    """
+    samples, *shape = needed.shape
+    width = min(width, needed.size)
+    block = _BLOCK if needed.size > _MANY * width else 1
+    # A sort takes as long as jnp.nonzero, and a sixth of its time to compile.
+    order = jnp.where(needed.reshape(-1), jnp.arange(needed.size), needed.size)
+    order = jnp.pad(order, (0, -needed.size % (block * width)), constant_values=needed.size)
+    index = jnp.sort(order, stable=False)
+
+    def looped(work: Callable[[list[Array]], Array], lead: tuple[int, ...]) -> Any:
+        """``work`` for each entry of the leading axis whose first index is needed."""
+
+        def step(_: None, these: list[Array]) -> tuple[None, Array]:
+            nothing = jnp.full((*lead, *rest), -jnp.inf, dtype)
+            left = these[0].reshape(-1)[0] < needed.size
+            return None, lax.cond(left, work, lambda _: nothing, these)
+
+        return lambda these: lax.scan(jax.checkpoint(step), None, these)[1]
+
+    turns = looped(lambda these: find(these[1:]), (width,))
+    turns = turns if block == 1 else looped(turns, (block, width))
+    # Outside of the loops, where they would be computed anew for every coefficient.
+    table = index, *numbers(index, shape, samples)
+    axes = (-1, width) if block == 1 else (-1, block, width)
+    found = turns([t.reshape(axes) for t in table]).reshape(-1, *rest)
+    return jnp.full((needed.size, *rest), -jnp.inf, dtype).at[index].set(found, mode="drop")
+
+
+def numbers(index: Array, shape: Sequence[int], samples: int) -> tuple[Array, ...]:
+    """Unravels flat indices ``[R]`` of a batch ``[B, *shape]``.
+
+    Returns ``(sample, entry)``, or ``(sample, channel, row, column)`` for a feature map.
+    """
+    found = []
+    for size in shape[:0:-1] if len(shape) == 4 and shape[0] == 1 else [math.prod(shape)]:
+        above = lax.div(index, jnp.full_like(index, size))
+        found.append(index - size * above)
+        index = above
+    return jnp.minimum(index, samples - 1), found[0], *found[:0:-1]
+
+
+def framed(*values: Array) -> Array:
+    """Stacks ``K`` arrays ``[B, *shape]`` to ``[K, B, *shape]`` for :func:`coefficients.seen`.
+
+    Feature maps ``[1, height, width, c]`` are padded by a frame of zeros.
+    """
+    maps = jnp.stack(jnp.broadcast_arrays(*values))
+    if maps.ndim != 6 or maps.shape[2] != 1:
+        return maps
+    return jnp.pad(maps, ((0, 0), (0, 0), (0, 0), (1, 1), (1, 1), (0, 0)))
+
+
+def unframed(maps: Array) -> Array:
+    return maps[:, :, :, 1:-1, 1:-1] if maps.ndim == 6 and maps.shape[2] == 1 else maps
+
+
+def gathered(maps: Array, spots: Array) -> Array:
+    """Entries ``[K, R, ...]`` of ``K`` tables ``[K, N, c]`` at ``spots``, ``[R, S]``.
+
+    By one flat index into one table; several indices, or with K innermost, are slow.
+    """
+    kinds, count = maps.shape[:2]
+    table = maps.reshape(-1, *maps.shape[2:])
+    spots = spots + np.arange(kinds)[:, None, None] * count
+    return table.at[spots].get(mode="promise_in_bounds")
+
+
+@jax.custom_jvp
+def summed(terms: Array) -> Array:
+    """Sums ``[G, R, ...]`` to ``[G, R]`` in stages of 16 terms, which keeps rounding small.
+
+    A stage adds slices, which CPUs vectorise.
+    """
+    flat = terms.reshape(*terms.shape[:2], -1)
+    while flat.shape[-1] > _FOLD:
+        width = -(-flat.shape[-1] // _FOLD)
+        parts = [flat[..., start : start + width] for start in range(0, flat.shape[-1], width)]
+        parts[-1] = jnp.pad(parts[-1], ((0, 0), (0, 0), (0, width - parts[-1].shape[-1])))
+        flat = functools.reduce(jnp.add, parts)
+    return jnp.sum(flat, axis=-1)
+
+
+@summed.defjvp
+def _summed_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (terms,), (change,) = primals, tangents
+    return summed(terms), jnp.sum(change, axis=tuple(range(2, change.ndim)))
+
+
+def rounding(count: int, dtype: Any) -> float:
+    """The rounding error of :func:`summed` on ``count`` terms, relative to their magnitudes' sum.
+
+    A term is rounded at most 15 times in a stage; the bound also leaves room for one more stage.
+    It is twice as large as needed, because patches may have more entries than the map of size
+    ``count`` (those beyond it are 0).
+    """
+    stages = 0
+    while count > _FOLD:
+        stages, count = stages + 1, -(-count // _FOLD)
+    return 1.01 * (_FOLD * (stages + 1) + 8) * float(jnp.finfo(dtype).eps)
+
+
+@jax.custom_jvp
+def transposed_conv(a: Array, kernel: Array) -> Array:
+    """The full transposed convolution, size ``n`` to ``n - 1 + k``, in a form that CPUs run fast.
+
+    ``a`` is ``[count, rows, columns, outputs]``, the kernel ``[h, w, c, outputs]``.
+    """
+    height, width, channels, outputs = kernel.shape
+    count, rows, columns, _ = a.shape
+    if rows == columns == 1:
+        flat = a.reshape(count, outputs) @ kernel.reshape(-1, outputs).T
+        return flat.reshape(count, height, width, channels)
+    mirrored = kernel.transpose(0, 1, 3, 2)[::-1, ::-1]
+    return correlated(a, mirrored, (1, 1), ((height - 1,) * 2, (width - 1,) * 2))
+
+
+@functools.partial(transposed_conv.defjvp, symbolic_zeros=True)
+def _transposed_conv_jvp(
+    primals: tuple[Array, Array], tangents: tuple[Any, Any]
+) -> tuple[Array, Array]:
+    """The tangent in ``a`` as the transpose of a convolution, the one in the kernel as usual."""
+    a, kernel = primals
+    out = transposed_conv(a, kernel)
+    change = jnp.zeros_like(out)
+    if not isinstance(tangents[0], SymbolicZero):
+        none = ((0, 0), (0, 0))
+        image = jax.linear_transpose(lambda t: correlated(t, kernel, (1, 1), none), out)
+        change += image(tangents[0])[0]
+    if not isinstance(tangents[1], SymbolicZero):
+        change += transposed_conv(a, tangents[1])
+    return out, change
+
+
+def correlated(x: Array, kernel: Array, strides: Pair, padding: tuple[Pair, Pair]) -> Array:
+    """A convolution in the layout that is fast on CPUs, NHWC by HWIO, at the highest precision."""
+    return lax.conv_general_dilated(
+        x,
+        kernel,
+        strides,
+        padding,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        precision=lax.Precision.HIGHEST,
+    )
