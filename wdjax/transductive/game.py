@@ -38,8 +38,8 @@ def prepare(defense: Defense, x: AnyArray, y: AnyArray, *, key: Array) -> PyTree
       y: ``[n]`` labels.
       key: for training.
 
-      Raises:
-        ValueError: bad samples or labels, and what the defence refuses.
+    Raises:
+      ValueError: bad samples or labels, and what the defence refuses.
 
     >>> from wdjax import Model
     >>> from wdjax.transductive import Fixed
