@@ -17,17 +17,8 @@
 # without PyTorch.
 
 # %%
-# Installs wdjax only where it is missing; the JAX of Colab stays as it is.
 import importlib.util
 import os
-import subprocess
-import sys
-
-if importlib.util.find_spec("wdjax") is None:
-    source = os.environ.get("WDJAX_SOURCE", "..")  # The folder with wdjax's pyproject.toml.
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", source], check=True)
-
-# %%
 import tempfile
 from pathlib import Path
 
@@ -165,4 +156,3 @@ for (name, curve), marker in zip(curves.items(), "os^DvP"):
     axis.plot(budgets, curve, marker=marker, label=name)
 axis.set(xlabel="eps on average (linf)", ylabel="accuracy under WDA++", ylim=(0, 1))
 axis.legend()
-figure

@@ -85,9 +85,9 @@ def styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 def _panels(columns: int) -> tuple["Figure", Any]:
     """A figure of panels side by side, and the row of their axes."""
-    from matplotlib.figure import Figure
+    from wdjax.report.figures import NotebookFigure
 
-    figure = Figure(figsize=(_WIDTH * columns, _HEIGHT), layout="constrained")
+    figure = NotebookFigure(figsize=(_WIDTH * columns, _HEIGHT), layout="constrained")
     return figure, figure.subplots(1, columns, squeeze=False)[0]
 
 
@@ -233,12 +233,13 @@ def examples(
       model: the attacked model.
       count: maximum number of flips, one in each row.
     """
-    from matplotlib.figure import Figure
+    from wdjax.report.figures import NotebookFigure
 
     distance, points = found.nearest()
     price = np.where(found.correct, distance, np.inf)
     chosen = np.argsort(price, kind="stable")[: min(count, int(np.isfinite(price).sum()))]
-    figure = Figure(figsize=(_WIDTH, 0.3 + 1.25 * max(len(chosen), 1)), layout="constrained")
+    size = _WIDTH, 0.3 + 1.25 * max(len(chosen), 1)
+    figure = NotebookFigure(figsize=size, layout="constrained")
     if not len(chosen):
         figure.text(0.5, 0.5, "no flip found", ha="center")
         return figure
