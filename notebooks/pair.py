@@ -88,12 +88,12 @@ def execute(whole: dict[str, Any], timeout: int) -> dict[str, Any]:
     import nbformat
     from nbclient import NotebookClient
 
-    node = nbformat.from_dict(whole)
+    node = nbformat.reads(json.dumps(whole), as_version=4)
     NotebookClient(node, timeout=timeout, kernel_name="python3").execute()
-    for cell in node.cells:
-        cell.metadata = {}  # Times of the execution.
-    node.metadata = whole["metadata"]
-    return node
+    done: dict[str, Any] = json.loads(nbformat.writes(node))
+    for cell in done["cells"]:
+        cell["metadata"] = {}  # Times of the execution.
+    return done | {"metadata": whole["metadata"]}
 
 
 def text(whole: dict[str, Any]) -> str:

@@ -161,7 +161,7 @@ def test_notebooks_run_in_a_kernel(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     made = pair()
     whole = made["notebook"]((ROOT / "notebooks" / f"{name}.py").read_text("utf-8"), name)
-    check = {"cell_type": "code", "id": "check", "metadata": {}, "source": CHECKS[name]}
+    check = {"cell_type": "code", "id": "check", "metadata": {}, "source": [CHECKS[name]]}
     whole["cells"].append(check | {"execution_count": None, "outputs": []})
     done = made["execute"](whole, timeout=60)
     assert shows_every_figure_once(done) == []
