@@ -1,7 +1,7 @@
 """Writes every notebook from its script in percent format: ``python notebooks/pair.py``.
 
-Scripts are what people edit; the ``.ipynb`` files hold the same cells, below a badge and a cell that
-installs wdjax where it is missing. Outputs of cells that did not change are kept. With ``--run
+Scripts are what people edit; the ``.ipynb`` files hold the same cells, below a badge and a cell
+that installs wdjax where it is missing. Outputs of cells that did not change are kept. With ``--run
 [NAME ...]`` notebooks are executed by a kernel (``pip install nbclient ipykernel``), and what their
 cells print and draw is kept.
 """
@@ -18,7 +18,7 @@ _URLS = tomllib.loads((HERE.parent / "pyproject.toml").read_text("utf-8"))["proj
 REPOSITORY = _URLS["Repository"]
 _CELL = re.compile(r"^# %%(?P<markdown> \[markdown\])?\n", re.MULTILINE)
 
-INSTALL = f'''
+INSTALL = f"""
 # Installs wdjax where it is missing; the JAX, Flax and PyTorch that are here stay as they are.
 import importlib.util
 import os
@@ -28,14 +28,16 @@ import sys
 SOURCE = os.environ.get("WDJAX_SOURCE", "wdjax @ git+{REPOSITORY}")  # Or a checkout, or a wheel.
 if importlib.util.find_spec("wdjax") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", SOURCE], check=True)
-'''
+"""
 
 
 def badge(name: str) -> str:
     """A link that opens a notebook of this folder in Colab."""
     place = REPOSITORY.removeprefix("https://github.com/")
     address = f"https://colab.research.google.com/github/{place}/blob/main/notebooks/{name}.ipynb"
-    return f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({address})"
+    return (
+        f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({address})"
+    )
 
 
 def _cells(script: str, name: str) -> list[tuple[str, str]]:

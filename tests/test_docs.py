@@ -101,8 +101,15 @@ def wrong_numbers(page, names):
 
 def test_a_wrong_number_is_seen(monkeypatch, tmp_path):
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    page = "```python\nx = 0.496\nprint(x, 1.124)  # {}: two numbers\nprint(x)  # 0.50, of 0.9\n```\n"
-    for numbers, wrong in (("0.50, 1.12", 0), ("0.47, 1.12", 1), ("0.50, 1.13", 1), ("0.5, 1.1", 0)):
+    page = (
+        "```python\nx = 0.496\nprint(x, 1.124)  # {}: two numbers\nprint(x)  # 0.50, of 0.9\n```\n"
+    )
+    for numbers, wrong in (
+        ("0.50, 1.12", 0),
+        ("0.47, 1.12", 1),
+        ("0.50, 1.13", 1),
+        ("0.5, 1.1", 0),
+    ):
         (tmp_path / "page.md").write_text(page.format(numbers))
         assert len(wrong_numbers("page.md", {})) == wrong
 
@@ -166,7 +173,10 @@ def test_every_key_that_is_cited_exists_and_every_reference_is_cited():
     known = references()
     assert len(known) == len(set(known)) >= 14
     places = [*ROOT.glob("wdjax/**/*.py"), *ROOT.glob("tests/*.py"), ROOT / "README.md"]
-    places += [ROOT / "CITATION.cff", *{*ROOT.glob("docs/*.md")} - {ROOT / "docs" / "references.md"}]
+    places += [
+        ROOT / "CITATION.cff",
+        *{*ROOT.glob("docs/*.md")} - {ROOT / "docs" / "references.md"},
+    ]
     cited = {
         key
         for place in places

@@ -63,7 +63,9 @@ def code(whole):
 
 
 def pictures(cell):
-    return [out["data"]["image/png"] for out in cell["outputs"] if "image/png" in out.get("data", {})]
+    return [
+        out["data"]["image/png"] for out in cell["outputs"] if "image/png" in out.get("data", {})
+    ]
 
 
 def shows_every_figure_once(whole):
@@ -74,9 +76,8 @@ def shows_every_figure_once(whole):
         shown = pictures(cell)
         words = [out.get("data", {}) for out in cell["outputs"]]
         named = any("Figure" in str(data.get("text/plain")) for data in words if len(data) == 1)
-        if len(shown) > 1 or named or any(picture in seen for picture in shown):
-            wrong.append(cell["id"])
-        elif drawn and not shown:
+        doubled = len(shown) > 1 or any(picture in seen for picture in shown)
+        if doubled or named or (drawn and not shown):
             wrong.append(cell["id"])
         seen += shown
     return wrong

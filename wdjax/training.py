@@ -181,6 +181,11 @@ def _identity(
 def start(model: PyTree, optimizer: optax.GradientTransformation, epochs: int) -> Training:
     """The state before the first epoch.
 
+    Args:
+      model: a pytree callable.
+      optimizer: from optax.
+      epochs: length of the histories.
+
     >>> from wdjax import Model
     >>> start(Model(jnp.dot, jnp.eye(2)), optax.sgd(0.1), epochs=3).history.loss.shape
     (3,)

@@ -120,7 +120,9 @@ def omega() -> Figure:
     turn = np.linspace(0, math.pi / 2, 100)
     first, second = np.cos(turn), np.sin(turn)
     for p, line in ((1, ":"), (2, "--"), (math.inf, "-")):
-        far = np.maximum(first, second) if p == math.inf else ((first**p + second**p) / 2) ** (1 / p)
+        far = (
+            np.maximum(first, second) if p == math.inf else ((first**p + second**p) / 2) ** (1 / p)
+        )
         name = "Omega_inf" if p == math.inf else f"Omega_{p}"
         axis.plot(first / far, second / far, color=BLUE, linestyle=line, label=name)
     axis.set(xlabel="how far sample 1 moves, in eps", ylabel="how far sample 2 moves, in eps")

@@ -51,6 +51,8 @@ class GradientAttack:
     Cost: per step 1 forward and 1 backward pass a sample; 1 more forward for ``"best"``, and 1
       forward and 1 backward for every further run.
 
+    Source: this library's own.
+
     >>> @jax.tree_util.register_dataclass
     ... @dataclasses.dataclass(frozen=True)
     ... class SignSteps(GradientAttack):

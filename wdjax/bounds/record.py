@@ -163,7 +163,14 @@ TABLE: dict[str, Record] = {}
 
 
 def add(*records: Record) -> None:
-    """Registers records; a primitive has only one."""
+    """Registers records; a primitive has only one.
+
+    Args:
+      *records: of primitives that have none yet.
+
+    Raises:
+      ValueError: a primitive has a record already.
+    """
     for record in records:
         if record.name in TABLE:
             raise ValueError(f"the primitive {record.name!r} has a record already; edit that one.")

@@ -185,7 +185,12 @@ def certified(
     Returns:
       ``[n]`` bool; their mean is a lower bound of the robust accuracy.
 
+    Raises:
+      ValueError: as :func:`margin_bounds`.
+
     Cost: that of :func:`margin_bounds`.
+
+    Source: as :func:`margin_bounds`.
 
     >>> from wdjax import Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, 0.0], [0.0, 1.0]]))
@@ -233,7 +238,12 @@ def radius(
     Its gradient is that of the least margin divided by the margin's slope in the radius (implicit
     function theorem), and 0 where the radius is 0 or ``inf``; methods as for :func:`margin_bounds`.
 
+    Raises:
+      ValueError: bad samples, a primitive without a rule, or ``method="bab"``.
+
     Cost: ``steps + 1`` times :func:`margin_bounds`.
+
+    Source: Zhang et al. [zhang2018], CROWN; Xu et al. [xu2021], alpha.
 
     >>> from wdjax import Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, 0.0], [0.0, 1.0]]))

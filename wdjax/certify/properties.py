@@ -166,6 +166,11 @@ def properties(
     Returns:
       ``P`` verdicts. Programs are compiled once for specifications of about equal length.
 
+    Raises:
+      ValueError: as :func:`property`; other numbers of boxes and specifications.
+
+    Source: as :func:`property`.
+
     >>> from wdjax.certify import in_range, properties
     >>> ends = np.array([[0.0], [1.0]]), np.array([[0.5], [2.0]])
     >>> [one.status for one in properties(jnp.sin, *ends, in_range([-1.0], [0.9]))]

@@ -95,6 +95,9 @@ def trainable_bounds(
       ``[n, K]`` bounds, inf at ``j = y``, sound for the float program up to the rounding of the
       mean by ``backward``.
 
+    Raises:
+      ValueError: a bad model, samples, radius, norm or box.
+
     Cost: two forward passes, four passes through the first layer for l2, ``K - 1`` backward passes
       through the last layer, and through all layers with ``backward``.
 

@@ -73,6 +73,8 @@ def verify(
     Cost: that of :func:`certified` and :func:`radius`; by "bab" up to ``seconds`` for a sample that
       is neither verified by cheaper bounds nor flipped by a short attack.
 
+    Source: as :func:`margin_bounds` and :func:`radius`.
+
     >>> import jax.numpy as jnp
     >>> from wdjax import Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, 0.0], [0.0, 1.0]]))

@@ -163,6 +163,8 @@ def lipschitz_constant(
     Raises:
       ValueError: as :func:`margin_lipschitz`, or a trace.
 
+    Source: Le et al. [le2025], equation 6, by interval Jacobians.
+
     >>> from wdjax import Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, 0.0], [0.0, 1.0]]))
     >>> round(lipschitz_constant(model, jnp.zeros((1, 2)), jnp.array([0]), norm=jnp.inf), 3)
@@ -213,6 +215,9 @@ def certified_accuracy(radius: npt.ArrayLike, eps: npt.ArrayLike, order: float) 
       ValueError: negative or NaN radii or budgets, a bad order, or a trace.
 
     Cost: a sort on the host.
+
+    Source: [definitions]; over ``Omega_p`` Le et al. [le2025], Algorithm 2, applied to certified
+      radii.
 
     >>> certified_accuracy([0.0, 1.0, 2.0, 4.0], [0.0, 0.5], 1).round(3).tolist()
     [0.75, 0.375]

@@ -217,6 +217,12 @@ def best_of(*found: Found) -> Found:
     A flip is better than none, a flip of lower cost better than one of higher cost, and where no
     search has a flip the larger margin wins.
 
+    Args:
+      *found: results of :func:`search` on the same samples.
+
+    Raises:
+      ValueError: a result of :func:`run`, whose budget is spent already.
+
     >>> from wdjax import Model
     >>> from wdjax.attacks import PGD
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))

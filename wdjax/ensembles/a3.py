@@ -165,6 +165,9 @@ def a3_wda(
     Returns:
       A :class:`~wdjax.core.Found`.
 
+    Raises:
+      ValueError: as :func:`a3`.
+
     Cost: as :func:`a3`; one search takes up to ``10 + 10 rivals`` backward passes and the probes.
 
     Source: Le et al. [le2025], Section 5.

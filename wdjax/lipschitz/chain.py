@@ -83,6 +83,15 @@ class Chain:
 def relu_chain(weights: AnyArray | list[Any], biases: AnyArray | list[Any]) -> Chain:
     """The chain of a ReLU net given by its matrices ``[m_h, m_{h-1}]`` and biases ``[m_h]``.
 
+    Args:
+      weights: ``[m_h, m_{h-1}]`` for each layer.
+      biases: ``[m_h]`` for each layer.
+
+    Raises:
+      ValueError: matrices or biases that do not fit together.
+
+    Source: this library's own.
+
     >>> relu_chain([np.ones((3, 2)), np.ones((2, 3))], [np.zeros(3), np.zeros(2)]).widths
     (3,)
     """
@@ -112,6 +121,8 @@ def as_chain(model: Classifier, x: AnyArray) -> Chain:
     Raises:
       ValueError: a part of the program that is neither affine nor entry by entry, such as max
         pooling or attention, floats shorter than float32, matrices of more than 2 GiB, or a trace.
+
+    Source: this library's own.
 
     >>> from wdjax import Model
     >>> w = jnp.array([[1.0, -1.0], [0.0, 2.0]])

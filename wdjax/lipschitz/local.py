@@ -29,6 +29,7 @@ from wdjax.precision import float64, widened
 
 Numbers = npt.NDArray[np.float64]
 Method = Literal["interval", "zonotope", "sdp", "bab"]
+"""One of :data:`METHODS`."""
 METHODS: tuple[Method, ...] = get_args(Method)
 """From the cheapest to the tightest, each at least as tight as those before it; "bab" continues
 from "sdp" by branch and bound on activation masks, on the host, for ReLU nets only."""
@@ -80,8 +81,8 @@ def local_lipschitz(
 
     Differs: a local constant does not hold for mass that moves further than ``eps``.
 
-    Source: Fazlyab et al. [fazlyab2019], LipSDP; Weng et al. [weng2018], intervals; lipschitz notes
-      D.
+    Source: Fazlyab et al. [fazlyab2019], LipSDP; Weng et al. [weng2018], intervals; the others
+      are this library's own.
 
     >>> from wdjax import Model
     >>> w = jnp.array([[1.0, -1.0], [0.0, 2.0]])

@@ -53,7 +53,7 @@ def sampled_lipschitz(
 
     Cost: ``samples (K + 2)`` gradients, and ``K`` gradients of gradients a step.
 
-    Source: lipschitz notes D6.
+    Source: this library's own.
 
     >>> from wdjax import Model
     >>> model = Model(lambda w, x: jnp.tanh(x @ w), jnp.array([[1.0, -1.0], [0.0, 2.0]]))

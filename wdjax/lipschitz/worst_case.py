@@ -60,7 +60,7 @@ def worst_margin(
 
     Cost: a sparse linear program of ``N cells (K - 1)`` blocks of ``n + 1`` unknowns.
 
-    Source: Mohajerin Esfahani and Kuhn [esfahani2018], of the cells; lipschitz notes A3.
+    Source: Mohajerin Esfahani and Kuhn [esfahani2018], for each cell of the net.
 
     >>> from wdjax.lipschitz import relu_chain
     >>> net = relu_chain([np.eye(2)], [np.zeros(2)])

@@ -194,6 +194,11 @@ def points(perturbation: Perturbation, key: Array, x: Array, y: Array, draws: in
       y: ``[n]`` labels.
       draws: M, the number of copies of an input.
 
+    Raises:
+      ValueError: a bad distribution, samples or key.
+
+    Source: this library's own.
+
     >>> from wdjax.nppr import distributions
     >>> own, x, y = distributions.UniformBall(0.1), jnp.ones((1, 2)), jnp.array([0])
     >>> moved = points(own, jax.random.key(0), x, y, 3)

@@ -190,6 +190,11 @@ def spread_within(
     Returns:
       A :class:`Spread`.
 
+    Raises:
+      ValueError: a bad distribution, samples or key.
+
+    Source: this library's own.
+
     >>> from wdjax.nppr import distributions
     >>> how = {"key": jax.random.key(0), "draws": 500}
     >>> ball, x, y = distributions.UniformBall(0.1), jnp.ones((1, 3)) / 2, jnp.array([0])
@@ -244,6 +249,11 @@ def expected_loss(
 
     Returns:
       A number.
+
+    Raises:
+      ValueError: a bad distribution, model, samples or key.
+
+    Source: Wang et al. [wang2025].
 
     >>> from wdjax import Model
     >>> from wdjax.nppr import distributions

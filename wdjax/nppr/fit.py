@@ -123,6 +123,8 @@ def fit_many(
 
     Cost: S times that of one.
 
+    Source: Wang et al. [wang2025].
+
     >>> from wdjax import Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> x, y = jnp.array([[0.6, 0.4]]), jnp.array([0])

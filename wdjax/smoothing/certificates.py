@@ -159,6 +159,11 @@ def cautions(
     Returns:
       Sentences; an empty list if all can be certified.
 
+    Raises:
+      ValueError: ``x`` is no array, ``noise`` no noise, or ``eps`` no number.
+
+    Source: this library's own.
+
     >>> from wdjax.smoothing.noise import Gaussian
     >>> cautions(np.ones((1, 2)), noise=Gaussian(0.25), n=9, alpha=0.001)[0]
     'nothing can be certified: 9 votes at alpha=0.001 show no majority even if all agree; raise n.'
@@ -241,6 +246,12 @@ def tally(
 
     Returns:
       ``[n, K + 1]`` counts; the last column counts logits that are not finite.
+
+    Raises:
+      ValueError: a bad model, samples, noise or key, ``n`` below 1, or a mask of another
+        length.
+
+    Source: Cohen et al. [cohen2019].
     """
     arguments.check(model=model, x=x, noise=noise, key=key)
     _check_given(model, noise, key, x)
@@ -266,6 +277,8 @@ def decide(counts: npt.NDArray[Any], alpha: float) -> npt.NDArray[np.int32]:
 
     Returns:
       ``[n]`` classes, or :data:`ABSTAIN`.
+
+    Source: Cohen et al. [cohen2019], PREDICT; Hung and Fithian [hung2019].
 
     >>> decide(np.array([[90, 10, 0], [52, 48, 0], [0, 0, 100]]), 0.001).tolist()
     [0, -1, -1]
@@ -295,6 +308,9 @@ def soft(
 
     Returns:
       A ``Model`` that returns ``[n, K]`` log-probabilities.
+
+    Raises:
+      ValueError: a bad model, samples, noise or key, or ``count`` below 1.
 
     Cost: time and memory of ``count`` passes of the model, in one batch.
 

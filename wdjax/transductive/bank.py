@@ -40,6 +40,11 @@ def empty_bank(like: PyTree, capacity: int) -> Bank:
       like: the parameters of one model, as arrays or ``ShapeDtypeStruct``.
       capacity: at least 1.
 
+    Raises:
+      ValueError: ``capacity`` below 1.
+
+    Source: this library's own.
+
     >>> bank = add_model(empty_bank({"w": jnp.ones(2)}, 3), {"w": jnp.array([1.0, 2.0])})
     >>> bank.models["w"].shape, int(bank.filled)
     ((3, 2), 1)
@@ -52,9 +57,18 @@ def empty_bank(like: PyTree, capacity: int) -> Bank:
 def add_model(bank: Bank, adapted: PyTree) -> Bank:
     """The bank with one more model.
 
+    Args:
+      bank: with room for it.
+      adapted: the parameters of one model, as in :func:`empty_bank`.
+
     Raises:
       ValueError: the bank is full. Inside a trace nothing can be raised: there the models of a bank
         that overflows become NaN.
+
+    Source: this library's own.
+
+    >>> int(add_model(empty_bank({"w": jnp.ones(2)}, 3), {"w": jnp.zeros(2)}).filled)
+    1
     """
     capacity = len(jax.tree.leaves(bank.models)[0])
     if not validate.traced(bank) and int(bank.filled) >= capacity:

@@ -60,7 +60,12 @@ def raise_objective(
       A :class:`BankFound`, measured: points of the ball and the box whose objective is at least
       that at every starting point.
 
+    Raises:
+      ValueError: bad samples, labels, radius or key.
+
     Cost: see :class:`SpaceAttack`.
+
+    Source: Chen et al. [chen2022], Algorithm 2.
 
     >>> from wdjax.attacks import PGD
     >>> from wdjax.transductive import Fixed
@@ -98,7 +103,12 @@ def objective_at(
       attack, defense, memory, bank, y: as in :func:`raise_objective`.
       x: ``[n, *shape]``, any points.
 
+    Raises:
+      ValueError: bad samples or labels.
+
     Cost: one forward pass of each model.
+
+    Source: Chen et al. [chen2022], Algorithm 2.
 
     >>> from wdjax.transductive import Fixed
     >>> model = Model(lambda w, x: x @ w, jnp.eye(2))

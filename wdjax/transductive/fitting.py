@@ -65,8 +65,13 @@ def train_classifier(
     Returns:
       The trained model.
 
+    Raises:
+      ValueError: a bad model, samples, labels or key.
+
     Cost: 1 forward and 1 backward pass a sample and step; with an opponent, the attack's passes and
       1 more of each.
+
+    Source: Madry et al. [madry2018].
 
     >>> net = models.norm_mlp((1, 8, 2), key=jax.random.key(0))
     >>> x, y = jnp.linspace(0, 1, 8)[:, None], jnp.arange(8) // 4

@@ -41,6 +41,8 @@ def prepare(defense: Defense, x: AnyArray, y: AnyArray, *, key: Array) -> PyTree
     Raises:
       ValueError: bad samples or labels, and what the defence refuses.
 
+    Source: Chen et al. [chen2022].
+
     >>> from wdjax import Model
     >>> from wdjax.transductive import Fixed
     >>> prepare(Fixed(Model(jnp.dot, jnp.eye(2))), np.ones((1, 2)), [0], key=jax.random.key(0))
