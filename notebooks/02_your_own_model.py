@@ -156,3 +156,4 @@ for (name, curve), marker in zip(curves.items(), "os^DvP"):
     axis.plot(budgets, curve, marker=marker, label=name)
 axis.set(xlabel="eps on average (linf)", ylabel="accuracy under WDA++", ylim=(0, 1))
 axis.legend()
+plt.show()

@@ -99,6 +99,7 @@ for (order, result), mark in zip(bought.items(), "o^s"):
 axis.set_xlabel("images, nearest mistake first")
 axis.set_ylabel("distance")
 axis.legend()
+plt.show()
 
 # %% [markdown]
 # One search serves every radius: the curves are only the knapsack again.

@@ -89,6 +89,7 @@ for axis, order in zip(axes, orders):
     axis.set(title=f"Omega_{order:g}", xlabel="eps (linf)", ylim=(0, 1))
 axes[0].set_ylabel("accuracy, from both sides")
 axes[0].legend()
+plt.show()
 
 # %% [markdown]
 # ## Closing the gap

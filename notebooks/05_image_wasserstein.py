@@ -75,6 +75,7 @@ for row, column, down, right in np.argwhere(plan > 0.02):
 axes[2].set_title("who sends how much where")
 for axis in axes:
     axis.set(xticks=[], yticks=[])
+plt.show()
 
 # %% [markdown]
 # ## A projection that leaves its ball
@@ -117,6 +118,7 @@ kept = [float(np.mean(correct & (radius > k / pixels))) for k in ks]
 figure, axis = plt.subplots(figsize=(5, 3.2), layout="constrained")
 axis.plot(ks, kept, marker="o")
 axis.set(xlabel="k, pixels", ylabel="accuracy under attack", ylim=(0, 1))
+plt.show()
 
 # %% [markdown]
 # ## Certified against attacked
@@ -147,3 +149,4 @@ axis.plot(rank, attacked[order], ".", color="tab:red", label="attacked")
 axis.plot(rank, certified[order], ".", color="tab:blue", label="certified")
 axis.set(xlabel="image", ylabel="k, pixels", yscale="symlog")
 axis.legend()
+plt.show()

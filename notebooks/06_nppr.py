@@ -198,3 +198,4 @@ names = ["AR", *rows]
 axis.barh(names, [attacked, *(row.value for row in rows.values())])
 axis.set(xlabel="share of correct images that survives", xlim=(0, 1))
 axis.invert_yaxis()
+plt.show()

@@ -128,6 +128,7 @@ for place, report in enumerate(rows.values()):
 axis.set_xticks(range(len(rows)), list(rows))
 axis.set(ylabel="accuracy", ylim=(0, 1.02))
 axis.set_title("DANN attacked (bars), clean (dots), the static model (lines)", fontsize=10)
+plt.show()
 
 # %% [markdown]
 # ## An order of one's own

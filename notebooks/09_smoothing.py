@@ -111,6 +111,7 @@ for (sigma, (radius, distance)), colour in zip(sides.items(), ("C0", "C1", "C2")
     axis.plot(budgets, above, color=colour, linestyle="--")
 axis.set(xlabel="eps (l2)", ylabel="accuracy, from both sides", ylim=(0, 1))
 axis.legend()
+plt.show()
 
 # %% [markdown]
 # ## All samples at once

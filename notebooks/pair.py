@@ -25,9 +25,10 @@ import os
 import subprocess
 import sys
 
-SOURCE = os.environ.get("WDJAX_SOURCE", "wdjax @ git+{REPOSITORY}")  # Or a checkout, or a wheel.
+SOURCE = "wdjax @ git+{REPOSITORY}"  # Or a folder with a checkout, or a wheel.
 if importlib.util.find_spec("wdjax") is None:
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", SOURCE], check=True)
+    source = os.environ.get("WDJAX_SOURCE", SOURCE)
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", source], check=True)
 """
 
 
@@ -59,8 +60,8 @@ def _cells(script: str, name: str) -> list[tuple[str, str]]:
 def notebook(script: str, name: str, old: dict[str, Any] | None = None) -> dict[str, Any]:
     """The notebook of a script, nbformat 4.5, its cells named by their place.
 
-    ``old`` is an earlier notebook of the script. Its outputs are kept if no cell of code changed:
-    a cell may depend on every cell before it.
+    ``old`` is an earlier notebook of the script. Its outputs are kept if no cell of code changed
+    but that of the installation: a cell may depend on every cell before it.
     """
     cells = []
     for place, (kind, text) in enumerate(_cells(script, name)):
@@ -69,7 +70,7 @@ def notebook(script: str, name: str, old: dict[str, Any] | None = None) -> dict[
         if kind == "code":
             cell |= {"execution_count": None, "outputs": []}
         cells.append(cell)
-    if old is not None and _code(old["cells"]) == _code(cells):
+    if old is not None and _code(old["cells"])[1:] == _code(cells)[1:]:
         for cell, before in zip(_code_cells(cells), _code_cells(old["cells"])):
             cell["outputs"], cell["execution_count"] = before["outputs"], before["execution_count"]
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}

@@ -149,6 +149,7 @@ def test_visitors_see_every_figure_once(name):
     printed = json.dumps(whole)
     assert "Traceback" not in printed
     assert "/tmp/" not in printed
+    assert " object at 0x" not in printed
 
 
 @pytest.mark.fast

@@ -24,6 +24,7 @@ REPOSITORY = tomllib.loads((names.ROOT / "pyproject.toml").read_text("utf-8"))["
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _KEY = re.compile(r"`?\[([a-z]+\d{4}|definitions)\]`?(?![\[(:])")
 _ENTRY = re.compile(r"^\* `\[(\w+)\]`", re.MULTILINE)
+_BADGE = re.compile(r"\[!\[Open in Colab\]\(.+?\)\]")
 _LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
@@ -56,7 +57,7 @@ def notebook(path: Path) -> tuple[str, dict[str, bytes]]:
     for cell in json.loads(path.read_text("utf-8"))["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            parts.append(source)
+            parts.append(_BADGE.sub("[Open in Colab]", source))  # The badge is on another host.
             continue
         parts.append(f"```python\n{source}\n```")
         for shown, picture in _outputs(cell, path.stem):
@@ -90,9 +91,10 @@ def _project_page(file: str) -> str:
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fills the navigation: the reference, the notebooks, and pages that it does not name."""
-    config.repo_url = REPOSITORY
     sections = {title: part for entry in config.nav for title, part in entry.items()}
     sections["Reference"][:0] = [{page: f"api/{page}.md"} for page in names.PAGES]
+    # A link, since Material asks GitHub for the stars of a `repo_url`.
+    sections["Project"] += [{"Repository": REPOSITORY}]
     sections["Notebooks"] += [f"notebooks/{path.stem}.md" for path in NOTEBOOKS]
     named = json.dumps(config.nav)
     pages = sorted(path.name for path in Path(config.docs_dir).glob("*.md"))

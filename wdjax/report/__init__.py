@@ -6,7 +6,7 @@ distance), the certified radii and the bounds of the loss; it is called a sandwi
 robust accuracy lies between certificates (below) and attacks (above). `evidence` also has the
 invariants, which hold for every model: a broken one shows a fault of the model or the library.
 `summary` turns a sandwich into plain numbers for JSON, `page` that JSON and the figures of `plots`
-into one HTML file.
+into one HTML file. `figures` makes figures that notebooks show.
 
 Open `audit` first. To add a default attack or certificate: a row in ``standard_attacks`` or
 ``standard_certificates`` of `audit`. To add a check: an ``Invariant`` in ``invariants`` of
