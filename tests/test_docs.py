@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import io
 import re
+import runpy
 import time
 from pathlib import Path
 
@@ -163,6 +164,24 @@ def test_a_pytorch_module_becomes_a_model(from_the_readme):
     names = dict(from_the_readme[0])
     exec(compile(code, "README.md", "exec"), names)
     use(names["own"], names["x"][:2], names["y"][:2])
+
+
+def test_every_picture_is_drawn_and_shown(tmp_path):
+    drawn = runpy.run_path(str(ROOT / "docs" / "site" / "pictures.py"))
+    drawn["main"](tmp_path)
+    names = {path.name for path in tmp_path.glob("*.svg")}
+    assert names == {f"{name}.svg" for name in drawn["PICTURES"]}
+    assert names == {path.name for path in (ROOT / "docs" / "pictures").iterdir()}
+    text = (ROOT / "docs" / "concepts.md").read_text("utf-8")
+    assert names == set(re.findall(r"\]\(pictures/(\w+\.svg)\)", text))
+    for name in names:
+        saved = (ROOT / "docs" / "pictures" / name).read_text("utf-8")
+        assert words(saved) == words((tmp_path / name).read_text("utf-8")), "run pictures.py"
+
+
+def words(svg):
+    """Labels of a figure; outlines differ with the version of matplotlib."""
+    return re.findall(r"<text[^>]*>([^<]*[a-z][^<]*)</text>", svg)
 
 
 def references():

@@ -122,10 +122,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Fills in the address, and links keys of sources to their entries in ``references.md``."""
+    """Fills in the citation, and links keys of sources to their entries in ``references.md``."""
     citation = (names.ROOT / "CITATION.cff").read_text("utf-8").strip()
-    markdown = markdown.replace("{{ citation }}", citation)
-    markdown = markdown.replace("{{ repository }}", REPOSITORY)
+    markdown = markdown.replace("<!-- citation -->", f"```yaml\n{citation}\n```")
     if page.file.src_uri == "references.md":
         return _ENTRY.sub(r"* [](){#\1}`[\1]`", markdown)
     parts = _FENCE.split(markdown)
