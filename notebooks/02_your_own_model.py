@@ -17,10 +17,10 @@
 # without PyTorch.
 
 # %%
+import contextlib
 import importlib.util
 import os
 import tempfile
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -120,10 +120,9 @@ if installed("torch"):
     net = torch.nn.Sequential()
     for name, module in zip(names, modules):
         net.add_module(name, module)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "mlp.pth"
-        torch.save(net.state_dict(), file)
-        mine["PyTorch"], report = convert.load(file, "mlp")
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        torch.save(net.state_dict(), "mlp.pth")
+        mine["PyTorch"], report = convert.load("mlp.pth", "mlp")
     print(report)
     theirs = net(torch.from_numpy(x.reshape(len(x), -1))).detach().numpy()
     parity = float(np.abs(theirs - mine["PyTorch"](x)).max())
