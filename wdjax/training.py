@@ -12,6 +12,7 @@ import optax
 from wdjax import aims, losses, models, program
 from wdjax.aims import Aim, AttackAim, CertificateAim, NoiseAim, TrainableCertificate, TrainingNoise
 from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Attack, PyTree
 from wdjax.engine import driver, identity, loop
 
@@ -137,6 +138,8 @@ def train(
         key=key,
         ball=getattr(certificate, "ball", None),
     )
+    twin = "transductive.train_classifier, which can be traced"
+    host_only("train", twin, model, x, y, key, eps, kappa, attack)
     epochs = validate.check_count("epochs", epochs)
     batch_size = validate.check_count("batch_size", batch_size)
     x, size = validate.on_device(x), min(batch_size, len(y))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from wdjax import norms
+from wdjax.checks.forward_mode import forward_only
 from wdjax.core import Array
 
 
@@ -69,7 +70,8 @@ def project(
     solve = {1: _fill, 2: _follow, jnp.inf: _raise}[norm]
     length = jax.vmap(solve)(_Line(gain, room, full), jnp.abs(gap))
     moved = (rows + jnp.sign(forward) * length).reshape(z.shape)
-    return moved if box is None else jnp.clip(moved, *box)
+    moved = moved if box is None else jnp.clip(moved, *box)
+    return forward_only(moved, "another attack, such as attacks.APGD", "the steps of FAB")
 
 
 def _raise(line: _Line, need: Array) -> Array:

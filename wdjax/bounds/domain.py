@@ -266,8 +266,8 @@ def _operator_norm(chain: LinearMap, root: Root, value: Interval, norm: float) -
     """
     ones = jnp.ones(root.half.shape, root.half.dtype)
     row_sums, pull = jax.vjp(chain.absolute, ones)
-    row_sum = jnp.max(row_sums)
-    column_sum = jnp.max(pull(jnp.ones_like(row_sums))[0])
+    row_sum = norms.largest(row_sums.reshape(-1))
+    column_sum = norms.largest(pull(jnp.ones_like(row_sums))[0].reshape(-1))
     if norm == math.inf:
         return row_sum
     if norm == 1:

@@ -79,7 +79,7 @@ def _capped_one(size: Array, cap: Array, eps: Array) -> Array:
         level * eps + summed(jnp.maximum(size - level[..., None], 0.0) * cap)
         for level in (low, high)
     ]
-    most = jnp.max(size, axis=-1) * eps
+    most = norms.largest(size) * eps
     return functools.reduce(jnp.minimum, [*duals, most])
 
 
@@ -88,7 +88,7 @@ def _capped_two(size: Array, cap: Array, eps: Array) -> Array:
 
     The dual at an approximate multiplier; arguments as for :func:`_capped_one`.
     """
-    top = jnp.max(size, axis=-1)
+    top = norms.largest(size)
     scale = jnp.where(top > 0, top, 1.0)
     a = size / scale[..., None]
     length = jnp.sqrt(jnp.sum(a**2, axis=-1))

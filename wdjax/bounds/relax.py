@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from wdjax import norms
 from wdjax.bounds import record
 from wdjax.bounds.affine_rules import windows
 from wdjax.bounds.domain import Array, Linear, tiny
@@ -305,7 +306,7 @@ def _largest(ends: Ends, views: Sequence[Sequence[Linear]]) -> Lines:
     lows, highs = (jnp.stack([jax.vmap(see)(end) for _, see in views]) for end in (lower, upper))
     best = jnp.argmax(lows, axis=0)
     first = jnp.max(lows, axis=0)
-    top = jnp.max(highs, axis=0)
+    top = norms.largest(highs, 0)
     lines = []
     is_best = [best == i for i in range(len(views))]
     rivals = jnp.max(jnp.stack([jnp.where(b, -jnp.inf, h) for b, h in zip(is_best, highs)]), axis=0)

@@ -22,7 +22,7 @@ from wdjax.bounds.margins import METHODS, Method
 from wdjax.bounds.region import Box
 from wdjax.certify import branch
 from wdjax.checks import arguments, validate
-from wdjax.checks.forward_mode import forward_only
+from wdjax.checks.forward_mode import forward_only, host_only
 from wdjax.core import AnyArray, Array, Classifier
 from wdjax.lipschitz import margin
 from wdjax.precision import highest
@@ -124,8 +124,8 @@ def searched(
     if not seconds > 0:
         raise ValueError(f"seconds must be a number above 0, got {seconds!r}.")
     eps = jnp.broadcast_to(_check_eps(eps, x), y.shape)
-    if method == "bab" and (validate.traced(model, x, y, eps) or validate.staged()):
-        raise ValueError('method="bab" works on the host; call it outside jit and vmap.')
+    if method == "bab":
+        host_only('method="bab"', 'method="crown", which can be traced', model, x, y, eps)
     x, y, sound = validate.gate(model, x, y, box, beside=eps, alike=True)
     if sound is not None:
         low = _bounds(model, x, y, eps, ball, method)
@@ -293,11 +293,11 @@ def _(
     eps = jnp.where(inside, found, 0.0)
 
     def least(model: Classifier, x: Array, eps: Array) -> Array:
-        return jnp.min(_bounds(model, x, y, eps, ball, method), axis=-1)
+        return -norms.largest(-_bounds(model, x, y, eps, ball, method))
 
     _, moved = jax.jvp(lambda m, x: least(m, x, eps), (model, x), tangents[:2])
     _, steep = jax.jvp(lambda eps: least(model, x, eps), (eps,), (jnp.ones_like(eps),))
-    inside &= steep < 0
+    inside &= ~(steep >= 0)  # NaN stays.
     return found, jnp.where(inside, -moved / jnp.where(inside, steep, 1.0), 0.0)
 
 

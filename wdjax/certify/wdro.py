@@ -223,7 +223,7 @@ def certified_accuracy(radius: npt.ArrayLike, eps: npt.ArrayLike, order: float) 
     [0.75, 0.375]
     """
     arguments.check(eps=eps)
-    host_only("certified_accuracy", "the radii themselves", radius, eps)
+    host_only("certified_accuracy", "the radii themselves, of certify.radius", radius, eps)
     radii = np.sort(np.asarray(radius, float).ravel())
     if radii.size == 0 or not bool(np.all(radii >= 0)):
         raise ValueError("radius must hold at least one number, none negative or NaN.")

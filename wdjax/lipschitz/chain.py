@@ -23,7 +23,7 @@ from wdjax.bounds.graph import Node
 from wdjax.bounds.network import Network
 from wdjax.bounds.primitives import TABLE
 from wdjax.checks import arguments, independence, validate
-from wdjax.checks.forward_mode import host_only
+from wdjax.checks.forward_mode import LIPSCHITZ_TWIN, host_only
 from wdjax.core import Classifier
 from wdjax.parallel import AnyArray
 from wdjax.precision import float64, widened
@@ -131,8 +131,7 @@ def as_chain(model: Classifier, x: AnyArray) -> Chain:
     ((2,), [[1.0, 0.0], [-1.0, 2.0]])
     """
     arguments.check(model=model, x=x)
-    twin = "lipschitz.trainable_lipschitz, which can be traced and differentiated"
-    host_only("as_chain", twin, model)
+    host_only("as_chain", LIPSCHITZ_TWIN, model)
     validate.shapes_of(model, x)
     independence.check(model, independence.points(np.zeros(x.shape[1:]), np.ones(x.shape[1:])))
     with float64():

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from wdjax import losses, parallel, program
 from wdjax.balls import Lp
 from wdjax.checks import arguments, independence, validate
+from wdjax.checks.forward_mode import TRACES
 from wdjax.core import AnyArray, Array, Classifier, PyTree
 from wdjax.engine import batching
 from wdjax.nppr import upsample as up
@@ -25,7 +26,7 @@ Counts = npt.NDArray[np.int64]
 TURN = 20
 """Copies of an input drawn together. A hundred copies are five groups, and the 40 copies without a
 failure that decide a risk of 0.1 are two, so that none are drawn in vain."""
-TWIN = "nppr.expected_loss, the mean of a loss there, which can be traced and differentiated"
+TWIN = f"nppr.expected_loss, the mean of a loss there, {TRACES}"
 """The differentiable alternative that errors name when a host function is called in a trace."""
 _AT_ONCE = 8
 """Copies at once for each sample in a batch of a search: counting keeps no gradients."""

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Classifier
 from wdjax.nppr import distributions
+from wdjax.nppr.counting import TWIN
 from wdjax.nppr.rare import Rare, RareEvent, ask
 from wdjax.nppr.splitting import explored
 
@@ -98,6 +100,7 @@ def importance(
     >>> round(found.value * 1e4, 1), found.agrees  # Exactly 1e-4.
     (1.0, True)
     """
+    host_only("nppr.importance", TWIN, model, perturbation, x, y, key)
     arguments.check(perturbation=perturbation, model=model, x=[x], y=[y], key=key)
     question = ask(model, perturbation, x, y, key, batch_size)
     count, repeats = validate.check_count("draws", draws), validate.check_count("runs", runs, 2)

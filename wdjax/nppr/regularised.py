@@ -13,6 +13,7 @@ import optax
 from wdjax import losses, models, program, training
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Model, PyTree
 from wdjax.engine import identity, loop
 from wdjax.nppr import counting, objective
@@ -123,8 +124,7 @@ def train_model(
     True
     """
     arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
-    if validate.traced(model, x, y, key) or validate.staged():
-        raise ValueError("a training looks at its losses: call it outside of jit and vmap.")
+    host_only("nppr.train_model", counting.TWIN, model, x, y, key)
     x, y = validate.check_samples(model, x, y, ball.box)
     size = min(validate.check_count("batch_size", batch_size), len(y))
     steps = validate.check_count("epochs", epochs) * (len(y) // size)

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Classifier
 from wdjax.nppr import distributions
+from wdjax.nppr.counting import TWIN
 from wdjax.nppr.rare import Rare, RareEvent, ask
 
 _ACCEPTED = 0.3
@@ -78,6 +80,7 @@ def splitting(
     >>> 0.5 < found.value * 1e4 < 2  # Exactly 1e-4.
     True
     """
+    host_only("nppr.splitting", TWIN, model, perturbation, x, y, key)
     arguments.check(perturbation=perturbation, model=model, x=[x], y=[y], key=key)
     question = ask(model, perturbation, x, y, key, batch_size)
     return explored(question, key, particles, keep, moves, runs, least)[0]
