@@ -1,4 +1,5 @@
-"""Makes models of PyTorch checkpoints, PyTorch modules and ONNX files: whole, with a report."""
+"""Makes models of PyTorch checkpoints, PyTorch modules and ONNX files: whole, with a report; and of
+functions that JAX cannot trace."""
 
 import argparse
 import functools
@@ -19,6 +20,7 @@ from wdjax.files import persist, torch_file
 from wdjax.files.state_pickle import shown
 from wdjax.models import zoo
 from wdjax.models.imported import GraphReport, from_torch, load_onnx
+from wdjax.models.opaque import opaque, opaque_torch
 from wdjax.models.pytorch import (
     CONTAINERS,
     ConversionReport,
@@ -52,6 +54,8 @@ __all__ = [
     "load_onnx",
     "load_robustbench",
     "main",
+    "opaque",
+    "opaque_torch",
     "slots",
     "state_dict",
 ]

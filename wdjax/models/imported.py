@@ -19,6 +19,7 @@ from wdjax.files.onnx_file import OnnxGraph, OnnxValue
 from wdjax.files.state_pickle import shown
 from wdjax.models.graphs.execute import GraphFunction, Parts, needed, prepared
 from wdjax.models.graphs.laid import MAX_SIZE, channels_last
+from wdjax.models.opaque import refuse_training
 from wdjax.models.pytorch import Converted
 
 TOLERANCE = 1e-4
@@ -387,12 +388,7 @@ def from_torch(module: Any, example: Any) -> Converted:
             "from_torch needs torch, onnx and onnxscript: pip install torch 'wdjax[onnx]' "
             "onnxscript."
         ) from error
-    training = [name or "it" for name, part in module.named_modules() if part.training]
-    if training:
-        raise ValueError(
-            f"the module is in its training form ({', '.join(training[:4])}), in which a sample's "
-            "output depends on its batch or on chance; call module.eval() first."
-        )
+    refuse_training(module)
     first = torch.as_tensor(example).detach()
     if first.ndim < 2 or not len(first) or first.dtype != torch.float32:
         raise ValueError(
