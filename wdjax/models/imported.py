@@ -1,9 +1,13 @@
 """Models of ONNX files and of PyTorch modules: their graphs, run by our table of operators."""
 
 import collections
+import contextlib
 import functools
+import io
+import logging
 import math
 import tempfile
+import warnings
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -385,8 +389,7 @@ def from_torch(module: Any, example: Any) -> Converted:
         import torch
     except ImportError as error:
         raise ImportError(
-            "from_torch needs torch, onnx and onnxscript: pip install torch 'wdjax[onnx]' "
-            "onnxscript."
+            "from_torch needs torch, onnx and onnxscript: pip install 'wdjax[torch]'."
         ) from error
     refuse_training(module)
     first = torch.as_tensor(example).detach()
@@ -406,14 +409,8 @@ def from_torch(module: Any, example: Any) -> Converted:
 
 def _export(torch, module, pair, path):
     """Writes an ONNX file with a free number of samples, or for one if that cannot be."""
-    import contextlib
-    import io
-    import warnings
-
     export = functools.partial(torch.onnx.export, module, dynamo=True, verbose=False)
-    said = io.StringIO()
-    with warnings.catch_warnings(), contextlib.redirect_stdout(said):
-        warnings.simplefilter("ignore")
+    with _quiet():
         try:
             free = ({0: torch.export.Dim("samples")},)
             program = export((pair,), dynamic_shapes=free)
@@ -424,6 +421,19 @@ def _export(torch, module, pair, path):
                 said = " ".join(str(error).split())[:600]
                 raise ValueError(f"PyTorch cannot export the module: {said}") from error
         program.save(str(path), external_data=True)
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Without the exporter's news of its own doings, which errors repeat."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _by_module(torch, module, images, name, result, fixed):

@@ -100,7 +100,8 @@ def opaque_torch(module: Any) -> Model:
 
 def refuse_training(module: Any) -> None:
     """Raises for a PyTorch module in its training form."""
-    training = [name or "it" for name, part in module.named_modules() if part.training]
+    modules = module.named_modules()
+    training = [name or type(part).__name__ for name, part in modules if part.training]
     if training:
         raise ValueError(
             f"the module is in its training form ({', '.join(training[:4])}), in which a sample's "
