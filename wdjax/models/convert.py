@@ -19,6 +19,7 @@ from flax import nnx
 from wdjax.files import persist, torch_file
 from wdjax.files.state_pickle import shown
 from wdjax.models import zoo
+from wdjax.models.huggingface import load_huggingface
 from wdjax.models.imported import GraphReport, from_torch, load_onnx
 from wdjax.models.opaque import opaque, opaque_torch
 from wdjax.models.pytorch import (
@@ -51,6 +52,7 @@ __all__ = [
     "from_state_dict",
     "from_torch",
     "load",
+    "load_huggingface",
     "load_onnx",
     "load_robustbench",
     "main",
