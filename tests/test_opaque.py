@@ -58,9 +58,8 @@ def test_an_attack_finds_the_points_that_it_finds_on_the_twin(attack):
 
 def test_smoothing_only_calls_it():
     noise = smoothing.noise.Gaussian(0.1)
-    one, other = (
-        smoothing.tally(model, X[:2], noise=noise, n=64, key=jax.random.key(0)) for model in (MODEL, TWIN)
-    )
+    how = {"x": X[:2], "noise": noise, "n": 64, "key": jax.random.key(0)}
+    one, other = (smoothing.tally(model, **how) for model in (MODEL, TWIN))
     np.testing.assert_array_equal(one, other)
 
 

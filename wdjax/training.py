@@ -110,7 +110,8 @@ def train(
     Raises:
       ValueError: bad samples, an attack or a certificate without ``eps`` or ``eps`` without either,
         more than one of attack, certificate and noise, a leaf that cannot be trained and is not of
-        a Flax module, no leaf at all, a loss that is not finite, or a checkpoint of another training.
+        a Flax module, no leaf at all, a loss that is not finite, or a checkpoint of another
+        training.
 
     Cost: per step 1 forward and 1 backward pass a sample; with an attack, its passes and 2 of each;
       with a certificate, about three times the cost of its bounds.

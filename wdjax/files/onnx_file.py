@@ -19,6 +19,8 @@ MAX_FIELDS = 1 << 20
 MAX_PACKED = 1 << 24
 """Bytes of packed integers, each of which may grow eightfold."""
 MAX_NESTING = 24
+MAX_NODES = 6000
+"""A few thousand are the most of usual classifiers; each takes the compiler milliseconds."""
 _DEFAULT = ("", "ai.onnx")
 
 
@@ -201,6 +203,11 @@ def _graph(model: Any, folder: Path) -> OnnxGraph:
             "inline_local_functions."
         )
     graph = model.graph
+    if len(graph.node) > MAX_NODES:
+        raise RefusedError(
+            f"it has {len(graph.node)} nodes, more than {MAX_NODES}; simplify it first, or export "
+            "recurrent layers as LSTM and GRU instead of step by step."
+        )
     if graph.sparse_initializer:
         raise RefusedError("sparse tensors are not supported; store them as dense ones.")
     tensors = dict[str, np.ndarray]()

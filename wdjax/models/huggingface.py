@@ -115,7 +115,7 @@ def _check_fixed(path: Path, fixed: dict[str, Any], settings: dict[str, Any]) ->
     for name, wanted in fixed.items():
         choices = wanted if isinstance(wanted, tuple) else (wanted,)
         value = settings.get(name, choices[0])
-        if type(value) is bool and bool not in map(type, choices) or value not in choices:
+        if (type(value) is bool and bool not in map(type, choices)) or value not in choices:
             raise ValueError(
                 f"{path}: {name} is {shown(repr(value))}, expected "
                 f"{' or '.join(map(repr, choices))}; export the model by PyTorch: "

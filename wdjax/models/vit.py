@@ -17,6 +17,7 @@ from wdjax.models.layers import (
     parameter,
 )
 
+
 class _Attention(nnx.Module):
     """Self-attention over all tokens."""
 

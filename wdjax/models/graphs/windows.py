@@ -16,6 +16,9 @@ from wdjax.models.graphs.products import geometry
 from wdjax.models.graphs.signature import IGNORED, REQUIRED, Operator
 from wdjax.models.layers import first_max
 
+MAX_WORK = 1 << 30
+"""Entries of all windows of a pooling; a file may ask for more by a few numbers."""
+
 
 def _pooling(call, x):
     """The image with channels last, and window, strides, dilations and pads of all its axes.
@@ -29,7 +32,7 @@ def _pooling(call, x):
     images = jnp.asarray(x.to(channels_last(x.ndim)))
     shape = images.shape[1:-1]
     strides, dilations, pads = geometry(call, shape, kernel)
-    beyond = []
+    beyond, work = [], images.size * math.prod(kernel)
     for size, k, s, d, (low, high) in zip(shape, kernel, strides, dilations, pads):
         room = size + low + high - (k - 1) * d - 1
         if room < 0:
@@ -38,6 +41,9 @@ def _pooling(call, x):
         if count * s >= size + low:
             count -= 1
         beyond.append(max(count * s - room, 0))
+        work = work * (count + 1) // size
+    if work > MAX_WORK * len(images):
+        raise ValueError(f"its windows {list(kernel)} have more than {MAX_WORK} entries a sample")
     bounded([size + sum(pad) for size, pad in zip(shape, pads)])
     around = ((0, 0), *pads, (0, 0))
     return images, (1, *kernel, 1), (1, *strides, 1), (1, *dilations, 1), around, beyond
