@@ -109,7 +109,7 @@ class Nested:
         self.content = b""
 
     def SerializeToString(self):  # noqa: N802  As protobuf calls it.
-        for number in (1, 5, 6) * 1000 + (7,):
+        for number in (1, 6, 5) * 1000 + (1, 7):
             self.content = bytes([8 * number + 2]) + varint(len(self.content)) + self.content
         return self.content
 

@@ -118,6 +118,12 @@ _MESSAGES: dict[str, dict[int, str]] = {
 }  # fmt: skip
 """The fields of ONNX's messages that are messages themselves, by the numbers of ``onnx.proto``."""
 
+_TEXTS = {
+    "model": {2}, "node": {1, 2, 3, 4, 7}, "attribute": {1}, "tensor": {8}, "value": {1},
+    "pair": {1, 2},
+}  # fmt: skip
+"""The fields that are names, which protobuf hands over as bytes if they are no UTF-8."""
+
 _PACKED = {("tensor", 1), ("tensor", 5), ("tensor", 7), ("tensor", 11), ("attribute", 8)}
 
 
@@ -153,6 +159,8 @@ def _walk(content: memoryview, kind: str, left: _Counter, depth: int) -> None:
                 left.packed -= length
                 if left.packed < 0:
                     raise BrokenError(f"it has more than {MAX_PACKED} bytes of packed integers")
+            elif field in _TEXTS.get(kind, ()):
+                _check_text(content[at : at + length])
             at += length
         elif wire == 0:
             _, at = _varint(content, at)
@@ -162,6 +170,13 @@ def _walk(content: memoryview, kind: str, left: _Counter, depth: int) -> None:
             raise BrokenError(f"a field has the wire type {wire}")
     if at != end:
         raise BrokenError("a number is cut short")
+
+
+def _check_text(content: memoryview) -> None:
+    try:
+        str(content, "utf-8")
+    except UnicodeDecodeError as error:
+        raise BrokenError(f"a name is no text: {error.reason}") from None
 
 
 def _varint(content: memoryview, at: int) -> tuple[int, int]:
