@@ -111,7 +111,8 @@ def train(
     Raises:
       ValueError: bad samples, an attack or a certificate without ``eps`` or ``eps`` without either,
         more than one of attack, certificate and noise, a leaf that cannot be trained and is not of
-        a Flax module, a loss that is not finite, or a checkpoint of another training.
+        a Flax module, no leaf at all, a loss that is not finite, or a checkpoint of another
+        training.
 
     Cost: per step 1 forward and 1 backward pass a sample; with an attack, its passes and 2 of each;
       with a certificate, about three times the cost of its bounds.
@@ -146,7 +147,8 @@ def train(
     steps = epochs * (len(y) // size)
     aim = aims.aim(attack, certificate, noise, eps, kappa, x.dtype, steps)
     x, y = validate.check_samples(model, x, y, (0.0, 1.0) if attack is None else attack.ball.box)
-    models.parameters(model)
+    if not jax.tree.leaves(models.parameters(model)):
+        raise ValueError("the model has no parameters; train it with its framework.")
     optimizer = optimizer or default_optimizer(steps)
     at_once = program.loops_well(jax.make_jaxpr(gradients)(model, x[:1]))
     recipe = StepProgram(optimizer, loss, validate.check_order(order), at_once)

@@ -177,9 +177,21 @@ def add(*records: Record) -> None:
         TABLE[record.name] = record
 
 
+def see_through(*names: str) -> None:
+    """Raises if one of the primitives calls code outside JAX."""
+    if "pure_callback" in names:
+        raise ValueError(
+            "the model calls code outside JAX, as those of convert.opaque do, which attacks can "
+            "run and no certificate or Lipschitz bound can look into; convert the model by "
+            "convert.from_torch or convert.load_onnx, or certify it by wdjax.smoothing, which only "
+            "calls it."
+        )
+
+
 def of(name: str) -> Record:
     """The record of a primitive."""
     if name not in TABLE:
+        see_through(name)
         raise ValueError(
             f"no interval rule for the primitive {name!r}, which the program applies to a value "
             "that depends on the input; rewrite the model without it, certify it another way, or "

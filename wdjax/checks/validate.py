@@ -39,8 +39,8 @@ def check_model(model: Callable[[Array], PyTree]) -> None:
     if any(f"{kind.__module__}.{kind.__name__}" == _TORCH for kind in type(model).__mro__):
         raise ValueError(
             f"the model is a PyTorch module, {type(model).__name__}, which JAX cannot trace: "
-            "convert its state dict by wdjax.convert.load(file, architecture), or write its "
-            "function as wdjax.Model(apply, params); docs/models.md shows both."
+            "convert it by wdjax.convert.from_torch(module.eval(), example).model; docs/models.md "
+            "shows other ways."
         )
     if isinstance(model, type) or not callable(model):
         raise ValueError(f"the model must be a callable pytree of arrays, got {model!r}.")

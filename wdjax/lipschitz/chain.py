@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from wdjax.bounds import affine_rules, margins
+from wdjax.bounds import affine_rules, margins, record
 from wdjax.bounds.graph import Node
 from wdjax.bounds.network import Network
 from wdjax.bounds.primitives import TABLE
@@ -272,6 +272,7 @@ def _single(node: Node) -> bool:
 
 def _refused(node: Node) -> ValueError:
     """The error for an operation that is neither affine nor entrywise."""
+    record.see_through(node.name)
     return ValueError(
         f"the model uses {node.name} on what depends on its input; here every layer must be affine "
         "or entrywise. certify.margin_lipschitz bounds other nets."
