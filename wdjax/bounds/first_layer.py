@@ -106,8 +106,14 @@ def _moves(
 ) -> tuple[Array, Array]:
     """How far ``map_(factor x)``, ``[B, *shape]``, may rise and fall, seen from the centre."""
     a = map_ if isinstance(map_, jax.Array) else map_.kernel
+    if region.scale is not None:
+        factor = factor * region.scale
     top, most = jnp.max(jnp.abs(a)), jnp.max(jnp.abs(factor))
     eps = region.eps.reshape(-1, *(1,) * len(shape))
+    if region.norm == 1 and isinstance(map_, jax.Array) and region.scale is not None:
+        own = jnp.abs(factor).reshape(len(factor), -1, 1)
+        heights = jnp.max(own * jnp.abs(a), axis=1).reshape(-1, *shape)
+        return (eps * (heights + tiny(a.dtype)),) * 2
     if region.norm == 1:
         heights = jnp.max(jnp.abs(a).reshape(-1, a.shape[-1]), axis=0)
         heights = heights.reshape(shape if a.ndim == 2 else heights.shape)
