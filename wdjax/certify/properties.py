@@ -112,9 +112,9 @@ def property(
 
     ``violated``: the model itself was evaluated at ``witness``, floats of its dtype that lie in the
     box bit for bit (nearest to it where an entry's range has no float), and the inequalities hold
-    for its output in exact arithmetic, equality included. ``holds``: no input of the box, a float or
-    not, has a forbidden output, neither in exact arithmetic nor by the float program in any order
-    of summation.
+    for its output in exact arithmetic, equality included. ``holds``: no input of the box, a float
+    or not, has a forbidden output, neither in exact arithmetic nor by the float program in any
+    order of summation.
 
     Raises:
       ValueError: ends with NaN or infinities, an empty box, other shapes, a primitive without a
