@@ -118,7 +118,8 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
             place = node.inputs[view.operand]
             value = state.values[place]
             needed = value.upper > value.lower if lines.open is None else lines.open
-            if value.mixes > 1 or (value.mixes and state.region.norm != math.inf):
+            mixed = value.mixes > 1 or (value.mixes and state.region.norm != math.inf)
+            if mixed and not value.alone:
                 tighter(state, place, needed)
         lines = _lines(state, node)
     outs = network.nonlinear(net, node, state.values, None if lines is None else lines.ends)
@@ -126,7 +127,8 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
         if lower.dtype == bool:
             state.values[place] = Bounded(lower, upper, lower, lower, lower)
             continue
-        state.values[place] = network.begin(lower, upper, 2)
+        scalar = lines is not None and len(lines.views) == 1 and lines.views[0].view is None
+        state.values[place] = network.begin(lower, upper, 2)._replace(alone=scalar)
         unit = rounding(lower[0].size, lower.dtype)
         box = lower - unit * jnp.abs(lower), upper + unit * jnp.abs(upper)
         state.boxes[place] = framed(*box)
