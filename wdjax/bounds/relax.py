@@ -156,18 +156,33 @@ def sigmoid(
         chord = jnp.where(upper > lower, _ratio(f(upper) - f(lower), width), slope(lower))
         up = _tangent(f, slope, lower, upper, chord)
         low = _tangent(lambda z: -f(-z), slope, -upper, -lower, chord)
-        lines = []
-        for line, pick in ((low, jnp.minimum), (up, jnp.maximum)):
-            # The derivative of f(z) - line z at the turn is 0.
-            turn = lax.stop_gradient(inverse(jnp.clip(line, 0.0, slope(jnp.zeros_like(line)))))
-            points = (lower, upper, jnp.clip(turn, lower, upper), jnp.clip(-turn, lower, upper))
-            lines.append(functools.reduce(pick, [f(z) - line * z for z in points]))
-        reach = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
-        size = jnp.maximum(1.0, jnp.maximum(jnp.abs(f(lower)), jnp.abs(f(upper))))
-        slack = _level(eqn, size, low * reach, up * reach)
-        return Lines((View(0, low, up),), lines[0] - slack, lines[1] + slack)
+        turned = functools.partial(_extremes, eqn, f, slope, inverse)
+        below, above = turned(low, lower, upper)[0], turned(up, lower, upper)[1]
+        return Lines((View(0, low, up),), below, above, turned=turned)
 
     return rule
+
+
+def _extremes(
+    eqn: JaxprEqn,
+    f: Callable[[Array], Array],
+    slope: Callable[[Array], Array],
+    inverse: Callable[[Array], Array],
+    line: Array,
+    lower: Array,
+    upper: Array,
+) -> Ends:
+    """The least and largest ``f(z) - line z`` of an S-shaped ``f`` on an interval, rounded
+    outwards."""
+    # The derivative of f(z) - line z at the turn is 0.
+    turn = lax.stop_gradient(inverse(jnp.clip(line, 0.0, slope(jnp.zeros_like(line)))))
+    points = (lower, upper, jnp.clip(turn, lower, upper), jnp.clip(-turn, lower, upper))
+    heights = [f(z) - line * z for z in points]
+    reach = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
+    size = jnp.maximum(1.0, jnp.maximum(jnp.abs(f(lower)), jnp.abs(f(upper))))
+    slack = _level(eqn, size, line * reach)
+    low, up = (functools.reduce(pick, heights) for pick in (jnp.minimum, jnp.maximum))
+    return low - slack, up + slack
 
 
 def _tangent(

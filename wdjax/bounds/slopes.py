@@ -20,6 +20,8 @@ from wdjax.bounds.coefficients import Coefficients, Rows
 from wdjax.bounds.domain import Array
 
 _RATE, _DECAY = 0.25, 0.95
+_STEEPEST = 4.0
+"""Largest factor of the usual slopes of S-shaped functions."""
 _MEANS = (0.9, 0.999)
 
 Slopes = dict[int, Array]
@@ -43,7 +45,8 @@ def optimised(
     # The first step uses the default slopes; unused results of the pass above are not computed.
     begun = {place: own for place, (own, _) in seen.items()}
     worst = BestSlopes(jnp.full_like(usual, -jnp.inf), begun)
-    return maximised(low, worst, dict.fromkeys(begun, 1.0), steps, _RATE).low
+    most = {i: 1.0 if state.lines[i].turned is None else _STEEPEST for i in begun}
+    return maximised(low, worst, most, steps, _RATE).low
 
 
 class BestSlopes(NamedTuple):
