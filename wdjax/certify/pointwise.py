@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.typing import ArrayLike
 
-from wdjax import norms, parallel
+from wdjax import loops, norms, parallel
 from wdjax.balls import Lp
 from wdjax.bounds import margins, region
 from wdjax.bounds.margins import METHODS, Method
@@ -308,7 +308,7 @@ def _search(model: Classifier, x: Array, y: Array, ball: Lp, steps: int, method:
         return _narrower(bracket, low, most)
 
     if validate.traced(model, x, y):
-        bracket = jax.lax.fori_loop(0, steps, step, bracket)
+        bracket = loops.fori_loop(0, steps, step, bracket)
     else:
         for i in range(steps):
             bracket = step(i, bracket)
