@@ -6,6 +6,7 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
@@ -166,6 +167,12 @@ def _certificate(work: _Work, state: dict[str, Any]) -> Certificate:
     points = state["points"] if work.method == "bab" else None
     told = _remarks(logits)
     return Certificate(correct, margin, radius, work.method, CLAIM, ended, told, falsified, points)
+
+
+def advice(model: Classifier, x: AnyArray, batch_size: int = 64) -> tuple[str, ...]:
+    """The remarks of :func:`verify` on the samples ``x`` ``[n, *shape]``, all of them together."""
+    pieces = (x[start : start + batch_size] for start in range(0, len(x), batch_size))
+    return _remarks(np.concatenate([model(jnp.asarray(piece)) for piece in pieces]))
 
 
 def _remarks(logits: Numbers) -> tuple[str, ...]:
