@@ -8,6 +8,7 @@ of its tasks, so that what couples samples (budgets, rates, intervals) is comput
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -141,13 +142,14 @@ class Parts:
             raise ValueError(f"{lacking} lacks {name!r}, which {self.first.path} has or needs.")
         if not found:
             raise ValueError(f"no part has {name!r}: were they all asked for the same?")
-        lengths = [len(rows) for rows in self._rows]
-        values = [own["value"] for _, own in found]
-        value = joined(values, lengths) if split else values[0]
-        spent: dict[str, float] = {}
-        for _, own in found:
-            spent = {clock: spent.get(clock, 0.0) + s for clock, s in own["spent"].items()}
-        return tasks.Done(value, spent)
+        done = [tasks.Done(own["value"], own["spent"]) for _, own in found]
+        return _together(done, [*map(len, self._rows)]) if split else done[0]
+
+
+def _together(done: Sequence[tasks.Done[Any]], lengths: Sequence[int]) -> tasks.Done[Any]:
+    """What pieces of ``lengths`` samples returned and spent, as one."""
+    spent = {clock: subject.total(done, clock) for clock in done[0].spent}
+    return tasks.Done(joined([one.value for one in done], lengths), spent)
 
 
 def joined(values: Sequence[Any], lengths: Sequence[int]) -> Any:
@@ -199,12 +201,15 @@ class Work:
         own, of = len(self.parts.rows), self.parts.first.facts["samples"]
         return {"coverage": {"n": own, "of": of, "missing_parts": self.parts.missing}}
 
-    def rows(self, name: str, work: Callable[[np.ndarray, tasks.Task], T]) -> tasks.Done[T]:
+    def rows(
+        self, name: str, work: Callable[[np.ndarray, tasks.Task], T], size: int | None = None
+    ) -> tasks.Done[T]:
         """A task that treats every sample alone.
 
         Args:
           name: as of :meth:`wdjax.engine.tasks.Tasks.do`.
           work: ``(rows, task) -> result`` for the samples of these numbers.
+          size: of pieces that are tasks of their own, so that each is done once; None for one.
         """
         if self.parts is not None:
             found = self.parts.take(name, split=True)
@@ -212,7 +217,15 @@ class Work:
             return found
         own = range(self._samples) if self.shard is None else self.shard.rows(self._samples)
         rows = np.arange(own.start, own.stop)
-        return self._kept(name, lambda task: work(rows, task))
+        if size is None:
+            return self._kept(name, lambda task: work(rows, task))
+        pieces = [rows[start : start + size] for start in range(0, len(rows), size)]
+        done = [
+            self._tasks.do(f"{name} from {piece[0]}", functools.partial(work, piece), *_TYPES)
+            for piece in pieces
+        ]
+        self._done[name] = _together(done, [*map(len, pieces)])
+        return self._done[name]
 
     def whole(
         self, name: str, work: Callable[[tasks.Task], T], why: Callable[[str], None] | None = None
@@ -229,8 +242,7 @@ class Work:
         if self.shard is not None:
             turn, self._dealt = self._dealt % self.shard.count + 1, self._dealt + 1
             if why is not None:
-                own = "this" if turn == self.shard.number else "that"
-                why(f"{name} needs all samples at once: part {turn} does {own} alone.")
+                why(f"{name} needs all samples at once: part {turn} of {self.shard.count} does it")
             if turn != self.shard.number:
                 return None
         return self._kept(name, work)
