@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from wdjax import parallel
 from wdjax.balls import Lp
 from wdjax.bounds.margins import METHODS, Method
 from wdjax.bounds.region import Box
@@ -139,18 +140,21 @@ def _begin(work: _Work) -> dict[str, Any]:
 def _turn(work: _Work, state: dict[str, Any]) -> dict[str, Any]:
     """Certifies the next batch."""
     these = work.pieces[int(state["turn"])]
-    own = work.model, work.x[these], work.y[these]
-    size = work.pieces[0].stop
+    size, count = work.pieces[0].stop, these.stop - these.start
+    # Branch and bound would work on padding; other bounds are compiled once for one size.
+    wanted = count if work.method == "bab" else size
+    own = work.model, *parallel.pad((work.x[these], work.y[these]), wanted)
     how: dict[str, Any] = {"norm": work.norm, "box": work.box, "batch_size": size}
     low, radius = np.array(state["low"]), np.array(state["radius"])
     ended, points = np.array(state["ended"]), np.array(state["points"])
     found = pointwise.searched(*own, eps=work.eps, method=work.method, seconds=work.seconds, **how)
-    low[these] = found[0]
+    low[these] = found[0][:count]
     if work.method == "bab":
         ended[these], points[these] = found[1:]
     if work.steps:
         method: Method = "auto" if work.method in ("alpha", "bab") else work.method
-        radius[these] = pointwise.radius(*own, steps=work.steps, method=method, **how)
+        found_radius = pointwise.radius(*own, steps=work.steps, method=method, **how)
+        radius[these] = found_radius[:count]
     after = {"low": low, "radius": radius, "ended": ended, "points": points}
     return {"turn": state["turn"] + 1, **after}
 

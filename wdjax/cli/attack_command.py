@@ -141,7 +141,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         "remarks": warned,
         "order": parsed.order,
         "seed": parsed.seed,
-        "clean_accuracy": float(np.mean(results[label].correct)),
+        "clean_accuracy": float(np.mean([*results.values()][-1].correct)),
         "attacks": measured,
         **subject.spent(spent),
     }
@@ -273,7 +273,7 @@ def _attack(
     ``tick`` moves the progress bar; ``task`` says where the attack's checkpoint is.
     """
     how = _how(parsed, work, model, x)
-    if work.shard is not None:
+    if work.shard is not None and _splits(column, Lp(norms.NAMES[parsed.norm])):
         how["diagnose"] = False  # It is a matter of all samples: merge does it.
     how |= {"callback": task.heard(tick), "index": rows}
     found, lost = _search(column, model, x[rows], y[rows], parsed, task, how)
