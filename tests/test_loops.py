@@ -145,3 +145,33 @@ def test_no_other_file_has_a_bare_loop():
     files = Path(wdjax.__file__).parent.rglob("*.py")
     found = {path.name for path in files if bare.search(path.read_text())}
     assert found == {"loops.py"}
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_certificates_on_many_devices(devices):
+    """Ragged batches too; the same numbers up to the rounding of another batch size."""
+    mesh = parallel.data_mesh(jax.devices()[:devices])
+    x, y = X[:7], np.asarray(Y[:7]).copy()
+    y[2] = (y[2] + 1) % 3
+    how = {"norm": np.inf, "eps": 0.03, "batch_size": 5}
+    bounds = certify.margin_bounds(MODEL, x, y, **how)
+    near(bounds, certify.margin_bounds(MODEL, x, y, mesh=mesh, **how))
+    proved = certify.certified(MODEL, x, y, mesh=mesh, **how)
+    np.testing.assert_array_equal(proved, certify.certified(MODEL, x, y, **how))
+    assert 0 < proved.sum() < 7
+    whole, split = (certify.verify(MODEL, x, y, steps=4, mesh=m, **how) for m in (None, mesh))
+    for field in ("correct", "verified", "falsified"):
+        np.testing.assert_array_equal(getattr(whole, field), getattr(split, field))
+    np.testing.assert_allclose(whole.margin, split.margin, atol=1e-5)
+    np.testing.assert_allclose(whole.radius, split.radius, atol=1e-5)
+    assert not split.verified[2]
+
+
+def test_a_mesh_is_for_the_top_level():
+    mesh = parallel.data_mesh()
+    for call in (
+        lambda x: certify.margin_bounds(MODEL, x, Y, norm=2, eps=0.1, mesh=mesh),
+        lambda x: certify.radius(MODEL, x, Y, norm=2, mesh=mesh),
+    ):
+        with pytest.raises(ValueError, match="mesh works at top level only"):
+            jax.jit(call)(X)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import Mesh
 
 from wdjax import parallel
 from wdjax.balls import Lp
@@ -44,6 +45,7 @@ def verify(
     steps: int = 10,
     seconds: float = 10.0,
     batch_size: int = 64,
+    mesh: Mesh | None = None,
     callback: Callable[[Progress], Any] | None = None,
     checkpoint: str | PathLike[str] | None = None,
     every: float = 60.0,
@@ -60,7 +62,8 @@ def verify(
       method: one of :data:`METHODS`; for "alpha" and "bab" the radii are found by "auto".
       steps: as in :func:`radius`; with 0 a radius is ``eps`` if verified, else 0.
       seconds: as in :func:`margin_bounds`.
-      batch_size: samples at once.
+      batch_size: samples on all devices at once.
+      mesh: as in :func:`margin_bounds`.
       callback: called with the :class:`Progress` after every batch.
       checkpoint: a folder to save the work to and to resume it from.
       every: least number of seconds between two saves of the checkpoint.
@@ -89,7 +92,7 @@ def verify(
     x, y = validate.check_samples(model, x, y, box)
     size = min(batch_size, len(y), _TRIED if method == "bab" else len(y))
     pieces = [slice(start, min(start + size, len(y))) for start in range(0, len(y), size)]
-    work = _Work(model, x, y, pieces, norm, eps, box, method, steps, seconds)
+    work = _Work(model, x, y, pieces, norm, eps, box, method, steps, seconds, mesh)
     settings = [METHODS.index(method), norm, eps, *(box or ()), steps, size, seconds, len(pieces)]
 
     def progress(state: dict[str, Any]) -> Progress:
@@ -126,6 +129,7 @@ class _Work(NamedTuple):
     method: Method
     steps: int
     seconds: float
+    mesh: Mesh | None
 
 
 def _begin(work: _Work) -> dict[str, Any]:
@@ -144,7 +148,12 @@ def _turn(work: _Work, state: dict[str, Any]) -> dict[str, Any]:
     # Branch and bound would work on padding; other bounds are compiled once for one size.
     wanted = count if work.method == "bab" else size
     own = work.model, *parallel.pad((work.x[these], work.y[these]), wanted)
-    how: dict[str, Any] = {"norm": work.norm, "box": work.box, "batch_size": size}
+    how: dict[str, Any] = {
+        "norm": work.norm,
+        "box": work.box,
+        "batch_size": size,
+        "mesh": work.mesh,
+    }
     low, radius = np.array(state["low"]), np.array(state["radius"])
     ended, points = np.array(state["ended"]), np.array(state["points"])
     found = pointwise.searched(*own, eps=work.eps, method=work.method, seconds=work.seconds, **how)
