@@ -175,3 +175,23 @@ def test_a_mesh_is_for_the_top_level():
     ):
         with pytest.raises(ValueError, match="mesh works at top level only"):
             jax.jit(call)(X)
+
+
+def test_the_page_on_scale_keeps_its_word():
+    """Every piece of its Python runs, and gives what one device gives."""
+    text = (Path(wdjax.__file__).parents[1] / "docs" / "scale.md").read_text()
+    pieces = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(pieces) == 2
+    names = {
+        "model": MODEL,
+        "x": X,
+        "y": Y,
+        "key": jax.random.key(0),
+        "PartitionSpec": PartitionSpec,
+    }
+    names |= {"wdjax": wdjax, "attacks": attacks, "certify": certify, "jax": jax, "jnp": jnp}
+    for piece in pieces:
+        exec(piece, names)
+    found = names["split"](X, Y, jnp.arange(8))
+    one = wdjax.search(attacks.PGD(), MODEL, X, Y, eps=0.1, diagnose=False)
+    np.testing.assert_allclose(found, one.x_adv, atol=1e-5)

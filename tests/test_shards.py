@@ -234,3 +234,17 @@ def test_a_part_is_resumed_from_its_own_checkpoint_only(folder, parts, capsys):
     assert main(["merge", *parts("crown")[:3], part("again", 4), parts("crown")[4], "--quiet"]) == 0
     assert expected.exists()
     assert f"shard was '4/{COUNT}' and is '5/{COUNT}'" in refused(capsys, *own, f"5/{COUNT}")
+
+
+@pytest.mark.parametrize("name", ["crown", "smoothing"])
+def test_devices_change_no_decision(name, folder, capsys):
+    assert len(jax.devices()) == 8
+    for devices in ("all", "1"):
+        given = [*words(name), "--devices", devices, "--json", f"{devices}.json", "--quiet"]
+        assert main(given) == 0
+    many, one = (json.loads((folder / f"{devices}.json").read_text()) for devices in ("all", "1"))
+    assert many["verified"] == one["verified"]
+    for ball, value in one["certified_accuracy"].items():
+        assert many["certified_accuracy"][ball] == pytest.approx(value, abs=1e-5)
+    assert "--devices 9: there are 8" in refused(capsys, *words(name), "--devices", "9")
+    assert "whole number" in refused(capsys, *words(name), "--devices", "some")

@@ -82,6 +82,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--batch-size", type=options.BATCH, metavar="B", help="samples on the device at once"
     )
+    subject.declare_devices(how)
     shards.declare(how)
     how.add_argument(
         "--bfloat16",
@@ -259,7 +260,7 @@ def _splits(column: Column, ball: Lp) -> bool:
 def _attack(
     column: Column,
     parsed: argparse.Namespace,
-    work: shards.Work,
+    work: shards.ShardedWork,
     model: Classifier,
     x: np.ndarray,
     y: np.ndarray,
@@ -281,16 +282,17 @@ def _attack(
 
 
 def _how(
-    parsed: argparse.Namespace, work: shards.Work, model: Classifier, x: np.ndarray
+    parsed: argparse.Namespace, work: shards.ShardedWork, model: Classifier, x: np.ndarray
 ) -> dict[str, Any]:
     """The options that all searches share."""
-    return {"batch_size": work.batch(model, x), "key": jax.random.key(parsed.seed)}
+    key, mesh = jax.random.key(parsed.seed), subject.mesh(parsed)
+    return {"batch_size": work.batch(model, x), "key": key, "mesh": mesh}
 
 
 def _spent(
     column: Column,
     parsed: argparse.Namespace,
-    work: shards.Work,
+    work: shards.ShardedWork,
     samples: subject.Subject,
     attacked: dict[str, Any],
 ) -> tuple[Result, dict[str, Any]]:

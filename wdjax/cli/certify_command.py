@@ -73,6 +73,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         metavar="B",
         help="samples, or votes, on the device at once (default 64; for votes a fast number)",
     )
+    subject.declare_devices(how)
     shards.declare(how)
     smoothing_command.declare(parser.add_argument_group("how, by smoothing"))
     out = subject.declare_out(parser)
@@ -99,6 +100,8 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     how: dict[str, Any] = {"norm": norms.NAMES[parsed.norm], "eps": parsed.eps}
     how["batch_size"] = parsed.batch_size or 64
     if parsed.method == lipschitz_command.METHOD:
+        if parsed.devices != 0:
+            raise ValueError("--devices is not for --method lipschitz, which uses one.")
         done, own = lipschitz_command.verified(parsed, work, model, x, y, **how)
         extra |= own
     else:
@@ -135,7 +138,7 @@ def table(content: dict[str, Any]) -> Iterator[list[Any]]:
 
 def _margins(
     parsed: argparse.Namespace,
-    work: shards.Work,
+    work: shards.ShardedWork,
     model: Classifier,
     x: np.ndarray,
     y: np.ndarray,
@@ -147,6 +150,7 @@ def _margins(
     ``how`` has norm, eps and batch size; method, steps and seconds are added to it.
     """
     how |= {"method": parsed.method, "steps": parsed.steps, "seconds": parsed.seconds}
+    how["mesh"] = subject.mesh(parsed)
     with console.search("certify") as tick:
 
         def verify(rows: np.ndarray, task: tasks.Task) -> certify.Certificate:

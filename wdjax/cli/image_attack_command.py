@@ -65,6 +65,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--batch-size", type=options.BATCH, metavar="B", help="samples on the device at once"
     )
+    subject.declare_devices(how)
     shards.declare(how)
     out = subject.declare_out(parser)
     out.add_argument(
@@ -96,6 +97,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     pixels = math.prod(ball.space(x.shape[1:]).stencil[:2])
     warned = subject.cautions(console, arguments.too_far(ball, x.shape[1:], max(ks) / pixels))
     how: dict[str, Any] = {"ball": ball, "batch_size": work.batch(model, x)}
+    how["mesh"] = subject.mesh(parsed)
     found: dict[float, Found] = {}
     parts: list[tasks.Done[Found]] = []
     for k in ks:

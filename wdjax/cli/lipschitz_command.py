@@ -18,7 +18,7 @@ _WIDE = 512
 
 def verified(
     parsed: argparse.Namespace,
-    work: shards.Work,
+    work: shards.ShardedWork,
     model: Classifier,
     x: AnyArray,
     y: AnyArray,

@@ -50,7 +50,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     """Reads the parts, and runs their command with what they hold."""
     from wdjax import cli
 
-    parts = shards.Parts(parsed.files, parsed.partial)
+    parts = shards.ShardFiles(parsed.files, parsed.partial)
     try:
         own = cli.parser().parse_args(parts.first.facts["said"])
     except SystemExit:

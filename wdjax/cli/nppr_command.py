@@ -95,6 +95,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--batch-size", type=options.BATCH, metavar="B", help="copies on the device at once"
     )
+    subject.declare_devices(how)
     shards.declare(how)
     subject.declare_out(parser)
     parser.set_defaults(command=run)
@@ -248,7 +249,8 @@ def _measure(
     key = jax.random.key(parsed.seed + 1)
     size = subject.batch(parsed, len(y) * parsed.draws)
     how: dict[str, Any] = {"key": key, "draws": parsed.draws, "batch_size": size}
-    return nppr.estimate(model, own, x[rows], y[rows], index=rows, **how)
+    how |= {"index": rows, "mesh": subject.mesh(parsed)}
+    return nppr.estimate(model, own, x[rows], y[rows], **how)
 
 
 def _noises(parsed: argparse.Namespace) -> dict[str, Any]:
@@ -302,6 +304,7 @@ def _attacked(
     """
     ball = _ball(parsed)
     how: dict[str, Any] = {"eps": parsed.eps, "key": jax.random.key(parsed.seed)}
+    how["mesh"] = subject.mesh(parsed)
     how["callback"] = task.heard(tick)
     first, second = how | task.saving(), how | task.saving(parts=True)
     pgd = driver.search(PGD(ball, steps=20, random_start=True), model, *held, **first)

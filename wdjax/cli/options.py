@@ -140,6 +140,14 @@ class Shard:
         return range(n * (self.number - 1) // self.count, n * self.number // self.count)
 
 
+_DEVICES = Range(1, 10**6, whole=True)
+
+
+def devices(text: str) -> int | None:
+    """The type of ``--devices``: a number, or None for ``all``."""
+    return None if text == "all" else int(_DEVICES(text))
+
+
 def words(text: str) -> list[str]:
     """The words of a comma-separated list."""
     return [word.strip() for word in text.split(",") if word.strip()]

@@ -42,7 +42,7 @@ def declare(group: Any) -> None:
     )
 
 
-class Part(NamedTuple):
+class ShardFile(NamedTuple):
     """A part's file, whose facts have been read and checked."""
 
     path: Path
@@ -52,7 +52,7 @@ class Part(NamedTuple):
     must be the same in all parts: ``settings`` by name, ``model``, ``data``."""
 
     @classmethod
-    def read(cls, path: Path) -> "Part":
+    def read(cls, path: Path) -> "ShardFile":
         """Raises if the file is no part, or damaged."""
         facts = persist.manifest(path)["settings"]
         try:
@@ -73,7 +73,7 @@ class Part(NamedTuple):
         """What its tasks returned and spent, by name."""
         return tasks.kept(self.path, _TYPES).value
 
-    def check_like(self, first: "Part") -> None:
+    def check_like(self, first: "ShardFile") -> None:
         """Raises if the two are parts of different work; says of each what it is."""
         for name, now in self.facts["settings"].items():
             before = first.facts["settings"].get(name)
@@ -93,7 +93,7 @@ class Part(NamedTuple):
             )
 
 
-class Parts:
+class ShardFiles:
     """All parts of a command that are merged.
 
     Args:
@@ -106,7 +106,7 @@ class Parts:
     """
 
     def __init__(self, paths: Sequence[Path], partial: bool) -> None:
-        parts = sorted((Part.read(path) for path in paths), key=lambda part: part.shard.number)
+        parts = sorted((ShardFile.read(path) for path in paths), key=lambda part: part.shard.number)
         self.first = parts[0]
         for before, part in zip([self.first, *parts], parts):
             part.check_like(self.first)
@@ -183,13 +183,13 @@ def joined(values: Sequence[Any], lengths: Sequence[int]) -> Any:
     return first
 
 
-class Work:
+class ShardedWork:
     """A command's tasks: all of them, those of one part, or what was kept of them."""
 
     def __init__(self, parsed: argparse.Namespace, own: tasks.Tasks, samples: int) -> None:
         self._parsed, self._tasks, self._samples = parsed, own, samples
         self.shard: options.Shard | None = parsed.shard
-        self.parts: Parts | None = getattr(parsed, "parts", None)
+        self.parts: ShardFiles | None = getattr(parsed, "parts", None)
         self._done: dict[str, tasks.Done[Any]] = {}
         self._dealt = 0
 
@@ -283,7 +283,7 @@ class Work:
 
 def begin(
     parsed: argparse.Namespace, samples: subject.Subject, n: int | None = None
-) -> tuple[Work, subject.Subject]:
+) -> tuple[ShardedWork, subject.Subject]:
     """The command's work, and the samples that it is about: all, but for an incomplete merge.
 
     Args:
@@ -296,7 +296,7 @@ def begin(
     """
     model, x, y = samples
     n = len(y) if n is None else n
-    parts: Parts | None = getattr(parsed, "parts", None)
+    parts: ShardFiles | None = getattr(parsed, "parts", None)
     if parsed.shard is not None and parsed.shard.count > n:
         raise ValueError(f"--shard {parsed.shard}: there are {n} samples for {parsed.shard.count}.")
     if parts is not None:
@@ -312,7 +312,7 @@ def begin(
         if parts.missing:
             samples = subject.Subject(model, x[parts.rows], y[parts.rows])
             n = len(parts.rows)
-    return Work(parsed, subject.begin(parsed, x, y, model=model), n), samples
+    return ShardedWork(parsed, subject.begin(parsed, x, y, model=model), n), samples
 
 
 def check(parsed: argparse.Namespace) -> None:

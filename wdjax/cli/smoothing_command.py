@@ -90,7 +90,7 @@ def check(parsed: argparse.Namespace) -> None:
 
 def run(
     parsed: argparse.Namespace,
-    work: shards.Work,
+    work: shards.ShardedWork,
     samples: subject.Subject,
     console: Console,
 ) -> int:
@@ -159,6 +159,7 @@ def _certify(
         y[rows],
         **how,
         index=rows,
+        mesh=subject.mesh(parsed),
         key=jax.random.key(own["seed"]),
         eps=parsed.eps if own["test"] == "sequential" else None,
         n0=own["n0"],

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from wdjax import data, norms
+from wdjax import data, norms, parallel
 from wdjax.checks import validate
 from wdjax.cli import options, own_model, printed, process
 from wdjax.cli.console import Console
@@ -21,7 +22,17 @@ from wdjax.report import summary
 
 _EVERY = 60.0
 _ELSEWHERE = {"json", "points", "plot", "radii", "out", "checkpoint", "every", "quiet", "cache"}
-_ELSEWHERE |= {"weights", "data", "batch_size", "command", "compare", "said", "parts", "shard"}
+_ELSEWHERE |= {
+    "weights",
+    "data",
+    "batch_size",
+    "command",
+    "compare",
+    "said",
+    "parts",
+    "shard",
+    "devices",
+}
 """Options that do not change a result, or whose content is compared instead of their names."""
 _BY_MEANING = {"model", "arch"}
 """Options that are named if a checkpoint belongs to other work, but compared by the program and the
@@ -61,6 +72,30 @@ def declare_budget(group: Any, *more: str) -> None:
     group.add_argument(
         "--eps", required=True, type=options.BUDGET, help="the budget, such as 0.1 or 8/255"
     )
+
+
+def declare_devices(group: Any) -> None:
+    """Adds the option for the devices that batches are split over."""
+    group.add_argument(
+        "--devices",
+        type=options.devices,
+        default=0,
+        metavar="N",
+        help="split batches over the first N devices, or all of them for all (default: all "
+        "accelerators; on a CPU, one device)",
+    )
+
+
+def mesh(parsed: argparse.Namespace) -> Mesh | None:
+    """The mesh of ``--devices``; None for a single device."""
+    here = jax.devices()
+    wanted: int | None = parsed.devices
+    if wanted == 0:
+        wanted = 1 if here[0].platform == "cpu" else len(here)
+    count = len(here) if wanted is None else wanted
+    if count > len(here):
+        raise ValueError(f"--devices {count}: there are {len(here)}.")
+    return None if count == 1 else parallel.data_mesh(here[:count])
 
 
 def declare_out(parser: argparse.ArgumentParser) -> Any:
