@@ -108,21 +108,13 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     subject.check_places(parsed, parsed.points, parsed.plot)
     shards.check(parsed)
     work, samples = shards.begin(parsed, subject.load(parsed))
-    model, x, y = samples
+    _, x, y = samples
     ball = Lp(norms.NAMES[parsed.norm])
     warned = subject.cautions(console, arguments.too_far(ball, x.shape[1:], parsed.eps))
     results: dict[str, Result] = {}
     measured, spent = {}, []
-    done: tasks.Done[dict[str, Any]] | None
     for label, column in columns.items():
-        with console.search(label) as tick:
-            given = (column, parsed, work, model, x, y, tick)
-            alone = functools.partial(_attack, *given)
-            if _splits(column, ball):
-                done = work.rows(label, alone)
-            else:
-                whole = functools.partial(alone, np.arange(len(y)))
-                done = work.whole(label, whole, console.say)
+        done = _done(label, column, parsed, work, samples, console)
         if work.shard is not None or done is None:
             if work.parts is not None:
                 warned += subject.cautions(console, shards.missed(label))
@@ -247,6 +239,25 @@ def _budget(column: Column, ball: Lp) -> str:
     """The attack's ``budget``; an empty string for an ensemble."""
     made = ATTACKS[column.name](ball, **column.settings) if column.name in ATTACKS else None
     return "" if made is None else made.budget
+
+
+def _done(
+    label: str,
+    column: Column,
+    parsed: argparse.Namespace,
+    work: shards.ShardedWork,
+    samples: subject.Subject,
+    console: Console,
+) -> tasks.Done[dict[str, Any]] | None:
+    """What :func:`_attack` returns of the samples, or of this part of them, and what it spent.
+
+    None for an attack that another part does, or whose part is missing.
+    """
+    with console.search(label) as tick:
+        attack = functools.partial(_attack, column, parsed, work, *samples, tick)
+        if _splits(column, Lp(norms.NAMES[parsed.norm])):
+            return work.rows(label, attack)
+        return work.whole(label, functools.partial(attack, np.arange(len(samples.y))), console.say)
 
 
 def _splits(column: Column, ball: Lp) -> bool:

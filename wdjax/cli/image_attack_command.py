@@ -190,8 +190,6 @@ def _attack(
     """
     known = [*before.values()][-1] if before else None
     left = None if known is None else np.asarray(known.correct & ~known.success)
-    if known is not None and left is not None and not left.any():
-        return known
     own = how | {"eps": eps, "only": left, "index": rows} | _kept(task, tick)
     found = image.image_wasserstein(model, x[rows], y[rows], **own)
     found = _light(found)

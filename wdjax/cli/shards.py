@@ -70,8 +70,12 @@ class ShardFile(NamedTuple):
         return cls(path, options.Shard(number, count), facts)
 
     def content(self) -> dict[str, Any]:
-        """What its tasks returned and spent, by name."""
-        return tasks.kept(self.path, _TYPES).value
+        """What its tasks returned and spent, ``value`` and ``spent``, by name."""
+        found = tasks.kept(self.path, _TYPES).value
+        parts = found.values() if isinstance(found, dict) else [None]
+        if not all(isinstance(part, dict) and {*part} == {"value", "spent"} for part in parts):
+            raise ValueError(f"{self.path} is no part of a command: it holds something else.")
+        return found
 
     def check_like(self, first: "ShardFile") -> None:
         """Raises if the two are parts of different work; says of each what it is."""
@@ -175,6 +179,8 @@ def joined(values: Sequence[Any], lengths: Sequence[int]) -> Any:
     if isinstance(first, dict):
         return {name: joined([value[name] for value in values], lengths) for name in first}
     if isinstance(first, np.ndarray) and first.ndim:
+        if [*map(len, values)] != [*lengths]:
+            raise ValueError(f"parts of {lengths} samples hold {[*map(len, values)]} rows.")
         return np.concatenate(values)
     if isinstance(first, list | tuple) and [*map(len, values)] == [*lengths]:
         return [entry for value in values for entry in value]
