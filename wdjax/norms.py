@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from wdjax import loops
+
 NORMS = (1, 2, math.inf)
 NAMES = {"l1": 1, "l2": 2, "linf": math.inf}
 
@@ -390,7 +392,7 @@ def _shrink_l1(size: jax.Array, room: jax.Array, radius: jax.Array) -> jax.Array
         return jnp.where(over, middle, low), jnp.where(over, high, middle)
 
     ends = jnp.zeros_like(limit), jnp.max(fixed, initial=0.0)
-    high = jax.lax.fori_loop(0, jnp.finfo(size.dtype).nmant + 5, halve, ends)[1]
+    high = loops.fori_loop(0, jnp.finfo(size.dtype).nmant + 5, halve, ends)[1]
     # While the same coordinates are free, the sum is linear in lam: this gives lam's derivative.
     rest = fixed - high
     free, full = (rest > 0) & (rest < room), rest >= room
@@ -552,7 +554,7 @@ def _inf_to_one(jacobian: jax.Array) -> Bounds:
         return jnp.where(signs == 0, 1.0, signs), None
 
     start = jnp.concatenate([jnp.ones((1, rows)), 2 * jnp.eye(rows) - 1]).astype(jacobian.dtype)
-    signs, _ = jax.lax.scan(ascend, start, length=10)
+    signs, _ = loops.scan(ascend, start, length=10)
     lower = jnp.max(jnp.sum(jnp.abs(signs @ jacobian), axis=-1))
     whole = jnp.sum(jnp.abs(jacobian))
     spectral = _spectral(jacobian).upper * math.sqrt(math.prod(jacobian.shape))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import aims, losses, models, program
+from wdjax import aims, loops, losses, models, program
 from wdjax.aims import Aim, AttackAim, CertificateAim, NoiseAim, TrainableCertificate, TrainingNoise
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
@@ -282,7 +282,7 @@ def _steps(
     if len(order) == 1:
         trained, seen = step(trained, (numbers[0], order[0]))
         return trained, seen[None]
-    return jax.lax.scan(step, trained, (numbers, order))
+    return loops.scan(step, trained, (numbers, order))
 
 
 def _step(

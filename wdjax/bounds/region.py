@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from wdjax import norms
+from wdjax import loops, norms
 from wdjax.bounds.coefficients import Coefficients, Rows, Window, cleaned, flat, seen
 from wdjax.bounds.domain import Array, tiny
 from wdjax.checks.validate import EntryBox
@@ -110,7 +110,7 @@ def _capped_one(size: Array, cap: Array, eps: Array) -> Array:
         return jnp.where(spent > eps, level, low), jnp.where(spent > eps, high, level)
 
     ends = jnp.zeros(size.shape[:2], size.dtype), jnp.max(fixed, axis=-1)
-    low, high = lax.fori_loop(0, 12, halved, ends)
+    low, high = loops.fori_loop(0, 12, halved, ends)
     duals = [
         level * eps + summed(jnp.maximum(size - level[..., None], 0.0) * cap)
         for level in (low, high)
@@ -139,7 +139,7 @@ def _capped_two(size: Array, cap: Array, eps: Array) -> Array:
         return jnp.where((own > 0) & jnp.isfinite(own), own, level)
 
     begun = lax.stop_gradient(length) / jnp.where(reach > 0, reach, 1.0)
-    level = lax.fori_loop(0, _TURNS, nearer, begun)
+    level = loops.fori_loop(0, _TURNS, nearer, begun)
     wide = jnp.where(level > 0, level, 1.0)[..., None]
     move = jnp.minimum(a / wide, cap)
     dual = 0.5 * wide[..., 0] * eps**2 + summed(move * (a - 0.5 * wide * move))

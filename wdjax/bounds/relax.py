@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from wdjax import norms
+from wdjax import loops, norms
 from wdjax.bounds import record
 from wdjax.bounds.affine_rules import windows
 from wdjax.bounds.domain import Array, Linear, tiny
@@ -263,7 +263,7 @@ def _crest(
         right = highest(slope)[0] > middle
         return jnp.where(right, slope, between[0]), jnp.where(right, between[1], slope)
 
-    low, high = lax.fori_loop(0, 20, halved, (-steepest, steepest))
+    low, high = loops.fori_loop(0, 20, halved, (-steepest, steepest))
     slope = lax.stop_gradient(jnp.where(wide, 0.0, 0.5 * low + 0.5 * high))
     # Near the tangent point, a point at distance d lies lower by at most d^2.
     size = jnp.minimum(jnp.maximum(jnp.abs(f(lower)), jnp.abs(f(upper))) + upper - lower, 1.0)

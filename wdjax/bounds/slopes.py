@@ -12,9 +12,8 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
-from wdjax import norms
+from wdjax import loops, norms
 from wdjax.bounds import crown
 from wdjax.bounds.coefficients import Coefficients, Rows
 from wdjax.bounds.domain import Array
@@ -119,5 +118,5 @@ def maximised(
 
     far = jnp.sum(jnp.zeros_like(begun.low)) + jnp.finfo(begun.low.dtype).max
     climb = jnp.zeros((), jnp.int32), begun.slopes, ascent.init(begun.slopes), begun, far, far > 0
-    _, now, _, best, _, _ = lax.while_loop(goes_on, step, climb)
+    _, now, _, best, _, _ = loops.while_loop(goes_on, step, climb)
     return best.or_else(low(now), now)

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
-from wdjax import norms, parallel
+from wdjax import loops, norms, parallel
 from wdjax.balls import Lp
 from wdjax.bounds import margins, region
 from wdjax.bounds.margins import METHODS, Method
@@ -57,6 +58,7 @@ def margin_bounds(
     method: Method = "crown",
     seconds: float = 10.0,
     batch_size: int = 64,
+    mesh: Mesh | None = None,
 ) -> Array:
     r"""Lower bounds of every margin ``z_y - z_j`` over the ball of radius ``eps`` in the box.
 
@@ -71,7 +73,9 @@ def margin_bounds(
       box: ``(low, high)``, numbers or ``[*shape]``, or None for no box.
       method: one of :data:`METHODS`; "bab" at top level only.
       seconds: how long branch and bound works on a sample at most, without compilation.
-      batch_size: samples at once, at top level; bounds the memory.
+      batch_size: samples on all devices at once, at top level; bounds the memory.
+      mesh: a mesh from :func:`wdjax.parallel.data_mesh`; batches are split over it. Branch and
+        bound itself works on one device.
 
     Returns:
       ``[n, K]`` bounds in logits, ``inf`` at ``j = y``; sound against rounding.
@@ -105,7 +109,7 @@ def margin_bounds(
     """
     check(model, x, y, eps, norm, box)
     how: dict[str, Any] = {"norm": norm, "eps": eps, "box": box, "batch_size": batch_size}
-    low, ended, _ = searched(model, x, y, method=method, seconds=seconds, **how)
+    low, ended, _ = searched(model, x, y, method=method, seconds=seconds, mesh=mesh, **how)
     _tell(ended)
     return low
 
@@ -121,6 +125,7 @@ def searched(
     method: Method,
     seconds: float,
     batch_size: int,
+    mesh: Mesh | None = None,
 ) -> tuple[Array, npt.NDArray[Any] | None, npt.NDArray[Any] | None]:
     """:func:`margin_bounds`; how branch and bound ended, ``[n]`` indices in ``branch.ENDS``, and
     the points ``[n, *shape]`` that it found; both None for other methods."""
@@ -133,12 +138,13 @@ def searched(
         instead = 'method="crown", which can be traced'
         host_only('method="bab"', instead, model, x, y, eps, scale)
     x, y, sound = validate.gate(model, x, y, ball.box, beside=(eps, scale), alike=True)
+    _check_mesh(mesh, sound)
     if sound is not None:
         low = _bounds(model, x, y, eps, scale, ball, method)
         return _with_gradient(jnp.where(sound[:, None], low, -jnp.inf), method), None, None
     cheap: Method = "auto" if method == "bab" else method
-    bounds = functools.partial(_bounds, ball=ball, method=cheap)
-    low = _in_batches(bounds, model, (x, y, eps, scale), batch_size)
+    options = ("ball", ball), ("method", cheap)
+    low = _in_batches(_bounds, options, model, (x, y, eps, scale), batch_size, mesh)
     if method != "bab":
         return low, None, None
     search = branch.BranchAndBound(model, ball, seconds)
@@ -175,6 +181,7 @@ def certified(
     method: Method = "crown",
     seconds: float = 10.0,
     batch_size: int = 64,
+    mesh: Mesh | None = None,
 ) -> Array:
     r"""Whether the model provably returns ``y`` on the whole ball of radius ``eps`` in the box.
 
@@ -187,7 +194,8 @@ def certified(
       box: as in :func:`margin_bounds`.
       method: one of :data:`METHODS`; "bab" at top level only.
       seconds: as in :func:`margin_bounds`.
-      batch_size: samples at once, at top level.
+      batch_size: samples on all devices at once, at top level.
+      mesh: a mesh from :func:`wdjax.parallel.data_mesh`; batches are split over it.
 
     Returns:
       ``[n]`` bool; their mean is a lower bound of the robust accuracy.
@@ -207,7 +215,7 @@ def certified(
     """
     check(model, x, y, eps, norm, box)
     how: dict[str, Any] = {"norm": norm, "eps": eps, "box": box, "batch_size": batch_size}
-    low, ended, _ = searched(model, x, y, method=method, seconds=seconds, **how)
+    low, ended, _ = searched(model, x, y, method=method, seconds=seconds, mesh=mesh, **how)
     _tell(ended)
     return jnp.all(low > 0, axis=-1)
 
@@ -223,6 +231,7 @@ def radius(
     steps: int = 10,
     method: Method = "crown",
     batch_size: int = 64,
+    mesh: Mesh | None = None,
 ) -> Array:
     r"""Lower bounds of every sample's distance to the nearest misclassified point of the box.
 
@@ -239,7 +248,8 @@ def radius(
         ``||(x' - x) / scale||``, and an entry with 0 does not move.
       steps: number of bisections, at the secant through the bracket's margins.
       method: one of :data:`METHODS` but "bab", which works at one radius only.
-      batch_size: samples at once, at top level.
+      batch_size: samples on all devices at once, at top level.
+      mesh: a mesh from :func:`wdjax.parallel.data_mesh`; batches are split over it.
 
     Returns:
       ``[n]`` radii in the units of ``x``, or of ``scale``: 0 where nothing is certified, ``inf``
@@ -268,11 +278,12 @@ def radius(
     if method == "bab":
         raise ValueError('radius searches with every method but "bab"; "alpha" is the tightest.')
     x, y, sound = validate.gate(model, x, y, ball.box, beside=scale, alike=True)
+    _check_mesh(mesh, sound)
     if sound is not None:
         found = _root(model, x, y, scale, ball, steps, method)
         return _with_gradient(jnp.where(sound, found, 0.0), method)
-    search = functools.partial(_search, ball=ball, steps=steps, method=method)
-    return _in_batches(search, model, (x, y, scale), batch_size)
+    options = ("ball", ball), ("steps", steps), ("method", method)
+    return _in_batches(_search, options, model, (x, y, scale), batch_size, mesh)
 
 
 def _with_gradient(value: Array, method: Method) -> Array:
@@ -346,7 +357,7 @@ def _search(
         return _narrower(bracket, low, most)
 
     if validate.traced(model, x, y):
-        bracket = jax.lax.fori_loop(0, steps, step, bracket)
+        bracket = loops.fori_loop(0, steps, step, bracket)
     else:
         for i in range(steps):
             bracket = step(i, bracket)
@@ -468,22 +479,54 @@ def _ranked(scale: AnyArray, x: AnyArray) -> AnyArray:
     return scale
 
 
+def _check_mesh(mesh: Mesh | None, sound: Array | None) -> None:
+    """Raises for a mesh inside a trace; ``sound`` is None outside of one."""
+    if mesh is not None and sound is not None:
+        raise ValueError(
+            "mesh works at top level only; inside jit leave it out, and split the samples by "
+            "jax.shard_map."
+        )
+
+
 def _in_batches(
     fn: Callable[..., Array],
+    options: tuple[tuple[str, Any], ...],
     model: Classifier,
     arrays: tuple[AnyArray | None, ...],
     batch_size: int,
+    mesh: Mesh | None,
 ) -> Array:
-    """``fn(model, *arrays)`` of arrays ``[n, ...]`` or None, in batches padded to one size.
+    """``fn(model, *arrays, **options)`` of arrays ``[n, ...]`` or None, in batches of one size.
 
-    So ``fn``, which acts on each row alone, is compiled once.
+    So ``fn``, which acts on each row alone, is compiled once. ``batch_size`` counts the samples on
+    all devices of the mesh.
     """
     assert arrays[0] is not None
     n = len(arrays[0])
     size = min(validate.check_count("batch_size", batch_size), n)
-    parts = []
+    parts, model = [], parallel.replicate(model, mesh)
     for start in range(0, n, size):
-        own = tuple(None if a is None else a[start : start + size] for a in arrays)
-        piece = parallel.pad(own, size)
-        parts.append(fn(model, *piece)[: min(size, n - start)])
+        piece = tuple(None if a is None else a[start : start + size] for a in arrays)
+        piece = parallel.pad(piece, parallel.padded_size(size, mesh))
+        if mesh is None:
+            found = fn(model, *piece, **dict(options))
+        else:
+            piece = parallel.shard(piece, mesh)
+            found = parallel.gather(_split(fn, options, mesh, model, piece), mesh)
+        parts.append(found[: min(size, n - start)])
     return jnp.concatenate(parts)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _split(
+    fn: Callable[..., Array],
+    options: tuple[tuple[str, Any], ...],
+    mesh: Mesh,
+    model: Classifier,
+    arrays: tuple[AnyArray, ...],
+) -> Array:
+    """``fn(model, *arrays, **options)`` with each device working on rows of its own alone."""
+    rows = PartitionSpec(parallel.AXIS)
+    own = functools.partial(fn, **dict(options))
+    specs = (PartitionSpec(), *(rows for _ in arrays))
+    return jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=rows)(model, *arrays)

@@ -6,10 +6,13 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
+from wdjax import parallel
 from wdjax.bounds.margins import METHODS, Method
 from wdjax.certify import pointwise
 from wdjax.certify.branch import ENDS
@@ -42,6 +45,7 @@ def verify(
     steps: int = 10,
     seconds: float = 10.0,
     batch_size: int = 64,
+    mesh: Mesh | None = None,
     callback: Callable[[Progress], Any] | None = None,
     checkpoint: str | PathLike[str] | None = None,
     every: float = 60.0,
@@ -59,7 +63,8 @@ def verify(
       method: one of :data:`METHODS`; for "alpha" and "bab" the radii are found by "auto".
       steps: as in :func:`radius`; with 0 a radius is ``eps`` if verified, else 0.
       seconds: as in :func:`margin_bounds`.
-      batch_size: samples at once.
+      batch_size: samples on all devices at once.
+      mesh: as in :func:`margin_bounds`.
       callback: called with the :class:`Progress` after every batch.
       checkpoint: a folder to save the work to and to resume it from.
       every: least number of seconds between two saves of the checkpoint.
@@ -91,7 +96,7 @@ def verify(
     size = min(batch_size, len(y), _TRIED if method == "bab" else len(y))
     pieces = [slice(start, min(start + size, len(y))) for start in range(0, len(y), size)]
     reach, scale = pointwise.radii(eps, x)
-    work = _Work(model, x, y, pieces, norm, reach, scale, box, method, steps, seconds)
+    work = _Work(model, x, y, pieces, norm, reach, scale, box, method, steps, seconds, mesh)
     settings = [METHODS.index(method), norm, steps, size, seconds, len(pieces)]
 
     def progress(state: dict[str, Any]) -> Progress:
@@ -132,6 +137,7 @@ class _Work(NamedTuple):
     method: Method
     steps: int
     seconds: float
+    mesh: Mesh | None
 
 
 def _begin(work: _Work) -> dict[str, Any]:
@@ -146,21 +152,29 @@ def _begin(work: _Work) -> dict[str, Any]:
 def _turn(work: _Work, state: dict[str, Any]) -> dict[str, Any]:
     """Certifies the next batch."""
     these = work.pieces[int(state["turn"])]
-    own = work.model, work.x[these], work.y[these]
-    size = work.pieces[0].stop
-    how: dict[str, Any] = {"norm": work.norm, "box": work.box, "batch_size": size}
+    size, count = work.pieces[0].stop, these.stop - these.start
+    # Branch and bound would work on padding; other bounds are compiled once for one size.
+    wanted = count if work.method == "bab" else size
+    own = work.model, *parallel.pad((work.x[these], work.y[these]), wanted)
+    how: dict[str, Any] = {
+        "norm": work.norm,
+        "box": work.box,
+        "batch_size": size,
+        "mesh": work.mesh,
+    }
     low, radius = np.array(state["low"]), np.array(state["radius"])
     ended, points = np.array(state["ended"]), np.array(state["points"])
     scale = None if work.scale is None else work.scale[these]
-    eps = work.eps[these] if scale is None else scale
-    found = pointwise.searched(*own, eps=eps, method=work.method, seconds=work.seconds, **how)
-    low[these] = found[0]
+    eps, scale = parallel.pad((work.eps[these], scale), wanted)
+    reach = eps if scale is None else scale
+    found = pointwise.searched(*own, eps=reach, method=work.method, seconds=work.seconds, **how)
+    low[these] = found[0][:count]
     if work.method == "bab":
         ended[these], points[these] = found[1:]
     if work.steps:
         method: Method = "auto" if work.method in ("alpha", "bab") else work.method
-        steps = work.steps
-        radius[these] = pointwise.radius(*own, scale=scale, steps=steps, method=method, **how)
+        found_radius = pointwise.radius(*own, scale=scale, steps=work.steps, method=method, **how)
+        radius[these] = found_radius[:count]
     after = {"low": low, "radius": radius, "ended": ended, "points": points}
     return {"turn": state["turn"] + 1, **after}
 
@@ -177,6 +191,12 @@ def _certificate(work: _Work, state: dict[str, Any]) -> Certificate:
     points = state["points"] if work.method == "bab" else None
     told = _remarks(logits)
     return Certificate(correct, margin, radius, work.method, CLAIM, ended, told, falsified, points)
+
+
+def advice(model: Classifier, x: AnyArray, batch_size: int = 64) -> tuple[str, ...]:
+    """The remarks of :func:`verify` on the samples ``x`` ``[n, *shape]``, all of them together."""
+    pieces = (x[start : start + batch_size] for start in range(0, len(x), batch_size))
+    return _remarks(np.concatenate([model(jnp.asarray(piece)) for piece in pieces]))
 
 
 def _remarks(logits: Numbers) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from wdjax import loops
 from wdjax.checks import independence
 from wdjax.core import AnyArray, Array, Attack, PyTree, Samples
 
@@ -265,9 +266,30 @@ def check_search(
             "a transductive model needs its whole batch, which is kept inside jit only: wrap the "
             "search in jax.jit, or play a game (wdjax.transductive)."
         )
+    if attack.budget == "data":
+        _check_axis(attack)
     if sound is not None and radii is not None:
         sound &= jnp.isfinite(radii) & (radii >= 0)
     return attack, Samples(x, y, radii, None), start, places, only, sound
+
+
+def _check_axis(attack: Attack) -> None:
+    """Raises if a budget of all samples would be one of a shard, or names no axis of a mesh."""
+    name, axis = type(attack).__name__, getattr(attack, "axis", None)
+    if axis is None and loops.sharded():
+        how = f'say {name}(axis="batch") with the name of its axis, or ' * hasattr(attack, "axis")
+        raise ValueError(
+            f"{name} has one budget for all samples, but inside jax.shard_map it sees a shard of "
+            f"them: {how}search outside of it, with mesh=."
+        )
+    if axis is not None:
+        try:
+            jax.lax.axis_index(axis)
+        except NameError as error:
+            raise ValueError(
+                f"{name}(axis={axis!r}) is for searches inside jax.shard_map over a mesh with this "
+                "axis; leave it out elsewhere, where mesh= splits a search."
+            ) from error
 
 
 def _radii(eps: Any, x: Array) -> Array:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from wdjax import loops
 from wdjax.bounds import affine_rules, margins, record
 from wdjax.bounds.graph import Node
 from wdjax.bounds.network import Network
@@ -242,7 +243,7 @@ def curve_of(net: Network, node: Node) -> ClosedJaxpr | None:
     def function(z: jax.Array) -> jax.Array:
         levels = iter(jnp.asarray(np.asarray(t).flat[0], z.dtype) for t in others)
         args = [next(levels) if p in net.exact else z for p in node.inputs]
-        return jnp.asarray(node.eqn.primitive.bind(*args, **node.eqn.params))
+        return jnp.asarray(node.eqn.primitive.bind(*loops.alike(*args), **node.eqn.params))
 
     return jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), aval.dtype))
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from wdjax import losses, parallel, program
+from wdjax import loops, losses, parallel, program
 from wdjax.balls import Lp
 from wdjax.checks import arguments, independence, validate
 from wdjax.checks.forward_mode import TRACES
@@ -176,7 +176,7 @@ def _counted(fixed: Any, rows: Array, first: Array, last: Array, end: Array, wid
         return seen + jnp.sum(counts.reshape(2, len(rows), -1), axis=2, dtype=jnp.int32)
 
     groups = -(-(last - first) // wide)
-    return jax.lax.fori_loop(0, groups, turn, jnp.zeros((2, len(rows)), jnp.int32))
+    return loops.fori_loop(0, groups, turn, jnp.zeros((2, len(rows)), jnp.int32))
 
 
 def placed(perturbation: Perturbation, keys: Array, context: PyTree, x: Array, draws: int) -> Array:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from wdjax import loops
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Classifier
@@ -213,7 +214,7 @@ def _approach(question: RareEvent, start: Start, steps: int) -> Array:
         share = 1 / (1 + number / 10)
         return jnp.where(some, (1 - share) * u + share * target, u), None
 
-    return jax.lax.scan(step, start.u, jnp.arange(float(steps)))[0]
+    return loops.scan(step, start.u, jnp.arange(float(steps)))[0]
 
 
 def _shortest(question: RareEvent, start: Array, end: Array) -> Array:

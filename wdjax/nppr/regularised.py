@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from wdjax import losses, models, program, training
+from wdjax import loops, losses, models, program, training
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
@@ -196,7 +196,7 @@ def _steps(
     """Steps ``first`` to ``last``; a single step if the model loops slowly."""
     if not recipe.plan.loops:
         return _step(recipe, given, state)
-    return jax.lax.fori_loop(first, last, lambda _, state: _step(recipe, given, state), state)
+    return loops.fori_loop(first, last, lambda _, state: _step(recipe, given, state), state)
 
 
 def _step(recipe: RegularisedProgram, given: TrainingData, state: State) -> State:
