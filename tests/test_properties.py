@@ -177,11 +177,12 @@ def test_nothing_holds_because_something_went_wrong():
         lambda x: jnp.log(x),
         lambda x: x / (x - x),
         lambda x: x * jnp.nan,
-        lambda x: 1 / x,
     ):
         found = property(broken, lower, upper, never, seconds=0.5)
         assert found.status == "unknown"
         assert not found.bound > 0
+    pole = property(lambda x: 1 / x, lower, upper, never, seconds=0.5)
+    assert pole.status in ("unknown", "violated"), "it exceeds 100 near 0"
     net = NETS["mlp"]
     box = -np.ones(IN), np.ones(IN)
     found = property(net, *box, certify.in_range([-1e3, -1e3], [1e3, 1e3]), seconds=1e-9)
