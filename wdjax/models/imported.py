@@ -163,7 +163,11 @@ def _only_input(graph: OnnxGraph, source: str) -> OnnxValue:
 
 
 def _chosen(graph, source, value, named, notes) -> tuple[str, Parts]:
-    """The first output that is an array of floats, and the part of the graph that gives it."""
+    """The name of the first output that is an array of float32, and the part of the graph for it.
+
+    Without one, raises what is wrong with the first output. ``notes`` gets a remark if the graph
+    has more than one.
+    """
     faults = []
     for name in graph.outputs:
         try:
