@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import losses
+from wdjax import losses, xla_cpu
 from wdjax.attacks import PGD
 from wdjax.balls import Lp
 from wdjax.bounds import leaves, region
@@ -76,7 +76,7 @@ class Searched(NamedTuple):
 
 def width() -> int:
     """Number of leaves that are bounded at once on the default device."""
-    return _WIDTH if jax.default_backend() == "cpu" else 16 * _WIDTH
+    return xla_cpu.at_once(_WIDTH)
 
 
 def search(

@@ -237,10 +237,11 @@ def _least(*parts: _Open) -> float:
 
 
 def _halved(boxes: _Open, gain: Numbers, room: int) -> tuple[_Open, _Open]:
-    """Halves boxes along the input of the largest ``gain``, ``[L, N]``, and again while there is
-    ``room`` for the parts; boxes that cannot be halved are returned second.
+    """Halves boxes, each along its input of the largest ``gain``, ``[L, N]``, over and over until
+    there are more than half of ``room``.
 
-    Both halves contain their common face, so that no input lies between them.
+    Returns the halves, and the boxes that are too thin to be halved in floats. Both halves contain
+    their common face, so that no input lies between them.
     """
     shape = boxes.lower.shape[1:]
     lower, upper = (end.reshape(len(boxes.low), -1) for end in boxes[:2])

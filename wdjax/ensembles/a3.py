@@ -221,10 +221,10 @@ def _ask(
 def _attack(ball: Lp, turn: int, number: int, down: bool) -> Diversified:
     """The attack of the round with index ``turn`` in :data:`ROUNDS`.
 
-    ``number`` counts all searches so far and varies the class that the start is pushed towards.
-    ``down`` says whether the label's weight is mostly negative in the middle rounds. All rounds but
-    the first have ``_LONGEST`` steps and the static settings of one attack, so that they share one
-    compiled program.
+    ``number`` is how many searches came before; it varies the class that the start is pushed to.
+    With ``down`` the starts of the middle rounds mostly lower the label's logit, else they mostly
+    raise it. All rounds but the first have ``_LONGEST`` steps and the same static settings, so that
+    they share one compiled program.
     """
     if not ROUNDS[turn].probes:
         return Diversified(ball, probes=0, steps=ROUNDS[turn].steps)

@@ -21,6 +21,11 @@ def _heads(x, count):
 
 
 def _attention(call, q, k, v, mask=None, past_k=None, past_v=None, lengths=None):
+    """Multi-head attention of ONNX, for queries, keys and values of rank 3 or 4.
+
+    ``[n, length, heads * size]`` or ``[n, heads, length, size]``; the result has the rank of ``q``.
+    Fewer heads of keys than of queries are repeated.
+    """
     if past_k is not None or past_v is not None or lengths is not None or call.outputs > 1:
         raise ValueError("it keeps keys and values of an earlier call, which is not supported")
     flat = q.ndim == 3
