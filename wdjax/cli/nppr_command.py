@@ -202,6 +202,19 @@ def _row(found: Estimate) -> dict[str, Any]:
     }
 
 
+def _curve(found: Estimate) -> dict[str, Any]:
+    """The worst survival over distributions of bounded density ratio, as a JSON object."""
+    curve = nppr.bounded_ratio(found, [10.0**power for power in range(7)])
+    (low, high), (lower, upper) = curve.pooled(), curve.population()
+    return {
+        "ratio": curve.ratio.tolist(),
+        "value": curve.value.tolist(),
+        "interval_of_these": np.stack([low, high], axis=1).tolist(),
+        "interval_of_population": np.stack([lower, upper], axis=1).tolist(),
+        "remarks": [curve.remark] if curve.remark else [],
+    }
+
+
 def _ball(parsed: argparse.Namespace) -> Lp:
     """The ball of ``--norm`` in the box [0, 1]."""
     return Lp(norms.NAMES[parsed.norm])
@@ -228,8 +241,10 @@ def _noises(parsed: argparse.Namespace) -> dict[str, Any]:
 def _fixed(
     parsed: argparse.Namespace, model: Classifier, own: Any, held: Any, task: tasks.Task
 ) -> dict[str, Any]:
-    """The JSON row of PR: the share of copies that survive under the fixed distribution ``own``."""
-    return _row(_measure(parsed, model, own, *held))
+    """The JSON row of PR: the share of copies that survive under the fixed distribution ``own``,
+    and under the worst ones of bounded density ratio to it."""
+    found = _measure(parsed, model, own, *held)
+    return _row(found) | {"bounded_ratio": _curve(found)}
 
 
 def _rare(
