@@ -82,11 +82,13 @@ def test_the_readme_keeps_its_word(capsys):
     point, best = map(float, said[0].split())
     assert point == pytest.approx(0.84, abs=0.04)
     assert best == pytest.approx(0.52, abs=0.05)
-    worst, decided, rare = said[-8:-5]
+    worst, decided, rare, curve = said[-9:-5]
     assert float(worst) == pytest.approx(0.86, abs=0.05)
     low, high = map(float, re.findall(r"[\d.]+", decided))
     assert 0.88 < low <= high < 0.98
     assert 1e-4 < float(rare) < 1e-2
+    ends = [1 - float(number) for number in re.findall(r"[\d.]+", curve)]
+    assert ends == pytest.approx([float(rare), 100 * float(rare)], rel=1e-3)
     inside, average, loss, smooth = map(float, said[-5:-1])
     # Both sides of the same net at the same budget: neither vacuous nor crossed.
     assert 0.75 < inside <= point
