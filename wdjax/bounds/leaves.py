@@ -24,7 +24,7 @@ from wdjax.bounds.coefficients import Coefficients, Rows, Whole, whole
 from wdjax.bounds.domain import Array
 from wdjax.bounds.linear_outputs import Objectives
 from wdjax.bounds.network import Network
-from wdjax.bounds.region import Box, Region
+from wdjax.bounds.region import Box, Norm, Region
 from wdjax.core import Classifier
 from wdjax.precision import highest
 from wdjax.xla_cpu import rounding, summed
@@ -49,7 +49,7 @@ class RegionProblem(NamedTuple):
     eps: Array
     rows: Objectives
 
-    def region(self, norm: float, count: int = 1) -> Region:
+    def region(self, norm: Norm, count: int = 1) -> Region:
         """``count`` copies of the region."""
 
         def copies(t: Array) -> Array:
@@ -60,7 +60,7 @@ class RegionProblem(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
-def of_sample(x: Array, y: Array, eps: Array, norm: float, box: Box, classes: int) -> RegionProblem:
+def of_sample(x: Array, y: Array, eps: Array, norm: Norm, box: Box, classes: int) -> RegionProblem:
     """All margins ``z_y - z_j`` of one sample, ``x`` ``[1, *shape]``; row ``y`` is 0."""
     ball, unit = region.ball(x, eps, norm, box), jnp.eye(classes, dtype=x.dtype)
     rows = Objectives(unit[y[0]] - unit, jnp.zeros_like(unit), jnp.zeros(classes, x.dtype))
@@ -123,7 +123,7 @@ class LeafBounds(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def root(model: Classifier, problem: RegionProblem, norm: float) -> RootBounds:
+def root(model: Classifier, problem: RegionProblem, norm: Norm) -> RootBounds:
     """Bounds of a problem's whole region by optimised slopes."""
     with highest():
         state = margins.prepare(model, problem.region(norm), "alpha")
@@ -167,7 +167,7 @@ def bounds(
     known: RootBounds,
     leaves: Leaves,
     *,
-    norm: float,
+    norm: Norm,
     steps: int,
     tries: int,
 ) -> LeafBounds:

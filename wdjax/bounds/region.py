@@ -1,5 +1,9 @@
-"""The set of perturbed inputs, a ball cut by a box, and minima of linear functions over it."""
+"""The set of perturbed inputs, a ball cut by a box, and minima of linear functions over it.
 
+The ball is that of a norm, or one in which mass moves between pixels (`moved_mass`).
+"""
+
+import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -8,11 +12,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from wdjax import norms
-from wdjax.bounds.coefficients import Coefficients, Rows, Window, cleaned, flat, seen
+from wdjax.balls import Lp
+from wdjax.bounds import moved_mass
+from wdjax.bounds.coefficients import Coefficients, Rows, Window, cleaned, flat, seen, whole
 from wdjax.bounds.domain import Array
 from wdjax.xla_cpu import framed, rounding, summed
 
 Box = tuple[float, float] | None
+Norm = float | moved_mass.MassBall
+"""1, 2 or inf, or a ball in which mass moves."""
+AnyBall = Lp | moved_mass.MassBall
 
 _EXCESS = 2e-5
 """Fraction by which certified balls are enlarged, so that a point whose distance rounds to at most
@@ -28,12 +37,15 @@ class Region(NamedTuple):
     lower: Array
     upper: Array
     eps: Array
-    norm: float
-    maps: Array | None = None
+    norm: Norm
+    maps: Array | moved_mass.Supply | None = None
 
     def prepared(self) -> "Region":
         """The same region with ``maps``, which :meth:`least` needs, computed once."""
         unit = rounding(self.center[0].size, self.center.dtype)
+        if moved_mass.moves_mass(self.norm):
+            image = self.center.reshape(-1, *self.center.shape[-3:])
+            return self._replace(maps=moved_mass.supply(image, self.eps, self.norm))
         if self.norm == math.inf:
             middle = 0.5 * self.lower + 0.5 * self.upper
             half = jnp.maximum(self.upper - middle, middle - self.lower)
@@ -43,6 +55,8 @@ class Region(NamedTuple):
 
     def least(self, coefficients: Coefficients, rows: Rows) -> Array:
         """Minima ``[G, R]``, rounded down, of linear functions over the rows' regions."""
+        if isinstance(self.maps, moved_mass.Supply):
+            return self._of_images(coefficients, rows)
         if self.norm != math.inf and isinstance(coefficients, Window):
             coefficients = cleaned(coefficients, rows)
         a = flat(coefficients)
@@ -56,6 +70,17 @@ class Region(NamedTuple):
         eps = self.eps[rows.sample][None]
         fall = _capped_one(size, cap, eps) if self.norm == 1 else _capped_two(size, cap, eps)
         return summed(a * center - unit * size * jnp.abs(center)) - (1 + unit) * fall
+
+    def _of_images(self, coefficients: Coefficients, rows: Rows) -> Array:
+        """:meth:`least` where mass moves between pixels, into and out of every patch."""
+        assert isinstance(self.maps, moved_mass.Supply)
+        assert moved_mass.moves_mass(self.norm)
+        a = whole(coefficients, rows).a
+        shape = self.center.shape[-3:]
+        mass, weights, budget, x = (t[rows.sample] for t in (*self.maps, self.center))
+        held = moved_mass.Supply(mass, weights, budget)
+        a = a.reshape(*a.shape[:2], *shape)
+        return moved_mass.least(a, x.reshape(-1, *shape), held, self.norm.power)
 
 
 def _capped_one(size: Array, cap: Array, eps: Array) -> Array:
@@ -113,18 +138,40 @@ def _capped_two(size: Array, cap: Array, eps: Array) -> Array:
     return jnp.where(top > 0, scale * least * (1 + 8 * float(jnp.finfo(a.dtype).eps)), 0.0)
 
 
-def ball(x: Array, eps: Array, norm: float, box: Box) -> Region:
+def ball_of(norm: Norm, box: Box) -> AnyBall:
+    """The ball that a certificate is for; where mass moves, it moves anywhere, whatever the window.
+
+    Raises:
+      ValueError: another norm, or a box that is not the ball's.
+    """
+    if not moved_mass.moves_mass(norm):
+        return Lp(norm, box)  # type: ignore[arg-type]
+    if box is None or tuple(box) != norm.box:
+        raise ValueError(f"images of {norm!r} lie in box={norm.box}, got box={box!r}; pass that.")
+    anywhere: moved_mass.MassBall = dataclasses.replace(norm, window=None)  # type: ignore[type-var]
+    return anywhere
+
+
+def norm_of(ball: AnyBall) -> Norm:
+    """What a region calls its norm: a number, or the ball itself."""
+    return ball.norm if isinstance(ball, Lp) else ball
+
+
+def ball(x: Array, eps: Array, norm: Norm, box: Box) -> Region:
     """The region of each sample: its ball, and the smallest box around it cut by the domain.
 
     Nothing can be raised inside a trace: where a radius is negative or NaN, or a center outside the
     box, the radius becomes NaN, for which nothing is certified.
     """
-    norms.check_norm(norm)
-    unit = 4 * float(jnp.finfo(x.dtype).eps)
     low, high = (-math.inf, math.inf) if box is None else box
     real = jnp.all(((x >= low) & (x <= high)).reshape(len(x), -1), axis=1) & (eps >= 0)
     eps = jnp.where(real, eps * (1 + _EXCESS), jnp.nan)
-    wide = norms.spread(eps, x)
+    if moved_mass.moves_mass(norm):
+        wide = moved_mass.reach(moved_mass.supply(x, eps, norm))[:, None, None]
+    else:
+        norms.check_norm(norm)  # type: ignore[arg-type]
+        wide = norms.spread(eps, x)
+    unit = 4 * float(jnp.finfo(x.dtype).eps)
     reach = wide + jnp.where(wide == 0, 0.0, unit * jnp.abs(x))
     lower, upper = x - reach, x + reach
     if box is not None:

@@ -24,7 +24,7 @@ from wdjax import losses
 from wdjax.attacks import PGD
 from wdjax.balls import Lp
 from wdjax.bounds import leaves
-from wdjax.bounds.region import Box
+from wdjax.bounds.region import AnyBall, Norm, norm_of
 from wdjax.checks import independence
 from wdjax.core import Classifier
 from wdjax.engine import driver
@@ -81,7 +81,7 @@ def width() -> int:
 def search(
     model: Classifier,
     problem: leaves.RegionProblem,
-    norm: float,
+    norm: Norm,
     root: leaves.RootBounds,
     rows: Numbers,
     low: Numbers,
@@ -111,11 +111,14 @@ def search(
 
 
 class BranchAndBound:
-    """Closes the open margins of single samples of one model, norm and box."""
+    """Closes the open margins of single samples of one model and ball.
 
-    def __init__(self, model: Classifier, norm: float, box: Box, seconds: float) -> None:
-        self.model, self.norm, self.box, self.seconds = model, norm, box, seconds
-        self.attack = PGD(Lp(norm, box), steps=40, loss=losses.margin)
+    Balls in which mass moves between pixels have no short attack here.
+    """
+
+    def __init__(self, model: Classifier, ball: AnyBall, seconds: float) -> None:
+        self.model, self.ball, self.norm, self.seconds = model, ball, norm_of(ball), seconds
+        self.attack = PGD(ball, steps=40, loss=losses.margin) if isinstance(ball, Lp) else None
         self.compiled = False
 
     def close(
@@ -149,6 +152,8 @@ class BranchAndBound:
         """A misclassified point of one sample's ball by a short attack, and how it came."""
         if int(jnp.argmax(self.model(x), axis=-1)[0]) != int(y[0]):
             return np.asarray(x[0]), "misclassified"
+        if self.attack is None:
+            return None
         found = driver.run(self.attack, self.model, x, y, eps=eps[0], diagnose=False)
         return (np.asarray(found.x_adv[0]), "flipped") if bool(found.success[0]) else None
 
@@ -158,16 +163,16 @@ class BranchAndBound:
         """:meth:`close` for one sample ``[1, *shape]`` with bounds ``[K]``: the bounds, how it
         ended, and a misclassified point or None."""
         until = time.monotonic() + seconds
-        problem = leaves.of_sample(x, y, eps, self.norm, self.box, len(low))
+        problem = leaves.of_sample(x, y, eps, self.norm, self.ball.box, len(low))
         root = leaves.root(self.model, problem, self.norm)
         low = np.where(np.arange(len(low)) == int(y[0]), low, np.maximum(low, np.asarray(root.low)))
-        ball, label = Lp(self.norm, self.box), int(y[0])
+        label = int(y[0])
 
         def check(points: Numbers) -> Numbers | None:
             filled = np.concatenate([points, np.repeat(points[:1], width() - len(points), axis=0)])
             out = np.asarray(independence.outputs(self.model, filled))
             for i in np.flatnonzero(np.argmax(out, axis=1) != label):
-                near = ball.cost(x, jnp.asarray(filled[i : i + 1]), None) <= eps
+                near = self.ball.cost(x, jnp.asarray(filled[i : i + 1]), None) <= eps
                 alone = np.asarray(independence.outputs(self.model, filled[i : i + 1]))
                 if bool(near[0]) and int(np.argmax(alone[0])) != label:
                     return filled[i]

@@ -17,9 +17,9 @@ from jax.typing import ArrayLike
 
 from wdjax import norms, parallel
 from wdjax.balls import Lp
-from wdjax.bounds import margins, region
+from wdjax.bounds import margins, moved_mass, region
 from wdjax.bounds.margins import METHODS, Method
-from wdjax.bounds.region import Box
+from wdjax.bounds.region import AnyBall, Box, Norm
 from wdjax.certify import branch
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import forward_only
@@ -48,7 +48,7 @@ def margin_bounds(
     x: AnyArray,
     y: AnyArray,
     *,
-    norm: float,
+    norm: Norm,
     eps: ArrayLike,
     box: Box = (0.0, 1.0),
     method: Method = "crown",
@@ -61,8 +61,9 @@ def margin_bounds(
       model: a pytree callable ``[n, *shape] -> [n, K]``, which treats each sample alone.
       x: ``[n, *shape]`` floats in the box.
       y: ``[n]`` integer labels.
-      norm: r, one of 1, 2 and inf.
-      eps: radius, a number or ``[n]``, in the units of ``x``; may be traced.
+      norm: r, one of 1, 2 and inf; or a :class:`wdjax.image.ImageWasserstein` for images
+        ``[n, height, width, channels]``, whose mass moves between pixels, anywhere.
+      eps: radius, a number or ``[n]``, in the units of ``x`` or of that ball; may be traced.
       box: ``(low, high)``, or None for no box.
       method: one of :data:`METHODS`; "bab" at top level only.
       seconds: how long branch and bound works on a sample at most, without compilation.
@@ -90,7 +91,8 @@ def margin_bounds(
       two through the layers before it; a gradient about five times that.
 
     Source: Zhang et al. [zhang2018], CROWN; Xu et al. [xu2021], alpha; Wang et al. [wang2021], bab;
-      of the program, with its rounding.
+      of the program, with its rounding. In image-Wasserstein balls this library's own, by the dual
+      of the transport problem.
 
     >>> from wdjax import Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, 0.0], [0.0, 1.0]]))
@@ -98,7 +100,7 @@ def margin_bounds(
     >>> [round(low, 3) for low in margin_bounds(model, x, y, norm=jnp.inf, eps=0.1)[0].tolist()]
     [inf, 0.6]
     """
-    arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
+    arguments.check(model=model, x=x, y=y, eps=eps, ball=region.ball_of(norm, box))
     how: dict[str, Any] = {"norm": norm, "eps": eps, "box": box, "batch_size": batch_size}
     low, ended, _ = searched(model, x, y, method=method, seconds=seconds, **how)
     _tell(ended)
@@ -110,7 +112,7 @@ def searched(
     x: AnyArray,
     y: AnyArray,
     *,
-    norm: float,
+    norm: Norm,
     eps: ArrayLike,
     box: Box,
     method: Method,
@@ -119,7 +121,7 @@ def searched(
 ) -> tuple[Array, npt.NDArray[Any] | None, npt.NDArray[Any] | None]:
     """:func:`margin_bounds`; how branch and bound ended, ``[n]`` indices in ``branch.ENDS``, and
     the points ``[n, *shape]`` that it found; both None for other methods."""
-    ball = Lp(norm, box)
+    ball = region.ball_of(norm, box)
     validate.check_choice("method", method, METHODS)
     if not seconds > 0:
         raise ValueError(f"seconds must be a number above 0, got {seconds!r}.")
@@ -135,7 +137,7 @@ def searched(
     low = _in_batches(bounds, model, (x, y, eps), batch_size)
     if method != "bab":
         return low, None, None
-    search = branch.BranchAndBound(model, norm, box, seconds)
+    search = branch.BranchAndBound(model, ball, seconds)
     parts = [(slice(i, i + 1), float(eps[i])) for i in range(len(y))]
     found = [search.close(x[i], y[i], reach, low[i]) for i, reach in parts]
     closed, ended, points = zip(*found)
@@ -162,7 +164,7 @@ def certified(
     x: AnyArray,
     y: AnyArray,
     *,
-    norm: float,
+    norm: Norm,
     eps: ArrayLike,
     box: Box = (0.0, 1.0),
     method: Method = "crown",
@@ -175,7 +177,7 @@ def certified(
       model: as in :func:`margin_bounds`.
       x: ``[n, *shape]`` floats in the box.
       y: ``[n]`` integer labels.
-      norm: r, one of 1, 2 and inf.
+      norm: as in :func:`margin_bounds`.
       eps: radius, a number or ``[n]``; may be traced.
       box: ``(low, high)``, or None for no box.
       method: one of :data:`METHODS`; "bab" at top level only.
@@ -193,7 +195,7 @@ def certified(
     >>> certified(model, x, y, norm=jnp.inf, eps=0.1).tolist()
     [True, False]
     """
-    arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
+    arguments.check(model=model, x=x, y=y, eps=eps, ball=region.ball_of(norm, box))
     how: dict[str, Any] = {"norm": norm, "eps": eps, "box": box, "batch_size": batch_size}
     low, ended, _ = searched(model, x, y, method=method, seconds=seconds, **how)
     _tell(ended)
@@ -205,7 +207,7 @@ def radius(
     x: AnyArray,
     y: AnyArray,
     *,
-    norm: float,
+    norm: Norm,
     box: Box = (0.0, 1.0),
     steps: int = 10,
     method: Method = "crown",
@@ -220,7 +222,7 @@ def radius(
       model: as in :func:`margin_bounds`.
       x: ``[n, *shape]`` floats in the box.
       y: ``[n]`` integer labels.
-      norm: r, one of 1, 2 and inf.
+      norm: as in :func:`margin_bounds`.
       box: ``(low, high)``, or None for no box.
       steps: number of bisections, at the secant through the bracket's margins.
       method: one of :data:`METHODS` but "bab", which works at one radius only.
@@ -242,7 +244,7 @@ def radius(
     [0.566, 0.0]
     """
     arguments.check(model=model, x=x, y=y)
-    ball = Lp(norm, box)
+    ball = region.ball_of(norm, box)
     validate.check_choice("method", method, METHODS)
     if method == "bab":
         raise ValueError('radius searches with every method but "bab"; "alpha" is the tightest.')
@@ -260,14 +262,21 @@ def _with_gradient(value: Array, method: Method) -> Array:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
-def _root(model: Classifier, x: Array, y: Array, ball: Lp, steps: int, method: Method) -> Array:
+def _root(
+    model: Classifier,
+    x: Array,
+    y: Array,
+    ball: AnyBall,
+    steps: int,
+    method: Method,
+) -> Array:
     """``[B]``: the radii of :func:`_search`, differentiable as the least margin's root."""
     return _search(model, x, y, ball, steps, method)
 
 
 @_root.defjvp
 def _(
-    ball: Lp,
+    ball: AnyBall,
     steps: int,
     method: Method,
     primals: tuple[Classifier, Array, Array],
@@ -291,7 +300,14 @@ def _(
     return found, jnp.where(inside, -moved / jnp.where(inside, steep, 1.0), 0.0)
 
 
-def _search(model: Classifier, x: Array, y: Array, ball: Lp, steps: int, method: Method) -> Array:
+def _search(
+    model: Classifier,
+    x: Array,
+    y: Array,
+    ball: AnyBall,
+    steps: int,
+    method: Method,
+) -> Array:
     """``[n]``: the certified radii of :func:`radius`, by margin bounds at ``steps`` trial radii.
 
     0 where the sample itself is not verified; inf where the whole box is.
@@ -299,7 +315,7 @@ def _search(model: Classifier, x: Array, y: Array, ball: Lp, steps: int, method:
     most = ball.diameter(x.shape[1:])
     clean = _bounds(model, x, y, jnp.zeros(len(y), x.dtype), ball, method)
     least = jnp.min(clean, axis=-1)
-    trial = _guess(model, x, y, clean, ball.norm, most)
+    trial = _guess(model, x, y, clean, ball, most)
     zero = jnp.zeros_like(trial)
     bracket = _Bracket(zero, least, jnp.full_like(trial, jnp.inf), zero, trial)
 
@@ -317,7 +333,14 @@ def _search(model: Classifier, x: Array, y: Array, ball: Lp, steps: int, method:
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))
-def _guess(model: Classifier, x: Array, y: Array, low: Array, norm: float, most: float) -> Array:
+def _guess(
+    model: Classifier,
+    x: Array,
+    y: Array,
+    low: Array,
+    ball: AnyBall,
+    most: float,
+) -> Array:
     """``[n]``: the first radius to try, just below the distance to the linearised boundary.
 
     ``low`` ``[n, K]`` are the margins at the samples. The guess is at most ``most``, the domain's
@@ -327,10 +350,14 @@ def _guess(model: Classifier, x: Array, y: Array, low: Array, norm: float, most:
     def slopes(xi: Array, yi: Array) -> Array:
         differences = margin.contrasts(yi, low.shape[1], xi.dtype)
         pull = jax.vjp(lambda t: model(t[None])[0], xi)[1]
-        return norms.lp_norm(jax.vmap(pull)(differences)[0], norms.dual(norm))
+        gradients = jax.vmap(pull)(differences)[0]
+        if isinstance(ball, Lp):
+            return norms.lp_norm(gradients, norms.dual(ball.norm))
+        return moved_mass.slopes(gradients, xi, ball)
 
     steep = jax.vmap(slopes)(x, y)
     ratio = jnp.where(steep > 0, low / jnp.where(steep > 0, steep, 1.0), jnp.inf)
+    ratio = ratio if isinstance(ball, Lp) else jnp.maximum(ratio, 0.0) ** (1 / ball.power)
     rivals = jnp.arange(low.shape[1])[None] != y[:, None]
     guess = jnp.minimum(jnp.min(jnp.where(rivals, ratio, jnp.inf), axis=-1), most)
     return jnp.where(jnp.isfinite(guess) & (guess > 0), (1 - 4e-4) * guess, min(most, 1.0))
@@ -358,9 +385,16 @@ def _narrower(bracket: _Bracket, low: Array, most: float) -> _Bracket:
 
 @functools.partial(jax.jit, static_argnames=("ball", "method"))
 @highest()
-def _bounds(model: Classifier, x: Array, y: Array, eps: Array, ball: Lp, method: Method) -> Array:
+def _bounds(
+    model: Classifier,
+    x: Array,
+    y: Array,
+    eps: Array,
+    ball: AnyBall,
+    method: Method,
+) -> Array:
     """``[n, K]``: lower bounds of the margins within ``eps`` ``[n]``."""
-    return margins.lower(model, region.ball(x, eps, ball.norm, ball.box), y, method)
+    return margins.lower(model, region.ball(x, eps, region.norm_of(ball), ball.box), y, method)
 
 
 def _check_eps(eps: ArrayLike, x: AnyArray) -> Array:

@@ -9,9 +9,8 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from wdjax.balls import Lp
 from wdjax.bounds.margins import METHODS, Method
-from wdjax.bounds.region import Box
+from wdjax.bounds.region import Box, Norm, ball_of, norm_of
 from wdjax.certify import pointwise
 from wdjax.certify.branch import ENDS
 from wdjax.checks import arguments, validate
@@ -35,7 +34,7 @@ def verify(
     x: AnyArray,
     y: AnyArray,
     *,
-    norm: float,
+    norm: Norm,
     eps: float,
     box: Box = (0.0, 1.0),
     method: Method = "auto",
@@ -52,8 +51,8 @@ def verify(
       model: a pytree callable ``[n, *shape] -> [n, K]``.
       x: ``[n, *shape]`` floats in the box.
       y: ``[n]`` integer labels.
-      norm: r, one of 1, 2 and inf.
-      eps: radius, in the units of ``x``.
+      norm: as in :func:`margin_bounds`.
+      eps: radius, in the units of ``x`` or of the ball.
       box: ``(low, high)``, or None for no box.
       method: one of :data:`METHODS`; for "alpha" and "bab" the radii are found by "auto".
       steps: as in :func:`radius`; with 0 a radius is ``eps`` if verified, else 0.
@@ -81,23 +80,24 @@ def verify(
     >>> found.verified.tolist(), found.radius.round(3).tolist(), found.claim
     ([True, False], [0.4, 0.0], 'float program')
     """
-    arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
+    ball = ball_of(norm, box)
+    arguments.check(model=model, x=x, y=y, eps=eps, ball=ball)
     validate.check_choice("method", method, METHODS)
     host_only("certify.verify", TWIN, model, x, y, eps)
     x, y = validate.check_samples(model, x, y, box)
     size = min(batch_size, len(y), _TRIED if method == "bab" else len(y))
     pieces = [slice(start, min(start + size, len(y))) for start in range(0, len(y), size)]
     work = _Work(model, x, y, pieces, norm, eps, box, method, steps, seconds)
-    settings = [METHODS.index(method), norm, eps, *(box or ()), steps, size, seconds, len(pieces)]
+    settings = [METHODS.index(method), eps, *(box or ()), steps, size, seconds, len(pieces)]
 
     def progress(state: dict[str, Any]) -> Progress:
         taken = int(state["turn"])
         return Progress(taken, len(pieces), np.arange(taken * size, len(y)))
 
-    mark = b""
+    named, mark = repr(norm_of(ball)), b""
     if checkpoint is not None:
         traced = identity.program(lambda model, x: model(x), model, x[:1])
-        mark = identity.digest(traced, model, x, y, np.array(settings, float))
+        mark = identity.digest(traced, named, model, x, y, np.array(settings, float))
     state = loop.carry(
         _begin(work),
         functools.partial(_turn, work),
@@ -106,7 +106,13 @@ def verify(
         checkpoint=checkpoint,
         every=every,
         identity=mark,
-        about={"norm": norm, "eps": eps, "box": box, "method": method, "steps": steps},
+        about={
+            "norm": named,
+            "eps": eps,
+            "box": box,
+            "method": method,
+            "steps": steps,
+        },
     )
     return _certificate(work, state)
 
@@ -118,7 +124,7 @@ class _Work(NamedTuple):
     x: Array
     y: Array
     pieces: list[slice]
-    norm: float
+    norm: Norm
     eps: float
     box: Box
     method: Method

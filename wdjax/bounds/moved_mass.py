@@ -1,0 +1,221 @@
+r"""Minima of linear functions over images whose mass moves between pixels, by the dual.
+
+The ball is that of :class:`wdjax.image.ImageWasserstein`, with mass that may move anywhere. Of a
+linear function ``c . z`` its minimum is at least
+
+.. math:: -\lambda b + \sum_i x_i \min_j (c_j + \lambda w d_{ij}), \qquad \lambda \ge 0,
+
+with ``b`` the budget in mass times distance: a plan ``pi`` from x to z within the budget pays
+``sum pi_ij c_j >= sum pi_ij (c_j + lambda w d_ij) - lambda b``, and the mass at i can do no better
+than the best j. Any multiplier is sound, and the best one is exact but for the capacities of
+pixels, which only make the ball smaller.
+
+The minimum over j is exact within a window. Beyond it, squares of pixels are bounded by their least
+coefficient at their least distance, so that no window is too small for a proof.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol, TypeGuard
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from wdjax.bounds.domain import Array
+from wdjax.xla_cpu import rounding, summed
+
+_NEAR = 3
+"""Half the window in which distances are exact."""
+_TURNS = 12
+"""Bisections for the multiplier; any number of them is sound."""
+_LOST = 2e-6
+"""Share of the mass that a point may have gained or lost by rounding, twice what the ball allows
+attacks."""
+
+
+_PARTS = "power", "channels", "box", "diameter"
+
+
+class MassBall(Protocol):
+    """What a certificate reads of an image-Wasserstein ball; hashable."""
+
+    @property
+    def power(self) -> float: ...
+
+    @property
+    def channels(self) -> str: ...
+
+    @property
+    def box(self) -> tuple[float, float]: ...
+
+    def diameter(self, shape: tuple[int, ...]) -> float: ...
+
+    def cost(self, x: Array, x_adv: Array, proof: Any = None) -> Array: ...
+
+
+def moves_mass(norm: Any) -> TypeGuard[MassBall]:
+    """Whether a region's norm is a ball in which mass moves, not a number."""
+    return not isinstance(norm, type) and all(hasattr(norm, part) for part in _PARTS)
+
+
+class Supply(NamedTuple):
+    """What the images of a batch hold, and what may move."""
+
+    mass: Array
+    """``[B, C]``: the mass of each channel."""
+    weights: Array
+    """``[B, C]``: factors of the distances in each channel, rounded down."""
+    budget: Array
+    """``[B]``: mass times distance, of all channels; NaN where the radius is."""
+
+
+def supply(x: Array, eps: Array, ball: MassBall) -> Supply:
+    """The supply of images ``[B, H, W, C]`` within ``eps`` ``[B]``."""
+    mass = jnp.sum(x, axis=(1, 2))
+    whole = jnp.sum(mass, axis=1)
+    weights = jnp.ones_like(mass)
+    if ball.channels == "separate":
+        own = jnp.where(mass > 0, mass, 1.0)
+        weights = jnp.where(mass > 0, (1 - 1e-5) * whole[:, None] / own, 1.0)
+    return Supply(mass, weights, eps**ball.power * whole)
+
+
+def reach(supply: Supply) -> Array:
+    """``[B, C]``: how much a pixel may gain or lose; mass moves by one pixel at least."""
+    most = jnp.minimum(supply.budget[:, None] / supply.weights, supply.mass)
+    # NaN stays: minimum() keeps it.
+    return most * (1 + 1e-5) + _LOST * jnp.sum(supply.mass, axis=1, keepdims=True)
+
+
+def least(a: Array, x: Array, held: Supply, power: float) -> Array:
+    """``[G, R]``: lower bounds of linear functions over the balls, rounded down.
+
+    Args:
+      a: coefficients ``[G, R, H, W, C]``.
+      x: ``[R, H, W, C]``
+      held: the supply of each row's image.
+      power: of the distances.
+    """
+    fixed = Levels(lax.stop_gradient(a), power)
+    mass, price = lax.stop_gradient((x, _per_channel(held.weights)))
+    budget = lax.stop_gradient(held.budget)
+
+    def halved(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
+        level = 0.5 * (low + high)
+        spent = fixed.spent(level[..., None, None, None] * price, mass * price)
+        return jnp.where(spent > budget, level, low), jnp.where(spent > budget, high, level)
+
+    none = jnp.zeros(a.shape[:2], a.dtype)
+    ends = lax.fori_loop(0, _TURNS, halved, (none, steepest(fixed, price)))
+    exact = Levels(a, power)
+    unit = rounding(a[0, 0].size, a.dtype)
+    top = jnp.max(jnp.abs(a), axis=(2, 3, 4))
+    slack = (_LOST + 16 * float(jnp.finfo(a.dtype).eps)) * jnp.sum(held.mass, axis=1)
+
+    def dual(level: Array) -> Array:
+        gained = x * exact.nearest(level[..., None, None, None] * _per_channel(held.weights))
+        size = level * held.budget + summed(jnp.abs(gained))
+        return summed(gained) - level * held.budget - unit * size
+
+    return jnp.maximum(*map(dual, ends)) - slack * top
+
+
+def steepest(levels: "Levels", price: Array) -> Array:
+    """``[G, R]``: the largest slope ``(a_i - a_j) / (w d_ij)``, or more; at it nothing moves.
+
+    ``price`` ``[R, 1, 1, C]`` are the factors w of the distances.
+    """
+    first, *others = levels.parts
+    falls = [(first - part) / length for part, length in zip(others, levels.lengths[1:])]
+    highest = jnp.zeros(first.shape[:2], first.dtype)
+    for fall in falls:
+        highest = jnp.maximum(highest, jnp.max(fall / price, axis=(2, 3, 4)))
+    return highest
+
+
+def slopes(a: Array, x: Array, ball: MassBall) -> Array:
+    """``[K]``: how fast functions ``a`` ``[K, H, W, C]`` of an image x may fall, in ``eps**p``."""
+    held = supply(x[None], jnp.ones(1, x.dtype), ball)
+    return held.budget * steepest(Levels(a[:, None], ball.power), _per_channel(held.weights))[:, 0]
+
+
+def _per_channel(weights: Array) -> Array:
+    """``[R, C]`` as ``[R, 1, 1, C]``."""
+    return weights[:, None, None, :]
+
+
+class Levels:
+    """The least coefficient at each distance of every pixel, for ``min_j (a_j + price d_ij)``.
+
+    ``parts[k]`` ``[G, R, H, W, C]`` is the least coefficient of some pixels whose distance is at
+    least ``lengths[k]``; the first is the pixel itself.
+    """
+
+    def __init__(self, a: Array, power: float) -> None:
+        self.parts: list[Array] = []
+        self.lengths: list[float] = []
+        for length, part in _levels(a, power):
+            self.lengths.append(length)
+            self.parts.append(part)
+
+    def nearest(self, price: Array) -> Array:
+        """``[G, R, H, W, C]``: ``min_j (a_j + price d_ij)``, or less."""
+        found = self.parts[0]
+        for part, length in zip(self.parts[1:], self.lengths[1:]):
+            found = jnp.minimum(found, part + price * length)
+        return found
+
+    def spent(self, price: Array, mass: Array) -> Array:
+        """``[G, R]``: mass times distance that is moved at a price."""
+        found, far = self.parts[0], jnp.zeros_like(self.parts[0])
+        for part, length in zip(self.parts[1:], self.lengths[1:]):
+            own = part + price * length
+            far = jnp.where(own < found, length, far)
+            found = jnp.minimum(found, own)
+        return jnp.sum(mass * far, axis=(2, 3, 4))
+
+
+def _levels(a: Array, power: float) -> Iterator[tuple[float, Array]]:
+    """Yields distances to a power, rounded down, and the least coefficients there."""
+    height, width = a.shape[2:4]
+    most = max(height, width) - 1
+    near = min(_NEAR, most)
+    offsets = [(i, j) for i in range(-near, near + 1) for j in range(-near, near + 1)]
+    square = {i * i + j * j for i, j in offsets}
+    box = None
+    for length in sorted(square):
+        here = [_shifted(a, i, j) for i, j in offsets if i * i + j * j == length]
+        part = here[0]
+        for other in here[1:]:
+            part = jnp.minimum(part, other)
+        box = part if box is None else jnp.minimum(box, part)
+        yield _below(math.sqrt(length) ** power), part
+    while near < most:
+        assert box is not None
+        step = max(1, near * 2 // 3)
+        for rows, columns in ((step, 0), (0, step)):
+            sides = _shifted(box, rows, columns), _shifted(box, -rows, -columns)
+            box = jnp.minimum(box, jnp.minimum(*sides))
+        yield _below(float(near + 1) ** power), box
+        near += step
+
+
+def _below(length: float) -> float:
+    """The largest float32 at most ``length`` but for rounding."""
+    return float(np.nextafter(np.float32(length), np.float32(0))) if length else 0.0
+
+
+def _shifted(a: Array, rows: int, columns: int) -> Array:
+    """``a[..., y + rows, x + columns, :]``, infinite where that is outside of the image."""
+    height, width = a.shape[2:4]
+    if abs(rows) >= height or abs(columns) >= width:
+        return jnp.full_like(a, jnp.inf)
+    part = a[:, :, max(rows, 0) : height + min(rows, 0), max(columns, 0) : width + min(columns, 0)]
+    pads = ((0, 0), (0, 0), _pad(rows), _pad(columns), (0, 0))
+    return jnp.pad(part, pads, constant_values=jnp.inf)
+
+
+def _pad(shift: int) -> tuple[int, int]:
+    return max(-shift, 0), max(shift, 0)
