@@ -416,8 +416,15 @@ def test_certify_smooths_any_model(given, capsys, tmp_path):
     assert main([*smooth, *images]) == 0
     content = json.loads(capsys.readouterr().out)
     assert (content["noise"], content["norm"]) == ("flow", "w1")
+    moved = [*command, "--norm", "w1", "--eps", "1/1000", "--method", "crown", "--steps", "2"]
+    assert main([*moved, "--json", "-", "--radii", str(radii)]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert (content["norm"], content["method"], content["claim"]) == ("w1", "crown", "float program")
+    saved = np.load(radii)
+    assert content["verified"] == saved["verified"].sum() > 0
+    assert np.all(saved["radius"][saved["verified"]] >= 1e-3)
     for words, message in (
-        (["--norm", "w1"], "by --method smoothing only"),
+        (["--norm", "w1", "--method", "lipschitz"], "--norm w1 take another of interval, crown"),
         (["--method", "smoothing"], "--sigma S"),
         (["--sigma", "1"], "would be ignored"),
         (["--alpha", "0.1"], "would be ignored"),

@@ -13,7 +13,8 @@ jump.
 Bounding: `domain` has the values of interval arithmetic, and `interval` walks the program forwards
 with them. `network` sorts equations into affine and nonlinear ones. `crown` sends `coefficients`
 backwards, through affine equations by transposition and through nonlinear ones by their lines,
-until `region` minimises the linear function over the inputs (concretises it). `coarse` decides easy
+until `region` minimises the linear function over the inputs (concretises it; `moved_mass` does so
+where mass moves between pixels). `coarse` decides easy
 neurons first; `slopes` optimises the free slopes of lines (alpha-CROWN); `margins` combines this to
 bound all margins of a batch, and `linear_outputs` to bound any linear functions of the outputs
 over boxes; `leaves` bounds the subproblems of the branch and bound over ReLU

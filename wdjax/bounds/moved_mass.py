@@ -14,8 +14,10 @@ The minimum over j is exact within a window. Beyond it, squares of pixels are bo
 coefficient at their least distance, so that no window is too small for a proof.
 """
 
+import functools
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import jax.numpy as jnp
@@ -88,77 +90,20 @@ def reach(supply: Supply) -> Array:
     return most * (1 + 1e-5) + _LOST * jnp.sum(supply.mass, axis=1, keepdims=True)
 
 
-def least(a: Array, x: Array, held: Supply, power: float) -> Array:
-    """``[G, R]``: lower bounds of linear functions over the balls, rounded down.
-
-    Args:
-      a: coefficients ``[G, R, H, W, C]``.
-      x: ``[R, H, W, C]``
-      held: the supply of each row's image.
-      power: of the distances.
-    """
-    fixed = Levels(lax.stop_gradient(a), power)
-    mass, price = lax.stop_gradient((x, _per_channel(held.weights)))
-    budget = lax.stop_gradient(held.budget)
-
-    def halved(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = ends
-        level = 0.5 * (low + high)
-        spent = fixed.spent(level[..., None, None, None] * price, mass * price)
-        return jnp.where(spent > budget, level, low), jnp.where(spent > budget, high, level)
-
-    none = jnp.zeros(a.shape[:2], a.dtype)
-    ends = lax.fori_loop(0, _TURNS, halved, (none, steepest(fixed, price)))
-    exact = Levels(a, power)
-    unit = rounding(a[0, 0].size, a.dtype)
-    top = jnp.max(jnp.abs(a), axis=(2, 3, 4))
-    slack = (_LOST + 16 * float(jnp.finfo(a.dtype).eps)) * jnp.sum(held.mass, axis=1)
-
-    def dual(level: Array) -> Array:
-        gained = x * exact.nearest(level[..., None, None, None] * _per_channel(held.weights))
-        size = level * held.budget + summed(jnp.abs(gained))
-        return summed(gained) - level * held.budget - unit * size
-
-    return jnp.maximum(*map(dual, ends)) - slack * top
-
-
-def steepest(levels: "Levels", price: Array) -> Array:
-    """``[G, R]``: the largest slope ``(a_i - a_j) / (w d_ij)``, or more; at it nothing moves.
-
-    ``price`` ``[R, 1, 1, C]`` are the factors w of the distances.
-    """
-    first, *others = levels.parts
-    falls = [(first - part) / length for part, length in zip(others, levels.lengths[1:])]
-    highest = jnp.zeros(first.shape[:2], first.dtype)
-    for fall in falls:
-        highest = jnp.maximum(highest, jnp.max(fall / price, axis=(2, 3, 4)))
-    return highest
-
-
-def slopes(a: Array, x: Array, ball: MassBall) -> Array:
-    """``[K]``: how fast functions ``a`` ``[K, H, W, C]`` of an image x may fall, in ``eps**p``."""
-    held = supply(x[None], jnp.ones(1, x.dtype), ball)
-    return held.budget * steepest(Levels(a[:, None], ball.power), _per_channel(held.weights))[:, 0]
-
-
-def _per_channel(weights: Array) -> Array:
-    """``[R, C]`` as ``[R, 1, 1, C]``."""
-    return weights[:, None, None, :]
-
-
-class Levels:
+class Levels(NamedTuple):
     """The least coefficient at each distance of every pixel, for ``min_j (a_j + price d_ij)``.
 
     ``parts[k]`` ``[G, R, H, W, C]`` is the least coefficient of some pixels whose distance is at
     least ``lengths[k]``; the first is the pixel itself.
     """
 
-    def __init__(self, a: Array, power: float) -> None:
-        self.parts: list[Array] = []
-        self.lengths: list[float] = []
-        for length, part in _levels(a, power):
-            self.lengths.append(length)
-            self.parts.append(part)
+    parts: list[Array]
+    lengths: list[float]
+
+    @classmethod
+    def of(cls, a: Array, power: float) -> "Levels":
+        lengths, parts = zip(*_levels(a, power))
+        return cls([*parts], [*lengths])
 
     def nearest(self, price: Array) -> Array:
         """``[G, R, H, W, C]``: ``min_j (a_j + price d_ij)``, or less."""
@@ -177,45 +122,100 @@ class Levels:
         return jnp.sum(mass * far, axis=(2, 3, 4))
 
 
+def least(a: Array, x: Array, held: Supply, power: float) -> Array:
+    """``[G, R]``: lower bounds of linear functions over the balls, rounded down.
+
+    Args:
+      a: coefficients ``[G, R, H, W, C]``.
+      x: ``[R, H, W, C]``
+      held: the supply of each row's image.
+      power: of the distances.
+    """
+    exact = Levels.of(a, power)
+    fixed = exact._replace(parts=lax.stop_gradient(exact.parts))
+    mass, price = lax.stop_gradient((x, _per_channel(held.weights)))
+    budget = lax.stop_gradient(held.budget)
+
+    def halved(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
+        level = 0.5 * (low + high)
+        spent = fixed.spent(level[..., None, None, None] * price, mass * price)
+        return jnp.where(spent > budget, level, low), jnp.where(spent > budget, high, level)
+
+    none = jnp.zeros(a.shape[:2], a.dtype)
+    ends = lax.fori_loop(0, _TURNS, halved, (none, steepest(fixed, price)))
+    unit = rounding(a[0, 0].size, a.dtype)
+    top = jnp.max(jnp.abs(a), axis=(2, 3, 4))
+    slack = (_LOST + 16 * float(jnp.finfo(a.dtype).eps)) * jnp.sum(held.mass, axis=1)
+
+    def dual(level: Array) -> Array:
+        gained = x * exact.nearest(level[..., None, None, None] * _per_channel(held.weights))
+        size = level * held.budget + summed(jnp.abs(gained))
+        return summed(gained) - level * held.budget - unit * size
+
+    return jnp.maximum(*map(dual, ends)) - slack * top
+
+
+def steepest(levels: Levels, price: Array) -> Array:
+    """``[G, R]``: the largest slope ``(a_i - a_j) / (w d_ij)``, or more; at it nothing moves.
+
+    ``price`` ``[R, 1, 1, C]`` are the factors w of the distances.
+    """
+    first, *others = levels.parts
+    falls = [(first - part) / length for part, length in zip(others, levels.lengths[1:])]
+    highest = jnp.zeros(first.shape[:2], first.dtype)
+    for fall in falls:
+        highest = jnp.maximum(highest, jnp.max(fall / price, axis=(2, 3, 4)))
+    return highest
+
+
+def slopes(a: Array, x: Array, ball: MassBall) -> Array:
+    """``[K]``: how fast functions ``a`` ``[K, H, W, C]`` of an image x may fall, in ``eps**p``."""
+    held = supply(x[None], jnp.ones(1, x.dtype), ball)
+    return (
+        held.budget * steepest(Levels.of(a[:, None], ball.power), _per_channel(held.weights))[:, 0]
+    )
+
+
+def _per_channel(weights: Array) -> Array:
+    """``[R, C]`` as ``[R, 1, 1, C]``."""
+    return weights[:, None, None, :]
+
+
 def _levels(a: Array, power: float) -> Iterator[tuple[float, Array]]:
     """Yields distances to a power, rounded down, and the least coefficients there."""
-    height, width = a.shape[2:4]
-    most = max(height, width) - 1
+    most = max(a.shape[2:4]) - 1
     near = min(_NEAR, most)
-    offsets = [(i, j) for i in range(-near, near + 1) for j in range(-near, near + 1)]
-    square = {i * i + j * j for i, j in offsets}
-    box = None
-    for length in sorted(square):
-        here = [_shifted(a, i, j) for i, j in offsets if i * i + j * j == length]
-        part = here[0]
-        for other in here[1:]:
-            part = jnp.minimum(part, other)
-        box = part if box is None else jnp.minimum(box, part)
-        yield _below(math.sqrt(length) ** power), part
+    seen, steps = _around(a, near), range(-near, near + 1)
+    rings: dict[int, list[Array]] = {}
+    for rows, columns in itertools.product(steps, steps):
+        rings.setdefault(rows**2 + columns**2, []).append(seen(rows, columns))
+    box = functools.reduce(jnp.minimum, itertools.chain(*rings.values()))
+    for square in sorted(rings):
+        yield _below(math.sqrt(square) ** power), functools.reduce(jnp.minimum, rings[square])
     while near < most:
-        assert box is not None
         step = max(1, near * 2 // 3)
-        for rows, columns in ((step, 0), (0, step)):
-            sides = _shifted(box, rows, columns), _shifted(box, -rows, -columns)
+        for axis in (0, 1):
+            seen = _around(box, step)
+            sides = [seen(*offset[:: 1 - 2 * axis]) for offset in ((step, 0), (-step, 0))]
             box = jnp.minimum(box, jnp.minimum(*sides))
         yield _below(float(near + 1) ** power), box
         near += step
 
 
-def _below(length: float) -> float:
-    """The largest float32 at most ``length`` but for rounding."""
-    return float(np.nextafter(np.float32(length), np.float32(0))) if length else 0.0
-
-
-def _shifted(a: Array, rows: int, columns: int) -> Array:
-    """``a[..., y + rows, x + columns, :]``, infinite where that is outside of the image."""
+def _around(a: Array, reach: int) -> Callable[[int, int], Array]:
+    """``a[..., y + rows, x + columns, :]`` as a function of both, inf outside of the image."""
     height, width = a.shape[2:4]
-    if abs(rows) >= height or abs(columns) >= width:
-        return jnp.full_like(a, jnp.inf)
-    part = a[:, :, max(rows, 0) : height + min(rows, 0), max(columns, 0) : width + min(columns, 0)]
-    pads = ((0, 0), (0, 0), _pad(rows), _pad(columns), (0, 0))
-    return jnp.pad(part, pads, constant_values=jnp.inf)
+    sides = ((0, 0), (0, 0), (reach, reach), (reach, reach), (0, 0))
+    framed = jnp.pad(a, sides, constant_values=jnp.inf)
+
+    def seen(rows: int, columns: int) -> Array:
+        top, left = reach + rows, reach + columns
+        return framed[:, :, top : top + height, left : left + width]
+
+    return seen
 
 
-def _pad(shift: int) -> tuple[int, int]:
-    return max(-shift, 0), max(shift, 0)
+def _below(length: float) -> float:
+    """A float32 just below ``length``, or 0."""
+    return float(np.nextafter(np.float32(length), np.float32(0))) if length else 0.0
