@@ -419,7 +419,11 @@ def test_certify_smooths_any_model(given, capsys, tmp_path):
     moved = [*command, "--norm", "w1", "--eps", "1/1000", "--method", "crown", "--steps", "2"]
     assert main([*moved, "--json", "-", "--radii", str(radii)]) == 0
     content = json.loads(capsys.readouterr().out)
-    assert (content["norm"], content["method"], content["claim"]) == ("w1", "crown", "float program")
+    assert (content["norm"], content["method"], content["claim"]) == (
+        "w1",
+        "crown",
+        "float program",
+    )
     saved = np.load(radii)
     assert content["verified"] == saved["verified"].sum() > 0
     assert np.all(saved["radius"][saved["verified"]] >= 1e-3)

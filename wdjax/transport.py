@@ -77,8 +77,8 @@ def allocate(distance: ArrayLike, eps: ArrayLike, order: float) -> jax.Array:
 def _allocate(xp: ModuleType, distance: _Either, eps: Any, order: float) -> _Either:
     """``[n]``: the share of each sample's mass that moves, the cheapest flips first.
 
-    ``distance`` ``[n]`` are the flips' distances, inf without; the last sample that is paid for may
-    move in part. ``xp`` is NumPy or ``jax.numpy``.
+    ``distance`` ``[n]`` are the flips' distances, inf where no flip is known; the last sample that
+    is paid for may move in part. ``xp`` is NumPy or ``jax.numpy``.
     """
     if order == math.inf:
         return ((distance <= eps) & xp.isfinite(distance)).astype(distance.dtype)
@@ -151,7 +151,12 @@ def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Res
 def _weigh_traced(
     cost: Array, correct: Array, success: Array, eps: Array, kappa: Any, order: float
 ) -> jax.Array:
-    """``[n]``: the weights of :func:`spend` inside a trace; NaN where the host would raise."""
+    """``[n]``: the weights of :func:`spend` inside a trace, from ``[n]`` leaves of its search.
+
+    ``eps`` is a number, ``kappa`` a number or None for the knapsack. What the host refuses gives
+    NaN: in all weights for a bad ``eps`` or ``kappa`` or an exceeded budget, in a single weight
+    where the sample's cost is not finite.
+    """
     valid = jnp.isfinite(eps) & (eps >= 0)
     if kappa is None:
         weight = _allocate(jnp, _prices(jnp, cost, correct, success), eps, order)
@@ -189,9 +194,10 @@ def _prices(xp: ModuleType, cost: _Either, correct: _Either, success: _Either) -
 
 
 def _refuse_overspending(cost: AnyArray, weight: AnyArray, eps: Any, order: float) -> None:
-    """Raises if points that cost ``cost`` ``[n]`` with weights ``[n]`` exceed the budget ``eps``.
+    """Raises if moving shares ``weight`` ``[n]`` as far as ``cost`` ``[n]`` exceeds ``eps``.
 
-    The cost is that of Corollary C.2 of the paper, in float64.
+    What is spent is ``(mean weight cost^p)^(1/p)``, Corollary C.2 of the paper, in float64; it may
+    exceed the budget ``eps`` by 1e-5 of it.
     """
     spent = _power_mean(np, _float64(cost), _float64(weight), order)
     if not spent <= float(eps) * (1 + 1e-5):

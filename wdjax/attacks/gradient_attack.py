@@ -30,7 +30,6 @@ class State(NamedTuple):
 class GradientAttack:
     r"""Iterated gradient ascent on a loss; a subclass defines the step.
 
-    A subclass is a frozen dataclass registered with ``jax.tree_util.register_dataclass``. It has
     A subclass is a frozen dataclass registered with ``jax.tree_util.register_dataclass``. It
     defines :meth:`step`, and :meth:`memory` if its steps carry a state (momentum, averages). The
     points that a step returns are projected on the ball and the box. ``docs/own_attack.md`` has an

@@ -254,8 +254,8 @@ class _Frontier:
                 self.stuck.append(leaf)
             else:
                 depth = min(max(room.bit_length() - 1, 1), len(entries))
-                for half in _halves(leaf, entries[:depth], found.children[place]):
-                    self.add(half)
+                for part in _parts(leaf, entries[:depth], found.children[place]):
+                    self.add(part)
         self.taken = []
 
     def low(self) -> Numbers:
@@ -269,11 +269,12 @@ class _Frontier:
         return found
 
 
-def _halves(leaf: _Leaf, entries: list[int], children: Numbers) -> Iterator[_Leaf]:
-    """Yields a leaf for each combination of signs of the neurons ``entries``.
+def _parts(leaf: _Leaf, entries: list[int], children: Numbers) -> Iterator[_Leaf]:
+    """Yields the ``2^E`` parts of a leaf, one for each combination of signs of ``E`` neurons.
 
-    ``children``, ``[C, 2]``, are bounds of the two halves of a split by each entry alone (negative,
-    positive); the best of them and of the parent's is the new leaf's bound.
+    ``entries`` are the neurons' indices. ``children``, ``[C, 2]`` with ``C >= E``, has in row k the
+    lower bounds of both halves (negative, positive) if ``entries[k]`` alone splits the leaf. A part
+    lies in one half of each row: its bound is the largest of theirs and of the leaf's.
     """
     for pick in itertools.product((0, 1), repeat=len(entries)):
         signs, multipliers = leaf.signs.copy(), leaf.multipliers.copy()

@@ -1,9 +1,13 @@
 """The command line: ``python -m wdjax COMMAND``.
 
+A command is a file with ``add`` (its options), ``run`` (its work) and mostly ``_table`` (the rows
+that it prints). `smoothing_command` and `lipschitz_command` are methods of `certify_command`.
+
 `subject` declares and loads what all commands share: model, samples, places of results; `own_model`
-has the kinds of ``--model``, `options` the types of numbers; `printed` makes tables, `console`
-prints; `process` handles signals and caches. Attacks are rows of `attack_table`, whose settings
-`attack_words` parses. Open `attack_command` first.
+has the kinds of ``--model``, `options` the types of numbers; `printed` aligns tables, `console`
+prints; `process` handles signals and caches; `workers` are the processes of ``verify --jobs``.
+Attacks are rows of `attack_table`, whose settings `attack_words` parses. Open `attack_command`
+first.
 """
 
 import argparse

@@ -139,9 +139,11 @@ def _certify(
     task: tasks.Task,
     tick: Callable[[Progress], None],
 ) -> smoothing.SmoothedCertificate:
-    """Certifies by votes, as the task ``task``.
+    """Certifies samples ``x`` ``[n, *shape]`` by votes, and saves its progress under ``task``.
 
-    ``own`` are this method's options with their defaults, ``how`` those that the test needs.
+    ``own`` are all options of this method, with their defaults; ``how`` are those that
+    :func:`smoothing.cautions` takes as well: noise, number of votes, level and test. ``tick`` hears
+    of the progress.
     """
     return smoothing.certify(
         model,

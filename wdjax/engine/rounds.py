@@ -232,7 +232,11 @@ def _progress(plan: Plan, search: Search, n: int) -> Progress:
 
 
 def _finish(plan: Plan, search: Search, n: int, skip_misclassified: bool) -> Found:
-    """Measures what has been found so far of the first ``n`` rows."""
+    """What has been found so far, measured at the points: a ``Found`` of ``[n]`` leaves.
+
+    The rows from ``n`` on are padding and are cut off. ``skip_misclassified`` is passed to
+    :func:`track.measure`. The history, if there is one, becomes ``[steps, n]``.
+    """
     x, chosen, ball = np.asarray(plan.samples.x), np.asarray(search.chosen), plan.attack.ball
     found, seen = _points(plan, search)
     found = track.measure(np, ball, found, x, plan.clean, seen, chosen, skip_misclassified)

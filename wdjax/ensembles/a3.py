@@ -29,7 +29,7 @@ class Round(NamedTuple):
     probes: int
     steps: int
     share: float
-    """Share of the survivors that is attacked, those of largest margin."""
+    """Share of the survivors that is attacked, those of largest margin: the nearest to a flip."""
     restarts: int
 
 
@@ -252,10 +252,11 @@ def _leans_down(attack: Diversified, own: Found, key: Array, index: Any) -> bool
 
 
 def _chosen(found: Found | None, only: Any, share: float) -> Any:
-    """``[n]`` booleans: the ``share`` of the survivors with the largest margins, but at least 100.
+    """``[n]`` booleans: the samples that a round attacks.
 
-    ``only`` ``[n]`` restricts the survivors; before the first search (``found`` is None) it is
-    returned itself.
+    They are the ``share`` of the survivors whose criterion is largest, so nearest to a flip, but at
+    least ``_LEAST``, or all if fewer survive. ``only`` ``[n]``, if given, restricts the survivors;
+    before the first search (``found`` is None) it is the answer itself.
     """
     if found is None:
         return only

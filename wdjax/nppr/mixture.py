@@ -109,7 +109,10 @@ def hard(key: Array, mixture: Mixture, inputs: int, draws: int) -> Array:
 
 
 def _combined(mixture: Mixture, z: Array, xi: Array) -> Array:
-    """``sum_k z_k mu_k + F_k xi_k`` for weights ``[n, M, K]`` and vectors ``[n, M, K, L]``."""
+    """``[n, M, L]``: ``sum_k (z_k mu_k + F_k xi_k)`` for weights ``z`` ``[n, M, K]``.
+
+    The vectors ``xi`` ``[n, M, K, L]`` are multiplied by ``z`` already.
+    """
     return _weighted(mixture.mean, z) + _scattered(mixture, xi)
 
 

@@ -31,7 +31,9 @@ class Data(NamedTuple):
 
     model: Classifier
     x: Array
+    """``[n, *shape]``"""
     y: Array
+    """``[n]``"""
     features: Array | None
     """``[n, F]`` of the unperturbed samples, computed once."""
     offset: Array | None
@@ -40,7 +42,7 @@ class Data(NamedTuple):
 
 
 class State(NamedTuple):
-    """The state of a fit; a pytree, stacked over fits."""
+    """The state of a fit; a pytree, which :func:`begin` and :func:`advance` stack over fits."""
 
     params: Params
     stats: Params
@@ -57,6 +59,7 @@ class FitProgram(NamedTuple):
     family: Family
     ball: Lp
     loops: bool
+    """Whether the model is as fast inside a loop, see :func:`wdjax.program.loops_well`."""
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))

@@ -29,8 +29,10 @@ class RegularisedProgram(NamedTuple):
 
     plan: objective.FitProgram
     features: Callable[[Any], Any] | None
+    """``model -> (x -> [n, F])``; None if the family does not see the input."""
     optimizer: optax.GradientTransformation
     draws: int
+    """Perturbed copies of each sample in the model's loss."""
 
 
 class TrainingData(NamedTuple):
@@ -38,9 +40,12 @@ class TrainingData(NamedTuple):
 
     schedule: Schedule
     x: Array
+    """``[n, *shape]``"""
     y: Array
+    """``[n]``"""
     key: Array
     weight: Array
+    """A number in ``[0, 1]``: the weight of the perturbed copies' loss."""
 
 
 class State(NamedTuple):
@@ -155,7 +160,10 @@ def train_model(
 def _begin(
     recipe: RegularisedProgram, model: Model, given: TrainingData, key: Array, radius: Array
 ) -> State:
-    """The first state of a training: the given model, and a distribution of radius ``radius``."""
+    """The state before the first step: the given model, an optimiser's state, a new distribution.
+
+    The distribution's perturbations are at most ``radius``, a number; its parameters are random.
+    """
     plan, x, steps = recipe.plan, given.x, given.schedule.steps
     classes = jax.eval_shape(lambda model, x: model(x), model, x).shape[1]
     seen = recipe.features
