@@ -246,6 +246,8 @@ def test_misuse_says_what_to_do():
         certify.certified(model, x, y, norm=ANY, box=None, **how)
     with pytest.raises(ValueError, match="norm must be 1, 2 or inf"):
         certify.certified(model, x, y, norm=image.ImageWasserstein, **how)
+    with pytest.raises(ValueError, match=r"inf or an image.ImageWasserstein\(\), got 'w1'"):
+        certify.certified(model, x, y, norm="w1", **how)
     flat = models.mlp((36, 3), key=jax.random.key(0))
     for call in (certify.certified, certify.verify):
         with pytest.raises(ValueError, match="height, width, channels"):

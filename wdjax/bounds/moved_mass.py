@@ -34,9 +34,8 @@ _TURNS = 12
 _LOST = 2e-6
 """Share of the mass that a point may have gained or lost by rounding, twice what the ball allows
 attacks."""
-
-
 _PARTS = "power", "channels", "box", "diameter"
+"""By which a ball in which mass moves is told from a number."""
 
 
 class MassBall(Protocol):
@@ -86,7 +85,6 @@ def supply(x: Array, eps: Array, ball: MassBall) -> Supply:
 def reach(supply: Supply) -> Array:
     """``[B, C]``: how much a pixel may gain or lose; mass moves by one pixel at least."""
     most = jnp.minimum(supply.budget[:, None] / supply.weights, supply.mass)
-    # NaN stays: minimum() keeps it.
     return most * (1 + 1e-5) + _LOST * jnp.sum(supply.mass, axis=1, keepdims=True)
 
 
@@ -146,6 +144,7 @@ def least(a: Array, x: Array, held: Supply, power: float) -> Array:
     ends = lax.fori_loop(0, _TURNS, halved, (none, steepest(fixed, price)))
     unit = rounding(a[0, 0].size, a.dtype)
     top = jnp.max(jnp.abs(a), axis=(2, 3, 4))
+    # The best pixel at a price costs at most twice this more than another: so much is rounded.
     slack = (_LOST + 16 * float(jnp.finfo(a.dtype).eps)) * jnp.sum(held.mass, axis=1)
 
     def dual(level: Array) -> Array:
@@ -162,19 +161,18 @@ def steepest(levels: Levels, price: Array) -> Array:
     ``price`` ``[R, 1, 1, C]`` are the factors w of the distances.
     """
     first, *others = levels.parts
-    falls = [(first - part) / length for part, length in zip(others, levels.lengths[1:])]
     highest = jnp.zeros(first.shape[:2], first.dtype)
-    for fall in falls:
-        highest = jnp.maximum(highest, jnp.max(fall / price, axis=(2, 3, 4)))
+    for part, length in zip(others, levels.lengths[1:]):
+        fall = (first - part) / (length * price)
+        highest = jnp.maximum(highest, jnp.max(fall, axis=(2, 3, 4)))
     return highest
 
 
 def slopes(a: Array, x: Array, ball: MassBall) -> Array:
     """``[K]``: how fast functions ``a`` ``[K, H, W, C]`` of an image x may fall, in ``eps**p``."""
     held = supply(x[None], jnp.ones(1, x.dtype), ball)
-    return (
-        held.budget * steepest(Levels.of(a[:, None], ball.power), _per_channel(held.weights))[:, 0]
-    )
+    steep = steepest(Levels.of(a[:, None], ball.power), _per_channel(held.weights))
+    return held.budget * steep[:, 0]
 
 
 def _per_channel(weights: Array) -> Array:

@@ -144,6 +144,8 @@ def ball_of(norm: Norm, box: Box) -> AnyBall:
     Raises:
       ValueError: another norm, or a box that is not the ball's.
     """
+    if isinstance(norm, str):
+        raise ValueError(f"norm must be 1, 2, inf or an image.ImageWasserstein(), got {norm!r}.")
     if not moved_mass.moves_mass(norm):
         return Lp(norm, box)  # type: ignore[arg-type]
     if box is None or tuple(box) != norm.box:
