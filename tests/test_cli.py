@@ -315,6 +315,17 @@ def test_nppr_says_what_survives(given, capsys, tmp_path):
         assert row["learnt"]
         assert row["value"] <= uniform["value"] + 1e-9
         assert content["ar"]["strong"] <= row["value"] + 1e-9
+    ar, rows = content["ar"], [*content["nppr"].values(), *content["pr"].values()]
+    assert ar["strong"] == pytest.approx(np.mean(ar["per_sample"]))
+    held = np.array(ar["per_sample"]) == 1
+    for row in rows:
+        held &= np.array(row["per_sample"]) == 1
+    assert ar["least"] == pytest.approx(held.mean())
+    curve = uniform["bounded_ratio"]
+    assert curve["value"][0] == pytest.approx(uniform["value"])
+    assert np.all(np.diff(curve["value"]) <= 0)
+    assert np.shape(curve["interval_of_these"]) == np.shape(curve["interval_of_population"])
+    assert len(curve["ratio"]) == len(curve["value"]) == 7
     assert all(content["inequalities"].values())
     assert len(content["inequalities"]) == 4
     fields = content["prbench"]

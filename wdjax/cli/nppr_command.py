@@ -137,6 +137,8 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         console.say(f"NPPR {mode}: {fitted[mode]['value']:.2%}")
         for remark in fitted[mode]["remarks"]:
             console.warn(f"  CAREFUL, {mode}: {remark}")
+    drawn = [row["per_sample"] for row in (*fixed.values(), *fitted.values())]
+    attacked["least"] = float(np.mean(np.min([attacked["per_sample"], *drawn], axis=0) == 1))
     faults = sum(row["faults"] for row in (*fixed.values(), *fitted.values()))
     if faults:
         warned += subject.cautions(console, f"{faults} copies had logits that are not finite")
@@ -198,7 +200,7 @@ def _row(found: Estimate) -> dict[str, Any]:
         "draws": found.draws,
         "n_correct": int(found.correct.sum()),
         "faults": int(found.faults.sum()),
-        "per_sample": [round(float(p), 6) for p in found.per_input],
+        "per_sample": found.per_input.tolist(),
     }
 
 
@@ -290,13 +292,15 @@ def _attacked(
     first, second = how | task.saving(), how | task.saving(parts=True)
     pgd = driver.search(PGD(ball, steps=20, random_start=True), model, *held, **first)
     fast = ensembles.fast(model, *held, ball=ball, **second).found
-    right = np.asarray(pgd.correct)
-    left = right & ~np.asarray(driver.best_of(pgd, fast).success)
+    _, _, right = correct_inputs(model, distributions.UniformBall(parsed.eps, ball), *held)
+    correct = np.asarray(pgd.correct)
+    left = right & correct & ~np.asarray(driver.best_of(pgd, fast).success)
     low, high = metrics.clopper_pearson(int(left.sum()), int(right.sum()))
     return {
-        "clean_accuracy": float(np.mean(right)),
+        "clean_accuracy": float(np.mean(correct)),
         "pgd20": float(np.mean(~np.asarray(pgd.success)[right])),
         "strong": float(np.mean(left[right])),
+        "per_sample": left[right].astype(float).tolist(),
         "interval_of_population": [float(low), float(high)],
         "faults": int(np.sum(pgd.fault | fast.fault)),
         "remarks": [*pgd.remarks, *fast.remarks],
