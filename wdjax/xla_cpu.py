@@ -23,6 +23,8 @@ import numpy as np
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
+from wdjax import loops
+
 Pair = tuple[int, int]
 
 LANES = 32
@@ -87,9 +89,9 @@ def by_turns(
         def step(_: None, these: list[Array]) -> tuple[None, Array]:
             nothing = jnp.full((*lead, *rest), -jnp.inf, dtype)
             left = these[0].reshape(-1)[0] < needed.size
-            return None, lax.cond(left, work, lambda _: nothing, these)
+            return None, loops.cond(left, work, lambda _: nothing, these)
 
-        return lambda these: lax.scan(jax.checkpoint(step), None, these)[1]
+        return lambda these: loops.scan(jax.checkpoint(step), None, these)[1]
 
     turns = looped(lambda these: find(these[1:]), (width,))
     turns = turns if block == 1 else looped(turns, (block, width))

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from wdjax import loops
 from wdjax.bounds.domain import Array
 from wdjax.xla_cpu import rounding, summed
 
@@ -141,7 +142,7 @@ def least(a: Array, x: Array, held: Supply, power: float) -> Array:
         return jnp.where(spent > budget, level, low), jnp.where(spent > budget, high, level)
 
     none = jnp.zeros(a.shape[:2], a.dtype)
-    ends = lax.fori_loop(0, _TURNS, halved, (none, steepest(fixed, price)))
+    ends = loops.fori_loop(0, _TURNS, halved, (none, steepest(fixed, price)))
     unit = rounding(a[0, 0].size, a.dtype)
     top = jnp.max(jnp.abs(a), axis=(2, 3, 4))
     # The best pixel at a price costs at most twice this more than another: so much is rounded.

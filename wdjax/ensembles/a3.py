@@ -14,6 +14,7 @@ import numpy as np
 from wdjax.attacks import WDA, Diversified
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import SEARCH_TWIN, host_only
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
 from wdjax.engine import driver
 from wdjax.engine.diagnosis import diagnosed
@@ -115,8 +116,7 @@ def a3(
     [True, True]
     """
     arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
-    if validate.traced(model, x, y, eps, key, only) or validate.staged():
-        raise ValueError("a3 decides between its rounds; call it outside jit and vmap.")
+    host_only("a3", SEARCH_TWIN, model, x, y, eps, key, only)
     passes = float(validate.check_number("passes", passes))
     place, number, down, found = Path(checkpoint or "."), 0, True, None
     for turn in range(len(ROUNDS)):
@@ -164,6 +164,9 @@ def a3_wda(
 
     Returns:
       A :class:`~wdjax.core.Found`.
+
+    Raises:
+      ValueError: as :func:`a3`.
 
     Cost: as :func:`a3`; one search takes up to ``10 + 10 rivals`` backward passes and the probes.
 

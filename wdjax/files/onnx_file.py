@@ -19,6 +19,8 @@ MAX_FIELDS = 1 << 20
 MAX_PACKED = 1 << 24
 """Bytes of packed integers, each of which may grow eightfold."""
 MAX_NESTING = 24
+MAX_NODES = 6000
+"""A few thousand are the most of usual classifiers; each takes the compiler milliseconds."""
 _DEFAULT = ("", "ai.onnx")
 
 
@@ -116,6 +118,12 @@ _MESSAGES: dict[str, dict[int, str]] = {
 }  # fmt: skip
 """The fields of ONNX's messages that are messages themselves, by the numbers of ``onnx.proto``."""
 
+_TEXTS = {
+    "model": {2}, "node": {1, 2, 3, 4, 7}, "attribute": {1}, "tensor": {8}, "value": {1},
+    "pair": {1, 2},
+}  # fmt: skip
+"""The fields that are names, which protobuf hands over as bytes if they are no UTF-8."""
+
 _PACKED = {("tensor", 1), ("tensor", 5), ("tensor", 7), ("tensor", 11), ("attribute", 8)}
 
 
@@ -151,6 +159,8 @@ def _walk(content: memoryview, kind: str, left: _Counter, depth: int) -> None:
                 left.packed -= length
                 if left.packed < 0:
                     raise BrokenError(f"it has more than {MAX_PACKED} bytes of packed integers")
+            elif field in _TEXTS.get(kind, ()):
+                _check_text(content[at : at + length])
             at += length
         elif wire == 0:
             _, at = _varint(content, at)
@@ -160,6 +170,13 @@ def _walk(content: memoryview, kind: str, left: _Counter, depth: int) -> None:
             raise BrokenError(f"a field has the wire type {wire}")
     if at != end:
         raise BrokenError("a number is cut short")
+
+
+def _check_text(content: memoryview) -> None:
+    try:
+        str(content, "utf-8")
+    except UnicodeDecodeError as error:
+        raise BrokenError(f"a name is no text: {error.reason}") from None
 
 
 def _varint(content: memoryview, at: int) -> tuple[int, int]:
@@ -201,6 +218,11 @@ def _graph(model: Any, folder: Path) -> OnnxGraph:
             "inline_local_functions."
         )
     graph = model.graph
+    if len(graph.node) > MAX_NODES:
+        raise RefusedError(
+            f"it has {len(graph.node)} nodes, more than {MAX_NODES}; simplify it first, or export "
+            "recurrent layers as LSTM and GRU instead of step by step."
+        )
     if graph.sparse_initializer:
         raise RefusedError("sparse tensors are not supported; store them as dense ones.")
     tensors = dict[str, np.ndarray]()

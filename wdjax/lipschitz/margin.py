@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from wdjax import norms
-from wdjax.bounds import continuity, domain, interval
+from wdjax.bounds import continuity, domain, interval, record
 from wdjax.checks import arguments, independence, validate
 from wdjax.core import Array, Classifier
 from wdjax.precision import highest
@@ -92,6 +92,8 @@ def layer_product(
       ValueError: no rule for a primitive, or a discontinuous one.
 
     Cost: a few forward passes of one sample; for r = 2 also the matrices of small layers.
+
+    Source: Tsuzuku et al. [tsuzuku2018], for programs instead of layers.
 
     >>> from wdjax import Model
     >>> w = jnp.array([[1.0, -1.0], [0.0, 2.0]])
@@ -202,8 +204,8 @@ def margin_lipschitz(
 
     Cost: that of both.
 
-    Differs: equation 6 has ``2^(1/r) max ||J||_{r -> s}``, which is never smaller (lipschitz notes
-    A3) and counts labels that do not occur.
+    Differs: equation 6 has ``2^(1/r) max ||J||_{r -> s}``, which is never smaller, and
+      counts labels that do not occur.
 
     Source: Le et al. [le2025], equations 6 and 8.
 
@@ -244,6 +246,7 @@ def _constants(
             f"got {getattr(out, 'shape', out)}."
         )
     names, classes = continuity.jumps(jax.make_jaxpr(model)(sample)), out.shape[1]
+    record.see_through(*names)
     if names:  # Derivatives do not bound a discontinuous function.
         raise ValueError(
             f"the model applies {', '.join(sorted(names))} to its input, so it is not "

@@ -1,4 +1,5 @@
-"""Makes models of PyTorch checkpoints, PyTorch modules and ONNX files: whole, with a report."""
+"""Makes models of PyTorch checkpoints, PyTorch modules and ONNX files: whole, with a report; and of
+functions that JAX cannot trace."""
 
 import argparse
 import functools
@@ -18,7 +19,9 @@ from flax import nnx
 from wdjax.files import persist, torch_file
 from wdjax.files.state_pickle import shown
 from wdjax.models import zoo
+from wdjax.models.huggingface import load_huggingface
 from wdjax.models.imported import GraphReport, from_torch, load_onnx
+from wdjax.models.opaque import opaque, opaque_torch
 from wdjax.models.pytorch import (
     CONTAINERS,
     ConversionReport,
@@ -49,9 +52,12 @@ __all__ = [
     "from_state_dict",
     "from_torch",
     "load",
+    "load_huggingface",
     "load_onnx",
     "load_robustbench",
     "main",
+    "opaque",
+    "opaque_torch",
     "slots",
     "state_dict",
 ]
@@ -413,6 +419,11 @@ def check_parity(
 
     Raises:
       ValueError: the error is above the tolerance or not finite, or the shapes differ.
+
+    >>> from wdjax import Model
+    >>> model = Model(lambda w, x: x @ w, 2 * jnp.eye(2))
+    >>> check_parity(model, np.ones((1, 2)), np.full((1, 2), 2.0))
+    0.0
     """
     ours, reference = np.asarray(_forward(model, jnp.asarray(x))), np.asarray(logits)
     if ours.shape != reference.shape:

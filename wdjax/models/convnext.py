@@ -83,6 +83,7 @@ class ConvNeXt(nnx.Module):
       classes: number of logits.
       stem: "patch" (4x4 stride 4 and LayerNorm), "conv1" (two 3x3 stride 2) or "conv3" (a third
         3x3 stride 1).
+      epsilon: of the last LayerNorm; that of the others is 1e-6.
       normalize: a function applied to the images first.
       rngs: random keys for the parameters; None for an abstract module.
     """
@@ -93,6 +94,7 @@ class ConvNeXt(nnx.Module):
         dims=(128, 256, 512, 1024),
         classes=1000,
         stem="patch",
+        epsilon=_EPSILON,
         normalize=identity,
         *,
         rngs=None,
@@ -123,7 +125,7 @@ class ConvNeXt(nnx.Module):
             stages.append(Group(blocks=Group.numbered(blocks), **layers))
         self.stages = Group.numbered(stages)
         self.head = Group(
-            norm=LayerNorm(dims[-1], _EPSILON, rngs=rngs),
+            norm=LayerNorm(dims[-1], epsilon, rngs=rngs),
             fc=Linear(dims[-1], classes, rngs=rngs),
         )
 

@@ -1,9 +1,13 @@
 """Models of ONNX files and of PyTorch modules: their graphs, run by our table of operators."""
 
 import collections
+import contextlib
 import functools
+import io
+import logging
 import math
 import tempfile
+import warnings
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +23,7 @@ from wdjax.files.onnx_file import OnnxGraph, OnnxValue
 from wdjax.files.state_pickle import shown
 from wdjax.models.graphs.execute import GraphFunction, Parts, needed, prepared
 from wdjax.models.graphs.laid import MAX_SIZE, channels_last
+from wdjax.models.opaque import refuse_training
 from wdjax.models.pytorch import Converted
 
 TOLERANCE = 1e-4
@@ -384,15 +389,9 @@ def from_torch(module: Any, example: Any) -> Converted:
         import torch
     except ImportError as error:
         raise ImportError(
-            "from_torch needs torch, onnx and onnxscript: pip install torch 'wdjax[onnx]' "
-            "onnxscript."
+            "from_torch needs torch, onnx and onnxscript: pip install 'wdjax[torch]'."
         ) from error
-    training = [name or "it" for name, part in module.named_modules() if part.training]
-    if training:
-        raise ValueError(
-            f"the module is in its training form ({', '.join(training[:4])}), in which a sample's "
-            "output depends on its batch or on chance; call module.eval() first."
-        )
+    refuse_training(module)
     first = torch.as_tensor(example).detach()
     if first.ndim < 2 or not len(first) or first.dtype != torch.float32:
         raise ValueError(
@@ -410,14 +409,8 @@ def from_torch(module: Any, example: Any) -> Converted:
 
 def _export(torch, module, pair, path):
     """Writes an ONNX file with a free number of samples, or for one if that cannot be."""
-    import contextlib
-    import io
-    import warnings
-
     export = functools.partial(torch.onnx.export, module, dynamo=True, verbose=False)
-    said = io.StringIO()
-    with warnings.catch_warnings(), contextlib.redirect_stdout(said):
-        warnings.simplefilter("ignore")
+    with _quiet():
         try:
             free = ({0: torch.export.Dim("samples")},)
             program = export((pair,), dynamic_shapes=free)
@@ -428,6 +421,19 @@ def _export(torch, module, pair, path):
                 said = " ".join(str(error).split())[:600]
                 raise ValueError(f"PyTorch cannot export the module: {said}") from error
         program.save(str(path), external_data=True)
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Without the exporter's news of its own doings, which errors repeat."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _by_module(torch, module, images, name, result, fixed):

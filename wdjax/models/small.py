@@ -223,15 +223,39 @@ def norm_cnn(shape, *, key, classes=10, widths=(16, 32, 64)):
 
 
 def wong_mnist(*, key, classes=10):
-    """The MNIST net of Wong and Kolter with random weights; images ``[n, 28, 28, 1]``."""
+    """The MNIST net of Wong and Kolter with random weights; images ``[n, 28, 28, 1]``.
+
+    Args:
+      key: a typed ``jax.random.key`` for the weights.
+      classes: number of logits.
+
+    >>> wong_mnist(key=jax.random.key(0))(jax.numpy.zeros((1, 28, 28, 1))).shape
+    (1, 10)
+    """
     return functional(WongMNIST(classes, rngs=nnx.Rngs(key)))
 
 
 def trades_smallcnn(*, key, classes=10):
-    """The MNIST net of TRADES with random weights; images ``[n, 28, 28, 1]``."""
+    """The MNIST net of TRADES with random weights; images ``[n, 28, 28, 1]``.
+
+    Args:
+      key: a typed ``jax.random.key`` for the weights.
+      classes: number of logits.
+
+    >>> trades_smallcnn(key=jax.random.key(0))(jax.numpy.zeros((1, 28, 28, 1))).shape
+    (1, 10)
+    """
     return functional(TradesSmallCNN(classes, rngs=nnx.Rngs(key)))
 
 
 def resnet2b(*, key, classes=10):
-    """The small CIFAR-10 residual net with random weights; images ``[n, 32, 32, 3]``."""
+    """The small CIFAR-10 residual net with random weights; images ``[n, 32, 32, 3]``.
+
+    Args:
+      key: a typed ``jax.random.key`` for the weights.
+      classes: number of logits.
+
+    >>> resnet2b(key=jax.random.key(0))(jax.numpy.zeros((1, 32, 32, 3))).shape
+    (1, 10)
+    """
     return functional(ResNet2b(classes, rngs=nnx.Rngs(key)))

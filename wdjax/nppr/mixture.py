@@ -149,6 +149,8 @@ def log_density(mixture: Mixture, points: Array) -> Array:
 
     Cost: ``n M K L^2``.
 
+    Source: Wang et al. [wang2025], equations 12 and 13.
+
     >>> one = Mixture(jnp.zeros((1, 1)), jnp.zeros((1, 1, 1)), jnp.ones((1, 1, 1)))
     >>> round(float(log_density(one, jnp.zeros((1, 1, 1)))[0, 0]), 4)
     -0.9189

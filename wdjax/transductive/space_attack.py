@@ -136,6 +136,12 @@ class SpaceAttack:
 def transfer(inner: Attack, **settings: Any) -> SpaceAttack:
     """Transfer PGD: attacks the model before the first round, once.
 
+    Args:
+      inner: an attack with a radius, on all models at once.
+      **settings: further fields of :class:`SpaceAttack`.
+
+    Source: Chen et al. [chen2022].
+
     >>> transfer(PGD()).iterations
     1
     """
@@ -146,6 +152,10 @@ def pgd_skip(inner: Attack, **settings: Any) -> SpaceAttack:
     """PGD-skip: every round attacks the model of the previous round, as far as it is known.
 
     The published attack sees the defender's state: ``play(..., leak="state")``.
+
+    Args:
+      inner: an attack with a radius, on all models at once.
+      **settings: further fields of :class:`SpaceAttack`.
 
     Source: Wu et al. [rmc2020] by way of Chen et al. [chen2022], example 1.
 
@@ -158,6 +168,11 @@ def pgd_skip(inner: Attack, **settings: Any) -> SpaceAttack:
 def fpa(inner: Attack, iterations: int = 10, **settings: Any) -> SpaceAttack:
     """The fixed point attack: every iteration attacks the newest model only.
 
+    Args:
+      inner: an attack with a radius, on all models at once.
+      iterations: simulated adaptations.
+      **settings: further fields of :class:`SpaceAttack`.
+
     Source: Chen et al. [chen2022], Algorithm 1.
 
     >>> fpa(PGD()).reduce
@@ -168,6 +183,11 @@ def fpa(inner: Attack, iterations: int = 10, **settings: Any) -> SpaceAttack:
 
 def gmsa_avg(inner: Attack, iterations: int = 10, **settings: Any) -> SpaceAttack:
     """Greedy model space attack on the mean of the losses.
+
+    Args:
+      inner: an attack with a radius, on all models at once.
+      iterations: simulated adaptations.
+      **settings: further fields of :class:`SpaceAttack`.
 
     Source: Chen et al. [chen2022], Algorithm 2.
 
@@ -181,6 +201,11 @@ def gmsa_min(inner: Attack, iterations: int = 10, **settings: Any) -> SpaceAttac
     """Greedy model space attack on the minimum of the losses, with as many legs as models.
 
     With ``legs="one"`` it costs as much as :func:`gmsa_avg`.
+
+    Args:
+      inner: an attack with a radius, on all models at once.
+      iterations: simulated adaptations.
+      **settings: further fields of :class:`SpaceAttack`.
 
     Source: Chen et al. [chen2022], Algorithm 2 and A.1.3.
 

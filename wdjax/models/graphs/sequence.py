@@ -4,8 +4,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from wdjax import loops
 from wdjax.models.graphs.laid import reshaped, straight, transposed
 from wdjax.models.graphs.signature import IGNORED, Operator
 
@@ -80,7 +80,7 @@ def _recurrent(call, x, w, r, bias=None, lengths=None, first_h=None, first_c=Non
         carry = tuple(state) if kind == "LSTM" else state[0]
         inner, outer = jnp.split(both, 2)
         inputs = steps @ weights + inner[None, None]
-        last, out = lax.scan(functools.partial(step, outer), carry, inputs, reverse=backwards)
+        last, out = loops.scan(functools.partial(step, outer), carry, inputs, reverse=backwards)
         outs.append(out)
         lasts.append(last if kind == "LSTM" else (last,))
     every = jnp.stack(outs, axis=1)
