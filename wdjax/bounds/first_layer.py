@@ -18,6 +18,7 @@ from wdjax import norms
 from wdjax.bounds import crown, network
 from wdjax.bounds.coefficients import Coefficients, Kernel, Rows, Whole, flat, plain, whole
 from wdjax.bounds.domain import Array, gamma, tiny
+from wdjax.bounds.moved_mass import moves_mass
 from wdjax.bounds.network import Affine
 from wdjax.bounds.region import Region
 from wdjax.xla_cpu import correlated
@@ -36,9 +37,13 @@ class _Chain(NamedTuple):
 def refine(state: crown.Pass, place: int, needed: Array) -> None:
     """Tightens the bounds of a value that is affine in the input, whatever is ``needed``.
 
-    Does nothing for other values, nor for feature maps behind more than one convolution.
+    Does nothing for other values, nor for feature maps behind more than one convolution. Where mass
+    moves between pixels there is no dual norm, and every ``needed`` neuron is bounded by itself.
     """
     chain = _chain(state, place)
+    if chain is not None and moves_mass(state.region.norm):
+        crown.refine(state, place, needed, crown.backward)
+        return
     a = None if chain is None else _row(chain)
     if chain is None or a is None:
         return

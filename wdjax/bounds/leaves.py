@@ -24,7 +24,7 @@ from wdjax.bounds.coefficients import Coefficients, Rows, Whole, whole
 from wdjax.bounds.domain import Array
 from wdjax.bounds.linear_outputs import Objectives
 from wdjax.bounds.network import Network
-from wdjax.bounds.region import Region
+from wdjax.bounds.region import Norm, Region
 from wdjax.checks.validate import EntryBox
 from wdjax.core import Classifier
 from wdjax.precision import highest
@@ -51,7 +51,7 @@ class RegionProblem(NamedTuple):
     rows: Objectives
     scale: Array | None = None
 
-    def region(self, norm: float, count: int = 1) -> Region:
+    def region(self, norm: Norm, count: int = 1) -> Region:
         """``count`` copies of the region."""
 
         def copies(t: Array) -> Array:
@@ -67,7 +67,7 @@ def of_sample(
     x: Array,
     y: Array,
     eps: Array,
-    norm: float,
+    norm: Norm,
     box: EntryBox,
     classes: int,
     scale: Array | None = None,
@@ -134,7 +134,7 @@ class LeafBounds(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def root(model: Classifier, problem: RegionProblem, norm: float) -> RootBounds:
+def root(model: Classifier, problem: RegionProblem, norm: Norm) -> RootBounds:
     """Bounds of a problem's whole region by optimised slopes."""
     with highest():
         state = margins.prepare(model, problem.region(norm), "alpha")
@@ -178,7 +178,7 @@ def bounds(
     known: RootBounds,
     leaves: Leaves,
     *,
-    norm: float,
+    norm: Norm,
     steps: int,
     tries: int,
 ) -> LeafBounds:

@@ -1,4 +1,7 @@
-"""The set of perturbed inputs, a ball cut by a box, and minima of linear functions over it."""
+"""The set of perturbed inputs, a ball cut by a box, and minima of linear functions over it.
+
+The ball is that of a norm, or one in which mass moves between pixels (`moved_mass`).
+"""
 
 import functools
 import math
@@ -9,13 +12,16 @@ import numpy as np
 from jax import lax
 
 from wdjax import loops, norms
-from wdjax.bounds.coefficients import Coefficients, Rows, Window, cleaned, flat, seen
+from wdjax.bounds import moved_mass
+from wdjax.bounds.coefficients import Coefficients, Rows, Window, cleaned, flat, seen, whole
 from wdjax.bounds.domain import Array, tiny
 from wdjax.checks.validate import EntryBox
 from wdjax.core import AnyArray
 from wdjax.xla_cpu import framed, rounding, summed
 
 Box = tuple[float, float] | None
+Norm = Any
+"""1, 2 or inf, or a :class:`moved_mass.MassBall`."""
 
 _EXCESS = 2e-5
 """Fraction by which certified balls are enlarged, so that a point whose distance rounds to at most
@@ -27,7 +33,7 @@ _TURNS = 4
 class Domain(NamedTuple):
     """The norm of balls and the box that cuts them; hashable."""
 
-    norm: float
+    norm: Norm
     box: EntryBox
 
     def diameter(self, shape: tuple[int, ...], scale: Array | None = None) -> Any:
@@ -35,6 +41,8 @@ class Domain(NamedTuple):
 
         Distances are in units of the scale; infinite without a box, and 0 where nothing moves.
         """
+        if moved_mass.moves_mass(self.norm):
+            return self.norm.diameter(shape)
         low, high = (np.asarray(end, float) for end in self.box or (-math.inf, math.inf))
         far = np.broadcast_to((high - low).reshape(shape if (high - low).ndim else ()), shape)
         if scale is None:
@@ -55,14 +63,17 @@ class Region(NamedTuple):
     lower: Array
     upper: Array
     eps: Array
-    norm: float
-    maps: Array | None = None
+    norm: Norm
+    maps: Array | moved_mass.Supply | None = None
     scale: Array | None = None
     """``[B, *shape]``, used for l1 and l2: lower and upper are those of the ball in linf."""
 
     def prepared(self) -> "Region":
         """The same region with ``maps``, which :meth:`least` needs, computed once."""
         unit = rounding(self.center[0].size, self.center.dtype)
+        if moved_mass.moves_mass(self.norm):
+            image = self.center.reshape(-1, *self.center.shape[-3:])
+            return self._replace(maps=moved_mass.supply(image, self.eps, self.norm))
         if self.norm == math.inf:
             middle = 0.5 * self.lower + 0.5 * self.upper
             half = jnp.maximum(self.upper - middle, middle - self.lower)
@@ -76,6 +87,8 @@ class Region(NamedTuple):
 
     def least(self, coefficients: Coefficients, rows: Rows) -> Array:
         """Minima ``[G, R]``, rounded down, of linear functions over the rows' regions."""
+        if isinstance(self.maps, moved_mass.Supply):
+            return self._of_images(self.maps, coefficients, rows)
         if self.norm != math.inf and isinstance(coefficients, Window):
             coefficients = cleaned(coefficients, rows)
         a = flat(coefficients)
@@ -92,6 +105,13 @@ class Region(NamedTuple):
         if len(ends) > 2:  # Products with the scale are rounded, and may underflow.
             fall = (1 + unit) * fall + tiny(a.dtype) * a.shape[-1] * eps
         return summed(a * center - unit * size * jnp.abs(center)) - (1 + unit) * fall
+
+    def _of_images(self, held: moved_mass.Supply, coefficients: Coefficients, rows: Rows) -> Array:
+        """:meth:`least` where mass moves between pixels, into and out of every patch."""
+        a, shape = whole(coefficients, rows).a, self.center.shape[-3:]
+        own = moved_mass.Supply(*(part[rows.sample] for part in held))
+        x = self.center[rows.sample].reshape(-1, *shape)
+        return moved_mass.least(a.reshape(*a.shape[:2], *shape), x, own, self.norm.power)
 
 
 def _capped_one(size: Array, cap: Array, eps: Array) -> Array:
@@ -158,7 +178,7 @@ def ends(box: EntryBox, x: AnyArray) -> tuple[Any, Any]:
     )
 
 
-def ball(x: Array, eps: Array, norm: float, box: EntryBox, scale: Array | None = None) -> Region:
+def ball(x: Array, eps: Array, norm: Norm, box: EntryBox, scale: Array | None = None) -> Region:
     """The region of each sample: its ball, and the smallest box around it cut by the domain.
 
     ``eps`` is ``[n]``; with ``scale``, ``[n, *shape]``, an entry moves by at most its product with
@@ -167,7 +187,9 @@ def ball(x: Array, eps: Array, norm: float, box: EntryBox, scale: Array | None =
     Nothing can be raised inside a trace: where a radius is negative or NaN, or a center outside the
     box, the radius becomes NaN, for which nothing is certified.
     """
-    norms.check_norm(norm)
+    moves = moved_mass.moves_mass(norm)
+    if not moves:
+        norms.check_norm(norm)
     unit = 4 * float(jnp.finfo(x.dtype).eps)
     low, high = ends(box, x)
     real = jnp.all(((x >= low) & (x <= high)).reshape(len(x), -1), axis=1) & (eps >= 0)
@@ -175,6 +197,8 @@ def ball(x: Array, eps: Array, norm: float, box: EntryBox, scale: Array | None =
         real &= jnp.all((scale >= 0).reshape(len(x), -1), axis=1)
     eps = jnp.where(real, eps * (1 + _EXCESS), jnp.nan)
     wide = norms.spread(eps, x)
+    if moves:
+        wide = moved_mass.reach(moved_mass.supply(x, eps, norm))[:, None, None]
     if scale is not None:
         least = jnp.where((wide > 0) & (scale > 0), tiny(x.dtype), 0.0)
         wide = jnp.maximum(wide * scale * (1 + unit), least)
@@ -182,4 +206,4 @@ def ball(x: Array, eps: Array, norm: float, box: EntryBox, scale: Array | None =
     lower, upper = x - reach, x + reach
     if box is not None:
         lower, upper = jnp.maximum(lower, low), jnp.minimum(upper, high)
-    return Region(x, lower, upper, eps, norm, scale=scale if norm < math.inf else None)
+    return Region(x, lower, upper, eps, norm, scale=None if norm == math.inf else scale)

@@ -25,7 +25,8 @@ from wdjax import losses, xla_cpu
 from wdjax.attacks import PGD
 from wdjax.balls import Lp
 from wdjax.bounds import leaves, region
-from wdjax.bounds.region import Domain
+from wdjax.bounds.moved_mass import moves_mass
+from wdjax.bounds.region import Domain, Norm
 from wdjax.checks import independence
 from wdjax.core import Classifier
 from wdjax.engine import driver
@@ -82,7 +83,7 @@ def width() -> int:
 def search(
     model: Classifier,
     problem: leaves.RegionProblem,
-    norm: float,
+    norm: Norm,
     root: leaves.RootBounds,
     rows: Numbers,
     low: Numbers,
@@ -208,8 +209,10 @@ class _Ball(NamedTuple):
         return x, scale, low, high
 
     def attacked(self, model: Classifier, y: jax.Array) -> Numbers:
-        """What projected gradient steps reach, ``[1, *shape]``."""
+        """What projected gradient steps reach, ``[1, *shape]``; where mass moves, the sample."""
         norm, box = self.domain
+        if moves_mass(norm):
+            return np.asarray(self.x)
         how: dict[str, Any] = {"eps": self.radius[0], "diagnose": False}
         if self.scale is None and not isinstance((box or (0.0,))[0], tuple):
             usual = PGD(Lp(norm, box), steps=40, loss=losses.margin)  # type: ignore[arg-type]
@@ -233,9 +236,11 @@ class _Ball(NamedTuple):
         return np.where(past, np.nextafter(near, toward), near)
 
     def contains(self, points: Numbers) -> npt.NDArray[np.bool_]:
-        """``[L]``: which points lie in the ball and in the box."""
+        """``[L]``: which points lie in the ball and in the box; where mass moves, the sample."""
         x, scale, low, high = self._frame()
         move = (points - x).reshape(len(points), -1)
+        if moves_mass(self.domain.norm):
+            return np.all(move == 0, axis=1)
         own = np.broadcast_to(scale, x.shape).reshape(1, -1)
         still = np.all((move == 0) | (own > 0), axis=1)
         far = np.linalg.norm(move / np.where(own > 0, own, 1.0), self.domain.norm, axis=1)

@@ -4,6 +4,7 @@ They hold for the float program (the model in floats of its own precision, with 
 the highest precision, summed in any order), and for exact arithmetic too.
 """
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
@@ -18,9 +19,9 @@ from jax.typing import ArrayLike
 
 from wdjax import loops, norms, parallel
 from wdjax.balls import Lp
-from wdjax.bounds import margins, region
+from wdjax.bounds import margins, moved_mass, region
 from wdjax.bounds.margins import METHODS, Method
-from wdjax.bounds.region import Domain
+from wdjax.bounds.region import Domain, Norm
 from wdjax.certify import branch
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import forward_only, host_only
@@ -52,7 +53,7 @@ def margin_bounds(
     x: AnyArray,
     y: AnyArray,
     *,
-    norm: float,
+    norm: Norm,
     eps: ArrayLike,
     box: EntryRange = (0.0, 1.0),
     method: Method = "crown",
@@ -66,10 +67,11 @@ def margin_bounds(
       model: a pytree callable ``[n, *shape] -> [n, K]``, which treats each sample alone.
       x: ``[n, *shape]`` floats in the box.
       y: ``[n]`` integer labels.
-      norm: r, one of 1, 2 and inf.
-      eps: radius, a number or ``[n]``, in the units of ``x``; or one of every entry, ``[*shape]``
-        with a first axis of length 1 or n: ``||(x' - x) / eps|| <= 1``, and an entry with 0 does
-        not move. May be traced.
+      norm: r, one of 1, 2 and inf; or a :class:`wdjax.image.ImageWasserstein` for images
+        ``[n, height, width, channels]``, whose mass moves between pixels, anywhere.
+      eps: radius, a number or ``[n]``, in the units of ``x`` or of that ball; in a norm also one of
+        every entry, ``[*shape]`` with a first axis of length 1 or n: ``||(x' - x) / eps|| <= 1``,
+        and an entry with 0 does not move. May be traced.
       box: ``(low, high)``, numbers or ``[*shape]``, or None for no box.
       method: one of :data:`METHODS`; "bab" at top level only.
       seconds: how long branch and bound works on a sample at most, without compilation.
@@ -99,7 +101,8 @@ def margin_bounds(
       two through the layers before it; a gradient about five times that.
 
     Source: Zhang et al. [zhang2018], CROWN; Xu et al. [xu2021], alpha; Wang et al. [wang2021], bab;
-      of the program, with its rounding.
+      of the program, with its rounding. In image-Wasserstein balls this library's own, by the dual
+      of the transport problem.
 
     >>> from wdjax import Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, 0.0], [0.0, 1.0]]))
@@ -119,7 +122,7 @@ def searched(
     x: AnyArray,
     y: AnyArray,
     *,
-    norm: float,
+    norm: Norm,
     eps: ArrayLike,
     box: EntryRange,
     method: Method,
@@ -175,7 +178,7 @@ def certified(
     x: AnyArray,
     y: AnyArray,
     *,
-    norm: float,
+    norm: Norm,
     eps: ArrayLike,
     box: EntryRange = (0.0, 1.0),
     method: Method = "crown",
@@ -189,7 +192,7 @@ def certified(
       model: as in :func:`margin_bounds`.
       x: ``[n, *shape]`` floats in the box.
       y: ``[n]`` integer labels.
-      norm: r, one of 1, 2 and inf.
+      norm: as in :func:`margin_bounds`.
       eps: as in :func:`margin_bounds`.
       box: as in :func:`margin_bounds`.
       method: one of :data:`METHODS`; "bab" at top level only.
@@ -225,7 +228,7 @@ def radius(
     x: AnyArray,
     y: AnyArray,
     *,
-    norm: float,
+    norm: Norm,
     box: EntryRange = (0.0, 1.0),
     scale: AnyArray | None = None,
     steps: int = 10,
@@ -242,7 +245,7 @@ def radius(
       model: as in :func:`margin_bounds`.
       x: ``[n, *shape]`` floats in the box.
       y: ``[n]`` integer labels.
-      norm: r, one of 1, 2 and inf.
+      norm: as in :func:`margin_bounds`.
       box: as in :func:`margin_bounds`.
       scale: ``[*shape]`` with a first axis of length 1 or n, at least 0: the distance is then
         ``||(x' - x) / scale||``, and an entry with 0 does not move.
@@ -252,8 +255,8 @@ def radius(
       mesh: a mesh from :func:`wdjax.parallel.data_mesh`; batches are split over it.
 
     Returns:
-      ``[n]`` radii in the units of ``x``, or of ``scale``: 0 where nothing is certified, ``inf``
-      where the whole box is.
+      ``[n]`` radii in the units of ``x``, of ``scale``, or of the ball: 0 where nothing is
+      certified, ``inf`` where the whole box is, or all images of the same mass.
 
     Its gradient is that of the least margin divided by the margin's slope in the radius (implicit
     function theorem), and 0 where the radius is 0 or ``inf``; methods as for :func:`margin_bounds`.
@@ -273,6 +276,7 @@ def radius(
     """
     check(model, x, y, None, norm, box)
     ball = domain(norm, box, x)
+    _no_entries(norm, scale)
     _, scale = radii(np.ones(()) if scale is None else _ranked(scale, x), x)
     validate.check_choice("method", method, METHODS)
     if method == "bab":
@@ -372,7 +376,7 @@ def _guess(
     y: Array,
     scale: Array | None,
     low: Array,
-    norm: float,
+    norm: Norm,
     most: ArrayLike,
 ) -> Array:
     """``[n]``: the first radius to try, just below the distance to the linearised boundary.
@@ -388,8 +392,12 @@ def _guess(
 
     pulls = jax.vmap(slopes)(x, y)
     pulls = pulls if scale is None else pulls * scale[:, None]
-    steep = jax.vmap(lambda pull: norms.lp_norm(pull, norms.dual(norm)))(pulls)
+    if moves := moved_mass.moves_mass(norm):
+        steep = jax.vmap(lambda pull, xi: moved_mass.slopes(pull, xi, norm))(pulls, x)
+    else:
+        steep = jax.vmap(lambda pull: norms.lp_norm(pull, norms.dual(norm)))(pulls)
     ratio = jnp.where(steep > 0, low / jnp.where(steep > 0, steep, 1.0), jnp.inf)
+    ratio = jnp.maximum(ratio, 0.0) ** (1 / norm.power) if moves else ratio
     rivals = jnp.arange(low.shape[1])[None] != y[:, None]
     guess = jnp.minimum(jnp.min(jnp.where(rivals, ratio, jnp.inf), axis=-1), most)
     usual = jnp.minimum(most, 1.0)
@@ -433,16 +441,40 @@ def _bounds(
 
 
 def check(
-    model: Classifier, x: AnyArray, y: AnyArray, eps: ArrayLike | None, norm: float, box: EntryRange
+    model: Classifier, x: AnyArray, y: AnyArray, eps: ArrayLike | None, norm: Norm, box: EntryRange
 ) -> None:
     """The checks of arguments that all certificates of samples share."""
+    if moved_mass.moves_mass(norm):
+        _no_entries(norm, eps)
+        arguments.check("eps", model=model, x=x, y=y, eps=eps, ball=domain(norm, box, x).norm)
+        return
+    if isinstance(norm, str):
+        raise ValueError(f"norm must be 1, 2, inf or an image.ImageWasserstein(), got {norm!r}.")
     simple = (eps is None or np.ndim(eps) < 2) and all(np.ndim(end) == 0 for end in box or ())
     ball = Lp(norm, validate.check_box(box)) if simple else None
     arguments.check("eps", model=model, x=x, y=y, eps=eps, ball=ball)
 
 
-def domain(norm: float, box: EntryRange, x: AnyArray) -> Domain:
-    """The checked norm and box, whose ends may be numbers or ``[*shape]``, for samples ``x``."""
+def _no_entries(norm: Norm, eps: ArrayLike | None) -> None:
+    """Raises for radii of single entries where mass moves between them."""
+    if moved_mass.moves_mass(norm) and eps is not None and np.ndim(eps) > 1:
+        raise ValueError(
+            "where mass moves between pixels eps is a number or [n], and entries have no scale, got "
+            f"{list(np.shape(eps))}."
+        )
+
+
+def domain(norm: Norm, box: EntryRange, x: AnyArray) -> Domain:
+    """The checked norm and box, whose ends may be numbers or ``[*shape]``, for samples ``x``.
+
+    Where mass moves, it moves anywhere, whatever the ball's window.
+    """
+    if moved_mass.moves_mass(norm):
+        if [np.ravel(end).tolist() for end in box or ()] != [[end] for end in norm.box]:
+            raise ValueError(f"images of {norm!r} lie in box={norm.box}, got {box!r}; pass that.")
+        anywhere: Any = dataclasses.replace(norm, window=None)  # type: ignore[type-var]
+        anywhere.diameter(np.shape(x)[1:])  # Raises unless samples are images.
+        return Domain(anywhere, norm.box)
     return Domain(norms.check_norm(norm), validate.check_entry_box(box, x))
 
 

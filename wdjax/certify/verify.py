@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 
 from wdjax import parallel
 from wdjax.bounds.margins import METHODS, Method
+from wdjax.bounds.region import Norm
 from wdjax.certify import pointwise
 from wdjax.certify.branch import ENDS
 from wdjax.certify.pointwise import EntryRange
@@ -38,7 +39,7 @@ def verify(
     x: AnyArray,
     y: AnyArray,
     *,
-    norm: float,
+    norm: Norm,
     eps: ArrayLike,
     box: EntryRange = (0.0, 1.0),
     method: Method = "auto",
@@ -56,7 +57,7 @@ def verify(
       model: a pytree callable ``[n, *shape] -> [n, K]``.
       x: ``[n, *shape]`` floats in the box.
       y: ``[n]`` integer labels.
-      norm: r, one of 1, 2 and inf.
+      norm: as in :func:`margin_bounds`.
       eps: radius, as in :func:`margin_bounds`; of ``[n]`` or one of every entry the radii are in
         multiples.
       box: as in :func:`margin_bounds`.
@@ -92,12 +93,13 @@ def verify(
     pointwise.check(model, x, y, eps, norm, box)
     validate.check_choice("method", method, METHODS)
     host_only("certify.verify", TWIN, model, x, y, eps)
-    x, y = validate.check_samples(model, x, y, pointwise.domain(norm, box, x).box)
+    ball = pointwise.domain(norm, box, x)
+    x, y = validate.check_samples(model, x, y, ball.box)
     size = min(batch_size, len(y), _TRIED if method == "bab" else len(y))
     pieces = [slice(start, min(start + size, len(y))) for start in range(0, len(y), size)]
     reach, scale = pointwise.radii(eps, x)
     work = _Work(model, x, y, pieces, norm, reach, scale, box, method, steps, seconds, mesh)
-    settings = [METHODS.index(method), norm, steps, size, seconds, len(pieces)]
+    settings = [METHODS.index(method), steps, size, seconds, len(pieces)]
 
     def progress(state: dict[str, Any]) -> Progress:
         taken = int(state["turn"])
@@ -107,7 +109,8 @@ def verify(
     if checkpoint is not None:
         traced = identity.program(lambda model, x: model(x), model, x[:1])
         ends = [np.asarray(part, float) for part in (eps, *(box or ()))]
-        mark = identity.digest(traced, model, x, y, np.array(settings, float), ends)
+        named = repr(ball.norm)
+        mark = identity.digest(traced, named, model, x, y, np.array(settings, float), ends)
     state = loop.carry(
         _begin(work),
         functools.partial(_turn, work),
@@ -116,7 +119,7 @@ def verify(
         checkpoint=checkpoint,
         every=every,
         identity=mark,
-        about={"norm": norm, "eps": eps, "box": box, "method": method, "steps": steps},
+        about={"norm": repr(ball.norm), "eps": eps, "box": box, "method": method, "steps": steps},
     )
     return _certificate(work, state)
 
@@ -128,7 +131,7 @@ class _Work(NamedTuple):
     x: Array
     y: Array
     pieces: list[slice]
-    norm: float
+    norm: Norm
     eps: Array
     """``[n]``"""
     scale: Array | None

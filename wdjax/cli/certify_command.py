@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from wdjax import certify, norms
+from wdjax import certify, image, norms
 from wdjax.balls import Lp
 from wdjax.certify.verify import advice
 from wdjax.checks import arguments
@@ -28,6 +28,8 @@ _EXAMPLES = """examples:
   python -m wdjax certify --arch wong_mnist --weights mnist.pth --data mnist.npz \\
       --norm l2 --eps 0.5 --method smoothing --sigma 0.25 --json smoothed.json
   python -m wdjax certify --arch wong_mnist --weights mnist.pth --data mnist.npz \\
+      --norm w1 --eps 1/784 --method crown --json moved.json
+  python -m wdjax certify --arch wong_mnist --weights mnist.pth --data mnist.npz \\
       --norm w1 --eps 19/784 --method smoothing --sigma 0.01 --alpha 0.05 --json images.json"""
 
 
@@ -38,7 +40,9 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         parents=[common],
         help="certify a model; a table, or JSON out",
         description="Proves for how many samples no point within eps is misclassified, and what "
-        "accuracy every distribution in the Wasserstein balls Omega_1, Omega_2, Omega_inf leaves.",
+        "accuracy every distribution in the Wasserstein balls Omega_1, Omega_2, Omega_inf leaves. "
+        "With --norm w1 samples are images, and eps is mass times distance in pixel widths, as a "
+        "share of the image's mass.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -89,15 +93,22 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace, console: Console) -> int:
     """Certifies and writes, then says how many samples are verified."""
     smoothing_command.check(parsed)
+    if (parsed.norm, parsed.method) == (smoothing_command.IMAGES, lipschitz_command.METHOD):
+        raise ValueError(
+            f"--method {parsed.method} has Lipschitz constants in l1, l2 and linf; for --norm "
+            f"{parsed.norm} take another of {', '.join(certify.METHODS)}."
+        )
     subject.check_places(parsed, parsed.radii)
     shards.check(parsed)
     work, samples = shards.begin(parsed, subject.load(parsed))
     model, x, y = samples
     if parsed.method == smoothing_command.METHOD:
         return smoothing_command.run(parsed, work, samples, console)
-    far = arguments.too_far(Lp(norms.NAMES[parsed.norm]), x.shape[1:], parsed.eps)
+    images = parsed.norm == smoothing_command.IMAGES
+    norm: Any = image.ImageWasserstein(window=None) if images else norms.NAMES[parsed.norm]
+    far = arguments.too_far(norm if images else Lp(norm), x.shape[1:], parsed.eps)
     extra: dict[str, Any] = {"remarks": subject.cautions(console, far)}
-    how: dict[str, Any] = {"norm": norms.NAMES[parsed.norm], "eps": parsed.eps}
+    how: dict[str, Any] = {"norm": norm, "eps": parsed.eps}
     how["batch_size"] = parsed.batch_size or 64
     if parsed.method == lipschitz_command.METHOD:
         if parsed.devices != 0:

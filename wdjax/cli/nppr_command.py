@@ -141,6 +141,9 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     fixed = {name: _row(found) for name, found in counts.items()}
     rare = whole("rare", _rare, held, fixed["uniform"]["per_sample"]) if parsed.rare else []
     fitted: dict[str, Any] = {mode: row for mode, row in fits.items() if row is not None}
+    drawn = [row["per_sample"] for row in (*fixed.values(), *fitted.values())]
+    attacked["least"] = float(np.mean(np.min([attacked["per_sample"], *drawn], axis=0) == 1))
+    fixed = {name: row | {"bounded_ratio": _curve(counts[name])} for name, row in fixed.items()}
     _say(console, fixed, rare or [], attacked, fitted)
     faults = sum(row["faults"] for row in (*fixed.values(), *fitted.values()))
     if faults:
@@ -227,7 +230,20 @@ def _row(found: Estimate) -> dict[str, Any]:
         "draws": found.draws,
         "n_correct": int(found.correct.sum()),
         "faults": int(found.faults.sum()),
-        "per_sample": [round(float(p), 6) for p in found.per_input],
+        "per_sample": found.per_input.tolist(),
+    }
+
+
+def _curve(found: Estimate) -> dict[str, Any]:
+    """The worst survival over distributions of bounded density ratio, as a JSON object."""
+    curve = nppr.bounded_ratio(found, [10.0**power for power in range(7)])
+    (low, high), (lower, upper) = curve.pooled(), curve.population()
+    return {
+        "ratio": curve.ratio.tolist(),
+        "value": curve.value.tolist(),
+        "interval_of_these": np.stack([low, high], axis=1).tolist(),
+        "interval_of_population": np.stack([lower, upper], axis=1).tolist(),
+        "remarks": [curve.remark] if curve.remark else [],
     }
 
 
@@ -309,13 +325,15 @@ def _attacked(
     first, second = how | task.saving(), how | task.saving(parts=True)
     pgd = driver.search(PGD(ball, steps=20, random_start=True), model, *held, **first)
     fast = ensembles.fast(model, *held, ball=ball, **second).found
-    right = np.asarray(pgd.correct)
-    left = right & ~np.asarray(driver.best_of(pgd, fast).success)
+    _, _, right = correct_inputs(model, distributions.UniformBall(parsed.eps, ball), *held)
+    correct = np.asarray(pgd.correct)
+    left = right & correct & ~np.asarray(driver.best_of(pgd, fast).success)
     low, high = metrics.clopper_pearson(int(left.sum()), int(right.sum()))
     return {
-        "clean_accuracy": float(np.mean(right)),
+        "clean_accuracy": float(np.mean(correct)),
         "pgd20": float(np.mean(~np.asarray(pgd.success)[right])),
         "strong": float(np.mean(left[right])),
+        "per_sample": left[right].astype(float).tolist(),
         "interval_of_population": [float(low), float(high)],
         "faults": int(np.sum(pgd.fault | fast.fault)),
         "remarks": [*pgd.remarks, *fast.remarks],

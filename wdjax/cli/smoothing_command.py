@@ -18,7 +18,7 @@ from wdjax.smoothing import looks, noise
 METHOD = "smoothing"
 
 IMAGES = "w1"
-"""A norm of this method only: mass that moves between the pixels of an image."""
+"""What is not a norm: mass that moves between the pixels of an image."""
 
 Added: TypeAlias = noise.Gaussian | noise.Laplace | noise.Uniform | noise.Flow
 
@@ -80,8 +80,6 @@ def check(parsed: argparse.Namespace) -> None:
     if parsed.method != METHOD:
         if given:
             raise ValueError(f"--{given[0]} would be ignored: it is for --method {METHOD}.")
-        if parsed.norm == IMAGES:
-            raise ValueError(f"--norm {IMAGES} has radii by --method {METHOD} only.")
         return
     if parsed.sigma is None:
         raise ValueError(f"--method {METHOD} needs the noise's standard deviation: --sigma S.")
