@@ -89,8 +89,8 @@ def opaque_torch(module: Any) -> Model:
         images = tensor(x).requires_grad_()
         with torch.enable_grad():
             out = module(images)
-        change = torch.as_tensor(change).to(out.device, out.dtype)
-        (slope,) = torch.autograd.grad(out, images, change)
+        pulled = torch.as_tensor(change).to(out.device, out.dtype)
+        (slope,) = torch.autograd.grad(out, images, pulled)
         slope = slope.float().cpu().numpy()
         return slope.transpose(0, 2, 3, 1) if slope.ndim == 4 else slope
 
