@@ -13,9 +13,11 @@ TORCH := torch==2.13.0
 
 # Where the built wheel is installed by itself.
 CLEAN ?= .venv-wheel
+# The site's tools; nothing of JAX, since docstrings are read and not imported.
+DOCS ?= .venv-docs
 PYTEST_OPTIONS ?=
 
-.PHONY: audit test test-oldest lint wheel clean
+.PHONY: audit test test-oldest lint docs docs-serve wheel clean
 audit: $(VENV)/.audit
 	$(BIN)/python -m wdjax audit --out audit
 
@@ -32,11 +34,19 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Installed without the network: its dependencies are there, wdjax itself is only the wheel's.
+# Every warning is an error; the pages are in .site.
+docs: $(DOCS)/.tools
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+
+docs-serve: $(DOCS)/.tools
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve
+
+# What a release uploads: sdist and wheel. The wheel is installed without the network: its
+# dependencies are there, wdjax itself is only the wheel's.
 wheel: $(CLEAN)/.dependencies
 	rm -rf dist
-	$(CLEAN)/bin/python -m pip --disable-pip-version-check --quiet wheel . --no-deps \
-		--no-build-isolation --wheel-dir dist
+	$(CLEAN)/bin/python -m hatchling build
+	$(CLEAN)/bin/python -m twine check --strict dist/*
 	$(CLEAN)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps \
 		--force-reinstall dist/wdjax-*.whl
 	cd $(CLEAN) && env -u PYTHONPATH bin/python -c "import wdjax; print(wdjax.__file__)"
@@ -62,8 +72,13 @@ $(OLDEST)/.test: pyproject.toml
 
 $(CLEAN)/.dependencies: pyproject.toml
 	test -x $(CLEAN)/bin/python || $(PYTHON) -m venv $(CLEAN)
-	$(CLEAN)/bin/python -m pip --disable-pip-version-check --quiet install hatchling .
+	$(CLEAN)/bin/python -m pip --disable-pip-version-check --quiet install hatchling twine .
 	$(CLEAN)/bin/python -m pip --disable-pip-version-check --quiet uninstall --yes wdjax
+	touch $@
+
+$(DOCS)/.tools: docs/site/requirements.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip --disable-pip-version-check --quiet install -r $<
 	touch $@
 
 $(VENV)/.lint: pyproject.toml | $(VENV)/bin/python
@@ -71,4 +86,4 @@ $(VENV)/.lint: pyproject.toml | $(VENV)/bin/python
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(CLEAN) dist .jax_cache .jax_cache_oldest audit
+	rm -rf $(VENV) $(OLDEST) $(CLEAN) $(DOCS) dist .site .jax_cache .jax_cache_oldest audit

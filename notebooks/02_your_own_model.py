@@ -17,19 +17,10 @@
 # without PyTorch.
 
 # %%
-# Installs wdjax only where it is missing; the JAX of Colab stays as it is.
+import contextlib
 import importlib.util
 import os
-import subprocess
-import sys
-
-if importlib.util.find_spec("wdjax") is None:
-    source = os.environ.get("WDJAX_SOURCE", "..")  # The folder with wdjax's pyproject.toml.
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", source], check=True)
-
-# %%
 import tempfile
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -129,10 +120,9 @@ if installed("torch"):
     net = torch.nn.Sequential()
     for name, module in zip(names, modules):
         net.add_module(name, module)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "mlp.pth"
-        torch.save(net.state_dict(), file)
-        mine["PyTorch"], report = convert.load(file, "mlp")
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        torch.save(net.state_dict(), "mlp.pth")
+        mine["PyTorch"], report = convert.load("mlp.pth", "mlp")
     print(report)
     theirs = net(torch.from_numpy(x.reshape(len(x), -1))).detach().numpy()
     parity = float(np.abs(theirs - mine["PyTorch"](x)).max())
@@ -165,4 +155,4 @@ for (name, curve), marker in zip(curves.items(), "os^DvP"):
     axis.plot(budgets, curve, marker=marker, label=name)
 axis.set(xlabel="eps on average (linf)", ylabel="accuracy under WDA++", ylim=(0, 1))
 axis.legend()
-figure
+plt.show()

@@ -17,17 +17,8 @@
 # is the point-wise ball, `Omega_2` and `Omega_1` are larger.
 
 # %%
-# Installs wdjax only where it is missing; the JAX of Colab stays as it is.
-import importlib.util
 import os
-import subprocess
-import sys
 
-if importlib.util.find_spec("wdjax") is None:
-    source = os.environ.get("WDJAX_SOURCE", "..")  # The folder with wdjax's pyproject.toml.
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", source], check=True)
-
-# %%
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
@@ -108,7 +99,7 @@ for (order, result), mark in zip(bought.items(), "o^s"):
 axis.set_xlabel("images, nearest mistake first")
 axis.set_ylabel("distance")
 axis.legend()
-figure
+plt.show()
 
 # %% [markdown]
 # One search serves every radius: the curves are only the knapsack again.

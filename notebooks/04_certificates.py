@@ -17,17 +17,8 @@
 # be more robust than is proved, or less than was found.
 
 # %%
-# Installs wdjax only where it is missing; the JAX of Colab stays as it is.
-import importlib.util
 import os
-import subprocess
-import sys
 
-if importlib.util.find_spec("wdjax") is None:
-    source = os.environ.get("WDJAX_SOURCE", "..")  # The folder with wdjax's pyproject.toml.
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", source], check=True)
-
-# %%
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -98,7 +89,7 @@ for axis, order in zip(axes, orders):
     axis.set(title=f"Omega_{order:g}", xlabel="eps (linf)", ylim=(0, 1))
 axes[0].set_ylabel("accuracy, from both sides")
 axes[0].legend()
-figure
+plt.show()
 
 # %% [markdown]
 # ## Closing the gap

@@ -16,17 +16,8 @@
 # `eps = k / (height width)`. Whoever claims a cost hands over a transport plan that proves it.
 
 # %%
-# Installs wdjax only where it is missing; the JAX of Colab stays as it is.
-import importlib.util
 import os
-import subprocess
-import sys
 
-if importlib.util.find_spec("wdjax") is None:
-    source = os.environ.get("WDJAX_SOURCE", "..")  # The folder with wdjax's pyproject.toml.
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", source], check=True)
-
-# %%
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -84,7 +75,7 @@ for row, column, down, right in np.argwhere(plan > 0.02):
 axes[2].set_title("who sends how much where")
 for axis in axes:
     axis.set(xticks=[], yticks=[])
-figure
+plt.show()
 
 # %% [markdown]
 # ## A projection that leaves its ball
@@ -127,7 +118,7 @@ kept = [float(np.mean(correct & (radius > k / pixels))) for k in ks]
 figure, axis = plt.subplots(figsize=(5, 3.2), layout="constrained")
 axis.plot(ks, kept, marker="o")
 axis.set(xlabel="k, pixels", ylabel="accuracy under attack", ylim=(0, 1))
-figure
+plt.show()
 
 # %% [markdown]
 # ## Certified against attacked
@@ -158,4 +149,4 @@ axis.plot(rank, attacked[order], ".", color="tab:red", label="attacked")
 axis.plot(rank, certified[order], ".", color="tab:blue", label="certified")
 axis.set(xlabel="image", ylabel="k, pixels", yscale="symlog")
 axis.legend()
-figure
+plt.show()

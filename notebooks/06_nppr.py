@@ -23,17 +23,8 @@
 # distribution.
 
 # %%
-# Installs wdjax only where it is missing; the JAX of Colab stays as it is.
-import importlib.util
 import os
-import subprocess
-import sys
 
-if importlib.util.find_spec("wdjax") is None:
-    source = os.environ.get("WDJAX_SOURCE", "..")  # The folder with wdjax's pyproject.toml.
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", source], check=True)
-
-# %%
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
@@ -207,3 +198,4 @@ names = ["AR", *rows]
 axis.barh(names, [attacked, *(row.value for row in rows.values())])
 axis.set(xlabel="share of correct images that survives", xlim=(0, 1))
 axis.invert_yaxis()
+plt.show()

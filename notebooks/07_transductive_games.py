@@ -18,18 +18,8 @@
 # evaluation can fool itself.
 
 # %%
-# Installs wdjax only where it is missing; the JAX of Colab stays as it is.
-import importlib.util
-import os
-import subprocess
-import sys
-
-if importlib.util.find_spec("wdjax") is None:
-    source = os.environ.get("WDJAX_SOURCE", "..")  # The folder with wdjax's pyproject.toml.
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", source], check=True)
-
-# %%
 import functools
+import os
 
 import jax
 import matplotlib.pyplot as plt
@@ -138,7 +128,7 @@ for place, report in enumerate(rows.values()):
 axis.set_xticks(range(len(rows)), list(rows))
 axis.set(ylabel="accuracy", ylim=(0, 1.02))
 axis.set_title("DANN attacked (bars), clean (dots), the static model (lines)", fontsize=10)
-figure
+plt.show()
 
 # %% [markdown]
 # ## An order of one's own

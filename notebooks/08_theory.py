@@ -17,17 +17,8 @@
 # attack finds; and where the theory promises too much, that is shown.
 
 # %%
-# Installs wdjax only where it is missing; the JAX of Colab stays as it is.
-import importlib.util
 import os
-import subprocess
-import sys
 
-if importlib.util.find_spec("wdjax") is None:
-    source = os.environ.get("WDJAX_SOURCE", "..")  # The folder with wdjax's pyproject.toml.
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", source], check=True)
-
-# %%
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt

@@ -18,17 +18,8 @@
 # draws both sides.
 
 # %%
-# Installs wdjax only where it is missing; the JAX of Colab stays as it is.
-import importlib.util
 import os
-import subprocess
-import sys
 
-if importlib.util.find_spec("wdjax") is None:
-    source = os.environ.get("WDJAX_SOURCE", "..")  # The folder with wdjax's pyproject.toml.
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", source], check=True)
-
-# %%
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -120,7 +111,7 @@ for (sigma, (radius, distance)), colour in zip(sides.items(), ("C0", "C1", "C2")
     axis.plot(budgets, above, color=colour, linestyle="--")
 axis.set(xlabel="eps (l2)", ylabel="accuracy, from both sides", ylim=(0, 1))
 axis.legend()
-figure
+plt.show()
 
 # %% [markdown]
 # ## All samples at once

@@ -241,6 +241,6 @@ def test_commands_write_what_they_warn_of(given, command, capsys):
         assert main([name, *given, *rest, value]) == 0
         captured = capsys.readouterr()
         content = json.loads(captured.out)
-        assert any(message in text for text in content["warnings"]) == warned, content["warnings"]
+        assert any(message in text for text in content["remarks"]) == warned, content["remarks"]
         assert (message in captured.err) == warned
-        assert bool(content["warnings"]) == warned
+        assert bool(content["remarks"]) == warned

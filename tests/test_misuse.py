@@ -45,6 +45,7 @@ DRAWN = wdjax.Model(
     lambda p, x: x @ p["w"] + jax.random.normal(p["k"], (1, 3)), {"w": MODEL.args[0], "k": KEY}
 )
 SIDES = {"model": MODEL, "lower": np.zeros(4, np.float32), "upper": np.ones(4, np.float32)}
+BOX = SIDES | {"spec": certify.label_wins(0, 3)}
 
 # Of every public function a call that could be made.
 CALLS = {
@@ -64,6 +65,8 @@ CALLS = {
     certify.interval_jacobian: SIDES | {"norm": 2},
     certify.margin_lipschitz: SIDES | {"norm": 2},
     certify.trainable_bounds: BALL,
+    certify.property: BOX | {"key": KEY},
+    certify.properties: BOX | {"lower": np.zeros((1, 4)), "upper": np.ones((1, 4)), "key": KEY},
     smoothing.certify: SMOOTH | {"y": Y, "eps": 0.1},
     smoothing.predict: SMOOTH,
     smoothing.cautions: {"x": X, "noise": SMOOTH["noise"], "eps": 0.1, "n": 99, "alpha": 0.01},
@@ -230,11 +233,13 @@ EXCEPT = {
 OPTIONAL = {
     wdjax.search: {"key", "eps"}, ensembles.bisect: {"key"}, ensembles.mixed: {"key", "eps"},
     audit.sandwich: {"key"}, audit.of: {"key"}, smoothing.certify: {"eps"},
-    training.train: {"attack", "eps"},
+    training.train: {"attack", "eps"}, certify.property: {"key"}, certify.properties: {"key"},
     ensembles.wda_star: {"eps"}, ensembles.smoothed: {"eps"}, smoothing.cautions: {"eps"},
 }  # fmt: skip
 
 
+# They decide properties of any function, not of classifiers only.
+PLAIN = {certify.property, certify.properties}
 # They take samples that are pytrees; the model of the table does not.
 TREES = {wdjax.search, wdjax.run}
 
@@ -252,6 +257,8 @@ def test_misuse_is_named(function, given, name):
     for label, (bad, message) in MISUSES[name].items():
         if label == "nothing" and name in OPTIONAL.get(function, ()):
             continue
+        if label == "a plain function" and function in PLAIN:
+            message = r"must return floats \[n, 3\]"
         if bad is sized:
             bad = sized(given["model"])
         if label == "of other inputs" and "x" not in given:

@@ -454,3 +454,20 @@ def test_the_attacked_loss_is_differentiable_in_the_parameters():
         step = jnp.zeros_like(weights).at[place].set(1e-2)
         difference = (attacked(weights + step) - attacked(weights - step)) / 2e-2
         np.testing.assert_allclose(gradient[place], difference, atol=2e-3)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("eps", [0.05, 8 / 255])
+def test_a_search_within_a_radius_is_spent_whole_at_that_radius(eps):
+    weights = jax.random.normal(jax.random.key(0), (16, 4))
+    model = wdjax.Model(lambda w, x: x @ w, weights)
+    x = jax.random.uniform(jax.random.key(1), (200, 16))
+    y = np.asarray(model(x).argmax(1))
+    found = wdjax.search(attacks.PGD(steps=3), model, x, y, eps=eps)
+    assert 20 < found.success.sum() < 180
+    assert np.any(np.asarray(found.cost, float) > eps)  # By rounding: what was lost before.
+    left = np.mean(~np.asarray(found.success))
+    assert float(wdjax.spend(found, eps=eps, order=np.inf).accuracy) == pytest.approx(left)
+    traced = jax.jit(lambda eps: wdjax.spend(found, eps=eps, order=np.inf).accuracy)
+    assert float(traced(eps)) == pytest.approx(left)
+    assert float(wdjax.spend(found, eps=eps * 0.999, order=np.inf).accuracy) > left + 0.05

@@ -89,6 +89,12 @@ def load_npz(path: str | PathLike) -> Dataset:
         arrays may expand to 64 MB, or to a hundred times what is stored.
 
     Cost: one pass over ``x`` and ``y``, which are in memory twice.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     np.savez(f"{folder}/d.npz", x=np.full((2, 1), 255, np.uint8), y=[0, 1])
+    ...     load_npz(f"{folder}/d.npz").x.tolist()
+    [[1.0], [1.0]]
     """
     path = Path(path)
     try:

@@ -108,6 +108,11 @@ def decision_margin(logits: jax.Array, y: jax.Array) -> jax.Array:
 def targeted_margin(logits: jax.Array, y: jax.Array, target: jax.Array) -> jax.Array:
     """Margin to one rival, ``z_target - z_y``, per sample.
 
+    Args:
+      logits: ``[n, K]``
+      y: ``[n]`` labels.
+      target: ``[n]`` classes.
+
     >>> targeted_margin(jnp.array([[1.0, 3.0, 0.0]]), jnp.array([0]), jnp.array([2])).tolist()
     [-1.0]
     """

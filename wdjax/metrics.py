@@ -29,6 +29,8 @@ def correct(logits: jax.Array, y: ArrayLike) -> jax.Array:
     Returns:
       ``[n]`` booleans.
 
+    Source: [definitions]
+
     >>> correct(jnp.array([[2.0, 1.0], [1.0, 1.0]]), jnp.array([0, 1])).tolist()
     [True, False]
     """
@@ -44,6 +46,8 @@ def accuracy(logits: jax.Array, y: ArrayLike) -> jax.Array:
 
     Returns:
       A number in ``[0, 1]``.
+
+    Source: [definitions]
 
     >>> float(accuracy(jnp.eye(4), jnp.array([0, 1, 2, 0])))
     0.75
@@ -134,6 +138,12 @@ def mean_distance(distance: ArrayLike, success: ArrayLike) -> jax.Array:
 
 def median_distance(distance: ArrayLike, success: ArrayLike) -> jax.Array:
     """The median perturbation of the successful attacks; NaN if there are none.
+
+    Args:
+      distance: ``[n]``, in the units of ``x``.
+      success: ``[n]`` booleans, the samples that count.
+
+    Source: [definitions]
 
     >>> distance = jnp.array([1.0, 2.0, 9.0, 0.0])
     >>> float(median_distance(distance, jnp.array([True, True, True, False])))
@@ -244,6 +254,8 @@ def measured_curve(
     Raises:
       ValueError: ``eps`` does not increase.
 
+    Source: [definitions]
+
     >>> measured_curve(lambda eps: 1 - eps, jnp.array([0.0, 0.5])).accuracy.tolist()
     [1.0, 0.5]
     """
@@ -263,6 +275,8 @@ def step_area(distance: ArrayLike, limit: ArrayLike) -> jax.Array:
     Returns:
       The area in the units of ``distance``; divided by ``limit`` it is the mean robust accuracy.
 
+    Source: [definitions]
+
     >>> float(step_area(jnp.array([0.0, 1.0, jnp.inf]), 2.0))
     1.0
     """
@@ -278,6 +292,8 @@ def flip_distance(found: Found) -> jax.Array:
     Returns:
       ``[n]``: 0 where misclassified already, inf where no flip is known. One search thus gives the
       whole curve, ``robustness_curve(flip_distance(found), eps)``.
+
+    Source: this library's own.
 
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
@@ -297,6 +313,9 @@ def envelope(*distances: ArrayLike) -> jax.Array:
 
     Returns:
       ``[n]`` upper bounds on the true distances.
+
+    Raises:
+      ValueError: distances of different shapes.
 
     Source: Cinà et al. (2025), AttackBench.
 

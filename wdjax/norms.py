@@ -4,6 +4,7 @@ Points come in batches ``[n, *shape]``; a norm is taken over everything but the 
 ``norm`` is always one of 1, 2 and ``jnp.inf``.
 """
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -12,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
+
+from wdjax import loops
 
 NORMS = (1, 2, math.inf)
 NAMES = {"l1": 1, "l2": 2, "linf": math.inf}
@@ -25,7 +28,17 @@ class Bounds(NamedTuple):
 
 
 def check_norm(norm: float) -> float:
-    """Returns ``norm`` as a Python number; a ``ValueError`` unless it is 1, 2 or inf."""
+    """Returns ``norm`` as a Python number; a ``ValueError`` unless it is 1, 2 or inf.
+
+    Args:
+      norm: what was given.
+
+    Raises:
+      ValueError: it is not 1, 2 or inf.
+
+    >>> check_norm(np.float32(2))
+    2
+    """
     for known in NORMS:
         if np.ndim(norm) == 0 and not isinstance(norm, (str, bytes)) and norm == known:
             return known
@@ -34,6 +47,12 @@ def check_norm(norm: float) -> float:
 
 def dual(norm: float) -> float:
     """The dual exponent ``s`` with ``1/r + 1/s = 1``.
+
+    Args:
+      norm: r, one of 1, 2 and inf.
+
+    Raises:
+      ValueError: another norm.
 
     >>> dual(1), dual(2), dual(math.inf)
     (inf, 2, 1)
@@ -49,6 +68,9 @@ def _rows(x: jax.Array) -> jax.Array:
 def finite(tree: Any) -> jax.Array:
     """``[n]``: whether all entries of all ``[n, ...]`` leaves are finite.
 
+    Args:
+      tree: a pytree of arrays ``[n, ...]``.
+
     >>> finite((jnp.array([1.0, jnp.inf]), jnp.zeros((2, 3)))).tolist()
     [True, False]
     """
@@ -59,14 +81,50 @@ def any_entry(leaves: Iterable[jax.Array]) -> jax.Array:
     """``[n]``: whether any entry of any ``[n, ...]`` boolean leaf holds.
 
     Computed as a maximum of int8, ten times as fast as a reduction of booleans on XLA's CPU.
+
+    Args:
+      leaves: boolean arrays ``[n, ...]``.
+
+    >>> any_entry([jnp.array([[False, True], [False, False]])]).tolist()
+    [True, False]
     """
     rows = [leaf.reshape(len(leaf), -1).astype(jnp.int8) for leaf in leaves]
     return jnp.stack([jnp.max(row, axis=1, initial=0) for row in rows]).max(axis=0) > 0
 
 
 def spread(v: jax.Array, x: jax.Array) -> jax.Array:
-    """Reshapes ``v``, ``[n]``, to ``[n, 1, ..., 1]`` with as many axes as ``x``, to broadcast."""
+    """Reshapes ``v``, ``[n]``, to ``[n, 1, ..., 1]`` with as many axes as ``x``, to broadcast.
+
+    Args:
+      v: ``[n]``
+      x: ``[n, *shape]``
+
+    >>> spread(jnp.ones(3), jnp.ones((3, 8, 8, 1))).shape
+    (3, 1, 1, 1)
+    """
     return v.reshape(v.shape + (1,) * (x.ndim - v.ndim))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def largest(x: jax.Array, axis: int = -1) -> jax.Array:
+    """The maximum over an axis; the gradient is that of the first largest entry.
+
+    The gradient of ``jnp.max`` is shared by the entries that equal the maximum. A compiler that
+    computes the entries twice, rounded differently, finds none, and it is 0 / 0.
+
+    >>> jax.grad(lambda x: largest(x))(jnp.array([1.0, 3.0, 3.0])).tolist()
+    [0.0, 1.0, 0.0]
+    """
+    return jnp.max(x, axis=axis)
+
+
+@largest.defjvp
+def _(
+    axis: int, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    (x,), (change,) = primals, tangents
+    chosen = jax.nn.one_hot(jnp.argmax(x, axis=axis), x.shape[axis], axis=axis, dtype=bool)
+    return largest(x, axis), jnp.sum(jnp.where(chosen, change, 0.0), axis=axis)
 
 
 def lp_norm(x: jax.Array, norm: float) -> jax.Array:
@@ -79,6 +137,9 @@ def lp_norm(x: jax.Array, norm: float) -> jax.Array:
     Returns:
       ``[n]`` norms, in the units of ``x``.
 
+    Raises:
+      ValueError: another norm.
+
     >>> lp_norm(jnp.array([[3.0, -4.0]]), 2).tolist()
     [5.0]
     """
@@ -87,7 +148,9 @@ def lp_norm(x: jax.Array, norm: float) -> jax.Array:
     if norm != 2:
         # Not jnp.abs, whose derivative at 0 is 1.
         size = x * jnp.sign(jax.lax.stop_gradient(x))
-        return jnp.sum(size, axis=-1) if norm == 1 else jnp.max(size, axis=-1, initial=0.0)
+        if norm == 1 or not size.size:
+            return jnp.sum(size, axis=-1)
+        return largest(size)
     # Scaled by its largest entry, so that neither tiny nor huge rows under- or overflow.
     scale = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=-1, initial=0.0))
     scale = jnp.where(scale > 0, scale, 1.0)
@@ -124,6 +187,9 @@ def dual_maximizer(g: jax.Array, norm: float) -> jax.Array:
     Returns:
       ``[n, *shape]`` rows of l_r norm 1 (0 where ``g`` is 0). For norm 1, only the first of the
       largest entries is nonzero; for inf, entries with gradient 0 are 0.
+
+    Raises:
+      ValueError: another norm.
 
     Source: Le et al. [le2025], equation 1.
 
@@ -188,6 +254,9 @@ def project(z: jax.Array, center: jax.Array, radius: ArrayLike, norm: float) -> 
     Returns:
       ``[n, *shape]`` points of the balls.
 
+    Raises:
+      ValueError: another norm.
+
     Cost: elementwise; for norm 1 some 30 sums over the row (a bisection).
 
     Source: Le et al. [le2025], equation 2.
@@ -229,6 +298,13 @@ def retract(
     clipping afterwards would waste part of the radius). For norm 2 it is not: the exact one needs a
     sort and gains little.
 
+    Args:
+      z: ``[n, *shape]`` floats.
+      center: ``[n, *shape]`` floats, inside the box.
+      radius: a number or ``[n]``, at least 0.
+      norm: r, one of 1, 2 and inf.
+      box: ``(low, high)`` numbers, or None.
+
     >>> retract(jnp.array([[2.0, -1.0]]), jnp.array([[0.9, 0.5]]), 0.25, jnp.inf, (0, 1)).tolist()
     [[1.0, 0.25]]
     """
@@ -255,6 +331,9 @@ def project_in_box(
 
     Returns:
       ``[n, *shape]`` points.
+
+    Raises:
+      ValueError: another norm.
 
     Cost: ``O(d log d)`` a row for norm 2, some 30 sums over the row for norm 1.
 
@@ -313,7 +392,7 @@ def _shrink_l1(size: jax.Array, room: jax.Array, radius: jax.Array) -> jax.Array
         return jnp.where(over, middle, low), jnp.where(over, high, middle)
 
     ends = jnp.zeros_like(limit), jnp.max(fixed, initial=0.0)
-    high = jax.lax.fori_loop(0, jnp.finfo(size.dtype).nmant + 5, halve, ends)[1]
+    high = loops.fori_loop(0, jnp.finfo(size.dtype).nmant + 5, halve, ends)[1]
     # While the same coordinates are free, the sum is linear in lam: this gives lam's derivative.
     rest = fixed - high
     free, full = (rest > 0) & (rest < room), rest >= room
@@ -358,6 +437,9 @@ def ascend(
 
     Returns:
       ``[n, *shape]`` points, inside the box for norm 1 only.
+
+    Raises:
+      ValueError: another norm.
 
     Cost: elementwise; for norm 1 some 30 sums over the row.
 
@@ -406,6 +488,9 @@ def operator_norm(jacobian: jax.Array, norm: float) -> Bounds:
 
     Returns:
       ``Bounds`` of scalars. The upper end is enlarged for float rounding.
+
+    Raises:
+      ValueError: another norm, or no matrix.
 
     Cost: ``O(K d)``; r = 2 ``O(min(K, d)^2 max(K, d))``; r = inf ``O(2^(min(K, d) - 1) K d)``.
 
@@ -469,7 +554,7 @@ def _inf_to_one(jacobian: jax.Array) -> Bounds:
         return jnp.where(signs == 0, 1.0, signs), None
 
     start = jnp.concatenate([jnp.ones((1, rows)), 2 * jnp.eye(rows) - 1]).astype(jacobian.dtype)
-    signs, _ = jax.lax.scan(ascend, start, length=10)
+    signs, _ = loops.scan(ascend, start, length=10)
     lower = jnp.max(jnp.sum(jnp.abs(signs @ jacobian), axis=-1))
     whole = jnp.sum(jnp.abs(jacobian))
     spectral = _spectral(jacobian).upper * math.sqrt(math.prod(jacobian.shape))

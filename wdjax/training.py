@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import aims, losses, models, program
+from wdjax import aims, loops, losses, models, program
 from wdjax.aims import Aim, AttackAim, CertificateAim, NoiseAim, TrainableCertificate, TrainingNoise
 from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Attack, PyTree
 from wdjax.engine import driver, identity, loop
 
@@ -138,6 +139,8 @@ def train(
         key=key,
         ball=getattr(certificate, "ball", None),
     )
+    twin = "transductive.train_classifier, which can be traced"
+    host_only("train", twin, model, x, y, key, eps, kappa, attack)
     epochs = validate.check_count("epochs", epochs)
     batch_size = validate.check_count("batch_size", batch_size)
     x, size = validate.on_device(x), min(batch_size, len(y))
@@ -182,6 +185,11 @@ def _identity(
 
 def start(model: PyTree, optimizer: optax.GradientTransformation, epochs: int) -> Training:
     """The state before the first epoch.
+
+    Args:
+      model: a pytree callable.
+      optimizer: from optax.
+      epochs: length of the histories.
 
     >>> from wdjax import Model
     >>> start(Model(jnp.dot, jnp.eye(2)), optax.sgd(0.1), epochs=3).history.loss.shape
@@ -274,7 +282,7 @@ def _steps(
     if len(order) == 1:
         trained, seen = step(trained, (numbers[0], order[0]))
         return trained, seen[None]
-    return jax.lax.scan(step, trained, (numbers, order))
+    return loops.scan(step, trained, (numbers, order))
 
 
 def _step(

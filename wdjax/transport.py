@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 
 from wdjax import losses, metrics, norms, parallel
 from wdjax.checks import arguments
+from wdjax.checks.forward_mode import host_only
 from wdjax.checks.validate import check_number, check_order, traced
 from wdjax.core import Array, Found, Result
 from wdjax.parallel import AnyArray
@@ -77,8 +78,8 @@ def allocate(distance: ArrayLike, eps: ArrayLike, order: float) -> jax.Array:
 def _allocate(xp: ModuleType, distance: _Either, eps: Any, order: float) -> _Either:
     """``[n]``: the share of each sample's mass that moves, the cheapest flips first.
 
-    ``distance`` ``[n]`` are the flips' distances, inf without; the last sample that is paid for may
-    move in part. ``xp`` is NumPy or ``jax.numpy``.
+    ``distance`` ``[n]`` are the flips' distances, inf where no flip is known; the last sample that
+    is paid for may move in part. ``xp`` is NumPy or ``jax.numpy``.
     """
     if order == math.inf:
         return ((distance <= eps) & xp.isfinite(distance)).astype(distance.dtype)
@@ -95,6 +96,9 @@ def _allocate(xp: ModuleType, distance: _Either, eps: Any, order: float) -> _Eit
     weight = xp.where(price > 0, xp.clip(share, 0.0, 1.0), 1.0)
     return xp.where(affordable, weight, 0.0)[xp.argsort(ranking)]
 
+
+BEYOND = 1e-6
+"""How much farther than ``eps``, relative to it, a search within ``eps`` may measure its points."""
 
 _UNITS = "of 255 grey levels in [0, 1] eight are 8/255"
 
@@ -151,10 +155,15 @@ def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Res
 def _weigh_traced(
     cost: Array, correct: Array, success: Array, eps: Array, kappa: Any, order: float
 ) -> jax.Array:
-    """``[n]``: the weights of :func:`spend` inside a trace; NaN where the host would raise."""
+    """``[n]``: the weights of :func:`spend` inside a trace, from ``[n]`` leaves of its search.
+
+    ``eps`` is a number, ``kappa`` a number or None for the knapsack. What the host refuses gives
+    NaN: in all weights for a bad ``eps`` or ``kappa`` or an exceeded budget, in a single weight
+    where the sample's cost is not finite.
+    """
     valid = jnp.isfinite(eps) & (eps >= 0)
     if kappa is None:
-        weight = _allocate(jnp, _prices(jnp, cost, correct, success), eps, order)
+        weight = _allocate(jnp, _prices(jnp, cost, correct, success), _reach(eps, order), order)
     else:
         kappa = jnp.asarray(kappa, cost.dtype)
         weight = jnp.broadcast_to(1 / kappa, cost.shape)
@@ -169,13 +178,22 @@ def _weigh_known(
     """``[n]``: the weights of :func:`spend`, computed by NumPy, so that nothing is compiled."""
     if kappa is None:
         with np.errstate(over="ignore"):
-            weight = _allocate(np, _prices(np, _float64(cost), correct, success), eps, order)
+            price = _prices(np, _float64(cost), correct, success)
+            weight = _allocate(np, price, _reach(eps, order), order)
     else:
         weight = np.full(len(cost), 1 / float(kappa))
     # An infinite cost makes the spending NaN, which is refused.
     weight = np.where(np.isfinite(cost), weight, np.nan).astype(cost.dtype)
     _refuse_overspending(cost, weight, eps, order)
     return jax.device_put(weight)
+
+
+def _reach(eps: Any, order: float) -> Any:
+    """The budget of :func:`spend`: of order inf with the rounding of a search within ``eps``.
+
+    Twice, since the search compares in the samples' own floats.
+    """
+    return eps * (1 + 2 * BEYOND) if order == math.inf else eps
 
 
 def _prices(xp: ModuleType, cost: _Either, correct: _Either, success: _Either) -> _Either:
@@ -189,9 +207,10 @@ def _prices(xp: ModuleType, cost: _Either, correct: _Either, success: _Either) -
 
 
 def _refuse_overspending(cost: AnyArray, weight: AnyArray, eps: Any, order: float) -> None:
-    """Raises if points that cost ``cost`` ``[n]`` with weights ``[n]`` exceed the budget ``eps``.
+    """Raises if moving shares ``weight`` ``[n]`` as far as ``cost`` ``[n]`` exceeds ``eps``.
 
-    The cost is that of Corollary C.2 of the paper, in float64.
+    What is spent is ``(mean weight cost^p)^(1/p)``, Corollary C.2 of the paper, in float64; it may
+    exceed the budget ``eps`` by 1e-5 of it.
     """
     spent = _power_mean(np, _float64(cost), _float64(weight), order)
     if not spent <= float(eps) * (1 + 1e-5):
@@ -417,8 +436,8 @@ def wasserstein(distribution: AdversarialDistribution, norm: float, order: float
     """
     norms.check_norm(norm)
     order = check_order(order)
-    if traced(distribution):
-        raise ValueError("wasserstein works on the host; inside jit or vmap use coupling_cost.")
+    twin = "the method coupling_cost, which can be traced and differentiated"
+    host_only("wasserstein", twin, distribution)
     _check_distribution(distribution)
     n = len(distribution.y)
     x, x_adv = (_float64(points).reshape(n, -1) for points in distribution[:2])

@@ -5,10 +5,12 @@ of a batch), ``stages`` (each a step and the number of times that it is taken) a
 to the points found). :mod:`wdjax.engine` takes the steps and measures the points.
 
 Helpers, which are no attacks: `gradient_attack` is the base class of gradient ascents in a ball;
-`ascent` has cleaned gradients, the best of several steps and the slack (how far rounding may move
-the criterion); `nearest` keeps the nearest flip of minimum-norm attacks; `linearised` finds
-linearised class boundaries and `hyperplane` projects on them; `rivals` chooses and ranks target
-classes; `phases` is APGD's schedule.
+`ascent` has cleaned gradients, the likeliest target classes (``top_rivals``), the best of several
+steps and the slack (how far rounding may move the criterion); `nearest` keeps the nearest flip of
+minimum-norm attacks; `linearised` finds linearised class boundaries and `hyperplane` projects on
+them; `rivals` says how many target classes WDA tries, and ranks them by distance for `walk` and
+`trust_region`; `phases` plans the steps of `apgd`: radii, and the steps at which `apgd` decides
+whether to halve its step size.
 
 Attacks in a ball: `pgd` (and FGSM), `apgd`, `margin_pgd`, `diversified`, `square`, `wda`. One
 budget for the whole data set: `wpgd`. Minimum-norm attacks: `fab`, `fmn`, `deepfool`, `ddn`,

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import losses, norms
+from wdjax import loops, losses, norms
 from wdjax.attacks import ascent
 from wdjax.attacks.ascent import setting
 from wdjax.balls import Lp
@@ -30,7 +30,6 @@ class State(NamedTuple):
 class GradientAttack:
     r"""Iterated gradient ascent on a loss; a subclass defines the step.
 
-    A subclass is a frozen dataclass registered with ``jax.tree_util.register_dataclass``. It has
     A subclass is a frozen dataclass registered with ``jax.tree_util.register_dataclass``. It
     defines :meth:`step`, and :meth:`memory` if its steps carry a state (momentum, averages). The
     points that a step returns are projected on the ball and the box. ``docs/own_attack.md`` has an
@@ -50,6 +49,8 @@ class GradientAttack:
 
     Cost: per step 1 forward and 1 backward pass a sample; 1 more forward for ``"best"``, and 1
       forward and 1 backward for every further run.
+
+    Source: this library's own.
 
     >>> @jax.tree_util.register_dataclass
     ... @dataclasses.dataclass(frozen=True)
@@ -166,7 +167,7 @@ class GradientAttack:
             return ascent.hold(~over, (state.x, state.memory), fresh)
 
         kept = state.x, state.memory
-        x, memory = jax.lax.cond(jnp.any(over), renew, lambda: kept)
+        x, memory = loops.cond(jnp.any(over), renew, lambda: kept)
         return state._replace(x=x, memory=memory, taken=taken)
 
     def _compare(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:

@@ -24,6 +24,8 @@ class Points:
 
     Cost: the two forward passes of every search.
 
+    Source: this library's own.
+
     >>> import jax.numpy as jnp
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))

@@ -120,10 +120,11 @@ def _meet(program: _Program, node: Node, compared: tuple[int, int], probe: float
 
 
 def _value(program: _Program, place: int, known: dict[int, Any]) -> Any:
-    """The value at ``place``, computed from ``known`` values by place, to which results are added.
+    """The value at ``place`` if the values in ``known``, by place, are as given there.
 
-    Raises :class:`_UnknownError` for traced constants and for operations on input-dependent values
-    that are not entry by entry.
+    It is computed from these and from constants, and added to ``known`` with all that it needed.
+    Raises :class:`_UnknownError` where it needs a traced constant, another input of the program, or
+    an input-dependent value that an operation such as a sum makes of several entries.
     """
     if place in known:
         return known[place]

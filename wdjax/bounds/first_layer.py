@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from wdjax import norms
 from wdjax.bounds import crown, network
 from wdjax.bounds.coefficients import Coefficients, Kernel, Rows, Whole, flat, plain, whole
 from wdjax.bounds.domain import Array, gamma, tiny
@@ -106,10 +107,16 @@ def _moves(
 ) -> tuple[Array, Array]:
     """How far ``map_(factor x)``, ``[B, *shape]``, may rise and fall, seen from the centre."""
     a = map_ if isinstance(map_, jax.Array) else map_.kernel
-    top, most = jnp.max(jnp.abs(a)), jnp.max(jnp.abs(factor))
+    if region.scale is not None:
+        factor = factor * region.scale
+    top, most = (norms.largest(jnp.abs(t).reshape(-1)) for t in (a, factor))
     eps = region.eps.reshape(-1, *(1,) * len(shape))
+    if region.norm == 1 and isinstance(map_, jax.Array) and region.scale is not None:
+        own = jnp.abs(factor).reshape(len(factor), -1, 1)
+        heights = norms.largest(own * jnp.abs(a), 1).reshape(-1, *shape)
+        return (eps * (heights + tiny(a.dtype)),) * 2
     if region.norm == 1:
-        heights = jnp.max(jnp.abs(a).reshape(-1, a.shape[-1]), axis=0)
+        heights = norms.largest(jnp.abs(a).reshape(-1, a.shape[-1]), 0)
         heights = heights.reshape(shape if a.ndim == 2 else heights.shape)
         return (eps * most * jnp.broadcast_to(heights, (len(factor), *shape)),) * 2
     top, most = (lax.stop_gradient(jnp.where(t > 0, t, 1.0)) for t in (top, most))

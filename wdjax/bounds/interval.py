@@ -64,6 +64,8 @@ def bound(
     Cost: about three evaluations of ``fn``; with a ball, its first affine layer is applied to every
       basis vector.
 
+    Source: Gowal et al. [gowal2018], for programs instead of layers.
+
     >>> low, high = bound(lambda x: jnp.maximum(x[0] - x[1], 0.0), jnp.zeros(2), jnp.ones(2))
     >>> float(low), round(float(high), 4)
     (0.0, 1.0)

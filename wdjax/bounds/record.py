@@ -69,9 +69,13 @@ class Lines(NamedTuple):
     """Where ``free``: a lower bound of the operand less its linear part, its offset less error."""
     maps: tuple[Array, ...] = ()
     """Framed for :func:`coefficients.seen`: intercepts and slopes; then ``free`` and ``shift``."""
+    turned: "Turned | None" = None
+    """The intercepts of both lines for other slopes, if there is one operand, seen as it is."""
 
 
 Ends = tuple[Array, Array]
+Turned = Callable[[Array, Array, Array], Ends]
+"""``(slopes, lower, upper)`` of the operand, of one shape, to lower and upper intercepts."""
 Relaxation = Callable[[JaxprEqn, Sequence[Any], Sequence[bool]], Lines | None]
 """``(equation, operands, flags)`` to lines. An operand that depends on the input (flag true) is
 ``Ends`` ``[B, *shape]``, any other an array. None if the rule does not apply."""
@@ -163,7 +167,14 @@ TABLE: dict[str, Record] = {}
 
 
 def add(*records: Record) -> None:
-    """Registers records; a primitive has only one."""
+    """Registers records; a primitive has only one.
+
+    Args:
+      *records: of primitives that have none yet.
+
+    Raises:
+      ValueError: a primitive has a record already.
+    """
     for record in records:
         if record.name in TABLE:
             raise ValueError(f"the primitive {record.name!r} has a record already; edit that one.")

@@ -12,6 +12,7 @@ from jax.extend.core import JaxprEqn
 from wdjax.checks import validate
 
 Written = Callable[..., jax.Array]
+"""A function of an equation's operands that returns one of its results."""
 
 
 def rewritten(eqn: JaxprEqn, known: Sequence[Any]) -> Sequence[Written | None]:
@@ -100,7 +101,11 @@ def _windowed(eqn: JaxprEqn, start: Any) -> Written | None:
 
 
 def _reduced(eqn: JaxprEqn, start: Any) -> Written | None:
-    """A ``reduce`` as a plain reduction, then one operation with the initial value, or None."""
+    """A ``reduce`` as a plain reduction, then one operation with the initial value.
+
+    None unless it is a sum, a maximum or a minimum of floats. The initial value may be unknown:
+    ``start``, which every rule is given, is not used.
+    """
     name, axes = _combined(eqn), tuple(eqn.params.get("dimensions", ()))
     if name is None:
         return None

@@ -3,8 +3,9 @@
 Single samples: bounds of the margins ``z_y - z_j`` over the ball around a sample come from
 :mod:`wdjax.bounds`; `pointwise` turns them into certified samples and radii; `verify` does so for a
 data set, with checkpoints; `branch` tightens them by branch and bound over the signs of ReLUs
-(``wdjax.bounds.leaves`` bounds its subproblems; ``wdjax.lipschitz.branching`` is another search,
-over activation masks, for Lipschitz constants). `trainable` has differentiable bounds for training.
+(``wdjax.bounds.leaves`` bounds its subproblems and ranks the ReLUs to split;
+``wdjax.lipschitz.branching`` is another search, over activation masks, for Lipschitz constants).
+`trainable` has differentiable bounds for training.
 
 Any function: `properties` decides whether it has an output that a `specification` forbids:
 `falsify` looks for one, `halving` is branch and bound over boxes of inputs.
@@ -16,7 +17,7 @@ bounds how fast the loss can grow far from the data.
 
 Open `pointwise` first. To add a certificate of samples: a function ``(model, x, y) -> [n]`` radii,
 in a file here and in ``__all__``; ``wdjax.audit(certificates={name: function})`` then draws it, and
-``standard_certificates`` of ``wdjax/report/audit.py`` makes it a default.
+``standard_certificates`` of ``wdjax/report/proofs.py`` makes it a default.
 """
 
 from wdjax.bounds.interval import bound

@@ -32,6 +32,8 @@ class Specification:
     Args:
       members: pairs of ``A``, ``[R, K]``, and ``b``, ``[R]``, finite numbers; R may differ.
 
+    Source: this library's own.
+
     >>> never = Specification([([[1.0, -1.0]], [0.0])])  # y_0 - y_1 <= 0 must not happen.
     >>> never.violated([0.5, 0.5]), never.violated([1.0, 0.5])
     (True, False)
@@ -108,6 +110,15 @@ def _finite(name: str, value: ArrayLike, rank: int) -> Numbers:
 def label_wins(label: int, classes: int) -> Specification:
     """Forbids that another class reaches the logit of ``label``.
 
+    Args:
+      label: the class that must win, of ``0 .. classes - 1``.
+      classes: K, at least 2.
+
+    Raises:
+      ValueError: fewer than two classes, or a label that is none of them.
+
+    Source: this library's own.
+
     >>> label_wins(0, 3).violated([1.0, 0.0, 1.0])
     True
     """
@@ -123,6 +134,15 @@ def in_range(lower: ArrayLike, upper: ArrayLike) -> Specification:
     """Forbids that an output leaves ``(lower, upper)``, ``[K]`` each; infinite ends forbid nothing.
 
     The ends themselves are forbidden too, since inequalities are closed.
+
+    Args:
+      lower: ``[K]``, the least allowed outputs, -inf for none.
+      upper: ``[K]``, the largest, above ``lower``; inf for none.
+
+    Raises:
+      ValueError: other shapes, ``lower`` not below ``upper``, or no finite end.
+
+    Source: this library's own.
 
     >>> in_range([0.0], [1.0]).violated([0.5]), in_range([0.0], [1.0]).violated([1.0])
     (False, True)
@@ -150,6 +170,11 @@ def agree(
       g: of the same shapes.
       delta: the largest difference, above 0; it is forbidden itself.
       outputs: K.
+
+    Raises:
+      ValueError: ``delta`` is not finite or not above 0.
+
+    Source: this library's own.
 
     >>> function, never = agree(jnp.sin, jnp.tanh, 0.5, outputs=1)
     >>> never.violated(function(jnp.array([[0.1]]))[0])
@@ -185,6 +210,11 @@ def monotone(
       output: the index of an output.
       slack: at least 0; with 0 the function must grow strictly.
       falls: bounds ``-f`` instead, so that it must not grow.
+
+    Raises:
+      ValueError: ``slack`` is negative or not finite.
+
+    Source: this library's own.
 
     >>> slope, never = monotone(lambda x: x**3, (0,))
     >>> float(slope(jnp.array([[2.0]]))[0, 0]), never.violated([0.0])

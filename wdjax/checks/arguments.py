@@ -27,8 +27,6 @@ _PARTS = {
 _HOME = {"attack": "attacks", "perturbation": "nppr.distributions", "noise": "smoothing.noise"}
 _WRAPPER = "wdjax.engine.diagnosis"
 """The module of a decorator whose frame lies between an ensemble and its caller."""
-_DEPTH = 2
-"""Number of frames between :func:`warn` and the caller of the public function."""
 
 
 def check(*optional: str, **given: Any) -> None:
@@ -64,7 +62,7 @@ def check(*optional: str, **given: Any) -> None:
         ball, eps = own.ball, own.eps
         _radius("the perturbation's eps", eps)
     if ball is not None and eps is not None:
-        warn(too_far(ball, np.shape(given["x"])[1:], eps), 1)
+        warn(too_far(ball, np.shape(given["x"])[1:], eps))
 
 
 def described(value: Any) -> str:
@@ -82,19 +80,27 @@ def described(value: Any) -> str:
     return textwrap.shorten(repr(value), 80, placeholder=" ...")
 
 
-def warn(text: str | None, below: int = 0) -> None:
-    """Warns the caller of a public function, unless that caller is in the package itself.
+def warn(text: str | None) -> None:
+    """Warns the caller of the running public function, unless that caller is in the package itself.
 
-    Args:
-      text: the warning, or None for none.
-      below: number of calls between the public function and the one that calls this.
+    Private and nested functions may lie between that function and this one.
     """
     frame, level = inspect.currentframe(), 1
-    while frame is not None and (level <= _DEPTH + below or _module(frame) == _WRAPPER):
+    while frame is not None and _is_inner(frame):
+        frame, level = frame.f_back, level + 1
+    frame, level = frame and frame.f_back, level + 1
+    while frame is not None and _module(frame) == _WRAPPER:
         frame, level = frame.f_back, level + 1
     inside = frame is not None and _module(frame).split(".")[0] == "wdjax"
     if text is not None and not inside:
         warnings.warn(text, UserWarning, stacklevel=level)
+
+
+def _is_inner(frame: types.FrameType) -> bool:
+    """Whether a frame runs a check, or a private or nested function of the package."""
+    names = frame.f_code.co_qualname.split(".")
+    private = any(name.startswith("_") and not name.endswith("__") for name in names)
+    return _module(frame).startswith("wdjax.checks") or private or "<locals>" in names
 
 
 def _module(frame: types.FrameType) -> str:

@@ -310,8 +310,11 @@ def _combined(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
     return _reduced(eqn, [elementwise(eqn, args[:half], n)], n)
 
 
-def _last(count: Callable[[JaxprEqn], int]) -> Callable[[JaxprEqn, Sequence[Value], int], Value]:
-    """The rule for operations on the last ``count`` axes, such as Fourier transforms."""
+def _on_last_axes(
+    count: Callable[[JaxprEqn], int],
+) -> Callable[[JaxprEqn, Sequence[Value], int], Value]:
+    """The rule for operations that mix entries along the last ``count(eqn)`` axes, such as Fourier
+    transforms: the batch axis must be one of the others."""
 
     def rule(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
         value = elementwise(eqn, args, n)
@@ -359,13 +362,15 @@ _SCATTERED = {
 }  # fmt: skip
 
 _Rule = Callable[[JaxprEqn, Sequence[Value], int], Value]
+"""From an equation, what is known of its operands, and the batch size n: what is known of each of
+its results. Raises :class:`Unproved` if samples are mixed, or nothing is known."""
 RULES: dict[str, _Rule] = {
     **dict.fromkeys(_REDUCED, _reduced),
     **dict.fromkeys(_ALONG, _along("dimension", "dimensions", "axis", "reduction_dimension")),
     **dict.fromkeys(_WHOLE, _whole),
     **dict.fromkeys(_SCATTERED, _scattered),
-    **dict.fromkeys(("cholesky", "lu", "eigh", "svd"), _last(lambda _: 2)),
-    "fft": _last(lambda eqn: len(eqn.params["fft_lengths"])),
+    **dict.fromkeys(("cholesky", "lu", "eigh", "svd"), _on_last_axes(lambda _: 2)),
+    "fft": _on_last_axes(lambda eqn: len(eqn.params["fft_lengths"])),
     "reduce": _combined,
     "bitcast_convert_type": _reread,
     "concatenate": _concatenated,

@@ -70,7 +70,7 @@ def prove(closed: ClosedJaxpr, batched: Sequence[bool]) -> BatchProof:
 def _walk(closed: ClosedJaxpr | Jaxpr, values: Sequence[Value], n: int) -> list[Value]:
     """What is known of each result of a program, from what is known of its arguments.
 
-    ``n`` is the batch size. Raises :class:`_Unproved`, with the primitive's name, at the first
+    ``n`` is the batch size. Raises :class:`Unproved`, with the primitive's name, at the first
     equation that mixes samples or has no rule.
     """
     consts, jaxpr = getattr(closed, "consts", ()), getattr(closed, "jaxpr", closed)
@@ -106,7 +106,7 @@ def _follow_or_give_up(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence
 def _follow(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
     """What is known of an equation's results, from what is known of its operands ``args``.
 
-    ``n`` is the batch size. Raises :class:`_Unproved` if samples are mixed, or there is no rule.
+    ``n`` is the batch size. Raises :class:`Unproved` if samples are mixed, or there is no rule.
     """
     name = eqn.primitive.name
     if name in _STRUCTURED:

@@ -105,7 +105,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 class AuditParts(NamedTuple):
-    """What is written about an audit, before it is."""
+    """What the command will write: the audit's JSON and its figures."""
 
     content: dict[str, Any]
     pictures: dict[str, list[page.Picture]]
@@ -148,7 +148,7 @@ def _check(parsed: argparse.Namespace, digits: bool) -> None:
 
 
 def _own(parsed: argparse.Namespace, console: Console) -> AuditParts:
-    """Audits the model that was named."""
+    """Audits the model of ``--model`` or ``--arch`` on the samples of ``--data``."""
     samples = subject.load(parsed)
     model, x, y = samples
     ball, name = Lp(norms.NAMES[parsed.norm]), str(parsed.arch or parsed.model)

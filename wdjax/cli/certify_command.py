@@ -11,8 +11,9 @@ import numpy as np
 
 from wdjax import certify, norms
 from wdjax.balls import Lp
+from wdjax.certify.verify import advice
 from wdjax.checks import arguments
-from wdjax.cli import lipschitz_command, options, smoothing_command, subject
+from wdjax.cli import lipschitz_command, options, shards, smoothing_command, subject
 from wdjax.cli.console import Console
 from wdjax.core import Classifier
 from wdjax.engine import tasks
@@ -72,6 +73,8 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         metavar="B",
         help="samples, or votes, on the device at once (default 64; for votes a fast number)",
     )
+    subject.declare_devices(how)
+    shards.declare(how)
     smoothing_command.declare(parser.add_argument_group("how, by smoothing"))
     out = subject.declare_out(parser)
     out.add_argument(
@@ -87,9 +90,9 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     """Certifies and writes, then says how many samples are verified."""
     smoothing_command.check(parsed)
     subject.check_places(parsed, parsed.radii)
-    samples = subject.load(parsed)
+    shards.check(parsed)
+    work, samples = shards.begin(parsed, subject.load(parsed))
     model, x, y = samples
-    work = subject.begin(parsed, x, y, model=model)
     if parsed.method == smoothing_command.METHOD:
         return smoothing_command.run(parsed, work, samples, console)
     far = arguments.too_far(Lp(norms.NAMES[parsed.norm]), x.shape[1:], parsed.eps)
@@ -97,12 +100,19 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     how: dict[str, Any] = {"norm": norms.NAMES[parsed.norm], "eps": parsed.eps}
     how["batch_size"] = parsed.batch_size or 64
     if parsed.method == lipschitz_command.METHOD:
-        found, own, spent = lipschitz_command.verified(parsed, work, model, x, y, **how)
+        if parsed.devices != 0:
+            raise ValueError("--devices is not for --method lipschitz, which uses one.")
+        done, own = lipschitz_command.verified(parsed, work, model, x, y, **how)
         extra |= own
     else:
-        found, spent = _margins(parsed, work, model, x, y, how, console)
+        done = _margins(parsed, work, model, x, y, how, console)
+    if work.shard is not None:
+        return work.write(console, samples)
+    found, spent = done.value, done.spent
+    if work.parts is not None and parsed.method != lipschitz_command.METHOD:
+        found = found._replace(remarks=advice(model, x, how["batch_size"]))
     extra["remarks"] += found.remarks
-    content = _content(parsed, samples, found, spent) | extra
+    content = _content(parsed, samples, found, spent) | work.coverage | extra
     others = {parsed.radii: None if parsed.radii is None else _radii(found)}
     subject.write(console, parsed.json, content, others, lambda: table(content))
     left = content["certified_accuracy"]
@@ -128,25 +138,26 @@ def table(content: dict[str, Any]) -> Iterator[list[Any]]:
 
 def _margins(
     parsed: argparse.Namespace,
-    work: tasks.Tasks,
+    work: shards.ShardedWork,
     model: Classifier,
     x: np.ndarray,
     y: np.ndarray,
     how: dict[str, Any],
     console: Console,
-) -> tuple[certify.Certificate, tasks.Spent]:
-    """Certifies by bounds of the margins, as one task; also returns the time it took.
+) -> tasks.Done[certify.Certificate]:
+    """Certifies by bounds of the margins, as one task.
 
     ``how`` has norm, eps and batch size; method, steps and seconds are added to it.
     """
     how |= {"method": parsed.method, "steps": parsed.steps, "seconds": parsed.seconds}
+    how["mesh"] = subject.mesh(parsed)
     with console.search("certify") as tick:
 
-        def verify(task: tasks.Task) -> certify.Certificate:
+        def verify(rows: np.ndarray, task: tasks.Task) -> certify.Certificate:
             own = how | task.saving() | {"callback": task.heard(tick)}
-            return certify.verify(model, x, y, **own)
+            return certify.verify(model, x[rows], y[rows], **own)
 
-        return work.do("certify", verify, certify.Certificate)
+        return work.rows("certify", verify)
 
 
 def _content(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from wdjax import parallel, program
+from wdjax import loops, parallel, program
 from wdjax.checks import validate
 from wdjax.core import Array, Attack, Found, Info, Progress, PyTree, Samples, Stage, Victim
 from wdjax.engine import batching, identity, loop, track
@@ -232,7 +232,11 @@ def _progress(plan: Plan, search: Search, n: int) -> Progress:
 
 
 def _finish(plan: Plan, search: Search, n: int, skip_misclassified: bool) -> Found:
-    """Measures what has been found so far of the first ``n`` rows."""
+    """What has been found so far, measured at the points: a ``Found`` of ``[n]`` leaves.
+
+    The rows from ``n`` on are padding and are cut off. ``skip_misclassified`` is passed to
+    :func:`track.measure`. The history, if there is one, becomes ``[steps, n]``.
+    """
     x, chosen, ball = np.asarray(plan.samples.x), np.asarray(search.chosen), plan.attack.ball
     found, seen = _points(plan, search)
     found = track.measure(np, ball, found, x, plan.clean, seen, chosen, skip_misclassified)
@@ -453,7 +457,7 @@ def _loop(
             seen = jax.tree.map(lambda rows, row: rows.at[i].set(row), seen, info)
         return batch, recurs, seen
 
-    return jax.lax.fori_loop(0, steps, body, (batch, jnp.zeros(len(own.y), bool), seen))
+    return loops.fori_loop(0, steps, body, (batch, jnp.zeros(len(own.y), bool), seen))
 
 
 @functools.partial(jax.jit, static_argnums=4, donate_argnums=2)

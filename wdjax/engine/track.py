@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from wdjax import norms
+from wdjax import loops, norms, transport
 from wdjax.core import Array, Attack, Ball, Found, Info, PyTree, Samples, Stage, Victim
 from wdjax.engine import identity
 
@@ -107,7 +107,7 @@ def reach(attack: Attack, samples: Samples, track: Track) -> Found:
     cost = attack.ball.cost(samples.x, x_adv, proof)
     inside = jnp.isfinite(cost)
     if attack.budget == "sample":
-        inside &= cost <= samples.radius * (1 + 1e-6)
+        inside &= cost <= samples.radius * (1 + transport.BEYOND)
     gradients, forwards, zeros, faults = track.totals.T
     return Found(
         x_adv=jnp.where(norms.spread(inside, x_adv), x_adv, samples.x),
@@ -209,7 +209,7 @@ def scan(
     for stage in attack.stages:
         if stage.length:
             one = functools.partial(turn, stage=stage)
-            moving, record = jax.lax.scan(one, enter(attack, moving), length=stage.length)
+            moving, record = loops.scan(one, enter(attack, moving), length=stage.length)
             log.append(record)
     found = reach(attack, samples, moving)
     seen = evaluate(victim, found.x_adv, samples.y)[1:]

@@ -1,11 +1,12 @@
 """Ensembles: several searches in sequence, each on the samples that survived the earlier ones.
 
-A question (model, samples, key, checkpoint) goes in; every search gets a number, from which its
-random key and its checkpoint's name follow; the best point of every sample is kept in one
+Model, samples, key and checkpoint go in; every search gets a number, from which its random key and
+its checkpoint's name follow; the best point of every sample is kept in one
 :class:`~wdjax.core.Found`.
 
 Helpers, which are no ensembles: `question` holds the arguments that all searches of an ensemble
-share; `cascade` runs any list of attacks, each on the survivors; `walks` is the schedule of `star`.
+share, and derives key and name (`cascade` and `a3` derive their own); `cascade` runs any list of
+attacks, each on the survivors; `walks` is the schedule of `star`.
 
 Lists of attacks: `autoattack` is AutoAttack, `a3` Adaptive Auto Attack and A3-WDA, `fast` a cheap
 cascade with a limit of passes. Wrappers of one attack: `bisect` makes a minimum-norm attack of an

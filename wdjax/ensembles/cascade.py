@@ -56,6 +56,8 @@ def cascade(
 
     Cost: that of the attacks on their survivors, plus two forward passes a sample and attack.
 
+    Source: Croce and Hein [croce2020], for any attacks.
+
     >>> import jax.numpy as jnp
     >>> from wdjax import Model, attacks
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))

@@ -111,6 +111,14 @@ def mixed(
 def lowered(model: Callable[[Array], PyTree]) -> Model:
     """The model with leaves and computation in bfloat16, and outputs in float32.
 
+    Args:
+      model: a pytree callable ``[n, *shape] -> [n, K]``.
+
+    Raises:
+      ValueError: ``model`` is no callable pytree.
+
+    Source: this library's own.
+
     >>> import wdjax
     >>> model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> lowered(model)(jnp.array([[0.3, 0.7]])).tolist()

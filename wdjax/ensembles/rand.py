@@ -37,6 +37,8 @@ def draws(model: Callable[[Array], PyTree], key: Array, count: int) -> Model:
 
     Cost: ``count`` passes of the model, in one program.
 
+    Source: Athalye et al. [athalye2018].
+
     >>> def noisy(params, x):
     ...     return x + jax.random.normal(params["key"], x.shape[1:])
     >>> bank = draws(Model(noisy, {"key": jax.random.key(0)}), jax.random.key(1), 5)

@@ -140,6 +140,11 @@ def _count(content: memoryview) -> None:
 
 
 def _walk(content: memoryview, kind: str, left: _Counter, depth: int) -> None:
+    """Checks the wire format of a message of type ``kind`` before the parser allocates anything.
+
+    Counts fields, packed integers and nesting, of which ``left`` is what the whole file may still
+    have. Only messages that this library reads are entered (``_MESSAGES``).
+    """
     if depth > MAX_NESTING:
         raise BrokenError(f"messages are nested deeper than {MAX_NESTING}")
     inner, at, end = _MESSAGES[kind], 0, len(content)
@@ -208,6 +213,11 @@ def _parsed(content: bytes) -> Any:
 
 
 def _graph(model: Any, folder: Path) -> OnnxGraph:
+    """The graph of a parsed file with arrays for its tensors; refuses what cannot be followed.
+
+    ``folder`` is where tensors outside of the file may be. Names are checked, so that later code
+    may look them up: each is given once, before it is used.
+    """
     versions = {entry.domain: entry.version for entry in model.opset_import}
     opset = next((versions[name] for name in _DEFAULT if name in versions), None)
     if opset is None:

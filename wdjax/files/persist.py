@@ -45,13 +45,30 @@ _ORBAX = threading.Lock()
 
 
 def exists(path: _Path) -> bool:
-    """Whether :func:`restore` would find something at ``path``."""
+    """Whether :func:`restore` would find something at ``path``.
+
+    Args:
+      path: a folder or a file.
+
+    >>> exists("nothing.safetensors")
+    False
+    """
     found = _newest(path)
     return found.exists() and (found.is_file() or any(found.iterdir()))
 
 
 def check_writable(path: _Path, tree: PyTree = ()) -> None:
-    """Raises, before any work is done, if :func:`save` would fail for this path or tree."""
+    """Raises, before any work is done, if :func:`save` would fail for this path or tree.
+
+    Args:
+      path: a folder, or a file that ends in ``.safetensors``.
+      tree: what will be saved.
+
+    Raises:
+      ValueError: the path cannot be written, or a leaf could not be restored bit for bit.
+
+    >>> check_writable("trained.safetensors", {"w": np.ones(2, np.float32)})
+    """
     path = atomic.resolved(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,6 +99,12 @@ def save(path: _Path, tree: PyTree, settings: Mapping[str, Any] | None = None) -
       ValueError: ``path`` is not a checkpoint, or is being written by another process; settings
         that are not JSON; or a leaf that could not be restored bit for bit: of a dtype that the
         file does not support, traced, or with a name used twice. The path is then left as it is.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(f"{folder}/w.safetensors", {"w": np.ones(2)}, {"epochs": 3})
+    ...     exists(f"{folder}/w.safetensors")
+    True
     """
     check_writable(path, tree)
     path, leaves = atomic.resolved(path), _named(tree)
@@ -104,6 +127,12 @@ def restore(path: _Path, like: Tree) -> Tree:
 
     Raises:
       ValueError: no checkpoint, a damaged one, or one of another structure, shape or dtype.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(f"{folder}/w.safetensors", {"w": np.ones(2)}, {"epochs": 3})
+    ...     restore(f"{folder}/w.safetensors", {"w": np.zeros(2)})
+    {'w': array([1., 1.])}
     """
     expected = _named(like)
     source, facts = _newest(path), manifest(path)["leaves"]
@@ -129,6 +158,12 @@ def manifest(path: _Path) -> dict[str, Any]:
 
     Raises:
       ValueError: no checkpoint, or a damaged one.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(f"{folder}/w.safetensors", {"w": np.ones(2)}, {"epochs": 3})
+    ...     manifest(f"{folder}/w.safetensors")["settings"]
+    {'epochs': 3}
     """
     source, text = _newest(path), ""
     if source.is_file() and _is_file(source):
@@ -194,6 +229,15 @@ def save_model(path: _Path, model: Model, architecture: Mapping[str, Any]) -> No
 
     Raises:
       ValueError: the parameters are not those of the architecture, or not finite.
+
+    >>> import tempfile
+    >>> from wdjax import models
+    >>> model = models.mlp((4, 3, 2), key=jax.random.key(0))
+    >>> known = {"family": "mlp", "options": {"sizes": [4, 3, 2]}, "normalize": None}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_model(f"{folder}/net.safetensors", model, known)
+    ...     load_model(f"{folder}/net.safetensors")(np.ones((1, 4), np.float32)).shape
+    (1, 2)
     """
     expected = _build(architecture)
     if expected.func != model.func:
@@ -216,6 +260,15 @@ def load_model(path: _Path) -> Model:
     Raises:
       ValueError: :func:`save_model` did not write it; or a tensor is missing, unknown, damaged, of
         another shape or dtype, not finite, or a negative variance.
+
+    >>> import tempfile
+    >>> from wdjax import models
+    >>> model = models.mlp((4, 3, 2), key=jax.random.key(0))
+    >>> known = {"family": "mlp", "options": {"sizes": [4, 3, 2]}, "normalize": None}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_model(f"{folder}/net.safetensors", model, known)
+    ...     load_model(f"{folder}/net.safetensors")(np.ones((1, 4), np.float32)).shape
+    (1, 2)
     """
     settings = manifest(path)["settings"]
     if not isinstance(settings.get("architecture"), dict):

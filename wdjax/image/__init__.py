@@ -6,13 +6,14 @@ every pixel receives, evaluates the model on that image, and returns image and p
 measures the plan.
 
 `ball` is the set of images; `stencil` the window and sums over it; `plans` makes plans feasible and
-measures them. Attacks: `frank_wolfe` minimises the linearised loss over plans by `linear_oracle`;
-`nearest_transport` is its minimum-norm form; `sinkhorn_pgd` projects images by the constrained
-Sinkhorn iterations of `sinkhorn`; `dual_projection` projects plans. `prices` finds the price of
-distance (the multiplier of the budget) for all of them; `union` runs several Frank-Wolfe attacks,
-each on the survivors. `distance` has the exact distance by a linear program, `entropic` a
-differentiable upper bound. `perturbations` (shifts, rotations, blur) and `variance` (how much the
-moves of a plan differ) compare with natural changes.
+measures them; `plan_attack` is what the attacks share. Attacks: `frank_wolfe` minimises the
+linearised loss over plans by `linear_oracle`; `nearest_transport` is its minimum-norm form;
+`sinkhorn_pgd` projects images by the constrained Sinkhorn iterations of `sinkhorn`;
+`dual_projection` projects plans. `prices` finds the price of distance (the multiplier of the
+budget) for all of them; `union` runs several Frank-Wolfe attacks, each on the survivors. `distance`
+has the exact distance by a linear program, `entropic` a differentiable upper bound. `perturbations`
+(shifts, rotations, blur) and `variance` (how much the moves of a plan differ) compare with natural
+changes.
 
 Open `ball` first, then `frank_wolfe`. To add an attack: a file here and its name in ``__all__``; a
 row in ``members`` of `union` makes :func:`image_wasserstein` and the command line use it.

@@ -24,6 +24,9 @@ def translate(x: AnyArray, share: float, angle: float = 0.0) -> Array:
       ``[n, height, width, channels]``, interpolated linearly. What leaves the image is lost, with
       its mass.
 
+    Raises:
+      ValueError: ``x`` is no array of floats.
+
     Source: Hu et al. [hu2020], Tables 4 and 6.
 
     >>> translate(jnp.eye(4)[None, :, :, None], 0.25)[0, :, :, 0].tolist()[0]
@@ -45,6 +48,9 @@ def rotate(x: AnyArray, degrees: float) -> Array:
 
     Returns:
       ``[n, height, width, channels]``, interpolated linearly.
+
+    Raises:
+      ValueError: ``x`` is no array of floats.
 
     Source: Hu et al. [hu2020], Tables 4 and 6.
 
@@ -71,6 +77,9 @@ def gaussian_blur(x: AnyArray, kernel: int) -> Array:
 
     Returns:
       ``[n, height, width, channels]``
+
+    Raises:
+      ValueError: ``x`` is no array of floats, or ``kernel`` is even or below 1.
 
     Source: Hu et al. [hu2020], Tables 4 and 6, who do not name the standard deviation.
 
@@ -106,6 +115,9 @@ def dim(x: AnyArray, factor: float) -> Array:
     Args:
       x: ``[n, height, width, channels]``
       factor: above 0.
+
+    Raises:
+      ValueError: ``x`` is no array of floats, or ``factor`` is not above 0.
 
     Source: Hu et al. [hu2020], Section 3.
 

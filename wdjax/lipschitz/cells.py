@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wdjax.checks import arguments
+from wdjax.checks.forward_mode import LIPSCHITZ_TWIN, host_only
 from wdjax.lipschitz.chain import Chain
 
 Numbers = npt.NDArray[np.float64]
@@ -99,7 +100,7 @@ def activation_cells(net: Chain, box: tuple[npt.ArrayLike, npt.ArrayLike] | None
       there are up to ``sum_{i <= n} C(m, i)`` cells of a layer of m neurons.
 
     Differs: cells thinner than 2e-8 are left out; a neuron that is constant on a cell has one mask
-      there. Points on boundaries have no mask of their own (lipschitz notes A1).
+      there. Points on boundaries have no mask of their own.
 
     Source: Le et al. [le2025], Definition 3.1.
 
@@ -210,12 +211,22 @@ def _active(part: _Part, neuron: int, active: bool) -> _Part:
 def masks_at(net: Chain, x: npt.ArrayLike) -> npt.NDArray[np.bool_]:
     """The masks of points, ``[N, n] -> [N, neurons]``; a neuron at 0 counts as off.
 
+    Args:
+      net: a chain of ReLU layers.
+      x: ``[N, n]`` points.
+
+    Raises:
+      ValueError: ``x`` is no array of numbers, or a chain with other activations.
+
+    Source: Le et al. [le2025], Section 3.
+
     >>> from wdjax.lipschitz import relu_chain
     >>> net = relu_chain([np.eye(2), np.ones((1, 2))], [np.zeros(2), [0.0]])
     >>> masks_at(net, [[1.0, -1.0]]).tolist()
     [[True, False]]
     """
     arguments.check(x=x)
+    host_only("masks_at", LIPSCHITZ_TWIN, x)
     check_relu(net)
     values, masks = np.asarray(x, float), []
     for weight, bias, kept in zip(net.weights, net.biases, net.kept):
@@ -229,6 +240,21 @@ def polyhedron(net: Chain, mask: npt.ArrayLike) -> Polyhedron:
     """The closed cell of a mask, ``[neurons]``, in all of space.
 
     With levels 0 it is the recession cone. Neurons that are constant on the cell give no row.
+
+    Args:
+      net: a chain of ReLU layers.
+      mask: ``[neurons]`` booleans, the active neurons.
+
+    Raises:
+      ValueError: a chain with other activations.
+
+    Source: Le et al. [le2025], Definition 3.1.
+
+    >>> from wdjax.lipschitz import relu_chain
+    >>> net = relu_chain([np.eye(2), np.ones((2, 2))], [np.ones(2), np.zeros(2)])
+    >>> cell = polyhedron(net, [True, False])  # x_1 >= -1 and x_2 <= -1
+    >>> cell.normals.tolist(), cell.levels.tolist()
+    ([[-1.0, -0.0], [0.0, 1.0]], [1.0, -1.0])
     """
     check_relu(net)
     mask = np.asarray(mask, bool)

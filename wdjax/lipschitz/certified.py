@@ -53,7 +53,7 @@ def verify(
 
     Cost: that of :func:`local_lipschitz`.
 
-    Source: Hein and Andriushchenko [hein2017]; lipschitz notes A3.
+    Source: Hein and Andriushchenko [hein2017], with a constant for each margin.
 
     >>> from wdjax import Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, 0.0], [0.0, 1.0]]))

@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from wdjax import loops
 from wdjax.bounds import affine_rules, margins, record
 from wdjax.bounds.graph import Node
 from wdjax.bounds.network import Network
 from wdjax.bounds.primitives import TABLE
 from wdjax.checks import arguments, independence, validate
-from wdjax.checks.forward_mode import host_only
+from wdjax.checks.forward_mode import LIPSCHITZ_TWIN, host_only
 from wdjax.core import Classifier
 from wdjax.parallel import AnyArray
 from wdjax.precision import float64, widened
@@ -83,6 +84,15 @@ class Chain:
 def relu_chain(weights: AnyArray | list[Any], biases: AnyArray | list[Any]) -> Chain:
     """The chain of a ReLU net given by its matrices ``[m_h, m_{h-1}]`` and biases ``[m_h]``.
 
+    Args:
+      weights: ``[m_h, m_{h-1}]`` for each layer.
+      biases: ``[m_h]`` for each layer.
+
+    Raises:
+      ValueError: matrices or biases that do not fit together.
+
+    Source: this library's own.
+
     >>> relu_chain([np.ones((3, 2)), np.ones((2, 3))], [np.zeros(3), np.zeros(2)]).widths
     (3,)
     """
@@ -113,6 +123,8 @@ def as_chain(model: Classifier, x: AnyArray) -> Chain:
       ValueError: a part of the program that is neither affine nor entry by entry, such as max
         pooling or attention, floats shorter than float32, matrices of more than 2 GiB, or a trace.
 
+    Source: this library's own.
+
     >>> from wdjax import Model
     >>> w = jnp.array([[1.0, -1.0], [0.0, 2.0]])
     >>> found = as_chain(Model(lambda w, x: jnp.maximum(x @ w, 0.0) @ w, w), jnp.zeros((1, 2)))
@@ -120,8 +132,7 @@ def as_chain(model: Classifier, x: AnyArray) -> Chain:
     ((2,), [[1.0, 0.0], [-1.0, 2.0]])
     """
     arguments.check(model=model, x=x)
-    twin = "lipschitz.trainable_lipschitz, which can be traced and differentiated"
-    host_only("as_chain", twin, model)
+    host_only("as_chain", LIPSCHITZ_TWIN, model)
     validate.shapes_of(model, x)
     independence.check(model, independence.points(np.zeros(x.shape[1:]), np.ones(x.shape[1:])))
     with float64():
@@ -232,7 +243,7 @@ def curve_of(net: Network, node: Node) -> ClosedJaxpr | None:
     def function(z: jax.Array) -> jax.Array:
         levels = iter(jnp.asarray(np.asarray(t).flat[0], z.dtype) for t in others)
         args = [next(levels) if p in net.exact else z for p in node.inputs]
-        return jnp.asarray(node.eqn.primitive.bind(*args, **node.eqn.params))
+        return jnp.asarray(node.eqn.primitive.bind(*loops.alike(*args), **node.eqn.params))
 
     return jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), aval.dtype))
 

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from wdjax import norms
 from wdjax.checks import arguments
+from wdjax.checks.forward_mode import LIPSCHITZ_TWIN, host_only
 from wdjax.lipschitz import cells
 from wdjax.lipschitz.cells import Cells, Polyhedron
 from wdjax.lipschitz.chain import Chain
@@ -64,9 +65,12 @@ def upper_constants(found: Cells, norm: float) -> UpperConstants:
     Returns:
       :class:`UpperConstants`.
 
+    Raises:
+      ValueError: another norm.
+
     Cost: an operator norm a cell; for r = inf ``2^(min(K, n) - 1)`` sign vectors.
 
-    Source: Le et al. [le2025], equation 6; the margins, lipschitz notes A3.
+    Source: Le et al. [le2025], equation 6; the margins are this library's own.
 
     >>> from wdjax.lipschitz import activation_cells, relu_chain
     >>> net = relu_chain([np.eye(2), np.array([[1.0, 1.0], [0.0, 0.0]])], [np.zeros(2), np.ones(2)])
@@ -101,13 +105,16 @@ def lower_constant(
     Returns:
       :class:`Steepest`.
 
+    Raises:
+      ValueError: another norm, or a chain with other activations.
+
     Cost: the cells of the net without biases, and a linear program (least squares for r = 2) for
       every cone and pair of classes that may still improve the maximum.
 
     Differs: equation 7 maximises over all labels, which bounds nothing where a label does not
       occur; no mass can start there.
 
-    Source: Le et al. [le2025], equation 7; the net without biases, lipschitz notes A3.
+    Source: Le et al. [le2025], equation 7; the net without biases is this library's own.
 
     >>> from wdjax.lipschitz import relu_chain
     >>> net = relu_chain([np.eye(2), np.array([[1.0, 1.0], [0.0, 0.0]])], [np.zeros(2), np.ones(2)])
@@ -123,7 +130,21 @@ def lower_constant(
 
 
 def directions(net: Chain) -> Cells:
-    """The cells of the net without biases: cones, which cover all directions."""
+    """The cells of the net without biases: cones, which cover all directions.
+
+    Args:
+      net: a chain of ReLU layers.
+
+    Raises:
+      ValueError: a chain with other activations.
+
+    Source: Le et al. [le2025], Definition 3.1.
+
+    >>> from wdjax.lipschitz import relu_chain
+    >>> net = relu_chain([np.eye(2), np.ones((2, 2))], [np.ones(2), np.zeros(2)])
+    >>> len(directions(net).masks)
+    4
+    """
     return cells.activation_cells(net.unbiased(), (-1.0, 1.0))
 
 
@@ -141,10 +162,13 @@ def lower_constants_at_samples(
     Returns:
       ``N`` of :class:`Steepest`; ``l_N`` is the largest.
 
+    Raises:
+      ValueError: bad samples or labels, another norm, or a chain with other activations.
+
     Cost: ``K - 1`` programs a sample.
 
-    Differs: the closed recession cone in place of its interior, which is as valid and never smaller
-      (lipschitz notes A2). A sample on a boundary belongs to the cell where neurons at 0 are off.
+    Differs: the closed recession cone in place of its interior, which is as valid and never
+      smaller. A sample on a boundary belongs to the cell where neurons at 0 are off.
 
     Source: Le et al. [le2025], equation 9.
 
@@ -155,6 +179,7 @@ def lower_constants_at_samples(
     [1.4142, 0.0]
     """
     arguments.check(x=x, y=y)
+    host_only("lower_constants_at_samples", LIPSCHITZ_TWIN, x, y)
     norms.check_norm(norm)
     labels = np.asarray(y)
     found = []
@@ -257,6 +282,16 @@ def direction_bound(net: Chain, directions: npt.ArrayLike, norm: float) -> Numbe
     ``(theta_0(u)_k' - theta_0(u)_k) / ||u||_r`` for the best rival k', where ``theta_0`` is the net
     without biases; at least 0, since mass need not move.
 
+    Args:
+      net: a chain of ReLU layers.
+      directions: ``[m, n]``, not 0.
+      norm: r, one of 1, 2 and inf.
+
+    Raises:
+      ValueError: a chain with other activations.
+
+    Source: Le et al. [le2025], equation 7; the net without biases is this library's own.
+
     >>> from wdjax.lipschitz import relu_chain
     >>> net = relu_chain([np.eye(2), np.array([[1.0, 1.0], [0.0, 0.0]])], [np.zeros(2), np.ones(2)])
     >>> direction_bound(net, [[3.0, 4.0]], 2).round(3).tolist()
@@ -314,6 +349,9 @@ def theory(
     Returns:
       :class:`Theory`.
 
+    Raises:
+      ValueError: bad samples or labels, another norm, or a chain with other activations.
+
     Cost: that of :func:`activation_cells`, :func:`upper_constants`, :func:`lower_constant` and
       :func:`lower_constants_at_samples`.
 
@@ -329,6 +367,7 @@ def theory(
     (4, 1.4142, 1.4142, False)
     """
     arguments.check(x=x, y=y)
+    host_only("theory", LIPSCHITZ_TWIN, x, y)
     found = cells.activation_cells(net) if found is None else found
     above, present = upper_constants(found, norm), _present(y, net.classes)
     cones = directions(net)

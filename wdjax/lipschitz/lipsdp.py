@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from wdjax import loops
 from wdjax.lipschitz.chain import Chain
 from wdjax.lipschitz.neurons import Slopes
 
@@ -68,7 +69,7 @@ def bound(
     """Bounds ``[R]`` of the dual norms of rows ``[R, K]`` times the Jacobian, for r = 2 and inf."""
 
     def sizes(weights: Weights) -> jax.Array:
-        total, shape = _last(layers, weights, norm)
+        total, shape = _through_all(layers, weights, norm)
         return jnp.sqrt(total * jnp.diagonal(shape.gram(rows @ last)))
 
     layers, last = _left(net, slopes, rooms)
@@ -79,7 +80,7 @@ def spectral(net: Chain, slopes: Slopes, rooms: Rooms, steps: int) -> jax.Array:
     """A bound of the Jacobian's spectral norm, r = 2."""
 
     def size(weights: Weights) -> jax.Array:
-        gram = _last(layers, weights, 2)[1].gram(last)
+        gram = _through_all(layers, weights, 2)[1].gram(last)
         return jnp.sqrt(jnp.linalg.eigvalsh(gram)[-1:] * (1 + _SLACK))
 
     layers, last = _left(net, slopes, rooms)
@@ -138,13 +139,13 @@ def _enlarged(gram: jax.Array) -> jax.Array:
     return gram * (1 + _SLACK) + 1e-11 * jnp.trace(gram) * jnp.eye(len(gram))
 
 
-def _last(
+def _through_all(
     layers: list[_Layer], weights: Weights, norm: float
 ) -> tuple[jax.Array, _Input | _Output]:
-    """Sends the input's ellipsoid through all layers by :func:`_through`.
+    """Sends the input's ellipsoid through the layers one by one, by :func:`_through`.
 
-    Returns the sum of the input's metric (1 for r = 2), which scales the bound, and the ellipsoid
-    of the last layer's output (of the input if there is no layer).
+    Returns a number by which squared bounds are multiplied, the sum of the input's metric (1 for
+    r = 2), and the ellipsoid of the last layer's output (of the input if there is no layer).
     """
     shape: _Input | _Output
     if norm == jnp.inf:
@@ -233,7 +234,7 @@ def _begin(layers: list[_Layer], rows: jax.Array, norm: float) -> Weights:
         size if norm == jnp.inf else jnp.zeros(inputs, rows.dtype),
     )
     for turn, layer in enumerate(layers):
-        variance = jnp.diagonal(_last(layers[:turn], weights, norm)[1].gram(layer.weight))[
+        variance = jnp.diagonal(_through_all(layers[:turn], weights, norm)[1].gram(layer.weight))[
             layer.open
         ]
         own = -jnp.log(jnp.where(variance > 0, variance, 1.0))
@@ -263,6 +264,6 @@ def _optimised(sizes: Callable[[Weights], jax.Array], weights: Weights, steps: i
         return (optax.apply_updates(weights, change), state, best), None
 
     start = weights, adam.init(weights), jnp.full_like(sizes(weights), jnp.inf)
-    (weights, _, best), _ = jax.lax.scan(step, start, length=steps)
+    (weights, _, best), _ = loops.scan(step, start, length=steps)
     best = jnp.fmin(best, sizes(weights))
     return jnp.where(jnp.isnan(best), jnp.inf, best)

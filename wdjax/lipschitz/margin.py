@@ -93,6 +93,8 @@ def layer_product(
 
     Cost: a few forward passes of one sample; for r = 2 also the matrices of small layers.
 
+    Source: Tsuzuku et al. [tsuzuku2018], for programs instead of layers.
+
     >>> from wdjax import Model
     >>> w = jnp.array([[1.0, -1.0], [0.0, 2.0]])
     >>> model = Model(lambda w, x: jnp.maximum(x @ w, 0.0) @ w, w)
@@ -202,8 +204,8 @@ def margin_lipschitz(
 
     Cost: that of both.
 
-    Differs: equation 6 has ``2^(1/r) max ||J||_{r -> s}``, which is never smaller (lipschitz notes
-    A3) and counts labels that do not occur.
+    Differs: equation 6 has ``2^(1/r) max ||J||_{r -> s}``, which is never smaller, and
+      counts labels that do not occur.
 
     Source: Le et al. [le2025], equations 6 and 8.
 

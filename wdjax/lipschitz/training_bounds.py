@@ -49,6 +49,9 @@ def trainable_lipschitz(
     Returns:
       ``[n, K]`` constants of the margins, 0 at ``j = y``.
 
+    Raises:
+      ValueError: a bad model, samples, radius or norm, or another method.
+
     Cost: the net's matrices, and for each sample K products with each of them; with zonotopes, K
       more for every neuron of later layers.
 

@@ -58,10 +58,13 @@ def transformer_constant(
       ``[K, K]`` constants of ``z_j - z_i``, 0 on the diagonal; finite but mostly vacuous, since
       every LayerNorm may divide by ``sqrt epsilon``.
 
+    Raises:
+      ValueError: another norm.
+
     Cost: spectral norms of the weights, on the host.
 
     Differs: the paper's product lacks the last LayerNorm. Its attention constant ignores the bias
-      of queries; this one counts it and is smaller (lipschitz notes A5).
+      of queries; this one counts it and is smaller.
 
     Source: Le et al. [le2025], Corollary 3.4; own bound of attention.
     """
@@ -103,7 +106,7 @@ def local_transformer_constant(
 
     Cost: a forward pass and spectral norms of the weights, on the host.
 
-    Source: lipschitz notes A5.
+    Source: Le et al. [le2025], Corollary 3.4, near one image; this library's own.
     """
     arguments.check(eps=eps)
     tree, x = _wide(params), np.asarray(tokens, float)

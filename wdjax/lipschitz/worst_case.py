@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wdjax.checks import arguments
+from wdjax.checks.forward_mode import TWIN, host_only
 from wdjax.lipschitz import cells
 from wdjax.lipschitz.cells import Polyhedron
 from wdjax.lipschitz.chain import Chain
@@ -60,7 +61,7 @@ def worst_margin(
 
     Cost: a sparse linear program of ``N cells (K - 1)`` blocks of ``n + 1`` unknowns.
 
-    Source: Mohajerin Esfahani and Kuhn [esfahani2018], of the cells; lipschitz notes A3.
+    Source: Mohajerin Esfahani and Kuhn [esfahani2018], for each cell of the net.
 
     >>> from wdjax.lipschitz import relu_chain
     >>> net = relu_chain([np.eye(2)], [np.zeros(2)])
@@ -68,6 +69,7 @@ def worst_margin(
     -0.5
     """
     arguments.check(x=x, y=y, eps=eps)
+    host_only("worst_margin", TWIN, x, y, eps)
     if norm not in (1, math.inf):
         raise ValueError(f"norm must be 1 or inf, for a linear program, got {norm!r}.")
     points, labels = np.asarray(x, float), np.asarray(y)

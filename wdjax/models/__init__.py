@@ -3,9 +3,10 @@ values.
 
 `functional` splits a module into a pure function and its parameters; `learning` tells parameters
 from other state, and trains. `zoo` lists the architectures, each of which has a file and is built
-from `layers` and `conv`; `convert` loads PyTorch weights into one of them, by the names that
-`pytorch` knows. `imported` makes models of ONNX files and PyTorch modules, whose operators are in
-:mod:`wdjax.models.graphs`. Open `functional` first, or `convert` for weights.
+from `layers` and `conv`, and in ``zoo.csv`` the published models. `convert` loads PyTorch weights
+into one of them: it renames the layers of files that use other names, then `pytorch` matches names,
+shapes and layouts. `imported` makes models of ONNX files and PyTorch modules, whose operators are
+in :mod:`wdjax.models.graphs`. Open `functional` first, or `convert` for weights.
 """
 
 from wdjax.models.convnext import ConvNeXt

@@ -419,6 +419,11 @@ def check_parity(
 
     Raises:
       ValueError: the error is above the tolerance or not finite, or the shapes differ.
+
+    >>> from wdjax import Model
+    >>> model = Model(lambda w, x: x @ w, 2 * jnp.eye(2))
+    >>> check_parity(model, np.ones((1, 2)), np.full((1, 2), 2.0))
+    0.0
     """
     ours, reference = np.asarray(_forward(model, jnp.asarray(x))), np.asarray(logits)
     if ours.shape != reference.shape:

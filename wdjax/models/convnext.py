@@ -7,6 +7,7 @@ from wdjax.models.layers import (
     Group,
     LayerNorm,
     Linear,
+    Net,
     average_pool,
     beside,
     classes_of,
@@ -74,7 +75,7 @@ class ConvStem(nnx.Module):
         return self.stem[last](x) if hasattr(self.stem, last) else x
 
 
-class ConvNeXt(nnx.Module):
+class ConvNeXt(Net):
     """ConvNeXt.
 
     Args:
@@ -139,9 +140,6 @@ class ConvNeXt(nnx.Module):
 
     def classify(self, features):
         return self.head.fc(features)
-
-    def __call__(self, x):
-        return self.classify(self.features(x))
 
     @staticmethod
     def sizes(shapes):

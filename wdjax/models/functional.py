@@ -247,6 +247,10 @@ def split_affine(params):
 def join_affine(affine, rest):
     """The inverse of :func:`split_affine`.
 
+    Args:
+      affine: the first part of :func:`split_affine`.
+      rest: the second.
+
     Raises:
       ValueError: ``rest`` lacks a layer of ``affine``.
 

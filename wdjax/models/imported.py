@@ -109,6 +109,11 @@ def load_onnx(path: str | PathLike[str], *, layout: str = "NHWC") -> Converted:
 
 
 def _converted(graph, source, layout, named, reference):
+    """The model of a graph, tried on random inputs and compared with ``reference``.
+
+    ``source`` is the file's name for messages, ``named`` the weights that a state dict names, and
+    ``reference`` computes the outputs of the original, or tells why it cannot.
+    """
     value, notes = _only_input(graph, source), list[str]()
     result, parts = _chosen(graph, source, value, named, notes)
     channels = layout == "NHWC" and len(value.shape) == 4 and not _is_channels_last(graph, value)
@@ -163,7 +168,11 @@ def _only_input(graph: OnnxGraph, source: str) -> OnnxValue:
 
 
 def _chosen(graph, source, value, named, notes) -> tuple[str, Parts]:
-    """The first output that is an array of floats, and the part of the graph that gives it."""
+    """The name of the first output that is an array of float32, and the part of the graph for it.
+
+    Without one, raises what is wrong with the first output. ``notes`` gets a remark if the graph
+    has more than one.
+    """
     faults = []
     for name in graph.outputs:
         try:
@@ -337,6 +346,11 @@ def _pruned(path, result):
 
 
 def _report(graph, source, value, shape, result, parts, parity, model, notes):
+    """What was read: operators, parameters, shapes, and how far outputs are from the original's.
+
+    ``value`` and ``result`` are the input and the name of the output in the file, ``shape`` that of
+    one sample of the model; ``notes`` are remarks for the user.
+    """
     out = _shape(model.func, model.args[0], (value.shape[0] if model.func.fixed else 1, *shape))
     counts = collections.Counter(node.operator for node in needed(graph.nodes, result))
     used = [graph.tensors[name] for name in parts.params if name in graph.tensors]

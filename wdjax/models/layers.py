@@ -66,6 +66,20 @@ class Group(nnx.Module):
         return x
 
 
+def stage(block, inputs, outputs, stride, count, *more, rngs):
+    """``count`` blocks in a row: ``block(inputs, outputs, stride, *more)``, from the second on with
+    ``outputs`` channels in and stride 1."""
+    sizes = [(inputs, stride), *[(outputs, 1)] * (count - 1)]
+    return Group.numbered([block(size, outputs, by, *more, rngs=rngs) for size, by in sizes])
+
+
+class Net(nnx.Module):
+    """A classifier in two parts: ``features`` of images, and ``classify``, the logits of these."""
+
+    def __call__(self, x):
+        return self.classify(self.features(x))
+
+
 class Linear(nnx.Module):
     """``x @ kernel + bias``."""
 

@@ -61,6 +61,10 @@ def parameters(model):
 def join(own, model):
     """The parameters ``own`` with the other leaves of ``model``.
 
+    Args:
+      own: as of :func:`parameters`.
+      model: the model that they were taken from.
+
     >>> from wdjax import models
     >>> model = models.norm_mlp((2, 3, 2), key=jax.random.key(0))
     >>> joined = join(parameters(model), model)

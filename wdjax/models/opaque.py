@@ -89,9 +89,8 @@ def opaque_torch(module: Any) -> Model:
         images = tensor(x).requires_grad_()
         with torch.enable_grad():
             out = module(images)
-        pulled = torch.as_tensor(change).to(out.device, out.dtype)
-        (slope,) = torch.autograd.grad(out, images, pulled)
-        slope = slope.float().cpu().numpy()
+        weights = torch.as_tensor(change).to(out.device, out.dtype)
+        slope = torch.autograd.grad(out, images, weights)[0].float().cpu().numpy()
         return slope.transpose(0, 2, 3, 1) if slope.ndim == 4 else slope
 
     logits.__qualname__ = slopes.__qualname__ = type(module).__qualname__

@@ -10,6 +10,7 @@ from wdjax.models.layers import (
     Group,
     LayerNorm,
     Linear,
+    Net,
     classes_of,
     extent,
     identity,
@@ -49,7 +50,7 @@ class _Block(nnx.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class ViT(nnx.Module):
+class ViT(Net):
     """Vision Transformer with a class token.
 
     Args:
@@ -114,9 +115,6 @@ class ViT(nnx.Module):
 
     def classify(self, features):
         return self.head(features)
-
-    def __call__(self, x):
-        return self.classify(self.features(x))
 
     @staticmethod
     def sizes(shapes):

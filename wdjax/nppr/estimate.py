@@ -190,6 +190,11 @@ def spread_within(
     Returns:
       A :class:`Spread`.
 
+    Raises:
+      ValueError: a bad distribution, samples or key.
+
+    Source: this library's own.
+
     >>> from wdjax.nppr import distributions
     >>> how = {"key": jax.random.key(0), "draws": 500}
     >>> ball, x, y = distributions.UniformBall(0.1), jnp.ones((1, 3)) / 2, jnp.array([0])
@@ -198,6 +203,7 @@ def spread_within(
     (0.6, 0.1)
     """
     arguments.check(perturbation=perturbation, x=x, y=y, key=key)
+    host_only("spread_within", "nppr.points, which can be traced", perturbation, x, y, key)
     keys = jax.random.split(key, len(x))
     within, saturated = _spread_of(perturbation, jnp.asarray(x), jnp.asarray(y), keys, draws)
     return Spread(np.asarray(within, float), float(jnp.mean(saturated)))
@@ -244,6 +250,11 @@ def expected_loss(
 
     Returns:
       A number.
+
+    Raises:
+      ValueError: a bad distribution, model, samples or key.
+
+    Source: Wang et al. [wang2025].
 
     >>> from wdjax import Model
     >>> from wdjax.nppr import distributions

@@ -29,7 +29,9 @@ from wdjax.nppr.mixture import Mixture
 from wdjax.precision import promoted
 
 Mode = Literal["independent", "label", "label-full", "input", "joint", "joint-full"]
+"""What a distribution may depend on; :class:`Family` explains each."""
 MODES: tuple[Mode, ...] = ("independent", "label", "label-full", "input", "joint", "joint-full")
+"""All modes."""
 PAPER: tuple[Mode, ...] = ("independent", "label", "input", "joint")
 """The modes of the paper."""
 

@@ -14,6 +14,7 @@ from wdjax.nppr.family import Family, Temperatures
 
 Pair = tuple[float, float]
 Loss = Literal["sigmoid", "softplus"]
+"""What a fit minimises: a smooth 0-1 loss, or the paper's softplus of margins."""
 
 
 def _static(default: Any) -> Any:

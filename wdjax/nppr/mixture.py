@@ -109,7 +109,10 @@ def hard(key: Array, mixture: Mixture, inputs: int, draws: int) -> Array:
 
 
 def _combined(mixture: Mixture, z: Array, xi: Array) -> Array:
-    """``sum_k z_k mu_k + F_k xi_k`` for weights ``[n, M, K]`` and vectors ``[n, M, K, L]``."""
+    """``[n, M, L]``: ``sum_k (z_k mu_k + F_k xi_k)`` for weights ``z`` ``[n, M, K]``.
+
+    The vectors ``xi`` ``[n, M, K, L]`` are multiplied by ``z`` already.
+    """
     return _weighted(mixture.mean, z) + _scattered(mixture, xi)
 
 
@@ -145,6 +148,8 @@ def log_density(mixture: Mixture, points: Array) -> Array:
       ``[n, M]`` in nats.
 
     Cost: ``n M K L^2``.
+
+    Source: Wang et al. [wang2025], equations 12 and 13.
 
     >>> one = Mixture(jnp.zeros((1, 1)), jnp.zeros((1, 1, 1)), jnp.ones((1, 1, 1)))
     >>> round(float(log_density(one, jnp.zeros((1, 1, 1)))[0, 0]), 4)

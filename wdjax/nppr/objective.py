@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import losses
+from wdjax import loops, losses
 from wdjax.balls import Lp
 from wdjax.core import Array, Classifier
 from wdjax.nppr import family as families
@@ -31,7 +31,9 @@ class Data(NamedTuple):
 
     model: Classifier
     x: Array
+    """``[n, *shape]``"""
     y: Array
+    """``[n]``"""
     features: Array | None
     """``[n, F]`` of the unperturbed samples, computed once."""
     offset: Array | None
@@ -40,7 +42,7 @@ class Data(NamedTuple):
 
 
 class State(NamedTuple):
-    """The state of a fit; a pytree, stacked over fits."""
+    """The state of a fit; a pytree, which :func:`begin` and :func:`advance` stack over fits."""
 
     params: Params
     stats: Params
@@ -57,6 +59,7 @@ class FitProgram(NamedTuple):
     family: Family
     ball: Lp
     loops: bool
+    """Whether the model is as fast inside a loop, see :func:`wdjax.program.loops_well`."""
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
@@ -96,7 +99,7 @@ def advance(plan: FitProgram, data: Data, state: State, first: Array, last: Arra
 
     if not plan.loops:
         return all_fits(state)
-    return jax.lax.fori_loop(first, last, lambda _, state: all_fits(state), state)
+    return loops.fori_loop(first, last, lambda _, state: all_fits(state), state)
 
 
 @promoted()

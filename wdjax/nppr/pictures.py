@@ -24,9 +24,9 @@ _WINDOW = 20
 
 def _figure(width: float, height: float, columns: int = 1) -> tuple["Figure", Any]:
     """A Matplotlib figure of a size in inches, and its row of axes."""
-    from matplotlib.figure import Figure
+    from wdjax.report.figures import NotebookFigure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = NotebookFigure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(1, columns, squeeze=False)[0]
 
 

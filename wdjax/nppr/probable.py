@@ -261,6 +261,9 @@ def prbench(
       ``"ProbAcc(rho)"``. All but ``acc`` are ``{"value", "interval"}``; the value of ProbAcc counts
       the inputs decided to be robust.
 
+    Raises:
+      ValueError: bad samples, radii, shares or key.
+
     Differs: ProbAcc is decided by a test instead of 100 copies. Intervals are those of
       :func:`wdjax.metrics.mean_interval` and of Clopper and Pearson, where PRBench has a bootstrap;
       the interval of a difference combines two of 97.5 %.

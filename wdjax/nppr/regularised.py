@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from wdjax import losses, models, program, training
+from wdjax import loops, losses, models, program, training
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Model, PyTree
 from wdjax.engine import identity, loop
 from wdjax.nppr import counting, objective
@@ -29,8 +30,10 @@ class RegularisedProgram(NamedTuple):
 
     plan: objective.FitProgram
     features: Callable[[Any], Any] | None
+    """``model -> (x -> [n, F])``; None if the family does not see the input."""
     optimizer: optax.GradientTransformation
     draws: int
+    """Perturbed copies of each sample in the model's loss."""
 
 
 class TrainingData(NamedTuple):
@@ -38,9 +41,12 @@ class TrainingData(NamedTuple):
 
     schedule: Schedule
     x: Array
+    """``[n, *shape]``"""
     y: Array
+    """``[n]``"""
     key: Array
     weight: Array
+    """A number in ``[0, 1]``: the weight of the perturbed copies' loss."""
 
 
 class State(NamedTuple):
@@ -118,8 +124,7 @@ def train_model(
     True
     """
     arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
-    if validate.traced(model, x, y, key) or validate.staged():
-        raise ValueError("a training looks at its losses: call it outside of jit and vmap.")
+    host_only("nppr.train_model", counting.TWIN, model, x, y, key)
     x, y = validate.check_samples(model, x, y, ball.box)
     size = min(validate.check_count("batch_size", batch_size), len(y))
     steps = validate.check_count("epochs", epochs) * (len(y) // size)
@@ -155,7 +160,10 @@ def train_model(
 def _begin(
     recipe: RegularisedProgram, model: Model, given: TrainingData, key: Array, radius: Array
 ) -> State:
-    """The first state of a training: the given model, and a distribution of radius ``radius``."""
+    """The state before the first step: the given model, an optimiser's state, a new distribution.
+
+    The distribution's perturbations are at most ``radius``, a number; its parameters are random.
+    """
     plan, x, steps = recipe.plan, given.x, given.schedule.steps
     classes = jax.eval_shape(lambda model, x: model(x), model, x).shape[1]
     seen = recipe.features
@@ -188,7 +196,7 @@ def _steps(
     """Steps ``first`` to ``last``; a single step if the model loops slowly."""
     if not recipe.plan.loops:
         return _step(recipe, given, state)
-    return jax.lax.fori_loop(first, last, lambda _, state: _step(recipe, given, state), state)
+    return loops.fori_loop(first, last, lambda _, state: _step(recipe, given, state), state)
 
 
 def _step(recipe: RegularisedProgram, given: TrainingData, state: State) -> State:

@@ -1,15 +1,16 @@
 """Audits: attacks and certificates on one model, checked against each other, as a page.
 
-`audit` runs attacks and certificates over a range of radii. Its result, a ``Sandwich`` of
-`evidence`, holds an entry for each attack and budget (points, accuracy, loss, exact Wasserstein
-distance), the certified radii and the bounds of the loss; it is called a sandwich because the true
-robust accuracy lies between certificates (below) and attacks (above). `evidence` also has the
-invariants, which hold for every model: a broken one shows a fault of the model or the library.
-`summary` turns a sandwich into plain numbers for JSON, `page` that JSON and the figures of `plots`
-into one HTML file.
+`audit` runs attacks over a range of radii, and the certificates of `proofs`. Its result, a
+``Sandwich`` of `evidence`, holds an entry for each attack and budget (points, accuracy, loss, exact
+Wasserstein distance), the certified radii and the bounds of the loss; it is called a sandwich
+because the true robust accuracy lies between certificates (below) and attacks (above). `evidence`
+also has the invariants, which hold for every model: a broken one shows a fault of the model or the
+library. `summary` turns a sandwich into plain numbers for JSON, `page` that JSON and the figures of
+`plots` into one HTML file; `changes` compares two such JSON files. `audited` holds the audit of one
+model, prints its table and saves its page; `figures` makes figures that notebooks show.
 
-Open `audit` first. To add a default attack or certificate: a row in ``standard_attacks`` or
-``standard_certificates`` of `audit`. To add a check: an ``Invariant`` in ``invariants`` of
-`evidence`. To add a figure: a function of a sandwich in `plots`, and a row in ``pictures`` of
-`page`.
+Open `audit` first. To add a default attack: a row in ``standard_attacks`` of `audit`; a default
+certificate: a row in ``standard_certificates`` of `proofs`. To add a check: an ``Invariant`` in
+``invariants`` of `evidence`. To add a figure: a function of a sandwich in `plots`, and a row in
+``pictures`` of `page`.
 """

@@ -71,6 +71,9 @@ def styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
     Later markers are smaller, so that coinciding curves are both visible.
 
+    Args:
+      names: of the attacks, in their order.
+
     >>> styles(["mine", "theirs"])
     {'mine': {'color': '#E69F00', 'marker': 'o', 'ms': 7.0},
      'theirs': {'color': '#56B4E9', 'marker': 's', 'ms': 5.5}}
@@ -85,9 +88,9 @@ def styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 def _panels(columns: int) -> tuple["Figure", Any]:
     """A figure of panels side by side, and the row of their axes."""
-    from matplotlib.figure import Figure
+    from wdjax.report.figures import NotebookFigure
 
-    figure = Figure(figsize=(_WIDTH * columns, _HEIGHT), layout="constrained")
+    figure = NotebookFigure(figsize=(_WIDTH * columns, _HEIGHT), layout="constrained")
     return figure, figure.subplots(1, columns, squeeze=False)[0]
 
 
@@ -109,7 +112,12 @@ def _ball(order: float) -> str:
 
 @_styled
 def accuracy(found: Sandwich, orders: Sequence[float] = ORDERS) -> "Figure":
-    """Accuracy against eps, a panel for each ball: attacks, certificates, and the gap shaded."""
+    """Accuracy against eps, a panel for each ball: attacks, certificates, and the gap shaded.
+
+    Args:
+      found: the sandwich.
+      orders: of the Wasserstein balls, a panel each.
+    """
     figure, axes = _panels(len(orders))
     unit = norm_name(found.ball.norm)
     for axis, order in zip(axes, orders):
@@ -145,7 +153,12 @@ def _certificates(axis: Any, found: Sandwich, order: float) -> None:
 
 @_styled
 def loss(found: Sandwich, orders: Sequence[float] = ORDERS) -> "Figure":
-    """Expected loss against eps: the strongest attack as lower, the least bound as upper curve."""
+    """Expected loss against eps: the strongest attack as lower, the least bound as upper curve.
+
+    Args:
+      found: the sandwich.
+      orders: of the Wasserstein balls, a panel each.
+    """
     figure, axes = _panels(len(orders))
     unit = norm_name(found.ball.norm)
     for axis, order in zip(axes, orders):
@@ -167,7 +180,11 @@ def loss(found: Sandwich, orders: Sequence[float] = ORDERS) -> "Figure":
 
 @_styled
 def distances(found: Sandwich) -> "Figure":
-    """Distance of every sample to a misclassified point, cheapest first: found and certified."""
+    """Distance of every sample to a misclassified point, cheapest first: found and certified.
+
+    Args:
+      found: the sandwich.
+    """
     figure, (axis,) = _panels(1)
     distance = found.nearest()[0]
     order = np.argsort(distance, kind="stable")
@@ -189,6 +206,9 @@ def allocation(found: Sandwich) -> "Figure":
     """The mass that each eps moves in Omega_1, cheapest samples first.
 
     At most as many eps are drawn as there are colours, spread over those of the sandwich.
+
+    Args:
+      found: the sandwich.
     """
     figure, (axis,) = _panels(1)
     distance = found.nearest()[0]
@@ -213,6 +233,9 @@ def allocation(found: Sandwich) -> "Figure":
 def are_images(x: npt.ArrayLike) -> bool:
     """Whether samples can be drawn: ``[n, height, width, channels]`` of 1 or 3 channels.
 
+    Args:
+      x: samples.
+
     >>> are_images(np.zeros((2, 8, 8, 3))), are_images(np.zeros((2, 8)))
     (True, False)
     """
@@ -233,12 +256,13 @@ def examples(
       model: the attacked model.
       count: maximum number of flips, one in each row.
     """
-    from matplotlib.figure import Figure
+    from wdjax.report.figures import NotebookFigure
 
     distance, points = found.nearest()
     price = np.where(found.correct, distance, np.inf)
     chosen = np.argsort(price, kind="stable")[: min(count, int(np.isfinite(price).sum()))]
-    figure = Figure(figsize=(_WIDTH, 0.3 + 1.25 * max(len(chosen), 1)), layout="constrained")
+    size = _WIDTH, 0.3 + 1.25 * max(len(chosen), 1)
+    figure = NotebookFigure(figsize=size, layout="constrained")
     if not len(chosen):
         figure.text(0.5, 0.5, "no flip found", ha="center")
         return figure
@@ -269,6 +293,10 @@ def examples(
 def accuracies(clean: float, left: Mapping[str, float]) -> "Figure":
     """The accuracy under each attack, as bars.
 
+    Args:
+      clean: the accuracy without an attack, a share.
+      left: the accuracy that each attack leaves, by name.
+
     >>> len(accuracies(0.9, {"pgd": 0.5, "wda": 0.4}).axes[0].patches)
     2
     """
@@ -285,7 +313,15 @@ def accuracies(clean: float, left: Mapping[str, float]) -> "Figure":
 
 
 def png(figure: "Figure") -> bytes:
-    """A figure as PNG on white, for papers and slides."""
+    """A figure as PNG on white, for papers and slides.
+
+    Args:
+      figure: what to draw.
+
+    >>> from matplotlib.figure import Figure
+    >>> png(Figure())[1:4]
+    b'PNG'
+    """
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130, facecolor="white", metadata={"Software": None})
     return buffer.getvalue()
@@ -297,6 +333,10 @@ def svg(figure: "Figure", salt: str) -> str:
     Args:
       figure: what to draw.
       salt: makes the names inside it differ from those of other figures on the same page.
+
+    >>> from matplotlib.figure import Figure
+    >>> "</svg>" in svg(Figure(), "one")
+    True
     """
     import matplotlib
 

@@ -66,6 +66,10 @@ Job = tuple[str, Callable[[Task], Any]]
 def standard_certificates(ball: Lp, batch_size: int | None = None) -> dict[str, Certifier]:
     """The default certificates of an audit.
 
+    Args:
+      ball: norm and box.
+      batch_size: samples on the device at once.
+
     >>> list(standard_certificates(Lp(2)))
     ['CROWN']
     """

@@ -19,12 +19,14 @@ from jax.sharding import Mesh
 from wdjax.balls import Lp
 from wdjax.bounds.region import Box
 from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import TRACES, host_only
 from wdjax.core import AnyArray, Array, Model, Progress
 from wdjax.engine import batching, identity, loop
 from wdjax.smoothing import binomial, looks, votes
 from wdjax.smoothing.grid import Noise
 from wdjax.smoothing.looks import ABSTAIN, SmoothedCertificate, Test
 
+_TWIN = f"smoothing.soft, {TRACES}"
 _PROBABILITIES = np.array([0.51, 0.6, 0.9, 0.999])
 """The noise's radii at these probabilities are part of the identity of a checkpoint."""
 
@@ -159,11 +161,17 @@ def cautions(
     Returns:
       Sentences; an empty list if all can be certified.
 
+    Raises:
+      ValueError: ``x`` is no array, ``noise`` no noise, or ``eps`` no number.
+
+    Source: this library's own.
+
     >>> from wdjax.smoothing.noise import Gaussian
     >>> cautions(np.ones((1, 2)), noise=Gaussian(0.25), n=9, alpha=0.001)[0]
     'nothing can be certified: 9 votes at alpha=0.001 show no majority even if all agree; raise n.'
     """
     arguments.check("eps", x=x, noise=noise, eps=eps)
+    host_only("smoothing.cautions", _TWIN, x, noise, eps)
     test = test or ("clopper-pearson" if eps is None else "sequential")
     asked = looks.plan(eps if test == "sequential" else None, noise, 0, n, alpha, test)
     ball: Any = noise if noise.norm is None else Lp(noise.norm, box)
@@ -241,6 +249,12 @@ def tally(
 
     Returns:
       ``[n, K + 1]`` counts; the last column counts logits that are not finite.
+
+    Raises:
+      ValueError: a bad model, samples, noise or key, ``n`` below 1, or a mask of another
+        length.
+
+    Source: Cohen et al. [cohen2019].
     """
     arguments.check(model=model, x=x, noise=noise, key=key)
     _check_given(model, noise, key, x)
@@ -266,6 +280,8 @@ def decide(counts: npt.NDArray[Any], alpha: float) -> npt.NDArray[np.int32]:
 
     Returns:
       ``[n]`` classes, or :data:`ABSTAIN`.
+
+    Source: Cohen et al. [cohen2019], PREDICT; Hung and Fithian [hung2019].
 
     >>> decide(np.array([[90, 10, 0], [52, 48, 0], [0, 0, 100]]), 0.001).tolist()
     [0, -1, -1]
@@ -295,6 +311,9 @@ def soft(
 
     Returns:
       A ``Model`` that returns ``[n, K]`` log-probabilities.
+
+    Raises:
+      ValueError: a bad model, samples, noise or key, or ``count`` below 1.
 
     Cost: time and memory of ``count`` passes of the model, in one batch.
 
@@ -331,8 +350,7 @@ def _check_given(model: Any, noise: Any, key: Any, *samples: Any) -> None:
 
     Only JAX's default keys (threefry) give a vote the same noise in every batch.
     """
-    if validate.traced(model, noise, key, samples) or validate.staged():
-        raise ValueError("votes are counted on the host; smooth outside of jit, vmap and grad.")
+    host_only("the count of votes", _TWIN, model, noise, key, samples)
     if "threefry" not in str(jax.random.key_impl(key)):
         raise ValueError(
             "pass key=jax.random.key(seed), of the default kind: with others, the noise of a vote "

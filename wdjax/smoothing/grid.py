@@ -68,6 +68,16 @@ class Noise(Protocol):
 def perturb(noise: Noise, key: Array, x: Array) -> Array:
     """One sample ``[*shape]`` with noise, not rounded to the grid: for training, not certificates.
 
+    Args:
+      noise: of :mod:`wdjax.smoothing.noise`.
+      key: a typed ``jax.random.key``.
+      x: ``[*shape]`` floats.
+
+    Raises:
+      ValueError: ``noise`` is no noise, or ``key`` no key.
+
+    Source: Cohen et al. [cohen2019].
+
     >>> from wdjax.smoothing.noise import Gaussian
     >>> perturb(Gaussian(0.5), jax.random.key(0), jnp.zeros(3)).shape
     (3,)

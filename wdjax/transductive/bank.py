@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
+from wdjax import loops
 from wdjax.checks import validate
 from wdjax.core import Array, Model, PyTree
 from wdjax.transductive.defense import Defense
@@ -40,6 +41,11 @@ def empty_bank(like: PyTree, capacity: int) -> Bank:
       like: the parameters of one model, as arrays or ``ShapeDtypeStruct``.
       capacity: at least 1.
 
+    Raises:
+      ValueError: ``capacity`` below 1.
+
+    Source: this library's own.
+
     >>> bank = add_model(empty_bank({"w": jnp.ones(2)}, 3), {"w": jnp.array([1.0, 2.0])})
     >>> bank.models["w"].shape, int(bank.filled)
     ((3, 2), 1)
@@ -52,9 +58,18 @@ def empty_bank(like: PyTree, capacity: int) -> Bank:
 def add_model(bank: Bank, adapted: PyTree) -> Bank:
     """The bank with one more model.
 
+    Args:
+      bank: with room for it.
+      adapted: the parameters of one model, as in :func:`empty_bank`.
+
     Raises:
       ValueError: the bank is full. Inside a trace nothing can be raised: there the models of a bank
         that overflows become NaN.
+
+    Source: this library's own.
+
+    >>> int(add_model(empty_bank({"w": jnp.ones(2)}, 3), {"w": jnp.zeros(2)}).filled)
+    1
     """
     capacity = len(jax.tree.leaves(bank.models)[0])
     if not validate.traced(bank) and int(bank.filled) >= capacity:
@@ -142,7 +157,7 @@ def _all(shared: PyTree, x: Array) -> PyTree:
         said = _one(shared, number, x)
         return jax.tree.map(lambda row, new: row.at[number].set(new), rows, said)
 
-    rows = jax.lax.fori_loop(first, bank.filled, ask, rows)
+    rows = loops.fori_loop(first, bank.filled, ask, rows)
     return jax.tree.map(lambda row: jnp.moveaxis(row, 0, 1), rows)
 
 
@@ -176,7 +191,7 @@ def _backward(kept: PyTree, pull: PyTree) -> tuple[None, Array]:
         own = jax.tree.map(lambda rows, now: _cotangent(rows, number, now), pull, said)
         return total + back(own)[0]
 
-    return None, jax.lax.fori_loop(first, bank.filled, add, jnp.zeros_like(x))
+    return None, loops.fori_loop(first, bank.filled, add, jnp.zeros_like(x))
 
 
 def _cotangent(rows: Any, number: Array, now: Array) -> Any:

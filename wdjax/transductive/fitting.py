@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import losses, models
+from wdjax import loops, losses, models
 from wdjax.checks import arguments, validate
 from wdjax.core import Array, Attack, Model, PyTree
 from wdjax.engine import driver
@@ -65,8 +65,13 @@ def train_classifier(
     Returns:
       The trained model.
 
+    Raises:
+      ValueError: a bad model, samples, labels or key.
+
     Cost: 1 forward and 1 backward pass a sample and step; with an opponent, the attack's passes and
       1 more of each.
+
+    Source: Madry et al. [madry2018].
 
     >>> net = models.norm_mlp((1, 8, 2), key=jax.random.key(0))
     >>> x, y = jnp.linspace(0, 1, 8)[:, None], jnp.arange(8) // 4
@@ -100,7 +105,7 @@ def train_classifier(
         return (model, known), None
 
     rows = batches(order_key, len(y), size, steps), jnp.arange(steps)
-    (model, _), _ = jax.lax.scan(step, (model, rule.init(models.parameters(model))), rows)
+    (model, _), _ = loops.scan(step, (model, rule.init(models.parameters(model))), rows)
     return model
 
 

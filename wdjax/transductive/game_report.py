@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from wdjax import metrics
 from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array
 from wdjax.transductive.defense import Defense
 from wdjax.transductive.state import GameRecord
@@ -35,6 +36,11 @@ def share_with_interval(hits: npt.ArrayLike) -> Share:
     in squares. The interval thus holds for all samples under *these* keys without assumptions, and
     for all keys if accuracies are about normal. It cannot include keys rarer than one in ``draws``
     under which a defence fails; with a single draw it does not include the keys at all.
+
+    Args:
+      hits: ``[draws, n]`` booleans.
+
+    Source: Clopper and Pearson [clopper1934]; Waudby-Smith and Ramdas [waudbysmith2024].
 
     >>> share_with_interval([[True, True, False, True]]).value
     0.75
@@ -220,8 +226,13 @@ def worst(reports: dict[str, GameReport]) -> tuple[str, GameReport]:
     several attacks are not combined: the defence adapts to a set as a whole, and has not adapted to
     the combined one.
 
+    Args:
+      reports: of one defence, by the attack's name.
+
     Raises:
       ValueError: no report.
+
+    Source: this library's own.
     """
     if not reports:
         raise ValueError("there is no report to choose from.")
@@ -245,8 +256,15 @@ def cost_multiple(
       x: ``[n, *shape]``, one round.
       key: for the adaptation.
       repeats: timings of both, after one that compiles; the shortest counts.
+
+    Raises:
+      ValueError: bad samples or key, or ``repeats`` below 1.
+
+    Source: Croce et al. [croce2022].
     """
     arguments.check(x=x, key=key)
+    twins = "the methods adapt and predict of the defense, which can be traced"
+    host_only("cost_multiple", twins, defense, memory, x, key)
     repeats = validate.check_count("repeats", repeats)
     state, inputs = defense.begin(memory), jnp.asarray(x)
     base = defense.base(memory, state, len(inputs))

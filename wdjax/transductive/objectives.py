@@ -19,7 +19,16 @@ OutputLoss = Callable[[Any, Array], Array]
 
 
 def logits_of(out: PyTree) -> Array:
-    """The logits of a model that may also return a score."""
+    """The logits of a model that may also return a score.
+
+    Args:
+      out: logits ``[n, K]``, or a pair of logits and scores.
+
+    Source: this library's own.
+
+    >>> logits_of((jnp.ones((1, 2)), jnp.zeros(1))).shape
+    (1, 2)
+    """
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -131,6 +140,10 @@ def confidence(logits: Array, y: Array) -> Array:
 
     The attack on DENT chooses among its fourteen runs by it.
 
+    Args:
+      logits: ``[n, K]``
+      y: ``[n]`` labels.
+
     Source: Chen et al. [chen2022], A.3.
 
     >>> round(float(confidence(jnp.log(jnp.array([[0.5, 0.3, 0.2]])), jnp.array([0]))[0]), 4)
@@ -155,6 +168,8 @@ def unnoticed(out: PyTree, y: Array) -> Array:
       out: ``(logits [n, K], score [n])``.
       y: ``[n]``.
 
+    Source: Chen et al. [chen2022], A.6.
+
     >>> out = jnp.array([[0.0, 5.0]]), jnp.array([-20.0])
     >>> round(float(unnoticed(out, jnp.array([0]))[0]), 4)
     2.0
@@ -170,6 +185,12 @@ _CAP = 2.0
 def unaware(out: PyTree, y: Array) -> Array:
     """Cross-entropy of a model's logits; ignores a score.
 
+    Args:
+      out: logits ``[n, K]``, or a pair of logits and scores.
+      y: ``[n]`` labels.
+
+    Source: this library's own.
+
     >>> float(unaware((jnp.zeros((1, 4)), jnp.ones(1)), jnp.array([2]))[0])
     1.3862...
     """
@@ -178,6 +199,12 @@ def unaware(out: PyTree, y: Array) -> Array:
 
 def margin(out: PyTree, y: Array) -> Array:
     """The margin of a model's logits; ignores a score.
+
+    Args:
+      out: logits ``[n, K]``, or a pair of logits and scores.
+      y: ``[n]`` labels.
+
+    Source: this library's own.
 
     >>> margin(jnp.array([[1.0, 3.0]]), jnp.array([0])).tolist()
     [2.0]

@@ -89,6 +89,7 @@ class SpaceAttack:
     clean_fallback: bool = setting(False)
 
     def __post_init__(self) -> None:
+        """Checks the settings, each alone and with the inner attack."""
         for name, least in (("iterations", 1), ("restarts", 1), ("rivals", 0), ("simulations", 1)):
             object.__setattr__(self, name, validate.check_count(name, getattr(self, name), least))
         if self.batch_size is not None:
@@ -136,6 +137,12 @@ class SpaceAttack:
 def transfer(inner: Attack, **settings: Any) -> SpaceAttack:
     """Transfer PGD: attacks the model before the first round, once.
 
+    Args:
+      inner: an attack with a radius, on all models at once.
+      **settings: further fields of :class:`SpaceAttack`.
+
+    Source: Chen et al. [chen2022].
+
     >>> transfer(PGD()).iterations
     1
     """
@@ -146,6 +153,10 @@ def pgd_skip(inner: Attack, **settings: Any) -> SpaceAttack:
     """PGD-skip: every round attacks the model of the previous round, as far as it is known.
 
     The published attack sees the defender's state: ``play(..., leak="state")``.
+
+    Args:
+      inner: an attack with a radius, on all models at once.
+      **settings: further fields of :class:`SpaceAttack`.
 
     Source: Wu et al. [rmc2020] by way of Chen et al. [chen2022], example 1.
 
@@ -158,6 +169,11 @@ def pgd_skip(inner: Attack, **settings: Any) -> SpaceAttack:
 def fpa(inner: Attack, iterations: int = 10, **settings: Any) -> SpaceAttack:
     """The fixed point attack: every iteration attacks the newest model only.
 
+    Args:
+      inner: an attack with a radius, on all models at once.
+      iterations: simulated adaptations.
+      **settings: further fields of :class:`SpaceAttack`.
+
     Source: Chen et al. [chen2022], Algorithm 1.
 
     >>> fpa(PGD()).reduce
@@ -168,6 +184,11 @@ def fpa(inner: Attack, iterations: int = 10, **settings: Any) -> SpaceAttack:
 
 def gmsa_avg(inner: Attack, iterations: int = 10, **settings: Any) -> SpaceAttack:
     """Greedy model space attack on the mean of the losses.
+
+    Args:
+      inner: an attack with a radius, on all models at once.
+      iterations: simulated adaptations.
+      **settings: further fields of :class:`SpaceAttack`.
 
     Source: Chen et al. [chen2022], Algorithm 2.
 
@@ -181,6 +202,11 @@ def gmsa_min(inner: Attack, iterations: int = 10, **settings: Any) -> SpaceAttac
     """Greedy model space attack on the minimum of the losses, with as many legs as models.
 
     With ``legs="one"`` it costs as much as :func:`gmsa_avg`.
+
+    Args:
+      inner: an attack with a radius, on all models at once.
+      iterations: simulated adaptations.
+      **settings: further fields of :class:`SpaceAttack`.
 
     Source: Chen et al. [chen2022], Algorithm 2 and A.1.3.
 

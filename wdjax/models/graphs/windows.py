@@ -135,6 +135,10 @@ def _global(function):
 
 
 def _pad(call, x, pads=None, value=None, axes=None):
+    """Pads of all low ends, then of all high ends of the ``axes``; negative ones remove entries.
+
+    ``axes`` are those of the file; ``x`` may lie in another order, for which ``place`` translates.
+    """
     pads = call["pads"] if pads is None else call.numbers(pads, "pads")
     chosen = range(x.ndim) if axes is None else call.numbers(axes, "axes")
     fill = call["value"] if value is None else call.known(value, "value").item()
@@ -170,6 +174,10 @@ def _cropped(array, widths):
 
 
 def _resize(call, x, roi=None, scales=None, sizes=None):
+    """Nearest or linear interpolation along the axes that ``scales`` or ``sizes`` name.
+
+    Collects ``(factor, new size)`` for each axis of ``x``, None for axes that stay.
+    """
     if roi is not None and scales is None and sizes is None and call.opset < 11:
         roi, scales = None, roi  # The second input of version 10.
     if (

@@ -17,6 +17,8 @@ class Fixed(Stateless):
     Args:
       model: ``[n, *shape] -> [n, K]``.
 
+    Source: Croce et al. [croce2022], who measure the static model beside the adapted one.
+
     >>> import jax.numpy as jnp
     >>> fixed = Fixed(Model(lambda w, x: x @ w, jnp.eye(2)))
     >>> fixed.predict((), fixed.base((), (), 1), jnp.ones((1, 2))).tolist()
