@@ -8,6 +8,9 @@ WORKERS ?= 2
 OLDEST ?= .venv-oldest
 FLOORS := jax==0.7.2 jaxlib==0.7.2 flax==0.11.2 optax==0.2.8 orbax-checkpoint==0.12.4 safetensors==0.6.2
 
+# What the recorded numbers of PyTorch's were computed with; users are not bound to it.
+TORCH := torch==2.13.0
+
 # Where the built wheel is installed by itself.
 CLEAN ?= .venv-wheel
 # The site's tools; nothing of JAX, since docstrings are read and not imported.
@@ -58,7 +61,7 @@ $(VENV)/.audit: pyproject.toml | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
-	$(PIP) install --editable ".[test,torch]"
+	$(PIP) install --editable ".[test,torch]" $(TORCH)
 	touch $@
 
 $(OLDEST)/.test: pyproject.toml

@@ -218,6 +218,8 @@ COMMANDS = {
     "attack": ("attack --norm linf --attacks fgsm --eps", ("8", "8/255"), "8/255"),
     "attack, kappa": ("attack --norm linf --attacks pgd --kappa 4 --eps", ("8", "0.9"), "8/255"),
     "certify": ("certify --norm l2 --method interval --steps 1 --eps", ("8", "1/2"), "8/255"),
+    "certify, w1": ("certify --norm w1 --method interval --steps 1 --eps", ("12", "0.01"),
+                    "k / (height width)"),
     "lipschitz": ("certify --norm l2 --method lipschitz --eps", ("8",), "8/255"),
     "nppr": ("nppr --norm linf --mode independent --steps 2 --draws 20 --components 2 --eps",
              ("8",), "8/255"),

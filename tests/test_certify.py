@@ -371,8 +371,8 @@ def test_discontinuous_models_have_bounds_but_no_constant():
 def test_unknown_operations_are_named():
     with pytest.raises(ValueError, match="'igamma'"):
         certify.bound(lambda x: lax.igamma(x + 1, x), jnp.zeros(3), jnp.ones(3))
+    bits = lambda x: lax.population_count(x.astype(int))  # noqa: E731
     with pytest.raises(ValueError, match="'population_count'"):
-        bits = lambda x: lax.population_count(x.astype(int))  # noqa: E731
         certify.bound(bits, jnp.zeros(3), jnp.ones(3))
     place = certify.bound(jnp.argmax, jnp.array([0.0, 0.5, 0.0]), jnp.array([0.4, 1.0, 1.0]))
     assert (float(place.lower), float(place.upper)) == (1, 2)

@@ -189,7 +189,7 @@ def test_it_stops_when_time_is_over_and_refuses_what_has_none():
     low = certify.margin_bounds(model, x, y, method="bab", seconds=1e-9, **how)
     assert np.all(low >= auto)
     assert certify.verify(model, x, y, method="bab", steps=2, **how).method == "bab"
-    with pytest.raises(ValueError, match="outside jit"):
+    with pytest.raises(ValueError, match="outside of jit"):
         jax.jit(lambda x: certify.margin_bounds(model, x, y, method="bab", **how))(x)
     with pytest.raises(ValueError, match="seconds"):
         certify.certified(model, x, y, method="bab", seconds=0, **how)

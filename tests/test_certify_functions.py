@@ -176,10 +176,13 @@ def test_lines_of_s_shaped_functions_hold_between_any_ends(name, dtype):
         eqn = jax.make_jaxpr(getattr(lax, name))(lower).eqns[0]
         found = TABLE[name].lines(eqn, [(jnp.asarray(lower), jnp.asarray(upper))], [True])
         (view,) = found.views
-        low, up, below, above = (
-            np.asarray(t).astype(long) for t in (view.low, view.up, found.low, found.up)
-        )
-    assert all(np.isfinite(t).all() for t in (low, up, below, above))
+        lines = [(view.low, view.up, found.low, found.up)]
+        for most in (4, 1e-3):  # As those that are optimised.
+            for usual in (view.low, view.up):
+                turn = jnp.asarray(rng.uniform(0, most, len(lower)), dtype).at[::7].set(0)
+                lines.append((turn * usual,) * 2 + found.turned(turn * usual, lower, upper))
+        lines = [[np.asarray(t).astype(long) for t in line] for line in lines]
+    assert all(np.isfinite(t).all() for line in lines for t in line)
     near = 10.0 ** np.linspace(-12, -1.6, 12)
     shares = np.concatenate([np.linspace(0, 1, 17), near, 1 - near])[:, None]
     scales = 10 ** np.linspace(-3, 2, 60)[:, None] * np.ones(len(lower))
@@ -190,8 +193,9 @@ def test_lines_of_s_shaped_functions_hold_between_any_ends(name, dtype):
     else:
         with np.errstate(over="ignore"):
             value, unsure = S_SHAPED[name](z.astype(long)), 0.0
-    assert np.all(low * z + below <= value + unsure)
-    assert np.all(up * z + above >= value - unsure)
+    for low, up, below, above in lines:
+        assert np.all(low * z + below <= value + unsure)
+        assert np.all(up * z + above >= value - unsure)
 
 
 def hull_at_middle(values):

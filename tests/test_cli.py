@@ -315,6 +315,17 @@ def test_nppr_says_what_survives(given, capsys, tmp_path):
         assert row["learnt"]
         assert row["value"] <= uniform["value"] + 1e-9
         assert content["ar"]["strong"] <= row["value"] + 1e-9
+    ar, rows = content["ar"], [*content["nppr"].values(), *content["pr"].values()]
+    assert ar["strong"] == pytest.approx(np.mean(ar["per_sample"]))
+    held = np.array(ar["per_sample"]) == 1
+    for row in rows:
+        held &= np.array(row["per_sample"]) == 1
+    assert ar["least"] == pytest.approx(held.mean())
+    curve = uniform["bounded_ratio"]
+    assert curve["value"][0] == pytest.approx(uniform["value"])
+    assert np.all(np.diff(curve["value"]) <= 0)
+    assert np.shape(curve["interval_of_these"]) == np.shape(curve["interval_of_population"])
+    assert len(curve["ratio"]) == len(curve["value"]) == 7
     assert all(content["inequalities"].values())
     assert len(content["inequalities"]) == 4
     fields = content["prbench"]
@@ -416,8 +427,19 @@ def test_certify_smooths_any_model(given, capsys, tmp_path):
     assert main([*smooth, *images]) == 0
     content = json.loads(capsys.readouterr().out)
     assert (content["noise"], content["norm"]) == ("flow", "w1")
+    moved = [*command, "--norm", "w1", "--eps", "1/1000", "--method", "crown", "--steps", "2"]
+    assert main([*moved, "--json", "-", "--radii", str(radii)]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert (content["norm"], content["method"], content["claim"]) == (
+        "w1",
+        "crown",
+        "float program",
+    )
+    saved = np.load(radii)
+    assert content["verified"] == saved["verified"].sum() > 0
+    assert np.all(saved["radius"][saved["verified"]] >= 1e-3)
     for words, message in (
-        (["--norm", "w1"], "by --method smoothing only"),
+        (["--norm", "w1", "--method", "lipschitz"], "--norm w1 take another of interval, crown"),
         (["--method", "smoothing"], "--sigma S"),
         (["--sigma", "1"], "would be ignored"),
         (["--alpha", "0.1"], "would be ignored"),

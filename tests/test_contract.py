@@ -233,6 +233,24 @@ def test_vmap_over_radii_is_one_run_each(name, norm):
     keeps(name, norm, "vmap")
 
 
+# One or two settings of every class: those that take the most of its code.
+SHARDED = (
+    "fgsm", "pgd random", "pgd restarts", "wda top 2", "wda++", "apgd targeted", "fab targeted",
+    "square", "wpgd", "wpgd order 1", "margin pgd far", "walk within", "ddn", "fmn", "deepfool",
+    "cw", "pdpgd", "alma", "tr",
+)  # fmt: skip
+
+
+def test_every_class_is_sharded():
+    kinds = {name: type(make(name, 2)) for name in ATTACKS}
+    assert {kinds[name] for name in SHARDED} == set(kinds.values())
+
+
+@names(*SHARDED, oldest=True)
+def test_inside_shard_map_as_outside(name):
+    keeps(name, 2, "shards")
+
+
 @table
 def test_no_budget_moves_nothing(name, norm):
     keeps(name, norm, "no budget")

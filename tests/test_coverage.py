@@ -156,6 +156,35 @@ def _(rng, n, fragile):
     return within([probable.excess(*pair) for pair in zip(known, own)], truth)
 
 
+PER_INPUT = {
+    "one frail": np.r_[0.1, np.zeros(19)],
+    "all kinds": np.geomspace(1e-5, 0.3, 20),
+    "alike": np.full(20, 1e-3),
+}
+RATIOS = np.array([1, 3, 10, 100, 1e4, 1e6])
+
+
+@case("bounded_ratio.pooled", 0.95, *[(name,) for name in PER_INPUT])
+def _(rng, name):
+    """At all ratios at once."""
+    risks = PER_INPUT[name]
+    truth = np.clip(1 - RATIOS[:, None] * risks, 0, 1).mean(axis=1)
+    found = counted(rng.binomial(500, 1 - risks, (TIMES, len(risks))), 500)
+    ends = np.array([nppr.bounded_ratio(one, RATIOS).pooled() for one in found])
+    return np.all((ends[:, 0] <= truth) & (truth <= ends[:, 1]), axis=1)
+
+
+@case("bounded_ratio.population", 0.95, (50, 0.02, 10), (250, 0.3, 3), (50, 0.3, 1000))
+def _(rng, n, fragile, ratio):
+    """One ratio, inputs of two kinds: most never fail, some fail in 0 to 20 % of the copies."""
+    risks = (rng.random((TIMES, n)) < fragile) * rng.uniform(0, 0.2, (TIMES, n))
+    edge = min(0.2, 1 / ratio)
+    truth = 1 - fragile + fragile * (edge - ratio * edge**2 / 2) / 0.2
+    found = counted(rng.binomial(100, 1 - risks), 100)
+    ends = np.array([nppr.bounded_ratio(one, ratio).population() for one in found])
+    return within(ends[..., 0], truth)
+
+
 def half(w, x):
     """Loses where the first number falls below w."""
     return jnp.stack([x[:, 0] - w, w - x[:, 0]], axis=1)
@@ -257,6 +286,21 @@ def _(rng, name, check):
 @case("rare.interval of splitting", 0.95, ("two sides",), ("three in 4",))
 def _(rng, name):
     return asked(nppr.splitting, name, 5, particles=50)
+
+
+@case("bounded_ratio.of_inputs", 0.95, (1e-2,), (1e-4,), (1e-7,))
+def _(rng, risk):
+    """A linear classifier, at all ratios at once."""
+    plane = jnp.eye(2)[:, :1], jnp.full(1, 0.1 * stats.norm.isf(risk))
+    truth, held = np.clip(1 - RATIOS * risk, 0, 1), []
+    for place in range(20):
+        key = jax.random.fold_in(KEY, place)
+        found = nppr.importance(Model(regions, plane), NORMAL, jnp.zeros(2), 0, key=key,
+                                draws=200, runs=5 * TIMES // 20, check=0)  # fmt: skip
+        groups = [Rare(own, 0, 0, 0, bool(own.all())) for own in found.runs.reshape(-1, 5)]
+        low, high = nppr.bounded_ratio(groups, RATIOS).of_inputs()
+        held += list(np.all((low <= truth[:, None]) & (truth[:, None] <= high), axis=0))
+    return held
 
 
 # Votes.

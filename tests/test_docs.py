@@ -11,14 +11,18 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import wdjax
+from wdjax import convert
+from wdjax.models.graphs import OPERATORS
 
 ROOT = Path(__file__).parents[1]
+MODELS = (ROOT / "docs" / "models.md").read_text()
 RECIPES = re.findall(
     r"## ([^\n]+)\n(?:(?!\n## ).)*?<!-- test: (\w+) -->\n```python\n(.*?)```",
-    (ROOT / "docs" / "models.md").read_text(),
+    MODELS,
     re.DOTALL,
 )
 
@@ -28,10 +32,34 @@ def need(package):
         pytest.skip(f"{package} is not installed, so its recipe cannot run")
 
 
-def use(model, x, y):
+def graph(path, operator):
+    """An ONNX file of ten logits: the operator, one for each entry, before a product."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    weights = np.linspace(-1, 1, 640, dtype=np.float32).reshape(64, 10) ** 3
+    domain, _, name = operator.rpartition(".")
+    nodes = [
+        helper.make_node("Flatten", ["x"], ["flat"]),
+        helper.make_node(name, ["flat"], ["bent"], domain=domain),
+        helper.make_node("MatMul", ["bent", "weights"], ["logits"]),
+    ]
+    ends = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+        for name, shape in (("x", ["n", 1, 8, 8]), ("logits", ["n", 10]))
+    ]
+    made = helper.make_graph(
+        nodes, "net", ends[:1], ends[1:], [numpy_helper.from_array(weights, "weights")]
+    )
+    versions = [helper.make_opsetid("", 20), helper.make_opsetid("com.example", 1)]
+    path.write_bytes(
+        helper.make_model(made, opset_imports=versions, ir_version=9).SerializeToString()
+    )
+
+
+def use(model, x, y, leaves=True):
     """Logits, an attack, and parameters that are leaves."""
     assert model(x).shape == (len(x), 10)
-    assert jax.tree.leaves(model)
+    assert bool(jax.tree.leaves(model)) == leaves
     again = jax.jit(lambda model: model(x))(model)
     assert jnp.allclose(again, model(x), atol=1e-5)
     assert wdjax.run(wdjax.attacks.fgsm(), model, x, y, eps=0.1).x_adv.shape == x.shape
@@ -42,24 +70,61 @@ def use(model, x, y):
 def test_recipes_make_models(request, monkeypatch, tmp_path, title, package, code):
     x, y = jnp.linspace(0, 1, 128).reshape(2, 8, 8, 1), jnp.array([3, 4])
     names = {"jax": jax, "jnp": jnp, "wdjax": wdjax, "key": jax.random.key(0), "x": x}
+    monkeypatch.chdir(tmp_path)
+    if package in ("onnx", "operator"):
+        need("onnx")
+        graph(tmp_path / "net.onnx", "Relu")
+        graph(tmp_path / "bent.onnx", "com.example.Bent")
+        names["convert"] = convert
+    if package == "normalised":
+        names["model"] = wdjax.Model(lambda w, x: x.reshape(len(x), -1) @ w, jnp.ones((64, 10)))
     if package == "shared":
         shared = request.getfixturevalue("shared")
         for file in ("weights/mnist_linf_robust.pth", "mnist_test_0_500.npz"):
             (tmp_path / Path(file).name).symlink_to(shared / "data" / file)
-        monkeypatch.chdir(tmp_path)
-    else:
+    elif package in FRAMEWORKS:
         need(package)
+    if package == "torch":
+        need("onnxscript")
     exec(compile(code, f"{title} in docs/models.md", "exec"), names)
     if package == "shared":
         found = names["found"]
         assert 0.8 < float(found.accuracy) <= float(found.correct.mean())
         return
-    use(names["model"], x, y)
+    use(names["model"], x, y, leaves=package != "opaque")
+    OPERATORS.pop("com.example.Bent", None)
+
+
+def test_a_module_of_pytorch_is_attacked_certified_and_audited(monkeypatch, tmp_path):
+    """The second recipe for it, which goes on where the first one ends."""
+    torch = pytest.importorskip("torch", reason="the module is PyTorch's")
+    need("onnxscript")
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    images, labels = torch.rand(4, 1, 8, 8), torch.arange(4)
+    names: dict = {"images": images, "labels": labels}
+    first = next(code for _, package, code in RECIPES if package == "torch")
+    (then,) = re.findall(r"<!-- test: torch, then -->\n```python\n(.*?)```", MODELS, re.DOTALL)
+    for code in (first, then):
+        lines = [line for line in code.splitlines() if line and "import" not in line]
+        assert len(lines) <= 5
+        exec(compile(code, "PyTorch in docs/models.md", "exec"), names)
+    with torch.no_grad():
+        theirs = names["net"](images).numpy()
+    np.testing.assert_allclose(names["model"](names["x"]), theirs, atol=1e-5)
+    page = (tmp_path / "audit" / "report.html").read_text()
+    assert "clean accuracy" in page.lower()
+    with pytest.raises(ValueError, match=r"training form.*module\.eval\(\)"):
+        convert.from_torch(names["net"].train(), images)
+
+
+FRAMEWORKS = {"torch", "onnx", "jax", "flax", "equinox", "haiku"}
 
 
 def test_every_framework_has_a_recipe():
-    assert len(RECIPES) == 6
-    assert {package for _, package, _ in RECIPES} == {"jax", "flax", "equinox", "haiku", "shared"}
+    named = [package for _, package, _ in RECIPES]
+    assert len(named) == 11
+    assert {*named} == FRAMEWORKS | {"operator", "normalised", "opaque", "shared"}
     for _, _, code in RECIPES:
         lines = [line for line in code.splitlines() if line and "import" not in line]
         assert len(lines) <= 5

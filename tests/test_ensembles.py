@@ -131,7 +131,7 @@ def test_bad_questions_are_refused():
         ensembles.cascade({}, model, x, y, eps=0.1, key=KEY)
     with pytest.raises(ValueError, match=r"bounded=True"):
         ensembles.cascade({"fab": attacks.FAB()}, model, x, y, eps=0.1, key=KEY)
-    with pytest.raises(ValueError, match="outside jit"):
+    with pytest.raises(ValueError, match="outside of jit"):
         jax.jit(lambda x: ensembles.a3(model, x, y, eps=0.1, key=KEY))(x)
     with pytest.raises(ValueError, match="nothing in it is random"):
         draws(model, KEY, 3)

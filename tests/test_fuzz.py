@@ -21,10 +21,12 @@ import pytest
 import safetensors.numpy
 
 from wdjax import data, models
-from wdjax.files import persist, torch_file
+from wdjax.files import onnx_file, persist, torch_file
 
 SECONDS = min(float(os.environ.get("WDJAX_FUZZ", 40)), 100)
-SHARES = {"npz": 0.15, "safetensors": 0.1, "manifest": 0.15, "folder": 0.15, "torch": 0.3}
+SHARES = {
+    "npz": 0.15, "safetensors": 0.1, "manifest": 0.15, "folder": 0.15, "torch": 0.3, "onnx": 0.15,
+}  # fmt: skip
 LEAST = 20
 """Files of each reader, however slow the machine."""
 
@@ -396,3 +398,34 @@ def test_files_of_pytorch(tmp_path):
         agree(torch, found, theirs)
     assert tally.read >= LEAST / 5
     assert tally.refused >= LEAST / 5
+
+
+def test_onnx_files(tmp_path):
+    """As the onnx package reads them, but for what no classifier needs."""
+    onnx = pytest.importorskip("onnx", reason="ONNX files need the onnx package")
+    path, tally = tmp_path / "net.onnx", Tally()
+    weights = np.linspace(-1, 1, 24, dtype=np.float32).reshape(6, 4)
+    make, tensor = onnx.helper, onnx.numpy_helper.from_array
+    nodes = [
+        make.make_node("Flatten", ["x"], ["flat"], axis=1),
+        make.make_node("Gemm", ["flat", "w", "b"], ["h"], alpha=0.5, transB=0),
+        make.make_node("LeakyRelu", ["h"], ["y"], alpha=0.2),
+    ]
+    ends = [
+        make.make_tensor_value_info(name, 1, shape)
+        for name, shape in (("x", ["n", 1, 2, 3]), ("y", ["n", 4]))
+    ]
+    held = [tensor(weights, "w"), tensor(weights[0], "b")]
+    graph = make.make_graph(nodes, "net", ends[:1], ends[1:], held)
+    good = make.make_model(graph, opset_imports=[make.make_opsetid("", 17)]).SerializeToString()
+    for rng in turns("onnx"):
+        content = mutated(good, rng)
+        path.write_bytes(content)
+        found = tally.attempt(onnx_file.read, path)
+        if found is not None:
+            again = onnx.ModelProto.FromString(content)
+            assert found.outputs == tuple(value.name for value in again.graph.output)
+            for one in again.graph.initializer:
+                same(found.tensors[one.name], onnx.numpy_helper.to_array(one))
+    assert tally.read
+    assert tally.refused

@@ -314,7 +314,7 @@ def test_fast_tells_when_its_accuracy_stood():
     assert max(few.legs[-1].gradients, few.legs[-1].forwards) <= 12
     with pytest.raises(ValueError, match="key"):
         ensembles.fast(model, x, y, eps=0.2)
-    with pytest.raises(ValueError, match="outside jit"):
+    with pytest.raises(ValueError, match="outside of jit"):
         jax.jit(lambda x: ensembles.fast(model, x, y, eps=0.2, key=jax.random.key(0)))(x)
 
 

@@ -83,7 +83,7 @@ def test_refusals(problem):
     model, x, y = problem
     with pytest.raises(ValueError, match="one budget for all"):
         ensembles.mixed(attacks.WPGD(steps=2), model, x, y, eps=0.1)
-    with pytest.raises(ValueError, match="outside jit"):
+    with pytest.raises(ValueError, match="outside of jit"):
         jax.jit(lambda x: ensembles.mixed(attacks.PGD(), model, x, y, eps=0.1))(x)
     maps = x[:4, :, None, None].reshape(4, 4, 3, 1)
     flat = Model(lambda inner, x: inner(x.reshape(len(x), -1)), model)

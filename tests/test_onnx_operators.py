@@ -258,6 +258,7 @@ case("one", "Gather", "x i -> y", attributes={"axis": 1}, i=np.int64(2))
 case("last", "Gather", "x i -> y", attributes={"axis": -1}, i=np.int64(-1))
 case("some", "Gather", "x i -> y", attributes={"axis": 1}, i=ints(3, 0, 0))
 case("in a row", "Gather", "x i -> y", attributes={"axis": 2}, i=ints(1, 2, 3))
+case("regrouped", "Gather", "x i -> y", attributes={"axis": 2}, i=np.arange(6).reshape(3, 2))
 case("table", "Gather", "x i -> y", attributes={"axis": 3}, i=np.asarray([[0, 1], [5, 2]]))
 chain("Gather of parameters", ("Gather", "t i -> a", {}), ("Add", "x a -> y", {}), t=draw((9, 6)),
     i=np.asarray([[3, 8, 1, 0, 2, 2]]))

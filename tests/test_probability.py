@@ -9,6 +9,7 @@ import pytest
 
 from wdjax import Lp, Model, models, nppr, parallel
 from wdjax.nppr import distributions, probable
+from wdjax.nppr.rare import Rare
 
 NET = models.mlp((16, 8, 3), key=jax.random.key(2))
 KEY = jax.random.key(0)
@@ -418,3 +419,101 @@ def test_the_loss_is_differentiable_in_the_model():
             params["fc2"] = params["fc2"] | {"bias": params["fc2"]["bias"].at[place].add(size)}
         ends = [float(value(Model(NET.func, params))) for params in moved]
         assert (ends[1] - ends[0]) / 2e-2 == pytest.approx(float(slope[place]), rel=0.02, abs=1e-3)
+
+
+RATIOS = np.array([1.0, 2.0, 30.0, 1e3, 1e6])
+
+
+def worst(risks):
+    """The closed form ``[R, n]``."""
+    return np.clip(1 - RATIOS[:, None] * np.asarray(risks), 0, 1)
+
+
+def test_the_worst_survival_of_counts_is_that_of_the_closed_form():
+    risks = np.array([0.4, 0.05, 0.002, 0.0, 0.0])
+    x = jnp.stack([0.5 + 0.2 * (1 - 2 * jnp.asarray([*risks, 0.9])), jnp.full(6, 0.5)], axis=1)
+    model, own = Model(half, jnp.asarray(0.5)), distributions.UniformBall(0.2)
+    found = nppr.estimate(model, own, x, np.zeros(6, int), key=KEY, draws=2000)
+    curve = nppr.bounded_ratio(found, RATIOS)
+    np.testing.assert_array_equal(curve.per_input[0], found.per_input)
+    assert curve.value[0] == found.value
+    np.testing.assert_array_equal(curve.per_input, worst(1 - found.per_input))
+    low, high = curve.of_inputs(0.9999)
+    assert np.all((low <= worst(risks)) & (worst(risks) <= high))
+    for low, high in (curve.of_inputs(), curve.pooled(), curve.population()):
+        assert np.all((low >= 0) & (low <= high) & (high <= 1))
+        assert np.all(np.diff(low, axis=0) <= 1e-12)
+        assert np.all(np.diff(high, axis=0) <= 1e-12)
+    low, high = curve.pooled()
+    assert np.all((low <= curve.value) & (curve.value <= high))
+    usual = found.pooled(0.975)  # Half of the level is for the inputs' own intervals.
+    np.testing.assert_allclose([low[0], high[0]], [float(end) for end in usual], atol=1e-9)
+    assert "lost none of 2000 copies" in curve.remark
+    assert nppr.bounded_ratio(found, 10).remark == ""
+    alone = [nppr.bounded_ratio(found, ratio).value[0] for ratio in RATIOS]
+    np.testing.assert_array_equal(alone, curve.value)
+
+
+def test_no_distribution_of_bounded_ratio_does_worse_and_one_does_as_bad():
+    """By a linear program over the densities on 40 cells of equal mass, of which some fail."""
+    from scipy import optimize
+
+    for failing, ratio in ((0, 5.0), (3, 1.0), (3, 7.0), (3, 20.0), (40, 2.0)):
+        cost = -1.0 / 40 * (np.arange(40) < failing)
+        bounds = [(0, ratio)] * 40
+        found = optimize.linprog(cost, A_eq=np.full((1, 40), 1 / 40), b_eq=[1.0], bounds=bounds)
+        assert 1 + found.fun == pytest.approx(max(0, 1 - ratio * failing / 40), abs=1e-9)
+
+
+@pytest.mark.parametrize("risk", [1e-2, 1e-4, 1e-7])
+def test_the_worst_survival_of_rare_failures_is_that_of_the_closed_form(risk):
+    from scipy import stats
+
+    model, how = gaussian(np.eye(2)[:, :1], [stats.norm.isf(risk)]), {"key": KEY}
+    weighed = nppr.importance(model, NORMAL, jnp.zeros(2), 0, **how)
+    split = nppr.splitting(model, NORMAL, jnp.zeros(2), 0, particles=300, **how)
+    curve = nppr.bounded_ratio([weighed, split], RATIOS)
+    low, high = curve.of_inputs(0.999)
+    truth = worst([risk, risk])
+    assert np.all((low <= truth) & (truth <= high))
+    assert curve.remark == ""
+    assert np.all(np.diff(curve.per_input, axis=0) <= 0)
+    ends = curve.pooled()
+    assert np.all((ends.lower <= truth[:, 0]) & (truth[:, 0] <= ends.upper))
+    assert np.all(ends.upper - ends.lower < 0.9)
+
+
+def test_what_is_not_known_is_not_called_robust():
+    """NaN logits are failures; a search without a failure, and few copies, prove nothing."""
+    x, own = jnp.array([[0.5, 0.5]]), distributions.UniformBall(0.1)
+    how = {"key": KEY, "draws": 320}
+    found = nppr.estimate(Model(faulty, jnp.asarray(0.1)), own, x, np.zeros(1, int), **how)
+    assert found.faults[0] == 320 - found.survived[0] > 0
+    curve = nppr.bounded_ratio(found, RATIOS)
+    np.testing.assert_array_equal(curve.per_input, worst(found.faults / 320))
+    unmet = Rare(np.zeros(5), 100, 0, 0, False)
+    curve = nppr.bounded_ratio(unmet, RATIOS)
+    low, high = curve.of_inputs()
+    assert np.all(low == 0)
+    assert np.all(high == 1)
+    assert "unknown" in curve.remark
+    assert curve.population().lower[0] == 0
+
+
+def test_what_the_bounded_ratio_refuses_and_draws():
+    rare = Rare(np.full(5, 1e-3), 100, 0, 0, True)
+    for bad in (0.5, [1, 1], [2, 1], [], [[1.0]], np.nan, np.inf):
+        with pytest.raises(ValueError, match="increasing numbers, at least 1"):
+            nppr.bounded_ratio(rare, bad)
+    for bad in ([], [rare, 1e-3]):
+        with pytest.raises(ValueError, match=r"nppr\.importance"):
+            nppr.bounded_ratio(bad)
+    with pytest.raises(ValueError, match="outside jit"):
+        jax.jit(lambda ratio: nppr.bounded_ratio(rare, ratio).value)(2.0)
+    with pytest.raises(ValueError, match="confidence"):
+        nppr.bounded_ratio(rare).pooled(1.0)
+    curves = {"uniform": nppr.bounded_ratio(rare)}
+    (axis,) = nppr.pictures.between(curves, {"NPPR": 0.9, "AR": 0.7}).axes
+    labels = [text.get_text() for text in axis.get_legend().get_texts()]
+    assert labels == ["uniform", "PR, uniform", "NPPR", "AR"]
+    assert axis.get_lines()[0].get_ydata()[0] == pytest.approx(0.999)

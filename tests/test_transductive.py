@@ -514,7 +514,7 @@ def test_pools_are_sorted_and_rounds_divide(shaky, key):
     for change, words in wrong:
         with pytest.raises(ValueError, match=words):
             games.play(defense, attack, x, y, **(how | change))
-    with pytest.raises(ValueError, match="outside jit"):
+    with pytest.raises(ValueError, match="outside of jit"):
         jax.jit(lambda x: games.play(defense, attack, x, y, **how))(x)
     with pytest.raises(ValueError, match="outside the box"):
         games.play(defense, attack, x + 1, y, **how)

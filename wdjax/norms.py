@@ -4,6 +4,7 @@ Points come in batches ``[n, *shape]``; a norm is taken over everything but the 
 ``norm`` is always one of 1, 2 and ``jnp.inf``.
 """
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -12,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
+
+from wdjax import loops
 
 NORMS = (1, 2, math.inf)
 NAMES = {"l1": 1, "l2": 2, "linf": math.inf}
@@ -102,6 +105,28 @@ def spread(v: jax.Array, x: jax.Array) -> jax.Array:
     return v.reshape(v.shape + (1,) * (x.ndim - v.ndim))
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def largest(x: jax.Array, axis: int = -1) -> jax.Array:
+    """The maximum over an axis; the gradient is that of the first largest entry.
+
+    The gradient of ``jnp.max`` is shared by the entries that equal the maximum. A compiler that
+    computes the entries twice, rounded differently, finds none, and it is 0 / 0.
+
+    >>> jax.grad(lambda x: largest(x))(jnp.array([1.0, 3.0, 3.0])).tolist()
+    [0.0, 1.0, 0.0]
+    """
+    return jnp.max(x, axis=axis)
+
+
+@largest.defjvp
+def _(
+    axis: int, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    (x,), (change,) = primals, tangents
+    chosen = jax.nn.one_hot(jnp.argmax(x, axis=axis), x.shape[axis], axis=axis, dtype=bool)
+    return largest(x, axis), jnp.sum(jnp.where(chosen, change, 0.0), axis=axis)
+
+
 def lp_norm(x: jax.Array, norm: float) -> jax.Array:
     """The l_r norm of every row, with gradient 0 (not NaN) at the origin.
 
@@ -123,7 +148,9 @@ def lp_norm(x: jax.Array, norm: float) -> jax.Array:
     if norm != 2:
         # Not jnp.abs, whose derivative at 0 is 1.
         size = x * jnp.sign(jax.lax.stop_gradient(x))
-        return jnp.sum(size, axis=-1) if norm == 1 else jnp.max(size, axis=-1, initial=0.0)
+        if norm == 1 or not size.size:
+            return jnp.sum(size, axis=-1)
+        return largest(size)
     # Scaled by its largest entry, so that neither tiny nor huge rows under- or overflow.
     scale = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=-1, initial=0.0))
     scale = jnp.where(scale > 0, scale, 1.0)
@@ -365,7 +392,7 @@ def _shrink_l1(size: jax.Array, room: jax.Array, radius: jax.Array) -> jax.Array
         return jnp.where(over, middle, low), jnp.where(over, high, middle)
 
     ends = jnp.zeros_like(limit), jnp.max(fixed, initial=0.0)
-    high = jax.lax.fori_loop(0, jnp.finfo(size.dtype).nmant + 5, halve, ends)[1]
+    high = loops.fori_loop(0, jnp.finfo(size.dtype).nmant + 5, halve, ends)[1]
     # While the same coordinates are free, the sum is linear in lam: this gives lam's derivative.
     rest = fixed - high
     free, full = (rest > 0) & (rest < room), rest >= room
@@ -527,7 +554,7 @@ def _inf_to_one(jacobian: jax.Array) -> Bounds:
         return jnp.where(signs == 0, 1.0, signs), None
 
     start = jnp.concatenate([jnp.ones((1, rows)), 2 * jnp.eye(rows) - 1]).astype(jacobian.dtype)
-    signs, _ = jax.lax.scan(ascend, start, length=10)
+    signs, _ = loops.scan(ascend, start, length=10)
     lower = jnp.max(jnp.sum(jnp.abs(signs @ jacobian), axis=-1))
     whole = jnp.sum(jnp.abs(jacobian))
     spectral = _spectral(jacobian).upper * math.sqrt(math.prod(jacobian.shape))

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from wdjax import loops
 from wdjax.core import Array, PyTree
 
 Carry = TypeVar("Carry")
@@ -108,8 +109,8 @@ def scan(
     >>> scan(lambda total, row: (total + row, total), 0, jnp.arange(4))[0].tolist()
     6
     """
-    loops = loops_well(jax.make_jaxpr(step)(carry, rows[0]))
-    return jax.lax.scan(step, carry, rows, unroll=1 if loops else min(_UNROLLED, len(rows)))
+    fast = loops_well(jax.make_jaxpr(step)(carry, rows[0]))
+    return loops.scan(step, carry, rows, unroll=1 if fast else min(_UNROLLED, len(rows)))
 
 
 def _canonical(eqn: JaxprEqn) -> bool:

@@ -15,7 +15,9 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
+from wdjax import parallel
 from wdjax.checks import arguments
 from wdjax.core import Array, Attack, Model, Progress, Result, Samples, Victim
 from wdjax.engine import driver
@@ -190,6 +192,39 @@ def _mapped(case: Case) -> None:
         _close(one, case.run(eps=float(eps)))
 
 
+def _sharded(case: Case) -> None:
+    """Inside ``jax.shard_map`` every sample gets the point that it gets among all."""
+    attack, places = case.attack, jnp.arange(len(case.y))
+    devices = math.gcd(len(places), jax.device_count())
+    mesh, rows = parallel.data_mesh(jax.devices()[:devices]), PartitionSpec(parallel.AXIS)
+
+    def points(attack: Attack, x: Array, y: Array, index: Array) -> tuple[Array, ...]:
+        how: dict[str, Any] = {"eps": case.radius, "key": case.key, "index": index}
+        found = driver.search(attack, case.model, x, y, diagnose=False, **how)
+        return found.x_adv, found.cost, found.success, found.correct
+
+    def split(attack: Attack) -> Callable[..., tuple[Array, ...]]:
+        own = functools.partial(points, attack)
+        return jax.jit(jax.shard_map(own, mesh=mesh, in_specs=rows, out_specs=rows))
+
+    data = case.x, case.y, places
+    if attack.budget == "data":
+        try:
+            split(attack)(*data)
+        except ValueError:  # As it should: a shard would spend a budget of its own.
+            if not hasattr(attack, "axis"):
+                return
+        else:
+            raise AssertionError("the budget of all samples became one of each shard")
+        changed: Any = attack
+        parts = split(dataclasses.replace(changed, axis=parallel.AXIS))(*data)
+    else:
+        parts = split(attack)(*data)
+    whole = jax.jit(functools.partial(points, attack))(*data)
+    for one, other, tolerance in zip(whole, parts, (_CLOSE, 10 * _CLOSE, 0, 0)):
+        np.testing.assert_allclose(other, one, atol=tolerance)
+
+
 def _keyed(case: Case) -> None:
     """The same key gives the same search; another key another one, if the attack is random."""
     first, again = _walked(case, case.key)[1], _walked(case, case.key)[1]
@@ -320,6 +355,7 @@ CLAUSES: dict[str, Callable[[Case], None]] = {
     "company": _company,
     "jit": _traced,
     "vmap": _mapped,
+    "shards": _sharded,
     "key": _keyed,
     "zero gradients": _zeros,
     "faults": _faults,

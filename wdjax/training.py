@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import aims, losses, models, program
+from wdjax import aims, loops, losses, models, program
 from wdjax.aims import Aim, AttackAim, CertificateAim, NoiseAim, TrainableCertificate, TrainingNoise
 from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Attack, PyTree
 from wdjax.engine import driver, identity, loop
 
@@ -110,7 +111,8 @@ def train(
     Raises:
       ValueError: bad samples, an attack or a certificate without ``eps`` or ``eps`` without either,
         more than one of attack, certificate and noise, a leaf that cannot be trained and is not of
-        a Flax module, a loss that is not finite, or a checkpoint of another training.
+        a Flax module, no leaf at all, a loss that is not finite, or a checkpoint of another
+        training.
 
     Cost: per step 1 forward and 1 backward pass a sample; with an attack, its passes and 2 of each;
       with a certificate, about three times the cost of its bounds.
@@ -137,13 +139,16 @@ def train(
         key=key,
         ball=getattr(certificate, "ball", None),
     )
+    twin = "transductive.train_classifier, which can be traced"
+    host_only("train", twin, model, x, y, key, eps, kappa, attack)
     epochs = validate.check_count("epochs", epochs)
     batch_size = validate.check_count("batch_size", batch_size)
     x, size = validate.on_device(x), min(batch_size, len(y))
     steps = epochs * (len(y) // size)
     aim = aims.aim(attack, certificate, noise, eps, kappa, x.dtype, steps)
     x, y = validate.check_samples(model, x, y, (0.0, 1.0) if attack is None else attack.ball.box)
-    models.parameters(model)
+    if not jax.tree.leaves(models.parameters(model)):
+        raise ValueError("the model has no parameters; train it with its framework.")
     optimizer = optimizer or default_optimizer(steps)
     at_once = program.loops_well(jax.make_jaxpr(gradients)(model, x[:1]))
     recipe = StepProgram(optimizer, loss, validate.check_order(order), at_once)
@@ -277,7 +282,7 @@ def _steps(
     if len(order) == 1:
         trained, seen = step(trained, (numbers[0], order[0]))
         return trained, seen[None]
-    return jax.lax.scan(step, trained, (numbers, order))
+    return loops.scan(step, trained, (numbers, order))
 
 
 def _step(

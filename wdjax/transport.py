@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 
 from wdjax import losses, metrics, norms, parallel
 from wdjax.checks import arguments
+from wdjax.checks.forward_mode import host_only
 from wdjax.checks.validate import check_number, check_order, traced
 from wdjax.core import Array, Found, Result
 from wdjax.parallel import AnyArray
@@ -435,8 +436,8 @@ def wasserstein(distribution: AdversarialDistribution, norm: float, order: float
     """
     norms.check_norm(norm)
     order = check_order(order)
-    if traced(distribution):
-        raise ValueError("wasserstein works on the host; inside jit or vmap use coupling_cost.")
+    twin = "the method coupling_cost, which can be traced and differentiated"
+    host_only("wasserstein", twin, distribution)
     _check_distribution(distribution)
     n = len(distribution.y)
     x, x_adv = (_float64(points).reshape(n, -1) for points in distribution[:2])

@@ -23,6 +23,8 @@ import numpy as np
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
+from wdjax import loops
+
 Pair = tuple[int, int]
 
 LANES = 32
@@ -46,17 +48,21 @@ _FOLD = 16
 """Number of terms that one stage of :func:`summed` adds up."""
 
 
+def at_once(count: int) -> int:
+    """``count``, the number of rows that suit a CPU's cache; 16 times as many on accelerators."""
+    return count if jax.default_backend() == "cpu" else 16 * count
+
+
 def rows_at_once(group: int, most: int) -> int:
     """How many rows of ``group`` linear functions of up to ``most`` entries go back at once."""
-    rows = _ROWS if group * most <= _CACHED else _ROWS // 2
-    rows = rows if jax.default_backend() == "cpu" else 16 * _ROWS
+    wide = jax.default_backend() == "cpu" and group * most > _CACHED
+    rows = _ROWS // 2 if wide else at_once(_ROWS)
     return max(min(rows, 16 * _NUMBERS // (group * most)), 1)
 
 
 def positions_at_once(channels: int) -> int:
     """How many positions, each with a linear function a channel, go back at once."""
-    most = _WIDTH if jax.default_backend() == "cpu" else 16 * _WIDTH
-    return max(most // channels, 1)
+    return max(at_once(_WIDTH) // channels, 1)
 
 
 def by_turns(
@@ -87,9 +93,9 @@ def by_turns(
         def step(_: None, these: list[Array]) -> tuple[None, Array]:
             nothing = jnp.full((*lead, *rest), -jnp.inf, dtype)
             left = these[0].reshape(-1)[0] < needed.size
-            return None, lax.cond(left, work, lambda _: nothing, these)
+            return None, loops.cond(left, work, lambda _: nothing, these)
 
-        return lambda these: lax.scan(jax.checkpoint(step), None, these)[1]
+        return lambda these: loops.scan(jax.checkpoint(step), None, these)[1]
 
     turns = looped(lambda these: find(these[1:]), (width,))
     turns = turns if block == 1 else looped(turns, (block, width))

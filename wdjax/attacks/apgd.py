@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from wdjax import losses, norms
+from wdjax import loops, losses, norms
 from wdjax.attacks import ascent, linearised
 from wdjax.attacks.ascent import setting
 from wdjax.attacks.phases import PhaseSchedule, begin, check_widths, schedule
@@ -226,7 +226,7 @@ class APGD:
             point = jnp.where(norms.spread(taken % self._run == 0, x), point, within)
             return jnp.where(norms.spread(begins, x), point, moved)
 
-        after = jax.lax.cond(jnp.any(begins), renew, lambda: moved)
+        after = loops.cond(jnp.any(begins), renew, lambda: moved)
         judged = judged._replace(x=after, before=x, taken=taken, best=best)
         return ascent.hold(self._over(state), state, judged), info
 

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import norms
+from wdjax import loops, norms
 from wdjax.attacks import ascent, hyperplane, linearised
 from wdjax.attacks.ascent import setting
 from wdjax.balls import Lp
@@ -248,7 +248,7 @@ class FAB:
                 point = self.ball.clip(home + norms.spread(reach, home) * noise)
             return jnp.where(norms.spread(ends, home), point, state.x)
 
-        return state._replace(x=jax.lax.cond(jnp.any(ends), begin, lambda: state.x))
+        return state._replace(x=loops.cond(jnp.any(ends), begin, lambda: state.x))
 
     def _draw(self, key: Array, like: Array) -> Array:
         """A random move of at most 1 in the ball's norm, in the shape of one sample."""

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import losses, norms
+from wdjax import loops, losses, norms
 from wdjax.attacks import ascent
 from wdjax.attacks.ascent import setting
 from wdjax.balls import Lp
@@ -167,7 +167,7 @@ class GradientAttack:
             return ascent.hold(~over, (state.x, state.memory), fresh)
 
         kept = state.x, state.memory
-        x, memory = jax.lax.cond(jnp.any(over), renew, lambda: kept)
+        x, memory = loops.cond(jnp.any(over), renew, lambda: kept)
         return state._replace(x=x, memory=memory, taken=taken)
 
     def _compare(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:

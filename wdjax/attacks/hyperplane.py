@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import norms
+from wdjax import loops, norms
+from wdjax.checks.forward_mode import forward_only
 from wdjax.core import Array
 
 
@@ -69,7 +70,8 @@ def project(
     solve = {1: _fill, 2: _follow, jnp.inf: _raise}[norm]
     length = jax.vmap(solve)(_Line(gain, room, full), jnp.abs(gap))
     moved = (rows + jnp.sign(forward) * length).reshape(z.shape)
-    return moved if box is None else jnp.clip(moved, *box)
+    moved = moved if box is None else jnp.clip(moved, *box)
+    return forward_only(moved, "another attack, such as attacks.APGD", "the steps of FAB")
 
 
 def _raise(line: _Line, need: Array) -> Array:
@@ -102,7 +104,7 @@ def _newton(line: _Line, speed: Array, need: Array) -> Array:
         return still, time, jnp.any(still != free)
 
     begin = (speed > 0, jnp.zeros_like(need), jnp.array(True))
-    free, time, _ = jax.lax.while_loop(lambda carried: carried[2], further, begin)
+    free, time, _ = loops.while_loop(lambda carried: carried[2], further, begin)
     return jnp.where(free, time * speed, line.room)
 
 
@@ -123,7 +125,7 @@ def _fill(line: _Line, need: Array) -> Array:
 
     # Invariant: gains above ``low`` suffice together, those above ``high`` do not.
     ends = jnp.zeros((), whole), jnp.max(order)
-    low, high = jax.lax.fori_loop(0, 8 * whole.itemsize - 1, halve, ends)
+    low, high = loops.fori_loop(0, 8 * whole.itemsize - 1, halve, ends)
     most, last = order > high, (order > low) & (order <= high)
     rest = jnp.maximum(need - jnp.sum(jnp.where(most, line.full, 0.0)), 0.0)
     tied = _Line(*(jnp.where(last, leaf, 0.0) for leaf in line))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import norms
+from wdjax import loops, norms
 from wdjax.attacks import ascent, nearest
 from wdjax.attacks.ascent import setting
 from wdjax.attacks.nearest import Nearest
@@ -169,7 +169,7 @@ class PDPGD(nearest.NearestAttack):
             u = plain_proximal(u - share * (u - z), weight / largest, self.ball.norm)
             return self.ball.clip(x + u) - x
 
-        return x + jax.lax.fori_loop(0, _INNER, step, z)
+        return x + loops.fori_loop(0, _INNER, step, z)
 
 
 def plain_proximal(z: Array, weight: Array, norm: float) -> Array:

@@ -64,6 +64,8 @@ class WPGD:
         is 0 once a sample is misclassified; with cross-entropy most of the budget goes to samples
         that are misclassified already.
       ratio: total length of all steps, in units of the budget; may be traced.
+      axis: inside ``jax.shard_map`` or ``jax.pmap``, the name of the mesh's axis that the samples
+        are split over: the budget is then one of all shards together.
 
     Raises:
       ValueError: fewer than one step, an order below 1.
@@ -96,6 +98,7 @@ class WPGD:
     steps: int = setting(50)
     loss: Callable[..., Array] = setting(losses.rectified_dlr)
     ratio: float | Array = 1.875
+    axis: str | None = setting(None)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "order", validate.check_order(self.order))
@@ -139,15 +142,16 @@ class WPGD:
         projected on the ball of radius eps; otherwise all moves are scaled by one factor, to a
         power mean of at most eps.
         """
-        state, eps = self._choose(samples, state, chosen), jnp.min(samples.radius)
+        state, eps = self._choose(samples, state, chosen), jnp.min(self._all(samples.radius))
         steep = jnp.where(chosen, norms.lp_norm(state.slope, norms.dual(self.ball.norm)), 0.0)
-        size = self.ratio * eps / self.steps * _sizes(steep, chosen, self.order)
+        shares = self._own(_sizes(self._all(steep), self._all(chosen), self.order), len(steep))
+        size = self.ratio * eps / self.steps * shares
         x = self.ball.ascend(state.x, state.slope, size)
         length = jnp.where(chosen, norms.lp_norm(x - samples.x, self.ball.norm), 0.0)
         if self.order == math.inf:
             limit = jnp.full_like(length, eps)
         else:
-            spent = _mean(length, chosen, self.order)
+            spent = _mean(self._all(length), self._all(chosen), self.order)
             limit = length * jnp.minimum(1.0, eps / jnp.where(spent > 0, spent, 1.0)) * _INSIDE
         return state._replace(x=self.ball.project(x, samples.x, limit))
 
@@ -157,10 +161,11 @@ class WPGD:
         Between iterates of equally many flips the sum of the criterion decides; iterates over the
         budget never count. Sums are over the ``chosen`` ``[n]`` rows.
         """
-        flips = jnp.sum((state.value > 0) & chosen, dtype=jnp.int32)
-        total = jnp.sum(jnp.where(chosen & jnp.isfinite(state.value), state.value, 0.0))
-        length = norms.lp_norm(state.seen - samples.x, self.ball.norm)
-        fits = _mean(length, chosen, self.order) <= jnp.min(samples.radius)
+        flips = jnp.sum(self._all((state.value > 0) & chosen), dtype=jnp.int32)
+        total = jnp.sum(self._all(jnp.where(chosen & jnp.isfinite(state.value), state.value, 0.0)))
+        length = self._all(norms.lp_norm(state.seen - samples.x, self.ball.norm))
+        spent = _mean(length, self._all(chosen), self.order)
+        fits = spent <= jnp.min(self._all(samples.radius))
         better = (flips > state.flips) | ((flips == state.flips) & (total > state.total))
         better = jnp.broadcast_to(better & fits, state.flips.shape)
         return state._replace(
@@ -168,6 +173,16 @@ class WPGD:
             flips=jnp.where(better, flips, state.flips),
             total=jnp.where(better, total, state.total),
         )
+
+    def _all(self, rows: Array) -> Array:
+        """The rows ``[n]`` of all shards, one after another."""
+        return rows if self.axis is None else jax.lax.all_gather(rows, self.axis, tiled=True)
+
+    def _own(self, rows: Array, n: int) -> Array:
+        """This shard's ``n`` of the rows of all shards."""
+        if self.axis is None:
+            return rows
+        return jax.lax.dynamic_slice_in_dim(rows, jax.lax.axis_index(self.axis) * n, n)
 
     def point(self, samples: Samples, state: State) -> tuple[Array, None]:
         return state.best, None
@@ -209,7 +224,10 @@ def _sizes(steep: Array, chosen: Array, order: float) -> Array:
 
 
 def wfgsm(
-    ball: Lp = Lp(), order: float = 2, loss: Callable[..., Array] = losses.rectified_dlr
+    ball: Lp = Lp(),
+    order: float = 2,
+    loss: Callable[..., Array] = losses.rectified_dlr,
+    axis: str | None = None,
 ) -> WPGD:
     """The one-step form of :class:`WPGD`; the step is as long as the budget.
 
@@ -217,6 +235,7 @@ def wfgsm(
       ball: norm and box.
       order: p of the budget.
       loss: ``(out, y) -> [n]``, to be increased.
+      axis: as in :class:`WPGD`.
 
     Cost: 1 backward and 2 forward passes a sample.
 
@@ -225,4 +244,4 @@ def wfgsm(
     >>> wfgsm().steps
     1
     """
-    return WPGD(ball, order, steps=1, loss=loss, ratio=1.0)
+    return WPGD(ball, order, steps=1, loss=loss, ratio=1.0, axis=axis)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 
+from wdjax import loops
 from wdjax.bounds import interval, record
 from wdjax.bounds.domain import Array, Interval, Value, ends, fresh, largest_size, tiny
 from wdjax.bounds.graph import Graph, flatten
@@ -76,7 +77,7 @@ def _lines(program: ClosedJaxpr, lower: Array, upper: Array) -> tuple[Array, ...
         return (jnp.minimum(found[0], below), jnp.maximum(found[1], above)), None
 
     start = jnp.full_like(slopes, jnp.inf), jnp.full_like(slopes, -jnp.inf)
-    (below, above), _ = lax.scan(cell, start, jnp.arange(2 * _HALF + 1))
+    (below, above), _ = loops.scan(cell, start, jnp.arange(2 * _HALF + 1))
     error = _deviation(program, lower, upper)
     below, above = below - error, above + error
     low, up = jnp.argmax(below + slopes * middle), jnp.argmin(above + slopes * middle)
@@ -91,7 +92,7 @@ def _run(graph: Graph, z: Array) -> Array:
         own = (
             _tanh(*args)
             if node.name == "tanh"
-            else node.eqn.primitive.bind(*args, **node.eqn.params)
+            else node.eqn.primitive.bind(*loops.alike(*args), **node.eqn.params)
         )
         values[node.outputs[0]] = own
     return jnp.asarray(values[graph.outputs[0]])
@@ -178,7 +179,7 @@ def _steep(eqn: JaxprEqn, args: Sequence[Value], place: int) -> Array:
     """The largest magnitude of an equation's derivative in operand ``place``."""
 
     def function(*zs: Array) -> Array:
-        return jnp.asarray(eqn.primitive.bind(*zs, **eqn.params))
+        return jnp.asarray(eqn.primitive.bind(*loops.alike(*zs), **eqn.params))
 
     derivative = jax.make_jaxpr(jax.grad(function, argnums=place))(*(ends(a).lower for a in args))
     return largest_size(interval.interpret(derivative, args)[0])

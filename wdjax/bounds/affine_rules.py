@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from jax.typing import DTypeLike
 
-from wdjax import norms
+from wdjax import loops, norms
 from wdjax.bounds.domain import (
     Array,
     Interval,
@@ -59,7 +59,7 @@ def evaluate(eqn: JaxprEqn, args: Sequence[Array]) -> list[Array]:
             update = jaxpr_as_fun(ClosedJaxpr(params["update_jaxpr"], params["update_consts"]))
             number = jax.ShapeDtypeStruct((), args[0].dtype)
             params = {**params, "update_jaxpr": jax.make_jaxpr(update)(number, number).jaxpr}
-    out = eqn.primitive.bind(*args, **params)
+    out = eqn.primitive.bind(*loops.alike(*args), **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 

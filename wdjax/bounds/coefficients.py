@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from wdjax import loops
 from wdjax.bounds.domain import Array, Linear
 from wdjax.xla_cpu import Pair, gathered, transposed_conv, unframed
 
@@ -41,8 +42,8 @@ class Whole(NamedTuple):
 
     def behind(self, linear: Linear, shape: tuple[int, ...]) -> "Whole":
         """The coefficients of ``linear``'s operand, which has this ``shape``."""
-        pull = jax.vjp(linear, jnp.zeros(shape, self.a.dtype))[1]
-        return Whole(jax.vmap(jax.vmap(lambda t: pull(t)[0]))(self.a))
+        _, pull = loops.linear_pullback(linear, jnp.zeros(shape, self.a.dtype), self.a)
+        return Whole(jax.vmap(jax.vmap(pull))(self.a))
 
 
 class Window(NamedTuple):

@@ -37,7 +37,7 @@ from wdjax.bounds.domain import Array, Linear
 from wdjax.bounds.graph import Node
 from wdjax.bounds.network import Affine, Bounded, Network, Part
 from wdjax.bounds.primitives import TABLE
-from wdjax.bounds.record import Lines
+from wdjax.bounds.record import Lines, Turned
 from wdjax.bounds.region import Region
 from wdjax.xla_cpu import framed, rounding, summed, unframed
 
@@ -118,7 +118,8 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
             place = node.inputs[view.operand]
             value = state.values[place]
             needed = value.upper > value.lower if lines.open is None else lines.open
-            if value.mixes > 1 or (value.mixes and state.region.norm != math.inf):
+            mixed = value.mixes > 1 or (value.mixes and state.region.norm != math.inf)
+            if mixed and not value.alone:
                 tighter(state, place, needed)
         lines = _lines(state, node)
     outs = network.nonlinear(net, node, state.values, None if lines is None else lines.ends)
@@ -126,7 +127,8 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
         if lower.dtype == bool:
             state.values[place] = Bounded(lower, upper, lower, lower, lower)
             continue
-        state.values[place] = network.begin(lower, upper, 2)
+        scalar = lines is not None and len(lines.views) == 1 and lines.views[0].view is None
+        state.values[place] = network.begin(lower, upper, 2)._replace(alone=scalar)
         unit = rounding(lower[0].size, lower.dtype)
         box = lower - unit * jnp.abs(lower), upper + unit * jnp.abs(upper)
         state.boxes[place] = framed(*box)
@@ -183,7 +185,24 @@ def _over(state: Pass, lines: Lines, lower: Array, upper: Array, node: Node) -> 
         shift = jnp.where(free, offset - error, 0.0)
         maps.append(framed(free.astype(shift.dtype), shift))
         lines = lines._replace(free=free, shift=shift)
+    if lines.turned is not None:
+        operand = node.inputs[views[0].operand]
+        good = (goods[0] & goods[1]).astype(lower.dtype)
+        charge = (jnp.broadcast_to(t, good.shape) for t in (slack, jnp.asarray(unit, lower.dtype)))
+        maps.append(framed(*state.values[operand][:2], *state.gathered(operand), *charge, good))
     return lines._replace(maps=tuple(maps))
+
+
+def _turned(rule: Turned, slope: Array, maps: Array) -> tuple[Array, Array]:
+    """The intercepts of lines with these slopes over the operand's linear part, as :func:`_over`
+    has them; ``maps`` are what it framed."""
+    lower, upper, offset, error, slack, unit, _ = maps
+    ends = []
+    for constant, down in zip(rule(slope, lower, upper), (-1, 1)):
+        constant = constant + down * (slack + unit * jnp.abs(constant))
+        loss = jnp.where(slope == 0, 0.0, jnp.abs(slope) * error)
+        ends.append(constant + slope * offset + down * loss)
+    return ends[0], ends[1]
 
 
 def refine(state: Pass, place: int, needed: Array, bound: Bound) -> None:
@@ -259,8 +278,10 @@ def backward(
       coefficients: of the bounded functions, by the place of the value.
       rows: the ``R`` rows.
       slopes: lower slopes ``[G, R, ...]`` of each row, by the output of their ReLU, shaped like its
-        coefficients or dense; None for those of ``state.lines``.
-      record: filled with ``(default slopes, coefficients)`` of each ReLU whose slopes are free.
+        coefficients or dense; of lines that may be ``turned``, factors of the usual slopes; None
+        for those of ``state.lines``.
+      record: filled with ``(default slopes, coefficients)`` of each ReLU whose slopes are free, and
+        ``(ones, coefficients)`` where lines may be turned.
       mirrored: also bounds the negatives, ``[2, G, R]``; the lines must be parallel.
       arrived: gets the coefficients at the input, if the functions depend on it.
     """
@@ -288,6 +309,8 @@ def backward(
                 lines, own = state.lines[place], (slopes or {}).get(place)
                 if own is not None and own.ndim != a.a.ndim:
                     a = whole(a, rows)  # The slopes are dense.
+                if record is not None and lines.turned is not None:
+                    record[place] = jnp.ones_like(a.a), a.a
                 if record is not None and lines.free is not None:
                     usual = seen(lines.maps[0], rows, a)[2]
                     record[place] = jnp.broadcast_to(usual.reshape(a.a.shape[1:]), a.a.shape), a.a
@@ -395,7 +418,8 @@ def _relaxed(
     """Sends coefficients ``a`` of a nonlinear value through its lines.
 
     Adds the intercepts to ``sum_`` and returns it with ``(operand number, its coefficients)``;
-    ``slope``, ``[G, R, ...]``, replaces the lower slopes where these are free.
+    ``slope``, ``[G, R, ...]``, replaces the lower slopes where these are free, and multiplies those
+    that are used where lines may be turned.
     """
     if any(view.view is not None for view in lines.views):
         a = whole(a, rows)
@@ -406,6 +430,13 @@ def _relaxed(
         (free, shift), slope = seen(lines.maps[1], rows, a), slope.reshape(own.shape)
         low = jnp.where(free > 0, slope * shift, low)
         slopes[0] = jnp.where(free > 0, slope, slopes[0])
+    if slope is not None and lines.turned is not None:
+        given = seen(lines.maps[1], rows, a)
+        steep = jnp.where(own > 0, slopes[0], slopes[1]) * slope.reshape(own.shape)
+        ends, good = _turned(lines.turned, steep, given), given[-1] > 0
+        good = good & jnp.isfinite(ends[0]) & jnp.isfinite(ends[1])
+        low, up = (jnp.where(good, *pair) for pair in zip(ends, (low, up)))
+        slopes = [jnp.where(good, steep, usual) for usual in slopes]
     sum_ = sum_.between(own, low, up)
     backs = []
     for view, below, above in zip(lines.views, slopes[::2], slopes[1::2]):

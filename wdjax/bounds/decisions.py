@@ -8,10 +8,10 @@ import functools
 import math
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
+from wdjax import loops
 from wdjax.bounds import whole
 from wdjax.bounds.affine_rules import additive, bind, windows
 from wdjax.bounds.domain import (
@@ -201,9 +201,9 @@ def unpool(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | 
         rivals = jnp.delete(highs, index, axis=0, assume_unique_indices=True)
         surely = lows[index] > jnp.max(rivals, axis=0, initial=-jnp.inf)
         maybe = highs[index] >= best
-        back = jax.linear_transpose(functools.partial(see, blank=0.0), lower)
-        low += back(jnp.where(surely, low_g, jnp.where(maybe, jnp.minimum(low_g, 0.0), 0.0)))[0]
-        high += back(jnp.where(surely, high_g, jnp.where(maybe, jnp.maximum(high_g, 0.0), 0.0)))[0]
+        _, back = loops.linear_pullback(functools.partial(see, blank=0.0), low, best, low_g)
+        low += back(jnp.where(surely, low_g, jnp.where(maybe, jnp.minimum(low_g, 0.0), 0.0)))
+        high += back(jnp.where(surely, high_g, jnp.where(maybe, jnp.maximum(high_g, 0.0), 0.0)))
     # Overlapping windows add up; every partial sum is at most the sum of the magnitudes.
     sizes = zip(eqn.params["window_dimensions"], eqn.params["window_strides"])
     overlap = math.prod(-(-size // stride) for size, stride in sizes)

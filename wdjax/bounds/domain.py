@@ -24,7 +24,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.typing import ArrayLike, DTypeLike
 
-from wdjax import norms
+from wdjax import loops, norms
 
 Array = jax.Array
 Linear = Callable[[Array], Array]
@@ -214,20 +214,20 @@ def _rounding(value: Interval) -> Array:
 
 def _row_norms(linear: Linear, root: Root, norm: float, scale: ArrayLike = 1.0) -> Array:
     """The l_``norm`` of ``scale`` times each row of a linear map, of the map's output shape."""
-    out, pull = jax.vjp(linear, jnp.zeros_like(root.half))
+    out, pull = loops.linear_pullback(linear, jnp.zeros_like(root.half), root.half)
 
     def one(entry: Array) -> Array:
         hot = jax.nn.one_hot(entry, out.size, dtype=out.dtype).reshape(out.shape)
-        return norms.lp_norm((pull(hot)[0] * scale)[None], norm)[0]
+        return norms.lp_norm((pull(hot) * scale)[None], norm)[0]
 
     return lax.map(one, jnp.arange(out.size), batch_size=_PULLED).reshape(out.shape)
 
 
 def matrix(chain: Linear, root: Root, shape: tuple[int, ...]) -> Array:
     """The matrix of a linear map as ``[outputs, inputs]``, pulled back from its outputs."""
-    out, pull = jax.vjp(chain, jnp.zeros_like(root.half))
+    out, pull = loops.linear_pullback(chain, jnp.zeros_like(root.half), root.half)
     basis = jnp.eye(math.prod(shape), dtype=out.dtype).reshape(-1, *shape)
-    return jax.vmap(lambda t: pull(t)[0])(basis).reshape(basis.shape[0], -1)
+    return jax.vmap(pull)(basis).reshape(basis.shape[0], -1)
 
 
 def is_exact(value: Value) -> TypeGuard[Array]:
@@ -265,9 +265,9 @@ def _operator_norm(chain: LinearMap, root: Root, value: Interval, norm: float) -
     For r = 2 the bound by row and column sums is improved by the matrix itself, if it is small.
     """
     ones = jnp.ones(root.half.shape, root.half.dtype)
-    row_sums, pull = jax.vjp(chain.absolute, ones)
-    row_sum = jnp.max(row_sums)
-    column_sum = jnp.max(pull(jnp.ones_like(row_sums))[0])
+    row_sums, pull = loops.linear_pullback(chain.absolute, ones, root.half)
+    row_sum = norms.largest(row_sums.reshape(-1))
+    column_sum = norms.largest(pull(jnp.ones_like(row_sums)).reshape(-1))
     if norm == math.inf:
         return row_sum
     if norm == 1:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
+from wdjax import loops
 from wdjax.bounds.graph import Graph, Node, add, dependent
 from wdjax.bounds.primitives import TABLE
 
@@ -61,7 +62,7 @@ def _repetition(eqn: JaxprEqn, by_inverse: bool = False) -> Callable[..., jax.Ar
         wide = [a if a.shape in ((), out.shape) else jnp.broadcast_to(a, out.shape) for a in args]
         if by_inverse:
             return wide[0] * wide[1] ** -1
-        return jnp.asarray(eqn.primitive.bind(*wide, **eqn.params))
+        return jnp.asarray(eqn.primitive.bind(*loops.alike(*wide), **eqn.params))
 
     return combine
 

@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from wdjax import norms
 from wdjax.bounds import crown, network
 from wdjax.bounds.coefficients import Coefficients, Kernel, Rows, Whole, flat, plain, whole
 from wdjax.bounds.domain import Array, gamma, tiny
+from wdjax.bounds.moved_mass import moves_mass
 from wdjax.bounds.network import Affine
 from wdjax.bounds.region import Region
 from wdjax.xla_cpu import correlated
@@ -35,9 +37,13 @@ class _Chain(NamedTuple):
 def refine(state: crown.Pass, place: int, needed: Array) -> None:
     """Tightens the bounds of a value that is affine in the input, whatever is ``needed``.
 
-    Does nothing for other values, nor for feature maps behind more than one convolution.
+    Does nothing for other values, nor for feature maps behind more than one convolution. Where mass
+    moves between pixels there is no dual norm, and every ``needed`` neuron is bounded by itself.
     """
     chain = _chain(state, place)
+    if chain is not None and moves_mass(state.region.norm):
+        crown.refine(state, place, needed, crown.backward)
+        return
     a = None if chain is None else _row(chain)
     if chain is None or a is None:
         return
@@ -106,10 +112,16 @@ def _moves(
 ) -> tuple[Array, Array]:
     """How far ``map_(factor x)``, ``[B, *shape]``, may rise and fall, seen from the centre."""
     a = map_ if isinstance(map_, jax.Array) else map_.kernel
-    top, most = jnp.max(jnp.abs(a)), jnp.max(jnp.abs(factor))
+    if region.scale is not None:
+        factor = factor * region.scale
+    top, most = (norms.largest(jnp.abs(t).reshape(-1)) for t in (a, factor))
     eps = region.eps.reshape(-1, *(1,) * len(shape))
+    if region.norm == 1 and isinstance(map_, jax.Array) and region.scale is not None:
+        own = jnp.abs(factor).reshape(len(factor), -1, 1)
+        heights = norms.largest(own * jnp.abs(a), 1).reshape(-1, *shape)
+        return (eps * (heights + tiny(a.dtype)),) * 2
     if region.norm == 1:
-        heights = jnp.max(jnp.abs(a).reshape(-1, a.shape[-1]), axis=0)
+        heights = norms.largest(jnp.abs(a).reshape(-1, a.shape[-1]), 0)
         heights = heights.reshape(shape if a.ndim == 2 else heights.shape)
         return (eps * most * jnp.broadcast_to(heights, (len(factor), *shape)),) * 2
     top, most = (lax.stop_gradient(jnp.where(t > 0, t, 1.0)) for t in (top, most))

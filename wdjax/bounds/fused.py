@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from wdjax import loops
 from wdjax.bounds import affine_rules
 from wdjax.bounds.activation import primitive
 from wdjax.bounds.continuity import jumps
@@ -123,7 +124,9 @@ def _made(graph: Graph, node: Node, cone: _Cone, numbers: dict[int, Any]) -> Nod
         values: dict[int, Any] = {**numbers, cone.root: z}
         for each in cone.nodes:
             args = [values[place] for place in each.inputs]
-            values[each.outputs[0]] = each.eqn.primitive.bind(*args, **each.eqn.params)
+            values[each.outputs[0]] = each.eqn.primitive.bind(
+                *loops.alike(*args), **each.eqn.params
+            )
         return values[node.outputs[0]]
 
     closed = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), operand.dtype))

@@ -24,7 +24,8 @@ from wdjax.bounds.coefficients import Coefficients, Rows, Whole, whole
 from wdjax.bounds.domain import Array
 from wdjax.bounds.linear_outputs import Objectives
 from wdjax.bounds.network import Network
-from wdjax.bounds.region import Box, Region
+from wdjax.bounds.region import Norm, Region
+from wdjax.checks.validate import EntryBox
 from wdjax.core import Classifier
 from wdjax.precision import highest
 from wdjax.xla_cpu import rounding, summed
@@ -48,23 +49,33 @@ class RegionProblem(NamedTuple):
     upper: Array
     eps: Array
     rows: Objectives
+    scale: Array | None = None
 
-    def region(self, norm: float, count: int = 1) -> Region:
+    def region(self, norm: Norm, count: int = 1) -> Region:
         """``count`` copies of the region."""
 
         def copies(t: Array) -> Array:
             return jnp.broadcast_to(t, (count, *t.shape[1:]))
 
         ends = copies(self.lower), copies(self.upper)
-        return Region(copies(self.center), *ends, copies(self.eps), norm)
+        scale = None if self.scale is None else copies(self.scale)
+        return Region(copies(self.center), *ends, copies(self.eps), norm, scale=scale)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
-def of_sample(x: Array, y: Array, eps: Array, norm: float, box: Box, classes: int) -> RegionProblem:
+def of_sample(
+    x: Array,
+    y: Array,
+    eps: Array,
+    norm: Norm,
+    box: EntryBox,
+    classes: int,
+    scale: Array | None = None,
+) -> RegionProblem:
     """All margins ``z_y - z_j`` of one sample, ``x`` ``[1, *shape]``; row ``y`` is 0."""
-    ball, unit = region.ball(x, eps, norm, box), jnp.eye(classes, dtype=x.dtype)
+    ball, unit = region.ball(x, eps, norm, box, scale), jnp.eye(classes, dtype=x.dtype)
     rows = Objectives(unit[y[0]] - unit, jnp.zeros_like(unit), jnp.zeros(classes, x.dtype))
-    return RegionProblem(ball.center, ball.lower, ball.upper, ball.eps, rows)
+    return RegionProblem(ball.center, ball.lower, ball.upper, ball.eps, rows, ball.scale)
 
 
 def of_box(lower: ArrayLike, upper: ArrayLike, rows: Objectives) -> RegionProblem:
@@ -123,7 +134,7 @@ class LeafBounds(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def root(model: Classifier, problem: RegionProblem, norm: float) -> RootBounds:
+def root(model: Classifier, problem: RegionProblem, norm: Norm) -> RootBounds:
     """Bounds of a problem's whole region by optimised slopes."""
     with highest():
         state = margins.prepare(model, problem.region(norm), "alpha")
@@ -167,7 +178,7 @@ def bounds(
     known: RootBounds,
     leaves: Leaves,
     *,
-    norm: float,
+    norm: Norm,
     steps: int,
     tries: int,
 ) -> LeafBounds:

@@ -54,7 +54,9 @@ class InputBounds(NamedTuple):
     low: Array
     """``[B, R]`` lower bounds over the box."""
     a: Array
-    """``[B, R, N]``: coefficients of the linear function of the inputs that has these minima."""
+    """``[B, R, N]``: coefficients of a linear function of the inputs below each of these."""
+    linear: Array
+    """``[B, R]``: the least value of that linear function; other bounds may be higher."""
 
 
 @functools.partial(jax.jit, static_argnames="method")
@@ -77,19 +79,19 @@ def of(state: crown.Pass, rows: Objectives, method: Method) -> InputBounds:
     (place,) = net.graph.outputs
     if place in net.exact:  # Outputs that do not depend on the input.
         sure = jnp.broadcast_to(net.exact[place].reshape(-1), (count, rows.a.shape[1]))
-        low = _between(rows, sure, sure)
+        low = linear = _between(rows, sure, sure)
     else:
         value = state.values[place]
-        low = _between(rows, value.lower[:, 0], value.upper[:, 0])
+        low = linear = _between(rows, value.lower[:, 0], value.upper[:, 0])
         if method != "interval":
             linear, flat = _linear(state, rows, place)
-            if method == "alpha":
-                better = slopes.optimised(state, _sent(rows, place, count), _all(count), steps=20)
-                linear = jnp.maximum(linear, charged(rows, better.T, value))
             low = jnp.maximum(low, linear)
-    for lost in net.lost:
-        low = jnp.where(lost, -jnp.inf, low)
-    return InputBounds(jnp.where(jnp.isnan(low), -jnp.inf, low), flat)
+        if method == "alpha":
+            better = slopes.optimised(state, _sent(rows, place, count), _all(count), steps=20)
+            low = jnp.maximum(low, charged(rows, better.T, value))
+    lost = jnp.stack([jnp.zeros((), bool), *net.lost]).any()
+    low, linear = (jnp.where(lost | jnp.isnan(t), -jnp.inf, t) for t in (low, linear))
+    return InputBounds(low, flat, linear)
 
 
 def _all(count: int) -> Rows:

@@ -93,7 +93,10 @@ def network(model: Classifier, x: Array, fused: bool = True) -> Network:
 def wide(region: Region) -> Region:
     """The regions with a second axis of length 1, the batch axis of the one-sample program."""
     return region._replace(
-        center=region.center[:, None], lower=region.lower[:, None], upper=region.upper[:, None]
+        center=region.center[:, None],
+        lower=region.lower[:, None],
+        upper=region.upper[:, None],
+        scale=None if region.scale is None else region.scale[:, None],
     )
 
 

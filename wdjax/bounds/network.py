@@ -199,6 +199,9 @@ class Bounded(NamedTuple):
     """``[*shape]``, the same for all samples."""
     mixes: int = 0
     """How many operations since the input added up entries; intervals are exact up to one."""
+    alone: bool = False
+    """Whether each entry depends on one entry of an operand that was bounded before: its interval
+    is exact between the ends of that one, so that lines gain nothing."""
 
 
 def begin(lower: Array, upper: Array, mixes: int) -> Bounded:
@@ -239,7 +242,9 @@ def forward(affine: Affine, values: dict[int, Bounded], charged: set[int]) -> Bo
     size = jnp.where(jnp.isfinite(lower) & jnp.isfinite(upper), size, jnp.inf)
     adds = not own.once or own.sums or len(affine.parts) > 1
     mixes = adds + max(values[part.place].mixes for part in affine.parts)
-    return Bounded(lower, upper, _open(size), _limited(_open(error + fine), size), offset, mixes)
+    error = _limited(_open(error + fine), size)
+    alone = not adds and values[affine.parts[0].place].alone
+    return Bounded(lower, upper, _open(size), error, offset, mixes, alone)
 
 
 def nonlinear(

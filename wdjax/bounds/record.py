@@ -69,9 +69,13 @@ class Lines(NamedTuple):
     """Where ``free``: a lower bound of the operand less its linear part, its offset less error."""
     maps: tuple[Array, ...] = ()
     """Framed for :func:`coefficients.seen`: intercepts and slopes; then ``free`` and ``shift``."""
+    turned: "Turned | None" = None
+    """The intercepts of both lines for other slopes, if there is one operand, seen as it is."""
 
 
 Ends = tuple[Array, Array]
+Turned = Callable[[Array, Array, Array], Ends]
+"""``(slopes, lower, upper)`` of the operand, of one shape, to lower and upper intercepts."""
 Relaxation = Callable[[JaxprEqn, Sequence[Any], Sequence[bool]], Lines | None]
 """``(equation, operands, flags)`` to lines. An operand that depends on the input (flag true) is
 ``Ends`` ``[B, *shape]``, any other an array. None if the rule does not apply."""
@@ -177,9 +181,21 @@ def add(*records: Record) -> None:
         TABLE[record.name] = record
 
 
+def see_through(*names: str) -> None:
+    """Raises if one of the primitives calls code outside JAX."""
+    if "pure_callback" in names:
+        raise ValueError(
+            "the model calls code outside JAX, as those of convert.opaque do, which attacks can "
+            "run and no certificate or Lipschitz bound can look into; convert the model by "
+            "convert.from_torch or convert.load_onnx, or certify it by wdjax.smoothing, which only "
+            "calls it."
+        )
+
+
 def of(name: str) -> Record:
     """The record of a primitive."""
     if name not in TABLE:
+        see_through(name)
         raise ValueError(
             f"no interval rule for the primitive {name!r}, which the program applies to a value "
             "that depends on the input; rewrite the model without it, certify it another way, or "

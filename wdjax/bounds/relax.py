@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from wdjax import loops, norms
 from wdjax.bounds import record
 from wdjax.bounds.affine_rules import windows
 from wdjax.bounds.domain import Array, Linear, tiny
@@ -155,18 +156,33 @@ def sigmoid(
         chord = jnp.where(upper > lower, _ratio(f(upper) - f(lower), width), slope(lower))
         up = _tangent(f, slope, lower, upper, chord)
         low = _tangent(lambda z: -f(-z), slope, -upper, -lower, chord)
-        lines = []
-        for line, pick in ((low, jnp.minimum), (up, jnp.maximum)):
-            # The derivative of f(z) - line z at the turn is 0.
-            turn = lax.stop_gradient(inverse(jnp.clip(line, 0.0, slope(jnp.zeros_like(line)))))
-            points = (lower, upper, jnp.clip(turn, lower, upper), jnp.clip(-turn, lower, upper))
-            lines.append(functools.reduce(pick, [f(z) - line * z for z in points]))
-        reach = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
-        size = jnp.maximum(1.0, jnp.maximum(jnp.abs(f(lower)), jnp.abs(f(upper))))
-        slack = _level(eqn, size, low * reach, up * reach)
-        return Lines((View(0, low, up),), lines[0] - slack, lines[1] + slack)
+        turned = functools.partial(_extremes, eqn, f, slope, inverse)
+        below, above = turned(low, lower, upper)[0], turned(up, lower, upper)[1]
+        return Lines((View(0, low, up),), below, above, turned=turned)
 
     return rule
+
+
+def _extremes(
+    eqn: JaxprEqn,
+    f: Callable[[Array], Array],
+    slope: Callable[[Array], Array],
+    inverse: Callable[[Array], Array],
+    line: Array,
+    lower: Array,
+    upper: Array,
+) -> Ends:
+    """The least and largest ``f(z) - line z`` of an S-shaped ``f`` on an interval, rounded
+    outwards."""
+    # The derivative of f(z) - line z at the turn is 0.
+    turn = lax.stop_gradient(inverse(jnp.clip(line, 0.0, slope(jnp.zeros_like(line)))))
+    points = (lower, upper, jnp.clip(turn, lower, upper), jnp.clip(-turn, lower, upper))
+    heights = [f(z) - line * z for z in points]
+    reach = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
+    size = jnp.maximum(1.0, jnp.maximum(jnp.abs(f(lower)), jnp.abs(f(upper))))
+    slack = _level(eqn, size, line * reach)
+    low, up = (functools.reduce(pick, heights) for pick in (jnp.minimum, jnp.maximum))
+    return low - slack, up + slack
 
 
 def _tangent(
@@ -247,7 +263,7 @@ def _crest(
         right = highest(slope)[0] > middle
         return jnp.where(right, slope, between[0]), jnp.where(right, between[1], slope)
 
-    low, high = lax.fori_loop(0, 20, halved, (-steepest, steepest))
+    low, high = loops.fori_loop(0, 20, halved, (-steepest, steepest))
     slope = lax.stop_gradient(jnp.where(wide, 0.0, 0.5 * low + 0.5 * high))
     # Near the tangent point, a point at distance d lies lower by at most d^2.
     size = jnp.minimum(jnp.maximum(jnp.abs(f(lower)), jnp.abs(f(upper))) + upper - lower, 1.0)
@@ -305,7 +321,7 @@ def _largest(ends: Ends, views: Sequence[Sequence[Linear]]) -> Lines:
     lows, highs = (jnp.stack([jax.vmap(see)(end) for _, see in views]) for end in (lower, upper))
     best = jnp.argmax(lows, axis=0)
     first = jnp.max(lows, axis=0)
-    top = jnp.max(highs, axis=0)
+    top = norms.largest(highs, 0)
     lines = []
     is_best = [best == i for i in range(len(views))]
     rivals = jnp.max(jnp.stack([jnp.where(b, -jnp.inf, h) for b, h in zip(is_best, highs)]), axis=0)

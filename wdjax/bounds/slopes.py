@@ -12,14 +12,15 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
-from wdjax import norms
+from wdjax import loops, norms
 from wdjax.bounds import crown
 from wdjax.bounds.coefficients import Coefficients, Rows
 from wdjax.bounds.domain import Array
 
 _RATE, _DECAY = 0.25, 0.95
+_STEEPEST = 4.0
+"""Largest factor of the usual slopes of S-shaped functions."""
 _MEANS = (0.9, 0.999)
 
 Slopes = dict[int, Array]
@@ -43,7 +44,8 @@ def optimised(
     # The first step uses the default slopes; unused results of the pass above are not computed.
     begun = {place: own for place, (own, _) in seen.items()}
     worst = BestSlopes(jnp.full_like(usual, -jnp.inf), begun)
-    return maximised(low, worst, dict.fromkeys(begun, 1.0), steps, _RATE).low
+    most = {i: 1.0 if state.lines[i].turned is None else _STEEPEST for i in begun}
+    return maximised(low, worst, most, steps, _RATE).low
 
 
 class BestSlopes(NamedTuple):
@@ -116,5 +118,5 @@ def maximised(
 
     far = jnp.sum(jnp.zeros_like(begun.low)) + jnp.finfo(begun.low.dtype).max
     climb = jnp.zeros((), jnp.int32), begun.slopes, ascent.init(begun.slopes), begun, far, far > 0
-    _, now, _, best, _, _ = lax.while_loop(goes_on, step, climb)
+    _, now, _, best, _, _ = loops.while_loop(goes_on, step, climb)
     return best.or_else(low(now), now)

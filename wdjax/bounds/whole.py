@@ -13,6 +13,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
+from wdjax import loops
 from wdjax.bounds.affine_rules import additive, bind
 from wdjax.bounds.domain import (
     Array,
@@ -171,7 +172,7 @@ def gathered(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value 
 
     dtype = ends(operand).lower.dtype
     start = jnp.full(out.shape, jnp.inf, dtype), jnp.full(out.shape, -jnp.inf, dtype)
-    (low, high), _ = lax.scan(step, start, jnp.arange(last + 1))
+    (low, high), _ = loops.scan(step, start, jnp.arange(last + 1))
     far = spread((lowest < 0) | (highest > last))
     if eqn.params["mode"] == lax.GatherScatterMode.CLIP:
         far = jnp.zeros_like(far)

@@ -21,7 +21,8 @@ import numpy.typing as npt
 from wdjax import losses
 from wdjax.balls import Lp
 from wdjax.bounds.margins import Method
-from wdjax.certify import asymptote, pointwise, wdro
+from wdjax.bounds.region import Box
+from wdjax.certify import asymptote, wdro
 from wdjax.checks import arguments
 from wdjax.core import Classifier
 from wdjax.parallel import AnyArray
@@ -62,7 +63,7 @@ def growth_bound(
     eps: npt.ArrayLike,
     order: float,
     loss: losses.Loss = losses.cross_entropy,
-    box: pointwise.Box = (0.0, 1.0),
+    box: Box = (0.0, 1.0),
     constant: float | None = None,
     radii: npt.ArrayLike | None = None,
     method: Method = "auto",

@@ -61,11 +61,11 @@ class _Parts(NamedTuple):
 @jax.jit
 def _turn(model: Classifier, rows: Objectives, member: Array, lower: Array, upper: Array) -> _Parts:
     """Bounds, cuts and scores ``[L, *shape]``; ``member``, ``[M, R]``, as in ``Forbidden``."""
-    low, a = linear_outputs.lower(model, rows, lower, upper, "crown")
+    low, a, linear = linear_outputs.lower(model, rows, lower, upper, "crown")
     shape, count = lower.shape, len(lower)
     ends = lower.reshape(count, -1), upper.reshape(count, -1)
     best, inner, outer, steep = jax.vmap(
-        lambda own: jax.vmap(lambda *box: _member(own, *box))(low, a, *ends), out_axes=1
+        lambda own: jax.vmap(lambda *box: _member(own, *box))(low, linear, a, *ends), out_axes=1
     )(member)
     open_ = best <= 0
     new_lower = jnp.min(jnp.where(open_[..., None], inner, jnp.inf), axis=1)
@@ -86,19 +86,21 @@ def _turn(model: Classifier, rows: Objectives, member: Array, lower: Array, uppe
 
 
 def _member(
-    own: Array, low: Array, a: Array, lower: Array, upper: Array
+    own: Array, low: Array, linear: Array, a: Array, lower: Array, upper: Array
 ) -> tuple[Array, Array, Array, Array]:
     """What the linear bounds of the rows ``own``, ``[R]`` booleans, say of one box, ``[N]``.
 
-    A violation has all of these rows at most 0. Row r is at least ``low + sum |a| d``, with ``d``
-    the distances from the corner where that is least. So ``d <= -low / |a|``, which cuts the box;
+    A violation has all of these rows at most 0. Row r is at least ``linear + sum |a| d``, with
+    ``d`` the distances from the corner where that is least. So ``d <= -linear / |a|``, which cuts
+    the box;
     in the cut box the corner's value is higher, and so on. A weighted mean of the rows is bounded
     too.
 
     Args:
       own: ``[R]``
       low: ``[R]`` lower bounds over the box.
-      a: ``[R, N]`` their coefficients.
+      linear: ``[R]`` the least values over the box of linear functions below the rows.
+      a: ``[R, N]`` the coefficients of these.
       lower: ``[N]``
       upper: ``[N]``
 
@@ -111,8 +113,8 @@ def _member(
     steep = jnp.where(own[:, None], jnp.abs(a), 0.0)
     size = steep @ reach
     # The planes a . x + level bound the rows from below.
-    level = low - jnp.sum(jnp.where(a > 0, a * lower, a * upper), axis=1)
-    level = level - unit * (jnp.abs(low) + size)
+    level = linear - jnp.sum(jnp.where(a > 0, a * lower, a * upper), axis=1)
+    level = level - unit * (jnp.abs(linear) + size)
     inner, outer = lower, upper
     for _ in range(_CUTS):
         least = jnp.sum(jnp.where(a > 0, a * inner, a * outer), axis=1) + level - unit * size
@@ -235,10 +237,11 @@ def _least(*parts: _Open) -> float:
 
 
 def _halved(boxes: _Open, gain: Numbers, room: int) -> tuple[_Open, _Open]:
-    """Halves boxes along the input of the largest ``gain``, ``[L, N]``, and again while there is
-    ``room`` for the parts; boxes that cannot be halved are returned second.
+    """Halves boxes, each along its input of the largest ``gain``, ``[L, N]``, over and over until
+    there are more than half of ``room``.
 
-    Both halves contain their common face, so that no input lies between them.
+    Returns the halves, and the boxes that are too thin to be halved in floats. Both halves contain
+    their common face, so that no input lies between them.
     """
     shape = boxes.lower.shape[1:]
     lower, upper = (end.reshape(len(boxes.low), -1) for end in boxes[:2])

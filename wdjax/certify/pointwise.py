@@ -4,6 +4,7 @@ They hold for the float program (the model in floats of its own precision, with 
 the highest precision, summed in any order), and for exact arithmetic too.
 """
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
@@ -13,19 +14,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
-from wdjax import norms, parallel
+from wdjax import loops, norms, parallel
 from wdjax.balls import Lp
-from wdjax.bounds import margins, region
+from wdjax.bounds import margins, moved_mass, region
 from wdjax.bounds.margins import METHODS, Method
-from wdjax.bounds.region import Box
+from wdjax.bounds.region import Domain, Norm
 from wdjax.certify import branch
 from wdjax.checks import arguments, validate
-from wdjax.checks.forward_mode import forward_only
+from wdjax.checks.forward_mode import forward_only, host_only
 from wdjax.core import AnyArray, Array, Classifier
 from wdjax.lipschitz import margin
 from wdjax.precision import highest
+
+EntryRange = tuple[ArrayLike, ArrayLike] | None
+"""A box: least and largest inputs, numbers or ``[*shape]``; None for none."""
 
 
 class _Bracket(NamedTuple):
@@ -48,12 +53,13 @@ def margin_bounds(
     x: AnyArray,
     y: AnyArray,
     *,
-    norm: float,
+    norm: Norm,
     eps: ArrayLike,
-    box: Box = (0.0, 1.0),
+    box: EntryRange = (0.0, 1.0),
     method: Method = "crown",
     seconds: float = 10.0,
     batch_size: int = 64,
+    mesh: Mesh | None = None,
 ) -> Array:
     r"""Lower bounds of every margin ``z_y - z_j`` over the ball of radius ``eps`` in the box.
 
@@ -61,12 +67,17 @@ def margin_bounds(
       model: a pytree callable ``[n, *shape] -> [n, K]``, which treats each sample alone.
       x: ``[n, *shape]`` floats in the box.
       y: ``[n]`` integer labels.
-      norm: r, one of 1, 2 and inf.
-      eps: radius, a number or ``[n]``, in the units of ``x``; may be traced.
-      box: ``(low, high)``, or None for no box.
+      norm: r, one of 1, 2 and inf; or a :class:`wdjax.image.ImageWasserstein` for images
+        ``[n, height, width, channels]``, whose mass moves between pixels, anywhere.
+      eps: radius, a number or ``[n]``, in the units of ``x`` or of that ball; in a norm also one of
+        every entry, ``[*shape]`` with a first axis of length 1 or n: ``||(x' - x) / eps|| <= 1``,
+        and an entry with 0 does not move. May be traced.
+      box: ``(low, high)``, numbers or ``[*shape]``, or None for no box.
       method: one of :data:`METHODS`; "bab" at top level only.
       seconds: how long branch and bound works on a sample at most, without compilation.
-      batch_size: samples at once, at top level; bounds the memory.
+      batch_size: samples on all devices at once, at top level; bounds the memory.
+      mesh: a mesh from :func:`wdjax.parallel.data_mesh`; batches are split over it. Branch and
+        bound itself works on one device.
 
     Returns:
       ``[n, K]`` bounds in logits, ``inf`` at ``j = y``; sound against rounding.
@@ -90,7 +101,8 @@ def margin_bounds(
       two through the layers before it; a gradient about five times that.
 
     Source: Zhang et al. [zhang2018], CROWN; Xu et al. [xu2021], alpha; Wang et al. [wang2021], bab;
-      of the program, with its rounding.
+      of the program, with its rounding. In image-Wasserstein balls this library's own, by the dual
+      of the transport problem.
 
     >>> from wdjax import Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, 0.0], [0.0, 1.0]]))
@@ -98,9 +110,9 @@ def margin_bounds(
     >>> [round(low, 3) for low in margin_bounds(model, x, y, norm=jnp.inf, eps=0.1)[0].tolist()]
     [inf, 0.6]
     """
-    arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
+    check(model, x, y, eps, norm, box)
     how: dict[str, Any] = {"norm": norm, "eps": eps, "box": box, "batch_size": batch_size}
-    low, ended, _ = searched(model, x, y, method=method, seconds=seconds, **how)
+    low, ended, _ = searched(model, x, y, method=method, seconds=seconds, mesh=mesh, **how)
     _tell(ended)
     return low
 
@@ -110,34 +122,38 @@ def searched(
     x: AnyArray,
     y: AnyArray,
     *,
-    norm: float,
+    norm: Norm,
     eps: ArrayLike,
-    box: Box,
+    box: EntryRange,
     method: Method,
     seconds: float,
     batch_size: int,
+    mesh: Mesh | None = None,
 ) -> tuple[Array, npt.NDArray[Any] | None, npt.NDArray[Any] | None]:
     """:func:`margin_bounds`; how branch and bound ended, ``[n]`` indices in ``branch.ENDS``, and
     the points ``[n, *shape]`` that it found; both None for other methods."""
-    ball = Lp(norm, box)
+    ball = domain(norm, box, x)
     validate.check_choice("method", method, METHODS)
     if not seconds > 0:
         raise ValueError(f"seconds must be a number above 0, got {seconds!r}.")
-    eps = jnp.broadcast_to(_check_eps(eps, x), y.shape)
-    if method == "bab" and (validate.traced(model, x, y, eps) or validate.staged()):
-        raise ValueError('method="bab" works on the host; call it outside jit and vmap.')
-    x, y, sound = validate.gate(model, x, y, box, beside=eps, alike=True)
+    eps, scale = radii(eps, x)
+    if method == "bab":
+        instead = 'method="crown", which can be traced'
+        host_only('method="bab"', instead, model, x, y, eps, scale)
+    x, y, sound = validate.gate(model, x, y, ball.box, beside=(eps, scale), alike=True)
+    _check_mesh(mesh, sound)
     if sound is not None:
-        low = _bounds(model, x, y, eps, ball, method)
+        low = _bounds(model, x, y, eps, scale, ball, method)
         return _with_gradient(jnp.where(sound[:, None], low, -jnp.inf), method), None, None
     cheap: Method = "auto" if method == "bab" else method
-    bounds = functools.partial(_bounds, ball=ball, method=cheap)
-    low = _in_batches(bounds, model, (x, y, eps), batch_size)
+    options = ("ball", ball), ("method", cheap)
+    low = _in_batches(_bounds, options, model, (x, y, eps, scale), batch_size, mesh)
     if method != "bab":
         return low, None, None
-    search = branch.BranchAndBound(model, norm, box, seconds)
+    search = branch.BranchAndBound(model, ball, seconds)
     parts = [(slice(i, i + 1), float(eps[i])) for i in range(len(y))]
-    found = [search.close(x[i], y[i], reach, low[i]) for i, reach in parts]
+    own = [None if scale is None else scale[i] for i, _ in parts]
+    found = [search.close(x[i], y[i], reach, low[i], s) for (i, reach), s in zip(parts, own)]
     closed, ended, points = zip(*found)
     return jnp.concatenate(closed), np.concatenate(ended), np.concatenate(points)
 
@@ -162,12 +178,13 @@ def certified(
     x: AnyArray,
     y: AnyArray,
     *,
-    norm: float,
+    norm: Norm,
     eps: ArrayLike,
-    box: Box = (0.0, 1.0),
+    box: EntryRange = (0.0, 1.0),
     method: Method = "crown",
     seconds: float = 10.0,
     batch_size: int = 64,
+    mesh: Mesh | None = None,
 ) -> Array:
     r"""Whether the model provably returns ``y`` on the whole ball of radius ``eps`` in the box.
 
@@ -175,12 +192,13 @@ def certified(
       model: as in :func:`margin_bounds`.
       x: ``[n, *shape]`` floats in the box.
       y: ``[n]`` integer labels.
-      norm: r, one of 1, 2 and inf.
-      eps: radius, a number or ``[n]``; may be traced.
-      box: ``(low, high)``, or None for no box.
+      norm: as in :func:`margin_bounds`.
+      eps: as in :func:`margin_bounds`.
+      box: as in :func:`margin_bounds`.
       method: one of :data:`METHODS`; "bab" at top level only.
       seconds: as in :func:`margin_bounds`.
-      batch_size: samples at once, at top level.
+      batch_size: samples on all devices at once, at top level.
+      mesh: a mesh from :func:`wdjax.parallel.data_mesh`; batches are split over it.
 
     Returns:
       ``[n]`` bool; their mean is a lower bound of the robust accuracy.
@@ -198,9 +216,9 @@ def certified(
     >>> certified(model, x, y, norm=jnp.inf, eps=0.1).tolist()
     [True, False]
     """
-    arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
+    check(model, x, y, eps, norm, box)
     how: dict[str, Any] = {"norm": norm, "eps": eps, "box": box, "batch_size": batch_size}
-    low, ended, _ = searched(model, x, y, method=method, seconds=seconds, **how)
+    low, ended, _ = searched(model, x, y, method=method, seconds=seconds, mesh=mesh, **how)
     _tell(ended)
     return jnp.all(low > 0, axis=-1)
 
@@ -210,11 +228,13 @@ def radius(
     x: AnyArray,
     y: AnyArray,
     *,
-    norm: float,
-    box: Box = (0.0, 1.0),
+    norm: Norm,
+    box: EntryRange = (0.0, 1.0),
+    scale: AnyArray | None = None,
     steps: int = 10,
     method: Method = "crown",
     batch_size: int = 64,
+    mesh: Mesh | None = None,
 ) -> Array:
     r"""Lower bounds of every sample's distance to the nearest misclassified point of the box.
 
@@ -225,15 +245,18 @@ def radius(
       model: as in :func:`margin_bounds`.
       x: ``[n, *shape]`` floats in the box.
       y: ``[n]`` integer labels.
-      norm: r, one of 1, 2 and inf.
-      box: ``(low, high)``, or None for no box.
+      norm: as in :func:`margin_bounds`.
+      box: as in :func:`margin_bounds`.
+      scale: ``[*shape]`` with a first axis of length 1 or n, at least 0: the distance is then
+        ``||(x' - x) / scale||``, and an entry with 0 does not move.
       steps: number of bisections, at the secant through the bracket's margins.
       method: one of :data:`METHODS` but "bab", which works at one radius only.
-      batch_size: samples at once, at top level.
+      batch_size: samples on all devices at once, at top level.
+      mesh: a mesh from :func:`wdjax.parallel.data_mesh`; batches are split over it.
 
     Returns:
-      ``[n]`` radii in the units of ``x``: 0 where nothing is certified, ``inf`` where the whole box
-      is.
+      ``[n]`` radii in the units of ``x``, of ``scale``, or of the ball: 0 where nothing is
+      certified, ``inf`` where the whole box is, or all images of the same mass.
 
     Its gradient is that of the least margin divided by the margin's slope in the radius (implicit
     function theorem), and 0 where the radius is 0 or ``inf``; methods as for :func:`margin_bounds`.
@@ -251,17 +274,20 @@ def radius(
     >>> [round(r, 3) for r in radius(model, x, y, norm=2).tolist()]
     [0.566, 0.0]
     """
-    arguments.check(model=model, x=x, y=y)
-    ball = Lp(norm, box)
+    check(model, x, y, None, norm, box)
+    ball = domain(norm, box, x)
+    _no_entries(norm, scale)
+    _, scale = radii(np.ones(()) if scale is None else _ranked(scale, x), x)
     validate.check_choice("method", method, METHODS)
     if method == "bab":
         raise ValueError('radius searches with every method but "bab"; "alpha" is the tightest.')
-    x, y, sound = validate.gate(model, x, y, box, alike=True)
+    x, y, sound = validate.gate(model, x, y, ball.box, beside=scale, alike=True)
+    _check_mesh(mesh, sound)
     if sound is not None:
-        found = _root(model, x, y, ball, steps, method)
+        found = _root(model, x, y, scale, ball, steps, method)
         return _with_gradient(jnp.where(sound, found, 0.0), method)
-    search = functools.partial(_search, ball=ball, steps=steps, method=method)
-    return _in_batches(search, model, (x, y), batch_size)
+    options = ("ball", ball), ("steps", steps), ("method", method)
+    return _in_batches(_search, options, model, (x, y, scale), batch_size, mesh)
 
 
 def _with_gradient(value: Array, method: Method) -> Array:
@@ -269,56 +295,73 @@ def _with_gradient(value: Array, method: Method) -> Array:
     return value if method in ("interval", "crown") else forward_only(value, 'method="crown"')
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
-def _root(model: Classifier, x: Array, y: Array, ball: Lp, steps: int, method: Method) -> Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5, 6))
+def _root(
+    model: Classifier,
+    x: Array,
+    y: Array,
+    scale: Array | None,
+    ball: Domain,
+    steps: int,
+    method: Method,
+) -> Array:
     """``[B]``: the radii of :func:`_search`, differentiable as the least margin's root."""
-    return _search(model, x, y, ball, steps, method)
+    return _search(model, x, y, scale, ball, steps, method)
 
 
 @_root.defjvp
 def _(
-    ball: Lp,
+    ball: Domain,
     steps: int,
     method: Method,
-    primals: tuple[Classifier, Array, Array],
-    tangents: tuple[Any, Any, Any],
+    primals: tuple[Classifier, Array, Array, Array | None],
+    tangents: tuple[Any, Any, Any, Any],
 ) -> tuple[Array, Array]:
     """The implicit function theorem: ``dr = -(dm at a fixed radius) / (dm / dr)``, ``[B]`` each.
 
     Radii that are 0 or the whole box do not change with the model: their tangent is 0.
     """
-    model, x, y = primals
-    found = _search(model, x, y, ball, steps, method)
+    model, x, y, scale = primals
+    found = _search(model, x, y, scale, ball, steps, method)
     inside = (found > 0) & jnp.isfinite(found)
     eps = jnp.where(inside, found, 0.0)
 
-    def least(model: Classifier, x: Array, eps: Array) -> Array:
-        return jnp.min(_bounds(model, x, y, eps, ball, method), axis=-1)
+    def least(model: Classifier, x: Array, scale: Array | None, eps: Array) -> Array:
+        return -norms.largest(-_bounds(model, x, y, eps, scale, ball, method))
 
-    _, moved = jax.jvp(lambda m, x: least(m, x, eps), (model, x), tangents[:2])
-    _, steep = jax.jvp(lambda eps: least(model, x, eps), (eps,), (jnp.ones_like(eps),))
-    inside &= steep < 0
+    changes = tangents[0], tangents[1], tangents[3]
+    _, moved = jax.jvp(lambda m, x, s: least(m, x, s, eps), (model, x, scale), changes)
+    _, steep = jax.jvp(lambda eps: least(model, x, scale, eps), (eps,), (jnp.ones_like(eps),))
+    inside &= ~(steep >= 0)  # NaN stays.
     return found, jnp.where(inside, -moved / jnp.where(inside, steep, 1.0), 0.0)
 
 
-def _search(model: Classifier, x: Array, y: Array, ball: Lp, steps: int, method: Method) -> Array:
+def _search(
+    model: Classifier,
+    x: Array,
+    y: Array,
+    scale: Array | None,
+    ball: Domain,
+    steps: int,
+    method: Method,
+) -> Array:
     """``[n]``: the certified radii of :func:`radius`, by margin bounds at ``steps`` trial radii.
 
     0 where the sample itself is not verified; inf where the whole box is.
     """
-    most = ball.diameter(x.shape[1:])
-    clean = _bounds(model, x, y, jnp.zeros(len(y), x.dtype), ball, method)
+    most = ball.diameter(x.shape[1:], scale)
+    clean = _bounds(model, x, y, jnp.zeros(len(y), x.dtype), scale, ball, method)
     least = jnp.min(clean, axis=-1)
-    trial = _guess(model, x, y, clean, ball.norm, most)
+    trial = _guess(model, x, y, scale, clean, ball.norm, most)
     zero = jnp.zeros_like(trial)
     bracket = _Bracket(zero, least, jnp.full_like(trial, jnp.inf), zero, trial)
 
     def step(_: int, bracket: _Bracket) -> _Bracket:
-        low = _bounds(model, x, y, bracket.trial, ball, method)
+        low = _bounds(model, x, y, bracket.trial, scale, ball, method)
         return _narrower(bracket, low, most)
 
     if validate.traced(model, x, y):
-        bracket = jax.lax.fori_loop(0, steps, step, bracket)
+        bracket = loops.fori_loop(0, steps, step, bracket)
     else:
         for i in range(steps):
             bracket = step(i, bracket)
@@ -326,8 +369,16 @@ def _search(model: Classifier, x: Array, y: Array, ball: Lp, steps: int, method:
     return jnp.where(best >= most, jnp.inf, best)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5))
-def _guess(model: Classifier, x: Array, y: Array, low: Array, norm: float, most: float) -> Array:
+@functools.partial(jax.jit, static_argnums=5)
+def _guess(
+    model: Classifier,
+    x: Array,
+    y: Array,
+    scale: Array | None,
+    low: Array,
+    norm: Norm,
+    most: ArrayLike,
+) -> Array:
     """``[n]``: the first radius to try, just below the distance to the linearised boundary.
 
     ``low`` ``[n, K]`` are the margins at the samples. The guess is at most ``most``, the domain's
@@ -337,17 +388,24 @@ def _guess(model: Classifier, x: Array, y: Array, low: Array, norm: float, most:
     def slopes(xi: Array, yi: Array) -> Array:
         differences = margin.contrasts(yi, low.shape[1], xi.dtype)
         pull = jax.vjp(lambda t: model(t[None])[0], xi)[1]
-        return norms.lp_norm(jax.vmap(pull)(differences)[0], norms.dual(norm))
+        return jax.vmap(pull)(differences)[0]
 
-    steep = jax.vmap(slopes)(x, y)
+    pulls = jax.vmap(slopes)(x, y)
+    pulls = pulls if scale is None else pulls * scale[:, None]
+    if moves := moved_mass.moves_mass(norm):
+        steep = jax.vmap(lambda pull, xi: moved_mass.slopes(pull, xi, norm))(pulls, x)
+    else:
+        steep = jax.vmap(lambda pull: norms.lp_norm(pull, norms.dual(norm)))(pulls)
     ratio = jnp.where(steep > 0, low / jnp.where(steep > 0, steep, 1.0), jnp.inf)
+    ratio = jnp.maximum(ratio, 0.0) ** (1 / norm.power) if moves else ratio
     rivals = jnp.arange(low.shape[1])[None] != y[:, None]
     guess = jnp.minimum(jnp.min(jnp.where(rivals, ratio, jnp.inf), axis=-1), most)
-    return jnp.where(jnp.isfinite(guess) & (guess > 0), (1 - 4e-4) * guess, min(most, 1.0))
+    usual = jnp.minimum(most, 1.0)
+    return jnp.where(jnp.isfinite(guess) & (guess > 0), (1 - 4e-4) * guess, usual)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _narrower(bracket: _Bracket, low: Array, most: float) -> _Bracket:
+@jax.jit
+def _narrower(bracket: _Bracket, low: Array, most: ArrayLike) -> _Bracket:
     """The bracket after bounds ``low`` ``[n, K]`` of the margins at ``trial``, and the next trial.
 
     Before the first failure the radius is doubled. Then it is the secant's root between ``best``
@@ -368,38 +426,139 @@ def _narrower(bracket: _Bracket, low: Array, most: float) -> _Bracket:
 
 @functools.partial(jax.jit, static_argnames=("ball", "method"))
 @highest()
-def _bounds(model: Classifier, x: Array, y: Array, eps: Array, ball: Lp, method: Method) -> Array:
-    """``[n, K]``: lower bounds of the margins within ``eps`` ``[n]``."""
-    return margins.lower(model, region.ball(x, eps, ball.norm, ball.box), y, method)
+def _bounds(
+    model: Classifier,
+    x: Array,
+    y: Array,
+    eps: Array,
+    scale: Array | None,
+    ball: Domain,
+    method: Method,
+) -> Array:
+    """``[n, K]``: lower bounds of the margins within ``eps``, ``[n]``, in units of ``scale``."""
+    place = region.ball(x, eps, ball.norm, ball.box, scale)
+    return margins.lower(model, place, y, method)
 
 
-def _check_eps(eps: ArrayLike, x: AnyArray) -> Array:
-    """The radii, a number or ``[n]``, as an array; raises for NaN and negative ones."""
-    if validate.traced(eps):
-        return jnp.asarray(eps)
-    # NumPy, since inside jit even JAX operations on constants have no values.
-    radii = np.asarray(eps, x.dtype)
-    if radii.shape not in ((), x.shape[:1]) or not np.all(radii >= 0):
+def check(
+    model: Classifier, x: AnyArray, y: AnyArray, eps: ArrayLike | None, norm: Norm, box: EntryRange
+) -> None:
+    """The checks of arguments that all certificates of samples share."""
+    if moved_mass.moves_mass(norm):
+        _no_entries(norm, eps)
+        arguments.check("eps", model=model, x=x, y=y, eps=eps, ball=domain(norm, box, x).norm)
+        return
+    if isinstance(norm, str):
+        raise ValueError(f"norm must be 1, 2, inf or an image.ImageWasserstein(), got {norm!r}.")
+    simple = (eps is None or np.ndim(eps) < 2) and all(np.ndim(end) == 0 for end in box or ())
+    ball = Lp(norm, validate.check_box(box)) if simple else None
+    arguments.check("eps", model=model, x=x, y=y, eps=eps, ball=ball)
+
+
+def _no_entries(norm: Norm, eps: ArrayLike | None) -> None:
+    """Raises for radii of single entries where mass moves between them."""
+    if moved_mass.moves_mass(norm) and eps is not None and np.ndim(eps) > 1:
         raise ValueError(
-            f"eps must be a number or [{x.shape[0]}] numbers, at least 0, got {radii!r}."
+            "where mass moves between pixels eps is a number or [n], and entries have no scale, got "
+            f"{list(np.shape(eps))}."
         )
-    return jnp.asarray(radii)
+
+
+def domain(norm: Norm, box: EntryRange, x: AnyArray) -> Domain:
+    """The checked norm and box, whose ends may be numbers or ``[*shape]``, for samples ``x``.
+
+    Where mass moves, it moves anywhere, whatever the ball's window.
+    """
+    if moved_mass.moves_mass(norm):
+        if [np.ravel(end).tolist() for end in box or ()] != [[end] for end in norm.box]:
+            raise ValueError(f"images of {norm!r} lie in box={norm.box}, got {box!r}; pass that.")
+        anywhere: Any = dataclasses.replace(norm, window=None)  # type: ignore[type-var]
+        anywhere.diameter(np.shape(x)[1:])  # Raises unless samples are images.
+        return Domain(anywhere, norm.box)
+    return Domain(norms.check_norm(norm), validate.check_entry_box(box, x))
+
+
+def radii(eps: ArrayLike, x: AnyArray) -> tuple[Array, Array | None]:
+    """Radii ``[n]``, and the entries' scales ``[n, *shape]`` if ``eps`` is one of every entry.
+
+    Raises for NaN, negative and infinite ones.
+    """
+    shape = np.shape(x)
+    if not validate.traced(eps):
+        # NumPy, since inside jit even JAX operations on constants have no values.
+        eps = np.asarray(eps, x.dtype)
+        if not np.all((eps >= 0) & (eps < np.inf)):
+            raise ValueError(f"eps must be finite and at least 0, got {eps!r:.80}.")
+    else:
+        eps = jnp.asarray(eps)
+    if eps.ndim == len(shape) and eps.shape[1:] == shape[1:] and eps.shape[0] in (1, shape[0]):
+        return jnp.ones(shape[0], x.dtype), jnp.broadcast_to(jnp.asarray(eps), shape)
+    if eps.shape not in ((), shape[:1]):
+        raise ValueError(
+            f"eps must be a number, [{shape[0]}] numbers, or one of every entry, "
+            f"{[1, *shape[1:]]} or {list(shape)}, got {list(eps.shape)}."
+        )
+    return jnp.broadcast_to(jnp.asarray(eps), shape[:1]), None
+
+
+def _ranked(scale: AnyArray, x: AnyArray) -> AnyArray:
+    """The scale; a ValueError unless it has the rank of the samples."""
+    if np.ndim(scale) != np.ndim(x):
+        raise ValueError(
+            f"scale must be {[1, *np.shape(x)[1:]]} or {list(np.shape(x))}, one of every entry, "
+            f"got {list(np.shape(scale))}."
+        )
+    return scale
+
+
+def _check_mesh(mesh: Mesh | None, sound: Array | None) -> None:
+    """Raises for a mesh inside a trace; ``sound`` is None outside of one."""
+    if mesh is not None and sound is not None:
+        raise ValueError(
+            "mesh works at top level only; inside jit leave it out, and split the samples by "
+            "jax.shard_map."
+        )
 
 
 def _in_batches(
     fn: Callable[..., Array],
+    options: tuple[tuple[str, Any], ...],
     model: Classifier,
-    arrays: tuple[AnyArray, ...],
+    arrays: tuple[AnyArray | None, ...],
     batch_size: int,
+    mesh: Mesh | None,
 ) -> Array:
-    """``fn(model, *arrays)`` of arrays ``[n, ...]``, in batches padded to one size.
+    """``fn(model, *arrays, **options)`` of arrays ``[n, ...]`` or None, in batches of one size.
 
-    So ``fn``, which acts on each row alone, is compiled once.
+    So ``fn``, which acts on each row alone, is compiled once. ``batch_size`` counts the samples on
+    all devices of the mesh.
     """
+    assert arrays[0] is not None
     n = len(arrays[0])
     size = min(validate.check_count("batch_size", batch_size), n)
-    parts = []
+    parts, model = [], parallel.replicate(model, mesh)
     for start in range(0, n, size):
-        piece = parallel.pad(tuple(a[start : start + size] for a in arrays), size)
-        parts.append(fn(model, *piece)[: min(size, n - start)])
+        piece = tuple(None if a is None else a[start : start + size] for a in arrays)
+        piece = parallel.pad(piece, parallel.padded_size(size, mesh))
+        if mesh is None:
+            found = fn(model, *piece, **dict(options))
+        else:
+            piece = parallel.shard(piece, mesh)
+            found = parallel.gather(_split(fn, options, mesh, model, piece), mesh)
+        parts.append(found[: min(size, n - start)])
     return jnp.concatenate(parts)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _split(
+    fn: Callable[..., Array],
+    options: tuple[tuple[str, Any], ...],
+    mesh: Mesh,
+    model: Classifier,
+    arrays: tuple[AnyArray, ...],
+) -> Array:
+    """``fn(model, *arrays, **options)`` with each device working on rows of its own alone."""
+    rows = PartitionSpec(parallel.AXIS)
+    own = functools.partial(fn, **dict(options))
+    specs = (PartitionSpec(), *(rows for _ in arrays))
+    return jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=rows)(model, *arrays)

@@ -74,7 +74,7 @@ class _Question(NamedTuple):
     model: Classifier
     spec: Specification
     box: tuple[Numbers, Numbers]
-    """The inputs, ``[*shape]`` each, in the model's dtype."""
+    """The floats of the model's dtype in the box, ``[*shape]`` each."""
     hull: tuple[Numbers, Numbers]
     """A box of floats that contains all real inputs."""
     rows: linear_outputs.Objectives
@@ -110,11 +110,11 @@ def property(
     Returns:
       A :class:`Verdict`.
 
-    Inputs are rounded to the nearest float of the model's dtype. ``violated``: the model itself was
-    evaluated at ``witness``, which lies in the box bit for bit, and the inequalities hold for its
-    output in exact arithmetic, equality included. ``holds``: no input of the box, rounded or not,
-    has a forbidden output, neither in exact arithmetic nor by the float program in any order of
-    summation.
+    ``violated``: the model itself was evaluated at ``witness``, floats of its dtype that lie in the
+    box bit for bit (nearest to it where an entry's range has no float), and the inequalities hold
+    for its output in exact arithmetic, equality included. ``holds``: no input of the box, a float
+    or not, has a forbidden output, neither in exact arithmetic nor by the float program in any
+    order of summation.
 
     Raises:
       ValueError: ends with NaN or infinities, an empty box, other shapes, a primitive without a
@@ -218,8 +218,8 @@ def _question(
             f"{place}."
         )
     dtype = jnp.result_type(float) if ends[0].dtype == np.float64 else ends[0].dtype
-    box = ends[0].astype(dtype), ends[1].astype(dtype)
-    hull = _outwards(ends[0], box[0], -np.inf), _outwards(ends[1], box[1], np.inf)
+    box = _inwards(ends[0], ends[1], dtype)
+    hull = _rounded(ends[0], dtype, -np.inf), _rounded(ends[1], dtype, np.inf)
     _check_outputs(model, box, spec)
     a, b, _ = spec.rows
     size = max(_LEAST, 1 << (len(b) - 1).bit_length())
@@ -242,10 +242,18 @@ def _end(name: str, end: AnyArray) -> Numbers:
     return array
 
 
-def _outwards(given: Numbers, rounded: Numbers, direction: float) -> Numbers:
-    """The ends of a box, rounded so that it contains the box of the given ends."""
-    inside = rounded > given if direction < 0 else rounded < given
-    return np.where(inside, np.nextafter(rounded, rounded.dtype.type(direction)), rounded)
+def _rounded(given: Numbers, dtype: Any, direction: float) -> Numbers:
+    """The nearest floats that are at most, or at least, the given numbers."""
+    near = given.astype(dtype)
+    past = near > given if direction < 0 else near < given
+    return np.where(past, np.nextafter(near, near.dtype.type(direction)), near)
+
+
+def _inwards(lower: Numbers, upper: Numbers, dtype: Any) -> tuple[Numbers, Numbers]:
+    """The floats inside the box; where there is none, the float nearest to its lower end."""
+    low, high = _rounded(lower, dtype, np.inf), _rounded(upper, dtype, -np.inf)
+    none, nearest = low > high, lower.astype(dtype)
+    return np.where(none, nearest, low), np.where(none, nearest, high)
 
 
 def _check_outputs(model: Classifier, box: tuple[Numbers, Numbers], spec: Specification) -> None:

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 
 from wdjax.aims import Scheduled
 from wdjax.attacks.ascent import all_rivals
-from wdjax.balls import Lp
 from wdjax.bounds import crown, margins, region
 from wdjax.bounds.domain import Array
-from wdjax.bounds.region import Box
-from wdjax.checks import arguments, independence, validate
+from wdjax.certify import pointwise
+from wdjax.certify.pointwise import EntryRange
+from wdjax.checks import independence, validate
 from wdjax.core import Classifier
 from wdjax.precision import highest
 
@@ -76,7 +76,7 @@ def trainable_bounds(
     *,
     norm: float,
     eps: Array | float,
-    box: Box = (0.0, 1.0),
+    box: EntryRange = (0.0, 1.0),
     backward: Array | float | None = None,
 ) -> Array:
     r"""Lower bounds of margins as of :func:`certify.margin_bounds`, differentiable in the model.
@@ -86,8 +86,8 @@ def trainable_bounds(
       x: ``[n, *shape]`` floats in the box.
       y: ``[n]`` integer labels.
       norm: r, one of 1, 2 and inf.
-      eps: radius, a number or ``[n]``.
-      box: ``(low, high)``, or None for no box.
+      eps: as in :func:`margin_bounds`.
+      box: as in :func:`margin_bounds`.
       backward: weight in [0, 1] of backward bounds of the margins (CROWN-IBP) beside those of
         intervals; None for intervals alone.
 
@@ -111,9 +111,10 @@ def trainable_bounds(
     >>> (10 * jax.grad(least)(jnp.array([[2.0, 1.0], [1.0, 2.0]]))).round().tolist()  # worst x
     [[7.0, -7.0], [3.0, -3.0]]
     """
-    arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
+    pointwise.check(model, x, y, eps, norm, box)
     validate.shapes_of(model, x)
-    ball = region.ball(x, jnp.broadcast_to(jnp.asarray(eps, x.dtype), y.shape), norm, box)
+    known, (reach, scale) = pointwise.domain(norm, box, x), pointwise.radii(eps, x)
+    ball = region.ball(x, reach.astype(x.dtype), norm, known.box, scale)
     with highest():
         state = margins.prepare(model, ball, "interval")
         low = margins.of(state, model, ball, y, "interval")

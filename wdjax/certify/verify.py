@@ -6,15 +6,19 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import Mesh
+from jax.typing import ArrayLike
 
-from wdjax.balls import Lp
+from wdjax import parallel
 from wdjax.bounds.margins import METHODS, Method
-from wdjax.bounds.region import Box
+from wdjax.bounds.region import Norm
 from wdjax.certify import pointwise
 from wdjax.certify.branch import ENDS
-from wdjax.checks import arguments, validate
+from wdjax.certify.pointwise import EntryRange
+from wdjax.checks import validate
 from wdjax.checks.forward_mode import TWIN, host_only
 from wdjax.core import CLAIM, Array, Certificate, Classifier, Progress
 from wdjax.engine import identity, loop
@@ -35,13 +39,14 @@ def verify(
     x: AnyArray,
     y: AnyArray,
     *,
-    norm: float,
-    eps: float,
-    box: Box = (0.0, 1.0),
+    norm: Norm,
+    eps: ArrayLike,
+    box: EntryRange = (0.0, 1.0),
     method: Method = "auto",
     steps: int = 10,
     seconds: float = 10.0,
     batch_size: int = 64,
+    mesh: Mesh | None = None,
     callback: Callable[[Progress], Any] | None = None,
     checkpoint: str | PathLike[str] | None = None,
     every: float = 60.0,
@@ -52,13 +57,15 @@ def verify(
       model: a pytree callable ``[n, *shape] -> [n, K]``.
       x: ``[n, *shape]`` floats in the box.
       y: ``[n]`` integer labels.
-      norm: r, one of 1, 2 and inf.
-      eps: radius, in the units of ``x``.
-      box: ``(low, high)``, or None for no box.
+      norm: as in :func:`margin_bounds`.
+      eps: radius, as in :func:`margin_bounds`; of ``[n]`` or one of every entry the radii are in
+        multiples.
+      box: as in :func:`margin_bounds`.
       method: one of :data:`METHODS`; for "alpha" and "bab" the radii are found by "auto".
       steps: as in :func:`radius`; with 0 a radius is ``eps`` if verified, else 0.
       seconds: as in :func:`margin_bounds`.
-      batch_size: samples at once.
+      batch_size: samples on all devices at once.
+      mesh: as in :func:`margin_bounds`.
       callback: called with the :class:`Progress` after every batch.
       checkpoint: a folder to save the work to and to resume it from.
       every: least number of seconds between two saves of the checkpoint.
@@ -83,14 +90,16 @@ def verify(
     >>> found.verified.tolist(), found.radius.round(3).tolist(), found.claim
     ([True, False], [0.4, 0.0], 'float program')
     """
-    arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
+    pointwise.check(model, x, y, eps, norm, box)
     validate.check_choice("method", method, METHODS)
     host_only("certify.verify", TWIN, model, x, y, eps)
-    x, y = validate.check_samples(model, x, y, box)
+    ball = pointwise.domain(norm, box, x)
+    x, y = validate.check_samples(model, x, y, ball.box)
     size = min(batch_size, len(y), _TRIED if method == "bab" else len(y))
     pieces = [slice(start, min(start + size, len(y))) for start in range(0, len(y), size)]
-    work = _Work(model, x, y, pieces, norm, eps, box, method, steps, seconds)
-    settings = [METHODS.index(method), norm, eps, *(box or ()), steps, size, seconds, len(pieces)]
+    reach, scale = pointwise.radii(eps, x)
+    work = _Work(model, x, y, pieces, norm, reach, scale, box, method, steps, seconds, mesh)
+    settings = [METHODS.index(method), steps, size, seconds, len(pieces)]
 
     def progress(state: dict[str, Any]) -> Progress:
         taken = int(state["turn"])
@@ -99,7 +108,9 @@ def verify(
     mark = b""
     if checkpoint is not None:
         traced = identity.program(lambda model, x: model(x), model, x[:1])
-        mark = identity.digest(traced, model, x, y, np.array(settings, float))
+        ends = [np.asarray(part, float) for part in (eps, *(box or ()))]
+        named = repr(ball.norm)
+        mark = identity.digest(traced, named, model, x, y, np.array(settings, float), ends)
     state = loop.carry(
         _begin(work),
         functools.partial(_turn, work),
@@ -108,7 +119,7 @@ def verify(
         checkpoint=checkpoint,
         every=every,
         identity=mark,
-        about={"norm": norm, "eps": eps, "box": box, "method": method, "steps": steps},
+        about={"norm": repr(ball.norm), "eps": eps, "box": box, "method": method, "steps": steps},
     )
     return _certificate(work, state)
 
@@ -120,12 +131,16 @@ class _Work(NamedTuple):
     x: Array
     y: Array
     pieces: list[slice]
-    norm: float
-    eps: float
-    box: Box
+    norm: Norm
+    eps: Array
+    """``[n]``"""
+    scale: Array | None
+    """``[n, *shape]``: of which the radii are multiples, or None."""
+    box: EntryRange
     method: Method
     steps: int
     seconds: float
+    mesh: Mesh | None
 
 
 def _begin(work: _Work) -> dict[str, Any]:
@@ -140,18 +155,29 @@ def _begin(work: _Work) -> dict[str, Any]:
 def _turn(work: _Work, state: dict[str, Any]) -> dict[str, Any]:
     """Certifies the next batch."""
     these = work.pieces[int(state["turn"])]
-    own = work.model, work.x[these], work.y[these]
-    size = work.pieces[0].stop
-    how: dict[str, Any] = {"norm": work.norm, "box": work.box, "batch_size": size}
+    size, count = work.pieces[0].stop, these.stop - these.start
+    # Branch and bound would work on padding; other bounds are compiled once for one size.
+    wanted = count if work.method == "bab" else size
+    own = work.model, *parallel.pad((work.x[these], work.y[these]), wanted)
+    how: dict[str, Any] = {
+        "norm": work.norm,
+        "box": work.box,
+        "batch_size": size,
+        "mesh": work.mesh,
+    }
     low, radius = np.array(state["low"]), np.array(state["radius"])
     ended, points = np.array(state["ended"]), np.array(state["points"])
-    found = pointwise.searched(*own, eps=work.eps, method=work.method, seconds=work.seconds, **how)
-    low[these] = found[0]
+    scale = None if work.scale is None else work.scale[these]
+    eps, scale = parallel.pad((work.eps[these], scale), wanted)
+    reach = eps if scale is None else scale
+    found = pointwise.searched(*own, eps=reach, method=work.method, seconds=work.seconds, **how)
+    low[these] = found[0][:count]
     if work.method == "bab":
         ended[these], points[these] = found[1:]
     if work.steps:
         method: Method = "auto" if work.method in ("alpha", "bab") else work.method
-        radius[these] = pointwise.radius(*own, steps=work.steps, method=method, **how)
+        found_radius = pointwise.radius(*own, scale=scale, steps=work.steps, method=method, **how)
+        radius[these] = found_radius[:count]
     after = {"low": low, "radius": radius, "ended": ended, "points": points}
     return {"turn": state["turn"] + 1, **after}
 
@@ -161,13 +187,19 @@ def _certificate(work: _Work, state: dict[str, Any]) -> Certificate:
     logits = np.concatenate([work.model(work.x[these]) for these in work.pieces])
     correct = np.argmax(logits, axis=-1) == np.asarray(work.y)
     margin = np.min(state["low"], axis=1)
-    held = np.where(margin > 0, work.eps, 0.0)
+    held = np.where(margin > 0, np.asarray(work.eps), 0.0)
     radius = np.maximum(state["radius"], held)
     ended = tuple(ENDS[k] for k in state["ended"]) if work.method == "bab" else ()
     falsified = ~correct | np.isin(state["ended"], _FALSIFIED)
     points = state["points"] if work.method == "bab" else None
     told = _remarks(logits)
     return Certificate(correct, margin, radius, work.method, CLAIM, ended, told, falsified, points)
+
+
+def advice(model: Classifier, x: AnyArray, batch_size: int = 64) -> tuple[str, ...]:
+    """The remarks of :func:`verify` on the samples ``x`` ``[n, *shape]``, all of them together."""
+    pieces = (x[start : start + batch_size] for start in range(0, len(x), batch_size))
+    return _remarks(np.concatenate([model(jnp.asarray(piece)) for piece in pieces]))
 
 
 def _remarks(logits: Numbers) -> tuple[str, ...]:

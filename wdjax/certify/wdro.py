@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from wdjax import losses, norms
 from wdjax.balls import Lp
+from wdjax.bounds.region import Box
 from wdjax.certify import pointwise
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import TWIN, host_only
@@ -30,7 +31,7 @@ def wdro_bound(
     eps: npt.ArrayLike,
     order: float,
     loss: losses.Loss = losses.cross_entropy,
-    box: pointwise.Box = (0.0, 1.0),
+    box: Box = (0.0, 1.0),
     constant: float | None = None,
     batch_size: int = 64,
 ) -> Numbers:
@@ -142,7 +143,7 @@ def lipschitz_constant(
     y: AnyArray,
     *,
     norm: float,
-    box: pointwise.Box = (0.0, 1.0),
+    box: Box = (0.0, 1.0),
 ) -> float:
     """The ``L`` of :func:`wdro_bound`: the largest Lipschitz constant of a present label's margin.
 
@@ -223,7 +224,7 @@ def certified_accuracy(radius: npt.ArrayLike, eps: npt.ArrayLike, order: float) 
     [0.75, 0.375]
     """
     arguments.check(eps=eps)
-    host_only("certified_accuracy", "the radii themselves", radius, eps)
+    host_only("certified_accuracy", "the radii themselves, of certify.radius", radius, eps)
     radii = np.sort(np.asarray(radius, float).ravel())
     if radii.size == 0 or not bool(np.all(radii >= 0)):
         raise ValueError("radius must hold at least one number, none negative or NaN.")

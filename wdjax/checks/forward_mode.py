@@ -9,7 +9,10 @@ from jax.custom_derivatives import linear_call
 from wdjax.checks import validate
 from wdjax.core import Array, PyTree
 
-TWIN = "certify.trainable_bounds, which can be traced and differentiated"
+TRACES = "which can be traced and differentiated"
+TWIN = f"certify.trainable_bounds, {TRACES}"
+LIPSCHITZ_TWIN = f"lipschitz.trainable_lipschitz, {TRACES}"
+SEARCH_TWIN = "wdjax.search with one of its attacks, which can be traced"
 
 
 def host_only(name: str, instead: str, *trees: PyTree) -> None:
@@ -21,17 +24,17 @@ def host_only(name: str, instead: str, *trees: PyTree) -> None:
         )
 
 
-def forward_only(value: Array, instead: str) -> Array:
+def forward_only(value: Array, instead: str, name: str = "these bounds") -> Array:
     """The identity on ``value``, of any shape, whose reverse-mode gradient is a ValueError.
 
     For results of loops of unknown length, which JAX differentiates in forward mode only. The error
-    names the alternative ``instead``.
+    says that ``name`` have no gradient, and names the alternative ``instead``.
     """
 
     def refuse(_: Any, change: Array) -> Array:
         raise ValueError(
-            "these bounds have no gradient in reverse mode, since their loops have no fixed "
-            f"length; take {instead}, or forward mode (jax.jvp, jax.jacfwd)."
+            f"{name} have no gradient in reverse mode, since their loops have no fixed length; "
+            f"take {instead}, or forward mode (jax.jvp, jax.jacfwd)."
         )
 
     def on(change: Array) -> Array:

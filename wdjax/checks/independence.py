@@ -145,7 +145,7 @@ def _try(model: Callable[[Array], PyTree], x: np.ndarray, shown: batch_axis.Batc
     tries += [("alone", even[0][:1], _outputs(model, kept[:1]), other)]
     for how, one, again, unit in tries:
         gap = _gap(one, again)
-        if not np.all(gap <= unit * (np.abs(one) + scale)):
+        if not np.all((gap == 0) | (gap <= unit * (np.abs(one) + scale))):  # Of two NaN it is 0.
             where = f" (samples meet in {shown.where!r})" if shown.where else ""
             raise ValueError(
                 "the model's output for a sample depends on the rest of its batch, so that no "

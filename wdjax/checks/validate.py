@@ -9,8 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from wdjax import loops
 from wdjax.checks import independence
 from wdjax.core import AnyArray, Array, Attack, PyTree, Samples
+
+EntryBox = tuple[float | tuple[float, ...], float | tuple[float, ...]] | None
+"""Least and largest inputs: numbers, or one for every entry of a sample, in a row. None for none.
+"""
 
 
 def traced(*trees: PyTree) -> bool:
@@ -39,8 +44,8 @@ def check_model(model: Callable[[Array], PyTree]) -> None:
     if any(f"{kind.__module__}.{kind.__name__}" == _TORCH for kind in type(model).__mro__):
         raise ValueError(
             f"the model is a PyTorch module, {type(model).__name__}, which JAX cannot trace: "
-            "convert its state dict by wdjax.convert.load(file, architecture), or write its "
-            "function as wdjax.Model(apply, params); docs/models.md shows both."
+            "convert it by wdjax.convert.from_torch(module.eval(), example).model; docs/models.md "
+            "shows other ways."
         )
     if isinstance(model, type) or not callable(model):
         raise ValueError(f"the model must be a callable pytree of arrays, got {model!r}.")
@@ -117,7 +122,7 @@ def check_samples(
     model: Callable[[Array], PyTree],
     x: AnyArray,
     y: AnyArray,
-    box: tuple[float, float] | None = (0.0, 1.0),
+    box: EntryBox = (0.0, 1.0),
     criterion: Callable[[PyTree, Array], Array] | None = None,
     transductive: bool = False,
 ) -> tuple[Array, Array]:
@@ -133,8 +138,17 @@ def check_samples(
     if not (math.isfinite(low) and math.isfinite(high)):
         bad = int(np.argmin(np.isfinite(host.reshape(len(host), -1)).all(axis=-1)))
         raise ValueError(f"x[{bad}] holds a value that is not finite; remove or repair it.")
-    ends = None if box is None else np.asarray(box, x.dtype)
-    if ends is not None and (low < ends[0] or high > ends[1]):
+    ends = () if box is None else tuple(np.asarray(end, x.dtype) for end in box)
+    if any(end.ndim for end in ends):
+        rows = host.reshape(len(host), -1)
+        if np.any(outside := (rows < ends[0]) | (rows > ends[1])):
+            row, entry = (int(i) for i in np.argwhere(outside)[0])
+            least, most = (np.broadcast_to(end, rows.shape[1])[entry] for end in ends)
+            raise ValueError(
+                f"entry {entry} of x[{row}] is {rows[row, entry]:g}, outside its box "
+                f"[{least:g}, {most:g}]."
+            )
+    elif ends and (low < ends[0] or high > ends[1]):
         raise ValueError(
             f"x spans [{low:g}, {high:g}], outside the box [{ends[0]:g}, {ends[1]:g}]; rescale it, "
             "or give the ball another box (box=None for none)."
@@ -153,7 +167,7 @@ def gate(
     model: Callable[[Array], PyTree],
     x: AnyArray,
     y: AnyArray,
-    box: tuple[float, float] | None = (0.0, 1.0),
+    box: EntryBox = (0.0, 1.0),
     criterion: Callable[[PyTree, Array], Array] | None = None,
     *,
     beside: PyTree = None,
@@ -196,7 +210,7 @@ def _sound(
     model: Callable[[Array], PyTree],
     x: AnyArray,
     y: AnyArray,
-    box: tuple[float, float] | None,
+    box: EntryBox,
     criterion: Callable[[PyTree, Array], Array] | None,
 ) -> tuple[Array, Array, Array]:
     """Inside a trace: samples, labels, and which of both would pass :func:`check_samples`."""
@@ -205,7 +219,8 @@ def _sound(
     labels, rows = jnp.asarray(y).astype(jnp.int32), x.reshape(len(x), -1)
     sound = jnp.all(jnp.isfinite(rows), axis=-1) & (labels >= 0) & (labels < classes)
     if box is not None:
-        sound &= jnp.all((rows >= box[0]) & (rows <= box[1]), axis=-1)
+        low, high = (np.asarray(end, x.dtype) for end in box)
+        sound &= jnp.all((rows >= low) & (rows <= high), axis=-1)
     return x, labels, sound
 
 
@@ -251,9 +266,30 @@ def check_search(
             "a transductive model needs its whole batch, which is kept inside jit only: wrap the "
             "search in jax.jit, or play a game (wdjax.transductive)."
         )
+    if attack.budget == "data":
+        _check_axis(attack)
     if sound is not None and radii is not None:
         sound &= jnp.isfinite(radii) & (radii >= 0)
     return attack, Samples(x, y, radii, None), start, places, only, sound
+
+
+def _check_axis(attack: Attack) -> None:
+    """Raises if a budget of all samples would be one of a shard, or names no axis of a mesh."""
+    name, axis = type(attack).__name__, getattr(attack, "axis", None)
+    if axis is None and loops.sharded():
+        how = f'say {name}(axis="batch") with the name of its axis, or ' * hasattr(attack, "axis")
+        raise ValueError(
+            f"{name} has one budget for all samples, but inside jax.shard_map it sees a shard of "
+            f"them: {how}search outside of it, with mesh=."
+        )
+    if axis is not None:
+        try:
+            jax.lax.axis_index(axis)
+        except NameError as error:
+            raise ValueError(
+                f"{name}(axis={axis!r}) is for searches inside jax.shard_map over a mesh with this "
+                "axis; leave it out elsewhere, where mesh= splits a search."
+            ) from error
 
 
 def _radii(eps: Any, x: Array) -> Array:
@@ -337,6 +373,24 @@ def check_order(order: Any) -> float:
     if not order >= 1:
         raise ValueError(f"order must be a number of at least 1, or inf, got {order!r}.")
     return float(order)
+
+
+def check_entry_box(box: Any, x: Any) -> EntryBox:
+    """Checks a box whose ends are numbers or arrays ``[*shape]``, one for every entry of a sample;
+    the latter become rows of numbers."""
+    ends = box if box is not None and len(box) == 2 else ()
+    if all(np.ndim(end) == 0 for end in ends):
+        return check_box(box)
+    shape = np.shape(x)[1:]
+    low, high = (np.asarray(end, float) for end in ends)
+    if any(end.shape not in ((), shape) for end in (low, high)) or not np.all(low <= high):
+        raise ValueError(
+            f"box must be (low, high), each a number or {list(shape)}, one for every entry, with "
+            f"low <= high, got ends of shape {list(low.shape)} and {list(high.shape)}."
+        )
+    rows = (np.broadcast_to(end, shape).reshape(-1).tolist() for end in (low, high))
+    low_row, high_row = map(tuple, rows)
+    return low_row, high_row
 
 
 def check_box(box: Any) -> tuple[float, float] | None:

@@ -6,8 +6,8 @@ that it prints). `smoothing_command` and `lipschitz_command` are methods of `cer
 `subject` declares and loads what all commands share: model, samples, places of results; `own_model`
 has the kinds of ``--model``, `options` the types of numbers; `printed` aligns tables, `console`
 prints; `process` handles signals and caches; `workers` are the processes of ``verify --jobs``.
-Attacks are rows of `attack_table`, whose settings `attack_words` parses. Open `attack_command`
-first.
+Attacks are rows of `attack_table`, whose settings `attack_words` parses. `shards` splits work
+between processes. Open `attack_command` first.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from wdjax.cli import (
     convert_command,
     game_command,
     image_attack_command,
+    merge_command,
     nppr_command,
     process,
     verify_command,
@@ -47,6 +48,7 @@ _COMMANDS = (
     game_command,
     convert_command,
     verify_command,
+    merge_command,
 )
 
 BAD_INPUT = 2
@@ -77,6 +79,7 @@ _EXAMPLES = """examples:
   python -m wdjax nppr --arch wong_mnist --weights mnist.pth --data mnist.npz \\
       --norm linf --eps 0.1 --json nppr.json
   python -m wdjax game --defense dann,tadv --seeds 0,1 --json games.json
+  python -m wdjax merge result.json.*-of-5.safetensors
   python -m wdjax verify net.onnx property.vnnlib --seconds 60
   python -m wdjax convert Carmon2019Unlabeled.pt --name Carmon2019Unlabeled --out model.safetensors
   python -m wdjax COMMAND --help"""
@@ -100,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if ending.code != BAD_INPUT:
             raise
         return BAD_INPUT
+    parsed.said = [*(sys.argv[1:] if arguments is None else arguments)]
     console = Console(parsed.quiet, data=str(getattr(parsed, "json", "")) == "-")
     return console.code(_run(parsed, console))
 

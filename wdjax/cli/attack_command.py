@@ -14,10 +14,10 @@ import numpy as np
 from wdjax import ensembles, norms, remarks, transport
 from wdjax.balls import Lp
 from wdjax.checks import arguments
-from wdjax.cli import attack_table, attack_words, options, subject
+from wdjax.cli import attack_table, attack_words, options, shards, subject
 from wdjax.cli.attack_table import ATTACKS, METHODS, NEAREST, RIVALS, SEARCHES, TABLE_1, Column
 from wdjax.cli.console import Console
-from wdjax.core import Classifier, Progress, Result
+from wdjax.core import AnyArray, Attack, Classifier, Found, Progress, Result
 from wdjax.engine import driver, tasks
 from wdjax.report import audit, plots
 
@@ -82,6 +82,8 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--batch-size", type=options.BATCH, metavar="B", help="samples on the device at once"
     )
+    subject.declare_devices(how)
+    shards.declare(how)
     how.add_argument(
         "--bfloat16",
         action="store_true",
@@ -104,27 +106,35 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     """Attacks, and writes the results; says at once what each attack left."""
     columns = _columns(parsed)
     subject.check_places(parsed, parsed.points, parsed.plot)
-    samples = subject.load(parsed)
-    model, x, y = samples
-    far = arguments.too_far(Lp(norms.NAMES[parsed.norm]), x.shape[1:], parsed.eps)
-    warned = subject.cautions(console, far)
-    work, results, measured = subject.begin(parsed, x, y, model=model), {}, {}
-    spent = []
+    shards.check(parsed)
+    work, samples = shards.begin(parsed, subject.load(parsed))
+    _, x, y = samples
+    ball = Lp(norms.NAMES[parsed.norm])
+    warned = subject.cautions(console, arguments.too_far(ball, x.shape[1:], parsed.eps))
+    results: dict[str, Result] = {}
+    measured, spent = {}, []
     for label, column in columns.items():
-        with console.search(label) as tick:
-            done = work.do(
-                label, functools.partial(_attack, column, parsed, model, x, y, tick), Result
-            )
-        results[label], left = done.value
-        measured[label] = left | subject.spent([done]) | {"remarks": remarks.of(left)}
+        done = _done(label, column, parsed, work, samples, console)
+        if work.shard is not None or done is None:
+            if work.parts is not None:
+                warned += subject.cautions(console, shards.missed(label))
+            continue
+        results[label], measured[label] = _spent(column, parsed, work, samples, done.value)
+        measured[label] |= subject.spent([done])
+        measured[label]["remarks"] = remarks.of(measured[label])
         spent.append(done)
         _say(console, label, measured[label], float(np.mean(results[label].correct)))
+    if work.shard is not None:
+        return work.write(console, samples)
+    if not results:
+        raise ValueError("no attack has all of its parts; name more of them.")
     content = {
         **subject.described(parsed, "attack", samples),
+        **work.coverage,
         "remarks": warned,
         "order": parsed.order,
         "seed": parsed.seed,
-        "clean_accuracy": float(np.mean(results[label].correct)),
+        "clean_accuracy": float(np.mean([*results.values()][-1].correct)),
         "attacks": measured,
         **subject.spent(spent),
     }
@@ -231,35 +241,108 @@ def _budget(column: Column, ball: Lp) -> str:
     return "" if made is None else made.budget
 
 
+def _done(
+    label: str,
+    column: Column,
+    parsed: argparse.Namespace,
+    work: shards.ShardedWork,
+    samples: subject.Subject,
+    console: Console,
+) -> tasks.Done[dict[str, Any]] | None:
+    """What :func:`_attack` returns of the samples, or of this part of them, and what it spent.
+
+    None for an attack that another part does, or whose part is missing.
+    """
+    with console.search(label) as tick:
+        attack = functools.partial(_attack, column, parsed, work, *samples, tick)
+        if _splits(column, Lp(norms.NAMES[parsed.norm])):
+            return work.rows(label, attack)
+        return work.whole(label, functools.partial(attack, np.arange(len(samples.y))), console.say)
+
+
+def _splits(column: Column, ball: Lp) -> bool:
+    """Whether the attack treats every sample alone, so that parts of the samples may be attacked.
+
+    An ensemble that decides by all samples which to attack next does not.
+    """
+    return column.name == "autoattack" or _lone(column, ball)
+
+
 def _attack(
     column: Column,
     parsed: argparse.Namespace,
+    work: shards.ShardedWork,
     model: Classifier,
     x: np.ndarray,
     y: np.ndarray,
     tick: Callable[[Progress], None],
+    rows: np.ndarray,
     task: tasks.Task,
-) -> tuple[Result, dict[str, Any]]:
-    """Runs one attack: its result, ``[n]`` leaves on the host, and its row in the JSON.
+) -> dict[str, Any]:
+    """Runs one attack on the samples ``rows``: its ``found``, on the host, and ``lost``.
 
+    ``lost`` ``[n]`` are, with ``--bfloat16``, the flips that float32 did not confirm, else None.
     ``tick`` moves the progress bar; ``task`` says where the attack's checkpoint is.
     """
-    split = 1.0 if column.kappa is None else column.kappa
-    ball, order = Lp(norms.NAMES[parsed.norm]), column.order
-    spending = {} if _nearest(column, ball) else {"kappa": split}
-    how: dict[str, Any] = {
-        "batch_size": subject.batch(parsed, len(y)),
-        "key": jax.random.key(parsed.seed),
-    }
-    how["callback"] = task.heard(tick)
-    result, lost = jax.device_get(_search(column, ball, model, x, y, parsed, spending, task, how))
-    measured = spending | _measured(result, x, y, ball.norm, order) | lost
+    how = _how(parsed, work, model, x)
+    if work.shard is not None and _splits(column, Lp(norms.NAMES[parsed.norm])):
+        how["diagnose"] = False  # It is a matter of all samples: merge does it.
+    how |= {"callback": task.heard(tick), "index": rows}
+    found, lost = _search(column, model, x[rows], y[rows], parsed, task, how)
+    return {"found": jax.device_get(found), "lost": None if lost is None else np.asarray(lost)}
+
+
+def _how(
+    parsed: argparse.Namespace, work: shards.ShardedWork, model: Classifier, x: np.ndarray
+) -> dict[str, Any]:
+    """The options that all searches share."""
+    key, mesh = jax.random.key(parsed.seed), subject.mesh(parsed)
+    return {"batch_size": work.batch(model, x), "key": key, "mesh": mesh}
+
+
+def _spent(
+    column: Column,
+    parsed: argparse.Namespace,
+    work: shards.ShardedWork,
+    samples: subject.Subject,
+    attacked: dict[str, Any],
+) -> tuple[Result, dict[str, Any]]:
+    """Spends the budget on what an attack found: the result and its row in the JSON.
+
+    Of merged parts, the second look at samples that survived a blind attack is taken here.
+    """
+    model, x, y = samples
+    ball, order, spending = Lp(norms.NAMES[parsed.norm]), column.order, _spending(column, parsed)
+    found = attacked["found"]
+    if work.parts is not None and _lone(column, ball) and not parsed.bfloat16:
+        attack, reach = _attack_of(column, parsed)
+        how = _how(parsed, work, model, x) | {"index": work.parts.rows}
+        found = driver.looked_again(found, attack, model, x, y, eps=reach, **how)
+    result = jax.device_get(transport.spend(found, eps=parsed.eps, order=order, **spending))
+    measured = spending | _measured(result, x, y, ball.norm, order)
+    if attacked["lost"] is not None:
+        measured["lost_flips"] = int(attacked["lost"].sum())
     measured["settings"] = attack_table.described(column.name, ball, column.settings)
     if column.name in RIVALS:
         classes = jax.eval_shape(model, x[:1]).shape[1]
-        own = RIVALS[column.name](column.settings.get("rivals"))
-        measured["rivals"] = own.tried(classes)
+        measured["rivals"] = RIVALS[column.name](column.settings.get("rivals")).tried(classes)
     return result, measured
+
+
+def _spending(column: Column, parsed: argparse.Namespace) -> dict[str, float]:
+    """Options of the spending: kappa, or nothing for minimum-norm attacks."""
+    if _nearest(column, Lp(norms.NAMES[parsed.norm])):
+        return {}
+    return {"kappa": 1.0 if column.kappa is None else column.kappa}
+
+
+def _attack_of(column: Column, parsed: argparse.Namespace) -> tuple[Attack, float]:
+    """A single attack, and the radius within which it searches: ``kappa^(1/order) eps``."""
+    reach = parsed.eps * _spending(column, parsed).get("kappa", 1.0) ** (1 / column.order)
+    attack: Any = ATTACKS[column.name](Lp(norms.NAMES[parsed.norm]), **column.settings)
+    if attack.budget == "data":
+        return dataclasses.replace(attack, order=column.order), parsed.eps
+    return attack, reach
 
 
 def _say(console: Console, label: str, measured: dict[str, Any], clean: float) -> None:
@@ -270,41 +353,30 @@ def _say(console: Console, label: str, measured: dict[str, Any], clean: float) -
 
 def _search(
     column: Column,
-    ball: Lp,
     model: Classifier,
     x: np.ndarray,
     y: np.ndarray,
     parsed: argparse.Namespace,
-    spending: dict[str, float],
     task: tasks.Task,
     how: dict[str, Any],
-) -> tuple[Result, dict[str, int]]:
-    """Runs one attack or ensemble and spends the budget; its result.
+) -> tuple[Found, AnyArray | None]:
+    """Runs one attack or ensemble on the samples ``x``, ``y``.
 
-    ``spending`` holds kappa, or nothing for minimum-norm attacks: with kappa the search is within
-    ``kappa^(1/order) eps``. Also returns, with ``--bfloat16``, how many flips float32 did not
-    confirm.
+    Also returns, with ``--bfloat16``, which flips float32 did not confirm, ``[n]``.
     """
-    name, order, eps = column.name, column.order, parsed.eps
-    reach = eps * spending.get("kappa", 1.0) ** (1 / order)
-    lost: dict[str, int] = {}
-    if name in SEARCHES:
-        found = SEARCHES[name](
+    if column.name in SEARCHES:
+        ball, order = Lp(norms.NAMES[parsed.norm]), column.order
+        reach = parsed.eps * _spending(column, parsed).get("kappa", 1.0) ** (1 / order)
+        return SEARCHES[column.name](
             model, x, y, eps=reach, order=order, ball=ball, **column.settings, **how,
             **task.saving(parts=True),
-        )  # fmt: skip
-        return transport.spend(found, eps=eps, order=order, **spending), lost
-    attack: Any = ATTACKS[name](ball, **column.settings)
+        ), None  # fmt: skip
+    attack, reach = _attack_of(column, parsed)
     if attack.budget == "data":  # One budget for all samples, also for misclassified ones.
-        attack, reach = dataclasses.replace(attack, order=order), eps
         how = how | {"skip_misclassified": False}
     if parsed.bfloat16:
-        how = how | task.saving(parts=True)
-        found, none = ensembles.mixed(attack, model, x, y, eps=reach, **how)
-        lost["lost_flips"] = int(none.sum())
-    else:
-        found = driver.search(attack, model, x, y, eps=reach, **how, **task.saving())
-    return transport.spend(found, eps=eps, order=order, **spending), lost
+        return ensembles.mixed(attack, model, x, y, eps=reach, **how, **task.saving(parts=True))
+    return driver.search(attack, model, x, y, eps=reach, **how, **task.saving()), None
 
 
 def _measured(

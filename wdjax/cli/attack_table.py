@@ -115,7 +115,7 @@ METHODS: dict[str, Callable[..., Any]] = {**ATTACKS, **SEARCHES}
 
 _ELSEWHERE = (
     "model", "x", "y", "ball", "eps", "order", "key", "start", "only", "finisher", "checkpoint",
-    "report",
+    "report", "axis",
 )  # fmt: skip
 """Parameters that other options set, or that cannot be written on a command line."""
 _NAMED = ("loss", "targets", "rank", "candidates")

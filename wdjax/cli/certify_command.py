@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from wdjax import certify, norms
+from wdjax import certify, image, norms
 from wdjax.balls import Lp
+from wdjax.certify.verify import advice
 from wdjax.checks import arguments
-from wdjax.cli import lipschitz_command, options, smoothing_command, subject
+from wdjax.cli import lipschitz_command, options, shards, smoothing_command, subject
 from wdjax.cli.console import Console
 from wdjax.core import Classifier
 from wdjax.engine import tasks
@@ -27,6 +28,8 @@ _EXAMPLES = """examples:
   python -m wdjax certify --arch wong_mnist --weights mnist.pth --data mnist.npz \\
       --norm l2 --eps 0.5 --method smoothing --sigma 0.25 --json smoothed.json
   python -m wdjax certify --arch wong_mnist --weights mnist.pth --data mnist.npz \\
+      --norm w1 --eps 1/784 --method crown --json moved.json
+  python -m wdjax certify --arch wong_mnist --weights mnist.pth --data mnist.npz \\
       --norm w1 --eps 19/784 --method smoothing --sigma 0.01 --alpha 0.05 --json images.json"""
 
 
@@ -37,7 +40,9 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         parents=[common],
         help="certify a model; a table, or JSON out",
         description="Proves for how many samples no point within eps is misclassified, and what "
-        "accuracy every distribution in the Wasserstein balls Omega_1, Omega_2, Omega_inf leaves.",
+        "accuracy every distribution in the Wasserstein balls Omega_1, Omega_2, Omega_inf leaves. "
+        "With --norm w1 samples are images, and eps is mass times distance in pixel widths, as a "
+        "share of the image's mass.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -72,6 +77,8 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         metavar="B",
         help="samples, or votes, on the device at once (default 64; for votes a fast number)",
     )
+    subject.declare_devices(how)
+    shards.declare(how)
     smoothing_command.declare(parser.add_argument_group("how, by smoothing"))
     out = subject.declare_out(parser)
     out.add_argument(
@@ -86,23 +93,37 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace, console: Console) -> int:
     """Certifies and writes, then says how many samples are verified."""
     smoothing_command.check(parsed)
+    if (parsed.norm, parsed.method) == (smoothing_command.IMAGES, lipschitz_command.METHOD):
+        raise ValueError(
+            f"--method {parsed.method} has Lipschitz constants in l1, l2 and linf; for --norm "
+            f"{parsed.norm} take another of {', '.join(certify.METHODS)}."
+        )
     subject.check_places(parsed, parsed.radii)
-    samples = subject.load(parsed)
+    shards.check(parsed)
+    work, samples = shards.begin(parsed, subject.load(parsed))
     model, x, y = samples
-    work = subject.begin(parsed, x, y, model=model)
     if parsed.method == smoothing_command.METHOD:
         return smoothing_command.run(parsed, work, samples, console)
-    far = arguments.too_far(Lp(norms.NAMES[parsed.norm]), x.shape[1:], parsed.eps)
+    images = parsed.norm == smoothing_command.IMAGES
+    norm: Any = image.ImageWasserstein(window=None) if images else norms.NAMES[parsed.norm]
+    far = arguments.too_far(norm if images else Lp(norm), x.shape[1:], parsed.eps)
     extra: dict[str, Any] = {"remarks": subject.cautions(console, far)}
-    how: dict[str, Any] = {"norm": norms.NAMES[parsed.norm], "eps": parsed.eps}
+    how: dict[str, Any] = {"norm": norm, "eps": parsed.eps}
     how["batch_size"] = parsed.batch_size or 64
     if parsed.method == lipschitz_command.METHOD:
-        found, own, spent = lipschitz_command.verified(parsed, work, model, x, y, **how)
+        if parsed.devices != 0:
+            raise ValueError("--devices is not for --method lipschitz, which uses one.")
+        done, own = lipschitz_command.verified(parsed, work, model, x, y, **how)
         extra |= own
     else:
-        found, spent = _margins(parsed, work, model, x, y, how, console)
+        done = _margins(parsed, work, model, x, y, how, console)
+    if work.shard is not None:
+        return work.write(console, samples)
+    found, spent = done.value, done.spent
+    if work.parts is not None and parsed.method != lipschitz_command.METHOD:
+        found = found._replace(remarks=advice(model, x, how["batch_size"]))
     extra["remarks"] += found.remarks
-    content = _content(parsed, samples, found, spent) | extra
+    content = _content(parsed, samples, found, spent) | work.coverage | extra
     others = {parsed.radii: None if parsed.radii is None else _radii(found)}
     subject.write(console, parsed.json, content, others, lambda: table(content))
     left = content["certified_accuracy"]
@@ -128,25 +149,26 @@ def table(content: dict[str, Any]) -> Iterator[list[Any]]:
 
 def _margins(
     parsed: argparse.Namespace,
-    work: tasks.Tasks,
+    work: shards.ShardedWork,
     model: Classifier,
     x: np.ndarray,
     y: np.ndarray,
     how: dict[str, Any],
     console: Console,
-) -> tuple[certify.Certificate, tasks.Spent]:
-    """Certifies by bounds of the margins, as one task; also returns the time it took.
+) -> tasks.Done[certify.Certificate]:
+    """Certifies by bounds of the margins, as one task.
 
     ``how`` has norm, eps and batch size; method, steps and seconds are added to it.
     """
     how |= {"method": parsed.method, "steps": parsed.steps, "seconds": parsed.seconds}
+    how["mesh"] = subject.mesh(parsed)
     with console.search("certify") as tick:
 
-        def verify(task: tasks.Task) -> certify.Certificate:
+        def verify(rows: np.ndarray, task: tasks.Task) -> certify.Certificate:
             own = how | task.saving() | {"callback": task.heard(tick)}
-            return certify.verify(model, x, y, **own)
+            return certify.verify(model, x[rows], y[rows], **own)
 
-        return work.do("certify", verify, certify.Certificate)
+        return work.rows("certify", verify)
 
 
 def _content(

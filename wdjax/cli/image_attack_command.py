@@ -14,7 +14,7 @@ import numpy as np
 
 from wdjax import image, remarks
 from wdjax.checks import arguments
-from wdjax.cli import options, subject
+from wdjax.cli import options, shards, subject
 from wdjax.cli.console import Console
 from wdjax.core import Classifier, Found, Progress
 from wdjax.engine import driver, tasks
@@ -65,6 +65,8 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--batch-size", type=options.BATCH, metavar="B", help="samples on the device at once"
     )
+    subject.declare_devices(how)
+    shards.declare(how)
     out = subject.declare_out(parser)
     out.add_argument(
         "--points",
@@ -87,29 +89,33 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     ks, window = sorted(parsed.k), None if parsed.window == "full" else int(parsed.window)
     ball = image.ImageWasserstein(window, parsed.power, parsed.channels)
     subject.check_places(parsed, parsed.points, parsed.radii)
-    samples = subject.load(parsed)
+    shards.check(parsed)
+    work, samples = shards.begin(parsed, subject.load(parsed))
     model, x, y = samples
     if window is not None and window >= 2 * max(x.shape[1:3]) - 1:  # All of the image is inside.
         ball = dataclasses.replace(ball, window=None)
     pixels = math.prod(ball.space(x.shape[1:]).stencil[:2])
     warned = subject.cautions(console, arguments.too_far(ball, x.shape[1:], max(ks) / pixels))
-    work = subject.begin(parsed, x, y, model=model)
-    how: dict[str, Any] = {"ball": ball, "batch_size": subject.batch(parsed, len(y))}
+    how: dict[str, Any] = {"ball": ball, "batch_size": work.batch(model, x)}
+    how["mesh"] = subject.mesh(parsed)
     found: dict[float, Found] = {}
     parts: list[tasks.Done[Found]] = []
     for k in ks:
         with console.search(f"k {k:g}") as tick:
             search = functools.partial(_attack, model, x, y, k / pixels, found, how, tick)
-            done = work.do(f"k {k:g}", search, Found)
+            done = work.rows(f"k {k:g}", search)
         found[k] = done.value
         parts.append(done)
         console.say(f"k {k:g}: {_robust(found[k]):.2%} robust")
-    others, content = {}, _content(parsed, samples, float(np.mean(found[ks[0]].correct)))
-    content["remarks"] = warned
-    nearest = functools.reduce(driver.best_of, found.values())
     if parsed.radii is not None:
         with console.search("radii") as tick:
-            least = work.do("radii", functools.partial(_least, model, x, y, how, tick), Found)
+            least = work.rows("radii", functools.partial(_least, model, x, y, how, tick))
+    if work.shard is not None:
+        return work.write(console, samples)
+    others, content = {}, _content(parsed, samples, float(np.mean(found[ks[0]].correct)))
+    content |= work.coverage | {"remarks": warned}
+    nearest = functools.reduce(driver.best_of, found.values())
+    if parsed.radii is not None:
         nearest = driver.best_of(least.value, nearest)
         others[parsed.radii], said = _radii(nearest, pixels)
         content["radii"] = said | subject.spent([least])
@@ -174,18 +180,18 @@ def _attack(
     before: Mapping[float, Found],
     how: dict[str, Any],
     tick: Callable[[Progress], None],
+    rows: np.ndarray,
     task: tasks.Task,
 ) -> Found:
-    """Attacks within ``eps`` the samples that survived all smaller radii.
+    """Attacks within ``eps`` those of the samples ``rows`` that survived all smaller radii.
 
     ``before`` has the results at smaller radii, whose flips are inside this radius too and are
     kept. The plans are dropped, since costs have been measured.
     """
     known = [*before.values()][-1] if before else None
     left = None if known is None else np.asarray(known.correct & ~known.success)
-    if known is not None and left is not None and not left.any():
-        return known
-    found = image.image_wasserstein(model, x, y, eps=eps, only=left, **how, **_kept(task, tick))
+    own = how | {"eps": eps, "only": left, "index": rows} | _kept(task, tick)
+    found = image.image_wasserstein(model, x[rows], y[rows], **own)
     found = _light(found)
     return found if known is None else jax.device_get(driver.best_of(known, found))
 
@@ -224,10 +230,12 @@ def _least(
     y: np.ndarray,
     how: dict[str, Any],
     tick: Callable[[Progress], None],
+    rows: np.ndarray,
     task: tasks.Task,
 ) -> Found:
-    """The nearest flips of all samples, for ``--radii``, without their plans."""
-    return _light(image.minimum_radius(model, x, y, **how, **_kept(task, tick)))
+    """The nearest flips of the samples ``rows``, for ``--radii``, without their plans."""
+    own = how | {"index": rows} | _kept(task, tick)
+    return _light(image.minimum_radius(model, x[rows], y[rows], **own))
 
 
 def _radii(found: Found, pixels: int) -> tuple[bytes, dict[str, Any]]:

@@ -6,13 +6,11 @@ from typing import Any
 import numpy as np
 
 from wdjax import certify, lipschitz
-from wdjax.cli import subject
+from wdjax.cli import shards, subject
 from wdjax.core import AnyArray, Classifier
 from wdjax.engine import tasks
 
 METHOD = "lipschitz"
-
-_ARRAYS = ("correct", "margin", "radius")
 
 _WIDE = 512
 """Width of a layer from which on quadratic constraints take minutes."""
@@ -20,31 +18,28 @@ _WIDE = 512
 
 def verified(
     parsed: argparse.Namespace,
-    work: tasks.Tasks,
+    work: shards.ShardedWork,
     model: Classifier,
     x: AnyArray,
     y: AnyArray,
     **how: Any,
-) -> tuple[certify.Certificate, dict[str, Any], tasks.Spent]:
-    """Certificates by local constants, the JSON's further content, and what both spent.
+) -> tuple[tasks.Done[certify.Certificate], dict[str, Any]]:
+    """Certificates by local constants, with what all of it spent, and the JSON's further content.
 
     The further content is the bound ``E_N + L eps`` of the expected cross-entropy over Omega_1.
     """
     widest = max(lipschitz.as_chain(model, x).widths, default=0)
     by: lipschitz.Method = "sdp" if widest <= _WIDE else "zonotope"
-    done: list[tasks.Done[Any]] = []
-    for start in range(0, len(y), how["batch_size"]):
-        these = slice(start, start + how["batch_size"])
 
-        def verify(task: tasks.Task, these: slice = these) -> certify.Certificate:
-            return lipschitz.verify(model, x[these], y[these], method=by, **how)
+    def verify(rows: np.ndarray, task: tasks.Task) -> certify.Certificate:
+        return lipschitz.verify(model, x[rows], y[rows], method=by, **how)
 
-        done.append(work.do(f"from {start}", verify, certify.Certificate))
-    loss = work.do("loss", lambda task: _loss(parsed, model, x, y, by, how["norm"]))
-    spent = {clock: subject.total([*done, loss], clock) for clock in loss.spent}
-    parts = [one.value for one in done]
-    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _ARRAYS}
-    return parts[0]._replace(**arrays), {"expected_loss": loss.value}, spent
+    done = work.rows("margins", verify, how["batch_size"])
+    loss = work.whole("loss", lambda task: _loss(parsed, model, x, y, by, how["norm"]))
+    if loss is None:
+        return done, {}
+    spent = {clock: subject.total([done, loss], clock) for clock in loss.spent}
+    return tasks.Done(done.value, spent), {"expected_loss": loss.value}
 
 
 def _loss(

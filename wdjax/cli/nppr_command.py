@@ -1,6 +1,7 @@
 """``python -m wdjax nppr``: NPPR, PR and AR of a model."""
 
 import argparse
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, get_args
 
@@ -11,7 +12,7 @@ from wdjax import ensembles, metrics, models, norms, nppr
 from wdjax.attacks import PGD
 from wdjax.balls import Lp
 from wdjax.checks import arguments
-from wdjax.cli import options, subject
+from wdjax.cli import options, shards, subject
 from wdjax.cli.console import Console
 from wdjax.core import Classifier
 from wdjax.engine import driver, tasks
@@ -94,6 +95,8 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--batch-size", type=options.BATCH, metavar="B", help="copies on the device at once"
     )
+    subject.declare_devices(how)
+    shards.declare(how)
     subject.declare_out(parser)
     parser.set_defaults(command=run)
 
@@ -103,40 +106,45 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     modes = _modes(parsed.mode)
     if parsed.rare and parsed.norm != "linf":
         raise ValueError(f"--rare is for --norm linf, got {parsed.norm}.")
+    if parsed.rare and parsed.shard is not None:
+        raise ValueError("--rare looks for samples among all: leave it out where --shard is.")
     subject.check_places(parsed)
+    shards.check(parsed)
     samples = subject.load(parsed)
     model, x, y = samples
     if len(y) < 4:
         raise ValueError(f"NPPR is fitted on one half and measured on the other: {len(y)} samples.")
     warned = subject.cautions(console, arguments.too_far(_ball(parsed), x.shape[1:], parsed.eps))
     train, held = ((x[half], y[half]) for half in (slice(len(y) // 2), slice(len(y) // 2, None)))
-    work, done = subject.begin(parsed, x, y, model=model), []
+    work, _ = shards.begin(parsed, samples, len(held[1]))
+    if work.coverage:
+        raise ValueError("nppr is fitted on all samples: merge all of its parts, not some.")
+    done: list[tasks.Done[Any]] = []
 
-    def do(name: str, part: Callable[..., T], *given: Any) -> T:
-        done.append(work.do(name, lambda task: part(parsed, model, *given, task)))
-        return done[-1].value
+    def whole(name: str, part: Callable[..., T], *given: Any) -> T | None:
+        own = work.whole(name, lambda task: part(parsed, model, *given, task), console.say)
+        done.extend([] if own is None else [own])
+        return None if own is None else own.value
 
-    fixed = {}
-    for name, own in _noises(parsed).items():
-        fixed[name] = do(f"PR {name}", _fixed, own, held)
-        console.say(f"PR {name}: {fixed[name]['value']:.2%}")
-    rare = do("rare", _rare, held, fixed["uniform"]["per_sample"])
-    for row in rare:
-        ends = "[{:.2g}, {:.2g}]".format(*row["interval"])
-        console.say(f"rare, held-out sample {row['sample']}: {row['value']:.2g} {ends}")
-        for remark in row["remarks"]:
-            console.warn(f"  CAREFUL, sample {row['sample']}: {remark}")
+    counts = {}
+    for name, noise in _noises(parsed).items():
+        own = work.rows(f"PR {name}", functools.partial(_measure, parsed, model, noise, *held))
+        done.append(own)
+        counts[name] = own.value
     with console.search("attack") as tick:
-        attacked = do("AR", _attacked, held, tick)
-    console.say(f"AR: {attacked['strong']:.2%}")
-    for remark in attacked["remarks"]:
-        console.warn(f"  CAREFUL, AR: {remark}")
-    fitted: dict[str, Any] = {}
-    for mode in modes:
-        fitted[mode] = do(f"NPPR {mode}", _fitted, mode, train, held)
-        console.say(f"NPPR {mode}: {fitted[mode]['value']:.2%}")
-        for remark in fitted[mode]["remarks"]:
-            console.warn(f"  CAREFUL, {mode}: {remark}")
+        attacked = whole("AR", _attacked, held, tick)
+    fits = {mode: whole(f"NPPR {mode}", _fitted, mode, train, held) for mode in modes}
+    prbench = whole("PRBench", _prbench, held, train)
+    if work.shard is not None:
+        return work.write(console, samples)
+    assert attacked is not None
+    fixed = {name: _row(found) for name, found in counts.items()}
+    rare = whole("rare", _rare, held, fixed["uniform"]["per_sample"]) if parsed.rare else []
+    fitted: dict[str, Any] = {mode: row for mode, row in fits.items() if row is not None}
+    drawn = [row["per_sample"] for row in (*fixed.values(), *fitted.values())]
+    attacked["least"] = float(np.mean(np.min([attacked["per_sample"], *drawn], axis=0) == 1))
+    fixed = {name: row | {"bounded_ratio": _curve(counts[name])} for name, row in fixed.items()}
+    _say(console, fixed, rare or [], attacked, fitted)
     faults = sum(row["faults"] for row in (*fixed.values(), *fitted.values()))
     if faults:
         warned += subject.cautions(console, f"{faults} copies had logits that are not finite")
@@ -153,7 +161,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         "ar": attacked,
         "pr": fixed,
         "inequalities": _inequalities(attacked, fitted, fixed),
-        "prbench": do("PRBench", _prbench, held, train),
+        "prbench": prbench,
         "rare": rare,
         **subject.spent(done),
     }
@@ -162,6 +170,30 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     content["remarks"] = warned + subject.cautions(console, *said)
     subject.write(console, parsed.json, content, table=lambda: _table(content))
     return 0
+
+
+def _say(
+    console: Console,
+    fixed: dict[str, Any],
+    rare: list[dict[str, Any]],
+    attacked: dict[str, Any],
+    fitted: dict[str, Any],
+) -> None:
+    """Says every number, and warns of all doubts about them."""
+    for name, row in fixed.items():
+        console.say(f"PR {name}: {row['value']:.2%}")
+    for row in rare:
+        ends = "[{:.2g}, {:.2g}]".format(*row["interval"])
+        console.say(f"rare, held-out sample {row['sample']}: {row['value']:.2g} {ends}")
+        for remark in row["remarks"]:
+            console.warn(f"  CAREFUL, sample {row['sample']}: {remark}")
+    console.say(f"AR: {attacked['strong']:.2%}")
+    for remark in attacked["remarks"]:
+        console.warn(f"  CAREFUL, AR: {remark}")
+    for mode, row in fitted.items():
+        console.say(f"NPPR {mode}: {row['value']:.2%}")
+        for remark in row["remarks"]:
+            console.warn(f"  CAREFUL, {mode}: {remark}")
 
 
 def _table(content: dict[str, Any]) -> Iterator[list[Any]]:
@@ -198,7 +230,20 @@ def _row(found: Estimate) -> dict[str, Any]:
         "draws": found.draws,
         "n_correct": int(found.correct.sum()),
         "faults": int(found.faults.sum()),
-        "per_sample": [round(float(p), 6) for p in found.per_input],
+        "per_sample": found.per_input.tolist(),
+    }
+
+
+def _curve(found: Estimate) -> dict[str, Any]:
+    """The worst survival over distributions of bounded density ratio, as a JSON object."""
+    curve = nppr.bounded_ratio(found, [10.0**power for power in range(7)])
+    (low, high), (lower, upper) = curve.pooled(), curve.population()
+    return {
+        "ratio": curve.ratio.tolist(),
+        "value": curve.value.tolist(),
+        "interval_of_these": np.stack([low, high], axis=1).tolist(),
+        "interval_of_population": np.stack([lower, upper], axis=1).tolist(),
+        "remarks": [curve.remark] if curve.remark else [],
     }
 
 
@@ -207,10 +252,21 @@ def _ball(parsed: argparse.Namespace) -> Lp:
     return Lp(norms.NAMES[parsed.norm])
 
 
-def _measure(parsed: argparse.Namespace, model: Classifier, own: Any, x: Any, y: Any) -> Estimate:
+def _measure(
+    parsed: argparse.Namespace,
+    model: Classifier,
+    own: Any,
+    x: Any,
+    y: Any,
+    rows: np.ndarray,
+    task: tasks.Task | None = None,
+) -> Estimate:
+    """Counts the copies of the samples ``rows`` that survive under the distribution ``own``."""
     key = jax.random.key(parsed.seed + 1)
     size = subject.batch(parsed, len(y) * parsed.draws)
-    return nppr.estimate(model, own, x, y, key=key, draws=parsed.draws, batch_size=size)
+    how: dict[str, Any] = {"key": key, "draws": parsed.draws, "batch_size": size}
+    how |= {"index": rows, "mesh": subject.mesh(parsed)}
+    return nppr.estimate(model, own, x[rows], y[rows], **how)
 
 
 def _noises(parsed: argparse.Namespace) -> dict[str, Any]:
@@ -223,13 +279,6 @@ def _noises(parsed: argparse.Namespace) -> dict[str, Any]:
     if parsed.norm == "linf":
         kinds["gaussian_truncated"] = distributions.TruncatedGaussian(eps, ball)
     return kinds
-
-
-def _fixed(
-    parsed: argparse.Namespace, model: Classifier, own: Any, held: Any, task: tasks.Task
-) -> dict[str, Any]:
-    """The JSON row of PR: the share of copies that survive under the fixed distribution ``own``."""
-    return _row(_measure(parsed, model, own, *held))
 
 
 def _rare(
@@ -271,17 +320,20 @@ def _attacked(
     """
     ball = _ball(parsed)
     how: dict[str, Any] = {"eps": parsed.eps, "key": jax.random.key(parsed.seed)}
+    how["mesh"] = subject.mesh(parsed)
     how["callback"] = task.heard(tick)
     first, second = how | task.saving(), how | task.saving(parts=True)
     pgd = driver.search(PGD(ball, steps=20, random_start=True), model, *held, **first)
     fast = ensembles.fast(model, *held, ball=ball, **second).found
-    right = np.asarray(pgd.correct)
-    left = right & ~np.asarray(driver.best_of(pgd, fast).success)
+    _, _, right = correct_inputs(model, distributions.UniformBall(parsed.eps, ball), *held)
+    correct = np.asarray(pgd.correct)
+    left = right & correct & ~np.asarray(driver.best_of(pgd, fast).success)
     low, high = metrics.clopper_pearson(int(left.sum()), int(right.sum()))
     return {
-        "clean_accuracy": float(np.mean(right)),
+        "clean_accuracy": float(np.mean(correct)),
         "pgd20": float(np.mean(~np.asarray(pgd.success)[right])),
         "strong": float(np.mean(left[right])),
+        "per_sample": left[right].astype(float).tolist(),
         "interval_of_population": [float(low), float(high)],
         "faults": int(np.sum(pgd.fault | fast.fault)),
         "remarks": [*pgd.remarks, *fast.remarks],
@@ -325,7 +377,7 @@ def _fitted(
     x, y = held
     spread = nppr.spread_within(found, x[:50], y[:50], key=jax.random.key(parsed.seed))
     return {
-        **_row(_measure(parsed, model, found, x, y)),
+        **_row(_measure(parsed, model, found, x, y, np.arange(len(y)))),
         "fitted_value": float(np.mean(np.asarray(found.history.survived)[-20:])),
         "entropy_ratio": float(found.history.entropy[-1]),
         "entropy_ratio_within": float(found.history.own_entropy[-1]),

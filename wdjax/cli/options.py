@@ -108,6 +108,46 @@ class Numbers:
         return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One of several parts of the work: part ``number`` of ``count``, from 1.
+
+    >>> str(Shard.of("2/5"))
+    '2/5'
+    """
+
+    number: int
+    count: int
+
+    @classmethod
+    def of(cls, text: str) -> "Shard":
+        """The type of ``--shard``."""
+        parts = text.split("/")
+        if len(parts) != 2 or not all(re.fullmatch("[0-9]{1,6}", part) for part in parts):
+            raise argparse.ArgumentTypeError(f"must be I/N such as 2/5, got {shown(text)}")
+        number, count = map(int, parts)
+        if not 1 <= number <= count:
+            raise argparse.ArgumentTypeError(
+                f"must be I/N with I from 1 to N, the number of parts, got {shown(text)}"
+            )
+        return cls(number, count)
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    def rows(self, n: int) -> range:
+        """Its rows of ``n``; those of all parts differ by at most one in number."""
+        return range(n * (self.number - 1) // self.count, n * self.number // self.count)
+
+
+_DEVICES = Range(1, 10**6, whole=True)
+
+
+def devices(text: str) -> int | None:
+    """The type of ``--devices``: a number, or None for ``all``."""
+    return None if text == "all" else int(_DEVICES(text))
+
+
 def words(text: str) -> list[str]:
     """The words of a comma-separated list."""
     return [word.strip() for word in text.split(",") if word.strip()]

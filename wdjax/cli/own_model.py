@@ -69,6 +69,10 @@ def _onnx(text: str, weights: Path | None) -> Classifier:
     return convert.load_onnx(text).model
 
 
+def _huggingface(text: str, weights: Path | None) -> Classifier:
+    return convert.load_huggingface(text, cast=True).model
+
+
 def _saved(text: str, weights: Path | None) -> Classifier:
     if not Path(text).exists():
         raise ValueError(f"there is no {text}; name what python -m wdjax convert wrote.")
@@ -212,6 +216,10 @@ KINDS = (
     ModelKind(
         "FILE.onnx", "an ONNX graph (needs the extra [onnx])",
         lambda text: text.endswith(".onnx"), _onnx, weights=False,
+    ),
+    ModelKind(
+        "FOLDER", "an image classifier of Hugging Face, by its config.json",
+        lambda text: (Path(text) / "config.json").is_file(), _huggingface, weights=False,
     ),
     ModelKind(
         "FILE.safetensors", "what python -m wdjax convert wrote, or its folder",

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from wdjax import smoothing
-from wdjax.cli import options, subject
+from wdjax.cli import options, shards, subject
 from wdjax.cli.console import Console
 from wdjax.core import Classifier, Progress
 from wdjax.engine import tasks
@@ -18,7 +18,7 @@ from wdjax.smoothing import looks, noise
 METHOD = "smoothing"
 
 IMAGES = "w1"
-"""A norm of this method only: mass that moves between the pixels of an image."""
+"""What is not a norm: mass that moves between the pixels of an image."""
 
 Added: TypeAlias = noise.Gaussian | noise.Laplace | noise.Uniform | noise.Flow
 
@@ -80,8 +80,6 @@ def check(parsed: argparse.Namespace) -> None:
     if parsed.method != METHOD:
         if given:
             raise ValueError(f"--{given[0]} would be ignored: it is for --method {METHOD}.")
-        if parsed.norm == IMAGES:
-            raise ValueError(f"--norm {IMAGES} has radii by --method {METHOD} only.")
         return
     if parsed.sigma is None:
         raise ValueError(f"--method {METHOD} needs the noise's standard deviation: --sigma S.")
@@ -90,7 +88,7 @@ def check(parsed: argparse.Namespace) -> None:
 
 def run(
     parsed: argparse.Namespace,
-    work: tasks.Tasks,
+    work: shards.ShardedWork,
     samples: subject.Subject,
     console: Console,
 ) -> int:
@@ -104,12 +102,19 @@ def run(
     warned = subject.cautions(console, *smoothing.cautions(x, eps=parsed.eps, **how))
     with console.search("votes") as tick:
 
-        def certify(task: tasks.Task) -> smoothing.SmoothedCertificate:
-            return _certify(parsed, own, how, model, x, y, task, tick)
+        def certify(rows: np.ndarray, task: tasks.Task) -> smoothing.SmoothedCertificate:
+            return _certify(parsed, own, how, model, x, y, rows, task, tick)
 
-        done = work.do("votes", certify, smoothing.SmoothedCertificate)
+        done = work.rows("votes", certify)
+    if work.shard is not None:
+        return work.write(console, samples)
     found = done.value
-    content = _content(parsed, samples, own, found) | subject.spent([done]) | {"remarks": warned}
+    content = (
+        _content(parsed, samples, own, found)
+        | work.coverage
+        | subject.spent([done])
+        | {"remarks": warned}
+    )
     if content["faults"]:
         warned.append(f"{content['faults']} votes had logits that are not finite")
     others = {parsed.radii: None if parsed.radii is None else _archive(found, parsed.eps)}
@@ -138,10 +143,11 @@ def _certify(
     model: Classifier,
     x: np.ndarray,
     y: np.ndarray,
+    rows: np.ndarray,
     task: tasks.Task,
     tick: Callable[[Progress], None],
 ) -> smoothing.SmoothedCertificate:
-    """Certifies samples ``x`` ``[n, *shape]`` by votes, and saves its progress under ``task``.
+    """Certifies the samples ``rows`` by votes, and saves its progress under ``task``.
 
     ``own`` are all options of this method, with their defaults; ``how`` are those that
     :func:`smoothing.cautions` takes as well: noise, number of votes, level and test. ``tick`` hears
@@ -149,13 +155,15 @@ def _certify(
     """
     return smoothing.certify(
         model,
-        x,
-        y,
+        x[rows],
+        y[rows],
         **how,
+        index=rows,
+        mesh=subject.mesh(parsed),
         key=jax.random.key(own["seed"]),
         eps=parsed.eps if own["test"] == "sequential" else None,
         n0=own["n0"],
-        batch_size=subject.batch(parsed, len(y) * (own["n0"] + own["votes"])),
+        batch_size=subject.batch(parsed, len(rows) * (own["n0"] + own["votes"])),
         callback=task.heard(tick),
         **task.saving(),
     )

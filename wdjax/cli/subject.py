@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from wdjax import data, norms
+from wdjax import data, norms, parallel
 from wdjax.checks import validate
 from wdjax.cli import options, own_model, printed, process
 from wdjax.cli.console import Console
@@ -21,7 +22,17 @@ from wdjax.report import summary
 
 _EVERY = 60.0
 _ELSEWHERE = {"json", "points", "plot", "radii", "out", "checkpoint", "every", "quiet", "cache"}
-_ELSEWHERE |= {"weights", "data", "batch_size", "command", "compare"}
+_ELSEWHERE |= {
+    "weights",
+    "data",
+    "batch_size",
+    "command",
+    "compare",
+    "said",
+    "parts",
+    "shard",
+    "devices",
+}
 """Options that do not change a result, or whose content is compared instead of their names."""
 _BY_MEANING = {"model", "arch"}
 """Options that are named if a checkpoint belongs to other work, but compared by the program and the
@@ -61,6 +72,30 @@ def declare_budget(group: Any, *more: str) -> None:
     group.add_argument(
         "--eps", required=True, type=options.BUDGET, help="the budget, such as 0.1 or 8/255"
     )
+
+
+def declare_devices(group: Any) -> None:
+    """Adds the option for the devices that batches are split over."""
+    group.add_argument(
+        "--devices",
+        type=options.devices,
+        default=0,
+        metavar="N",
+        help="split batches over the first N devices, or all of them for all (default: all "
+        "accelerators; on a CPU, one device)",
+    )
+
+
+def mesh(parsed: argparse.Namespace) -> Mesh | None:
+    """The mesh of ``--devices``; None for a single device."""
+    here = jax.devices()
+    wanted: int | None = parsed.devices
+    if wanted == 0:
+        wanted = 1 if here[0].platform == "cpu" else len(here)
+    count = len(here) if wanted is None else wanted
+    if count > len(here):
+        raise ValueError(f"--devices {count}: there are {len(here)}.")
+    return None if count == 1 else parallel.data_mesh(here[:count])
 
 
 def declare_out(parser: argparse.ArgumentParser) -> Any:
@@ -175,14 +210,14 @@ def begin(parsed: argparse.Namespace, *trees: Any, model: Classifier | None = No
       *trees: what else the results depend on: samples ``x`` first, where there is a model.
       model: enters the identity by its program and numbers.
     """
-    words = {name: value for name, value in vars(parsed).items() if name not in _ELSEWHERE}
-    words["command"] = parsed.command.__module__.rpartition(".")[2].removesuffix("_command")
-    words["versions"] = summary.versions()
+    words = settings(parsed)
+    if getattr(parsed, "shard", None) is not None:
+        words["shard"] = str(parsed.shard)
     mark = b""
     if parsed.checkpoint is not None:
-        compared = {name: value for name, value in words.items() if name not in _BY_MEANING}
+        known = {name: v for name, v in words.items() if name not in _BY_MEANING}
         own = () if model is None else (model, identity.program(_forward, model, trees[0][:1]))
-        mark = identity.digest(compared, *own, *trees)
+        mark = identity.digest(known, *own, *trees)
     return tasks.Tasks(
         parsed.checkpoint,
         every=_EVERY if parsed.every is None else parsed.every,
@@ -190,6 +225,23 @@ def begin(parsed: argparse.Namespace, *trees: Any, model: Classifier | None = No
         about=words,
         clock=process.Clock(),
     )
+
+
+def settings(parsed: argparse.Namespace) -> dict[str, Any]:
+    """The options that a result depends on, by name, with the versions of packages."""
+    words = {name: value for name, value in vars(parsed).items() if name not in _ELSEWHERE}
+    words["command"] = parsed.command.__module__.rpartition(".")[2].removesuffix("_command")
+    return words | {"versions": summary.versions()}
+
+
+def compared(parsed: argparse.Namespace) -> dict[str, Any]:
+    """The same but for the model, which :func:`fingerprint` compares by what it computes."""
+    return {name: v for name, v in settings(parsed).items() if name not in _BY_MEANING}
+
+
+def fingerprint(model: Classifier, x: np.ndarray) -> str:
+    """A digest of a model's program and numbers."""
+    return identity.digest(model, identity.program(_forward, model, x[:1])).hex()
 
 
 def _forward(model: Classifier, x: jax.Array) -> Any:

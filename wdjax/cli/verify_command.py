@@ -228,27 +228,54 @@ def _searched(one: Instance, began: float) -> dict[str, Any]:
             raise ValueError(
                 f"{one.vnnlib} has {len(case.lower)} inputs, and {one.onnx} takes {list(shape)}."
             )
-        spec = certify.Specification(case.members)
-        left = max(one.seconds - (time.monotonic() - began), 1e-3)
-        box = case.lower.reshape(shape), case.upper.reshape(shape)
-        found.append(
-            certify.property(model, *box, spec, seconds=left, key=jax.random.key(one.seed))
-        )
-        if found[-1].status == "violated":
+        verdict, witness = _settled(one, began, model, path, case, shape)
+        found.append(verdict)
+        if witness is not None:
             break
     told: dict[str, Any] = {
         "leaves": sum(verdict.leaves for verdict in found),
         "by": found[-1].by,
     }
-    if found[-1].status == "violated":
-        return told | _replayed(path, spec, found[-1])
-    open_ = [verdict for verdict in found if verdict.status == "unknown"]
+    if witness is not None:
+        return told | {"result": "sat"} | witness
+    open_ = [verdict for verdict in found if verdict.status != "holds"]
     if not open_:
         return told | {"result": "unsat"}
     bound = min(verdict.bound for verdict in open_)
-    over = any(verdict.by == "time" for verdict in open_)
+    over = any(verdict.by in ("time", _ONLY_OURS) for verdict in open_)
     ended = {"result": "timeout" if over else "unknown", "by": open_[0].by}
     return told | ended | ({"bound": bound} if math.isfinite(bound) else {})
+
+
+_ONLY_OURS = "time: points were forbidden by our float program, not by onnxruntime's"
+
+
+def _settled(
+    one: Instance,
+    began: float,
+    model: Any,
+    path: Path,
+    case: vnnlib_file.BoxCase,
+    shape: tuple[int, ...],
+) -> tuple[certify.Verdict, dict[str, Any] | None]:
+    """The verdict on one box, and the replayed witness of a violation.
+
+    A point whose output onnxruntime does not find forbidden, since it rounds otherwise, is no sat:
+    the search goes on from other random points until the time is over.
+    """
+    spec, seed = certify.Specification(case.members), one.seed
+    box = case.lower.reshape(shape), case.upper.reshape(shape)
+    while True:
+        left = max(one.seconds - (time.monotonic() - began), 1e-3)
+        found = certify.property(model, *box, spec, seconds=left, key=jax.random.key(seed))
+        if found.status != "violated":
+            return found, None
+        witness = _replayed(path, spec, found)
+        if witness is not None:
+            return found, witness
+        if time.monotonic() - began >= one.seconds:
+            return found._replace(status="unknown", by=_ONLY_OURS), None
+        seed += 1
 
 
 @functools.lru_cache(maxsize=4)
@@ -258,11 +285,11 @@ def _loaded(path: str, changed: int) -> tuple[Any, tuple[int, ...]]:
     return found.model, tuple(found.input_shape)
 
 
-def _replayed(path: Path, spec: certify.Specification, found: certify.Verdict) -> dict[str, Any]:
-    """The witness, evaluated again by onnxruntime where that is installed.
-
-    A point whose output onnxruntime does not find forbidden, since it rounds otherwise, is no sat.
-    """
+def _replayed(
+    path: Path, spec: certify.Specification, found: certify.Verdict
+) -> dict[str, Any] | None:
+    """The witness with its output, by onnxruntime where that is installed; None if that output is
+    not forbidden."""
     assert found.witness is not None
     assert found.output is not None
     y: npt.NDArray[Any] = found.output
@@ -274,10 +301,12 @@ def _replayed(path: Path, spec: certify.Specification, found: certify.Verdict) -
         feed = session.get_inputs()[0]
         y = np.asarray(session.run(None, {feed.name: found.witness[None]})[0]).reshape(-1)
         if not spec.violated(y):
-            return {"result": "unknown", "by": "a point is forbidden by us, not by onnxruntime"}
+            return None
     x = found.witness.reshape(-1)
-    witness = {"x": [float(v) for v in x], "y": [float(v) for v in y]}
-    return {"result": "sat", "replayed": replayed, "witness": witness}
+    return {
+        "replayed": replayed,
+        "witness": {"x": [float(v) for v in x], "y": [float(v) for v in y]},
+    }
 
 
 def _told(verdict: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from wdjax import parallel, program
+from wdjax import loops, parallel, program
 from wdjax.checks import validate
 from wdjax.core import Array, Attack, Found, Info, Progress, PyTree, Samples, Stage, Victim
 from wdjax.engine import batching, identity, loop, track
@@ -457,7 +457,7 @@ def _loop(
             seen = jax.tree.map(lambda rows, row: rows.at[i].set(row), seen, info)
         return batch, recurs, seen
 
-    return jax.lax.fori_loop(0, steps, body, (batch, jnp.zeros(len(own.y), bool), seen))
+    return loops.fori_loop(0, steps, body, (batch, jnp.zeros(len(own.y), bool), seen))
 
 
 @functools.partial(jax.jit, static_argnums=4, donate_argnums=2)

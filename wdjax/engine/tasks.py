@@ -171,18 +171,18 @@ class Tasks:
         if stem is None:
             task = Task(None, self._every, self._clock)
             return Done(work(task), task.spent)
-        kept = _result(stem)
+        result = _result(stem)
         task = Task(stem, self._every, self._clock)
-        if not kept.exists():
+        if not result.exists():
             try:
                 done = Done(work(task), task.spent)
             except BaseException:
                 with contextlib.suppress(OSError):  # The error that ended the task matters more.
                     task.note()
                 raise
-            _keep(kept, done)
+            keep(result, done)
         task.drop()
-        return _kept(kept, types)
+        return kept(result, types)
 
     def has(self, name: str) -> bool:
         """Whether the task's result is kept already."""
@@ -219,17 +219,21 @@ def _lasting(folder: Path) -> Iterator[Path]:
     return (path for path in folder.iterdir() if not path.name.startswith("."))
 
 
-def _keep(path: Path, done: Done[Any]) -> None:
-    """Saves the result of a task and what it spent as one file."""
+def keep(path: Path, done: Done[Any], settings: Mapping[str, Any] | None = None) -> None:
+    """Saves the result of a task and what it spent as one file, with ``settings`` in its manifest.
+
+    The file is written whole or not at all; every part of it has a checksum.
+    """
     arrays: list[np.ndarray] = []
     value = _plain(done.value, arrays)
     text = json.dumps({"value": value, "spent": done.spent}).encode()
     # Stored as bytes: the file format lacks some dtypes and limits the manifest's length.
     parts = [np.frombuffer(part, np.uint8) for part in (text, *(a.tobytes() for a in arrays))]
-    persist.save(path, {f"part {place}": part for place, part in enumerate(parts)})
+    leaves = {f"part {place}": part for place, part in enumerate(parts)}
+    persist.save(path, leaves, settings)
 
 
-def _kept(path: Path, types: tuple[type, ...]) -> Done[Any]:
+def kept(path: Path, types: tuple[type, ...]) -> Done[Any]:
     """The result of a finished task, read from its file; raises a ValueError if that is damaged.
 
     ``types`` are the NamedTuples and dataclasses that the result may contain.
@@ -240,9 +244,9 @@ def _kept(path: Path, types: tuple[type, ...]) -> Done[Any]:
         like = {name: jax.ShapeDtypeStruct(size, jnp.uint8) for name, size in sizes.items()}
         leaves = persist.restore(path, like)
         text, *arrays = (np.asarray(leaves[f"part {place}"]) for place in range(len(leaves)))
-        kept = json.loads(text.tobytes())
-        value = _built(kept["value"], arrays, {kind.__name__: kind for kind in types})
-        return Done(value, kept["spent"])
+        content = json.loads(text.tobytes())
+        value = _built(content["value"], arrays, {kind.__name__: kind for kind in types})
+        return Done(value, content["spent"])
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {error!r}; remove it to begin again.") from error
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from wdjax import norms, transport
+from wdjax import loops, norms, transport
 from wdjax.core import Array, Attack, Ball, Found, Info, PyTree, Samples, Stage, Victim
 from wdjax.engine import identity
 
@@ -209,7 +209,7 @@ def scan(
     for stage in attack.stages:
         if stage.length:
             one = functools.partial(turn, stage=stage)
-            moving, record = jax.lax.scan(one, enter(attack, moving), length=stage.length)
+            moving, record = loops.scan(one, enter(attack, moving), length=stage.length)
             log.append(record)
     found = reach(attack, samples, moving)
     seen = evaluate(victim, found.x_adv, samples.y)[1:]

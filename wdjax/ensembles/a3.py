@@ -14,6 +14,7 @@ import numpy as np
 from wdjax.attacks import WDA, Diversified
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import SEARCH_TWIN, host_only
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
 from wdjax.engine import driver
 from wdjax.engine.diagnosis import diagnosed
@@ -115,8 +116,7 @@ def a3(
     [True, True]
     """
     arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
-    if validate.traced(model, x, y, eps, key, only) or validate.staged():
-        raise ValueError("a3 decides between its rounds; call it outside jit and vmap.")
+    host_only("a3", SEARCH_TWIN, model, x, y, eps, key, only)
     passes = float(validate.check_number("passes", passes))
     place, number, down, found = Path(checkpoint or "."), 0, True, None
     for turn in range(len(ROUNDS)):
@@ -221,10 +221,10 @@ def _ask(
 def _attack(ball: Lp, turn: int, number: int, down: bool) -> Diversified:
     """The attack of the round with index ``turn`` in :data:`ROUNDS`.
 
-    ``number`` counts all searches so far and varies the class that the start is pushed towards.
-    ``down`` says whether the label's weight is mostly negative in the middle rounds. All rounds but
-    the first have ``_LONGEST`` steps and the static settings of one attack, so that they share one
-    compiled program.
+    ``number`` is how many searches came before; it varies the class that the start is pushed to.
+    With ``down`` the starts of the middle rounds mostly lower the label's logit, else they mostly
+    raise it. All rounds but the first have ``_LONGEST`` steps and the same static settings, so that
+    they share one compiled program.
     """
     if not ROUNDS[turn].probes:
         return Diversified(ball, probes=0, steps=ROUNDS[turn].steps)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax.checks import validate
+from wdjax.checks.forward_mode import SEARCH_TWIN, host_only
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
 from wdjax.engine.driver import search
 
@@ -70,11 +70,7 @@ def question(
     """Checks an ensemble's arguments and collects them; raises inside a trace."""
     if random and key is None:
         raise ValueError(f"{name} is random: pass key=jax.random.key(seed).")
-    if validate.traced(model, x, y, key, options) or validate.staged():
-        raise ValueError(
-            f"{name} chooses its searches on the host: call it outside jit and vmap, or use "
-            "its attacks one by one."
-        )
+    host_only(name, SEARCH_TWIN, model, x, y, key, options)
     for option in ("only", "start", "eps", "history", "skip_misclassified"):
         if option in options:
             raise ValueError(f"{name} does not take {option}: its searches choose their own.")

@@ -10,6 +10,7 @@ import numpy as np
 
 from wdjax import norms, smoothing
 from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Attack, Found
 from wdjax.engine import driver
 from wdjax.engine.diagnosis import diagnosed
@@ -82,6 +83,8 @@ def smoothed(
     (True, True)
     """
     arguments.check("eps", attack=attack, model=model, x=x, y=y, noise=noise, eps=eps, key=key)
+    twin = "wdjax.search on smoothing.soft, which can be traced"
+    host_only("ensembles.smoothed", twin, attack, model, x, y, noise, eps, key)
     factors = _factors(stretch)
     own, search, ask = jax.random.split(key, 3)
     level = _level(alpha, votes, len(factors) + 1)

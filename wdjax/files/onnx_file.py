@@ -19,6 +19,8 @@ MAX_FIELDS = 1 << 20
 MAX_PACKED = 1 << 24
 """Bytes of packed integers, each of which may grow eightfold."""
 MAX_NESTING = 24
+MAX_NODES = 6000
+"""A few thousand are the most of usual classifiers; each takes the compiler milliseconds."""
 _DEFAULT = ("", "ai.onnx")
 
 
@@ -116,6 +118,12 @@ _MESSAGES: dict[str, dict[int, str]] = {
 }  # fmt: skip
 """The fields of ONNX's messages that are messages themselves, by the numbers of ``onnx.proto``."""
 
+_TEXTS = {
+    "model": {2}, "node": {1, 2, 3, 4, 7}, "attribute": {1}, "tensor": {8}, "value": {1},
+    "pair": {1, 2},
+}  # fmt: skip
+"""The fields that are names, which protobuf hands over as bytes if they are no UTF-8."""
+
 _PACKED = {("tensor", 1), ("tensor", 5), ("tensor", 7), ("tensor", 11), ("attribute", 8)}
 
 
@@ -132,6 +140,11 @@ def _count(content: memoryview) -> None:
 
 
 def _walk(content: memoryview, kind: str, left: _Counter, depth: int) -> None:
+    """Checks the wire format of a message of type ``kind`` before the parser allocates anything.
+
+    Counts fields, packed integers and nesting, of which ``left`` is what the whole file may still
+    have. Only messages that this library reads are entered (``_MESSAGES``).
+    """
     if depth > MAX_NESTING:
         raise BrokenError(f"messages are nested deeper than {MAX_NESTING}")
     inner, at, end = _MESSAGES[kind], 0, len(content)
@@ -151,6 +164,8 @@ def _walk(content: memoryview, kind: str, left: _Counter, depth: int) -> None:
                 left.packed -= length
                 if left.packed < 0:
                     raise BrokenError(f"it has more than {MAX_PACKED} bytes of packed integers")
+            elif field in _TEXTS.get(kind, ()):
+                _check_text(content[at : at + length])
             at += length
         elif wire == 0:
             _, at = _varint(content, at)
@@ -160,6 +175,13 @@ def _walk(content: memoryview, kind: str, left: _Counter, depth: int) -> None:
             raise BrokenError(f"a field has the wire type {wire}")
     if at != end:
         raise BrokenError("a number is cut short")
+
+
+def _check_text(content: memoryview) -> None:
+    try:
+        str(content, "utf-8")
+    except UnicodeDecodeError as error:
+        raise BrokenError(f"a name is no text: {error.reason}") from None
 
 
 def _varint(content: memoryview, at: int) -> tuple[int, int]:
@@ -191,6 +213,11 @@ def _parsed(content: bytes) -> Any:
 
 
 def _graph(model: Any, folder: Path) -> OnnxGraph:
+    """The graph of a parsed file with arrays for its tensors; refuses what cannot be followed.
+
+    ``folder`` is where tensors outside of the file may be. Names are checked, so that later code
+    may look them up: each is given once, before it is used.
+    """
     versions = {entry.domain: entry.version for entry in model.opset_import}
     opset = next((versions[name] for name in _DEFAULT if name in versions), None)
     if opset is None:
@@ -201,6 +228,11 @@ def _graph(model: Any, folder: Path) -> OnnxGraph:
             "inline_local_functions."
         )
     graph = model.graph
+    if len(graph.node) > MAX_NODES:
+        raise RefusedError(
+            f"it has {len(graph.node)} nodes, more than {MAX_NODES}; simplify it first, or export "
+            "recurrent layers as LSTM and GRU instead of step by step."
+        )
     if graph.sparse_initializer:
         raise RefusedError("sparse tensors are not supported; store them as dense ones.")
     tensors = dict[str, np.ndarray]()

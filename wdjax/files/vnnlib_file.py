@@ -264,6 +264,8 @@ def _cases(plain: list[Term], rows: list[Row], inputs: int, outputs: int) -> tup
     for row in rows:
         low, high = lower.copy(), upper.copy()
         terms = common + [term for term in row if not _bounds(term, low, high)]
+        if np.any(low > high) and (found or row is not rows[-1]):
+            continue  # No input satisfies this alternative.
         _check_box(low, high)
         if not terms:
             raise _FaultError("an alternative says nothing of the outputs")

@@ -13,7 +13,7 @@ linearised loss over plans by `linear_oracle`; `nearest_transport` is its minimu
 budget) for all of them; `union` runs several Frank-Wolfe attacks, each on the survivors. `distance`
 has the exact distance by a linear program, `entropic` a differentiable upper bound. `perturbations`
 (shifts, rotations, blur) and `variance` (how much the moves of a plan differ) compare with natural
-changes.
+changes. :mod:`wdjax.certify` takes the ball as ``norm``.
 
 Open `ball` first, then `frank_wolfe`. To add an attack: a file here and its name in ``__all__``; a
 row in ``members`` of `union` makes :func:`image_wasserstein` and the command line use it.

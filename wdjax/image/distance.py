@@ -3,7 +3,8 @@
 import numpy as np
 
 from wdjax import transport
-from wdjax.checks import arguments, validate
+from wdjax.checks import arguments
+from wdjax.checks.forward_mode import TRACES, host_only
 from wdjax.core import AnyArray
 from wdjax.image.ball import ImageWasserstein
 
@@ -42,8 +43,8 @@ def image_wasserstein_distance(
     [4.2426]
     """
     arguments.check(x=x, z=z)
-    if validate.traced(x, z):
-        raise ValueError("image_wasserstein_distance works on the host, not inside jit or vmap.")
+    twin = f"image.entropic_distance, {TRACES}"
+    host_only("image_wasserstein_distance", twin, x, z)
     one, other = (np.asarray(part, np.float64) for part in (x, z))
     if one.ndim != 4 or one.shape != other.shape:
         raise ValueError(

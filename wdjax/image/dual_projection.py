@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import losses
+from wdjax import loops, losses
 from wdjax.attacks import ascent
 from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
@@ -183,4 +183,4 @@ def _thresholds(values: Array, x: Array, valid: Array) -> Array:
 
     low = jnp.full((*x.shape[:2], 1, x.shape[2]), -jnp.inf, values.dtype)
     first, _, _ = turn((low, low, jnp.zeros((), jnp.int32)))
-    return jax.lax.while_loop(go_on, turn, (first, low, jnp.zeros((), jnp.int32)))[0]
+    return loops.while_loop(go_on, turn, (first, low, jnp.zeros((), jnp.int32)))[0]

@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
+from wdjax import loops
 from wdjax.core import Array
 from wdjax.image import plans, prices
 from wdjax.image.prices import NOTHING, ImageProblem, Spent, find_price
@@ -68,7 +68,7 @@ def vertex(
         return plans.contain(space, plan, x, task.weights, task.budget), Prices(price, room)
     at = _sweeping(task, weights, room, price, top)
     begun = jnp.zeros_like(price), jnp.zeros_like(room)
-    change, drop = jax.lax.fori_loop(0, sweeps, lambda _, now: _sweep(at, relax, *now), begun)
+    change, drop = loops.fori_loop(0, sweeps, lambda _, now: _sweep(at, relax, *now), begun)
     discount, each, change = _settle(at, change, drop, _MANY)
     plan = stencil.scale(weights * _dear(at, change)[..., None], discount) * each[:, :, None]
     plan = plans.contain(space, plan, x, task.weights, task.budget)
@@ -195,6 +195,6 @@ def _spent(task: ImageProblem, sums: Array, levels: Array, price: Array) -> tupl
         held, level = sums[:, :, place] * dear[:, :, place, None], levels[place]
         return whole + held, first + level * held, second + level**2 * held
 
-    whole, first, second = jax.lax.fori_loop(0, len(levels), add, (none, none, none))
+    whole, first, second = loops.fori_loop(0, len(levels), add, (none, none, none))
     each = task.x / jnp.maximum(whole, jnp.finfo(whole.dtype).tiny)
     return each, prices.spent(task, whole, first, second)

@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
+from wdjax import loops
 from wdjax.core import Array
 from wdjax.image.stencil import Stencil
 
@@ -83,7 +83,7 @@ def uncrowd(space: Space, plan: Array, x: Array) -> Array:
         return plan, stencil.receive(plan), turns + 1
 
     start = (plan, stencil.receive(plan), jnp.zeros((), jnp.int32))
-    plan, received, _ = jax.lax.while_loop(go_on, sweep, start)
+    plan, received, _ = loops.while_loop(go_on, sweep, start)
     fits = jnp.clip((ceiling - x) / jnp.where(received > x, received - x, 1.0), 0.0, 1.0)
     share = jnp.min(jnp.where(received > ceiling, fits, 1.0), axis=(1, 2))
     return blend(plan, x, share, center)
@@ -124,7 +124,7 @@ def towards(space: Space, x: Array, z: Array, temperature: float = 0.1) -> Array
         arrive = jnp.where(z > 0, z / jnp.maximum(received, least), 0.0)
         return jnp.clip(arrive, 1e-18, 1e18)
 
-    arrive = jax.lax.fori_loop(0, _TURNS, turn, jnp.ones_like(x))
+    arrive = loops.fori_loop(0, _TURNS, turn, jnp.ones_like(x))
     leave = x / jnp.maximum(stencil.send(kernel, arrive), least)
     return stencil.scale(kernel, arrive) * leave[:, :, None]
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from wdjax import loops
 from wdjax.core import Array
 from wdjax.image.plans import Space
 from wdjax.image.stencil import Stencil
@@ -57,7 +58,7 @@ def log_levels(stencil: Stencil, targets: Array, power: float) -> Array:
         return jax.lax.dynamic_update_index_in_dim(best, known, places[place], 2)
 
     best = jnp.full(shape, NOTHING, padded.dtype)
-    best = jax.lax.fori_loop(0, stencil.offsets, highest, best)
+    best = loops.fori_loop(0, stencil.offsets, highest, best)
     best = jax.lax.stop_gradient(best)
 
     def add(place: Array, total: Array) -> Array:
@@ -66,7 +67,7 @@ def log_levels(stencil: Stencil, targets: Array, power: float) -> Array:
         known = known + jnp.exp(look(place) - top)
         return jax.lax.dynamic_update_index_in_dim(total, known, places[place], 2)
 
-    total = jax.lax.fori_loop(0, stencil.offsets, add, jnp.zeros(shape, padded.dtype))
+    total = loops.fori_loop(0, stencil.offsets, add, jnp.zeros(shape, padded.dtype))
     return best + jnp.log(total)
 
 
@@ -84,12 +85,12 @@ def log_receive(stencil: Stencil, row: Array, price: Array, power: float) -> Arr
         return jnp.maximum(best, look(place))
 
     best = jnp.full_like(row, 2 * NOTHING)
-    best = jax.lax.stop_gradient(jax.lax.fori_loop(0, stencil.offsets, highest, best))
+    best = jax.lax.stop_gradient(loops.fori_loop(0, stencil.offsets, highest, best))
 
     def add(place: Array, total: Array) -> Array:
         return total + jnp.exp(look(place) - best)
 
-    return best + jnp.log(jax.lax.fori_loop(0, stencil.offsets, add, jnp.zeros_like(row)))
+    return best + jnp.log(loops.fori_loop(0, stencil.offsets, add, jnp.zeros_like(row)))
 
 
 def _pad(stencil: Stencil, flat: Array) -> Array:
@@ -115,7 +116,7 @@ def log_spent(task: ImageProblem, sums: Array, price: Array) -> Spent:
         return jnp.maximum(best, sums[:, :, place] - dear[:, :, place, None])
 
     best = jnp.full_like(task.x, 2 * NOTHING)
-    best = jax.lax.stop_gradient(jax.lax.fori_loop(0, len(levels), highest, best))
+    best = jax.lax.stop_gradient(loops.fori_loop(0, len(levels), highest, best))
 
     def add(place: Array, totals: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         whole, first, second = totals
@@ -124,7 +125,7 @@ def log_spent(task: ImageProblem, sums: Array, price: Array) -> Spent:
         return whole + held, first + level * held, second + level**2 * held
 
     none = jnp.zeros_like(task.x)
-    whole, first, second = jax.lax.fori_loop(0, len(levels), add, (none, none, none))
+    whole, first, second = loops.fori_loop(0, len(levels), add, (none, none, none))
     return spent(task, whole, first, second)
 
 
@@ -181,7 +182,7 @@ def find_price(
     high = jnp.broadcast_to(jnp.asarray(top, price.dtype), price.shape)
     begun = _Hunt(price, low, high, jnp.full_like(price, jnp.inf), jnp.zeros((), jnp.int32))
     if unrolled:
-        last = jax.lax.fori_loop(0, steps, lambda _, hunt: step(hunt), begun)
+        last = loops.fori_loop(0, steps, lambda _, hunt: step(hunt), begun)
     else:
-        last = jax.lax.while_loop(go_on, step, begun)
+        last = loops.while_loop(go_on, step, begun)
     return jnp.where(spend(low).cost <= task.budget, 0.0, last.price)

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
+from wdjax import loops
 from wdjax.core import Array
 from wdjax.image import plans
 from wdjax.image.prices import (
@@ -263,9 +263,9 @@ def _ascend(
     none = jnp.zeros(len(duals.price), jnp.int32)
     begun = Ascent(duals, jnp.full(len(none), jnp.inf, duals.price.dtype), none, jnp.zeros((), int))
     if unrolled:
-        last = jax.lax.fori_loop(0, iterations, lambda _, at: step(at), begun)
+        last = loops.fori_loop(0, iterations, lambda _, at: step(at), begun)
     else:
-        last = jax.lax.while_loop(go_on, step, begun)
+        last = loops.while_loop(go_on, step, begun)
     return last.duals, last.rounds, last.gap
 
 

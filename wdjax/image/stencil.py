@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from wdjax import loops
 from wdjax.core import Array
 
 
@@ -120,7 +121,7 @@ class Stencil(NamedTuple):
             part = jax.lax.dynamic_slice_in_dim(padded, start, self.length, -1)
             return jax.lax.dynamic_update_index_in_dim(seen, part, place, 2)
 
-        return jax.lax.fori_loop(0, self.offsets, look, jnp.zeros(shape, targets.dtype))
+        return loops.fori_loop(0, self.offsets, look, jnp.zeros(shape, targets.dtype))
 
     def scale(self, plan: Array, targets: Array) -> Array:
         """Multiplies every flow of a plan ``[n, C, O, L]`` by its target's number ``[n, C, L]``."""
@@ -132,7 +133,7 @@ class Stencil(NamedTuple):
             own = jax.lax.dynamic_index_in_dim(plan, place, 2, keepdims=False)
             return jax.lax.dynamic_update_index_in_dim(plan, own * part, place, 2)
 
-        return jax.lax.fori_loop(0, self.offsets, multiply, plan)
+        return loops.fori_loop(0, self.offsets, multiply, plan)
 
     def send(self, plan: Array, targets: Array) -> Array:
         """``[n, C, L]``: for every sender the sum over its targets of ``plan * targets``."""
@@ -143,7 +144,7 @@ class Stencil(NamedTuple):
             part = jax.lax.dynamic_slice_in_dim(padded, start, self.length, -1)
             return total + plan[:, :, place] * part
 
-        return jax.lax.fori_loop(0, self.offsets, add, jnp.zeros_like(targets))
+        return loops.fori_loop(0, self.offsets, add, jnp.zeros_like(targets))
 
     def receive(
         self, plan: Array, senders: Array | None = None, scale: Array | None = None
@@ -166,7 +167,7 @@ class Stencil(NamedTuple):
             known = jax.lax.dynamic_slice_in_dim(total, start, self.length, -1)
             return jax.lax.dynamic_update_slice_in_dim(total, known + part, start, -1)
 
-        total = jax.lax.fori_loop(0, self.offsets, add, jnp.zeros(shape, plan.dtype))
+        total = loops.fori_loop(0, self.offsets, add, jnp.zeros(shape, plan.dtype))
         return total[..., self.margin : self.margin + self.length]
 
     def levels(self, plan: Array, targets: Array, power: float) -> Array:
@@ -183,7 +184,7 @@ class Stencil(NamedTuple):
             known = known + plan[:, :, place] * part
             return jax.lax.dynamic_update_index_in_dim(total, known, places[place], 2)
 
-        return jax.lax.fori_loop(0, self.offsets, add, jnp.zeros(shape, targets.dtype))
+        return loops.fori_loop(0, self.offsets, add, jnp.zeros(shape, targets.dtype))
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wdjax.checks import arguments
+from wdjax.checks.forward_mode import LIPSCHITZ_TWIN, host_only
 from wdjax.lipschitz.chain import Chain
 
 Numbers = npt.NDArray[np.float64]
@@ -225,6 +226,7 @@ def masks_at(net: Chain, x: npt.ArrayLike) -> npt.NDArray[np.bool_]:
     [[True, False]]
     """
     arguments.check(x=x)
+    host_only("masks_at", LIPSCHITZ_TWIN, x)
     check_relu(net)
     values, masks = np.asarray(x, float), []
     for weight, bias, kept in zip(net.weights, net.biases, net.kept):

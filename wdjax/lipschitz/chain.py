@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from wdjax.bounds import affine_rules, margins
+from wdjax import loops
+from wdjax.bounds import affine_rules, margins, record
 from wdjax.bounds.graph import Node
 from wdjax.bounds.network import Network
 from wdjax.bounds.primitives import TABLE
 from wdjax.checks import arguments, independence, validate
-from wdjax.checks.forward_mode import host_only
+from wdjax.checks.forward_mode import LIPSCHITZ_TWIN, host_only
 from wdjax.core import Classifier
 from wdjax.parallel import AnyArray
 from wdjax.precision import float64, widened
@@ -131,8 +132,7 @@ def as_chain(model: Classifier, x: AnyArray) -> Chain:
     ((2,), [[1.0, 0.0], [-1.0, 2.0]])
     """
     arguments.check(model=model, x=x)
-    twin = "lipschitz.trainable_lipschitz, which can be traced and differentiated"
-    host_only("as_chain", twin, model)
+    host_only("as_chain", LIPSCHITZ_TWIN, model)
     validate.shapes_of(model, x)
     independence.check(model, independence.points(np.zeros(x.shape[1:]), np.ones(x.shape[1:])))
     with float64():
@@ -243,7 +243,7 @@ def curve_of(net: Network, node: Node) -> ClosedJaxpr | None:
     def function(z: jax.Array) -> jax.Array:
         levels = iter(jnp.asarray(np.asarray(t).flat[0], z.dtype) for t in others)
         args = [next(levels) if p in net.exact else z for p in node.inputs]
-        return jnp.asarray(node.eqn.primitive.bind(*args, **node.eqn.params))
+        return jnp.asarray(node.eqn.primitive.bind(*loops.alike(*args), **node.eqn.params))
 
     return jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), aval.dtype))
 
@@ -273,6 +273,7 @@ def _single(node: Node) -> bool:
 
 def _refused(node: Node) -> ValueError:
     """The error for an operation that is neither affine nor entrywise."""
+    record.see_through(node.name)
     return ValueError(
         f"the model uses {node.name} on what depends on its input; here every layer must be affine "
         "or entrywise. certify.margin_lipschitz bounds other nets."

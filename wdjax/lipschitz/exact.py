@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from wdjax import norms
 from wdjax.checks import arguments
+from wdjax.checks.forward_mode import LIPSCHITZ_TWIN, host_only
 from wdjax.lipschitz import cells
 from wdjax.lipschitz.cells import Cells, Polyhedron
 from wdjax.lipschitz.chain import Chain
@@ -178,6 +179,7 @@ def lower_constants_at_samples(
     [1.4142, 0.0]
     """
     arguments.check(x=x, y=y)
+    host_only("lower_constants_at_samples", LIPSCHITZ_TWIN, x, y)
     norms.check_norm(norm)
     labels = np.asarray(y)
     found = []
@@ -365,6 +367,7 @@ def theory(
     (4, 1.4142, 1.4142, False)
     """
     arguments.check(x=x, y=y)
+    host_only("theory", LIPSCHITZ_TWIN, x, y)
     found = cells.activation_cells(net) if found is None else found
     above, present = upper_constants(found, norm), _present(y, net.classes)
     cones = directions(net)

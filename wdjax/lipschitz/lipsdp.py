@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from wdjax import loops
 from wdjax.lipschitz.chain import Chain
 from wdjax.lipschitz.neurons import Slopes
 
@@ -263,6 +264,6 @@ def _optimised(sizes: Callable[[Weights], jax.Array], weights: Weights, steps: i
         return (optax.apply_updates(weights, change), state, best), None
 
     start = weights, adam.init(weights), jnp.full_like(sizes(weights), jnp.inf)
-    (weights, _, best), _ = jax.lax.scan(step, start, length=steps)
+    (weights, _, best), _ = loops.scan(step, start, length=steps)
     best = jnp.fmin(best, sizes(weights))
     return jnp.where(jnp.isnan(best), jnp.inf, best)

@@ -18,7 +18,7 @@ from wdjax.balls import Lp
 from wdjax.bounds import margins, region
 from wdjax.bounds.region import Box
 from wdjax.checks import arguments, validate
-from wdjax.checks.forward_mode import host_only
+from wdjax.checks.forward_mode import LIPSCHITZ_TWIN, host_only
 from wdjax.core import Classifier
 from wdjax.lipschitz import branching, jacobian, lipsdp, neurons
 from wdjax.lipschitz.chain import Chain, as_chain
@@ -33,9 +33,6 @@ Method = Literal["interval", "zonotope", "sdp", "bab"]
 METHODS: tuple[Method, ...] = get_args(Method)
 """From the cheapest to the tightest, each at least as tight as those before it; "bab" continues
 from "sdp" by branch and bound on activation masks, on the host, for ReLU nets only."""
-
-
-_TWIN = "lipschitz.trainable_lipschitz, which can be traced and differentiated"
 
 
 def local_lipschitz(
@@ -94,7 +91,7 @@ def local_lipschitz(
     arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
     norms.check_norm(norm)
     _check(method, steps, seconds)
-    host_only("local_lipschitz", _TWIN, model, x, y, eps)
+    host_only("local_lipschitz", LIPSCHITZ_TWIN, model, x, y, eps)
     x, y = validate.check_samples(model, x, y, box)
     radii = np.broadcast_to(np.asarray(eps, float), np.shape(y))
     if not np.all((radii >= 0) & np.isfinite(radii)):
@@ -199,7 +196,7 @@ def global_lipschitz(
     arguments.check(model=model, x=x)
     norms.check_norm(norm)
     _check(method, steps, seconds)
-    host_only("global_lipschitz", _TWIN, model)
+    host_only("global_lipschitz", LIPSCHITZ_TWIN, model)
     net = as_chain(model, x)
     _check_curves(net, method)
     first, second = np.triu_indices(net.classes, 1)
@@ -241,7 +238,7 @@ def jacobian_norm(model: Classifier, x: AnyArray, *, box: Box = None, steps: int
     3.0
     """
     arguments.check(model=model, x=x)
-    host_only("jacobian_norm", _TWIN, model)
+    host_only("jacobian_norm", LIPSCHITZ_TWIN, model)
     net = as_chain(model, x)
     with float64():
         exact = jax.tree.map(jnp.asarray, net)

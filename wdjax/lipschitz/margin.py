@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from wdjax import norms
-from wdjax.bounds import continuity, domain, interval
+from wdjax.bounds import continuity, domain, interval, record
 from wdjax.checks import arguments, independence, validate
 from wdjax.core import Array, Classifier
 from wdjax.precision import highest
@@ -246,6 +246,7 @@ def _constants(
             f"got {getattr(out, 'shape', out)}."
         )
     names, classes = continuity.jumps(jax.make_jaxpr(model)(sample)), out.shape[1]
+    record.see_through(*names)
     if names:  # Derivatives do not bound a discontinuous function.
         raise ValueError(
             f"the model applies {', '.join(sorted(names))} to its input, so it is not "

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from wdjax import norms
+from wdjax import loops, norms
 from wdjax.balls import Lp
 from wdjax.bounds.region import Box
 from wdjax.checks import arguments, independence, validate
@@ -116,7 +116,7 @@ def _sampled(
         far = x + norms.spread(eps, x) * norms.dual_maximizer(mixture, norm)
         length = norms.spread(reach / norms.lp_norm(noise, norm), x)
         point = jnp.where(k % 2 == 0, far, x + length * noise)
-        point = jax.lax.fori_loop(0, steps, climb, norms.retract(point, x, eps, norm, box))
+        point = loops.fori_loop(0, steps, climb, norms.retract(point, x, eps, norm, box))
         return jnp.fmax(best, sizes(point)), None
 
-    return jax.lax.scan(turn, jnp.zeros_like(logits), jnp.arange(samples))[0]
+    return loops.scan(turn, jnp.zeros_like(logits), jnp.arange(samples))[0]

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wdjax.checks import arguments
+from wdjax.checks.forward_mode import TWIN, host_only
 from wdjax.lipschitz import cells
 from wdjax.lipschitz.cells import Polyhedron
 from wdjax.lipschitz.chain import Chain
@@ -68,6 +69,7 @@ def worst_margin(
     -0.5
     """
     arguments.check(x=x, y=y, eps=eps)
+    host_only("worst_margin", TWIN, x, y, eps)
     if norm not in (1, math.inf):
         raise ValueError(f"norm must be 1 or inf, for a linear program, got {norm!r}.")
     points, labels = np.asarray(x, float), np.asarray(y)

@@ -1,4 +1,5 @@
-"""Makes models of PyTorch checkpoints, PyTorch modules and ONNX files: whole, with a report."""
+"""Makes models of PyTorch checkpoints, PyTorch modules and ONNX files: whole, with a report; and of
+functions that JAX cannot trace."""
 
 import argparse
 import functools
@@ -18,7 +19,9 @@ from flax import nnx
 from wdjax.files import persist, torch_file
 from wdjax.files.state_pickle import shown
 from wdjax.models import zoo
+from wdjax.models.huggingface import load_huggingface
 from wdjax.models.imported import GraphReport, from_torch, load_onnx
+from wdjax.models.opaque import opaque, opaque_torch
 from wdjax.models.pytorch import (
     CONTAINERS,
     ConversionReport,
@@ -49,9 +52,12 @@ __all__ = [
     "from_state_dict",
     "from_torch",
     "load",
+    "load_huggingface",
     "load_onnx",
     "load_robustbench",
     "main",
+    "opaque",
+    "opaque_torch",
     "slots",
     "state_dict",
 ]

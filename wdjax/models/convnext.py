@@ -7,6 +7,7 @@ from wdjax.models.layers import (
     Group,
     LayerNorm,
     Linear,
+    Net,
     average_pool,
     beside,
     classes_of,
@@ -74,7 +75,7 @@ class ConvStem(nnx.Module):
         return self.stem[last](x) if hasattr(self.stem, last) else x
 
 
-class ConvNeXt(nnx.Module):
+class ConvNeXt(Net):
     """ConvNeXt.
 
     Args:
@@ -83,6 +84,7 @@ class ConvNeXt(nnx.Module):
       classes: number of logits.
       stem: "patch" (4x4 stride 4 and LayerNorm), "conv1" (two 3x3 stride 2) or "conv3" (a third
         3x3 stride 1).
+      epsilon: of the last LayerNorm; that of the others is 1e-6.
       normalize: a function applied to the images first.
       rngs: random keys for the parameters; None for an abstract module.
     """
@@ -93,6 +95,7 @@ class ConvNeXt(nnx.Module):
         dims=(128, 256, 512, 1024),
         classes=1000,
         stem="patch",
+        epsilon=_EPSILON,
         normalize=identity,
         *,
         rngs=None,
@@ -123,7 +126,7 @@ class ConvNeXt(nnx.Module):
             stages.append(Group(blocks=Group.numbered(blocks), **layers))
         self.stages = Group.numbered(stages)
         self.head = Group(
-            norm=LayerNorm(dims[-1], _EPSILON, rngs=rngs),
+            norm=LayerNorm(dims[-1], epsilon, rngs=rngs),
             fc=Linear(dims[-1], classes, rngs=rngs),
         )
 
@@ -137,9 +140,6 @@ class ConvNeXt(nnx.Module):
 
     def classify(self, features):
         return self.head.fc(features)
-
-    def __call__(self, x):
-        return self.classify(self.features(x))
 
     @staticmethod
     def sizes(shapes):

@@ -9,12 +9,14 @@ from wdjax.models.layers import (
     Group,
     Linear,
     MeanSparse,
+    Net,
     average_pool,
     classes_of,
     common,
     extent,
     identity,
     numbered,
+    stage,
 )
 
 
@@ -49,7 +51,7 @@ class _Block(nnx.Module):
         return self.meansparse_2(out) if sparse else out
 
 
-class DMWideResNet(nnx.Module):
+class DMWideResNet(Net):
     """WRN-depth-width with SiLU on 32x32 images.
 
     Args:
@@ -72,17 +74,9 @@ class DMWideResNet(nnx.Module):
         groups, inputs = [], 16
         for group in range(3):
             outputs = 16 * width * 2**group
-            row = [
-                _Block(
-                    outputs if i else inputs,
-                    outputs,
-                    2 if group and i == 0 else 1,
-                    sparse,
-                    rngs=rngs,
-                )
-                for i in range(blocks)
-            ]
-            groups.append(Group(block=Group.numbered(row)))
+            stride = 2 if group else 1
+            row = stage(_Block, inputs, outputs, stride, blocks, sparse, rngs=rngs)
+            groups.append(Group(block=row))
             inputs = outputs
         self.layer = Group.numbered(groups)
         self.batchnorm = BatchNorm(inputs, rngs=rngs)
@@ -101,9 +95,6 @@ class DMWideResNet(nnx.Module):
 
     def classify(self, features):
         return self.logits(features)
-
-    def __call__(self, x):
-        return self.classify(self.features(x))
 
     @staticmethod
     def sizes(shapes):

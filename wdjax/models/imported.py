@@ -1,9 +1,13 @@
 """Models of ONNX files and of PyTorch modules: their graphs, run by our table of operators."""
 
 import collections
+import contextlib
 import functools
+import io
+import logging
 import math
 import tempfile
+import warnings
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +23,7 @@ from wdjax.files.onnx_file import OnnxGraph, OnnxValue
 from wdjax.files.state_pickle import shown
 from wdjax.models.graphs.execute import GraphFunction, Parts, needed, prepared
 from wdjax.models.graphs.laid import MAX_SIZE, channels_last
+from wdjax.models.opaque import refuse_training
 from wdjax.models.pytorch import Converted
 
 TOLERANCE = 1e-4
@@ -104,6 +109,11 @@ def load_onnx(path: str | PathLike[str], *, layout: str = "NHWC") -> Converted:
 
 
 def _converted(graph, source, layout, named, reference):
+    """The model of a graph, tried on random inputs and compared with ``reference``.
+
+    ``source`` is the file's name for messages, ``named`` the weights that a state dict names, and
+    ``reference`` computes the outputs of the original, or tells why it cannot.
+    """
     value, notes = _only_input(graph, source), list[str]()
     result, parts = _chosen(graph, source, value, named, notes)
     channels = layout == "NHWC" and len(value.shape) == 4 and not _is_channels_last(graph, value)
@@ -158,7 +168,11 @@ def _only_input(graph: OnnxGraph, source: str) -> OnnxValue:
 
 
 def _chosen(graph, source, value, named, notes) -> tuple[str, Parts]:
-    """The first output that is an array of floats, and the part of the graph that gives it."""
+    """The name of the first output that is an array of float32, and the part of the graph for it.
+
+    Without one, raises what is wrong with the first output. ``notes`` gets a remark if the graph
+    has more than one.
+    """
     faults = []
     for name in graph.outputs:
         try:
@@ -332,6 +346,11 @@ def _pruned(path, result):
 
 
 def _report(graph, source, value, shape, result, parts, parity, model, notes):
+    """What was read: operators, parameters, shapes, and how far outputs are from the original's.
+
+    ``value`` and ``result`` are the input and the name of the output in the file, ``shape`` that of
+    one sample of the model; ``notes`` are remarks for the user.
+    """
     out = _shape(model.func, model.args[0], (value.shape[0] if model.func.fixed else 1, *shape))
     counts = collections.Counter(node.operator for node in needed(graph.nodes, result))
     used = [graph.tensors[name] for name in parts.params if name in graph.tensors]
@@ -384,15 +403,9 @@ def from_torch(module: Any, example: Any) -> Converted:
         import torch
     except ImportError as error:
         raise ImportError(
-            "from_torch needs torch, onnx and onnxscript: pip install torch 'wdjax[onnx]' "
-            "onnxscript."
+            "from_torch needs torch, onnx and onnxscript: pip install 'wdjax[torch]'."
         ) from error
-    training = [name or "it" for name, part in module.named_modules() if part.training]
-    if training:
-        raise ValueError(
-            f"the module is in its training form ({', '.join(training[:4])}), in which a sample's "
-            "output depends on its batch or on chance; call module.eval() first."
-        )
+    refuse_training(module)
     first = torch.as_tensor(example).detach()
     if first.ndim < 2 or not len(first) or first.dtype != torch.float32:
         raise ValueError(
@@ -410,14 +423,8 @@ def from_torch(module: Any, example: Any) -> Converted:
 
 def _export(torch, module, pair, path):
     """Writes an ONNX file with a free number of samples, or for one if that cannot be."""
-    import contextlib
-    import io
-    import warnings
-
     export = functools.partial(torch.onnx.export, module, dynamo=True, verbose=False)
-    said = io.StringIO()
-    with warnings.catch_warnings(), contextlib.redirect_stdout(said):
-        warnings.simplefilter("ignore")
+    with _quiet():
         try:
             free = ({0: torch.export.Dim("samples")},)
             program = export((pair,), dynamic_shapes=free)
@@ -428,6 +435,19 @@ def _export(torch, module, pair, path):
                 said = " ".join(str(error).split())[:600]
                 raise ValueError(f"PyTorch cannot export the module: {said}") from error
         program.save(str(path), external_data=True)
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Without the exporter's news of its own doings, which errors repeat."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _by_module(torch, module, images, name, result, fixed):

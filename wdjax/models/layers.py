@@ -5,6 +5,7 @@ and are all that a converter needs.
 """
 
 import collections
+import functools
 import itertools
 import math
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from wdjax.models.conv import conv
+from wdjax.models.conv import analysed, conv
 
 
 def parameter(rngs, shape, init=None, kind=nnx.Param):
@@ -63,6 +64,20 @@ class Group(nnx.Module):
         for layer in self:
             x = layer(x)
         return x
+
+
+def stage(block, inputs, outputs, stride, count, *more, rngs):
+    """``count`` blocks in a row: ``block(inputs, outputs, stride, *more)``, from the second on with
+    ``outputs`` channels in and stride 1."""
+    sizes = [(inputs, stride), *[(outputs, 1)] * (count - 1)]
+    return Group.numbered([block(size, outputs, by, *more, rngs=rngs) for size, by in sizes])
+
+
+class Net(nnx.Module):
+    """A classifier in two parts: ``features`` of images, and ``classify``, the logits of these."""
+
+    def __call__(self, x):
+        return self.classify(self.features(x))
 
 
 class Linear(nnx.Module):
@@ -216,11 +231,38 @@ def gelu(x):
 
 
 def max_pool(x, size):
-    """Maximum over windows that do not overlap, by a reshape, whose gradient is fast."""
+    """Maximum over squares that do not overlap; in programs that are analysed by a reshape, which
+    has tight bounds.
+
+    The gradient of ``jnp.max`` divides by the number of entries equal to the maximum. That is 0
+    where a compiler computes them twice, with other roundings, so that it is NaN.
+    """
+    if not analysed():
+        return first_max_pool(x, size, size, 0)
     n, height, width, channels = x.shape
     x = x[:, : height // size * size, : width // size * size]
     x = x.reshape(n, height // size, size, width // size, size, channels)
     return jnp.max(x, axis=(2, 4))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def first_max(x, axes, keepdims):
+    """``jnp.max`` along a tuple of axes, with the gradient of :func:`first_max_pool`."""
+    return jnp.max(x, axis=axes, keepdims=keepdims)
+
+
+@first_max.defjvp
+def _(axes, keepdims, values, changes):
+    (x,), (change,) = values, changes
+    places = tuple(axis % x.ndim for axis in axes)
+    order = (*(axis for axis in range(x.ndim) if axis not in places), *places)
+    kept = [x.shape[axis] for axis in order[: x.ndim - len(places)]]
+    x, change = (array.transpose(order).reshape(*kept, -1) for array in (x, change))
+    first = jnp.arange(x.shape[-1]) == jnp.argmax(x, axis=-1, keepdims=True)
+    out, moved = jnp.max(x, axis=-1), jnp.sum(jnp.where(first, change, 0), axis=-1)
+    if keepdims:
+        out, moved = (jnp.expand_dims(array, places) for array in (out, moved))
+    return out, moved
 
 
 def first_max_pool(x, size, stride, padding):

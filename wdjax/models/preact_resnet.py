@@ -9,10 +9,12 @@ from wdjax.models.layers import (
     Conv,
     Group,
     Linear,
+    Net,
     average_pool,
     classes_of,
     identity,
     numbered,
+    stage,
 )
 
 _PLANES = (64, 128, 256, 512)
@@ -38,7 +40,7 @@ class _Block(nnx.Module):
         return self.conv2(jax.nn.relu(self.bn2(self.conv1(active)))) + skip
 
 
-class PreActResNet(nnx.Module):
+class PreActResNet(Net):
     """kuangliu's pre-activation ResNet for 32x32 images.
 
     Args:
@@ -64,18 +66,10 @@ class PreActResNet(nnx.Module):
         self.normalize = normalize
         self.conv1 = Conv(3, 64, 3, 1, 1, rngs=rngs)
         inputs = 64
-        for stage, (planes, count) in enumerate(zip(_PLANES, blocks)):
-            row = [
-                _Block(
-                    planes if i else inputs,
-                    planes,
-                    2 if stage and i == 0 else 1,
-                    activated_shortcut,
-                    rngs=rngs,
-                )
-                for i in range(count)
-            ]
-            setattr(self, f"layer{stage + 1}", Group.numbered(row))
+        for i, (planes, count) in enumerate(zip(_PLANES, blocks)):
+            stride = 2 if i else 1
+            row = stage(_Block, inputs, planes, stride, count, activated_shortcut, rngs=rngs)
+            setattr(self, f"layer{i + 1}", row)
             inputs = planes
         if final_norm:
             self.bn = BatchNorm(inputs, rngs=rngs)
@@ -83,17 +77,14 @@ class PreActResNet(nnx.Module):
 
     def features(self, x):
         x = self.conv1(self.normalize(x))
-        for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
-            x = stage(x)
+        for layer in (self.layer1, self.layer2, self.layer3, self.layer4):
+            x = layer(x)
         if hasattr(self, "bn"):
             x = jax.nn.relu(self.bn(x))
         return average_pool(x)
 
     def classify(self, features):
         return self.linear(features)
-
-    def __call__(self, x):
-        return self.classify(self.features(x))
 
     @staticmethod
     def sizes(shapes):
@@ -121,7 +112,7 @@ class _DMBlock(nnx.Module):
         return out + (self.shortcut(x) if hasattr(self, "shortcut") else x)
 
 
-class DMPreActResNet(nnx.Module):
+class DMPreActResNet(Net):
     """DeepMind's pre-activation ResNet-18 with SiLU, and 3x3 shortcuts of the raw input.
 
     Args:
@@ -135,27 +126,21 @@ class DMPreActResNet(nnx.Module):
         self.normalize = normalize
         self.conv_2d = Conv(3, 64, 3, 1, 1, rngs=rngs)
         inputs = 64
-        for stage, (planes, count) in enumerate(zip(_PLANES, blocks)):
-            row = [
-                _DMBlock(planes if i else inputs, planes, 2 if stage and i == 0 else 1, rngs=rngs)
-                for i in range(count)
-            ]
-            setattr(self, f"layer_{stage}", Group.numbered(row))
+        for i, (planes, count) in enumerate(zip(_PLANES, blocks)):
+            row = stage(_DMBlock, inputs, planes, 2 if i else 1, count, rngs=rngs)
+            setattr(self, f"layer_{i}", row)
             inputs = planes
         self.batchnorm = BatchNorm(inputs, rngs=rngs)
         self.logits = Linear(inputs, classes, rngs=rngs)
 
     def features(self, x):
         x = self.conv_2d(self.normalize(x))
-        for stage in (self.layer_0, self.layer_1, self.layer_2, self.layer_3):
-            x = stage(x)
+        for layer in (self.layer_0, self.layer_1, self.layer_2, self.layer_3):
+            x = layer(x)
         return average_pool(jax.nn.silu(self.batchnorm(x)))
 
     def classify(self, features):
         return self.logits(features)
-
-    def __call__(self, x):
-        return self.classify(self.features(x))
 
     @staticmethod
     def sizes(shapes):

@@ -8,6 +8,7 @@ from wdjax.models.layers import (
     Conv,
     Group,
     Linear,
+    Net,
     average_pool,
     classes_of,
     common,
@@ -15,6 +16,7 @@ from wdjax.models.layers import (
     first_max_pool,
     identity,
     numbered,
+    stage,
 )
 
 _PLANES = (64, 128, 256, 512)
@@ -32,7 +34,7 @@ def _projection(inputs, outputs, stride, *, rngs):
 class _Basic(nnx.Module):
     """Two 3x3 convolutions with BatchNorm, and a shortcut."""
 
-    def __init__(self, inputs, planes, outputs, stride, skip, *, rngs):
+    def __init__(self, inputs, outputs, stride, planes, skip, *, rngs):
         self.conv1 = Conv(inputs, planes, 3, stride, 1, rngs=rngs)
         self.bn1 = BatchNorm(planes, rngs=rngs)
         self.conv2 = Conv(planes, outputs, 3, 1, 1, rngs=rngs)
@@ -47,7 +49,7 @@ class _Basic(nnx.Module):
 class _Bottleneck(nnx.Module):
     """A 1x1, a 3x3 and a 1x1 convolution with BatchNorm, and a shortcut."""
 
-    def __init__(self, inputs, planes, outputs, stride, skip, *, rngs):
+    def __init__(self, inputs, outputs, stride, planes, skip, *, rngs):
         self.conv1 = Conv(inputs, planes, 1, rngs=rngs)
         self.bn1 = BatchNorm(planes, rngs=rngs)
         self.conv2 = Conv(planes, planes, 3, stride, 1, rngs=rngs)
@@ -81,25 +83,16 @@ def _stages(module, blocks, bottleneck, inner, skip, *, rngs):
     stage, 64 being the usual one; ``skip`` the name of a block's projection in state dicts.
     """
     inputs = 64
-    for stage, (planes, count) in enumerate(zip(_PLANES, blocks)):
+    block = _Bottleneck if bottleneck else _Basic
+    for i, (planes, count) in enumerate(zip(_PLANES, blocks)):
         outputs = planes * 4 if bottleneck else planes
-        row = [
-            (_Bottleneck if bottleneck else _Basic)(
-                outputs if i else inputs,
-                planes * inner // 64,
-                outputs,
-                2 if stage and i == 0 else 1,
-                skip,
-                rngs=rngs,
-            )
-            for i in range(count)
-        ]
-        setattr(module, f"layer{stage + 1}", Group.numbered(row))
+        sizes = inputs, outputs, 2 if i else 1, count, planes * inner // 64
+        setattr(module, f"layer{i + 1}", stage(block, *sizes, skip, rngs=rngs))
         inputs = outputs
     return inputs
 
 
-class ResNet(nnx.Module):
+class ResNet(Net):
     """kuangliu's ResNet for 32x32 images: 3x3 stem, no max-pool.
 
     Args:
@@ -121,15 +114,12 @@ class ResNet(nnx.Module):
 
     def features(self, x):
         x = jax.nn.relu(self.bn1(self.conv1(self.normalize(x))))
-        for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
-            x = stage(x)
+        for layer in (self.layer1, self.layer2, self.layer3, self.layer4):
+            x = layer(x)
         return average_pool(x)
 
     def classify(self, features):
         return self.linear(features)
-
-    def __call__(self, x):
-        return self.classify(self.features(x))
 
     @staticmethod
     def sizes(shapes):
@@ -142,7 +132,7 @@ def _blocks(shapes):
     return tuple(numbered(shapes, f"layer{stage}.") for stage in range(1, 5))
 
 
-class TorchvisionResNet(nnx.Module):
+class TorchvisionResNet(Net):
     """torchvision's ResNet (v1.5: the stride is on the 3x3 convolution).
 
     Args:
@@ -179,15 +169,12 @@ class TorchvisionResNet(nnx.Module):
         x = jax.nn.relu(self.bn1(self.conv1(self.normalize(x))))
         if self.stem == "imagenet":
             x = first_max_pool(x, 3, 2, 1)
-        for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
-            x = stage(x)
+        for layer in (self.layer1, self.layer2, self.layer3, self.layer4):
+            x = layer(x)
         return average_pool(x)
 
     def classify(self, features):
         return self.fc(features)
-
-    def __call__(self, x):
-        return self.classify(self.features(x))
 
     @staticmethod
     def sizes(shapes):

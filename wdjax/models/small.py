@@ -4,10 +4,10 @@ import jax
 from flax import nnx
 
 from wdjax.models.functional import functional
-from wdjax.models.layers import BatchNorm, Conv, FlatLinear, Group, Linear, Normalize, max_pool
+from wdjax.models.layers import BatchNorm, Conv, FlatLinear, Group, Linear, Net, Normalize, max_pool
 
 
-class MLP(nnx.Module):
+class MLP(Net):
     """``fc1, relu, fc2, ...`` on inputs of any shape, flattened."""
 
     def __init__(self, sizes, *, rngs=None):
@@ -26,9 +26,6 @@ class MLP(nnx.Module):
     def classify(self, features):
         return getattr(self, f"fc{self.depth}")(features)
 
-    def __call__(self, x):
-        return self.classify(self.features(x))
-
     @staticmethod
     def sizes(shapes):
         """The size argument, read off the shapes of a state dict."""
@@ -39,7 +36,7 @@ class MLP(nnx.Module):
         return {"sizes": (weights[0][1], *(shape[0] for shape in weights))}
 
 
-class NormMLP(nnx.Module):
+class NormMLP(Net):
     """``fc1, bn1, relu, fc2, ...``: a perceptron with BatchNorm, for adaptive defences."""
 
     def __init__(self, sizes, *, rngs=None):
@@ -60,11 +57,8 @@ class NormMLP(nnx.Module):
     def classify(self, features):
         return getattr(self, f"fc{self.depth}")(features)
 
-    def __call__(self, x):
-        return self.classify(self.features(x))
 
-
-class NormCNN(nnx.Module):
+class NormCNN(Net):
     """Two 3x3 convolutions with pools and two linear layers, BatchNorm after all but the last."""
 
     def __init__(self, shape, classes=10, widths=(16, 32, 64), *, rngs=None):
@@ -86,11 +80,8 @@ class NormCNN(nnx.Module):
     def classify(self, features):
         return self.fc2(features)
 
-    def __call__(self, x):
-        return self.classify(self.features(x))
 
-
-class WongMNIST(nnx.Module):
+class WongMNIST(Net):
     """Two 4x4 convolutions of stride 2 and two linear layers (Wong and Kolter 2018)."""
 
     def __init__(self, classes=10, *, rngs=None):
@@ -107,11 +98,8 @@ class WongMNIST(nnx.Module):
     def classify(self, features):
         return self.fc2(features)
 
-    def __call__(self, x):
-        return self.classify(self.features(x))
 
-
-class TradesSmallCNN(nnx.Module):
+class TradesSmallCNN(Net):
     """Four unpadded 3x3 convolutions, two pools, three linear layers (Zhang et al. 2019)."""
 
     def __init__(self, classes=10, *, rngs=None):
@@ -134,9 +122,6 @@ class TradesSmallCNN(nnx.Module):
     def classify(self, features):
         return self.fc3(features)
 
-    def __call__(self, x):
-        return self.classify(self.features(x))
-
 
 class _Block(nnx.Module):
     """Two 3x3 convolutions without BatchNorm, and a shortcut."""
@@ -152,7 +137,7 @@ class _Block(nnx.Module):
         return jax.nn.relu(self.conv2(jax.nn.relu(self.conv1(x))) + skip)
 
 
-class ResNet2b(nnx.Module):
+class ResNet2b(Net):
     """Two residual blocks without BatchNorm on 32x32 images (the ``resnet2b`` of VNN-COMP)."""
 
     def __init__(self, classes=10, normalize=None, *, rngs=None):
@@ -169,9 +154,6 @@ class ResNet2b(nnx.Module):
 
     def classify(self, features):
         return self.linear2(features)
-
-    def __call__(self, x):
-        return self.classify(self.features(x))
 
 
 def mlp(sizes, *, key):

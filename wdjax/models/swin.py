@@ -14,6 +14,7 @@ from wdjax.models.layers import (
     LayerNorm,
     Linear,
     MeanSparse,
+    Net,
     beside,
     classes_of,
     common,
@@ -147,7 +148,7 @@ class _Downsample(nnx.Module):
         return self.reduction(self.norm(jnp.concatenate(corners, axis=-1)))
 
 
-class Swin(nnx.Module):
+class Swin(Net):
     """Swin Transformer on 224x224 images.
 
     Args:
@@ -232,9 +233,6 @@ class Swin(nnx.Module):
     def classify(self, features):
         last = self.head.fc if self.layout == "timm" else self.head
         return last(features)
-
-    def __call__(self, x):
-        return self.classify(self.features(x))
 
     @staticmethod
     def sizes(shapes):

@@ -6,7 +6,6 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from wdjax.models.layers import (
     BatchNorm,
@@ -14,6 +13,7 @@ from wdjax.models.layers import (
     FlatLinear,
     Group,
     Linear,
+    Net,
     classes_of,
     extent,
     first_max_pool,
@@ -40,7 +40,7 @@ def adaptive_average_pool(x, out):
     return jnp.einsum("ih,jw,nhwc->nijc", rows, cols, x)
 
 
-class VGG16(nnx.Module):
+class VGG16(Net):
     """VGG-16.
 
     Args:
@@ -111,9 +111,6 @@ class VGG16(nnx.Module):
     def classify(self, features):
         last = self.classifier if isinstance(self.classifier, Linear) else self.classifier[6]
         return last(features)
-
-    def __call__(self, x):
-        return self.classify(self.features(x))
 
     torch_names: ClassVar = {"convolutions": "features"}
 

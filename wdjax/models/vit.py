@@ -10,14 +10,13 @@ from wdjax.models.layers import (
     Group,
     LayerNorm,
     Linear,
+    Net,
     classes_of,
     extent,
     identity,
     numbered,
     parameter,
 )
-
-_EPSILON = 1e-6
 
 
 class _Attention(nnx.Module):
@@ -40,10 +39,10 @@ class _Attention(nnx.Module):
 class _Block(nnx.Module):
     """Attention, then an MLP, each after LayerNorm and with a shortcut."""
 
-    def __init__(self, width, heads, *, rngs):
-        self.norm1 = LayerNorm(width, _EPSILON, rngs=rngs)
+    def __init__(self, width, heads, epsilon, *, rngs):
+        self.norm1 = LayerNorm(width, epsilon, rngs=rngs)
         self.attn = _Attention(width, heads, rngs=rngs)
-        self.norm2 = LayerNorm(width, _EPSILON, rngs=rngs)
+        self.norm2 = LayerNorm(width, epsilon, rngs=rngs)
         self.mlp = Mlp(width, 4 * width, rngs=rngs)
 
     def __call__(self, x):
@@ -51,8 +50,8 @@ class _Block(nnx.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class ViT(nnx.Module):
-    """Vision Transformer on 16x16 patches of 224x224 images, with a class token.
+class ViT(Net):
+    """Vision Transformer with a class token.
 
     Args:
       width: features of a token.
@@ -61,6 +60,9 @@ class ViT(nnx.Module):
       classes: number of logits.
       planes: channels of the first convolution of the stem (doubled three times, then projected),
         or None for the plain patch embedding.
+      side: of the images.
+      patch: side of a patch; 16 with a convolutional stem.
+      epsilon: of LayerNorm.
       normalize: a function applied to the images first.
       rngs: random keys for the parameters; None for an abstract module.
     """
@@ -72,6 +74,9 @@ class ViT(nnx.Module):
         heads=12,
         classes=1000,
         planes=None,
+        side=224,
+        patch=16,
+        epsilon=1e-6,
         normalize=identity,
         *,
         rngs=None,
@@ -81,18 +86,24 @@ class ViT(nnx.Module):
                 f"width {width} is no multiple of {heads} heads; a state dict does not tell the "
                 "number of heads, so pass heads=..."
             )
+        if side % patch or (planes is not None and patch != 16):
+            raise ValueError(f"patches of {patch} x {patch} do not tile images of {side} x {side}.")
         self.normalize = normalize
         self.cls_token = parameter(rngs, (1, 1, width))
-        self.pos_embed = parameter(rngs, (1, 197, width), jax.nn.initializers.normal(0.02))
+        self.pos_embed = parameter(
+            rngs, (1, (side // patch) ** 2 + 1, width), jax.nn.initializers.normal(0.02)
+        )
         if planes is None:
-            embed = Conv(3, width, 16, 16, bias=True, rngs=rngs)
+            embed = Conv(3, width, patch, patch, bias=True, rngs=rngs)
         else:
             embed = ConvStem(
                 (planes, 2 * planes, 4 * planes, 8 * planes), (2,) * 4, width, rngs=rngs
             )
         self.patch_embed = Group(proj=embed)
-        self.blocks = Group.numbered([_Block(width, heads, rngs=rngs) for _ in range(depth)])
-        self.norm = LayerNorm(width, _EPSILON, rngs=rngs)
+        self.blocks = Group.numbered(
+            [_Block(width, heads, epsilon, rngs=rngs) for _ in range(depth)]
+        )
+        self.norm = LayerNorm(width, epsilon, rngs=rngs)
         self.head = Linear(width, classes, rngs=rngs)
 
     def features(self, x):
@@ -104,9 +115,6 @@ class ViT(nnx.Module):
 
     def classify(self, features):
         return self.head(features)
-
-    def __call__(self, x):
-        return self.classify(self.features(x))
 
     @staticmethod
     def sizes(shapes):

@@ -8,12 +8,14 @@ from wdjax.models.layers import (
     Conv,
     Group,
     Linear,
+    Net,
     average_pool,
     classes_of,
     common,
     extent,
     identity,
     numbered,
+    stage,
 )
 
 
@@ -35,7 +37,7 @@ class _Block(nnx.Module):
         return out + (self.convShortcut(active) if hasattr(self, "convShortcut") else x)
 
 
-class WideResNet(nnx.Module):
+class WideResNet(Net):
     """WRN-depth-width with ReLU on 32x32 images.
 
     Args:
@@ -55,16 +57,8 @@ class WideResNet(nnx.Module):
         inputs = 16
         for group in (1, 2, 3):
             outputs = 16 * width * 2 ** (group - 1)
-            row = [
-                _Block(
-                    outputs if i else inputs,
-                    outputs,
-                    2 if group > 1 and i == 0 else 1,
-                    rngs=rngs,
-                )
-                for i in range(blocks)
-            ]
-            setattr(self, f"block{group}", Group(layer=Group.numbered(row)))
+            row = stage(_Block, inputs, outputs, 2 if group > 1 else 1, blocks, rngs=rngs)
+            setattr(self, f"block{group}", Group(layer=row))
             inputs = outputs
         self.bn1 = BatchNorm(inputs, rngs=rngs)
         self.fc = Linear(inputs, classes, rngs=rngs)
@@ -77,9 +71,6 @@ class WideResNet(nnx.Module):
 
     def classify(self, features):
         return self.fc(features)
-
-    def __call__(self, x):
-        return self.classify(self.features(x))
 
     @staticmethod
     def sizes(shapes):

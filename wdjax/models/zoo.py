@@ -190,8 +190,8 @@ _COUNTS = ("depth", "depths", "blocks")  # For a tuple the sum counts.
 def defaults(family: str) -> dict[str, Any]:
     """The arguments of a family's constructor with their default values.
 
-    >>> defaults("vit")
-    {'width': 768, 'depth': 12, 'heads': 12, 'classes': 1000, 'planes': None}
+    >>> defaults("convnext")["dims"], defaults("vit")["heads"]
+    ((128, 256, 512, 1024), 12)
     """
     if family not in FAMILIES:
         raise ValueError(f"unknown architecture {family!r}; known are {', '.join(FAMILIES)}.")
@@ -242,6 +242,11 @@ def _checked(family: str, name: str, value: Any, default: Any) -> Any:
         return value
     if default is None and value is None:
         return None
+    if isinstance(default, float):
+        number = isinstance(value, float | int | np.floating) and not isinstance(value, bool)
+        if not number or not 0 < value < 1:
+            raise ValueError(f"{family}: {name} must be between 0 and 1, got {value!r}.")
+        return float(value)
     several = isinstance(default, tuple) or default is inspect.Parameter.empty
     values = tuple(value) if several and isinstance(value, tuple | list) else (value,)
     wanted = len(default) if isinstance(default, tuple) else len(values)

@@ -11,12 +11,15 @@ trains a model against it; `pictures` draws it.
 distribution; `counting` draws and classifies the copies. `probable` decides for each input, by a
 sequential test, whether its failure probability is at most rho. For failures too rare to be
 counted, `rare` states the problem in normal space, `splitting` and `importance` solve it.
+`bounded_ratio` turns any of these probabilities into the worst case over all distributions of
+bounded density ratio, which needs no fit.
 
 Open `estimate` first, then `fit`. To add a distribution: a frozen dataclass with the protocol
 ``Perturbation`` of `counting`, in `distributions`.
 """
 
 from wdjax.nppr import distributions, pictures
+from wdjax.nppr.bounded_ratio import BoundedRatio, bounded_ratio
 from wdjax.nppr.counting import Perturbation, points
 from wdjax.nppr.estimate import Estimate, estimate, expected_loss, spread_within
 from wdjax.nppr.family import MODES, Family, Mode
@@ -35,6 +38,7 @@ __all__ = [
     "MODES",
     "TABLE_4",
     "AttackOffset",
+    "BoundedRatio",
     "Decision",
     "Estimate",
     "Family",
@@ -46,6 +50,7 @@ __all__ = [
     "Perturbation",
     "Rare",
     "Schedule",
+    "bounded_ratio",
     "distributions",
     "entropy_ratio",
     "estimate",

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from wdjax import losses, parallel, program
+from wdjax import loops, losses, parallel, program
 from wdjax.balls import Lp
 from wdjax.checks import arguments, independence, validate
+from wdjax.checks.forward_mode import TRACES
 from wdjax.core import AnyArray, Array, Classifier, PyTree
 from wdjax.engine import batching
 from wdjax.nppr import upsample as up
@@ -25,7 +26,7 @@ Counts = npt.NDArray[np.int64]
 TURN = 20
 """Copies of an input drawn together. A hundred copies are five groups, and the 40 copies without a
 failure that decide a risk of 0.1 are two, so that none are drawn in vain."""
-TWIN = "nppr.expected_loss, the mean of a loss there, which can be traced and differentiated"
+TWIN = f"nppr.expected_loss, the mean of a loss there, {TRACES}"
 """The differentiable alternative that errors name when a host function is called in a trace."""
 _AT_ONCE = 8
 """Copies at once for each sample in a batch of a search: counting keeps no gradients."""
@@ -175,7 +176,7 @@ def _counted(fixed: Any, rows: Array, first: Array, last: Array, end: Array, wid
         return seen + jnp.sum(counts.reshape(2, len(rows), -1), axis=2, dtype=jnp.int32)
 
     groups = -(-(last - first) // wide)
-    return jax.lax.fori_loop(0, groups, turn, jnp.zeros((2, len(rows)), jnp.int32))
+    return loops.fori_loop(0, groups, turn, jnp.zeros((2, len(rows)), jnp.int32))
 
 
 def placed(perturbation: Perturbation, keys: Array, context: PyTree, x: Array, draws: int) -> Array:

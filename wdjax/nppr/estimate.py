@@ -203,6 +203,7 @@ def spread_within(
     (0.6, 0.1)
     """
     arguments.check(perturbation=perturbation, x=x, y=y, key=key)
+    host_only("spread_within", "nppr.points, which can be traced", perturbation, x, y, key)
     keys = jax.random.split(key, len(x))
     within, saturated = _spread_of(perturbation, jnp.asarray(x), jnp.asarray(y), keys, draws)
     return Spread(np.asarray(within, float), float(jnp.mean(saturated)))

@@ -12,10 +12,11 @@ import numpy as np
 from wdjax import losses, models, program
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Classifier
 from wdjax.engine import identity, loop
 from wdjax.nppr import objective
-from wdjax.nppr.counting import outputs
+from wdjax.nppr.counting import TWIN, outputs
 from wdjax.nppr.family import Family, Params
 from wdjax.nppr.fit_schedule import Schedule
 from wdjax.nppr.fitted import FitHistory, Fitted
@@ -168,8 +169,8 @@ def _fit(
     ``radii`` and ``keys`` have length S; ``start`` replaces initial parameters by name; ``saving``
     are arguments of :func:`wdjax.engine.loop.carry`.
     """
-    if validate.traced(model, x, y, keys, radii) or validate.staged():
-        raise ValueError("a fit looks at its samples: call it outside of jit; for vmap, fit_many.")
+    twin = f"nppr.fit_many for many radii and keys at once, or {TWIN}"
+    host_only("a fit", twin, model, x, y, keys, radii)
     x, y = validate.check_samples(model, x, y, how.ball.box)
     if how.family.sees_input and how.features is None:
         how = how._replace(features=models.features(model))  # type: ignore[arg-type]

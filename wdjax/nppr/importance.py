@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from wdjax import loops
 from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Classifier
 from wdjax.nppr import distributions
+from wdjax.nppr.counting import TWIN
 from wdjax.nppr.rare import Rare, RareEvent, ask
 from wdjax.nppr.splitting import explored
 
@@ -98,6 +101,7 @@ def importance(
     >>> round(found.value * 1e4, 1), found.agrees  # Exactly 1e-4.
     (1.0, True)
     """
+    host_only("nppr.importance", TWIN, model, perturbation, x, y, key)
     arguments.check(perturbation=perturbation, model=model, x=[x], y=[y], key=key)
     question = ask(model, perturbation, x, y, key, batch_size)
     count, repeats = validate.check_count("draws", draws), validate.check_count("runs", runs, 2)
@@ -210,7 +214,7 @@ def _approach(question: RareEvent, start: Start, steps: int) -> Array:
         share = 1 / (1 + number / 10)
         return jnp.where(some, (1 - share) * u + share * target, u), None
 
-    return jax.lax.scan(step, start.u, jnp.arange(float(steps)))[0]
+    return loops.scan(step, start.u, jnp.arange(float(steps)))[0]
 
 
 def _shortest(question: RareEvent, start: Array, end: Array) -> Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import losses
+from wdjax import loops, losses
 from wdjax.balls import Lp
 from wdjax.core import Array, Classifier
 from wdjax.nppr import family as families
@@ -99,7 +99,7 @@ def advance(plan: FitProgram, data: Data, state: State, first: Array, last: Arra
 
     if not plan.loops:
         return all_fits(state)
-    return jax.lax.fori_loop(first, last, lambda _, state: all_fits(state), state)
+    return loops.fori_loop(first, last, lambda _, state: all_fits(state), state)
 
 
 @promoted()

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wdjax.core import AnyArray, Array
+from wdjax.nppr.bounded_ratio import BoundedRatio
 from wdjax.nppr.counting import Perturbation
 from wdjax.nppr.fitted import Fitted
 
@@ -181,4 +182,30 @@ def mixture(fitted: Fitted, x: AnyArray, y: AnyArray) -> "Figure":
     shown = third.imshow(covariance, cmap="RdBu_r", vmin=-top, vmax=top, interpolation="none")
     third.set(title=f"covariance of component {main}")
     figure.colorbar(shown, ax=third)
+    return figure
+
+
+def between(curves: Mapping[str, BoundedRatio], shares: Mapping[str, float]) -> "Figure":
+    """Worst survival against the density ratio, from PR on, with NPPR and AR as lines.
+
+    Bands are the pooled 95 % intervals; a curve is drawn where they are shorter than 1/2.
+
+    Args:
+      curves: by name, such as the reference distribution.
+      shares: by name what does not depend on the ratio, such as NPPR and AR.
+    """
+    figure, (axis,) = _figure(5.2, 3.4)
+    for place, (name, curve) in enumerate(curves.items()):
+        low, high = curve.pooled()
+        axis.fill_between(curve.ratio, low, high, color=f"C{place}", alpha=0.2, linewidth=0)
+        known = np.where(high - low < 0.5, curve.value, np.nan)
+        axis.plot(curve.ratio, known, color=f"C{place}", label=name)
+        if curve.ratio[0] == 1:
+            axis.plot(1, curve.value[0], "o", color=f"C{place}", label=f"PR, {name}")
+    for place, (name, share) in enumerate(shares.items()):
+        dash = ("--", ":", "-.")[place % 3]
+        axis.axhline(share, color=f"C{len(curves) + place}", linestyle=dash, label=name)
+    axis.set(xscale="log", xlabel="bound of the density ratio", ylabel="worst survival")
+    axis.set(ylim=(-0.02, 1.02))
+    axis.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     return figure

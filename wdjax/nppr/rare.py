@@ -17,12 +17,11 @@ import numpy.typing as npt
 
 from wdjax import losses
 from wdjax.checks import validate
-from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Classifier
 from wdjax.metrics import ConfidenceInterval
 from wdjax.nppr import distributions
 from wdjax.nppr import upsample as up
-from wdjax.nppr.counting import TWIN, default_batch
+from wdjax.nppr.counting import default_batch
 
 _APART = 0.99
 """Confidence of the two intervals that must overlap if two methods agree."""
@@ -193,7 +192,6 @@ def ask(
     batch_size: int | None = None,
 ) -> RareEvent:
     """Checks the input ``[*shape]``, which must be classified correctly."""
-    host_only("the search for rare failures", TWIN, model, perturbation, x, y, key)
     validate.check_number("eps", perturbation.eps)
     x, labels = jnp.asarray(x)[None], np.asarray(y).reshape(1)
     x, own = validate.check_samples(model, x, labels, perturbation.ball.box)

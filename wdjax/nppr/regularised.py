@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from wdjax import losses, models, program, training
+from wdjax import loops, losses, models, program, training
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Model, PyTree
 from wdjax.engine import identity, loop
 from wdjax.nppr import counting, objective
@@ -123,8 +124,7 @@ def train_model(
     True
     """
     arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
-    if validate.traced(model, x, y, key) or validate.staged():
-        raise ValueError("a training looks at its losses: call it outside of jit and vmap.")
+    host_only("nppr.train_model", counting.TWIN, model, x, y, key)
     x, y = validate.check_samples(model, x, y, ball.box)
     size = min(validate.check_count("batch_size", batch_size), len(y))
     steps = validate.check_count("epochs", epochs) * (len(y) // size)
@@ -196,7 +196,7 @@ def _steps(
     """Steps ``first`` to ``last``; a single step if the model loops slowly."""
     if not recipe.plan.loops:
         return _step(recipe, given, state)
-    return jax.lax.fori_loop(first, last, lambda _, state: _step(recipe, given, state), state)
+    return loops.fori_loop(first, last, lambda _, state: _step(recipe, given, state), state)
 
 
 def _step(recipe: RegularisedProgram, given: TrainingData, state: State) -> State:

@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from wdjax import loops
 from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Classifier
 from wdjax.nppr import distributions
+from wdjax.nppr.counting import TWIN
 from wdjax.nppr.rare import Rare, RareEvent, ask
 
 _ACCEPTED = 0.3
@@ -78,6 +81,7 @@ def splitting(
     >>> 0.5 < found.value * 1e4 < 2  # Exactly 1e-4.
     True
     """
+    host_only("nppr.splitting", TWIN, model, perturbation, x, y, key)
     arguments.check(perturbation=perturbation, model=model, x=[x], y=[y], key=key)
     question = ask(model, perturbation, x, y, key, batch_size)
     return explored(question, key, particles, keep, moves, runs, least)[0]
@@ -181,7 +185,7 @@ def _ascent(
         levels, steps = built.level.at[at].set(level), built.step.at[at].set(step)
         return cloud, step, Ladder(levels, steps, cloud.level)
 
-    cloud, _, built = jax.lax.while_loop(unfinished, climb, (begun, jnp.asarray(0.5), ladder))
+    cloud, _, built = loops.while_loop(unfinished, climb, (begun, jnp.asarray(0.5), ladder))
     return cloud, built
 
 
@@ -216,6 +220,6 @@ def _climbed(
         return (u, score, step, faults + jnp.sum(fault, dtype=jnp.int32)), None
 
     begun: tuple[Array, ...] = cloud.u[chosen], cloud.score[chosen], step, cloud.faults
-    (u, score, step, faults), _ = jax.lax.scan(one, begun, jax.random.split(move, moves))
+    (u, score, step, faults), _ = loops.scan(one, begun, jax.random.split(move, moves))
     log = cloud.log + jnp.log(left / len(above))
     return Cloud(u, score, log, cloud.level + 1, faults), step

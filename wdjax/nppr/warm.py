@@ -137,11 +137,11 @@ def universal_start(
     ['embedding', 'mean', 'pi']
     """
     arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
-    from sklearn.cluster import KMeans
-
     validate.check_choice("the family's mode", family.mode, ("label",))
     own = dataclasses.replace(family, mode="label-full", components=1)
     found = fit(model, x, y, eps=eps, key=key, family=own, schedule=schedule, ball=ball)
+    from sklearn.cluster import KMeans
+
     labels = jnp.unique(jnp.asarray(y))
     shape = jnp.shape(x)[1:]
     rows = jnp.broadcast_to(jnp.asarray(x)[:1], (len(labels), *shape))

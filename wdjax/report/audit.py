@@ -25,6 +25,7 @@ from wdjax import losses, metrics, transport
 from wdjax.attacks import PGD, WDA, WDAPlusPlus
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import SEARCH_TWIN, host_only
 from wdjax.core import Array, Attack, Classifier, Found, Result, Samples, Victim
 from wdjax.engine import driver, identity, track
 from wdjax.engine.tasks import Task, Tasks
@@ -166,6 +167,7 @@ def sandwich(
     True
     """
     arguments.check("key", model=model, x=x, y=y, key=key)
+    host_only("an audit", SEARCH_TWIN, model, x, y, radii, key)
     budgets = _check_radii(radii)
     arguments.warn(arguments.too_far(ball, np.shape(x)[1:], budgets))
     x, y = validate.check_samples(model, x, y, ball.box)

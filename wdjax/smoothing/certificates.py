@@ -19,12 +19,14 @@ from jax.sharding import Mesh
 from wdjax.balls import Lp
 from wdjax.bounds.region import Box
 from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import TRACES, host_only
 from wdjax.core import AnyArray, Array, Model, Progress
 from wdjax.engine import batching, identity, loop
 from wdjax.smoothing import binomial, looks, votes
 from wdjax.smoothing.grid import Noise
 from wdjax.smoothing.looks import ABSTAIN, SmoothedCertificate, Test
 
+_TWIN = f"smoothing.soft, {TRACES}"
 _PROBABILITIES = np.array([0.51, 0.6, 0.9, 0.999])
 """The noise's radii at these probabilities are part of the identity of a checkpoint."""
 
@@ -169,6 +171,7 @@ def cautions(
     'nothing can be certified: 9 votes at alpha=0.001 show no majority even if all agree; raise n.'
     """
     arguments.check("eps", x=x, noise=noise, eps=eps)
+    host_only("smoothing.cautions", _TWIN, x, noise, eps)
     test = test or ("clopper-pearson" if eps is None else "sequential")
     asked = looks.plan(eps if test == "sequential" else None, noise, 0, n, alpha, test)
     ball: Any = noise if noise.norm is None else Lp(noise.norm, box)
@@ -347,8 +350,7 @@ def _check_given(model: Any, noise: Any, key: Any, *samples: Any) -> None:
 
     Only JAX's default keys (threefry) give a vote the same noise in every batch.
     """
-    if validate.traced(model, noise, key, samples) or validate.staged():
-        raise ValueError("votes are counted on the host; smooth outside of jit, vmap and grad.")
+    host_only("the count of votes", _TWIN, model, noise, key, samples)
     if "threefry" not in str(jax.random.key_impl(key)):
         raise ValueError(
             "pass key=jax.random.key(seed), of the default kind: with others, the noise of a vote "

@@ -217,11 +217,11 @@ class Work(NamedTuple):
         return state
 
     def _close(self, state: dict[str, Any], part: int) -> None:
-        """Ends a part, in place: chooses the classes, or bounds their probabilities.
+        """Uses the votes of a finished part; changes ``state``.
 
-        The first part, if ``n0`` is not 0, chooses the class of most votes. Every other part raises
-        the lower bounds; in a sequential test, samples for which every level is certified or
-        refuted become inactive and get no more votes.
+        If ``n0`` is not 0, the votes of the first part choose each sample's class. Those of every
+        other part raise the lower bounds of its probability; in a sequential test, samples for
+        which every level is certified or refuted become inactive and get no more votes.
         """
         plan, active, counts = self.plan, state["active"], state["counts"]
         if plan.n0 and part == 0:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
+from wdjax import loops
 from wdjax.checks import validate
 from wdjax.core import Array, Model, PyTree
 from wdjax.transductive.defense import Defense
@@ -156,7 +157,7 @@ def _all(shared: PyTree, x: Array) -> PyTree:
         said = _one(shared, number, x)
         return jax.tree.map(lambda row, new: row.at[number].set(new), rows, said)
 
-    rows = jax.lax.fori_loop(first, bank.filled, ask, rows)
+    rows = loops.fori_loop(first, bank.filled, ask, rows)
     return jax.tree.map(lambda row: jnp.moveaxis(row, 0, 1), rows)
 
 
@@ -190,7 +191,7 @@ def _backward(kept: PyTree, pull: PyTree) -> tuple[None, Array]:
         own = jax.tree.map(lambda rows, now: _cotangent(rows, number, now), pull, said)
         return total + back(own)[0]
 
-    return None, jax.lax.fori_loop(first, bank.filled, add, jnp.zeros_like(x))
+    return None, loops.fori_loop(first, bank.filled, add, jnp.zeros_like(x))
 
 
 def _cotangent(rows: Any, number: Array, now: Array) -> Any:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import norms
+from wdjax import loops, norms
 from wdjax.balls import Lp
 from wdjax.checks import arguments
 from wdjax.core import Array, Model, PyTree
@@ -91,7 +91,7 @@ def raise_objective(
 
     unknown, none = jnp.full(y.shape, -jnp.inf, x.dtype), jnp.zeros(y.shape, jnp.int32)
     begun = BankFound(x, unknown, none > 0, none)
-    return jax.lax.scan(search, begun, jnp.arange(attack.runs))[0]
+    return loops.scan(search, begun, jnp.arange(attack.runs))[0]
 
 
 def objective_at(
@@ -193,7 +193,7 @@ def _climb(asked: _Question, aim: Array, start: Array, key: Array) -> BankFound:
     none = jnp.zeros(y.shape, jnp.int32)
     begun = BankFound(start, jnp.full(y.shape, -jnp.inf, x.dtype), none > 0, none)
     legs = asked.bank.filled if attack.legs == "models" else 1
-    moved = jax.lax.fori_loop(0, legs, leg, begun)
+    moved = loops.fori_loop(0, legs, leg, begun)
     if attack.keep == "first":
         fresh = criterion(asked.victim()(moved.x_adv), y) > criterion(asked.victim()(x), y)
         moved = moved._replace(x_adv=jnp.where(norms.spread(fresh, x), moved.x_adv, x))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import losses, models
+from wdjax import loops, losses, models
 from wdjax.checks import arguments, validate
 from wdjax.core import Array, Attack, Model, PyTree
 from wdjax.engine import driver
@@ -105,7 +105,7 @@ def train_classifier(
         return (model, known), None
 
     rows = batches(order_key, len(y), size, steps), jnp.arange(steps)
-    (model, _), _ = jax.lax.scan(step, (model, rule.init(models.parameters(model))), rows)
+    (model, _), _ = loops.scan(step, (model, rule.init(models.parameters(model))), rows)
     return model
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from wdjax import data
 from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Model, PyTree
 from wdjax.engine import loop
 from wdjax.transductive import turns
@@ -49,6 +50,7 @@ def prepare(defense: Defense, x: AnyArray, y: AnyArray, *, key: Array) -> PyTree
     ()
     """
     arguments.check(x=x, y=y, key=key)
+    host_only("prepare", "the method prepare of the defense, which can be traced", x, y, key)
     known = data.as_dataset(x, y, "the training data")
     return _prepare(defense, key, jnp.asarray(known.x), jnp.asarray(known.y))
 
@@ -132,8 +134,8 @@ def play(
     ([False, True], 1.0)
     """
     arguments.check(x=x, y=y, eps=eps, key=key)
-    if validate.traced(defense, memory, x, y, eps, key) or validate.staged():
-        raise ValueError("a game runs on the host: play it outside jit and vmap.")
+    twin = "transductive.raise_objective, which can be traced"
+    host_only("a game", twin, defense, memory, x, y, eps, key)
     _check_attack(attack)
     arguments.warn(arguments.too_far(attack.inner.ball, np.shape(x)[1:], eps))
     rules = _checked(_Rules(size, draws, leak, order, pool, rejections))

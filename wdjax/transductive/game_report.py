@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from wdjax import metrics
 from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array
 from wdjax.transductive.defense import Defense
 from wdjax.transductive.state import GameRecord
@@ -262,6 +263,8 @@ def cost_multiple(
     Source: Croce et al. [croce2022].
     """
     arguments.check(x=x, key=key)
+    twins = "the methods adapt and predict of the defense, which can be traced"
+    host_only("cost_multiple", twins, defense, memory, x, key)
     repeats = validate.check_count("repeats", repeats)
     state, inputs = defense.begin(memory), jnp.asarray(x)
     base = defense.base(memory, state, len(inputs))

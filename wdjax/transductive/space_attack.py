@@ -89,6 +89,7 @@ class SpaceAttack:
     clean_fallback: bool = setting(False)
 
     def __post_init__(self) -> None:
+        """Checks the settings, each alone and with the inner attack."""
         for name, least in (("iterations", 1), ("restarts", 1), ("rivals", 0), ("simulations", 1)):
             object.__setattr__(self, name, validate.check_count(name, getattr(self, name), least))
         if self.batch_size is not None:

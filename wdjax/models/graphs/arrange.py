@@ -141,9 +141,10 @@ def _gather(call, x, indices):
         first = int(at)
         part = x.array[(slice(None),) * place + (slice(first, first + 1),)]
         return Laid(xp.squeeze(part, axis=place), x.without([axis]))
-    if at.ndim == 1 and at.size and np.array_equal(at, np.arange(at[0], at[0] + at.size)):
-        first = int(at[0])
-        return Laid(x.array[(slice(None),) * place + (slice(first, first + at.size),)], x.order)
+    if at.size and np.array_equal(at.ravel(), np.arange(at.flat[0], at.flat[0] + at.size)):
+        first = int(at.flat[0])  # PyTorch exports a change of strides as such indices.
+        part = x.array[(slice(None),) * place + (slice(first, first + at.size),)]
+        return reshaped(Laid(part, x.order), (*x.shape[:axis], *at.shape, *x.shape[axis + 1 :]))
     if at.ndim == 1:
         return Laid(_taken(xp, x.array, at, place), x.order)
     return straight(_taken(xp, x.plain(), at, axis))

@@ -4,8 +4,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from wdjax import loops
 from wdjax.models.graphs.laid import reshaped, straight, transposed
 from wdjax.models.graphs.signature import IGNORED, Operator
 
@@ -21,6 +21,11 @@ def _heads(x, count):
 
 
 def _attention(call, q, k, v, mask=None, past_k=None, past_v=None, lengths=None):
+    """Multi-head attention of ONNX, for queries, keys and values of rank 3 or 4.
+
+    ``[n, length, heads * size]`` or ``[n, heads, length, size]``; the result has the rank of ``q``.
+    Fewer heads of keys than of queries are repeated.
+    """
     if past_k is not None or past_v is not None or lengths is not None or call.outputs > 1:
         raise ValueError("it keeps keys and values of an earlier call, which is not supported")
     flat = q.ndim == 3
@@ -80,7 +85,7 @@ def _recurrent(call, x, w, r, bias=None, lengths=None, first_h=None, first_c=Non
         carry = tuple(state) if kind == "LSTM" else state[0]
         inner, outer = jnp.split(both, 2)
         inputs = steps @ weights + inner[None, None]
-        last, out = lax.scan(functools.partial(step, outer), carry, inputs, reverse=backwards)
+        last, out = loops.scan(functools.partial(step, outer), carry, inputs, reverse=backwards)
         outs.append(out)
         lasts.append(last if kind == "LSTM" else (last,))
     every = jnp.stack(outs, axis=1)

@@ -14,6 +14,10 @@ from wdjax.models.conv import analysed
 from wdjax.models.graphs.laid import Laid, bounded, channels_last, straight
 from wdjax.models.graphs.products import geometry
 from wdjax.models.graphs.signature import IGNORED, REQUIRED, Operator
+from wdjax.models.layers import first_max
+
+MAX_WORK = 1 << 30
+"""Entries of all windows of a pooling; a file may ask for more by a few numbers."""
 
 
 def _pooling(call, x):
@@ -28,7 +32,7 @@ def _pooling(call, x):
     images = jnp.asarray(x.to(channels_last(x.ndim)))
     shape = images.shape[1:-1]
     strides, dilations, pads = geometry(call, shape, kernel)
-    beyond = []
+    beyond, work = [], images.size * math.prod(kernel)
     for size, k, s, d, (low, high) in zip(shape, kernel, strides, dilations, pads):
         room = size + low + high - (k - 1) * d - 1
         if room < 0:
@@ -37,6 +41,9 @@ def _pooling(call, x):
         if count * s >= size + low:
             count -= 1
         beyond.append(max(count * s - room, 0))
+        work = work * (count + 1) // size
+    if work > MAX_WORK * len(images):
+        raise ValueError(f"its windows {list(kernel)} have more than {MAX_WORK} entries a sample")
     bounded([size + sum(pad) for size, pad in zip(shape, pads)])
     around = ((0, 0), *pads, (0, 0))
     return images, (1, *kernel, 1), (1, *strides, 1), (1, *dilations, 1), around, beyond
@@ -51,10 +58,11 @@ def _max_pool(call, x):
 
 
 def maximum(images, window, strides, dilations, pads):
-    """Maxima over windows: by a reshape if windows do not overlap; in programs that are analysed
-    one operation, which has tight bounds; or else one entry of the window after another, whose
+    """Maxima over windows: in programs that are analysed one operation, which has tight bounds, by
+    a reshape if windows do not overlap; or else one entry of the window after another, whose
     gradient is fast on a CPU. Of equal entries the first gets the gradient, as in PyTorch."""
-    if window == strides and not any(map(any, pads)) and max(dilations) == 1:
+    whole = window == strides and not any(map(any, pads)) and max(dilations) == 1
+    if whole and analysed():
         return jnp.max(_blocks(images, window), axis=tuple(range(2, 2 * images.ndim - 2, 2)))
     if analysed() or math.prod(window) > 49:
         return lax.reduce_window(
@@ -127,6 +135,10 @@ def _global(function):
 
 
 def _pad(call, x, pads=None, value=None, axes=None):
+    """Pads of all low ends, then of all high ends of the ``axes``; negative ones remove entries.
+
+    ``axes`` are those of the file; ``x`` may lie in another order, for which ``place`` translates.
+    """
     pads = call["pads"] if pads is None else call.numbers(pads, "pads")
     chosen = range(x.ndim) if axes is None else call.numbers(axes, "axes")
     fill = call["value"] if value is None else call.known(value, "value").item()
@@ -162,6 +174,10 @@ def _cropped(array, widths):
 
 
 def _resize(call, x, roi=None, scales=None, sizes=None):
+    """Nearest or linear interpolation along the axes that ``scales`` or ``sizes`` name.
+
+    Collects ``(factor, new size)`` for each axis of ``x``, None for axes that stay.
+    """
     if roi is not None and scales is None and sizes is None and call.opset < 11:
         roi, scales = None, roi  # The second input of version 10.
     if (
@@ -287,6 +303,14 @@ def _reduction(function, folded=None):
     return Operator(run=run, inputs=(1, 2), attributes=attributes, static=(1,))
 
 
+def _largest(x, axis, keepdims):
+    return first_max(x, axis, keepdims)
+
+
+def _least(x, axis, keepdims):
+    return -first_max(-x, axis, keepdims)
+
+
 def _l1(x, **axes):
     return jnp.sum(jnp.abs(x), **axes)
 
@@ -323,7 +347,7 @@ OPERATORS: dict[str, Operator] = {
     "AveragePool": Operator(run=_average_pool, attributes={**_POOL, "count_include_pad": 0}),
     "LpPool": Operator(run=_lp_pool, attributes={**_POOL, "p": 2}),
     "GlobalAveragePool": _global(jnp.mean),
-    "GlobalMaxPool": _global(jnp.max),
+    "GlobalMaxPool": _global(_largest),
     "Pad": Operator(
         run=_pad,
         inputs=(1, 4),
@@ -338,8 +362,8 @@ OPERATORS: dict[str, Operator] = {
     ),
     "ReduceMean": _reduction(jnp.mean),
     "ReduceSum": _reduction(jnp.sum, np.sum),
-    "ReduceMax": _reduction(jnp.max, np.max),
-    "ReduceMin": _reduction(jnp.min, np.min),
+    "ReduceMax": _reduction(_largest, np.max),
+    "ReduceMin": _reduction(_least, np.min),
     "ReduceProd": _reduction(jnp.prod, np.prod),
     "ReduceL1": _reduction(_l1),
     "ReduceL2": _reduction(_l2),

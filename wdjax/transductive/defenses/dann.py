@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import losses, models
+from wdjax import loops, losses, models
 from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
 from wdjax.core import Array, Model, PyTree
@@ -93,7 +93,7 @@ class DANN(Retrained):
             return (both, known), None
 
         rows = own, other, jnp.arange(self.steps)
-        (both, _), _ = jax.lax.scan(step, (both, rule.init(models.parameters(both))), rows)
+        (both, _), _ = loops.scan(step, (both, rule.init(models.parameters(both))), rows)
         return both["model"]
 
 

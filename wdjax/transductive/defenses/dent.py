@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import models
+from wdjax import loops, models
 from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
 from wdjax.core import Array, Model, PyTree
@@ -84,7 +84,7 @@ class DENT(Stateless):
             return (optax.apply_updates(own, updates), known), None
 
         own = self.base(memory, state, len(x))
-        (own, _), _ = jax.lax.scan(step, (own, rule.init(own)), length=self.steps)
+        (own, _), _ = loops.scan(step, (own, rule.init(own)), length=self.steps)
         return own, state
 
     def predict(self, memory: PyTree, adapted: PyTree, x: Array) -> Array:

@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from wdjax import losses
+from wdjax import loops, losses
 from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
 from wdjax.core import Array, Model, PyTree
@@ -80,7 +80,7 @@ class Purify(Stateless):
             moved = now - self.step_size * adapted.strength * _soft_sign(jax.grad(loss)(now))
             return jnp.clip(jnp.clip(moved, x - self.radius, x + self.radius), 0.0, 1.0), None
 
-        return self.model(jax.lax.scan(step, start, length=self.steps)[0])
+        return self.model(loops.scan(step, start, length=self.steps)[0])
 
 
 @jax.tree_util.register_dataclass

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import losses, models
+from wdjax import loops, losses, models
 from wdjax.attacks import PGD
 from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
@@ -190,7 +190,7 @@ class RMC:
         def epoch(carried: Any) -> Any:
             state, number, least, waited, _ = carried
             rows = own[fitting.batches(jax.random.fold_in(key, number), len(own), size, steps)]
-            state, values = jax.lax.scan(step, state, rows)
+            state, values = loops.scan(step, state, rows)
             value = jnp.mean(losses.cross_entropy(state.model(x[held]), y[held]))
             waited = jnp.where(value < least, 0, waited + 1)
             return state, number + 1, jnp.minimum(value, least), waited, jnp.mean(values)
@@ -202,4 +202,4 @@ class RMC:
 
         infinite = jnp.asarray(jnp.inf, x.dtype)
         begun = state, jnp.zeros((), int), infinite, jnp.zeros((), int), infinite
-        return jax.lax.while_loop(goes_on, epoch, begun)[0]
+        return loops.while_loop(goes_on, epoch, begun)[0]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import losses, models
+from wdjax import loops, losses, models
 from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
 from wdjax.core import Array, Model, PyTree
@@ -86,7 +86,7 @@ class URejectron(Stateless):
             return (judge, known), None
 
         judge = self.discriminator(key=first)
-        (judge, _), _ = jax.lax.scan(step, (judge, rule.init(models.parameters(judge))), rows)
+        (judge, _), _ = loops.scan(step, (judge, rule.init(models.parameters(judge))), rows)
         return judge, state
 
     def predict(self, memory: PyTree, adapted: PyTree, x: Array) -> tuple[Array, Array]:

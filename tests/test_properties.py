@@ -1,0 +1,240 @@
+"""Properties: verdicts against exact optima, planted violations, and what is refused."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.optimize
+
+from wdjax import Model, certify
+from wdjax.certify import Specification, properties, property
+
+RNG = np.random.default_rng(11)
+IN, WIDE, OUT = 3, 6, 2
+HOW = {"seconds": 20.0}
+
+
+def relu_net(w, x):
+    for a, b in w[:-1]:
+        x = jax.nn.relu(x @ a + b)
+    return x @ w[-1][0] + w[-1][1]
+
+
+def random_net(seed, sizes=(IN, WIDE, WIDE, OUT)):
+    rng = np.random.default_rng(seed)
+    return tuple(
+        (rng.normal(size=(m, n)).astype("f4"), rng.normal(size=n).astype("f4"))
+        for m, n in itertools.pairwise(sizes)
+    )
+
+
+def least(w, lower, upper, row):
+    """The minimum of ``row . y`` over a box, and where: a mixed integer program, by HiGHS."""
+    ends, blocks, integers = [(low, high) for low, high in zip(lower, upper)], [], [0] * IN
+    left, right = np.asarray(lower, float), np.asarray(upper, float)
+    offset = 0  # Of the layer's inputs among the variables.
+    for a, b in ((np.asarray(a, float), np.asarray(b, float)) for a, b in w[:-1]):
+        low = np.maximum(a, 0).T @ left + np.minimum(a, 0).T @ right + b
+        high = np.maximum(a, 0).T @ right + np.minimum(a, 0).T @ left + b
+        m, n = a.shape
+        place = len(ends)
+        for k in range(n):
+            # v >= z, v <= z - low (1 - d), v <= high d, with d whether the neuron is on.
+            ends += [(0, max(high[k], 0)), (0, 1)]
+            integers += [0, 1]
+            v, d = place + 2 * k, place + 2 * k + 1
+            stretch = min(low[k], 0.0)
+            inputs = [(offset + (2 * i if offset else i), a[i, k]) for i in range(m)]
+            blocks.append(({v: 1, **{i: -c for i, c in inputs}}, b[k], np.inf))
+            blocks.append(
+                ({v: 1, d: -stretch, **{i: -c for i, c in inputs}}, -np.inf, b[k] - stretch)
+            )
+            blocks.append(({v: 1, d: -max(high[k], 0)}, -np.inf, 0))
+        left, right, offset = np.maximum(low, 0), np.maximum(high, 0), place
+    matrix = np.zeros((len(blocks), len(ends)))
+    for place, (terms, _, _) in enumerate(blocks):
+        for i, c in terms.items():
+            matrix[place, i] += c
+    a, b = (np.asarray(t, float) for t in w[-1])
+    cost = np.zeros(len(ends))
+    cost[offset::2] = a @ row
+    found = scipy.optimize.milp(
+        cost,
+        constraints=scipy.optimize.LinearConstraint(
+            matrix, [t[1] for t in blocks], [t[2] for t in blocks]
+        ),
+        bounds=scipy.optimize.Bounds(*np.array(ends, float).T),
+        integrality=integers,
+        options={"mip_rel_gap": 0.0},
+    )
+    return found.fun + b @ row, found.x[:IN]
+
+
+def test_verdicts_agree_with_a_mixed_integer_program():
+    """Violations hidden by 1e-3 of the range of outputs are found, and none is found where the
+    least value is above the bound by as much."""
+    row = np.array([1.0, -1.0])
+    for seed in range(8):
+        net = random_net(seed)
+        model, box = Model(relu_net, net), (-np.ones(IN), np.ones(IN))
+        low, point = least(net, *box, row)
+        own = float(np.asarray(model(jnp.asarray(point[None], jnp.float32)))[0] @ row)
+        assert abs(own - low) < 1e-3, "the oracle is wrong"
+        for gap, expected in ((1e-2, "violated"), (-1e-2, "holds")):
+            found = property(model, *box, Specification([(row[None], [low + gap])]), **HOW)
+            assert found.status == expected, (seed, gap, found)
+            if expected == "violated":
+                assert np.all((found.witness >= -1) & (found.witness <= 1))
+                again = np.asarray(model(found.witness[None]))[0]
+                np.testing.assert_allclose(again, found.output, rtol=1e-5, atol=1e-5)
+                assert float(found.output.astype(float) @ row) <= low + gap
+
+
+def smooth_net(w, x):
+    (a, b), (c, d) = w
+    return jnp.tanh(jax.nn.sigmoid(x @ a + b) @ c + d)
+
+
+def conv_net(w, x):
+    maps = jax.lax.conv_general_dilated(
+        x.reshape(-1, 3, 3, 1), w[0], (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    return jax.nn.relu(maps).reshape(len(x), -1) @ w[1]
+
+
+NETS = {
+    "mlp": Model(relu_net, random_net(100)),
+    "smooth": Model(smooth_net, random_net(101, (IN, 4, OUT))),
+    "conv": Model(conv_net, tuple(
+        jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in ((2, 2, 1, 2), (8, OUT))
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", certify.LADDERS)
+@pytest.mark.parametrize("name", NETS)
+def test_a_planted_violation_is_never_proved_away(name, method):
+    """The level is the least of 20,000 random outputs, plus a little: a violation exists."""
+    model, size = NETS[name], 9 if name == "conv" else IN
+    x = RNG.uniform(-1, 1, (20_000, size)).astype("f4")
+    out = np.asarray(model(jnp.asarray(x))).astype(float)
+    value = out[:, 0] - out[:, 1]
+    rows = np.array([[1.0, -1.0]])
+    levels = [np.min(value) + hidden for hidden in (1e-6, 1e-4, 1e-2)]
+    specs = [Specification([(rows, [level])]) for level in levels]
+    box = -np.ones((3, size)), np.ones((3, size))
+    verdicts = properties(model, *box, specs, method=method, seconds=1.0)
+    assert "holds" not in [verdict.status for verdict in verdicts]
+    assert verdicts[-1].status == "violated"
+
+
+def test_disjunctions_conjunctions_and_equality():
+    """y = x: forbidden sets are intervals of the line."""
+    line = Model(lambda _, x: x, jnp.zeros(1))
+    both = Specification([([[1.0], [-1.0]], [0.75, -0.5])])  # 0.5 <= y <= 0.75
+    either = Specification([([[1.0]], [-1.0]), ([[-1.0]], [-2.0])])  # y <= -1 or y >= 2
+
+    def ask(low, high, spec):
+        return property(line, np.array([low]), np.array([high]), spec, **HOW).status
+
+    assert ask(0.0, 0.45, both) == ask(0.8, 1.0, both) == "holds"
+    assert ask(0.0, 0.5, both) == ask(0.7, 0.7, both) == ask(0.0, 1.0, both) == "violated"
+    assert ask(-0.9, 1.9, either) == "holds"
+    assert ask(-0.9, 2.0, either) == ask(-1.0, 0.0, either) == "violated"
+
+
+def test_helpers_decide_what_they_say():
+    lower, upper = np.array([0.0]), np.array([1.0])
+    assert property(jnp.sin, lower, upper, certify.in_range([-0.1], [0.9]), **HOW).status == "holds"
+    wide = certify.in_range([-math.inf], [0.8])
+    assert property(jnp.sin, lower, upper, wide, **HOW).status == "violated"
+    for delta, status in ((0.1, "holds"), (0.06, "violated")):  # sin(1) - tanh(1) is 0.08.
+        function, spec = certify.agree(jnp.sin, jnp.tanh, delta + (delta < 0.1) * 0.01, 1)
+        assert property(function, lower, upper, spec, **HOW).status == status
+    slope, spec = certify.monotone(lambda x: x**3 - x, (0,))
+    assert property(slope, lower, upper, spec, **HOW).status == "violated"
+    assert property(slope, np.array([0.6]), upper, spec, **HOW).status == "holds"
+
+
+def test_a_witness_lies_between_ends_that_are_no_floats():
+    lower, upper = np.array([0.1, 0.3, 1.0]), np.array([0.2, 0.3, 1.0 + 1e-12])
+    model = Model(lambda w, x: x @ w, jnp.ones((3, 1)))
+    found = property(model, lower, upper, certify.in_range([0.0], [1.0]), **HOW)
+    assert found.status == "violated"
+    assert lower[0] <= float(found.witness[0]) <= upper[0]
+    assert found.witness[1] == np.float32(0.3)
+    assert found.witness[2] == 1.0
+
+
+def test_nothing_holds_because_something_went_wrong():
+    """NaN, infinities, a domain that is left, and a time that is over."""
+    lower, upper = np.array([-1.0]), np.array([1.0])
+    never = certify.in_range([-100.0], [100.0])
+    for broken in (
+        lambda x: jnp.log(x),
+        lambda x: x / (x - x),
+        lambda x: x * jnp.nan,
+    ):
+        found = property(broken, lower, upper, never, seconds=0.5)
+        assert found.status == "unknown"
+        assert not found.bound > 0
+    pole = property(lambda x: 1 / x, lower, upper, never, seconds=0.5)
+    assert pole.status in ("unknown", "violated"), "it exceeds 100 near 0"
+    net = NETS["mlp"]
+    box = -np.ones(IN), np.ones(IN)
+    found = property(net, *box, certify.in_range([-1e3, -1e3], [1e3, 1e3]), seconds=1e-9)
+    assert found.status == "unknown"
+    assert found.by == "time"
+
+
+def test_many_properties_are_each_alone():
+    lower = RNG.uniform(-1, 0, (4, IN))
+    upper = lower + RNG.uniform(0, 0.5, (4, IN))
+    specs = [certify.in_range([-2.0 - i, -math.inf], [3.0 + i, 5.0]) for i in range(4)]
+    together = properties(NETS["mlp"], lower, upper, specs, **HOW)
+    alone = [property(NETS["mlp"], *row, **HOW) for row in zip(lower, upper, specs)]
+    assert [v.status for v in together] == [v.status for v in alone]
+    assert properties(NETS["mlp"], lower[:2], upper[:2], specs[0], **HOW)[0].status in (
+        "holds", "violated",
+    )  # fmt: skip
+
+
+def test_what_may_not_be_is_refused():
+    net, spec = NETS["mlp"], certify.label_wins(0, OUT)
+    low, high = -np.ones(IN), np.ones(IN)
+    wrong = [
+        ((high, low, spec), "the box is empty"),
+        ((low[:2], high, spec), "one shape"),
+        ((low * np.inf, high, spec), "finite"),
+        ((low, high * np.nan, spec), "finite"),
+        ((low, np.array(["a"] * IN), spec), "numbers"),
+        ((low, high, certify.label_wins(0, 3)), "must return floats"),
+        ((low, high, [([[1.0, 0.0]], [0.0])]), "must be a Specification"),
+    ]
+    for given, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            property(net, *given)
+    for how, message in (
+        ({"method": "bab"}, "method must be"),
+        ({"seconds": 0.0}, "seconds must be"),
+        ({"seconds": math.nan}, "seconds must be"),
+        ({"key": 0}, "key must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            property(net, low, high, spec, **how)
+    with pytest.raises(ValueError, match="host"):
+        jax.jit(lambda low: property(net, low, high, spec).bound)(low)
+    mixed = Model(lambda w, x: x - jnp.mean(x, axis=0), jnp.zeros(1))
+    with pytest.raises(ValueError, match="other"):
+        property(mixed, low[:2], high[:2], spec)
+    for members in ((), [([[1.0]], [1.0, 2.0])], [([[math.nan]], [0.0])], [([["x"]], [0.0])]):
+        with pytest.raises(ValueError, match="specification"):
+            Specification(members)
+    for ends in ((2.0, 1.0), (-math.inf, math.inf), (math.nan, 1.0)):
+        with pytest.raises(ValueError, match="lower and upper"):
+            certify.in_range([ends[0]], [ends[1]])
+    with pytest.raises(ValueError, match="label must be"):
+        certify.label_wins(2, 2)

@@ -1,0 +1,257 @@
+"""``--shard`` and ``merge``: parts of a command's work give the result of the whole."""
+
+import functools
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from wdjax import ensembles, models
+from wdjax.cli import main, options
+from wdjax.files import persist
+from wdjax.image import FrankWolfe, NearestTransport, union
+
+COUNT = 5
+ROWS = 23
+BALL = ["--norm", "linf", "--eps", "0.05", "--batch-size", "4"]
+ATTACKS = (
+    "wda(steps=5, probe=2), wda++(steps=6), pgd(steps=3, restarts=2, random_start=true), "
+    "wpgd(steps=3), fast"
+)
+COMMANDS = {
+    "attack": ["attack", *BALL, "--attacks", ATTACKS, "--points", "points.npz"],
+    "crown": ["certify", *BALL, "--method", "crown", "--steps", "3", "--radii", "radii.npz"],
+    "smoothing": [
+        "certify", "--norm", "l2", "--eps", "0.05", "--method", "smoothing", "--sigma", "0.2",
+        "--votes", "200", "--n0", "20", "--alpha", "0.01",
+    ],
+    "images": ["image-attack", "--k", "0.5,1", "--window", "3", "--radii", "leasts.npz", *BALL[4:]],
+    "nppr": [
+        "nppr", *BALL[:4], "--mode", "joint,label", "--components", "2", "--latent", "4",
+        "--steps", "5", "--draws", "64",
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small net and 23 images, of which some are misclassified, in the folder of the commands."""
+    folder = tmp_path_factory.mktemp("shards")
+    for name, seed in (("mlp", 0), ("other", 1)):
+        net = models.mlp((16, 8, 3), key=jax.random.key(seed))
+        architecture = {"family": "mlp", "options": {"sizes": [16, 8, 3]}, "normalize": ""}
+        persist.save_model(folder / f"{name}.safetensors", net, architecture)
+    x = np.random.default_rng(0).uniform(0, 1, (ROWS, 4, 4, 1)).astype(np.float32)
+    y = np.array(models.mlp((16, 8, 3), key=jax.random.key(0))(x)).argmax(-1)
+    y[::7] = (y[::7] + 1) % 3
+    np.savez(folder / "x.npz", x=x, y=y)
+    np.savez(folder / "moved.npz", x=x[::-1], y=y[::-1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ensembles, "fast", functools.partial(ensembles.fast, passes=12))
+        patch.setattr(union, "members", lambda ball: ((FrankWolfe(ball, steps=2), 1.0),))
+        patch.setattr(union, "NearestTransport", functools.partial(NearestTransport, steps=3))
+        patch.chdir(folder)
+        yield folder
+
+
+def words(name, **changes):
+    how = {"--model": "mlp.safetensors", "--data": "x.npz", **changes}
+    return [*COMMANDS[name], *(word for pair in how.items() for word in pair)]
+
+
+def part(name, number, count=COUNT):
+    return f"{name}.json.{number}-of-{count}.safetensors"
+
+
+@pytest.fixture(scope="module")
+def parts(folder):
+    """All parts of every command, made when they are asked for."""
+    made = {}
+
+    def of(name):
+        if name not in made:
+            for number in range(1, COUNT + 1):
+                given = [*words(name), "--json", f"{name}.json", "--shard", f"{number}/{COUNT}"]
+                assert main([*given, "--quiet"]) == 0
+            assert not (folder / f"{name}.json").exists()
+            made[name] = [part(name, number) for number in range(1, COUNT + 1)]
+        return made[name]
+
+    return of
+
+
+def timeless(content):
+    if isinstance(content, list):
+        return [timeless(part) for part in content]
+    if isinstance(content, dict):
+        return {k: timeless(v) for k, v in content.items() if not k.endswith("seconds")}
+    return content
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_merged_parts_are_the_whole(name, folder, parts):
+    """Bit for bit, in every key but times, and in the other files."""
+    found = parts(name)
+    assert main(["merge", *np.roll(found, 2), "--quiet"]) == 0
+    merged = json.loads((folder / f"{name}.json").read_text())
+    arrays = {p.name: dict(np.load(p)) for p in folder.glob("*s.npz")}
+    for path in arrays:
+        (folder / path).unlink()
+    assert main([*words(name), "--json", "whole.json", "--quiet"]) == 0
+    whole = json.loads((folder / "whole.json").read_text())
+    assert [*merged] == [*whole]
+    for key, value in timeless(whole).items():
+        assert timeless(merged)[key] == value, key
+    assert merged["seconds"] > 0
+    for path in folder.glob("*s.npz"):
+        for key, value in np.load(path).items():
+            np.testing.assert_array_equal(arrays[path.name][key], value)
+
+
+def test_rows_of_every_division_are_all_rows_once():
+    for n in (1, 5, 23):
+        for count in range(1, n + 1):
+            own = [options.Shard(number, count).rows(n) for number in range(1, count + 1)]
+            assert [row for rows in own for row in rows] == [*range(n)]
+            assert {*map(len, own)} <= {n // count, -(-n // count)}
+
+
+def test_a_second_look_is_taken_at_the_survivors_of_all_parts(folder, capsys):
+    """A blind attack is noticed when it is merged, with the numbers of the whole."""
+    (folder / "flat_net.py").write_text(
+        "import jax.numpy as jnp, wdjax\n"
+        "def apply(w, x):\n"
+        "    return jnp.round(4 * x.reshape(len(x), -1) @ w)\n"
+        "def build():\n"
+        "    return wdjax.Model(apply, jnp.eye(16)[:, :3] * 1.0)\n"
+    )
+    own = ["attack", "--model", "flat_net:build", "--data", "x.npz", *BALL, "--attacks", "fgsm"]
+    for number in (1, 2):
+        assert main([*own, "--json", "flat.json", "--shard", f"{number}/2", "--quiet"]) == 0
+    assert main(["merge", part("flat", 1, 2), part("flat", 2, 2)]) == 0
+    assert main([*own, "--json", "flat_whole.json", "--quiet"]) == 0
+    merged, whole = (json.loads((folder / f"{n}.json").read_text()) for n in ("flat", "flat_whole"))
+    assert timeless(merged) == timeless(whole)
+    assert "a second look" in capsys.readouterr().err
+    assert "standing_at_second_look" in merged["attacks"]["fgsm"]
+
+
+def refused(capsys, *given):
+    assert main([*map(str, given)]) == 2
+    return capsys.readouterr().err
+
+
+def test_what_does_not_fit_together_is_refused(folder, parts, capsys):
+    found = parts("crown")
+    said = refused(capsys, "merge", *found[:2], *found[3:])
+    assert "part 3 of 5 is missing" in said
+    said = refused(capsys, "merge", *found[1:4])
+    assert "parts 1, 5 of 5 are missing" in said
+    assert "are both part 2/5" in refused(capsys, "merge", *found, found[1])
+    other = {
+        "a setting": (words("crown")[:4] + ["0.06"] + words("crown")[5:], "eps is 0.06 there and"),
+        "a model": (words("crown", **{"--model": "other.safetensors"}), "is about another model"),
+        "samples": (words("crown", **{"--data": "moved.npz"}), "is about other samples"),
+        "a command": (words("smoothing"), "does not belong to"),
+    }
+    for given, match in other.values():
+        assert main([*given, "--json", "odd.json", "--shard", f"2/{COUNT}", "--quiet"]) == 0
+        said = refused(capsys, "merge", found[0], part("odd", 2), *found[2:])
+        assert match in said
+        assert part("odd", 2) in said
+    assert main([*words("crown"), "--json", "odd.json", "--shard", "2/3", "--quiet"]) == 0
+    assert "of different divisions" in refused(capsys, "merge", *found, part("odd", 2, 3))
+
+
+def test_another_version_is_refused(folder, parts, capsys, monkeypatch):
+    from wdjax.report import summary
+
+    now = summary.versions()
+    found = parts("crown")
+    monkeypatch.setattr(summary, "versions", lambda: now | {"jax": "0.0.1"})
+    assert main([*words("crown"), "--json", "old.json", "--shard", f"5/{COUNT}", "--quiet"]) == 0
+    assert "jax is '0.0.1' there" in refused(capsys, "merge", *found[:4], part("old", 5))
+    assert "jax was" in refused(capsys, "merge", *found)
+
+
+def test_changed_samples_and_damaged_or_foreign_files_are_refused(folder, parts, capsys):
+    found = [folder / path for path in parts("crown")]
+    shutil.copy(folder / "x.npz", folder / "kept.npz")
+    shutil.copy(folder / "moved.npz", folder / "x.npz")
+    assert "samples named by the command are not those" in refused(capsys, "merge", *found)
+    shutil.copy(folder / "kept.npz", folder / "x.npz")
+    (folder / "kept.npz").unlink()
+    content = bytearray(found[2].read_bytes())
+    for place in (len(content) - 9, len(content) // 3):
+        spoilt = folder / "spoilt.safetensors"
+        changed = bytearray(content)
+        changed[place] ^= 1
+        spoilt.write_bytes(changed)
+        said = refused(capsys, "merge", *found[:2], spoilt, *found[3:])
+        assert str(spoilt) in said
+    spoilt.write_bytes(content[: len(content) // 2])
+    assert str(spoilt) in refused(capsys, "merge", *found[:2], spoilt, *found[3:])
+    for strange in ("mlp.safetensors", "x.npz", "absent"):
+        assert strange in refused(capsys, "merge", folder / strange)
+
+
+def test_an_incomplete_merge_is_about_what_is_there(folder, parts, capsys):
+    found = parts("attack")
+    own = np.array([path for number, path in enumerate(found) if number not in (0, 3)])
+    assert main(["merge", *own, "--partial", "--json", "some.json"]) == 0
+    some = json.loads((folder / "some.json").read_text())
+    rows = [row for number in (2, 3, 5) for row in options.Shard(number, COUNT).rows(ROWS)]
+    assert some["coverage"] == {"n": len(rows), "of": ROWS, "missing_parts": [1, 4]}
+    assert some["n"] == len(rows)
+    assert [remark.split(" is left out")[0] for remark in some["remarks"]] == [
+        "wpgd(steps=3)", "fast"
+    ]  # fmt: skip
+    held = dict(np.load(folder / "x.npz"))
+    np.savez(folder / "rows.npz", x=held["x"][rows], y=held["y"][rows])
+    alone = words("attack", **{"--data": "rows.npz"})
+    alone[alone.index(ATTACKS)] = "wda(steps=5, probe=2), wda++(steps=6)"
+    assert main([*alone, "--json", "rows.json", "--quiet"]) == 0
+    expected = json.loads((folder / "rows.json").read_text())
+    assert some["data_sha256"] == expected["data_sha256"]
+    for name, row in expected["attacks"].items():
+        assert timeless(some["attacks"][name]) == timeless(row)
+    assert "merge all of its parts" in refused(capsys, "merge", *parts("nppr")[:3], "--partial")
+
+
+def test_options_that_make_no_part_are_refused_before_any_work(folder, capsys):
+    own = words("crown")
+    for text in ("0/5", "6/5", "1", "a/b", "1/5/5", "-1/5", "1/0"):
+        assert "must be I/N" in refused(capsys, *own, "--json", "a.json", f"--shard={text}")
+    assert "name it" in refused(capsys, *own, "--shard", "1/5")
+    assert "name it" in refused(capsys, *own, "--shard", "1/5", "--json", "-")
+    assert "23 samples for 24" in refused(capsys, *own, "--shard", "1/24", "--json", "a.json")
+    assert "--rare" in refused(
+        capsys, *words("nppr"), "--rare", "2", "--shard", "1/5", "--json", "a.json"
+    )
+
+
+def test_a_part_is_resumed_from_its_own_checkpoint_only(folder, parts, capsys):
+    """A finished part is read, not made again; the checkpoint of another part is refused."""
+    (expected,) = (folder / path for path in parts("crown")[3:4])
+    own = [*words("crown"), "--json", "again.json", "--checkpoint", "kept", "--shard"]
+    assert main([*own, f"4/{COUNT}", "--quiet"]) == 0
+    assert main([*own, f"4/{COUNT}", "--quiet"]) == 0
+    assert main(["merge", *parts("crown")[:3], part("again", 4), parts("crown")[4], "--quiet"]) == 0
+    assert expected.exists()
+    assert f"shard was '4/{COUNT}' and is '5/{COUNT}'" in refused(capsys, *own, f"5/{COUNT}")
+
+
+@pytest.mark.parametrize("name", ["crown", "smoothing"])
+def test_devices_change_no_decision(name, folder, capsys):
+    assert len(jax.devices()) == 8
+    for devices in ("all", "1"):
+        given = [*words(name), "--devices", devices, "--json", f"{devices}.json", "--quiet"]
+        assert main(given) == 0
+    many, one = (json.loads((folder / f"{devices}.json").read_text()) for devices in ("all", "1"))
+    assert many["verified"] == one["verified"]
+    for ball, value in one["certified_accuracy"].items():
+        assert many["certified_accuracy"][ball] == pytest.approx(value, abs=1e-5)
+    assert "--devices 9: there are 8" in refused(capsys, *words(name), "--devices", "9")
+    assert "whole number" in refused(capsys, *words(name), "--devices", "some")

@@ -1,0 +1,280 @@
+"""VNN-LIB files: what they mean, what is refused, and the command that asks nets about them."""
+
+import csv
+import gzip
+import json
+import resource
+import subprocess
+import sys
+import time
+import zlib
+
+import numpy as np
+import pytest
+
+from wdjax.cli import main
+from wdjax.files import vnnlib_file
+
+RNG = np.random.default_rng(3)
+INPUTS, OUTPUTS = 2, 3
+
+
+def declared(inputs=INPUTS, outputs=OUTPUTS):
+    names = [f"X_{i}" for i in range(inputs)] + [f"Y_{i}" for i in range(outputs)]
+    return "".join(f"(declare-const {name} Real)\n" for name in names)
+
+
+def boxed(inputs=INPUTS):
+    return "".join(f"(assert (<= X_{i} 1))(assert (>= X_{i} -1.0))\n" for i in range(inputs))
+
+
+def random_condition(depth):
+    """A condition as text, and a function ``(x, y) -> bool`` that evaluates it."""
+    if depth and RNG.random() < 0.6:
+        parts = [random_condition(depth - 1) for _ in range(RNG.integers(1, 4))]
+        word, rule = (("and", all), ("or", any))[RNG.integers(2)]
+        return (
+            f"({word} {' '.join(text for text, _ in parts)})",
+            lambda x, y: rule(judge(x, y) for _, judge in parts),
+        )
+    sign, rule = (("<=", np.less_equal), (">=", np.greater_equal))[RNG.integers(2)]
+    if RNG.random() < 0.4:
+        i, level = RNG.integers(INPUTS), round(float(RNG.uniform(-1, 1)), 3)
+        return f"({sign} X_{i} {level})", lambda x, y: rule(x[i], level)
+    i, j = RNG.integers(OUTPUTS, size=2)
+    factor, level = (round(float(v), 2) for v in RNG.uniform(-2, 2, 2))
+    return (
+        f"({sign} (+ (* {factor} Y_{i}) (- Y_{j}) 0.5) {level})",
+        lambda x, y: rule(factor * y[i] - y[j] + 0.5, level),
+    )
+
+
+def inside(case, x, y):
+    boxed = np.all((case.lower <= x) & (x <= case.upper))
+    return boxed and any(np.all(a @ y <= b) for a, b in case.members)
+
+
+def test_cases_are_the_points_that_satisfy_the_file():
+    """Random conditions, against a direct evaluation of the file's text at random points."""
+    seen, refused = [], 0
+    while len(seen) < 60 * 40:
+        parts = [random_condition(3) for _ in range(2)]
+        text = declared() + boxed() + "".join(f"(assert {words})\n" for words, _ in parts)
+        if " Y_" not in parts[0][0]:
+            continue
+        try:
+            cases = vnnlib_file.parsed(text.encode())
+        except ValueError:  # No box is left, or an alternative says nothing of the outputs.
+            refused += 1
+            continue
+        for _ in range(60):
+            x, y = RNG.uniform(-1.2, 1.2, INPUTS), RNG.uniform(-2, 2, OUTPUTS)
+            expected = bool(np.all(np.abs(x) <= 1)) and all(judge(x, y) for _, judge in parts)
+            assert any(inside(case, x, y) for case in cases) == expected
+            seen.append(expected)
+    assert any(seen)
+    assert not all(seen)
+    assert refused < 40
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no input X_0"),
+        (declared(1, 0), "no output Y_0"),
+        ("(declare-const X_1 Real)(declare-const Y_0 Real)", "not X_0"),
+        (declared() + "(declare-const X_0 Real)", "declared twice"),
+        ("(declare-const Z_0 Real)", "the name"),
+        ("(declare-const X_00 Real)", "the name"),
+        ("(declare-const X_99999999999 Real)", "the name"),
+        ("(declare-const X_0 Int)", "the form"),
+        ("(push)", "the form"),
+        ("x", "outside of brackets"),
+        (")", "outside of brackets"),
+        ("(" * 1000, "brackets are open"),
+        ("(assert", "not closed"),
+        ("(assert (<= " + "y" * 5000 + " 1))", "a word of"),
+        (declared() + "(assert (<= X_0 X_1))", "an input is compared"),
+        (declared() + "(assert (<= X_0 (+ Y_0 1)))", "an input is compared"),
+        (declared() + "(assert (<= Y_7 1))", "stands where"),
+        (declared() + "(assert (< Y_0 1))", "the condition"),
+        (declared() + "(assert (not (<= Y_0 1)))", "the condition"),
+        (declared() + "(assert (<= Y_0 nan))", "stands where"),
+        (declared() + "(assert (<= Y_0 1e999))", "a number is inf"),
+        (declared() + "(assert (<= Y_0 1" + "0" * 400 + "))", "a number is inf"),
+        (declared() + "(assert (<= (* Y_0 Y_1) 1))", "stands where"),
+        (declared() + "(assert (<= (/ Y_0 0) 1))", "stands where"),
+        (declared() + boxed(1) + "(assert (<= Y_0 1))", "X_1 has no bound"),
+        (declared() + boxed() + "(assert (>= X_0 2))(assert (<= Y_0 1))", "X_0 has no value"),
+        (declared() + boxed(), "nothing of the outputs"),
+        (declared() + "(assert (or))", "the condition"),
+        (declared() + boxed() + "(assert (and (or (<= Y_0 1) (<= Y_0 2)) " * 30, "not closed"),
+        (declared() + boxed() + "(assert (or (<= Y_0 1) (>= Y_1 2)))" * 20, "alternatives"),
+        ("\x00\xff(\x1b[31m)", "outside of brackets"),
+    ],
+)
+def test_what_is_no_property_is_refused(text, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        vnnlib_file.parsed(text.encode("latin-1"))
+    assert len(str(refused.value)) < 400
+    assert str(refused.value).isprintable()
+
+
+def member(content):
+    packed = zlib.compressobj(9, zlib.DEFLATED, 31)
+    return packed.compress(content) + packed.flush()
+
+
+HUGE = {
+    "brackets": (member(b"(" * 10**7) * 100, "larger than"),
+    "fewer brackets": (member(b"(" * 10**7), "brackets are open"),
+    "comments": (member(b";\n" * 5 * 10**6) * 100, "larger than"),
+    "closed": (member(b"()" * 5 * 10**6) * 100, "larger than"),
+    "words": (b"(" + b"a " * (1 << 23), "more than"),
+    "one word": (b"(" + b"9" * (1 << 24) + b")", "a word of"),
+    "a gzip cut": (member(b"(assert" * 1000)[:-9], "damaged"),
+    "a pickle": (b"\x80\x04K\x00.", "pickle"),
+    "alternatives": (
+        (declared() + boxed() + "(assert (or (<= Y_0 1) (>= Y_0 2)))" * 10**5).encode(),
+        "alternatives",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_huge_and_damaged_files_cost_little(name, tmp_path):
+    """A thousand million brackets in a megabyte, and the like: within 20 s and 1 GB."""
+    content, message = HUGE[name]
+    path = tmp_path / "p.vnnlib"
+    path.write_bytes(content)
+    began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=message):
+        vnnlib_file.read(path)
+    assert time.process_time() - began < 20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # Kilobytes.
+
+
+def test_files_that_are_none():
+    for path in (".", "absent.vnnlib"):
+        with pytest.raises(ValueError, match="is no file"):
+            vnnlib_file.read(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """``y = relu(x @ A) @ B`` as ONNX, with |x_0 + x_1| and x_0 as outputs."""
+    onnx = pytest.importorskip("onnx")
+    path = tmp_path_factory.mktemp("nets")
+    first = np.array([[1, -1, 1, -1], [1, -1, 0, 0]], "float32")
+    second = np.array([[1, 0], [1, 0], [0, 1], [0, -1]], "float32")
+    build = onnx.helper
+    graph = build.make_graph(
+        [
+            build.make_node("MatMul", ["x", "a"], ["z"]),
+            build.make_node("Relu", ["z"], ["h"]),
+            build.make_node("MatMul", ["h", "b"], ["y"]),
+        ],
+        "net",
+        [build.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, 2])],
+        [build.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1, 2])],
+        [onnx.numpy_helper.from_array(t, n) for t, n in ((first, "a"), (second, "b"))],
+    )
+    model = build.make_model(graph, opset_imports=[build.make_opsetid("", 13)], ir_version=8)
+    onnx.save(model, path / "net.onnx")
+    for name, last in (
+        ("sat", "(>= Y_0 1.5)"),
+        ("unsat", "(>= Y_0 2.5)"),
+        ("either", "(or (>= Y_0 2.5) (and (<= X_0 -0.5) (>= Y_1 0.0)) (>= Y_1 0.75))"),
+    ):
+        text = declared(2, 2) + boxed() + f"(assert {last})"
+        (path / f"{name}.vnnlib").write_text(text)
+        (path / f"{name}.vnnlib.gz").write_bytes(gzip.compress(text.encode()))
+    (path / "bad.vnnlib").write_text(declared(2, 2) + "(assert (<= Y_0 nan))")
+    (path / "three.vnnlib").write_text(declared(3, 2) + boxed(3) + "(assert (<= Y_0 1))")
+    return path
+
+
+@pytest.mark.parametrize("name", ["sat", "unsat", "either"])
+def test_verdicts_of_a_file(folder, capsys, name):
+    for end in ("vnnlib", "vnnlib.gz"):
+        words = ["verify", str(folder / "net.onnx"), str(folder / f"{name}.{end}"), "--json", "-"]
+        assert main([*words, "--seconds", "20"]) == 0
+        (row,) = json.loads(capsys.readouterr().out)["instances"]
+        assert row["result"] == ("unsat" if name == "unsat" else "sat")
+    if name == "unsat":
+        return
+    x, y = (np.asarray(row["witness"][k]) for k in "xy")
+    assert np.all(np.abs(x) <= 1)
+    np.testing.assert_allclose(y, [abs(x.sum()), x[0]], atol=1e-6)
+    assert y[0] >= 1.5 if name == "sat" else y[1] >= 0.75
+    assert main([*words[:3], "--seconds", "20"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("sat\n((X_0 ")
+    assert said.rstrip().endswith("))")
+
+
+def test_a_list_is_resumed_and_tells_of_bad_files(folder, capsys, tmp_path):
+    with (tmp_path / "list.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(
+            [folder / "net.onnx", folder / f"{name}.vnnlib", 20]
+            for name in ("sat", "unsat", "bad", "absent", "three")
+        )
+    words = ["verify", "--instances", str(tmp_path / "list.csv"), "--json", "-"]
+    words += ["--checkpoint", str(tmp_path / "kept")]
+    first, second = [], []
+    for found in (first, second):
+        assert main(words) == 0
+        found += json.loads(capsys.readouterr().out)["instances"]
+    assert [row["result"] for row in first] == ["sat", "unsat", "error", "error", "error"]
+    assert first == second, "kept with their seconds"
+    assert "nan" in first[2]["error"]
+    assert "3 inputs" in first[4]["error"]
+
+
+def test_the_command_refuses_what_it_cannot_do(folder, capsys, tmp_path):
+    net, spec = str(folder / "net.onnx"), str(folder / "sat.vnnlib")
+    (tmp_path / "empty.csv").write_text("\n")
+    (tmp_path / "short.csv").write_text("net.onnx\n")
+    (tmp_path / "never.csv").write_text("net.onnx,sat.vnnlib,-1\n")
+    listed = "--instances"
+    for words, message in (
+        ([net], "name a net and a property"),
+        ([net, spec, listed, "x.csv"], "name a net and a property"),
+        ([net, spec, "--jobs", "2"], "would be ignored"),
+        ([net, spec, "--seconds", "0"], "seconds"),
+        ([net, str(folder / "bad.vnnlib")], "nan"),
+        ([net, str(folder / "three.vnnlib")], "3 inputs"),
+        ([spec, spec], "ONNX"),
+        ([listed, str(tmp_path / "absent.csv")], "must be a list"),
+        ([listed, str(tmp_path / "empty.csv")], "no instances"),
+        ([listed, str(tmp_path / "short.csv")], "must name a net"),
+        ([listed, str(tmp_path / "never.csv")], "seconds of instance 1"),
+    ):
+        try:
+            code = main(["verify", *words])
+        except SystemExit as stopped:
+            code = stopped.code
+        assert code == 2, words
+        assert message in capsys.readouterr().err, words
+
+
+def test_instances_of_the_competition(shared, tmp_path):
+    """Nets of four kinds by the command as it is used, in a process of its own."""
+    data = shared / "data" / "vnn"
+    with (data / "instances.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    picked = [
+        next(row for row in rows if row["benchmark"] == kind and row["verdict"] == verdict)
+        for kind, verdict in (("acasxu", "unsat"), ("acasxu", "sat"), ("mnistfc", "sat"))
+    ]
+    with (tmp_path / "list.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(
+            [data / row["benchmark"] / row["onnx"], data / row["benchmark"] / row["vnnlib"], 60]
+            for row in picked
+        )
+    words = [sys.executable, "-m", "wdjax", "verify", "--instances", tmp_path / "list.csv"]
+    found = subprocess.run([*words, "--json", "-"], capture_output=True, text=True, check=True)
+    verdicts = json.loads(found.stdout)["instances"]
+    assert [verdict["result"] for verdict in verdicts] == [row["verdict"] for row in picked]
+    assert all(verdict.get("replayed", True) for verdict in verdicts)
