@@ -459,8 +459,8 @@ def _no_entries(norm: Norm, eps: ArrayLike | None) -> None:
     """Raises for radii of single entries where mass moves between them."""
     if moved_mass.moves_mass(norm) and eps is not None and np.ndim(eps) > 1:
         raise ValueError(
-            "where mass moves between pixels eps is a number or [n], and entries have no scale, got "
-            f"{list(np.shape(eps))}."
+            "where mass moves between pixels eps is a number or [n], and entries have no scale, "
+            f"got {list(np.shape(eps))}."
         )
 
 
