@@ -443,7 +443,7 @@ def _bounds(
 def check(
     model: Classifier, x: AnyArray, y: AnyArray, norm: Norm, box: EntryRange, **radius: ArrayLike
 ) -> None:
-    """The checks of arguments that all certificates of samples share, most with a radius ``eps``."""
+    """The checks that all certificates of samples share; most have a radius ``eps``."""
     eps = radius.get("eps")
     if moved_mass.moves_mass(norm):
         _no_entries(norm, eps)
