@@ -23,8 +23,8 @@ CHECKS = re.compile(r"^(check|check_\w+|gate|host_only|forward_only)$")
 ARRAYS = re.compile(r"\b(Array|AnyArray|ArrayLike|NDArray)\b")
 
 _FIGURES = """nppr.pictures.training nppr.pictures.projected nppr.pictures.heatmap
-    nppr.pictures.mixture report.plots.accuracy report.plots.loss report.plots.distances
-    report.plots.allocation report.plots.examples"""
+    nppr.pictures.mixture nppr.pictures.between report.plots.accuracy report.plots.loss
+    report.plots.distances report.plots.allocation report.plots.examples"""
 _RULES = "bounds.record.once bounds.record.everywhere bounds.record.of bounds.record.trusted"
 _INSIDE = "training.default_optimizer training.gradients transport.least_cost"
 _COMMANDS = "models.convert.add_arguments models.convert.main"
