@@ -100,8 +100,8 @@ def _is_inner(frame: types.FrameType) -> bool:
     """Whether a frame runs a check, or a private or nested function of the package."""
     names = frame.f_code.co_qualname.split(".")
     private = any(name.startswith("_") and not name.endswith("__") for name in names)
-    checks = _module(frame).startswith("wdjax.checks") or names[-1] == "check"
-    return checks or private or "<locals>" in names
+    shared = _module(frame).startswith("wdjax.") and names[-1] == "check"
+    return _module(frame).startswith("wdjax.checks") or shared or private or "<locals>" in names
 
 
 def _module(frame: types.FrameType) -> str:
