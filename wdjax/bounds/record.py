@@ -194,10 +194,10 @@ def see_through(*names: str) -> None:
     """
     if "pure_callback" in names:
         raise ValueError(
-            "the model calls code outside JAX, as those of convert.opaque do, which attacks can "
-            "run and no certificate or Lipschitz bound can look into; convert the model by "
-            "convert.from_torch or convert.load_onnx, or certify it by wdjax.smoothing, which only "
-            "calls it."
+            "the model calls code outside JAX (pure_callback, as those of convert.opaque do), "
+            "which attacks can run and no certificate or Lipschitz bound can look into; convert "
+            "the model by convert.from_torch or convert.load_onnx, or certify it by "
+            "wdjax.smoothing, which only calls it."
         )
 
 
