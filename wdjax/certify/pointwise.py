@@ -459,7 +459,7 @@ def _no_entries(norm: Norm, eps: ArrayLike | None) -> None:
     """Raises for radii of single entries where mass moves between them."""
     if moved_mass.moves_mass(norm) and eps is not None and np.ndim(eps) > 1:
         raise ValueError(
-            "where mass moves between pixels eps is a number or [n], and entries have no scale, got "
+            "where mass moves between pixels eps is a number or [n], of no single entry, got "
             f"{list(np.shape(eps))}."
         )
 
