@@ -51,6 +51,7 @@ COMMANDS = {
          "--samples", "3"],
     ],
     "game": [["game", "--defense", "tiny", "--draws", "2"]],
+    "verify": [["verify", "--instances", "{in}/instances.csv"]],
 }  # fmt: skip
 """Every command that writes JSON, small, and so often that every key occurs."""
 
@@ -90,6 +91,23 @@ def tiny(given):
     )
 
 
+def properties(folder):
+    """A list of properties of ``x - relu(x)`` that are violated, proved, open, and missing."""
+    from onnx import TensorProto, helper, save
+
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [1, 1]) for n in "xy"]
+    nodes = [helper.make_node("Relu", ["x"], ["r"]), helper.make_node("Sub", ["x", "r"], ["y"])]
+    graph = helper.make_graph(nodes, "net", ends[:1], ends[1:])
+    opset = [helper.make_opsetid("", 17)]
+    save(helper.make_model(graph, opset_imports=opset, ir_version=9), folder / "net.onnx")
+    box = "(declare-const X_0 Real)(declare-const Y_0 Real)(assert (>= X_0 -1))(assert (<= X_0 1))"
+    cases = {"sat": "(<= Y_0 -0.5)", "unsat": "(>= Y_0 3)", "open": "(>= Y_0 1e-9)"}
+    for name, forbidden in cases.items():
+        (folder / f"{name}.vnnlib").write_text(f"{box}(assert {forbidden})")
+    rows = [f"net.onnx,{name}.vnnlib,{0.001 if name == 'open' else 60}" for name in cases]
+    (folder / "instances.csv").write_text("\n".join([*rows, "net.onnx,none.vnnlib,1"]))
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """What every command wrote, by command; each wrote something twice or more where it can."""
@@ -101,6 +119,7 @@ def written(tmp_path_factory):
     np.savez(folder / "x.npz", x=x, y=np.asarray(net(x)).argmax(-1))
     np.savez(folder / "zero.npz", x=x, y=np.zeros(8, int))
     (folder / "json_fourier.py").write_text(FOURIER)
+    properties(folder)
     recipe = audit_command.Recipe(epochs=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

@@ -24,7 +24,8 @@ def name_of(function):
 
 ON_HOST = {
     training.train, certify.verify, certify.growth_bound, certify.wdro_bound,
-    certify.certified_accuracy, certify.lipschitz_constant, smoothing.certify, smoothing.predict,
+    certify.certified_accuracy, certify.lipschitz_constant, certify.property, certify.properties,
+    smoothing.certify, smoothing.predict,
     smoothing.cautions, smoothing.tally, lipschitz.as_chain, lipschitz.local_lipschitz,
     lipschitz.global_lipschitz, lipschitz.jacobian_norm, lipschitz.verify,
     lipschitz.lower_constants_at_samples, lipschitz.theory, lipschitz.masks_at,
@@ -105,7 +106,7 @@ def test_what_works_on_the_host_names_what_can_be_traced(function):
             home = wdjax
             for part in twin.removeprefix("wdjax.").split("."):
                 home = getattr(home, part)
-            assert home in TRACED or home in OF_MODELS or home is nppr.fit_many, (way, twin)
+            assert home in {*TRACED, *OF_MODELS, nppr.fit_many, certify.bound}, (way, twin)
 
 
 def value_of(result):

@@ -88,6 +88,7 @@ def scan(
     rows: Any = None,
     *,
     length: int | None = None,
+    reverse: bool = False,
     unroll: int = 1,
 ) -> tuple[State, Any]:
     """``jax.lax.scan``; its arguments.
@@ -98,7 +99,7 @@ def scan(
     if sharded() and (length or jax.tree.leaves(rows)):
         one = jax.tree.map(lambda leaf: leaf[0], rows)
         state = varying(state, step(state, one)[0])
-    return jax.lax.scan(step, state, rows, length=length, unroll=unroll)
+    return jax.lax.scan(step, state, rows, length=length, reverse=reverse, unroll=unroll)
 
 
 def fori_loop(low: Any, high: Any, step: Callable[[Any, State], State], state: State) -> State:

@@ -112,6 +112,10 @@ def largest(x: jax.Array, axis: int = -1) -> jax.Array:
     The gradient of ``jnp.max`` is shared by the entries that equal the maximum. A compiler that
     computes the entries twice, rounded differently, finds none, and it is 0 / 0.
 
+    Args:
+      x: floats ``[..., m]``, or another shape with ``axis`` in it.
+      axis: as of ``jnp.max``.
+
     >>> jax.grad(lambda x: largest(x))(jnp.array([1.0, 3.0, 3.0])).tolist()
     [0.0, 1.0, 0.0]
     """

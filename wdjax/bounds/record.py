@@ -182,7 +182,16 @@ def add(*records: Record) -> None:
 
 
 def see_through(*names: str) -> None:
-    """Raises if one of the primitives calls code outside JAX."""
+    """Raises if one of the primitives calls code outside JAX.
+
+    Args:
+      *names: primitives of a program.
+
+    Raises:
+      ValueError: one of them is a callback.
+
+    >>> see_through("add", "dot_general")
+    """
     if "pure_callback" in names:
         raise ValueError(
             "the model calls code outside JAX, as those of convert.opaque do, which attacks can "

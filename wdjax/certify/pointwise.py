@@ -110,7 +110,7 @@ def margin_bounds(
     >>> [round(low, 3) for low in margin_bounds(model, x, y, norm=jnp.inf, eps=0.1)[0].tolist()]
     [inf, 0.6]
     """
-    check(model, x, y, eps, norm, box)
+    check(model, x, y, norm, box, eps=eps)
     how: dict[str, Any] = {"norm": norm, "eps": eps, "box": box, "batch_size": batch_size}
     low, ended, _ = searched(model, x, y, method=method, seconds=seconds, mesh=mesh, **how)
     _tell(ended)
@@ -216,7 +216,7 @@ def certified(
     >>> certified(model, x, y, norm=jnp.inf, eps=0.1).tolist()
     [True, False]
     """
-    check(model, x, y, eps, norm, box)
+    check(model, x, y, norm, box, eps=eps)
     how: dict[str, Any] = {"norm": norm, "eps": eps, "box": box, "batch_size": batch_size}
     low, ended, _ = searched(model, x, y, method=method, seconds=seconds, mesh=mesh, **how)
     _tell(ended)
@@ -274,7 +274,7 @@ def radius(
     >>> [round(r, 3) for r in radius(model, x, y, norm=2).tolist()]
     [0.566, 0.0]
     """
-    check(model, x, y, None, norm, box)
+    check(model, x, y, norm, box)
     ball = domain(norm, box, x)
     _no_entries(norm, scale)
     _, scale = radii(np.ones(()) if scale is None else _ranked(scale, x), x)
@@ -441,26 +441,27 @@ def _bounds(
 
 
 def check(
-    model: Classifier, x: AnyArray, y: AnyArray, eps: ArrayLike | None, norm: Norm, box: EntryRange
+    model: Classifier, x: AnyArray, y: AnyArray, norm: Norm, box: EntryRange, **radius: ArrayLike
 ) -> None:
-    """The checks of arguments that all certificates of samples share."""
+    """The checks that all certificates of samples share; most have a radius ``eps``."""
+    eps = radius.get("eps")
     if moved_mass.moves_mass(norm):
         _no_entries(norm, eps)
-        arguments.check("eps", model=model, x=x, y=y, eps=eps, ball=domain(norm, box, x).norm)
+        arguments.check(model=model, x=x, y=y, ball=domain(norm, box, x).norm, **radius)
         return
     if isinstance(norm, str):
         raise ValueError(f"norm must be 1, 2, inf or an image.ImageWasserstein(), got {norm!r}.")
     simple = (eps is None or np.ndim(eps) < 2) and all(np.ndim(end) == 0 for end in box or ())
     ball = Lp(norm, validate.check_box(box)) if simple else None
-    arguments.check("eps", model=model, x=x, y=y, eps=eps, ball=ball)
+    arguments.check(model=model, x=x, y=y, ball=ball, **radius)
 
 
 def _no_entries(norm: Norm, eps: ArrayLike | None) -> None:
     """Raises for radii of single entries where mass moves between them."""
     if moved_mass.moves_mass(norm) and eps is not None and np.ndim(eps) > 1:
         raise ValueError(
-            "where mass moves between pixels eps is a number or [n], of no single entry, got "
-            f"{list(np.shape(eps))}."
+            "where mass moves between pixels eps is a number or [n], and entries have no scale, "
+            f"got {list(np.shape(eps))}."
         )
 
 

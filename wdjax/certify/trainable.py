@@ -111,7 +111,7 @@ def trainable_bounds(
     >>> (10 * jax.grad(least)(jnp.array([[2.0, 1.0], [1.0, 2.0]]))).round().tolist()  # worst x
     [[7.0, -7.0], [3.0, -3.0]]
     """
-    pointwise.check(model, x, y, eps, norm, box)
+    pointwise.check(model, x, y, norm, box, eps=eps)
     validate.shapes_of(model, x)
     known, (reach, scale) = pointwise.domain(norm, box, x), pointwise.radii(eps, x)
     ball = region.ball(x, reach.astype(x.dtype), norm, known.box, scale)

@@ -90,7 +90,7 @@ def verify(
     >>> found.verified.tolist(), found.radius.round(3).tolist(), found.claim
     ([True, False], [0.4, 0.0], 'float program')
     """
-    pointwise.check(model, x, y, eps, norm, box)
+    pointwise.check(model, x, y, norm, box, eps=eps)
     validate.check_choice("method", method, METHODS)
     host_only("certify.verify", TWIN, model, x, y, eps)
     ball = pointwise.domain(norm, box, x)

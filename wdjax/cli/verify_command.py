@@ -24,8 +24,8 @@ from wdjax.files import vnnlib_file
 from wdjax.models import convert
 from wdjax.report import summary
 
-SCHEMA = "wdjax.verify/1"
 _SECONDS = 60.0
+_SPENT = "seconds", "compile_seconds"
 _JOBS = options.Range(1, 1024, whole=True)
 _MOST = 1 << 24
 """Largest size of a list of instances, in bytes."""
@@ -108,10 +108,13 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     if parsed.json is not None:
         counts = collections.Counter(verdict["result"] for verdict in verdicts)
         content = {
-            "schema": SCHEMA,
-            "versions": summary.versions(),
+            **summary.head("verify"),
+            "data": str(parsed.instances or parsed.vnnlib),
+            "seed": parsed.seed,
             "results": dict(sorted(counts.items())),
             "instances": verdicts,
+            "remarks": [],
+            **{name: sum(one[name] for one in verdicts) for name in _SPENT},
         }
         subject.write(console, parsed.json, content)
     if not listed:
@@ -207,14 +210,22 @@ def decided(one: Instance) -> dict[str, Any]:
     A bad file raises in a single instance; in a list (``folder`` is set) it is the result "error".
     """
     row: dict[str, Any] = {"onnx": one.onnx, "vnnlib": one.vnnlib, "seconds_limit": one.seconds}
-    began = time.monotonic()
+    before = _clock()()
     try:
-        row |= _searched(one, began)
+        row |= _searched(one, time.monotonic())
     except (ValueError, OSError) as error:
         if not one.folder:
             raise
         row |= {"result": "error", "error": str(error)}
-    return row | {"seconds": time.monotonic() - began}
+    after = _clock()()
+    seconds, compiling = (after[name] - before[name] for name in _SPENT)
+    return row | {"seconds": seconds, "compile_seconds": min(compiling, seconds)}
+
+
+@functools.cache
+def _clock() -> process.Clock:
+    """The one clock of this process."""
+    return process.Clock()
 
 
 def _searched(one: Instance, began: float) -> dict[str, Any]:
@@ -244,7 +255,7 @@ def _searched(one: Instance, began: float) -> dict[str, Any]:
     bound = min(verdict.bound for verdict in open_)
     over = any(verdict.by in ("time", _ONLY_OURS) for verdict in open_)
     ended = {"result": "timeout" if over else "unknown", "by": open_[0].by}
-    return told | ended | ({"bound": bound} if math.isfinite(bound) else {})
+    return told | ended | {"bound": summary.number(bound)}
 
 
 _ONLY_OURS = "time: points were forbidden by our float program, not by onnxruntime's"
