@@ -1,8 +1,9 @@
 """Certificates: proofs that no attack can do better, for single samples and for distributions.
 
 Single samples: bounds of the margins ``z_y - z_j`` over the ball around a sample come from
-:mod:`wdjax.bounds`; `pointwise` turns them into certified samples and radii; `verify` does so for a
-data set, with checkpoints; `branch` tightens them by branch and bound over the signs of ReLUs
+:mod:`wdjax.bounds`; `pointwise` turns them into certified samples and radii (`ranges` checks what
+is asked: ball, box, radii of samples or entries); `verify` does so for a data set, with
+checkpoints; `branch` tightens them by branch and bound over the signs of ReLUs
 (``wdjax.bounds.leaves`` bounds its subproblems and ranks the ReLUs to split;
 ``wdjax.lipschitz.branching`` is another search, over activation masks, for Lipschitz constants).
 `trainable` has differentiable bounds for training.

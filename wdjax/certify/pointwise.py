@@ -4,7 +4,6 @@ They hold for the float program (the model in floats of its own precision, with 
 the highest precision, summed in any order), and for exact arithmetic too.
 """
 
-import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
@@ -18,19 +17,16 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
 from wdjax import loops, norms, parallel
-from wdjax.balls import Lp
 from wdjax.bounds import margins, moved_mass, region
 from wdjax.bounds.margins import METHODS, Method
 from wdjax.bounds.region import Domain, Norm
-from wdjax.certify import branch
-from wdjax.checks import arguments, validate
+from wdjax.certify import branch, ranges
+from wdjax.certify.ranges import EntryRange
+from wdjax.checks import validate
 from wdjax.checks.forward_mode import forward_only, host_only
 from wdjax.core import AnyArray, Array, Classifier
 from wdjax.lipschitz import margin
 from wdjax.precision import highest
-
-EntryRange = tuple[ArrayLike, ArrayLike] | None
-"""A box: least and largest inputs, numbers or ``[*shape]``; None for none."""
 
 
 class _Bracket(NamedTuple):
@@ -110,7 +106,7 @@ def margin_bounds(
     >>> [round(low, 3) for low in margin_bounds(model, x, y, norm=jnp.inf, eps=0.1)[0].tolist()]
     [inf, 0.6]
     """
-    check(model, x, y, norm, box, eps=eps)
+    ranges.check(model, x, y, norm, box, eps=eps)
     how: dict[str, Any] = {"norm": norm, "eps": eps, "box": box, "batch_size": batch_size}
     low, ended, _ = searched(model, x, y, method=method, seconds=seconds, mesh=mesh, **how)
     _tell(ended)
@@ -132,11 +128,11 @@ def searched(
 ) -> tuple[Array, npt.NDArray[Any] | None, npt.NDArray[Any] | None]:
     """:func:`margin_bounds`; how branch and bound ended, ``[n]`` indices in ``branch.ENDS``, and
     the points ``[n, *shape]`` that it found; both None for other methods."""
-    ball = domain(norm, box, x)
+    ball = ranges.domain(norm, box, x)
     validate.check_choice("method", method, METHODS)
     if not seconds > 0:
         raise ValueError(f"seconds must be a number above 0, got {seconds!r}.")
-    eps, scale = radii(eps, x)
+    eps, scale = ranges.radii(eps, x)
     if method == "bab":
         instead = 'method="crown", which can be traced'
         host_only('method="bab"', instead, model, x, y, eps, scale)
@@ -216,7 +212,7 @@ def certified(
     >>> certified(model, x, y, norm=jnp.inf, eps=0.1).tolist()
     [True, False]
     """
-    check(model, x, y, norm, box, eps=eps)
+    ranges.check(model, x, y, norm, box, eps=eps)
     how: dict[str, Any] = {"norm": norm, "eps": eps, "box": box, "batch_size": batch_size}
     low, ended, _ = searched(model, x, y, method=method, seconds=seconds, mesh=mesh, **how)
     _tell(ended)
@@ -274,10 +270,9 @@ def radius(
     >>> [round(r, 3) for r in radius(model, x, y, norm=2).tolist()]
     [0.566, 0.0]
     """
-    check(model, x, y, norm, box)
-    ball = domain(norm, box, x)
-    _no_entries(norm, scale)
-    _, scale = radii(np.ones(()) if scale is None else _ranked(scale, x), x)
+    ranges.check(model, x, y, norm, box)
+    ball = ranges.domain(norm, box, x)
+    scale = ranges.scales(scale, norm, x)
     validate.check_choice("method", method, METHODS)
     if method == "bab":
         raise ValueError('radius searches with every method but "bab"; "alpha" is the tightest.')
@@ -438,78 +433,6 @@ def _bounds(
     """``[n, K]``: lower bounds of the margins within ``eps``, ``[n]``, in units of ``scale``."""
     place = region.ball(x, eps, ball.norm, ball.box, scale)
     return margins.lower(model, place, y, method)
-
-
-def check(
-    model: Classifier, x: AnyArray, y: AnyArray, norm: Norm, box: EntryRange, **radius: ArrayLike
-) -> None:
-    """The checks that all certificates of samples share; most have a radius ``eps``."""
-    eps = radius.get("eps")
-    if moved_mass.moves_mass(norm):
-        _no_entries(norm, eps)
-        arguments.check(model=model, x=x, y=y, ball=domain(norm, box, x).norm, **radius)
-        return
-    if isinstance(norm, str):
-        raise ValueError(f"norm must be 1, 2, inf or an image.ImageWasserstein(), got {norm!r}.")
-    simple = (eps is None or np.ndim(eps) < 2) and all(np.ndim(end) == 0 for end in box or ())
-    ball = Lp(norm, validate.check_box(box)) if simple else None
-    arguments.check(model=model, x=x, y=y, ball=ball, **radius)
-
-
-def _no_entries(norm: Norm, eps: ArrayLike | None) -> None:
-    """Raises for radii of single entries where mass moves between them."""
-    if moved_mass.moves_mass(norm) and eps is not None and np.ndim(eps) > 1:
-        raise ValueError(
-            "where mass moves between pixels eps is a number or [n], and entries have no scale, "
-            f"got {list(np.shape(eps))}."
-        )
-
-
-def domain(norm: Norm, box: EntryRange, x: AnyArray) -> Domain:
-    """The checked norm and box, whose ends may be numbers or ``[*shape]``, for samples ``x``.
-
-    Where mass moves, it moves anywhere, whatever the ball's window.
-    """
-    if moved_mass.moves_mass(norm):
-        if [np.ravel(end).tolist() for end in box or ()] != [[end] for end in norm.box]:
-            raise ValueError(f"images of {norm!r} lie in box={norm.box}, got {box!r}; pass that.")
-        anywhere: Any = dataclasses.replace(norm, window=None)  # type: ignore[type-var]
-        anywhere.diameter(np.shape(x)[1:])  # Raises unless samples are images.
-        return Domain(anywhere, norm.box)
-    return Domain(norms.check_norm(norm), validate.check_entry_box(box, x))
-
-
-def radii(eps: ArrayLike, x: AnyArray) -> tuple[Array, Array | None]:
-    """Radii ``[n]``, and the entries' scales ``[n, *shape]`` if ``eps`` is one of every entry.
-
-    Raises for NaN, negative and infinite ones.
-    """
-    shape = np.shape(x)
-    if not validate.traced(eps):
-        # NumPy, since inside jit even JAX operations on constants have no values.
-        eps = np.asarray(eps, x.dtype)
-        if not np.all((eps >= 0) & (eps < np.inf)):
-            raise ValueError(f"eps must be finite and at least 0, got {eps!r:.80}.")
-    else:
-        eps = jnp.asarray(eps)
-    if eps.ndim == len(shape) and eps.shape[1:] == shape[1:] and eps.shape[0] in (1, shape[0]):
-        return jnp.ones(shape[0], x.dtype), jnp.broadcast_to(jnp.asarray(eps), shape)
-    if eps.shape not in ((), shape[:1]):
-        raise ValueError(
-            f"eps must be a number, [{shape[0]}] numbers, or one of every entry, "
-            f"{[1, *shape[1:]]} or {list(shape)}, got {list(eps.shape)}."
-        )
-    return jnp.broadcast_to(jnp.asarray(eps), shape[:1]), None
-
-
-def _ranked(scale: AnyArray, x: AnyArray) -> AnyArray:
-    """The scale; a ValueError unless it has the rank of the samples."""
-    if np.ndim(scale) != np.ndim(x):
-        raise ValueError(
-            f"scale must be {[1, *np.shape(x)[1:]]} or {list(np.shape(x))}, one of every entry, "
-            f"got {list(np.shape(scale))}."
-        )
-    return scale
 
 
 def _check_mesh(mesh: Mesh | None, sound: Array | None) -> None:

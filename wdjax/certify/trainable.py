@@ -17,8 +17,8 @@ from wdjax.aims import Scheduled
 from wdjax.attacks.ascent import all_rivals
 from wdjax.bounds import crown, margins, region
 from wdjax.bounds.domain import Array
-from wdjax.certify import pointwise
-from wdjax.certify.pointwise import EntryRange
+from wdjax.certify import ranges
+from wdjax.certify.ranges import EntryRange
 from wdjax.checks import independence, validate
 from wdjax.core import Classifier
 from wdjax.precision import highest
@@ -111,9 +111,9 @@ def trainable_bounds(
     >>> (10 * jax.grad(least)(jnp.array([[2.0, 1.0], [1.0, 2.0]]))).round().tolist()  # worst x
     [[7.0, -7.0], [3.0, -3.0]]
     """
-    pointwise.check(model, x, y, norm, box, eps=eps)
+    ranges.check(model, x, y, norm, box, eps=eps)
     validate.shapes_of(model, x)
-    known, (reach, scale) = pointwise.domain(norm, box, x), pointwise.radii(eps, x)
+    known, (reach, scale) = ranges.domain(norm, box, x), ranges.radii(eps, x)
     ball = region.ball(x, reach.astype(x.dtype), norm, known.box, scale)
     with highest():
         state = margins.prepare(model, ball, "interval")

@@ -15,9 +15,9 @@ from jax.typing import ArrayLike
 from wdjax import parallel
 from wdjax.bounds.margins import METHODS, Method
 from wdjax.bounds.region import Norm
-from wdjax.certify import pointwise
+from wdjax.certify import pointwise, ranges
 from wdjax.certify.branch import ENDS
-from wdjax.certify.pointwise import EntryRange
+from wdjax.certify.ranges import EntryRange
 from wdjax.checks import validate
 from wdjax.checks.forward_mode import TWIN, host_only
 from wdjax.core import CLAIM, Array, Certificate, Classifier, Progress
@@ -90,14 +90,14 @@ def verify(
     >>> found.verified.tolist(), found.radius.round(3).tolist(), found.claim
     ([True, False], [0.4, 0.0], 'float program')
     """
-    pointwise.check(model, x, y, norm, box, eps=eps)
+    ranges.check(model, x, y, norm, box, eps=eps)
     validate.check_choice("method", method, METHODS)
     host_only("certify.verify", TWIN, model, x, y, eps)
-    ball = pointwise.domain(norm, box, x)
+    ball = ranges.domain(norm, box, x)
     x, y = validate.check_samples(model, x, y, ball.box)
     size = min(batch_size, len(y), _TRIED if method == "bab" else len(y))
     pieces = [slice(start, min(start + size, len(y))) for start in range(0, len(y), size)]
-    reach, scale = pointwise.radii(eps, x)
+    reach, scale = ranges.radii(eps, x)
     work = _Work(model, x, y, pieces, norm, reach, scale, box, method, steps, seconds, mesh)
     settings = [METHODS.index(method), steps, size, seconds, len(pieces)]
 
