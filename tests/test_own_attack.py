@@ -179,6 +179,13 @@ class CountsItsCalls(Planted):
         return super().step(samples, x, gradient, memory)[0] * share, memory
 
 
+class LoopsOverConstants(Planted):
+    def step(self, samples, x, gradient, memory):
+        nothing = jnp.zeros(gradient.shape, gradient.dtype)
+        total = jax.lax.fori_loop(0, 2, lambda _, total: total + gradient, nothing)
+        return super().step(samples, x, total, memory)
+
+
 class DividesByTheRadius(Planted):
     def point(self, samples, state):
         radius = norms.spread(samples.radius, state.x)
@@ -206,6 +213,7 @@ BROKEN = [
     (Miscounts, "measured", "faults on a model that has none"),
     (Decides, "jit", "Tracer|Concretization"),
     (Decides, "vmap", "Tracer|Concretization"),
+    (LoopsOverConstants, "shards", "carry|varying"),
     (ThreeClasses, "two classes", "three classes, please"),
     (DividesByTheRadius, "no budget", "24 of 24 points are not finite"),
     (CountsItsCalls, "resumed", "Arrays"),
