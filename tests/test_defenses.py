@@ -220,8 +220,8 @@ def test_rmc_finds_its_neighbours_and_goes_on(digits, key):
                         **how)  # fmt: skip
     assert played.simulated.shape == (2, 2)
     # Adam and the model go on: an epoch has two steps, and rounds are adapted to and calibrated.
-    assert [int(s.true.known[0].count) for s in states] == [0, 0, 16, 16, 16, 32]
-    kernels = [s.true.model.args[0]["fc2"]["kernel"] for s in states]
+    assert [int(s.defender.attacked.known[0].count) for s in states] == [0, 0, 16, 16, 16, 32]
+    kernels = [s.defender.attacked.model.args[0]["fc2"]["kernel"] for s in states]
     assert np.abs(kernels[-1] - kernels[2]).max() > 0
     with pytest.raises(ValueError, match="rounds of 1"):
         games.play(defense, attack, *test, **how)

@@ -184,7 +184,7 @@ class Halving:
             found = jax.device_get(_turn(self.model, self.rows, self.member, *ends))
             found = _Parts(*(part[:count] for part in found))
             leaves += count
-            low = np.maximum(found.low, batch.low)
+            low = np.fmax(found.low, batch.low)  # What is NaN is not known.
             left = ~(low > 0)
             closed = min(closed, float(np.min(low[~left], initial=math.inf)))
             if not np.any(left):
