@@ -16,6 +16,8 @@ NAMES = [script.stem for script in SCRIPTS]
 DRAWS = re.compile(r"plt\.(?:figure|subplots)\(|\bplots\.\w+\(|\bpictures\.\w+\(")
 LARGEST, LARGEST_PICTURE = 600_000, 120_000
 """Bytes of a notebook with its outputs, and of a picture."""
+SLOWEST = 60
+"""Process seconds of a cell in fast mode."""
 
 CHECKS = {
     "01_first_sandwich": "assert found.passed and found.certified(1)[1] <= found.attacked(1)[1]",
@@ -48,6 +50,26 @@ assert max(reached) <= max(worst) + 1e-4
     "09_smoothing": "assert held > 0.5 and all(np.all(a >= r) for r, a in sides.values())",
 }
 """What must hold of a notebook's names in the end; the kernel evaluates it."""
+
+
+CLOCK = """
+import time as _time
+
+_spent, _began = {}, [_time.process_time()]
+
+
+def _begin(info):
+    _began[0] = _time.process_time()
+
+
+def _end(result):
+    _spent[result.execution_count] = _time.process_time() - _began[0]
+
+
+get_ipython().events.register("pre_run_cell", _begin)
+get_ipython().events.register("post_run_cell", _end)
+"""
+"""A first cell that records the process seconds of every other, whatever else the machine does."""
 
 
 def pair():
@@ -163,8 +185,10 @@ def test_notebooks_run_in_a_kernel(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     made = pair()
     whole = made["notebook"]((ROOT / "notebooks" / f"{name}.py").read_text("utf-8"), name)
-    check = {"cell_type": "code", "id": "check", "metadata": {}, "source": [CHECKS[name]]}
-    whole["cells"].append(check | {"execution_count": None, "outputs": []})
-    done = made["execute"](whole, timeout=60)
+    ours = {"cell_type": "code", "metadata": {}, "execution_count": None, "outputs": []}
+    check = f"assert max(_spent.values()) < {SLOWEST}, _spent\n{CHECKS[name]}"
+    whole["cells"].insert(0, ours | {"id": "clock", "source": [CLOCK]})
+    whole["cells"].append(ours | {"id": "check", "source": [check]})
+    done = made["execute"](whole, timeout=600)
     assert shows_every_figure_once(done) == []
     assert jax.__version__ in json.dumps(done)
