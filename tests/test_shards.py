@@ -130,7 +130,9 @@ def test_a_second_look_is_taken_at_the_survivors_of_all_parts(folder, capsys):
     own = ["attack", "--model", "flat_net:build", "--data", "x.npz", *BALL, "--attacks", "fgsm"]
     for number in (1, 2):
         assert main([*own, "--json", "flat.json", "--shard", f"{number}/2", "--quiet"]) == 0
-    assert main(["merge", part("flat", 1, 2), part("flat", 2, 2)]) == 0
+    pair = part("flat", 1, 2), part("flat", 2, 2)
+    assert "say --model flat_net:build if you trust it" in refused(capsys, "merge", *pair)
+    assert main(["merge", *pair, "--model", "flat_net:build"]) == 0
     assert main([*own, "--json", "flat_whole.json", "--quiet"]) == 0
     merged, whole = (json.loads((folder / f"{n}.json").read_text()) for n in ("flat", "flat_whole"))
     assert timeless(merged) == timeless(whole)

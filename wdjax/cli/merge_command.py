@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from wdjax.cli import shards
+from wdjax.cli import own_model, shards
 from wdjax.cli.console import Console
 
 _EXAMPLES = """examples:
@@ -25,12 +25,19 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         description="Joins the parts that a command wrote with --shard I/N: the files are those "
         "that the command would have written without it. The command's words are those of the "
         "first part, so run it where the parts were made, and merge only parts of your own: it "
-        "loads the model that they name.",
+        "loads the model and writes the files that they name.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="PART", help="the parts, all of them"
+    )
+    parser.add_argument(
+        "--model",
+        dest="trusted",
+        metavar="PACKAGE.MODULE:BUILD",
+        help="the Python code that the parts name as their --model: it runs only if you name it, "
+        "too",
     )
     parser.add_argument(
         "--json",
@@ -59,6 +66,12 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         ) from None
     if getattr(own, "shard", None) is None:
         raise ValueError(f"{parts.first.path} is no part: its command has no --shard.")
+    code = getattr(own, "model", None)
+    if code is not None and own_model.runs_code(code) and parsed.trusted != code:
+        raise ValueError(
+            f"the model of {parts.first.path} is Python code, {code}, which merge would import and "
+            f"run: say --model {code} if you trust it."
+        )
     own.parts, own.said = parts, parts.first.facts["said"]
     own.shard = own.checkpoint = own.every = None
     own.json, own.quiet = parsed.place or own.json, parsed.quiet

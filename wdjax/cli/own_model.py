@@ -65,6 +65,12 @@ def load(text: str, weights: Path | None, x: np.ndarray) -> Classifier:
         raise ValueError(f"--model {text}: {error}") from error
 
 
+def runs_code(text: str) -> bool:
+    """Whether ``--model`` names Python code, not a file."""
+    kind = next((kind for kind in KINDS if kind.fits(text)), None)
+    return kind is not None and kind.load is _built
+
+
 def _onnx(text: str, weights: Path | None) -> Classifier:
     return convert.load_onnx(text).model
 
