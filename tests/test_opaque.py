@@ -185,6 +185,10 @@ def test_a_torch_module_in_place():
     y = np.asarray(model(x)).argmax(axis=1)
     own = wdjax.Model(twin, state)
     np.testing.assert_allclose(model(x), own(x), atol=1e-6)
+    module.train()
+    with pytest.raises(Exception, match=r"module\.eval\(\)"):
+        jax.block_until_ready(model(x))
+    module.eval()
     attack = attacks.PGD(wdjax.Lp(2), steps=4)
     one, other = (wdjax.search(attack, each, x, y, eps=0.5) for each in (model, own))
     np.testing.assert_allclose(one.x_adv, other.x_adv, atol=1e-5)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from wdjax import loops
+from wdjax import loops, norms
 from wdjax.bounds.domain import Array
 from wdjax.xla_cpu import rounding, summed
 
@@ -144,7 +144,7 @@ def least(a: Array, x: Array, held: Supply, power: float) -> Array:
     none = jnp.zeros(a.shape[:2], a.dtype)
     ends = loops.fori_loop(0, _TURNS, halved, (none, steepest(fixed, price)))
     unit = rounding(a[0, 0].size, a.dtype)
-    top = jnp.max(jnp.abs(a), axis=(2, 3, 4))
+    top = norms.largest(jnp.abs(a).reshape(*a.shape[:2], -1))
     # The best pixel at a price costs at most twice this more than another: so much is rounded.
     slack = (_LOST + 16 * float(jnp.finfo(a.dtype).eps)) * jnp.sum(held.mass, axis=1)
 

@@ -92,9 +92,8 @@ def _member(
 
     A violation has all of these rows at most 0. Row r is at least ``linear + sum |a| d``, with
     ``d`` the distances from the corner where that is least. So ``d <= -linear / |a|``, which cuts
-    the box;
-    in the cut box the corner's value is higher, and so on. A weighted mean of the rows is bounded
-    too.
+    the box; in the cut box the corner's value is higher, and so on. A weighted mean of the rows is
+    bounded too.
 
     Args:
       own: ``[R]``

@@ -178,11 +178,8 @@ def looked_again(
     how: dict[str, Any] = {"diagnose": False} | options
     nobody = np.zeros(len(found.cost), bool)
     unmoved = search(attack, model, x, y, eps=eps, key=key, only=nobody, **how)
-    clean, again = (
-        np.asarray(unmoved.margin),
-        functools.partial(search, model=model, x=x, y=y, **how),
-    )
-    return diagnosis.diagnose(found, attack, clean, eps, again)
+    again = functools.partial(search, model=model, x=x, y=y, **how)
+    return diagnosis.diagnose(found, attack, np.asarray(unmoved.margin), eps, again)
 
 
 def _as_pytree(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -68,7 +68,7 @@ def opaque_torch(module: Any) -> Model:
       module: a ``torch.nn.Module`` in inference form (``module.eval()``) that returns logits.
 
     Raises:
-      ValueError: the module is in its training form.
+      ValueError: the module is in its training form, now or when it is called.
 
     >>> model = opaque_torch(net.eval())  # doctest: +SKIP
     """
@@ -82,10 +82,12 @@ def opaque_torch(module: Any) -> Model:
         return torch.as_tensor(np.ascontiguousarray(turned)).to(some.device, some.dtype)
 
     def logits(x: np.ndarray) -> np.ndarray:
+        refuse_training(module)
         with torch.no_grad():
             return module(tensor(x)).float().cpu().numpy()
 
     def slopes(x: np.ndarray, change: np.ndarray) -> np.ndarray:
+        refuse_training(module)
         images = tensor(x).requires_grad_()
         with torch.enable_grad():
             out = module(images)
