@@ -65,21 +65,15 @@ def check_writable(path: _Path, tree: PyTree = ()) -> None:
       tree: what will be saved.
 
     Raises:
-      ValueError: the path cannot be written, or a leaf could not be restored bit for bit.
+      ValueError: the path cannot be written, another process or thread is writing it, or a leaf
+        could not be restored bit for bit.
 
     >>> check_writable("trained.safetensors", {"w": np.ones(2, np.float32)})
     """
     path = atomic.resolved(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error}; choose another path.") from error
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ValueError(f"{path.parent} is not writable; choose another path for the checkpoint.")
-    if len(os.fsencode(path.name)) > 200:
-        raise ValueError(f"{path} has a name of more than 200 bytes; choose another path.")
-    _check_replaceable(path)
-    _check_storable(_named(tree), _FILE if _is_file(path) else _FOLDER)
+    with _owned(path):
+        _check_replaceable(path)
+        _check_storable(_named(tree), _FILE if _is_file(path) else _FOLDER)
 
 
 def save(path: _Path, tree: PyTree, settings: Mapping[str, Any] | None = None) -> None:
@@ -106,11 +100,11 @@ def save(path: _Path, tree: PyTree, settings: Mapping[str, Any] | None = None) -
     ...     exists(f"{folder}/w.safetensors")
     True
     """
-    check_writable(path, tree)
     path, leaves = atomic.resolved(path), _named(tree)
-    text = _manifest_text({name: _facts(leaf) for name, leaf in leaves.items()}, settings or {})
-    raw = {name: _raw(leaf) for name, leaf in leaves.items()}
-    with contextlib.nullcontext() if atomic.held(path) else atomic.exclusive(path):
+    with _owned(path):
+        check_writable(path, tree)
+        text = _manifest_text({name: _facts(leaf) for name, leaf in leaves.items()}, settings or {})
+        raw = {name: _raw(leaf) for name, leaf in leaves.items()}
         (_write_safetensors if _is_file(path) else _write_folder)(path, raw, text)
 
 
@@ -305,6 +299,22 @@ def _check_parameters(params: PyTree, where: str) -> None:
 def _is_file(path: Path) -> bool:
     """Whether a checkpoint of this path is a single safetensors file."""
     return path.suffix == ".safetensors"
+
+
+def _owned(path: Path) -> contextlib.AbstractContextManager[None]:
+    """The lock of ``path``, unless this task holds it; makes the folder that contains the path.
+
+    Raises if nothing of that name can be written there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error}; choose another path.") from error
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ValueError(f"{path.parent} is not writable; choose another path for the checkpoint.")
+    if len(os.fsencode(path.name)) > 200:
+        raise ValueError(f"{path} has a name of more than 200 bytes; choose another path.")
+    return contextlib.nullcontext() if atomic.held(path) else atomic.exclusive(path)
 
 
 def _check_replaceable(path: Path) -> None:
