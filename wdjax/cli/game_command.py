@@ -107,11 +107,11 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         "remarks": [],
         **subject.spent(done),
     }
-    subject.write(console, parsed.json, content, table=lambda: _table(content))
+    subject.write(console, parsed.json, content, table=lambda: table(content))
     return 0
 
 
-def _table(content: dict[str, Any]) -> Iterator[list[Any]]:
+def table(content: dict[str, Any]) -> Iterator[list[Any]]:
     """The rows that are printed without ``--json``."""
     yield ["defence", "seed", "attack", "accuracy", "interval", "clean", "static"]
     for game in content["games"]:
