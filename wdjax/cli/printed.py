@@ -51,6 +51,7 @@ def noted(content: Any, label: str = "") -> Iterator[tuple[str, str]]:
             yield from noted(part, label)
     if not isinstance(content, Mapping):
         return
+    label = " ".join(content.get("job", [label]))
     yield from ((label, remark) for remark in content.get("remarks", ()))
     for name, part in content.items():
         if isinstance(part, Mapping | list):

@@ -111,6 +111,8 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     times = {name: math.fsum(row[name] for row in rows) for name in ("seconds", "compile_seconds")}
     content = {**summary.head("run"), "data": parsed.file.name, "jobs": rows, "remarks": failed}
     infos = {out / "model_info" / path: text for path, text in _infos(jobs, rows).items()}
+    for path in infos:
+        path.parent.mkdir(parents=True, exist_ok=True)
     subject.write(console, parsed.json, content | times, infos, lambda: table(content))
     if failed:
         raise ValueError(
@@ -280,7 +282,7 @@ def _row(job: Job) -> dict[str, Any] | None:
         "n": found["n"],
         "clean_accuracy": found["clean_accuracy"],
         "shares": {line[0]: line[place] for line in lines if line[0] not in ("none", "clean")},
-        "remarks": [text for _, text in printed.noted(found)],
+        "remarks": [f"{name}: {text}" if name else text for name, text in printed.noted(found)],
         "seconds": found["seconds"],
         "compile_seconds": found["compile_seconds"],
     }
