@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from wdjax import data, transductive
-from wdjax.cli import attack_words, options, subject
+from wdjax.cli import attack_words, options, shards, subject
 from wdjax.cli.console import Console
 from wdjax.core import Progress
 from wdjax.engine import tasks
@@ -83,6 +83,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--iterations", type=options.SEARCHES, metavar="T", help="of the attacks; the table's"
     )
+    shards.declare(how)
     subject.declare_out(parser)
     parser.set_defaults(command=run)
 
@@ -92,13 +93,18 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     cases = _cases(parsed.defense)
     wanted = _wanted(parsed, cases)
     subject.check_places(parsed)
-    work = subject.begin(parsed, data.digits())
+    shards.check(parsed)
+    work, samples = shards.begin(parsed, subject.Subject(None, *data.digits().test))
+    if work.coverage:
+        raise ValueError("every game is one part's: merge all of them, not some.")
     done: list[tasks.Done[Any]] = []
     games = [
         _case(name, seed, wanted, parsed, work, console, done)
         for name in cases
         for seed in parsed.seeds
     ]
+    if work.shard is not None:
+        return work.write(console, samples)
     content = {
         **summary.head("game"),
         "data": "digits",
@@ -107,11 +113,11 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         "remarks": [],
         **subject.spent(done),
     }
-    subject.write(console, parsed.json, content, table=lambda: _table(content))
+    subject.write(console, parsed.json, content, table=lambda: table(content))
     return 0
 
 
-def _table(content: dict[str, Any]) -> Iterator[list[Any]]:
+def table(content: dict[str, Any]) -> Iterator[list[Any]]:
     """The rows that are printed without ``--json``."""
     yield ["defence", "seed", "attack", "accuracy", "interval", "clean", "static"]
     for game in content["games"]:
@@ -195,7 +201,7 @@ def _case(
     seed: int,
     wanted: list[attack_words.Word] | None,
     parsed: argparse.Namespace,
-    work: tasks.Tasks,
+    work: shards.ShardedWork,
     console: Console,
     all_done: list[tasks.Done[Any]],
 ) -> dict[str, Any]:
@@ -226,17 +232,22 @@ def _case(
             how = {"eps": case.eps, "size": size, "draws": parsed.draws} | row.how
             how["key"] = jax.random.fold_in(key, 2)
             play = functools.partial(_play, ready, row, inputs, how, shown)
-            done = work.do(f"{name} {seed} {label}", play, GameReport)
+            done = work.whole(f"{name} {seed} {label}", play, console.say)
+        if done is None or work.shard is not None:
+            continue
         all_done.append(done)
         reports[label] = found = done.value
         measured = _measured(found, row) | {"cpu_seconds": done.spent["cpu_seconds"]}
         entry["attacks"][label] = measured
         _say(console, f"{name} seed {seed} {label}", found, measured)
     own, some = jax.random.fold_in(key, 3), inputs.x[:size]
-    cost = work.do(
+    cost = work.whole(
         f"{name} {seed} cost",
         lambda task: transductive.cost_multiple(*ready(), some, key=own, repeats=3),
+        console.say,
     )
+    if cost is None or work.shard is not None:
+        return entry
     all_done.append(cost)
     entry["cost_multiple"] = cost.value
     private = {label: found for label, found in reports.items() if not rows[label].how}

@@ -17,8 +17,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from wdjax.engine import loop
@@ -241,7 +239,8 @@ def kept(path: Path, types: tuple[type, ...]) -> Done[Any]:
     manifest = persist.manifest(path)
     try:
         sizes = {name: tuple(facts["shape"]) for name, facts in manifest["leaves"].items()}
-        like = {name: jax.ShapeDtypeStruct(size, jnp.uint8) for name, size in sizes.items()}
+        # Arrays on the host that take no memory: what is kept is read without an accelerator.
+        like = {name: np.broadcast_to(np.uint8(0), size) for name, size in sizes.items()}
         leaves = persist.restore(path, like)
         text, *arrays = (np.asarray(leaves[f"part {place}"]) for place in range(len(leaves)))
         content = json.loads(text.tobytes())
