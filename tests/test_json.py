@@ -51,7 +51,10 @@ COMMANDS = {
         ["audit", "--model", "json_fourier:stepped", "--data", "{in}/zero.npz", "--eps-list", "0.1",
          "--samples", "3"],
     ],
-    "game": [["game", "--defense", "tiny", "--draws", "2"]],
+    "game": [
+        ["game", "--defense", "tiny", "--draws", "2"],
+        ["game", *SUBJECT, "--eps", "0.05", "--attacks", "transfer", "--draws", "2"],
+    ],
     "verify": [["verify", "--instances", "{in}/instances.csv"]],
     "run": [["run", "{in}/jobs.toml", "--out", "{out}/run"]],
 }  # fmt: skip

@@ -25,6 +25,7 @@ _ELSEWHERE = {"json", "points", "plot", "radii", "out", "checkpoint", "every", "
 _ELSEWHERE |= {
     "weights",
     "data",
+    "train",
     "batch_size",
     "command",
     "compare",
