@@ -5,6 +5,10 @@ import json
 import os
 import random
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import jax
@@ -15,7 +19,7 @@ from test_shards import timeless
 
 import wdjax
 from wdjax import attacks, models
-from wdjax.cli import attack_table, engines, main, run_command
+from wdjax.cli import attack_table, engines, main
 from wdjax.engine import driver
 from wdjax.files import persist
 
@@ -324,29 +328,79 @@ def test_files_by_chance_are_refused_in_one_line(given, tmp_path, monkeypatch):
     assert wrong == {}
 
 
-def test_durations_are_said_in_words():
-    assert [run_command._duration(s) for s in (0.2, 89, 91, 7200)] == [
-        "0 s",
-        "89 s",
-        "2 min",
-        "2.0 h",
-    ]
-
-
-def test_a_killed_run_ends_as_if_nobody_had_disturbed_it(tmp_path, monkeypatch):
-    """Three times with all of its processes; and a damaged part is named and done again."""
+@pytest.fixture
+def kills(monkeypatch, tmp_path):
+    """The module of the full kills, with one model, in two parts, in the present folder."""
     monkeypatch.syspath_prepend(ROOT / "bench")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
     import kills
 
-    dice = random.Random(0)
     kills.run_given(tmp_path, 1, 2)
+    return kills
+
+
+def test_a_killed_run_ends_as_if_nobody_had_disturbed_it(kills, tmp_path):
+    """Three times with all of its processes; and a damaged part is named and done again."""
+    dice = random.Random(0)
     kills.kill_run(tmp_path, dice, 3, 9)
     kills.spoil(tmp_path, dice)
-    monkeypatch.chdir(tmp_path)
     attack = "pgd(steps=20, restarts=2, random_start=true), wda(steps=20)"
     words = ["--arch", "mlp", "--weights", "0.safetensors", "--data", "digits.npz", *kills.LINF]
     words += ["--attacks", attack, "--batch-size", "4", "--json", "whole.json", "--quiet"]
     assert main(["attack", *words]) == 0
     expected = kills.timeless(json.loads((tmp_path / "whole.json").read_text()))
     assert kills.run_results(tmp_path)["out/mlp0/digits/Linf/attacks/result.json"] == expected
+
+
+@pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_the_run(number, kills, tmp_path):
+    """A signal to the run alone is passed on; if it is killed, its processes notice."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # Children are not deaf.
+    run = [sys.executable, "-m", "wdjax", "run", "jobs.toml", "--jobs", "2"]
+    child = subprocess.Popen(run, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    signal.signal(signal.SIGINT, before)
+
+    def alive():
+        own = [path for path in Path("/proc").glob("[0-9]*/cwd") if _leads(path, tmp_path)]
+        return {path.parent.name for path in own}
+
+    while len(alive()) < 3 and child.poll() is None:
+        time.sleep(0.05)
+    child.send_signal(number)
+    said = child.communicate(timeout=60)[1]
+    codes = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}
+    assert child.returncode == codes[number], said
+    until = time.monotonic() + 30
+    while alive() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert alive() == set()
+
+
+def _leads(link, folder):
+    try:
+        return link.resolve() == folder.resolve()
+    except OSError:  # Of a process that has just ended.
+        return False
+
+
+def test_without_submitit_a_cluster_is_refused(kills, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    assert main(["run", "jobs.toml", "--cluster", "slurm"]) == 2
+    assert "pip install 'wdjax[cluster]'" in capsys.readouterr().err
+
+
+def test_a_cluster_does_the_same(kills, tmp_path, capsys):
+    """By submitit's processes on this machine; settings that it does not know are refused."""
+    pytest.importorskip("submitit", reason="the extra [cluster] is not installed")
+    text = (tmp_path / "jobs.toml").read_text()
+    (tmp_path / "bad.toml").write_text(f"{text}[cluster]\nnothing = 3\n")
+    assert main(["run", "bad.toml", "--cluster", "local"]) == 2
+    assert "--cluster local: Unknown argument" in capsys.readouterr().err
+    (tmp_path / "jobs.toml").write_text(f"{text}[cluster]\ntimeout_min = 9\n")
+    how = ["run", "jobs.toml", "--cluster", "local", "--jobs", "2", "--json"]
+    assert main([*how, "cluster.json"]) == 0
+    assert main(["run", "jobs.toml", "--json", "here.json", "--out", "here"]) == 0
+    rows = [json.loads((tmp_path / f"{n}.json").read_text())["jobs"] for n in ("cluster", "here")]
+    assert rows[0][0]["shares"] == rows[1][0]["shares"]
