@@ -340,7 +340,7 @@ def runs(moments):
             run_given(folder, 3, 4)
         began = time.monotonic()
         kill_run(whole, dice, 0, 0)
-        longest = max(10, (time.monotonic() - began) / 10)
+        longest = max(10, (time.monotonic() - began) / 4)
         expected = run_results(whole)
         while ends < moments:
             shutil.rmtree(cut / "out", ignore_errors=True)

@@ -28,6 +28,10 @@ COMMANDS: dict[str, Any] = {
 }
 """What a method can be: the commands that take ``--shard``."""
 _KINDS = ("models", "data", "threats", "methods")
+_BESIDES = {"models": ("info",), "methods": ("command", "shards")}
+"""Keys that are no options of the command."""
+MEASURED = ("dataset", "eps", "clean_acc", "autoattack_acc")
+"""What a run says of a model in the words of RobustBench's ``model_info``."""
 _NAME = re.compile(r"[A-Za-z0-9_+=-][A-Za-z0-9_+=.-]{0,99}")
 _OPTION = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _OURS = ("json", "checkpoint", "shard", "points", "plot", "radii")
@@ -146,7 +150,7 @@ def _check(content: dict[str, Any]) -> None:
             raise ValueError(f"{place} must be a table, got {options.shown(str(entry))}.")
         for other, names in _taken(entry, "only", dict, {}).items():
             there = content[other] if other in _KINDS else {}
-            if not isinstance(names, list) or any(str(one) not in there for one in names):
+            if not isinstance(names, list) or any(one not in [*there] for one in names):
                 raise ValueError(
                     f"{place}.only must list names of {', '.join(_KINDS)}, got "
                     f"{options.shown(f'{other} = {names}')}."
@@ -176,6 +180,12 @@ def _job(names: tuple[str, ...], tables: Any, content: dict[str, Any], out: Path
     """The job of these tables, whose options its command has parsed."""
     model, _, _, method = tables
     info = _taken(model, "info", dict, {})
+    for key, value in info.items():
+        if key in MEASURED or not isinstance(value, str | int):
+            raise ValueError(
+                f"info says {options.shown(f'{key} = {value}')}: it takes texts, whole numbers, "
+                f"true and false, and {', '.join(MEASURED)} are measured."
+            )
     command = _taken(method, "command", str)
     parts = _taken(method, "shards", int, _taken(content, "shards", int, 1))
     if command not in COMMANDS or not 1 <= parts < 10**6:
@@ -184,8 +194,9 @@ def _job(names: tuple[str, ...], tables: Any, content: dict[str, Any], out: Path
             f"{options.shown(command)} and {parts}."
         )
     given: dict[str, Any] = {}
-    for key, value in (item for table in tables for item in table.items()):
-        if key in ("only", "info", "command", "shards"):
+    items = ((kind, *item) for kind, table in zip(_KINDS, tables) for item in table.items())
+    for kind, key, value in items:
+        if key in ("only", *_BESIDES.get(kind, ())):
             continue
         if key in given:
             raise ValueError(f"{key} is said twice, as {given[key]} and {value}.")

@@ -290,12 +290,9 @@ def _infos(jobs: Sequence[Job], rows: Sequence[dict[str, Any]]) -> dict[Path, st
         if job.words[0] != "attack" or "autoattack" not in row["shares"]:
             continue
         model, data, threat, _ = job.names
-        measured = {
-            "dataset": data,
-            "eps": job.eps,
-            "clean_acc": f"{100 * row['clean_accuracy']:.2f}",
-            "autoattack_acc": f"{100 * row['shares']['autoattack']:.2f}",
-        }
+        accuracies = row["clean_accuracy"], row["shares"]["autoattack"]
+        values = data, job.eps, *(f"{100 * accuracy:.2f}" for accuracy in accuracies)
+        measured = dict(zip(job_file.MEASURED, values))
         place = Path(data, threat, f"{model}.json")
         found[place] = json.dumps({"name": model, **job.info, **measured}, indent=2) + "\n"
     return found
