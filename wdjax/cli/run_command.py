@@ -220,6 +220,7 @@ class _Work:
         path = job.part(number)
         if not path.exists():
             return False
+        shutil.rmtree(job.kept(number), ignore_errors=True)
         try:
             part = shards.ShardFile.read(path)
             part.content()
@@ -233,7 +234,6 @@ class _Work:
                 f"{path} is of other work, {' '.join(said)[:300]}: name another --out, or remove "
                 f"{job.folder}."
             )
-        shutil.rmtree(job.kept(number), ignore_errors=True)
         return True
 
 
