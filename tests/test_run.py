@@ -189,16 +189,19 @@ def test_nothing_is_done_twice_but_what_is_damaged(given, ran, capsys):
         assert sum(line.startswith("CAREFUL, a squares Linf nppr: ") for line in lines) == 3
         crown = given / "out/a/squares/Linf/crown"
         whole = (crown / "result.json").read_text()
-        path = crown / "result.json.2-of-3.safetensors"
+        path = crown / "result.json.1-of-3.safetensors"
         content = path.read_bytes()
-        for spoilt in (content[:-9] + bytes([content[-9] ^ 1]) + content[-8:], content[:50], b""):
+        changed = content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
+        for spoilt in (changed, content.replace(b'"wdjax"', b'"wdjaw"'), content[:50], b""):
             path.write_bytes(spoilt)
+            (crown / "part-1").mkdir()  # As a kill leaves a checkpoint that is being removed.
+            (crown / "part-1" / "rest").touch()
             code, said, err = again(capsys)
             assert code == 0
             assert f"{path.relative_to(given)} is damaged, and is done again" in err
             assert [words[0] for words in begun] == ["certify", "merge"]
-            assert "--shard=2/3" in begun[0]
-            assert "11/11 a squares Linf crown, part 2/3" in said
+            assert "--shard=1/3" in begun[0]
+            assert "11/11 a squares Linf crown, part 1/3" in said
             begun.clear()
         assert timeless(json.loads((crown / "result.json").read_text())) == timeless(
             json.loads(whole)

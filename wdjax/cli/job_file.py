@@ -114,7 +114,7 @@ def read(path: Path, out: Path) -> tuple[list[Job], dict[str, Any]]:
                 _check_files(job)
         for job in jobs:
             with _about(job.names):
-                COMMANDS[job.words[0]].check(_parsed(job.said(1)))
+                _check_words(job)
     except ValueError as error:
         raise ValueError(f"{path}: {_line(error)}") from None
     return jobs, content.get("cluster", {})
@@ -241,6 +241,16 @@ def _parsed(words: list[str]) -> argparse.Namespace:
             return _parser().parse_args(words)
     except SystemExit:
         raise ValueError(said.getvalue().strip() or "it asks for help.") from None
+
+
+def _check_words(job: Job) -> None:
+    """Raises if the command refuses the options, or the folder cannot be written.
+
+    The places are not those of its parts: what a kill left of them is not the file's fault.
+    """
+    parsed = _parsed([*job.words, f"--json={job.folder / 'check'}", f"--shard=1/{job.parts}"])
+    parsed.every = None
+    COMMANDS[job.words[0]].check(parsed)
 
 
 @functools.cache
