@@ -311,6 +311,7 @@ def kill_run(folder, dice, most, longest):
             return ends, said
         if "damaged" in said:
             raise AssertionError(f"a kill left a part damaged: {said}")
+        say(f"kill {ends}: {len([*(folder / 'out').rglob('*.safetensors')])} files are there")
 
 
 def run_results(folder):
@@ -337,11 +338,13 @@ def runs(moments):
         for folder in (whole, cut):
             folder.mkdir()
             run_given(folder, 3, 4)
+        began = time.monotonic()
         kill_run(whole, dice, 0, 0)
+        longest = max(10, (time.monotonic() - began) / 4)
         expected = run_results(whole)
         while ends < moments:
             shutil.rmtree(cut / "out", ignore_errors=True)
-            more, _ = kill_run(cut, dice, moments - ends, 10)
+            more, _ = kill_run(cut, dice, moments - ends, longest)
             ends += more
             for state in ("killed", "spoilt"):
                 if run_results(cut) != expected:

@@ -5,6 +5,10 @@ import json
 import os
 import random
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import jax
@@ -15,7 +19,7 @@ from test_shards import timeless
 
 import wdjax
 from wdjax import attacks, models
-from wdjax.cli import attack_table, engines, main, run_command
+from wdjax.cli import attack_table, engines, main
 from wdjax.engine import driver
 from wdjax.files import persist
 
@@ -185,16 +189,19 @@ def test_nothing_is_done_twice_but_what_is_damaged(given, ran, capsys):
         assert sum(line.startswith("CAREFUL, a squares Linf nppr: ") for line in lines) == 3
         crown = given / "out/a/squares/Linf/crown"
         whole = (crown / "result.json").read_text()
-        path = crown / "result.json.2-of-3.safetensors"
+        path = crown / "result.json.1-of-3.safetensors"
         content = path.read_bytes()
-        for spoilt in (content[:-9] + bytes([content[-9] ^ 1]) + content[-8:], content[:50], b""):
+        changed = content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
+        for spoilt in (changed, content.replace(b'"wdjax"', b'"wdjaw"'), content[:50], b""):
             path.write_bytes(spoilt)
+            (crown / "part-1").mkdir()  # As a kill leaves a checkpoint that is being removed.
+            (crown / "part-1" / "rest").touch()
             code, said, err = again(capsys)
             assert code == 0
             assert f"{path.relative_to(given)} is damaged, and is done again" in err
             assert [words[0] for words in begun] == ["certify", "merge"]
-            assert "--shard=2/3" in begun[0]
-            assert "11/11 a squares Linf crown, part 2/3" in said
+            assert "--shard=1/3" in begun[0]
+            assert "11/11 a squares Linf crown, part 1/3" in said
             begun.clear()
         assert timeless(json.loads((crown / "result.json").read_text())) == timeless(
             json.loads(whole)
@@ -267,6 +274,10 @@ BAD = {
     "command must be text, got nothing": ('command = "attack"', ""),
     "command must be one of": ('command = "attack"', 'command = "audit"'),
     "info must be a table, got 'x'": ("info = {", "info = 'x'\nzz = {"),
+    "info says 'clean_acc = 99.00'": ("venue =", "clean_acc = '99.00', venue ="),
+    "info says 'venue = 1979-05-27'": ('venue = "none"', "venue = 1979-05-27"),
+    "unrecognized arguments: --info={}": ('data = "x.npz"', 'data = "x.npz"\ninfo = "{}"'),
+    "unrecognized arguments: --shards=3": ('norm = "linf"', 'norm = "linf"\nshards = 3'),
     "unrecognized arguments: --stepz=2": ("steps = 2", "stepz = 2"),
     "steps must be text, a number, true or false": ("steps = 2", "steps = [2]"),
     "'Steps' is no option's name": ("steps = 2", "Steps = 2"),
@@ -324,29 +335,81 @@ def test_files_by_chance_are_refused_in_one_line(given, tmp_path, monkeypatch):
     assert wrong == {}
 
 
-def test_durations_are_said_in_words():
-    assert [run_command._duration(s) for s in (0.2, 89, 91, 7200)] == [
-        "0 s",
-        "89 s",
-        "2 min",
-        "2.0 h",
-    ]
-
-
-def test_a_killed_run_ends_as_if_nobody_had_disturbed_it(tmp_path, monkeypatch):
-    """Three times with all of its processes; and a damaged part is named and done again."""
+@pytest.fixture
+def kills(monkeypatch, tmp_path):
+    """The module of the full kills, with one model, in two parts, in the present folder."""
     monkeypatch.syspath_prepend(ROOT / "bench")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
     import kills
 
-    dice = random.Random(0)
     kills.run_given(tmp_path, 1, 2)
+    return kills
+
+
+def test_a_killed_run_ends_as_if_nobody_had_disturbed_it(kills, tmp_path):
+    """Three times with all of its processes; and a damaged part is named and done again."""
+    dice = random.Random(0)
     kills.kill_run(tmp_path, dice, 3, 9)
     kills.spoil(tmp_path, dice)
-    monkeypatch.chdir(tmp_path)
+    # Nothing is left to do, and what is there is looked at without a device.
+    run = [sys.executable, "-m", "wdjax", "run", "jobs.toml", "--out", "out", "--quiet"]
+    subprocess.run(run, env=os.environ | {"JAX_PLATFORMS": "none"}, check=True)
     attack = "pgd(steps=20, restarts=2, random_start=true), wda(steps=20)"
     words = ["--arch", "mlp", "--weights", "0.safetensors", "--data", "digits.npz", *kills.LINF]
     words += ["--attacks", attack, "--batch-size", "4", "--json", "whole.json", "--quiet"]
     assert main(["attack", *words]) == 0
     expected = kills.timeless(json.loads((tmp_path / "whole.json").read_text()))
     assert kills.run_results(tmp_path)["out/mlp0/digits/Linf/attacks/result.json"] == expected
+
+
+@pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_the_run(number, kills, tmp_path):
+    """A signal to the run alone is passed on; if it is killed, its processes notice."""
+    run = [sys.executable, "-m", "wdjax", "run", "jobs.toml"]
+    child = subprocess.Popen(run, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+
+    def alive():
+        own = {
+            path.parent.name for path in Path("/proc").glob("[0-9]*/cwd") if _leads(path, tmp_path)
+        }
+        return own - {str(os.getpid())}
+
+    while len(alive()) < 2 and child.poll() is None:
+        time.sleep(0.05)
+    child.send_signal(number)
+    said = child.communicate(timeout=60)[1]
+    assert child.returncode == {signal.SIGTERM: 143, signal.SIGKILL: -9}[number], said
+    until = time.monotonic() + 30
+    while alive() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert alive() == set()
+
+
+def _leads(link, folder):
+    try:
+        return link.resolve() == folder.resolve()
+    except OSError:  # Of a process that has just ended.
+        return False
+
+
+def test_without_submitit_a_cluster_is_refused(kills, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    assert main(["run", "jobs.toml", "--cluster", "slurm"]) == 2
+    assert "pip install 'wdjax[cluster]'" in capsys.readouterr().err
+
+
+def test_a_cluster_does_the_same(kills, tmp_path, capsys):
+    """By submitit's processes on this machine; settings that it does not know are refused."""
+    pytest.importorskip("submitit", reason="the extra [cluster] is not installed")
+    text = (tmp_path / "jobs.toml").read_text()
+    (tmp_path / "bad.toml").write_text(f"{text}[cluster]\nnothing = 3\n")
+    assert main(["run", "bad.toml", "--cluster", "local"]) == 2
+    assert "--cluster local: Unknown argument" in capsys.readouterr().err
+    (tmp_path / "jobs.toml").write_text(f"{text}[cluster]\ntimeout_min = 9\n")
+    how = ["run", "jobs.toml", "--cluster", "local", "--jobs", "2", "--json"]
+    assert main([*how, "cluster.json"]) == 0
+    assert main(["run", "jobs.toml", "--json", "here.json", "--out", "here"]) == 0
+    rows = [json.loads((tmp_path / f"{n}.json").read_text())["jobs"] for n in ("cluster", "here")]
+    assert rows[0][0]["shares"] == rows[1][0]["shares"]

@@ -28,6 +28,10 @@ COMMANDS: dict[str, Any] = {
 }
 """What a method can be: the commands that take ``--shard``."""
 _KINDS = ("models", "data", "threats", "methods")
+_BESIDES = {"models": ("info",), "methods": ("command", "shards")}
+"""Keys that are no options of the command."""
+MEASURED = ("dataset", "eps", "clean_acc", "autoattack_acc")
+"""What a run says of a model in the words of RobustBench's ``model_info``."""
 _NAME = re.compile(r"[A-Za-z0-9_+=-][A-Za-z0-9_+=.-]{0,99}")
 _OPTION = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _OURS = ("json", "checkpoint", "shard", "points", "plot", "radii")
@@ -110,7 +114,7 @@ def read(path: Path, out: Path) -> tuple[list[Job], dict[str, Any]]:
                 _check_files(job)
         for job in jobs:
             with _about(job.names):
-                COMMANDS[job.words[0]].check(_parsed(job.said(1)))
+                _check_words(job)
     except ValueError as error:
         raise ValueError(f"{path}: {_line(error)}") from None
     return jobs, content.get("cluster", {})
@@ -146,7 +150,7 @@ def _check(content: dict[str, Any]) -> None:
             raise ValueError(f"{place} must be a table, got {options.shown(str(entry))}.")
         for other, names in _taken(entry, "only", dict, {}).items():
             there = content[other] if other in _KINDS else {}
-            if not isinstance(names, list) or any(str(one) not in there for one in names):
+            if not isinstance(names, list) or any(one not in [*there] for one in names):
                 raise ValueError(
                     f"{place}.only must list names of {', '.join(_KINDS)}, got "
                     f"{options.shown(f'{other} = {names}')}."
@@ -176,6 +180,12 @@ def _job(names: tuple[str, ...], tables: Any, content: dict[str, Any], out: Path
     """The job of these tables, whose options its command has parsed."""
     model, _, _, method = tables
     info = _taken(model, "info", dict, {})
+    for key, value in info.items():
+        if key in MEASURED or not isinstance(value, str | int):
+            raise ValueError(
+                f"info says {options.shown(f'{key} = {value}')}: it takes texts, whole numbers, "
+                f"true and false, and {', '.join(MEASURED)} are measured."
+            )
     command = _taken(method, "command", str)
     parts = _taken(method, "shards", int, _taken(content, "shards", int, 1))
     if command not in COMMANDS or not 1 <= parts < 10**6:
@@ -184,8 +194,9 @@ def _job(names: tuple[str, ...], tables: Any, content: dict[str, Any], out: Path
             f"{options.shown(command)} and {parts}."
         )
     given: dict[str, Any] = {}
-    for key, value in (item for table in tables for item in table.items()):
-        if key in ("only", "info", "command", "shards"):
+    items = ((kind, *item) for kind, table in zip(_KINDS, tables) for item in table.items())
+    for kind, key, value in items:
+        if key in ("only", *_BESIDES.get(kind, ())):
             continue
         if key in given:
             raise ValueError(f"{key} is said twice, as {given[key]} and {value}.")
@@ -230,6 +241,16 @@ def _parsed(words: list[str]) -> argparse.Namespace:
             return _parser().parse_args(words)
     except SystemExit:
         raise ValueError(said.getvalue().strip() or "it asks for help.") from None
+
+
+def _check_words(job: Job) -> None:
+    """Raises if the command refuses the options, or the folder cannot be written.
+
+    The places are not those of its parts: what a kill left of them is not the file's fault.
+    """
+    parsed = _parsed([*job.words, f"--json={job.folder / 'check'}", f"--shard=1/{job.parts}"])
+    parsed.every = None
+    COMMANDS[job.words[0]].check(parsed)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+import datetime
 import json
 import math
 import shutil
@@ -199,16 +200,15 @@ class _Work:
             else:
                 self._failed[job.names] = f"{said} ({_log(job, number)})"
             return
-        spent = _duration(time.monotonic() - part.began)
         if number:
             left.discard(number)
             if not left:
                 self._todo.appendleft((job, 0))
-        missing = self._total - self._there()
-        rate = (time.monotonic() - began) / max(1, self._there() - self._before)
+        now, there = time.monotonic(), self._there()
+        seconds = (now - began) / max(1, there - self._before) * (self._total - there)
         self._console.say(
-            f"{self._there()}/{self._total} {name}: {spent}"
-            + (f", about {_duration(rate * missing)} left" if missing else "")
+            f"{there}/{self._total} {name}: {_duration(now - part.began)}"
+            + (f", about {_duration(seconds)} left" if seconds else "")
         )
 
     def _there(self) -> int:
@@ -220,6 +220,7 @@ class _Work:
         path = job.part(number)
         if not path.exists():
             return False
+        shutil.rmtree(job.kept(number), ignore_errors=True)
         try:
             part = shards.ShardFile.read(path)
             part.content()
@@ -233,7 +234,6 @@ class _Work:
                 f"{path} is of other work, {' '.join(said)[:300]}: name another --out, or remove "
                 f"{job.folder}."
             )
-        shutil.rmtree(job.kept(number), ignore_errors=True)
         return True
 
 
@@ -249,14 +249,7 @@ def _last(log: Path) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """A time in words.
-
-    >>> _duration(59.9), _duration(3000), _duration(9000)
-    ('60 s', '50 min', '2.5 h')
-    """
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    return str(datetime.timedelta(seconds=round(seconds)))
 
 
 def _merged(job: Job) -> dict[str, Any] | None:
@@ -297,12 +290,9 @@ def _infos(jobs: Sequence[Job], rows: Sequence[dict[str, Any]]) -> dict[Path, st
         if job.words[0] != "attack" or "autoattack" not in row["shares"]:
             continue
         model, data, threat, _ = job.names
-        measured = {
-            "dataset": data,
-            "eps": job.eps,
-            "clean_acc": f"{100 * row['clean_accuracy']:.2f}",
-            "autoattack_acc": f"{100 * row['shares']['autoattack']:.2f}",
-        }
+        accuracies = row["clean_accuracy"], row["shares"]["autoattack"]
+        values = data, job.eps, *(f"{100 * accuracy:.2f}" for accuracy in accuracies)
+        measured = dict(zip(job_file.MEASURED, values))
         place = Path(data, threat, f"{model}.json")
         found[place] = json.dumps({"name": model, **job.info, **measured}, indent=2) + "\n"
     return found

@@ -246,7 +246,7 @@ def kept(path: Path, types: tuple[type, ...]) -> Done[Any]:
         content = json.loads(text.tobytes())
         value = _built(content["value"], arrays, {kind.__name__: kind for kind in types})
         return Done(value, content["spent"])
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path} is damaged: {error!r}; remove it to begin again.") from error
 
 
