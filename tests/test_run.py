@@ -405,14 +405,21 @@ def test_a_cluster_does_the_same(kills, tmp_path):
     """By submitit's processes on this machine; settings that it does not know are refused."""
     if importlib.util.find_spec("submitit") is None:  # Its import takes pytest's log away.
         pytest.skip("the extra [cluster] is not installed")
-    how = [sys.executable, "-m", "wdjax", "run", "--cluster", "local", "--jobs", "2"]
+
+    def ended(*words):
+        return subprocess.run(
+            [sys.executable, "-m", "wdjax", "run", *words], capture_output=True, text=True
+        )
+
     text = (tmp_path / "jobs.toml").read_text()
     (tmp_path / "bad.toml").write_text(f"{text}[cluster]\nnothing = 3\n")
-    ended = subprocess.run([*how, "bad.toml"], capture_output=True, text=True)
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("wdjax: --cluster local: ")
+    refused = ended("bad.toml", "--cluster", "local")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("wdjax: --cluster local: ")
+    assert "nothing" in refused.stderr
     (tmp_path / "jobs.toml").write_text(f"{text}[cluster]\ntimeout_min = 9\n")
-    subprocess.run([*how, "jobs.toml", "--json", "cluster.json"], check=True)
+    there = ended("jobs.toml", "--cluster", "local", "--jobs", "2", "--json", "cluster.json")
+    assert there.returncode == 0, there.stderr
     assert main(["run", "jobs.toml", "--json", "here.json", "--out", "here"]) == 0
     rows = [json.loads((tmp_path / f"{n}.json").read_text())["jobs"] for n in ("cluster", "here")]
     assert rows[0][0]["shares"] == rows[1][0]["shares"]
