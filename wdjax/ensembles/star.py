@@ -50,13 +50,19 @@ def wda_star(
     r"""The nearest flips found by a schedule of walks, refined where that pays.
 
     Pass the result to :func:`wdjax.spend`: the knapsack over these distances is WDA*, the attack of
-    Wasserstein order p. Which start finds the nearest flips differs from model to model. Trial
-    samples therefore decide which kind of :class:`~wdjax.attacks.Walk` comes first, from a random
-    point of the box or towards the nearest class; for norm 1 it is a short
-    :class:`~wdjax.attacks.PDPGD`, followed by a walk from its points and one from the sample. Then
-    the kind of walk with the largest measured gain a pass goes next, also from around the sample
-    and from the best point, on those samples only whose expected gain counts. With a budget ``eps``
-    a distance d that is shortened by the share r gains what the knapsack pays for it,
+    Wasserstein order p. Which start finds the nearest flips differs from model to model, and from
+    sample to sample. Trial samples therefore decide which kind of :class:`~wdjax.attacks.Walk`
+    comes first, from a random point of the box or towards the nearest class; for norm 1 it is a
+    short :class:`~wdjax.attacks.PDPGD`, followed by a walk from its points and one from the sample.
+    From 150 passes on a look of four steps from the sample itself follows where no search began
+    there, and a walk from there if it comes near. Then the kind of walk with the largest measured
+    gain a pass goes next, also from around the sample and from the best point, on those samples
+    only whose expected gain counts; and at the end a walk in small steps from the best points.
+
+    Samples share the passes, and trials speak for all of them: what is found for one depends on
+    which others come with it, and on how many. With fewer than 36 of them at least every sixth is
+    a trial sample, six if there are as many, or all. With a budget ``eps`` a distance d that is
+    shortened by the share r gains what the knapsack pays for it,
 
         min(d_i, d*)^p - min((1 - r_i) d_i, d*)^p,
 
@@ -111,7 +117,7 @@ def wda_star(
     if start is not None:
         record = _given(record, ball, start)
     if plan.look:
-        record = _compare(record, *plan.look, terms)
+        record = _compare(record, plan.look, terms)
     for kind in plan.always:
         record = record.walked(kind, np.ones(len(record.hope), bool))
     while (choice := _choice(record, plan.more, terms)) is not None:
@@ -201,14 +207,15 @@ def _trial(n: int, firsts: list[Kind], passes: int) -> np.ndarray:
     return trial | (len(firsts) == 1)
 
 
-def _compare(record: Record, look: Kind, walk: Kind, terms: Terms) -> Record:
+def _compare(record: Record, look: list[Kind], terms: Terms) -> Record:
     """With a look from each sample itself, and a walk from there where the look comes near.
 
     This is for samples that no search has walked from, if a shorter distance matters: a far start
     may have missed a flip beside the sample.
     """
     blind = ~record.looked & (_worth(record.found, record.hope, terms.eps, terms.order) > 0)
-    own = _follow(record.ask, record.number, look, record.found, blind)
+    short, walk = look
+    own = _follow(record.ask, record.number, short, record.found, blind)
     again = blind & (_distance(own) <= _NEAR * _distance(record.found))
     return record.after(own, blind).walked(walk, again)
 
