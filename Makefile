@@ -17,7 +17,7 @@ CLEAN ?= .venv-wheel
 DOCS ?= .venv-docs
 PYTEST_OPTIONS ?=
 
-.PHONY: audit test test-oldest lint docs docs-serve wheel clean
+.PHONY: audit test test-oldest fuzz lint docs docs-serve wheel clean
 audit: $(VENV)/.audit
 	$(BIN)/python -m wdjax audit --out audit
 
@@ -28,6 +28,10 @@ test: $(VENV)/.test
 test-oldest: $(OLDEST)/.test
 	JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache_oldest $(OLDEST)/bin/python -m pytest \
 		-n $(WORKERS) --dist loadfile -m fast tests
+
+# Two minutes of ONNX and VNN-LIB files made by chance; the suite tries each kind for seconds.
+fuzz: $(VENV)/.test
+	WDJAX_FUZZ=500 $(BIN)/python -m pytest -q tests/test_fuzz.py -k "onnx or vnnlib"
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

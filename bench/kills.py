@@ -1,6 +1,6 @@
 """Kills a process that saves without pause, at random moments, and looks at what it left.
 
-    python bench/kills.py [MOMENTS] [AUDITS] [COMMANDS] [STARTS]
+    python bench/kills.py [MOMENTS] [AUDITS] [COMMANDS] [STARTS] [RUNS]
 
 The process converts a checkpoint to a safetensors file and to an Orbax folder, and trains with a
 checkpoint, over and over, each in place of the last. After every SIGKILL all three must be whole if
@@ -8,12 +8,15 @@ they were saved once, and the training no older than what had been reported. The
 anew in the folder of an old one, and killed, every other time while it writes: every file must be
 whole. Then every command with a checkpoint is ended by SIGKILL, SIGTERM or SIGINT again and again,
 and begun anew until it ends by itself: its result must be absent or whole at any time, and in the
-end equal to that of a command that nobody disturbed. Last, commands are ended while they start.
+end equal to that of a command that nobody disturbed. Then commands are ended while they start.
+Last, a run of 3 models in 4 parts each is killed with all of its processes: in the end every result
+must equal that of an undisturbed run; and a part that is damaged must be named, and done again.
 """
 
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -256,6 +259,101 @@ def starts(moments):
         say(f"{count} starts ended with {code}: {words}")
 
 
+JOBS = """
+[data.digits]
+data = "digits.npz"
+[threats.Linf]
+norm = "linf"
+eps = 0.05
+[methods.attacks]
+command = "attack"
+attacks = "pgd(steps=20, restarts=2, random_start=true), wda(steps=20)"
+batch-size = 4
+every = 0.2
+"""
+
+
+def run_given(folder, count, parts):
+    """A file of jobs with so many models, each in so many parts."""
+    given(folder)
+    rng, text = np.random.default_rng(1), f"shards = {parts}\n{JOBS}"
+    for number in range(count):
+        tensors = dict(safetensors.numpy.load_file(folder / "mlp.safetensors"))
+        tensors["fc1.weight"] = tensors["fc1.weight"] + rng.normal(0, 0.01, (32, 64)).astype("f4")
+        safetensors.numpy.save_file(tensors, folder / f"{number}.safetensors")
+        text += f'[models.mlp{number}]\narch = "mlp"\nweights = "{number}.safetensors"\n'
+    (folder / "jobs.toml").write_text(text)
+
+
+def kill_run(folder, dice, most, longest):
+    """Kills a run and all that it began, at most so often, until it ends; how often, its words.
+
+    No part may have been left damaged.
+    """
+    words = ["run", "jobs.toml", "--out", "out", "--json", "results.json", "--jobs", "2"]
+    ends = 0
+    while True:
+        with (folder / "log").open("w+") as log:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "wdjax", *words],
+                cwd=folder, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+            try:
+                child.wait(dice.uniform(0, longest) if ends < most else None)
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+                ends += 1
+        said = (folder / "log").read_text()
+        if child.returncode not in (0, -signal.SIGKILL) or "Traceback" in said:
+            raise AssertionError(said)
+        if child.returncode == 0:
+            return ends, said
+        if "damaged" in said:
+            raise AssertionError(f"a kill left a part damaged: {said}")
+        say(f"kill {ends}: {len([*(folder / 'out').rglob('*.safetensors')])} files are there")
+
+
+def run_results(folder):
+    """The merged results, and the table's JSON, without what clocks tell."""
+    files = [folder / "results.json", *sorted((folder / "out").rglob("result.json"))]
+    return {str(path.relative_to(folder)): timeless(json.loads(path.read_text())) for path in files}
+
+
+def spoil(folder, dice):
+    """Changes a byte of a part, and lets the run go on: the part must be named and done again."""
+    path = dice.choice(sorted((folder / "out").rglob("*.safetensors")))
+    before = bytearray(path.read_bytes())
+    before[dice.randrange(len(before))] ^= 1 << dice.randrange(8)
+    path.write_bytes(before)
+    _, said = kill_run(folder, dice, 0, 0)
+    if f"{path.relative_to(folder)} is damaged" not in said or path.read_bytes() == before:
+        raise AssertionError(f"{path} was damaged, and nobody said so: {said}")
+
+
+def runs(moments):
+    dice, ends = random.Random(5), 0
+    with tempfile.TemporaryDirectory() as place:
+        whole, cut = Path(place) / "whole", Path(place) / "cut"
+        for folder in (whole, cut):
+            folder.mkdir()
+            run_given(folder, 3, 4)
+        began = time.monotonic()
+        kill_run(whole, dice, 0, 0)
+        longest = max(10, (time.monotonic() - began) / 4)
+        expected = run_results(whole)
+        while ends < moments:
+            shutil.rmtree(cut / "out", ignore_errors=True)
+            more, _ = kill_run(cut, dice, moments - ends, longest)
+            ends += more
+            for state in ("killed", "spoilt"):
+                if run_results(cut) != expected:
+                    raise AssertionError(f"a {state} run ended otherwise than undisturbed")
+                if state == "killed":
+                    spoil(cut, dice)
+            say(f"run: {len(expected)} results equal after {more} kills and a damaged part")
+
+
 def main(moments):
     expected, dice = source().model, random.Random(0)
     with tempfile.TemporaryDirectory() as name:
@@ -269,7 +367,8 @@ def main(moments):
 
 if __name__ == "__main__":
     counts = [*map(int, sys.argv[1:])]
-    parts = zip((main, audits, commands, starts), [*counts, *(50, 10, 5, 40)[len(counts) :]])
+    parts = (main, audits, commands, starts, runs)
+    parts = zip(parts, [*counts, *(50, 10, 5, 40, 30)[len(counts) :]])
     for part, count in parts:
         if count:
             part(count)

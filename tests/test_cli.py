@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import data, nppr
+from wdjax import data, models, nppr
 from wdjax.cli import attack_table, main, options, parser, process
 from wdjax.models import convert
 from wdjax.report import summary
@@ -478,6 +478,59 @@ def test_games_are_played_and_gone_on_with(capsys, tmp_path):
     assert "urejectron seed 0 transfer(restarts=2)" in said.err
     assert main(command) == 0  # From the checkpoint, to the same numbers.
     assert json.loads(capsys.readouterr().out)["games"] == [entry]
+
+
+@pytest.fixture(scope="module")
+def own_games(tmp_path_factory):
+    """The words of a game around a net with normalisation, and the folder of its files."""
+    folder, rng = tmp_path_factory.mktemp("own"), np.random.default_rng(0)
+    net = models.norm_mlp((4, 8, 3), key=jax.random.key(0))
+    (folder / "gamenet.py").write_text(
+        "import jax\nfrom wdjax import models\n\n\ndef build():\n"
+        "    return models.norm_mlp((4, 8, 3), key=jax.random.key(0))\n"
+    )
+    for name, n, shape in (("x", 9, (4,)), ("train", 140, (4,)), ("other", 140, (5,))):
+        x = rng.random((n, *shape), np.float32)
+        np.savez(folder / f"{name}.npz", x=x, y=np.asarray(net(x[:, :4])).argmax(-1))
+    words = ["game", "--model", "gamenet:build", "--data", str(folder / "x.npz")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield [*words, "--eps", "0.07", "--attacks", "transfer", "--draws", "2"], folder
+
+
+@pytest.mark.parametrize("defense", [None, "dent", "rmc", "urejectron"])
+def test_games_are_played_around_a_model(own_games, defense, capsys):
+    words, folder = own_games
+    words = words + (["--defense", defense, "--samples", "2"] if defense else [])
+    if defense in ("rmc", "urejectron"):
+        assert main([*words, "--json", "-"]) == 2
+        assert "needs training data: --train FILE.npz" in capsys.readouterr().err
+        assert main([*words, "--train", str(folder / "other.npz"), "--json", "-"]) == 2
+        assert "other.npz has images [5]" in capsys.readouterr().err
+        words += ["--train", str(folder / "train.npz")]
+    assert main([*words, "--json", "-"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    (game,) = told["games"]
+    assert game["defense"].startswith(defense or "purify")
+    assert (game["eps"], game["n"], told["eps"]) == (0.07, 2 if defense else 9, 0.07)
+    found = game["attacks"]["transfer"]
+    assert found["static_clean_accuracy"]["value"] == 1
+    assert found["max_cost"] <= 0.07 * (1 + 1e-6)
+
+
+def test_games_around_a_model_refuse_what_does_not_fit(own_games, capsys):
+    words, folder = own_games
+    train = ["--train", str(folder / "train.npz")]
+    for others, message in (
+        (words[:3], "needs --data FILE.npz"),
+        (words[:5], "needs --eps R"),
+        (["game", *words[3:5]], "--data would be ignored"),
+        ([*words, *train], "--train would be ignored"),
+        ([*words, "--defense", "tadv"], "trains nets of its own"),
+        ([*words, "--defense", "nope"], "--defense knows rmc"),
+    ):
+        assert main([*others, "--json", "-"]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

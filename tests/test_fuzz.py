@@ -1,6 +1,6 @@
 """Files made by chance: each is read as others read it, or refused by a ValueError, soon.
 
-Every reader gets a share of the seconds in ``WDJAX_FUZZ`` (40 by default, 100 at most) and goes
+Every reader gets a share of the seconds in ``WDJAX_FUZZ`` (40 by default) and goes
 through the same files in the same order as far as that reaches.
 """
 
@@ -21,11 +21,13 @@ import pytest
 import safetensors.numpy
 
 from wdjax import data, models
-from wdjax.files import onnx_file, persist, torch_file
+from wdjax.files import onnx_file, persist, torch_file, vnnlib_file
+from wdjax.models import convert
 
-SECONDS = min(float(os.environ.get("WDJAX_FUZZ", 40)), 100)
+SECONDS = min(float(os.environ.get("WDJAX_FUZZ", 40)), 1000)
 SHARES = {
-    "npz": 0.15, "safetensors": 0.1, "manifest": 0.15, "folder": 0.15, "torch": 0.3, "onnx": 0.15,
+    "npz": 0.1, "safetensors": 0.1, "manifest": 0.15, "folder": 0.15, "torch": 0.25, "onnx": 0.08,
+    "net": 0.08, "vnnlib": 0.04,
 }  # fmt: skip
 LEAST = 20
 """Files of each reader, however slow the machine."""
@@ -400,10 +402,8 @@ def test_files_of_pytorch(tmp_path):
     assert tally.refused >= LEAST / 5
 
 
-def test_onnx_files(tmp_path):
-    """As the onnx package reads them, but for what no classifier needs."""
-    onnx = pytest.importorskip("onnx", reason="ONNX files need the onnx package")
-    path, tally = tmp_path / "net.onnx", Tally()
+def small_net(onnx):
+    """A classifier of images ``[n, 1, 2, 3]``, as a message of the onnx package."""
     weights = np.linspace(-1, 1, 24, dtype=np.float32).reshape(6, 4)
     make, tensor = onnx.helper, onnx.numpy_helper.from_array
     nodes = [
@@ -417,7 +417,14 @@ def test_onnx_files(tmp_path):
     ]
     held = [tensor(weights, "w"), tensor(weights[0], "b")]
     graph = make.make_graph(nodes, "net", ends[:1], ends[1:], held)
-    good = make.make_model(graph, opset_imports=[make.make_opsetid("", 17)]).SerializeToString()
+    return make.make_model(graph, opset_imports=[make.make_opsetid("", 17)])
+
+
+def test_onnx_files(tmp_path):
+    """As the onnx package reads them, but for what no classifier needs."""
+    onnx = pytest.importorskip("onnx", reason="ONNX files need the onnx package")
+    path, tally = tmp_path / "net.onnx", Tally()
+    good = small_net(onnx).SerializeToString()
     for rng in turns("onnx"):
         content = mutated(good, rng)
         path.write_bytes(content)
@@ -427,5 +434,79 @@ def test_onnx_files(tmp_path):
             assert found.outputs == tuple(value.name for value in again.graph.output)
             for one in again.graph.initializer:
                 same(found.tensors[one.name], onnx.numpy_helper.to_array(one))
+    assert tally.read
+    assert tally.refused
+
+
+def rewired(net, rng):
+    """A classifier one of whose nodes, tensors or ends is another."""
+    graph = net.graph
+    names = ["x", "flat", "h", "y", "w", "b", "", "nothing"]
+    node = graph.node[rng.integers(len(graph.node))]
+    held = graph.initializer[rng.integers(len(graph.initializer))]
+    sizes = [-1, 0, 1, 2, 3, 4, 6, 1 << 31, 1 << 62]
+    kind = rng.integers(7)
+    if kind == 0:
+        node.input[rng.integers(len(node.input))] = str(rng.choice(names))
+    elif kind == 1:
+        node.output[0] = str(rng.choice(names))
+    elif kind == 2:
+        node.op_type = str(rng.choice(["Relu", "Softmax", "Loop", "Add", "Dropout", "Conv", "No"]))
+    elif kind == 3:
+        held.dims[rng.integers(len(held.dims))] = int(rng.choice(sizes))
+    elif kind == 4:
+        held.raw_data = rng.choice([np.nan, np.inf, 1e38], 24).astype(np.float32).tobytes()
+    elif kind == 5 and node.attribute:
+        node.attribute[0].i, node.attribute[0].f = int(rng.choice(sizes)), float(rng.normal())
+    else:
+        end = (graph.input, graph.output)[rng.integers(2)][0].type.tensor_type
+        end.shape.dim[rng.integers(2)].dim_value = int(rng.choice(sizes))
+    return net
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nets_of_onnx(tmp_path):
+    """What is converted has the outputs of onnxruntime, which :func:`load_onnx` compares."""
+    onnx = pytest.importorskip("onnx", reason="ONNX files need the onnx package")
+    path, tally = tmp_path / "net.onnx", Tally()
+    plain = small_net(onnx).SerializeToString()
+    for rng in turns("net"):
+        content = rewired(onnx.ModelProto.FromString(plain), rng).SerializeToString()
+        path.write_bytes(mutated(content, rng) if rng.random() < 0.3 else content)
+        found = tally.attempt(convert.load_onnx, path)
+        if found is not None:
+            y = np.asarray(found.model(np.zeros((2, *found.input_shape), np.float32)))
+            assert y.shape[0] == 2
+    assert tally.read
+    assert tally.refused
+
+
+PROPERTY = """(declare-const X_0 Real) (declare-const X_1 Real) (declare-const Y_0 Real)
+(declare-const Y_1 Real) (assert (<= X_0 1)) (assert (>= X_0 -1e0)) ; a box
+(assert (or (and (<= X_1 0.5) (>= X_1 0)) (and (<= X_1 -2.5) (>= X_1 (- 3)))))
+(assert (or (<= (+ (* 2 Y_0) 0.5) Y_1) (>= Y_1 3.0)))"""
+QUERY = """(vnnlib-version <2.0>) (declare-network f (declare-input X float32 [2])
+(declare-output Y float32 [2])) (assert (and (<= X[0] 1.0) (>= X[0] -1.0))) ; a box
+(assert (or (and (<= X[1] 0.5) (>= X[1] 0.0)) (and (<= X[1] -2.5) (>= X[1] -3.0))))
+(assert (or (<= (+ (* 2.0 Y[0]) 0.5) Y[1]) (>= Y[1] 3.0)))"""
+
+
+@pytest.mark.parametrize("good", [PROPERTY, QUERY])
+def test_properties_of_vnnlib(tmp_path, good):
+    """What is read is boxes that are not empty, with inequalities of finite numbers."""
+    path, tally = tmp_path / "p.vnnlib", Tally()
+    words = re.findall(r"[()]|[^\s()]+|\s+", good)
+    for rng in turns("vnnlib"):
+        content = good.encode()
+        if rng.random() < 0.6:
+            changed = list(words)
+            for _ in range(rng.integers(1, 3)):
+                changed[rng.integers(len(words))] = words[rng.integers(len(words))]
+            content = "".join(changed).encode()
+        path.write_bytes(mutated(content, rng) if rng.random() < 0.5 else content)
+        for case in tally.attempt(vnnlib_file.read, path) or ():
+            assert np.all(case.lower <= case.upper)
+            assert np.all(np.isfinite([case.lower, case.upper]))
+            assert all(np.all(np.isfinite(a)) and np.all(np.isfinite(b)) for a, b in case.members)
     assert tally.read
     assert tally.refused

@@ -11,10 +11,11 @@ from typing import ClassVar
 import jax
 import numpy as np
 import pytest
+from test_run import Here
 
 from wdjax import ensembles, models
 from wdjax.attacks import PGD
-from wdjax.cli import audit_command, game_command, main, parser
+from wdjax.cli import audit_command, engines, game_command, main, parser
 from wdjax.files import persist
 from wdjax.image import FrankWolfe, NearestTransport, union
 from wdjax.report import audited, page, summary
@@ -50,11 +51,28 @@ COMMANDS = {
         ["audit", "--model", "json_fourier:stepped", "--data", "{in}/zero.npz", "--eps-list", "0.1",
          "--samples", "3"],
     ],
-    "game": [["game", "--defense", "tiny", "--draws", "2"]],
+    "game": [
+        ["game", "--defense", "tiny", "--draws", "2"],
+        ["game", *SUBJECT, "--eps", "0.05", "--attacks", "transfer", "--draws", "2"],
+    ],
     "verify": [["verify", "--instances", "{in}/instances.csv"]],
+    "run": [["run", "{in}/jobs.toml", "--out", "{out}/run"]],
 }  # fmt: skip
 """Every command that writes JSON, small, and so often that every key occurs."""
 
+
+JOBS = """
+[models.mlp]
+model = "mlp.safetensors"
+[data.x]
+data = "x.npz"
+[threats.linf]
+norm = "linf"
+eps = 0.2
+[methods.weak]
+command = "attack"
+attacks = "pgd(steps=2)"
+"""
 
 FOURIER = """
 import jax.numpy as jnp, wdjax
@@ -119,10 +137,12 @@ def written(tmp_path_factory):
     np.savez(folder / "x.npz", x=x, y=np.asarray(net(x)).argmax(-1))
     np.savez(folder / "zero.npz", x=x, y=np.zeros(8, int))
     (folder / "json_fourier.py").write_text(FOURIER)
+    (folder / "jobs.toml").write_text(JOBS)
     properties(folder)
     recipe = audit_command.Recipe(epochs=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.setattr(engines, "Child", Here)
         patch.setattr(audit_command, "RECIPES", {"standard training": recipe})
         patch.setattr(audit_command, "RADII", (0.0, 0.02))
         patch.setattr(audit_command, "SIZES", (64, 8, 10))

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from wdjax import ensembles, models
-from wdjax.cli import main, options
+from wdjax.attacks import PGD
+from wdjax.cli import game_command, main, options
 from wdjax.files import persist
 from wdjax.image import FrankWolfe, NearestTransport, union
+from wdjax.transductive import Fixed, digits, transfer
 
 COUNT = 5
 ROWS = 23
@@ -108,6 +110,32 @@ def test_merged_parts_are_the_whole(name, folder, parts):
     for path in folder.glob("*s.npz"):
         for key, value in np.load(path).items():
             np.testing.assert_array_equal(arrays[path.name][key], value)
+
+
+def test_games_are_dealt_out_and_merged(folder, capsys, monkeypatch):
+    """Every game is played by one part; nothing is merged of some."""
+    own = {"weak": PGD(steps=1), "strong": PGD(steps=3)}
+
+    def tiny(given):
+        net = models.mlp((64, 10), key=given.key)
+        rows = {name: digits.Row(transfer(attack)) for name, attack in own.items()}
+        return digits.DigitsCase(lambda: Fixed(net), 0.1, None, 6, rows)
+
+    monkeypatch.setitem(digits.CASES, "tiny", tiny)
+    monkeypatch.setitem(game_command.FAMILIES, "tiny", ("tiny",))
+    words = ["game", "--defense", "tiny", "--draws", "2", "--seeds", "0,1", "--json"]
+    for number in (1, 2, 3):
+        assert main([*words, "games.json", "--shard", f"{number}/3"]) == 0
+    dealt = capsys.readouterr().out
+    assert dealt.count("part 2 of 3 does it") == 3 * 2
+    found = [part("games", number, 3) for number in (3, 1, 2)]
+    assert main(["merge", *found, "--quiet"]) == 0
+    assert main([*words, "whole.json", "--quiet"]) == 0
+    merged, whole = (json.loads((folder / f"{n}.json").read_text()) for n in ("games", "whole"))
+    for game in (*merged["games"], *whole["games"]):
+        assert game.pop("cost_multiple") > 0
+    assert timeless(merged) == timeless(whole)
+    assert "merge all of them" in refused(capsys, "merge", *found[:2], "--partial")
 
 
 def test_rows_of_every_division_are_all_rows_once():

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -119,6 +120,105 @@ def test_what_is_no_property_is_refused(text, message):
         vnnlib_file.parsed(text.encode("latin-1"))
     assert len(str(refused.value)) < 400
     assert str(refused.value).isprintable()
+
+
+def typed(body, shapes=("[1,2]", "[3]"), dtype="float32"):
+    """A query of VNN-LIB 2.0; ``body`` is in terms of 1.0, of the first shapes."""
+    body = re.sub(r"X_(\d+)", r"X[0,\1]", re.sub(r"Y_(\d+)", r"Y[\1]", body))
+    body = re.sub(r"(?<![\[\d.,])(-?\d+)(?![\d.,\]])", r"\1.0", body)
+    inputs, outputs = shapes
+    return (
+        f"(vnnlib-version <2.0>) (declare-network f (declare-input X {dtype} {inputs})"
+        f" (declare-output Y {dtype} {outputs})) {body}"
+    )
+
+
+def test_a_query_of_version_2_means_what_version_1_means():
+    """The same random conditions written in both versions are expanded into the same cases."""
+    equal = 0
+    while equal < 40:
+        text = boxed() + "".join(f"(assert {random_condition(3)[0]})\n" for _ in range(2))
+        try:
+            cases = vnnlib_file.parsed((declared() + text).encode())
+        except ValueError:
+            continue
+        others = vnnlib_file.parsed(typed(text).encode())
+        assert len(cases) == len(others)
+        for case, other in zip(cases, others):
+            np.testing.assert_array_equal(case.lower, other.lower)
+            np.testing.assert_array_equal(case.upper, other.upper)
+            assert len(case.members) == len(other.members)
+            for one, two in zip(case.members, other.members):
+                np.testing.assert_array_equal(one[0], two[0])
+                np.testing.assert_array_equal(one[1], two[1])
+        equal += 1
+
+
+BOX_2 = "".join(
+    f"(assert (and (>= X[{i},{j}] 0.0) (<= X[{i},{j}] 1.0)))" for i in (0, 1) for j in (0, 1, 2)
+)
+
+
+def test_entries_of_version_2_are_in_row_major_order():
+    text = (
+        typed("", ("[2,3]", "[2,2]")) + BOX_2 + "(assert (<= X[1,0] 0.5)) (assert (== Y[1,0] 2.0))"
+    )
+    ((_, high, ((a, b),)),) = vnnlib_file.parsed(text.encode())
+    assert high.tolist() == [1, 1, 1, 0.5, 1, 1]
+    assert a.tolist() == [[0, 0, 1, 0], [0, 0, -1, 0]]
+    assert b.tolist() == [2, -2]
+    scalar = typed("", ("[]", "[]")) + "(assert (and (<= X 1.0) (>= X 0.0) (<= Y 1.0)))"
+    ((_, _, ((a, b),)),) = vnnlib_file.parsed(scalar.encode())
+    assert (a.tolist(), b.tolist()) == ([[1.0]], [1.0])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (typed(boxed() + "(assert (< Y_0 1))"), "strict"),
+        (typed(boxed() + "(assert (!= Y_0 1))"), "strict"),
+        (typed(boxed() + "(assert (<= Y_3 1))"), "Index out of bounds"),
+        (typed(boxed() + "(assert (<= Z 1))"), "Undeclared"),
+        (typed(boxed() + "(assert (<= Y_0 nan))"), "Undeclared"),
+        (typed(boxed() + "(assert (<= Y_0 1e3))"), "syntax"),
+        (typed(boxed() + "(assert (<= (* Y_0 Y_1) 1))"), "stands where"),
+        (typed(boxed() + "(assert (<= X_0 X_1))"), "an input is compared"),
+        (typed(boxed(1) + "(assert (<= Y_0 1))"), "X_1 has no bound"),
+        (typed("(assert (<= Y_0 1" + "0" * 400 + ".0))"), "64-bit integers"),
+        (typed("", dtype="int64") + "(assert (<= Y[0] 1" + "0" * 40 + "))", "64-bit"),
+        (typed("", dtype="int64") + "(assert (<= Y[0] 1))", "of type I64"),
+        (typed("(assert (<= Y_0 1))", ("[2,99999999999]", "[3]")), "entries"),
+        (typed("(assert (<= Y_0 1))", ("[2," + "9" * 30 + "]", "[3]")), "64-bit"),
+        (typed("(assert (<= Y_0 1))").replace("2.0", "3.0", 1), "version"),
+        (typed("(assert " + "(and " * 1000), "brackets are open"),
+        (typed("(assert (<= Y_0 1)"), "not closed"),
+        (typed("(assert (<= Y_0 1)) \xff"), "outside of brackets"),
+        (typed("(assert (<= Y_\xff 1))"), "ascii"),
+        (typed("(assert (<= Y_0 1)) (declare-network"), "not closed"),
+        (
+            typed("").replace("(declare-output", "(declare-input Z float32 [1]) (declare-output"),
+            "syntax",
+        ),
+        (
+            typed("(assert (<= Y_0 1))").replace(
+                "(declare-output", "(declare-hidden H float32 [2] \"h\") (declare-output"
+            ),
+            "hidden",
+        ),
+        (typed("") + typed("(assert (<= Y_0 1))").split(">)")[1], "Duplicate"),
+    ],
+)  # fmt: skip
+def test_what_is_no_query_of_version_2_is_refused(text, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        vnnlib_file.parsed(text.encode("latin-1"))
+    assert len(str(refused.value)) < 400
+    assert str(refused.value).isprintable()
+
+
+def test_version_2_without_its_parser_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vnnlib", None)
+    with pytest.raises(ImportError, match=r"wdjax\[vnnlib\]"):
+        vnnlib_file.parsed(typed(boxed() + "(assert (<= Y_0 1))").encode())
 
 
 def member(content):

@@ -40,8 +40,6 @@ _CACHED = 2**12
 """Largest number of coefficients of a row that is not wide."""
 _NUMBERS = 2**22
 """A 16th of the number of coefficients that all these rows together may have at one value."""
-_BLOCK, _MANY = 64, 1024
-"""Number of turns in a block, which is skipped as a whole, and from which on there are blocks."""
 _WIDTH = 128
 """Number of linear functions that go back at once where these share their windows."""
 _FOLD = 16
@@ -75,34 +73,28 @@ def by_turns(
     """Lower bounds ``[N, *rest]`` of the ``N`` entries of ``needed``, -inf where it is False.
 
     ``find`` gets the :func:`numbers` of ``width`` entries at a time, and returns ``[width, *rest]``
-    in ``dtype``. The loops have a fixed length, which reverse mode needs; turns in which nothing is
-    needed are skipped, and blocks of them where there are thousands. The gradient recomputes each
-    turn instead of storing it.
+    in ``dtype``. The loop has a fixed length, which reverse mode needs; turns in which nothing is
+    needed are skipped. The gradient recomputes each turn instead of storing it.
     """
     samples, *shape = needed.shape
     width = min(width, needed.size)
-    block = _BLOCK if needed.size > _MANY * width else 1
     # A sort takes as long as jnp.nonzero, and a sixth of its time to compile.
     order = jnp.where(needed.reshape(-1), jnp.arange(needed.size), needed.size)
-    order = jnp.pad(order, (0, -needed.size % (block * width)), constant_values=needed.size)
+    order = jnp.pad(order, (0, -needed.size % width), constant_values=needed.size)
     index = jnp.sort(order, stable=False)
 
-    def looped(work: Callable[[list[Array]], Array], lead: tuple[int, ...]) -> Any:
-        """``work`` for each entry of the leading axis whose first index is needed."""
+    @jax.checkpoint
+    def turn(_: None, these: Array) -> tuple[None, Array]:
+        nothing = jnp.full((width, *rest), -jnp.inf, dtype)
+        found = loops.cond(
+            these[0] < needed.size,
+            lambda these: find(numbers(these, shape, samples)),
+            lambda _: nothing,
+            these,
+        )
+        return None, found
 
-        def step(_: None, these: list[Array]) -> tuple[None, Array]:
-            nothing = jnp.full((*lead, *rest), -jnp.inf, dtype)
-            left = these[0].reshape(-1)[0] < needed.size
-            return None, loops.cond(left, work, lambda _: nothing, these)
-
-        return lambda these: loops.scan(jax.checkpoint(step), None, these)[1]
-
-    turns = looped(lambda these: find(these[1:]), (width,))
-    turns = turns if block == 1 else looped(turns, (block, width))
-    # Outside of the loops, where they would be computed anew for every coefficient.
-    table = index, *numbers(index, shape, samples)
-    axes = (-1, width) if block == 1 else (-1, block, width)
-    found = turns([t.reshape(axes) for t in table]).reshape(-1, *rest)
+    found = loops.scan(turn, None, index.reshape(-1, width))[1].reshape(-1, *rest)
     return jnp.full((needed.size, *rest), -jnp.inf, dtype).at[index].set(found, mode="drop")
 
 

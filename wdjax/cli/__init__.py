@@ -1,13 +1,14 @@
 """The command line: ``python -m wdjax COMMAND``.
 
-A command is a file with ``add`` (its options), ``run`` (its work) and mostly ``_table`` (the rows
+A command is a file with ``add`` (its options), ``run`` (its work) and mostly ``table`` (the rows
 that it prints). `smoothing_command` and `lipschitz_command` are methods of `certify_command`.
 
 `subject` declares and loads what all commands share: model, samples, places of results; `own_model`
 has the kinds of ``--model``, `options` the types of numbers; `printed` aligns tables, `console`
 prints; `process` handles signals and caches; `workers` are the processes of ``verify --jobs``.
 Attacks are rows of `attack_table`, whose settings `attack_words` parses. `shards` splits work
-between processes. Open `attack_command` first.
+between processes; `run_command` has the parts of many jobs, those of a `job_file`, done by one of
+the `engines`. Open `attack_command` first.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from wdjax.cli import (
     merge_command,
     nppr_command,
     process,
+    run_command,
     verify_command,
 )
 from wdjax.cli.console import Console
@@ -49,6 +51,7 @@ _COMMANDS = (
     convert_command,
     verify_command,
     merge_command,
+    run_command,
 )
 
 BAD_INPUT = 2
@@ -80,6 +83,7 @@ _EXAMPLES = """examples:
       --norm linf --eps 0.1 --json nppr.json
   python -m wdjax game --defense dann,tadv --seeds 0,1 --json games.json
   python -m wdjax merge result.json.*-of-5.safetensors
+  python -m wdjax run jobs.toml --jobs 2 --json results.json
   python -m wdjax verify net.onnx property.vnnlib --seconds 60
   python -m wdjax convert Carmon2019Unlabeled.pt --name Carmon2019Unlabeled --out model.safetensors
   python -m wdjax COMMAND --help"""

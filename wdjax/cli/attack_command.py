@@ -104,9 +104,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace, console: Console) -> int:
     """Attacks, and writes the results; says at once what each attack left."""
-    columns = _columns(parsed)
-    subject.check_places(parsed, parsed.points, parsed.plot)
-    shards.check(parsed)
+    columns = check(parsed)
     work, samples = shards.begin(parsed, subject.load(parsed))
     _, x, y = samples
     ball = Lp(norms.NAMES[parsed.norm])
@@ -144,11 +142,19 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     if parsed.plot is not None:
         left = {label: own["attacked_accuracy"] for label, own in measured.items()}
         others[parsed.plot] = plots.png(plots.accuracies(content["clean_accuracy"], left))
-    subject.write(console, parsed.json, content, others, lambda: _table(content))
+    subject.write(console, parsed.json, content, others, lambda: table(content))
     return 0
 
 
-def _table(content: dict[str, Any]) -> Iterator[list[Any]]:
+def check(parsed: argparse.Namespace) -> dict[str, Column]:
+    """Raises, before any work, for bad options and places; the attacks by label."""
+    columns = _columns(parsed)
+    subject.check_places(parsed, parsed.points, parsed.plot)
+    shards.check(parsed)
+    return columns
+
+
+def table(content: dict[str, Any]) -> Iterator[list[Any]]:
     """The rows that are printed without ``--json``."""
     yield ["attack", "accuracy", "max cost", "gradients", "forwards", "seconds"]
     yield ["none", content["clean_accuracy"]] + [None] * 4

@@ -92,14 +92,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace, console: Console) -> int:
     """Certifies and writes, then says how many samples are verified."""
-    smoothing_command.check(parsed)
-    if (parsed.norm, parsed.method) == (smoothing_command.IMAGES, lipschitz_command.METHOD):
-        raise ValueError(
-            f"--method {parsed.method} has Lipschitz constants in l1, l2 and linf; for --norm "
-            f"{parsed.norm} take another of {', '.join(certify.METHODS)}."
-        )
-    subject.check_places(parsed, parsed.radii)
-    shards.check(parsed)
+    check(parsed)
     work, samples = shards.begin(parsed, subject.load(parsed))
     model, x, y = samples
     if parsed.method == smoothing_command.METHOD:
@@ -137,6 +130,18 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     for remark in found.remarks:
         console.say(remark)
     return 0
+
+
+def check(parsed: argparse.Namespace) -> None:
+    """Raises, before any work, for options that do not go together, and bad places."""
+    smoothing_command.check(parsed)
+    if (parsed.norm, parsed.method) == (smoothing_command.IMAGES, lipschitz_command.METHOD):
+        raise ValueError(
+            f"--method {parsed.method} has Lipschitz constants in l1, l2 and linf; for --norm "
+            f"{parsed.norm} take another of {', '.join(certify.METHODS)}."
+        )
+    subject.check_places(parsed, parsed.radii)
+    shards.check(parsed)
 
 
 def table(content: dict[str, Any]) -> Iterator[list[Any]]:

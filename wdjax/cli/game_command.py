@@ -1,4 +1,7 @@
-"""``python -m wdjax game``: games against defences that adapt at test time, on digits."""
+"""``python -m wdjax game``: games against defences that adapt at test time.
+
+They are played on digits, or around a model of one's own.
+"""
 
 import argparse
 import dataclasses
@@ -10,7 +13,7 @@ import jax
 import numpy as np
 
 from wdjax import data, transductive
-from wdjax.cli import attack_words, options, subject
+from wdjax.cli import attack_words, options, own_game, shards, subject
 from wdjax.cli.console import Console
 from wdjax.core import Progress
 from wdjax.engine import tasks
@@ -37,7 +40,10 @@ _DEFAULT = "rmc,dent,dann,tadv,urejectron"
 _EXAMPLES = """examples:
   python -m wdjax game
   python -m wdjax game --defense dann,tadv --seeds 0,1,2 --draws 5 --json -
-  python -m wdjax game --defense rmc --checkpoint games --json rmc.json   # can be interrupted"""
+  python -m wdjax game --defense rmc --checkpoint games --json rmc.json   # can be interrupted
+  python -m wdjax game --model net.onnx --data test.npz --eps 8/255 --defense purify --samples 128
+  python -m wdjax game --arch resnet18 --weights FILE --data test.npz --eps 8/255 \\
+      --defense dent,rmc --train train.npz --samples 128"""
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -46,16 +52,20 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "game",
         parents=[common],
-        help="attack defences that adapt at test time, on digits; a table, or JSON out",
+        help="attack defences that adapt at test time; a table, or JSON out",
         description="Plays games between attacks on model spaces and defences that adapt to their "
-        "inputs, on small nets and digits. Accuracies are means over private keys of the defender, "
-        "with intervals of 95 %, beside those on clean inputs.",
+        "inputs, on small nets and digits, or around a model of your own. Accuracies are means "
+        "over private keys of the defender, with intervals of 95 %, beside those on clean inputs.",
         epilog=f"defences:\n{options.glossary(words)}\n\n{_EXAMPLES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    own_game.declare(parser)
     how = parser.add_argument_group("how")
     how.add_argument(
-        "--defense", default=_DEFAULT, metavar="NAMES", help="see below (default %(default)s)"
+        "--defense",
+        metavar="NAMES",
+        help=f"see below (default {_DEFAULT}; around your own model {own_game.DEFAULT}, of "
+        f"{', '.join(own_game.NEEDS)})",
     )
     how.add_argument(
         "--attacks",
@@ -78,40 +88,60 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         help="private keys of the defender that the referee draws (default %(default)s)",
     )
     how.add_argument(
-        "--samples", type=options.SAMPLES, metavar="N", help="inputs at most; those of the table"
+        "--samples",
+        type=options.SAMPLES,
+        metavar="N",
+        help="inputs at most; all of --data, or those of the table",
     )
     how.add_argument(
         "--iterations", type=options.SEARCHES, metavar="T", help="of the attacks; the table's"
     )
+    shards.declare(how)
     subject.declare_out(parser)
     parser.set_defaults(command=run)
 
 
 def run(parsed: argparse.Namespace, console: Console) -> int:
     """Plays the games and writes; says at once what each game left."""
-    cases = _cases(parsed.defense)
-    wanted = _wanted(parsed, cases)
+    own = own_game.named(parsed)
+    own_game.check(parsed)
     subject.check_places(parsed)
-    work = subject.begin(parsed, data.digits())
-    done: list[tasks.Done[Any]] = []
-    games = [
-        _case(name, seed, wanted, parsed, work, console, done)
+    shards.check(parsed)
+    cases = _cases(parsed.defense or (own_game.DEFAULT if own else _DEFAULT), own)
+    samples, train = own_game.load(parsed)
+    offered = [
+        (name, seed, own_game.case(name, seed, parsed, samples, train))
         for name in cases
         for seed in parsed.seeds
     ]
+    wanted = _wanted(parsed, cases, [game.case.rows for _, _, game in offered])
+    work, samples = shards.begin(parsed, samples)
+    if work.coverage:
+        raise ValueError("every game is one part's: merge all of them, not some.")
+    done: list[tasks.Done[Any]] = []
+    games = [
+        _played(name, seed, game, wanted, parsed, work, console, done)
+        for name, seed, game in offered
+    ]
+    if work.shard is not None:
+        return work.write(console, samples)
+    about = (
+        subject.described(parsed, "game", samples)
+        if own
+        else {**summary.head("game"), "data": "digits"}
+    )
     content = {
-        **summary.head("game"),
-        "data": "digits",
+        **about,
         "draws": parsed.draws,
         "games": games,
         "remarks": [],
         **subject.spent(done),
     }
-    subject.write(console, parsed.json, content, table=lambda: _table(content))
+    subject.write(console, parsed.json, content, table=lambda: table(content))
     return 0
 
 
-def _table(content: dict[str, Any]) -> Iterator[list[Any]]:
+def table(content: dict[str, Any]) -> Iterator[list[Any]]:
     """The rows that are printed without ``--json``."""
     yield ["defence", "seed", "attack", "accuracy", "interval", "clean", "static"]
     for game in content["games"]:
@@ -121,23 +151,28 @@ def _table(content: dict[str, Any]) -> Iterator[list[Any]]:
             yield [game["defense"], game["seed"], label, one["value"], one["interval"], *values]
 
 
-def _cases(text: str) -> list[str]:
-    """The games of the defences in ``--defense``; raises for unknown ones and duplicates."""
+def _cases(text: str, own: bool) -> list[str]:
+    """The games of the defences in ``--defense``; raises for unknown ones and duplicates.
+
+    Around a model of one's ``own`` there is one game a defence: how the model was trained is given.
+    """
     names = options.words(text)
     if not names or set(names) - set(FAMILIES) or len(set(names)) < len(names):
         raise ValueError(f"--defense knows {', '.join(FAMILIES)}, each once; got {text!r}.")
-    return [case for name in names for case in FAMILIES[name]]
+    return [case for name in names for case in FAMILIES[name][: 1 if own else None]]
 
 
-def _wanted(parsed: argparse.Namespace, cases: list[str]) -> list[attack_words.Word] | None:
+def _wanted(
+    parsed: argparse.Namespace, cases: list[str], offered: list[dict[str, Row]]
+) -> list[attack_words.Word] | None:
     """The attacks of ``--attacks``, parsed and checked; None, which means all, if it is not given.
 
-    Raises if none of the games ``cases`` has such an attack, or for settings that it does not take.
+    Raises if none of the games ``cases``, whose attacks are ``offered``, has such an attack, or for
+    settings that it does not take.
     """
     if parsed.attacks is None:
         return None
     wanted = attack_words.read("--attacks", parsed.attacks)
-    offered = [digits.case(name, parsed.seeds[0], parsed.iterations)[0].rows for name in cases]
     known = {label: None for rows in offered for label in rows}
     for word in wanted or [attack_words.Word("")]:
         if word.name not in known:
@@ -190,12 +225,13 @@ def _chosen(
     return dict(sorted(found.items(), key=lambda item: order.index(item[1][0])))
 
 
-def _case(
+def _played(
     name: str,
     seed: int,
+    game: own_game.BuiltGame,
     wanted: list[attack_words.Word] | None,
     parsed: argparse.Namespace,
-    work: tasks.Tasks,
+    work: shards.ShardedWork,
     console: Console,
     all_done: list[tasks.Done[Any]],
 ) -> dict[str, Any]:
@@ -204,7 +240,7 @@ def _case(
     The defence is trained only if a game's result is not in the checkpoint. The entry also has the
     cost of adaptation as a multiple of a prediction's, and the strongest attack.
     """
-    case, train, test = digits.case(name, seed, parsed.iterations)
+    case, train, test = game
     size, count = _fitting(case, parsed.samples)
     key = jax.random.key(seed)
     rows = {label: row for label, (_, row) in _chosen(case.rows, wanted).items()}
@@ -226,17 +262,22 @@ def _case(
             how = {"eps": case.eps, "size": size, "draws": parsed.draws} | row.how
             how["key"] = jax.random.fold_in(key, 2)
             play = functools.partial(_play, ready, row, inputs, how, shown)
-            done = work.do(f"{name} {seed} {label}", play, GameReport)
+            done = work.whole(f"{name} {seed} {label}", play, console.say)
+        if done is None or work.shard is not None:
+            continue
         all_done.append(done)
         reports[label] = found = done.value
         measured = _measured(found, row) | {"cpu_seconds": done.spent["cpu_seconds"]}
         entry["attacks"][label] = measured
         _say(console, f"{name} seed {seed} {label}", found, measured)
     own, some = jax.random.fold_in(key, 3), inputs.x[:size]
-    cost = work.do(
+    cost = work.whole(
         f"{name} {seed} cost",
         lambda task: transductive.cost_multiple(*ready(), some, key=own, repeats=3),
+        console.say,
     )
+    if cost is None or work.shard is not None:
+        return entry
     all_done.append(cost)
     entry["cost_multiple"] = cost.value
     private = {label: found for label, found in reports.items() if not rows[label].how}

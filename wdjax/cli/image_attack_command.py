@@ -88,8 +88,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     """Attacks and writes; says at once what each radius leaves."""
     ks, window = sorted(parsed.k), None if parsed.window == "full" else int(parsed.window)
     ball = image.ImageWasserstein(window, parsed.power, parsed.channels)
-    subject.check_places(parsed, parsed.points, parsed.radii)
-    shards.check(parsed)
+    check(parsed)
     work, samples = shards.begin(parsed, subject.load(parsed))
     model, x, y = samples
     if window is not None and window >= 2 * max(x.shape[1:3]) - 1:  # All of the image is inside.
@@ -134,11 +133,17 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     if parsed.points is not None:
         others[parsed.points] = _points(x, y, found)
     content |= subject.spent(parts)
-    subject.write(console, parsed.json, content, others, lambda: _table(content))
+    subject.write(console, parsed.json, content, others, lambda: table(content))
     return 0
 
 
-def _table(content: dict[str, Any]) -> Iterator[list[Any]]:
+def check(parsed: argparse.Namespace) -> None:
+    """Raises, before any work, for places that cannot be written."""
+    subject.check_places(parsed, parsed.points, parsed.radii)
+    shards.check(parsed)
+
+
+def table(content: dict[str, Any]) -> Iterator[list[Any]]:
     """The rows that are printed without ``--json``."""
     yield ["k", "eps", "accuracy", "seconds"]
     yield ["none", None, content["clean_accuracy"], None]

@@ -103,13 +103,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace, console: Console) -> int:
     """Fits, measures and writes; says every number at once."""
-    modes = _modes(parsed.mode)
-    if parsed.rare and parsed.norm != "linf":
-        raise ValueError(f"--rare is for --norm linf, got {parsed.norm}.")
-    if parsed.rare and parsed.shard is not None:
-        raise ValueError("--rare looks for samples among all: leave it out where --shard is.")
-    subject.check_places(parsed)
-    shards.check(parsed)
+    modes = check(parsed)
     samples = subject.load(parsed)
     model, x, y = samples
     if len(y) < 4:
@@ -168,7 +162,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     broken = [claim for claim, holds in content["inequalities"].items() if not holds]
     said = [f"{claim} does not hold, beyond the intervals" for claim in broken]
     content["remarks"] = warned + subject.cautions(console, *said)
-    subject.write(console, parsed.json, content, table=lambda: _table(content))
+    subject.write(console, parsed.json, content, table=lambda: table(content))
     return 0
 
 
@@ -196,7 +190,19 @@ def _say(
             console.warn(f"  CAREFUL, {mode}: {remark}")
 
 
-def _table(content: dict[str, Any]) -> Iterator[list[Any]]:
+def check(parsed: argparse.Namespace) -> list[nppr.Mode]:
+    """Raises, before any work, for bad options and places; the modes."""
+    modes = _modes(parsed.mode)
+    if parsed.rare and parsed.norm != "linf":
+        raise ValueError(f"--rare is for --norm linf, got {parsed.norm}.")
+    if parsed.rare and parsed.shard is not None:
+        raise ValueError("--rare looks for samples among all: leave it out where --shard is.")
+    subject.check_places(parsed)
+    shards.check(parsed)
+    return modes
+
+
+def table(content: dict[str, Any]) -> Iterator[list[Any]]:
     """The rows that are printed without ``--json``."""
     yield ["share of the correct samples", "value", "interval"]
     rows = {"AR": content["ar"] | {"value": content["ar"]["strong"]}}

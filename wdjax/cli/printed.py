@@ -34,19 +34,25 @@ def cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def remarks(content: Any, label: str = "") -> Iterator[str]:
+def remarks(content: Any) -> Iterator[str]:
     """Every remark of a result, with the names of what it is about.
 
     >>> list(remarks({"remarks": ["far"], "attacks": {"pgd": {"remarks": ["zero gradients"]}}}))
     ['CAREFUL: far', 'CAREFUL, pgd: zero gradients']
     """
+    for label, remark in noted(content):
+        yield f"CAREFUL{f', {label}' if label else ''}: {remark}"
+
+
+def noted(content: Any, label: str = "") -> Iterator[tuple[str, str]]:
+    """Every remark of a result, after the name of what it is about."""
     if isinstance(content, list):
         for part in content:
-            yield from remarks(part, label)
+            yield from noted(part, label)
     if not isinstance(content, Mapping):
         return
-    for remark in content.get("remarks", ()):
-        yield f"CAREFUL{f', {label}' if label else ''}: {remark}"
+    label = " ".join(content.get("job", [label]))
+    yield from ((label, remark) for remark in content.get("remarks", ()))
     for name, part in content.items():
         if isinstance(part, Mapping | list):
-            yield from remarks(part, str(name))
+            yield from noted(part, str(name))

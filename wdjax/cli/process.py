@@ -68,6 +68,19 @@ def terminable() -> Iterator[None]:
         ended.set()
 
 
+@contextlib.contextmanager
+def deaf() -> Iterator[None]:
+    """A context in which Ctrl-C and SIGTERM are not heard: for a farewell that takes its time."""
+    hears = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if hears else ()
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _interrupt(number: signal.Signals) -> None:
     """Sends the main thread a signal, even while it waits."""
     if hasattr(signal, "pthread_kill"):

@@ -23,11 +23,12 @@ from wdjax.files import atomic, persist
 from wdjax.nppr.estimate import Estimate
 from wdjax.report import summary
 from wdjax.smoothing import SmoothedCertificate
+from wdjax.transductive import GameReport
 
 T = TypeVar("T")
 
 _SCHEMA = "wdjax.shard/1"
-_TYPES = (Found, Certificate, SmoothedCertificate, Estimate)
+_TYPES = (Found, Certificate, SmoothedCertificate, Estimate, GameReport)
 """What tasks return that is no plain JSON."""
 
 

@@ -118,7 +118,7 @@ def run(
     if content["faults"]:
         warned.append(f"{content['faults']} votes had logits that are not finite")
     others = {parsed.radii: None if parsed.radii is None else _archive(found, parsed.eps)}
-    subject.write(console, parsed.json, content, others, lambda: _table(content))
+    subject.write(console, parsed.json, content, others, lambda: table(content))
     console.say(
         f"{content['verified']} of {len(y)} verified within {parsed.eps:g} by "
         f"{content['votes_per_sample']:.0f} votes each, {content['abstained']} abstained"
@@ -128,7 +128,7 @@ def run(
     return 0
 
 
-def _table(content: dict[str, Any]) -> Iterator[list[Any]]:
+def table(content: dict[str, Any]) -> Iterator[list[Any]]:
     """The rows that are printed without ``--json``."""
     yield ["smoothed classifier", "accuracy"]
     yield ["clean", content["clean_accuracy"]]

@@ -25,6 +25,7 @@ _ELSEWHERE = {"json", "points", "plot", "radii", "out", "checkpoint", "every", "
 _ELSEWHERE |= {
     "weights",
     "data",
+    "train",
     "batch_size",
     "command",
     "compare",
@@ -141,9 +142,9 @@ def check_places(parsed: argparse.Namespace, *paths: Path | None) -> None:
 
 
 class Subject(NamedTuple):
-    """A model and its samples."""
+    """A model, if it is about one, and its samples."""
 
-    model: Classifier
+    model: Any
     x: np.ndarray
     y: np.ndarray
 
@@ -239,8 +240,10 @@ def compared(parsed: argparse.Namespace) -> dict[str, Any]:
     return {name: v for name, v in settings(parsed).items() if name not in _BY_MEANING}
 
 
-def fingerprint(model: Classifier, x: np.ndarray) -> str:
+def fingerprint(model: Classifier | None, x: np.ndarray) -> str:
     """A digest of a model's program and numbers."""
+    if model is None:
+        return ""
     return identity.digest(model, identity.program(_forward, model, x[:1])).hex()
 
 

@@ -17,8 +17,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from wdjax.engine import loop
@@ -241,13 +239,14 @@ def kept(path: Path, types: tuple[type, ...]) -> Done[Any]:
     manifest = persist.manifest(path)
     try:
         sizes = {name: tuple(facts["shape"]) for name, facts in manifest["leaves"].items()}
-        like = {name: jax.ShapeDtypeStruct(size, jnp.uint8) for name, size in sizes.items()}
+        # Arrays on the host that take no memory: what is kept is read without an accelerator.
+        like = {name: np.broadcast_to(np.uint8(0), size) for name, size in sizes.items()}
         leaves = persist.restore(path, like)
         text, *arrays = (np.asarray(leaves[f"part {place}"]) for place in range(len(leaves)))
         content = json.loads(text.tobytes())
         value = _built(content["value"], arrays, {kind.__name__: kind for kind in types})
         return Done(value, content["spent"])
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path} is damaged: {error!r}; remove it to begin again.") from error
 
 

@@ -5,7 +5,7 @@ legacy formats and safetensors. `archive` reads the members of a zip file, with 
 that it claims; `state_pickle` interprets the pickle inside without executing it, and leaves handles
 that `torch_file` replaces by arrays. :mod:`wdjax.models.convert` makes models of these arrays.
 `onnx_file` reads ONNX files, whose graphs :mod:`wdjax.models` turns into models; `vnnlib_file`
-reads the properties of VNN-LIB.
+reads the properties of VNN-LIB, and `vnnlib_typed` those of its version 2.0.
 
 Writing: `persist` saves pytrees (models, searches, checkpoints) as a safetensors file or as a
 folder, with a manifest of checksums, and restores them strictly; `atomic` replaces a file in one

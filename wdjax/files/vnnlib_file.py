@@ -1,14 +1,18 @@
-r"""Reads properties in VNN-LIB 1.0: boxes of inputs, and outputs that must not happen.
+r"""Reads properties in VNN-LIB: boxes of inputs, and outputs that must not happen.
 
-The file declares ``X_0 ... `` and ``Y_0 ...`` and asserts comparisons of linear terms, ``and`` and
-``or``. Its assertions describe a violation; they are expanded into a disjunction of boxes of inputs
-with linear inequalities on outputs. Brackets are followed without recursion, and everything is
-counted before it is stored.
+A file of VNN-LIB 1.0 declares ``X_0 ... `` and ``Y_0 ...`` and asserts comparisons of linear terms,
+``and`` and ``or``. Its assertions describe a violation; they are expanded into a disjunction of
+boxes of inputs with linear inequalities on outputs. Brackets are followed without recursion, and
+everything is counted before it is stored.
+
+Queries of VNN-LIB 2.0 are brought to this form first (:mod:`wdjax.files.vnnlib_typed`).
 
 Source: the VNN-LIB standard, and the forms that VNN-COMP's benchmarks use.
 """
 
+import collections
 import gzip
+import itertools
 import re
 import zlib
 from collections.abc import Iterator
@@ -18,6 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from wdjax.files import vnnlib_typed
 
 Numbers = npt.NDArray[Any]
 Term = dict[str, float]
@@ -34,6 +40,8 @@ _CASES = 1 << 14
 outermost form, and of alternatives."""
 _ATOMS = 1 << 21
 """Largest number of comparisons in all alternatives together."""
+_ENTRIES = 1 << 21
+"""Largest number of inputs, and of outputs, of a query of VNN-LIB 2.0."""
 
 _TOKEN = re.compile(rb"[()]|[^ \t\r\n();]+|;[^\n]*")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -54,8 +62,10 @@ def read(path: str | PathLike[str]) -> tuple[BoxCase, ...]:
     """The cases of a ``.vnnlib`` or ``.vnnlib.gz``; one of them is violated if the property is.
 
     Raises:
-      ValueError: the file is no VNN-LIB 1.0, too large, or has an empty or unbounded box.
+      ValueError: the file is no VNN-LIB 1.0 or 2.0, too large, or has an empty or unbounded box;
+        or a query of 2.0 is about several networks, or has strict comparisons.
       OSError: the file cannot be read.
+      ImportError: VNN-LIB 2.0 without the package ``vnnlib`` (extra ``[vnnlib]``).
 
     Cost: some 2 MB a second.
 
@@ -72,14 +82,14 @@ def read(path: str | PathLike[str]) -> tuple[BoxCase, ...]:
     try:
         return parsed(_content(path))
     except _FaultError as fault:
-        raise ValueError(f"{path} is not read as VNN-LIB 1.0: {fault}.") from None
+        raise ValueError(f"{path} is not read as VNN-LIB: {fault}.") from None
 
 
 def parsed(text: bytes) -> tuple[BoxCase, ...]:
     """:func:`read` from the file's content."""
     counts, plain, choices = {"X": 0, "Y": 0}, list[Term](), list[list[Row]]()
     known: set[str] = set()
-    for form in _forms(text):
+    for form in _version_1(text):
         match form:
             case ["declare-const", str(name), "Real"]:
                 _declare(name, known, counts)
@@ -123,6 +133,20 @@ def _content(path: Path) -> bytes:
     if len(content) > _BYTES:
         raise _FaultError(f"it is larger than {_BYTES >> 20} MB")
     return content
+
+
+def _version_1(text: bytes) -> Iterator[list[Any]]:
+    """The outermost forms in terms of VNN-LIB 1.0, of either version."""
+    forms = _forms(text)
+    first = list(itertools.islice(forms, 1))
+    if not first or first[0][:1] != ["vnnlib-version"]:
+        yield from itertools.chain(first, forms)
+        return
+    collections.deque(forms, 0)  # Counts all brackets before the parser of 2.0 follows them.
+    try:
+        yield from vnnlib_typed.forms(text, _ENTRIES)
+    except ValueError as error:
+        raise _FaultError(str(error)) from None
 
 
 def _forms(text: bytes) -> Iterator[list[Any]]:

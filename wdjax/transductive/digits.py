@@ -1,6 +1,10 @@
-"""A small table of games: every defence on digits, with settings for minutes on a CPU."""
+"""A small table of games: every defence on digits, with settings for minutes on a CPU.
+
+The same cases hold around a given model, on its own data.
+"""
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -50,6 +54,10 @@ class DigitsData(NamedTuple):
     key: Array
     iterations: int | None
     """Iterations of the attacks; None for the case's default."""
+    model: Model | None = None
+    """The base model; None for one that is trained on ``train``."""
+    eps: float | None = None
+    """The linf radius; None for the case's default."""
 
 
 def split(seed: int) -> tuple[Dataset, Dataset]:
@@ -104,7 +112,9 @@ def _usual(inner: PGD, iterations: int, **settings: Any) -> Iterator[tuple[str, 
 def _trained(
     given: DigitsData, network: Callable[..., Model], steps: int, eps: float = 0.0
 ) -> Model:
-    """A base model; trained adversarially if ``eps`` is positive."""
+    """The base model; if it is trained here, adversarially if ``eps`` is positive."""
+    if given.model is not None:
+        return given.model
     foe = Opponent(PGD(steps=10, random_start=True, iterate="last"), eps) if eps else None
     first, second = jax.random.split(given.key)
     x, y = jnp.asarray(given.train.x), jnp.asarray(given.train.y)
@@ -119,14 +129,13 @@ def _fit(model: Model, x: Array, y: Array, key: Array, steps: int, foe: Opponent
 
 _mlp = functools.partial(models.mlp, (64, *_HIDDEN, 10))
 _norm_mlp = functools.partial(models.norm_mlp, (64, *_HIDDEN, 10))
-_detector = functools.partial(models.mlp, (64, *_HIDDEN, 2))
 _discriminator = functools.partial(models.mlp, (_HIDDEN[-1], 96, 2))
 _adversarial_mlp = functools.partial(models.mlp, (64, 128, 10))
 
 
 def _rmc(given: DigitsData, robust: bool) -> DigitsCase:
     """RMC's case, with an adversarially trained base model if ``robust``."""
-    eps, count = 0.15, given.iterations or 10
+    eps, count = given.eps or 0.15, given.iterations or 10
     copies = PGD(steps=40, step_size=eps / 10, random_start=True)
     epochs = 25 if robust else 100
 
@@ -152,7 +161,7 @@ def rmc_adversarial(given: DigitsData) -> DigitsCase:
 
 def dent(given: DigitsData) -> DigitsCase:
     """DENT: affine parameters for each sample, by information maximisation."""
-    eps = 0.1
+    eps = given.eps or 0.1
     how = {"loss": objectives.margin, "judge": objectives.confidence, "restarts": 5, "rivals": 9}
     rows = dict(_usual(_pgd(eps), given.iterations or 3, **how))
     rows["transfer-sorted"] = Row(transfer(_pgd(eps), **how), {"order": "labels"})
@@ -180,28 +189,29 @@ def tadv(given: DigitsData) -> DigitsCase:
 
 def urejectron(given: DigitsData) -> DigitsCase:
     """URejectron: rejects by a discriminator between training data and inputs."""
-    eps, count = 0.15, given.iterations or 5
+    eps, count = given.eps or 0.15, given.iterations or 5
+    detector = functools.partial(models.mlp, (math.prod(given.train.x.shape[1:]), *_HIDDEN, 2))
     rows = {
         "transfer": Row(transfer(_pgd(eps))),
         "joint": Row(gmsa_avg(_pgd(eps), count, loss=objectives.unnoticed)),
     }
 
     def build() -> Defense:
-        return URejectron(model=_trained(given, _mlp, 600), discriminator=_detector)
+        return URejectron(model=_trained(given, _mlp, 600), discriminator=detector)
 
     return DigitsCase(build, eps, None, 500, rows)
 
 
 def purify(given: DigitsData) -> DigitsCase:
     """Purification: inputs move to where the model is confident; attacks see through it."""
-    eps = 0.1
+    eps = given.eps or 0.1
     rows = {
         "transfer": Row(transfer(_pgd(eps))),
         "gmsa-avg": Row(gmsa_avg(_pgd(eps), given.iterations or 2, simulations=4)),
     }
 
     def build() -> Defense:
-        return Purify(_trained(given, _mlp, 600, eps), radius=0.1, step_size=0.05)
+        return Purify(_trained(given, _mlp, 600, eps), radius=eps, step_size=eps / 2)
 
     return DigitsCase(build, eps, None, 200, rows)
 
