@@ -57,7 +57,7 @@ def wda_star(
     From 150 passes on a look of four steps from the sample itself follows where no search began
     there, and a walk from there if it comes near. Then the kind of walk with the largest measured
     gain a pass goes next, also from around the sample and from the best point, on those samples
-    only whose expected gain counts; and at the end a walk in small steps from the best points.
+    only whose expected gain counts. Below 300 passes small steps from the best points end it.
 
     Samples share the passes, and trials speak for all of them: what is found for one depends on
     which others come with it, and on how many. With fewer than 36 of them at least every sixth is

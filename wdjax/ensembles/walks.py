@@ -76,8 +76,10 @@ def schedule(ball: Lp, passes: int) -> Schedule:
     look = [Kind(replace(aimed, steps=_LOOK, targets=0), "sample"), Kind(short, "sample")]
     polish = Kind(Walk(ball, steps=later, step_size=0.2), "best")
     last = [Kind(Walk(ball, steps=_SHORT, step_size=0.1, shrink=0.1), "best")]
-    more.append(Kind(replace(short, targets=2), "sample"))
-    if passes >= _MANY[1]:
+    if passes < _MANY[1]:
+        more.append(Kind(replace(short, targets=2), "sample"))
+    else:
+        last = []
         wide = Walk(ball, steps=later, far=True, targets=2, width=1.5)
         patient = Walk(ball, steps=2 * later, far=True)
         more += [Kind(wide, "around"), Kind(patient, "sample"), polish]
