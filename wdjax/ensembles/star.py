@@ -112,7 +112,7 @@ def wda_star(
     order = validate.check_order(order)
     plan = schedule(ball, validate.check_count("passes", passes))
     kept = sum(kind.passes for kind in plan.last)
-    terms = Terms(passes - kept, tolerance, eps, order)
+    terms = Spending(passes - kept, tolerance, eps, order)
     record = _open(ask, plan.firsts, terms)
     if start is not None:
         record = _given(record, ball, start)
@@ -127,7 +127,7 @@ def wda_star(
     return record.found
 
 
-class Terms(NamedTuple):
+class Spending(NamedTuple):
     """How much may be spent, and for what: as for :func:`wda_star`."""
 
     passes: int
@@ -136,7 +136,7 @@ class Terms(NamedTuple):
     order: float
 
 
-class Record(NamedTuple):
+class Standing(NamedTuple):
     """The state between two searches."""
 
     ask: Question
@@ -153,11 +153,11 @@ class Record(NamedTuple):
     """The gain of each further kind, on the samples that it was last used for, as a share of what
     was expected there."""
 
-    def walked(self, kind: Kind, only: np.ndarray) -> "Record":
+    def walked(self, kind: Kind, only: np.ndarray) -> "Standing":
         """With search ``kind`` of the samples of ``only``."""
         return self.after(_follow(self.ask, self.number, kind, self.found, only), only & kind.near)
 
-    def after(self, own: Found, near: np.ndarray) -> "Record":
+    def after(self, own: Found, near: np.ndarray) -> "Standing":
         """With another search, which walked the samples of ``near`` from themselves."""
         nearer = _distance(own) < _distance(self.found)
         return self._replace(
@@ -168,7 +168,7 @@ class Record(NamedTuple):
         )
 
 
-def _open(ask: Question, firsts: list[Kind], terms: Terms) -> Record:
+def _open(ask: Question, firsts: list[Kind], terms: Spending) -> Standing:
     """The opening: the first search of every sample.
 
     All ``firsts`` are tried on the trial samples, and the kind with the shortest distances in sum
@@ -180,7 +180,7 @@ def _open(ask: Question, firsts: list[Kind], terms: Terms) -> Record:
         firsts = firsts[-1:]
     found = _follow(ask, 0, firsts[0], None, trial)
     near, tried = trial & firsts[0].near, [found]
-    record = Record(ask, 1, found, near, near, np.full(len(trial), _HOPE), {})
+    record = Standing(ask, 1, found, near, near, np.full(len(trial), _HOPE), {})
     for kind in firsts[1:]:
         tried.append(_follow(ask, record.number, kind, found, trial))
         record = record.after(tried[-1], trial & kind.near)
@@ -207,7 +207,7 @@ def _trial(n: int, firsts: list[Kind], passes: int) -> np.ndarray:
     return trial | (len(firsts) == 1)
 
 
-def _compare(record: Record, look: list[Kind], terms: Terms) -> Record:
+def _compare(record: Standing, look: list[Kind], terms: Spending) -> Standing:
     """With a look from each sample itself, and a walk from there where the look comes near.
 
     This is for samples that no search has walked from, if a shorter distance matters: a far start
@@ -220,7 +220,7 @@ def _compare(record: Record, look: list[Kind], terms: Terms) -> Record:
     return record.after(own, blind).walked(walk, again)
 
 
-def _given(record: Record, ball: Lp, start: AnyArray) -> Record:
+def _given(record: Standing, ball: Lp, start: AnyArray) -> Standing:
     """With points that may be flips already, where they are nearer."""
     samples = jnp.asarray(record.ask.x)
     reach = ball.cost(samples, jnp.asarray(validate.check_like("start", start, samples)))
@@ -229,7 +229,7 @@ def _given(record: Record, ball: Lp, start: AnyArray) -> Record:
     return record.after(own, np.zeros(len(samples), bool))
 
 
-def _choice(record: Record, kinds: list[Kind], terms: Terms) -> tuple[Kind, np.ndarray] | None:
+def _choice(record: Standing, kinds: list[Kind], terms: Spending) -> tuple[Kind, np.ndarray] | None:
     """The next search: the kind with the largest yield a pass, and its samples; None at the end.
 
     It ends when the passes are spent or the mean gain expected is below the tolerance. A kind not
@@ -253,7 +253,7 @@ def _choice(record: Record, kinds: list[Kind], terms: Terms) -> tuple[Kind, np.n
     return None
 
 
-def _learned(record: Record, kind: Kind, only: np.ndarray, terms: Terms) -> Record:
+def _learned(record: Standing, kind: Kind, only: np.ndarray, terms: Spending) -> Standing:
     """With one more search, and what it tells about its kind and its samples."""
     after = record.walked(kind, only)
     gain = _gain(record.found, after.found)

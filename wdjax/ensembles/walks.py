@@ -40,7 +40,7 @@ class Kind(NamedTuple):
         return self.start == "sample" and isinstance(self.attack, Walk) and not self.attack.far
 
 
-class Schedule(NamedTuple):
+class Itinerary(NamedTuple):
     """What :func:`wdjax.ensembles.wda_star` does, in this order."""
 
     firsts: list[Kind]
@@ -54,7 +54,7 @@ class Schedule(NamedTuple):
     """Of every sample whose distance matters."""
 
 
-def schedule(ball: Lp, passes: int) -> Schedule:
+def schedule(ball: Lp, passes: int) -> Itinerary:
     """The kinds of searches for a mean number of passes."""
     if passes < _LEAST:
         raise ValueError(f"wda_star needs at least {_LEAST} passes an image, got {passes}.")
@@ -68,10 +68,10 @@ def schedule(ball: Lp, passes: int) -> Schedule:
     bold = Walk(ball, far=True, haste=1.0, step_size=2.0, shrink=0.35, width=2.3)
     more = [Kind(replace(walk, steps=later), "around") for walk in (held, bold)]
     if passes < _PILOTS:
-        return Schedule([free], [], [], more, [])
+        return Itinerary([free], [], [], more, [])
     firsts = [free, Kind(replace(held, steps=first), "around"), near]
     if passes < _MANY[0]:
-        return Schedule(firsts, [], [], more[:1], [])
+        return Itinerary(firsts, [], [], more[:1], [])
     short = replace(aimed, steps=_SHORT)
     look = [Kind(replace(aimed, steps=_LOOK, targets=0), "sample"), Kind(short, "sample")]
     polish = Kind(Walk(ball, steps=later, step_size=0.2), "best")
@@ -87,5 +87,5 @@ def schedule(ball: Lp, passes: int) -> Schedule:
         # Walks from random points end dense; the proximal map finds the few pixels that matter.
         sparse = Kind(PDPGD(ball, steps=min(_SPARSE, passes // 4)), "sample")
         always = [polish, near] if passes >= _MANY[1] else [polish]
-        return Schedule([sparse], [] if near in always else look, always, more, last)
-    return Schedule(firsts, look, [], more, last)
+        return Itinerary([sparse], [] if near in always else look, always, more, last)
+    return Itinerary(firsts, look, [], more, last)
