@@ -400,16 +400,24 @@ def test_without_submitit_a_cluster_is_refused(kills, capsys, monkeypatch):
     assert "pip install 'wdjax[cluster]'" in capsys.readouterr().err
 
 
-def test_a_cluster_does_the_same(kills, tmp_path, capsys):
+def test_a_cluster_does_the_same(kills, tmp_path):
     """By submitit's processes on this machine; settings that it does not know are refused."""
     pytest.importorskip("submitit", reason="the extra [cluster] is not installed")
+
+    def ended(*words):
+        return subprocess.run(
+            [sys.executable, "-m", "wdjax", "run", *words], capture_output=True, text=True
+        )
+
     text = (tmp_path / "jobs.toml").read_text()
     (tmp_path / "bad.toml").write_text(f"{text}[cluster]\nnothing = 3\n")
-    assert main(["run", "bad.toml", "--cluster", "local"]) == 2
-    assert "--cluster local: Unknown argument" in capsys.readouterr().err
+    refused = ended("bad.toml", "--cluster", "local")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("wdjax: --cluster local: ")
+    assert "nothing" in refused.stderr
     (tmp_path / "jobs.toml").write_text(f"{text}[cluster]\ntimeout_min = 9\n")
-    how = ["run", "jobs.toml", "--cluster", "local", "--jobs", "2", "--json"]
-    assert main([*how, "cluster.json"]) == 0
+    there = ended("jobs.toml", "--cluster", "local", "--jobs", "2", "--json", "cluster.json")
+    assert there.returncode == 0, there.stderr
     assert main(["run", "jobs.toml", "--json", "here.json", "--out", "here"]) == 0
     rows = [json.loads((tmp_path / f"{n}.json").read_text())["jobs"] for n in ("cluster", "here")]
     assert rows[0][0]["shares"] == rows[1][0]["shares"]
