@@ -2,12 +2,17 @@
 
     python bench/optimality.py [--settings resnet2b-linf ...] [--attacks fmn ...] [--queries 200]
     python bench/optimality.py --bars
+    python bench/optimality.py --losses [--settings trades-linf ...] [--counts 20 30 100]
 
 The first prints AttackBench's optimality of every attack at every number of queries (forward plus
 backward passes of one image), with the accuracy that the knapsack makes of the distances; the
 second the accuracies and passes that this library promises, and whether they were met. Envelopes
 and d_max are those of `data/envelopes`, frozen; `beaten` counts images of which a nearer flip was
 found.
+
+The third searches all images with `wda_star`, so many samples at a time, and with WDA++, DDN, FMN,
+PDPGD and Walk, each with the same number of backward passes an image, and lists the images on which
+`wda_star` is farther than the nearest of these.
 """
 
 import argparse
@@ -32,6 +37,9 @@ FILES = {
     "resnet2b": ("cifar10_resnet2b.pth", "resnet2b", "cifar10_test_0_100"),
     "mnist": ("mnist_linf_robust.pth", "wong_mnist", "mnist_test_0_500"),
     "trades": ("mnist_trades_smallcnn.pt", "trades_smallcnn", "mnist_test_0_500"),
+    "wong": ("mnist_adv_training_wong.pth", "wong_mnist", "mnist_test_0_500"),
+    "vanilla": ("mnist_vanilla.pth", "wong_mnist", "mnist_test_0_500"),
+    "mlp": ("mnist_fc_3layer.pth", "mlp", "mnist_test_0_500"),
 }
 # Name: net, norm, images, the budget of the knapsack, envelope.
 SETTINGS = {
@@ -63,6 +71,8 @@ BISECTED = {
     "bisected pgd": functools.partial(attacks.PGD, loss=wdjax.losses.margin),
     "bisected apgd": functools.partial(attacks.APGD, loss=wdjax.losses.dlr_or_margin),
 }
+RIVALS = ("wda++", "ddn", "fmn", "pdpgd", "walk")
+NORMS = {"l1": 1, "l2": 2, "linf": math.inf}
 NAMES = (*SINGLE, *BISECTED, "wda-star")
 ALLOWED = {"resnet2b-linf": 2 / 255, "mnist-linf": 0.1, "mnist-l2": 2.0, "trades-linf": 0.3}
 # Setting: accuracy of `fast`, and backward passes an image until it is reached.
@@ -152,6 +162,49 @@ def tabulate(shared, given):
                 print(f"{setting:<15}{name:<14}{queries:>6}{row}", flush=True)
 
 
+def losses(shared, given):
+    """Images on which `wda_star` loses to one of its rivals at equal backward passes."""
+    heads = ("samples", "images", "over 1.01", "over 1.05", "worst", "mean", "rivals", "backward")
+    print(f"{'setting':<15}" + "".join(f"{head:>13}" for head in heads), flush=True)
+    for setting in given.settings:
+        net, _, norm = setting.partition("-")
+        norm, backward = NORMS[norm], given.backward
+        model, x, y = load(shared, net, given.images)
+        rivals = {
+            name: nearest(seek(name, model, x, y, norm, 2 * backward + 3, given.seed))
+            for name in RIVALS
+            if norm in SINGLE[name][0]
+        }
+        least = np.min(list(rivals.values()), axis=0)
+        names = np.array(list(rivals))[np.argmin(list(rivals.values()), axis=0)]
+        for count in given.counts:
+            ours, spent = in_parts(model, x, y, norm, backward, count, given.seed)
+            lost = np.where(ours > least, ours / np.where(least > 0, least, 1.0), 1.0)
+            row = [(lost > 1.01).sum(), (lost > 1.05).sum(), lost.max(), ours.mean(), least.mean()]
+            row = "".join(f"{cell:>13.5g}" for cell in (count, len(x), *row, spent))
+            print(f"{setting:<15}{row}", flush=True)
+            for image in np.flatnonzero(lost > 1.01):
+                print(f"    image {image}: {ours[image]:.5g}, {names[image]} {least[image]:.5g}")
+
+
+def in_parts(model, x, y, norm, backward, count, seed):
+    """Distances of `wda_star` for so many samples at a time, and its mean backward passes."""
+    parts = [np.arange(len(x))[start : start + count] for start in range(0, len(x), count)]
+    found = [
+        ensembles.wda_star(
+            model, x[part], y[part], key=jax.random.key(seed), ball=Lp(norm),
+            passes=2 * backward, index=part,
+        )
+        for part in parts
+    ]  # fmt: skip
+    spent = np.concatenate([np.asarray(one.gradients) for one in found])
+    return np.concatenate([nearest(one) for one in found]), spent.mean()
+
+
+def nearest(found):
+    return np.asarray(metrics.flip_distance(found), float)
+
+
 def verdict(met):
     return "met" if met else "MISSED"
 
@@ -211,12 +264,20 @@ def bars(shared, given):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shared", type=Path, default=Path(__file__).parents[2] / "shared")
-    parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
+    known = [f"{net}-{norm}" for net in FILES for norm in NORMS]
+    parser.add_argument("--settings", nargs="+", choices=known, default=list(SETTINGS))
     parser.add_argument("--attacks", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--queries", nargs="+", type=int, default=[200, 1000, 2000])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bars", action="store_true")
+    parser.add_argument("--losses", action="store_true")
+    parser.add_argument("--counts", nargs="+", type=int, default=[20, 30, 100])
+    parser.add_argument("--images", type=int, default=100)
+    parser.add_argument("--backward", type=int, default=100)
     given = parser.parse_args()
+    if given.losses:
+        return losses(given.shared, given)
+    given.settings = [setting for setting in given.settings if setting in SETTINGS]
     (bars if given.bars else tabulate)(given.shared, given)
 
 

@@ -137,6 +137,54 @@ def test_wda_star_beats_its_rivals(norm):
     assert float(found.passes.mean()) <= 310
 
 
+@pytest.mark.parametrize(("norm", "n"), [(2, 5), (np.inf, 40)])
+def test_wda_star_loses_hardly_a_sample_to_its_rivals_at_equal_passes(norm, n):
+    """At most three in a hundred are farther by more than 1 %, and none by 5 %."""
+    model, x, y = curved(n=n)
+    ball, backward = Lp(norm), 150
+    rivals = [attacks.WDAPlusPlus(ball), attacks.FMN(ball, steps=backward)]
+    rivals += [attacks.PDPGD(ball, steps=backward), attacks.Walk(ball, steps=backward)]
+    rivals += [attacks.DDN(ball, steps=backward)] if norm == 2 else []
+    least = np.min([np.asarray(_flips(wdjax.search(a, model, x, y))) for a in rivals], axis=0)
+    found = ensembles.wda_star(model, x, y, key=jax.random.key(1), ball=ball, passes=2 * backward)
+    assert float(found.gradients.mean()) <= backward
+    ours = np.asarray(_flips(found))
+    assert np.all(ours <= 1.05 * least)
+    assert (ours > 1.01 * least).sum() <= 0.03 * n
+
+
+def _flips(found):
+    return wdjax.metrics.flip_distance(found)
+
+
+@pytest.mark.parametrize("n", [1, 5, 7, 12, 30, 36, 100])
+def test_trials_are_made_and_paid_for_at_any_number_of_samples(n):
+    for passes in (70, 100, 200, 400):
+        firsts = star.schedule(Lp(2), passes).firsts
+        trial, costs = star._trial(n, firsts, passes), [kind.passes for kind in firsts]
+        assert trial.any()
+        if not trial.all():
+            spent = sum(costs) * trial.mean() + max(costs) * (1 - trial.mean())
+            assert spent <= passes
+        if passes == 400 or n >= 36:
+            assert trial.sum() >= min(n, 6)
+
+
+def test_wda_star_looks_from_the_sample_where_the_far_walk_missed_a_flip():
+    """A narrow gap beside the samples, that only a search from them sees."""
+    model, x, y = curved(n=9)
+    look = star.schedule(Lp(2), 200).look
+    ask = star.question("wda_star", model, x, y, jax.random.key(0), None, {})
+    far = wdjax.search(attacks.Walk(Lp(2), steps=1, far=True), model, x, y, key=jax.random.key(0))
+    nobody = np.zeros(len(y), bool)
+    record = star.Standing(ask, 1, far, nobody, nobody, np.full(len(y), 0.2), {})
+    after = star._compare(record, look, star.Spending(200, 1e-4, None, 1))
+    missed = np.asarray(far.correct & (far.cost > 0))
+    assert missed.any()
+    assert np.all(np.asarray(after.found.cost)[missed] < np.asarray(far.cost)[missed])
+    assert after.looked[missed].all()
+
+
 def test_wda_star_never_leaves_a_flip_that_it_is_given():
     model, x, y = curved()
     known = wdjax.search(attacks.WDAPlusPlus(Lp(2)), model, x, y)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +20,9 @@ from wdjax.ensembles.walks import Kind, schedule
 _HOPE = 0.2
 """Relative gain in distance expected of the first walk after the opening."""
 _SOME = 6
-"""One sample in so many is a trial sample; there are none where these would be fewer."""
+"""One sample in so many is a trial sample, but at least so many are."""
+_NEAR = 1.3
+"""A look from the sample is followed by a walk if it comes so near, in units of the distance."""
 _TRIAL = 0.25
 """Share of the keen samples that take a kind of walk on its first trial."""
 _STAKE = 0.03
@@ -48,13 +50,19 @@ def wda_star(
     r"""The nearest flips found by a schedule of walks, refined where that pays.
 
     Pass the result to :func:`wdjax.spend`: the knapsack over these distances is WDA*, the attack of
-    Wasserstein order p. Which start finds the nearest flips differs from model to model. Trial
-    samples therefore decide which kind of :class:`~wdjax.attacks.Walk` comes first, from a random
-    point of the box or towards the nearest class; for norm 1 it is a short
-    :class:`~wdjax.attacks.PDPGD`, followed by a walk from its points and one from the sample. Then
-    the kind of walk with the largest measured gain a pass goes next, also from around the sample
-    and from the best point, on those samples only whose expected gain counts. With a budget ``eps``
-    a distance d that is shortened by the share r gains what the knapsack pays for it,
+    Wasserstein order p. Which start finds the nearest flips differs from model to model, and from
+    sample to sample. Trial samples therefore decide which kind of :class:`~wdjax.attacks.Walk`
+    comes first, from a random point of the box or towards the nearest class; for norm 1 it is a
+    short :class:`~wdjax.attacks.PDPGD`, followed by a walk from its points and one from the sample.
+    From 150 passes on a look of four steps from the sample itself follows where no search began
+    there, and a walk from there if it comes near. Then the kind of walk with the largest measured
+    gain a pass goes next, also from around the sample and from the best point, on those samples
+    only whose expected gain counts. Below 300 passes small steps from the best points end it.
+
+    Samples share the passes, and trials speak for all of them: what is found for one depends on
+    which others come with it, and on how many. With fewer than 36 of them at least every sixth is
+    a trial sample, six if there are as many, or all. With a budget ``eps`` a distance d that is
+    shortened by the share r gains what the knapsack pays for it,
 
         min(d_i, d*)^p - min((1 - r_i) d_i, d*)^p,
 
@@ -102,37 +110,159 @@ def wda_star(
     ask = question("wda_star", model, x, y, key, checkpoint, options)
     eps = None if eps is None else float(validate.check_number("eps", eps))
     order = validate.check_order(order)
-    rivals, always, more = schedule(ball, validate.check_count("passes", passes))
-    found, number = _open(ask, rivals), len(rivals) + 1
+    plan = schedule(ball, validate.check_count("passes", passes))
+    kept = sum(kind.passes for kind in plan.last)
+    terms = Spending(passes - kept, tolerance, eps, order)
+    record = _open(ask, plan.firsts, terms)
     if start is not None:
-        samples = jnp.asarray(ask.x)
-        reach = ball.cost(samples, jnp.asarray(validate.check_like("start", start, samples)))
-        reach = jnp.where(jnp.isfinite(reach), 1.01 * reach, 0.0)  # Slack for rounding.
-        found = driver.best_of(found, ask.search(number, Points(ball), eps=reach, start=start))
-        number += 1
-    hope = np.full(len(found.cost), _HOPE)
-    for kind in always:
-        found = driver.best_of(found, _follow(ask, number, kind, found, np.ones(len(hope), bool)))
-        number += 1
-    yields = dict.fromkeys(more, np.inf)
-    while True:
-        worth = _worth(found, hope, eps, order)
-        if worth.sum() <= tolerance * _worth(found, np.ones_like(hope), eps, order).sum():
-            return found
-        left = passes - float(np.mean(found.passes))
-        payable = [kind for kind in yields if kind.passes <= left * len(hope)]
-        if not payable:
-            return found
-        kind = max(payable, key=lambda kind: yields[kind] / kind.passes)
-        share = min(_TRIAL, _STAKE * passes / kind.passes) if np.isinf(yields[kind]) else 1.0
-        only = _chosen(worth, kind, left, share)
-        if not only.any():
-            return found
-        joined = driver.best_of(found, _follow(ask, number, kind, found, only))
-        gain = _gain(found, joined)
-        yields[kind] = _worth(found, gain, eps, order)[only].sum() / worth[only].sum()
-        hope = np.where(only, (hope + gain) / 2, hope)
-        found, number = joined, number + 1
+        record = _given(record, ball, start)
+    if plan.look:
+        record = _compare(record, plan.look, terms)
+    for kind in plan.always:
+        record = record.walked(kind, np.ones(len(record.hope), bool))
+    while (choice := _choice(record, plan.more, terms)) is not None:
+        record = _learned(record, *choice, terms)
+    for kind in plan.last:
+        record = record.walked(kind, _worth(record.found, record.hope, eps, order) > 0)
+    return record.found
+
+
+class Spending(NamedTuple):
+    """How much may be spent, and for what: as for :func:`wda_star`."""
+
+    passes: int
+    tolerance: float
+    eps: float | None
+    order: float
+
+
+class Standing(NamedTuple):
+    """The state between two searches."""
+
+    ask: Question
+    number: int
+    """How many searches there were."""
+    found: Found
+    near: np.ndarray
+    """``[n]``: whether a walk from the sample itself found its nearest flip."""
+    looked: np.ndarray
+    """``[n]``: whether there was such a walk."""
+    hope: np.ndarray
+    """``[n]``: the share by which another search is expected to shorten the distance."""
+    yields: dict[Kind, float]
+    """The gain of each further kind, on the samples that it was last used for, as a share of what
+    was expected there."""
+
+    def walked(self, kind: Kind, only: np.ndarray) -> "Standing":
+        """With search ``kind`` of the samples of ``only``."""
+        return self.after(_follow(self.ask, self.number, kind, self.found, only), only & kind.near)
+
+    def after(self, own: Found, near: np.ndarray) -> "Standing":
+        """With another search, which walked the samples of ``near`` from themselves."""
+        nearer = _distance(own) < _distance(self.found)
+        return self._replace(
+            number=self.number + 1,
+            found=driver.best_of(self.found, own),
+            near=np.where(nearer, near, self.near),
+            looked=self.looked | near,
+        )
+
+
+def _open(ask: Question, firsts: list[Kind], terms: Spending) -> Standing:
+    """The opening: the first search of every sample.
+
+    All ``firsts`` are tried on the trial samples, and the kind with the shortest distances in sum
+    (at most twice the longest finite one counts) is used on the others. Where so few passes of so
+    few samples cannot pay for trials, the last kind is used on all.
+    """
+    trial = _trial(len(ask.y), firsts, terms.passes)
+    if trial.all() and terms.passes < sum(kind.passes for kind in firsts):
+        firsts = firsts[-1:]
+    found = _follow(ask, 0, firsts[0], None, trial)
+    near, tried = trial & firsts[0].near, [found]
+    record = Standing(ask, 1, found, near, near, np.full(len(trial), _HOPE), {})
+    for kind in firsts[1:]:
+        tried.append(_follow(ask, record.number, kind, found, trial))
+        record = record.after(tried[-1], trial & kind.near)
+    if trial.all():
+        return record
+    lengths = np.array([_distance(one)[trial] for one in tried])
+    farthest = lengths.max(initial=0.0, where=np.isfinite(lengths))
+    kind = firsts[int(np.argmin(np.minimum(lengths, 2 * farthest).sum(axis=1)))]
+    return record.walked(kind, ~trial)
+
+
+def _trial(n: int, firsts: list[Kind], passes: int) -> np.ndarray:
+    """``[n]`` booleans: the trial samples, or all samples if there are no others to open.
+
+    One sample in six, but at least six where the passes are enough.
+    """
+    costs = [kind.passes for kind in firsts]
+    for every in (min(_SOME, max(1, n // _SOME)), _SOME):
+        trial = np.arange(n) % every == 0
+        if sum(costs) * trial.mean() + max(costs) * (1 - trial.mean()) <= passes:
+            break
+    else:
+        return np.ones(n, bool)
+    return trial | (len(firsts) == 1)
+
+
+def _compare(record: Standing, look: list[Kind], terms: Spending) -> Standing:
+    """With a look from each sample itself, and a walk from there where the look comes near.
+
+    This is for samples that no search has walked from, if a shorter distance matters: a far start
+    may have missed a flip beside the sample.
+    """
+    blind = ~record.looked & (_worth(record.found, record.hope, terms.eps, terms.order) > 0)
+    short, walk = look
+    own = _follow(record.ask, record.number, short, record.found, blind)
+    again = blind & (_distance(own) <= _NEAR * _distance(record.found))
+    return record.after(own, blind).walked(walk, again)
+
+
+def _given(record: Standing, ball: Lp, start: AnyArray) -> Standing:
+    """With points that may be flips already, where they are nearer."""
+    samples = jnp.asarray(record.ask.x)
+    reach = ball.cost(samples, jnp.asarray(validate.check_like("start", start, samples)))
+    reach = jnp.where(jnp.isfinite(reach), 1.01 * reach, 0.0)  # Slack for rounding.
+    own = record.ask.search(record.number, Points(ball), eps=reach, start=start)
+    return record.after(own, np.zeros(len(samples), bool))
+
+
+def _choice(record: Standing, kinds: list[Kind], terms: Spending) -> tuple[Kind, np.ndarray] | None:
+    """The next search: the kind with the largest yield a pass, and its samples; None at the end.
+
+    It ends when the passes are spent or the mean gain expected is below the tolerance. A kind not
+    tried yet goes first, on a few samples.
+    """
+    worth = _worth(record.found, record.hope, terms.eps, terms.order)
+    whole = _worth(record.found, np.ones_like(worth), terms.eps, terms.order)
+    if worth.sum() <= terms.tolerance * whole.sum():
+        return None
+    left = terms.passes - float(np.mean(record.found.passes))
+
+    def rate(kind: Kind) -> float:
+        return record.yields.get(kind, np.inf) / kind.passes
+
+    for kind in sorted(kinds, key=rate, reverse=True):
+        first = min(_TRIAL, _STAKE * terms.passes / kind.passes)
+        share = 1.0 if kind in record.yields else first
+        only = _chosen(np.where(record.near, worth, 0.0) if kind.near else worth, kind, left, share)
+        if only.any():
+            return kind, only
+    return None
+
+
+def _learned(record: Standing, kind: Kind, only: np.ndarray, terms: Spending) -> Standing:
+    """With one more search, and what it tells about its kind and its samples."""
+    after = record.walked(kind, only)
+    gain = _gain(record.found, after.found)
+    had, expected = (
+        _worth(record.found, share, terms.eps, terms.order)[only].sum()
+        for share in (gain, record.hope)
+    )
+    hope = np.where(only, (record.hope + gain) / 2, record.hope)
+    return after._replace(hope=hope, yields=record.yields | {kind: had / expected})
 
 
 def _gain(before: Found, after: Found) -> np.ndarray:
@@ -145,27 +275,6 @@ def _gain(before: Found, after: Found) -> np.ndarray:
     return np.where(
         known, 1 - other / np.where(known, one, 1.0), np.isinf(one) & np.isfinite(other)
     )
-
-
-def _open(ask: Question, firsts: list[Kind]) -> Found:
-    """The opening: the first search of every sample.
-
-    All ``firsts`` are tried on every sixth sample (the trial samples), and the kind with the
-    shortest distances in sum (at most twice the longest finite one counts) is used on the others.
-    With one kind, or fewer than 36 samples, the first kind is used on all.
-    """
-    n = len(ask.y)
-    if len(firsts) == 1 or n < _SOME * _SOME:
-        return _follow(ask, 0, firsts[0], None, np.ones(n, bool))
-    pilot = np.arange(n) % _SOME == 0
-    tried: list[Found] = []
-    for number, kind in enumerate(firsts):
-        tried.append(_follow(ask, number, kind, tried[0] if tried else None, pilot))
-    found = driver.best_of(*tried)
-    lengths = np.array([_distance(one)[pilot] for one in tried])
-    farthest = lengths.max(initial=0.0, where=np.isfinite(lengths))
-    kind = firsts[int(np.argmin(np.minimum(lengths, 2 * farthest).sum(axis=1)))]
-    return driver.best_of(found, _follow(ask, len(firsts), kind, found, ~pilot))
 
 
 def _follow(ask: Question, number: int, kind: Kind, found: Found | None, only: np.ndarray) -> Found:

@@ -11,6 +11,8 @@ _LEAST = 21
 """Passes of the shortest schedule."""
 _PILOTS = 70
 """Minimum number of passes at which several first walks are compared."""
+_LOOK, _SHORT = 4, 12
+"""Steps of the look from the sample, and of a walk that follows up or ends."""
 _MANY = (150, 300, 1500)
 """Numbers of passes from which on walks are 30 steps long, all kinds are tried, and walks are 40
 steps long."""
@@ -32,32 +34,58 @@ class Kind(NamedTuple):
         ranking = 6 if targets else 0
         return ranking + max(1, targets) * (2 * self.attack.steps + 1) + 2
 
+    @property
+    def near(self) -> bool:
+        """Whether it walks from the sample itself, not from a random point around it."""
+        return self.start == "sample" and isinstance(self.attack, Walk) and not self.attack.far
 
-def schedule(ball: Lp, passes: int) -> tuple[list[Kind], list[Kind], list[Kind]]:
-    """First kinds (the best of which opens), kinds that always follow, and kinds for later."""
+
+class Itinerary(NamedTuple):
+    """What :func:`wdjax.ensembles.wda_star` does, in this order."""
+
+    firsts: list[Kind]
+    """The best of them on trial samples opens."""
+    look: list[Kind]
+    """A short walk from samples that no opening walked from, and one where it comes near."""
+    always: list[Kind]
+    more: list[Kind]
+    """Where they pay; walks from the sample only where such a walk found the nearest flip."""
+    last: list[Kind]
+    """Of every sample whose distance matters."""
+
+
+def schedule(ball: Lp, passes: int) -> Itinerary:
+    """The kinds of searches for a mean number of passes."""
     if passes < _LEAST:
         raise ValueError(f"wda_star needs at least {_LEAST} passes an image, got {passes}.")
     first = min(25, (passes - 3) // 2 if passes < _PILOTS else passes // 3 - 4)
     later = 20 if passes < _MANY[0] else 30 if passes < _MANY[2] else 40
     free = Kind(Walk(ball, steps=first, far=True, haste=1.0), "sample")
     # From the sample, following the linearised margin is better where the ball has corners.
-    haste = 1.0 if ball.norm == 2 else 0.0
-    near = Kind(Walk(ball, steps=first, targets=1, haste=haste), "sample")
+    aimed = Walk(ball, steps=first, targets=1, haste=1.0 if ball.norm == 2 else 0.0)
+    near = Kind(aimed, "sample")
     held = Walk(ball, far=True, haste=0.5, step_size=1.1, shrink=0.25, width=1.3)
     bold = Walk(ball, far=True, haste=1.0, step_size=2.0, shrink=0.35, width=2.3)
     more = [Kind(replace(walk, steps=later), "around") for walk in (held, bold)]
-    polish = Kind(Walk(ball, steps=later, step_size=0.2), "best")
     if passes < _PILOTS:
-        return [free], [], more
+        return Itinerary([free], [], [], more, [])
+    firsts = [free, Kind(replace(held, steps=first), "around"), near]
     if passes < _MANY[0]:
-        more = more[:1]
-    elif passes >= _MANY[1]:
-        aimed = Walk(ball, steps=later, far=True, targets=2, width=1.5)
+        return Itinerary(firsts, [], [], more[:1], [])
+    short = replace(aimed, steps=_SHORT)
+    look = [Kind(replace(aimed, steps=_LOOK, targets=0), "sample"), Kind(short, "sample")]
+    polish = Kind(Walk(ball, steps=later, step_size=0.2), "best")
+    last = [Kind(Walk(ball, steps=_SHORT, step_size=0.1, shrink=0.1), "best")]
+    if passes < _MANY[1]:
+        more.append(Kind(replace(short, targets=2), "sample"))
+    else:
+        last = []
+        wide = Walk(ball, steps=later, far=True, targets=2, width=1.5)
         patient = Walk(ball, steps=2 * later, far=True)
-        more += [Kind(aimed, "around"), Kind(patient, "sample"), polish]
+        more += [Kind(wide, "around"), Kind(patient, "sample"), polish]
     if ball.norm == 1 and passes >= 2 * _SPARSE:
         # Walks from random points end dense; the proximal map finds the few pixels that matter.
         sparse = Kind(PDPGD(ball, steps=min(_SPARSE, passes // 4)), "sample")
         always = [polish, near] if passes >= _MANY[1] else [polish]
-        return [sparse], always, more
-    return [free, Kind(replace(held, steps=first), "around"), near], [], more
+        return Itinerary([sparse], [] if near in always else look, always, more, last)
+    return Itinerary(firsts, look, [], more, last)
