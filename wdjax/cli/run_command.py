@@ -161,7 +161,9 @@ class _Work:
             job.folder.mkdir(parents=True, exist_ok=True)
             left = [number for number in range(1, job.parts + 1) if not self._has(job, number)]
             self._left[job.names] = {*left}
-            self._todo.extend((job, number) for number in left or [0][: _merged(job) is None])
+            if not left and _merged(job) is None:
+                left = [0]
+            self._todo.extend((job, number) for number in left)
         self._total = sum(job.parts for job in jobs)
         self._before = self._there()
 
