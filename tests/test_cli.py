@@ -486,8 +486,10 @@ def own_games(tmp_path_factory):
     folder, rng = tmp_path_factory.mktemp("own"), np.random.default_rng(0)
     net = models.norm_mlp((4, 8, 3), key=jax.random.key(0))
     (folder / "gamenet.py").write_text(
-        "import jax\nfrom wdjax import models\n\n\ndef build():\n"
+        "import jax, wdjax\nfrom wdjax import models\n\n\ndef build():\n"
         "    return models.norm_mlp((4, 8, 3), key=jax.random.key(0))\n"
+        "\n\ndef stepped():\n"
+        "    return wdjax.Model(lambda net, x: jax.numpy.round(net(x), 1), build())\n"
     )
     for name, n, shape in (("x", 9, (4,)), ("train", 140, (4,)), ("other", 140, (5,))):
         x = rng.random((n, *shape), np.float32)
@@ -516,6 +518,20 @@ def test_games_are_played_around_a_model(own_games, defense, capsys):
     found = game["attacks"]["transfer"]
     assert found["static_clean_accuracy"]["value"] == 1
     assert found["max_cost"] <= 0.07 * (1 + 1e-6)
+
+
+def test_games_say_that_a_model_has_no_gradients_and_keep_a_radius_of_zero(own_games, capsys):
+    words, _ = own_games
+    told = {}
+    for build, eps in (("build", "0"), ("stepped", "0.07")):
+        changed = [*words, "--json", "-"]
+        changed[2], changed[6] = f"gamenet:{build}", eps
+        assert main(changed) == 0
+        told[build] = json.loads(capsys.readouterr().out)
+    assert told["build"]["remarks"] == []
+    assert told["build"]["games"][0]["attacks"]["transfer"]["max_cost"] == 0
+    (said,) = [text for text in told["stepped"]["remarks"] if "zero gradients" in text]
+    assert said.startswith("PGD on the model alone: 100% zero gradients")
 
 
 def test_games_around_a_model_refuse_what_does_not_fit(own_games, capsys):

@@ -42,7 +42,7 @@ _EXAMPLES = """examples:
   python -m wdjax game --defense dann,tadv --seeds 0,1,2 --draws 5 --json -
   python -m wdjax game --defense rmc --checkpoint games --json rmc.json   # can be interrupted
   python -m wdjax game --model net.onnx --data test.npz --eps 8/255 --defense purify --samples 128
-  python -m wdjax game --arch resnet18 --weights FILE --data test.npz --eps 8/255 \\
+  python -m wdjax game --arch resnet --weights FILE --data test.npz --eps 8/255 \\
       --defense dent,rmc --train train.npz --samples 128"""
 
 
@@ -119,6 +119,10 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     if work.coverage:
         raise ValueError("every game is one part's: merge all of them, not some.")
     done: list[tasks.Done[Any]] = []
+    alone = None
+    if own:
+        look = functools.partial(own_game.attacked_alone, samples, parsed.eps)
+        alone = work.whole("the model alone", lambda task: look(), console.say)
     games = [
         _played(name, seed, game, wanted, parsed, work, console, done)
         for name, seed, game in offered
@@ -130,11 +134,15 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         if own
         else {**summary.head("game"), "data": "digits"}
     )
+    said: list[str] = []
+    if alone is not None:
+        done.append(alone)
+        said = subject.cautions(console, *own_game.remarks_on(alone.value))
     content = {
         **about,
         "draws": parsed.draws,
         "games": games,
-        "remarks": [],
+        "remarks": said,
         **subject.spent(done),
     }
     subject.write(console, parsed.json, content, table=lambda: table(content))

@@ -6,9 +6,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from wdjax import data
+from wdjax import data, remarks
+from wdjax.attacks import PGD
 from wdjax.checks import validate
 from wdjax.cli import options, subject
+from wdjax.core import Found
+from wdjax.engine import driver
 from wdjax.report import summary
 from wdjax.transductive import digits
 from wdjax.transductive.digits import DigitsCase, DigitsData
@@ -85,6 +88,23 @@ def load(parsed: argparse.Namespace) -> tuple[subject.Subject, data.Dataset | No
     return samples, known
 
 
+def attacked_alone(samples: subject.Subject, eps: float) -> Found:
+    """PGD on the model without a defence, with the second look if it met zero gradients.
+
+    Attacks in games differentiate through adapted copies of this model, and are as blind as it is.
+    """
+    model, x, y = samples
+    attack = PGD(steps=10)
+    how: dict[str, Any] = {"eps": eps, "key": jax.random.key(0)}
+    found = driver.search(attack, model, x, y, diagnose=False, **how)
+    return driver.looked_again(found, attack, model, x, y, **how)
+
+
+def remarks_on(alone: Found) -> list[str]:
+    """What the result of :func:`attacked_alone` tells about games around the model."""
+    return [f"PGD on the model alone: {text}" for text in remarks.of(remarks.spent(alone))]
+
+
 def case(
     name: str,
     seed: int,
@@ -99,5 +119,5 @@ def case(
     # Defences without training data do not look at it, but a game's memory is made of some.
     known = data.Dataset(x[:1], y[:1]) if train is None else train
     given = DigitsData(known, jax.random.key(seed), parsed.iterations, model, parsed.eps)
-    made: Any = digits.CASES[name](given)
-    return BuiltGame(made._replace(inputs=len(y)), known, data.Dataset(x, y))
+    made = digits.CASES[name](given)._replace(inputs=len(y))
+    return BuiltGame(made, known, data.Dataset(x, y))

@@ -255,13 +255,15 @@ def _duration(seconds: float) -> str:
 
 
 def _merged(job: Job) -> dict[str, Any] | None:
-    """The merged result; None if it is not there, or older than what it is made from."""
+    """The merged result; None if it is not there, another's, or older than what it is made from."""
     try:
         age = job.result.stat().st_mtime_ns
         found = json.loads(job.result.read_text())
-        return found if all(path.stat().st_mtime_ns <= age for path in job.sources()) else None
+        fresh = all(path.stat().st_mtime_ns <= age for path in job.sources())
     except (FileNotFoundError, ValueError):
         return None
+    whole = isinstance(found, dict) and found.get("command") == job.words[0]
+    return found if whole and fresh else None
 
 
 def _row(job: Job) -> dict[str, Any] | None:

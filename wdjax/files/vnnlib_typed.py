@@ -33,7 +33,7 @@ def forms(text: bytes, largest: int) -> Iterator[list[Any]]:
 
     >>> text = b"(vnnlib-version <2.0>) (declare-network f (declare-input X float32 [2])"
     >>> text += b"(declare-output Y float32 [1])) (assert (<= Y[0] X[1]))"
-    >>> for form in forms(text, 9):  # doctest: +SKIP
+    >>> for form in forms(text, 9):
     ...     print(form)
     ['declare-const', 'X_0', 'Real']
     ['declare-const', 'X_1', 'Real']
@@ -76,10 +76,10 @@ def _reason(message: str) -> str:
     """The first fault of the parser's JSON, or the message itself if it is none."""
     try:
         fault = json.loads(message)["errors"][0]
-        message = f"{fault['message']}, line {fault['line']}: {fault['offendingSymbol']}"
+        said = f"{fault['message']}, line {fault['line']}: {fault['offendingSymbol']}"
     except (ValueError, LookupError, TypeError):
-        pass
-    return ascii(message[:200])[1:-1]
+        said = message
+    return ascii(said[:200])[1:-1]
 
 
 def _condition(node: Any) -> list[Any]:

@@ -59,6 +59,10 @@ class DigitsData(NamedTuple):
     eps: float | None = None
     """The linf radius; None for the case's default."""
 
+    def radius(self, default: float) -> float:
+        """The radius, 0 too if it is given."""
+        return default if self.eps is None else self.eps
+
 
 def split(seed: int) -> tuple[Dataset, Dataset]:
     """Digits in a random order: 1297 for training, 500 for the game.
@@ -135,7 +139,7 @@ _adversarial_mlp = functools.partial(models.mlp, (64, 128, 10))
 
 def _rmc(given: DigitsData, robust: bool) -> DigitsCase:
     """RMC's case, with an adversarially trained base model if ``robust``."""
-    eps, count = given.eps or 0.15, given.iterations or 10
+    eps, count = given.radius(0.15), given.iterations or 10
     copies = PGD(steps=40, step_size=eps / 10, random_start=True)
     epochs = 25 if robust else 100
 
@@ -161,7 +165,7 @@ def rmc_adversarial(given: DigitsData) -> DigitsCase:
 
 def dent(given: DigitsData) -> DigitsCase:
     """DENT: affine parameters for each sample, by information maximisation."""
-    eps = given.eps or 0.1
+    eps = given.radius(0.1)
     how = {"loss": objectives.margin, "judge": objectives.confidence, "restarts": 5, "rivals": 9}
     rows = dict(_usual(_pgd(eps), given.iterations or 3, **how))
     rows["transfer-sorted"] = Row(transfer(_pgd(eps), **how), {"order": "labels"})
@@ -189,7 +193,7 @@ def tadv(given: DigitsData) -> DigitsCase:
 
 def urejectron(given: DigitsData) -> DigitsCase:
     """URejectron: rejects by a discriminator between training data and inputs."""
-    eps, count = given.eps or 0.15, given.iterations or 5
+    eps, count = given.radius(0.15), given.iterations or 5
     detector = functools.partial(models.mlp, (math.prod(given.train.x.shape[1:]), *_HIDDEN, 2))
     rows = {
         "transfer": Row(transfer(_pgd(eps))),
@@ -204,7 +208,7 @@ def urejectron(given: DigitsData) -> DigitsCase:
 
 def purify(given: DigitsData) -> DigitsCase:
     """Purification: inputs move to where the model is confident; attacks see through it."""
-    eps = given.eps or 0.1
+    eps = given.radius(0.1)
     rows = {
         "transfer": Row(transfer(_pgd(eps))),
         "gmsa-avg": Row(gmsa_avg(_pgd(eps), given.iterations or 2, simulations=4)),
