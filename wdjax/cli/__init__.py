@@ -8,7 +8,8 @@ has the kinds of ``--model``, `options` the types of numbers; `printed` aligns t
 prints; `process` handles signals and caches; `workers` are the processes of ``verify --jobs``.
 Attacks are rows of `attack_table`, whose settings `attack_words` parses. `shards` splits work
 between processes; `run_command` has the parts of many jobs, those of a `job_file`, done by one of
-the `engines`. Open `attack_command` first.
+the `engines`; `table_command` runs the lines of `paper_tables` in this process. Open
+`attack_command` first.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from wdjax.cli import (
     nppr_command,
     process,
     run_command,
+    table_command,
     verify_command,
 )
 from wdjax.cli.console import Console
@@ -52,6 +54,7 @@ _COMMANDS = (
     verify_command,
     merge_command,
     run_command,
+    table_command,
 )
 
 BAD_INPUT = 2
@@ -84,6 +87,7 @@ _EXAMPLES = """examples:
   python -m wdjax game --defense dann,tadv --seeds 0,1 --json games.json
   python -m wdjax merge result.json.*-of-5.safetensors
   python -m wdjax run jobs.toml --jobs 2 --json results.json
+  python -m wdjax table le2025-figure6b --arch resnet2b --weights cifar10.pth --data cifar10.npz
   python -m wdjax verify net.onnx property.vnnlib --seconds 60
   python -m wdjax convert Carmon2019Unlabeled.pt --name Carmon2019Unlabeled --out model.safetensors
   python -m wdjax COMMAND --help"""

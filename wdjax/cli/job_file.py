@@ -202,7 +202,7 @@ def _job(names: tuple[str, ...], tables: Any, content: dict[str, Any], out: Path
             raise ValueError(f"{key} is said twice, as {given[key]} and {value}.")
         given[key] = value
     words = [command, *(word for item in given.items() for word in _words(*item))]
-    parsed = _parsed(words)
+    parsed = parse(words)
     for name in _OURS:
         if getattr(parsed, name, None) is not None:
             raise ValueError(f"--{name} is what the run says: leave it out.")
@@ -233,8 +233,8 @@ def _words(key: str, value: Any) -> list[str]:
     return [f"--{key}={value}"]
 
 
-def _parsed(words: list[str]) -> argparse.Namespace:
-    """A command's options; raises what its parser would print."""
+def parse(words: list[str]) -> argparse.Namespace:
+    """A command's options; raises a ValueError of what its parser would print."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
@@ -248,7 +248,7 @@ def _check_words(job: Job) -> None:
 
     The places are not those of its parts: what a kill left of them is not the file's fault.
     """
-    parsed = _parsed([*job.words, f"--json={job.folder / 'check'}", f"--shard=1/{job.parts}"])
+    parsed = parse([*job.words, f"--json={job.folder / 'check'}", f"--shard=1/{job.parts}"])
     parsed.every = None
     COMMANDS[job.words[0]].check(parsed)
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args
 import jax
 import numpy as np
 
-from wdjax import ensembles, metrics, models, norms, nppr
+from wdjax import ensembles, losses, metrics, models, norms, nppr
 from wdjax.attacks import PGD
 from wdjax.balls import Lp
 from wdjax.checks import arguments
@@ -320,9 +320,10 @@ def _rare(
 def _attacked(
     parsed: argparse.Namespace, model: Classifier, held: Any, tick: Any, task: tasks.Task
 ) -> dict[str, Any]:
-    """AR, the share of correct samples that survive attacks: PGD-20, and PGD-20 with ``fast``.
+    """AR, the share of correct samples that survive attacks: PGD-20, PGD-20 on the margin (the
+    loss of Carlini and Wagner), and all of these with ``fast``.
 
-    Returns both, the interval of the second for the population, faults and remarks.
+    Returns each, the interval of the last for the population, faults and remarks.
     """
     ball = _ball(parsed)
     how: dict[str, Any] = {"eps": parsed.eps, "key": jax.random.key(parsed.seed)}
@@ -330,18 +331,21 @@ def _attacked(
     how["callback"] = task.heard(tick)
     first, second = how | task.saving(), how | task.saving(parts=True)
     pgd = driver.search(PGD(ball, steps=20, random_start=True), model, *held, **first)
+    margins = PGD(ball, steps=20, loss=losses.margin, random_start=True)
+    cw = driver.search(margins, model, *held, diagnose=False, **how)
     fast = ensembles.fast(model, *held, ball=ball, **second).found
     _, _, right = correct_inputs(model, distributions.UniformBall(parsed.eps, ball), *held)
     correct = np.asarray(pgd.correct)
-    left = right & correct & ~np.asarray(driver.best_of(pgd, fast).success)
+    left = right & correct & ~np.asarray(driver.best_of(pgd, cw, fast).success)
     low, high = metrics.clopper_pearson(int(left.sum()), int(right.sum()))
     return {
         "clean_accuracy": float(np.mean(correct)),
         "pgd20": float(np.mean(~np.asarray(pgd.success)[right])),
+        "cw20": float(np.mean(~np.asarray(cw.success)[right])),
         "strong": float(np.mean(left[right])),
         "per_sample": left[right].astype(float).tolist(),
         "interval_of_population": [float(low), float(high)],
-        "faults": int(np.sum(pgd.fault | fast.fault)),
+        "faults": int(np.sum(pgd.fault | cw.fault | fast.fault)),
         "remarks": [*pgd.remarks, *fast.remarks],
     }
 
@@ -382,11 +386,15 @@ def _fitted(
     seconds = task.spent["seconds"]
     x, y = held
     spread = nppr.spread_within(found, x[:50], y[:50], key=jax.random.key(parsed.seed))
+    shares = np.mean(found.mixture(x, y).proportions, axis=0)
     return {
         **_row(_measure(parsed, model, found, x, y, np.arange(len(y)))),
         "fitted_value": float(np.mean(np.asarray(found.history.survived)[-20:])),
         "entropy_ratio": float(found.history.entropy[-1]),
         "entropy_ratio_within": float(found.history.own_entropy[-1]),
+        "proportion_max": float(shares.max()),
+        "proportion_min": float(shares.min()),
+        "proportion_deviation": float(np.std(shares, ddof=len(shares) > 1)),
         "spread_within": float(spread.within.mean()),
         "saturated": spread.saturated,
         "learnt": found.learnt,

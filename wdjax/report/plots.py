@@ -312,6 +312,29 @@ def accuracies(clean: float, left: Mapping[str, float]) -> "Figure":
     return figure
 
 
+@_styled
+def curves(
+    points: Mapping[str, Sequence[tuple[float, float]]], across: str, up: str, title: str = ""
+) -> "Figure":
+    """Curves by name.
+
+    Args:
+      points: of every curve, as (x, y); y may be NaN.
+      across: label of the x axis.
+      up: label of the y axis.
+      title: of the figure.
+
+    >>> len(curves({"wda": [(1, 70), (2, 60)]}, "kappa", "accuracy").axes[0].lines)
+    1
+    """
+    figure, (axis,) = _panels(1)
+    for name, look in styles(points).items():
+        axis.plot(*zip(*points[name]), lw=1.2, label=name, **look)
+    axis.set(xlabel=across, ylabel=up, title=title)
+    _legend(axis)
+    return figure
+
+
 def png(figure: "Figure") -> bytes:
     """A figure as PNG on white, for papers and slides.
 

@@ -1,0 +1,388 @@
+"""Tables and figures of the source papers: which command lines make them, and what was published.
+
+A cell is a number in the JSON of one command line. The lines name neither model nor data, which
+the command ``table`` adds. Published numbers are written as the papers print them.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+from wdjax.cli.attack_table import TABLE_1
+
+PERCENT = 100.0
+SEED = "{seed}"
+"""Stands in a command line for each of the seeds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One number of a table."""
+
+    row: str
+    column: str
+    line: str
+    """The command line."""
+    path: str
+    """Keys into its JSON, with / between; ``a - b`` is a difference."""
+    unit: float = PERCENT
+    """By which the number is multiplied, to be as the paper prints it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PaperTable:
+    """A table or figure of a paper."""
+
+    source: str
+    differs: str
+    """What is not as in the paper, in a sentence."""
+    cells: tuple[Cell, ...]
+    published: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """For each model, or the only one, the printed numbers in the order of the cells; - for none.
+    """
+    seeds: int = 1
+    """Runs that the paper takes the mean of."""
+    axis: str = ""
+    """What the rows of a figure are; empty for a table."""
+    quick: str = ""
+    """Options that make every line a matter of seconds."""
+    first: int | None = None
+    """The number of rows that are enough for a quick look; None for all."""
+
+
+def _column(line: str, paths: Mapping[str, str], unit: float = PERCENT) -> tuple[Cell, ...]:
+    """The cells of one column, by row."""
+    return tuple(Cell(row, "here", line, path, unit) for row, path in paths.items())
+
+
+def _rows(text: str) -> dict[str, str]:
+    """Published numbers, a model a line: ``name: numbers``."""
+    return dict(line.split(": ") for line in text.strip().splitlines())
+
+
+# Le et al.: attacks on distributions.
+
+_ATTACKED = "attacks/{}/attacked_accuracy"
+
+
+def _le_table_1(what: str, ball: str, published: Mapping[str, str], rivals: str = "") -> PaperTable:
+    paths = {"clean": "clean_accuracy"}
+    paths |= {column.label: _ATTACKED.format(column.label) for column in TABLE_1}
+    return PaperTable(
+        f"Table 1, {what}",
+        "Points stay in the box of images, beside the radius; WDA++ looks for nearer flips along "
+        "the ray from the sample.",
+        _column(f"attack {ball} --attacks table1{rivals}", paths),
+        published,
+        quick="--samples 4",
+    )
+
+
+_COSTS = "wda", "wda++", "wpgd", "pgd", "apgd-ce"
+_KAPPAS = "1", "1.5", "2", "3", "4", "5"
+_RADII = "1/255", "2/255", "4/255", "8/255", "12/255", "16/255"
+
+
+def _le_runtime() -> Iterator[Cell]:
+    for samples in (100, 200, 400, 800, 1600):
+        line = f"attack --norm linf --eps 4/255 --attacks {','.join(_COSTS)} --samples {samples}"
+        for name in _COSTS:
+            path = f"attacks/{name}/seconds - attacks/{name}/compile_seconds"
+            yield Cell(str(samples), name, line, path, 1.0)
+
+
+def _le_radii() -> Iterator[Cell]:
+    for eps in _RADII:
+        line = f"attack --norm linf --eps {eps} --order 2 --attacks wda++,wpgd"
+        for name in ("wda++", "wpgd"):
+            yield Cell(eps, name, line, _ATTACKED.format(name))
+
+
+def _le_kappas(ball: str) -> Iterator[Cell]:
+    for kappa in _KAPPAS:
+        line = f"attack {ball} --order 1 --attacks wda --kappa {kappa}"
+        yield Cell(kappa, "wda", line, _ATTACKED.format("wda"))
+
+
+def _le_steps(ball: str, sizes: tuple[str, ...]) -> Iterator[Cell]:
+    for steps in (1, 2, 3, 5, 10, 15, 20):
+        names = {
+            size: f"wda(steps={steps}, probe={min(steps, 10)}, step_size={size})" for size in sizes
+        }
+        line = f'attack {ball} --attacks "{", ".join(names.values())}"'
+        for size, name in names.items():
+            yield Cell(str(steps), f"step {size}", line, _ATTACKED.format(name))
+
+
+_LINF, _L2 = "--norm linf --eps 8/255", "--norm l2 --eps 0.5"
+_QUICK = "--samples 4"
+_KAPPA_DIFFERS = (
+    "The paper does not say the order of the ball: here it is 1; the step grows with the radius "
+    "kappa eps."
+)
+_STEP_DIFFERS = "Each number of iterations is an attack of its own, all of them point-wise."
+
+_LE = {
+    "le2025-table1-cifar10-linf": _le_table_1(
+        "CIFAR-10, linf, 8/255",
+        _LINF,
+        _rows("""
+Bartoldson WRN-94-16: 93.68 65.25 32.90 58.71 77.09 46.46 76.15 74.31 74.05 73.71 73.55 73.54
+Bartoldson WRN-82-8: 93.11 62.06 27.79 56.81 75.33 41.60 74.17 72.54 71.85 71.59 71.46 71.46
+Cui WRN-28-10: 92.16 60.01 26.39 50.97 72.61 39.18 70.60 68.62 68.07 67.73 67.58 67.57
+Wang WRN-70-16: 93.25 63.08 28.60 55.17 74.80 41.80 73.46 71.68 71.02 70.69 70.53 70.52
+Wang WRN-28-10: 92.44 60.96 23.81 52.03 72.67 36.91 70.24 68.24 67.60 67.31 67.17 67.17
+Xu WRN-28-10: 93.69 63.25 36.27 52.48 73.98 46.04 67.08 69.00 66.39 63.89 63.93 63.84
+Sehwag RN-18: 84.59 54.65 15.23 46.58 63.86 27.38 58.40 57.66 56.30 55.54 55.50 55.50
+"""),
+    ),
+    "le2025-table1-cifar10-l2": _le_table_1(
+        "CIFAR-10, l2, 0.5",
+        _L2,
+        _rows("""
+Wang WRN-70-16: 95.54 77.63 55.57 70.09 86.37 66.73 85.66 85.30 85.00 84.97 84.96 84.97
+Wang WRN-28-10: 95.16 76.31 57.42 68.65 85.33 68.10 84.52 83.89 83.71 83.68 83.68 83.68
+Sehwag WRN-34-10: 90.93 72.01 39.25 67.96 79.87 53.13 78.23 78.16 77.51 77.24 77.22 77.25
+Sehwag RN-18: 89.76 69.75 48.40 65.02 77.68 58.64 75.24 75.32 74.69 74.41 74.41 74.40
+Ding WRN-28-4: 88.02 63.04 31.35 53.47 71.61 42.89 66.62 66.62 66.22 66.09 66.05 66.06
+Rony WRN-28-10: 89.05 64.19 27.79 51.15 72.30 39.94 66.58 67.08 66.59 66.44 66.41 66.42
+"""),
+    ),
+    "le2025-table1-cifar100": _le_table_1(
+        "CIFAR-100, linf, 8/255, top 10",
+        _LINF,
+        _rows("""
+Cui WRN-28-10: 73.85 43.68 6.71 24.64 50.42 10.85 43.82 40.37 39.57 39.18 39.17 39.14
+Wang WRN-28-10: 72.58 43.61 7.45 24.90 49.81 10.88 44.09 39.66 39.12 38.77 38.70 38.71
+Addepalli RN-18: 65.45 37.64 3.07 14.52 42.01 7.80 33.47 28.82 28.26 27.67 27.65 27.63
+"""),
+        " --rivals 10",
+    ),
+    "le2025-table1-imagenet": _le_table_1(
+        "ImageNet, linf, 4/255, top 20",
+        "--norm linf --eps 4/255",
+        _rows("""
+Xu Swin-L: 78.62 54.86 17.96 48.68 62.09 30.96 59.96 60.30 58.00 59.68 58.32 58.30
+Amini Swin-L: 78.80 59.83 25.25 54.56 65.28 38.35 62.12 62.54 61.14 58.92 58.76 58.76
+Liu ConvNeXt-B: 76.02 52.95 16.23 45.84 59.79 28.46 55.90 56.78 54.38 55.82 53.19 53.18
+Singh CvNeXt-S: 74.10 50.31 12.06 41.40 56.35 23.97 52.82 53.20 51.04 52.42 49.92 49.90
+"""),
+        " --rivals 20",
+    ),
+    "le2025-figure4a": PaperTable(
+        "Figure 4(a), running time on ImageNet, linf, 4/255",
+        "Seconds without compilation; the paper's curves are read from no table.",
+        tuple(_le_runtime()),
+        axis="samples",
+        first=1,
+    ),
+    "le2025-figure4b": PaperTable(
+        "Figure 4(b), growing eps, linf",
+        "Both attacks spend in the ball of order 2; the paper's curves are read from no table.",
+        tuple(_le_radii()),
+        axis="eps",
+        quick=_QUICK,
+    ),
+    "le2025-figure6a": PaperTable(
+        "Figure 6(a), kappa, l2, 0.5", _KAPPA_DIFFERS, tuple(_le_kappas(_L2)), axis="kappa",
+        quick=_QUICK,
+    ),
+    "le2025-figure6b": PaperTable(
+        "Figure 6(b), kappa, linf, 8/255", _KAPPA_DIFFERS, tuple(_le_kappas(_LINF)), axis="kappa",
+        quick=_QUICK,
+    ),
+    "le2025-figure7a": PaperTable(
+        "Figure 7(a), step sizes, l2, 0.5",
+        _STEP_DIFFERS,
+        tuple(_le_steps(_L2, ("1.0", "0.5", "0.2", "0.1", "0.01", "0.005"))),
+        axis="iterations",
+        quick=_QUICK,
+    ),
+    "le2025-figure7b": PaperTable(
+        "Figure 7(b), step sizes, linf, 8/255",
+        _STEP_DIFFERS,
+        tuple(_le_steps(_LINF, ("0.5", "0.1", "0.02", "0.01", "0.005"))),
+        axis="iterations",
+        quick=_QUICK,
+    ),
+}  # fmt: skip
+
+# Wang et al.: distributions that are learnt.
+
+_MODES = {"independent": "Indep.", "label": "Label", "input": "Input", "joint": "Joint"}
+_FIT = f"nppr --norm linf --eps 16/255 --mode paper --seed {SEED}"
+_FIT_QUICK = "--steps 2 --draws 20 --latent 4 --samples 8"
+_FIT_DIFFERS = (
+    "Fitted on the first half of the data and measured on the second, as shares of the samples "
+    "that are classified correctly; the loss is a smooth 0-1 loss (--loss softplus is the paper's)."
+)
+
+
+def _wang_ablation() -> Iterator[Cell]:
+    configurations = {
+        "base, K=3": "--components 3 --upsample fixed",
+        "learnable, K=3": "--components 3 --upsample learnable",
+        "learnable, K=7": "--components 7 --upsample learnable",
+        "learnable, K=12": "--components 12 --upsample learnable",
+    }
+    for row, words in configurations.items():
+        for mode, name in _MODES.items():
+            yield Cell(row, f"{name} NPPR", f"{_FIT} {words}", f"nppr/{mode}/value")
+            yield Cell(row, f"{name} ER", f"{_FIT} {words}", f"nppr/{mode}/entropy_ratio")
+
+
+def _wang_radii() -> Iterator[Cell]:
+    paths = {f"NPPR {mode}": f"nppr/{mode}/value" for mode in _MODES}
+    paths |= {"PR uniform": "pr/uniform/value", "AR PGD": "ar/pgd20"}
+    for row, path in paths.items():
+        for eps in ("4/255", "8/255", "16/255"):
+            line = f"nppr --norm linf --eps {eps} --mode paper --components 7 --seed {SEED}"
+            yield Cell(row, eps, line, path)
+
+
+def _wang_models(data: str, published: Mapping[str, str]) -> PaperTable:
+    paths = {
+        "NPPR joint": "nppr/joint/value",
+        "PR Gaussian": "pr/gaussian_truncated/value",
+        "PR uniform": "pr/uniform/value",
+        "AR PGD": "ar/pgd20",
+        "AR C&W": "ar/cw20",
+        "accuracy": "clean_accuracy",
+    }
+    line = f"nppr --norm linf --eps 16/255 --mode joint --components 7 --seed {SEED}"
+    return PaperTable(
+        f"Table 3, {data}",
+        f"{_FIT_DIFFERS} C&W is PGD-20 on the margin.",
+        _column(line, paths),
+        published,
+        seeds=10,
+        quick=_FIT_QUICK,
+    )
+
+
+def _wang_extended() -> Iterator[Cell]:
+    paths = {
+        "NPPR test": ("value", PERCENT),
+        "NPPR train": ("fitted_value", PERCENT),
+        "ER": ("entropy_ratio", 1.0),
+        "max": ("proportion_max", PERCENT),
+        "min": ("proportion_min", PERCENT),
+        "std": ("proportion_deviation", PERCENT),
+    }
+    for mode in ("independent", "input", "label", "joint"):
+        for components in (3, 7, 12):
+            for upsample in ("none", "fixed", "learnable"):
+                line = (
+                    f"nppr --norm linf --eps 16/255 --mode {mode} --components {components} "
+                    f"--upsample {upsample} --covariance {_covariance(upsample)} --seed {SEED}"
+                )
+                for column, (key, unit) in paths.items():
+                    row = f"{mode} {components} {upsample}"
+                    yield Cell(row, column, line, f"nppr/{mode}/{key}", unit)
+
+
+def _covariance(upsample: str) -> str:
+    """Without an up-sampler a full covariance has as many entries as pixels squared."""
+    return "diagonal" if upsample == "none" else "full"
+
+
+_WANG = {
+    "wang2025-table1": PaperTable(
+        "Table 1, up-sampling and components, CIFAR-10, ResNet18, linf, 16/255",
+        _FIT_DIFFERS,
+        tuple(_wang_ablation()),
+        {
+            "ResNet18": "95.27 0.21 95.10 99.06 90.31 98.73 90.04 99.02 "
+            "95.85 91.35 93.64 99.21 90.26 94.98 89.72 98.94 "
+            "95.15 94.37 92.95 87.34 90.31 94.21 89.72 89.92 "
+            "95.53 92.43 92.68 76.59 90.02 79.54 89.50 73.83"
+        },
+        quick=_FIT_QUICK,
+        first=1,
+    ),
+    "wang2025-table2": PaperTable(
+        "Table 2, radii, CIFAR-10, ResNet18, linf, K=7",
+        _FIT_DIFFERS,
+        tuple(_wang_radii()),
+        {
+            "ResNet18": "- 98.21 95.15 - 96.57 92.95 - 96.53 90.31 - 95.56 89.71 "
+            "99.89 99.77 99.49 36.66 23.26 9.27"
+        },
+        quick=_FIT_QUICK,
+    ),
+    "wang2025-table3-cifar10": _wang_models(
+        "CIFAR-10",
+        _rows("""
+ResNet18: 88.32 99.47 99.60 9.27 9.67 86.42
+ResNet50: 92.99 99.18 99.40 8.57 8.87 90.90
+WRN50: 91.68 99.28 99.49 8.89 8.95 91.11
+VGG16: 97.83 99.47 99.62 8.79 9.31 92.22
+"""),
+    ),
+    "wang2025-table3-cifar100": _wang_models(
+        "CIFAR-100",
+        _rows("""
+ResNet18: 74.17 97.99 98.60 3.85 4.21 61.00
+ResNet50: 85.16 96.93 97.80 3.86 4.32 70.18
+WRN50: 78.26 97.48 98.30 4.53 4.77 70.42
+VGG16: 91.81 95.57 95.81 4.43 4.19 71.52
+"""),
+    ),
+    "wang2025-table3-tinyimagenet": _wang_models(
+        "Tiny ImageNet",
+        _rows("""
+ResNet18: 60.16 98.87 99.17 2.76 2.71 57.65
+ResNet50: 74.35 98.94 99.21 3.56 3.62 69.42
+WRN50: 64.66 98.42 98.79 2.32 2.60 72.80
+VGG16: 78.08 98.96 99.23 4.69 4.24 64.14
+"""),
+    ),
+    "wang2025-table5": PaperTable(
+        "Table 5, extended ablation, CIFAR-10, ResNet18, linf, 16/255",
+        f"{_FIT_DIFFERS} Without an up-sampler the covariance is diagonal, and NPPR on training "
+        "data is that of the last steps of the fit.",
+        tuple(_wang_extended()),
+        {
+            "ResNet18": "94.25 95.07 0.000431 99.9960 0.0016 57.73 "
+            "95.26 95.76 0.002135 99.9766 0.0110 57.71 "
+            "95.85 96.30 0.913476 54.43 20.94 18.37 "
+            "94.48 95.11 0.000290 99.9956 0.0006 37.79 "
+            "95.06 95.71 0.000935 99.9840 0.0013 37.79 "
+            "95.15 95.65 0.943673 31.49 8.38 7.93 "
+            "94.59 95.43 0.000287 99.9946 0.0003 28.87 "
+            "95.06 95.74 0.000757 99.9844 0.0010 28.86 "
+            "95.53 95.88 0.924282 20.11 3.83 5.83 "
+            "86.14 79.28 0.9216 52.25 18.87 17.13 "
+            "90.31 88.92 0.9873 40.95 27.59 6.87 "
+            "90.26 87.97 0.9498 46.63 19.91 13.36 "
+            "85.60 77.33 0.8512 30.06 2.05 11.32 "
+            "90.20 89.22 0.8991 29.46 2.63 9.45 "
+            "90.31 87.33 0.9421 24.38 4.61 7.16 "
+            "85.13 75.04 0.9404 17.55 1.45 4.62 "
+            "89.41 89.98 0.7829 29.30 0.00 8.90 "
+            "90.02 87.26 0.7954 20.22 0.00 7.95 "
+            "90.48 92.23 0.9885 40.89 28.75 6.59 "
+            "95.10 95.99 0.9906 40.14 29.15 5.94 "
+            "93.64 94.54 0.9921 39.64 30.11 5.46 "
+            "89.30 90.69 0.7359 40.08 0.0001 14.85 "
+            "94.03 94.92 0.7320 40.27 0.0117 15.05 "
+            "92.95 93.90 0.8734 30.27 0.1151 9.82 "
+            "89.22 90.77 0.5458 50.23 0.000034 14.72 "
+            "94.50 95.44 0.7068 20.35 0.0113 9.34 "
+            "92.68 94.01 0.7659 20.22 0.0095 8.25 "
+            "84.82 78.53 0.9369 50.43 20.51 15.41 "
+            "90.04 89.24 0.9902 40.31 29.30 6.07 "
+            "89.72 87.13 0.9894 40.60 29.24 6.31 "
+            "84.10 72.09 0.9689 22.34 8.91 5.43 "
+            "89.22 87.83 0.8786 29.22 0.0001 9.34 "
+            "89.72 86.62 0.8992 20.40 0.0371 7.89 "
+            "84.19 75.93 0.7610 19.96 0.0004 8.28 "
+            "89.42 89.25 0.7376 30.23 0.0008 9.41 "
+            "- - - - - -"
+        },
+        quick=_FIT_QUICK,
+        first=3,
+    ),
+}
+
+TABLES: dict[str, PaperTable] = {**_LE, **_WANG}
+"""The tables and figures by name: key of the paper, number, variant."""
