@@ -32,7 +32,9 @@ COMMANDS = {
          "--attacks", "pgd(steps=2)"],
     ],
     "image-attack": [
-        ["image-attack", *SUBJECT, "--k", "1,4", "--window", "3", "--radii", "{out}/r.npz"]
+        ["image-attack", *SUBJECT, "--k", "1,4", "--window", "3", "--radii", "{out}/r.npz"],
+        ["image-attack", *SUBJECT, "--k", "1,4", "--window", "3", "--samples", "2", "--natural",
+         "--attack", "sinkhorn(growing=true, steps=3)"],
     ],
     "certify": [
         ["certify", *SUBJECT, *BALL, "--method", "bab", "--seconds", "0.1", "--steps", "1"],
@@ -54,6 +56,9 @@ COMMANDS = {
     "game": [
         ["game", "--defense", "tiny", "--draws", "2"],
         ["game", *SUBJECT, "--eps", "0.05", "--attacks", "transfer", "--draws", "2"],
+    ],
+    "table": [
+        ["table", "wang2025-table3-cifar10", *SUBJECT, "--quick", "--seeds", "0,1"],
     ],
     "verify": [["verify", "--instances", "{in}/instances.csv"]],
     "run": [["run", "{in}/jobs.toml", "--out", "{out}/run"]],

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from wdjax import image, remarks
+from wdjax import image, norms, remarks
 from wdjax.checks import arguments
-from wdjax.cli import options, shards, subject
+from wdjax.cli import attack_words, options, shards, subject
 from wdjax.cli.console import Console
-from wdjax.core import Classifier, Found, Progress
-from wdjax.engine import driver, tasks
+from wdjax.core import Attack, Classifier, Found, Progress
+from wdjax.engine import batching, driver, tasks
 from wdjax.report import summary
 
 _EXAMPLES = """examples:
@@ -25,6 +26,24 @@ _EXAMPLES = """examples:
       --k 5,10,20,50,100,200 --samples 100
   python -m wdjax image-attack --arch resnet2b --weights cifar10.pth --data cifar10.npz \\
       --k 20 --channels separate --radii radii.npz --points points.npz --json -"""
+
+
+ATTACKS: dict[str, Callable[..., Attack]] = {
+    "sinkhorn": image.SinkhornPGD,
+    "frank-wolfe": image.FrankWolfe,
+}
+"""Single attacks by name; one that looks for the least radius is run once for every k."""
+
+MOVES: dict[str, Callable[[Any], Any]] = {
+    **{
+        f"translation {n} %": functools.partial(image.translate, share=n / 100) for n in (5, 10, 20)
+    },
+    **{f"rotation {n}": functools.partial(image.rotate, degrees=float(n)) for n in (5, 10, 20)},
+    **{f"blur {n}": functools.partial(image.gaussian_blur, kernel=n) for n in (3, 5, 7)},
+}
+"""The natural perturbations of Hu et al., Table 4."""
+_MEASURED = 20
+"""Images whose exact distance from their perturbation is computed, at up to a second each."""
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -63,6 +82,13 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         help="normalise all channels together, or each apart (default %(default)s)",
     )
     how.add_argument(
+        "--attack",
+        default="union",
+        metavar="NAME",
+        help="union of all attacks here (default), or one of them, with settings in parentheses "
+        f"where wanted, such as sinkhorn(step_size=0.06): {', '.join(ATTACKS)}",
+    )
+    how.add_argument(
         "--batch-size", type=options.BATCH, metavar="B", help="samples on the device at once"
     )
     subject.declare_devices(how)
@@ -81,6 +107,11 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         help="look for the least radii too, which count at every k, and save radius (inf where "
         "none was found, 0 where misclassified), k, correct and x_adv",
     )
+    out.add_argument(
+        "--natural",
+        action="store_true",
+        help="also the accuracy on translated, rotated and blurred images, and how far they are",
+    )
     parser.set_defaults(command=run)
 
 
@@ -89,39 +120,54 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     ks, window = sorted(parsed.k), None if parsed.window == "full" else int(parsed.window)
     ball = image.ImageWasserstein(window, parsed.power, parsed.channels)
     check(parsed)
+    attack = _single(parsed, ball)
     work, samples = shards.begin(parsed, subject.load(parsed))
     model, x, y = samples
     if window is not None and window >= 2 * max(x.shape[1:3]) - 1:  # All of the image is inside.
         ball = dataclasses.replace(ball, window=None)
+        attack = _single(parsed, ball)
     pixels = math.prod(ball.space(x.shape[1:]).stencil[:2])
     warned = subject.cautions(console, arguments.too_far(ball, x.shape[1:], max(ks) / pixels))
     how: dict[str, Any] = {"ball": ball, "batch_size": work.batch(model, x)}
     how["mesh"] = subject.mesh(parsed)
     found: dict[float, Found] = {}
     parts: list[tasks.Done[Found]] = []
-    for k in ks:
+    sought = attack is not None and attack.budget == "none"
+    for k in [] if sought else ks:
         with console.search(f"k {k:g}") as tick:
-            search = functools.partial(_attack, model, x, y, k / pixels, found, how, tick)
+            search = functools.partial(_attack, attack, model, x, y, k / pixels, found, how, tick)
             done = work.rows(f"k {k:g}", search)
         found[k] = done.value
         parts.append(done)
         console.say(f"k {k:g}: {_robust(found[k]):.2%} robust")
-    if parsed.radii is not None:
+    least = None
+    if sought or parsed.radii is not None:
         with console.search("radii") as tick:
-            least = work.rows("radii", functools.partial(_least, model, x, y, how, tick))
+            nearer = functools.partial(_least, attack if sought else None, model, x, y, how, tick)
+            least = work.rows("radii", nearer)
+    if sought and least is not None:
+        found = {k: _inside(least.value, x, k / pixels) for k in ks}
+    natural = None
+    if parsed.natural:
+        natural = work.whole("natural", lambda task: _natural(model, x, y), console.say)
     if work.shard is not None:
         return work.write(console, samples)
-    others, content = {}, _content(parsed, samples, float(np.mean(found[ks[0]].correct)))
+    others: dict[Path, bytes] = {}
+    content = _content(parsed, samples, float(np.mean(found[ks[0]].correct)))
     content |= work.coverage | {"remarks": warned}
     nearest = functools.reduce(driver.best_of, found.values())
-    if parsed.radii is not None:
+    if natural is not None:
+        content["natural"] = natural.value
+    each = parts if least is None or not sought else [least] * len(ks)
+    if least is not None:
         nearest = driver.best_of(least.value, nearest)
-        others[parsed.radii], said = _radii(nearest, pixels)
+        file, said = _radii(nearest, pixels)
+        others |= {} if parsed.radii is None else {parsed.radii: file}
         content["radii"] = said | subject.spent([least])
         parts.append(least)
         console.say(f"radii: median k {said['median_k']}, {said['not_found']} not found")
     nearest = jax.device_get(nearest)
-    for k, done in zip(ks, parts):
+    for k, done in zip(ks, each):
         folded = jax.device_get(driver.within(found[k], nearest, k / pixels))
         row = {"k": k, "eps": k / pixels, **_measured(folded, x, ball.high)}
         row["flips_of_other_searches"] = int(np.sum(folded.success & ~found[k].success))
@@ -138,7 +184,8 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
 
 
 def check(parsed: argparse.Namespace) -> None:
-    """Raises, before any work, for places that cannot be written."""
+    """Raises, before any work, for a bad attack and places that cannot be written."""
+    _single(parsed, image.ImageWasserstein())
     subject.check_places(parsed, parsed.points, parsed.radii)
     shards.check(parsed)
 
@@ -167,6 +214,7 @@ def _content(parsed: argparse.Namespace, samples: subject.Subject, clean: float)
         "window": parsed.window,
         "power": parsed.power,
         "channels": parsed.channels,
+        "attack": parsed.attack,
         "clean_accuracy": clean,
         "budgets": [],
     }
@@ -177,7 +225,58 @@ def _window(text: str) -> str:
     return text if text == "full" else str(options.WINDOW(text))
 
 
+def _single(parsed: argparse.Namespace, ball: image.ImageWasserstein) -> Any:
+    """The attack of ``--attack``; None for the union of all.
+
+    Raises a ValueError for another name and for settings that it does not take.
+    """
+    words = attack_words.read("--attack", parsed.attack)
+    if words == [attack_words.Word("union")]:
+        return None
+    if len(words) != 1 or words[0].name not in ATTACKS:
+        raise ValueError(
+            f"--attack knows union, {', '.join(ATTACKS)}; got {options.shown(parsed.attack)}."
+        )
+    make = ATTACKS[words[0].name]
+    settings = attack_words.typed(words[0], attack_words.declared(make, without=("ball",)))
+    attack = make(ball, **settings)
+    if attack.budget == "none" and parsed.radii is not None:
+        raise ValueError(f"--radii would be ignored: {parsed.attack} looks for them itself.")
+    return attack
+
+
+def _natural(model: Classifier, x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
+    """By perturbation: the accuracy on perturbed images, and how far these are on average.
+
+    ``w1`` is the mean exact distance of the first images, with masses made equal, in pixels; null
+    if one of them became black.
+    """
+    size = batching.default(batching.traced(model, x))
+    places = [slice(one, one + size) for one in range(0, len(x), size)]
+    found = {}
+    for name, move in MOVES.items():
+        moved = np.concatenate([np.asarray(move(x[own])) for own in places])
+        logits = np.concatenate([np.asarray(model(jnp.asarray(moved[own]))) for own in places])
+        far = np.sqrt(np.sum((np.asarray(moved, np.float64) - x) ** 2, axis=(1, 2, 3)))
+        apart = image.image_wasserstein_distance(x[:_MEASURED], moved[:_MEASURED])
+        found[name] = {
+            "accuracy": float(np.mean(logits.argmax(-1) == y)),
+            "l2": float(far.mean()),
+            "w1": summary.number(float(apart.mean())),
+        }
+    return found
+
+
+def _inside(least: Found, x: np.ndarray, eps: float) -> Found:
+    """Of the nearest flips those within ``eps``; the sample itself where there is none."""
+    near = least.success & (least.cost <= eps)
+    x_adv = jnp.where(norms.spread(near, least.x_adv), least.x_adv, x)
+    cost = jnp.where(near, least.cost, 0)
+    return jax.device_get(dataclasses.replace(least, x_adv=x_adv, cost=cost, success=near))
+
+
 def _attack(
+    attack: Any,
     model: Classifier,
     x: np.ndarray,
     y: np.ndarray,
@@ -190,20 +289,36 @@ def _attack(
 ) -> Found:
     """Attacks within ``eps`` those of the samples ``rows`` that survived all smaller radii.
 
+    By one attack, or by the union of all if it is None.
+
     ``before`` has the results at smaller radii, whose flips are inside this radius too and are
     kept. The plans are dropped, since costs have been measured.
     """
     known = [*before.values()][-1] if before else None
     left = None if known is None else np.asarray(known.correct & ~known.success)
-    own = how | {"eps": eps, "only": left, "index": rows} | _kept(task, tick)
-    found = image.image_wasserstein(model, x[rows], y[rows], **own)
-    found = _light(found)
+    own = how | {"eps": eps, "only": left, "index": rows} | _kept(task, tick, attack)
+    found = _light(_searched(attack, image.image_wasserstein, model, x[rows], y[rows], own))
     return found if known is None else jax.device_get(driver.best_of(known, found))
 
 
-def _kept(task: tasks.Task, tick: Callable[[Progress], None]) -> dict[str, Any]:
+def _searched(
+    attack: Any,
+    union: Callable[..., Found],
+    model: Classifier,
+    x: np.ndarray,
+    y: np.ndarray,
+    how: dict[str, Any],
+) -> Found:
+    """What one attack finds, or the union if it is None."""
+    if attack is None:
+        return union(model, x, y, **how)
+    own = {name: value for name, value in how.items() if name != "ball"}
+    return driver.search(attack, model, x, y, **own)
+
+
+def _kept(task: tasks.Task, tick: Callable[[Progress], None], attack: Any) -> dict[str, Any]:
     """Options of a search: its checkpoint in the task's folder, and the progress bar."""
-    return task.saving(parts=True) | {"callback": task.heard(tick)}
+    return task.saving(parts=attack is None) | {"callback": task.heard(tick)}
 
 
 def _light(found: Found) -> Found:
@@ -230,6 +345,7 @@ def _measured(found: Found, x: np.ndarray, high: float) -> dict[str, float]:
 
 
 def _least(
+    attack: Any,
     model: Classifier,
     x: np.ndarray,
     y: np.ndarray,
@@ -238,9 +354,9 @@ def _least(
     rows: np.ndarray,
     task: tasks.Task,
 ) -> Found:
-    """The nearest flips of the samples ``rows``, for ``--radii``, without their plans."""
-    own = how | {"index": rows} | _kept(task, tick)
-    return _light(image.minimum_radius(model, x[rows], y[rows], **own))
+    """The nearest flips of the samples ``rows``, without their plans."""
+    own = how | {"index": rows} | _kept(task, tick, attack)
+    return _light(_searched(attack, image.minimum_radius, model, x[rows], y[rows], own))
 
 
 def _radii(found: Found, pixels: int) -> tuple[bytes, dict[str, Any]]:
@@ -250,8 +366,12 @@ def _radii(found: Found, pixels: int) -> tuple[bytes, dict[str, Any]]:
     np.savez_compressed(
         buffer, radius=radius, k=radius * pixels, correct=found.correct, x_adv=found.x_adv
     )
-    middle = summary.number(float(np.median(radius) * pixels))
-    return buffer.getvalue(), {"median_k": middle, "not_found": int(np.isinf(radius).sum())}
+    said = {
+        "median_k": summary.number(float(np.median(radius) * pixels)),
+        "mean_radius": summary.number(float(np.mean(radius))),
+        "not_found": int(np.isinf(radius).sum()),
+    }
+    return buffer.getvalue(), said
 
 
 def _points(x: np.ndarray, y: np.ndarray, results: dict[float, Found]) -> bytes:
