@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from wdjax import data, transductive
+from wdjax import attacks, data, ensembles, transductive
 from wdjax.cli import attack_words, options, own_game, shards, subject
 from wdjax.cli.console import Console
 from wdjax.core import Progress
@@ -28,11 +29,35 @@ FAMILIES = {
 }
 _SETTINGS = attack_words.declared(
     SpaceAttack,
-    without=("inner", "loss", "judge", "begin", "legs", "reduce", "keep", "batch_size"),
+    without=(
+        "inner",
+        "loss",
+        "judge",
+        "begin",
+        "legs",
+        "reduce",
+        "keep",
+        "batch_size",
+        "points",
+        "search",
+    ),
 )
 """Settings that can be changed without changing what an attack's name means, with types."""
-_ONE_LOOK = ("transfer", "pgd-skip")
+_ONE_LOOK = ("transfer", "pgd-skip", "autoattack", "cw", "brighter")
 """Prefixes of names of attacks with a single iteration."""
+
+
+def _brighter(model: Any, x: Any, y: Any, *, eps: float, key: Any, ball: Any) -> Any:
+    return jnp.clip(x + eps, *ball.box)
+
+
+EXTRAS = {
+    "autoattack": Row(transductive.transfer(ensembles.autoattack)),
+    "cw": Row(transductive.transfer(attacks.CarliniWagner())),
+    "brighter": Row(transductive.transfer(_brighter)),
+}
+"""Attacks on the model alone that every game has if ``--attacks`` names them; ``brighter`` moves
+every pixel by eps."""
 _MOST_MODELS = 1001
 """Maximum number of models in a bank, all of which are in memory."""
 _DEFAULT = "rmc,dent,dann,tadv,urejectron"
@@ -71,7 +96,8 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         "--attacks",
         metavar="NAMES",
         help="of a defence's attacks only these; all by default. With settings in parentheses "
-        f"where wanted, such as gmsa-avg(restarts=2): {', '.join(_SETTINGS)}",
+        f"where wanted, such as gmsa-avg(restarts=2): {', '.join(_SETTINGS)}. Only if named: "
+        f"{', '.join(EXTRAS)}",
     )
     how.add_argument(
         "--seeds",
@@ -114,7 +140,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         for name in cases
         for seed in parsed.seeds
     ]
-    wanted = _wanted(parsed, cases, [game.case.rows for _, _, game in offered])
+    wanted = _wanted(parsed, cases, [game.case.rows | EXTRAS for _, _, game in offered])
     work, samples = shards.begin(parsed, samples)
     if work.coverage:
         raise ValueError("every game is one part's: merge all of them, not some.")
@@ -251,7 +277,8 @@ def _played(
     case, train, test = game
     size, count = _fitting(case, parsed.samples)
     key = jax.random.key(seed)
-    rows = {label: row for label, (_, row) in _chosen(case.rows, wanted).items()}
+    offered = case.rows if wanted is None else case.rows | EXTRAS
+    rows = {label: row for label, (_, row) in _chosen(offered, wanted).items()}
     entry: dict[str, Any] = {"defense": name, "seed": seed, "eps": case.eps, "n": count}
     entry |= {"rounds": count // size, "attacks": {}}
     if not rows:

@@ -6,6 +6,7 @@ the command ``table`` adds. Published numbers are written as the papers print th
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from wdjax.cli.attack_table import TABLE_1
 
@@ -47,6 +48,10 @@ class PaperTable:
     """Options that make every line a matter of seconds."""
     first: int | None = None
     """The number of rows that are enough for a quick look; None for all."""
+    own: bool = True
+    """Whether it is about the caller's model; else about nets that are trained on digits."""
+    trains: bool = False
+    """Whether the defence needs training data."""
 
 
 def _column(line: str, paths: Mapping[str, str], unit: float = PERCENT) -> tuple[Cell, ...]:
@@ -384,5 +389,339 @@ VGG16: 78.08 98.96 99.23 4.69 4.24 64.14
     ),
 }
 
-TABLES: dict[str, PaperTable] = {**_LE, **_WANG}
+# Chen et al.: defences that adapt.
+
+_GAME = "games/0/attacks/{}/{}/value"
+_ADAPTIVE = {"PGD": "transfer", "FPA": "fpa", "GMSA-AVG": "gmsa-avg", "GMSA-MIN": "gmsa-min"}
+_GAME_QUICK = "--samples 4 --iterations 2 --draws 1"
+_GAME_DIFFERS = (
+    "Means over private keys of the defender, of settings for minutes on a CPU; attackers submit "
+    "adversarial points only."
+)
+
+
+def _game(line: str, name: str, attacks: Mapping[str, str]) -> Iterator[Cell]:
+    """Accuracies of a game: of the static and the adapted model, clean and under each attack."""
+    first = next(iter(attacks.values()))
+    yield Cell("static, clean", "here", line, _GAME.format(first, "static_clean_accuracy"))
+    yield Cell(f"{name}, clean", "here", line, _GAME.format(first, "one_shot_clean"))
+    for row, attack in attacks.items():
+        yield Cell(f"{name}, {row}", "here", line, _GAME.format(attack, "one_shot"))
+
+
+def _own_game(
+    source: str, eps: str, words: str, name: str, published: Mapping[str, str], **more: Any
+) -> PaperTable:
+    """A table of a defence around the caller's model, with AutoAttack on the model alone."""
+    line = (
+        f"game --eps {eps} {words} --seeds {SEED} "
+        "--attacks transfer,fpa,gmsa-avg,gmsa-min,autoattack"
+    )
+    attacked = f"attack --norm linf --eps {eps} --attacks autoattack"
+    static = Cell("static, AA", "here", attacked, _ATTACKED.format("autoattack"))
+    first, second, *rest = _game(line, name, {"AA": "autoattack", **_ADAPTIVE})
+    return PaperTable(
+        source, _GAME_DIFFERS, (first, second, static, *rest), published, quick=_GAME_QUICK, **more
+    )
+
+
+_DIGITS = "game --defense {} --attacks transfer,fpa,gmsa-avg,gmsa-min"
+
+
+def _chen_figure_1() -> Iterator[Cell]:
+    """What a rejecting defence lets through, and rejects, if it may reject 5 % of clean inputs."""
+    line = f"game --eps 8/255 --defense urejectron --attacks transfer,brighter --seeds {SEED}"
+    far = f"game --eps 3 --defense urejectron --attacks cw --seeds {SEED}"
+    kinds = {
+        "(a) PGD": (line, "transfer"),
+        "(b) C&W": (far, "cw"),
+        "(c) benign": (line, "brighter"),
+    }
+    rates = {"errors": "err", "rejected": "rejected_attacked", "clean rejected": "rejected"}
+    for row, (words, attack) in kinds.items():
+        for column, rate in rates.items():
+            path = f"games/0/attacks/{attack}/rejection/0.05/{rate}"
+            yield Cell(row, column, words, path)
+
+
+_CHEN = {
+    "chen2022-figure1": PaperTable(
+        "Figure 1, URejectron",
+        "The paper shows curves over thresholds; these are their points where 5 % of clean inputs "
+        "are rejected. Benign inputs are brighter by 8/255; C&W moves up to 3 in l2.",
+        tuple(_chen_figure_1()),
+        quick=_GAME_QUICK,
+        trains=True,
+    ),
+    "chen2022-table5": PaperTable(
+        "Table 5, DENT, inputs sorted by label, linf, 8/255",
+        f"PGD only. {_GAME_DIFFERS}",
+        (
+            Cell(
+                "static, AA",
+                "here",
+                "attack --norm linf --eps 8/255 --attacks autoattack",
+                _ATTACKED.format("autoattack"),
+            ),
+            Cell(
+                "DENT, PGD",
+                "here",
+                f"game --eps 8/255 --defense dent --attacks transfer-sorted --seeds {SEED}",
+                _GAME.format("transfer-sorted", "one_shot"),
+            ),
+        ),
+        _rows("""
+Wu et al.: 58.00 50.40
+Carmon et al.: 57.30 51.80
+Sehwag et al.: 54.90 50.10
+Wang et al.: 53.60 49.00
+Hendrycks et al.: 51.80 48.10
+Wong et al.: 42.40 40.10
+Ding et al.: 39.70 36.20
+"""),
+        quick=_GAME_QUICK,
+    ),
+    "chen2022-table1-mnist": _own_game(
+        "Table 1, RMC, MNIST, linf, 0.3",
+        "0.3",
+        "--defense rmc",
+        "RMC",
+        _rows("""
+Standard: 99.50 99.00 0.00 97.70 98.30 0.60 0.50 1.10
+Madry et al.: 99.60 97.00 87.70 95.70 96.10 59.50 61.40 58.80
+"""),
+        trains=True,
+    ),
+    "chen2022-table1-cifar10": _own_game(
+        "Table 1, RMC, CIFAR-10, linf, 8/255",
+        "8/255",
+        "--defense rmc",
+        "RMC",
+        _rows("""
+Standard: 94.30 93.10 0.00 94.20 97.60 8.50 8.00 8.10
+Madry et al.: 83.20 90.90 44.30 77.90 71.70 40.80 42.50 39.60
+"""),
+        trains=True,
+    ),
+    "chen2022-table2": _own_game(
+        "Table 2, DENT, CIFAR-10, linf, 8/255",
+        "8/255",
+        "--defense dent",
+        "DENT",
+        _rows("""
+Wu et al.: 85.70 86.10 58.00 64.40 59.50 59.30 59.60 59.60
+Carmon et al.: 88.00 87.40 57.30 61.70 58.40 58.40 58.50 58.50
+Sehwag et al.: 87.30 86.90 54.90 59.60 55.80 55.80 55.80 55.80
+Wang et al.: 86.60 85.60 53.60 61.30 55.90 55.80 56.10 56.10
+Hendrycks et al.: 85.80 85.50 51.80 58.40 54.20 54.40 54.20 54.20
+Wong et al.: 81.20 81.00 42.40 48.90 44.10 44.30 44.50 44.30
+Ding et al.: 82.40 82.40 39.70 44.80 39.90 39.40 39.10 39.20
+"""),
+    ),
+    "chen2022-table6-mnist": dataclasses.replace(
+        _own_game(
+            "Table 6, RMC, MNIST, five runs",
+            "0.3",
+            "--defense rmc",
+            "RMC",
+            _rows("""
+Standard: 99.40 98.62 0.00 - - - 0.54 0.80
+Madry et al.: 99.24 96.50 87.86 - - - 57.14 59.48
+"""),
+            trains=True,
+        ),
+        seeds=5,
+    ),
+    "chen2022-table6-cifar10": dataclasses.replace(
+        _own_game(
+            "Table 6, RMC, CIFAR-10, five runs",
+            "8/255",
+            "--defense rmc",
+            "RMC",
+            _rows("""
+Standard: 93.96 93.56 0.00 - - - 8.50 8.92
+Madry et al.: 83.70 91.46 43.58 - - - 38.50 39.00
+"""),
+            trains=True,
+        ),
+        seeds=5,
+    ),
+    "chen2022-table3": PaperTable(
+        "Table 3, DANN",
+        f"On digits, with a small net, linf, 0.15. {_GAME_DIFFERS}",
+        tuple(_game(f"{_DIGITS.format('dann')} --seeds {SEED}", "DANN", _ADAPTIVE)),
+        {
+            "MNIST": "99.42 99.27 96.66 96.81 79.37 6.17",
+            "CIFAR-10": "- - 60.54 53.98 5.53 8.56",
+        },
+        quick=_GAME_QUICK,
+        own=False,
+    ),
+    "chen2022-table4": PaperTable(
+        "Table 4, TADV",
+        f"On digits, with a small net, linf, 0.15. {_GAME_DIFFERS}",
+        tuple(_game(f"{_DIGITS.format('tadv')} --seeds {SEED}", "TADV", _ADAPTIVE)),
+        {
+            "MNIST": "99.01 99.05 96.48 95.47 94.27 95.48",
+            "CIFAR-10": "87.69 - - 58.64 54.12 57.77",
+        },
+        quick=_GAME_QUICK,
+        own=False,
+    ),
+}
+
+# Hu et al.: mass that moves between pixels.
+
+_KS = "5", "10", "20", "50", "100", "200", "500", "1000"
+_MASS_DIFFERS = (
+    "Every point is in the ball, by its transport plan; published points leave up to 1 % of the "
+    "mass missing."
+)
+_SINKHORN = 'image-attack --k {} --attack "sinkhorn(growing=true, iterations=50, {})"'
+
+
+def _hu_table_1(data: str, published: Mapping[str, str]) -> PaperTable:
+    line = f"image-attack --k {','.join(_KS)}"
+    paths = {f"k {k}": f"budgets/{place}/attacked_accuracy" for place, k in enumerate(_KS)}
+    return PaperTable(
+        f"Table 1 and Figure 2, {data}",
+        f"The union of this library's attacks. {_MASS_DIFFERS}",
+        _column(line, paths),
+        published,
+        quick="--samples 2 --window 3",
+    )
+
+
+def _hu_ablation() -> Iterator[Cell]:
+    """Table 3: what step size and direction do, by a growing radius."""
+    kinds = {
+        "Wong et al.": "steps=200, direction=linf, step_size=0.001",
+        "+ large step": "steps=200, direction=linf, step_size=0.04",
+        "+ l2 descent": "steps=200, step_size=0.06",
+    }
+    for name, words in kinds.items():
+        line = _SINKHORN.format(",".join(_KS), words)
+        for place, k in enumerate(_KS):
+            yield Cell(name, f"k {k}", line, f"budgets/{place}/attacked_accuracy")
+
+
+def _hu_steps() -> Iterator[Cell]:
+    """Table 5: what the step size costs and brings."""
+    ks = "100", "200", "400", "800", "1600"
+    for size in ("0.02", "0.04", "0.06", "0.08"):
+        line = _SINKHORN.format(",".join(ks), f"steps=210, step_size={size}")
+        yield Cell(size, "hours", line, "seconds", 1 / 3600)
+        for place, k in enumerate(ks):
+            yield Cell(size, f"k {k}", line, f"budgets/{place}/attacked_accuracy")
+
+
+_MOVED = (
+    *(f"translation {percent} %" for percent in (5, 10, 20)),
+    *(f"rotation {degrees}" for degrees in (5, 10, 20)),
+    *(f"blur {pixels}" for pixels in (3, 5, 7)),
+)
+_NATURAL = 'image-attack --k 1 --attack "sinkhorn(steps=1)" --natural'
+
+
+def _hu_distances() -> Iterator[Cell]:
+    for name in _MOVED:
+        for column in ("l2", "w1"):
+            yield Cell(name, column, _NATURAL, f"natural/{name}/{column}", 1.0)
+
+
+_HU = {
+    "hu2020-table1-mnist": _hu_table_1(
+        "MNIST",
+        _rows("""
+Wong et al.: 100 100 100 100 94 91 83 71
+Hu et al.: 100 90 85 68 39 8 1 1
+"""),
+    ),
+    "hu2020-table1-cifar10": _hu_table_1(
+        "CIFAR-10",
+        _rows("""
+Wong et al.: 82 82 82 82 82 81 80 77
+Hu et al.: 76 68 58 35 20 9 1 0
+"""),
+    ),
+    "hu2020-table2": PaperTable(
+        "Table 2, running time and mean radius, MNIST",
+        f"Minutes of this machine, of the paper's attack in this library. {_MASS_DIFFERS}",
+        _column(_SINKHORN.format("100", "steps=200"), {"minutes": "seconds"}, 1 / 60)
+        + _column(_SINKHORN.format("100", "steps=200"), {"mean radius": "radii/mean_radius"}, 1.0),
+        _rows("""
+Wong et al.: 34 0.443
+constrained projection: 78 0.460
++ optimisation: 38 0.460
+Hu et al.: 38 0.135
+"""),
+        quick="--samples 2 --window 3",
+    ),
+    "hu2020-table3-mnist": PaperTable(
+        "Table 3, step size and direction, MNIST",
+        f"One search of growing radius for each row. {_MASS_DIFFERS}",
+        tuple(_hu_ablation()),
+        {"MNIST": "100 100 100 100 94 91 83 71 100 96 96 94 88 69 12 0 100 90 85 68 39 8 1 1"},
+        quick="--samples 2 --window 3",
+    ),
+    "hu2020-table3-cifar10": PaperTable(
+        "Table 3, step size and direction, CIFAR-10",
+        f"One search of growing radius for each row. {_MASS_DIFFERS}",
+        tuple(_hu_ablation()),
+        {"CIFAR-10": "82 82 82 82 82 81 80 77 81 80 78 70 55 23 1 0 76 68 58 35 20 9 1 0"},
+        quick="--samples 2 --window 3",
+    ),
+    "hu2020-table4": PaperTable(
+        "Table 4, translations, rotations and blurs",
+        "Images are shifted to the right, rotated counter-clockwise, and blurred with OpenCV's "
+        "standard deviation, which the paper does not name.",
+        _column(
+            _NATURAL,
+            {"clean": "clean_accuracy"} | {name: f"natural/{name}/accuracy" for name in _MOVED},
+        ),
+        _rows("""
+MNIST, standard: 98.9 97.8 85.8 48.3 98.5 97.7 91.9 98.6 93.1 62.4
+MNIST, robust: 92.8 91.2 82.3 49.3 91.0 88.7 79.1 88.0 75.1 58.4
+CIFAR-10, standard: 94.8 94.5 94.5 93.6 91.6 86.6 64.1 35.1 17.8 15.4
+CIFAR-10, robust: 84.4 84.0 84.0 81.7 82.8 81.3 70.6 69.5 35.1 24.7
+"""),
+        quick="--samples 2",
+    ),
+    "hu2020-table5-mnist": PaperTable(
+        "Table 5, step sizes, MNIST",
+        f"Hours of this machine. {_MASS_DIFFERS}",
+        tuple(_hu_steps()),
+        {"MNIST": "1.8 84 72 49 21 2 2.1 81 68 42 15 1 2.5 81 67 41 14 1 3.0 81 67 41 14 1"},
+        quick="--samples 2 --window 3",
+        first=2,
+    ),
+    "hu2020-table5-cifar10": PaperTable(
+        "Table 5, step sizes, CIFAR-10",
+        f"Hours of this machine. {_MASS_DIFFERS}",
+        tuple(_hu_steps()),
+        {"CIFAR-10": "3.7 52 44 44 44 44 4.6 52 43 43 43 43 4.9 52 43 43 43 43 5.0 51 42 42 42 42"},
+        quick="--samples 2 --window 3",
+        first=2,
+    ),
+    "hu2020-table6-mnist": PaperTable(
+        "Table 6, how far translations, rotations and blurs are, MNIST",
+        "The exact distance of twenty images of equal mass.",
+        tuple(_hu_distances()),
+        {"MNIST": "5.2 1.0 8.1 2.2 10.3 4.2 3.7 0.5 5.4 0.8 7.8 1.5 3.2 0.3 5.5 1.0 6.5 1.6"},
+        quick="--samples 2",
+    ),
+    "hu2020-table6-cifar10": PaperTable(
+        "Table 6, how far translations, rotations and blurs are, CIFAR-10",
+        "The exact distance of twenty images of equal mass; pixels lie in [0, 1], and the paper "
+        "does not say in which units its l2 distances are.",
+        tuple(_hu_distances()),
+        {
+            "CIFAR-10": "41.0 1.0 61.6 2.0 82.6 3.7 38.4 0.8 54.8 1.6 71.4 2.8 14.8 0.8 25.4 1.6 "
+            "31.3 2.2"
+        },
+        quick="--samples 2",
+    ),
+}
+
+TABLES: dict[str, PaperTable] = {**_LE, **_WANG, **_CHEN, **_HU}
 """The tables and figures by name: key of the paper, number, variant."""

@@ -46,6 +46,9 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="of a table, see --list")
     parser.add_argument("--list", action="store_true", help="print the names and what they are")
     subject.declare_samples(subject.declare(parser, "what it is about", required=False))
+    parser.add_argument(
+        "--train", type=Path, metavar="FILE.npz", help="training data, for defences that need it"
+    )
     how = parser.add_argument_group("how")
     how.add_argument("--rows", metavar="TEXT", help="only the rows whose names contain this text")
     how.add_argument(
@@ -122,8 +125,7 @@ def _asked(parsed: argparse.Namespace) -> tuple[PaperTable, list[Cell], list[int
     table = TABLES[parsed.name]
     if parsed.plot is not None and not table.axis:
         raise ValueError(f"--plot: {parsed.name} is a table, not a figure.")
-    if parsed.data is None or (parsed.model is None and parsed.arch is None):
-        raise ValueError(f"{parsed.name} is about a model: give --model or --arch, and --data.")
+    _check_model(table, parsed)
     names = [*dict.fromkeys(cell.row for cell in table.cells)]
     left = [name for name in names if parsed.rows is None or parsed.rows in name]
     if not left:
@@ -140,6 +142,21 @@ def _asked(parsed: argparse.Namespace) -> tuple[PaperTable, list[Cell], list[int
     return table, [cell for cell in table.cells if cell.row in left], parsed.seeds or usual
 
 
+def _check_model(table: PaperTable, parsed: argparse.Namespace) -> None:
+    """Raises unless exactly what the table is about is given."""
+    given = [name for name in ("model", "arch", "weights", "data") if getattr(parsed, name)]
+    if not table.own and given:
+        raise ValueError(f"--{given[0]} would be ignored: {parsed.name} is about nets of its own.")
+    if table.own and not ("data" in given and {"model", "arch"} & {*given}):
+        raise ValueError(f"{parsed.name} is about a model: give --model or --arch, and --data.")
+    if table.trains != (parsed.train is not None):
+        raise ValueError(
+            f"{parsed.name} needs training data: --train FILE.npz."
+            if table.trains
+            else f"--train would be ignored: {parsed.name} trains nothing on it."
+        )
+
+
 def _lines(cell: Cell, seeds: Sequence[int]) -> list[str]:
     """The command lines of a cell: one for every seed, or the only one."""
     if SEED not in cell.line:
@@ -153,7 +170,8 @@ def _words(line: str, table: PaperTable, parsed: argparse.Namespace) -> list[str
     Of an option that occurs twice the later counts: the line's over the caller's.
     """
     command, *own = shlex.split(line)
-    given = {name: getattr(parsed, name) for name in _MODEL}
+    names = (*_MODEL, "train") if command == "game" else _MODEL
+    given = {name: getattr(parsed, name) for name in names}
     about = [f"--{name}={value}" for name, value in given.items() if value is not None]
     return [command, *about, *own, *(shlex.split(table.quick) if parsed.quick else [])]
 
@@ -213,7 +231,8 @@ def _content(
             }
         )
     first = next(iter(results.values()))
-    about = {name: first[name] for name in ("model", "weights", "data", "data_sha256", "n")}
+    known = ("model", "weights", "data", "data_sha256", "n")
+    about = {name: first[name] for name in known if name in first}
     said = [
         f"{line}: {f'{name}: ' * bool(name)}{text}"
         for line, result in results.items()

@@ -34,7 +34,15 @@ from wdjax.transductive.game_report import (
 )
 from wdjax.transductive.objectives import Objective, confidence, unnoticed
 from wdjax.transductive.presets import PAPER
-from wdjax.transductive.space_attack import SpaceAttack, fpa, gmsa_avg, gmsa_min, pgd_skip, transfer
+from wdjax.transductive.space_attack import (
+    SpaceAttack,
+    fpa,
+    given,
+    gmsa_avg,
+    gmsa_min,
+    pgd_skip,
+    transfer,
+)
 
 __all__ = [
     "DANN",
@@ -59,6 +67,7 @@ __all__ = [
     "cost_multiple",
     "empty_bank",
     "fpa",
+    "given",
     "gmsa_avg",
     "gmsa_min",
     "objective_at",

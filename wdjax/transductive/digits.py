@@ -166,7 +166,12 @@ def rmc_adversarial(given: DigitsData) -> DigitsCase:
 def dent(given: DigitsData) -> DigitsCase:
     """DENT: affine parameters for each sample, by information maximisation."""
     eps = given.radius(0.1)
-    how = {"loss": objectives.margin, "judge": objectives.confidence, "restarts": 5, "rivals": 9}
+    how: dict[str, Any] = {
+        "loss": objectives.margin,
+        "judge": objectives.confidence,
+        "restarts": 5,
+        "rivals": 9,
+    }
     rows = dict(_usual(_pgd(eps), given.iterations or 3, **how))
     rows["transfer-sorted"] = Row(transfer(_pgd(eps), **how), {"order": "labels"})
     rows["transfer-first-fall"] = Row(transfer(_pgd(eps), keep="first", **how))

@@ -1,5 +1,6 @@
 """The game between attacker, defender and referee, each of whom sees only its own data."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from os import PathLike
@@ -9,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import data
+from wdjax import data, norms
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
-from wdjax.core import AnyArray, Array, Model, PyTree
-from wdjax.engine import loop
+from wdjax.core import AnyArray, Array, Found, Model, PyTree
+from wdjax.engine import driver, loop
 from wdjax.transductive import turns
 from wdjax.transductive.attacker import Attacker
 from wdjax.transductive.defender import Defender
@@ -28,6 +29,8 @@ from wdjax.transductive.turns import Game
 
 LEAKS = ("none", "state", "seed")
 ORDERS = ("natural", "labels")
+_BEFORE = 2**31 - 1
+"""Stands for the time before the first round in the attacker's keys."""
 
 
 def prepare(defense: Defense, x: AnyArray, y: AnyArray, *, key: Array) -> PyTree:
@@ -143,6 +146,10 @@ def play(
     x, y = validate.check_samples(static, x, y, attack.inner.ball.box, transductive=True)
     rows, index = _arrange(np.asarray(y), rules)
     defender = Defender(defense, memory, defense.rejects if company is None else bool(company))
+    attack = _with_points(attack, static, x, y, eps, key)
+    if attack.points is not None:
+        rounds = attack.points[index].reshape(-1, rows, *x.shape[1:])
+        attack = dataclasses.replace(attack, points=rounds)
     game = _game(defender, attack, rules, (x[index], y[index]), rows, eps, key)
     begun = turns.begin(game)
     last = loop.carry(
@@ -180,6 +187,29 @@ def _check_attack(attack: Any) -> None:
         raise ValueError(
             f"attack must be one on model spaces, such as gmsa_avg(PGD()), got {attack!r}."
         )
+
+
+def _with_points(
+    attack: SpaceAttack, static: Model, x: Array, y: Array, eps: float, key: Array
+) -> SpaceAttack:
+    """The attack with its points ``[n, *shape]``, if it has some; its search finds them here.
+
+    Of what a search finds, flips within ``eps`` count; other samples are submitted as they are.
+    """
+    points, search = attack.points, attack.search
+    if points is None and search is None:
+        return attack
+    if points is None:
+        own = jax.random.fold_in(jax.random.split(key)[0], _BEFORE)
+        if hasattr(search, "stages"):
+            radius = None if search.budget == "none" else eps
+            points = driver.search(search, static, x, y, key=own, eps=radius)
+        else:
+            points = search(static, x, y, eps=eps, key=own, ball=attack.inner.ball)
+    if isinstance(points, Found):
+        near = points.success & (points.cost <= eps)
+        points = jnp.where(norms.spread(near, x), points.x_adv, x)
+    return dataclasses.replace(attack, points=validate.check_like("points", points, x))
 
 
 def _checked(rules: _Rules) -> _Rules:
@@ -236,7 +266,8 @@ def _game(
     """
     x, y = samples
     radius = jnp.asarray(validate.check_number("eps", eps), x.dtype)
-    settled = validate.settle(attack, x.dtype)
+    settled = validate.settle(dataclasses.replace(attack, points=None), x.dtype)
+    settled = dataclasses.replace(settled, points=attack.points)
     own, secret = jax.random.split(key)
     return Game(
         Attacker(settled, defender, radius, own, rules.rejections),

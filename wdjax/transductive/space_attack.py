@@ -8,8 +8,9 @@ import jax.numpy as jnp
 
 from wdjax.attacks import PGD
 from wdjax.attacks.ascent import setting
-from wdjax.checks import validate
-from wdjax.core import Array, Attack
+from wdjax.balls import Lp
+from wdjax.checks import arguments, validate
+from wdjax.core import AnyArray, Array, Attack
 from wdjax.transductive.bank import Bank
 from wdjax.transductive.objectives import Objective, OutputLoss, unaware
 
@@ -53,6 +54,8 @@ class SpaceAttack:
         model.
       clean_fallback: submit clean samples if no simulation errs. For parity with the authors' code
         of RMC and DENT only: it understates the attack.
+      points: ``[n, *shape]``, submitted as they are: see :func:`given`.
+      search: finds such points on the static model, before the game: see :func:`transfer`.
 
     Raises:
       ValueError: unknown options, counts out of range, an inner attack without a loss or with
@@ -87,6 +90,8 @@ class SpaceAttack:
     keep: str = setting("largest")
     retain: bool = setting(True)
     clean_fallback: bool = setting(False)
+    points: Any = None
+    search: Any = setting(None)
 
     def __post_init__(self) -> None:
         """Checks the settings, each alone and with the inner attack."""
@@ -134,19 +139,58 @@ class SpaceAttack:
         return self.restarts + self.rivals
 
 
-def transfer(inner: Attack, **settings: Any) -> SpaceAttack:
-    """Transfer PGD: attacks the model before the first round, once.
+def transfer(inner: Any, ball: Lp | None = None, **settings: Any) -> SpaceAttack:
+    """Transfer attacks: on the model before the first round, once.
 
     Args:
-      inner: an attack with a radius, on all models at once.
+      inner: an attack with a radius and a loss, such as PGD. Or any other search, which is then
+        done once, before the game: an attack such as ``CarliniWagner()``, or a function
+        ``(model, x, y, *, eps, key, ball)`` such as ``ensembles.autoattack``, which returns a
+        :class:`~wdjax.core.Found` or points ``[n, *shape]``. Of a search those flips are submitted
+        that lie within ``eps``, and other samples as they are, as AutoAttack leaves them.
+      ball: of a function: what bounds its points; by default linf in the box [0, 1].
       **settings: further fields of :class:`SpaceAttack`.
+
+    Raises:
+      ValueError: what :class:`SpaceAttack` refuses, or a ball for an attack, which has its own.
 
     Source: Chen et al. [chen2022].
 
     >>> transfer(PGD()).iterations
     1
+    >>> brighter = transfer(lambda model, x, y, *, eps, key, ball: jnp.clip(x + eps, 0, 1))
+    >>> brighter.search is not None
+    True
     """
+    own = getattr(inner, "ball", None)
+    if own is not None and ball is not None:
+        raise ValueError(f"ball is for functions: {inner!r} has its own.")
+    if own is None or getattr(inner, "budget", "") != "sample" or not hasattr(inner, "loss"):
+        settings |= {"search": inner, "inner": PGD(own or ball or Lp(), steps=1)}
+        return SpaceAttack(iterations=1, begin="static", **settings)
     return SpaceAttack(inner=inner, iterations=1, begin="static", **settings)
+
+
+def given(points: AnyArray, ball: Lp = Lp(), **settings: Any) -> SpaceAttack:
+    """Points that were computed elsewhere, or corruptions: submitted as they are.
+
+    Args:
+      points: ``[n, *shape]``, in the order of the game's inputs. The game refuses points beyond
+        its ``eps`` in the ball.
+      ball: by which their distance is measured.
+      **settings: further fields of :class:`SpaceAttack`.
+
+    Raises:
+      ValueError: points that are not finite, or what :class:`SpaceAttack` refuses.
+
+    Source: Chen et al. [chen2022], Figure 1.
+
+    >>> given(jnp.ones((2, 4))).points.shape
+    (2, 4)
+    """
+    arguments.check(x=points)
+    inner = PGD(ball, steps=1)
+    return SpaceAttack(inner=inner, iterations=1, begin="static", points=points, **settings)
 
 
 def pgd_skip(inner: Attack, **settings: Any) -> SpaceAttack:
