@@ -349,7 +349,8 @@ def test_purification_is_differentiated_to_its_end(key):
 
 def test_the_papers_settings():
     assert set(games.PAPER) == {
-        "rmc-mnist", "rmc-cifar10", "dent-cifar10", "dann-mnist", "tadv-mnist", "urejectron-gtsrb",
+        "rmc-mnist", "rmc-cifar10", "dent-cifar10", "dann-mnist", "dann-cifar10", "tadv-mnist",
+        "tadv-cifar10", "urejectron-gtsrb",
     }  # fmt: skip
     net = models.norm_mlp((4, 3, 2), key=jax.random.key(0))
     made = games.PAPER["rmc-cifar10"].defense(model=net)

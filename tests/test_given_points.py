@@ -66,6 +66,9 @@ def test_bad_points_are_refused(inputs):
         played(inputs, games.given(np.clip(x + 2 * EPS, 0, 1)))
     with pytest.raises(ValueError, match=r"points must be finite points \[8, 3\]"):
         played(inputs, games.given(x[:7]))
+    for search in ("pgd", attacks.PGD):
+        with pytest.raises(ValueError, match="inner must be an attack or a function"):
+            games.transfer(search)
     with pytest.raises(ValueError, match="ball is for functions"):
         games.transfer(attacks.CarliniWagner(), Lp(2))
 

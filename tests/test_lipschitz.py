@@ -169,6 +169,24 @@ def test_the_worst_case_lies_between_the_constants(norm):
     assert clean + gain.max() <= values[1] + 1e-4
 
 
+@pytest.mark.parametrize("eps", [0.1, 3.0])
+def test_the_remark_on_tightness(eps):
+    """The paper's Remark: a loss of slope 1 near 0 and 1/2 beyond 1 grows from 2 by eps / 2 only.
+
+    The net's margin is that loss; ``l`` tells the true slope, the Lipschitz constant does not.
+    """
+    into = np.array([[1.0], [-1.0], [1.0], [-1.0]])
+    out = np.array([[1.0, 1.0, -0.5, -0.5], [0.0, 0.0, 0.0, 0.0]])
+    net = lipschitz.relu_chain([into, out], [np.array([0.0, 0.0, -1.0, -1.0]), np.zeros(2)])
+    x, y = np.array([[2.0]]), np.array([1])
+    cells = lipschitz.activation_cells(net)
+    found = lipschitz.theory(net, x, y, 2, cells)
+    np.testing.assert_allclose([found.upper_margin, found.lower], [1.0, 0.5])
+    assert not found.tight_margin
+    grown = worst(net, x, y, 1, eps, found=cells) - worst(net, x, y, 1, 0.0, found=cells)
+    np.testing.assert_allclose(grown, eps / 2, rtol=1e-6)
+
+
 def test_the_papers_lower_bound_for_smooth_nets_is_false():
     # theta(x) = (0, tanh x), label 0, one sample at 0: l = sup |theta'| = 1. The dual on a grid.
     grid = np.linspace(-20, 20, 8001)

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import wdjax
-from wdjax import data, metrics, models, program, training
+from wdjax import data, image, metrics, models, program, training
 from wdjax.attacks import PGD, WDA
 from wdjax.files import persist
 
@@ -275,3 +275,36 @@ def test_bad_samples_and_models_are_refused(blobs, key):
     counted = wdjax.Model(lambda p, x: layers(p[0], x), [mlp(64, 2).args[0], jnp.asarray(0)])
     with pytest.raises(ValueError, match="floats"):
         training.train(counted, x, y, key=key)
+
+
+@pytest.mark.parametrize("kind", ["linf", "w1"])
+def test_radii_may_follow_a_schedule(kind, tmp_path):
+    """Each epoch is that of its own radius, within 0 nothing is attacked, and training resumes."""
+    x, y = digits().train.take(128)
+    ball = image.ImageWasserstein(3)
+    attack = PGD(steps=2) if kind == "linf" else image.FrankWolfe(ball, steps=2, sweeps=0)
+    how = {"key": jax.random.key(0), "batch_size": 64, "attack": attack, "epochs": 2}
+    radii = [0.5, 0.0]
+
+    def train(eps, **more):
+        seen = []
+        wdjax.train(mlp(64, 16, 10), x, y, eps=eps, **how, callback=seen.append, **more)
+        return seen
+
+    first, last = train(np.array(radii))
+    alone = train(radii[0])
+    same(first.model, alone[0].model)
+    assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (last, alone[1]))))
+    clean, robust = last.history.accuracy, last.history.robust_accuracy
+    assert robust[0] < clean[0]
+    assert robust[1] == pytest.approx(clean[1])
+    if kind == "linf":
+        kept = {"checkpoint": tmp_path / "kept"}
+        wdjax.train(mlp(64, 16, 10), x, y, eps=radii, **how, **kept, callback=lambda now: True)
+        same(train(radii, **kept)[-1], last)
+        with pytest.raises(ValueError, match=r"another|belongs"):
+            train([0.5, 0.1], **kept)
+        with pytest.raises(ValueError, match=r"one an epoch \[2\], got 3"):
+            train([0.1, 0.2, 0.3])
+        with pytest.raises(ValueError, match="finite and at least 0"):
+            train([0.1, -1.0])

@@ -18,7 +18,12 @@ class AttackAim(NamedTuple):
 
     attack: Attack
     eps: Array
+    """One radius, or ``[epochs]``: one for each epoch."""
     kappa: Array | None
+
+    def of_epoch(self, epoch: Array | int) -> "AttackAim":
+        """The aim in an epoch, with its radius alone."""
+        return self if self.eps.ndim == 0 else self._replace(eps=self.eps[epoch])
 
 
 class TrainableCertificate(Protocol):
@@ -66,11 +71,13 @@ def aim(
     kappa: Any,
     dtype: np.dtype,
     steps: int,
+    epochs: int = 1,
 ) -> Aim:
     """The aim from a training's arguments; at most one of attack, certificate and noise is given.
 
-    Raises a ValueError if they do not fit together. ``eps`` and ``kappa`` are numbers, ``dtype`` is
-    the samples', ``steps`` the number of steps of the whole training.
+    Raises a ValueError if they do not fit together. ``eps`` and ``kappa`` are numbers, but an
+    attack's ``eps`` may be one for each of the ``epochs``; ``dtype`` is the samples', ``steps`` the
+    number of steps of the whole training.
 
     >>> aim(None, None, None, None, None, np.dtype("float32"), 10) is None
     True
@@ -94,13 +101,26 @@ def aim(
         return None
     if eps is None:
         raise ValueError(f"attack or certificate and eps go together: got {either!r} and no eps.")
-    budget = jnp.asarray(validate.check_number("eps", eps), dtype)
+    if attack is not None and np.ndim(eps) == 1:
+        budget = jnp.asarray(_schedule(eps, epochs), dtype)
+    else:
+        budget = jnp.asarray(validate.check_number("eps", eps), dtype)
     if attack is None:
         return CertificateAim(
             validate.settle(certificate, dtype), budget, jnp.asarray(steps, dtype)
         )
     split = None if kappa is None else jnp.asarray(validate.check_number("kappa", kappa, 1.0))
     return AttackAim(validate.settle(attack, dtype), budget, split)
+
+
+def _schedule(eps: Any, epochs: int) -> np.ndarray:
+    """Checks radii ``[epochs]``."""
+    radii = np.asarray(eps)
+    if len(radii) != epochs:
+        raise ValueError(f"eps must be a number or one an epoch [{epochs}], got {len(radii)}.")
+    for radius in radii:
+        validate.check_number("eps", radius)
+    return radii
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

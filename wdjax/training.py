@@ -96,7 +96,8 @@ def train(
       optimizer: from optax; by default Adam, whose rate falls from 0.003 to 0 along a cosine.
       loss: per-sample, ``(logits, y) -> [n]``, to be decreased.
       attack: from :mod:`wdjax.attacks`.
-      eps: the attack's budget, or the radius to be certified.
+      eps: the attack's budget, or the radius to be certified. A schedule of an attack's budget is
+        ``[epochs]``, such as ``np.geomspace(0.1, 10, epochs)``.
       order: Wasserstein order of the budget, as in :func:`wdjax.run`.
       kappa: how the mass is split, as in :func:`wdjax.run`.
       certificate: bounds to train through, :class:`wdjax.certify.CertifiedTraining`.
@@ -145,7 +146,7 @@ def train(
     batch_size = validate.check_count("batch_size", batch_size)
     x, size = validate.on_device(x), min(batch_size, len(y))
     steps = epochs * (len(y) // size)
-    aim = aims.aim(attack, certificate, noise, eps, kappa, x.dtype, steps)
+    aim = aims.aim(attack, certificate, noise, eps, kappa, x.dtype, steps, epochs)
     x, y = validate.check_samples(model, x, y, (0.0, 1.0) if attack is None else attack.ball.box)
     if not jax.tree.leaves(models.parameters(model)):
         raise ValueError("the model has no parameters; train it with its framework.")
@@ -179,7 +180,8 @@ def _identity(
     first, trained = jnp.asarray(0), (begun.model, begun.opt_state)
     batch = jnp.zeros((1, size), jnp.int32)
     of_step = functools.partial(_steps, recipe)
-    traced = identity.program(of_step, aim, trained, x, y, batch, first, first, key)
+    now = aim.of_epoch(0) if isinstance(aim, AttackAim) else aim
+    traced = identity.program(of_step, now, trained, x, y, batch, first, first, key)
     return identity.digest(traced, aim, begun, x, y, key)
 
 
@@ -230,6 +232,8 @@ def _epoch(
     raises a ValueError if a mean of the epoch is not finite.
     """
     order_key, attack_key = jax.random.split(key)
+    if isinstance(aim, AttackAim):
+        aim = aim.of_epoch(training.epoch)
     steps = len(y) // size
     order = jax.random.permutation(order_key, len(y))[: steps * size].reshape(steps, size)
     model, opt_state = training.model, training.opt_state

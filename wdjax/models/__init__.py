@@ -9,6 +9,15 @@ shapes and layouts. `imported` makes models of ONNX files and PyTorch modules, w
 in :mod:`wdjax.models.graphs`. Open `functional` first, or `convert` for weights.
 """
 
+from wdjax.models.adaptive import (
+    CifarResNet,
+    DANNJudge,
+    DANNNet,
+    EarlyResNet,
+    LeNet,
+    ResNetJudge,
+    network,
+)
 from wdjax.models.convnext import ConvNeXt
 from wdjax.models.dm_wide_resnet import DMWideResNet
 from wdjax.models.functional import (
@@ -44,14 +53,20 @@ from wdjax.models.wide_resnet import WideResNet
 __all__ = [
     "MLP",
     "VGG16",
+    "CifarResNet",
     "ConvNeXt",
+    "DANNJudge",
+    "DANNNet",
     "DMPreActResNet",
     "DMWideResNet",
+    "EarlyResNet",
+    "LeNet",
     "NormCNN",
     "NormMLP",
     "PreActResNet",
     "ResNet",
     "ResNet2b",
+    "ResNetJudge",
     "Swin",
     "TorchvisionResNet",
     "TradesSmallCNN",
@@ -66,6 +81,7 @@ __all__ = [
     "join",
     "join_affine",
     "mlp",
+    "network",
     "norm_cnn",
     "norm_mlp",
     "parameters",

@@ -92,6 +92,11 @@ def _stages(module, blocks, bottleneck, inner, skip, *, rngs):
     return inputs
 
 
+def basic_stage(inputs, outputs, stride, count, *, rngs):
+    """A stage of ``count`` basic blocks, of which the first has the stride."""
+    return stage(_Basic, inputs, outputs, stride, count, outputs, "shortcut", rngs=rngs)
+
+
 class ResNet(Net):
     """kuangliu's ResNet for 32x32 images: 3x3 stem, no max-pool.
 

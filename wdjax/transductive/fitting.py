@@ -16,6 +16,10 @@ Network = Callable[..., Model]
 """``network(key=key)``: a model with random parameters."""
 
 
+Rule = Callable[[int], optax.GradientTransformation]
+"""Makes an optimiser from the number of steps."""
+
+
 class Opponent(NamedTuple):
     """The attack of an adversarial training: half of the loss is that of attacked samples."""
 
@@ -36,6 +40,49 @@ def batches(key: Array, n: int, size: int, steps: int) -> Array:
     return order.reshape(-1, size)[:steps]
 
 
+def augmented(key: Array, x: Array, reach: int = 4) -> Array:
+    """Images ``[n, H, W, C]``, each flipped by chance and cropped from a black border.
+
+    Args:
+      key: of flips and crops.
+      x: the images.
+      reach: how many pixels a crop may move an image, in each direction.
+
+    >>> augmented(jax.random.key(0), jnp.ones((2, 8, 8, 1)), reach=0).mean().item()
+    1.0
+    """
+    first, second = jax.random.split(key)
+    corners = jax.random.randint(first, (len(x), 2), 0, 2 * reach + 1)
+    flips = jax.random.bernoulli(second, shape=(len(x),))
+    padded = jnp.pad(x, ((0, 0), (reach, reach), (reach, reach), (0, 0)))
+
+    def one(image: Array, corner: Array, flip: Array) -> Array:
+        cut = jax.lax.dynamic_slice(image, (corner[0], corner[1], 0), x.shape[1:])
+        return jnp.where(flip, cut[:, ::-1], cut)
+
+    return jax.vmap(one)(padded, corners, flips)
+
+
+def falling_sgd(
+    steps: int, falls: tuple[float, ...], decay: float, peak: float = 0.1
+) -> optax.GradientTransformation:
+    """SGD with Nesterov's momentum of 0.9, whose rate falls to a tenth at shares of the steps.
+
+    Args:
+      steps: number of updates.
+      falls: the shares.
+      decay: weight decay.
+      peak: the first rate.
+
+    >>> len(jax.tree.leaves(falling_sgd(10, (0.5,), 1e-4).init(jnp.ones(2))))
+    2
+    """
+    rate = optax.piecewise_constant_schedule(peak, {round(at * steps): 0.1 for at in falls})
+    return optax.chain(
+        optax.add_decayed_weights(decay), optax.sgd(rate, momentum=0.9, nesterov=True)
+    )
+
+
 def train_classifier(
     model: Model,
     x: Array,
@@ -46,6 +93,7 @@ def train_classifier(
     size: int = 128,
     rule: optax.GradientTransformation | None = None,
     opponent: Opponent | None = None,
+    augment: bool = False,
 ) -> Model:
     """Trains a classifier, with BatchNorm in training mode, on clean and attacked samples.
 
@@ -61,6 +109,7 @@ def train_classifier(
       size: samples in a step.
       rule: an optax transformation; by default Adam with a rate from 0.003 to 0 along a cosine.
       opponent: the attack to train against.
+      augment: crop and flip the images of every step by chance.
 
     Returns:
       The trained model.
@@ -84,10 +133,13 @@ def train_classifier(
     x, y = jnp.asarray(x), jnp.asarray(y)
     rule = rule or optax.adam(optax.cosine_decay_schedule(3e-3, steps))
     order_key, attack_key = jax.random.split(key)
+    crop_key = jax.random.fold_in(order_key, 0)
 
     def step(carried: PyTree, row: tuple[Array, Array]) -> tuple[PyTree, None]:
         (model, known), (batch, number) = carried, row
         own, labels = x[batch], y[batch]
+        if augment:
+            own = augmented(jax.random.fold_in(crop_key, number), own)
         moved = None
         if opponent is not None:
             own_key = jax.random.fold_in(attack_key, number)

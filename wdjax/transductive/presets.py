@@ -1,11 +1,13 @@
 """The paper's settings by name, for games at full scale with networks of your own."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from wdjax import models
 from wdjax.attacks import PGD
-from wdjax.transductive import objectives
+from wdjax.transductive import fitting, objectives
 from wdjax.transductive.defense import Defense
 from wdjax.transductive.defenses import DANN, DENT, RMC, TADV, URejectron
 from wdjax.transductive.space_attack import SpaceAttack, fpa, gmsa_avg, gmsa_min, pgd_skip, transfer
@@ -15,8 +17,8 @@ class Preset(NamedTuple):
     """A published game: ``play(preset.defense(...), attack, x, y, eps=preset.eps, ...)``."""
 
     defense: Callable[..., Defense]
-    """Needs the networks that the authors trained: ``model=``, or ``network=`` and
-    ``discriminator=``."""
+    """Those that adapt a trained model need it, ``model=``; those that train have the authors'
+    networks, which ``network=`` and ``discriminator=`` replace."""
     eps: float
     size: int | None
     """Inputs in a round; None for all."""
@@ -74,16 +76,58 @@ PAPER: dict[str, Preset] = {
     ),
     "dent-cifar10": Preset(DENT, 8 * _PIXEL, 128, _attacks(_PIXEL, 100, 3, **_DENT)),
     "dann-mnist": Preset(
-        functools.partial(DANN, steps=7900, peak=0.1),
+        functools.partial(
+            DANN,
+            network=models.network(models.DANNNet),
+            discriminator=models.network(models.DANNJudge),
+            steps=7900,
+            peak=0.1,
+        ),
         0.3,
         None,
         _attacks(0.01, 200, 10),
     ),
+    "dann-cifar10": Preset(
+        functools.partial(
+            DANN,
+            network=models.network(models.EarlyResNet),
+            discriminator=models.network(models.ResNetJudge),
+            steps=15_600,
+            size=64,
+            peak=1.0,
+            rule=functools.partial(fitting.falling_sgd, falls=(0.5, 0.75, 0.9), decay=1e-4),
+            augment=True,
+        ),
+        8 * _PIXEL,
+        None,
+        _attacks(_PIXEL, 100, 10),
+    ),
     "tadv-mnist": Preset(
-        functools.partial(TADV, attack=_HALF, eps=0.3, steps=43_000, learning_rate=1e-3),
+        functools.partial(
+            TADV,
+            network=models.network(models.LeNet),
+            attack=_HALF,
+            eps=0.3,
+            steps=43_000,
+            learning_rate=1e-3,
+        ),
         0.3,
         None,
         _attacks(0.01, 200, 10),
+    ),
+    "tadv-cifar10": Preset(
+        functools.partial(
+            TADV,
+            network=models.network(models.CifarResNet, depth=20),
+            attack=dataclasses.replace(_HALF, steps=10, step_size=2 * _PIXEL),
+            eps=8 * _PIXEL,
+            steps=43_000,
+            rule=functools.partial(fitting.falling_sgd, falls=(100 / 110, 105 / 110), decay=5e-4),
+            augment=True,
+        ),
+        8 * _PIXEL,
+        None,
+        _attacks(_PIXEL, 100, 10),
     ),
     "urejectron-gtsrb": Preset(
         functools.partial(URejectron, steps=4920, learning_rate=1e-3),
@@ -94,5 +138,5 @@ PAPER: dict[str, Preset] = {
 }
 """The settings of Appendix A of Chen et al. [chen2022]; its epochs became steps of batches of 128.
 
-The defences' docstrings list deviations (SGD schedules, dropout, crops and flips).
+The defences' docstrings list deviations, such as dropout.
 """

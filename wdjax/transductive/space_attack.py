@@ -152,7 +152,8 @@ def transfer(inner: Any, ball: Lp | None = None, **settings: Any) -> SpaceAttack
       **settings: further fields of :class:`SpaceAttack`.
 
     Raises:
-      ValueError: what :class:`SpaceAttack` refuses, or a ball for an attack, which has its own.
+      ValueError: what is no search, what :class:`SpaceAttack` refuses, or a ball for an attack,
+        which has its own.
 
     Source: Chen et al. [chen2022].
 
@@ -163,6 +164,8 @@ def transfer(inner: Any, ball: Lp | None = None, **settings: Any) -> SpaceAttack
     True
     """
     own = getattr(inner, "ball", None)
+    if isinstance(inner, type) or not (callable(inner) or hasattr(inner, "stages")):
+        raise ValueError(f"inner must be an attack or a function that searches, got {inner!r}.")
     if own is not None and ball is not None:
         raise ValueError(f"ball is for functions: {inner!r} has its own.")
     if own is None or getattr(inner, "budget", "") != "sample" or not hasattr(inner, "loss"):

@@ -13,7 +13,7 @@ from wdjax.checks import validate
 from wdjax.core import Array, Model, PyTree
 from wdjax.transductive import fitting
 from wdjax.transductive.defense import Retrained
-from wdjax.transductive.fitting import Network
+from wdjax.transductive.fitting import Network, Rule
 
 
 @jax.tree_util.register_dataclass
@@ -34,14 +34,16 @@ class DANN(Retrained):
       size: samples of each domain in a step.
       learning_rate: Adam's.
       peak: final value of alpha.
+      rule: makes an optax transformation from the number of steps, in place of Adam.
+      augment: crop and flip the images of every step by chance.
 
     Raises:
       ValueError: a count below 1; a network without features, when it is used.
 
     Cost: two forward and backward passes a step; one training for every adaptation.
 
-    Differs: the authors' encoder ends at an earlier layer, and dropout is left out. Their "epoch"
-      has as many steps as the smaller of the two sets has batches. On CIFAR-10 they use SGD.
+    Differs: dropout is left out. The authors' "epoch" has as many steps as the smaller of the two
+      sets has batches.
 
     Source: Ganin et al. [ganin2016]; as a defence, Chen et al. [chen2022].
     """
@@ -54,6 +56,8 @@ class DANN(Retrained):
     size: int = setting(128)
     learning_rate: float | Array = 1e-3
     peak: float | Array = 0.1
+    rule: Rule | None = dataclasses.field(default=None, metadata={"static": True})
+    augment: bool = setting(False)
 
     def __post_init__(self) -> None:
         for name in ("steps", "size"):
@@ -66,6 +70,10 @@ class DANN(Retrained):
     def adapt(self, key: Array, memory: PyTree, state: PyTree, x: Array) -> tuple[PyTree, PyTree]:
         return self._train(key, memory["x"], memory["y"], x), state
 
+    def _seen(self, key: Array, number: Array, x: Array) -> Array:
+        """The images ``[b, *shape]`` of a step, cropped and flipped where that is wanted."""
+        return fitting.augmented(jax.random.fold_in(key, number), x) if self.augment else x
+
     def _train(self, key: Array, x: Array, y: Array, target: Array | None) -> Model:
         """Trains a model from scratch on ``x [n, *shape]`` and ``y [n]``.
 
@@ -74,7 +82,7 @@ class DANN(Retrained):
         """
         first, second, third, fourth = jax.random.split(key, 4)
         both = {"model": self.network(key=first), "judge": self.discriminator(key=second)}
-        rule = optax.adam(self.learning_rate)
+        rule = optax.adam(self.learning_rate) if self.rule is None else self.rule(self.steps)
         own = fitting.batches(third, len(y), self.size, self.steps)
         if target is None:
             other = jnp.zeros((self.steps, 1), jnp.int32)
@@ -86,8 +94,9 @@ class DANN(Retrained):
             alpha = self.peak * (2 / (1 + jnp.exp(-10 * number / self.steps)) - 1)
 
             def loss(both: dict[str, Model]) -> tuple[Array, Any]:
-                inputs = None if target is None else target[rest]
-                return _losses(both, x[source], y[source], inputs, alpha)
+                inputs = None if target is None else self._seen(fourth, number, target[rest])
+                images = self._seen(third, number, x[source])
+                return _losses(both, images, y[source], inputs, alpha)
 
             both, known, _ = models.descend(rule, loss, both, known)
             return (both, known), None

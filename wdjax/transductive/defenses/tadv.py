@@ -12,7 +12,7 @@ from wdjax.checks import validate
 from wdjax.core import Array, Attack, PyTree
 from wdjax.transductive import fitting
 from wdjax.transductive.defense import Retrained
-from wdjax.transductive.fitting import Network, Opponent
+from wdjax.transductive.fitting import Network, Opponent, Rule
 
 
 @jax.tree_util.register_dataclass
@@ -30,14 +30,16 @@ class TADV(Retrained):
       steps: Adam steps of a training, with a rate that falls to 0 along a cosine.
       size: samples in a step.
       learning_rate: Adam's, in the first step.
+      rule: makes an optax transformation from the number of steps, in place of Adam.
+      augment: crop and flip the images of every step by chance.
 
     Raises:
       ValueError: a count below 1.
 
     Cost: an adversarial training for every adaptation.
 
-    Differs: the authors start the inner attack at zero or at noise, with equal probability; their
-      rate is constant (MNIST) or falls twice (CIFAR-10, with SGD).
+    Differs: the authors start the inner attack at zero or at noise, with equal probability; on
+      MNIST their rate is constant.
 
     Source: Chen et al. [chen2022], section 6 and A.5.
     """
@@ -50,6 +52,8 @@ class TADV(Retrained):
     steps: int = setting(600)
     size: int = setting(128)
     learning_rate: Any = 3e-3
+    rule: Rule | None = dataclasses.field(default=None, metadata={"static": True})
+    augment: bool = setting(False)
 
     def __post_init__(self) -> None:
         for name in ("steps", "size"):
@@ -67,6 +71,8 @@ class TADV(Retrained):
         first, second = jax.random.split(key)
         schedule = optax.cosine_decay_schedule(1.0, self.steps)
         rule = optax.chain(optax.adam(self.learning_rate), optax.scale_by_schedule(schedule))
+        if self.rule is not None:
+            rule = self.rule(self.steps)
         return fitting.train_classifier(
             self.network(key=first),
             x,
@@ -76,4 +82,5 @@ class TADV(Retrained):
             size=self.size,
             rule=rule,
             opponent=Opponent(self.attack, self.eps),
+            augment=self.augment,
         )
