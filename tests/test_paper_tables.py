@@ -14,12 +14,13 @@ import pytest
 from test_run import short
 
 import wdjax
-from wdjax import Lp, attacks, image, models, nppr
+import wdjax.transductive as games
+from wdjax import Lp, attacks, ensembles, image, models, nppr
 from wdjax.cli import attack_table, main
 from wdjax.cli.paper_tables import SEED, TABLES
 from wdjax.nppr import distributions
 from wdjax.report import audit
-from wdjax.transductive import digits
+from wdjax.transductive import PAPER
 
 PAPERS = Path(wdjax.__file__).parents[2] / "shared" / "seeds"
 FILES = {"le2025": "000", "wang2025": "001", "chen2022": "002", "hu2020": "004"}
@@ -43,14 +44,16 @@ def given(tmp_path_factory):
     y = np.asarray(net(x)).argmax(-1)
     y[0] = (y[0] + 1) % 3
     np.savez(folder / "x.npz", x=x, y=y)
+    more = np.random.default_rng(1).uniform(0, 1, (140, 4, 4, 1)).astype(np.float32)
+    np.savez(folder / "train.npz", x=more, y=np.asarray(net(more)).argmax(-1))
     (folder / "tables_net.py").write_text(BUILD)
-    cases = {name: functools.partial(brief, digits.CASES[name]) for name in ("dann", "tadv")}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for name in ("autoattack", "a3", "a3-wda"):
             patch.setitem(attack_table.SEARCHES, name, ensemble)
-        for name, case in cases.items():
-            patch.setitem(digits.CASES, name, case)
+        patch.setattr(ensembles, "fast", functools.partial(ensembles.fast, passes=12))
+        for name in PAPER:
+            patch.setitem(PAPER, name, brief(name, PAPER[name]))
         yield net, x, y
 
 
@@ -59,18 +62,35 @@ def ensemble(model, x, y, *, rivals=None, **how):
     return short(model, x, y, **how)
 
 
-def brief(case, data):
-    """A case of digits whose trainings take a few steps."""
-    made = case(data)
-    build = made.build
-    return made._replace(build=lambda: dataclasses.replace(build(), steps=4))
+def brief(name, preset):
+    """A preset with two steps of every attack, and small nets where it trains some."""
+    nets = {}
+    if name.startswith(("dann", "tadv")):
+        nets["network"] = models.network(models.NormMLP, sizes=(16, 8, 3))
+    if name.startswith("dann"):
+        nets["discriminator"] = models.network(models.MLP, sizes=(8, 4, 2))
+    attacks = {
+        label: dataclasses.replace(
+            attack, inner=dataclasses.replace(attack.inner, steps=2), restarts=1,
+            rivals=min(attack.rivals, 1),
+        )
+        for label, attack in preset.attacks.items()
+    }  # fmt: skip
+
+    def defense(**given):
+        made = preset.defense(**nets, **given)
+        if not hasattr(made, "attack"):
+            return made
+        return dataclasses.replace(made, attack=dataclasses.replace(made.attack, steps=2))
+
+    return preset._replace(defense=defense, attacks=attacks)
 
 
 def tabled(name, *more):
     """The JSON of a table, quick."""
     table = TABLES[name]
-    own = ["--model", "tables_net:build", "--data", "x.npz"] if table.own else []
-    own += ["--train", "x.npz"] if table.trains else []
+    places = {"model": "tables_net:build", "data": "x.npz", "train": "train.npz"}
+    own = [f"--{need}={places[need]}" for need in table.needs]
     words = ["table", name, "--quick", *own, "--json", f"{name}.json", "--quiet", *more]
     assert main(words) == 0
     return json.loads(Path(f"{name}.json").read_text())
@@ -118,8 +138,19 @@ def union(net, x, y):
     return 100 * float(np.mean(found.correct & ~found.success))
 
 
-def standing(net, x, y):
-    found = short(net, x[:4], y[:4], eps=0.3, ball=Lp(math.inf), key=KEY)
+def trained(net, x, y):
+    """FPA against DANN, by the functions that a game is made of."""
+    known = np.load("train.npz")
+    preset = PAPER["dann-mnist"]
+    defense = dataclasses.replace(preset.defense(), steps=2)
+    attack = dataclasses.replace(preset.attacks["fpa"], iterations=2)
+    memory = games.prepare(defense, known["x"], known["y"], key=jax.random.fold_in(KEY, 1))
+    how = {"memory": memory, "eps": preset.eps, "draws": 1, "key": jax.random.fold_in(KEY, 2)}
+    return 100 * games.play(defense, attack, x[:4], y[:4], **how).one_shot.value
+
+
+def standing(net, x, y, eps=0.3):
+    found = short(net, x[:4], y[:4], eps=eps, ball=Lp(math.inf), key=KEY)
     return 100 * float(np.mean(found.correct & ~found.success))
 
 
@@ -184,14 +215,19 @@ OTHERWISE = {
     },
     "wang2025-table5": {},
     "chen2022-figure1": {},
-    "chen2022-table5": {},
+    "chen2022-table5": {("static, AA", "here"): lambda *of: standing(*of, eps=8 / 255)},
     "chen2022-table6-mnist": {("static, AA", "here"): standing,
                               ("static, clean", "here"): lambda *of: right(of[0], of[1][:4],
                                                                            of[2][:4])},
     "chen2022-table6-cifar10": {},
-    "chen2022-table2": {},
-    "chen2022-table3": {},
-    "chen2022-table4": {},
+    "chen2022-table2": {
+        ("static, AA", "here"): lambda *of: standing(*of, eps=8 / 255),
+        ("static, clean", "here"): lambda net, x, y: right(net, x[:4], y[:4]),
+    },
+    "chen2022-table3-mnist": {("DANN, FPA", "here"): trained},
+    "chen2022-table3-cifar10": {},
+    "chen2022-table4-mnist": {},
+    "chen2022-table4-cifar10": {},
     "hu2020-table1-cifar10": {("k 5", "here"): union},
     "hu2020-table2": {},
     "hu2020-table3-cifar10": {
@@ -263,13 +299,14 @@ def test_what_a_table_refuses(given, capsys):
     for words, said in (
         ([], "there is no table 'None'"),
         (["le2025-table1"], "there is no table 'le2025-table1'"),
-        (["hu2020-table4"], "give --model or --arch, and --data"),
+        (["hu2020-table4"], "hu2020-table4 needs --model or --arch"),
+        (["hu2020-table4", *own[:2]], "hu2020-table4 needs --data"),
         (["hu2020-table4", *own, "--plot", "x.png"], "a table, not a figure"),
         (["hu2020-table4", *own, "--seeds", "1"], "has a single seed"),
         (["hu2020-table4", *own, "--rows", "shear"], "no row of hu2020-table4"),
         (["hu2020-table4", *own, "--train", "x.npz"], "--train would be ignored"),
-        (["chen2022-table1-mnist", *own], "needs training data"),
-        (["chen2022-table3", *own], "--model would be ignored"),
+        (["chen2022-table1-mnist", *own], "needs --train FILE.npz"),
+        (["chen2022-table3-mnist", *own], "--model would be ignored"),
     ):
         assert main(["table", *words]) == 2
         assert said in capsys.readouterr().err

@@ -67,6 +67,7 @@ _EXAMPLES = """examples:
   python -m wdjax game --defense dann,tadv --seeds 0,1,2 --draws 5 --json -
   python -m wdjax game --defense rmc --checkpoint games --json rmc.json   # can be interrupted
   python -m wdjax game --model net.onnx --data test.npz --eps 8/255 --defense purify --samples 128
+  python -m wdjax game --preset dann-mnist --train train.npz --data test.npz --checkpoint dann
   python -m wdjax game --arch resnet --weights FILE --data test.npz --eps 8/255 \\
       --defense dent,rmc --train train.npz --samples 128"""
 
@@ -129,11 +130,13 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace, console: Console) -> int:
     """Plays the games and writes; says at once what each game left."""
-    own = own_game.named(parsed)
+    own = own_game.own(parsed)
     own_game.check(parsed)
     subject.check_places(parsed)
     shards.check(parsed)
-    cases = _cases(parsed.defense or (own_game.DEFAULT if own else _DEFAULT), own)
+    cases = [parsed.preset]
+    if parsed.preset is None:
+        cases = _cases(parsed.defense or (own_game.DEFAULT if own else _DEFAULT), own)
     samples, train = own_game.load(parsed)
     offered = [
         (name, seed, own_game.case(name, seed, parsed, samples, train))
@@ -146,8 +149,8 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         raise ValueError("every game is one part's: merge all of them, not some.")
     done: list[tasks.Done[Any]] = []
     alone = None
-    if own:
-        look = functools.partial(own_game.attacked_alone, samples, parsed.eps)
+    if own_game.named(parsed):
+        look = functools.partial(own_game.attacked_alone, samples, offered[0][2].case.eps)
         alone = work.whole("the model alone", lambda task: look(), console.say)
     games = [
         _played(name, seed, game, wanted, parsed, work, console, done)

@@ -1,12 +1,13 @@
 """Games around a model of one's own: which defences adapt it, and what they need."""
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from wdjax import data, remarks
+from wdjax import data, remarks, transductive
 from wdjax.attacks import PGD
 from wdjax.checks import validate
 from wdjax.cli import options, subject
@@ -19,6 +20,8 @@ from wdjax.transductive.digits import DigitsCase, DigitsData
 DEFAULT = "purify"
 NEEDS = {"purify": False, "dent": False, "rmc": True, "urejectron": True}
 """The defences of a given model, and whether they need training data."""
+_WITHOUT = ("dann", "tadv")
+"""Defences that train nets of their own."""
 _ONLY_OWN = {"weights": "FILE", "data": "FILE.npz", "eps": "R", "train": "FILE.npz"}
 
 
@@ -38,7 +41,20 @@ def declare(parser: argparse.ArgumentParser) -> None:
         "--train",
         type=Path,
         metavar="FILE.npz",
-        help="training data, for rmc and urejectron, as in --data",
+        help="training data, as in --data, for rmc, urejectron, and presets of dann and tadv",
+    )
+    own.add_argument(
+        "--preset",
+        choices=[*transductive.PAPER],
+        metavar="NAME",
+        help="a defence and attacks with the paper's settings, on your data; dann and tadv train "
+        f"the paper's nets, others adapt your model: {', '.join(transductive.PAPER)}",
+    )
+    own.add_argument(
+        "--steps",
+        type=options.STEPS,
+        metavar="N",
+        help="of the trainings by a preset's defence (epochs for rmc); the paper's if left",
     )
 
 
@@ -47,9 +63,34 @@ def named(parsed: argparse.Namespace) -> bool:
     return parsed.model is not None or parsed.arch is not None
 
 
+def own(parsed: argparse.Namespace) -> bool:
+    """Whether the game is on data of one's own, around a model or by a preset."""
+    return named(parsed) or parsed.preset is not None
+
+
+def _check_preset(parsed: argparse.Namespace, given: set[str]) -> None:
+    """Raises for options that do not go with a preset, and for those that it lacks."""
+    kind = parsed.preset.partition("-")[0]
+    given = given | ({"model"} if named(parsed) else set())
+    needs = {"data"} | (set() if kind in _WITHOUT else {"model"})
+    needs |= {"train"} if NEEDS.get(kind, True) else set()
+    for name in ("eps", "defense"):
+        if getattr(parsed, name) is not None:
+            raise ValueError(f"--{name} would be ignored: {parsed.preset} has its own.")
+    for name in sorted(needs - given):
+        raise ValueError(f"{parsed.preset} needs --{name}.")
+    for name in sorted(given - needs - {"weights"}):
+        raise ValueError(f"--{name} would be ignored: {parsed.preset} takes none.")
+
+
 def check(parsed: argparse.Namespace) -> None:
     """Raises for options that do not go together."""
     given = {name for name in _ONLY_OWN if getattr(parsed, name) is not None}
+    if parsed.preset is not None:
+        _check_preset(parsed, given)
+        return
+    if parsed.steps is not None:
+        raise ValueError("--steps would be ignored: it is for --preset.")
     if not named(parsed):
         if given:
             raise ValueError(f"--{min(given)} would be ignored: it is for --model or --arch.")
@@ -71,14 +112,22 @@ def check(parsed: argparse.Namespace) -> None:
 
 
 def load(parsed: argparse.Namespace) -> tuple[subject.Subject, data.Dataset | None]:
-    """Model and samples, and training data, which fit each other; digits without a model."""
-    if not named(parsed):
+    """Model and samples, and training data, which fit each other; digits without any."""
+    if not own(parsed):
         return subject.Subject(None, *data.digits().test), None
-    samples = subject.load(parsed)
+    if named(parsed):
+        samples = subject.load(parsed)
+    else:
+        inputs = data.load_npz(parsed.data)
+        some = inputs if parsed.samples is None else inputs.take(parsed.samples)
+        samples = subject.Subject(None, *some)
     if parsed.train is None:
         return samples, None
     known = data.load_npz(parsed.train)
-    classes = validate.shapes_of(samples.model, samples.x).shape[-1]
+    if samples.model is None:
+        classes = max(int(known.y.max()), int(samples.y.max())) + 1
+    else:
+        classes = validate.shapes_of(samples.model, samples.x).shape[-1]
     if known.x.shape[1:] != samples.x.shape[1:] or known.y.max() >= classes:
         raise ValueError(
             f"{parsed.train} has images {list(known.x.shape[1:])} of {known.y.max() + 1} classes, "
@@ -105,6 +154,38 @@ def remarks_on(alone: Found) -> list[str]:
     return [f"PGD on the model alone: {text}" for text in remarks.of(remarks.spent(alone))]
 
 
+def _by_preset(
+    preset: transductive.Preset,
+    parsed: argparse.Namespace,
+    samples: subject.Subject,
+    train: data.Dataset | None,
+) -> BuiltGame:
+    """The game of a preset, with ``--iterations`` and ``--steps`` where they are given."""
+    model, x, y = samples
+    known = data.Dataset(x[:1], y[:1]) if train is None else train
+
+    def build() -> transductive.Defense:
+        made: Any = preset.defense(**({} if model is None else {"model": model}))
+        less: dict[str, Any] = {}
+        if hasattr(made, "neighbours"):
+            less["neighbours"] = min(made.neighbours, (1 + made.copies) * len(known.y))
+        if parsed.steps is not None:
+            less["epochs" if hasattr(made, "epochs") else "steps"] = parsed.steps
+        return dataclasses.replace(made, **less)
+
+    attacks = preset.attacks
+    if parsed.iterations is not None:
+        attacks = {
+            name: attack
+            if attack.iterations == 1
+            else dataclasses.replace(attack, iterations=parsed.iterations)
+            for name, attack in attacks.items()
+        }
+    rows = {name: digits.Row(attack) for name, attack in attacks.items()}
+    made = DigitsCase(build, preset.eps, preset.size, len(y), rows)
+    return BuiltGame(made, known, data.Dataset(x, y))
+
+
 def case(
     name: str,
     seed: int,
@@ -114,6 +195,8 @@ def case(
 ) -> BuiltGame:
     """The game of a defence: of the table of digits, or around the model of ``samples``."""
     model, x, y = samples
+    if name in transductive.PAPER:
+        return _by_preset(transductive.PAPER[name], parsed, samples, train)
     if model is None:
         return BuiltGame(*digits.case(name, seed, parsed.iterations))
     # Defences without training data do not look at it, but a game's memory is made of some.

@@ -44,14 +44,12 @@ class PaperTable:
     """Runs that the paper takes the mean of."""
     axis: str = ""
     """What the rows of a figure are; empty for a table."""
-    quick: str = ""
-    """Options that make every line a matter of seconds."""
+    quick: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Options by command, which make every line a matter of seconds."""
     first: int | None = None
     """The number of rows that are enough for a quick look; None for all."""
-    own: bool = True
-    """Whether it is about the caller's model; else about nets that are trained on digits."""
-    trains: bool = False
-    """Whether the defence needs training data."""
+    needs: tuple[str, ...] = ("model", "data")
+    """What it is about: the caller's ``model``, ``data`` and training data, ``train``."""
 
 
 def _column(line: str, paths: Mapping[str, str], unit: float = PERCENT) -> tuple[Cell, ...]:
@@ -78,7 +76,7 @@ def _le_table_1(what: str, ball: str, published: Mapping[str, str], rivals: str 
         "the ray from the sample.",
         _column(f"attack {ball} --attacks table1{rivals}", paths),
         published,
-        quick="--samples 4",
+        quick=_QUICK,
     )
 
 
@@ -119,7 +117,7 @@ def _le_steps(ball: str, sizes: tuple[str, ...]) -> Iterator[Cell]:
 
 
 _LINF, _L2 = "--norm linf --eps 8/255", "--norm l2 --eps 0.5"
-_QUICK = "--samples 4"
+_QUICK = {"attack": "--samples 4"}
 _KAPPA_DIFFERS = (
     "The paper does not say the order of the ball: here it is 1; the step grows with the radius "
     "kappa eps."
@@ -215,7 +213,7 @@ Singh CvNeXt-S: 74.10 50.31 12.06 41.40 56.35 23.97 52.82 53.20 51.04 52.42 49.9
 
 _MODES = {"independent": "Indep.", "label": "Label", "input": "Input", "joint": "Joint"}
 _FIT = f"nppr --norm linf --eps 16/255 --mode paper --seed {SEED}"
-_FIT_QUICK = "--steps 2 --draws 20 --latent 4 --samples 8"
+_FIT_QUICK = {"nppr": "--steps 2 --draws 20 --latent 4 --samples 8"}
 _FIT_DIFFERS = (
     "Fitted on the first half of the data and measured on the second, as shares of the samples "
     "that are classified correctly; the loss is a smooth 0-1 loss (--loss softplus is the paper's)."
@@ -393,11 +391,9 @@ VGG16: 78.08 98.96 99.23 4.69 4.24 64.14
 
 _GAME = "games/0/attacks/{}/{}/value"
 _ADAPTIVE = {"PGD": "transfer", "FPA": "fpa", "GMSA-AVG": "gmsa-avg", "GMSA-MIN": "gmsa-min"}
-_GAME_QUICK = "--samples 4 --iterations 2 --draws 1"
-_GAME_DIFFERS = (
-    "Means over private keys of the defender, of settings for minutes on a CPU; attackers submit "
-    "adversarial points only."
-)
+_GAME_QUICK = {"game": "--samples 4 --iterations 2 --draws 1", "attack": "--samples 4"}
+_STEPS_QUICK = _GAME_QUICK | {"game": f"{_GAME_QUICK['game']} --steps 2"}
+_GAME_DIFFERS = "Means over private keys of the defender; attackers submit adversarial points only."
 
 
 def _game(line: str, name: str, attacks: Mapping[str, str]) -> Iterator[Cell]:
@@ -410,22 +406,39 @@ def _game(line: str, name: str, attacks: Mapping[str, str]) -> Iterator[Cell]:
 
 
 def _own_game(
-    source: str, eps: str, words: str, name: str, published: Mapping[str, str], **more: Any
+    source: str, eps: str, preset: str, name: str, published: Mapping[str, str], **more: Any
 ) -> PaperTable:
     """A table of a defence around the caller's model, with AutoAttack on the model alone."""
     line = (
-        f"game --eps {eps} {words} --seeds {SEED} "
-        "--attacks transfer,fpa,gmsa-avg,gmsa-min,autoattack"
+        f"game --preset {preset} --seeds {SEED} --attacks transfer,fpa,gmsa-avg,gmsa-min,autoattack"
     )
     attacked = f"attack --norm linf --eps {eps} --attacks autoattack"
     static = Cell("static, AA", "here", attacked, _ATTACKED.format("autoattack"))
     first, second, *rest = _game(line, name, {"AA": "autoattack", **_ADAPTIVE})
     return PaperTable(
-        source, _GAME_DIFFERS, (first, second, static, *rest), published, quick=_GAME_QUICK, **more
+        source,
+        _GAME_DIFFERS,
+        (first, second, static, *rest),
+        published,
+        quick=_STEPS_QUICK,
+        **more,
     )
 
 
-_DIGITS = "game --defense {} --attacks transfer,fpa,gmsa-avg,gmsa-min"
+_ALL = "model", "data", "train"
+
+
+def _trained(source: str, preset: str, name: str, published: Mapping[str, str]) -> PaperTable:
+    """A table of a defence that trains the paper's net on the caller's data."""
+    line = f"game --preset {preset} --seeds {SEED} --attacks transfer,fpa,gmsa-avg,gmsa-min"
+    return PaperTable(
+        source,
+        f"Without AutoAttack, and trained without dropout. {_GAME_DIFFERS}",
+        tuple(_game(line, name, _ADAPTIVE)),
+        published,
+        quick=_STEPS_QUICK,
+        needs=("data", "train"),
+    )
 
 
 def _chen_figure_1() -> Iterator[Cell]:
@@ -451,7 +464,7 @@ _CHEN = {
         "are rejected. Benign inputs are brighter by 8/255; C&W moves up to 3 in l2.",
         tuple(_chen_figure_1()),
         quick=_GAME_QUICK,
-        trains=True,
+        needs=_ALL,
     ),
     "chen2022-table5": PaperTable(
         "Table 5, DENT, inputs sorted by label, linf, 8/255",
@@ -484,29 +497,29 @@ Ding et al.: 39.70 36.20
     "chen2022-table1-mnist": _own_game(
         "Table 1, RMC, MNIST, linf, 0.3",
         "0.3",
-        "--defense rmc",
+        "rmc-mnist",
         "RMC",
         _rows("""
 Standard: 99.50 99.00 0.00 97.70 98.30 0.60 0.50 1.10
 Madry et al.: 99.60 97.00 87.70 95.70 96.10 59.50 61.40 58.80
 """),
-        trains=True,
+        needs=_ALL,
     ),
     "chen2022-table1-cifar10": _own_game(
         "Table 1, RMC, CIFAR-10, linf, 8/255",
         "8/255",
-        "--defense rmc",
+        "rmc-cifar10",
         "RMC",
         _rows("""
 Standard: 94.30 93.10 0.00 94.20 97.60 8.50 8.00 8.10
 Madry et al.: 83.20 90.90 44.30 77.90 71.70 40.80 42.50 39.60
 """),
-        trains=True,
+        needs=_ALL,
     ),
     "chen2022-table2": _own_game(
         "Table 2, DENT, CIFAR-10, linf, 8/255",
         "8/255",
-        "--defense dent",
+        "dent-cifar10",
         "DENT",
         _rows("""
 Wu et al.: 85.70 86.10 58.00 64.40 59.50 59.30 59.60 59.60
@@ -522,13 +535,13 @@ Ding et al.: 82.40 82.40 39.70 44.80 39.90 39.40 39.10 39.20
         _own_game(
             "Table 6, RMC, MNIST, five runs",
             "0.3",
-            "--defense rmc",
+            "rmc-mnist",
             "RMC",
             _rows("""
 Standard: 99.40 98.62 0.00 - - - 0.54 0.80
 Madry et al.: 99.24 96.50 87.86 - - - 57.14 59.48
 """),
-            trains=True,
+            needs=_ALL,
         ),
         seeds=5,
     ),
@@ -536,42 +549,45 @@ Madry et al.: 99.24 96.50 87.86 - - - 57.14 59.48
         _own_game(
             "Table 6, RMC, CIFAR-10, five runs",
             "8/255",
-            "--defense rmc",
+            "rmc-cifar10",
             "RMC",
             _rows("""
 Standard: 93.96 93.56 0.00 - - - 8.50 8.92
 Madry et al.: 83.70 91.46 43.58 - - - 38.50 39.00
 """),
-            trains=True,
+            needs=_ALL,
         ),
         seeds=5,
     ),
-    "chen2022-table3": PaperTable(
-        "Table 3, DANN",
-        f"On digits, with a small net, linf, 0.15. {_GAME_DIFFERS}",
-        tuple(_game(f"{_DIGITS.format('dann')} --seeds {SEED}", "DANN", _ADAPTIVE)),
-        {
-            "MNIST": "99.42 99.27 96.66 96.81 79.37 6.17",
-            "CIFAR-10": "- - 60.54 53.98 5.53 8.56",
-        },
-        quick=_GAME_QUICK,
-        own=False,
+    "chen2022-table3-mnist": _trained(
+        "Table 3, DANN, MNIST, linf, 0.3",
+        "dann-mnist",
+        "DANN",
+        {"MNIST": "99.42 99.27 96.66 96.81 79.37 6.17"},
     ),
-    "chen2022-table4": PaperTable(
-        "Table 4, TADV",
-        f"On digits, with a small net, linf, 0.15. {_GAME_DIFFERS}",
-        tuple(_game(f"{_DIGITS.format('tadv')} --seeds {SEED}", "TADV", _ADAPTIVE)),
-        {
-            "MNIST": "99.01 99.05 96.48 95.47 94.27 95.48",
-            "CIFAR-10": "87.69 - - 58.64 54.12 57.77",
-        },
-        quick=_GAME_QUICK,
-        own=False,
+    "chen2022-table3-cifar10": _trained(
+        "Table 3, DANN, CIFAR-10, linf, 8/255",
+        "dann-cifar10",
+        "DANN",
+        {"CIFAR-10": "- - 60.54 53.98 5.53 8.56"},
+    ),
+    "chen2022-table4-mnist": _trained(
+        "Table 4, TADV, MNIST, linf, 0.3",
+        "tadv-mnist",
+        "TADV",
+        {"MNIST": "99.01 99.05 96.48 95.47 94.27 95.48"},
+    ),
+    "chen2022-table4-cifar10": _trained(
+        "Table 4, TADV, CIFAR-10, linf, 8/255",
+        "tadv-cifar10",
+        "TADV",
+        {"CIFAR-10": "87.69 - - 58.64 54.12 57.77"},
     ),
 }
 
 # Hu et al.: mass that moves between pixels.
 
+_MASS_QUICK = {"image-attack": "--samples 2 --window 3"}
 _KS = "5", "10", "20", "50", "100", "200", "500", "1000"
 _MASS_DIFFERS = (
     "Every point is in the ball, by its transport plan; published points leave up to 1 % of the "
@@ -588,7 +604,7 @@ def _hu_table_1(data: str, published: Mapping[str, str]) -> PaperTable:
         f"The union of this library's attacks. {_MASS_DIFFERS}",
         _column(line, paths),
         published,
-        quick="--samples 2 --window 3",
+        quick=_MASS_QUICK,
     )
 
 
@@ -655,21 +671,21 @@ constrained projection: 78 0.460
 + optimisation: 38 0.460
 Hu et al.: 38 0.135
 """),
-        quick="--samples 2 --window 3",
+        quick=_MASS_QUICK,
     ),
     "hu2020-table3-mnist": PaperTable(
         "Table 3, step size and direction, MNIST",
         f"One search of growing radius for each row. {_MASS_DIFFERS}",
         tuple(_hu_ablation()),
         {"MNIST": "100 100 100 100 94 91 83 71 100 96 96 94 88 69 12 0 100 90 85 68 39 8 1 1"},
-        quick="--samples 2 --window 3",
+        quick=_MASS_QUICK,
     ),
     "hu2020-table3-cifar10": PaperTable(
         "Table 3, step size and direction, CIFAR-10",
         f"One search of growing radius for each row. {_MASS_DIFFERS}",
         tuple(_hu_ablation()),
         {"CIFAR-10": "82 82 82 82 82 81 80 77 81 80 78 70 55 23 1 0 76 68 58 35 20 9 1 0"},
-        quick="--samples 2 --window 3",
+        quick=_MASS_QUICK,
     ),
     "hu2020-table4": PaperTable(
         "Table 4, translations, rotations and blurs",
@@ -685,14 +701,14 @@ MNIST, robust: 92.8 91.2 82.3 49.3 91.0 88.7 79.1 88.0 75.1 58.4
 CIFAR-10, standard: 94.8 94.5 94.5 93.6 91.6 86.6 64.1 35.1 17.8 15.4
 CIFAR-10, robust: 84.4 84.0 84.0 81.7 82.8 81.3 70.6 69.5 35.1 24.7
 """),
-        quick="--samples 2",
+        quick=_MASS_QUICK,
     ),
     "hu2020-table5-mnist": PaperTable(
         "Table 5, step sizes, MNIST",
         f"Hours of this machine. {_MASS_DIFFERS}",
         tuple(_hu_steps()),
         {"MNIST": "1.8 84 72 49 21 2 2.1 81 68 42 15 1 2.5 81 67 41 14 1 3.0 81 67 41 14 1"},
-        quick="--samples 2 --window 3",
+        quick=_MASS_QUICK,
         first=2,
     ),
     "hu2020-table5-cifar10": PaperTable(
@@ -700,7 +716,7 @@ CIFAR-10, robust: 84.4 84.0 84.0 81.7 82.8 81.3 70.6 69.5 35.1 24.7
         f"Hours of this machine. {_MASS_DIFFERS}",
         tuple(_hu_steps()),
         {"CIFAR-10": "3.7 52 44 44 44 44 4.6 52 43 43 43 43 4.9 52 43 43 43 43 5.0 51 42 42 42 42"},
-        quick="--samples 2 --window 3",
+        quick=_MASS_QUICK,
         first=2,
     ),
     "hu2020-table6-mnist": PaperTable(
@@ -708,7 +724,7 @@ CIFAR-10, robust: 84.4 84.0 84.0 81.7 82.8 81.3 70.6 69.5 35.1 24.7
         "The exact distance of twenty images of equal mass.",
         tuple(_hu_distances()),
         {"MNIST": "5.2 1.0 8.1 2.2 10.3 4.2 3.7 0.5 5.4 0.8 7.8 1.5 3.2 0.3 5.5 1.0 6.5 1.6"},
-        quick="--samples 2",
+        quick=_MASS_QUICK,
     ),
     "hu2020-table6-cifar10": PaperTable(
         "Table 6, how far translations, rotations and blurs are, CIFAR-10",
@@ -719,7 +735,7 @@ CIFAR-10, robust: 84.4 84.0 84.0 81.7 82.8 81.3 70.6 69.5 35.1 24.7
             "CIFAR-10": "41.0 1.0 61.6 2.0 82.6 3.7 38.4 0.8 54.8 1.6 71.4 2.8 14.8 0.8 25.4 1.6 "
             "31.3 2.2"
         },
-        quick="--samples 2",
+        quick=_MASS_QUICK,
     ),
 }
 

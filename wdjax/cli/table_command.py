@@ -144,17 +144,14 @@ def _asked(parsed: argparse.Namespace) -> tuple[PaperTable, list[Cell], list[int
 
 def _check_model(table: PaperTable, parsed: argparse.Namespace) -> None:
     """Raises unless exactly what the table is about is given."""
-    given = [name for name in ("model", "arch", "weights", "data") if getattr(parsed, name)]
-    if not table.own and given:
-        raise ValueError(f"--{given[0]} would be ignored: {parsed.name} is about nets of its own.")
-    if table.own and not ("data" in given and {"model", "arch"} & {*given}):
-        raise ValueError(f"{parsed.name} is about a model: give --model or --arch, and --data.")
-    if table.trains != (parsed.train is not None):
-        raise ValueError(
-            f"{parsed.name} needs training data: --train FILE.npz."
-            if table.trains
-            else f"--train would be ignored: {parsed.name} trains nothing on it."
-        )
+    words = {"model": "--model or --arch", "data": "--data", "train": "--train FILE.npz"}
+    given = {name for name in words if getattr(parsed, name) is not None}
+    given |= {"model"} if parsed.arch is not None else set()
+    for name, said in words.items():
+        if name in table.needs and name not in given:
+            raise ValueError(f"{parsed.name} needs {said}.")
+        if name in given and name not in table.needs:
+            raise ValueError(f"--{name} would be ignored: {parsed.name} needs none.")
 
 
 def _lines(cell: Cell, seeds: Sequence[int]) -> list[str]:
@@ -173,7 +170,8 @@ def _words(line: str, table: PaperTable, parsed: argparse.Namespace) -> list[str
     names = (*_MODEL, "train") if command == "game" else _MODEL
     given = {name: getattr(parsed, name) for name in names}
     about = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    return [command, *about, *own, *(shlex.split(table.quick) if parsed.quick else [])]
+    less = shlex.split(table.quick.get(command, "")) if parsed.quick else []
+    return [command, *about, *own, *less]
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from wdjax.transductive.game_report import (
     worst,
 )
 from wdjax.transductive.objectives import Objective, confidence, unnoticed
-from wdjax.transductive.presets import PAPER
+from wdjax.transductive.presets import PAPER, Preset
 from wdjax.transductive.space_attack import (
     SpaceAttack,
     fpa,
@@ -56,6 +56,7 @@ __all__ = [
     "GameReport",
     "Objective",
     "Opponent",
+    "Preset",
     "Purify",
     "Rejection",
     "Share",

@@ -130,7 +130,12 @@ PAPER: dict[str, Preset] = {
         _attacks(_PIXEL, 100, 10),
     ),
     "urejectron-gtsrb": Preset(
-        functools.partial(URejectron, steps=4920, learning_rate=1e-3),
+        functools.partial(
+            URejectron,
+            discriminator=models.network(models.ResNet, classes=2),
+            steps=4920,
+            learning_rate=1e-3,
+        ),
         8 * _PIXEL,
         None,
         {"transfer": transfer(PGD(steps=40, step_size=_PIXEL))},
