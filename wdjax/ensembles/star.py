@@ -157,12 +157,12 @@ class Standing(NamedTuple):
         """With search ``kind`` of the samples of ``only``."""
         return self.after(_follow(self.ask, self.number, kind, self.found, only), only & kind.near)
 
-    def after(self, own: Found, near: np.ndarray) -> "Standing":
+    def after(self, result: Found, near: np.ndarray) -> "Standing":
         """With another search, which walked the samples of ``near`` from themselves."""
-        nearer = _distance(own) < _distance(self.found)
+        nearer = _distance(result) < _distance(self.found)
         return self._replace(
             number=self.number + 1,
-            found=driver.best_of(self.found, own),
+            found=driver.best_of(self.found, result),
             near=np.where(nearer, near, self.near),
             looked=self.looked | near,
         )
@@ -215,9 +215,9 @@ def _compare(record: Standing, look: list[Kind], terms: Spending) -> Standing:
     """
     blind = ~record.looked & (_worth(record.found, record.hope, terms.eps, terms.order) > 0)
     short, walk = look
-    own = _follow(record.ask, record.number, short, record.found, blind)
-    again = blind & (_distance(own) <= _NEAR * _distance(record.found))
-    return record.after(own, blind).walked(walk, again)
+    result = _follow(record.ask, record.number, short, record.found, blind)
+    again = blind & (_distance(result) <= _NEAR * _distance(record.found))
+    return record.after(result, blind).walked(walk, again)
 
 
 def _given(record: Standing, ball: Lp, start: AnyArray) -> Standing:
@@ -225,8 +225,8 @@ def _given(record: Standing, ball: Lp, start: AnyArray) -> Standing:
     samples = jnp.asarray(record.ask.x)
     reach = ball.cost(samples, jnp.asarray(validate.check_like("start", start, samples)))
     reach = jnp.where(jnp.isfinite(reach), 1.01 * reach, 0.0)  # Slack for rounding.
-    own = record.ask.search(record.number, Points(ball), eps=reach, start=start)
-    return record.after(own, np.zeros(len(samples), bool))
+    result = record.ask.search(record.number, Points(ball), eps=reach, start=start)
+    return record.after(result, np.zeros(len(samples), bool))
 
 
 def _choice(record: Standing, kinds: list[Kind], terms: Spending) -> tuple[Kind, np.ndarray] | None:
