@@ -185,8 +185,8 @@ def _open(ask: Question, firsts: list[Kind], terms: Spending, most: float) -> St
 
     All ``firsts`` are tried on the trial samples, and the kind with the shortest distances in sum
     (at most twice the longest finite one counts) is used on the others. Where so few passes of so
-    few samples cannot pay for trials, the last kind is used on all. A trial sample may take ``most``
-    passes.
+    few samples cannot pay for trials, the last kind is used on all. No sample takes more than
+    ``most`` passes.
     """
     trial = _trial(len(ask.y), firsts, terms.passes)
     if trial.all() and terms.passes < sum(kind.passes for kind in firsts):
