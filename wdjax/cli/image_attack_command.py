@@ -255,8 +255,8 @@ def _natural(model: Classifier, x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
     places = [slice(one, one + size) for one in range(0, len(x), size)]
     found = {}
     for name, move in MOVES.items():
-        moved = np.concatenate([np.asarray(move(x[own])) for own in places])
-        logits = np.concatenate([np.asarray(model(jnp.asarray(moved[own]))) for own in places])
+        moved = np.concatenate([np.asarray(move(x[place])) for place in places])
+        logits = np.concatenate([np.asarray(model(jnp.asarray(moved[place]))) for place in places])
         far = np.sqrt(np.sum((np.asarray(moved, np.float64) - x) ** 2, axis=(1, 2, 3)))
         apart = image.image_wasserstein_distance(x[:_MEASURED], moved[:_MEASURED])
         found[name] = {
@@ -296,8 +296,8 @@ def _attack(
     """
     known = [*before.values()][-1] if before else None
     left = None if known is None else np.asarray(known.correct & ~known.success)
-    own = how | {"eps": eps, "only": left, "index": rows} | _kept(task, tick, attack)
-    found = _light(_searched(attack, image.image_wasserstein, model, x[rows], y[rows], own))
+    settings = how | {"eps": eps, "only": left, "index": rows} | _kept(task, tick, attack)
+    found = _light(_searched(attack, image.image_wasserstein, model, x[rows], y[rows], settings))
     return found if known is None else jax.device_get(driver.best_of(known, found))
 
 
@@ -312,8 +312,8 @@ def _searched(
     """What one attack finds, or the union if it is None."""
     if attack is None:
         return union(model, x, y, **how)
-    own = {name: value for name, value in how.items() if name != "ball"}
-    return driver.search(attack, model, x, y, **own)
+    rest = {name: value for name, value in how.items() if name != "ball"}
+    return driver.search(attack, model, x, y, **rest)
 
 
 def _kept(task: tasks.Task, tick: Callable[[Progress], None], attack: Any) -> dict[str, Any]:
@@ -355,8 +355,8 @@ def _least(
     task: tasks.Task,
 ) -> Found:
     """The nearest flips of the samples ``rows``, without their plans."""
-    own = how | {"index": rows} | _kept(task, tick, attack)
-    return _light(_searched(attack, image.minimum_radius, model, x[rows], y[rows], own))
+    settings = how | {"index": rows} | _kept(task, tick, attack)
+    return _light(_searched(attack, image.minimum_radius, model, x[rows], y[rows], settings))
 
 
 def _radii(found: Found, pixels: int) -> tuple[bytes, dict[str, Any]]:

@@ -35,22 +35,22 @@ class BuiltGame(NamedTuple):
 
 def declare(parser: argparse.ArgumentParser) -> None:
     """Adds the options for a model of one's own."""
-    own = subject.declare(parser, "a model of your own, which defences adapt", required=False)
-    own.add_argument("--eps", type=options.BUDGET, help="the linf radius, such as 8/255")
-    own.add_argument(
+    group = subject.declare(parser, "a model of your own, which defences adapt", required=False)
+    group.add_argument("--eps", type=options.BUDGET, help="the linf radius, such as 8/255")
+    group.add_argument(
         "--train",
         type=Path,
         metavar="FILE.npz",
         help="training data, as in --data, for rmc, urejectron, and presets of dann and tadv",
     )
-    own.add_argument(
+    group.add_argument(
         "--preset",
         choices=[*transductive.PAPER],
         metavar="NAME",
         help="a defence and attacks with the paper's settings, on your data; dann and tadv train "
         f"the paper's nets, others adapt your model: {', '.join(transductive.PAPER)}",
     )
-    own.add_argument(
+    group.add_argument(
         "--steps",
         type=options.STEPS,
         metavar="N",
@@ -63,7 +63,7 @@ def named(parsed: argparse.Namespace) -> bool:
     return parsed.model is not None or parsed.arch is not None
 
 
-def own(parsed: argparse.Namespace) -> bool:
+def on_own_data(parsed: argparse.Namespace) -> bool:
     """Whether the game is on data of one's own, around a model or by a preset."""
     return named(parsed) or parsed.preset is not None
 
@@ -113,7 +113,7 @@ def check(parsed: argparse.Namespace) -> None:
 
 def load(parsed: argparse.Namespace) -> tuple[subject.Subject, data.Dataset | None]:
     """Model and samples, and training data, which fit each other; digits without any."""
-    if not own(parsed):
+    if not on_own_data(parsed):
         return subject.Subject(None, *data.digits().test), None
     if named(parsed):
         samples = subject.load(parsed)

@@ -68,7 +68,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace, console: Console) -> int:
     """Runs every line of a table, and writes what its cells say."""
     if parsed.list:
-        console.result("".join(f"{name}: {own.source}\n" for name, own in TABLES.items()))
+        console.result("".join(f"{name}: {table.source}\n" for name, table in TABLES.items()))
         return 0
     table, cells, seeds = _asked(parsed)
     subject.check_places(parsed, parsed.plot)
@@ -95,11 +95,11 @@ def rows(content: dict[str, Any]) -> Iterator[list[Any]]:
     lone = len(columns) == 1
     yield ["", *columns, *(beside if lone else [])]
     for name in dict.fromkeys(cell["row"] for cell in content["cells"]):
-        own = [cell for cell in content["cells"] if cell["row"] == name]
+        cells = [cell for cell in content["cells"] if cell["row"] == name]
         if lone:
-            yield [name, _shown(own[0]), *(own[0]["published"].get(one) for one in beside)]
+            yield [name, _shown(cells[0]), *(cells[0]["published"].get(one) for one in beside)]
         else:
-            yield [name, *(_bracketed(cell) for cell in own)]
+            yield [name, *(_bracketed(cell) for cell in cells)]
 
 
 def _shown(cell: dict[str, Any]) -> str:
@@ -166,12 +166,12 @@ def _words(line: str, table: PaperTable, parsed: argparse.Namespace) -> list[str
 
     Of an option that occurs twice the later counts: the line's over the caller's.
     """
-    command, *own = shlex.split(line)
+    command, *words = shlex.split(line)
     names = (*_MODEL, "train") if command == "game" else _MODEL
     given = {name: getattr(parsed, name) for name in names}
     about = [f"--{name}={value}" for name, value in given.items() if value is not None]
     less = shlex.split(table.quick.get(command, "")) if parsed.quick else []
-    return [command, *about, *own, *less]
+    return [command, *about, *words, *less]
 
 
 @contextlib.contextmanager
@@ -225,7 +225,9 @@ def _content(
                 "measured": summary.number(float(np.mean(values))),
                 "deviation": None if spread is None else summary.number(spread),
                 "by_seed": [summary.number(value) for value in values],
-                "published": {name: own[cell] for name, own in published.items() if cell in own},
+                "published": {
+                    name: numbers[cell] for name, numbers in published.items() if cell in numbers
+                },
             }
         )
     first = next(iter(results.values()))

@@ -200,12 +200,12 @@ def _with_points(
     if points is None and search is None:
         return attack
     if points is None:
-        own = jax.random.fold_in(jax.random.split(key)[0], _BEFORE)
+        search_key = jax.random.fold_in(jax.random.split(key)[0], _BEFORE)
         if hasattr(search, "stages"):
             radius = None if search.budget == "none" else eps
-            points = driver.search(search, static, x, y, key=own, eps=radius)
+            points = driver.search(search, static, x, y, key=search_key, eps=radius)
         else:
-            points = search(static, x, y, eps=eps, key=own, ball=attack.inner.ball)
+            points = search(static, x, y, eps=eps, key=search_key, ball=attack.inner.ball)
     if isinstance(points, Found):
         near = points.success & (points.cost <= eps)
         points = jnp.where(norms.spread(near, x), points.x_adv, x)
@@ -268,9 +268,9 @@ def _game(
     radius = jnp.asarray(validate.check_number("eps", eps), x.dtype)
     settled = validate.settle(dataclasses.replace(attack, points=None), x.dtype)
     settled = dataclasses.replace(settled, points=attack.points)
-    own, secret = jax.random.split(key)
+    attacker_key, secret = jax.random.split(key)
     return Game(
-        Attacker(settled, defender, radius, own, rules.rejections),
+        Attacker(settled, defender, radius, attacker_key, rules.rejections),
         Referee(defender, settled, radius, secret, rules.draws),
         x.reshape(-1, size, *x.shape[1:]),
         y.reshape(-1, size),

@@ -163,13 +163,13 @@ def transfer(inner: Any, ball: Lp | None = None, **settings: Any) -> SpaceAttack
     >>> brighter.search is not None
     True
     """
-    own = getattr(inner, "ball", None)
+    inner_ball = getattr(inner, "ball", None)
     if isinstance(inner, type) or not (callable(inner) or hasattr(inner, "stages")):
         raise ValueError(f"inner must be an attack or a function that searches, got {inner!r}.")
-    if own is not None and ball is not None:
+    if inner_ball is not None and ball is not None:
         raise ValueError(f"ball is for functions: {inner!r} has its own.")
-    if own is None or getattr(inner, "budget", "") != "sample" or not hasattr(inner, "loss"):
-        settings |= {"search": inner, "inner": PGD(own or ball or Lp(), steps=1)}
+    if inner_ball is None or getattr(inner, "budget", "") != "sample" or not hasattr(inner, "loss"):
+        settings |= {"search": inner, "inner": PGD(inner_ball or ball or Lp(), steps=1)}
         return SpaceAttack(iterations=1, begin="static", **settings)
     return SpaceAttack(inner=inner, iterations=1, begin="static", **settings)
 
