@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import wdjax
 import wdjax.transductive as games
 from wdjax import Lp, Model, attacks, ensembles
 
@@ -71,6 +72,17 @@ def test_bad_points_are_refused(inputs):
             games.transfer(search)
     with pytest.raises(ValueError, match="ball is for functions"):
         games.transfer(attacks.CarliniWagner(), Lp(2))
+
+
+def test_a_search_that_met_nan_is_no_result(inputs):
+    """Its samples would be submitted as they are, and count as robust."""
+    spoilt = Model(lambda w, x: jnp.sqrt(0.0 * (x @ w)) + x @ w, jnp.asarray(WEIGHTS))
+
+    def search(model, x, y, *, eps, key, ball):
+        return wdjax.search(attacks.PGD(ball, steps=1), spoilt, x, y, eps=eps, diagnose=False)
+
+    with pytest.raises(ValueError, match="not finite at 8 samples"):
+        played(inputs, games.transfer(search))
 
 
 def test_a_game_with_other_points_is_another_game(inputs, tmp_path):

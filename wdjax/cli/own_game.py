@@ -79,7 +79,7 @@ def _check_preset(parsed: argparse.Namespace, given: set[str]) -> None:
             raise ValueError(f"--{name} would be ignored: {parsed.preset} has its own.")
     for name in sorted(needs - given):
         raise ValueError(f"{parsed.preset} needs --{name}.")
-    for name in sorted(given - needs - {"weights"}):
+    for name in sorted(given - needs - ({"weights"} if "model" in needs else set())):
         raise ValueError(f"--{name} would be ignored: {parsed.preset} takes none.")
 
 

@@ -115,7 +115,8 @@ def play(
       A :class:`GameReport`.
 
     Raises:
-      ValueError: bad samples, sizes that do not divide, unknown options, several draws of a leaked
+      ValueError: bad samples, sizes that do not divide, unknown options, a search before the game
+        that met outputs or gradients which are not finite, several draws of a leaked
         key, a static model whose outputs on clean inputs are not finite, points outside their ball,
         a checkpoint of another game, a game ended by the callback.
 
@@ -207,6 +208,12 @@ def _with_points(
         else:
             points = search(static, x, y, eps=eps, key=search_key, ball=attack.inner.ball)
     if isinstance(points, Found):
+        faults = int(jnp.sum(points.fault))
+        if faults:
+            raise ValueError(
+                f"the search met outputs or gradients that are not finite at {faults} samples; no "
+                "robustness can be reported of what it left."
+            )
         near = points.success & (points.cost <= eps)
         points = jnp.where(norms.spread(near, x), points.x_adv, x)
     return dataclasses.replace(attack, points=validate.check_like("points", points, x))
