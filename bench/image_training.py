@@ -18,7 +18,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import jax
 import numpy as np
 
-import wdjax
+import wdjax.training
 from wdjax import data, image, models
 from wdjax.cli.image_attack_command import MOVES
 
@@ -40,7 +40,7 @@ def trained(attack, train, epochs):
     how = {"key": jax.random.key(1), "epochs": epochs, "batch_size": 128}
     if attack is not None:
         how |= {"attack": attack, "eps": np.geomspace(0.1, 10, epochs)}
-    return wdjax.train(net, *train, **how).model
+    return wdjax.training.train(net, *train, **how).model
 
 
 def main():

@@ -14,7 +14,7 @@ from wdjax.transductive import fitting
 KEY = jax.random.key(0)
 NET = models.network(models.NormMLP, sizes=(64, 8, 3))
 TOYS = {
-    "rmc": {"neighbours": 8, "epochs": 1, "size": 4},
+    "rmc": {"neighbours": 40, "epochs": 1, "size": 4},
     "dent": {"steps": 1},
     "dann": {"steps": 2, "size": 4},
     "tadv": {"steps": 2, "size": 4},

@@ -286,13 +286,13 @@ def test_radii_may_follow_a_schedule(kind, tmp_path):
     how = {"key": jax.random.key(0), "batch_size": 64, "attack": attack, "epochs": 2}
     radii = [0.5, 0.0]
 
-    def train(eps, **more):
+    def trained(eps, **more):
         seen = []
-        wdjax.train(mlp(64, 16, 10), x, y, eps=eps, **how, callback=seen.append, **more)
+        training.train(mlp(64, 16, 10), x, y, eps=eps, **how, callback=seen.append, **more)
         return seen
 
-    first, last = train(np.array(radii))
-    alone = train(radii[0])
+    first, last = trained(np.array(radii))
+    alone = trained(radii[0])
     same(first.model, alone[0].model)
     assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (last, alone[1]))))
     clean, robust = last.history.accuracy, last.history.robust_accuracy
@@ -300,11 +300,11 @@ def test_radii_may_follow_a_schedule(kind, tmp_path):
     assert robust[1] == pytest.approx(clean[1])
     if kind == "linf":
         kept = {"checkpoint": tmp_path / "kept"}
-        wdjax.train(mlp(64, 16, 10), x, y, eps=radii, **how, **kept, callback=lambda now: True)
-        same(train(radii, **kept)[-1], last)
+        training.train(mlp(64, 16, 10), x, y, eps=radii, **how, **kept, callback=lambda now: True)
+        same(trained(radii, **kept)[-1], last)
         with pytest.raises(ValueError, match=r"another|belongs"):
-            train([0.5, 0.1], **kept)
+            trained([0.5, 0.1], **kept)
         with pytest.raises(ValueError, match=r"one an epoch \[2\], got 3"):
-            train([0.1, 0.2, 0.3])
+            trained([0.1, 0.2, 0.3])
         with pytest.raises(ValueError, match="finite and at least 0"):
-            train([0.1, -1.0])
+            trained([0.1, -1.0])
