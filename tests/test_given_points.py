@@ -81,7 +81,7 @@ def test_a_search_that_met_nan_is_no_result(inputs):
     def search(model, x, y, *, eps, key, ball):
         return wdjax.search(attacks.PGD(ball, steps=1), spoilt, x, y, eps=eps, diagnose=False)
 
-    with pytest.raises(ValueError, match="not finite at 8 samples"):
+    with pytest.raises(ValueError, match=r"not finite at \d samples"):
         played(inputs, games.transfer(search))
 
 

@@ -286,6 +286,9 @@ def test_seeds_rows_and_a_checkpoint(given, capsys):
         patch.setattr(nppr, "fit", None)
         again = tabled(name, *how)
     assert again["cells"] == first["cells"]
+    words = ["table", name, "--model", "tables_net:build", "--data", "x.npz", *how]
+    assert main(words) == 2
+    assert "quick" in capsys.readouterr().err
     words = ["table", "le2025-figure6b", "--model", "tables_net:build", "--data", "x.npz"]
     assert main([*words, "--quick", "--rows", "1.5", "--plot", "kappa.png"]) == 0
     assert Path("kappa.png").read_bytes()[1:4] == b"PNG"

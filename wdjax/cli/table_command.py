@@ -72,6 +72,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         return 0
     table, cells, seeds = _asked(parsed)
     subject.check_places(parsed, parsed.plot)
+    subject.begin(parsed)  # Of a checkpoint: whether it is this table's.
     lines = [*dict.fromkeys(line for cell in cells for line in _lines(cell, seeds))]
     parses = {line: job_file.parse(_words(line, table, parsed)) for line in lines}
     results: dict[str, dict[str, Any]] = {}
@@ -178,7 +179,6 @@ def _words(line: str, table: PaperTable, parsed: argparse.Namespace) -> list[str
 def _folder(parsed: argparse.Namespace) -> Iterator[Path]:
     """The folder of the lines' results: the checkpoint, or one for this run only."""
     if parsed.checkpoint is not None:
-        parsed.checkpoint.mkdir(parents=True, exist_ok=True)
         yield parsed.checkpoint
         return
     with tempfile.TemporaryDirectory() as folder:
