@@ -4,8 +4,9 @@
 
 Three nets: trained on clean images, against Frank-Wolfe, and against projected ascent with a price
 of the plan's total variance (A.5). The radius grows from 0.1 to 10 pixels a unit of mass, on an
-exponential schedule. Of each the accuracy is told, that within radii of k pixels by the union of
-all attacks, and on translated, rotated and blurred images (Table 4). One thread, process times.
+exponential schedule; beyond 2.8 all of a window is in reach. Of each the accuracy is told, that
+within radii of k pixels by the union of all attacks, and on translated, rotated and blurred images
+(Table 4). One thread, process times.
 """
 
 import argparse
