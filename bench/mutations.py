@@ -2,7 +2,7 @@
 
     python bench/mutations.py [NAME ...]
 
-Every row is a wrong sign, a wrong norm, a missing projection or an index that is one off, with tests
+Every row is a wrong sign, a wrong norm, a missing projection or an index that is one off, and tests
 of which one has to fail. A row that survives is a hole in the tests. Each takes up to a minute.
 """
 
@@ -169,16 +169,8 @@ def survives(fault: Fault, folder: Path) -> bool:
     place.write_text(source.replace(fault.line, fault.wrong))
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(HOME / ".jax_cache"))
     environment = os.environ | {"PYTHONPATH": str(folder), "JAX_COMPILATION_CACHE_DIR": cache}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        *fault.tests.split(),
-    ]
+    options = ["-q", "-x", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *fault.tests.split()]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode not in (0, 1):
         raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout}{done.stderr}")
