@@ -68,13 +68,13 @@ FAULTS = {
         "attacks/fab.py",
         "gaps = jnp.concatenate([plane.gap, plane.gap + away])",
         "gaps = jnp.concatenate([plane.gap, plane.gap - away])",
-        "tests/test_fixed_budget.py::test_fab_on_linear_models_is_the_projection",
+        "tests/test_fixed_budget.py::test_fab_moves_onto_the_linearised_boundary_wherever_it_is",
     ),
     "apgd-never-halves": Fault(
         "attacks/apgd.py",
         "back = norms.spread(halve, state.x)",
         "back = norms.spread(halve & ~halve, state.x)",
-        "tests/test_fixed_budget.py::test_apgd_takes_the_steps_of_the_paper",
+        "tests/test_fixed_budget.py::test_apgd_goes_on_from_the_best_point_where_progress_stalls",
     ),
     "square-keeps-the-worse": Fault(
         "attacks/square.py",
