@@ -92,7 +92,7 @@ def _bound(net: Chain, norm: float, method: Method, slopes: Slopes, y: Array) ->
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("warm", "ramp", "clean"),
+    data_fields=("warm", "ramp", "clean", "attack", "mix", "small"),
     meta_fields=("norm", "box", "method"),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,10 +110,11 @@ class LipschitzTraining(Scheduled):
       warm: share of the steps before the radius begins to grow.
       ramp: share of the steps until the radius is ``eps``.
       clean: final weight of the loss on the clean samples.
+      attack, mix, small: as in :class:`wdjax.certify.CertifiedTraining`.
 
     Raises:
-      ValueError: another norm, an empty box, shares that are not ``0 <= warm < ramp <= 1``, or a
-        weight outside of [0, 1].
+      ValueError: another norm, an empty box, shares that are not ``0 <= warm < ramp <= 1``, a
+        weight outside of [0, 1], or an attack that is not bound to ``eps`` in this ball.
 
     Cost: in each step that of :func:`trainable_lipschitz` and its gradient.
 
