@@ -18,7 +18,7 @@ like ``jacobian.interval``, a name in ``METHODS`` of `local`, and a branch of it
 """
 
 from wdjax.lipschitz.cells import Cells, Polyhedron, activation_cells, masks_at, polyhedron
-from wdjax.lipschitz.certified import verify
+from wdjax.lipschitz.certified import global_radius, verify
 from wdjax.lipschitz.chain import Chain, as_chain, relu_chain
 from wdjax.lipschitz.exact import (
     Steepest,
@@ -54,6 +54,7 @@ __all__ = [
     "direction_bound",
     "directions",
     "global_lipschitz",
+    "global_radius",
     "jacobian_norm",
     "local_lipschitz",
     "local_transformer_constant",
