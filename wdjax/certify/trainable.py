@@ -26,7 +26,7 @@ from wdjax.bounds.domain import Array
 from wdjax.bounds.region import Region
 from wdjax.certify import ranges
 from wdjax.certify.ranges import EntryRange
-from wdjax.checks import independence, validate
+from wdjax.checks import arguments, independence, validate
 from wdjax.core import Classifier
 from wdjax.precision import highest
 
@@ -239,6 +239,7 @@ def interval_start(model: Classifier, *, key: Array) -> Classifier:
     >>> round(float(400 * size / 2), 1)  # What layer and ReLU multiply a mean width by.
     1.0
     """
+    arguments.check(model=model, key=key)
     leaves, structure = jax.tree_util.tree_flatten_with_path(model)
     layers = {path[:-1] for path, _ in leaves if _called(path, "kernel")}
     if not layers:
