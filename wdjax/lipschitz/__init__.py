@@ -7,7 +7,8 @@ bounds the activations' derivatives on the ball (called slopes here); from these
 (intervals, zonotopes), `lipsdp` (quadratic constraints) and `branching` (branch and bound over the
 masks of active neurons) bound the Jacobian; `local` has the public functions. `margin` bounds the
 constants of any program over a box, `transformer` those of Transformers from weights. `certified`
-turns constants into certified radii, those of balls and those of all of space; `training_bounds` has differentiable bounds.
+turns constants, of balls or of all of space, into certified radii; `training_bounds` has
+differentiable bounds.
 
 Exact values for small ReLU nets: `cells` enumerates the polyhedra on which the net is affine;
 `exact` computes the constants of the paper's Theorem 3.1 from them, and `worst_case` the worst
