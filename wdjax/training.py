@@ -210,8 +210,8 @@ def default_optimizer(steps: int) -> optax.GradientTransformation:
 def gradients(model: Callable[[Array], Array], x: Array) -> PyTree:
     """The gradients that a training step repeats, for :func:`wdjax.program.loops_well`."""
 
-    def total(own: PyTree, x: Array) -> Array:
-        return jnp.sum(models.training_pass(models.join(own, model), x)[0])
+    def total(params: PyTree, x: Array) -> Array:
+        return jnp.sum(models.training_pass(models.join(params, model), x)[0])
 
     return jax.grad(total, argnums=(0, 1))(models.parameters(model), x)
 
@@ -370,9 +370,9 @@ def _proved(
     def expected(model: PyTree) -> tuple[Array, PyTree, Array]:
         logits, model = models.training_pass(model, x)
         low = certificate.margins(model, center, y, certificate.small * eps, done)
-        own = jnp.arange(low.shape[1]) == y[:, None]
-        robust = recipe.loss(jnp.where(own, 0.0, -low), y)
-        held = jnp.all(own | (low > 0), axis=1)
+        is_label = jnp.arange(low.shape[1]) == y[:, None]
+        robust = recipe.loss(jnp.where(is_label, 0.0, -low), y)
+        held = jnp.all(is_label | (low > 0), axis=1)
         if certificate.attack is not None:
             moved, model = models.training_pass(model, x_adv)
             robust = certificate.mix * robust + (1 - certificate.mix) * recipe.loss(moved, y)

@@ -247,10 +247,10 @@ def interval_start(model: Classifier, *, key: Array) -> Classifier:
             "the model has no leaf called kernel to draw anew; build it by wdjax.models.functional."
         )
     drawn = []
-    for (path, leaf), own in zip(leaves, jax.random.split(key, len(leaves))):
+    for (path, leaf), draw in zip(leaves, jax.random.split(key, len(leaves))):
         if path[:-1] in layers and _called(path, "kernel"):
             fan = leaf.size // leaf.shape[-1]
-            leaf = jax.random.normal(own, leaf.shape, leaf.dtype) * math.sqrt(2 * math.pi) / fan
+            leaf = jax.random.normal(draw, leaf.shape, leaf.dtype) * math.sqrt(2 * math.pi) / fan
         elif path[:-1] in layers and _called(path, "bias"):
             leaf = jnp.zeros_like(leaf)
         drawn.append(leaf)
