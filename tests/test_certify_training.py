@@ -94,6 +94,8 @@ WAYS = {
     "CROWN-IBP": {"backward": True},
     "SABR": {"attack": True, "small": 0.3},
     "MTL-IBP": {"attack": True, "mix": 0.2},
+    "CC-IBP": {"attack": True, "mix": 0.2, "blend": "logits"},
+    "Exp-IBP": {"attack": True, "mix": 0.2, "blend": "powers"},
     "both": {"attack": True, "mix": 0.6, "small": 0.5},
     "adversarial": {"attack": True, "mix": 0.0},
 }
@@ -109,7 +111,7 @@ def test_all_methods_are_one_on_linear_models(norm):
     margin = np.where(y, 1, -1) * (x @ (w[:, 1] - w[:, 0])) - 0.3 * size
     model = Model(lambda w, x: x @ w, jnp.asarray(w, jnp.float32))
     for name, way in WAYS.items():
-        if norm == 2 and "attack" not in way:
+        if norm == 2 and name not in ("SABR", "both"):
             continue
         way = way | ({"attack": PGD[norm]} if "attack" in way else {})
         proof = certify.CertifiedTraining(norm=norm, box=None, warm=0.0, ramp=1e-6, **way)
@@ -133,7 +135,7 @@ def test_a_smaller_ball_lies_within_the_whole_one():
     jax.tree_util.register_dataclass(
         Spy,
         ["warm", "ramp", "clean", "attack", "mix", "small"],
-        ["norm", "box", "backward", "regularise"],
+        ["norm", "box", "blend", "backward", "regularise"],
     )
     net, x = models.mlp((4, 8, 3), key=jax.random.key(0)), jnp.full((6, 4), 0.05)
     pgd = attacks.PGD(steps=3, iterate="last")
@@ -211,7 +213,7 @@ def test_the_regularisers_are_those_of_shi_et_al():
     rng = np.random.default_rng(2)
     w = rng.normal(size=(5, 40)).astype(np.float32) * 2
     v, x = rng.normal(size=(40, 2)).astype(np.float32), rng.uniform(size=(3, 5)).astype(np.float32)
-    model = Model(lambda w, x: jax.nn.relu(x @ w[0]) @ w[1], [w, v])
+    model = Model(lambda w, x: jnp.maximum(0.0, x @ w[0]) @ w[1], [w, v])
     proof = certify.CertifiedTraining(box=None, warm=0.0, ramp=1.0, regularise=0.7)
     found = jax.jit(proof.penalty)(model, x, 0.1, 0.4)
     center, half = x @ w, 0.04 * np.sum(np.abs(w), axis=0) * np.ones((3, 1))
@@ -239,6 +241,7 @@ def test_the_regularisers_are_those_of_shi_et_al():
         ({"attack": attacks.PGD(Lp(2))}, "stay within eps in the ball"),
         ({"attack": attacks.FMN()}, "stay within eps in the ball"),
         ({"regularise": -1.0}, "regularise"),
+        ({"blend": "both"}, "blend"),
     ],
 )
 def test_bad_schedules_are_refused(wrong, said):

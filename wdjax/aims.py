@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,10 +21,16 @@ class AttackAim(NamedTuple):
     kappa: Array | None
 
 
+Blend = Literal["losses", "logits", "powers"]
+"""How the bounds' loss and the attack's become one: by the mean of both (MTL-IBP), by the loss of
+the mean logits (CC-IBP), or by the product of powers of both (Exp-IBP)."""
+
+
 class TrainableCertificate(Protocol):
     """Bounds to train through, such as :class:`wdjax.certify.CertifiedTraining`; a pytree."""
 
     attack: Attack | None
+    blend: Blend
     mix: float | Array
     small: float | Array
 
@@ -126,6 +132,7 @@ class Scheduled:
     ramp: float | Array = 0.6
     clean: float | Array = 0.0
     attack: Attack | None = None
+    blend: Blend = "losses"
     mix: float | Array = 1.0
     small: float | Array = 1.0
 
@@ -133,6 +140,7 @@ class Scheduled:
         """Checks norm, box and schedule; numbers that are traced or placeholders are left alone."""
         object.__setattr__(self, "norm", norms.check_norm(self.norm))
         object.__setattr__(self, "box", validate.check_box(self.box))
+        validate.check_choice("blend", self.blend, get_args(Blend))
         numbers = self.warm, self.ramp, self.clean, self.mix, self.small
         if not all(isinstance(number, int | float) for number in numbers):
             return  # Traced, or a placeholder of JAX's pytree functions.

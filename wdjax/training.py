@@ -371,11 +371,12 @@ def _proved(
         logits, model = models.training_pass(model, x)
         low = certificate.margins(model, center, y, certificate.small * eps, done)
         is_label = jnp.arange(low.shape[1]) == y[:, None]
-        robust = recipe.loss(jnp.where(is_label, 0.0, -low), y)
+        worst = jnp.where(is_label, 0.0, -low)
+        robust = recipe.loss(worst, y)
         held = jnp.all(is_label | (low > 0), axis=1)
         if certificate.attack is not None:
             moved, model = models.training_pass(model, x_adv)
-            robust = certificate.mix * robust + (1 - certificate.mix) * recipe.loss(moved, y)
+            robust = _blended(certificate, recipe.loss, worst, moved, y)
             held = losses.decision_margin(moved, y) <= 0
         value = jnp.mean((1 - weight) * recipe.loss(logits, y) + weight * robust)
         value += certificate.penalty(model, x, eps, done)
@@ -383,6 +384,27 @@ def _proved(
         return value, model, jnp.stack([value, jnp.mean(right), jnp.mean(held)])
 
     return _descend(recipe, expected, trained)
+
+
+def _blended(
+    certificate: TrainableCertificate,
+    loss: Callable[[Array, Array], Array],
+    worst: Array,
+    moved: Array,
+    y: Array,
+) -> Array:
+    """``[n]``: the loss between that of the bounds' logits ``worst`` and that of the attack's,
+    ``moved``, both ``[n, K]``; those of the bounds are relative to the label's."""
+    mix = certificate.mix
+    if certificate.blend == "logits":
+        apart = moved - jnp.take_along_axis(moved, y[:, None], axis=1)
+        return loss(mix * worst + (1 - mix) * apart, y)
+    bounded, attacked = loss(worst, y), loss(moved, y)
+    if certificate.blend == "losses":
+        return mix * bounded + (1 - mix) * attacked
+    least = jnp.finfo(bounded.dtype).tiny
+    logs = (jnp.log(jnp.maximum(value, least)) for value in (bounded, attacked))
+    return jnp.exp(mix * next(logs) + (1 - mix) * next(logs))
 
 
 def _descend(

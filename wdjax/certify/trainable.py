@@ -34,7 +34,7 @@ from wdjax.precision import highest
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("warm", "ramp", "clean", "attack", "mix", "small"),
-    meta_fields=("norm", "box", "backward", "regularise"),
+    meta_fields=("norm", "box", "blend", "backward", "regularise"),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CertifiedTraining(Scheduled):
@@ -49,7 +49,8 @@ class CertifiedTraining(Scheduled):
     * IBP [gowal2018]: the defaults;
     * CROWN-IBP [zhang2020]: ``backward=True``;
     * SABR [mueller2023]: ``attack=attacks.PGD(...)``, ``small`` from 0.1 to 0.8;
-    * MTL-IBP [depalma2024]: ``attack=attacks.PGD(...)``, ``mix`` from 0.01 to 0.8.
+    * MTL-IBP [depalma2024]: ``attack=attacks.PGD(...)``, ``mix`` from 0.01 to 0.8; CC-IBP and
+      Exp-IBP are the same with ``blend="logits"`` and ``blend="powers"``.
 
     Args:
       norm: r of the ball, one of 1, 2 and inf.
@@ -60,6 +61,8 @@ class CertifiedTraining(Scheduled):
       ramp: share of the steps until the radius is ``eps``.
       clean: final weight of the loss on the clean samples.
       attack: of this ball, such as ``attacks.PGD(Lp(norm), steps=8)``, or None.
+      blend: what is mixed: the ``"losses"``; the ``"logits"``, of which the loss is taken; or the
+        logarithms of the losses (``"powers"``), which must be positive.
       mix: weight of the bounds in the robust loss.
       small: share of the radius that the bounded ball has. Bounds of a smaller ball prove nothing
         about the whole one; verify the trained net.
@@ -68,9 +71,9 @@ class CertifiedTraining(Scheduled):
         neurons from differing. Begin with :func:`interval_start`, too.
 
     Raises:
-      ValueError: another norm, an empty box, shares that are not ``0 <= warm < ramp <= 1``, a
-        weight outside of [0, 1], an attack that is not bound to ``eps`` in this ball, ``mix`` or
-        ``small`` without an attack, or a negative ``regularise``.
+      ValueError: another norm or blend, an empty box, shares that are not ``0 <= warm < ramp <=
+        1``, a weight outside of [0, 1], an attack that is not bound to ``eps`` in this ball, ``mix``
+        or ``small`` without an attack, or a negative ``regularise``.
 
     Cost: about 2 forward passes for intervals, and with backward bounds 2 more passes a class; an
       attack's passes, and 1 more.
@@ -187,11 +190,11 @@ def _unsteadiness(model: Classifier, ball: Region) -> Array:
     state = margins.prepare(model, ball, "interval")
     width = jnp.mean(ball.upper - ball.lower)
     total, count = jnp.zeros((), width.dtype), 0
-    for node in state.network.graph.nodes:
-        place = node.inputs[0]
-        if node.name != "max" or node.outputs[0] not in state.lines:
+    for place, lines in state.lines.items():
+        if lines.free is None:  # Only max(z, 0) has free slopes.
             continue
-        lower, upper = state.values[place].lower, state.values[place].upper
+        operand = state.network.others[place].inputs[lines.views[0].operand]
+        lower, upper = state.values[operand][:2]
         center = 0.5 * lower + 0.5 * upper
         apart = (center - jnp.mean(center)) ** 2
         on, off = lower > 0, upper < 0

@@ -94,7 +94,7 @@ def _bound(net: Chain, norm: float, method: Method, slopes: Slopes, y: Array) ->
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("warm", "ramp", "clean", "attack", "mix", "small"),
-    meta_fields=("norm", "box", "method", "constant"),
+    meta_fields=("norm", "box", "blend", "method", "constant"),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LipschitzTraining(Scheduled):
@@ -108,19 +108,21 @@ class LipschitzTraining(Scheduled):
       norm: r of the ball, one of 1, 2 and inf.
       box: ``(low, high)``, or None for no box.
       method: as in :func:`trainable_lipschitz`.
-      constant: of all margins, if it is known, instead of local ones: ``sqrt(2)`` in l2 for a
-        1-Lipschitz net such as :func:`wdjax.models.lipschitz_net`.
+      constant: of all margins, if one is known, instead of local ones: ``sqrt(2)`` in l2 for a
+        1-Lipschitz net such as :func:`wdjax.models.lipschitz_net`. It is trusted here, and proved
+        by :func:`global_radius`.
       warm: share of the steps before the radius begins to grow.
       ramp: share of the steps until the radius is ``eps``.
       clean: final weight of the loss on the clean samples.
-      attack, mix, small: as in :class:`wdjax.certify.CertifiedTraining`.
+      attack, blend, mix, small: as in :class:`wdjax.certify.CertifiedTraining`.
 
     Raises:
       ValueError: another norm, an empty box, shares that are not ``0 <= warm < ramp <= 1``, a
         weight outside of [0, 1], an attack that is not bound to ``eps`` in this ball, or a
         constant below 0.
 
-    Cost: in each step that of :func:`trainable_lipschitz` and its gradient.
+    Cost: in each step that of :func:`trainable_lipschitz` and its gradient; with a ``constant`` a
+      forward pass.
 
     Source: Tsuzuku et al. [tsuzuku2018], with local constants.
 

@@ -19,6 +19,9 @@ from wdjax.models.conv import conv
 from wdjax.models.functional import functional
 from wdjax.models.layers import Conv, Linear, Net, parameter
 
+_LEAST = 1e-12
+"""Squared size of a channel's kernel below which it is not enlarged, for finite gradients."""
+
 
 def contracted(kernel):
     """A kernel of spectral norm at most 1, for a convolution of stride 1 with zeros around images.
@@ -32,7 +35,7 @@ def contracted(kernel):
     few = kernel.swapaxes(2, 3) if kernel.shape[2] > kernel.shape[3] else kernel
     gram = conv(jnp.moveaxis(few, 2, 0), few.swapaxes(2, 3), 1, len(kernel) - 1)
     size = jnp.sum(jnp.abs(gram), axis=(1, 2, 3))
-    few = few * lax.rsqrt(jnp.maximum(size, jnp.finfo(size.dtype).tiny))[:, None]
+    few = few * lax.rsqrt(jnp.maximum(size, _LEAST))[:, None]
     return few.swapaxes(2, 3) if kernel.shape[2] > kernel.shape[3] else few
 
 
