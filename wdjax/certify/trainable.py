@@ -72,8 +72,8 @@ class CertifiedTraining(Scheduled):
 
     Raises:
       ValueError: another norm or blend, an empty box, shares that are not ``0 <= warm < ramp <=
-        1``, a weight outside of [0, 1], an attack that is not bound to ``eps`` in this ball, ``mix``
-        or ``small`` without an attack, or a negative ``regularise``.
+        1``, a weight outside of [0, 1], an attack that is not bound to ``eps`` in this ball,
+        ``mix`` or ``small`` without an attack, or a negative ``regularise``.
 
     Cost: about 2 forward passes for intervals, and with backward bounds 2 more passes a class; an
       attack's passes, and 1 more.
