@@ -1,0 +1,338 @@
+r"""Checks proofs of verdicts on ONNX nets, sharing no code with the bounds that found them.
+
+The claim is about the function of real numbers that the file's weights define. "unsat": no point of
+the property's boxes has a forbidden output. "sat": the proof's point has one. A proof is a tree of
+splits with numbers, of which *any* choice gives a valid bound; the bounds are computed here, in
+float64 with every rounding charged. docs/proofs.md has the format and the mathematics.
+"""
+
+import hashlib
+import itertools
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wdjax.files import vnnlib_file
+from wdjax.proofs.real_net import UNIT, RealNet
+
+FORMAT = 1
+AT_ONCE, _ENTRIES = 64, 1 << 23
+"""Leaves, and coefficients, that are handled at once."""
+_TINY, _HUGE = 1e-200, 1e100
+"""More than what underflow may cost where all values are at most ``_HUGE``."""
+Ends = tuple[Any, Any]
+Path_ = tuple[tuple[int, float, int], ...]
+"""A leaf: ``(place, value, side)`` of each split, an input or ``inputs +`` a neuron, and which
+half, -1 the lower one. An input is split at ``value``, a neuron at 0."""
+
+
+class RefusedProofError(ValueError):
+    """Why a proof is not accepted."""
+
+
+def _need(fact: Any, why: str) -> None:
+    if not fact:
+        raise RefusedProofError(why)
+
+
+def _gamma(terms: int) -> float:
+    """Bounds the relative rounding of a sum of so many products, added in any order."""
+    return 1.01 * (terms + 4) * UNIT
+
+
+@dataclass
+class LeafEnds:
+    """Ends ``[L, n]`` of every value over ``L`` leaves, and what an affine value is charged."""
+
+    ends: dict[str, Ends]
+    signs: list[Any]
+    charge: dict[str, Any] = field(default_factory=dict)
+    empty: Any = False
+
+    def most(self, name: str) -> Any:
+        return np.maximum(*map(np.abs, self.ends[name]))
+
+    def cut(self, name: str, turn: int, low: Any, high: Any) -> None:
+        """Takes ends cut by the signs; where none are left the leaf is empty, and all is true."""
+        low = np.where(self.signs[turn] > 0, np.maximum(low, 0.0), low)
+        high = np.where(self.signs[turn] < 0, np.minimum(high, 0.0), high)
+        self.empty = self.empty | np.any(low > high, axis=1)
+        self.ends[name] = low, np.maximum(low, high)
+
+
+def _forward(net: RealNet, box: Ends, signs: Any, known: Any, inner: Any) -> LeafEnds:
+    """Ends of all values over the points of ``box``, ``[L, N]``, where the operands of rectifiers
+    have ``signs``, ``[L, neurons]``.
+
+    ``known`` are ends ``[1, n]`` of each rectifier's operand that hold anyway. With ``inner``
+    unstable operands are bounded by linear functions of the input too: it has, for each rectifier,
+    the row ``[n]`` of each neuron in a table ``[M, 2, neurons]`` of slopes for its two ends.
+    """
+    found = LeafEnds({net.source: box}, net.split(signs))
+    for op in net.operations:
+        (low, high), size = found.ends[op.ins[0]], found.most(op.ins[0])
+        if op.kind == "affine":
+            mid, absolute = 0.5 * low + 0.5 * high, op.map.absolute()
+            far = np.maximum(high - mid, mid - low) * (1 + 4 * UNIT)
+            rate, reach = 2 * _gamma(op.map.terms), absolute.forward(size)
+            loss = (rate + op.spread) * reach + rate * np.abs(op.bias) + op.loose
+            far = (absolute.forward(far) + loss) * (1 + 1e-9) + _TINY
+            value, found.charge[op.out] = op.map.forward(mid) + op.bias, loss
+            low, high = np.nextafter(value - far, -np.inf), np.nextafter(value + far, np.inf)
+        elif op.kind == "sum":
+            down, up = found.ends[op.ins[1]]
+            down, up = (down, up) if op.sign > 0 else (-up, -down)
+            low, high = np.nextafter(low + down, -np.inf), np.nextafter(high + up, np.inf)
+        else:
+            if known:
+                low, high = np.maximum(low, known[op.turn][0]), np.minimum(high, known[op.turn][1])
+            found.cut(op.ins[0], op.turn, low, high)
+            if inner is not None:
+                found.cut(op.ins[0], op.turn, *_refined(net, found, op.ins[0], *inner[op.turn]))
+            low, high = (np.maximum(end, 0.0) for end in found.ends[op.ins[0]])
+        _need(np.all(np.maximum(-low, high) < _HUGE), f"{op.out} may be beyond {_HUGE}")
+        found.ends[op.out] = low, high
+    return found
+
+
+def _refined(net: RealNet, found: LeafEnds, name: str, row: Any, table: Any) -> Ends:
+    """The ends of the value ``name``, unstable entries bounded by linear functions of the input."""
+    low, high = (end.copy() for end in found.ends[name])
+    open_ = np.flatnonzero(np.any((low < 0) & (high > 0), axis=0))
+    each = max(1, _ENTRIES // (len(low) * max(map(net.size, net.shapes))))
+    for some in (open_[i : i + each] for i in range(0, len(open_), each)):
+        hot = np.zeros((1, len(some), low.shape[1]))
+        hot[0, np.arange(len(some)), some] = 1.0
+        down, up = (
+            _lower(net, found, name, sign * hot, table[None, row[some], side])
+            for side, sign in enumerate((1.0, -1.0))
+        )
+        low[:, some], high[:, some] = np.maximum(low[:, some], down), np.minimum(high[:, some], -up)
+    return low, high
+
+
+def _lower(
+    net: RealNet,
+    found: LeafEnds,
+    name: str,
+    a: Any,
+    slopes: Any,
+    betas: Any = None,
+    begin: Ends = (0.0, 0.0),
+) -> Any:
+    """Lower bounds ``[L, R]`` of ``a . value + begin[0]``, for ``a`` ``[L or 1, R, n]``.
+
+    ``slopes``, ``[L or 1, R or 1, neurons]``: lower slopes of rectifiers in [0, 1]; below 0 for the
+    usual one. ``betas``, ``[L, neurons]``: multipliers of the signs, at least 0. A coefficient that
+    was rounded by ``d`` is charged with ``d`` times the largest size of what it multiplies.
+    ``begin``: a constant, and what is charged for it.
+    """
+    a = np.broadcast_to(a, (len(found.ends[name][0]), *a.shape[1:]))
+    send, (total, charge) = {name: a}, (part + np.zeros(a.shape[:2]) for part in begin)
+
+    def dot(a: Any, b: Any) -> Any:
+        return (a @ np.broadcast_to(b, (len(a), b.shape[-1]))[:, :, None])[:, :, 0]
+
+    def plus(a: Any, b: Any) -> None:
+        nonlocal total, charge
+        size = dot(np.abs(a), np.abs(b))
+        charge = charge + _gamma(b.shape[-1]) * size + 2 * UNIT * (np.abs(total) + size)
+        total = total + dot(a, b)
+
+    def sent(name: str, a: Any) -> None:
+        nonlocal charge
+        if name in send:
+            a = a + send[name]
+            charge = charge + 2 * UNIT * dot(np.abs(a), found.most(name))
+        send[name] = a
+
+    for op in reversed(net.operations):
+        if op.out not in send:
+            continue
+        own = send.pop(op.out)
+        if op.kind == "affine":
+            charge = charge + dot(np.abs(own), found.charge[op.out])
+            plus(own, op.bias)
+            sent(op.ins[0], op.map.back(own))
+        elif op.kind == "sum":
+            sent(op.ins[0], own)
+            sent(op.ins[1], op.sign * own)
+        else:
+            low, high = found.ends[op.ins[0]]
+            slope, open_ = net.split(slopes)[op.turn], (low < 0) & (high > 0)
+            slope = np.where(slope >= 0, slope, (high > -low)[:, None])
+            slope = np.where(open_[:, None], slope, (low >= 0)[:, None])
+            steep = np.where(open_, high / np.where(open_, high - low, 1.0), low >= 0)
+            # The rectifier is convex, so a line is above it that is above it at both ends.
+            over = np.maximum(-steep * low, high - steep * high) + 8 * UNIT * (high - low)
+            negative, size = np.minimum(own, 0.0), np.abs(own)
+            plus(negative, np.where(open_, over, 0.0))
+            back = np.maximum(own, 0.0) * slope + negative * steep[:, None]
+            if betas is not None:
+                multiplied = (net.split(betas)[op.turn] * found.signs[op.turn])[:, None]
+                back, size = back - multiplied, size + np.abs(multiplied)
+            charge = charge + 4 * UNIT * dot(size, found.most(op.ins[0]))
+            sent(op.ins[0], back)
+    if net.source in send:
+        low, high = found.ends[net.source]
+        plus(np.maximum(send[net.source], 0.0), low)
+        plus(np.minimum(send[net.source], 0.0), high)
+    value = np.nextafter(total - (charge * (1 + 1e-6) + _TINY), -np.inf)
+    return np.where(np.isfinite(charge) & np.isfinite(value), value, -np.inf)
+
+
+class ProofCase:
+    """One box of inputs and what is forbidden there: all rows ``a y - b`` of a member at most 0."""
+
+    def __init__(self, net: RealNet, lower: Any, upper: Any, members: Sequence[Any]) -> None:
+        _need(len(lower) == net.inputs, "the property has another number of inputs than the net")
+        # The reader takes the floats nearest to decimals.
+        self.net, self.box = net, (np.nextafter(lower, -np.inf), np.nextafter(upper, np.inf))
+        self.a, self.b = (np.concatenate([np.asarray(m[i]) for m in members]) for i in (0, 1))
+        _need(self.a.shape[1] == net.size(net.output), "the property has other outputs")
+        each = np.repeat(np.arange(len(members)), [len(b) for _, b in members])
+        self.member = each == np.arange(len(members))[:, None]
+        self.usual = np.full((1, 2, net.neurons), -1.0)
+        self.known: list[Ends] = []
+
+    def begin(self, neurons: Any, slopes: Any) -> None:
+        """Bounds operands over the whole box, for all leaves; those of ``neurons``, ``[M]``, by
+        ``slopes``, ``[M, 2, neurons]``."""
+        row = np.full(self.net.neurons, len(slopes))
+        row[neurons] = np.arange(len(slopes))
+        table, signs = np.concatenate([slopes, self.usual]), np.zeros((1, self.net.neurons))
+        inner = [(own, table) for own in self.net.split(row)]
+        low, high = self.box
+        found = _forward(self.net, (low[None], high[None]), signs, (), inner)
+        self.known = [found.ends[op.ins[0]] for op in self.net.rectifiers]
+
+    def least(self, leaves: Sequence[Path_], weights: Any, slopes: Any, betas: Any) -> Any:
+        """``[L, M]`` lower bounds over leaves of each member's ``weights . (a y - b)``.
+
+        ``weights``: ``[L, R]``. ``slopes``: ``[L, neurons]``. ``betas``: one for each split of a
+        neuron, leaf by leaf.
+        """
+        net, count, halved, given = self.net, len(leaves), False, iter(betas)
+        low, high = (np.repeat(end[None], count, axis=0) for end in self.box)
+        signs, multipliers = np.zeros((2, count, net.neurons))
+        for leaf, path in enumerate(leaves):
+            for place, value, side in path:
+                if place >= net.inputs:
+                    signs[leaf, place - net.inputs] = side
+                    multipliers[leaf, place - net.inputs] = next(given)
+                    continue
+                halved = True
+                if side > 0:
+                    low[leaf, place] = max(low[leaf, place], value)
+                else:
+                    high[leaf, place] = min(high[leaf, place], value)
+        usual = [(np.zeros(n, int), self.usual) for n in np.diff(net.starts)]
+        box = low, np.maximum(low, high)
+        found = _forward(net, box, signs, self.known, usual if halved else None)
+        own = self.member * weights[:, None]
+        size = ((own @ np.abs(self.a)) @ found.most(net.output)[:, :, None])[..., 0]
+        charge = 2 * _gamma(own.shape[2]) * (size + own @ np.abs(self.b))
+        begin = -(own @ self.b), charge
+        value = _lower(net, found, net.output, own @ self.a, slopes[:, None], multipliers, begin)
+        return np.where((found.empty | np.any(low > high, axis=1))[:, None], 1.0, value)
+
+    def violated(self, point: Any) -> bool:
+        """Whether the output is forbidden at a point ``[N]``, once it is moved into the box."""
+        # The box's ends are between the floats around the ones that were read.
+        low, high = (np.nextafter(end, way) for end, way in zip(self.box, (np.inf, -np.inf)))
+        down = np.maximum(np.minimum(point, np.nextafter(high, -np.inf)), self.box[0])
+        up = np.maximum(np.minimum(point, self.box[1]), np.nextafter(low, np.inf))
+        net, signs = self.net, np.zeros((1, self.net.neurons))
+        found = _forward(net, (down[None], up[None]), signs, (), None)
+        size = np.abs(self.a) @ found.most(net.output)[0] + np.abs(self.b)
+        begin = self.b, 2 * _gamma(1) * size
+        least = _lower(
+            net, found, net.output, -self.a[None], self.usual[:, 0][:, None], begin=begin
+        )
+        return bool(np.any(np.all((least[0] >= 0) | ~self.member, axis=1)))
+
+
+def parts(split: Any, at: Any) -> Iterator[Path_]:
+    """The leaves of a tree whose nodes come each before its lower and then its upper half."""
+    todo: list[Path_] = [()]
+    for place, value in zip(split.tolist(), at.tolist()):
+        _need(todo, "a tree has more nodes than parts")
+        path = todo.pop()
+        if place < 0:
+            yield path
+        else:
+            todo += [(*path, (place, value, 1)), (*path, (place, value, -1))]
+    _need(not todo, "a tree ends before all parts of the box are proved")
+
+
+def check(proof: Any, model: Any, vnnlib: Any) -> dict[str, Any]:
+    """Checks a proof of a net, ``.onnx``, and a property, ``.vnnlib``, and says what is proved.
+
+    Raises:
+      RefusedProofError: the proof does not show it.
+      OSError: a file cannot be read.
+    """
+    try:
+        with np.load(proof, allow_pickle=False) as file:
+            data = {name: file[name] for name in file.files}
+        _need(int(data["format"]) == FORMAT, f"the format is not {FORMAT}")
+        for name, path in (("model", model), ("property", vnnlib)):
+            own = hashlib.sha256(Path(path).read_bytes()).digest()
+            _need(data[name].tobytes() == own, f"it is about another {name}")
+        net = RealNet(model)
+        cases = [ProofCase(net, *case) for case in vnnlib_file.read(vnnlib)]
+        if "point" not in data:
+            return {"result": "unsat", "leaves": _holds(net, cases, data)}
+        point = np.asarray(data["point"], np.float64)
+        _need(point.shape == (net.inputs,) and np.all(np.isfinite(point)), "the point is none")
+        _need(cases[int(data["case"])].violated(point), "the point is not shown to be forbidden")
+        return {"result": "sat", "leaves": 0}
+    except (ArithmeticError, LookupError, TypeError, ValueError, EOFError) as error:
+        raise RefusedProofError(str(error) or type(error).__name__) from None
+    except (zipfile.BadZipFile, zlib.error) as error:
+        raise RefusedProofError(f"the file is damaged: {error}") from None
+
+
+def _holds(net: RealNet, cases: list[ProofCase], data: dict[str, Any]) -> int:
+    """Checks that trees prove all members of all cases; the number of leaves."""
+    for name, most in (("weights", np.inf), ("betas", np.inf), ("slopes", 1), ("inner_slopes", 1)):
+        own = data[name] = np.asarray(data[name], np.float64)
+        usual = (own == -1) & (most == 1)  # The slope that is taken where none is given.
+        _need(np.all(usual | (own >= 0) & (own <= most) & (own < np.inf)), f"{name} out of range")
+    trees, inner, split, at = data["trees"], data["inner"], data["split"], data["at"]
+    sizes, columns = trees[:, 2], data["neurons"]
+    for own, end in ((columns, net.neurons), (inner[:, 1], net.neurons), (trees[:, 0], len(cases))):
+        _need(np.all((own >= 0) & (own < end)), "a number of a neuron or a case is none")
+    _need(np.all(np.isfinite(at)) and np.all(split < net.inputs + net.neurons), "no such split")
+    _need(np.all(sizes > 0) and len(split) == len(at) == np.sum(sizes), "nodes without a tree")
+
+    def spread(slopes: Any) -> Any:
+        full = np.full((*slopes.shape[:-1], net.neurons), -1.0)
+        full[..., columns] = slopes
+        return full
+
+    for place, case in enumerate(cases):
+        own = inner[:, 0] == place
+        case.begin(inner[own, 1], spread(data["inner_slopes"][own]))
+    open_ = [set(range(len(case.member))) for case in cases]
+    leaf = used = 0
+    for (place, member, size), end in zip(trees, np.cumsum(sizes)):
+        case, nodes = cases[place], slice(end - size, end)
+        members = list(range(len(case.member))) if member < 0 else [int(member)]
+        leaves = parts(split[nodes], at[nodes])
+        while some := list(itertools.islice(leaves, AT_ONCE)):
+            count = sum(place >= net.inputs for path in some for place, _, _ in path)
+            rows, betas = slice(leaf, leaf + len(some)), data["betas"][used : used + count]
+            weights = data["weights"][rows, : len(case.b)]
+            low = case.least(some, weights, spread(data["slopes"][rows]), betas)
+            _need(np.all(low[:, members] > 0), f"a bound of leaves {leaf} and following is not")
+            leaf, used = leaf + len(some), used + count
+        open_[place] -= set(members)
+    _need(leaf == len(data["weights"]) and used == len(data["betas"]), "numbers without a leaf")
+    _need(not any(open_), "not all that is forbidden is shown to be impossible")
+    return leaf

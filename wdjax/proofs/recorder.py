@@ -1,0 +1,162 @@
+"""Writes down proofs while a search finds them: a part of a box is closed only if `checker` agrees.
+
+So whatever the search's own bounds are, what is saved is accepted. Where the checker does not agree
+the search goes on, and splits the part.
+"""
+
+import hashlib
+import io
+import itertools
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from wdjax.files import atomic, vnnlib_file
+from wdjax.proofs.checker import AT_ONCE, FORMAT, Path_, ProofCase
+from wdjax.proofs.real_net import RealNet
+
+
+class LeafNumbers(NamedTuple):
+    """The numbers of ``L`` leaves, of which any give a valid bound."""
+
+    weights: Any
+    """``[L, R]``: at least 0, of the rows of the case."""
+    slopes: Any
+    """``[L, neurons]`` lower slopes of rectifiers; below 0 for the usual ones."""
+    betas: Any
+    """``[L, neurons]`` multipliers of the neurons that are split."""
+
+
+class _Node:
+    """A part of a box: a leaf with its numbers, or split at ``place`` into two nodes."""
+
+    def __init__(self, path: Path_) -> None:
+        self.path, self.halves = path, list["_Node"]()
+        self.numbers: tuple[Any, Any, Any] | None = None
+
+    def split(self, place: int, value: float) -> list["_Node"]:
+        """The lower and the upper half."""
+        self.halves = [_Node((*self.path, (place, value, side))) for side in (-1, 1)]
+        return self.halves
+
+
+class CaseRecord:
+    """The trees that prove one case of a property."""
+
+    def __init__(self, case: ProofCase) -> None:
+        self.case, self.inputs = case, case.net.inputs
+        self.trees: list[tuple[int, _Node]] = []
+        self.point: Any = None
+        self.inner: tuple[Any, Any] = np.zeros(0, int), np.zeros((0, 2, case.net.neurons))
+        case.begin(*self.inner)
+
+    def tree(self, member: int = -1) -> _Node:
+        """The root of a new tree, for one member of the property or, -1, for all.
+
+        One for all replaces those before it.
+        """
+        root = _Node(())
+        self.trees = [*self.trees, (member, root)] if member >= 0 else [(member, root)]
+        return root
+
+    def closed(self, nodes: Sequence[_Node], numbers: LeafNumbers, member: Any = -1) -> Any:
+        """``[L]`` booleans: which nodes the checker closes with these numbers; those are kept.
+
+        ``member``, ``[L]`` or one: which member is proved of each node, -1 for all.
+        """
+        done = np.zeros(len(nodes), bool)
+        member = np.broadcast_to(member, len(nodes))
+        stable = np.concatenate([(low[0] >= 0) | (high[0] <= 0) for low, high in self.case.known])
+        usual = (numbers.slopes < 0) | stable
+        slopes = np.where(usual, -1.0, np.minimum(numbers.slopes, 1.0))
+        slopes = slopes.astype(np.float16).astype(float)
+        weights, betas = (np.asarray(part, np.float32).astype(float) for part in numbers[::2])
+        for begin in range(0, len(nodes), AT_ONCE):
+            some = range(begin, min(begin + AT_ONCE, len(nodes)))
+            signs = (
+                [p - self.inputs for p, _, _ in nodes[i].path if p >= self.inputs] for i in some
+            )
+            own = [betas[i, places].tolist() for i, places in zip(some, signs)]
+            rows, given = slice(begin, begin + len(some)), list(itertools.chain(*own))
+            paths = [nodes[i].path for i in some]
+            low = self.case.least(paths, weights[rows], slopes[rows], given)
+            for i, bound, used in zip(some, low, own):
+                done[i] = np.all(bound > 0) if member[i] < 0 else bound[member[i]] > 0
+                if done[i]:
+                    nodes[i].numbers = weights[i], slopes[i].astype(np.float16), used
+        return done
+
+
+class Proof:
+    """The proof of a verdict on a net, ``.onnx``, and a property, ``.vnnlib``.
+
+    ``cases`` are the records of the property's boxes, in the reader's order;
+    :func:`wdjax.certify.property` takes one as ``proof=``, and fills it.
+    """
+
+    def __init__(self, onnx: str | PathLike[str], vnnlib: str | PathLike[str]) -> None:
+        self.files = {"model": Path(onnx), "property": Path(vnnlib)}
+        self.net = RealNet(onnx)
+        self.cases = [CaseRecord(ProofCase(self.net, *c)) for c in vnnlib_file.read(vnnlib)]
+
+    def save(self, path: str | PathLike[str]) -> int:
+        """Writes the file, once all cases are proved or one has a point; returns its bytes.
+
+        Raises:
+          ValueError: neither is so, or the file cannot be written.
+        """
+        content = {name: _digest(file) for name, file in self.files.items()}
+        content["format"] = np.array(FORMAT)
+        points = [place for place, record in enumerate(self.cases) if record.point is not None]
+        if points:
+            content |= {"case": np.array(points[0]), "point": self.cases[points[0]].point}
+        else:
+            content |= self._trees()
+        file = io.BytesIO()
+        np.savez_compressed(file, **content)
+        atomic.check_writable(path)
+        atomic.write(path, file.getvalue())
+        return file.tell()
+
+    def _trees(self) -> dict[str, Any]:
+        """The arrays of a proof that nothing is violated."""
+        trees, split, at, leaves = [], list[int](), list[float](), list[Any]()
+        for place, record in enumerate(self.cases):
+            for member, root in record.trees:
+                begin, todo = len(split), [root]
+                while todo:
+                    node = todo.pop()
+                    todo += node.halves[::-1]
+                    where = node.halves[0].path[-1] if node.halves else (-1, 0.0, 0)
+                    split.append(where[0])
+                    at.append(where[1])
+                    if not node.halves:
+                        leaves.append(node.numbers)
+                trees.append((place, member, len(split) - begin))
+        if not trees or any(leaf is None for leaf in leaves):
+            raise ValueError("the search has no proof to save: not all parts are closed.")
+        rows = max(len(record.case.b) for record in self.cases)
+        weights = [np.pad(leaf[0], (0, rows - len(leaf[0]))) for leaf in leaves]
+        slopes = np.stack([leaf[1] for leaf in leaves])
+        inner = [record.inner for record in self.cases]
+        inner_slopes = np.concatenate([slopes for _, slopes in inner]).astype(np.float16)
+        columns = np.flatnonzero(np.any(slopes >= 0, axis=0) | np.any(inner_slopes >= 0, (0, 1)))
+        keys = [(place, neuron) for place, (own, _) in enumerate(inner) for neuron in own]
+        return {
+            "trees": np.array(trees, np.int32),
+            "split": np.array(split, np.int32),
+            "at": np.array(at),
+            "weights": np.stack(weights).astype(np.float32),
+            "neurons": columns.astype(np.int32),
+            "slopes": slopes[:, columns],
+            "betas": np.array(list(itertools.chain(*(leaf[2] for leaf in leaves))), np.float32),
+            "inner": np.array(keys, np.int32).reshape(-1, 2),
+            "inner_slopes": inner_slopes[..., columns],
+        }
+
+
+def _digest(path: Path) -> Any:
+    return np.frombuffer(hashlib.sha256(path.read_bytes()).digest(), np.uint8)
