@@ -22,7 +22,7 @@ from wdjax.bounds.linear_outputs import Objectives
 from wdjax.certify import falsify
 from wdjax.certify.specification import Specification
 from wdjax.core import Classifier
-from wdjax.proofs.recorder import CaseRecord, LeafNumbers
+from wdjax.proofs.recorder import CaseRecord
 
 Numbers = npt.NDArray[Any]
 
@@ -201,26 +201,36 @@ class Halving:
             if broken is not None:
                 return Outcome(float(np.min(low)), leaves, broken, "violated")
             parts = _Open(found.lower[left], found.upper[left], low[left], batch.node[left])
-            if self.record is not None:  # A proof has the halves of a box, not of what is cut.
-                parts = _Open(*(part[left] for part in batch))._replace(
-                    low=np.minimum(low[left], 0)
-                )
-            halves, whole = _halved(parts, found.gain[left], self.width - len(open_.low))
+            gain = found.gain[left]
+            if self.record is not None:
+                parts, stays = self._cut(_Open(*(part[left] for part in batch)))
+                gain = gain[stays]
+            halves, whole = _halved(parts, gain, self.width - len(open_.low))
             open_, stuck = open_.joined(halves), stuck.joined(whole)
         ended = "closed" if not len(open_.low) else "time"
         if len(stuck.low) and ended == "closed":
             ended = "nothing to split"
         return Outcome(min(closed, _least(open_, stuck)), leaves, None, ended)
 
+    def _cut(self, boxes: "_Open") -> tuple["_Open", npt.NDArray[np.bool_]]:
+        """Open boxes cut by the checker of the proof; ``[L]``: in which something is left."""
+        assert self.record is not None
+        node, low, high = self.record.cut(boxes.node.tolist())
+        shape = boxes.lower.shape
+        lower = np.maximum(boxes.lower, low.reshape(shape))
+        upper = np.minimum(boxes.upper, high.reshape(shape))
+        stays = np.all((lower <= upper).reshape(len(lower), -1), axis=1)
+        parts = _Open(lower, upper, np.minimum(boxes.low, 0.0), np.array(node))
+        if not np.all(stays):
+            self.record.closed(parts.node[~stays], np.zeros((np.sum(~stays), 0)))
+        return _Open(*(part[stays] for part in parts)), stays
+
     def _refused(self, batch: "_Open", low: Numbers, found: _Parts) -> npt.NDArray[np.bool_]:
         """``[L]``: which boxes the bounds or the checker of the proof do not close."""
         assert self.record is not None
         left, claimed = ~(low > 0), np.flatnonzero(low > 0)
         if len(claimed):
-            weights = found.weights[claimed][:, : self.record.case.member.shape[1]]
-            nothing = np.zeros((len(claimed), self.record.case.net.neurons))
-            numbers = LeafNumbers(weights, nothing - 1, nothing)
-            left[claimed] = ~self.record.closed(batch.node[claimed].tolist(), numbers)
+            left[claimed] = ~self.record.closed(batch.node[claimed], found.weights[claimed])
         return np.asarray(left)
 
     def _broken(self, parts: _Parts) -> falsify.Witness | None:

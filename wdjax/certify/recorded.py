@@ -9,7 +9,7 @@ import numpy.typing as npt
 from jax.flatten_util import ravel_pytree
 
 from wdjax.bounds.leaves import RootBounds
-from wdjax.proofs.recorder import CaseRecord, LeafNumbers
+from wdjax.proofs.recorder import CaseRecord
 
 Numbers = npt.NDArray[Any]
 
@@ -54,8 +54,8 @@ class SignRecord:
         slopes[:, self.order] = np.where(signs == 0, multipliers, -1.0)
         betas[:, self.order] = np.where(signs == 0, 0.0, multipliers)
         member = np.argmax(case.member[:, rows], axis=0)
-        numbers = LeafNumbers(weights, slopes, betas)
-        return np.asarray(self.record.closed([leaf.node for leaf in leaves], numbers, member))
+        nodes = [leaf.node for leaf in leaves]
+        return np.asarray(self.record.closed(nodes, weights, slopes, betas, member))
 
 
 def _orders(root: RootBounds, starts: Numbers, ends: list[Numbers]) -> list[Numbers]:

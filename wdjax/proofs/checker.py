@@ -21,14 +21,17 @@ from wdjax.files import vnnlib_file
 from wdjax.proofs.real_net import UNIT, RealNet
 
 FORMAT = 1
+_ROUNDS = 4
 AT_ONCE, _ENTRIES = 64, 1 << 23
 """Leaves, and coefficients, that are handled at once."""
 _TINY, _HUGE = 1e-200, 1e100
 """More than what underflow may cost where all values are at most ``_HUGE``."""
 Ends = tuple[Any, Any]
-Path_ = tuple[tuple[int, float, int], ...]
-"""A leaf: ``(place, value, side)`` of each split, an input or ``inputs +`` a neuron, and which
-half, -1 the lower one. An input is split at ``value``, a neuron at 0."""
+CUT = -2
+Path_ = tuple[tuple[int, Any, int], ...]
+"""A part of a box: ``(place, value, side)`` of each split, an input or ``inputs +`` a neuron, and
+which half, -1 the lower one. An input is split at ``value``, a neuron at 0. Or ``(CUT, ends, 0)``,
+``ends`` ``[2, N]``: what is left of the box where all else has no violation."""
 
 
 class RefusedProofError(ValueError):
@@ -103,7 +106,8 @@ def _forward(net: RealNet, box: Ends, signs: Any, known: Any, inner: Any) -> Lea
 def _refined(net: RealNet, found: LeafEnds, name: str, row: Any, table: Any) -> Ends:
     """The ends of the value ``name``, unstable entries bounded by linear functions of the input."""
     low, high = (end.copy() for end in found.ends[name])
-    open_ = np.flatnonzero(np.any((low < 0) & (high > 0), axis=0))
+    unstable = (low < 0) & (high > 0)
+    open_ = np.flatnonzero(np.any(unstable, axis=0))
     each = max(1, _ENTRIES // (len(low) * max(map(net.size, net.shapes))))
     for some in (open_[i : i + each] for i in range(0, len(open_), each)):
         hot = np.zeros((1, len(some), low.shape[1]))
@@ -112,7 +116,9 @@ def _refined(net: RealNet, found: LeafEnds, name: str, row: Any, table: Any) -> 
             _lower(net, found, name, sign * hot, table[None, row[some], side])
             for side, sign in enumerate((1.0, -1.0))
         )
-        low[:, some], high[:, some] = np.maximum(low[:, some], down), np.minimum(high[:, some], -up)
+        own = unstable[:, some]  # Other leaves of the batch must not change what a leaf has.
+        low[:, some] = np.where(own, np.maximum(low[:, some], down), low[:, some])
+        high[:, some] = np.where(own, np.minimum(high[:, some], -up), high[:, some])
     return low, high
 
 
@@ -124,13 +130,15 @@ def _lower(
     slopes: Any,
     betas: Any = None,
     begin: Ends = (0.0, 0.0),
+    planes: list[Ends] | None = None,
 ) -> Any:
     """Lower bounds ``[L, R]`` of ``a . value + begin[0]``, for ``a`` ``[L or 1, R, n]``.
 
     ``slopes``, ``[L or 1, R or 1, neurons]``: lower slopes of rectifiers in [0, 1]; below 0 for the
     usual one. ``betas``, ``[L, neurons]``: multipliers of the signs, at least 0. A coefficient that
     was rounded by ``d`` is charged with ``d`` times the largest size of what it multiplies.
-    ``begin``: a constant, and what is charged for it.
+    ``begin``: a constant, and what is charged for it. ``planes`` gets ``(c, d)``, ``[L, R, N]`` and
+    ``[L, R]``: for inputs ``x`` of the box ``c . x + d`` is at most that sum.
     """
     a = np.broadcast_to(a, (len(found.ends[name][0]), *a.shape[1:]))
     send, (total, charge) = {name: a}, (part + np.zeros(a.shape[:2]) for part in begin)
@@ -178,6 +186,9 @@ def _lower(
                 back, size = back - multiplied, size + np.abs(multiplied)
             charge = charge + 4 * UNIT * dot(size, found.most(op.ins[0]))
             sent(op.ins[0], back)
+    if planes is not None:
+        level = np.nextafter(total - (charge * (1 + 1e-6) + _TINY), -np.inf)
+        planes.append((send.get(net.source, np.zeros((*total.shape, net.inputs))), level))
     if net.source in send:
         low, high = found.ends[net.source]
         plus(np.maximum(send[net.source], 0.0), low)
@@ -217,6 +228,55 @@ class ProofCase:
         ``weights``: ``[L, R]``. ``slopes``: ``[L, neurons]``. ``betas``: one for each split of a
         neuron, leaf by leaf.
         """
+        found, multipliers = self._over(leaves, betas)
+        own = self.member * weights[:, None]
+        rows = own @ self.a, slopes[:, None], multipliers
+        value = _lower(self.net, found, self.net.output, *rows, self._rest(found, own))
+        return np.where(found.empty[:, None], 1.0, value)
+
+    def _rest(self, found: LeafEnds, weights: Any) -> Ends:
+        """``- weights . b``, and what is charged for it and for ``weights . a``."""
+        size = (weights @ np.abs(self.a)) @ found.most(self.net.output)[:, :, None]
+        rate = 2 * _gamma(weights.shape[-1])
+        return -(weights @ self.b), rate * (size[..., 0] + weights @ np.abs(self.b))
+
+    def hull(self, leaves: Sequence[Path_]) -> Ends:
+        """Ends ``[L, N]`` of boxes that contain all violations in parts of the box.
+
+        A violation has all rows of a member at most 0, and so has the linear function below each,
+        whose least value is at a corner: this bounds how far from the corner it can be.
+        """
+        found, _ = self._over(leaves, ())
+        planes: list[Ends] = []
+        begin, usual = self._rest(found, np.eye(len(self.b))[None]), self.usual[:, 0][:, None]
+        _lower(self.net, found, self.net.output, self.a[None], usual, None, begin, planes)
+        ((a, level),), ends = planes, found.ends[self.net.source]
+        good = np.isfinite(level) & np.all(np.isfinite(a), axis=-1)
+        a = np.where(good[..., None], a, 0.0)
+        size = (np.abs(a) @ found.most(self.net.source)[:, :, None])[..., 0]
+        level = level - 2 * _gamma(self.net.inputs) * (size + np.abs(level)) - _TINY
+        level = np.where(good, level, -np.inf)
+        hulls = []
+        for own in self.member:
+            steep, low, high = a[:, own], *ends
+            for _ in range(_ROUNDS):
+                corner = np.where(steep > 0, low[:, None], high[:, None])
+                least = np.sum(steep * corner, axis=-1) + level[:, own]
+                far = np.full(steep.shape, np.inf)
+                room = np.broadcast_to(np.maximum(-least, 0.0)[..., None], far.shape)
+                np.divide(room, np.abs(steep), out=far, where=steep != 0)
+                far = far * (1 + 8 * UNIT) + _TINY
+                up = np.nextafter(np.where(steep > 0, corner + far, np.inf), np.inf)
+                down = np.nextafter(np.where(steep < 0, corner - far, -np.inf), -np.inf)
+                low, high = np.maximum(low, down.max(axis=1)), np.minimum(high, up.min(axis=1))
+            none = np.any(low > high, axis=1) | np.any(least > 0, axis=1)
+            none = (none | found.empty)[:, None]
+            hulls.append((np.where(none, np.inf, low), np.where(none, -np.inf, high)))
+        lows, highs = zip(*hulls)
+        return np.min(lows, axis=0), np.max(highs, axis=0)
+
+    def _over(self, leaves: Sequence[Path_], betas: Any) -> tuple[LeafEnds, Any]:
+        """The ends of all values over leaves, and ``betas`` as ``[L, neurons]``."""
         net, count, halved, given = self.net, len(leaves), False, iter(betas)
         low, high = (np.repeat(end[None], count, axis=0) for end in self.box)
         signs, multipliers = np.zeros((2, count, net.neurons))
@@ -227,19 +287,18 @@ class ProofCase:
                     multipliers[leaf, place - net.inputs] = next(given)
                     continue
                 halved = True
-                if side > 0:
+                if place == CUT:
+                    low[leaf] = np.maximum(low[leaf], value[0])
+                    high[leaf] = np.minimum(high[leaf], value[1])
+                elif side > 0:
                     low[leaf, place] = max(low[leaf, place], value)
                 else:
                     high[leaf, place] = min(high[leaf, place], value)
         usual = [(np.zeros(n, int), self.usual) for n in np.diff(net.starts)]
         box = low, np.maximum(low, high)
         found = _forward(net, box, signs, self.known, usual if halved else None)
-        own = self.member * weights[:, None]
-        size = ((own @ np.abs(self.a)) @ found.most(net.output)[:, :, None])[..., 0]
-        charge = 2 * _gamma(own.shape[2]) * (size + own @ np.abs(self.b))
-        begin = -(own @ self.b), charge
-        value = _lower(net, found, net.output, own @ self.a, slopes[:, None], multipliers, begin)
-        return np.where((found.empty | np.any(low > high, axis=1))[:, None], 1.0, value)
+        found.empty = found.empty | np.any(low > high, axis=1)
+        return found, multipliers
 
     def violated(self, point: Any) -> bool:
         """Whether the output is forbidden at a point ``[N]``, once it is moved into the box."""
@@ -257,14 +316,17 @@ class ProofCase:
         return bool(np.any(np.all((least[0] >= 0) | ~self.member, axis=1)))
 
 
-def parts(split: Any, at: Any) -> Iterator[Path_]:
-    """The leaves of a tree whose nodes come each before its lower and then its upper half."""
+def parts(split: Any, at: Any, cuts: Iterator[Any]) -> Iterator[tuple[Path_, Any]]:
+    """The leaves of a tree whose nodes come each before its lower and then its upper half, with
+    None; and the parts that are cut, with what is left of them."""
     todo: list[Path_] = [()]
     for place, value in zip(split.tolist(), at.tolist()):
         _need(todo, "a tree has more nodes than parts")
         path = todo.pop()
         if place < 0:
-            yield path
+            ends = next(cuts) if place == CUT else None
+            todo += [] if ends is None else [(*path, (CUT, ends, 0))]
+            yield path, ends
         else:
             todo += [(*path, (place, value, 1)), (*path, (place, value, -1))]
     _need(not todo, "a tree ends before all parts of the box are proved")
@@ -320,12 +382,18 @@ def _holds(net: RealNet, cases: list[ProofCase], data: dict[str, Any]) -> int:
         own = inner[:, 0] == place
         case.begin(inner[own, 1], spread(data["inner_slopes"][own]))
     open_ = [set(range(len(case.member))) for case in cases]
-    leaf = used = 0
+    leaf, used, cuts = 0, 0, iter(np.asarray(data["cuts"], np.float64))
     for (place, member, size), end in zip(trees, np.cumsum(sizes)):
         case, nodes = cases[place], slice(end - size, end)
         members = list(range(len(case.member))) if member < 0 else [int(member)]
-        leaves = parts(split[nodes], at[nodes])
-        while some := list(itertools.islice(leaves, AT_ONCE)):
+        found = parts(split[nodes], at[nodes], cuts)
+        while batch := list(itertools.islice(found, AT_ONCE)):
+            if cut := [path for path, ends in batch if ends is not None]:
+                _need(member < 0, "a box is cut for one member")
+                low, high = case.hull(cut)
+                kept = np.stack([ends for _, ends in batch if ends is not None], axis=1)
+                _need(np.all((kept[0] <= low) & (kept[1] >= high)), "a box is cut too much")
+            some = [path for path, ends in batch if ends is None]
             count = sum(place >= net.inputs for path in some for place, _, _ in path)
             rows, betas = slice(leaf, leaf + len(some)), data["betas"][used : used + count]
             weights = data["weights"][rows, : len(case.b)]

@@ -10,24 +10,17 @@ import itertools
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from wdjax.files import atomic, vnnlib_file
-from wdjax.proofs.checker import AT_ONCE, FORMAT, Path_, ProofCase
+from wdjax.proofs.checker import AT_ONCE, CUT, FORMAT, Path_, ProofCase
 from wdjax.proofs.real_net import RealNet
 
-
-class LeafNumbers(NamedTuple):
-    """The numbers of ``L`` leaves, of which any give a valid bound."""
-
-    weights: Any
-    """``[L, R]``: at least 0, of the rows of the case."""
-    slopes: Any
-    """``[L, neurons]`` lower slopes of rectifiers; below 0 for the usual ones."""
-    betas: Any
-    """``[L, neurons]`` multipliers of the neurons that are split."""
+_FLOAT = float(np.finfo(np.float32).max) / 2
+_LEAST = 1e-12
+"""A bound that the checker finds in another batch of leaves may differ in the last bits."""
 
 
 class _Node:
@@ -62,18 +55,50 @@ class CaseRecord:
         self.trees = [*self.trees, (member, root)] if member >= 0 else [(member, root)]
         return root
 
-    def closed(self, nodes: Sequence[_Node], numbers: LeafNumbers, member: Any = -1) -> Any:
+    def cut(self, nodes: Sequence[_Node]) -> tuple[list[_Node], Any, Any]:
+        """What is left of boxes without what has no violation: nodes, and ends ``[L, N]``."""
+        found, ends = list[_Node](), list[Any]()
+        for begin in range(0, len(nodes), AT_ONCE):
+            some = nodes[begin : begin + AT_ONCE]
+            low, high = (
+                np.nextafter(np.clip(end, -_FLOAT, _FLOAT).astype(np.float32), np.float32(way))
+                for end, way in zip(self.case.hull([node.path for node in some]), (-np.inf, np.inf))
+            )
+            for node, *own in zip(some, low, high):
+                ends.append(np.stack(own))
+                node.halves = [_Node((*node.path, (CUT, ends[-1], 0)))]
+                found += node.halves
+        kept = np.stack(ends, axis=1)
+        return found, kept[0], kept[1]
+
+    def closed(
+        self,
+        nodes: Sequence[_Node],
+        weights: Any,
+        slopes: Any = None,
+        betas: Any = None,
+        member: Any = -1,
+    ) -> Any:
         """``[L]`` booleans: which nodes the checker closes with these numbers; those are kept.
 
-        ``member``, ``[L]`` or one: which member is proved of each node, -1 for all.
+        Args:
+          nodes: ``L`` of them.
+          weights: ``[L, R]``, at least 0, of the rows of the case; columns beyond R are ignored,
+            missing ones are 0.
+          slopes: ``[L, neurons]`` lower slopes of rectifiers; below 0 for the usual ones.
+          betas: ``[L, neurons]`` multipliers of the neurons that are split.
+          member: ``[L]`` or one: which member is proved of each node, -1 for all.
         """
+        count, rows_, size = len(nodes), len(self.case.b), self.case.net.neurons
+        weights = np.pad(weights, ((0, 0), (0, rows_)))[:, :rows_]
+        slopes = np.full((count, size), -1.0) if slopes is None else slopes
+        betas = np.zeros((count, size)) if betas is None else betas
         done = np.zeros(len(nodes), bool)
         member = np.broadcast_to(member, len(nodes))
         stable = np.concatenate([(low[0] >= 0) | (high[0] <= 0) for low, high in self.case.known])
-        usual = (numbers.slopes < 0) | stable
-        slopes = np.where(usual, -1.0, np.minimum(numbers.slopes, 1.0))
+        slopes = np.where((slopes < 0) | stable, -1.0, np.minimum(slopes, 1.0))
         slopes = slopes.astype(np.float16).astype(float)
-        weights, betas = (np.asarray(part, np.float32).astype(float) for part in numbers[::2])
+        weights, betas = (np.asarray(part, np.float32).astype(float) for part in (weights, betas))
         for begin in range(0, len(nodes), AT_ONCE):
             some = range(begin, min(begin + AT_ONCE, len(nodes)))
             signs = (
@@ -84,7 +109,7 @@ class CaseRecord:
             paths = [nodes[i].path for i in some]
             low = self.case.least(paths, weights[rows], slopes[rows], given)
             for i, bound, used in zip(some, low, own):
-                done[i] = np.all(bound > 0) if member[i] < 0 else bound[member[i]] > 0
+                done[i] = np.all((bound if member[i] < 0 else bound[member[i]]) > _LEAST)
                 if done[i]:
                     nodes[i].numbers = weights[i], slopes[i].astype(np.float16), used
         return done
@@ -123,7 +148,7 @@ class Proof:
 
     def _trees(self) -> dict[str, Any]:
         """The arrays of a proof that nothing is violated."""
-        trees, split, at, leaves = [], list[int](), list[float](), list[Any]()
+        trees, split, at, leaves, cuts = [], list[int](), list[float](), list[Any](), list[Any]()
         for place, record in enumerate(self.cases):
             for member, root in record.trees:
                 begin, todo = len(split), [root]
@@ -132,7 +157,8 @@ class Proof:
                     todo += node.halves[::-1]
                     where = node.halves[0].path[-1] if node.halves else (-1, 0.0, 0)
                     split.append(where[0])
-                    at.append(where[1])
+                    at.append(0.0 if where[0] == CUT else where[1])
+                    cuts += [where[1]] if where[0] == CUT else []
                     if not node.halves:
                         leaves.append(node.numbers)
                 trees.append((place, member, len(split) - begin))
@@ -149,6 +175,7 @@ class Proof:
             "trees": np.array(trees, np.int32),
             "split": np.array(split, np.int32),
             "at": np.array(at),
+            "cuts": np.array(cuts, np.float32).reshape(-1, 2, self.net.inputs),
             "weights": np.stack(weights).astype(np.float32),
             "neurons": columns.astype(np.int32),
             "slopes": slopes[:, columns],
