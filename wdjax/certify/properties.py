@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax.bounds import leaves, linear_outputs
+from wdjax.bounds import inner_slopes, leaves, linear_outputs
 from wdjax.certify import branch, falsify, halving
 from wdjax.certify.falsify import Witness
 from wdjax.certify.recorded import SignRecord
@@ -328,7 +328,8 @@ def _signs(question: _Question, low: Numbers, until: float) -> Verdict:
     most = _most(question, low)
     best, record = float(np.min(most)), None
     if question.proof is not None:
-        record = SignRecord(question.proof, root)
+        inner = jax.device_get(inner_slopes.of_region(question.model, problem, math.inf))
+        record = SignRecord(question.proof, root, inner)
         most, root = np.full_like(most, -np.inf), record.root  # Nothing is known to the checker.
     elif best > 0:
         return Verdict("holds", best, 0.0, 1, "alpha")

@@ -1,6 +1,6 @@
 """What branch and bound over signs tells a proof, in the checker's order of neurons."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,10 +17,13 @@ Numbers = npt.NDArray[Any]
 class SignRecord:
     """The trees over signs of one case, one for each member of its specification."""
 
-    def __init__(self, record: CaseRecord, root: RootBounds) -> None:
+    def __init__(self, record: CaseRecord, root: RootBounds, inner: Mapping[int, Any]) -> None:
+        """``inner``: slopes as of :func:`wdjax.bounds.inner_slopes.of_region`."""
         self.record, case = record, record.case
-        ends = [np.concatenate([own[0] for own in side]) for side in zip(*case.known)]
-        self.order = np.concatenate(_orders(root, case.net.starts, ends))
+        orders = _orders(root, case.net.starts, _known(record))
+        self.order = np.concatenate(orders)
+        self._bound_again(dict(zip(sorted(root.lower), orders)), inner)
+        ends = _known(record)
         wider = []
         for own, known, pick in (
             (root.lower, ends[0], np.minimum),
@@ -31,6 +34,18 @@ class SignRecord:
             wider.append(unravel(jnp.asarray(pick(np.asarray(flat), there))))
         self.root = root._replace(lower=wider[0], upper=wider[1])
         """The root's bounds, no tighter than the checker's."""
+
+    def _bound_again(self, orders: Mapping[int, Numbers], inner: Mapping[int, Any]) -> None:
+        """Has the checker bound unstable neurons by the slopes that suit them."""
+        size, neurons, slopes = self.record.case.net.neurons, [np.zeros(0, int)], []
+        for place, found in inner.items():
+            some = np.flatnonzero(np.all(np.isfinite(found), axis=(1, 2)))
+            own = np.full((len(some), 2, size), -1.0)
+            own[..., self.order[: found.shape[2]]] = np.asarray(found)[some]
+            neurons.append(orders[place][some])
+            slopes.append(own)
+        if slopes:
+            self.record.begin(np.concatenate(neurons), np.concatenate(slopes))
 
     def begin(self, row: int) -> Any:
         """The root of a tree for the member of a row."""
@@ -56,6 +71,11 @@ class SignRecord:
         member = np.argmax(case.member[:, rows], axis=0)
         nodes = [leaf.node for leaf in leaves]
         return np.asarray(self.record.closed(nodes, weights, slopes, betas, member))
+
+
+def _known(record: CaseRecord) -> list[Numbers]:
+    """Both ends ``[neurons]`` that the checker has of all neurons."""
+    return [np.concatenate([own[0] for own in side]) for side in zip(*record.case.known)]
 
 
 def _orders(root: RootBounds, starts: Numbers, ends: list[Numbers]) -> list[Numbers]:

@@ -43,8 +43,13 @@ class CaseRecord:
         self.case, self.inputs = case, case.net.inputs
         self.trees: list[tuple[int, _Node]] = []
         self.point: Any = None
-        self.inner: tuple[Any, Any] = np.zeros(0, int), np.zeros((0, 2, case.net.neurons))
-        case.begin(*self.inner)
+        self.begin(np.zeros(0, int), np.zeros((0, 2, case.net.neurons)))
+
+    def begin(self, neurons: Any, slopes: Any) -> None:
+        """Bounds all neurons over the whole box, some, ``[M]``, by slopes ``[M, 2, neurons]``."""
+        near = np.clip(slopes, -1, 1).astype(np.float16).astype(float)
+        self.inner = neurons, near
+        self.case.begin(*self.inner)
 
     def tree(self, member: int = -1) -> _Node:
         """The root of a new tree, for one member of the property or, -1, for all.
