@@ -222,7 +222,7 @@ class Halving:
         stays = np.all((lower <= upper).reshape(len(lower), -1), axis=1)
         parts = _Open(lower, upper, np.minimum(boxes.low, 0.0), np.array(node))
         if not np.all(stays):
-            self.record.closed(parts.node[~stays], np.zeros((np.sum(~stays), 0)))
+            self.record.closed(parts.node[~stays].tolist(), np.zeros((np.sum(~stays), 0)))
         return _Open(*(part[stays] for part in parts)), stays
 
     def _refused(self, batch: "_Open", low: Numbers, found: _Parts) -> npt.NDArray[np.bool_]:
@@ -230,7 +230,9 @@ class Halving:
         assert self.record is not None
         left, claimed = ~(low > 0), np.flatnonzero(low > 0)
         if len(claimed):
-            left[claimed] = ~self.record.closed(batch.node[claimed], found.weights[claimed])
+            left[claimed] = ~self.record.closed(
+                batch.node[claimed].tolist(), found.weights[claimed]
+            )
         return np.asarray(left)
 
     def _broken(self, parts: _Parts) -> falsify.Witness | None:
@@ -306,7 +308,7 @@ def _halved(boxes: _Open, gain: Numbers, room: int) -> tuple[_Open, _Open]:
             break
     kept = [np.concatenate(parts) for parts in zip(*stuck)]
     shaped = [end.reshape(-1, *shape) for end in (lower, upper, kept[0], kept[1])]
-    return _Open(*shaped[:2], low, node), _Open(*shaped[2:], *kept[2:])
+    return _Open(shaped[0], shaped[1], low, node), _Open(shaped[2], shaped[3], kept[2], kept[3])
 
 
 def _parted(node: Numbers, place: Numbers, cut: Numbers) -> Numbers:

@@ -145,10 +145,13 @@ def property(
     _check_seconds(seconds)
     if proof is not None:
         _check_proof(proof, method, question)
+        proof.trees, proof.point = [], None
         question = question._replace(proof=proof)
     key = jax.random.key(0) if key is None else key
     arguments.check(key=key)
     found = _decided(question, method, began + seconds, key)
+    if proof is not None and found.witness is not None:
+        proof.point = found.witness.reshape(-1).astype(float)
     return found._replace(seconds=time.monotonic() - began)
 
 

@@ -7,9 +7,8 @@ float64 with every rounding charged. docs/proofs.md has the format and the mathe
 """
 
 import hashlib
+import io
 import itertools
-import zipfile
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from wdjax.files import vnnlib_file
-from wdjax.proofs.real_net import UNIT, RealNet
+from wdjax.files import archive, vnnlib_file
+from wdjax.files.state_pickle import BrokenError, RefusedError
+from wdjax.proofs.real_net import UNIT, RealNet, gamma
 
 FORMAT = 1
 _ROUNDS = 4
@@ -26,6 +26,7 @@ AT_ONCE, _ENTRIES = 64, 1 << 23
 """Leaves, and coefficients, that are handled at once."""
 _TINY, _HUGE = 1e-200, 1e100
 """More than what underflow may cost where all values are at most ``_HUGE``."""
+_UNREADABLE = BrokenError, RefusedError, ImportError, MemoryError
 Ends = tuple[Any, Any]
 CUT = -2
 Path_ = tuple[tuple[int, Any, int], ...]
@@ -41,11 +42,6 @@ class RefusedProofError(ValueError):
 def _need(fact: Any, why: str) -> None:
     if not fact:
         raise RefusedProofError(why)
-
-
-def _gamma(terms: int) -> float:
-    """Bounds the relative rounding of a sum of so many products, added in any order."""
-    return 1.01 * (terms + 4) * UNIT
 
 
 @dataclass
@@ -82,7 +78,7 @@ def _forward(net: RealNet, box: Ends, signs: Any, known: Any, inner: Any) -> Lea
         if op.kind == "affine":
             mid, absolute = 0.5 * low + 0.5 * high, op.map.absolute()
             far = np.maximum(high - mid, mid - low) * (1 + 4 * UNIT)
-            rate, reach = 2 * _gamma(op.map.terms), absolute.forward(size)
+            rate, reach = 2 * gamma(op.map.terms), absolute.forward(size)
             loss = (rate + op.spread) * reach + rate * np.abs(op.bias) + op.loose
             far = (absolute.forward(far) + loss) * (1 + 1e-9) + _TINY
             value, found.charge[op.out] = op.map.forward(mid) + op.bias, loss
@@ -149,7 +145,7 @@ def _lower(
     def plus(a: Any, b: Any) -> None:
         nonlocal total, charge
         size = dot(np.abs(a), np.abs(b))
-        charge = charge + _gamma(b.shape[-1]) * size + 2 * UNIT * (np.abs(total) + size)
+        charge = charge + gamma(b.shape[-1]) * size + 2 * UNIT * (np.abs(total) + size)
         total = total + dot(a, b)
 
     def sent(name: str, a: Any) -> None:
@@ -218,18 +214,19 @@ class ProofCase:
         row[neurons] = np.arange(len(slopes))
         table, signs = np.concatenate([slopes, self.usual]), np.zeros((1, self.net.neurons))
         inner = [(own, table) for own in self.net.split(row)]
-        low, high = self.box
-        found = _forward(self.net, (low[None], high[None]), signs, (), inner)
+        found = _forward(self.net, tuple(end[None] for end in self.box), signs, (), inner)
         self.known = [found.ends[op.ins[0]] for op in self.net.rectifiers]
 
-    def least(self, leaves: Sequence[Path_], weights: Any, slopes: Any, betas: Any) -> Any:
-        """``[L, M]`` lower bounds over leaves of each member's ``weights . (a y - b)``.
+    def least(
+        self, leaves: Sequence[Path_], members: Any, weights: Any, slopes: Any, betas: Any
+    ) -> Any:
+        """``[L, m]`` lower bounds over leaves of ``weights . (a y - b)`` over the rows of members.
 
-        ``weights``: ``[L, R]``. ``slopes``: ``[L, neurons]``. ``betas``: one for each split of a
-        neuron, leaf by leaf.
+        ``members``: ``[L or 1, m]``. ``weights``: ``[L, R]``. ``slopes``: ``[L, neurons]``.
+        ``betas``: one for each split of a neuron, leaf by leaf.
         """
         found, multipliers = self._over(leaves, betas)
-        own = self.member * weights[:, None]
+        own = self.member[members] * weights[:, None]
         rows = own @ self.a, slopes[:, None], multipliers
         value = _lower(self.net, found, self.net.output, *rows, self._rest(found, own))
         return np.where(found.empty[:, None], 1.0, value)
@@ -237,7 +234,7 @@ class ProofCase:
     def _rest(self, found: LeafEnds, weights: Any) -> Ends:
         """``- weights . b``, and what is charged for it and for ``weights . a``."""
         size = (weights @ np.abs(self.a)) @ found.most(self.net.output)[:, :, None]
-        rate = 2 * _gamma(weights.shape[-1])
+        rate = 2 * gamma(weights.shape[-1])
         return -(weights @ self.b), rate * (size[..., 0] + weights @ np.abs(self.b))
 
     def hull(self, leaves: Sequence[Path_]) -> Ends:
@@ -246,15 +243,15 @@ class ProofCase:
         A violation has all rows of a member at most 0, and so has the linear function below each,
         whose least value is at a corner: this bounds how far from the corner it can be.
         """
-        found, _ = self._over(leaves, ())
+        found, _ = self._over(leaves, itertools.repeat(0.0))
         planes: list[Ends] = []
-        begin, usual = self._rest(found, np.eye(len(self.b))[None]), self.usual[:, 0][:, None]
+        begin, usual = self._rest(found, np.eye(len(self.b))[None]), self.usual[:, :1]
         _lower(self.net, found, self.net.output, self.a[None], usual, None, begin, planes)
         ((a, level),), ends = planes, found.ends[self.net.source]
         good = np.isfinite(level) & np.all(np.isfinite(a), axis=-1)
         a = np.where(good[..., None], a, 0.0)
         size = (np.abs(a) @ found.most(self.net.source)[:, :, None])[..., 0]
-        level = level - 2 * _gamma(self.net.inputs) * (size + np.abs(level)) - _TINY
+        level = level - 2 * gamma(self.net.inputs) * (size + np.abs(level)) - _TINY
         level = np.where(good, level, -np.inf)
         hulls = []
         for own in self.member:
@@ -269,11 +266,10 @@ class ProofCase:
                 up = np.nextafter(np.where(steep > 0, corner + far, np.inf), np.inf)
                 down = np.nextafter(np.where(steep < 0, corner - far, -np.inf), -np.inf)
                 low, high = np.maximum(low, down.max(axis=1)), np.minimum(high, up.min(axis=1))
-            none = np.any(low > high, axis=1) | np.any(least > 0, axis=1)
-            none = (none | found.empty)[:, None]
+            none = np.any(low > high, axis=1) | np.any(least > 0, axis=1) | found.empty
+            none = none[:, None]
             hulls.append((np.where(none, np.inf, low), np.where(none, -np.inf, high)))
-        lows, highs = zip(*hulls)
-        return np.min(lows, axis=0), np.max(highs, axis=0)
+        return tuple(pick(end, axis=0) for pick, end in zip((np.min, np.max), zip(*hulls)))
 
     def _over(self, leaves: Sequence[Path_], betas: Any) -> tuple[LeafEnds, Any]:
         """The ends of all values over leaves, and ``betas`` as ``[L, neurons]``."""
@@ -309,10 +305,8 @@ class ProofCase:
         net, signs = self.net, np.zeros((1, self.net.neurons))
         found = _forward(net, (down[None], up[None]), signs, (), None)
         size = np.abs(self.a) @ found.most(net.output)[0] + np.abs(self.b)
-        begin = self.b, 2 * _gamma(1) * size
-        least = _lower(
-            net, found, net.output, -self.a[None], self.usual[:, 0][:, None], begin=begin
-        )
+        begin = self.b, 2 * gamma(1) * size
+        least = _lower(net, found, net.output, -self.a[None], self.usual[:, :1], begin=begin)
         return bool(np.any(np.all((least[0] >= 0) | ~self.member, axis=1)))
 
 
@@ -324,7 +318,7 @@ def parts(split: Any, at: Any, cuts: Iterator[Any]) -> Iterator[tuple[Path_, Any
         _need(todo, "a tree has more nodes than parts")
         path = todo.pop()
         if place < 0:
-            ends = next(cuts) if place == CUT else None
+            ends = next(cuts, None) if place == CUT else None
             todo += [] if ends is None else [(*path, (CUT, ends, 0))]
             yield path, ends
         else:
@@ -333,15 +327,15 @@ def parts(split: Any, at: Any, cuts: Iterator[Any]) -> Iterator[tuple[Path_, Any
 
 
 def check(proof: Any, model: Any, vnnlib: Any) -> dict[str, Any]:
-    """Checks a proof of a net, ``.onnx``, and a property, ``.vnnlib``, and says what is proved.
+    """What a proof, a file or its bytes, shows of a net, ``.onnx``, and a property, ``.vnnlib``.
 
     Raises:
       RefusedProofError: the proof does not show it.
       OSError: a file cannot be read.
     """
     try:
-        with np.load(proof, allow_pickle=False) as file:
-            data = {name: file[name] for name in file.files}
+        content = proof if isinstance(proof, bytes) else Path(proof).read_bytes()
+        data = archive.arrays(io.BytesIO(content), len(content))
         _need(int(data["format"]) == FORMAT, f"the format is not {FORMAT}")
         for name, path in (("model", model), ("property", vnnlib)):
             own = hashlib.sha256(Path(path).read_bytes()).digest()
@@ -354,10 +348,8 @@ def check(proof: Any, model: Any, vnnlib: Any) -> dict[str, Any]:
         _need(point.shape == (net.inputs,) and np.all(np.isfinite(point)), "the point is none")
         _need(cases[int(data["case"])].violated(point), "the point is not shown to be forbidden")
         return {"result": "sat", "leaves": 0}
-    except (ArithmeticError, LookupError, TypeError, ValueError, EOFError) as error:
+    except (ArithmeticError, LookupError, TypeError, ValueError, *_UNREADABLE) as error:
         raise RefusedProofError(str(error) or type(error).__name__) from None
-    except (zipfile.BadZipFile, zlib.error) as error:
-        raise RefusedProofError(f"the file is damaged: {error}") from None
 
 
 def _holds(net: RealNet, cases: list[ProofCase], data: dict[str, Any]) -> int:
@@ -396,9 +388,10 @@ def _holds(net: RealNet, cases: list[ProofCase], data: dict[str, Any]) -> int:
             some = [path for path, ends in batch if ends is None]
             count = sum(place >= net.inputs for path in some for place, _, _ in path)
             rows, betas = slice(leaf, leaf + len(some)), data["betas"][used : used + count]
+            _need(len(betas) == count, "splits without a multiplier")
             weights = data["weights"][rows, : len(case.b)]
-            low = case.least(some, weights, spread(data["slopes"][rows]), betas)
-            _need(np.all(low[:, members] > 0), f"a bound of leaves {leaf} and following is not")
+            low = case.least(some, [members], weights, spread(data["slopes"][rows]), betas)
+            _need(np.all(low > 0), f"a bound of leaf {leaf} or one that follows is not above 0")
             leaf, used = leaf + len(some), used + count
         open_[place] -= set(members)
     _need(leaf == len(data["weights"]) and used == len(data["betas"]), "numbers without a leaf")

@@ -16,6 +16,11 @@ UNIT = 2.0**-53
 """Half an ulp of 1 in float64."""
 
 
+def gamma(terms: int) -> float:
+    """Bounds the relative rounding of a sum of so many products, added in any order."""
+    return 1.01 * (terms + 4) * UNIT
+
+
 def _need(fact: Any, why: str) -> None:
     if not fact:
         raise ValueError(f"proofs are not about nets with {why}")
@@ -28,10 +33,10 @@ class Dense:
         self.w, self.terms = w, max(w.shape)
 
     def forward(self, h: Any) -> Any:
-        return h @ self.w.T
+        return (h.reshape(-1, h.shape[-1]) @ self.w.T).reshape(*h.shape[:-1], -1)
 
     def back(self, a: Any) -> Any:
-        return a @ self.w
+        return (a.reshape(-1, a.shape[-1]) @ self.w).reshape(*a.shape[:-1], -1)
 
     def absolute(self) -> Any:
         return type(self)(np.abs(self.w))
@@ -43,7 +48,8 @@ class Diagonal(Dense):
     def forward(self, h: Any) -> Any:
         return h * self.w
 
-    back = forward
+    def back(self, a: Any) -> Any:
+        return a * self.w
 
 
 class Convolution(Dense):
@@ -103,7 +109,8 @@ class RealNet:
         (given,), dims = graph.inputs, graph.inputs[0].shape[1:]
         _need(all(isinstance(d, int) and d > 0 for d in dims), "inputs of no fixed size")
         self.operations: list[Operation] = []
-        self.source, self.shapes = given.name, {given.name: (1, *dims)}
+        self.source = given.name
+        self.shapes: dict[str, tuple[int, ...]] = {given.name: (1, *map(int, dims))}
         known, same = dict(graph.tensors), dict[str, str]()
         for node in graph.nodes:
             out, how = node.outputs[0], node.attributes

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from wdjax.files import atomic, vnnlib_file
+from wdjax.proofs import checker
 from wdjax.proofs.checker import AT_ONCE, CUT, FORMAT, Path_, ProofCase
 from wdjax.proofs.real_net import RealNet
 
@@ -82,7 +83,7 @@ class CaseRecord:
         weights: Any,
         slopes: Any = None,
         betas: Any = None,
-        member: Any = -1,
+        member: Any = None,
     ) -> Any:
         """``[L]`` booleans: which nodes the checker closes with these numbers; those are kept.
 
@@ -92,14 +93,15 @@ class CaseRecord:
             missing ones are 0.
           slopes: ``[L, neurons]`` lower slopes of rectifiers; below 0 for the usual ones.
           betas: ``[L, neurons]`` multipliers of the neurons that are split.
-          member: ``[L]`` or one: which member is proved of each node, -1 for all.
+          member: ``[L]``: which member is proved of each node; by default all are.
         """
         count, rows_, size = len(nodes), len(self.case.b), self.case.net.neurons
         weights = np.pad(weights, ((0, 0), (0, rows_)))[:, :rows_]
         slopes = np.full((count, size), -1.0) if slopes is None else slopes
         betas = np.zeros((count, size)) if betas is None else betas
         done = np.zeros(len(nodes), bool)
-        member = np.broadcast_to(member, len(nodes))
+        every = np.arange(len(self.case.member))[None]
+        members = np.repeat(every, count, axis=0) if member is None else member[:, None]
         stable = np.concatenate([(low[0] >= 0) | (high[0] <= 0) for low, high in self.case.known])
         slopes = np.where((slopes < 0) | stable, -1.0, np.minimum(slopes, 1.0))
         slopes = slopes.astype(np.float16).astype(float)
@@ -112,9 +114,9 @@ class CaseRecord:
             own = [betas[i, places].tolist() for i, places in zip(some, signs)]
             rows, given = slice(begin, begin + len(some)), list(itertools.chain(*own))
             paths = [nodes[i].path for i in some]
-            low = self.case.least(paths, weights[rows], slopes[rows], given)
+            low = self.case.least(paths, members[rows], weights[rows], slopes[rows], given)
             for i, bound, used in zip(some, low, own):
-                done[i] = np.all((bound if member[i] < 0 else bound[member[i]]) > _LEAST)
+                done[i] = np.all(bound > _LEAST)
                 if done[i]:
                     nodes[i].numbers = weights[i], slopes[i].astype(np.float16), used
         return done
@@ -133,10 +135,12 @@ class Proof:
         self.cases = [CaseRecord(ProofCase(self.net, *c)) for c in vnnlib_file.read(vnnlib)]
 
     def save(self, path: str | PathLike[str]) -> int:
-        """Writes the file, once all cases are proved or one has a point; returns its bytes.
+        """Checks the proof, and writes it; returns the file's bytes.
 
         Raises:
-          ValueError: neither is so, or the file cannot be written.
+          ValueError: not all cases are proved, and none has a point; the checker does not accept
+            it, as a point whose output is forbidden by rounding only; or the file cannot be
+            written.
         """
         content = {name: _digest(file) for name, file in self.files.items()}
         content["format"] = np.array(FORMAT)
@@ -147,6 +151,7 @@ class Proof:
             content |= self._trees()
         file = io.BytesIO()
         np.savez_compressed(file, **content)
+        checker.check(file.getvalue(), *self.files.values())
         atomic.check_writable(path)
         atomic.write(path, file.getvalue())
         return file.tell()
