@@ -36,16 +36,20 @@ def of_region(model: Classifier, problem: RegionProblem, norm: Norm) -> Maps:
 
 def _recorded(found: Maps, state: crown.Pass, place: int, needed: Array) -> None:
     """Tightens a value's bounds as :func:`crown.refine`, and keeps the slopes in ``found``."""
-    value, outs = state.values[place], sorted(rectified(state))
+    value, operands = state.values[place], sorted(rectified(state).items())
+    ends = [(out, state.values[operand]) for out, operand in operands]
+    usual = {out: (end.upper > -end.lower).astype(value.lower.dtype)[0] for out, end in ends}
     shape, size = value.lower.shape[1:], value.lower[0].size
-    count = sum(state.values[out].lower[0].size for out in outs)
+    count = sum(own.size for own in usual.values())
 
     def find(places: Sequence[Array]) -> Array:
         sample, entry = places
         hot = jax.nn.one_hot(entry, size, dtype=value.lower.dtype).reshape(-1, *shape)
-        own = Rows(sample)
-        best = slopes.best(state, {place: Whole(jnp.stack([hot, -hot]))}, own, _STEPS)
-        parts = [best.slopes[out].reshape(2, len(entry), -1) for out in outs]
+        pair = 2, len(entry)
+        begun = {out: jnp.broadcast_to(own, (*pair, *own.shape)) for out, own in usual.items()}
+        a = {place: Whole(jnp.stack([hot, -hot]))}
+        best = slopes.best(state, a, Rows(sample), _STEPS, begun)
+        parts = [best.slopes[out].reshape(*pair, -1) for out in usual]
         return jnp.moveaxis(jnp.concatenate([best.low[..., None], *parts], axis=-1), 0, 1)
 
     flat, rest = jnp.broadcast_to(needed, value.lower.shape).reshape(1, -1), (2, 1 + count)

@@ -39,12 +39,11 @@ from wdjax.certify.verify import verify
 from wdjax.certify.wdro import certified_accuracy, lipschitz_constant, wdro_bound
 from wdjax.core import Certificate
 from wdjax.lipschitz.margin import interval_jacobian, layer_product, margin_lipschitz
-from wdjax.proofs.recorder import CaseRecord, Proof
+from wdjax.proofs.recorder import Proof
 
 __all__ = [
     "LADDERS",
     "METHODS",
-    "CaseRecord",
     "Certificate",
     "CertifiedTraining",
     "Proof",

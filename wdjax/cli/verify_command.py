@@ -22,6 +22,7 @@ from wdjax.cli.console import Console
 from wdjax.engine import tasks
 from wdjax.files import vnnlib_file
 from wdjax.models import convert
+from wdjax.proofs.recorder import CaseRecord
 from wdjax.report import summary
 
 _SECONDS = 60.0
@@ -127,8 +128,8 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         subject.write(console, parsed.json, content)
     if not listed:
         console.say(_told(verdicts[0]))
-        if "no_proof" in verdicts[0]:
-            console.warn(f"wdjax: there is no proof of it: {verdicts[0]['no_proof']}")
+        for remark in verdicts[0].get("remarks", ()):
+            console.warn(f"wdjax: there is no proof of it: {remark}")
         return 0
     for name, count in sorted(collections.Counter(v["result"] for v in verdicts).items()):
         console.say(f"{name}: {count} of {len(verdicts)}")
@@ -290,11 +291,11 @@ def _saved(one: Instance, proof: certify.Proof | None, missing: str) -> dict[str
     names = (Path(name).name if not one.folder else name.replace("/", "_") for name in names)
     place = Path(one.proofs, "-".join(names) + ".npz")
     if proof is None:
-        return {"proof": None, "no_proof": missing}
+        return {"proof": None, "remarks": [missing]}
     try:
         proof.save(place)
     except ValueError as error:
-        return {"proof": None, "no_proof": str(error)}
+        return {"proof": None, "remarks": [str(error)]}
     return {"proof": str(place)}
 
 
@@ -308,7 +309,7 @@ def _settled(
     path: Path,
     case: vnnlib_file.BoxCase,
     shape: tuple[int, ...],
-    record: certify.CaseRecord | None,
+    record: CaseRecord | None,
 ) -> tuple[certify.Verdict, dict[str, Any] | None]:
     """The verdict on one box, and the replayed witness of a violation.
 

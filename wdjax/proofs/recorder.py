@@ -125,8 +125,23 @@ class CaseRecord:
 class Proof:
     """The proof of a verdict on a net, ``.onnx``, and a property, ``.vnnlib``.
 
-    ``cases`` are the records of the property's boxes, in the reader's order;
+    ``cases`` has a record for each box of the property, in the order of the file;
     :func:`wdjax.certify.property` takes one as ``proof=``, and fills it.
+
+    Args:
+      onnx: the file of the net, of affine maps and rectifiers.
+      vnnlib: the file of the property.
+
+    Raises:
+      ValueError: the net has other nodes, or a file is damaged.
+      OSError: a file cannot be read.
+
+    Source: this library's own; docs/proofs.md has the format.
+
+    >>> proof = Proof("net.onnx", "property.vnnlib")  # doctest: +SKIP
+    >>> property(model, lower, upper, spec, proof=proof.cases[0]).status  # doctest: +SKIP
+    'holds'
+    >>> proof.save("proof.npz")  # doctest: +SKIP
     """
 
     def __init__(self, onnx: str | PathLike[str], vnnlib: str | PathLike[str]) -> None:
@@ -135,7 +150,7 @@ class Proof:
         self.cases = [CaseRecord(ProofCase(self.net, *c)) for c in vnnlib_file.read(vnnlib)]
 
     def save(self, path: str | PathLike[str]) -> int:
-        """Checks the proof, and writes it; returns the file's bytes.
+        """Checks the proof, and writes it; returns the file's size in bytes.
 
         Raises:
           ValueError: not all cases are proved, and none has a point; the checker does not accept
