@@ -209,8 +209,8 @@ def default_optimizer(steps: int) -> optax.GradientTransformation:
 def gradients(model: Callable[[Array], Array], x: Array) -> PyTree:
     """The gradients that a training step repeats, for :func:`wdjax.program.loops_well`."""
 
-    def total(own: PyTree, x: Array) -> Array:
-        return jnp.sum(models.training_pass(models.join(own, model), x)[0])
+    def total(params: PyTree, x: Array) -> Array:
+        return jnp.sum(models.training_pass(models.join(params, model), x)[0])
 
     return jax.grad(total, argnums=(0, 1))(models.parameters(model), x)
 
@@ -355,11 +355,11 @@ def _proved(
     def expected(model: PyTree) -> tuple[Array, PyTree, Array]:
         logits, model = models.training_pass(model, x)
         low = certificate.margins(model, x, y, eps, done)
-        own = jnp.arange(low.shape[1]) == y[:, None]
-        worst = jnp.where(own, 0.0, -low)
+        is_label = jnp.arange(low.shape[1]) == y[:, None]
+        worst = jnp.where(is_label, 0.0, -low)
         value = (1 - weight) * recipe.loss(logits, y) + weight * recipe.loss(worst, y)
         right = losses.decision_margin(logits, y) <= 0
-        held = jnp.all(own | (low > 0), axis=1)
+        held = jnp.all(is_label | (low > 0), axis=1)
         mean = jnp.mean(value)
         return mean, model, jnp.stack([mean, jnp.mean(right), jnp.mean(held)])
 

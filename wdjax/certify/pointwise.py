@@ -148,8 +148,8 @@ def searched(
         return low, None, None
     search = branch.BranchAndBound(model, ball, seconds)
     parts = [(slice(i, i + 1), float(eps[i])) for i in range(len(y))]
-    own = [None if scale is None else scale[i] for i, _ in parts]
-    found = [search.close(x[i], y[i], reach, low[i], s) for (i, reach), s in zip(parts, own)]
+    scales = [None if scale is None else scale[i] for i, _ in parts]
+    found = [search.close(x[i], y[i], reach, low[i], s) for (i, reach), s in zip(parts, scales)]
     closed, ended, points = zip(*found)
     return jnp.concatenate(closed), np.concatenate(ended), np.concatenate(points)
 
@@ -483,6 +483,6 @@ def _split(
 ) -> Array:
     """``fn(model, *arrays, **options)`` with each device working on rows of its own alone."""
     rows = PartitionSpec(parallel.AXIS)
-    own = functools.partial(fn, **dict(options))
+    part = functools.partial(fn, **dict(options))
     specs = (PartitionSpec(), *(rows for _ in arrays))
-    return jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=rows)(model, *arrays)
+    return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=rows)(model, *arrays)

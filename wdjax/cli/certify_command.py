@@ -106,8 +106,8 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     if parsed.method == lipschitz_command.METHOD:
         if parsed.devices != 0:
             raise ValueError("--devices is not for --method lipschitz, which uses one.")
-        done, own = lipschitz_command.verified(parsed, work, model, x, y, **how)
-        extra |= own
+        done, facts = lipschitz_command.verified(parsed, work, model, x, y, **how)
+        extra |= facts
     else:
         done = _margins(parsed, work, model, x, y, how, console)
     if work.shard is not None:
@@ -170,8 +170,8 @@ def _margins(
     with console.search("certify") as tick:
 
         def verify(rows: np.ndarray, task: tasks.Task) -> certify.Certificate:
-            own = how | task.saving() | {"callback": task.heard(tick)}
-            return certify.verify(model, x[rows], y[rows], **own)
+            settings = how | task.saving() | {"callback": task.heard(tick)}
+            return certify.verify(model, x[rows], y[rows], **settings)
 
         return work.rows("certify", verify)
 

@@ -271,8 +271,8 @@ def _contrasts(
     ``labels`` is ``[n]`` or of the shape of ``rivals``, ``[n, R]``.
     """
     unit = np.eye(classes)
-    own = unit[labels] if labels.shape == rivals.shape else unit[labels][:, None]
-    return jnp.asarray(unit[rivals] - own)
+    label = unit[labels] if labels.shape == rivals.shape else unit[labels][:, None]
+    return jnp.asarray(unit[rivals] - label)
 
 
 def domain_slopes(net: Chain, model: Classifier, x: AnyArray, box: Box) -> Slopes:

@@ -76,12 +76,12 @@ def begin(
     """Initial states of the fits, stacked: one for each key."""
 
     def one(key: Array, eps: Array) -> State:
-        first, own = jax.random.split(key)
+        first, rest = jax.random.split(key)
         params, stats = families.begin(family, first, shape, features, classes)
         params = families.replaced(params, start)
         empty = jnp.full(steps, jnp.nan)
         history = FitHistory(*(empty for _ in FitHistory._fields))
-        return State(params, stats, _ADAM.init(params), jnp.asarray(0), eps, own, history)
+        return State(params, stats, _ADAM.init(params), jnp.asarray(0), eps, rest, history)
 
     return jax.vmap(one)(keys, radii)
 
@@ -144,9 +144,9 @@ def _value(
     )
     latent = mixtures.soft(key, made, len(batch.y), schedule.draws, tau)
     logits = _moved(plan, params, latent, batch, state.eps)
-    own = jnp.repeat(batch.y, schedule.draws)
-    loss = _loss(schedule, logits, own)
-    held = losses.decision_margin(logits, own) <= 0
+    labels = jnp.repeat(batch.y, schedule.draws)
+    loss = _loss(schedule, logits, labels)
+    held = losses.decision_margin(logits, labels) <= 0
     average = mixtures.entropy_ratio(jnp.mean(made.proportions, axis=0))
     each = jnp.mean(mixtures.entropy_ratio(made.proportions))
     return jnp.mean(loss), (stats, jnp.mean(held), jnp.stack([average, each]))
