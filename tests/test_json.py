@@ -60,7 +60,7 @@ COMMANDS = {
     "table": [
         ["table", "wang2025-table3-cifar10", *SUBJECT, "--quick", "--seeds", "0,1"],
     ],
-    "verify": [["verify", "--instances", "{in}/instances.csv"]],
+    "verify": [["verify", "--instances", "{in}/instances.csv", "--proof", "{out}/proofs"]],
     "run": [["run", "{in}/jobs.toml", "--out", "{out}/run"]],
 }  # fmt: skip
 """Every command that writes JSON, small, and so often that every key occurs."""
