@@ -461,6 +461,7 @@ def _in_batches(
     n = len(arrays[0])
     size = min(validate.check_count("batch_size", batch_size), n)
     parts, model = [], parallel.replicate(model, mesh)
+    parallel.check_same(arrays, mesh)
     for start in range(0, n, size):
         piece = tuple(None if a is None else a[start : start + size] for a in arrays)
         piece = parallel.pad(piece, parallel.padded_size(size, mesh))

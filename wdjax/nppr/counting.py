@@ -122,7 +122,7 @@ def count(asked: CopyPoll, rows: npt.NDArray[np.int64], first: int, draws: int) 
         padded = np.pad(own, (0, size - len(own)), mode="edge").astype(np.int32)
         split = parallel.shard(padded, asked.mesh)
         sent.append(_block(asked.loops, fixed, split, *turns, first + draws, wide))
-    whole = np.concatenate([np.asarray(part) for part in sent], axis=1)[:, : len(rows)]
+    whole = np.concatenate([np.asarray(part) for part in parallel.local(sent)], axis=1)[:, : len(rows)]
     return Tally(*whole.astype(np.int64))
 
 

@@ -87,7 +87,7 @@ def count(asked: VotePoll, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         pairs = np.stack([rows[part], numbers[part]]).astype(np.int32)
         padded = np.pad(pairs, ((0, 0), (0, asked.size - pairs.shape[1])), mode="edge")
         sent.append(_vote(asked.model, _draw(asked, padded))[0])
-    said = np.concatenate([np.asarray(batch) for batch in sent])[: len(rows)]
+    said = np.concatenate([np.asarray(batch) for batch in parallel.local(sent)])[: len(rows)]
     width = asked.classes + 1
     total = np.bincount(rows * width + said, minlength=len(asked.x) * width)
     return total.reshape(len(asked.x), width)
@@ -109,7 +109,7 @@ def uniforms(asked: VotePoll, number: int) -> np.ndarray:
         own = jax.random.fold_in(jax.random.fold_in(asked.key, place), number)
         return jax.random.uniform(own)
 
-    return np.asarray(jax.jit(jax.vmap(one))(asked.places))
+    return np.asarray(parallel.local(jax.jit(jax.vmap(one))(asked.places)))
 
 
 def _draw(asked: VotePoll, pairs: np.ndarray) -> Array:
