@@ -9,9 +9,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import wdjax
-from wdjax import Lp, Model, attacks, certify, nppr, parallel, smoothing
+from wdjax import Lp, Model, attacks, certify, nppr, parallel, smoothing, training
+from wdjax.files import persist
 from wdjax.nppr import distributions
 from wdjax.smoothing import noise
 
@@ -34,21 +36,42 @@ Y = np.asarray(jnp.argmax(MODEL(X), -1))
 
 def measured(x, y, mesh):
     """By name what each method says of samples ``[11, 6]``: trees of NumPy arrays."""
-    radii = {"norm": 2, "mesh": mesh, "batch_size": 8}
-    how = {"key": KEY, "mesh": mesh, "draws": 40}
+    how = {"eps": 0.3, "key": KEY, "mesh": mesh}
     pgd = attacks.PGD(Lp(2), steps=3, random_start=True)
+    blur, balls = noise.Gaussian(0.25), distributions.UniformBall(0.6)
+    votes = {"noise": blur, "n0": 10, "n": 100, "batch_size": 64}
+    family = nppr.Family(mode="label", components=2, upsample="none")
+    schedule = nppr.Schedule(steps=3, batch=8, draws=8)
+    once = {"epochs": 1, "batch_size": 8, "attack": pgd, "optimizer": optax.sgd(0.1)}
     found = {
-        "search": wdjax.search(
-            pgd, MODEL, x, y, eps=0.3, key=KEY, mesh=mesh, batch_size=8, only=np.arange(11) != 4
-        ),
+        "search": wdjax.search(pgd, MODEL, x, y, batch_size=8, only=np.arange(11) != 4, **how),
         "wpgd": wdjax.run(attacks.WPGD(steps=3), MODEL, x, y, eps=0.1, mesh=mesh, history=True),
-        "crown": certify.verify(MODEL, x, y, eps=0.1, steps=2, **radii),
-        "smoothing": smoothing.certify(
-            MODEL, x, noise=noise.Gaussian(0.25), key=KEY, n0=10, n=100, batch_size=64, mesh=mesh
-        ),
-        "estimate": nppr.estimate(MODEL, distributions.UniformBall(0.6), x, y, **how),
+        "crown": certify.verify(MODEL, x, y, norm=2, eps=0.1, steps=2, batch_size=8, mesh=mesh),
+        "smoothing": smoothing.certify(MODEL, x, y, key=KEY, mesh=mesh, **votes),
+        "estimate": nppr.estimate(MODEL, balls, x, y, key=KEY, draws=40, mesh=mesh).survived,
+        "fit": nppr.fit(MODEL, x, y, family=family, schedule=schedule, **how).history,
+        "train": training.train(MODEL, x, y, **once, **how),
     }
     return {name: jax.tree.map(np.asarray, tree) for name, tree in found.items()}
+
+
+def kept(x, y, mesh, rank, path):
+    """A search that one process ends after a round, and that both resume; process 0 writes."""
+    if rank:
+        persist.save = None
+    how = {"eps": 0.1, "mesh": mesh, "checkpoint": path, "every": 0.0}
+    attack, told = attacks.WPGD(steps=3), []
+    wdjax.search(attack, MODEL, x, y, callback=lambda seen: rank, **how)
+    found = wdjax.search(attack, MODEL, x, y, callback=told.append, **how)
+    assert len(told) == 2
+    for bad, said in (({"checkpoint": path.parent}, "one file"), ({"eps": 0.1 + rank}, "different")):
+        try:
+            wdjax.search(attack, MODEL, x, y, **how | bad)
+        except ValueError as error:
+            assert said in str(error)
+        else:
+            raise AssertionError(said)
+    return jax.tree.map(np.asarray, found)
 
 
 def main(rank, folder):
@@ -56,7 +79,11 @@ def main(rank, folder):
     x, y = parallel.joined((X[5 * rank : 5 + 6 * rank], Y[5 * rank : 5 + 6 * rank]))
     mesh = parallel.data_mesh()
     assert (mesh.size, jax.local_device_count()) == (8, 4)
-    np.savez(folder / f"{rank}.npz", *jax.tree.leaves(measured(x, y, mesh)))
+    found = measured(x, y, mesh)
+    found["kept"] = kept(x, y, mesh, rank, folder / "state.safetensors")
+    odd = parallel.each(lambda device: lambda item: np.arange(item), 3, mesh)
+    assert [len(one) for one in odd] == [0, 1, 2]
+    np.savez(folder / f"{rank}.npz", *jax.tree.leaves(found))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,11 @@ same calls with the same arguments, every decision on the host is taken by all o
 every result is whole on each.
 """
 
+import pickle
+import threading
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import Any, TypeVar
 
 import jax
@@ -116,7 +119,8 @@ def shard(tree: Tree, mesh: Mesh | None) -> Tree:
     """Splits the first axis of every leaf over the mesh.
 
     Args:
-      tree: a pytree of arrays ``[n, ...]``, n a multiple of the mesh's size.
+      tree: a pytree of arrays ``[n, ...]``, n a multiple of the mesh's size. Inside a trace they
+        stay what they are, and the compiler splits what is computed of them.
       mesh: of :func:`data_mesh`, or None for one device.
 
     >>> shard(jnp.arange(2), data_mesh(jax.devices()[:1])).tolist()
@@ -125,11 +129,76 @@ def shard(tree: Tree, mesh: Mesh | None) -> Tree:
     return tree if mesh is None else placed(tree, NamedSharding(mesh, PartitionSpec(AXIS)))
 
 
+def check_divides(name: str, count: int, mesh: Mesh | None) -> None:
+    """Raises if a number of rows cannot be split evenly over a mesh.
+
+    Args:
+      name: what the rows are, for the error.
+      count: their number.
+      mesh: of :func:`data_mesh`, or None for one device.
+
+    >>> check_divides("batch_size", 8, None)
+    """
+    if mesh is not None and count % mesh.size:
+        raise ValueError(
+            f"{name} must be a multiple of the {mesh.size} devices of the mesh, got {count}."
+        )
+
+
+def each(
+    worker: Callable[[jax.Device], Callable[[int], Tree]], count: int, mesh: Mesh | None
+) -> list[Tree]:
+    """Does the items 0 to ``count - 1``, each on one device: for work that the host directs.
+
+    A thread for each device takes one item after another, so that every item's programs are those
+    of a single device. Processes share the items, and each gets all results.
+
+    Args:
+      worker: ``device -> (item -> result)``, called once a device. Where the mesh spans processes
+        a result holds NumPy arrays.
+      count: the number of items, at least 1.
+      mesh: of :func:`data_mesh`, or None to do them here, on the default device.
+
+    Returns:
+      The results, in order.
+
+    >>> each(lambda device: lambda item: item**2, 3, None)
+    [0, 1, 4]
+    """
+    if mesh is None:
+        return list(map(worker(jax.devices()[0]), range(count)))
+    spans = _spans(mesh)
+    total, rank = (jax.process_count(), jax.process_index()) if spans else (1, 0)
+    items = np.array_split(np.arange(count), total)[rank].tolist()
+    queue, taking = iter(items), threading.Lock()
+    results: dict[int, Tree] = {}
+
+    def work(device: jax.Device) -> None:
+        with jax.default_device(device):
+            do = worker(device)
+            while True:
+                with taking:
+                    item = next(queue, None)
+                if item is None:
+                    return
+                results[item] = do(item)
+
+    here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    with futures.ThreadPoolExecutor(len(here)) as threads:
+        list(threads.map(work, here[: len(items)]))  # Raises what a thread raised.
+    if spans:
+        own = np.frombuffer(pickle.dumps(results), np.uint8)
+        ends = np.cumsum(joined(np.array([len(own)])))[:-1]
+        for part in np.split(joined(own), ends):
+            results |= pickle.loads(part.tobytes())
+    return [results[item] for item in range(count)]
+
+
 def placed(tree: Tree, sharding: Sharding) -> Tree:
     """The leaves by a sharding; one over many processes takes them from each.
 
     Args:
-      tree: a pytree of arrays, on every process the same.
+      tree: a pytree of arrays, on every process the same; inside a trace the compiler is told.
       sharding: of every leaf.
 
     >>> placed(jnp.arange(2), SingleDeviceSharding(jax.devices()[0])).tolist()
@@ -137,6 +206,8 @@ def placed(tree: Tree, sharding: Sharding) -> Tree:
     """
 
     def place(leaf: Any) -> Any:
+        if isinstance(leaf, jax.core.Tracer):
+            return jax.lax.with_sharding_constraint(leaf, sharding)
         if sharding.is_fully_addressable or not getattr(leaf, "is_fully_addressable", True):
             return jax.device_put(leaf, sharding)
         leaf = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
@@ -305,4 +376,11 @@ def gather(tree: Tree, mesh: Mesh | None) -> Tree:
     """
     if mesh is None:
         return tree
-    return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), local(tree))
+
+    def copy(leaf: Any) -> Any:
+        if _is_key(leaf):
+            data = copy(jax.random.key_data(leaf))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        return jnp.asarray(np.asarray(leaf))
+
+    return jax.tree.map(copy, local(tree))

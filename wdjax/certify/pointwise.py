@@ -72,8 +72,8 @@ def margin_bounds(
       method: one of :data:`METHODS`; "bab" at top level only.
       seconds: how long branch and bound works on a sample at most, without compilation.
       batch_size: samples on all devices at once, at top level; bounds the memory.
-      mesh: a mesh from :func:`wdjax.parallel.data_mesh`; batches are split over it. Branch and
-        bound itself works on one device.
+      mesh: a mesh from :func:`wdjax.parallel.data_mesh`; batches are split over it, and
+        branch and bound's samples are shared out to its devices.
 
     Returns:
       ``[n, K]`` bounds in logits, ``inf`` at ``j = y``; sound against rounding.
@@ -146,11 +146,22 @@ def searched(
     low = _in_batches(_bounds, options, model, (x, y, eps, scale), batch_size, mesh)
     if method != "bab":
         return low, None, None
-    search = branch.BranchAndBound(model, ball, seconds)
-    parts = [(slice(i, i + 1), float(eps[i])) for i in range(len(y))]
-    own = [None if scale is None else scale[i] for i, _ in parts]
-    found = [search.close(x[i], y[i], reach, low[i], s) for (i, reach), s in zip(parts, own)]
-    closed, ended, points = zip(*found)
+
+    def worker(device: jax.Device) -> Callable[[int], Any]:
+        own = model, x, y, low, scale
+        if mesh is not None:
+            own = jax.device_put(own, device)
+        net, *rows = own
+        search = branch.BranchAndBound(net, ball, seconds)
+
+        def close(i: int) -> Any:
+            one = (None if leaf is None else leaf[i : i + 1] for leaf in rows)
+            point, label, known, unit = one
+            return search.close(point, label, float(eps[i]), known, unit)
+
+        return close
+
+    closed, ended, points = zip(*parallel.each(worker, len(y), mesh))
     return jnp.concatenate(closed), np.concatenate(ended), np.concatenate(points)
 
 
