@@ -16,14 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import (
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    Sharding,
-    SingleDeviceSharding,
-)
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 AXIS = "batch"
 _CHUNK = 2**26
@@ -167,8 +160,7 @@ def each(
     """
     if mesh is None:
         return list(map(worker(jax.devices()[0]), range(count)))
-    spans = _spans(mesh)
-    total, rank = (jax.process_count(), jax.process_index()) if spans else (1, 0)
+    total, rank = (jax.process_count(), jax.process_index()) if spans(mesh) else (1, 0)
     items = np.array_split(np.arange(count), total)[rank].tolist()
     queue, taking = iter(items), threading.Lock()
     results: dict[int, Tree] = {}
@@ -186,7 +178,7 @@ def each(
     here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     with futures.ThreadPoolExecutor(len(here)) as threads:
         list(threads.map(work, here[: len(items)]))  # Raises what a thread raised.
-    if spans:
+    if total > 1:
         own = np.frombuffer(pickle.dumps(results), np.uint8)
         ends = np.cumsum(joined(np.array([len(own)])))[:-1]
         for part in np.split(joined(own), ends):
@@ -201,7 +193,7 @@ def placed(tree: Tree, sharding: Sharding) -> Tree:
       tree: a pytree of arrays, on every process the same; inside a trace the compiler is told.
       sharding: of every leaf.
 
-    >>> placed(jnp.arange(2), SingleDeviceSharding(jax.devices()[0])).tolist()
+    >>> placed(jnp.arange(2), jax.sharding.SingleDeviceSharding(jax.devices()[0])).tolist()
     [0, 1]
     """
 
@@ -229,7 +221,7 @@ def check_same(tree: Any, mesh: Mesh | None) -> None:
 
     >>> check_same(jnp.arange(2), None)
     """
-    if not _spans(mesh):
+    if not spans(mesh):
         return
     digest = 0
     for leaf in jax.tree.leaves(tree):
@@ -286,9 +278,16 @@ def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
 
 
-def _spans(mesh: Mesh | None) -> bool:
-    """Whether a mesh has devices of other processes."""
-    return mesh is not None and jax.process_count() > 1 and mesh.is_multi_process
+def spans(mesh: Mesh | None) -> bool:
+    """Whether a mesh has devices of other processes.
+
+    Args:
+      mesh: of :func:`data_mesh`, or None for one device.
+
+    >>> spans(None)
+    False
+    """
+    return mesh is not None and mesh.is_multi_process
 
 
 def local(tree: Tree) -> Tree:

@@ -25,6 +25,7 @@ from wdjax.certify.ranges import EntryRange
 from wdjax.checks import validate
 from wdjax.checks.forward_mode import forward_only, host_only
 from wdjax.core import AnyArray, Array, Classifier
+from wdjax.engine import batching
 from wdjax.lipschitz import margin
 from wdjax.precision import highest
 
@@ -469,20 +470,24 @@ def _in_batches(
     all devices of the mesh.
     """
     assert arrays[0] is not None
-    n = len(arrays[0])
-    size = min(validate.check_count("batch_size", batch_size), n)
-    parts, model = [], parallel.replicate(model, mesh)
+    n, parts = len(arrays[0]), []
     parallel.check_same(arrays, mesh)
-    for start in range(0, n, size):
-        piece = tuple(None if a is None else a[start : start + size] for a in arrays)
-        piece = parallel.pad(piece, parallel.padded_size(size, mesh))
-        if mesh is None:
-            found = fn(model, *piece, **dict(options))
-        else:
-            piece = parallel.shard(piece, mesh)
-            found = parallel.gather(_split(fn, options, mesh, model, piece), mesh)
-        parts.append(found[: min(size, n - start)])
-    return jnp.concatenate(parts)
+    model = parallel.replicate(model, mesh)
+
+    def rest(size: int) -> Array:
+        for start in range(sum(map(len, parts)), n, size):
+            piece = tuple(None if a is None else a[start : start + size] for a in arrays)
+            piece = parallel.pad(piece, parallel.padded_size(size, mesh))
+            if mesh is None:
+                found = fn(model, *piece, **dict(options))
+            else:
+                piece = parallel.shard(piece, mesh)
+                found = parallel.gather(_split(fn, options, mesh, model, piece), mesh)
+            parts.append(jax.block_until_ready(found[: min(size, n - start)]))
+        return jnp.concatenate(parts)
+
+    size = min(validate.check_count("batch_size", batch_size), n)
+    return batching.halving(rest, size, mesh)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

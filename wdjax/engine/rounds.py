@@ -92,8 +92,31 @@ def search(
     Returns what it found, by its end or by the round in which the callback returned a true value,
     and the criterion at the samples, ``[n]``.
     """
-    n, mark = len(samples.y), b""
     plan = _plan(attack, victim, samples, batch_size, mesh)
+    begin = start, places, only, key, skip_misclassified, history
+
+    def attempt(size: int) -> tuple[Found, np.ndarray]:
+        own = plan._replace(size=size, small=max(1, size // 4))
+        return _carry(own, *begin, callback, checkpoint, every)
+
+    return batching.halving(attempt, plan.size, mesh, whole=plan.rows)
+
+
+def _carry(
+    plan: Plan,
+    start: Array | None,
+    places: Array,
+    only: np.ndarray | None,
+    key: Array | None,
+    skip_misclassified: bool,
+    history: bool,
+    callback: Callable[[Progress], Any] | None,
+    checkpoint: str | PathLike[str] | None,
+    every: float,
+) -> tuple[Found, np.ndarray]:
+    """:func:`search` in the plan's batches."""
+    attack, victim, samples = plan[:3]
+    n, mark = len(samples.y), b""
     plan, begun = _begin(plan, start, places, only, key, skip_misclassified, history)
 
     def report(search: Search) -> Any:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from wdjax import parallel
 from wdjax.core import Array
-from wdjax.engine import identity
+from wdjax.engine import batching, identity
 from wdjax.precision import float64
 from wdjax.smoothing.grid import Noise, quantized, scale_of_each
 
@@ -81,6 +81,16 @@ def count(asked: VotePoll, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
     The last column counts votes whose logits are not finite.
     """
+
+    def at_once(size: int) -> np.ndarray:
+        return _count(asked._replace(size=size), rows, numbers)
+
+    unit = 1 if asked.mesh is None else asked.mesh.size
+    return batching.halving(at_once, asked.size, asked.mesh, unit)
+
+
+def _count(asked: VotePoll, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """:func:`count`, in batches of ``asked.size`` votes."""
     sent = []
     for first in range(0, len(rows), asked.size):
         part = slice(first, first + asked.size)

@@ -116,9 +116,9 @@ def play(
       A :class:`GameReport`.
 
     Raises:
-      ValueError: bad samples, sizes that do not divide, also over the mesh, unknown options, several draws of a leaked
-        key, a static model whose outputs on clean inputs are not finite, points outside their ball,
-        a checkpoint of another game, a game ended by the callback.
+      ValueError: bad samples, sizes that do not divide, also over the mesh, unknown options,
+        several draws of a leaked key, a static model whose outputs on clean inputs are not finite,
+        points outside their ball, a checkpoint of another game, a game ended by the callback.
 
     Cost: a round takes the attack's iterations, with one adaptation each, and ``2 draws``
       adaptations more; one more for a stateful defence.
@@ -148,7 +148,7 @@ def play(
     rows, index = _arrange(np.asarray(y), rules)
     defender = Defender(defense, memory, defense.rejects if company is None else bool(company))
     parallel.check_divides("size", rows, mesh)
-    if mesh is not None and mesh.is_multi_process:
+    if parallel.spans(mesh):
         raise ValueError("a game is played in one process: give it a mesh of this one's devices.")
     game = _game(defender, attack, rules, (x[index], y[index]), rows, eps, key)
     game = game._replace(mesh=mesh)
