@@ -110,7 +110,9 @@ def many_samples(quick):
         print(f"{n:7}  {rows[-1][1]:6.2f}   {peak / 2**20:7.0f}")
     (m, slow, low), (n, long, high) = rows[-2:]
     slope = np.log(long / slow) / np.log(n / m)
-    print(f"slope of the time {slope:.2f}; {(high - low) / (n - m):.0f} bytes of the host a sample,")
+    print(
+        f"slope of the time {slope:.2f}; {(high - low) / (n - m):.0f} bytes of the host a sample,"
+    )
     print(f"of which the sample itself takes {4 * 784}")
 
 
@@ -156,14 +158,19 @@ def methods(quick):
         "crown": proved("crown"),
         "bab (verdicts)": proved("bab"),
         "smoothing": lambda mesh: smoothing.certify(model, x, y, key=KEY, mesh=mesh, **votes),
-        "nppr fit": lambda mesh: nppr.fit(
-            model, x, y, family=family, schedule=schedule, mesh=mesh, **keyed
-        ).history,
-        "nppr estimate": lambda mesh: nppr.estimate(
-            model, balls, x, y, key=KEY, draws=100, mesh=mesh
-        ).survived,
+        "nppr fit": lambda mesh: (
+            nppr.fit(model, x, y, family=family, schedule=schedule, mesh=mesh, **keyed).history
+        ),
+        "nppr estimate": lambda mesh: (
+            nppr.estimate(model, balls, x, y, key=KEY, draws=100, mesh=mesh).survived
+        ),
         "image attack": lambda mesh: wdjax.search(
-            image.FrankWolfe(image.ImageWasserstein(window=3), steps=5), model, pixels, y, eps=0.05, mesh=mesh
+            image.FrankWolfe(image.ImageWasserstein(window=3), steps=5),
+            model,
+            pixels,
+            y,
+            eps=0.05,
+            mesh=mesh,
         ),
         "game": lambda mesh: play(Fixed(model), game, x[:8], y[:8], mesh=mesh, **played),
     }

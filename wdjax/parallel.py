@@ -18,6 +18,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+__all__ = ["data_mesh", "gather", "joined", "pad", "padded_size", "replicate", "shard"]
+
 AXIS = "batch"
 _CHUNK = 2**26
 """The maximum number of bytes of one process that are exchanged at once."""

@@ -176,6 +176,7 @@ def train(
         every=0.0,
         identity=b"" if checkpoint is None else _identity(recipe, aim, begun, x, y, key, size),
         about=named,
+        mesh=mesh,
     )
     return parallel.gather(last, mesh)
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from wdjax import parallel
 from wdjax.engine.identity import words
@@ -36,6 +37,7 @@ def carry(
     every: float = 60.0,
     identity: bytes = b"",
     about: Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
 ) -> State:
     """Takes turns until the state is finished.
 
@@ -46,11 +48,12 @@ def carry(
       report: called with the state after every turn; if it returns a true value the loop ends.
       checkpoint: a folder. If it holds a state of the same identity, the loop resumes from it. It
         is written at intervals, at the end, and on Ctrl-C or SIGTERM, which then take effect after
-        the current turn. Until the loop ends no other process or thread may use the folder. Of a
-        state that is spread over processes, process 0 alone writes it, for all.
+        the current turn. Until the loop ends no other process or thread may use the folder.
       every: minimum number of seconds between two writings; 0 to write after every turn.
       identity: what the state belongs to, from :func:`wdjax.engine.identity.digest`.
       about: the settings by name, stored in the manifest to say which of them differ.
+      mesh: over which the work is split. If it spans processes, all of them must take this loop;
+        they end together, and process 0 alone writes.
 
     Returns:
       The last state.
@@ -63,7 +66,7 @@ def carry(
     >>> carry(0, lambda n: n + 1, lambda n: n == 3)
     3
     """
-    together = parallel.spread(state)
+    together = parallel.spans(mesh)
     if checkpoint is None:
         while not finished(state):
             state = turn(state)

@@ -137,6 +137,7 @@ def _carry(
         every=every,
         identity=mark,
         about=about,
+        mesh=plan.mesh,
     )
     return _finish(plan, last, n, skip_misclassified), plan.clean[:n]
 

@@ -279,6 +279,7 @@ def _carry(
         turn,
         lambda state: int(state.step[0]) >= steps,
         identity=mark,
+        mesh=plan.mesh,
         **saving,
         about={"family": plan.family, "ball": plan.ball, "steps": steps},
     )
