@@ -51,7 +51,7 @@ def taken(work):
 
 
 def devices(quick):
-    """One search on 1 to 8 devices; and the host's time for a round of a model that costs nothing."""
+    """One search on 1 to 8 devices; and the time of a round whose model costs nothing."""
     print("devices   CPU s   efficiency   ms a round of a small model")
     wide, small = net(784, 256, 10), net(4, 2)
     x, y = samples(wide, 256 if quick else 4096, 784)
@@ -110,10 +110,8 @@ def many_samples(quick):
         print(f"{n:7}  {rows[-1][1]:6.2f}   {peak / 2**20:7.0f}")
     (m, slow, low), (n, long, high) = rows[-2:]
     slope = np.log(long / slow) / np.log(n / m)
-    print(
-        f"slope of the time {slope:.2f}; {(high - low) / (n - m):.0f} bytes of the host a sample,"
-    )
-    print(f"of which the sample itself takes {4 * 784}")
+    each = (high - low) / (n - m)
+    print(f"slope of the time {slope:.2f}; {each:.0f} bytes a sample, which itself has {4 * 784}")
 
 
 def many_models(quick):
@@ -135,6 +133,7 @@ def methods(quick):
     """By name, what is measured with a mesh: a tree of arrays."""
     model = net(16, 12, 4)
     x, y = samples(model, 13, 16)
+    moved = image.FrankWolfe(image.ImageWasserstein(window=3), steps=5)
     pixels = x.reshape(-1, 4, 4, 1)
     pgd, l2 = attacks.PGD(steps=5, random_start=True), Lp(2)
     family = nppr.Family(mode="label", components=2, upsample="none")
@@ -164,14 +163,7 @@ def methods(quick):
         "nppr estimate": lambda mesh: (
             nppr.estimate(model, balls, x, y, key=KEY, draws=100, mesh=mesh).survived
         ),
-        "image attack": lambda mesh: wdjax.search(
-            image.FrankWolfe(image.ImageWasserstein(window=3), steps=5),
-            model,
-            pixels,
-            y,
-            eps=0.05,
-            mesh=mesh,
-        ),
+        "image attack": lambda mesh: wdjax.search(moved, model, pixels, y, eps=0.05, mesh=mesh),
         "game": lambda mesh: play(Fixed(model), game, x[:8], y[:8], mesh=mesh, **played),
     }
     if quick:

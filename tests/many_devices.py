@@ -47,7 +47,7 @@ def measured(x, y, mesh):
     found = {
         "search": wdjax.search(pgd, MODEL, x, y, batch_size=8, only=np.arange(11) != 4, **how),
         "wpgd": wdjax.run(attacks.WPGD(steps=3), MODEL, x, y, eps=0.1, mesh=mesh, history=True),
-        "crown": certify.verify(MODEL, x, y, norm=2, eps=0.1, steps=2, batch_size=8, mesh=mesh),
+        "crown": certify.margin_bounds(MODEL, x, y, norm=2, eps=0.1, batch_size=8, mesh=mesh),
         "smoothing": smoothing.certify(MODEL, x, y, key=KEY, mesh=mesh, **votes),
         "estimate": nppr.estimate(MODEL, balls, x, y, key=KEY, draws=40, mesh=mesh).survived,
         "fit": nppr.fit(MODEL, x, y, family=family, schedule=schedule, **how).history,
