@@ -126,7 +126,8 @@ def _carry(
     if checkpoint is not None:
         lengths = [(stage.length, stage.cycles) for stage in attack.stages]
         traced = track.programs(attack, victim, samples, start, key)
-        mark = identity.digest(traced, lengths, parallel.local((*plan[:3], begun)))
+        given = start, places, only, key, np.array([skip_misclassified, history])
+        mark = identity.digest(traced, lengths, attack, victim, samples, *given)
         about["largest eps"] = None if samples.eps is None else float(jnp.max(samples.eps))
     last = loop.carry(
         begun,
