@@ -17,9 +17,13 @@ CLEAN ?= .venv-wheel
 DOCS ?= .venv-docs
 PYTEST_OPTIONS ?=
 
-.PHONY: audit test test-oldest fuzz lint docs docs-serve wheel clean
+.PHONY: audit bench test test-all test-fast test-oldest fuzz lint docs docs-serve wheel clean
 audit: $(VENV)/.audit
 	$(BIN)/python -m wdjax audit --out audit
+
+# An hour of measurements for docs/results.md, on a machine that does nothing else.
+bench: $(VENV)/.bench
+	$(BIN)/python bench/results.py
 
 # One worker a file: its tests share programs, which two workers would both trace.
 test: $(VENV)/.test
@@ -83,6 +87,10 @@ $(CLEAN)/.dependencies: pyproject.toml
 $(DOCS)/.tools: docs/site/requirements.txt
 	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip --disable-pip-version-check --quiet install -r $<
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.test
+	$(PIP) install adv-lib torchattacks foolbox $(TORCH)
 	touch $@
 
 $(VENV)/.lint: pyproject.toml | $(VENV)/bin/python

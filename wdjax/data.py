@@ -59,9 +59,9 @@ def digits() -> Split:
     bunch = datasets.load_digits()
     x = (bunch.images[..., None] / 16).astype(np.float32)
     y = bunch.target.astype(np.int32)
-    own = [np.flatnonzero(y == label) for label in range(10)]
-    held = [indices[::5][:_TEST_PER_CLASS] for indices in own]
-    rest = [np.setdiff1d(indices, out) for indices, out in zip(own, held)]
+    classes = [np.flatnonzero(y == label) for label in range(10)]
+    held = [indices[::5][:_TEST_PER_CLASS] for indices in classes]
+    rest = [np.setdiff1d(indices, out) for indices, out in zip(classes, held)]
     train, test = (_in_turns(parts) for parts in (rest, held))
     return Split(Dataset(x[train], y[train]), Dataset(x[test], y[test]))
 

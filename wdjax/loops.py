@@ -135,5 +135,5 @@ def cond(where: Any, one: Callable[..., Tree], other: Callable[..., Tree], *give
     if not sharded():
         return jax.lax.cond(where, one, other, *given)
     both = one(*given), other(*given)
-    branches = [lambda *own, f=f: varying(f(*own), both) for f in (one, other)]
+    branches = [lambda *args, f=f: varying(f(*args), both) for f in (one, other)]
     return jax.lax.cond(where, *branches, *given)

@@ -99,9 +99,9 @@ def decision_margin(logits: jax.Array, y: jax.Array) -> jax.Array:
     >>> (decision_margin(logits, jnp.array([0, 1, 0])) > 0).tolist()
     [False, True, True]
     """
-    value, own = margin(logits, y), _logit(logits, y)[:, None]
+    value, label = margin(logits, y), _logit(logits, y)[:, None]
     earlier = jnp.arange(logits.shape[-1])[None] < y[:, None]
-    lost = (value == 0) & jnp.any(jnp.where(earlier, logits >= own, logits > own), axis=-1)
+    lost = (value == 0) & jnp.any(jnp.where(earlier, logits >= label, logits > label), axis=-1)
     return value + jnp.where(lost, jnp.finfo(value.dtype).tiny, 0).astype(value.dtype)
 
 

@@ -103,8 +103,8 @@ def replicate(tree: Tree, mesh: Mesh | None) -> Tree:
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def copy(leaf: Any) -> Any:
-        own = getattr(leaf, "sharding", everywhere)
-        split = own.device_set == everywhere.device_set and not own.is_fully_replicated
+        now = getattr(leaf, "sharding", everywhere)
+        split = now.device_set == everywhere.device_set and not now.is_fully_replicated
         return leaf if split else placed(leaf, everywhere)
 
     return jax.tree.map(copy, tree)
@@ -181,9 +181,9 @@ def each(
     with futures.ThreadPoolExecutor(len(here)) as threads:
         list(threads.map(work, here[: len(items)]))  # Raises what a thread raised.
     if total > 1:
-        own = np.frombuffer(pickle.dumps(results), np.uint8)
-        ends = np.cumsum(joined(np.array([len(own)])))[:-1]
-        for part in np.split(joined(own), ends):
+        content = np.frombuffer(pickle.dumps(results), np.uint8)
+        ends = np.cumsum(joined(np.array([len(content)])))[:-1]
+        for part in np.split(joined(content), ends):
             results |= pickle.loads(part.tobytes())
     return [results[item] for item in range(count)]
 
@@ -265,8 +265,8 @@ def joined(tree: Tree) -> Tree:
         parts: list[list[np.ndarray]] = [[] for _ in counts]
         for first in range(0, int(counts.max()), step):
             size = min(step, int(counts.max()) - first)
-            own = raw[first : first + size]
-            padded = np.pad(own, ((0, size - len(own)), (0, 0)))
+            block = raw[first : first + size]
+            padded = np.pad(block, ((0, size - len(block)), (0, 0)))
             for part, found, count in zip(parts, multihost_utils.process_allgather(padded), counts):
                 part.append(found[: max(0, count - first)])
         whole = np.concatenate([block for part in parts for block in part])
@@ -361,8 +361,8 @@ def agreed(*said: Any, together: bool) -> list[bool]:
     >>> agreed(True, None, together=False)
     [True, False]
     """
-    own = [bool(one) for one in said]
-    return multihost_utils.process_allgather(np.array(own)).any(0).tolist() if together else own
+    here = [bool(one) for one in said]
+    return multihost_utils.process_allgather(np.array(here)).any(0).tolist() if together else here
 
 
 def gather(tree: Tree, mesh: Mesh | None) -> Tree:

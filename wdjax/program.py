@@ -66,8 +66,8 @@ def live(jaxpr: Jaxpr | ClosedJaxpr) -> int:
     for eqn in jaxpr.eqns:
         inside = sum(map(live, _inner(eqn)))
         shapes: list[Any] = [var.aval for var in eqn.outvars]
-        own = sum(a.size for a in shapes if jnp.issubdtype(a.dtype, jnp.inexact))
-        total += max(own, eqn.params.get("length", 1) * inside)
+        outputs = sum(a.size for a in shapes if jnp.issubdtype(a.dtype, jnp.inexact))
+        total += max(outputs, eqn.params.get("length", 1) * inside)
     return total
 
 

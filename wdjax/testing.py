@@ -204,8 +204,8 @@ def _sharded(case: Case) -> None:
         return found.x_adv, found.cost, found.success, found.correct
 
     def split(attack: Attack) -> Callable[..., tuple[Array, ...]]:
-        own = functools.partial(points, attack)
-        return jax.jit(jax.shard_map(own, mesh=mesh, in_specs=rows, out_specs=rows))
+        shard = functools.partial(points, attack)
+        return jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=rows, out_specs=rows))
 
     data = case.x, case.y, places
     if attack.budget == "data":

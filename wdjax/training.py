@@ -218,8 +218,8 @@ def default_optimizer(steps: int) -> optax.GradientTransformation:
 def gradients(model: Callable[[Array], Array], x: Array) -> PyTree:
     """The gradients that a training step repeats, for :func:`wdjax.program.loops_well`."""
 
-    def total(own: PyTree, x: Array) -> Array:
-        return jnp.sum(models.training_pass(models.join(own, model), x)[0])
+    def total(params: PyTree, x: Array) -> Array:
+        return jnp.sum(models.training_pass(models.join(params, model), x)[0])
 
     return jax.grad(total, argnums=(0, 1))(models.parameters(model), x)
 
@@ -281,12 +281,12 @@ def _steps(
     def step(trained: PyTree, row: tuple[Array, Array]) -> tuple[PyTree, Array]:
         number, batch = row
         step_key = jax.random.fold_in(key, number)
-        own = parallel.shard((x[batch], y[batch]), recipe.mesh)
+        samples = parallel.shard((x[batch], y[batch]), recipe.mesh)
         if isinstance(aim, CertificateAim):
-            return _proved(recipe, aim, trained, *own, before + number)
+            return _proved(recipe, aim, trained, *samples, before + number)
         if isinstance(aim, NoiseAim):
-            return _blurred(recipe, aim, trained, *own, step_key)
-        return _step(recipe, aim, trained, *own, step_key)
+            return _blurred(recipe, aim, trained, *samples, step_key)
+        return _step(recipe, aim, trained, *samples, step_key)
 
     numbers = first + jnp.arange(len(order))
     if len(order) == 1:
@@ -365,11 +365,11 @@ def _proved(
     def expected(model: PyTree) -> tuple[Array, PyTree, Array]:
         logits, model = models.training_pass(model, x)
         low = certificate.margins(model, x, y, eps, done)
-        own = jnp.arange(low.shape[1]) == y[:, None]
-        worst = jnp.where(own, 0.0, -low)
+        is_label = jnp.arange(low.shape[1]) == y[:, None]
+        worst = jnp.where(is_label, 0.0, -low)
         value = (1 - weight) * recipe.loss(logits, y) + weight * recipe.loss(worst, y)
         right = losses.decision_margin(logits, y) <= 0
-        held = jnp.all(own | (low > 0), axis=1)
+        held = jnp.all(is_label | (low > 0), axis=1)
         mean = jnp.mean(value)
         return mean, model, jnp.stack([mean, jnp.mean(right), jnp.mean(held)])
 

@@ -443,8 +443,8 @@ def wasserstein(distribution: AdversarialDistribution, norm: float, order: float
     x, x_adv = (_float64(points).reshape(n, -1) for points in distribution[:2])
     y, weight = np.asarray(distribution.y), _float64(distribution.weight)
     blocks = [
-        _block_cost(x[own], x_adv[own], weight[own], norm, order)
-        for own in (y == label for label in np.unique(y[weight > 0]))
+        _block_cost(x[of_class], x_adv[of_class], weight[of_class], norm, order)
+        for of_class in (y == label for label in np.unique(y[weight > 0]))
     ]
     scale = max((longest for longest, _ in blocks), default=0.0)
     if scale == 0 or order == math.inf:
@@ -464,10 +464,10 @@ def _block_cost(
     from scipy.spatial.distance import cdist
 
     points, index = np.unique(np.concatenate([x, x_adv]), axis=0, return_inverse=True)
-    own, moved = np.split(index.reshape(-1), 2)
+    stayed, moved = np.split(index.reshape(-1), 2)
     count = len(points)
-    demand = np.bincount(own, minlength=count).astype(float)
-    supply = _float64(np.bincount(own, 1 - weight, count) + np.bincount(moved, weight, count))
+    demand = np.bincount(stayed, minlength=count).astype(float)
+    supply = _float64(np.bincount(stayed, 1 - weight, count) + np.bincount(moved, weight, count))
     if order == 1:
         shared = np.minimum(supply, demand)
         supply, demand = supply - shared, demand - shared

@@ -137,8 +137,8 @@ class Diversified:
         ranks = jnp.argsort(jnp.argsort(-out, axis=1, stable=True), axis=1)
         pushed = (ranks == jnp.asarray(self.rank, ranks.dtype)) & (self.push > 0)
         free = jnp.where(pushed, scale * self.push, jax.vmap(draw)(keys))
-        own = (scale * self.lean(keys)).astype(out.dtype)[:, None]
-        return jnp.where(jax.nn.one_hot(samples.y, out.shape[1], dtype=bool), own, free)
+        label_weight = (scale * self.lean(keys)).astype(out.dtype)[:, None]
+        return jnp.where(jax.nn.one_hot(samples.y, out.shape[1], dtype=bool), label_weight, free)
 
     def _probe(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         """One step of the first phase: length eps, up the weighted sum of the outputs."""

@@ -89,12 +89,12 @@ def _run(graph: Graph, z: Array) -> Array:
     values = {**graph.constants, graph.inputs[0]: z}
     for node in graph.nodes:
         args = [values[place] for place in node.inputs]
-        own = (
+        result = (
             _tanh(*args)
             if node.name == "tanh"
             else node.eqn.primitive.bind(*loops.alike(*args), **node.eqn.params)
         )
-        values[node.outputs[0]] = own
+        values[node.outputs[0]] = result
     return jnp.asarray(values[graph.outputs[0]])
 
 

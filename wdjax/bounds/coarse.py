@@ -36,11 +36,11 @@ def refine(state: crown.Pass, place: int, needed: Array) -> None:
         return
     channels = shape[-1]
     width = min(xla_cpu.positions_at_once(channels), crown.chunk(state, channels))
-    own = jnp.eye(channels, dtype=value.lower.dtype)[:, None, None, None, :]
+    identity = jnp.eye(channels, dtype=value.lower.dtype)[:, None, None, None, :]
 
     def find(places: Sequence[Array]) -> Array:
         sample, _, row, column = places
-        a = Window(jnp.repeat(own, len(sample), axis=1), (1, 1), (0, 0), shape)
+        a = Window(jnp.repeat(identity, len(sample), axis=1), (1, 1), (0, 0), shape)
         found = crown.backward(short, {place: a}, Rows(sample, (row, column)), mirrored=True)
         return found.transpose(0, 2, 1)
 

@@ -179,7 +179,7 @@ def total(left: Coefficients, right: Coefficients, rows: Rows) -> Coefficients:
         inner = [w.offset[axis] + w.skip[axis] for w in pair]
         stop = max(start + w.extent[axis] for start, w in zip(inner, pair))
         ends.append((first, min(inner) - first, stop - min(inner)))
-    a = [jnp.pad(w.a, ((0, 0), (0, 0), *own, (0, 0))) for w, own in zip(pair, zip(*pads))]
+    a = [jnp.pad(w.a, ((0, 0), (0, 0), *padding, (0, 0))) for w, padding in zip(pair, zip(*pads))]
     offset, skip, extent = ((high, broad) for high, broad in zip(*ends))
     return left._replace(
         a=a[0] + a[1], offset=offset, skip=skip, extent=extent, clean=left.clean and right.clean

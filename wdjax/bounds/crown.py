@@ -139,8 +139,8 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
 def _lines(state: Pass, node: Node) -> Lines | None:
     """The lines of one equation over its operands' bounds; None if its primitive has none."""
     values = [state.values.get(place) for place in node.inputs]
-    own = TABLE.get(node.name)
-    if own is None or own.lines is None:
+    rules = TABLE.get(node.name)
+    if rules is None or rules.lines is None:
         return None
     if any(v is not None and v.lower.dtype == bool for v in values):
         return None
@@ -148,7 +148,7 @@ def _lines(state: Pass, node: Node) -> Lines | None:
         interval.lifted(jnp.asarray(state.network.exact[place])) if v is None else v[:2]
         for place, v in zip(node.inputs, values)
     ]
-    return own.lines(node.eqn, args, [v is not None for v in values])
+    return rules.lines(node.eqn, args, [v is not None for v in values])
 
 
 def _over(state: Pass, lines: Lines, lower: Array, upper: Array, node: Node) -> Lines:
@@ -306,20 +306,20 @@ def backward(
                 continue
             a = found.pop(place)
             if place in state.lines:
-                lines, own = state.lines[place], (slopes or {}).get(place)
-                if own is not None and own.ndim != a.a.ndim:
+                lines, chosen = state.lines[place], (slopes or {}).get(place)
+                if chosen is not None and chosen.ndim != a.a.ndim:
                     a = whole(a, rows)  # The slopes are dense.
                 if record is not None and lines.turned is not None:
                     record[place] = jnp.ones_like(a.a), a.a
                 if record is not None and lines.free is not None:
                     usual = seen(lines.maps[0], rows, a)[2]
                     record[place] = jnp.broadcast_to(usual.reshape(a.a.shape[1:]), a.a.shape), a.a
-                sum_, backs = _relaxed(sum_, lines, a, rows, own)
+                sum_, backs = _relaxed(sum_, lines, a, rows, chosen)
                 for operand, back in backs:
                     send(node.inputs[operand], back)
             elif place in state.boxes:
-                own, box = flat(a), seen(state.boxes[place], rows, a)[:, None]
-                sum_ = sum_.between(own, *jnp.where(own == 0, 0.0, box))  # Avoids 0 * inf.
+                flat_a, box = flat(a), seen(state.boxes[place], rows, a)[:, None]
+                sum_ = sum_.between(flat_a, *jnp.where(flat_a == 0, 0.0, box))  # Avoids 0 * inf.
             else:
                 for part, back in transposed(net.affine[place], a, rows):
                     charge(part, back)
@@ -358,8 +358,8 @@ def _scaled(affine: Affine, part: Part, a: Coefficients, rows: Rows) -> Coeffici
     known = [jnp.ndim(v) for v in affine.exact if v is not None]
     if not affine.record.scales or known == [0]:
         return a._replace(a=a.a * factor.reshape(-1)[0])
-    (own,) = seen(framed(factor[None]), rows.of_all(), a)
-    return a._replace(a=a.a * own.reshape(a.a.shape[1:]))
+    (factors,) = seen(framed(factor[None]), rows.of_all(), a)
+    return a._replace(a=a.a * factors.reshape(a.a.shape[1:]))
 
 
 class Sum(NamedTuple):
@@ -375,19 +375,19 @@ class Sum(NamedTuple):
     def plus(self, term: Array) -> "Sum":
         return Sum(self.value + term, self.size + jnp.abs(term), self.terms + 1)
 
-    def least(self, of: Linear, own: Array) -> "Sum":
-        """Adds ``of``, a minimum, for the coefficients ``own``, ``[G, R, N]``, and for ``-own``
+    def least(self, of: Linear, a: Array) -> "Sum":
+        """Adds ``of``, a minimum, for the coefficients ``a``, ``[G, R, N]``, and for ``-a``
         where negated functions are bounded too."""
-        both = self.value.ndim == own.ndim
-        return self.plus(jnp.stack([of(own), of(-own)]) if both else of(own))
+        both = self.value.ndim == a.ndim
+        return self.plus(jnp.stack([of(a), of(-a)]) if both else of(a))
 
-    def between(self, own: Array, low: Array, up: Array) -> "Sum":
+    def between(self, a: Array, low: Array, up: Array) -> "Sum":
         """Adds the minimum of ``own . z`` over ``low <= z <= up``, all ``[G, R, N]``."""
 
-        def least(own: Array) -> Array:
-            return summed(jnp.maximum(own, 0.0) * low + jnp.minimum(own, 0.0) * up)
+        def least(a: Array) -> Array:
+            return summed(jnp.maximum(a, 0.0) * low + jnp.minimum(a, 0.0) * up)
 
-        return self.least(least, own)
+        return self.least(least, a)
 
     def low(self, flushed: float) -> Array:
         """The sum, less its rounding and ``flushed``, the bound of the loss by underflow."""
@@ -404,10 +404,12 @@ def _charged(sum_: Sum, charges: Array, a: Coefficients, rows: Rows) -> Sum:
     """
     offset, error = seen(charges, rows, a)
 
-    def least(own: Array) -> Array:
+    def least(coefficients: Array) -> Array:
         # Faster on CPUs than Sum.between. Where an error is infinite all lines are constant, so a
         # coefficient of 0 there is exact and did not underflow.
-        return summed(own * offset - jnp.where(own == 0, 0.0, jnp.abs(own) * error))
+        return summed(
+            coefficients * offset - jnp.where(coefficients == 0, 0.0, jnp.abs(coefficients) * error)
+        )
 
     return sum_.least(least, flat(a))
 
@@ -423,21 +425,23 @@ def _relaxed(
     """
     if any(view.view is not None for view in lines.views):
         a = whole(a, rows)
-    own = flat(a)
-    positive, negative = jnp.maximum(own, 0.0), jnp.minimum(own, 0.0)
+    coefficients = flat(a)
+    positive, negative = jnp.maximum(coefficients, 0.0), jnp.minimum(coefficients, 0.0)
     low, up, *slopes = seen(lines.maps[0], rows, a)
     if slope is not None and lines.free is not None:
-        (free, shift), slope = seen(lines.maps[1], rows, a), slope.reshape(own.shape)
+        (free, shift), slope = seen(lines.maps[1], rows, a), slope.reshape(coefficients.shape)
         low = jnp.where(free > 0, slope * shift, low)
         slopes[0] = jnp.where(free > 0, slope, slopes[0])
     if slope is not None and lines.turned is not None:
         given = seen(lines.maps[1], rows, a)
-        steep = jnp.where(own > 0, slopes[0], slopes[1]) * slope.reshape(own.shape)
+        steep = jnp.where(coefficients > 0, slopes[0], slopes[1]) * slope.reshape(
+            coefficients.shape
+        )
         ends, good = _turned(lines.turned, steep, given), given[-1] > 0
         good = good & jnp.isfinite(ends[0]) & jnp.isfinite(ends[1])
         low, up = (jnp.where(good, *pair) for pair in zip(ends, (low, up)))
         slopes = [jnp.where(good, steep, usual) for usual in slopes]
-    sum_ = sum_.between(own, low, up)
+    sum_ = sum_.between(coefficients, low, up)
     backs = []
     for view, below, above in zip(lines.views, slopes[::2], slopes[1::2]):
         back = (positive * below + negative * above).reshape(a.a.shape)

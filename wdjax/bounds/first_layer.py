@@ -79,8 +79,9 @@ def _chain(state: crown.Pass, place: int) -> _Chain | None:
         at = affine.parts[0].place
     mixes = [
         i
-        for i, own in enumerate(found)
-        if not own.record.diagonal or net.graph.avals[own.parts[0].place].shape != own.offset.shape
+        for i, affine_map in enumerate(found)
+        if not affine_map.record.diagonal
+        or net.graph.avals[affine_map.parts[0].place].shape != affine_map.offset.shape
     ]
     if not mixes:
         return None
@@ -91,7 +92,7 @@ def _chain(state: crown.Pass, place: int) -> _Chain | None:
 def _factor(maps: list[Affine], like: Array) -> Array:
     """The product of all factors of maps of single entries, ``[B, *shape]``."""
     ones = jnp.ones_like(like)
-    return functools.reduce(lambda t, own: jax.vmap(own.parts[0].apply)(t), maps[::-1], ones)
+    return functools.reduce(lambda t, affine: jax.vmap(affine.parts[0].apply)(t), maps[::-1], ones)
 
 
 def _row(chain: _Chain) -> Kernel | Array | None:
@@ -117,8 +118,8 @@ def _moves(
     top, most = (norms.largest(jnp.abs(t).reshape(-1)) for t in (a, factor))
     eps = region.eps.reshape(-1, *(1,) * len(shape))
     if region.norm == 1 and isinstance(map_, jax.Array) and region.scale is not None:
-        own = jnp.abs(factor).reshape(len(factor), -1, 1)
-        heights = norms.largest(own * jnp.abs(a), 1).reshape(-1, *shape)
+        widths = jnp.abs(factor).reshape(len(factor), -1, 1)
+        heights = norms.largest(widths * jnp.abs(a), 1).reshape(-1, *shape)
         return (eps * (heights + tiny(a.dtype)),) * 2
     if region.norm == 1:
         heights = norms.largest(jnp.abs(a).reshape(-1, a.shape[-1]), 0)

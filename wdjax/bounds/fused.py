@@ -100,7 +100,7 @@ def _cone(
     fits = out.shape == operand.shape and operand.dtype in (jnp.float32, jnp.float64)
     if len(roots) > 1 or not fits or not moving | numbers.keys() >= {*node.inputs}:
         return None
-    nodes = dict.fromkeys(own for cone in before for own in cone.nodes)
+    nodes = dict.fromkeys(part for cone in before for part in cone.nodes)
     return _Cone(root, (*nodes, node))
 
 
@@ -110,14 +110,14 @@ def _made(graph: Graph, node: Node, cone: _Cone, numbers: dict[int, Any]) -> Nod
     Returns ``node`` itself where fusing would not tighten the bounds or would not be sound.
     """
     out, operand = graph.avals[node.outputs[0]], graph.avals[cone.root]
-    inside = {cone.root, *(own.outputs[0] for own in cone.nodes)}
-    bends = [bend for own in cone.nodes if (bend := _bend(own, inside))]
+    inside = {cone.root, *(part.outputs[0] for part in cone.nodes)}
+    bends = [bend for part in cone.nodes if (bend := _bend(part, inside))]
     bent = [TABLE[bend] for bend in bends if bend in TABLE and TABLE[bend].lines is not None]
     # Homogeneous functions (maxima, abs) are piecewise linear: fusing them would gain nothing.
-    if len(bent) == len(bends) and (len(bends) < 2 or all(own.homogeneous for own in bent)):
+    if len(bent) == len(bends) and (len(bends) < 2 or all(rules.homogeneous for rules in bent)):
         return node
     # Both sides of a comparison must be free of rounding.
-    compared = [own.inputs for own in cone.nodes if TABLE[own.name].compares]
+    compared = [part.inputs for part in cone.nodes if TABLE[part.name].compares]
     exact = all(inside & {*pair} == {cone.root} or pair[0] == pair[-1] for pair in compared)
 
     def function(z: Array) -> Array:
@@ -141,7 +141,7 @@ def _bend(node: Node, inside: set[int]) -> str:
     if node.name == "integer_pow" and node.eqn.params["y"] > 0 and node.eqn.params["y"] % 2:
         return "odd power"
     moves = [place in inside for place in node.inputs]
-    own = TABLE[node.name]
-    straight = own.compares or (own.diagonal and not own.scales)
+    rules = TABLE[node.name]
+    straight = rules.compares or (rules.diagonal and not rules.scales)
     straight |= (node.name == "mul" and not all(moves)) or (node.name == "div" and not moves[1])
     return "" if straight else node.name

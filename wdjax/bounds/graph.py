@@ -108,8 +108,8 @@ def _inline(graph: Graph, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[in
             outputs = inputs
         elif name in CALLS:
             inner: Any = eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
-            body, own = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
-            outputs = _inline(graph, body, own, inputs)
+            body, body_consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+            outputs = _inline(graph, body, body_consts, inputs)
         elif name == "scan":
             outputs = _unroll(graph, eqn, inputs)
         elif name in _DECIDED and (decided := _DECIDED[name](graph, eqn, inputs)) is not None:
@@ -150,7 +150,11 @@ def _turns(graph: Graph, eqn: JaxprEqn, inputs: tuple[int, ...]) -> list[int] | 
     None if a condition depends on the input."""
     condition, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
     first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    fixed, own, carry = inputs[:first], inputs[first : first + second], [*inputs[first + second :]]
+    fixed, body_consts, carry = (
+        inputs[:first],
+        inputs[first : first + second],
+        [*inputs[first + second :]],
+    )
     for _ in range(_TURNS):
         (test,) = _inline(graph, condition.jaxpr, condition.consts, [*fixed, *carry])
         going = _known(graph, test)
@@ -158,7 +162,7 @@ def _turns(graph: Graph, eqn: JaxprEqn, inputs: tuple[int, ...]) -> list[int] | 
             return None
         if not going:
             return carry
-        carry = _inline(graph, body.jaxpr, body.consts, [*own, *carry])
+        carry = _inline(graph, body.jaxpr, body.consts, [*body_consts, *carry])
     raise ValueError(
         f"the model holds a loop ('while') of more than {_TURNS} turns, which cannot be certified; "
         "stop it earlier."

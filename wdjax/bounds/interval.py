@@ -181,9 +181,9 @@ def apply(eqn: JaxprEqn, args: Sequence[Value], norm: float | None = None) -> li
     exact = [a for a in args if is_exact(a)]
     if len(exact) == len(args):
         return [*affine_rules.evaluate(eqn, exact)]
-    own = record.of(eqn.primitive.name)
+    rules = record.of(eqn.primitive.name)
     known = [lifted(a) if is_exact(a) else a for a in args]
-    out = own.interval(eqn, whole.beside(eqn, known, own.operands), norm)
+    out = rules.interval(eqn, whole.beside(eqn, known, rules.operands), norm)
     outs = out if isinstance(out, list) else [out]
     avals: list[Any] = [var.aval for var in eqn.outvars]
     return [

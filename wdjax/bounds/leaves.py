@@ -163,7 +163,7 @@ def rectified(state: crown.Pass) -> dict[int, int]:
 
 def _rows(maps: Maps) -> Array:
     """Maps ``[L, *shape]`` by place as one array ``[L, N]``."""
-    return jax.vmap(lambda own: ravel_pytree(own)[0])(maps)
+    return jax.vmap(lambda flat: ravel_pytree(flat)[0])(maps)
 
 
 def _maps(rows: Array, like: Maps) -> Maps:
@@ -197,24 +197,24 @@ def bounds(
         best = slopes.maximised(begun.low, worst, most, steps, _RATE, until=0.0, patience=_PATIENCE)
         worths, toward = _scores(begun, best.slopes)
         worth, choices = lax.top_k(worths, tries)
-        own = _rows(best.slopes)
+        flat = _rows(best.slopes)
         places = jnp.arange(count)
 
         def half(turn: Array) -> Array:
             index, sign = choices[:, turn // 2], jnp.where(turn % 2, 1, -1)
             signs = leaves.signs.at[places, index].set(sign.astype(leaves.signs.dtype))
-            return split(signs).low(_maps(own.at[places, index].set(0.0), known.lower))
+            return split(signs).low(_maps(flat.at[places, index].set(0.0), known.lower))
 
         halves = lax.map(half, jnp.arange(2 * tries)).reshape(tries, 2, count)
         children = jnp.maximum(halves.transpose(2, 0, 1), best.low[:, None, None])
         gain = jnp.sum(jnp.minimum(children, 0.0), axis=-1)
         order = jnp.argsort(jnp.where(worth > 0, -gain, jnp.inf), axis=-1)
-        choices = jnp.where(worth > 0, choices, own.shape[1])
+        choices = jnp.where(worth > 0, choices, flat.shape[1])
         choices = jnp.take_along_axis(choices, order, axis=-1)
         children = jnp.take_along_axis(children, order[..., None], axis=1)
         points = jnp.where(toward > 0, ball.lower, ball.upper)
         points = jnp.where((toward == 0) | (norm != math.inf), ball.center, points)
-    return LeafBounds(best.low, own, choices, children, points)
+    return LeafBounds(best.low, flat, choices, children, points)
 
 
 class _Split:

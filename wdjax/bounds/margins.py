@@ -56,9 +56,9 @@ def of(
         low = jnp.take_along_axis(logits, y[:, None], axis=1) - logits
     else:
         value = state.values[place]
-        own = jnp.take_along_axis(value.lower[:, 0], y[:, None], axis=1)
-        low = own - value.upper[:, 0]
-        low = low - 8 * float(jnp.finfo(low.dtype).eps) * (jnp.abs(own) + value.size[:, 0])
+        label = jnp.take_along_axis(value.lower[:, 0], y[:, None], axis=1)
+        low = label - value.upper[:, 0]
+        low = low - 8 * float(jnp.finfo(low.dtype).eps) * (jnp.abs(label) + value.size[:, 0])
         for turn, bound in enumerate(_BOUNDS[method]):
             right = True if every else jnp.argmax(model(region.center), axis=-1) == y
             open_ = right & jnp.any((low <= 0) & (jnp.arange(classes) != y[:, None]), axis=1)
@@ -132,8 +132,8 @@ def contrasts(net: Network, y: Array, rivals: Array) -> dict[int, Coefficients]:
     """Coefficients of ``z_y - z_j`` at the logits, for ``R`` labels and their rivals ``[R, G]``."""
     (place,) = net.graph.outputs
     classes, dtype = net.graph.avals[place].shape[1], net.graph.avals[net.source].dtype
-    own, rival = (jax.nn.one_hot(labels, classes, dtype=dtype) for labels in (y, rivals.T))
-    return {place: Whole((own - rival)[:, :, None])}
+    label, rival = (jax.nn.one_hot(labels, classes, dtype=dtype) for labels in (y, rivals.T))
+    return {place: Whole((label - rival)[:, :, None])}
 
 
 def each(y: Array) -> Rows:

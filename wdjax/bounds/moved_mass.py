@@ -78,8 +78,8 @@ def supply(x: Array, eps: Array, ball: MassBall) -> Supply:
     whole = jnp.sum(mass, axis=1)
     weights = jnp.ones_like(mass)
     if ball.channels == "separate":
-        own = jnp.where(mass > 0, mass, 1.0)
-        weights = jnp.where(mass > 0, (1 - 1e-5) * whole[:, None] / own, 1.0)
+        divisor = jnp.where(mass > 0, mass, 1.0)
+        weights = jnp.where(mass > 0, (1 - 1e-5) * whole[:, None] / divisor, 1.0)
     return Supply(mass, weights, eps**ball.power * whole)
 
 
@@ -115,9 +115,9 @@ class Levels(NamedTuple):
         """``[G, R]``: mass times distance that is moved at a price."""
         found, far = self.parts[0], jnp.zeros_like(self.parts[0])
         for part, length in zip(self.parts[1:], self.lengths[1:]):
-            own = part + price * length
-            far = jnp.where(own < found, length, far)
-            found = jnp.minimum(found, own)
+            value = part + price * length
+            far = jnp.where(value < found, length, far)
+            found = jnp.minimum(found, value)
         return jnp.sum(mass * far, axis=(2, 3, 4))
 
 

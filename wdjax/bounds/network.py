@@ -132,9 +132,9 @@ def _affine(node: Node, moves: Sequence[bool], args: Sequence[Any]) -> list[Affi
     interval rule is run on dummy intervals: for an affine rule the result is a linear image of
     them.
     """
-    own = TABLE.get(node.name)
+    rules = TABLE.get(node.name)
     avals: list[Any] = [atom.aval for atom in node.eqn.invars]
-    if own is None or any(
+    if rules is None or any(
         not jnp.issubdtype(a.dtype, jnp.floating) for a, moved in zip(avals, moves) if moved
     ):
         return None
@@ -149,7 +149,7 @@ def _affine(node: Node, moves: Sequence[bool], args: Sequence[Any]) -> list[Affi
             zero = jnp.zeros(aval.shape, dtype)
             dummies[place] = fresh(zero, zero)
         operands.append(dummies[place])
-    out = own.interval(node.eqn, operands, None)
+    out = rules.interval(node.eqn, operands, None)
     roots = {root: place for place, dummy in dummies.items() for root in dummy.terms}
     found = []
     for value in out if isinstance(out, list) else [out]:
@@ -168,8 +168,8 @@ def _error(node: Node, value: Interval, terms: int) -> tuple[float, float]:
     The relative error is in units of the magnitude ``m``; the absolute one is the loss by underflow
     in dtypes shorter than float32. ``terms`` is the number of products added up to one entry.
     """
-    eqn, dtype, own = node.eqn, value.center.dtype, record.of(node.name)
-    assert own.affine is not None
+    eqn, dtype, rules = node.eqn, value.center.dtype, record.of(node.name)
+    assert rules.affine is not None
     declared: Any = eqn.outvars[0].aval
     unit = 0.5 * float(jnp.finfo(dtype).eps)
     forwards = terms + 2.0
@@ -177,11 +177,11 @@ def _error(node: Node, value: Interval, terms: int) -> tuple[float, float]:
         kernel, spec = affine_rules.shape_of(eqn, 1), eqn.params["dimension_numbers"].rhs_spec
         outputs, inputs, *window = (kernel[i] for i in spec)
         forwards *= 8 if min(outputs, inputs) >= WINOGRAD_CHANNELS and window == [3, 3] else 1
-    total = 1.01 * unit * (forwards + own.affine(eqn) + 6)
-    moved = own.once and not (own.elementwise or own.sums)
+    total = 1.01 * unit * (forwards + rules.affine(eqn) + 6)
+    moved = rules.once and not (rules.elementwise or rules.sums)
     if moved or not affine_rules.is_narrow(declared.dtype):
         return total, 0.0
-    rounds = terms + 1 if own.sums else 1
+    rounds = terms + 1 if rules.sums else 1
     total += 1.01 * rounds * float(jnp.finfo(declared.dtype).eps)
     return total, rounds * tiny(declared.dtype)
 
@@ -213,8 +213,8 @@ def begin(lower: Array, upper: Array, mixes: int) -> Bounded:
 def forward(affine: Affine, values: dict[int, Bounded], charged: set[int]) -> Bounded:
     """Bounds ``[B, *shape]`` of an affine map's result by interval arithmetic."""
     declared: Any = affine.node.eqn.outvars[0].aval
-    own = affine.record
-    sums = affine_rules.is_narrow(declared.dtype) and own.sums
+    rules = affine.record
+    sums = affine_rules.is_narrow(declared.dtype) and rules.sums
     lowest, peak = tiny(affine.offset.dtype), jnp.abs(affine.offset)[None]
     center, radius = affine.offset[None], jnp.zeros((), affine.offset.dtype)
     offset, size, error = affine.offset, jnp.abs(affine.offset)[None], radius
@@ -227,7 +227,7 @@ def forward(affine: Affine, values: dict[int, Bounded], charged: set[int]) -> Bo
         half = jnp.maximum(value.upper - middle, middle - value.lower)
         center = center + jax.vmap(apply)(middle)
         radius = radius + jax.vmap(absolute)(half)
-        moved = own.once and not own.scales  # Nothing can underflow.
+        moved = rules.once and not rules.scales  # Nothing can underflow.
         kept = value.size if moved else _limited(value.size, value.size)
         size = size + jax.vmap(absolute)(kept)
         error = error + jax.vmap(absolute)(value.error)
@@ -240,7 +240,7 @@ def forward(affine: Affine, values: dict[int, Bounded], charged: set[int]) -> Bo
     radius = _open(radius + 2 * fine)
     lower, upper = fitted(center - radius, center + radius, declared.dtype, _open(peak + fine))
     size = jnp.where(jnp.isfinite(lower) & jnp.isfinite(upper), size, jnp.inf)
-    adds = not own.once or own.sums or len(affine.parts) > 1
+    adds = not rules.once or rules.sums or len(affine.parts) > 1
     mixes = adds + max(values[part.place].mixes for part in affine.parts)
     error = _limited(_open(error + fine), size)
     alone = not adds and values[affine.parts[0].place].alone
@@ -257,8 +257,8 @@ def nonlinear(
     places = [place for place in dict.fromkeys(node.inputs) if place in values]
     pairs = [values[place][:2] for place in places]
 
-    def one(own: list[Ends]) -> list[Ends]:
-        moved = [Ternary(*pair) if pair[0].dtype == bool else fresh(*pair) for pair in own]
+    def one(operands: list[Ends]) -> list[Ends]:
+        moved = [Ternary(*pair) if pair[0].dtype == bool else fresh(*pair) for pair in operands]
         made: dict[int, Any] = dict(zip(places, moved))
         args = [made[p] if p in made else jnp.asarray(network.exact[p]) for p in node.inputs]
         found = [ends(out) for out in interval.apply(node.eqn, args)]

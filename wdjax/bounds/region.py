@@ -80,8 +80,8 @@ class Region(NamedTuple):
             return self._replace(maps=framed(middle, half + unit * (jnp.abs(middle) + half)))
         down, up = self.center - self.lower, self.upper - self.center
         scale = [] if self.scale is None else [self.scale]
-        for own in scale:
-            wide = jnp.where(own > 0, own, jnp.inf)
+        for width in scale:
+            wide = jnp.where(width > 0, width, jnp.inf)
             down, up = down / wide, up / wide
         return self._replace(maps=framed(self.center, down * (1 + unit), up * (1 + unit), *scale))
 
@@ -109,9 +109,9 @@ class Region(NamedTuple):
     def _of_images(self, held: moved_mass.Supply, coefficients: Coefficients, rows: Rows) -> Array:
         """:meth:`least` where mass moves between pixels, into and out of every patch."""
         a, shape = whole(coefficients, rows).a, self.center.shape[-3:]
-        own = moved_mass.Supply(*(part[rows.sample] for part in held))
+        supplies = moved_mass.Supply(*(part[rows.sample] for part in held))
         x = self.center[rows.sample].reshape(-1, *shape)
-        return moved_mass.least(a.reshape(*a.shape[:2], *shape), x, own, self.norm.power)
+        return moved_mass.least(a.reshape(*a.shape[:2], *shape), x, supplies, self.norm.power)
 
 
 def _capped_one(size: Array, cap: Array, eps: Array) -> Array:
@@ -154,9 +154,9 @@ def _capped_two(size: Array, cap: Array, eps: Array) -> Array:
     def nearer(_: int, level: Array) -> Array:
         free = fixed < level[..., None] * most
         spent = jnp.sum(jnp.where(free, 0.0, most) ** 2, axis=-1)
-        own = jnp.sum(jnp.where(free, fixed, 0.0) ** 2, axis=-1)
-        own = jnp.sqrt(own / jnp.maximum(reach**2 - spent, 1e-12 * reach**2))
-        return jnp.where((own > 0) & jnp.isfinite(own), own, level)
+        better = jnp.sum(jnp.where(free, fixed, 0.0) ** 2, axis=-1)
+        better = jnp.sqrt(better / jnp.maximum(reach**2 - spent, 1e-12 * reach**2))
+        return jnp.where((better > 0) & jnp.isfinite(better), better, level)
 
     begun = lax.stop_gradient(length) / jnp.where(reach > 0, reach, 1.0)
     level = loops.fori_loop(0, _TURNS, nearer, begun)

@@ -43,8 +43,8 @@ def _largest(eqn: JaxprEqn) -> Sequence[Written]:
         return lax.slice_in_dim(jnp.flip(lax.sort(x, dimension=axis), axis), 0, k, axis=axis)
 
     def places(x: jax.Array) -> jax.Array:
-        own = lax.broadcasted_iota(jnp.int32, x.shape, axis)
-        order = lax.sort([-x, own], dimension=axis, is_stable=True, num_keys=1)[1]
+        positions = lax.broadcasted_iota(jnp.int32, x.shape, axis)
+        order = lax.sort([-x, positions], dimension=axis, is_stable=True, num_keys=1)[1]
         return lax.slice_in_dim(order, 0, k, axis=axis)
 
     return values, places

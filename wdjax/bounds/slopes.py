@@ -42,7 +42,7 @@ def optimised(
         return crown.backward(state, coefficients, rows, slopes=slopes)
 
     # The first step uses the default slopes; unused results of the pass above are not computed.
-    begun = {place: own for place, (own, _) in seen.items()}
+    begun = {place: first for place, (first, _) in seen.items()}
     worst = BestSlopes(jnp.full_like(usual, -jnp.inf), begun)
     most = {i: 1.0 if state.lines[i].turned is None else _STEEPEST for i in begun}
     return maximised(low, worst, most, steps, _RATE).low
@@ -56,8 +56,8 @@ class BestSlopes(NamedTuple):
 
     def or_else(self, low: Array, slopes: Slopes) -> "BestSlopes":
         gain = low > self.low
-        own = {i: jnp.where(norms.spread(gain, s), s, self.slopes[i]) for i, s in slopes.items()}
-        return BestSlopes(jnp.where(gain, low, self.low), own)
+        kept = {i: jnp.where(norms.spread(gain, s), s, self.slopes[i]) for i, s in slopes.items()}
+        return BestSlopes(jnp.where(gain, low, self.low), kept)
 
 
 _Climb: TypeAlias = tuple[Array, Slopes, optax.OptState, BestSlopes, Array, Array]
@@ -104,7 +104,7 @@ def maximised(
         (_, found), slope = jax.value_and_grad(height, has_aux=True)(now)
         best = best.or_else(found, now)
         changes, memory = ascent.update(slope, memory)
-        now = {place: moved(own, changes[place], most[place]) for place, own in now.items()}
+        now = {place: moved(value, changes[place], most[place]) for place, value in now.items()}
         if patience:
             gap = jnp.maximum(until - best.low, 0.0)
             short = jnp.sum(jnp.where(jnp.isfinite(best.low), gap, 0.0))

@@ -68,8 +68,8 @@ def _homogeneous(net: Network) -> bool:
     dtypes -= {jnp.dtype(bool)}
     for node in net.others.values():
         known = [jnp.asarray(net.exact[place]) for place in node.inputs if place in net.exact]
-        own = TABLE.get(node.name)
-        if own is None or not own.homogeneous or not {value.dtype for value in known} <= dtypes:
+        rules = TABLE.get(node.name)
+        if rules is None or not rules.homogeneous or not {value.dtype for value in known} <= dtypes:
             return False
     return len(dtypes) == 1
 

@@ -136,8 +136,8 @@ class BranchAndBound:
         found, points = np.array(low), np.array(x)
         ended = np.zeros(len(found), np.int32)
         for i, row in enumerate(found):
-            own = None if scale is None else scale[i : i + 1]
-            ball = _Ball(self.domain, x[i : i + 1], eps, own)
+            part = None if scale is None else scale[i : i + 1]
+            ball = _Ball(self.domain, x[i : i + 1], eps, part)
             if np.all(row > 0):
                 continue
             broken = self._broken(ball, y[i : i + 1])
@@ -241,9 +241,9 @@ class _Ball(NamedTuple):
         move = (points - x).reshape(len(points), -1)
         if moves_mass(self.domain.norm):
             return np.all(move == 0, axis=1)
-        own = np.broadcast_to(scale, x.shape).reshape(1, -1)
-        still = np.all((move == 0) | (own > 0), axis=1)
-        far = np.linalg.norm(move / np.where(own > 0, own, 1.0), self.domain.norm, axis=1)
+        widths = np.broadcast_to(scale, x.shape).reshape(1, -1)
+        still = np.all((move == 0) | (widths > 0), axis=1)
+        far = np.linalg.norm(move / np.where(widths > 0, widths, 1.0), self.domain.norm, axis=1)
         boxed = np.all(((points >= low) & (points <= high)).reshape(len(points), -1), axis=1)
         return np.asarray(still & boxed & (far <= self.eps))
 

@@ -83,9 +83,9 @@ def witness(
     near = _TRUSTED * (1 + np.abs(y).max(axis=1, initial=0.0))
     order = [i for i in np.argsort(excess) if excess[i] <= near[i]]
     for i in order[:_AGAIN]:
-        own = np.asarray(independence.outputs(model, x[i : i + 1]))[0]
-        if spec.violated(own) and np.all((x[i] >= lower) & (x[i] <= upper)):
-            return Witness(x[i], own)
+        logits = np.asarray(independence.outputs(model, x[i : i + 1]))[0]
+        if spec.violated(logits) and np.all((x[i] >= lower) & (x[i] <= upper)):
+            return Witness(x[i], logits)
     return None
 
 

@@ -65,7 +65,8 @@ def _turn(model: Classifier, rows: Objectives, member: Array, lower: Array, uppe
     shape, count = lower.shape, len(lower)
     ends = lower.reshape(count, -1), upper.reshape(count, -1)
     best, inner, outer, steep = jax.vmap(
-        lambda own: jax.vmap(lambda *box: _member(own, *box))(low, linear, a, *ends), out_axes=1
+        lambda needed: jax.vmap(lambda *box: _member(needed, *box))(low, linear, a, *ends),
+        out_axes=1,
     )(member)
     open_ = best <= 0
     new_lower = jnp.min(jnp.where(open_[..., None], inner, jnp.inf), axis=1)
@@ -86,9 +87,9 @@ def _turn(model: Classifier, rows: Objectives, member: Array, lower: Array, uppe
 
 
 def _member(
-    own: Array, low: Array, linear: Array, a: Array, lower: Array, upper: Array
+    needed: Array, low: Array, linear: Array, a: Array, lower: Array, upper: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """What the linear bounds of the rows ``own``, ``[R]`` booleans, say of one box, ``[N]``.
+    """What the linear bounds of the rows ``needed``, ``[R]`` booleans, say of one box, ``[N]``.
 
     A violation has all of these rows at most 0. Row r is at least ``linear + sum |a| d``, with
     ``d`` the distances from the corner where that is least. So ``d <= -linear / |a|``, which cuts
@@ -96,7 +97,7 @@ def _member(
     bounded too.
 
     Args:
-      own: ``[R]``
+      needed: ``[R]``
       low: ``[R]`` lower bounds over the box.
       linear: ``[R]`` the least values over the box of linear functions below the rows.
       a: ``[R, N]`` the coefficients of these.
@@ -109,7 +110,7 @@ def _member(
     """
     unit = 32 * float(jnp.finfo(low.dtype).eps) * (a.shape[1] + a.shape[0] + 2)
     reach = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
-    steep = jnp.where(own[:, None], jnp.abs(a), 0.0)
+    steep = jnp.where(needed[:, None], jnp.abs(a), 0.0)
     size = steep @ reach
     # The planes a . x + level bound the rows from below.
     level = linear - jnp.sum(jnp.where(a > 0, a * lower, a * upper), axis=1)
@@ -117,35 +118,35 @@ def _member(
     inner, outer = lower, upper
     for _ in range(_CUTS):
         least = jnp.sum(jnp.where(a > 0, a * inner, a * outer), axis=1) + level - unit * size
-        room = jnp.where(own & (least <= 0), -least, 0.0)[:, None]
+        room = jnp.where(needed & (least <= 0), -least, 0.0)[:, None]
         far = jnp.where(steep > 0, room / jnp.where(steep > 0, steep, 1.0), jnp.inf)
-        far = jnp.where(jnp.isfinite(far) & own[:, None], far, jnp.inf)
+        far = jnp.where(jnp.isfinite(far) & needed[:, None], far, jnp.inf)
         far = far * (1 + unit) + unit * reach
         high = jnp.min(jnp.where(a > 0, inner + far, jnp.inf), axis=0)
         down = jnp.max(jnp.where(a < 0, outer - far, -jnp.inf), axis=0)
         inner, outer = jnp.maximum(inner, down), jnp.minimum(outer, high)
 
     def mean(weight: Array) -> tuple[Array, Array, Array]:
-        toward = weight @ jnp.where(own[:, None], a, 0.0)
+        toward = weight @ jnp.where(needed[:, None], a, 0.0)
         point = jnp.where(toward > 0, inner, outer)
-        total = weight @ jnp.where(own, level, 0.0)
-        slack = unit * (weight @ (jnp.where(own, jnp.abs(level), 0.0) + size))
+        total = weight @ jnp.where(needed, level, 0.0)
+        slack = unit * (weight @ (jnp.where(needed, jnp.abs(level), 0.0) + size))
         return jnp.sum(toward * point) + total - slack, toward, a @ point + level
 
     least = jnp.sum(jnp.where(a > 0, a * inner, a * outer), axis=1) + level - unit * size
-    best = jnp.max(jnp.where(own, jnp.maximum(low, least), -jnp.inf))
-    scale = jnp.max(jnp.where(own, jnp.abs(low), 0.0))
-    tilt = jnp.where(own, 0.0, -jnp.inf) + 4 * jnp.where(own, low, 0.0) / (scale + 1e-30)
+    best = jnp.max(jnp.where(needed, jnp.maximum(low, least), -jnp.inf))
+    scale = jnp.max(jnp.where(needed, jnp.abs(low), 0.0))
+    tilt = jnp.where(needed, 0.0, -jnp.inf) + 4 * jnp.where(needed, low, 0.0) / (scale + 1e-30)
     for _ in range(_MEANS):
         found, toward, value = mean(jax.nn.softmax(tilt))
         best = jnp.fmax(best, found)
-        spread = jnp.max(jnp.where(own, jnp.abs(value), 0.0))
-        tilt = tilt + jnp.where(own, value, 0.0) / (spread + 1e-30)
+        spread = jnp.max(jnp.where(needed, jnp.abs(value), 0.0))
+        tilt = tilt + jnp.where(needed, value, 0.0) / (spread + 1e-30)
     found, toward, value = mean(jax.nn.softmax(tilt))
     best = jnp.fmax(best, found)
     empty = jnp.any(inner > outer)
     best = jnp.where(empty, jnp.maximum(best, jnp.finfo(low.dtype).tiny), best)
-    best = jnp.where(jnp.any(own), best, jnp.inf)
+    best = jnp.where(jnp.any(needed), best, jnp.inf)
     toward = jnp.where(jnp.isfinite(toward), toward, 0.0)
     return best, inner, outer, toward
 

@@ -149,15 +149,12 @@ def searched(
         return low, None, None
 
     def worker(device: jax.Device) -> Callable[[int], Any]:
-        own = model, x, y, low, scale
-        if mesh is not None:
-            own = jax.device_put(own, device)
-        net, *rows = own
+        given = model, x, y, low, scale
+        net, *rows = given if mesh is None else jax.device_put(given, device)
         search = branch.BranchAndBound(net, ball, seconds)
 
         def close(i: int) -> Any:
-            one = (None if leaf is None else leaf[i : i + 1] for leaf in rows)
-            point, label, known, unit = one
+            point, label, known, unit = (leaf if leaf is None else leaf[i : i + 1] for leaf in rows)
             return search.close(point, label, float(eps[i]), known, unit)
 
         return close
@@ -500,6 +497,6 @@ def _split(
 ) -> Array:
     """``fn(model, *arrays, **options)`` with each device working on rows of its own alone."""
     rows = PartitionSpec(parallel.AXIS)
-    own = functools.partial(fn, **dict(options))
+    part = functools.partial(fn, **dict(options))
     specs = (PartitionSpec(), *(rows for _ in arrays))
-    return jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=rows)(model, *arrays)
+    return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=rows)(model, *arrays)

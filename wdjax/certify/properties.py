@@ -185,7 +185,7 @@ def properties(
     if len(each) != len(lower):
         raise ValueError(f"spec must be one or {len(lower)}, one a box, got {len(each)}.")
     how: dict[str, Any] = {"method": method, "seconds": seconds, "key": key}
-    return [property(model, low, high, own, **how) for low, high, own in zip(lower, upper, each)]
+    return [property(model, low, high, one, **how) for low, high, one in zip(lower, upper, each)]
 
 
 def _check_seconds(seconds: float) -> None:

@@ -159,7 +159,7 @@ def _turn(work: _Work, state: dict[str, Any]) -> dict[str, Any]:
     size, count = work.pieces[0].stop, these.stop - these.start
     # Branch and bound would work on padding; other bounds are compiled once for one size.
     wanted = count if work.method == "bab" else size
-    own = work.model, *parallel.pad((work.x[these], work.y[these]), wanted)
+    batch = work.model, *parallel.pad((work.x[these], work.y[these]), wanted)
     how: dict[str, Any] = {
         "norm": work.norm,
         "box": work.box,
@@ -171,13 +171,13 @@ def _turn(work: _Work, state: dict[str, Any]) -> dict[str, Any]:
     scale = None if work.scale is None else work.scale[these]
     eps, scale = parallel.pad((work.eps[these], scale), wanted)
     reach = eps if scale is None else scale
-    found = pointwise.searched(*own, eps=reach, method=work.method, seconds=work.seconds, **how)
+    found = pointwise.searched(*batch, eps=reach, method=work.method, seconds=work.seconds, **how)
     low[these] = found[0][:count]
     if work.method == "bab":
         ended[these], points[these] = found[1:]
     if work.steps:
         method: Method = "auto" if work.method in ("alpha", "bab") else work.method
-        found_radius = pointwise.radius(*own, scale=scale, steps=work.steps, method=method, **how)
+        found_radius = pointwise.radius(*batch, scale=scale, steps=work.steps, method=method, **how)
         radius[these] = found_radius[:count]
     after = {"low": low, "radius": radius, "ended": ended, "points": points}
     return {"turn": state["turn"] + 1, **after}

@@ -51,15 +51,15 @@ def check(*optional: str, **given: Any) -> None:
     for name, value in given.items():
         if value is not None or name not in optional:
             _KINDS[name](name, value)
-    x, y, eps, own = (given.get(name) for name in ("x", "y", "eps", "perturbation"))
+    x, y, eps, perturbation = (given.get(name) for name in ("x", "y", "eps", "perturbation"))
     if x is not None and y is not None and np.shape(y) != np.shape(x)[:1]:
         raise ValueError(
             f"y must be integer labels [{len(x)}], one for every sample of x, got {described(y)}."
         )
     if given.get("attack") is not None:
         ball = given["attack"].ball
-    if own is not None:
-        ball, eps = own.ball, own.eps
+    if perturbation is not None:
+        ball, eps = perturbation.ball, perturbation.eps
         _radius("the perturbation's eps", eps)
     if ball is not None and eps is not None:
         warn(too_far(ball, np.shape(given["x"])[1:], eps))

@@ -136,13 +136,13 @@ def _regrouped(value: SampleFree, old: Sequence[int], new: Sequence[int]) -> Sam
 
 
 def _stacked(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    own = eqn.params["axis"]
-    return moved(elementwise(eqn, args, n), lambda axis: axis + (axis >= own))
+    stacked = eqn.params["axis"]
+    return moved(elementwise(eqn, args, n), lambda axis: axis + (axis >= stacked))
 
 
 def _unstacked(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    own = eqn.params["axis"]
-    return moved(args[0], lambda axis: None if axis == own else axis - (axis > own))
+    dropped = eqn.params["axis"]
+    return moved(args[0], lambda axis: None if axis == dropped else axis - (axis > dropped))
 
 
 def _tiled(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
@@ -157,9 +157,11 @@ def _along(*names: str) -> Callable[[JaxprEqn, Sequence[Value], int], Value]:
 
     def rule(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
         value = elementwise(eqn, args, n)
-        own = next((eqn.params[name] for name in names if name in eqn.params), None)
+        named = next((eqn.params[name] for name in names if name in eqn.params), None)
         last = len(_shape(eqn)) - 1
-        axes = own if isinstance(own, tuple) else (last if own is None else own % (last + 1),)
+        axes = (
+            named if isinstance(named, tuple) else (last if named is None else named % (last + 1),)
+        )
         if isinstance(value, PerSample) and value.axis in axes:
             raise Unproved
         if isinstance(value, SampleFree):
@@ -231,8 +233,8 @@ def _product(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
     places: list[dict[int, int]] = []
     for k, (_, batch) in enumerate(sides):
         first = len(batch) + (len(free[0]) if k else 0)
-        own = {axis: place for place, axis in enumerate(batch)}
-        places.append(own | {axis: first + i for i, axis in enumerate(free[k])})
+        output = {axis: place for place, axis in enumerate(batch)}
+        places.append(output | {axis: first + i for i, axis in enumerate(free[k])})
     return elementwise(eqn, [moved(arg, places[k].get) for k, arg in enumerate(args)], n)
 
 
@@ -290,9 +292,9 @@ def _scattered(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
     pairs = zip(dims.operand_batching_dims, dims.scatter_indices_batching_dims)
     batching = {index: axis for axis, index in pairs}
     places = {others[index]: axis for index, axis in batching.items()}
-    for own, axis in zip(dims.update_window_dims, windows):
-        whole = size[own] == shape[axis] and axis not in dims.scatter_dims_to_operand_dims
-        places.update({own: axis} if whole else {})
+    for place, axis in zip(dims.update_window_dims, windows):
+        whole = size[place] == shape[axis] and axis not in dims.scatter_dims_to_operand_dims
+        places.update({place: axis} if whole else {})
     given = moved(indices, batching.get), moved(updates, places.get)
     value = elementwise(eqn, [operand, *given], n)
     if isinstance(value, SampleFree):

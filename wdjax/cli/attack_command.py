@@ -140,7 +140,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     if parsed.points is not None:
         others[parsed.points] = _points(x, y, results)
     if parsed.plot is not None:
-        left = {label: own["attacked_accuracy"] for label, own in measured.items()}
+        left = {label: row["attacked_accuracy"] for label, row in measured.items()}
         others[parsed.plot] = plots.png(plots.accuracies(content["clean_accuracy"], left))
     subject.write(console, parsed.json, content, others, lambda: table(content))
     return 0

@@ -67,18 +67,18 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    own = subject.declare(parser, "a model of your own", required=False)
-    own.add_argument(
+    group = subject.declare(parser, "a model of your own", required=False)
+    group.add_argument(
         "--eps-list",
         type=options.Numbers(options.BUDGET),
         metavar="LIST",
         help="budgets, such as 1/255,2/255",
     )
-    own.add_argument("--norm", choices=sorted(norms.NAMES), help="of a move (default linf)")
-    own.add_argument(
+    group.add_argument("--norm", choices=sorted(norms.NAMES), help="of a move (default linf)")
+    group.add_argument(
         "--batch-size", type=options.BATCH, metavar="B", help="samples on all devices at once"
     )
-    subject.declare_devices(own)
+    subject.declare_devices(group)
     parser.add_argument(
         "--out",
         type=Path,

@@ -105,8 +105,8 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     how["batch_size"] = parsed.batch_size or 64
     if parsed.method == lipschitz_command.METHOD:
         how["mesh"] = subject.mesh(parsed)
-        done, own = lipschitz_command.verified(parsed, work, model, x, y, **how)
-        extra |= own
+        done, facts = lipschitz_command.verified(parsed, work, model, x, y, **how)
+        extra |= facts
     else:
         done = _margins(parsed, work, model, x, y, how, console)
     if work.shard is not None:
@@ -169,8 +169,8 @@ def _margins(
     with console.search("certify") as tick:
 
         def verify(rows: np.ndarray, task: tasks.Task) -> certify.Certificate:
-            own = how | task.saving() | {"callback": task.heard(tick)}
-            return certify.verify(model, x[rows], y[rows], **own)
+            settings = how | task.saving() | {"callback": task.heard(tick)}
+            return certify.verify(model, x[rows], y[rows], **settings)
 
         return work.rows("certify", verify)
 

@@ -103,11 +103,11 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace, console: Console) -> int:
     """Plays the games and writes; says at once what each game left."""
-    own = own_game.named(parsed)
+    own_model = own_game.named(parsed)
     own_game.check(parsed)
     subject.check_places(parsed)
     shards.check(parsed)
-    cases = _cases(parsed.defense or (own_game.DEFAULT if own else _DEFAULT), own)
+    cases = _cases(parsed.defense or (own_game.DEFAULT if own_model else _DEFAULT), own_model)
     samples, train = own_game.load(parsed)
     offered = [
         (name, seed, own_game.case(name, seed, parsed, samples, train))
@@ -120,7 +120,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         raise ValueError("every game is one part's: merge all of them, not some.")
     done: list[tasks.Done[Any]] = []
     alone = None
-    if own:
+    if own_model:
         look = functools.partial(own_game.attacked_alone, samples, parsed.eps)
         alone = work.whole("the model alone", lambda task: look(), console.say)
     games = [
@@ -131,7 +131,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         return work.write(console, samples)
     about = (
         subject.described(parsed, "game", samples)
-        if own
+        if own_model
         else {**summary.head("game"), "data": "digits"}
     )
     said: list[str] = []
@@ -159,15 +159,15 @@ def table(content: dict[str, Any]) -> Iterator[list[Any]]:
             yield [game["defense"], game["seed"], label, one["value"], one["interval"], *values]
 
 
-def _cases(text: str, own: bool) -> list[str]:
+def _cases(text: str, own_model: bool) -> list[str]:
     """The games of the defences in ``--defense``; raises for unknown ones and duplicates.
 
-    Around a model of one's ``own`` there is one game a defence: how the model was trained is given.
+    Around the user's own model there is one game a defence: how the model was trained is given.
     """
     names = options.words(text)
     if not names or set(names) - set(FAMILIES) or len(set(names)) < len(names):
         raise ValueError(f"--defense knows {', '.join(FAMILIES)}, each once; got {text!r}.")
-    return [case for name in names for case in FAMILIES[name][: 1 if own else None]]
+    return [case for name in names for case in FAMILIES[name][: 1 if own_model else None]]
 
 
 def _wanted(
@@ -226,7 +226,7 @@ def _chosen(
                 )
         except ValueError as error:
             raise ValueError(f"{label}: {error}") from error
-        if any(changed == own for _, own in found.values()):
+        if any(changed == setting for _, setting in found.values()):
             raise ValueError(f"--attacks takes each once, and {label} is there before.")
         found[label] = word.name, changed
     order = [*rows]
@@ -278,10 +278,10 @@ def _played(
         measured = _measured(found, row) | {"cpu_seconds": done.spent["cpu_seconds"]}
         entry["attacks"][label] = measured
         _say(console, f"{name} seed {seed} {label}", found, measured)
-    own, some = jax.random.fold_in(key, 3), inputs.x[:size]
+    cost_key, some = jax.random.fold_in(key, 3), inputs.x[:size]
     cost = work.whole(
         f"{name} {seed} cost",
-        lambda task: transductive.cost_multiple(*ready(), some, key=own, repeats=3),
+        lambda task: transductive.cost_multiple(*ready(), some, key=cost_key, repeats=3),
         console.say,
     )
     if cost is None or work.shard is not None:
@@ -378,10 +378,10 @@ def _measured(found: GameReport, row: Row) -> dict[str, Any]:
 def _settings(row: Row) -> dict[str, Any]:
     """The settings of a game's attack and of its inner attack, for JSON."""
     inner: Any = row.attack.inner
-    own = {"name": type(inner).__name__} | summary.settings(inner)
-    own.pop("loss")  # Replaced by the objective.
+    inner_settings = {"name": type(inner).__name__} | summary.settings(inner)
+    inner_settings.pop("loss")  # Replaced by the objective.
     attack: Any = row.attack
-    return summary.settings(attack) | {"inner": own}
+    return summary.settings(attack) | {"inner": inner_settings}
 
 
 def _percent(found: Share) -> str:

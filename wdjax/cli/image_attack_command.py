@@ -195,8 +195,8 @@ def _attack(
     """
     known = [*before.values()][-1] if before else None
     left = None if known is None else np.asarray(known.correct & ~known.success)
-    own = how | {"eps": eps, "only": left, "index": rows} | _kept(task, tick)
-    found = image.image_wasserstein(model, x[rows], y[rows], **own)
+    settings = how | {"eps": eps, "only": left, "index": rows} | _kept(task, tick)
+    found = image.image_wasserstein(model, x[rows], y[rows], **settings)
     found = _light(found)
     return found if known is None else jax.device_get(driver.best_of(known, found))
 
@@ -239,8 +239,8 @@ def _least(
     task: tasks.Task,
 ) -> Found:
     """The nearest flips of the samples ``rows``, for ``--radii``, without their plans."""
-    own = how | {"index": rows} | _kept(task, tick)
-    return _light(image.minimum_radius(model, x[rows], y[rows], **own))
+    settings = how | {"index": rows} | _kept(task, tick)
+    return _light(image.minimum_radius(model, x[rows], y[rows], **settings))
 
 
 def _radii(found: Found, pixels: int) -> tuple[bytes, dict[str, Any]]:

@@ -160,11 +160,13 @@ def _check(content: dict[str, Any]) -> None:
 def _jobs(content: dict[str, Any], out: Path) -> Iterator[Job]:
     """A job of every model, data, threat and method that go together."""
     for chosen in itertools.product(*(content[kind].items() for kind in _KINDS)):
-        own = dict(zip(_KINDS, (name for name, _ in chosen)))
+        chosen_names = dict(zip(_KINDS, (name for name, _ in chosen)))
         bounds = [entry.get("only", {}) for _, entry in chosen]
-        if all(own[kind] in only[kind] for only in bounds for kind in only):
-            with _about(own.values()):
-                yield _job(tuple(own.values()), [dict(entry) for _, entry in chosen], content, out)
+        if all(chosen_names[kind] in only[kind] for only in bounds for kind in only):
+            with _about(chosen_names.values()):
+                yield _job(
+                    tuple(chosen_names.values()), [dict(entry) for _, entry in chosen], content, out
+                )
 
 
 @contextlib.contextmanager

@@ -59,23 +59,23 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
 
     parts = shards.ShardFiles(parsed.files, parsed.partial)
     try:
-        own = cli.parser().parse_args(parts.first.facts["said"])
+        original = cli.parser().parse_args(parts.first.facts["said"])
     except SystemExit:
         raise ValueError(
             f"{parts.first.path} is of a command that is none of this version."
         ) from None
-    if getattr(own, "shard", None) is None:
+    if getattr(original, "shard", None) is None:
         raise ValueError(f"{parts.first.path} is no part: its command has no --shard.")
-    code = getattr(own, "model", None)
+    code = getattr(original, "model", None)
     if code is not None and own_model.runs_code(code) and parsed.trusted != code:
         raise ValueError(
             f"the model of {parts.first.path} is Python code, {code}, which merge would import and "
             f"run: say --model {code} if you trust it."
         )
-    own.parts, own.said = parts, parts.first.facts["said"]
-    own.shard = own.checkpoint = own.every = None
-    own.json, own.quiet = parsed.place or own.json, parsed.quiet
-    words = " ".join(own.said)
+    original.parts, original.said = parts, parts.first.facts["said"]
+    original.shard = original.checkpoint = original.every = None
+    original.json, original.quiet = parsed.place or original.json, parsed.quiet
+    words = " ".join(original.said)
     console.say(f"merges {len(parsed.files)} parts of: {words[:300]}")
-    told = Console(parsed.quiet, data=own.json == "-")
-    return told.code(own.command(own, told))
+    told = Console(parsed.quiet, data=original.json == "-")
+    return told.code(original.command(original, told))

@@ -116,15 +116,17 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     done: list[tasks.Done[Any]] = []
 
     def whole(name: str, part: Callable[..., T], *given: Any) -> T | None:
-        own = work.whole(name, lambda task: part(parsed, model, *given, task), console.say)
-        done.extend([] if own is None else [own])
-        return None if own is None else own.value
+        part_done = work.whole(name, lambda task: part(parsed, model, *given, task), console.say)
+        done.extend([] if part_done is None else [part_done])
+        return None if part_done is None else part_done.value
 
     counts = {}
     for name, noise in _noises(parsed).items():
-        own = work.rows(f"PR {name}", functools.partial(_measure, parsed, model, noise, *held))
-        done.append(own)
-        counts[name] = own.value
+        part_done = work.rows(
+            f"PR {name}", functools.partial(_measure, parsed, model, noise, *held)
+        )
+        done.append(part_done)
+        counts[name] = part_done.value
     with console.search("attack") as tick:
         attacked = whole("AR", _attacked, held, tick)
     fits = {mode: whole(f"NPPR {mode}", _fitted, mode, train, held) for mode in modes}
@@ -261,18 +263,18 @@ def _ball(parsed: argparse.Namespace) -> Lp:
 def _measure(
     parsed: argparse.Namespace,
     model: Classifier,
-    own: Any,
+    distribution: Any,
     x: Any,
     y: Any,
     rows: np.ndarray,
     task: tasks.Task | None = None,
 ) -> Estimate:
-    """Counts the copies of the samples ``rows`` that survive under the distribution ``own``."""
+    """Counts the copies of the samples ``rows`` that survive under ``distribution``."""
     key = jax.random.key(parsed.seed + 1)
     size = subject.batch(parsed, len(y) * parsed.draws)
     how: dict[str, Any] = {"key": key, "draws": parsed.draws, "batch_size": size}
     how |= {"index": rows, "mesh": subject.mesh(parsed)}
-    return nppr.estimate(model, own, x[rows], y[rows], **how)
+    return nppr.estimate(model, distribution, x[rows], y[rows], **how)
 
 
 def _noises(parsed: argparse.Namespace) -> dict[str, Any]:
@@ -295,13 +297,18 @@ def _rare(
     Takes the first ``--rare`` samples of ``held`` whose copies all survived; ``shares`` are the
     survival shares of the correctly classified ones.
     """
-    own, key = distributions.UniformBall(parsed.eps, _ball(parsed)), jax.random.key(parsed.seed + 3)
-    x, y, right = correct_inputs(model, own, *held)
+    distribution, key = (
+        distributions.UniformBall(parsed.eps, _ball(parsed)),
+        jax.random.key(parsed.seed + 3),
+    )
+    x, y, right = correct_inputs(model, distribution, *held)
     safe = np.flatnonzero(right)[np.asarray(shares) == 1]
     rows = []
     for place in map(int, safe[: parsed.rare or 0]):
         how: dict[str, Any] = {"key": jax.random.fold_in(key, place)}
-        found = nppr.importance(model, own, x[place], y[place], batch_size=parsed.batch_size, **how)
+        found = nppr.importance(
+            model, distribution, x[place], y[place], batch_size=parsed.batch_size, **how
+        )
         low, high = found.interval()
         rows.append(
             {

@@ -32,9 +32,9 @@ class BuiltGame(NamedTuple):
 
 def declare(parser: argparse.ArgumentParser) -> None:
     """Adds the options for a model of one's own."""
-    own = subject.declare(parser, "a model of your own, which defences adapt", required=False)
-    own.add_argument("--eps", type=options.BUDGET, help="the linf radius, such as 8/255")
-    own.add_argument(
+    group = subject.declare(parser, "a model of your own, which defences adapt", required=False)
+    group.add_argument("--eps", type=options.BUDGET, help="the linf radius, such as 8/255")
+    group.add_argument(
         "--train",
         type=Path,
         metavar="FILE.npz",

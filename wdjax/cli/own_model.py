@@ -107,10 +107,10 @@ def _built(text: str, weights: Path | None) -> Any:
     try:
         build = functools.reduce(getattr, name.split("."), found)
     except AttributeError:
-        own = [key for key, value in vars(found).items() if key[0] != "_" and callable(value)]
+        callables = [key for key, value in vars(found).items() if key[0] != "_" and callable(value)]
         raise ValueError(
             f"--model {text}: {module} ({found.__file__}) has no {name}; it has "
-            f"{', '.join(own[:8]) or 'no function'}."
+            f"{', '.join(callables[:8]) or 'no function'}."
         ) from None
     if isinstance(build, Model):
         return build
@@ -208,8 +208,8 @@ def _told(what: str, wanted: str) -> Iterator[None]:
 def _said(what: str, error: BaseException) -> str:
     """An exception in one line, with the last place in the code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename.startswith(os.getcwd())]
-    last = [*frames, *own][-1]
+    user_frames = [frame for frame in frames if frame.filename.startswith(os.getcwd())]
+    last = [*frames, *user_frames][-1]
     where = f"{last.filename}, line {last.lineno}"
     if isinstance(error, SyntaxError):
         where = f"{error.filename}, line {error.lineno}"

@@ -141,13 +141,15 @@ class ShardFiles:
         """
         if self.missing and not split:
             return None
-        found = [(path, own[name]) for path, own in self._content.items() if name in own]
+        found = [
+            (path, content[name]) for path, content in self._content.items() if name in content
+        ]
         if split and len(found) < len(self._content):
-            lacking = next(path for path, own in self._content.items() if name not in own)
+            lacking = next(path for path, content in self._content.items() if name not in content)
             raise ValueError(f"{lacking} lacks {name!r}, which {self.first.path} has or needs.")
         if not found:
             raise ValueError(f"no part has {name!r}: were they all asked for the same?")
-        done = [tasks.Done(own["value"], own["spent"]) for _, own in found]
+        done = [tasks.Done(content["value"], content["spent"]) for _, content in found]
         return _together(done, [*map(len, self._rows)]) if split else done[0]
 
 
@@ -193,8 +195,8 @@ def joined(values: Sequence[Any], lengths: Sequence[int]) -> Any:
 class ShardedWork:
     """A command's tasks: all of them, those of one part, or what was kept of them."""
 
-    def __init__(self, parsed: argparse.Namespace, own: tasks.Tasks, samples: int) -> None:
-        self._parsed, self._tasks, self._samples = parsed, own, samples
+    def __init__(self, parsed: argparse.Namespace, work: tasks.Tasks, samples: int) -> None:
+        self._parsed, self._tasks, self._samples = parsed, work, samples
         self.shard: options.Shard | None = parsed.shard
         self.parts: ShardFiles | None = getattr(parsed, "parts", None)
         self._done: dict[str, tasks.Done[Any]] = {}
@@ -205,8 +207,8 @@ class ShardedWork:
         """What the JSON of an incomplete merge says besides; nothing for other results."""
         if self.parts is None or not self.parts.missing:
             return {}
-        own, of = len(self.parts.rows), self.parts.first.facts["samples"]
-        return {"coverage": {"n": own, "of": of, "missing_parts": self.parts.missing}}
+        covered, of = len(self.parts.rows), self.parts.first.facts["samples"]
+        return {"coverage": {"n": covered, "of": of, "missing_parts": self.parts.missing}}
 
     def rows(
         self, name: str, work: Callable[[np.ndarray, tasks.Task], T], size: int | None = None
@@ -222,8 +224,8 @@ class ShardedWork:
             found = self.parts.take(name, split=True)
             assert found is not None
             return found
-        own = range(self._samples) if self.shard is None else self.shard.rows(self._samples)
-        rows = np.arange(own.start, own.stop)
+        indices = range(self._samples) if self.shard is None else self.shard.rows(self._samples)
+        rows = np.arange(indices.start, indices.stop)
         if size is None:
             return self._kept(name, lambda task: work(rows, task))
         pieces = [rows[start : start + size] for start in range(0, len(rows), size)]
@@ -307,9 +309,9 @@ def begin(
     if parsed.shard is not None and parsed.shard.count > n:
         raise ValueError(f"--shard {parsed.shard}: there are {n} samples for {parsed.shard.count}.")
     if parts is not None:
-        own = {"model": subject.fingerprint(model, x), "data": summary.sha256(x, y)}
+        marks = {"model": subject.fingerprint(model, x), "data": summary.sha256(x, y)}
         for name, what in (("model", "model"), ("data", "samples")):
-            if own[name] != parts.first.facts[name]:
+            if marks[name] != parts.first.facts[name]:
                 raise ValueError(
                     f"the {what} named by the command are not those of {parts.first.path}: run "
                     "merge where the parts were made, with the same files."

@@ -94,23 +94,30 @@ def run(
 ) -> int:
     """Certifies and writes, then says how many samples are verified."""
     model, x, y = samples
-    own = {name: getattr(parsed, name) for name in _OWN}
-    own = {name: _DEFAULTS.get(name) if value is None else value for name, value in own.items()}
-    own["test"] = own["test"] or "sequential"
-    own["noise"] = _noise(parsed)
-    how = {"noise": own["noise"], "n": own["votes"], "alpha": own["alpha"], "test": own["test"]}
+    settings = {name: getattr(parsed, name) for name in _OWN}
+    settings = {
+        name: _DEFAULTS.get(name) if value is None else value for name, value in settings.items()
+    }
+    settings["test"] = settings["test"] or "sequential"
+    settings["noise"] = _noise(parsed)
+    how = {
+        "noise": settings["noise"],
+        "n": settings["votes"],
+        "alpha": settings["alpha"],
+        "test": settings["test"],
+    }
     warned = subject.cautions(console, *smoothing.cautions(x, eps=parsed.eps, **how))
     with console.search("votes") as tick:
 
         def certify(rows: np.ndarray, task: tasks.Task) -> smoothing.SmoothedCertificate:
-            return _certify(parsed, own, how, model, x, y, rows, task, tick)
+            return _certify(parsed, settings, how, model, x, y, rows, task, tick)
 
         done = work.rows("votes", certify)
     if work.shard is not None:
         return work.write(console, samples)
     found = done.value
     content = (
-        _content(parsed, samples, own, found)
+        _content(parsed, samples, settings, found)
         | work.coverage
         | subject.spent([done])
         | {"remarks": warned}
@@ -138,7 +145,7 @@ def table(content: dict[str, Any]) -> Iterator[list[Any]]:
 
 def _certify(
     parsed: argparse.Namespace,
-    own: dict[str, Any],
+    settings: dict[str, Any],
     how: dict[str, Any],
     model: Classifier,
     x: np.ndarray,
@@ -149,7 +156,7 @@ def _certify(
 ) -> smoothing.SmoothedCertificate:
     """Certifies the samples ``rows`` by votes, and saves its progress under ``task``.
 
-    ``own`` are all options of this method, with their defaults; ``how`` are those that
+    ``settings`` are all options of this method, with their defaults; ``how`` are those that
     :func:`smoothing.cautions` takes as well: noise, number of votes, level and test. ``tick`` hears
     of the progress.
     """
@@ -160,10 +167,10 @@ def _certify(
         **how,
         index=rows,
         mesh=subject.mesh(parsed),
-        key=jax.random.key(own["seed"]),
-        eps=parsed.eps if own["test"] == "sequential" else None,
-        n0=own["n0"],
-        batch_size=subject.batch(parsed, len(rows) * (own["n0"] + own["votes"])),
+        key=jax.random.key(settings["seed"]),
+        eps=parsed.eps if settings["test"] == "sequential" else None,
+        n0=settings["n0"],
+        batch_size=subject.batch(parsed, len(rows) * (settings["n0"] + settings["votes"])),
         callback=task.heard(tick),
         **task.saving(),
     )
@@ -172,16 +179,16 @@ def _certify(
 def _content(
     parsed: argparse.Namespace,
     samples: subject.Subject,
-    own: dict[str, Any],
+    settings: dict[str, Any],
     found: smoothing.SmoothedCertificate,
 ) -> dict[str, Any]:
     """The JSON's content: verified and abstained samples, certified accuracies, votes."""
     return {
         **subject.described(parsed, "certify", samples),
         "method": METHOD,
-        "claim": f"smoothed classifier, each radius at level {1 - own['alpha']:g}",
-        "noise": type(own["noise"]).__name__.lower(),
-        **{name: own[name] for name in ("sigma", *_DEFAULTS, "test")},
+        "claim": f"smoothed classifier, each radius at level {1 - settings['alpha']:g}",
+        "noise": type(settings["noise"]).__name__.lower(),
+        **{name: settings[name] for name in ("sigma", *_DEFAULTS, "test")},
         "clean_accuracy": float(np.mean(found.correct)),
         "abstained": int(np.sum(found.abstained)),
         "verified": int(np.sum(found.radius >= parsed.eps)),

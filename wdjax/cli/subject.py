@@ -217,8 +217,10 @@ def begin(parsed: argparse.Namespace, *trees: Any, model: Classifier | None = No
     mark = b""
     if parsed.checkpoint is not None:
         known = {name: v for name, v in words.items() if name not in _BY_MEANING}
-        own = () if model is None else (model, identity.program(_forward, model, trees[0][:1]))
-        mark = identity.digest(known, *own, *trees)
+        model_parts = (
+            () if model is None else (model, identity.program(_forward, model, trees[0][:1]))
+        )
+        mark = identity.digest(known, *model_parts, *trees)
     return tasks.Tasks(
         parsed.checkpoint,
         every=_EVERY if parsed.every is None else parsed.every,

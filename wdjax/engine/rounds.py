@@ -96,8 +96,8 @@ def search(
     begin = start, places, only, key, skip_misclassified, history
 
     def attempt(size: int) -> tuple[Found, np.ndarray]:
-        own = plan._replace(size=size, small=max(1, size // 4))
-        return _carry(own, *begin, callback, checkpoint, every)
+        sized = plan._replace(size=size, small=max(1, size // 4))
+        return _carry(sized, *begin, callback, checkpoint, every)
 
     return batching.halving(attempt, plan.size, mesh, whole=plan.rows)
 
@@ -217,13 +217,13 @@ def _advance(plan: Plan, search: Search) -> Search:
         moving = _couple(plan.attack, plan.samples, moving, chosen, number)
     active = np.array(search.active)
     for (_, places), (over, info) in zip(batches, parallel.local(seen)):
-        own = places < len(active)
+        real = places < len(active)
         if stage.done is not None or stage.cycles:
-            active[places[own]] = ~np.asarray(over)[own]
+            active[places[real]] = ~np.asarray(over)[real]
         if history is not None:
             first = _offset(plan, number) + row
             for leaf, values in zip(history, info):
-                leaf[first : first + steps, places[own]] = np.asarray(values)[:steps, own]
+                leaf[first : first + steps, places[real]] = np.asarray(values)[:steps, real]
     search = Search(moving, search.chosen, active, number, row + steps, history)
     return _next_stage(plan, search) if left == 0 or not active.any() else search
 
@@ -266,8 +266,8 @@ def _finish(plan: Plan, search: Search, n: int, skip_misclassified: bool) -> Fou
     """
     x, chosen = np.asarray(parallel.local(plan.samples.x)), np.asarray(search.chosen)
     found, seen = _points(plan, search)
-    own = found, x, plan.clean, seen, chosen
-    found = track.measure(np, plan.attack.ball, *own, skip_misclassified)
+    given = found, x, plan.clean, seen, chosen
+    found = track.measure(np, plan.attack.ball, *given, skip_misclassified)
     found = jax.tree.map(lambda leaf: jax.device_put(leaf[:n]), found)
     if search.history is None:
         return found
@@ -295,8 +295,8 @@ def _points(plan: Plan, search: Search) -> tuple[Found, tuple[np.ndarray, np.nda
     for number, (index, places) in enumerate(batches):
         rows = look(index) if number else first
         real = places < len(chosen)
-        for leaf, own in zip(jax.tree.leaves(whole), jax.tree.leaves(rows)):
-            leaf[places[real]] = np.asarray(own)[real]
+        for leaf, taken in zip(jax.tree.leaves(whole), jax.tree.leaves(rows)):
+            leaf[places[real]] = np.asarray(taken)[real]
     return whole
 
 
@@ -353,15 +353,15 @@ def _batches(
     Padding has the number ``rows`` on the device and that of all rows in all. A stage of many steps
     uses the small batch for the remainder; a short stage is not worth that compilation.
     """
-    own = [np.flatnonzero(part) for part in active.reshape(plan.devices, plan.rows)]
-    count = max(map(len, own))
+    shares = [np.flatnonzero(part) for part in active.reshape(plan.devices, plan.rows)]
+    count = max(map(len, shares))
     full, rest = divmod(count, plan.size)
     small = -(-rest // plan.small) if length >= _LONG else _LONG
     if small * plan.small >= plan.size:
         full, small = full + (rest > 0), 0
     sizes = [plan.size] * full + [plan.small] * small
     padded = np.full((plan.devices, sum(sizes)), plan.rows, np.int32)
-    for row, places in zip(padded, own):
+    for row, places in zip(padded, shares):
         row[: len(places)] = places
     indices = np.split(padded, np.cumsum(sizes)[:-1], axis=1) if sizes else []
     first = plan.rows * np.arange(plan.devices)[:, None]
@@ -380,8 +380,8 @@ def _take(tree: PyTree, index: Array) -> PyTree:
     def take(leaf: Array) -> Array:
         if len(index) == 1:
             return leaf.at[index[0]].get(mode="clip")
-        own = leaf.reshape(len(index), -1, *leaf.shape[1:])
-        rows = jax.vmap(lambda part, places: part.at[places].get(mode="clip"))(own, index)
+        shares = leaf.reshape(len(index), -1, *leaf.shape[1:])
+        rows = jax.vmap(lambda part, places: part.at[places].get(mode="clip"))(shares, index)
         return rows.reshape(-1, *leaf.shape[1:])
 
     return jax.tree.map(take, tree)
@@ -393,10 +393,10 @@ def _put(tree: PyTree, index: Array, rows: PyTree) -> PyTree:
     def put(leaf: Array, new: Array) -> Array:
         if len(index) == 1:
             return leaf.at[index[0]].set(new, mode="drop")
-        own = leaf.reshape(len(index), -1, *leaf.shape[1:])
+        shares = leaf.reshape(len(index), -1, *leaf.shape[1:])
         new = new.reshape(*index.shape, *leaf.shape[1:])
         set_rows = jax.vmap(lambda part, places, rows: part.at[places].set(rows, mode="drop"))
-        return set_rows(own, index, new).reshape(leaf.shape)
+        return set_rows(shares, index, new).reshape(leaf.shape)
 
     return jax.tree.map(put, tree, rows)
 
@@ -429,8 +429,8 @@ def _assemble(parts: list[PyTree], devices: int) -> PyTree:
         if devices == 1:
             return jnp.concatenate(blocks)
         shape = blocks[0].shape[1:]
-        own = [block.reshape(devices, -1, *shape) for block in blocks]
-        return jnp.concatenate(own, axis=1).reshape(-1, *shape)
+        shares = [block.reshape(devices, -1, *shape) for block in blocks]
+        return jnp.concatenate(shares, axis=1).reshape(-1, *shape)
 
     return jax.tree.map(join, *parts)
 
@@ -454,18 +454,18 @@ def _steps(
     with the stage, and with ``record`` the steps' Info, ``[most, n]`` leaves.
     """
     stage, (steps, left) = attack.stages[number], counts
-    own, batch = _take((samples, moving), index)
+    taken, batch = _take((samples, moving), index)
     if most == 1:
-        batch, recurs, info = track.step(stage, victim, own, batch)
+        batch, recurs, info = track.step(stage, victim, taken, batch)
         seen = jax.tree.map(lambda leaf: leaf[None], info) if record else None
     else:
-        batch, recurs, seen = _loop(stage, victim, own, batch, steps, most if record else None)
+        batch, recurs, seen = _loop(stage, victim, taken, batch, steps, most if record else None)
     batch, over = track.freeze(stage, batch, recurs, left)
     return _put(moving, index, batch), over, seen
 
 
 def _loop(
-    stage: Stage, victim: Victim, own: Samples, batch: Track, steps: Array, record: int | None
+    stage: Stage, victim: Victim, taken: Samples, batch: Track, steps: Array, record: int | None
 ) -> tuple[Track, Array, Info | None]:
     """Takes ``steps`` steps (a traced number) of a stage on a batch, in one loop.
 
@@ -475,17 +475,17 @@ def _loop(
     """
     seen = None
     if record is not None:
-        shapes = jax.eval_shape(functools.partial(track.step, stage, victim), own, batch)[2]
+        shapes = jax.eval_shape(functools.partial(track.step, stage, victim), taken, batch)[2]
         seen = jax.tree.map(lambda leaf: jnp.zeros((record, *leaf.shape), leaf.dtype), shapes)
 
     def body(i: Array, carried: PyTree) -> PyTree:
         batch, _, seen = carried
-        batch, recurs, info = track.step(stage, victim, own, batch)
+        batch, recurs, info = track.step(stage, victim, taken, batch)
         if seen is not None:
             seen = jax.tree.map(lambda rows, row: rows.at[i].set(row), seen, info)
         return batch, recurs, seen
 
-    return loops.fori_loop(0, steps, body, (batch, jnp.zeros(len(own.y), bool), seen))
+    return loops.fori_loop(0, steps, body, (batch, jnp.zeros(len(taken.y), bool), seen))
 
 
 @functools.partial(jax.jit, static_argnums=4, donate_argnums=2)

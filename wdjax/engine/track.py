@@ -250,9 +250,11 @@ def programs(
     They identify the search in its checkpoint (:func:`wdjax.engine.identity.digest`).
     """
     x, y, eps, start = jax.tree.map(_two, (*samples[:3], start))
-    own = None if key is None else jax.eval_shape(keys, key, jax.ShapeDtypeStruct((2,), jnp.int32))
+    sample_keys = (
+        None if key is None else jax.eval_shape(keys, key, jax.ShapeDtypeStruct((2,), jnp.int32))
+    )
     samples = Samples(x, y, eps, jax.eval_shape(victim.model, x))
-    begun = attack, victim, samples, start, own
+    begun = attack, victim, samples, start, sample_keys
     track = jax.eval_shape(begin, *begun)
     moving = jax.eval_shape(enter, attack, track)
     traced = [

@@ -125,14 +125,14 @@ def a3(
             if found is not None and (not chosen.any() or _spent(found) >= passes):
                 break
             attack, draw = _attack(ball, turn, number, down), jax.random.fold_in(key, number)
-            own = _ask(
+            result = _ask(
                 attack, finisher, model, x, y, eps=eps, key=draw, only=chosen,
                 checkpoint=None if checkpoint is None else place / f"{number:03d}.safetensors",
                 diagnose=False, **options,
             )  # fmt: skip
             if turn == _FIRST:
-                down = _leans_down(attack, own, draw, options.get("index"))
-            found, number = own if found is None else driver.best_of(found, own), number + 1
+                down = _leans_down(attack, result, draw, options.get("index"))
+            found, number = result if found is None else driver.best_of(found, result), number + 1
             if report is not None and report(f"round {turn}", found):
                 return found
     assert found is not None
@@ -239,14 +239,14 @@ def _attack(ball: Lp, turn: int, number: int, down: bool) -> Diversified:
     return replace(attack, down=low, up=high, push=0.8, rank=1.0 + number % 9)
 
 
-def _leans_down(attack: Diversified, own: Found, key: Array, index: Any) -> bool:
+def _leans_down(attack: Diversified, result: Found, key: Array, index: Any) -> bool:
     """Whether the label weights of the starts that succeeded in round 1 were mostly negative.
 
     True if their mean is at most 0, or no start succeeded. ``index`` are the samples' numbers in a
     larger data set, which determine their keys; None means 0, 1, ... The label weights are drawn
     again from ``key``.
     """
-    fallen = np.flatnonzero(np.asarray(own.success & own.correct))
+    fallen = np.flatnonzero(np.asarray(result.success & result.correct))
     places = fallen if index is None else np.asarray(index)[fallen]
     if not len(places):
         return True

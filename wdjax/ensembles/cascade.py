@@ -80,12 +80,12 @@ def cascade(
     found, left = None, only
     for number, (name, attack) in enumerate(members.items()):
         file = f"{number:02d}-{name}.safetensors"
-        own = driver.search(
+        result = driver.search(
             attack, model, x, y, eps=eps, key=jax.random.fold_in(key, number), only=left,
             checkpoint=None if checkpoint is None else Path(checkpoint) / file, diagnose=False,
             **options,
         )  # fmt: skip
-        found = own if found is None else driver.best_of(found, own)
+        found = result if found is None else driver.best_of(found, result)
         left = survivors(found, only)
         if report is not None and report(name, found):
             break

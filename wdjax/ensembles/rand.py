@@ -70,10 +70,10 @@ def _bank(model: Callable[[Array], PyTree], x: Array) -> PyTree:
     places = [i for i, leaf in enumerate(leaves) if _is_key(leaf)]
 
     def one(keys: list[Array]) -> PyTree:
-        own = list(leaves)
+        changed = list(leaves)
         for i, key in zip(places, keys):
-            own[i] = key
-        return jax.tree.unflatten(structure, own)(x)
+            changed[i] = key
+        return jax.tree.unflatten(structure, changed)(x)
 
     return jax.vmap(one, out_axes=1)([leaves[i] for i in places])
 
@@ -165,7 +165,7 @@ def rand(
     [True, False]
     """
     arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
-    seen, ranking, final, own = jax.random.split(key, 4)
+    seen, ranking, final, search_key = jax.random.split(key, 4)
     place = None if checkpoint is None else Path(checkpoint)
     members = {
         "apgd-ce": APGD(ball, loss=Expected(losses.cross_entropy), restarts=restarts, stop=False),
@@ -174,7 +174,7 @@ def rand(
     bank = draws(model, seen, count)
     found = [
         cascade(
-            {name: attack}, bank, x, y, eps=eps, key=jax.random.fold_in(own, number),
+            {name: attack}, bank, x, y, eps=eps, key=jax.random.fold_in(search_key, number),
             criterion=majority, checkpoint=None if place is None else place / name,
             diagnose=False, **options,
         )

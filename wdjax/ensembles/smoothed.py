@@ -86,9 +86,9 @@ def smoothed(
     twin = "wdjax.search on smoothing.soft, which can be traced"
     host_only("ensembles.smoothed", twin, attack, model, x, y, noise, eps, key)
     factors = _factors(stretch)
-    own, search, ask = jax.random.split(key, 3)
+    soft_key, search, ask = jax.random.split(key, 3)
     level = _level(alpha, votes, len(factors) + 1)
-    stand_in = smoothing.soft(model, x, noise=noise, key=own, count=count)
+    stand_in = smoothing.soft(model, x, noise=noise, key=soft_key, count=count)
     found = driver.search(attack, stand_in, x, y, eps=eps, key=search, diagnose=False, **options)
     how = {"noise": noise, "n": votes, "batch_size": batch_size, "index": options.get("index")}
     test = _VoteTest(model, np.asarray(y), ask, level, how)

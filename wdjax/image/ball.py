@@ -120,11 +120,11 @@ class ImageWasserstein:
 
     def weights(self, x: Array) -> Array:
         """``[n, C]``: weights of the channels' mass times distance, from masses ``[n, C, L]``."""
-        own = jnp.sum(x, axis=2)
+        pixels = jnp.sum(x, axis=2)
         if self.channels == "shared":
-            return jnp.ones_like(own)
-        whole = jnp.sum(own, axis=1, keepdims=True)
-        return jnp.where(own > 0, whole / jnp.where(own > 0, own, 1.0), 1.0)
+            return jnp.ones_like(pixels)
+        whole = jnp.sum(pixels, axis=1, keepdims=True)
+        return jnp.where(pixels > 0, whole / jnp.where(pixels > 0, pixels, 1.0), 1.0)
 
     def budget(self, x: Array, eps: Array) -> Array:
         """``[n]``: the budget in mass times distance of a radius, from masses ``[n, C, L]``."""
@@ -154,14 +154,14 @@ class ImageWasserstein:
     def charged(self, space: Space, x: Array, z: Array, plan: Array) -> Array:
         """``[n]``: mass times distance that a plan ``[n, C, O, L]`` proves to suffice, or inf."""
         stencil, weights = space.stencil, self.weights(x)
-        own = jnp.sum(x, axis=2)
+        pixels = jnp.sum(x, axis=2)
         valid = jnp.asarray(stencil.valid())[None, None]
         legal = jnp.isfinite(plan) & (plan >= 0) & (valid | (plan == 0))
         inside = jnp.all((z >= 0) & (z <= self.high), axis=(1, 2))
-        kept = jnp.all(jnp.abs(jnp.sum(z, axis=2) - own) <= _LOST * own, axis=1)
+        kept = jnp.all(jnp.abs(jnp.sum(z, axis=2) - pixels) <= _LOST * pixels, axis=1)
         rows = jnp.sum(jnp.abs(jnp.sum(plan, axis=2) - x), axis=2)
         columns = jnp.sum(jnp.abs(stencil.receive(plan) - z), axis=2)
-        missed = jnp.sum((rows + columns + _ROUNDING * own) * weights, axis=1)
+        missed = jnp.sum((rows + columns + _ROUNDING * pixels) * weights, axis=1)
         spent = plans.moved(space, plan, weights) + stencil.diameter(self.power) * missed
         fine = inside & kept & jnp.all(legal, axis=(1, 2, 3)) & jnp.isfinite(spent)
         return jnp.where(fine, spent, jnp.inf)

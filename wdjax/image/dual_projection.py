@@ -90,8 +90,8 @@ class DualProjection(PlanAttack):
     def init(
         self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
     ) -> State:
-        own = task(self.ball, samples)
-        plan = begun(own, start)
+        problem = task(self.ball, samples)
+        plan = begun(problem, start)
         value = jnp.full(len(samples.y), -jnp.inf, samples.x.dtype)
         return State(plan, jnp.zeros_like(value), plan, value, jnp.zeros(len(samples.y), bool))
 
@@ -102,21 +102,21 @@ class DualProjection(PlanAttack):
         the total variance if ``smoothness`` is not 0; then the plan is projected on the budget and
         repaired.
         """
-        own = task(self.ball, samples)
-        seen = ascent.slope(victim, seen_from(own, state.plan), samples.y, self.loss)
+        problem = task(self.ball, samples)
+        seen = ascent.slope(victim, seen_from(problem, state.plan), samples.y, self.loss)
         info = ascent.note(victim, samples.y, seen)
         state = remember(victim, samples, state, seen.out)
-        stencil = own.space.stencil
+        stencil = problem.space.stencil
         ahead = stencil.spread(unit(stencil.flat(seen.gradient)))
         ahead = ahead - self.smoothness * variance.slope(stencil, state.plan)[:, None, :, None]
-        plan, price = project(own, state.plan + self.step_size * ahead, state.price)
-        plan = plans.repair(own.space, plan, own.x, own.weights, own.budget)
+        plan, price = project(problem, state.plan + self.step_size * ahead, state.price)
+        plan = plans.repair(problem.space, plan, problem.x, problem.weights, problem.budget)
         return ascent.hold(state.flipped, state, state._replace(plan=plan, price=price)), info
 
     def point(self, samples: Samples, state: State) -> tuple[Array, TransportPlan]:
-        own = task(self.ball, samples)
-        plan = plans.exact_rows(own.space, state.best, own.x)
-        return seen_from(own, plan), TransportPlan(own.space.stencil.mass(plan))
+        problem = task(self.ball, samples)
+        plan = plans.exact_rows(problem.space, state.best, problem.x)
+        return seen_from(problem, plan), TransportPlan(problem.space.stencil.mass(plan))
 
 
 def project(task: ImageProblem, plan: Array, price: Array) -> tuple[Array, Array]:

@@ -69,17 +69,17 @@ def entropic_distance(
     count = validate.check_count("iterations", iterations)
     solve = _solver(x.shape[1], x.shape[2], ball.power, reg, count)
     one, other = (jnp.moveaxis(part, -1, 1).reshape(*part.shape[::3], -1) for part in (x, z))
-    own, theirs = (jnp.sum(part, axis=2) for part in (one, other))
+    ours, theirs = (jnp.sum(part, axis=2) for part in (one, other))
     if ball.channels == "shared":
-        wholes = [jnp.sum(part, axis=1, keepdims=True) for part in (own, theirs)]
+        wholes = [jnp.sum(part, axis=1, keepdims=True) for part in (ours, theirs)]
     else:
-        wholes = [own, theirs]
-    own, theirs = (part / _positive(whole) for part, whole in zip((own, theirs), wholes))
-    fits = jnp.all(jnp.abs(own - theirs) <= _SAME, axis=1) & jnp.any(own > 0, axis=1)
+        wholes = [ours, theirs]
+    ours, theirs = (part / _positive(whole) for part, whole in zip((ours, theirs), wholes))
+    fits = jnp.all(jnp.abs(ours - theirs) <= _SAME, axis=1) & jnp.any(ours > 0, axis=1)
     spent = jax.lax.map(
         lambda pair: solve(*pair), tuple(part.reshape(-1, part.shape[2]) for part in (one, other))
     )
-    total = jnp.maximum(jnp.sum(own * spent.reshape(own.shape), axis=1), 0.0)
+    total = jnp.maximum(jnp.sum(ours * spent.reshape(ours.shape), axis=1), 0.0)
     distance = jnp.where(total > 0, _positive(total) ** (1 / ball.power), total)  # NaN stays NaN.
     return jnp.where(fits, distance, jnp.inf)
 

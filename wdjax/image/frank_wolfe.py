@@ -95,14 +95,14 @@ class FrankWolfe(PlanAttack):
     def init(
         self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
     ) -> State:
-        own = task(self.ball, samples)
+        problem = task(self.ball, samples)
         taken = jnp.zeros(len(samples.y), jnp.int32)
-        plan = begun(own, start)
+        plan = begun(problem, start)
         if start is not None:
             taken = taken + _WARM
         value = jnp.full(len(samples.y), -jnp.inf, samples.x.dtype)
-        none = jnp.zeros_like(own.x)
-        prices = linear_oracle.no_prices(own.x)
+        none = jnp.zeros_like(problem.x)
+        prices = linear_oracle.no_prices(problem.x)
         return State(plan, none, prices, taken, plan, value, jnp.zeros(len(samples.y), bool))
 
     def _step(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
@@ -111,20 +111,20 @@ class FrankWolfe(PlanAttack):
         The vertex is the plan of largest gain along the running mean of the gradients, within
         budget and capacities. Samples with a flip stay.
         """
-        own = task(self.ball, samples)
-        seen = ascent.slope(victim, seen_from(own, state.plan), samples.y, self.loss)
+        problem = task(self.ball, samples)
+        seen = ascent.slope(victim, seen_from(problem, state.plan), samples.y, self.loss)
         info = ascent.note(victim, samples.y, seen)
         state = remember(victim, samples, state, seen.out)
-        gradient = unit(own.space.stencil.flat(seen.gradient))
+        gradient = unit(problem.space.stencil.flat(seen.gradient))
         slope = self.momentum * state.slope + (1 - self.momentum) * gradient
         target, prices = linear_oracle.vertex(
-            own, unit(slope), self.temperature, state.prices, self.sweeps
+            problem, unit(slope), self.temperature, state.prices, self.sweeps
         )
         size = jnp.where(state.flipped, 0.0, 2 / (state.taken + 2)).astype(slope.dtype)
         plan = state.plan + size[:, None, None, None] * (target - state.plan)
         return state._replace(plan=plan, slope=slope, prices=prices, taken=state.taken + 1), info
 
     def point(self, samples: Samples, state: State) -> tuple[Array, TransportPlan]:
-        own = task(self.ball, samples)
-        plan = plans.repair(own.space, state.best, own.x, own.weights, own.budget)
-        return seen_from(own, plan), TransportPlan(own.space.stencil.mass(plan))
+        problem = task(self.ball, samples)
+        plan = plans.repair(problem.space, state.best, problem.x, problem.weights, problem.budget)
+        return seen_from(problem, plan), TransportPlan(problem.space.stencil.mass(plan))

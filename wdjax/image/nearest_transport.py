@@ -113,21 +113,21 @@ class NearestTransport:
     def init(
         self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
     ) -> State:
-        own = self._task(samples, jnp.zeros(len(samples.y)))
-        x, mass = own.x, jnp.sum(own.x, axis=(1, 2))
+        problem = self._task(samples, jnp.zeros(len(samples.y)))
+        x, mass = problem.x, jnp.sum(problem.x, axis=(1, 2))
         if samples.eps is None:
             height, width, _ = samples.x.shape[1:]
             radius = mass * _FIRST / (height * width)
         else:
             radius = mass * samples.eps**self.ball.power
-        plan = plans.stay(own.space, x)
+        plan = plans.stay(problem.space, x)
         if start is not None:
-            near = plans.towards(own.space, x, own.space.stencil.flat(start))
-            plan = plans.uncrowd(own.space, plans.exact_rows(own.space, near, x), x)
+            near = plans.towards(problem.space, x, problem.space.stencil.flat(start))
+            plan = plans.uncrowd(problem.space, plans.exact_rows(problem.space, near, x), x)
         fallen = victim.criterion(samples.out, samples.y) > 0
         cost = jnp.where(fallen, 0.0, jnp.inf).astype(x.dtype)
         taken, low = jnp.zeros(len(mass), jnp.int32), jnp.zeros_like(mass)
-        prices, stay = linear_oracle.no_prices(x), plans.stay(own.space, x)
+        prices, stay = linear_oracle.no_prices(x), plans.stay(problem.space, x)
         return State(plan, jnp.zeros_like(x), prices, radius, taken, stay, cost, low)
 
     def _step(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
@@ -137,25 +137,27 @@ class NearestTransport:
         otherwise up to the cost of the nearest flip. The present plan is kept if it is the nearest
         flip.
         """
-        own = self._task(samples, state.radius)
-        seen = ascent.slope(victim, seen_from(own, state.plan), samples.y, self.loss)
+        problem = self._task(samples, state.radius)
+        seen = ascent.slope(victim, seen_from(problem, state.plan), samples.y, self.loss)
         info = ascent.note(victim, samples.y, seen)
         flipped = nearest.flips(victim, samples, seen.out)
-        cost = plans.moved(own.space, state.plan, own.weights)
+        cost = plans.moved(problem.space, state.plan, problem.weights)
         state = _keep(state, flipped & (cost < state.cost), cost)
         share = nearest.cosine(self.change, 0.05 * self.change, state.taken, self.steps)
-        most = _FAR * own.space.stencil.window**self.ball.power * jnp.sum(own.x, axis=(1, 2))
+        most = (
+            _FAR * problem.space.stencil.window**self.ball.power * jnp.sum(problem.x, axis=(1, 2))
+        )
         grown = jnp.minimum(state.radius * (1 + share), jnp.minimum(state.cost, most))
         shrunk = jnp.minimum(state.radius, cost) * (1 - share)
         radius = jnp.where(flipped, shrunk, grown)
-        own = dataclasses.replace(own, budget=radius)
-        gradient = unit(own.space.stencil.flat(seen.gradient))
+        problem = dataclasses.replace(problem, budget=radius)
+        gradient = unit(problem.space.stencil.flat(seen.gradient))
         slope = self.momentum * state.slope + (1 - self.momentum) * gradient
         target, prices = linear_oracle.vertex(
-            own, unit(slope), self.temperature, state.prices, self.sweeps
+            problem, unit(slope), self.temperature, state.prices, self.sweeps
         )
         size = jnp.maximum(self.step_size, 2 / (state.taken + 2)).astype(radius.dtype)
-        plan = plans.within(own.space, state.plan, own.x, own.weights, radius)
+        plan = plans.within(problem.space, state.plan, problem.x, problem.weights, radius)
         plan = plan + size[:, None, None, None] * (target - plan)
         taken = state.taken + 1
         return state._replace(
@@ -164,9 +166,9 @@ class NearestTransport:
 
     def _end(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         """The stage after the steps: one forward pass, which may find the nearest flip."""
-        own = self._task(samples, state.radius)
-        out, info = ascent.judge(victim, seen_from(own, state.plan), samples.y)
-        cost = plans.moved(own.space, state.plan, own.weights)
+        problem = self._task(samples, state.radius)
+        out, info = ascent.judge(victim, seen_from(problem, state.plan), samples.y)
+        cost = plans.moved(problem.space, state.plan, problem.weights)
         nearer = nearest.flips(victim, samples, out) & (cost < state.cost)
         return _keep(state, nearer, cost), info
 
@@ -176,10 +178,10 @@ class NearestTransport:
         The rest of the mass stays in place. ``low`` ``[n]``, the largest share without a flip, is
         relative to the present nearest flip.
         """
-        own = self._task(samples, state.radius)
+        problem = self._task(samples, state.radius)
         share = (state.low + 1) / 2
-        tried = plans.blend(state.best, own.x, share, own.space.stencil.center)
-        flipped, info = ascent.flips(victim, samples, seen_from(own, tried))
+        tried = plans.blend(state.best, problem.x, share, problem.space.stencil.center)
+        flipped, info = ascent.flips(victim, samples, seen_from(problem, tried))
         # Shares are relative to the best plan: a nearer flip rescales the lower end.
         low = jnp.where(flipped, state.low / share, share)
         best = jnp.where(norms.spread(flipped, tried), tried, state.best)
@@ -188,9 +190,9 @@ class NearestTransport:
         ), info
 
     def point(self, samples: Samples, state: State) -> tuple[Array, TransportPlan]:
-        own = self._task(samples, state.radius)
-        plan = plans.exact_rows(own.space, state.best, own.x)
-        return seen_from(own, plan), TransportPlan(own.space.stencil.mass(plan))
+        problem = self._task(samples, state.radius)
+        plan = plans.exact_rows(problem.space, state.best, problem.x)
+        return seen_from(problem, plan), TransportPlan(problem.space.stencil.mass(plan))
 
     def finished(self, state: State) -> Array:
         return jnp.isfinite(state.cost)

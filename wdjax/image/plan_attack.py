@@ -64,8 +64,8 @@ class PlanAttack:
 
     def _end(self, victim: Victim, samples: Samples, state: Any) -> tuple[Any, Info]:
         """A last stage without a gradient, in which the last iterate is tested."""
-        own = self._task(samples, state)
-        out, info = ascent.judge(victim, seen_from(own, state.plan), samples.y)
+        problem = self._task(samples, state)
+        out, info = ascent.judge(victim, seen_from(problem, state.plan), samples.y)
         return remember(victim, samples, state, out), info
 
     def finished(self, state: Any) -> Array:

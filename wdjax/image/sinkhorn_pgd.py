@@ -116,28 +116,28 @@ class SinkhornPGD(PlanAttack):
         self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
     ) -> State:
         taken = jnp.zeros(len(samples.y), jnp.int32)
-        own = task(self.ball, samples._replace(eps=self._radius(samples, taken)))
-        plan = begun(own, start)
+        problem = task(self.ball, samples._replace(eps=self._radius(samples, taken)))
+        plan = begun(problem, start)
         fallen = victim.criterion(samples.out, samples.y) > 0
         value = jnp.full(len(samples.y), -jnp.inf, samples.x.dtype)
-        return State(plan, sinkhorn.no_duals(own), taken, plan, value, fallen & self.growing)
+        return State(plan, sinkhorn.no_duals(problem), taken, plan, value, fallen & self.growing)
 
     def _step(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        own, radius = self._task(samples, state), self._radius(samples, state.taken)
-        seen = ascent.slope(victim, seen_from(own, state.plan), samples.y, self.loss)
+        problem, radius = self._task(samples, state), self._radius(samples, state.taken)
+        seen = ascent.slope(victim, seen_from(problem, state.plan), samples.y, self.loss)
         info = ascent.note(victim, samples.y, seen)
         state = remember(victim, samples, state, seen.out)
-        size = jnp.minimum(radius / 2, self.step_size) * jnp.sum(own.x, axis=(1, 2))
-        ahead = self._direction(own, own.space.stencil.flat(seen.gradient))
-        w = plans.result(own.space, state.plan) + size[:, None, None] * ahead
+        size = jnp.minimum(radius / 2, self.step_size) * jnp.sum(problem.x, axis=(1, 2))
+        ahead = self._direction(problem, problem.space.stencil.flat(seen.gradient))
+        w = plans.result(problem.space, state.plan) + size[:, None, None] * ahead
         shadow = sinkhorn.project(
-            own, w, self.lam, state.duals, iterations=self.iterations, tolerance=self.tolerance
+            problem, w, self.lam, state.duals, iterations=self.iterations, tolerance=self.tolerance
         )
-        plan = plans.repair(own.space, shadow.plan, own.x, own.weights, own.budget)
+        plan = plans.repair(problem.space, shadow.plan, problem.x, problem.weights, problem.budget)
         moved = state._replace(plan=plan, duals=shadow.duals, taken=state.taken + 1)
         return ascent.hold(state.flipped, state, moved), info
 
-    def _direction(self, own: ImageProblem, gradient: Array) -> Array:
+    def _direction(self, problem: ImageProblem, gradient: Array) -> Array:
         """``[n, C, L]``: the step's direction, from the gradient ``[n, C, L]``.
 
         By the setting ``direction``: "l2" scales the largest entry to 1, "linf" takes signs,
@@ -147,17 +147,17 @@ class SinkhornPGD(PlanAttack):
         if self.direction == "linf":
             return jnp.sign(gradient)
         if self.direction == "smooth":
-            stencil = own.space.stencil
+            stencil = problem.space.stencil
             far = jnp.asarray(stencil.costs(2.0), gradient.dtype)
             bell = jnp.exp(-far / (2 * self.width**2))[:, None]
             bell = bell * jnp.asarray(stencil.valid(), far.dtype)
             bell = bell / jnp.maximum(jnp.sum(bell, axis=0, keepdims=True), 1.0)
             gradient = stencil.send(
-                jnp.broadcast_to(bell, (*own.x.shape[:2], *bell.shape)), gradient
+                jnp.broadcast_to(bell, (*problem.x.shape[:2], *bell.shape)), gradient
             )
         return unit(gradient)
 
     def point(self, samples: Samples, state: State) -> tuple[Array, TransportPlan]:
-        own = self._task(samples, state)
-        plan = plans.exact_rows(own.space, state.best, own.x)
-        return seen_from(own, plan), TransportPlan(own.space.stencil.mass(plan))
+        problem = self._task(samples, state)
+        plan = plans.exact_rows(problem.space, state.best, problem.x)
+        return seen_from(problem, plan), TransportPlan(problem.space.stencil.mass(plan))

@@ -130,8 +130,8 @@ class Stencil(NamedTuple):
         def multiply(place: Array, plan: Array) -> Array:
             start = self.margin + shifts[place]
             part = jax.lax.dynamic_slice_in_dim(padded, start, self.length, -1)
-            own = jax.lax.dynamic_index_in_dim(plan, place, 2, keepdims=False)
-            return jax.lax.dynamic_update_index_in_dim(plan, own * part, place, 2)
+            masses = jax.lax.dynamic_index_in_dim(plan, place, 2, keepdims=False)
+            return jax.lax.dynamic_update_index_in_dim(plan, masses * part, place, 2)
 
         return loops.fori_loop(0, self.offsets, multiply, plan)
 

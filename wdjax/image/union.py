@@ -95,8 +95,8 @@ def image_wasserstein(
     chosen = validate.check_mask("only", only, len(ask.y))
     found, left = None, chosen
     for number, (attack, share) in enumerate(members(ball)):
-        own = ask.search(number, attack, eps=share * radii, only=left)
-        found = own if found is None else driver.best_of(found, own)
+        result = ask.search(number, attack, eps=share * radii, only=left)
+        found = result if found is None else driver.best_of(found, result)
         left = survivors(found, chosen)
         if not left.any():
             break

@@ -105,9 +105,9 @@ class MaskSearch:
         The bound is the smaller one of the set's own and of ``limits`` ``[B]``, its parent's.
         """
         sizes, _ = self._measured(signs)
-        for own, size, limit in zip(signs, sizes, limits):
+        for mask, size, limit in zip(signs, sizes, limits):
             self.count += 1
-            heapq.heappush(self.left, (-min(float(size), float(limit)), self.count, own.tobytes()))
+            heapq.heappush(self.left, (-min(float(size), float(limit)), self.count, mask.tobytes()))
 
     def _measured(self, signs: npt.NDArray[np.int8]) -> tuple[Numbers, npt.NDArray[np.int_]]:
         """:func:`_measure` of at most ``_BATCH`` sets of masks, padded to ``_BATCH``."""
@@ -130,11 +130,11 @@ class MaskSearch:
         low = np.concatenate([np.asarray(t) for t, _ in self.slopes])
         on = np.where(signs == 0, low > 0, signs > 0)
         starts = np.cumsum([0, *(len(bias) for bias in self.net.biases[:-1])])
-        own = [
+        blocks = [
             on[start + kept : start + len(bias)]
             for start, kept, bias in zip(starts, self.net.kept, self.net.biases)
         ]
-        shape = cells.polyhedron(self.net, np.concatenate(own))
+        shape = cells.polyhedron(self.net, np.concatenate(blocks))
         if _room(shape, self.region) > _OUTSIDE:
             self.met, self.found = True, limit
 
@@ -177,10 +177,10 @@ def _measure(
     number of undecided neurons in each layer.
     """
 
-    def one(own: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def one(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
         given, start = [], 0
         for low, high in slopes:
-            part = own[start : start + low.shape[-1]]
+            part = mask[start : start + low.shape[-1]]
             start += low.shape[-1]
             given.append((jnp.where(part > 0, 1.0, low), jnp.where(part < 0, 0.0, high)))
         found, scores = jacobian.row_zonotope(net, tuple(given), row, norm, open_)

@@ -262,13 +262,13 @@ def polyhedron(net: Chain, mask: npt.ArrayLike) -> Polyhedron:
     normals, levels = [np.zeros((0, net.inputs))], [np.zeros(0)]
     for weight, bias, kept in zip(net.weights[:-1], net.biases, net.kept):
         jacobian, offset = weight @ jacobian, weight @ offset + bias
-        own = mask[start : start + len(bias) - kept]
-        start += len(own)
-        sign = np.where(own, -1.0, 1.0)
+        active = mask[start : start + len(bias) - kept]
+        start += len(active)
+        sign = np.where(active, -1.0, 1.0)
         normals.append(sign[:, None] * jacobian[kept:])
         levels.append(-sign * offset[kept:])
-        jacobian[kept:] *= own[:, None]
-        offset[kept:] *= own
+        jacobian[kept:] *= active[:, None]
+        offset[kept:] *= active
     rows, level = np.concatenate(normals), np.concatenate(levels)
     size = np.linalg.norm(rows, axis=1)
     real = size > 1e-13 * np.maximum(1.0, np.abs(level))

@@ -91,6 +91,6 @@ def _margins(
             for i in range(0, len(labels), batch_size)
         ]
     logits = np.concatenate(parts)
-    own = np.take_along_axis(logits, labels[:, None], axis=1)
-    apart = own - logits - _ROUNDING * (np.abs(own) + np.abs(logits))
+    label = np.take_along_axis(logits, labels[:, None], axis=1)
+    apart = label - logits - _ROUNDING * (np.abs(label) + np.abs(logits))
     return np.where(np.arange(logits.shape[1]) == labels[:, None], np.inf, apart)

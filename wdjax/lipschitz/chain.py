@@ -267,8 +267,8 @@ def _level(net: Network, place: int) -> Any:
 
 def _single(node: Node) -> bool:
     """Whether a node applies a continuous scalar function to every entry."""
-    own = TABLE.get(node.name)
-    return own is not None and own.fuses and own.affine is None and not own.compares
+    rules = TABLE.get(node.name)
+    return rules is not None and rules.fuses and rules.affine is None and not rules.compares
 
 
 def _refused(node: Node) -> ValueError:

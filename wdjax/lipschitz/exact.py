@@ -194,9 +194,9 @@ def _jacobian(net: Chain, mask: npt.NDArray[np.bool_]) -> Numbers:
     """The Jacobian ``[K, n]`` in the cell of a mask ``[neurons]``."""
     jacobian, start = np.eye(net.inputs), 0
     for weight, bias, kept in zip(net.weights, net.biases, net.kept):
-        own = mask[start : start + len(bias) - kept]
-        start += len(own)
-        jacobian = np.concatenate([np.ones(kept), own])[:, None] * (weight @ jacobian)
+        active = mask[start : start + len(bias) - kept]
+        start += len(active)
+        jacobian = np.concatenate([np.ones(kept), active])[:, None] * (weight @ jacobian)
     return np.asarray(net.weights[-1] @ jacobian)
 
 

@@ -61,12 +61,12 @@ def row_zonotope(
     scores = [new * norms.lp_norm(weight, norms.dual(norm))]
     start = 0
     for turn, these in added:
-        own = lengths[start : start + len(these)]
-        scores.insert(1, jnp.zeros(len(slopes[turn][0]), own.dtype).at[these].add(own))
+        group = lengths[start : start + len(these)]
+        scores.insert(1, jnp.zeros(len(slopes[turn][0]), group.dtype).at[these].add(group))
         start += len(these)
     found = _sizes(size[None], norm)[0]
     if norm == 2:
-        apart = norms.lp_norm(center[None], 2)[0] + sum(jnp.sum(own) for own in scores)
+        apart = norms.lp_norm(center[None], 2)[0] + sum(jnp.sum(group) for group in scores)
         found = jnp.fmin(found, apart * (1 + ROUNDING))
     return found, tuple(scores)
 

@@ -102,8 +102,8 @@ def _left(net: Chain, slopes: Slopes, rooms: Rooms) -> tuple[list[_Layer], jax.A
         low, gap = (jnp.where(real, t[these], 0.0) for t in (low, high - low))
         places = jnp.nonzero(gap > 0, size=open_, fill_value=0)[0]
         used = jnp.arange(open_) < jnp.sum(gap > 0)
-        own = jnp.where(real[:, None] & present, weight[these][:, before], 0.0)
-        layers.append(_Layer(own, low, jnp.where(used, gap[places], 0.0), places))
+        live = jnp.where(real[:, None] & present, weight[these][:, before], 0.0)
+        layers.append(_Layer(live, low, jnp.where(used, gap[places], 0.0), places))
         before, present = these, real
     return layers, jnp.where(present, net.weights[-1][:, before], 0.0)
 
@@ -130,8 +130,8 @@ class _Output(NamedTuple):
 
     def gram(self, weight: jax.Array) -> jax.Array:
         """``W S W^T``, enlarged for rounding."""
-        own, shared = weight * self.low, weight @ self.right
-        return _enlarged(own @ self.before @ own.T + shared @ self.inverse @ shared.T)
+        lower, shared = weight * self.low, weight @ self.right
+        return _enlarged(lower @ self.before @ lower.T + shared @ self.inverse @ shared.T)
 
 
 def _enlarged(gram: jax.Array) -> jax.Array:
@@ -153,8 +153,8 @@ def _through_all(
         total, shape = jnp.sum(metric), _Input(1 / metric)
     else:
         total, shape = jnp.ones(()), _Input(jnp.ones_like(weights.inputs))
-    for layer, own, scale in zip(layers, weights.shape, weights.scale):
-        shape = _through(layer, shape.gram(layer.weight), own, scale)
+    for layer, exponents, scale in zip(layers, weights.shape, weights.scale):
+        shape = _through(layer, shape.gram(layer.weight), exponents, scale)
     return total, shape
 
 
@@ -237,8 +237,10 @@ def _begin(layers: list[_Layer], rows: jax.Array, norm: float) -> Weights:
         variance = jnp.diagonal(_through_all(layers[:turn], weights, norm)[1].gram(layer.weight))[
             layer.open
         ]
-        own = -jnp.log(jnp.where(variance > 0, variance, 1.0))
-        weights = weights._replace(shape=(*weights.shape[:turn], own, *weights.shape[turn + 1 :]))
+        exponents = -jnp.log(jnp.where(variance > 0, variance, 1.0))
+        weights = weights._replace(
+            shape=(*weights.shape[:turn], exponents, *weights.shape[turn + 1 :])
+        )
     return weights
 
 

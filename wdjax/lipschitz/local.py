@@ -122,9 +122,9 @@ def local_lipschitz(
 
     def worker(device: jax.Device) -> Callable[[int], Numbers]:
         with float64():
-            own = jax.tree.map(jnp.asarray, net), widened(model)
-            own = own if mesh is None else jax.device_put(own, device)
-        return float64()(functools.partial(of_batch, *own))
+            nets = jax.tree.map(jnp.asarray, net), widened(model)
+            nets = nets if mesh is None else jax.device_put(nets, device)
+        return float64()(functools.partial(of_batch, *nets))
 
     batches = -(-len(labels) // validate.check_count("batch_size", batch_size))
     sizes = np.concatenate(parallel.each(worker, batches, mesh))
@@ -283,8 +283,8 @@ def _contrasts(
     ``labels`` is ``[n]`` or of the shape of ``rivals``, ``[n, R]``.
     """
     unit = np.eye(classes)
-    own = unit[labels] if labels.shape == rivals.shape else unit[labels][:, None]
-    return jnp.asarray(unit[rivals] - own)
+    label = unit[labels] if labels.shape == rivals.shape else unit[labels][:, None]
+    return jnp.asarray(unit[rivals] - label)
 
 
 def domain_slopes(net: Chain, model: Classifier, x: AnyArray, box: Box) -> Slopes:

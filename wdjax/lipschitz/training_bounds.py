@@ -137,6 +137,6 @@ class LipschitzTraining(Scheduled):
             model, x, y, norm=self.norm, eps=reach, box=self.box, method=self.method
         )
         logits = model(x)
-        own = jnp.take_along_axis(logits, y[:, None], axis=1)
-        left = own - logits - jnp.reshape(reach, (-1, 1)) * steep
+        label = jnp.take_along_axis(logits, y[:, None], axis=1)
+        left = label - logits - jnp.reshape(reach, (-1, 1)) * steep
         return jnp.where(jnp.arange(logits.shape[1]) == y[:, None], jnp.inf, left)

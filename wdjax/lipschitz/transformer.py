@@ -160,14 +160,14 @@ def _attention(block: dict[str, Any], settings: Settings, tokens: int) -> float:
     scale, bias = block["norm1"]["scale"], block["norm1"]["bias"]
     width, heads = len(scale), settings.heads
     kernel = block["attn"]["qkv"]["kernel"].reshape(width, 3, heads, -1)
-    own = block["attn"]["qkv"]["bias"].reshape(3, heads, -1)
+    biases = block["attn"]["qkv"]["bias"].reshape(3, heads, -1)
     out = block["attn"]["proj"]["kernel"].reshape(heads, -1, width)
     reach, root, total = math.sqrt(width), math.sqrt(tokens), 0.0
     for head in range(heads):
         query, key, value = (kernel[:, part, head] for part in range(3))
         size = math.sqrt(query.shape[1])
         scores = _spectral((scale[:, None] * query) @ (scale[:, None] * key).T / size)
-        shift = (scale[:, None] * key) @ (bias @ query + own[0, head]) / size
+        shift = (scale[:, None] * key) @ (bias @ query + biases[0, head]) / size
         keys = root * reach * (scores * reach + float(np.linalg.norm(shift)) * _ROUNDING)
         values = _spectral((scale[:, None] * value) @ out[head])
         total += values * (root + scores * reach**2 + keys)

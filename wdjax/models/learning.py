@@ -52,17 +52,17 @@ def parameters(model):
     (True, (3,))
     """
     _refuse_states(jax.tree_util.tree_flatten_with_path(model, is_leaf=_of_a_kind)[0])
-    own = _own(model)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(own):
+    params = _own(model)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         _refuse_others(path, leaf)
-    return own
+    return params
 
 
-def join(own, model):
-    """The parameters ``own`` with the other leaves of ``model``.
+def join(params, model):
+    """The parameters ``params`` with the other leaves of ``model``.
 
     Args:
-      own: as of :func:`parameters`.
+      params: as of :func:`parameters`.
       model: the model that they were taken from.
 
     >>> from wdjax import models
@@ -72,7 +72,10 @@ def join(own, model):
     True
     """
     return jax.tree.map(
-        lambda new, old: old if new is None else new, own, model, is_leaf=lambda leaf: leaf is None
+        lambda new, old: old if new is None else new,
+        params,
+        model,
+        is_leaf=lambda leaf: leaf is None,
     )
 
 
@@ -88,17 +91,17 @@ def descend(rule, loss, model, known):
     Returns:
       ``(model, known, value, *seen)``.
     """
-    own = parameters(model)
+    params = parameters(model)
 
-    def of(own):
-        value, *rest = loss(join(own, model))
+    def of(params):
+        value, *rest = loss(join(params, model))
         return value, rest
 
-    (value, (moved, *seen)), gradient = jax.value_and_grad(of, has_aux=True)(own)
+    (value, (moved, *seen)), gradient = jax.value_and_grad(of, has_aux=True)(params)
     with promoted():  # Optax mixes dtypes.
-        updates, known = rule.update(gradient, known, own)
-        own = optax.apply_updates(own, updates)
-    return join(own, moved), known, value, *seen
+        updates, known = rule.update(gradient, known, params)
+        params = optax.apply_updates(params, updates)
+    return join(params, moved), known, value, *seen
 
 
 def training_pass(model, x, momentum=0.1):
@@ -155,8 +158,8 @@ def _own(model):
             return node
         state = nnx.state(nnx.merge(node.func.graph, node.args[0]))
         kept = nnx.to_pure_dict(state, extract_fn=lambda variable: isinstance(variable, nnx.Param))
-        own = jax.tree.map(lambda keep, leaf: leaf if keep else None, kept, node.args[0])
-        return Model(node.func, own)
+        params = jax.tree.map(lambda keep, leaf: leaf if keep else None, kept, node.args[0])
+        return Model(node.func, params)
 
     return jax.tree.map(of, model, is_leaf=is_module)
 

@@ -128,8 +128,8 @@ def _count(asked: CopyPoll, rows: npt.NDArray[np.int64], first: int, draws: int)
     wide = _WIDE if size == 1 and min(asked.rows, turns[1] - turns[0]) >= _WIDE else 1
     sent = []
     for begin in range(0, len(rows), size):
-        own = rows[begin : begin + size]
-        padded = np.pad(own, (0, size - len(own)), mode="edge").astype(np.int32)
+        block = rows[begin : begin + size]
+        padded = np.pad(block, (0, size - len(block)), mode="edge").astype(np.int32)
         split = parallel.shard(padded, asked.mesh)
         sent.append(_block(asked.loops, fixed, split, *turns, first + draws, wide))
     parts = [np.asarray(part) for part in parallel.local(sent)]
@@ -173,10 +173,10 @@ def _counted(fixed: Any, rows: Array, first: Array, last: Array, end: Array, wid
     keys, x, y, context = jax.tree.map(
         lambda leaf: jnp.repeat(leaf, wide, axis=0), (keys, x, y, context)
     )
-    own = jnp.tile(jnp.arange(wide), len(rows))
+    offset = jnp.tile(jnp.arange(wide), len(rows))
 
     def turn(group: Array, seen: Array) -> Array:
-        number = first + wide * group + own
+        number = first + wide * group + offset
         points = placed(perturbation, jax.vmap(jax.random.fold_in)(keys, number), context, x, TURN)
         logits = model(points.reshape(-1, *x.shape[1:]))
         margin = losses.decision_margin(logits, jnp.repeat(y, TURN)).reshape(-1, TURN)

@@ -171,7 +171,7 @@ class Custom:
         """``[n, draws, *shape]``"""
 
         def one(key: Array, x: Array, y: Array) -> Array:
-            return jax.vmap(lambda own: self.draw(own, x, y))(jax.random.split(key, draws))
+            return jax.vmap(lambda part: self.draw(part, x, y))(jax.random.split(key, draws))
 
         return jax.vmap(one)(keys, x, context)
 

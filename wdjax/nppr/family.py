@@ -351,10 +351,10 @@ def _coordinates(matrix: Array | None, v: Array) -> Array:
     """
     if matrix is None:
         return v
-    own = jax.lax.stop_gradient(matrix)
-    gram = own @ own.T
+    fixed = jax.lax.stop_gradient(matrix)
+    gram = fixed @ fixed.T
     ridge = 1e-4 * jnp.trace(gram) / len(gram) * jnp.eye(len(gram))
-    return jnp.linalg.solve(gram + ridge, own @ v.T).T
+    return jnp.linalg.solve(gram + ridge, fixed @ v.T).T
 
 
 def to_input(family: Family, params: Params, shape: tuple[int, ...]) -> Array | None:
@@ -364,6 +364,6 @@ def to_input(family: Family, params: Params, shape: tuple[int, ...]) -> Array | 
     """
     if family.upsample == "none":
         return None
-    own = params["map"]
-    linear = jax.lax.stop_gradient(own) if family.upsample == "fixed" else own
+    layer = params["map"]
+    linear = jax.lax.stop_gradient(layer) if family.upsample == "fixed" else layer
     return up.interpolated(linear, up.small_shape(shape, family.side), shape)

@@ -100,8 +100,8 @@ class Schedule:
         rate = self.learning_rate
         if rate is None:
             rate = 5e-3 if family.sees_input else 1e-2
-        own = dataclasses.replace(self, learning_rate=rate, width=self.width * margin)
-        return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), own)
+        scaled = dataclasses.replace(self, learning_rate=rate, width=self.width * margin)
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), scaled)
 
     def rate(self, step: Array) -> Array:
         """The learning rate of a step: a linear rise, then cosines."""

@@ -147,12 +147,12 @@ def _starts(question: RareEvent, count: int, ends: Array, key: Array) -> Start:
     there.
     """
     logits = np.array(question.logits(jnp.zeros((1, question.size)))[0])
-    own = int(question.y[0])
-    ranked = np.array([j for j in np.argsort(-logits) if j != own])
+    label = int(question.y[0])
+    ranked = np.array([j for j in np.argsort(-logits) if j != label])
     at_ends = np.empty(0, int)
     if len(ends):
         seen = np.array(_logits(question, ends))
-        seen[:, own] = -np.inf
+        seen[:, label] = -np.inf
         at_ends = np.argmax(np.nan_to_num(seen, nan=-np.inf), axis=1)
     random = jax.random.normal(key, (count, question.size))
     u = jnp.concatenate([jnp.zeros((len(ranked), question.size)), random, ends])
@@ -177,7 +177,7 @@ def _propose(question: RareEvent, begun: Start, steps: int, defensive: Array) ->
     """
     few = np.resize(np.arange(len(begun.rival)), -(-len(begun.rival) // _FEW) * _FEW)
     padded = jax.tree.map(lambda leaf: leaf[few], begun)
-    ends = jax.lax.map(lambda own: _approach(question, own, steps), padded, batch_size=_FEW)
+    ends = jax.lax.map(lambda search: _approach(question, search, steps), padded, batch_size=_FEW)
     pairs = begun.u, ends[: len(begun.u)]
     points = jax.lax.map(lambda pair: _shortest(question, *pair), pairs)
     length = jnp.linalg.norm(points, axis=-1)
@@ -189,8 +189,8 @@ def _propose(question: RareEvent, begun: Start, steps: int, defensive: Array) ->
     alone = jnp.where(known, -jnp.log(jnp.maximum(alike, 1.0)), -1e30)
     log = jnp.where(known, jax.scipy.stats.norm.logcdf(-length) + alone, -1e30)
     share = (1 - _EVEN) * jax.nn.softmax(log) + _EVEN * jax.nn.softmax(alone)
-    own = jnp.where(jnp.any(known), defensive, 1.0)
-    return Proposal(points, (1 - own) * jnp.where(known, share, 0.0), own)
+    target = jnp.where(jnp.any(known), defensive, 1.0)
+    return Proposal(points, (1 - target) * jnp.where(known, share, 0.0), target)
 
 
 def _approach(question: RareEvent, start: Start, steps: int) -> Array:

@@ -79,12 +79,12 @@ def begin(
     """Initial states of the fits, stacked: one for each key."""
 
     def one(key: Array, eps: Array) -> State:
-        first, own = jax.random.split(key)
+        first, rest = jax.random.split(key)
         params, stats = families.begin(family, first, shape, features, classes)
         params = families.replaced(params, start)
         empty = jnp.full(steps, jnp.nan)
         history = FitHistory(*(empty for _ in FitHistory._fields))
-        return State(params, stats, _ADAM.init(params), jnp.asarray(0), eps, own, history)
+        return State(params, stats, _ADAM.init(params), jnp.asarray(0), eps, rest, history)
 
     return jax.vmap(one)(keys, radii)
 
@@ -110,8 +110,8 @@ def step(plan: FitProgram, data: Data, state: State) -> State:
     """One step of one fit, on a batch of the data."""
     rows, key = _batch(data, state)
     given = data.x, data.y, data.features, data.offset
-    own = parallel.shard(jax.tree.map(lambda leaf: leaf[rows], given), plan.mesh)
-    batch = data._replace(x=own[0], y=own[1], features=own[2], offset=own[3])
+    x, y, seen, offset = parallel.shard(jax.tree.map(lambda t: t[rows], given), plan.mesh)
+    batch = data._replace(x=x, y=y, features=seen, offset=offset)
     value = functools.partial(_value, plan, batch, state, key)
     (loss, (stats, held, entropy)), gradient = jax.value_and_grad(value, has_aux=True)(state.params)
     updates, opt_state = _ADAM.update(gradient, state.opt_state)
@@ -144,9 +144,9 @@ def _value(
     )
     latent = mixtures.soft(key, made, len(batch.y), schedule.draws, tau)
     logits = _moved(plan, params, latent, batch, state.eps)
-    own = jnp.repeat(batch.y, schedule.draws)
-    loss = _loss(schedule, logits, own)
-    held = losses.decision_margin(logits, own) <= 0
+    labels = jnp.repeat(batch.y, schedule.draws)
+    loss = _loss(schedule, logits, labels)
+    held = losses.decision_margin(logits, labels) <= 0
     average = mixtures.entropy_ratio(jnp.mean(made.proportions, axis=0))
     each = jnp.mean(mixtures.entropy_ratio(made.proportions))
     return jnp.mean(loss), (stats, jnp.mean(held), jnp.stack([average, each]))

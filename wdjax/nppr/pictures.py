@@ -98,8 +98,8 @@ def projected(
     figure, (axis,) = _figure(4.2, 3.8)
     labels = np.repeat(np.asarray(y), draws)
     for label in np.unique(labels):
-        own = flat[labels == label]
-        axis.scatter(*own.T, s=5, label=str(label), color=f"C{int(label) % 10}")
+        points = flat[labels == label]
+        axis.scatter(*points.T, s=5, label=str(label), color=f"C{int(label) % 10}")
     if centre is not None:
         axis.plot(*centre.T, "+", color="black", ms=12)
     axis.set(title={"pca": "principal components", "tsne": "t-SNE"}[method])

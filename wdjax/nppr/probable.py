@@ -287,12 +287,12 @@ def prbench(
 
     fields: dict[str, Any] = {}
     for eps in radii:
-        own = measured(x, y, eps)
-        fields.setdefault("acc", float(np.mean(own.correct)))
-        fields[f"PR({eps:.2f})"] = _field(own.value, *own.population())
+        found = measured(x, y, eps)
+        fields.setdefault("acc", float(np.mean(found.correct)))
+        fields[f"PR({eps:.2f})"] = _field(found.value, *found.population())
         if train is not None:
             known = measured(*train, eps)
-            fields[f"GE_PR({eps:.2f})"] = _field(known.value - own.value, *excess(known, own))
+            fields[f"GE_PR({eps:.2f})"] = _field(known.value - found.value, *excess(known, found))
     decision = probabilistic_accuracy(
         model, distributions.UniformBall(radius, ball), x, y, rho=rho, alpha=alpha, **how
     )
@@ -301,9 +301,9 @@ def prbench(
     return fields
 
 
-def excess(known: Estimate, own: Estimate) -> metrics.ConfidenceInterval:
+def excess(known: Estimate, moved: Estimate) -> metrics.ConfidenceInterval:
     """Interval of the difference of two populations' survival: two of 97.5 % make one of 95 %."""
-    (low, high), (first, last) = (one.population(0.975) for one in (own, known))
+    (low, high), (first, last) = (one.population(0.975) for one in (moved, known))
     return metrics.ConfidenceInterval(first - high, last - low)
 
 

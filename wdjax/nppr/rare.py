@@ -194,9 +194,9 @@ def ask(
     """Checks the input ``[*shape]``, which must be classified correctly."""
     validate.check_number("eps", perturbation.eps)
     x, labels = jnp.asarray(x)[None], np.asarray(y).reshape(1)
-    x, own = validate.check_samples(model, x, labels, perturbation.ball.box)
+    x, label = validate.check_samples(model, x, labels, perturbation.ball.box)
     batch = default_batch(model, x) if batch_size is None else batch_size
-    question = RareEvent(model, perturbation, x, own, validate.check_count("batch_size", batch))
+    question = RareEvent(model, perturbation, x, label, validate.check_count("batch_size", batch))
     score, fault = question.score(jnp.zeros((1, question.size), x.dtype))
     if bool(fault[0]):
         raise ValueError("the model's logits are not finite for the input as it is.")

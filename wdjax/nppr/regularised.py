@@ -207,7 +207,7 @@ def _step(recipe: RegularisedProgram, given: TrainingData, state: State) -> Stat
     perturbed copies of each sample, which carry no gradient to the distribution.
     """
     model, number = state.model, state.step
-    rows, own = _batch(given, number)
+    rows, keys = _batch(given, number)
     x, y = given.x[rows], given.y[rows]
     seen = None if recipe.features is None else recipe.features(model)
     held = None if seen is None else objective.as_rows(seen(x))
@@ -224,7 +224,7 @@ def _step(recipe: RegularisedProgram, given: TrainingData, state: State) -> Stat
         offset=None,
         model=None,
     )
-    moved = jax.lax.stop_gradient(counting.points(worst, own, x, y, recipe.draws))
+    moved = jax.lax.stop_gradient(counting.points(worst, keys, x, y, recipe.draws))
     copies = moved.reshape(-1, *x.shape[1:]), jnp.repeat(y, recipe.draws)
     value = functools.partial(_value, ((1 - given.weight, (x, y)), (given.weight, copies)))
     model, opt_state, loss = models.descend(recipe.optimizer, value, model, state.opt_state)

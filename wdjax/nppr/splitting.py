@@ -178,10 +178,10 @@ def _ascent(
 
     def climb(carried: tuple[Cloud, Array, Ladder]) -> tuple[Cloud, Array, Ladder]:
         cloud, step, built = carried
-        at, own = cloud.level, jax.random.fold_in(key, cloud.level)
+        at, level_key = cloud.level, jax.random.fold_in(key, cloud.level)
         level = jnp.where(pilot, jnp.sort(cloud.score)[count - stay - 1], ladder.level[at])
         step = jnp.where(pilot, step, ladder.step[at])
-        cloud, step = _climbed(question, moves, cloud, level, step, pilot, own)
+        cloud, step = _climbed(question, moves, cloud, level, step, pilot, level_key)
         levels, steps = built.level.at[at].set(level), built.step.at[at].set(step)
         return cloud, step, Ladder(levels, steps, cloud.level)
 
@@ -209,9 +209,9 @@ def _climbed(
     order = jnp.argsort(jnp.where(above, random, 2.0))
     chosen = order[jnp.arange(len(above)) % jnp.maximum(left, 1)]
 
-    def one(carried: tuple[Array, ...], own: Array) -> tuple[tuple[Array, ...], None]:
+    def one(carried: tuple[Array, ...], step_key: Array) -> tuple[tuple[Array, ...], None]:
         u, score, step, faults = carried
-        proposed = jnp.sqrt(1 - step**2) * u + step * jax.random.normal(own, u.shape)
+        proposed = jnp.sqrt(1 - step**2) * u + step * jax.random.normal(step_key, u.shape)
         value, fault = question.score(proposed)
         better = value > level
         u, score = jnp.where(better[:, None], proposed, u), jnp.where(better, value, score)

@@ -138,8 +138,8 @@ def universal_start(
     """
     arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
     validate.check_choice("the family's mode", family.mode, ("label",))
-    own = dataclasses.replace(family, mode="label-full", components=1)
-    found = fit(model, x, y, eps=eps, key=key, family=own, schedule=schedule, ball=ball)
+    universal = dataclasses.replace(family, mode="label-full", components=1)
+    found = fit(model, x, y, eps=eps, key=key, family=universal, schedule=schedule, ball=ball)
     from sklearn.cluster import KMeans
 
     labels = jnp.unique(jnp.asarray(y))

@@ -188,8 +188,8 @@ def sandwich(
         found = proofs.or_refused(functools.partial(proofs.constant, setting))
         return work.do("Lipschitz constant", found, Refused).value
 
-    own = standard_certificates(ball, batch_size, mesh)
-    radius = own if certificates is None else certificates
+    usual = standard_certificates(ball, batch_size, mesh)
+    radius = usual if certificates is None else certificates
     standard = {proofs.LIPSCHITZ: proofs.by_lipschitz(setting, constant)}
     bounds = standard if loss_bounds is None else loss_bounds
 
@@ -363,12 +363,12 @@ def _identity(setting: Setting, attempts: Mapping[str, Attempt]) -> bytes:
     model, x, y = setting.model, setting.x, setting.y
     victim = Victim(model, jax.tree_util.Partial(losses.decision_margin))
     samples = Samples(x, y, jnp.zeros(len(y), x.dtype), None)
-    own = [one.attack for one in attempts.values()]
+    tried = [one.attack for one in attempts.values()]
     traced = [
         track.programs(attack, victim, samples, None, setting.key if attack.random else None)
-        for attack in own
+        for attack in tried
     ]
-    lengths = [[stage.length for stage in attack.stages] for attack in own]
+    lengths = [[stage.length for stage in attack.stages] for attack in tried]
     ball = setting.ball.norm, setting.ball.box
     fixed = model, x, y, ball, setting.radii, setting.key
     return identity.digest([*attempts], traced, lengths, [*attempts.values()], *fixed)
@@ -415,8 +415,8 @@ def _tries(
     }
 
     def search(task: Task) -> Found:
-        own = options | task.saving()
-        return jax.device_get(driver.search(*attacked, **own))
+        kept = options | task.saving()
+        return jax.device_get(driver.search(*attacked, **kept))
 
     @functools.cache
     def walked() -> tuple[Found, _Evaluation]:

@@ -234,9 +234,9 @@ def _single_table(model: Mapping[str, Any]) -> str:
     for key in model["balls"]:
         ball = key.capitalize()
         for name, attack in model["attacks"].items():
-            own = [one for one in attack["searches"] if f"Omega_{one['order']}" == ball]
-            if own:
-                rows.append((f"{ball} {name}", [one["attacked_accuracy"] for one in own]))
+            searches = [one for one in attack["searches"] if f"Omega_{one['order']}" == ball]
+            if searches:
+                rows.append((f"{ball} {name}", [one["attacked_accuracy"] for one in searches]))
         for name, proved in model["certificates"].items():
             curves = proved.get("certified_accuracy", {})
             rows.append((f"{ball} certified by {name}", curves.get(key) or proved["refused"]))

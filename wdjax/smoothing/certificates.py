@@ -329,7 +329,7 @@ def soft(
     arguments.check(model=model, x=x, noise=noise, key=key)
     validate.shapes_of(model, x)
     keys = jax.random.split(key, validate.check_count("count", count))
-    patterns = jax.vmap(lambda own: noise.pattern(own, x.shape[1:], x.dtype))(keys)
+    patterns = jax.vmap(lambda part: noise.pattern(part, x.shape[1:], x.dtype))(keys)
     return Model(_soft, {"model": model, "noise": noise, "patterns": patterns})
 
 
@@ -339,7 +339,7 @@ def _soft(params: dict[str, Any], x: Array) -> Array:
     ``params`` has the model, the noise, and its ``patterns`` ``[count, *shape]``, the same for all
     samples.
     """
-    scales = jax.vmap(lambda own: params["noise"].scale(own) * jnp.ones_like(own))(x)
+    scales = jax.vmap(lambda image: params["noise"].scale(image) * jnp.ones_like(image))(x)
     moved = x[None] + scales[None] * params["patterns"][:, None]
     logits = params["model"](moved.reshape(-1, *x.shape[1:]))
     said = jax.nn.log_softmax(logits.reshape(len(moved), len(x), -1))

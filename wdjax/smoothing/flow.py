@@ -98,8 +98,8 @@ class Flow:
         # An edge changes two pixels; the mass is a sum; a pixel's noise has at most four terms.
         edges, size = 2 * pixels.shape[1], pixels.shape[1]
         cells = mass * grid.number(self.sigma) / self.step
-        own = 2 * edges * cells * (51 * 2.0**-50 + 2.0**-45)
-        return own + 6 * size * cells * size * 2.0**-53 + grid.error_of_sum(pixels, self.step)
+        rounding = 2 * edges * cells * (51 * 2.0**-50 + 2.0**-45)
+        return rounding + 6 * size * cells * size * 2.0**-53 + grid.error_of_sum(pixels, self.step)
 
     def radius(self, probability: npt.ArrayLike) -> Numbers:
         return grid.beyond_half(

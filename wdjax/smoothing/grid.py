@@ -88,7 +88,7 @@ def perturb(noise: Noise, key: Array, x: Array) -> Array:
 
 def scale_of_each(noise: Noise, x: Array) -> Array:
     """``[n]`` scales of samples in float64, for :func:`quantized`; needs 64 bits enabled."""
-    return jax.vmap(lambda own: jnp.float64(noise.scale(own)))(x.astype(jnp.float64))
+    return jax.vmap(lambda image: jnp.float64(noise.scale(image)))(x.astype(jnp.float64))
 
 
 def quantized(noise: Noise, step: float, key: Array, x: Array, scale: Array) -> Array:

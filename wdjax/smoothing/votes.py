@@ -116,8 +116,8 @@ def uniforms(asked: VotePoll, number: int) -> np.ndarray:
     """``[n]`` random numbers of the samples in ``[0, 1)``, by a number that no vote has."""
 
     def one(place: Array) -> Array:
-        own = jax.random.fold_in(jax.random.fold_in(asked.key, place), number)
-        return jax.random.uniform(own)
+        vote_key = jax.random.fold_in(jax.random.fold_in(asked.key, place), number)
+        return jax.random.uniform(vote_key)
 
     return np.asarray(parallel.local(jax.jit(jax.vmap(one))(asked.places)))
 
@@ -143,8 +143,8 @@ def _noisy(
     key, x, scales, index = fixed
 
     def one(row: Array, number: Array) -> Array:
-        own = jax.random.fold_in(jax.random.fold_in(key, index[row]), number)
-        return quantized(noise, step, own, x[row], scales[row])
+        vote_key = jax.random.fold_in(jax.random.fold_in(key, index[row]), number)
+        return quantized(noise, step, vote_key, x[row], scales[row])
 
     return jax.vmap(one)(rows, numbers)
 

@@ -175,11 +175,11 @@ def choose(
     """The better of two sets; a loss that is NaN ranks below all others."""
     errors, value = simulation
     value = value if np.isfinite(value) else -np.inf
-    own, other = (errors, value), (float(best.errors), float(best.value))
+    new, other = (errors, value), (float(best.errors), float(best.value))
     if attack.select == "loss" and not attack.clean_fallback:
-        own, other = own[::-1], other[::-1]
+        new, other = new[::-1], other[::-1]
     fault = best.fault | moved.fault
-    if not own > other:
+    if not new > other:
         return best._replace(fault=fault)
     return BestSet(moved.x_adv, jnp.asarray(errors), jnp.asarray(value), jnp.asarray(number), fault)
 

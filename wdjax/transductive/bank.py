@@ -188,8 +188,8 @@ def _backward(kept: PyTree, pull: PyTree) -> tuple[None, Array]:
 
     def add(number: Array, total: Array) -> Array:
         said, back = jax.vjp(functools.partial(_one, shared, number), x)
-        own = jax.tree.map(lambda rows, now: _cotangent(rows, number, now), pull, said)
-        return total + back(own)[0]
+        cotangent = jax.tree.map(lambda rows, now: _cotangent(rows, number, now), pull, said)
+        return total + back(cotangent)[0]
 
     return None, loops.fori_loop(first, bank.filled, add, jnp.zeros_like(x))
 

@@ -78,14 +78,14 @@ def raise_objective(
     """
     arguments.check(x=x, y=y, eps=eps, key=key)
     index = jnp.arange(len(y)) if index is None else index
-    own = jax.vmap(lambda i: jax.random.fold_in(key, i))(index)
+    sample_keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(index)
     question = _Question(attack, defense, memory, bank, index, x, y, jnp.asarray(eps, x.dtype))
     classes = _classes(question)
 
     def search(best: BankFound, run: Array) -> tuple[BankFound, None]:
         aim = (y + 1 + (run - attack.restarts) % (classes - 1)) % classes
         aim = jnp.where(run < attack.restarts, -1, aim)
-        keys = jax.vmap(lambda key: jax.random.fold_in(key, run))(own)
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, run))(sample_keys)
         moved = _climb(question, aim, _start(question, keys), jax.random.fold_in(key, run))
         return _better(best, moved), None
 

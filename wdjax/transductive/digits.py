@@ -74,7 +74,7 @@ def split(seed: int) -> tuple[Dataset, Dataset]:
     whole = [np.concatenate(parts) for parts in zip(*data.digits())]
     order = np.random.default_rng(seed).permutation(len(whole[1]))
     train, test = (
-        Dataset(*(part[own] for part in whole)) for own in (order[_HELD:], order[:_HELD])
+        Dataset(*(part[indices] for part in whole)) for indices in (order[_HELD:], order[:_HELD])
     )
     return train, test
 

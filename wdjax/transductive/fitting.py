@@ -30,9 +30,9 @@ def batches(key: Array, n: int, size: int, steps: int) -> Array:
     (3, 2)
     """
     size = min(size, n)
-    own = n // size
-    keys = jax.random.split(key, -(-steps // own))
-    order = jax.vmap(lambda key: jax.random.permutation(key, n)[: own * size])(keys)
+    each = n // size
+    keys = jax.random.split(key, -(-steps // each))
+    order = jax.vmap(lambda key: jax.random.permutation(key, n)[: each * size])(keys)
     return order.reshape(-1, size)[:steps]
 
 
@@ -87,14 +87,14 @@ def train_classifier(
 
     def step(carried: PyTree, row: tuple[Array, Array]) -> tuple[PyTree, None]:
         (model, known), (batch, number) = carried, row
-        own, labels = x[batch], y[batch]
+        images, labels = x[batch], y[batch]
         moved = None
         if opponent is not None:
             own_key = jax.random.fold_in(attack_key, number)
-            moved = _attacked(opponent, model, own, labels, own_key)
+            moved = _attacked(opponent, model, images, labels, own_key)
 
         def loss(model: Model) -> tuple[Array, Model]:
-            logits, after = models.training_pass(model, own)
+            logits, after = models.training_pass(model, images)
             value = jnp.mean(losses.cross_entropy(logits, labels))
             if moved is None:
                 return value, after
@@ -129,5 +129,7 @@ def chunked(function: Callable[[Any], PyTree], rows: PyTree, size: int = 256) ->
         return function(rows)
     count = -(-n // size)
     places = jnp.minimum(jnp.arange(count * size), n - 1).reshape(count, size)
-    parts = jax.lax.map(lambda own: function(jax.tree.map(lambda leaf: leaf[own], rows)), places)
+    parts = jax.lax.map(
+        lambda indices: function(jax.tree.map(lambda leaf: leaf[indices], rows)), places
+    )
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:n], parts)

@@ -245,9 +245,9 @@ def _game(
     x, y = samples
     radius = jnp.asarray(validate.check_number("eps", eps), x.dtype)
     settled = validate.settle(attack, x.dtype)
-    own, secret = jax.random.split(key)
+    attacker_key, secret = jax.random.split(key)
     return Game(
-        Attacker(settled, defender, radius, own, rules.rejections),
+        Attacker(settled, defender, radius, attacker_key, rules.rejections),
         Referee(defender, settled, radius, secret, rules.draws),
         x.reshape(-1, size, *x.shape[1:]),
         y.reshape(-1, size),

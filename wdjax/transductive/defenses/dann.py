@@ -75,7 +75,7 @@ class DANN(Retrained):
         first, second, third, fourth = jax.random.split(key, 4)
         both = {"model": self.network(key=first), "judge": self.discriminator(key=second)}
         rule = optax.adam(self.learning_rate)
-        own = fitting.batches(third, len(y), self.size, self.steps)
+        labelled = fitting.batches(third, len(y), self.size, self.steps)
         if target is None:
             other = jnp.zeros((self.steps, 1), jnp.int32)
         else:
@@ -92,7 +92,7 @@ class DANN(Retrained):
             both, known, _ = models.descend(rule, loss, both, known)
             return (both, known), None
 
-        rows = own, other, jnp.arange(self.steps)
+        rows = labelled, other, jnp.arange(self.steps)
         (both, _), _ = loops.scan(step, (both, rule.init(models.parameters(both))), rows)
         return both["model"]
 

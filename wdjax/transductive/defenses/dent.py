@@ -75,23 +75,23 @@ class DENT(Stateless):
     def adapt(self, key: Array, memory: PyTree, state: PyTree, x: Array) -> tuple[PyTree, PyTree]:
         rule = adamod(self.learning_rate, self.b1, self.b2, self.b3)  # type: ignore[arg-type]
 
-        def loss(own: PyTree) -> Array:
-            return information_loss(self.predict(memory, own, x))
+        def loss(affine: PyTree) -> Array:
+            return information_loss(self.predict(memory, affine, x))
 
         def step(carried: PyTree, _: None) -> tuple[PyTree, None]:
-            own, known = carried
-            updates, known = rule.update(jax.grad(loss)(own), known)
-            return (optax.apply_updates(own, updates), known), None
+            affine, known = carried
+            updates, known = rule.update(jax.grad(loss)(affine), known)
+            return (optax.apply_updates(affine, updates), known), None
 
-        own = self.base(memory, state, len(x))
-        (own, _), _ = loops.scan(step, (own, rule.init(own)), length=self.steps)
-        return own, state
+        affine = self.base(memory, state, len(x))
+        (affine, _), _ = loops.scan(step, (affine, rule.init(affine)), length=self.steps)
+        return affine, state
 
     def predict(self, memory: PyTree, adapted: PyTree, x: Array) -> Array:
         _, rest = models.split_affine(self.model.args[0])
 
-        def one(own: PyTree, image: Array) -> Array:
-            model = Model(self.model.func, models.join_affine(own, rest))
+        def one(affine: PyTree, image: Array) -> Array:
+            model = Model(self.model.func, models.join_affine(affine, rest))
             return model(image[None])[0]
 
         return jax.vmap(one)(adapted, x)
@@ -110,5 +110,5 @@ def information_loss(logits: Array) -> Array:
     """
     p = jax.nn.softmax(logits, axis=-1)
     mean = jnp.mean(p, axis=0)
-    own = -jnp.sum(p * jnp.log(p + _TINY), axis=-1)
-    return jnp.mean(own) + jnp.sum(mean * jnp.log(mean + _TINY))
+    entropy = -jnp.sum(p * jnp.log(p + _TINY), axis=-1)
+    return jnp.mean(entropy) + jnp.sum(mean * jnp.log(mean + _TINY))

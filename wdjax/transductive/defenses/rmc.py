@@ -98,7 +98,7 @@ class RMC:
             )
 
         def attacked(number: Array) -> Array:
-            own = jax.random.fold_in(key, number)
+            epoch_key = jax.random.fold_in(key, number)
 
             def some(rows: Any) -> Array:
                 points, labels, index = rows
@@ -108,7 +108,7 @@ class RMC:
                     points,
                     labels,
                     eps=jnp.asarray(self.eps, x.dtype),
-                    key=own,
+                    key=epoch_key,
                     index=index,
                     skip_misclassified=False,
                 )
@@ -140,14 +140,14 @@ class RMC:
         if len(x) != 1:
             raise ValueError(f"RMC adapts to one input at a time: play rounds of 1, got {len(x)}.")
         split, train = jax.random.split(key)
-        own, held = self._parted(split, self.nearest(memory, x))
-        state = self._train(train, memory, state, own, held)
+        near, held = self._parted(split, self.nearest(memory, x))
+        state = self._train(train, memory, state, near, held)
         return state.model, state
 
     def nearest(self, memory: PyTree, x: Array) -> Array:
         """``[neighbours]``: indices of augmented samples near ``x [1, *shape]``, nearest first."""
-        own, known = models.features(self.model)(x)[0], memory["features"]
-        distance = jnp.sum(known**2, axis=1) - 2 * known @ own
+        mapped, known = models.features(self.model)(x)[0], memory["features"]
+        distance = jnp.sum(known**2, axis=1) - 2 * known @ mapped
         return jax.lax.top_k(-distance, self.neighbours)[1]
 
     def _parted(self, key: Array, nearest: Array) -> tuple[Array, Array]:
@@ -169,15 +169,15 @@ class RMC:
     def predict(self, memory: PyTree, adapted: PyTree, x: Array) -> Array:
         return adapted(x)
 
-    def _train(self, key: Array, memory: PyTree, state: State, own: Array, held: Array) -> State:
-        """Trains on samples ``own`` ``[m]`` until the stopping rule holds on ``held`` ``[h]``.
+    def _train(self, key: Array, memory: PyTree, state: State, near: Array, held: Array) -> State:
+        """Trains on samples ``near`` ``[m]`` until the stopping rule holds on ``held`` ``[h]``.
 
         Both are indices of the memory's samples; the length of the loop is known at run time only,
         since the rule ends it.
         """
         x, y = memory["x"], memory["y"]
-        steps = -(-len(own) // self.size)
-        size = len(own) // steps  # Equal batches, which drop fewer samples than one batch has.
+        steps = -(-len(near) // self.size)
+        size = len(near) // steps  # Equal batches, which drop fewer samples than one batch has.
 
         def step(carried: State, batch: Array) -> tuple[State, Array]:
             def loss(model: Model) -> tuple[Array, Model]:
@@ -189,7 +189,7 @@ class RMC:
 
         def epoch(carried: Any) -> Any:
             state, number, least, waited, _ = carried
-            rows = own[fitting.batches(jax.random.fold_in(key, number), len(own), size, steps)]
+            rows = near[fitting.batches(jax.random.fold_in(key, number), len(near), size, steps)]
             state, values = loops.scan(step, state, rows)
             value = jnp.mean(losses.cross_entropy(state.model(x[held]), y[held]))
             waited = jnp.where(value < least, 0, waited + 1)

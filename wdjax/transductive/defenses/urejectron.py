@@ -66,15 +66,15 @@ class URejectron(Stateless):
     def adapt(self, key: Array, memory: PyTree, state: PyTree, x: Array) -> tuple[PyTree, PyTree]:
         """Trains a discriminator between the memory's ``x [m, *shape]`` and the inputs ``x``."""
         first, second, third = jax.random.split(key, 3)
-        rule, own = optax.adam(self.learning_rate), memory["x"]
+        rule, train = optax.adam(self.learning_rate), memory["x"]
         rows = (
-            fitting.batches(second, len(own), self.size, self.steps),
+            fitting.batches(second, len(train), self.size, self.steps),
             fitting.batches(third, len(x), self.size, self.steps),
         )
 
         def step(carried: PyTree, row: tuple[Array, Array]) -> tuple[PyTree, None]:
             (judge, known), (ours, theirs) = carried, row
-            seen = jnp.concatenate([own[ours], x[theirs]])
+            seen = jnp.concatenate([train[ours], x[theirs]])
             side = jnp.concatenate([jnp.zeros(len(ours), int), jnp.ones(len(theirs), int)])
             weight = jnp.where(side == 0, 0.5 / len(ours), 0.5 / len(theirs))
 
