@@ -277,7 +277,7 @@ def joined(tree: Tree) -> Tree:
 
 def _is_key(leaf: Any) -> bool:
     """Whether a leaf is an array of typed random keys."""
-    return jnp.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def spans(mesh: Mesh | None) -> bool:

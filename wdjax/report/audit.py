@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from wdjax import losses, metrics, transport
+from wdjax import losses, metrics, parallel, transport
 from wdjax.attacks import PGD, WDA, WDAPlusPlus
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
@@ -173,6 +173,8 @@ def sandwich(
     arguments.check("key", model=model, x=x, y=y, key=key)
     host_only("an audit", SEARCH_TWIN, model, x, y, radii, key)
     budgets = _check_radii(radii)
+    if checkpoint is not None and parallel.spans(mesh):
+        raise ValueError("an audit over many processes keeps no checkpoint; leave it out.")
     arguments.warn(arguments.too_far(ball, np.shape(x)[1:], budgets))
     x, y = validate.check_samples(model, x, y, ball.box)
     if batch_size is not None:
