@@ -5,6 +5,7 @@ same calls with the same arguments, every decision on the host is taken by all o
 every result is whole on each.
 """
 
+import math
 import pickle
 import threading
 import zlib
@@ -259,7 +260,8 @@ def joined(tree: Tree) -> Tree:
 
     def join(leaf: Any) -> np.ndarray:
         rows = np.ascontiguousarray(leaf)
-        raw = rows.reshape(len(rows), -1).view(np.uint8)  # Bytes: 64 bits would become 32.
+        wide = math.prod(rows.shape[1:])  # Not -1: a process may have no rows.
+        raw = rows.reshape(len(rows), wide).view(np.uint8)  # Bytes: 64 bits would become 32.
         counts = multihost_utils.process_allgather(np.int32(len(raw)))
         step = max(1, _CHUNK // max(1, raw.shape[1]))
         parts: list[list[np.ndarray]] = [[] for _ in counts]
