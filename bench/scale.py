@@ -151,7 +151,7 @@ def methods(quick):
         return lambda mesh: certify.certified(model, x, y, mesh=mesh, **how)
 
     found = {
-        "wda": run(attacks.WDA(l2, steps=5), kappa=2.0),
+        "wda": run(attacks.WDA(l2, steps=5, probe=3), kappa=2.0),
         "wda++": run(attacks.WDAPlusPlus(l2, steps=8)),
         "wpgd": run(attacks.WPGD(l2, steps=6)),
         "crown": proved("crown"),
@@ -164,7 +164,7 @@ def methods(quick):
             nppr.estimate(model, balls, x, y, key=KEY, draws=100, mesh=mesh).survived
         ),
         "image attack": lambda mesh: wdjax.search(moved, model, pixels, y, eps=0.05, mesh=mesh),
-        "game": lambda mesh: play(Fixed(model), game, x[:8], y[:8], mesh=mesh, **played),
+        "game": lambda mesh: vars(play(Fixed(model), game, x[:8], y[:8], mesh=mesh, **played)),
     }
     if quick:
         return found
@@ -172,7 +172,8 @@ def methods(quick):
         whole = getattr(ensembles, name)
 
         def ensemble(mesh, whole=whole):
-            return whole(model, x, y, ball=l2, eps=0.3, key=KEY, mesh=mesh)
+            found = whole(model, x, y, ball=l2, eps=0.3, key=KEY, mesh=mesh)
+            return getattr(found, "found", found)  # `fast` returns an account.
 
         found[name] = ensemble
     return found
@@ -192,7 +193,7 @@ def numbers(quick):
                 apart = max(apart, float(np.abs(a[finite] - b[finite]).max(initial=0)))
             else:
                 same &= np.array_equal(a, b)
-        print(f"{name:15}  {apart:18.1e}   {'equal' if same else 'DIFFER'}")
+        print(f"{name:15}  {apart:18.1e}   {'equal' if same else 'DIFFER'}", flush=True)
 
 
 WHAT = {
