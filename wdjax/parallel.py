@@ -203,7 +203,7 @@ def placed(tree: Tree, sharding: Sharding) -> Tree:
     def place(leaf: Any) -> Any:
         if isinstance(leaf, jax.core.Tracer):
             return jax.lax.with_sharding_constraint(leaf, sharding)
-        if sharding.is_fully_addressable or not getattr(leaf, "is_fully_addressable", True):
+        if sharding.is_fully_addressable or _is_remote(leaf):
             return jax.device_put(leaf, sharding)
         leaf = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
         if _is_key(leaf):
@@ -228,7 +228,7 @@ def check_same(tree: Any, mesh: Mesh | None) -> None:
         return
     digest = 0
     for leaf in jax.tree.leaves(tree):
-        if getattr(leaf, "is_fully_addressable", True):
+        if not _is_remote(leaf):
             rows = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
             digest = zlib.crc32(f"{rows.dtype}{rows.shape}".encode() + rows.tobytes(), digest)
     if len({*multihost_utils.process_allgather(np.uint32(digest)).tolist()}) > 1:
@@ -282,6 +282,12 @@ def _is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
+def _is_remote(leaf: Any) -> bool:
+    """Whether a leaf is an array of which other processes hold a part."""
+    concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    return concrete and not leaf.is_fully_addressable
+
+
 def spans(mesh: Mesh | None) -> bool:
     """Whether a mesh has devices of other processes.
 
@@ -305,7 +311,7 @@ def local(tree: Tree) -> Tree:
     """
 
     def read(leaf: Any) -> Any:
-        if getattr(leaf, "is_fully_addressable", True):
+        if not _is_remote(leaf):
             return leaf
         if _is_key(leaf):
             data = read(jax.random.key_data(leaf))
@@ -324,7 +330,7 @@ def spread(tree: Any) -> bool:
     >>> spread(jnp.arange(2))
     False
     """
-    return not all(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(tree))
+    return any(map(_is_remote, jax.tree.leaves(tree)))
 
 
 def by_first(work: Callable[[], Any], together: bool) -> None:
