@@ -162,9 +162,10 @@ def train(
 
     def turn(training: Training) -> Training:
         epoch_key = jax.random.fold_in(key, training.epoch)
-        return _epoch(recipe, aim, training, x, y, epoch_key, size)
+        return _epoch(recipe, aim, training, *inputs, epoch_key, size)
 
-    begun, x, y = parallel.replicate((start(model, optimizer, epochs), x, y), mesh)
+    begun = parallel.replicate(start(model, optimizer, epochs), mesh)
+    inputs: tuple[Array, Array] = parallel.replicate((x, y), mesh)
     named = {"attack": attack, "certificate": certificate, "noise": noise, "eps": eps}
     named |= {"kappa": kappa, "order": order, "loss": loss, "epochs": epochs, "batch_size": size}
     last = loop.carry(

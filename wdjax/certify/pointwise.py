@@ -149,7 +149,7 @@ def searched(
         return low, None, None
 
     def worker(device: jax.Device) -> Callable[[int], Any]:
-        given = model, x, y, low, scale
+        given: Any = model, x, y, low, scale
         net, *rows = given if mesh is None else jax.device_put(given, device)
         search = branch.BranchAndBound(net, ball, seconds)
 
@@ -467,7 +467,7 @@ def _in_batches(
     all devices of the mesh.
     """
     assert arrays[0] is not None
-    n, parts = len(arrays[0]), []
+    n, parts = len(arrays[0]), list[Array]()
     parallel.check_same(arrays, mesh)
     model = parallel.replicate(model, mesh)
 
