@@ -154,7 +154,8 @@ def searched(
         search = branch.BranchAndBound(net, ball, seconds)
 
         def close(i: int) -> Any:
-            point, label, known, unit = (leaf if leaf is None else leaf[i : i + 1] for leaf in rows)
+            one: Any = (None if leaf is None else leaf[i : i + 1] for leaf in rows)
+            point, label, known, unit = one
             return search.close(point, label, float(eps[i]), known, unit)
 
         return close
