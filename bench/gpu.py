@@ -122,9 +122,8 @@ def crown(parsed):
         low = certify.margin_bounds(model, x, y, norm=jnp.inf, eps=0.01)
         jax.block_until_ready(low)
     seconds = time.perf_counter() - began
-    print(
-        f"CROWN on {'an MLP' if parsed.quick else 'trades_smallcnn'}: {1e3 * seconds / n:.1f} ms a sample"
-    )
+    name = "an MLP" if parsed.quick else "trades_smallcnn"
+    print(f"CROWN on {name}: {1e3 * seconds / n:.1f} ms a sample")
 
 
 def main():

@@ -89,7 +89,7 @@ def parts(quick):
 
         for count in (1, 2) if quick else (1, 2, 4, 8, 16):
             said = ["attack", "--model", "own:build", "--data", str(data), "--eps", "0.05"]
-            said += ["--norm", "linf", "--attacks", "apgd", "--json", f"{count}.json"]
+            said += ["--norm", "linf", "--attacks", "apgd-ce", "--json", f"{count}.json"]
             each = [run(*said, "--shard", f"{i + 1}/{count}") for i in range(count)]
             files = sorted(map(str, Path(folder).glob(f"{count}.json.*-of-{count}.safetensors")))
             merged = run("merge", *files, "--model", "own:build")
