@@ -130,11 +130,11 @@ FAULTS = {
         "back = (positive * above + negative * below).reshape(a.a.shape)",
         "tests/test_certify_crown.py",
     ),
-    "crown-forgets-the-rounding": Fault(
-        "bounds/crown.py",
-        "unit = (self.terms + 16) * float(jnp.finfo(self.value.dtype).eps)",
-        "unit = 0.0 * float(jnp.finfo(self.value.dtype).eps)",
-        "tests/test_certify_soundness.py tests/test_certify_functions.py",
+    "programs-do-not-round": Fault(
+        "bounds/network.py",
+        "total = 1.01 * unit * (forwards + rules.affine(eqn) + 6)",
+        "total = 0.0 * unit * (forwards + rules.affine(eqn) + 6)",
+        "tests/test_certify_soundness.py",
     ),
     "clopper-pearson-one-off": Fault(
         "smoothing/binomial.py",

@@ -33,7 +33,7 @@ from wdjax.certify.specification import (
     label_wins,
     monotone,
 )
-from wdjax.certify.trainable import CertifiedTraining, trainable_bounds
+from wdjax.certify.trainable import CertifiedTraining, interval_start, trainable_bounds
 from wdjax.certify.verify import verify
 from wdjax.certify.wdro import certified_accuracy, lipschitz_constant, wdro_bound
 from wdjax.core import Certificate
@@ -53,6 +53,7 @@ __all__ = [
     "growth_bound",
     "in_range",
     "interval_jacobian",
+    "interval_start",
     "label_wins",
     "layer_product",
     "lipschitz_constant",
