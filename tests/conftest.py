@@ -28,7 +28,7 @@ import pytest
 # Tracing makes many objects that live; to look at them all took a twentieth of the time.
 gc.set_threshold(20_000, 50, 100)
 
-collect_ignore = ["torch_reference.py", "hostile_files.py"]  # No tests; PyTorch may be absent.
+collect_ignore = ["torch_reference.py", "hostile_files.py", "many_devices.py"]  # No tests.
 SHARED = Path(__file__).parents[2] / "shared"
 SLOW = Path(__file__).with_name("slow.txt")
 

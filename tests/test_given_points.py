@@ -7,7 +7,7 @@ import pytest
 
 import wdjax
 import wdjax.transductive as games
-from wdjax import Lp, Model, attacks, ensembles
+from wdjax import Lp, Model, attacks, ensembles, parallel
 
 EPS, KEY = 0.1, jax.random.key(0)
 WEIGHTS = np.array([[1.0, -1.0], [0.5, -0.5], [-0.25, 0.25]], np.float32)
@@ -48,7 +48,8 @@ def test_points_belong_to_their_inputs_in_any_order(inputs):
     """Also where the attacker sorts inputs by label, and in rounds."""
     _, x, y, _ = inputs
     points = np.clip(x + np.linspace(-EPS, EPS, 24).reshape(8, 3), 0, 1).astype(np.float32)
-    for how in ({}, {"size": 2, "order": "labels", "pool": 8}):
+    pooled = {"size": 2, "order": "labels", "pool": 8}
+    for how in ({}, pooled, pooled | {"mesh": parallel.data_mesh(jax.devices()[:2])}):
         report = played(inputs, games.given(points), **how)
         np.testing.assert_array_equal(report.x_adv, points[report.index])
         right = np.asarray(inputs[0].model(points)).argmax(1) == y

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
-from wdjax import aims, loops, losses, models, program
+from wdjax import aims, loops, losses, models, parallel, program
 from wdjax.aims import Aim, AttackAim, CertificateAim, NoiseAim, TrainableCertificate, TrainingNoise
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
@@ -45,6 +46,7 @@ class StepProgram(NamedTuple):
     loss: Callable[[Array, Array], Array]
     order: float
     at_once: bool
+    mesh: Mesh | None
 
 
 def train(
@@ -65,6 +67,7 @@ def train(
     noise: TrainingNoise | None = None,
     checkpoint: str | PathLike[str] | None = None,
     callback: Callable[[Training], Any] | None = None,
+    mesh: Mesh | None = None,
 ) -> Training:
     r"""Trains a classifier, on clean samples, against an attack or towards a certificate.
 
@@ -106,13 +109,16 @@ def train(
       checkpoint: a folder to save to after every epoch; if it holds a checkpoint, training resumes
         from it, with equal results. Ctrl-C and SIGTERM end after the current epoch.
       callback: called with the :class:`Training` after every epoch; a true value ends the training.
+      mesh: a mesh from :func:`wdjax.parallel.data_mesh`; every batch is split over it, and its
+        gradients are averaged.
 
     Returns:
       A :class:`Training`: ``.model`` is the trained model, ``.history`` its losses and accuracies.
 
     Raises:
       ValueError: bad samples, an attack or a certificate without ``eps`` or ``eps`` without either,
-        more than one of attack, certificate and noise, a leaf that cannot be trained and is not of
+        more than one of attack, certificate and noise, batches that do not divide over the mesh, a
+        leaf that cannot be trained and is not of
         a Flax module, no leaf at all, a loss that is not finite, or a checkpoint of another
         training.
 
@@ -153,16 +159,18 @@ def train(
         raise ValueError("the model has no parameters; train it with its framework.")
     optimizer = optimizer or default_optimizer(steps)
     at_once = program.loops_well(jax.make_jaxpr(gradients)(model, x[:1]))
-    recipe = StepProgram(optimizer, loss, validate.check_order(order), at_once)
+    parallel.check_divides("batch_size", size, mesh)
+    recipe = StepProgram(optimizer, loss, validate.check_order(order), at_once, mesh)
 
     def turn(training: Training) -> Training:
         epoch_key = jax.random.fold_in(key, training.epoch)
-        return _epoch(recipe, aim, training, x, y, epoch_key, size)
+        return _epoch(recipe, aim, training, *inputs, epoch_key, size)
 
-    begun = start(model, optimizer, epochs)
+    begun = parallel.replicate(start(model, optimizer, epochs), mesh)
+    inputs: tuple[Array, Array] = parallel.replicate((x, y), mesh)
     named = {"attack": attack, "certificate": certificate, "noise": noise, "eps": eps}
     named |= {"kappa": kappa, "order": order, "loss": loss, "epochs": epochs, "batch_size": size}
-    return loop.carry(
+    last = loop.carry(
         begun,
         turn,
         lambda training: int(training.epoch) >= epochs,
@@ -171,7 +179,9 @@ def train(
         every=0.0,
         identity=b"" if checkpoint is None else _identity(recipe, aim, begun, x, y, key, size),
         about=named,
+        mesh=mesh,
     )
+    return parallel.gather(last, mesh)
 
 
 def _identity(
@@ -277,11 +287,12 @@ def _steps(
     def step(trained: PyTree, row: tuple[Array, Array]) -> tuple[PyTree, Array]:
         number, batch = row
         step_key = jax.random.fold_in(key, number)
+        samples = parallel.shard((x[batch], y[batch]), recipe.mesh)
         if isinstance(aim, CertificateAim):
-            return _proved(recipe, aim, trained, x[batch], y[batch], before + number, step_key)
+            return _proved(recipe, aim, trained, *samples, before + number, step_key)
         if isinstance(aim, NoiseAim):
-            return _blurred(recipe, aim, trained, x[batch], y[batch], step_key)
-        return _step(recipe, aim, trained, x[batch], y[batch], step_key)
+            return _blurred(recipe, aim, trained, *samples, step_key)
+        return _step(recipe, aim, trained, *samples, step_key)
 
     numbers = first + jnp.arange(len(order))
     if len(order) == 1:

@@ -25,6 +25,7 @@ from wdjax.certify.ranges import EntryRange
 from wdjax.checks import validate
 from wdjax.checks.forward_mode import forward_only, host_only
 from wdjax.core import AnyArray, Array, Classifier
+from wdjax.engine import batching
 from wdjax.lipschitz import margin
 from wdjax.precision import highest
 
@@ -72,8 +73,8 @@ def margin_bounds(
       method: one of :data:`METHODS`; "bab" at top level only.
       seconds: how long branch and bound works on a sample at most, without compilation.
       batch_size: samples on all devices at once, at top level; bounds the memory.
-      mesh: a mesh from :func:`wdjax.parallel.data_mesh`; batches are split over it. Branch and
-        bound itself works on one device.
+      mesh: a mesh from :func:`wdjax.parallel.data_mesh`; batches are split over it, and
+        branch and bound's samples are shared out to its devices.
 
     Returns:
       ``[n, K]`` bounds in logits, ``inf`` at ``j = y``; sound against rounding.
@@ -146,11 +147,20 @@ def searched(
     low = _in_batches(_bounds, options, model, (x, y, eps, scale), batch_size, mesh)
     if method != "bab":
         return low, None, None
-    search = branch.BranchAndBound(model, ball, seconds)
-    parts = [(slice(i, i + 1), float(eps[i])) for i in range(len(y))]
-    scales = [None if scale is None else scale[i] for i, _ in parts]
-    found = [search.close(x[i], y[i], reach, low[i], s) for (i, reach), s in zip(parts, scales)]
-    closed, ended, points = zip(*found)
+
+    def worker(device: jax.Device) -> Callable[[int], Any]:
+        given: Any = model, x, y, low, scale
+        net, *rows = given if mesh is None else jax.device_put(given, device)
+        search = branch.BranchAndBound(net, ball, seconds)
+
+        def close(i: int) -> Any:
+            one: Any = (None if leaf is None else leaf[i : i + 1] for leaf in rows)
+            point, label, known, unit = one
+            return search.close(point, label, float(eps[i]), known, unit)
+
+        return close
+
+    closed, ended, points = zip(*parallel.each(worker, len(y), mesh))
     return jnp.concatenate(closed), np.concatenate(ended), np.concatenate(points)
 
 
@@ -458,19 +468,24 @@ def _in_batches(
     all devices of the mesh.
     """
     assert arrays[0] is not None
-    n = len(arrays[0])
+    n, parts = len(arrays[0]), list[Array]()
+    parallel.check_same(arrays, mesh)
+    model = parallel.replicate(model, mesh)
+
+    def rest(size: int) -> Array:
+        for start in range(sum(map(len, parts)), n, size):
+            piece = tuple(None if a is None else a[start : start + size] for a in arrays)
+            piece = parallel.pad(piece, parallel.padded_size(size, mesh))
+            if mesh is None:
+                found = fn(model, *piece, **dict(options))
+            else:
+                piece = parallel.shard(piece, mesh)
+                found = parallel.gather(_split(fn, options, mesh, model, piece), mesh)
+            parts.append(jax.block_until_ready(found[: min(size, n - start)]))
+        return jnp.concatenate(parts)
+
     size = min(validate.check_count("batch_size", batch_size), n)
-    parts, model = [], parallel.replicate(model, mesh)
-    for start in range(0, n, size):
-        piece = tuple(None if a is None else a[start : start + size] for a in arrays)
-        piece = parallel.pad(piece, parallel.padded_size(size, mesh))
-        if mesh is None:
-            found = fn(model, *piece, **dict(options))
-        else:
-            piece = parallel.shard(piece, mesh)
-            found = parallel.gather(_split(fn, options, mesh, model, piece), mesh)
-        parts.append(found[: min(size, n - start)])
-    return jnp.concatenate(parts)
+    return batching.halving(rest, size, mesh)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

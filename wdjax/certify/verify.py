@@ -120,6 +120,7 @@ def verify(
         every=every,
         identity=mark,
         about={"norm": repr(ball.norm), "eps": eps, "box": box, "method": method, "steps": steps},
+        mesh=mesh,
     )
     return _certificate(work, state)
 

@@ -76,8 +76,9 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--norm", choices=sorted(norms.NAMES), help="of a move (default linf)")
     group.add_argument(
-        "--batch-size", type=options.BATCH, metavar="B", help="samples on the device at once"
+        "--batch-size", type=options.BATCH, metavar="B", help="samples on all devices at once"
     )
+    subject.declare_devices(group)
     parser.add_argument(
         "--out",
         type=Path,
@@ -136,8 +137,8 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
 def _check(parsed: argparse.Namespace, digits: bool) -> None:
     """Raises for options that do not go together; fills in the defaults of a model's own."""
     if digits:
-        for name in ("weights", "data", "eps_list", "norm", "batch_size"):
-            if getattr(parsed, name) is not None:
+        for name in ("weights", "data", "eps_list", "norm", "batch_size", "devices"):
+            if getattr(parsed, name) != (0 if name == "devices" else None):
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} would be ignored: it is for --model or --arch.")
         return
@@ -166,6 +167,7 @@ def _own(parsed: argparse.Namespace, console: Console) -> AuditParts:
                 ball=ball,
                 key=jax.random.key(parsed.seed),
                 batch_size=parsed.batch_size,
+                mesh=subject.mesh(parsed),
                 progress=task.heard(show),
                 **task.saving(parts=True),
             )

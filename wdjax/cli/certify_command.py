@@ -104,8 +104,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     how: dict[str, Any] = {"norm": norm, "eps": parsed.eps}
     how["batch_size"] = parsed.batch_size or 64
     if parsed.method == lipschitz_command.METHOD:
-        if parsed.devices != 0:
-            raise ValueError("--devices is not for --method lipschitz, which uses one.")
+        how["mesh"] = subject.mesh(parsed)
         done, facts = lipschitz_command.verified(parsed, work, model, x, y, **how)
         extra |= facts
     else:

@@ -1,13 +1,18 @@
 """Choice of batch sizes."""
 
+import warnings
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr
+from jax.sharding import Mesh
 
-from wdjax import program
+from wdjax import parallel, program
 from wdjax.checks import independence, validate
 from wdjax.core import AnyArray, Array, PyTree
+
+T = TypeVar("T")
 
 _CACHED = 3 * 2**15
 """On a CPU, the maximum number of floats in a batch's largest array, so that it stays in cache."""
@@ -84,3 +89,43 @@ def padded_count(count: int) -> int:
     """The least of 1, 2, 3, 4, 6, 8, 12, 16, ... that is at least ``count``."""
     power = 1 << (count - 1).bit_length()
     return 3 * power // 4 if power >= 4 and 3 * power // 4 >= count else power
+
+
+def halving(
+    work: Callable[[int], T], size: int, mesh: Mesh | None, unit: int = 1, whole: int = 0
+) -> T:
+    """What ``work(size)`` returns; begun again with half the size when a device's memory is full.
+
+    Args:
+      work: of a number of samples at once; it must return finished arrays, and the same whatever
+        the size.
+      size: the number to begin with.
+      mesh: over which they are split. Over several processes the error is raised, since only one
+        of them may have met it.
+      unit: the size stays a multiple of it.
+      whole: the size stays a divisor of it.
+
+    >>> def work(size):
+    ...     if size > 3:
+    ...         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+    ...     return size
+    >>> with warnings.catch_warnings(record=True) as said:
+    ...     warnings.simplefilter("always")
+    ...     halving(work, 8, None), str(said[-1].message)
+    (2, 'out of memory with 4 samples at once; goes on with 2.')
+    """
+    while True:
+        smaller = size // 2 // unit * unit
+        while smaller and whole % smaller:
+            smaller -= unit
+        try:
+            return work(size)
+        except jax.errors.JaxRuntimeError as error:
+            full = "RESOURCE_EXHAUSTED" in str(error)
+            if not full or not smaller or parallel.spans(mesh):
+                raise
+        # Outside of the handler: the error's traceback keeps the arrays that filled the memory.
+        warnings.warn(
+            f"out of memory with {size} samples at once; goes on with {smaller}.", stacklevel=3
+        )
+        size = smaller

@@ -4,6 +4,7 @@ The state is a pytree, and an iteration (a turn) a pure function of it; between 
 reports, stops early, saves and resumes.
 """
 
+import contextlib
 import signal
 import threading
 import time
@@ -14,7 +15,9 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from wdjax import parallel
 from wdjax.engine.identity import words
 from wdjax.files import atomic, persist
 
@@ -34,6 +37,7 @@ def carry(
     every: float = 60.0,
     identity: bytes = b"",
     about: Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
 ) -> State:
     """Takes turns until the state is finished.
 
@@ -48,6 +52,8 @@ def carry(
       every: minimum number of seconds between two writings; 0 to write after every turn.
       identity: what the state belongs to, from :func:`wdjax.engine.identity.digest`.
       about: the settings by name, stored in the manifest to say which of them differ.
+      mesh: over which the work is split. If it spans processes, all of them must take this loop;
+        they end together, and process 0 alone writes.
 
     Returns:
       The last state.
@@ -60,36 +66,59 @@ def carry(
     >>> carry(0, lambda n: n + 1, lambda n: n == 3)
     3
     """
+    together = parallel.spans(mesh)
     if checkpoint is None:
         while not finished(state):
             state = turn(state)
-            if report is not None and report(state):
+            if report is not None and parallel.agreed(report(state), together=together)[0]:
                 break
         return state
     mark = np.frombuffer(identity.ljust(32, b"\0"), np.uint8)
     settings = {name: words(value) for name, value in (about or {}).items()}
     settings["jax"] = jax.__version__
-    persist.check_writable(checkpoint, state)
-    with atomic.exclusive(checkpoint):
-        if persist.exists(checkpoint):
+    if together and not str(checkpoint).endswith(".safetensors"):
+        raise ValueError(
+            f"many processes keep their state in one file: end {checkpoint} in .safetensors."
+        )
+
+    def save() -> None:
+        whole = parallel.local((mark, state))
+        parallel.by_first(lambda: persist.save(checkpoint, whole, settings), together)
+
+    with contextlib.ExitStack() as held:
+
+        def claim() -> None:
+            persist.check_writable(checkpoint, state)
+            held.enter_context(atomic.exclusive(checkpoint))
+
+        parallel.by_first(claim, together)
+        there = persist.exists(checkpoint)
+        kept, missing = parallel.agreed(there, not there, together=together)
+        if kept and missing:
+            raise ValueError(f"not all processes see {checkpoint}; keep it on a disk they share.")
+        if kept:
             state = _resume(checkpoint, state, mark, settings)
         saved, due = time.monotonic(), False
         with _Signals() as signals:
-            while not finished(state) and signals.caught is None:
+            while not finished(state):
                 state = turn(state)
-                due = time.monotonic() - saved >= every
+                (due,) = parallel.agreed(time.monotonic() - saved >= every, together=together)
                 if due:
-                    persist.save(checkpoint, (mark, state), settings)
+                    save()
                     saved = time.monotonic()
                 try:
                     stop = report is not None and report(state)
                 except BaseException:
-                    persist.save(checkpoint, (mark, state), settings)
+                    if not together:  # The other processes do not know of the error.
+                        save()
                     raise
-                if stop:
+                stop, told = parallel.agreed(stop, signals.caught is not None, together=together)
+                if told and signals.caught is None:  # Another process was told to end.
+                    signals.caught = signal.SIGTERM
+                if stop or told:
                     break
             if not due:
-                persist.save(checkpoint, (mark, state), settings)
+                save()
     return state
 
 
@@ -107,7 +136,7 @@ def _resume(
         if kept.get(name, now) != now
     ]
     try:
-        found, state = persist.restore(checkpoint, (mark, like))
+        found, state = persist.restore(checkpoint, (mark, parallel.local(like)))
     except ValueError as error:
         raise ValueError("; ".join([str(error), *changes])) from error
     if not np.array_equal(found, mark):
@@ -116,7 +145,13 @@ def _resume(
             f"the checkpoint {checkpoint} belongs to other settings, samples or parameters{what}; "
             "choose another folder, or remove it to start again."
         )
-    return state
+    if not parallel.spread(like):
+        return state
+    return jax.tree.map(
+        lambda new, old: parallel.placed(new, old.sharding) if parallel.spread(old) else new,
+        state,
+        like,
+    )
 
 
 class _Signals:

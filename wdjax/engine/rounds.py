@@ -92,8 +92,31 @@ def search(
     Returns what it found, by its end or by the round in which the callback returned a true value,
     and the criterion at the samples, ``[n]``.
     """
-    n, mark = len(samples.y), b""
     plan = _plan(attack, victim, samples, batch_size, mesh)
+    begin = start, places, only, key, skip_misclassified, history
+
+    def attempt(size: int) -> tuple[Found, np.ndarray]:
+        sized = plan._replace(size=size, small=max(1, size // 4))
+        return _carry(sized, *begin, callback, checkpoint, every)
+
+    return batching.halving(attempt, plan.size, mesh, whole=plan.rows)
+
+
+def _carry(
+    plan: Plan,
+    start: Array | None,
+    places: Array,
+    only: np.ndarray | None,
+    key: Array | None,
+    skip_misclassified: bool,
+    history: bool,
+    callback: Callable[[Progress], Any] | None,
+    checkpoint: str | PathLike[str] | None,
+    every: float,
+) -> tuple[Found, np.ndarray]:
+    """:func:`search` in the plan's batches."""
+    attack, victim, samples = plan[:3]
+    n, mark = len(samples.y), b""
     plan, begun = _begin(plan, start, places, only, key, skip_misclassified, history)
 
     def report(search: Search) -> Any:
@@ -103,7 +126,8 @@ def search(
     if checkpoint is not None:
         lengths = [(stage.length, stage.cycles) for stage in attack.stages]
         traced = track.programs(attack, victim, samples, start, key)
-        mark = identity.digest(traced, lengths, plan[:3], begun)
+        given = start, places, only, key, np.array([skip_misclassified, history])
+        mark = identity.digest(traced, lengths, attack, victim, samples, *given)
         about["largest eps"] = None if samples.eps is None else float(jnp.max(samples.eps))
     last = loop.carry(
         begun,
@@ -114,6 +138,7 @@ def search(
         every=every,
         identity=mark,
         about=about,
+        mesh=plan.mesh,
     )
     return _finish(plan, last, n, skip_misclassified), plan.clean[:n]
 
@@ -135,6 +160,7 @@ def _begin(
     attack, victim, samples = plan[:3]
     n, whole = len(samples.y), plan.devices * plan.rows
     given = jax.tree.map(functools.partial(_padded, rows=whole), (samples, start, places))
+    parallel.check_same((given, only, attack), plan.mesh)
     samples, start, places = parallel.shard(given, plan.mesh)
     keys = None if key is None else track.keys(key, places)
     used = -(-min(n, plan.rows) // plan.size)
@@ -142,8 +168,9 @@ def _begin(
     blocks = blocks.repeat(plan.devices, axis=1)
     parts = [_evaluate(victim, *_rows(samples.x, samples.y, index)) for index in blocks]
     out, clean, fine = _whole(plan, parts)
-    _refuse_faults(np.asarray(fine)[:n])
-    samples, clean = samples._replace(out=out), np.asarray(clean)
+    clean, fine = map(np.asarray, parallel.local((clean, fine)))
+    _refuse_faults(fine[:n])
+    samples = samples._replace(out=out)
     begun = [_first(attack, victim, samples, start, keys, index) for index in blocks]
     chosen = np.arange(whole) < n
     if only is not None:
@@ -189,7 +216,7 @@ def _advance(plan: Plan, search: Search) -> Search:
         chosen = np.asarray(search.chosen)
         moving = _couple(plan.attack, plan.samples, moving, chosen, number)
     active = np.array(search.active)
-    for (_, places), (over, info) in zip(batches, seen):
+    for (_, places), (over, info) in zip(batches, parallel.local(seen)):
         real = places < len(active)
         if stage.done is not None or stage.cycles:
             active[places[real]] = ~np.asarray(over)[real]
@@ -208,7 +235,7 @@ def _next_stage(plan: Plan, search: Search) -> Search:
         active = chosen
         if stages[number].done is not None:
             state = search.track.state
-            active = chosen & ~np.asarray(_done(attack, state, number))
+            active = chosen & ~np.asarray(parallel.local(_done(attack, state, number)))
         if stages[number].length and active.any():
             moving = search.track
             moving = _enter(attack, moving) if track.cyclic(attack) else moving
@@ -237,9 +264,10 @@ def _finish(plan: Plan, search: Search, n: int, skip_misclassified: bool) -> Fou
     The rows from ``n`` on are padding and are cut off. ``skip_misclassified`` is passed to
     :func:`track.measure`. The history, if there is one, becomes ``[steps, n]``.
     """
-    x, chosen, ball = np.asarray(plan.samples.x), np.asarray(search.chosen), plan.attack.ball
+    x, chosen = np.asarray(parallel.local(plan.samples.x)), np.asarray(search.chosen)
     found, seen = _points(plan, search)
-    found = track.measure(np, ball, found, x, plan.clean, seen, chosen, skip_misclassified)
+    given = found, x, plan.clean, seen, chosen
+    found = track.measure(np, plan.attack.ball, *given, skip_misclassified)
     found = jax.tree.map(lambda leaf: jax.device_put(leaf[:n]), found)
     if search.history is None:
         return found
@@ -260,7 +288,7 @@ def _points(plan: Plan, search: Search) -> tuple[Found, tuple[np.ndarray, np.nda
 
     def look(index: np.ndarray) -> tuple[Found, tuple[Array, Array]]:
         found, y = _reach(plan.attack, plan.samples, search.track, index)
-        return found, _evaluate(plan.victim, found.x_adv, y)[1:]
+        return parallel.local((found, _evaluate(plan.victim, found.x_adv, y)[1:]))
 
     first = look(batches[0][0]) if batches else jax.eval_shape(look, _nobody(plan))
     whole = jax.tree.map(lambda row: np.zeros((len(chosen), *row.shape[1:]), row.dtype), first)

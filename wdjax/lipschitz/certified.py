@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import Mesh
 
 from wdjax.balls import Lp
 from wdjax.bounds.region import Box
@@ -30,6 +31,7 @@ def verify(
     method: Method = "sdp",
     steps: int = 100,
     batch_size: int = 64,
+    mesh: Mesh | None = None,
 ) -> Certificate:
     r"""Certifies samples by ``z_y - z_j >= margin_j - L_j t`` at distance ``t <= eps``.
 
@@ -45,6 +47,7 @@ def verify(
       method: of :data:`lipschitz.METHODS`.
       steps: as in :func:`local_lipschitz`.
       batch_size: as in :func:`local_lipschitz`.
+      mesh: as in :func:`local_lipschitz`.
 
     Returns:
       A :class:`certify.Certificate` of the exact function; its radii are at most ``eps``, since the
@@ -66,7 +69,7 @@ def verify(
     """
     arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
     how: dict[str, Any] = {"norm": norm, "eps": eps, "box": box, "method": method, "steps": steps}
-    slopes = local_lipschitz(model, x, y, batch_size=batch_size, **how)
+    slopes = local_lipschitz(model, x, y, batch_size=batch_size, mesh=mesh, **how)
     x, y = validate.check_samples(model, x, y, box)
     labels = np.asarray(y)
     margins = _margins(model, x, labels, batch_size)

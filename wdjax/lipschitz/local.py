@@ -6,14 +6,16 @@ They hold for the exact function of the model's weights, in real arithmetic.
 import functools
 import math
 import time
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import Mesh
 
-from wdjax import norms
+from wdjax import norms, parallel
 from wdjax.balls import Lp
 from wdjax.bounds import margins, region
 from wdjax.bounds.region import Box
@@ -47,6 +49,7 @@ def local_lipschitz(
     steps: int = 100,
     seconds: float = 10.0,
     batch_size: int = 64,
+    mesh: Mesh | None = None,
 ) -> Numbers:
     r"""Lipschitz constants of every margin ``z_j - z_y`` on the ball around every sample.
 
@@ -65,7 +68,8 @@ def local_lipschitz(
       method: one of :data:`METHODS`; for r = 1 "sdp" uses its bound for r = 2.
       steps: number of steps of Adam, for "sdp"; more never loosen the bound.
       seconds: largest time that "bab" works on a sample, without compilation.
-      batch_size: number of samples whose neurons are bounded at once.
+      batch_size: number of samples whose neurons are bounded at once, on one device.
+      mesh: a mesh from :func:`wdjax.parallel.data_mesh`; its devices share the batches.
 
     Returns:
       ``[n, K]`` constants in logits per unit of ``x``, 0 at ``j = y``.
@@ -100,23 +104,31 @@ def local_lipschitz(
     _check_curves(net, method)
     rivals = (labels[:, None] + 1 + np.arange(net.classes - 1)) % net.classes
     found = np.zeros((len(labels), net.classes))
-    with float64():
-        exact, model = jax.tree.map(jnp.asarray, net), widened(model)
-        for start in range(0, len(labels), batch_size):
-            these = slice(start, start + batch_size)
-            points = jnp.asarray(x[these], jnp.float64)
-            reach = jnp.asarray(radii[these])
-            slopes = _slopes(exact, model, points, reach, norm, box)
-            rows = _contrasts(labels[these], rivals[these], net.classes)
-            sizes = _bounds(exact, slopes, rows, norm, rooms(slopes), method, steps)
-            sizes = np.array(sizes)
-            if method == "bab":
-                ends = _ends(points, reach, box)
-                for i, region_ in enumerate(zip(*ends)):
-                    alone = jax.tree.map(lambda t, i=i: t[i], slopes)
-                    place = branching.BoxRegion(*region_)
-                    sizes[i] = _closed(net, alone, place, rows[i], norm, sizes[i], seconds)
-            np.put_along_axis(found[these], rivals[these], sizes, axis=1)
+    host = np.asarray(x)
+
+    def of_batch(exact: Chain, model: Classifier, batch: int) -> Numbers:
+        """``[b, R]`` constants of a batch of samples, in float64."""
+        these = slice(batch * batch_size, (batch + 1) * batch_size)
+        points, reach = jnp.asarray(host[these], jnp.float64), jnp.asarray(radii[these])
+        slopes = _slopes(exact, model, points, reach, norm, box)
+        rows = _contrasts(labels[these], rivals[these], net.classes)
+        sizes = np.array(_bounds(exact, slopes, rows, norm, rooms(slopes), method, steps))
+        if method == "bab":
+            for i, ends in enumerate(zip(*_ends(points, reach, box))):
+                alone = jax.tree.map(lambda t, i=i: t[i], slopes)
+                place = branching.BoxRegion(*ends)
+                sizes[i] = _closed(net, alone, place, rows[i], norm, sizes[i], seconds)
+        return sizes
+
+    def worker(device: jax.Device) -> Callable[[int], Numbers]:
+        with float64():
+            nets = jax.tree.map(jnp.asarray, net), widened(model)
+            nets = nets if mesh is None else jax.device_put(nets, device)
+        return float64()(functools.partial(of_batch, *nets))
+
+    batches = -(-len(labels) // validate.check_count("batch_size", batch_size))
+    sizes = np.concatenate(parallel.each(worker, batches, mesh))
+    np.put_along_axis(found, rivals, sizes, axis=1)
     return found
 
 

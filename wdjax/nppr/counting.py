@@ -112,6 +112,16 @@ def default_batch(model: Classifier, x: Array) -> int:
 
 def count(asked: CopyPoll, rows: npt.NDArray[np.int64], first: int, draws: int) -> Tally:
     """Counts copies ``first`` to ``first + draws`` of inputs; ``TURN`` divides ``first``."""
+
+    def at_once(size: int) -> Tally:
+        return _count(asked._replace(rows=size), rows, first, draws)
+
+    unit = 1 if asked.mesh is None else asked.mesh.size
+    return batching.halving(at_once, asked.rows, asked.mesh, unit)
+
+
+def _count(asked: CopyPoll, rows: npt.NDArray[np.int64], first: int, draws: int) -> Tally:
+    """:func:`count`, in blocks of ``asked.rows`` inputs."""
     turns = first // TURN, -(-(first + draws) // TURN)
     fixed = asked.model, asked.perturbation, asked.x, asked.y, asked.places, asked.key
     size = 1 if len(rows) <= _FEW and asked.mesh is None else asked.rows
@@ -122,8 +132,8 @@ def count(asked: CopyPoll, rows: npt.NDArray[np.int64], first: int, draws: int) 
         padded = np.pad(block, (0, size - len(block)), mode="edge").astype(np.int32)
         split = parallel.shard(padded, asked.mesh)
         sent.append(_block(asked.loops, fixed, split, *turns, first + draws, wide))
-    whole = np.concatenate([np.asarray(part) for part in sent], axis=1)[:, : len(rows)]
-    return Tally(*whole.astype(np.int64))
+    parts = [np.asarray(part) for part in parallel.local(sent)]
+    return Tally(*np.concatenate(parts, axis=1)[:, : len(rows)].astype(np.int64))
 
 
 def outputs(function: Classifier, x: Array) -> Array:

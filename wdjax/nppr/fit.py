@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from wdjax import losses, models, program
+from wdjax import losses, models, parallel, program
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
@@ -41,6 +42,7 @@ def fit(
     callback: Callable[[objective.State], Any] | None = None,
     checkpoint: str | PathLike[str] | None = None,
     every: float = 60.0,
+    mesh: Mesh | None = None,
 ) -> Fitted:
     r"""NPPR's distribution: the one of a family under which the model is wrong most often.
 
@@ -65,13 +67,14 @@ def fit(
         ends.
       checkpoint: a folder to save to and to resume from, see :func:`wdjax.engine.loop.carry`.
       every: minimum number of seconds between two writings.
+      mesh: a mesh from :func:`wdjax.parallel.data_mesh`; the inputs of a batch are split over it.
 
     Returns:
       A :class:`~wdjax.nppr.Fitted`.
 
     Raises:
-      ValueError: bad samples or settings, no correctly classified sample, a loss that is not
-        finite, or a checkpoint of another fit.
+      ValueError: bad samples or settings, no correctly classified sample, batches that do not
+        divide over the mesh, a loss that is not finite, or a checkpoint of another fit.
 
     Cost: ``steps B M`` forward and backward passes.
 
@@ -88,7 +91,7 @@ def fit(
     arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
     radius = validate.check_number("eps", eps)
     saving = {"report": callback, "checkpoint": checkpoint, "every": every}
-    how = _Options(family, schedule, ball, features, offset)
+    how = _Options(family, schedule, ball, features, offset, mesh)
     return _fit(model, x, y, [radius], key[None], how, start or {}, saving)[0]
 
 
@@ -107,11 +110,13 @@ def fit_many(
     callback: Callable[[objective.State], Any] | None = None,
     checkpoint: str | PathLike[str] | None = None,
     every: float = 60.0,
+    mesh: Mesh | None = None,
 ) -> list[Fitted]:
     """Many fits in one program, in parallel by ``vmap``: several seeds, radii or both.
 
     Args:
-      model, x, y, family, schedule, ball, features, offset, callback, every: as in :func:`fit`.
+      model, x, y, family, schedule, ball, features, offset, callback, every, mesh: as in
+        :func:`fit`.
       eps: one radius for all keys, or one for each.
       keys: ``[S]`` typed keys.
       checkpoint: a folder for all fits together.
@@ -140,7 +145,7 @@ def fit_many(
     for radius in radii:
         validate.check_number("eps", radius)
     saving = {"report": callback, "checkpoint": checkpoint, "every": every}
-    how = _Options(family, schedule, ball, features, offset)
+    how = _Options(family, schedule, ball, features, offset, mesh)
     return _fit(model, x, y, [*radii], keys, how, {}, saving)
 
 
@@ -152,6 +157,7 @@ class _Options(NamedTuple):
     ball: Lp
     features: Classifier | None
     offset: Callable[..., Array] | None
+    mesh: Mesh | None
 
 
 def _fit(
@@ -186,7 +192,11 @@ def _fit(
         start,
     )
     loops = program.loops_well(jax.make_jaxpr(_input_gradient)(model, data.x[:1]))
-    last = _carry(objective.FitProgram(how.family, how.ball, loops), data, stacked, saving)
+    size = min(data.schedule.batch, len(data.y))
+    parallel.check_divides("the schedule's batch", size, how.mesh)
+    plan = objective.FitProgram(how.family, how.ball, loops, how.mesh)
+    data, stacked = parallel.replicate((data, stacked), how.mesh)
+    last = _carry(plan, data, stacked, saving)
     kept = jax.device_get((last.eps, last.params, last.stats, last.history))
     each = (jax.tree.map(lambda leaf, i=i: jnp.asarray(leaf[i]), kept) for i in range(len(keys)))
     return [_fitted(model, how, *one) for one in each]
@@ -269,6 +279,7 @@ def _carry(
         turn,
         lambda state: int(state.step[0]) >= steps,
         identity=mark,
+        mesh=plan.mesh,
         **saving,
         about={"family": plan.family, "ball": plan.ball, "steps": steps},
     )

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
-from wdjax import loops, losses
+from wdjax import loops, losses, parallel
 from wdjax.balls import Lp
 from wdjax.core import Array, Classifier
 from wdjax.nppr import family as families
@@ -60,6 +61,8 @@ class FitProgram(NamedTuple):
     ball: Lp
     loops: bool
     """Whether the model is as fast inside a loop, see :func:`wdjax.program.loops_well`."""
+    mesh: Mesh | None = None
+    """Over which the inputs of a batch are split."""
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
@@ -106,12 +109,9 @@ def advance(plan: FitProgram, data: Data, state: State, first: Array, last: Arra
 def step(plan: FitProgram, data: Data, state: State) -> State:
     """One step of one fit, on a batch of the data."""
     rows, key = _batch(data, state)
-    batch = data._replace(
-        x=data.x[rows],
-        y=data.y[rows],
-        features=None if data.features is None else data.features[rows],
-        offset=None if data.offset is None else data.offset[rows],
-    )
+    given = data.x, data.y, data.features, data.offset
+    x, y, seen, offset = parallel.shard(jax.tree.map(lambda t: t[rows], given), plan.mesh)
+    batch = data._replace(x=x, y=y, features=seen, offset=offset)
     value = functools.partial(_value, plan, batch, state, key)
     (loss, (stats, held, entropy)), gradient = jax.value_and_grad(value, has_aux=True)(state.params)
     updates, opt_state = _ADAM.update(gradient, state.opt_state)

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import Mesh
 
-from wdjax import losses, metrics, transport
+from wdjax import losses, metrics, parallel, transport
 from wdjax.attacks import PGD, WDA, WDAPlusPlus
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
@@ -124,6 +125,7 @@ def sandwich(
     progress: Callable[[Step], Any] = lambda step: None,
     checkpoint: str | PathLike[str] | None = None,
     every: float = 60.0,
+    mesh: Mesh | None = None,
 ) -> Sandwich:
     r"""Measures lower and upper bounds of a model's robustness over a range of budgets.
 
@@ -140,10 +142,12 @@ def sandwich(
       loss_bounds: by name a :class:`LossBound`; by default :func:`wdjax.certify.wdro_bound` with
         its Lipschitz constant.
       key: a typed ``jax.random.key`` for random attacks.
-      batch_size: samples on the device at once.
+      batch_size: samples on all devices at once.
       progress: called with a :class:`Step` before every step.
       checkpoint: a folder; an audit that was interrupted resumes from it, with equal results.
       every: minimum number of seconds between two writings of a search in progress.
+      mesh: a mesh from :func:`wdjax.parallel.data_mesh`; batches of the attacks and the default
+        certificates are split over it.
 
     Returns:
       A :class:`Sandwich`. A violated invariant raises nothing: check ``passed``. One invariant is
@@ -169,12 +173,14 @@ def sandwich(
     arguments.check("key", model=model, x=x, y=y, key=key)
     host_only("an audit", SEARCH_TWIN, model, x, y, radii, key)
     budgets = _check_radii(radii)
+    if checkpoint is not None and parallel.spans(mesh):
+        raise ValueError("an audit over many processes keeps no checkpoint; leave it out.")
     arguments.warn(arguments.too_far(ball, np.shape(x)[1:], budgets))
     x, y = validate.check_samples(model, x, y, ball.box)
     if batch_size is not None:
         batch_size = validate.check_count("batch_size", batch_size)
     attempts = _attempts(standard_attacks(ball, budgets) if attacks is None else attacks, ball)
-    setting = Setting(model, x, y, ball, budgets, key, batch_size)
+    setting = Setting(model, x, y, ball, budgets, key, batch_size, mesh)
     mark = b"" if checkpoint is None else _identity(setting, attempts)
     about = {"ball": ball, "radii": budgets.tolist(), "attacks": [*attempts], "samples": len(y)}
     work, anew = Tasks(checkpoint, every=every, identity=mark, about=about), Tasks(None)
@@ -184,7 +190,8 @@ def sandwich(
         found = proofs.or_refused(functools.partial(proofs.constant, setting))
         return work.do("Lipschitz constant", found, Refused).value
 
-    radius = standard_certificates(ball, batch_size) if certificates is None else certificates
+    usual = standard_certificates(ball, batch_size, mesh)
+    radius = usual if certificates is None else certificates
     standard = {proofs.LIPSCHITZ: proofs.by_lipschitz(setting, constant)}
     bounds = standard if loss_bounds is None else loss_bounds
 
@@ -236,6 +243,7 @@ def of(
     progress: Callable[[Step], Any] = lambda step: None,
     checkpoint: str | PathLike[str] | None = None,
     every: float = 60.0,
+    mesh: Mesh | None = None,
 ) -> Audit:
     """Audits a model: clean accuracy, what attacks leave, what certificates prove, and remarks.
 
@@ -251,10 +259,11 @@ def of(
       name: what the page calls the model.
       attacks: by name, with this norm and box; by default :func:`standard_attacks`.
       certificates: by name; by default :func:`standard_certificates`.
-      batch_size: samples on the device at once.
+      batch_size: samples on all devices at once.
       progress: called with a :class:`Step` before every step.
       checkpoint: a folder; an audit that was interrupted resumes from it, with equal results.
       every: minimum number of seconds between two writings of a search in progress.
+      mesh: as for :func:`sandwich`.
 
     Returns:
       An :class:`Audit`: ``print`` it, ``save`` its page, or take its ``sandwich``. If a statement
@@ -295,6 +304,7 @@ def of(
         progress=progress,
         checkpoint=checkpoint,
         every=every,
+        mesh=mesh,
     )
     seconds = time.perf_counter() - began
     return Audit(name, found, model, np.asarray(x), np.asarray(y), seconds)
@@ -403,6 +413,7 @@ def _tries(
         "skip_misclassified": attempt.skip_misclassified,
         "key": setting.key,
         "batch_size": setting.batch_size,
+        "mesh": setting.mesh,
     }
 
     def search(task: Task) -> Found:

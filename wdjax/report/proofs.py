@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import Mesh
 
 from wdjax import certify
 from wdjax.balls import Lp
@@ -57,26 +58,29 @@ class Setting(NamedTuple):
     radii: Numbers
     key: Array
     batch_size: int | None
+    mesh: Mesh | None
 
 
 Job = tuple[str, Callable[[Task], Any]]
 """A job's description and the job."""
 
 
-def standard_certificates(ball: Lp, batch_size: int | None = None) -> dict[str, Certifier]:
+def standard_certificates(
+    ball: Lp, batch_size: int | None = None, mesh: Mesh | None = None
+) -> dict[str, Certifier]:
     """The default certificates of an audit.
 
     Args:
       ball: norm and box.
-      batch_size: samples on the device at once.
+      batch_size: samples on all devices at once.
+      mesh: a mesh from :func:`wdjax.parallel.data_mesh`; batches are split over it.
 
     >>> list(standard_certificates(Lp(2)))
     ['CROWN']
     """
     batch = BATCH if batch_size is None else batch_size
-    return {
-        CROWN: functools.partial(certify.radius, norm=ball.norm, box=ball.box, batch_size=batch)
-    }
+    how: dict[str, Any] = {"box": ball.box, "batch_size": batch, "mesh": mesh}
+    return {CROWN: functools.partial(certify.radius, norm=ball.norm, **how)}
 
 
 def or_refused(work: Callable[[Task], Any]) -> Callable[[Task], Any]:

@@ -133,6 +133,7 @@ def certify(
         every=every,
         identity=mark,
         about={"noise": names[0], "test": names[1], "n0": n0, "n": n, "alpha": alpha, "eps": eps},
+        mesh=mesh,
     )
     return work.result(state)
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from wdjax import parallel
 from wdjax.core import Array
-from wdjax.engine import identity
+from wdjax.engine import batching, identity
 from wdjax.precision import float64
 from wdjax.smoothing.grid import Noise, quantized, scale_of_each
 
@@ -81,13 +81,23 @@ def count(asked: VotePoll, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
     The last column counts votes whose logits are not finite.
     """
+
+    def at_once(size: int) -> np.ndarray:
+        return _count(asked._replace(size=size), rows, numbers)
+
+    unit = 1 if asked.mesh is None else asked.mesh.size
+    return batching.halving(at_once, asked.size, asked.mesh, unit)
+
+
+def _count(asked: VotePoll, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """:func:`count`, in batches of ``asked.size`` votes."""
     sent = []
     for first in range(0, len(rows), asked.size):
         part = slice(first, first + asked.size)
         pairs = np.stack([rows[part], numbers[part]]).astype(np.int32)
         padded = np.pad(pairs, ((0, 0), (0, asked.size - pairs.shape[1])), mode="edge")
         sent.append(_vote(asked.model, _draw(asked, padded))[0])
-    said = np.concatenate([np.asarray(batch) for batch in sent])[: len(rows)]
+    said = np.concatenate([np.asarray(batch) for batch in parallel.local(sent)])[: len(rows)]
     width = asked.classes + 1
     total = np.bincount(rows * width + said, minlength=len(asked.x) * width)
     return total.reshape(len(asked.x), width)
@@ -109,7 +119,7 @@ def uniforms(asked: VotePoll, number: int) -> np.ndarray:
         vote_key = jax.random.fold_in(jax.random.fold_in(asked.key, place), number)
         return jax.random.uniform(vote_key)
 
-    return np.asarray(jax.jit(jax.vmap(one))(asked.places))
+    return np.asarray(parallel.local(jax.jit(jax.vmap(one))(asked.places)))
 
 
 def _draw(asked: VotePoll, pairs: np.ndarray) -> Array:

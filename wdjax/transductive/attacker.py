@@ -153,7 +153,7 @@ def move(
 def _given(attacker: Attacker, bank: Bank, inputs: RoundInputs) -> BankFound:
     """The points of this round that were computed elsewhere, with their objective on the bank."""
     attack, (defense, memory, _) = attacker.attack, attacker.defender
-    points = attack.points[inputs.number]
+    points = jax.device_put(attack.points[inputs.number], inputs.x.sharding)
     value = objective_at(attack, defense, memory, bank, points, inputs.y)
     return BankFound(points, value, ~jnp.isfinite(value), jnp.zeros(len(inputs.y)))
 

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from wdjax import data, norms
+from wdjax import data, norms, parallel
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Found, Model, PyTree
@@ -77,6 +78,7 @@ def play(
     callback: Callable[[State], Any] | None = None,
     checkpoint: str | PathLike[str] | None = None,
     every: float = 60.0,
+    mesh: Mesh | None = None,
 ) -> GameReport:
     r"""Plays a game of one or many rounds against a defence that adapts, and referees it.
 
@@ -110,15 +112,17 @@ def play(
         is then an error.
       checkpoint: a folder; a game that was interrupted resumes from it, with equal results.
       every: minimum number of seconds between two writings.
+      mesh: a mesh from :func:`wdjax.parallel.data_mesh`, of one process; the inputs of a round are
+        split over it.
 
     Returns:
       A :class:`GameReport`.
 
     Raises:
-      ValueError: bad samples, sizes that do not divide, unknown options, a search before the game
-        that met outputs or gradients which are not finite, several draws of a leaked
-        key, a static model whose outputs on clean inputs are not finite, points outside their ball,
-        a checkpoint of another game, a game ended by the callback.
+      ValueError: bad samples, sizes that do not divide, also over the mesh, unknown options, a
+        search before the game that met what is not finite, several draws of a leaked key, a static
+        model whose outputs on clean inputs are not finite, points outside their ball, a checkpoint
+        of another game, a game ended by the callback.
 
     Cost: a round takes the attack's iterations, with one adaptation each, and ``2 draws``
       adaptations more; one more for a stateful defence.
@@ -147,11 +151,15 @@ def play(
     x, y = validate.check_samples(static, x, y, attack.inner.ball.box, transductive=True)
     rows, index = _arrange(np.asarray(y), rules)
     defender = Defender(defense, memory, defense.rejects if company is None else bool(company))
+    parallel.check_divides("size", rows, mesh)
+    if parallel.spans(mesh):
+        raise ValueError("a game is played in one process: give it a mesh of this one's devices.")
     attack = _with_points(attack, static, x, y, eps, key)
     if attack.points is not None:
         rounds = attack.points[index].reshape(-1, rows, *x.shape[1:])
         attack = dataclasses.replace(attack, points=rounds)
     game = _game(defender, attack, rules, (x[index], y[index]), rows, eps, key)
+    game = game._replace(mesh=mesh)
     begun = turns.begin(game)
     last = loop.carry(
         begun,
@@ -282,6 +290,7 @@ def _game(
         x.reshape(-1, size, *x.shape[1:]),
         y.reshape(-1, size),
         rules.leak,
+        None,
     )
 
 

@@ -29,7 +29,8 @@ def game_identity(game: Game, begun: State) -> bytes:
     settings = [value for value in settings if isinstance(value, str | int | float)]
     kind = defense.per_sample, defense.uses_inputs, defense.rejects
     # Both players have the same defender; one of them suffices.
-    numbers = game._replace(referee=game.referee._replace(defender=None))  # type: ignore[arg-type]
+    referee = game.referee._replace(defender=None)  # type: ignore[arg-type]
+    numbers = game._replace(referee=referee, mesh=None)
     return identity.digest(_programs(game, begun), settings, kind, numbers, begun)
 
 

@@ -3,7 +3,9 @@
 from typing import NamedTuple
 
 import numpy as np
+from jax.sharding import Mesh
 
+from wdjax import parallel
 from wdjax.core import Array
 from wdjax.transductive import attacker as attackers
 from wdjax.transductive import referee as referees
@@ -23,9 +25,11 @@ class Game(NamedTuple):
     """``[rounds, size]``"""
     leak: str
     """What the attacker sees of the defender: "none", "state" or "seed"."""
+    mesh: Mesh | None
+    """Over which the inputs of a round are split."""
 
     def inputs(self, number: int) -> RoundInputs:
-        return RoundInputs(number, self.x[number], self.y[number])
+        return RoundInputs(number, *parallel.shard((self.x[number], self.y[number]), self.mesh))
 
 
 def begin(game: Game) -> State:
@@ -33,7 +37,7 @@ def begin(game: Game) -> State:
     referees.check_clean(game.referee, game.x, game.y)
     state, zero = game.referee.defender.begin(), np.zeros((), np.int32)
     record = empty_record(game.x, game.referee.draws, game.attacker.attack.iterations)
-    first = attackers.begin(game.attacker, game.x[0])
+    first = attackers.begin(game.attacker, game.inputs(0).x)
     return State(zero, zero, DefenderStates(state, state), first, record)
 
 
@@ -76,6 +80,8 @@ def _referees_turn(game: Game, state: State) -> State:
         round=np.asarray(number + 1, np.int32),
         iteration=np.zeros((), np.int32),
         defender=defender,
-        attacker=attackers.end_round(game.attacker, state.attacker, inputs, game.x[following]),
+        attacker=attackers.end_round(
+            game.attacker, state.attacker, inputs, game.inputs(following).x
+        ),
         record=written(state.record, number, **results),
     )

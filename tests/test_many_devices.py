@@ -1,0 +1,97 @@
+"""The same numbers on one device, on eight, and in two processes of four devices each."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import many_devices
+import numpy as np
+import pytest
+from many_devices import KEY, MODEL, X, Y
+
+import wdjax
+from wdjax import Lp, attacks, certify, lipschitz, parallel, transductive
+
+TWO = parallel.data_mesh(jax.devices()[:2])
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return many_devices.measured(X, Y, None)
+
+
+@pytest.fixture(scope="module")
+def eight():
+    return many_devices.measured(X, Y, parallel.data_mesh())
+
+
+def same(one, other):
+    """Counts and decisions are equal, numbers up to the rounding of another batch."""
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        if np.issubdtype(a.dtype, np.floating):
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+        else:
+            np.testing.assert_array_equal(a, b)
+
+
+def test_one_device_and_eight(alone, eight):
+    for name, found in alone.items():
+        same(found, eight[name])
+
+
+def test_two_processes_of_four_devices(eight, tmp_path):
+    """Each has read its own samples; both get the results of all; process 0 alone writes."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
+    command = [sys.executable, many_devices.__file__]
+    started = [
+        subprocess.Popen(
+            [*command, str(rank), port, str(tmp_path)],
+            env=os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(Path(__file__).parents[1])},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in started:
+            said = process.communicate(timeout=300)[1]
+            assert process.returncode == 0, said[-3000:]
+    finally:
+        for process in started:
+            process.kill()
+    wanted = eight | {"kept": wdjax.search(attacks.WPGD(steps=3), MODEL, X, Y, eps=0.1)}
+    for rank in range(2):
+        with np.load(tmp_path / f"{rank}.npz") as found:
+            same(jax.tree.leaves(jax.device_get(wanted)), [*found.values()])
+
+
+def test_samples_of_what_the_host_directs_are_shared_out_to_devices():
+    """Every item runs on one device, by the program of one device."""
+    seen = parallel.each(lambda device: lambda item: (device.id, jnp.zeros(1).device), 9, TWO)
+    assert all(place.id == own for own, place in seen)
+    x, y = X[:4], Y[:4]
+    for method, measure in (("bab", certify.margin_bounds), ("sdp", lipschitz.local_lipschitz)):
+        how = {"norm": jnp.inf, "eps": 0.1, "method": method, "batch_size": 2}
+        one, two = (measure(MODEL, x, y, mesh=mesh, **how) for mesh in (None, TWO))
+        same(one, two)
+    with pytest.raises(ZeroDivisionError):
+        parallel.each(lambda device: lambda item: 1 / item, 3, TWO)
+
+
+def test_a_game_on_two_devices():
+    fixed, attack = transductive.Fixed(MODEL), attacks.PGD(Lp(2), steps=3)
+    attack = transductive.gmsa_avg(attack, iterations=2)
+    how = {"memory": (), "eps": 0.2, "key": KEY, "size": 4, "draws": 1}
+    games = [transductive.play(fixed, attack, X[:8], Y[:8], mesh=m, **how) for m in (None, TWO)]
+    same(*map(vars, games))
+    with pytest.raises(ValueError, match="multiple of the 2 devices"):
+        transductive.play(fixed, attack, X[:9], Y[:9], mesh=TWO, **how | {"size": 3})
