@@ -127,8 +127,8 @@ function solver(form, model, earlier) {
       const both = sides(one, ball);
       for (const side of ["attacked", "certified"]) {
         const value = both[side] && both[side](eps);
-        form.querySelector(`[data-of="${name} ${side}"]`).textContent = percent(value);
-        picture.querySelector(`[data-of="${name} ${side}"]`)
+        form.querySelector(`td[data-of="${name} ${side}"]`).textContent = percent(value);
+        picture.querySelector(`.${name}.${side}`)
           .setAttribute("points", both[side] ? curve(both[side], most) : "");
       }
     }

@@ -255,38 +255,39 @@ def _figure(picture: Picture, model: str) -> str:
 def _solver(place: int, model: Mapping[str, Any], compared: bool) -> str:
     """A form that spends any budget again, on the flips found and the certified radii.
 
-    ``page.js`` fills it in; where scripts do not run it stays hidden. ``compared`` adds a column of
-    the earlier audit.
+    ``page.js`` fills it in; where scripts do not run it stays hidden. ``compared`` adds a column
+    and curves of the earlier audit.
     """
     if model["samples"]["flip_distance"] is None and model["samples"]["certified_radius"] is None:
         return ""
     budgets = model["eps_list"]
-    most = 1.5 * max(budgets) or 1.0
+    most, middle = 1.5 * max(budgets) or 1.0, budgets[len(budgets) // 2]
     balls = "".join(
         f'<label><input type="radio" name="ball-{place}" value="{key}"'
         f"{' checked' * (key == 'omega_1')}> {key.capitalize()}, {_BALLS[key.capitalize()]}</label>"
         for key in model["balls"]
     )
     columns = ("now", "before") if compared else ("now",)
+    curves = [(name, side) for name in columns for side in ("attacked", "certified")]
+    lines = "".join(f'<polyline class="{name} {side}"/>' for name, side in curves)
     rows = [
         (f"{side} accuracy", "".join(f'<td data-of="{name} {side}"></td>' for name in columns))
         for side in ("attacked", "certified")
     ]
-    lines = "".join(
-        f'<polyline data-of="{name} {side}" class="{name} {side}"/>'
-        for name in columns
-        for side in ("attacked", "certified")
-    )
+    dashed = ", the earlier audit dashed" if compared else ""
     return (
-        f'<form hidden class="solver"><p>The budget is spent again, in this page: on the nearest '
-        f"flip of every sample that any attack found, and on the certified radii.</p>"
+        '<form hidden class="solver"><p>The budget is spent again, in this page: on the nearest '
+        "flip of every sample that any attack found, and on the certified radii.</p>"
         f"<fieldset><legend>Ball</legend>{balls}</fieldset>"
         f'<p><label>eps in {model["norm"]} <input type="range" min="0" max="{most!r}" step="any" '
-        f'value="{budgets[len(budgets) // 2]!r}"></label> <label>exactly <input type="number" '
-        f'min="0" step="any" value="{budgets[len(budgets) // 2]!r}"></label></p>'
-        f'<svg role="img" aria-label="Accuracy against eps up to {most:.4g}: attacked above, '
-        f'certified below" viewBox="0 0 100 50" preserveAspectRatio="none">{lines}'
-        f'<line y2="50"/></svg><div aria-live="polite">'
+        f'value="{middle!r}"></label> <label>exactly <input type="number" '
+        f'min="0" step="any" value="{middle!r}"></label></p>'
+        '<figure><svg role="img" aria-label="Accuracy against eps of '
+        f'{html.escape(model["model"])} in the chosen ball" viewBox="0 0 100 50" '
+        f'preserveAspectRatio="none">{lines}<line y2="50"/></svg><figcaption>Accuracy from 0 to '
+        f"100 % against eps from 0 to {most:.4g}: attacked (orange) above, certified (thick) "
+        f"below{dashed}.</figcaption></figure>"
+        '<div aria-live="polite">'
         f"{table('Accuracy at this eps', ('side', *columns), rows)}</div></form>"
     )
 

@@ -54,9 +54,8 @@ def worst(
         distance, points = found.nearest()
     ranking = np.lexsort((found.radius, distance, ~found.correct))[: int(found.correct.sum())]
     images = plots.are_images(x)
-    chosen = ranking[
-        : min(max(_PIXELS // math.prod(x.shape[1:3]), _LEAST) if images else _MOST, _MOST)
-    ]
+    count = max(_PIXELS // math.prod(x.shape[1:3]), _LEAST) if images else _MOST
+    chosen = ranking[: min(count, _MOST)]
     if not chosen.size:
         return []
     said = np.argmax(model(jnp.asarray(points[chosen])), axis=-1)
