@@ -143,16 +143,16 @@ plt.show()
 
 # %%
 slope, never_falls = certify.monotone(net, (0,), output=0)
-for name, (start, end) in {"near": (0.1, 0.3), "far": (0.8, 1.0)}.items():
-    lower, upper = np.float32([start, -0.5, -0.5, 0.4, 0.4]), np.float32([end, 0.5, 0.5, 0.6, 0.6])
-    verdict = certify.property(slope, lower, upper, never_falls, seconds=30)
-    print(f"{name:<6}{verdict.status} by {verdict.by}, {verdict.leaves} parts")
-    if verdict.status == "violated":
-        print("      slope", float(slope(verdict.witness[None])[0, 0]), "at", verdict.witness)
+corridor = np.float32([0.1, -0.5, -0.5, 0.4, 0.4]), np.float32([0.5, 0.5, 0.5, 0.6, 0.6])
+everywhere = np.float32(low), np.float32(high)
+grows = {}
+for name, (lower, upper) in {"corridor": corridor, "everywhere": everywhere}.items():
+    grows[name] = certify.property(slope, lower, upper, never_falls, seconds=4 if FAST else 60)
     points = jax.random.uniform(jax.random.key(1), (4000, 5), minval=lower, maxval=upper)
-    least = float(slope(points).min())
-    assert least > -1e-3 or verdict.status != "holds"
-    print(f"      least slope at 4000 random points {least:.3f}")
+    print(f"{name}: {grows[name].status} by {grows[name].by}, {grows[name].leaves} parts")
+    print(f"  least slope at 4000 random points {float(slope(points).min()):.3f}")
+    if grows[name].status == "violated":
+        print(f"  slope {float(grows[name].output[0]):.3f} at {grows[name].witness}")
 
 # %% [markdown]
 # ## The same after quantisation?
@@ -176,9 +176,9 @@ def quantised(bits):
 
 def proved(other, least):
     """The smallest delta of a few for which agreement is proved; each is tried for seconds."""
-    for delta in least * np.geomspace(1.05, 8, 3 if FAST else 7):
+    for delta in least * np.geomspace(1.1, 6, 3 if FAST else 6):
         function, spec = certify.agree(net, other, float(delta), outputs=5)
-        verdict = certify.property(function, lower, upper, spec, seconds=3 if FAST else 10)
+        verdict = certify.property(function, lower, upper, spec, seconds=2 if FAST else 5)
         if verdict.status == "holds":
             return float(delta)
     return np.inf
