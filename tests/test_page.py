@@ -369,3 +369,10 @@ def test_an_audit_without_attacks_or_flips_is_drawn():
     drawn = page.pictures(found, x, y, model, "one")
     assert "no flip found" in drawn[-1].svg
     assert len(drawn) == 9
+
+
+def test_an_earlier_report_that_no_page_can_hold_is_refused(tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text('{"models": [{"samples": {"flip_distance": [NaN]}}]}')
+    with pytest.raises(ValueError, match="it holds NaN, which JSON lacks"):
+        changes.read(path)

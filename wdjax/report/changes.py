@@ -92,7 +92,7 @@ def read(path: str | PathLike[str]) -> dict[str, Any]:
     try:
         if Path(path).stat().st_size > _MOST_BYTES:
             raise ValueError(f"it has more than {_MOST_BYTES >> 20} MB")
-        content = json.loads(Path(path).read_bytes())
+        content = json.loads(Path(path).read_bytes(), parse_constant=_no_number)
         kind = content["schema"], content["command"]
         if kind != (summary.SCHEMA, "audit"):
             raise ValueError(f"its schema is {kind[0]!r} of {kind[1]!r}")
@@ -108,6 +108,10 @@ def read(path: str | PathLike[str]) -> dict[str, Any]:
         f"{path} cannot be compared with: {reason}. Name the report.json of an earlier audit "
         f"({summary.SCHEMA})."
     )
+
+
+def _no_number(word: str) -> None:
+    raise ValueError(f"it holds {word}, which JSON lacks")
 
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Changes, ...]:

@@ -26,7 +26,7 @@ def table(
     )
     caption = html.escape(caption)
     return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{caption}"><table>'
+        f'<div class="scroll" role="group" tabindex="0" aria-label="{caption}"><table>'
         f"<caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
         "</table></div>"
     )

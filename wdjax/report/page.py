@@ -305,7 +305,7 @@ def _samples(model: Mapping[str, Any], shown: Sequence[WorstSample]) -> str:
         [
             *parts,
             f'<details hidden class="all"><summary>All {model["n"]} samples</summary>'
-            f'<div class="scroll" role="region" tabindex="0" aria-label="All samples of '
+            f'<div class="scroll" role="group" tabindex="0" aria-label="All samples of '
             f'{html.escape(model["model"])}"><table><caption>Every sample, the nearest mistakes '
             "first; none is a flip that was not found or a radius without end.</caption></table>"
             "</div></details>",
