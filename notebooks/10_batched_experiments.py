@@ -113,8 +113,8 @@ print(f"a loop: {each * 1e3:.1f} ms each, so {speedup:.0f} times the time of one
 # %% [markdown]
 # ## Curves with bands
 #
-# The band runs over the seeds. The worst seed is a stronger attack than any: what is broken once is
-# broken.
+# The band runs over the seeds, from the strongest attack to the weakest. An attack that keeps the
+# best of all seeds for every sample is stronger than its lower edge.
 
 # %%
 plt.figure(figsize=(6, 4))
