@@ -17,13 +17,33 @@ CLEAN ?= .venv-wheel
 DOCS ?= .venv-docs
 PYTEST_OPTIONS ?=
 
-.PHONY: audit test test-oldest fuzz lint docs docs-serve wheel clean
+.PHONY: audit bench test test-all test-fast test-slow test-oldest fuzz lint docs docs-serve wheel clean
 audit: $(VENV)/.audit
 	$(BIN)/python -m wdjax audit --out audit
 
+# An hour of measurements for docs/results.md, on a machine that does nothing else.
+bench: $(VENV)/.bench
+	$(BIN)/python bench/results.py
+
 # One worker a file: its tests share programs, which two workers would both trace.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_OPTIONS)
+
+# All but the slow tests, which tests/slow.txt lists; minutes are those of two cores.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_OPTIONS)
+	@echo "A quarter of an hour, and longer the first time: programs are compiled and then kept."
+	$(PYTEST) -m "not slow"
+
+test-slow: $(VENV)/.test
+	@echo "Ten minutes: published nets, notebooks, kills, and long tables of numbers."
+	$(PYTEST) -m slow
+
+test-all: test test-slow
+
+# Every example of a docstring, and the tests of the house's rules and of pure mathematics.
+test-fast: $(VENV)/.test
+	@echo "Two minutes, for a change of a line."
+	$(PYTEST) wdjax $(addprefix tests/test_, $(addsuffix .py, \
+		rooms release docstrings norms losses metrics transport hyperplane trees))
 
 test-oldest: $(OLDEST)/.test
 	JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache_oldest $(OLDEST)/bin/python -m pytest \
@@ -83,6 +103,10 @@ $(CLEAN)/.dependencies: pyproject.toml
 $(DOCS)/.tools: docs/site/requirements.txt
 	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip --disable-pip-version-check --quiet install -r $<
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.test
+	$(PIP) install adv-lib torchattacks foolbox $(TORCH)
 	touch $@
 
 $(VENV)/.lint: pyproject.toml | $(VENV)/bin/python

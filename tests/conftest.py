@@ -30,6 +30,7 @@ gc.set_threshold(20_000, 50, 100)
 
 collect_ignore = ["torch_reference.py", "hostile_files.py"]  # No tests; PyTorch may be absent.
 SHARED = Path(__file__).parents[2] / "shared"
+SLOW = Path(__file__).with_name("slow.txt")
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +47,15 @@ def pytest_addoption(parser):
         action="store_true",
         help="where ../shared is, fail every test that wants it and is skipped",
     )
+
+
+def pytest_collection_modifyitems(items):
+    """Marks what ``slow.txt`` names: a file and a test, with or without its parameters."""
+    named = set(SLOW.read_text().split())
+    for item in items:
+        place = f"{item.path.name}::{item.name}"
+        if {place, place.partition("[")[0]} & named:
+            item.add_marker("slow")
 
 
 @pytest.hookimpl(wrapper=True)

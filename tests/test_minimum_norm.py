@@ -137,6 +137,19 @@ def test_wda_star_beats_its_rivals(norm):
     assert float(found.passes.mean()) <= 310
 
 
+def test_wda_star_keeps_each_sample_within_a_given_number_of_passes():
+    model, x, y = curved()
+    how = {"key": jax.random.key(1), "passes": 130}
+    free = ensembles.wda_star(model, x, y, **how)
+    kept = ensembles.wda_star(model, x, y, **how, most=150)
+    others = 12  # Samples that a walk leaves out take a forward pass.
+    assert float(jnp.max(free.passes)) > 150 + others
+    assert float(jnp.max(kept.passes)) <= 150 + others
+    assert kept.success.all()
+    with pytest.raises(ValueError, match="most must be at least passes=130"):
+        ensembles.wda_star(model, x, y, **how, most=100)
+
+
 @pytest.mark.parametrize(("norm", "n"), [(2, 5), (np.inf, 40)])
 def test_wda_star_loses_hardly_a_sample_to_its_rivals_at_equal_passes(norm, n):
     """At most three in a hundred are farther by more than 1 %, and none by 5 %."""
@@ -177,7 +190,7 @@ def test_wda_star_looks_from_the_sample_where_the_far_walk_missed_a_flip():
     ask = star.question("wda_star", model, x, y, jax.random.key(0), None, {})
     far = wdjax.search(attacks.Walk(Lp(2), steps=1, far=True), model, x, y, key=jax.random.key(0))
     nobody = np.zeros(len(y), bool)
-    record = star.Standing(ask, 1, far, nobody, nobody, np.full(len(y), 0.2), {})
+    record = star.Standing(ask, 1, far, nobody, nobody, np.full(len(y), 0.2), {}, np.inf)
     after = star._compare(record, look, star.Spending(200, 1e-4, None, 1))
     missed = np.asarray(far.correct & (far.cost > 0))
     assert missed.any()

@@ -67,3 +67,11 @@ def test_reports_ask_for_the_versions():
     assert len(templates) == 3
     for template in templates:
         assert "python -m wdjax versions" in template.read_text("utf-8"), template
+
+
+@pytest.mark.fast
+def test_slow_tests_exist():
+    named = (ROOT / "tests" / "slow.txt").read_text("utf-8").split()
+    assert named == sorted(set(named))
+    for file, _, test in (name.partition("::") for name in named):
+        assert f"def {test.partition('[')[0]}(" in (ROOT / "tests" / file).read_text("utf-8"), test

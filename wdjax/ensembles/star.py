@@ -42,6 +42,7 @@ def wda_star(
     eps: float | None = None,
     order: float = 1,
     passes: int = 400,
+    most: int | None = None,
     tolerance: float = 1e-4,
     start: AnyArray | None = None,
     checkpoint: str | PathLike[str] | None = None,
@@ -79,6 +80,8 @@ def wda_star(
         curves over many radii.
       order: the Wasserstein order p for which they will be spent.
       passes: maximum mean number of forward and backward passes a sample.
+      most: maximum number of passes of the walks of any one sample; None for no such limit. Hard
+        samples take two to five times the mean. It is at least ``passes``.
       tolerance: the search ends once the mean relative gain expected of another walk is smaller.
       start: ``[n, *shape]`` points that may be flips already, such as those of WDA++: they are
         measured, and kept unless a nearer flip is found. The passes of their search do not count.
@@ -90,8 +93,8 @@ def wda_star(
       A :class:`~wdjax.core.Found`: ``cost`` is the distance, where ``success`` is True.
 
     Raises:
-      ValueError: no key, fewer passes than the opening takes, a call inside a trace, or what
-        :func:`wdjax.search` refuses.
+      ValueError: no key, fewer passes than the opening takes, ``most`` below ``passes``, a call
+        inside a trace, or what :func:`wdjax.search` refuses.
 
     Cost: ``passes`` a sample on average, plus one forward pass a walk for samples not walked; about
     ten compiled programs.
@@ -113,7 +116,9 @@ def wda_star(
     plan = schedule(ball, validate.check_count("passes", passes))
     kept = sum(kind.passes for kind in plan.last)
     terms = Spending(passes - kept, tolerance, eps, order)
-    record = _open(ask, plan.firsts, terms)
+    if most is not None and validate.check_count("most", most) < passes:
+        raise ValueError(f"most must be at least passes={passes}, the mean, got {most}.")
+    record = _open(ask, plan.firsts, terms, np.inf if most is None else most)
     if start is not None:
         record = _given(record, ball, start)
     if plan.look:
@@ -152,10 +157,17 @@ class Standing(NamedTuple):
     yields: dict[Kind, float]
     """The gain of each further kind, on the samples that it was last used for, as a share of what
     was expected there."""
+    most: float
+    """Maximum number of passes of the walks of one sample."""
 
     def walked(self, kind: Kind, only: np.ndarray) -> "Standing":
-        """With search ``kind`` of the samples of ``only``."""
+        """With search ``kind`` of the samples of ``only`` that may still take it."""
+        only = only & self.affords(kind)
         return self.after(_follow(self.ask, self.number, kind, self.found, only), only & kind.near)
+
+    def affords(self, kind: Kind) -> np.ndarray:
+        """``[n]``: whether the passes of such a search keep a sample within its maximum."""
+        return np.asarray(self.found.passes) + kind.passes <= self.most
 
     def after(self, result: Found, near: np.ndarray) -> "Standing":
         """With another search, which walked the samples of ``near`` from themselves."""
@@ -168,22 +180,24 @@ class Standing(NamedTuple):
         )
 
 
-def _open(ask: Question, firsts: list[Kind], terms: Spending) -> Standing:
+def _open(ask: Question, firsts: list[Kind], terms: Spending, most: float) -> Standing:
     """The opening: the first search of every sample.
 
     All ``firsts`` are tried on the trial samples, and the kind with the shortest distances in sum
     (at most twice the longest finite one counts) is used on the others. Where so few passes of so
-    few samples cannot pay for trials, the last kind is used on all.
+    few samples cannot pay for trials, the last kind is used on all. No sample takes more than
+    ``most`` passes.
     """
     trial = _trial(len(ask.y), firsts, terms.passes)
     if trial.all() and terms.passes < sum(kind.passes for kind in firsts):
         firsts = firsts[-1:]
     found = _follow(ask, 0, firsts[0], None, trial)
     near, tried = trial & firsts[0].near, [found]
-    record = Standing(ask, 1, found, near, near, np.full(len(trial), _HOPE), {})
+    record = Standing(ask, 1, found, near, near, np.full(len(trial), _HOPE), {}, most)
     for kind in firsts[1:]:
-        tried.append(_follow(ask, record.number, kind, found, trial))
-        record = record.after(tried[-1], trial & kind.near)
+        only = trial & record.affords(kind)
+        tried.append(_follow(ask, record.number, kind, found, only))
+        record = record.after(tried[-1], only & kind.near)
     if trial.all():
         return record
     lengths = np.array([_distance(one)[trial] for one in tried])
@@ -213,8 +227,9 @@ def _compare(record: Standing, look: list[Kind], terms: Spending) -> Standing:
     This is for samples that no search has walked from, if a shorter distance matters: a far start
     may have missed a flip beside the sample.
     """
-    blind = ~record.looked & (_worth(record.found, record.hope, terms.eps, terms.order) > 0)
     short, walk = look
+    blind = ~record.looked & (_worth(record.found, record.hope, terms.eps, terms.order) > 0)
+    blind &= record.affords(short)
     result = _follow(record.ask, record.number, short, record.found, blind)
     again = blind & (_distance(result) <= _NEAR * _distance(record.found))
     return record.after(result, blind).walked(walk, again)
@@ -247,7 +262,8 @@ def _choice(record: Standing, kinds: list[Kind], terms: Spending) -> tuple[Kind,
     for kind in sorted(kinds, key=rate, reverse=True):
         first = min(_TRIAL, _STAKE * terms.passes / kind.passes)
         share = 1.0 if kind in record.yields else first
-        only = _chosen(np.where(record.near, worth, 0.0) if kind.near else worth, kind, left, share)
+        open_ = record.affords(kind) & (record.near | (not kind.near))
+        only = _chosen(np.where(open_, worth, 0.0), kind, left, share)
         if only.any():
             return kind, only
     return None

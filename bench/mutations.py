@@ -1,0 +1,159 @@
+"""Plants one fault at a time in a copy of the package: the tests must find each of them.
+
+    python bench/mutations.py [NAME ...]
+
+Every row is a wrong sign, a wrong norm, a missing projection or an index that is one off, with the
+test files that have to fail. A row that survives is a hole in the tests. Each takes up to a minute.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+HOME = Path(__file__).parents[1]
+
+
+class Fault(NamedTuple):
+    """A line of a file of the package, what it is changed to, and the tests that must fail."""
+
+    file: str
+    line: str
+    wrong: str
+    tests: str
+
+
+FAULTS = {
+    "wda-climbs-down": Fault(
+        "attacks/wda.py", "self.ball.ascend(x, gradient, size)",
+        "self.ball.ascend(x, -gradient, size)", "test_fixed_budget",
+    ),
+    "wda-leaves-the-ball": Fault(
+        "attacks/wda.py",
+        "return self.ball.project(self.ball.ascend(x, gradient, size), samples.x, samples.radius)",
+        "return self.ball.clip(self.ball.ascend(x, gradient, size))", "test_contract",
+    ),
+    "wda-one-rival-less": Fault(
+        "attacks/wda.py", "return min(usual if self.rivals is None else self.rivals, classes - 1)",
+        "return max(1, min(usual if self.rivals is None else self.rivals, classes - 2))",
+        "test_fixed_budget test_rivals",
+    ),
+    "pgd-step-for-the-wrong-norm": Fault(
+        "attacks/pgd.py", "share = 1 / 4 if self.ball.norm == 1 else 2.5 / self.steps",
+        "share = 1 / 40 if self.ball.norm == 1 else 0.25 / self.steps", "test_fixed_budget",
+    ),
+    "ddn-grows-on-flips": Fault(
+        "attacks/ddn.py", "jnp.where(info.value > 0, 1 - self.shrink, 1 + self.shrink)",
+        "jnp.where(info.value > 0, 1 + self.shrink, 1 - self.shrink)", "test_minimum_norm",
+    ),
+    "deepfool-by-the-primal-norm": Fault(
+        "attacks/deepfool.py", "steep = norms.lp_norm(gradient, norms.dual(norm))",
+        "steep = norms.lp_norm(gradient, norm)", "test_minimum_norm",
+    ),
+    "fab-moves-from-the-sample": Fault(
+        "attacks/fab.py", "gaps = jnp.concatenate([plane.gap, plane.gap + away])",
+        "gaps = jnp.concatenate([plane.gap, plane.gap - away])", "test_minimum_norm",
+    ),
+    "apgd-never-halves": Fault(
+        "attacks/apgd.py", "back = norms.spread(halve, state.x)",
+        "back = norms.spread(halve & ~halve, state.x)", "test_fixed_budget test_ensembles",
+    ),
+    "square-keeps-the-worse": Fault(
+        "attacks/square.py", "better = ((loss > state.loss) | fallen) & ~info.fault",
+        "better = ((loss < state.loss) | fallen) & ~info.fault", "test_fixed_budget",
+    ),
+    "margin-to-the-label": Fault(
+        "losses.py", "return jnp.max(_without(logits, y), axis=-1) - _logit(logits, y)",
+        "return jnp.max(logits, axis=-1) - _logit(logits, y)", "test_losses",
+    ),
+    "ties-count-as-flips": Fault(
+        "losses.py", "jnp.where(earlier, logits >= label, logits > label)",
+        "jnp.where(earlier, logits > label, logits >= label)", "test_losses",
+    ),
+    "l1-projection-one-step-short": Fault(
+        "norms.py", "return jnp.clip(size - jnp.where(fits, 0.0, lam), 0.0, room)",
+        "return jnp.clip(size - jnp.where(fits, 0.0, 0.9 * lam), 0.0, room)", "test_norms",
+    ),
+    "spending-dearest-first": Fault(
+        "transport.py", "ranking = xp.argsort(price, stable=True)",
+        "ranking = xp.argsort(-price, stable=True)", "test_transport",
+    ),
+    "spending-one-sample-more": Fault(
+        "transport.py", "xp.concatenate([xp.zeros(1, paid.dtype), paid[:-1]])",
+        "xp.concatenate([xp.zeros(2, paid.dtype), paid[:-2]])", "test_transport",
+    ),
+    "accuracy-without-the-last-part": Fault(
+        "certify/wdro.py", "- min(left / cost[whole], 1.0)) / radius.size",
+        "- 0.0) / radius.size", "test_certify",
+    ),
+    "interval-of-the-half-ball": Fault(
+        "bounds/network.py",
+        "half = jnp.maximum(value.upper - middle, middle - value.lower)",
+        "half = 0.5 * jnp.maximum(value.upper - middle, middle - value.lower)",
+        "test_certify_soundness",
+    ),
+    "crown-takes-the-wrong-line": Fault(
+        "bounds/crown.py", "back = (positive * below + negative * above).reshape(a.a.shape)",
+        "back = (positive * above + negative * below).reshape(a.a.shape)",
+        "test_certify_crown test_certify_soundness",
+    ),
+    "crown-forgets-the-rounding": Fault(
+        "bounds/crown.py", "unit = (self.terms + 16) * float(jnp.finfo(self.value.dtype).eps)",
+        "unit = 0.0 * float(jnp.finfo(self.value.dtype).eps)",
+        "test_certify_soundness test_certify_functions",
+    ),
+    "clopper-pearson-one-off": Fault(
+        "smoothing/binomial.py", "np.maximum(s, 1), made - s + 1.0, alpha)",
+        "np.maximum(s + 1, 1), np.maximum(made - s, 0.5), alpha)", "test_smoothing_bounds",
+    ),
+    "sampled-constant-by-the-primal-norm": Fault(
+        "lipschitz/sampled.py", "norms.lp_norm(slope, norms.dual(norm))",
+        "norms.lp_norm(slope, norm)", "test_lipschitz",
+    ),
+    "two-d-plans-overfull": Fault(
+        "image/plans.py", "return within(space, uncrowd(space, plan, x), x, weights, budget)",
+        "return uncrowd(space, plan, x)", "test_image_attacks test_image_sinkhorn",
+    ),
+}  # fmt: skip
+
+
+def survives(fault: Fault, folder: Path) -> bool:
+    """Whether all named tests pass in a copy of the project with the fault."""
+    for part in ("wdjax", "tests"):
+        shutil.copytree(HOME / part, folder / part)
+    shutil.copy(HOME / "pyproject.toml", folder)
+    place = folder / "wdjax" / fault.file
+    source = place.read_text()
+    if source.count(fault.line) != 1:
+        raise ValueError(f"{fault.file} must hold this line once: {fault.line}")
+    place.write_text(source.replace(fault.line, fault.wrong))
+    tests = [f"tests/{name}.py" for name in fault.tests.split()]
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(HOME / ".jax_cache"))
+    environment = os.environ | {"PYTHONPATH": str(folder), "JAX_COMPILATION_CACHE_DIR": cache}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.returncode == 0
+
+
+def main() -> None:
+    wanted = sys.argv[1:] or list(FAULTS)
+    left = []
+    for name in wanted:
+        begun = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            lives = survives(FAULTS[name], Path(folder))
+        left.extend([name] if lives else [])
+        word = "SURVIVES" if lives else "found"
+        print(f"{name:38} {word:9} {time.perf_counter() - begun:6.1f} s", flush=True)
+    print(f"{len(wanted) - len(left)} of {len(wanted)} faults were found.")
+    sys.exit(bool(left))
+
+
+if __name__ == "__main__":
+    main()
