@@ -68,6 +68,11 @@ SECTIONS = {
         "are auto_LiRPA's counts and earlier times.",
         "certificates.py cost",
     ),
+    "training": Section(
+        "Certified training",
+        "Per cent of held-back digits: right, left by an attack, and verified, by way of training.",
+        "certified_training.py digits",
+    ),
     "image": Section(
         "Attacks that move mass between pixels",
         "Robust accuracy beside its bar, and the cost of the points by exact transport in float64.",

@@ -306,3 +306,20 @@ def test_a_loss_bound_of_no_budget_is_the_loss():
     found = certify.wdro_bound(model, x, y, norm=2, eps=[0.0, 0.1], order=1)
     np.testing.assert_allclose(found[0], losses.cross_entropy(model(x), y)[0], rtol=1e-4)
     assert np.isinf(found[1])
+
+
+@pytest.mark.parametrize("norm", [1, 2, math.inf])
+def test_the_bound_itself_is_rounded_down(norm):
+    """Linear models have exact margins: of many sums of floats none may be above its own."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.uniform(0.3, 0.7, (200, 300)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=(300, 2)), jnp.float32)
+    low = certify.margin_bounds(
+        Model(lambda w, x: x @ w, w), x, jnp.zeros(200, int), norm=norm, eps=1e-3, box=None
+    )
+    slope = np.asarray(w[:, 0], float) - np.asarray(w[:, 1], float)
+    dual = np.linalg.norm(slope, {1: math.inf, 2: 2, math.inf: 1}[norm])
+    exact = np.asarray(x, float) @ slope - float(np.float32(1e-3)) * dual
+    over = np.asarray(low[:, 1], float) - exact
+    assert over.max() <= 0
+    assert over.min() > -1e-2

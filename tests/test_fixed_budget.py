@@ -21,7 +21,7 @@ fast = pytest.mark.fast
 # Auto-PGD, one sample at a time, arranged as a loop of moves with their checkpoints behind.
 
 
-def auto_pgd(start, home, label, eps, norm, loss, steps):
+def auto_pgd(start, home, label, eps, norm, loss, steps, model=model):
     """Losses of all iterates, by Croce and Hein's Algorithm 1 in NumPy's float64."""
     value_and_slope = jax.jit(
         jax.value_and_grad(lambda z: loss(model(z[None]), jnp.array([label]))[0])
@@ -90,6 +90,22 @@ def test_apgd_takes_the_steps_of_the_paper(norm, loss):
         assert agree[:23].all(), row
         np.testing.assert_allclose(own.max(), np.max(rule), atol=2e-3)
     assert same >= 5
+
+
+def test_apgd_goes_on_from_the_best_point_where_progress_stalls():
+    """Steps over a hill and back: at checkpoints the present point is not the best one."""
+    hill = wdjax.Model(
+        lambda top, x: jnp.stack([jnp.zeros(len(x)), -jnp.sum((x - top) ** 2, axis=1)], axis=1),
+        jnp.array([0.5317, 0.4411]),
+    )
+    home, label, eps = jnp.full((1, 2), 0.5), jnp.zeros(1, int), 0.3
+    found = wdjax.search(
+        attacks.APGD(loss=losses.margin, stop=False), hill, home, label, eps=eps, start=home,
+        key=jax.random.key(0), history=True, criterion=losses.margin, skip_misclassified=False,
+    )  # fmt: skip
+    rule = auto_pgd(home[0], np.full(2, 0.5), 0, eps, math.inf, losses.margin, 100, hill)
+    np.testing.assert_allclose(found.history.value[:, 0], rule, atol=1e-6)
+    assert np.argmax(rule[:23]) < 22  # There is somewhere to return to.
 
 
 @fast
@@ -199,6 +215,20 @@ def test_fab_on_linear_models_is_the_projection(norm, targets):
     assert found.success.all()
     assert (np.asarray(found.cost[:, 0]) >= np.array(exact) * (1 - 1e-4) - 1e-6).all()
     assert (np.asarray(found.cost[:, 0]) <= np.array(exact) * 1.051 + 1e-6).all()
+
+
+@fast
+@pytest.mark.parametrize("norm", [1, 2, math.inf])
+def test_fab_moves_onto_the_linearised_boundary_wherever_it_is(norm):
+    """Both projections lie on it, that of the sample too, and so does their mean."""
+    rng = np.random.default_rng(0)
+    home, point, normal = (jnp.asarray(rng.normal(size=(6, 5)), jnp.float32) for _ in range(3))
+    gap = jnp.asarray(rng.normal(size=6), jnp.float32)
+    attack = attacks.FAB(Lp(norm, box=None), eta=1.0)
+    moved = attack._approach(home, point, linearised.Plane(gap, normal, jnp.abs(gap)))
+    np.testing.assert_allclose(gap + jnp.sum(normal * (moved - point), axis=1), 0, atol=1e-5)
+    # Where the present point is far off, the sample's projection draws it back.
+    assert (norms.lp_norm(moved - home, norm) < norms.lp_norm(point - home, norm)).mean() > 0.5
 
 
 @fast

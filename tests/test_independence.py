@@ -278,6 +278,7 @@ PUBLIC = {
     "interval_jacobian": lambda m: certify.interval_jacobian(m, LOW, HIGH, norm=2),
     "layer_product": lambda m: certify.layer_product(m, LOW, HIGH, norm=2),
     "lipschitz_constant": lambda m: certify.lipschitz_constant(m, X, Y, norm=2),
+    "global_radius": lambda m: wdjax.lipschitz.global_radius(m, X, Y, norm=2),
     "global_lipschitz": lambda m: wdjax.lipschitz.global_lipschitz(m, X, norm=2),
     "jacobian_norm": lambda m: wdjax.lipschitz.jacobian_norm(m, X),
     "as_chain": lambda m: wdjax.lipschitz.as_chain(m, X),

@@ -55,7 +55,7 @@ COMMANDS = {
         ["game", "--defense", "tiny", "--draws", "2"],
         ["game", *SUBJECT, "--eps", "0.05", "--attacks", "transfer", "--draws", "2"],
     ],
-    "verify": [["verify", "--instances", "{in}/instances.csv"]],
+    "verify": [["verify", "--instances", "{in}/instances.csv", "--proof", "{out}/proofs"]],
     "run": [["run", "{in}/jobs.toml", "--out", "{out}/run"]],
 }  # fmt: skip
 """Every command that writes JSON, small, and so often that every key occurs."""

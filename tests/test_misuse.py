@@ -65,6 +65,7 @@ CALLS = {
     certify.interval_jacobian: SIDES | {"norm": 2},
     certify.margin_lipschitz: SIDES | {"norm": 2},
     certify.trainable_bounds: BALL,
+    certify.interval_start: {"model": NET, "key": KEY},
     certify.property: BOX | {"key": KEY},
     certify.properties: BOX | {"lower": np.zeros((1, 4)), "upper": np.ones((1, 4)), "key": KEY},
     smoothing.certify: SMOOTH | {"y": Y, "eps": 0.1},
@@ -76,6 +77,7 @@ CALLS = {
     lipschitz.as_chain: {"model": MODEL, "x": X},
     lipschitz.local_lipschitz: BALL,
     lipschitz.global_lipschitz: {"model": MODEL, "x": X, "norm": 2},
+    lipschitz.global_radius: SHAPED | {"norm": 2},
     lipschitz.jacobian_norm: {"model": MODEL, "x": X},
     lipschitz.sampled_lipschitz: BALL | {"key": KEY},
     lipschitz.trainable_lipschitz: BALL,
@@ -131,8 +133,8 @@ SHARED = {"attack", "model", "x", "z", "y", "eps", "key", "keys", "noise", "pert
 # Functions of logits, of arrays and of modules, which take no samples, and constructors.
 OTHERS = {
     "wdjax.metrics", "wdjax.losses", "wdjax.norms", "wdjax.models.functional",
-    "wdjax.models.learning", "wdjax.models.small", "wdjax.transport", "wdjax.transductive.adamod",
-    "wdjax.transductive.objectives", "wdjax.lipschitz.transformer",
+    "wdjax.models.learning", "wdjax.models.lipschitz", "wdjax.models.small", "wdjax.transport",
+    "wdjax.transductive.adamod", "wdjax.transductive.objectives", "wdjax.lipschitz.transformer",
 }  # fmt: skip
 
 

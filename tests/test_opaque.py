@@ -71,6 +71,7 @@ PROOFS = {
     "bound": lambda: certify.bound(MODEL, X, X),
     "lipschitz_constant": lambda: certify.lipschitz_constant(MODEL, X, Y, norm=2),
     "layer_product": lambda: certify.layer_product(MODEL, X[0], X[0] + 0.1, norm=2),
+    "global_radius": lambda: lipschitz.global_radius(MODEL, X, Y, norm=2),
     "growth_bound": lambda: certify.growth_bound(MODEL, X, Y, order=1, **BALL),
     "local_lipschitz": lambda: lipschitz.local_lipschitz(MODEL, X, Y, **BALL),
 }

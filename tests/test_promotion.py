@@ -83,6 +83,7 @@ RUN = (
     wdjax.search, ensembles.bisect, certify.margin_bounds, certify.radius, certify.growth_bound,
     certify.interval_jacobian, certify.layer_product, certify.trainable_bounds,
     lipschitz.local_lipschitz, lipschitz.global_lipschitz, lipschitz.sampled_lipschitz,
+    lipschitz.global_radius, certify.interval_start,
     smoothing.certify, smoothing.soft, nppr.estimate, nppr.fit, nppr.train_model,
     image.entropic_distance, training.train, games.train_classifier, games.play,
 )  # fmt: skip

@@ -27,7 +27,7 @@ ON_HOST = {
     certify.certified_accuracy, certify.lipschitz_constant, certify.property, certify.properties,
     smoothing.certify, smoothing.predict,
     smoothing.cautions, smoothing.tally, lipschitz.as_chain, lipschitz.local_lipschitz,
-    lipschitz.global_lipschitz, lipschitz.jacobian_norm, lipschitz.verify,
+    lipschitz.global_lipschitz, lipschitz.global_radius, lipschitz.jacobian_norm, lipschitz.verify,
     lipschitz.lower_constants_at_samples, lipschitz.theory, lipschitz.masks_at,
     lipschitz.worst_margin, nppr.estimate, nppr.spread_within, nppr.probabilistic_accuracy,
     nppr.prbench, nppr.fit, nppr.fit_many, nppr.train_model, nppr.universal_start, nppr.importance,
@@ -36,7 +36,9 @@ ON_HOST = {
     ensembles.a3, ensembles.a3_wda, ensembles.bisect, ensembles.fast, ensembles.mixed,
     ensembles.smoothed, ensembles.wda_star, audit.sandwich, audit.of,
 }  # fmt: skip
-OF_MODELS = {wdjax.spend, ensembles.lowered, ensembles.draws, games.raise_objective}
+OF_MODELS = {
+    wdjax.spend, ensembles.lowered, ensembles.draws, games.raise_objective, certify.interval_start
+}  # fmt: skip
 """They take no samples alone."""
 SHAPED = {
     certify.lipschitz_constant, lipschitz.as_chain, lipschitz.global_lipschitz,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,15 +21,33 @@ class AttackAim(NamedTuple):
     kappa: Array | None
 
 
+Blend = Literal["losses", "logits", "powers"]
+"""How the bounds' loss and the attack's become one: by the mean of both (MTL-IBP), by the loss of
+the mean logits (CC-IBP), or by the product of powers of both (Exp-IBP)."""
+
+
 class TrainableCertificate(Protocol):
     """Bounds to train through, such as :class:`wdjax.certify.CertifiedTraining`; a pytree."""
 
-    def margins(self, model: Any, x: Array, y: Array, eps: Array, done: Array) -> Array:
-        """``[n, K]`` lower bounds of the margins within ``eps``; ``done`` in [0, 1] is the share of
-        training steps done."""
+    attack: Attack | None
+    blend: Blend
+    mix: float | Array
+    small: float | Array
+
+    @property
+    def ball(self) -> Lp: ...
+
+    def share(self, done: Array) -> Array:
+        """The share of the radius; ``done`` in [0, 1] is the share of training steps done."""
 
     def weight(self, done: Array) -> Array:
-        """The weight of these bounds' loss; the rest is that of the loss on clean samples."""
+        """The weight of the robust loss; the rest is that of the loss on clean samples."""
+
+    def margins(self, model: Any, x: Array, y: Array, eps: Array, done: Array) -> Array:
+        """``[n, K]`` lower bounds of the margins within the share of ``eps``."""
+
+    def penalty(self, model: Any, x: Array, eps: Array, done: Array) -> Array | float:
+        """What is added to the loss."""
 
 
 class CertificateAim(NamedTuple):
@@ -105,25 +123,43 @@ def aim(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scheduled:
-    """The base of certified trainings: a ball, and the schedule of its radius and loss weight."""
+    """The base of certified trainings: a ball, the schedule of its radius and loss weight, and the
+    attack whose points the bounds may share the loss with, or be centred near."""
 
     norm: float = math.inf
     box: tuple[float, float] | None = (0.0, 1.0)
     warm: float | Array = 0.05
     ramp: float | Array = 0.6
     clean: float | Array = 0.0
+    attack: Attack | None = None
+    blend: Blend = "losses"
+    mix: float | Array = 1.0
+    small: float | Array = 1.0
 
     def __post_init__(self) -> None:
         """Checks norm, box and schedule; numbers that are traced or placeholders are left alone."""
         object.__setattr__(self, "norm", norms.check_norm(self.norm))
         object.__setattr__(self, "box", validate.check_box(self.box))
-        numbers = self.warm, self.ramp, self.clean
+        validate.check_choice("blend", self.blend, get_args(Blend))
+        numbers = self.warm, self.ramp, self.clean, self.mix, self.small
         if not all(isinstance(number, int | float) for number in numbers):
             return  # Traced, or a placeholder of JAX's pytree functions.
         if not 0 <= self.warm < self.ramp <= 1:
             raise ValueError(f"0 <= warm < ramp <= 1 must hold, got {self.warm!r}, {self.ramp!r}.")
-        if not 0 <= self.clean <= 1:
-            raise ValueError(f"clean must be in [0, 1], got {self.clean!r}.")
+        for name in ("clean", "mix", "small"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)!r}.")
+        if self.attack is None and not self.mix == self.small == 1:
+            raise ValueError(
+                f"mix and small go with an attack: got mix={self.mix!r}, small={self.small!r} and "
+                "no attack."
+            )
+        attack = self.attack
+        if attack is not None and (attack.budget != "sample" or attack.ball != self.ball):
+            raise ValueError(
+                f"the attack must stay within eps in the ball {self.ball!r} of the bounds, such as "
+                f"attacks.PGD({self.ball!r}); got {attack!r}."
+            )
 
     @property
     def ball(self) -> Lp:
@@ -135,5 +171,9 @@ class Scheduled:
         return jnp.clip((done - self.warm) / (self.ramp - self.warm), 0.0, 1.0)
 
     def weight(self, done: Array) -> Array:
-        """The weight of the bounds' loss, when a share ``done`` of all steps is done."""
+        """The weight of the robust loss, when a share ``done`` of all steps is done."""
         return self.share(done) * (1 - self.clean)
+
+    def penalty(self, model: Any, x: Array, eps: Array, done: Array) -> Array | float:
+        """What is added to the loss: nothing, unless a training has regularisers."""
+        return 0.0

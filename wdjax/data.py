@@ -1,7 +1,5 @@
 """Data sets as arrays: scikit-learn's digits, and ``.npz`` files."""
 
-import io
-import math
 import os
 from collections.abc import Sequence
 from os import PathLike
@@ -12,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wdjax.files import archive
-from wdjax.files.state_pickle import MAX_RANK, BrokenError, RefusedError, shown
+from wdjax.files.state_pickle import BrokenError, RefusedError, shown
 
 _TEST_PER_CLASS = 35
 
@@ -121,37 +119,7 @@ def _samples(file: BinaryIO) -> tuple[np.ndarray, np.ndarray]:
         if missing:
             raise BrokenError(f"it lacks {missing}; it has {shown(', '.join(held)) or 'nothing'}")
         content = [archive.content(opened, entries, f"{n}.npy", size, deflated=True) for n in "xy"]
-    return _array(content[0], "x"), _array(content[1], "y")
-
-
-def _array(content: bytes, name: str) -> np.ndarray:
-    """A read-only array from the bytes of an ``npy`` file; raises unless it holds plain numbers.
-
-    ``name`` is for messages. The size that the header claims must be that of the content.
-    """
-    head = io.BytesIO(content[:_MAX_HEADER])
-    try:
-        read = _HEADERS[np.lib.format.read_magic(head)]
-        shape, turned, dtype = read(head, max_header_size=_MAX_HEADER)
-    except Exception as error:  # NumPy evaluates the header as Python, which fails in many ways.
-        raise BrokenError(f"{name}.npy has a header that is none: {shown(str(error))}") from None
-    if dtype.kind not in "fiu":
-        raise RefusedError(f"{name}.npy holds {shown(str(dtype))}, which are no plain numbers")
-    count = math.prod(shape)
-    sizes = len(shape) <= MAX_RANK and all(type(size) is int and size >= 0 for size in shape)
-    if not sizes or count * dtype.itemsize != len(content) - head.tell():
-        claim = shown(f"{dtype}{list(shape)}")
-        raise BrokenError(f"{name}.npy claims {claim} and holds {len(content)} bytes")
-    flat = np.frombuffer(content, dtype, count, head.tell())
-    return flat.reshape(shape[::-1]).T if turned else flat.reshape(shape)
-
-
-_MAX_HEADER = 1 << 12
-_HEADERS = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-    (3, 0): np.lib.format.read_array_header_2_0,  # Unlike 2.0 it may have Unicode field names.
-}
+    return archive.array(content[0], "x"), archive.array(content[1], "y")
 
 
 def as_dataset(x: npt.ArrayLike, y: npt.ArrayLike, name: str = "the data set") -> Dataset:

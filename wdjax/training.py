@@ -24,7 +24,8 @@ class History(NamedTuple):
     accuracy: Array
     """On the clean samples."""
     robust_accuracy: Array
-    """Under the attack used in training; without one, equal to ``accuracy``."""
+    """Under the attack used in training; without one, what a certificate certified, or else equal
+    to ``accuracy``."""
 
 
 class Training(NamedTuple):
@@ -75,7 +76,7 @@ def train(
     the epoch.
 
     With a certificate, the loss is a weighted mean of that of the clean samples and that of the
-    worst logits allowed by lower bounds of the margins.
+    worst logits allowed by lower bounds of the margins, or of an attack of the certificate's own.
 
     With noise, every sample gets fresh noise in every step, as randomised smoothing needs.
 
@@ -273,7 +274,7 @@ def _steps(
         number, batch = row
         step_key = jax.random.fold_in(key, number)
         if isinstance(aim, CertificateAim):
-            return _proved(recipe, aim, trained, x[batch], y[batch], before + number)
+            return _proved(recipe, aim, trained, x[batch], y[batch], before + number, step_key)
         if isinstance(aim, NoiseAim):
             return _blurred(recipe, aim, trained, x[batch], y[batch], step_key)
         return _step(recipe, aim, trained, x[batch], y[batch], step_key)
@@ -340,30 +341,70 @@ def _blurred(
 
 
 def _proved(
-    recipe: StepProgram, proof: CertificateAim, trained: PyTree, x: Array, y: Array, number: Array
+    recipe: StepProgram,
+    proof: CertificateAim,
+    trained: PyTree,
+    x: Array,
+    y: Array,
+    number: Array,
+    key: Array,
 ) -> tuple[PyTree, Array]:
     """One step of certified training; ``number`` counts all steps.
 
-    The loss is a weighted mean of that of the logits and that of the margins' lower bounds, by the
-    certificate's schedule. Returns model and optimiser's state, and ``[3]``: loss, accuracy, and
-    the share of samples that are certified within the radius of this step.
+    The loss is a weighted mean of that of the logits and a robust one, by the certificate's
+    schedule; the robust one is that of the margins' lower bounds, with an attack a mean with that
+    of its points. Returns model and optimiser's state, and ``[3]``: loss, accuracy, and the share
+    of samples that resist the attack within the radius of this step, without one are certified.
     """
     certificate, eps, steps = proof
     done = number / steps
-    weight = certificate.weight(done)
+    weight, radius, center = certificate.weight(done), certificate.share(done) * eps, x
+    if certificate.attack is not None:
+        found = driver.search(
+            certificate.attack, trained[0], x, y, eps=radius, key=key, skip_misclassified=False
+        )
+        x_adv = jax.lax.stop_gradient(found.x_adv)
+        left = jnp.broadcast_to((1 - certificate.small) * radius, len(x))
+        center = certificate.ball.project(x_adv, x, left)
 
     def expected(model: PyTree) -> tuple[Array, PyTree, Array]:
         logits, model = models.training_pass(model, x)
-        low = certificate.margins(model, x, y, eps, done)
+        low = certificate.margins(model, center, y, certificate.small * eps, done)
         is_label = jnp.arange(low.shape[1]) == y[:, None]
         worst = jnp.where(is_label, 0.0, -low)
-        value = (1 - weight) * recipe.loss(logits, y) + weight * recipe.loss(worst, y)
-        right = losses.decision_margin(logits, y) <= 0
+        robust = recipe.loss(worst, y)
         held = jnp.all(is_label | (low > 0), axis=1)
-        mean = jnp.mean(value)
-        return mean, model, jnp.stack([mean, jnp.mean(right), jnp.mean(held)])
+        if certificate.attack is not None:
+            moved, model = models.training_pass(model, x_adv)
+            robust = _blended(certificate, recipe.loss, worst, moved, y)
+            held = losses.decision_margin(moved, y) <= 0
+        value = jnp.mean((1 - weight) * recipe.loss(logits, y) + weight * robust)
+        value += certificate.penalty(model, x, eps, done)
+        right = losses.decision_margin(logits, y) <= 0
+        return value, model, jnp.stack([value, jnp.mean(right), jnp.mean(held)])
 
     return _descend(recipe, expected, trained)
+
+
+def _blended(
+    certificate: TrainableCertificate,
+    loss: Callable[[Array, Array], Array],
+    worst: Array,
+    moved: Array,
+    y: Array,
+) -> Array:
+    """``[n]``: the loss between that of the bounds' logits ``worst`` and that of the attack's,
+    ``moved``, both ``[n, K]``; those of the bounds are relative to the label's."""
+    mix = certificate.mix
+    if certificate.blend == "logits":
+        apart = moved - jnp.take_along_axis(moved, y[:, None], axis=1)
+        return loss(mix * worst + (1 - mix) * apart, y)
+    bounded, attacked = loss(worst, y), loss(moved, y)
+    if certificate.blend == "losses":
+        return mix * bounded + (1 - mix) * attacked
+    least = jnp.finfo(bounded.dtype).tiny
+    logs = (jnp.log(jnp.maximum(value, least)) for value in (bounded, attacked))
+    return jnp.exp(mix * next(logs) + (1 - mix) * next(logs))
 
 
 def _descend(

@@ -33,19 +33,30 @@ def optimised(
 
     Cost: ``3 steps + 1`` backward passes.
     """
+    return best(state, coefficients, rows, steps).low
+
+
+def best(
+    state: crown.Pass,
+    coefficients: Mapping[int, Coefficients],
+    rows: Rows,
+    steps: int,
+    begun: Slopes | None = None,
+) -> "BestSlopes":
+    """:func:`optimised`, with the slopes; they are dense if the first ones, ``begun``, are."""
     seen: dict[int, tuple[Array, Array]] = {}
     usual = crown.backward(state, coefficients, rows, record=seen)
     if not seen:
-        return usual
+        return BestSlopes(usual, {})
 
     def low(slopes: Slopes) -> Array:
         return crown.backward(state, coefficients, rows, slopes=slopes)
 
     # The first step uses the default slopes; unused results of the pass above are not computed.
-    begun = {place: first for place, (first, _) in seen.items()}
+    begun = begun or {place: first for place, (first, _) in seen.items()}
     worst = BestSlopes(jnp.full_like(usual, -jnp.inf), begun)
     most = {i: 1.0 if state.lines[i].turned is None else _STEEPEST for i in begun}
-    return maximised(low, worst, most, steps, _RATE).low
+    return maximised(low, worst, most, steps, _RATE)
 
 
 class BestSlopes(NamedTuple):

@@ -9,7 +9,8 @@ checkpoints; `branch` tightens them by branch and bound over the signs of ReLUs
 `trainable` has differentiable bounds for training.
 
 Any function: `properties` decides whether it has an output that a `specification` forbids:
-`falsify` looks for one, `halving` is branch and bound over boxes of inputs.
+`falsify` looks for one, `halving` is branch and bound over boxes of inputs. What is found can be
+written down as a proof (``wdjax.proofs``); `recorded` tells it the splits of `branch`.
 
 Distributions: `wdro` bounds the accuracy over a Wasserstein ball from certified radii, and the
 expected loss from a Lipschitz constant; `growth` bounds the loss more tightly, from each sample's
@@ -33,17 +34,19 @@ from wdjax.certify.specification import (
     label_wins,
     monotone,
 )
-from wdjax.certify.trainable import CertifiedTraining, trainable_bounds
+from wdjax.certify.trainable import CertifiedTraining, interval_start, trainable_bounds
 from wdjax.certify.verify import verify
 from wdjax.certify.wdro import certified_accuracy, lipschitz_constant, wdro_bound
 from wdjax.core import Certificate
 from wdjax.lipschitz.margin import interval_jacobian, layer_product, margin_lipschitz
+from wdjax.proofs.recorder import Proof
 
 __all__ = [
     "LADDERS",
     "METHODS",
     "Certificate",
     "CertifiedTraining",
+    "Proof",
     "Specification",
     "Verdict",
     "agree",
@@ -53,6 +56,7 @@ __all__ = [
     "growth_bound",
     "in_range",
     "interval_jacobian",
+    "interval_start",
     "label_wins",
     "layer_product",
     "lipschitz_constant",

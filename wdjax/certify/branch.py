@@ -27,6 +27,7 @@ from wdjax.balls import Lp
 from wdjax.bounds import leaves, region
 from wdjax.bounds.moved_mass import moves_mass
 from wdjax.bounds.region import Domain, Norm
+from wdjax.certify.recorded import SignRecord
 from wdjax.checks import independence
 from wdjax.core import Classifier
 from wdjax.engine import driver
@@ -61,6 +62,8 @@ class _Leaf(NamedTuple):
     row: int
     signs: Numbers
     multipliers: Numbers
+    node: Any = None
+    """The leaf in a proof."""
 
 
 class Searched(NamedTuple):
@@ -89,14 +92,16 @@ def search(
     low: Numbers,
     until: float,
     check: Check,
+    record: SignRecord | None = None,
 ) -> Searched:
     """Closes the functions ``rows`` of a problem, with bounds ``low``, ``[R]``, known before.
 
-    Takes at least one turn, then more until ``time.monotonic()`` reads ``until``.
+    Takes at least one turn, then more until ``time.monotonic()`` reads ``until``. With a ``record``
+    of a proof leaves are closed where its checker agrees.
     """
     if not rows.size or not root.lower or not np.all(np.isfinite(low[rows])):
         return Searched(low, "nothing to split" if rows.size else "closed", 0, None)
-    frontier = _Frontier(low, rows, root.begin(jnp.asarray(rows)))
+    frontier = _Frontier(low, rows, root.begin(jnp.asarray(rows)), record)
     wide = width()
     while frontier.goes_on() and (not frontier.turns or time.monotonic() < until):
         batch = frontier.take(wide)
@@ -263,8 +268,10 @@ def _moved(
 class _Frontier:
     """All open leaves, and for each function the least bound of its closed leaves."""
 
-    def __init__(self, low: Numbers, rows: Numbers, begun: leaves.Leaves) -> None:
-        self.begun, self.turns, self.bounded = low, 0, 0
+    def __init__(
+        self, low: Numbers, rows: Numbers, begun: leaves.Leaves, record: SignRecord | None = None
+    ) -> None:
+        self.begun, self.turns, self.bounded, self.record = low, 0, 0, record
         self.closed = dict.fromkeys(rows.tolist(), math.inf)
         self.open: list[_Leaf] = []
         self.taken: list[_Leaf] = []
@@ -274,7 +281,9 @@ class _Frontier:
         """How often the stuck leaves were bounded again since a leaf gained."""
         self.numbers = itertools.count()
         for row, signs, multipliers in zip(*jax.device_get(begun)):
-            self.add(_Leaf(float(low[row]), 0, int(row), signs, multipliers))
+            node = None if record is None else record.begin(int(row))
+            known = float(low[row]) if record is None else min(float(low[row]), 0.0)
+            self.add(_Leaf(known, 0, int(row), signs, multipliers, node))
         self.most = _BYTES // sum(a[0].nbytes for a in begun)
 
     def goes_on(self) -> bool:
@@ -316,12 +325,13 @@ class _Frontier:
         are too few leaves for a batch. ``found``, a :class:`leaves.LeafBounds`, is of the taken
         leaves.
         """
-        room = len(found.low) // (len(self.taken) + len(self.open))
-        for place, leaf in enumerate(self.taken):
-            before = leaf.low
-            leaf = leaf._replace(
-                low=max(before, float(found.low[place])), multipliers=found.multipliers[place]
-            )
+        room, parts = len(found.low) // (len(self.taken) + len(self.open)), list[_Leaf]()
+        bounded = [
+            leaf._replace(low=max(leaf.low, float(low)), multipliers=multipliers)
+            for leaf, low, multipliers in zip(self.taken, found.low, found.multipliers)
+        ]
+        for place, leaf in enumerate(self._agreed(bounded)):
+            before = self.taken[place].low
             entries = [int(c) for c in found.choices[place] if c < len(leaf.signs)]
             if leaf.low > before + _GAIN * abs(before):
                 self.idle = 0
@@ -330,10 +340,20 @@ class _Frontier:
             elif not entries:
                 self.stuck.append(leaf)
             else:
-                depth = min(max(room.bit_length() - 1, 1), len(entries))
-                for part in _parts(leaf, entries[:depth], found.children[place]):
-                    self.add(part)
+                entries = entries[: max(room.bit_length() - 1, 1)]
+                parts += _parts(leaf, entries, found.children[place], self.record)
+        for part in self._agreed(parts):
+            self.add(part)
         self.taken = []
+
+    def _agreed(self, some: list[_Leaf]) -> list[_Leaf]:
+        """Leaves, those that a proof's checker does not close with bounds of at most 0."""
+        claimed = [place for place, leaf in enumerate(some) if leaf.low > 0]
+        if self.record is not None and claimed:
+            done = self.record.closed([some[place] for place in claimed])
+            for place in itertools.compress(claimed, ~done):
+                some[place] = some[place]._replace(low=0.0)
+        return some
 
     def low(self) -> Numbers:
         """Lower bounds ``[R]`` of all functions."""
@@ -346,15 +366,21 @@ class _Frontier:
         return found
 
 
-def _parts(leaf: _Leaf, entries: list[int], children: Numbers) -> Iterator[_Leaf]:
+def _parts(
+    leaf: _Leaf, entries: list[int], children: Numbers, record: SignRecord | None
+) -> Iterator[_Leaf]:
     """Yields the ``2^E`` parts of a leaf, one for each combination of signs of ``E`` neurons.
 
     ``entries`` are the neurons' indices. ``children``, ``[C, 2]`` with ``C >= E``, has in row k the
     lower bounds of both halves (negative, positive) if ``entries[k]`` alone splits the leaf. A part
     lies in one half of each row: its bound is the largest of theirs and of the leaf's.
     """
-    for pick in itertools.product((0, 1), repeat=len(entries)):
+    nodes = [leaf.node]
+    for entry in entries:
+        both = ((None, None) if record is None else record.split(node, entry) for node in nodes)
+        nodes = list(itertools.chain(*both))
+    for node, pick in zip(nodes, itertools.product((0, 1), repeat=len(entries))):
         signs, multipliers = leaf.signs.copy(), leaf.multipliers.copy()
         signs[entries], multipliers[entries] = 2 * np.array(pick) - 1, 0.0
         low = max(leaf.low, *(float(children[k, side]) for k, side in enumerate(pick)))
-        yield leaf._replace(low=low, signs=signs, multipliers=multipliers)
+        yield leaf._replace(low=low, signs=signs, multipliers=multipliers, node=node)

@@ -22,6 +22,7 @@ from wdjax.bounds.linear_outputs import Objectives
 from wdjax.certify import falsify
 from wdjax.certify.specification import Specification
 from wdjax.core import Classifier
+from wdjax.proofs.recorder import CaseRecord
 
 Numbers = npt.NDArray[Any]
 
@@ -54,6 +55,8 @@ class _Parts(NamedTuple):
     """Ends of the box, cut."""
     gain: Any
     """``[L, N]``: which input to halve, the largest first."""
+    weights: Any
+    """``[L, R]``: weights of the rows whose mean gave each member's bound."""
     points: Any
     """``[L, *shape]``: where the linear bound of the weakest member is least."""
 
@@ -64,7 +67,7 @@ def _turn(model: Classifier, rows: Objectives, member: Array, lower: Array, uppe
     low, a, linear = linear_outputs.lower(model, rows, lower, upper, "crown")
     shape, count = lower.shape, len(lower)
     ends = lower.reshape(count, -1), upper.reshape(count, -1)
-    best, inner, outer, steep = jax.vmap(
+    best, inner, outer, steep, weights = jax.vmap(
         lambda needed: jax.vmap(lambda *box: _member(needed, *box))(low, linear, a, *ends),
         out_axes=1,
     )(member)
@@ -82,13 +85,14 @@ def _turn(model: Classifier, rows: Objectives, member: Array, lower: Array, uppe
         new_lower.reshape(shape),
         new_upper.reshape(shape),
         jnp.sqrt(size) * (new_upper - new_lower),
+        jnp.sum(jnp.where(member, weights, 0.0), axis=1),
         points.reshape(shape),
     )
 
 
 def _member(
     needed: Array, low: Array, linear: Array, a: Array, lower: Array, upper: Array
-) -> tuple[Array, Array, Array, Array]:
+) -> tuple[Array, Array, Array, Array, Array]:
     """What the linear bounds of the rows ``needed``, ``[R]`` booleans, say of one box, ``[N]``.
 
     A violation has all of these rows at most 0. Row r is at least ``linear + sum |a| d``, with
@@ -105,8 +109,8 @@ def _member(
       upper: ``[N]``
 
     Returns:
-      A lower bound of the largest of these rows, inf for no rows; the ends of the cut box; and the
-      coefficients ``[N]`` of the weighted mean.
+      A lower bound of the largest of these rows, inf for no rows; the ends of the cut box; the
+      coefficients ``[N]`` of a weighted mean; and the weights ``[R]`` that gave the bound.
     """
     unit = 32 * float(jnp.finfo(low.dtype).eps) * (a.shape[1] + a.shape[0] + 2)
     reach = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
@@ -134,21 +138,24 @@ def _member(
         return jnp.sum(toward * point) + total - slack, toward, a @ point + level
 
     least = jnp.sum(jnp.where(a > 0, a * inner, a * outer), axis=1) + level - unit * size
-    best = jnp.max(jnp.where(needed, jnp.maximum(low, least), -jnp.inf))
+    alone = jnp.where(needed, jnp.maximum(low, least), -jnp.inf)
+    best, weights = jnp.max(alone), (jnp.arange(len(low)) == jnp.argmax(alone)).astype(low.dtype)
     scale = jnp.max(jnp.where(needed, jnp.abs(low), 0.0))
     tilt = jnp.where(needed, 0.0, -jnp.inf) + 4 * jnp.where(needed, low, 0.0) / (scale + 1e-30)
     for _ in range(_MEANS):
-        found, toward, value = mean(jax.nn.softmax(tilt))
-        best = jnp.fmax(best, found)
+        weight = jax.nn.softmax(tilt)
+        found, toward, value = mean(weight)
+        best, weights = jnp.fmax(best, found), jnp.where(found > best, weight, weights)
         spread = jnp.max(jnp.where(needed, jnp.abs(value), 0.0))
         tilt = tilt + jnp.where(needed, value, 0.0) / (spread + 1e-30)
-    found, toward, value = mean(jax.nn.softmax(tilt))
-    best = jnp.fmax(best, found)
+    weight = jax.nn.softmax(tilt)
+    found, toward, value = mean(weight)
+    best, weights = jnp.fmax(best, found), jnp.where(found > best, weight, weights)
     empty = jnp.any(inner > outer)
     best = jnp.where(empty, jnp.maximum(best, jnp.finfo(low.dtype).tiny), best)
     best = jnp.where(jnp.any(needed), best, jnp.inf)
     toward = jnp.where(jnp.isfinite(toward), toward, 0.0)
-    return best, inner, outer, toward
+    return best, inner, outer, toward, weights
 
 
 class Halving:
@@ -161,10 +168,10 @@ class Halving:
         rows: Objectives,
         member: Array,
         box: tuple[Numbers, Numbers],
-        width: int = WIDTH,
+        record: CaseRecord | None = None,
     ) -> None:
         self.model, self.spec, self.rows, self.member, self.box = model, spec, rows, member, box
-        self.width = width
+        self.width, self.record = WIDTH, record
 
     def run(self, lower: Numbers, upper: Numbers, until: float) -> Outcome:
         """Searches in the box ``[lower, upper]``, which contains ``self.box``, until the clock
@@ -172,7 +179,8 @@ class Halving:
 
         Witnesses are looked for in ``self.box``.
         """
-        open_ = _Open(lower[None], upper[None], np.full(1, -math.inf))
+        begun = None if self.record is None else self.record.tree()
+        open_ = _Open(lower[None], upper[None], np.full(1, -math.inf), np.array([begun]))
         closed, leaves, stuck = math.inf, 0, _none(lower)
         most = _BYTES // (2 * lower.nbytes + 8)
         while len(open_.low) and (not leaves or time.monotonic() < until):
@@ -180,25 +188,53 @@ class Halving:
                 return Outcome(min(closed, _least(open_, stuck)), leaves, None, "memory")
             batch, open_ = open_.take(self.width)
             count = len(batch.low)
-            ends = (np.concatenate([e, np.repeat(e[:1], self.width - count, 0)]) for e in batch[:2])
+            blank = self.width - count
+            ends = (np.concatenate([e, np.repeat(e[:1], blank, axis=0)]) for e in batch[:2])
             found = jax.device_get(_turn(self.model, self.rows, self.member, *ends))
             found = _Parts(*(part[:count] for part in found))
             leaves += count
             low = np.fmax(found.low, batch.low)  # What is NaN is not known.
-            left = ~(low > 0)
+            left = ~(low > 0) if self.record is None else self._refused(batch, low, found)
             closed = min(closed, float(np.min(low[~left], initial=math.inf)))
             if not np.any(left):
                 continue
             broken = self._broken(_Parts(*(part[left] for part in found)))
             if broken is not None:
                 return Outcome(float(np.min(low)), leaves, broken, "violated")
-            parts = _Open(found.lower[left], found.upper[left], low[left])
-            halves, whole = _halved(parts, found.gain[left], self.width - len(open_.low))
+            parts = _Open(found.lower[left], found.upper[left], low[left], batch.node[left])
+            gain = found.gain[left]
+            if self.record is not None:
+                parts, stays = self._cut(_Open(*(part[left] for part in batch)))
+                gain = gain[stays]
+            halves, whole = _halved(parts, gain, self.width - len(open_.low))
             open_, stuck = open_.joined(halves), stuck.joined(whole)
         ended = "closed" if not len(open_.low) else "time"
         if len(stuck.low) and ended == "closed":
             ended = "nothing to split"
         return Outcome(min(closed, _least(open_, stuck)), leaves, None, ended)
+
+    def _cut(self, boxes: "_Open") -> tuple["_Open", npt.NDArray[np.bool_]]:
+        """Open boxes cut by the checker of the proof; ``[L]``: in which something is left."""
+        assert self.record is not None
+        node, low, high = self.record.cut(boxes.node.tolist())
+        shape = boxes.lower.shape
+        lower = np.maximum(boxes.lower, low.reshape(shape))
+        upper = np.minimum(boxes.upper, high.reshape(shape))
+        stays = np.all((lower <= upper).reshape(len(lower), -1), axis=1)
+        parts = _Open(lower, upper, np.minimum(boxes.low, 0.0), np.array(node))
+        if not np.all(stays):
+            self.record.closed(parts.node[~stays].tolist(), np.zeros((np.sum(~stays), 0)))
+        return _Open(*(part[stays] for part in parts)), stays
+
+    def _refused(self, batch: "_Open", low: Numbers, found: _Parts) -> npt.NDArray[np.bool_]:
+        """``[L]``: which boxes the bounds or the checker of the proof do not close."""
+        assert self.record is not None
+        left, claimed = ~(low > 0), np.flatnonzero(low > 0)
+        if len(claimed):
+            left[claimed] = ~self.record.closed(
+                batch.node[claimed].tolist(), found.weights[claimed]
+            )
+        return np.asarray(left)
 
     def _broken(self, parts: _Parts) -> falsify.Witness | None:
         """A violation at the centres of open parts or where their bounds are least."""
@@ -214,6 +250,8 @@ class _Open(NamedTuple):
     lower: Numbers
     upper: Numbers
     low: Numbers
+    node: Numbers
+    """The boxes in a proof, or None."""
 
     def take(self, width: int) -> tuple["_Open", "_Open"]:
         """The ``width`` boxes with the least bounds, and the rest."""
@@ -229,7 +267,7 @@ class _Open(NamedTuple):
 
 
 def _none(like: Numbers) -> _Open:
-    return _Open(like[None][:0], like[None][:0], np.zeros(0))
+    return _Open(like[None][:0], like[None][:0], np.zeros(0), np.zeros(0, object))
 
 
 def _least(*parts: _Open) -> float:
@@ -245,7 +283,7 @@ def _halved(boxes: _Open, gain: Numbers, room: int) -> tuple[_Open, _Open]:
     """
     shape = boxes.lower.shape[1:]
     lower, upper = (end.reshape(len(boxes.low), -1) for end in boxes[:2])
-    low, stuck = boxes.low, []
+    low, node, stuck = boxes.low, boxes.node, []
     while True:
         middle = 0.5 * lower + 0.5 * upper
         splits = (middle > lower) & (middle < upper)
@@ -253,8 +291,9 @@ def _halved(boxes: _Open, gain: Numbers, room: int) -> tuple[_Open, _Open]:
         score = np.where(splits & ~np.isfinite(score), upper - lower, score)
         place = np.argmax(score, axis=1)
         can = splits[np.arange(len(low)), place]
-        stuck.append(_Open(lower[~can], upper[~can], low[~can]))
-        lower, upper, low, gain, place = (t[can] for t in (lower, upper, low, gain, place))
+        stuck.append(_Open(lower[~can], upper[~can], low[~can], node[~can]))
+        lower, upper, low, node = (t[can] for t in (lower, upper, low, node))
+        gain, place = gain[can], place[can]
         if not len(low):
             break
         rows = np.arange(len(low))
@@ -265,8 +304,18 @@ def _halved(boxes: _Open, gain: Numbers, room: int) -> tuple[_Open, _Open]:
         gain[rows, place] *= 0.5
         lower, upper = np.concatenate([lower, second]), np.concatenate([first, upper])
         low, gain = np.concatenate([low, low]), np.concatenate([gain, gain])
+        node = _parted(node, place, cut)
         if 2 * len(low) > room:
             break
     kept = [np.concatenate(parts) for parts in zip(*stuck)]
     shaped = [end.reshape(-1, *shape) for end in (lower, upper, kept[0], kept[1])]
-    return _Open(shaped[0], shaped[1], low), _Open(shaped[2], shaped[3], kept[2])
+    return _Open(shaped[0], shaped[1], low, node), _Open(shaped[2], shaped[3], kept[2], kept[3])
+
+
+def _parted(node: Numbers, place: Numbers, cut: Numbers) -> Numbers:
+    """The lower, then the upper halves of boxes in a proof; None without one."""
+    halves = np.full(2 * len(node), None, object)
+    for i, own in enumerate(node):
+        if own is not None:
+            halves[i :: len(node)] = own.split(int(place[i]), float(cut[i]))
+    return halves

@@ -14,13 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax.bounds import leaves, linear_outputs
+from wdjax.bounds import inner_slopes, leaves, linear_outputs
 from wdjax.certify import branch, falsify, halving
 from wdjax.certify.falsify import Witness
+from wdjax.certify.recorded import SignRecord
 from wdjax.certify.specification import Specification, leafless
 from wdjax.checks import arguments, independence, validate
 from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Classifier
+from wdjax.proofs.recorder import CaseRecord
 
 Numbers = npt.NDArray[Any]
 Status = Literal["holds", "violated", "unknown"]
@@ -79,6 +81,7 @@ class _Question(NamedTuple):
     """A box of floats that contains all real inputs."""
     rows: linear_outputs.Objectives
     forbidden: falsify.Forbidden
+    proof: CaseRecord | None = None
 
     @property
     def free(self) -> int:
@@ -95,6 +98,7 @@ def property(
     method: Ladder = "auto",
     seconds: float = 60.0,
     key: Array | None = None,
+    proof: CaseRecord | None = None,
 ) -> Verdict:
     r"""Decides whether ``model`` has a forbidden output for an input of the box.
 
@@ -106,6 +110,9 @@ def property(
       method: one of :data:`LADDERS`; all begin with an attack.
       seconds: when to end at the latest; compiling a program is not interrupted.
       key: of the attack's random points; by default the same in every call.
+      proof: a case of a :class:`Proof`, of the file that ``model`` was read from, with the same box
+        and specification; the verdict is written down in it. Parts of the box are closed only where
+        the proof's checker agrees, which takes more parts. For the method "auto".
 
     Returns:
       A :class:`Verdict`.
@@ -136,9 +143,15 @@ def property(
     question = _question(model, lower, upper, spec)
     validate.check_choice("method", method, LADDERS)
     _check_seconds(seconds)
+    if proof is not None:
+        _check_proof(proof, method, question)
+        proof.trees, proof.point = [], None
+        question = question._replace(proof=proof)
     key = jax.random.key(0) if key is None else key
     arguments.check(key=key)
     found = _decided(question, method, began + seconds, key)
+    if proof is not None and found.witness is not None:
+        proof.point = found.witness.reshape(-1).astype(float)
     return found._replace(seconds=time.monotonic() - began)
 
 
@@ -191,6 +204,19 @@ def properties(
 def _check_seconds(seconds: float) -> None:
     if not seconds > 0:
         raise ValueError(f"seconds must be a number above 0, got {seconds!r}.")
+
+
+def _check_proof(proof: CaseRecord, method: Ladder, question: _Question) -> None:
+    if not isinstance(proof, CaseRecord) or method != "auto":
+        raise ValueError(
+            "proof must be one of the cases of a Proof, and method 'auto', got "
+            f"{arguments.described(proof)} and {method!r}."
+        )
+    a, b, _ = question.spec.rows
+    if proof.inputs != question.hull[0].size or not (
+        np.array_equal(a, proof.case.a) and np.array_equal(b, proof.case.b)
+    ):
+        raise ValueError("proof must be of the same inputs and specification as the property.")
 
 
 def _question(
@@ -286,7 +312,7 @@ def _decided(question: _Question, method: Ladder, until: float, key: Array) -> V
         ends = (end[None] for end in question.hull)
         low = np.asarray(linear_outputs.lower(model, question.rows, *ends, bounds).low[0])
         best = float(np.min(_most(question, low)))
-        if best > 0:
+        if best > 0 and question.proof is None:
             return Verdict("holds", best, 0.0, 1, bounds)
         if method != "auto":
             return Verdict("unknown", best, 0.0, 1, "bounds")
@@ -303,8 +329,12 @@ def _signs(question: _Question, low: Numbers, until: float) -> Verdict:
     root = leaves.root(question.model, problem, math.inf)
     low = np.maximum(low, np.asarray(root.low))
     most = _most(question, low)
-    best = float(np.min(most))
-    if best > 0:
+    best, record = float(np.min(most)), None
+    if question.proof is not None:
+        inner = jax.device_get(inner_slopes.of_region(question.model, problem, math.inf))
+        record = SignRecord(question.proof, root, inner)
+        most, root = np.full_like(most, -np.inf), record.root  # Nothing is known to the checker.
+    elif best > 0:
         return Verdict("holds", best, 0.0, 1, "alpha")
     member = np.asarray(question.forbidden.member)[: len(most)]
     rows = np.unique(np.argmax(np.where(member, low, -np.inf), axis=1)[most <= 0])
@@ -314,7 +344,7 @@ def _signs(question: _Question, low: Numbers, until: float) -> Verdict:
         points = np.concatenate([points, blank])
         return falsify.witness(question.model, question.spec, *question.box, points)
 
-    found = branch.search(question.model, problem, math.inf, root, rows, low, until, check)
+    found = branch.search(question.model, problem, math.inf, root, rows, low, until, check, record)
     if found.witness is not None:
         return _violated(found.witness, "signs", found.leaves)
     best = float(np.min(_most(question, np.asarray(found.low))))
@@ -328,7 +358,7 @@ def _signs(question: _Question, low: Numbers, until: float) -> Verdict:
 def _inputs(question: _Question, best: float, before: int, until: float) -> Verdict:
     """The verdict by halved boxes; ``best`` is a bound that is known, from ``before`` parts."""
     model, spec, member = question.model, question.spec, question.forbidden.member
-    search = halving.Halving(model, spec, question.rows, member, question.box)
+    search = halving.Halving(model, spec, question.rows, member, question.box, question.proof)
     found = search.run(*question.hull, until)
     count = before + found.leaves
     if found.witness is not None:

@@ -28,6 +28,7 @@ from wdjax.cli import (
     attack_command,
     audit_command,
     certify_command,
+    check_proof_command,
     convert_command,
     game_command,
     image_attack_command,
@@ -50,6 +51,7 @@ _COMMANDS = (
     game_command,
     convert_command,
     verify_command,
+    check_proof_command,
     merge_command,
     run_command,
 )
@@ -84,7 +86,8 @@ _EXAMPLES = """examples:
   python -m wdjax game --defense dann,tadv --seeds 0,1 --json games.json
   python -m wdjax merge result.json.*-of-5.safetensors
   python -m wdjax run jobs.toml --jobs 2 --json results.json
-  python -m wdjax verify net.onnx property.vnnlib --seconds 60
+  python -m wdjax verify net.onnx property.vnnlib --seconds 60 --proof proofs
+  python -m wdjax check-proof proofs/net-property.npz --model net.onnx --property property.vnnlib
   python -m wdjax convert Carmon2019Unlabeled.pt --name Carmon2019Unlabeled --out model.safetensors
   python -m wdjax COMMAND --help"""
 

@@ -22,6 +22,7 @@ from wdjax.cli.console import Console
 from wdjax.engine import tasks
 from wdjax.files import vnnlib_file
 from wdjax.models import convert
+from wdjax.proofs.recorder import CaseRecord
 from wdjax.report import summary
 
 _SECONDS = 60.0
@@ -77,6 +78,12 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     out = parser.add_argument_group("what is written")
     out.add_argument("--json", metavar="OUT", help="a file, or - for stdout")
+    out.add_argument(
+        "--proof",
+        metavar="DIR",
+        help="a folder for proofs of verdicts, NET-SPEC.npz, which check-proof checks; the search "
+        "takes longer",
+    )
     subject.declare_checkpoint(out)
     parser.set_defaults(command=run)
 
@@ -89,6 +96,8 @@ class Instance(NamedTuple):
     folder: str
     seconds: float
     seed: int
+    proofs: str = ""
+    """A folder for proofs, or none."""
 
 
 def run(parsed: argparse.Namespace, console: Console) -> int:
@@ -119,6 +128,8 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         subject.write(console, parsed.json, content)
     if not listed:
         console.say(_told(verdicts[0]))
+        for remark in verdicts[0].get("remarks", ()):
+            console.warn(f"wdjax: there is no proof of it: {remark}")
         return 0
     for name, count in sorted(collections.Counter(v["result"] for v in verdicts).items()):
         console.say(f"{name}: {count} of {len(verdicts)}")
@@ -127,7 +138,8 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
 
 def _single(parsed: argparse.Namespace) -> Instance:
     seconds = parsed.seconds or _SECONDS
-    return Instance(str(parsed.onnx), str(parsed.vnnlib), "", seconds, parsed.seed)
+    proofs = parsed.proof or ""
+    return Instance(str(parsed.onnx), str(parsed.vnnlib), "", seconds, parsed.seed, proofs)
 
 
 def _files(todo: list[Instance]) -> Iterator[Path]:
@@ -165,7 +177,8 @@ def _listed(parsed: argparse.Namespace) -> Iterator[Instance]:
                 raise ValueError(f"the seconds of instance {number} of {path} {error}.") from None
         seconds = seconds if seconds < math.inf else _SECONDS
         folder = str(path.parent / cells.get("benchmark", ""))
-        yield Instance(cells["onnx"], cells["vnnlib"], folder, seconds, parsed.seed)
+        proofs = str(Path(parsed.proof, cells.get("benchmark", ""))) if parsed.proof else ""
+        yield Instance(cells["onnx"], cells["vnnlib"], folder, seconds, parsed.seed, proofs)
 
 
 def _all(
@@ -233,13 +246,15 @@ def _searched(one: Instance, began: float) -> dict[str, Any]:
     path = Path(one.folder, one.onnx)
     model, shape = _loaded(str(path), path.stat().st_mtime_ns)
     cases = vnnlib_file.read(Path(one.folder, one.vnnlib))
+    proof, missing = _proof(one)
+    records = [None] * len(cases) if proof is None else proof.cases
     found: list[certify.Verdict] = []
-    for case in cases:
+    for case, record in zip(cases, records):
         if len(case.lower) != math.prod(shape):
             raise ValueError(
                 f"{one.vnnlib} has {len(case.lower)} inputs, and {one.onnx} takes {list(shape)}."
             )
-        verdict, witness = _settled(one, began, model, path, case, shape)
+        verdict, witness = _settled(one, began, model, path, case, shape, record)
         found.append(verdict)
         if witness is not None:
             break
@@ -247,15 +262,41 @@ def _searched(one: Instance, began: float) -> dict[str, Any]:
         "leaves": sum(verdict.leaves for verdict in found),
         "by": found[-1].by,
     }
+    open_ = [verdict for verdict in found if verdict.status != "holds"]
+    if one.proofs and (witness is not None or not open_):
+        told |= _saved(one, proof, missing)
     if witness is not None:
         return told | {"result": "sat"} | witness
-    open_ = [verdict for verdict in found if verdict.status != "holds"]
     if not open_:
         return told | {"result": "unsat"}
     bound = min(verdict.bound for verdict in open_)
     over = any(verdict.by in ("time", _ONLY_OURS) for verdict in open_)
     ended = {"result": "timeout" if over else "unknown", "by": open_[0].by}
     return told | ended | {"bound": summary.number(bound)}
+
+
+def _proof(one: Instance) -> tuple[certify.Proof | None, str]:
+    """The proof that is to be filled, or None and why there is none."""
+    if not one.proofs:
+        return None, ""
+    try:
+        return certify.Proof(Path(one.folder, one.onnx), Path(one.folder, one.vnnlib)), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def _saved(one: Instance, proof: certify.Proof | None, missing: str) -> dict[str, Any]:
+    """Where the proof is, or why it is not."""
+    names = (str(Path(name.removesuffix(".gz")).with_suffix("")) for name in (one.onnx, one.vnnlib))
+    names = (Path(name).name if not one.folder else name.replace("/", "_") for name in names)
+    place = Path(one.proofs, "-".join(names) + ".npz")
+    if proof is None:
+        return {"proof": None, "remarks": [missing]}
+    try:
+        proof.save(place)
+    except ValueError as error:
+        return {"proof": None, "remarks": [str(error)]}
+    return {"proof": str(place)}
 
 
 _ONLY_OURS = "time: points were forbidden by our float program, not by onnxruntime's"
@@ -268,6 +309,7 @@ def _settled(
     path: Path,
     case: vnnlib_file.BoxCase,
     shape: tuple[int, ...],
+    record: CaseRecord | None,
 ) -> tuple[certify.Verdict, dict[str, Any] | None]:
     """The verdict on one box, and the replayed witness of a violation.
 
@@ -278,7 +320,8 @@ def _settled(
     box = case.lower.reshape(shape), case.upper.reshape(shape)
     while True:
         left = max(one.seconds - (time.monotonic() - began), 1e-3)
-        found = certify.property(model, *box, spec, seconds=left, key=jax.random.key(seed))
+        key = jax.random.key(seed)
+        found = certify.property(model, *box, spec, seconds=left, key=key, proof=record)
         if found.status != "violated":
             return found, None
         witness = _replayed(path, spec, found)

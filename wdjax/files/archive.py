@@ -1,11 +1,15 @@
 """Untrusted zip archives: sizes that they claim are checked before memory is allocated."""
 
+import io
+import math
 import struct
 import zipfile
 import zlib
 from typing import BinaryIO
 
-from wdjax.files.state_pickle import BrokenError, RefusedError, shown
+import numpy as np
+
+from wdjax.files.state_pickle import MAX_RANK, BrokenError, RefusedError, shown
 
 Entries = dict[str, zipfile.ZipInfo]
 
@@ -103,3 +107,41 @@ def content(
     if len(found) != entry.file_size:
         raise BrokenError(f"{shown(name)} is cut short")
     return found
+
+
+def arrays(file: BinaryIO, size: int) -> dict[str, np.ndarray]:
+    """All arrays of an npz archive of ``size`` bytes, by name; raises as :func:`content`."""
+    zipped, entries = opened(file, size)
+    with zipped:
+        found = {name: content(zipped, entries, name, size, deflated=True) for name in entries}
+    return {name.removesuffix(".npy"): array(held, name) for name, held in found.items()}
+
+
+def array(content: bytes, name: str) -> np.ndarray:
+    """A read-only array from the bytes of an ``npy`` file; raises unless it holds plain numbers.
+
+    ``name`` is for messages. The size that the header claims must be that of the content.
+    """
+    head = io.BytesIO(content[:_MAX_HEADER])
+    try:
+        read = _HEADERS[np.lib.format.read_magic(head)]
+        shape, turned, dtype = read(head, max_header_size=_MAX_HEADER)
+    except Exception as error:  # NumPy evaluates the header as Python, which fails in many ways.
+        raise BrokenError(f"{name}.npy has a header that is none: {shown(str(error))}") from None
+    if dtype.kind not in "fiu":
+        raise RefusedError(f"{name}.npy holds {shown(str(dtype))}, which are no plain numbers")
+    count = math.prod(shape)
+    sizes = len(shape) <= MAX_RANK and all(type(size) is int and size >= 0 for size in shape)
+    if not sizes or count * dtype.itemsize != len(content) - head.tell():
+        claim = shown(f"{dtype}{list(shape)}")
+        raise BrokenError(f"{name}.npy claims {claim} and holds {len(content)} bytes")
+    flat = np.frombuffer(content, dtype, count, head.tell())
+    return flat.reshape(shape[::-1]).T if turned else flat.reshape(shape)
+
+
+_MAX_HEADER = 1 << 12
+_HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+    (3, 0): np.lib.format.read_array_header_2_0,  # Unlike 2.0 it may have Unicode field names.
+}

@@ -7,7 +7,8 @@ bounds the activations' derivatives on the ball (called slopes here); from these
 (intervals, zonotopes), `lipsdp` (quadratic constraints) and `branching` (branch and bound over the
 masks of active neurons) bound the Jacobian; `local` has the public functions. `margin` bounds the
 constants of any program over a box, `transformer` those of Transformers from weights. `certified`
-turns constants into certified radii; `training_bounds` has differentiable bounds.
+turns constants, of balls or of all of space, into certified radii; `training_bounds` has
+differentiable bounds.
 
 Exact values for small ReLU nets: `cells` enumerates the polyhedra on which the net is affine;
 `exact` computes the constants of the paper's Theorem 3.1 from them, and `worst_case` the worst
@@ -18,7 +19,7 @@ like ``jacobian.interval``, a name in ``METHODS`` of `local`, and a branch of it
 """
 
 from wdjax.lipschitz.cells import Cells, Polyhedron, activation_cells, masks_at, polyhedron
-from wdjax.lipschitz.certified import verify
+from wdjax.lipschitz.certified import global_radius, verify
 from wdjax.lipschitz.chain import Chain, as_chain, relu_chain
 from wdjax.lipschitz.exact import (
     Steepest,
@@ -54,6 +55,7 @@ __all__ = [
     "direction_bound",
     "directions",
     "global_lipschitz",
+    "global_radius",
     "jacobian_norm",
     "local_lipschitz",
     "local_transformer_constant",

@@ -9,8 +9,10 @@ import numpy.typing as npt
 from wdjax.balls import Lp
 from wdjax.bounds.region import Box
 from wdjax.checks import arguments, validate
+from wdjax.checks.forward_mode import host_only
 from wdjax.core import Certificate, Classifier
 from wdjax.lipschitz.local import Method, local_lipschitz
+from wdjax.lipschitz.margin import layer_product
 from wdjax.parallel import AnyArray
 from wdjax.precision import float64, widened
 
@@ -70,11 +72,62 @@ def verify(
     margins = _margins(model, x, labels, batch_size)
     correct = np.min(margins, axis=1) > 0
     lowest = np.min(margins - slopes * eps, axis=1)
+    radius = np.minimum(_reach(margins, slopes), eps)
+    return Certificate(correct, lowest, radius, "lipschitz", "exact arithmetic")
+
+
+def global_radius(
+    model: Classifier, x: AnyArray, y: AnyArray, *, norm: float, batch_size: int = 64
+) -> npt.NDArray[np.float64]:
+    r"""Certified radii from Lipschitz constants over all of space: ``min_j margin_j / L_j``.
+
+    The constants are those of :func:`certify.layer_product`, computed once in float64; a sample
+    then costs a forward pass. Made for nets whose layers have norm 1, such as
+    :func:`wdjax.models.lipschitz_net`, whose ``L_j`` are at most ``sqrt(2)``.
+
+    Args:
+      model: a pytree callable ``[n, *shape] -> [n, K]``, of primitives with a rule.
+      x: ``[n, *shape]`` floats.
+      y: ``[n]`` integer labels.
+      norm: r, one of 1, 2 and inf.
+      batch_size: samples in a forward pass.
+
+    Returns:
+      ``[n]`` radii in units of ``x``, of the exact function of the model's weights: 0 where a
+      sample is misclassified or a constant is infinite, ``inf`` where the logits are constant.
+
+    Raises:
+      ValueError: bad samples, no rule for a primitive, or a discontinuous one.
+
+    Cost: :func:`certify.layer_product`, and a forward pass a sample, both in float64.
+
+    Source: Tsuzuku et al. [tsuzuku2018], for programs instead of layers.
+
+    >>> from wdjax import Model
+    >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, 0.0], [0.0, 1.0]]))
+    >>> x, y = jnp.array([[0.9, 0.1], [0.1, 0.9]]), jnp.array([0, 0])
+    >>> global_radius(model, x, y, norm=2).round(4).tolist()
+    [0.5657, 0.0]
+    """
+    arguments.check(model=model, x=x, y=y)
+    host_only("global_radius", "certify.layer_product, which can be traced", model, x, y)
+    x, y = validate.check_samples(model, x, y, None)
+    labels = np.asarray(y)
+    with float64():
+        low = jnp.full(x.shape[1:], -jnp.inf, jnp.float64)
+        constants = np.asarray(layer_product(widened(model), low, -low, norm=norm))[labels]
+    return _reach(_margins(model, x, labels, batch_size), constants)
+
+
+def _reach(
+    margins: npt.NDArray[np.float64], slopes: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """``[n]``: how far samples may move until a margin ``[n, K]`` that falls by at most ``slopes``
+    a unit is 0; 0 where one of them is not above 0, or a slope is NaN."""
     with np.errstate(divide="ignore", invalid="ignore"):
         reach = np.where(slopes > 0, margins / slopes, np.where(margins > 0, np.inf, 0.0))
     reach = np.min(np.nan_to_num(reach, nan=0.0, posinf=np.inf), axis=1)
-    radius = np.where(correct, np.clip(reach * (1 - _ROUNDING), 0.0, eps), 0.0)
-    return Certificate(correct, lowest, radius, "lipschitz", "exact arithmetic")
+    return np.maximum(reach, 0.0) * (1 - _ROUNDING)
 
 
 def _margins(

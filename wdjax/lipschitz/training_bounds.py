@@ -2,6 +2,7 @@ r"""Differentiable bounds of Lipschitz constants, and training with them."""
 
 import dataclasses
 import functools
+import math
 from typing import Literal, get_args
 
 import jax
@@ -92,8 +93,8 @@ def _bound(net: Chain, norm: float, method: Method, slopes: Slopes, y: Array) ->
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("warm", "ramp", "clean"),
-    meta_fields=("norm", "box", "method"),
+    data_fields=("warm", "ramp", "clean", "attack", "mix", "small"),
+    meta_fields=("norm", "box", "blend", "method", "constant"),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LipschitzTraining(Scheduled):
@@ -107,15 +108,21 @@ class LipschitzTraining(Scheduled):
       norm: r of the ball, one of 1, 2 and inf.
       box: ``(low, high)``, or None for no box.
       method: as in :func:`trainable_lipschitz`.
+      constant: of all margins, if one is known, instead of local ones: ``sqrt(2)`` in l2 for a
+        1-Lipschitz net such as :func:`wdjax.models.lipschitz_net`. It is trusted here, and proved
+        by :func:`global_radius`.
       warm: share of the steps before the radius begins to grow.
       ramp: share of the steps until the radius is ``eps``.
       clean: final weight of the loss on the clean samples.
+      attack, blend, mix, small: as in :class:`wdjax.certify.CertifiedTraining`.
 
     Raises:
-      ValueError: another norm, an empty box, shares that are not ``0 <= warm < ramp <= 1``, or a
-        weight outside of [0, 1].
+      ValueError: another norm, an empty box, shares that are not ``0 <= warm < ramp <= 1``, a
+        weight outside of [0, 1], an attack that is not bound to ``eps`` in this ball, or a
+        constant below 0.
 
-    Cost: in each step that of :func:`trainable_lipschitz` and its gradient.
+    Cost: in each step that of :func:`trainable_lipschitz` and its gradient; with a ``constant`` a
+      forward pass.
 
     Source: Tsuzuku et al. [tsuzuku2018], with local constants.
 
@@ -124,18 +131,23 @@ class LipschitzTraining(Scheduled):
     """
 
     method: Method = "interval"
+    constant: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.constant is not None and not 0 <= self.constant < math.inf:
+            raise ValueError(f"constant must be at least 0 and finite, got {self.constant!r}.")
         validate.check_choice("method", self.method, get_args(Method))
 
     def margins(self, model: Classifier, x: Array, y: Array, eps: Array, done: Array) -> Array:
         """``[n, K]`` bounds of the margins, inf at ``j = y``, when a share ``done`` of all training
         steps is done."""
         reach = self.share(done) * eps
-        steep = trainable_lipschitz(
-            model, x, y, norm=self.norm, eps=reach, box=self.box, method=self.method
-        )
+        steep: Array | float | None = self.constant
+        if steep is None:
+            steep = trainable_lipschitz(
+                model, x, y, norm=self.norm, eps=reach, box=self.box, method=self.method
+            )
         logits = model(x)
         label = jnp.take_along_axis(logits, y[:, None], axis=1)
         left = label - logits - jnp.reshape(reach, (-1, 1)) * steep

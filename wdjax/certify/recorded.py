@@ -1,0 +1,97 @@
+"""What branch and bound over signs tells a proof, in the checker's order of neurons."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.flatten_util import ravel_pytree
+
+from wdjax.bounds.leaves import RootBounds
+from wdjax.proofs.recorder import CaseRecord
+
+Numbers = npt.NDArray[Any]
+
+
+class SignRecord:
+    """The trees over signs of one case, one for each member of its specification."""
+
+    def __init__(self, record: CaseRecord, root: RootBounds, inner: Mapping[int, Any]) -> None:
+        """``inner``: slopes as of :func:`wdjax.bounds.inner_slopes.of_region`."""
+        self.record, case = record, record.case
+        orders = _orders(root, case.net.starts, _known(record))
+        self.order = np.concatenate(orders)
+        self._bound_again(dict(zip(sorted(root.lower), orders)), inner)
+        ends = _known(record)
+        wider = []
+        for own, known, pick in (
+            (root.lower, ends[0], np.minimum),
+            (root.upper, ends[1], np.maximum),
+        ):
+            flat, unravel = ravel_pytree(own)
+            there = known[self.order].astype(flat.dtype)
+            wider.append(unravel(jnp.asarray(pick(np.asarray(flat), there))))
+        self.root = root._replace(lower=wider[0], upper=wider[1])
+        """The root's bounds, no tighter than the checker's."""
+
+    def _bound_again(self, orders: Mapping[int, Numbers], inner: Mapping[int, Any]) -> None:
+        """Has the checker bound unstable neurons by the slopes that suit them."""
+        size, neurons, slopes = self.record.case.net.neurons, [np.zeros(0, int)], []
+        for place, found in inner.items():
+            some = np.flatnonzero(np.all(np.isfinite(found), axis=(1, 2)))
+            own = np.full((len(some), 2, size), -1.0)
+            own[..., self.order[: found.shape[2]]] = np.asarray(found)[some]
+            neurons.append(orders[place][some])
+            slopes.append(own)
+        if slopes:
+            self.record.begin(np.concatenate(neurons), np.concatenate(slopes))
+
+    def begin(self, row: int) -> Any:
+        """The root of a tree for the member of a row."""
+        return self.record.tree(int(np.argmax(self.record.case.member[:, row])))
+
+    def split(self, node: Any, entry: int) -> Any:
+        """Both halves by the sign of an operand, the negative one first."""
+        return node.split(self.record.inputs + int(self.order[entry]), 0.0)
+
+    def closed(self, leaves: Sequence[Any]) -> npt.NDArray[np.bool_]:
+        """Which of some leaves, as :mod:`branch` has them, the checker closes too."""
+        case, count = self.record.case, len(leaves)
+        rows = np.array([leaf.row for leaf in leaves], int)
+        weights, slopes, betas = (
+            np.zeros((count, len(case.b))),
+            *np.zeros((2, count, case.net.neurons)),
+        )
+        weights[np.arange(count), rows] = 1.0
+        signs = np.stack([leaf.signs for leaf in leaves])
+        multipliers = np.stack([leaf.multipliers for leaf in leaves])
+        slopes[:, self.order] = np.where(signs == 0, multipliers, -1.0)
+        betas[:, self.order] = np.where(signs == 0, 0.0, multipliers)
+        member = np.argmax(case.member[:, rows], axis=0)
+        nodes = [leaf.node for leaf in leaves]
+        return np.asarray(self.record.closed(nodes, weights, slopes, betas, member))
+
+
+def _known(record: CaseRecord) -> list[Numbers]:
+    """Both ends ``[neurons]`` that the checker has of all neurons."""
+    return [np.concatenate([own[0] for own in side]) for side in zip(*record.case.known)]
+
+
+def _orders(root: RootBounds, starts: Numbers, ends: list[Numbers]) -> list[Numbers]:
+    """The checker's number of each neuron, rectifier by rectifier: maps may have channels last.
+
+    The order is that in which the two kinds of bounds differ least.
+    """
+    if [low.size for _, low in sorted(root.lower.items())] != np.diff(starts).tolist():
+        raise ValueError("a proof is about a net whose rectifiers are those of its file.")
+    found = []
+    for place, begin in zip(sorted(root.lower), starts):
+        own = np.stack([np.asarray(side[place]).reshape(-1) for side in (root.lower, root.upper)])
+        shape, usual = root.lower[place].shape, begin + np.arange(own.shape[1])
+        tries = [usual]
+        if len(shape) == 4:
+            tries.append(np.moveaxis(usual.reshape(shape[3], *shape[1:3]), 0, -1).reshape(-1))
+        gaps = [np.sum(np.abs(own - [end[order] for end in ends])) for order in tries]
+        found.append(tries[int(np.argmin(gaps))])
+    return found
