@@ -48,6 +48,21 @@ assert found.lower <= found.upper_margin + 1e-9
 assert max(reached) <= max(worst) + 1e-4
 """,
     "09_smoothing": "assert held > 0.5 and all(np.all(a >= r) for r, a in sides.values())",
+    "10_batched_experiments": """
+assert left.shape == (seeds, 8, 4) and mapped * 5 < each * left.size
+assert np.all(np.diff(left.mean(0), axis=0) <= 0.1)
+""",
+    "11_differentiable_prototyping": """
+assert all(abs(a - b) < 0.05 * abs(b) + 1e-3 for a, b in slopes.values())
+assert course[-1] > course[0] and after[1] > before[1]
+plain, ours = curves.values()
+assert ours[4] > plain[4] + 0.01
+""",
+    "12_verify_a_property": """
+assert [one.status for one in verdicts.values()] == ["holds", "holds", "violated"]
+assert grows["corridor"].status == "holds" and np.all(bound > seen)
+assert seen[-1] < seen[0] and np.isfinite(bound[-1])
+""",
 }
 """What must hold of a notebook's names in the end; the kernel evaluates it."""
 

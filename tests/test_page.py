@@ -1,9 +1,14 @@
 """The page and its figures: for phones, the dark, colour-blind readers and no network."""
 
+import base64
+import csv
 import html.parser
+import io
 import itertools
+import json
 import math
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +16,8 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import attacks
-from wdjax.report import audit, page, plots, summary
+from wdjax import attacks, certify, precision, transport
+from wdjax.report import audit, changes, page, plots, summary, worst
 
 PHONE = 390 - 2 * 16
 """CSS pixels beside the page's padding."""
@@ -45,11 +50,27 @@ def shown():
         "data": "points",
         "seed": 0,
     }
-    drawn = {name: page.pictures(found, x, y, model, name) for name in names}
-    return found, page.render(content, drawn)
+    drawn = {name: page.draw(found, x, y, model, name) for name in names}
+    earlier = changes.Changes("first", "old & <gone>", (), (), content["models"][0])
+    return found, page.render(content, drawn, [earlier]), content["models"][0], drawn["first"]
 
 
-VOID = {"meta", "br", "img", "path", "use", "image", "rect"}
+@pytest.fixture(scope="module")
+def script():
+    """The functions of the page's script."""
+    engine = pytest.importorskip("quickjs", reason="quickjs runs the page's script; extra [test]")
+    context = engine.Context()
+    context.eval((Path(wdjax.__file__).parent / "page.js").read_text("utf-8"))
+
+    def run(code, **values):
+        for name, value in values.items():
+            context.eval(f"var {name} = {json.dumps(value)}")
+        return json.loads(context.eval(f"JSON.stringify({code})"))
+
+    return run
+
+
+VOID = {"meta", "br", "img", "input", "path", "use", "image", "rect"}
 
 
 class Reader(html.parser.HTMLParser):
@@ -81,12 +102,134 @@ def test_the_page_stands_alone_and_is_well_formed(shown):
     assert not read.inside
     assert len(read.names) == len(set(read.names))
     assert "http" not in text
-    assert not re.search(r"\$\w|None|nan\b", re.sub(r"<script>.*</script>", "", text, flags=re.S))
+    assert not re.search(r"\$\w|None|nan\b", re.sub(r"<script.*</script>", "", text, flags=re.S))
     for _, attrs, _ in read.seen:
         for name in ("src", "href"):
             assert attrs.get(name, "#").startswith(("#", "data:"))
     used = set(re.findall(r'url\(#([\w-]+)\)|href="#([\w-]+)"', text))
     assert {name for pair in used for name in pair if name} <= set(read.names)
+
+
+def test_the_page_holds_the_report_and_names_everything(shown):
+    _, text, model, _ = shown
+    report, earlier = (
+        json.loads(re.search(f'id="{name}">(.*?)</script>', text, re.DOTALL)[1])
+        for name in ("report", "earlier")
+    )
+    assert report["models"][0] == json.loads(json.dumps(model))
+    assert earlier == {"first": {key: report["models"][0][key] for key in report["models"][0]
+                                 if key in ("eps_list", "balls", "samples")}}  # fmt: skip
+    assert "Since old &amp; &lt;gone&gt;" in text
+    drawn = [attrs.get("aria-label") for tag, attrs, _ in Reader(text).seen if tag == "svg"]
+    assert None not in drawn
+    assert len(drawn) == len(set(drawn))
+    rows = re.findall(r"<tr>(<t.).*?</tr>", text, re.DOTALL)
+    assert set(rows) == {"<th"}
+    headed = re.findall(r'<tr><th scope="(\w+)"', text)
+    assert len(headed) == len(rows)
+    links = re.findall(r'href="#([^"]+)"', text)
+    assert len(links) > 15
+    assert {f'id="{link}"' in text for link in links} == {True}
+
+
+def test_the_page_spends_budgets_as_python_does(script):
+    rng = np.random.default_rng(0)
+    far = rng.exponential(size=(40, 12)).round(2)
+    far[rng.random(far.shape) < 0.2] = 0.0
+    far[rng.random(far.shape) < 0.2] = np.inf
+    far[0], far[1], far[2, 0] = np.inf, 0.0, 1e200
+    sizes = rng.choice([1, 12], len(far))
+    for values, size in zip(far, sizes):
+        distance = np.sort(values[:size])
+        budgets = np.array([0.0, 1e-3, rng.exponential(), min(distance[0], 30.0), 30.0])
+        spend = "list.map(e => [attacked, certified].map(f => f(far, e, p)))"
+        for order in (1, 1.5, 2, math.inf):
+            setting = f"far = far.map(v => v ?? Infinity), p = p ?? Infinity, {spend}"
+            given = {"far": [summary.number(v) for v in distance], "list": budgets.tolist()}
+            ours = np.array(script(f"({setting})", p=summary.number(order), **given))
+            with precision.float64():
+                weight = np.asarray(transport.allocate(distance, budgets, order))
+            theirs = certify.certified_accuracy(distance, budgets, order)
+            np.testing.assert_allclose(ours[:, 0], 1 - weight.mean(1), rtol=0, atol=1e-9)
+            np.testing.assert_allclose(ours[:, 1], theirs, rtol=0, atol=1e-9)
+
+
+def test_the_page_repeats_the_audit_and_its_sides_never_cross(shown, script):
+    model = shown[2]
+    for ball, curves in model["balls"].items():
+        at = "[both.attacked, both.certified].map(f => f(e))"
+        code = f"(both = sides(model, {ball!r}), list.map(e => {at}))"
+        script("0", both=0)
+        between = np.linspace(0, 0.3, 40).tolist()
+        ours = np.array(script(code, model=model, list=model["eps_list"] + between))
+        given = curves["attacked_accuracy"], curves["certified_accuracy"]
+        np.testing.assert_allclose(ours[:3], np.transpose(given), atol=1e-6)
+        assert np.all(np.diff(ours[3:], axis=0) <= 1e-12)
+        assert np.all(ours[:, 0] >= ours[:, 1])
+    absent = model | {"samples": model["samples"] | {"flip_distance": None}}
+    assert script("sides(model, 'omega_1')", model=absent)["attacked"] is None
+
+
+def test_samples_are_downloaded_as_csv(shown, script):
+    model = shown[2]
+    rows = list(csv.DictReader(io.StringIO(script("csv(model.samples)", model=model))))
+    known = model["samples"]
+    assert [row["correct"] == "1" for row in rows] == known["correct"]
+    for title, values in (
+        ("flip distance", known["flip_distance"]),
+        ("flip distance by a <walk>", known["flip_distances"]["a <walk>"]),
+        ("certified radius by nothing", known["certified_radii"]["nothing"]),
+    ):
+        assert [float(row[title]) for row in rows] == [
+            math.inf if value is None else value for value in values
+        ]
+
+
+def test_worst_samples_are_shown_as_they_are(shown):
+    from matplotlib import image
+
+    found, text, model, (_, samples) = shown
+    distance, points = found.nearest()
+    assert [sample.number for sample in samples] == np.argsort(distance, kind="stable").tolist()
+    assert [sample.said for sample in samples] == [
+        None if math.isinf(distance[sample.number]) else 1 - sample.label for sample in samples
+    ]
+    first = samples[0]
+    pictures = [
+        image.imread(io.BytesIO(base64.b64decode(data)))
+        for data in re.findall(r"base64,([^\"]+)", first.shown)
+    ]
+    assert len(pictures) == 3
+    np.testing.assert_allclose(
+        pictures[1][..., 0], points[first.number, ..., 0], atol=1 / 255 + 1e-6
+    )
+    said = worst.as_html(first, model)
+    assert said in text
+    assert f"nearest flip {distance[first.number]:.4g}" in said
+    assert "certified radius 0" in said
+    assert "flip by a &lt;walk&gt;" in said
+
+
+def test_worst_samples_leave_out_mistakes_and_stay_small():
+    rng = np.random.default_rng(0)
+    x = rng.uniform(size=(30, 70, 70, 3)).astype(np.float32)
+    flat = x.reshape(30, -1)[:, :6]
+    options = {"attacks": {"fgsm": attacks.fgsm()}, "certificates": {}, "loss_bounds": {}}
+    model = wdjax.Model(lambda w, x: x.reshape(len(x), -1)[:, :6] @ w, jnp.eye(6)[:, :2])
+    y = np.array(np.argmax(model(x), -1))
+    y[3] = 1 - y[3]
+    for given in (x, flat):
+        found = audit.sandwich(model, given, y, radii=[0.2], key=jax.random.key(0), **options)
+        chosen = worst.worst(found, given, y, model)
+        assert 3 not in [sample.number for sample in chosen]
+        assert len(chosen) == (6 if given is x else 24)
+        near = [found.nearest()[0][sample.number] for sample in chosen]
+        assert near == sorted(near)
+        assert sum(len(sample.shown) for sample in chosen) < 600_000
+    number, rows = chosen[0].number, re.findall(r"<tr>.*?</tr>", chosen[0].shown)[1:]
+    change = {int(row[0]): float(row[3]) for row in (re.findall(r">([-\d.e]+)<", r) for r in rows)}
+    truth = found.nearest()[1][number] - flat[number]
+    assert change == {i: float(f"{truth[i]:.4g}") for i in np.flatnonzero(truth)}
 
 
 def test_nothing_is_wider_than_a_phone(shown):
@@ -107,7 +250,10 @@ def test_text_is_large_enough_on_a_phone(shown):
     sizes = re.findall(r"font-size: ([\d.]+)(rem|em)", shown[1])
     assert sizes
     assert all(float(size) * 16 >= 12 for size, _ in sizes)
-    for svg in re.findall(r"<svg.*?</svg>", shown[1], re.DOTALL):
+    drawings = re.findall(r"<svg.*?</svg>", shown[1], re.DOTALL)
+    written = [svg for svg in drawings if "<text" in svg]
+    assert len(written) == len(drawings) - 2  # Curves of the solvers are explained below them.
+    for svg in written:
         width = float(re.search(r'viewBox="0 0 ([\d.]+)', svg)[1])
         fonts = [float(size) for size in re.findall(r"font(?:-size)?: ([\d.]+)px", svg)]
         assert fonts
@@ -138,7 +284,7 @@ def test_words_are_explained(shown):
         assert f"<dt>{word}</dt>" in text
     assert "<dt>a &lt;walk&gt;</dt><dd>WDA++: walk every sample" in text
     assert "By hand." in text
-    assert text.count("<figcaption>") == text.count("<figure ") == 18
+    assert text.count("<figcaption>") == text.count("<figure>") == text.count('role="img"') + 36
     assert text.count('aria-sort="none"><button') == 4 * 4
 
 
@@ -223,3 +369,10 @@ def test_an_audit_without_attacks_or_flips_is_drawn():
     drawn = page.pictures(found, x, y, model, "one")
     assert "no flip found" in drawn[-1].svg
     assert len(drawn) == 9
+
+
+def test_an_earlier_report_that_no_page_can_hold_is_refused(tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text('{"models": [{"samples": {"flip_distance": [NaN]}}]}')
+    with pytest.raises(ValueError, match="it holds NaN, which JSON lacks"):
+        changes.read(path)

@@ -159,6 +159,20 @@ def test_helpers_decide_what_they_say():
     assert property(slope, np.array([0.6]), upper, spec, **HOW).status == "holds"
 
 
+def test_slopes_of_a_relu_net_are_bounded():
+    """|x| + x / 2 of both entries: its slopes are -1/2 and 3/2, and all between them at 0."""
+    w = np.kron(np.eye(2), [[1, -1]]).astype("f4"), np.array([[1.5], [0.5], [1.5], [0.5]], "f4")
+    net = Model(lambda w, x: jax.nn.relu(x @ w[0]) @ w[1], w)
+    slope, spec = certify.monotone(net, (0,))
+    ends = np.array([-1.0, -1.0]), np.array([1.0, 1.0])
+    assert property(slope, np.array([0.1, -1.0]), ends[1], spec, **HOW).status == "holds"
+    found = property(slope, *ends, spec, **HOW)
+    assert found.status == "violated"
+    assert found.witness[0] <= 0
+    loose, spec = certify.monotone(net, (0,), slack=0.6)
+    assert property(loose, *ends, spec, **HOW).status == "holds"
+
+
 def test_a_witness_lies_between_ends_that_are_no_floats():
     lower, upper = np.array([0.1, 0.3, 1.0]), np.array([0.2, 0.3, 1.0 + 1e-12])
     model = Model(lambda w, x: x @ w, jnp.ones((3, 1)))

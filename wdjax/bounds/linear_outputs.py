@@ -104,11 +104,14 @@ def _sent(rows: Objectives, place: int, count: int) -> dict[int, Coefficients]:
 
 
 def _linear(state: crown.Pass, rows: Objectives, place: int) -> tuple[Array, Array]:
-    """CROWN's bounds ``[B, R]``, and their coefficients ``[B, R, N]`` of the inputs."""
+    """CROWN's bounds ``[B, R]``, and their coefficients ``[B, R, N]`` of the inputs.
+
+    The coefficients are 0 if none reaches the inputs, as with slopes of ReLU nets.
+    """
     count, arrived = len(state.region.eps), list[Coefficients]()
     low = crown.backward(state, _sent(rows, place, count), _all(count), arrived=arrived)
-    shape = len(rows.b), count, -1
-    a = whole(arrived[0], _all(count)).a.reshape(shape) if arrived else jnp.zeros((*shape[:2], 0))
+    shape = len(rows.b), count, math.prod(state.region.lower.shape[2:])
+    a = whole(arrived[0], _all(count)).a.reshape(shape) if arrived else jnp.zeros(shape, low.dtype)
     return charged(rows, low.T, state.values[place]), a.transpose(1, 0, 2)
 
 

@@ -21,6 +21,9 @@ from wdjax.engine import tasks
 from wdjax.report import audit, audited, changes, page, summary
 from wdjax.report.evidence import Sandwich
 
+_KEPT = (page.Drawn, page.Picture, page.WorstSample)
+"""Types in the result of a task."""
+
 BROKEN = 3
 """The exit code if an invariant is broken."""
 
@@ -109,8 +112,8 @@ class AuditParts(NamedTuple):
     """What the command will write: the audit's JSON and its figures."""
 
     content: dict[str, Any]
-    pictures: dict[str, list[page.Picture]]
-    """By model, the figures of the page."""
+    shown: dict[str, page.Drawn]
+    """By model, what the page draws."""
     drawn: dict[str, bytes]
     """The figures as files, by name."""
 
@@ -123,11 +126,11 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     if old is not None:
         changes.check(old, *(("linf", RADII) if digits else (parsed.norm, parsed.eps_list)))
     subject.check_places(parsed, parsed.out / "report.html")
-    content, pictures, drawn = (_digits if digits else _own)(parsed, console)
+    content, shown, drawn = (_digits if digits else _own)(parsed, console)
     # As it will be read again: a comparison must not see tuples or integers that JSON lacks.
     since = () if old is None else changes.compare(old, json.loads(summary.dumps(content)))
     others: dict[Path, Any] = {parsed.out / name: figure for name, figure in drawn.items()}
-    others[parsed.out / "report.html"] = page.render(content, pictures, since)
+    others[parsed.out / "report.html"] = page.render(content, shown, since)
     subject.write(console, parsed.out / "report.json", content, others)
     _say(content, since, console)
     console.say(f"{parsed.out / 'report.html'} in {content['seconds']:.0f} s")
@@ -173,7 +176,7 @@ def _own(parsed: argparse.Namespace, console: Console) -> AuditParts:
             )
             return _shown({"model": name}, found, samples, "model")
 
-        done = work.do("audit", measure, page.Picture)
+        done = work.do("audit", measure, *_KEPT)
     whole = _content(parsed, samples, [done], parsed.data.name)
     whole |= {"weights": None if parsed.weights is None else parsed.weights.name}
     return _measured(whole | {"remarks": warned}, [done])
@@ -190,7 +193,7 @@ def _digits(parsed: argparse.Namespace, console: Console) -> AuditParts:
             def measure(task: tasks.Task, number: int = number, show: Any = show) -> dict[str, Any]:
                 return _trained(parsed, number, split.train, samples, show, task)
 
-            done.append(work.do(name, measure, page.Picture))
+            done.append(work.do(name, measure, *_KEPT))
     words = f"the first {len(samples.y)} test digits of scikit-learn"
     return _measured(_content(parsed, samples, done, words), done)
 
@@ -206,9 +209,9 @@ def _content(
 
 def _measured(content: dict[str, Any], done: list[tasks.Done[Any]]) -> AuditParts:
     values = [one.value for one in done]
-    pictures = {value["described"]["model"]: value["pictures"] for value in values}
+    shown = {value["described"]["model"]: value["shown"] for value in values}
     drawn = {name: figure for value in values for name, figure in value["drawn"].items()}
-    return AuditParts(content, pictures, drawn)
+    return AuditParts(content, shown, drawn)
 
 
 def _shown(described: dict[str, Any], found: Sandwich, samples: Any, prefix: str) -> dict[str, Any]:
@@ -218,7 +221,7 @@ def _shown(described: dict[str, Any], found: Sandwich, samples: Any, prefix: str
     return {
         "described": described | summary.describe(found),
         "drawn": {f"{prefix}-{name}.png": figure for name, figure in drawn.items()},
-        "pictures": page.pictures(found, x, y, model, prefix),
+        "shown": page.draw(found, x, y, model, prefix),
     }
 
 

@@ -6,8 +6,10 @@ Wasserstein distance), the certified radii and the bounds of the loss; it is cal
 because the true robust accuracy lies between certificates (below) and attacks (above). `evidence`
 also has the invariants, which hold for every model: a broken one shows a fault of the model or the
 library. `summary` turns a sandwich into plain numbers for JSON, `page` that JSON and the figures of
-`plots` into one HTML file; `changes` compares two such JSON files. `audited` holds the audit of one
-model, prints its table and saves its page; `figures` makes figures that notebooks show.
+`plots` into one HTML file; `worst` shows single samples there, `html_table` has its tables, and
+``wdjax/page.js`` is what a reader may try in it. `changes` compares two such JSON files. `audited`
+holds the audit of one model, prints its table and saves its page; `figures` makes figures that
+notebooks show.
 
 Open `audit` first. To add a default attack: a row in ``standard_attacks`` of `audit`; a default
 certificate: a row in ``standard_certificates`` of `proofs`. To add a check: an ``Invariant`` in

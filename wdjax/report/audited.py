@@ -73,6 +73,7 @@ def page(audit: Audit, *, compare: str | PathLike[str] | None = None) -> str:
 
     Returns:
       The text of the page. Images ``[n, height, width, channels]`` of 1 or 3 channels are drawn.
+      The page holds the report's numbers, to download and to spend any other budget.
 
     Raises:
       ValueError: the earlier audit cannot be compared with.
@@ -87,7 +88,7 @@ def page(audit: Audit, *, compare: str | PathLike[str] | None = None) -> str:
     """
     whole = audit.content
     changed = () if compare is None else changes.compare(changes.read(compare), whole)
-    shown = pages.pictures(audit.sandwich, audit.x, audit.y, audit.model, "model")
+    shown = pages.draw(audit.sandwich, audit.x, audit.y, audit.model, "model")
     return pages.render(whole, {audit.name: shown}, changed)
 
 

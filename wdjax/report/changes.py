@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wdjax.report import summary
+from wdjax.report.html_table import table
 
 _MOST_BYTES = 1 << 28
 _LISTED = 12
@@ -26,6 +27,8 @@ class Changes(NamedTuple):
     """Rows of a name, the earlier number and the present one; None for infinite or unknown."""
     samples: tuple[tuple[str, tuple[int, ...]], ...] | None
     """What changed, and the indices of the samples; None if the audits are of other samples."""
+    earlier: Mapping[str, Any]
+    """The model's entry in the earlier ``report.json``."""
 
     def __str__(self) -> str:
         width = max(len(name) for name, *_ in self.numbers)
@@ -64,20 +67,20 @@ def sentences(changed: Changes) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def as_html(changed: Changes) -> str:
-    """The changes as a table and a list for the page."""
-    head = "".join(f'<th scope="col">{word}</th>' for word in ("", "before", "now", "change"))
-    rows = "".join(
-        f"<tr><td>{html.escape(name)}</td>"
-        + "".join(f"<td>{cell}</td>" for cell in cells(before, now))
-        + "</tr>"
-        for name, before, now in changed.numbers
-    )
+    """The changes as a table, in which rows that changed stand out, and a list for the page."""
+    rows = []
+    for name, before, now in changed.numbers:
+        *numbers, change = cells(before, now)
+        sign = {"+": "\N{BLACK UP-POINTING TRIANGLE} ", "-": "\N{BLACK DOWN-POINTING TRIANGLE} "}
+        shown = (
+            f"<b>{sign[change[0]]}{change}</b>"
+            if change
+            else "same" * (before == now and now is not None)
+        )
+        rows.append((name, "".join(f"<td>{cell}</td>" for cell in (*numbers, shown))))
     said = "".join(f"<li>{html.escape(sentence)}</li>" for sentence, _ in sentences(changed))
-    return (
-        f"<h3>What changed since {html.escape(changed.before)}</h3>"
-        f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{rows}</tbody></table></div><ul>{said}</ul>"
-    )
+    title = f"Before: {changed.before}; now: {changed.model}"
+    return f"{table(title, ('number', 'before', 'now', 'change'), rows)}<ul>{said}</ul>"
 
 
 def read(path: str | PathLike[str]) -> dict[str, Any]:
@@ -89,7 +92,7 @@ def read(path: str | PathLike[str]) -> dict[str, Any]:
     try:
         if Path(path).stat().st_size > _MOST_BYTES:
             raise ValueError(f"it has more than {_MOST_BYTES >> 20} MB")
-        content = json.loads(Path(path).read_bytes())
+        content = json.loads(Path(path).read_bytes(), parse_constant=_no_number)
         kind = content["schema"], content["command"]
         if kind != (summary.SCHEMA, "audit"):
             raise ValueError(f"its schema is {kind[0]!r} of {kind[1]!r}")
@@ -105,6 +108,10 @@ def read(path: str | PathLike[str]) -> dict[str, Any]:
         f"{path} cannot be compared with: {reason}. Name the report.json of an earlier audit "
         f"({summary.SCHEMA})."
     )
+
+
+def _no_number(word: str) -> None:
+    raise ValueError(f"it holds {word}, which JSON lacks")
 
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Changes, ...]:
@@ -160,7 +167,7 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any], alike: bool) -> Cha
         first, second = (_median(one["samples"][key]) for one in (old, new))
         numbers.append((f"median {key.replace('_', ' ')}", first, second))
     samples = tuple(_of_samples(old, new, common)) if alike else None
-    return Changes(str(new["model"]), str(old["model"]), tuple(numbers), samples)
+    return Changes(str(new["model"]), str(old["model"]), tuple(numbers), samples, old)
 
 
 def _curve(model: Mapping[str, Any], ball: str, key: str) -> dict[float, float | None]:

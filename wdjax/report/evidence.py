@@ -139,20 +139,21 @@ class Sandwich(NamedTuple):
         bounds = (bound[order] for bound in self.loss_bounds.values())
         return functools.reduce(np.minimum, bounds, np.full(self.radii.size, np.inf))
 
-    def nearest(self) -> tuple[Numbers, np.ndarray]:
-        """The nearest misclassified points of all attacks.
+    def nearest(self, name: str | None = None) -> tuple[Numbers, np.ndarray]:
+        """The nearest misclassified points of all attacks, or of the one with this name.
 
         Returns:
           ``[n]`` distances, 0 for a misclassified sample and inf where no flip is known; and the
           points ``[n, *shape]``, meaningless where no flip is known.
 
         Raises:
-          ValueError: the audit made no attack.
+          ValueError: the audit made no such attack.
         """
-        if not self.entries:
-            raise ValueError("this audit made no attack, so that no flip is known.")
-        best, points = self.entries[0].distance, np.array(self.entries[0].result.x_adv)
-        for entry in self.entries[1:]:
+        made = [entry for entry in self.entries if name in (None, entry.name)]
+        if not made:
+            raise ValueError("this audit made no such attack, so that no flip is known.")
+        best, points = made[0].distance, np.array(made[0].result.x_adv)
+        for entry in made[1:]:
             closer = entry.distance < best
             best = np.where(closer, entry.distance, best)
             points[closer] = np.asarray(entry.result.x_adv)[closer]

@@ -1,6 +1,8 @@
 """An audit as one self-contained HTML page, for light and dark mode and small screens."""
 
 import html
+import itertools
+import json
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -10,10 +12,12 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 
 from wdjax.core import Classifier
-from wdjax.report import changes, plots
+from wdjax.report import changes, plots, worst
 from wdjax.report.changes import Changes
 from wdjax.report.evidence import ORDERS, Sandwich, ball_name
+from wdjax.report.html_table import table
 from wdjax.report.summary import statement, warnings
+from wdjax.report.worst import WorstSample
 
 _COLOURS = {plots.INK: "var(--ink)", plots.FAINT: "var(--faint)", plots.UNKNOWN: "var(--gap)"}
 """Colours of a figure that follow the reader's light or dark mode."""
@@ -59,6 +63,20 @@ class Picture(NamedTuple):
     svg: str
 
 
+class Drawn(NamedTuple):
+    """What the page shows of a model and the report's numbers do not hold."""
+
+    pictures: list[Picture]
+    samples: list[WorstSample]
+
+
+def draw(
+    found: Sandwich, x: npt.ArrayLike, y: npt.ArrayLike, model: Classifier, salt: str
+) -> Drawn:
+    """The figures and the worst samples of one model; arguments as of :func:`pictures`."""
+    return Drawn(pictures(found, x, y, model, salt), worst.worst(found, x, y, model))
+
+
 def pictures(
     found: Sandwich, x: npt.ArrayLike, y: npt.ArrayLike, model: Classifier, salt: str
 ) -> list[Picture]:
@@ -73,17 +91,17 @@ def pictures(
     """
     drawn = []
     for order in ORDERS:
-        caption = (
-            f"{ball_name(order)}: {_BALLS[ball_name(order)]}. Attacks bound the accuracy from above"
-        )
+        ball = ball_name(order)
+        caption = f"{_BALLS[ball].capitalize()}. Attacks bound the accuracy from above"
         caption += ", the certificate from below." if found.certificates else "."
-        drawn.append(("Accuracy against eps", caption, plots.accuracy(found, (order,))))
+        drawn.append((f"Accuracy against eps in {ball}", caption, plots.accuracy(found, (order,))))
     for order in ORDERS:
         caption = (
-            f"{ball_name(order)}: how large the expected loss can be made. The truth is in the "
-            "shade; the axis is logarithmic."
+            "How large the expected loss can be made. The truth is in the shade; the axis is "
+            "logarithmic."
         )
-        drawn.append(("Loss against eps", caption, plots.loss(found, (order,))))
+        title = f"Loss against eps in {ball_name(order)}"
+        drawn.append((title, caption, plots.loss(found, (order,))))
     if found.entries:
         caption = (
             "For every sample the nearest mistake that was found, and the distance within which "
@@ -126,62 +144,172 @@ def _adapted(svg: str) -> str:
 
 def render(
     content: Mapping[str, Any],
-    shown: Mapping[str, Sequence[Picture]],
+    shown: Mapping[str, Drawn],
     changed: Sequence[Changes] = (),
 ) -> str:
-    """The report as one HTML file: findings, figures, tables, checks and a glossary.
+    """The report as one HTML file: findings, figures, samples, tables, checks and a glossary.
 
     Args:
-      content: the content of ``report.json``.
-      shown: by model, its figures.
+      content: the content of ``report.json``, which the page holds too, to download and to spend
+        any budget on it.
+      shown: by model, its figures and worst samples.
       changed: what changed since an earlier audit.
     """
     models = content["models"]
-    since = {one.model: changes.as_html(one) for one in changed}
+    since = {one.model: one for one in changed}
     sections = [
-        _section(model, shown.get(model["model"], ()), since.get(model["model"], ""))
-        for model in models
+        _section(place, model, shown.get(model["model"], Drawn([], [])), since.get(model["model"]))
+        for place, model in enumerate(models)
     ]
+    kept = ("eps_list", "balls", "samples")
+    earlier = {one.model: {key: one.earlier[key] for key in kept} for one in changed}
     passed = all(check["holds"] for model in models for check in model["invariants"])
     setting = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     seed = f"; seed {content['seed']}" if "seed" in content else ""
     seconds = f"; {content['seconds']:.0f} s" if "seconds" in content else ""
-    template = resources.files("wdjax").joinpath("page.html").read_text(encoding="utf-8")
+    package = resources.files("wdjax")
+    template = package.joinpath("page.html").read_text(encoding="utf-8")
     return string.Template(template).substitute(
         kind="holds" if passed else "fails",
         verdict="Every statement that must hold does hold: the two sides never cross."
         if passed
         else "A statement that must hold is broken: do not trust these numbers.",
-        sections="\n".join(sections),
+        contents="\n".join(itertools.starmap(_contents, enumerate(sections))),
+        sections="\n".join(itertools.starmap(_shown, enumerate(sections))),
         glossary="\n".join(_words(models)),
         setting=html.escape(f"{content['data']}{seed}{seconds}; {setting}."),
+        report=_embedded(content),
+        earlier=_embedded(earlier),
+        script=package.joinpath("page.js").read_text(encoding="utf-8"),
     )
 
 
-def _section(model: Mapping[str, Any], shown: Sequence[Picture], since: str) -> str:
-    """The HTML of one model: findings, warnings, changes, figures, tables and invariants."""
+def _embedded(content: Any) -> str:
+    """JSON that may stand inside of ``<script>``."""
+    return json.dumps(content, allow_nan=False).replace("<", "\\u003c")
+
+
+class Section(NamedTuple):
+    """The part of the page about one model."""
+
+    name: str
+    parts: list[tuple[str, str]]
+    """Title and HTML of each part; parts without HTML are left out."""
+
+
+def _section(place: int, model: Mapping[str, Any], shown: Drawn, since: Changes | None) -> Section:
+    """The parts of one model, the ``place``-th of the page."""
     low, high = model["clean_accuracy_interval"]
-    figures = [
-        f'<figure aria-label="{html.escape(title)}">{svg}<figcaption><b>{html.escape(title)}.</b> '
-        f"{html.escape(caption)}</figcaption></figure>"
-        for title, caption, svg in shown
+    figures = [_figure(picture, model["model"]) for picture in shown.pictures]
+    findings = [
+        *_trained(model),
+        f"<p>On {model['n']} clean sample{'s' * (model['n'] > 1)} it is right for "
+        f"{model['clean_accuracy']:.1%} (95 % interval {low:.1%} to {high:.1%})"
+        f"{_lipschitz(model)}.</p>",
+        "<ul>",
+        *_findings(model),
+        "</ul>",
     ]
+    parts = [
+        ("Findings", "\n".join(findings)),
+        ("Be careful", _warnings(model)),
+        (f"Since {since.before}", changes.as_html(since)) if since else ("", ""),
+        ("Any budget", _solver(place, model, since is not None)),
+        ("Figures", "\n".join(['<div class="figures">', *figures, "</div>"]) if figures else ""),
+        ("Samples", _samples(model, shown.samples)),
+        ("Tables", _best_table(model) + _single_table(model)),
+        ("What must hold", _checks(model)),
+    ]
+    return Section(model["model"], [(title, text) for title, text in parts if text])
+
+
+def _contents(place: int, section: Section) -> str:
+    """The entry of one model in the table of contents."""
+    parts = "".join(
+        f'<li><a href="#m{place}-{number}">{html.escape(title)}</a></li>'
+        for number, (title, _) in enumerate(section.parts)
+    )
+    return f'<li><a href="#m{place}">{html.escape(section.name)}</a><ul>{parts}</ul></li>'
+
+
+def _shown(place: int, section: Section) -> str:
+    """The HTML of one model."""
+    parts = "\n".join(
+        f'<h3 id="m{place}-{number}">{html.escape(title)}</h3>\n{text}'
+        for number, (title, text) in enumerate(section.parts)
+    )
+    return (
+        f'<section data-model="{place}" aria-labelledby="m{place}">'
+        f'<h2 id="m{place}">{html.escape(section.name)}</h2>\n{parts}</section>'
+    )
+
+
+def _figure(picture: Picture, model: str) -> str:
+    """A figure with a caption, and the name that a screen reader says."""
+    title, caption = html.escape(picture.title), html.escape(picture.caption)
+    named = f'role="img" aria-label="{title}, {html.escape(model)}"'
+    svg = picture.svg.replace('role="img"', named, 1)
+    return f"<figure>{svg}<figcaption><b>{title}.</b> {caption}</figcaption></figure>"
+
+
+def _solver(place: int, model: Mapping[str, Any], compared: bool) -> str:
+    """A form that spends any budget again, on the flips found and the certified radii.
+
+    ``page.js`` fills it in; where scripts do not run it stays hidden. ``compared`` adds a column
+    and curves of the earlier audit.
+    """
+    if model["samples"]["flip_distance"] is None and model["samples"]["certified_radius"] is None:
+        return ""
+    budgets = model["eps_list"]
+    most, middle = 1.5 * max(budgets) or 1.0, budgets[len(budgets) // 2]
+    balls = "".join(
+        f'<label><input type="radio" name="ball-{place}" value="{key}"'
+        f"{' checked' * (key == 'omega_1')}> {key.capitalize()}, {_BALLS[key.capitalize()]}</label>"
+        for key in model["balls"]
+    )
+    columns = ("now", "before") if compared else ("now",)
+    curves = [(name, side) for name in columns for side in ("attacked", "certified")]
+    lines = "".join(f'<polyline class="{name} {side}"/>' for name, side in curves)
+    rows = [
+        (f"{side} accuracy", "".join(f'<td data-of="{name} {side}"></td>' for name in columns))
+        for side in ("attacked", "certified")
+    ]
+    dashed = ", the earlier audit dashed" if compared else ""
+    return (
+        '<form hidden class="solver"><p>The budget is spent again, in this page: on the nearest '
+        "flip of every sample that any attack found, and on the certified radii.</p>"
+        f"<fieldset><legend>Ball</legend>{balls}</fieldset>"
+        f'<p><label>eps in {model["norm"]} <input type="range" min="0" max="{most!r}" step="any" '
+        f'value="{middle!r}"></label> <label>exactly <input type="number" '
+        f'min="0" step="any" value="{middle!r}"></label></p>'
+        '<figure><svg role="img" aria-label="Accuracy against eps of '
+        f'{html.escape(model["model"])} in the chosen ball" viewBox="0 0 100 50" '
+        f'preserveAspectRatio="none">{lines}<line y2="50"/></svg><figcaption>Accuracy from 0 to '
+        f"100 % against eps from 0 to {most:.4g}: attacked (orange) above, certified (thick) "
+        f"below{dashed}.</figcaption></figure>"
+        '<div aria-live="polite">'
+        f"{table('Accuracy at this eps', ('side', *columns), rows)}</div></form>"
+    )
+
+
+def _samples(model: Mapping[str, Any], shown: Sequence[WorstSample]) -> str:
+    """The worst samples one by one, and a table of all that ``page.js`` fills when it is opened."""
+    parts = []
+    if shown:
+        parts.append(
+            "<p>The correctly classified samples that are nearest to a mistake, the nearest first. "
+            f"Distances are in {model['norm']}.</p>"
+        )
+    parts += [worst.as_html(sample, model) for sample in shown]
     return "\n".join(
         [
-            f"<h2>{html.escape(model['model'])}</h2>",
-            *_trained(model),
-            f"<p>On {model['n']} clean sample{'s' * (model['n'] > 1)} it is right for "
-            f"{model['clean_accuracy']:.1%} (95 % interval {low:.1%} to {high:.1%})"
-            f"{_lipschitz(model)}.</p>",
-            "<ul>",
-            *_findings(model),
-            "</ul>",
-            *_warnings(model),
-            since,
-            *(['<div class="figures">', *figures, "</div>"] if figures else []),
-            _best_table(model),
-            _single_table(model),
-            _checks(model),
+            *parts,
+            f'<details hidden class="all"><summary>All {model["n"]} samples</summary>'
+            f'<div class="scroll" role="group" tabindex="0" aria-label="All samples of '
+            f'{html.escape(model["model"])}"><table><caption>Every sample, the nearest mistakes '
+            "first; none is a flip that was not found or a radius without end.</caption></table>"
+            "</div></details>",
+            '<p><a hidden class="csv" download="samples.csv">Download all samples as CSV</a></p>',
         ]
     )
 
@@ -247,18 +375,8 @@ def _table(
     model: Mapping[str, Any], caption: str, rows: Sequence[tuple[str, Sequence[float | None] | str]]
 ) -> str:
     titles = ["accuracy at eps", *(f"{eps:.4g}" for eps in model["eps_list"])]
-    head = "".join(
-        f'<th scope="col" aria-sort="none"><button type="button">{title}</button></th>'
-        for title in titles
-    )
-    body = "".join(
-        f"<tr><td>{html.escape(name)}</td>" + _row(values, len(model["eps_list"])) + "</tr>"
-        for name, values in rows
-    )
-    return (
-        f'<div class="scroll" tabindex="0"><table><caption>{caption}</caption>'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
+    cells = [(name, _row(values, len(model["eps_list"]))) for name, values in rows]
+    return table(caption, titles, cells, sortable=True)
 
 
 def _row(values: Sequence[float | None] | str, columns: int) -> str:
@@ -275,13 +393,13 @@ def _cell(value: float | None) -> str:
     return f'<td data-value="{value!r}">{value:.3f}</td>'
 
 
-def _warnings(model: Mapping[str, Any]) -> list[str]:
-    """The HTML section of remarks on attacks, such as zero gradients; nothing without any."""
+def _warnings(model: Mapping[str, Any]) -> str:
+    """The HTML list of remarks on attacks, such as zero gradients; nothing without any."""
     said = [
         f'<li class="fails">{html.escape(label)}: {html.escape(remark)}</li>'
         for label, remark in warnings(model)
     ]
-    return ["<h3>Be careful</h3>", "<ul>", *said, "</ul>"] if said else []
+    return "\n".join(["<ul>", *said, "</ul>"]) if said else ""
 
 
 def _checks(model: Mapping[str, Any]) -> str:
@@ -290,7 +408,7 @@ def _checks(model: Mapping[str, Any]) -> str:
     for check in model["invariants"]:
         kind, word = ("holds", "holds") if check["holds"] else ("fails", "FAILS")
         rows.append(f'<li class="{kind}">{word}: {html.escape(statement(check))}</li>')
-    return "\n".join(["<h3>What must hold</h3>", "<ul>", *rows, "</ul>"])
+    return "\n".join(["<ul>", *rows, "</ul>"])
 
 
 def _words(models: Sequence[Mapping[str, Any]]) -> list[str]:

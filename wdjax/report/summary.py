@@ -98,6 +98,10 @@ def describe(found: Sandwich) -> dict[str, Any]:
             "correct": found.correct.tolist(),
             "certified_radius": _numbers(found.radius) if found.certificates else None,
             "flip_distance": _numbers(found.nearest()[0]) if found.entries else None,
+            "flip_distances": {name: _numbers(found.nearest(name)[0]) for name in found.names},
+            "certified_radii": {
+                name: _numbers(radius) for name, radius in found.certificates.items()
+            },
         },
         "invariants": [i._asdict() | {"slack": number(i.slack)} for i in found.invariants],
     }
