@@ -175,7 +175,7 @@ RECORDS = [
     ),
     falling(
         "rsqrt",
-        Error(1.4, 0.7, 0.8),
+        Error(1.4, 1.4, 0.8),
         lambda low, _: jnp.where(low > 0, 0.5 * low**-1.5, jnp.inf),
         relax.convex(lax.rsqrt, lambda z: -0.5 * z**-1.5),
     ),
