@@ -124,7 +124,7 @@ REFUSED = {
     "a3(finisher=pgd)": "a3 has no setting 'finisher' here; it has passes",
     "a3-wda(rivals=0)": "rivals must be an integer",
     "wda-star(passes=3)": "at least 21 passes",
-    "wda-star(start=none)": "it has passes, tolerance",
+    "wda-star(start=none)": "it has passes, most, tolerance",
     "autoattack(version=rand)": "'standard' or 'plus'",
     "table1(steps=3)": "or table1 alone",
     "pgd, table1": "or table1 alone",

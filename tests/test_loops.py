@@ -178,9 +178,10 @@ def test_a_mesh_is_for_the_top_level():
 
 
 def test_the_page_on_scale_keeps_its_word():
-    """Every piece of its Python runs, and gives what one device gives."""
+    """Every piece of its Python for one process runs, and gives what one device gives."""
     text = (Path(wdjax.__file__).parents[1] / "docs" / "scale.md").read_text()
     pieces = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    pieces = [piece for piece in pieces if "jax.distributed" not in piece]
     assert len(pieces) == 2
     names = {
         "model": MODEL,

@@ -169,7 +169,7 @@ _CHECKS: dict[str, Callable[..., Any]] = {
     "autoattack": members,
     "fast": _enough,
     "a3-wda": lambda ball, passes=0, rivals=None: attacks.WDA(ball, rivals=rivals),
-    "wda-star": lambda ball, passes=400, tolerance=0: schedule(ball, passes),
+    "wda-star": lambda ball, passes=400, most=None, tolerance=0: schedule(ball, passes, most),
 }
 
 

@@ -113,11 +113,10 @@ def wda_star(
     ask = question("wda_star", model, x, y, key, checkpoint, options)
     eps = None if eps is None else float(validate.check_number("eps", eps))
     order = validate.check_order(order)
-    plan = schedule(ball, validate.check_count("passes", passes))
+    most = None if most is None else validate.check_count("most", most)
+    plan = schedule(ball, validate.check_count("passes", passes), most)
     kept = sum(kind.passes for kind in plan.last)
     terms = Spending(passes - kept, tolerance, eps, order)
-    if most is not None and validate.check_count("most", most) < passes:
-        raise ValueError(f"most must be at least passes={passes}, the mean, got {most}.")
     record = _open(ask, plan.firsts, terms, np.inf if most is None else most)
     if start is not None:
         record = _given(record, ball, start)

@@ -54,8 +54,10 @@ class Itinerary(NamedTuple):
     """Of every sample whose distance matters."""
 
 
-def schedule(ball: Lp, passes: int) -> Itinerary:
-    """The kinds of searches for a mean number of passes."""
+def schedule(ball: Lp, passes: int, most: int | None = None) -> Itinerary:
+    """The kinds of searches for a mean number of passes, of which no sample takes over ``most``."""
+    if most is not None and most < passes:
+        raise ValueError(f"most must be at least passes={passes}, the mean, got {most}.")
     if passes < _LEAST:
         raise ValueError(f"wda_star needs at least {_LEAST} passes an image, got {passes}.")
     first = min(25, (passes - 3) // 2 if passes < _PILOTS else passes // 3 - 4)
