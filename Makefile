@@ -28,13 +28,13 @@ bench: $(VENV)/.bench
 # One worker a file: its tests share programs, which two workers would both trace.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_OPTIONS)
 
-# All but the slow tests, which tests/slow.txt lists; minutes are those of two cores.
+# All but the slowest sixth of the tests, which tests/slow.txt lists by measured time.
 test: $(VENV)/.test
-	@echo "A quarter of an hour, and longer the first time: programs are compiled and then kept."
+	@echo "Twelve minutes on two cores, less from the second time on: compiled programs are kept."
 	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/.test
-	@echo "Ten minutes: published nets, notebooks, kills, and long tables of numbers."
+	@echo "Half an hour: what takes longest of everything, published nets, notebooks, kills."
 	$(PYTEST) -m slow
 
 test-all: test test-slow

@@ -1,11 +1,12 @@
 """Bars of the image-Wasserstein room: strength, honesty and cost, on one thread.
 
-    python bench/image_wasserstein.py [--parts strength radii honest cost]
+    python bench/image_wasserstein.py [--parts strength radii certified honest cost]
 
 Figures of time are process times without compilation. ``strength`` prints robust accuracy (%) on
-the first 100 images beside its bar; ``radii`` our least radii beside the published ones; ``honest``
-judges points by exact transport in float64; ``cost`` is time an image at one radius, and an
-iteration of the constrained Sinkhorn projection.
+the first 100 images beside its bar; ``radii`` our least radii beside the published ones;
+``certified`` the radii of CROWN below the least that an attack needs, and those of the smoothed
+classifier, which is another one; ``honest`` judges points by exact transport in float64; ``cost``
+is time an image at one radius, and an iteration of the constrained Sinkhorn projection.
 """
 
 import argparse
@@ -22,9 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import wdjax
-from wdjax import convert, data, image
+from wdjax import certify, convert, data, image, smoothing
 from wdjax.core import Samples
 from wdjax.image import plan_attack, sinkhorn
+from wdjax.smoothing import noise
 
 STRENGTH = {
     "mnist_adv_training_wong": {5: 69, 10: 38, 20: 15, 50: 5, 100: 1, 200: 1},
@@ -80,6 +82,31 @@ def radii(shared):
     )
 
 
+def certified(shared, nets, n):
+    """Medians over the images that the net classifies correctly, in pixels."""
+    how = {"norm": image.ImageWasserstein(), "steps": 3, "batch_size": 10}
+    flow = {"noise": noise.Flow(0.01), "key": jax.random.key(0), "n": 2000}
+    for net in nets:
+        model, x, y = load(shared, net, n)
+        found, attacked = timed(lambda: image.minimum_radius(model, x, y))
+        smooth, voted = timed(lambda: smoothing.certify(model, x, y, **flow))
+        low, bounded = timed(lambda: certify.radius(model, x, y, **how))
+        correct = np.asarray(found.correct)
+        low = PIXELS * np.asarray(low)[correct]
+        high = PIXELS * np.where(found.success, found.cost, np.inf)[correct]
+        crossed = int(np.sum(low > high))
+        print(
+            f"{net}: {correct.sum()} of {n} correct, medians: CROWN k {np.median(low):.3f} (0 for "
+            f"{np.sum(low == 0)}), attack {np.median(high):.2f} (inf for {np.isinf(high).sum()}); "
+            f"at most {np.max(low / high):.3f} of it, crossed {crossed} "
+            f"{'ok' if crossed == 0 else 'MISSED'}\n  smoothed, another classifier: "
+            f"{smooth.correct.sum()} correct, k {PIXELS * np.median(smooth.radius[correct]):.2f}; "
+            f"CPU s an image: CROWN {bounded / n:.2f}, attack {attacked / n:.2f}, smoothing "
+            f"{voted / n:.2f}, with compilation",
+            flush=True,
+        )
+
+
 def honest(shared, n, ks):
     model, x, y = load(shared, "mnist_vanilla", n)
     for name, attack in {
@@ -130,7 +157,10 @@ def cost(shared):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shared", type=Path, default=Path(__file__).parents[2] / "shared")
-    parser.add_argument("--parts", nargs="+", default=["strength", "radii", "honest", "cost"])
+    parts = ["strength", "radii", "certified", "honest", "cost"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    nets = ["mnist_adv_training_wong", "mnist_laplace_smooth_0.01"]
+    parser.add_argument("--nets", nargs="+", default=nets, help="that are certified")
     parser.add_argument("--samples", type=int, default=50, help="judged exactly")
     parser.add_argument("--k", nargs="+", type=float, default=[1, 5, 10, 20, 50, 200, 1000])
     given = parser.parse_args()
@@ -138,6 +168,8 @@ def main():
         strength(given.shared)
     if "radii" in given.parts:
         radii(given.shared)
+    if "certified" in given.parts:
+        certified(given.shared, given.nets, 100)
     if "honest" in given.parts:
         honest(given.shared, given.samples, given.k)
     if "cost" in given.parts:

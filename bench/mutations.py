@@ -1,4 +1,4 @@
-"""Plants one fault at a time in a copy of the package: the tests must find each of them.
+"""Plants one fault at a time in a copy of the package: `make test` must find each of them.
 
     python bench/mutations.py [NAME ...]
 
@@ -128,13 +128,13 @@ FAULTS = {
         "bounds/crown.py",
         "back = (positive * below + negative * above).reshape(a.a.shape)",
         "back = (positive * above + negative * below).reshape(a.a.shape)",
-        "tests/test_certify_crown.py",
+        "tests/test_certify_crown.py tests/test_certify_soundness.py tests/test_certify.py",
     ),
     "programs-do-not-round": Fault(
         "bounds/network.py",
         "total = 1.01 * unit * (forwards + rules.affine(eqn) + 6)",
         "total = 0.0 * unit * (forwards + rules.affine(eqn) + 6)",
-        "tests/test_certify_short.py tests/test_certify_crown.py tests/test_certify_functions.py",
+        "tests/test_certify_soundness.py",
     ),
     "clopper-pearson-one-off": Fault(
         "smoothing/binomial.py",
@@ -152,7 +152,7 @@ FAULTS = {
         "image/plans.py",
         "return within(space, uncrowd(space, plan, x), x, weights, budget)",
         "return uncrowd(space, plan, x)",
-        "tests/test_image_attacks.py tests/test_image_sinkhorn.py",
+        "tests/test_image.py",
     ),
 }
 
@@ -169,12 +169,12 @@ def survives(fault: Fault, folder: Path) -> bool:
     place.write_text(source.replace(fault.line, fault.wrong))
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(HOME / ".jax_cache"))
     environment = os.environ | {"PYTHONPATH": str(folder), "JAX_COMPILATION_CACHE_DIR": cache}
-    options = ["-q", "-x", "-p", "no:cacheprovider"]
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow"]
     command = [sys.executable, "-m", "pytest", *options, *fault.tests.split()]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    if done.returncode not in (0, 1):
+    if done.returncode not in (0, 1, 5):  # 5: all of the tests are slow ones.
         raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return done.returncode == 0
+    return done.returncode != 1
 
 
 def main() -> None:

@@ -277,7 +277,8 @@ def main():
     given = parser.parse_args()
     if given.losses:
         return losses(given.shared, given)
-    given.settings = [setting for setting in given.settings if setting in SETTINGS]
+    if unknown := set(given.settings) - SETTINGS.keys():
+        parser.error(f"no nearest flips are known for {', '.join(sorted(unknown))}; see --losses")
     (bars if given.bars else tabulate)(given.shared, given)
 
 

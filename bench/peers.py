@@ -1,6 +1,6 @@
 """Attacks against the same attacks of adv-lib, torchattacks and foolbox: one thread, process time.
 
-    python bench/peers.py [--nets mnist resnet2b] [--attacks fmn ...] [--norms 1 2 inf]
+    python bench/peers.py [--nets mnist resnet2b] [--attacks fmn ...] [--norms 0 1 2 inf]
                           [--peers adv-lib ...] [--images 100] [--repeats 2] [--seed 0]
 
 Both sides attack the correctly classified of the first images, with the same weights and the same
@@ -43,8 +43,8 @@ NETS = {
     "resnet2b": ("cifar10_resnet2b.pth", "resnet2b", "cifar10_test_0_100", pytorch_wda.ResNet2b),
 }
 EPS = {
-    "mnist": {1: 4.0, 2: 1.0, math.inf: 0.1},
-    "resnet2b": {1: 2.0, 2: 0.25, math.inf: 2 / 255},
+    "mnist": {0: 10, 1: 4.0, 2: 1.0, math.inf: 0.1},
+    "resnet2b": {0: 4, 1: 2.0, 2: 0.25, math.inf: 2 / 255},
 }
 ALL, ROUND = (1, 2, math.inf), (2, math.inf)
 # Name: what makes ours from the ball and eps.
@@ -64,6 +64,7 @@ OURS = {
     "pdpgd-500": lambda ball, eps: attacks.PDPGD(ball),
     "alma": lambda ball, eps: attacks.ALMA(ball, steps=200),
     "tr": lambda ball, eps: attacks.TrustRegion(ball),
+    "sigma-zero": lambda ball, eps: attacks.SigmaZero(ball),
 }
 
 
@@ -92,6 +93,7 @@ def adv_lib(net, norm, eps):
         "pdpgd-500": (ALL, lambda x, y: a.pdpgd(net, x, y, norm)),
         "alma": ((1, 2), lambda x, y: a.alma(net, x, y, **alma)),
         "tr": (ROUND, lambda x, y: a.tr(net, x, y, adaptive=True, p=norm)),
+        "sigma-zero": ((0,), lambda x, y: a.sigma_zero(net, x, y)),
     }
 
 
@@ -213,7 +215,7 @@ def duel(setting, nets, pictures, theirs, given):
             with Passes(net) as passes:
                 points[library], spent = timed(functools.partial(peer, function))
         except Exception as error:  # Some have settings in which they do not work.
-            print(f"{title:<9}{name:<10}{norm:<4g} {library:<13} failed: {error!r}", flush=True)
+            print(f"{title:<9}{name:<11}{norm:<4g} {library:<13} failed: {error!r}", flush=True)
             continue
         counts[library], seconds[library] = passes, [spent]
     for _ in range(given.repeats):
@@ -226,7 +228,7 @@ def duel(setting, nets, pictures, theirs, given):
         other = measure(net, there, labels, points[library], norm)
         each = their / (passes.forward + passes.backward) / (mine / spent)
         print(
-            f"{title:<9}{name:<10}{norm:<4g} {library:<13}{mine:>7.2f}{their:>8.2f}"
+            f"{title:<9}{name:<11}{norm:<4g} {library:<13}{mine:>7.2f}{their:>8.2f}"
             f"{their / mine:>7.2f}{each:>7.2f}"
             f"{float(found.forwards.mean()):>8.0f}{passes.forward / n:>7.0f}"
             f"{float(found.gradients.mean()):>8.0f}{passes.backward / n:>7.0f}"
@@ -241,7 +243,7 @@ def main():
     parser.add_argument("--shared", type=Path, default=Path(__file__).parents[2] / "shared")
     parser.add_argument("--nets", nargs="+", choices=list(NETS), default=list(NETS))
     parser.add_argument("--attacks", nargs="+", choices=list(OURS), default=list(OURS))
-    parser.add_argument("--norms", nargs="+", type=float, choices=ALL, default=ALL)
+    parser.add_argument("--norms", nargs="+", type=float, choices=(0, *ALL), default=(0, *ALL))
     parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--images", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=2)
@@ -254,13 +256,13 @@ def main():
             print(f"{library} is left out: {error}")
             given.peers.remove(library)
     heads = "".join(f"{head:>{wide}}" for head, wide in HEADS)
-    print(f"{'net':<9}{'attack':<10}{'r':<4} {'peer':<13}{heads}")
+    print(f"{'net':<9}{'attack':<11}{'r':<4} {'peer':<13}{heads}")
     for net in given.nets:
         *nets, mine, yours = load(given.shared, net, given.images)
         for name in given.attacks:
             for norm in given.norms:
                 eps, theirs = EPS[net][norm], {}
-                for library in given.peers:
+                for library in given.peers if norm else {"adv-lib"} & {*given.peers}:
                     norms, function = PEERS[library](nets[1], norm, eps).get(name, ((), None))
                     if norm in norms:
                         theirs[library] = function

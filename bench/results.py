@@ -59,7 +59,7 @@ SECTIONS = {
         "How near the nearest flips are",
         "AttackBench's optimality: 1 is the nearest flip that anybody found, by forward plus "
         "backward passes an image.",
-        "optimality.py --settings resnet2b-linf resnet2b-l2 --attacks wda-star walk fmn ddn wda++ "
+        "optimality.py --settings resnet2b-linf mnist-l2 --attacks wda-star walk fmn ddn wda++ "
         "--queries 200 1000",
     ),
     "certificates": Section(

@@ -4,12 +4,17 @@
 
 All five by default. CPU seconds of the process, since virtual devices share the machine's cores: an
 efficiency of 1 means that splitting costs no work. ``numbers`` compares each method on one device
-and on eight.
+with eight, with two processes of four each, and a command with its five parts, merged.
 """
 
 import argparse
+import functools
+import json
 import os
+import pickle
 import resource
+import shlex
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,7 +22,8 @@ import time
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ.get("XLA_FLAGS", "")
+    + f" --xla_force_host_platform_device_count={4 if '--worker' in sys.argv else 8}"
 )
 
 import jax
@@ -26,9 +32,16 @@ import numpy as np
 
 import wdjax
 from wdjax import Lp, attacks, certify, ensembles, image, models, nppr, parallel, smoothing
+from wdjax.cli import main as command
+from wdjax.files import persist
 from wdjax.nppr import distributions
 from wdjax.smoothing import noise
 from wdjax.transductive import Fixed, gmsa_avg, play
+
+if "--worker" in sys.argv:  # Before any array is made.
+    PORT, _, RANK = sys.argv[-3:]
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{PORT}", 2, int(RANK))
 
 KEY = jax.random.key(0)
 
@@ -130,7 +143,7 @@ def many_models(quick):
 
 
 def methods(quick):
-    """By name, what is measured with a mesh: a tree of arrays."""
+    """By name, what is measured with a mesh, a tree of arrays; and the same as a command."""
     model = net(16, 12, 4)
     x, y = samples(model, 13, 16)
     moved = image.FrankWolfe(image.ImageWasserstein(window=3), steps=5)
@@ -150,50 +163,139 @@ def methods(quick):
         how = {"norm": jnp.inf, "eps": 0.03, "method": method}
         return lambda mesh: certify.certified(model, x, y, mesh=mesh, **how)
 
-    found = {
-        "wda": run(attacks.WDA(l2, steps=5, probe=3), kappa=2.0),
-        "wda++": run(attacks.WDAPlusPlus(l2, steps=8)),
-        "wpgd": run(attacks.WPGD(l2, steps=6)),
-        "crown": proved("crown"),
-        "bab (verdicts)": proved("bab"),
-        "smoothing": lambda mesh: smoothing.certify(model, x, y, key=KEY, mesh=mesh, **votes),
-        "nppr fit": lambda mesh: (
-            nppr.fit(model, x, y, family=family, schedule=schedule, mesh=mesh, **keyed).history
-        ),
-        "nppr estimate": lambda mesh: (
-            nppr.estimate(model, balls, x, y, key=KEY, draws=100, mesh=mesh).survived
-        ),
-        "image attack": lambda mesh: wdjax.search(moved, model, pixels, y, eps=0.05, mesh=mesh),
-        "game": lambda mesh: vars(play(Fixed(model), game, x[:8], y[:8], mesh=mesh, **played)),
-    }
-    if quick:
-        return found
-    for name in ("autoattack", "fast", "wda_star"):
-        whole = getattr(ensembles, name)
-
-        def ensemble(mesh, whole=whole):
-            found = whole(model, x, y, ball=l2, eps=0.3, key=KEY, mesh=mesh)
+    def ensemble(name):
+        def attack(mesh):
+            found = getattr(ensembles, name)(model, x, y, ball=l2, eps=0.3, key=KEY, mesh=mesh)
             return getattr(found, "found", found)  # `fast` returns an account.
 
-        found[name] = ensemble
-    return found
+        return attack
+
+    attack = "attack --norm l2 --eps 0.1 --points own.npz --batch-size 2 --attacks"
+    proof = "certify --norm linf --eps 0.03 --radii own.npz --batch-size 2 --method"
+    fit = "nppr --norm linf --eps 0.1 --mode label --components 2 --latent 4 --steps 5 --draws 64"
+    found = {
+        "wda": (run(attacks.WDA(l2, steps=5, probe=3), kappa=2.0), f"{attack} wda"),
+        "wda++": (run(attacks.WDAPlusPlus(l2, steps=8)), f"{attack} wda++"),
+        "wpgd": (run(attacks.WPGD(l2, steps=6)), f"{attack} wpgd"),
+        "crown": (proved("crown"), f"{proof} crown"),
+        "bab (verdicts)": (proved("bab"), f"{proof} bab"),
+        "smoothing": (
+            lambda mesh: smoothing.certify(model, x, y, key=KEY, mesh=mesh, **votes),
+            "certify --norm l2 --eps 0.1 --method smoothing --sigma 0.25 --votes 200 --n0 10",
+        ),
+        "nppr fit": (
+            lambda mesh: (
+                nppr.fit(model, x, y, family=family, schedule=schedule, mesh=mesh, **keyed).history
+            ),
+            fit,
+        ),
+        "nppr estimate": (
+            lambda mesh: nppr.estimate(model, balls, x, y, key=KEY, draws=100, mesh=mesh).survived,
+            fit,
+        ),
+        "image attack": (
+            lambda mesh: wdjax.search(moved, model, pixels, y, eps=0.05, mesh=mesh),
+            "image-attack --k 0.5 --window 3 --attack frank-wolfe(steps=5) --points own.npz "
+            "--batch-size 2",
+        ),
+        "game": (
+            lambda mesh: vars(play(Fixed(model), game, x[:8], y[:8], mesh=mesh, **played)),
+            "game --defense purify --eps 0.1 --samples 8 --iterations 2",
+        ),
+    }
+    long = ("autoattack", "fast", "wda_star") if not quick else ()
+    return found | {name: (ensemble(name), f"{attack} {name.replace('_', '-')}") for name in long}
 
 
 def numbers(quick):
-    """The largest difference between one device and eight, and whether all decisions agree."""
-    print("method           largest difference   counts and decisions")
-    for name, measure in methods(quick).items():
-        one, eight = (jax.tree.leaves(measure(m)) for m in (None, parallel.data_mesh()))
-        apart, same = 0.0, True
-        for a, b in zip(one, eight, strict=True):
-            a, b = np.asarray(a), np.asarray(b)
-            if a.dtype.kind == "f":
-                finite = np.isfinite(a)
-                same &= np.array_equal(finite, np.isfinite(b))
-                apart = max(apart, float(np.abs(a[finite] - b[finite]).max(initial=0)))
-            else:
-                same &= np.array_equal(a, b)
-        print(f"{name:15}  {apart:18.1e}   {'equal' if same else 'DIFFER'}", flush=True)
+    """The largest difference from one device, of eight, of two processes of four, and of 5 parts.
+
+    Times and what depends on them are not compared.
+    """
+    print("largest difference from one device; = if counts and decisions are equal")
+    print("method                8 devices        2 x 4      5 parts")
+    found = methods(quick)
+    with tempfile.TemporaryDirectory() as folder:
+        others = in_two_processes(folder, quick)
+        merged = in_parts(folder, {name: line for name, (_, line) in found.items()})
+        for name, (measure, _) in found.items():
+            one, eight = (jax.tree.leaves(measure(m)) for m in (None, parallel.data_mesh()))
+            two = [apart(one, other[name]) for other in others]
+            shown = [
+                apart(one, eight),
+                max(two, key=lambda pair: (not pair[1], pair[0])),
+                apart(*merged[name]),
+            ]
+            cells = (f"{far:9.1e} {'=' if same else 'DIFFER'}" for far, same in shown)
+            print(f"{name:18}", *cells, sep="  ", flush=True)
+
+
+def apart(one, other):
+    """The largest difference of two lists of leaves, and whether all that is no float is equal."""
+    far, same = 0.0, len(one) == len(other)
+    for a, b in zip(one, other):
+        a, b = np.asarray(a), np.asarray(b)
+        if a.dtype.kind == "f":
+            finite = np.isfinite(a)
+            same &= np.array_equal(finite, np.isfinite(b))
+            far = max(far, float(np.abs(a[finite] - b[finite]).max(initial=0)))
+        else:
+            same &= np.array_equal(a, b)
+    return far, bool(same)
+
+
+def in_two_processes(folder, quick):
+    """For each of two processes of four devices: by name, the leaves of what it measured."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    words = [sys.executable, __file__, *["--quick"] * quick, "--worker", port, folder]
+    started = [subprocess.Popen([*words, str(rank)]) for rank in range(2)]
+    for process in started:
+        assert process.wait() == 0
+    return [pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in range(2)]
+
+
+def worker(folder, rank, quick):
+    """One of two processes."""
+    mesh = parallel.data_mesh()
+    found = {
+        name: [*map(np.asarray, jax.tree.leaves(measure(mesh)))]
+        for name, (measure, _) in methods(quick).items()
+    }
+    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
+
+
+def in_parts(folder, lines):
+    """By name, the leaves of what a command wrote as a whole, and as five parts merged."""
+    model = net(16, 12, 4)
+    x, y = samples(model, 13, 16)
+    os.chdir(folder)
+    architecture = {"family": "mlp", "options": {"sizes": [16, 12, 4]}, "normalize": ""}
+    persist.save_model("own.safetensors", model, architecture)
+    np.savez("data.npz", x=x.reshape(-1, 4, 4, 1), y=y)
+
+    @functools.cache
+    def whole_and_merged(line):
+        words = [*shlex.split(line), "--model", "own.safetensors", "--data", "data.npz", "--quiet"]
+        assert command([*words, "--json", "whole.json"]) == 0
+        whole = written("whole.json")
+        for number in range(1, 6):
+            assert command([*words, "--json", "part.json", "--shard", f"{number}/5"]) == 0
+        assert command(["merge", *map(str, Path().glob("part.json.*")), "--quiet"]) == 0
+        return whole, written("part.json")
+
+    return {name: whole_and_merged(line) for name, line in lines.items()}
+
+
+def written(path):
+    """The leaves of a command's JSON, but times, and of the arrays beside it."""
+    kept, own = json.loads(Path(path).read_text()), Path("own.npz")
+    arrays = dict(np.load(own)) if own.exists() else {}
+    own.unlink(missing_ok=True)
+    leaves = jax.tree_util.tree_leaves_with_path((kept, arrays))
+    times = ("seconds", "cost_multiple")
+    return [leaf for place, leaf in leaves if not str(place[-1]).strip("[]'").endswith(times)]
 
 
 WHAT = {
@@ -209,7 +311,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="*", choices=[*WHAT, []], help="all by default")
     parser.add_argument("--quick", action="store_true", help="the smallest sizes: does it run?")
+    parser.add_argument("--worker", nargs=3, metavar=("PORT", "FOLDER", "RANK"), help="for itself")
     parsed = parser.parse_args()
+    if parsed.worker:
+        return worker(*parsed.worker[1:], parsed.quick)
     for name in parsed.what or WHAT:
         WHAT[name](parsed.quick)
         print()

@@ -62,7 +62,7 @@ found = audit.sandwich(
     model,
     x,
     y,
-    radii=[0.0, 0.03, 0.09] if FAST else [0.0, 0.01, 0.02, 0.03, 0.045, 0.06, 0.09, 0.12],
+    eps_list=[0.0, 0.03, 0.09] if FAST else [0.0, 0.01, 0.02, 0.03, 0.045, 0.06, 0.09, 0.12],
     ball=ball,
     attacks={
         "pgd": attacks.PGD(ball, steps=10 if FAST else 40),
@@ -86,4 +86,4 @@ figure
 # %%
 for name, order in (("every image", np.inf), ("on average", 1)):
     low, high = found.certified(order)[1], found.attacked(order)[1]
-    print(f"eps {found.radii[1]:g}, {name}: between {low:.1%} and {high:.1%}")
+    print(f"eps {found.eps_list[1]:g}, {name}: between {low:.1%} and {high:.1%}")

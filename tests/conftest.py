@@ -51,7 +51,7 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(items):
     """Marks what ``slow.txt`` names: a file and a test, with or without its parameters."""
-    named = set(SLOW.read_text().split())
+    named = set(SLOW.read_text("utf-8").splitlines())
     for item in items:
         place = f"{item.path.name}::{item.name}"
         if {place, place.partition("[")[0]} & named:

@@ -76,7 +76,7 @@ def test_a_linear_model_leaves_no_gap():
     x = jnp.asarray(rng.uniform(0.4, 0.6, (30, 6)), jnp.float32)
     y = jnp.argmax(model(x), axis=-1)
     radii = [0.01, 0.03, 0.05]
-    found = audit.sandwich(model, x, y, radii=radii, key=KEY)
+    found = audit.sandwich(model, x, y, eps_list=radii, key=KEY)
     assert found.passed
     for order in (math.inf, 2, 1):
         np.testing.assert_allclose(found.attacked(order), found.certified(order), atol=5e-3)
@@ -106,7 +106,7 @@ def test_a_lying_certificate_is_caught():
     found = audit.sandwich(
         LINEAR,
         *POINTS,
-        radii=[0.15],
+        eps_list=[0.15],
         key=KEY,
         certificates={"honest": audit.standard_certificates(wdjax.Lp())["CROWN"], "far": far},
     )
@@ -115,7 +115,7 @@ def test_a_lying_certificate_is_caught():
     assert "attacked accuracy >= certified accuracy in Omega_inf" in said
     assert not found.passed
     found = audit.sandwich(
-        LINEAR, *POINTS, radii=[0.15], key=KEY, certificates={"generous": generous}, attacks={}
+        LINEAR, *POINTS, eps_list=[0.15], key=KEY, certificates={"generous": generous}, attacks={}
     )
     assert broken(found)["no flip inside a certified ball"] == "generous, worst at index 2"
 
@@ -124,7 +124,7 @@ def test_a_lying_loss_bound_is_caught():
     def zero(model, x, y, *, eps, order):
         return np.zeros_like(eps)
 
-    found = audit.sandwich(LINEAR, *POINTS, radii=[0.1], key=KEY, loss_bounds={"zero": zero})
+    found = audit.sandwich(LINEAR, *POINTS, eps_list=[0.1], key=KEY, loss_bounds={"zero": zero})
     assert set(broken(found)) == {
         f"attacked loss <= certified loss in {audit.ball_name(order)}" for order in audit.ORDERS
     }
@@ -136,7 +136,7 @@ def test_own_attacks_and_certificates_appear_everywhere():
     found = audit.sandwich(
         LINEAR,
         *POINTS,
-        radii=[0.05, 0.25],
+        eps_list=[0.05, 0.25],
         key=KEY,
         attacks={
             "<one> step": attacks.fgsm(),
@@ -192,7 +192,7 @@ def test_a_budget_searches_no_more_often_than_it_must(monkeypatch):
     )
     radii = [0.05, 0.1, 0.2]
     tried = {"pgd": attacks.PGD(steps=2), "walk": attacks.WDAPlusPlus()}
-    audit.sandwich(LINEAR, *POINTS, radii=radii, key=KEY, attacks=tried, certificates={})
+    audit.sandwich(LINEAR, *POINTS, eps_list=radii, key=KEY, attacks=tried, certificates={})
     assert sorted(type(attack).__name__ for attack in searched) == ["PGD"] * 3 + ["WDAPlusPlus"]
 
 
@@ -208,7 +208,7 @@ def test_a_fault_fails_the_audit(name):
     model = wdjax.Model(vanishing, jnp.array([[1.0, -1.0, 0.0], [-1.0, 1.0, 0.5]]))
     x, y = POINTS[0], jnp.array([1, 0, 2])
     found = audit.sandwich(
-        model, x, y, radii=[0.01], key=KEY, attacks=one, certificates={}, loss_bounds={}
+        model, x, y, eps_list=[0.01], key=KEY, attacks=one, certificates={}, loss_bounds={}
     )
     first = 0 if name == "pgd" else 1  # Only PGD attacks samples that are misclassified.
     said = broken(found)
@@ -235,7 +235,7 @@ def test_vanished_gradients_are_said():
     found = audit.sandwich(
         model,
         *POINTS,
-        radii=[0.01],
+        eps_list=[0.01],
         key=KEY,
         attacks={"pgd": attacks.PGD(steps=3)},
         certificates={},
@@ -252,7 +252,7 @@ def test_accuracies_are_the_same_floats_on_both_sides():
     x = jnp.asarray(rng.uniform(0.4, 0.6, (100, 2)), jnp.float32)
     y = jnp.argmax(LINEAR(x), axis=-1).at[7].set(1 - jnp.argmax(LINEAR(x), axis=-1)[7])
     tried = {"fgsm": attacks.fgsm()}
-    found = audit.sandwich(LINEAR, x, y, radii=[0.0], key=KEY, attacks=tried, loss_bounds={})
+    found = audit.sandwich(LINEAR, x, y, eps_list=[0.0], key=KEY, attacks=tried, loss_bounds={})
     slack = {invariant.name: invariant.slack for invariant in found.invariants}
     assert found.attacked(math.inf).tolist() == [0.99]
     assert slack["attacked accuracy >= certified accuracy in Omega_inf"] == 0.0
@@ -267,7 +267,7 @@ def test_batches_change_no_number():
     tried = {"pgd": attacks.PGD(steps=5, random_start=True), "wda++": attacks.WDAPlusPlus()}
     y = jnp.argmax(model(x), axis=-1).at[:2].set(0)
     whole, parts = (
-        audit.sandwich(model, x, y, radii=[0.02, 0.1], key=KEY, attacks=tried, batch_size=size)
+        audit.sandwich(model, x, y, eps_list=[0.02, 0.1], key=KEY, attacks=tried, batch_size=size)
         for size in (None, 5)
     )
     assert whole.passed, broken(whole)
@@ -294,7 +294,7 @@ def test_batches_change_no_number():
 def test_what_does_not_fit_is_refused(options, message):
     options = {"attacks": {}, "certificates": {}, "loss_bounds": {}} | options
     with pytest.raises(ValueError, match=message):
-        audit.sandwich(LINEAR, *POINTS, radii=[0.1], key=KEY, **options)
+        audit.sandwich(LINEAR, *POINTS, eps_list=[0.1], key=KEY, **options)
 
 
 def test_a_broken_invariant_is_exit_code_3(monkeypatch, tmp_path, capsys):
@@ -308,8 +308,8 @@ def test_a_broken_invariant_is_exit_code_3(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("radii", [[], [0.2, 0.1], [-0.1, 0.1]])
 def test_bad_radii_are_refused(radii):
     model = wdjax.Model(lambda w, x: x @ w, jnp.eye(2))
-    with pytest.raises(ValueError, match="radii must increase"):
-        audit.sandwich(model, jnp.ones((1, 2)), jnp.zeros(1, int), radii=radii, key=KEY)
+    with pytest.raises(ValueError, match="eps_list must increase"):
+        audit.sandwich(model, jnp.ones((1, 2)), jnp.zeros(1, int), eps_list=radii, key=KEY)
 
 
 ANCHORS = [
@@ -404,7 +404,7 @@ def test_flips_that_a_smaller_budget_knew_count_in_a_larger_one():
     x, y = jnp.array([[0.2], [0.22]]), jnp.array([0, 0])
     alone = {"fgsm": attacks.fgsm(wdjax.Lp())}
     found = audit.sandwich(
-        wave, x, y, radii=[0.15, 0.5], key=KEY, attacks=alone, certificates={}, loss_bounds={}
+        wave, x, y, eps_list=[0.15, 0.5], key=KEY, attacks=alone, certificates={}, loss_bounds={}
     )
     assert found.curve("fgsm", math.inf).tolist() == [0, 1]
     assert found.attacked(math.inf).tolist() == [0, 0]
@@ -415,7 +415,7 @@ def test_flips_that_a_smaller_budget_knew_count_in_a_larger_one():
 
 def test_an_audit_goes_on_where_it_was(tmp_path):
     def ask(**options):
-        return audit.sandwich(LINEAR, *POINTS, radii=[0.05, 0.15], key=KEY, **options)
+        return audit.sandwich(LINEAR, *POINTS, eps_list=[0.05, 0.15], key=KEY, **options)
 
     def end(step):
         if step.number == stop:
@@ -438,8 +438,8 @@ def test_an_audit_goes_on_where_it_was(tmp_path):
         told = ask(checkpoint=tmp_path / "own", certificates=own)
         assert told.certificates["mine"].tolist() == [value, value, 0.0]
     assert asked == [0.01, 0.02]
-    with pytest.raises(ValueError, match="radii was"):
-        audit.sandwich(LINEAR, *POINTS, radii=[0.06], key=KEY, checkpoint=tmp_path / "kept")
+    with pytest.raises(ValueError, match="eps_list was"):
+        audit.sandwich(LINEAR, *POINTS, eps_list=[0.06], key=KEY, checkpoint=tmp_path / "kept")
     louder = {"pgd": attacks.PGD(loss=lambda out, y: -wdjax.losses.margin(out, y))}
     with pytest.raises(ValueError, match="belongs to other"):
         ask(checkpoint=tmp_path / "own", attacks=louder)

@@ -17,6 +17,7 @@ from wdjax import Lp, certify, ensembles, image, nppr, smoothing, training
 from wdjax import transductive as games
 from wdjax.checks import arguments
 from wdjax.cli import main
+from wdjax.report import audit
 from wdjax.smoothing import noise
 
 fast = pytest.mark.fast
@@ -27,7 +28,7 @@ BUDGETED = [
     function
     for function, given in CALLS.items()
     if function not in WITHOUT
-    and ({"eps", "perturbation", "radii"} & set(given))
+    and ({"eps", "perturbation"} & set(given) or function is audit.sandwich)
     and "net" not in given
 ]
 
@@ -41,7 +42,7 @@ def said():
 
 
 def sent(eps):
-    return {"eps": eps, "perturbation": nppr.distributions.UniformBall(eps), "radii": [0.1, eps]}
+    return {"eps": eps, "perturbation": nppr.distributions.UniformBall(eps), "eps_list": [0.1, eps]}
 
 
 @fast

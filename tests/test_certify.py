@@ -12,7 +12,7 @@ import scipy.optimize
 from hypothesis import given, settings
 from jax import lax
 
-from wdjax import Lp, Model, certify, losses, norms, run
+from wdjax import Lp, Model, certify, lipschitz, losses, norms, run
 from wdjax.attacks import PGD
 from wdjax.bounds import domain
 from wdjax.lipschitz import margin
@@ -353,6 +353,68 @@ def test_custom_derivatives_and_stopped_gradients_are_looked_through():
         model = Model(lambda _, x, hide=hide: hide(x) @ jnp.eye(2), None)
         constants = certify.margin_lipschitz(model, jnp.zeros(2), jnp.ones(2), norm=math.inf)
         np.testing.assert_allclose(constants[0, 1], 6.0, rtol=1e-4)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("far", [1e-3, 30.0, 100.0, 1e5])
+def test_selections_that_differ_far_away_only(far):
+    """Their cases agree below ``far``, where two moving numbers may be equal."""
+
+    def jumping(w, x):
+        a, b = x.T
+        chosen = jnp.where(a > b, a, jnp.minimum(b, far))
+        return jnp.stack([chosen, 0 * chosen], 1)
+
+    def whole(w, x):
+        a, b = x.T
+        chosen = jnp.where(a > b, jnp.minimum(a, far), jnp.minimum(b, far))
+        return jnp.stack([chosen, 0 * chosen], 1)
+
+    def bent(w, x):
+        """Both cases agree but between 5 and 9 times ``far``, which no constant tells."""
+        a, b = x.T
+        hill = jax.nn.relu(b / far - 5) * jax.nn.relu(9 - b / far)
+        return jnp.stack([jnp.where(a > b, a, b + hill), 0 * a], 1)
+
+    ends = jnp.zeros(2), jnp.full(2, 40 * far)
+    with pytest.raises(ValueError, match=r"select_n.*not continuous"):
+        certify.margin_lipschitz(Model(bent, None), *ends, norm=math.inf)
+    with pytest.raises(ValueError, match=r"select_n.*not continuous"):
+        certify.margin_lipschitz(Model(jumping, None), *ends, norm=math.inf)
+    constants = certify.margin_lipschitz(Model(whole, None), *ends, norm=math.inf)
+    assert 1 <= float(constants[0, 1]) <= 2.001
+
+
+@pytest.mark.fast
+def test_long_expressions_are_compared_in_no_time():
+    """Each square uses the one before twice: 2^60 leaves, written out."""
+
+    def apply(w, x):
+        a, b = x.T
+        one, two = a, b
+        for _ in range(60):
+            one, two = 0.4 * one * one, 0.4 * two * two
+        return jnp.stack([jnp.where(a > b, one, two), 0 * a], 1)
+
+    constants = certify.margin_lipschitz(Model(apply, None), jnp.zeros(2), jnp.ones(2), norm=2)
+    assert np.isfinite(constants).all()
+
+
+@pytest.mark.fast
+def test_models_that_test_for_nan_have_no_constant():
+    """Where the tested value may be one; in ``log_softmax`` it cannot."""
+    tests = {
+        "nan": lambda w, x: jnp.where(jnp.isnan(jnp.abs(jnp.log(x - 0.5))), -1.0, x),
+        "inf": lambda w, x: jnp.where(jnp.isfinite(jnp.log(x)), x, -1.0),
+        "none": lambda w, x: jax.nn.log_softmax(3 * x),
+    }
+    for name, apply in tests.items():
+        model = Model(apply, None)
+        found = certify.margin_lipschitz(model, jnp.zeros(2), jnp.ones(2), norm=math.inf)[0, 1]
+        assert np.isinf(found) == (name != "none")
+        x, y = jnp.array([[0.9, 0.2]]), jnp.array([0])
+        radius = lipschitz.global_radius(model, x, y, norm=math.inf)
+        assert float(radius[0]) <= (0.1 if name == "none" else 0)
 
 
 @pytest.mark.fast

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ from wdjax.bounds import margins, region
 from wdjax.bounds.coefficients import Rows, Whole
 
 ANY = image.ImageWasserstein(window=None)
+CASES = int(os.environ.get("WDJAX_CASES", 120))
+"""Linear programs of each kind."""
 KINDS = {
     "one channel": ((5, 5, 1), ANY),
     "a row": ((1, 9, 1), ANY),
@@ -66,7 +69,7 @@ def exact(ball, x, a, eps):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_least_value_is_that_of_the_linear_program(name):
-    ball, (x, a, eps) = KINDS[name][1], cases(name, 120)
+    ball, (x, a, eps) = KINDS[name][1], cases(name, CASES)
     low = np.asarray(jax.jit(lambda *of: bounded(ball, *of))(x, a, eps), float)
     truth = np.array([exact(ball, *one) for one in zip(x, a, eps.astype(float))])
     mass = x.sum(axis=(1, 2, 3)).astype(float)

@@ -200,6 +200,13 @@ def test_records_say_what_kind_a_primitive_is_of(name):
         scaled = np.asarray(fn(2 * x, 2 * c)).astype(float)
         assert np.array_equal(scaled, out if out.dtype == bool or own.compares else scaled)
         assert np.allclose(scaled, 2 * out) or np.asarray(fn(x, c)).dtype == bool
+    if own.elementwise and out.dtype == float:
+        with np.errstate(all="ignore"):
+            lost = np.isnan(np.asarray(fn(np.full_like(x, np.inf), c)).astype(float)).any()
+        rising = jnp.full(x.shape, 1.0), jnp.full(x.shape, np.inf)
+        seen = certify.bound(lambda t: fn(t, c), *rising)
+        hidden = np.isfinite(seen.lower) & np.isfinite(seen.upper)
+        assert own.waves == bool(lost and hidden.any()), "NaN at inf that the bounds do not show"
     if own.monotone:
         more = np.asarray(fn(np.minimum(x + 0.05, DOMAIN.get(name, (0, 9))[1]).astype(x.dtype), c))
         assert np.all(own.monotone * (more - out) >= 0)

@@ -308,6 +308,22 @@ def test_a_loss_bound_of_no_budget_is_the_loss():
     assert np.isinf(found[1])
 
 
+@pytest.mark.parametrize("method", ["interval", "crown"])
+def test_what_the_program_loses_by_cancellation_is_charged(method):
+    """Two large hidden values, almost equal, whose difference times 1000 is the margin."""
+    rng = np.random.default_rng(0)
+    u = rng.uniform(1, 2, (50, 1))
+    hidden = np.concatenate([u, u + 1e-3 * rng.normal(size=u.shape)], axis=1)
+    weights = [jnp.asarray(w, jnp.float32) for w in (hidden, [[0, 1000], [0, -1000]])]
+    model = Model(lambda p, x: x @ p[0] @ p[1], weights)
+    x, y = jnp.asarray(rng.uniform(size=(400, 50)), jnp.float32), jnp.ones(400, int)
+    low = certify.margin_bounds(model, x, y, norm=math.inf, eps=0.0, method=method)[:, 0]
+    for logits in (model(x), jnp.concatenate([model(x[i : i + 1]) for i in range(400)])):
+        gap = np.asarray(logits[:, 1] - logits[:, 0] - low)
+        assert gap.min() >= 0
+        assert gap.max() < 1
+
+
 @pytest.mark.parametrize("norm", [1, 2, math.inf])
 def test_the_bound_itself_is_rounded_down(norm):
     """Linear models have exact margins: of many sums of floats none may be above its own."""

@@ -20,7 +20,7 @@ def columns(text, *more, norm="linf"):
 
 def made(text, *more, norm="linf"):
     """What the words stand for: names with all their settings."""
-    ball = Lp({"linf": np.inf, "l2": 2}[norm])
+    ball = Lp({"linf": np.inf, "l2": 2, "l0": 0}[norm])
     return [
         (column.name, attack_table.described(column.name, ball, column.settings))
         for column in columns(text, *more, norm=norm).values()
@@ -36,11 +36,14 @@ def test_the_words_of_the_issue():
     assert fast.settings == {}
 
 
+NOT_LINF = {"cw": "l2", "ddn": "l2", "alma": "l2", "sigma-zero": "l0"}
+
+
 def test_every_setting_of_every_attack_can_be_given():
     """Each with its default gives the attack without settings."""
     tried = 0
     for name, kinds in ((name, attack_table.settings_of(name)) for name in attack_table.METHODS):
-        norm = "l2" if name in ("cw", "ddn", "alma") else "linf"
+        norm = NOT_LINF.get(name, "linf")
         ((_, plain),) = made(name, norm=norm)
         assert plain.keys() >= kinds.keys()
         for setting in kinds:
@@ -60,7 +63,7 @@ def test_settings_have_the_types_that_attacks_declare():
     ball = Lp(2)
     assert attack_table.make("apgd-t", ball, apgd.settings).widths == (3, 2, 1)
     for name in attack_table.ATTACKS:
-        if name not in ("cw", "ddn", "alma"):
+        if name not in NOT_LINF:
             declared = summary.settings(attack_table.ATTACKS[name](Lp()))
             assert attack_table.settings_of(name).keys() <= declared.keys()
 
@@ -188,6 +191,17 @@ def test_settings_reach_the_attack_and_the_json(tmp_path, capsys):
     assert fast["forwards_per_sample"] <= 14
     with np.load(tmp_path / "p.npz") as points:
         assert points["pgd(steps=4, restarts=2)/x_adv"].shape == x.shape
+    words[words.index("linf")], words[words.index("1e-4")] = "l0", "2"
+    words[words.index("--attacks") + 1] = "pgd(steps=3), sigma-zero(steps=30)"
+    assert main(words) == 0
+    pgd, zero = json.loads(capsys.readouterr().out)["attacks"].values()
+    assert pgd["max_cost"] in (0, 1, 2)
+    assert 0 < zero["transport_cost"] <= 2 * (1 + 1e-6)
+    for name in ("apgd-ce", "fast", "wda-star"):
+        words[words.index("--attacks") + 1] = name
+        assert main(words) == 2
+        assert f"{name}: " in (said := capsys.readouterr().err)
+        assert "not for norm 0" in said
 
 
 def test_a_list_is_read_in_linear_time():

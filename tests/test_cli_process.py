@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -16,9 +17,10 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax.cli import main, process
+from wdjax.cli import console, main, process
 from wdjax.files import persist
 from wdjax.models import convert
+from wdjax.report import audit
 
 ROOT = Path(wdjax.__file__).parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -99,6 +101,29 @@ def test_a_result_for_stdout_that_cannot_be_printed_is_told(given, tmp_path, mon
     capsys.readouterr()
     assert main(command) == 0
     assert json.loads(capsys.readouterr().out)["n"] == 6
+
+
+def test_a_long_run_tells_a_log_how_far_it_is(given, tmp_path, monkeypatch):
+    """A line at a time, so that a file that somebody follows shows them; none if it was quiet."""
+    command = words("attack", given, tmp_path / "out.json")
+    for seconds, extra in ((0.0, []), (60.0, []), (0.0, ["--quiet"])):
+        monkeypatch.setattr(console, "LINE_SECONDS", seconds)
+        monkeypatch.setattr(sys, "stderr", log := io.StringIO())
+        assert main([*command, *extra]) == 0
+        lines = [line for line in log.getvalue().split("\n") if line.startswith("pgd")]
+        assert bool(lines) == (seconds == 0 and not extra)
+        assert not any("\r" in line for line in lines)
+        assert all(re.match(r"pgd: .*\d+/\d+ \[", line) for line in lines[1:])
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_steps_are_told_to_a_log_as_seldom_as_searches(seconds, monkeypatch):
+    monkeypatch.setattr(console, "LINE_SECONDS", seconds)
+    monkeypatch.setattr(sys, "stderr", log := io.StringIO())
+    with console.Console().steps("net", "begin") as show:
+        for number in range(5):
+            show(audit.Step(f"step {number}", number, 5))
+    assert bool(log.getvalue()) == (seconds == 0)
 
 
 def test_names_that_a_terminal_cannot_show_are_escaped(given, tmp_path, monkeypatch):

@@ -141,6 +141,32 @@ def test_a_safetensors_file_is_a_checkpoint_too(tmp_path):
     np.testing.assert_array_equal(model.args[0]["fc2"]["bias"], tensors["fc2.bias"])
 
 
+def test_layers_of_unknown_order_are_refused(tmp_path):
+    """By name ``hidden`` comes before ``input``, in the file after it; both fit."""
+    draw = np.random.default_rng(0)
+
+    def saved(*shapes):
+        tensors = {}
+        for name, (rows, columns) in zip(("input", "hidden", "output"), shapes):
+            weight = draw.normal(size=(rows, columns)).astype(np.float32)
+            tensors |= {f"{name}.weight": weight, f"{name}.bias": weight[:, 0]}
+        torch.save({n: torch.tensor(v) for n, v in tensors.items()}, tmp_path / "net.pt")
+        return tensors
+
+    torch = pytest.importorskip("torch")
+    saved((4, 4), (4, 4), (3, 4))
+    with pytest.raises(ValueError, match="input, hidden, output as in the file, or hidden, input"):
+        convert.load(tmp_path / "net.pt", "mlp")
+    tensors = saved((5, 4), (6, 5), (3, 6))  # Only the file's order fits.
+    model, _ = convert.load(tmp_path / "net.pt", "mlp")
+    x = draw.random((2, 4)).astype(np.float32)
+    h = x
+    for name in ("input", "hidden", "output"):
+        h = np.maximum(h, 0) if name != "input" else h
+        h = h @ tensors[f"{name}.weight"].T + tensors[f"{name}.bias"]
+    np.testing.assert_allclose(model(jnp.asarray(x)), h, rtol=1e-4, atol=1e-4)
+
+
 WRN = "Carmon2019Unlabeled", "cifar10", "Linf"
 
 

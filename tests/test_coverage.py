@@ -288,7 +288,7 @@ def _(rng, name):
     return asked(nppr.splitting, name, 5, particles=50)
 
 
-@case("bounded_ratio.of_inputs", 0.95, (1e-2,), (1e-4,), (1e-7,))
+@case("bounded_ratio.of_inputs", 0.95, *[(10.0**-power,) for power in range(2, 8)])
 def _(rng, risk):
     """A linear classifier, at all ratios at once."""
     plane = jnp.eye(2)[:, :1], jnp.full(1, 0.1 * stats.norm.isf(risk))

@@ -6,6 +6,7 @@ import re
 import struct
 import subprocess
 import sys
+import types
 import zipfile
 
 import hostile_files
@@ -271,3 +272,141 @@ print(*sorted({name.split(".")[0] for name in set(sys.modules) - before} & {*hea
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert found.stdout.split() == []
+
+
+def folder_of(path, x, y):
+    path.mkdir(exist_ok=True)
+    np.save(path / "x.npy", x)
+    np.save(path / "y.npy", y)
+    return path
+
+
+def archived_by(save):
+    def write(path, x, y):
+        save(path.with_suffix(".npz"), x=x, y=y)
+        return path.with_suffix(".npz")
+
+    return write
+
+
+def table_of(path, x, y):
+    datasets = pytest.importorskip("datasets", reason="Hugging Face's package is not installed")
+    kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(num_classes=10)}
+    columns = {"image": [*x[..., 0]], "label": y}
+    table = datasets.Dataset.from_dict(columns, datasets.Features(kinds))
+    table.save_to_disk(str(path))
+    return path
+
+
+KINDS = [folder_of, archived_by(np.savez), archived_by(np.savez_compressed), table_of]
+
+
+@pytest.mark.parametrize("write", KINDS, ids=["folder", "mapped", "deflated", "table"])
+def test_rows_that_stay_on_the_disk_are_those_of_the_whole(write, tmp_path):
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (29, 3, 5, 1), np.uint8), np.arange(29) % 10
+    path = write(tmp_path / "d", x, y)
+    images, labels = data.opened(path)
+    whole = x.astype(np.float32) / 255
+    assert (len(images), images.shape, images.ndim, images.dtype) == (29, x.shape, 4, np.float32)
+    np.testing.assert_array_equal(labels, y)
+    slices = slice(3, 9), slice(None), slice(-1, None), slice(None, None, -1), slice(9, 3)
+    wanted = [7], [8, 2, 8], [4, 3, 2, 1, 0], [2, 2, 0], [-1, -29], [False] * 28 + [True]
+    for rows in (*slices, *map(np.array, wanted), rng.permutation(29), np.array([], int)):
+        assert type(images[rows]) is np.ndarray
+        np.testing.assert_array_equal(images[rows], whole[rows])
+    np.testing.assert_array_equal(np.asarray(images), whole)
+    assert len(data.opened(path, 4)[0]) == len(data.opened(path, 4)[1]) == 4
+    for n in (None, 4, 99):
+        np.testing.assert_array_equal(data.load(path, n).x, whole[:n])
+        np.testing.assert_array_equal(data.load(path, n).y, y[:n])
+
+
+@pytest.mark.parametrize("write", KINDS[:3], ids=["folder", "mapped", "deflated"])
+def test_rows_are_refused_when_they_are_read(write, tmp_path):
+    for bad, message in ((np.nan, r"x\[5\] holds a value that is not finite"), (7.0, "rescale")):
+        x = np.full((9, 2), 0.5, np.float32)
+        x[5, 1] = bad
+        images, _ = data.opened(write(tmp_path / "d", x, np.zeros(9, int)))
+        assert images[:5].shape == (5, 2)
+        with pytest.raises(ValueError, match=message):
+            images[5:6]
+        with pytest.raises(ValueError, match=message):
+            np.asarray(images)
+    x = np.full((9, 2), 0.5)
+    for y, message in ((np.full(9, -1), "from 0"), (np.zeros(8, int), "like x"), (x, "like x")):
+        with pytest.raises(ValueError, match=message):
+            data.opened(write(tmp_path / "d", x, y))
+    for x in (np.full(9, 0.5), np.full((0, 2), 0.5), np.array(0.5), np.full((9, 2), 1)):
+        with pytest.raises(ValueError, match=r"n >= 1|uint8 or floats"):
+            data.opened(write(tmp_path / "d", x, np.zeros(9, int)))
+
+
+def test_rows_of_another_shape_than_the_first_are_refused():
+    """As of a table whose images have two sizes: each part alone would be a batch."""
+    rows = [np.zeros((4, 4, 3), np.uint8)] * 2 + [np.zeros((5, 5, 3), np.uint8)] * 2
+    x = data.Unread(rows, "mixed")
+    assert x[:2].shape == (2, 4, 4, 3)
+    with pytest.raises(ValueError, match=r"mixed: x\[2:4\] have the shape \[5, 5, 3\], x\[0\] has"):
+        x[2:]
+
+
+def test_a_damaged_archive_is_told_when_its_rows_are_read(tmp_path):
+    rng = np.random.default_rng(0)
+    np.savez_compressed(tmp_path / "d.npz", x=rng.uniform(size=(40, 9)), y=np.zeros(40, int))
+    content = (tmp_path / "d.npz").read_bytes()
+    refused = 0
+    for place in range(200, len(content) - 1200, 250):
+        changed = bytearray(content)
+        changed[place] ^= 255
+        (tmp_path / "d.npz").write_bytes(changed)
+        try:
+            data.load(tmp_path / "d.npz", 40)
+        except ValueError as error:
+            refused += "cannot read" in str(error)
+    assert refused
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), TypeError("list"), AttributeError("items")])
+def test_a_table_whose_description_is_damaged_is_refused(error, tmp_path, monkeypatch):
+    def load_from_disk(path):
+        raise error
+
+    (tmp_path / "state.json").write_text("{}")
+    fake = types.SimpleNamespace(load_from_disk=load_from_disk)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    with pytest.raises(ValueError, match=f"cannot read .*{type(error).__name__}"):
+        data.opened(tmp_path)
+
+
+def test_folders_that_are_no_data_are_refused(tmp_path):
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(ValueError, match="cannot read"):
+            data.opened(path)
+    folder = folder_of(tmp_path / "d", X, Y)
+    whole = (folder / "x.npy").read_bytes()
+    bad = {name: npy(text, X.tobytes()) for name, text in HEADERS.items()}
+    for content in (b"", whole[:50], whole[:-1], whole + b"0", *bad.values()):
+        (folder / "x.npy").write_bytes(content)
+        with pytest.raises(ValueError, match=r"cannot read .*x\.npy"):
+            data.opened(folder)
+
+
+def test_compressed_rows_in_another_order_are_refused(tmp_path):
+    np.savez_compressed(tmp_path / "d.npz", x=np.asfortranarray(X), y=Y)
+    with pytest.raises(ValueError, match="ascontiguousarray"):
+        data.opened(tmp_path / "d.npz")
+    assert data.load(tmp_path / "d.npz").x.shape == X.shape
+
+
+def test_reading_rows_takes_no_memory_for_the_others(tmp_path):
+    """Of 2 GB, which lie in no block of the disk, twenty rows."""
+    shape = (1 << 29, 1)
+    np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, shape)
+    np.save(tmp_path / "y.npy", np.zeros(4, np.uint8))
+    x = data.Unread(np.load(tmp_path / "x.npy", mmap_mode="r"))
+    found = hostile_files.attempt(
+        lambda: [x[start : start + 20] for start in range(0, 1 << 29, 1 << 25)]
+    )
+    assert found["kind"] == "loaded"
+    assert found["mb"] < 20

@@ -14,6 +14,7 @@ import wdjax
 import wdjax.transductive as games
 from wdjax import Model, data, losses, models
 from wdjax.attacks import PGD
+from wdjax.checks import independence
 from wdjax.transductive.defenses.dann import reverse
 from wdjax.transductive.defenses.dent import information_loss
 
@@ -111,6 +112,23 @@ def test_dent_couples_samples_by_their_mean_alone(normed):
     with pytest.raises(ValueError, match="no BatchNorm"):
         games.prepare(games.DENT(models.mlp((6, 3), key=jax.random.key(0))), x, [0] * 8,
                       key=jax.random.key(0))  # fmt: skip
+
+
+@pytest.mark.parametrize(("steps", "near"), [(1, 1e-5), (6, 0.03)])
+def test_dent_as_a_classifier_adapts_each_input_in_its_company(normed, steps, near):
+    """With one step the company is what it is in the same batch; gradients hold the scales."""
+    net, x = normed
+    defense = games.DENT(net, steps=steps)
+    together, _ = defense.adapt(jax.random.key(0), (), (), x)
+    wanted = defense.predict((), together, x)[:1]
+    module = defense.module(x[1:])
+    np.testing.assert_allclose(module(x[:1]), wanted, atol=near)
+    assert np.abs(defense.module(x[1:2])(x[:1]) - wanted).max() > 1e-5 or steps == 1
+    own = jax.tree.map(lambda leaf: leaf[:1], together)
+    slopes = jax.grad(lambda z: module(z)[0, 0])(x[:1])
+    kept = jax.grad(lambda z: defense.predict((), own, z)[0, 0])(x[:1])
+    np.testing.assert_allclose(slopes, kept, atol=near)
+    independence.check(module, np.asarray(x))
 
 
 @pytest.fixture(scope="module")

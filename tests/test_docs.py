@@ -130,7 +130,7 @@ def test_every_framework_has_a_recipe():
         assert len(lines) <= 5
 
 
-PAGES = ("start", "image", "nppr", "smoothing")
+PAGES = ("start", "which_attack", "image", "nppr", "smoothing")
 """Pages whose code goes on where the README's or the start page's ends."""
 
 

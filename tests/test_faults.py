@@ -92,7 +92,7 @@ def small():
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(audit_command, "RECIPES", recipes)
-        patch.setattr(audit_command, "RADII", (0.0, 0.02))
+        patch.setattr(audit_command, "EPS_LIST", (0.0, 0.02))
         patch.setattr(audit_command, "SIZES", (64, 8, 10))
         patch.setattr(audited, "figures", lambda *of: {"drawn": b"drawn"})
         patch.setattr(page, "pictures", lambda *of: [page.Picture("title", "caption", "<svg/>")])

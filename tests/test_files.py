@@ -238,6 +238,19 @@ def test_threads_and_forks_do_not_hold_what_their_parent_holds(tmp_path):
     subprocess.run([sys.executable, "-c", FORKED, path], check=True)
 
 
+@pytest.mark.parametrize("name", ["process 17 on another host", ""])
+def test_a_holder_that_has_not_yet_written_its_name(tmp_path, name):
+    """It is waited for; a holder that never writes one is another process."""
+    with (tmp_path / ".run.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        writer = threading.Timer(0.2, lambda: print(name, end="", file=lock, flush=True))
+        writer.start()
+        told = f"in use by {name or 'another process'};"
+        with pytest.raises(ValueError, match=told), atomic.exclusive(tmp_path / "run"):
+            pass
+        writer.join()
+
+
 def test_one_of_many_threads_holds(tmp_path):
     """However often locks are taken, given back and removed."""
     inside, most, taken = [], [], []

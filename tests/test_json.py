@@ -149,7 +149,7 @@ def written(tmp_path_factory):
         patch.chdir(folder)
         patch.setattr(engines, "Child", Here)
         patch.setattr(audit_command, "RECIPES", {"standard training": recipe})
-        patch.setattr(audit_command, "RADII", (0.0, 0.02))
+        patch.setattr(audit_command, "EPS_LIST", (0.0, 0.02))
         patch.setattr(audit_command, "SIZES", (64, 8, 10))
         patch.setattr(audited, "figures", lambda *of: {})
         patch.setattr(page, "pictures", lambda *of: [])

@@ -1,6 +1,7 @@
 """The same numbers on one device, on eight, and in two processes of four devices each."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from many_devices import KEY, MODEL, X, Y
 
 import wdjax
-from wdjax import Lp, attacks, certify, lipschitz, parallel, transductive
+from wdjax import attacks, certify, lipschitz, parallel, transductive
 
 TWO = parallel.data_mesh(jax.devices()[:2])
 
@@ -45,8 +46,8 @@ def test_one_device_and_eight(alone, eight):
         same(found, eight[name])
 
 
-def test_two_processes_of_four_devices(eight, tmp_path):
-    """Each has read its own samples; both get the results of all; process 0 alone writes."""
+def ended(folder, *fatal):
+    """Two processes of four devices: how they ended, and what they said."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -54,7 +55,7 @@ def test_two_processes_of_four_devices(eight, tmp_path):
     command = [sys.executable, many_devices.__file__]
     started = [
         subprocess.Popen(
-            [*command, str(rank), port, str(tmp_path)],
+            [*command, str(rank), port, str(folder), *fatal],
             env=os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(Path(__file__).parents[1])},
             stderr=subprocess.PIPE,
             text=True,
@@ -62,13 +63,26 @@ def test_two_processes_of_four_devices(eight, tmp_path):
         for rank in range(2)
     ]
     try:
-        for process in started:
-            said = process.communicate(timeout=300)[1]
-            assert process.returncode == 0, said[-3000:]
+        said = [process.communicate(timeout=300)[1] for process in started]
     finally:
         for process in started:
             process.kill()
-    wanted = eight | {"kept": wdjax.search(attacks.WPGD(steps=3), MODEL, X, Y, eps=0.1)}
+    return [process.returncode for process in started], said
+
+
+def test_two_processes_of_four_devices(eight, tmp_path):
+    """Each has read its own samples; both get the results of all; process 0 alone writes.
+
+    Before, one is told to end, and one dies; both begin again, and the search goes on.
+    """
+    assert ended(tmp_path, "SIGTERM")[0] == [143, 143]
+    codes, said = ended(tmp_path, "SIGKILL")
+    assert codes[1] == -signal.SIGKILL
+    assert codes[0] not in (0, None)
+    assert "another process of this mesh has ended" in said[0]
+    codes, said = ended(tmp_path)
+    assert codes == [0, 0], said
+    wanted = eight | {"kept": wdjax.search(many_devices.LONG, MODEL, X, Y, eps=0.1)}
     for rank in range(2):
         with np.load(tmp_path / f"{rank}.npz") as found:
             same(jax.tree.leaves(jax.device_get(wanted)), [*found.values()])
@@ -87,11 +101,7 @@ def test_samples_of_what_the_host_directs_are_shared_out_to_devices():
         parallel.each(lambda device: lambda item: 1 / item, 3, TWO)
 
 
-def test_a_game_on_two_devices():
-    fixed, attack = transductive.Fixed(MODEL), attacks.PGD(Lp(2), steps=3)
-    attack = transductive.gmsa_avg(attack, iterations=2)
-    how = {"memory": (), "eps": 0.2, "key": KEY, "size": 4, "draws": 1}
-    games = [transductive.play(fixed, attack, X[:8], Y[:8], mesh=m, **how) for m in (None, TWO)]
-    same(*map(vars, games))
+def test_rounds_of_a_game_that_do_not_divide_are_refused():
+    attack, how = transductive.transfer(attacks.PGD()), {"memory": (), "eps": 0.2, "key": KEY}
     with pytest.raises(ValueError, match="multiple of the 2 devices"):
-        transductive.play(fixed, attack, X[:9], Y[:9], mesh=TWO, **how | {"size": 3})
+        transductive.play(many_devices.DEFENSE, attack, X[:9], Y[:9], mesh=TWO, size=3, **how)

@@ -16,7 +16,7 @@ from test_contract import EPS, model, x, y
 from test_image import net, pictures
 
 import wdjax
-from wdjax import Lp, attacks, ensembles, image
+from wdjax import Lp, attacks, ensembles, image, losses
 from wdjax.smoothing.noise import Gaussian
 
 CLASSES, DEAD = 4, 2
@@ -142,6 +142,8 @@ EVERY = {
     "PDPGD": (1, functools.partial(attacks.PDPGD, steps=150)),
     "ALMA": (2, functools.partial(attacks.ALMA, steps=200)),
     "TrustRegion": (np.inf, attacks.TrustRegion),
+    "PGD in l0": (0, functools.partial(attacks.PGD, steps=20, loss=losses.margin)),
+    "SigmaZero": (0, functools.partial(attacks.SigmaZero, steps=150)),
 }
 
 

@@ -41,6 +41,12 @@ def test_accuracy_takes_the_first_of_a_tie():
     )
 
 
+def test_what_is_no_number_is_not_correct():
+    """``argmax`` finds the first NaN."""
+    logits = jnp.array([[jnp.nan, 1.0], [1.0, jnp.nan], [jnp.nan, jnp.nan], [jnp.inf, 0.0]])
+    assert metrics.correct(logits, jnp.zeros(4, int)).tolist() == [False, False, False, True]
+
+
 def test_distances_are_those_of_the_successful():
     assert metrics.mean_distance(DISTANCE, SUCCESS) == pytest.approx(0.25)
     assert metrics.median_distance(DISTANCE, SUCCESS) == pytest.approx(0.25)

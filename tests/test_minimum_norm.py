@@ -288,6 +288,7 @@ SHORT = {
     "alma": attacks.ALMA(steps=12),
     "tr": attacks.TrustRegion(Lp(2), steps=8, radius=0.05),
     "walk": attacks.Walk(Lp(2), steps=8),
+    "sigma-zero": attacks.SigmaZero(steps=20),
 }
 
 
@@ -300,7 +301,9 @@ def test_nothing_goes_unsaid(name):
     np.testing.assert_array_equal(found.success, inside.success)
     np.testing.assert_allclose(found.cost, inside.cost, atol=2e-4)
     np.testing.assert_array_equal(found.success, jnp.argmax(model(found.x_adv), -1) != y)
-    np.testing.assert_allclose(found.cost, norms.lp_norm(found.x_adv - x, 2), rtol=1e-5)
+    moved = np.asarray(found.x_adv - x).reshape(len(x), -1)
+    far = np.linalg.norm(moved, attack.ball.norm, axis=1)
+    np.testing.assert_allclose(found.cost, far, rtol=1e-5)
     assert float(found.x_adv.min()) >= 0
     assert float(found.x_adv.max()) <= 1
     assert found.success[np.asarray(found.correct)].any()
@@ -394,6 +397,20 @@ def test_fast_sees_through_flat_gradients():
     # Of ten keys, three or four leave a sample whose every start was flat.
     star_found = ensembles.wda_star(model, x, y, key=jax.random.key(1), passes=400)
     np.testing.assert_allclose(star_found.cost, 0.15, rtol=0.02)
+    sparse = ensembles.wda_star(model, x, y, key=jax.random.key(1), ball=Lp(1), passes=200)
+    assert sparse.success.any()  # By far starts; there is one a sample, which may be flat.
+    np.testing.assert_allclose(sparse.cost[sparse.success], 1.2, rtol=0.02)
+
+
+@pytest.mark.parametrize("passes", [200, 250, 299])
+def test_for_norm_1_and_few_passes_no_sample_depends_on_others(passes):
+    model, x, y = curved(n=9)
+    how = {"key": jax.random.key(1), "ball": Lp(1), "passes": passes}
+    found = ensembles.wda_star(model, x, y, **how)
+    assert found.success.all()
+    assert float(jnp.max(found.passes)) <= passes
+    one = ensembles.wda_star(model, x[4:5], y[4:5], **how, index=np.array([4]))
+    np.testing.assert_allclose(one.cost, found.cost[4:5], rtol=1e-5)
 
 
 @pytest.mark.parametrize("norm", [1, 2, np.inf])
@@ -470,6 +487,7 @@ def test_norms_that_an_attack_does_not_know_are_refused():
         lambda: attacks.CarliniWagner(Lp(1)),
         lambda: attacks.ALMA(Lp()),
         lambda: attacks.TrustRegion(Lp(1)),
+        lambda: attacks.SigmaZero(Lp(1)),
     ):
         with pytest.raises(ValueError, match="norm must be"):
             make()

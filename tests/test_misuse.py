@@ -14,7 +14,18 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import attacks, certify, ensembles, image, lipschitz, models, nppr, smoothing, training
+from wdjax import (
+    attacks,
+    certify,
+    ensembles,
+    image,
+    lipschitz,
+    losses,
+    models,
+    nppr,
+    smoothing,
+    training,
+)
 from wdjax import transductive as games
 from wdjax.report import audit
 from wdjax.smoothing import noise
@@ -110,6 +121,7 @@ CALLS = {
     games.train_classifier: SHAPED | {"key": KEY, "steps": 1},
     games.prepare: {"defense": DEFENSE, "x": X, "y": Y, "key": KEY},
     games.play: PLAYED | {"eps": 0.1, "key": KEY},
+    games.mixed_play: PLAYED | {"attack": games.fpa(PGD, 1), "eps": 0.1, "key": KEY, "draws": 1},
     games.cost_multiple: {"defense": DEFENSE, "memory": (), "x": X, "key": KEY},
     games.raise_objective: PLAYED | BANK,
     games.objective_at: PLAYED | {"bank": games.empty_bank(NET, 1)},
@@ -125,7 +137,7 @@ CALLS = {
     ensembles.draws: {"model": DRAWN, "key": KEY, "count": 2},
     ensembles.smoothed: KEYED | {"attack": PGD, "noise": noise.Gaussian(0.2)},
     ensembles.wda_star: KEYED,
-    audit.sandwich: SHAPED | {"radii": [0.1], "key": KEY},
+    audit.sandwich: SHAPED | {"eps_list": [0.1], "key": KEY},
     audit.of: SHAPED | {"eps_list": [0.1], "key": KEY},
 }  # fmt: skip
 
@@ -227,6 +239,7 @@ MISUSES["keys"] = {"a number": (0, "got 0"), "one": (KEY, r"key<fry>\[\]")}
 # Single inputs, and attacks of another protocol.
 EXCEPT = {
     (noise.perturb, "x"), (games.play, "attack"), (games.raise_objective, "attack"),
+    (games.mixed_play, "attack"),
     (games.objective_at, "attack"), (nppr.importance, "y"), (nppr.splitting, "y"),
     (nppr.importance, "x"), (nppr.splitting, "x"),  # Tried below.
 }  # fmt: skip
@@ -356,3 +369,33 @@ def test_settings_that_go_together_name_each_other():
     with pytest.raises(ValueError, match=r"steps=3 and probe=10; .*WDA\(steps=3, probe=2\)"):
         attacks.WDA(steps=3)
     assert attacks.WDA(steps=3, probe=2).steps == 3
+
+
+LOSSES = {
+    "[n, K]": lambda out, y: -jax.nn.log_softmax(out),
+    "one number": lambda out, y: jnp.mean(losses.cross_entropy(out, y)),
+    "of one sample": lambda out, y: jax.nn.logsumexp(out) - out[y],
+    "integers": lambda out, y: (jnp.argmax(out, -1) != y).astype(int),
+    "a pair": lambda out, y: (out[:, 0], out[:, 1]),
+    "text": lambda out, y: "loss",
+}
+WITH_LOSS = [
+    attacks.ALMA(steps=2), attacks.APGD(steps=2), attacks.DDN(steps=2), attacks.PGD(steps=2),
+    attacks.Square(queries=2), attacks.WPGD(steps=2), image.FrankWolfe(steps=2),
+    image.DualProjection(steps=2), image.SinkhornPGD(steps=2), image.NearestTransport(steps=2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", WITH_LOSS, ids=lambda attack: type(attack).__name__)
+def test_a_loss_is_one_float_a_sample(attack):
+    """Another shape would be summed to another attack, that finds less."""
+    pictures = type(attack).__module__.startswith("wdjax.image")
+    given = (PICTURE, PICTURES, Y) if pictures else (MODEL, X, Y)
+    eps = {} if attack.budget == "none" else {"eps": 0.1}
+    for name, loss in LOSSES.items():
+        wrong = dataclasses.replace(attack, loss=loss)
+        with pytest.raises(ValueError, match=r"loss must return floats \[2\], one a sample"):
+            wdjax.search(wrong, *given, key=KEY, **eps)
+        if name == "one number":
+            with pytest.raises(ValueError, match=r"loss must return floats"):
+                training.train(NET, X, Y, epochs=1, key=KEY, attack=PGD, eps=0.1, loss=loss)

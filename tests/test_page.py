@@ -35,7 +35,7 @@ def shown():
         model,
         x,
         y,
-        radii=[0.0, 0.05, 0.2],
+        eps_list=[0.0, 0.05, 0.2],
         attacks={"one step": attacks.fgsm(ball), "a <walk>": attacks.WDAPlusPlus(ball)},
         certificates={"nothing": lambda model, x, y: np.zeros(len(y))},
         loss_bounds={"a large one": lambda model, x, y, *, eps, order: np.full_like(eps, 99)},
@@ -207,7 +207,7 @@ def test_worst_samples_are_shown_as_they_are(shown):
     assert said in text
     assert f"nearest flip {distance[first.number]:.4g}" in said
     assert "certified radius 0" in said
-    assert "flip by a &lt;walk&gt;" in said
+    assert "mistake found by a &lt;walk&gt;" in said
 
 
 def test_worst_samples_leave_out_mistakes_and_stay_small():
@@ -219,7 +219,7 @@ def test_worst_samples_leave_out_mistakes_and_stay_small():
     y = np.array(np.argmax(model(x), -1))
     y[3] = 1 - y[3]
     for given in (x, flat):
-        found = audit.sandwich(model, given, y, radii=[0.2], key=jax.random.key(0), **options)
+        found = audit.sandwich(model, given, y, eps_list=[0.2], key=jax.random.key(0), **options)
         chosen = worst.worst(found, given, y, model)
         assert 3 not in [sample.number for sample in chosen]
         assert len(chosen) == (6 if given is x else 24)
@@ -354,7 +354,7 @@ def test_budgets_of_who_pays_differ_in_colour():
     model = wdjax.Model(lambda w, x: x * w, jnp.array([1.0, -1.0]))
     options = {"attacks": {"fgsm": attacks.fgsm()}, "certificates": {}, "loss_bounds": {}}
     x, y, key = jnp.array([[0.5, 0.4]]), jnp.array([0]), jax.random.key(0)
-    many = audit.sandwich(model, x, y, radii=np.linspace(0, 0.1, 10), key=key, **options)
+    many = audit.sandwich(model, x, y, eps_list=np.linspace(0, 0.1, 10), key=key, **options)
     (axis,) = plots.allocation(many).axes
     colours = [line.get_color() for line in axis.get_lines()]
     assert len(colours) == len(set(colours)) == len(plots.PALETTE)
@@ -364,7 +364,7 @@ def test_an_audit_without_attacks_or_flips_is_drawn():
     model = wdjax.Model(lambda w, x: x.reshape(len(x), -1) @ w, jnp.zeros((4, 2)).at[:, 0].set(9.0))
     x, y = jnp.full((1, 2, 2, 1), 0.5), jnp.array([0])
     options = {"attacks": {"fgsm": attacks.fgsm()}, "certificates": {}, "loss_bounds": {}}
-    found = audit.sandwich(model, x, y, radii=[0.0], key=jax.random.key(0), **options)
+    found = audit.sandwich(model, x, y, eps_list=[0.0], key=jax.random.key(0), **options)
     assert found.nearest()[0].tolist() == [math.inf]
     drawn = page.pictures(found, x, y, model, "one")
     assert "no flip found" in drawn[-1].svg

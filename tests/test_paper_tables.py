@@ -1,6 +1,7 @@
 """Tables of the papers: every one at toy size, its cells found in another way, and its numbers read
 again in the papers."""
 
+import argparse
 import dataclasses
 import functools
 import json
@@ -16,13 +17,16 @@ from test_run import short
 import wdjax
 import wdjax.transductive as games
 from wdjax import Lp, attacks, ensembles, image, models, nppr
-from wdjax.cli import attack_table, main
+from wdjax.cli import attack_table, game_command, main, table_command
 from wdjax.cli.paper_tables import SEED, TABLES
 from wdjax.nppr import distributions
 from wdjax.report import audit
 from wdjax.transductive import PAPER
+from wdjax.transductive.digits import Row
 
 PAPERS = Path(wdjax.__file__).parents[2] / "shared" / "seeds"
+PAGE = Path(wdjax.__file__).parents[1] / "docs" / "papers.md"
+NEEDS = {"model": "weights", "data": "data", "train": "training data"}
 FILES = {"le2025": "000", "wang2025": "001", "chen2022": "002", "hu2020": "004"}
 BUILD = """
 import jax
@@ -51,6 +55,8 @@ def given(tmp_path_factory):
         patch.chdir(folder)
         for name in ("autoattack", "a3", "a3-wda"):
             patch.setitem(attack_table.SEARCHES, name, ensemble)
+        patch.setattr(ensembles, "autoattack", ensemble)
+        patch.setitem(game_command.EXTRAS, "autoattack", Row(games.transfer(ensemble)))
         patch.setattr(ensembles, "fast", functools.partial(ensembles.fast, passes=12))
         for name in PAPER:
             patch.setitem(PAPER, name, brief(name, PAPER[name]))
@@ -272,6 +278,38 @@ def test_published_numbers_are_in_the_papers():
                 assert re.search(rf"(?<![\d.]){re.escape(word)}(?!\d)", text), (name, model, word)
 
 
+def on_the_page():
+    """The rows of the page's tables, in which every table and figure of the papers has one."""
+    section = PAGE.read_text().partition("## Tables and figures")[2]
+    lines = [line for line in section.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_page_knows_every_table():
+    rows = {row[1].strip("`"): row for row in on_the_page()}
+    assert {name for name in rows if name.partition("-")[0] in FILES} == {*TABLES}
+    for name, table in TABLES.items():
+        what, _, needs, here, published = rows[name]
+        assert (what, needs) == (table.source, ", ".join(NEEDS[need] for need in table.needs))
+        assert here, name
+        model, _, numbers = published.partition(": ")
+        assert not published or table.published[model] == numbers, name
+
+
+def test_the_page_has_every_caption_of_the_papers():
+    if not PAPERS.exists():
+        pytest.skip("the papers are not here")
+    sections = PAGE.read_text().partition("## Tables and figures")[2].split("### ")[1:]
+    for section, (key, number) in zip(sections, FILES.items(), strict=True):
+        (path,) = PAPERS.glob(f"{number}_*.txt")
+        captions = set(re.findall(r"^(Table|Figure) (\d+)[.:]", path.read_text(), re.MULTILINE))
+        told = re.findall(r"(Table|Figure)s? ((?:\d+(?:, )?)+)", section)
+        assert f"[{key}]" in section
+        assert captions <= {
+            (kind, one) for kind, some in told for one in some.strip(", ").split(", ")
+        }
+
+
 def test_seeds_rows_and_a_checkpoint(given, capsys):
     """Means and deviations over seeds; a second run does nothing again and says the same."""
     how = ["--seeds", "0,1", "--checkpoint", "kept"]
@@ -297,6 +335,19 @@ def test_seeds_rows_and_a_checkpoint(given, capsys):
     assert "\n3 " not in said
 
 
+@pytest.mark.parametrize(("name", "told"), [("le2025-table1-cifar10-l2", 1), ("hu2020-table4", 0)])
+def test_published_numbers_of_other_data_are_not_to_be_compared(given, name, told):
+    """Of CIFAR-10 beside images of 16 entries; of MNIST beside images of its size."""
+    size = 4 if told else 28
+    images = np.zeros((2, size, size, 1), np.float32)
+    np.savez("sized.npz", x=images, y=[0, 1])
+    parsed = argparse.Namespace(data=Path("sized.npz"))
+    table = dataclasses.replace(TABLES[name], source=TABLES[name].source + " MNIST" * (1 - told))
+    said = table_command._about_others(table, parsed)
+    assert len(said) == told
+    assert all("CIFAR, whose images have 3072 entries" in text for text in said)
+
+
 def test_what_a_table_refuses(given, capsys):
     own = ["--model", "tables_net:build", "--data", "x.npz"]
     for words, said in (
@@ -308,6 +359,7 @@ def test_what_a_table_refuses(given, capsys):
         (["hu2020-table4", *own, "--seeds", "1"], "has a single seed"),
         (["hu2020-table4", *own, "--rows", "shear"], "no row of hu2020-table4"),
         (["hu2020-table4", *own, "--train", "x.npz"], "--train would be ignored"),
+        (["hu2020-table4", *own, "--quick", "--devices", "9"], "--devices 9: there are 8"),
         (["chen2022-table1-mnist", *own], "needs --train FILE.npz"),
         (["chen2022-table3-mnist", *own], "--model would be ignored"),
     ):

@@ -509,6 +509,31 @@ def test_of_threads_that_save_to_one_place_one_writes_at_a_time(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == set(PLACES)
 
 
+FULL = """
+import os, sys
+import numpy as np
+from wdjax.files import persist
+
+def full(path, *arguments, make=os.mkdir, **options):
+    if "orbax" in str(path):
+        raise OSError(28, "No space left on device")
+    return make(path, *arguments, **options)
+
+os.mkdir = full
+try:
+    persist.save(sys.argv[1], {"w": np.ones(3)})
+except OSError:
+    print("told")
+"""
+
+
+def test_a_process_whose_save_failed_ends(tmp_path):
+    """And does not wait for threads that wait for the folder that could not be made."""
+    command = [sys.executable, "-c", FULL, tmp_path / "run"]
+    said = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=120).stdout
+    assert said == b"told\n"
+
+
 def searched(checkpoint, callback=None):
     model, x = mlp(), jax.random.uniform(jax.random.key(1), (6, 4))
     return wdjax.search(

@@ -150,7 +150,7 @@ def test_probabilistic_accuracy_is_that_of_the_closed_form():
 
 def test_the_fields_of_prbench():
     x, y = samples()
-    found = nppr.prbench(NET, x, y, key=KEY, radii=(0.03, 0.6), train=(x, y), rho=(0.1,))
+    found = nppr.prbench(NET, x, y, key=KEY, eps_list=(0.03, 0.6), train=(x, y), rho=(0.1,))
     assert list(found) == [
         "acc",
         "PR(0.03)",
@@ -214,6 +214,33 @@ def test_splitting_is_unbiased_with_few_particles():
     error = np.std(ratio) / 600**0.5
     assert error < 0.05
     assert abs(ratio.mean() - 1) < 3 * error
+
+
+def test_runs_that_agree_by_chance_say_nothing_of_their_error():
+    """Few particles take few values: two runs are often equal, and were an interval of no width."""
+    model = Model(lambda w, x: jnp.stack([0.5 - x[:, 0], x[:, 0] - 0.5], -1), None)
+    own, missed, alike = distributions.UniformBall(0.2, Lp(box=None)), 0, 0
+    for seed in range(40):
+        found = nppr.splitting(
+            model, own, jnp.array([0.46]), 0, key=jax.random.key(seed), particles=10, runs=2
+        )
+        low, high = found.interval(0.95)
+        missed += not low <= 0.4 <= high
+        alike += "same number" in found.remark
+        assert high > low
+    assert alike > 0
+    assert missed <= 5
+
+
+def test_names_of_fields_keep_numbers_apart():
+    model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    x, y = jnp.array([[0.9, 0.1], [0.505, 0.495]]), jnp.array([0, 0])
+    how = {"eps_list": (1 / 255, 2 / 255), "rho": (0.001, 0.002)}
+    found = nppr.prbench(model, x, y, key=KEY, **how)
+    names = {"PR(0.00392157)", "PR(0.00784314)", "ProbAcc(0.001)", "ProbAcc(0.002)"}
+    assert set(found) == {"acc"} | names
+    with pytest.raises(ValueError, match="eps_list has a number twice"):
+        nppr.prbench(model, x, y, key=KEY, eps_list=(0.1, 0.1))
 
 
 def cross(params, x):
@@ -501,7 +528,7 @@ def test_what_is_not_known_is_not_called_robust():
 
 
 def test_what_the_bounded_ratio_refuses_and_draws():
-    rare = Rare(np.full(5, 1e-3), 100, 0, 0, True)
+    rare = Rare(1e-3 * np.array([0.99, 1.0, 1.0, 1.0, 1.01]), 100, 0, 0, True)
     for bad in (0.5, [1, 1], [2, 1], [], [[1.0]], np.nan, np.inf):
         with pytest.raises(ValueError, match="increasing numbers, at least 1"):
             nppr.bounded_ratio(rare, bad)

@@ -159,6 +159,63 @@ def test_helpers_decide_what_they_say():
     assert property(slope, np.array([0.6]), upper, spec, **HOW).status == "holds"
 
 
+JUMPS = {
+    "convert_element_type": lambda x: x - 3 * (x > 0.5),
+    "floor": lambda x: x - jnp.floor(2 * x),
+    "select_n": lambda x: jnp.where(x > 0.5, x - 3, x),
+    "sign": lambda x: x - jnp.sign(x - 0.3),
+    "round": lambda x: x - jnp.round(2 * x),
+}
+
+
+@pytest.mark.parametrize("name", JUMPS)
+def test_no_slope_tells_whether_a_function_that_jumps_is_monotone(name):
+    slope, spec = certify.monotone(JUMPS[name], (0,))
+    with pytest.raises(ValueError, match=f"{name}.* slope does not tell"):
+        property(slope, np.zeros(1), np.ones(1), spec, **HOW)
+
+
+@pytest.mark.parametrize(
+    ("function", "known"),
+    [
+        (lambda x: jnp.where(jnp.isnan(jnp.log(x - 0.25)), 1.0, x), False),
+        (lambda x: jnp.where(jnp.isfinite(jnp.exp(400 * x)), x, 0.0), False),
+        (lambda x: jax.nn.softplus(x) + x, True),
+    ],
+)
+def test_slopes_of_what_tests_for_nan(function, known):
+    """It may jump, unless only a NaN of the input could be one."""
+    slope, spec = certify.monotone(function, (0,))
+    ends = np.full(1, 0.1), np.full(1, 0.9)
+    if known:
+        assert property(slope, *ends, spec, **HOW).status == "holds"
+        return
+    with pytest.raises(ValueError, match="a test for NaN"):
+        slope(jnp.full((1, 1), 0.5))
+    assert property(slope, *ends, spec, seconds=2.0).status != "holds"
+
+
+def test_slopes_that_are_not_the_functions_are_refused():
+    @jax.custom_vjp
+    def lying(x):
+        return -x
+
+    lying.defvjp(lambda x: (-x, None), lambda _, g: (g,))
+    slope, spec = certify.monotone(lying, (0,))
+    with pytest.raises(ValueError, match="slope does not tell"):
+        property(slope, np.zeros(1), np.ones(1), spec, **HOW)
+
+
+def test_stopped_gradients_are_not_stopped():
+    """As in softmax, whose shift by the maximum does not matter, and elsewhere does."""
+    slope, spec = certify.monotone(lambda x: x - jax.lax.stop_gradient(2 * x), (0,))
+    assert property(slope, np.zeros(1), np.ones(1), spec, **HOW).status == "violated"
+    slope, _ = certify.monotone(jax.nn.softmax, (1,), output=1)
+    x = jnp.array([[0.3, 0.9, 0.1]])
+    p = jax.nn.softmax(x)[0, 1]
+    assert float(slope(x)[0, 0]) == pytest.approx(float(p * (1 - p)), abs=1e-6)
+
+
 def test_slopes_of_a_relu_net_are_bounded():
     """|x| + x / 2 of both entries: its slopes are -1/2 and 3/2, and all between them at 0."""
     w = np.kron(np.eye(2), [[1, -1]]).astype("f4"), np.array([[1.5], [0.5], [1.5], [0.5]], "f4")

@@ -32,7 +32,8 @@ ON_HOST = {
     lipschitz.worst_margin, nppr.estimate, nppr.spread_within, nppr.probabilistic_accuracy,
     nppr.prbench, nppr.fit, nppr.fit_many, nppr.train_model, nppr.universal_start, nppr.importance,
     nppr.splitting, image.image_wasserstein, image.minimum_radius,
-    image.image_wasserstein_distance, games.prepare, games.play, games.cost_multiple,
+    image.image_wasserstein_distance, games.prepare, games.play, games.mixed_play,
+    games.cost_multiple,
     ensembles.a3, ensembles.a3_wda, ensembles.bisect, ensembles.fast, ensembles.mixed,
     ensembles.smoothed, ensembles.wda_star, audit.sandwich, audit.of,
 }  # fmt: skip

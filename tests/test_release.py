@@ -71,7 +71,7 @@ def test_reports_ask_for_the_versions():
 
 @pytest.mark.fast
 def test_slow_tests_exist():
-    named = (ROOT / "tests" / "slow.txt").read_text("utf-8").split()
+    named = (ROOT / "tests" / "slow.txt").read_text("utf-8").splitlines()
     assert named == sorted(set(named))
     for file, _, test in (name.partition("::") for name in named):
         assert f"def {test.partition('[')[0]}(" in (ROOT / "tests" / file).read_text("utf-8"), test

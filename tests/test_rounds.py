@@ -9,7 +9,7 @@ import pytest
 from test_search import attack_class
 
 import wdjax
-from wdjax import Lp, attacks, norms
+from wdjax import Lp, attacks, models, norms
 from wdjax.attacks.ascent import setting
 from wdjax.core import Info, Stage
 from wdjax.engine import batching, rounds
@@ -261,3 +261,39 @@ def test_batches_idle_little(most):
     for round_number in (10, 20, 50, 100, 200, 500, 1000):
         size = batching.even(round_number, most)
         assert -(-round_number // size) * size <= 1.03 * round_number
+
+
+def test_stages_and_walks_of_any_length_share_programs():
+    """Rounds of Carlini and Wagner's attack are two programs; walks that differ in numbers, too."""
+    net = models.mlp((3, 5), key=jax.random.key(3))
+    x = jax.random.uniform(jax.random.key(4), (7, 3))
+    y = jnp.argmax(net(x), -1)
+    before = rounds._steps._cache_size()
+    wdjax.search(attacks.CarliniWagner(Lp(2), steps=9, rounds=4), net, x, y)
+    assert rounds._steps._cache_size() == before + 2
+    key, eps = jax.random.key(0), np.full(len(y), 0.1, np.float32)
+    walks = [
+        attacks.Walk(steps=12, targets=1),
+        attacks.Walk(steps=4, targets=2, haste=1.0),
+        attacks.Walk(steps=30, far=True, targets=3, width=1.5, shrink=0.2),
+    ]
+    wdjax.search(walks[0], net, x, y, eps=eps)
+    before = rounds._steps._cache_size()
+    for walk in walks[1:]:
+        wdjax.search(walk, net, x, y, eps=eps, key=key if walk.far else None)
+    assert rounds._steps._cache_size() == before
+
+
+def test_a_class_that_inherits_from_walk_keeps_its_steps():
+    """They are not those of the walk that all walks share."""
+
+    @attack_class
+    class Still(attacks.Walk):
+        def _walk(self, victim, samples, state):
+            moved, info = super()._walk(victim, samples, state)
+            return moved._replace(x=state.x, best=state.best), info
+
+    x, y = jnp.full((2, 1), 0.4), jnp.zeros(2, jnp.int32)
+    net = wdjax.Model(lambda w, x: (x - 0.5) * w, jnp.array([-1.0, 1.0]))
+    assert wdjax.search(attacks.Walk(), net, x, y).success.all()
+    assert not wdjax.search(Still(), net, x, y, diagnose=False).success.any()

@@ -16,11 +16,12 @@ import jax
 import numpy as np
 import pytest
 from test_fuzz_argv import judged
+from test_page import Reader
 from test_shards import timeless
 
 import wdjax
 from wdjax import attacks, models
-from wdjax.cli import attack_table, engines, main
+from wdjax.cli import attack_table, engines, job_file, main
 from wdjax.engine import driver
 from wdjax.files import persist
 
@@ -164,6 +165,19 @@ def test_an_entry_for_robustbench_says_what_was_measured(given, ran):
     }
 
 
+def test_the_page_has_a_table_of_models_for_every_threat(given, ran):
+    shown = (given / "out" / "report.html").read_text()
+    assert Reader(shown).inside == []
+    for heading in ("<h2>squares, Linf</h2>", "<h2>squares, mass</h2>"):
+        assert shown.count(heading) == 1
+    rows = ran["jobs"]
+    for share in {share for row in rows for share in row["shares"].values()}:
+        assert f'data-value="{share!r}"' in shown
+    assert shown.count('<tr><th scope="row">') == 3  # Of a twice, of b once.
+    assert sum(len(row["remarks"]) for row in rows) == shown.count('<li class="fails">') > 0
+    assert "http" not in shown
+
+
 def again(capsys, *more):
     """The exit code of the same run once more, its table and what it said."""
     code = main(["run", "jobs.toml", "--out", "out", *more])
@@ -218,6 +232,17 @@ def test_nothing_is_done_twice_but_what_is_damaged(given, ran, capsys):
         assert code == 2
         assert "1-of-3.safetensors is of other work, certify" in err
         assert len(begun) == 2
+
+
+def test_the_files_of_a_folder_of_data_are_sources(given):
+    """A folder is no younger when a file in it is written over."""
+    held = np.load("x.npz")
+    Path("squares").mkdir()
+    for name in "xy":
+        np.save(f"squares/{name}.npy", held[name])
+    Path("folder.toml").write_text(JOBS.replace('"x.npz"', '"squares"'))
+    jobs, _ = job_file.read(Path("folder.toml"), Path("out"))
+    assert all({Path("squares/x.npy"), Path("squares/y.npy")} < {*job.sources()} for job in jobs)
 
 
 def test_a_part_that_fails_is_begun_again_and_then_told(given, ran, capsys, monkeypatch):

@@ -2,7 +2,11 @@
 
 import functools
 import json
+import re
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -136,6 +140,11 @@ def test_games_are_dealt_out_and_merged(folder, capsys, monkeypatch):
         assert game.pop("cost_multiple") > 0
     assert timeless(merged) == timeless(whole)
     assert "merge all of them" in refused(capsys, "merge", *found[:2], "--partial")
+    assert main([*words, "split.json", "--devices", "4", "--quiet"]) == 0  # 3 divide 6 inputs.
+    split = json.loads((folder / "split.json").read_text())
+    for game in split["games"]:
+        del game["cost_multiple"]
+    alike(timeless(split), timeless(whole))
 
 
 def test_rows_of_every_division_are_all_rows_once():
@@ -212,6 +221,10 @@ def test_changed_samples_and_damaged_or_foreign_files_are_refused(folder, parts,
     shutil.copy(folder / "moved.npz", folder / "x.npz")
     assert "samples named by the command are not those" in refused(capsys, "merge", *found)
     shutil.copy(folder / "kept.npz", folder / "x.npz")
+    grown = {name: np.concatenate([a, a[:2]]) for name, a in np.load(folder / "x.npz").items()}
+    np.savez(folder / "x.npz", **grown)
+    assert "samples named by the command are not those" in refused(capsys, "merge", *found)
+    shutil.copy(folder / "kept.npz", folder / "x.npz")
     (folder / "kept.npz").unlink()
     content = bytearray(found[2].read_bytes())
     for place in (len(content) - 9, len(content) // 3):
@@ -273,15 +286,129 @@ def test_a_part_is_resumed_from_its_own_checkpoint_only(folder, parts, capsys):
     assert f"shard was '4/{COUNT}' and is '5/{COUNT}'" in refused(capsys, *own, f"5/{COUNT}")
 
 
-@pytest.mark.parametrize("name", ["crown", "smoothing"])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_devices_change_no_decision(name, folder, capsys):
-    assert len(jax.devices()) == 8
-    for devices in ("all", "1"):
+    found = {}
+    for devices in "21":
         given = [*words(name), "--devices", devices, "--json", f"{devices}.json", "--quiet"]
         assert main(given) == 0
-    many, one = (json.loads((folder / f"{devices}.json").read_text()) for devices in ("all", "1"))
-    assert many["verified"] == one["verified"]
-    for ball, value in one["certified_accuracy"].items():
-        assert many["certified_accuracy"][ball] == pytest.approx(value, abs=1e-5)
+        found[devices] = timeless(json.loads((folder / f"{devices}.json").read_text()))
+    alike(found["2"], found["1"])
     assert "--devices 9: there are 8" in refused(capsys, *words(name), "--devices", "9")
     assert "whole number" in refused(capsys, *words(name), "--devices", "some")
+
+
+def alike(one, other):
+    """Equal, but for the rounding of another batch."""
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)):
+        assert a == (pytest.approx(b, rel=1e-5, abs=1e-5) if isinstance(b, float) else b)
+
+
+def test_a_part_of_many_devices_is_merged_on_one(folder, parts, monkeypatch):
+    given = [*words("crown"), "--devices", "2", "--json", "wide.json", "--quiet"]
+    for number in (1, 2):
+        assert main([*given, "--shard", f"{number}/2"]) == 0
+    here = jax.devices()
+    monkeypatch.setattr(jax, "devices", lambda: here[:1])
+    assert main(["merge", part("wide", 1, 2), part("wide", 2, 2), "--quiet"]) == 0
+
+
+AUDIT = ["audit", "--model", "mlp.safetensors", "--data", "x.npz", "--eps-list", "0.05"]
+
+
+def without_times(page):
+    return re.sub(r'"(compile_)?seconds": [0-9.e+-]+|; \d+ s;', "", page)
+
+
+def test_parts_of_an_audit_are_the_whole(folder, capsys):
+    """The numbers, the figures and the page; without a part it says what it lacks."""
+    own = [*AUDIT, "--batch-size", "4"]
+    for number in (1, 2):
+        assert main([*own, "--out", "night", "--shard", f"{number}/2", "--quiet"]) == 0
+    names = [f"night/report.json.{number}-of-2.safetensors" for number in (2, 1)]
+    assert {path.name for path in (folder / "night").iterdir()} == {Path(n).name for n in names}
+    assert main(["merge", *names]) == main([*own, "--out", "whole"])
+    for path in (folder / "whole").iterdir():
+        merged = folder / "night" / path.name
+        if path.suffix == ".png":
+            assert merged.read_bytes() == path.read_bytes()
+        elif path.suffix == ".html":
+            assert without_times(merged.read_text()) == without_times(path.read_text())
+    merged, whole = (
+        json.loads((folder / n / "report.json").read_text()) for n in ("night", "whole")
+    )
+    assert [*merged] == [*whole]
+    assert timeless(merged) == timeless(whole)
+    assert merged["seconds"] > 0
+    main(["merge", *names[1:], "--partial", "--json", "some.json"])
+    some = json.loads((folder / "some.json").read_text())
+    assert some["coverage"] == {"n": 11, "of": ROWS, "missing_parts": [2]}
+    (model,) = some["models"]
+    assert "certified_loss" in whole["models"][0]["loss_bounds"]["Lipschitz"]
+    rows = whole["models"][0]["samples"]
+    assert model["samples"] == {
+        name: {one: values[:11] for one, values in part.items()}
+        if isinstance(part, dict)
+        else part[:11]
+        for name, part in rows.items()
+    }
+    assert "parts are missing" in model["loss_bounds"]["Lipschitz"]["refused"]
+    capsys.readouterr()
+    assert "it is for --model or --arch" in refused(capsys, "audit", "--shard", "1/2")
+
+
+BIG = """
+import resource, sys
+import numpy as np
+from wdjax.cli import main
+words = ["attack", "--model", "pooled_net:build", "--norm", "linf", "--eps", "0.01", "--attacks",
+         "pgd(steps=2)", "--json", "big.json", "--quiet", "--samples"]
+def held():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+assert main([*words, "20", "--data", "little"]) == 0
+assert main([*words, "2000", "--data", "little", "--shard", "100/100"]) == 0
+before = held()
+assert main([*words, "20", "--data", "big"]) == 0
+assert main([*words, "40000", "--data", "big", "--shard", "2000/2000"]) == 0
+print(held() - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_data(folder):
+    """Of 2 GB, which lie in no block of the disk, twenty rows: megabytes above a small file's."""
+    (folder / "pooled_net.py").write_text(
+        "import jax.numpy as jnp, wdjax\n"
+        "def apply(w, x):\n"
+        "    return x.mean((1, 2)) @ w\n"
+        "def build():\n"
+        "    return wdjax.Model(apply, jnp.eye(3))\n"
+    )
+    for name, rows in (("little", 2000), ("big", 40000)):
+        (folder / name).mkdir()
+        shape = (rows, 64, 64, 3)
+        np.lib.format.open_memmap(folder / name / "x.npy", "w+", np.float32, shape)
+        np.save(folder / name / "y.npy", np.zeros(rows, int))
+    assert (folder / "big" / "x.npy").stat().st_size > 1.9e9
+    child = subprocess.run([sys.executable, "-c", BIG], capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    assert int(child.stdout) < 60
+    (folder / "big" / "x.npy").unlink()
+
+
+def test_a_part_looks_at_its_own_rows_alone(folder, capsys):
+    """Another part's NaN is not met; one that has to look at all samples meets it."""
+    held = dict(np.load(folder / "x.npz"))
+    held["x"][20] = np.nan
+    np.savez(folder / "spoilt.npz", **held)
+    own = words("crown", **{"--data": "spoilt.npz"})
+    for number, code in ((1, 0), (5, 2)):
+        assert main([*own, "--json", "a.json", "--shard", f"{number}/{COUNT}"]) == code
+    assert "x[20] holds a value that is not finite" in capsys.readouterr().err
+    # The constant of an audit's loss bound depends on all labels and on no sample.
+    audit = [*AUDIT, "--samples", str(ROWS), "--out", "spoilt", "--quiet"]
+    audit[audit.index("--data") + 1] = "spoilt.npz"
+    assert main([*audit, "--shard", "1/5"]) == 0
+    whole = ["attack", *own[1:5], "--attacks", "wpgd(steps=1)", *own[-4:], "--json", "a.json"]
+    assert main([*whole, "--shard", f"1/{COUNT}"]) == 2
+    assert main([*whole, "--shard", f"2/{COUNT}"]) == 0

@@ -172,12 +172,7 @@ def test_flips_hold_in_any_company(name):
         found = wdjax.search(HALVING[name], model, x, y)
         assert found.success.mean() > 0.9, which
         points = found.x_adv
-        samples = Samples(x, y, None, forward(model, x))
-        read = ascent.read(losses.decision_margin, samples, forward(model, points))
-        success = np.asarray(found.success & (read.value > 0.1 * read.slack))
-        # A flip of WDA that no halving could shorten may be one of rounding: it is left out here.
-        kept = success.sum() / found.success.sum()
-        assert kept >= (0.8 if name == "wda++" else 1.0), (which, kept)
+        success = np.asarray(found.success)
         order = rng.permutation(30)
         asked = [forward(model, points), forward(model, points[order])[np.argsort(order)]]
         for size in (1, 3, 10):

@@ -228,6 +228,32 @@ def test_wasserstein_is_at_most_the_coupling_cost(seed, weight, norm, order):
 
 
 @fast
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-6, 1e-9, 1e-10])
+def test_distances_of_little_mass(scale):
+    """On a line W_1 is the area between the distribution functions, W_inf the widest gap between
+    quantiles."""
+    draw = np.random.default_rng(0)
+    x = draw.random((6, 1))
+    x_adv, weight = x + 0.3 + draw.random((6, 1)), scale * draw.uniform(0.2, 0.9, 6)
+    moved = AdversarialDistribution(x, x_adv, np.zeros(6, int), weight)
+    places, mass = (
+        np.concatenate([x, x, x_adv])[:, 0],
+        np.concatenate([-np.ones(6), 1 - weight, weight]),
+    )
+    order = np.argsort(places)
+    area = np.sum(np.abs(np.cumsum(mass[order])[:-1]) * np.diff(places[order])) / 6
+    assert wasserstein(moved, 2, 1) == pytest.approx(area, rel=1e-5)
+    start, (end, share) = np.sort(x[:, 0]), (places[6:], mass[6:])
+    order, farthest, before = np.argsort(end), 0.0, 0.0
+    for one in order:
+        after = before + share[one]
+        first, last = int(before + 1e-13), min(int(np.ceil(after - 1e-13)), 6)
+        farthest = max(farthest, *np.abs(end[one] - start[first:last]))
+        before = after
+    assert wasserstein(moved, 2, math.inf) == pytest.approx(farthest)
+
+
+@fast
 def test_wasserstein_of_what_does_not_move_is_zero():
     x, y = np.ones((3, 2), np.float32), np.array([0, 1, 1])
     still = AdversarialDistribution(x, x, y, np.ones(3))

@@ -44,8 +44,10 @@ def random_condition(depth):
         return f"({sign} X_{i} {level})", lambda x, y: rule(x[i], level)
     i, j = RNG.integers(OUTPUTS, size=2)
     factor, level = (round(float(v), 2) for v in RNG.uniform(-2, 2, 2))
+    # Variables that cancel, on one side or between both.
+    more, both = RNG.choice(["", "(* 0 X_0)", "(- X_1 X_1)"]), RNG.choice(["", " X_0", " Y_2"])
     return (
-        f"({sign} (+ (* {factor} Y_{i}) (- Y_{j}) 0.5) {level})",
+        f"({sign} (+ (* {factor} Y_{i}) (- Y_{j}) 0.5 {more}{both}) (+ {level}{both}))",
         lambda x, y: rule(factor * y[i] - y[j] + 0.5, level),
     )
 

@@ -17,18 +17,34 @@ PyTree = Any
 Classifier = Callable[[Array], Array]
 """``[n, *shape] -> [n, K]``, a pytree, as :data:`Model` is."""
 
-Model = jax.tree_util.Partial
-"""A classifier ``out = model(x)``: ``Model(apply, params)`` with ``apply(params, x)`` pure.
 
-A pytree whose leaves are the parameters, so it passes through ``jit``, ``vmap`` and ``grad`` as an
-argument: new parameters never recompile, and stacked parameters are a bank of models. ``out`` has
-the leading axis n: mostly logits ``[n, K]``; ``[n, M, K]`` for a bank of M models; ``(logits,
-reject)`` for a model that may refuse to answer.
+class Model(jax.tree_util.Partial):
+    """A classifier ``out = model(x)``: ``Model(apply, params)`` with ``apply(params, x)`` pure.
 
->>> model = Model(lambda params, x: x @ params["w"], {"w": jnp.eye(2)})
->>> model(jnp.ones((1, 2))).tolist()
-[[1.0, 1.0]]
-"""
+    A pytree whose leaves are the parameters, so it passes through ``jit``, ``vmap`` and ``grad`` as
+    an argument: new parameters never recompile, and stacked parameters are a bank of models.
+    ``out`` has the leading axis n: mostly logits ``[n, K]``; ``[n, M, K]`` for a bank of M models;
+    ``(logits, reject)`` for a model that may refuse to answer.
+
+    >>> model = Model(lambda params, x: x @ params["w"], {"w": jnp.eye(2)})
+    >>> model(jnp.ones((1, 2))).tolist()
+    [[1.0, 1.0]]
+    >>> model
+    Model(<lambda>, 4 numbers in 1 array)
+    """
+
+    def __repr__(self) -> str:
+        leaves = jax.tree.leaves((self.args, self.keywords))
+        name = getattr(self.func, "__name__", None) or repr(self.func).splitlines()[0][:60]
+        size, several = sum(np.size(leaf) for leaf in leaves), "s" * (len(leaves) != 1)
+        return f"Model({name}, {size:,} numbers in {len(leaves)} array{several})"
+
+
+jax.tree_util.register_pytree_node(
+    Model,
+    lambda model: ((model.args, model.keywords), model.func),
+    lambda function, given: Model(function, *given[0], **given[1]),
+)
 
 
 class Criterion(Protocol):
@@ -123,6 +139,11 @@ class Attack(Protocol):
     """An attack: a frozen pytree dataclass with static settings and numbers as leaves.
 
     A step must treat every sample alone, since batches may have any composition.
+
+    An attack may have an attribute ``shared``: two attacks, in place of which ``init`` of the first
+    and everything else of the second give the same. Attacks of which these differ in leaves only
+    share their compiled programs. Only an attack whose attribute ``sparse`` is True is given a ball
+    of norm 0.
     """
 
     @property

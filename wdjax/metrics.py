@@ -22,6 +22,8 @@ from wdjax.core import Found
 def correct(logits: jax.Array, y: ArrayLike) -> jax.Array:
     """Whether each sample is classified correctly by ``argmax``, which takes the first of a tie.
 
+    A sample with an output that is NaN is not.
+
     Args:
       logits: ``[n, K]`` floats.
       y: ``[n]`` integer labels.
@@ -34,7 +36,7 @@ def correct(logits: jax.Array, y: ArrayLike) -> jax.Array:
     >>> correct(jnp.array([[2.0, 1.0], [1.0, 1.0]]), jnp.array([0, 1])).tolist()
     [True, False]
     """
-    return jnp.argmax(logits, axis=-1) == y
+    return (jnp.argmax(logits, axis=-1) == y) & ~jnp.any(jnp.isnan(logits), axis=-1)
 
 
 def accuracy(logits: jax.Array, y: ArrayLike) -> jax.Array:

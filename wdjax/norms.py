@@ -27,22 +27,24 @@ class Bounds(NamedTuple):
     upper: jax.Array
 
 
-def check_norm(norm: float) -> float:
+def check_norm(norm: float, *more: float) -> float:
     """Returns ``norm`` as a Python number; a ``ValueError`` unless it is 1, 2 or inf.
 
     Args:
       norm: what was given.
+      *more: what else is allowed: 0.
 
     Raises:
       ValueError: it is not 1, 2 or inf.
 
-    >>> check_norm(np.float32(2))
-    2
+    >>> check_norm(np.float32(2)), check_norm(0, 0)
+    (2, 0)
     """
-    for known in NORMS:
+    for known in (*more, *NORMS):
         if np.ndim(norm) == 0 and not isinstance(norm, (str, bytes)) and norm == known:
             return known
-    raise ValueError(f"norm must be 1, 2 or inf, got {norm!r}.")
+    words = ", ".join(f"{known:g}" for known in (*more, 1, 2))
+    raise ValueError(f"norm must be {words} or inf, got {norm!r}.")
 
 
 def dual(norm: float) -> float:

@@ -5,11 +5,13 @@ same calls with the same arguments, every decision on the host is taken by all o
 every result is whole on each.
 """
 
+import contextlib
 import math
 import pickle
+import re
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, TypeVar
 
@@ -86,10 +88,10 @@ def pad(tree: Tree, size: int) -> Tree:
 
 
 def replicate(tree: Tree, mesh: Mesh | None) -> Tree:
-    """Copies every leaf to every device of the mesh; one that is split over devices stays so.
+    """Copies every array to every device of the mesh; one that is split over devices stays so.
 
     Args:
-      tree: a pytree of arrays.
+      tree: a pytree of arrays, and of numbers, which stay what they are.
       mesh: of :func:`data_mesh`, or None for one device.
 
     Raises:
@@ -106,7 +108,7 @@ def replicate(tree: Tree, mesh: Mesh | None) -> Tree:
     def copy(leaf: Any) -> Any:
         now = getattr(leaf, "sharding", everywhere)
         split = now.device_set == everywhere.device_set and not now.is_fully_replicated
-        return leaf if split else placed(leaf, everywhere)
+        return placed(leaf, everywhere) if hasattr(leaf, "dtype") and not split else leaf
 
     return jax.tree.map(copy, tree)
 
@@ -215,6 +217,32 @@ def placed(tree: Tree, sharding: Sharding) -> Tree:
     return jax.tree.map(place, tree)
 
 
+@contextlib.contextmanager
+def telling_of_lost_processes() -> Iterator[None]:
+    """A context, or a decorator, in which the end of another process of a mesh is told plainly.
+
+    Raises:
+      RuntimeError: in place of what JAX says of a connection that broke.
+
+    >>> with telling_of_lost_processes():  # One process has no other that could end.
+    ...     raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: connection reset")
+    Traceback (most recent call last):
+    ...
+    jax.errors.JaxRuntimeError: UNKNOWN: Gloo AllGather failed: connection reset
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        broken = re.search("Gloo|NCCL|UNAVAILABLE|coordination service", str(error))
+        if jax.process_count() == 1 or not broken:
+            raise
+        raise RuntimeError(
+            "another process of this mesh has ended, and this one cannot go on alone. Begin all of "
+            "them again; with a checkpoint they go on from its last round."
+        ) from error
+
+
+@telling_of_lost_processes()
 def check_same(tree: Any, mesh: Mesh | None) -> None:
     """Raises if the processes of a mesh were given different values.
 
@@ -238,6 +266,7 @@ def check_same(tree: Any, mesh: Mesh | None) -> None:
         )
 
 
+@telling_of_lost_processes()
 def joined(tree: Tree) -> Tree:
     """The rows of every process, one process after another, on each of them.
 
@@ -300,6 +329,7 @@ def spans(mesh: Mesh | None) -> bool:
     return mesh is not None and mesh.is_multi_process
 
 
+@telling_of_lost_processes()
 def local(tree: Tree) -> Tree:
     """The tree with every leaf readable: one that is spread over processes becomes a NumPy array.
 
@@ -359,6 +389,7 @@ def by_first(work: Callable[[], Any], together: bool) -> None:
         raise ValueError("process 0 failed to keep the state of all; its own error says why.")
 
 
+@telling_of_lost_processes()
 def agreed(*said: Any, together: bool) -> list[bool]:
     """For each truth value, whether a process says so: the same answer on all, which all ask for.
 

@@ -25,7 +25,7 @@ from wdjax.losses import decision_margin
 
 _CLOSE = 2e-5
 """Tolerance between two programs of the same attack, in units of the box."""
-_RADII = {1: 0.6, 2: 0.25, math.inf: 0.06}
+_RADII = {0: 3.0, 1: 0.6, 2: 0.25, math.inf: 0.06}
 """Default budgets by norm, in widths of the box: they break some samples but not all."""
 
 
@@ -427,5 +427,5 @@ def _case(
     x = low + (high - low) * jax.random.uniform(jax.random.key(1), (samples, *shape))
     y = jnp.argmax(model(x), axis=-1)
     y = jnp.where(jnp.arange(samples) % 6 == 5, (y + 1) % 4, y)
-    width = _RADII.get(getattr(attack.ball, "norm", 0), 0.05) * (high - low)
+    width = _RADII.get(getattr(attack.ball, "norm", -1), 0.05) * (high - low)
     return Case(attack, model, x, y, width if eps is None else eps, jax.random.key(7), spending)

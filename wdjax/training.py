@@ -337,7 +337,8 @@ def _step(
         value = robust = jnp.zeros((), x.dtype)
         for share, points in parts:
             logits, model = models.training_pass(model, points)
-            value += jnp.mean(share * recipe.loss(logits, y))
+            loss = validate.check_each("loss", recipe.loss(logits, y), len(y))
+            value += jnp.mean(share * loss)
             held = losses.decision_margin(logits, y) <= 0
             robust += jnp.mean(jnp.where(held, share, 0.0))
         right = robust if correct is None else jnp.mean(correct)
@@ -387,7 +388,7 @@ def _proved(
         low = certificate.margins(model, center, y, certificate.small * eps, done)
         is_label = jnp.arange(low.shape[1]) == y[:, None]
         worst = jnp.where(is_label, 0.0, -low)
-        robust = recipe.loss(worst, y)
+        robust = validate.check_each("loss", recipe.loss(worst, y), len(y))
         held = jnp.all(is_label | (low > 0), axis=1)
         if certificate.attack is not None:
             moved, model = models.training_pass(model, x_adv)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.typing import ArrayLike
 
-from wdjax import losses, metrics, norms, parallel
+from wdjax import losses, metrics, norms, parallel, sparse
 from wdjax.checks import arguments
 from wdjax.checks.forward_mode import host_only
 from wdjax.checks.validate import check_number, check_order, traced
@@ -302,15 +302,16 @@ class AdversarialDistribution(NamedTuple):
         r"""``(mean_i w_i ||x_adv_i - x_i||_r^p)^(1/p)``: an upper bound on W_p.
 
         A Python float, computed in float64 on the host, unless inside a trace. For order inf, the
-        largest distance that any mass moves.
+        largest distance that any mass moves. Norm 0 counts coordinates.
 
         Source: Le et al. [le2025], Corollary C.2.
         """
-        norms.check_norm(norm)
+        norms.check_norm(norm, 0)
         order = check_order(order)
         _check_distribution(self)
         if traced(self):
-            moved = norms.lp_norm(jnp.asarray(self.x_adv) - self.x, norm)
+            moved = jnp.asarray(self.x_adv) - self.x
+            moved = norms.lp_norm(moved, norm) if norm else sparse.count(moved, 0 * moved)
             return _power_mean(jnp, moved, jnp.asarray(self.weight), order)
         distance = _distances(self.x, self.x_adv, norm)
         return float(_power_mean(np, distance, _float64(self.weight), order))
@@ -412,7 +413,7 @@ def wasserstein(distribution: AdversarialDistribution, norm: float, order: float
 
     Args:
       distribution: with concrete arrays.
-      norm: r, one of 1, 2 and inf.
+      norm: r, one of 1, 2 and inf, or 0 to count coordinates.
       order: p, a number of at least 1 or inf.
 
     Returns:
@@ -434,7 +435,7 @@ def wasserstein(distribution: AdversarialDistribution, norm: float, order: float
     >>> swapped.coupling_cost(norm=2, order=1), wasserstein(swapped, norm=2, order=1)
     (1.0, 0.0)
     """
-    norms.check_norm(norm)
+    norms.check_norm(norm, 0)
     order = check_order(order)
     twin = "the method coupling_cost, which can be traced and differentiated"
     host_only("wasserstein", twin, distribution)
@@ -474,8 +475,9 @@ def _block_cost(
     sources, sinks = supply > _NOTHING, demand > _NOTHING
     if not sources.any():
         return 0.0, 0.0
-    name = {1: "cityblock", 2: "euclidean", math.inf: "chebyshev"}[norm]
+    name = {0: "hamming", 1: "cityblock", 2: "euclidean", math.inf: "chebyshev"}[norm]
     gap = cdist(points[sources], points[sinks], name)
+    gap *= points.shape[1] if norm == 0 else 1  # Of which hamming is the share.
     supply, demand = supply[sources], demand[sinks]
     if order == math.inf:
         reach = _distances(x[weight > 0], x_adv[weight > 0], norm).max()
@@ -516,7 +518,7 @@ def _fits(allowed: npt.NDArray[np.bool_], supply: _Float64, demand: _Float64) ->
     if copies is not None:
         return _assign((~allowed).astype(float), copies) == 0
     source, sink = np.nonzero(allowed)
-    return _solve(np.zeros(len(source)), source, sink, supply, demand).x is not None
+    return _plan(np.zeros(len(source)), source, sink, supply, demand).x is not None
 
 
 def least_cost(cost: _Float64, supply: _Float64, demand: _Float64) -> float:
@@ -529,9 +531,7 @@ def least_cost(cost: _Float64, supply: _Float64, demand: _Float64) -> float:
     edges |= _cheapest(cost, 8) | _cheapest(cost.T, 8).T
     while True:
         source, sink = np.nonzero(edges)
-        plan = _solve(cost[edges], source, sink, supply, demand)
-        if plan.x is None:  # Presolve may wrongly fail if masses differ by orders of magnitude.
-            plan = _solve(cost[edges], source, sink, supply, demand, presolve=False)
+        plan = _plan(cost[edges], source, sink, supply, demand)
         if plan.x is None:
             raise RuntimeError(f"HiGHS found no transport plan: {plan.message}")
         price = plan.eqlin.marginals
@@ -567,38 +567,38 @@ _DENSE = 20_000
 """Maximum number of edges for which the linear program takes all at once."""
 
 
-def _solve(
+def _plan(
     cost: _Float64,
     source: npt.NDArray[np.int_],
     sink: npt.NDArray[np.int_],
     supply: _Float64,
     demand: _Float64,
-    presolve: bool = True,
 ) -> "OptimizeResult":
     """The optimal transport plan by HiGHS, on given edges only.
 
     ``cost``, ``source`` and ``sink`` describe the m edges, ``[m]`` each; ``supply`` and ``demand``
     are masses with equal totals up to rounding. The result's ``x`` is None if there is no plan.
     """
-    from scipy import optimize, sparse
+    from scipy.optimize import linprog
+    from scipy.sparse import csr_array
 
-    entries = np.arange(len(source))
+    entries, total = np.arange(len(source)), supply.sum()
     ends = np.concatenate([source, len(supply) + sink])
-    balance = sparse.csr_array(
+    balance = csr_array(
         (np.ones(len(ends)), (ends, np.concatenate([entries, entries]))),
         shape=(len(supply) + len(demand), len(source)),
     )
-    return optimize.linprog(
-        cost,
-        A_eq=balance,
-        b_eq=np.concatenate([supply, demand * (supply.sum() / demand.sum())]),
-        method="highs",
-        options={
-            "primal_feasibility_tolerance": 1e-10,
-            "dual_feasibility_tolerance": 1e-10,
-            "presolve": presolve,
-        },
-    )
+    masses = np.concatenate([supply / total, demand / demand.sum()])  # Tolerances are absolute.
+    for presolve in (True, False):
+        tight = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
+        options = tight | {"presolve": presolve}
+        found = linprog(cost, A_eq=balance, b_eq=masses, method="highs", options=options)
+        if found.x is not None:
+            found.x, found.fun = found.x * total, found.fun * total
+            break
+        if masses.min() > 1e-3 * masses.max():
+            break  # Presolve fails wrongly only if masses differ by orders of magnitude.
+    return found
 
 
 def _cheapest(cost: _Float64, count: int) -> npt.NDArray[np.bool_]:

@@ -14,8 +14,8 @@ whether to halve its step size.
 
 Attacks in a ball: `pgd` (and FGSM), `apgd`, `margin_pgd`, `diversified`, `square`, `wda`. One
 budget for the whole data set: `wpgd`. Minimum-norm attacks: `fab`, `fmn`, `deepfool`, `ddn`,
-`alma`, `carlini_wagner`, `pdpgd`, `trust_region`, `walk` and `wda_plus_plus`. `points` only
-measures given points.
+`alma`, `carlini_wagner`, `pdpgd`, `trust_region`, `walk` and `wda_plus_plus`; `sigma_zero` counts
+changed coordinates. `points` only measures given points.
 
 Open `pgd` first. To add an attack: a file here, most easily a subclass of ``GradientAttack``; its
 name in ``__all__`` here; a row in ``wdjax/cli/attack_table.py`` for the command line; a row in the
@@ -35,6 +35,7 @@ from wdjax.attacks.margin_pgd import MarginPGD
 from wdjax.attacks.pdpgd import PDPGD
 from wdjax.attacks.pgd import PGD, fgsm
 from wdjax.attacks.points import Points
+from wdjax.attacks.sigma_zero import SigmaZero
 from wdjax.attacks.square import Square
 from wdjax.attacks.trust_region import TrustRegion
 from wdjax.attacks.walk import Walk
@@ -58,6 +59,7 @@ __all__ = [
     "GradientAttack",
     "MarginPGD",
     "Points",
+    "SigmaZero",
     "Square",
     "TrustRegion",
     "WDAPlusPlus",

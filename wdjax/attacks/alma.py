@@ -123,7 +123,7 @@ class ALMA(nearest.NearestAttack):
         the margin.
         """
         if self.loss is not None:
-            return -self.loss(out, y)
+            return -validate.check_each("loss", self.loss(out, y), len(y))
         return -(losses.dlr(out, y) if out.shape[-1] > 2 else losses.margin(out, y))
 
     def _descend(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:

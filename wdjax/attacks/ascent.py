@@ -12,6 +12,7 @@ import optax
 
 from wdjax import losses, norms, program
 from wdjax.balls import Lp
+from wdjax.checks import validate
 from wdjax.core import Array, Criterion, Info, PyTree, Samples, Victim
 from wdjax.precision import promoted
 
@@ -52,6 +53,9 @@ def slope(victim: Victim, x: Array, y: Array, objective: Callable[[PyTree, Array
     Returns:
       A :class:`Slope`.
 
+    Raises:
+      ValueError: an objective that does not return one float a sample.
+
     Cost: one forward and one backward pass.
 
     >>> victim = Victim(lambda x: x @ jnp.array([[1.0, -1.0], [-1.0, 1.0]]), losses.margin)
@@ -61,7 +65,7 @@ def slope(victim: Victim, x: Array, y: Array, objective: Callable[[PyTree, Array
 
     def total(x: Array) -> tuple[Array, PyTree]:
         out = victim.model(x)
-        return jnp.sum(objective(out, y)), out
+        return jnp.sum(validate.check_each("loss", objective(out, y), len(y))), out
 
     gradient, out = jax.grad(total, has_aux=True)(x)
     return look(gradient, out)

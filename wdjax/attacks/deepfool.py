@@ -7,13 +7,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import losses, norms
+from wdjax import losses, norms, program
 from wdjax.attacks import ascent, nearest
 from wdjax.attacks.ascent import setting
 from wdjax.attacks.nearest import Nearest
 from wdjax.balls import Lp
 from wdjax.checks import validate
-from wdjax.core import Array, Info, Samples, Stage, Victim
+from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 
 _FEW = 5
 """Most samples flip within so many steps; a stage of this length lets them leave early."""
@@ -94,10 +94,9 @@ class DeepFool(nearest.NearestAttack):
         value = victim.criterion(logits, y)
         best = nearest.keep_nearest(state.best, self.ball, victim, samples, x, logits)
         classes = ascent.top_rivals(samples.out, y, self.rivals).T
-        least = jnp.full(len(y), jnp.inf, x.dtype)
-        step, zeros = jnp.zeros_like(x), jnp.zeros(len(y), jnp.int32)
-        fault = ~jnp.isfinite(value)
-        for rival in classes:
+
+        def towards_one(carry: PyTree, rival: Array) -> tuple[PyTree, None]:
+            least, step, zeros, fault = carry
             towards = jax.nn.one_hot(rival, logits.shape[-1]) - jax.nn.one_hot(y, logits.shape[-1])
             seen = ascent.look(pullback(towards.astype(logits.dtype))[0], logits)
             towards_it = functools.partial(losses.targeted_margin, target=rival)
@@ -107,6 +106,11 @@ class DeepFool(nearest.NearestAttack):
             least = jnp.where(nearer, size, least)
             step = jnp.where(norms.spread(nearer, x), move, step)
             zeros, fault = zeros + seen.zero.astype(jnp.int32), fault | seen.fault
+            return (least, step, zeros, fault), None
+
+        none = jnp.zeros(len(y), jnp.int32)
+        nothing = jnp.full(len(y), jnp.inf, x.dtype), jnp.zeros_like(x), none, ~jnp.isfinite(value)
+        (_, step, zeros, fault), _ = program.scan(towards_one, nothing, classes)
         moved = self.ball.clip(x + (1 + self.overshoot) * step)
         still = norms.spread(best.known, x)
         one = jnp.ones(len(y), jnp.int32)

@@ -69,6 +69,11 @@ class MarginPGD:
         return self.far
 
     @property
+    def shared(self) -> tuple["MarginPGD", "MarginPGD"]:
+        """Itself, and one without ``far``, which concerns the beginning only."""
+        return self, dataclasses.replace(self, far=False)
+
+    @property
     def stages(self) -> tuple[Stage, ...]:
         return Stage(self._ascend, self.steps, self.finished), Stage(self._end, 1, self.finished)
 

@@ -230,10 +230,11 @@ def check_norms(name: str, ball: Lp, allowed: tuple[float, ...]) -> None:
     >>> check_norms("DDN", Lp(1), (2,))
     Traceback (most recent call last):
       ...
-    ValueError: DDN's norm must be 2, got 1; Walk, FMN and PDPGD take all norms.
+    ValueError: DDN's norm must be 2, got 1; Walk, FMN and PDPGD take all but 0, SigmaZero takes 0.
     """
     if ball.norm not in allowed:
         words = " or ".join(f"{norm:g}" for norm in allowed)
         raise ValueError(
-            f"{name}'s norm must be {words}, got {ball.norm:g}; Walk, FMN and PDPGD take all norms."
+            f"{name}'s norm must be {words}, got {ball.norm:g}; Walk, FMN and PDPGD take all "
+            "but 0, SigmaZero takes 0."
         )

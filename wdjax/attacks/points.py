@@ -36,6 +36,7 @@ class Points:
 
     budget: ClassVar[Literal["sample"]] = "sample"
     random: ClassVar[bool] = False
+    sparse: ClassVar[bool] = True
 
     ball: Lp = setting(Lp())
 

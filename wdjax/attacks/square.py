@@ -113,7 +113,8 @@ class Square:
         tried, first = self._propose(samples, state), state.taken == 0
         tried = jnp.where(norms.spread(first, tried), state.x, tried)
         out, info = ascent.judge(victim, tried, samples.y)
-        loss = self.loss(out, samples.y).astype(state.loss.dtype)
+        loss = validate.check_each("loss", self.loss(out, samples.y), len(samples.y))
+        loss = loss.astype(state.loss.dtype)
         fallen = (info.value > 0) & ~info.fault
         better = ((loss > state.loss) | fallen) & ~info.fault
         asked = State(

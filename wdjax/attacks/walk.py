@@ -1,8 +1,7 @@
 """A minimum-norm attack that walks along the boundary towards the sample."""
 
 import dataclasses
-import functools
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,8 @@ from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 
 _RANKED = 5
 """The number of classes compared to rank the targets."""
+_COLUMNS = 3
+"""The least number of targets that a state has room for."""
 _BEYOND = 0.05
 """How far beyond the linearised boundary a step aims, as a share of the distance to it."""
 _LEAST = 0.125
@@ -28,7 +29,11 @@ class State(NamedTuple):
     home: Array
     """The start of each walk, ``[n, *shape]``."""
     rivals: Array | None
-    """``[n, targets]``, None without targets."""
+    """``[n, columns]``, None without targets."""
+    walk: Array
+    """``[n]``: the number of the present walk, which is the column of its target."""
+    first: Array
+    """``[n]``: the largest radius of a walk's first step."""
     reach: Array
     """The walk's current radius, ``[n]``; inf before its first step."""
     taken: Array
@@ -115,13 +120,25 @@ class Walk:
     @property
     def stages(self) -> tuple[Stage, ...]:
         done = self._near if self.within else None
-        if not self.targets:
-            return Stage(self._walk, self.steps, done), Stage(self._end, 1, done)
-        walks: list[Stage] = []
-        for place in range(self.targets):
-            walks.append(Stage(functools.partial(self._walk, place=place), self.steps, done))
-            walks.append(Stage(self._end, 1, done))
-        return Stage(self._rank, 1, done), *walks
+        walk = Stage(self._walk, self.steps, done), Stage(self._end, 1, done)
+        return (Stage(self._rank, 1, done), *walk * self.targets) if self.targets else walk
+
+    @property
+    def shared(self) -> tuple["Walk", "Walk"]:
+        """Of :class:`~wdjax.core.Attack`: one program begins, and one walks, all walks alike.
+
+        A class of another's that inherits from this one has steps of its own.
+        """
+        if type(self) is not Walk:
+            return self, self
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        one = SharedWalk(**given | {"targets": self.targets and self._columns})
+        return one, dataclasses.replace(one, far=False)
+
+    @property
+    def _columns(self) -> int:
+        """How many targets a state has room for: as many for one target as for a few."""
+        return max(_COLUMNS, self.targets)
 
     def init(
         self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
@@ -132,28 +149,30 @@ class Walk:
         home = x if start is None else self.ball.clip(start)
         if self.far:
             home = nearest.far_start(self.ball, home, keys)
-        classes = jnp.repeat(y[:, None], self.targets, axis=1) if self.targets else None
+        classes = jnp.repeat(y[:, None], self._columns, axis=1) if self.targets else None
         unknown = jnp.full(len(y), jnp.inf, x.dtype)
         none = jnp.zeros(len(y), jnp.int32)
         best = nearest.nearest_before(victim, samples)
         limit = samples.radius if self.within else unknown
-        return State(home, home, classes, unknown, none, best, limit)
+        first = unknown
+        if self.far and samples.eps is not None:
+            scale = jax.lax.stop_gradient(samples.eps).astype(x.dtype)
+            first = jnp.where(scale > 0, self.width * scale, unknown)
+        return State(home, home, classes, none, first, unknown, none, best, limit)
 
     def _rank(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         """The first stage with targets: chooses each sample's nearest target classes."""
-        among = max(_RANKED, self.targets)
+        among = max(_RANKED, self._columns)
         ranking, info = rivals.rank(
-            victim, samples.x, samples.y, self.ball.norm, among, self.targets
+            victim, samples.x, samples.y, self.ball.norm, among, self._columns
         )
         # With fewer classes than targets, the last class is repeated.
-        missing = self.targets - ranking.classes.shape[1]
+        missing = self._columns - ranking.classes.shape[1]
         classes = jnp.pad(ranking.classes, ((0, 0), (0, missing)), mode="edge")
         return state._replace(rivals=classes), info
 
-    def _walk(
-        self, victim: Victim, samples: Samples, state: State, place: int | None = None
-    ) -> tuple[State, Info]:
-        """One step of a walk, towards the rival in column ``place`` or, if None, up the criterion.
+    def _walk(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
+        """One step of a walk, towards its target or, without targets, up the criterion.
 
         The step's length is ``step_size`` times the new radius, and the point is projected on the
         ball of that radius. Before the first flip, a radius that does not grow by itself is made to
@@ -162,9 +181,10 @@ class Walk:
         x, y, norm = state.x, samples.y, self.ball.norm
 
         def objective(out: PyTree, y: Array) -> Array:
-            if place is None or state.rivals is None:
+            if state.rivals is None:
                 return victim.criterion(out, y)
-            return losses.targeted_margin(out, y, state.rivals[:, place])
+            target = jnp.take_along_axis(state.rivals, state.walk[:, None], axis=1)[:, 0]
+            return losses.targeted_margin(out, y, target)
 
         seen = ascent.slope(victim, x, y, objective)
         info = ascent.note(victim, y, seen)
@@ -181,19 +201,12 @@ class Walk:
         # is a flip, the radius grows all the same.
         stuck = jnp.isfinite(state.reach) & ~best.known
         reach = jnp.where(stuck, jnp.maximum(reach, (1 + _LEAST * share) * state.reach), reach)
-        reach = jnp.minimum(jnp.minimum(reach, best.cost), self._first(samples, state))
+        reach = jnp.minimum(reach, best.cost)
+        reach = jnp.where(state.taken == 0, jnp.minimum(reach, state.first), reach)
         step = norms.spread(size * reach, x) * nearest.direction(seen.gradient, norm)
         moved = self.ball.project(x + step, samples.x, reach)
         best = self._settled(state, best)
         return state._replace(x=moved, reach=reach, taken=state.taken + 1, best=best), info
-
-    def _first(self, samples: Samples, state: State) -> Array:
-        """``[n]``: the largest radius of the first step after a far start; inf at other steps."""
-        if not self.far or samples.eps is None:
-            return jnp.full_like(state.reach, jnp.inf)
-        scale = jax.lax.stop_gradient(samples.eps)
-        binding = (state.taken == 0) & (scale > 0)
-        return jnp.where(binding, self.width * scale, jnp.inf)
 
     def _follow(
         self, reach: Array, distance: Array, gap: Array, fallen: Array, share: Array
@@ -225,7 +238,7 @@ class Walk:
         best = self._settled(state, best)
         unknown = jnp.full_like(state.reach, jnp.inf)
         again = state._replace(x=state.home, reach=unknown, best=best)
-        return again._replace(taken=jnp.zeros_like(state.taken)), info
+        return again._replace(walk=state.walk + 1, taken=jnp.zeros_like(state.taken)), info
 
     def _settled(self, state: State, best: Nearest) -> Nearest:
         """``best``; with ``within``, the old flip where it is inside the limit already."""
@@ -240,3 +253,14 @@ class Walk:
     def _near(self, state: State) -> Array:
         """``[n]``: whether there is a flip at a distance of at most the limit."""
         return state.best.known & (state.best.cost <= state.limit)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SharedWalk(Walk):
+    """A walk whose number of steps is a leaf, so that walks of any length share its programs."""
+
+    steps: Any = 40
+
+    def __post_init__(self) -> None:
+        """Nothing: its settings are those of a walk, which checked them."""

@@ -20,8 +20,11 @@ class State(NamedTuple):
     before: Array
     """The last point before the flip, ``[n, *shape]``."""
     after: Array
-    """The current point; after the flip, the first misclassified one."""
+    """The current point; once the walk is over, the flip that ended it."""
     flipped: Array
+    """Whether ``after`` is misclassified, ``[n]``."""
+    arrived: Array
+    """Whether the walk is over: ``after`` is a flip by more than rounding, ``[n]``."""
     low: Array
     high: Array
     """``low`` and ``high`` bracket the flip, as shares of the last segment."""
@@ -36,9 +39,10 @@ class WDAPlusPlus:
     r"""WDA++: walk every sample to its nearest flip; the budget is spent on the cheapest flips.
 
     The walk takes WDA's probing steps towards the ``rivals`` largest classes without projection on
-    a ball, stops at the first flip and bisects the last segment. The budget ``eps^p`` then buys
-    mass ``1 / kappa_i`` at the price given by the distance ``d_i``, cheapest first, the last one in
-    part (:func:`wdjax.transport.spend`): the exact optimum for these distances.
+    a ball, stops at the first flip beyond rounding and bisects the last segment. The budget
+    ``eps^p`` then buys mass ``1 / kappa_i`` at the price given by the distance ``d_i``, cheapest
+    first, the last one in part (:func:`wdjax.transport.spend`): the exact optimum for these
+    distances.
 
     Args:
       ball: norm and box; the paper has no box.
@@ -112,15 +116,17 @@ class WDAPlusPlus:
         first = x if start is None else self.ball.clip(start)
         out = samples.out if start is None else victim.model(first)
         zero, one = jnp.zeros(len(y), x.dtype), jnp.ones(len(y), x.dtype)
-        flipped = victim.criterion(out, y) > 0
+        read = ascent.read(victim.criterion, samples, out)
+        flipped = read.value > 0
+        arrived = flipped if start is None else read.lasts
         chosen = ascent.top_rivals(samples.out, y, self.tried(samples.out.shape[-1]))
-        return State(chosen, x, first, flipped, low=zero, high=one, near=zero, far=one)
+        return State(chosen, x, first, flipped, arrived, low=zero, high=one, near=zero, far=one)
 
     def _walk(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """One probing step for samples that have not flipped.
+        """One probing step for samples that have not arrived.
 
         The last two points of the walk, ``before`` and ``after``, ``[n, *shape]``, move on; they
-        enclose the boundary once ``flipped``, ``[n]``.
+        enclose the boundary once ``arrived``, ``[n]``.
         """
         size = self.step_size
         if size is None:
@@ -135,11 +141,13 @@ class WDAPlusPlus:
         move, _, info = ascent.best_move(
             victim, state.after, samples.y, lambda logits: state.rivals, advance
         )
-        still = norms.spread(~state.flipped, state.after)
+        read = ascent.read(victim.criterion, samples, move.logits)
+        still = norms.spread(~state.arrived, state.after)
         walked = state._replace(
             before=jnp.where(still, state.after, state.before),
             after=jnp.where(still, move.x, state.after),
-            flipped=state.flipped | (victim.criterion(move.logits, samples.y) > 0),
+            flipped=jnp.where(state.arrived, state.flipped, read.value > 0),
+            arrived=state.arrived | read.lasts,
         )
         return walked, info
 
@@ -165,7 +173,7 @@ class WDAPlusPlus:
         return self.ball.clip(jnp.where(norms.spread(state.flipped, x), flip, x)), None
 
     def finished(self, state: State) -> Array:
-        return state.flipped
+        return state.arrived
 
     def _lost(self, state: State) -> Array:
         """``[n]``: whether the sample has no flip, so that there is nothing to bisect."""

@@ -14,12 +14,13 @@ Bounding: `domain` has the values of interval arithmetic, and `interval` walks t
 with them. `network` sorts equations into affine and nonlinear ones. `crown` sends `coefficients`
 backwards, through affine equations by transposition and through nonlinear ones by their lines,
 until `region` minimises the linear function over the inputs (concretises it; `moved_mass` does so
-where mass moves between pixels). `coarse` decides easy neurons first; `first_layer` bounds values
-that are affine in the input; `slopes` optimises the free slopes of lines by Adam (alpha-CROWN).
-`margins` bounds all margins of a batch: it says which of these each method runs, and for how many
-steps. `linear_outputs` bounds any linear functions of the outputs over boxes. `leaves` bounds the
-subproblems of the branch and bound over ReLU signs that :mod:`wdjax.certify.branch` runs, and ranks
-the ReLUs to split next.
+where mass moves between pixels). In l2 `coupled` relaxes the rectifiers of a layer together, which
+lie in a ball by the norms that `spectral` bounds. `coarse` decides easy neurons first;
+`first_layer` bounds values that are affine in the input; `slopes` optimises the free slopes of
+lines by Adam (alpha-CROWN). `margins` bounds all margins of a batch: it says which of these each
+method runs, and for how many steps. `linear_outputs` bounds any linear functions of the outputs
+over boxes. `leaves` bounds the subproblems of the branch and bound over ReLU signs that
+:mod:`wdjax.certify.branch` runs, and ranks the ReLUs to split next.
 
 Open `margins` first, then `crown`. To add a primitive: one record in the file of its family in
 `primitives` (``docs/primitives.md`` has an example), an interval rule and lines if it needs new

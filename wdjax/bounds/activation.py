@@ -29,8 +29,6 @@ _HALF = 12
 """Number of cells on each side of 0, where the pieces of most activations meet."""
 _POINTS = (0, 3, 6, 9, 12, 13, 16, 19, 22, 25)
 """Cells at whose beginnings the function is evaluated to find its hulls; the last is the end."""
-_TURNS = 2
-"""Number of times that both ends of the hull's edge are moved."""
 
 primitive = Primitive("elementwise")
 """Applies its parameter ``jaxpr``, a scalar function, to every entry of the operand."""
@@ -56,9 +54,10 @@ def _lines(program: ClosedJaxpr, lower: Array, upper: Array) -> tuple[Array, ...
     value = functools.partial(_run, flatten(program))
     slope = jax.make_jaxpr(jax.grad(value))(lower)
     middle = 0.5 * lower + 0.5 * upper
-    cuts = [*(_cut(lower, upper, jnp.asarray(k)) for k in _POINTS), middle]
-    heights, steep = jax.vmap(jax.value_and_grad(value))(jnp.stack(cuts))
-    above, below = (_hull(cuts[:-1], list(tops[:-1]), middle) for tops in (heights, -heights))
+    cuts = jnp.append(jax.vmap(lambda k: _cut(lower, upper, k))(jnp.array(_POINTS)), middle)
+    heights, steep = jax.vmap(jax.value_and_grad(value))(cuts)
+    tops = jnp.stack([heights[:-1], -heights[:-1]])
+    above, below = jax.vmap(lambda tops: _hull(cuts[:-1], tops, middle))(tops)
     tangents = steep[0], steep[-1], steep[-2]
     slopes = lax.stop_gradient(jnp.stack([0 * lower, above, -below, *tangents]))
     slopes = jnp.where(jnp.isfinite(slopes), slopes, 0.0)
@@ -78,7 +77,9 @@ def _lines(program: ClosedJaxpr, lower: Array, upper: Array) -> tuple[Array, ...
 
     start = jnp.full_like(slopes, jnp.inf), jnp.full_like(slopes, -jnp.inf)
     (below, above), _ = loops.scan(cell, start, jnp.arange(2 * _HALF + 1))
-    error = _deviation(program, lower, upper)
+    # A test for NaN is the only discontinuity of a program that is fused.
+    lost = interval.may_test_nan(flatten(program), fresh(lower, upper))
+    error = jnp.where(lost, jnp.inf, _deviation(program, lower, upper))
     below, above = below - error, above + error
     low, up = jnp.argmax(below + slopes * middle), jnp.argmin(above + slopes * middle)
     return slopes[low], slopes[up], below[low], above[up], below[0], above[0]
@@ -111,26 +112,16 @@ def _tanh_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Arr
     return h, change * ((1 - h) * (1 + h))
 
 
-def _hull(at: Sequence[Array], heights: Sequence[Array], middle: Array) -> Array:
-    """The slope at ``middle`` of the concave hull of the points ``(at, heights)``, all scalars.
+def _hull(at: Array, heights: Array, middle: Array) -> Array:
+    """The slope at ``middle``, a scalar, of the concave hull of points ``(at, heights)``, ``[P]``.
 
-    Its edge there is the highest of all chords across the middle: each end in turn is moved to
-    where the chord to the other end is highest.
+    Its edge there is the chord across the middle that is highest at the middle.
     """
-    points = list(zip(at, heights))
-
-    def steep(one: Ends, two: Ends) -> Array:
-        return (two[1] - one[1]) / (two[0] - one[0])
-
-    begin, end = points[0], points[-1]
-    for _ in range(_TURNS):
-        for x, height in points[1:]:
-            better = (x > middle) & (steep(begin, (x, height)) > steep(begin, end))
-            end = jnp.where(better, x, end[0]), jnp.where(better, height, end[1])
-        for x, height in points[:-1]:
-            better = (x < middle) & (steep((x, height), end) < steep(begin, end))
-            begin = jnp.where(better, x, begin[0]), jnp.where(better, height, begin[1])
-    return steep(begin, end)
+    left, right = at[:, None], at[None]
+    slopes = (heights[None] - heights[:, None]) / (right - left)
+    level = heights[:, None] + slopes * (middle - left)
+    across = (left < middle) & (middle < right) & ~jnp.isnan(level)
+    return jnp.take(slopes, jnp.argmax(jnp.where(across, level, -jnp.inf)))
 
 
 def _cut(lower: Array, upper: Array, k: Array) -> Array:

@@ -89,7 +89,8 @@ def _parallel(lines: Lines, lower: Array, upper: Array) -> Lines:
     low = lines.low + jnp.where(turned == 0, 0.0, drop)
     if lines.free is not None:
         low = jnp.where(lines.free, view.up * lines.shift, low)
-    return lines._replace(maps=(framed(low - unit * jnp.abs(low), lines.up, view.up, view.up),))
+    maps = (framed(low - unit * jnp.abs(low), lines.up, view.up, view.up),)
+    return lines._replace(maps=maps, around=None)
 
 
 def _part(state: crown.Pass, place: int) -> tuple[Array, Array]:

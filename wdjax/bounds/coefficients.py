@@ -239,7 +239,7 @@ def _windowed(window: Window, conv: Kernel) -> Window:
     the convolution's strides. Patches of stride 0, which lie at the same place for all rows, are
     cut to the map.
     """
-    a, (kernel, skip) = window.a, _blocks(conv)
+    a, (kernel, skip) = window.a, blocks(conv)
     out = transposed_conv(a.reshape(-1, *a.shape[2:]), kernel)
     spans, strides = [], []
     for axis, (stride, (pad, _), over) in enumerate(zip(conv.strides, conv.padding, skip)):
@@ -263,7 +263,7 @@ def _windowed(window: Window, conv: Kernel) -> Window:
     )
 
 
-def _blocks(conv: Kernel) -> tuple[Array, Pair]:
+def blocks(conv: Kernel) -> tuple[Array, Pair]:
     """The kernel of an equal convolution of stride 1 on blocks of the image.
 
     A block holds ``s`` by ``t`` pixels (the strides) as channels. Returns the kernel

@@ -21,7 +21,8 @@ def jumps(closed: ClosedJaxpr) -> set[str]:
     """Names of the primitives by which a program may be discontinuous in its input.
 
     A selection by a comparison of ``a`` with ``b`` is continuous if its cases, computed entry by
-    entry from ``a``, ``b`` and constants, agree wherever ``a = b``. A selection that cannot be
+    entry from ``a``, ``b`` and constants, agree wherever ``a = b``: if they are the same expression
+    then, or if both are affine, or ``b`` is constant, by their values. A selection that cannot be
     decided (for example because its constants are traced) counts as a jump, and so does a primitive
     without a record.
 
@@ -77,9 +78,59 @@ def _agree(program: _Program, node: Node) -> bool:
     if not compared:  # Tests for numbers that are infinite or NaN.
         return name == "is_finite" or (name in ("eq", "ne") and left == right)
     try:
+        forms: dict[Any, int] = {}
+        seen = dict.fromkeys((left, right), -1)
+        one, two = (_form(program, place, seen, forms) for place in node.inputs[1:])
+        if one == two:
+            return True
+        # A few numbers decide about affine cases; so does the constant that is compared with.
+        affine = all(_is_affine(program, place, {left, right}) for place in node.inputs[1:])
+        if {left, right} <= program.moved and not affine:
+            return False
         return all(_meet(program, node, (left, right), probe) for probe in _PROBES)
     except _UnknownError:
         return False
+
+
+def _form(program: _Program, place: int, seen: dict[int, int], forms: dict[Any, int]) -> int:
+    """The number of the expression of the value at ``place``: equal expressions have equal numbers.
+
+    ``seen`` has the numbers by place, one for both compared values, and ``forms`` by expression;
+    both are added to. Raises :class:`_UnknownError` as :func:`_value` does.
+    """
+    if place in seen:
+        return seen[place]
+    form: tuple[Any, ...]
+    if place in program.graph.constants:
+        value = program.graph.constants[place]
+        if validate.traced(value):
+            raise _UnknownError
+        form = str(jnp.result_type(value)), np.shape(value), np.asarray(value).tobytes()
+    else:
+        node = program.makers.get(place)
+        if node is None or (place in program.moved and not _entrywise(node.name)):
+            raise _UnknownError
+        parts = tuple(_form(program, i, seen, forms) for i in node.inputs)
+        form = node.name, str(node.eqn.params), node.outputs.index(place), parts
+    return seen.setdefault(place, forms.setdefault(form, len(forms)))
+
+
+def _is_affine(program: _Program, place: int, known: set[int]) -> bool:
+    """Whether the value at ``place`` is affine in the values in ``known``, by its equations.
+
+    If it is, it is added to these.
+    """
+    if place in known or place not in program.moved:
+        return True
+    node = program.makers[place]
+    rules, moves = TABLE[node.name], [i in program.moved for i in node.inputs]
+    if rules.affine is None or (rules.scales and sum(moves) > 1):
+        return False
+    bends = {"select_n": moves[0], "div": moves[-1]}
+    if bends.get(node.name, False) or not all(_is_affine(program, i, known) for i in node.inputs):
+        return False
+    known.add(place)
+    return True
 
 
 def _kept(name: str) -> bool:

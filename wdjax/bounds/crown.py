@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from wdjax import xla_cpu
-from wdjax.bounds import interval, network
+from wdjax.bounds import coupled, interval, network
 from wdjax.bounds.coefficients import (
     Coefficients,
     Rows,
@@ -57,6 +57,8 @@ class Pass:
     """Offsets and rounding errors of affine parts, framed, ``[2, B, *shape]``."""
     boxes: dict[int, Array] = field(default_factory=dict)
     """Ends of the outputs of nonlinear equations, framed, ``[2, B, *shape]``."""
+    spheres: dict[int, coupled.Sphere] = field(default_factory=dict)
+    """L2 balls that contain the values, if the regions are such balls."""
     known: Mapping[int, tuple[Array, Array]] = field(default_factory=dict)
     """Ends ``[B, *shape]`` of operands of nonlinear equations that are given from outside."""
 
@@ -80,13 +82,18 @@ def bounds(
     region: Region,
     tighten: Sequence[Refinement] = (),
     known: Mapping[int, tuple[Array, Array]] | None = None,
+    coupling: bool = False,
 ) -> Pass:
     """Bounds of every value of a program, ``[B, *shape]``: intervals, then ``tighten`` in turn.
 
-    ``known`` are given ends ``[B, *shape]`` of operands of nonlinear equations, by place.
+    ``known`` are given ends ``[B, *shape]`` of operands of nonlinear equations, by place. With
+    ``coupling`` the rectifiers of a layer are relaxed together (:mod:`wdjax.bounds.coupled`), in an
+    l2 region.
     """
     state = Pass(net, region, known=known or {})
     state.values[net.source] = network.begin(region.lower, region.upper, 0)
+    if coupling:
+        state.spheres[net.source] = coupled.of_region(region)
     for node in net.graph.nodes:
         for place in node.outputs:
             affine = net.affine.get(place)
@@ -97,6 +104,10 @@ def bounds(
                     unit = rounding(value.offset.size, value.offset.dtype)
                     error = (1 + unit) * value.error + unit * jnp.abs(value.offset)
                     state.charges[place] = framed(value.offset[None], error)
+                if coupling:
+                    lost = state.gathered(place)[1] if place in net.charged else None
+                    found = coupled.through(affine, state.spheres, lost, net.charged)
+                    state.spheres[place] = found
         if node.outputs[0] in net.others:
             _relax(state, node, tighten)
     return state
@@ -114,6 +125,7 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
     lines = _lines(state, node)
     for tighter in tighten if lines is not None else ():
         assert lines is not None
+        before = dict(state.values)
         for view in lines.views[:1] if len({v.operand for v in lines.views}) == 1 else lines.views:
             place = node.inputs[view.operand]
             value = state.values[place]
@@ -121,7 +133,8 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
             mixed = value.mixes > 1 or (value.mixes and state.region.norm != math.inf)
             if mixed and not value.alone:
                 tighter(state, place, needed)
-        lines = _lines(state, node)
+        if any(state.values[place] is not before[place] for place in before):
+            lines = _lines(state, node)
     outs = network.nonlinear(net, node, state.values, None if lines is None else lines.ends)
     for place, (lower, upper) in zip(node.outputs, outs):
         if lower.dtype == bool:
@@ -133,7 +146,24 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
         box = lower - unit * jnp.abs(lower), upper + unit * jnp.abs(upper)
         state.boxes[place] = framed(*box)
         if lines is not None:
+            lines = _coupled(state, lines, place, node)
             state.lines[place] = _over(state, lines, *box, node)
+        elif state.spheres:
+            state.spheres[place] = coupled.of_box(lower, upper)
+
+
+def _coupled(state: Pass, lines: Lines, place: int, node: Node) -> Lines:
+    """The lines with the l2 ball that contains their operand; sets the ball of their value."""
+    if not state.spheres:
+        return lines
+    (lower, upper), operand = state.values[place][:2], node.inputs[lines.views[0].operand]
+    if lines.free is None:
+        state.spheres[place] = coupled.of_box(lower, upper)
+        return lines
+    used, ends = lines.free & jnp.isfinite(lines.up), state.values[operand][:2]
+    held, state.spheres[place] = coupled.rectified(state.spheres[operand], *ends, used)
+    maps = coupled.maps(held, *ends, lines.up, used)
+    return lines._replace(around=maps, reach=held.radius)
 
 
 def _lines(state: Pass, node: Node) -> Lines | None:
@@ -375,6 +405,13 @@ class Sum(NamedTuple):
     def plus(self, term: Array) -> "Sum":
         return Sum(self.value + term, self.size + jnp.abs(term), self.terms + 1)
 
+    def raised(self, last: Array) -> "Sum":
+        """Raises the last term by numbers of at least 0.
+
+        Its rounding needs no room of its own: :meth:`low` has twice that of all terms.
+        """
+        return self._replace(value=self.value + last, size=self.size + last)
+
     def least(self, of: Linear, a: Array) -> "Sum":
         """Adds ``of``, a minimum, for the coefficients ``a``, ``[G, R, N]``, and for ``-a``
         where negated functions are bounded too."""
@@ -442,6 +479,11 @@ def _relaxed(
         low, up = (jnp.where(good, *pair) for pair in zip(ends, (low, up)))
         slopes = [jnp.where(good, steep, usual) for usual in slopes]
     sum_ = sum_.between(coefficients, low, up)
+    if lines.around is not None:
+        operand = positive * slopes[0] + negative * slopes[1]
+        reach = jnp.broadcast_to(lines.reach, len(lines.around[0]))[rows.sample]
+        more = coupled.gain(seen(lines.around, rows, a), reach, coefficients, operand)
+        sum_ = sum_.raised(more)
     backs = []
     for view, below, above in zip(lines.views, slopes[::2], slopes[1::2]):
         back = (positive * below + negative * above).reshape(a.a.shape)

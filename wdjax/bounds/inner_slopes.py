@@ -40,13 +40,13 @@ def _recorded(found: Maps, state: crown.Pass, place: int, needed: Array) -> None
     ends = [(out, state.values[operand]) for out, operand in operands]
     usual = {out: (end.upper > -end.lower).astype(value.lower.dtype)[0] for out, end in ends}
     shape, size = value.lower.shape[1:], value.lower[0].size
-    count = sum(own.size for own in usual.values())
+    count = sum(line.size for line in usual.values())
 
     def find(places: Sequence[Array]) -> Array:
         sample, entry = places
         hot = jax.nn.one_hot(entry, size, dtype=value.lower.dtype).reshape(-1, *shape)
         pair = 2, len(entry)
-        begun = {out: jnp.broadcast_to(own, (*pair, *own.shape)) for out, own in usual.items()}
+        begun = {out: jnp.broadcast_to(line, (*pair, *line.shape)) for out, line in usual.items()}
         a = {place: Whole(jnp.stack([hot, -hot]))}
         best = slopes.best(state, a, Rows(sample), _STEPS, begun)
         parts = [best.slopes[out].reshape(*pair, -1) for out in usual]

@@ -22,6 +22,7 @@ from wdjax.bounds import affine_rules, record, whole
 from wdjax.bounds.domain import (
     Array,
     Interval,
+    Ternary,
     Value,
     box,
     constant_of,
@@ -33,7 +34,7 @@ from wdjax.bounds.domain import (
     largest_size,
     tiny,
 )
-from wdjax.bounds.graph import Graph, flatten
+from wdjax.bounds.graph import Graph, Node, flatten
 from wdjax.checks import validate
 
 
@@ -76,9 +77,10 @@ def bound(
     if ball is not None:
         lower, upper, ball = _within(lower, upper, *ball)
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(lower)
-    outputs = interpret(closed, [box(lower, upper, ball)])
+    graph = flatten(closed)
+    values, _ = of_floats(graph, box(lower, upper, ball))
     leaves = jax.tree.structure(shape)
-    pairs = [ends(value) for value in outputs]
+    pairs = [ends(values[place]) for place in graph.outputs]
     lowers = [_opened(pair.lower, -math.inf) for pair in pairs]
     uppers = [_opened(pair.upper, math.inf) for pair in pairs]
     return norms.Bounds(jax.tree.unflatten(leaves, lowers), jax.tree.unflatten(leaves, uppers))
@@ -151,26 +153,133 @@ def walk(
     return graph, values
 
 
+def of_floats(graph: Graph, argument: Interval) -> tuple[dict[int, Value], dict[int, Array]]:
+    """As :func:`walk` for one interval, but unbounded where a float result may be NaN.
+
+    An input without a bound is any number, but neither inf nor NaN, and so are its affine images
+    and their maxima. The second result has, by place, the boolean that such a value is without
+    bound for this reason only.
+    """
+    values: dict[int, Value] = dict(graph.constants)
+    values.update(zip(graph.inputs, [argument]))
+    endless = ~jnp.all(jnp.isfinite(jnp.stack([jnp.ravel(end) for end in ends(argument)])))
+    numbers = dict.fromkeys(graph.inputs, endless)
+    for node in graph.nodes:
+        operands = [values[place] for place in node.inputs]
+        outs = apply(node.eqn, operands)
+        roots = {root for one in operands if isinstance(one, Interval) for root in one.terms}
+        affine = all(isinstance(out, Interval) and out.terms.keys() <= roots for out in outs)
+        moving = {i for i in node.inputs if isinstance(values[i], Interval)}
+        if moving and moving <= numbers.keys() and (affine or record.of(node.name).homogeneous):
+            numbers.update(dict.fromkeys(node.outputs, endless))
+        if roots and not affine:
+            real = [numbers.get(place, False) for place in node.inputs]
+            lost = may_be_nan(node.eqn, operands, real)
+            outs = [
+                fresh(*opened(ends(out), lost), origin=out.origin)
+                if isinstance(out, Interval)
+                else out
+                for out in outs
+            ]
+        values.update(zip(node.outputs, outs))
+    return values, numbers
+
+
+def may_test_nan(graph: Graph, argument: Interval) -> Array:
+    """A scalar boolean: whether a program may test a NaN, or inf, for being one.
+
+    It may jump there, where a derivative does not show it.
+    """
+    found, tests = jnp.zeros((), bool), _nan_tests(graph)
+    values, numbers = of_floats(graph, argument) if tests else ({}, {})
+    for node in tests:
+        value, known = values[node.inputs[0]], numbers.get(node.inputs[0], False)
+        if isinstance(value, Interval):
+            below, above = ~(ends(value).lower > -jnp.inf), ~(ends(value).upper < jnp.inf)
+            lost = below | above if node.name == "is_finite" else below & above
+            found = found | jnp.any(lost & ~jnp.asarray(known))
+    return found
+
+
+def _nan_tests(graph: Graph) -> list[Node]:
+    """The equations that test a number for being NaN or inf."""
+    return [
+        node
+        for node in graph.nodes
+        if node.name == "is_finite" or (node.name in ("eq", "ne") and len({*node.inputs}) == 1)
+    ]
+
+
+def may_be_nan(
+    eqn: JaxprEqn, args: Sequence[Value], real: Sequence[ArrayLike] | None = None
+) -> Array:
+    """Which entries of a nonlinear equation's results may be NaN since an operand may be.
+
+    NaN passes through any function, and bounds would hide it: those of ``tanh`` are -1 and 1. A
+    value may be NaN where it is unbounded on both sides, and its sine where it is on one side.
+    Selections are excepted, since they may not choose the NaN.
+
+    Args:
+      eqn: the equation.
+      args: its operands.
+      real: booleans, which operands are numbers however wide their bounds are; none by default.
+
+    Returns:
+      Booleans of the results' shape, or one for all entries.
+    """
+    lost = jnp.zeros((), bool)
+    for arg, known in zip(args, real or [False] * len(args)):
+        if isinstance(arg, Interval) and eqn.primitive.name != "select_n":
+            rules = record.of(eqn.primitive.name)
+            below, above = ~(ends(arg).lower > -jnp.inf), ~(ends(arg).upper < jnp.inf)
+            here = (below | above if rules.waves else below & above) & ~jnp.asarray(known)
+            lost = lost | (here if rules.elementwise else jnp.any(here))
+    return lost
+
+
+def opened(pair: norms.Bounds, lost: Array) -> norms.Bounds:
+    """The ends of a value, -inf and inf where it is ``lost``; those of booleans as they are."""
+    if pair.lower.dtype == bool:
+        return pair
+    lower, upper = jnp.where(lost, -jnp.inf, pair.lower), jnp.where(lost, jnp.inf, pair.upper)
+    return norms.Bounds(lower, upper)
+
+
 def over(program: ClosedJaxpr, lower: Array, upper: Array) -> norms.Bounds:
     """Bounds of the one output of a program whose one input lies in ``[lower, upper]``.
 
-    Unbounded where a value on the way may be NaN: functions of it would hide that.
+    Unbounded where it may be NaN.
     """
+    graph = flatten(program)
+    if _nan_tests(graph):
+        return ends(of_floats(graph, fresh(lower, upper))[0][graph.outputs[0]])
     graph, values = walk(program, [fresh(lower, upper)])
+    nan = _hidden(graph, values).get(graph.outputs[0], jnp.zeros((), bool))
+    return opened(ends(values[graph.outputs[0]]), nan)
+
+
+def _hidden(graph: Graph, values: dict[int, Value]) -> dict[int, Array]:
+    """By place, where a value may be NaN, or is made of one that may be and whose bounds hide it.
+
+    For scalar programs without tests for NaN, which compare only their input: that is cheaper to
+    compile than :func:`of_floats`.
+    """
     lost: dict[int, Array] = {}
     for node in graph.nodes:
-        # Selections may not choose the NaN.
-        before = [lost[i] for i in node.inputs if i in lost] if node.name != "select_n" else []
+        before = [lost.get(place) for place in node.inputs]
+        pick = values[node.inputs[0]] if node.inputs else None
+        if node.name == "select_n" and isinstance(pick, Ternary):
+            chosen = [pick.upper, ~pick.lower, pick.upper]
+            before = [t if t is None else t & c for t, c in zip(before, chosen)]
+        parts = [flag for flag in before if flag is not None]
+        if isinstance(pick, Interval) and node.inputs[0] in lost and record.of(node.name).waves:
+            parts.append(jnp.isinf(ends(pick).lower) | jnp.isinf(ends(pick).upper))
         for place in node.outputs:
-            value = values[place]
-            if isinstance(value, Interval):
-                low, high = ends(value)
-                here = (low == -jnp.inf) & (high == jnp.inf)
-                fit = [t if t.shape == here.shape else jnp.any(t) for t in before]
-                lost[place] = functools.reduce(jnp.logical_or, fit, here)
-    low, high = ends(values[graph.outputs[0]])
-    nan = lost.get(graph.outputs[0], jnp.zeros((), bool))
-    return norms.Bounds(jnp.where(nan, -jnp.inf, low), jnp.where(nan, jnp.inf, high))
+            low, high = ends(values[place])
+            if isinstance(values[place], Interval):
+                own = ~(low > -jnp.inf) & ~(high < jnp.inf)
+                lost[place] = functools.reduce(jnp.logical_or, parts, own)
+    return lost
 
 
 def apply(eqn: JaxprEqn, args: Sequence[Value], norm: float | None = None) -> list[Value]:

@@ -16,6 +16,7 @@ from wdjax.bounds.domain import Array
 from wdjax.bounds.explicit import explicit
 from wdjax.bounds.fused import fuse
 from wdjax.bounds.graph import flatten
+from wdjax.bounds.moved_mass import moves_mass
 from wdjax.bounds.network import Network, build
 from wdjax.bounds.region import Region
 from wdjax.core import Classifier
@@ -24,11 +25,12 @@ from wdjax.models.conv import plain
 _ALL = 2**26
 """Largest number of coefficients with which the margins of all samples go back at once."""
 
-Method = Literal["interval", "crown", "auto", "alpha", "bab"]
+Method = Literal["interval", "crown", "sdp-crown", "auto", "alpha", "bab"]
 METHODS: tuple[Method, ...] = get_args(Method)
-"""From the cheapest to the tightest: intervals; CROWN; CROWN, with optimised slopes for undecided
-margins; with optimised slopes for unstable neurons too; branch and bound, which starts from the
-latter and works on the host, sample by sample, within a time limit."""
+"""From the cheapest to the tightest: intervals; CROWN; in l2 CROWN that relaxes the rectifiers of a
+layer together; CROWN, with optimised slopes for undecided margins; with optimised slopes for
+unstable neurons too; branch and bound, which starts from the latter and works on the host, sample
+by sample, within a time limit."""
 
 
 def lower(model: Classifier, region: Region, y: Array, method: Method) -> Array:
@@ -78,7 +80,11 @@ def of(
 
 def prepare(model: Classifier, region: Region, method: Method) -> crown.Pass:
     """The bounds of every value that the model computes, up to its logits."""
-    return crown.bounds(network(model, region.center), wide(region).prepared(), _INSIDE[method])
+    coupling = method == "sdp-crown"
+    if coupling and (moves_mass(region.norm) or region.norm != 2):
+        raise ValueError('method="sdp-crown" needs norm 2, whose balls it uses; take "crown".')
+    net = network(model, region.center)
+    return crown.bounds(net, wide(region).prepared(), _INSIDE[method], coupling=coupling)
 
 
 def network(model: Classifier, x: Array, fused: bool = True) -> Network:
@@ -114,6 +120,7 @@ _SLOPES = functools.partial(crown.refine, bound=functools.partial(slopes.optimis
 _INSIDE: dict[Method, Sequence[crown.Refinement]] = {
     "interval": (first_layer.refine,),
     "crown": _CROWN,
+    "sdp-crown": _CROWN,
     "auto": _CROWN,
     "alpha": (*_CROWN, _SLOPES),
 }
@@ -121,6 +128,7 @@ _INSIDE: dict[Method, Sequence[crown.Refinement]] = {
 _BOUNDS: dict[Method, Sequence[crown.Bound]] = {
     "interval": (merged,),
     "crown": (crown.backward,),
+    "sdp-crown": (crown.backward,),
     "auto": (crown.backward, functools.partial(slopes.optimised, steps=20)),
     "alpha": (crown.backward, functools.partial(slopes.optimised, steps=20)),
 }

@@ -257,38 +257,18 @@ def nonlinear(
     places = [place for place in dict.fromkeys(node.inputs) if place in values]
     pairs = [values[place][:2] for place in places]
 
-    def one(operands: list[Ends]) -> list[Ends]:
+    def one(operands: list[Ends], known: Ends | None) -> list[Ends]:
         moved = [Ternary(*pair) if pair[0].dtype == bool else fresh(*pair) for pair in operands]
         made: dict[int, Any] = dict(zip(places, moved))
         args = [made[p] if p in made else jnp.asarray(network.exact[p]) for p in node.inputs]
-        found = [ends(out) for out in interval.apply(node.eqn, args)]
-        return [(pair.lower, pair.upper) for pair in found]
+        outs = [ends(out) for out in interval.apply(node.eqn, args)]
+        if known is not None:
+            ((lower, upper),) = outs
+            outs = [norms.Bounds(jnp.fmax(lower, known[0]), jnp.fmin(upper, known[1]))]
+        lost = interval.may_be_nan(node.eqn, args)
+        return [interval.opened(out, lost) for out in outs]
 
-    outs = jax.vmap(one)(pairs)
-    if known is not None:
-        ((lower, upper),) = outs
-        outs = [(jnp.fmax(lower, known[0]), jnp.fmin(upper, known[1]))]
-    return _kept_open(node, values, outs)
-
-
-def _kept_open(node: Node, values: dict[int, Bounded], outs: list[Ends]) -> list[Ends]:
-    """Makes outputs unbounded if an operand may be NaN, since NaN passes through any function.
-
-    Selections are excepted: they may not choose the NaN. What may be NaN has bounds -inf and inf.
-    """
-    if node.name == "select_n":
-        return outs
-    kept = []
-    for lower, upper in outs:
-        for value in (values[place] for place in node.inputs if place in values):
-            if jnp.bool_ in (lower.dtype, value.lower.dtype):
-                continue
-            lost = (value.lower == -jnp.inf) & (value.upper == jnp.inf)
-            if lost.shape != lower.shape:
-                lost = norms.spread(jnp.any(lost.reshape(len(lost), -1), axis=1), lower)
-            lower, upper = jnp.where(lost, -jnp.inf, lower), jnp.where(lost, jnp.inf, upper)
-        kept.append((lower, upper))
-    return kept
+    return jax.vmap(one)(pairs, known)
 
 
 def _limited(error: Array, size: Array) -> Array:

@@ -69,6 +69,10 @@ class Lines(NamedTuple):
     """Where ``free``: a lower bound of the operand less its linear part, its offset less error."""
     maps: tuple[Array, ...] = ()
     """Framed for :func:`coefficients.seen`: intercepts and slopes; then ``free`` and ``shift``."""
+    around: Array | None = None
+    """What :func:`coupled.gain` needs where an l2 ball contains the operand, framed."""
+    reach: Array | float = 0.0
+    """The radius of that ball, ``[B]``."""
     turned: "Turned | None" = None
     """The intercepts of both lines for other slopes, if there is one operand, seen as it is."""
 
@@ -130,6 +134,8 @@ class Record:
     """Whether it only reshapes, repeats or converts: entries stay in order."""
     compares: bool
     """Whether it compares two numbers by order or equality."""
+    waves: bool
+    """Whether it has no limit: its value at inf is NaN, though it is bounded everywhere else."""
 
     def __post_init__(self) -> None:
         measured = callable(self.error) or (

@@ -315,7 +315,7 @@ def _halved(boxes: _Open, gain: Numbers, room: int) -> tuple[_Open, _Open]:
 def _parted(node: Numbers, place: Numbers, cut: Numbers) -> Numbers:
     """The lower, then the upper halves of boxes in a proof; None without one."""
     halves = np.full(2 * len(node), None, object)
-    for i, own in enumerate(node):
-        if own is not None:
-            halves[i :: len(node)] = own.split(int(place[i]), float(cut[i]))
+    for i, part in enumerate(node):
+        if part is not None:
+            halves[i :: len(node)] = part.split(int(place[i]), float(cut[i]))
     return halves

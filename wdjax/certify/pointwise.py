@@ -70,7 +70,7 @@ def margin_bounds(
         every entry, ``[*shape]`` with a first axis of length 1 or n: ``||(x' - x) / eps|| <= 1``,
         and an entry with 0 does not move. May be traced.
       box: ``(low, high)``, numbers or ``[*shape]``, or None for no box.
-      method: one of :data:`METHODS`; "bab" at top level only.
+      method: one of :data:`METHODS`; "sdp-crown" in norm 2 only, "bab" at top level only.
       seconds: how long branch and bound works on a sample at most, without compilation.
       batch_size: samples on all devices at once, at top level; bounds the memory.
       mesh: a mesh from :func:`wdjax.parallel.data_mesh`; batches are split over it, and
@@ -90,16 +90,16 @@ def margin_bounds(
     logits costs about 1e-5 of it. Certify logits, not probabilities: bounds are looser behind a
     softmax.
 
-    With "interval" and "crown" it has gradients in ``model``, ``x`` and ``eps``, which are those of
-    the returned bound (of an l1 or l2 ball with the dual multiplier held fixed); "auto" and "alpha"
-    have derivatives in forward mode only.
+    With "interval", "crown" and "sdp-crown" it has gradients in ``model``, ``x`` and ``eps``, which
+    are those of the returned bound (of an l1 or l2 ball with the dual multiplier held fixed);
+    "auto" and "alpha" have derivatives in forward mode only.
 
     Cost: a few forward passes, ``K - 1`` backward passes a sample, and for every unstable neuron
       two through the layers before it; a gradient about five times that.
 
     Source: Zhang et al. [zhang2018], CROWN; Xu et al. [xu2021], alpha; Wang et al. [wang2021], bab;
-      of the program, with its rounding. In image-Wasserstein balls this library's own, by the dual
-      of the transport problem.
+      Chiu et al. [chiu2025], SDP-CROWN; of the program, with its rounding. In image-Wasserstein
+      balls this library's own, by the dual of the transport problem.
 
     >>> from wdjax import Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, 0.0], [0.0, 1.0]]))
@@ -201,7 +201,7 @@ def certified(
       norm: as in :func:`margin_bounds`.
       eps: as in :func:`margin_bounds`.
       box: as in :func:`margin_bounds`.
-      method: one of :data:`METHODS`; "bab" at top level only.
+      method: one of :data:`METHODS`; "sdp-crown" in norm 2 only, "bab" at top level only.
       seconds: as in :func:`margin_bounds`.
       batch_size: samples on all devices at once, at top level.
       mesh: a mesh from :func:`wdjax.parallel.data_mesh`; batches are split over it.
@@ -297,7 +297,11 @@ def radius(
 
 def _with_gradient(value: Array, method: Method) -> Array:
     """The value; one that refuses reverse-mode gradients, for methods that optimise slopes."""
-    return value if method in ("interval", "crown") else forward_only(value, 'method="crown"')
+    return (
+        value
+        if method in ("interval", "crown", "sdp-crown")
+        else forward_only(value, 'method="crown"')
+    )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5, 6))

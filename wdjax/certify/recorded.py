@@ -25,11 +25,11 @@ class SignRecord:
         self._bound_again(dict(zip(sorted(root.lower), orders)), inner)
         ends = _known(record)
         wider = []
-        for own, known, pick in (
+        for held, known, pick in (
             (root.lower, ends[0], np.minimum),
             (root.upper, ends[1], np.maximum),
         ):
-            flat, unravel = ravel_pytree(own)
+            flat, unravel = ravel_pytree(held)
             there = known[self.order].astype(flat.dtype)
             wider.append(unravel(jnp.asarray(pick(np.asarray(flat), there))))
         self.root = root._replace(lower=wider[0], upper=wider[1])
@@ -40,10 +40,10 @@ class SignRecord:
         size, neurons, slopes = self.record.case.net.neurons, [np.zeros(0, int)], []
         for place, found in inner.items():
             some = np.flatnonzero(np.all(np.isfinite(found), axis=(1, 2)))
-            own = np.full((len(some), 2, size), -1.0)
-            own[..., self.order[: found.shape[2]]] = np.asarray(found)[some]
+            rows = np.full((len(some), 2, size), -1.0)
+            rows[..., self.order[: found.shape[2]]] = np.asarray(found)[some]
             neurons.append(orders[place][some])
-            slopes.append(own)
+            slopes.append(rows)
         if slopes:
             self.record.begin(np.concatenate(neurons), np.concatenate(slopes))
 
@@ -75,7 +75,7 @@ class SignRecord:
 
 def _known(record: CaseRecord) -> list[Numbers]:
     """Both ends ``[neurons]`` that the checker has of all neurons."""
-    return [np.concatenate([own[0] for own in side]) for side in zip(*record.case.known)]
+    return [np.concatenate([bound[0] for bound in side]) for side in zip(*record.case.known)]
 
 
 def _orders(root: RootBounds, starts: Numbers, ends: list[Numbers]) -> list[Numbers]:
@@ -87,11 +87,11 @@ def _orders(root: RootBounds, starts: Numbers, ends: list[Numbers]) -> list[Numb
         raise ValueError("a proof is about a net whose rectifiers are those of its file.")
     found = []
     for place, begin in zip(sorted(root.lower), starts):
-        own = np.stack([np.asarray(side[place]).reshape(-1) for side in (root.lower, root.upper)])
-        shape, usual = root.lower[place].shape, begin + np.arange(own.shape[1])
+        seen = np.stack([np.asarray(side[place]).reshape(-1) for side in (root.lower, root.upper)])
+        shape, usual = root.lower[place].shape, begin + np.arange(seen.shape[1])
         tries = [usual]
         if len(shape) == 4:
             tries.append(np.moveaxis(usual.reshape(shape[3], *shape[1:3]), 0, -1).reshape(-1))
-        gaps = [np.sum(np.abs(own - [end[order] for end in ends])) for order in tries]
+        gaps = [np.sum(np.abs(seen - [end[order] for end in ends])) for order in tries]
         found.append(tries[int(np.argmin(gaps))])
     return found

@@ -17,8 +17,11 @@ import numpy as np
 import numpy.typing as npt
 from jax.typing import ArrayLike
 
+from wdjax.bounds import continuity, domain, interval, record
+from wdjax.bounds.graph import flatten
 from wdjax.checks import validate
 from wdjax.core import Classifier
+from wdjax.program import equations
 
 Numbers = npt.NDArray[Any]
 _LARGEST, _SMALLEST = 2.0**100, 2.0**-100
@@ -202,7 +205,10 @@ def monotone(
 
     The slope of ``output`` along ``entry`` must stay above ``-slack``, so that over a distance
     ``t`` the output falls by less than ``slack t``. Where the function has kinks, every slope of
-    Clarke's generalised gradient is bounded.
+    Clarke's generalised gradient is bounded. A ``custom_jvp`` is believed, unless gradients are
+    stopped: then the program itself is differentiated. Where it is called, the slope raises a
+    ValueError for a function that may jump, since no slope bounds a jump, and for one with a
+    ``custom_vjp``.
 
     Args:
       f: ``[n, *shape] -> [n, K]``.
@@ -236,8 +242,27 @@ class _Slope:
     sign: float
 
     def __call__(self, f: Classifier, x: jax.Array) -> jax.Array:
+        closed = jax.make_jaxpr(f)(x)
+        names = continuity.jumps(closed)
+        record.see_through(*names)
+        everywhere = jnp.full_like(x, jnp.inf)
+        lost = interval.may_test_nan(flatten(closed), domain.box(-everywhere, everywhere))
+        if not validate.traced(lost) and lost:
+            names |= {"a test for NaN"}
+        used = {eqn.primitive.name for eqn in equations(closed)}
+        names |= {name for name in used if name.startswith("custom_vjp")}
+        if names:
+            raise ValueError(
+                f"the function applies {', '.join(sorted(names))} to its input, so that its "
+                "slope does not tell whether it is monotone."
+            )
         along = jnp.zeros_like(x).at[(slice(None), *self.entry)].set(1.0)
-        moved = jax.jvp(f, (x,), (along,))[1]
+
+        def plain(t: jax.Array) -> jax.Array:
+            return domain.ends(interval.interpret(closed, [t])[0]).lower
+
+        moved = jax.jvp(plain if "stop_gradient" in used else f, (x,), (along,))[1]
+        moved = jnp.where(lost, jnp.nan, moved)
         return self.sign * moved[:, self.output : self.output + 1]
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from wdjax import parallel
+from wdjax import metrics, parallel
 from wdjax.bounds.margins import METHODS, Method
 from wdjax.bounds.region import Norm
 from wdjax.certify import pointwise, ranges
@@ -186,7 +186,7 @@ def _turn(work: _Work, state: dict[str, Any]) -> dict[str, Any]:
 def _certificate(work: _Work, state: dict[str, Any]) -> Certificate:
     """The certificate of all batches' bounds, and of the logits at the samples."""
     logits = np.concatenate([work.model(work.x[these]) for these in work.pieces])
-    correct = np.argmax(logits, axis=-1) == np.asarray(work.y)
+    correct = np.asarray(metrics.correct(jnp.asarray(logits), work.y))
     margin = np.min(state["low"], axis=1)
     held = np.where(margin > 0, np.asarray(work.eps), 0.0)
     radius = np.maximum(state["radius"], held)

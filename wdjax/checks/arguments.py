@@ -41,6 +41,7 @@ def check(*optional: str, **given: Any) -> None:
 
     Raises:
       ValueError: an argument of the wrong kind; tells what was given and expected, and what to do.
+        A ball of norm 0, unless the attack is ``sparse``.
 
     >>> check(key=0)
     Traceback (most recent call last):
@@ -56,11 +57,17 @@ def check(*optional: str, **given: Any) -> None:
         raise ValueError(
             f"y must be integer labels [{len(x)}], one for every sample of x, got {described(y)}."
         )
-    if given.get("attack") is not None:
-        ball = given["attack"].ball
+    attack = given.get("attack")
+    if attack is not None:
+        ball = attack.ball
     if perturbation is not None:
         ball, eps = perturbation.ball, perturbation.eps
         _radius("the perturbation's eps", eps)
+    if getattr(ball, "norm", None) == 0 and not getattr(attack, "sparse", False):
+        raise ValueError(
+            f"{'this' if attack is None else type(attack).__name__} is not for norm 0, got {ball}; "
+            "attacks.SigmaZero finds flips of few changes, attacks.PGD flips within eps changes."
+        )
     if ball is not None and eps is not None:
         warn(too_far(ball, np.shape(given["x"])[1:], eps))
 

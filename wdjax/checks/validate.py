@@ -2,6 +2,7 @@
 
 import math
 import operator
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,8 @@ def check_model(model: Callable[[Array], PyTree]) -> None:
             "shows other ways."
         )
     if isinstance(model, type) or not callable(model):
-        raise ValueError(f"the model must be a callable pytree of arrays, got {model!r}.")
+        short = reprlib.repr(model)  # A list of models would print their weights.
+        raise ValueError(f"the model must be a callable pytree of arrays, got {short}.")
     for leaf in jax.tree.leaves(model):
         if not hasattr(leaf, "dtype") and not isinstance(leaf, (int, float)):
             raise ValueError(
@@ -109,13 +111,26 @@ def check_shapes(
     if not leaves or any(leaf.ndim < 1 or leaf.shape[0] != n for leaf in leaves):
         shapes = [leaf.shape for leaf in leaves]
         raise ValueError(f"every output of the model must have the leading axis {n}, got {shapes}.")
-    judged = jax.eval_shape(criterion, out, jax.ShapeDtypeStruct((n,), jnp.int32))
-    if judged.shape != (n,) or not jnp.issubdtype(judged.dtype, jnp.floating):
-        raise ValueError(
-            f"the criterion must return floats [{n}], one a sample, got "
-            f"{judged.dtype}{list(judged.shape)}."
-        )
+    check_each(
+        "criterion", jax.eval_shape(criterion, out, jax.ShapeDtypeStruct((n,), jnp.int32)), n
+    )
     return int(leaves[0].shape[-1]) if leaves[0].ndim > 1 else np.iinfo(np.int32).max
+
+
+def check_each(what: str, value: Any, n: int) -> Any:
+    """The ``value`` of a criterion or a loss; raises unless it is floats ``[n]``.
+
+    A loss of another shape would be summed to another attack, without a word.
+    """
+    if not hasattr(value, "shape"):
+        got = type(value).__name__
+        raise ValueError(f"the {what} must return floats [{n}], one a sample, got {got}.")
+    shape, dtype = jnp.shape(value), jnp.result_type(value)
+    if shape != (n,) or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"the {what} must return floats [{n}], one a sample, got {dtype}{list(shape)}."
+        )
+    return value
 
 
 def check_samples(

@@ -20,6 +20,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -140,13 +141,21 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
         console.warn(f"wdjax: this does not fit into the memory: {line}; ask for less at once.")
         return BAD_INPUT
     except KeyboardInterrupt:
-        console.warn("wdjax: interrupted")
+        console.warn(f"wdjax: interrupted{_kept(parsed)}")
         return process.INTERRUPTED
     except SystemExit as ending:
         if ending.code != process.TERMINATED:
             raise
-        console.warn("wdjax: terminated")
+        console.warn(f"wdjax: terminated{_kept(parsed)}")
         return process.TERMINATED
+
+
+def _kept(parsed: argparse.Namespace) -> str:
+    """What a signal leaves behind, for its message."""
+    folder = getattr(parsed, "checkpoint", None)
+    if folder is None or not any(Path(folder).glob("*")):
+        return ""
+    return f"; what was done is in {folder}: the same command goes on from there"
 
 
 def process_main() -> NoReturn:

@@ -46,7 +46,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     subject.declare_samples(subject.declare(parser, "what is attacked"))
     how = parser.add_argument_group("how")
-    subject.declare_budget(how)
+    subject.declare_budget(how, "l0")
     how.add_argument(
         "--order",
         choices=list(options.ORDERS),
@@ -105,9 +105,9 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace, console: Console) -> int:
     """Attacks, and writes the results; says at once what each attack left."""
     columns = check(parsed)
-    work, samples = shards.begin(parsed, subject.load(parsed))
+    work, samples = shards.begin(parsed)
     _, x, y = samples
-    ball = Lp(norms.NAMES[parsed.norm])
+    ball = _ball(parsed)
     warned = subject.cautions(console, arguments.too_far(ball, x.shape[1:], parsed.eps))
     results: dict[str, Result] = {}
     measured, spent = {}, []
@@ -123,7 +123,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         spent.append(done)
         _say(console, label, measured[label], float(np.mean(results[label].correct)))
     if work.shard is not None:
-        return work.write(console, samples)
+        return work.write(console)
     if not results:
         raise ValueError("no attack has all of its parts; name more of them.")
     content = {
@@ -144,6 +144,10 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         others[parsed.plot] = plots.png(plots.accuracies(content["clean_accuracy"], left))
     subject.write(console, parsed.json, content, others, lambda: table(content))
     return 0
+
+
+def _ball(parsed: argparse.Namespace) -> Lp:
+    return Lp({"l0": 0, **norms.NAMES}[parsed.norm])
 
 
 def check(parsed: argparse.Namespace) -> dict[str, Column]:
@@ -190,7 +194,7 @@ def _checked(found: list[attack_words.Word], parsed: argparse.Namespace) -> dict
     Raises, before any work, for an attack given twice, for settings that an attack refuses, and for
     ``--kappa``, ``--rivals`` or ``--bfloat16`` where they do not apply.
     """
-    ball, order = Lp(norms.NAMES[parsed.norm]), options.ORDERS[parsed.order]
+    ball, order = _ball(parsed), options.ORDERS[parsed.order]
     columns: dict[str, Column] = {}
     seen, heeded = set(), parsed.rivals is None
     for word in found:
@@ -261,7 +265,7 @@ def _done(
     """
     with console.search(label) as tick:
         attack = functools.partial(_attack, column, parsed, work, *samples, tick)
-        if _splits(column, Lp(norms.NAMES[parsed.norm])):
+        if _splits(column, _ball(parsed)):
             return work.rows(label, attack)
         return work.whole(label, functools.partial(attack, np.arange(len(samples.y))), console.say)
 
@@ -291,7 +295,7 @@ def _attack(
     ``tick`` moves the progress bar; ``task`` says where the attack's checkpoint is.
     """
     how = _how(parsed, work, model, x)
-    if work.shard is not None and _splits(column, Lp(norms.NAMES[parsed.norm])):
+    if work.shard is not None and _splits(column, _ball(parsed)):
         how["diagnose"] = False  # It is a matter of all samples: merge does it.
     how |= {"callback": task.heard(tick), "index": rows}
     found, lost = _search(column, model, x[rows], y[rows], parsed, task, how)
@@ -318,7 +322,7 @@ def _spent(
     Of merged parts, the second look at samples that survived a blind attack is taken here.
     """
     model, x, y = samples
-    ball, order, spending = Lp(norms.NAMES[parsed.norm]), column.order, _spending(column, parsed)
+    ball, order, spending = _ball(parsed), column.order, _spending(column, parsed)
     found = attacked["found"]
     if work.parts is not None and _lone(column, ball) and not parsed.bfloat16:
         attack, reach = _attack_of(column, parsed)
@@ -337,7 +341,7 @@ def _spent(
 
 def _spending(column: Column, parsed: argparse.Namespace) -> dict[str, float]:
     """Options of the spending: kappa, or nothing for minimum-norm attacks."""
-    if _nearest(column, Lp(norms.NAMES[parsed.norm])):
+    if _nearest(column, _ball(parsed)):
         return {}
     return {"kappa": 1.0 if column.kappa is None else column.kappa}
 
@@ -345,7 +349,7 @@ def _spending(column: Column, parsed: argparse.Namespace) -> dict[str, float]:
 def _attack_of(column: Column, parsed: argparse.Namespace) -> tuple[Attack, float]:
     """A single attack, and the radius within which it searches: ``kappa^(1/order) eps``."""
     reach = parsed.eps * _spending(column, parsed).get("kappa", 1.0) ** (1 / column.order)
-    attack: Any = ATTACKS[column.name](Lp(norms.NAMES[parsed.norm]), **column.settings)
+    attack: Any = ATTACKS[column.name](_ball(parsed), **column.settings)
     if attack.budget == "data":
         return dataclasses.replace(attack, order=column.order), parsed.eps
     return attack, reach
@@ -371,7 +375,7 @@ def _search(
     Also returns, with ``--bfloat16``, which flips float32 did not confirm, ``[n]``.
     """
     if column.name in SEARCHES:
-        ball, order = Lp(norms.NAMES[parsed.norm]), column.order
+        ball, order = _ball(parsed), column.order
         reach = parsed.eps * _spending(column, parsed).get("kappa", 1.0) ** (1 / order)
         return SEARCHES[column.name](
             model, x, y, eps=reach, order=order, ball=ball, **column.settings, **how,

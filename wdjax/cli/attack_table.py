@@ -14,7 +14,7 @@ import numpy as np
 
 from wdjax import attacks, ensembles, losses
 from wdjax.balls import Lp
-from wdjax.checks import validate
+from wdjax.checks import arguments, validate
 from wdjax.cli import attack_words
 from wdjax.core import Attack, Found
 from wdjax.ensembles.autoattack import members
@@ -90,6 +90,7 @@ ATTACKS: dict[str, Callable[..., Attack]] = {
     "pdpgd": attacks.PDPGD,
     "alma": attacks.ALMA,
     "tr": attacks.TrustRegion,
+    "sigma-zero": attacks.SigmaZero,
     "wfgsm": attacks.wfgsm,
     "wpgd": attacks.WPGD,
     "wda": attacks.WDA,
@@ -153,6 +154,7 @@ def make(name: str, ball: Lp, settings: attack_words.Settings) -> Attack:
         steps = sum(stage.length for stage in attack.stages)
         if steps > _MOST_STEPS:
             raise ValueError(f"{steps} steps are more than {_MOST_STEPS}; set fewer.")
+        arguments.check(attack=attack)
         validate.settle(attack, np.dtype(np.float32))
     except ValueError as error:
         raise ValueError(f"{attack_words.label(name, settings)}: {error}") from error
@@ -183,6 +185,7 @@ def check(name: str, ball: Lp, settings: attack_words.Settings) -> None:
         make(name, ball, settings)
         return
     try:
+        arguments.check(ball=ball)
         _CHECKS.get(name, lambda ball, **settings: None)(ball, **settings)
     except ValueError as error:
         raise ValueError(f"{attack_words.label(name, settings)}: {error}") from error

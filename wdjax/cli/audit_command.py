@@ -13,12 +13,12 @@ import jax
 
 from wdjax import attacks, data, models, norms, training
 from wdjax.balls import Lp
-from wdjax.checks import arguments
-from wdjax.cli import options, subject
+from wdjax.checks import arguments, validate
+from wdjax.cli import options, shards, subject
 from wdjax.cli.console import Console
 from wdjax.core import Attack, Model
 from wdjax.engine import tasks
-from wdjax.report import audit, audited, changes, page, summary
+from wdjax.report import audit, audited, changes, page, proofs, summary
 from wdjax.report.evidence import Sandwich
 
 _KEPT = (page.Drawn, page.Picture, page.WorstSample)
@@ -27,7 +27,7 @@ _KEPT = (page.Drawn, page.Picture, page.WorstSample)
 BROKEN = 3
 """The exit code if an invariant is broken."""
 
-RADII = (0.0, 0.01, 0.02, 0.03, 0.045, 0.06, 0.09, 0.12)
+EPS_LIST = (0.0, 0.01, 0.02, 0.03, 0.045, 0.06, 0.09, 0.12)
 SIZES = (64, 64, 64, 10)
 _DIGITS = 200
 """Default number of test digits."""
@@ -82,6 +82,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         "--batch-size", type=options.BATCH, metavar="B", help="samples on all devices at once"
     )
     subject.declare_devices(group)
+    shards.declare(group)
     parser.add_argument(
         "--out",
         type=Path,
@@ -105,7 +106,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         help="the report.json of an earlier audit: say what changed",
     )
     subject.declare_checkpoint(parser)
-    parser.set_defaults(command=run)
+    parser.set_defaults(command=run, json=None)
 
 
 class AuditParts(NamedTuple):
@@ -124,14 +125,19 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     _check(parsed, digits)
     old = None if parsed.compare is None else changes.read(parsed.compare)
     if old is not None:
-        changes.check(old, *(("linf", RADII) if digits else (parsed.norm, parsed.eps_list)))
+        changes.check(old, *(("linf", EPS_LIST) if digits else (parsed.norm, parsed.eps_list)))
+    parsed.json = parsed.json or parsed.out / "report.json"
     subject.check_places(parsed, parsed.out / "report.html")
-    content, shown, drawn = (_digits if digits else _own)(parsed, console)
+    shards.check(parsed)
+    made = (_digits if digits else _own)(parsed, console)
+    if made is None:
+        return 0
+    content, shown, drawn = made
     # As it will be read again: a comparison must not see tuples or integers that JSON lacks.
     since = () if old is None else changes.compare(old, json.loads(summary.dumps(content)))
     others: dict[Path, Any] = {parsed.out / name: figure for name, figure in drawn.items()}
     others[parsed.out / "report.html"] = page.render(content, shown, since)
-    subject.write(console, parsed.out / "report.json", content, others)
+    subject.write(console, parsed.json, content, others)
     _say(content, since, console)
     console.say(f"{parsed.out / 'report.html'} in {content['seconds']:.0f} s")
     return 0 if content["passed"] else BROKEN
@@ -140,7 +146,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
 def _check(parsed: argparse.Namespace, digits: bool) -> None:
     """Raises for options that do not go together; fills in the defaults of a model's own."""
     if digits:
-        for name in ("weights", "data", "eps_list", "norm", "batch_size", "devices"):
+        for name in ("weights", "data", "eps_list", "norm", "batch_size", "devices", "shard"):
             if getattr(parsed, name) != (0 if name == "devices" else None):
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} would be ignored: it is for --model or --arch.")
@@ -151,33 +157,31 @@ def _check(parsed: argparse.Namespace, digits: bool) -> None:
     parsed.eps_list, parsed.norm = sorted(parsed.eps_list), parsed.norm or "linf"
 
 
-def _own(parsed: argparse.Namespace, console: Console) -> AuditParts:
-    """Audits the model of ``--model`` or ``--arch`` on the samples of ``--data``."""
-    samples = subject.load(parsed)
+def _own(parsed: argparse.Namespace, console: Console) -> AuditParts | None:
+    """Audits the model of ``--model`` or ``--arch`` on the samples of ``--data``.
+
+    None for a part of them, which is written.
+    """
+    eps_list, ball = audit.check_eps_list(parsed.eps_list), Lp(norms.NAMES[parsed.norm])
+    attempts = audit.filled(audit.standard_attacks(ball, eps_list), ball)
+    work, samples = shards.begin(parsed)
     model, x, y = samples
-    ball, name = Lp(norms.NAMES[parsed.norm]), str(parsed.arch or parsed.model)
-    far = arguments.too_far(ball, x.shape[1:], parsed.eps_list)
-    warned = subject.cautions(console, far)
-    work = subject.begin(parsed, x, y, model=model)
+    name = str(parsed.arch or parsed.model)
+    warned = subject.cautions(console, arguments.too_far(ball, x.shape[1:], eps_list))
+    own = validate.check_samples(model, x[work.own], y[work.own])
+    size, key = work.batch(model, x), jax.random.key(parsed.seed)
+    setting = proofs.Setting(model, x, y, ball, eps_list, key, size, subject.mesh(parsed))
+    if not work.part:
+        setting = setting._replace(x=own[0], y=own[1])
     with console.steps(name, "begin") as show:
-
-        def measure(task: tasks.Task) -> dict[str, Any]:
-            found = audit.sandwich(
-                model,
-                x,
-                y,
-                radii=parsed.eps_list,
-                ball=ball,
-                key=jax.random.key(parsed.seed),
-                batch_size=parsed.batch_size,
-                mesh=subject.mesh(parsed),
-                progress=task.heard(show),
-                **task.saving(parts=True),
-            )
-            return _shown({"model": name}, found, samples, "model")
-
-        done = work.do("audit", measure, *_KEPT)
-    whole = _content(parsed, samples, [done], parsed.data.name)
+        found = audit.measured(setting, attempts, work, show)
+        if found is None:
+            work.write(console)
+            return None
+        done = work.after(
+            "page", lambda task: _shown({"model": name}, found, samples, "model"), *_KEPT
+        )
+    whole = _content(parsed, samples, [done], parsed.data.name) | work.coverage | work.spent
     whole |= {"weights": None if parsed.weights is None else parsed.weights.name}
     return _measured(whole | {"remarks": warned}, [done])
 
@@ -247,7 +251,7 @@ def _trained(
     found = audit.sandwich(
         model,
         *samples,
-        radii=RADII,
+        eps_list=EPS_LIST,
         key=jax.random.fold_in(key, 100 + number),
         progress=task.heard(show),
         **task.saving(parts=True),

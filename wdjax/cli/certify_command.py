@@ -93,7 +93,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace, console: Console) -> int:
     """Certifies and writes, then says how many samples are verified."""
     check(parsed)
-    work, samples = shards.begin(parsed, subject.load(parsed))
+    work, samples = shards.begin(parsed)
     model, x, y = samples
     if parsed.method == smoothing_command.METHOD:
         return smoothing_command.run(parsed, work, samples, console)
@@ -110,7 +110,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     else:
         done = _margins(parsed, work, model, x, y, how, console)
     if work.shard is not None:
-        return work.write(console, samples)
+        return work.write(console)
     found, spent = done.value, done.spent
     if work.parts is not None and parsed.method != lipschitz_command.METHOD:
         found = found._replace(remarks=advice(model, x, how["batch_size"]))

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -24,6 +24,8 @@ PIPE_CLOSED = 141
 
 _COUNT = "{desc}: {n_fmt}/{total_fmt} [{elapsed}] {postfix}"
 """The bar's format, without a rate, since steps differ in length."""
+LINE_SECONDS = 60.0
+"""Seconds between two lines of progress in a log."""
 
 
 class Console:
@@ -67,16 +69,14 @@ class Console:
 
     @contextmanager
     def steps(self, name: str, first: str) -> Iterator[Callable[[Step], None]]:
-        """A bar of an audit's steps, begun by ``first``, and the function that moves it.
-
-        Nothing is drawn in a pipe.
-        """
-        with tqdm(disable=self._hidden, desc=name, bar_format=_COUNT) as bar:
-            bar.set_postfix_str(first)
+        """A bar of an audit's steps, begun by ``first``, and the function that moves it."""
+        with self._bar(desc=name, bar_format=_COUNT) as bar:
+            at_once = not getattr(bar, "delay", 0)
+            bar.set_postfix_str(first, refresh=at_once)
 
             def show(step: Step) -> None:
                 bar.total = step.total
-                bar.set_postfix_str(step.words)
+                bar.set_postfix_str(step.words, refresh=at_once)
                 bar.update(step.number - bar.n)
 
             yield show
@@ -88,7 +88,7 @@ class Console:
 
         Its rate is the mean since the end of the first round, which includes compilation.
         """
-        with tqdm(disable=self._hidden, unit="step", desc=name, smoothing=0) as bar:
+        with self._bar(unit="step", desc=name, smoothing=0) as bar:
             began = False
 
             def tick(progress: Progress) -> None:
@@ -101,10 +101,28 @@ class Console:
 
             yield tick
 
-    @property
-    def _hidden(self) -> bool | None:
-        """True to hide bars; None to hide them only if stderr is no terminal."""
-        return True if self.quiet or sys.stderr is None else None
+    def _bar(self, **options: Any) -> tqdm:
+        """A progress bar; a line a minute where stderr is a file or a pipe."""
+        if self.quiet or sys.stderr is None or getattr(sys.stderr, "closed", False):
+            return tqdm(disable=True, **options)
+        if getattr(sys.stderr, "isatty", bool)():
+            return tqdm(**options)
+        seldom = dict.fromkeys(("delay", "mininterval", "maxinterval"), LINE_SECONDS)
+        return tqdm(file=_Lines(self), **seldom, **options)
+
+
+class _Lines:
+    """A stream that prints what a bar draws over its last state as a line of its own."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def write(self, drawn: str) -> None:
+        if text := drawn.strip():
+            self._console.warn(text)
+
+    def flush(self) -> None:
+        """Lines are flushed as they are written."""
 
 
 def write(stream: TextIO | None, text: str) -> Exception | None:

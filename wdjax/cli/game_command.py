@@ -21,6 +21,7 @@ from wdjax.engine import tasks
 from wdjax.report import summary
 from wdjax.transductive import Defense, GameReport, Share, SpaceAttack, digits
 from wdjax.transductive.digits import DigitsCase, Row
+from wdjax.transductive.game import ORDERS
 from wdjax.transductive.state import State
 
 FAMILIES = {
@@ -43,7 +44,7 @@ _SETTINGS = attack_words.declared(
     ),
 )
 """Settings that can be changed without changing what an attack's name means, with types."""
-_ONE_LOOK = ("transfer", "pgd-skip", "autoattack", "cw", "brighter")
+_ONE_LOOK = ("transfer", "pgd-skip", "autoattack", "dent-aa", "cw", "brighter")
 """Prefixes of names of attacks with a single iteration."""
 
 
@@ -51,13 +52,28 @@ def _brighter(model: Any, x: Any, y: Any, *, eps: float, key: Any, ball: Any) ->
     return jnp.clip(x + eps, *ball.box)
 
 
+def _dent_autoattack(static: Any, x: Any, y: Any, **how: Any) -> Any:
+    """AutoAttack on DENT itself, of which each input is adapted beside the clean ones."""
+    return ensembles.autoattack(static.args[0]["defense"].module(x), x, y, **how)
+
+
 EXTRAS = {
     "autoattack": Row(transductive.transfer(ensembles.autoattack)),
+    "dent-aa": Row(transductive.transfer(_dent_autoattack)),
     "cw": Row(transductive.transfer(attacks.CarliniWagner())),
     "brighter": Row(transductive.transfer(_brighter)),
 }
-"""Attacks on the model alone that every game has if ``--attacks`` names them; ``brighter`` moves
-every pixel by eps."""
+"""Attacks that a game has if ``--attacks`` names them: on the model alone, and ``dent-aa`` on the
+defence as a classifier, in games of DENT; ``brighter`` moves every pixel by eps."""
+
+
+def _extras(name: str) -> dict[str, Row]:
+    """Those of the game ``name``."""
+    return {
+        word: row for word, row in EXTRAS.items() if name.startswith("dent") or word != "dent-aa"
+    }
+
+
 _MOST_MODELS = 1001
 """Maximum number of models in a bank, all of which are in memory."""
 _DEFAULT = "rmc,dent,dann,tadv,urejectron"
@@ -123,6 +139,14 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--iterations", type=options.SEARCHES, metavar="T", help="of the attacks; the table's"
     )
+    subject.declare_devices(how)
+    how.add_argument(
+        "--order",
+        choices=ORDERS,
+        default="natural",
+        help="in which inputs are submitted; labels sorts them by label within pools of two rounds "
+        "(default %(default)s)",
+    )
     shards.declare(how)
     subject.declare_out(parser)
     parser.set_defaults(command=run)
@@ -145,21 +169,22 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         for name in cases
         for seed in parsed.seeds
     ]
-    wanted = _wanted(parsed, cases, [game.case.rows | EXTRAS for _, _, game in offered])
+    wanted = _wanted(parsed, cases, [game.case.rows | _extras(name) for name, _, game in offered])
     work, samples = shards.begin(parsed, samples)
     if work.coverage:
         raise ValueError("every game is one part's: merge all of them, not some.")
     done: list[tasks.Done[Any]] = []
     alone = None
     if own_game.named(parsed):
-        look = functools.partial(own_game.attacked_alone, samples, offered[0][2].case.eps)
+        told = samples, offered[0][2].case.eps, subject.mesh(parsed)
+        look = functools.partial(own_game.attacked_alone, *told)
         alone = work.whole("the model alone", lambda task: look(), console.say)
     games = [
         _played(name, seed, game, wanted, parsed, work, console, done)
         for name, seed, game in offered
     ]
     if work.shard is not None:
-        return work.write(console, samples)
+        return work.write(console)
     about = (
         subject.described(parsed, "game", samples)
         if on_own_data
@@ -282,8 +307,12 @@ def _played(
     case, train, test = game
     size, count = _fitting(case, parsed.samples)
     key = jax.random.key(seed)
-    offered = case.rows if wanted is None else case.rows | EXTRAS
-    rows = {label: row for label, (_, row) in _chosen(offered, wanted).items()}
+    offered = case.rows if wanted is None else case.rows | _extras(name)
+    common = {} if parsed.order == "natural" else {"order": parsed.order}
+    rows = {
+        label: row._replace(how=common | row.how)
+        for label, (_, row) in _chosen(offered, wanted).items()
+    }
     entry: dict[str, Any] = {"defense": name, "seed": seed, "eps": case.eps, "n": count}
     entry |= {"rounds": count // size, "attacks": {}}
     if not rows:
@@ -300,7 +329,7 @@ def _played(
         with console.search(f"{name} {label}") as tick:
             shown = _shown(tick, row, count // size)
             how = {"eps": case.eps, "size": size, "draws": parsed.draws} | row.how
-            how["key"] = jax.random.fold_in(key, 2)
+            how |= {"key": jax.random.fold_in(key, 2), "mesh": subject.mesh(parsed, size)}
             play = functools.partial(_play, ready, row, inputs, how, shown)
             done = work.whole(f"{name} {seed} {label}", play, console.say)
         if done is None or work.shard is not None:
@@ -320,7 +349,7 @@ def _played(
         return entry
     all_done.append(cost)
     entry["cost_multiple"] = cost.value
-    private = {label: found for label, found in reports.items() if not rows[label].how}
+    private = {label: found for label, found in reports.items() if rows[label].how == common}
     if private:
         entry["worst"], least = transductive.worst(private)
         console.say(f"{name} seed {seed}: {_percent(least.one_shot)} by {entry['worst']} is worst")

@@ -121,7 +121,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     ball = image.ImageWasserstein(window, parsed.power, parsed.channels)
     check(parsed)
     attack = _single(parsed, ball)
-    work, samples = shards.begin(parsed, subject.load(parsed))
+    work, samples = shards.begin(parsed)
     model, x, y = samples
     if window is not None and window >= 2 * max(x.shape[1:3]) - 1:  # All of the image is inside.
         ball = dataclasses.replace(ball, window=None)
@@ -145,13 +145,13 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         with console.search("radii") as tick:
             nearer = functools.partial(_least, attack if sought else None, model, x, y, how, tick)
             least = work.rows("radii", nearer)
-    if sought and least is not None:
+    if sought and least is not None and work.shard is None:
         found = {k: _inside(least.value, x, k / pixels) for k in ks}
     natural = None
     if parsed.natural:
-        natural = work.whole("natural", lambda task: _natural(model, x, y), console.say)
+        natural = work.whole("natural", lambda task: _natural(model, np.asarray(x), y), console.say)
     if work.shard is not None:
-        return work.write(console, samples)
+        return work.write(console)
     others: dict[Path, bytes] = {}
     content = _content(parsed, samples, float(np.mean(found[ks[0]].correct)))
     content |= work.coverage | {"remarks": warned}
@@ -249,7 +249,7 @@ def _natural(model: Classifier, x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
     """By perturbation: the accuracy on perturbed images, and how far these are on average.
 
     ``w1`` is the mean exact distance of the first images, with masses made equal, in pixels; null
-    if one of them became black.
+    if one of them became black, and of colours whose shares of the mass changed.
     """
     size = batching.default(batching.traced(model, x))
     places = [slice(one, one + size) for one in range(0, len(x), size)]

@@ -85,6 +85,7 @@ class Job(NamedTuple):
         for path in (self.parsed.data, self.parsed.weights, self.parsed.model):
             if path is not None and Path(path).exists():
                 yield Path(path)
+                yield from Path(path).glob("**/*")  # A folder is no newer when its files are.
 
 
 def read(path: Path, out: Path) -> tuple[list[Job], dict[str, Any]]:

@@ -28,14 +28,14 @@ def verified(
 
     The further content is the bound ``E_N + L eps`` of the expected cross-entropy over Omega_1.
     """
-    widest = max(lipschitz.as_chain(model, x).widths, default=0)
+    widest = max(lipschitz.as_chain(model, x[:1]).widths, default=0)
     by: lipschitz.Method = "sdp" if widest <= _WIDE else "zonotope"
 
     def verify(rows: np.ndarray, task: tasks.Task) -> certify.Certificate:
         return lipschitz.verify(model, x[rows], y[rows], method=by, **how)
 
     done = work.rows("margins", verify, how["batch_size"])
-    loss = work.whole("loss", lambda task: _loss(parsed, model, x, y, by, how["norm"]))
+    loss = work.whole("loss", lambda task: _loss(parsed, model, np.asarray(x), y, by, how["norm"]))
     if loss is None:
         return done, {}
     spent = {clock: subject.total([done, loss], clock) for clock in loss.spent}

@@ -132,7 +132,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     fits = {mode: whole(f"NPPR {mode}", _fitted, mode, train, held) for mode in modes}
     prbench = whole("PRBench", _prbench, held, train)
     if work.shard is not None:
-        return work.write(console, samples)
+        return work.write(console)
     assert attacked is not None
     fixed = {name: _row(found) for name, found in counts.items()}
     rare = whole("rare", _rare, held, fixed["uniform"]["per_sample"]) if parsed.rare else []

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from wdjax import data, remarks, transductive
 from wdjax.attacks import PGD
@@ -118,12 +119,10 @@ def load(parsed: argparse.Namespace) -> tuple[subject.Subject, data.Dataset | No
     if named(parsed):
         samples = subject.load(parsed)
     else:
-        inputs = data.load_npz(parsed.data)
-        some = inputs if parsed.samples is None else inputs.take(parsed.samples)
-        samples = subject.Subject(None, *some)
+        samples = subject.Subject(None, *data.load(parsed.data, parsed.samples))
     if parsed.train is None:
         return samples, None
-    known = data.load_npz(parsed.train)
+    known = data.load(parsed.train)
     if samples.model is None:
         classes = max(int(known.y.max()), int(samples.y.max())) + 1
     else:
@@ -137,14 +136,14 @@ def load(parsed: argparse.Namespace) -> tuple[subject.Subject, data.Dataset | No
     return samples, known
 
 
-def attacked_alone(samples: subject.Subject, eps: float) -> Found:
+def attacked_alone(samples: subject.Subject, eps: float, mesh: Mesh | None) -> Found:
     """PGD on the model without a defence, with the second look if it met zero gradients.
 
     Attacks in games differentiate through adapted copies of this model, and are as blind as it is.
     """
     model, x, y = samples
     attack = PGD(steps=10)
-    how: dict[str, Any] = {"eps": eps, "key": jax.random.key(0)}
+    how: dict[str, Any] = {"eps": eps, "key": jax.random.key(0), "mesh": mesh}
     found = driver.search(attack, model, x, y, diagnose=False, **how)
     return driver.looked_again(found, attack, model, x, y, **how)
 

@@ -15,7 +15,7 @@ from wdjax.cli import engines, job_file, options, printed, shards, subject
 from wdjax.cli.console import Console
 from wdjax.cli.job_file import Job
 from wdjax.files import atomic
-from wdjax.report import summary
+from wdjax.report import leaderboard, summary
 
 _JOBS = options.Range(1, 1024, whole=True)
 _RETRIES = options.Range(0, 100, whole=True)
@@ -111,10 +111,12 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     rows = [row for job in jobs if (row := _row(job)) is not None]
     times = {name: math.fsum(row[name] for row in rows) for name in ("seconds", "compile_seconds")}
     content = {**summary.head("run"), "data": parsed.file.name, "jobs": rows, "remarks": failed}
+    content |= times
     infos = {out / "model_info" / path: text for path, text in _infos(jobs, rows).items()}
     for path in infos:
         path.parent.mkdir(parents=True, exist_ok=True)
-    subject.write(console, parsed.json, content | times, infos, lambda: table(content))
+    infos[out / "report.html"] = leaderboard.leaderboard(content)
+    subject.write(console, parsed.json, content, infos, lambda: table(content))
     if failed:
         raise ValueError(
             f"{len(failed)} of {len(jobs)} jobs failed: {failed[0]}. The same command does what is "

@@ -22,13 +22,18 @@ from wdjax.engine import batching, identity, tasks
 from wdjax.files import atomic, persist
 from wdjax.nppr.estimate import Estimate
 from wdjax.report import summary
+from wdjax.report.proofs import Refused
 from wdjax.smoothing import SmoothedCertificate
 from wdjax.transductive import GameReport
 
 T = TypeVar("T")
 
-_SCHEMA = "wdjax.shard/1"
-_TYPES = (Found, Certificate, SmoothedCertificate, Estimate, GameReport)
+_SCHEMA = "wdjax.shard/2"
+_ELSEWHERE = (
+    "named by the command are not those of {}: run merge where the parts were made, with the same "
+    "files."
+)
+_TYPES = (Found, Certificate, SmoothedCertificate, Estimate, GameReport, Refused)
 """What tasks return that is no plain JSON."""
 
 
@@ -49,8 +54,9 @@ class ShardFile(NamedTuple):
     path: Path
     shard: options.Shard
     facts: dict[str, Any]
-    """``samples``, the number of rows of all parts; ``said``, the words of the command; and what
-    must be the same in all parts: ``settings`` by name, ``model``, ``data``."""
+    """``samples``, the number of rows of all parts; ``said``, the words of the command; ``data``, a
+    digest of the samples ``span``, from and to; ``labels``, one of all labels; and what must be the
+    same in all parts: ``settings`` by name, ``model``."""
 
     @classmethod
     def read(cls, path: Path) -> "ShardFile":
@@ -60,8 +66,9 @@ class ShardFile(NamedTuple):
             number, count, samples = (*map(int, facts["shard"]), int(facts["samples"]))
             fits = facts["schema"] == _SCHEMA and 1 <= number <= count <= samples
             words = [*map(str, facts["said"])]
-            fits &= all(isinstance(facts[name], str) for name in ("model", "data"))
-            fits &= isinstance(facts["settings"], dict) and bool(words)
+            fits &= all(isinstance(facts[name], str) for name in ("model", "data", "labels"))
+            start, stop = map(int, facts["span"])
+            fits &= 0 <= start < stop and isinstance(facts["settings"], dict) and bool(words)
         except (KeyError, TypeError, ValueError):
             fits = False
         if not fits:
@@ -87,9 +94,8 @@ class ShardFile(NamedTuple):
                     f"{self.path} does not belong to {first.path}: {name} is {now} there and "
                     f"{before} here."
                 )
-        for name, what in (("model", "another model"), ("data", "other samples")):
-            if self.facts[name] != first.facts[name]:
-                raise ValueError(f"{self.path} is about {what} than {first.path}.")
+        if self.facts["model"] != first.facts["model"]:
+            raise ValueError(f"{self.path} is about another model than {first.path}.")
         divisions = {(part.shard.count, part.facts["samples"]) for part in (self, first)}
         if len(divisions) > 1:
             raise ValueError(
@@ -125,9 +131,31 @@ class ShardFiles:
                 f"{count} {'is' if len(missing) == 1 else 'are'} missing: name all files, or say "
                 "--partial to merge what is there."
             )
-        self.missing = missing
+        self.missing, self._parts = missing, parts
         self._rows = [part.shard.rows(part.facts["samples"]) for part in parts]
         self._content = {part.path: part.content() for part in parts}
+
+    def check(self, samples: subject.Subject) -> None:
+        """Raises if the parts are not about this model and these samples."""
+        model, x, y = samples
+        if subject.fingerprint(model, x) != self.first.facts["model"]:
+            raise ValueError(f"the model {_ELSEWHERE.format(self.first.path)}")
+
+        @functools.cache
+        def digest(start: int, stop: int) -> str:
+            return summary.sha256(x[start:stop], y[start:stop])
+
+        labels = summary.sha256(y)
+        other = [
+            part.path
+            for part in self._parts
+            if digest(*part.facts["span"]) != part.facts["data"] or labels != part.facts["labels"]
+        ]
+        if len(other) == len(self._parts):
+            raise ValueError(f"the samples {_ELSEWHERE.format(self.first.path)}")
+        for path in other:
+            like = next(part.path for part in self._parts if part.path not in other)
+            raise ValueError(f"{path} is about other samples than {like}.")
 
     @property
     def rows(self) -> np.ndarray:
@@ -173,6 +201,8 @@ def joined(values: Sequence[Any], lengths: Sequence[int]) -> Any:
     {'a': array([1., 0., 0.]), 'by': 'x'}
     """
     first = values[0]
+    if any(type(value) is not type(first) for value in values):
+        raise ValueError(f"the parts differ in {first!r} and {values[-1]!r}; were all run alike?")
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in dataclasses.fields(first)]
         parts = {n: joined([getattr(value, n) for value in values], lengths) for n in names}
@@ -195,12 +225,35 @@ def joined(values: Sequence[Any], lengths: Sequence[int]) -> Any:
 class ShardedWork:
     """A command's tasks: all of them, those of one part, or what was kept of them."""
 
-    def __init__(self, parsed: argparse.Namespace, work: tasks.Tasks, samples: int) -> None:
-        self._parsed, self._tasks, self._samples = parsed, work, samples
+    def __init__(
+        self,
+        parsed: argparse.Namespace,
+        work: tasks.Tasks,
+        samples: subject.Subject,
+        n: int,
+        span: range,
+    ) -> None:
+        self._parsed, self._tasks, self._subject = parsed, work, samples
+        self._samples, self._span = n, span
         self.shard: options.Shard | None = parsed.shard
         self.parts: ShardFiles | None = getattr(parsed, "parts", None)
         self._done: dict[str, tasks.Done[Any]] = {}
         self._dealt = 0
+
+    @property
+    def part(self) -> bool:
+        """Whether the work is that of one part."""
+        return self.shard is not None
+
+    @property
+    def split(self) -> bool:
+        """Whether it is that of one part, or of parts that are merged."""
+        return self.part or self.parts is not None
+
+    @property
+    def own(self) -> slice:
+        """The samples that this process has looked at: all, but in a part."""
+        return slice(self._span.start, self._span.stop)
 
     @property
     def coverage(self) -> dict[str, Any]:
@@ -223,6 +276,7 @@ class ShardedWork:
         if self.parts is not None:
             found = self.parts.take(name, split=True)
             assert found is not None
+            self._done[name] = found
             return found
         indices = range(self._samples) if self.shard is None else self.shard.rows(self._samples)
         rows = np.arange(indices.start, indices.stop)
@@ -237,7 +291,12 @@ class ShardedWork:
         return self._done[name]
 
     def whole(
-        self, name: str, work: Callable[[tasks.Task], T], why: Callable[[str], None] | None = None
+        self,
+        name: str,
+        work: Callable[[tasks.Task], T],
+        why: Callable[[str], None] | None = None,
+        *,
+        labels_only: bool = False,
     ) -> tasks.Done[T] | None:
         """A task that decides by all samples together: one part does it, for the others it is None.
 
@@ -245,20 +304,49 @@ class ShardedWork:
           name: as of :meth:`wdjax.engine.tasks.Tasks.do`.
           work: ``task -> result``.
           why: gets a sentence on the part that does it.
+          labels_only: whether it depends on the labels alone, so that no samples need be read.
         """
         if self.parts is not None:
-            return self.parts.take(name, split=False)
+            found = self.parts.take(name, split=False)
+            self._done |= {} if found is None else {name: found}
+            return found
         if self.shard is not None:
             turn, self._dealt = self._dealt % self.shard.count + 1, self._dealt + 1
             if why is not None:
                 why(f"{name} needs all samples at once: part {turn} of {self.shard.count} does it")
             if turn != self.shard.number:
                 return None
+            # Kept for these samples alone: the checkpoint is known by those of this part.
+            if labels_only:
+                return self._kept(name, work, f"{name} of {summary.sha256(self._subject.y)}")
+            self._span = range(len(self._subject.y))
+            return self._kept(name, work, f"{name} of {self._digest()}")
         return self._kept(name, work)
 
-    def _kept(self, name: str, work: Callable[[tasks.Task], T]) -> tasks.Done[T]:
-        self._done[name] = self._tasks.do(name, work, *_TYPES)
+    def after(self, name: str, work: Callable[[tasks.Task], T], *types: type) -> tasks.Done[T]:
+        """A task on what others returned, which is done when all parts are there.
+
+        Args:
+          name: as of :meth:`wdjax.engine.tasks.Tasks.do`.
+          work: ``task -> result``.
+          *types: what the result may contain.
+        """
+        self._done[name] = self._tasks.do(name, work, *types)
         return self._done[name]
+
+    @property
+    def spent(self) -> dict[str, float]:
+        """The seconds of all tasks, and how many of them were compilation."""
+        return subject.spent(self._done.values())
+
+    def _kept(self, name: str, work: Callable[[tasks.Task], T], kept: str = "") -> tasks.Done[T]:
+        self._done[name] = self._tasks.do(kept or name, work, *_TYPES)
+        return self._done[name]
+
+    def _digest(self) -> str:
+        """The digest of the samples that results depend on."""
+        _, x, y = self._subject
+        return summary.sha256(x[self.own], y[self.own])
 
     def batch(self, model: Classifier, x: np.ndarray) -> int | None:
         """``--batch-size``; of a part, the size that all samples would have, for equal rounding."""
@@ -270,10 +358,10 @@ class ShardedWork:
             size = batching.even(len(x), batching.default(batching.traced(model, x)))
         return min(size, max(1, least)) if size > least else size
 
-    def write(self, console: Console, samples: subject.Subject) -> int:
-        """Writes the part, about all ``samples``, which ends its process's work."""
+    def write(self, console: Console) -> int:
+        """Writes the part, which ends its process's work."""
         assert self.shard is not None
-        model, x, y = samples
+        model, x, _ = self._subject
         facts = {
             "schema": _SCHEMA,
             "shard": [self.shard.number, self.shard.count],
@@ -281,7 +369,9 @@ class ShardedWork:
             "settings": _settings(self._parsed),
             "said": self._parsed.said,
             "model": subject.fingerprint(model, x),
-            "data": summary.sha256(x, y),
+            "data": self._digest(),
+            "labels": summary.sha256(self._subject.y),
+            "span": [self._span.start, self._span.stop],
         }
         value = {name: done._asdict() for name, done in self._done.items()}
         path = _place(self._parsed)
@@ -291,37 +381,38 @@ class ShardedWork:
 
 
 def begin(
-    parsed: argparse.Namespace, samples: subject.Subject, n: int | None = None
+    parsed: argparse.Namespace, samples: subject.Subject | None = None, n: int | None = None
 ) -> tuple[ShardedWork, subject.Subject]:
     """The command's work, and the samples that it is about: all, but for an incomplete merge.
 
     Args:
       parsed: the options.
-      samples: the model and all samples.
+      samples: the model and all samples; by default those of the options, which are read here. A
+        part then reads its own rows alone, unless it does a task that needs all.
       n: number of rows that are split, by default of the samples.
 
     Raises:
       ValueError: more parts than rows; or parts that are about another model or other samples.
     """
+    shard: options.Shard | None = parsed.shard
+    parts: ShardFiles | None = getattr(parsed, "parts", None)
+    alone = samples is None and shard is not None
+    samples = subject.load(parsed, unread=alone) if samples is None else samples
     model, x, y = samples
     n = len(y) if n is None else n
-    parts: ShardFiles | None = getattr(parsed, "parts", None)
-    if parsed.shard is not None and parsed.shard.count > n:
-        raise ValueError(f"--shard {parsed.shard}: there are {n} samples for {parsed.shard.count}.")
+    if shard is not None and shard.count > n:
+        raise ValueError(f"--shard {shard}: there are {n} samples for {shard.count}.")
     if parts is not None:
-        marks = {"model": subject.fingerprint(model, x), "data": summary.sha256(x, y)}
-        for name, what in (("model", "model"), ("data", "samples")):
-            if marks[name] != parts.first.facts[name]:
-                raise ValueError(
-                    f"the {what} named by the command are not those of {parts.first.path}: run "
-                    "merge where the parts were made, with the same files."
-                )
+        parts.check(samples)
         if settings := _changed(parts.first.facts["settings"], _settings(parsed)):
             raise ValueError(f"{parts.first.path} was made with other settings: {settings}.")
         if parts.missing:
             samples = subject.Subject(model, x[parts.rows], y[parts.rows])
             n = len(parts.rows)
-    return ShardedWork(parsed, subject.begin(parsed, x, y, model=model), n), samples
+    span = shard.rows(n) if shard is not None and alone else range(len(samples.y))
+    own = slice(span.start, span.stop)
+    work = subject.begin(parsed, x[own], y[own], np.int64(n), model=model)
+    return ShardedWork(parsed, work, samples, n, span), samples
 
 
 def check(parsed: argparse.Namespace) -> None:

@@ -106,7 +106,7 @@ def run(
         "alpha": settings["alpha"],
         "test": settings["test"],
     }
-    warned = subject.cautions(console, *smoothing.cautions(x, eps=parsed.eps, **how))
+    warned = subject.cautions(console, *smoothing.cautions(x[work.own], eps=parsed.eps, **how))
     with console.search("votes") as tick:
 
         def certify(rows: np.ndarray, task: tasks.Task) -> smoothing.SmoothedCertificate:
@@ -114,7 +114,7 @@ def run(
 
         done = work.rows("votes", certify)
     if work.shard is not None:
-        return work.write(console, samples)
+        return work.write(console)
     found = done.value
     content = (
         _content(parsed, samples, settings, found)

@@ -54,7 +54,8 @@ def declare(parser: argparse.ArgumentParser, title: str, required: bool = True) 
         required=required,
         type=Path,
         metavar="FILE.npz",
-        help="x [n, height, width, channels], uint8 or floats in [0, 1], and labels y [n]",
+        help="x [n, height, width, channels], uint8 or floats in [0, 1], and labels y [n]; or a "
+        "folder of x.npy and y.npy, or one that Hugging Face's datasets saved",
     )
     return what
 
@@ -87,15 +88,18 @@ def declare_devices(group: Any) -> None:
     )
 
 
-def mesh(parsed: argparse.Namespace) -> Mesh | None:
-    """The mesh of ``--devices``; None for a single device."""
+def mesh(parsed: argparse.Namespace, rows: int = 0) -> Mesh | None:
+    """The mesh of ``--devices``, of at most so many as divide ``rows``; None for one device."""
     here = jax.devices()
     wanted: int | None = parsed.devices
+    if getattr(parsed, "parts", None) is not None:
+        wanted = 0  # Their machine may have had others.
     if wanted == 0:
         wanted = 1 if here[0].platform == "cpu" else len(here)
     count = len(here) if wanted is None else wanted
     if count > len(here):
         raise ValueError(f"--devices {count}: there are {len(here)}.")
+    count = next(fewer for fewer in range(count, 0, -1) if rows % fewer == 0)
     return None if count == 1 else parallel.data_mesh(here[:count])
 
 
@@ -145,25 +149,25 @@ class Subject(NamedTuple):
     """A model, if it is about one, and its samples."""
 
     model: Any
-    x: np.ndarray
+    x: Any
+    """``[n, *shape]``, an array; in a part of some commands a :class:`wdjax.data.Unread`."""
     y: np.ndarray
 
 
-def load(parsed: argparse.Namespace) -> Subject:
-    """The model, and samples with labels, which fit each other."""
+def load(parsed: argparse.Namespace, unread: bool = False) -> Subject:
+    """The model, and samples with labels, which fit each other; they may stay on the disk."""
     if parsed.arch is not None and parsed.weights is None:
         raise ValueError(f"--arch {parsed.arch} needs the checkpoint: --weights FILE.")
-    samples = data.load_npz(parsed.data)
-    x, y = samples if parsed.samples is None else samples.take(parsed.samples)
+    x, y = (data.opened if unread else data.load)(parsed.data, parsed.samples)
     if parsed.arch is None:
-        model = own_model.load(parsed.model, parsed.weights, x)
+        model = own_model.load(parsed.model, parsed.weights, x[:1])
     else:
         model = convert.load(parsed.weights, parsed.arch).model
     _check_shape(model, x, parsed.data)
     return Subject(model, x, y)
 
 
-def _check_shape(model: Classifier, x: np.ndarray, path: Path) -> None:
+def _check_shape(model: Classifier, x: Any, path: Path) -> None:
     """Raises if the model does not accept the samples; says how they would have to be turned."""
     try:
         validate.shapes_of(model, x)
@@ -242,7 +246,7 @@ def compared(parsed: argparse.Namespace) -> dict[str, Any]:
     return {name: v for name, v in settings(parsed).items() if name not in _BY_MEANING}
 
 
-def fingerprint(model: Classifier | None, x: np.ndarray) -> str:
+def fingerprint(model: Classifier | None, x: Any) -> str:
     """A digest of a model's program and numbers."""
     if model is None:
         return ""

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import difflib
 import functools
 import json
 import math
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from wdjax import data
 from wdjax.cli import job_file, options, printed, subject
 from wdjax.cli.console import Console
 from wdjax.cli.paper_tables import SEED, TABLES, Cell, PaperTable
@@ -21,6 +23,8 @@ from wdjax.report import plots, summary
 
 _MODEL = ("model", "arch", "weights", "data", "samples")
 """Options that every line takes which is about the model."""
+_ENTRIES = {"MNIST": 28 * 28, "CIFAR": 32 * 32 * 3, "Tiny ImageNet": 64 * 64 * 3}
+"""The size of an image of the papers' data sets."""
 
 _EXAMPLES = """examples:
   python -m wdjax table --list
@@ -60,6 +64,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--quick", action="store_true", help="toy settings: does it run, and what does it show?"
     )
+    subject.declare_devices(how)
     out = subject.declare_out(parser)
     out.add_argument("--plot", type=Path, metavar="FILE.png", help="draw a figure of the paper")
     parser.set_defaults(command=run)
@@ -122,7 +127,9 @@ def _asked(parsed: argparse.Namespace) -> tuple[PaperTable, list[Cell], list[int
     no row is left.
     """
     if parsed.name not in TABLES:
-        raise ValueError(f"there is no table {options.shown(str(parsed.name))}; see --list.")
+        near = difflib.get_close_matches(str(parsed.name), TABLES, n=3, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ";"
+        raise ValueError(f"there is no table {options.shown(str(parsed.name))}{hint} see --list.")
     table = TABLES[parsed.name]
     if parsed.plot is not None and not table.axis:
         raise ValueError(f"--plot: {parsed.name} is a table, not a figure.")
@@ -194,6 +201,7 @@ def _result(
     """
     mark = identity.digest(line).hex()[:16]
     inner.json, inner.said = folder / f"{mark}.json", shlex.split(line)
+    inner.devices = parsed.devices
     if parsed.checkpoint is not None:
         inner.checkpoint, inner.every = folder / mark, parsed.every
     try:
@@ -233,7 +241,8 @@ def _content(
     first = next(iter(results.values()))
     known = ("model", "weights", "data", "data_sha256", "n")
     about = {name: first[name] for name in known if name in first}
-    said = [
+    said = _about_others(table, parsed)
+    said += [
         f"{line}: {f'{name}: ' * bool(name)}{text}"
         for line, result in results.items()
         for name, text in printed.noted(result)
@@ -260,6 +269,19 @@ def _content(
         "remarks": said,
         **times,
     }
+
+
+def _about_others(table: PaperTable, parsed: argparse.Namespace) -> list[str]:
+    """A remark if the samples cannot be of the data set that the published numbers are about."""
+    for name, size in _ENTRIES.items():
+        if parsed.data is not None and table.published and name in table.source:
+            shape = data.opened(parsed.data, 1)[0][:1].shape[1:]
+            if math.prod(shape) != size:
+                return [
+                    f"the published numbers are about {name}, whose images have {size} entries; "
+                    f"these samples have the shape {shape}: do not compare them."
+                ]
+    return []
 
 
 def _published(table: PaperTable) -> dict[str, dict[Cell, float]]:

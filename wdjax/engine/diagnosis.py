@@ -16,7 +16,8 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from wdjax.attacks import MarginPGD, Square
+from wdjax import losses
+from wdjax.attacks import PGD, MarginPGD, Square
 from wdjax.balls import Lp
 from wdjax.checks import validate
 from wdjax.core import Attack, Found
@@ -117,7 +118,10 @@ def _overlooked(found: Found, ball: Lp, radius: Any, again: Callable[..., Found]
     left = np.zeros(len(found.correct), bool)
     left[standing[np.linspace(0, len(standing) - 1, count).astype(int)]] = True
     broken = np.zeros_like(left)
+    looks: tuple[Attack, ...]
     looks = MarginPGD(ball), MarginPGD(ball, far=True), Square(ball, queries=_QUERIES)
+    if ball.norm == 0:
+        looks = (PGD(ball, steps=_QUERIES, loss=losses.margin, random_start=True),)
     for number, look in enumerate(looks):
         if left.any():
             seen = again(look, eps=radius, only=left, key=jax.random.key(number))

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from wdjax import losses, norms, transport
 from wdjax.checks import arguments, validate
 from wdjax.core import Array, Attack, Found, Progress, PyTree, Result, Victim
-from wdjax.engine import diagnosis, rounds, track, trees
+from wdjax.engine import diagnosis, masks, rounds, track, trees
 
 
 def search(
@@ -28,6 +28,7 @@ def search(
     criterion: Callable[[PyTree, Array], Array] = losses.decision_margin,
     start: Array | np.ndarray | None = None,
     only: np.ndarray | None = None,
+    mask: PyTree = None,
     index: np.ndarray | None = None,
     skip_misclassified: bool = True,
     history: bool = False,
@@ -64,6 +65,9 @@ def search(
       criterion: ``(out, y) -> [n]``, positive where the attacker has won.
       start: ``[n, *shape]`` points to begin at instead of the samples.
       only: ``[n]`` booleans, the samples to attack; the others stay as they are.
+      mask: booleans that broadcast to a sample ``[*shape]``, the coordinates that may move, such as
+        those of a patch; the others stay as they are, whatever the attack, which works on the free
+        coordinates alone. Of a pytree ``x``, a pytree of ``[*shape]``. Not traced.
       index: ``[n]`` integers, the samples' places in a larger data set. Random numbers are derived
         from them, so that they depend neither on batches nor on hosts.
       skip_misclassified: leave samples unmoved, at cost 0, if the criterion already holds for them;
@@ -91,7 +95,8 @@ def search(
     Raises:
       ValueError: bad shapes, dtypes or labels, samples outside the box or not finite, ``eps``
         negative or missing, a missing key, a model whose output for a sample is not finite or
-        depends on the other samples of the batch, or a checkpoint of another search.
+        depends on the other samples of the batch, a mask that allows nothing, or a checkpoint of
+        another search.
 
     Cost: two forward passes a sample besides the attack's own, and one batch to check that outputs
       do not depend on other samples; memory for the attack's state of all samples.
@@ -109,12 +114,16 @@ def search(
     if form is not None:
         model = form.joined(model, x)
         start = None if start is None else form.flat("start", start)
+        if mask is not None:
+            mask = form.flat("mask", jax.tree.map(lambda leaf: np.asarray(leaf)[None], mask))[0]
     attack, samples, start, places, attacked, sound = validate.check_search(
         attack, model, x, y, eps=eps, key=key, start=start, only=only, index=index,
         criterion=None if criterion is losses.decision_margin else criterion,
         transductive=transductive,
     )  # fmt: skip
-    key, skip = key if attack.random else None, skip_misclassified
+    named, key, skip = attack, key if attack.random else None, skip_misclassified
+    if mask is not None:
+        attack = masks.masked(attack, mask, samples.x.shape[1:])
     victim = Victim(model, _as_pytree(criterion))
     top: dict[str, Any] = {
         "batch_size": batch_size,
@@ -137,10 +146,10 @@ def search(
         found = track.scan(attack, victim, samples, start, keys, attacked, sound, skip, history)
     if diagnose and sound is None:
         again = functools.partial(
-            search, model=model, x=x, y=y, criterion=criterion, index=index, diagnose=False,
-            batch_size=batch_size, mesh=mesh,
+            search, model=model, x=x, y=y, criterion=criterion, mask=mask, index=index,
+            diagnose=False, batch_size=batch_size, mesh=mesh,
         )  # fmt: skip
-        found = diagnosis.diagnose(found, attack, clean, eps, again)
+        found = diagnosis.diagnose(found, named, clean, eps, again)
     return found if form is None else replace(found, x_adv=form.tree(found.x_adv))
 
 

@@ -27,6 +27,7 @@ CHUNK = 10
 """Maximum number of a search's steps in one program, so that the host seldom waits."""
 
 
+@parallel.telling_of_lost_processes()
 def carry(
     state: State,
     turn: Callable[[State], State],
@@ -61,6 +62,7 @@ def carry(
     Raises:
       ValueError: a checkpoint of another structure or identity, which is left as it is; or one that
         another process or thread is using.
+      RuntimeError: another process of the mesh has ended.
       KeyboardInterrupt, SystemExit: after a signal, once the state is saved.
 
     >>> carry(0, lambda n: n + 1, lambda n: n == 3)
@@ -68,10 +70,12 @@ def carry(
     """
     together = parallel.spans(mesh)
     if checkpoint is None:
-        while not finished(state):
-            state = turn(state)
-            if report is not None and parallel.agreed(report(state), together=together)[0]:
-                break
+        # A signal ends all processes; jax.distributed would ignore SIGTERM in one of them.
+        with _Signals() if together else contextlib.nullcontext(_Signals()) as signals:
+            while not finished(state):
+                state = turn(state)
+                if _ends(report is not None and report(state), signals, together):
+                    break
         return state
     mark = np.frombuffer(identity.ljust(32, b"\0"), np.uint8)
     settings = {name: words(value) for name, value in (about or {}).items()}
@@ -112,14 +116,19 @@ def carry(
                     if not together:  # The other processes do not know of the error.
                         save()
                     raise
-                stop, told = parallel.agreed(stop, signals.caught is not None, together=together)
-                if told and signals.caught is None:  # Another process was told to end.
-                    signals.caught = signal.SIGTERM
-                if stop or told:
+                if _ends(stop, signals, together):
                     break
             if not due:
                 save()
     return state
+
+
+def _ends(stop: Any, signals: "_Signals", together: bool) -> bool:
+    """Whether the loop ends after a turn: some process wants it to ``stop``, or got a signal."""
+    stop, told = parallel.agreed(stop, signals.caught is not None, together=together)
+    if told and signals.caught is None:
+        signals.caught = signal.SIGTERM
+    return stop or told
 
 
 def _resume(

@@ -1,6 +1,6 @@
 """A search at top level, in rounds: every unfinished sample takes the same number of steps.
 
-A single compiled program, whose argument is donated, gathers a batch, steps and scatters. Its
+One compiled program gathers a batch and steps, another, whose argument is donated, scatters. Their
 shapes do not depend on how many samples are correct or unfinished: there are two batch sizes, the
 smaller one for the remainder, and the number of rows is padded to one of a few values.
 """
@@ -52,8 +52,24 @@ class Plan(NamedTuple):
     """For each stage, the number of steps in one program."""
 
     @property
+    def forms(self) -> tuple[Attack, Attack]:
+        """The attacks that are compiled for its beginning and for the rest of it."""
+        return getattr(self.attack, "shared", (self.attack, self.attack))
+
+    @property
     def devices(self) -> int:
         return 1 if self.mesh is None else self.mesh.size
+
+
+class Request(NamedTuple):
+    """How a search begins and what it records, as in :func:`wdjax.checks.validate.check_search`."""
+
+    start: Array | None
+    places: Array
+    only: np.ndarray | None
+    key: Array | None
+    skip_misclassified: bool
+    history: bool
 
 
 class Search(NamedTuple):
@@ -93,23 +109,18 @@ def search(
     and the criterion at the samples, ``[n]``.
     """
     plan = _plan(attack, victim, samples, batch_size, mesh)
-    begin = start, places, only, key, skip_misclassified, history
+    request = Request(start, places, only, key, skip_misclassified, history)
 
     def attempt(size: int) -> tuple[Found, np.ndarray]:
         sized = plan._replace(size=size, small=max(1, size // 4))
-        return _carry(sized, *begin, callback, checkpoint, every)
+        return _carry(sized, request, callback, checkpoint, every)
 
     return batching.halving(attempt, plan.size, mesh, whole=plan.rows)
 
 
 def _carry(
     plan: Plan,
-    start: Array | None,
-    places: Array,
-    only: np.ndarray | None,
-    key: Array | None,
-    skip_misclassified: bool,
-    history: bool,
+    request: Request,
     callback: Callable[[Progress], Any] | None,
     checkpoint: str | PathLike[str] | None,
     every: float,
@@ -117,7 +128,7 @@ def _carry(
     """:func:`search` in the plan's batches."""
     attack, victim, samples = plan[:3]
     n, mark = len(samples.y), b""
-    plan, begun = _begin(plan, start, places, only, key, skip_misclassified, history)
+    plan, begun = _begin(plan, request)
 
     def report(search: Search) -> Any:
         return None if callback is None else callback(_progress(plan, search, n))
@@ -125,8 +136,8 @@ def _carry(
     about: dict[str, Any] = {"attack": attack, "criterion": victim.criterion, "samples": n}
     if checkpoint is not None:
         lengths = [(stage.length, stage.cycles) for stage in attack.stages]
-        traced = track.programs(attack, victim, samples, start, key)
-        given = start, places, only, key, np.array([skip_misclassified, history])
+        traced = track.programs(attack, victim, samples, request.start, request.key)
+        given = *request[:4], np.array([request.skip_misclassified, request.history])
         mark = identity.digest(traced, lengths, attack, victim, samples, *given)
         about["largest eps"] = None if samples.eps is None else float(jnp.max(samples.eps))
     last = loop.carry(
@@ -140,54 +151,56 @@ def _carry(
         about=about,
         mesh=plan.mesh,
     )
-    return _finish(plan, last, n, skip_misclassified), plan.clean[:n]
+    return _finish(plan, last, n, request.skip_misclassified), plan.clean[:n]
 
 
-def _begin(
-    plan: Plan,
-    start: Array | None,
-    places: Array,
-    only: np.ndarray | None,
-    key: Array | None,
-    skip_misclassified: bool,
-    history: bool,
-) -> tuple[Plan, Search]:
+def _begin(plan: Plan, request: Request) -> tuple[Plan, Search]:
     """Evaluates all samples, chooses those to attack and calculates the attack's first state.
 
-    ``start``, ``places`` and ``only`` are as in :func:`wdjax.checks.validate.check_search`. Returns
-    the plan with all of its samples' rows.
+    Returns the plan with all of its samples' rows.
     """
     attack, victim, samples = plan[:3]
     n, whole = len(samples.y), plan.devices * plan.rows
-    given = jax.tree.map(functools.partial(_padded, rows=whole), (samples, start, places))
-    parallel.check_same((given, only, attack), plan.mesh)
+    rows = samples, request.start, request.places
+    given = jax.tree.map(functools.partial(_padded, rows=whole), rows)
+    parallel.check_same((given, request.only, attack), plan.mesh)
     samples, start, places = parallel.shard(given, plan.mesh)
-    keys = None if key is None else track.keys(key, places)
+    keys = None if request.key is None else track.keys(request.key, places)
     used = -(-min(n, plan.rows) // plan.size)
     blocks = np.arange(used * plan.size, dtype=np.int32).reshape(used, 1, -1)
     blocks = blocks.repeat(plan.devices, axis=1)
-    parts = [_evaluate(victim, *_rows(samples.x, samples.y, index)) for index in blocks]
-    out, clean, fine = _whole(plan, parts)
+    given = samples.x, samples.y
+    out, clean, fine = _whole(plan, blocks, lambda index: _evaluate(victim, *_rows(given, index)))
     clean, fine = map(np.asarray, parallel.local((clean, fine)))
     _refuse_faults(fine[:n])
     samples = samples._replace(out=out)
-    begun = [_first(attack, victim, samples, start, keys, index) for index in blocks]
+    first = functools.partial(_first, plan.forms[0], victim, samples, start, keys)
     chosen = np.arange(whole) < n
-    if only is not None:
-        chosen[:n] &= only
-    if skip_misclassified:
+    if request.only is not None:
+        chosen[:n] &= request.only
+    if request.skip_misclassified:
         chosen &= ~(clean > 0)
-    search = Search(_whole(plan, begun), chosen, chosen, -1, 0, None)
-    if history:
+    search = Search(_whole(plan, blocks, first), chosen, chosen, -1, 0, None)
+    if request.history:
         search = search._replace(history=_blank(clean, attack.stages))
     plan = plan._replace(samples=samples, clean=clean)
     plan = plan._replace(turns=_turns(plan, search))
     return plan, _next_stage(plan, search)
 
 
-def _whole(plan: Plan, parts: list[PyTree]) -> PyTree:
-    """Joins blocks of rows; the last block is repeated where all rows are padding."""
-    return _assemble(parts + parts[-1:] * (plan.rows // plan.size - len(parts)), plan.devices)
+def _whole(plan: Plan, blocks: np.ndarray, block: Callable[[np.ndarray], PyTree]) -> PyTree:
+    """All rows, from a function of the numbers ``[devices, size]`` of some: those of ``blocks``.
+
+    They are set one after another, since a program that joins them all takes longer to compile the
+    more there are. Other rows are padding: copies of the first on their device.
+    """
+    part = block(blocks[0])
+    if plan.size == plan.rows:
+        return part
+    whole = _rows(part, np.zeros((plan.devices, plan.rows), np.int32))
+    for number, index in enumerate(blocks):
+        whole = _set_rows(whole, index, block(index) if number else part)
+    return whole
 
 
 def _finished(plan: Plan, search: Search) -> bool:
@@ -209,8 +222,12 @@ def _advance(plan: Plan, search: Search) -> Search:
         history = jax.tree.map(lambda leaf: np.require(leaf, requirements="W"), history)
     batches, seen = _batches(plan, np.asarray(search.active), stage.length), []
     counts, record = np.array([steps, left], np.int32), history is not None
+    # The number of steps is traced but for a history's rows, so stages of all lengths share a loop.
+    form = _like(plan.attack, number), most if record else min(most, 2), record
+    given = plan.forms[1], plan.victim, plan.samples
     for index, _ in batches:
-        moving, *flags = _steps(*plan[:3], moving, index, counts, number, most, record)
+        batch, *flags = _steps(*given, moving, index, counts, *form)
+        moving = _set_rows(moving, index, batch)
         seen.append(flags)
     if stage.couple is not None:
         chosen = np.asarray(search.chosen)
@@ -235,12 +252,20 @@ def _next_stage(plan: Plan, search: Search) -> Search:
         active = chosen
         if stages[number].done is not None:
             state = search.track.state
-            active = chosen & ~np.asarray(parallel.local(_done(attack, state, number)))
+            active = chosen & ~np.asarray(
+                parallel.local(_done(plan.forms[1], state, _like(attack, number)))
+            )
         if stages[number].length and active.any():
             moving = search.track
             moving = _enter(attack, moving) if track.cyclic(attack) else moving
             return search._replace(track=moving, active=active, stage=number, step=0)
     return search._replace(active=np.zeros_like(chosen), stage=len(stages), step=0)
+
+
+def _like(attack: Attack, number: int) -> int:
+    """The first stage that differs from stage ``number`` in length only: they share programs."""
+    stages = [stage._replace(length=0) for stage in attack.stages]
+    return stages.index(stages[number])
 
 
 def _offset(plan: Plan, number: int) -> int:
@@ -287,7 +312,7 @@ def _points(plan: Plan, search: Search) -> tuple[Found, tuple[np.ndarray, np.nda
     batches = _batches(plan, chosen)
 
     def look(index: np.ndarray) -> tuple[Found, tuple[Array, Array]]:
-        found, y = _reach(plan.attack, plan.samples, search.track, index)
+        found, y = _reach(plan.forms[1], plan.samples, search.track, index)
         return parallel.local((found, _evaluate(plan.victim, found.x_adv, y)[1:]))
 
     first = look(batches[0][0]) if batches else jax.eval_shape(look, _nobody(plan))
@@ -327,10 +352,13 @@ def _turns(plan: Plan, search: Search) -> tuple[int, ...]:
     moving = jax.eval_shape(track.enter, plan.attack, search.track)
 
     def looped(number: int, most: int) -> int:
-        steps = _steps.trace(*plan[:3], moving, index, counts, number, most, record)
+        given = plan.forms[1], plan.victim, plan.samples
+        steps = _steps.trace(*given, moving, index, counts, number, most, record)
         return most if program.loops_well(steps.jaxpr) else 1
 
     most = [_chunk(stage) for stage in plan.attack.stages]
+    if type(plan.forms[1]) is not type(plan.attack):  # Stages of all lengths share a loop.
+        most = [max(few, min(2, s.length)) for few, s in zip(most, plan.attack.stages)]
     return tuple(looped(number, steps) if steps > 1 else 1 for number, steps in enumerate(most))
 
 
@@ -404,9 +432,8 @@ def _put(tree: PyTree, index: Array, rows: PyTree) -> PyTree:
 _evaluate = jax.jit(track.evaluate)
 
 
-@jax.jit
-def _rows(x: Array, y: Array, index: Array) -> PyTree:
-    return _take((x, y), index)
+_rows = jax.jit(_take)
+_set_rows = jax.jit(_put, donate_argnums=0)
 
 
 @jax.jit
@@ -421,21 +448,7 @@ def _first(
     return track.begin(attack, victim, *_take((samples, start, keys), index))
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _assemble(parts: list[PyTree], devices: int) -> PyTree:
-    """Joins batches in the samples' order: ``[devices * rows, ...]`` leaves."""
-
-    def join(*blocks: Array) -> Array:
-        if devices == 1:
-            return jnp.concatenate(blocks)
-        shape = blocks[0].shape[1:]
-        shares = [block.reshape(devices, -1, *shape) for block in blocks]
-        return jnp.concatenate(shares, axis=1).reshape(-1, *shape)
-
-    return jax.tree.map(join, *parts)
-
-
-@functools.partial(jax.jit, static_argnums=(6, 7, 8), donate_argnums=3)
+@functools.partial(jax.jit, static_argnums=(6, 7, 8))
 def _steps(
     attack: Attack,
     victim: Victim,
@@ -450,8 +463,9 @@ def _steps(
     """Takes ``counts[0]`` steps of stage ``number`` on the samples ``index`` of all rows.
 
     ``counts[1]`` are the steps of the stage that remain afterwards, and ``most`` the maximum of
-    ``counts[0]``. Returns the track of all rows, ``[n]`` booleans which of the batch are finished
-    with the stage, and with ``record`` the steps' Info, ``[most, n]`` leaves.
+    ``counts[0]``. Returns the batch's track, ``[n]`` booleans which of it are finished with the
+    stage, and with ``record`` the steps' Info, ``[most, n]`` leaves. The rows are set by a program
+    of its own: one that read some of an array and wrote others would copy all of it.
     """
     stage, (steps, left) = attack.stages[number], counts
     taken, batch = _take((samples, moving), index)
@@ -461,7 +475,7 @@ def _steps(
     else:
         batch, recurs, seen = _loop(stage, victim, taken, batch, steps, most if record else None)
     batch, over = track.freeze(stage, batch, recurs, left)
-    return _put(moving, index, batch), over, seen
+    return batch, over, seen
 
 
 def _loop(

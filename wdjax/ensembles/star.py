@@ -53,17 +53,20 @@ def wda_star(
     Pass the result to :func:`wdjax.spend`: the knapsack over these distances is WDA*, the attack of
     Wasserstein order p. Which start finds the nearest flips differs from model to model, and from
     sample to sample. Trial samples therefore decide which kind of :class:`~wdjax.attacks.Walk`
-    comes first, from a random point of the box or towards the nearest class; for norm 1 it is a
-    short :class:`~wdjax.attacks.PDPGD`, followed by a walk from its points and one from the sample.
-    From 150 passes on a look of four steps from the sample itself follows where no search began
-    there, and a walk from there if it comes near. Then the kind of walk with the largest measured
-    gain a pass goes next, also from around the sample and from the best point, on those samples
-    only whose expected gain counts. Below 300 passes small steps from the best points end it.
+    comes first, from a random point of the box or towards the nearest class. From 150 passes on a
+    look of four steps from the sample itself follows where no search began there, and a walk from
+    there if it comes near. Then the kind of walk with the largest measured gain a pass goes next,
+    also from around the sample and from the best point, on those samples only whose expected gain
+    counts. Below 300 passes small steps from the best points end it.
 
-    Samples share the passes, and trials speak for all of them: what is found for one depends on
-    which others come with it, and on how many. With fewer than 36 of them at least every sixth is
-    a trial sample, six if there are as many, or all. With a budget ``eps`` a distance d that is
-    shortened by the share r gains what the knapsack pays for it,
+    For norm 1 and from 200 passes on a short :class:`~wdjax.attacks.PDPGD` comes first, followed by
+    a long walk in small steps from its points, or from the sample where it found no flip; below 300
+    passes there also by one from a random point, which is all, and samples do not share passes.
+
+    Otherwise samples share the passes, and trials speak for all of them: what is found for one
+    depends on which others come with it, and on how many. With fewer than 36 of them at least every
+    sixth is a trial sample, six if there are as many, or all. With a budget ``eps`` a distance d
+    that is shortened by the share r gains what the knapsack pays for it,
 
         min(d_i, d*)^p - min((1 - r_i) d_i, d*)^p,
 
@@ -122,8 +125,11 @@ def wda_star(
         record = _given(record, ball, start)
     if plan.look:
         record = _compare(record, plan.look, terms)
+    known = np.asarray(record.found.success)
     for kind in plan.always:
-        record = record.walked(kind, np.ones(len(record.hope), bool))
+        record = record.walked(kind, known | (kind.start != "best"))
+    for kind in plan.lost:
+        record = record.walked(kind, ~known)
     while (choice := _choice(record, plan.more, terms)) is not None:
         record = _learned(record, *choice, terms)
     for kind in plan.last:
@@ -297,9 +303,11 @@ def _follow(ask: Question, number: int, kind: Kind, found: Found | None, only: n
 
     Kind "best" starts at the nearest flips of ``found``; kind "around" starts near the sample, at
     the scale of those flips' distances; otherwise, or if ``found`` is None, the search starts at
-    the sample.
+    the sample. Scale 0 is the same as none, and makes no other program.
     """
-    scale = _scale(found) if found is not None and kind.start == "around" else None
+    scale = np.zeros(len(ask.y), np.float32)
+    if found is not None and kind.start == "around":
+        scale = _scale(found)
     start = found.x_adv if found is not None and kind.start == "best" else None
     return ask.search(number, kind.attack, eps=scale, start=start, only=only)
 

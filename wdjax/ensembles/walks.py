@@ -16,8 +16,12 @@ _LOOK, _SHORT = 4, 12
 _MANY = (150, 300, 1500)
 """Numbers of passes from which on walks are 30 steps long, all kinds are tried, and walks are 40
 steps long."""
-_SPARSE = 100
-"""Steps of the opening for norm 1."""
+_SPARSE = (30, 100)
+"""Steps of the opening for norm 1, at least and at most."""
+_SLOW = 66
+"""Maximum number of steps of the walk that follows it."""
+_FEW = 200
+"""Minimum number of passes for which norm 1 has a schedule of its own."""
 
 
 class Kind(NamedTuple):
@@ -48,6 +52,9 @@ class Itinerary(NamedTuple):
     look: list[Kind]
     """A short walk from samples that no opening walked from, and one where it comes near."""
     always: list[Kind]
+    """Those from the best point only where the opening found a flip."""
+    lost: list[Kind]
+    """Where it found none."""
     more: list[Kind]
     """Where they pay; walks from the sample only where such a walk found the nearest flip."""
     last: list[Kind]
@@ -70,10 +77,10 @@ def schedule(ball: Lp, passes: int, most: int | None = None) -> Itinerary:
     bold = Walk(ball, far=True, haste=1.0, step_size=2.0, shrink=0.35, width=2.3)
     more = [Kind(replace(walk, steps=later), "around") for walk in (held, bold)]
     if passes < _PILOTS:
-        return Itinerary([free], [], [], more, [])
+        return Itinerary([free], [], [], [], more, [])
     firsts = [free, Kind(replace(held, steps=first), "around"), near]
     if passes < _MANY[0]:
-        return Itinerary(firsts, [], [], more[:1], [])
+        return Itinerary(firsts, [], [], [], more[:1], [])
     short = replace(aimed, steps=_SHORT)
     look = [Kind(replace(aimed, steps=_LOOK, targets=0), "sample"), Kind(short, "sample")]
     polish = Kind(Walk(ball, steps=later, step_size=0.2), "best")
@@ -85,9 +92,24 @@ def schedule(ball: Lp, passes: int, most: int | None = None) -> Itinerary:
         wide = Walk(ball, steps=later, far=True, targets=2, width=1.5)
         patient = Walk(ball, steps=2 * later, far=True)
         more += [Kind(wide, "around"), Kind(patient, "sample"), polish]
-    if ball.norm == 1 and passes >= 2 * _SPARSE:
-        # Walks from random points end dense; the proximal map finds the few pixels that matter.
-        sparse = Kind(PDPGD(ball, steps=min(_SPARSE, passes // 4)), "sample")
-        always = [polish, near] if passes >= _MANY[1] else [polish]
-        return Itinerary([sparse], [] if near in always else look, always, more, last)
-    return Itinerary(firsts, look, [], more, last)
+    if ball.norm == 1 and passes >= _FEW:
+        return _sparse(ball, passes, near, more)
+    return Itinerary(firsts, look, [], [], more, last)
+
+
+def _sparse(ball: Lp, passes: int, near: Kind, more: list[Kind]) -> Itinerary:
+    """The schedule for norm 1.
+
+    Walks from random points end dense. The proximal map finds the few pixels that matter, often at
+    a long distance, which a long walk in small steps then shortens.
+    """
+    first = Kind(PDPGD(ball, steps=min(_SPARSE[1], max(_SPARSE[0], passes // 12))), "sample")
+    steps = min(_SLOW, (passes - first.passes - 3) // 2)
+    slow = Walk(ball, steps=steps, haste=1.0, step_size=0.3, shrink=0.2)
+    polish, far = Kind(slow, "best"), Kind(replace(slow, far=True, haste=0.0, shrink=0.4), "sample")
+    third = steps // 3
+    free = Walk(ball, steps=third, far=True, haste=1.0)
+    lost = [Kind(replace(slow, steps=steps - third - 1), "sample"), Kind(free, "sample")]
+    if passes < _MANY[1]:
+        return Itinerary([first], [], [polish], lost, [], [])
+    return Itinerary([first], [], [polish, near], [polish], [far, polish, *more], [])

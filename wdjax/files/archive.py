@@ -2,10 +2,12 @@
 
 import io
 import math
+import os
 import struct
 import zipfile
 import zlib
-from typing import BinaryIO
+from pathlib import Path
+from typing import BinaryIO, Literal
 
 import numpy as np
 
@@ -81,6 +83,20 @@ def content(
       BrokenError: no such entry, too large a claim, or damage.
       RefusedError: it is encrypted, or compressed by another method.
     """
+    entry = _plausible(entries, name, limit, deflated)
+    try:
+        with archive.open(entry) as stream:
+            # Expands no more than this length; one byte at least, to verify an empty entry, too.
+            found = stream.read(max(entry.file_size, 1))
+    except _FAULTS as error:
+        raise BrokenError(f"{shown(name)}: {shown(str(error))}") from None
+    if len(found) != entry.file_size:
+        raise BrokenError(f"{shown(name)} is cut short")
+    return found
+
+
+def _plausible(entries: Entries, name: str, limit: int, deflated: bool) -> zipfile.ZipInfo:
+    """The entry of a name; raises as :func:`content` for what its place in the directory claims."""
     entry = entries.get(name)
     if entry is None or entry.external_attr & _FOLDER:
         raise BrokenError(f"the zip archive holds no {shown(name)}")
@@ -98,15 +114,7 @@ def content(
             f"the entry {shown(name)} claims {entry.file_size} bytes, stored as "
             f"{entry.compress_size}, of at most {limit}"
         )
-    try:
-        with archive.open(entry) as stream:
-            # Expands no more than this length; one byte at least, to verify an empty entry, too.
-            found = stream.read(max(entry.file_size, 1))
-    except _FAULTS as error:
-        raise BrokenError(f"{shown(name)}: {shown(str(error))}") from None
-    if len(found) != entry.file_size:
-        raise BrokenError(f"{shown(name)} is cut short")
-    return found
+    return entry
 
 
 def arrays(file: BinaryIO, size: int) -> dict[str, np.ndarray]:
@@ -122,7 +130,19 @@ def array(content: bytes, name: str) -> np.ndarray:
 
     ``name`` is for messages. The size that the header claims must be that of the content.
     """
-    head = io.BytesIO(content[:_MAX_HEADER])
+    shape, dtype, order, start = _header(content[:_MAX_HEADER], len(content), name)
+    flat = np.frombuffer(content, dtype, math.prod(shape), start)
+    return flat.reshape(shape, order=order)
+
+
+def _header(
+    begin: bytes, size: int, name: str
+) -> tuple[tuple[int, ...], np.dtype, Literal["C", "F"], int]:
+    """Shape, dtype, order and the place of the first number of an ``npy`` file of ``size`` bytes.
+
+    Raises as :func:`array`; ``begin`` are its first bytes.
+    """
+    head = io.BytesIO(begin)
     try:
         read = _HEADERS[np.lib.format.read_magic(head)]
         shape, turned, dtype = read(head, max_header_size=_MAX_HEADER)
@@ -130,13 +150,107 @@ def array(content: bytes, name: str) -> np.ndarray:
         raise BrokenError(f"{name}.npy has a header that is none: {shown(str(error))}") from None
     if dtype.kind not in "fiu":
         raise RefusedError(f"{name}.npy holds {shown(str(dtype))}, which are no plain numbers")
-    count = math.prod(shape)
     sizes = len(shape) <= MAX_RANK and all(type(size) is int and size >= 0 for size in shape)
-    if not sizes or count * dtype.itemsize != len(content) - head.tell():
+    if not sizes or math.prod(shape) * dtype.itemsize != size - head.tell():
         claim = shown(f"{dtype}{list(shape)}")
-        raise BrokenError(f"{name}.npy claims {claim} and holds {len(content)} bytes")
-    flat = np.frombuffer(content, dtype, count, head.tell())
-    return flat.reshape(shape[::-1]).T if turned else flat.reshape(shape)
+        raise BrokenError(f"{name}.npy claims {claim} and holds {size} bytes")
+    return shape, dtype, "F" if turned else "C", head.tell()
+
+
+def mapped(path: Path, name: str, start: int = 0, size: int | None = None) -> np.ndarray:
+    """The array of an ``npy`` file, whose numbers stay on the disk until they are looked at.
+
+    Args:
+      path: the file, or an archive that holds it as it is.
+      name: for messages.
+      start: the place of its first byte in ``path``.
+      size: its number of bytes, by default those of all of ``path``.
+
+    Raises:
+      BrokenError, RefusedError: as :func:`array`.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size if size is None else size
+        file.seek(start)
+        shape, dtype, order, place = _header(file.read(min(size, _MAX_HEADER)), size, name)
+    if not math.prod(shape):
+        return np.empty(shape, dtype)
+    try:
+        return np.atleast_1d(np.memmap(path, dtype, "r", start + place, shape, order))
+    except (OSError, OverflowError, ValueError) as error:
+        raise BrokenError(f"{name}.npy cannot be mapped: {shown(str(error))}") from None
+
+
+class Deflated:
+    """Rows of a compressed array, read by slices: what comes before them is decompressed, not kept.
+
+    Args:
+      path: the archive.
+      entries: its entries.
+      name: of the array's.
+
+    Raises:
+      BrokenError, RefusedError: as :func:`content` and :func:`array`.
+    """
+
+    def __init__(self, path: Path, entries: Entries, name: str) -> None:
+        self._path, self._name = path, name
+        self._entry = _plausible(entries, f"{name}.npy", path.stat().st_size, True)
+        begin = self._read(0, min(_MAX_HEADER, self._entry.file_size))
+        self._shape, self._dtype, order, self._start = _header(begin, self._entry.file_size, name)
+        if order == "F" and len(self._shape) > 1:
+            raise RefusedError(
+                f"{name}.npy is compressed, and not in C order, so that its rows cannot be read "
+                "alone; save np.ascontiguousarray of it"
+            )
+
+    def __len__(self) -> int:
+        return self._shape[0] if self._shape else 0
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        some = range(len(self))[rows]
+        shape = len(some), *self._shape[1:]
+        step = math.prod(self._shape[1:]) * self._dtype.itemsize
+        held = self._read(self._start + some.start * step, len(some) * step)
+        return np.ndarray(shape, self._dtype, held)
+
+    def _read(self, start: int, size: int) -> bytes:
+        try:
+            with zipfile.ZipFile(self._path) as archive, archive.open(self._entry) as stream:
+                stream.seek(start)
+                found = stream.read(size)
+        except _FAULTS as error:
+            raise BrokenError(f"{self._name}.npy: {shown(str(error))}") from None
+        if len(found) != size:
+            raise BrokenError(f"{self._name}.npy is cut short")
+        return found
+
+
+def on_disk(path: Path, file: BinaryIO, name: str) -> np.ndarray | Deflated:
+    """The array of an entry of an npz archive, whose rows are read by slices.
+
+    What is stored as it is gets mapped; its checksum, which is one of the whole, is not verified.
+
+    Args:
+      path: the archive.
+      file: the same, opened.
+      name: of the array.
+
+    Raises:
+      BrokenError, RefusedError: as :func:`content` and :func:`array`.
+    """
+    zipped, entries = opened(file, os.fstat(file.fileno()).st_size)
+    with zipped:
+        entry = _plausible(entries, f"{name}.npy", path.stat().st_size, True)
+        if entry.compress_type != zipfile.ZIP_STORED:
+            return Deflated(path, entries, name)
+        try:
+            zipped.open(entry).close()  # Its own header is that of the directory.
+        except _FAULTS as error:
+            raise BrokenError(f"{name}.npy: {shown(str(error))}") from None
+        file.seek(entry.header_offset + 26)
+        lengths = struct.unpack("<HH", file.read(4))
+    return mapped(path, name, entry.header_offset + 30 + sum(lengths), entry.file_size)
 
 
 _MAX_HEADER = 1 << 12

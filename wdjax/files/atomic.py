@@ -103,10 +103,10 @@ def exclusive(path: str | PathLike[str]) -> Iterator[None]:
     lock = path.with_name(f".{path.name}.lock")
     with contextlib.ExitStack() as stack:
         try:
-            number, locked = stack.enter_context(_opened(lock))
-        except BlockingIOError:
+            number, locked = _unless_in_use(lock, stack)
+        except BlockingIOError as error:
             raise ValueError(
-                f"{path} is in use by {_holder(lock)}; wait for it to end, or choose another place."
+                f"{path} is in use by {error}; wait for it to end, or choose another place."
             ) from None
         except OSError as error:
             raise ValueError(f"{path} cannot be locked: {error}; choose another place.") from error
@@ -205,10 +205,27 @@ def _is(number: int, path: Path) -> bool:
         return False
 
 
+def _unless_in_use(lock: Path, stack: contextlib.ExitStack) -> tuple[int, bool]:
+    """Enters :func:`_opened` on the stack, or raises a BlockingIOError that names the holder.
+
+    A holder writes its name just after it has locked the file, and may end at any moment: as long
+    as there is no name, for at most a second, the lock is tried again.
+    """
+    since = time.monotonic()
+    while True:
+        try:
+            return stack.enter_context(_opened(lock))
+        except BlockingIOError:
+            holder = _holder(lock)
+            if holder or time.monotonic() - since > 1:
+                raise BlockingIOError(holder or "another process") from None
+        time.sleep(0.001)
+
+
 def _holder(lock: Path) -> str:
-    """Who holds a lock, in words: the text of the lock file, or "another process"."""
+    """Who holds a lock, in words: the text of the lock file, empty if there is none."""
     try:
         text = lock.read_text(errors="replace")[:200]
     except OSError:
-        text = ""
-    return text if text and text.isprintable() else "another process"
+        return ""
+    return text if text.isprintable() else ""

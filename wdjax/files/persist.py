@@ -12,7 +12,7 @@ import re
 import shutil
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -411,8 +411,8 @@ def _write_folder(path: Path, leaves: dict[str, Any], text: str) -> None:
     try:
         new.mkdir()
         if stored:
-            with _ORBAX, orbax.checkpoint.StandardCheckpointer() as checkpointer:
-                checkpointer.save(new, stored, force=True)
+            with _orbax() as checkpointer:
+                checkpointer.save(new, orbax.checkpoint.args.StandardSave(stored), force=True)
         atomic.write(new / _MANIFEST, text)
         if path.exists():
             path.rename(old)
@@ -437,11 +437,11 @@ def _read_folder(source: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     }
     try:
         if asked:
-            with _ORBAX, orbax.checkpoint.StandardCheckpointer() as checkpointer:
+            with _orbax() as checkpointer:
                 stored = checkpointer.metadata(source).item_metadata.tree
                 if _kinds(stored) != _kinds(asked):
                     raise ValueError("its manifest and its arrays differ")
-                found = checkpointer.restore(source, asked)
+                found = checkpointer.restore(source, orbax.checkpoint.args.StandardRestore(asked))
     except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files.
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"the checkpoint {source} is damaged: {shown(reason)}") from error
@@ -449,6 +449,20 @@ def _read_folder(source: Path, wanted: dict[str, Any]) -> dict[str, Any]:
         name: _placed(found[quote(name, safe="")] if leaf.size else _host_like(leaf), leaf)
         for name, leaf in wanted.items()
     }
+
+
+@contextlib.contextmanager
+def _orbax() -> Iterator[Any]:
+    """Orbax's checkpointer, one at a time in a process.
+
+    It works in this thread: the asynchronous one, after an error, holds up the end of the process
+    for five minutes.
+    """
+    import orbax.checkpoint
+
+    handler = orbax.checkpoint.StandardCheckpointHandler()
+    with _ORBAX, orbax.checkpoint.Checkpointer(handler) as checkpointer:
+        yield checkpointer
 
 
 def _host_like(leaf: Any) -> np.ndarray:

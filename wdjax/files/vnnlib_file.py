@@ -266,10 +266,11 @@ def _linear(term: Any, known: set[str]) -> Term:
 
 
 def _plus(one: Term, other: Term, factor: float) -> Term:
+    """``one + factor * other``, without the variables that cancel."""
     found = dict(one)
     for name, value in other.items():
         found[name] = _sized(found.get(name, 0.0) + factor * value)
-    return found
+    return {name: value for name, value in found.items() if value or not name}
 
 
 def _sized(value: float) -> float:
@@ -301,7 +302,7 @@ def _cases(plain: list[Term], rows: list[Row], inputs: int, outputs: int) -> tup
 
 def _bounds(term: Term, lower: Numbers, upper: Numbers) -> bool:
     """Cuts the box by a term that is at most 0, if it has one input only; whether it has."""
-    names = [name for name, value in term.items() if name and value]
+    names = [name for name in term if name]
     if not any(name[0] == "X" for name in names):
         return False
     if len(names) > 1:

@@ -27,7 +27,8 @@ def image_wasserstein_distance(
 
     Returns:
       ``[n]`` float64 distances; inf if one image of a pair, or with separate channels one of two
-      channels, has no mass.
+      channels, has no mass, or if a shared channel's share of the mass differs, since mass does not
+      move between channels.
 
     Raises:
       ValueError: other shapes, or values that are negative, not finite or traced.

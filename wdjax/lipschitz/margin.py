@@ -15,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from wdjax import norms
 from wdjax.bounds import continuity, domain, interval, record
+from wdjax.bounds.graph import flatten
 from wdjax.checks import arguments, independence, validate
 from wdjax.core import Array, Classifier
 from wdjax.precision import highest
@@ -259,7 +260,8 @@ def _constants(
         independence.check(model, points)
     labels = jnp.arange(classes) if labels is None else jnp.asarray(labels)
     total = bound(model, lower, upper, norm, labels, classes)
-    open_ = jnp.isnan(total) | _too_large(model, lower, upper) | ~fine
+    lost = _too_large(model, lower, upper) | _may_test_nan(model, lower, upper)
+    open_ = jnp.isnan(total) | lost | ~fine
     total = jnp.where(open_, jnp.inf, total)
     return jnp.where(jnp.arange(classes)[None] == labels[:, None], 0.0, total)
 
@@ -270,6 +272,14 @@ def logits(model: Classifier, lower: Array, upper: Array) -> norms.Bounds:
     """Bounds ``[K]`` of the logits over a box."""
     closed = jax.make_jaxpr(single(model))(lower)
     return domain.ends(interval.interpret(closed, [domain.box(lower, upper)])[0])
+
+
+@jax.jit
+@highest()
+def _may_test_nan(model: Classifier, lower: Array, upper: Array) -> Array:
+    """A scalar boolean: :func:`interval.may_test_nan` of one sample in a box."""
+    graph = flatten(jax.make_jaxpr(single(model))(lower))
+    return interval.may_test_nan(graph, domain.box(lower, upper))
 
 
 @jax.jit

@@ -3,6 +3,7 @@ functions that JAX cannot trace."""
 
 import argparse
 import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -69,8 +70,25 @@ def _natural(name: str) -> list[int | str]:
 
 
 def _mlp_layers(tensors: Tensors) -> dict[str, str]:
-    """Names ``fc1``, ``fc2``, ... for the layers of a file with matrices only, in natural order."""
-    names = sorted((n for n in tensors if n.endswith(".weight")), key=_natural)
+    """Names ``fc1``, ``fc2``, ... for the layers of a file with matrices only.
+
+    Their order is that of the numbers in their names, or that of the file. Raises if the two differ
+    and the shapes allow both.
+    """
+    filed = [name for name in tensors if name.endswith(".weight")]
+    numbered = sorted(filed, key=_natural)
+
+    def fits(names: list[str]) -> bool:
+        shapes = [tensors[name].shape for name in names]
+        return all(one[0] == other[-1] for one, other in itertools.pairwise(shapes))
+
+    if filed != numbered and fits(filed) and fits(numbered):
+        first, second = (", ".join(n.removesuffix(".weight") for n in o) for o in (filed, numbered))
+        raise ValueError(
+            f"the order of the layers is unknown: {first} as in the file, or {second} by name; "
+            "rename them to fc1, fc2, ... in the order in which they are applied."
+        )
+    names = filed if fits(filed) and not fits(numbered) else numbered
     return {name.removesuffix(".weight"): f"fc{i + 1}" for i, name in enumerate(names)}
 
 

@@ -24,8 +24,8 @@ from wdjax.smoothing import binomial
 
 _GROWTH = 1.5
 """Factor between the numbers of copies at which the test decides."""
-RADII = (0.03, 0.08, 0.10, 0.12)
-"""PRBench's radii for PR."""
+EPS_LIST = (0.03, 0.08, 0.10, 0.12)
+"""PRBench's budgets for PR."""
 RISKS = (0.10, 0.05, 0.01)
 """PRBench's risks rho for ProbAcc."""
 
@@ -229,7 +229,7 @@ def prbench(
     *,
     key: Array,
     ball: Lp = Lp(),
-    radii: Sequence[float] = RADII,
+    eps_list: Sequence[float] = EPS_LIST,
     rho: Sequence[float] = RISKS,
     radius: float = 0.03,
     draws: int = 100,
@@ -246,7 +246,7 @@ def prbench(
       y: ``[n]`` labels.
       key: a typed ``jax.random.key``.
       ball: norm and box.
-      radii: radii of PR under uniform noise.
+      eps_list: budgets of PR under uniform noise.
       rho: risks of ProbAcc.
       radius: the radius of ProbAcc.
       draws: copies of each input for PR; PRBench has 100.
@@ -262,7 +262,7 @@ def prbench(
       the inputs decided to be robust.
 
     Raises:
-      ValueError: bad samples, radii, shares or key.
+      ValueError: bad samples, budgets, shares or key.
 
     Differs: ProbAcc is decided by a test instead of 100 copies. Intervals are those of
       :func:`wdjax.metrics.mean_interval` and of Clopper and Pearson, where PRBench has a bootstrap;
@@ -274,31 +274,45 @@ def prbench(
     >>> from wdjax import Model
     >>> model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> x, y = jnp.array([[0.9, 0.1], [0.505, 0.495]]), jnp.array([0, 0])
-    >>> found = prbench(model, x, y, key=jax.random.key(0), radii=(0.03,), rho=(0.1,))
+    >>> found = prbench(model, x, y, key=jax.random.key(0), eps_list=(0.03,), rho=(0.1,))
     >>> found["PR(0.03)"]["value"] < 1, found["ProbAcc(0.10)"]["value"]
     (True, 0.5)
     """
     arguments.check(model=model, x=x, y=y, key=key)
-    arguments.warn(arguments.too_far(ball, np.shape(x)[1:], radii))
+    arguments.warn(arguments.too_far(ball, np.shape(x)[1:], eps_list))
     how: dict[str, Any] = {"key": key, "batch_size": batch_size, "mesh": mesh}
 
     def measured(x: AnyArray, y: AnyArray, eps: float) -> Estimate:
         return estimate(model, distributions.UniformBall(eps, ball), x, y, draws=draws, **how)
 
     fields: dict[str, Any] = {}
-    for eps in radii:
+    for eps, shown in zip(eps_list, _shown("eps_list", eps_list)):
         found = measured(x, y, eps)
         fields.setdefault("acc", float(np.mean(found.correct)))
-        fields[f"PR({eps:.2f})"] = _field(found.value, *found.population())
+        fields[f"PR({shown})"] = _field(found.value, *found.population())
         if train is not None:
             known = measured(*train, eps)
-            fields[f"GE_PR({eps:.2f})"] = _field(known.value - found.value, *excess(known, found))
+            fields[f"GE_PR({shown})"] = _field(known.value - found.value, *excess(known, found))
     decision = probabilistic_accuracy(
         model, distributions.UniformBall(radius, ball), x, y, rho=rho, alpha=alpha, **how
     )
-    for risk, value, low, high in zip(decision.rho, decision.lower, *decision.population()):
-        fields[f"ProbAcc({risk:.2f})"] = _field(value, low, high)
+    risks = _shown("rho", decision.rho)
+    for shown, value, low, high in zip(risks, decision.lower, *decision.population()):
+        fields[f"ProbAcc({shown})"] = _field(value, low, high)
     return fields
+
+
+def _shown(name: str, values: Sequence[float]) -> list[str]:
+    """Numbers as in the names of fields: with two decimals, or six digits where these do not do.
+
+    Raises if two would have one name.
+    """
+    short = [f"{value:.2f}" for value in values]
+    if not np.allclose([float(text) for text in short], values, rtol=1e-6, atol=0):
+        short = [f"{value:.6g}" for value in values]
+    if len(set(short)) < len(short):
+        raise ValueError(f"{name} has a number twice: {', '.join(short)}; leave it out.")
+    return short
 
 
 def excess(known: Estimate, moved: Estimate) -> metrics.ConfidenceInterval:

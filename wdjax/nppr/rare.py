@@ -72,6 +72,8 @@ class Rare(NamedTuple):
         """What speaks against the value, in words; empty if nothing does."""
         if not self.found:
             return "not every run met a failure: the value is too low or unknown"
+        if self._alike:
+            return "all runs gave the same number, which says nothing of its error: take more draws"
         if self.check is None or self.agrees:
             return ""
         if not self.check.found:
@@ -85,21 +87,26 @@ class Rare(NamedTuple):
         """Cox's interval over the runs, for the mean of log-normal numbers.
 
         It covers failures that the runs can see: a region that all of them miss does not add to
-        their spread. It extends to 1 if a run saw no failure, and covers both methods' intervals if
-        they disagree.
+        their spread. It is [0, 1] if a run saw no failure, or if all runs gave the same number,
+        which says nothing of its error, and covers both methods' intervals if they disagree.
 
         Source: Olsson [olsson2005], with Student's quantiles and one run less, since runs are only
           approximately log-normal.
         """
         if not 0 < confidence < 1:
             raise ValueError(f"confidence must lie between 0 and 1, got {confidence!r}.")
-        if not self.found:
+        if not self.found or self._alike:
             return ConfidenceInterval(np.asarray(0.0), np.asarray(1.0))
         low, high = self._spread(confidence)
         if self.check is not None and self.agrees is False:
             least, most = self.check._spread(confidence)
             low, high = min(low, least), max(high, most)
         return ConfidenceInterval(np.asarray(low), np.asarray(high))
+
+    @property
+    def _alike(self) -> bool:
+        """Whether all runs gave the same number."""
+        return bool(np.ptp(self.runs) == 0)
 
     def _spread(self, confidence: float) -> tuple[float, float]:
         """The ends of Cox's interval, at a confidence, from the logarithms of the runs' estimates.

@@ -112,9 +112,9 @@ def _refined(net: RealNet, found: LeafEnds, name: str, row: Any, table: Any) -> 
             _lower(net, found, name, sign * hot, table[None, row[some], side])
             for side, sign in enumerate((1.0, -1.0))
         )
-        own = unstable[:, some]  # Other leaves of the batch must not change what a leaf has.
-        low[:, some] = np.where(own, np.maximum(low[:, some], down), low[:, some])
-        high[:, some] = np.where(own, np.minimum(high[:, some], -up), high[:, some])
+        cut = unstable[:, some]  # Other leaves of the batch must not change what a leaf has.
+        low[:, some] = np.where(cut, np.maximum(low[:, some], down), low[:, some])
+        high[:, some] = np.where(cut, np.minimum(high[:, some], -up), high[:, some])
     return low, high
 
 
@@ -158,14 +158,14 @@ def _lower(
     for op in reversed(net.operations):
         if op.out not in send:
             continue
-        own = send.pop(op.out)
+        a = send.pop(op.out)
         if op.kind == "affine":
-            charge = charge + dot(np.abs(own), found.charge[op.out])
-            plus(own, op.bias)
-            sent(op.ins[0], op.map.back(own))
+            charge = charge + dot(np.abs(a), found.charge[op.out])
+            plus(a, op.bias)
+            sent(op.ins[0], op.map.back(a))
         elif op.kind == "sum":
-            sent(op.ins[0], own)
-            sent(op.ins[1], op.sign * own)
+            sent(op.ins[0], a)
+            sent(op.ins[1], op.sign * a)
         else:
             low, high = found.ends[op.ins[0]]
             slope, open_ = net.split(slopes)[op.turn], (low < 0) & (high > 0)
@@ -174,9 +174,9 @@ def _lower(
             steep = np.where(open_, high / np.where(open_, high - low, 1.0), low >= 0)
             # The rectifier is convex, so a line is above it that is above it at both ends.
             over = np.maximum(-steep * low, high - steep * high) + 8 * UNIT * (high - low)
-            negative, size = np.minimum(own, 0.0), np.abs(own)
+            negative, size = np.minimum(a, 0.0), np.abs(a)
             plus(negative, np.where(open_, over, 0.0))
-            back = np.maximum(own, 0.0) * slope + negative * steep[:, None]
+            back = np.maximum(a, 0.0) * slope + negative * steep[:, None]
             if betas is not None:
                 multiplied = (net.split(betas)[op.turn] * found.signs[op.turn])[:, None]
                 back, size = back - multiplied, size + np.abs(multiplied)
@@ -213,7 +213,7 @@ class ProofCase:
         row = np.full(self.net.neurons, len(slopes))
         row[neurons] = np.arange(len(slopes))
         table, signs = np.concatenate([slopes, self.usual]), np.zeros((1, self.net.neurons))
-        inner = [(own, table) for own in self.net.split(row)]
+        inner = [(rows, table) for rows in self.net.split(row)]
         found = _forward(self.net, tuple(end[None] for end in self.box), signs, (), inner)
         self.known = [found.ends[op.ins[0]] for op in self.net.rectifiers]
 
@@ -226,9 +226,9 @@ class ProofCase:
         ``betas``: one for each split of a neuron, leaf by leaf.
         """
         found, multipliers = self._over(leaves, betas)
-        own = self.member[members] * weights[:, None]
-        rows = own @ self.a, slopes[:, None], multipliers
-        value = _lower(self.net, found, self.net.output, *rows, self._rest(found, own))
+        rows = self.member[members] * weights[:, None]
+        start = rows @ self.a, slopes[:, None], multipliers
+        value = _lower(self.net, found, self.net.output, *start, self._rest(found, rows))
         return np.where(found.empty[:, None], 1.0, value)
 
     def _rest(self, found: LeafEnds, weights: Any) -> Ends:
@@ -254,11 +254,11 @@ class ProofCase:
         level = level - 2 * gamma(self.net.inputs) * (size + np.abs(level)) - _TINY
         level = np.where(good, level, -np.inf)
         hulls = []
-        for own in self.member:
-            steep, low, high = a[:, own], *ends
+        for mine in self.member:
+            steep, low, high = a[:, mine], *ends
             for _ in range(_ROUNDS):
                 corner = np.where(steep > 0, low[:, None], high[:, None])
-                least = np.sum(steep * corner, axis=-1) + level[:, own]
+                least = np.sum(steep * corner, axis=-1) + level[:, mine]
                 far = np.full(steep.shape, np.inf)
                 room = np.broadcast_to(np.maximum(-least, 0.0)[..., None], far.shape)
                 np.divide(room, np.abs(steep), out=far, where=steep != 0)
@@ -338,8 +338,8 @@ def check(proof: Any, model: Any, vnnlib: Any) -> dict[str, Any]:
         data = archive.arrays(io.BytesIO(content), len(content))
         _need(int(data["format"]) == FORMAT, f"the format is not {FORMAT}")
         for name, path in (("model", model), ("property", vnnlib)):
-            own = hashlib.sha256(Path(path).read_bytes()).digest()
-            _need(data[name].tobytes() == own, f"it is about another {name}")
+            digest = hashlib.sha256(Path(path).read_bytes()).digest()
+            _need(data[name].tobytes() == digest, f"it is about another {name}")
         net = RealNet(model)
         cases = [ProofCase(net, *case) for case in vnnlib_file.read(vnnlib)]
         if "point" not in data:
@@ -355,13 +355,13 @@ def check(proof: Any, model: Any, vnnlib: Any) -> dict[str, Any]:
 def _holds(net: RealNet, cases: list[ProofCase], data: dict[str, Any]) -> int:
     """Checks that trees prove all members of all cases; the number of leaves."""
     for name, most in (("weights", np.inf), ("betas", np.inf), ("slopes", 1), ("inner_slopes", 1)):
-        own = data[name] = np.asarray(data[name], np.float64)
-        usual = (own == -1) & (most == 1)  # The slope that is taken where none is given.
-        _need(np.all(usual | (own >= 0) & (own <= most) & (own < np.inf)), f"{name} out of range")
+        a = data[name] = np.asarray(data[name], np.float64)
+        usual = (a == -1) & (most == 1)  # The slope that is taken where none is given.
+        _need(np.all(usual | (a >= 0) & (a <= most) & (a < np.inf)), f"{name} out of range")
     trees, inner, split, at = data["trees"], data["inner"], data["split"], data["at"]
     sizes, columns = trees[:, 2], data["neurons"]
-    for own, end in ((columns, net.neurons), (inner[:, 1], net.neurons), (trees[:, 0], len(cases))):
-        _need(np.all((own >= 0) & (own < end)), "a number of a neuron or a case is none")
+    for of, end in ((columns, net.neurons), (inner[:, 1], net.neurons), (trees[:, 0], len(cases))):
+        _need(np.all((of >= 0) & (of < end)), "a number of a neuron or a case is none")
     _need(np.all(np.isfinite(at)) and np.all(split < net.inputs + net.neurons), "no such split")
     _need(np.all(sizes > 0) and len(split) == len(at) == np.sum(sizes), "nodes without a tree")
 
@@ -371,8 +371,8 @@ def _holds(net: RealNet, cases: list[ProofCase], data: dict[str, Any]) -> int:
         return full
 
     for place, case in enumerate(cases):
-        own = inner[:, 0] == place
-        case.begin(inner[own, 1], spread(data["inner_slopes"][own]))
+        mine = inner[:, 0] == place
+        case.begin(inner[mine, 1], spread(data["inner_slopes"][mine]))
     open_ = [set(range(len(case.member))) for case in cases]
     leaf, used, cuts = 0, 0, iter(np.asarray(data["cuts"], np.float64))
     for (place, member, size), end in zip(trees, np.cumsum(sizes)):

@@ -75,11 +75,11 @@ class Convolution(Dense):
         return sum(parts, np.zeros(())).reshape(*h.shape[:-1], -1)
 
     def back(self, a: Any) -> Any:
-        own = a.reshape(-1, len(self.w), self.out[0] * self.out[1])
+        columns = a.reshape(-1, len(self.w), self.out[0] * self.out[1])
         (channels, high, wide), _, (top, left, _, _) = self.how
-        x = np.zeros((len(own), channels, *self.padded))
+        x = np.zeros((len(columns), channels, *self.padded))
         for k, at in self._taps():
-            x[at] += (k.T @ own).reshape(len(own), channels, *self.out)
+            x[at] += (k.T @ columns).reshape(len(columns), channels, *self.out)
         return x[:, :, top : top + high, left : left + wide].reshape(*a.shape[:-1], -1)
 
 

@@ -70,8 +70,8 @@ class CaseRecord:
                 np.nextafter(np.clip(end, -_FLOAT, _FLOAT).astype(np.float32), np.float32(way))
                 for end, way in zip(self.case.hull([node.path for node in some]), (-np.inf, np.inf))
             )
-            for node, *own in zip(some, low, high):
-                ends.append(np.stack(own))
+            for node, *pair in zip(some, low, high):
+                ends.append(np.stack(pair))
                 node.halves = [_Node((*node.path, (CUT, ends[-1], 0)))]
                 found += node.halves
         kept = np.stack(ends, axis=1)
@@ -111,11 +111,11 @@ class CaseRecord:
             signs = (
                 [p - self.inputs for p, _, _ in nodes[i].path if p >= self.inputs] for i in some
             )
-            own = [betas[i, places].tolist() for i, places in zip(some, signs)]
-            rows, given = slice(begin, begin + len(some)), list(itertools.chain(*own))
+            multipliers = [betas[i, places].tolist() for i, places in zip(some, signs)]
+            rows, given = slice(begin, begin + len(some)), list(itertools.chain(*multipliers))
             paths = [nodes[i].path for i in some]
             low = self.case.least(paths, members[rows], weights[rows], slopes[rows], given)
-            for i, bound, used in zip(some, low, own):
+            for i, bound, used in zip(some, low, multipliers):
                 done[i] = np.all(bound > _LEAST)
                 if done[i]:
                     nodes[i].numbers = weights[i], slopes[i].astype(np.float16), used
@@ -195,7 +195,7 @@ class Proof:
         inner = [record.inner for record in self.cases]
         inner_slopes = np.concatenate([slopes for _, slopes in inner]).astype(np.float16)
         columns = np.flatnonzero(np.any(slopes >= 0, axis=0) | np.any(inner_slopes >= 0, (0, 1)))
-        keys = [(place, neuron) for place, (own, _) in enumerate(inner) for neuron in own]
+        keys = [(place, neuron) for place, (neurons, _) in enumerate(inner) for neuron in neurons]
         return {
             "trees": np.array(trees, np.int32),
             "split": np.array(split, np.int32),

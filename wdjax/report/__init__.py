@@ -8,7 +8,8 @@ also has the invariants, which hold for every model: a broken one shows a fault 
 library. `summary` turns a sandwich into plain numbers for JSON, `page` that JSON and the figures of
 `plots` into one HTML file; `worst` shows single samples there, `html_table` has its tables, and
 ``wdjax/page.js`` is what a reader may try in it. `changes` compares two such JSON files. `audited`
-holds the audit of one model, prints its table and saves its page; `figures` makes figures that
+holds the audit of one model, prints its table and saves its page; `leaderboard` is the page of many
+jobs; `figures` makes figures that
 notebooks show.
 
 Open `audit` first. To add a default attack: a row in ``standard_attacks`` of `audit`; a default

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +29,13 @@ from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import SEARCH_TWIN, host_only
 from wdjax.core import Array, Attack, Classifier, Found, Result, Samples, Victim
 from wdjax.engine import driver, identity, track
-from wdjax.engine.tasks import Task, Tasks
+from wdjax.engine.tasks import Done, Task, Tasks
 from wdjax.report import proofs
 from wdjax.report.audited import Audit, page
 from wdjax.report.evidence import ORDERS, Entry, Numbers, Sandwich, ball_name, invariants
 from wdjax.report.proofs import (
     BATCH,
     Certifier,
-    Job,
     LossBound,
     Refused,
     Setting,
@@ -63,6 +62,8 @@ _WALK = 0.25
 """WDA++'s step as a share of the largest budget; its twenty steps reach five times the budget."""
 
 _PIXELS = Lp()
+
+_MISSED = "it needs all samples, and parts are missing"
 
 
 class Attempt(NamedTuple):
@@ -91,17 +92,17 @@ class Step(NamedTuple):
     total: int
 
 
-def standard_attacks(ball: Lp, radii: Sequence[float] | Numbers) -> dict[str, Attempt]:
+def standard_attacks(ball: Lp, eps_list: Sequence[float] | Numbers) -> dict[str, Attempt]:
     """The default attacks of an audit.
 
     Args:
       ball: norm and box.
-      radii: the budgets; a step of WDA++ is a quarter of the largest.
+      eps_list: the budgets; a step of WDA++ is a quarter of the largest.
 
     >>> list(standard_attacks(Lp(2), [0.5]))
     ['pgd', 'wda kappa=1', 'wda kappa=2', 'wda++']
     """
-    walk = _WALK * max(float(max(radii)), 1e-6)
+    walk = _WALK * max(float(max(eps_list)), 1e-6)
     return {
         "pgd": Attempt(PGD(ball, random_start=True), skip_misclassified=False),
         "wda kappa=1": Attempt(WDA(ball), kappa=1.0),
@@ -115,7 +116,7 @@ def sandwich(
     x: Array | np.ndarray,
     y: Array | np.ndarray,
     *,
-    radii: Sequence[float],
+    eps_list: Sequence[float],
     ball: Lp = _PIXELS,
     attacks: Mapping[str, Attempt | Attack] | None = None,
     certificates: Mapping[str, Certifier] | None = None,
@@ -134,7 +135,7 @@ def sandwich(
         that :mod:`wdjax.certify` knows.
       x: ``[n, *shape]`` floats in the ball's box.
       y: ``[n]`` integer labels.
-      radii: increasing budgets, in the units of ``x``.
+      eps_list: increasing budgets, in the units of ``x``.
       ball: norm (the ground norm r) and box.
       attacks: by name an :class:`Attempt` or an attack, all with this ball; by default
         :func:`standard_attacks`.
@@ -154,7 +155,7 @@ def sandwich(
       that no attack met an output or a gradient that was not finite.
 
     Raises:
-      ValueError: bad samples or radii, an attack of another ball, a certificate that does not
+      ValueError: bad samples or budgets, an attack of another ball, a certificate that does not
         return ``[n]`` numbers of at least 0, a checkpoint of another audit.
 
     Cost: for every attack one search per radius and order, but one in all for a minimum-norm
@@ -164,61 +165,133 @@ def sandwich(
     >>> from wdjax import Model
     >>> model = Model(lambda w, x: x @ w, jax.numpy.array([[1.0, -1.0], [-1.0, 1.0]]))
     >>> x, y = jax.numpy.array([[0.625, 0.375], [0.875, 0.125]]), jax.numpy.array([0, 0])
-    >>> found = sandwich(model, x, y, radii=[0.0625, 0.25], key=jax.random.key(0))
+    >>> found = sandwich(model, x, y, eps_list=[0.0625, 0.25], key=jax.random.key(0))
     >>> found.attacked(math.inf).tolist(), found.certified(math.inf).tolist()
     ([1.0, 0.5], [1.0, 0.5])
     >>> found.passed
     True
     """
-    arguments.check("key", model=model, x=x, y=y, key=key)
-    host_only("an audit", SEARCH_TWIN, model, x, y, radii, key)
-    budgets = _check_radii(radii)
+    arguments.check("key", model=model, x=x, y=y, key=key, ball=ball)
+    host_only("an audit", SEARCH_TWIN, model, x, y, eps_list, key)
+    budgets = check_eps_list(eps_list)
     if checkpoint is not None and parallel.spans(mesh):
         raise ValueError("an audit over many processes keeps no checkpoint; leave it out.")
     arguments.warn(arguments.too_far(ball, np.shape(x)[1:], budgets))
     x, y = validate.check_samples(model, x, y, ball.box)
     if batch_size is not None:
         batch_size = validate.check_count("batch_size", batch_size)
-    attempts = _attempts(standard_attacks(ball, budgets) if attacks is None else attacks, ball)
+    attempts = filled(standard_attacks(ball, budgets) if attacks is None else attacks, ball)
     setting = Setting(model, x, y, ball, budgets, key, batch_size, mesh)
     mark = b"" if checkpoint is None else _identity(setting, attempts)
-    about = {"ball": ball, "radii": budgets.tolist(), "attacks": [*attempts], "samples": len(y)}
-    work, anew = Tasks(checkpoint, every=every, identity=mark, about=about), Tasks(None)
+    about = {"ball": ball, "eps_list": budgets.tolist(), "attacks": [*attempts], "samples": len(y)}
+    work = Alone(Tasks(checkpoint, every=every, identity=mark, about=about), len(y))
+    found = measured(setting, attempts, work, progress, certificates, loss_bounds)
+    assert found is not None
+    return found
 
-    @functools.cache
-    def constant() -> float | Refused:
-        found = proofs.or_refused(functools.partial(proofs.constant, setting))
-        return work.do("Lipschitz constant", found, Refused).value
 
-    usual = standard_certificates(ball, batch_size, mesh)
+class AuditWork(Protocol):
+    """Where the tasks of an audit are done: here, or by parts of the samples that are merged."""
+
+    @property
+    def split(self) -> bool:
+        """Whether there are parts, so that what concerns all samples is done after the merge."""
+
+    @property
+    def part(self) -> bool:
+        """Whether this is one of them."""
+
+    def rows(self, name: str, work: Callable[[np.ndarray, Task], Any]) -> Done[Any]:
+        """A task on every sample alone: ``(rows, task) -> result`` of the samples ``rows``."""
+
+    def whole(
+        self, name: str, work: Callable[[Task], Any], *, labels_only: bool = False
+    ) -> Done[Any] | None:
+        """A task on all samples, or on their labels; None in parts that do not do it."""
+
+    def after(self, name: str, work: Callable[[Task], Any], *types: type) -> Done[Any]:
+        """A task on what others returned; in no part."""
+
+
+class Alone(NamedTuple):
+    """All tasks of an audit of ``n`` samples, done here."""
+
+    tasks: Tasks
+    n: int
+    split: bool = False
+    part: bool = False
+
+    def rows(self, name: str, work: Callable[[np.ndarray, Task], Any]) -> Done[Any]:
+        return self.tasks.do(name, functools.partial(work, np.arange(self.n)), Found, Refused)
+
+    def whole(
+        self, name: str, work: Callable[[Task], Any], *, labels_only: bool = False
+    ) -> Done[Any]:
+        return self.tasks.do(name, work, Refused)
+
+    def after(self, name: str, work: Callable[[Task], Any], *types: type) -> Done[Any]:
+        return self.tasks.do(name, work, *types)
+
+
+def measured(
+    setting: Setting,
+    attempts: Mapping[str, Attempt],
+    work: AuditWork,
+    progress: Callable[[Step], Any],
+    certificates: Mapping[str, Certifier] | None = None,
+    loss_bounds: Mapping[str, LossBound] | None = None,
+) -> Sandwich | None:
+    """What :func:`sandwich` returns, for checked arguments; None in a part of it.
+
+    Samples are attacked and certified by rows. What their points cost together, the spending of
+    budgets and every bound and invariant need them all.
+    """
+    # Functions given by the caller have no identity, so their results are never read back.
+    anew = Alone(Tasks(None), len(setting.y))
+    usual = standard_certificates(setting.ball, setting.batch_size, setting.mesh)
     radius = usual if certificates is None else certificates
-    standard = {proofs.LIPSCHITZ: proofs.by_lipschitz(setting, constant)}
+    constant = functools.partial(proofs.constant, setting)
+    least = None
+    if loss_bounds is None:
+        given = "Lipschitz constant", proofs.or_refused(constant)
+        done = work.whole(*given, labels_only=True)
+        least = Refused(_MISSED) if done is None else done.value
+    standard = {} if least is None else {proofs.LIPSCHITZ: proofs.by_lipschitz(setting, least)}
     bounds = standard if loss_bounds is None else loss_bounds
 
-    def proved(given: Any, jobs: Iterator[Job]) -> list[_Task]:
-        # Functions given by the caller have no identity, so their results are never read back.
-        if given is not None:
-            return [(anew, *job) for job in jobs]
-        return [(work, words, proofs.or_refused(job)) for words, job in jobs]
+    def tried(given: Any, job: Callable[..., Any]) -> tuple[AuditWork, Callable[..., Any]]:
+        return (work, proofs.or_refused(job)) if given is None else (anew, job)
 
-    clean = _evaluate(setting, x)
-    tries: list[_Task] = [
-        (work, *job)
-        for name, attempt in attempts.items()
-        for job in _tries(setting, clean, work, name, attempt)
+    def certified(job: Callable[..., Any], label: str) -> Any:
+        where, job = tried(certificates, job)
+        return where.rows(label, job).value
+
+    def bounded(job: Callable[..., Any], label: str) -> Any:
+        where, job = tried(loss_bounds, job)
+        return None if work.part else where.after(label, job, Refused).value
+
+    clean = functools.cache(functools.partial(_evaluate, setting, setting.x))
+    tries = [j for name, one in attempts.items() for j in _tries(setting, clean, work, name, one)]
+    jobs: list[tuple[str, Callable[[str], Any]]] = [
+        *tries,
+        *((s, functools.partial(certified, j)) for s, j in proofs.radii_jobs(setting, radius)),
+        *((s, functools.partial(bounded, j)) for s, j in proofs.loss_jobs(setting, bounds)),
     ]
-    certified = proved(certificates, proofs.radii_jobs(setting, radius))
-    bounded = proved(loss_bounds, proofs.loss_jobs(setting, bounds))
-    least = constant() if loss_bounds is None else None
-    done = _carry([*tries, *certified, *bounded], progress)
+    values = []
+    for number, (words, job) in enumerate(jobs):
+        progress(Step(words, number, len(jobs)))
+        values.append(job(f"{number} {words}"))
+    if work.part:
+        return None
+    value = iter(values)
     found = Sandwich(
-        ball=ball,
-        radii=budgets,
-        correct=clean.correct,
-        clean_loss=float(np.mean(clean.loss)),
-        entries=tuple(next(done) for _ in tries),
-        certificates={name: next(done) for name in radius},
-        loss_bounds={name: {order: next(done) for order in ORDERS} for name in bounds},
+        ball=setting.ball,
+        eps_list=setting.eps_list,
+        correct=clean().correct,
+        clean_loss=float(np.mean(clean().loss)),
+        entries=tuple(next(value) for _ in tries),
+        certificates={name: next(value) for name in radius},
+        loss_bounds={name: {order: next(value) for order in ORDERS} for name in bounds},
         lipschitz=None if isinstance(least, Refused) else least,
         attacks={name: attempt.attack for name, attempt in attempts.items()},
         invariants=(),
@@ -270,7 +343,7 @@ def of(
       that must hold is broken, ``passed`` is False.
 
     Raises:
-      ValueError: bad samples or radii, outputs that are not finite, a batch-dependent model, an
+      ValueError: bad samples or budgets, outputs that are not finite, a batch-dependent model, an
         attack of another norm or box, or a checkpoint of another audit.
 
     Cost: that of :func:`sandwich`.
@@ -295,7 +368,7 @@ def of(
         model,
         x,
         y,
-        radii=eps_list,
+        eps_list=eps_list,
         ball=Lp(norm, box),
         attacks=attacks,
         certificates=certificates,
@@ -310,28 +383,17 @@ def of(
     return Audit(name, found, model, np.asarray(x), np.asarray(y), seconds)
 
 
-_Task = tuple[Tasks, str, Callable[[Task], Any]]
-"""Where a job's result is kept, the job's description, and the job."""
-
-
-def _carry(jobs: list[_Task], progress: Callable[[Step], Any]) -> Iterator[Any]:
-    """Does the jobs in order, after a call of ``progress`` for each."""
-    for number, (tasks, words, job) in enumerate(jobs):
-        progress(Step(words, number, len(jobs)))
-        yield tasks.do(f"{number} {words}", job, Entry, Result, Refused).value
-
-
-def _check_radii(radii: Sequence[float]) -> Numbers:
-    """``[m]`` radii as an array; raises unless they are finite, at least 0 and increasing."""
-    budgets = np.asarray(radii, float)
+def check_eps_list(eps_list: Sequence[float]) -> Numbers:
+    """``[m]`` budgets as an array; raises unless they are finite, at least 0 and increasing."""
+    budgets = np.asarray(eps_list, float)
     if budgets.ndim != 1 or not budgets.size or not np.all(np.isfinite(budgets)):
-        raise ValueError(f"radii must increase from at least 0, got {budgets.tolist()}.")
+        raise ValueError(f"eps_list must increase from at least 0, got {budgets.tolist()}.")
     if np.any(np.diff(budgets) <= 0) or budgets[0] < 0:
-        raise ValueError(f"radii must increase from at least 0, got {budgets.tolist()}.")
+        raise ValueError(f"eps_list must increase from at least 0, got {budgets.tolist()}.")
     return budgets
 
 
-def _attempts(attacks: Mapping[str, Attempt | Attack], ball: Lp) -> dict[str, Attempt]:
+def filled(attacks: Mapping[str, Attempt | Attack], ball: Lp) -> dict[str, Attempt]:
     """Every attack as an :class:`Attempt` with its orders and kappa filled in.
 
     Raises for an attack in another ball than the audit's, and for a minimum-norm attack with kappa.
@@ -361,7 +423,7 @@ def _attempts(attacks: Mapping[str, Attempt | Attack], ball: Lp) -> dict[str, At
 
 
 def _identity(setting: Setting, attempts: Mapping[str, Attempt]) -> bytes:
-    """The identity of an audit's checkpoint: attacks, default certificates, samples, radii."""
+    """The identity of an audit's checkpoint: attacks, default certificates, samples, budgets."""
     model, x, y = setting.model, setting.x, setting.y
     victim = Victim(model, jax.tree_util.Partial(losses.decision_margin))
     samples = Samples(x, y, jnp.zeros(len(y), x.dtype), None)
@@ -372,7 +434,7 @@ def _identity(setting: Setting, attempts: Mapping[str, Attempt]) -> bytes:
     ]
     lengths = [[stage.length for stage in attack.stages] for attack in tried]
     ball = setting.ball.norm, setting.ball.box
-    fixed = model, x, y, ball, setting.radii, setting.key
+    fixed = model, x, y, ball, setting.eps_list, setting.key
     return identity.digest([*attempts], traced, lengths, [*attempts.values()], *fixed)
 
 
@@ -401,44 +463,57 @@ def _evaluate(setting: Setting, points: Array | np.ndarray) -> _Evaluation:
 
 
 def _tries(
-    setting: Setting, clean: _Evaluation, work: Tasks, name: str, attempt: Attempt
-) -> Iterator[Job]:
-    """Jobs of one attack, for every order and radius; a minimum-norm attack searches only once.
+    setting: Setting,
+    clean: Callable[[], _Evaluation],
+    work: AuditWork,
+    name: str,
+    attempt: Attempt,
+) -> Iterator[tuple[str, Callable[[str], Entry | None]]]:
+    """Jobs of one attack, for every order and radius, in words and as functions of their labels.
 
-    A job's result is an :class:`Entry`, with ``[n]`` leaves on the host. A minimum-norm attack
-    searches once, in the first job, and every job spends its points at another order and radius.
+    A job's result is an :class:`Entry`, with ``[n]`` leaves on the host, or None in a part. A
+    minimum-norm attack searches once, and every job spends its points at another order and radius.
     """
-    attacked = (attempt.attack, setting.model, setting.x, setting.y)
-    options: dict[str, Any] = {
-        "skip_misclassified": attempt.skip_misclassified,
+    attack, kappa = attempt.attack, attempt.kappa
+    walks = attack.budget == "none"
+    how: dict[str, Any] = {
         "key": setting.key,
         "batch_size": setting.batch_size,
         "mesh": setting.mesh,
     }
 
-    def search(task: Task) -> Found:
-        kept = options | task.saving()
-        return jax.device_get(driver.search(*attacked, **kept))
+    def search(eps: float | None, rows: np.ndarray, task: Task) -> Found:
+        options = how | task.saving() | {"callback": task.heard(lambda progress: None)}
+        options |= {"skip_misclassified": attempt.skip_misclassified, "diagnose": not work.split}
+        x, y = setting.take(rows)
+        found = driver.search(attack, setting.model, x, y, eps=eps, index=rows, **options)
+        return jax.device_get(found)
 
-    @functools.cache
-    def walked() -> tuple[Found, _Evaluation]:
-        found = work.do(f"{name}, distances", search, Found).value
-        return found, _evaluate(setting, found.x_adv)
+    def searched(label: str, eps: float | None) -> Found:
+        found = work.rows(label, functools.partial(search, eps)).value
+        if work.split and not work.part:  # The second look is at survivors of all parts.
+            return driver.looked_again(
+                found, attack, setting.model, setting.x, setting.y, eps=eps, **how
+            )
+        return found
 
-    def attempted(order: float, eps: float, task: Task) -> Entry:
-        if attempt.attack.budget == "none":
-            found, moved = walked()
-            result = transport.spend(found, eps=eps, order=order)
-        else:
-            how = {"eps": eps, "order": order, "kappa": attempt.kappa, **options, **task.saving()}
-            result = driver.run(*attacked, **how)
-            moved = _evaluate(setting, result.x_adv)
-        result = jax.device_get(result)
-        numbers = _measure(setting, clean, moved, order, result)
-        return Entry(name, order, eps, attempt.kappa, result=result, **numbers)
+    walked = functools.cache(lambda: searched(f"{name}, distances", None))
+    moved = functools.cache(lambda: _evaluate(setting, walked().x_adv))
+
+    def attempted(order: float, eps: float, label: str) -> Entry | None:
+        reach = eps if attack.budget == "data" else eps * (kappa or 1.0) ** (1 / order)
+        found = walked() if walks else searched(f"{label}, points", reach)
+
+        def spent(task: Task) -> Entry:
+            result = jax.device_get(transport.spend(found, eps=eps, order=order, kappa=kappa))
+            there = moved() if walks else _evaluate(setting, found.x_adv)
+            numbers = _measure(setting, clean(), there, order, result)
+            return Entry(name, order, eps, kappa, result=result, **numbers)
+
+        return None if work.part else work.after(label, spent, Entry, Result).value
 
     for order in attempt.orders or ():
-        for eps in setting.radii.tolist():
+        for eps in setting.eps_list.tolist():
             words = f"{name}, {ball_name(order)}, eps {eps:g}"
             yield words, functools.partial(attempted, order, eps)
 

@@ -72,10 +72,10 @@ class Invariant(NamedTuple):
 
 
 class Sandwich(NamedTuple):
-    """All measurements of one model, over ``radii`` ``[m]``."""
+    """All measurements of one model, over ``eps_list`` ``[m]``."""
 
     ball: Lp
-    radii: Numbers
+    eps_list: Numbers
     correct: npt.NDArray[np.bool_]
     """``[n]``: whether the sample is classified correctly."""
     clean_loss: float
@@ -122,7 +122,7 @@ class Sandwich(NamedTuple):
         if not self.entries:
             return single
         flip, _ = self.nearest()
-        bought = np.array([transport.allocate(flip, eps, order) for eps in self.radii], float)
+        bought = np.array([transport.allocate(flip, eps, order) for eps in self.eps_list], float)
         return np.minimum(single, np.mean(1 - bought, axis=1))
 
     def attacked_loss(self, order: float) -> Numbers:
@@ -132,12 +132,12 @@ class Sandwich(NamedTuple):
     def certified(self, order: float, name: str | None = None) -> Numbers:
         """``[m]``: lower bounds of the accuracy, by one certificate or the best for each sample."""
         radius = self.radius if name is None else self.certificates[name]
-        return np.asarray(certify.certified_accuracy(radius, self.radii, order))
+        return np.asarray(certify.certified_accuracy(radius, self.eps_list, order))
 
     def certified_loss(self, order: float) -> Numbers:
         """``[m]``: the least upper bound of the expected loss; inf without bounds."""
         bounds = (bound[order] for bound in self.loss_bounds.values())
-        return functools.reduce(np.minimum, bounds, np.full(self.radii.size, np.inf))
+        return functools.reduce(np.minimum, bounds, np.full(self.eps_list.size, np.inf))
 
     def nearest(self, name: str | None = None) -> tuple[Numbers, np.ndarray]:
         """The nearest misclassified points of all attacks, or of the one with this name.
@@ -174,7 +174,7 @@ class Sandwich(NamedTuple):
         """
         inner = [entry for entry in self.entries if entry.order >= order]
         return np.array(
-            [choose([clean, *(value(e) for e in inner if e.eps == eps)]) for eps in self.radii]
+            [choose([clean, *(value(e) for e in inner if e.eps == eps)]) for eps in self.eps_list]
         )
 
 

@@ -184,6 +184,13 @@ def render(
     )
 
 
+def bare(title: str, body: str) -> str:
+    """A page in the same style that has this heading and this HTML, and no script."""
+    template = resources.files("wdjax").joinpath("page.html").read_text(encoding="utf-8")
+    head = template.partition("<h1>")[0].replace("<title>wdjax audit", f"<title>{title}")
+    return f"{head}<h1>{title}</h1>\n{body}\n</main>\n</body>\n</html>\n"
+
+
 def _embedded(content: Any) -> str:
     """JSON that may stand inside of ``<script>``."""
     return json.dumps(content, allow_nan=False).replace("<", "\\u003c")
@@ -204,11 +211,11 @@ def _section(place: int, model: Mapping[str, Any], shown: Drawn, since: Changes 
     findings = [
         *_trained(model),
         f"<p>On {model['n']} clean sample{'s' * (model['n'] > 1)} it is right for "
-        f"{model['clean_accuracy']:.1%} (95 % interval {low:.1%} to {high:.1%})"
-        f"{_lipschitz(model)}.</p>",
+        f"{model['clean_accuracy']:.1%} (95 % interval {low:.1%} to {high:.1%}).</p>",
         "<ul>",
         *_findings(model),
         "</ul>",
+        _elsewhere(model),
     ]
     parts = [
         ("Findings", "\n".join(findings)),
@@ -319,12 +326,16 @@ def _trained(model: Mapping[str, Any]) -> list[str]:
     return [f"<p>{html.escape(model['trained'])}</p>"] if "trained" in model else []
 
 
-def _lipschitz(model: Mapping[str, Any]) -> str:
-    """A clause with the loss's Lipschitz constant, or nothing if it is unknown."""
+def _elsewhere(model: Mapping[str, Any]) -> str:
+    """Where other budgets are, and the loss's Lipschitz constant if it is known."""
     constant = model["lipschitz_constant"]
-    if constant is None:
-        return ""
-    return f"; a step of length 1 in {model['norm']} changes its loss by at most {constant:.3g}"
+    steep = (
+        ""
+        if constant is None
+        else f" A step of length 1 in {model['norm']} changes its loss by at most {constant:.3g}."
+    )
+    budgets = ", ".join(f"{eps:g}" for eps in model["eps_list"])
+    return f"<p>The tables below have every eps of {budgets}.{steep}</p>"
 
 
 def _findings(model: Mapping[str, Any]) -> list[str]:
@@ -383,10 +394,10 @@ def _row(values: Sequence[float | None] | str, columns: int) -> str:
     """The cells of a row; a text, which says why there are none, spans all columns."""
     if isinstance(values, str):
         return f'<td class="why" colspan="{columns}">{html.escape(values)}</td>'
-    return "".join(map(_cell, values))
+    return "".join(map(cell, values))
 
 
-def _cell(value: float | None) -> str:
+def cell(value: float | None) -> str:
     """A table cell with three decimals; ``data-value`` holds the exact number, for sorting."""
     if value is None:
         return '<td data-value="-1">none</td>'

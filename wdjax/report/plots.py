@@ -122,11 +122,11 @@ def accuracy(found: Sandwich, orders: Sequence[float] = ORDERS) -> "Figure":
     unit = norm_name(found.ball.norm)
     for axis, order in zip(axes, orders):
         low, high = found.certified(order), found.attacked(order)
-        axis.fill_between(found.radii, low, high, color=UNKNOWN, label="unknown")
+        axis.fill_between(found.eps_list, low, high, color=UNKNOWN, label="unknown")
         for name, look in styles(found.names).items():
             curve = found.curve(name, order)
             if curve.size:
-                axis.plot(found.radii, curve, lw=1.2, label=name, **look)
+                axis.plot(found.eps_list, curve, lw=1.2, label=name, **look)
         _certificates(axis, found, order)
         axis.set(title=_ball(order), xlabel=f"eps ({unit})", ylim=(-0.02, 1.02))
         _legend(axis)
@@ -144,11 +144,11 @@ def _certificates(axis: Any, found: Sandwich, order: float) -> None:
         looks = zip(names, itertools.cycle(_DASHES), itertools.cycle(_CROSSES[1:]))
         for name, dash, cross in looks:
             one, label = found.certified(order, name), f"certified by {name}"
-            axis.plot(found.radii, one, dash, color=INK, marker=cross, lw=1, label=label)
+            axis.plot(found.eps_list, one, dash, color=INK, marker=cross, lw=1, label=label)
     if names:
         label = "certified" if len(names) > 1 else f"certified by {names[0]}"
         look = {"color": INK, "marker": _CROSSES[0], "lw": 2.2, "zorder": 1.5}
-        axis.plot(found.radii, found.certified(order), label=label, **look)
+        axis.plot(found.eps_list, found.certified(order), label=label, **look)
 
 
 @_styled
@@ -164,10 +164,12 @@ def loss(found: Sandwich, orders: Sequence[float] = ORDERS) -> "Figure":
     for axis, order in zip(axes, orders):
         low, high = found.attacked_loss(order), found.certified_loss(order)
         high = np.where(np.isfinite(high), high, np.nan)
-        axis.fill_between(found.radii, low, high, color=UNKNOWN, label="unknown")
+        axis.fill_between(found.eps_list, low, high, color=UNKNOWN, label="unknown")
         if found.loss_bounds:
-            axis.plot(found.radii, high, color=INK, marker=_CROSSES[0], lw=2.2, label="certified")
-        axis.plot(found.radii, low, color=_STRONGEST, marker="D", ms=4, label="strongest attack")
+            axis.plot(
+                found.eps_list, high, color=INK, marker=_CROSSES[0], lw=2.2, label="certified"
+            )
+        axis.plot(found.eps_list, low, color=_STRONGEST, marker="D", ms=4, label="strongest attack")
         if np.any(low > 0) or np.any(high > 0):
             axis.set_yscale("log")
         axis.yaxis.set_major_formatter("{x:g}")  # Exponents would be too small to read.
@@ -214,7 +216,7 @@ def allocation(found: Sandwich) -> "Figure":
     distance = found.nearest()[0]
     order = np.argsort(distance, kind="stable")
     rank = np.arange(len(order))
-    budgets = found.radii[found.radii > 0]
+    budgets = found.eps_list[found.eps_list > 0]
     if len(budgets) > len(PALETTE):
         budgets = budgets[np.linspace(0, len(budgets) - 1, len(PALETTE)).round().astype(int)]
     weights = np.asarray(transport.allocate(distance, budgets, 1))

@@ -52,17 +52,23 @@ class Setting(NamedTuple):
     """What all jobs of an audit share."""
 
     model: Classifier
-    x: Array
-    y: Array
+    x: Any
+    """``[n, *shape]``; in a part of the samples they may be a :class:`wdjax.data.Unread`."""
+    y: Any
     ball: Lp
-    radii: Numbers
+    eps_list: Numbers
     key: Array
     batch_size: int | None
     mesh: Mesh | None
 
+    def take(self, rows: np.ndarray) -> tuple[Any, Any]:
+        """Samples and labels of these numbers."""
+        whole = len(rows) == len(self.y)
+        return (self.x, self.y) if whole else (self.x[rows], self.y[rows])
 
-Job = tuple[str, Callable[[Task], Any]]
-"""A job's description and the job."""
+
+Job = tuple[str, Callable[..., Any]]
+"""A job's description and the job, ``task -> result``; for radii ``(rows, task) -> result``."""
 
 
 def standard_certificates(
@@ -83,7 +89,7 @@ def standard_certificates(
     return {CROWN: functools.partial(certify.radius, norm=ball.norm, **how)}
 
 
-def or_refused(work: Callable[[Task], Any]) -> Callable[[Task], Any]:
+def or_refused(work: Callable[..., Any]) -> Callable[..., Any]:
     """A job whose ``ValueError`` becomes its result, :class:`Refused`.
 
     For defaults only: model and samples have passed every check when they run, so that what they
@@ -91,9 +97,9 @@ def or_refused(work: Callable[[Task], Any]) -> Callable[[Task], Any]:
     """
 
     @functools.wraps(work)
-    def tried(task: Task) -> Any:
+    def tried(*given: Any) -> Any:
         try:
-            return work(task)
+            return work(*given)
         except ValueError as error:
             return Refused(str(error))
 
@@ -102,20 +108,20 @@ def or_refused(work: Callable[[Task], Any]) -> Callable[[Task], Any]:
 
 def constant(setting: Setting, task: Task) -> float:
     """The Lipschitz constant of the model's loss in the audit's norm."""
-    model, x, y, ball = setting.model, setting.x, setting.y, setting.ball
-    return certify.lipschitz_constant(model, x, y, norm=ball.norm, box=ball.box)
+    ball, labels = setting.ball, np.unique(np.asarray(setting.y))
+    like = np.zeros((len(labels), *setting.x.shape[1:]), setting.x.dtype)  # Their shape is all.
+    return certify.lipschitz_constant(setting.model, like, labels, norm=ball.norm, box=ball.box)
 
 
-def by_lipschitz(setting: Setting, constant: Callable[[], float | Refused]) -> LossBound:
+def by_lipschitz(setting: Setting, constant: float | Refused) -> LossBound:
     """The default loss bound, by a Lipschitz constant that is computed once."""
     batch = BATCH if setting.batch_size is None else setting.batch_size
 
     def bound(
         model: Classifier, x: Array, y: Array, /, *, eps: Numbers, order: float
     ) -> npt.ArrayLike:
-        found = constant()
-        if isinstance(found, Refused):
-            raise ValueError(found.reason)
+        if isinstance(constant, Refused):
+            raise ValueError(constant.reason)
         return certify.wdro_bound(
             model,
             x,
@@ -124,7 +130,7 @@ def by_lipschitz(setting: Setting, constant: Callable[[], float | Refused]) -> L
             eps=eps,
             order=order,
             box=setting.ball.box,
-            constant=found,
+            constant=constant,
             batch_size=batch,
         )
 
@@ -132,11 +138,11 @@ def by_lipschitz(setting: Setting, constant: Callable[[], float | Refused]) -> L
 
 
 def radii_jobs(setting: Setting, certificates: Mapping[str, Certifier]) -> Iterator[Job]:
-    """One job for every certificate, with ``[n]`` radii as its result."""
-    model, x, y = setting.model, setting.x, setting.y
+    """One job for every certificate, with the radii of some samples as its result."""
 
-    def radius(name: str, certificate: Certifier, task: Task) -> Numbers:
-        found = np.asarray(certificate(model, x, y), float)
+    def radius(name: str, certificate: Certifier, rows: np.ndarray, task: Task) -> Numbers:
+        x, y = setting.take(rows)
+        found = np.asarray(certificate(setting.model, x, y), float)
         if found.shape != (len(y),) or not np.all(found >= 0):
             raise ValueError(
                 f"the certificate {name!r} must return {len(y)} radii of at least 0, without NaN; "
@@ -150,14 +156,14 @@ def radii_jobs(setting: Setting, certificates: Mapping[str, Certifier]) -> Itera
 
 def loss_jobs(setting: Setting, bounds: Mapping[str, LossBound]) -> Iterator[Job]:
     """One job for every bound and order, with ``[m]`` bounds as its result."""
-    model, x, y, radii = setting.model, setting.x, setting.y, setting.radii
+    model, x, y, eps_list = setting.model, setting.x, setting.y, setting.eps_list
 
     def bound(name: str, order: float, bound: LossBound, task: Task) -> Numbers:
-        found = np.asarray(bound(model, x, y, eps=radii, order=order), float)
-        if found.shape != radii.shape:
+        found = np.asarray(bound(model, x, y, eps=eps_list, order=order), float)
+        if found.shape != eps_list.shape:
             raise ValueError(
-                f"the loss bound {name!r} must return one number for each of {radii.size} radii, "
-                f"got shape {list(found.shape)}."
+                f"the loss bound {name!r} must return one number for each of {eps_list.size} "
+                f"budgets, got shape {list(found.shape)}."
             )
         return found
 

@@ -70,7 +70,7 @@ def describe(found: Sandwich) -> dict[str, Any]:
     """A sandwich as plain lists and numbers."""
     content = {
         "norm": evidence.norm_name(found.ball.norm),
-        "eps_list": _numbers(found.radii),
+        "eps_list": _numbers(found.eps_list),
         "n": int(found.correct.size),
         "clean_accuracy": float(found.correct.mean()),
         "clean_accuracy_interval": list(evidence.interval(found)),
@@ -122,7 +122,7 @@ def _by_ball(curve: Callable[[float], npt.ArrayLike]) -> dict[str, list[float | 
 
 
 def _ball(found: Sandwich, order: float) -> dict[str, Any]:
-    """The best bounds in one ball, each a list over the radii."""
+    """The best bounds in one ball, each a list over the budgets."""
     return {
         "certified_accuracy": _numbers(found.certified(order)) if found.certificates else None,
         "attacked_accuracy": _numbers(found.attacked(order)),

@@ -128,10 +128,14 @@ def as_html(sample: WorstSample, model: Mapping[str, Any]) -> str:
     summary += f"{near}; certified radius {_far(known, 'certified_radius', index)}"
     rows = [
         (f"{what} by {name}", f"<td>{_far(known[key], name, index)}</td>")
-        for what, key in (("flip", "flip_distances"), ("radius", "certified_radii"))
+        for what, key in (("mistake found", "flip_distances"), ("proved", "certified_radii"))
         for name in known[key]
     ]
-    numbers = table(f"Distances of sample {index}", ("found by", f"{model['norm']}"), rows)
+    title = (
+        f"Distances of sample {index}: of the mistakes that attacks found, which need not be the "
+        "nearest, and up to which no mistake exists"
+    )
+    numbers = table(title, ("by whom", f"{model['norm']}"), rows)
     return (
         f'<details class="sample"><summary>{summary}</summary>'
         f'<div class="row">{shown}{numbers}</div></details>'

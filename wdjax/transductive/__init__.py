@@ -11,6 +11,7 @@ saved between turns is their `state`, and `game_identity` says to which game it 
 `game_report` has the accuracies. `defense` is the protocol of a defence, and `defenses` has one a
 file; they train by `fitting` and `adamod`. `presets` has the settings of Chen et al. (2022)
 for networks of your own; `digits` has small games that run on a CPU, which the command line plays.
+`mixed_strategies` solves games by the double oracle.
 
 Open `game` first. To add a defence: a file in `defenses` with the methods of `defense`, its name in
 ``__all__`` there and here, and for the command line a case in ``CASES`` of `digits` and a row in
@@ -32,6 +33,13 @@ from wdjax.transductive.game_report import (
     share_with_interval,
     worst,
 )
+from wdjax.transductive.mixed_strategies import (
+    Equilibrium,
+    Reply,
+    double_oracle,
+    matrix_game,
+    mixed_play,
+)
 from wdjax.transductive.objectives import Objective, confidence, unnoticed
 from wdjax.transductive.presets import PAPER, Preset
 from wdjax.transductive.space_attack import (
@@ -52,6 +60,7 @@ __all__ = [
     "TADV",
     "Bank",
     "Defense",
+    "Equilibrium",
     "Fixed",
     "GameReport",
     "Objective",
@@ -59,6 +68,7 @@ __all__ = [
     "Preset",
     "Purify",
     "Rejection",
+    "Reply",
     "Share",
     "SpaceAttack",
     "URejectron",
@@ -66,11 +76,14 @@ __all__ = [
     "add_model",
     "confidence",
     "cost_multiple",
+    "double_oracle",
     "empty_bank",
     "fpa",
     "given",
     "gmsa_avg",
     "gmsa_min",
+    "matrix_game",
+    "mixed_play",
     "objective_at",
     "pgd_skip",
     "play",

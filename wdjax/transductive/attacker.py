@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import norms
+from wdjax import norms, parallel
 from wdjax.core import AnyArray, Array, PyTree
 from wdjax.transductive import bank as banks
 from wdjax.transductive.bank import Bank
@@ -80,9 +80,8 @@ def begin(attacker: Attacker, x: Array) -> AttackerState:
 def no_best(attack: SpaceAttack, x: Array) -> BestSet:
     """The best set before any iteration: worse than all, or the clean set as fallback."""
     fallback = attack.clean_fallback
-    errors = jnp.asarray(0.0 if fallback else -1.0)
-    value = jnp.asarray(jnp.inf if fallback else -jnp.inf)
-    return BestSet(x, errors, value, jnp.asarray(-1), jnp.zeros(x.shape[0], bool))
+    errors, value = (0.0, np.inf) if fallback else (-1.0, -np.inf)
+    return BestSet(x, *_told(errors, value, -1), np.zeros(len(x), bool))
 
 
 def iterate(
@@ -153,7 +152,7 @@ def move(
 def _given(attacker: Attacker, bank: Bank, inputs: RoundInputs) -> BankFound:
     """The points of this round that were computed elsewhere, with their objective on the bank."""
     attack, (defense, memory, _) = attacker.attack, attacker.defender
-    points = jax.device_put(attack.points[inputs.number], inputs.x.sharding)
+    points = parallel.placed(attack.points[inputs.number], inputs.x.sharding)
     value = objective_at(attack, defense, memory, bank, points, inputs.y)
     return BankFound(points, value, ~jnp.isfinite(value), jnp.zeros(len(inputs.y)))
 
@@ -192,7 +191,12 @@ def choose(
     fault = best.fault | moved.fault
     if not new > other:
         return best._replace(fault=fault)
-    return BestSet(moved.x_adv, jnp.asarray(errors), jnp.asarray(value), jnp.asarray(number), fault)
+    return BestSet(moved.x_adv, *_told(errors, value, number), fault)
+
+
+def _told(errors: float, value: float, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Numbers of a :class:`BestSet`, on the host: the same in every process."""
+    return np.array(errors, np.float32), np.array(value, np.float32), np.array(number, np.int32)
 
 
 def _first_bank(attacker: Attacker, bank: Bank, known: PyTree, size: int) -> Bank:

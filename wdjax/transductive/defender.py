@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import losses, norms
+from wdjax import losses, norms, parallel
 from wdjax.core import Array, PyTree
 from wdjax.transductive.defense import Defense
 from wdjax.transductive.objectives import logits_of
@@ -62,7 +62,8 @@ class Defender(NamedTuple):
         self, loss: Callable[[Any, Array], Array], adapted: PyTree, x: Array, y: Array
     ) -> Outcomes:
         """The results of an adapted model on inputs ``[n, *shape]``, on the host."""
-        return jax.device_get(compiled_outcomes(loss, self.defense, self.memory, adapted, x, y))
+        told = compiled_outcomes(loss, self.defense, self.memory, adapted, x, y)
+        return jax.device_get(parallel.local(told))
 
 
 compiled_adapt = jax.jit(lambda defense, *given: defense.adapt(*given))

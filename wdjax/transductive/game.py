@@ -112,8 +112,7 @@ def play(
         is then an error.
       checkpoint: a folder; a game that was interrupted resumes from it, with equal results.
       every: minimum number of seconds between two writings.
-      mesh: a mesh from :func:`wdjax.parallel.data_mesh`, of one process; the inputs of a round are
-        split over it.
+      mesh: a mesh from :func:`wdjax.parallel.data_mesh`; the inputs of a round are split over it.
 
     Returns:
       A :class:`GameReport`.
@@ -144,22 +143,22 @@ def play(
     arguments.check(x=x, y=y, eps=eps, key=key)
     twin = "transductive.raise_objective, which can be traced"
     host_only("a game", twin, defense, memory, x, y, eps, key)
-    _check_attack(attack)
+    check_attack(attack)
     arguments.warn(arguments.too_far(attack.inner.ball, np.shape(x)[1:], eps))
     rules = _checked(_Rules(size, draws, leak, order, pool, rejections))
-    static = Model(_static, {"defense": defense, "memory": memory})
+    static = static_model(defense, memory)
     x, y = validate.check_samples(static, x, y, attack.inner.ball.box, transductive=True)
     rows, index = _arrange(np.asarray(y), rules)
     defender = Defender(defense, memory, defense.rejects if company is None else bool(company))
     parallel.check_divides("size", rows, mesh)
-    if parallel.spans(mesh):
-        raise ValueError("a game is played in one process: give it a mesh of this one's devices.")
     attack = _with_points(attack, static, x, y, eps, key)
     if attack.points is not None:
         rounds = attack.points[index].reshape(-1, rows, *x.shape[1:])
         attack = dataclasses.replace(attack, points=rounds)
     game = _game(defender, attack, rules, (x[index], y[index]), rows, eps, key)
-    game = game._replace(mesh=mesh)
+    parallel.check_same((game.x, game.y), mesh)
+    attacker, referee = parallel.replicate((game.attacker, game.referee), mesh)
+    game = game._replace(attacker=attacker, referee=referee, mesh=mesh)
     begun = turns.begin(game)
     last = loop.carry(
         begun,
@@ -171,6 +170,7 @@ def play(
         identity=b"" if checkpoint is None else game_identity(game, begun),
         about={"defense": type(defense).__name__, "attack": attack, "samples": len(index),
                "eps": float(eps), "leak": leak, "order": order, "draws": rules.draws},
+        mesh=mesh,
     )  # fmt: skip
     if not turns.finished(game, last):
         raise ValueError(
@@ -191,7 +191,8 @@ class _Rules(NamedTuple):
     rejections: float
 
 
-def _check_attack(attack: Any) -> None:
+def check_attack(attack: Any) -> None:
+    """Raises for what is no attack on model spaces."""
     if not (isinstance(attack, SpaceAttack) and hasattr(attack.inner, "ball")):
         raise ValueError(
             f"attack must be one on model spaces, such as gmsa_avg(PGD()), got {attack!r}."
@@ -292,6 +293,11 @@ def _game(
         rules.leak,
         None,
     )
+
+
+def static_model(defense: Defense, memory: PyTree) -> Model:
+    """The model before any adaptation."""
+    return Model(_static, {"defense": defense, "memory": memory})
 
 
 def _static(params: dict[str, Any], x: Array) -> Array:

@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 
+from wdjax import parallel
 from wdjax.core import Array
 from wdjax.engine import identity
 from wdjax.transductive.attacker import BankBatch, compiled_move
@@ -31,7 +32,8 @@ def game_identity(game: Game, begun: State) -> bytes:
     # Both players have the same defender; one of them suffices.
     referee = game.referee._replace(defender=None)  # type: ignore[arg-type]
     numbers = game._replace(referee=referee, mesh=None)
-    return identity.digest(_programs(game, begun), settings, kind, numbers, begun)
+    begun_here = parallel.local(begun)
+    return identity.digest(_programs(game, begun), settings, kind, numbers, begun_here)
 
 
 def _programs(game: Game, begun: State) -> list[identity.ClosedJaxpr]:

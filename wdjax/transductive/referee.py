@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from wdjax import parallel
 from wdjax.core import Array, PyTree
 from wdjax.transductive.defender import Defender, Outcomes
 from wdjax.transductive.space_attack import SpaceAttack
@@ -36,15 +37,14 @@ class Referee(NamedTuple):
         return self.defender.base(self.defender.begin(), n)
 
 
-def check_clean(referee: Referee, x: Array, y: Array) -> None:
-    """Raises if the model before adaptation is not finite on inputs ``[rounds, size, *shape]``."""
-    base = referee.base(y.shape[1])
-    for inputs in x:
-        if not bool(np.all(referee.outcomes(base, inputs, y[0]).fine)):
-            raise ValueError(
-                "the model before adaptation returned outputs that are not finite on clean inputs; "
-                "no robustness can be reported for such a model."
-            )
+def check_clean(referee: Referee, inputs: RoundInputs) -> None:
+    """Raises if the model before adaptation is not finite on the inputs of a round."""
+    _, x, y = inputs
+    if not np.all(referee.outcomes(referee.base(len(y)), x, y).fine):
+        raise ValueError(
+            "the model before adaptation returned outputs that are not finite on clean inputs; "
+            "no robustness can be reported for such a model."
+        )
 
 
 def judge(
@@ -62,13 +62,13 @@ def judge(
     static, static_clean = (referee.outcomes(base, points, inputs.y) for points in (x_adv, x))
     fine = [attacked.fine[:, :n], clean.fine[:, :n], static.fine[None], static_clean.fine[None]]
     results = {
-        "x_adv": x_adv,
+        "x_adv": parallel.local(x_adv),
         "cost": cost,
         "correct": attacked.right[:, :n],
         "correct_clean": clean.right[:, :n],
         "static": static.right,
         "static_clean": static_clean.right,
-        "fault": np.asarray(submitted.fault) | ~np.concatenate(fine).all(axis=0),
+        "fault": np.asarray(parallel.local(submitted.fault)) | ~np.concatenate(fine).all(axis=0),
         "chosen": int(submitted.number),
         "score": attacked.score[:, :n],
         # In company, clean inputs are scored beside the submitted points.
@@ -99,7 +99,8 @@ def _defended(
 
 def measured_costs(referee: Referee, x: Array, x_adv: Array) -> np.ndarray:
     """``[size]``: costs of the submitted points; raises if one is outside ball or box."""
-    cost, eps = np.asarray(referee.attack.inner.ball.cost(x, x_adv)), float(referee.eps)
+    cost = np.asarray(parallel.local(referee.attack.inner.ball.cost(x, x_adv)))
+    eps = float(referee.eps)
     outside = ~(cost <= eps * (1 + 1e-6))
     if outside.any():
         first = int(np.argmax(outside))

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from wdjax.core import Array, PyTree
+from wdjax.core import AnyArray, Array, PyTree
 from wdjax.transductive.bank import Bank
 
 
@@ -23,13 +23,13 @@ class BestSet(NamedTuple):
 
     x: Array
     """``[size, *shape]``"""
-    errors: Array
+    errors: np.ndarray
     """The error rate of its simulation."""
-    value: Array
+    value: np.ndarray
     """The mean loss in its simulation."""
-    number: Array
+    number: np.ndarray
     """The iteration that found it."""
-    fault: Array
+    fault: AnyArray
     """``[size]``: whether anything was not finite."""
 
 

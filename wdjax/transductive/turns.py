@@ -34,11 +34,13 @@ class Game(NamedTuple):
 
 def begin(game: Game) -> State:
     """The state before the first turn; raises if outputs on clean inputs are not finite."""
-    referees.check_clean(game.referee, game.x, game.y)
+    for number in range(len(game.y)):
+        referees.check_clean(game.referee, game.inputs(number))
     state, zero = game.referee.defender.begin(), np.zeros((), np.int32)
     record = empty_record(game.x, game.referee.draws, game.attacker.attack.iterations)
     first = attackers.begin(game.attacker, game.inputs(0).x)
-    return State(zero, zero, DefenderStates(state, state), first, record)
+    players = parallel.replicate((DefenderStates(state, state), first), game.mesh)
+    return State(zero, zero, *players, record)
 
 
 def finished(game: Game, state: State) -> bool:

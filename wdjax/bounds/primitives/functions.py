@@ -23,6 +23,7 @@ def function(
     homogeneous: bool = False,
     fuses: bool = True,
     operands: tuple[int, ...] | None = None,
+    waves: bool = False,
 ) -> Record:
     """The record of a continuous entrywise function.
 
@@ -31,7 +32,7 @@ def function(
     return Record(
         name=name, interval=interval, error=error, lines=lines, monotone=monotone, fuses=fuses,
         homogeneous=homogeneous, operands=operands, affine=None, elementwise=True, scales=False,
-        sums=False, continuous=True, keeps_order=False, compares=False,
+        sums=False, continuous=True, keeps_order=False, compares=False, waves=waves,
     )  # fmt: skip
 
 
@@ -221,8 +222,12 @@ RECORDS = [
         ),
     ),
     falling("erfc", Error(33, 256, 0.6), 1.1283792),
-    function("sin", nonlinear.wave(0.25), Error(0.6, 0.6, 0.6), relax.wave(jnp.sin, 0.25)),
-    function("cos", nonlinear.wave(0.0), Error(0.6, 0.6, 0.6), relax.wave(jnp.cos, 0.0)),
+    function(
+        "sin", nonlinear.wave(0.25), Error(0.6, 0.6, 0.6), relax.wave(jnp.sin, 0.25), waves=True
+    ),
+    function(
+        "cos", nonlinear.wave(0.0), Error(0.6, 0.6, 0.6), relax.wave(jnp.cos, 0.0), waves=True
+    ),
     function(
         "cosh",
         nonlinear.even(lambda _, high: jnp.sinh(high)),

@@ -27,6 +27,7 @@ def _linear(
         name=name, interval=interval, affine=affine, operands=operands, sums=sums,
         keeps_order=keeps_order, error=error, lines=None, elementwise=False, scales=False,
         monotone=0, continuous=True, homogeneous=False, fuses=False, compares=False,
+        waves=False,
     )  # fmt: skip
 
 
@@ -52,6 +53,7 @@ def _arithmetic(
         name=name, interval=interval, error=error, lines=lines, scales=scales, operands=None,
         affine=once, elementwise=True, sums=False, monotone=0, continuous=True, homogeneous=False,
         fuses=not converts, keeps_order=converts, compares=False,
+        waves=False,
     )  # fmt: skip
 
 

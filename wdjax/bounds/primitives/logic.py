@@ -23,7 +23,7 @@ def _decision(
         name=name, interval=interval, elementwise=elementwise, homogeneous=homogeneous,
         compares=compares, fuses=compares or selects, affine=everywhere if selects else None,
         error=EXACT, lines=None, operands=None, scales=False, sums=False, monotone=0,
-        continuous=True, keeps_order=False,
+        continuous=True, keeps_order=False, waves=False,
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ def _chosen(
         name=name, interval=interval, lines=lines, error=error, elementwise=elementwise,
         monotone=monotone, continuous=continuous, homogeneous=homogeneous, fuses=fuses,
         operands=operands, affine=None, scales=False, sums=False, keeps_order=False, compares=False,
+        waves=False,
     )  # fmt: skip
 
 

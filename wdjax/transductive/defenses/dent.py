@@ -73,19 +73,50 @@ class DENT(Stateless):
         return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (n, *leaf.shape)), affine)
 
     def adapt(self, key: Array, memory: PyTree, state: PyTree, x: Array) -> tuple[PyTree, PyTree]:
+        return self._fitted(x, None)[0], state
+
+    def _fitted(self, x: Array, beside: Array | None) -> tuple[PyTree, Array]:
+        """The adapted parameters of ``[n, *shape]``, and the logits ``[steps, n, K]`` on the way.
+
+        ``beside`` ``[steps, m, K]`` are such logits of other inputs of the batch, if there are any.
+        """
         rule = adamod(self.learning_rate, self.b1, self.b2, self.b3)  # type: ignore[arg-type]
 
-        def loss(affine: PyTree) -> Array:
-            return information_loss(self.predict(memory, affine, x))
+        def loss(affine: PyTree, others: Array | None) -> tuple[Array, Array]:
+            logits = self.predict((), affine, x)
+            batch = logits if others is None else jnp.concatenate([logits, others])
+            return information_loss(batch), logits
 
-        def step(carried: PyTree, _: None) -> tuple[PyTree, None]:
+        def step(carried: PyTree, others: Array | None) -> tuple[PyTree, Array]:
             affine, known = carried
-            updates, known = rule.update(jax.grad(loss)(affine), known)
-            return (optax.apply_updates(affine, updates), known), None
+            slopes, logits = jax.grad(loss, has_aux=True)(affine, others)
+            updates, known = rule.update(slopes, known)
+            return (optax.apply_updates(affine, updates), known), logits
 
-        affine = self.base(memory, state, len(x))
-        (affine, _), _ = loops.scan(step, (affine, rule.init(affine)), length=self.steps)
-        return affine, state
+        affine = self.base((), (), len(x))
+        (affine, _), logits = loops.scan(
+            step, (affine, rule.init(affine)), beside, length=self.steps
+        )
+        return affine, logits
+
+    def module(self, company: Array) -> Model:
+        """DENT as a classifier, which adapts anew to every input, beside ``company``.
+
+        Args:
+          company: ``[m, *shape]``, the rest of a batch, whose own adaptation an input does not
+            change.
+
+        Its gradient takes the adapted parameters as constants, as that of the authors' code does.
+
+        Cost: of a prediction, ``steps`` forward and backward passes more.
+
+        Source: Wang et al. [dent2021]; "DENT-AA" of Chen et al. [chen2022] attacks it.
+
+        >>> net, x = models.norm_mlp((4, 8, 3), key=jax.random.key(0)), jnp.ones((5, 4))
+        >>> DENT(net).module(x)(x[:2]).shape
+        (2, 3)
+        """
+        return Model(_module, {"defense": self, "beside": self._fitted(company, None)[1]})
 
     def predict(self, memory: PyTree, adapted: PyTree, x: Array) -> Array:
         _, rest = models.split_affine(self.model.args[0])
@@ -95,6 +126,18 @@ class DENT(Stateless):
             return model(image[None])[0]
 
         return jax.vmap(one)(adapted, x)
+
+
+def _module(params: PyTree, x: Array) -> Array:
+    """Logits ``[n, K]`` of inputs that adapt one by one."""
+    defense, beside = params["defense"], params["beside"]
+
+    def one(image: Array) -> Array:
+        affine, _ = defense._fitted(image[None], beside)
+        logits: Array = defense.predict((), jax.lax.stop_gradient(affine), image[None])
+        return logits[0]
+
+    return jax.vmap(one)(x)
 
 
 def information_loss(logits: Array) -> Array:

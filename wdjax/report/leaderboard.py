@@ -1,0 +1,52 @@
+"""The results of many jobs as one page: for every data and threat a table of models by measures."""
+
+import html
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from wdjax.report import page
+from wdjax.report.html_table import table
+
+
+def leaderboard(content: Mapping[str, Any]) -> str:
+    """What ``python -m wdjax run`` found, as a page that stands alone.
+
+    Args:
+      content: of its JSON.
+    """
+    rows = sorted(content["jobs"], key=lambda row: row["job"][1:3])
+    groups = itertools.groupby(rows, lambda row: tuple(row["job"][1:3]))
+    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    setting = html.escape(f"{content['data']}; {content['seconds']:.0f} s; {versions}.")
+    body = [
+        "<p>Shares of samples that are right: an attack bounds the robust accuracy from above, a "
+        "certificate from below.</p>",
+        *_listed(content["remarks"]),
+        *(_group(names, [*found]) for names, found in groups),
+        *_listed(f"{' '.join(row['job'])}: {text}" for row in rows for text in row["remarks"]),
+        f"<p>{setting}</p>",
+    ]
+    return page.bare("How robust are they?", "\n".join(body))
+
+
+def _group(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """The table of one data and threat: models in the order of the jobs, and what was measured."""
+    models: dict[str, dict[str, float]] = {}
+    for row in rows:
+        model, *_, method = row["job"]
+        found = models.setdefault(model, {"n": row["n"], "clean": row["clean_accuracy"]})
+        found |= {f"{method}: {name}": share for name, share in row["shares"].items()}
+    titles = [*dict.fromkeys(title for found in models.values() for title in found)]
+    lines = [
+        (model, f"<td>{found['n']}</td>" + "".join(page.cell(found.get(t)) for t in titles[1:]))
+        for model, found in models.items()
+    ]
+    title = html.escape(", ".join(names))
+    return f"<h2>{title}</h2>" + table(", ".join(names), ["model", *titles], lines)
+
+
+def _listed(texts: Any) -> list[str]:
+    """A list of what a reader must know; nothing without any."""
+    said = "".join(f'<li class="fails">{html.escape(text)}</li>' for text in texts)
+    return [f"<ul>{said}</ul>"] if said else []
