@@ -15,6 +15,8 @@ TORCH := torch==2.13.0
 CLEAN ?= .venv-wheel
 # The site's tools; nothing of JAX, since docstrings are read and not imported.
 DOCS ?= .venv-docs
+# The benches' own PyTorch, which torchvision chooses, and the libraries that they compare with.
+BENCH ?= .venv-bench
 PYTEST_OPTIONS ?=
 
 .PHONY: audit bench test test-all test-fast test-slow test-oldest fuzz lint docs docs-serve wheel clean
@@ -22,8 +24,8 @@ audit: $(VENV)/.audit
 	$(BIN)/python -m wdjax audit --out audit
 
 # An hour of measurements for docs/results.md, on a machine that does nothing else.
-bench: $(VENV)/.bench
-	$(BIN)/python bench/results.py
+bench: $(BENCH)/.peers
+	$(BENCH)/bin/python bench/results.py
 
 # One worker a file: its tests share programs, which two workers would both trace.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_OPTIONS)
@@ -105,8 +107,12 @@ $(DOCS)/.tools: docs/site/requirements.txt
 	$(DOCS)/bin/python -m pip --disable-pip-version-check --quiet install -r $<
 	touch $@
 
-$(VENV)/.bench: $(VENV)/.test
-	$(PIP) install adv-lib torchattacks foolbox $(TORCH)
+# auto-LiRPA asks for a PyTorch of 2021, which it does not need.
+$(BENCH)/.peers: pyproject.toml
+	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/python -m pip --disable-pip-version-check --quiet install \
+		--editable ".[test,torch]" adv-lib torchattacks foolbox pyautoattack torchvision
+	$(BENCH)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps auto-LiRPA
 	touch $@
 
 $(VENV)/.lint: pyproject.toml | $(VENV)/bin/python
@@ -114,4 +120,4 @@ $(VENV)/.lint: pyproject.toml | $(VENV)/bin/python
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(CLEAN) $(DOCS) dist .site .jax_cache .jax_cache_oldest audit
+	rm -rf $(VENV) $(OLDEST) $(CLEAN) $(DOCS) $(BENCH) dist .site .jax_cache .jax_cache_oldest audit

@@ -141,3 +141,18 @@ def test_inside_a_trace_nothing_is_said():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jax.jit(lambda x: wdjax.run(attacks.PGD(steps=2), BLIND["steps"], x, Y, eps=0.1))(X)
+
+
+def test_logits_that_share_a_large_number_are_told():
+    """A flip must exceed their rounding, so distances are longer than those of the same margins."""
+    far = _model(lambda x, w: 1e6 + x @ w)
+    y = jnp.argmax(far(X), axis=1)
+    short = wdjax.search(attacks.WDAPlusPlus(), PLAIN, X, Y)
+    with pytest.warns(RobustnessWarning, match="logits of size 1e.06 are rounded by") as seen:
+        long = wdjax.search(attacks.WDAPlusPlus(), far, X, y)
+    assert Path(seen[0].filename) == Path(__file__)
+    both = np.asarray(short.success & long.success & (y == Y))
+    assert np.mean(np.asarray(long.cost)[both]) > 1.2 * np.mean(np.asarray(short.cost)[both])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wdjax.search(attacks.WDAPlusPlus(), _model(lambda x, w: 100 + x @ w), X, Y)

@@ -236,9 +236,18 @@ def _rounding(leaf: Array, clean: Array, dtype: Any) -> Array:
     result, of type ``dtype``, is in the units of the outputs.
     """
     size, unit = leaf.dtype.itemsize, float(jnp.finfo(leaf.dtype).eps)
-    rounded, travelled = unit * _ROUNDED.get(size, 1.0), unit * _TRAVELLED.get(size, 1.0)
+    rounded, travelled = rounding(leaf.dtype), unit * _TRAVELLED.get(size, 1.0)
     leaf, clean = leaf.astype(dtype), clean.astype(dtype)
     return rounded * jnp.abs(leaf) + travelled * jnp.abs(leaf - clean)
+
+
+def rounding(dtype: Any) -> float:
+    """How far another batch may move an output of ``dtype``, as a share of the output.
+
+    >>> rounding(jnp.float32) < 5e-7
+    True
+    """
+    return float(jnp.finfo(dtype).eps) * _ROUNDED.get(jnp.dtype(dtype).itemsize, 1.0)
 
 
 def flips(victim: Victim, samples: Samples, x: Array) -> tuple[Array, Info]:

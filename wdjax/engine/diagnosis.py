@@ -14,19 +14,22 @@ from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from wdjax import losses
-from wdjax.attacks import PGD, MarginPGD, Square
+from wdjax.attacks import PGD, MarginPGD, Square, ascent
 from wdjax.balls import Lp
 from wdjax.checks import validate
-from wdjax.core import Attack, Found
+from wdjax.core import Attack, Found, PyTree
 
 _SHARE = 0.5
 """An attack is blind if more than this share of its gradients is zero, or if the margin never rose
 for more than this share of the samples that survived."""
 _MOST = 100
 """The maximum number of samples in a second look."""
+_ROUNDED = 0.03
+"""The least share of the margins that is said if it is lost in the rounding of the logits."""
 _QUERIES = 30
 """Queries of the random search in a second look, after two margin ascents of eight steps each."""
 
@@ -86,6 +89,32 @@ def warn(name: str, found: Found) -> None:
     """Issues one warning with all remarks on a result, if there are any, at the user's call."""
     if said := found.remarks:
         warnings.warn(f"{name}: {'; '.join(said)}.", RobustnessWarning, stacklevel=_outside())
+
+
+def warn_of_rounding(out: PyTree, clean: np.ndarray) -> None:
+    """Warns if rounding of the logits is a large share of what a flip needs.
+
+    A flip counts once it exceeds the rounding of logits, which grows with their size. Where that is
+    not small beside the margins, as in logits that share a large number, distances are too long.
+
+    Args:
+      out: the model's outputs at the samples; other ones than logits ``[n, K]`` are not looked at.
+      clean: ``[n]``, the criterion there.
+    """
+    leaves, right = jax.tree.leaves(out), clean < 0
+    if len(leaves) != 1 or leaves[0].ndim != 2 or not right.any():
+        return
+    if not jnp.issubdtype(leaves[0].dtype, jnp.floating):
+        return
+    size = np.max(np.abs(np.asarray(leaves[0][right], np.float64)), axis=1)
+    share = float(np.median(2 * ascent.rounding(leaves[0].dtype) * size / -clean[right]))
+    if share > _ROUNDED:
+        warnings.warn(
+            f"logits of size {np.median(size):.1g} are rounded by {share:.0%} of the margins, and "
+            "a flip must exceed that: distances are too long. Subtract what all logits share.",
+            RobustnessWarning,
+            stacklevel=_outside(),
+        )
 
 
 def _standing(found: Found) -> np.ndarray:
