@@ -107,12 +107,15 @@ $(DOCS)/.tools: docs/site/requirements.txt
 	$(DOCS)/bin/python -m pip --disable-pip-version-check --quiet install -r $<
 	touch $@
 
-# auto-LiRPA asks for a PyTorch of 2021, which it does not need.
+# visdom, which adv-lib imports, is built by a setuptools of 2025; auto-LiRPA asks for a PyTorch of
+# 2021, which it does not need.
+PEERS = $(BENCH)/bin/python -m pip --disable-pip-version-check --quiet install
 $(BENCH)/.peers: pyproject.toml
 	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
-	$(BENCH)/bin/python -m pip --disable-pip-version-check --quiet install \
-		--editable ".[test,torch]" adv-lib torchattacks foolbox pyautoattack torchvision
-	$(BENCH)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps auto-LiRPA
+	$(PEERS) "setuptools<81" wheel
+	$(PEERS) --no-build-isolation visdom
+	$(PEERS) --editable ".[test,torch]" adv-lib torchattacks foolbox pyautoattack torchvision
+	$(PEERS) --no-deps auto-LiRPA
 	touch $@
 
 $(VENV)/.lint: pyproject.toml | $(VENV)/bin/python
