@@ -38,6 +38,7 @@ COMMANDS = {
     ],
     "certify": [
         ["certify", *SUBJECT, *BALL, "--method", "bab", "--seconds", "0.1", "--steps", "1"],
+        ["certify", *SUBJECT, *BALL, "--seconds", "0.1", "--steps", "1"],
         ["certify", *SUBJECT, *BALL, "--method", "lipschitz"],
         ["certify", *SUBJECT, "--norm", "l2", "--eps", "0.05", "--method", "smoothing",
          "--sigma", "0.1", "--votes", "300"],

@@ -306,6 +306,9 @@ class Certificate(NamedTuple):
     counterexamples: npt.NDArray[Any] | None = None
     """``[n, *shape]``: of branch and bound, such a point for each falsified sample, else the sample
     itself."""
+    decided: tuple[str, ...] = ()
+    """The method that verified or falsified each sample, empty where none did, if several were
+    tried one after another; else empty."""
 
     @property
     def verified(self) -> npt.NDArray[Any]:

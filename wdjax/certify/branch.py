@@ -157,6 +157,13 @@ class BranchAndBound:
             ended[i] = ENDS.index(how)
         return found, ended, points
 
+    def broken(
+        self, x: jax.Array, y: jax.Array, eps: float, scale: jax.Array | None = None
+    ) -> tuple[Numbers, str] | None:
+        """A misclassified point within ``eps`` of ``x``, ``[1, *shape]``, by a short attack, and
+        one of ENDS; None without one. ``scale`` as in :meth:`close`."""
+        return self._broken(_Ball(self.domain, x, eps, scale), y)
+
     def _broken(self, ball: "_Ball", y: jax.Array) -> tuple[Numbers, str] | None:
         """A misclassified point of one sample's ball by a short attack, and how it came."""
         if int(jnp.argmax(self.model(ball.x), axis=-1)[0]) != int(y[0]):

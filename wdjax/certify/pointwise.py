@@ -140,13 +140,30 @@ def searched(
     x, y, sound = validate.gate(model, x, y, ball.box, beside=(eps, scale), alike=True)
     _check_mesh(mesh, sound)
     if sound is not None:
-        low = _bounds(model, x, y, eps, scale, ball, method)
+        low = bounds(model, x, y, eps, scale, ball, method)
         return _with_gradient(jnp.where(sound[:, None], low, -jnp.inf), method), None, None
     cheap: Method = "auto" if method == "bab" else method
     options = ("ball", ball), ("method", cheap)
-    low = _in_batches(_bounds, options, model, (x, y, eps, scale), batch_size, mesh)
+    low = in_batches(bounds, options, model, (x, y, eps, scale), batch_size, mesh)
     if method != "bab":
         return low, None, None
+
+    return branched(model, x, y, eps, scale, low, ball, seconds, mesh)
+
+
+def branched(
+    model: Classifier,
+    x: Array,
+    y: Array,
+    eps: Array,
+    scale: Array | None,
+    low: AnyArray,
+    ball: Domain,
+    seconds: float,
+    mesh: Mesh | None,
+) -> tuple[Array, npt.NDArray[Any], npt.NDArray[Any]]:
+    """Bounds ``low`` ``[n, K]`` tightened by branch and bound, ``seconds`` a sample, on all devices
+    of the mesh; how it ended, ``[n]`` indices in ``branch.ENDS``, and points ``[n, *shape]``."""
 
     def worker(device: jax.Device) -> Callable[[int], Any]:
         given: Any = model, x, y, low, scale
@@ -292,7 +309,7 @@ def radius(
         found = _root(model, x, y, scale, ball, steps, method)
         return _with_gradient(jnp.where(sound, found, 0.0), method)
     options = ("ball", ball), ("steps", steps), ("method", method)
-    return _in_batches(_search, options, model, (x, y, scale), batch_size, mesh)
+    return in_batches(_search, options, model, (x, y, scale), batch_size, mesh)
 
 
 def _with_gradient(value: Array, method: Method) -> Array:
@@ -336,7 +353,7 @@ def _(
     eps = jnp.where(inside, found, 0.0)
 
     def least(model: Classifier, x: Array, scale: Array | None, eps: Array) -> Array:
-        return -norms.largest(-_bounds(model, x, y, eps, scale, ball, method))
+        return -norms.largest(-bounds(model, x, y, eps, scale, ball, method))
 
     changes = tangents[0], tangents[1], tangents[3]
     _, moved = jax.jvp(lambda m, x, s: least(m, x, s, eps), (model, x, scale), changes)
@@ -359,14 +376,14 @@ def _search(
     0 where the sample itself is not verified; inf where the whole box is.
     """
     most = ball.diameter(x.shape[1:], scale)
-    clean = _bounds(model, x, y, jnp.zeros(len(y), x.dtype), scale, ball, method)
+    clean = bounds(model, x, y, jnp.zeros(len(y), x.dtype), scale, ball, method)
     least = jnp.min(clean, axis=-1)
     trial = _guess(model, x, y, scale, clean, ball.norm, most)
     zero = jnp.zeros_like(trial)
     bracket = _Bracket(zero, least, jnp.full_like(trial, jnp.inf), zero, trial)
 
     def step(_: int, bracket: _Bracket) -> _Bracket:
-        low = _bounds(model, x, y, bracket.trial, scale, ball, method)
+        low = bounds(model, x, y, bracket.trial, scale, ball, method)
         return _narrower(bracket, low, most)
 
     if validate.traced(model, x, y):
@@ -435,7 +452,7 @@ def _narrower(bracket: _Bracket, low: Array, most: ArrayLike) -> _Bracket:
 
 @functools.partial(jax.jit, static_argnames=("ball", "method"))
 @highest()
-def _bounds(
+def bounds(
     model: Classifier,
     x: Array,
     y: Array,
@@ -458,7 +475,7 @@ def _check_mesh(mesh: Mesh | None, sound: Array | None) -> None:
         )
 
 
-def _in_batches(
+def in_batches(
     fn: Callable[..., Array],
     options: tuple[tuple[str, Any], ...],
     model: Classifier,

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from wdjax import metrics, parallel
 from wdjax.bounds.margins import METHODS, Method
 from wdjax.bounds.region import Norm
-from wdjax.certify import pointwise, ranges
+from wdjax.certify import anytime, pointwise, ranges
 from wdjax.certify.branch import ENDS
 from wdjax.certify.ranges import EntryRange
 from wdjax.checks import validate
@@ -29,7 +29,6 @@ _TRIED = 8
 """Number of samples that branch and bound works on between two checkpoints."""
 
 
-_FALSIFIED = [ENDS.index(end) for end in ("misclassified", "flipped")]
 _SHARED = 1e-5
 """Rounding that is charged to the margins, relative to an offset common to all logits."""
 
@@ -44,7 +43,7 @@ def verify(
     box: EntryRange = (0.0, 1.0),
     method: Method = "auto",
     steps: int = 10,
-    seconds: float = 10.0,
+    seconds: float | None = None,
     batch_size: int = 64,
     mesh: Mesh | None = None,
     callback: Callable[[Progress], Any] | None = None,
@@ -61,9 +60,13 @@ def verify(
       eps: radius, as in :func:`margin_bounds`; of ``[n]`` or one of every entry the radii are in
         multiples.
       box: as in :func:`margin_bounds`.
-      method: one of :data:`METHODS`; for "alpha" and "bab" the radii are found by "auto".
+      method: one of :data:`METHODS`; for "alpha" and "bab" the radii are found by "auto". With
+        ``seconds`` "auto" climbs: intervals, CROWN, SDP-CROWN in l2, a short attack, "alpha" and
+        "bab" for the samples that are still undecided.
       steps: as in :func:`radius`; with 0 a radius is ``eps`` if verified, else 0.
-      seconds: as in :func:`margin_bounds`.
+      seconds: for "bab", as in :func:`margin_bounds` (10 by default); for "auto", on all samples
+        together, with compilation and without the search for radii. CROWN always comes to its end,
+        and a batch that has begun is finished.
       batch_size: samples on all devices at once.
       mesh: as in :func:`margin_bounds`.
       callback: called with the :class:`Progress` after every batch.
@@ -71,8 +74,8 @@ def verify(
       every: least number of seconds between two saves of the checkpoint.
 
     Returns:
-      A :class:`Certificate`. By "bab" a sample is verified, falsified with a counterexample, or
-      neither, and then unknown.
+      A :class:`Certificate`. By "bab", and by "auto" with ``seconds``, a sample is verified,
+      falsified with a counterexample, or neither, and then unknown; ``decided`` names the method.
 
     Raises:
       ValueError: bad samples, an unknown method, a primitive without a rule, or a trace.
@@ -95,13 +98,22 @@ def verify(
     host_only("certify.verify", TWIN, model, x, y, eps)
     ball = ranges.domain(norm, box, x)
     x, y = validate.check_samples(model, x, y, ball.box)
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"seconds must be a number above 0, got {seconds!r}.")
     size = min(batch_size, len(y), _TRIED if method == "bab" else len(y))
     pieces = [slice(start, min(start + size, len(y))) for start in range(0, len(y), size)]
     reach, scale = ranges.radii(eps, x)
-    work = _Work(model, x, y, pieces, norm, reach, scale, box, method, steps, seconds, mesh)
-    settings = [METHODS.index(method), steps, size, seconds, len(pieces)]
+    climb = None
+    if method == "auto" and seconds is not None:
+        climb = anytime.Climb(model, x, y, reach, scale, ball, size, seconds, mesh)
+    limit = 10.0 if seconds is None else seconds
+    work = _Work(model, x, y, pieces, norm, reach, scale, box, method, steps, limit, mesh, climb)
+    settings = [METHODS.index(method), steps, size, limit, len(pieces), climb is not None]
 
     def progress(state: dict[str, Any]) -> Progress:
+        if climb is not None and not anytime.finished(climb, state):
+            left = np.flatnonzero(anytime.is_open(climb, state))
+            return Progress(len(y) - len(left), len(y), left)
         taken = int(state["turn"])
         return Progress(taken, len(pieces), np.arange(taken * size, len(y)))
 
@@ -114,7 +126,7 @@ def verify(
     state = loop.carry(
         _begin(work),
         functools.partial(_turn, work),
-        lambda s: int(s["turn"]) >= len(pieces),
+        functools.partial(_finished, work),
         report=None if callback is None else lambda s: callback(progress(s)),
         checkpoint=checkpoint,
         every=every,
@@ -142,19 +154,39 @@ class _Work(NamedTuple):
     steps: int
     seconds: float
     mesh: Mesh | None
+    climb: anytime.Climb | None
+    """What "auto" is to decide in some seconds; None for other methods."""
+
+    @property
+    def falsifies(self) -> bool:
+        """Whether the method looks for misclassified points."""
+        return self.method == "bab" or self.climb is not None
 
 
 def _begin(work: _Work) -> dict[str, Any]:
     """The state before the first batch: margins ``[n, K]``, radii and ends ``[n]``, and for branch
     and bound the samples ``[n, *shape]``, which misclassified points replace."""
     (_, classes), n = jax.eval_shape(work.model, work.x[:1]).shape, len(work.y)
-    begun: dict[str, Any] = {"low": np.full((n, classes), -np.inf), "radius": np.zeros(n)}
+    begun: dict[str, Any] = {"turn": 0, "radius": np.zeros(n)}
+    if work.climb is not None:
+        return begun | anytime.begin(work.climb)
     points = np.array(work.x if work.method == "bab" else work.x[:0])
-    return {"turn": 0, **begun, "ended": np.zeros(n, np.int32), "points": points}
+    low, ended = np.full((n, classes), -np.inf), np.zeros(n, np.int32)
+    return begun | {"low": low, "ended": ended, "points": points}
+
+
+def _finished(work: _Work, state: dict[str, Any]) -> bool:
+    """Whether all samples are decided or given up, and all radii are known."""
+    if work.climb is not None and not anytime.finished(work.climb, state):
+        return False
+    radii = work.steps > 0 or work.climb is None
+    return not radii or int(state["turn"]) >= len(work.pieces)
 
 
 def _turn(work: _Work, state: dict[str, Any]) -> dict[str, Any]:
-    """Certifies the next batch."""
+    """Certifies the next batch; while "auto" climbs, one batch of one rung."""
+    if work.climb is not None and not anytime.finished(work.climb, state):
+        return state | anytime.turn(work.climb, state)
     these = work.pieces[int(state["turn"])]
     size, count = work.pieces[0].stop, these.stop - these.start
     # Branch and bound would work on padding; other bounds are compiled once for one size.
@@ -171,16 +203,19 @@ def _turn(work: _Work, state: dict[str, Any]) -> dict[str, Any]:
     scale = None if work.scale is None else work.scale[these]
     eps, scale = parallel.pad((work.eps[these], scale), wanted)
     reach = eps if scale is None else scale
-    found = pointwise.searched(*batch, eps=reach, method=work.method, seconds=work.seconds, **how)
-    low[these] = found[0][:count]
-    if work.method == "bab":
-        ended[these], points[these] = found[1:]
+    if work.climb is None:
+        found = pointwise.searched(
+            *batch, eps=reach, method=work.method, seconds=work.seconds, **how
+        )
+        low[these] = found[0][:count]
+        if work.method == "bab":
+            ended[these], points[these] = found[1:]
     if work.steps:
         method: Method = "auto" if work.method in ("alpha", "bab") else work.method
         found_radius = pointwise.radius(*batch, scale=scale, steps=work.steps, method=method, **how)
         radius[these] = found_radius[:count]
     after = {"low": low, "radius": radius, "ended": ended, "points": points}
-    return {"turn": state["turn"] + 1, **after}
+    return state | {"turn": state["turn"] + 1, **after}
 
 
 def _certificate(work: _Work, state: dict[str, Any]) -> Certificate:
@@ -190,11 +225,13 @@ def _certificate(work: _Work, state: dict[str, Any]) -> Certificate:
     margin = np.min(state["low"], axis=1)
     held = np.where(margin > 0, np.asarray(work.eps), 0.0)
     radius = np.maximum(state["radius"], held)
-    ended = tuple(ENDS[k] for k in state["ended"]) if work.method == "bab" else ()
-    falsified = ~correct | np.isin(state["ended"], _FALSIFIED)
-    points = state["points"] if work.method == "bab" else None
-    told = _remarks(logits)
-    return Certificate(correct, margin, radius, work.method, CLAIM, ended, told, falsified, points)
+    numbers = state["ended"] if work.climb is None else anytime.ends(work.climb, state)
+    ended = tuple(ENDS[k] for k in numbers) if work.falsifies else ()
+    falsified = ~correct | np.isin(numbers, anytime.FALSIFIED)
+    points = state["points"] if work.falsifies else None
+    decided = () if work.climb is None else anytime.decided(work.climb, state)
+    found = Certificate(correct, margin, radius, work.method, CLAIM, ended, _remarks(logits))
+    return found._replace(falsified=falsified, counterexamples=points, decided=decided)
 
 
 def advice(model: Classifier, x: AnyArray, batch_size: int = 64) -> tuple[str, ...]:

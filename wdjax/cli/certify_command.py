@@ -60,9 +60,9 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--seconds",
         type=options.SECONDS,
-        default=10.0,
         metavar="S",
-        help="branch and bound (bab) takes a sample at most (default %(default)s)",
+        help="with auto: undecided samples are tried by ever tighter methods, up to branch and "
+        "bound, for so long in all; with bab: on a sample at most (default 10)",
     )
     how.add_argument(
         "--steps",
@@ -123,6 +123,9 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         f"{content['verified']} of {len(y)} verified within {parsed.eps:g} by {found.method}; "
         + ", ".join(f"{name} >= {value:.4f}" for name, value in left.items())
     )
+    if found.decided:
+        said = (f"{name} {count}" for name, count in _counts(found.decided).items())
+        console.say(f"decided by {', '.join(said)}")
     if "nothing to split" in found.ended:
         count = found.ended.count("nothing to split")
         console.say(f"branch and bound had nothing left to split in {count} samples")
@@ -193,10 +196,16 @@ def _content(
         "clean_accuracy": float(np.mean(found.correct)),
         "verified": int(np.sum(found.verified)),
         **({"ended": dict(collections.Counter(found.ended))} if found.ended else {}),
+        **({"decided_by": _counts(found.decided)} if found.decided else {}),
         "certified_accuracy": left,
         "seconds": spent["seconds"],
         "compile_seconds": min(spent["compile_seconds"], spent["seconds"]),
     }
+
+
+def _counts(decided: tuple[str, ...]) -> dict[str, int]:
+    """How many samples each method decided, and how many none did."""
+    return dict(collections.Counter(name or "none" for name in decided))
 
 
 def _radii(found: certify.Certificate) -> bytes:
