@@ -37,7 +37,7 @@ test: $(VENV)/.test
 
 test-slow: $(VENV)/.test
 	@echo "Half an hour: what takes longest of everything, published nets, notebooks, kills."
-	$(PYTEST) -m slow
+	$(PYTEST) --no-loadscope-reorder -m slow
 
 test-all: test test-slow
 
@@ -107,15 +107,13 @@ $(DOCS)/.tools: docs/site/requirements.txt
 	$(DOCS)/bin/python -m pip --disable-pip-version-check --quiet install -r $<
 	touch $@
 
-# visdom, which adv-lib imports, is built by a setuptools of 2025; auto-LiRPA asks for a PyTorch of
-# 2021, which it does not need.
+# visdom, which adv-lib imports, is built by a setuptools of 2025.
 PEERS = $(BENCH)/bin/python -m pip --disable-pip-version-check --quiet install
 $(BENCH)/.peers: pyproject.toml
 	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
 	$(PEERS) "setuptools<81" wheel
 	$(PEERS) --no-build-isolation visdom
 	$(PEERS) --editable ".[test,torch]" adv-lib torchattacks foolbox pyautoattack torchvision
-	$(PEERS) --no-deps auto-LiRPA
 	touch $@
 
 $(VENV)/.lint: pyproject.toml | $(VENV)/bin/python

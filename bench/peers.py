@@ -1,7 +1,9 @@
-"""Attacks against the same attacks of adv-lib, torchattacks and foolbox: one thread, process time.
+"""Attacks against those of adv-lib, torchattacks, foolbox and AutoAttack: one thread's seconds.
 
     python bench/peers.py [--nets mnist resnet2b] [--attacks fmn ...] [--norms 0 1 2 inf]
                           [--peers adv-lib ...] [--images 100] [--repeats 2] [--seed 0]
+
+AutoAttack is its authors' code as packaged in pyautoattack.
 
 Both sides attack the correctly classified of the first images, with the same weights and the same
 steps, in turn in one process; the PyTorch net takes them in one batch, ours in its default ones. A
@@ -34,7 +36,7 @@ import pytorch_wda
 import torch
 
 import wdjax
-from wdjax import Lp, attacks, convert, data, losses
+from wdjax import Lp, attacks, convert, data, ensembles, losses
 
 torch.set_num_threads(1)
 
@@ -65,6 +67,7 @@ OURS = {
     "alma": lambda ball, eps: attacks.ALMA(ball, steps=200),
     "tr": lambda ball, eps: attacks.TrustRegion(ball),
     "sigma-zero": lambda ball, eps: attacks.SigmaZero(ball),
+    "autoattack": lambda ball, eps: functools.partial(ensembles.autoattack, ball=ball),
 }
 
 
@@ -132,11 +135,22 @@ def foolbox(net, norm, eps):
     }
 
 
+def autoattack(net, norm, eps):
+    import pyautoattack as a
+
+    how = {"norm": {1: "L1", 2: "L2", math.inf: "Linf"}[norm], "eps": eps, "version": "standard"}
+    return {
+        "autoattack": (ALL, lambda x, y: a.AutoAttack(net, **how).run_standard_evaluation(x, y)[0])
+    }
+
+
 HEADS = (
     *[("ours", 7), ("theirs", 8), ("x", 7), ("x/pass", 7), ("forward", 15), ("backward", 15)],
     *[("robust", 15), ("median", 20), ("compile", 9)],
 )
-PEERS = {"adv-lib": adv_lib, "torchattacks": torchattacks, "foolbox": foolbox}
+PEERS = {
+    "adv-lib": adv_lib, "torchattacks": torchattacks, "foolbox": foolbox, "autoattack": autoattack
+}  # fmt: skip
 
 
 def load(shared, name, count):
@@ -201,7 +215,8 @@ def duel(setting, nets, pictures, theirs, given):
     attack, key = OURS[name](Lp(norm), eps), jax.random.key(given.seed)
 
     def own():
-        return jax.block_until_ready(wdjax.search(attack, ours, x, y, eps=eps, key=key))
+        search = attack if callable(attack) else functools.partial(wdjax.search, attack)
+        return jax.block_until_ready(search(ours, x, y, eps=eps, key=key))
 
     def peer(function):
         torch.manual_seed(given.seed)
@@ -251,7 +266,7 @@ def main():
     given = parser.parse_args()
     for library in list(given.peers):
         try:
-            PEERS[library](torch.nn.Flatten(), 2, 1.0)
+            PEERS[library](torch.nn.Linear(1, 1).eval(), 2, 1.0)
         except ImportError as error:
             print(f"{library} is left out: {error}")
             given.peers.remove(library)

@@ -1,6 +1,6 @@
 """Runs the short form of the benches and writes what they print to ``docs/results.md``.
 
-    python bench/results.py [NAME ...]    # or `make bench`
+    .venv-bench/bin/python bench/results.py [NAME ...]    # or `make bench`, which makes .venv-bench
 
 Without names every section is measured anew, else those that are named; the others stay. A section
 holds its command, the machine, the versions, the day, and the output as it is: good rows and bad.
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 HOME = Path(__file__).parents[1]
 PAGE = HOME / "docs" / "results.md"
-VERSIONS = "wdjax", "jax", "torch", "adv-lib", "torchattacks", "foolbox", "POT"
+VERSIONS = "wdjax", "jax", "torch", "adv-lib", "torchattacks", "foolbox", "pyautoattack", "POT"
 
 HEAD = """# Results
 
@@ -42,12 +42,12 @@ class Section(NamedTuple):
 
 SECTIONS = {
     "peers": Section(
-        "Attacks beside adv-lib, torchattacks and foolbox",
+        "Attacks beside adv-lib, torchattacks, foolbox and AutoAttack",
         "The same attacks with equal settings, in turn, on 24 images of the MNIST net: process "
         "seconds of both (`x`: theirs over ours), passes, the share that is left robust, and the "
         "median distance, measured by one function.",
         "peers.py --nets mnist --images 24 --norms 2 inf --repeats 1 --attacks pgd apgd-ce fab "
-        "square deepfool ddn fmn alma",
+        "square deepfool ddn fmn alma autoattack",
     ),
     "passes": Section(
         "Attacks beside their bare passes and plain PyTorch",
@@ -62,10 +62,17 @@ SECTIONS = {
         "optimality.py --settings resnet2b-linf mnist-l2 --attacks wda-star walk fmn ddn wda++ "
         "--queries 200 1000",
     ),
+    "transport": Section(
+        "Exact transport beside POT",
+        "Process seconds of exact Wasserstein distances between distributions, and between images, "
+        "and how far they are from those of POT's network simplex.",
+        "transport.py",
+    ),
     "certificates": Section(
         "CROWN: what is verified, and what it costs",
         "Samples verified of the first 100, seconds an image, seconds to compile, memory; the bars "
-        "are auto_LiRPA's counts and earlier times.",
+        "are the counts of auto_LiRPA 0.7.1 (on PyTorch 2.13; the version on PyPI, 0.3, does not "
+        "import with a PyTorch of today) and earlier times.",
         "certificates.py cost",
     ),
     "training": Section(

@@ -31,6 +31,9 @@ gc.set_threshold(20_000, 50, 100)
 collect_ignore = ["torch_reference.py", "hostile_files.py", "many_devices.py"]  # No tests.
 SHARED = Path(__file__).parents[2] / "shared"
 SLOW = Path(__file__).with_name("slow.txt")
+LONG = "many_devices", "loops", "notebooks", "run", "certify_ulps", "json", "own_attack"
+"""Files with few slow tests of half a minute and more. They begin first, since at the end they would
+leave a worker idle for minutes."""
 
 
 @pytest.fixture(scope="session")
@@ -49,13 +52,15 @@ def pytest_addoption(parser):
     )
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Marks what ``slow.txt`` names: a file and a test, with or without its parameters."""
     named = set(SLOW.read_text("utf-8").splitlines())
     for item in items:
         place = f"{item.path.name}::{item.name}"
         if {place, place.partition("[")[0]} & named:
             item.add_marker("slow")
+    if "not slow" not in config.getoption("markexpr"):
+        items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
 
 
 @pytest.hookimpl(wrapper=True)
