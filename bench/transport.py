@@ -2,9 +2,9 @@
 
     python bench/transport.py [--sizes 100 300 1000] [--sides 8 16 28] [--repeats 2]
 
-`wasserstein`: the distance of a moved empirical distribution, of which every sample sends a
-share of its mass to a point nearby, by `wdjax.transport.wasserstein` (n points against 2 n) and by `ot.emd2`
-on the same costs. `image`: the cost of moving one image into another, pixel by pixel, by
+`wasserstein`: the distance of a moved empirical distribution, of which every sample sends a share
+of its mass to a point nearby, by `wdjax.transport.wasserstein` (n points against 2 n) and by
+`ot.emd2` on the same costs. `image`: the cost of moving one image into another, pixel by pixel, by
 `wdjax.image.image_wasserstein_distance` and by `ot.emd2`. `gap` is the difference of the two
 distances, relative to theirs.
 """
