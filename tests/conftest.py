@@ -32,7 +32,7 @@ collect_ignore = ["torch_reference.py", "hostile_files.py", "many_devices.py"]  
 SHARED = Path(__file__).parents[2] / "shared"
 SLOW = Path(__file__).with_name("slow.txt")
 LONG = "many_devices", "loops", "notebooks", "run", "certify_ulps", "json", "own_attack"
-"""Files with few slow tests of half a minute and more. They begin first: at the end they would leave
+"""Files with few slow tests of half a minute or more. They begin first: last, they would leave
 a worker idle for minutes."""
 
 
