@@ -26,7 +26,7 @@ _FIGURES = """nppr.pictures.training nppr.pictures.projected nppr.pictures.heatm
     nppr.pictures.mixture nppr.pictures.between report.plots.accuracy report.plots.loss
     report.plots.distances report.plots.allocation report.plots.examples"""
 _RULES = "bounds.record.once bounds.record.everywhere bounds.record.of bounds.record.trusted"
-_INSIDE = "training.default_optimizer training.gradients transport.least_cost"
+_INSIDE = "training.default_optimizer training.gradients"
 _COMMANDS = "models.convert.add_arguments models.convert.main"
 
 EXCEPTIONS = {
@@ -61,7 +61,6 @@ EXCEPTIONS = {
     "errors": {
         "for authors of rules; its message is what a model without a rule gives": """
             bounds.record.of""",
-        "an error of the solver, which no input leads to": "transport.least_cost",
         "the command `convert`, which turns them into exit code 2": "models.convert.main",
     },
 }

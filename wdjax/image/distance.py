@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from wdjax import transport
+from wdjax import exact_transport
 from wdjax.checks import arguments
 from wdjax.checks.forward_mode import TRACES, host_only
 from wdjax.core import AnyArray
@@ -96,5 +96,5 @@ def _spent(grid: np.ndarray, supply: np.ndarray, demand: np.ndarray, power: floa
     # HiGHS has absolute tolerances, so masses are scaled to about 1 rather than 1e-6.
     whole, count = supply[sources].sum(), len(demand[sinks])
     supply, demand = (count * part / part.sum() for part in (supply[sources], demand[sinks]))
-    least = transport.least_cost((gap / longest) ** power, supply, demand)
+    least = exact_transport.least_cost((gap / longest) ** power, supply, demand)
     return least * longest**power * whole / count
