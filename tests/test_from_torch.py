@@ -115,3 +115,13 @@ def test_statistics_of_the_batch_are_refused():
 
     with pytest.raises(ValueError, match="depends on the rest of its batch"):
         convert.from_torch(Centred().eval(), torch.rand(1, 1, 2, 2))
+
+
+def test_images_with_their_channels_first_are_refused():
+    """A flattened image would be taken in the wrong order without a word."""
+    module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 10)).eval()
+    model, report = convert.from_torch(module, torch.zeros(1, 3, 8, 8))
+    assert report.input_shape == (8, 8, 3)
+    assert model(np.zeros((2, 8, 8, 3), np.float32)).shape == (2, 10)
+    with pytest.raises(ValueError, match=r"takes samples \[n, 8, 8, 3\].*got \[2, 3, 8, 8\]"):
+        model(np.zeros((2, 3, 8, 8), np.float32))

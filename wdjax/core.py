@@ -225,6 +225,12 @@ class Found:
     """``[n]`` booleans: samples that this attack did not flip but a second look did."""
 
     @property
+    def distance(self) -> Array:
+        """``[n]``: the :attr:`cost` of each flip, 0 for samples that are misclassified already, and
+        inf where no flip was found."""
+        return jnp.where(self.success, self.cost, jnp.inf)
+
+    @property
     def passes(self) -> Array:
         """The number of forward and backward passes: the queries of AttackBench."""
         return self.gradients + self.forwards

@@ -108,7 +108,8 @@ def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Res
     every order and, if it was not bound to a radius, every budget.
 
     Args:
-      found: from :func:`wdjax.search`.
+      found: from :func:`wdjax.search`; of a search within a radius, one that is not below ``eps``
+        (with ``kappa``, ``kappa^(1/p) eps``), since flips beyond it were not looked for.
       eps: the budget, at least 0, in the units of ``x``; may be traced.
       order: Wasserstein order p, at least 1 or inf.
       kappa: at least 1, may be traced, or None for the knapsack.
@@ -118,8 +119,8 @@ def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Res
       an accuracy of NaN.
 
     Raises:
-      ValueError: ``kappa`` below 1, ``eps`` negative, or points that would cost more than the
-        budget.
+      ValueError: no result of a search, ``kappa`` below 1, ``eps`` negative, or points that would
+        cost more than the budget.
 
     Cost: a sort.
 
@@ -133,6 +134,11 @@ def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Res
     [1.0, 0.33]
     """
     arguments.check(eps=eps)
+    if not hasattr(found, "cost"):
+        inside = "; pass its .found" if hasattr(found, "found") else ""
+        raise ValueError(
+            f"spend takes what wdjax.search returned, got {type(found).__name__}{inside}."
+        )
     order = check_order(order)
     eps = check_number("eps", eps)
     kappa = None if kappa is None else check_number("kappa", kappa, 1.0)

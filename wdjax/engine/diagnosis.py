@@ -30,6 +30,10 @@ _MOST = 100
 """The maximum number of samples in a second look."""
 _ROUNDED = 0.03
 """The least share of the margins that is said if it is lost in the rounding of the logits."""
+_SATURATED = 1e-5
+"""How near to 1 the largest probability is where softmax hides its gradients."""
+_MANY = 50
+"""The least number of samples of which the clean accuracy is judged."""
 _QUERIES = 30
 """Queries of the random search in a second look, after two margin ascents of eight steps each."""
 
@@ -91,30 +95,48 @@ def warn(name: str, found: Found) -> None:
         warnings.warn(f"{name}: {'; '.join(said)}.", RobustnessWarning, stacklevel=_outside())
 
 
-def warn_of_rounding(out: PyTree, clean: np.ndarray) -> None:
-    """Warns if rounding of the logits is a large share of what a flip needs.
+def warn_of_logits(out: PyTree, clean: np.ndarray) -> None:
+    """Warns of logits with which an attack, or the whole question, goes wrong.
 
-    A flip counts once it exceeds the rounding of logits, which grows with their size. Where that is
-    not small beside the margins, as in logits that share a large number, distances are too long.
+    * Probabilities that are 1 in floats have no gradients that lead to a mistake.
+    * A flip counts once it exceeds the rounding of logits, which grows with their size. Where that
+      is not small beside the margins, as in logits that share a large number, distances are too
+      long.
+    * A clean accuracy of chance means other labels, another scale or another layout of the images.
 
     Args:
       out: the model's outputs at the samples; other ones than logits ``[n, K]`` are not looked at.
       clean: ``[n]``, the criterion there.
     """
     leaves, right = jax.tree.leaves(out), clean < 0
-    if len(leaves) != 1 or leaves[0].ndim != 2 or not right.any():
+    if len(leaves) != 1 or leaves[0].ndim != 2:
         return
     if not jnp.issubdtype(leaves[0].dtype, jnp.floating):
         return
-    size = np.max(np.abs(np.asarray(leaves[0][right], np.float64)), axis=1)
-    share = float(np.median(2 * ascent.rounding(leaves[0].dtype) * size / -clean[right]))
-    if share > _ROUNDED:
-        warnings.warn(
-            f"logits of size {np.median(size):.1g} are rounded by {share:.0%} of the margins, and "
-            "a flip must exceed that: distances are too long. Subtract what all logits share.",
-            RobustnessWarning,
-            stacklevel=_outside(),
+    said, logits = list[str](), np.asarray(leaves[0], np.float64)
+    n, classes = logits.shape
+    probable = np.all(logits >= 0) and np.allclose(np.sum(logits, axis=1), 1, atol=1e-3)
+    if probable and np.median(np.max(logits, axis=1)) > 1 - _SATURATED:
+        said.append(
+            "the model returns probabilities, most of which are 1 in floats, where gradients "
+            "say nothing: let it return the logits before its softmax"
         )
+    if right.any():
+        size = np.max(np.abs(logits[right]), axis=1)
+        share = float(np.median(2 * ascent.rounding(leaves[0].dtype) * size / -clean[right]))
+        if share > _ROUNDED:
+            said.append(
+                f"logits of size {np.median(size):.1g} are rounded by {share:.0%} of the margins, "
+                "and a flip must exceed that: distances are too long. Subtract what all logits "
+                "share"
+            )
+    if n >= _MANY and classes > 1 and right.mean() <= 1 / classes:
+        said.append(
+            f"{right.mean():.0%} of {n} samples are classified correctly, no more than by chance: "
+            "look at the labels, and at the scale and layout of the images"
+        )
+    for text in said:
+        warnings.warn(f"{text}.", RobustnessWarning, stacklevel=_outside())
 
 
 def _standing(found: Found) -> np.ndarray:

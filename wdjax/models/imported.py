@@ -121,8 +121,9 @@ def _converted(graph, source, layout, named, reference):
     shape = tuple(value.shape[axis] for axis in order[1:])
     fixed = value.shape[0] if isinstance(value.shape[0], int) else None
     function = GraphFunction(
-        parts.nodes, parts.constants, parts.orders, value.name, order, result, graph.opset, fixed
-    )
+        parts.nodes, parts.constants, parts.orders, value.name, order, result, graph.opset, fixed,
+        shape,
+    )  # fmt: skip
     params = {name: jnp.asarray(array) for name, array in parts.params.items()}
     try:
         function = _for_any_number(function, params, shape, notes)

@@ -41,13 +41,15 @@ class GraphFunction:
     opset: int
     fixed: int | None
     """The number of samples for which the file was exported, None if it is free."""
+    shape: tuple[int, ...] | None = None
+    """One sample's, if others are refused."""
     alone: bool = False
     """Whether samples go through the graph one by one, under ``vmap``."""
 
     def __post_init__(self):
         known = sorted((name, str(c.dtype), c.shape) for name, c in self.constants.items())
         said = (self.nodes, known, sorted(self.orders.items()), self.source, self.order)
-        said = (*said, self.result, self.opset, self.fixed, self.alone)
+        said = (*said, self.result, self.opset, self.fixed, self.shape, self.alone)
         digest = hashlib.sha256(_text(said).encode())
         for name, *_ in known:
             digest.update(np.ascontiguousarray(self.constants[name]).tobytes())
@@ -63,6 +65,12 @@ class GraphFunction:
         return f"graph[{len(self.nodes)} nodes]"
 
     def __call__(self, params, x):
+        if self.shape is not None and tuple(x.shape[1:]) != self.shape:
+            wanted = ", ".join(map(str, self.shape))
+            raise ValueError(
+                f"the model takes samples [n, {wanted}] (images with their channels last), got "
+                f"{list(x.shape)}."
+            )
         params = jax.tree.map(jnp.asarray, params)
         if self.alone:
             return jax.vmap(lambda row: self._run(params, row[None])[0])(jnp.asarray(x))
