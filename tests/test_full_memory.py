@@ -41,7 +41,7 @@ def search(**how):
 METHODS = {
     "search": (rounds, "_steps", 4, 2, lambda: search(batch_size=8)),
     "certificate": (
-        pointwise, "_bounds", 2, 3,
+        pointwise, "bounds", 2, 3,
         lambda: certify.margin_bounds(MODEL, X, Y, norm=2, eps=0.1, batch_size=8),
     ),
     "count": (

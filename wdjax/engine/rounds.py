@@ -173,7 +173,9 @@ def _begin(plan: Plan, request: Request) -> tuple[Plan, Search]:
     out, clean, fine = _whole(plan, blocks, lambda index: _evaluate(victim, *_rows(given, index)))
     clean, fine = map(np.asarray, parallel.local((clean, fine)))
     _refuse_faults(fine[:n])
-    diagnosis.warn_of_logits(jax.tree.map(lambda leaf: leaf[:n], parallel.local(out)), clean[:n])
+    # In NumPy, so that nothing is compiled for each n.
+    seen = jax.tree.map(lambda leaf: np.asarray(leaf)[:n], parallel.local(out))
+    diagnosis.warn_of_logits(seen, clean[:n])
     samples = samples._replace(out=out)
     first = functools.partial(_first, plan.forms[0], victim, samples, start, keys)
     chosen = np.arange(whole) < n
