@@ -1,29 +1,37 @@
 """What an accelerator takes: robust accuracy of a WRN-28-10 on CIFAR-sized images, and CROWN.
 
     python bench/gpu.py [--samples 10000] [--weights cifar10.pth --data cifar10.npz]
-        [--methods fast,autoattack] [--peak 67] [--quick]
+        [--methods fast,autoattack] [--peak 67] [--pytorch 500] [--quick]
 
 Each method searches in float32, in TF32 and in bfloat16; points are confirmed in float32, and
 ``confirmed`` are the flips that hold there. ``share`` is that of ``--peak``, in TFLOP/s (of the
 precision that is run; none by default), by XLA's own count of a gradient's operations. Without
 weights the net is random and the images are noise: the times are those of real ones as far as as
-many samples survive. Seconds include compilation once, ``again`` do not. ``--quick`` is a small net
-on any machine, to see that it works.
+many samples survive. Seconds include compilation once, ``again`` do not. ``--pytorch N`` compares
+40 steps of PGD on N images, none of which flips, with those of PyTorch on a net of the same
+weights. ``--quick`` is a small net on any machine, to see that it works.
 """
 
 import argparse
+import contextlib
+import sys
+import tempfile
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from wdjax import Lp, Model, certify, convert, ensembles, losses, models
+import wdjax
+from wdjax import Lp, Model, attacks, certify, convert, ensembles, losses, models
 from wdjax.models import zoo
 
 KEY, EPS = jax.random.key(0), 8 / 255
+STEPS, BATCH = 40, 500  # Of the comparison with PyTorch.
 
 
 def halved(given, x):
@@ -111,6 +119,73 @@ def searches(parsed, model, x, y):
             )
 
 
+def descent(net, x, y, eps):
+    """PGD in linf, as PyTorch's libraries write it, on one batch."""
+    import torch
+
+    at = x.clone()
+    for _ in range(STEPS):
+        at.requires_grad_()
+        loss = torch.nn.functional.cross_entropy(net(at), y)
+        (gradient,) = torch.autograd.grad(loss, at)
+        with torch.no_grad():
+            at = x + (at + eps / 4 * gradient.sign() - x).clamp(-eps, eps)
+            at = at.clamp(0, 1)
+    return at
+
+
+def against_pytorch(parsed):
+    """Prints both seconds of the same gradients; eps is so small that no sample is finished."""
+    import torch
+    import torch_reference
+    from zoo import state
+
+    entry, n, eps = zoo.entry("Wang2020Improving", "cifar10", "Linf"), parsed.pytorch, 1e-6
+    place = "cuda" if torch.cuda.is_available() else "cpu"
+    weights = {name: torch.tensor(value, dtype=torch.float32) for name, value in state(entry)}
+    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+        torch.save(weights, file.name)
+        model, _ = convert.load_robustbench(entry.name, "cifar10", "Linf", file.name)
+    weights = {name: value.to(place) for name, value in weights.items()}
+    x = np.asarray(jax.random.uniform(KEY, (n, 32, 32, 3)))
+    y = np.asarray(jnp.argmax(jax.jit(model)(x[:1]), -1)).repeat(n)
+
+    def net(x):
+        return torch_reference.wide_resnet(weights, x)
+
+    def ours(own, precision):
+        with jax.default_matmul_precision(precision):
+            attack = attacks.PGD(steps=STEPS)
+            how = {"eps": eps, "batch_size": min(n, BATCH), "key": KEY, "diagnose": False}
+            found = wdjax.search(attack, own, x, y, **how)
+        return float(np.sum(found.gradients)), jax.block_until_ready(found.x_adv)
+
+    def theirs(net, precision):
+        torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+        torch.backends.cudnn.allow_tf32 = precision == "tf32"
+        half = torch.autocast(place, torch.bfloat16) if precision == "bfloat16" else None
+        with half or contextlib.nullcontext():
+            for begin in range(0, n, BATCH):
+                part = torch.tensor(x[begin : begin + BATCH].transpose(0, 3, 1, 2)).to(place)
+                part = part.contiguous(memory_format=torch.channels_last)
+                there = torch.tensor(y[begin : begin + BATCH]).long().to(place)
+                descent(net, part, there, eps).cpu()
+
+    def seconds(function, *given):
+        times = []
+        for _ in range(2):
+            began = time.perf_counter()
+            function(*given)
+            times.append(time.perf_counter() - began)
+        return "{:8.1f} {:8.2f}".format(*times)
+
+    print("PGD         precision      first    again", flush=True)
+    for kind, (own, precision) in precisions(model).items():
+        print(f"wdjax       {kind:9} {seconds(ours, own, precision)}", flush=True)
+        for name, victim in {"eager": net, "compiled": torch.compile(net)}.items():
+            print(f"{name:11} {kind:9} {seconds(theirs, victim, kind)}", flush=True)
+
+
 def crown(parsed):
     quick = models.mlp((784, 16, 10), key=KEY)
     model = quick if parsed.quick else models.trades_smallcnn(key=KEY)
@@ -132,12 +207,16 @@ def main():
     parser.add_argument("--weights", type=Path, help="of --name, from RobustBench")
     parser.add_argument("--name", default="Wang2020Improving")
     parser.add_argument("--data", type=Path, help=".npz with x in [0, 1] and y")
-    parser.add_argument("--methods", default="fast,autoattack")
+    parser.add_argument("--methods", default="fast,autoattack", help="or '' for none")
     parser.add_argument("--peak", type=float, help="TFLOP/s of the device")
+    parser.add_argument("--pytorch", type=int, default=0, metavar="N")
     parser.add_argument("--quick", action="store_true", help="a small net and 16 images")
     parsed = parser.parse_args()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
-    searches(parsed, *setting(parsed))
+    if parsed.methods:
+        searches(parsed, *setting(parsed))
+    if parsed.pytorch:
+        against_pytorch(parsed)
     crown(parsed)
 
 

@@ -11,8 +11,6 @@ import tempfile
 import time
 from pathlib import Path
 
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import jax
@@ -32,6 +30,7 @@ def peak():
 
 
 def state(entry):
+    """Names and random values of the entry's PyTorch weights."""
     rng = np.random.default_rng(0)
     for name, slot in slots(zoo.build(entry.family, entry.options)).items():
         scale = np.prod(slot.shape[1:]) ** -0.5 if len(slot.shape) > 1 else 0.1
@@ -57,6 +56,8 @@ def main():
     parser.add_argument("--convert", metavar="FILE", help="only convert, and report the memory")
     parser.add_argument("--model", default=MODELS[0])
     args = parser.parse_args()
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
     if args.convert:
         base, start = peak(), time.perf_counter()
         model, _ = convert.load_robustbench(args.model, "cifar10", "L2", args.convert)

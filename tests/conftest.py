@@ -11,15 +11,19 @@ import ctypes
 import gc
 import os
 import sys
+from importlib import metadata
 from pathlib import Path
 
+OLDER = "--xla_cpu_use_fusion_emitters=false "  # Unknown to jaxlib 0.11, which ends the process.
 os.environ["XLA_FLAGS"] = (
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
-    "--xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
+    + OLDER * ([*map(int, metadata.version("jaxlib").split(".")[:2])] < [0, 11])
     + os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
 )
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
+# What tests themselves compute is compared with what the library does, in float32 on any device.
+os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jax

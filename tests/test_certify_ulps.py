@@ -72,6 +72,8 @@ FUNCTIONS = {
     "digamma": by_mpmath("digamma", 1e30, (0, 1e30)),
     "lgamma": by_mpmath("loggamma", 1e30, (0, 1e30)),
 }
+if hasattr(lax, "one_minus_square"):
+    FUNCTIONS["one_minus_square"] = lambda z: (1 - z) * (1 + z)
 """Of one number, with the exact function."""
 SPECIAL = {
     "erf": "erf", "erfc": "erfc", "erf_inv": "erfinv", "digamma": "digamma", "lgamma": "gammaln",

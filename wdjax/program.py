@@ -32,6 +32,19 @@ def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
             yield from equations(inner)
 
 
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many operands of a ``scan`` are constants, and how many after them are carries.
+
+    >>> program = jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, _: (c * x, c), x, None, 3))(2.0)
+    >>> scan_counts(program.eqns[-1])
+    (1, 1)
+    """
+    if "ft_in" in eqn.params:  # Since jax 0.11.
+        consts, carries, _ = eqn.params["ft_in"].unpack()
+        return len(consts), len(carries)
+    return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
 def _inner(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
     """The jaxprs among an equation's parameters: bodies of calls, loops and branches."""
     values = jax.tree.leaves(list(eqn.params.values()))

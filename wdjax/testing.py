@@ -22,6 +22,7 @@ from wdjax.checks import arguments
 from wdjax.core import Array, Attack, Model, Progress, Result, Samples, Victim
 from wdjax.engine import driver
 from wdjax.losses import decision_margin
+from wdjax.precision import full_precision
 
 _CLOSE = 2e-5
 """Tolerance between two programs of the same attack, in units of the box."""
@@ -367,6 +368,7 @@ CLAUSES: dict[str, Callable[[Case], None]] = {
 """The clauses of the contract, by name; their docstrings state them."""
 
 
+@full_precision
 def check_attack(
     attack: Attack,
     *,

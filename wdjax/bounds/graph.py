@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from wdjax import program
 from wdjax.bounds.affine_rules import evaluate
 from wdjax.bounds.rewritten import rewritten
 from wdjax.checks import validate
@@ -211,7 +212,7 @@ def _unroll(graph: Graph, eqn: JaxprEqn, inputs: tuple[int, ...]) -> list[int]:
     These are the final carries, then the outputs of all steps, stacked along axis 0.
     """
     params = eqn.params
-    consts, carries, length = params["num_consts"], params["num_carry"], params["length"]
+    (consts, carries), length = program.scan_counts(eqn), params["length"]
     fixed, carry = inputs[:consts], list(inputs[consts : consts + carries])
     series, body = inputs[consts + carries :], params["jaxpr"]
     avals: list[Any] = [atom.aval for atom in eqn.invars[consts + carries :]]

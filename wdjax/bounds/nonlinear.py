@@ -124,6 +124,15 @@ def power(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
     return fresh(low, high, stretch(args, jnp.inf, norm))
 
 
+def one_minus_square(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
+    lower, upper = ends(args[0])
+    size = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
+    least = jnp.where((lower <= 0) & (upper >= 0), 0.0, jnp.minimum(jnp.abs(lower), jnp.abs(upper)))
+    one, two = ((1 - far) * (1 + far) for far in (size, least))
+    low, high = opened(one, two, one < 0, record.trusted(eqn, lower.dtype))
+    return fresh(low, high, stretch(args, 2 * jnp.max(size), norm))
+
+
 def _inverse(lower: Array, upper: Array) -> tuple[Array, tuple[Array, Array]]:
     """Where 0 is not in ``[lower, upper]``, and the ends of the reciprocal there."""
     inside = (lower > 0) | (upper < 0)

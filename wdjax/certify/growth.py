@@ -26,6 +26,7 @@ from wdjax.certify import asymptote, wdro
 from wdjax.checks import arguments
 from wdjax.core import Classifier
 from wdjax.parallel import AnyArray
+from wdjax.precision import full_precision
 
 Numbers = npt.NDArray[np.float64]
 
@@ -54,6 +55,7 @@ class Profile(NamedTuple):
     """``(offset, slope)``, ``[n]`` each: at distances ``t >= last`` a bound is offset + slope t."""
 
 
+@full_precision
 def growth_bound(
     model: Classifier,
     x: AnyArray,

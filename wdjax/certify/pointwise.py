@@ -27,7 +27,7 @@ from wdjax.checks.forward_mode import forward_only, host_only
 from wdjax.core import AnyArray, Array, Classifier
 from wdjax.engine import batching
 from wdjax.lipschitz import margin
-from wdjax.precision import highest
+from wdjax.precision import full_precision, highest
 
 
 class _Bracket(NamedTuple):
@@ -45,6 +45,7 @@ class _Bracket(NamedTuple):
     """The radius to try next."""
 
 
+@full_precision
 def margin_bounds(
     model: Classifier,
     x: AnyArray,
@@ -196,6 +197,7 @@ def _tell(ended: npt.NDArray[Any] | None) -> None:
     )
 
 
+@full_precision
 def certified(
     model: Classifier,
     x: AnyArray,
@@ -246,6 +248,7 @@ def certified(
     return jnp.all(low > 0, axis=-1)
 
 
+@full_precision
 def radius(
     model: Classifier,
     x: AnyArray,

@@ -22,6 +22,7 @@ from wdjax.certify.specification import Specification, leafless
 from wdjax.checks import arguments, independence, validate
 from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Classifier
+from wdjax.precision import full_precision
 from wdjax.proofs.recorder import CaseRecord
 
 Numbers = npt.NDArray[Any]
@@ -89,6 +90,7 @@ class _Question(NamedTuple):
         return int(np.sum(self.hull[1] > self.hull[0]))
 
 
+@full_precision
 def property(
     model: Classifier,
     lower: AnyArray,
@@ -155,6 +157,7 @@ def property(
     return found._replace(seconds=time.monotonic() - began)
 
 
+@full_precision
 def properties(
     model: Classifier,
     lower: AnyArray,

@@ -28,7 +28,7 @@ from wdjax.certify import ranges
 from wdjax.certify.ranges import EntryRange
 from wdjax.checks import arguments, independence, validate
 from wdjax.core import Classifier
-from wdjax.precision import highest
+from wdjax.precision import full_precision, highest
 
 
 @functools.partial(
@@ -120,6 +120,7 @@ _STEADY = 0.5
 """The ratio from which on a layer counts as steady."""
 
 
+@full_precision
 def trainable_bounds(
     model: Classifier,
     x: Array,

@@ -23,6 +23,7 @@ from wdjax.checks.forward_mode import TWIN, host_only
 from wdjax.core import CLAIM, Array, Certificate, Classifier, Progress
 from wdjax.engine import identity, loop
 from wdjax.parallel import AnyArray
+from wdjax.precision import full_precision
 
 Numbers = npt.NDArray[Any]
 _TRIED = 8
@@ -33,6 +34,7 @@ _SHARED = 1e-5
 """Rounding that is charged to the margins, relative to an offset common to all logits."""
 
 
+@full_precision
 def verify(
     model: Classifier,
     x: AnyArray,

@@ -18,10 +18,12 @@ from wdjax.checks.forward_mode import TWIN, host_only
 from wdjax.core import Classifier
 from wdjax.lipschitz import margin
 from wdjax.parallel import AnyArray
+from wdjax.precision import full_precision
 
 Numbers = npt.NDArray[np.float64]
 
 
+@full_precision
 def wdro_bound(
     model: Classifier,
     x: AnyArray,
@@ -137,6 +139,7 @@ def straight(asked: Asked) -> Numbers:
     return np.asarray(bound)
 
 
+@full_precision
 def lipschitz_constant(
     model: Classifier,
     x: AnyArray,

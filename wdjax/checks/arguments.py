@@ -25,8 +25,8 @@ _PARTS = {
 """Attributes that an instance must have, by the protocols of :mod:`wdjax.core`, ``nppr`` and
 ``smoothing.noise``."""
 _HOME = {"attack": "attacks", "perturbation": "nppr.distributions", "noise": "smoothing.noise"}
-_WRAPPER = "wdjax.engine.diagnosis"
-"""The module of a decorator whose frame lies between an ensemble and its caller."""
+_WRAPPERS = {"wdjax.engine.diagnosis", "wdjax.precision"}
+"""The modules of decorators whose frames lie between a public function and its caller."""
 
 
 def check(*optional: str, **given: Any) -> None:
@@ -96,7 +96,7 @@ def warn(text: str | None) -> None:
     while frame is not None and _is_inner(frame):
         frame, level = frame.f_back, level + 1
     frame, level = frame and frame.f_back, level + 1
-    while frame is not None and _module(frame) == _WRAPPER:
+    while frame is not None and _module(frame) in _WRAPPERS:
         frame, level = frame.f_back, level + 1
     inside = frame is not None and _module(frame).split(".")[0] == "wdjax"
     if text is not None and not inside:

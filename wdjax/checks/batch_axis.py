@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
+from wdjax import program
 from wdjax.checks.axis_rules import (
     ELEMENTWISE,
     FREE,
@@ -135,7 +136,7 @@ def _each(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
 
 def _scanned(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
     """``scan`` over an axis that is not the batch axis, or over the samples without a carry."""
-    consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carries = program.scan_counts(eqn)
     fixed, whole = args[:consts], args[consts + carries :]
     if not carries and any(isinstance(arg, PerSample) and arg.axis == 0 for arg in whole):
         return _mapped(eqn, args, n)
@@ -153,7 +154,7 @@ def _scanned(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
 
 def _mapped(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
     """``lax.map`` over the samples: the body for all of them at once."""
-    consts, avals = eqn.params["num_consts"], [atom.aval for atom in eqn.invars]
+    (consts, _), avals = program.scan_counts(eqn), [atom.aval for atom in eqn.invars]
     axes = [None] * consts + [0] * (len(args) - consts)
     body = jax.vmap(jaxpr_as_fun(eqn.params["jaxpr"]), axes)
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ import numpy as np
 from wdjax import norms
 from wdjax.checks import batch_axis
 from wdjax.core import AnyArray, Array, PyTree
+from wdjax.precision import full_precision
 
 _ROWS = 16
 """Size of the batches for which a model is traced and tried."""
@@ -40,6 +41,7 @@ def proof(
     return batch_axis.prove(closed, [False] * parameters + [True])
 
 
+@full_precision
 def check(model: Callable[[Array], PyTree], x: AnyArray) -> None:
     """Raises if a model's output for a sample depends on its batch.
 

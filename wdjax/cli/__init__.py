@@ -43,6 +43,7 @@ from wdjax.cli import (
 )
 from wdjax.cli.console import Console
 from wdjax.engine import diagnosis
+from wdjax.precision import full_precision
 from wdjax.report import summary
 
 _COMMANDS = (
@@ -97,6 +98,7 @@ _EXAMPLES = """examples:
   python -m wdjax COMMAND --help"""
 
 
+@full_precision
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command.
 

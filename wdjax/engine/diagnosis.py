@@ -22,6 +22,7 @@ from wdjax.attacks import PGD, MarginPGD, Square, ascent
 from wdjax.balls import Lp
 from wdjax.checks import validate
 from wdjax.core import Attack, Found, PyTree
+from wdjax.precision import full_precision
 
 _SHARE = 0.5
 """An attack is blind if more than this share of its gradients is zero, or if the margin never rose
@@ -73,13 +74,14 @@ def diagnose(
 def diagnosed(ensemble: Callable[P, T]) -> Callable[P, T]:
     """Gives an ensemble the option ``diagnose``: a single warning about everything it found.
 
-    The ensemble must call its own searches with ``diagnose=False``.
+    The ensemble must call its own searches with ``diagnose=False``. It runs in full precision.
     """
+    measure = full_precision(ensemble)
 
     @functools.wraps(ensemble)
     def told(*given: P.args, **options: P.kwargs) -> T:
         wanted = options.pop("diagnose", True)
-        answer = ensemble(*given, **options)
+        answer = measure(*given, **options)
         if wanted:
             found: Any = getattr(answer, "found", answer)
             if not validate.traced(found):

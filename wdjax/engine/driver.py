@@ -15,8 +15,10 @@ from wdjax import losses, norms, transport
 from wdjax.checks import arguments, validate
 from wdjax.core import Array, Attack, Found, Progress, PyTree, Result, Victim
 from wdjax.engine import diagnosis, masks, rounds, track, trees
+from wdjax.precision import full_precision
 
 
+@full_precision
 def search(
     attack: Attack,
     model: Callable[[Array], PyTree],
@@ -197,6 +199,7 @@ def _as_pytree(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.tree_util.Partial(function) if plain else function
 
 
+@full_precision
 def run(
     attack: Attack,
     model: Callable[[Array], PyTree],

@@ -1,4 +1,4 @@
-"""Mixed precision: a search in bfloat16, whose flips are confirmed in the model's own precision."""
+"""Mixed precision: a search in bfloat16 or TF32, whose flips are confirmed in full precision."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +22,7 @@ class Mixed(NamedTuple):
 
     found: Found
     lost: Array
-    """``[n]``: misclassified in bfloat16, but not in the model's own precision."""
+    """``[n]``: misclassified in the search's precision, but not in the model's own."""
 
 
 @diagnosed
@@ -34,24 +34,27 @@ def mixed(
     *,
     eps: Any = None,
     key: Array | None = None,
+    precision: str = "bfloat16",
     checkpoint: str | PathLike[str] | None = None,
     **options: Any,
 ) -> Mixed:
-    r"""Searches with the model in bfloat16, and measures in the model's own precision.
+    r"""Searches with the model in a lower precision, and measures in the model's own.
 
-    Accelerators compute several times faster in bfloat16, which is exact enough for gradients; but
-    a nearest flip lies so close to the boundary that half of them are not flips in float32. So
-    every point is measured again by ``model``. Where a flip does not survive, or bfloat16 gave
-    values that are not finite, the sample is attacked again in the model's own precision. Points
-    and costs have the dtype of ``x`` throughout.
+    Accelerators compute several times faster in bfloat16 or TF32, which are exact enough for
+    gradients; but a nearest flip lies so close to the boundary that half of them are not flips in
+    float32. So every point is measured again by ``model``. Where a flip does not survive, or
+    bfloat16 gave values that are not finite, the sample is attacked again in the model's own
+    precision. Points and costs have the dtype of ``x`` throughout.
 
     Args:
       attack: from :mod:`wdjax.attacks`; its ball must not need proofs.
-      model: as for :func:`wdjax.search`; its floating-point leaves are cast to bfloat16.
+      model: as for :func:`wdjax.search`; for bfloat16 its floating-point leaves are cast.
       x: ``[n, *shape]``
       y: ``[n]``
       eps: as for :func:`wdjax.search`.
       key: as for :func:`wdjax.search`.
+      precision: of the search: ``"bfloat16"``, or ``"tensorfloat32"``, in which GPUs round only
+        what they multiply.
       checkpoint: a folder; a call that was interrupted resumes from it, bit for bit.
       **options: ``criterion``, ``index``, ``batch_size``, ``mesh``, ``callback`` of
         :func:`wdjax.search`.
@@ -61,10 +64,11 @@ def mixed(
 
     Raises:
       ValueError: a call inside a trace, a ball that needs proofs, a budget shared by samples, or
-        what :func:`wdjax.search` refuses of either model, such as outputs not finite in bfloat16.
+        what :func:`wdjax.search` refuses of either model, such as outputs not finite in bfloat16;
+        another precision.
 
-    Cost: a search in bfloat16, two forward passes, and a search of the samples whose flips were
-      lost. CPUs do not gain, since they have no bfloat16 arithmetic.
+    Cost: a search in the lower precision, two forward passes, and a search of the samples whose
+      flips were lost. CPUs do not gain, since they have no such arithmetic.
 
     Source: this library's own.
 
@@ -82,7 +86,7 @@ def mixed(
             "all of them: use wdjax.search."
         )
     ask = question("mixed", model, x, y, key, checkpoint, options, random=attack.random)
-    fast = ask._replace(model=lowered(model)).search(0, attack, eps=eps)
+    fast = ask._replace(model=lowered(model, precision)).search(0, attack, eps=eps)
     if fast.proof is not None:
         raise ValueError(
             f"mixed measures points again, and {type(attack.ball).__name__} wants proofs of their "
@@ -108,14 +112,16 @@ def mixed(
     return Mixed(driver.best_of(found, more), lost)
 
 
-def lowered(model: Callable[[Array], PyTree]) -> Model:
-    """The model with leaves and computation in bfloat16, and outputs in float32.
+def lowered(model: Callable[[Array], PyTree], precision: str = "bfloat16") -> Model:
+    """The model in a lower precision, with outputs in float32.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``.
+      precision: ``"bfloat16"``, of leaves and computation, or ``"tensorfloat32"``, of what matrix
+        products and convolutions multiply; CPUs compute those in float32 all the same.
 
     Raises:
-      ValueError: ``model`` is no callable pytree.
+      ValueError: ``model`` is no callable pytree; another precision.
 
     Source: this library's own.
 
@@ -125,10 +131,19 @@ def lowered(model: Callable[[Array], PyTree]) -> Model:
     [[-0.3984375, 0.3984375]]
     """
     arguments.check(model=model)
-    return Model(_call, jax.tree.map(lambda leaf: _cast(leaf, jnp.bfloat16), model))
+    if precision not in ("bfloat16", "tensorfloat32"):
+        raise ValueError(f"precision must be 'bfloat16' or 'tensorfloat32', got {precision!r}.")
+    if precision == "tensorfloat32":
+        return Model(_in_tensorfloat32, model)
+    return Model(_in_bfloat16, jax.tree.map(lambda leaf: _cast(leaf, jnp.bfloat16), model))
 
 
-def _call(model: Callable[[Array], PyTree], x: Array) -> PyTree:
+def _in_tensorfloat32(model: Callable[[Array], PyTree], x: Array) -> PyTree:
+    with jax.default_matmul_precision("tensorfloat32"):
+        return model(x)
+
+
+def _in_bfloat16(model: Callable[[Array], PyTree], x: Array) -> PyTree:
     """The model on inputs in bfloat16, with outputs in float32."""
     return jax.tree.map(lambda out: _cast(out, jnp.float32), model(_cast(x, jnp.bfloat16)))
 

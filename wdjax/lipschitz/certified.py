@@ -15,11 +15,12 @@ from wdjax.core import Certificate, Classifier
 from wdjax.lipschitz.local import Method, local_lipschitz
 from wdjax.lipschitz.margin import layer_product
 from wdjax.parallel import AnyArray
-from wdjax.precision import float64, widened
+from wdjax.precision import float64, full_precision, widened
 
 _ROUNDING = 1e-9
 
 
+@full_precision
 def verify(
     model: Classifier,
     x: AnyArray,
@@ -79,6 +80,7 @@ def verify(
     return Certificate(correct, lowest, radius, "lipschitz", "exact arithmetic")
 
 
+@full_precision
 def global_radius(
     model: Classifier, x: AnyArray, y: AnyArray, *, norm: float, batch_size: int = 64
 ) -> npt.NDArray[np.float64]:

@@ -27,7 +27,7 @@ from wdjax.checks import arguments, independence, validate
 from wdjax.checks.forward_mode import LIPSCHITZ_TWIN, host_only
 from wdjax.core import Classifier
 from wdjax.parallel import AnyArray
-from wdjax.precision import float64, widened
+from wdjax.precision import float64, full_precision, widened
 
 _ENTRIES = 2**28
 """Largest number of entries of a matrix: 2 GiB in float64."""
@@ -109,6 +109,7 @@ def relu_chain(weights: AnyArray | list[Any], biases: AnyArray | list[Any]) -> C
     return Chain(tuple(weights), tuple(biases), (0,) * hidden, (None,) * hidden)
 
 
+@full_precision
 def as_chain(model: Classifier, x: AnyArray) -> Chain:
     """The chain of a classifier, in float64 NumPy arrays.
 

@@ -27,7 +27,7 @@ from wdjax.lipschitz.chain import Chain, as_chain
 from wdjax.lipschitz.lipsdp import Rooms
 from wdjax.lipschitz.neurons import Slopes
 from wdjax.parallel import AnyArray
-from wdjax.precision import float64, widened
+from wdjax.precision import float64, full_precision, widened
 
 Numbers = npt.NDArray[np.float64]
 Method = Literal["interval", "zonotope", "sdp", "bab"]
@@ -37,6 +37,7 @@ METHODS: tuple[Method, ...] = get_args(Method)
 from "sdp" by branch and bound on activation masks, on the host, for ReLU nets only."""
 
 
+@full_precision
 def local_lipschitz(
     model: Classifier,
     x: AnyArray,
@@ -164,6 +165,7 @@ def _closed(
     return found
 
 
+@full_precision
 def global_lipschitz(
     model: Classifier,
     x: AnyArray,
@@ -227,6 +229,7 @@ def global_lipschitz(
     return found
 
 
+@full_precision
 def jacobian_norm(model: Classifier, x: AnyArray, *, box: Box = None, steps: int = 200) -> float:
     r"""A bound of ``||J||_2`` on a box or on all of space, by quadratic constraints (LipSDP).
 

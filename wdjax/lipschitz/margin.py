@@ -18,7 +18,7 @@ from wdjax.bounds import continuity, domain, interval, record
 from wdjax.bounds.graph import flatten
 from wdjax.checks import arguments, independence, validate
 from wdjax.core import Array, Classifier
-from wdjax.precision import highest
+from wdjax.precision import full_precision, highest
 
 _COTANGENTS = 256
 """Number of cotangents that are pulled back at once."""
@@ -68,6 +68,7 @@ def row_sizes(jacobian: norms.Bounds, norm: float) -> Array:
     return norms.lp_norm(size, norms.dual(norm)) * (1 + slack)
 
 
+@full_precision
 def layer_product(
     model: Classifier,
     lower: ArrayLike,
@@ -129,6 +130,7 @@ def _layer_product(
     return total
 
 
+@full_precision
 def interval_jacobian(
     model: Classifier,
     lower: ArrayLike,
@@ -176,6 +178,7 @@ def _interval_jacobian(
     return jax.lax.map(constants, labels, batch_size=max(1, _COTANGENTS // classes))
 
 
+@full_precision
 def margin_lipschitz(
     model: Classifier,
     lower: ArrayLike,

@@ -13,8 +13,10 @@ from wdjax.checks import arguments, independence, validate
 from wdjax.core import Classifier
 from wdjax.lipschitz.margin import contrasts
 from wdjax.parallel import AnyArray
+from wdjax.precision import full_precision
 
 
+@full_precision
 def sampled_lipschitz(
     model: Classifier,
     x: AnyArray,

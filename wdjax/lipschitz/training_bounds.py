@@ -17,11 +17,12 @@ from wdjax.core import Array, Classifier
 from wdjax.lipschitz import chain, jacobian, neurons
 from wdjax.lipschitz.chain import Chain
 from wdjax.lipschitz.neurons import Slopes
-from wdjax.precision import highest
+from wdjax.precision import full_precision, highest
 
 Method = Literal["interval", "zonotope"]
 
 
+@full_precision
 def trainable_lipschitz(
     model: Classifier,
     x: Array,

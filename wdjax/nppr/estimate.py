@@ -23,6 +23,7 @@ from wdjax.core import AnyArray, Array, Classifier
 from wdjax.metrics import ConfidenceInterval
 from wdjax.nppr import counting
 from wdjax.nppr.counting import TWIN, Counts, Perturbation
+from wdjax.precision import full_precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Estimate:
         return metrics.mean_interval(self.per_input, confidence)
 
 
+@full_precision
 def estimate(
     model: Classifier,
     perturbation: Perturbation,
@@ -229,6 +231,7 @@ def _spread_of(
     return jax.lax.map(one, (x, y, keys))
 
 
+@full_precision
 def expected_loss(
     model: Callable[[Array], Array],
     perturbation: Perturbation,

@@ -21,11 +21,13 @@ from wdjax.nppr.counting import TWIN, outputs
 from wdjax.nppr.family import Family, Params
 from wdjax.nppr.fit_schedule import Schedule
 from wdjax.nppr.fitted import FitHistory, Fitted
+from wdjax.precision import full_precision
 
 _CHUNK = 25
 """Maximum number of steps in one program."""
 
 
+@full_precision
 def fit(
     model: Classifier,
     x: AnyArray,
@@ -95,6 +97,7 @@ def fit(
     return _fit(model, x, y, [radius], key[None], how, start or {}, saving)[0]
 
 
+@full_precision
 def fit_many(
     model: Classifier,
     x: AnyArray,

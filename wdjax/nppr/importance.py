@@ -16,6 +16,7 @@ from wdjax.nppr import distributions
 from wdjax.nppr.counting import TWIN
 from wdjax.nppr.rare import Rare, RareEvent, ask
 from wdjax.nppr.splitting import explored
+from wdjax.precision import full_precision
 
 
 class Proposal(NamedTuple):
@@ -38,6 +39,7 @@ class Start(NamedTuple):
     """``[J]``, the class that should win."""
 
 
+@full_precision
 def importance(
     model: Classifier,
     perturbation: distributions.Fixed,

@@ -20,6 +20,7 @@ from wdjax.core import AnyArray, Array, Classifier
 from wdjax.nppr import counting, distributions
 from wdjax.nppr.counting import TURN, TWIN, Counts, Perturbation
 from wdjax.nppr.estimate import Estimate, correct_inputs, estimate, spread
+from wdjax.precision import full_precision
 from wdjax.smoothing import binomial
 
 _GROWTH = 1.5
@@ -78,6 +79,7 @@ class Decision(NamedTuple):
         return metrics.ConfidenceInterval(least, 1 - most)
 
 
+@full_precision
 def probabilistic_accuracy(
     model: Classifier,
     perturbation: Perturbation,
@@ -222,6 +224,7 @@ def decided(
     return (robust & ~fragile)[:, which], (fragile & ~robust)[:, which]
 
 
+@full_precision
 def prbench(
     model: Classifier,
     x: AnyArray,

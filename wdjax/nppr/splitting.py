@@ -15,6 +15,7 @@ from wdjax.core import AnyArray, Array, Classifier
 from wdjax.nppr import distributions
 from wdjax.nppr.counting import TWIN
 from wdjax.nppr.rare import Rare, RareEvent, ask
+from wdjax.precision import full_precision
 
 _ACCEPTED = 0.3
 """The acceptance rate at which the pilot's step size aims."""
@@ -22,6 +23,7 @@ KEPT = 8
 """Number of a run's final particles that are returned, as starts of other searches."""
 
 
+@full_precision
 def splitting(
     model: Classifier,
     perturbation: distributions.Fixed,

@@ -17,6 +17,7 @@ from wdjax.engine import driver
 from wdjax.nppr.family import Family, Params
 from wdjax.nppr.fit import fit
 from wdjax.nppr.fit_schedule import Schedule
+from wdjax.precision import full_precision
 
 _EDGE = 0.995
 """Bound on coordinates before the inverse of the map into the ball, which is infinite at 1."""
@@ -90,6 +91,7 @@ def pulled_back(delta: Array, eps: Any, norm: float) -> Array:
     return unit * norms.spread(reach, unit)
 
 
+@full_precision
 def universal_start(
     model: Classifier,
     x: AnyArray,

@@ -30,6 +30,7 @@ from wdjax.checks.forward_mode import SEARCH_TWIN, host_only
 from wdjax.core import Array, Attack, Classifier, Found, Result, Samples, Victim
 from wdjax.engine import driver, identity, track
 from wdjax.engine.tasks import Done, Task, Tasks
+from wdjax.precision import full_precision
 from wdjax.report import proofs
 from wdjax.report.audited import Audit, page
 from wdjax.report.evidence import ORDERS, Entry, Numbers, Sandwich, ball_name, invariants
@@ -111,6 +112,7 @@ def standard_attacks(ball: Lp, eps_list: Sequence[float] | Numbers) -> dict[str,
     }
 
 
+@full_precision
 def sandwich(
     model: Classifier,
     x: Array | np.ndarray,
@@ -300,6 +302,7 @@ def measured(
     return found._replace(invariants=tuple(invariants(found)))
 
 
+@full_precision
 def of(
     model: Classifier,
     x: Array | np.ndarray,

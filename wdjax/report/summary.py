@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import remarks
+from wdjax import __version__, remarks
 from wdjax.core import Attack
 from wdjax.report import evidence
 from wdjax.report.evidence import ORDERS, Entry, Sandwich, ball_name
@@ -40,8 +40,9 @@ def versions() -> dict[str, str]:
     """
     from importlib import metadata
 
-    packages = ("wdjax", "jax", "jaxlib", "flax", "optax", "numpy", "scipy")
-    return {"python": platform.python_version()} | {p: metadata.version(p) for p in packages}
+    packages = ("jax", "jaxlib", "flax", "optax", "numpy", "scipy")
+    own = {"python": platform.python_version(), "wdjax": __version__}
+    return own | {p: metadata.version(p) for p in packages}
 
 
 def sha256(*arrays: npt.ArrayLike) -> str:

@@ -22,6 +22,7 @@ from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import TRACES, host_only
 from wdjax.core import AnyArray, Array, Model, Progress
 from wdjax.engine import batching, identity, loop
+from wdjax.precision import full_precision
 from wdjax.smoothing import binomial, looks, votes
 from wdjax.smoothing.grid import Noise
 from wdjax.smoothing.looks import ABSTAIN, SmoothedCertificate, Test
@@ -31,6 +32,7 @@ _PROBABILITIES = np.array([0.51, 0.6, 0.9, 0.999])
 """The noise's radii at these probabilities are part of the identity of a checkpoint."""
 
 
+@full_precision
 def certify(
     model: Callable[[Array], Array],
     x: AnyArray,
@@ -181,6 +183,7 @@ def cautions(
     return [text for text in (far, lost) if text is not None]
 
 
+@full_precision
 def predict(
     model: Callable[[Array], Array],
     x: AnyArray,
@@ -230,6 +233,7 @@ def predict(
     return decide(tally(model, x, noise=noise, key=key, n=n, **how), alpha)
 
 
+@full_precision
 def tally(
     model: Callable[[Array], Array],
     x: AnyArray,
@@ -294,6 +298,7 @@ def decide(counts: npt.NDArray[Any], alpha: float) -> npt.NDArray[np.int32]:
     return np.where(sure, first, ABSTAIN).astype(np.int32)
 
 
+@full_precision
 def soft(
     model: Callable[[Array], Array], x: AnyArray, *, noise: Noise, key: Array, count: int = 32
 ) -> Model:

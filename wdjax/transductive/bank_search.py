@@ -11,6 +11,7 @@ from wdjax.balls import Lp
 from wdjax.checks import arguments
 from wdjax.core import Array, Model, PyTree
 from wdjax.engine import driver
+from wdjax.precision import full_precision
 from wdjax.transductive import bank as banks
 from wdjax.transductive.bank import Bank
 from wdjax.transductive.defense import Defense
@@ -31,6 +32,7 @@ class BankFound(NamedTuple):
     """Backward passes, each through all models in use."""
 
 
+@full_precision
 def raise_objective(
     attack: SpaceAttack,
     defense: Defense,
@@ -94,6 +96,7 @@ def raise_objective(
     return loops.scan(search, begun, jnp.arange(attack.runs))[0]
 
 
+@full_precision
 def objective_at(
     attack: SpaceAttack, defense: Defense, memory: PyTree, bank: Bank, x: Array, y: Array
 ) -> Array:

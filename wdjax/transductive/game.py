@@ -16,6 +16,7 @@ from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Found, Model, PyTree
 from wdjax.engine import driver, loop
+from wdjax.precision import full_precision
 from wdjax.transductive import turns
 from wdjax.transductive.attacker import Attacker
 from wdjax.transductive.defender import Defender
@@ -59,6 +60,7 @@ def prepare(defense: Defense, x: AnyArray, y: AnyArray, *, key: Array) -> PyTree
     return _prepare(defense, key, jnp.asarray(known.x), jnp.asarray(known.y))
 
 
+@full_precision
 def play(
     defense: Defense,
     attack: SpaceAttack,

@@ -13,6 +13,7 @@ from wdjax import metrics
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array
+from wdjax.precision import full_precision
 from wdjax.transductive.defense import Defense
 from wdjax.transductive.state import GameRecord
 
@@ -245,6 +246,7 @@ def worst(reports: dict[str, GameReport]) -> tuple[str, GameReport]:
     return name, reports[name]
 
 
+@full_precision
 def cost_multiple(
     defense: Defense, memory: Any, x: AnyArray, *, key: Array, repeats: int = 3
 ) -> float:

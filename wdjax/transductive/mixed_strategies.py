@@ -16,6 +16,7 @@ import numpy.typing as npt
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, PyTree
+from wdjax.precision import full_precision
 from wdjax.transductive import attacker as attackers
 from wdjax.transductive.attacker import Attacker, Leak
 from wdjax.transductive.defender import Defender
@@ -186,6 +187,7 @@ def double_oracle(
     return Equilibrium(tuple(rows), tuple(columns), row_mix, column_mix, lower, upper, replied)
 
 
+@full_precision
 def mixed_play(
     defense: Defense,
     attack: SpaceAttack,
