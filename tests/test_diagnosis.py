@@ -180,3 +180,18 @@ def test_labels_of_chance_are_told():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         wdjax.search(attacks.PGD(steps=2), PLAIN, x, y, eps=0.01)
+
+
+def test_a_nearest_flip_that_was_not_found_is_told():
+    hard = wdjax.models.mlp((4, 8, 3), key=jax.random.key(0))
+    x = jax.random.uniform(jax.random.key(1), (20, 4))
+    y = jnp.argmax(hard(x), -1)
+    with pytest.warns(RobustnessWarning, match=r"no flip was found for \d+ of 20 samples"):
+        found = wdjax.search(attacks.FMN(steps=3), hard, x, y)
+    missed = ~np.asarray(found.success)
+    assert 2 < missed.sum() < 20
+    assert np.all(np.isinf(found.distance) == missed)
+    np.testing.assert_array_equal(found.distance[~missed], found.cost[~missed])
+    assert f"{20 - missed.sum()} flipped at a median cost of 0." in repr(found)
+    assert len(repr(found)) < 250
+    assert "correct" in str(jax.eval_shape(lambda: found))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import Lp, Model, attacks, ensembles, image, losses
+from wdjax import Lp, Model, attacks, ensembles, image, losses, program
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +89,17 @@ def test_refusals(problem):
     flat = Model(lambda inner, x: inner(x.reshape(len(x), -1)), model)
     with pytest.raises(ValueError, match="wants proofs"):
         ensembles.mixed(image.FrankWolfe(steps=1), flat, maps, y[:4], eps=0.01)
+
+
+def test_tensorfloat32_is_asked_for_in_every_product(problem):
+    """CPUs have none, so the points are those of float32 there."""
+    model, x, y = problem
+    rough = ensembles.lowered(model, "tensorfloat32")
+    gradient = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(rough(x))))(x)
+    dots = [eqn for eqn in program.equations(gradient) if eqn.primitive.name == "dot_general"]
+    assert [dot.params["precision"] for dot in dots] == [(jax.lax.Precision.HIGH,) * 2] * 4
+    attack = attacks.PGD(Lp(2), steps=8)
+    found, _ = ensembles.mixed(attack, model, x, y, eps=0.2, precision="tensorfloat32")
+    np.testing.assert_array_equal(found.success, predicted(model, found.x_adv) != y)
+    with pytest.raises(ValueError, match="'bfloat16' or 'tensorfloat32', got 'tf32'"):
+        ensembles.lowered(model, "tf32")

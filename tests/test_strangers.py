@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import attacks, losses
+from wdjax import attacks, ensembles, losses
 
 fast = pytest.mark.fast
 
@@ -164,3 +164,11 @@ def test_a_callback_that_raises_leaves_a_checkpoint(tmp_path):
         wdjax.search(
             attacks.PGD(), LINEAR, PAIR, FIRST, eps=0.1, checkpoint=tmp_path / "file" / "c"
         )
+
+
+def test_what_cannot_be_spent_is_named():
+    mixed = ensembles.mixed(attacks.PGD(steps=2), LINEAR, PAIR, FIRST, eps=0.1)
+    with pytest.raises(ValueError, match=r"got Mixed; pass its .found"):
+        wdjax.spend(mixed, eps=0.1)
+    with pytest.raises(ValueError, match="got dict"):
+        wdjax.spend({}, eps=0.1)

@@ -224,6 +224,18 @@ class Found:
     overlooked: AnyArray | None = None
     """``[n]`` booleans: samples that this attack did not flip but a second look did."""
 
+    def __repr__(self) -> str:
+        fields, said = ", ".join(vars(self)), ""
+        facts = self.correct, self.success, self.cost
+        known = all(isinstance(fact, np.ndarray | jax.Array) for fact in facts)
+        if known and not any(isinstance(fact, jax.core.Tracer) for fact in facts):
+            correct, success, cost = map(np.asarray, facts)
+            flips = correct & success
+            said = f"{correct.sum()} of {correct.size} samples correct, {flips.sum()} flipped"
+            if flips.any():
+                said += f" at a median cost of {np.median(cost[flips]):.3g}"
+        return f"{type(self).__name__}({'; '.join(filter(None, [said, fields]))})"
+
     @property
     def distance(self) -> Array:
         """``[n]``: the :attr:`cost` of each flip, 0 for samples that are misclassified already, and
@@ -245,7 +257,7 @@ class Found:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Result(Found):
     """An adversarial distribution and its measurements: :class:`Found` and the mass that moves.
 

@@ -35,6 +35,8 @@ _SATURATED = 1e-5
 """How near to 1 the largest probability is where softmax hides its gradients."""
 _MANY = 50
 """The least number of samples of which the clean accuracy is judged."""
+_MISSED = 0.1
+"""The least share of samples that is said if a minimum-norm search finds no flip for more."""
 _QUERIES = 30
 """Queries of the random search in a second look, after two margin ascents of eight steps each."""
 
@@ -67,8 +69,19 @@ def diagnose(
         radius = np.asarray(farthest if attack.budget == "none" else eps)
         if np.all(np.isfinite(radius)) and np.any(radius > 0):
             found = replace(found, overlooked=_overlooked(found, attack.ball, radius, again))
-    warn(type(attack).__name__, found)
+    warn(type(attack).__name__, found, *_missed(found, attack, eps))
     return found
+
+
+def _missed(found: Found, attack: Attack, eps: Any) -> list[str]:
+    """What to say of a minimum-norm search that left many samples without a flip."""
+    left = _standing(found)
+    if eps is not None or attack.budget != "none" or left.mean() <= _MISSED:
+        return []
+    return [
+        f"no flip was found for {left.sum()} of {len(left)} samples, whose distance is inf: give it "
+        "more steps, or use ensembles.wda_star"
+    ]
 
 
 def diagnosed(ensemble: Callable[P, T]) -> Callable[P, T]:
@@ -91,9 +104,9 @@ def diagnosed(ensemble: Callable[P, T]) -> Callable[P, T]:
     return told
 
 
-def warn(name: str, found: Found) -> None:
-    """Issues one warning with all remarks on a result, if there are any, at the user's call."""
-    if said := found.remarks:
+def warn(name: str, found: Found, *more: str) -> None:
+    """Issues one warning with all remarks on a result, and more, if any, at the user's call."""
+    if said := [*found.remarks, *more]:
         warnings.warn(f"{name}: {'; '.join(said)}.", RobustnessWarning, stacklevel=_outside())
 
 
