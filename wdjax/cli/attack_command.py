@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import functools
 import io
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -160,11 +161,12 @@ def check(parsed: argparse.Namespace) -> dict[str, Column]:
 
 def table(content: dict[str, Any]) -> Iterator[list[Any]]:
     """The rows that are printed without ``--json``."""
-    yield ["attack", "accuracy", "max cost", "gradients", "forwards", "seconds"]
-    yield ["none", content["clean_accuracy"]] + [None] * 4
+    yield ["attack", "accuracy", "eps is", "max cost", "gradients", "forwards", "seconds"]
+    yield ["none", content["clean_accuracy"]] + [None] * 5
     for label, row in content["attacks"].items():
-        keys = ("attacked_accuracy", "max_cost", "gradients_per_sample", "forwards_per_sample")
-        yield [label, *(row[key] for key in keys), row["seconds"]]
+        passes = row["gradients_per_sample"], row["forwards_per_sample"]
+        told = row["attacked_accuracy"], row["budget"], row["max_cost"]
+        yield [label, *told, *passes, row["seconds"]]
 
 
 def _columns(parsed: argparse.Namespace) -> dict[str, Column]:
@@ -330,6 +332,7 @@ def _spent(
         found = driver.looked_again(found, attack, model, x, y, eps=reach, **how)
     result = jax.device_get(transport.spend(found, eps=parsed.eps, order=order, **spending))
     measured = spending | _measured(result, x, y, ball.norm, order)
+    measured["budget"] = _bounded(column, parsed)
     if attacked["lost"] is not None:
         measured["lost_flips"] = int(attacked["lost"].sum())
     measured["settings"] = attack_table.described(column.name, ball, column.settings)
@@ -344,6 +347,12 @@ def _spending(column: Column, parsed: argparse.Namespace) -> dict[str, float]:
     if _nearest(column, _ball(parsed)):
         return {}
     return {"kappa": 1.0 if column.kappa is None else column.kappa}
+
+
+def _bounded(column: Column, parsed: argparse.Namespace) -> str:
+    """Whether ``--eps`` bounds the cost of every sample, or that of all on average."""
+    spread = _budget(column, _ball(parsed)) == "data" or _spending(column, parsed).get("kappa") != 1
+    return "average" if spread and column.order != math.inf else "maximum"
 
 
 def _attack_of(column: Column, parsed: argparse.Namespace) -> tuple[Attack, float]:
