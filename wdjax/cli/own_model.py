@@ -56,7 +56,11 @@ def load(text: str, weights: Path | None, x: np.ndarray) -> Classifier:
     kind = next((kind for kind in KINDS if kind.fits(text)), None)
     if kind is None:
         known = ", ".join(kind.written for kind in KINDS)
-        raise ValueError(f"--model takes {known}, got {options.shown(text)}.")
+        more = (
+            " A file of PyTorch holds weights: pass it as --weights, with --arch NAME or --model "
+            "PACKAGE.MODULE:BUILD for the net."
+        ) * text.endswith((".pt", ".pth", ".bin", ".ckpt"))
+        raise ValueError(f"--model takes {known}, got {options.shown(text)}.{more}")
     if weights is not None and not kind.weights:
         raise ValueError(f"--weights {weights} would be ignored: {text} holds its own.")
     try:

@@ -413,6 +413,15 @@ def from_torch(module: Any, example: Any) -> Converted:
             f"example must be [n, *shape] in float32, got {list(first.shape)} in {first.dtype}."
         )
     pair = torch.cat([first[:1], first[:1]])
+    try:
+        with torch.no_grad():
+            module(pair)
+    except Exception as error:
+        said = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"the module does not run on the example, {list(first.shape)} in {first.dtype}: {said} "
+            "(PyTorch's images are [n, channels, height, width].)"
+        ) from error
     named = frozenset([*dict(module.named_parameters()), *dict(module.named_buffers())])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
