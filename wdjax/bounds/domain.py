@@ -338,8 +338,11 @@ def opened(lower: Array, upper: Array, signed: Array, ulps: float) -> tuple[Arra
     """Like :func:`widen`, and also by twice the smallest float, for underflows.
 
     Functions may lose one themselves and one in their argument's half. Where ``signed`` is false,
-    the lower end is not lowered for these (the result is not negative).
+    the result is not negative, and the lower end is not lowered below 0. GPUs keep numbers below
+    the smallest normal one, to few digits.
     """
     lower, upper = widen(lower, upper, ulps)
     lost = 2 * tiny(lower.dtype)
-    return jnp.where(signed, lower - lost, lower), upper + lost
+    less = lower - lost
+    positive = jnp.where(lower > 0, jnp.maximum(less, 0), lower)
+    return jnp.where(signed, less, positive), upper + lost
