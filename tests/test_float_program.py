@@ -10,7 +10,7 @@ from wdjax import transductive as games
 
 pytestmark = pytest.mark.fast
 
-# They train, in the precision that the user trains in, or do not run a classifier.
+# They train in JAX's default precision, or do not run a classifier.
 OTHERS = {
     training.train,
     nppr.train_model,
@@ -59,3 +59,16 @@ def test_products_are_exact_unless_the_user_says_otherwise(function, given):
         function(**given, **short.get(function, {}))
         assert jax.config.jax_default_matmul_precision is None
     assert set(seen) == {"highest"}
+
+
+@pytest.mark.parametrize("function", [training.train, nppr.train_model, games.train_classifier])
+def test_training_takes_what_the_device_does_by_default(function):
+    """Its attacks too, which would take most of the time."""
+    seen = []
+    given = CALLS[function] | {"model": spied(MODEL, seen)}
+    if function is not games.train_classifier:
+        given |= {"epochs": 1}
+    with jax.default_matmul_precision(None):
+        function(**given)
+    assert "default" in seen
+    assert None not in seen

@@ -32,12 +32,27 @@ def full_precision(function: Callable[P, T]) -> Callable[P, T]:
     ['tensorfloat32', 'highest']
     """
 
+    return _unless_set("highest", function)
+
+
+def training_precision(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorates a function that trains: matrix products are JAX's default ones on the device.
+
+    Those of the attacks that it calls, too, which by themselves run in full precision. What the
+    user set as ``jax_default_matmul_precision`` is kept.
+    """
+    return _unless_set("default", function)
+
+
+def _unless_set(precision: str, function: Callable[P, T]) -> Callable[P, T]:
+    """The function in a precision of matrix products, unless the user set another."""
+
     @functools.wraps(function)
     def run(*given: P.args, **options: P.kwargs) -> T:
         config: Any = jax.config
         if config.jax_default_matmul_precision is not None:
             return function(*given, **options)
-        with jax.default_matmul_precision("highest"):
+        with jax.default_matmul_precision(precision):
             return function(*given, **options)
 
     return run

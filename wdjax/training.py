@@ -16,6 +16,7 @@ from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Attack, PyTree
 from wdjax.engine import driver, identity, loop
+from wdjax.precision import training_precision
 
 
 class History(NamedTuple):
@@ -49,6 +50,7 @@ class StepProgram(NamedTuple):
     mesh: Mesh | None
 
 
+@training_precision
 def train(
     model: Callable[[Array], Array],
     x: AnyArray,

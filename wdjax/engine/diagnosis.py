@@ -79,8 +79,8 @@ def _missed(found: Found, attack: Attack, eps: Any) -> list[str]:
     if eps is not None or attack.budget != "none" or left.mean() <= _MISSED:
         return []
     return [
-        f"no flip was found for {left.sum()} of {len(left)} samples, whose distance is inf: give "
-        "it more steps, or use ensembles.wda_star"
+        f"no flip was found for {left.sum()} of {len(left)} samples, whose distance is inf; unless "
+        "there is none in the box, more steps or ensembles.wda_star find one"
     ]
 
 

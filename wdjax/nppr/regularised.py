@@ -20,6 +20,7 @@ from wdjax.nppr import counting, objective
 from wdjax.nppr.family import Family
 from wdjax.nppr.fit_schedule import Schedule
 from wdjax.nppr.fitted import Fitted
+from wdjax.precision import training_precision
 
 _CHUNK = 50
 """Maximum number of steps in one program."""
@@ -60,6 +61,7 @@ class State(NamedTuple):
     """``[steps]``, NaN for steps to come."""
 
 
+@training_precision
 def train_model(
     model: Model,
     x: AnyArray,

@@ -11,6 +11,7 @@ from wdjax import loops, losses, models
 from wdjax.checks import arguments, validate
 from wdjax.core import Array, Attack, Model, PyTree
 from wdjax.engine import driver
+from wdjax.precision import training_precision
 
 Network = Callable[..., Model]
 """``network(key=key)``: a model with random parameters."""
@@ -83,6 +84,7 @@ def falling_sgd(
     )
 
 
+@training_precision
 def train_classifier(
     model: Model,
     x: Array,
