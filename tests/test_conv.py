@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from wdjax import models, program
-from wdjax.models.conv import conv
+from wdjax.models.conv import conv, plain
 
 fast = pytest.mark.fast
 FIRST = {
@@ -143,3 +143,20 @@ def test_gradients_of_all_convolutions_loop_well():
 
         gradient = jax.make_jaxpr(jax.grad(loss, (0, 1)))
         assert program.loops_well(gradient(jnp.ones(shape), jnp.ones(kernel)))
+
+
+@pytest.mark.parametrize("precision", ["highest", "float32", None])
+def test_a_search_does_not_change_the_program_that_is_analysed(precision):
+    """JAX keeps what it traced; for one with plain convolutions another must not be taken."""
+    kernel = jnp.ones((1, 1, 3, 8))
+    inner = jax.jit(lambda x: conv(x, kernel, stride=1, padding=0))
+
+    def names():
+        program_ = jax.make_jaxpr(inner)(jnp.ones((2, 8, 8, 3)))
+        return {eqn.primitive.name for eqn in program.equations(program_)}
+
+    with jax.default_matmul_precision(precision):
+        assert "dot_general" in names()
+        with plain():
+            assert "conv_general_dilated" in names()
+        assert "dot_general" in names()

@@ -5,7 +5,6 @@ the highest precision, summed in any order), and for exact arithmetic too.
 """
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from wdjax.bounds.margins import METHODS, Method
 from wdjax.bounds.region import Domain, Norm
 from wdjax.certify import branch, ranges
 from wdjax.certify.ranges import EntryRange
-from wdjax.checks import validate
+from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import forward_only, host_only
 from wdjax.core import AnyArray, Array, Classifier
 from wdjax.engine import batching
@@ -190,10 +189,9 @@ def _tell(ended: npt.NDArray[Any] | None) -> None:
     """
     if ended is None or not (stuck := np.sum(ended == branch.ENDS.index("nothing to split"))):
         return
-    warnings.warn(
+    arguments.warn(
         f"branch and bound had nothing left to split in {stuck} of {len(ended)} samples and ended "
-        "before its time: it splits ReLUs by their signs. They keep the bounds found so far.",
-        stacklevel=3,
+        "before its time: it splits ReLUs by their signs. They keep the bounds found so far."
     )
 
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,9 +78,14 @@ def plain() -> Iterator[None]:
     >>> [eqn.primitive.name for eqn in program.eqns][-1]
     'conv_general_dilated'
     """
+    # JAX keeps traces by its own settings, of which this is none; the other name of the highest
+    # precision makes it take another trace than one that was made outside.
+    config: Any = jax.config
+    name = "highest" if config.jax_default_matmul_precision == "float32" else "float32"
     before = _PLAIN.set(True)
     try:
-        yield
+        with jax.default_matmul_precision(name):
+            yield
     finally:
         _PLAIN.reset(before)
 
