@@ -58,7 +58,8 @@ def test_products_are_exact_unless_the_user_says_otherwise(function, given):
     with jax.default_matmul_precision(None):
         function(**given, **short.get(function, {}))
         assert jax.config.jax_default_matmul_precision is None
-    assert set(seen) == {"highest"}
+    assert seen
+    assert set(seen) <= {"highest", "float32"}  # Two names of one.
 
 
 @pytest.mark.parametrize("function", [training.train, nppr.train_model, games.train_classifier])
