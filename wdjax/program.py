@@ -35,9 +35,10 @@ def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     """How many operands of a ``scan`` are constants, and how many after them are carries.
 
-    >>> powers = jax.make_jaxpr(lambda x: loops.scan(lambda c, t: (c * x, t), x, x * jnp.ones(3)))(2.0)
+    >>> step = lambda carry, t: (2 * carry, t)
+    >>> powers = jax.make_jaxpr(lambda x: loops.scan(step, x, x * jnp.ones(3)))(2.0)
     >>> [scan_counts(eqn) for eqn in equations(powers) if eqn.primitive.name == "scan"]
-    [(1, 1)]
+    [(0, 1)]
     """
     if "ft_in" in eqn.params:  # Since jax 0.11.
         consts, carries, _ = eqn.params["ft_in"].unpack()
