@@ -218,3 +218,20 @@ def test_a_list_is_read_in_linear_time():
         )):  # fmt: skip
             with pytest.raises(ValueError, match=r"takes|written"):
                 call("--attacks", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "bounded"),
+    [
+        ("pgd", (), "maximum"),
+        ("fast", (), "maximum"),
+        ("pgd", ("--kappa", "2"), "average"),
+        ("wda++", (), "average"),
+        ("wda++", ("--order", "inf"), "maximum"),
+        ("wpgd", (), "average"),
+    ],
+)
+def test_whether_eps_bounds_each_sample_or_their_average(text, more, bounded):
+    parsed = parser().parse_args([*BASE, "--norm", "linf", "--attacks", text, *more])
+    (column,) = attack_command._columns(parsed).values()
+    assert attack_command._bounded(column, parsed) == bounded

@@ -195,3 +195,6 @@ def test_a_nearest_flip_that_was_not_found_is_told():
     assert f"{20 - missed.sum()} flipped at a median cost of 0." in repr(found)
     assert len(repr(found)) < 250
     assert "correct" in str(jax.eval_shape(lambda: found))
+    gone = jax.tree.map(jnp.array, found)
+    gone.cost.delete()
+    assert repr(gone).startswith("Found(x_adv, ")

@@ -185,6 +185,14 @@ class Attack(Protocol):
         ...
 
 
+def _is_readable(leaf: Any) -> bool:
+    """Whether it is an array with numbers here: none of a trace, of other hosts, or donated."""
+    if not isinstance(leaf, jax.Array):
+        return isinstance(leaf, np.ndarray)
+    traced = isinstance(leaf, jax.core.Tracer)
+    return not traced and leaf.is_fully_addressable and not leaf.is_deleted()
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
@@ -227,8 +235,7 @@ class Found:
     def __repr__(self) -> str:
         fields, said = ", ".join(vars(self)), ""
         facts = self.correct, self.success, self.cost
-        known = all(isinstance(fact, np.ndarray | jax.Array) for fact in facts)
-        if known and not any(isinstance(fact, jax.core.Tracer) for fact in facts):
+        if all(map(_is_readable, facts)):
             correct, success, cost = map(np.asarray, facts)
             flips = correct & success
             said = f"{correct.sum()} of {correct.size} samples correct, {flips.sum()} flipped"
