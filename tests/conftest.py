@@ -14,10 +14,11 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-OLDER = "--xla_cpu_use_fusion_emitters=false "  # Unknown to jaxlib 0.11, which ends the process.
+OLDER = [*map(int, metadata.version("jaxlib").split(".")[:2])] < [0, 11]
+"""Whether jaxlib knows the flag of the fusion emitters; others end the process."""
 os.environ["XLA_FLAGS"] = (
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
-    + OLDER * ([*map(int, metadata.version("jaxlib").split(".")[:2])] < [0, 11])
+    + "--xla_cpu_use_fusion_emitters=false " * OLDER
     + os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
 )

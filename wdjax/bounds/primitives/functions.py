@@ -269,8 +269,8 @@ RECORDS = [
     # |y| products, each rounded to half a unit.
     function("integer_pow", nonlinear.power, lambda eqn: 0.5 * abs(eqn.params["y"]), relax.power),
     function("square", nonlinear.power, ONCE, relax.power),
+    # Since jax 0.11, in derivatives of tanh.
+    function("one_minus_square", nonlinear.one_minus_square, Error(1.5, 1.5, 1.5)),
     function("pow", nonlinear.real_power, Error(0.6, 0.6, 0.6), _real_power, fuses=False),
     function("abs", nonlinear.absolute, EXACT, relax.convex(jnp.abs, jnp.sign), homogeneous=True),
 ]
-if hasattr(lax, "one_minus_square"):  # Since jax 0.11, in derivatives of tanh.
-    RECORDS.append(function("one_minus_square", nonlinear.one_minus_square, Error(1.5, 1.5, 1.5)))
