@@ -48,8 +48,8 @@ FAULTS = {
     ),
     "pgd-step-for-the-wrong-norm": Fault(
         "attacks/pgd.py",
-        "share = 1 / 4 if self.ball.norm == 1 else 2.5 / self.steps",
-        "share = 1 / 40 if self.ball.norm == 1 else 0.25 / self.steps",
+        "share = _SHARE.get(self.ball.norm, 2.5 / self.steps)",
+        "share = _SHARE.get(self.ball.norm, 2.5 / self.steps) / 10",
         "wdjax/attacks/pgd.py tests/test_fixed_budget.py tests/test_own_attack.py",
     ),
     "ddn-grows-on-flips": Fault(

@@ -13,10 +13,11 @@ import pytest
 from test_misuse import CALLS, KEY, MODEL, PGD, X, Y, call
 
 import wdjax
-from wdjax import Lp, certify, ensembles, image, nppr, smoothing, training
+from wdjax import Lp, attacks, certify, ensembles, image, nppr, smoothing, training
 from wdjax import transductive as games
 from wdjax.checks import arguments
 from wdjax.cli import main
+from wdjax.engine import driver
 from wdjax.report import audit
 from wdjax.smoothing import noise
 
@@ -247,3 +248,25 @@ def test_commands_write_what_they_warn_of(given, command, capsys):
         assert any(message in text for text in content["remarks"]) == warned, content["remarks"]
         assert (message in captured.err) == warned
         assert bool(content["remarks"]) == warned
+
+
+def test_spending_beyond_the_radius_of_a_search_is_said():
+    """Flips beyond the radius were not looked for; the rest of the budget could pay for them."""
+    x, y = jnp.array([[0.6, 0.4], [0.9, 0.1], [0.8, 0.2]]), jnp.array([0, 0, 0])
+    pair = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    found = wdjax.search(attacks.PGD(), pair, x, y, eps=0.15)
+    assert found.radius.tolist() == pytest.approx([0.15] * 3)
+    said = "2 of 3 samples have no flip within 0.15"
+    for eps, order, kappa in ((0.15, 1, None), (0.1, 2, None), (0.2, jnp.inf, None), (0.15, 1, 2)):
+        with pytest.warns(UserWarning, match=said):
+            wdjax.spend(found, eps=eps, order=order, kappa=kappa)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wdjax.spend(found, eps=0.15, order=jnp.inf)
+        wdjax.spend(found, eps=0.02, order=1)
+        wdjax.spend(found, eps=0.15, order=2, kappa=1)
+        near = wdjax.search(attacks.WDAPlusPlus(), pair, x, y, diagnose=False)
+        assert bool(jnp.all(jnp.isinf(near.radius)))
+        wdjax.spend(wdjax.best_of(found, near), eps=0.3, order=1)
+    with pytest.warns(UserWarning, match=said):
+        wdjax.spend(driver.within(found, near, 0.15), eps=0.3, order=1)

@@ -5,6 +5,7 @@ import collections
 import graphlib
 import importlib
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,10 @@ def test_a_room_says_what_it_is_for_and_where_to_begin(name):
     files = {path.stem for path in (ROOT / name).glob("*.py")}
     assert named & files, "which file is the first to open"
     assert set(re.findall(r"(?<![:`])`(\w+)`(?!`)", said)) <= files | {"defenses", "primitives"}
+
+
+def test_planted_faults_are_planted_in_lines_that_exist():
+    """``bench/mutations.py`` changes one line of a file each; a changed line is changed there."""
+    faults = runpy.run_path(str(ROOT.parent / "bench" / "mutations.py"))["FAULTS"].items()
+    gone = [name for name, one in faults if (ROOT / one.file).read_text().count(one.line) != 1]
+    assert len(faults) > 20 and gone == []

@@ -226,6 +226,8 @@ class Found:
     """Number of forward passes."""
     limit: Array | None = None
     """The largest cost that the ball allows anywhere in its box; inf without a box."""
+    radius: Array | None = None
+    """How far the search was allowed to look: ``eps``, or inf for minimum-norm attacks."""
     history: Info | None = None
     """``[steps, n]`` leaves on the host, if requested. A step that was not taken has no passes and
     repeats the last value."""

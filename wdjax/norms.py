@@ -44,7 +44,22 @@ def check_norm(norm: float, *more: float) -> float:
         if np.ndim(norm) == 0 and not isinstance(norm, (str, bytes)) and norm == known:
             return known
     words = ", ".join(f"{known:g}" for known in (*more, 1, 2))
-    raise ValueError(f"norm must be {words} or inf, got {norm!r}.")
+    raise ValueError(f"norm must be {words} or inf, got {norm!r}{meant(norm)}.")
+
+
+def meant(norm: Any) -> str:
+    """What to pass instead of a norm's name, for an error's message; empty for anything else.
+
+    Args:
+      norm: what was given.
+
+    >>> meant("Linf"), meant("l2"), meant(3)
+    (': pass the number jnp.inf', ': pass the number 2', '')
+    """
+    number = NAMES.get(norm.lower()) if isinstance(norm, str) else None
+    if number is None:
+        return ""
+    return f": pass the number {'jnp.inf' if number == math.inf else number}"
 
 
 def dual(norm: float) -> float:

@@ -108,8 +108,8 @@ def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Res
     every order and, if it was not bound to a radius, every budget.
 
     Args:
-      found: from :func:`wdjax.search`; of a search within a radius, one that is not below ``eps``
-        (with ``kappa``, ``kappa^(1/p) eps``), since flips beyond it were not looked for.
+      found: from :func:`wdjax.search`. A search within a radius has not looked for flips beyond it;
+        a warning says where the budget could pay for such flips.
       eps: the budget, at least 0, in the units of ``x``; may be traced.
       order: Wasserstein order p, at least 1 or inf.
       kappa: at least 1, may be traced, or None for the knapsack.
@@ -150,6 +150,7 @@ def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Res
     else:
         cost, correct, success = map(np.asarray, facts)
         weight = _weigh_known(cost, correct, success, float(eps), kappa, order)
+        arguments.warn(_unsearched(found, np.asarray(weight), float(eps), kappa, order))
     return Result(**{f.name: getattr(found, f.name) for f in fields(Found)}, weight=weight)
 
 
@@ -188,6 +189,30 @@ def _weigh_known(
     weight = np.where(np.isfinite(cost), weight, np.nan).astype(cost.dtype)
     _refuse_overspending(cost, weight, eps, order)
     return jax.device_put(weight)
+
+
+def _unsearched(found: Found, weight: AnyArray, eps: float, kappa: Any, order: float) -> str | None:
+    """A warning if the budget could pay for flips beyond the radius of the search, else None.
+
+    With ``kappa`` or at order inf it reaches every sample within ``kappa^(1/p) eps``, else wherever
+    some of it is left.
+    """
+    if found.radius is None:
+        return None
+    radius = np.asarray(found.radius)
+    missed = np.asarray(found.correct & ~found.success) & np.isfinite(radius)
+    if kappa is None and order != math.inf:
+        left = _power_mean(np, _float64(found.cost), _float64(weight), order) < eps * (1 - 1e-5)
+        missed &= left
+    else:
+        missed &= radius < eps * float(1 if kappa is None else kappa) ** (1 / order) * (1 - 1e-5)
+    if not missed.any():
+        return None
+    return (
+        f"{missed.sum()} of {len(missed)} samples have no flip within {radius[missed].max():g}, "
+        f"where this search ended, and eps={eps:g} could pay for flips beyond: the accuracy may be "
+        "too high. Search with a minimum-norm attack such as WDAPlusPlus, or within a larger eps."
+    )
 
 
 def _reach(eps: Any, order: float) -> Any:

@@ -28,7 +28,10 @@ def check(
         arguments.check(model=model, x=x, y=y, ball=domain(norm, box, x).norm, **radius)
         return
     if isinstance(norm, str):
-        raise ValueError(f"norm must be 1, 2, inf or an image.ImageWasserstein(), got {norm!r}.")
+        raise ValueError(
+            f"norm must be 1, 2, inf or an image.ImageWasserstein(), got {norm!r}"
+            f"{norms.meant(norm)}."
+        )
     simple = (eps is None or np.ndim(eps) < 2) and all(np.ndim(end) == 0 for end in box or ())
     ball = Lp(norms.check_norm(norm), validate.check_box(box)) if simple else None
     arguments.check(model=model, x=x, y=y, ball=ball, **radius)

@@ -315,7 +315,7 @@ def within(found: Found, nearest: Found, eps: Any) -> Found:
     [True, False]
     """
     hits = nearest.success & (nearest.cost <= eps) & ~found.success
-    return joined(found, replace(nearest, done=hits), hits)
+    return joined(found, replace(nearest, done=hits, radius=found.radius), hits)
 
 
 def joined(one: Found, other: Found, wins: Array) -> Found:
@@ -333,4 +333,5 @@ def joined(one: Found, other: Found, wins: Array) -> Found:
         zeros=one.zeros + other.zeros,
         gradients=one.gradients + other.gradients,
         forwards=one.forwards + other.forwards,
+        radius=None if one.radius is None else jnp.maximum(one.radius, other.radius),
     )

@@ -105,9 +105,8 @@ def reach(attack: Attack, samples: Samples, track: Track) -> Found:
     """
     x_adv, proof = attack.point(samples, track.state)
     cost = attack.ball.cost(samples.x, x_adv, proof)
-    inside = jnp.isfinite(cost)
-    if attack.budget == "sample":
-        inside &= cost <= samples.radius * (1 + transport.BEYOND)
+    radius = samples.radius if attack.budget == "sample" else jnp.full_like(cost, jnp.inf)
+    inside = jnp.isfinite(cost) & (cost <= radius * (1 + transport.BEYOND))
     gradients, forwards, zeros, faults = track.totals.T
     return Found(
         x_adv=jnp.where(norms.spread(inside, x_adv), x_adv, samples.x),
@@ -121,6 +120,7 @@ def reach(attack: Attack, samples: Samples, track: Track) -> Found:
         zeros=zeros,
         gradients=gradients,
         forwards=forwards,
+        radius=radius,
     )
 
 
