@@ -202,8 +202,7 @@ def _unsearched(found: Found, weight: AnyArray, eps: float, kappa: Any, order: f
     radius = np.asarray(found.radius)
     missed = np.asarray(found.correct & ~found.success) & np.isfinite(radius)
     if kappa is None and order != math.inf:
-        left = _power_mean(np, _float64(found.cost), _float64(weight), order) < eps * (1 - 1e-5)
-        missed &= left
+        missed &= _power_mean(np, _float64(found.cost), _float64(weight), order) < eps * (1 - 1e-5)
     else:
         missed &= radius < eps * float(1 if kappa is None else kappa) ** (1 / order) * (1 - 1e-5)
     if not missed.any():

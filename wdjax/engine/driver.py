@@ -333,5 +333,5 @@ def joined(one: Found, other: Found, wins: Array) -> Found:
         zeros=one.zeros + other.zeros,
         gradients=one.gradients + other.gradients,
         forwards=one.forwards + other.forwards,
-        radius=None if one.radius is None else jnp.maximum(one.radius, other.radius),
+        radius=jax.tree.map(jnp.maximum, one.radius, other.radius),
     )
