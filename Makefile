@@ -113,7 +113,8 @@ $(BENCH)/.peers: pyproject.toml
 	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
 	$(PEERS) "setuptools<81" wheel
 	$(PEERS) --no-build-isolation visdom
-	$(PEERS) --editable ".[test,torch]" adv-lib torchattacks foolbox pyautoattack torchvision
+	$(PEERS) --editable ".[test,torch]" adv-lib torchattacks foolbox numba \
+		pyautoattack torchvision
 	touch $@
 
 $(VENV)/.lint: pyproject.toml | $(VENV)/bin/python
