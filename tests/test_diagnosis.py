@@ -198,3 +198,50 @@ def test_a_nearest_flip_that_was_not_found_is_told():
     gone = jax.tree.map(jnp.array, found)
     gone.cost.delete()
     assert repr(gone).startswith("Found(x_adv, ")
+
+
+@jax.custom_vjp
+def _misled(x):
+    return x
+
+
+_misled.defvjp(
+    lambda x: (x, None), lambda _, g: (jnp.cos(jnp.arange(g.size, dtype=g.dtype)).reshape(g.shape),)
+)
+WIDE = jnp.asarray(np.random.default_rng(3).normal(size=(64, 3)) / 8, jnp.float32)
+IMAGES = jnp.asarray(np.random.default_rng(4).uniform(0.3, 0.7, (40, 64)), jnp.float32)
+CLASSES = jnp.argmax(IMAGES @ WIDE, axis=1)
+WEAK = {
+    "steps too short": (attacks.PGD(steps=10, step_size=1e-4), lambda x: x),
+    "too few queries": (attacks.Square(queries=3), lambda x: x),
+    "misleading gradient": (attacks.PGD(), _misled),
+    "misleading gradient, WDA": (attacks.WDA(), _misled),
+    "misleading gradient, l2": (attacks.PGD(Lp(2)), _misled),
+    "shattered gradient": (attacks.PGD(), lambda x: x + 0.02 * jnp.sin(2000 * x)),
+}
+
+
+@pytest.mark.parametrize("name", WEAK)
+def test_an_attack_hardly_better_than_noise_is_looked_at_again(name):
+    attack, front = WEAK[name]
+    model, eps = wdjax.Model(lambda w, x: front(x) @ w, WIDE), 1.0 if "l2" in name else 0.08
+    with pytest.warns(RobustnessWarning, match="second look"):
+        found = wdjax.search(attack, model, IMAGES, CLASSES, eps=eps, key=KEY)
+    overlooked = np.asarray(found.overlooked)
+    assert overlooked.sum() >= 3
+    logits = np.asarray(IMAGES @ WIDE)
+    gaps = logits.max(axis=1, keepdims=True) - logits
+    slopes = np.linalg.norm(
+        np.asarray(WIDE).T[np.asarray(CLASSES)][:, None] - np.asarray(WIDE).T[None],
+        2 if "l2" in name else 1, axis=-1,
+    )  # fmt: skip
+    reach = np.min(np.where(gaps > 0, gaps / np.maximum(slopes, 1e-9), np.inf), axis=1)
+    assert (reach[overlooked] <= eps * 1.01 + 0.02 * ("shattered" in name)).all()
+
+
+def test_long_enough_steps_in_many_coordinates_need_no_second_look():
+    model = wdjax.Model(lambda w, x: x @ w, WIDE)
+    for attack in (attacks.PGD(steps=5), attacks.WDA(), attacks.APGD(), attacks.PGD(Lp(2))):
+        with warnings.catch_warnings(action="error"):
+            found = wdjax.search(attack, model, IMAGES, CLASSES, eps=0.01, key=KEY)
+        assert bool((found.correct & ~found.success).any())

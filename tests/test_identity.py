@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import attacks, losses, nppr, smoothing, training, transductive
+from wdjax import attacks, identity, losses, nppr, smoothing, training, transductive
 from wdjax.certify import verify
-from wdjax.engine import identity
 from wdjax.smoothing import noise
 
 pytestmark = pytest.mark.fast
@@ -214,7 +213,7 @@ def test_programs_are_told_apart(name):
 _SCRIPT = """
 import jax, jax.numpy as jnp
 from wdjax import models
-from wdjax.engine import identity
+from wdjax import identity
 net = models.mlp((4, 8, 3), key=jax.random.key(0))
 slope = lambda net, x: jax.grad(lambda x: jnp.sum(jax.nn.gelu(net(x)) ** 2))(x)
 print(identity.digest(identity.program(slope, net, jnp.ones((2, 4))), {"b": 1, "a": 2}).hex())

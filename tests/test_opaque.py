@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import attacks, certify, convert, lipschitz, smoothing, training
+from wdjax import attacks, certify, convert, identity, lipschitz, smoothing, training
 from wdjax.checks import independence
-from wdjax.engine import identity
 
 RNG = np.random.default_rng(0)
 IN, OUT = (RNG.normal(size=shape).astype(np.float32) for shape in ((8, 5), (5, 4)))

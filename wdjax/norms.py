@@ -53,13 +53,13 @@ def meant(norm: Any) -> str:
     Args:
       norm: what was given.
 
-    >>> meant("Linf"), meant("l2"), meant(3)
+    >>> meant("Linf"), meant("2"), meant(3)
     (': pass the number jnp.inf', ': pass the number 2', '')
     """
-    number = NAMES.get(norm.lower()) if isinstance(norm, str) else None
-    if number is None:
+    number = str(norm).lower().removeprefix("l") if isinstance(norm, str) else ""
+    if number not in ("0", "1", "2", "inf"):
         return ""
-    return f": pass the number {'jnp.inf' if number == math.inf else number}"
+    return f": pass the number {'jnp.inf' if number == 'inf' else number}"
 
 
 def dual(norm: float) -> float:

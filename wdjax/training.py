@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from wdjax import aims, loops, losses, models, parallel, program
+from wdjax import aims, identity, loops, losses, models, parallel, program
 from wdjax.aims import Aim, AttackAim, CertificateAim, NoiseAim, TrainableCertificate, TrainingNoise
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Attack, PyTree
-from wdjax.engine import driver, identity, loop
+from wdjax.engine import driver, loop
 from wdjax.precision import training_precision
 
 

@@ -200,7 +200,7 @@ def _unsearched(found: Found, weight: AnyArray, eps: float, kappa: Any, order: f
     if found.radius is None:
         return None
     radius = np.asarray(found.radius)
-    missed = np.asarray(found.correct & ~found.success) & np.isfinite(radius)
+    missed = np.asarray(found.correct) & ~np.asarray(found.success) & np.isfinite(radius)
     if kappa is None and order != math.inf:
         missed &= _power_mean(np, _float64(found.cost), _float64(weight), order) < eps * (1 - 1e-5)
     else:

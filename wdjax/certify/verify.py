@@ -12,7 +12,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from wdjax import metrics, parallel
+from wdjax import identity, metrics, parallel
 from wdjax.bounds.margins import METHODS, Method
 from wdjax.bounds.region import Norm
 from wdjax.certify import anytime, pointwise, ranges
@@ -21,7 +21,7 @@ from wdjax.certify.ranges import EntryRange
 from wdjax.checks import validate
 from wdjax.checks.forward_mode import TWIN, host_only
 from wdjax.core import CLAIM, Array, Certificate, Classifier, Progress
-from wdjax.engine import identity, loop
+from wdjax.engine import loop
 from wdjax.parallel import AnyArray
 from wdjax.precision import full_precision
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax.checks import validate
+from wdjax.checks import purity, validate
 
 _PARTS = {
     "attack": ("ball", "budget", "random", "stages", "init", "point", "finished"),
@@ -25,6 +25,8 @@ _PARTS = {
 """Attributes that an instance must have, by the protocols of :mod:`wdjax.core`, ``nppr`` and
 ``smoothing.noise``."""
 _HOME = {"attack": "attacks", "perturbation": "nppr.distributions", "noise": "smoothing.noise"}
+_GREY = 100
+"""How wide a box is, at least, that is one of grey levels rather than of images in [0, 1]."""
 _WRAPPERS = {"wdjax.engine.diagnosis", "wdjax.precision"}
 """The modules of decorators whose frames lie between a public function and its caller."""
 
@@ -41,7 +43,8 @@ def check(*optional: str, **given: Any) -> None:
 
     Raises:
       ValueError: an argument of the wrong kind; tells what was given and expected, and what to do.
-        A ball of norm 0, unless the attack is ``sparse``.
+        A ball of norm 0, unless the attack is ``sparse``. A ``model`` that is no pure function of
+        its parameters and ``x``, which is not looked at if the caller is the package itself.
 
     >>> check(key=0)
     Traceback (most recent call last):
@@ -69,7 +72,10 @@ def check(*optional: str, **given: Any) -> None:
             "attacks.SigmaZero finds flips of few changes, attacks.PGD flips within eps changes."
         )
     if ball is not None and eps is not None:
-        warn(too_far(ball, np.shape(given["x"])[1:], eps))
+        warn(too_far(ball, np.shape(given["x"])[1:], eps) or too_near(ball, eps))
+    model = given.get("model")
+    if model is not None and x is not None and not validate.traced(model, x) and not _caller()[0]:
+        purity.check(model, x)
 
 
 def described(value: Any) -> str:
@@ -92,15 +98,20 @@ def warn(text: str | None) -> None:
 
     Private and nested functions may lie between that function and this one.
     """
-    frame, level = inspect.currentframe(), 1
+    inside, level = _caller()
+    if text is not None and not inside:
+        warnings.warn(text, UserWarning, stacklevel=level)
+
+
+def _caller() -> tuple[bool, int]:
+    """Whether the running public function is called by the package; the caller's ``stacklevel``."""
+    frame, level = inspect.currentframe(), 0
     while frame is not None and _is_inner(frame):
         frame, level = frame.f_back, level + 1
     frame, level = frame and frame.f_back, level + 1
     while frame is not None and _module(frame) in _WRAPPERS:
         frame, level = frame.f_back, level + 1
-    inside = frame is not None and _module(frame).split(".")[0] == "wdjax"
-    if text is not None and not inside:
-        warnings.warn(text, UserWarning, stacklevel=level)
+    return frame is not None and _module(frame).split(".")[0] == "wdjax", level
 
 
 def _is_inner(frame: types.FrameType) -> bool:
@@ -130,6 +141,29 @@ def too_far(ball: Any, shape: tuple[int, ...], eps: Any) -> str | None:
     """
     known = hasattr(ball, "diameter") and not validate.traced(eps)
     return beyond(ball.diameter(shape), eps, ball.units) if known else None
+
+
+def too_near(ball: Any, eps: Any) -> str | None:
+    """A warning if all radii are below one grey level in a box of grey levels, else None.
+
+    Args:
+      ball: may have a ``box``, two numbers.
+      eps: radii of any shape; None if traced.
+
+    >>> from wdjax import Lp
+    >>> too_near(Lp(), 8 / 255) is None, "in [0, 1]" in too_near(Lp(box=(0, 255)), 8 / 255)
+    (True, True)
+    """
+    box = getattr(ball, "box", None)
+    if not box or validate.traced(eps) or any(np.ndim(end) for end in box):
+        return None
+    largest = float(np.max(np.asarray(eps, float), initial=0.0))
+    if not 0 < largest < 1 or not _GREY <= box[1] - box[0] < np.inf:
+        return None
+    return (
+        f"eps={largest:g} is less than one grey level of the box [{box[0]:g}, {box[1]:g}]; "
+        "multiply a radius for images in [0, 1] by 255."
+    )
 
 
 def beyond(most: float, eps: Any, units: str) -> str | None:
@@ -162,10 +196,8 @@ def _labels(name: str, value: Any) -> None:
     """Raises unless the value is integer labels ``[n]``."""
     array = _array(name, value, "integer labels [n]")
     if not jnp.issubdtype(array.dtype, jnp.integer) or len(array.shape) != 1:
-        raise ValueError(
-            f"{name} must be integer labels [n], got {described(array)}; of one-hot rows take "
-            f"{name}.argmax(axis=1)."
-        )
+        advice = f"; of one-hot rows take {name}.argmax(axis=1)" * (len(array.shape) == 2)
+        raise ValueError(f"{name} must be integer labels [n], got {described(array)}{advice}.")
 
 
 def _radius(name: str, value: Any) -> None:

@@ -165,8 +165,9 @@ def check_samples(
             )
     elif ends and (low < ends[0] or high > ends[1]):
         raise ValueError(
-            f"x spans [{low:g}, {high:g}], outside the box [{ends[0]:g}, {ends[1]:g}]; rescale it, "
-            "or give the ball another box (box=None for none)."
+            f"x spans [{low:g}, {high:g}], outside the box [{ends[0]:g}, {ends[1]:g}]; rescale it. "
+            "If it was normalised by mean and std, put that inside the model; data that are no "
+            "images may have another box, Lp(box=(low, high)), or none, box=None."
         )
     smallest, largest = int(labels.min()), int(labels.max())
     if smallest < 0 or largest >= classes:

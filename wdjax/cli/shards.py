@@ -15,10 +15,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from wdjax import identity
 from wdjax.cli import options, subject
 from wdjax.cli.console import Console
 from wdjax.core import Certificate, Classifier, Found
-from wdjax.engine import batching, identity, tasks
+from wdjax.engine import batching, tasks
 from wdjax.files import atomic, persist
 from wdjax.nppr.estimate import Estimate
 from wdjax.report import summary

@@ -10,12 +10,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from wdjax import data, norms, parallel
+from wdjax import data, identity, norms, parallel
 from wdjax.checks import validate
 from wdjax.cli import options, own_model, printed, process
 from wdjax.cli.console import Console
 from wdjax.core import Classifier
-from wdjax.engine import identity, tasks
+from wdjax.engine import tasks
 from wdjax.files import atomic
 from wdjax.models import convert
 from wdjax.report import summary

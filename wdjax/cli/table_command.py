@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from wdjax import data
+from wdjax import data, identity
 from wdjax.cli import job_file, options, printed, subject
 from wdjax.cli.console import Console
 from wdjax.cli.paper_tables import SEED, TABLES, Cell, PaperTable
-from wdjax.engine import identity
 from wdjax.report import plots, summary
 
 _MODEL = ("model", "arch", "weights", "data", "samples")

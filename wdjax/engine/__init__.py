@@ -10,7 +10,7 @@ of `track` says which); `loop` repeats rounds until the search is finished, repo
 resumes (trainings and fits use it, too). After the last round the points are evaluated once more,
 and infeasible ones are replaced by the samples.
 
-`batching` chooses batch sizes; `identity` computes the digest that ties a checkpoint to its search;
+`batching` chooses batch sizes;
 `diagnosis` warns where a result may overstate robustness, and takes a second look; `tasks` keeps
 the finished parts of longer commands. Open `driver` first. Nothing needs to be added here for a new
 attack.

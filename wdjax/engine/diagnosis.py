@@ -3,7 +3,8 @@
 Where gradients are zero, or where the loss rises but the margin never does, an attack cannot
 succeed and the model looks robust only because the attack is blind. Some 60 passes of other
 attacks, which use the margin itself or no gradients at all, show how much a better attack would
-find.
+find. The same is asked with 300 queries where an attack's points are hardly better than random
+noise: its steps are too few or too short, or its gradients mislead.
 """
 
 import functools
@@ -18,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from wdjax import losses
-from wdjax.attacks import PGD, MarginPGD, Square, ascent
+from wdjax.attacks import PGD, MarginPGD, Points, Square, ascent
 from wdjax.balls import Lp
 from wdjax.checks import validate
-from wdjax.core import Attack, Found, PyTree
+from wdjax.core import AnyArray, Attack, Found, PyTree
 from wdjax.precision import full_precision
 
 _SHARE = 0.5
@@ -37,12 +38,17 @@ _MANY = 50
 """The least number of samples of which the clean accuracy is judged."""
 _MISSED = 0.1
 """The least share of samples that is said if a minimum-norm search finds no flip for more."""
-_QUERIES = 30
-"""Queries of the random search in a second look, after two margin ascents of eight steps each."""
+_QUERIES = 30, 300
+"""Queries of the random search in a second look, after two margin ascents of eight steps each; and
+where the attack was hardly better than noise."""
+_NOISE = 2
+"""An attack is hardly better than noise if it raises the median margin of the survivors by less
+than so many times what noise of the same size does."""
 
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Search = Callable[..., Found]
 
 
 class RobustnessWarning(UserWarning):
@@ -50,7 +56,7 @@ class RobustnessWarning(UserWarning):
 
 
 def diagnose(
-    found: Found, attack: Attack, clean: np.ndarray, eps: Any, again: Callable[..., Found]
+    found: Found, attack: Attack, clean: np.ndarray, x: AnyArray, eps: Any, again: Search
 ) -> Found:
     """Warns of what makes a result doubtful; if the attack was blind, takes a second look first.
 
@@ -58,19 +64,56 @@ def diagnose(
       found: what the attack found.
       attack: the attack that the warning names.
       clean: ``[n]``, the criterion at the samples.
+      x: ``[n, *shape]``
       eps: the radius of the search, or None.
-      again: ``(attack, eps=, only=, key=) -> Found``, another search of the same samples.
+      again: ``(attack, eps=, only=, key=, start=) -> Found``, another search of the same samples.
 
     Returns:
-      ``found``, with ``overlooked`` set if there was a second look.
+      ``found``, with ``overlooked`` set if the attack was blind, or if it was hardly better than
+      noise and another one breaks more.
     """
-    if isinstance(attack.ball, Lp) and _is_blind(found, attack, clean):
+    said = _missed(found, attack, eps)
+    if isinstance(attack.ball, Lp) and _standing(found).any():
         farthest = attack.ball.diameter(found.x_adv.shape[1:])
         radius = np.asarray(farthest if attack.budget == "none" else eps)
         if np.all(np.isfinite(radius)) and np.any(radius > 0):
-            found = replace(found, overlooked=_overlooked(found, attack.ball, radius, again))
-    warn(type(attack).__name__, found, *_missed(found, attack, eps))
+            mine, noise = 0.0, 0.0
+            if attack.budget == "sample" and attack.ball.norm != 0:
+                mine, noise = _gains(found, attack.ball, clean, np.asarray(x), radius, again)
+            blind, noisy = _is_blind(found, attack, clean), mine < _NOISE * noise
+            if blind or noisy:
+                broken = _overlooked(found, attack.ball, radius, _QUERIES[noisy], again)
+                found = replace(found, overlooked=broken) if blind or broken.any() else found
+            if mine < noise:
+                said.append(
+                    "its points are no nearer to a mistake than random noise of the same size: "
+                    "take more or longer steps, and look whether gradients are those of the model"
+                )
+    warn(type(attack).__name__, found, *said)
     return found
+
+
+def _gains(
+    found: Found, ball: Lp, clean: np.ndarray, x: np.ndarray, radius: Any, again: Search
+) -> tuple[float, float]:
+    """By how much the median margin of up to 100 survivors rises by the attack, and by noise.
+
+    The noise is as long as ``radius`` allows: random signs, a direction, or one coordinate.
+    """
+    left, random = _chosen(found), np.random.default_rng(0)
+    noise = random.normal(size=x.shape).astype(x.dtype).reshape(len(x), -1)
+    if ball.norm == np.inf:
+        noise = np.sign(noise)
+    elif ball.norm == 1:
+        noise *= np.abs(noise) == np.abs(noise).max(axis=1, keepdims=True)
+    noise /= np.linalg.norm(noise, ball.norm, axis=1, keepdims=True)
+    size = np.broadcast_to(radius, len(x)).astype(x.dtype) * (1 - 1e-5)
+    points = x + (size[:, None] * noise).reshape(x.shape)
+    points = points if ball.box is None else np.clip(points, *ball.box)
+    noisy = again(Points(ball), eps=radius, only=left, start=points)
+    rises = (np.asarray(one.margin)[left] - clean[left] for one in (found, noisy))
+    mine, other = (float(np.median(rise)) for rise in rises)
+    return mine, other
 
 
 def _missed(found: Found, attack: Attack, eps: Any) -> list[str]:
@@ -174,20 +217,26 @@ def _is_blind(found: Found, attack: Attack, clean: np.ndarray) -> bool:
     return attack.budget != "none" and bool(stuck.mean() > _SHARE)
 
 
-def _overlooked(found: Found, ball: Lp, radius: Any, again: Callable[..., Found]) -> np.ndarray:
-    """``[n]``: up to 100 survivors that margin ascent or random search breaks after all.
-
-    ``again(attack, eps=, only=, key=)`` searches as before with another attack.
-    """
+def _chosen(found: Found) -> np.ndarray:
+    """``[n]`` booleans: up to 100 of the samples that have no flip, evenly spread."""
     standing = np.flatnonzero(_standing(found))
     count = min(len(standing), _MOST)
     left = np.zeros(len(found.correct), bool)
     left[standing[np.linspace(0, len(standing) - 1, count).astype(int)]] = True
+    return left
+
+
+def _overlooked(found: Found, ball: Lp, radius: Any, queries: int, again: Search) -> np.ndarray:
+    """``[n]``: up to 100 survivors that margin ascent or random search breaks after all.
+
+    ``again(attack, eps=, only=, key=)`` searches as before with another attack.
+    """
+    left = _chosen(found)
     broken = np.zeros_like(left)
     looks: tuple[Attack, ...]
-    looks = MarginPGD(ball), MarginPGD(ball, far=True), Square(ball, queries=_QUERIES)
+    looks = MarginPGD(ball), MarginPGD(ball, far=True), Square(ball, queries=queries)
     if ball.norm == 0:
-        looks = (PGD(ball, steps=_QUERIES, loss=losses.margin, random_start=True),)
+        looks = (PGD(ball, steps=queries, loss=losses.margin, random_start=True),)
     for number, look in enumerate(looks):
         if left.any():
             seen = again(look, eps=radius, only=left, key=jax.random.key(number))

@@ -78,7 +78,8 @@ def search(
       history: keep the :class:`~wdjax.core.Info` of every step, ``[steps, n]``.
       diagnose: warn at top level of what makes the result doubtful (:attr:`Found.remarks`). Where
         more than half of the gradients are zero, or margins do not rise, attack up to 100 of the
-        samples that survived again, by margin ascent and random search, about 60 passes each.
+        samples that survived again, by margin ascent and random search, about 60 passes each; 330
+        where margins rise less than twice as much as by random noise of the same size.
       transductive: allow a model whose outputs depend on the whole batch; inside a trace only,
         where the batch is never split.
       batch_size: samples on all devices at once; by default what memory allows, but 16 to 128 a
@@ -112,12 +113,14 @@ def search(
     ([True, False], [False, False])
     """
     x, form = trees.flattened(x, attack)
-    arguments.check("key", "eps", attack=attack, model=model, x=x, y=y, eps=eps, key=key)
+    arguments.check("key", "eps", attack=attack, x=x, y=y, eps=eps, key=key)
+    validate.check_model(model)
     if form is not None:
         model = form.joined(model, x)
         start = None if start is None else form.flat("start", start)
         if mask is not None:
             mask = form.flat("mask", jax.tree.map(lambda leaf: np.asarray(leaf)[None], mask))[0]
+    arguments.check(model=model, x=x)
     attack, samples, start, places, attacked, sound = validate.check_search(
         attack, model, x, y, eps=eps, key=key, start=start, only=only, index=index,
         criterion=None if criterion is losses.decision_margin else criterion,
@@ -151,7 +154,7 @@ def search(
             search, model=model, x=x, y=y, criterion=criterion, mask=mask, index=index,
             diagnose=False, batch_size=batch_size, mesh=mesh,
         )  # fmt: skip
-        found = diagnosis.diagnose(found, named, clean, eps, again)
+        found = diagnosis.diagnose(found, named, clean, x, eps, again)
     return found if form is None else replace(found, x_adv=form.tree(found.x_adv))
 
 
@@ -190,7 +193,7 @@ def looked_again(
     nobody = np.zeros(len(found.cost), bool)
     unmoved = search(attack, model, x, y, eps=eps, key=key, only=nobody, **how)
     again = functools.partial(search, model=model, x=x, y=y, **how)
-    return diagnosis.diagnose(found, attack, np.asarray(unmoved.margin), eps, again)
+    return diagnosis.diagnose(found, attack, np.asarray(unmoved.margin), x, eps, again)
 
 
 def _as_pytree(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -248,8 +251,10 @@ def run(
     >>> float(run(PGD(steps=5), model, x, y, eps=0.2, kappa=2.0).accuracy)
     0.5
     """
-    whole = trees.flattened(x, attack)[0]
-    arguments.check(attack=attack, model=model, x=whole, y=y, eps=eps)
+    flat, form = trees.flattened(x, attack)
+    arguments.check(attack=attack, x=flat, y=y, eps=eps)
+    validate.check_model(model)
+    arguments.check(model=model if form is None else form.joined(model, flat), x=flat)
     order = validate.check_order(order)
     eps = validate.check_number("eps", eps)
     if kappa is None and attack.budget != "none":

@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from wdjax import parallel
-from wdjax.engine.identity import words
 from wdjax.files import atomic, persist
+from wdjax.identity import words
 
 State = TypeVar("State")
 
@@ -51,7 +51,7 @@ def carry(
         is written at intervals, at the end, and on Ctrl-C or SIGTERM, which then take effect after
         the current turn. Until the loop ends no other process or thread may use the folder.
       every: minimum number of seconds between two writings; 0 to write after every turn.
-      identity: what the state belongs to, from :func:`wdjax.engine.identity.digest`.
+      identity: what the state belongs to, from :func:`wdjax.identity.digest`.
       about: the settings by name, stored in the manifest to say which of them differ.
       mesh: over which the work is split. If it spans processes, all of them must take this loop;
         they end together, and process 0 alone writes.

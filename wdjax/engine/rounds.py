@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from wdjax import loops, parallel, program
+from wdjax import identity, loops, parallel, program
 from wdjax.checks import validate
 from wdjax.core import Array, Attack, Found, Info, Progress, PyTree, Samples, Stage, Victim
-from wdjax.engine import batching, diagnosis, identity, loop, track
+from wdjax.engine import batching, diagnosis, loop, track
 from wdjax.engine.track import Track
 
 _LONG = 50

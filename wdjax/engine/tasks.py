@@ -134,7 +134,7 @@ class Tasks:
         Args:
           folder: where results and states are kept; None to keep nothing.
           every: minimum number of seconds between two writings of a task's state.
-          identity: what the work belongs to, from :func:`wdjax.engine.identity.digest`.
+          identity: what the work belongs to, from :func:`wdjax.identity.digest`.
           about: its settings by name, to say which of them differ.
           clock: returns counters by name; their differences are what a task spent.
 

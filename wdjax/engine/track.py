@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from wdjax import loops, norms, transport
+from wdjax import identity, loops, norms, transport
 from wdjax.core import Array, Attack, Ball, Found, Info, PyTree, Samples, Stage, Victim
-from wdjax.engine import identity
 
 
 class Track(NamedTuple):
@@ -247,7 +246,7 @@ def programs(
 ) -> list[ClosedJaxpr]:
     """All programs of a search, traced for two samples: evaluation, start, stages, points.
 
-    They identify the search in its checkpoint (:func:`wdjax.engine.identity.digest`).
+    They identify the search in its checkpoint (:func:`wdjax.identity.digest`).
     """
     x, y, eps, start = jax.tree.map(_two, (*samples[:3], start))
     sample_keys = (

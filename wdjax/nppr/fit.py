@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from wdjax import losses, models, parallel, program
+from wdjax import identity, losses, models, parallel, program
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Classifier
-from wdjax.engine import identity, loop
+from wdjax.engine import loop
 from wdjax.nppr import objective
 from wdjax.nppr.counting import TWIN, outputs
 from wdjax.nppr.family import Family, Params

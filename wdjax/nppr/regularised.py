@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from wdjax import loops, losses, models, program, training
+from wdjax import identity, loops, losses, models, program, training
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Model, PyTree
-from wdjax.engine import identity, loop
+from wdjax.engine import loop
 from wdjax.nppr import counting, objective
 from wdjax.nppr.family import Family
 from wdjax.nppr.fit_schedule import Schedule

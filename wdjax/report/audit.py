@@ -22,13 +22,13 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from wdjax import losses, metrics, parallel, transport
+from wdjax import identity, losses, metrics, parallel, transport
 from wdjax.attacks import PGD, WDA, WDAPlusPlus
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import SEARCH_TWIN, host_only
 from wdjax.core import Array, Attack, Classifier, Found, Result, Samples, Victim
-from wdjax.engine import driver, identity, track
+from wdjax.engine import driver, track
 from wdjax.engine.tasks import Done, Task, Tasks
 from wdjax.precision import full_precision
 from wdjax.report import proofs
@@ -366,6 +366,7 @@ def of(
       Omega_1   >=    0.500    0.000
     all invariants hold
     """
+    arguments.check(model=model, x=x, y=y)
     began = time.perf_counter()
     found = sandwich(
         model,

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 
 from wdjax.core import Classifier
@@ -36,9 +37,9 @@ GLOSSARY = {
     "Ball": "All that the adversary may do with the budget. In a larger ball he can do more, so "
     "that both answers are lower.",
     "Omega_p": "Omega_inf moves every sample by at most eps: the usual threat. In Omega_1 eps is "
-    "spent on average over the data set: little on samples that are close to a mistake, nothing "
-    "on those that are far. Omega_2 is between: the mean of the squares is at most eps squared. "
-    "They are Wasserstein balls of order p around the data set.",
+    "spent on average over the data set: only samples near a mistake are moved, the cheapest "
+    "first. Omega_2 is between: the mean of the squares is at most eps squared. They are "
+    "Wasserstein balls of order p around the data set.",
     "kappa": "The adversary may move a part of a sample: 1 / kappa of its weight, and that part "
     "kappa^(1/p) times as far.",
     "Attacked accuracy": "The lowest that any attack here reached. Another attack may reach less, "
@@ -339,15 +340,15 @@ def _elsewhere(model: Mapping[str, Any]) -> str:
 
 
 def _findings(model: Mapping[str, Any]) -> list[str]:
-    """For every ball a sentence with both bounds at the budget that tells most about it.
+    """For every ball a sentence with both bounds at the budget that tells most about them.
 
-    It is the one at which the attacks leave what is nearest to half of the unattacked accuracy.
+    It is the one at which the attacks leave what is nearest to half of the unattacked accuracy, in
+    the mean of the balls.
     """
-    said = []
+    left = np.mean([curves["attacked_accuracy"] for curves in model["balls"].values()], axis=0)
+    most, said = int(np.argmin(np.abs(2 * left - model["clean_accuracy"]))), []
     for key, curves in model["balls"].items():
         ball, proved = key.capitalize(), curves["certified_accuracy"]
-        left = [abs(2 * share - model["clean_accuracy"]) for share in curves["attacked_accuracy"]]
-        most = left.index(min(left))
         certified = (
             "and no certificate applies, so that nothing is known from below"
             if proved is None

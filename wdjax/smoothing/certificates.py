@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
+from wdjax import identity
 from wdjax.balls import Lp
 from wdjax.bounds.region import Box
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import TRACES, host_only
 from wdjax.core import AnyArray, Array, Model, Progress
-from wdjax.engine import batching, identity, loop
+from wdjax.engine import batching, loop
 from wdjax.precision import full_precision
 from wdjax.smoothing import binomial, looks, votes
 from wdjax.smoothing.grid import Noise

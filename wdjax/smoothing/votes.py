@@ -14,9 +14,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
-from wdjax import parallel
+from wdjax import identity, parallel
 from wdjax.core import Array
-from wdjax.engine import batching, identity
+from wdjax.engine import batching
 from wdjax.precision import float64
 from wdjax.smoothing.grid import Noise, quantized, scale_of_each
 

@@ -6,9 +6,8 @@ import functools
 import jax
 import numpy as np
 
-from wdjax import parallel
+from wdjax import identity, parallel
 from wdjax.core import Array
-from wdjax.engine import identity
 from wdjax.transductive.attacker import BankBatch, compiled_move
 from wdjax.transductive.defender import (
     compiled_adapt,
