@@ -399,3 +399,25 @@ def test_a_loss_is_one_float_a_sample(attack):
         if name == "one number":
             with pytest.raises(ValueError, match=r"loss must return floats"):
                 training.train(NET, X, Y, epochs=1, key=KEY, attack=PGD, eps=0.1, loss=loss)
+
+
+ADVICE = {
+    "a list": (dict(x=X.tolist()), "np.asarray"),
+    "one logit": (dict(model=wdjax.Model(lambda w, x: (x @ w)[:, 0], jnp.ones((4, 3)))), "stack"),
+    "a tuple": (dict(model=wdjax.Model(lambda w, x: (x @ w, w), jnp.ones((4, 3)))), "logits only"),
+    "a norm's name": (dict(norm="linf"), "pass the number jnp.inf"),
+    "a number's name": (dict(norm="2"), "pass the number 2"),
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_errors_say_what_to_do(name):
+    wrong, advice = ADVICE[name]
+    with pytest.raises(ValueError, match=advice):
+        certify.certified(**(SHAPED | {"norm": 2, "eps": 0.1} | wrong))
+
+
+def test_a_certificate_prints_its_counts():
+    found = certify.verify(**SHAPED, norm=jnp.inf, eps=0.0)
+    counts = int(found.verified.sum()), len(X)
+    assert repr(found).startswith("Certificate({} of {} samples verified, ".format(*counts))

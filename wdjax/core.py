@@ -337,6 +337,16 @@ class Certificate(NamedTuple):
     """The method that verified or falsified each sample, empty where none did, if several were
     tried one after another; else empty."""
 
+    def __repr__(self) -> str:
+        verified = int(np.sum(self.verified))
+        said = [f"{verified} of {np.size(self.margin)} samples verified"]
+        if self.falsified is not None:
+            falsified = int(np.sum(self.falsified))
+            unknown = np.size(self.margin) - verified - falsified
+            said += [f"{falsified} falsified", f"{unknown} unknown"]
+        said += [f"{int(np.sum(self.correct))} correct when clean, by {self.method}"]
+        return f"Certificate({', '.join(said)})"
+
     @property
     def verified(self) -> npt.NDArray[Any]:
         """Whether no point within ``eps`` is misclassified."""

@@ -22,6 +22,11 @@ def check(
     model: Classifier, x: AnyArray, y: AnyArray, norm: Norm, box: EntryRange, **radius: ArrayLike
 ) -> None:
     """The checks that all certificates of samples share; most have a radius ``eps``."""
+    if not hasattr(x, "shape"):
+        raise ValueError(
+            f"x must be an array [n, *shape], got {arguments.described(x)}; pass "
+            "np.asarray(x, np.float32)."
+        )
     eps = radius.get("eps")
     if moved_mass.moves_mass(norm):
         _no_entries(norm, eps)

@@ -106,7 +106,12 @@ def check_shapes(
     if criterion is None:
         if getattr(out, "ndim", 0) != 2 or out.shape[0] != n or out.shape[1] < 2:
             got = getattr(out, "shape", type(out).__name__)
-            raise ValueError(f"the model must return logits [{n}, K] with K >= 2, got {got}.")
+            advice = "" if hasattr(out, "shape") else ": return the array of logits only"
+            if got in ((n,), (n, 1)):
+                advice = "; of the one logit z of two classes return jnp.stack([0 * z, z], axis=-1)"
+            raise ValueError(
+                f"the model must return logits [{n}, K] with K >= 2, got {got}{advice}."
+            )
         return int(out.shape[1])
     if not leaves or any(leaf.ndim < 1 or leaf.shape[0] != n for leaf in leaves):
         shapes = [leaf.shape for leaf in leaves]
