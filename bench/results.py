@@ -62,6 +62,15 @@ SECTIONS = {
         "optimality.py --settings resnet2b-linf mnist-l2 --attacks wda-star walk fmn ddn wda++ "
         "--queries 200 1000",
     ),
+    "attackbench": Section(
+        "Nearest flips at equal passes, image by image",
+        "`wda_star` against the minimum-norm attacks of adv-lib, foolbox and torchattacks on six "
+        "nets and 100 images: optimality (1 is the nearest flip that anybody found), mean "
+        "distance, passes an image, and how many of ours are farther than the nearest of all "
+        "rivals' flips, each rival with the whole budget. `farther` lists them: image, factor, "
+        "rival. An hour.",
+        "attackbench.py --losses",
+    ),
     "transport": Section(
         "Exact transport beside POT",
         "Process seconds of exact Wasserstein distances between distributions, and between images, "

@@ -27,6 +27,8 @@ _TRIAL = 0.25
 """Share of the keen samples that take a kind of walk on its first trial."""
 _STAKE = 0.03
 """Maximum share of all passes that such a first trial may cost."""
+_EASY = 0.5
+"""Norm 1 is easy if the first steps from the sample flip more than this share of the samples."""
 _KEEN = 0.5
 """A sample is keen, and walked again, if its expected gain is at least this share of the mean."""
 
@@ -61,7 +63,8 @@ def wda_star(
 
     For norm 1 and from 200 passes on a short :class:`~wdjax.attacks.PDPGD` comes first, followed by
     a long walk in small steps from its points, or from the sample where it found no flip; below 300
-    passes there also by one from a random point, which is all, and samples do not share passes.
+    passes there also by one from a random point, which is all, and samples do not share passes. If
+    their first four steps flip most of the samples, walks to three classes take the place of PDPGD.
 
     Otherwise samples share the passes, and trials speak for all of them: what is found for one
     depends on which others come with it, and on how many. With fewer than 36 of them at least every
@@ -120,7 +123,12 @@ def wda_star(
     plan = schedule(ball, validate.check_count("passes", passes), most)
     kept = sum(kind.passes for kind in plan.last)
     terms = Spending(passes - kept, tolerance, eps, order)
-    record = _open(ask, plan.firsts, terms, np.inf if most is None else most)
+    probed = None
+    if plan.probe is not None and plan.easy is not None:
+        probed = _follow(ask, 0, plan.probe, None, np.ones(len(ask.y), bool))
+        flipped = np.asarray(probed.success)[np.asarray(probed.correct)]
+        plan = plan.easy if np.mean(flipped) > _EASY else plan
+    record = _open(ask, plan.firsts, terms, np.inf if most is None else most, probed)
     if start is not None:
         record = _given(record, ball, start)
     if plan.look:
@@ -185,8 +193,12 @@ class Standing(NamedTuple):
         )
 
 
-def _open(ask: Question, firsts: list[Kind], terms: Spending, most: float) -> Standing:
-    """The opening: the first search of every sample.
+def _open(
+    ask: Question, firsts: list[Kind], terms: Spending, most: float, probed: Found | None
+) -> Standing:
+    """The opening: the first search of every sample, after the probe if there was one.
+
+    A flip of the probe is kept only where the opening finds none: it is no good point to begin at.
 
     All ``firsts`` are tried on the trial samples, and the kind with the shortest distances in sum
     (at most twice the longest finite one counts) is used on the others. Where so few passes of so
@@ -196,9 +208,12 @@ def _open(ask: Question, firsts: list[Kind], terms: Spending, most: float) -> St
     trial = _trial(len(ask.y), firsts, terms.passes)
     if trial.all() and terms.passes < sum(kind.passes for kind in firsts):
         firsts = firsts[-1:]
-    found = _follow(ask, 0, firsts[0], None, trial)
+    number = 0 if probed is None else 1
+    found = _follow(ask, number, firsts[0], None, trial)
+    if probed is not None:
+        found = driver.joined(found, probed, jnp.asarray(probed.success & ~found.success))
     near, tried = trial & firsts[0].near, [found]
-    record = Standing(ask, 1, found, near, near, np.full(len(trial), _HOPE), {}, most)
+    record = Standing(ask, number + 1, found, near, near, np.full(len(trial), _HOPE), {}, most)
     for kind in firsts[1:]:
         only = trial & record.affords(kind)
         tried.append(_follow(ask, record.number, kind, found, only))

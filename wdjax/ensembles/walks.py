@@ -22,6 +22,12 @@ _SLOW = 66
 """Maximum number of steps of the walk that follows it."""
 _FEW = 200
 """Minimum number of passes for which norm 1 has a schedule of its own."""
+_PAIR = 14, 2
+"""Steps and classes of the walk from the sample in norm 2 where passes are few."""
+_AIMS = 3
+"""Classes that walks from the sample aim at where passes are many, or first steps flip."""
+_BRISK = 16, 25
+"""Steps of such walks for norm 1 where passes are few, and where they are many."""
 
 
 class Kind(NamedTuple):
@@ -59,6 +65,10 @@ class Itinerary(NamedTuple):
     """Where they pay; walks from the sample only where such a walk found the nearest flip."""
     last: list[Kind]
     """Of every sample whose distance matters."""
+    probe: Kind | None = None
+    """Before all: first steps of every sample."""
+    easy: "Itinerary | None" = None
+    """What is done instead if they flip most samples."""
 
 
 def schedule(ball: Lp, passes: int, most: int | None = None) -> Itinerary:
@@ -73,6 +83,9 @@ def schedule(ball: Lp, passes: int, most: int | None = None) -> Itinerary:
     # From the sample, following the linearised margin is better where the ball has corners.
     aimed = Walk(ball, steps=first, targets=1, haste=1.0 if ball.norm == 2 else 0.0)
     near = Kind(aimed, "sample")
+    if ball.norm == 2 and passes >= _MANY[0]:
+        steps, targets = (first, _AIMS) if passes >= _MANY[1] else _PAIR
+        near = Kind(replace(aimed, steps=steps, targets=targets), "sample")
     held = Walk(ball, far=True, haste=0.5, step_size=1.1, shrink=0.25, width=1.3)
     bold = Walk(ball, far=True, haste=1.0, step_size=2.0, shrink=0.35, width=2.3)
     more = [Kind(replace(walk, steps=later), "around") for walk in (held, bold)]
@@ -93,23 +106,32 @@ def schedule(ball: Lp, passes: int, most: int | None = None) -> Itinerary:
         patient = Walk(ball, steps=2 * later, far=True)
         more += [Kind(wide, "around"), Kind(patient, "sample"), polish]
     if ball.norm == 1 and passes >= _FEW:
-        return _sparse(ball, passes, near, more)
+        return _sparse(ball, passes, more)
     return Itinerary(firsts, look, [], [], more, last)
 
 
-def _sparse(ball: Lp, passes: int, near: Kind, more: list[Kind]) -> Itinerary:
+def _sparse(ball: Lp, passes: int, more: list[Kind]) -> Itinerary:
     """The schedule for norm 1.
 
     Walks from random points end dense. The proximal map finds the few pixels that matter, often at
-    a long distance, which a long walk in small steps then shortens.
+    a long distance, which a long walk in small steps then shortens. Below 300 passes only where the
+    first steps from the sample do not flip: gradients there are small. Elsewhere walks to several
+    classes are better.
     """
     first = Kind(PDPGD(ball, steps=min(_SPARSE[1], max(_SPARSE[0], passes // 12))), "sample")
-    steps = min(_SLOW, (passes - first.passes - 3) // 2)
+    probe = Kind(Walk(ball, steps=_LOOK), "sample") if passes < _MANY[1] else None
+    left = passes - (probe.passes + 2 if probe else 0)
+    steps = min(_SLOW, (left - first.passes - 3) // 2)
     slow = Walk(ball, steps=steps, haste=1.0, step_size=0.3, shrink=0.2)
     polish, far = Kind(slow, "best"), Kind(replace(slow, far=True, haste=0.0, shrink=0.4), "sample")
     third = steps // 3
     free = Walk(ball, steps=third, far=True, haste=1.0)
     lost = [Kind(replace(slow, steps=steps - third - 1), "sample"), Kind(free, "sample")]
-    if passes < _MANY[1]:
-        return Itinerary([first], [], [polish], lost, [], [])
-    return Itinerary([first], [], [polish, near], [polish], [far, polish, *more], [])
+    walk = Walk(ball, steps=_BRISK[0], targets=_AIMS, haste=1.0, step_size=0.7)
+    if probe:
+        brisk = Kind(walk, "sample")
+        end = replace(slow, steps=(left - brisk.passes - 3) // 2, step_size=0.6, shrink=0.3)
+        easy = Itinerary([brisk], [], [Kind(end, "best")], lost[1:], [], [])
+        return Itinerary([first], [], [polish], lost, [], [], probe, easy)
+    several = Kind(replace(walk, steps=_BRISK[1]), "sample")
+    return Itinerary([first], [], [polish, several], [polish], [far, polish, *more], [])
