@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import Lp, attacks, ensembles, losses, remarks
+from wdjax import Lp, attacks, audit, ensembles, losses, remarks
 from wdjax.engine.diagnosis import RobustnessWarning
 
 RNG = np.random.default_rng(0)
@@ -245,3 +245,20 @@ def test_long_enough_steps_in_many_coordinates_need_no_second_look():
         with warnings.catch_warnings(action="error"):
             found = wdjax.search(attack, model, IMAGES, CLASSES, eps=0.01, key=KEY)
         assert bool((found.correct & ~found.success).any())
+
+
+def test_an_audit_counts_the_flips_of_second_looks():
+    model = wdjax.Model(lambda w, x: _misled(x) @ w, WIDE)
+    with pytest.warns(RobustnessWarning, match="second look"):
+        found = audit.of(model, IMAGES, CLASSES, eps_list=[0.04, 0.08])
+    assert found.passed
+    entries = [entry for entry in found.sandwich.entries if entry.order == np.inf]
+    for place, eps in enumerate((0.04, 0.08)):
+        looked = [entry for entry in entries if entry.eps == eps]
+        standing = [np.asarray(one.result.correct & ~one.result.success) for one in looked]
+        seen = [one.result.overlooked for one in looked]
+        assert any(some is not None and some.any() for some in seen)
+        left = np.logical_and.reduce(standing + [~some for some in seen if some is not None])
+        assert found.sandwich.attacked(np.inf)[place] == pytest.approx(left.mean())
+        assert left.mean() < min(one.accuracy for one in looked)
+        assert found.sandwich.attacked(np.inf)[place] >= found.sandwich.certified(np.inf)[place]

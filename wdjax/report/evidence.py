@@ -116,12 +116,12 @@ class Sandwich(NamedTuple):
 
     def attacked(self, order: float) -> Numbers:
         """``[m]``: the least accuracy reached in the ball ``Omega_order``, by a single attack or by
-        spending the budget on the nearest flips of all attacks."""
+        spending the budget on the nearest flips of all attacks and second looks."""
         clean = float(np.mean(self.correct))
         single = self._best(order, lambda entry: entry.accuracy, min, clean)
         if not self.entries:
             return single
-        flip, _ = self.nearest()
+        flip = self.within()
         bought = np.array([transport.allocate(flip, eps, order) for eps in self.eps_list], float)
         return np.minimum(single, np.mean(1 - bought, axis=1))
 
@@ -158,6 +158,22 @@ class Sandwich(NamedTuple):
             best = np.where(closer, entry.distance, best)
             points[closer] = np.asarray(entry.result.x_adv)[closer]
         return best, points
+
+    def within(self) -> Numbers:
+        """``[n]``: distances within which a flip is known, by an attack or by a second look.
+
+        A second look (:attr:`~wdjax.core.Found.overlooked`) keeps no points: its flips are
+        somewhere within the radius that it searched. 0 for a misclassified sample, inf for none.
+        """
+        known = self.nearest()[0]
+        for entry in self.entries:
+            seen, radius, limit = (
+                getattr(entry.result, name) for name in ("overlooked", "radius", "limit")
+            )
+            if seen is not None and radius is not None and limit is not None:
+                reach = np.minimum(np.asarray(radius, float), np.asarray(limit, float))
+                known = np.minimum(known, np.where(seen, reach, np.inf))
+        return known
 
     def _best(
         self,
@@ -226,7 +242,7 @@ def _no_flip_inside(found: Sandwich) -> Invariant:
     name, gaps, liars = "no flip inside a certified ball", [np.zeros(0)], []
     flip = np.where(found.correct, np.inf, 0.0)
     if found.entries:
-        flip = np.minimum(flip, found.nearest()[0])
+        flip = np.minimum(flip, found.within())
     for certificate, radius in found.certificates.items():
         # A misclassified sample with a certified radius of 0 violates nothing.
         told = np.flatnonzero(np.isfinite(flip) & (found.correct | (radius > 0)))

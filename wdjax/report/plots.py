@@ -188,7 +188,7 @@ def distances(found: Sandwich) -> "Figure":
       found: the sandwich.
     """
     figure, (axis,) = _panels(1)
-    distance = found.nearest()[0]
+    distance = found.within()
     order = np.argsort(distance, kind="stable")
     rank = np.arange(len(order))
     finite = np.isfinite(distance[order])
@@ -213,7 +213,7 @@ def allocation(found: Sandwich) -> "Figure":
       found: the sandwich.
     """
     figure, (axis,) = _panels(1)
-    distance = found.nearest()[0]
+    distance = found.within()
     order = np.argsort(distance, kind="stable")
     rank = np.arange(len(order))
     budgets = found.eps_list[found.eps_list > 0]

@@ -98,7 +98,7 @@ def describe(found: Sandwich) -> dict[str, Any]:
         "samples": {
             "correct": found.correct.tolist(),
             "certified_radius": _numbers(found.radius) if found.certificates else None,
-            "flip_distance": _numbers(found.nearest()[0]) if found.entries else None,
+            "flip_distance": _numbers(found.within()) if found.entries else None,
             "flip_distances": {name: _numbers(found.nearest(name)[0]) for name in found.names},
             "certified_radii": {
                 name: _numbers(radius) for name, radius in found.certificates.items()
