@@ -1,5 +1,6 @@
 """A model that is no pure function of its parameters is refused: JAX keeps its first program."""
 
+import functools
 import inspect
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from test_misuse import CALLS, call
 
 import wdjax
-from wdjax import attacks, certify, ensembles
+from wdjax import attacks, certify, ensembles, losses
 
 CHANGED = "reads a value that is not among its parameters"
 X = jnp.asarray(np.random.default_rng(0).uniform(size=(6, 4)), jnp.float32)
@@ -50,6 +51,30 @@ def test_a_value_that_changed_since_is_seen(kind):
             certify.certified(renewed, X, Y, norm=jnp.inf, eps=0.01)
     jax.clear_caches()
     wdjax.run(attacks.PGD(steps=3), model, X, Y, eps=0.01)
+
+
+def test_a_loss_or_criterion_that_changed_is_seen():
+    box = Box(1.0)
+
+    def loss(out, y):
+        return box.weights * losses.cross_entropy(out, y)
+
+    def criterion(out, y):
+        return losses.decision_margin(out, y) - box.weights
+
+    model = wdjax.Model(lambda w, x: x @ w, W)
+    asked = [
+        functools.partial(wdjax.search, attacks.PGD(steps=2, loss=loss), model, X, Y, eps=0.1),
+        functools.partial(wdjax.run, attacks.PGD(steps=4, loss=loss), model, X, Y, eps=0.1),
+        functools.partial(wdjax.search, attacks.FMN(steps=3), model, X, Y, criterion=criterion),
+        functools.partial(wdjax.run, attacks.FMN(steps=3), model, X, Y, eps=1, criterion=criterion),
+    ]
+    for ask in asked:
+        ask()
+    box.weights = -1.0
+    for ask in asked:
+        with pytest.raises(ValueError, match=CHANGED):
+            ask()
 
 
 def test_numbers_drawn_while_tracing_are_seen():

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from wdjax import losses
 from wdjax.checks import purity, validate
 
 _PARTS = {
@@ -39,19 +40,20 @@ def check(*optional: str, **given: Any) -> None:
       **given: ``attack``, ``model``, ``perturbation``, ``noise``, ``x`` and ``z`` (samples
         ``[n, *shape]``), ``y`` (``[n]``), ``eps``, ``key``, ``keys``. Warns of an ``eps`` beyond
         the diameter of ``ball`` (or of the attack's or perturbation's ball), unless the caller is
-        the package itself.
+        the package itself. A ``criterion`` is not checked but for what follows.
 
     Raises:
       ValueError: an argument of the wrong kind; tells what was given and expected, and what to do.
-        A ball of norm 0, unless the attack is ``sparse``. A ``model`` that is no pure function of
-        its parameters and ``x``, which is not looked at if the caller is the package itself.
+        A ball of norm 0, unless the attack is ``sparse``. A ``model``, criterion or
+        attack's loss that is no pure function of its parameters; inside a trace, or if the caller
+        is the package itself, this is not looked at.
 
     >>> check(key=0)
     Traceback (most recent call last):
       ...
     ValueError: key must be one typed key, got 0; pass key=jax.random.key(0).
     """
-    ball = given.pop("ball", None)
+    ball, criterion = given.pop("ball", None), given.pop("criterion", None)
     for name, value in given.items():
         if value is not None or name not in optional:
             _KINDS[name](name, value)
@@ -74,8 +76,13 @@ def check(*optional: str, **given: Any) -> None:
     if ball is not None and eps is not None:
         warn(too_far(ball, np.shape(given["x"])[1:], eps) or too_near(ball, eps))
     model = given.get("model")
-    if model is not None and x is not None and not validate.traced(model, x) and not _caller()[0]:
-        purity.check(model, x)
+    if model is None or x is None or validate.traced(model, x, criterion) or _caller()[0]:
+        return
+    purity.check(model, x)
+    loss = None if getattr(attack, "targets", 0) else getattr(attack, "loss", None)
+    for name, function in (("attack's loss", loss), ("criterion", criterion)):
+        if function is not None and getattr(function, "__module__", None) != losses.__name__:
+            purity.check_loss(name, function, model, x)
 
 
 def described(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Checks that a model is a pure function: that its program is the one that JAX keeps for it."""
+"""Checks that functions are pure: that their programs are those that JAX keeps for them."""
 
 import weakref
 from collections.abc import Callable
@@ -8,11 +8,11 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from wdjax import identity
-from wdjax.checks import independence, validate
+from wdjax.checks import validate
 from wdjax.core import AnyArray, Array, PyTree
 
 _ROWS = 16
-"""Size of the batch for which a model is traced, which is that of the check of the batch axis."""
+"""Size of the batch for which functions are traced."""
 
 _DIGESTS: weakref.WeakKeyDictionary[ClosedJaxpr, bytes] = weakref.WeakKeyDictionary()
 """Of programs that JAX keeps, at their first trace: NumPy arrays in them may change in place."""
@@ -44,22 +44,67 @@ def check(model: Callable[[Array], PyTree], x: AnyArray) -> None:
       ...
     ValueError: the model's function reads a value that is not among its parameters and that ...
     """
-    kind = jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)
-    some = jax.ShapeDtypeStruct((_ROWS, *np.shape(x)[1:]), kind)
+    some = _some(x)
     try:
-        kept = independence.outputs.trace(model, some).jaxpr
+        differs = _differs(model, some)
     except Exception:
-        given = jax.ShapeDtypeStruct(np.shape(x), kind)
+        given = jax.ShapeDtypeStruct(np.shape(x), some.dtype)
         validate.shapes_of(model, given)  # Says what the model does not accept.
         raise
-    now = jax.jit(lambda model, x: model(x)).trace(model, some).jaxpr
+    _refuse(differs, "the model's function", "Model(apply, params)")
+
+
+def check_loss(
+    name: str, function: Callable[..., Array], model: Callable[[Array], PyTree], x: AnyArray
+) -> None:
+    """Raises if a criterion or a loss, traced anew, differs from the program that JAX keeps.
+
+    Args:
+      name: what it is, for the error.
+      function: ``(out, y) -> [n]``.
+      model: whose outputs ``out`` it takes.
+      x: ``[n, *shape]`` samples, concrete.
+
+    Raises:
+      ValueError: the programs, or the constants in them, differ.
+    """
+    out, labels = jax.eval_shape(model, _some(x)), jax.ShapeDtypeStruct((_ROWS,), np.int32)
+    plain = jax.tree_util.treedef_is_leaf(jax.tree.structure(function))
+    given = jax.tree_util.Partial(function) if plain else function
+    try:
+        differs = _differs(given, out, labels)
+    except Exception:
+        return  # The search refuses what is no loss, and says why.
+    _refuse(differs, f"the {name}", "jax.tree_util.Partial(function, value)")
+
+
+def _some(x: AnyArray) -> jax.ShapeDtypeStruct:
+    """The shape of a batch of samples like ``x``, ``[n, *shape]``, for which to trace."""
+    kind = jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)
+    return jax.ShapeDtypeStruct((_ROWS, *np.shape(x)[1:]), kind)
+
+
+@jax.jit
+def _kept(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    """A function's value, traced once for each function and shapes."""
+    return function(*args)
+
+
+def _differs(function: Callable[..., PyTree], *args: PyTree) -> bool:
+    """Whether the function, a pytree, now traces to another program than at first."""
+    kept = _kept.trace(function, *args).jaxpr
+    now = jax.jit(lambda function, *args: function(*args)).trace(function, *args).jaxpr
     if kept not in _DIGESTS:
         _DIGESTS[kept] = identity.digest(kept)
-    if _DIGESTS[kept] != identity.digest(now):
+    return _DIGESTS[kept] != identity.digest(now)
+
+
+def _refuse(differs: bool, what: str, way: str) -> None:
+    """Raises if a function differs; the ``way`` is how what changes is passed to it."""
+    if differs:
         raise ValueError(
-            "the model's function reads a value that is not among its parameters and that changes: "
-            "weights in a closure or a global, or random numbers of NumPy. JAX keeps the program "
-            "with the values of its first call, so that results would be of another model than "
-            "this. Pass what changes as parameters, wdjax.Model(apply, params), or define the "
-            "function anew."
+            f"{what} reads a value that is not among its parameters and that changes: one in a "
+            "closure or a global, such as weights, or random numbers of NumPy. JAX keeps the "
+            "program with the values of its first call, so that results would be those of another "
+            f"function. Pass what changes as a parameter, {way}, or define the function anew."
         )

@@ -120,7 +120,7 @@ def search(
         start = None if start is None else form.flat("start", start)
         if mask is not None:
             mask = form.flat("mask", jax.tree.map(lambda leaf: np.asarray(leaf)[None], mask))[0]
-    arguments.check(model=model, x=x)
+    arguments.check(attack=attack, model=model, x=x, criterion=criterion)
     attack, samples, start, places, attacked, sound = validate.check_search(
         attack, model, x, y, eps=eps, key=key, start=start, only=only, index=index,
         criterion=None if criterion is losses.decision_margin else criterion,
@@ -254,7 +254,9 @@ def run(
     flat, form = trees.flattened(x, attack)
     arguments.check(attack=attack, x=flat, y=y, eps=eps)
     validate.check_model(model)
-    arguments.check(model=model if form is None else form.joined(model, flat), x=flat)
+    joined_model = model if form is None else form.joined(model, flat)
+    criterion = options.get("criterion")
+    arguments.check(attack=attack, model=joined_model, x=flat, criterion=criterion)
     order = validate.check_order(order)
     eps = validate.check_number("eps", eps)
     if kappa is None and attack.budget != "none":
