@@ -23,6 +23,8 @@ _SOME = 6
 """One sample in so many is a trial sample, but at least so many are."""
 _NEAR = 1.3
 """A look from the sample is followed by a walk if it comes so near, in units of the distance."""
+_LONG = 2.5
+"""A distance is long if it is so many times what a typical sample pays for its margin."""
 _TRIAL = 0.25
 """Share of the keen samples that take a kind of walk on its first trial."""
 _STAKE = 0.03
@@ -245,14 +247,29 @@ def _compare(record: Standing, look: list[Kind], terms: Spending) -> Standing:
     """With a look from each sample itself, and a walk from there where the look comes near.
 
     This is for samples that no search has walked from, if a shorter distance matters: a far start
-    may have missed a flip beside the sample.
+    may have missed a flip beside the sample. The walk follows also where the distance is long for
+    the sample's margin: the look is too short to flip where gradients are tiny.
     """
     short, walk = look
-    blind = ~record.looked & (_worth(record.found, record.hope, terms.eps, terms.order) > 0)
-    blind &= record.affords(short)
+    nobody = np.zeros(len(record.ask.y), bool)
+    clean = _follow(record.ask, record.number, short, record.found, nobody)
+    record = record.after(clean, nobody)
+    worth = _worth(record.found, record.hope, terms.eps, terms.order) > 0
+    blind = ~record.looked & worth & record.affords(short)
     result = _follow(record.ask, record.number, short, record.found, blind)
     again = blind & (_distance(result) <= _NEAR * _distance(record.found))
+    again |= worth & _long(_distance(record.found), -np.asarray(clean.margin, np.float64))
     return record.after(result, blind).walked(walk, again)
+
+
+def _long(distance: np.ndarray, gap: np.ndarray) -> np.ndarray:
+    """``[n]``: whether distances are long for the margins ``gap`` of the clean samples.
+
+    Distance and margin of a typical sample tell what a margin costs.
+    """
+    right = gap > 0
+    price = distance / np.where(right, gap, 1.0)
+    return right & (price > _LONG * np.median(price[right])) if right.any() else right
 
 
 def _given(record: Standing, ball: Lp, start: AnyArray) -> Standing:
