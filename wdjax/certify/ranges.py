@@ -22,7 +22,7 @@ def check(
     model: Classifier, x: AnyArray, y: AnyArray, norm: Norm, box: EntryRange, **radius: ArrayLike
 ) -> None:
     """The checks that all certificates of samples share; most have a radius ``eps``."""
-    if not hasattr(x, "shape"):
+    if isinstance(x, list | tuple):
         raise ValueError(
             f"x must be an array [n, *shape], got {arguments.described(x)}; pass "
             "np.asarray(x, np.float32)."

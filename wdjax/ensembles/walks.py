@@ -133,5 +133,7 @@ def _sparse(ball: Lp, passes: int, more: list[Kind]) -> Itinerary:
         end = replace(slow, steps=(left - brisk.passes - 3) // 2, step_size=0.6, shrink=0.3)
         easy = Itinerary([brisk], [], [Kind(end, "best")], lost[1:], [], [])
         return Itinerary([first], [], [polish], lost, [], [], probe, easy)
-    several = Kind(replace(walk, steps=_BRISK[1]), "sample")
+    left -= first.passes + polish.passes
+    longest = ((left - 8) // _AIMS - 1) // 2
+    several = Kind(replace(walk, steps=min(_BRISK[1], longest)), "sample")
     return Itinerary([first], [], [polish, several], [polish], [far, polish, *more], [])
