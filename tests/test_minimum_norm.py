@@ -403,7 +403,8 @@ def test_fast_sees_through_flat_gradients():
 
 
 @pytest.mark.parametrize("passes", [200, 250, 299])
-def test_for_norm_1_and_few_passes_no_sample_depends_on_others(passes):
+def test_for_norm_1_and_few_passes_samples_share_no_passes(passes):
+    """What they share is one decision, which is the same for these and for one of them."""
     model, x, y = curved(n=9)
     how = {"key": jax.random.key(1), "ball": Lp(1), "passes": passes}
     found = ensembles.wda_star(model, x, y, **how)

@@ -66,7 +66,8 @@ def wda_star(
     For norm 1 and from 200 passes on a short :class:`~wdjax.attacks.PDPGD` comes first, followed by
     a long walk in small steps from its points, or from the sample where it found no flip; below 300
     passes there also by one from a random point, which is all, and samples do not share passes. If
-    their first four steps flip most of the samples, walks to three classes take the place of PDPGD.
+    their first four steps flip most of the samples, walks to three classes take the place of PDPGD
+    for all: this one decision depends on which samples come together.
 
     Otherwise samples share the passes, and trials speak for all of them: what is found for one
     depends on which others come with it, and on how many. With fewer than 36 of them at least every
