@@ -77,20 +77,33 @@ def diagnose(
         farthest = attack.ball.diameter(found.x_adv.shape[1:])
         radius = np.asarray(farthest if attack.budget == "none" else eps)
         if np.all(np.isfinite(radius)) and np.any(radius > 0):
-            mine, noise = 0.0, 0.0
-            if attack.budget == "sample" and attack.ball.norm != 0:
-                mine, noise = _gains(found, attack.ball, clean, np.asarray(x), radius, again)
-            blind, noisy = _is_blind(found, attack, clean), mine < _NOISE * noise
-            if blind or noisy:
-                broken = _overlooked(found, attack.ball, radius, _QUERIES[noisy], again)
-                found = replace(found, overlooked=broken) if blind or broken.any() else found
-            if mine < noise:
-                said.append(
-                    "its points are no nearer to a mistake than random noise of the same size: "
-                    "take more or longer steps, and look whether gradients are those of the model"
-                )
+            found, doubts = _looked_at(found, attack, clean, x, radius, again)
+            said += doubts
     warn(type(attack).__name__, found, *said)
     return found
+
+
+def _looked_at(
+    found: Found, attack: Attack, clean: np.ndarray, x: AnyArray, radius: Any, again: Search
+) -> tuple[Found, list[str]]:
+    """The result after a second look, if the attack deserves one, and what else is to be said.
+
+    Arguments are those of :func:`diagnose`; ``radius`` is how far the search could go.
+    """
+    ball, mine, noise = attack.ball, 0.0, 0.0
+    assert isinstance(ball, Lp)
+    if attack.budget == "sample" and ball.norm != 0:
+        mine, noise = _gains(found, ball, clean, np.asarray(x), radius, again)
+    blind, noisy = _is_blind(found, attack, clean), mine < _NOISE * noise
+    if blind or noisy:
+        broken = _overlooked(found, ball, radius, _QUERIES[noisy], again)
+        found = replace(found, overlooked=broken) if blind or broken.any() else found
+    if mine >= noise:
+        return found, []
+    return found, [
+        "its points are no nearer to a mistake than random noise of the same size: "
+        "take more or longer steps, and look whether gradients are those of the model"
+    ]
 
 
 def _gains(

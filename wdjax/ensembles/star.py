@@ -129,8 +129,9 @@ def wda_star(
     probed = None
     if plan.probe is not None and plan.easy is not None:
         probed = _follow(ask, 0, plan.probe, None, np.ones(len(ask.y), bool))
-        flipped = np.asarray(probed.success)[np.asarray(probed.correct)]
-        plan = plan.easy if np.mean(flipped) > _EASY else plan
+        right = np.asarray(probed.correct)
+        flips = right & np.asarray(probed.success)
+        plan = plan.easy if flips.sum() > _EASY * right.sum() else plan
     record = _open(ask, plan.firsts, terms, np.inf if most is None else most, probed)
     if start is not None:
         record = _given(record, ball, start)
