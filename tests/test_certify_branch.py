@@ -10,7 +10,7 @@ import pytest
 
 from wdjax import Model, attacks, certify, losses, run
 from wdjax.bounds import leaves
-from wdjax.certify import branch
+from wdjax.certify import signs as sign_search
 
 BOX = (0.0, 1.0)
 
@@ -104,7 +104,7 @@ def test_no_point_of_a_leaf_breaks_its_bound():
         chosen = rng.choice(open_, 3, replace=False)
         row[chosen] = np.sign(operand[rng.integers(len(operand)), chosen])
     multipliers = rng.uniform(size=begun.multipliers.shape).astype(np.float32)
-    rows = leaves.Leaves(begun.row, jnp.array(signs), jnp.array(multipliers))
+    rows = leaves.Leaves(begun.row, jnp.array(signs), jnp.array(multipliers), *begun[3:])
     found = leaves.bounds(model, problem, known, rows, norm=norm, steps=5, tries=2)
     slack = np.asarray(known.slack[place]).reshape(-1)
     seen = 0
@@ -125,10 +125,9 @@ def test_no_point_of_a_leaf_breaks_its_bound():
 def test_no_leaf_is_dropped():
     """Every assignment of signs stays in some leaf, open or closed, and counts."""
     rng, size = np.random.default_rng(2), 7
-    begun = leaves.Leaves(
-        jnp.array([1]), jnp.zeros((1, size), jnp.int8), jnp.zeros((1, size), jnp.float32)
-    )
-    frontier = branch._Frontier(np.array([np.inf, -9.0]), np.array([1]), begun)
+    zeros = [jnp.zeros((1, size), jnp.float32)] * 3
+    begun = leaves.Leaves(jnp.array([1]), jnp.zeros((1, size), jnp.int8), *zeros)
+    frontier = sign_search._Frontier(np.array([np.inf, -9.0]), begun)
     every = []
     add = frontier.add
 

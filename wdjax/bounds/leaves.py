@@ -96,14 +96,10 @@ class RootBounds(NamedTuple):
 
     def begin(self, row: Array) -> "Leaves":
         """One leaf for each of the functions ``row``, ``[L]``: the whole region, nothing split."""
-        usual = {place: self.upper[place] > -low for place, low in self.lower.items()}
-        size = sum(low.size for low in self.lower.values())
-        slope = _rows({place: m[None].astype(self.low.dtype) for place, m in usual.items()})
-        return Leaves(
-            row,
-            jnp.zeros((len(row), size), jnp.int8),
-            jnp.broadcast_to(slope, (len(row), size)),
-        )
+        ends = ({place: end[None] for place, end in side.items()} for side in self[1:3])
+        lower, upper = (jnp.repeat(rows_of(side), len(row), axis=0) for side in ends)
+        signs = jnp.zeros(lower.shape, jnp.int8)
+        return Leaves(row, signs, (upper > -lower).astype(lower.dtype), lower, upper)
 
 
 class Leaves(NamedTuple):
@@ -115,6 +111,19 @@ class Leaves(NamedTuple):
     """``[L, N]`` of -1, 0 and 1; 0 where the neuron is not split."""
     multipliers: Array
     """``[L, N]``: lower slopes of neurons that are not split, multipliers ``b`` of the others."""
+    lower: Array
+    upper: Array
+    """``[L, N]``: ends of the operands, at least at the leaf's points where its function is at most
+    0."""
+
+    def inside(self, known: RootBounds) -> dict[int, tuple[Array, Array]]:
+        """The ends ``[L, *shape]`` of the operands in the halves that the signs name, by place."""
+        signs = self.signs.astype(self.lower.dtype)
+        slack = rows_of({place: slack[None] for place, slack in known.slack.items()})
+        lower = jnp.where(signs > 0, jnp.maximum(self.lower, -slack), self.lower)
+        upper = jnp.where(signs < 0, jnp.minimum(self.upper, slack), self.upper)
+        ends = maps_of(lower, known.lower), maps_of(upper, known.lower)
+        return {place: (ends[0][place], ends[1][place]) for place in known.lower}
 
 
 class LeafBounds(NamedTuple):
@@ -161,13 +170,13 @@ def rectified(state: crown.Pass) -> dict[int, int]:
     return found
 
 
-def _rows(maps: Maps) -> Array:
+def rows_of(maps: Maps) -> Array:
     """Maps ``[L, *shape]`` by place as one array ``[L, N]``."""
     return jax.vmap(lambda flat: ravel_pytree(flat)[0])(maps)
 
 
-def _maps(rows: Array, like: Maps) -> Maps:
-    """``[L, N]`` as maps ``[L, *shape]`` by place, as in ``like``; the inverse of :func:`_rows`."""
+def maps_of(rows: Array, like: Maps) -> Maps:
+    """``[L, N]`` as maps ``[L, *shape]`` by place, as in ``like``; undoes :func:`rows_of`."""
     return jax.vmap(ravel_pytree(like)[1])(rows)
 
 
@@ -190,20 +199,21 @@ def bounds(
         wide = margins.wide(ball).prepared()
         rows = Objectives(*(part[leaves.row][:, None] for part in problem.rows))
         split = functools.partial(_Split, net, wide, known, rows)
-        begun = split(leaves.signs)
+        begun = split(leaves)
         most = {i: jnp.where(sign == 0, 1.0, jnp.inf) for i, sign in begun.signs.items()}
-        multipliers = _maps(leaves.multipliers, known.lower)
+        multipliers = maps_of(leaves.multipliers, known.lower)
         worst = slopes.BestSlopes(jnp.full(count, -jnp.inf, ball.eps.dtype), multipliers)
         best = slopes.maximised(begun.low, worst, most, steps, _RATE, until=0.0, patience=_PATIENCE)
         worths, toward = _scores(begun, best.slopes)
         worth, choices = lax.top_k(worths, tries)
-        flat = _rows(best.slopes)
+        flat = rows_of(best.slopes)
         places = jnp.arange(count)
 
         def half(turn: Array) -> Array:
             index, sign = choices[:, turn // 2], jnp.where(turn % 2, 1, -1)
             signs = leaves.signs.at[places, index].set(sign.astype(leaves.signs.dtype))
-            return split(signs).low(_maps(flat.at[places, index].set(0.0), known.lower))
+            multipliers = maps_of(flat.at[places, index].set(0.0), known.lower)
+            return split(leaves._replace(signs=signs)).low(multipliers)
 
         halves = lax.map(half, jnp.arange(2 * tries)).reshape(tries, 2, count)
         children = jnp.maximum(halves.transpose(2, 0, 1), best.low[:, None, None])
@@ -221,21 +231,14 @@ class _Split:
     """Bounds of all values over ``L`` leaves, and of the functions for given multipliers."""
 
     def __init__(
-        self, net: Network, ball: Region, known: RootBounds, rows: Objectives, signs: Array
+        self, net: Network, ball: Region, known: RootBounds, rows: Objectives, leaves: Leaves
     ) -> None:
-        self.signs = _maps(signs.astype(ball.center.dtype), known.lower)
+        self.signs = maps_of(leaves.signs.astype(ball.center.dtype), known.lower)
         self.slack = known.slack
-        inside = {}
-        for place, sign in self.signs.items():
-            slack = known.slack[place]
-            inside[place] = (
-                jnp.where(sign > 0, jnp.maximum(known.lower[place], -slack), known.lower[place]),
-                jnp.where(sign < 0, jnp.minimum(known.upper[place], slack), known.upper[place]),
-            )
-        self.state = crown.bounds(net, ball, known=inside)
+        self.state = crown.bounds(net, ball, known=leaves.inside(known))
         self.operands = rectified(self.state)
         values = [self.state.values[place] for place in self.signs]
-        empty = [(v.lower > v.upper).reshape(len(signs), -1).any(axis=1) for v in values]
+        empty = [(v.lower > v.upper).reshape(len(leaves.row), -1).any(axis=1) for v in values]
         self.empty = jnp.stack(empty).any(axis=0)
         self.lost = jnp.stack([jnp.zeros((), bool), *net.lost]).any()
         self.rows = rows
@@ -296,4 +299,4 @@ def _scores(split: _Split, multipliers: Maps) -> tuple[Array, Array]:
     center = split.state.region.center
     rows = Rows(jnp.arange(len(center)))
     toward = whole(arrived[0], rows).a[0] if arrived else jnp.zeros_like(center)
-    return _rows(found), toward.reshape(len(center), *center.shape[2:])
+    return rows_of(found), toward.reshape(len(center), *center.shape[2:])

@@ -3,14 +3,15 @@
 Single samples: bounds of the margins ``z_y - z_j`` over the ball around a sample come from
 :mod:`wdjax.bounds`; `pointwise` turns them into certified samples and radii (`ranges` checks what
 is asked: ball, box, radii of samples or entries); `verify` does so for a data set, with
-checkpoints; `branch` tightens them by branch and bound over the signs of ReLUs
-(``wdjax.bounds.leaves`` bounds its subproblems and ranks the ReLUs to split;
-``wdjax.lipschitz.branching`` is another search, over activation masks, for Lipschitz constants).
+checkpoints; `branch` tightens them by branch and bound: `signs` splits the region by the signs of
+ReLUs (``wdjax.bounds.leaves`` bounds its subproblems and ranks the ReLUs to split), and `parts`
+goes on part by part, where ReLUs' operands are bounded anew (``wdjax.bounds.output_constraint``).
+``wdjax.lipschitz.branching`` is another search, over activation masks, for Lipschitz constants.
 `trainable` has differentiable bounds for training.
 
 Any function: `properties` decides whether it has an output that a `specification` forbids:
 `falsify` looks for one, `halving` is branch and bound over boxes of inputs. What is found can be
-written down as a proof (``wdjax.proofs``); `recorded` tells it the splits of `branch`.
+written down as a proof (``wdjax.proofs``); `recorded` tells it the splits of `signs`.
 
 Distributions: `wdro` bounds the accuracy over a Wasserstein ball from certified radii, and the
 expected loss from a Lipschitz constant; `growth` bounds the loss more tightly, from each sample's

@@ -1,19 +1,11 @@
-r"""Branch and bound over the signs of ReLUs' pre-activations, for linear functions of the outputs.
-
-A region is split by the signs of ReLUs until every leaf is verified or the time is over. No leaf
-is ever dropped: a function's bound is the least over its leaves, closed (verified) or open, and so
-valid at any time. Leaves without a ReLU left to split are bounded again, by more steps, once all
-others are closed.
+r"""Branch and bound for the margins of single samples: proofs, or points that are misclassified.
 
 Source: Bunel et al. [bunel2020], Wang et al. [wang2021].
 """
 
 import functools
-import heapq
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -21,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import losses, xla_cpu
+from wdjax import losses
 from wdjax.attacks import PGD
 from wdjax.balls import Lp
 from wdjax.bounds import leaves, region
 from wdjax.bounds.moved_mass import moves_mass
-from wdjax.bounds.region import Domain, Norm
-from wdjax.certify.recorded import SignRecord
+from wdjax.bounds.region import Domain
+from wdjax.certify import parts, signs
 from wdjax.checks import independence
 from wdjax.core import Classifier
 from wdjax.engine import driver
@@ -39,82 +31,6 @@ ENDS = "not searched", "closed", "time", "memory", "nothing to split", "misclass
 leaves are verified. "time", "memory": it ran out of these. "nothing to split": a leaf that is not
 verified has no ReLU left to split, and more steps do not help. "misclassified": the sample itself
 is. "flipped": a point within the radius is, found by a short attack or at a leaf."""
-
-_WIDTH = 32
-"""Number of leaves that are bounded at once, on a CPU."""
-_STEPS, _TRIES = 12, 3
-"""Most ascent steps on a leaf's multipliers; number of splits that are tried for it."""
-_AGAIN, _GAIN = 3, 0.01
-"""How often in a row all leaves without a ReLU left may be bounded again without a gain of this
-share of a bound."""
-_BYTES = 2**29
-"""Memory for all open leaves; beyond it the search ends."""
-
-Check = Callable[[Numbers], Any]
-"""Of points ``[L, *shape]`` of a region the proof that one of them is a violation, else None."""
-
-
-class _Leaf(NamedTuple):
-    """An open leaf, ordered by its bound: the least is split first."""
-
-    low: float
-    number: int
-    row: int
-    signs: Numbers
-    multipliers: Numbers
-    node: Any = None
-    """The leaf in a proof."""
-
-
-class Searched(NamedTuple):
-    """What a search over signs found."""
-
-    low: Numbers
-    """``[R]`` lower bounds of all functions."""
-    ended: str
-    """One of :data:`ENDS`."""
-    leaves: int
-    witness: Any
-    """What the check returned, or None."""
-
-
-def width() -> int:
-    """Number of leaves that are bounded at once on the default device."""
-    return xla_cpu.at_once(_WIDTH)
-
-
-def search(
-    model: Classifier,
-    problem: leaves.RegionProblem,
-    norm: Norm,
-    root: leaves.RootBounds,
-    rows: Numbers,
-    low: Numbers,
-    until: float,
-    check: Check,
-    record: SignRecord | None = None,
-) -> Searched:
-    """Closes the functions ``rows`` of a problem, with bounds ``low``, ``[R]``, known before.
-
-    Takes at least one turn, then more until ``time.monotonic()`` reads ``until``. With a ``record``
-    of a proof leaves are closed where its checker agrees.
-    """
-    if not rows.size or not root.lower or not np.all(np.isfinite(low[rows])):
-        return Searched(low, "nothing to split" if rows.size else "closed", 0, None)
-    frontier = _Frontier(low, rows, root.begin(jnp.asarray(rows)), record)
-    wide = width()
-    while frontier.goes_on() and (not frontier.turns or time.monotonic() < until):
-        batch = frontier.take(wide)
-        tries = min(_TRIES, batch.signs.shape[1])
-        found = jax.device_get(
-            leaves.bounds(model, problem, root, batch, norm=norm, steps=_STEPS, tries=tries)
-        )
-        open_ = ~(found.low > 0)
-        witness = check(found.points[open_]) if np.any(open_) else None
-        frontier.split(found)
-        if witness is not None:
-            return Searched(frontier.low(), "flipped", frontier.bounded, witness)
-    return Searched(frontier.low(), frontier.end(), frontier.bounded, None)
 
 
 class BranchAndBound:
@@ -175,7 +91,9 @@ class BranchAndBound:
         """The first of ``points``, ``[L, *shape]``, moved into the ball, that is misclassified by
         the model itself; None without one."""
         inside = ball.inside(points)
-        filled = np.concatenate([inside, np.repeat(inside[:1], width() - len(inside), axis=0)])
+        filled = np.concatenate(
+            [inside, np.repeat(inside[:1], signs.width() - len(inside), axis=0)]
+        )
         out = np.asarray(independence.outputs(self.model, filled))
         label, near = int(y[0]), ball.contains(inside)
         for i in np.flatnonzero(near & (np.argmax(out, axis=1)[: len(inside)] != label)):
@@ -196,7 +114,7 @@ class BranchAndBound:
         low = np.where(np.arange(len(low)) == int(y[0]), low, np.maximum(low, np.asarray(root.low)))
         rows = np.flatnonzero(low <= 0)
         check = functools.partial(self._flip, ball, y)
-        found = search(self.model, problem, norm, root, rows, low, until, check)
+        found = parts.search(self.model, problem, norm, root, rows, low, until, check)
         return found.low, found.ended, found.witness
 
 
@@ -270,124 +188,3 @@ def _moved(
 ) -> Any:
     """The model's logits of :func:`_placed`."""
     return model(_placed(x, scale, low, high, u))
-
-
-class _Frontier:
-    """All open leaves, and for each function the least bound of its closed leaves."""
-
-    def __init__(
-        self, low: Numbers, rows: Numbers, begun: leaves.Leaves, record: SignRecord | None = None
-    ) -> None:
-        self.begun, self.turns, self.bounded, self.record = low, 0, 0, record
-        self.closed = dict.fromkeys(rows.tolist(), math.inf)
-        self.open: list[_Leaf] = []
-        self.taken: list[_Leaf] = []
-        self.stuck: list[_Leaf] = []
-        """Leaves without a ReLU left to split."""
-        self.idle = 0
-        """How often the stuck leaves were bounded again since a leaf gained."""
-        self.numbers = itertools.count()
-        for row, signs, multipliers in zip(*jax.device_get(begun)):
-            node = None if record is None else record.begin(int(row))
-            known = float(low[row]) if record is None else min(float(low[row]), 0.0)
-            self.add(_Leaf(known, 0, int(row), signs, multipliers, node))
-        self.most = _BYTES // sum(a[0].nbytes for a in begun)
-
-    def goes_on(self) -> bool:
-        if not self.open and self.stuck and self.idle < _AGAIN:
-            self.idle += 1
-            for leaf in self.stuck:
-                heapq.heappush(self.open, leaf)
-            self.stuck = []
-        return bool(self.open) and len(self.open) + len(self.stuck) < self.most
-
-    def end(self) -> str:
-        """Why the search ended, one of ENDS."""
-        if self.stuck and not self.open:
-            return "nothing to split"
-        if not self.open:
-            return "closed"
-        return "memory" if len(self.open) + len(self.stuck) >= self.most else "time"
-
-    def add(self, leaf: _Leaf) -> None:
-        if leaf.low > 0:
-            self.closed[leaf.row] = min(self.closed[leaf.row], leaf.low)
-        else:
-            heapq.heappush(self.open, leaf._replace(number=next(self.numbers)))
-
-    def take(self, width: int) -> leaves.Leaves:
-        """Removes the ``width`` leaves with the least bounds; the first is repeated to fill up."""
-        self.turns += 1
-        self.taken = [heapq.heappop(self.open) for _ in range(min(width, len(self.open)))]
-        self.bounded += len(self.taken)
-        rows = self.taken + self.taken[:1] * (width - len(self.taken))
-        return leaves.Leaves(
-            np.array([leaf.row for leaf in rows], np.int32),  # type: ignore[arg-type]
-            np.stack([leaf.signs for leaf in rows]),  # type: ignore[arg-type]
-            np.stack([leaf.multipliers for leaf in rows]),  # type: ignore[arg-type]
-        )
-
-    def split(self, found: Any) -> None:
-        """Splits each taken leaf by the sign of its best neuron, or of several neurons while there
-        are too few leaves for a batch. ``found``, a :class:`leaves.LeafBounds`, is of the taken
-        leaves.
-        """
-        room, parts = len(found.low) // (len(self.taken) + len(self.open)), list[_Leaf]()
-        bounded = [
-            leaf._replace(low=max(leaf.low, float(low)), multipliers=multipliers)
-            for leaf, low, multipliers in zip(self.taken, found.low, found.multipliers)
-        ]
-        for place, leaf in enumerate(self._agreed(bounded)):
-            before = self.taken[place].low
-            entries = [int(c) for c in found.choices[place] if c < len(leaf.signs)]
-            if leaf.low > before + _GAIN * abs(before):
-                self.idle = 0
-            if leaf.low > 0:
-                self.add(leaf)
-            elif not entries:
-                self.stuck.append(leaf)
-            else:
-                entries = entries[: max(room.bit_length() - 1, 1)]
-                parts += _parts(leaf, entries, found.children[place], self.record)
-        for part in self._agreed(parts):
-            self.add(part)
-        self.taken = []
-
-    def _agreed(self, some: list[_Leaf]) -> list[_Leaf]:
-        """Leaves, those that a proof's checker does not close with bounds of at most 0."""
-        claimed = [place for place, leaf in enumerate(some) if leaf.low > 0]
-        if self.record is not None and claimed:
-            done = self.record.closed([some[place] for place in claimed])
-            for place in itertools.compress(claimed, ~done):
-                some[place] = some[place]._replace(low=0.0)
-        return some
-
-    def low(self) -> Numbers:
-        """Lower bounds ``[R]`` of all functions."""
-        least = dict(self.closed)
-        for leaf in (*self.open, *self.taken, *self.stuck):
-            least[leaf.row] = min(least[leaf.row], leaf.low)
-        found = self.begun.copy()
-        for row, low in least.items():
-            found[row] = max(found[row], low)
-        return found
-
-
-def _parts(
-    leaf: _Leaf, entries: list[int], children: Numbers, record: SignRecord | None
-) -> Iterator[_Leaf]:
-    """Yields the ``2^E`` parts of a leaf, one for each combination of signs of ``E`` neurons.
-
-    ``entries`` are the neurons' indices. ``children``, ``[C, 2]`` with ``C >= E``, has in row k the
-    lower bounds of both halves (negative, positive) if ``entries[k]`` alone splits the leaf. A part
-    lies in one half of each row: its bound is the largest of theirs and of the leaf's.
-    """
-    nodes = [leaf.node]
-    for entry in entries:
-        both = ((None, None) if record is None else record.split(node, entry) for node in nodes)
-        nodes = list(itertools.chain(*both))
-    for node, pick in zip(nodes, itertools.product((0, 1), repeat=len(entries))):
-        signs, multipliers = leaf.signs.copy(), leaf.multipliers.copy()
-        signs[entries], multipliers[entries] = 2 * np.array(pick) - 1, 0.0
-        low = max(leaf.low, *(float(children[k, side]) for k, side in enumerate(pick)))
-        yield leaf._replace(low=low, signs=signs, multipliers=multipliers, node=node)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wdjax.bounds import inner_slopes, leaves, linear_outputs
-from wdjax.certify import branch, falsify, halving
+from wdjax.certify import falsify, halving, parts, signs
 from wdjax.certify.falsify import Witness
 from wdjax.certify.recorded import SignRecord
 from wdjax.certify.specification import Specification, leafless
@@ -343,11 +343,11 @@ def _signs(question: _Question, low: Numbers, until: float) -> Verdict:
     rows = np.unique(np.argmax(np.where(member, low, -np.inf), axis=1)[most <= 0])
 
     def check(points: Numbers) -> Witness | None:
-        blank = np.repeat(points[:1], branch.width() - len(points), axis=0)
+        blank = np.repeat(points[:1], signs.width() - len(points), axis=0)
         points = np.concatenate([points, blank])
         return falsify.witness(question.model, question.spec, *question.box, points)
 
-    found = branch.search(question.model, problem, math.inf, root, rows, low, until, check, record)
+    found = parts.search(question.model, problem, math.inf, root, rows, low, until, check, record)
     if found.witness is not None:
         return _violated(found.witness, "signs", found.leaves)
     best = float(np.min(_most(question, np.asarray(found.low))))

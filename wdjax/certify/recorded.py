@@ -56,7 +56,7 @@ class SignRecord:
         return node.split(self.record.inputs + int(self.order[entry]), 0.0)
 
     def closed(self, leaves: Sequence[Any]) -> npt.NDArray[np.bool_]:
-        """Which of some leaves, as :mod:`branch` has them, the checker closes too."""
+        """Which of some leaves, as :mod:`signs` has them, the checker closes too."""
         case, count = self.record.case, len(leaves)
         rows = np.array([leaf.row for leaf in leaves], int)
         weights, slopes, betas = (

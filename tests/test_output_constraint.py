@@ -1,0 +1,124 @@
+"""Bounds of operands where a function is at most 0, against points that gradients and chance find.
+
+No point with a value of at most 0 may lie outside of them, whatever the leaf.
+"""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from wdjax import Model
+from wdjax.bounds import leaves, output_constraint
+
+BOX = (0.0, 1.0)
+
+
+def dense(params, x):
+    return traced(params, x)[-1]
+
+
+def filtered(params, x):
+    return traced(params, x)[-1]
+
+
+def traced(params, x):
+    """The operands of both rectifiers, flat, and the outputs."""
+    kernel, *layers, head = params
+    if kernel.ndim == 4:
+        first = jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+    else:
+        first = x.reshape(len(x), -1) @ kernel
+    second = jax.nn.relu(first).reshape(len(x), -1) @ layers[0]
+    return first.reshape(len(x), -1), second, jax.nn.relu(second) @ head
+
+
+def drawn(rng, kind):
+    shapes = {"dense": ((16, 12), (12, 10), (10, 3)), "conv": ((3, 3, 1, 2), (32, 10), (10, 3))}
+    params = [
+        jnp.array(rng.normal(size=s) * 2 / math.sqrt(math.prod(s[:-1])), jnp.float32)
+        for s in shapes[kind]
+    ]
+    return Model(filtered if kind == "conv" else dense, tuple(params))
+
+
+def points_near(rng, model, x, y, rival, eps, norm):
+    """Points of the ball, and of these after gradient steps towards the rival."""
+    step = rng.normal(size=(2000, x[0].size))
+    step *= eps / np.linalg.norm(step, norm, axis=1, keepdims=True)
+    step *= rng.uniform(size=(len(step), 1)) ** 0.25
+    start = jnp.clip(x + jnp.array(step.reshape(-1, *x.shape[1:]), jnp.float32), *BOX)
+    slope = jax.jit(jax.grad(lambda z: jnp.sum(model(z)[:, y] - model(z)[:, rival])))
+    moved = start
+    for _ in range(10):
+        move = (moved - 0.1 * eps * jnp.sign(slope(moved)) - x).reshape(len(start), -1)
+        far = jnp.linalg.norm(move, norm, axis=1, keepdims=True)
+        move = move * jnp.minimum(1.0, eps * (1 - 1e-5) / far)
+        moved = jnp.clip(x + move.reshape(start.shape), *BOX)
+    return jnp.concatenate([start, moved])
+
+
+@pytest.mark.parametrize(("kind", "norm"), [*itertools.product(("dense", "conv"), (math.inf, 2))])
+def test_ends_hold_wherever_the_function_is_at_most_zero(kind, norm):
+    rng, inside, narrower = np.random.default_rng(0), 0, []
+    eps = 0.15 if norm == math.inf else 0.5
+    for _ in range(6):
+        model = drawn(rng, kind)
+        x = jnp.array(rng.uniform(0.2, 0.8, size=(1, 4, 4, 1)), jnp.float32)
+        order = np.argsort(np.asarray(model(x))[0])
+        y, rival = int(order[-1]), int(order[-2])
+        problem = leaves.of_sample(x, jnp.array([y]), jnp.array([eps], "f4"), norm, BOX, 3)
+        known = leaves.root(model, problem, norm)
+        points = points_near(rng, model, x, y, rival, eps, norm)
+        *operands, out = (np.asarray(part) for part in traced(model.args[0], points))
+        operand = np.concatenate(operands, axis=1)
+        low = np.flatnonzero(out[:, y] <= out[:, rival])
+        begun = known.begin(jnp.full(4, rival))
+        signs = np.zeros(begun.signs.shape, np.int8)
+        open_ = np.flatnonzero((begun.lower[0] < 0) & (begun.upper[0] > 0))
+        for row, count in zip(signs[1:], (1, 2, 4)):
+            chosen = rng.choice(open_, min(count, len(open_)), replace=False)
+            source = operand[rng.choice(low)] if len(low) else rng.normal(size=operand.shape[1])
+            row[chosen] = np.where(source[chosen] > 0, 1, -1)
+        leaf = begun._replace(signs=jnp.array(signs))
+        for _ in range(3):
+            lower, upper = output_constraint.tightened(model, problem, known, leaf, norm=norm)
+            assert np.all(lower >= leaf.lower)
+            assert np.all(upper <= leaf.upper)
+            leaf = leaf._replace(lower=lower, upper=upper)
+        for k, row in enumerate(signs):
+            there = low[np.all(row * operand[low] >= 0, axis=1)]
+            assert np.all(operand[there] >= lower[k])
+            assert np.all(operand[there] <= upper[k])
+            inside += len(there)
+        found = np.asarray(upper - lower)[:, open_].clip(0)
+        narrower.append(np.mean(found / np.asarray(begun.upper - begun.lower)[:, open_]))
+    assert inside > 1000
+    assert np.mean(narrower) < 0.95
+
+
+def test_a_leaf_without_such_points_is_empty():
+    """Where the function is positive by far its operands' ends cross, and nowhere else."""
+    rng = np.random.default_rng(1)
+    model = drawn(rng, "dense")
+    x = jnp.array(rng.uniform(0.2, 0.8, size=(1, 4, 4, 1)), jnp.float32)
+    order = np.argsort(np.asarray(model(x))[0])
+    y, rival = int(order[-1]), int(order[-2])
+    gap = float(model(x)[0, y] - model(x)[0, rival])
+    crossed = {}
+    for level in (-0.99 * gap, 1.01 * gap):
+        problem = leaves.of_sample(x, jnp.array([y]), jnp.array([0.02], "f4"), math.inf, BOX, 3)
+        rows = problem.rows._replace(b=jnp.full(3, level, jnp.float32))
+        problem = problem._replace(rows=rows)
+        known = leaves.root(model, problem, math.inf)
+        leaf = known.begin(jnp.array([rival, rival]))
+        for _ in range(4):
+            lower, upper = output_constraint.tightened(model, problem, known, leaf, norm=math.inf)
+            leaf = leaf._replace(lower=lower, upper=upper)
+        crossed[level > 0] = bool(np.all(np.any(lower > upper, axis=1)))
+    assert crossed == {False: True, True: False}
