@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 import scipy.optimize
 
 from wdjax import Model, certify
-from wdjax.certify import Specification, properties, property
+from wdjax.certify import Specification, parts, properties, property
 
 RNG = np.random.default_rng(11)
 IN, WIDE, OUT = 3, 6, 2
@@ -73,9 +74,15 @@ def least(w, lower, upper, row):
     return found.fun + b @ row, found.x[:IN]
 
 
-def test_verdicts_agree_with_a_mixed_integer_program():
+@pytest.mark.parametrize("by", ["inputs", "parts"])
+def test_verdicts_agree_with_a_mixed_integer_program(by, monkeypatch):
     """Violations hidden by 1e-3 of the range of outputs are found, and none is found where the
-    least value is above the bound by as much."""
+    least value is above the bound by as much; by halved boxes, and by parts of signs."""
+    if by == "parts":
+        monkeypatch.setattr(sys.modules["wdjax.certify.properties"], "_FEW", 0)
+        monkeypatch.setattr(parts, "_FIRST", 0.0)
+        monkeypatch.setattr(parts, "_DEAR", math.inf)
+        monkeypatch.setattr(parts, "_FEW", 1)
     row = np.array([1.0, -1.0])
     for seed in range(8):
         net = random_net(seed)

@@ -32,7 +32,7 @@ _ROUNDS, _FEW = 4, 128
 _DEAR = 0.1
 """Parts are searched if a round for two of them takes at most this share of the time: an end of an
 operand takes no longer than a leaf."""
-_PROVED = float(np.finfo(np.float32).tiny)
+PROVED = float(np.finfo(np.float32).tiny)
 """The bound of what is proved in parts: above 0, and no more is known, since their bounds hold only
 where the function is at most 0."""
 
@@ -169,6 +169,6 @@ class _PartSearch:
     def _outcome(self, ended: str, witness: Any = None) -> Searched:
         """The bounds, with that of the row: the least over its parts."""
         low = self.low.copy()
-        least = min([_PROVED, *(part.low for part in (*self.open, *self.stuck))])
+        least = min([PROVED, *(part.low for part in (*self.open, *self.stuck))])
         low[self.row] = max(low[self.row], least)
         return Searched(low, ended, self.bounded, witness)

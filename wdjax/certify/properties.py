@@ -352,6 +352,7 @@ def _signs(question: _Question, low: Numbers, until: float) -> Verdict:
         return _violated(found.witness, "signs", found.leaves)
     best = float(np.min(_most(question, np.asarray(found.low))))
     if found.ended == "closed":
+        best = best if best > parts.PROVED else 0.0
         return Verdict("holds", best, 0.0, found.leaves, "signs")
     if found.ended == "nothing to split":
         return _inputs(question, best, found.leaves, until)
