@@ -127,7 +127,7 @@ def test_no_leaf_is_dropped():
     rng, size = np.random.default_rng(2), 7
     zeros = [jnp.zeros((1, size), jnp.float32)] * 3
     begun = leaves.Leaves(jnp.array([1]), jnp.zeros((1, size), jnp.int8), *zeros)
-    frontier = sign_search._Frontier(np.array([np.inf, -9.0]), begun)
+    frontier = sign_search.Frontier(np.array([np.inf, -9.0]), begun)
     every = []
     add = frontier.add
 

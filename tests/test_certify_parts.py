@@ -36,8 +36,6 @@ def halved(monkeypatch):
     """Parts are bounded once and halved after one leaf; the list counts the halvings."""
     counted = []
     halves = parts._Part.halves
-    monkeypatch.setattr(parts, "_FIRST", 0.0)
-    monkeypatch.setattr(parts, "_DEAR", math.inf)
     monkeypatch.setattr(parts, "_FEW", 1)
     monkeypatch.setattr(parts, "_ROUNDS", 1)
     monkeypatch.setattr(signs, "_WIDTH", 1)
@@ -52,11 +50,10 @@ def searched(model, x, y, eps, seconds=20.0):
     norm = math.inf
     problem = leaves.of_sample(x, y, jnp.array([eps], jnp.float32), norm, None, 2)
     root = leaves.root(model, problem, norm)
-    rows, low = np.array([1 - int(y[0])]), np.where(np.arange(2) == int(y[0]), np.inf, -1e6)
-    found = parts.search(
-        model, problem, norm, root, rows, low, time.monotonic() + seconds, lambda points: None
-    )
-    return found.low[rows[0]], found.ended
+    row, low = 1 - int(y[0]), np.where(np.arange(2) == int(y[0]), np.inf, -1e6)
+    search = signs.SignSearch(model, problem, norm, root, lambda points: None)
+    found = parts._PartSearch(search, row, low).run(time.monotonic() + seconds)
+    return found.low[row], found.ended
 
 
 def test_parts_are_closed_where_grids_say_so_and_nowhere_else(halved):
@@ -79,3 +76,43 @@ def test_parts_are_closed_where_grids_say_so_and_nowhere_else(halved):
         inside = np.asarray(model(x + 0.9 * near * square))
         assert 0 < low <= np.min(inside[:, int(y[0])] - inside[:, 1 - int(y[0])])
     assert len(halved) > 20
+
+
+def test_parts_and_the_whole_region_share_what_they_close(monkeypatch):
+    """Four functions, of which each search closes one; the others stay open and count."""
+    closed = {"whole": 1, "parts": 2}
+    low, rows = np.array([-1.0, -2.0, -3.0, np.inf]), np.arange(3)
+
+    def told(row, ended):
+        changed = low.copy()
+        changed[row] = parts.PROVED
+        return signs.Searched(changed, ended, 0, None)
+
+    class Part:
+        def __init__(self, search, row, low):
+            self.row, self.bounded = row, 5
+
+        def run(self, until):
+            if self.row == closed["parts"]:
+                return told(self.row, "closed")
+            return signs.Searched(low, "nothing to split", 0, None)
+
+    begun = leaves.Leaves(rows, *np.zeros((4, 3, 7)))
+    frontier = signs.Frontier(low, begun)
+    frontier.bounded = 7
+
+    class Search:
+        def run(self, whole, until):
+            assert all(leaf.row != closed["parts"] for leaf in whole.open)
+            whole.open = [leaf for leaf in whole.open if leaf.row != closed["whole"]]
+            time.sleep(0.01)
+            return told(closed["whole"], "time")
+
+    monkeypatch.setattr(parts, "_PartSearch", Part)
+    known = signs.Searched(low, "time", 0, None)
+    turns = parts._InTurn(Search(), frontier, rows, known, time.monotonic() + 0.2)
+    found = turns.run(0.01)
+    assert found.ended == "time"
+    assert found.leaves == 7 + 3 * 5
+    np.testing.assert_array_equal(found.low, [-1.0, parts.PROVED, parts.PROVED, np.inf])
+    assert frontier.low()[closed["parts"]] == 0

@@ -85,9 +85,11 @@ def test_ends_hold_wherever_the_function_is_at_most_zero(kind, norm):
             chosen = rng.choice(open_, min(count, len(open_)), replace=False)
             source = operand[rng.choice(low)] if len(low) else rng.normal(size=operand.shape[1])
             row[chosen] = np.where(source[chosen] > 0, 1, -1)
-        leaf = begun._replace(signs=jnp.array(signs))
+        leaf, every = begun._replace(signs=jnp.array(signs)), np.ones(signs.shape, bool)
         for _ in range(3):
-            lower, upper = output_constraint.tightened(model, problem, known, leaf, norm=norm)
+            lower, upper = output_constraint.tightened(
+                model, problem, known, leaf, every, norm=norm
+            )
             assert np.all(lower >= leaf.lower)
             assert np.all(upper <= leaf.upper)
             leaf = leaf._replace(lower=lower, upper=upper)
@@ -117,8 +119,11 @@ def test_a_leaf_without_such_points_is_empty():
         problem = problem._replace(rows=rows)
         known = leaves.root(model, problem, math.inf)
         leaf = known.begin(jnp.array([rival, rival]))
+        every = np.ones(leaf.signs.shape, bool)
         for _ in range(4):
-            lower, upper = output_constraint.tightened(model, problem, known, leaf, norm=math.inf)
+            lower, upper = output_constraint.tightened(
+                model, problem, known, leaf, every, norm=math.inf
+            )
             leaf = leaf._replace(lower=lower, upper=upper)
         crossed[level > 0] = bool(np.all(np.any(lower > upper, axis=1)))
     assert crossed == {False: True, True: False}

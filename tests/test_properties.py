@@ -80,7 +80,7 @@ def test_verdicts_agree_with_a_mixed_integer_program(by, monkeypatch):
     least value is above the bound by as much; by halved boxes, and by parts of signs."""
     if by == "parts":
         monkeypatch.setattr(sys.modules["wdjax.certify.properties"], "_FEW", 0)
-        monkeypatch.setattr(parts, "_FIRST", 0.0)
+        monkeypatch.setattr(parts, "_FIRST", 1e-3)
         monkeypatch.setattr(parts, "_DEAR", math.inf)
         monkeypatch.setattr(parts, "_FEW", 1)
     row = np.array([1.0, -1.0])

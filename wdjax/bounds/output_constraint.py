@@ -35,15 +35,21 @@ _LINES, _WEIGHT = 0, 1
 
 @functools.partial(jax.jit, static_argnames="norm")
 def tightened(
-    model: Classifier, problem: RegionProblem, known: RootBounds, leaves: Leaves, *, norm: Norm
+    model: Classifier,
+    problem: RegionProblem,
+    known: RootBounds,
+    leaves: Leaves,
+    wanted: Array,
+    *,
+    norm: Norm,
 ) -> tuple[Array, Array]:
-    """The ends ``[L, N]`` of the operands of ``leaves``, tightened by one round.
+    """The ends ``[L, N]`` of the operands of ``leaves``, those ``wanted`` tightened by one round.
 
     They hold at the points of each leaf where its function is at most 0. If a lower end is above
     its upper one, there is no such point.
 
-    Cost: about 60 backward passes through the whole net for each end of an operand whose sign is
-    open.
+    Cost: about 60 backward passes through the whole net for each end of a wanted operand whose
+    sign is open.
     """
     with highest():
         net = margins.network(model, problem.center)
@@ -54,7 +60,7 @@ def tightened(
             for side in ("lower", "upper")
         )
         constrained = _Constrained(state, problem, known, leaves, lower, upper)
-        open_ = (lower < 0) & (upper > 0)
+        open_ = wanted & (lower < 0) & (upper > 0)
         width = crown.chunk(state, 2)
         found = xla_cpu.by_turns(open_, width, constrained.lowest, (2,), lower.dtype)
         lost = jnp.stack([jnp.zeros((), bool), *net.lost]).any()

@@ -86,12 +86,13 @@ class SignSearch(NamedTuple):
     record: SignRecord | None = None
     """Of a proof: leaves are closed where its checker agrees."""
 
-    def run(
-        self, begun: leaves.Leaves, low: Numbers, until: float, most: float = math.inf
-    ) -> Searched:
-        """Splits the leaves ``begun`` until all are closed, ``most`` are bounded, or the time is
-        over; takes at least one turn. ``low`` ``[R]`` is known before."""
-        frontier = _Frontier(low, begun, self.record)
+    def begin(self, begun: leaves.Leaves, low: Numbers) -> "Frontier":
+        """The leaves ``begun``, with bounds ``[R]`` of all functions that are known."""
+        return Frontier(low, begun, self.record)
+
+    def run(self, frontier: "Frontier", until: float, most: float = math.inf) -> Searched:
+        """Splits leaves until all are closed, ``most`` are bounded, or the time is over; goes on
+        where it was, and takes at least one turn of a new frontier."""
         wide, pace = width(), math.inf
         while frontier.goes_on() and (not frontier.turns or time.monotonic() < until):
             if frontier.bounded >= most:
@@ -115,7 +116,7 @@ class SignSearch(NamedTuple):
         )
 
 
-class _Frontier:
+class Frontier:
     """All open leaves, and for each function the least bound of its closed leaves."""
 
     def __init__(
@@ -146,6 +147,13 @@ class _Frontier:
                 heapq.heappush(self.open, leaf)
             self.stuck = []
         return bool(self.open) and len(self.open) + len(self.stuck) < self.most
+
+    def close(self, row: int) -> None:
+        """Removes the leaves of a function that was proved to be above 0 in another way."""
+        self.closed[row] = min(self.closed[row], 0.0)
+        self.open = [leaf for leaf in self.open if leaf.row != row]
+        self.stuck = [leaf for leaf in self.stuck if leaf.row != row]
+        heapq.heapify(self.open)
 
     def end(self) -> str:
         """Why the search ended, one of ENDS."""
