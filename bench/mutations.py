@@ -154,6 +154,18 @@ FAULTS = {
         "return uncrowd(space, plan, x)",
         "tests/test_image.py",
     ),
+    "multipliers-of-signs-turned": Fault(
+        "bounds/output_constraint.py",
+        "pair - paying * signs",
+        "pair + paying * signs",
+        "tests/test_output_constraint.py",
+    ),
+    "half-of-a-part-forgotten": Fault(
+        "certify/parts.py",
+        "self._bounded_anew(list(part.halves(found.entry)), until)",
+        "self._bounded_anew(list(part.halves(found.entry)), until)[:1]",
+        "tests/test_certify_parts.py tests/test_properties.py",
+    ),
 }
 
 
