@@ -78,7 +78,7 @@ def test_a_loss_or_criterion_that_changed_is_seen():
 
 
 def test_numbers_drawn_while_tracing_are_seen():
-    model = wdjax.Model(lambda w, x: (x * (np.random.rand(4) > 0.5)) @ w, W)
+    model = wdjax.Model(lambda w, x: (x * np.random.rand(4).astype("f4")) @ w, W)
     with pytest.raises(ValueError, match=CHANGED):
         wdjax.search(attacks.WDAPlusPlus(), model, X, Y)
 
