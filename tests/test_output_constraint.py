@@ -17,11 +17,7 @@ from wdjax.bounds import leaves, output_constraint
 BOX = (0.0, 1.0)
 
 
-def dense(params, x):
-    return traced(params, x)[-1]
-
-
-def filtered(params, x):
+def outputs(params, x):
     return traced(params, x)[-1]
 
 
@@ -44,7 +40,7 @@ def drawn(rng, kind):
         jnp.array(rng.normal(size=s) * 2 / math.sqrt(math.prod(s[:-1])), jnp.float32)
         for s in shapes[kind]
     ]
-    return Model(filtered if kind == "conv" else dense, tuple(params))
+    return Model(outputs, tuple(params))
 
 
 def points_near(rng, model, x, y, rival, eps, norm):

@@ -96,8 +96,8 @@ class RootBounds(NamedTuple):
 
     def begin(self, row: Array) -> "Leaves":
         """One leaf for each of the functions ``row``, ``[L]``: the whole region, nothing split."""
-        ends = ({place: end[None] for place, end in side.items()} for side in self[1:3])
-        lower, upper = (jnp.repeat(rows_of(side), len(row), axis=0) for side in ends)
+        ends = flat_of(self.lower), flat_of(self.upper)
+        lower, upper = (jnp.repeat(end, len(row), axis=0) for end in ends)
         signs = jnp.zeros(lower.shape, jnp.int8)
         return Leaves(row, signs, (upper > -lower).astype(lower.dtype), lower, upper)
 
@@ -119,7 +119,7 @@ class Leaves(NamedTuple):
     def inside(self, known: RootBounds) -> dict[int, tuple[Array, Array]]:
         """The ends ``[L, *shape]`` of the operands in the halves that the signs name, by place."""
         signs = self.signs.astype(self.lower.dtype)
-        slack = rows_of({place: slack[None] for place, slack in known.slack.items()})
+        slack = flat_of(known.slack)
         lower = jnp.where(signs > 0, jnp.maximum(self.lower, -slack), self.lower)
         upper = jnp.where(signs < 0, jnp.minimum(self.upper, slack), self.upper)
         ends = maps_of(lower, known.lower), maps_of(upper, known.lower)
@@ -173,6 +173,11 @@ def rectified(state: crown.Pass) -> dict[int, int]:
 def rows_of(maps: Maps) -> Array:
     """Maps ``[L, *shape]`` by place as one array ``[L, N]``."""
     return jax.vmap(lambda flat: ravel_pytree(flat)[0])(maps)
+
+
+def flat_of(maps: Maps) -> Array:
+    """Maps ``[*shape]`` by place as one array ``[1, N]``."""
+    return rows_of({place: m[None] for place, m in maps.items()})
 
 
 def maps_of(rows: Array, like: Maps) -> Maps:

@@ -18,7 +18,15 @@ from wdjax import xla_cpu
 from wdjax.bounds import crown, margins, slopes
 from wdjax.bounds.coefficients import Coefficients, Rows, Whole
 from wdjax.bounds.domain import Array
-from wdjax.bounds.leaves import Leaves, RegionProblem, RootBounds, maps_of, rectified, rows_of
+from wdjax.bounds.leaves import (
+    Leaves,
+    RegionProblem,
+    RootBounds,
+    flat_of,
+    maps_of,
+    rectified,
+    rows_of,
+)
 from wdjax.bounds.region import Norm
 from wdjax.bounds.slopes import Slopes
 from wdjax.core import Classifier
@@ -117,8 +125,8 @@ class _Constrained:
         lines = self._maps(below)
         given = {out: lines[place] for out, place in self.operands.items()}
         found = crown.backward(self.state, coefficients, Rows(leaf), slopes=given)
-        slack = rows_of({place: slack[None] for place, slack in self.known.slack.items()})
-        found = found - (1 + rounding(pair.shape[-1], pair.dtype)) * summed(paying * slack)
+        paid = summed(paying * flat_of(self.known.slack))
+        found = found - (1 + rounding(pair.shape[-1], pair.dtype)) * paid
         return self._charged(found, leaf, weight)
 
     def _charged(self, low: Array, leaf: Array, weight: Array) -> Array:

@@ -82,7 +82,7 @@ def search(
     now = time.monotonic()
     left, begun = max(until - now, 0.0), root.begin(jnp.asarray(rows))
     searched = SignSearch(model, problem, norm, root, check, record)
-    whole = searched.begin(begun, low)
+    whole = Frontier(low, begun, record)
     found = searched.run(whole, until if record is not None else now + _FIRST * left)
     if record is not None or found.ended != "time" or not left:
         return found
@@ -184,7 +184,7 @@ class _PartSearch:
         low = self.low.copy()
         low[self.row] = part.low
         alone = jax.tree.map(lambda entries: entries[None], part.leaf)
-        return self.searched.run(self.searched.begin(alone, low), until, _FEW)
+        return self.searched.run(Frontier(low, alone), until, _FEW)
 
     def _bounded_anew(self, parts: Sequence[_Part], until: float) -> list[_Part]:
         """Up to two parts with tighter ends of their operands."""

@@ -60,7 +60,7 @@ class Searched(NamedTuple):
     low: Numbers
     """``[R]`` lower bounds of all functions."""
     ended: str
-    """One of :data:`ENDS`."""
+    """One of ``branch.ENDS``."""
     leaves: int
     witness: Any
     """What the check returned, or None."""
@@ -85,10 +85,6 @@ class SignSearch(NamedTuple):
     check: Check
     record: SignRecord | None = None
     """Of a proof: leaves are closed where its checker agrees."""
-
-    def begin(self, begun: leaves.Leaves, low: Numbers) -> "Frontier":
-        """The leaves ``begun``, with bounds ``[R]`` of all functions that are known."""
-        return Frontier(low, begun, self.record)
 
     def run(self, frontier: "Frontier", until: float, most: float = math.inf) -> Searched:
         """Splits leaves until all are closed, ``most`` are bounded, or the time is over; goes on
@@ -156,7 +152,7 @@ class Frontier:
         heapq.heapify(self.open)
 
     def end(self) -> str:
-        """Why the search ended, one of ENDS."""
+        """Why the search ended, one of ``branch.ENDS``."""
         if self.stuck and not self.open:
             return "nothing to split"
         if not self.open:
@@ -186,7 +182,7 @@ class Frontier:
         are too few leaves for a batch. ``found``, a :class:`leaves.LeafBounds`, is of the taken
         leaves.
         """
-        room, parts = len(found.low) // (len(self.taken) + len(self.open)), list[_Leaf]()
+        room, born = len(found.low) // (len(self.taken) + len(self.open)), list[_Leaf]()
         bounded = [
             leaf._replace(low=max(leaf.low, float(low)), multipliers=multipliers)
             for leaf, low, multipliers in zip(self.taken, found.low, found.multipliers)
@@ -203,9 +199,9 @@ class Frontier:
             else:
                 self.entry = entries[0] if self.entry is None else self.entry
                 entries = entries[: max(room.bit_length() - 1, 1)]
-                parts += _parts(leaf, entries, found.children[place], self.record)
-        for part in self._agreed(parts):
-            self.add(part)
+                born += _children(leaf, entries, found.children[place], self.record)
+        for child in self._agreed(born):
+            self.add(child)
         self.taken = []
 
     def _agreed(self, some: list[_Leaf]) -> list[_Leaf]:
@@ -228,14 +224,14 @@ class Frontier:
         return found
 
 
-def _parts(
+def _children(
     leaf: _Leaf, entries: list[int], children: Numbers, record: SignRecord | None
 ) -> Iterator[_Leaf]:
-    """Yields the ``2^E`` parts of a leaf, one for each combination of signs of ``E`` neurons.
+    """Yields the ``2^E`` children of a leaf, one for each combination of signs of ``E`` neurons.
 
     ``entries`` are the neurons' indices. ``children``, ``[C, 2]`` with ``C >= E``, has in row k the
-    lower bounds of both halves (negative, positive) if ``entries[k]`` alone splits the leaf. A part
-    lies in one half of each row: its bound is the largest of theirs and of the leaf's.
+    lower bounds of both halves (negative, positive) if ``entries[k]`` alone splits the leaf. A
+    child lies in one half of each row: its bound is the largest of theirs and of the leaf's.
     """
     nodes = [leaf.node]
     for entry in entries:
