@@ -36,6 +36,8 @@ _PATIENCE = 0.01
 
 Maps = dict[int, Array]
 """Arrays ``[*shape]`` or ``[L, *shape]`` by the place of a ReLU's operand."""
+Ends = dict[int, tuple[Array, Array]]
+"""Both ends of the operands, ``[L, *shape]``, by their places."""
 
 
 class RegionProblem(NamedTuple):
@@ -116,14 +118,19 @@ class Leaves(NamedTuple):
     """``[L, N]``: ends of the operands, at least at the leaf's points where its function is at most
     0."""
 
-    def inside(self, known: RootBounds) -> dict[int, tuple[Array, Array]]:
-        """The ends ``[L, *shape]`` of the operands in the halves that the signs name, by place."""
-        signs = self.signs.astype(self.lower.dtype)
-        slack = flat_of(known.slack)
-        lower = jnp.where(signs > 0, jnp.maximum(self.lower, -slack), self.lower)
-        upper = jnp.where(signs < 0, jnp.minimum(self.upper, slack), self.upper)
-        ends = maps_of(lower, known.lower), maps_of(upper, known.lower)
-        return {place: (ends[0][place], ends[1][place]) for place in known.lower}
+
+def inside(
+    signs: Array, lower: Array, upper: Array, known: RootBounds
+) -> dict[int, tuple[Array, Array]]:
+    """The ends ``[L, *shape]`` of the operands in the halves that ``signs`` name, by place.
+
+    ``signs``, ``lower`` and ``upper``, ``[L, N]``, are as in :class:`Leaves`.
+    """
+    slack = flat_of(known.slack)
+    lower = jnp.where(signs > 0, jnp.maximum(lower, -slack), lower)
+    upper = jnp.where(signs < 0, jnp.minimum(upper, slack), upper)
+    ends = maps_of(lower, known.lower), maps_of(upper, known.lower)
+    return {place: (ends[0][place], ends[1][place]) for place in known.lower}
 
 
 class LeafBounds(NamedTuple):
@@ -240,7 +247,9 @@ class _Split:
     ) -> None:
         self.signs = maps_of(leaves.signs.astype(ball.center.dtype), known.lower)
         self.slack = known.slack
-        self.state = crown.bounds(net, ball, known=leaves.inside(known))
+        self.state = crown.bounds(
+            net, ball, known=inside(leaves.signs, leaves.lower, leaves.upper, known)
+        )
         self.operands = rectified(self.state)
         values = [self.state.values[place] for place in self.signs]
         empty = [(v.lower > v.upper).reshape(len(leaves.row), -1).any(axis=1) for v in values]

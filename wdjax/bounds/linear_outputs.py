@@ -79,19 +79,19 @@ def of(state: crown.Pass, rows: Objectives, method: Method) -> InputBounds:
     (place,) = net.graph.outputs
     if place in net.exact:  # Outputs that do not depend on the input.
         sure = jnp.broadcast_to(net.exact[place].reshape(-1), (count, rows.a.shape[1]))
-        low = linear = _between(rows, sure, sure)
+        low = least = _between(rows, sure, sure)
     else:
         value = state.values[place]
-        low = linear = _between(rows, value.lower[:, 0], value.upper[:, 0])
+        low = least = _between(rows, value.lower[:, 0], value.upper[:, 0])
         if method != "interval":
-            linear, flat = _linear(state, rows, place)
-            low = jnp.maximum(low, linear)
+            least, flat = linear(state, rows)
+            low = jnp.maximum(low, least)
         if method == "alpha":
             better = slopes.optimised(state, _sent(rows, place, count), _all(count), steps=20)
             low = jnp.maximum(low, charged(rows, better.T, value))
     lost = jnp.stack([jnp.zeros((), bool), *net.lost]).any()
-    low, linear = (jnp.where(lost | jnp.isnan(t), -jnp.inf, t) for t in (low, linear))
-    return InputBounds(low, flat, linear)
+    low, least = (jnp.where(lost | jnp.isnan(t), -jnp.inf, t) for t in (low, least))
+    return InputBounds(low, flat, least)
 
 
 def _all(count: int) -> Rows:
@@ -103,13 +103,18 @@ def _sent(rows: Objectives, place: int, count: int) -> dict[int, Coefficients]:
     return {place: Whole(jnp.broadcast_to(a, (len(rows.b), count, *a.shape[2:])))}
 
 
-def _linear(state: crown.Pass, rows: Objectives, place: int) -> tuple[Array, Array]:
+def linear(
+    state: crown.Pass, rows: Objectives, record: dict[int, tuple[Array, Array]] | None = None
+) -> tuple[Array, Array]:
     """CROWN's bounds ``[B, R]``, and their coefficients ``[B, R, N]`` of the inputs.
 
-    The coefficients are 0 if none reaches the inputs, as with slopes of ReLU nets.
+    The coefficients are 0 if none reaches the inputs, as with slopes of ReLU nets. ``record`` is
+    filled as by :func:`crown.backward`.
     """
     count, arrived = len(state.region.eps), list[Coefficients]()
-    low = crown.backward(state, _sent(rows, place, count), _all(count), arrived=arrived)
+    (place,) = state.network.graph.outputs
+    sent = _sent(rows, place, count)
+    low = crown.backward(state, sent, _all(count), record=record, arrived=arrived)
     shape = len(rows.b), count, math.prod(state.region.lower.shape[2:])
     a = whole(arrived[0], _all(count)).a.reshape(shape) if arrived else jnp.zeros(shape, low.dtype)
     return charged(rows, low.T, state.values[place]), a.transpose(1, 0, 2)

@@ -78,13 +78,20 @@ def of(
     return jnp.where(jnp.arange(classes) == y[:, None], jnp.inf, low)
 
 
-def prepare(model: Classifier, region: Region, method: Method) -> crown.Pass:
-    """The bounds of every value that the model computes, up to its logits."""
+def prepare(
+    model: Classifier,
+    region: Region,
+    method: Method,
+    known: Mapping[int, tuple[Array, Array]] | None = None,
+) -> crown.Pass:
+    """The bounds of every value that the model computes, up to its logits; ``known`` as in
+    :func:`crown.bounds`."""
     coupling = method == "sdp-crown"
     if coupling and (moves_mass(region.norm) or region.norm != 2):
         raise ValueError('method="sdp-crown" needs norm 2, whose balls it uses; take "crown".')
     net = network(model, region.center)
-    return crown.bounds(net, wide(region).prepared(), _INSIDE[method], coupling=coupling)
+    ball = wide(region).prepared()
+    return crown.bounds(net, ball, _INSIDE[method], known, coupling=coupling)
 
 
 def network(model: Classifier, x: Array, fused: bool = True) -> Network:

@@ -23,6 +23,7 @@ from wdjax.bounds.leaves import (
     RegionProblem,
     RootBounds,
     flat_of,
+    inside,
     maps_of,
     rectified,
     rows_of,
@@ -62,7 +63,8 @@ def tightened(
     with highest():
         net = margins.network(model, problem.center)
         wide = margins.wide(problem.region(norm, len(leaves.row))).prepared()
-        state = crown.bounds(net, wide, known=leaves.inside(known))
+        ends = inside(leaves.signs, leaves.lower, leaves.upper, known)
+        state = crown.bounds(net, wide, known=ends)
         lower, upper = (
             rows_of({place: getattr(state.values[place], side) for place in known.lower})
             for side in ("lower", "upper")

@@ -19,7 +19,7 @@ from wdjax.balls import Lp
 from wdjax.bounds import leaves, region
 from wdjax.bounds.moved_mass import moves_mass
 from wdjax.bounds.region import Domain
-from wdjax.certify import parts, signs
+from wdjax.certify import in_turn, signs
 from wdjax.checks import independence
 from wdjax.core import Classifier
 from wdjax.engine import driver
@@ -114,7 +114,7 @@ class BranchAndBound:
         low = np.where(np.arange(len(low)) == int(y[0]), low, np.maximum(low, np.asarray(root.low)))
         rows = np.flatnonzero(low <= 0)
         check = functools.partial(self._flip, ball, y)
-        found = parts.search(self.model, problem, norm, root, rows, low, until, check)
+        found = in_turn.search(self.model, problem, norm, root, rows, low, until, check)
         return found.low, found.ended, found.witness
 
 

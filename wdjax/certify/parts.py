@@ -16,25 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax.bounds import leaves, output_constraint
+from wdjax.bounds import output_constraint
 from wdjax.bounds.leaves import Leaves
-from wdjax.bounds.region import Norm
-from wdjax.certify.recorded import SignRecord
-from wdjax.certify.signs import Check, Frontier, Searched, SignSearch
-from wdjax.core import Classifier
+from wdjax.certify.signs import Frontier, Searched, SignSearch
 
 Numbers = npt.NDArray[Any]
 
-_FIRST = 0.05
-"""Share of the time in which the whole region is searched at once."""
 _ROUNDS, _GAIN = 8, 0.05
 """Most rounds that bound the operands of a part; the least share of an operand's range that a round
 takes away for the next one to bound it again, which halves the time."""
 _FEW = 128
 """Number of leaves after which a part is halved."""
-_DEAR = 0.1
-"""Parts are searched if a round for two of them takes at most this share of the time: an end of an
-operand takes no longer than a leaf."""
 PROVED = float(np.finfo(np.float32).tiny)
 """The bound of what is proved in parts: above 0, and no more is known, since their bounds hold only
 where the function is at most 0."""
@@ -61,90 +53,7 @@ class _Part(NamedTuple):
             yield self._replace(leaf=self.leaf._replace(signs=signs))
 
 
-def search(
-    model: Classifier,
-    problem: leaves.RegionProblem,
-    norm: Norm,
-    root: leaves.RootBounds,
-    rows: Numbers,
-    low: Numbers,
-    until: float,
-    check: Check,
-    record: SignRecord | None = None,
-) -> Searched:
-    """Closes the functions ``rows`` of a problem, with bounds ``low``, ``[R]``, known before.
-
-    Takes at least one turn, then more until ``time.monotonic()`` reads ``until``. A ``record`` of a
-    proof has leaves of the whole region only, since its checker knows no bounds of parts.
-    """
-    if not rows.size or not root.lower or not np.all(np.isfinite(low[rows])):
-        return Searched(low, "nothing to split" if rows.size else "closed", 0, None)
-    now = time.monotonic()
-    left, begun = max(until - now, 0.0), root.begin(jnp.asarray(rows))
-    searched = SignSearch(model, problem, norm, root, check, record)
-    whole = Frontier(low, begun, record)
-    found = searched.run(whole, until if record is not None else now + _FIRST * left)
-    if record is not None or found.ended != "time" or not left:
-        return found
-    ends = 2 * np.sum((np.asarray(begun.lower[0]) < 0) & (np.asarray(begun.upper[0]) > 0))
-    if 2 * ends * found.pace > _DEAR * left:
-        return searched.run(whole, until)
-    return _InTurn(searched, whole, rows, found, until).run(_FIRST * left)
-
-
-class _InTurn:
-    """The search of parts, one function after another, and of the whole region, in turn."""
-
-    def __init__(
-        self, searched: SignSearch, whole: Frontier, rows: Numbers, known: Searched, until: float
-    ) -> None:
-        self.searched, self.whole, self.rows, self.until = searched, whole, rows, until
-        self.low, self.witness = known.low, None
-        nearest = sorted(rows[known.low[rows] <= 0], key=lambda row: -known.low[row])
-        self.parts = [_PartSearch(searched, int(row), known.low) for row in nearest]
-        self.todo = list(self.parts)
-
-    def run(self, seconds: float) -> Searched:
-        """Searches parts for so long, then the whole region, then each for twice as long."""
-        while self._goes_on():
-            end = min(time.monotonic() + seconds, self.until)
-            while self.todo and time.monotonic() < end and self.witness is None:
-                self._searched_parts(end)
-            if self.whole.open and self._goes_on():
-                end = min(time.monotonic() + seconds, self.until)
-                self._take(self.searched.run(self.whole, end))
-                self.todo = [part for part in self.todo if not self.low[part.row] > 0]
-            seconds *= 2
-        count = self.whole.bounded + sum(part.bounded for part in self.parts)
-        return Searched(self.low, self._end(), count, self.witness)
-
-    def _goes_on(self) -> bool:
-        open_ = np.any(self.low[self.rows] <= 0) and (self.todo or self.whole.goes_on())
-        return bool(open_) and self.witness is None and time.monotonic() < self.until
-
-    def _end(self) -> str:
-        if self.witness is not None:
-            return "flipped"
-        if np.all(self.low[self.rows] > 0):
-            return "closed"
-        return "time" if time.monotonic() >= self.until else self.whole.end()
-
-    def _searched_parts(self, end: float) -> None:
-        """Goes on with the parts of the first function that is left."""
-        part = self.todo[0]
-        found = part.run(end)
-        self._take(found)
-        if found.ended == "closed":
-            self.whole.close(part.row)
-        if found.ended != "time":
-            self.todo.pop(0)
-
-    def _take(self, found: Searched) -> None:
-        self.low = np.maximum(self.low, found.low)
-        self.witness = found.witness
-
-
-class _PartSearch:
+class PartSearch:
     """The search for one function, the row ``row``; every part that is not closed is in ``open``
     or ``stuck``."""
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wdjax.bounds import inner_slopes, leaves, linear_outputs
-from wdjax.certify import falsify, halving, parts, signs
+from wdjax.certify import falsify, halving, in_turn, parts, signs
 from wdjax.certify.falsify import Witness
 from wdjax.certify.recorded import SignRecord
 from wdjax.certify.specification import Specification, leafless
@@ -347,7 +347,7 @@ def _signs(question: _Question, low: Numbers, until: float) -> Verdict:
         points = np.concatenate([points, blank])
         return falsify.witness(question.model, question.spec, *question.box, points)
 
-    found = parts.search(question.model, problem, math.inf, root, rows, low, until, check, record)
+    found = in_turn.search(question.model, problem, math.inf, root, rows, low, until, check, record)
     if found.witness is not None:
         return _violated(found.witness, "signs", found.leaves)
     best = float(np.min(_most(question, np.asarray(found.low))))

@@ -34,8 +34,8 @@ _STEPS, _TRIES = 12, 3
 _AGAIN, _GAIN = 3, 0.01
 """How often in a row all leaves without a ReLU left may be bounded again without a gain of this
 share of a bound."""
-_BYTES = 2**29
-"""Memory for all open leaves; beyond it the search ends."""
+MEMORY = 2**29
+"""Bytes for all open leaves; beyond it the search ends."""
 Check = Callable[[Numbers], Any]
 """Of points ``[L, *shape]`` of a region the proof that one of them is a violation, else None."""
 
@@ -134,7 +134,7 @@ class Frontier:
             signs, multipliers, lower, upper = rest
             self.add(_Leaf(known, 0, int(row), signs, multipliers, lower, upper, node))
         own = begun.signs, begun.multipliers  # The ends are shared.
-        self.most = _BYTES // sum(part[0].nbytes for part in own)
+        self.most = MEMORY // sum(part[0].nbytes for part in own)
 
     def goes_on(self) -> bool:
         if not self.open and self.stuck and self.idle < _AGAIN:

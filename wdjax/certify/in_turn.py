@@ -1,0 +1,148 @@
+r"""Branch and bound over signs by three searches in turn, since none is the fastest everywhere.
+
+Leaves of the whole region cost least, and close what is nearly closed. Subdomains by the signs of
+the first layers close deep nets. Parts with bounds where the function is at most 0 close wide ones.
+
+Source: Wang et al. [wang2021], Henriksen and Lomuscio [henriksen2020], Kotha et al. [kotha2023].
+"""
+
+import time
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from wdjax.bounds import leaves
+from wdjax.bounds.region import Norm
+from wdjax.certify.early_splits import EarlySplits
+from wdjax.certify.parts import PartSearch
+from wdjax.certify.recorded import SignRecord
+from wdjax.certify.signs import Check, Frontier, Searched, SignSearch, width
+from wdjax.core import Classifier
+
+Numbers = npt.NDArray[Any]
+
+_FIRST = 0.02
+"""Share of the time of the first turns; the next ones are twice as long each."""
+_DEAR = 0.1
+"""A search takes turns if its first step takes at most this share of the time."""
+_PASSES = 40
+"""Backward passes for a leaf of the whole region, about."""
+
+
+class _Search(Protocol):
+    """One of the searches; it goes on where it was."""
+
+    def run(self, until: float) -> Searched: ...
+
+    def close(self, row: int) -> None:
+        """Leaves out a function that was proved to be above 0 in another way."""
+
+
+class _Whole:
+    """The search of leaves of the whole region."""
+
+    def __init__(self, given: SignSearch, frontier: Frontier) -> None:
+        self.given, self.frontier = given, frontier
+
+    def run(self, until: float) -> Searched:
+        return self.given.run(self.frontier, until)
+
+    def close(self, row: int) -> None:
+        self.frontier.close(row)
+
+
+class _Parts:
+    """The searches of parts, one function after another, those with the highest bounds first."""
+
+    def __init__(self, given: SignSearch, rows: Numbers, low: Numbers) -> None:
+        self.low, self.bounded = low, 0
+        nearest = sorted(rows, key=lambda row: -low[row])
+        self.todo = [PartSearch(given, int(row), low) for row in nearest]
+
+    def run(self, until: float) -> Searched:
+        ended = "closed"
+        while self.todo:
+            part = self.todo[0]
+            before = part.bounded
+            found = part.run(until)
+            self.bounded += part.bounded - before
+            self.low = np.maximum(self.low, found.low)
+            if found.ended in ("time", "flipped"):
+                return found._replace(low=self.low, leaves=self.bounded)
+            ended = ended if found.ended == "closed" else found.ended
+            self.todo.pop(0)
+        return Searched(self.low, ended, self.bounded, None)
+
+    def close(self, row: int) -> None:
+        self.todo = [part for part in self.todo if part.row != row]
+
+
+def search(
+    model: Classifier,
+    problem: leaves.RegionProblem,
+    norm: Norm,
+    root: leaves.RootBounds,
+    rows: Numbers,
+    low: Numbers,
+    until: float,
+    check: Check,
+    record: SignRecord | None = None,
+) -> Searched:
+    """Closes the functions ``rows`` of a problem, with bounds ``low``, ``[R]``, known before.
+
+    Takes at least one turn, then more until ``time.monotonic()`` reads ``until``. A ``record`` of a
+    proof has leaves of the whole region only, since its checker knows no bounds of parts.
+    """
+    if not rows.size or not root.lower or not np.all(np.isfinite(low[rows])):
+        return Searched(low, "nothing to split" if rows.size else "closed", 0, None)
+    left, begun = max(until - time.monotonic(), 0.0), root.begin(jnp.asarray(rows))
+    given = SignSearch(model, problem, norm, root, check, record)
+    frontier = Frontier(low, begun, record)
+    if record is not None:
+        return given.run(frontier, until)
+    found = given.run(frontier, time.monotonic() + _FIRST * left)
+    if found.ended != "time" or not left:
+        return found
+    ends = 2 * int(np.sum((np.asarray(begun.lower[0]) < 0) & (np.asarray(begun.upper[0]) > 0)))
+    searches: list[_Search] = [_Whole(given, frontier)]
+    open_ = rows[found.low[rows] <= 0]
+    if 2 * ends * found.pace <= _DEAR * left:
+        searches.insert(0, _Parts(given, open_, found.low))
+    if ends * width() / _PASSES * found.pace <= _DEAR * left:
+        searches.insert(0, EarlySplits(given, open_, found.low))
+    return _in_turn(searches, rows, found, until, _FIRST * left)
+
+
+def _in_turn(
+    searches: list[_Search], rows: Numbers, known: Searched, until: float, seconds: float
+) -> Searched:
+    """Goes on with each of the searches for so long, the last one being that of the whole region,
+    then with each for twice as long."""
+    low, counts, ended = known.low, dict.fromkeys(searches, 0), known.ended
+    counts[searches[-1]] = known.leaves
+    left = list(searches)
+    while left and np.any(low[rows] <= 0) and time.monotonic() < until:
+        for one in list(left):
+            found = one.run(min(time.monotonic() + seconds, until))
+            counts[one] = found.leaves
+            closed = (low <= 0) & (found.low > 0)
+            low = np.maximum(low, found.low)
+            if found.witness is not None:
+                return Searched(low, "flipped", sum(counts.values()), found.witness)
+            for other in searches:
+                for row in np.flatnonzero(closed):
+                    other.close(int(row))
+            if one is searches[-1]:
+                ended = found.ended
+            if found.ended != "time":
+                left.remove(one)
+            if not np.any(low[rows] <= 0) or time.monotonic() >= until:
+                break
+        seconds *= 2
+    if not np.any(low[rows] <= 0):
+        ended = "closed"
+    elif time.monotonic() >= until:
+        ended = "time"
+    return Searched(low, ended, sum(counts.values()), None)
