@@ -158,7 +158,7 @@ FAULTS = {
         "bounds/output_constraint.py",
         "pair - paying * signs",
         "pair + paying * signs",
-        "tests/test_output_constraint.py",
+        "tests/test_bounds_of_parts.py",
     ),
     "half-of-a-part-forgotten": Fault(
         "certify/parts.py",

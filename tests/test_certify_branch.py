@@ -11,7 +11,7 @@ import pytest
 
 from wdjax import Model, attacks, certify, losses, run
 from wdjax.bounds import leaves
-from wdjax.certify import parts
+from wdjax.certify import early_splits, in_turn, parts
 from wdjax.certify import signs as sign_search
 
 BOX = (0.0, 1.0)
@@ -200,31 +200,38 @@ def test_it_stops_when_time_is_over_and_refuses_what_has_none():
 
 @pytest.fixture
 def halved(monkeypatch):
-    """Parts are bounded once and halved after one leaf; the list counts the halvings."""
+    """Parts are bounded once and halved after one leaf; the list counts all halvings."""
     counted = []
-    halves = parts._Part.halves
     monkeypatch.setattr(parts, "_FEW", 1)
     monkeypatch.setattr(parts, "_ROUNDS", 1)
     monkeypatch.setattr(sign_search, "_WIDTH", 1)
-    monkeypatch.setattr(
-        parts._Part, "halves", lambda part, entry: counted.append(entry) or halves(part, entry)
-    )
+
+    def counting(halves):
+        return lambda part, *entry: counted.append(part) or halves(part, *entry)
+
+    for kind in (parts._Part, early_splits._Subdomain):
+        monkeypatch.setattr(kind, "halves", counting(kind.halves))
     return counted
 
 
-def searched(model, x, y, eps, seconds=20.0):
+def searched(kind, model, x, y, eps, seconds=20.0):
     """The bound of the margin over a square, and how the search ended; no point ends it."""
     norm = math.inf
     problem = leaves.of_sample(x, y, jnp.array([eps], jnp.float32), norm, None, 2)
     root = leaves.root(model, problem, norm)
     row, low = 1 - int(y[0]), np.where(np.arange(2) == int(y[0]), np.inf, -1e6)
     search = sign_search.SignSearch(model, problem, norm, root, lambda points: None)
-    found = parts._PartSearch(search, row, low).run(time.monotonic() + seconds)
+    if kind == "parts":
+        todo = parts.PartSearch(search, row, low)
+    else:
+        todo = early_splits.EarlySplits(search, np.array([row]), low)
+    found = todo.run(time.monotonic() + seconds)
     return found.low[row], found.ended
 
 
-def test_parts_are_closed_where_grids_say_so_and_nowhere_else(halved):
-    """At 1.02 times the distance of a flip of a grid nothing is proved, at .9 times most are."""
+@pytest.mark.parametrize(("kind", "share", "least"), [("parts", 0.9, 4), ("early", 0.6, 4)])
+def test_parts_are_closed_where_grids_say_so_and_nowhere_else(halved, kind, share, least):
+    """At 1.02 times the distance of a flip of a grid nothing is proved, at less most are."""
     rng, steps = np.random.default_rng(0), np.linspace(-1, 1, 401)
     square = np.stack(np.meshgrid(steps, steps), axis=-1).reshape(-1, 2).astype("f4")
     count = proved = 0
@@ -236,53 +243,66 @@ def test_parts_are_closed_where_grids_say_so_and_nowhere_else(halved):
         if not len(flips) or (near := np.abs(square[flips]).max(axis=1).min()) < 0.1:
             continue
         count += 1
-        low, ended = searched(model, x, y, 1.02 * near, seconds=1.0)
+        low, ended = searched(kind, model, x, y, 1.02 * near, seconds=1.0)
         assert low <= 0
         assert ended != "closed"
-        low, ended = searched(model, x, y, 0.9 * near, seconds=2.0)
-        inside = np.asarray(model(x + 0.9 * near * square))
+        low, ended = searched(kind, model, x, y, share * near, seconds=2.0)
+        inside = np.asarray(model(x + share * near * square))
         assert low <= np.min(inside[:, int(y[0])] - inside[:, 1 - int(y[0])])
         assert (low > 0) == (ended == "closed")
         proved += ended == "closed"
-    assert proved >= 4
+    assert proved >= least
     assert len(halved) > 20
 
 
-def test_parts_and_the_whole_region_share_what_they_close(monkeypatch):
-    """Four functions, of which each search closes one; the others stay open and count."""
-    closed = {"whole": 1, "parts": 2}
-    low, rows = np.array([-1.0, -2.0, -3.0, np.inf]), np.arange(3)
+class Closing:
+    """A search that closes the functions ``rows`` in its second turn, and counts its leaves."""
 
-    def told(row, ended):
-        changed = low.copy()
-        changed[row] = parts.PROVED
-        return sign_search.Searched(changed, ended, 0, None)
+    def __init__(self, low, rows, ended):
+        self.low, self.rows, self.ended, self.turns, self.told = low, rows, ended, 0, []
 
-    class Part:
-        def __init__(self, search, row, low):
-            self.row, self.bounded = row, 5
+    def run(self, until):
+        time.sleep(0.01)
+        self.turns += 1
+        changed = self.low.copy()
+        changed[self.rows] = parts.PROVED if self.turns > 1 else -1.0
+        return sign_search.Searched(changed, "time" if self.turns < 3 else self.ended, 5, None)
 
-        def run(self, until):
-            if self.row == closed["parts"]:
-                return told(self.row, "closed")
-            return sign_search.Searched(low, "nothing to split", 0, None)
+    def close(self, row):
+        self.told.append(row)
 
-    begun = leaves.Leaves(rows, *np.zeros((4, 3, 7)))
-    frontier = sign_search.Frontier(low, begun)
-    frontier.bounded = 7
 
-    class Search:
-        def run(self, whole, until):
-            assert all(leaf.row != closed["parts"] for leaf in whole.open)
-            whole.open = [leaf for leaf in whole.open if leaf.row != closed["whole"]]
-            time.sleep(0.01)
-            return told(closed["whole"], "time")
-
-    monkeypatch.setattr(parts, "_PartSearch", Part)
+def test_searches_in_turn_share_what_they_close():
+    """Four functions; each search closes one, one stays open and counts."""
+    low, rows = np.array([-1.0, -2.0, -3.0, -4.0, np.inf]), np.arange(4)
+    early, part = Closing(low, [1], "nothing to split"), Closing(low, [2], "closed")
+    whole = Closing(low, [3], "time")
     known = sign_search.Searched(low, "time", 0, None)
-    turns = parts._InTurn(Search(), frontier, rows, known, time.monotonic() + 0.2)
-    found = turns.run(0.01)
+    searches = [early, part, whole]
+    found = in_turn._in_turn(searches, rows, known, time.monotonic() + 0.5, 0.01)
     assert found.ended == "time"
-    assert found.leaves == 7 + 3 * 5
-    np.testing.assert_array_equal(found.low, [-1.0, parts.PROVED, parts.PROVED, np.inf])
-    assert frontier.low()[closed["parts"]] == 0
+    assert found.leaves == 15
+    np.testing.assert_array_equal(found.low[:1], [-1.0])
+    np.testing.assert_array_equal(found.low[1:4], [parts.PROVED] * 3)
+    assert [sorted(one.told) for one in searches] == [[1, 2, 3]] * 3
+    assert (early.turns, part.turns) == (3, 3)
+    assert whole.turns > 3
+
+
+def test_a_function_closed_elsewhere_holds_no_subdomain_open():
+    low, rows = np.array([-1.0, -1.0]), np.arange(2)
+    begun = leaves.Leaves(np.zeros(1, int), *np.zeros((4, 1, 3)))
+
+    class Root:
+        def begin(self, row):
+            return begun
+
+    given = sign_search.SignSearch(None, None, None, Root(), None)
+    search = early_splits.EarlySplits(given, rows, low)
+    search.open = [
+        search.open[0]._replace(low=np.array(one)) for one in ([2.0, -3.0], [-4.0, 5.0], [6.0, 7.0])
+    ]
+    search.close(1)
+    assert [one.low.tolist() for one in search.open] == [[-4.0, 5.0]]
+    np.testing.assert_array_equal(search.run(-math.inf).low, [-1.0, -1.0])
+    np.testing.assert_array_equal(search.closed, [2.0, -3.0])

@@ -20,8 +20,9 @@ lie in a ball by the norms that `spectral` bounds. `coarse` decides easy neurons
 lines by Adam (alpha-CROWN). `margins` bounds all margins of a batch: it says which of these each
 method runs, and for how many steps. `linear_outputs` bounds any linear functions of the outputs
 over boxes. `leaves` bounds the subproblems of the branch and bound over ReLU signs that
-:mod:`wdjax.certify.signs` runs, and ranks the ReLUs to split next; `output_constraint` bounds the
-operands of these ReLUs where the property would be violated.
+:mod:`wdjax.certify.signs` runs, and ranks the ReLUs to split next; `rebounded` bounds the
+operands of all later ReLUs anew in a subproblem; `output_constraint` does so where the property
+would be violated.
 
 Open `margins` first, then `crown`. To add a primitive: one record in the file of its family in
 `primitives` (``docs/primitives.md`` has an example), an interval rule and lines if it needs new

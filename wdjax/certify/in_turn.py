@@ -103,6 +103,8 @@ def search(
     if record is not None:
         return given.run(frontier, until)
     found = given.run(frontier, time.monotonic() + _FIRST * left)
+    if found.ended == "time" and left and frontier.turns == 1:  # That one was compiled.
+        found = given.run(frontier, until, frontier.bounded + 1)
     if found.ended != "time" or not left:
         return found
     ends = 2 * int(np.sum((np.asarray(begun.lower[0]) < 0) & (np.asarray(begun.upper[0]) > 0)))

@@ -1,6 +1,7 @@
-"""Bounds of operands where a function is at most 0, against points that gradients and chance find.
+"""Bounds of operands in parts of a region, against points that gradients and chance find.
 
-No point with a value of at most 0 may lie outside of them, whatever the leaf.
+Where a function is at most 0, no such point may lie outside of its operands' ends, whatever the
+leaf; in a subdomain no point at all.
 """
 
 import itertools
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from wdjax import Model
-from wdjax.bounds import leaves, output_constraint
+from wdjax.bounds import leaves, output_constraint, rebounded
 
 BOX = (0.0, 1.0)
 
@@ -123,3 +124,49 @@ def test_a_leaf_without_such_points_is_empty():
             leaf = leaf._replace(lower=lower, upper=upper)
         crossed[level > 0] = bool(np.all(np.any(lower > upper, axis=1)))
     assert crossed == {False: True, True: False}
+
+
+@pytest.mark.parametrize(("kind", "norm"), [*itertools.product(("dense", "conv"), (math.inf, 2))])
+def test_subdomains_hold_all_their_points(kind, norm):
+    """Ends, bounds of all margins, and the operand to split: one of the first layer with any."""
+    rng, inside, narrower = np.random.default_rng(2), 0, []
+    eps = 0.15 if norm == math.inf else 0.5
+    for _ in range(6):
+        model = drawn(rng, kind)
+        x = jnp.array(rng.uniform(0.2, 0.8, size=(1, 4, 4, 1)), jnp.float32)
+        y = model(x).argmax(axis=-1)
+        problem = leaves.of_sample(x, y, jnp.array([eps], "f4"), norm, BOX, 3)
+        known, rows = leaves.root(model, problem, norm), np.delete(np.arange(3), int(y[0]))
+        points = points_near(rng, model, x, int(y[0]), int(rows[0]), eps, norm)
+        *operands, out = (np.asarray(part) for part in traced(model.args[0], points))
+        margin = out[:, y] - out[:, rows]
+        layer = np.repeat((0, 1), [part.shape[1] for part in operands])
+        operand = np.concatenate(operands, axis=1)
+        lower, upper = (np.repeat(leaves.flat_of(m), 5, axis=0) for m in known[1:3])
+        width, signs = upper[0] - lower[0], np.zeros(lower.shape, np.int8)
+        for turn in range(4):
+            found = rebounded.bounds(
+                model, problem, known, rebounded.Subdomains(signs, lower, upper), rows, norm=norm
+            )
+            assert np.all(found.lower >= lower)
+            assert np.all(found.upper <= upper)
+            lower, upper = np.array(found.lower), np.array(found.upper)
+            for k, row in enumerate(signs):
+                there = np.all(row * operand >= 0, axis=1)
+                inside += np.sum(there)
+                assert np.all(operand[there] >= lower[k])
+                assert np.all(operand[there] <= upper[k])
+                assert np.all(margin[there] >= found.low[k])
+                if not np.all(lower[k] <= upper[k]):
+                    assert np.all(np.isinf(found.low[k]))
+                    continue
+                open_ = np.flatnonzero((row == 0) & (lower[k] < 0) & (upper[k] > 0))
+                if not len(open_):
+                    assert found.entry[k] == len(row)
+                    continue
+                assert found.entry[k] in open_[layer[open_] == layer[open_].min()]
+                signs[k, found.entry[k]] = (-1, 1)[(k + turn) % 2]
+        second = (layer == 1) & (width > 0)
+        narrower.append(np.mean((upper - lower)[:, second].clip(0) / width[second]))
+    assert inside > 10000
+    assert np.mean(narrower) < 0.97
