@@ -160,6 +160,18 @@ FAULTS = {
         "pair + paying * signs",
         "tests/test_bounds_of_parts.py",
     ),
+    "subdomains-closed-by-one-function": Fault(
+        "certify/early_splits.py",
+        "closes = bool(np.all(one.low[self.wanted] > 0))",
+        "closes = bool(np.any(one.low[self.wanted] > 0))",
+        "tests/test_certify_branch.py",
+    ),
+    "half-of-a-subdomain-forgotten": Fault(
+        "certify/early_splits.py",
+        "for sign in (-1, 1):",
+        "for sign in (1,):",
+        "tests/test_certify_branch.py tests/test_properties.py",
+    ),
     "half-of-a-part-forgotten": Fault(
         "certify/parts.py",
         "self._bounded_anew(list(part.halves(found.entry)), until)",

@@ -11,7 +11,8 @@ import pytest
 import scipy.optimize
 
 from wdjax import Model, certify
-from wdjax.certify import Specification, parts, properties, property
+from wdjax.certify import Specification, in_turn, parts, properties, property
+from wdjax.certify.signs import Searched
 
 RNG = np.random.default_rng(11)
 IN, WIDE, OUT = 3, 6, 2
@@ -74,14 +75,29 @@ def least(w, lower, upper, row):
     return found.fun + b @ row, found.x[:IN]
 
 
-@pytest.mark.parametrize("by", ["inputs", "parts"])
+class Idle:
+    """A search that finds nothing."""
+
+    def __init__(self, given, rows, low):
+        self.low = low
+
+    def run(self, until):
+        return Searched(self.low, "nothing to split", 0, None)
+
+    def close(self, row):
+        pass
+
+
+@pytest.mark.parametrize("by", ["inputs", "parts", "early splits"])
 def test_verdicts_agree_with_a_mixed_integer_program(by, monkeypatch):
     """Violations hidden by 1e-3 of the range of outputs are found, and none is found where the
-    least value is above the bound by as much; by halved boxes, and by parts of signs."""
-    if by == "parts":
+    least value is above the bound by as much; by halved boxes, and by both searches that bound
+    operands anew, each beside that of the whole region alone."""
+    if by != "inputs":
         monkeypatch.setattr(sys.modules["wdjax.certify.properties"], "_FEW", 0)
-        monkeypatch.setattr(parts, "_FIRST", 1e-3)
-        monkeypatch.setattr(parts, "_DEAR", math.inf)
+        monkeypatch.setattr(in_turn, "_FIRST", 1e-3)
+        monkeypatch.setattr(in_turn, "_DEAR", math.inf)
+        monkeypatch.setattr(in_turn, "_Parts" if by == "early splits" else "EarlySplits", Idle)
         monkeypatch.setattr(parts, "_FEW", 1)
     row = np.array([1.0, -1.0])
     for seed in range(8):
