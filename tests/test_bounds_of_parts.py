@@ -24,19 +24,26 @@ def outputs(params, x):
 
 def traced(params, x):
     """The operands of both rectifiers, flat, and the outputs."""
-    kernel, *layers, head = params
-    if kernel.ndim == 4:
-        first = jax.lax.conv_general_dilated(
-            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
-    else:
-        first = x.reshape(len(x), -1) @ kernel
-    second = jax.nn.relu(first).reshape(len(x), -1) @ layers[0]
+    kernel, layer, head = params
+    first = filtered(x, kernel, 1)
+    second = filtered(jax.nn.relu(first), layer, 2).reshape(len(x), -1)
     return first.reshape(len(x), -1), second, jax.nn.relu(second) @ head
 
 
+def filtered(x, kernel, stride):
+    """A dense layer or a convolution."""
+    if kernel.ndim == 2:
+        return x.reshape(len(x), -1) @ kernel
+    strides, names = (stride, stride), ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(x, kernel, strides, "SAME", dimension_numbers=names)
+
+
 def drawn(rng, kind):
-    shapes = {"dense": ((16, 12), (12, 10), (10, 3)), "conv": ((3, 3, 1, 2), (32, 10), (10, 3))}
+    shapes = {
+        "dense": ((16, 12), (12, 10), (10, 3)),
+        "conv": ((3, 3, 1, 2), (32, 10), (10, 3)),
+        "strided": ((3, 3, 1, 2), (2, 2, 2, 3), (12, 3)),
+    }
     params = [
         jnp.array(rng.normal(size=s) * 2 / math.sqrt(math.prod(s[:-1])), jnp.float32)
         for s in shapes[kind]
@@ -126,7 +133,9 @@ def test_a_leaf_without_such_points_is_empty():
     assert crossed == {False: True, True: False}
 
 
-@pytest.mark.parametrize(("kind", "norm"), [*itertools.product(("dense", "conv"), (math.inf, 2))])
+@pytest.mark.parametrize(
+    ("kind", "norm"), [*itertools.product(("dense", "conv", "strided"), (math.inf, 2))]
+)
 def test_subdomains_hold_all_their_points(kind, norm):
     """Ends, bounds of all margins, and the operand to split: one of the first layer with any."""
     rng, inside, narrower = np.random.default_rng(2), 0, []

@@ -2,6 +2,7 @@ r"""Lower bounds of linear functions ``c . y - b`` of a program's outputs over b
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -104,17 +105,20 @@ def _sent(rows: Objectives, place: int, count: int) -> dict[int, Coefficients]:
 
 
 def linear(
-    state: crown.Pass, rows: Objectives, record: dict[int, tuple[Array, Array]] | None = None
+    state: crown.Pass,
+    rows: Objectives,
+    given: Mapping[int, Array] | None = None,
+    record: dict[int, tuple[Array, Array]] | None = None,
 ) -> tuple[Array, Array]:
     """CROWN's bounds ``[B, R]``, and their coefficients ``[B, R, N]`` of the inputs.
 
-    The coefficients are 0 if none reaches the inputs, as with slopes of ReLU nets. ``record`` is
-    filled as by :func:`crown.backward`.
+    The coefficients are 0 if none reaches the inputs, as with slopes of ReLU nets. ``given`` are
+    the ``slopes`` of :func:`crown.backward`, which fills ``record``.
     """
     count, arrived = len(state.region.eps), list[Coefficients]()
     (place,) = state.network.graph.outputs
     sent = _sent(rows, place, count)
-    low = crown.backward(state, sent, _all(count), record=record, arrived=arrived)
+    low = crown.backward(state, sent, _all(count), slopes=given, record=record, arrived=arrived)
     shape = len(rows.b), count, math.prod(state.region.lower.shape[2:])
     a = whole(arrived[0], _all(count)).a.reshape(shape) if arrived else jnp.zeros(shape, low.dtype)
     return charged(rows, low.T, state.values[place]), a.transpose(1, 0, 2)

@@ -93,9 +93,13 @@ def _first(
 
     Its upper line loosens the bounds ``low``, ``[C, R]``, that are at most 0, in sum the most.
     """
-    record: dict[int, tuple[Array, Array]] = {}
-    linear_outputs.linear(state, functions, record=record)
     taken = maps_of(signs.astype(low.dtype), known.lower)
+    record: dict[int, tuple[Array, Array]] = {}
+    dense = {  # Given so, the coefficients of feature maps are dense too.
+        out: jnp.broadcast_to(state.lines[out].views[0].low, (low.shape[1], *taken[place].shape))
+        for out, place in rectified(state).items()
+    }
+    linear_outputs.linear(state, functions, dense, record)
     split = {place: jnp.zeros(m.shape, bool) for place, m in taken.items()}
     loosened = {place: jnp.zeros(m.shape, low.dtype) for place, m in taken.items()}
     for out, place in rectified(state).items():
@@ -107,9 +111,7 @@ def _first(
             a = jnp.where((low.T <= 0).reshape(*low.T.shape, *(1,) * (a.ndim - 2)), a, 0.0)
             loosened[place] += jnp.minimum(a, 0.0).sum(axis=0) * lines.views[0].up * value.lower
     depths = {place: jnp.full((1, *m.shape[1:]), k) for k, (place, m) in enumerate(taken.items())}
-    open_ = rows_of(
-        {place: split.get(place, jnp.zeros(m.shape, bool)) for place, m in taken.items()}
-    )
+    open_ = rows_of(split)
     depth = jnp.where(open_, rows_of(depths), len(depths))
     first = open_ & (depth == depth.min(axis=1, keepdims=True))
     worth = jnp.where(first, jnp.maximum(rows_of(loosened), 0.0), -1.0)
