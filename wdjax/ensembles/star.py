@@ -58,11 +58,12 @@ def wda_star(
     Wasserstein order p. Which start finds the nearest flips differs from model to model, and from
     sample to sample. From 150 to 300 passes every sample therefore takes a
     :class:`~wdjax.attacks.Walk` from itself, one from a random point of the box, one to the nearest
-    class, in norm 2 one from around itself, and small steps from its best point. With fewer or more
-    passes trial samples decide which kind comes first; from 300 on a look of four steps from the
-    sample itself follows where no search began there, and a walk from there if it comes near. Then
-    the kind of walk with the largest measured gain a pass goes next, also from around the sample
-    and from the best point, on those samples only whose expected gain counts.
+    class or from around itself, as the nearer of the first two says, and small steps from its best
+    point. With fewer or more passes trial samples decide which kind comes first; from 300 on a look
+    of four steps from the sample itself follows where no search began there, and a walk from there
+    if it comes near. Then the kind of walk with the largest measured gain a pass goes next, also
+    from around the sample and from the best point, on those samples only whose expected gain
+    counts.
 
     For norm 1 and from 200 passes on a short :class:`~wdjax.attacks.PDPGD` comes first, followed by
     a long walk in small steps from its points, or from the sample where it found no flip; below 300
@@ -140,7 +141,7 @@ def wda_star(
         record = _compare(record, plan.look, terms)
     known = np.asarray(record.found.success)
     for kind in plan.always:
-        record = record.walked(kind, known | (kind.start != "best"))
+        record = record.walked(kind, record.suits(kind) & (known | (kind.start != "best")))
     for kind in plan.lost:
         record = record.walked(kind, ~known)
     while (choice := _choice(record, plan.more, terms)) is not None:
@@ -184,6 +185,10 @@ class Standing(NamedTuple):
     def affords(self, kind: Kind) -> np.ndarray:
         """``[n]``: whether the passes of such a search keep a sample within its maximum."""
         return np.asarray(self.found.passes) + kind.passes <= self.most
+
+    def suits(self, kind: Kind) -> np.ndarray:
+        """``[n]``: the samples that take such a search of those that are always made."""
+        return {"near": self.near, "far": ~self.near}.get(kind.where, np.ones_like(self.near))
 
     def after(self, result: Found, near: np.ndarray) -> "Standing":
         """With another search, which walked the samples of ``near`` from themselves."""

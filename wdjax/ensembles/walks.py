@@ -16,9 +16,9 @@ _LOOK, _SHORT = 4, 12
 _MANY = (150, 300, 1500)
 """Numbers of passes from which on every sample takes walks of several kinds, all kinds are tried,
 and walks are 40 steps long."""
-_BROAD = {True: (0.39, 0.25, 0.125, 0.15), False: (0.44, 0.275, 0.135)}
-"""Shares of the steps of such walks, in norm 2 or not: from the sample, from a random point of the
-box, to the nearest class, and in norm 2 around the sample. The rest are small steps at the end."""
+_BROAD = 0.375, 0.265, 0.225
+"""Shares of the steps of such walks: from the sample, from a random point of the box, and from
+where the nearer of both flips came. The rest are small steps at the end."""
 _SPARSE = (30, 100)
 """Steps of the opening for norm 1, at least and at most."""
 _SLOW = 66
@@ -37,6 +37,9 @@ class Kind(NamedTuple):
     attack: Walk | PDPGD
     start: str
     """``"sample"``, ``"around"`` the sample at the scale of the best distance, or ``"best"``."""
+    where: str = "all"
+    """Of an itinerary's ``always``: ``"near"`` or ``"far"`` if only for samples whose nearest flip
+    came from a walk from the sample itself, or from another search."""
 
     @property
     def passes(self) -> int:
@@ -94,7 +97,7 @@ def schedule(ball: Lp, passes: int, most: int | None = None) -> Itinerary:
     short = replace(aimed, steps=_SHORT)
     if passes < _MANY[1]:
         more.append(Kind(replace(short, targets=2), "sample"))
-        return _sparse(ball, passes, more) if sparse else _broad(passes, aimed, held, more)
+        return _sparse(ball, passes, more) if sparse else _broad(passes, aimed, bold, more)
     wide = Walk(ball, steps=later, far=True, targets=2, width=1.5)
     patient = Walk(ball, steps=2 * later, far=True)
     polish = Walk(ball, steps=later, step_size=0.2)
@@ -107,20 +110,24 @@ def schedule(ball: Lp, passes: int, most: int | None = None) -> Itinerary:
     return Itinerary([free, Kind(replace(held, steps=first), "around"), near], look, [], [], more)
 
 
-def _broad(passes: int, aimed: Walk, held: Walk, more: list[Kind]) -> Itinerary:
+def _broad(passes: int, aimed: Walk, bold: Walk, more: list[Kind]) -> Itinerary:
     """The schedule in which every sample takes walks of several kinds; what they leave is shared.
 
     Which kind finds a sample's nearest flip is not told by other samples, nor by the first steps:
     trials that choose one kind for all left half as many again farther than a rival.
     """
-    plain, free = replace(aimed, targets=0), Walk(aimed.ball, far=True, haste=1.0)
-    kinds = [Kind(walk, "sample") for walk in (plain, free, aimed)] + [Kind(held, "around")]
-    last, shares = Walk(aimed.ball, step_size=0.1, shrink=0.1), _BROAD[aimed.ball.norm == 2]
-    kinds = [*kinds[: len(shares)], Kind(last, "best")]
-    fixed = sum(kind.passes - 2 * kind.attack.steps for kind in kinds)
+    kinds = [
+        Kind(replace(aimed, targets=0), "sample"),
+        Kind(Walk(aimed.ball, far=True, haste=1.0), "sample"),
+        Kind(aimed, "sample", "near"),
+        Kind(bold, "around", "far"),
+        Kind(Walk(aimed.ball, step_size=0.1, shrink=0.1), "best"),
+    ]
+    # A sample takes one of the third and fourth; the third costs more.
+    fixed = sum(kind.passes - 2 * kind.attack.steps for kind in kinds if kind.where != "far")
     total = (passes - fixed) // 2
-    steps = [int(share * total) for share in shares]
-    steps.append(total - sum(steps))
+    first, free, again = (int(share * total) for share in _BROAD)
+    steps = first, free, again, again, total - first - free - again
     each = [
         kind._replace(attack=replace(kind.attack, steps=count)) for kind, count in zip(kinds, steps)
     ]
