@@ -27,6 +27,8 @@ _FIRST = 0.02
 """Share of the time of the first turns; the next ones are twice as long each."""
 _DEAR = 0.1
 """A search takes turns if its first step takes at most this share of the time."""
+_MOST = 2**26
+"""Largest number of coefficients that all functions may have at all operands of all subdomains."""
 _PASSES = 40
 """Backward passes for a leaf of the whole region, about."""
 
@@ -112,7 +114,8 @@ def search(
     open_ = rows[found.low[rows] <= 0]
     if 2 * ends * found.pace <= _DEAR * left:
         searches.insert(0, _Parts(given, open_, found.low))
-    if ends * width() / _PASSES * found.pace <= _DEAR * left:
+    cost, size = ends * width() / _PASSES, len(open_) * width() * begun.lower.shape[1]
+    if cost * found.pace <= _DEAR * left and size <= _MOST:
         searches.insert(0, EarlySplits(given, open_, found.low))
     return _in_turn(searches, rows, found, until, _FIRST * left)
 
