@@ -150,7 +150,7 @@ def _sweep(path: Path) -> None:
         with contextlib.suppress(OSError):  # In use, gone already, or another user's.
             number = os.open(left, os.O_RDWR)
             try:
-                if _lock(number):
+                if _lock(number) and _is(number, left):  # Else another process made it anew.
                     left.unlink()
             finally:
                 os.close(number)
