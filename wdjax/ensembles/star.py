@@ -56,14 +56,12 @@ def wda_star(
 
     Pass the result to :func:`wdjax.spend`: the knapsack over these distances is WDA*, the attack of
     Wasserstein order p. Which start finds the nearest flips differs from model to model, and from
-    sample to sample. From 150 to 300 passes every sample therefore takes a
-    :class:`~wdjax.attacks.Walk` from itself, one from a random point of the box, one to the nearest
-    class or from around itself, as the nearer of the first two says, and small steps from its best
-    point. With fewer or more passes trial samples decide which kind comes first; from 300 on a look
-    of four steps from the sample itself follows where no search began there, and a walk from there
-    if it comes near. Then the kind of walk with the largest measured gain a pass goes next, also
-    from around the sample and from the best point, on those samples only whose expected gain
-    counts.
+    sample to sample. Trial samples therefore decide which kind of :class:`~wdjax.attacks.Walk`
+    comes first, from a random point of the box or towards the nearest class. From 150 passes on a
+    look of four steps from the sample itself follows where no search began there, and a walk from
+    there if it comes near. Then the kind of walk with the largest measured gain a pass goes next,
+    also from around the sample and from the best point, on those samples only whose expected gain
+    counts. Below 300 passes small steps from the best points end it.
 
     For norm 1 and from 200 passes on a short :class:`~wdjax.attacks.PDPGD` comes first, followed by
     a long walk in small steps from its points, or from the sample where it found no flip; below 300
@@ -71,9 +69,13 @@ def wda_star(
     their first four steps flip most of the samples, walks to three classes take the place of PDPGD
     for all: this one decision depends on which samples come together.
 
+    Fewer than 36 samples tell little about each other: in linf and l2, from 150 to 300 passes, each
+    takes a walk from itself, one from a random point of the box, one to the nearest class or from
+    around itself, as the nearer of both flips says, and small steps from its best point. Only what
+    these leave is shared.
+
     Otherwise samples share the passes, and trials speak for all of them: what is found for one
-    depends on which others come with it, and on how many; from 150 to 300 passes only by what is
-    left after the walks that all take. With fewer than 36 of them at least every
+    depends on which others come with it, and on how many. With fewer than 36 of them at least every
     sixth is a trial sample, six if there are as many, or all. With a budget ``eps`` a distance d
     that is shortened by the share r gains what the knapsack pays for it,
 
@@ -126,8 +128,9 @@ def wda_star(
     eps = None if eps is None else float(validate.check_number("eps", eps))
     order = validate.check_order(order)
     most = None if most is None else validate.check_count("most", most)
-    plan = schedule(ball, validate.check_count("passes", passes), most)
-    terms = Spending(passes, tolerance, eps, order)
+    plan = schedule(ball, validate.check_count("passes", passes), most, len(ask.y) < _SOME * _SOME)
+    kept = sum(kind.passes for kind in plan.last)
+    terms = Spending(passes - kept, tolerance, eps, order)
     probed = None
     if plan.probe is not None and plan.easy is not None:
         probed = _follow(ask, 0, plan.probe, None, np.ones(len(ask.y), bool))
@@ -146,6 +149,8 @@ def wda_star(
         record = record.walked(kind, ~known)
     while (choice := _choice(record, plan.more, terms)) is not None:
         record = _learned(record, *choice, terms)
+    for kind in plan.last:
+        record = record.walked(kind, _worth(record.found, record.hope, eps, order) > 0)
     return record.found
 
 

@@ -12,19 +12,21 @@ _LEAST = 21
 _PILOTS = 70
 """Minimum number of passes at which several first walks are compared."""
 _LOOK, _SHORT = 4, 12
-"""Steps of the look from the sample, and of a walk that follows up."""
+"""Steps of the look from the sample, and of a walk that follows up or ends."""
 _MANY = (150, 300, 1500)
-"""Numbers of passes from which on every sample takes walks of several kinds, all kinds are tried,
-and walks are 40 steps long."""
+"""Numbers of passes from which on walks are 30 steps long, all kinds are tried, and walks are 40
+steps long."""
 _BROAD = 0.375, 0.265, 0.225
-"""Shares of the steps of such walks: from the sample, from a random point of the box, and from
-where the nearer of both flips came. The rest are small steps at the end."""
+"""For few samples the shares of the steps of walks from the sample, from a random point of the box,
+and from where the nearer of both flips came. The rest are small steps at the end."""
 _SPARSE = (30, 100)
 """Steps of the opening for norm 1, at least and at most."""
 _SLOW = 66
 """Maximum number of steps of the walk that follows it."""
 _FEW = 200
 """Minimum number of passes for which norm 1 has a schedule of its own."""
+_PAIR = 14, 2
+"""Steps and classes of the walk from the sample in norm 2 where passes are few."""
 _AIMS = 3
 """Classes that walks from the sample aim at where passes are many, or first steps flip."""
 _BRISK = 16, 25
@@ -67,14 +69,19 @@ class Itinerary(NamedTuple):
     """Where it found none."""
     more: list[Kind]
     """Where they pay; walks from the sample only where such a walk found the nearest flip."""
+    last: list[Kind]
+    """Of every sample whose distance matters."""
     probe: Kind | None = None
     """Before all: first steps of every sample."""
     easy: "Itinerary | None" = None
     """What is done instead if they flip most samples."""
 
 
-def schedule(ball: Lp, passes: int, most: int | None = None) -> Itinerary:
-    """The kinds of searches for a mean number of passes, of which no sample takes over ``most``."""
+def schedule(ball: Lp, passes: int, most: int | None = None, few: bool = False) -> Itinerary:
+    """The kinds of searches for a mean number of passes, of which no sample takes over ``most``.
+
+    ``few``: whether there are too few samples for trials.
+    """
     if most is not None and most < passes:
         raise ValueError(f"most must be at least passes={passes}, the mean, got {most}.")
     if passes < _LEAST:
@@ -85,36 +92,40 @@ def schedule(ball: Lp, passes: int, most: int | None = None) -> Itinerary:
     # From the sample, following the linearised margin is better where the ball has corners.
     aimed = Walk(ball, steps=first, targets=1, haste=1.0 if ball.norm == 2 else 0.0)
     near = Kind(aimed, "sample")
+    if ball.norm == 2 and passes >= _MANY[0]:
+        steps, targets = (first, _AIMS) if passes >= _MANY[1] else _PAIR
+        near = Kind(replace(aimed, steps=steps, targets=targets), "sample")
     held = Walk(ball, far=True, haste=0.5, step_size=1.1, shrink=0.25, width=1.3)
     bold = Walk(ball, far=True, haste=1.0, step_size=2.0, shrink=0.35, width=2.3)
     more = [Kind(replace(walk, steps=later), "around") for walk in (held, bold)]
-    sparse = ball.norm == 1 and passes >= _FEW
     if passes < _PILOTS:
-        return Itinerary([free], [], [], [], more)
+        return Itinerary([free], [], [], [], more, [])
+    firsts = [free, Kind(replace(held, steps=first), "around"), near]
     if passes < _MANY[0]:
-        firsts = [free, Kind(replace(held, steps=first), "around"), near]
-        return Itinerary(firsts, [], [], [], more[:1])
+        return Itinerary(firsts, [], [], [], more[:1], [])
     short = replace(aimed, steps=_SHORT)
+    look = [Kind(replace(aimed, steps=_LOOK, targets=0), "sample"), Kind(short, "sample")]
+    polish = Kind(Walk(ball, steps=later, step_size=0.2), "best")
+    last = [Kind(Walk(ball, steps=_SHORT, step_size=0.1, shrink=0.1), "best")]
     if passes < _MANY[1]:
         more.append(Kind(replace(short, targets=2), "sample"))
-        return _sparse(ball, passes, more) if sparse else _broad(passes, aimed, bold, more)
-    wide = Walk(ball, steps=later, far=True, targets=2, width=1.5)
-    patient = Walk(ball, steps=2 * later, far=True)
-    polish = Walk(ball, steps=later, step_size=0.2)
-    more += [Kind(wide, "around"), Kind(patient, "sample"), Kind(polish, "best")]
-    if sparse:
+        if few and not (ball.norm == 1 and passes >= _FEW):
+            return _broad(passes, aimed, bold, more)
+    else:
+        last = []
+        wide = Walk(ball, steps=later, far=True, targets=2, width=1.5)
+        patient = Walk(ball, steps=2 * later, far=True)
+        more += [Kind(wide, "around"), Kind(patient, "sample"), polish]
+    if ball.norm == 1 and passes >= _FEW:
         return _sparse(ball, passes, more)
-    if ball.norm == 2:
-        near = Kind(replace(aimed, targets=_AIMS), "sample")
-    look = [Kind(replace(aimed, steps=_LOOK, targets=0), "sample"), Kind(short, "sample")]
-    return Itinerary([free, Kind(replace(held, steps=first), "around"), near], look, [], [], more)
+    return Itinerary(firsts, look, [], [], more, last)
 
 
 def _broad(passes: int, aimed: Walk, bold: Walk, more: list[Kind]) -> Itinerary:
-    """The schedule in which every sample takes walks of several kinds; what they leave is shared.
+    """The schedule for few samples: each takes walks of several kinds, what they leave is shared.
 
-    Which kind finds a sample's nearest flip is not told by other samples, nor by the first steps:
-    trials that choose one kind for all left half as many again farther than a rival.
+    So few tell too little about each other: trials that choose one kind for all lost to other
+    attacks on half as many images again.
     """
     kinds = [
         Kind(replace(aimed, targets=0), "sample"),
@@ -131,7 +142,7 @@ def _broad(passes: int, aimed: Walk, bold: Walk, more: list[Kind]) -> Itinerary:
     each = [
         kind._replace(attack=replace(kind.attack, steps=count)) for kind, count in zip(kinds, steps)
     ]
-    return Itinerary(each[:1], [], each[1:], [], more)
+    return Itinerary(each[:1], [], each[1:], [], more, [])
 
 
 def _sparse(ball: Lp, passes: int, more: list[Kind]) -> Itinerary:
@@ -155,9 +166,9 @@ def _sparse(ball: Lp, passes: int, more: list[Kind]) -> Itinerary:
     if probe:
         brisk = Kind(walk, "sample")
         end = replace(slow, steps=(left - brisk.passes - 3) // 2, step_size=0.6, shrink=0.3)
-        easy = Itinerary([brisk], [], [Kind(end, "best")], lost[1:], [])
-        return Itinerary([first], [], [polish], lost, [], probe, easy)
+        easy = Itinerary([brisk], [], [Kind(end, "best")], lost[1:], [], [])
+        return Itinerary([first], [], [polish], lost, [], [], probe, easy)
     left -= first.passes + polish.passes
     longest = ((left - 8) // _AIMS - 1) // 2
     several = Kind(replace(walk, steps=min(_BRISK[1], longest)), "sample")
-    return Itinerary([first], [], [polish, several], [polish], [far, polish, *more])
+    return Itinerary([first], [], [polish, several], [polish], [far, polish, *more], [])
