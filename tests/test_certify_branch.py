@@ -302,6 +302,10 @@ def test_a_function_closed_elsewhere_holds_no_subdomain_open():
     search.open = [
         search.open[0]._replace(low=np.array(one)) for one in ([2.0, -3.0], [-4.0, 5.0], [6.0, 7.0])
     ]
+    cells, search.open = search.open, []
+    for one in cells:
+        search._keep(one._replace(entry=0))
+    assert [one.low.tolist() for one in search.open] == [[2.0, -3.0], [-4.0, 5.0]]
     search.close(1)
     assert [one.low.tolist() for one in search.open] == [[-4.0, 5.0]]
     np.testing.assert_array_equal(search.run(-math.inf).low, [-1.0, -1.0])
