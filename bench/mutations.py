@@ -162,8 +162,8 @@ FAULTS = {
     ),
     "subdomains-closed-by-one-function": Fault(
         "certify/early_splits.py",
-        "closes = bool(np.all(one.low[self.wanted] > 0))",
-        "closes = bool(np.any(one.low[self.wanted] > 0))",
+        "return bool(np.all(one.low[self.wanted] > 0))",
+        "return bool(np.any(one.low[self.wanted] > 0))",
         "tests/test_certify_branch.py",
     ),
     "half-of-a-subdomain-forgotten": Fault(

@@ -55,15 +55,16 @@ class EarlySplits:
         whole = _Subdomain(low[rows], begun.signs[0], begun.lower[0], begun.upper[0], None)
         self.open, self.stuck = [whole], list[_Subdomain]()
         self.wanted = np.ones(len(rows), bool)
-        self.closed = np.full(len(rows), np.inf)
-        """The least bounds over subdomains that are closed."""
+        self.closed, self.share = np.full(len(rows), np.inf), 0.0
+        """The least bounds over closed subdomains; their share, where a split halves the region."""
         self.most = MEMORY // sum(part.nbytes for part in whole[1:4])
 
     def close(self, row: int) -> None:
         """Leaves out a function that was proved to be above 0 in another way."""
         self.wanted &= self.rows != row
-        self.open = [one for one in self.open if not self._closes(one)]
-        self.stuck = [one for one in self.stuck if not self._closes(one)]
+        left, self.open, self.stuck = self.open + self.stuck, [], []
+        for one in left:
+            self._keep(one)
 
     def run(self, until: float) -> Searched:
         """Splits subdomains, the last first, until all are closed or the time is over."""
@@ -111,14 +112,14 @@ class EarlySplits:
 
     def _keep(self, one: _Subdomain) -> None:
         if not self._closes(one):
-            (self.stuck if one.entry is None else self.open).append(one)
+            (self.stuck if one.entry is None and self.bounded else self.open).append(one)
+            return
+        self.closed = np.minimum(self.closed, one.low)
+        self.share += 0.5 ** np.count_nonzero(one.signs)
 
     def _closes(self, one: _Subdomain) -> bool:
         """Whether no wanted function is open in a subdomain, which then counts as closed."""
-        closes = bool(np.all(one.low[self.wanted] > 0))
-        if closes:
-            self.closed = np.minimum(self.closed, one.low)
-        return closes
+        return bool(np.all(one.low[self.wanted] > 0))
 
     def _outcome(self, ended: str, witness: Any = None) -> Searched:
         """The bounds: for each function the least over all subdomains."""

@@ -27,6 +27,8 @@ _FIRST = 0.02
 """Share of the time of the first turns; the next ones are twice as long each."""
 _DEAR = 0.1
 """A search takes turns if its first step takes at most this share of the time."""
+_LEAST, _TURNS = 0.01, 3
+"""Early splits end after so many turns if they closed less than this share of the region."""
 _MOST = 2**26
 """Largest number of coefficients that all functions may have at all operands of all subdomains."""
 _PASSES = 40
@@ -127,8 +129,9 @@ def _in_turn(
     then with each for twice as long."""
     low, counts, ended = known.low, dict.fromkeys(searches, 0), known.ended
     counts[searches[-1]] = known.leaves
-    left = list(searches)
+    left, turn = list(searches), 0
     while left and np.any(low[rows] <= 0) and time.monotonic() < until:
+        turn += 1
         for one in list(left):
             found = one.run(min(time.monotonic() + seconds, until))
             counts[one] = found.leaves
@@ -141,7 +144,8 @@ def _in_turn(
                     other.close(int(row))
             if one is searches[-1]:
                 ended = found.ended
-            if found.ended != "time":
+            useless = isinstance(one, EarlySplits) and turn >= _TURNS and one.share < _LEAST
+            if found.ended != "time" or (useless and len(left) > 1):
                 left.remove(one)
             if not np.any(low[rows] <= 0) or time.monotonic() >= until:
                 break
