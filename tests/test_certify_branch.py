@@ -310,3 +310,29 @@ def test_a_function_closed_elsewhere_holds_no_subdomain_open():
     assert [one.low.tolist() for one in search.open] == [[-4.0, 5.0]]
     np.testing.assert_array_equal(search.run(-math.inf).low, [-1.0, -1.0])
     np.testing.assert_array_equal(search.closed, [2.0, -3.0])
+
+
+def test_early_splits_that_close_nothing_end_where_another_search_goes_on(monkeypatch):
+    low, rows = np.array([-1.0, -2.0]), np.arange(2)
+    monkeypatch.setattr(in_turn, "EarlySplits", Closing)
+    for share, others in itertools.product((0.0, 0.5), (0, 1)):
+        early, whole = Closing(low, [], "time"), Still(low)
+        early.share = share
+        known = sign_search.Searched(low, "time", 0, None)
+        searches = [early, whole][: 1 + others]
+        in_turn._in_turn(searches, rows, known, time.monotonic() + 0.3, 0.01)
+        assert (early.turns == in_turn._TURNS) == (others == 1 and share == 0)
+
+
+class Still:
+    """A search that goes on and closes nothing."""
+
+    def __init__(self, low):
+        self.low = low
+
+    def run(self, until):
+        time.sleep(0.01)
+        return sign_search.Searched(self.low, "time", 5, None)
+
+    def close(self, row):
+        raise AssertionError

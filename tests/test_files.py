@@ -147,6 +147,21 @@ def test_threads_that_write_one_file_leave_one_of_theirs(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
 
 
+def test_a_partial_file_that_is_made_anew_is_not_swept(tmp_path, monkeypatch):
+    """Another process replaces it between the moments when it is opened and locked."""
+    left, lock = tmp_path / ".note.txt.0123456789abcdef.part", atomic._lock
+    left.write_text("of a process that was killed")
+
+    def late(number):
+        left.unlink()
+        left.write_text("new")
+        return lock(number)
+
+    monkeypatch.setattr(atomic, "_lock", late)
+    atomic._sweep(tmp_path / "note.txt")
+    assert left.read_text() == "new"
+
+
 def test_a_failure_leaves_the_older_file_and_nothing_else(tmp_path):
     path = tmp_path / "note.txt"
     path.write_text("old")

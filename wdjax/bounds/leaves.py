@@ -119,9 +119,7 @@ class Leaves(NamedTuple):
     0."""
 
 
-def inside(
-    signs: Array, lower: Array, upper: Array, known: RootBounds
-) -> dict[int, tuple[Array, Array]]:
+def inside(signs: Array, lower: Array, upper: Array, known: RootBounds) -> Ends:
     """The ends ``[L, *shape]`` of the operands in the halves that ``signs`` name, by place.
 
     ``signs``, ``lower`` and ``upper``, ``[L, N]``, are as in :class:`Leaves`.
@@ -247,9 +245,8 @@ class _Split:
     ) -> None:
         self.signs = maps_of(leaves.signs.astype(ball.center.dtype), known.lower)
         self.slack = known.slack
-        self.state = crown.bounds(
-            net, ball, known=inside(leaves.signs, leaves.lower, leaves.upper, known)
-        )
+        ends = inside(leaves.signs, leaves.lower, leaves.upper, known)
+        self.state = crown.bounds(net, ball, known=ends)
         self.operands = rectified(self.state)
         values = [self.state.values[place] for place in self.signs]
         empty = [(v.lower > v.upper).reshape(len(leaves.row), -1).any(axis=1) for v in values]

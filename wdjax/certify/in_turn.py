@@ -144,8 +144,7 @@ def _in_turn(
                     other.close(int(row))
             if one is searches[-1]:
                 ended = found.ended
-            useless = isinstance(one, EarlySplits) and turn >= _TURNS and one.share < _LEAST
-            if found.ended != "time" or (useless and len(left) > 1):
+            if found.ended != "time" or (len(left) > 1 and turn >= _TURNS and _closes_nothing(one)):
                 left.remove(one)
             if not np.any(low[rows] <= 0) or time.monotonic() >= until:
                 break
@@ -155,3 +154,7 @@ def _in_turn(
     elif time.monotonic() >= until:
         ended = "time"
     return Searched(low, ended, sum(counts.values()), None)
+
+
+def _closes_nothing(one: _Search) -> bool:
+    return isinstance(one, EarlySplits) and one.share < _LEAST
