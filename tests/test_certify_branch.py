@@ -321,7 +321,8 @@ def test_early_splits_that_close_nothing_end_where_another_search_goes_on(monkey
         known = sign_search.Searched(low, "time", 0, None)
         searches = [early, whole][: 1 + others]
         in_turn._in_turn(searches, rows, known, time.monotonic() + 0.3, 0.01)
-        assert (early.turns == in_turn._TURNS) == (others == 1 and share == 0)
+        runs = in_turn._TURNS + 1  # The first turn is taken again, since it may have compiled.
+        assert (early.turns == runs) == (others == 1 and share == 0)
 
 
 class Still:

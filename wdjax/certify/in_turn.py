@@ -134,6 +134,8 @@ def _in_turn(
         turn += 1
         for one in list(left):
             found = one.run(min(time.monotonic() + seconds, until))
+            if turn == 1 and one is not searches[-1] and found.ended == "time":  # It compiled.
+                found = one.run(min(time.monotonic() + seconds, until))
             counts[one] = found.leaves
             closed = (low <= 0) & (found.low > 0)
             low = np.maximum(low, found.low)
