@@ -203,7 +203,7 @@ def test_importing_the_package_imports_nothing_heavy():
     assert said.stdout == b"[]\n", said
     for name in wdjax.__all__:
         assert getattr(wdjax, name) is not None
-        assert name in dir(wdjax)
+    assert dir(wdjax) == sorted(wdjax.__all__)
     with pytest.raises(AttributeError, match="no attribute 'atacks'"):
         wdjax.atacks  # noqa: B018
 

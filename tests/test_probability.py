@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from wdjax import Lp, Model, models, nppr, parallel
-from wdjax.nppr import distributions, probable
+from wdjax.nppr import counting, distributions, probable
 from wdjax.nppr.rare import Rare
 
 NET = models.mlp((16, 8, 3), key=jax.random.key(2))
@@ -122,6 +122,25 @@ def test_the_sequential_test_errs_no_more_than_its_level(risk):
     assert wrong.mean() <= alpha
     if risk != rho:
         assert open_.mean() < 0.9  # It does decide.
+
+
+def test_a_decision_stands(monkeypatch):
+    """After 79 of 80 copies a risk of at most .1 is sure; it is not after 116 of 120."""
+    seen = []
+
+    def count(poll, rows, done, step):
+        """All copies survive but one, and then eleven in twelve."""
+        seen.append(done + step)
+        lost = 1 if done < 80 <= done + step else round(step / 12) if done >= 80 else 0
+        return counting.Tally(np.full(len(rows), step - lost), np.zeros(len(rows), np.int64))
+
+    monkeypatch.setattr(probable.counting, "count", count)
+    found = probable._decide_all(None, np.arange(2), np.array([0.1, 0.01]), 0.05, 400)
+    assert found.robust[0].all()
+    assert not found.fragile[0].any()
+    assert not found.robust[1].any()
+    assert 80 in seen
+    assert 120 in seen
 
 
 def test_probabilistic_accuracy_is_that_of_the_closed_form():

@@ -128,4 +128,4 @@ if not TYPE_CHECKING:  # Type checkers see the imports above, and what is missin
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -113,11 +113,11 @@ class CarliniWagner(nearest.NearestAttack):
         return jnp.clip(low + (high - low) * (jnp.tanh(w) + 1) / 2, low, high)
 
     def _descend(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
-        """One Adam step of ``w`` on the squared l2 distance plus the weighted margin.
+        """One Adam step of ``w`` up the weighted criterion less the squared l2 distance.
 
-        The weight counts in units of the clean sample's absolute margin. The margin has no gradient
-        where it exceeds ``confidence`` by more than rounding. The present point is kept if it is
-        the nearest flip.
+        The weight is divided by the absolute criterion of the clean sample. The criterion has no
+        gradient where it exceeds ``confidence`` by more than rounding. The present point is kept if
+        it is the nearest flip.
         """
         x, back = jax.vjp(self._bounded, state.w)
         seen = ascent.slope(victim, x, samples.y, victim.criterion)

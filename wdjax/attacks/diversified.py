@@ -15,7 +15,7 @@ from wdjax.checks import validate
 from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
 
 _SHORT = 10
-"""Ascents of at most so many steps end with steps of 0.1 radii, longer ones with 0.001."""
+"""Lengths of ascents of at most so many steps fall towards 0.1 radii, of longer ones to 0.001."""
 
 
 class State(NamedTuple):
@@ -155,8 +155,8 @@ class Diversified:
     def _climb(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         """One step of the second phase, up the margin, with a length that falls along a cosine.
 
-        The last length is 0.1 eps for short ascents and 0.001 eps for others. Samples with a flip,
-        or whose number of steps is used up, stay.
+        Lengths fall from eps towards 0.1 eps (at most 10 steps) or 0.001 eps (more), which the step
+        after the next one would reach. Samples with a flip, or whose steps are used up, stay.
         """
         seen = ascent.slope(victim, state.x, samples.y, losses.margin)
         info = ascent.note(victim, samples.y, seen)

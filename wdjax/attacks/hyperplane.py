@@ -85,11 +85,12 @@ def _follow(line: _Line, need: Array) -> Array:
 
 
 def _newton(line: _Line, speed: Array, need: Array) -> Array:
-    """``[d]``: ``min(t speed, room)`` with the t at which the gains add up to ``need``.
+    """``[d]``: ``min(t speed, room)`` with the t at which gain times move adds up to
+    ``need``.
 
     Each iteration solves for t with the coordinates that have not used up their room; it ends when
-    none is used up any more, after at most d iterations. If all room together gains less than
-    ``need``, the coordinates take all of it.
+    an iteration uses up no further coordinate, after at most d iterations. If all room together
+    gains less than ``need``, the coordinates take all of it.
     """
 
     def solve(free: Array) -> Array:

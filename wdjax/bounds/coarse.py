@@ -79,7 +79,9 @@ def _parallel(lines: Lines, lower: Array, upper: Array) -> Lines:
     """Lines whose lower line has the upper line's slope, so that one pass bounds both sides.
 
     The lower intercept falls until the line is sound on ``[lower, upper]``, the range
-    ``[B, *shape]`` of the operand's linear part.
+    ``[B, *shape]`` of the operand's linear part, which is the operand less its offset and rounding
+    error (:func:`_part`). Where any lower slope is sound (``lines.free``) the lower line's
+    intercept is the slope times ``lines.shift``.
     """
     (view,) = lines.views
     unit = 2 * rounding(lower[0].size, lower.dtype)

@@ -111,7 +111,12 @@ def _row(chain: _Chain) -> Kernel | Array | None:
 def _moves(
     region: Region, factor: Array, map_: Kernel | Array, shape: Sequence[int]
 ) -> tuple[Array, Array]:
-    """How far ``map_(factor x)``, ``[B, *shape]``, may rise and fall, seen from the centre."""
+    """How far ``map_(factor x)`` may rise and fall from its value at the centre, ``[B, *shape]``.
+
+    ``factor``, ``[B, *inputs]``, multiplies the entries of inputs in the region; ``map_`` is a
+    matrix ``[N, G]`` of inputs by outputs, or a convolution's kernel; ``shape`` is that of one
+    sample's output.
+    """
     a = map_ if isinstance(map_, jax.Array) else map_.kernel
     if region.scale is not None:
         factor = factor * region.scale

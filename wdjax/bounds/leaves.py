@@ -2,8 +2,8 @@ r"""Bounds of linear functions of the outputs where the signs of some ReLUs' ope
 
 A leaf is the set of points of a region where the pre-activations ``z`` of the split ReLUs have the
 leaf's signs ``s``. Both signs include 0, and each is relaxed to ``s z >= -w``, where ``w`` bounds
-the rounding of ``z``, so that the two halves of a split cover it in floats too. In a leaf a
-split ReLU is nearly affine; and ``f - b (s z + w)`` is at most ``f`` for every multiplier
+the rounding of ``z``, so that the two halves of a split cover the split leaf in floats too. In a
+leaf a split ReLU is nearly affine; and ``f - b (s z + w)`` is at most ``f`` for every multiplier
 ``b >= 0``. The multipliers are maximised together with the slopes of the unstable neurons.
 
 Source: Wang et al. [wang2021]; the neurons to split, De Palma et al. [depalma2021].
@@ -32,7 +32,8 @@ from wdjax.xla_cpu import rounding, summed
 
 _RATE = 0.2
 _PATIENCE = 0.01
-"""Steps end where they raise the bounds by less than this share of them."""
+"""Steps end once three of them raise the bounds below 0, summed, by less than this share of their
+distance from 0."""
 
 Maps = dict[int, Array]
 """Arrays ``[*shape]`` or ``[L, *shape]`` by the place of a ReLU's operand."""
@@ -41,7 +42,7 @@ Ends = dict[int, tuple[Array, Array]]
 
 
 class RegionProblem(NamedTuple):
-    """One region, and functions to be bounded on it: the arrays of a :class:`Region`, of length 1.
+    """A region, as the arrays of a :class:`Region` with a batch of 1, and functions to bound there.
 
     The norm is not among them, since it changes the program.
     """
@@ -115,8 +116,8 @@ class Leaves(NamedTuple):
     """``[L, N]``: lower slopes of neurons that are not split, multipliers ``b`` of the others."""
     lower: Array
     upper: Array
-    """``[L, N]``: ends of the operands, at least at the leaf's points where its function is at most
-    0."""
+    """``[L, N]``: ends of the operands. They hold where the leaf's function is at most 0, and may
+    fail elsewhere."""
 
 
 def inside(signs: Array, lower: Array, upper: Array, known: RootBounds) -> Ends:
@@ -201,7 +202,10 @@ def bounds(
     steps: int,
     tries: int,
 ) -> LeafBounds:
-    """Bounds of leaves by up to ``steps`` steps, and of the halves of ``tries`` splits of each."""
+    """Bounds of leaves, and of the halves of the ``tries`` best splits of each.
+
+    Cost: up to ``steps`` ascent steps, and two backward passes for each split.
+    """
     count = len(leaves.row)
     with highest():
         ball = problem.region(norm, count)
@@ -289,8 +293,8 @@ class _Split:
 
 def _scores(split: _Split, multipliers: Maps) -> tuple[Array, Array]:
     """``[L, N]``: how much a neuron's upper line loosens the bound, plus a tenth of the loss by its
-    lower line; 0 for neurons that cannot be split. And the coefficients ``[L, *shape]`` of the
-    inputs."""
+    lower line; 0 for neurons that cannot be split. Also the bound's coefficients of the inputs,
+    ``[L, *shape]``."""
     record: dict[int, tuple[Array, Array]] = {}
     arrived: list[Coefficients] = []
     split.low(multipliers, record, arrived)

@@ -1,9 +1,9 @@
 r"""Bounds of ReLUs' operands at the points of leaves where a function of the outputs is at most 0.
 
 Only such points matter to a proof that the function is positive: a leaf without any is verified.
-There an operand z is at least ``z + g f`` for every ``g >= 0``, which linear bounds minimise over
-the whole leaf; ``g`` is maximised together with the slopes and the multipliers of the leaf's signs.
-Tighter operands tighten the function's own bound, and this the operands again.
+There an operand z is at least ``z + g f`` for every ``g >= 0``, and linear bounds bound that from
+below over the whole leaf; ``g`` is optimised together with the slopes and the multipliers of the
+leaf's signs. Tighter operands tighten the function's own bound, and that bound the operands again.
 
 Source: Kotha et al. [kotha2023].
 """
@@ -36,10 +36,10 @@ from wdjax.xla_cpu import rounding, summed
 
 _RATE, _STEPS = 0.12, 20
 _UNIT = 0.5
-"""Unit of ``g`` and of the multipliers: this times the operand's range, over the function's bound.
-With larger ones Adam's steps are too long."""
+"""Unit of ``g`` and of the multipliers, times the operand's range over the absolute bound of the
+function. With a larger unit Adam's steps are too long."""
 _LINES, _WEIGHT = 0, 1
-"""Keys of what is maximised: slopes and multipliers ``[2, R, N]``, and ``g``, ``[2, R]``."""
+"""Keys of the variables: slopes and multipliers ``[2, R, N]``, and ``g``, ``[2, R]``."""
 
 
 @functools.partial(jax.jit, static_argnames="norm")
@@ -52,7 +52,8 @@ def tightened(
     *,
     norm: Norm,
 ) -> tuple[Array, Array]:
-    """The ends ``[L, N]`` of the operands of ``leaves``, those ``wanted`` tightened by one round.
+    """Lower and upper ends ``[L, N]`` of the operands of ``leaves``; one round tightens those that
+    are ``wanted``, ``[L, N]``.
 
     They hold at the points of each leaf where its function is at most 0. If a lower end is above
     its upper one, there is no such point.
@@ -75,12 +76,12 @@ def tightened(
         found = xla_cpu.by_turns(open_, width, constrained.lowest, (2,), lower.dtype)
         lost = jnp.stack([jnp.zeros((), bool), *net.lost]).any()
         low, high = jnp.moveaxis(jnp.where(lost, -jnp.inf, found).reshape(*lower.shape, 2), -1, 0)
-        # What is NaN is not tighter.
+        # NaN counts as no bound.
         return jnp.fmax(lower, low), jnp.fmin(upper, -high)
 
 
 class _Constrained:
-    """Bounds of single operands over ``L`` leaves, together with the leaves' functions."""
+    """Lower bounds of single operands where the functions of their leaves are at most 0."""
 
     def __init__(
         self,
@@ -104,7 +105,10 @@ class _Constrained:
         self.unit = jnp.where(jnp.isfinite(unit), unit, 0.0)
 
     def lowest(self, entries: Sequence[Array]) -> Array:
-        """``[R, 2]`` lower bounds of ``R`` operands and of their negatives, by the best lines."""
+        """``[R, 2]`` lower bounds of ``R`` operands and of their negatives, by the best lines.
+
+        ``entries``: the leaf and the operand of each, ``[R]``.
+        """
         leaf, entry = entries
         hot = jax.nn.one_hot(entry, self.signs.shape[1], dtype=self.signs.dtype)
         pair, unit = jnp.stack([hot, -hot]), self.unit[leaf, entry]
@@ -116,7 +120,10 @@ class _Constrained:
         return slopes.maximised(low, worst, most, _STEPS, _RATE).low.T
 
     def _low(self, leaf: Array, pair: Array, unit: Array, chosen: Slopes) -> Array:
-        """Lower bounds ``[2, R]`` of ``pair``, ``[2, R, N]``, of operands in the leaves ``[R]``."""
+        """Lower bounds ``[2, R]`` of linear functions of the operands in ``leaf``, ``[R]``.
+
+        ``pair``, ``[2, R, N]``, are their coefficients.
+        """
         signs, weight = self.signs[leaf], unit * chosen[_WEIGHT]
         paying = jnp.where(signs == 0, 0.0, unit[:, None] * chosen[_LINES])
         below = jnp.where(signs == 0, chosen[_LINES], (signs > 0).astype(signs.dtype))
@@ -132,7 +139,7 @@ class _Constrained:
         return self._charged(found, leaf, weight)
 
     def _charged(self, low: Array, leaf: Array, weight: Array) -> Array:
-        """Bounds ``[2, R]`` less ``weight b``, and less the rounding of the function's numbers."""
+        """Bounds ``[2, R]`` less ``weight b``, and less the rounding of its terms."""
         facts, count = jnp.finfo(low.dtype), self.a.shape[1] + 4
         unit, flushed = 4 * float(facts.eps) * count, 4 * float(facts.tiny) * count
         a, rest, b = jnp.abs(self.a[leaf]), self.rest[leaf], self.b[leaf]

@@ -1,8 +1,9 @@
 r"""Bounds of functions of the outputs in subdomains, where all ReLUs' operands are bounded anew.
 
-A subdomain is the set of points of a region where the operands of some ReLUs have given signs, as a
-leaf is. The sign of an early operand narrows the operands of all later layers: bounded anew, they
-may leave a deep net's outputs a hundredth of their range after a few splits.
+A subdomain is the set of points of a region where the operands of some ReLUs have given signs, like
+a leaf of :mod:`wdjax.bounds.leaves`. The sign of an early operand narrows the operands of all later
+layers: with these bounded anew, a few splits may narrow a deep net's outputs to a hundredth of
+their range.
 
 Source: Henriksen and Lomuscio [henriksen2020]; here the bounds are those of Zhang et al.
 [zhang2018].
@@ -31,7 +32,7 @@ class Subdomains(NamedTuple):
     """``[C, N]`` of -1, 0 and 1; 0 where the neuron is not split."""
     lower: Array
     upper: Array
-    """``[C, N]``: ends of the operands that are known."""
+    """``[C, N]``: known ends of the operands."""
 
 
 class SubdomainBounds(NamedTuple):
@@ -43,11 +44,11 @@ class SubdomainBounds(NamedTuple):
     upper: Array
     """``[C, N]``: tighter ends of the operands."""
     entry: Array
-    """``[C]``: the operand to split, of those in the first layer that has any the one that loosens
-    the bounds most; N where none is left."""
+    """``[C]``: the operand to split: in the first layer that has one, that which loosens the bounds
+    most; N where none is left."""
     points: Array
-    """``[C, *shape]`` inputs where the least linear bound is least, for norm inf; else the centre.
-    """
+    """``[C, *shape]``: for norm inf the inputs that minimise the linear bound of the function with
+    the least bound; else the centre."""
 
 
 @functools.partial(jax.jit, static_argnames="norm")
@@ -62,7 +63,7 @@ def bounds(
 ) -> SubdomainBounds:
     """Bounds of the functions ``rows``, ``[R]``, of a problem in each of the subdomains.
 
-    Cost: one backward pass for each unstable operand, from its layer on, and one for each function.
+    Cost: one backward pass for each unstable operand, from its layer, and one for each function.
     """
     count = len(these.signs)
     with highest():
@@ -91,11 +92,12 @@ def _first(
 ) -> Array:
     """``[C]``: the operand to split, as in :class:`SubdomainBounds`.
 
-    Its upper line loosens the bounds ``low``, ``[C, R]``, that are at most 0, in sum the most.
+    It is the one whose ReLU's upper line loosens the open bounds most, in sum over the functions;
+    open are the entries of ``low``, ``[C, R]``, of at most 0.
     """
     taken = maps_of(signs.astype(low.dtype), known.lower)
     record: dict[int, tuple[Array, Array]] = {}
-    dense = {  # Given so, the coefficients of feature maps are dense too.
+    dense = {  # Dense slopes make the recorded coefficients of feature maps dense, too.
         out: jnp.broadcast_to(state.lines[out].views[0].low, (low.shape[1], *taken[place].shape))
         for out, place in rectified(state).items()
     }

@@ -1,8 +1,9 @@
 r"""Branch and bound over the signs of ReLUs, first layers first, with all bounds made anew.
 
-The whole search is of all functions at once, and with plain linear bounds: a subdomain in which the
-first layers' signs are known has narrow operands in all later ones. For deep nets this is orders of
-magnitude faster than splits of the neurons that loosen the functions most.
+One search bounds all functions at once, by linear bounds whose slopes are not optimised: in a
+subdomain where the signs of the first layers are known, the operands of all later layers are
+narrow. For deep nets this is orders of magnitude faster than splits of the neurons that loosen the
+functions' bounds most.
 
 Source: Henriksen and Lomuscio [henriksen2020].
 """
@@ -28,8 +29,9 @@ class _Subdomain(NamedTuple):
     signs: Numbers
     lower: Numbers
     upper: Numbers
+    """``[N]``: signs and ends of the operands, as in :class:`rebounded.Subdomains`."""
     entry: int | None
-    """The operand to split; None if all are."""
+    """The operand to split; None if none is left, and before the subdomain is bounded."""
 
     def halves(self) -> list["_Subdomain"]:
         found = []
@@ -41,7 +43,7 @@ class _Subdomain(NamedTuple):
 
 
 class EarlySplits:
-    """The search for the functions ``rows`` of a problem, with bounds ``low`` known before.
+    """Proves that the functions ``rows`` of a problem, with known bounds ``low``, are above 0.
 
     Every subdomain in which one of them is open is in ``open`` or, without a ReLU to split, in
     ``stuck``.
@@ -49,18 +51,19 @@ class EarlySplits:
 
     def __init__(self, given: SignSearch, rows: Numbers, low: Numbers) -> None:
         self.given, self.rows, self.before, self.bounded = given, rows, low, 0
-        some = np.resize(rows, 1 << (len(rows) - 1).bit_length())  # Few numbers, few programs.
+        some = np.resize(rows, 1 << (len(rows) - 1).bit_length())  # A power of two: few programs.
         self.asked = jnp.asarray(some)
         begun: Any = jax.device_get(given.root.begin(self.asked[:1]))
         whole = _Subdomain(low[rows], begun.signs[0], begun.lower[0], begun.upper[0], None)
         self.open, self.stuck = [whole], list[_Subdomain]()
         self.wanted = np.ones(len(rows), bool)
         self.closed, self.share = np.full(len(rows), np.inf), 0.0
-        """The least bounds over closed subdomains; their share, where a split halves the region."""
+        """For each function the least bound over closed subdomains; their share of the region, if
+        every split counts as a halving."""
         self.most = MEMORY // sum(part.nbytes for part in whole[1:4])
 
     def close(self, row: int) -> None:
-        """Leaves out a function that was proved to be above 0 in another way."""
+        """Stops work on a function that another search has proved to be above 0."""
         self.wanted &= self.rows != row
         left, self.open, self.stuck = self.open + self.stuck, [], []
         for one in left:
@@ -79,7 +82,7 @@ class EarlySplits:
         return self._outcome("nothing to split" if self.stuck else "closed")
 
     def _taken(self) -> list[_Subdomain]:
-        """Removes the next subdomains: their halves, or the whole region if it is not bounded."""
+        """Removes the next subdomains and returns their halves; at first the whole region."""
         if not self.bounded:
             return [self.open.pop()]
         count = min(max(width() // 2, 1), len(self.open))
@@ -87,7 +90,7 @@ class EarlySplits:
         return [half for one in taken for half in one.halves()]
 
     def _bound(self, some: list[_Subdomain]) -> Any:
-        """Bounds subdomains and keeps those that stay open; returns what the check did."""
+        """Bounds subdomains and keeps those that stay open; returns what the check did, or None."""
         given, wide = self.given, width()
         rows = some + some[:1] * (-len(some) % wide)
         witness, bounded = None, list[_Subdomain]()

@@ -1,7 +1,8 @@
 r"""Branch and bound over signs by three searches in turn, since none is the fastest everywhere.
 
-Leaves of the whole region cost least, and close what is nearly closed. Subdomains by the signs of
-the first layers close deep nets. Parts with bounds where the function is at most 0 close wide ones.
+Leaves of the whole region cost least, and suffice where the bounds are nearly above 0. Subdomains
+by the signs of the first layers close deep nets. Parts, bounded only where the function is at most
+0, close wide nets.
 
 Source: Wang et al. [wang2021], Henriksen and Lomuscio [henriksen2020], Kotha et al. [kotha2023].
 """
@@ -24,15 +25,16 @@ from wdjax.core import Classifier
 Numbers = npt.NDArray[Any]
 
 _FIRST = 0.02
-"""Share of the time of the first turns; the next ones are twice as long each."""
+"""Share of the time for the first turn of each search; every later one is twice as long."""
 _DEAR = 0.1
-"""A search takes turns if its first step takes at most this share of the time."""
-_LEAST, _TURNS = 0.01, 3
-"""Early splits end after so many turns if they closed less than this share of the region."""
+"""A search takes turns only if its first step should take at most this share of the time."""
+_TURNS, _LEAST = 3, 0.01
+"""Early splits end if, from that turn on, they have closed less than this share of the region."""
 _MOST = 2**26
-"""Largest number of coefficients that all functions may have at all operands of all subdomains."""
+"""Early splits run only if one batch has at most so many coefficients: one for each open function,
+subdomain and operand."""
 _PASSES = 40
-"""Backward passes for a leaf of the whole region, about."""
+"""About how many backward passes a leaf of the whole region takes; gives the time of one pass."""
 
 
 class _Search(Protocol):
@@ -41,7 +43,7 @@ class _Search(Protocol):
     def run(self, until: float) -> Searched: ...
 
     def close(self, row: int) -> None:
-        """Leaves out a function that was proved to be above 0 in another way."""
+        """Stops work on a function that another search has proved to be above 0."""
 
 
 class _Whole:
@@ -96,8 +98,9 @@ def search(
 ) -> Searched:
     """Closes the functions ``rows`` of a problem, with bounds ``low``, ``[R]``, known before.
 
-    Takes at least one turn, then more until ``time.monotonic()`` reads ``until``. A ``record`` of a
-    proof has leaves of the whole region only, since its checker knows no bounds of parts.
+    Takes at least one turn, then more until ``time.monotonic()`` reads ``until``. With the
+    ``record`` of a proof only leaves of the whole region are searched: its checker knows no bounds
+    of parts.
     """
     if not rows.size or not root.lower or not np.all(np.isfinite(low[rows])):
         return Searched(low, "nothing to split" if rows.size else "closed", 0, None)
@@ -107,7 +110,7 @@ def search(
     if record is not None:
         return given.run(frontier, until)
     found = given.run(frontier, time.monotonic() + _FIRST * left)
-    if found.ended == "time" and left and frontier.turns == 1:  # That one was compiled.
+    if found.ended == "time" and left and frontier.turns == 1:  # That turn compiled: take another.
         found = given.run(frontier, until, frontier.bounded + 1)
     if found.ended != "time" or not left:
         return found
@@ -125,8 +128,10 @@ def search(
 def _in_turn(
     searches: list[_Search], rows: Numbers, known: Searched, until: float, seconds: float
 ) -> Searched:
-    """Goes on with each of the searches for so long, the last one being that of the whole region,
-    then with each for twice as long."""
+    """Gives each search so many ``seconds``, then twice as many, and so on.
+
+    The last search is that of the whole region; ``known`` is what it has found.
+    """
     low, counts, ended = known.low, dict.fromkeys(searches, 0), known.ended
     counts[searches[-1]] = known.leaves
     left, turn = list(searches), 0
@@ -134,7 +139,7 @@ def _in_turn(
         turn += 1
         for one in list(left):
             found = one.run(min(time.monotonic() + seconds, until))
-            if turn == 1 and one is not searches[-1] and found.ended == "time":  # It compiled.
+            if turn == 1 and one is not searches[-1] and found.ended == "time":  # So did this.
                 found = one.run(min(time.monotonic() + seconds, until))
             counts[one] = found.leaves
             closed = (low <= 0) & (found.low > 0)
@@ -159,4 +164,5 @@ def _in_turn(
 
 
 def _closes_nothing(one: _Search) -> bool:
+    """Whether these are early splits that have closed less than ``_LEAST`` of the region."""
     return isinstance(one, EarlySplits) and one.share < _LEAST

@@ -1,8 +1,9 @@
 r"""Branch and bound over signs, part by part where the whole region is not closed soon.
 
 In each part the ReLUs' pre-activations are bounded anew, at the points where the function is at
-most 0: without any such point the function is positive. Then the leaves of the part are searched
-for a moment; a part that they do not close is halved by the sign of the ReLU that loosens it most.
+most 0: without any such point the function is positive. Then leaves of the part are searched until
+128 of them are bounded; a part that they do not close is halved by the sign of the ReLU that
+loosens it most.
 
 Source: Wang et al. [wang2021]; the bounds of parts, Kotha et al. [kotha2023].
 """
@@ -23,13 +24,13 @@ from wdjax.certify.signs import Frontier, Searched, SignSearch
 Numbers = npt.NDArray[Any]
 
 _ROUNDS, _GAIN = 8, 0.05
-"""Most rounds that bound the operands of a part; the least share of an operand's range that a round
-takes away for the next one to bound it again, which halves the time."""
+"""The operands of a part are bounded in at most so many rounds. A round bounds only those whose
+range the last one shortened by more than this share, which halves the time."""
 _FEW = 128
 """Number of leaves after which a part is halved."""
 PROVED = float(np.finfo(np.float32).tiny)
-"""The bound of what is proved in parts: above 0, and no more is known, since their bounds hold only
-where the function is at most 0."""
+"""The bound of a function that is proved in parts: just above 0. Bounds of parts say no more, since
+they hold only where the function is at most 0."""
 
 
 class _Part(NamedTuple):
@@ -42,7 +43,7 @@ class _Part(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """Whether the function is at most 0 nowhere."""
+        """Whether the ends show that the function is at most 0 nowhere in the part."""
         return bool(np.any(self.leaf.lower > self.leaf.upper))
 
     def halves(self, entry: int) -> Iterator["_Part"]:
@@ -54,8 +55,10 @@ class _Part(NamedTuple):
 
 
 class PartSearch:
-    """The search for one function, the row ``row``; every part that is not closed is in ``open``
-    or ``stuck``."""
+    """Proves that one function, the row ``row``, is above 0.
+
+    Every part that is not closed is in ``open`` or ``stuck``.
+    """
 
     def __init__(self, searched: SignSearch, row: int, low: Numbers) -> None:
         self.searched, self.row, self.low, self.bounded = searched, row, low, 0
@@ -120,7 +123,7 @@ class PartSearch:
         ]
 
     def _outcome(self, ended: str, witness: Any = None) -> Searched:
-        """The bounds, with that of the row: the least over its parts."""
+        """The known bounds, with that of the row raised to the least over its parts."""
         low = self.low.copy()
         least = min([PROVED, *(part.low for part in (*self.open, *self.stuck))])
         low[self.row] = max(low[self.row], least)

@@ -1,4 +1,4 @@
-r"""Search over the signs of ReLUs' pre-activations, for linear functions of the outputs.
+r"""Proofs that linear functions of the outputs are positive, by splits by the signs of ReLUs.
 
 A region is split by the signs of ReLUs until every leaf is verified or the time is over. No leaf
 is ever dropped: a function's bound is the least over its leaves, closed (verified) or open, and so
@@ -32,16 +32,19 @@ _WIDTH = 32
 _STEPS, _TRIES = 12, 3
 """Most ascent steps on a leaf's multipliers; number of splits that are tried for it."""
 _AGAIN, _GAIN = 3, 0.01
-"""How often in a row all leaves without a ReLU left may be bounded again without a gain of this
-share of a bound."""
+"""Leaves without a ReLU left are bounded again at most so often in a row, while no bound rises by
+more than this share of itself."""
 MEMORY = 2**29
 """Bytes for all open leaves; beyond it the search ends."""
 Check = Callable[[Numbers], Any]
-"""Of points ``[L, *shape]`` of a region the proof that one of them is a violation, else None."""
+"""Takes points ``[L, *shape]`` of a region; returns what shows that one violates, or None."""
 
 
 class _Leaf(NamedTuple):
-    """An open leaf, ordered by its bound: the least is split first."""
+    """An open leaf, one entry of :class:`leaves.Leaves`, ordered by its bound.
+
+    The leaf with the least bound is split first.
+    """
 
     low: float
     number: int
@@ -67,7 +70,7 @@ class Searched(NamedTuple):
     entry: int | None = None
     """The neuron that was split first."""
     pace: float = 0.0
-    """Seconds for a leaf in the fastest turn: others may compile."""
+    """Seconds a leaf in the fastest turn; slower turns may include compilation."""
 
 
 def width() -> int:
@@ -76,7 +79,7 @@ def width() -> int:
 
 
 class SignSearch(NamedTuple):
-    """What a search over signs is about."""
+    """What stays fixed during a search over signs."""
 
     model: Classifier
     problem: leaves.RegionProblem
@@ -84,11 +87,14 @@ class SignSearch(NamedTuple):
     root: leaves.RootBounds
     check: Check
     record: SignRecord | None = None
-    """Of a proof: leaves are closed where its checker agrees."""
+    """Of a proof that is written: a leaf then counts as closed only if the checker agrees."""
 
     def run(self, frontier: "Frontier", until: float, most: float = math.inf) -> Searched:
-        """Splits leaves until all are closed, ``most`` are bounded, or the time is over; goes on
-        where it was, and takes at least one turn of a new frontier."""
+        """Splits leaves until all are closed or a violation is found, or until the frontier has
+        bounded ``most`` leaves in all, or time or memory is used up.
+
+        A later call goes on; a new frontier gets at least one turn.
+        """
         wide, pace = width(), math.inf
         while frontier.goes_on() and (not frontier.turns or time.monotonic() < until):
             if frontier.bounded >= most:
@@ -133,7 +139,7 @@ class Frontier:
             known = float(low[row]) if record is None else min(float(low[row]), 0.0)
             signs, multipliers, lower, upper = rest
             self.add(_Leaf(known, 0, int(row), signs, multipliers, lower, upper, node))
-        own = begun.signs, begun.multipliers  # The ends are shared.
+        own = begun.signs, begun.multipliers  # A child shares its parent's ends.
         self.most = MEMORY // sum(part[0].nbytes for part in own)
 
     def goes_on(self) -> bool:
@@ -145,7 +151,7 @@ class Frontier:
         return bool(self.open) and len(self.open) + len(self.stuck) < self.most
 
     def close(self, row: int) -> None:
-        """Removes the leaves of a function that was proved to be above 0 in another way."""
+        """Stops work on a function that another search has proved to be above 0."""
         self.closed[row] = min(self.closed[row], 0.0)
         self.open = [leaf for leaf in self.open if leaf.row != row]
         self.stuck = [leaf for leaf in self.stuck if leaf.row != row]
@@ -205,7 +211,8 @@ class Frontier:
         self.taken = []
 
     def _agreed(self, some: list[_Leaf]) -> list[_Leaf]:
-        """Leaves, those that a proof's checker does not close with bounds of at most 0."""
+        """The leaves; one that the proof's checker does not close gets the bound 0, and stays
+        open."""
         claimed = [place for place, leaf in enumerate(some) if leaf.low > 0]
         if self.record is not None and claimed:
             done = self.record.closed([some[place] for place in claimed])

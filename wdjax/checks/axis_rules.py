@@ -300,7 +300,7 @@ def _scattered(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
     if isinstance(value, SampleFree):
         return SampleFree(value.varies.union({*range(len(shape))} - {*places.values()}))
     if isinstance(value, PerSample) and value.axis not in places.values():
-        raise Unproved  # Rows are written by their places.
+        raise Unproved  # The indices choose which samples are written.
     return value
 
 

@@ -1,4 +1,4 @@
-"""Checks that functions are pure: that their programs are those that JAX keeps for them."""
+"""Checks that functions are pure: traced again, they give the program that JAX has kept."""
 
 import weakref
 from collections.abc import Callable
@@ -15,7 +15,8 @@ _ROWS = 16
 """Size of the batch for which functions are traced."""
 
 _DIGESTS: weakref.WeakKeyDictionary[ClosedJaxpr, bytes] = weakref.WeakKeyDictionary()
-"""Of programs that JAX keeps, at their first trace: NumPy arrays in them may change in place."""
+"""Digests of the programs that JAX keeps, from their first check: NumPy arrays in them may change
+in place later."""
 
 
 def check(model: Callable[[Array], PyTree], x: AnyArray) -> None:
@@ -31,7 +32,7 @@ def check(model: Callable[[Array], PyTree], x: AnyArray) -> None:
     Raises:
       ValueError: the programs, or the constants in them, differ.
 
-    Cost: a trace, and a digest of two programs with their constants; two traces at first.
+    Cost: a trace and a digest of one program with its constants; two of each at first.
 
     >>> import jax.numpy as jnp
     >>> from wdjax import Model
@@ -60,7 +61,7 @@ def check_loss(
     """Raises if a criterion or a loss, traced anew, differs from the program that JAX keeps.
 
     Args:
-      name: what it is, for the error.
+      name: ``criterion`` or ``loss``, for the message.
       function: ``(out, y) -> [n]``.
       model: whose outputs ``out`` it takes.
       x: ``[n, *shape]`` samples, concrete.
@@ -79,7 +80,7 @@ def check_loss(
 
 
 def _some(x: AnyArray) -> jax.ShapeDtypeStruct:
-    """The shape of a batch of samples like ``x``, ``[n, *shape]``, for which to trace."""
+    """Shape and dtype of a batch of samples like ``x``, ``[n, *shape]``, for which to trace."""
     kind = jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)
     return jax.ShapeDtypeStruct((_ROWS, *np.shape(x)[1:]), kind)
 
@@ -100,7 +101,7 @@ def _differs(function: Callable[..., PyTree], *args: PyTree) -> bool:
 
 
 def _refuse(differs: bool, what: str, way: str) -> None:
-    """Raises if a function differs; the ``way`` is how what changes is passed to it."""
+    """Raises if a function differs; ``way`` tells the user how to pass a value that changes."""
     if differs:
         raise ValueError(
             f"{what} reads a value that is not among its parameters and that changes: one in a "

@@ -2,6 +2,8 @@
 
 A command is a file with ``add`` (its options), ``run`` (its work) and mostly ``table`` (the rows
 that it prints). `smoothing_command` and `lipschitz_command` are methods of `certify_command`.
+``main`` parses the words and calls the command's ``run``, which loads model and samples by
+`subject`, does its work in parts by `shards`, and writes table and JSON by ``subject.write``.
 
 `subject` declares and loads what all commands share: model, samples, places of results; `own_model`
 has the kinds of ``--model``, `options` the types of numbers; `printed` aligns tables, `console`

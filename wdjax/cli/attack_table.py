@@ -70,7 +70,7 @@ def fast(*asked: Any, order: float, **options: Any) -> Found:
 
 
 def wda_star(*asked: Any, **options: Any) -> Found:
-    """WDA*: the knapsack over the nearest flips of a schedule of walks."""
+    """The nearest flips of a schedule of walks, which WDA* spends by a knapsack."""
     return ensembles.wda_star(*asked, **options)
 
 

@@ -289,7 +289,7 @@ def _attack(
 ) -> Found:
     """Attacks within ``eps`` those of the samples ``rows`` that survived all smaller radii.
 
-    By one attack, or by the union of all if it is None.
+    The union of all attacks is used if ``attack`` is None.
 
     ``before`` has the results at smaller radii, whose flips are inside this radius too and are
     kept. The plans are dropped, since costs have been measured.

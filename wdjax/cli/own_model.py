@@ -186,7 +186,8 @@ def _of_torch(module: Any, x: np.ndarray) -> convert.Converted:
 def _told(what: str, wanted: str) -> Iterator[None]:
     """A context for code of others: in one line it says what failed there and where.
 
-    The current directory is searched for modules first. What the code prints goes to stderr, since
+    ``wanted`` is the module that is being imported; empty for a call. The current directory is
+    searched for modules first. What the code prints goes to stderr, since
     standard output is for results.
     """
     here = os.getcwd()

@@ -20,17 +20,17 @@ from wdjax.ensembles.walks import Kind, schedule
 _HOPE = 0.2
 """Relative gain in distance expected of the first walk after the opening."""
 _SOME = 6
-"""One sample in so many is a trial sample, but at least so many are."""
+"""One sample in six is a trial sample, and at least six are."""
 _NEAR = 1.3
-"""A look from the sample is followed by a walk if it comes so near, in units of the distance."""
+"""A walk follows a look from the sample if it comes within so many distances of the best flip."""
 _LONG = 2.5
-"""A distance is long if it is so many times what a typical sample pays for its margin."""
+"""A distance is long if its ratio to the clean margin is over so many times the median ratio."""
 _TRIAL = 0.25
 """Share of the keen samples that take a kind of walk on its first trial."""
 _STAKE = 0.03
 """Maximum share of all passes that such a first trial may cost."""
 _EASY = 0.5
-"""Norm 1 is easy if the first steps from the sample flip more than this share of the samples."""
+"""Norm 1 is easy if the first steps flip more than this share of the correct samples."""
 _KEEN = 0.5
 """A sample is keen, and walked again, if its expected gain is at least this share of the mean."""
 
@@ -58,26 +58,28 @@ def wda_star(
     Wasserstein order p. Which start finds the nearest flips differs from model to model, and from
     sample to sample. Trial samples therefore decide which kind of :class:`~wdjax.attacks.Walk`
     comes first, from a random point of the box or towards the nearest class. From 150 passes on a
-    look of four steps from the sample itself follows where no search began there, and a walk from
-    there if it comes near. Then the kind of walk with the largest measured gain a pass goes next,
-    also from around the sample and from the best point, on those samples only whose expected gain
-    counts. Below 300 passes small steps from the best points end it.
+    sample from which no walk began gets a look: a walk of four steps from the sample. A longer walk
+    from there follows if the look comes near, or if the best flip is far for the sample's margin.
+    Then the kind of walk with the largest measured gain per pass goes next, also from around the
+    sample and from the best point, on those samples only whose expected gain counts. From 150 to
+    299 passes small steps from the best points end it.
 
-    For norm 1 and from 200 passes on a short :class:`~wdjax.attacks.PDPGD` comes first, followed by
-    a long walk in small steps from its points, or from the sample where it found no flip; below 300
-    passes there also by one from a random point, which is all, and samples do not share passes. If
-    their first four steps flip most of the samples, walks to three classes take the place of PDPGD
-    for all: this one decision depends on which samples come together.
+    For norm 1, from 200 passes on, a short :class:`~wdjax.attacks.PDPGD` comes first; a long walk
+    in small steps starts at its flip, or at the sample where it found none. From 200 to 299 passes
+    a sample still without a flip gets a walk from a random point, and nothing is shared. If the
+    first four steps from the samples flip more than half of them, walks to three classes take the
+    place of PDPGD for all: this one decision depends on which samples come together. From 300
+    passes on every sample also takes a walk to several classes, and the rest is shared as above.
 
-    Fewer than 36 samples tell little about each other: in linf and l2, from 150 to 300 passes, each
-    takes a walk from itself, one from a random point of the box, one to the nearest class or from
-    around itself, as the nearer of both flips says, and small steps from its best point. Only what
-    these leave is shared.
+    Fewer than 36 samples tell little about each other. From 150 to 299 passes (norm 1: to 199) each
+    takes a walk from itself and one from a random point of the box; then one to the nearest class
+    if the nearer of these two flips came from the sample, else one from around it; then small steps
+    from its best point. Only the passes that are left are shared.
 
     Otherwise samples share the passes, and trials speak for all of them: what is found for one
-    depends on which others come with it, and on how many. With fewer than 36 of them at least every
-    sixth is a trial sample, six if there are as many, or all. With a budget ``eps`` a distance d
-    that is shortened by the share r gains what the knapsack pays for it,
+    depends on which others come with it, and on how many. With fewer than 36 at least six are trial
+    samples (all, if there are fewer than 12) where the passes pay for that. With a budget ``eps`` a
+    distance d that is shortened by the share r gains what the knapsack pays for it,
 
         min(d_i, d*)^p - min((1 - r_i) d_i, d*)^p,
 
@@ -95,7 +97,7 @@ def wda_star(
       order: the Wasserstein order p for which they will be spent.
       passes: maximum mean number of forward and backward passes a sample.
       most: maximum number of passes of the walks of any one sample; None for no such limit. Hard
-        samples take two to five times the mean. It is at least ``passes``.
+        samples take two to five times the mean. It must be at least ``passes``.
       tolerance: the search ends once the mean relative gain expected of another walk is smaller.
       start: ``[n, *shape]`` points that may be flips already, such as those of WDA++: they are
         measured, and kept unless a nearer flip is found. The passes of their search do not count.
@@ -183,7 +185,7 @@ class Standing(NamedTuple):
     """Maximum number of passes of the walks of one sample."""
 
     def walked(self, kind: Kind, only: np.ndarray) -> "Standing":
-        """With search ``kind`` of the samples of ``only`` that may still take it."""
+        """The state after search ``kind`` of the samples of ``only`` that may still take it."""
         only = only & self.affords(kind)
         return self.after(_follow(self.ask, self.number, kind, self.found, only), only & kind.near)
 
@@ -192,11 +194,11 @@ class Standing(NamedTuple):
         return np.asarray(self.found.passes) + kind.passes <= self.most
 
     def suits(self, kind: Kind) -> np.ndarray:
-        """``[n]``: the samples that take such a search of those that are always made."""
+        """``[n]``: the samples to which a kind of ``Itinerary.always`` applies."""
         return {"near": self.near, "far": ~self.near}.get(kind.where, np.ones_like(self.near))
 
     def after(self, result: Found, near: np.ndarray) -> "Standing":
-        """With another search, which walked the samples of ``near`` from themselves."""
+        """The state after another search, which walked the samples of ``near`` from themselves."""
         nearer = _distance(result) < _distance(self.found)
         return self._replace(
             number=self.number + 1,
@@ -214,9 +216,9 @@ def _open(
     A flip of the probe is kept only where the opening finds none: it is no good point to begin at.
 
     All ``firsts`` are tried on the trial samples, and the kind with the shortest distances in sum
-    (at most twice the longest finite one counts) is used on the others. Where so few passes of so
-    few samples cannot pay for trials, the last kind is used on all. No sample takes more than
-    ``most`` passes.
+    (each counts as at most twice the longest finite one) is used on the others. If the passes
+    cannot pay for trials, the last kind is used on all samples. No sample takes more than ``most``
+    passes.
     """
     trial = _trial(len(ask.y), firsts, terms.passes)
     if trial.all() and terms.passes < sum(kind.passes for kind in firsts):
@@ -240,7 +242,7 @@ def _open(
 
 
 def _trial(n: int, firsts: list[Kind], passes: int) -> np.ndarray:
-    """``[n]`` booleans: the trial samples, or all samples if there are no others to open.
+    """``[n]`` booleans: the trial samples; all if there is one kind, or if the passes are too few.
 
     One sample in six, but at least six where the passes are enough.
     """
@@ -255,7 +257,7 @@ def _trial(n: int, firsts: list[Kind], passes: int) -> np.ndarray:
 
 
 def _compare(record: Standing, look: list[Kind], terms: Spending) -> Standing:
-    """With a look from each sample itself, and a walk from there where the look comes near.
+    """The state after a look from each sample, and a walk from there where the look comes near.
 
     This is for samples that no search has walked from, if a shorter distance matters: a far start
     may have missed a flip beside the sample. The walk follows also where the distance is long for
@@ -276,7 +278,7 @@ def _compare(record: Standing, look: list[Kind], terms: Spending) -> Standing:
 def _long(distance: np.ndarray, gap: np.ndarray) -> np.ndarray:
     """``[n]``: whether distances are long for the margins ``gap`` of the clean samples.
 
-    Distance and margin of a typical sample tell what a margin costs.
+    The median ratio of distance to margin says what a margin costs.
     """
     right = gap > 0
     price = distance / np.where(right, gap, 1.0)
@@ -284,7 +286,7 @@ def _long(distance: np.ndarray, gap: np.ndarray) -> np.ndarray:
 
 
 def _given(record: Standing, ball: Lp, start: AnyArray) -> Standing:
-    """With points that may be flips already, where they are nearer."""
+    """The state after points that may be flips already are kept where they are nearer."""
     samples = jnp.asarray(record.ask.x)
     reach = ball.cost(samples, jnp.asarray(validate.check_like("start", start, samples)))
     reach = jnp.where(jnp.isfinite(reach), 1.01 * reach, 0.0)  # Slack for rounding.
@@ -293,7 +295,7 @@ def _given(record: Standing, ball: Lp, start: AnyArray) -> Standing:
 
 
 def _choice(record: Standing, kinds: list[Kind], terms: Spending) -> tuple[Kind, np.ndarray] | None:
-    """The next search: the kind with the largest yield a pass, and its samples; None at the end.
+    """The next search: the kind with the largest yield per pass, and its samples; None at the end.
 
     It ends when the passes are spent or the mean gain expected is below the tolerance. A kind not
     tried yet goes first, on a few samples.
@@ -318,7 +320,7 @@ def _choice(record: Standing, kinds: list[Kind], terms: Spending) -> tuple[Kind,
 
 
 def _learned(record: Standing, kind: Kind, only: np.ndarray, terms: Spending) -> Standing:
-    """With one more search, and what it tells about its kind and its samples."""
+    """The state after one more search, and what it tells about its kind and its samples."""
     after = record.walked(kind, only)
     gain = _gain(record.found, after.found)
     had, expected = (
@@ -346,7 +348,7 @@ def _follow(ask: Question, number: int, kind: Kind, found: Found | None, only: n
 
     Kind "best" starts at the nearest flips of ``found``; kind "around" starts near the sample, at
     the scale of those flips' distances; otherwise, or if ``found`` is None, the search starts at
-    the sample. Scale 0 is the same as none, and makes no other program.
+    the sample. Scale 0 means none, and needs no program of its own.
     """
     scale = np.zeros(len(ask.y), np.float32)
     if found is not None and kind.start == "around":

@@ -12,7 +12,7 @@ _LEAST = 21
 _PILOTS = 70
 """Minimum number of passes at which several first walks are compared."""
 _LOOK, _SHORT = 4, 12
-"""Steps of the look from the sample, and of a walk that follows up or ends."""
+"""Steps of the look from the sample, and of the walks that follow it or end the search."""
 _MANY = (150, 300, 1500)
 """Numbers of passes from which on walks are 30 steps long, all kinds are tried, and walks are 40
 steps long."""
@@ -28,9 +28,9 @@ _FEW = 200
 _PAIR = 14, 2
 """Steps and classes of the walk from the sample in norm 2 where passes are few."""
 _AIMS = 3
-"""Classes that walks from the sample aim at where passes are many, or first steps flip."""
+"""Classes that a walk from the sample aims at if passes are many or the first steps flip most."""
 _BRISK = 16, 25
-"""Steps of such walks for norm 1 where passes are few, and where they are many."""
+"""Steps of walks to that many classes for norm 1, where passes are few and where they are many."""
 
 
 class Kind(NamedTuple):
@@ -40,8 +40,8 @@ class Kind(NamedTuple):
     start: str
     """``"sample"``, ``"around"`` the sample at the scale of the best distance, or ``"best"``."""
     where: str = "all"
-    """Of an itinerary's ``always``: ``"near"`` or ``"far"`` if only for samples whose nearest flip
-    came from a walk from the sample itself, or from another search."""
+    """For kinds in ``Itinerary.always``: ``"near"`` only for samples whose nearest flip came from a
+    walk that began at the sample, ``"far"`` only for the others."""
 
     @property
     def passes(self) -> int:
@@ -60,27 +60,28 @@ class Itinerary(NamedTuple):
     """What :func:`wdjax.ensembles.wda_star` does, in this order."""
 
     firsts: list[Kind]
-    """The best of them on trial samples opens."""
+    """Candidates for the opening: the best on the trial samples opens the others."""
     look: list[Kind]
     """A short walk from samples that no opening walked from, and one where it comes near."""
     always: list[Kind]
     """Those from the best point only where the opening found a flip."""
     lost: list[Kind]
-    """Where it found none."""
+    """Searches of the samples without a flip."""
     more: list[Kind]
-    """Where they pay; walks from the sample only where such a walk found the nearest flip."""
+    """Searches made where they pay; walks from the sample only where such a walk came nearest."""
     last: list[Kind]
-    """Of every sample whose distance matters."""
+    """Searches of every sample whose distance matters."""
     probe: Kind | None = None
-    """Before all: first steps of every sample."""
+    """The search before all others: first steps of every sample."""
     easy: "Itinerary | None" = None
-    """What is done instead if they flip most samples."""
+    """What is done instead if the steps of the probe flip more than half of the samples."""
 
 
 def schedule(ball: Lp, passes: int, most: int | None = None, few: bool = False) -> Itinerary:
-    """The kinds of searches for a mean number of passes, of which no sample takes over ``most``.
+    """Which searches are made with a mean of ``passes``.
 
-    ``few``: whether there are too few samples for trials.
+    ``few``: whether there are too few samples for trials. Raises if ``most``, the limit of one
+    sample, is below ``passes``.
     """
     if most is not None and most < passes:
         raise ValueError(f"most must be at least passes={passes}, the mean, got {most}.")
@@ -122,10 +123,10 @@ def schedule(ball: Lp, passes: int, most: int | None = None, few: bool = False) 
 
 
 def _broad(passes: int, aimed: Walk, bold: Walk, more: list[Kind]) -> Itinerary:
-    """The schedule for few samples: each takes walks of several kinds, what they leave is shared.
+    """The schedule for few samples: each takes walks of several kinds; what they leave is shared.
 
-    So few tell too little about each other: trials that choose one kind for all lost to other
-    attacks on half as many images again.
+    So few tell too little about each other: with trials that choose one kind for all, other attacks
+    were nearer on half as many images again.
     """
     kinds = [
         Kind(replace(aimed, targets=0), "sample"),
@@ -148,10 +149,10 @@ def _broad(passes: int, aimed: Walk, bold: Walk, more: list[Kind]) -> Itinerary:
 def _sparse(ball: Lp, passes: int, more: list[Kind]) -> Itinerary:
     """The schedule for norm 1.
 
-    Walks from random points end dense. The proximal map finds the few pixels that matter, often at
-    a long distance, which a long walk in small steps then shortens. Below 300 passes only where the
-    first steps from the sample do not flip: gradients there are small. Elsewhere walks to several
-    classes are better.
+    Walks from random points end at points that change many pixels. The proximal map finds the few
+    pixels that matter, often at a long distance, which a long walk in small steps then shortens.
+    Below 300 passes this is done only if the first steps from the sample flip at most half of the
+    samples: gradients there are small. Otherwise walks to several classes are better.
     """
     first = Kind(PDPGD(ball, steps=min(_SPARSE[1], max(_SPARSE[0], passes // 12))), "sample")
     probe = Kind(Walk(ball, steps=_LOOK), "sample") if passes < _MANY[1] else None

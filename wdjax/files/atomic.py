@@ -1,6 +1,6 @@
-"""Atomic file replacement, and locks: a file is whole or absent whenever the process ends.
+"""Atomic file replacement, and locks: a file is the old or the whole new one at any moment.
 
-A lock on a file tells whether the process that made it is alive, since the system releases the
+A lock on a file tells whether the process that holds it is alive, since the system releases the
 lock when that process ends: on this machine, and on others that share a disk with locks.
 """
 
@@ -93,8 +93,8 @@ def replacing(path: str | PathLike[str]) -> Iterator[Path]:
 def exclusive(path: str | PathLike[str]) -> Iterator[None]:
     """Locks ``path`` against other processes and threads until the block ends.
 
-    The lock is a file beside it, ``.NAME.lock``, that names its holder. It ends with the process,
-    so that a killed process leaves no lock.
+    The lock is a file beside it, ``.NAME.lock``, that names its holder. A killed process
+    may leave that file, but no lock.
 
     Raises:
       ValueError: it is locked already; the message names process and host.
@@ -134,7 +134,7 @@ def resolved(path: str | PathLike[str]) -> Path:
 
 
 def _special(path: Path) -> bool:
-    """Whether the path is a pipe or a device, such as ``/dev/null``, which no file must replace."""
+    """Whether the path is a pipe or a device, such as ``/dev/null``, and must not be replaced."""
     return path.exists() and not path.is_file()
 
 
@@ -150,7 +150,7 @@ def _sweep(path: Path) -> None:
         with contextlib.suppress(OSError):  # In use, gone already, or another user's.
             number = os.open(left, os.O_RDWR)
             try:
-                if _lock(number) and _is(number, left):  # Else another process made it anew.
+                if _lock(number) and _is(number, left):  # Else it is a new file.
                     left.unlink()
             finally:
                 os.close(number)
@@ -208,8 +208,8 @@ def _is(number: int, path: Path) -> bool:
 def _unless_in_use(lock: Path, stack: contextlib.ExitStack) -> tuple[int, bool]:
     """Enters :func:`_opened` on the stack, or raises a BlockingIOError that names the holder.
 
-    A holder writes its name just after it has locked the file, and may end at any moment: as long
-    as there is no name, for at most a second, the lock is tried again.
+    A holder writes its name just after it has locked the file, and may end at any moment: while the
+    file names no holder, for at most a second, the lock is tried again.
     """
     since = time.monotonic()
     while True:

@@ -188,7 +188,7 @@ def _decide_all(
 ) -> _Tests:
     """Draws copies of the inputs ``rows`` ``[m]`` until all risks ``[R]`` are decided.
 
-    A decision stands; numbers of copies grow by a constant factor up to ``most``.
+    A decision stands once it is made. Numbers of copies grow by a constant factor up to ``most``.
     """
     decisions = np.zeros((2, len(risks), len(rows)), np.bool_)
     test = _Tests(*decisions, *np.zeros((2, len(rows)), np.int64))
@@ -202,8 +202,10 @@ def _decide_all(
         test.faults[active] += tally.faults
         test.draws[active] = done
         sure, weak = decided(won[active], done, risks, alpha)
-        test.robust[:, active], test.fragile[:, active] = sure, weak
-        active = active[~np.all(sure | weak, axis=0)]
+        robust, fragile = test.robust[:, active], test.fragile[:, active]
+        test.robust[:, active] = robust | (sure & ~fragile)
+        test.fragile[:, active] = fragile | (weak & ~robust)
+        active = active[~np.all((test.robust | test.fragile)[:, active], axis=0)]
     return test
 
 

@@ -94,6 +94,7 @@ def _taps(images, window, strides, dilations):
 
 
 def _average_pool(call, x):
+    """Means over windows: pads count with ``count_include_pad``, what ``ceil_mode`` adds never."""
     images, window, strides, dilations, pads, beyond = _pooling(call, x)
     order = channels_last(x.ndim)
     whole = window == strides and not any(map(any, pads)) and not any(beyond)
