@@ -161,15 +161,15 @@ FAULTS = {
         "tests/test_bounds_of_parts.py",
     ),
     "subdomains-closed-by-one-function": Fault(
-        "certify/early_splits.py",
+        "certify/subdomains.py",
         "return bool(np.all(one.low[self.wanted] > 0))",
         "return bool(np.any(one.low[self.wanted] > 0))",
         "tests/test_certify_branch.py",
     ),
     "half-of-a-subdomain-forgotten": Fault(
-        "certify/early_splits.py",
-        "for sign in (-1, 1):",
-        "for sign in (1,):",
+        "certify/subdomains.py",
+        "for half in (below, above)]",
+        "for half in (above,)]",
         "tests/test_certify_branch.py tests/test_properties.py",
     ),
     "half-of-a-part-forgotten": Fault(

@@ -4,6 +4,7 @@ Where a function is at most 0, no such point may lie outside of its operands' en
 leaf; in a subdomain no point at all.
 """
 
+import functools
 import itertools
 import math
 
@@ -18,16 +19,26 @@ from wdjax.bounds import leaves, output_constraint, rebounded
 BOX = (0.0, 1.0)
 
 
-def outputs(params, x):
-    return traced(params, x)[-1]
+FUNCTIONS = {
+    "tanh": (jnp.tanh, jnp.tanh),
+    "gelu": (jax.nn.gelu, jax.nn.gelu),
+    "mixed": (jax.nn.relu, jax.nn.sigmoid),
+    "exp": (jax.nn.relu, lambda z: jnp.exp(0.3 * z) * jnp.sin(z)),
+}
+"""The nonlinear functions of a dense net; all other nets have ReLUs."""
 
 
-def traced(params, x):
-    """The operands of both rectifiers, flat, and the outputs."""
+def outputs(kind, params, x):
+    return traced(kind, params, x)[-1]
+
+
+def traced(kind, params, x):
+    """The operands of both layers of nonlinear functions, flat, and the outputs."""
     kernel, layer, head = params
+    early, late = FUNCTIONS.get(kind, (jax.nn.relu, jax.nn.relu))
     first = filtered(x, kernel, 1)
-    second = filtered(jax.nn.relu(first), layer, 2).reshape(len(x), -1)
-    return first.reshape(len(x), -1), second, jax.nn.relu(second) @ head
+    second = filtered(early(first), layer, 2).reshape(len(x), -1)
+    return first.reshape(len(x), -1), second, late(second) @ head
 
 
 def filtered(x, kernel, stride):
@@ -46,9 +57,9 @@ def drawn(rng, kind):
     }
     params = [
         jnp.array(rng.normal(size=s) * 2 / math.sqrt(math.prod(s[:-1])), jnp.float32)
-        for s in shapes[kind]
+        for s in shapes.get(kind, shapes["dense"])
     ]
-    return Model(outputs, tuple(params))
+    return Model(functools.partial(outputs, kind), tuple(params))
 
 
 def points_near(rng, model, x, y, rival, eps, norm):
@@ -79,7 +90,7 @@ def test_ends_hold_wherever_the_function_is_at_most_zero(kind, norm):
         problem = leaves.of_sample(x, jnp.array([y]), jnp.array([eps], "f4"), norm, BOX, 3)
         known = leaves.root(model, problem, norm)
         points = points_near(rng, model, x, y, rival, eps, norm)
-        *operands, out = (np.asarray(part) for part in traced(model.args[0], points))
+        *operands, out = (np.asarray(part) for part in traced(kind, model.args[0], points))
         operand = np.concatenate(operands, axis=1)
         low = np.flatnonzero(out[:, y] <= out[:, rival])
         begun = known.begin(jnp.full(4, rival))
@@ -134,10 +145,12 @@ def test_a_leaf_without_such_points_is_empty():
 
 
 @pytest.mark.parametrize(
-    ("kind", "norm"), [*itertools.product(("dense", "conv", "strided"), (math.inf, 2))]
+    ("kind", "norm"),
+    [*itertools.product(("dense", "conv", "strided"), (math.inf, 2)), *((k, 2) for k in FUNCTIONS)],
 )
 def test_subdomains_hold_all_their_points(kind, norm):
-    """Ends, bounds of all margins, and the operand to split: one of the first layer with any."""
+    """Ends, bounds of all margins, and the operand to split: in ReLU nets one of the first layer
+    that has any."""
     rng, inside, narrower = np.random.default_rng(2), 0, []
     eps = 0.15 if norm == math.inf else 0.5
     for _ in range(6):
@@ -145,37 +158,50 @@ def test_subdomains_hold_all_their_points(kind, norm):
         x = jnp.array(rng.uniform(0.2, 0.8, size=(1, 4, 4, 1)), jnp.float32)
         y = model(x).argmax(axis=-1)
         problem = leaves.of_sample(x, y, jnp.array([eps], "f4"), norm, BOX, 3)
-        known, rows = leaves.root(model, problem, norm), np.delete(np.arange(3), int(y[0]))
+        root, rows = leaves.root(model, problem, norm), np.delete(np.arange(3), int(y[0]))
+        known = root.of_all()
         points = points_near(rng, model, x, int(y[0]), int(rows[0]), eps, norm)
-        *operands, out = (np.asarray(part) for part in traced(model.args[0], points))
+        *operands, out = (np.asarray(part) for part in traced(kind, model.args[0], points))
         margin = out[:, y] - out[:, rows]
         layer = np.repeat((0, 1), [part.shape[1] for part in operands])
         operand = np.concatenate(operands, axis=1)
         lower, upper = (np.repeat(leaves.flat_of(m), 5, axis=0) for m in known[1:3])
-        width, signs = upper[0] - lower[0], np.zeros(lower.shape, np.int8)
-        for turn in range(4):
-            found = rebounded.bounds(
-                model, problem, known, rebounded.Subdomains(signs, lower, upper), rows, norm=norm
-            )
+        slack = np.asarray(leaves.flat_of(known.slack))[0]
+        assert slack.size >= operand.shape[1]  # A product has the values of functions as operands.
+        width, cuts = upper[0] - lower[0], np.full((2, *lower.shape), np.inf)
+        for turn in range(6):
+            these = rebounded.Subdomains(lower, upper)
+            found = rebounded.bounds(model, problem, root, these, rows, norm=norm)
             assert np.all(found.lower >= lower)
             assert np.all(found.upper <= upper)
             lower, upper = np.array(found.lower), np.array(found.upper)
-            for k, row in enumerate(signs):
-                there = np.all(row * operand >= 0, axis=1)
+            for k in range(len(lower)):
+                above, below = (cut[k, : operand.shape[1]] for cut in cuts)
+                there = np.all((operand >= -above) & (operand <= below), axis=1)
                 inside += np.sum(there)
-                assert np.all(operand[there] >= lower[k])
-                assert np.all(operand[there] <= upper[k])
+                ends = lower[k, : operand.shape[1]], upper[k, : operand.shape[1]]
+                assert np.all(operand[there] >= ends[0])
+                assert np.all(operand[there] <= ends[1])
                 assert np.all(margin[there] >= found.low[k])
                 if not np.all(lower[k] <= upper[k]):
                     assert np.all(np.isinf(found.low[k]))
                     continue
-                open_ = np.flatnonzero((row == 0) & (lower[k] < 0) & (upper[k] > 0))
-                if not len(open_):
-                    assert found.entry[k] == len(row)
+                entry, point = int(found.entry[k]), float(found.point[k])
+                if kind not in FUNCTIONS:
+                    open_ = np.flatnonzero((lower[k] < -slack) & (upper[k] > slack))
+                    if not len(open_):
+                        assert entry == len(slack)
+                        continue
+                    assert entry in open_[layer[open_] == layer[open_].min()]
+                    assert point == 0
+                if entry >= operand.shape[1]:
                     continue
-                assert found.entry[k] in open_[layer[open_] == layer[open_].min()]
-                signs[k, found.entry[k]] = (-1, 1)[(k + turn) % 2]
-        second = (layer == 1) & (width > 0)
+                side = (k + turn) % 2
+                cuts[side, k, entry] = point if side else -point
+                move = slack[entry] if side else -slack[entry]
+                (upper if side else lower)[k, entry] = point + move
+        second = np.flatnonzero(layer == 1)
+        second = second[width[second] > 0]
         narrower.append(np.mean((upper - lower)[:, second].clip(0) / width[second]))
     assert inside > 10000
     assert np.mean(narrower) < 0.97

@@ -11,7 +11,7 @@ import pytest
 
 from wdjax import Model, attacks, certify, losses, run
 from wdjax.bounds import leaves
-from wdjax.certify import early_splits, in_turn, parts
+from wdjax.certify import in_turn, parts, subdomains
 from wdjax.certify import signs as sign_search
 
 BOX = (0.0, 1.0)
@@ -209,7 +209,7 @@ def halved(monkeypatch):
     def counting(halves):
         return lambda part, *entry: counted.append(part) or halves(part, *entry)
 
-    for kind in (parts._Part, early_splits._Subdomain):
+    for kind in (parts._Part, subdomains._Subdomain):
         monkeypatch.setattr(kind, "halves", counting(kind.halves))
     return counted
 
@@ -224,12 +224,12 @@ def searched(kind, model, x, y, eps, seconds=20.0):
     if kind == "parts":
         todo = parts.PartSearch(search, row, low)
     else:
-        todo = early_splits.EarlySplits(search, np.array([row]), low)
+        todo = subdomains.SubdomainSearch(search, np.array([row]), low)
     found = todo.run(time.monotonic() + seconds)
     return found.low[row], found.ended
 
 
-@pytest.mark.parametrize(("kind", "share", "least"), [("parts", 0.9, 4), ("early", 0.6, 4)])
+@pytest.mark.parametrize(("kind", "share", "least"), [("parts", 0.9, 4), ("subdomains", 0.6, 4)])
 def test_parts_are_closed_where_grids_say_so_and_nowhere_else(halved, kind, share, least):
     """At 1.02 times the distance of a flip of a grid nothing is proved, at less most are."""
     rng, steps = np.random.default_rng(0), np.linspace(-1, 1, 401)
@@ -291,14 +291,9 @@ def test_searches_in_turn_share_what_they_close():
 
 def test_a_function_closed_elsewhere_holds_no_subdomain_open():
     low, rows = np.array([-1.0, -1.0]), np.arange(2)
-    begun = leaves.Leaves(np.zeros(1, int), *np.zeros((4, 1, 3)))
-
-    class Root:
-        def begin(self, row):
-            return begun
-
-    given = sign_search.SignSearch(None, None, None, Root(), None)
-    search = early_splits.EarlySplits(given, rows, low)
+    maps = ({3: np.zeros(3)} for _ in range(3))
+    given = sign_search.SignSearch(None, None, None, leaves.RootBounds(low, *maps), None)
+    search = subdomains.SubdomainSearch(given, rows, low)
     search.open = [
         search.open[0]._replace(low=np.array(one)) for one in ([2.0, -3.0], [-4.0, 5.0], [6.0, 7.0])
     ]
@@ -312,9 +307,9 @@ def test_a_function_closed_elsewhere_holds_no_subdomain_open():
     np.testing.assert_array_equal(search.closed, [2.0, -3.0])
 
 
-def test_early_splits_that_close_nothing_end_where_another_search_goes_on(monkeypatch):
+def test_subdomains_that_close_nothing_end_where_another_search_goes_on(monkeypatch):
     low, rows = np.array([-1.0, -2.0]), np.arange(2)
-    monkeypatch.setattr(in_turn, "EarlySplits", Closing)
+    monkeypatch.setattr(in_turn, "SubdomainSearch", Closing)
     for share, others in itertools.product((0.0, 0.5), (0, 1)):
         early, whole = Closing(low, [], "time"), Still(low)
         early.share = share

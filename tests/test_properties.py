@@ -88,7 +88,7 @@ class Idle:
         pass
 
 
-@pytest.mark.parametrize("by", ["inputs", "parts", "early splits"])
+@pytest.mark.parametrize("by", ["inputs", "parts", "subdomains"])
 def test_verdicts_agree_with_a_mixed_integer_program(by, monkeypatch):
     """Violations hidden by 1e-3 of the range of outputs are found, and none is found where the
     least value is above the bound by as much; by halved boxes, and by both searches that bound
@@ -97,7 +97,7 @@ def test_verdicts_agree_with_a_mixed_integer_program(by, monkeypatch):
         monkeypatch.setattr(sys.modules["wdjax.certify.properties"], "_FEW", 0)
         monkeypatch.setattr(in_turn, "_FIRST", 1e-3)
         monkeypatch.setattr(in_turn, "_DEAR", math.inf)
-        monkeypatch.setattr(in_turn, "_Parts" if by == "early splits" else "EarlySplits", Idle)
+        monkeypatch.setattr(in_turn, "_Parts" if by == "subdomains" else "SubdomainSearch", Idle)
         monkeypatch.setattr(parts, "_FEW", 1)
     row = np.array([1.0, -1.0])
     for seed in range(8):

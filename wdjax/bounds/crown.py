@@ -299,7 +299,7 @@ def backward(
     slopes: Mapping[int, Array] | None = None,
     record: dict[int, tuple[Array, Array]] | None = None,
     mirrored: bool = False,
-    arrived: list[Coefficients] | None = None,
+    arrived: dict[int, Coefficients] | None = None,
 ) -> Array:
     """Lower bounds ``[G, R]`` of sums of linear functions of values.
 
@@ -313,7 +313,8 @@ def backward(
       record: filled with ``(default slopes, coefficients)`` of each ReLU whose slopes are free, and
         ``(ones, coefficients)`` where lines may be turned.
       mirrored: also bounds the negatives, ``[2, G, R]``; the lines must be parallel.
-      arrived: gets the coefficients at the input, if the functions depend on it.
+      arrived: filled with the coefficients at nonlinear values that have lines, and at the input,
+        by place.
     """
     net, found = state.network, dict(coefficients)
     first = next(iter(found.values())).a
@@ -339,6 +340,8 @@ def backward(
                 lines, chosen = state.lines[place], (slopes or {}).get(place)
                 if chosen is not None and chosen.ndim != a.a.ndim:
                     a = whole(a, rows)  # The slopes are dense.
+                if arrived is not None:
+                    arrived[place] = a
                 if record is not None and lines.turned is not None:
                     record[place] = jnp.ones_like(a.a), a.a
                 if record is not None and lines.free is not None:
@@ -357,7 +360,7 @@ def backward(
     if net.source in found:
         a, least = found[net.source], functools.partial(state.region.least, rows=rows)
         if arrived is not None:
-            arrived.append(a)
+            arrived[net.source] = a
         sum_ = sum_.plus(jnp.stack([least(a), least(a._replace(a=-a.a))]) if mirrored else least(a))
     return sum_.low(network.flushed(net))
 

@@ -11,6 +11,7 @@ Source: Wang et al. [wang2021]; the neurons to split, De Palma et al. [depalma20
 
 import functools
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -96,6 +97,13 @@ class RootBounds(NamedTuple):
     upper: Maps
     slack: Maps
     """``w``: how far a ReLU's operand may differ between two float programs."""
+    others: tuple[Maps, Maps, Maps] = ({}, {}, {})
+    """The same three of the operands of other nonlinear functions that have lines."""
+
+    def of_all(self) -> "RootBounds":
+        """With the other functions' operands among those of ReLUs."""
+        maps = (known | more for known, more in zip(self[1:4], self.others))
+        return RootBounds(self.low, *maps)
 
     def begin(self, row: Array) -> "Leaves":
         """One leaf for each of the functions ``row``, ``[L]``: the whole region, nothing split."""
@@ -155,15 +163,21 @@ def root(model: Classifier, problem: RegionProblem, norm: Norm) -> RootBounds:
         state = margins.prepare(model, problem.region(norm), "alpha")
         low = linear_outputs.of(state, problem.rows, "alpha").low
         low = jnp.where(jnp.isnan(problem.eps)[:, None], -jnp.inf, low)
+    relus = set(rectified(state).values())
+    rest = {place for places in curved(state).values() for place in places}
+    return RootBounds(low[0], *_ends(state, relus), _ends(state, rest - relus))
+
+
+def _ends(state: crown.Pass, places: Iterable[int]) -> tuple[Maps, Maps, Maps]:
+    """Lower and upper ends of operands in the first region, and how far floats may differ."""
     lower, upper, slack = {}, {}, {}
-    for place in rectified(state).values():
+    for place in places:
         value = state.values[place]
         unit = 4 * float(jnp.finfo(value.lower.dtype).eps)
         size = jnp.maximum(jnp.abs(value.lower), jnp.abs(value.upper))[0]
-        error = state.gathered(place)[1][0]
         lower[place], upper[place] = value.lower[0], value.upper[0]
-        slack[place] = 2 * error + unit * size
-    return RootBounds(low[0], lower, upper, slack)
+        slack[place] = 2 * state.gathered(place)[1][0] + unit * size
+    return lower, upper, slack
 
 
 def rectified(state: crown.Pass) -> dict[int, int]:
@@ -173,6 +187,20 @@ def rectified(state: crown.Pass) -> dict[int, int]:
         lines = state.lines.get(node.outputs[0])
         if lines is not None and lines.free is not None:
             found[node.outputs[0]] = node.inputs[lines.views[0].operand]
+    return found
+
+
+def curved(state: crown.Pass) -> dict[int, tuple[int, ...]]:
+    """The operands' places of all other functions with lines, by the place of the output.
+
+    Only functions that see their operands entry by entry, such as ``tanh`` and products.
+    """
+    found = {}
+    for node in state.network.graph.nodes:
+        lines = state.lines.get(node.outputs[0])
+        if lines is not None and lines.free is None and not any(v.view for v in lines.views):
+            places = dict.fromkeys(node.inputs[view.operand] for view in lines.views)
+            found[node.outputs[0]] = (*places,)
     return found
 
 
@@ -262,7 +290,7 @@ class _Split:
         self,
         multipliers: Maps,
         record: dict[int, tuple[Array, Array]] | None = None,
-        arrived: list[Coefficients] | None = None,
+        arrived: dict[int, Coefficients] | None = None,
     ) -> Array:
         """``[L]`` lower bounds of the leaves' functions; inf for an empty leaf.
 
@@ -296,7 +324,7 @@ def _scores(split: _Split, multipliers: Maps) -> tuple[Array, Array]:
     lower line; 0 for neurons that cannot be split. Also the bound's coefficients of the inputs,
     ``[L, *shape]``."""
     record: dict[int, tuple[Array, Array]] = {}
-    arrived: list[Coefficients] = []
+    arrived: dict[int, Coefficients] = {}
     split.low(multipliers, record, arrived)
     found = {place: jnp.zeros_like(sign) for place, sign in split.signs.items()}
     for out, place in split.operands.items():
@@ -311,7 +339,7 @@ def _scores(split: _Split, multipliers: Maps) -> tuple[Array, Array]:
         cost = jnp.minimum(a, 0.0) * lines.views[0].up * value.lower
         cost += 0.1 * jnp.maximum(a, 0.0) * gap
         found[place] += jnp.where(open_, cost + 1e-30, 0.0)
-    center = split.state.region.center
+    center, source = split.state.region.center, split.state.network.source
     rows = Rows(jnp.arange(len(center)))
-    toward = whole(arrived[0], rows).a[0] if arrived else jnp.zeros_like(center)
+    toward = whole(arrived[source], rows).a[0] if source in arrived else jnp.zeros_like(center)
     return rows_of(found), toward.reshape(len(center), *center.shape[2:])

@@ -2,7 +2,6 @@ r"""Lower bounds of linear functions ``c . y - b`` of a program's outputs over b
 
 import functools
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -72,8 +71,16 @@ def lower(
     return found
 
 
-def of(state: crown.Pass, rows: Objectives, method: Method) -> InputBounds:
-    """:func:`lower` from the bounds of all values before the outputs."""
+def of(
+    state: crown.Pass,
+    rows: Objectives,
+    method: Method,
+    arrived: dict[int, Coefficients] | None = None,
+) -> InputBounds:
+    """:func:`lower` from the bounds of all values before the outputs.
+
+    ``arrived`` is filled by the pass of linear bounds, as in :func:`crown.backward`.
+    """
     count, size = len(state.region.eps), math.prod(state.region.lower.shape[2:])
     flat = jnp.zeros((count, len(rows.b), size), rows.a.dtype)
     net = state.network
@@ -85,10 +92,10 @@ def of(state: crown.Pass, rows: Objectives, method: Method) -> InputBounds:
         value = state.values[place]
         low = least = _between(rows, value.lower[:, 0], value.upper[:, 0])
         if method != "interval":
-            least, flat = linear(state, rows)
+            least, flat = _linear(state, rows, {} if arrived is None else arrived)
             low = jnp.maximum(low, least)
         if method == "alpha":
-            better = slopes.optimised(state, _sent(rows, place, count), _all(count), steps=20)
+            better = slopes.optimised(state, sent(rows, place, count), _all(count), steps=20)
             low = jnp.maximum(low, charged(rows, better.T, value))
     lost = jnp.stack([jnp.zeros((), bool), *net.lost]).any()
     low, least = (jnp.where(lost | jnp.isnan(t), -jnp.inf, t) for t in (low, least))
@@ -99,28 +106,26 @@ def _all(count: int) -> Rows:
     return Rows(jnp.arange(count))
 
 
-def _sent(rows: Objectives, place: int, count: int) -> dict[int, Coefficients]:
+def sent(rows: Objectives, place: int, count: int) -> dict[int, Coefficients]:
     a = rows.a[:, None, None]
     return {place: Whole(jnp.broadcast_to(a, (len(rows.b), count, *a.shape[2:])))}
 
 
-def linear(
-    state: crown.Pass,
-    rows: Objectives,
-    given: Mapping[int, Array] | None = None,
-    record: dict[int, tuple[Array, Array]] | None = None,
+def _linear(
+    state: crown.Pass, rows: Objectives, arrived: dict[int, Coefficients]
 ) -> tuple[Array, Array]:
     """CROWN's bounds ``[B, R]``, and their coefficients ``[B, R, N]`` of the inputs.
 
-    The coefficients are 0 if none reaches the inputs, as with slopes of ReLU nets. ``given`` are
-    the ``slopes`` of :func:`crown.backward`, which fills ``record``.
+    The coefficients are 0 if none reaches the inputs, as with slopes of ReLU nets. ``arrived`` is
+    filled as by :func:`crown.backward`.
     """
-    count, arrived = len(state.region.eps), list[Coefficients]()
-    (place,) = state.network.graph.outputs
-    sent = _sent(rows, place, count)
-    low = crown.backward(state, sent, _all(count), slopes=given, record=record, arrived=arrived)
+    count, net = len(state.region.eps), state.network
+    (place,) = net.graph.outputs
+    low = crown.backward(state, sent(rows, place, count), _all(count), arrived=arrived)
     shape = len(rows.b), count, math.prod(state.region.lower.shape[2:])
-    a = whole(arrived[0], _all(count)).a.reshape(shape) if arrived else jnp.zeros(shape, low.dtype)
+    a = jnp.zeros(shape, low.dtype)
+    if net.source in arrived:
+        a = whole(arrived[net.source], _all(count)).a.reshape(shape)
     return charged(rows, low.T, state.values[place]), a.transpose(1, 0, 2)
 
 

@@ -1,12 +1,12 @@
-r"""Bounds of functions of the outputs in subdomains, where all ReLUs' operands are bounded anew.
+r"""Bounds of functions of the outputs in subdomains, where all operands are bounded anew.
 
-A subdomain is the set of points of a region where the operands of some ReLUs have given signs, like
-a leaf of :mod:`wdjax.bounds.leaves`. The sign of an early operand narrows the operands of all later
-layers: with these bounded anew, a few splits may narrow a deep net's outputs to a hundredth of
-their range.
+A subdomain is the set of points of a region where the operands of some nonlinear functions lie
+between given ends: those of ReLUs mostly on one side of 0, as in a leaf of
+:mod:`wdjax.bounds.leaves`. An early operand's end narrows the operands of all later layers: with
+these bounded anew, a few splits may narrow a deep net's outputs to a hundredth of their range.
 
-Source: Henriksen and Lomuscio [henriksen2020]; here the bounds are those of Zhang et al.
-[zhang2018].
+Source: Henriksen and Lomuscio [henriksen2020]; splits of other functions, Shi et al. [shi2025];
+here the bounds are those of Zhang et al. [zhang2018].
 """
 
 import functools
@@ -16,20 +16,26 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax.bounds import crown, leaves, linear_outputs, margins
+from wdjax.bounds import crown, leaves, linear_outputs, margins, slopes
+from wdjax.bounds.coefficients import Coefficients, Rows, Whole, whole
 from wdjax.bounds.domain import Array
-from wdjax.bounds.leaves import RegionProblem, RootBounds, maps_of, rectified, rows_of
+from wdjax.bounds.leaves import Maps, RegionProblem, RootBounds, maps_of, rows_of
 from wdjax.bounds.linear_outputs import Objectives
 from wdjax.bounds.region import Norm
 from wdjax.core import Classifier
 from wdjax.precision import highest
+from wdjax.xla_cpu import rounding, summed
+
+_STEPS, _RATE, _PATIENCE = 12, 0.2, 0.01
+"""Of the ascent on multipliers and slopes, as in :mod:`wdjax.bounds.leaves`."""
+_WIDE = 2**-8
+"""An operand is split while its range is longer than this times its size, or than this if it is small:
+in shorter ranges rounding takes more than the lines gain."""
 
 
 class Subdomains(NamedTuple):
-    """``C`` parts of one region, over the ``N`` operands of its ReLUs."""
+    """``C`` parts of one region, over the ``N`` operands of :meth:`RootBounds.of_all`."""
 
-    signs: Array
-    """``[C, N]`` of -1, 0 and 1; 0 where the neuron is not split."""
     lower: Array
     upper: Array
     """``[C, N]``: known ends of the operands."""
@@ -44,8 +50,11 @@ class SubdomainBounds(NamedTuple):
     upper: Array
     """``[C, N]``: tighter ends of the operands."""
     entry: Array
-    """``[C]``: the operand to split: in the first layer that has one, that which loosens the bounds
-    most; N where none is left."""
+    """``[C]``: the operand to split; N where none is left. In a net whose only nonlinear functions
+    are ReLUs it is in the first layer that has one, and there that which loosens the bounds most;
+    in other nets that which does so anywhere."""
+    point: Array
+    """``[C]``: where to split it: at 0 if it is a ReLU's and may have both signs, else halfway."""
     points: Array
     """``[C, *shape]``: for norm inf the inputs that minimise the linear bound of the function with
     the least bound; else the centre."""
@@ -55,7 +64,7 @@ class SubdomainBounds(NamedTuple):
 def bounds(
     model: Classifier,
     problem: RegionProblem,
-    known: RootBounds,
+    root: RootBounds,
     these: Subdomains,
     rows: Array,
     *,
@@ -65,13 +74,16 @@ def bounds(
 
     Cost: one backward pass for each unstable operand, from its layer, and one for each function.
     """
-    count = len(these.signs)
+    count, known = len(these.lower), root.of_all()
     with highest():
         ball = problem.region(norm, count)
-        ends = leaves.inside(these.signs, these.lower, these.upper, known)
-        state = margins.prepare(model, ball, "crown", ends)
+        given = maps_of(these.lower, known.lower), maps_of(these.upper, known.lower)
+        state = margins.prepare(
+            model, ball, "crown", {place: (given[0][place], given[1][place]) for place in given[0]}
+        )
         functions = Objectives(*(part[rows] for part in problem.rows))
-        found = linear_outputs.of(state, functions, "crown")
+        arrived: dict[int, Coefficients] = {}
+        found = linear_outputs.of(state, functions, "crown", arrived)
         lower, upper = (
             rows_of({place: getattr(state.values[place], side) for place in known.lower})
             for side in ("lower", "upper")
@@ -79,42 +91,153 @@ def bounds(
         low = jnp.where(jnp.any(lower > upper, axis=1, keepdims=True), jnp.inf, found.low)
         lost = jnp.stack([jnp.zeros((), bool), *state.network.lost]).any()
         low = jnp.where(lost, -jnp.inf, low)
-        entry = _first(state, known, these.signs, functions, low)
+        if root.others[0]:
+            best = _Paying(state, functions, known, arrived).best()
+            low = jnp.maximum(low, jnp.where(jnp.isnan(best) | lost, -jnp.inf, best))
+        entry, point = _split(state, root, arrived, low)
         worst = jnp.argmin(low, axis=1)[:, None, None]
         toward = jnp.take_along_axis(found.a, worst, axis=1).reshape(ball.center.shape)
         points = jnp.where(toward > 0, ball.lower, ball.upper)
         points = jnp.where((toward == 0) | (norm != math.inf), ball.center, points)
-    return SubdomainBounds(low, lower, upper, entry, points)
+    return SubdomainBounds(low, lower, upper, entry, point, points)
 
 
-def _first(
-    state: crown.Pass, known: RootBounds, signs: Array, functions: Objectives, low: Array
-) -> Array:
-    """``[C]``: the operand to split, as in :class:`SubdomainBounds`.
+class _Paying:
+    """Bounds of functions by multipliers of the ends of all operands, and by optimised slopes.
 
-    It is the one whose ReLU's upper line loosens the open bounds most, in sum over the functions;
-    open are the entries of ``low``, ``[C, R]``, of at most 0.
+    Where an operand z lies in [l, u], a function f is at least ``f + b z - max(b l, b u)`` for all
+    numbers b. Without these terms the lines hold where the operands are narrow, and the linear
+    bound still counts inputs where they are not.
     """
-    taken = maps_of(signs.astype(low.dtype), known.lower)
-    record: dict[int, tuple[Array, Array]] = {}
-    dense = {  # Dense slopes make the recorded coefficients of feature maps dense, too.
-        out: jnp.broadcast_to(state.lines[out].views[0].low, (low.shape[1], *taken[place].shape))
-        for out, place in rectified(state).items()
-    }
-    linear_outputs.linear(state, functions, dense, record)
-    split = {place: jnp.zeros(m.shape, bool) for place, m in taken.items()}
-    loosened = {place: jnp.zeros(m.shape, low.dtype) for place, m in taken.items()}
-    for out, place in rectified(state).items():
-        lines, value = state.lines[out], state.values[place]
-        assert lines.free is not None
-        split[place] = lines.free & (taken[place] == 0)
-        if out in record:
-            a = record[out][1]
+
+    def __init__(
+        self,
+        state: crown.Pass,
+        functions: Objectives,
+        known: RootBounds,
+        arrived: dict[int, Coefficients],
+    ) -> None:
+        self.state, self.functions, self.known = state, functions, known
+        self.arrived = arrived
+        self.rows = Rows(jnp.arange(len(state.region.eps)))
+        (self.last,) = state.network.graph.outputs
+        self.units = self._units()
+
+    def _units(self) -> Maps:
+        """Units of the multipliers, ``[R, C, *shape]``: about an operand's own coefficient, so that
+        a multiplier of 1 cancels it."""
+        units: Maps = {}
+        for node in self.state.network.graph.nodes:
+            out = node.outputs[0]
+            if out not in self.arrived or out not in self.state.lines:
+                continue
+            a = jnp.abs(whole(self.arrived[out], self.rows).a)
+            for view in self.state.lines[out].views:
+                place = node.inputs[view.operand]
+                if place in self.known.lower:
+                    steep = a * jnp.maximum(jnp.abs(view.low), jnp.abs(view.up))
+                    units[place] = units.get(place, 0.0) + jnp.where(
+                        jnp.isfinite(steep), steep, 0.0
+                    )
+        return units
+
+    def best(self) -> Array:
+        """``[C, R]``: the highest bounds; the coefficients of the last pass are in ``arrived``."""
+        seen: dict[int, tuple[Array, Array]] = {}
+        usual = self._low({}, record=seen)
+        begun = {place: jnp.zeros_like(unit) for place, unit in self.units.items()}
+        begun |= {~out: first for out, (first, _) in seen.items()}
+        turned = {~out for out in seen if self.state.lines[out].turned is not None}
+        most = {key: jnp.inf if key >= 0 else 1.0 for key in begun}
+        most |= dict.fromkeys(turned, slopes.STEEPEST)
+        least = {key: -jnp.inf if key >= 0 else 0.0 for key in begun}
+        worst = slopes.BestSlopes(jnp.full_like(usual, -jnp.inf), begun)
+        found = slopes.maximised(
+            self._low, worst, most, _STEPS, _RATE, until=0.0, patience=_PATIENCE, least=least
+        )
+        self._low(found.slopes, arrived=self.arrived)
+        return linear_outputs.charged(self.functions, found.low.T, self.state.values[self.last])
+
+    def _low(
+        self,
+        chosen: Maps,
+        record: dict[int, tuple[Array, Array]] | None = None,
+        arrived: dict[int, Coefficients] | None = None,
+    ) -> Array:
+        """``[R, C]`` bounds of ``c . y`` for multipliers by place, and slopes by ``~output``."""
+        state = self.state
+        coefficients = dict(linear_outputs.sent(self.functions, self.last, len(self.rows.sample)))
+        paid = size = jnp.zeros((), state.region.eps.dtype)
+        for place, unit in self.units.items():
+            if place in chosen:
+                b = unit * chosen[place]
+                lower, upper = state.values[place][:2]
+                cost = jnp.where(b == 0, 0.0, jnp.maximum(b * lower, b * upper))
+                coefficients[place] = Whole(b)
+                paid, size = paid + summed(cost), size + summed(jnp.abs(cost))
+        given = {~key: slope for key, slope in chosen.items() if key < 0}
+        found = crown.backward(
+            state, coefficients, self.rows, slopes=given or None, record=record, arrived=arrived
+        )
+        count = sum(unit[0, 0].size for unit in self.units.values())
+        return found - paid - rounding(count, found.dtype) * (size + jnp.abs(found))
+
+
+def _split(
+    state: crown.Pass, root: RootBounds, arrived: dict[int, Coefficients], low: Array
+) -> tuple[Array, Array]:
+    """``[C]`` each: the operand to split and where, as in :class:`SubdomainBounds`.
+
+    ``arrived`` are the coefficients of the bounds ``low``, ``[C, R]``; those above 0 do not count.
+    """
+    known, rows = root.of_all(), Rows(jnp.arange(len(low)))
+    loss: Maps = {place: jnp.zeros_like(state.values[place].lower) for place in known.lower}
+    signed: Maps = {place: jnp.zeros(m.shape, bool) for place, m in loss.items()}
+    open_ = {place: jnp.zeros(m.shape, bool) for place, m in loss.items()}
+    relus, others = leaves.rectified(state), leaves.curved(state)
+    for out, places in {**{out: (place,) for out, place in relus.items()}, **others}.items():
+        lines = state.lines[out]
+        for place in places:
+            lower, upper = state.values[place][:2]
+            if out in relus:
+                assert lines.free is not None
+                signed[place] = lines.free & (-lower > known.slack[place])
+                signed[place] &= upper > known.slack[place]
+                open_[place] |= signed[place]
+            else:
+                size = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
+                open_[place] |= upper - lower > _WIDE * jnp.maximum(size, 1.0)
+        if out in arrived:
+            a = whole(arrived[out], rows).a
             a = jnp.where((low.T <= 0).reshape(*low.T.shape, *(1,) * (a.ndim - 2)), a, 0.0)
-            loosened[place] += jnp.minimum(a, 0.0).sum(axis=0) * lines.views[0].up * value.lower
-    depths = {place: jnp.full((1, *m.shape[1:]), k) for k, (place, m) in enumerate(taken.items())}
-    open_ = rows_of(split)
-    depth = jnp.where(open_, rows_of(depths), len(depths))
-    first = open_ & (depth == depth.min(axis=1, keepdims=True))
-    worth = jnp.where(first, jnp.maximum(rows_of(loosened), 0.0), -1.0)
-    return jnp.where(open_.any(axis=1), jnp.argmax(worth, axis=1), signs.shape[1])
+            for place in places:
+                loss[place] += _loss(state, out, place, a)
+    depths = {place: jnp.full((1, *m.shape[1:]), k) for k, (place, m) in enumerate(loss.items())}
+    flat = rows_of(open_)
+    depth = jnp.where(flat, 0 if others else rows_of(depths), len(depths))
+    first = flat & (depth == depth.min(axis=1, keepdims=True))
+    worth = jnp.where(first, jnp.maximum(rows_of(loss), 0.0), -1.0)
+    entry = jnp.argmax(worth, axis=1)
+    ends = (rows_of({place: state.values[place][side] for place in loss}) for side in (0, 1))
+    middle = sum(0.5 * end for end in ends)
+    at = jnp.take_along_axis(jnp.where(rows_of(signed), 0.0, middle), entry[:, None], axis=1)
+    return jnp.where(flat.any(axis=1), entry, flat.shape[1]), at[:, 0]
+
+
+def _loss(state: crown.Pass, out: int, place: int, a: Array) -> Array:
+    """``[C, *shape]``: how much the lines of an output loosen functions, summed over these.
+
+    ``a``, ``[R, C, *shape]``, are the functions' coefficients of the output. For a ReLU the loss by
+    its upper line; for others all of what lies between both lines at the middle of the operands.
+    """
+    lines, value = state.lines[out], state.values[place]
+    if lines.free is not None:
+        return jnp.minimum(a, 0.0).sum(axis=0) * lines.views[0].up * value.lower
+    (node,) = (node for node in state.network.graph.nodes if out in node.outputs)
+    gap = lines.up - lines.low
+    for view in lines.views:
+        operand = node.inputs[view.operand]
+        lower, upper = state.values[operand][:2]
+        linear = 0.5 * lower + 0.5 * upper - state.gathered(operand)[0]
+        gap = gap + (view.up - view.low) * linear
+    return jnp.abs(a).sum(axis=0) * jnp.where(jnp.isfinite(gap), gap, 0.0)

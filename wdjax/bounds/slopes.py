@@ -19,7 +19,7 @@ from wdjax.bounds.coefficients import Coefficients, Rows
 from wdjax.bounds.domain import Array
 
 _RATE, _DECAY = 0.25, 0.95
-_STEEPEST = 4.0
+STEEPEST = 4.0
 """Largest factor of the usual slopes of S-shaped functions."""
 _MEANS = (0.9, 0.999)
 
@@ -55,7 +55,7 @@ def best(
     # The first step uses the default slopes; unused results of the pass above are not computed.
     begun = begun or {place: first for place, (first, _) in seen.items()}
     worst = BestSlopes(jnp.full_like(usual, -jnp.inf), begun)
-    most = {i: 1.0 if state.lines[i].turned is None else _STEEPEST for i in begun}
+    most = {i: 1.0 if state.lines[i].turned is None else STEEPEST for i in begun}
     return maximised(low, worst, most, steps, _RATE)
 
 
@@ -85,8 +85,9 @@ def maximised(
     rate: float,
     until: float = jnp.inf,
     patience: float = 0.0,
+    least: Mapping[int, float] | None = None,
 ) -> BestSlopes:
-    """The best of Adam's steps between 0 and ``most``, until all are above a level.
+    """The best of Adam's steps between ``least`` and ``most``, until all are above a level.
 
     Args:
       low: maps slopes to bounds of any shape, each of which depends on its own slopes only.
@@ -97,6 +98,7 @@ def maximised(
       until: stops early once all bounds exceed this.
       patience: stops early where three steps raised the bounds below ``until`` by less than this
         share of their distance from it, summed; 0 for never.
+      least: lower limits of the slopes, by place; 0 for those that are not named.
 
     A slope whose step is not finite stays as it is.
     """
@@ -106,16 +108,17 @@ def maximised(
         found = low(slopes)
         return jnp.sum(jnp.where(jnp.isfinite(found), found, 0.0)), found
 
-    def moved(now: Array, change: Array, most: Array | float) -> Array:
+    def moved(place: int, now: Array, change: Array) -> Array:
         new = now + change
-        return jnp.clip(jnp.where(jnp.isfinite(new), new, now), 0.0, most)
+        end = (least or {}).get(place, 0.0)
+        return jnp.clip(jnp.where(jnp.isfinite(new), new, now), end, most[place])
 
     def step(carry: _Climb) -> _Climb:
         i, now, memory, best, mark, rises = carry
         (_, found), slope = jax.value_and_grad(height, has_aux=True)(now)
         best = best.or_else(found, now)
         changes, memory = ascent.update(slope, memory)
-        now = {place: moved(value, changes[place], most[place]) for place, value in now.items()}
+        now = {place: moved(place, value, changes[place]) for place, value in now.items()}
         if patience:
             gap = jnp.maximum(until - best.low, 0.0)
             short = jnp.sum(jnp.where(jnp.isfinite(best.low), gap, 0.0))

@@ -4,10 +4,10 @@ Single samples: bounds of the margins ``z_y - z_j`` over the ball around a sampl
 :mod:`wdjax.bounds`; `pointwise` turns them into certified samples and radii (`ranges` checks what
 is asked: ball, box, radii of samples or entries); `verify` does so for a data set, with
 checkpoints; `branch` tightens them by branch and bound: `signs` splits the region by the signs of
-ReLUs (``wdjax.bounds.leaves`` bounds its subproblems and ranks the ReLUs to split). From `in_turn`
-on two more searches bound the ReLUs' operands anew in parts of the region: `early_splits`, which
-splits the first layers (``wdjax.bounds.rebounded``), and `parts`, where the margin is at most 0
-(``wdjax.bounds.output_constraint``).
+ReLUs (``wdjax.bounds.leaves`` bounds its subproblems and ranks the ReLUs to split). `in_turn` takes
+turns between it and two searches that bound operands anew in parts of the region: `subdomains`,
+which splits the first layers, and other functions than ReLU (``wdjax.bounds.rebounded``), and
+`parts`, where the margin is at most 0 (``wdjax.bounds.output_constraint``).
 ``wdjax.lipschitz.branching`` is another search, over activation masks, for Lipschitz constants.
 `trainable` has differentiable bounds for training.
 

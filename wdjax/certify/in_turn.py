@@ -1,8 +1,8 @@
-r"""Branch and bound over signs by three searches in turn, since none is the fastest everywhere.
+r"""Branch and bound by three searches in turn, since none is the fastest everywhere.
 
 Leaves of the whole region cost least, and suffice where the bounds are nearly above 0. Subdomains
-by the signs of the first layers close deep nets. Parts, bounded only where the function is at most
-0, close wide nets.
+by the signs of the first layers close deep nets; they are split at the operands of other functions
+than ReLU, too. Parts, bounded only where the function is at most 0, close wide nets.
 
 Source: Wang et al. [wang2021], Henriksen and Lomuscio [henriksen2020], Kotha et al. [kotha2023].
 """
@@ -10,16 +10,17 @@ Source: Wang et al. [wang2021], Henriksen and Lomuscio [henriksen2020], Kotha et
 import time
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
 from wdjax.bounds import leaves
 from wdjax.bounds.region import Norm
-from wdjax.certify.early_splits import EarlySplits
 from wdjax.certify.parts import PartSearch
 from wdjax.certify.recorded import SignRecord
 from wdjax.certify.signs import Check, Frontier, Searched, SignSearch, width
+from wdjax.certify.subdomains import SubdomainSearch
 from wdjax.core import Classifier
 
 Numbers = npt.NDArray[Any]
@@ -29,12 +30,14 @@ _FIRST = 0.02
 _DEAR = 0.1
 """A search takes turns only if its first step should take at most this share of the time."""
 _TURNS, _LEAST = 3, 0.01
-"""Early splits end if, from that turn on, they have closed less than this share of the region."""
+"""The search of subdomains ends if, from that turn on, it has closed less of the region."""
 _MOST = 2**26
-"""Early splits run only if one batch has at most so many coefficients: one for each open function,
-subdomain and operand."""
+"""Subdomains are searched only if one batch has at most so many coefficients: one for each open
+function, subdomain and operand."""
 _PASSES = 40
 """About how many backward passes a leaf of the whole region takes; gives the time of one pass."""
+_ROOT = 16
+"""About how many times the bounds of a subdomain the bounds of the root cost."""
 
 
 class _Search(Protocol):
@@ -102,16 +105,21 @@ def search(
     ``record`` of a proof only leaves of the whole region are searched: its checker knows no bounds
     of parts.
     """
-    if not rows.size or not root.lower or not np.all(np.isfinite(low[rows])):
+    splits = root.lower or (root.others[0] and record is None)
+    if not rows.size or not splits or not np.all(np.isfinite(low[rows])):
         return Searched(low, "nothing to split" if rows.size else "closed", 0, None)
-    left, begun = max(until - time.monotonic(), 0.0), root.begin(jnp.asarray(rows))
     given = SignSearch(model, problem, norm, root, check, record)
+    if not root.lower:
+        return _subdomains_alone(given, rows, low, until)
+    left, begun = max(until - time.monotonic(), 0.0), root.begin(jnp.asarray(rows))
     frontier = Frontier(low, begun, record)
     if record is not None:
         return given.run(frontier, until)
     found = given.run(frontier, time.monotonic() + _FIRST * left)
     if found.ended == "time" and left and frontier.turns == 1:  # That turn compiled: take another.
         found = given.run(frontier, until, frontier.bounded + 1)
+    if found.ended == "nothing to split" and root.others[0]:
+        return _subdomains_alone(given, rows[found.low[rows] <= 0], found.low, until)
     if found.ended != "time" or not left:
         return found
     ends = 2 * int(np.sum((np.asarray(begun.lower[0]) < 0) & (np.asarray(begun.upper[0]) > 0)))
@@ -119,10 +127,26 @@ def search(
     open_ = rows[found.low[rows] <= 0]
     if 2 * ends * found.pace <= _DEAR * left:
         searches.insert(0, _Parts(given, open_, found.low))
-    cost, size = ends * width() / _PASSES, len(open_) * width() * begun.lower.shape[1]
-    if cost * found.pace <= _DEAR * left and size <= _MOST:
-        searches.insert(0, EarlySplits(given, open_, found.low))
+    cost = ends * width() / _PASSES
+    if cost * found.pace <= _DEAR * left and _fits(root, open_):
+        searches.insert(0, SubdomainSearch(given, open_, found.low))
     return _in_turn(searches, rows, found, until, _FIRST * left)
+
+
+def _subdomains_alone(given: SignSearch, rows: Numbers, low: Numbers, until: float) -> Searched:
+    """The search of subdomains, unless one step would take too much of the time."""
+    began, left = time.monotonic(), until - time.monotonic()
+    jax.block_until_ready(leaves.root(given.model, given.problem, given.norm))
+    step = (time.monotonic() - began) * width() / _ROOT
+    if step > _DEAR * left or not _fits(given.root, rows):
+        return Searched(low, "nothing to split", 0, None)
+    return SubdomainSearch(given, rows, low).run(until)
+
+
+def _fits(root: leaves.RootBounds, rows: Numbers) -> bool:
+    """Whether the search of subdomains may have its coefficients of the functions ``rows``."""
+    operands = sum(end.size for end in root.of_all().lower.values())
+    return len(rows) * width() * operands <= _MOST
 
 
 def _in_turn(
@@ -164,5 +188,5 @@ def _in_turn(
 
 
 def _closes_nothing(one: _Search) -> bool:
-    """Whether these are early splits that have closed less than ``_LEAST`` of the region."""
-    return isinstance(one, EarlySplits) and one.share < _LEAST
+    """Whether it is the search of subdomains and has closed less than ``_LEAST`` of the region."""
+    return isinstance(one, SubdomainSearch) and one.share < _LEAST

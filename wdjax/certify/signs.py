@@ -172,9 +172,19 @@ class Frontier:
             heapq.heappush(self.open, leaf._replace(number=next(self.numbers)))
 
     def take(self, width: int) -> leaves.Leaves:
-        """Removes the ``width`` leaves with the least bounds; the first is repeated to fill up."""
+        """Removes ``width`` leaves; the first is repeated to fill up.
+
+        Those with the least bounds, while the open leaves take up less than half of the memory;
+        then the youngest ones, of which few are open at a time.
+        """
         self.turns += 1
-        self.taken = [heapq.heappop(self.open) for _ in range(min(width, len(self.open)))]
+        if 2 * len(self.open) >= self.most:
+            self.open.sort(key=lambda leaf: leaf.number)
+            self.taken = self.open[-width:]
+            del self.open[-width:]
+            heapq.heapify(self.open)
+        else:
+            self.taken = [heapq.heappop(self.open) for _ in range(min(width, len(self.open)))]
         self.bounded += len(self.taken)
         rows = self.taken + self.taken[:1] * (width - len(self.taken))
         return leaves.Leaves(

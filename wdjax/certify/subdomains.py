@@ -1,11 +1,11 @@
-r"""Branch and bound over the signs of ReLUs, first layers first, with all bounds made anew.
+r"""Branch and bound over the operands of nonlinear functions, with all bounds made anew.
 
-One search bounds all functions at once, by linear bounds whose slopes are not optimised: in a
-subdomain where the signs of the first layers are known, the operands of all later layers are
-narrow. For deep nets this is orders of magnitude faster than splits of the neurons that loosen the
-functions' bounds most.
+One search bounds all functions at once, by linear bounds whose slopes are not optimised. ReLU nets
+are split by the signs of the first layers: where these are known, the operands of all later layers
+are narrow, and for deep nets this is orders of magnitude faster than splits of the neurons that
+loosen the functions' bounds most. In other nets the operand that loosens them most is split.
 
-Source: Henriksen and Lomuscio [henriksen2020].
+Source: Henriksen and Lomuscio [henriksen2020]; other functions than ReLU, Shi et al. [shi2025].
 """
 
 import time
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax.bounds import rebounded
+from wdjax.bounds import leaves, rebounded
 from wdjax.bounds.rebounded import Subdomains
 from wdjax.certify.signs import MEMORY, Searched, SignSearch, width
 
@@ -26,26 +26,30 @@ Numbers = npt.NDArray[Any]
 class _Subdomain(NamedTuple):
     low: Numbers
     """``[R]`` lower bounds of the functions."""
-    signs: Numbers
     lower: Numbers
     upper: Numbers
-    """``[N]``: signs and ends of the operands, as in :class:`rebounded.Subdomains`."""
-    entry: int | None
+    """``[N]``: ends of the operands, as in :class:`rebounded.Subdomains`."""
+    entry: int | None = None
     """The operand to split; None if none is left, and before the subdomain is bounded."""
+    point: float = 0.0
+    """Where to split it."""
+    depth: int = 0
+    """Number of splits that made it."""
 
-    def halves(self) -> list["_Subdomain"]:
-        found = []
-        for sign in (-1, 1):
-            signs = self.signs.copy()
-            signs[self.entry] = sign
-            found.append(self._replace(signs=signs))
-        return found
+    def halves(self, slack: Numbers) -> list["_Subdomain"]:
+        """Both sides of the split. They overlap by ``slack``, ``[N]``, twice what the operand may
+        differ by between float programs."""
+        lower, upper = self.lower.copy(), self.upper.copy()
+        upper[self.entry] = min(upper[self.entry], self.point + slack[self.entry])
+        lower[self.entry] = max(lower[self.entry], self.point - slack[self.entry])
+        below, above = self._replace(upper=upper), self._replace(lower=lower)
+        return [half._replace(depth=self.depth + 1) for half in (below, above)]
 
 
-class EarlySplits:
+class SubdomainSearch:
     """Proves that the functions ``rows`` of a problem, with known bounds ``low``, are above 0.
 
-    Every subdomain in which one of them is open is in ``open`` or, without a ReLU to split, in
+    Every subdomain in which one of them is open is in ``open`` or, without an operand to split, in
     ``stuck``.
     """
 
@@ -53,14 +57,16 @@ class EarlySplits:
         self.given, self.rows, self.before, self.bounded = given, rows, low, 0
         some = np.resize(rows, 1 << (len(rows) - 1).bit_length())  # A power of two: few programs.
         self.asked = jnp.asarray(some)
-        begun: Any = jax.device_get(given.root.begin(self.asked[:1]))
-        whole = _Subdomain(low[rows], begun.signs[0], begun.lower[0], begun.upper[0], None)
-        self.open, self.stuck = [whole], list[_Subdomain]()
+        known: Any = given.root.of_all()
+        lower, upper, self.slack = (
+            np.asarray(leaves.flat_of(maps))[0] for maps in (known.lower, known.upper, known.slack)
+        )
+        self.open, self.stuck = [_Subdomain(low[rows], lower, upper)], list[_Subdomain]()
         self.wanted = np.ones(len(rows), bool)
         self.closed, self.share = np.full(len(rows), np.inf), 0.0
         """For each function the least bound over closed subdomains; their share of the region, if
         every split counts as a halving."""
-        self.most = MEMORY // sum(part.nbytes for part in whole[1:4])
+        self.most = MEMORY // (lower.nbytes + upper.nbytes)
 
     def close(self, row: int) -> None:
         """Stops work on a function that another search has proved to be above 0."""
@@ -87,7 +93,7 @@ class EarlySplits:
             return [self.open.pop()]
         count = min(max(width() // 2, 1), len(self.open))
         taken, self.open = self.open[-count:], self.open[:-count]
-        return [half for one in taken for half in one.halves()]
+        return [half for one in taken for half in one.halves(self.slack)]
 
     def _bound(self, some: list[_Subdomain]) -> Any:
         """Bounds subdomains and keeps those that stay open; returns what the check did, or None."""
@@ -95,17 +101,17 @@ class EarlySplits:
         rows = some + some[:1] * (-len(some) % wide)
         witness, bounded = None, list[_Subdomain]()
         for start in range(0, len(rows), wide):
-            parts = zip(*(one[1:4] for one in rows[start : start + wide]))
+            parts = zip(*(one[1:3] for one in rows[start : start + wide]))
             these = Subdomains(*(jnp.asarray(np.stack(part)) for part in parts))
             found = jax.device_get(
                 rebounded.bounds(
                     given.model, given.problem, given.root, these, self.asked, norm=given.norm
                 )
             )
-            for one, low, lower, upper, entry in zip(some[start:], *found[:4]):
+            for one, low, lower, upper, entry, point in zip(some[start:], *found[:5]):
                 low = np.maximum(one.low, low[: len(self.rows)])
-                left = None if entry == len(one.signs) else int(entry)
-                bounded.append(_Subdomain(low, one.signs, lower, upper, left))
+                left = None if entry == len(lower) else int(entry)
+                bounded.append(_Subdomain(low, lower, upper, left, point, one.depth))
             open_ = [k for k, one in enumerate(bounded[start:]) if not self._closes(one)]
             witness = given.check(found.points[open_]) if open_ and witness is None else witness
         self.bounded += len(some)
@@ -118,7 +124,7 @@ class EarlySplits:
             (self.stuck if one.entry is None and self.bounded else self.open).append(one)
             return
         self.closed = np.minimum(self.closed, one.low)
-        self.share += 0.5 ** np.count_nonzero(one.signs)
+        self.share += 0.5**one.depth
 
     def _closes(self, one: _Subdomain) -> bool:
         """Whether no wanted function is open in a subdomain, which then counts as closed."""
