@@ -102,8 +102,8 @@ class RootBounds(NamedTuple):
 
     def of_all(self) -> "RootBounds":
         """With the other functions' operands among those of ReLUs."""
-        maps = (known | more for known, more in zip(self[1:4], self.others))
-        return RootBounds(self.low, *maps)
+        lower, upper, slack = self.others
+        return RootBounds(self.low, self.lower | lower, self.upper | upper, self.slack | slack)
 
     def begin(self, row: Array) -> "Leaves":
         """One leaf for each of the functions ``row``, ``[L]``: the whole region, nothing split."""

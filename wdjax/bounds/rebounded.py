@@ -29,8 +29,8 @@ from wdjax.xla_cpu import rounding, summed
 _STEPS, _RATE, _PATIENCE = 12, 0.2, 0.01
 """Of the ascent on multipliers and slopes, as in :mod:`wdjax.bounds.leaves`."""
 _WIDE = 2**-8
-"""An operand is split while its range is longer than this times its size, or than this if it is small:
-in shorter ranges rounding takes more than the lines gain."""
+"""An operand is split while its range is longer than this, and than this share of its size. In
+shorter ranges rounding takes more than the lines gain."""
 
 
 class Subdomains(NamedTuple):
@@ -136,9 +136,8 @@ class _Paying:
                 place = node.inputs[view.operand]
                 if place in self.known.lower:
                     steep = a * jnp.maximum(jnp.abs(view.low), jnp.abs(view.up))
-                    units[place] = units.get(place, 0.0) + jnp.where(
-                        jnp.isfinite(steep), steep, 0.0
-                    )
+                    steep = jnp.where(jnp.isfinite(steep), steep, 0.0)
+                    units[place] = units[place] + steep if place in units else steep
         return units
 
     def best(self) -> Array:
@@ -218,8 +217,8 @@ def _split(
     first = flat & (depth == depth.min(axis=1, keepdims=True))
     worth = jnp.where(first, jnp.maximum(rows_of(loss), 0.0), -1.0)
     entry = jnp.argmax(worth, axis=1)
-    ends = (rows_of({place: state.values[place][side] for place in loss}) for side in (0, 1))
-    middle = sum(0.5 * end for end in ends)
+    values = {place: state.values[place] for place in loss}
+    middle = rows_of({place: 0.5 * v.lower + 0.5 * v.upper for place, v in values.items()})
     at = jnp.take_along_axis(jnp.where(rows_of(signed), 0.0, middle), entry[:, None], axis=1)
     return jnp.where(flat.any(axis=1), entry, flat.shape[1]), at[:, 0]
 
