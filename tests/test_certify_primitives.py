@@ -365,14 +365,39 @@ def test_margins_of_what_is_bounded_since(name):
     assert np.mean((clean - low)[rivals]) <= 3 * np.mean((clean - margins.min(axis=0))[rivals])
 
 
-def test_the_frame_of_sums_from_other_values_is_refused():
-    """Whether padding counts as the initial value, XLA's definition and its CPU disagree on."""
-    model = Model(
-        lambda w, x: lax.reduce_window(x, jnp.float32(1.5), lax.add, (1, 3), (1, 1), "SAME") @ w,
-        jnp.ones((4, 2)),
-    )
-    with pytest.raises(ValueError, match="reduce_window"):
-        certify.margin_bounds(model, jnp.ones((1, 4)), jnp.array([0]), norm=2, eps=0.1)
+INSTEAD = {
+    "a frame of sums from 1.5": (
+        lambda x: lax.reduce_window(x, jnp.float32(1.5), lax.add, (1, 3), (1, 1), "SAME"),
+        r"XLA's definition and its CPU disagree .* pad by jnp\.pad first or add the initial value",
+        lambda x: lax.reduce_window(x, jnp.float32(0), lax.add, (1, 3), (1, 1), "SAME") + 1.5,
+    ),
+    "products of a window": (
+        lambda x: lax.reduce_window(x, 1.0, lax.mul, (1, 2), (1, 2), "VALID"),
+        "bounded for sums, maxima and minima .* write a product of windows as one of strided slic",
+        lambda x: x[:, ::2] * x[:, 1::2],
+    ),
+    "products": (
+        lambda x: lax.reduce(x, jnp.float32(1), lax.mul, (1,))[:, None],
+        r"'reduce'.* write a product as jnp\.prod",
+        lambda x: jnp.prod(x, axis=1, keepdims=True),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+@pytest.mark.parametrize("method", ["interval", "crown"])
+def test_what_is_not_rewritten_names_its_reason_and_what_is_bounded(name, method):
+    refused, reason, instead = INSTEAD[name]
+    x, y = jnp.full((1, 4), 0.6), jnp.array([0])
+
+    def bounds(fn):
+        head = jnp.ones((fn(x).shape[1], 2)).at[:, 1].set(-1.0)
+        model = Model(lambda head, x: fn(x) @ head, head)
+        return certify.margin_bounds(model, x, y, norm=np.inf, eps=0.1, method=method)
+
+    with pytest.raises(ValueError, match=reason):
+        bounds(refused)
+    assert np.isfinite(bounds(instead)[0, 1])
 
 
 def test_running_log_sums_are_exact_but_for_their_rounding():

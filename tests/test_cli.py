@@ -185,7 +185,9 @@ def test_what_is_no_number_is_refused(text, capsys):
 
 def test_versions(capsys):
     assert main(["versions"]) == 0
-    assert json.loads(capsys.readouterr().out)["jax"] == jax.__version__
+    said = json.loads(capsys.readouterr().out)
+    assert said == summary.head("versions")
+    assert said["versions"]["jax"] == jax.__version__
     with pytest.raises(SystemExit) as ending:
         main(["--version"])
     assert ending.value.code == 0

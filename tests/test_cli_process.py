@@ -179,7 +179,7 @@ def test_without_a_home_nothing_is_kept(monkeypatch, capsys):
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
     assert main(["versions"]) == 0
-    assert json.loads(capsys.readouterr().out)["jax"] == jax.__version__
+    assert json.loads(capsys.readouterr().out)["versions"]["jax"] == jax.__version__
     with pytest.raises(SystemExit) as ending:
         main(["--help"])
     assert ending.value.code == 0

@@ -190,7 +190,7 @@ MISUSES = {
     },
     "x": {
         "a pytree": ({"image": X}, "a dict of 'image'"),
-        "of two arrays": ((X, X[:1]), r"\(array"),
+        "of two arrays": ((X, X[:1]), r"a tuple of float32"),
         "bytes": (np.uint8(255 * X), "uint8"),
         "complex": (X.astype(np.complex64), "complex64"),
         "half": (jnp.asarray(X, jnp.bfloat16), "bfloat16"),

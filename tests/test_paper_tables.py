@@ -17,7 +17,7 @@ from test_run import short
 import wdjax
 import wdjax.transductive as games
 from wdjax import Lp, attacks, ensembles, image, models, nppr
-from wdjax.cli import attack_table, game_command, main, table_command
+from wdjax.cli import attack_table, game_command, main, printed, table_command
 from wdjax.cli.paper_tables import SEED, TABLES
 from wdjax.nppr import distributions
 from wdjax.report import audit
@@ -103,8 +103,8 @@ def tabled(name, *more):
 
 
 def attacked(attack, net, x, y, **how):
-    """The accuracy in percent that an attack leaves of four images."""
-    return 100 * audit.accuracy(wdjax.run(attack, net, x[:4], y[:4], key=KEY, **how))
+    """The accuracy that an attack leaves of four images."""
+    return audit.accuracy(wdjax.run(attack, net, x[:4], y[:4], key=KEY, **how))
 
 
 KEY = jax.random.key(0)
@@ -112,12 +112,12 @@ HELD = slice(4, 8)
 
 
 def right(net, x, y):
-    return 100 * float(np.mean(np.asarray(net(x)).argmax(-1) == y))
+    return float(np.mean(np.asarray(net(x)).argmax(-1) == y))
 
 
 def uniform(net, x, y, eps):
     noise = distributions.UniformBall(eps, Lp(math.inf))
-    return 100 * nppr.estimate(net, noise, x, y, key=jax.random.key(1), draws=20).value
+    return nppr.estimate(net, noise, x, y, key=jax.random.key(1), draws=20).value
 
 
 def fitted(net, x, y):
@@ -127,7 +127,7 @@ def fitted(net, x, y):
         net, x[:4], y[:4], eps=16 / 255, key=KEY, family=family,
         schedule=nppr.Schedule(steps=2), features=models.features(net), ball=Lp(math.inf),
     )  # fmt: skip
-    return 100 * nppr.estimate(net, found, x[HELD], y[HELD], key=jax.random.key(1), draws=20).value
+    return nppr.estimate(net, found, x[HELD], y[HELD], key=jax.random.key(1), draws=20).value
 
 
 def sinkhorn(net, x, y, k, **how):
@@ -136,12 +136,12 @@ def sinkhorn(net, x, y, k, **how):
     attack = image.SinkhornPGD(ball, growing=True, iterations=50, **how)
     found = wdjax.search(attack, net, x[:2], y[:2])
     radius = np.where(found.success, found.cost, np.inf)
-    return 100 * float(np.mean(found.correct & (radius * 16 > k)))
+    return float(np.mean(found.correct & (radius * 16 > k)))
 
 
 def union(net, x, y):
     found = image.image_wasserstein(net, x[:2], y[:2], eps=5 / 16, ball=image.ImageWasserstein(3))
-    return 100 * float(np.mean(found.correct & ~found.success))
+    return float(np.mean(found.correct & ~found.success))
 
 
 def trained(net, x, y):
@@ -152,12 +152,12 @@ def trained(net, x, y):
     attack = dataclasses.replace(preset.attacks["fpa"], iterations=2)
     memory = games.prepare(defense, known["x"], known["y"], key=jax.random.fold_in(KEY, 1))
     how = {"memory": memory, "eps": preset.eps, "draws": 1, "key": jax.random.fold_in(KEY, 2)}
-    return 100 * games.play(defense, attack, x[:4], y[:4], **how).one_shot.value
+    return games.play(defense, attack, x[:4], y[:4], **how).one_shot.value
 
 
 def standing(net, x, y, eps=0.3):
     found = short(net, x[:4], y[:4], eps=eps, ball=Lp(math.inf), key=KEY)
-    return 100 * float(np.mean(found.correct & ~found.success))
+    return float(np.mean(found.correct & ~found.success))
 
 
 def shifted(net, x, y):
@@ -259,8 +259,12 @@ def test_a_table_says_what_its_functions_say(given, name):
     values = [cell["measured"] for cell in content["cells"]]
     assert all(value is None or (math.isfinite(value) and value >= 0) for value in values)
     assert sum(value is not None for value in values) >= len(values) / 2
+    for cell, kind in zip(content["cells"], table.cells):
+        assert cell["unit"] == kind.unit
+        numbers = [cell["measured"], *cell["by_seed"], *cell["published"].values()]
+        assert kind.unit != "share" or all(one is None or 0 <= one <= 1 for one in numbers)
     for place, function in OTHERWISE[name].items():
-        assert cells[place]["measured"] == pytest.approx(function(*given), abs=1e-4), place
+        assert cells[place]["measured"] == pytest.approx(function(*given), abs=1e-6), place
 
 
 def test_published_numbers_are_in_the_papers():
@@ -276,6 +280,29 @@ def test_published_numbers_are_in_the_papers():
                 assert numbers in text, (name, model)
             for word in {*words} - {"-"}:
                 assert re.search(rf"(?<![\d.]){re.escape(word)}(?!\d)", text), (name, model, word)
+
+
+def test_shares_are_printed_in_percent():
+    """Other numbers are printed in the unit of the JSON, all published ones as in the papers."""
+
+    def cell(row, unit, measured, deviation, published):
+        return {
+            "row": row, "column": "here", "unit": unit, "measured": measured,
+            "deviation": deviation, "published": {"net": published},
+        }  # fmt: skip
+
+    cells = [cell("PR", "share", 0.5, 0.01, 0.9368), cell("ER", "number", 0.25, None, 0.5)]
+    said = printed.table(table_command.rows({"cells": cells}))
+    assert [line.split() for line in said.splitlines()] == [
+        ["here", "net"], ["PR", "50", "±", "1", "93.68"], ["ER", "0.25", "0.5"]
+    ]  # fmt: skip
+    for table in TABLES.values():
+        for name, numbers in table.published.items():
+            words = [float(word) for word in numbers.split() if word != "-"]
+            known = table_command._published(table)[name]
+            cells = [cell(name, one.unit, 0.0, None, value) for one, value in known.items()]
+            shown = [[*table_command.rows({"cells": [one]})][1][2] for one in cells]
+            assert [*map(printed.cell, shown)] == [*map(printed.cell, words)], name
 
 
 def on_the_page():

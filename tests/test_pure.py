@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_misuse import CALLS, MODEL, PICTURES
+from test_misuse import CALLS, MODEL, PICTURE, PICTURES
 
 import wdjax
 from wdjax import attacks, certify, ensembles, image, lipschitz, nppr, smoothing, training
@@ -157,8 +157,31 @@ def test_long_searches_can_be_traced(function):
     jax.eval_shape(jax.vmap(fn), samples[None])
 
 
+BALL = image.ImageWasserstein(window=3)
+WITHOUT = {
+    attacks.FAB(steps=2): r"another attack, such as attacks\.APGD, or forward mode",
+} | dict.fromkeys(
+    (
+        image.SinkhornPGD(BALL, steps=2), image.FrankWolfe(BALL, steps=2),
+        image.DualProjection(BALL, steps=2), image.NearestTransport(BALL, steps=2),
+    ),
+    r"transport plans have no gradient .*attacks\.APGD, or image\.entropic_distance",
+)  # fmt: skip
+"""Attacks whose loops have no fixed length, and what their refusal of gradients names."""
+PLACES = [
+    pytest.param(attack, place, id=f"{type(attack).__name__} in {place}")
+    for attack in WITHOUT
+    for place in ("x", "model", "eps")
+    if place != "eps" or attack.budget == "sample"  # No other point depends on eps.
+]
+
+
 @pytest.mark.fast
-def test_searches_without_a_gradient_name_those_with_one():
-    fn, samples = asked(wdjax.search, attack=attacks.FAB(steps=2))
-    with pytest.raises(ValueError, match=r"another attack, such as attacks\.APGD"):
-        jax.eval_shape(jax.grad(lambda t: value_of(fn(t))), samples)
+@pytest.mark.parametrize(("attack", "place"), PLACES)
+def test_searches_without_a_gradient_name_those_with_one(attack, place):
+    given = {"model": PICTURE, "x": PICTURES, "y": np.array([0, 1]), "eps": 0.1}
+    changed = given.pop(place)
+    with pytest.raises(ValueError, match=WITHOUT[attack]):
+        jax.eval_shape(
+            jax.grad(lambda t: value_of(wdjax.search(attack, **given, **{place: t}))), changed
+        )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import attacks, certify, image, losses
+from wdjax import attacks, certify, ensembles, image, losses
 from wdjax.engine import trees
 
 pytestmark = pytest.mark.fast
@@ -224,6 +224,27 @@ def test_balls_of_images_and_certificates_say_what_to_do():
     radii = certify.radius(TWIN, X, Y, norm=2)  # What the sentence says to do.
     found = wdjax.search(attacks.WDAPlusPlus(wdjax.Lp(2)), MODEL, TREE, Y)
     assert np.all(np.asarray(radii) <= np.asarray(found.cost) + 1e-6)
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_leaves_that_are_read_as_one_array_are_told_from_samples(kind):
+    """A list is one array in searches, and a tuple in all that takes no pytrees."""
+    leaves = kind([X[:, :4]] * 3)
+    read = rf"got int64\[{N}\]; x is a {kind.__name__}, which is read as one array \[3, {N}, 4\]"
+    asks = [lambda: ensembles.fast(MODEL, leaves, Y, eps=0.1, key=KEY)]
+    if kind is list:
+        asks += [
+            lambda ask=ask: ask(attacks.PGD(steps=2), MODEL, leaves, Y, eps=0.1)
+            for ask in (wdjax.search, wdjax.run)
+        ]
+    for ask in asks:
+        with pytest.raises(ValueError, match=f"{read}: .* a tuple or dict in searches; elsewhere"):
+            ask()
+    shown = (
+        rf"got a {kind.__name__} of (float32\[{N}, 4\](, )?){{3}}; pass np.asarray.* concatenate"
+    )
+    with pytest.raises(ValueError, match=shown):
+        certify.radius(MODEL, leaves, Y, norm=2)
 
 
 class Pair(NamedTuple):

@@ -194,8 +194,8 @@ def _weigh_known(
 def _unsearched(found: Found, weight: AnyArray, eps: float, kappa: Any, order: float) -> str | None:
     """A warning if the budget could pay for flips beyond the radius of the search, else None.
 
-    With ``kappa`` or at order inf it reaches every sample within ``kappa^(1/p) eps``, else wherever
-    some of it is left.
+    ``weight`` is ``[n]``, one number for each sample of ``found``. With ``kappa`` or at order inf
+    the budget reaches every sample within ``kappa^(1/p) eps``, else wherever some of it is left.
     """
     if found.radius is None:
         return None

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from wdjax import loops, norms
-from wdjax.checks.forward_mode import forward_only
+from wdjax.checks.forward_mode import FORWARD, forward_only
 from wdjax.core import Array
 
 
@@ -71,7 +71,8 @@ def project(
     length = jax.vmap(solve)(_Line(gain, room, full), jnp.abs(gap))
     moved = (rows + jnp.sign(forward) * length).reshape(z.shape)
     moved = moved if box is None else jnp.clip(moved, *box)
-    return forward_only(moved, "another attack, such as attacks.APGD", "the steps of FAB")
+    instead = f"another attack, such as attacks.APGD, or {FORWARD}"
+    return forward_only(moved, instead, "the steps of FAB")
 
 
 def _raise(line: _Line, need: Array) -> Array:

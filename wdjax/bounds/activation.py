@@ -46,7 +46,7 @@ def lines(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines:
 
 
 def _lines(program: ClosedJaxpr, lower: Array, upper: Array) -> tuple[Array, ...]:
-    """Lines of a scalar function between two scalars.
+    """Lines of a scalar function between the scalars ``lower`` and ``upper``.
 
     Returns six scalars: the lower and upper slope, the lower and upper intercept, and the lower and
     upper bound of the function itself (the intercepts for slope 0).
@@ -137,10 +137,10 @@ def _cut(lower: Array, upper: Array, k: Array) -> Array:
 
 
 def _deviation(program: ClosedJaxpr, lower: Array, upper: Array) -> Array:
-    """Bounds the rounding error of a scalar program between two scalars; inf if unknown.
+    """A bound of a scalar program's rounding error, inf if unknown.
 
-    An equation passes on each operand's error times its largest derivative and adds its own
-    rounding.
+    A scalar, as are the ends ``lower`` and ``upper`` between which it holds. An equation passes on
+    each operand's error times its largest derivative and adds its own rounding.
     """
     graph = flatten(program)
     values: dict[int, Value] = {**graph.constants, graph.inputs[0]: fresh(lower, upper)}

@@ -185,7 +185,7 @@ def _refined(value: Interval) -> list[tuple[Array, Array]]:
 
 
 def _from_rows(value: Interval, cut: Root | None) -> tuple[Array, Array]:
-    """``(centre, radius)`` of a value from the norms of the rows of its composed maps.
+    """``(centre, radius)`` of a value, both of its shape, from the rows of its composed maps.
 
     A row's norm is taken over the ball of the root ``cut``, if given, and over the box of each
     other root. Rounding is included.
@@ -260,9 +260,10 @@ _MATERIALISED = 2**22
 
 
 def _operator_norm(chain: LinearMap, root: Root, value: Interval, norm: float) -> Array:
-    """The operator norm, l_r to l_r, of a root's linear map in a value, rounded up.
+    """The operator norm, l_r to l_r, of a root's linear map in a value, rounded up; a scalar.
 
-    For r = 2 the bound by row and column sums is improved by the matrix itself, if it is small.
+    The map takes arrays of the root's shape to arrays of the value's. For r = 2 the bound by row
+    and column sums is improved by the matrix itself, if it is small.
     """
     ones = jnp.ones(root.half.shape, root.half.dtype)
     row_sums, pull = loops.linear_pullback(chain.absolute, ones, root.half)

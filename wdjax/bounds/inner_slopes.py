@@ -35,7 +35,11 @@ def of_region(model: Classifier, problem: RegionProblem, norm: Norm) -> Maps:
 
 
 def _recorded(found: Maps, state: crown.Pass, place: int, needed: Array) -> None:
-    """Tightens a value's bounds as :func:`crown.refine`, and keeps the slopes in ``found``."""
+    """Tightens a value's bounds as :func:`crown.refine`, and keeps the slopes in ``found``.
+
+    The bounds are ``[1, *shape]``, to which the booleans ``needed`` broadcast; the slopes are
+    ``[n, 2, m]``, as in :func:`of_region`.
+    """
     value, operands = state.values[place], sorted(rectified(state).items())
     ends = [(out, state.values[operand]) for out, operand in operands]
     usual = {out: (end.upper > -end.lower).astype(value.lower.dtype)[0] for out, end in ends}

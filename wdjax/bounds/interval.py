@@ -259,10 +259,12 @@ def over(program: ClosedJaxpr, lower: Array, upper: Array) -> norms.Bounds:
 
 
 def _hidden(graph: Graph, values: dict[int, Value]) -> dict[int, Array]:
-    """By place, where a value may be NaN, or is made of one that may be and whose bounds hide it.
+    """For each place, whether its value may be NaN: a boolean of the value's shape.
 
-    For scalar programs without tests for NaN, which compare only their input: that is cheaper to
-    compile than :func:`of_floats`.
+    True if the value's bounds are -inf and inf, or if one of its operands may be NaN. The latter
+    need not show in the bounds: those of ``tanh`` are finite even if its operand is NaN. For scalar
+    programs without tests for NaN, which compare only their input: that is cheaper to compile than
+    :func:`of_floats`.
     """
     lost: dict[int, Array] = {}
     for node in graph.nodes:

@@ -12,6 +12,7 @@ from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
 from wdjax.bounds.domain import Array, Linear, Rule
+from wdjax.bounds.rewritten import REFUSED
 
 SAFETY = 4
 """Factor on measured errors: the bound itself is computed by the same function, and other points
@@ -212,7 +213,8 @@ def of(name: str) -> Record:
     if name not in TABLE:
         see_through(name)
         raise ValueError(
-            f"no interval rule for the primitive {name!r}, which the program applies to a value "
+            REFUSED.get(name)
+            or f"no interval rule for the primitive {name!r}, which the program applies to a value "
             "that depends on the input; rewrite the model without it, certify it another way, or "
             "add its record: wdjax.bounds.record.add(Record(name, interval rule, measured error, "
             "...)), as docs/primitives.md shows."

@@ -194,8 +194,9 @@ def _tangent(
 ) -> Array:
     """The slope of the line above an S-shaped ``f`` that is lowest at the middle of the interval.
 
-    It supports the concave hull there, which is ``f`` from the point on whose tangent goes through
-    the lower end, and that tangent before it; the chord if there is no such point.
+    The ends, the ``chord``'s slope and the result are ``[B, *shape]``, an entry for each interval.
+    The line supports the concave hull there, which is ``f`` from the point on whose tangent goes
+    through the lower end, and that tangent before it; the chord if there is no such point.
     """
     begin = jnp.maximum(lower, 0.0)
     # The tangent point of an odd function is at most -lower.
@@ -232,10 +233,11 @@ def _crest(
 ) -> tuple[Array, Array]:
     """Slope and intercept of the line above a sine ``f`` that is lowest at the interval's midpoint.
 
-    For a slope ``s`` the intercept is the largest ``f(z) - s z``: at an end, or the first or last
-    of the points ``acos(s) + 2 pi (peak + k) - pi / 2`` inside, where the derivative is ``s``. The
-    line's height at the middle is convex in ``s``: where its highest point lies to the right of the
-    middle, a larger ``s`` is better.
+    Both are ``[B, *shape]``, as each of the ``ends`` is: an entry for each interval. For a slope
+    ``s`` the intercept is the largest ``f(z) - s z``: at an end, or the first or last of the points
+    ``acos(s) + 2 pi (peak + k) - pi / 2`` inside, where the derivative is ``s``. The line's height
+    at the middle is convex in ``s``: where its highest point lies to the right of the middle, a
+    larger ``s`` is better.
     """
     lower, upper = ends
     middle, turn = 0.5 * lower + 0.5 * upper, 2 * math.pi

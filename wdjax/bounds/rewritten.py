@@ -118,3 +118,16 @@ def _reduced(eqn: JaxprEqn, start: Any) -> Written | None:
 
 
 _WRITTEN = {"reduce_window": _windowed, "reduce": _reduced}
+REFUSED = {
+    "reduce_window": (
+        "windows ('reduce_window') are bounded for sums, maxima and minima of floats, and sums "
+        "with padding only from the initial value 0, since XLA's definition and its CPU disagree "
+        "on others; write a product of windows as one of strided slices, and pad by jnp.pad first "
+        "or add the initial value afterwards."
+    ),
+    "reduce": (
+        "reductions ('reduce') are bounded for sums, maxima and minima of floats; write a product "
+        "as jnp.prod, and another function as one of slices."
+    ),
+}
+"""Why an equation of the primitive was not rewritten, and what to write instead."""

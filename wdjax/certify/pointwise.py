@@ -22,7 +22,7 @@ from wdjax.bounds.region import Domain, Norm
 from wdjax.certify import branch, ranges
 from wdjax.certify.ranges import EntryRange
 from wdjax.checks import arguments, validate
-from wdjax.checks.forward_mode import forward_only, host_only
+from wdjax.checks.forward_mode import FORWARD, forward_only, host_only
 from wdjax.core import AnyArray, Array, Classifier
 from wdjax.engine import batching
 from wdjax.lipschitz import margin
@@ -318,7 +318,7 @@ def _with_gradient(value: Array, method: Method) -> Array:
     return (
         value
         if method in ("interval", "crown", "sdp-crown")
-        else forward_only(value, 'method="crown"')
+        else forward_only(value, f'method="crown", or {FORWARD}')
     )
 
 

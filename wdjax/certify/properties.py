@@ -225,7 +225,7 @@ def _check_proof(proof: CaseRecord, method: Ladder, question: _Question) -> None
 def _question(
     model: Classifier, lower: AnyArray, upper: AnyArray, spec: Specification
 ) -> _Question:
-    """The checked property."""
+    """The checked property of the box ``[lower, upper]``, two arrays ``[*shape]``."""
     model = leafless(model)
     validate.check_model(model)
     host_only("certify.property", "certify.bound", model, lower, upper)
@@ -299,7 +299,10 @@ def _check_outputs(model: Classifier, box: tuple[Numbers, Numbers], spec: Specif
 
 
 def _decided(question: _Question, method: Ladder, until: float, key: Array) -> Verdict:
-    """The verdict by the attack, and by all bounds of the method in turn."""
+    """The verdict by the attack, and by all bounds of the method in turn.
+
+    The question's box is two arrays ``[*shape]``; the bounds of its rows are ``[R]``.
+    """
     model, spec, box = question.model, question.spec, question.box
     size = len(question.rows.b)
     for points in falsify.search(model, spec, *box, size, key):

@@ -25,7 +25,7 @@ def check(
     if isinstance(x, list | tuple):
         raise ValueError(
             f"x must be an array [n, *shape], got {arguments.described(x)}; pass "
-            "np.asarray(x, np.float32)."
+            f"np.asarray(x, np.float32){arguments.FLAT}."
         )
     eps = radius.get("eps")
     if moved_mass.moves_mass(norm):

@@ -106,7 +106,10 @@ class CertifiedTraining(Scheduled):
         )
 
     def penalty(self, model: Classifier, x: Array, eps: Array, done: Array) -> Array | float:
-        """The regularisers within the radius of the time, by their weight of the time."""
+        """The regularisers within the radius of the time, by their weight of the time; a scalar.
+
+        ``x`` is ``[n, *shape]``; ``eps`` and ``done`` are scalars.
+        """
         if not self.regularise:
             return 0.0
         share = self.share(done)

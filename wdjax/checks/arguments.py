@@ -60,7 +60,8 @@ def check(*optional: str, **given: Any) -> None:
     x, y, eps, perturbation = (given.get(name) for name in ("x", "y", "eps", "perturbation"))
     if x is not None and y is not None and np.shape(y) != np.shape(x)[:1]:
         raise ValueError(
-            f"y must be integer labels [{len(x)}], one for every sample of x, got {described(y)}."
+            f"y must be integer labels [{len(x)}], one for every sample of x, got {described(y)}"
+            f"{_as_one(x)}."
         )
     attack = given.get("attack")
     if attack is not None:
@@ -97,6 +98,9 @@ def described(value: Any) -> str:
         return f"a dict of {', '.join(map(repr, list(value)[:4]))}"
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, list | tuple) and value and all(hasattr(one, "shape") for one in value):
+        more = ", ..." * (len(value) > 4)
+        return f"a {type(value).__name__} of {', '.join(map(described, value[:4]))}{more}"
     return textwrap.shorten(repr(value), 80, placeholder=" ...")
 
 
@@ -184,11 +188,22 @@ def beyond(most: float, eps: Any, units: str) -> str | None:
     )
 
 
-_FLAT = "; of a pytree concatenate the leaves [n, d], and split them inside the model"
+FLAT = "; of a pytree concatenate the leaves [n, d], and split them inside the model"
+
+
+def _as_one(x: Any) -> str:
+    """For an error message: as what samples were read that are a list or a tuple; else empty."""
+    if not isinstance(x, list | tuple):
+        return ""
+    return (
+        f"; x is a {type(x).__name__}, which is read as one array {list(np.shape(x))}: a pytree of "
+        "leaves [n, ...] is a tuple or dict in searches; elsewhere concatenate the leaves [n, d], "
+        "and split them inside the model"
+    )
 
 
 def _points(name: str, value: Any) -> None:
-    array = _array(name, value, "floats [n, *shape]", _FLAT)
+    array = _array(name, value, "floats [n, *shape]", FLAT)
     if array.dtype not in (np.float32, np.float64) or len(array.shape) < 2:
         raise ValueError(
             f"{name} must be floats [n, *shape] in the box, of 32 or 64 bits since fewer cannot "

@@ -13,6 +13,7 @@ TRACES = "which can be traced and differentiated"
 TWIN = f"certify.trainable_bounds, {TRACES}"
 LIPSCHITZ_TWIN = f"lipschitz.trainable_lipschitz, {TRACES}"
 SEARCH_TWIN = "wdjax.search with one of its attacks, which can be traced"
+FORWARD = "forward mode (jax.jvp, jax.jacfwd)"
 
 
 def host_only(name: str, instead: str, *trees: PyTree) -> None:
@@ -34,7 +35,7 @@ def forward_only(value: Array, instead: str, name: str = "these bounds") -> Arra
     def refuse(_: Any, change: Array) -> Array:
         raise ValueError(
             f"{name} have no gradient in reverse mode, since their loops have no fixed length; "
-            f"take {instead}, or forward mode (jax.jvp, jax.jacfwd)."
+            f"take {instead}."
         )
 
     def on(change: Array) -> Array:

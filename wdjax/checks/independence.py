@@ -128,7 +128,10 @@ def _unit(dtype: Any, ulps: dict[int, int]) -> float:
 
 
 def _try(model: Callable[[Array], PyTree], x: np.ndarray, shown: batch_axis.BatchProof) -> None:
-    """Tries samples among others, noise, extremes and copies, on even and on odd places, alone."""
+    """Tries samples among others, noise, extremes and copies, on even and on odd places, alone.
+
+    ``x`` is ``[n, *shape]``, of which up to half a batch of samples is taken.
+    """
     chosen = np.unique(np.linspace(0, len(x) - 1, _ROWS // 2).astype(int))
     kept = np.resize(x[chosen], (_ROWS // 2, *x.shape[1:]))
     low, high = x.min(), x.max()

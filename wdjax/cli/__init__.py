@@ -246,5 +246,5 @@ def parser() -> argparse.ArgumentParser:
 
 def _versions(parsed: argparse.Namespace, console: Console) -> int:
     """The command ``versions``: prints the versions that numbers depend on, as JSON."""
-    console.result(json.dumps(summary.versions(), indent=1) + "\n")
+    console.result(json.dumps(summary.head("versions"), indent=1) + "\n")
     return 0

@@ -47,7 +47,8 @@ def _loss(
 ) -> dict[str, Any]:
     """The JSON of the expected loss's bound over ``Omega_1(eps)``, by a global Lipschitz constant.
 
-    ``by`` is the method of the constant, which is the largest of the labels present.
+    ``x`` is ``[n, *shape]``, ``y`` is ``[n]``. ``by`` is the method of the constant, which is the
+    largest of the labels present.
     """
     box = (0.0, 1.0)
     constants = lipschitz.global_lipschitz(model, x, norm=norm, box=box, method=by)

@@ -11,7 +11,10 @@ from typing import Any
 
 from wdjax.cli.attack_table import TABLE_1
 
+SHARE = "share"
 PERCENT = 100.0
+"""By which a share is multiplied, to be as the papers print it."""
+_SECONDS = {"minutes": 60.0, "hours": 3600.0}
 SEED = "{seed}"
 """Stands in a command line for each of the seeds."""
 
@@ -26,8 +29,12 @@ class Cell:
     """The command line."""
     path: str
     """Keys into its JSON, with / between; ``a - b`` is a difference."""
-    unit: float = PERCENT
-    """By which the number is multiplied, to be as the paper prints it."""
+    unit: str = SHARE
+    """A share of 1; or the paper's: seconds, minutes, hours, distance, number."""
+
+    def measured(self, number: float) -> float:
+        """A number of the line's JSON, whose times are seconds, in the cell's unit."""
+        return number / _SECONDS.get(self.unit, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +60,7 @@ class PaperTable:
     """What it is about: the caller's ``model``, ``data`` and training data, ``train``."""
 
 
-def _column(line: str, paths: Mapping[str, str], unit: float = PERCENT) -> tuple[Cell, ...]:
+def _column(line: str, paths: Mapping[str, str], unit: str = SHARE) -> tuple[Cell, ...]:
     """The cells of one column, by row."""
     return tuple(Cell(row, "here", line, path, unit) for row, path in paths.items())
 
@@ -91,7 +98,7 @@ def _le_runtime() -> Iterator[Cell]:
         line = f"attack --norm linf --eps 4/255 --attacks {','.join(_COSTS)} --samples {samples}"
         for name in _COSTS:
             path = f"attacks/{name}/seconds - attacks/{name}/compile_seconds"
-            yield Cell(str(samples), name, line, path, 1.0)
+            yield Cell(str(samples), name, line, path, "seconds")
 
 
 def _le_radii() -> Iterator[Cell]:
@@ -265,12 +272,12 @@ def _wang_models(data: str, published: Mapping[str, str]) -> PaperTable:
 
 def _wang_extended() -> Iterator[Cell]:
     paths = {
-        "NPPR test": ("value", PERCENT),
-        "NPPR train": ("fitted_value", PERCENT),
-        "ER": ("entropy_ratio", 1.0),
-        "max": ("proportion_max", PERCENT),
-        "min": ("proportion_min", PERCENT),
-        "std": ("proportion_deviation", PERCENT),
+        "NPPR test": ("value", SHARE),
+        "NPPR train": ("fitted_value", SHARE),
+        "ER": ("entropy_ratio", "number"),
+        "max": ("proportion_max", SHARE),
+        "min": ("proportion_min", SHARE),
+        "std": ("proportion_deviation", SHARE),
     }
     for mode in ("independent", "input", "label", "joint"):
         for components in (3, 7, 12):
@@ -630,7 +637,7 @@ def _hu_steps() -> Iterator[Cell]:
     ks = "100", "200", "400", "800", "1600"
     for size in ("0.02", "0.04", "0.06", "0.08"):
         line = _SINKHORN.format(",".join(ks), f"steps=210, step_size={size}")
-        yield Cell(size, "hours", line, "seconds", 1 / 3600)
+        yield Cell(size, "hours", line, "seconds", "hours")
         for place, k in enumerate(ks):
             yield Cell(size, f"k {k}", line, f"budgets/{place}/attacked_accuracy")
 
@@ -646,7 +653,7 @@ _NATURAL = 'image-attack --k 1 --attack "sinkhorn(steps=1)" --natural'
 def _hu_distances() -> Iterator[Cell]:
     for name in _MOVED:
         for column in ("l2", "w1"):
-            yield Cell(name, column, _NATURAL, f"natural/{name}/{column}", 1.0)
+            yield Cell(name, column, _NATURAL, f"natural/{name}/{column}", "distance")
 
 
 _HU = {
@@ -667,8 +674,10 @@ Hu et al.: 76 68 58 35 20 9 1 0
     "hu2020-table2": PaperTable(
         "Table 2, running time and mean radius, MNIST",
         f"Minutes of this machine, of the paper's attack in this library. {_MASS_DIFFERS}",
-        _column(_SINKHORN.format("100", "steps=200"), {"minutes": "seconds"}, 1 / 60)
-        + _column(_SINKHORN.format("100", "steps=200"), {"mean radius": "radii/mean_radius"}, 1.0),
+        _column(_SINKHORN.format("100", "steps=200"), {"minutes": "seconds"}, "minutes")
+        + _column(
+            _SINKHORN.format("100", "steps=200"), {"mean radius": "radii/mean_radius"}, "distance"
+        ),
         _rows("""
 Wong et al.: 34 0.443
 constrained projection: 78 0.460

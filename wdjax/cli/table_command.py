@@ -17,7 +17,7 @@ import numpy as np
 from wdjax import data, identity
 from wdjax.cli import job_file, options, printed, subject
 from wdjax.cli.console import Console
-from wdjax.cli.paper_tables import SEED, TABLES, Cell, PaperTable
+from wdjax.cli.paper_tables import PERCENT, SEED, SHARE, TABLES, Cell, PaperTable
 from wdjax.report import plots, summary
 
 _MODEL = ("model", "arch", "weights", "data", "samples")
@@ -102,9 +102,20 @@ def rows(content: dict[str, Any]) -> Iterator[list[Any]]:
     for name in dict.fromkeys(cell["row"] for cell in content["cells"]):
         cells = [cell for cell in content["cells"] if cell["row"] == name]
         if lone:
-            yield [name, _shown(cells[0]), *(cells[0]["published"].get(one) for one in beside)]
+            said = _said(cells[0])
+            yield [name, _shown(said), *(said["published"].get(one) for one in beside)]
         else:
-            yield [name, *(_bracketed(cell) for cell in cells)]
+            yield [name, *(_bracketed(_said(cell)) for cell in cells)]
+
+
+def _said(cell: dict[str, Any]) -> dict[str, Any]:
+    """A cell's numbers as the papers print them: shares in percent."""
+
+    def one(value: float | None) -> float | None:
+        return value if value is None or cell["unit"] != SHARE else PERCENT * value
+
+    beside = {name: one(value) for name, value in cell["published"].items()}
+    return {name: one(cell[name]) for name in ("measured", "deviation")} | {"published": beside}
 
 
 def _shown(cell: dict[str, Any]) -> str:
@@ -223,12 +234,13 @@ def _content(
     rows = []
     for cell in cells:
         lines = _lines(cell, seeds)
-        values = [_number(results[line], cell.path) * cell.unit for line in lines]
+        values = [cell.measured(_number(results[line], cell.path)) for line in lines]
         spread = float(np.std(values, ddof=1)) if len(values) > 1 else None
         rows.append(
             {
                 "row": cell.row,
                 "column": cell.column,
+                "unit": cell.unit,
                 "measured": summary.number(float(np.mean(values))),
                 "deviation": None if spread is None else summary.number(spread),
                 "by_seed": [summary.number(value) for value in values],
@@ -284,10 +296,10 @@ def _about_others(table: PaperTable, parsed: argparse.Namespace) -> list[str]:
 
 
 def _published(table: PaperTable) -> dict[str, dict[Cell, float]]:
-    """The published numbers by model and cell, without those that are not known."""
+    """The published numbers by model and cell, in its unit; without those that are not known."""
     return {
         name: {
-            cell: float(word)
+            cell: float(word) / (PERCENT if cell.unit == SHARE else 1.0)
             for cell, word in zip(table.cells, text.split(), strict=True)
             if word != "-"
         }
@@ -317,8 +329,9 @@ def _drawn(table: PaperTable, content: dict[str, Any]) -> bytes:
     place = options.Range(0, math.inf)
     curves: dict[str, list[tuple[float, float]]] = {}
     for cell in content["cells"]:
-        value = math.nan if cell["measured"] is None else cell["measured"]
+        value = _said(cell)["measured"]
+        value = math.nan if value is None else value
         curves.setdefault(cell["column"], []).append((place(cell["row"]), value))
-    seconds = all(cell.unit == 1 for cell in table.cells)
+    seconds = all(cell.unit == "seconds" for cell in table.cells)
     label = "seconds" if seconds else "accuracy (%)"
     return plots.png(plots.curves(curves, table.axis, label, table.source))

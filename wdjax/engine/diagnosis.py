@@ -111,7 +111,8 @@ def _gains(
 ) -> tuple[float, float]:
     """By how much the median margin of up to 100 survivors rises by the attack, and by noise.
 
-    The noise is as long as ``radius`` allows: random signs, a direction, or one coordinate.
+    ``clean`` is ``[n]``, ``x`` is ``[n, *shape]``, ``radius`` a number or ``[n]``. The noise is as
+    long as ``radius`` allows: random signs, a direction, or one coordinate.
     """
     left, random = _chosen(found), np.random.default_rng(0)
     noise = random.normal(size=x.shape).astype(x.dtype).reshape(len(x), -1)

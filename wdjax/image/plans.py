@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from wdjax import loops
+from wdjax.checks.forward_mode import forward_only
 from wdjax.core import Array
 from wdjax.image.stencil import Stencil
 
@@ -14,6 +15,10 @@ _TURNS = 60
 """Iterations of the entropic transport to a given point."""
 _FULL = 1e-6
 """How far a pixel may exceed the box before rounding clips it, as a share of the box's width."""
+_INSTEAD = (
+    "another attack, such as attacks.APGD, or image.entropic_distance for gradients of the distance"
+)
+"""What has gradients; in forward mode those of the linear oracle may be NaN."""
 
 
 class Space(NamedTuple):
@@ -86,7 +91,8 @@ def uncrowd(space: Space, plan: Array, x: Array) -> Array:
     plan, received, _ = loops.while_loop(go_on, sweep, start)
     fits = jnp.clip((ceiling - x) / jnp.where(received > x, received - x, 1.0), 0.0, 1.0)
     share = jnp.min(jnp.where(received > ceiling, fits, 1.0), axis=(1, 2))
-    return blend(plan, x, share, center)
+    plan = blend(plan, x, share, center)
+    return forward_only(plan, _INSTEAD, "the steps of attacks over transport plans")
 
 
 def within(space: Space, plan: Array, x: Array, weights: Array, budget: Array) -> Array:

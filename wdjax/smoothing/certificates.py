@@ -376,8 +376,8 @@ def _ask(
 ) -> votes.VotePoll:
     """The arguments of a vote, checked and put on the devices, for :mod:`wdjax.smoothing.votes`.
 
-    ``batch_size`` None is four times the default of a search on each device, since no gradient is
-    kept.
+    ``x`` is ``[n, *shape]``, ``index`` is ``[n]`` or None, ``key`` one random key. ``batch_size``
+    None is four times the default of a search on each device, since no gradient is kept.
     """
     if batch_size is None:
         devices = 1 if mesh is None else mesh.size

@@ -90,7 +90,7 @@ def count(asked: VotePoll, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
 
 def _count(asked: VotePoll, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """:func:`count`, in batches of ``asked.size`` votes."""
+    """The ``[n, K + 1]`` of :func:`count`, in batches of ``asked.size`` of the ``m`` votes."""
     sent = []
     for first in range(0, len(rows), asked.size):
         part = slice(first, first + asked.size)
