@@ -351,13 +351,13 @@ def local(tree: Tree) -> Tree:
     return jax.tree.map(read, tree)
 
 
-def spread(tree: Any) -> bool:
+def any_remote(tree: Any) -> bool:
     """Whether a leaf of the tree is spread over processes.
 
     Args:
       tree: a pytree of arrays.
 
-    >>> spread(jnp.arange(2))
+    >>> any_remote(jnp.arange(2))
     False
     """
     return any(map(_is_remote, jax.tree.leaves(tree)))

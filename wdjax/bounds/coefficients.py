@@ -115,7 +115,7 @@ def _starts(rows: Rows, window: Window) -> tuple[Array, Array]:
     return first, second
 
 
-def spread(window: Window) -> Window:
+def unblocked(window: Window) -> Window:
     """The same patches in blocks of one entry, cut to their ``extent``."""
     (s, t), (height, width), channels = window.block, window.size, window.shape[-1]
     a = window.a.reshape(-1, height // s, width // t, s, t, channels).transpose(0, 1, 3, 2, 4, 5)
@@ -130,7 +130,7 @@ def cleaned(window: Window, rows: Rows) -> Window:
     """The same patches with coefficients outside of the map set to 0."""
     if window.clean:
         return window
-    window, masks = spread(window), []
+    window, masks = unblocked(window), []
     for start, size, limit in zip(_starts(rows, window), window.size, window.shape[1:3]):
         places = start[:, None] + jnp.arange(size)
         masks.append((places >= 0) & (places < limit))
@@ -142,7 +142,7 @@ def whole(coefficients: Coefficients, rows: Rows) -> Whole:
     """The coefficients in dense form, patches put into a map of zeros."""
     if isinstance(coefficients, Whole):
         return coefficients
-    window = spread(coefficients)
+    window = unblocked(coefficients)
     a, (_, height, width, _) = window.a, window.shape
     padded = jnp.pad(a, ((0, 0), (0, 0), (height, height), (width, width), (0, 0)))
     starts = [
@@ -169,7 +169,7 @@ def total(left: Coefficients, right: Coefficients, rows: Rows) -> Coefficients:
         return Whole(whole(left, rows).a + whole(right, rows).a)
     shifts = [a - b for a, b in zip(left.offset, right.offset)]
     if left.block != right.block or any(n % s for n, s in zip(shifts, left.block)):
-        left, right = spread(left), spread(right)
+        left, right = unblocked(left), unblocked(right)
     pair = left, right
     pads, ends = [], []
     for axis, block in enumerate(left.block):
@@ -221,7 +221,7 @@ def through(coefficients: Coefficients, conv: Kernel, rows: Rows) -> Window:
     Where a patch would be as large as the map, one patch that covers the map is used for all rows.
     """
     if isinstance(coefficients, Window):
-        window = spread(cleaned(coefficients, rows))
+        window = unblocked(cleaned(coefficients, rows))
         sizes = zip(window.extent, conv.strides, conv.kernel.shape)
         high, broad = ((n - 1) * s + k for n, s, k in sizes)
         if window.fixed or high * broad < conv.shape[1] * conv.shape[2]:

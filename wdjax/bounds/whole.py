@@ -158,7 +158,7 @@ def gathered(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value 
     lowest, highest = (end[..., 0] for end in ends(indices))
     others = [axis for axis in range(len(out.shape)) if axis not in dims.offset_dims]
 
-    def spread(t: Array) -> Array:
+    def broadcast(t: Array) -> Array:
         """A number for each index, at every entry that the index gives."""
         return lax.broadcast_in_dim(t, out.shape, others)
 
@@ -166,14 +166,14 @@ def gathered(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value 
         near = (jnp.clip(lowest, 0, last) <= place) & (place <= jnp.clip(highest, 0, last))
         every = jnp.full(index.shape, place, index.dtype)
         low, high = (bind(eqn, [end, every]) for end in ends(operand))
-        low = jnp.where(spread(near), low, jnp.inf)
-        high = jnp.where(spread(near), high, -jnp.inf)
+        low = jnp.where(broadcast(near), low, jnp.inf)
+        high = jnp.where(broadcast(near), high, -jnp.inf)
         return (jnp.minimum(hull[0], low), jnp.maximum(hull[1], high)), None
 
     dtype = ends(operand).lower.dtype
     start = jnp.full(out.shape, jnp.inf, dtype), jnp.full(out.shape, -jnp.inf, dtype)
     (low, high), _ = loops.scan(step, start, jnp.arange(last + 1))
-    far = spread((lowest < 0) | (highest > last))
+    far = broadcast((lowest < 0) | (highest > last))
     if eqn.params["mode"] == lax.GatherScatterMode.CLIP:
         far = jnp.zeros_like(far)
     constant = stretch(args, jnp.inf, norm)

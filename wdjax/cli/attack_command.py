@@ -351,8 +351,10 @@ def _spending(column: Column, parsed: argparse.Namespace) -> dict[str, float]:
 
 def _bounded(column: Column, parsed: argparse.Namespace) -> str:
     """Whether ``--eps`` bounds the cost of every sample, or that of all on average."""
-    spread = _budget(column, _ball(parsed)) == "data" or _spending(column, parsed).get("kappa") != 1
-    return "average" if spread and column.order != math.inf else "maximum"
+    averaged = (
+        _budget(column, _ball(parsed)) == "data" or _spending(column, parsed).get("kappa") != 1
+    )
+    return "average" if averaged and column.order != math.inf else "maximum"
 
 
 def _attack_of(column: Column, parsed: argparse.Namespace) -> tuple[Attack, float]:

@@ -109,8 +109,8 @@ def rows(content: dict[str, Any]) -> Iterator[list[Any]]:
 
 def _shown(cell: dict[str, Any]) -> str:
     """The measured number, with its deviation over seeds."""
-    spread = "" if cell["deviation"] is None else f" ± {printed.cell(cell['deviation'])}"
-    return printed.cell(cell["measured"]) + spread
+    deviation = "" if cell["deviation"] is None else f" ± {printed.cell(cell['deviation'])}"
+    return printed.cell(cell["measured"]) + deviation
 
 
 def _bracketed(cell: dict[str, Any]) -> str:
@@ -224,13 +224,13 @@ def _content(
     for cell in cells:
         lines = _lines(cell, seeds)
         values = [_number(results[line], cell.path) * cell.unit for line in lines]
-        spread = float(np.std(values, ddof=1)) if len(values) > 1 else None
+        deviation = float(np.std(values, ddof=1)) if len(values) > 1 else None
         rows.append(
             {
                 "row": cell.row,
                 "column": cell.column,
                 "measured": summary.number(float(np.mean(values))),
-                "deviation": None if spread is None else summary.number(spread),
+                "deviation": None if deviation is None else summary.number(deviation),
                 "by_seed": [summary.number(value) for value in values],
                 "published": {
                     name: numbers[cell] for name, numbers in published.items() if cell in numbers

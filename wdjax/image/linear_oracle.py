@@ -164,7 +164,7 @@ def _weights(task: ImageProblem, targets: Array, price: Array) -> Array:
     costs = jnp.asarray(stencil.costs(task.space.power), targets.dtype)
     dear = price[:, None, None] * task.weights[:, :, None] * costs[None, None]
     valid = jnp.asarray(stencil.valid())[None, None]
-    scores = stencil.spread(targets) - dear[..., None]
+    scores = stencil.of_targets(targets) - dear[..., None]
     best = jnp.max(jnp.where(valid, scores, -jnp.inf), axis=2, keepdims=True)
     scores = scores - jnp.where(jnp.isfinite(best), best, 0.0)
     kept = jnp.where(valid & (scores > _FLOOR), jnp.exp(jnp.maximum(scores, _FLOOR)), 0.0)

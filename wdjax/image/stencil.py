@@ -111,7 +111,7 @@ class Stencil(NamedTuple):
         """``[..., L] -> [..., margin + L + margin]``, zeros."""
         return jnp.pad(flat, [(0, 0)] * (flat.ndim - 1) + [(self.margin, self.margin)])
 
-    def spread(self, targets: Array) -> Array:
+    def of_targets(self, targets: Array) -> Array:
         """``[n, C, L] -> [n, C, O, L]``: for every sender the values of its targets, 0 outside."""
         padded, shifts = self.pad(targets), jnp.asarray(self.shifts())
         shape = (*targets.shape[:-1], self.offsets, self.length)

@@ -79,7 +79,7 @@ def _forward(net: RealNet, box: Ends, signs: Any, known: Any, inner: Any) -> Lea
             mid, absolute = 0.5 * low + 0.5 * high, op.map.absolute()
             far = np.maximum(high - mid, mid - low) * (1 + 4 * UNIT)
             rate, reach = 2 * gamma(op.map.terms), absolute.forward(size)
-            loss = (rate + op.spread) * reach + rate * np.abs(op.bias) + op.loose
+            loss = (rate + op.relative) * reach + rate * np.abs(op.bias) + op.loose
             far = (absolute.forward(far) + loss) * (1 + 1e-9) + _TINY
             value, found.charge[op.out] = op.map.forward(mid) + op.bias, loss
             low, high = np.nextafter(value - far, -np.inf), np.nextafter(value + far, np.inf)
@@ -365,14 +365,14 @@ def _holds(net: RealNet, cases: list[ProofCase], data: dict[str, Any]) -> int:
     _need(np.all(np.isfinite(at)) and np.all(split < net.inputs + net.neurons), "no such split")
     _need(np.all(sizes > 0) and len(split) == len(at) == np.sum(sizes), "nodes without a tree")
 
-    def spread(slopes: Any) -> Any:
+    def for_all(slopes: Any) -> Any:
         full = np.full((*slopes.shape[:-1], net.neurons), -1.0)
         full[..., columns] = slopes
         return full
 
     for place, case in enumerate(cases):
         mine = inner[:, 0] == place
-        case.begin(inner[mine, 1], spread(data["inner_slopes"][mine]))
+        case.begin(inner[mine, 1], for_all(data["inner_slopes"][mine]))
     open_ = [set(range(len(case.member))) for case in cases]
     leaf, used, cuts = 0, 0, iter(np.asarray(data["cuts"], np.float64))
     for (place, member, size), end in zip(trees, np.cumsum(sizes)):
@@ -390,7 +390,7 @@ def _holds(net: RealNet, cases: list[ProofCase], data: dict[str, Any]) -> int:
             rows, betas = slice(leaf, leaf + len(some)), data["betas"][used : used + count]
             _need(len(betas) == count, "splits without a multiplier")
             weights = data["weights"][rows, : len(case.b)]
-            low = case.least(some, [members], weights, spread(data["slopes"][rows]), betas)
+            low = case.least(some, [members], weights, for_all(data["slopes"][rows]), betas)
             _need(np.all(low > 0), f"a bound of leaf {leaf} or one that follows is not above 0")
             leaf, used = leaf + len(some), used + count
         open_[place] -= set(members)

@@ -85,14 +85,14 @@ class Convolution(Dense):
 
 @dataclass
 class Operation:
-    """``affine``: ``map h + bias``, up to ``spread |map| |h| + loose``; ``sum``: ``h + sign h'``;
+    """``affine``: ``map h + bias``, up to ``relative |map| |h| + loose``; ``sum``: ``h + sign h'``;
     ``relu``, the rectifier number ``turn``."""
 
     kind: str
     shape: tuple[int, ...]
     map: Any = None
     bias: Any = 0.0
-    spread: Any = 0.0
+    relative: Any = 0.0
     loose: Any = 0.0
     sign: float = 1.0
     turn: int = 0
