@@ -43,7 +43,7 @@ def schedule(steps: int, widths: tuple[float, ...]) -> PhaseSchedule:
     return PhaseSchedule(np.concatenate(firsts), np.concatenate(radii), np.concatenate(checks))
 
 
-def begin(ball: Lp, x: Array, radius: Array, keys: Array) -> Array:
+def random_start(ball: Lp, x: Array, radius: Array, keys: Array) -> Array:
     """A random start for each sample: uniform in the ball, but sparse for norm 1.
 
     Uniform points of an l1 ball in high dimension differ little from its centre in any coordinate.

@@ -126,7 +126,7 @@ def verify(
         named = repr(ball.norm)
         mark = identity.digest(traced, named, model, x, y, np.array(settings, float), ends)
     state = loop.carry(
-        _begin(work),
+        _first_margins_state(work),
         functools.partial(_turn, work),
         functools.partial(_finished, work),
         report=None if callback is None else lambda s: callback(progress(s)),
@@ -165,13 +165,13 @@ class _Work(NamedTuple):
         return self.method == "bab" or self.climb is not None
 
 
-def _begin(work: _Work) -> dict[str, Any]:
+def _first_margins_state(work: _Work) -> dict[str, Any]:
     """The state before the first batch: margins ``[n, K]``, radii and ends ``[n]``, and for branch
     and bound the samples ``[n, *shape]``, which misclassified points replace."""
     (_, classes), n = jax.eval_shape(work.model, work.x[:1]).shape, len(work.y)
     begun: dict[str, Any] = {"turn": 0, "radius": np.zeros(n)}
     if work.climb is not None:
-        return begun | anytime.begin(work.climb)
+        return begun | anytime.first_climb_state(work.climb)
     points = np.array(work.x if work.method == "bab" else work.x[:0])
     low, ended = np.full((n, classes), -np.inf), np.zeros(n, np.int32)
     return begun | {"low": low, "ended": ended, "points": points}

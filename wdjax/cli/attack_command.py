@@ -106,7 +106,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace, console: Console) -> int:
     """Attacks, and writes the results; says at once what each attack left."""
     columns = check(parsed)
-    work, samples = shards.begin(parsed)
+    work, samples = shards.sharded_work(parsed)
     _, x, y = samples
     ball = _ball(parsed)
     warned = subject.cautions(console, arguments.too_far(ball, x.shape[1:], parsed.eps))

@@ -164,7 +164,7 @@ def _own(parsed: argparse.Namespace, console: Console) -> AuditParts | None:
     """
     eps_list, ball = audit.check_eps_list(parsed.eps_list), Lp(norms.NAMES[parsed.norm])
     attempts = audit.filled(audit.standard_attacks(ball, eps_list), ball)
-    work, samples = shards.begin(parsed)
+    work, samples = shards.sharded_work(parsed)
     model, x, y = samples
     name = str(parsed.arch or parsed.model)
     warned = subject.cautions(console, arguments.too_far(ball, x.shape[1:], eps_list))
@@ -190,7 +190,7 @@ def _digits(parsed: argparse.Namespace, console: Console) -> AuditParts:
     """Trains two nets on digits and audits them."""
     split = data.digits()
     samples = split.test.take(parsed.samples or _DIGITS)
-    work, done = subject.begin(parsed, split), []
+    work, done = subject.command_tasks(parsed, split), []
     for number, name in enumerate(RECIPES):
         with console.steps(name, "training") as show:
 

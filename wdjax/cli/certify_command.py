@@ -93,7 +93,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace, console: Console) -> int:
     """Certifies and writes, then says how many samples are verified."""
     check(parsed)
-    work, samples = shards.begin(parsed)
+    work, samples = shards.sharded_work(parsed)
     model, x, y = samples
     if parsed.method == smoothing_command.METHOD:
         return smoothing_command.run(parsed, work, samples, console)

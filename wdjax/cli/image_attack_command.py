@@ -121,7 +121,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     ball = image.ImageWasserstein(window, parsed.power, parsed.channels)
     check(parsed)
     attack = _single(parsed, ball)
-    work, samples = shards.begin(parsed)
+    work, samples = shards.sharded_work(parsed)
     model, x, y = samples
     if window is not None and window >= 2 * max(x.shape[1:3]) - 1:  # All of the image is inside.
         ball = dataclasses.replace(ball, window=None)

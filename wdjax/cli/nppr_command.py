@@ -110,7 +110,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"NPPR is fitted on one half and measured on the other: {len(y)} samples.")
     warned = subject.cautions(console, arguments.too_far(_ball(parsed), x.shape[1:], parsed.eps))
     train, held = ((x[half], y[half]) for half in (slice(len(y) // 2), slice(len(y) // 2, None)))
-    work, _ = shards.begin(parsed, samples, len(held[1]))
+    work, _ = shards.sharded_work(parsed, samples, len(held[1]))
     if work.coverage:
         raise ValueError("nppr is fitted on all samples: merge all of its parts, not some.")
     done: list[tasks.Done[Any]] = []

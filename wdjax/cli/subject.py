@@ -207,7 +207,9 @@ def _accepts(model: Classifier, shape: tuple[int, ...]) -> bool:
     return True
 
 
-def begin(parsed: argparse.Namespace, *trees: Any, model: Classifier | None = None) -> tasks.Tasks:
+def command_tasks(
+    parsed: argparse.Namespace, *trees: Any, model: Classifier | None = None
+) -> tasks.Tasks:
     """The command's tasks, kept in ``--checkpoint``.
 
     Args:

@@ -76,7 +76,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         return 0
     table, cells, seeds = _asked(parsed)
     subject.check_places(parsed, parsed.plot)
-    subject.begin(parsed)  # Of a checkpoint: whether it is this table's.
+    subject.command_tasks(parsed)  # Of a checkpoint: whether it is this table's.
     lines = [*dict.fromkeys(line for cell in cells for line in _lines(cell, seeds))]
     parses = {line: job_file.parse(_words(line, table, parsed)) for line in lines}
     results: dict[str, dict[str, Any]] = {}

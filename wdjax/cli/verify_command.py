@@ -112,7 +112,9 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     subject.check_places(parsed)
     todo = list(_listed(parsed)) if listed else [_single(parsed)]
     contents = [path.read_bytes() for path in sorted(set(_files(todo))) if path.is_file()]
-    work = subject.begin(parsed, *(np.frombuffer(content, np.uint8) for content in contents))
+    work = subject.command_tasks(
+        parsed, *(np.frombuffer(content, np.uint8) for content in contents)
+    )
     verdicts = _all(todo, work, parsed, console)
     if parsed.json is not None:
         counts = collections.Counter(verdict["result"] for verdict in verdicts)

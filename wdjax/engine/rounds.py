@@ -128,7 +128,7 @@ def _carry(
     """:func:`search` in the plan's batches."""
     attack, victim, samples = plan[:3]
     n, mark = len(samples.y), b""
-    plan, begun = _begin(plan, request)
+    plan, begun = _first_search(plan, request)
 
     def report(search: Search) -> Any:
         return None if callback is None else callback(_progress(plan, search, n))
@@ -154,7 +154,7 @@ def _carry(
     return _finish(plan, last, n, request.skip_misclassified), plan.clean[:n]
 
 
-def _begin(plan: Plan, request: Request) -> tuple[Plan, Search]:
+def _first_search(plan: Plan, request: Request) -> tuple[Plan, Search]:
     """Evaluates all samples, chooses those to attack and calculates the attack's first state.
 
     Returns the plan with all of its samples' rows.
@@ -448,7 +448,7 @@ def _first(
     keys: Array | None,
     index: Array,
 ) -> Track:
-    return track.begin(attack, victim, *_take((samples, start, keys), index))
+    return track.first_track(attack, victim, *_take((samples, start, keys), index))
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8))

@@ -124,7 +124,7 @@ class Temperatures(NamedTuple):
 ONE = Temperatures()
 
 
-def begin(
+def first_params(
     family: Family, key: Array, shape: tuple[int, ...], features: int, classes: int
 ) -> tuple[Params, Params]:
     """Initial parameters, and the running averages of batch normalisation.
@@ -253,7 +253,7 @@ def mixture(
 
     Args:
       family: which mixtures.
-      params: from :func:`begin`, trained.
+      params: from :func:`first_params`, trained.
       stats: running averages.
       features: ``[n, F]``, or None if the family does not use them.
       y: ``[n]`` labels.
