@@ -22,7 +22,7 @@ bounds how fast the loss can grow far from the data.
 
 Open `pointwise` first. To add a certificate of samples: a function ``(model, x, y) -> [n]`` radii,
 in a file here and in ``__all__``; ``wdjax.audit(certificates={name: function})`` then draws it, and
-``standard_certificates`` of ``wdjax/report/proofs.py`` makes it a default.
+``standard_certificates`` of ``wdjax/report/proved.py`` makes it a default.
 """
 
 from wdjax.bounds.interval import bound

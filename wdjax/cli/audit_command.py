@@ -18,7 +18,7 @@ from wdjax.cli import options, shards, subject
 from wdjax.cli.console import Console
 from wdjax.core import Attack, Model
 from wdjax.engine import tasks
-from wdjax.report import audit, audited, changes, page, proofs, summary
+from wdjax.report import audit, audited, changes, page, proved, summary
 from wdjax.report.evidence import Sandwich
 
 _KEPT = (page.Drawn, page.Picture, page.WorstSample)
@@ -170,7 +170,7 @@ def _own(parsed: argparse.Namespace, console: Console) -> AuditParts | None:
     warned = subject.cautions(console, arguments.too_far(ball, x.shape[1:], eps_list))
     own = validate.check_samples(model, x[work.own], y[work.own])
     size, key = work.batch(model, x), jax.random.key(parsed.seed)
-    setting = proofs.Setting(model, x, y, ball, eps_list, key, size, subject.mesh(parsed))
+    setting = proved.Setting(model, x, y, ball, eps_list, key, size, subject.mesh(parsed))
     if not work.part:
         setting = setting._replace(x=own[0], y=own[1])
     with console.steps(name, "begin") as show:

@@ -23,7 +23,7 @@ from wdjax.engine import batching, tasks
 from wdjax.files import atomic, persist
 from wdjax.nppr.estimate import Estimate
 from wdjax.report import summary
-from wdjax.report.proofs import Refused
+from wdjax.report.proved import Refused
 from wdjax.smoothing import SmoothedCertificate
 from wdjax.transductive import GameReport
 
