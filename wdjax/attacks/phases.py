@@ -84,9 +84,9 @@ def windows(steps: int) -> np.ndarray:
     """
     found = np.zeros(steps + 1, np.int32)
     length, less, least = (max(1, int(share * steps)) for share in (0.22, 0.03, 0.06))
-    place = length
-    while place <= steps:
-        found[place] = length
+    step = length
+    while step <= steps:
+        found[step] = length
         length = max(length - less, least)
-        place += length
+        step += length
     return found

@@ -52,7 +52,7 @@ class Window(NamedTuple):
     A row's patch ``[h, w]`` begins at ``stride p + offset``. At the input of a strided convolution
     it stays in blocks ``[s, t]``, which lie along the last axis. Along each axis only ``extent``
     entries after the first ``skip`` may be nonzero. If the stride is 0, the patch lies at the same
-    place for all rows.
+    position for all rows.
     """
 
     a: Array
@@ -132,8 +132,8 @@ def cleaned(window: Window, rows: Rows) -> Window:
         return window
     window, masks = unblocked(window), []
     for start, size, limit in zip(_starts(rows, window), window.size, window.shape[1:3]):
-        places = start[:, None] + jnp.arange(size)
-        masks.append((places >= 0) & (places < limit))
+        positions = start[:, None] + jnp.arange(size)
+        masks.append((positions >= 0) & (positions < limit))
     inside = masks[0][:, :, None, None] & masks[1][:, None, :, None]
     return window._replace(a=jnp.where(inside, window.a, 0.0), clean=True)
 
@@ -236,7 +236,7 @@ def _windowed(window: Window, conv: Kernel) -> Window:
     """Sends patches at a convolution's output back to its input; returns the patches there.
 
     ``window`` must be in blocks of one entry, and 0 outside of the map. The result is in blocks of
-    the convolution's strides. Patches of stride 0, which lie at the same place for all rows, are
+    the convolution's strides. Patches of stride 0, which lie at the same position for all rows, are
     cut to the map.
     """
     a, (kernel, skip) = window.a, blocks(conv)

@@ -291,22 +291,22 @@ def _halved(boxes: _Open, gain: Numbers, room: int) -> tuple[_Open, _Open]:
         splits = (middle > lower) & (middle < upper)
         score = np.where(splits, gain + np.finfo(gain.dtype).tiny * (upper - lower), -1.0)
         score = np.where(splits & ~np.isfinite(score), upper - lower, score)
-        place = np.argmax(score, axis=1)
-        can = splits[np.arange(len(low)), place]
+        entry = np.argmax(score, axis=1)
+        can = splits[np.arange(len(low)), entry]
         stuck.append(_Open(lower[~can], upper[~can], low[~can], node[~can]))
         lower, upper, low, node = (t[can] for t in (lower, upper, low, node))
-        gain, place = gain[can], place[can]
+        gain, entry = gain[can], entry[can]
         if not len(low):
             break
         rows = np.arange(len(low))
-        cut = middle[can][rows, place]
+        cut = middle[can][rows, entry]
         first, second = upper.copy(), lower.copy()
-        first[rows, place] = second[rows, place] = cut
+        first[rows, entry] = second[rows, entry] = cut
         gain = gain.copy()
-        gain[rows, place] *= 0.5
+        gain[rows, entry] *= 0.5
         lower, upper = np.concatenate([lower, second]), np.concatenate([first, upper])
         low, gain = np.concatenate([low, low]), np.concatenate([gain, gain])
-        node = _parted(node, place, cut)
+        node = _parted(node, entry, cut)
         if 2 * len(low) > room:
             break
     kept = [np.concatenate(parts) for parts in zip(*stuck)]
@@ -314,10 +314,10 @@ def _halved(boxes: _Open, gain: Numbers, room: int) -> tuple[_Open, _Open]:
     return _Open(shaped[0], shaped[1], low, node), _Open(shaped[2], shaped[3], kept[2], kept[3])
 
 
-def _parted(node: Numbers, place: Numbers, cut: Numbers) -> Numbers:
+def _parted(node: Numbers, entry: Numbers, cut: Numbers) -> Numbers:
     """The lower, then the upper halves of boxes in a proof; None without one."""
     halves = np.full(2 * len(node), None, object)
     for i, part in enumerate(node):
         if part is not None:
-            halves[i :: len(node)] = part.split(int(place[i]), float(cut[i]))
+            halves[i :: len(node)] = part.split(int(entry[i]), float(cut[i]))
     return halves

@@ -152,9 +152,9 @@ def _ball(parsed: argparse.Namespace) -> Lp:
 
 
 def check(parsed: argparse.Namespace) -> dict[str, Column]:
-    """Raises, before any work, for bad options and places; the attacks by label."""
+    """Raises, before any work, for bad options and paths; the attacks by label."""
     columns = _columns(parsed)
-    subject.check_places(parsed, parsed.points, parsed.plot)
+    subject.check_paths(parsed, parsed.points, parsed.plot)
     shards.check(parsed)
     return columns
 

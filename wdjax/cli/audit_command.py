@@ -127,7 +127,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     if old is not None:
         changes.check(old, *(("linf", EPS_LIST) if digits else (parsed.norm, parsed.eps_list)))
     parsed.json = parsed.json or parsed.out / "report.json"
-    subject.check_places(parsed, parsed.out / "report.html")
+    subject.check_paths(parsed, parsed.out / "report.html")
     shards.check(parsed)
     made = (_digits if digits else _own)(parsed, console)
     if made is None:

@@ -156,7 +156,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     """Plays the games and writes; says at once what each game left."""
     on_own_data = own_game.on_own_data(parsed)
     own_game.check(parsed)
-    subject.check_places(parsed)
+    subject.check_paths(parsed)
     shards.check(parsed)
     cases = [parsed.preset]
     if parsed.preset is None:

@@ -273,14 +273,14 @@ def _row(job: Job) -> dict[str, Any] | None:
     if (found := _merged(job)) is None:
         return None
     titles, *lines = job_file.COMMANDS[job.words[0]].table(found)
-    place = next(place for place, title in enumerate(titles) if title in ("accuracy", "value"))
+    column = next(column for column, title in enumerate(titles) if title in ("accuracy", "value"))
     return {
         "job": list(job.names),
         "command": job.words[0],
         "file": str(job.result),
         "n": found["n"],
         "clean_accuracy": found["clean_accuracy"],
-        "shares": {line[0]: line[place] for line in lines if line[0] not in ("none", "clean")},
+        "shares": {line[0]: line[column] for line in lines if line[0] not in ("none", "clean")},
         "remarks": [f"{name}: {text}" if name else text for name, text in printed.noted(found)],
         "seconds": found["seconds"],
         "compile_seconds": found["compile_seconds"],
@@ -299,6 +299,6 @@ def _infos(jobs: Sequence[Job], rows: Sequence[dict[str, Any]]) -> dict[Path, st
         accuracies = row["clean_accuracy"], row["shares"]["autoattack"]
         values = data, job.eps, *(f"{100 * accuracy:.2f}" for accuracy in accuracies)
         measured = dict(zip(job_file.MEASURED, values))
-        place = Path(data, threat, f"{model}.json")
-        found[place] = json.dumps({"name": model, **job.info, **measured}, indent=2) + "\n"
+        path = Path(data, threat, f"{model}.json")
+        found[path] = json.dumps({"name": model, **job.info, **measured}, indent=2) + "\n"
     return found

@@ -133,7 +133,7 @@ def declare_checkpoint(group: Any) -> None:
     )
 
 
-def check_places(parsed: argparse.Namespace, *paths: Path | None) -> None:
+def check_paths(parsed: argparse.Namespace, *paths: Path | None) -> None:
     """Raises, before any work, if an output or the checkpoint could not be written."""
     json = getattr(parsed, "json", "-")
     for path in (*paths, None if json == "-" else json):

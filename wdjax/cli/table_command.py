@@ -75,7 +75,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         console.result("".join(f"{name}: {table.source}\n" for name, table in TABLES.items()))
         return 0
     table, cells, seeds = _asked(parsed)
-    subject.check_places(parsed, parsed.plot)
+    subject.check_paths(parsed, parsed.plot)
     subject.command_tasks(parsed)  # Of a checkpoint: whether it is this table's.
     lines = [*dict.fromkeys(line for cell in cells for line in _lines(cell, seeds))]
     parses = {line: job_file.parse(_words(line, table, parsed)) for line in lines}
@@ -308,17 +308,17 @@ def _number(result: dict[str, Any], path: str) -> float:
 
 
 def _key(part: Any, key: str) -> Any:
-    """A key of an object, or the place in a list."""
+    """A key of an object, or the index in a list."""
     return int(key) if isinstance(part, list) else key
 
 
 def _drawn(table: PaperTable, content: dict[str, Any]) -> bytes:
     """The figure: a curve for each column, over the rows."""
-    place = options.Range(0, math.inf)
+    number = options.Range(0, math.inf)
     curves: dict[str, list[tuple[float, float]]] = {}
     for cell in content["cells"]:
         value = math.nan if cell["measured"] is None else cell["measured"]
-        curves.setdefault(cell["column"], []).append((place(cell["row"]), value))
+        curves.setdefault(cell["column"], []).append((number(cell["row"]), value))
     seconds = all(cell.unit == 1 for cell in table.cells)
     label = "seconds" if seconds else "accuracy (%)"
     return plots.png(plots.curves(curves, table.axis, label, table.source))

@@ -39,9 +39,9 @@ def evaluate(victim: Victim, x: Array, y: Array) -> tuple[PyTree, Array, Array]:
 
 
 @jax.jit
-def keys(key: Array, places: Array) -> Array:
+def keys(key: Array, sample_index: Array) -> Array:
     """One key for each sample from its global index, whatever batch the sample is in."""
-    return jax.vmap(lambda place: jax.random.fold_in(key, place))(places)
+    return jax.vmap(lambda one: jax.random.fold_in(key, one))(sample_index)
 
 
 def first_track(

@@ -107,7 +107,7 @@ class _Sweeping(NamedTuple):
     levels: Array
     """``[D]``: the distinct costs."""
     members: Array
-    """``[O]``: the place of each offset's cost among them."""
+    """``[O]``: the index of each offset's cost among them."""
 
 
 def _sweeping(
@@ -190,9 +190,9 @@ def _spent(task: ImageProblem, sums: Array, levels: Array, price: Array) -> tupl
     dear = jnp.exp(-price[:, None, None] * task.weights[:, :, None] * levels[None, None])
     none = jnp.zeros_like(task.x)
 
-    def add(place: Array, totals: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def add(offset: Array, totals: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         whole, first, second = totals
-        held, level = sums[:, :, place] * dear[:, :, place, None], levels[place]
+        held, level = sums[:, :, offset] * dear[:, :, offset, None], levels[offset]
         return whole + held, first + level * held, second + level**2 * held
 
     whole, first, second = loops.fori_loop(0, len(levels), add, (none, none, none))

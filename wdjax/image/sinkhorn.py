@@ -142,7 +142,7 @@ class _Dual(NamedTuple):
     log_x: Array
     """``[n, C, L]``"""
     cells: Array
-    """``[1, 1, L]``: which places are pixels."""
+    """``[1, 1, L]``: which entries are pixels."""
     capped: bool
     unrolled: bool
 

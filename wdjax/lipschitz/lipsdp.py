@@ -100,10 +100,10 @@ def _left(net: Chain, slopes: Slopes, rooms: Rooms) -> tuple[list[_Layer], jax.A
         these = jnp.nonzero(on, size=alive, fill_value=0)[0]
         real = jnp.arange(alive) < jnp.sum(on)
         low, gap = (jnp.where(real, t[these], 0.0) for t in (low, high - low))
-        places = jnp.nonzero(gap > 0, size=open_, fill_value=0)[0]
+        indices = jnp.nonzero(gap > 0, size=open_, fill_value=0)[0]
         used = jnp.arange(open_) < jnp.sum(gap > 0)
         live = jnp.where(real[:, None] & present, weight[these][:, before], 0.0)
-        layers.append(_Layer(live, low, jnp.where(used, gap[places], 0.0), places))
+        layers.append(_Layer(live, low, jnp.where(used, gap[indices], 0.0), indices))
         before, present = these, real
     return layers, jnp.where(present, net.weights[-1][:, before], 0.0)
 

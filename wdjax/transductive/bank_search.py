@@ -133,7 +133,7 @@ class _SharedInputs(NamedTuple):
     defense: Defense
     memory: PyTree
     bank: Bank
-    places: Array
+    sample_index: Array
     x: Array
     y: Array
     eps: Array
@@ -186,7 +186,7 @@ def _climb(asked: _SharedInputs, aim: Array, start: Array, key: Array) -> BankFo
             key=jax.random.fold_in(key, number),
             criterion=criterion,
             start=moved.x_adv,
-            index=asked.places,  # type: ignore[arg-type]
+            index=asked.sample_index,  # type: ignore[arg-type]
             skip_misclassified=False,
             transductive=True,
         )
