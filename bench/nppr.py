@@ -274,7 +274,9 @@ def speed(shared, nets, seeds, steps):
             plan = objective.FitProgram(family, wdjax.Lp(), True)
             keys, radii = jax.random.split(jax.random.key(0), 1), jnp.array([0.1])
             width, classes = features.shape[1], 10
-            state = objective.begin(family, x.shape[1:], width, classes, 100, keys, radii, {})
+            state = objective.first_fit_states(
+                family, x.shape[1:], width, classes, 100, keys, radii, {}
+            )
             objective.advance(plan, given, state, 0, 2)
             _, ours = timed(lambda: objective.advance(plan, given, state, 0, 10))
             points, own = jnp.repeat(x[:32], 32, axis=0), jnp.repeat(y[:32], 32)

@@ -101,7 +101,7 @@ def ours(weights, x, y, latent, steps):
     given = objective.Data(model, x, y, features, None, schedule.settled(family))
     plan = objective.FitProgram(family, wdjax.Lp(), True)
     keys, radii = jax.random.split(jax.random.key(0), 1), jnp.array([EPS])
-    state = objective.begin(family, x.shape[1:], 100, 10, 1000, keys, radii, {})
+    state = objective.first_fit_states(family, x.shape[1:], 100, 10, 1000, keys, radii, {})
     jax.block_until_ready(objective.advance(plan, given, state, 0, 1))
     began = time.process_time()
     jax.block_until_ready(objective.advance(plan, given, state, 0, steps))

@@ -82,7 +82,7 @@ def test_counts_and_fits_are_lowered():
     plan = objective.FitProgram(family, Lp(), True)
     schedule = nppr.Schedule(steps=3, batch=8, draws=8).settled(family, 1.0)
     data = objective.Data(MODEL, X, Y, None, None, schedule)
-    begun = objective.begin(family, (6,), 0, 3, 3, KEY[None], jnp.array([0.1]), {})
+    begun = objective.first_fit_states(family, (6,), 0, 3, 3, KEY[None], jnp.array([0.1]), {})
     for text in (
         *lowered(lambda *given: counting._counted(*given, 1), fixed, jnp.arange(4), 0, 2, 40),
         *lowered(functools.partial(objective.advance, plan), data, begun, 0, 3),

@@ -272,8 +272,8 @@ def test_bounds_hold_at_sampled_points(apply, norm):
             rivals = np.arange(3) != y[0]
             assert np.all((logits[:, y] - logits >= certified)[:, rivals])
         if eps < 1e-3:
-            spread = float(jnp.max(margins.upper - margins.lower))
-            assert spread < 0.3, "bounds of a tiny ball are tight"
+            width = float(jnp.max(margins.upper - margins.lower))
+            assert width < 0.3, "bounds of a tiny ball are tight"
 
 
 @pytest.mark.parametrize("apply", [max_pooled, overlapping_pools])

@@ -49,8 +49,8 @@ def nearest(z, w, gap, norm):
         return np.linalg.norm(np.clip(z - best * w, 0, 1) - z)
     slacks = d if norm == 1 else 1
     cost = np.concatenate([np.zeros(d), np.ones(slacks)])
-    spread = np.eye(d) if norm == 1 else np.ones((d, 1))
-    above, below = np.hstack([np.eye(d), -spread]), np.hstack([-np.eye(d), -spread])
+    magnitudes = np.eye(d) if norm == 1 else np.ones((d, 1))
+    above, below = np.hstack([np.eye(d), -magnitudes]), np.hstack([-np.eye(d), -magnitudes])
     solved = scipy.optimize.linprog(
         cost,
         A_ub=np.vstack([above, below]),

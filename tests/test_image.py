@@ -116,7 +116,7 @@ def test_sums_over_a_window_are_those_of_a_matrix(window):
     np.testing.assert_allclose(stencil.mass(stencil.scale(flows, flat)), scaled, rtol=1e-5)
     by_cost = stencil.levels(flows, flat, 1.0).sum(axis=2)
     np.testing.assert_allclose(stencil.image(by_cost), sent, rtol=1e-5)
-    seen = stencil.spread(flat) * stencil.valid()
+    seen = stencil.of_targets(flat) * stencil.valid()
     np.testing.assert_allclose(jnp.sum(seen * flows, axis=2), stencil.send(flows, flat), rtol=1e-5)
 
 

@@ -145,7 +145,7 @@ SHARED = {"attack", "model", "x", "z", "y", "eps", "key", "keys", "noise", "pert
 # Functions of logits, of arrays and of modules, which take no samples, and constructors.
 OTHERS = {
     "wdjax.metrics", "wdjax.losses", "wdjax.norms", "wdjax.models.functional",
-    "wdjax.models.learning", "wdjax.models.lipschitz", "wdjax.models.small", "wdjax.transport",
+    "wdjax.models.learning", "wdjax.models.one_lipschitz", "wdjax.models.small", "wdjax.transport",
     "wdjax.transductive.adamod", "wdjax.transductive.objectives", "wdjax.lipschitz.transformer",
 }  # fmt: skip
 

@@ -210,7 +210,7 @@ def test_every_mode_and_map_under_one_api(mode, upsample):
     kept = found.params.get("map")
     if kept is not None:
         own_key = jax.random.split(jax.random.key(0))[0]
-        first, _ = families.begin(family, own_key, (4, 4, 1), 8, 3)
+        first, _ = families.first_params(family, own_key, (4, 4, 1), 8, 3)
         assert np.allclose(kept, first["map"], atol=1e-6) == (upsample == "fixed")
 
 

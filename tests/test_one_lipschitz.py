@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from wdjax import Lp, Model, attacks, certify, lipschitz, losses, models, search, training
-from wdjax.models.lipschitz import contracted
+from wdjax.models.one_lipschitz import contracted
 
 pytestmark = pytest.mark.fast
 

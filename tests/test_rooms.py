@@ -51,18 +51,20 @@ def test_rooms_import_in_no_circle():
     graphlib.TopologicalSorter(between).prepare()
 
 
-def test_no_two_files_have_the_same_name():
-    names = collections.Counter(path.name for path in FILES.values())
-    assert [name for name, count in names.items() if count > 1] == ["__init__.py"]
+def test_no_two_files_or_folders_have_the_same_name():
+    """A folder is counted by its ``__init__``."""
+    names = collections.Counter(module.rpartition(".")[2] for module in FILES)
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_no_two_classes_have_the_same_name():
-    """But ``State``, of which every method has its own, and private layers of models."""
+    """But ``State``, of which every method has its own, and private layers of ``models``."""
     names = collections.Counter(
         node.name
         for path in FILES.values()
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+        if isinstance(node, ast.ClassDef)
+        and not (node.name.startswith("_") and ROOT / "models" in path.parents)
     )
     assert [name for name, count in names.items() if count > 1] == ["State"]
 

@@ -96,8 +96,8 @@ def _assign(cost: _Float64, copies: _Copies) -> float:
     """The least cost of an assignment in which source i and sink j occur ``copies`` times."""
     from scipy import optimize
 
-    spread = np.repeat(np.repeat(cost, copies[0], axis=0), copies[1], axis=1)
-    return float(spread[optimize.linear_sum_assignment(spread)].sum())
+    copied = np.repeat(np.repeat(cost, copies[0], axis=0), copies[1], axis=1)
+    return float(copied[optimize.linear_sum_assignment(copied)].sum())
 
 
 _MORE = 16

@@ -99,20 +99,20 @@ def _program_bytes(jaxpr: ClosedJaxpr | Jaxpr, seen: dict[int, bytes]) -> bytes:
     digest.
     """
     consts, body = getattr(jaxpr, "consts", ()), getattr(jaxpr, "jaxpr", jaxpr)
-    places: dict[Any, int] = {}
+    numbers: dict[Any, int] = {}
     known = hashlib.sha256()
 
     def note(*parts: Any) -> None:
         known.update(_bytes(parts, seen))
 
     def bind(variable: Any) -> None:
-        places[variable] = len(places)
+        numbers[variable] = len(numbers)
         note("value", str(variable.aval))
 
     def read(atom: Any) -> Any:
         if isinstance(atom, Literal):
             return "literal", str(atom.aval), np.asarray(atom.val)
-        return places[atom]
+        return numbers[atom]
 
     for variable in (*body.constvars, *body.invars):
         bind(variable)

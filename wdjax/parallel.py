@@ -202,19 +202,19 @@ def placed(tree: Tree, sharding: Sharding) -> Tree:
     [0, 1]
     """
 
-    def place(leaf: Any) -> Any:
+    def put(leaf: Any) -> Any:
         if isinstance(leaf, jax.core.Tracer):
             return jax.lax.with_sharding_constraint(leaf, sharding)
         if sharding.is_fully_addressable or _is_remote(leaf):
             return jax.device_put(leaf, sharding)
         leaf = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
         if _is_key(leaf):
-            data = place(jax.random.key_data(leaf))
+            data = put(jax.random.key_data(leaf))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
         rows = np.asarray(leaf)
         return jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__)
 
-    return jax.tree.map(place, tree)
+    return jax.tree.map(put, tree)
 
 
 @contextlib.contextmanager
@@ -351,13 +351,13 @@ def local(tree: Tree) -> Tree:
     return jax.tree.map(read, tree)
 
 
-def spread(tree: Any) -> bool:
+def any_remote(tree: Any) -> bool:
     """Whether a leaf of the tree is spread over processes.
 
     Args:
       tree: a pytree of arrays.
 
-    >>> spread(jnp.arange(2))
+    >>> any_remote(jnp.arange(2))
     False
     """
     return any(map(_is_remote, jax.tree.leaves(tree)))

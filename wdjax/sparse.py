@@ -34,7 +34,7 @@ def each(values: Array, pixels: bool) -> Array:
     return values.sum(-1).reshape(len(values), -1) if pixels else values.reshape(len(values), -1)
 
 
-def spread(values: Array, x: Array, pixels: bool) -> Array:
+def broadcastable(values: Array, x: Array, pixels: bool) -> Array:
     """One value for each coordinate or pixel, ``[n, m]``, reshaped to broadcast to ``x``."""
     return values.reshape(*x.shape[:-1], 1) if pixels else values.reshape(x.shape)
 
@@ -117,7 +117,7 @@ def project(
     """
     near = z if box is None else jnp.clip(z, *box)
     gain = each((near - center) * (2 * z - center - near), pixels)
-    return jnp.where(spread(largest(gain, radius), z, pixels), near, center)
+    return jnp.where(broadcastable(largest(gain, radius), z, pixels), near, center)
 
 
 _REACH = 4.0

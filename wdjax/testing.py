@@ -104,7 +104,7 @@ def _begun(case: Case, key: Array) -> tuple[Victim, Samples, Any]:
     victim = Victim(case.model, decision_margin)
     radii = jnp.full(len(case.y), case.radius, case.x.dtype)
     samples = Samples(case.x, case.y.astype(jnp.int32), radii, case.model(case.x))
-    keys = jax.vmap(lambda place: jax.random.fold_in(key, place))(jnp.arange(len(case.y)))
+    keys = jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(len(case.y)))
     state = case.attack.init(victim, samples, None, keys if case.attack.random else None)
     return victim, samples, state
 
@@ -188,15 +188,15 @@ def _mapped(case: Case) -> None:
     """``vmap`` over radii equals one run for each."""
     radii = case.eps * jnp.array([0.0, 0.7, 2.8])
     together = jax.vmap(lambda eps: case.run(eps=eps))(radii)
-    for place, eps in enumerate(radii):
-        one = jax.tree.map(lambda leaf, place=place: leaf[place], together)
+    for index, eps in enumerate(radii):
+        one = jax.tree.map(lambda leaf, index=index: leaf[index], together)
         _close(one, case.run(eps=float(eps)))
 
 
 def _sharded(case: Case) -> None:
     """Inside ``jax.shard_map`` every sample gets the point that it gets among all."""
-    attack, places = case.attack, jnp.arange(len(case.y))
-    devices = math.gcd(len(places), jax.device_count())
+    attack, indices = case.attack, jnp.arange(len(case.y))
+    devices = math.gcd(len(indices), jax.device_count())
     mesh, rows = parallel.data_mesh(jax.devices()[:devices]), PartitionSpec(parallel.AXIS)
 
     def points(attack: Attack, x: Array, y: Array, index: Array) -> tuple[Array, ...]:
@@ -208,7 +208,7 @@ def _sharded(case: Case) -> None:
         shard = functools.partial(points, attack)
         return jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=rows, out_specs=rows))
 
-    data = case.x, case.y, places
+    data = case.x, case.y, indices
     if attack.budget == "data":
         try:
             split(attack)(*data)
@@ -334,11 +334,11 @@ def _resumed(case: Case) -> None:
     how: dict[str, Any] = {"eps": case.radius, "key": case.key, "batch_size": 7, "diagnose": False}
     search = functools.partial(driver.search, case.attack, case.model, case.x, case.y, **how)
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder) / "search"
+        path = Path(folder) / "search"
         rounds = sum(stage.length for stage in case.attack.stages)
         for _ in range(2 * rounds + 9):
             try:
-                found = search(callback=kill, checkpoint=place, every=0)
+                found = search(callback=kill, checkpoint=path, every=0)
             except _KilledError:
                 continue
             break

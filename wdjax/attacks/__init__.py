@@ -1,21 +1,17 @@
 """Attacks: searches for adversarial points, one attack a file.
 
-An attack is a frozen dataclass that holds only its settings. It has ``init`` (samples to the state
-of a batch), ``stages`` (each a step and the number of times that it is taken) and ``point`` (state
-to the points found). :mod:`wdjax.engine` takes the steps and measures the points.
+An attack is a frozen dataclass that holds only its settings. ``init`` makes the state of a batch
+from its samples, ``stages`` has each a step and the number of times it is taken, and ``point``
+reads the points found off the state. :mod:`wdjax.engine` takes the steps and measures the points.
+Steps and projections are those of the ball: ``ball.ascend`` and ``ball.project`` of
+:mod:`wdjax.balls`, whose geometry is in :mod:`wdjax.norms`.
 
-Helpers, which are no attacks: `gradient_attack` is the base class of gradient ascents in a ball;
-`ascent` has cleaned gradients, the likeliest target classes (``top_rivals``), the best of several
-steps and the slack (how far rounding may move the criterion); `nearest` keeps the nearest flip of
-minimum-norm attacks; `linearised` finds linearised class boundaries and `hyperplane` projects on
-them; `rivals` says how many target classes WDA tries, and ranks them by distance for `walk` and
-`trust_region`; `phases` plans the steps of `apgd`: radii, and the steps at which `apgd` decides
-whether to halve its step size.
-
-Attacks in a ball: `pgd` (and FGSM), `apgd`, `margin_pgd`, `diversified`, `square`, `wda`. One
-budget for the whole data set: `wpgd`. Minimum-norm attacks: `fab`, `fmn`, `deepfool`, `ddn`,
-`alma`, `carlini_wagner`, `pdpgd`, `trust_region`, `walk` and `wda_plus_plus`; `sigma_zero` counts
-changed coordinates. `points` only measures given points.
+In a ball: `pgd` (and FGSM), `apgd` (with `phases`), `margin_pgd`, `diversified`, `square`, `wda`;
+for one budget of the whole data set `wpgd`. Minimum-norm: `fab`, `fmn`, `deepfool`, `ddn`, `alma`,
+`carlini_wagner`, `pdpgd`, `trust_region`, `walk`, `wda_plus_plus`, `sigma_zero` (counts changed
+coordinates). `points` only measures given points. Helpers: `gradient_attack` (the base class),
+`ascent` (cleaned gradients, the best of several steps, slack for rounding), `nearest` (the nearest
+flip), `linearised` and `hyperplane` (class boundaries), `rivals` (target classes).
 
 Open `pgd` first. To add an attack: a file here, most easily a subclass of ``GradientAttack``; its
 name in ``__all__`` here; a row in ``wdjax/cli/attack_table.py`` for the command line; a row in the

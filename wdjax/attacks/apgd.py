@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from wdjax import loops, losses, norms
 from wdjax.attacks import ascent, linearised
 from wdjax.attacks.ascent import setting
-from wdjax.attacks.phases import PhaseSchedule, begin, check_widths, schedule
+from wdjax.attacks.phases import PhaseSchedule, check_widths, random_start, schedule
 from wdjax.balls import Lp
 from wdjax.checks import validate
 from wdjax.core import Array, Info, Samples, Stage, Victim
@@ -168,7 +168,7 @@ class APGD:
     def _start(self, samples: Samples, keys: Array, taken: Array) -> Array:
         """``[n, *shape]``: random points of the ball in which a run begins."""
         keys = jax.vmap(jax.random.fold_in)(keys, taken // self._run)
-        return begin(self.ball, samples.x, self._radius(samples, taken), keys)
+        return random_start(self.ball, samples.x, self._radius(samples, taken), keys)
 
     def _rank(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         """The first stage if ``rank`` is "ratio": replaces the target classes by the nearest ones.

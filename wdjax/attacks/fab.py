@@ -236,7 +236,7 @@ class FAB:
         aims = 1 if state.targets is None else state.targets.shape[1]
         again = state.taken // (aims * self.steps)
 
-        def begin() -> Array:
+        def restarted() -> Array:
             point, keys = home, state.keys
             if keys is not None:
                 reach = state.distance
@@ -248,7 +248,7 @@ class FAB:
                 point = self.ball.clip(home + norms.spread(reach, home) * noise)
             return jnp.where(norms.spread(ends, home), point, state.x)
 
-        return state._replace(x=loops.cond(jnp.any(ends), begin, lambda: state.x))
+        return state._replace(x=loops.cond(jnp.any(ends), restarted, lambda: state.x))
 
     def _draw(self, key: Array, like: Array) -> Array:
         """A random move of at most 1 in the ball's norm, in the shape of one sample."""

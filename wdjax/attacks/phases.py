@@ -43,7 +43,7 @@ def schedule(steps: int, widths: tuple[float, ...]) -> PhaseSchedule:
     return PhaseSchedule(np.concatenate(firsts), np.concatenate(radii), np.concatenate(checks))
 
 
-def begin(ball: Lp, x: Array, radius: Array, keys: Array) -> Array:
+def random_start(ball: Lp, x: Array, radius: Array, keys: Array) -> Array:
     """A random start for each sample: uniform in the ball, but sparse for norm 1.
 
     Uniform points of an l1 ball in high dimension differ little from its centre in any coordinate.
@@ -84,9 +84,9 @@ def windows(steps: int) -> np.ndarray:
     """
     found = np.zeros(steps + 1, np.int32)
     length, less, least = (max(1, int(share * steps)) for share in (0.22, 0.03, 0.06))
-    place = length
-    while place <= steps:
-        found[place] = length
+    step = length
+    while step <= steps:
+        found[step] = length
         length = max(length - less, least)
-        place += length
+        step += length
     return found

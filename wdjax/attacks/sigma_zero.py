@@ -114,7 +114,7 @@ class SigmaZero(nearest.NearestAttack):
         step, moments = ascent.adam(norms.unit(gradient, math.inf), state.moments)
         moved = self.ball.clip(x - norms.spread(width * size, x) * step)
         length = jnp.sqrt(sparse.each((moved - home) ** 2, pixels))
-        large = sparse.spread(length >= width * threshold[:, None], x, pixels)
+        large = sparse.broadcastable(length >= width * threshold[:, None], x, pixels)
         moved = jnp.where(large, moved, home)
         return State(moved, threshold, moments, state.taken + 1, best), info
 
@@ -122,4 +122,4 @@ class SigmaZero(nearest.NearestAttack):
         """The gradient ``[n, *shape]`` of the smooth count of changes ``delta``."""
         square = sparse.each(delta**2, self.ball.pixels)
         slope = 2 * self.sigma / (square.shape[1] * (square + self.sigma) ** 2)
-        return delta * sparse.spread(slope, delta, self.ball.pixels)
+        return delta * sparse.broadcastable(slope, delta, self.ball.pixels)

@@ -166,13 +166,13 @@ def _deviation(program: ClosedJaxpr, lower: Array, upper: Array) -> Array:
     return jnp.where(jnp.isnan(worst), jnp.inf, worst)
 
 
-def _steep(eqn: JaxprEqn, args: Sequence[Value], place: int) -> Array:
-    """The largest magnitude of an equation's derivative in operand ``place``."""
+def _steep(eqn: JaxprEqn, args: Sequence[Value], k: int) -> Array:
+    """The largest magnitude of an equation's derivative in operand ``k``."""
 
     def function(*zs: Array) -> Array:
         return jnp.asarray(eqn.primitive.bind(*loops.alike(*zs), **eqn.params))
 
-    derivative = jax.make_jaxpr(jax.grad(function, argnums=place))(*(ends(a).lower for a in args))
+    derivative = jax.make_jaxpr(jax.grad(function, argnums=k))(*(ends(a).lower for a in args))
     return largest_size(interval.interpret(derivative, args)[0])
 
 

@@ -151,20 +151,20 @@ def additive(
 
     def rule(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval | Ternary:
         """The result's interval, or booleans if all operands are booleans."""
-        places = set(range(len(args)) if positions is None else positions)
+        varying = set(range(len(args)) if positions is None else positions)
         operands = [a for a in args if isinstance(a, Interval) or is_exact(a)]
         if len(operands) < len(args):
             return moved_booleans(eqn, args, norm)
-        if any(isinstance(a, Interval) and i not in places for i, a in enumerate(operands)):
+        if any(isinstance(a, Interval) and i not in varying for i, a in enumerate(operands)):
             raise ValueError(
                 f"the primitive {eqn.primitive.name!r} is certified only where its indices do not "
                 "depend on the input."
             )
 
-        def part(run: Callable[[list[Array]], Array], place: int) -> Linear:
+        def part(run: Callable[[list[Array]], Array], k: int) -> Linear:
             def linear(t: Array) -> Array:
-                blank = [jnp.zeros_like(a) if i in places else a for i, a in enumerate(middles)]
-                return run([*blank[:place], t, *blank[place + 1 :]])
+                blank = [jnp.zeros_like(a) if i in varying else a for i, a in enumerate(middles)]
+                return run([*blank[:k], t, *blank[k + 1 :]])
 
             return linear
 
@@ -172,7 +172,7 @@ def additive(
         sized = absolute or plain
         middles = [a.center if isinstance(a, Interval) else a for a in operands]
         sizes = [a.magnitude if isinstance(a, Interval) else jnp.abs(a) for a in operands]
-        sizes = [size if i in places else middles[i] for i, size in enumerate(sizes)]
+        sizes = [size if i in varying else middles[i] for i, size in enumerate(sizes)]
         inputs = [
             (a, part(plain, i), part(sized, i))
             for i, a in enumerate(operands)
@@ -310,9 +310,9 @@ def summation(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value
     return additive(terms=_summed)(eqn, args, norm)
 
 
-def shape_of(eqn: JaxprEqn, place: int) -> tuple[int, ...]:
-    """The shape of the operand at ``place``."""
-    aval: Any = eqn.invars[place].aval  # Its declared type knows no shape.
+def shape_of(eqn: JaxprEqn, k: int) -> tuple[int, ...]:
+    """The shape of the operand number ``k``."""
+    aval: Any = eqn.invars[k].aval  # Its declared type knows no shape.
     return aval.shape
 
 
@@ -329,7 +329,7 @@ def scattered(eqn: JaxprEqn) -> int:
     return math.prod(shape_of(eqn, 2))
 
 
-def known_places(eqn: JaxprEqn, args: Sequence[Value]) -> Array:
+def known_indices(eqn: JaxprEqn, args: Sequence[Value]) -> Array:
     """The indices of a scatter, which must not depend on the input."""
     if not is_exact(args[1]):
         raise ValueError(
@@ -343,15 +343,15 @@ def scattered_product(
     eqn: JaxprEqn, args: Sequence[Value], norm: float | None
 ) -> Value | list[Value]:
     """The rule for ``scatter-mul``: affine if the factors are known; otherwise a product of
-    intervals, unbounded where several factors go to one place."""
-    base, places, factors = args[0], known_places(eqn, args), args[2]
+    intervals, unbounded where several factors go to one entry."""
+    base, indices, factors = args[0], known_indices(eqn, args), args[2]
     if is_exact(factors):
-        sized = [places, jnp.abs(factors)]
+        sized = [indices, jnp.abs(factors)]
         return additive([0], scattered, lambda ts: bind(eqn, [ts[0], *sized]))(eqn, args, norm)
     low, high = ends(factors)
     one = jnp.ones(shape_of(eqn, 0), low.dtype)
-    pair = bind(eqn, [one, places, low]), bind(eqn, [one, places, high])
-    twice = bind(eqn, [one, places, jnp.full_like(low, 2.0)]) > 2
+    pair = bind(eqn, [one, indices, low]), bind(eqn, [one, indices, high])
+    twice = bind(eqn, [one, indices, jnp.full_like(low, 2.0)]) > 2
     low, high = corners(ends(base), pair)
     constant = _product_constant(base, fresh(*pair, stretch([factors], 1.0, norm)), math.inf, norm)
     return fresh(jnp.where(twice, -jnp.inf, low), jnp.where(twice, jnp.inf, high), constant)
@@ -364,13 +364,13 @@ def windows(eqn: JaxprEqn, shape: Sequence[int]) -> list[Callable[..., Array]]:
     sizes, strides = params["window_dimensions"], params["window_strides"]
     apart = params.get("window_dilation", (1,) * len(sizes))
 
-    def part(place: Sequence[int], t: Array, blank: float) -> Array:
+    def part(offset: Sequence[int], t: Array, blank: float) -> Array:
         t = lax.pad(t, jnp.asarray(blank, t.dtype), [(*pads, 0) for pads in params["padding"]])
-        first = [d * i for d, i in zip(apart, place)]
+        first = [d * i for d, i in zip(apart, offset)]
         stops = [o + (n - 1) * s + 1 for o, n, s in zip(first, shape, strides)]
         return lax.slice(t, first, stops, strides)
 
-    return [functools.partial(part, place) for place in itertools.product(*map(range, sizes))]
+    return [functools.partial(part, offset) for offset in itertools.product(*map(range, sizes))]
 
 
 def windowed(eqn: JaxprEqn) -> int:

@@ -38,8 +38,8 @@ def refine(state: crown.Pass, place: int, needed: Array) -> None:
     width = min(xla_cpu.positions_at_once(channels), crown.chunk(state, channels))
     identity = jnp.eye(channels, dtype=value.lower.dtype)[:, None, None, None, :]
 
-    def find(places: Sequence[Array]) -> Array:
-        sample, _, row, column = places
+    def find(index: Sequence[Array]) -> Array:
+        sample, _, row, column = index
         a = Window(jnp.repeat(identity, len(sample), axis=1), (1, 1), (0, 0), shape)
         found = crown.backward(short, {place: a}, Rows(sample, (row, column)), mirrored=True)
         return found.transpose(0, 2, 1)

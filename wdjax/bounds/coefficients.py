@@ -52,7 +52,7 @@ class Window(NamedTuple):
     A row's patch ``[h, w]`` begins at ``stride p + offset``. At the input of a strided convolution
     it stays in blocks ``[s, t]``, which lie along the last axis. Along each axis only ``extent``
     entries after the first ``skip`` may be nonzero. If the stride is 0, the patch lies at the same
-    place for all rows.
+    position for all rows.
     """
 
     a: Array
@@ -115,7 +115,7 @@ def _starts(rows: Rows, window: Window) -> tuple[Array, Array]:
     return first, second
 
 
-def spread(window: Window) -> Window:
+def unblocked(window: Window) -> Window:
     """The same patches in blocks of one entry, cut to their ``extent``."""
     (s, t), (height, width), channels = window.block, window.size, window.shape[-1]
     a = window.a.reshape(-1, height // s, width // t, s, t, channels).transpose(0, 1, 3, 2, 4, 5)
@@ -130,10 +130,10 @@ def cleaned(window: Window, rows: Rows) -> Window:
     """The same patches with coefficients outside of the map set to 0."""
     if window.clean:
         return window
-    window, masks = spread(window), []
+    window, masks = unblocked(window), []
     for start, size, limit in zip(_starts(rows, window), window.size, window.shape[1:3]):
-        places = start[:, None] + jnp.arange(size)
-        masks.append((places >= 0) & (places < limit))
+        positions = start[:, None] + jnp.arange(size)
+        masks.append((positions >= 0) & (positions < limit))
     inside = masks[0][:, :, None, None] & masks[1][:, None, :, None]
     return window._replace(a=jnp.where(inside, window.a, 0.0), clean=True)
 
@@ -142,7 +142,7 @@ def whole(coefficients: Coefficients, rows: Rows) -> Whole:
     """The coefficients in dense form, patches put into a map of zeros."""
     if isinstance(coefficients, Whole):
         return coefficients
-    window = spread(coefficients)
+    window = unblocked(coefficients)
     a, (_, height, width, _) = window.a, window.shape
     padded = jnp.pad(a, ((0, 0), (0, 0), (height, height), (width, width), (0, 0)))
     starts = [
@@ -169,7 +169,7 @@ def total(left: Coefficients, right: Coefficients, rows: Rows) -> Coefficients:
         return Whole(whole(left, rows).a + whole(right, rows).a)
     shifts = [a - b for a, b in zip(left.offset, right.offset)]
     if left.block != right.block or any(n % s for n, s in zip(shifts, left.block)):
-        left, right = spread(left), spread(right)
+        left, right = unblocked(left), unblocked(right)
     pair = left, right
     pads, ends = [], []
     for axis, block in enumerate(left.block):
@@ -221,7 +221,7 @@ def through(coefficients: Coefficients, conv: Kernel, rows: Rows) -> Window:
     Where a patch would be as large as the map, one patch that covers the map is used for all rows.
     """
     if isinstance(coefficients, Window):
-        window = spread(cleaned(coefficients, rows))
+        window = unblocked(cleaned(coefficients, rows))
         sizes = zip(window.extent, conv.strides, conv.kernel.shape)
         high, broad = ((n - 1) * s + k for n, s, k in sizes)
         if window.fixed or high * broad < conv.shape[1] * conv.shape[2]:
@@ -236,7 +236,7 @@ def _windowed(window: Window, conv: Kernel) -> Window:
     """Sends patches at a convolution's output back to its input; returns the patches there.
 
     ``window`` must be in blocks of one entry, and 0 outside of the map. The result is in blocks of
-    the convolution's strides. Patches of stride 0, which lie at the same place for all rows, are
+    the convolution's strides. Patches of stride 0, which lie at the same position for all rows, are
     cut to the map.
     """
     a, (kernel, skip) = window.a, blocks(conv)

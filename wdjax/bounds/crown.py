@@ -91,7 +91,7 @@ def bounds(
     l2 region.
     """
     state = Pass(net, region, known=known or {})
-    state.values[net.source] = network.begin(region.lower, region.upper, 0)
+    state.values[net.source] = network.charged_value(region.lower, region.upper, 0)
     if coupling:
         state.spheres[net.source] = coupled.of_region(region)
     for node in net.graph.nodes:
@@ -141,7 +141,7 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
             state.values[place] = Bounded(lower, upper, lower, lower, lower)
             continue
         scalar = lines is not None and len(lines.views) == 1 and lines.views[0].view is None
-        state.values[place] = network.begin(lower, upper, 2)._replace(alone=scalar)
+        state.values[place] = network.charged_value(lower, upper, 2)._replace(alone=scalar)
         unit = rounding(lower[0].size, lower.dtype)
         box = lower - unit * jnp.abs(lower), upper + unit * jnp.abs(upper)
         state.boxes[place] = framed(*box)

@@ -46,8 +46,8 @@ def _recorded(found: Maps, state: crown.Pass, place: int, needed: Array) -> None
     shape, size = value.lower.shape[1:], value.lower[0].size
     count = sum(line.size for line in usual.values())
 
-    def find(places: Sequence[Array]) -> Array:
-        sample, entry = places
+    def find(index: Sequence[Array]) -> Array:
+        sample, entry = index
         hot = jax.nn.one_hot(entry, size, dtype=value.lower.dtype).reshape(-1, *shape)
         pair = 2, len(entry)
         begun = {out: jnp.broadcast_to(line, (*pair, *line.shape)) for out, line in usual.items()}

@@ -143,8 +143,8 @@ def _between(rows: Objectives, lower: Array, upper: Array) -> Array:
     a, size = rows.a, jnp.maximum(jnp.abs(lower), jnp.abs(upper))[:, None]
     end = jnp.where(a > 0, lower[:, None], upper[:, None])
     terms = jnp.where(a == 0, 0.0, a * end)
-    spread = jnp.where(rows.rest == 0, 0.0, rows.rest * size)
+    rest = jnp.where(rows.rest == 0, 0.0, rows.rest * size)
     unit = rounding(a.shape[1], a.dtype) + 8 * float(jnp.finfo(a.dtype).eps)
-    large = summed(jnp.abs(terms)) + summed(spread) + jnp.abs(rows.b)
+    large = summed(jnp.abs(terms)) + summed(rest) + jnp.abs(rows.b)
     flushed = 4 * float(jnp.finfo(a.dtype).tiny) * (a.shape[1] + 2)
-    return summed(terms) - (1 + unit) * summed(spread) - rows.b - unit * large - flushed
+    return summed(terms) - (1 + unit) * summed(rest) - rows.b - unit * large - flushed

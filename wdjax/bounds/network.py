@@ -204,7 +204,7 @@ class Bounded(NamedTuple):
     is exact between the ends of that one, so that lines gain nothing."""
 
 
-def begin(lower: Array, upper: Array, mixes: int) -> Bounded:
+def charged_value(lower: Array, upper: Array, mixes: int) -> Bounded:
     """A charged value with these ends ``[B, *shape]``: its offset and error are 0."""
     size = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
     return Bounded(lower, upper, size, jnp.zeros_like(size), jnp.zeros_like(size[0]), mixes)
@@ -221,7 +221,7 @@ def forward(affine: Affine, values: dict[int, Bounded], charged: set[int]) -> Bo
     for place, apply, absolute in affine.parts:
         value = values[place]
         if place in charged:
-            value = begin(value.lower, value.upper, value.mixes)
+            value = charged_value(value.lower, value.upper, value.mixes)
         middle = 0.5 * value.lower + 0.5 * value.upper
         middle = jnp.where(jnp.isfinite(middle), middle, 0.0)
         half = jnp.maximum(value.upper - middle, middle - value.lower)

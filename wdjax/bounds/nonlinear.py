@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from wdjax.bounds import record, whole
-from wdjax.bounds.affine_rules import bilinear, bind, is_narrow, known_places, product
+from wdjax.bounds.affine_rules import bilinear, bind, is_narrow, known_indices, product
 from wdjax.bounds.domain import (
     Array,
     Elementwise,
@@ -244,9 +244,9 @@ def _above_zero(
 
 
 def scattered_extreme(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
-    """The rule for ``scatter-max`` and ``scatter-min``: each entry goes to one place or to none."""
-    base, places, entries = (*ends(args[0]),), known_places(eqn, args), (*ends(args[2]),)
-    low, high = (bind(eqn, [one, places, two]) for one, two in zip(base, entries))
+    """The rule for ``scatter-max`` and ``scatter-min``: each entry goes to one index or to none."""
+    base, indices, entries = (*ends(args[0]),), known_indices(eqn, args), (*ends(args[2]),)
+    low, high = (bind(eqn, [one, indices, two]) for one, two in zip(base, entries))
     return fresh(low, high, stretch(args, 1.0, norm))
 
 

@@ -144,8 +144,8 @@ class _Constrained:
         unit, flushed = 4 * float(facts.eps) * count, 4 * float(facts.tiny) * count
         a, rest, b = jnp.abs(self.a[leaf]), self.rest[leaf], self.b[leaf]
         terms = jnp.where((a == 0) & (rest == 0), 0.0, (rest + unit * a) * self.size[leaf])
-        spread = summed(terms[None])
-        loss = (1 + unit) * weight * spread
+        inexact = summed(terms[None])
+        loss = (1 + unit) * weight * inexact
         return low - weight * b - loss - unit * (jnp.abs(low) + weight * jnp.abs(b)) - flushed
 
     def _maps(self, rows: Array) -> dict[int, Array]:

@@ -117,7 +117,7 @@ class Record:
     """To how many entries of the result an entry of the operand contributes; None if the primitive
     is not affine in one operand when the others are constant."""
     elementwise: bool
-    """Whether an entry of the result depends only on the operands' entries at the same place."""
+    """Whether an entry of the result depends only on the operands' entries at the same position."""
     scales: bool
     """Whether it multiplies or divides entries by others."""
     sums: bool

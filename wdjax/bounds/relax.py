@@ -56,8 +56,8 @@ def rectifier(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Line
     """
     if sum(moves) != 1:
         return None
-    place, least = moves.index(True), eqn.primitive.name == "min"
-    (lower, upper), level = args[place], args[1 - place]
+    moving, least = moves.index(True), eqn.primitive.name == "min"
+    (lower, upper), level = args[moving], args[1 - moving]
     if least:
         lower, upper, level = -upper, -lower, -level
     unstable = (lower < level) & (upper > level)
@@ -71,8 +71,8 @@ def rectifier(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Line
     )
     above = jnp.where(unstable, above, below)
     if least:
-        return Lines((View(place, slope, low),), -above, -below, unstable)
-    return Lines((View(place, low, slope),), below, above, unstable, unstable & (level == 0))
+        return Lines((View(moving, slope, low),), -above, -below, unstable)
+    return Lines((View(moving, low, slope),), below, above, unstable, unstable & (level == 0))
 
 
 def product(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
@@ -294,10 +294,10 @@ def reduced(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines 
         where = dict(zip(axes, index))
         return lambda t: t[tuple(where.get(i, slice(None)) for i in range(t.ndim))]
 
-    places = list(itertools.product(*(range(shape[axis]) for axis in axes)))
-    if len(places) > 64:
+    offsets = list(itertools.product(*(range(shape[axis]) for axis in axes)))
+    if len(offsets) > 64:
         return None
-    return _largest(args[0], [(view(p), view(p)) for p in places])
+    return _largest(args[0], [(view(p), view(p)) for p in offsets])
 
 
 def mirrored(rule: Relaxation) -> Relaxation:

@@ -1,4 +1,4 @@
-"""Interval rules of integers: places of extremes, sorting with companions, uncertain indices.
+"""Interval rules of integers: indices of extremes, sorting with companions, uncertain indices.
 
 An integer that depends on the input is an interval of float32, exact below ``2**24``; what may be
 larger, or may wrap around in its dtype, is unbounded. After every rule :func:`rounded` shrinks the
@@ -50,16 +50,16 @@ def counts(eqn: JaxprEqn, operand: int = 0) -> bool:
 def beside(eqn: JaxprEqn, args: Sequence[Value], operands: Sequence[int] | None) -> list[Value]:
     """The operands with known integers as floats where they meet integers that are intervals.
 
-    ``operands`` are the places of those that may depend on the input, None for all: what the others
-    hold, such as indices, stays as it is.
+    ``operands`` are the numbers of those that may depend on the input, None for all: what the
+    others hold, such as indices, stays as it is.
     """
     outs: list[Any] = [var.aval for var in eqn.outvars]
     uncertain = [k for k, arg in enumerate(args) if not is_exact(arg) and counts(eqn, k)]
     if not uncertain and not any(is_integer(out.dtype) for out in outs):
         return list(args)
-    places = range(len(args)) if operands is None else operands
+    moving = range(len(args)) if operands is None else operands
     return [
-        arg.astype(jnp.float32) if k in places and is_exact(arg) and counts(eqn, k) else arg
+        arg.astype(jnp.float32) if k in moving and is_exact(arg) and counts(eqn, k) else arg
         for k, arg in enumerate(args)
     ]
 
@@ -89,7 +89,7 @@ def rounded(value: Value, dtype: DTypeLike, norm: float | None) -> Value:
 
 
 def extreme(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval:
-    """The rule for ``argmax`` and ``argmin``: the first place that may hold the extreme, and the
+    """The rule for ``argmax`` and ``argmin``: the first index that may hold the extreme, and the
     last one; of equal entries the first counts."""
     axis = eqn.params["axes"][0]
     lower, upper = (jnp.moveaxis(end, axis, -1) for end in ends(args[0]))
@@ -97,9 +97,9 @@ def extreme(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interva
         lower, upper = lower.astype(jnp.float32), upper.astype(jnp.float32)
     if eqn.primitive.name == "argmin":
         lower, upper = -upper, -lower
-    best, place = jnp.max(lower, axis=-1, keepdims=True), jnp.arange(lower.shape[-1])
+    best, index = jnp.max(lower, axis=-1, keepdims=True), jnp.arange(lower.shape[-1])
     first = jnp.argmax(lower, axis=-1)[..., None]
-    able = (upper > best) | ((upper == best) & (place <= first))
+    able = (upper > best) | ((upper == best) & (index <= first))
     low = jnp.argmax(able, axis=-1)
     high = lower.shape[-1] - 1 - jnp.argmax(able[..., ::-1], axis=-1)
     constant = stretch(args, jnp.inf, norm)
@@ -109,7 +109,7 @@ def extreme(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interva
 def ordered(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
     """The rule for ``sort``. The k-th smallest key lies between the k-th smallest ends.
 
-    A companion's entry at a place is one of those whose key may get there: it has as many keys
+    A companion's entry at an index is one of those whose key may get there: it has as many keys
     before it as are surely smaller, and as many behind it as are surely larger.
     """
     if any(_of_booleans(eqn, k) for k in range(len(args))):
@@ -158,22 +158,22 @@ def gathered(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value 
     lowest, highest = (end[..., 0] for end in ends(indices))
     others = [axis for axis in range(len(out.shape)) if axis not in dims.offset_dims]
 
-    def spread(t: Array) -> Array:
+    def broadcast(t: Array) -> Array:
         """A number for each index, at every entry that the index gives."""
         return lax.broadcast_in_dim(t, out.shape, others)
 
-    def step(hull: tuple[Array, Array], place: Array) -> tuple[tuple[Array, Array], None]:
-        near = (jnp.clip(lowest, 0, last) <= place) & (place <= jnp.clip(highest, 0, last))
-        every = jnp.full(index.shape, place, index.dtype)
+    def step(hull: tuple[Array, Array], number: Array) -> tuple[tuple[Array, Array], None]:
+        near = (jnp.clip(lowest, 0, last) <= number) & (number <= jnp.clip(highest, 0, last))
+        every = jnp.full(index.shape, number, index.dtype)
         low, high = (bind(eqn, [end, every]) for end in ends(operand))
-        low = jnp.where(spread(near), low, jnp.inf)
-        high = jnp.where(spread(near), high, -jnp.inf)
+        low = jnp.where(broadcast(near), low, jnp.inf)
+        high = jnp.where(broadcast(near), high, -jnp.inf)
         return (jnp.minimum(hull[0], low), jnp.maximum(hull[1], high)), None
 
     dtype = ends(operand).lower.dtype
     start = jnp.full(out.shape, jnp.inf, dtype), jnp.full(out.shape, -jnp.inf, dtype)
     (low, high), _ = loops.scan(step, start, jnp.arange(last + 1))
-    far = spread((lowest < 0) | (highest > last))
+    far = broadcast((lowest < 0) | (highest > last))
     if eqn.params["mode"] == lax.GatherScatterMode.CLIP:
         far = jnp.zeros_like(far)
     constant = stretch(args, jnp.inf, norm)

@@ -1,28 +1,21 @@
 """Certificates: proofs that no attack can do better, for single samples and for distributions.
 
-Single samples: bounds of the margins ``z_y - z_j`` over the ball around a sample come from
-:mod:`wdjax.bounds`; `pointwise` turns them into certified samples and radii (`ranges` checks what
-is asked: ball, box, radii of samples or entries); `verify` does so for a data set, with
-checkpoints; `branch` tightens them by branch and bound: `signs` splits the region by the signs of
-ReLUs (``wdjax.bounds.leaves`` bounds its subproblems and ranks the ReLUs to split). `in_turn` takes
-turns between it and two searches that bound operands anew in parts of the region: `subdomains`,
-which splits the first layers, and other functions than ReLU (``wdjax.bounds.rebounded``), and
-`parts`, where the margin is at most 0 (``wdjax.bounds.output_constraint``).
-``wdjax.lipschitz.branching`` is another search, over activation masks, for Lipschitz constants.
-`trainable` has differentiable bounds for training.
+Margins ``z_y - z_j`` over a sample's ball (checked by `ranges`) are bounded in :mod:`wdjax.bounds`.
+`pointwise` makes certified samples and radii of the bounds, `verify` does so for a data set,
+`anytime` by ever tighter methods in given seconds. `branch` tightens them by branch and bound:
+`in_turn` runs `signs` (splits by the signs of ReLUs), `subdomains` (first layers first, and other
+functions than ReLU) and `parts` (where the margin is at most 0). `trainable` has differentiable
+bounds for training.
 
-Any function: `properties` decides whether it has an output that a `specification` forbids:
-`falsify` looks for one, `halving` is branch and bound over boxes of inputs. What is found can be
-written down as a proof (``wdjax.proofs``); `recorded` tells it the splits of `signs`.
-
-Distributions: `wdro` bounds the accuracy over a Wasserstein ball from certified radii, and the
-expected loss from a Lipschitz constant; `growth` bounds the loss more tightly, from each sample's
-growth profile (a bound of its loss within every distance); for an unbounded domain `asymptote`
-bounds how fast the loss can grow far from the data.
+Any function: `properties` decides whether an output occurs that a `specification` forbids;
+`falsify` looks for one, `halving` splits boxes of inputs, `recorded` tells :mod:`wdjax.proofs` the
+splits of `signs`. Distributions: `wdro` has bounds over a Wasserstein ball from certified radii or
+a Lipschitz constant, `growth` tighter ones from each sample's growth profile, `asymptote` the
+loss's growth far from the data.
 
 Open `pointwise` first. To add a certificate of samples: a function ``(model, x, y) -> [n]`` radii,
 in a file here and in ``__all__``; ``wdjax.audit(certificates={name: function})`` then draws it, and
-``standard_certificates`` of ``wdjax/report/proofs.py`` makes it a default.
+``standard_certificates`` of ``wdjax/report/proved.py`` makes it a default.
 """
 
 from wdjax.bounds.interval import bound

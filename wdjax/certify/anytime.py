@@ -54,7 +54,7 @@ class Climb(NamedTuple):
         return "interval", "crown", *(("sdp-crown",) if coupled else ()), "attack", "alpha", "bab"
 
 
-def begin(ask: Climb) -> State:
+def first_climb_state(ask: Climb) -> State:
     """The state before the first rung."""
     (_, classes), n = jax.eval_shape(ask.model, ask.x[:1]).shape, len(ask.y)
     none = np.zeros(n, np.int32)

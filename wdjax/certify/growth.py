@@ -131,11 +131,11 @@ def growth_bound(
 
 def _endless(profile: Profile, model: Classifier, asked: wdro.Asked, last: float) -> Profile:
     """The profile with ``far``, a linear bound of each sample's loss beyond the radius ``last``."""
-    labels, place = np.unique(np.asarray(asked.y), return_inverse=True)
+    labels, index = np.unique(np.asarray(asked.y), return_inverse=True)
     (_, classes) = jax.eval_shape(model, asked.x[:1]).shape
     end = jnp.asarray(last, asked.x.dtype)
     steep = asymptote.slopes(model, asked.x, jnp.asarray(labels), end, asked.norm, "auto")
-    far = wdro.beyond(asked.loss, np.asarray(steep, float)[place], classes)
+    far = wdro.beyond(asked.loss, np.asarray(steep, float)[index], classes)
     return profile._replace(last=last, far=far)
 
 
@@ -206,9 +206,9 @@ def _dual(profile: Profile, eps: float, order: float) -> float:
     levels = rise * np.geomspace(1e-4 / max(last, 1.0), 1e8, _LEVELS)
     for _ in range(3):
         values = [_value(scaled, level, order) for level in levels]
-        place = int(np.argmin(values))
-        best = min(best, values[place])
-        near = levels[max(place - 1, 0)], levels[min(place + 1, len(levels) - 1)]
+        index = int(np.argmin(values))
+        best = min(best, values[index])
+        near = levels[max(index - 1, 0)], levels[min(index + 1, len(levels) - 1)]
         levels = np.geomspace(*near, _LEVELS)
     for level in (scaled.constant, float(np.max(scaled.far[1]))):
         if 0 < level < math.inf:

@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
     ended: str
 
 
-class _Parts(NamedTuple):
+class _CutBoxes(NamedTuple):
     """Boxes ``[L, *shape]`` after one turn."""
 
     low: Any
@@ -62,7 +62,9 @@ class _Parts(NamedTuple):
 
 
 @jax.jit
-def _turn(model: Classifier, rows: Objectives, member: Array, lower: Array, upper: Array) -> _Parts:
+def _turn(
+    model: Classifier, rows: Objectives, member: Array, lower: Array, upper: Array
+) -> _CutBoxes:
     """Bounds, cuts and scores ``[L, *shape]``; ``member``, ``[M, R]``, as in ``Forbidden``."""
     low, a, linear = linear_outputs.lower(model, rows, lower, upper, "crown")
     shape, count = lower.shape, len(lower)
@@ -80,7 +82,7 @@ def _turn(model: Classifier, rows: Objectives, member: Array, lower: Array, uppe
     worst = jnp.argmin(best, axis=1)
     toward = jnp.take_along_axis(steep, worst[:, None, None], axis=1)[:, 0]
     points = jnp.where(toward > 0, new_lower, new_upper)
-    return _Parts(
+    return _CutBoxes(
         jnp.min(best, axis=1),
         new_lower.reshape(shape),
         new_upper.reshape(shape),
@@ -146,8 +148,8 @@ def _member(
         weight = jax.nn.softmax(tilt)
         found, toward, value = mean(weight)
         best, weights = jnp.fmax(best, found), jnp.where(found > best, weight, weights)
-        spread = jnp.max(jnp.where(needed, jnp.abs(value), 0.0))
-        tilt = tilt + jnp.where(needed, value, 0.0) / (spread + 1e-30)
+        largest = jnp.max(jnp.where(needed, jnp.abs(value), 0.0))
+        tilt = tilt + jnp.where(needed, value, 0.0) / (largest + 1e-30)
     weight = jax.nn.softmax(tilt)
     found, toward, value = mean(weight)
     best, weights = jnp.fmax(best, found), jnp.where(found > best, weight, weights)
@@ -191,14 +193,14 @@ class Halving:
             blank = self.width - count
             ends = (np.concatenate([e, np.repeat(e[:1], blank, axis=0)]) for e in batch[:2])
             found = jax.device_get(_turn(self.model, self.rows, self.member, *ends))
-            found = _Parts(*(part[:count] for part in found))
+            found = _CutBoxes(*(part[:count] for part in found))
             leaves += count
             low = np.fmax(found.low, batch.low)  # What is NaN is not known.
             left = ~(low > 0) if self.record is None else self._refused(batch, low, found)
             closed = min(closed, float(np.min(low[~left], initial=math.inf)))
             if not np.any(left):
                 continue
-            broken = self._broken(_Parts(*(part[left] for part in found)))
+            broken = self._broken(_CutBoxes(*(part[left] for part in found)))
             if broken is not None:
                 return Outcome(float(np.min(low)), leaves, broken, "violated")
             parts = _Open(found.lower[left], found.upper[left], low[left], batch.node[left])
@@ -226,7 +228,7 @@ class Halving:
             self.record.closed(parts.node[~stays].tolist(), np.zeros((np.sum(~stays), 0)))
         return _Open(*(part[stays] for part in parts)), stays
 
-    def _refused(self, batch: "_Open", low: Numbers, found: _Parts) -> npt.NDArray[np.bool_]:
+    def _refused(self, batch: "_Open", low: Numbers, found: _CutBoxes) -> npt.NDArray[np.bool_]:
         """``[L]``: which boxes the bounds or the checker of the proof do not close."""
         assert self.record is not None
         left, claimed = ~(low > 0), np.flatnonzero(low > 0)
@@ -236,7 +238,7 @@ class Halving:
             )
         return np.asarray(left)
 
-    def _broken(self, parts: _Parts) -> falsify.Witness | None:
+    def _broken(self, parts: _CutBoxes) -> falsify.Witness | None:
         """A violation at the centres of open parts or where their bounds are least."""
         centers = 0.5 * parts.lower + 0.5 * parts.upper
         blank = 2 * self.width - 2 * len(centers)
@@ -289,22 +291,22 @@ def _halved(boxes: _Open, gain: Numbers, room: int) -> tuple[_Open, _Open]:
         splits = (middle > lower) & (middle < upper)
         score = np.where(splits, gain + np.finfo(gain.dtype).tiny * (upper - lower), -1.0)
         score = np.where(splits & ~np.isfinite(score), upper - lower, score)
-        place = np.argmax(score, axis=1)
-        can = splits[np.arange(len(low)), place]
+        entry = np.argmax(score, axis=1)
+        can = splits[np.arange(len(low)), entry]
         stuck.append(_Open(lower[~can], upper[~can], low[~can], node[~can]))
         lower, upper, low, node = (t[can] for t in (lower, upper, low, node))
-        gain, place = gain[can], place[can]
+        gain, entry = gain[can], entry[can]
         if not len(low):
             break
         rows = np.arange(len(low))
-        cut = middle[can][rows, place]
+        cut = middle[can][rows, entry]
         first, second = upper.copy(), lower.copy()
-        first[rows, place] = second[rows, place] = cut
+        first[rows, entry] = second[rows, entry] = cut
         gain = gain.copy()
-        gain[rows, place] *= 0.5
+        gain[rows, entry] *= 0.5
         lower, upper = np.concatenate([lower, second]), np.concatenate([first, upper])
         low, gain = np.concatenate([low, low]), np.concatenate([gain, gain])
-        node = _parted(node, place, cut)
+        node = _parted(node, entry, cut)
         if 2 * len(low) > room:
             break
     kept = [np.concatenate(parts) for parts in zip(*stuck)]
@@ -312,10 +314,10 @@ def _halved(boxes: _Open, gain: Numbers, room: int) -> tuple[_Open, _Open]:
     return _Open(shaped[0], shaped[1], low, node), _Open(shaped[2], shaped[3], kept[2], kept[3])
 
 
-def _parted(node: Numbers, place: Numbers, cut: Numbers) -> Numbers:
+def _parted(node: Numbers, entry: Numbers, cut: Numbers) -> Numbers:
     """The lower, then the upper halves of boxes in a proof; None without one."""
     halves = np.full(2 * len(node), None, object)
     for i, part in enumerate(node):
         if part is not None:
-            halves[i :: len(node)] = part.split(int(place[i]), float(cut[i]))
+            halves[i :: len(node)] = part.split(int(entry[i]), float(cut[i]))
     return halves

@@ -463,8 +463,8 @@ def bounds(
     method: Method,
 ) -> Array:
     """``[n, K]``: lower bounds of the margins within ``eps``, ``[n]``, in units of ``scale``."""
-    place = region.ball(x, eps, ball.norm, ball.box, scale)
-    return margins.lower(model, place, y, method)
+    around = region.ball(x, eps, ball.norm, ball.box, scale)
+    return margins.lower(model, around, y, method)
 
 
 def _check_mesh(mesh: Mesh | None, sound: Array | None) -> None:

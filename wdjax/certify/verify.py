@@ -109,7 +109,9 @@ def verify(
     if method == "auto" and seconds is not None:
         climb = anytime.Climb(model, x, y, reach, scale, ball, size, seconds, mesh)
     limit = 10.0 if seconds is None else seconds
-    work = _Work(model, x, y, pieces, norm, reach, scale, box, method, steps, limit, mesh, climb)
+    work = _Verification(
+        model, x, y, pieces, norm, reach, scale, box, method, steps, limit, mesh, climb
+    )
     settings = [METHODS.index(method), steps, size, limit, len(pieces), climb is not None]
 
     def progress(state: dict[str, Any]) -> Progress:
@@ -126,7 +128,7 @@ def verify(
         named = repr(ball.norm)
         mark = identity.digest(traced, named, model, x, y, np.array(settings, float), ends)
     state = loop.carry(
-        _begin(work),
+        _first_margins_state(work),
         functools.partial(_turn, work),
         functools.partial(_finished, work),
         report=None if callback is None else lambda s: callback(progress(s)),
@@ -139,7 +141,7 @@ def verify(
     return _certificate(work, state)
 
 
-class _Work(NamedTuple):
+class _Verification(NamedTuple):
     """The arguments of :func:`verify`, and the batches."""
 
     model: Classifier
@@ -165,19 +167,19 @@ class _Work(NamedTuple):
         return self.method == "bab" or self.climb is not None
 
 
-def _begin(work: _Work) -> dict[str, Any]:
+def _first_margins_state(work: _Verification) -> dict[str, Any]:
     """The state before the first batch: margins ``[n, K]``, radii and ends ``[n]``, and for branch
     and bound the samples ``[n, *shape]``, which misclassified points replace."""
     (_, classes), n = jax.eval_shape(work.model, work.x[:1]).shape, len(work.y)
     begun: dict[str, Any] = {"turn": 0, "radius": np.zeros(n)}
     if work.climb is not None:
-        return begun | anytime.begin(work.climb)
+        return begun | anytime.first_climb_state(work.climb)
     points = np.array(work.x if work.method == "bab" else work.x[:0])
     low, ended = np.full((n, classes), -np.inf), np.zeros(n, np.int32)
     return begun | {"low": low, "ended": ended, "points": points}
 
 
-def _finished(work: _Work, state: dict[str, Any]) -> bool:
+def _finished(work: _Verification, state: dict[str, Any]) -> bool:
     """Whether all samples are decided or given up, and all radii are known."""
     if work.climb is not None and not anytime.finished(work.climb, state):
         return False
@@ -185,7 +187,7 @@ def _finished(work: _Work, state: dict[str, Any]) -> bool:
     return not radii or int(state["turn"]) >= len(work.pieces)
 
 
-def _turn(work: _Work, state: dict[str, Any]) -> dict[str, Any]:
+def _turn(work: _Verification, state: dict[str, Any]) -> dict[str, Any]:
     """Certifies the next batch; while "auto" climbs, one batch of one rung."""
     if work.climb is not None and not anytime.finished(work.climb, state):
         return state | anytime.turn(work.climb, state)
@@ -220,7 +222,7 @@ def _turn(work: _Work, state: dict[str, Any]) -> dict[str, Any]:
     return state | {"turn": state["turn"] + 1, **after}
 
 
-def _certificate(work: _Work, state: dict[str, Any]) -> Certificate:
+def _certificate(work: _Verification, state: dict[str, Any]) -> Certificate:
     """The certificate of all batches' bounds, and of the logits at the samples."""
     logits = np.concatenate([work.model(work.x[these]) for these in work.pieces])
     correct = np.asarray(metrics.correct(jnp.asarray(logits), work.y))

@@ -56,7 +56,7 @@ def _shape(eqn: JaxprEqn, operand: int = 0) -> tuple[int, ...]:
 
 
 def elementwise(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """Entries of all operands at one place."""
+    """Entries of all operands at one position."""
     rows = [arg for arg in args if isinstance(arg, PerSample)]
     varies = frozenset[int]().union(*(arg.varies for arg in args if isinstance(arg, SampleFree)))
     if not rows:
@@ -67,16 +67,16 @@ def elementwise(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
     return rows[0]._replace(placed=placed)
 
 
-def moved(value: Value, place: Callable[[int], int | None]) -> Value:
+def moved(value: Value, to: Callable[[int], int | None]) -> Value:
     """A value whose axes go elsewhere; None for one that is summed up or cut."""
     if isinstance(value, ManySamples):
         return value
     if isinstance(value, PerSample):
-        axis = place(value.axis)
+        axis = to(value.axis)
         if axis is None:
             raise Unproved
         return value._replace(axis=axis)
-    return SampleFree(frozenset(axis for axis in map(place, value.varies) if axis is not None))
+    return SampleFree(frozenset(axis for axis in map(to, value.varies) if axis is not None))
 
 
 def _broadcast(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
@@ -91,10 +91,10 @@ def _reduced(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
     """An operation that removes axes: a sum, a maximum, a squeeze."""
     gone = eqn.params.get("axes", eqn.params.get("dimensions", ()))
 
-    def place(axis: int) -> int | None:
+    def to(axis: int) -> int | None:
         return None if axis in gone else axis - sum(other < axis for other in gone)
 
-    return moved(args[0], place)
+    return moved(args[0], to)
 
 
 def _reshaped(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
@@ -203,7 +203,7 @@ _WINDOWS = ("strides", "window_dimensions", "window_strides", "base_dilation", "
 
 
 def _updated(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """``dynamic_update_slice`` over the whole batch axis, at fixed places."""
+    """``dynamic_update_slice`` over the whole batch axis, at fixed indices."""
     value = elementwise(eqn, args, n)
     if any(isinstance(arg, PerSample) for arg in args[2:]) or not isinstance(value, PerSample):
         raise Unproved
@@ -213,7 +213,7 @@ def _updated(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
 
 
 def _sliced(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
-    """``dynamic_slice`` over the whole batch axis, at fixed places."""
+    """``dynamic_slice`` over the whole batch axis, at fixed indices."""
     row = args[0]
     if any(isinstance(arg, PerSample) for arg in args[1:]) or not isinstance(row, PerSample):
         raise Unproved
@@ -230,12 +230,12 @@ def _product(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
         [axis for axis in range(len(_shape(eqn, k))) if axis not in (*summed, *batch)]
         for k, (summed, batch) in enumerate(sides)
     ]
-    places: list[dict[int, int]] = []
+    maps: list[dict[int, int]] = []
     for k, (_, batch) in enumerate(sides):
         first = len(batch) + (len(free[0]) if k else 0)
-        output = {axis: place for place, axis in enumerate(batch)}
-        places.append(output | {axis: first + i for i, axis in enumerate(free[k])})
-    return elementwise(eqn, [moved(arg, places[k].get) for k, arg in enumerate(args)], n)
+        output = {axis: position for position, axis in enumerate(batch)}
+        maps.append(output | {axis: first + i for i, axis in enumerate(free[k])})
+    return elementwise(eqn, [moved(arg, maps[k].get) for k, arg in enumerate(args)], n)
 
 
 def _convolved(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
@@ -291,15 +291,15 @@ def _scattered(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Value:
     others = [axis for axis in range(len(size)) if axis not in dims.update_window_dims]
     pairs = zip(dims.operand_batching_dims, dims.scatter_indices_batching_dims)
     batching = {index: axis for axis, index in pairs}
-    places = {others[index]: axis for index, axis in batching.items()}
-    for place, axis in zip(dims.update_window_dims, windows):
-        whole = size[place] == shape[axis] and axis not in dims.scatter_dims_to_operand_dims
-        places.update({place: axis} if whole else {})
-    given = moved(indices, batching.get), moved(updates, places.get)
+    update_axes = {others[index]: axis for index, axis in batching.items()}
+    for position, axis in zip(dims.update_window_dims, windows):
+        whole = size[position] == shape[axis] and axis not in dims.scatter_dims_to_operand_dims
+        update_axes.update({position: axis} if whole else {})
+    given = moved(indices, batching.get), moved(updates, update_axes.get)
     value = elementwise(eqn, [operand, *given], n)
     if isinstance(value, SampleFree):
-        return SampleFree(value.varies.union({*range(len(shape))} - {*places.values()}))
-    if isinstance(value, PerSample) and value.axis not in places.values():
+        return SampleFree(value.varies.union({*range(len(shape))} - {*update_axes.values()}))
+    if isinstance(value, PerSample) and value.axis not in update_axes.values():
         raise Unproved  # The indices choose which samples are written.
     return value
 

@@ -263,7 +263,7 @@ def check_search(
 
     Returns:
       The attack, its numbers in the dtype of x; the samples, without outputs; the points to begin
-      at, ``[n, *shape]``, or None; the samples' places in a larger data set, ``[n]``; the samples
+      at, ``[n, *shape]``, or None; the samples' indices in a larger data set, ``[n]``; the samples
       to attack, ``[n]`` booleans, or None; and the third of :func:`gate`, where an invalid radius
       is False too.
     """
@@ -276,9 +276,9 @@ def check_search(
     x, n = on_device(x), len(x)
     radii = None if eps is None else _radii(check_radii(eps, n), x)
     start, only = check_like("start", start, x), check_mask("only", only, n)
-    attack, places = settle(attack, x.dtype), on_device(np.arange(n) if index is None else index)
-    if len(places) != n:
-        raise ValueError(f"index must have one row a sample, {n}, got {len(places)}.")
+    attack, indices = settle(attack, x.dtype), on_device(np.arange(n) if index is None else index)
+    if len(indices) != n:
+        raise ValueError(f"index must have one row a sample, {n}, got {len(indices)}.")
     x, y, sound = gate(
         model, x, y, attack.ball.box, criterion, beside=rest, transductive=transductive
     )
@@ -291,7 +291,7 @@ def check_search(
         _check_axis(attack)
     if sound is not None and radii is not None:
         sound &= jnp.isfinite(radii) & (radii >= 0)
-    return attack, Samples(x, y, radii, None), start, places, only, sound
+    return attack, Samples(x, y, radii, None), start, indices, only, sound
 
 
 def _check_axis(attack: Attack) -> None:

@@ -5,7 +5,7 @@ that it prints). `smoothing_command` and `lipschitz_command` are methods of `cer
 ``main`` parses the words and calls the command's ``run``, which loads model and samples by
 `subject`, does its work in parts by `shards`, and writes table and JSON by ``subject.write``.
 
-`subject` declares and loads what all commands share: model, samples, places of results; `own_model`
+`subject` declares and loads what all commands share: model, samples, paths of results; `own_model`
 has the kinds of ``--model``, `options` the types of numbers; `printed` aligns tables, `console`
 prints; `process` handles signals and caches; `workers` are the processes of ``verify --jobs``.
 Attacks are rows of `attack_table`, whose settings `attack_words` parses. `shards` splits work

@@ -106,7 +106,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace, console: Console) -> int:
     """Attacks, and writes the results; says at once what each attack left."""
     columns = check(parsed)
-    work, samples = shards.begin(parsed)
+    work, samples = shards.sharded_work(parsed)
     _, x, y = samples
     ball = _ball(parsed)
     warned = subject.cautions(console, arguments.too_far(ball, x.shape[1:], parsed.eps))
@@ -152,9 +152,9 @@ def _ball(parsed: argparse.Namespace) -> Lp:
 
 
 def check(parsed: argparse.Namespace) -> dict[str, Column]:
-    """Raises, before any work, for bad options and places; the attacks by label."""
+    """Raises, before any work, for bad options and paths; the attacks by label."""
     columns = _columns(parsed)
-    subject.check_places(parsed, parsed.points, parsed.plot)
+    subject.check_paths(parsed, parsed.points, parsed.plot)
     shards.check(parsed)
     return columns
 
@@ -351,8 +351,10 @@ def _spending(column: Column, parsed: argparse.Namespace) -> dict[str, float]:
 
 def _bounded(column: Column, parsed: argparse.Namespace) -> str:
     """Whether ``--eps`` bounds the cost of every sample, or that of all on average."""
-    spread = _budget(column, _ball(parsed)) == "data" or _spending(column, parsed).get("kappa") != 1
-    return "average" if spread and column.order != math.inf else "maximum"
+    averaged = (
+        _budget(column, _ball(parsed)) == "data" or _spending(column, parsed).get("kappa") != 1
+    )
+    return "average" if averaged and column.order != math.inf else "maximum"
 
 
 def _attack_of(column: Column, parsed: argparse.Namespace) -> tuple[Attack, float]:

@@ -18,7 +18,7 @@ from wdjax.cli import options, shards, subject
 from wdjax.cli.console import Console
 from wdjax.core import Attack, Model
 from wdjax.engine import tasks
-from wdjax.report import audit, audited, changes, page, proofs, summary
+from wdjax.report import audit, audited, changes, page, proved, summary
 from wdjax.report.evidence import Sandwich
 
 _KEPT = (page.Drawn, page.Picture, page.WorstSample)
@@ -127,7 +127,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     if old is not None:
         changes.check(old, *(("linf", EPS_LIST) if digits else (parsed.norm, parsed.eps_list)))
     parsed.json = parsed.json or parsed.out / "report.json"
-    subject.check_places(parsed, parsed.out / "report.html")
+    subject.check_paths(parsed, parsed.out / "report.html")
     shards.check(parsed)
     made = (_digits if digits else _own)(parsed, console)
     if made is None:
@@ -164,13 +164,13 @@ def _own(parsed: argparse.Namespace, console: Console) -> AuditParts | None:
     """
     eps_list, ball = audit.check_eps_list(parsed.eps_list), Lp(norms.NAMES[parsed.norm])
     attempts = audit.filled(audit.standard_attacks(ball, eps_list), ball)
-    work, samples = shards.begin(parsed)
+    work, samples = shards.sharded_work(parsed)
     model, x, y = samples
     name = str(parsed.arch or parsed.model)
     warned = subject.cautions(console, arguments.too_far(ball, x.shape[1:], eps_list))
     own = validate.check_samples(model, x[work.own], y[work.own])
     size, key = work.batch(model, x), jax.random.key(parsed.seed)
-    setting = proofs.Setting(model, x, y, ball, eps_list, key, size, subject.mesh(parsed))
+    setting = proved.Setting(model, x, y, ball, eps_list, key, size, subject.mesh(parsed))
     if not work.part:
         setting = setting._replace(x=own[0], y=own[1])
     with console.steps(name, "begin") as show:
@@ -190,7 +190,7 @@ def _digits(parsed: argparse.Namespace, console: Console) -> AuditParts:
     """Trains two nets on digits and audits them."""
     split = data.digits()
     samples = split.test.take(parsed.samples or _DIGITS)
-    work, done = subject.begin(parsed, split), []
+    work, done = subject.command_tasks(parsed, split), []
     for number, name in enumerate(RECIPES):
         with console.steps(name, "training") as show:
 

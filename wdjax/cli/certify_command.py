@@ -93,7 +93,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace, console: Console) -> int:
     """Certifies and writes, then says how many samples are verified."""
     check(parsed)
-    work, samples = shards.begin(parsed)
+    work, samples = shards.sharded_work(parsed)
     model, x, y = samples
     if parsed.method == smoothing_command.METHOD:
         return smoothing_command.run(parsed, work, samples, console)
@@ -135,14 +135,14 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
 
 
 def check(parsed: argparse.Namespace) -> None:
-    """Raises, before any work, for options that do not go together, and bad places."""
+    """Raises, before any work, for options that do not go together, and bad paths."""
     smoothing_command.check(parsed)
     if (parsed.norm, parsed.method) == (smoothing_command.IMAGES, lipschitz_command.METHOD):
         raise ValueError(
             f"--method {parsed.method} has Lipschitz constants in l1, l2 and linf; for --norm "
             f"{parsed.norm} take another of {', '.join(certify.METHODS)}."
         )
-    subject.check_places(parsed, parsed.radii)
+    subject.check_paths(parsed, parsed.radii)
     shards.check(parsed)
 
 

@@ -106,12 +106,12 @@ def cluster(name: str, folder: Path, settings: Mapping[str, Any]) -> Engine:
     except (AssertionError, NameError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"--cluster {name}: {' '.join(str(error).split())[:300]}") from error
 
-    def begin(words: Sequence[str], log: Path) -> Running:
+    def submit(words: Sequence[str], log: Path) -> Running:
         work = submitit.helpers.FunctionSequence()  # It can be put back into the queue.
         work.add(commanded, list(words), log)
         return Submitted(executor.submit(work))
 
-    return begin
+    return submit
 
 
 def stop(running: Iterable[Running]) -> None:

@@ -156,7 +156,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     """Plays the games and writes; says at once what each game left."""
     on_own_data = own_game.on_own_data(parsed)
     own_game.check(parsed)
-    subject.check_places(parsed)
+    subject.check_paths(parsed)
     shards.check(parsed)
     cases = [parsed.preset]
     if parsed.preset is None:
@@ -170,7 +170,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         for seed in parsed.seeds
     ]
     wanted = _wanted(parsed, cases, [game.case.rows | _extras(name) for name, _, game in offered])
-    work, samples = shards.begin(parsed, samples)
+    work, samples = shards.sharded_work(parsed, samples)
     if work.coverage:
         raise ValueError("every game is one part's: merge all of them, not some.")
     done: list[tasks.Done[Any]] = []

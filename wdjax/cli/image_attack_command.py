@@ -121,7 +121,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     ball = image.ImageWasserstein(window, parsed.power, parsed.channels)
     check(parsed)
     attack = _single(parsed, ball)
-    work, samples = shards.begin(parsed)
+    work, samples = shards.sharded_work(parsed)
     model, x, y = samples
     if window is not None and window >= 2 * max(x.shape[1:3]) - 1:  # All of the image is inside.
         ball = dataclasses.replace(ball, window=None)
@@ -184,9 +184,9 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
 
 
 def check(parsed: argparse.Namespace) -> None:
-    """Raises, before any work, for a bad attack and places that cannot be written."""
+    """Raises, before any work, for a bad attack and paths that cannot be written."""
     _single(parsed, image.ImageWasserstein())
-    subject.check_places(parsed, parsed.points, parsed.radii)
+    subject.check_paths(parsed, parsed.points, parsed.radii)
     shards.check(parsed)
 
 
@@ -252,11 +252,11 @@ def _natural(model: Classifier, x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
     if one of them became black, and of colours whose shares of the mass changed.
     """
     size = batching.default(batching.traced(model, x))
-    places = [slice(one, one + size) for one in range(0, len(x), size)]
+    pieces = [slice(one, one + size) for one in range(0, len(x), size)]
     found = {}
     for name, move in MOVES.items():
-        moved = np.concatenate([np.asarray(move(x[place])) for place in places])
-        logits = np.concatenate([np.asarray(model(jnp.asarray(moved[place]))) for place in places])
+        moved = np.concatenate([np.asarray(move(x[piece])) for piece in pieces])
+        logits = np.concatenate([np.asarray(model(jnp.asarray(moved[piece]))) for piece in pieces])
         far = np.sqrt(np.sum((np.asarray(moved, np.float64) - x) ** 2, axis=(1, 2, 3)))
         apart = image.image_wasserstein_distance(x[:_MEASURED], moved[:_MEASURED])
         found[name] = {

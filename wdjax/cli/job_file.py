@@ -46,7 +46,7 @@ class Job(NamedTuple):
     names: tuple[str, ...]
     """Of the model, the data, the threat and the method."""
     words: tuple[str, ...]
-    """The command with its options, but for places and parts."""
+    """The command with its options, but for paths and parts."""
     parsed: argparse.Namespace
     parts: int
     """Their number."""
@@ -72,8 +72,8 @@ class Job(NamedTuple):
     def said(self, number: int) -> list[str]:
         """The command line of a part, or for 0 the one that merges them."""
         if number:
-            places = [f"--json={self.result}", f"--checkpoint={self.kept(number)}"]
-            return [*self.words, *places, f"--shard={number}/{self.parts}", "--quiet"]
+            paths = [f"--json={self.result}", f"--checkpoint={self.kept(number)}"]
+            return [*self.words, *paths, f"--shard={number}/{self.parts}", "--quiet"]
         parts = [str(self.part(one)) for one in range(1, self.parts + 1)]
         code = self.parsed.model
         trusted = [] if code is None or not own_model.runs_code(code) else [f"--model={code}"]
@@ -141,19 +141,19 @@ def _check(content: dict[str, Any]) -> None:
     entries = (
         (f"{kind}.{name}", name, entry) for kind in _KINDS for name, entry in content[kind].items()
     )
-    for place, name, entry in entries:
+    for where, name, entry in entries:
         if not _NAME.fullmatch(name):
             raise ValueError(
-                f"{options.shown(place)}: of the name a folder is made: take letters, digits and "
+                f"{options.shown(where)}: of the name a folder is made: take letters, digits and "
                 "any of _ + = - ."
             )
         if not isinstance(entry, dict):
-            raise ValueError(f"{place} must be a table, got {options.shown(str(entry))}.")
+            raise ValueError(f"{where} must be a table, got {options.shown(str(entry))}.")
         for other, names in _taken(entry, "only", dict, {}).items():
             there = content[other] if other in _KINDS else {}
             if not isinstance(names, list) or any(one not in [*there] for one in names):
                 raise ValueError(
-                    f"{place}.only must list names of {', '.join(_KINDS)}, got "
+                    f"{where}.only must list names of {', '.join(_KINDS)}, got "
                     f"{options.shown(f'{other} = {names}')}."
                 )
 
@@ -249,7 +249,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 def _check_words(job: Job) -> None:
     """Raises if the command refuses the options, or the folder cannot be written.
 
-    The places are not those of its parts: what a kill left of them is not the file's fault.
+    The paths are not those of its parts: what a kill left of them is not the file's fault.
     """
     parsed = parse([*job.words, f"--json={job.folder / 'check'}", f"--shard=1/{job.parts}"])
     parsed.every = None

@@ -110,7 +110,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"NPPR is fitted on one half and measured on the other: {len(y)} samples.")
     warned = subject.cautions(console, arguments.too_far(_ball(parsed), x.shape[1:], parsed.eps))
     train, held = ((x[half], y[half]) for half in (slice(len(y) // 2), slice(len(y) // 2, None)))
-    work, _ = shards.begin(parsed, samples, len(held[1]))
+    work, _ = shards.sharded_work(parsed, samples, len(held[1]))
     if work.coverage:
         raise ValueError("nppr is fitted on all samples: merge all of its parts, not some.")
     done: list[tasks.Done[Any]] = []
@@ -193,13 +193,13 @@ def _say(
 
 
 def check(parsed: argparse.Namespace) -> list[nppr.Mode]:
-    """Raises, before any work, for bad options and places; the modes."""
+    """Raises, before any work, for bad options and paths; the modes."""
     modes = _modes(parsed.mode)
     if parsed.rare and parsed.norm != "linf":
         raise ValueError(f"--rare is for --norm linf, got {parsed.norm}.")
     if parsed.rare and parsed.shard is not None:
         raise ValueError("--rare looks for samples among all: leave it out where --shard is.")
-    subject.check_places(parsed)
+    subject.check_paths(parsed)
     shards.check(parsed)
     return modes
 
@@ -304,15 +304,15 @@ def _rare(
     x, y, right = correct_inputs(model, distribution, *held)
     safe = np.flatnonzero(right)[np.asarray(shares) == 1]
     rows = []
-    for place in map(int, safe[: parsed.rare or 0]):
-        how: dict[str, Any] = {"key": jax.random.fold_in(key, place)}
+    for index in map(int, safe[: parsed.rare or 0]):
+        how: dict[str, Any] = {"key": jax.random.fold_in(key, index)}
         found = nppr.importance(
-            model, distribution, x[place], y[place], batch_size=parsed.batch_size, **how
+            model, distribution, x[index], y[index], batch_size=parsed.batch_size, **how
         )
         low, high = found.interval()
         rows.append(
             {
-                "sample": place,
+                "sample": index,
                 "value": found.value,
                 "interval": [float(low), float(high)],
                 "found": found.found,

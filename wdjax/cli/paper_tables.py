@@ -609,7 +609,7 @@ _SINKHORN = 'image-attack --k {} --attack "sinkhorn(growing=true, iterations=50,
 
 def _hu_table_1(data: str, published: Mapping[str, str]) -> PaperTable:
     line = f"image-attack --k {','.join(_KS)}"
-    paths = {f"k {k}": f"budgets/{place}/attacked_accuracy" for place, k in enumerate(_KS)}
+    paths = {f"k {k}": f"budgets/{number}/attacked_accuracy" for number, k in enumerate(_KS)}
     return PaperTable(
         f"Table 1 and Figure 2, {data}",
         f"The union of this library's attacks. {_MASS_DIFFERS}",
@@ -628,8 +628,8 @@ def _hu_ablation() -> Iterator[Cell]:
     }
     for name, words in kinds.items():
         line = _SINKHORN.format(",".join(_KS), words)
-        for place, k in enumerate(_KS):
-            yield Cell(name, f"k {k}", line, f"budgets/{place}/attacked_accuracy")
+        for number, k in enumerate(_KS):
+            yield Cell(name, f"k {k}", line, f"budgets/{number}/attacked_accuracy")
 
 
 def _hu_steps() -> Iterator[Cell]:
@@ -638,8 +638,8 @@ def _hu_steps() -> Iterator[Cell]:
     for size in ("0.02", "0.04", "0.06", "0.08"):
         line = _SINKHORN.format(",".join(ks), f"steps=210, step_size={size}")
         yield Cell(size, "hours", line, "seconds", "hours")
-        for place, k in enumerate(ks):
-            yield Cell(size, f"k {k}", line, f"budgets/{place}/attacked_accuracy")
+        for number, k in enumerate(ks):
+            yield Cell(size, f"k {k}", line, f"budgets/{number}/attacked_accuracy")
 
 
 _MOVED = (

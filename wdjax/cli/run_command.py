@@ -107,7 +107,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     if parsed.cluster is not None:
         begin = engines.cluster(parsed.cluster, out / "cluster", settings)
     with atomic.exclusive(out):
-        failed = _Work(jobs, begin, parsed, console).done()
+        failed = _JobQueue(jobs, begin, parsed, console).done()
     rows = [row for job in jobs if (row := _row(job)) is not None]
     times = {name: math.fsum(row[name] for row in rows) for name in ("seconds", "compile_seconds")}
     content = {**summary.head("run"), "data": parsed.file.name, "jobs": rows, "remarks": failed}
@@ -133,7 +133,7 @@ def table(content: dict[str, Any]) -> Iterator[list[Any]]:
             yield [*row["job"], row["n"], row["clean_accuracy"], name, value]
 
 
-class _Part(NamedTuple):
+class _RunningPart(NamedTuple):
     """A part of a job that is done now, or for number 0 its merge."""
 
     job: Job
@@ -142,7 +142,7 @@ class _Part(NamedTuple):
     began: float
 
 
-class _Work:
+class _JobQueue:
     """What is left of all jobs."""
 
     def __init__(
@@ -155,7 +155,7 @@ class _Work:
         self._begin, self._parsed, self._console = begin, parsed, console
         self._failed: dict[tuple[str, ...], str] = {}
         self._tries = collections.Counter[tuple[tuple[str, ...], int]]()
-        self._busy: list[_Part] = []
+        self._busy: list[_RunningPart] = []
         self._todo: collections.deque[tuple[Job, int]] = collections.deque()
         self._left: dict[tuple[str, ...], set[int]] = {}
         """The parts of each job that are not there yet."""
@@ -178,7 +178,7 @@ class _Work:
                     job, number = self._todo.popleft()
                     words = job.said(number) + ["--no-cache"] * (not self._parsed.cache)
                     running = self._begin(words, _log(job, number))
-                    self._busy.append(_Part(job, number, running, time.monotonic()))
+                    self._busy.append(_RunningPart(job, number, running, time.monotonic()))
                 time.sleep(_PAUSE)
                 for part in [part for part in self._busy if part.running.done()]:
                     self._busy.remove(part)
@@ -187,7 +187,7 @@ class _Work:
             engines.stop(part.running for part in self._busy)
         return [f"{' '.join(names)}: {text}" for names, text in self._failed.items()]
 
-    def _end(self, part: _Part, began: float) -> None:
+    def _end(self, part: _RunningPart, began: float) -> None:
         """Notes how a part ended: it is merged after the last of its job, or begun again."""
         job, number, left = part.job, part.number, self._left[part.job.names]
         name = f"{' '.join(job.names)}, {f'part {number}/{job.parts}' if number else 'merge'}"
@@ -273,14 +273,14 @@ def _row(job: Job) -> dict[str, Any] | None:
     if (found := _merged(job)) is None:
         return None
     titles, *lines = job_file.COMMANDS[job.words[0]].table(found)
-    place = next(place for place, title in enumerate(titles) if title in ("accuracy", "value"))
+    column = next(column for column, title in enumerate(titles) if title in ("accuracy", "value"))
     return {
         "job": list(job.names),
         "command": job.words[0],
         "file": str(job.result),
         "n": found["n"],
         "clean_accuracy": found["clean_accuracy"],
-        "shares": {line[0]: line[place] for line in lines if line[0] not in ("none", "clean")},
+        "shares": {line[0]: line[column] for line in lines if line[0] not in ("none", "clean")},
         "remarks": [f"{name}: {text}" if name else text for name, text in printed.noted(found)],
         "seconds": found["seconds"],
         "compile_seconds": found["compile_seconds"],
@@ -299,6 +299,6 @@ def _infos(jobs: Sequence[Job], rows: Sequence[dict[str, Any]]) -> dict[Path, st
         accuracies = row["clean_accuracy"], row["shares"]["autoattack"]
         values = data, job.eps, *(f"{100 * accuracy:.2f}" for accuracy in accuracies)
         measured = dict(zip(job_file.MEASURED, values))
-        place = Path(data, threat, f"{model}.json")
-        found[place] = json.dumps({"name": model, **job.info, **measured}, indent=2) + "\n"
+        path = Path(data, threat, f"{model}.json")
+        found[path] = json.dumps({"name": model, **job.info, **measured}, indent=2) + "\n"
     return found

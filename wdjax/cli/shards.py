@@ -23,7 +23,7 @@ from wdjax.engine import batching, tasks
 from wdjax.files import atomic, persist
 from wdjax.nppr.estimate import Estimate
 from wdjax.report import summary
-from wdjax.report.proofs import Refused
+from wdjax.report.proved import Refused
 from wdjax.smoothing import SmoothedCertificate
 from wdjax.transductive import GameReport
 
@@ -381,7 +381,7 @@ class ShardedWork:
         return 0
 
 
-def begin(
+def sharded_work(
     parsed: argparse.Namespace, samples: subject.Subject | None = None, n: int | None = None
 ) -> tuple[ShardedWork, subject.Subject]:
     """The command's work, and the samples that it is about: all, but for an incomplete merge.
@@ -412,7 +412,7 @@ def begin(
             n = len(parts.rows)
     span = shard.rows(n) if shard is not None and alone else range(len(samples.y))
     own = slice(span.start, span.stop)
-    work = subject.begin(parsed, x[own], y[own], np.int64(n), model=model)
+    work = subject.command_tasks(parsed, x[own], y[own], np.int64(n), model=model)
     return ShardedWork(parsed, work, samples, n, span), samples
 
 

@@ -133,7 +133,7 @@ def declare_checkpoint(group: Any) -> None:
     )
 
 
-def check_places(parsed: argparse.Namespace, *paths: Path | None) -> None:
+def check_paths(parsed: argparse.Namespace, *paths: Path | None) -> None:
     """Raises, before any work, if an output or the checkpoint could not be written."""
     json = getattr(parsed, "json", "-")
     for path in (*paths, None if json == "-" else json):
@@ -207,7 +207,9 @@ def _accepts(model: Classifier, shape: tuple[int, ...]) -> bool:
     return True
 
 
-def begin(parsed: argparse.Namespace, *trees: Any, model: Classifier | None = None) -> tasks.Tasks:
+def command_tasks(
+    parsed: argparse.Namespace, *trees: Any, model: Classifier | None = None
+) -> tasks.Tasks:
     """The command's tasks, kept in ``--checkpoint``.
 
     Args:

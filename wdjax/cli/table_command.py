@@ -75,8 +75,8 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         console.result("".join(f"{name}: {table.source}\n" for name, table in TABLES.items()))
         return 0
     table, cells, seeds = _asked(parsed)
-    subject.check_places(parsed, parsed.plot)
-    subject.begin(parsed)  # Of a checkpoint: whether it is this table's.
+    subject.check_paths(parsed, parsed.plot)
+    subject.command_tasks(parsed)  # Of a checkpoint: whether it is this table's.
     lines = [*dict.fromkeys(line for cell in cells for line in _lines(cell, seeds))]
     parses = {line: job_file.parse(_words(line, table, parsed)) for line in lines}
     results: dict[str, dict[str, Any]] = {}
@@ -120,8 +120,8 @@ def _said(cell: dict[str, Any]) -> dict[str, Any]:
 
 def _shown(cell: dict[str, Any]) -> str:
     """The measured number, with its deviation over seeds."""
-    spread = "" if cell["deviation"] is None else f" ± {printed.cell(cell['deviation'])}"
-    return printed.cell(cell["measured"]) + spread
+    deviation = "" if cell["deviation"] is None else f" ± {printed.cell(cell['deviation'])}"
+    return printed.cell(cell["measured"]) + deviation
 
 
 def _bracketed(cell: dict[str, Any]) -> str:
@@ -235,14 +235,14 @@ def _content(
     for cell in cells:
         lines = _lines(cell, seeds)
         values = [cell.measured(_number(results[line], cell.path)) for line in lines]
-        spread = float(np.std(values, ddof=1)) if len(values) > 1 else None
+        deviation = float(np.std(values, ddof=1)) if len(values) > 1 else None
         rows.append(
             {
                 "row": cell.row,
                 "column": cell.column,
                 "unit": cell.unit,
                 "measured": summary.number(float(np.mean(values))),
-                "deviation": None if spread is None else summary.number(spread),
+                "deviation": None if deviation is None else summary.number(deviation),
                 "by_seed": [summary.number(value) for value in values],
                 "published": {
                     name: numbers[cell] for name, numbers in published.items() if cell in numbers
@@ -320,18 +320,18 @@ def _number(result: dict[str, Any], path: str) -> float:
 
 
 def _key(part: Any, key: str) -> Any:
-    """A key of an object, or the place in a list."""
+    """A key of an object, or the index in a list."""
     return int(key) if isinstance(part, list) else key
 
 
 def _drawn(table: PaperTable, content: dict[str, Any]) -> bytes:
     """The figure: a curve for each column, over the rows."""
-    place = options.Range(0, math.inf)
+    number = options.Range(0, math.inf)
     curves: dict[str, list[tuple[float, float]]] = {}
     for cell in content["cells"]:
         value = _said(cell)["measured"]
         value = math.nan if value is None else value
-        curves.setdefault(cell["column"], []).append((place(cell["row"]), value))
+        curves.setdefault(cell["column"], []).append((number(cell["row"]), value))
     seconds = all(cell.unit == "seconds" for cell in table.cells)
     label = "seconds" if seconds else "accuracy (%)"
     return plots.png(plots.curves(curves, table.axis, label, table.source))

@@ -109,10 +109,12 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         )
     if not listed and parsed.jobs > 1:
         raise ValueError(f"--jobs {parsed.jobs} would be ignored: it is for --instances LIST.csv.")
-    subject.check_places(parsed)
+    subject.check_paths(parsed)
     todo = list(_listed(parsed)) if listed else [_single(parsed)]
     contents = [path.read_bytes() for path in sorted(set(_files(todo))) if path.is_file()]
-    work = subject.begin(parsed, *(np.frombuffer(content, np.uint8) for content in contents))
+    work = subject.command_tasks(
+        parsed, *(np.frombuffer(content, np.uint8) for content in contents)
+    )
     verdicts = _all(todo, work, parsed, console)
     if parsed.json is not None:
         counts = collections.Counter(verdict["result"] for verdict in verdicts)
@@ -188,27 +190,27 @@ def _all(
     names = [f"{number} {one.onnx} {one.vnnlib}" for number, one in enumerate(todo, 1)]
     found: dict[int, dict[str, Any]] = {}
 
-    def keep(place: int, decide: Any) -> None:
-        found[place] = work.do(names[place], decide).value
+    def keep(item: int, decide: Any) -> None:
+        found[item] = work.do(names[item], decide).value
         if len(todo) > 1:
-            row = found[place]
+            row = found[item]
             console.say(
-                f"{place + 1}/{len(todo)} {row['onnx']} {row['vnnlib']}: {row['result']}, "
+                f"{item + 1}/{len(todo)} {row['onnx']} {row['vnnlib']}: {row['result']}, "
                 f"{row['seconds']:.2f} s"
             )
 
     if parsed.jobs == 1:
-        for place, one in enumerate(todo):
-            keep(place, lambda task, one=one: decided(one))
+        for item, one in enumerate(todo):
+            keep(item, lambda task, one=one: decided(one))
     else:
-        done = [place for place in range(len(todo)) if work.has(names[place])]
-        for place in done:
-            keep(place, None)
-        left = [place for place in range(len(todo)) if place not in found]
+        done = [item for item in range(len(todo)) if work.has(names[item])]
+        for item in done:
+            keep(item, None)
+        left = [item for item in range(len(todo)) if item not in found]
         decide = functools.partial(_cached, parsed.cache)
-        for place, verdict in workers.mapped(decide, [todo[place] for place in left], parsed.jobs):
-            keep(left[place], lambda task, verdict=verdict: verdict)
-    return [found[place] for place in range(len(todo))]
+        for item, verdict in workers.mapped(decide, [todo[item] for item in left], parsed.jobs):
+            keep(left[item], lambda task, verdict=verdict: verdict)
+    return [found[item] for item in range(len(todo))]
 
 
 def _cached(cache: bool, one: Instance) -> dict[str, Any]:
@@ -289,14 +291,14 @@ def _saved(one: Instance, proof: certify.Proof | None, missing: str) -> dict[str
     """Where the proof is, or why it is not."""
     names = (str(Path(name.removesuffix(".gz")).with_suffix("")) for name in (one.onnx, one.vnnlib))
     names = (Path(name).name if not one.folder else name.replace("/", "_") for name in names)
-    place = Path(one.proofs, "-".join(names) + ".npz")
+    path = Path(one.proofs, "-".join(names) + ".npz")
     if proof is None:
         return {"proof": None, "remarks": [missing]}
     try:
-        proof.save(place)
+        proof.save(path)
     except ValueError as error:
         return {"proof": None, "remarks": [str(error)]}
-    return {"proof": str(place)}
+    return {"proof": str(path)}
 
 
 _ONLY_OURS = "time: points were forbidden by our float program, not by onnxruntime's"
@@ -368,8 +370,8 @@ def _told(verdict: dict[str, Any]) -> str:
     if "witness" not in verdict:
         return str(verdict["result"])
     rows = [
-        f"({kind}_{place} {value!r})"
+        f"({kind}_{i} {value!r})"
         for kind, values in (("X", verdict["witness"]["x"]), ("Y", verdict["witness"]["y"]))
-        for place, value in enumerate(values)
+        for i, value in enumerate(values)
     ]
     return f"{verdict['result']}\n({chr(10).join(rows)})"

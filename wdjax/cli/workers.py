@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def mapped(work: Callable[[T], Any], items: Sequence[T], jobs: int) -> Iterator[tuple[int, Any]]:
-    """Yields ``(place, work(item))`` of all items as they are done, by ``jobs`` processes.
+    """Yields ``(number, work(item))`` of all items as they are done, by ``jobs`` processes.
 
     Args:
       work: a module-level function; its item and result are pickled.
@@ -29,16 +29,16 @@ def mapped(work: Callable[[T], Any], items: Sequence[T], jobs: int) -> Iterator[
         while crew.busy:
             ready: Any
             for ready in connection.wait(list(crew.busy)):
-                place = crew.busy.pop(ready)
+                number = crew.busy.pop(ready)
                 try:
                     result = ready.recv()
                 except (EOFError, OSError) as error:
                     raise ValueError(
-                        f"the process that worked on item {place + 1} of {len(items)} died: too "
+                        f"the process that worked on item {number + 1} of {len(items)} died: too "
                         "little memory? Ask for fewer --jobs."
                     ) from error
                 crew.give(ready, next(left, None))
-                yield place, result
+                yield number, result
 
 
 class _Crew:
@@ -47,7 +47,7 @@ class _Crew:
     def __init__(self, work: Callable[[Any], Any], count: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.busy: dict[Any, int] = {}
-        """The place of the item that the process at each pipe works on."""
+        """The number of the item that the process at each pipe works on."""
         self.links: list[Any] = []
         self.processes: list[Any] = []
         for _ in range(count):

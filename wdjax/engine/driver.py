@@ -70,7 +70,7 @@ def search(
       mask: booleans that broadcast to a sample ``[*shape]``, the coordinates that may move, such as
         those of a patch; the others stay as they are, whatever the attack, which works on the free
         coordinates alone. Of a pytree ``x``, a pytree of ``[*shape]``. Not traced.
-      index: ``[n]`` integers, the samples' places in a larger data set. Random numbers are derived
+      index: ``[n]`` integers, the samples' indices in a larger data set. Random numbers are derived
         from them, so that they depend neither on batches nor on hosts.
       skip_misclassified: leave samples unmoved, at cost 0, if the criterion already holds for them;
         at top level no pass is spent on them. With False they are attacked too, which raises the
@@ -121,7 +121,7 @@ def search(
         if mask is not None:
             mask = form.flat("mask", jax.tree.map(lambda leaf: np.asarray(leaf)[None], mask))[0]
     arguments.check(attack=attack, model=model, x=x, criterion=criterion)
-    attack, samples, start, places, attacked, sound = validate.check_search(
+    attack, samples, start, indices, attacked, sound = validate.check_search(
         attack, model, x, y, eps=eps, key=key, start=start, only=only, index=index,
         criterion=None if criterion is losses.decision_margin else criterion,
         transductive=transductive,
@@ -138,7 +138,7 @@ def search(
     }
     if sound is None:
         found, clean = rounds.search(
-            attack, victim, samples, start, places, attacked, key=key, skip_misclassified=skip,
+            attack, victim, samples, start, indices, attacked, key=key, skip_misclassified=skip,
             history=history, every=every, **top,
         )  # fmt: skip
     else:
@@ -147,7 +147,7 @@ def search(
                 "batch_size, mesh, callback and checkpoint work at top level only; inside jit or "
                 "vmap leave them out."
             )
-        keys = None if key is None else track.keys(key, places)
+        keys = None if key is None else track.keys(key, indices)
         found = track.scan(attack, victim, samples, start, keys, attacked, sound, skip, history)
     if diagnose and sound is None:
         again = functools.partial(

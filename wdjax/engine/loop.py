@@ -154,10 +154,10 @@ def _resume(
             f"the checkpoint {checkpoint} belongs to other settings, samples or parameters{what}; "
             "choose another folder, or remove it to start again."
         )
-    if not parallel.spread(like):
+    if not parallel.any_remote(like):
         return state
     return jax.tree.map(
-        lambda new, old: parallel.placed(new, old.sharding) if parallel.spread(old) else new,
+        lambda new, old: parallel.placed(new, old.sharding) if parallel.any_remote(old) else new,
         state,
         like,
     )

@@ -20,13 +20,13 @@ from wdjax.core import Array, Attack, Info, PyTree, Samples, Stage, Victim
 class Masked:
     """An attack on the free coordinates, as samples of a model that fills in the others.
 
-    The attack sees samples of the shape of ``places``: a patch is a small image. Costs and points
+    The attack sees samples of the shape of ``indices``: a patch is a small image. Costs and points
     are those of the whole samples.
     """
 
     attack: Attack
-    places: Array
-    """The free coordinates' places in a flattened sample, in the shape of a free sample."""
+    indices: Array
+    """The free coordinates' numbers in a flattened sample, in the shape of a free sample."""
 
     @property
     def ball(self) -> Any:
@@ -56,7 +56,7 @@ class Masked:
 
     def point(self, samples: Samples, state: PyTree) -> tuple[Array, PyTree]:
         free, proof = self.attack.point(self._freed(samples), state)
-        return _filled(samples.x, self.places, free), proof
+        return _filled(samples.x, self.indices, free), proof
 
     def finished(self, state: PyTree) -> Array:
         return self.attack.finished(state)
@@ -72,25 +72,25 @@ class Masked:
         return couple(self._freed(samples), state, chosen)
 
     def _free(self, x: Array) -> Array:
-        """The free coordinates of samples: ``[n, *places.shape]``."""
-        return x.reshape(len(x), -1)[:, self.places]
+        """The free coordinates of samples: ``[n, *indices.shape]``."""
+        return x.reshape(len(x), -1)[:, self.indices]
 
     def _freed(self, samples: Samples) -> Samples:
         return samples._replace(x=self._free(samples.x))
 
     def _inner(self, victim: Victim, samples: Samples) -> Victim:
         """The victim as one of the free coordinates of these samples."""
-        model = jax.tree_util.Partial(_of_free, victim.model, samples.x, self.places)
+        model = jax.tree_util.Partial(_of_free, victim.model, samples.x, self.indices)
         return victim._replace(model=model)
 
 
-def _of_free(model: Callable[[Array], PyTree], x: Array, places: Array, free: Array) -> PyTree:
-    return model(_filled(x, places, free))
+def _of_free(model: Callable[[Array], PyTree], x: Array, indices: Array, free: Array) -> PyTree:
+    return model(_filled(x, indices, free))
 
 
-def _filled(x: Array, places: Array, free: Array) -> Array:
-    """Samples ``[n, *shape]`` with these free coordinates ``[n, *places.shape]``."""
-    flat = x.reshape(len(x), -1).at[:, places.reshape(-1)].set(free.reshape(len(x), -1))
+def _filled(x: Array, indices: Array, free: Array) -> Array:
+    """Samples ``[n, *shape]`` with these free coordinates ``[n, *indices.shape]``."""
+    flat = x.reshape(len(x), -1).at[:, indices.reshape(-1)].set(free.reshape(len(x), -1))
     return flat.reshape(x.shape)
 
 
@@ -112,7 +112,8 @@ def masked(attack: Attack, mask: Any, shape: tuple[int, ...]) -> Masked:
     >>> from wdjax.attacks import PGD
     >>> patch = np.zeros((4, 4, 1), bool)
     >>> patch[:2, 1:] = True
-    >>> masked(PGD(), patch, (4, 4, 3)).places.shape, masked(PGD(), ~patch, (4, 4, 3)).places.shape
+    >>> free, others = (masked(PGD(), one, (4, 4, 3)).indices for one in (patch, ~patch))
+    >>> free.shape, others.shape
     ((2, 3, 3), (10, 3))
     """
     if not isinstance(attack.ball, Lp):

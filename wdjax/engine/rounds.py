@@ -65,7 +65,7 @@ class Request(NamedTuple):
     """How a search begins and what it records, as in :func:`wdjax.checks.validate.check_search`."""
 
     start: Array | None
-    places: Array
+    sample_index: Array
     only: np.ndarray | None
     key: Array | None
     skip_misclassified: bool
@@ -91,7 +91,7 @@ def search(
     victim: Victim,
     samples: Samples,
     start: Array | None,
-    places: Array,
+    sample_index: Array,
     only: np.ndarray | None,
     *,
     key: Array | None,
@@ -109,7 +109,7 @@ def search(
     and the criterion at the samples, ``[n]``.
     """
     plan = _plan(attack, victim, samples, batch_size, mesh)
-    request = Request(start, places, only, key, skip_misclassified, history)
+    request = Request(start, sample_index, only, key, skip_misclassified, history)
 
     def attempt(size: int) -> tuple[Found, np.ndarray]:
         sized = plan._replace(size=size, small=max(1, size // 4))
@@ -128,7 +128,7 @@ def _carry(
     """:func:`search` in the plan's batches."""
     attack, victim, samples = plan[:3]
     n, mark = len(samples.y), b""
-    plan, begun = _begin(plan, request)
+    plan, begun = _first_search(plan, request)
 
     def report(search: Search) -> Any:
         return None if callback is None else callback(_progress(plan, search, n))
@@ -154,18 +154,18 @@ def _carry(
     return _finish(plan, last, n, request.skip_misclassified), plan.clean[:n]
 
 
-def _begin(plan: Plan, request: Request) -> tuple[Plan, Search]:
+def _first_search(plan: Plan, request: Request) -> tuple[Plan, Search]:
     """Evaluates all samples, chooses those to attack and calculates the attack's first state.
 
     Returns the plan with all of its samples' rows.
     """
     attack, victim, samples = plan[:3]
     n, whole = len(samples.y), plan.devices * plan.rows
-    rows = samples, request.start, request.places
+    rows = samples, request.start, request.sample_index
     given = jax.tree.map(functools.partial(_padded, rows=whole), rows)
     parallel.check_same((given, request.only, attack), plan.mesh)
-    samples, start, places = parallel.shard(given, plan.mesh)
-    keys = None if request.key is None else track.keys(request.key, places)
+    samples, start, sample_index = parallel.shard(given, plan.mesh)
+    keys = None if request.key is None else track.keys(request.key, sample_index)
     used = -(-min(n, plan.rows) // plan.size)
     blocks = np.arange(used * plan.size, dtype=np.int32).reshape(used, 1, -1)
     blocks = blocks.repeat(plan.devices, axis=1)
@@ -236,14 +236,14 @@ def _advance(plan: Plan, search: Search) -> Search:
         chosen = np.asarray(search.chosen)
         moving = _couple(plan.attack, plan.samples, moving, chosen, number)
     active = np.array(search.active)
-    for (_, places), (over, info) in zip(batches, parallel.local(seen)):
-        real = places < len(active)
+    for (_, positions), (over, info) in zip(batches, parallel.local(seen)):
+        real = positions < len(active)
         if stage.done is not None or stage.cycles:
-            active[places[real]] = ~np.asarray(over)[real]
+            active[positions[real]] = ~np.asarray(over)[real]
         if history is not None:
             first = _offset(plan, number) + row
             for leaf, values in zip(history, info):
-                leaf[first : first + steps, places[real]] = np.asarray(values)[:steps, real]
+                leaf[first : first + steps, positions[real]] = np.asarray(values)[:steps, real]
     search = Search(moving, search.chosen, active, number, row + steps, history)
     return _next_stage(plan, search) if left == 0 or not active.any() else search
 
@@ -320,11 +320,11 @@ def _points(plan: Plan, search: Search) -> tuple[Found, tuple[np.ndarray, np.nda
 
     first = look(batches[0][0]) if batches else jax.eval_shape(look, _nobody(plan))
     whole = jax.tree.map(lambda row: np.zeros((len(chosen), *row.shape[1:]), row.dtype), first)
-    for number, (index, places) in enumerate(batches):
+    for number, (index, positions) in enumerate(batches):
         rows = look(index) if number else first
-        real = places < len(chosen)
+        real = positions < len(chosen)
         for leaf, taken in zip(jax.tree.leaves(whole), jax.tree.leaves(rows)):
-            leaf[places[real]] = np.asarray(taken)[real]
+            leaf[positions[real]] = np.asarray(taken)[real]
     return whole
 
 
@@ -392,8 +392,8 @@ def _batches(
         full, small = full + (rest > 0), 0
     sizes = [plan.size] * full + [plan.small] * small
     padded = np.full((plan.devices, sum(sizes)), plan.rows, np.int32)
-    for row, places in zip(padded, shares):
-        row[: len(places)] = places
+    for row, positions in zip(padded, shares):
+        row[: len(positions)] = positions
     indices = np.split(padded, np.cumsum(sizes)[:-1], axis=1) if sizes else []
     first = plan.rows * np.arange(plan.devices)[:, None]
     none = plan.rows * plan.devices
@@ -412,7 +412,7 @@ def _take(tree: PyTree, index: Array) -> PyTree:
         if len(index) == 1:
             return leaf.at[index[0]].get(mode="clip")
         shares = leaf.reshape(len(index), -1, *leaf.shape[1:])
-        rows = jax.vmap(lambda part, places: part.at[places].get(mode="clip"))(shares, index)
+        rows = jax.vmap(lambda part, positions: part.at[positions].get(mode="clip"))(shares, index)
         return rows.reshape(-1, *leaf.shape[1:])
 
     return jax.tree.map(take, tree)
@@ -426,7 +426,7 @@ def _put(tree: PyTree, index: Array, rows: PyTree) -> PyTree:
             return leaf.at[index[0]].set(new, mode="drop")
         shares = leaf.reshape(len(index), -1, *leaf.shape[1:])
         new = new.reshape(*index.shape, *leaf.shape[1:])
-        set_rows = jax.vmap(lambda part, places, rows: part.at[places].set(rows, mode="drop"))
+        set_rows = jax.vmap(lambda part, positions, rows: part.at[positions].set(rows, mode="drop"))
         return set_rows(shares, index, new).reshape(leaf.shape)
 
     return jax.tree.map(put, tree, rows)
@@ -448,7 +448,7 @@ def _first(
     keys: Array | None,
     index: Array,
 ) -> Track:
-    return track.begin(attack, victim, *_take((samples, start, keys), index))
+    return track.first_track(attack, victim, *_take((samples, start, keys), index))
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8))

@@ -227,7 +227,7 @@ def keep(path: Path, done: Done[Any], settings: Mapping[str, Any] | None = None)
     text = json.dumps({"value": value, "spent": done.spent}).encode()
     # Stored as bytes: the file format lacks some dtypes and limits the manifest's length.
     parts = [np.frombuffer(part, np.uint8) for part in (text, *(a.tobytes() for a in arrays))]
-    leaves = {f"part {place}": part for place, part in enumerate(parts)}
+    leaves = {f"part {index}": part for index, part in enumerate(parts)}
     persist.save(path, leaves, settings)
 
 
@@ -242,7 +242,7 @@ def kept(path: Path, types: tuple[type, ...]) -> Done[Any]:
         # Arrays on the host that take no memory: what is kept is read without an accelerator.
         like = {name: np.broadcast_to(np.uint8(0), size) for name, size in sizes.items()}
         leaves = persist.restore(path, like)
-        text, *arrays = (np.asarray(leaves[f"part {place}"]) for place in range(len(leaves)))
+        text, *arrays = (np.asarray(leaves[f"part {index}"]) for index in range(len(leaves)))
         content = json.loads(text.tobytes())
         value = _built(content["value"], arrays, {kind.__name__: kind for kind in types})
         return Done(value, content["spent"])
@@ -288,6 +288,6 @@ def _built(value: Any, arrays: list[np.ndarray], types: Mapping[str, type]) -> A
         return [_built(part, arrays, types) for part in parts]
     if tag in types:
         return types[tag](**_built(parts[0], arrays, types))
-    place, dtype, shape = parts
-    content = arrays[place]
+    index, dtype, shape = parts
+    content = arrays[index]
     return content.tobytes() if tag == "bytes" else content.view(dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""A search as pure functions of a batch: begin, step, reach, measure.
+"""A search as pure functions of a batch: first_track, step, reach, measure.
 
 Inside a trace :func:`scan` applies them to all samples at once; at top level
 :mod:`wdjax.engine.rounds` applies them to batches of unfinished samples.
@@ -39,12 +39,12 @@ def evaluate(victim: Victim, x: Array, y: Array) -> tuple[PyTree, Array, Array]:
 
 
 @jax.jit
-def keys(key: Array, places: Array) -> Array:
+def keys(key: Array, sample_index: Array) -> Array:
     """One key for each sample from its global index, whatever batch the sample is in."""
-    return jax.vmap(lambda place: jax.random.fold_in(key, place))(places)
+    return jax.vmap(lambda one: jax.random.fold_in(key, one))(sample_index)
 
 
-def begin(
+def first_track(
     attack: Attack, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
 ) -> Track:
     """Calculates the attack's first state."""
@@ -193,7 +193,7 @@ def scan(
     """
     out, clean, known = evaluate(victim, samples.x, samples.y)
     samples = samples._replace(out=out)
-    moving = begin(attack, victim, samples, start, keys)
+    moving = first_track(attack, victim, samples, start, keys)
     attacked = jnp.ones(len(samples.y), bool) if only is None else jnp.asarray(only)
     log: list[Any] = []
     if skip_misclassified:
@@ -254,11 +254,11 @@ def programs(
     )
     samples = Samples(x, y, eps, jax.eval_shape(victim.model, x))
     begun = attack, victim, samples, start, sample_keys
-    track = jax.eval_shape(begin, *begun)
+    track = jax.eval_shape(first_track, *begun)
     moving = jax.eval_shape(enter, attack, track)
     traced = [
         identity.program(evaluate, victim, x, y),
-        identity.program(begin, *begun),
+        identity.program(first_track, *begun),
         identity.program(reach, attack, samples, track),
     ]
     for stage in attack.stages:

@@ -118,7 +118,7 @@ def a3(
     arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
     host_only("a3", SEARCH_TWIN, model, x, y, eps, key, only)
     passes = float(validate.check_number("passes", passes))
-    place, number, down, found = Path(checkpoint or "."), 0, True, None
+    folder, number, down, found = Path(checkpoint or "."), 0, True, None
     for turn in range(len(ROUNDS)):
         for _ in range(ROUNDS[turn].restarts):
             chosen = _chosen(found, only, ROUNDS[turn].share)
@@ -127,7 +127,7 @@ def a3(
             attack, draw = _attack(ball, turn, number, down), jax.random.fold_in(key, number)
             result = _ask(
                 attack, finisher, model, x, y, eps=eps, key=draw, only=chosen,
-                checkpoint=None if checkpoint is None else place / f"{number:03d}.safetensors",
+                checkpoint=None if checkpoint is None else folder / f"{number:03d}.safetensors",
                 diagnose=False, **options,
             )  # fmt: skip
             if turn == _FIRST:
@@ -247,10 +247,10 @@ def _leans_down(attack: Diversified, result: Found, key: Array, index: Any) -> b
     again from ``key``.
     """
     fallen = np.flatnonzero(np.asarray(result.success & result.correct))
-    places = fallen if index is None else np.asarray(index)[fallen]
-    if not len(places):
+    chosen = fallen if index is None else np.asarray(index)[fallen]
+    if not len(chosen):
         return True
-    keys = jax.vmap(lambda place: jax.random.fold_in(key, place))(places)
+    keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(chosen)
     return float(jnp.mean(attack.lean(keys))) <= 0
 
 

@@ -48,13 +48,13 @@ def draws(model: Callable[[Array], PyTree], key: Array, count: int) -> Model:
     arguments.check(model=model, key=key)
     count = validate.check_count("count", count)
     leaves, structure = jax.tree.flatten(model)
-    places = [i for i, leaf in enumerate(leaves) if _is_key(leaf)]
-    if not places:
+    indices = [i for i, leaf in enumerate(leaves) if _is_key(leaf)]
+    if not indices:
         raise ValueError(
             "the model has no key among its leaves, so nothing in it is random: pass its key as a "
             "parameter, or attack it as it is."
         )
-    for number, i in enumerate(places):
+    for number, i in enumerate(indices):
         leaves[i] = jax.random.split(jax.random.fold_in(key, number), (count, *leaves[i].shape))
     return Model(_bank, jax.tree.unflatten(structure, leaves))
 
@@ -67,15 +67,15 @@ def _is_key(leaf: Any) -> bool:
 def _bank(model: Callable[[Array], PyTree], x: Array) -> PyTree:
     """The outputs ``[n, M, ...]`` of a model whose keys ``[M]`` are M independent draws."""
     leaves, structure = jax.tree.flatten(model)
-    places = [i for i, leaf in enumerate(leaves) if _is_key(leaf)]
+    indices = [i for i, leaf in enumerate(leaves) if _is_key(leaf)]
 
     def one(keys: list[Array]) -> PyTree:
         changed = list(leaves)
-        for i, key in zip(places, keys):
+        for i, key in zip(indices, keys):
             changed[i] = key
         return jax.tree.unflatten(structure, changed)(x)
 
-    return jax.vmap(one, out_axes=1)([leaves[i] for i in places])
+    return jax.vmap(one, out_axes=1)([leaves[i] for i in indices])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +166,7 @@ def rand(
     """
     arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
     seen, ranking, final, search_key = jax.random.split(key, 4)
-    place = None if checkpoint is None else Path(checkpoint)
+    path = None if checkpoint is None else Path(checkpoint)
     members = {
         "apgd-ce": APGD(ball, loss=Expected(losses.cross_entropy), restarts=restarts, stop=False),
         "apgd-dlr": APGD(ball, loss=Expected(losses.dlr_or_margin), restarts=restarts, stop=False),
@@ -175,7 +175,7 @@ def rand(
     found = [
         cascade(
             {name: attack}, bank, x, y, eps=eps, key=jax.random.fold_in(search_key, number),
-            criterion=majority, checkpoint=None if place is None else place / name,
+            criterion=majority, checkpoint=None if path is None else path / name,
             diagnose=False, **options,
         )
         for number, (name, attack) in enumerate(members.items())

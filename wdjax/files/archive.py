@@ -56,12 +56,12 @@ def _check_directory(file: BinaryIO, size: int) -> None:
     tail = min(size, (1 << 16) + 22 + 76)
     file.seek(size - tail)
     end = file.read(tail)
-    place = end.rfind(b"PK\x05\x06")
-    if place < 0 or len(end) < place + 22:
+    offset = end.rfind(b"PK\x05\x06")
+    if offset < 0 or len(end) < offset + 22:
         raise BrokenError("the zip directory at its end is missing")
-    (length,) = struct.unpack_from("<L", end, place + 12)
-    if place >= 76 and end[place - 76 : place - 72] == b"PK\x06\x06":  # zip64's.
-        (length,) = struct.unpack_from("<Q", end, place - 36)
+    (length,) = struct.unpack_from("<L", end, offset + 12)
+    if offset >= 76 and end[offset - 76 : offset - 72] == b"PK\x06\x06":  # zip64's.
+        (length,) = struct.unpack_from("<Q", end, offset - 36)
     if length > _MAX_DIRECTORY:
         raise BrokenError(f"its zip directory claims {length} bytes")
     file.seek(0)
@@ -96,7 +96,7 @@ def content(
 
 
 def _plausible(entries: Entries, name: str, limit: int, deflated: bool) -> zipfile.ZipInfo:
-    """The entry of a name; raises as :func:`content` for what its place in the directory claims."""
+    """The entry of a name; raises as :func:`content` for what the directory claims of it."""
     entry = entries.get(name)
     if entry is None or entry.external_attr & _FOLDER:
         raise BrokenError(f"the zip archive holds no {shown(name)}")
@@ -138,7 +138,7 @@ def array(content: bytes, name: str) -> np.ndarray:
 def _header(
     begin: bytes, size: int, name: str
 ) -> tuple[tuple[int, ...], np.dtype, Literal["C", "F"], int]:
-    """Shape, dtype, order and the place of the first number of an ``npy`` file of ``size`` bytes.
+    """Shape, dtype, order and the offset of the first number of an ``npy`` file of ``size`` bytes.
 
     Raises as :func:`array`; ``begin`` are its first bytes.
     """
@@ -163,7 +163,7 @@ def mapped(path: Path, name: str, start: int = 0, size: int | None = None) -> np
     Args:
       path: the file, or an archive that holds it as it is.
       name: for messages.
-      start: the place of its first byte in ``path``.
+      start: the offset of its first byte in ``path``.
       size: its number of bytes, by default those of all of ``path``.
 
     Raises:
@@ -172,11 +172,11 @@ def mapped(path: Path, name: str, start: int = 0, size: int | None = None) -> np
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size if size is None else size
         file.seek(start)
-        shape, dtype, order, place = _header(file.read(min(size, _MAX_HEADER)), size, name)
+        shape, dtype, order, offset = _header(file.read(min(size, _MAX_HEADER)), size, name)
     if not math.prod(shape):
         return np.empty(shape, dtype)
     try:
-        return np.atleast_1d(np.memmap(path, dtype, "r", start + place, shape, order))
+        return np.atleast_1d(np.memmap(path, dtype, "r", start + offset, shape, order))
     except (OSError, OverflowError, ValueError) as error:
         raise BrokenError(f"{name}.npy cannot be mapped: {shown(str(error))}") from None
 

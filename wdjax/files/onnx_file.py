@@ -375,27 +375,27 @@ def _frozen(array: np.ndarray) -> np.ndarray:
 def _external(tensor: Any, folder: Path, size: int) -> bytes:
     """The bytes of a tensor that another file stores, which must lie beside the model."""
     facts = {entry.key: entry.value for entry in tensor.external_data}
-    place = facts.get("location", "")
-    parts = PurePosixPath(place).parts
-    windows = PureWindowsPath(place)
-    if not parts or ".." in parts or place.startswith("/") or windows.drive or "\\" in place:
+    path = facts.get("location", "")
+    parts = PurePosixPath(path).parts
+    windows = PureWindowsPath(path)
+    if not parts or ".." in parts or path.startswith("/") or windows.drive or "\\" in path:
         raise RefusedError(
-            f"{shown(tensor.name)!r} is stored in {shown(place)!r}; data must lie beside the file."
+            f"{shown(tensor.name)!r} is stored in {shown(path)!r}; data must lie beside the file."
         )
-    file = folder / place
+    file = folder / path
     if not file.resolve().is_relative_to(folder.resolve()) or not file.is_file():
         raise RefusedError(
-            f"{shown(tensor.name)!r} is stored in {shown(place)!r}, which is no file beside the "
+            f"{shown(tensor.name)!r} is stored in {shown(path)!r}, which is no file beside the "
             "model, or a link out of its folder."
         )
     try:
         offset = int(facts.get("offset", 0))
         length = int(facts.get("length", size))
     except ValueError:
-        raise BrokenError(f"{shown(tensor.name)!r} has no place in {shown(place)!r}") from None
+        raise BrokenError(f"{shown(tensor.name)!r} has no place in {shown(path)!r}") from None
     if length != size or offset < 0 or offset + length > file.stat().st_size:
         raise BrokenError(
-            f"{shown(tensor.name)!r} needs {size} bytes; {shown(place)!r} stores {length} from "
+            f"{shown(tensor.name)!r} needs {size} bytes; {shown(path)!r} stores {length} from "
             f"{offset} of {file.stat().st_size}"
         )
     with file.open("rb") as opened:

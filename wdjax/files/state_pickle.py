@@ -229,12 +229,12 @@ class _Machine:
         return values
 
     def put(self, index: int | None) -> None:
-        place = len(self._memo) if index is None else index
-        if place >= MAX_OPCODES:
-            raise BrokenError(f"its pickle uses the memo's place {place}")
+        slot = len(self._memo) if index is None else index
+        if slot >= MAX_OPCODES:
+            raise BrokenError(f"its pickle uses the memo's place {slot}")
         if not self._stack:
             raise BrokenError("its pickle remembers nothing")
-        self._memo[place] = self._stack[-1]
+        self._memo[slot] = self._stack[-1]
 
     def get(self, index: int) -> None:
         if index not in self._memo:

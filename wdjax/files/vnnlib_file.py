@@ -309,12 +309,12 @@ def _bounds(term: Term, lower: Numbers, upper: Numbers) -> bool:
         raise _FaultError(
             f"a comparison of {' and '.join(names[:4])}; an input is compared with numbers"
         )
-    place, factor = int(names[0][2:]), term[names[0]]
+    index, factor = int(names[0][2:]), term[names[0]]
     end = -term.get("", 0.0) / factor
     if factor > 0:
-        upper[place] = min(upper[place], end)
+        upper[index] = min(upper[index], end)
     else:
-        lower[place] = max(lower[place], end)
+        lower[index] = max(lower[index], end)
     return True
 
 
@@ -324,10 +324,10 @@ def _check_box(lower: Numbers, upper: Numbers) -> None:
         (lower > upper, "no value"),
     ):
         if np.any(wrong):
-            place = int(np.argmax(wrong))
-            side = "below" if np.isinf(lower[place]) else "above"
-            why = f"{side}" if what == "no bound" else f"in [{lower[place]:g}, {upper[place]:g}]"
-            raise _FaultError(f"X_{place} has {what} {why}")
+            index = int(np.argmax(wrong))
+            side = "below" if np.isinf(lower[index]) else "above"
+            why = f"{side}" if what == "no bound" else f"in [{lower[index]:g}, {upper[index]:g}]"
+            raise _FaultError(f"X_{index} has {what} {why}")
 
 
 def _inequalities(terms: list[Term], outputs: int) -> tuple[Numbers, Numbers]:

@@ -51,7 +51,7 @@ def forms(text: bytes, largest: int) -> Iterator[list[Any]]:
             raise ValueError(f"the {what} is of type {nodes[0].dtype.name}, not one of {_FLOATS}")
         if (count := math.prod(nodes[0].shape)) > largest:
             raise ValueError(f"the {what} has {count} entries, more than {largest}")
-        yield from (["declare-const", f"{kind}_{place}", "Real"] for place in range(count))
+        yield from (["declare-const", f"{kind}_{flat}", "Real"] for flat in range(count))
     if network.hidden:
         raise ValueError("hidden nodes are declared; a property is about inputs and outputs")
     for assertion in query.assertions:
@@ -94,8 +94,8 @@ def _condition(node: Any) -> list[Any]:
 def _term(node: Any) -> Any:
     kind = type(node).__name__
     if kind == "Var":
-        place = 0
+        flat = 0
         for index, size in zip(node.indices, node.shape, strict=True):
-            place = place * size + index
-        return f"{'X' if node.kind.name == 'Input' else 'Y'}_{place}"
+            flat = flat * size + index
+        return f"{'X' if node.kind.name == 'Input' else 'Y'}_{flat}"
     return [_TERMS[kind], *map(_term, node.children())] if kind in _TERMS else node.lexeme

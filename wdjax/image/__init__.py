@@ -1,19 +1,17 @@
 """The image-Wasserstein ball, in which mass moves between pixels, and attacks inside it.
 
-A point of the ball comes with its transport plan, which says how much mass each pixel sends over
-each offset of a window: the plan is the proof of the cost. An attack changes the plan, sums what
-every pixel receives, evaluates the model on that image, and returns image and plan; the ball then
-measures the plan.
+A point comes with a transport plan, the proof of its cost: how much mass each pixel sends over each
+offset of a window. An attack (`plan_attack` has what they share) changes the plan, sums what every
+pixel receives, evaluates the model on that image, and returns both; `ball` measures the plan.
+`stencil` is the window and sums over it; `plans` makes plans feasible; `prices` finds the
+multiplier of the budget.
 
-`ball` is the set of images; `stencil` the window and sums over it; `plans` makes plans feasible and
-measures them; `plan_attack` is what the attacks share. Attacks: `frank_wolfe` minimises the
-linearised loss over plans by `linear_oracle`; `nearest_transport` is its minimum-norm form;
-`sinkhorn_pgd` projects images by the constrained Sinkhorn iterations of `sinkhorn`;
-`dual_projection` projects plans. `prices` finds the price of distance (the multiplier of the
-budget) for all of them; `union` runs several Frank-Wolfe attacks, each on the survivors. `distance`
-has the exact distance by a linear program, `entropic` a differentiable upper bound. `perturbations`
-(shifts, rotations, blur) and `variance` (how much the moves of a plan differ) compare with natural
-changes. :mod:`wdjax.certify` takes the ball as ``norm``.
+Attacks: `frank_wolfe`, whose linearised losses are minimised by `linear_oracle`;
+`nearest_transport`, its minimum-norm form; `sinkhorn_pgd` with the projection of `sinkhorn`;
+`dual_projection`; `union` runs several, each on the survivors. `distance` is exact, by the linear
+program of :mod:`wdjax.exact_transport`; `entropic` a differentiable upper bound. `perturbations`
+(shifts, rotations, blur) and `variance` compare with natural changes. :mod:`wdjax.certify` takes
+the ball as ``norm``.
 
 Open `ball` first, then `frank_wolfe`. To add an attack: a file here and its name in ``__all__``; a
 row in ``members`` of `union` makes :func:`image_wasserstein` and the command line use it.

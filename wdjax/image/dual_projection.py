@@ -107,7 +107,7 @@ class DualProjection(PlanAttack):
         info = ascent.note(victim, samples.y, seen)
         state = remember(victim, samples, state, seen.out)
         stencil = problem.space.stencil
-        ahead = stencil.spread(unit(stencil.flat(seen.gradient)))
+        ahead = stencil.of_targets(unit(stencil.flat(seen.gradient)))
         ahead = ahead - self.smoothness * variance.slope(stencil, state.plan)[:, None, :, None]
         plan, price = project(problem, state.plan + self.step_size * ahead, state.price)
         plan = plans.repair(problem.space, plan, problem.x, problem.weights, problem.budget)

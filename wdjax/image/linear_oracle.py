@@ -107,7 +107,7 @@ class _Sweeping(NamedTuple):
     levels: Array
     """``[D]``: the distinct costs."""
     members: Array
-    """``[O]``: the place of each offset's cost among them."""
+    """``[O]``: the index of each offset's cost among them."""
 
 
 def _sweeping(
@@ -164,7 +164,7 @@ def _weights(task: ImageProblem, targets: Array, price: Array) -> Array:
     costs = jnp.asarray(stencil.costs(task.space.power), targets.dtype)
     dear = price[:, None, None] * task.weights[:, :, None] * costs[None, None]
     valid = jnp.asarray(stencil.valid())[None, None]
-    scores = stencil.spread(targets) - dear[..., None]
+    scores = stencil.of_targets(targets) - dear[..., None]
     best = jnp.max(jnp.where(valid, scores, -jnp.inf), axis=2, keepdims=True)
     scores = scores - jnp.where(jnp.isfinite(best), best, 0.0)
     kept = jnp.where(valid & (scores > _FLOOR), jnp.exp(jnp.maximum(scores, _FLOOR)), 0.0)
@@ -190,9 +190,9 @@ def _spent(task: ImageProblem, sums: Array, levels: Array, price: Array) -> tupl
     dear = jnp.exp(-price[:, None, None] * task.weights[:, :, None] * levels[None, None])
     none = jnp.zeros_like(task.x)
 
-    def add(place: Array, totals: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def add(offset: Array, totals: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         whole, first, second = totals
-        held, level = sums[:, :, place] * dear[:, :, place, None], levels[place]
+        held, level = sums[:, :, offset] * dear[:, :, offset, None], levels[offset]
         return whole + held, first + level * held, second + level**2 * held
 
     whole, first, second = loops.fori_loop(0, len(levels), add, (none, none, none))

@@ -96,11 +96,11 @@ def gaussian_blur(x: AnyArray, kernel: int) -> Array:
     bell = jnp.exp(-(jnp.arange(-reach, reach + 1.0) ** 2) / (2 * sigma**2)).astype(x.dtype)
     bell = bell / jnp.sum(bell)
     for axis in (1, 2):
-        room = [(reach, reach) if place == axis else (0, 0) for place in range(4)]
+        room = [(reach, reach) if k == axis else (0, 0) for k in range(4)]
         padded = jnp.pad(x, room, mode="edge")
         parts = [
-            bell[place] * jax.lax.slice_in_dim(padded, place, place + x.shape[axis], axis=axis)
-            for place in range(kernel)
+            bell[k] * jax.lax.slice_in_dim(padded, k, k + x.shape[axis], axis=axis)
+            for k in range(kernel)
         ]
         x = jnp.sum(jnp.stack(parts), axis=0)
     return x
@@ -148,7 +148,7 @@ def _grid(x: Array) -> tuple[Array, Array]:
 def _sample(x: Array, rows: Array, columns: Array) -> Array:
     """``[n, H, W, C]``: the images at fractional ``rows`` and ``columns`` ``[H, W]``, 0 outside.
 
-    Values between pixels are interpolated linearly; all images are sampled at the same places.
+    Values between pixels are interpolated linearly; all images are sampled at the same points.
     """
 
     def one(plane: Array) -> Array:

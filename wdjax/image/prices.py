@@ -45,27 +45,27 @@ def log_levels(stencil: Stencil, targets: Array, power: float) -> Array:
     """``[n, C, D, L]``: log-sums over a sender's targets, by classes of equal cost."""
     padded, shifts = _pad(stencil, targets), jnp.asarray(stencil.shifts())
     levels, members = stencil.classes(power)
-    places = jnp.asarray(members)
+    level_of = jnp.asarray(members)
     shape = (*targets.shape[:-1], len(levels), stencil.length)
 
-    def look(place: Array) -> Array:
-        start = stencil.margin + shifts[place]
+    def look(offset: Array) -> Array:
+        start = stencil.margin + shifts[offset]
         return jax.lax.dynamic_slice_in_dim(padded, start, stencil.length, -1)
 
-    def highest(place: Array, best: Array) -> Array:
-        known = jax.lax.dynamic_index_in_dim(best, places[place], 2, keepdims=False)
-        known = jnp.maximum(known, look(place))
-        return jax.lax.dynamic_update_index_in_dim(best, known, places[place], 2)
+    def highest(offset: Array, best: Array) -> Array:
+        known = jax.lax.dynamic_index_in_dim(best, level_of[offset], 2, keepdims=False)
+        known = jnp.maximum(known, look(offset))
+        return jax.lax.dynamic_update_index_in_dim(best, known, level_of[offset], 2)
 
     best = jnp.full(shape, NOTHING, padded.dtype)
     best = loops.fori_loop(0, stencil.offsets, highest, best)
     best = jax.lax.stop_gradient(best)
 
-    def add(place: Array, total: Array) -> Array:
-        top = jax.lax.dynamic_index_in_dim(best, places[place], 2, keepdims=False)
-        known = jax.lax.dynamic_index_in_dim(total, places[place], 2, keepdims=False)
-        known = known + jnp.exp(look(place) - top)
-        return jax.lax.dynamic_update_index_in_dim(total, known, places[place], 2)
+    def add(offset: Array, total: Array) -> Array:
+        top = jax.lax.dynamic_index_in_dim(best, level_of[offset], 2, keepdims=False)
+        known = jax.lax.dynamic_index_in_dim(total, level_of[offset], 2, keepdims=False)
+        known = known + jnp.exp(look(offset) - top)
+        return jax.lax.dynamic_update_index_in_dim(total, known, level_of[offset], 2)
 
     total = loops.fori_loop(0, stencil.offsets, add, jnp.zeros(shape, padded.dtype))
     return best + jnp.log(total)
@@ -76,19 +76,19 @@ def log_receive(stencil: Stencil, row: Array, price: Array, power: float) -> Arr
     padded, shifts = _pad(stencil, row), jnp.asarray(stencil.shifts())
     costs = jnp.asarray(stencil.costs(power), row.dtype)
 
-    def look(place: Array) -> Array:  # By symmetry of offsets, the senders.
-        start = stencil.margin + shifts[place]
+    def look(offset: Array) -> Array:  # By symmetry of offsets, the senders.
+        start = stencil.margin + shifts[offset]
         part = jax.lax.dynamic_slice_in_dim(padded, start, stencil.length, -1)
-        return part - price[..., None] * costs[place]
+        return part - price[..., None] * costs[offset]
 
-    def highest(place: Array, best: Array) -> Array:
-        return jnp.maximum(best, look(place))
+    def highest(offset: Array, best: Array) -> Array:
+        return jnp.maximum(best, look(offset))
 
     best = jnp.full_like(row, 2 * NOTHING)
     best = jax.lax.stop_gradient(loops.fori_loop(0, stencil.offsets, highest, best))
 
-    def add(place: Array, total: Array) -> Array:
-        return total + jnp.exp(look(place) - best)
+    def add(offset: Array, total: Array) -> Array:
+        return total + jnp.exp(look(offset) - best)
 
     return best + jnp.log(loops.fori_loop(0, stencil.offsets, add, jnp.zeros_like(row)))
 
@@ -112,16 +112,16 @@ def log_spent(task: ImageProblem, sums: Array, price: Array) -> Spent:
     levels = jnp.asarray(task.space.stencil.classes(task.space.power)[0], sums.dtype)
     dear = price[:, None, None] * task.weights[:, :, None] * levels[None, None]
 
-    def highest(place: Array, best: Array) -> Array:
-        return jnp.maximum(best, sums[:, :, place] - dear[:, :, place, None])
+    def highest(offset: Array, best: Array) -> Array:
+        return jnp.maximum(best, sums[:, :, offset] - dear[:, :, offset, None])
 
     best = jnp.full_like(task.x, 2 * NOTHING)
     best = jax.lax.stop_gradient(loops.fori_loop(0, len(levels), highest, best))
 
-    def add(place: Array, totals: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def add(offset: Array, totals: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         whole, first, second = totals
-        held = jnp.exp(sums[:, :, place] - dear[:, :, place, None] - best)
-        level = levels[place]
+        held = jnp.exp(sums[:, :, offset] - dear[:, :, offset, None] - best)
+        level = levels[offset]
         return whole + held, first + level * held, second + level**2 * held
 
     none = jnp.zeros_like(task.x)

@@ -142,7 +142,7 @@ class _Dual(NamedTuple):
     log_x: Array
     """``[n, C, L]``"""
     cells: Array
-    """``[1, 1, L]``: which places are pixels."""
+    """``[1, 1, L]``: which entries are pixels."""
     capped: bool
     unrolled: bool
 
@@ -279,7 +279,7 @@ def _plan(task: ImageProblem, column: Array, price: Array, cells: Array) -> Arra
     costs = jnp.asarray(stencil.costs(task.space.power), column.dtype)
     dear = price[:, None, None] * task.weights[:, :, None] * costs[None, None]
     valid = jnp.asarray(stencil.valid())[None, None]
-    scores = jnp.where(valid, stencil.spread(column) - dear[..., None], -jnp.inf)
+    scores = jnp.where(valid, stencil.of_targets(column) - dear[..., None], -jnp.inf)
     best = jnp.max(jnp.where(valid, scores, NOTHING), axis=2, keepdims=True)
     grown = jnp.where(valid, jnp.exp(jnp.where(valid, scores - best, 0.0)), 0.0)
     total = jnp.sum(grown, axis=2)

@@ -111,15 +111,15 @@ class Stencil(NamedTuple):
         """``[..., L] -> [..., margin + L + margin]``, zeros."""
         return jnp.pad(flat, [(0, 0)] * (flat.ndim - 1) + [(self.margin, self.margin)])
 
-    def spread(self, targets: Array) -> Array:
+    def of_targets(self, targets: Array) -> Array:
         """``[n, C, L] -> [n, C, O, L]``: for every sender the values of its targets, 0 outside."""
         padded, shifts = self.pad(targets), jnp.asarray(self.shifts())
         shape = (*targets.shape[:-1], self.offsets, self.length)
 
-        def look(place: Array, seen: Array) -> Array:
-            start = self.margin + shifts[place]
+        def look(offset: Array, seen: Array) -> Array:
+            start = self.margin + shifts[offset]
             part = jax.lax.dynamic_slice_in_dim(padded, start, self.length, -1)
-            return jax.lax.dynamic_update_index_in_dim(seen, part, place, 2)
+            return jax.lax.dynamic_update_index_in_dim(seen, part, offset, 2)
 
         return loops.fori_loop(0, self.offsets, look, jnp.zeros(shape, targets.dtype))
 
@@ -127,11 +127,11 @@ class Stencil(NamedTuple):
         """Multiplies every flow of a plan ``[n, C, O, L]`` by its target's number ``[n, C, L]``."""
         padded, shifts = self.pad(targets), jnp.asarray(self.shifts())
 
-        def multiply(place: Array, plan: Array) -> Array:
-            start = self.margin + shifts[place]
+        def multiply(offset: Array, plan: Array) -> Array:
+            start = self.margin + shifts[offset]
             part = jax.lax.dynamic_slice_in_dim(padded, start, self.length, -1)
-            masses = jax.lax.dynamic_index_in_dim(plan, place, 2, keepdims=False)
-            return jax.lax.dynamic_update_index_in_dim(plan, masses * part, place, 2)
+            masses = jax.lax.dynamic_index_in_dim(plan, offset, 2, keepdims=False)
+            return jax.lax.dynamic_update_index_in_dim(plan, masses * part, offset, 2)
 
         return loops.fori_loop(0, self.offsets, multiply, plan)
 
@@ -139,10 +139,10 @@ class Stencil(NamedTuple):
         """``[n, C, L]``: for every sender the sum over its targets of ``plan * targets``."""
         padded, shifts = self.pad(targets), jnp.asarray(self.shifts())
 
-        def add(place: Array, total: Array) -> Array:
-            start = self.margin + shifts[place]
+        def add(offset: Array, total: Array) -> Array:
+            start = self.margin + shifts[offset]
             part = jax.lax.dynamic_slice_in_dim(padded, start, self.length, -1)
-            return total + plan[:, :, place] * part
+            return total + plan[:, :, offset] * part
 
         return loops.fori_loop(0, self.offsets, add, jnp.zeros_like(targets))
 
@@ -159,11 +159,11 @@ class Stencil(NamedTuple):
         shifts = jnp.asarray(self.shifts())
         shape = (*plan.shape[:2], self.length + 2 * self.margin)
 
-        def add(place: Array, total: Array) -> Array:
-            start = self.margin + shifts[place]
-            part = plan[:, :, place]
+        def add(offset: Array, total: Array) -> Array:
+            start = self.margin + shifts[offset]
+            part = plan[:, :, offset]
             part = part if senders is None else part * senders
-            part = part if scale is None else part * scale[:, :, place, None]
+            part = part if scale is None else part * scale[:, :, offset, None]
             known = jax.lax.dynamic_slice_in_dim(total, start, self.length, -1)
             return jax.lax.dynamic_update_slice_in_dim(total, known + part, start, -1)
 
@@ -174,15 +174,15 @@ class Stencil(NamedTuple):
         """``[n, C, D, L]``: :meth:`send`, by classes of equal cost."""
         padded, shifts = self.pad(targets), jnp.asarray(self.shifts())
         levels, members = self.classes(power)
-        places = jnp.asarray(members)
+        level_of = jnp.asarray(members)
         shape = (*targets.shape[:-1], len(levels), self.length)
 
-        def add(place: Array, total: Array) -> Array:
-            start = self.margin + shifts[place]
+        def add(offset: Array, total: Array) -> Array:
+            start = self.margin + shifts[offset]
             part = jax.lax.dynamic_slice_in_dim(padded, start, self.length, -1)
-            known = jax.lax.dynamic_index_in_dim(total, places[place], 2, keepdims=False)
-            known = known + plan[:, :, place] * part
-            return jax.lax.dynamic_update_index_in_dim(total, known, places[place], 2)
+            known = jax.lax.dynamic_index_in_dim(total, level_of[offset], 2, keepdims=False)
+            known = known + plan[:, :, offset] * part
+            return jax.lax.dynamic_update_index_in_dim(total, known, level_of[offset], 2)
 
         return loops.fori_loop(0, self.offsets, add, jnp.zeros(shape, targets.dtype))
 

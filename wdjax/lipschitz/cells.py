@@ -72,7 +72,7 @@ _HIGHS: dict[str, Any] = {
 }
 
 
-class _Part(NamedTuple):
+class _PartialCell(NamedTuple):
     """A polyhedron on which all neurons that were processed so far have one mask."""
 
     shape: Polyhedron
@@ -132,7 +132,7 @@ def check_relu(net: Chain) -> None:
         raise ValueError("only ReLU nets have activation cells; this one has another function.")
 
 
-def _whole(n: int, box: tuple[npt.ArrayLike, npt.ArrayLike] | None) -> _Part:
+def _whole(n: int, box: tuple[npt.ArrayLike, npt.ArrayLike] | None) -> _PartialCell:
     """The box, or for None all of the ``n``-dimensional space, as the one part before the first
     neuron.
     """
@@ -144,16 +144,16 @@ def _whole(n: int, box: tuple[npt.ArrayLike, npt.ArrayLike] | None) -> _Part:
             raise ValueError(f"box must have a low below its high in every entry, got {box}.")
         shape = Polyhedron(np.vstack([np.eye(n), -np.eye(n)]), np.concatenate([high, -low]))
         ball = CellBall((low + high) / 2, float(np.min(high - low) / 2))
-    return _Part(shape, ball, (), np.eye(n), np.zeros(n))
+    return _PartialCell(shape, ball, (), np.eye(n), np.zeros(n))
 
 
-def _through(part: _Part, weight: Numbers, bias: Numbers) -> _Part:
+def _through(part: _PartialCell, weight: Numbers, bias: Numbers) -> _PartialCell:
     """The part with the next layer's pre-activations as its affine function."""
     jacobian, offset = weight @ part.jacobian, weight @ part.offset + bias
     return part._replace(jacobian=jacobian, offset=offset)
 
 
-def _cut(part: _Part, neuron: int) -> list[_Part]:
+def _cut(part: _PartialCell, neuron: int) -> list[_PartialCell]:
     """The pieces of a part where row ``neuron`` of its affine map is positive (first), negative.
 
     A side is a piece if a ball of radius above ``SMALLEST`` fits into it. A single piece is the
@@ -199,7 +199,7 @@ def _fitting(ball: CellBall, normal: Numbers, level: float) -> CellBall | None:
     return CellBall(ball.center + (radius - above) * normal, radius)
 
 
-def _active(part: _Part, neuron: int, active: bool) -> _Part:
+def _active(part: _PartialCell, neuron: int, active: bool) -> _PartialCell:
     """The part with a neuron added to its mask; for an inactive one its value becomes 0."""
     if active:
         return part._replace(mask=(*part.mask, True))

@@ -228,8 +228,8 @@ def _steepest(
             for j in jacobians
         ]
     )
-    for place in np.argsort(-most, axis=None):
-        cone, pair = np.unravel_index(place, most.shape)
+    for index in np.argsort(-most, axis=None):
+        cone, pair = np.unravel_index(index, most.shape)
         if most[cone, pair] <= best.value * (1 + 1e-13):
             break
         label, rival = pairs[pair]

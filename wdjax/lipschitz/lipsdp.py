@@ -73,7 +73,7 @@ def bound(
         return jnp.sqrt(total * jnp.diagonal(shape.gram(rows @ last)))
 
     layers, last = _left(net, slopes, rooms)
-    return _optimised(sizes, _begin(layers, rows @ last, norm), steps)
+    return _optimised(sizes, _first_weights(layers, rows @ last, norm), steps)
 
 
 def spectral(net: Chain, slopes: Slopes, rooms: Rooms, steps: int) -> jax.Array:
@@ -84,7 +84,7 @@ def spectral(net: Chain, slopes: Slopes, rooms: Rooms, steps: int) -> jax.Array:
         return jnp.sqrt(jnp.linalg.eigvalsh(gram)[-1:] * (1 + _SLACK))
 
     layers, last = _left(net, slopes, rooms)
-    return _optimised(size, _begin(layers, last, 2), steps)[0]
+    return _optimised(size, _first_weights(layers, last, 2), steps)[0]
 
 
 def _left(net: Chain, slopes: Slopes, rooms: Rooms) -> tuple[list[_Layer], jax.Array]:
@@ -100,10 +100,10 @@ def _left(net: Chain, slopes: Slopes, rooms: Rooms) -> tuple[list[_Layer], jax.A
         these = jnp.nonzero(on, size=alive, fill_value=0)[0]
         real = jnp.arange(alive) < jnp.sum(on)
         low, gap = (jnp.where(real, t[these], 0.0) for t in (low, high - low))
-        places = jnp.nonzero(gap > 0, size=open_, fill_value=0)[0]
+        indices = jnp.nonzero(gap > 0, size=open_, fill_value=0)[0]
         used = jnp.arange(open_) < jnp.sum(gap > 0)
         live = jnp.where(real[:, None] & present, weight[these][:, before], 0.0)
-        layers.append(_Layer(live, low, jnp.where(used, gap[places], 0.0), places))
+        layers.append(_Layer(live, low, jnp.where(used, gap[indices], 0.0), indices))
         before, present = these, real
     return layers, jnp.where(present, net.weights[-1][:, before], 0.0)
 
@@ -214,7 +214,7 @@ def _above(matrix: jax.Array) -> jax.Array:
     return size * jnp.where(total > 0, total, 1.0) ** (1 / 16) * (1 + _SLACK)
 
 
-def _begin(layers: list[_Layer], rows: jax.Array, norm: float) -> Weights:
+def _first_weights(layers: list[_Layer], rows: jax.Array, norm: float) -> Weights:
     """The first parameters of the optimisation.
 
     A neuron's weight is the inverse of its variance, the diagonal entry of ``G``. For r = inf the

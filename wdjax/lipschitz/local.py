@@ -117,8 +117,8 @@ def local_lipschitz(
         if method == "bab":
             for i, ends in enumerate(zip(*_ends(points, reach, box))):
                 alone = jax.tree.map(lambda t, i=i: t[i], slopes)
-                place = branching.BoxRegion(*ends)
-                sizes[i] = _closed(net, alone, place, rows[i], norm, sizes[i], seconds)
+                around = branching.BoxRegion(*ends)
+                sizes[i] = _closed(net, alone, around, rows[i], norm, sizes[i], seconds)
         return sizes
 
     def worker(device: jax.Device) -> Callable[[int], Numbers]:
@@ -143,7 +143,7 @@ def _ends(points: jax.Array, reach: jax.Array, box: Box) -> tuple[Numbers, Numbe
 def _closed(
     net: Chain,
     slopes: Slopes,
-    place: branching.BoxRegion,
+    around: branching.BoxRegion,
     rows: jax.Array,
     norm: float,
     sizes: Numbers,
@@ -151,7 +151,7 @@ def _closed(
 ) -> Numbers:
     """The bounds ``sizes`` ``[R]`` of one sample, tightened by branch and bound over masks.
 
-    ``rows`` ``[R, K]`` are the margins and ``place`` the box around the region. ``seconds`` is the
+    ``rows`` ``[R, K]`` are the margins and ``around`` the box around the region. ``seconds`` is the
     time for all rows: the one with the largest bound may use all of it, the others share what is
     left.
     """
@@ -160,7 +160,7 @@ def _closed(
     for turn, j in enumerate(np.argsort(-sizes)):
         left = max(ends - time.monotonic(), 0.0) / (1 if turn == 0 else len(sizes) - turn)
         row = np.asarray(rows[j])
-        search = branching.MaskSearch(net, slopes, place, row, norm, open_, float(sizes[j]))
+        search = branching.MaskSearch(net, slopes, around, row, norm, open_, float(sizes[j]))
         found[j] = search.run(left)
     return found
 
@@ -221,9 +221,9 @@ def global_lipschitz(
         sizes = np.array(_bounds(exact, slopes, rows, norm, rooms(slopes), method, steps)[0])
         if method == "bab":
             ends = (-math.inf, math.inf) if box is None else box
-            place = branching.BoxRegion(*(np.full(net.inputs, end) for end in ends))
+            around = branching.BoxRegion(*(np.full(net.inputs, end) for end in ends))
             alone = jax.tree.map(lambda t: t[0], slopes)
-            sizes = _closed(net, alone, place, rows[0], norm, sizes, seconds)
+            sizes = _closed(net, alone, around, rows[0], norm, sizes, seconds)
     found = np.zeros((net.classes, net.classes))
     found[first, second] = found[second, first] = np.asarray(sizes)
     return found

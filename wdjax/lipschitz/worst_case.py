@@ -126,12 +126,12 @@ def _solved(blocks: list[_Block], points: Numbers, norm: float, eps: float) -> f
     n, count = points.shape[1], len(blocks)
     costs = n if norm == 1 else 1
     width = 1 + n + costs
-    spread = np.eye(n) if norm == 1 else np.ones((n, 1))
+    magnitudes = np.eye(n) if norm == 1 else np.ones((n, 1))
     pieces, goal = [], []
     for block in blocks:
         room = block.shape.levels - block.shape.normals @ points[block.sample]
         inside = np.hstack([-room[:, None], block.shape.normals, np.zeros((len(room), costs))])
-        sizes = [np.hstack([np.zeros((n, 1)), s * np.eye(n), -spread]) for s in (1.0, -1.0)]
+        sizes = [np.hstack([np.zeros((n, 1)), s * np.eye(n), -magnitudes]) for s in (1.0, -1.0)]
         pieces.append(np.vstack([inside, *sizes]))
         goal.append(np.concatenate([[-block.value], -block.slope, np.zeros(costs)]))
     budget = np.tile(np.concatenate([np.zeros(1 + n), np.ones(costs)]), count)

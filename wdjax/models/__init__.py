@@ -3,7 +3,7 @@ values.
 
 `functional` splits a module into a pure function and its parameters; `learning` tells parameters
 from other state, and trains. `zoo` lists the architectures, each of which has a file and is built
-from `layers` and `conv`, and in ``zoo.csv`` the published models. `lipschitz` has nets that are
+from `layers` and `conv`, and in ``zoo.csv`` the published models. `one_lipschitz` has nets that are
 1-Lipschitz by their layers. `convert` loads PyTorch weights
 into one of them: it renames the layers of files that use other names, then `pytorch` matches names,
 shapes and layouts. `imported` makes models of ONNX files and PyTorch modules, whose operators are
@@ -30,7 +30,7 @@ from wdjax.models.functional import (
     split_affine,
 )
 from wdjax.models.learning import descend, join, parameters, training_pass
-from wdjax.models.lipschitz import AOLConv, AOLLinear, LipschitzNet, lipschitz_net
+from wdjax.models.one_lipschitz import AOLConv, AOLLinear, LipschitzNet, lipschitz_net
 from wdjax.models.preact_resnet import DMPreActResNet, PreActResNet
 from wdjax.models.resnet import ResNet, TorchvisionResNet
 from wdjax.models.small import (

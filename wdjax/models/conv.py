@@ -185,7 +185,7 @@ def _dense(x, kernel, stride, pads, groups, spare=True, **dilation):
     With ``spare`` a convolution without padding gets a column of padding at the right, whose
     outputs are dropped.
     """
-    if stride > 1 or any(max(spread) > 1 for spread in dilation.values()):
+    if stride > 1 or any(max(factors) > 1 for factors in dilation.values()):
         return _lax(x, kernel, stride, pads, groups, **dilation)
     if groups == 1 and _winograd_pays(x, kernel, pads):
         return _winograd(x, kernel, pads)

@@ -254,14 +254,14 @@ def first_max(x, axes, keepdims):
 @first_max.defjvp
 def _(axes, keepdims, values, changes):
     (x,), (change,) = values, changes
-    places = tuple(axis % x.ndim for axis in axes)
-    order = (*(axis for axis in range(x.ndim) if axis not in places), *places)
-    kept = [x.shape[axis] for axis in order[: x.ndim - len(places)]]
+    positions = tuple(axis % x.ndim for axis in axes)
+    order = (*(axis for axis in range(x.ndim) if axis not in positions), *positions)
+    kept = [x.shape[axis] for axis in order[: x.ndim - len(positions)]]
     x, change = (array.transpose(order).reshape(*kept, -1) for array in (x, change))
     first = jnp.arange(x.shape[-1]) == jnp.argmax(x, axis=-1, keepdims=True)
     out, moved = jnp.max(x, axis=-1), jnp.sum(jnp.where(first, change, 0), axis=-1)
     if keepdims:
-        out, moved = (jnp.expand_dims(array, places) for array in (out, moved))
+        out, moved = (jnp.expand_dims(array, positions) for array in (out, moved))
     return out, moved
 
 

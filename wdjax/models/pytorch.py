@@ -20,7 +20,7 @@ _LONGEST = 200
 
 
 class Slot(NamedTuple):
-    """The place of a PyTorch tensor: its PyTorch shape, path in ``params``, and conversion."""
+    """Where a PyTorch tensor goes: its PyTorch shape, path in ``params``, and conversion."""
 
     shape: tuple[int, ...]
     path: tuple[str, ...]
@@ -62,7 +62,7 @@ _STATISTICS = {"mean": "running_mean", "var": "running_var"}
 
 
 def slots(module: nnx.Module) -> dict[str, Slot]:
-    """The place of each tensor of a PyTorch state dict.
+    """Where each tensor of a PyTorch state dict goes.
 
     Args:
       module: an architecture of :mod:`wdjax.models`, abstract (``rngs=None``) or not.
@@ -222,12 +222,12 @@ def from_state_dict(
     params = jax.tree.map(lambda leaf: leaf, model.args[0])
     for name, slot in wanted.items():
         *parents, leaf = slot.path
-        place: Any = params
+        branch: Any = params
         for parent in parents:
-            place = place[parent]
+            branch = branch[parent]
         turned = slot.turn(tensors[name])
         # JAX may share a contiguous array's memory; it copies any other.
-        place[leaf] = jax.device_put(turned.copy() if turned.flags.c_contiguous else turned)
+        branch[leaf] = jax.device_put(turned.copy() if turned.flags.c_contiguous else turned)
     architecture = architecture or {"family": kind, "options": {}, "normalize": ""}
     count = sum(math.prod(slot.shape) for slot in wanted.values() if slot.trained)
     report = ConversionReport(source, architecture, tuple(lines), count, (*notes, *casts))

@@ -65,7 +65,7 @@ class CopyPoll(NamedTuple):
     perturbation: Perturbation
     x: Array
     y: Array
-    places: Array
+    sample_index: Array
     """``[n]``: the inputs' numbers in a larger data set."""
     key: Array
     rows: int
@@ -97,11 +97,11 @@ def poll(
     if batch_size is None:
         batch_size = _AT_ONCE * batching.default(passed) * (1 if mesh is None else mesh.size)
     size = validate.check_count("batch_size", batch_size)
-    places = jnp.arange(len(x)) if index is None else jnp.asarray(index)
-    if places.shape != (len(x),):
-        raise ValueError(f"index must be [{len(x)}], one number a sample, got {places.shape}.")
+    indices = jnp.arange(len(x)) if index is None else jnp.asarray(index)
+    if indices.shape != (len(x),):
+        raise ValueError(f"index must be [{len(x)}], one number a sample, got {indices.shape}.")
     rows = parallel.padded_size(max(1, size // TURN), mesh)
-    fixed = parallel.replicate((model, perturbation, x, y, places, key), mesh)
+    fixed = parallel.replicate((model, perturbation, x, y, indices, key), mesh)
     return CopyPoll(*fixed, rows, program.loops_well(passed), mesh)
 
 
@@ -123,7 +123,7 @@ def count(asked: CopyPoll, rows: npt.NDArray[np.int64], first: int, draws: int) 
 def _count(asked: CopyPoll, rows: npt.NDArray[np.int64], first: int, draws: int) -> Tally:
     """:func:`count`, in blocks of ``asked.rows`` inputs."""
     turns = first // TURN, -(-(first + draws) // TURN)
-    fixed = asked.model, asked.perturbation, asked.x, asked.y, asked.places, asked.key
+    fixed = asked.model, asked.perturbation, asked.x, asked.y, asked.sample_index, asked.key
     size = 1 if len(rows) <= _FEW and asked.mesh is None else asked.rows
     wide = _WIDE if size == 1 and min(asked.rows, turns[1] - turns[0]) >= _WIDE else 1
     sent = []
@@ -166,8 +166,8 @@ def _counted(fixed: Any, rows: Array, first: Array, last: Array, end: Array, wid
     ``[n, *shape]`` with labels and indices, and the key; ``rows`` ``[R]`` are the inputs to count.
     A copy whose logits are not finite is a fault and no survivor.
     """
-    model, perturbation, xs, ys, places, key = fixed
-    keys = jax.vmap(lambda place: jax.random.fold_in(key, place))(places[rows])
+    model, perturbation, xs, ys, indices, key = fixed
+    keys = jax.vmap(lambda one: jax.random.fold_in(key, one))(indices[rows])
     x, y = xs[rows], ys[rows]
     context = perturbation.context(x, y)
     keys, x, y, context = jax.tree.map(
@@ -223,5 +223,5 @@ def points(perturbation: Perturbation, key: Array, x: Array, y: Array, draws: in
 @functools.partial(jax.jit, static_argnums=4)
 def _points(perturbation: Perturbation, key: Array, x: Array, y: Array, draws: int) -> Array:
     """``[n, draws, *shape]``: :func:`points` without checks; input i has the key folded with i."""
-    keys = jax.vmap(lambda place: jax.random.fold_in(key, place))(jnp.arange(len(x)))
+    keys = jax.vmap(lambda one: jax.random.fold_in(key, one))(jnp.arange(len(x)))
     return placed(perturbation, keys, perturbation.context(x, y), x, draws)

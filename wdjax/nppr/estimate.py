@@ -136,8 +136,8 @@ def estimate(
     asked = counting.poll(model, perturbation, x, y, key, index, batch_size, mesh)
     rows = np.flatnonzero(right)
     tally = counting.count(asked, rows, 0, validate.check_count("draws", draws))
-    return Estimate(right, spread(tally.survived, rows, len(right)), draws,
-                    spread(tally.faults, rows, len(right)))  # fmt: skip
+    return Estimate(right, zero_elsewhere(tally.survived, rows, len(right)), draws,
+                    zero_elsewhere(tally.faults, rows, len(right)))  # fmt: skip
 
 
 def correct_inputs(
@@ -159,7 +159,7 @@ def _judged(logits: Array, y: Array) -> tuple[Array, Array]:
     return losses.decision_margin(logits, y) <= 0, jnp.all(jnp.isfinite(logits))
 
 
-def spread(values: Counts, rows: npt.NDArray[np.int64], n: int) -> Counts:
+def zero_elsewhere(values: Counts, rows: npt.NDArray[np.int64], n: int) -> Counts:
     """``[n]``: the values in the given rows, 0 elsewhere."""
     whole = np.zeros(n, np.int64)
     whole[rows] = values

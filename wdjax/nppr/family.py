@@ -124,7 +124,7 @@ class Temperatures(NamedTuple):
 ONE = Temperatures()
 
 
-def begin(
+def first_params(
     family: Family, key: Array, shape: tuple[int, ...], features: int, classes: int
 ) -> tuple[Params, Params]:
     """Initial parameters, and the running averages of batch normalisation.
@@ -212,9 +212,9 @@ def _first_outputs(family: Family, unit: Array, size: int, cells: int) -> dict[s
     if family.covariance == "diagonal":
         factor = np.full((count, size), raw, np.float32)
     else:
-        places = np.cumsum(np.arange(1, size + 1)) - 1  # The diagonal of a packed triangle.
+        indices = np.cumsum(np.arange(1, size + 1)) - 1  # The diagonal of a packed triangle.
         factor = np.zeros((count, cells), np.float32)
-        factor[:, places] = raw
+        factor[:, indices] = raw
     return {"pi": jnp.zeros(count), "mean": family.spread * unit, "factor": jnp.asarray(factor)}
 
 
@@ -253,7 +253,7 @@ def mixture(
 
     Args:
       family: which mixtures.
-      params: from :func:`begin`, trained.
+      params: from :func:`first_params`, trained.
       stats: running averages.
       features: ``[n, F]``, or None if the family does not use them.
       y: ``[n]`` labels.

@@ -184,7 +184,7 @@ def _fit(
     if how.family.sees_input and how.features is None:
         how = how._replace(features=models.features(model))  # type: ignore[arg-type]
     data, classes = _data(model, x, y, how)
-    stacked = objective.begin(
+    stacked = objective.first_fit_states(
         how.family,
         data.x.shape[1:],
         0 if data.features is None else data.features.shape[1],

@@ -208,9 +208,9 @@ def triangular(packed: Array, size: int) -> Array:
     >>> triangular(jnp.arange(1.0, 4.0), 2).tolist()
     [[1.0, 0.0], [2.0, 3.0]]
     """
-    places = np.zeros((size, size), np.int32)
-    places[np.tril_indices(size)] = np.arange(packed_size(size))
-    return jnp.where(np.tri(size, dtype=bool), packed[..., places], 0.0)
+    indices = np.zeros((size, size), np.int32)
+    indices[np.tril_indices(size)] = np.arange(packed_size(size))
+    return jnp.where(np.tri(size, dtype=bool), packed[..., indices], 0.0)
 
 
 def _forward(packed: Array, size: int) -> tuple[Array, None]:
@@ -220,8 +220,8 @@ def _forward(packed: Array, size: int) -> tuple[Array, None]:
 
 def _backward(size: int, _: None, gradient: Array) -> tuple[Array]:
     """The gradient of the gather, as a gather: on a CPU a scatter takes ten times as long."""
-    places = np.ravel_multi_index(np.tril_indices(size), (size, size))
-    return (gradient.reshape(*gradient.shape[:-2], -1)[..., places],)
+    indices = np.ravel_multi_index(np.tril_indices(size), (size, size))
+    return (gradient.reshape(*gradient.shape[:-2], -1)[..., indices],)
 
 
 triangular.defvjp(_forward, _backward)

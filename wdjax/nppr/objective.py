@@ -43,7 +43,7 @@ class Data(NamedTuple):
 
 
 class State(NamedTuple):
-    """The state of a fit; a pytree, which :func:`begin` and :func:`advance` stack over fits."""
+    """The state of a fit, a pytree; stacked by :func:`first_fit_states` and :func:`advance`."""
 
     params: Params
     stats: Params
@@ -66,7 +66,7 @@ class FitProgram(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def begin(
+def first_fit_states(
     family: Family,
     shape: tuple[int, ...],
     features: int,
@@ -80,7 +80,7 @@ def begin(
 
     def one(key: Array, eps: Array) -> State:
         first, rest = jax.random.split(key)
-        params, stats = families.begin(family, first, shape, features, classes)
+        params, stats = families.first_params(family, first, shape, features, classes)
         params = families.replaced(params, start)
         empty = jnp.full(steps, jnp.nan)
         history = FitHistory(*(empty for _ in FitHistory._fields))

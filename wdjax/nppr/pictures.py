@@ -195,16 +195,16 @@ def between(curves: Mapping[str, BoundedRatio], shares: Mapping[str, float]) -> 
       shares: by name what does not depend on the ratio, such as NPPR and AR.
     """
     figure, (axis,) = _figure(5.2, 3.4)
-    for place, (name, curve) in enumerate(curves.items()):
+    for index, (name, curve) in enumerate(curves.items()):
         low, high = curve.pooled()
-        axis.fill_between(curve.ratio, low, high, color=f"C{place}", alpha=0.2, linewidth=0)
+        axis.fill_between(curve.ratio, low, high, color=f"C{index}", alpha=0.2, linewidth=0)
         known = np.where(high - low < 0.5, curve.value, np.nan)
-        axis.plot(curve.ratio, known, color=f"C{place}", label=name)
+        axis.plot(curve.ratio, known, color=f"C{index}", label=name)
         if curve.ratio[0] == 1:
-            axis.plot(1, curve.value[0], "o", color=f"C{place}", label=f"PR, {name}")
-    for place, (name, share) in enumerate(shares.items()):
-        dash = ("--", ":", "-.")[place % 3]
-        axis.axhline(share, color=f"C{len(curves) + place}", linestyle=dash, label=name)
+            axis.plot(1, curve.value[0], "o", color=f"C{index}", label=f"PR, {name}")
+    for index, (name, share) in enumerate(shares.items()):
+        dash = ("--", ":", "-.")[index % 3]
+        axis.axhline(share, color=f"C{len(curves) + index}", linestyle=dash, label=name)
     axis.set(xscale="log", xlabel="bound of the density ratio", ylabel="worst survival")
     axis.set(ylim=(-0.02, 1.02))
     axis.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))

@@ -19,7 +19,7 @@ from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Classifier
 from wdjax.nppr import counting, distributions
 from wdjax.nppr.counting import TURN, TWIN, Counts, Perturbation
-from wdjax.nppr.estimate import Estimate, correct_inputs, estimate, spread
+from wdjax.nppr.estimate import Estimate, correct_inputs, estimate, zero_elsewhere
 from wdjax.precision import full_precision
 from wdjax.smoothing import binomial
 
@@ -148,8 +148,8 @@ def probabilistic_accuracy(
         correct=right,
         robust=robust,
         fragile=fragile,
-        draws=spread(test.draws, rows, n),
-        faults=spread(test.faults, rows, n),
+        draws=zero_elsewhere(test.draws, rows, n),
+        faults=zero_elsewhere(test.faults, rows, n),
         alpha=float(alpha),
     )
 

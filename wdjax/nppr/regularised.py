@@ -141,7 +141,7 @@ def train_model(
     recipe = RegularisedProgram(objective.FitProgram(family, ball, loops), seen, optimizer, draws)
     begin_key, own_key = jax.random.split(key)
     given = TrainingData(schedule, x, y, own_key, jnp.asarray(weight, jnp.float32))
-    begun, mark = _begin(recipe, model, given, begin_key, radius), b""
+    begun, mark = _first_training_state(recipe, model, given, begin_key, radius), b""
     if checkpoint is not None:
         traced = identity.program(functools.partial(_steps, recipe), given, begun, 0, 1)
         mark = identity.digest(traced, given, begun)
@@ -159,7 +159,7 @@ def train_model(
     return last.model, np.asarray(last.loss)
 
 
-def _begin(
+def _first_training_state(
     recipe: RegularisedProgram, model: Model, given: TrainingData, key: Array, radius: Array
 ) -> State:
     """The state before the first step: the given model, an optimiser's state, a new distribution.
@@ -170,7 +170,7 @@ def _begin(
     classes = jax.eval_shape(lambda model, x: model(x), model, x).shape[1]
     seen = recipe.features
     width = 0 if seen is None else objective.as_rows(seen(model)(x[:1])).shape[1]
-    stacked = objective.begin(
+    stacked = objective.first_fit_states(
         plan.family, x.shape[1:], width, classes, steps, key[None], radius[None], {}
     )
     distribution = jax.tree.map(lambda leaf: leaf[0], stacked)

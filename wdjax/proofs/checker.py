@@ -30,7 +30,7 @@ _UNREADABLE = BrokenError, RefusedError, ImportError, MemoryError
 Ends = tuple[Any, Any]
 CUT = -2
 Path_ = tuple[tuple[int, Any, int], ...]
-"""A part of a box: ``(place, value, side)`` of each split, an input or ``inputs +`` a neuron, and
+"""A part of a box: ``(number, value, side)`` of each split, an input or ``inputs +`` a neuron, and
 which half, -1 the lower one. An input is split at ``value``, a neuron at 0. Or ``(CUT, ends, 0)``,
 ``ends`` ``[2, N]``: what is left of the box where all else has no violation."""
 
@@ -79,7 +79,7 @@ def _forward(net: RealNet, box: Ends, signs: Any, known: Any, inner: Any) -> Lea
             mid, absolute = 0.5 * low + 0.5 * high, op.map.absolute()
             far = np.maximum(high - mid, mid - low) * (1 + 4 * UNIT)
             rate, reach = 2 * gamma(op.map.terms), absolute.forward(size)
-            loss = (rate + op.spread) * reach + rate * np.abs(op.bias) + op.loose
+            loss = (rate + op.relative) * reach + rate * np.abs(op.bias) + op.loose
             far = (absolute.forward(far) + loss) * (1 + 1e-9) + _TINY
             value, found.charge[op.out] = op.map.forward(mid) + op.bias, loss
             low, high = np.nextafter(value - far, -np.inf), np.nextafter(value + far, np.inf)
@@ -277,19 +277,19 @@ class ProofCase:
         low, high = (np.repeat(end[None], count, axis=0) for end in self.box)
         signs, multipliers = np.zeros((2, count, net.neurons))
         for leaf, path in enumerate(leaves):
-            for place, value, side in path:
-                if place >= net.inputs:
-                    signs[leaf, place - net.inputs] = side
-                    multipliers[leaf, place - net.inputs] = next(given)
+            for number, value, side in path:
+                if number >= net.inputs:
+                    signs[leaf, number - net.inputs] = side
+                    multipliers[leaf, number - net.inputs] = next(given)
                     continue
                 halved = True
-                if place == CUT:
+                if number == CUT:
                     low[leaf] = np.maximum(low[leaf], value[0])
                     high[leaf] = np.minimum(high[leaf], value[1])
                 elif side > 0:
-                    low[leaf, place] = max(low[leaf, place], value)
+                    low[leaf, number] = max(low[leaf, number], value)
                 else:
-                    high[leaf, place] = min(high[leaf, place], value)
+                    high[leaf, number] = min(high[leaf, number], value)
         usual = [(np.zeros(n, int), self.usual) for n in np.diff(net.starts)]
         box = low, np.maximum(low, high)
         found = _forward(net, box, signs, self.known, usual if halved else None)
@@ -314,15 +314,15 @@ def parts(split: Any, at: Any, cuts: Iterator[Any]) -> Iterator[tuple[Path_, Any
     """The leaves of a tree whose nodes come each before its lower and then its upper half, with
     None; and the parts that are cut, with what is left of them."""
     todo: list[Path_] = [()]
-    for place, value in zip(split.tolist(), at.tolist()):
+    for number, value in zip(split.tolist(), at.tolist()):
         _need(todo, "a tree has more nodes than parts")
         path = todo.pop()
-        if place < 0:
-            ends = next(cuts, None) if place == CUT else None
+        if number < 0:
+            ends = next(cuts, None) if number == CUT else None
             todo += [] if ends is None else [(*path, (CUT, ends, 0))]
             yield path, ends
         else:
-            todo += [(*path, (place, value, 1)), (*path, (place, value, -1))]
+            todo += [(*path, (number, value, 1)), (*path, (number, value, -1))]
     _need(not todo, "a tree ends before all parts of the box are proved")
 
 
@@ -365,18 +365,18 @@ def _holds(net: RealNet, cases: list[ProofCase], data: dict[str, Any]) -> int:
     _need(np.all(np.isfinite(at)) and np.all(split < net.inputs + net.neurons), "no such split")
     _need(np.all(sizes > 0) and len(split) == len(at) == np.sum(sizes), "nodes without a tree")
 
-    def spread(slopes: Any) -> Any:
+    def for_all(slopes: Any) -> Any:
         full = np.full((*slopes.shape[:-1], net.neurons), -1.0)
         full[..., columns] = slopes
         return full
 
-    for place, case in enumerate(cases):
-        mine = inner[:, 0] == place
-        case.begin(inner[mine, 1], spread(data["inner_slopes"][mine]))
+    for number, case in enumerate(cases):
+        mine = inner[:, 0] == number
+        case.begin(inner[mine, 1], for_all(data["inner_slopes"][mine]))
     open_ = [set(range(len(case.member))) for case in cases]
     leaf, used, cuts = 0, 0, iter(np.asarray(data["cuts"], np.float64))
-    for (place, member, size), end in zip(trees, np.cumsum(sizes)):
-        case, nodes = cases[place], slice(end - size, end)
+    for (number, member, size), end in zip(trees, np.cumsum(sizes)):
+        case, nodes = cases[number], slice(end - size, end)
         members = list(range(len(case.member))) if member < 0 else [int(member)]
         found = parts(split[nodes], at[nodes], cuts)
         while batch := list(itertools.islice(found, AT_ONCE)):
@@ -386,14 +386,14 @@ def _holds(net: RealNet, cases: list[ProofCase], data: dict[str, Any]) -> int:
                 kept = np.stack([ends for _, ends in batch if ends is not None], axis=1)
                 _need(np.all((kept[0] <= low) & (kept[1] >= high)), "a box is cut too much")
             some = [path for path, ends in batch if ends is None]
-            count = sum(place >= net.inputs for path in some for place, _, _ in path)
+            count = sum(number >= net.inputs for path in some for number, _, _ in path)
             rows, betas = slice(leaf, leaf + len(some)), data["betas"][used : used + count]
             _need(len(betas) == count, "splits without a multiplier")
             weights = data["weights"][rows, : len(case.b)]
-            low = case.least(some, [members], weights, spread(data["slopes"][rows]), betas)
+            low = case.least(some, [members], weights, for_all(data["slopes"][rows]), betas)
             _need(np.all(low > 0), f"a bound of leaf {leaf} or one that follows is not above 0")
             leaf, used = leaf + len(some), used + count
-        open_[place] -= set(members)
+        open_[number] -= set(members)
     _need(leaf == len(data["weights"]) and used == len(data["betas"]), "numbers without a leaf")
     _need(not any(open_), "not all that is forbidden is shown to be impossible")
     return leaf

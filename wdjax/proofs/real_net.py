@@ -64,9 +64,9 @@ class Convolution(Dense):
         return Convolution(np.abs(self.w), *self.how)
 
     def _taps(self) -> Iterator[tuple[Any, Any]]:
-        for place in np.ndindex(*self.w.shape[2:]):
-            ends = (slice(p, p + s * n, s) for p, s, n in zip(place, self.how[1], self.out))
-            yield self.w[:, :, place[0], place[1]], (slice(None), slice(None), *ends)
+        for offset in np.ndindex(*self.w.shape[2:]):
+            ends = (slice(p, p + s * n, s) for p, s, n in zip(offset, self.how[1], self.out))
+            yield self.w[:, :, offset[0], offset[1]], (slice(None), slice(None), *ends)
 
     def forward(self, h: Any) -> Any:
         shape, _, (top, left, bottom, right) = self.how
@@ -85,14 +85,14 @@ class Convolution(Dense):
 
 @dataclass
 class Operation:
-    """``affine``: ``map h + bias``, up to ``spread |map| |h| + loose``; ``sum``: ``h + sign h'``;
+    """``affine``: ``map h + bias``, up to ``relative |map| |h| + loose``; ``sum``: ``h + sign h'``;
     ``relu``, the rectifier number ``turn``."""
 
     kind: str
     shape: tuple[int, ...]
     map: Any = None
     bias: Any = 0.0
-    spread: Any = 0.0
+    relative: Any = 0.0
     loose: Any = 0.0
     sign: float = 1.0
     turn: int = 0

@@ -25,15 +25,15 @@ _LEAST = 1e-12
 
 
 class _Node:
-    """A part of a box: a leaf with its numbers, or split at ``place`` into two nodes."""
+    """A part of a box: a leaf with its numbers, or split at ``number`` into two nodes."""
 
     def __init__(self, path: Path_) -> None:
         self.path, self.halves = path, list["_Node"]()
         self.numbers: tuple[Any, Any, Any] | None = None
 
-    def split(self, place: int, value: float) -> list["_Node"]:
+    def split(self, number: int, value: float) -> list["_Node"]:
         """The lower and the upper half."""
-        self.halves = [_Node((*self.path, (place, value, side))) for side in (-1, 1)]
+        self.halves = [_Node((*self.path, (number, value, side))) for side in (-1, 1)]
         return self.halves
 
 
@@ -111,7 +111,7 @@ class CaseRecord:
             signs = (
                 [p - self.inputs for p, _, _ in nodes[i].path if p >= self.inputs] for i in some
             )
-            multipliers = [betas[i, places].tolist() for i, places in zip(some, signs)]
+            multipliers = [betas[i, chosen].tolist() for i, chosen in zip(some, signs)]
             rows, given = slice(begin, begin + len(some)), list(itertools.chain(*multipliers))
             paths = [nodes[i].path for i in some]
             low = self.case.least(paths, members[rows], weights[rows], slopes[rows], given)
@@ -159,7 +159,7 @@ class Proof:
         """
         content = {name: _digest(file) for name, file in self.files.items()}
         content["format"] = np.array(FORMAT)
-        points = [place for place, record in enumerate(self.cases) if record.point is not None]
+        points = [number for number, record in enumerate(self.cases) if record.point is not None]
         if points:
             content |= {"case": np.array(points[0]), "point": self.cases[points[0]].point}
         else:
@@ -174,7 +174,7 @@ class Proof:
     def _trees(self) -> dict[str, Any]:
         """The arrays of a proof that nothing is violated."""
         trees, split, at, leaves, cuts = [], list[int](), list[float](), list[Any](), list[Any]()
-        for place, record in enumerate(self.cases):
+        for number, record in enumerate(self.cases):
             for member, root in record.trees:
                 begin, todo = len(split), [root]
                 while todo:
@@ -186,7 +186,7 @@ class Proof:
                     cuts += [where[1]] if where[0] == CUT else []
                     if not node.halves:
                         leaves.append(node.numbers)
-                trees.append((place, member, len(split) - begin))
+                trees.append((number, member, len(split) - begin))
         if not trees or any(leaf is None for leaf in leaves):
             raise ValueError("the search has no proof to save: not all parts are closed.")
         rows = max(len(record.case.b) for record in self.cases)
@@ -195,7 +195,7 @@ class Proof:
         inner = [record.inner for record in self.cases]
         inner_slopes = np.concatenate([slopes for _, slopes in inner]).astype(np.float16)
         columns = np.flatnonzero(np.any(slopes >= 0, axis=0) | np.any(inner_slopes >= 0, (0, 1)))
-        keys = [(place, neuron) for place, (neurons, _) in enumerate(inner) for neuron in neurons]
+        keys = [(number, neuron) for number, (neurons, _) in enumerate(inner) for neuron in neurons]
         return {
             "trees": np.array(trees, np.int32),
             "split": np.array(split, np.int32),

@@ -1,6 +1,6 @@
 """Audits: attacks and certificates on one model, checked against each other, as a page.
 
-`audit` runs attacks over a range of radii, and the certificates of `proofs`. Its result, a
+`audit` runs attacks over a range of radii, and the certificates of `proved`. Its result, a
 ``Sandwich`` of `evidence`, holds an entry for each attack and budget (points, accuracy, loss, exact
 Wasserstein distance), the certified radii and the bounds of the loss; it is called a sandwich
 because the true robust accuracy lies between certificates (below) and attacks (above). `evidence`
@@ -13,7 +13,7 @@ jobs; `figures` makes figures that
 notebooks show.
 
 Open `audit` first. To add a default attack: a row in ``standard_attacks`` of `audit`; a default
-certificate: a row in ``standard_certificates`` of `proofs`. To add a check: an ``Invariant`` in
+certificate: a row in ``standard_certificates`` of `proved`. To add a check: an ``Invariant`` in
 ``invariants`` of `evidence`. To add a figure: a function of a sandwich in `plots`, and a row in
 ``pictures`` of `page`.
 """

@@ -31,10 +31,10 @@ from wdjax.core import Array, Attack, Classifier, Found, Result, Samples, Victim
 from wdjax.engine import driver, track
 from wdjax.engine.tasks import Done, Task, Tasks
 from wdjax.precision import full_precision
-from wdjax.report import proofs
+from wdjax.report import proved
 from wdjax.report.audited import Audit, page
 from wdjax.report.evidence import ORDERS, Entry, Numbers, Sandwich, ball_name, invariants
-from wdjax.report.proofs import (
+from wdjax.report.proved import (
     BATCH,
     Certifier,
     LossBound,
@@ -252,17 +252,17 @@ def measured(
     anew = Alone(Tasks(None), len(setting.y))
     usual = standard_certificates(setting.ball, setting.batch_size, setting.mesh)
     radius = usual if certificates is None else certificates
-    constant = functools.partial(proofs.constant, setting)
+    constant = functools.partial(proved.constant, setting)
     least = None
     if loss_bounds is None:
-        given = "Lipschitz constant", proofs.or_refused(constant)
+        given = "Lipschitz constant", proved.or_refused(constant)
         done = work.whole(*given, labels_only=True)
         least = Refused(_MISSED) if done is None else done.value
-    standard = {} if least is None else {proofs.LIPSCHITZ: proofs.by_lipschitz(setting, least)}
+    standard = {} if least is None else {proved.LIPSCHITZ: proved.by_lipschitz(setting, least)}
     bounds = standard if loss_bounds is None else loss_bounds
 
     def tried(given: Any, job: Callable[..., Any]) -> tuple[AuditWork, Callable[..., Any]]:
-        return (work, proofs.or_refused(job)) if given is None else (anew, job)
+        return (work, proved.or_refused(job)) if given is None else (anew, job)
 
     def certified(job: Callable[..., Any], label: str) -> Any:
         where, job = tried(certificates, job)
@@ -276,8 +276,8 @@ def measured(
     tries = [j for name, one in attempts.items() for j in _tries(setting, clean, work, name, one)]
     jobs: list[tuple[str, Callable[[str], Any]]] = [
         *tries,
-        *((s, functools.partial(certified, j)) for s, j in proofs.radii_jobs(setting, radius)),
-        *((s, functools.partial(bounded, j)) for s, j in proofs.loss_jobs(setting, bounds)),
+        *((s, functools.partial(certified, j)) for s, j in proved.radii_jobs(setting, radius)),
+        *((s, functools.partial(bounded, j)) for s, j in proved.loss_jobs(setting, bounds)),
     ]
     values = []
     for number, (words, job) in enumerate(jobs):
@@ -298,7 +298,7 @@ def measured(
         attacks={name: attempt.attack for name, attempt in attempts.items()},
         invariants=(),
     )
-    found = proofs.without_refused(found)
+    found = proved.without_refused(found)
     return found._replace(invariants=tuple(invariants(found)))
 
 

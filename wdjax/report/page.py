@@ -121,8 +121,8 @@ def pictures(
         )
         drawn.append(("Examples of cheap flips", caption, plots.examples(found, x, y, model)))
     return [
-        Picture(title, caption, _adapted(plots.svg(figure, f"{salt}{place}")))
-        for place, (title, caption, figure) in enumerate(drawn)
+        Picture(title, caption, _adapted(plots.svg(figure, f"{salt}{rank}")))
+        for rank, (title, caption, figure) in enumerate(drawn)
     ]
 
 
@@ -159,8 +159,8 @@ def render(
     models = content["models"]
     since = {one.model: one for one in changed}
     sections = [
-        _section(place, model, shown.get(model["model"], Drawn([], [])), since.get(model["model"]))
-        for place, model in enumerate(models)
+        _section(rank, model, shown.get(model["model"], Drawn([], [])), since.get(model["model"]))
+        for rank, model in enumerate(models)
     ]
     kept = ("eps_list", "balls", "samples")
     earlier = {one.model: {key: one.earlier[key] for key in kept} for one in changed}
@@ -205,8 +205,8 @@ class Section(NamedTuple):
     """Title and HTML of each part; parts without HTML are left out."""
 
 
-def _section(place: int, model: Mapping[str, Any], shown: Drawn, since: Changes | None) -> Section:
-    """The parts of one model, the ``place``-th of the page."""
+def _section(rank: int, model: Mapping[str, Any], shown: Drawn, since: Changes | None) -> Section:
+    """The parts of one model, the ``rank``-th of the page."""
     low, high = model["clean_accuracy_interval"]
     figures = [_figure(picture, model["model"]) for picture in shown.pictures]
     findings = [
@@ -222,7 +222,7 @@ def _section(place: int, model: Mapping[str, Any], shown: Drawn, since: Changes 
         ("Findings", "\n".join(findings)),
         ("Be careful", _warnings(model)),
         (f"Since {since.before}", changes.as_html(since)) if since else ("", ""),
-        ("Any budget", _solver(place, model, since is not None)),
+        ("Any budget", _solver(rank, model, since is not None)),
         ("Figures", "\n".join(['<div class="figures">', *figures, "</div>"]) if figures else ""),
         ("Samples", _samples(model, shown.samples)),
         ("Tables", _best_table(model) + _single_table(model)),
@@ -231,24 +231,24 @@ def _section(place: int, model: Mapping[str, Any], shown: Drawn, since: Changes 
     return Section(model["model"], [(title, text) for title, text in parts if text])
 
 
-def _contents(place: int, section: Section) -> str:
+def _contents(rank: int, section: Section) -> str:
     """The entry of one model in the table of contents."""
     parts = "".join(
-        f'<li><a href="#m{place}-{number}">{html.escape(title)}</a></li>'
+        f'<li><a href="#m{rank}-{number}">{html.escape(title)}</a></li>'
         for number, (title, _) in enumerate(section.parts)
     )
-    return f'<li><a href="#m{place}">{html.escape(section.name)}</a><ul>{parts}</ul></li>'
+    return f'<li><a href="#m{rank}">{html.escape(section.name)}</a><ul>{parts}</ul></li>'
 
 
-def _shown(place: int, section: Section) -> str:
+def _shown(rank: int, section: Section) -> str:
     """The HTML of one model."""
     parts = "\n".join(
-        f'<h3 id="m{place}-{number}">{html.escape(title)}</h3>\n{text}'
+        f'<h3 id="m{rank}-{number}">{html.escape(title)}</h3>\n{text}'
         for number, (title, text) in enumerate(section.parts)
     )
     return (
-        f'<section data-model="{place}" aria-labelledby="m{place}">'
-        f'<h2 id="m{place}">{html.escape(section.name)}</h2>\n{parts}</section>'
+        f'<section data-model="{rank}" aria-labelledby="m{rank}">'
+        f'<h2 id="m{rank}">{html.escape(section.name)}</h2>\n{parts}</section>'
     )
 
 
@@ -260,7 +260,7 @@ def _figure(picture: Picture, model: str) -> str:
     return f"<figure>{svg}<figcaption><b>{title}.</b> {caption}</figcaption></figure>"
 
 
-def _solver(place: int, model: Mapping[str, Any], compared: bool) -> str:
+def _solver(rank: int, model: Mapping[str, Any], compared: bool) -> str:
     """A form that spends any budget again, on the flips found and the certified radii.
 
     ``page.js`` fills it in; where scripts do not run it stays hidden. ``compared`` adds a column
@@ -271,7 +271,7 @@ def _solver(place: int, model: Mapping[str, Any], compared: bool) -> str:
     budgets = model["eps_list"]
     most, middle = 1.5 * max(budgets) or 1.0, budgets[len(budgets) // 2]
     balls = "".join(
-        f'<label><input type="radio" name="ball-{place}" value="{key}"'
+        f'<label><input type="radio" name="ball-{rank}" value="{key}"'
         f"{' checked' * (key == 'omega_1')}> {key.capitalize()}, {_BALLS[key.capitalize()]}</label>"
         for key in model["balls"]
     )

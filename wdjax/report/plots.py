@@ -67,7 +67,7 @@ def _styled(draw: "Callable[_P, Figure]") -> "Callable[_P, Figure]":
 
 
 def styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Colour and marker of every attack, by its place among the names.
+    """Colour and marker of every attack, by its rank among the names.
 
     Later markers are smaller, so that coinciding curves are both visible.
 
@@ -81,8 +81,8 @@ def styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     names = list(names)
     looks = zip(itertools.cycle(PALETTE), itertools.cycle(_MARKERS), itertools.count())
     return {
-        name: {"color": colour, "marker": marker, "ms": 7 - 3 * place / len(names)}
-        for name, (colour, marker, place) in zip(names, looks)
+        name: {"color": colour, "marker": marker, "ms": 7 - 3 * rank / len(names)}
+        for name, (colour, marker, rank) in zip(names, looks)
     }
 
 
@@ -222,8 +222,8 @@ def allocation(found: Sandwich) -> "Figure":
     weights = np.asarray(transport.allocate(distance, budgets, 1))
     looks = styles(f"{eps:g}" for eps in budgets)
     every = max(len(order) // 12, 1)
-    for place, ((name, look), weight) in enumerate(zip(looks.items(), weights)):
-        first = place * every // max(len(looks), 1)  # Staggers markers of coinciding curves.
+    for number, ((name, look), weight) in enumerate(zip(looks.items(), weights)):
+        first = number * every // max(len(looks), 1)  # Staggers markers of coinciding curves.
         axis.plot(rank, weight[order], lw=1.2, markevery=(first, every), label=name, **look)
     axis.set(xlabel="samples, cheapest first", ylabel="share of the sample moved")
     axis.set_title("who pays in Ω₁, by eps")

@@ -105,11 +105,11 @@ def _entries(x: np.ndarray, moved: np.ndarray | None, box: Any, index: int) -> s
     change = np.abs(moved - x)
     largest = np.argsort(-change, axis=None, kind="stable")[:_ENTRIES]
     rows = []
-    for place in zip(*np.unravel_index(largest, x.shape)):
-        if change[place] > 0:
-            values = x[place], moved[place], moved[place] - x[place]
+    for coordinate in zip(*np.unravel_index(largest, x.shape)):
+        if change[coordinate] > 0:
+            values = x[coordinate], moved[coordinate], moved[coordinate] - x[coordinate]
             cells = "".join(f"<td>{value:.4g}</td>" for value in values)
-            rows.append((", ".join(map(str, place)), cells))
+            rows.append((", ".join(map(str, coordinate)), cells))
     titles = ("entry", "sample", "flip", "change")
     return table(f"Entries of sample {index} that change most", titles, rows)
 

@@ -125,7 +125,8 @@ def certify(
     if checkpoint is not None:
         settings = [n0, n, alpha, looks.TESTS.index(plan.test), *(box or ())]
         said = plan.levels, plan.radius(_PROBABILITIES), error, np.array(settings)
-        mark = identity.digest(votes.programs(asked), noise, model, x, y, key, asked.places, said)
+        given = noise, model, x, y, key, asked.sample_index, said
+        mark = identity.digest(votes.programs(asked), *given)
     names = type(noise).__name__, plan.test
     state = loop.carry(
         work.begin(),
@@ -272,8 +273,8 @@ def tally(
     asked = _ask(model, noise, x, index, key, batch_size, mesh)
     total = np.zeros((len(x), asked.classes + 1), np.int64)
     for first in range(0, len(active) * count, votes.at_once(asked)):
-        places = np.arange(first, min(first + votes.at_once(asked), len(active) * count))
-        total += votes.count(asked, active[places // count], places % count)
+        pairs = np.arange(first, min(first + votes.at_once(asked), len(active) * count))
+        total += votes.count(asked, active[pairs // count], pairs % count)
     return total
 
 

@@ -204,9 +204,9 @@ class Work(NamedTuple):
         first = self.ends[part - 1] if part else 0
         each, active = self.ends[part] - first, np.flatnonzero(state["active"])
         most = min(taken + votes.at_once(self.asked), each * len(active))
-        places = np.arange(taken, most)
-        rows = active[places // each]
-        counts = votes.count(self.asked, rows, first + places % each)
+        pairs = np.arange(taken, most)
+        rows = active[pairs // each]
+        counts = votes.count(self.asked, rows, first + pairs % each)
         state["counts"] += counts.astype(np.int32)
         state["faults"] += counts[:, -1].astype(np.int32)
         state["votes"] += counts.sum(axis=1).astype(np.int32)

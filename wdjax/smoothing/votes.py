@@ -33,7 +33,7 @@ class VotePoll(NamedTuple):
     """``[n, *shape]``, replicated on every device."""
     scales: Array
     """``[n]`` scales of the noise; computed once, since that would take half of a vote's time."""
-    places: Array
+    sample_index: Array
     """``[n]`` indices of the samples in a larger data set."""
     key: Array
     classes: int
@@ -61,14 +61,14 @@ def poll(
         raise ValueError(
             "a TPU's float64 is not exact enough for certificates; smooth on a CPU or a GPU."
         )
-    places = jnp.arange(len(x)) if index is None else jnp.asarray(index)
-    if len(places) != len(x):
-        raise ValueError(f"index must have one row a sample, {len(x)}, got {len(places)}.")
+    indices = jnp.arange(len(x)) if index is None else jnp.asarray(index)
+    if len(indices) != len(x):
+        raise ValueError(f"index must have one row a sample, {len(x)}, got {len(indices)}.")
     size = parallel.padded_size(size, mesh)
     with float64():
-        fixed = model, x, jax.jit(scale_of_each)(noise, x), places, key
-        model, x, each, places, key = parallel.replicate(fixed, mesh)
-    return VotePoll(model, noise, x, each, places, key, classes, size, mesh)
+        fixed = model, x, jax.jit(scale_of_each)(noise, x), indices, key
+        model, x, each, indices, key = parallel.replicate(fixed, mesh)
+    return VotePoll(model, noise, x, each, indices, key, classes, size, mesh)
 
 
 def at_once(asked: VotePoll) -> int:
@@ -105,7 +105,7 @@ def _count(asked: VotePoll, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray
 
 def programs(asked: VotePoll) -> list[ClosedJaxpr]:
     """The traced programs of a vote: of its noise and of the model on a noisy sample."""
-    fixed = asked.key, asked.x, asked.scales, asked.places
+    fixed = asked.key, asked.x, asked.scales, asked.sample_index
     noisy = functools.partial(_noisy, asked.noise, asked.noise.step, fixed)
     with float64():
         drawn = identity.program(noisy, *np.zeros((2, 1), np.int32))
@@ -115,17 +115,17 @@ def programs(asked: VotePoll) -> list[ClosedJaxpr]:
 def uniforms(asked: VotePoll, number: int) -> np.ndarray:
     """``[n]`` random numbers of the samples in ``[0, 1)``, by a number that no vote has."""
 
-    def one(place: Array) -> Array:
-        vote_key = jax.random.fold_in(jax.random.fold_in(asked.key, place), number)
+    def one(row_index: Array) -> Array:
+        vote_key = jax.random.fold_in(jax.random.fold_in(asked.key, row_index), number)
         return jax.random.uniform(vote_key)
 
-    return np.asarray(parallel.local(jax.jit(jax.vmap(one))(asked.places)))
+    return np.asarray(parallel.local(jax.jit(jax.vmap(one))(asked.sample_index)))
 
 
 def _draw(asked: VotePoll, pairs: np.ndarray) -> Array:
     """``[m, *shape]``: the noisy samples of pairs ``[2, m]`` of a row and a vote number."""
     rows, numbers = parallel.shard(tuple(pairs), asked.mesh)
-    fixed = asked.key, asked.x, asked.scales, asked.places
+    fixed = asked.key, asked.x, asked.scales, asked.sample_index
     with float64():
         return _noisy(asked.noise, asked.noise.step, fixed, rows, numbers)
 

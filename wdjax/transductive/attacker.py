@@ -69,7 +69,7 @@ class BankBatch(NamedTuple):
     """The inputs' numbers in the round."""
 
 
-def begin(attacker: Attacker, x: Array) -> AttackerState:
+def first_attacker_state(attacker: Attacker, x: Array) -> AttackerState:
     """The attacker's state before the first iteration, for inputs ``[size, *shape]``."""
     defender, attack = attacker.defender, attacker.attack
     state = defender.begin()

@@ -132,10 +132,10 @@ def _answers(params: dict[str, Any], x: Array) -> Answers:
     bank, n = params["bank"], len(x)
     shared = params["defense"], params["memory"], bank, params["first"]
     out = _all(shared, x)
-    places = jnp.arange(len(jax.tree.leaves(bank.models)[0]))
-    asked = (places >= params["first"]) & (places < bank.filled)
+    indices = jnp.arange(len(jax.tree.leaves(bank.models)[0]))
+    asked = (indices >= params["first"]) & (indices < bank.filled)
     rival = jnp.full(n, -1) if params["rival"] is None else params["rival"]
-    return Answers(out, jnp.broadcast_to(asked, (n, len(places))), rival)
+    return Answers(out, jnp.broadcast_to(asked, (n, len(indices))), rival)
 
 
 def _one(shared: PyTree, number: Array | int, x: Array) -> PyTree:

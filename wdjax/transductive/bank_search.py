@@ -81,7 +81,7 @@ def raise_objective(
     arguments.check(x=x, y=y, eps=eps, key=key)
     index = jnp.arange(len(y)) if index is None else index
     sample_keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(index)
-    question = _Question(attack, defense, memory, bank, index, x, y, jnp.asarray(eps, x.dtype))
+    question = _SharedInputs(attack, defense, memory, bank, index, x, y, jnp.asarray(eps, x.dtype))
     classes = _classes(question)
 
     def search(best: BankFound, run: Array) -> tuple[BankFound, None]:
@@ -126,14 +126,14 @@ def objective_at(
     return judge(victim(x), y).astype(x.dtype)
 
 
-class _Question(NamedTuple):
+class _SharedInputs(NamedTuple):
     """What all searches of an iteration share."""
 
     attack: SpaceAttack
     defense: Defense
     memory: PyTree
     bank: Bank
-    places: Array
+    sample_index: Array
     x: Array
     y: Array
     eps: Array
@@ -147,13 +147,13 @@ class _Question(NamedTuple):
         return self.attack.inner.ball  # type: ignore[return-value]
 
 
-def _classes(asked: _Question) -> int:
+def _classes(asked: _SharedInputs) -> int:
     """The number of classes of the bank's models."""
     said = jax.eval_shape(asked.victim(), asked.x)
     return jax.tree.leaves(logits_of(said.out))[0].shape[-1]
 
 
-def _start(asked: _Question, keys: Array) -> Array:
+def _start(asked: _SharedInputs, keys: Array) -> Array:
     """The first points: random ones of the ball, or the samples if ``random_start`` is off."""
     x = asked.x
     if not asked.attack.random_start:
@@ -163,7 +163,7 @@ def _start(asked: _Question, keys: Array) -> Array:
     return asked.ball.project(x + norms.spread(radius, x) * noise, x, radius)
 
 
-def _climb(asked: _Question, aim: Array, start: Array, key: Array) -> BankFound:
+def _climb(asked: _SharedInputs, aim: Array, start: Array, key: Array) -> BankFound:
     """One search from ``start`` ``[n, *shape]``, and the judge's objective at its points.
 
     ``aim`` ``[n]`` are target classes, -1 for none. The search has one leg (a run of the inner
@@ -186,7 +186,7 @@ def _climb(asked: _Question, aim: Array, start: Array, key: Array) -> BankFound:
             key=jax.random.fold_in(key, number),
             criterion=criterion,
             start=moved.x_adv,
-            index=asked.places,  # type: ignore[arg-type]
+            index=asked.sample_index,  # type: ignore[arg-type]
             skip_misclassified=False,
             transductive=True,
         )

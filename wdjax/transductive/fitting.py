@@ -182,8 +182,8 @@ def chunked(function: Callable[[Any], PyTree], rows: PyTree, size: int = 256) ->
     if n <= size:
         return function(rows)
     count = -(-n // size)
-    places = jnp.minimum(jnp.arange(count * size), n - 1).reshape(count, size)
+    positions = jnp.minimum(jnp.arange(count * size), n - 1).reshape(count, size)
     parts = jax.lax.map(
-        lambda indices: function(jax.tree.map(lambda leaf: leaf[indices], rows)), places
+        lambda indices: function(jax.tree.map(lambda leaf: leaf[indices], rows)), positions
     )
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:n], parts)

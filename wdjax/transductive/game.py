@@ -161,7 +161,7 @@ def play(
     parallel.check_same((game.x, game.y), mesh)
     attacker, referee = parallel.replicate((game.attacker, game.referee), mesh)
     game = game._replace(attacker=attacker, referee=referee, mesh=mesh)
-    begun = turns.begin(game)
+    begun = turns.first_game_state(game)
     last = loop.carry(
         begun,
         functools.partial(turns.turn, game),

@@ -55,8 +55,8 @@ def share_with_interval(hits: npt.ArrayLike) -> Share:
         low, high = metrics.clopper_pearson(int(facts.sum()), n)
     else:
         low, high = metrics.mean_interval(facts.mean(axis=0))
-        spread = float(facts.mean(axis=1).std(ddof=1))
-        keys = float(stats.t.ppf(0.975, draws - 1)) * spread / draws**0.5
+        deviation = float(facts.mean(axis=1).std(ddof=1))
+        keys = float(stats.t.ppf(0.975, draws - 1)) * deviation / draws**0.5
     below, above = np.hypot(mean - low, keys), np.hypot(high - mean, keys)
     return Share(mean, max(0.0, mean - float(below)), min(1.0, mean + float(above)))
 

@@ -275,7 +275,7 @@ def mixed_play(
         return float(np.mean(~seen.right))
 
     def reply_row(columns: Sequence[int], mix: Numbers) -> Reply:
-        rng, turn = np.random.default_rng(len(sets)), attackers.begin(player, x)
+        rng, turn = np.random.default_rng(len(sets)), attackers.first_attacker_state(player, x)
         for number in range(attack.iterations):
             leaked = Leak(key=private[rng.choice(columns, p=mix)])
             turn, _ = attackers.iterate(player, turn, inputs, number, leaked)

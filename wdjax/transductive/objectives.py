@@ -78,10 +78,10 @@ class Objective:
         if self.reduce == "softmin":
             return self._softmin(values, asked)
         if self.reduce == "min":
-            place = jnp.argmin(jnp.where(asked, values, jnp.inf), axis=0)
+            index = jnp.argmin(jnp.where(asked, values, jnp.inf), axis=0)
         else:
-            place = len(asked) - 1 - jnp.argmax(asked[::-1], axis=0)
-        return jnp.take_along_axis(values, place[None], axis=0)[0]
+            index = len(asked) - 1 - jnp.argmax(asked[::-1], axis=0)
+        return jnp.take_along_axis(values, index[None], axis=0)[0]
 
     def _softmin(self, values: Array, asked: Array) -> Array:
         """``[n]``: the smooth minimum of values ``[capacity, n]`` over the models that were run."""

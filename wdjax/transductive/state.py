@@ -103,11 +103,11 @@ def empty_record(x: Array, draws: int, iterations: int) -> GameRecord:
     )
 
 
-def written(record: GameRecord, *place: int, **results: Any) -> GameRecord:
+def written(record: GameRecord, *index: int, **results: Any) -> GameRecord:
     """The record with ``results`` written at an index."""
     changed = {}
     for name, value in results.items():
         leaf = np.array(getattr(record, name))
-        leaf[place] = value
+        leaf[index] = value
         changed[name] = leaf
     return record._replace(**changed)

@@ -32,13 +32,13 @@ class Game(NamedTuple):
         return RoundInputs(number, *parallel.shard((self.x[number], self.y[number]), self.mesh))
 
 
-def begin(game: Game) -> State:
+def first_game_state(game: Game) -> State:
     """The state before the first turn; raises if outputs on clean inputs are not finite."""
     for number in range(len(game.y)):
         referees.check_clean(game.referee, game.inputs(number))
     state, zero = game.referee.defender.begin(), np.zeros((), np.int32)
     record = empty_record(game.x, game.referee.draws, game.attacker.attack.iterations)
-    first = attackers.begin(game.attacker, game.inputs(0).x)
+    first = attackers.first_attacker_state(game.attacker, game.inputs(0).x)
     players = parallel.replicate((DefenderStates(state, state), first), game.mesh)
     return State(zero, zero, *players, record)
 

@@ -32,7 +32,7 @@ def _linear(
 
 
 def _move(name: str, **more: Any) -> Record:
-    """The record of an operation that moves every entry to at most one place."""
+    """The record of an operation that moves every entry to at most one index."""
     return _linear(name, affine_rules.additive(more.get("operands")), once, error=EXACT, **more)
 
 

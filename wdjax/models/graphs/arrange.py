@@ -67,8 +67,8 @@ def _squeeze(call, x, axes=None):
     gone = [k for k, size in enumerate(x.shape) if size == 1] if chosen is None else sorted(chosen)
     if any(x.shape[axis] != 1 for axis in gone):
         raise ValueError(f"it removes the axes {gone} of {list(x.shape)}")
-    places = tuple(x.order.index(axis) for axis in gone)
-    return Laid(space(x).squeeze(x.array, axis=places), x.without(gone))
+    positions = tuple(x.order.index(axis) for axis in gone)
+    return Laid(space(x).squeeze(x.array, axis=positions), x.without(gone))
 
 
 def _unsqueeze(call, x, axes=None):
@@ -96,16 +96,16 @@ def _slice(call, x, starts=None, ends=None, axes=None, steps=None):
         raise ValueError("its starts, ends, axes and steps do not fit together")
     parts = [slice(None)] * x.ndim
     for start, end, axis, step in zip(starts, ends, axes, steps):
-        size, place = x.shape[x.axis(axis)], x.place(axis)
+        size, position = x.shape[x.axis(axis)], x.position(axis)
         if step < 0 and end < -size:
-            parts[place] = slice(start, None, step)
+            parts[position] = slice(start, None, step)
         else:
-            parts[place] = slice(start, end, step)
+            parts[position] = slice(start, end, step)
     return Laid(x.array[tuple(parts)], x.order)
 
 
 def _split(call, x, sizes=None):
-    place, size = x.place(call["axis"]), x.shape[x.axis(call["axis"])]
+    position, size = x.position(call["axis"]), x.shape[x.axis(call["axis"])]
     parts = call.numbers(sizes, "split") if sizes is not None else call["split"]
     if parts is None:
         count = call["num_outputs"] or call.outputs
@@ -114,7 +114,7 @@ def _split(call, x, sizes=None):
     if sum(parts) != size or min(parts, default=0) < 0:
         raise ValueError(f"it splits {size} entries into {list(parts)}")
     ends = np.cumsum(parts)[:-1].tolist()
-    return tuple(Laid(part, x.order) for part in space(x).split(x.array, ends, axis=place))
+    return tuple(Laid(part, x.order) for part in space(x).split(x.array, ends, axis=position))
 
 
 def _concat(call, *values):
@@ -124,12 +124,12 @@ def _concat(call, *values):
     xp = space(*values)
     arrays = [xp.asarray(value.to(leader.order)) for value in values]
     bounded((sum(array.size for array in arrays),))
-    return Laid(xp.concatenate(arrays, axis=leader.place(call["axis"])), leader.order)
+    return Laid(xp.concatenate(arrays, axis=leader.position(call["axis"])), leader.order)
 
 
 def _gather(call, x, indices):
-    """Entries at known places: a slice for one place, or places that follow each other."""
-    axis, place = x.axis(call["axis"]), x.place(call["axis"])
+    """Entries at known indices: a slice for one, or indices that follow each other."""
+    axis, position = x.axis(call["axis"]), x.position(call["axis"])
     size = x.shape[axis]
     at = np.asarray(call.known(indices, "indices"))
     if at.dtype.kind not in "iu" or (at.size and not (-size <= at.min() and at.max() < size)):
@@ -139,14 +139,14 @@ def _gather(call, x, indices):
     xp = space(x)
     if at.ndim == 0:
         first = int(at)
-        part = x.array[(slice(None),) * place + (slice(first, first + 1),)]
-        return Laid(xp.squeeze(part, axis=place), x.without([axis]))
+        part = x.array[(slice(None),) * position + (slice(first, first + 1),)]
+        return Laid(xp.squeeze(part, axis=position), x.without([axis]))
     if at.size and np.array_equal(at.ravel(), np.arange(at.flat[0], at.flat[0] + at.size)):
         first = int(at.flat[0])  # PyTorch exports a change of strides as such indices.
-        part = x.array[(slice(None),) * place + (slice(first, first + at.size),)]
+        part = x.array[(slice(None),) * position + (slice(first, first + at.size),)]
         return reshaped(Laid(part, x.order), (*x.shape[:axis], *at.shape, *x.shape[axis + 1 :]))
     if at.ndim == 1:
-        return Laid(_taken(xp, x.array, at, place), x.order)
+        return Laid(_taken(xp, x.array, at, position), x.order)
     return straight(_taken(xp, x.plain(), at, axis))
 
 
@@ -210,7 +210,7 @@ def _nonzero(call, x):
 
 
 def _scatter_nd(call, data, indices, updates):
-    """Entries replaced at known places."""
+    """Entries replaced at known indices."""
     at = np.asarray(call.known(indices, "indices")).astype(np.int64)
     if call["reduction"] != "none" or not at.ndim or at.shape[-1] > data.ndim:
         raise ValueError("it adds or multiplies, or its indices do not fit")
@@ -218,16 +218,16 @@ def _scatter_nd(call, data, indices, updates):
     if at.size and not all(-n <= at[..., k].min() and at[..., k].max() < n
                            for k, n in enumerate(sizes)):  # fmt: skip
         raise ValueError(f"its indices are not within {list(sizes)}")
-    places = tuple(at[..., k] for k in range(at.shape[-1]))
+    positions = tuple(at[..., k] for k in range(at.shape[-1]))
     if data.static and updates.static:
         array = data.array.copy()
-        array[places] = updates.array
+        array[positions] = updates.array
         return straight(array)
-    return straight(jnp.asarray(data.plain()).at[places].set(jnp.asarray(updates.plain())))
+    return straight(jnp.asarray(data.plain()).at[positions].set(jnp.asarray(updates.plain())))
 
 
 def _gather_nd(call, x, indices):
-    """Entries at known places, with no axes in common."""
+    """Entries at known indices, with no axes in common."""
     at = np.asarray(call.known(indices, "indices")).astype(np.int64)
     if call["batch_dims"] or not at.ndim or at.shape[-1] > x.ndim:
         raise ValueError("it has axes in common with its indices, or they do not fit")

@@ -45,7 +45,7 @@ class Laid(NamedTuple):
             raise ValueError(f"it names the axis {axis} of an array with {self.ndim}")
         return axis % self.ndim
 
-    def place(self, axis):
+    def position(self, axis):
         """Where a file's axis lies."""
         return self.order.index(self.axis(axis))
 
@@ -80,7 +80,7 @@ def straight(array):
 
 
 def channels_last(ndim):
-    """The order of images, sequences or volumes: samples, places, channels."""
+    """The order of images, sequences or volumes: samples, positions, channels."""
     return (0, *range(2, ndim), 1)
 
 
@@ -121,9 +121,9 @@ def _in_place(value, shape):
     groups = []
     for old, new in _groups(value.shape, shape):
         old = [axis for axis in old if value.shape[axis] > 1]
-        places = [value.order.index(axis) for axis in old]
-        first = places[0] if places else math.inf
-        if any(place != first + step for step, place in enumerate(places)):
+        positions = [value.order.index(axis) for axis in old]
+        first = positions[0] if positions else math.inf
+        if any(position != first + step for step, position in enumerate(positions)):
             return None
         groups.append((first, new))
     groups.sort(key=lambda group: group[0])

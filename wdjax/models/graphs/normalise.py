@@ -25,7 +25,7 @@ def _along(vector, x, axis):
     return jnp.asarray(vector.array).reshape(shape)
 
 
-def _places(x, axes):
+def _positions(x, axes):
     return tuple(x.order.index(axis) for axis in axes)
 
 
@@ -39,10 +39,10 @@ def _batch_norm(call, x, scale, bias, mean, var):
     return Laid(jnp.asarray(x.array) * factor + (bias - mean * factor), x.order)
 
 
-def _centred(array, places, epsilon):
+def _centred(array, positions, epsilon):
     """The array minus its mean, over its standard deviation along some axes."""
-    centred = array - jnp.mean(array, axis=places, keepdims=True)
-    var = jnp.mean(centred**2, axis=places, keepdims=True)
+    centred = array - jnp.mean(array, axis=positions, keepdims=True)
+    var = jnp.mean(centred**2, axis=positions, keepdims=True)
     return centred * lax.rsqrt(var + epsilon)
 
 
@@ -55,20 +55,20 @@ def _layer_norm(call, x, scale, bias=None):
     if call.outputs > 1:
         raise ValueError("it also gives its statistics, which is not supported")
     axes = range(x.axis(call["axis"]), x.ndim)
-    unit = _centred(jnp.asarray(x.array), _places(x, axes), call["epsilon"])
+    unit = _centred(jnp.asarray(x.array), _positions(x, axes), call["epsilon"])
     out = unit * _fitting(scale, x)
     return Laid(out if bias is None else out + _fitting(bias, x), x.order)
 
 
 def _rms_norm(call, x, scale):
-    places = _places(x, range(x.axis(call["axis"]), x.ndim))
+    positions = _positions(x, range(x.axis(call["axis"]), x.ndim))
     array = jnp.asarray(x.array)
-    size = jnp.mean(array**2, axis=places, keepdims=True)
+    size = jnp.mean(array**2, axis=positions, keepdims=True)
     return Laid(array * lax.rsqrt(size + call["epsilon"]) * _fitting(scale, x), x.order)
 
 
 def _instance_norm(call, x, scale, bias):
-    unit = _centred(jnp.asarray(x.array), _places(x, range(2, x.ndim)), call["epsilon"])
+    unit = _centred(jnp.asarray(x.array), _positions(x, range(2, x.ndim)), call["epsilon"])
     return Laid(unit * _along(scale, x, 1) + _along(bias, x, 1), x.order)
 
 
@@ -79,8 +79,8 @@ def _group_norm(call, x, scale, bias):
     if groups < 1 or channels % groups:
         raise ValueError(f"it has {groups} groups of {channels} channels")
     grouped = reshaped(x, (n, groups, channels // groups, *sides))
-    places = _places(grouped, range(2, grouped.ndim))
-    unit = Laid(_centred(jnp.asarray(grouped.array), places, call["epsilon"]), grouped.order)
+    positions = _positions(grouped, range(2, grouped.ndim))
+    unit = Laid(_centred(jnp.asarray(grouped.array), positions, call["epsilon"]), grouped.order)
     if call.opset < 21:
         unit = Laid(unit.array * _along(scale, unit, 1) + _along(bias, unit, 1), grouped.order)
         return reshaped(unit, x.shape)
@@ -89,11 +89,11 @@ def _group_norm(call, x, scale, bias):
 
 
 def _lp_norm(call, x):
-    array, place = jnp.asarray(x.array), x.place(call["axis"])
+    array, position = jnp.asarray(x.array), x.position(call["axis"])
     if call["p"] == 1:
-        size = jnp.sum(jnp.abs(array), axis=place, keepdims=True)
+        size = jnp.sum(jnp.abs(array), axis=position, keepdims=True)
     elif call["p"] == 2:
-        size = jnp.sqrt(jnp.sum(array**2, axis=place, keepdims=True))
+        size = jnp.sqrt(jnp.sum(array**2, axis=position, keepdims=True))
     else:
         raise ValueError(f"its p is {call['p']}, expected 1 or 2")
     return Laid(array / size, x.order)
@@ -101,11 +101,11 @@ def _lp_norm(call, x):
 
 def _local_response(call, x):
     """Each channel over a power of the sum of squares of its neighbours."""
-    array, place, size = jnp.asarray(x.array), x.place(1), call["size"]
+    array, position, size = jnp.asarray(x.array), x.position(1), call["size"]
     window = [1] * x.ndim
-    window[place] = size
+    window[position] = size
     pads = [(0, 0)] * x.ndim
-    pads[place] = ((size - 1) // 2, size - 1 - (size - 1) // 2)
+    pads[position] = ((size - 1) // 2, size - 1 - (size - 1) // 2)
     total = lax.reduce_window(array**2, 0.0, lax.add, window, (1,) * x.ndim, pads)
     return Laid(array / (call["bias"] + call["alpha"] / size * total) ** call["beta"], x.order)
 

@@ -110,7 +110,7 @@ def _images(x, rank):
 
 
 _KERNEL = {3: (2, 1, 0), 4: (2, 3, 1, 0), 5: (2, 3, 4, 1, 0)}
-"""The order in which kernels lie: places, inputs, outputs."""
+"""The order in which kernels lie: positions, inputs, outputs."""
 
 
 def kernel_order(ndim):
@@ -193,8 +193,8 @@ def _conv_transpose(call, x, kernel, bias=None):
     around = [(w - low, w - high + m) for w, (low, high), m in zip(wide, pads, more)]
     bounded([n * s + w + max(m, 0) for n, s, w, m in zip(shape, strides, wide, more)])
     grouped = reshaped(kernel, (groups, inputs // groups, outputs, *window))
-    places = tuple(range(3, rank + 3))
-    turned = transposed(grouped, (*places, 1, 0, 2)).plain()
+    positions = tuple(range(3, rank + 3))
+    turned = transposed(grouped, (*positions, 1, 0, 2)).plain()
     weights = jnp.flip(jnp.asarray(turned), tuple(range(rank)))
     weights = weights.reshape(*window, inputs // groups, groups * outputs)
     letters = "DHW"[-rank:] if rank > 1 else "W"

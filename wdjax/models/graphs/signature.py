@@ -102,7 +102,7 @@ def _alike(value, default):
 
 
 def pointwise(function, folded=None, **options):
-    """An operator that acts on entries at one place: ``function(call, *arrays)``.
+    """An operator that acts on entries at one position: ``function(call, *arrays)``.
 
     Operands get the order of the largest one. ``folded`` is the same for NumPy arrays, by which
     values are computed that are known when the file is read.

@@ -84,11 +84,11 @@ def _blocks(images, window):
 
 
 def _taps(images, window, strides, dilations):
-    """For each place in the window, the entries that all windows have there."""
+    """For each position in the window, the entries that all windows have there."""
     reach = [(k - 1) * d for k, d in zip(window, dilations)]
     last = [(size - r - 1) // s * s for size, r, s in zip(images.shape, reach, strides)]
-    for place in itertools.product(*map(range, window)):
-        first = [i * d for i, d in zip(place, dilations)]
+    for position in itertools.product(*map(range, window)):
+        first = [i * d for i, d in zip(position, dilations)]
         ends = [f + end + 1 for f, end in zip(first, last)]
         yield lax.slice(images, first, ends, strides)
 
@@ -129,8 +129,8 @@ def _global(function):
     def run(call, x):
         if x.ndim < 3:
             raise ValueError(f"it takes images, got {list(x.shape)}")
-        places = tuple(x.order.index(axis) for axis in range(2, x.ndim))
-        return Laid(function(jnp.asarray(x.array), axis=places, keepdims=True), x.order)
+        positions = tuple(x.order.index(axis) for axis in range(2, x.ndim))
+        return Laid(function(jnp.asarray(x.array), axis=positions, keepdims=True), x.order)
 
     return Operator(run=run)
 
@@ -138,7 +138,7 @@ def _global(function):
 def _pad(call, x, pads=None, value=None, axes=None):
     """Pads of all low ends, then of all high ends of the ``axes``; negative ones remove entries.
 
-    ``axes`` are those of the file; ``x`` may lie in another order, for which ``place`` translates.
+    ``axes`` are those of the file; ``x`` may lie in another order, which ``position`` tells.
     """
     pads = call["pads"] if pads is None else call.numbers(pads, "pads")
     chosen = range(x.ndim) if axes is None else call.numbers(axes, "axes")
@@ -147,7 +147,7 @@ def _pad(call, x, pads=None, value=None, axes=None):
         raise ValueError(f"it has {0 if pads is None else len(pads)} pads")
     widths = [(0, 0)] * x.ndim
     for k, axis in enumerate(chosen):
-        widths[x.place(axis)] = (pads[k], pads[k + len(chosen)])
+        widths[x.position(axis)] = (pads[k], pads[k + len(chosen)])
     bounded([size + sum(width) for size, width in zip(x.array.shape, widths)])
     if any(size + low + high < 0 for size, (low, high) in zip(x.array.shape, widths)):
         raise ValueError("it removes more than there is")
@@ -222,13 +222,13 @@ def _resized(call, x, given):
     for axis, pair in enumerate(given):
         if pair is None or (pair[1] == x.shape[axis] and pair[0] == 1):
             continue
-        places = _coordinates(call, x.shape[axis], *pair)
-        place = x.order.index(axis)
+        coordinates = _coordinates(call, x.shape[axis], *pair)
+        position = x.order.index(axis)
         if call["mode"] == "nearest":
-            array = _nearest(call, array, places, place)
+            array = _nearest(call, array, coordinates, position)
         else:
-            weights = jnp.asarray(_weights(places, x.shape[axis]), array.dtype)
-            array = jnp.moveaxis(jnp.tensordot(array, weights, ((place,), (1,))), -1, place)
+            weights = jnp.asarray(_weights(coordinates, x.shape[axis]), array.dtype)
+            array = jnp.moveaxis(jnp.tensordot(array, weights, ((position,), (1,))), -1, position)
     return Laid(array, x.order)
 
 
@@ -249,7 +249,7 @@ def _coordinates(call, old, factor, new):
     raise ValueError(f"its coordinate_transformation_mode is {mode[:30]!r}")
 
 
-def _nearest(call, array, places, place):
+def _nearest(call, array, coordinates, axis):
     rounds: dict[str, Any] = {
         "round_prefer_floor": lambda t: np.ceil(t - 0.5),
         "round_prefer_ceil": lambda t: np.floor(t + 0.5),
@@ -258,26 +258,26 @@ def _nearest(call, array, places, place):
     }
     if call["nearest_mode"] not in rounds:
         raise ValueError(f"its nearest_mode is {call['nearest_mode'][:30]!r}")
-    old = array.shape[place]
-    at = np.clip(rounds[call["nearest_mode"]](places), 0, old - 1).astype(np.int64)
+    old = array.shape[axis]
+    at = np.clip(rounds[call["nearest_mode"]](coordinates), 0, old - 1).astype(np.int64)
     times = len(at) // old
     if len(at) == old * times and np.array_equal(at, np.repeat(np.arange(old), times)):
         shape = array.shape
         wide = jnp.broadcast_to(
-            jnp.expand_dims(array, place + 1), (*shape[: place + 1], times, *shape[place + 1 :])
+            jnp.expand_dims(array, axis + 1), (*shape[: axis + 1], times, *shape[axis + 1 :])
         )
-        return wide.reshape(*shape[:place], old * times, *shape[place + 1 :])
-    return jnp.take(array, jnp.asarray(at, jnp.int32), axis=place, mode="clip")
+        return wide.reshape(*shape[:axis], old * times, *shape[axis + 1 :])
+    return jnp.take(array, jnp.asarray(at, jnp.int32), axis=axis, mode="clip")
 
 
-def _weights(places, old):
+def _weights(coordinates, old):
     """``[new, old]``: linear interpolation as a matrix."""
-    places = np.clip(places, 0, old - 1)
-    below = np.minimum(np.floor(places).astype(int), max(old - 2, 0))
-    matrix = np.zeros((len(places), old), np.float64)
-    rows = np.arange(len(places))
-    matrix[rows, below] += 1 - (places - below)
-    matrix[rows, np.minimum(below + 1, old - 1)] += places - below
+    coordinates = np.clip(coordinates, 0, old - 1)
+    below = np.minimum(np.floor(coordinates).astype(int), max(old - 2, 0))
+    matrix = np.zeros((len(coordinates), old), np.float64)
+    rows = np.arange(len(coordinates))
+    matrix[rows, below] += 1 - (coordinates - below)
+    matrix[rows, np.minimum(below + 1, old - 1)] += coordinates - below
     return matrix
 
 
@@ -293,12 +293,12 @@ def _reduction(function, folded=None):
 
     def run(call, x, axes=None):
         gone = _reduced_axes(call, x, axes)
-        places = tuple(x.order.index(axis) for axis in gone)
+        positions = tuple(x.order.index(axis) for axis in gone)
         keep = bool(call["keepdims"])
         order = x.order if keep else x.without(gone)
         if x.static and folded is not None:
-            return straight(np.asarray(folded(x.array, axis=places, keepdims=keep)))
-        return Laid(function(jnp.asarray(x.array), axis=places, keepdims=keep), order)
+            return straight(np.asarray(folded(x.array, axis=positions, keepdims=keep)))
+        return Laid(function(jnp.asarray(x.array), axis=positions, keepdims=keep), order)
 
     attributes = {"axes": None, "keepdims": 1, "noop_with_empty_axes": 0}
     return Operator(run=run, inputs=(1, 2), attributes=attributes, static=(1,))
