@@ -1,5 +1,6 @@
 """Odd programs: sound bounds, or a ValueError that names what is in the way; never a bare error."""
 
+import functools
 import math
 
 import jax
@@ -160,6 +161,10 @@ def smooth(w, x):
     return jnp.tanh(jnp.tanh(x @ w) @ w) @ w
 
 
+def kinked(larger, _, x):
+    return jnp.concatenate([larger(x, 1.02 - x) - 0.4, 0 * x], axis=1)
+
+
 def test_branch_and_bound_says_where_it_had_nothing_to_split():
     model = Model(smooth, jnp.array([[3.0, -2.0], [-1.0, 2.0]]))
     x = jnp.array([[0.45, 0.5], [0.9, 0.1]])
@@ -167,11 +172,16 @@ def test_branch_and_bound_says_where_it_had_nothing_to_split():
     how = {"norm": math.inf, "eps": 0.05, "method": "bab", "seconds": 5.0}
     found = certify.verify(model, x, y, steps=0, **how)
     assert "nothing to split" in found.ended or found.verified.all()
-    curved = Model(lambda _, x: jnp.stack([jnp.maximum(x, 1.02 - x)[:, 0], 0 * x[:, 0]], 1), None)
     x, y, wide = jnp.array([[0.5]]), jnp.array([0]), {**how, "eps": 0.5}
-    shifted = Model(lambda m, x: m(x) - jnp.array([0.4, 0.0]), curved)
+    for larger in (jnp.maximum, lambda *both: jnp.stack(both).max(axis=0)):
+        found = certify.verify(
+            Model(functools.partial(kinked, larger), None), x, y, steps=0, **wide
+        )
+        assert found.ended == ("closed",), "the true least margin is .11"
+    running = functools.partial(kinked, lambda *both: lax.cummax(jnp.stack(both))[1])
+    shifted = Model(running, None)
     found = certify.verify(shifted, x, y, steps=0, **wide)
-    assert found.ended == ("nothing to split",), "the true least margin is .11"
+    assert found.ended == ("nothing to split",), "running maxima have no lines"
     with pytest.warns(UserWarning, match="nothing left to split in 1 of 1 samples"):
         certify.margin_bounds(shifted, x, y, **wide)
     with pytest.warns(UserWarning, match="nothing left to split"):

@@ -21,6 +21,7 @@ from wdjax.bounds.coefficients import Coefficients, Rows, Whole, whole
 from wdjax.bounds.domain import Array
 from wdjax.bounds.leaves import Maps, RegionProblem, RootBounds, maps_of, rows_of
 from wdjax.bounds.linear_outputs import Objectives
+from wdjax.bounds.record import View
 from wdjax.bounds.region import Norm
 from wdjax.core import Classifier
 from wdjax.precision import highest
@@ -125,19 +126,25 @@ class _Paying:
 
     def _units(self) -> Maps:
         """Units of the multipliers, ``[R, C, *shape]``: about an operand's own coefficient, so that
-        a multiplier of 1 cancels it."""
+        a multiplier of 1 cancels it.
+
+        Slopes are at least the mean of their equation: a neuron that is dead in a subdomain still
+        says which inputs lie there.
+        """
         units: Maps = {}
         for node in self.state.network.graph.nodes:
             out = node.outputs[0]
             if out not in self.arrived or out not in self.state.lines:
                 continue
-            a = jnp.abs(whole(self.arrived[out], self.rows).a)
-            for view in self.state.lines[out].views:
+            a, views = jnp.abs(whole(self.arrived[out], self.rows).a), self.state.lines[out].views
+            steep = [jnp.maximum(jnp.abs(view.low), jnp.abs(view.up)) for view in views]
+            steep = [jnp.where(jnp.isfinite(slope), slope, 0.0) for slope in steep]
+            least = jnp.mean(jnp.stack(steep))
+            for view, slope in zip(views, steep):
                 place = node.inputs[view.operand]
                 if place in self.known.lower:
-                    steep = a * jnp.maximum(jnp.abs(view.low), jnp.abs(view.up))
-                    steep = jnp.where(jnp.isfinite(steep), steep, 0.0)
-                    units[place] = units[place] + steep if place in units else steep
+                    unit = _seen(view, a * jnp.maximum(slope, least))
+                    units[place] = units[place] + unit if place in units else unit
         return units
 
     def best(self) -> Array:
@@ -226,17 +233,26 @@ def _split(
 def _loss(state: crown.Pass, out: int, place: int, a: Array) -> Array:
     """``[C, *shape]``: how much the lines of an output loosen functions, summed over these.
 
-    ``a``, ``[R, C, *shape]``, are the functions' coefficients of the output. For a ReLU the loss by
-    its upper line; for others all of what lies between both lines at the middle of the operands.
+    ``a``, ``[R, C, *shape]``, are the functions' coefficients of the output; ``place`` is that of
+    the operand. For a ReLU the loss by the upper line; for others all of what lies between both
+    lines at the middle of the operands.
     """
     lines, value = state.lines[out], state.values[place]
     if lines.free is not None:
         return jnp.minimum(a, 0.0).sum(axis=0) * lines.views[0].up * value.lower
     (node,) = (node for node in state.network.graph.nodes if out in node.outputs)
-    gap = lines.up - lines.low
+    gap, seen = lines.up - lines.low, list[View]()
     for view in lines.views:
         operand = node.inputs[view.operand]
         lower, upper = state.values[operand][:2]
         linear = 0.5 * lower + 0.5 * upper - state.gathered(operand)[0]
-        gap = gap + (view.up - view.low) * linear
-    return jnp.abs(a).sum(axis=0) * jnp.where(jnp.isfinite(gap), gap, 0.0)
+        gap += (view.up - view.low) * (jax.vmap(view.view)(linear) if view.view else linear)
+        seen += [view] if operand == place else []
+    loss = jnp.abs(a).sum(axis=0, keepdims=True) * jnp.where(jnp.isfinite(gap), gap, 0.0)
+    return functools.reduce(jnp.add, (_seen(view, loss) for view in seen))[0]
+
+
+def _seen(view: View, t: Array) -> Array:
+    """Numbers ``[R, C, *shape]`` of a function's entries, at the entries that its operand's view
+    shows it."""
+    return t if view.view is None else Whole(t).behind(view.view, view.shape).a

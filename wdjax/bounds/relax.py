@@ -52,10 +52,11 @@ def _ratio(rise: Array, width: Array) -> Array:
 def rectifier(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:
     """Lines of ``max(z, c)`` and ``min(z, c) = -max(-z, -c)``: ReLU and one-sided clipping.
 
-    The upper line is the chord; the lower one is the tighter of the two pieces.
+    The upper line is the chord; the lower one is the tighter of the two pieces. Where both operands
+    depend on the input, :func:`_larger`.
     """
-    if sum(moves) != 1:
-        return None
+    if all(moves):
+        return _larger(eqn, *args)
     moving, least = moves.index(True), eqn.primitive.name == "min"
     (lower, upper), level = args[moving], args[1 - moving]
     if least:
@@ -73,6 +74,29 @@ def rectifier(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Line
     if least:
         return Lines((View(moving, slope, low),), -above, -below, unstable)
     return Lines((View(moving, low, slope),), below, above, unstable, unstable & (level == 0))
+
+
+def _larger(eqn: JaxprEqn, first: Ends, second: Ends) -> Lines:
+    """Lines of ``max(a, b) = b + max(a - b, 0)`` and of ``min(a, b) = -max(-a, -b)``.
+
+    Above, the chord of ``max(d, 0)`` over the ends of ``d = a - b``; below, the operand with the
+    larger middle.
+    """
+    least = eqn.primitive.name == "min"
+    if least:
+        first, second = ((-upper, -lower) for lower, upper in (first, second))
+    low, high = first[0] - second[1], first[1] - second[0]
+    unstable = (low < 0) & (high > 0)
+    below = jnp.where(unstable, low + high >= 0, low >= 0).astype(low.dtype)
+    width = jnp.where(unstable, high - low, 1.0)
+    slope = jnp.where(unstable, jnp.clip(_ratio(high, width), 0.0, 1.0), below)
+    sizes = [jnp.maximum(jnp.abs(lower), jnp.abs(upper)) for lower, upper in (first, second)]
+    above = jnp.where(unstable, -slope * low, 0.0) + _rounding(eqn, *sizes)
+    slopes = (below, slope), (1 - below, 1 - slope)
+    if least:
+        views = (View(i, up, low) for i, (low, up) in enumerate(slopes))
+        return Lines((*views,), -above, 0 * above, unstable)
+    return Lines((*(View(i, *pair) for i, pair in enumerate(slopes)),), 0 * above, above, unstable)
 
 
 def product(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines | None:

@@ -29,8 +29,8 @@ Numbers = npt.NDArray[Any]
 ENDS = "not searched", "closed", "time", "memory", "nothing to split", "misclassified", "flipped"
 """How the search for a sample ended. "not searched": the sample was verified already. "closed": all
 leaves are verified. "time", "memory": it ran out of these. "nothing to split": a leaf that is not
-verified has no ReLU left to split, and more steps do not help. "misclassified": the sample itself
-is. "flipped": a point within the radius is, found by a short attack or at a leaf."""
+verified has no operand left to split, and more steps do not help. "misclassified": the sample
+itself is. "flipped": a point within the radius is, found by a short attack or at a leaf."""
 
 
 class BranchAndBound:

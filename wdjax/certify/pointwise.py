@@ -83,7 +83,7 @@ def margin_bounds(
       ValueError: bad samples, a primitive without a rule, or branch and bound inside a trace.
 
     Warns:
-      UserWarning: branch and bound had no ReLU left to split, as in a model without any;
+      UserWarning: branch and bound had nothing left to split, as in a model that sorts;
         :func:`verify` lists the samples.
 
     The bounds are lowered for rounding, relative to the size of the logits: an offset common to all
@@ -191,7 +191,8 @@ def _tell(ended: npt.NDArray[Any] | None) -> None:
         return
     arguments.warn(
         f"branch and bound had nothing left to split in {stuck} of {len(ended)} samples and ended "
-        "before its time: it splits ReLUs by their signs. They keep the bounds found so far."
+        "before its time: it splits the operands of nonlinear functions that have lines (see "
+        "docs/primitives.md). They keep the bounds found so far."
     )
 
 
