@@ -306,6 +306,25 @@ def test_searches_in_turn_share_what_they_close():
     assert whole.turns > 3
 
 
+def test_the_youngest_leaves_are_taken_while_the_open_ones_fill_half_of_the_memory():
+    """Before that those with the least bounds; no leaf is lost."""
+    begun = leaves.Leaves(np.zeros(1, int), *np.zeros((4, 1, 3)))
+    frontier = sign_search.Frontier(np.array([-9.0]), begun)
+    frontier.most = 20
+    (first,) = frontier.open
+    for low in range(-8, 0):
+        frontier.add(first._replace(low=float(low)))
+    frontier.take(2)
+    assert [leaf.low for leaf in frontier.taken] == [-9.0, -8.0]
+    for leaf in [*frontier.taken, first._replace(low=-5.5)]:
+        frontier.add(leaf)
+    frontier.take(3)
+    assert [leaf.low for leaf in frontier.taken] == [-9.0, -8.0, -5.5]
+    assert sorted(leaf.low for leaf in frontier.open) == [-7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0]
+    assert frontier.open[0].low == -7.0
+    assert frontier.low() == -9.0
+
+
 def test_a_function_closed_elsewhere_holds_no_subdomain_open():
     low, rows = np.array([-1.0, -1.0]), np.arange(2)
     maps = ({3: np.zeros(3)} for _ in range(3))
