@@ -16,6 +16,7 @@ from wdjax.bounds import activation, interval, record
 from wdjax.bounds.domain import ends, fresh
 from wdjax.bounds.graph import flatten
 from wdjax.bounds.primitives import TABLE
+from wdjax.checks.axis_rules import ELEMENTWISE
 from wdjax.precision import float64
 
 ROOT = Path(__file__).parents[1]
@@ -301,7 +302,7 @@ STRUCTURE = {
     "graph.py": "calls, identities: no record, since nothing is computed",
     "rewritten.py": "what is written in terms of primitives that have records",
     "batch_axis.py": "calls and loops, which are looked into",
-    "axis_rules.py": "where the samples' axis goes, for programs that need not be certified",
+    "axis_rules.py": "where the samples' axis goes; what it repeats is compared with the records",
     "state_pickle.py": "operations of PyTorch", "torch_file.py": "operations of PyTorch",
 }  # fmt: skip
 
@@ -318,6 +319,12 @@ def test_no_other_table_names_primitives():
             if len(told) > 2:
                 found.append(f"{path.name}:{node.lineno} {told}")
     assert not found, f"{found}: what is known of a primitive is said in its record"
+
+
+def test_both_tables_agree_which_primitives_act_entry_by_entry():
+    """The rules of the samples' axis lie below the records and have a table of their own."""
+    own = {name for name, record in TABLE.items() if record.elementwise}
+    assert own - {activation.primitive.name} == TABLE.keys() & ELEMENTWISE
 
 
 WINDOWS = {

@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from wdjax import loops
 from wdjax.core import Array, PyTree
+from wdjax.xla_cpu import on_cpu
 
 Carry = TypeVar("Carry")
 
@@ -102,7 +103,7 @@ def loops_well(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     >>> loops_well(jax.make_jaxpr(jax.grad(lambda x: conv(x, kernel).sum()))(image))
     True
     """
-    return jax.default_backend() != "cpu" or all(map(_canonical, equations(jaxpr)))
+    return not on_cpu() or all(map(_canonical, equations(jaxpr)))
 
 
 def scan(

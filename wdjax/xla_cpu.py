@@ -9,6 +9,9 @@ r"""Forms of the same mathematics that XLA's CPU compiler runs or compiles fast.
   (:func:`transposed_conv`, :mod:`wdjax.models.conv`).
 * Each fusion takes some 20 ms to compile, products and convolutions next to nothing.
 
+A form of one function alone, the same on all devices, stays in that function, which says why:
+:func:`wdjax.norms.any_entry`, :func:`wdjax.smoothing.flow.divergence`.
+
 ``bench/certificates.py`` and ``bench/conv.py`` measure what these forms save.
 """
 
@@ -46,14 +49,19 @@ _FOLD = 16
 """Number of terms that one stage of :func:`summed` adds up."""
 
 
+def on_cpu() -> bool:
+    """Whether JAX runs on a CPU by default: asked wherever a form or a size is for CPUs only."""
+    return jax.default_backend() == "cpu"
+
+
 def at_once(count: int) -> int:
     """``count``, the number of rows that suit a CPU's cache; 16 times as many on accelerators."""
-    return count if jax.default_backend() == "cpu" else 16 * count
+    return count if on_cpu() else 16 * count
 
 
 def rows_at_once(group: int, most: int) -> int:
     """How many rows of ``group`` linear functions of up to ``most`` entries go back at once."""
-    wide = jax.default_backend() == "cpu" and group * most > _CACHED
+    wide = on_cpu() and group * most > _CACHED
     rows = _ROWS // 2 if wide else at_once(_ROWS)
     return max(min(rows, 16 * _NUMBERS // (group * most)), 1)
 

@@ -17,8 +17,7 @@ from flax import nnx
 from wdjax.checks import validate
 from wdjax.cli import options, process
 from wdjax.core import Classifier, Model
-from wdjax.files import persist
-from wdjax.models import convert
+from wdjax.models import convert, saved
 from wdjax.models.functional import functional
 
 _LONGEST = 300
@@ -87,7 +86,7 @@ def _saved(text: str, weights: Path | None) -> Classifier:
     if not Path(text).exists():
         raise ValueError(f"there is no {text}; name what python -m wdjax convert wrote.")
     try:
-        return persist.load_model(text)
+        return saved.load_model(text)
     except ValueError as error:
         if "is not a checkpoint" not in str(error):
             raise

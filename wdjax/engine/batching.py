@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from wdjax import parallel, program
 from wdjax.checks import independence, validate
 from wdjax.core import AnyArray, Array, PyTree
+from wdjax.xla_cpu import on_cpu
 
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ def traced(model: Callable[[Array], PyTree], x: AnyArray) -> ClosedJaxpr:
 
 def default(jaxpr: ClosedJaxpr) -> int:
     """The default batch size, given :func:`traced`: room for all that a gradient keeps."""
-    if jax.default_backend() == "cpu":
+    if on_cpu():
         return min(max(_FEW * _CACHED // max(1, program.widest(jaxpr)), _FEW), 128)
     stats = jax.devices()[0].memory_stats() or {}
     free = stats.get("bytes_limit", 2**33) - stats.get("bytes_in_use", 0)

@@ -21,6 +21,7 @@ from wdjax.checks import validate
 from wdjax.core import Array, Attack, Found, Info, Progress, PyTree, Samples, Stage, Victim
 from wdjax.engine import batching, diagnosis, loop, track
 from wdjax.engine.track import Track
+from wdjax.xla_cpu import on_cpu
 
 _LONG = 50
 """Stages of at least so many steps get a second, smaller batch size, another compilation."""
@@ -369,7 +370,7 @@ def _chunk(stage: Stage) -> int:
     """Maximum number of steps in one program; samples that finish earlier wait for its end."""
     if stage.couple is not None:
         return 1
-    if jax.default_backend() != "cpu":
+    if not on_cpu():
         return min(loop.CHUNK, stage.length)
     most = min(loop.CHUNK, int(_PATIENCE * stage.length))
     return most if most >= _WORTH else 1

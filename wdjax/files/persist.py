@@ -13,9 +13,10 @@ import shutil
 import threading
 import zlib
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 import jax
@@ -23,9 +24,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from wdjax import precision
-from wdjax.core import Model, PyTree
+from wdjax.core import PyTree
 from wdjax.files import atomic, torch_file
 from wdjax.files.state_pickle import MAX_BYTES, MAX_RANK, shown
+
+if TYPE_CHECKING:
+    from wdjax.models.saved import load_model, save_model
+
+__all__ = [
+    "check_writable", "exists", "load_model", "manifest", "restore", "save", "save_model",
+]  # fmt: skip
 
 Tree = TypeVar("Tree")
 _Facts = dict[str, dict[str, Any]]
@@ -73,7 +81,7 @@ def check_writable(path: _Path, tree: PyTree = ()) -> None:
     path = atomic.resolved(path)
     with _owned(path):
         _check_replaceable(path)
-        _check_storable(_named(tree), _FILE if _is_file(path) else _FOLDER)
+        _check_storable(named(tree), _FILE if _is_file(path) else _FOLDER)
 
 
 def save(path: _Path, tree: PyTree, settings: Mapping[str, Any] | None = None) -> None:
@@ -100,7 +108,7 @@ def save(path: _Path, tree: PyTree, settings: Mapping[str, Any] | None = None) -
     ...     exists(f"{folder}/w.safetensors")
     True
     """
-    path, leaves = atomic.resolved(path), _named(tree)
+    path, leaves = atomic.resolved(path), named(tree)
     with _owned(path):
         check_writable(path, tree)
         text = _manifest_text({name: _facts(leaf) for name, leaf in leaves.items()}, settings or {})
@@ -128,7 +136,7 @@ def restore(path: _Path, like: Tree) -> Tree:
     ...     restore(f"{folder}/w.safetensors", {"w": np.zeros(2)})
     {'w': array([1., 1.])}
     """
-    expected = _named(like)
+    expected = named(like)
     source, facts = _newest(path), manifest(path)["leaves"]
     _check_alike(facts, expected, path)
     wanted = {name: _raw(leaf) for name, leaf in expected.items()}
@@ -210,90 +218,6 @@ def _are_facts(facts: Any) -> bool:
         return False
     numbers = [facts["crc32"], *(facts["shape"] if type(facts["shape"]) is list else [None])]
     return type(facts["dtype"]) is str and all(type(n) is int and n >= 0 for n in numbers)
-
-
-def save_model(path: _Path, model: Model, architecture: Mapping[str, Any]) -> None:
-    """Saves a model and its architecture, for :func:`load_model`.
-
-    Args:
-      path: a folder, or a file that ends in ``.safetensors``; an older checkpoint is replaced.
-      model: of an architecture of :mod:`wdjax.models`.
-      architecture: ``family``, ``options`` and ``normalize`` as for
-        :func:`wdjax.models.zoo.build`; the report of a conversion contains it.
-
-    Raises:
-      ValueError: the parameters are not those of the architecture, or not finite.
-
-    >>> import tempfile
-    >>> from wdjax import models
-    >>> model = models.mlp((4, 3, 2), key=jax.random.key(0))
-    >>> known = {"family": "mlp", "options": {"sizes": [4, 3, 2]}, "normalize": None}
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_model(f"{folder}/net.safetensors", model, known)
-    ...     load_model(f"{folder}/net.safetensors")(np.ones((1, 4), np.float32)).shape
-    (1, 2)
-    """
-    expected = _build(architecture)
-    if expected.func != model.func:
-        raise ValueError(f"the model is {model.func!r}, the architecture {expected.func!r}.")
-    facts = {name: _facts(leaf) for name, leaf in _named(model.args[0]).items()}
-    _check_alike(facts, _named(expected.args[0]), "given")
-    _check_parameters(model.args[0], "the model")
-    save(path, model.args[0], {"architecture": dict(architecture)})
-
-
-def load_model(path: _Path) -> Model:
-    """Loads a model saved by :func:`save_model`, as strictly as a conversion.
-
-    Args:
-      path: the ``.safetensors`` file or the folder.
-
-    Returns:
-      The model, bit for bit.
-
-    Raises:
-      ValueError: :func:`save_model` did not write it; or a tensor is missing, unknown, damaged, of
-        another shape or dtype, not finite, or a negative variance.
-
-    >>> import tempfile
-    >>> from wdjax import models
-    >>> model = models.mlp((4, 3, 2), key=jax.random.key(0))
-    >>> known = {"family": "mlp", "options": {"sizes": [4, 3, 2]}, "normalize": None}
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_model(f"{folder}/net.safetensors", model, known)
-    ...     load_model(f"{folder}/net.safetensors")(np.ones((1, 4), np.float32)).shape
-    (1, 2)
-    """
-    settings = manifest(path)["settings"]
-    if not isinstance(settings.get("architecture"), dict):
-        raise ValueError(f"{path} is a checkpoint, but of no model: save_model did not write it.")
-    expected = _build(settings["architecture"])
-    params = restore(path, expected.args[0])
-    _check_parameters(params, str(path))
-    return Model(expected.func, params)
-
-
-def _build(architecture: Mapping[str, Any]) -> Model:
-    """The model of an architecture, untrained; raises for a malformed description."""
-    from wdjax.models import zoo
-    from wdjax.models.functional import functional
-
-    family, options, normalize = map(architecture.get, ("family", "options", "normalize"))
-    if not isinstance(family, str) or not isinstance(options, Mapping):
-        raise ValueError(f"an architecture has family, options, normalize; got {architecture!r}.")
-    return functional(zoo.build(family, options, "" if normalize is None else normalize))
-
-
-def _check_parameters(params: PyTree, where: str) -> None:
-    """Raises if parameters are not finite or a variance is negative; ``where`` names them."""
-    from wdjax.models.pytorch import faults_of
-
-    faults = []
-    for name, leaf in _named(params).items():
-        variance = name.rpartition(".")[2] == "var"
-        faults += faults_of(name, np.asarray(leaf), leaf.shape, variance=variance)
-    if faults:
-        raise ValueError(f"{where}: {'; '.join(faults[:8])}.")
 
 
 def _is_file(path: Path) -> bool:
@@ -475,6 +399,12 @@ def _kinds(leaves: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
     return {name: (tuple(leaf.shape), str(np.dtype(leaf.dtype))) for name, leaf in leaves.items()}
 
 
+def check_alike(tree: PyTree, like: PyTree) -> None:
+    """Raises unless two trees have leaves of the same names, shapes and dtypes."""
+    facts = {name: _facts(leaf) for name, leaf in named(tree).items()}
+    _check_alike(facts, named(like), "given")
+
+
 def _check_alike(stored: _Facts, expected: Mapping[str, Any], path: _Path) -> None:
     """Raises unless a checkpoint's leaves have the names, shapes and dtypes of the expected tree.
 
@@ -504,7 +434,7 @@ def _checksum(leaf: Any) -> int:
     return zlib.crc32(content.reshape(-1).view(np.uint8).data) if content.size else 0
 
 
-def _named(tree: PyTree) -> dict[str, Any]:
+def named(tree: PyTree) -> dict[str, Any]:
     """The leaves of a tree by paths such as ``layers.0.kernel``; numbers become arrays.
 
     Raises for two leaves of one name and for leaves that are neither arrays nor numbers. Names are
@@ -597,3 +527,14 @@ def _newest(path: _Path) -> Path:
     if path.exists():
         return path
     return max(_left(path, "old"), key=lambda folder: folder.stat().st_mtime, default=path)
+
+
+def _found(name: str) -> Any:
+    """The public names that need architectures, which lie above; the module's ``__getattr__``."""
+    if name in ("load_model", "save_model"):
+        return getattr(import_module("wdjax.models.saved"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if not TYPE_CHECKING:  # Type checkers see the import above, and what is missing.
+    __getattr__ = _found

@@ -4,10 +4,10 @@ values.
 `functional` splits a module into a pure function and its parameters; `learning` tells parameters
 from other state, and trains. `zoo` lists the architectures, each of which has a file and is built
 from `layers` and `conv`, and in ``zoo.csv`` the published models. `one_lipschitz` has nets that are
-1-Lipschitz by their layers. `convert` loads PyTorch weights
-into one of them: it renames the layers of files that use other names, then `pytorch` matches names,
-shapes and layouts. `imported` makes models of ONNX files and PyTorch modules, whose operators are
-in :mod:`wdjax.models.graphs`. Open `functional` first, or `convert` for weights.
+1-Lipschitz by their layers. `convert` loads PyTorch weights into one of them: it renames the layers
+of files that use other names, then `pytorch` matches names, shapes and layouts. `imported` makes
+models of ONNX files and PyTorch modules, whose operators are in :mod:`wdjax.models.graphs`. `saved`
+keeps models on disk. Open `functional` first, or `convert` for weights.
 """
 
 from wdjax.models.adaptive import (

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
-from wdjax.xla_cpu import FILLED, LANES, WINOGRAD_CHANNELS, WINOGRAD_PIXELS
+from wdjax.xla_cpu import FILLED, LANES, WINOGRAD_CHANNELS, WINOGRAD_PIXELS, on_cpu
 
 Pads = tuple[tuple[int, int], tuple[int, int]]
 _PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
@@ -58,7 +58,7 @@ def conv(
     """
     pads = ((padding, padding),) * 2 if isinstance(padding, int) else tuple(map(tuple, padding))
     empty = not x.size or any(n + sum(p) < k for n, p, k in zip(x.shape[1:], pads, kernel.shape))
-    if empty or _PLAIN.get() or jax.default_backend() != "cpu":
+    if empty or _PLAIN.get() or not on_cpu():
         return _lax(x, kernel, stride, pads, groups)
     height, width, channels, outputs = kernel.shape
     if channels == 1 and groups == outputs > 1:

@@ -19,7 +19,7 @@ from flax import nnx
 
 from wdjax.files import persist, torch_file
 from wdjax.files.state_pickle import shown
-from wdjax.models import zoo
+from wdjax.models import saved, zoo
 from wdjax.models.huggingface import load_huggingface
 from wdjax.models.imported import GraphReport, from_torch, load_onnx
 from wdjax.models.opaque import opaque, opaque_torch
@@ -518,7 +518,7 @@ def main(arguments: argparse.Namespace, say: Callable[[str], None] = print) -> i
             **zoo.options_of(arguments.arch, options),
         )
     if arguments.out:
-        persist.save_model(arguments.out, converted.model, converted.report.architecture)
+        saved.save_model(arguments.out, converted.model, converted.report.architecture)
     say(str(converted.report))
     if arguments.out:
         say(f"saved {arguments.out}")

@@ -249,8 +249,8 @@ def mixed_play(
     box = attack.inner.ball.box
     x, y = validate.check_samples(static_model(defense, memory), x, y, box, transductive=True)
     defender = Defender(defense, memory, False)
-    state = defender.begin()
-    if jax.tree.leaves(state) or defense.rejects or attack.points is not None or attack.search:
+    stateful = jax.tree.leaves(defender.begin())
+    if stateful or defense.rejects or attack.points is not None or attack.search:
         raise ValueError(
             "mixed strategies are for a defence without a state and without rejections, such as "
             "TADV, and an attack that searches on its models, such as gmsa_avg(PGD())."
@@ -258,15 +258,30 @@ def mixed_play(
     own, other = jax.random.split(key)
     radius = jnp.asarray(eps, x.dtype)
     referee = Referee(defender, attack, radius, other, count)
-    private = [referee.private_key(0, draw) for draw in range(count)]
-    player = Attacker(attack, defender, radius, own, 0.0)
-    inputs, sets = RoundInputs(0, x, y), [x]
+    inputs = RoundInputs(0, x, y)
     check_clean(referee, inputs)
+    game = _KeyGame(referee, Attacker(attack, defender, radius, own, 0.0), inputs)
+    found = double_oracle(game.errors, game.reply_row, game.reply_column, 0, 0, rounds=rounds)
+    return found._replace(rows=tuple(game.sets[row] for row in found.rows))
 
-    @functools.cache
-    def errors(row: int, column: int) -> float:
-        adapted, _ = defender.adapt(private[column], state, sets[row])
-        seen = referee.outcomes(adapted, sets[row], y)
+
+class _KeyGame:
+    """Sets of points (rows) against private keys (columns), both by their numbers.
+
+    Payoffs are error rates. Replies of the attacker are added to ``sets``.
+    """
+
+    def __init__(self, referee: Referee, player: Attacker, inputs: RoundInputs) -> None:
+        self.referee, self.player, self.inputs = referee, player, inputs
+        self.keys = [referee.private_key(0, draw) for draw in range(referee.draws)]
+        self.sets = [inputs.x]
+        self.errors = functools.cache(self._errors)
+
+    def _errors(self, row: int, column: int) -> float:
+        """The error rate on a set, after adaptation to it under a key."""
+        defender, points = self.referee.defender, self.sets[row]
+        adapted, _ = defender.adapt(self.keys[column], defender.begin(), points)
+        seen = self.referee.outcomes(adapted, points, self.inputs.y)
         if not np.all(seen.fine):
             raise ValueError(
                 f"the model adapted under key {column} returned outputs that are not finite for "
@@ -274,19 +289,20 @@ def mixed_play(
             )
         return float(np.mean(~seen.right))
 
-    def reply_row(columns: Sequence[int], mix: Numbers) -> Reply:
-        rng, turn = np.random.default_rng(len(sets)), attackers.first_attacker_state(player, x)
-        for number in range(attack.iterations):
-            leaked = Leak(key=private[rng.choice(columns, p=mix)])
-            turn, _ = attackers.iterate(player, turn, inputs, number, leaked)
-        measured_costs(referee, x, turn.best.x)
-        sets.append(turn.best.x)
-        best = max(range(len(sets)), key=lambda row: mix @ [errors(row, k) for k in columns])
-        return Reply(best, 1.0)
+    def reply_row(self, columns: Sequence[int], mix: Numbers) -> Reply:
+        """The set that errs most against the mixture, after an attack on keys drawn from it."""
+        player, x = self.player, self.inputs.x
+        rng = np.random.default_rng(len(self.sets))
+        turn = attackers.first_attacker_state(player, x)
+        for number in range(player.attack.iterations):
+            leaked = Leak(key=self.keys[rng.choice(columns, p=mix)])
+            turn, _ = attackers.iterate(player, turn, self.inputs, number, leaked)
+        measured_costs(self.referee, x, turn.best.x)
+        self.sets.append(turn.best.x)
+        gains = [mix @ [self.errors(row, k) for k in columns] for row in range(len(self.sets))]
+        return Reply(int(np.argmax(gains)), 1.0)
 
-    def reply_column(rows: Sequence[int], mix: Numbers) -> Reply:
-        pays = [float(mix @ [errors(row, k) for row in rows]) for k in range(count)]
+    def reply_column(self, rows: Sequence[int], mix: Numbers) -> Reply:
+        """The key that errs least against the mixture, of all keys."""
+        pays = [float(mix @ [self.errors(row, k) for row in rows]) for k in range(len(self.keys))]
         return Reply(int(np.argmin(pays)), min(pays))
-
-    found = double_oracle(errors, reply_row, reply_column, 0, 0, rounds=rounds)
-    return found._replace(rows=tuple(sets[row] for row in found.rows))
