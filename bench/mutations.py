@@ -172,6 +172,18 @@ FAULTS = {
         "for half in (above,)]",
         "tests/test_certify_branch.py tests/test_properties.py",
     ),
+    "ends-paid-for-too-little": Fault(
+        "bounds/rebounded.py",
+        "jnp.maximum(b * lower, b * upper)",
+        "jnp.minimum(b * lower, b * upper)",
+        "tests/test_bounds_of_parts.py",
+    ),
+    "upper-line-of-a-maximum-too-low": Fault(
+        "bounds/relax.py",
+        "jnp.where(unstable, -slope * low, 0.0)",
+        "jnp.where(unstable, -0.9 * slope * low, 0.0)",
+        "tests/test_certify_primitives.py",
+    ),
     "half-of-a-part-forgotten": Fault(
         "certify/parts.py",
         "self._bounded_anew(list(part.halves(found.entry)), until)",

@@ -177,6 +177,29 @@ def test_lines_hold_what_programs_return(name):
             assert np.all((sign * (total - out) >= 0) | ~good)
 
 
+@pytest.mark.parametrize(("name", "meets"), [("max", True), ("min", True), ("mul", False)])
+def test_lines_of_two_operands_hold_between_all_ends(name, meets):
+    """On grids of two intervals; a maximum's upper line meets it where the operands differ most."""
+    rng = np.random.default_rng(0)
+    middle, reach = rng.normal(size=(2, 1, 400)), 10 ** rng.uniform(-4, 1, (2, 1, 400))
+    lower, upper = (np.float32(middle + s * reach) for s in (-1, 1))
+    lower[:, :, :20] = upper[:, :, :20]
+    (eqn,) = jax.make_jaxpr(getattr(lax, name))(jnp.ones(400), jnp.ones(400)).eqns
+    boxes = [(jnp.asarray(low), jnp.asarray(up)) for low, up in zip(lower, upper)]
+    lines = TABLE[name].lines(eqn, boxes, [True, True])
+    true, gaps = {"max": np.maximum, "min": np.minimum, "mul": np.multiply}[name], []
+    for shares in np.stack(np.meshgrid(*[np.linspace(0, 1, 21)] * 2), axis=-1).reshape(-1, 2):
+        x = [a + share * (b.astype(float) - a) for a, b, share in zip(lower, upper, shares)]
+        for side, sign in (("low", -1), ("up", 1)):
+            slopes = [np.asarray(getattr(view, side)).astype(float) for view in lines.views]
+            line = np.asarray(getattr(lines, side)) + sum(a * z for a, z in zip(slopes, x))
+            gap = sign * (line - true(*x))
+            assert np.all(gap >= 0)
+            if sorted(shares) == [0, 1] and (side == "up") == (name == "max"):
+                gaps.append(np.max(gap / (np.abs(lower) + np.abs(upper)).sum(axis=0)))
+    assert not meets or max(gaps) < 1e-5
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_records_say_what_kind_a_primitive_is_of(name):
     own, rng = TABLE[name], np.random.default_rng(2)
