@@ -34,6 +34,8 @@ _TURNS, _LEAST = 3, 0.01
 _MOST = 2**26
 """Subdomains are searched only if one batch has at most so many coefficients: one for each open
 function, subdomain and operand."""
+_COPIES = 8
+"""Numbers for each of these coefficients where multipliers are optimised, with Adam's moments."""
 _PASSES = 40
 """About how many backward passes a leaf of the whole region takes; gives the time of one pass."""
 _ROOT = 16
@@ -146,7 +148,8 @@ def _subdomains_alone(given: SignSearch, rows: Numbers, low: Numbers, until: flo
 def _fits(root: leaves.RootBounds, rows: Numbers) -> bool:
     """Whether the search of subdomains may have its coefficients of the functions ``rows``."""
     operands = sum(end.size for end in root.of_all().lower.values())
-    return len(rows) * width() * operands <= _MOST
+    copies = _COPIES if root.others[0] else 1
+    return len(rows) * width() * operands * copies <= _MOST
 
 
 def _in_turn(
