@@ -339,7 +339,7 @@ def test_a_function_closed_elsewhere_holds_no_subdomain_open():
     assert [one.low.tolist() for one in search.open] == [[2.0, -3.0], [-4.0, 5.0]]
     search.close(1)
     assert [one.low.tolist() for one in search.open] == [[-4.0, 5.0]]
-    np.testing.assert_array_equal(search.run(-math.inf).low, [-1.0, -1.0])
+    np.testing.assert_array_equal(search._outcome("time").low, [-1.0, -1.0])
     np.testing.assert_array_equal(search.closed, [2.0, -3.0])
 
 

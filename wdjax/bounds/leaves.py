@@ -36,7 +36,7 @@ _PATIENCE = 0.01
 """Steps end once three of them raise the bounds below 0, summed, by less than this share of their
 distance from 0."""
 
-_VIEWS = 16
+_WINDOW = 16
 """Largest number of entries that a maximum may have for its operand to be split."""
 
 Maps = dict[int, Array]
@@ -196,12 +196,12 @@ def rectified(state: crown.Pass) -> dict[int, int]:
 def curved(state: crown.Pass) -> dict[int, tuple[int, ...]]:
     """The operands' places of all other functions with lines, by the place of the output.
 
-    Such as ``tanh``, products and max pooling; not of maxima of over ``_VIEWS`` entries.
+    Such as ``tanh``, products and max pooling; not of maxima of over ``_WINDOW`` entries.
     """
     found = {}
     for node in state.network.graph.nodes:
         lines = state.lines.get(node.outputs[0])
-        if lines is not None and lines.free is None and len(lines.views) <= _VIEWS:
+        if lines is not None and lines.free is None and len(lines.views) <= _WINDOW:
             places = dict.fromkeys(node.inputs[view.operand] for view in lines.views)
             found[node.outputs[0]] = (*places,)
     return found

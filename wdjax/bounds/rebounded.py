@@ -143,7 +143,7 @@ class _Paying:
             for view, slope in zip(views, steep):
                 place = node.inputs[view.operand]
                 if place in self.known.lower:
-                    unit = _seen(view, a * jnp.maximum(slope, least))
+                    unit = _at_operand(view, a * jnp.maximum(slope, least))
                     units[place] = units[place] + unit if place in units else unit
         return units
 
@@ -207,8 +207,8 @@ def _split(
             lower, upper = state.values[place][:2]
             if out in relus:
                 assert lines.free is not None
-                signed[place] = lines.free & (-lower > known.slack[place])
-                signed[place] &= upper > known.slack[place]
+                both = jnp.minimum(-lower, upper) > known.slack[place]
+                signed[place] |= lines.free & both
                 open_[place] |= signed[place]
             else:
                 size = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
@@ -249,10 +249,10 @@ def _loss(state: crown.Pass, out: int, place: int, a: Array) -> Array:
         gap += (view.up - view.low) * (jax.vmap(view.view)(linear) if view.view else linear)
         seen += [view] if operand == place else []
     loss = jnp.abs(a).sum(axis=0, keepdims=True) * jnp.where(jnp.isfinite(gap), gap, 0.0)
-    return functools.reduce(jnp.add, (_seen(view, loss) for view in seen))[0]
+    return functools.reduce(jnp.add, (_at_operand(view, loss) for view in seen))[0]
 
 
-def _seen(view: View, t: Array) -> Array:
-    """Numbers ``[R, C, *shape]`` of a function's entries, at the entries that its operand's view
-    shows it."""
+def _at_operand(view: View, t: Array) -> Array:
+    """Numbers of a function's entries, ``[R, C, *shape]``, sent to the operand's entries that these
+    see, and summed there."""
     return t if view.view is None else Whole(t).behind(view.view, view.shape).a

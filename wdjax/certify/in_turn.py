@@ -121,7 +121,8 @@ def search(
     if found.ended == "time" and left and frontier.turns == 1:  # That turn compiled: take another.
         found = given.run(frontier, until, frontier.bounded + 1)
     if found.ended == "nothing to split" and root.others[0]:
-        return _subdomains_alone(given, rows[found.low[rows] <= 0], found.low, until)
+        more = _subdomains_alone(given, rows[found.low[rows] <= 0], found.low, until)
+        return more._replace(leaves=found.leaves + more.leaves)
     if found.ended != "time" or not left:
         return found
     ends = 2 * int(np.sum((np.asarray(begun.lower[0]) < 0) & (np.asarray(begun.upper[0]) > 0)))
@@ -136,11 +137,14 @@ def search(
 
 
 def _subdomains_alone(given: SignSearch, rows: Numbers, low: Numbers, until: float) -> Searched:
-    """The search of subdomains, unless one step would take too much of the time."""
+    """The search of subdomains, unless one step would take too much of the time.
+
+    Without any time left a first step compiles its program for later searches.
+    """
     began, left = time.monotonic(), until - time.monotonic()
     jax.block_until_ready(leaves.root(given.model, given.problem, given.norm))
     step = (time.monotonic() - began) * width() / _ROOT
-    if step > _DEAR * left or not _fits(given.root, rows):
+    if (left > 0 and step > _DEAR * left) or not _fits(given.root, rows):
         return Searched(low, "nothing to split", 0, None)
     return SubdomainSearch(given, rows, low).run(until)
 

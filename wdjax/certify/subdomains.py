@@ -76,9 +76,12 @@ class SubdomainSearch:
             self._keep(one)
 
     def run(self, until: float) -> Searched:
-        """Splits subdomains, the last first, until all are closed or the time is over."""
+        """Splits subdomains, the last first, until all are closed or the time is over.
+
+        A new search bounds the whole region at least.
+        """
         while self.open:
-            if time.monotonic() >= until:
+            if self.bounded and time.monotonic() >= until:
                 return self._outcome("time")
             if len(self.open) + len(self.stuck) > self.most:
                 return self._outcome("memory")
