@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import remarks
+from wdjax import distinct, remarks
 
 Array = jax.Array
 AnyArray = jax.Array | np.ndarray
@@ -193,7 +193,7 @@ def _is_readable(leaf: Any) -> bool:
     return not traced and leaf.is_fully_addressable and not leaf.is_deleted()
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
     """The result of a search, measured at the stored points; a pytree of ``[n]`` leaves.
@@ -265,7 +265,7 @@ class Found:
         return remarks.of(remarks.spent(self))
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Result(Found):
     """An adversarial distribution and its measurements: :class:`Found` and the mass that moves.

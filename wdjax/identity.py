@@ -27,7 +27,7 @@ def program(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
       function: traceable.
       *args: pytrees of arrays or ``jax.ShapeDtypeStruct``; only shapes and dtypes matter.
     """
-    return jax.make_jaxpr(function)(*args)
+    return jax.make_jaxpr(lambda *given: function(*given))(*args)  # See wdjax.distinct.
 
 
 def digest(*trees: Any) -> bytes:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from wdjax import loops
+from wdjax import distinct, loops
 
 NORMS = (1, 2, math.inf)
 NAMES = {"l1": 1, "l2": 2, "linf": math.inf}
@@ -394,7 +394,7 @@ def _shrink_l2(size: jax.Array, room: jax.Array, radius: jax.Array) -> jax.Array
     return jnp.minimum(jnp.minimum(t, 1.0) * size, room)
 
 
-@jax.jit  # Without it, the loop would be compiled at every call outside a trace.
+@distinct.jit  # Without it, the loop would be compiled at every call outside a trace.
 def _shrink_l1(size: jax.Array, room: jax.Array, radius: jax.Array) -> jax.Array:
     """``[d]``: ``clip(size - lam, 0, room)`` of sum at most ``radius``, with the least ``lam``.
 

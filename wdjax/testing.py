@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from wdjax import parallel
+from wdjax import distinct, parallel
 from wdjax.checks import arguments
 from wdjax.core import Array, Attack, Model, Progress, Result, Samples, Victim
 from wdjax.engine import driver
@@ -118,7 +118,7 @@ def _walked(case: Case, key: Array) -> tuple[Samples, list[Any]]:
     states, everyone = [state], jnp.ones(len(case.y), bool)
     for stage in case.attack.stages:
 
-        @jax.jit
+        @distinct.jit
         def step(state: Any, stage: Any = stage) -> Any:
             moved, _ = stage.step(victim, samples, state)
             return moved if stage.couple is None else stage.couple(samples, moved, everyone)
@@ -180,7 +180,7 @@ def _company(case: Case) -> None:
 
 def _traced(case: Case) -> None:
     """Inside ``jit`` the attack finds the same as at top level."""
-    inside = jax.jit(lambda model, x, eps: case.run(model=model, x=x, eps=eps))
+    inside = distinct.jit(lambda model, x, eps: case.run(model=model, x=x, eps=eps))
     _close(case.run(), inside(case.model, case.x, case.eps))
 
 
@@ -206,7 +206,7 @@ def _sharded(case: Case) -> None:
 
     def split(attack: Attack) -> Callable[..., tuple[Array, ...]]:
         shard = functools.partial(points, attack)
-        return jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=rows, out_specs=rows))
+        return distinct.jit(jax.shard_map(shard, mesh=mesh, in_specs=rows, out_specs=rows))
 
     data = case.x, case.y, indices
     if attack.budget == "data":
@@ -221,7 +221,7 @@ def _sharded(case: Case) -> None:
         parts = split(dataclasses.replace(changed, axis=parallel.AXIS))(*data)
     else:
         parts = split(attack)(*data)
-    whole = jax.jit(functools.partial(points, attack))(*data)
+    whole = distinct.jit(functools.partial(points, attack))(*data)
     for one, other, tolerance in zip(whole, parts, (_CLOSE, 10 * _CLOSE, 0, 0)):
         np.testing.assert_allclose(other, one, atol=tolerance)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from wdjax import aims, identity, loops, losses, models, parallel, program
+from wdjax import aims, distinct, identity, loops, losses, models, parallel, program
 from wdjax.aims import Aim, AttackAim, CertificateAim, NoiseAim, TrainableCertificate, TrainingNoise
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
@@ -160,7 +160,7 @@ def train(
     if not jax.tree.leaves(models.parameters(model)):
         raise ValueError("the model has no parameters; train it with its framework.")
     optimizer = optimizer or default_optimizer(steps)
-    at_once = program.loops_well(jax.make_jaxpr(gradients)(model, x[:1]))
+    at_once = program.loops_well(jax.make_jaxpr(functools.partial(gradients, model))(x[:1]))
     parallel.check_divides("batch_size", size, mesh)
     recipe = StepProgram(optimizer, loss, validate.check_order(order), at_once, mesh)
 
@@ -267,7 +267,7 @@ def _epoch(
     return Training(model, opt_state, training.epoch + 1, History(*history))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(distinct.jit, static_argnums=0)
 def _steps(
     recipe: StepProgram,
     aim: Aim,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.typing import ArrayLike
 
-from wdjax import exact_transport, losses, metrics, norms, parallel, sparse
+from wdjax import distinct, exact_transport, losses, metrics, norms, parallel, sparse
 from wdjax.checks import arguments
 from wdjax.checks.forward_mode import host_only
 from wdjax.checks.validate import check_number, check_order, traced
@@ -154,7 +154,7 @@ def spend(found: Found, *, eps: Any, order: float = 1, kappa: Any = None) -> Res
     return Result(**{f.name: getattr(found, f.name) for f in fields(Found)}, weight=weight)
 
 
-@functools.partial(jax.jit, static_argnums=5)
+@functools.partial(distinct.jit, static_argnums=5)
 def _weigh_traced(
     cost: Array, correct: Array, success: Array, eps: Array, kappa: Any, order: float
 ) -> jax.Array:
@@ -361,7 +361,7 @@ def _correct(logits: jax.Array, y: jax.Array) -> jax.Array:
     return metrics.correct(logits, y).astype(logits.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(distinct.jit, static_argnums=0)
 def _batch_loss(
     loss: losses.Loss, model: Callable[[jax.Array], jax.Array], x: jax.Array, y: jax.Array
 ) -> jax.Array:

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from wdjax import loops, losses, norms
+from wdjax import distinct, loops, losses, norms
 from wdjax.attacks import ascent, linearised
 from wdjax.attacks.ascent import setting
 from wdjax.attacks.phases import PhaseSchedule, check_widths, random_start, schedule
@@ -48,7 +48,7 @@ class State(NamedTuple):
     best: ascent.Best
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class APGD:
     r"""Auto-PGD: projected ascent with momentum whose step halves when progress stalls.

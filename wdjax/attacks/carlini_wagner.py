@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import norms
+from wdjax import distinct, norms
 from wdjax.attacks import ascent, nearest
 from wdjax.attacks.ascent import setting
 from wdjax.attacks.nearest import Nearest
@@ -34,7 +34,7 @@ class State(NamedTuple):
     best: Nearest
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CarliniWagner(nearest.NearestAttack):
     r"""Carlini and Wagner's l2 attack: Adam on ``||delta||_2^2 + c max(z_y - max_j z_j + k, 0)``.

@@ -4,10 +4,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from wdjax import losses, norms
+from wdjax import distinct, losses, norms
 from wdjax.attacks import ascent, nearest
 from wdjax.attacks.ascent import setting
 from wdjax.attacks.nearest import Nearest
@@ -23,7 +22,7 @@ class State(NamedTuple):
     best: Nearest
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DDN(nearest.NearestAttack):
     r"""Decoupled direction and norm: l2 steps on a sphere whose radius follows the boundary.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import losses, norms, program
+from wdjax import distinct, losses, norms, program
 from wdjax.attacks import ascent, nearest
 from wdjax.attacks.ascent import setting
 from wdjax.attacks.nearest import Nearest
@@ -24,7 +24,7 @@ class State(NamedTuple):
     best: Nearest
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeepFool(nearest.NearestAttack):
     r"""DeepFool: the shortest step onto the nearest linearised boundary, again until a flip.

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import losses, norms
+from wdjax import distinct, losses, norms
 from wdjax.attacks import ascent
 from wdjax.attacks.ascent import setting
 from wdjax.balls import Lp
@@ -28,7 +28,7 @@ class State(NamedTuple):
     best: ascent.Best
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Diversified:
     r"""Ascends a random weighting of the outputs from a random point, then the margin.

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import loops, norms
+from wdjax import distinct, loops, norms
 from wdjax.attacks import ascent, hyperplane, linearised
 from wdjax.attacks.ascent import setting
 from wdjax.balls import Lp
@@ -38,7 +38,7 @@ class State(NamedTuple):
     keys: Array | None
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FAB:
     r"""FAB: a step to the nearest linearised boundary, averaged with the sample's own projection.

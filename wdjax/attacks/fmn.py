@@ -3,10 +3,9 @@
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from wdjax import norms
+from wdjax import distinct, norms
 from wdjax.attacks import ascent, nearest
 from wdjax.attacks.ascent import setting
 from wdjax.attacks.nearest import Nearest
@@ -27,7 +26,7 @@ class State(NamedTuple):
     best: Nearest
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FMN(nearest.NearestAttack):
     r"""Fast minimum-norm attack: l2-normalised steps in a ball that follows the boundary.

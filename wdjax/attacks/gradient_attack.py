@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import loops, losses, norms
+from wdjax import distinct, loops, losses, norms
 from wdjax.attacks import ascent
 from wdjax.attacks.ascent import setting
 from wdjax.balls import Lp
@@ -25,7 +25,7 @@ class State(NamedTuple):
     """Steps taken, over all runs; None for one run."""
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GradientAttack:
     r"""Iterated gradient ascent on a loss; a subclass defines the step.

@@ -3,10 +3,9 @@
 import dataclasses
 from typing import ClassVar, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from wdjax import norms
+from wdjax import distinct, norms
 from wdjax.attacks import ascent, nearest
 from wdjax.attacks.ascent import setting
 from wdjax.balls import Lp
@@ -21,7 +20,7 @@ class State(NamedTuple):
     flipped: Array
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MarginPGD:
     r"""Projected gradient ascent on the criterion with large steps: a cheap first attack.

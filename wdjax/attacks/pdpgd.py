@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import loops, norms
+from wdjax import distinct, loops, norms
 from wdjax.attacks import ascent, nearest
 from wdjax.attacks.ascent import setting
 from wdjax.attacks.nearest import Nearest
@@ -46,7 +46,7 @@ class State(NamedTuple):
     best: Nearest
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PDPGD(nearest.NearestAttack):
     r"""Primal-dual proximal gradient descent: Adam on the margin, a proximal map for the norm.

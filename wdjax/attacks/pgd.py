@@ -4,9 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import ClassVar
 
-import jax
-
-from wdjax import losses
+from wdjax import distinct, losses
 from wdjax.attacks.gradient_attack import GradientAttack
 from wdjax.balls import Lp
 from wdjax.core import Array, PyTree, Samples
@@ -15,7 +13,7 @@ _SHARE: dict[float, float] = {0: 1 / 2, 1: 1 / 4}
 """Default steps, in units of ``eps``, where they do not depend on their number."""
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PGD(GradientAttack):
     r"""Projected gradient ascent: steps that raise a loss, each projected on the ball.

@@ -3,15 +3,15 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
 
+from wdjax import distinct
 from wdjax.attacks.ascent import setting
 from wdjax.balls import Lp
 from wdjax.core import Array, Samples, Stage, Victim
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Points:
     """No attack: the points of ``start`` as they are, to measure them against another victim.

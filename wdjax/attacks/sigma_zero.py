@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import norms, sparse
+from wdjax import distinct, norms, sparse
 from wdjax.attacks import ascent, nearest
 from wdjax.attacks.ascent import setting
 from wdjax.attacks.nearest import Nearest
@@ -27,7 +27,7 @@ class State(NamedTuple):
     best: Nearest
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SigmaZero(nearest.NearestAttack):
     r"""Sigma-zero: Adam on the margin and a smooth count of changes; small changes are undone.

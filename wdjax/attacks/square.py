@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import losses, norms
+from wdjax import distinct, losses, norms
 from wdjax.attacks import ascent
 from wdjax.attacks.ascent import setting
 from wdjax.balls import Lp
@@ -30,7 +30,7 @@ class State(NamedTuple):
     keys: Array
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Square:
     r"""Square attack: a random square is changed, and kept if the loss has not fallen.

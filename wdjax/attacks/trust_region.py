@@ -4,10 +4,9 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from wdjax import losses, norms
+from wdjax import distinct, losses, norms
 from wdjax.attacks import ascent, nearest, rivals
 from wdjax.attacks.ascent import setting
 from wdjax.attacks.nearest import Nearest
@@ -33,7 +32,7 @@ class State(NamedTuple):
     best: Nearest
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrustRegion(nearest.NearestAttack):
     r"""The trust region attack, with an adaptive radius per sample.

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import losses, norms
+from wdjax import distinct, losses, norms
 from wdjax.attacks import ascent, nearest, rivals
 from wdjax.attacks.ascent import setting
 from wdjax.attacks.nearest import Nearest
@@ -43,7 +43,7 @@ class State(NamedTuple):
     """Flips at a larger distance than this do not count."""
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Walk:
     r"""A minimum-norm attack that walks along the boundary back towards the sample.
@@ -255,7 +255,7 @@ class Walk:
         return state.best.known & (state.best.cost <= state.limit)
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SharedWalk(Walk):
     """A walk whose number of steps is a leaf, so that walks of any length share its programs."""

@@ -3,10 +3,9 @@
 import dataclasses
 from typing import ClassVar, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from wdjax import losses
+from wdjax import distinct, losses
 from wdjax.attacks import ascent, rivals
 from wdjax.attacks.ascent import setting
 from wdjax.balls import Lp
@@ -23,7 +22,7 @@ class State(NamedTuple):
     best: ascent.Best | None
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WDA:
     r"""Wasserstein distributional attack: tries a step towards every rival and follows the best.

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import norms
+from wdjax import distinct, norms
 from wdjax.attacks import ascent, rivals
 from wdjax.attacks.ascent import setting
 from wdjax.balls import Lp
@@ -33,7 +33,7 @@ class State(NamedTuple):
     """``near`` and ``far`` bracket a flip, as shares of the way from the sample."""
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WDAPlusPlus:
     r"""WDA++: walk every sample to its nearest flip; the budget is spent on the cheapest flips.

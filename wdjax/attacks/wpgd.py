@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import losses, norms
+from wdjax import distinct, losses, norms
 from wdjax.attacks import ascent
 from wdjax.attacks.ascent import setting
 from wdjax.balls import Lp
@@ -37,7 +37,7 @@ class State(NamedTuple):
     """``[n]``: the sum of the criterion, which decides between iterates of equally many flips."""
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WPGD:
     r"""Projected ascent in the Wasserstein ball: all samples move, and one budget binds their mean.

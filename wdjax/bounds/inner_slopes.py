@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from wdjax import xla_cpu
+from wdjax import distinct, xla_cpu
 from wdjax.bounds import coarse, crown, margins, slopes
 from wdjax.bounds.coefficients import Rows, Whole
 from wdjax.bounds.domain import Array
@@ -18,7 +18,7 @@ from wdjax.precision import highest
 _STEPS = 10
 
 
-@functools.partial(jax.jit, static_argnums=2)
+@functools.partial(distinct.jit, static_argnums=2)
 def of_region(model: Classifier, problem: RegionProblem, norm: Norm) -> Maps:
     """Slopes ``[n, 2, m]`` for both ends of each of the ``n`` entries of a ReLU's operand.
 

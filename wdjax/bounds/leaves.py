@@ -20,6 +20,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 
+from wdjax import distinct
 from wdjax.bounds import crown, linear_outputs, margins, region, slopes
 from wdjax.bounds.coefficients import Coefficients, Rows, Whole, whole
 from wdjax.bounds.domain import Array
@@ -69,7 +70,7 @@ class RegionProblem(NamedTuple):
         return Region(copies(self.center), *ends, copies(self.eps), norm, scale=scale)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+@functools.partial(distinct.jit, static_argnums=(3, 4, 5))
 def of_sample(
     x: Array,
     y: Array,
@@ -159,7 +160,7 @@ class LeafBounds(NamedTuple):
     """
 
 
-@functools.partial(jax.jit, static_argnums=2)
+@functools.partial(distinct.jit, static_argnums=2)
 def root(model: Classifier, problem: RegionProblem, norm: Norm) -> RootBounds:
     """Bounds of a problem's whole region by optimised slopes."""
     with highest():
@@ -222,7 +223,7 @@ def maps_of(rows: Array, like: Maps) -> Maps:
     return jax.vmap(ravel_pytree(like)[1])(rows)
 
 
-@functools.partial(jax.jit, static_argnames=("norm", "steps", "tries"))
+@functools.partial(distinct.jit, static_argnames=("norm", "steps", "tries"))
 def bounds(
     model: Classifier,
     problem: RegionProblem,

@@ -4,11 +4,11 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from wdjax import distinct
 from wdjax.bounds import crown, margins, slopes
 from wdjax.bounds.coefficients import Coefficients, Rows, Whole, whole
 from wdjax.bounds.domain import Array
@@ -59,7 +59,7 @@ class InputBounds(NamedTuple):
     """``[B, R]``: the least value of that linear function; other bounds may be higher."""
 
 
-@functools.partial(jax.jit, static_argnames="method")
+@functools.partial(distinct.jit, static_argnames="method")
 def lower(
     model: Classifier, rows: Objectives, low: Array, high: Array, method: Method
 ) -> InputBounds:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from wdjax import xla_cpu
+from wdjax import distinct, xla_cpu
 from wdjax.bounds import crown, margins, slopes
 from wdjax.bounds.coefficients import Coefficients, Rows, Whole
 from wdjax.bounds.domain import Array
@@ -42,7 +42,7 @@ _LINES, _WEIGHT = 0, 1
 """Keys of the variables: slopes and multipliers ``[2, R, N]``, and ``g``, ``[2, R]``."""
 
 
-@functools.partial(jax.jit, static_argnames="norm")
+@functools.partial(distinct.jit, static_argnames="norm")
 def tightened(
     model: Classifier,
     problem: RegionProblem,

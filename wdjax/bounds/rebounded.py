@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from wdjax import distinct
 from wdjax.bounds import crown, leaves, linear_outputs, margins, slopes
 from wdjax.bounds.coefficients import Coefficients, Rows, Whole, whole
 from wdjax.bounds.domain import Array
@@ -61,7 +62,7 @@ class SubdomainBounds(NamedTuple):
     the least bound; else the centre."""
 
 
-@functools.partial(jax.jit, static_argnames="norm")
+@functools.partial(distinct.jit, static_argnames="norm")
 def bounds(
     model: Classifier,
     problem: RegionProblem,

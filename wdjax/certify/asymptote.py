@@ -13,11 +13,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import norms
+from wdjax import distinct, norms
 from wdjax.bounds import affine_rules, margins
 from wdjax.bounds.domain import Array
 from wdjax.bounds.margins import Method
@@ -29,7 +28,7 @@ from wdjax.core import Classifier
 from wdjax.precision import highest
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5))
+@functools.partial(distinct.jit, static_argnums=(4, 5))
 def slopes(
     model: Classifier, x: Array, labels: Array, last: Array, norm: float, method: Method
 ) -> Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import norms
+from wdjax import distinct, norms
 from wdjax.attacks import PGD
 from wdjax.balls import Lp
 from wdjax.certify.specification import Specification
@@ -103,7 +103,7 @@ def search(
     yield np.asarray(_climbed(model, given, lower, upper, u, goal))
 
 
-@functools.partial(jax.jit, static_argnames="members")
+@functools.partial(distinct.jit, static_argnames="members")
 def _drawn(
     model: Classifier, given: Forbidden, lower: Array, upper: Array, key: Array, members: int
 ) -> tuple[Array, Array, Array]:
@@ -130,7 +130,7 @@ def _placed(u: Array, lower: Array, upper: Array) -> Array:
     return jnp.clip(lower + u * (upper - lower), lower, upper)
 
 
-@jax.jit
+@distinct.jit
 def _climbed(
     model: Classifier, given: Forbidden, lower: Array, upper: Array, u: Array, goal: Array
 ) -> Array:

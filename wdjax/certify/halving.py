@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from wdjax import distinct
 from wdjax.bounds import linear_outputs
 from wdjax.bounds.domain import Array
 from wdjax.bounds.linear_outputs import Objectives
@@ -61,7 +62,7 @@ class _CutBoxes(NamedTuple):
     """``[L, *shape]``: where the linear bound of the weakest member is least."""
 
 
-@jax.jit
+@distinct.jit
 def _turn(
     model: Classifier, rows: Objectives, member: Array, lower: Array, upper: Array
 ) -> _CutBoxes:

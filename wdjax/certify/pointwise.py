@@ -15,7 +15,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
-from wdjax import loops, norms, parallel
+from wdjax import distinct, loops, norms, parallel
 from wdjax.bounds import margins, moved_mass, region
 from wdjax.bounds.margins import METHODS, Method
 from wdjax.bounds.region import Domain, Norm
@@ -397,7 +397,7 @@ def _search(
     return jnp.where(best >= most, jnp.inf, best)
 
 
-@functools.partial(jax.jit, static_argnums=5)
+@functools.partial(distinct.jit, static_argnums=5)
 def _guess(
     model: Classifier,
     x: Array,
@@ -432,7 +432,7 @@ def _guess(
     return jnp.where(jnp.isfinite(guess) & (guess > 0), (1 - 4e-4) * guess, usual)
 
 
-@jax.jit
+@distinct.jit
 def _narrower(bracket: _Bracket, low: Array, most: ArrayLike) -> _Bracket:
     """The bracket after bounds ``low`` ``[n, K]`` of the margins at ``trial``, and the next trial.
 
@@ -452,7 +452,7 @@ def _narrower(bracket: _Bracket, low: Array, most: ArrayLike) -> _Bracket:
     return _Bracket(best, margin, high, deficit, jnp.minimum(trial, most))
 
 
-@functools.partial(jax.jit, static_argnames=("ball", "method"))
+@functools.partial(distinct.jit, static_argnames=("ball", "method"))
 @highest()
 def bounds(
     model: Classifier,
@@ -511,7 +511,7 @@ def in_batches(
     return batching.halving(rest, size, mesh)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(distinct.jit, static_argnums=(0, 1, 2))
 def _split(
     fn: Callable[..., Array],
     options: tuple[tuple[str, Any], ...],

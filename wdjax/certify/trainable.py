@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from wdjax import distinct
 from wdjax.aims import Scheduled
 from wdjax.attacks.ascent import all_rivals
 from wdjax.bounds import crown, margins, region
@@ -32,8 +33,7 @@ from wdjax.precision import full_precision, highest
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("warm", "ramp", "clean", "attack", "mix", "small"),
+    distinct.register_dataclass,
     meta_fields=("norm", "box", "blend", "backward", "regularise"),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)

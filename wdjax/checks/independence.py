@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import norms
+from wdjax import distinct, norms
 from wdjax.checks import batch_axis
 from wdjax.core import AnyArray, Array, PyTree
 from wdjax.precision import highest
@@ -25,7 +25,7 @@ _OTHER_PLACE = {2: 16, 4: 1024, 8: 1024}
 """Tolerance at another place in the batch, where sums may be in another order."""
 
 
-@jax.jit
+@distinct.jit
 def outputs(model: Callable[[Array], PyTree], x: Array) -> PyTree:
     """The model's outputs by one compiled program, traced once for each shape."""
     return model(x)

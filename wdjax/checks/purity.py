@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from wdjax import identity
+from wdjax import distinct, identity
 from wdjax.checks import validate
 from wdjax.core import AnyArray, Array, PyTree
 
@@ -85,7 +85,7 @@ def _some(x: AnyArray) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((_ROWS, *np.shape(x)[1:]), kind)
 
 
-@jax.jit
+@distinct.jit
 def _kept(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
     """A function's value, traced once for each function and shapes."""
     return function(*args)
@@ -94,7 +94,7 @@ def _kept(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
 def _differs(function: Callable[..., PyTree], *args: PyTree) -> bool:
     """Whether the function, a pytree, now traces to another program than at first."""
     kept = _kept.trace(function, *args).jaxpr
-    now = jax.jit(lambda function, *args: function(*args)).trace(function, *args).jaxpr
+    now = distinct.jit(lambda function, *args: function(*args)).trace(function, *args).jaxpr
     if kept not in _DIGESTS:
         _DIGESTS[kept] = identity.digest(kept)
     return _DIGESTS[kept] != identity.digest(now)

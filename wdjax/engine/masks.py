@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from wdjax import distinct
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
 from wdjax.core import Array, Attack, Info, PyTree, Samples, Stage, Victim
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Masked:
     """An attack on the free coordinates, as samples of a model that fills in the others.

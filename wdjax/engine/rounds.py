@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from wdjax import identity, loops, parallel, program
+from wdjax import distinct, identity, loops, parallel, program
 from wdjax.checks import validate
 from wdjax.core import Array, Attack, Found, Info, Progress, PyTree, Samples, Stage, Victim
 from wdjax.engine import batching, diagnosis, loop, track
@@ -353,7 +353,7 @@ def _padded(leaf: Array, rows: int) -> Array:
 def _turns(plan: Plan, search: Search) -> tuple[int, ...]:
     """For each stage, the number of steps in one program; 1 if a loop would run slowly."""
     counts, index, record = np.zeros(2, np.int32), _nobody(plan), search.history is not None
-    moving = jax.eval_shape(track.enter, plan.attack, search.track)
+    moving = jax.eval_shape(functools.partial(track.enter, plan.attack), search.track)
 
     def looped(number: int, most: int) -> int:
         given = plan.forms[1], plan.victim, plan.samples
@@ -433,14 +433,14 @@ def _put(tree: PyTree, index: Array, rows: PyTree) -> PyTree:
     return jax.tree.map(put, tree, rows)
 
 
-_evaluate = jax.jit(track.evaluate)
+_evaluate = distinct.jit(track.evaluate)
 
 
-_rows = jax.jit(_take)
-_set_rows = jax.jit(_put, donate_argnums=0)
+_rows = distinct.jit(_take)
+_set_rows = distinct.jit(_put, donate_argnums=0)
 
 
-@jax.jit
+@distinct.jit
 def _first(
     attack: Attack,
     victim: Victim,
@@ -452,7 +452,7 @@ def _first(
     return track.first_track(attack, victim, *_take((samples, start, keys), index))
 
 
-@functools.partial(jax.jit, static_argnums=(6, 7, 8))
+@functools.partial(distinct.jit, static_argnums=(6, 7, 8))
 def _steps(
     attack: Attack,
     victim: Victim,
@@ -506,24 +506,24 @@ def _loop(
     return loops.fori_loop(0, steps, body, (batch, jnp.zeros(len(taken.y), bool), seen))
 
 
-@functools.partial(jax.jit, static_argnums=4, donate_argnums=2)
+@functools.partial(distinct.jit, static_argnums=4, donate_argnums=2)
 def _couple(attack: Attack, samples: Samples, moving: Track, chosen: Array, number: int) -> Track:
     couple = attack.stages[number].couple
     assert couple is not None
     return moving._replace(state=couple(samples, moving.state, chosen))
 
 
-_enter = jax.jit(track.enter, donate_argnums=1)
+_enter = distinct.jit(track.enter, donate_argnums=1)
 
 
-@functools.partial(jax.jit, static_argnums=2)
+@functools.partial(distinct.jit, static_argnums=2)
 def _done(attack: Attack, state: PyTree, number: int) -> Array:
     done = attack.stages[number].done
     assert done is not None
     return done(state)
 
 
-@jax.jit
+@distinct.jit
 def _reach(attack: Attack, samples: Samples, moving: Track, index: Array) -> tuple[Found, Array]:
     samples, batch = _take((samples, moving), index)
     return track.reach(attack, samples, batch), samples.y

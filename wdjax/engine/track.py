@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from wdjax import identity, loops, norms, transport
+from wdjax import distinct, identity, loops, norms, transport
 from wdjax.core import Array, Attack, Ball, Found, Info, PyTree, Samples, Stage, Victim
 
 
@@ -38,7 +38,7 @@ def evaluate(victim: Victim, x: Array, y: Array) -> tuple[PyTree, Array, Array]:
     return out, value, norms.finite((out, value))
 
 
-@jax.jit
+@distinct.jit
 def keys(key: Array, sample_index: Array) -> Array:
     """One key for each sample from its global index, whatever batch the sample is in."""
     return jax.vmap(lambda one: jax.random.fold_in(key, one))(sample_index)
@@ -254,8 +254,8 @@ def programs(
     )
     samples = Samples(x, y, eps, jax.eval_shape(victim.model, x))
     begun = attack, victim, samples, start, sample_keys
-    track = jax.eval_shape(first_track, *begun)
-    moving = jax.eval_shape(enter, attack, track)
+    track = jax.eval_shape(functools.partial(first_track, *begun[:2]), *begun[2:])
+    moving = jax.eval_shape(functools.partial(enter, attack), track)
     traced = [
         identity.program(evaluate, victim, x, y),
         identity.program(first_track, *begun),

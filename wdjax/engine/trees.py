@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from wdjax import distinct
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, PyTree
@@ -54,7 +55,7 @@ class Form:
         return jax.tree.unflatten(self.structure, leaves)
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OfArray:
     """A model of pytrees as a model of arrays, a pytree itself."""

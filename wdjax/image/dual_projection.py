@@ -4,10 +4,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import ClassVar, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from wdjax import loops, losses
+from wdjax import distinct, loops, losses
 from wdjax.attacks import ascent
 from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
@@ -34,7 +33,7 @@ class State(NamedTuple):
     flipped: Array
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DualProjection(PlanAttack):
     r"""Projected gradient ascent over transport plans; the budget's dual gives the projection.

@@ -4,10 +4,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import ClassVar, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from wdjax import losses, norms
+from wdjax import distinct, losses, norms
 from wdjax.attacks import ascent, nearest
 from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
@@ -40,7 +39,7 @@ class State(NamedTuple):
     """``[n]``: largest share of the best plan known not to flip, for the final bisection."""
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NearestTransport:
     r"""The nearest flip in the image-Wasserstein distance: Frank-Wolfe in a ball of varying radius.

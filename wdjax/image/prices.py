@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import loops
+from wdjax import distinct, loops
 from wdjax.core import Array
 from wdjax.image.plans import Space
 from wdjax.image.stencil import Stencil
@@ -18,7 +18,7 @@ EXACT = 1e-5
 """Relative error of the cost at which a price is accepted."""
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ImageProblem:
     """The balls over which is minimised, one for each sample."""

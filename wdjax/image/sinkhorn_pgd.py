@@ -4,10 +4,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from wdjax import losses
+from wdjax import distinct, losses
 from wdjax.attacks import ascent
 from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
@@ -30,7 +29,7 @@ class State(NamedTuple):
     flipped: Array
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SinkhornPGD(PlanAttack):
     r"""Hu et al.'s attack: gradient steps, each projected by constrained Sinkhorn iterations.

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from wdjax import distinct
 from wdjax.lipschitz import cells, jacobian
 from wdjax.lipschitz.cells import Polyhedron
 from wdjax.lipschitz.chain import Chain
@@ -161,7 +162,7 @@ def _room(shape: Polyhedron, region: BoxRegion) -> float:
     return float(found.x[n])
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5))
+@functools.partial(distinct.jit, static_argnums=(4, 5))
 def _measure(
     net: Chain,
     slopes: Slopes,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from wdjax import loops
+from wdjax import distinct, loops
 from wdjax.bounds import affine_rules, margins, record
 from wdjax.bounds.graph import Node
 from wdjax.bounds.network import Network
@@ -141,7 +141,7 @@ def as_chain(model: Classifier, x: AnyArray) -> Chain:
         return jax.tree.map(np.asarray, made)
 
 
-@jax.jit
+@distinct.jit
 def _made(model: Classifier, sample: jax.Array) -> Chain:
     """The chain of a model for a sample ``[1, *shape]``; refuses bfloat16 and float16."""
     net = margins.network(model, sample)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import norms
+from wdjax import distinct, norms
 from wdjax.checks import arguments
 from wdjax.checks.forward_mode import LIPSCHITZ_TWIN, host_only
 from wdjax.lipschitz import cells
@@ -85,7 +85,7 @@ def upper_constants(found: Cells, norm: float) -> UpperConstants:
     return UpperConstants(2 ** (1 / norm) * whole, float(by_label.max()), by_label)
 
 
-@functools.partial(jax.jit, static_argnums=1)
+@functools.partial(distinct.jit, static_argnums=1)
 def _operator_norms(jacobians: jax.Array, norm: float) -> jax.Array:
     """``[M]``: the operator norms, l_r to l_s, of Jacobians ``[M, K, n]``."""
     return jax.vmap(lambda jacobian: norms.operator_norm(jacobian, norm).lower)(jacobians)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from wdjax import norms, parallel
+from wdjax import distinct, norms, parallel
 from wdjax.balls import Lp
 from wdjax.bounds import margins, region
 from wdjax.bounds.region import Box
@@ -299,7 +299,7 @@ def domain_slopes(net: Chain, model: Classifier, x: AnyArray, box: Box) -> Slope
     return _slopes(net, widened(model), middle, reach, math.inf, box)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5))
+@functools.partial(distinct.jit, static_argnums=(4, 5))
 def _slopes(
     net: Chain, model: Classifier, x: jax.Array, eps: jax.Array, norm: float, box: Box
 ) -> Slopes:
@@ -321,7 +321,7 @@ def rooms(slopes: Slopes) -> Rooms:
     return Rooms(tuple(open_), tuple(alive))
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
+@functools.partial(distinct.jit, static_argnums=(3, 4, 5, 6))
 def _bounds(
     net: Chain, slopes: Slopes, rows: jax.Array, norm: float, rooms: Rooms, method: str, steps: int
 ) -> jax.Array:
@@ -345,7 +345,7 @@ def _bounds(
     return jax.lax.map(one, (slopes, rows))
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
+@functools.partial(distinct.jit, static_argnums=(2, 3))
 def _spectral(net: Chain, slopes: Slopes, rooms: Rooms, steps: int) -> jax.Array:
     """A bound of the Jacobian's spectral norm on one region, by :mod:`wdjax.lipschitz.lipsdp`."""
     return lipsdp.spectral(net, slopes, rooms, steps)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from wdjax import norms
+from wdjax import distinct, norms
 from wdjax.bounds import continuity, domain, interval, record
 from wdjax.bounds.graph import flatten
 from wdjax.checks import arguments, independence, validate
@@ -107,7 +107,7 @@ def layer_product(
     return _constants(_layer_product, model, lower, upper, norm, labels)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 5))
+@functools.partial(distinct.jit, static_argnums=(3, 5))
 @highest()
 def _layer_product(
     model: Classifier, lower: Array, upper: Array, norm: float, labels: Array, classes: int
@@ -164,7 +164,7 @@ def interval_jacobian(
     return _constants(_interval_jacobian, model, lower, upper, norm, labels)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 5))
+@functools.partial(distinct.jit, static_argnums=(3, 5))
 @highest()
 def _interval_jacobian(
     model: Classifier, lower: Array, upper: Array, norm: float, labels: Array, classes: int
@@ -269,7 +269,7 @@ def _constants(
     return jnp.where(jnp.arange(classes)[None] == labels[:, None], 0.0, total)
 
 
-@jax.jit
+@distinct.jit
 @highest()
 def logits(model: Classifier, lower: Array, upper: Array) -> norms.Bounds:
     """Bounds ``[K]`` of the logits over a box."""
@@ -277,7 +277,7 @@ def logits(model: Classifier, lower: Array, upper: Array) -> norms.Bounds:
     return domain.ends(interval.interpret(closed, [domain.box(lower, upper)])[0])
 
 
-@jax.jit
+@distinct.jit
 @highest()
 def _may_test_nan(model: Classifier, lower: Array, upper: Array) -> Array:
     """A scalar boolean: :func:`interval.may_test_nan` of one sample in a box."""
@@ -285,7 +285,7 @@ def _may_test_nan(model: Classifier, lower: Array, upper: Array) -> Array:
     return interval.may_test_nan(graph, domain.box(lower, upper))
 
 
-@jax.jit
+@distinct.jit
 @highest()
 def _too_large(model: Classifier, lower: Array, upper: Array) -> Array:
     """A scalar boolean: whether a value may overflow a dtype that is shorter than the input's.

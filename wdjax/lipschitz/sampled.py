@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from wdjax import loops, norms
+from wdjax import distinct, loops, norms
 from wdjax.balls import Lp
 from wdjax.bounds.region import Box
 from wdjax.checks import arguments, independence, validate
@@ -81,7 +81,7 @@ def sampled_lipschitz(
     return jnp.where(fine, found, jnp.nan)
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6, 7, 8))
+@functools.partial(distinct.jit, static_argnums=(5, 6, 7, 8))
 def _sampled(
     model: Classifier,
     x: jax.Array,

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from wdjax import distinct
 from wdjax.aims import Scheduled
 from wdjax.balls import Lp
 from wdjax.bounds import margins, region
@@ -93,8 +94,7 @@ def _bound(net: Chain, norm: float, method: Method, slopes: Slopes, y: Array) ->
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("warm", "ramp", "clean", "attack", "mix", "small"),
+    distinct.register_dataclass,
     meta_fields=("norm", "box", "blend", "method", "constant"),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)

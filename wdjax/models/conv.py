@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
+from wdjax import distinct
 from wdjax.xla_cpu import FILLED, LANES, WINOGRAD_CHANNELS, WINOGRAD_PIXELS, on_cpu
 
 Pads = tuple[tuple[int, int], tuple[int, int]]
@@ -283,7 +284,7 @@ def _winograd_pays(x, kernel, pads):
     return even and len(x) * x.shape[1] * x.shape[2] >= WINOGRAD_PIXELS
 
 
-@functools.partial(jax.jit, static_argnums=2, inline=True)
+@functools.partial(distinct.jit, static_argnums=2, inline=True)
 def _winograd(x, kernel, pads):
     """A 3x3 convolution of stride 1 with fewer products, by Winograd's algorithm along the width.
 

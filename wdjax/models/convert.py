@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from flax import nnx
 
+from wdjax import distinct
 from wdjax.files import persist, torch_file
 from wdjax.files.state_pickle import shown
 from wdjax.models import saved, zoo
@@ -455,7 +456,7 @@ def check_parity(
     return error
 
 
-@jax.jit
+@distinct.jit
 def _forward(model: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """The model's outputs at ``x``; its weights are an argument, not constants when compiled."""
     return model(x)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from wdjax import distinct
 from wdjax.checks import independence
 from wdjax.core import Model
 from wdjax.files import onnx_file
@@ -272,7 +273,7 @@ def _suits(function, params, shape, row):
     return shown_.alone and shown_.alike
 
 
-@jax.jit
+@distinct.jit
 def _outputs(model, x):
     """Takes the weights as an argument, so that they are not compiled into the program."""
     return model(x)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from wdjax import loops, losses, parallel, program
+from wdjax import distinct, loops, losses, parallel, program
 from wdjax.balls import Lp
 from wdjax.checks import arguments, independence, validate
 from wdjax.checks.forward_mode import TRACES
@@ -157,7 +157,7 @@ def _block(
     return np.sum(parts, axis=0)
 
 
-@functools.partial(jax.jit, static_argnames="wide")
+@functools.partial(distinct.jit, static_argnames="wide")
 def _counted(fixed: Any, rows: Array, first: Array, last: Array, end: Array, wide: int) -> Array:
     """``[2, R]``: numbers of survivors and of faults in the groups ``first`` to ``last`` of copies.
 
@@ -220,7 +220,7 @@ def points(perturbation: Perturbation, key: Array, x: Array, y: Array, draws: in
     return _points(perturbation, key, jnp.asarray(x), jnp.asarray(y), draws)
 
 
-@functools.partial(jax.jit, static_argnums=4)
+@functools.partial(distinct.jit, static_argnums=4)
 def _points(perturbation: Perturbation, key: Array, x: Array, y: Array, draws: int) -> Array:
     """``[n, draws, *shape]``: :func:`points` without checks; input i has the key folded with i."""
     keys = jax.vmap(lambda one: jax.random.fold_in(key, one))(jnp.arange(len(x)))

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from wdjax import norms
+from wdjax import distinct, norms
 from wdjax.balls import Lp
 from wdjax.core import Array
 
@@ -25,7 +25,7 @@ def _family(name: str) -> Any:
     return dataclasses.field(default=name, repr=False, kw_only=True, metadata={"static": True})
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class UniformBall:
     r"""The uniform distribution on the ball.
@@ -57,7 +57,7 @@ class UniformBall:
         return self.eps * _per_input(keys, lambda key: each(jax.random.split(key, draws)))
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ClippedGaussian:
     r"""``N(0, (sigma eps)^2 I)``, projected on the ball.
@@ -90,7 +90,7 @@ class ClippedGaussian:
         return self.eps * inside.reshape(raw.shape)
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TruncatedGaussian:
     r"""``N(0, (sigma eps)^2 I)`` given that it lies in the linf ball.
@@ -132,7 +132,7 @@ class TruncatedGaussian:
         return self.eps * self.sigma * raw
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Custom:
     r"""A user-defined distribution.

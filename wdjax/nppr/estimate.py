@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from wdjax import losses, metrics
+from wdjax import distinct, losses, metrics
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Classifier
@@ -153,7 +153,7 @@ def correct_inputs(
     return x, y, right
 
 
-@jax.jit
+@distinct.jit
 def _judged(logits: Array, y: Array) -> tuple[Array, Array]:
     """``[n]``: whether the label's logit is largest; and whether all logits are finite."""
     return losses.decision_margin(logits, y) <= 0, jnp.all(jnp.isfinite(logits))
@@ -211,7 +211,7 @@ def spread_within(
     return Spread(np.asarray(within, float), float(jnp.mean(saturated)))
 
 
-@functools.partial(jax.jit, static_argnums=4)
+@functools.partial(distinct.jit, static_argnums=4)
 def _spread_of(
     perturbation: Perturbation, x: Array, y: Array, keys: Array, draws: int
 ) -> tuple[Array, Array]:

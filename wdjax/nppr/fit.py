@@ -194,7 +194,8 @@ def _fit(
         jnp.asarray(np.asarray(radii), jnp.float32),
         start,
     )
-    loops = program.loops_well(jax.make_jaxpr(_input_gradient)(model, data.x[:1]))
+    gradient = functools.partial(_input_gradient, model)
+    loops = program.loops_well(jax.make_jaxpr(gradient)(data.x[:1]))
     size = min(data.schedule.batch, len(data.y))
     parallel.check_divides("the schedule's batch", size, how.mesh)
     plan = objective.FitProgram(how.family, how.ball, loops, how.mesh)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from wdjax import distinct
 from wdjax.checks import validate
 from wdjax.core import Array
 from wdjax.nppr.family import Family, Temperatures
@@ -22,7 +23,7 @@ def _static(default: Any) -> Any:
     return dataclasses.field(default=default, metadata={"static": True})
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
     r"""The schedule of a fit; a pair is a first and a last value, interpolated geometrically.

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from wdjax import distinct
 from wdjax.balls import Lp
 from wdjax.core import Array
 from wdjax.nppr import family as families
@@ -30,7 +31,7 @@ class FitHistory(NamedTuple):
     """Norm of the gradient; zero in all steps if the model's gradients are masked."""
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fitted:
     """A fitted distribution of perturbations, a pytree and a ``Perturbation``.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import loops
+from wdjax import distinct, loops
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Classifier
@@ -162,13 +162,13 @@ def _starts(question: RareEvent, count: int, ends: Array, key: Array) -> Start:
     return Start(u, jnp.asarray(rivals, jnp.int32))
 
 
-@jax.jit
+@distinct.jit
 def _logits(question: RareEvent, u: Array) -> Array:
     """The model's logits ``[m, K]`` at normal vectors ``[m, d]``, as one program."""
     return question.logits(u)
 
 
-@functools.partial(jax.jit, static_argnums=2)
+@functools.partial(distinct.jit, static_argnums=2)
 def _propose(question: RareEvent, begun: Start, steps: int, defensive: Array) -> Proposal:
     """The mixture from which importance sampling draws, by searches for the nearest failures.
 
@@ -235,7 +235,7 @@ def _shortest(question: RareEvent, start: Array, end: Array) -> Array:
     return found[jnp.argmin(jnp.linalg.norm(found, axis=-1))]
 
 
-@functools.partial(jax.jit, static_argnums=3)
+@functools.partial(distinct.jit, static_argnums=3)
 def _weighed(question: RareEvent, proposal: Proposal, keys: Array, draws: int) -> Array:
     """``[R, 3]``: :func:`_weigh` of each run, one after another."""
     return jax.lax.map(lambda key: _weigh(question, proposal, key, draws), keys)

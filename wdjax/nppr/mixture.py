@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from wdjax import distinct
 from wdjax.core import Array
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mixture:
     r"""``sum_k pi_k N(mu_k, F_k F_k^T)`` for every input.

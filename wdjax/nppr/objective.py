@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from wdjax import loops, losses, parallel
+from wdjax import distinct, loops, losses, parallel
 from wdjax.balls import Lp
 from wdjax.core import Array, Classifier
 from wdjax.nppr import family as families
@@ -65,7 +65,7 @@ class FitProgram(NamedTuple):
     """Over which the inputs of a batch are split."""
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+@functools.partial(distinct.jit, static_argnums=(0, 1, 2, 3, 4))
 def first_fit_states(
     family: Family,
     shape: tuple[int, ...],
@@ -89,7 +89,7 @@ def first_fit_states(
     return jax.vmap(one)(keys, radii)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(distinct.jit, static_argnums=0)
 def advance(plan: FitProgram, data: Data, state: State, first: Array, last: Array) -> State:
     """Steps ``first`` to ``last`` of every fit; a single step if the model loops slowly."""
 

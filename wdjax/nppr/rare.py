@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import losses
+from wdjax import distinct, losses
 from wdjax.checks import validate
 from wdjax.core import AnyArray, Array, Classifier
 from wdjax.metrics import ConfidenceInterval
@@ -147,7 +147,7 @@ def from_normal(perturbation: distributions.Fixed, u: Array) -> Array:
     )
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RareEvent:
     """One input and the distribution of its perturbations; a pytree."""

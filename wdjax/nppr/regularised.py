@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from wdjax import identity, loops, losses, models, program, training
+from wdjax import distinct, identity, loops, losses, models, program, training
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
@@ -137,7 +137,7 @@ def train_model(
     seen = features if family.sees_input else None
     # Margins grow during training, so no fixed width of the sigmoid would suit.
     schedule = Schedule(steps=steps, batch=size, draws=draws, loss="softplus").settled(family)
-    loops = program.loops_well(jax.make_jaxpr(training.gradients)(model, x[:1]))
+    loops = program.loops_well(jax.make_jaxpr(functools.partial(training.gradients, model))(x[:1]))
     recipe = RegularisedProgram(objective.FitProgram(family, ball, loops), seen, optimizer, draws)
     begin_key, own_key = jax.random.split(key)
     given = TrainingData(schedule, x, y, own_key, jnp.asarray(weight, jnp.float32))
@@ -191,7 +191,7 @@ def _turn(recipe: RegularisedProgram, given: TrainingData, state: State) -> Stat
     return state
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(distinct.jit, static_argnums=0)
 def _steps(
     recipe: RegularisedProgram, given: TrainingData, state: State, first: Array, last: Array
 ) -> State:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import loops
+from wdjax import distinct, loops
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Classifier
@@ -155,7 +155,7 @@ class Cloud(NamedTuple):
     faults: Array
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(distinct.jit, static_argnums=(0, 1, 2))
 def _ascent(
     count: int, stay: int, moves: int, question: RareEvent, ladder: Ladder, pilot: Array, key: Array
 ) -> tuple[Cloud, Ladder]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import norms
+from wdjax import distinct, norms
 from wdjax.attacks.margin_pgd import MarginPGD
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
@@ -25,7 +25,7 @@ _SURE = 4.0
 """Initial logit of a label's own cluster."""
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttackOffset:
     r"""Shifts the means of every input to the point that an attack found for it.

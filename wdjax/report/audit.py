@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from wdjax import identity, losses, metrics, parallel, transport
+from wdjax import distinct, identity, losses, metrics, parallel, transport
 from wdjax.attacks import PGD, WDA, WDAPlusPlus
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
@@ -449,7 +449,7 @@ class _Evaluation(NamedTuple):
     correct: npt.NDArray[np.bool_]
 
 
-@jax.jit
+@distinct.jit
 def _judge(model: Classifier, x: Array, y: Array) -> tuple[Array, Array]:
     """Cross-entropy and correctness of points, ``[n]`` each."""
     logits = model(x)

@@ -4,11 +4,11 @@ import dataclasses
 import math
 from typing import Any, ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from wdjax import distinct
 from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
 from wdjax.core import AnyArray, Array
@@ -16,7 +16,7 @@ from wdjax.smoothing import grid
 from wdjax.smoothing.grid import Numbers
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Flow:
     r"""Wasserstein smoothing: Laplace noise on the flow of mass between neighbouring pixels.

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from wdjax import distinct
 from wdjax.core import AnyArray, Array
 from wdjax.smoothing import grid
 from wdjax.smoothing.flow import Flow
@@ -50,7 +51,7 @@ class _Independent:
         return grid.error_of_independent(x, self.step)
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Gaussian(_Independent):
     r"""Normal noise: l2 radii ``sigma Phi^-1(p)``.
@@ -88,7 +89,7 @@ class Gaussian(_Independent):
         return np.asarray(special.ndtr(grid.check_radius(radius) / grid.number(self.sigma)))
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Laplace(_Independent):
     r"""Laplace noise of scale ``b = sigma / sqrt 2``: l1 radii ``b log(1 / (2 (1 - p)))``.
@@ -125,7 +126,7 @@ class Laplace(_Independent):
         return grid.laplace_level(self.sigma, grid.check_radius(radius))
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Uniform(_Independent):
     r"""Uniform noise on ``[-a, a]`` with ``a = sqrt 3 sigma``: l1 radii ``2 a (p - 1/2)``.

@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
-from wdjax import identity, parallel
+from wdjax import distinct, identity, parallel
 from wdjax.core import Array
 from wdjax.engine import batching
 from wdjax.precision import float64
@@ -66,7 +66,7 @@ def poll(
         raise ValueError(f"index must have one row a sample, {len(x)}, got {len(indices)}.")
     size = parallel.padded_size(size, mesh)
     with float64():
-        fixed = model, x, jax.jit(scale_of_each)(noise, x), indices, key
+        fixed = model, x, distinct.jit(scale_of_each)(noise, x), indices, key
         model, x, each, indices, key = parallel.replicate(fixed, mesh)
     return VotePoll(model, noise, x, each, indices, key, classes, size, mesh)
 
@@ -119,7 +119,7 @@ def uniforms(asked: VotePoll, number: int) -> np.ndarray:
         vote_key = jax.random.fold_in(jax.random.fold_in(asked.key, row_index), number)
         return jax.random.uniform(vote_key)
 
-    return np.asarray(parallel.local(jax.jit(jax.vmap(one))(asked.sample_index)))
+    return np.asarray(parallel.local(distinct.jit(jax.vmap(one))(asked.sample_index)))
 
 
 def _draw(asked: VotePoll, pairs: np.ndarray) -> Array:
@@ -130,7 +130,7 @@ def _draw(asked: VotePoll, pairs: np.ndarray) -> Array:
         return _noisy(asked.noise, asked.noise.step, fixed, rows, numbers)
 
 
-@functools.partial(jax.jit, static_argnums=1)
+@functools.partial(distinct.jit, static_argnums=1)
 def _noisy(
     noise: Noise, step: float, fixed: tuple[Array, ...], rows: Array, numbers: Array
 ) -> Array:
@@ -149,7 +149,7 @@ def _noisy(
     return jax.vmap(one)(rows, numbers)
 
 
-@jax.jit
+@distinct.jit
 def _vote(model: Callable[[Array], Array], x: Array) -> tuple[Array, Array]:
     """Classes ``[m]`` of noisy samples, K where a logit is not finite; and the logits."""
     logits = model(x)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import norms, parallel
+from wdjax import distinct, norms, parallel
 from wdjax.core import AnyArray, Array, PyTree
 from wdjax.transductive import bank as banks
 from wdjax.transductive.bank import Bank
@@ -157,7 +157,7 @@ def _given(attacker: Attacker, bank: Bank, inputs: RoundInputs) -> BankFound:
     return BankFound(points, value, ~jnp.isfinite(value), jnp.zeros(len(inputs.y)))
 
 
-@jax.jit
+@distinct.jit
 def compiled_move(
     attack: SpaceAttack,
     defense: Defense,
@@ -256,4 +256,4 @@ def _mirrored(attacker: Attacker, state: AttackerState, inputs: RoundInputs) -> 
     return defender.between(jax.random.fold_in(key, 1), after)
 
 
-_push = jax.jit(banks.add_model)
+_push = distinct.jit(banks.add_model)

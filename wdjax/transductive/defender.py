@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wdjax import losses, norms, parallel
+from wdjax import distinct, losses, norms, parallel
 from wdjax.core import Array, PyTree
 from wdjax.transductive.defense import Defense
 from wdjax.transductive.objectives import logits_of
@@ -66,12 +66,12 @@ class Defender(NamedTuple):
         return jax.device_get(parallel.local(told))
 
 
-compiled_adapt = jax.jit(lambda defense, *given: defense.adapt(*given))
-compiled_between = jax.jit(lambda defense, *given: defense.between(*given))
-compiled_base = jax.jit(lambda defense, *given: defense.base(*given), static_argnums=3)
+compiled_adapt = distinct.jit(lambda defense, *given: defense.adapt(*given))
+compiled_between = distinct.jit(lambda defense, *given: defense.between(*given))
+compiled_base = distinct.jit(lambda defense, *given: defense.base(*given), static_argnums=3)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(distinct.jit, static_argnums=0)
 def compiled_outcomes(
     loss: Callable[[Any, Array], Array],
     defense: Defense,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import data, models
+from wdjax import data, distinct, models
 from wdjax.attacks import PGD
 from wdjax.checks import validate
 from wdjax.core import Array, Model
@@ -125,7 +125,7 @@ def _trained(
     return _fit(network(key=first), x, y, second, steps, foe)
 
 
-@functools.partial(jax.jit, static_argnums=4)
+@functools.partial(distinct.jit, static_argnums=4)
 def _fit(model: Model, x: Array, y: Array, key: Array, steps: int, foe: Opponent | None) -> Model:
     """:func:`train_classifier` as one compiled program."""
     return train_classifier(model, x, y, key=key, steps=steps, opponent=foe)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from wdjax import data, norms, parallel
+from wdjax import data, distinct, norms, parallel
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Found, Model, PyTree
@@ -309,4 +309,4 @@ def _static(params: dict[str, Any], x: Array) -> Array:
     return logits_of(defense.predict(memory, base, x))
 
 
-_prepare = jax.jit(lambda defense, key, x, y: defense.prepare(key, x, y))
+_prepare = distinct.jit(lambda defense, key, x, y: defense.prepare(key, x, y))

@@ -43,7 +43,8 @@ def _programs(game: Game, begun: State) -> list[identity.ClosedJaxpr]:
     attacker, key, (_, x, y) = game.attacker, game.referee.key, game.inputs(0)
     attack, (defense, memory, _) = attacker.attack, attacker.defender
     state, given = begun.defender.attacked, attacker.defender.given(x, x)
-    adapted, after = jax.eval_shape(compiled_adapt, defense, key, memory, state, x)
+    adapt = functools.partial(compiled_adapt, defense)
+    adapted, after = jax.eval_shape(adapt, key, memory, state, x)
     index = np.arange(len(y))
     batch, later = BankBatch(x, y, x, index), index > 0
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import metrics
+from wdjax import distinct, metrics
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array
@@ -270,8 +270,8 @@ def cost_multiple(
     repeats = validate.check_count("repeats", repeats)
     state, inputs = defense.begin(memory), jnp.asarray(x)
     base = defense.base(memory, state, len(inputs))
-    whole = jax.jit(_adapted_prediction)
-    plain = jax.jit(_prediction)
+    whole = distinct.jit(_adapted_prediction)
+    plain = distinct.jit(_prediction)
     most = _least(repeats, lambda: whole(defense, memory, state, inputs, key))
     least = _least(repeats, lambda: plain(defense, memory, base, inputs))
     return most / least

@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
+from wdjax import distinct
 from wdjax.attacks import PGD
 from wdjax.attacks.ascent import setting
 from wdjax.balls import Lp
@@ -15,7 +15,7 @@ from wdjax.transductive.bank import Bank
 from wdjax.transductive.objectives import Objective, OutputLoss, unaware
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpaceAttack:
     r"""An attack on the models that a defence may adapt to: transfer, PGD-skip, FPA and GMSA.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import loops, models
+from wdjax import distinct, loops, models
 from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
 from wdjax.core import Array, Model, PyTree
@@ -18,7 +18,7 @@ _TINY = 1e-5
 """Added inside logarithms of the objective, as in the authors' code."""
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DENT(Stateless):
     r"""Defensive entropy minimisation: normalisation's affine parameters, adapted to each sample.

@@ -3,13 +3,12 @@
 import dataclasses
 from typing import ClassVar
 
-import jax
-
+from wdjax import distinct
 from wdjax.core import Array, Model, PyTree
 from wdjax.transductive.defense import Stateless
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Fixed(Stateless):
     """A model that does not adapt: with it the game is the usual white-box attack.

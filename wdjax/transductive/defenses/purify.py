@@ -6,14 +6,14 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from wdjax import loops, losses
+from wdjax import distinct, loops, losses
 from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
 from wdjax.core import Array, Model, PyTree
 from wdjax.transductive.defense import Stateless
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Purify(Stateless):
     r"""An anti-adversary: descends the loss of the predicted class, from a noisy copy of the input.
@@ -83,7 +83,7 @@ class Purify(Stateless):
         return self.model(loops.scan(step, start, length=self.steps)[0])
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Noise:
     key: Array

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import loops, losses, models
+from wdjax import distinct, loops, losses, models
 from wdjax.attacks import PGD
 from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
@@ -32,7 +32,7 @@ class State(NamedTuple):
     """Adam's state."""
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RMC:
     r"""Runtime masking and cleansing: the model is trained further for every single input.

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import jax
 import optax
 
+from wdjax import distinct
 from wdjax.attacks import PGD
 from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
@@ -15,7 +16,7 @@ from wdjax.transductive.defense import Retrained
 from wdjax.transductive.fitting import Network, Opponent, Rule
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TADV(Retrained):
     """Transductive adversarial training: the model is trained anew after the attacker's move.

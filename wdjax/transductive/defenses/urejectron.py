@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wdjax import loops, losses, models
+from wdjax import distinct, loops, losses, models
 from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
 from wdjax.core import Array, Model, PyTree
@@ -16,7 +16,7 @@ from wdjax.transductive.defense import Stateless
 from wdjax.transductive.fitting import Network
 
 
-@jax.tree_util.register_dataclass
+@distinct.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class URejectron(Stateless):
     r"""A classifier with a discriminator that is trained on the inputs it then judges.
