@@ -28,6 +28,12 @@ class Fault(NamedTuple):
 
 
 FAULTS = {
+    "program-of-another-class": Fault(
+        "distinct.py",
+        "return self._compiled(*given, structure=_hash(given, options), **options)",
+        "return self._compiled(*given, structure=0, **options)",
+        "tests/test_distinct.py",
+    ),
     "wda-climbs-down": Fault(
         "attacks/wda.py",
         "self.ball.ascend(x, gradient, size)",
