@@ -168,7 +168,7 @@ def compilations(*_):
             rounds[-1] += 1
 
     jax.monitoring.register_event_duration_secs_listener(count)
-    before = compiled_move._cache_size()
+    before = compiled_move.programs()
     attack = transductive.gmsa_avg(PGD(steps=10), 10)
 
     def look(state):
@@ -180,7 +180,7 @@ def compilations(*_):
         transductive.Purify(net), attack, x, y, memory=(), eps=0.1, key=jax.random.key(0), size=4,
         callback=look,
     )  # fmt: skip
-    programs = compiled_move._cache_size() - before
+    programs = compiled_move.programs() - before
     print(f"compilations in each round, and after: {rounds}")
     said(f"{programs} program of the attack for ten rounds of ten iterations", programs == 1)
     said("nothing is compiled after the first round", sum(rounds[1:-1]) == 0)

@@ -113,9 +113,9 @@ def test_stages_follow_each_other(chunk):
 @fast
 def test_one_program_serves_every_length_of_chunk(monkeypatch):
     monkeypatch.setattr(rounds, "_chunk", lambda stage: min(10, stage.length))
-    before = rounds._steps._cache_size()
+    before = rounds._steps.programs()
     wdjax.search(Walk((37,), cycles=False), table, index, zeros, batch_size=8)
-    assert rounds._steps._cache_size() == before + 1
+    assert rounds._steps.programs() == before + 1
 
 
 @fast
@@ -195,10 +195,10 @@ def test_attacks_share_what_does_not_depend_on_them():
     x, y = jnp.linspace(0.1, 0.9, 19)[:, None] * jnp.ones((1, 3)), jnp.zeros(19, jnp.int32)
     model = wdjax.Model(lambda w, x: jnp.tanh(x) @ w, jnp.ones((3, 2)))
     wdjax.search(attacks.PGD(steps=2), model, x, y, eps=0.01)
-    before = rounds._evaluate._cache_size()
+    before = rounds._evaluate.programs()
     wdjax.search(attacks.WDA(), model, x, y, eps=0.01)
     wdjax.search(attacks.WDAPlusPlus(), model, x, y)
-    assert rounds._evaluate._cache_size() == before
+    assert rounds._evaluate.programs() == before
 
 
 def compiled(monitored):
@@ -268,9 +268,9 @@ def test_stages_and_walks_of_any_length_share_programs():
     net = models.mlp((3, 5), key=jax.random.key(3))
     x = jax.random.uniform(jax.random.key(4), (7, 3))
     y = jnp.argmax(net(x), -1)
-    before = rounds._steps._cache_size()
+    before = rounds._steps.programs()
     wdjax.search(attacks.CarliniWagner(Lp(2), steps=9, rounds=4), net, x, y)
-    assert rounds._steps._cache_size() == before + 2
+    assert rounds._steps.programs() == before + 2
     key, eps = jax.random.key(0), np.full(len(y), 0.1, np.float32)
     walks = [
         attacks.Walk(steps=12, targets=1),
@@ -278,10 +278,10 @@ def test_stages_and_walks_of_any_length_share_programs():
         attacks.Walk(steps=30, far=True, targets=3, width=1.5, shrink=0.2),
     ]
     wdjax.search(walks[0], net, x, y, eps=eps)
-    before = rounds._steps._cache_size()
+    before = rounds._steps.programs()
     for walk in walks[1:]:
         wdjax.search(walk, net, x, y, eps=eps, key=key if walk.far else None)
-    assert rounds._steps._cache_size() == before
+    assert rounds._steps.programs() == before
 
 
 def test_a_class_that_inherits_from_walk_keeps_its_steps():

@@ -60,7 +60,7 @@ class jit:  # noqa: N801
         # JAX reads it for names in errors and for which names may be static.
         vars(among_classes)["__signature__"] = _with(signature, "structure")
         functools.update_wrapper(self, function)
-        self._compiled = jax.jit(
+        self._compiled: Any = jax.jit(
             among_classes,
             static_argnums=[*numbers, *numbered],
             static_argnames=["structure", *names, *named],
@@ -73,6 +73,10 @@ class jit:  # noqa: N801
     def trace(self, *given: Any, **options: Any) -> Any:
         """As ``jax.jit(function).trace``."""
         return self._compiled.trace(*given, structure=_hash(given, options), **options)
+
+    def programs(self) -> int:
+        """How many programs are compiled."""
+        return self._compiled._cache_size()
 
 
 _POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD

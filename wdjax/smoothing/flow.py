@@ -43,6 +43,7 @@ class Flow:
 
     Source: Levine and Feizi [levine2020].
 
+    >>> import jax
     >>> noise = Flow(0.01)
     >>> noise.radius([0.5, 0.99]).round(5).tolist()  # 15.3 / 784
     [0.0, 0.01956]
