@@ -11,6 +11,7 @@ import pytest
 import scipy.optimize
 
 from wdjax import Model, certify
+from wdjax.bounds import leaves
 from wdjax.certify import Specification, in_turn, parts, properties, property
 from wdjax.certify.signs import Searched
 
@@ -114,6 +115,36 @@ def test_verdicts_agree_with_a_mixed_integer_program(by, monkeypatch):
                 again = np.asarray(model(found.witness[None]))[0]
                 np.testing.assert_allclose(again, found.output, rtol=1e-5, atol=1e-5)
                 assert float(found.output.astype(float) @ row) <= low + gap
+
+
+class Proving(Idle):
+    """A search that closes all functions."""
+
+    def __init__(self, given, rows, low):
+        self.low = np.where(np.isin(np.arange(len(low)), rows), 1.0, low)
+
+    def run(self, until):
+        return Searched(self.low, "closed", 1, None)
+
+
+@pytest.mark.parametrize("most", [in_turn._SMALL, 0])
+def test_leaves_are_not_bounded_if_subdomains_of_a_small_net_suffice(most, monkeypatch):
+    monkeypatch.setattr(sys.modules["wdjax.certify.properties"], "_FEW", 0)
+    monkeypatch.setattr(in_turn, "_SMALL", most)
+    monkeypatch.setattr(in_turn, "SubdomainSearch", Proving)
+    batches, bounds = [], leaves.bounds
+
+    def counted(*args, **options):
+        batches.append(args)
+        return bounds(*args, **options)
+
+    monkeypatch.setattr(leaves, "bounds", counted)
+    row, box = np.array([1.0, -1.0]), (-np.ones(IN), np.ones(IN))
+    low, _ = least(random_net(0), *box, row)
+    target = Specification([(row[None], [low - 1e-2])])
+    found = property(Model(relu_net, random_net(0)), *box, target, **HOW)
+    assert found.status == "holds"
+    assert bool(batches) == (most == 0)
 
 
 def smooth_net(w, x):

@@ -25,6 +25,9 @@ from wdjax.core import Classifier
 
 Numbers = npt.NDArray[Any]
 
+_SMALL = 2**12
+"""Maximum number of operands with which subdomains are searched first. Where they suffice, the
+program of leaves, which takes twice as long to compile, is not needed."""
 _FIRST = 0.02
 """Share of the time for the first turn of each search; every later one is twice as long."""
 _DEAR = 0.1
@@ -113,27 +116,48 @@ def search(
     given = SignSearch(model, problem, norm, root, check, record)
     if not root.lower:
         return _subdomains_alone(given, rows, low, until)
-    left, begun = max(until - time.monotonic(), 0.0), root.begin(jnp.asarray(rows))
-    frontier = Frontier(low, begun, record)
+    begun = root.begin(jnp.asarray(rows))
     if record is not None:
-        return given.run(frontier, until)
+        return given.run(Frontier(low, begun, record), until)
+    left, early = max(until - time.monotonic(), 0.0), None
+    if left and _operands(root) <= _SMALL:
+        early = SubdomainSearch(given, rows, low)
+        sooner = _turn(early, until, _FIRST * left, again=True)
+        if sooner.ended in ("closed", "flipped"):
+            return sooner
+        low = sooner.low
+    frontier = Frontier(low, begun)
     found = given.run(frontier, time.monotonic() + _FIRST * left)
     if found.ended == "time" and left and frontier.turns == 1:  # That turn compiled: take another.
         found = given.run(frontier, until, frontier.bounded + 1)
+    open_ = rows[found.low[rows] <= 0]
     if found.ended == "nothing to split" and root.others[0]:
-        more = _subdomains_alone(given, rows[found.low[rows] <= 0], found.low, until)
+        more = _subdomains_alone(given, open_, found.low, until)
         return more._replace(leaves=found.leaves + more.leaves)
     if found.ended != "time" or not left:
         return found
     ends = 2 * int(np.sum((np.asarray(begun.lower[0]) < 0) & (np.asarray(begun.upper[0]) > 0)))
     searches: list[_Search] = [_Whole(given, frontier)]
-    open_ = rows[found.low[rows] <= 0]
     if 2 * ends * found.pace <= _DEAR * left:
         searches.insert(0, _Parts(given, open_, found.low))
     cost = ends * width() / _PASSES
-    if cost * found.pace <= _DEAR * left and _fits(root, open_):
-        searches.insert(0, SubdomainSearch(given, open_, found.low))
+    if early is not None:
+        for row in np.setdiff1d(rows, open_):
+            early.close(int(row))
+    elif cost * found.pace <= _DEAR * left and _fits(root, open_):
+        early = SubdomainSearch(given, open_, found.low)
+    if early is not None:
+        searches.insert(0, early)
     return _in_turn(searches, rows, found, until, _FIRST * left)
+
+
+def _turn(one: _Search, until: float, seconds: float, again: bool) -> Searched:
+    """Runs a search for some ``seconds``, twice if it has ``again`` not ended: the first run may
+    have compiled its program."""
+    found = one.run(min(time.monotonic() + seconds, until))
+    if again and found.ended == "time":
+        found = one.run(min(time.monotonic() + seconds, until))
+    return found
 
 
 def _subdomains_alone(given: SignSearch, rows: Numbers, low: Numbers, until: float) -> Searched:
@@ -151,9 +175,13 @@ def _subdomains_alone(given: SignSearch, rows: Numbers, low: Numbers, until: flo
 
 def _fits(root: leaves.RootBounds, rows: Numbers) -> bool:
     """Whether the search of subdomains may have its coefficients of the functions ``rows``."""
-    operands = sum(end.size for end in root.of_all().lower.values())
     copies = _COPIES if root.others[0] else 1
-    return len(rows) * width() * operands * copies <= _MOST
+    return len(rows) * width() * _operands(root) * copies <= _MOST
+
+
+def _operands(root: leaves.RootBounds) -> int:
+    """The number of operands that may be split."""
+    return sum(end.size for end in root.of_all().lower.values())
 
 
 def _in_turn(
@@ -169,9 +197,7 @@ def _in_turn(
     while left and np.any(low[rows] <= 0) and time.monotonic() < until:
         turn += 1
         for one in list(left):
-            found = one.run(min(time.monotonic() + seconds, until))
-            if turn == 1 and one is not searches[-1] and found.ended == "time":  # So did this.
-                found = one.run(min(time.monotonic() + seconds, until))
+            found = _turn(one, until, seconds, again=turn == 1 and one is not searches[-1])
             counts[one] = found.leaves
             closed = (low <= 0) & (found.low > 0)
             low = np.maximum(low, found.low)
