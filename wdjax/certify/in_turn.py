@@ -25,9 +25,10 @@ from wdjax.core import Classifier
 
 Numbers = npt.NDArray[Any]
 
-_SMALL = 2**12
-"""Maximum number of operands with which subdomains are searched first. Where they suffice, the
-program of leaves, which takes twice as long to compile, is not needed."""
+_SMALL, _SOONER = 2**11, 0.2
+"""Maximum number of operands with which subdomains are searched first, and for how long, as a share
+of the time of their first step, which compiles. Where they suffice, the program of leaves, which
+takes twice as long to compile, is not needed."""
 _FIRST = 0.02
 """Share of the time for the first turn of each search; every later one is twice as long."""
 _DEAR = 0.1
@@ -120,9 +121,12 @@ def search(
     if record is not None:
         return given.run(Frontier(low, begun, record), until)
     left, early = max(until - time.monotonic(), 0.0), None
-    if left and _operands(root) <= _SMALL:
-        early = SubdomainSearch(given, rows, low)
-        sooner = _turn(early, until, _FIRST * left, again=True)
+    if left and _operands(root) <= _SMALL and _fits(root, rows):
+        early, began = SubdomainSearch(given, rows, low), time.monotonic()
+        sooner = early.run(began)  # One step.
+        if sooner.ended == "time":
+            now = time.monotonic()
+            sooner = early.run(min(now + _SOONER * (now - began), until))
         if sooner.ended in ("closed", "flipped"):
             return sooner
         low = sooner.low
@@ -149,15 +153,6 @@ def search(
     if early is not None:
         searches.insert(0, early)
     return _in_turn(searches, rows, found, until, _FIRST * left)
-
-
-def _turn(one: _Search, until: float, seconds: float, again: bool) -> Searched:
-    """Runs a search for some ``seconds``, twice if it has ``again`` not ended: the first run may
-    have compiled its program."""
-    found = one.run(min(time.monotonic() + seconds, until))
-    if again and found.ended == "time":
-        found = one.run(min(time.monotonic() + seconds, until))
-    return found
 
 
 def _subdomains_alone(given: SignSearch, rows: Numbers, low: Numbers, until: float) -> Searched:
@@ -197,7 +192,9 @@ def _in_turn(
     while left and np.any(low[rows] <= 0) and time.monotonic() < until:
         turn += 1
         for one in list(left):
-            found = _turn(one, until, seconds, again=turn == 1 and one is not searches[-1])
+            found = one.run(min(time.monotonic() + seconds, until))
+            if turn == 1 and one is not searches[-1] and found.ended == "time":  # So did this.
+                found = one.run(min(time.monotonic() + seconds, until))
             counts[one] = found.leaves
             closed = (low <= 0) & (found.low > 0)
             low = np.maximum(low, found.low)
