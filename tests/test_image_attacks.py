@@ -278,3 +278,27 @@ def test_flips_of_one_search_count_in_all(tmp_path, monkeypatch, capsys):
     assert (folded.success == (nearest.cost <= 0.5)).all()
     assert (folded.gradients == within.gradients + nearest.gradients).all()
     np.testing.assert_array_equal(folded.margin > 0, folded.success)
+
+
+@each
+def test_forward_mode_gives_the_slope_of_the_points(name):
+    """The models are linear, and scaled by t: the gradients that attacks follow depend on t.
+
+    Where plans jump between vertices or radii, slopes are finite.
+    """
+    x = jax.random.uniform(jax.random.key(1), (2, 4, 4, 1), minval=0.1, maxval=0.9)
+    w = jax.random.normal(jax.random.key(0), (16, 3))
+    y = jnp.argmax(x.reshape(2, -1) @ w, axis=-1)
+
+    def points(t):
+        model = wdjax.Model(lambda w, x: x.reshape(len(x), -1) @ w, t * w)
+        return search(name, model, x, y, diagnose=False).x_adv
+
+    _, slope = jax.jvp(points, (1.0,), (1.0,))
+    assert np.all(np.isfinite(slope))
+    if name in ("plain", "nearest"):
+        return
+    step = 0.01
+    known = (points(1 + step) - points(1 - step)) / (2 * step)
+    assert np.max(np.abs(slope)) > 1e-3
+    np.testing.assert_allclose(slope, known, atol=0.03 * float(np.max(np.abs(known))))

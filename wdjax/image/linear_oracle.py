@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from wdjax import loops
@@ -166,6 +167,7 @@ def _weights(task: ImageProblem, targets: Array, price: Array) -> Array:
     valid = jnp.asarray(stencil.valid())[None, None]
     scores = stencil.of_targets(targets) - dear[..., None]
     best = jnp.max(jnp.where(valid, scores, -jnp.inf), axis=2, keepdims=True)
+    best = jax.lax.stop_gradient(best)  # Rows are scaled to their sums: it changes no derivative.
     scores = scores - jnp.where(jnp.isfinite(best), best, 0.0)
     kept = jnp.where(valid & (scores > _FLOOR), jnp.exp(jnp.maximum(scores, _FLOOR)), 0.0)
     # A sender with better targets keeps some weight of staying, which a higher price may need.
@@ -196,5 +198,5 @@ def _spent(task: ImageProblem, sums: Array, levels: Array, price: Array) -> tupl
         return whole + held, first + level * held, second + level**2 * held
 
     whole, first, second = loops.fori_loop(0, len(levels), add, (none, none, none))
-    each = task.x / jnp.maximum(whole, jnp.finfo(whole.dtype).tiny)
+    each = task.x * prices.inverse(whole)
     return each, prices.spent(task, whole, first, second)

@@ -52,8 +52,7 @@ def blend(plan: Array, x: Array, share: Array, center: int) -> Array:
 def exact_rows(space: Space, plan: Array, x: Array) -> Array:
     """Makes rows sum to ``x``: missing mass stays in place, excess is scaled down."""
     total = jnp.sum(plan, axis=2)
-    share = jnp.where(total > x, x / jnp.where(total > 0, total, 1.0), 1.0)
-    plan = plan * share[:, :, None]
+    plan = plan * _share(x, total, total > x)[:, :, None]
     missing = jnp.maximum(x - jnp.sum(plan, axis=2), 0.0)
     return plan.at[:, :, space.stencil.center].add(missing)
 
@@ -80,8 +79,8 @@ def uncrowd(space: Space, plan: Array, x: Array) -> Array:
         crowded = overfull(received)[:, None, None]
         home = plan[:, :, center]
         inflow = received - home
-        room = jnp.clip((space.high - home) / jnp.where(inflow > 0, inflow, 1.0), 0.0, 1.0)
-        plan = stencil.scale(plan, jnp.where(crowded & (inflow > 0), room, 1.0))
+        room = jnp.maximum(space.high - home, 0.0)
+        plan = stencil.scale(plan, _share(room, inflow, crowded & (inflow > room)))
         away = jnp.sum(plan, axis=2) - plan[:, :, center]
         home = jnp.where(crowded, jnp.maximum(x - away, 0.0), home)
         plan = plan.at[:, :, center].set(home)
@@ -89,8 +88,7 @@ def uncrowd(space: Space, plan: Array, x: Array) -> Array:
 
     start = (plan, stencil.receive(plan), jnp.zeros((), jnp.int32))
     plan, received, _ = loops.while_loop(go_on, sweep, start)
-    fits = jnp.clip((ceiling - x) / jnp.where(received > x, received - x, 1.0), 0.0, 1.0)
-    share = jnp.min(jnp.where(received > ceiling, fits, 1.0), axis=(1, 2))
+    share = jnp.min(_share(ceiling - x, received - x, received > ceiling), axis=(1, 2))
     plan = blend(plan, x, share, center)
     return forward_only(plan, _INSTEAD, "the steps of attacks over transport plans")
 
@@ -98,8 +96,12 @@ def uncrowd(space: Space, plan: Array, x: Array) -> Array:
 def within(space: Space, plan: Array, x: Array, weights: Array, budget: Array) -> Array:
     """Mixes a plan with staying so that its cost is at most ``budget`` ``[n]``."""
     cost = moved(space, plan, weights)
-    share = jnp.where(cost > budget, budget / jnp.where(cost > 0, cost, 1.0), 1.0)
-    return blend(plan, x, share, space.stencil.center)
+    return blend(plan, x, _share(budget, cost, cost > budget), space.stencil.center)
+
+
+def _share(allowed: Array, wanted: Array, over: Array) -> Array:
+    """``allowed / wanted`` where ``over``, else 1; tiny ``wanted`` give no infinite derivatives."""
+    return jnp.where(over, allowed / jnp.where(over, wanted, 1.0), 1.0)
 
 
 def repair(space: Space, plan: Array, x: Array, weights: Array, budget: Array) -> Array:

@@ -131,11 +131,21 @@ def log_spent(task: ImageProblem, sums: Array, price: Array) -> Spent:
 
 def spent(task: ImageProblem, whole: Array, first: Array, second: Array) -> Spent:
     """Cost and derivative from the rows' unnormalised moments of the cost, ``[n, C, L]``."""
-    share = 1 / jnp.maximum(whole, jnp.finfo(whole.dtype).tiny)
+    share = inverse(whole)
     mean, weights = first * share, task.weights[:, :, None]
     cost = jnp.sum(mean * task.x * weights, axis=(1, 2))
     slope = jnp.sum((mean**2 - second * share) * task.x * weights**2, axis=(1, 2))
     return Spent(cost, slope)
+
+
+def inverse(whole: Array) -> Array:
+    """``1 / whole``, at most the inverse of the least normal float.
+
+    The derivative ``-1 / whole^2`` would overflow; here ``1 / whole`` multiplies the tangent first.
+    """
+    size = jax.lax.stop_gradient(1 / jnp.maximum(whole, jnp.finfo(whole.dtype).tiny))
+    one = whole * size
+    return size / jnp.where(one > 0.5, one, 1.0)
 
 
 class _Hunt(NamedTuple):
