@@ -3,6 +3,7 @@
 import itertools
 import math
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 import scipy.optimize
 
 from wdjax import Model, certify
-from wdjax.bounds import leaves
+from wdjax.bounds import leaves, linear_outputs
 from wdjax.certify import Specification, in_turn, parts, properties, property
 from wdjax.certify.signs import Searched
 
@@ -145,6 +146,32 @@ def test_leaves_are_not_bounded_if_subdomains_of_a_small_net_suffice(most, monke
     found = property(Model(relu_net, random_net(0)), *box, target, **HOW)
     assert found.status == "holds"
     assert bool(batches) == (most == 0)
+
+
+def test_no_program_of_leaves_is_compiled_when_subdomains_used_the_time_up(monkeypatch):
+    """The search says that the time is over, and no bound is lost."""
+
+    class Slow(Idle):
+        def run(self, until):
+            time.sleep(0.3)
+            return Searched(self.low, "nothing to split", 7, None)
+
+    def refused(*args, **options):
+        raise AssertionError("leaves are bounded")
+
+    monkeypatch.setattr(in_turn, "SubdomainSearch", Slow)
+    monkeypatch.setattr(leaves, "bounds", refused)
+    row = np.array([1.0, -1.0], np.float32)
+    model, box = Model(relu_net, random_net(0)), (-jnp.ones(IN), jnp.ones(IN))
+    least_value, _ = least(random_net(0), -np.ones(IN), np.ones(IN), row)
+    rows = linear_outputs.objectives(row[None], [least_value - 1e-2], np.float32)
+    problem = leaves.of_box(*box, rows)
+    root = leaves.root(model, problem, math.inf)
+    low, until = np.asarray(root.low), time.monotonic() + 0.2
+    assert low[0] < 0
+    found = in_turn.search(model, problem, math.inf, root, np.arange(1), low, until, None)
+    assert (found.ended, found.leaves) == ("time", 7)
+    np.testing.assert_array_equal(found.low, low)
 
 
 def smooth_net(w, x):

@@ -120,16 +120,15 @@ def search(
     begun = root.begin(jnp.asarray(rows))
     if record is not None:
         return given.run(Frontier(low, begun, record), until)
-    left, early = max(until - time.monotonic(), 0.0), None
+    left, early, before = max(until - time.monotonic(), 0.0), None, 0
     if left and _operands(root) <= _SMALL and _fits(root, rows):
-        early, began = SubdomainSearch(given, rows, low), time.monotonic()
-        sooner = early.run(began)  # One step.
-        if sooner.ended == "time":
-            now = time.monotonic()
-            sooner = early.run(min(now + _SOONER * (now - began), until))
+        early = SubdomainSearch(given, rows, low)
+        sooner = _shortly(early, until)
         if sooner.ended in ("closed", "flipped"):
             return sooner
-        low = sooner.low
+        if time.monotonic() >= until:
+            return sooner._replace(ended="time")
+        low, before = sooner.low, sooner.leaves
     frontier = Frontier(low, begun)
     found = given.run(frontier, time.monotonic() + _FIRST * left)
     if found.ended == "time" and left and frontier.turns == 1:  # That turn compiled: take another.
@@ -137,9 +136,9 @@ def search(
     open_ = rows[found.low[rows] <= 0]
     if found.ended == "nothing to split" and root.others[0]:
         more = _subdomains_alone(given, open_, found.low, until)
-        return more._replace(leaves=found.leaves + more.leaves)
+        return more._replace(leaves=before + found.leaves + more.leaves)
     if found.ended != "time" or not left:
-        return found
+        return found._replace(leaves=before + found.leaves)
     ends = 2 * int(np.sum((np.asarray(begun.lower[0]) < 0) & (np.asarray(begun.upper[0]) > 0)))
     searches: list[_Search] = [_Whole(given, frontier)]
     if 2 * ends * found.pace <= _DEAR * left:
@@ -153,6 +152,16 @@ def search(
     if early is not None:
         searches.insert(0, early)
     return _in_turn(searches, rows, found, until, _FIRST * left)
+
+
+def _shortly(early: SubdomainSearch, until: float) -> Searched:
+    """One step of a new search, and then a share of the time that it took."""
+    began = time.monotonic()
+    found = early.run(began)
+    if found.ended != "time":
+        return found
+    now = time.monotonic()
+    return early.run(min(now + _SOONER * (now - began), until))
 
 
 def _subdomains_alone(given: SignSearch, rows: Numbers, low: Numbers, until: float) -> Searched:
