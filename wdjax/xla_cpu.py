@@ -7,6 +7,7 @@ r"""Forms of the same mathematics that XLA's CPU compiler runs or compiles fast.
   (:func:`summed`), and gathers have one index (:func:`gathered`).
 * Convolutions are fast in the layout NHWC by HWIO only, and are not converted to it inside loops
   (:func:`transposed_conv`, :mod:`wdjax.models.conv`).
+* Before jaxlib 0.11 the emitter of fusions may be chosen (:data:`OLDER_EMITTER`).
 * Each fusion takes some 20 ms to compile, products and convolutions next to nothing.
 
 A form of one function alone, the same on all devices, stays in that function, which says why:
@@ -22,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
@@ -47,6 +49,16 @@ _WIDTH = 128
 """Number of linear functions that go back at once where these share their windows."""
 _FOLD = 16
 """Number of terms that one stage of :func:`summed` adds up."""
+
+OLDER_EMITTER: dict[str, bool] | None = (
+    {"xla_cpu_use_fusion_emitters": False}
+    if tuple(map(int, jaxlib.__version__.split(".")[:2])) < (0, 11)
+    else None
+)
+"""Options of ``jax.jit`` for a program with long chains of entrywise operations that end in a
+:func:`framed` map. The usual emitter of fusions computes shared parts of such chains again for each
+use: 32 leaves of a residual net took .9 s, and .2 s with the older emitter, which jaxlib 0.11
+lacks. Elsewhere the usual one is faster."""
 
 
 def on_cpu() -> bool:
