@@ -244,7 +244,9 @@ def bounds(
     with highest():
         ball = problem.region(norm, count)
         net = margins.network(model, problem.center)
-        split = functools.partial(_Split, net, problem, norm, known)
+        wide = margins.wide(ball).prepared()
+        rows = Objectives(*(part[leaves.row][:, None] for part in problem.rows))
+        split = functools.partial(_Split, net, wide, known, rows)
         begun = split(leaves)
         most = {i: jnp.where(sign == 0, 1.0, jnp.inf) for i, sign in begun.signs.items()}
         multipliers = maps_of(leaves.multipliers, known.lower)
@@ -253,13 +255,13 @@ def bounds(
         worths, toward = _scores(begun, best.slopes)
         worth, choices = lax.top_k(worths, tries)
         flat = rows_of(best.slopes)
-        index = jnp.repeat(choices.T, 2, axis=0)
-        # Their values are bounded before the loop, or it would do so again for every entry.
-        halved = split(_halves(leaves, index))
+        places = jnp.arange(count)
 
         def half(turn: Array) -> Array:
-            multipliers = flat.at[jnp.arange(count), index[turn]].set(0.0)
-            return halved.low(maps_of(multipliers, known.lower), of=turn)
+            index, sign = choices[:, turn // 2], jnp.where(turn % 2, 1, -1)
+            signs = leaves.signs.at[places, index].set(sign.astype(leaves.signs.dtype))
+            multipliers = maps_of(flat.at[places, index].set(0.0), known.lower)
+            return split(leaves._replace(signs=signs)).low(multipliers)
 
         halves = lax.map(half, jnp.arange(2 * tries)).reshape(tries, 2, count)
         children = jnp.maximum(halves.transpose(2, 0, 1), best.low[:, None, None])
@@ -273,23 +275,12 @@ def bounds(
     return LeafBounds(best.low, flat, choices, children, points)
 
 
-def _halves(leaves: Leaves, index: Array) -> Leaves:
-    """``[T * L]`` halves of leaves, by the operands ``index`` ``[T, L]``: those of turn 0 come
-    first, and even turns take the negative side."""
-    turns, count = index.shape
-    side = jnp.where(jnp.arange(turns) % 2, 1, -1).astype(leaves.signs.dtype)
-    halves = Leaves(*(jnp.tile(part, (turns, *(1,) * (part.ndim - 1))) for part in leaves))
-    signs = halves.signs.at[jnp.arange(turns * count), index.ravel()].set(jnp.repeat(side, count))
-    return halves._replace(signs=signs)
-
-
 class _Split:
-    """Bounds of all values over leaves, and of the functions for given multipliers."""
+    """Bounds of all values over ``L`` leaves, and of the functions for given multipliers."""
 
     def __init__(
-        self, net: Network, problem: RegionProblem, norm: Norm, known: RootBounds, leaves: Leaves
+        self, net: Network, ball: Region, known: RootBounds, rows: Objectives, leaves: Leaves
     ) -> None:
-        ball = margins.wide(problem.region(norm, len(leaves.row))).prepared()
         self.signs = maps_of(leaves.signs.astype(ball.center.dtype), known.lower)
         self.slack = known.slack
         ends = inside(leaves.signs, leaves.lower, leaves.upper, known)
@@ -299,42 +290,38 @@ class _Split:
         empty = [(v.lower > v.upper).reshape(len(leaves.row), -1).any(axis=1) for v in values]
         self.empty = jnp.stack(empty).any(axis=0)
         self.lost = jnp.stack([jnp.zeros((), bool), *net.lost]).any()
-        self.rows = Objectives(*(part[leaves.row][:, None] for part in problem.rows))
+        self.rows = rows
 
     def low(
         self,
         multipliers: Maps,
-        of: Array | int = 0,
         record: dict[int, tuple[Array, Array]] | None = None,
         arrived: dict[int, Coefficients] | None = None,
     ) -> Array:
         """``[L]`` lower bounds of the leaves' functions; inf for an empty leaf.
 
-        ``multipliers`` are of ``L`` leaves, the first ones or, with ``of``, so many times ``L``
-        after them. ``record`` and ``arrived`` are filled as by :func:`crown.backward`.
+        ``record`` and ``arrived`` are filled as by :func:`crown.backward`.
         """
         state, (last,) = self.state, self.state.network.graph.outputs
-        count = len(next(iter(multipliers.values())))
-        these = of * count + jnp.arange(count)
-        signs = {place: sign[these] for place, sign in self.signs.items()}
-        some = Objectives(*(part[these] for part in self.rows))
-        coefficients: dict[int, Coefficients] = {last: Whole(some.a[None])}
-        below, paid = {}, jnp.zeros((1, count), some.a.dtype)
-        for place, sign in signs.items():
+        coefficients: dict[int, Coefficients] = {last: Whole(self.rows.a[None])}
+        eps = state.region.eps
+        below, paid = {}, jnp.zeros((1, len(eps)), eps.dtype)
+        for place, sign in self.signs.items():
             weight = jnp.where(sign == 0, 0.0, multipliers[place])[None]
             coefficients[place] = Whole(-weight * sign[None])
             paid = paid + summed(weight * self.slack[place])
         for out, place in self.operands.items():
-            sign = signs[place]
+            sign = self.signs[place]
             below[out] = jnp.where(sign == 0, multipliers[place], sign > 0)[None]
+        rows = Rows(jnp.arange(len(eps)))
         found = crown.backward(
-            state, coefficients, Rows(these), slopes=below, record=record, arrived=arrived
+            state, coefficients, rows, slopes=below, record=record, arrived=arrived
         )
-        unit = rounding(sum(sign[0].size for sign in signs.values()), paid.dtype)
-        output = state.values[last]
-        output = output._replace(lower=output.lower[these], upper=output.upper[these])
-        found = linear_outputs.charged(some, (found - (1 + unit) * paid)[0][:, None], output)[:, 0]
-        found = jnp.where(self.empty[these], jnp.inf, found)
+        unit = rounding(sum(sign[0].size for sign in self.signs.values()), paid.dtype)
+        found = linear_outputs.charged(
+            self.rows, (found - (1 + unit) * paid)[0][:, None], state.values[last]
+        )[:, 0]
+        found = jnp.where(self.empty, jnp.inf, found)
         return jnp.where(self.lost | jnp.isnan(found), -jnp.inf, found)
 
 
@@ -344,7 +331,7 @@ def _scores(split: _Split, multipliers: Maps) -> tuple[Array, Array]:
     ``[L, *shape]``."""
     record: dict[int, tuple[Array, Array]] = {}
     arrived: dict[int, Coefficients] = {}
-    split.low(multipliers, record=record, arrived=arrived)
+    split.low(multipliers, record, arrived)
     found = {place: jnp.zeros_like(sign) for place, sign in split.signs.items()}
     for out, place in split.operands.items():
         if out not in record:
