@@ -58,7 +58,8 @@ OLDER_EMITTER: dict[str, bool] | None = (
 """Options of ``jax.jit`` for a program with long chains of entrywise operations that end in a
 :func:`framed` map. The usual emitter of fusions computes shared parts of such chains again for each
 use: 32 leaves of a residual net took .9 s, and .3 s with the older emitter, which jaxlib 0.11
-lacks. Elsewhere the usual one is faster."""
+lacks. Leaves of a small dense net take .009 s with it instead of .007 s, and other programs of
+bounds run up to 1.7 times as long."""
 
 
 def on_cpu() -> bool:
