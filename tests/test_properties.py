@@ -13,7 +13,7 @@ import scipy.optimize
 
 from wdjax import Model, certify
 from wdjax.bounds import leaves, linear_outputs
-from wdjax.certify import Specification, in_turn, parts, properties, property
+from wdjax.certify import Specification, falsify, in_turn, parts, properties, property
 from wdjax.certify.signs import Searched
 
 RNG = np.random.default_rng(11)
@@ -90,13 +90,16 @@ class Idle:
         pass
 
 
-@pytest.mark.parametrize("by", ["inputs", "parts", "subdomains"])
+@pytest.mark.parametrize("by", ["inputs", "leaves", "parts", "subdomains"])
 def test_verdicts_agree_with_a_mixed_integer_program(by, monkeypatch):
     """Violations hidden by 1e-3 of the range of outputs are found, and none is found where the
-    least value is above the bound by as much; by halved boxes, and by both searches that bound
-    operands anew, each beside that of the whole region alone."""
+    least value is above the bound by as much; by halved boxes, by leaves within CROWN's bounds, and
+    by both searches that bound operands anew, each beside that of the whole region alone."""
     if by != "inputs":
         monkeypatch.setattr(sys.modules["wdjax.certify.properties"], "_FEW", 0)
+    if by == "leaves":
+        monkeypatch.setattr(in_turn, "_SMALL", 0)
+    if by in ("parts", "subdomains"):
         monkeypatch.setattr(in_turn, "_FIRST", 1e-3)
         monkeypatch.setattr(in_turn, "_DEAR", math.inf)
         monkeypatch.setattr(in_turn, "_Parts" if by == "subdomains" else "SubdomainSearch", Idle)
@@ -146,6 +149,31 @@ def test_leaves_are_not_bounded_if_subdomains_of_a_small_net_suffice(most, monke
     found = property(Model(relu_net, random_net(0)), *box, target, **HOW)
     assert found.status == "holds"
     assert bool(batches) == (most == 0)
+
+
+@pytest.mark.parametrize(("gap", "methods"), [(-0.1, ["crown"]), (1e-2, ["crown", "alpha"])])
+def test_slopes_of_all_layers_are_optimised_only_if_splits_within_crown_do_not_suffice(
+    gap, methods, monkeypatch
+):
+    """Whether a bound below the least value is proved; one above it is not, and no point is looked
+    at here that would show it."""
+    monkeypatch.setattr(sys.modules["wdjax.certify.properties"], "_FEW", 0)
+    monkeypatch.setattr(in_turn, "_SMALL", 0)
+    monkeypatch.setattr(falsify, "witness", lambda *_: None)
+    monkeypatch.setattr(in_turn, "search", lambda *a: Searched(a[5], "time", 0, None))
+    asked, root = [], leaves.root
+
+    def noted(model, problem, norm, method="alpha"):
+        asked.append(method)
+        return root(model, problem, norm, method)
+
+    monkeypatch.setattr(leaves, "root", noted)
+    row, box = np.array([1.0, -1.0]), (-np.ones(IN), np.ones(IN))
+    low, _ = least(random_net(0), *box, row)
+    target = Specification([(row[None], [low + gap])])
+    found = property(Model(relu_net, random_net(0)), *box, target, seconds=100.0)
+    assert asked == methods
+    assert found.status == ("holds" if gap < 0 else "unknown")
 
 
 def test_no_program_of_leaves_is_compiled_when_subdomains_used_the_time_up(monkeypatch):

@@ -25,6 +25,7 @@ from wdjax.bounds import crown, linear_outputs, margins, region, slopes
 from wdjax.bounds.coefficients import Coefficients, Rows, Whole, whole
 from wdjax.bounds.domain import Array
 from wdjax.bounds.linear_outputs import Objectives
+from wdjax.bounds.margins import Method
 from wdjax.bounds.network import Network
 from wdjax.bounds.region import Norm, Region
 from wdjax.checks.validate import EntryBox
@@ -160,12 +161,14 @@ class LeafBounds(NamedTuple):
     """
 
 
-@functools.partial(distinct.jit, static_argnums=2)
-def root(model: Classifier, problem: RegionProblem, norm: Norm) -> RootBounds:
-    """Bounds of a problem's whole region by optimised slopes."""
+@functools.partial(distinct.jit, static_argnums=(2, 3))
+def root(
+    model: Classifier, problem: RegionProblem, norm: Norm, method: Method = "alpha"
+) -> RootBounds:
+    """Bounds of a problem's whole region."""
     with highest():
-        state = margins.prepare(model, problem.region(norm), "alpha")
-        low = linear_outputs.of(state, problem.rows, "alpha").low
+        state = margins.prepare(model, problem.region(norm), method)
+        low = linear_outputs.of(state, problem.rows, method).low
         low = jnp.where(jnp.isnan(problem.eps)[:, None], -jnp.inf, low)
     relus = set(rectified(state).values())
     rest = {place for places in curved(state).values() for place in places}

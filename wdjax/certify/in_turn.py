@@ -29,6 +29,9 @@ _SMALL, _SOONER = 2**11, 0.2
 """Maximum number of operands with which subdomains are searched first, and for how long, as a share
 of the time of their first step, which compiles. Where they suffice, the program of leaves, which
 takes twice as long to compile, is not needed."""
+_LONGER = 0.5
+"""For how long leaves are split within CROWN's bounds after a step that compiled, as a share of its
+time: optimised slopes would take as long to compile."""
 _FIRST = 0.02
 """Share of the time for the first turn of each search; every later one is twice as long."""
 _DEAR = 0.1
@@ -152,6 +155,23 @@ def search(
     if early is not None:
         searches.insert(0, early)
     return _in_turn(searches, rows, found, until, _FIRST * left)
+
+
+def first_turn(given: SignSearch, rows: Numbers, low: Numbers, until: float) -> Searched:
+    """Splits leaves of the whole region for the time of one turn; as :func:`search`.
+
+    Does nothing where subdomains are searched first, and without a ReLU.
+    """
+    left, root = until - time.monotonic(), given.root
+    first = _operands(root) <= _SMALL and _fits(root, rows)
+    if left <= 0 or first or not root.lower or not np.all(np.isfinite(low[rows])):
+        return Searched(low, "nothing to split", 0, None)
+    frontier, began = Frontier(low, root.begin(jnp.asarray(rows))), time.monotonic()
+    found = given.run(frontier, began + _FIRST * left)
+    if found.ended == "time" and frontier.turns == 1:  # That turn compiled.
+        now = time.monotonic()
+        found = given.run(frontier, min(now + _LONGER * (now - began), until))
+    return found
 
 
 def _shortly(early: SubdomainSearch, until: float) -> Searched:

@@ -311,46 +311,68 @@ def _decided(question: _Question, method: Ladder, until: float, key: Array) -> V
             return _violated(broken, "attack", 0)
         if time.monotonic() >= until:
             return Verdict("unknown", -np.inf, 0.0, 0, "time")
-    few = question.free <= _FEW
-    low, best = np.full(size, -np.inf), -np.inf
-    if method != "auto" or not few:
-        bounds: Any = "crown" if method == "auto" else method
-        ends = (end[None] for end in question.hull)
-        low = np.asarray(linear_outputs.lower(model, question.rows, *ends, bounds).low[0])
-        best = float(np.min(_most(question, low)))
-        if best > 0 and question.proof is None:
-            return Verdict("holds", best, 0.0, 1, bounds)
-        if method != "auto":
-            return Verdict("unknown", best, 0.0, 1, "bounds")
-    return _inputs(question, best, 0, until) if few else _signs(question, low, until)
-
-
-def _signs(question: _Question, low: Numbers, until: float) -> Verdict:
-    """The verdict by optimised slopes, and by splits of ReLUs, from bounds ``[R]`` of the rows.
-
-    A member is refuted by the row that has the best bound. What is left when no ReLU can be split
-    is halved.
-    """
+    if method == "auto" and question.free <= _FEW:
+        return _inputs(question, -np.inf, 0, until)
+    bounds: Any = "crown" if method == "auto" else method
     problem = leaves.of_box(*question.hull, question.rows)
-    root = leaves.root(question.model, problem, math.inf)
-    low = np.maximum(low, np.asarray(root.low))
-    most = _most(question, low)
-    best, record = float(np.min(most)), None
-    if question.proof is not None:
-        inner = jax.device_get(inner_slopes.of_region(question.model, problem, math.inf))
-        record = SignRecord(question.proof, root, inner)
-        most, root = np.full_like(most, -np.inf), record.root  # Nothing is known to the checker.
-    elif best > 0:
-        return Verdict("holds", best, 0.0, 1, "alpha")
-    member = np.asarray(question.forbidden.member)[: len(most)]
-    rows = np.unique(np.argmax(np.where(member, low, -np.inf), axis=1)[most <= 0])
+    root = leaves.root(model, problem, math.inf, bounds)
+    best = float(np.min(_most(question, np.asarray(root.low))))
+    if best > 0 and question.proof is None:
+        return Verdict("holds", best, 0.0, 1, bounds)
+    if method != "auto":
+        return Verdict("unknown", best, 0.0, 1, "bounds")
+    return _signs(question, problem, root, until)
+
+
+def _signs(
+    question: _Question, problem: leaves.RegionProblem, root: leaves.RootBounds, until: float
+) -> Verdict:
+    """The verdict by splits of ReLUs and by optimised slopes, from CROWN's bounds ``root``.
+
+    Splits within CROWN's bounds are tried first: where a few suffice, the program that optimises
+    slopes of all layers need not be compiled. What is left when no ReLU can be split is halved.
+    """
 
     def check(points: Numbers) -> Witness | None:
         blank = np.repeat(points[:1], signs.width() - len(points), axis=0)
         points = np.concatenate([points, blank])
         return falsify.witness(question.model, question.spec, *question.box, points)
 
+    low, count, record = np.asarray(root.low), 0, None
+    if question.proof is None:
+        given = signs.SignSearch(question.model, problem, math.inf, root, check)
+        found = in_turn.first_turn(given, _open_rows(question, low), low, until)
+        if found.ended in ("closed", "flipped") or time.monotonic() >= until:
+            return _searched(question, found, until)
+        low, count = found.low, found.leaves
+    root = leaves.root(question.model, problem, math.inf)
+    low = np.maximum(low, np.asarray(root.low))
+    best = float(np.min(_most(question, low)))
+    if question.proof is not None:
+        inner = jax.device_get(inner_slopes.of_region(question.model, problem, math.inf))
+        record = SignRecord(question.proof, root, inner)
+        rows, root = np.unique(_best_rows(question, low)), record.root
+    elif best > 0:
+        return Verdict("holds", best, 0.0, 1 + count, "alpha")
+    else:
+        rows = _open_rows(question, low)
     found = in_turn.search(question.model, problem, math.inf, root, rows, low, until, check, record)
+    return _searched(question, found._replace(leaves=count + found.leaves), until)
+
+
+def _open_rows(question: _Question, low: Numbers) -> Numbers:
+    """The best row of each member that the bounds ``[R]`` leave open."""
+    return np.unique(_best_rows(question, low)[_most(question, low) <= 0])
+
+
+def _best_rows(question: _Question, low: Numbers) -> Numbers:
+    """For each member its row with the best of the bounds ``[R]``."""
+    member = np.asarray(question.forbidden.member)
+    return np.argmax(np.where(member, low, -np.inf), axis=1)[np.any(member, axis=1)]
+
+
+def _searched(question: _Question, found: signs.Searched, until: float) -> Verdict:
+    """The verdict after a search by signs."""
     if found.witness is not None:
         return _violated(found.witness, "signs", found.leaves)
     best = float(np.min(_most(question, np.asarray(found.low))))
