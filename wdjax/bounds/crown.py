@@ -61,6 +61,8 @@ class Pass:
     """L2 balls that contain the values, if the regions are such balls."""
     known: Mapping[int, tuple[Array, Array]] = field(default_factory=dict)
     """Ends ``[B, *shape]`` of operands of nonlinear equations that are given from outside."""
+    refined: set[int] = field(default_factory=set)
+    """Places whose entries all were tightened: for another equation it would give the same."""
 
     def gathered(self, place: int) -> tuple[Array, Array]:
         """The offset of a value's affine part and its rounding error, ``[B, *shape]`` each."""
@@ -123,6 +125,7 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
             lower=jnp.maximum(value.lower, lower), upper=jnp.minimum(value.upper, upper)
         )
     lines = _lines(state, node)
+    whole = set[int]()
     for tighter in tighten if lines is not None else ():
         assert lines is not None
         before = dict(state.values)
@@ -131,10 +134,12 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
             value = state.values[place]
             needed = value.upper > value.lower if lines.open is None else lines.open
             mixed = value.mixes > 1 or (value.mixes and state.region.norm != math.inf)
-            if mixed and not value.alone:
+            if mixed and not value.alone and place not in state.refined:
                 tighter(state, place, needed)
+                whole |= {place} if lines.open is None else set()
         if any(state.values[place] is not before[place] for place in before):
             lines = _lines(state, node)
+    state.refined |= whole
     outs = network.nonlinear(net, node, state.values, None if lines is None else lines.ends)
     for place, (lower, upper) in zip(node.outputs, outs):
         if lower.dtype == bool:

@@ -178,8 +178,9 @@ def sigmoid(
         lower, upper = args[0]
         width = jnp.where(upper > lower, upper - lower, 1.0)
         chord = jnp.where(upper > lower, _ratio(f(upper) - f(lower), width), slope(lower))
-        up = _tangent(f, slope, lower, upper, chord)
-        low = _tangent(lambda z: -f(-z), slope, -upper, -lower, chord)
+        # The line below f on [lower, upper] is as steep as the one above f on [-upper, -lower].
+        mirrored = jnp.stack([lower, -upper]), jnp.stack([upper, -lower])
+        up, low = _tangent(f, slope, *mirrored, chord)
         turned = functools.partial(_extremes, eqn, f, slope, inverse)
         below, above = turned(low, lower, upper)[0], turned(up, lower, upper)[1]
         return Lines((View(0, low, up),), below, above, turned=turned)
@@ -218,18 +219,22 @@ def _tangent(
 ) -> Array:
     """The slope of the line above an S-shaped ``f`` that is lowest at the middle of the interval.
 
-    The ends, the ``chord``'s slope and the result are ``[B, *shape]``, an entry for each interval.
-    The line supports the concave hull there, which is ``f`` from the point on whose tangent goes
-    through the lower end, and that tangent before it; the chord if there is no such point.
+    The ends, the ``chord``'s slope and the result have an entry for each interval. The line
+    supports the concave hull there, which is ``f`` from the point on whose tangent goes through the
+    lower end, and that tangent before it; the chord if there is no such point.
     """
     begin = jnp.maximum(lower, 0.0)
     # The tangent point of an odd function is at most -lower.
     low, high = begin, jnp.maximum(jnp.minimum(upper, jnp.abs(lower)), begin)
     start = f(lower)
-    for _ in range(12):
+
+    def halve(_: Array, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
         point = 0.5 * low + 0.5 * high
         above = start + slope(point) * (point - lower) >= f(point)
-        low, high = jnp.where(above, point, low), jnp.where(above, high, point)
+        return jnp.where(above, point, low), jnp.where(above, high, point)
+
+    low, high = loops.fori_loop(0, 12, halve, (low, high))
     tangent = slope(jnp.maximum(low, 0.5 * lower + 0.5 * upper))
     convex = (upper <= 0) | ((lower < 0) & (slope(upper) >= chord))
     return jnp.where(convex, chord, tangent)
