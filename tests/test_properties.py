@@ -13,7 +13,15 @@ import scipy.optimize
 
 from wdjax import Model, certify
 from wdjax.bounds import leaves, linear_outputs
-from wdjax.certify import Specification, falsify, in_turn, parts, properties, property
+from wdjax.certify import (
+    Specification,
+    falsify,
+    in_turn,
+    parts,
+    properties,
+    property,
+    signs,
+)
 from wdjax.certify.signs import Searched
 
 RNG = np.random.default_rng(11)
@@ -174,6 +182,22 @@ def test_slopes_of_all_layers_are_optimised_only_if_splits_within_crown_do_not_s
     found = property(Model(relu_net, random_net(0)), *box, target, seconds=100.0)
     assert asked == methods
     assert found.status == ("holds" if gap < 0 else "unknown")
+
+
+@pytest.mark.parametrize("gap", [-0.1, 0.1])
+def test_boxes_are_halved_when_leaves_fill_the_memory(gap, monkeypatch):
+    """So that the answer is not "unknown" before the time is over."""
+    monkeypatch.setattr(sys.modules["wdjax.certify.properties"], "_FEW", 0)
+    monkeypatch.setattr(in_turn, "_SMALL", 0)
+    monkeypatch.setattr(in_turn, "_Parts", Idle)
+    monkeypatch.setattr(in_turn, "SubdomainSearch", Idle)
+    monkeypatch.setattr(signs, "MEMORY", 1)
+    row, box = np.array([1.0, -1.0]), (-np.ones(IN), np.ones(IN))
+    low, _ = least(random_net(0), *box, row)
+    target = Specification([(row[None], [low + gap])])
+    found = property(Model(relu_net, random_net(0)), *box, target, **HOW)
+    assert found.status == ("violated" if gap > 0 else "holds")
+    assert found.by in ("attack", "inputs")
 
 
 def test_no_program_of_leaves_is_compiled_when_subdomains_used_the_time_up(monkeypatch):

@@ -330,7 +330,8 @@ def _signs(
     """The verdict by splits of ReLUs and by optimised slopes, from CROWN's bounds ``root``.
 
     Splits within CROWN's bounds are tried first: where a few suffice, the program that optimises
-    slopes of all layers need not be compiled. What is left when no ReLU can be split is halved.
+    slopes of all layers need not be compiled. What is left when no ReLU can be split, or when the
+    open leaves fill the memory, is halved.
     """
 
     def check(points: Numbers) -> Witness | None:
@@ -379,7 +380,7 @@ def _searched(question: _Question, found: signs.Searched, until: float) -> Verdi
     if found.ended == "closed":
         best = best if best > parts.PROVED else 0.0
         return Verdict("holds", best, 0.0, found.leaves, "signs")
-    if found.ended == "nothing to split":
+    if found.ended in ("nothing to split", "memory"):
         return _inputs(question, best, found.leaves, until)
     return Verdict("unknown", best, 0.0, found.leaves, found.ended)
 
