@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 from wdjax import Lp, Model, attacks, certify, run
+from wdjax.bounds import crown, margins, region
 from wdjax.models import convert
 
 NORMS = {1: 8.0, 2: 2.5, math.inf: 1.0}
@@ -273,3 +274,27 @@ def test_planted_counterexamples_are_never_certified(norm):
             missed += not run(attack, model, x, y, eps=eps).success[0]
     assert missed == 3
     assert held > 30, "smaller balls are certified, unless rounding itself reaches the flip"
+
+
+def test_what_feeds_two_products_is_tightened_once():
+    """And again only for an equation that needs other entries than those tightened before."""
+    rng = np.random.default_rng(0)
+    w = jnp.asarray(rng.normal(size=(3, 4, 4)), jnp.float32)
+
+    def apply(w, x):
+        h = jnp.tanh(x @ w[0]) @ w[1]  # Mixes values, so that intervals are not tight.
+        return jax.nn.relu(h) + h * jnp.tanh(x @ w[2]) + h * jnp.sin(x)
+
+    x = jnp.asarray(rng.uniform(0.2, 0.8, size=(1, 4)), jnp.float32)
+    net = margins.network(Model(apply, w), x)
+    ball = region.ball(x, jnp.full(1, 0.1), math.inf, (0.0, 1.0), None)
+    tightened = []
+
+    def noted(state, place, needed):
+        tightened.append(place)
+        crown.refine(state, place, needed, crown.backward)
+
+    crown.bounds(net, margins.wide(ball).prepared(), [noted])
+    # Once where the rectifier is unstable, once everywhere; other operands are exact intervals.
+    assert len(tightened) == 2
+    assert len(set(tightened)) == 1
