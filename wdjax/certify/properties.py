@@ -380,9 +380,9 @@ def _searched(question: _Question, found: signs.Searched, until: float) -> Verdi
     if found.ended == "closed":
         best = best if best > parts.PROVED else 0.0
         return Verdict("holds", best, 0.0, found.leaves, "signs")
-    if found.ended in ("nothing to split", "memory"):
+    if found.ended in ("nothing to split", "memory") and time.monotonic() < until:
         return _inputs(question, best, found.leaves, until)
-    return Verdict("unknown", best, 0.0, found.leaves, found.ended)
+    return Verdict("unknown", best, 0.0, found.leaves, "time")
 
 
 def _inputs(question: _Question, best: float, before: int, until: float) -> Verdict:
