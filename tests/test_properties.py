@@ -200,6 +200,41 @@ def test_boxes_are_halved_when_leaves_fill_the_memory(gap, monkeypatch):
     assert found.by in ("attack", "inputs")
 
 
+@pytest.mark.parametrize("members", [1, 3])
+def test_an_attack_is_far_only_where_no_linear_function_is_violated(members):
+    """``far`` is estimated from random corners, so the bound is moved by a tenth of the range."""
+    rng = np.random.default_rng(members)
+    for _ in range(20):
+        w = rng.normal(size=(6, members)).astype(np.float32)
+        low, high = np.zeros(6, np.float32), rng.uniform(0.1, 1.0, 6).astype(np.float32)
+        high[0] = 0.0  # An input that does not vary.
+        least_values = np.minimum(w * high[:, None], 0).sum(axis=0)
+        ranges = np.abs(w * high[:, None]).sum(axis=0)
+        model = Model(lambda w, x: x @ w, jnp.asarray(w))
+        for gap, far in ((-2.0, True), (0.1, False)):
+            level = least_values + gap * ranges
+            target = Specification([(row[None], [b]) for row, b in zip(np.eye(members), level)])
+            drawn = falsify.drawn(model, target, low, high, 4, jax.random.key(0))
+            assert drawn.far == far
+
+
+def test_gradients_are_not_followed_where_bounds_prove_what_random_points_suggest(monkeypatch):
+    monkeypatch.setattr(sys.modules["wdjax.certify.properties"], "_FEW", 0)
+    climbed, climb = [], falsify._climbed
+
+    def noted(*args):
+        climbed.append(args)
+        return climb(*args)
+
+    monkeypatch.setattr(falsify, "_climbed", noted)
+    row, box = np.array([1.0, -1.0]), (-np.ones(IN), np.ones(IN))
+    low, _ = least(random_net(0), *box, row)
+    for gap, times in ((-100.0, 0), (-1e-2, 1)):
+        target = Specification([(row[None], [low + gap])])
+        assert property(Model(relu_net, random_net(0)), *box, target, **HOW).status == "holds"
+        assert len(climbed) == times
+
+
 def test_no_program_of_leaves_is_compiled_when_subdomains_used_the_time_up(monkeypatch):
     """The search says that the time is over, and no bound is lost."""
 

@@ -1,7 +1,7 @@
 """Searches a box for a point whose output a specification forbids: the attack on a property."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -89,25 +89,40 @@ def witness(
     return None
 
 
-def search(
+class Drawn(NamedTuple):
+    """The likeliest violations among random points and corners of a box."""
+
+    points: Numbers
+    """``[n, *shape]``"""
+    far: bool
+    """Whether no point of the box violates if every inequality is linear in the input: a linear
+    function of ``d`` inputs is at most ``sqrt(d)`` standard deviations of its values at random
+    corners above their mean. A proof is then looked for first."""
+    climb: Callable[[], Numbers]
+    """Gives the points that projected gradient steps reach from these, ``[n, *shape]``."""
+
+
+def drawn(
     model: Classifier, spec: Specification, lower: Numbers, upper: Numbers, rows: int, key: Array
-) -> Iterator[Numbers]:
-    """Yields arrays of points ``[n, *shape]`` of the box, the likeliest violations: first the best
-    of random ones and corners, then those of projected gradient steps from these.
-    """
+) -> Drawn:
+    """The attack on a specification of at most so many ``rows``."""
     given = forbidden(spec, rows, lower.dtype)
     members = min(len(spec.members), _MEMBERS)
     members = 1 << (members - 1).bit_length()
-    u, goal, points = _drawn(model, given, lower, upper, key, members)
-    yield np.asarray(points)
-    yield np.asarray(_climbed(model, given, lower, upper, u, goal))
+    u, goal, points, far = _drawn(model, given, lower, upper, key, members)
+
+    def climb() -> Numbers:
+        return np.asarray(_climbed(model, given, lower, upper, u, goal))
+
+    return Drawn(np.asarray(points), bool(far), climb)
 
 
 @functools.partial(distinct.jit, static_argnames="members")
 def _drawn(
     model: Classifier, given: Forbidden, lower: Array, upper: Array, key: Array, members: int
-) -> tuple[Array, Array, Array]:
-    """``_STARTS`` points in unit coordinates, each with its member; and the same as inputs.
+) -> tuple[Array, Array, Array, Array]:
+    """``_STARTS`` points in unit coordinates, each with its member; the same as inputs; and
+    :attr:`Drawn.far`.
 
     Half of the draws are corners; each of the ``members`` likeliest members gets its best points.
     """
@@ -116,13 +131,17 @@ def _drawn(
     inside = jax.random.uniform(one, half, lower.dtype)
     corners = jax.random.bernoulli(two, shape=half).astype(lower.dtype)
     u = jnp.concatenate([jnp.full((1, *lower.shape), 0.5, lower.dtype), inside, corners])
-    gain = jnp.nan_to_num(given.gain(model(_placed(u, lower, upper))), nan=-jnp.inf)
+    raw = given.gain(model(_placed(u, lower, upper)))
+    gain = jnp.nan_to_num(raw, nan=-jnp.inf)
     best, which = jax.lax.top_k(jnp.max(gain, axis=0), min(members, gain.shape[1]))
     each = max(_STARTS // len(which), 1)
     chosen = jax.lax.top_k(gain[:, which].T, each)[1].reshape(-1)
     least = jnp.finfo(gain.dtype).min
     goal = jnp.repeat(jnp.where(best > least, which, which[0]), each)
-    return u[chosen], goal, _placed(u[chosen], lower, upper)
+    at_corners, free = raw[-len(corners) :], jnp.sum(upper > lower)
+    reach = jnp.mean(at_corners, axis=0) + jnp.sqrt(free) * jnp.std(at_corners, axis=0)
+    far = jnp.all((reach < 0) | ~jnp.any(given.member, axis=-1))
+    return u[chosen], goal, _placed(u[chosen], lower, upper), far
 
 
 def _placed(u: Array, lower: Array, upper: Array) -> Array:
