@@ -61,13 +61,13 @@ def median(published):
 
 def tabulate(rows):
     heads = "family", "known", "number", "decided", "median", "longest", "VeriNet", "a-b-CROWN"
-    print(("{:<24}{:<8}" + "{:>8}" * 4 + "{:>15}" * 2).format(*heads))
+    print(("{:<27}{:<8}" + "{:>8}" * 4 + "{:>15}" * 2).format(*heads))
     rows = sorted(rows, key=lambda row: (row["benchmark"], family(row), row["verdict"]))
     for (name, known), group in itertools.groupby(rows, lambda row: (family(row), row["verdict"])):
         group = list(group)
         done = [row["found"]["seconds"] for row in group if row["found"]["result"] in SURE]
         typical, most = (statistics.median(done), max(done)) if done else (float("nan"),) * 2
-        line = f"{name:<24}{known:<8}{len(group):>8}{len(done):>8}{typical:>8.2f}{most:>8.1f}"
+        line = f"{name:<27}{known:<8}{len(group):>8}{len(done):>8}{typical:>8.2f}{most:>8.1f}"
         tools = "verinet_cpu", "alpha_beta_crown_gpu"
         print(line, *(median([row[tool] for row in group]) for tool in tools), sep="")
         for row in group:

@@ -109,7 +109,12 @@ def drawn(
     given = forbidden(spec, rows, lower.dtype)
     members = min(len(spec.members), _MEMBERS)
     members = 1 << (members - 1).bit_length()
-    u, goal, points, far = _drawn(model, given, lower, upper, key, members)
+    # NumPy draws as well, and does not compile for most of a second.
+    random = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel())
+    half = _DRAWS // 2, *lower.shape
+    center, corners = np.full((1, *lower.shape), 0.5), random.integers(0, 2, half)
+    u = np.concatenate([center, random.random(half), corners]).astype(lower.dtype)
+    u, goal, points, far = _chosen(model, given, lower, upper, u, members)
 
     def climb() -> Numbers:
         return np.asarray(_climbed(model, given, lower, upper, u, goal))
@@ -118,19 +123,15 @@ def drawn(
 
 
 @functools.partial(distinct.jit, static_argnames="members")
-def _drawn(
-    model: Classifier, given: Forbidden, lower: Array, upper: Array, key: Array, members: int
+def _chosen(
+    model: Classifier, given: Forbidden, lower: Array, upper: Array, u: Array, members: int
 ) -> tuple[Array, Array, Array, Array]:
-    """``_STARTS`` points in unit coordinates, each with its member; the same as inputs; and
-    :attr:`Drawn.far`.
+    """``_STARTS`` of the draws ``u``, unit coordinates, each with its member; the same as inputs;
+    and :attr:`Drawn.far`.
 
-    Half of the draws are corners; each of the ``members`` likeliest members gets its best points.
+    The second half of the draws are corners; each of the ``members`` likeliest members gets its
+    best points.
     """
-    one, two = jax.random.split(key)
-    half = _DRAWS // 2, *lower.shape
-    inside = jax.random.uniform(one, half, lower.dtype)
-    corners = jax.random.bernoulli(two, shape=half).astype(lower.dtype)
-    u = jnp.concatenate([jnp.full((1, *lower.shape), 0.5, lower.dtype), inside, corners])
     raw = given.gain(model(_placed(u, lower, upper)))
     gain = jnp.nan_to_num(raw, nan=-jnp.inf)
     best, which = jax.lax.top_k(jnp.max(gain, axis=0), min(members, gain.shape[1]))
@@ -138,7 +139,7 @@ def _drawn(
     chosen = jax.lax.top_k(gain[:, which].T, each)[1].reshape(-1)
     least = jnp.finfo(gain.dtype).min
     goal = jnp.repeat(jnp.where(best > least, which, which[0]), each)
-    at_corners, free = raw[-len(corners) :], jnp.sum(upper > lower)
+    at_corners, free = raw[-(_DRAWS // 2) :], jnp.sum(upper > lower)
     reach = jnp.mean(at_corners, axis=0) + jnp.sqrt(free) * jnp.std(at_corners, axis=0)
     far = jnp.all((reach < 0) | ~jnp.any(given.member, axis=-1))
     return u[chosen], goal, _placed(u[chosen], lower, upper), far
