@@ -89,7 +89,7 @@ def witness(
     return None
 
 
-class Drawn(NamedTuple):
+class PropertyAttack(NamedTuple):
     """The likeliest violations among random points and corners of a box."""
 
     points: Numbers
@@ -104,7 +104,7 @@ class Drawn(NamedTuple):
 
 def drawn(
     model: Classifier, spec: Specification, lower: Numbers, upper: Numbers, rows: int, key: Array
-) -> Drawn:
+) -> PropertyAttack:
     """The attack on a specification of at most so many ``rows``."""
     given = forbidden(spec, rows, lower.dtype)
     members = min(len(spec.members), _MEMBERS)
@@ -119,7 +119,7 @@ def drawn(
     def climb() -> Numbers:
         return np.asarray(_climbed(model, given, lower, upper, u, goal))
 
-    return Drawn(np.asarray(points), bool(far), climb)
+    return PropertyAttack(np.asarray(points), bool(far), climb)
 
 
 @functools.partial(distinct.jit, static_argnames="members")
@@ -127,7 +127,7 @@ def _chosen(
     model: Classifier, given: Forbidden, lower: Array, upper: Array, u: Array, members: int
 ) -> tuple[Array, Array, Array, Array]:
     """``_STARTS`` of the draws ``u``, unit coordinates, each with its member; the same as inputs;
-    and :attr:`Drawn.far`.
+    and :attr:`PropertyAttack.far`.
 
     The second half of the draws are corners; each of the ``members`` likeliest members gets its
     best points.
