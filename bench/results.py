@@ -86,11 +86,12 @@ SECTIONS = {
     ),
     "properties": Section(
         "Properties of VNN-COMP 2021",
-        "Verdicts of `python -m wdjax verify` on properties that at least three of the competition's "
-        "tools decided, within its time limits, and the medians of the published seconds of VeriNet "
-        "(on CPUs) and alpha-beta-CROWN (on a GPU), with the number that they decided. `unsat`: the "
-        "property holds; `unsat?`: tools disagreed. Our seconds include compilation, but one process "
-        "ran them all; theirs include the start of the program. An hour.",
+        "Verdicts of `python -m wdjax verify` on properties that at least three of the "
+        "competition's tools decided, within its time limits, and the medians of the published "
+        "seconds of VeriNet (on CPUs) and alpha-beta-CROWN (on a GPU), with the number that they "
+        "decided. `unsat`: the property holds; `unsat?`: tools disagreed. Our seconds include "
+        "compilation, but one process ran them all; theirs include the start of the program. An "
+        "hour.",
         "vnncomp.py --tools 3",
     ),
     "training": Section(
