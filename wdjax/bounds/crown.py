@@ -136,7 +136,8 @@ def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
             mixed = value.mixes > 1 or (value.mixes and state.region.norm != math.inf)
             if mixed and not value.alone and place not in state.refined:
                 tighter(state, place, needed)
-                whole |= {place} if lines.open is None else set()
+                if lines.open is None:
+                    whole.add(place)
         if any(state.values[place] is not before[place] for place in before):
             lines = _lines(state, node)
     state.refined |= whole

@@ -124,7 +124,7 @@ def search(
     if record is not None:
         return given.run(Frontier(low, begun, record), until)
     left, early, before = max(until - time.monotonic(), 0.0), None, 0
-    if left and _operands(root) <= _SMALL and _fits(root, rows):
+    if left and _subdomains_first(root, rows):
         early = SubdomainSearch(given, rows, low)
         sooner = _shortly(early, until)
         if sooner.ended in ("closed", "flipped"):
@@ -163,8 +163,8 @@ def first_turn(given: SignSearch, rows: Numbers, low: Numbers, until: float) -> 
     Does nothing where subdomains are searched first, and without a ReLU.
     """
     left, root = until - time.monotonic(), given.root
-    first = _operands(root) <= _SMALL and _fits(root, rows)
-    if left <= 0 or first or not root.lower or not np.all(np.isfinite(low[rows])):
+    known = bool(root.lower) and np.all(np.isfinite(low[rows]))
+    if left <= 0 or not known or _subdomains_first(root, rows):
         return Searched(low, "nothing to split", 0, None)
     frontier, began = Frontier(low, root.begin(jnp.asarray(rows))), time.monotonic()
     found = given.run(frontier, began + _FIRST * left)
@@ -172,6 +172,10 @@ def first_turn(given: SignSearch, rows: Numbers, low: Numbers, until: float) -> 
         now = time.monotonic()
         found = given.run(frontier, min(now + _LONGER * (now - began), until))
     return found
+
+
+def _subdomains_first(root: leaves.RootBounds, rows: Numbers) -> bool:
+    return _operands(root) <= _SMALL and _fits(root, rows)
 
 
 def _shortly(early: SubdomainSearch, until: float) -> Searched:

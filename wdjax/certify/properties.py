@@ -361,6 +361,7 @@ def _signs(
     if question.proof is not None:
         inner = jax.device_get(inner_slopes.of_region(question.model, problem, math.inf))
         record = SignRecord(question.proof, root, inner)
+        # Nothing is known to the checker: every member is open.
         rows, root = np.unique(_best_rows(question, low)), record.root
     elif best > 0:
         return Verdict("holds", best, 0.0, 1 + count, "alpha")
@@ -372,7 +373,7 @@ def _signs(
 
 def _open_rows(question: _Question, low: Numbers) -> Numbers:
     """The best row of each member that the bounds ``[R]`` leave open."""
-    return np.unique(_best_rows(question, low)[_most(question, low) <= 0])
+    return np.unique(_best_rows(question, low)[~(_most(question, low) > 0)])
 
 
 def _best_rows(question: _Question, low: Numbers) -> Numbers:
