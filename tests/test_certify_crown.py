@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -276,25 +277,51 @@ def test_planted_counterexamples_are_never_certified(norm):
     assert held > 30, "smaller balls are certified, unless rounding itself reaches the flip"
 
 
-def test_what_feeds_two_products_is_tightened_once():
-    """And again only for an equation that needs other entries than those tightened before."""
+def tightened(mixed, single=False):
+    """Which values of ``mixed(weights, h)`` are tightened at a time, ``h`` having loose intervals,
+    and the ends of all; ``single`` tightens one value after another."""
     rng = np.random.default_rng(0)
     w = jnp.asarray(rng.normal(size=(3, 4, 4)), jnp.float32)
 
     def apply(w, x):
-        h = jnp.tanh(x @ w[0]) @ w[1]  # Mixes values, so that intervals are not tight.
-        return jax.nn.relu(h) + h * jnp.tanh(x @ w[2]) + h * jnp.sin(x)
+        return mixed(w[2], jnp.tanh(x @ w[0]) @ w[1])
 
-    x = jnp.asarray(rng.uniform(0.2, 0.8, size=(1, 4)), jnp.float32)
+    x = jnp.asarray(rng.uniform(0.2, 0.8, size=(3, 4)), jnp.float32)
     net = margins.network(Model(apply, w), x)
-    ball = region.ball(x, jnp.full(1, 0.1), math.inf, (0.0, 1.0), None)
-    tightened = []
+    ball = region.ball(x, jnp.full(3, 0.1), math.inf, (0.0, 1.0), None)
+    places = []
 
-    def noted(state, place, needed):
-        tightened.append(place)
-        crown.refine(state, place, needed, crown.backward)
+    def noted(state, needed):
+        places.append(set(needed))
+        for these in [{place: some} for place, some in needed.items()] if single else [needed]:
+            crown.refine(state, these, crown.backward)
 
-    crown.bounds(net, margins.wide(ball).prepared(), [noted])
-    # Once where the rectifier is unstable, once everywhere; other operands are exact intervals.
-    assert len(tightened) == 2
-    assert len(set(tightened)) == 1
+    state = crown.bounds(net, margins.wide(ball).prepared(), [noted])
+    return places, {place: value[:2] for place, value in state.values.items()}
+
+
+def test_what_feeds_several_functions_is_tightened_once():
+    """And again only for an equation that needs other entries than those tightened before."""
+
+    def mixed(w, h):
+        later = jnp.tanh(jax.nn.relu(h) @ w)
+        return jax.nn.relu(h) + h * later + h * jnp.sin(later)
+
+    first, inner, second = tightened(mixed)[0]
+    assert first == second != inner, "where the rectifier is unstable, everywhere for the products"
+    assert len(tightened(lambda w, h: jax.nn.relu(h) + h * jnp.sin(h))[0]) == 1
+
+
+def test_operands_of_one_layer_are_tightened_at_once():
+    """As tightly as one after another: entries of one value never get another's bounds."""
+
+    def gates(w, h):
+        wide = jnp.concatenate([h, h[:, :2]], axis=1) @ jnp.concatenate([w, w[:2]])
+        gate, last = jax.nn.sigmoid(3 * h @ w), jnp.maximum(h[:, :3] @ w[:3, :3], 0.1)
+        return gate * jnp.tanh(wide + 1.0) + last.sum(axis=1, keepdims=True)
+
+    places, ends = tightened(gates)
+    same, each = tightened(gates, single=True)
+    assert places == same
+    assert len(places[0]) == 3
+    chex.assert_trees_all_close(ends, each, rtol=1e-5, atol=1e-5)

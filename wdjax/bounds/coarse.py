@@ -8,7 +8,7 @@ Source: parallel lines as of Weng et al. [weng2018], who bound everything by the
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 
@@ -24,14 +24,19 @@ _DEPTH = 3
 time, and with more the bounds decide too few neurons."""
 
 
-def refine(state: crown.Pass, place: int, needed: Array) -> None:
-    """Bounds all channels of the map's positions where any channel is ``needed``, ``[B, *shape]``.
+def refine(state: crown.Pass, needed: Mapping[int, Array]) -> None:
+    """Bounds all channels of a map's positions where any is ``needed``, ``[B, *shape]`` by place.
 
     Does nothing where :func:`_short` finds that it is not worth it.
     """
+    for place, some in needed.items():
+        _refine(state, place, some)
+
+
+def _refine(state: crown.Pass, place: int, needed: Array) -> None:
     value = state.values[place]
     shape = value.lower.shape[1:]
-    short = _short(state, place) if len(shape) == 4 and shape[0] == 1 else None
+    short = _short(state, place) if crown.is_map(shape) else None
     if short is None:
         return
     channels = shape[-1]
@@ -44,7 +49,7 @@ def refine(state: crown.Pass, place: int, needed: Array) -> None:
         found = crown.backward(short, {place: a}, Rows(sample, (row, column)), mirrored=True)
         return found.transpose(0, 2, 1)
 
-    crown.improve(state, place, jnp.any(needed, axis=-1, keepdims=True), width, find)
+    crown.improve(state, {place: jnp.any(needed, axis=-1, keepdims=True)}, width, find)
 
 
 def _short(state: crown.Pass, place: int) -> crown.Pass | None:

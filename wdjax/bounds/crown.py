@@ -3,8 +3,8 @@ r"""Backward linear bounds (CROWN) on a network: lower bounds of linear function
 Coefficients go back from the bounded functions to the input: through affine maps by transposition,
 elsewhere through the upper line where a coefficient is negative and the lower line where it is
 positive. At the input the linear function is minimised over ball and box. The operands of a
-nonlinear function are bounded before, in program order, if its lines depend on these bounds and
-intervals leave neurons unstable.
+nonlinear function are bounded before, if its lines depend on these bounds and intervals leave
+neurons unstable: all operands of a layer at once (:meth:`Network.layers`).
 
 Source: Zhang et al. [zhang2018].
 """
@@ -74,9 +74,9 @@ class Pass:
 
 Bound = Callable[[Pass, Mapping[int, Coefficients], Rows], Array]
 """Lower bounds ``[G, R]`` of sums of linear functions of values, such as :func:`backward`."""
-Refinement = Callable[[Pass, int, Array], None]
-"""``(pass, place, needed)``: tightens the bounds of a value where ``needed``, booleans
-``[B, *shape]``, is true; such as :func:`refine`."""
+Refinement = Callable[[Pass, Mapping[int, Array]], None]
+"""``(pass, needed)``: tightens the bounds of values, by place, where ``needed``, booleans
+``[B, *shape]`` each, are true; such as :func:`refine`."""
 
 
 def bounds(
@@ -96,51 +96,74 @@ def bounds(
     state.values[net.source] = network.charged_value(region.lower, region.upper, 0)
     if coupling:
         state.spheres[net.source] = coupled.of_region(region)
-    for node in net.graph.nodes:
-        for place in node.outputs:
-            affine = net.affine.get(place)
-            if affine is not None:
-                value = network.forward(affine, state.values, net.charged)
-                state.values[place] = value
-                if place in net.charged:
-                    unit = rounding(value.offset.size, value.offset.dtype)
-                    error = (1 + unit) * value.error + unit * jnp.abs(value.offset)
-                    state.charges[place] = framed(value.offset[None], error)
-                if coupling:
-                    lost = state.gathered(place)[1] if place in net.charged else None
-                    found = coupled.through(affine, state.spheres, lost, net.charged)
-                    state.spheres[place] = found
-        if node.outputs[0] in net.others:
-            _relax(state, node, tighten)
+    for layer in net.layers():
+        for node in layer:
+            for place in node.outputs:
+                if place in net.affine:
+                    _forward(state, place, coupling)
+        _relax(state, [node for node in layer if node.outputs[0] in net.others], tighten)
     return state
 
 
-def _relax(state: Pass, node: Node, tighten: Sequence[Refinement]) -> None:
-    """Bounds and lines of a nonlinear equation's outputs, and before these tighter bounds of its
-    operands where the lines depend on them (unstable neurons, ``[B, *shape]``)."""
-    net = state.network
-    for place in state.known.keys() & set(node.inputs):
+def _forward(state: Pass, place: int, coupling: bool) -> None:
+    """Bounds of an affine value, what it is charged with, and the ball that contains it."""
+    net, affine = state.network, state.network.affine[place]
+    value = network.forward(affine, state.values, net.charged)
+    state.values[place] = value
+    if place in net.charged:
+        unit = rounding(value.offset.size, value.offset.dtype)
+        error = (1 + unit) * value.error + unit * jnp.abs(value.offset)
+        state.charges[place] = framed(value.offset[None], error)
+    if coupling:
+        lost = state.gathered(place)[1] if place in net.charged else None
+        state.spheres[place] = coupled.through(affine, state.spheres, lost, net.charged)
+
+
+def _relax(state: Pass, nodes: Sequence[Node], tighten: Sequence[Refinement]) -> None:
+    """Bounds and lines of the outputs of a layer's nonlinear equations, and before these tighter
+    bounds of their operands where the lines depend on them (unstable neurons, ``[B, *shape]``)."""
+    for place in state.known.keys() & {place for node in nodes for place in node.inputs}:
         value, (lower, upper) = state.values[place], state.known[place]
         state.values[place] = value._replace(
             lower=jnp.maximum(value.lower, lower), upper=jnp.minimum(value.upper, upper)
         )
-    lines = _lines(state, node)
+    lines = [_lines(state, node) for node in nodes]
     whole = set[int]()
-    for tighter in tighten if lines is not None else ():
-        assert lines is not None
-        before = dict(state.values)
-        for view in lines.views[:1] if len({v.operand for v in lines.views}) == 1 else lines.views:
-            place = node.inputs[view.operand]
-            value = state.values[place]
-            needed = value.upper > value.lower if lines.open is None else lines.open
-            mixed = value.mixes > 1 or (value.mixes and state.region.norm != math.inf)
-            if mixed and not value.alone and place not in state.refined:
-                tighter(state, place, needed)
-                if lines.open is None:
+    for tighter in tighten:
+        needed, before = dict[int, Array](), dict(state.values)
+        for node, line in zip(nodes, lines):
+            for place, some in _loose(state, node, line).items():
+                needed[place] = needed[place] | some if place in needed else some
+                if line is not None and line.open is None:
                     whole.add(place)
-        if any(state.values[place] is not before[place] for place in before):
-            lines = _lines(state, node)
+        if needed:
+            tighter(state, needed)
+        changed = {place for place in needed if state.values[place] is not before[place]}
+        lines = [
+            _lines(state, node) if changed.intersection(node.inputs) else line
+            for node, line in zip(nodes, lines)
+        ]
     state.refined |= whole
+    for node, line in zip(nodes, lines):
+        _bend(state, node, line)
+
+
+def _loose(state: Pass, node: Node, lines: Lines | None) -> dict[int, Array]:
+    """Where tighter bounds of its operands would improve an equation's lines, by place."""
+    found = {}
+    for view in lines.views if lines is not None else ():
+        place = node.inputs[view.operand]
+        value = state.values[place]
+        mixed = value.mixes > 1 or (value.mixes and state.region.norm != math.inf)
+        if mixed and not value.alone and place not in state.refined:
+            assert lines is not None
+            found[place] = value.upper > value.lower if lines.open is None else lines.open
+    return found
+
+
+def _bend(state: Pass, node: Node, lines: Lines | None) -> None:
+    """Bounds and lines of a nonlinear equation's outputs."""
+    net = state.network
     outs = network.nonlinear(net, node, state.values, None if lines is None else lines.ends)
     for place, (lower, upper) in zip(node.outputs, outs):
         if lower.dtype == bool:
@@ -241,51 +264,84 @@ def _turned(rule: Turned, slope: Array, maps: Array) -> tuple[Array, Array]:
     return ends[0], ends[1]
 
 
-def refine(state: Pass, place: int, needed: Array, bound: Bound) -> None:
-    """Tightens a value's bounds by ``bound`` where ``needed``, booleans ``[B, *shape]``."""
-    improve(state, place, needed, chunk(state, 2), functools.partial(_entries, state, place, bound))
+def refine(state: Pass, needed: Mapping[int, Array], bound: Bound) -> None:
+    """Tightens bounds of values by ``bound`` where ``needed``, booleans ``[B, *shape]`` by place.
+
+    All values but feature maps in one loop, since its body takes long to compile.
+    """
+    maps = {place for place, some in needed.items() if is_map(some.shape[1:])}
+    vectors = needed.keys() - maps
+    for places in [*([place] for place in sorted(maps)), *([sorted(vectors)] if vectors else [])]:
+        find = functools.partial(_entries, state, places, bound)
+        improve(state, {place: needed[place] for place in places}, chunk(state, 2), find)
+
+
+def is_map(shape: Sequence[int]) -> bool:
+    """Whether a value of one sample is a feature map, ``[1, height, width, channels]``."""
+    return len(shape) == 4 and shape[0] == 1
 
 
 def improve(
-    state: Pass, place: int, needed: Array, width: int, find: Callable[[Sequence[Array]], Array]
+    state: Pass,
+    needed: Mapping[int, Array],
+    width: int,
+    find: Callable[[Sequence[Array]], Array],
 ) -> None:
-    """Tightens a value's bounds by ``find`` where ``needed``, ``width`` entries at a time.
+    """Tightens values' bounds by ``find`` where ``needed``, ``width`` entries at a time.
 
-    ``find`` gets the :func:`numbers` of ``R`` entries of ``needed`` and returns lower bounds of
-    these and of their negatives, ``[2, R, ...]``. Where the last axis of ``needed`` has length 1,
-    an entry stands for all channels.
+    ``find`` gets the :func:`numbers` of ``R`` entries of ``needed``, of several values in a row,
+    and returns lower bounds of these and of their negatives, ``[2, R, ...]``. Where the last axis
+    of a feature map's ``needed`` has length 1, an entry stands for all channels.
     """
-    value = state.values[place]
-    each = value.lower.size // needed.size
+    values = [state.values[place] for place in needed]
+    (some, *more), (value, *_) = needed.values(), values
+    if more:
+        flat = [part.reshape(len(part), -1) for part in needed.values()]
+        some = jnp.concatenate(flat, axis=1)
+    each = value.lower.size // some.size
     rest = (each,) if each > 1 else ()
 
     def sides(places: Sequence[Array]) -> Array:
         found = jnp.moveaxis(find(places).reshape(2, -1, *rest), 0, 1)
         return jnp.where(jnp.isfinite(found), found, -jnp.inf)
 
-    found = xla_cpu.by_turns(needed, width, sides, (2, *rest), value.lower.dtype)
-    found = jnp.moveaxis(found, 1, 0).reshape(2, *value.lower.shape)
-    state.values[place] = value._replace(
-        lower=jnp.maximum(value.lower, found[0]), upper=jnp.minimum(value.upper, -found[1])
-    )
+    found = xla_cpu.by_turns(some, width, sides, (2, *rest), value.lower.dtype)
+    found = jnp.moveaxis(found, 1, 0).reshape(2, len(some), -1)
+    for place, value, (low, high) in zip(needed, values, _split(found, values)):
+        state.values[place] = value._replace(
+            lower=jnp.maximum(value.lower, low), upper=jnp.minimum(value.upper, -high)
+        )
 
 
-def _entries(state: Pass, place: int, bound: Bound, places: Sequence[Array]) -> Array:
-    """``[2, R]``: lower bounds of single entries of the value at ``place``, and of their negatives.
+def _split(flat: Array, values: Sequence[Bounded]) -> list[Array]:
+    """``[K, B, N]``, entries of several values in a row, as ``[K, B, *shape]`` each."""
+    ends = itertools.accumulate(value.lower[0].size for value in values)
+    parts = jnp.split(flat, [*ends][:-1], axis=2)
+    return [part.reshape(-1, *value.lower.shape) for part, value in zip(parts, values)]
 
-    ``places`` are the samples and positions of the R entries, as :func:`numbers` returns them.
+
+def _entries(state: Pass, values: Sequence[int], bound: Bound, places: Sequence[Array]) -> Array:
+    """``[2, R]``: lower bounds of single entries of ``values``, and of their negatives.
+
+    ``places`` are the samples and positions of the R entries, as :func:`numbers` returns them; the
+    entries of several values are counted in a row.
     """
-    shape = state.values[place].lower.shape[1:]
     sample, entry, *position = places
     signs = jnp.array([1.0, -1.0], state.region.lower.dtype)
-    a: Coefficients
+    shapes = [state.values[place].lower.shape[1:] for place in values]
+    a: dict[int, Coefficients] = {}
     if position:
-        hot = jax.nn.one_hot(entry, shape[-1], dtype=signs.dtype)
-        a = Window(signs[:, None, None, None, None] * hot[:, None, None], (1, 1), (0, 0), shape)
-        return bound(state, {place: a}, Rows(sample, (position[0], position[1])))
-    hot = jax.nn.one_hot(entry, math.prod(shape), dtype=signs.dtype)
-    a = Whole(signs.reshape(2, *(1,) * (len(shape) + 1)) * hot.reshape(-1, *shape))
-    return bound(state, {place: a}, Rows(sample))
+        ((*_, channels),) = shapes
+        hot = jax.nn.one_hot(entry, channels, dtype=signs.dtype)
+        hot = signs[:, None, None, None, None] * hot[:, None, None]
+        a[values[0]] = Window(hot, (1, 1), (0, 0), shapes[0])
+        return bound(state, a, Rows(sample, (position[0], position[1])))
+    for place, shape in zip(values, shapes):
+        size = math.prod(shape)
+        hot = jax.nn.one_hot(entry, size, dtype=signs.dtype)  # 0 for another value's entries.
+        a[place] = Whole(signs.reshape(2, *(1,) * (len(shape) + 1)) * hot.reshape(-1, *shape))
+        entry = entry - size
+    return bound(state, a, Rows(sample))
 
 
 def chunk(state: Pass, group: int) -> int:

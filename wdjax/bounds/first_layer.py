@@ -7,7 +7,7 @@ One matrix or kernel serves all samples.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -34,15 +34,20 @@ class _Chain(NamedTuple):
     """Maps of single entries, such as normalisation of the input."""
 
 
-def refine(state: crown.Pass, place: int, needed: Array) -> None:
-    """Tightens the bounds of a value that is affine in the input, whatever is ``needed``.
+def refine(state: crown.Pass, needed: Mapping[int, Array]) -> None:
+    """Tightens the bounds of values that are affine in the input, whatever is ``needed``.
 
     Does nothing for other values, nor for feature maps behind more than one convolution. Where mass
     moves between pixels there is no dual norm, and every ``needed`` neuron is bounded by itself.
     """
+    for place, some in needed.items():
+        _refine(state, place, some)
+
+
+def _refine(state: crown.Pass, place: int, needed: Array) -> None:
     chain = _chain(state, place)
     if chain is not None and moves_mass(state.region.norm):
-        crown.refine(state, place, needed, crown.backward)
+        crown.refine(state, {place: needed}, crown.backward)
         return
     a = None if chain is None else _row(chain)
     if chain is None or a is None:

@@ -1,7 +1,8 @@
 """The lower slopes that bound single neurons best, for who wants to bound them again."""
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +20,13 @@ _STEPS = 10
 
 
 @functools.partial(distinct.jit, static_argnums=2)
-def of_region(model: Classifier, problem: RegionProblem, norm: Norm) -> Maps:
+def of_region(model: Classifier, problem: RegionProblem, norm: Norm) -> dict[int, Maps]:
     """Slopes ``[n, 2, m]`` for both ends of each of the ``n`` entries of a ReLU's operand.
 
-    By the operand's place. The ``m`` slopes are those of all earlier ReLUs, in program order; -inf
-    where an entry is stable.
+    By the operand's place, and there by the place of the operand of each ReLU of earlier layers,
+    which has ``m`` slopes; -inf where an entry is stable.
     """
-    found: Maps = {}
+    found: dict[int, Maps] = {}
     usual = coarse.refine, functools.partial(crown.refine, bound=crown.backward)
     with highest():
         net = margins.network(model, problem.center)
@@ -34,17 +35,30 @@ def of_region(model: Classifier, problem: RegionProblem, norm: Norm) -> Maps:
     return found
 
 
-def _recorded(found: Maps, state: crown.Pass, place: int, needed: Array) -> None:
-    """Tightens a value's bounds as :func:`crown.refine`, and keeps the slopes in ``found``.
+def _recorded(found: dict[int, Maps], state: crown.Pass, needed: Mapping[int, Array]) -> None:
+    """Tightens the bounds of values as :func:`crown.refine`, and keeps the slopes in ``found``.
 
-    The bounds are ``[1, *shape]``, to which the booleans ``needed`` broadcast; the slopes are
-    ``[n, 2, m]``, as in :func:`of_region`.
+    The bounds are ``[1, *shape]``, as the booleans ``needed``.
     """
-    value, operands = state.values[place], sorted(rectified(state).items())
-    ends = [(out, state.values[operand]) for out, operand in operands]
-    usual = {out: (end.upper > -end.lower).astype(value.lower.dtype)[0] for out, end in ends}
+    relus = rectified(state)
+    ends = {out: state.values[operand] for out, operand in relus.items()}
+    usual = {out: (end.upper > -end.lower).astype(end.lower.dtype)[0] for out, end in ends.items()}
+    for place, some in needed.items():
+        both = _both_ends(state, place, some, usual)
+        value = state.values[place]
+        low, high = (both.low[:, side].reshape(value.lower.shape) for side in (0, 1))
+        state.values[place] = value._replace(
+            lower=jnp.fmax(value.lower, low), upper=jnp.fmin(value.upper, -high)
+        )
+        found[place] = {relus[out]: both.slopes[out] for out in usual}
+
+
+def _both_ends(
+    state: crown.Pass, place: int, needed: Array, usual: slopes.Slopes
+) -> slopes.BestSlopes:
+    """Bounds ``[n, 2]`` of a value's entries and of their negatives, and slopes ``[n, 2, m]``."""
+    value = state.values[place]
     shape, size = value.lower.shape[1:], value.lower[0].size
-    count = sum(line.size for line in usual.values())
 
     def find(index: Sequence[Array]) -> Array:
         sample, entry = index
@@ -56,10 +70,8 @@ def _recorded(found: Maps, state: crown.Pass, place: int, needed: Array) -> None
         parts = [best.slopes[out].reshape(*pair, -1) for out in usual]
         return jnp.moveaxis(jnp.concatenate([best.low[..., None], *parts], axis=-1), 0, 1)
 
-    flat, rest = jnp.broadcast_to(needed, value.lower.shape).reshape(1, -1), (2, 1 + count)
-    both = xla_cpu.by_turns(flat, crown.chunk(state, 2), find, rest, value.lower.dtype)
-    low, high = both[:, 0, 0].reshape(value.lower.shape), -both[:, 1, 0].reshape(value.lower.shape)
-    state.values[place] = value._replace(
-        lower=jnp.fmax(value.lower, low), upper=jnp.fmin(value.upper, high)
-    )
-    found[place] = both[:, :, 1:]
+    sizes = [1, *(line.size for line in usual.values())]
+    width, rest = crown.chunk(state, 2), (2, sum(sizes))
+    both = xla_cpu.by_turns(needed.reshape(1, -1), width, find, rest, value.lower.dtype)
+    low, *parts = jnp.split(both, [*itertools.accumulate(sizes)][:-1], axis=2)
+    return slopes.BestSlopes(low[..., 0], dict(zip(usual, parts)))

@@ -88,6 +88,20 @@ class Network:
     def source(self) -> int:
         return self.graph.inputs[0]
 
+    def layers(self) -> list[list[Node]]:
+        """The equations that depend on the input, by how many nonlinear ones lie before them.
+
+        A layer's nonlinear equations, such as a cell's gates, depend on none of one another.
+        """
+        depth, layers = {self.source: 0}, dict[int, list[Node]]()
+        for node in self.graph.nodes:
+            out = node.outputs[0]
+            if out in self.affine or out in self.others:
+                at = max(depth.get(place, 0) for place in node.inputs)
+                layers.setdefault(at, []).append(node)
+                depth.update(dict.fromkeys(node.outputs, at + (out in self.others)))
+        return [layers[at] for at in sorted(layers)]
+
 
 def build(graph: Graph) -> Network:
     """Sorts the equations of a program with one input into constant, affine and nonlinear."""

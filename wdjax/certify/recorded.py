@@ -17,7 +17,9 @@ Numbers = npt.NDArray[Any]
 class SignRecord:
     """The trees over signs of one case, one for each member of its specification."""
 
-    def __init__(self, record: CaseRecord, root: RootBounds, inner: Mapping[int, Any]) -> None:
+    def __init__(
+        self, record: CaseRecord, root: RootBounds, inner: Mapping[int, Mapping[int, Any]]
+    ) -> None:
         """``inner``: slopes as of :func:`wdjax.bounds.inner_slopes.of_region`."""
         self.record, case = record, record.case
         orders = _orders(root, case.net.starts, _known(record))
@@ -35,13 +37,17 @@ class SignRecord:
         self.root = root._replace(lower=wider[0], upper=wider[1])
         """The root's bounds, no tighter than the checker's."""
 
-    def _bound_again(self, orders: Mapping[int, Numbers], inner: Mapping[int, Any]) -> None:
+    def _bound_again(
+        self, orders: Mapping[int, Numbers], inner: Mapping[int, Mapping[int, Any]]
+    ) -> None:
         """Has the checker bound unstable neurons by the slopes that suit them."""
         size, neurons, slopes = self.record.case.net.neurons, [np.zeros(0, int)], []
         for place, found in inner.items():
-            some = np.flatnonzero(np.all(np.isfinite(found), axis=(1, 2)))
+            finite = [np.all(np.isfinite(part), axis=(1, 2)) for part in found.values()]
+            some = np.flatnonzero(np.all(finite, axis=0))
             rows = np.full((len(some), 2, size), -1.0)
-            rows[..., self.order[: found.shape[2]]] = np.asarray(found)[some]
+            for operand, part in found.items():
+                rows[..., orders[operand]] = np.asarray(part)[some]
             neurons.append(orders[place][some])
             slopes.append(rows)
         if slopes:
