@@ -131,10 +131,16 @@ FAULTS = {
         "tests/test_certify_soundness.py",
     ),
     "crown-takes-the-wrong-line": Fault(
-        "bounds/crown.py",
+        "bounds/passes.py",
         "back = (positive * below + negative * above).reshape(a.a.shape)",
         "back = (positive * above + negative * below).reshape(a.a.shape)",
         "tests/test_certify_crown.py tests/test_certify_soundness.py tests/test_certify.py",
+    ),
+    "a-loop-is-left-too-late": Fault(
+        "bounds/scans.py",
+        "before = at > until if self.reverse else at < until",
+        "before = at >= until if self.reverse else at <= until",
+        "tests/test_certify_scans.py",
     ),
     "programs-do-not-round": Fault(
         "bounds/network.py",

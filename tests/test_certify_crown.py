@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 from wdjax import Lp, Model, attacks, certify, run
-from wdjax.bounds import crown, margins, region
+from wdjax.bounds import crown, margins, passes, region
 from wdjax.models import convert
 
 NORMS = {1: 8.0, 2: 2.5, math.inf: 1.0}
@@ -294,7 +294,7 @@ def tightened(mixed, single=False):
     def noted(state, needed):
         places.append(set(needed))
         for these in [{place: some} for place, some in needed.items()] if single else [needed]:
-            crown.refine(state, these, crown.backward)
+            crown.refine(state, these, passes.backward)
 
     state = crown.bounds(net, margins.wide(ball).prepared(), [noted])
     return places, {place: value[:2] for place, value in state.values.items()}

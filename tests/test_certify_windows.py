@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from wdjax import Model, certify
-from wdjax.bounds import coarse, crown, margins, region
+from wdjax.bounds import coarse, crown, margins, passes, region
 from wdjax.bounds.coefficients import Rows, Whole
 
 # Of each linear map: kernel, stride, padding; the skip is the fourth.
@@ -139,7 +139,7 @@ def test_slopes_of_whole_maps_fit_what_lies_in_windows():
         usual = {i: one.views[0].low[None] for i, one in lines.items()}
         flipped = {i: 1 - slope for i, slope in usual.items()}
         slopes = (None, usual, flipped)
-        return [crown.backward(state, start, rows, slopes=own) for own in slopes]
+        return [passes.backward(state, start, rows, slopes=own) for own in slopes]
 
     plain, same, other = bounds(one)
     np.testing.assert_allclose(plain, same, rtol=1e-5)

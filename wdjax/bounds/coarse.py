@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 
 from wdjax import xla_cpu
-from wdjax.bounds import crown
+from wdjax.bounds import crown, passes
 from wdjax.bounds.coefficients import Rows, Window
 from wdjax.bounds.domain import Array
 from wdjax.bounds.record import Lines
@@ -24,7 +24,7 @@ _DEPTH = 3
 time, and with more the bounds decide too few neurons."""
 
 
-def refine(state: crown.Pass, needed: Mapping[int, Array]) -> None:
+def refine(state: passes.Pass, needed: Mapping[int, Array]) -> None:
     """Bounds all channels of a map's positions where any is ``needed``, ``[B, *shape]`` by place.
 
     Does nothing where :func:`_short` finds that it is not worth it.
@@ -33,26 +33,26 @@ def refine(state: crown.Pass, needed: Mapping[int, Array]) -> None:
         _refine(state, place, some)
 
 
-def _refine(state: crown.Pass, place: int, needed: Array) -> None:
+def _refine(state: passes.Pass, place: int, needed: Array) -> None:
     value = state.values[place]
     shape = value.lower.shape[1:]
     short = _short(state, place) if crown.is_map(shape) else None
     if short is None:
         return
     channels = shape[-1]
-    width = min(xla_cpu.positions_at_once(channels), crown.chunk(state, channels))
+    width = min(xla_cpu.positions_at_once(channels), passes.chunk(state, channels))
     identity = jnp.eye(channels, dtype=value.lower.dtype)[:, None, None, None, :]
 
     def find(index: Sequence[Array]) -> Array:
         sample, _, row, column = index
         a = Window(jnp.repeat(identity, len(sample), axis=1), (1, 1), (0, 0), shape)
-        found = crown.backward(short, {place: a}, Rows(sample, (row, column)), mirrored=True)
+        found = passes.backward(short, {place: a}, Rows(sample, (row, column)), mirrored=True)
         return found.transpose(0, 2, 1)
 
     crown.improve(state, {place: jnp.any(needed, axis=-1, keepdims=True)}, width, find)
 
 
-def _short(state: crown.Pass, place: int) -> crown.Pass | None:
+def _short(state: passes.Pass, place: int) -> passes.Pass | None:
     """A pass that stops at the output of the first affine map, with parallel lines after it.
 
     That output is treated as a box. None unless exactly ``_DEPTH`` elementwise nonlinear values lie
@@ -100,7 +100,7 @@ def _parallel(lines: Lines, lower: Array, upper: Array) -> Lines:
     return lines._replace(maps=maps, around=None)
 
 
-def _part(state: crown.Pass, place: int) -> tuple[Array, Array]:
+def _part(state: passes.Pass, place: int) -> tuple[Array, Array]:
     """The ends ``[B, *shape]`` of a value's linear part: less its offset and rounding error."""
     value, (offset, error) = state.values[place], state.gathered(place)
     unit = 2 * rounding(offset[0].size, offset.dtype)

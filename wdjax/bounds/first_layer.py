@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from wdjax import norms
-from wdjax.bounds import crown, network
+from wdjax.bounds import crown, network, passes
 from wdjax.bounds.coefficients import Coefficients, Kernel, Rows, Whole, flat, plain, whole
 from wdjax.bounds.domain import Array, gamma, tiny
 from wdjax.bounds.moved_mass import moves_mass
@@ -34,7 +34,7 @@ class _Chain(NamedTuple):
     """Maps of single entries, such as normalisation of the input."""
 
 
-def refine(state: crown.Pass, needed: Mapping[int, Array]) -> None:
+def refine(state: passes.Pass, needed: Mapping[int, Array]) -> None:
     """Tightens the bounds of values that are affine in the input, whatever is ``needed``.
 
     Does nothing for other values, nor for feature maps behind more than one convolution. Where mass
@@ -44,10 +44,10 @@ def refine(state: crown.Pass, needed: Mapping[int, Array]) -> None:
         _refine(state, place, some)
 
 
-def _refine(state: crown.Pass, place: int, needed: Array) -> None:
+def _refine(state: passes.Pass, place: int, needed: Array) -> None:
     chain = _chain(state, place)
     if chain is not None and moves_mass(state.region.norm):
-        crown.refine(state, {place: needed}, crown.backward)
+        crown.refine(state, {place: needed}, passes.backward)
         return
     a = None if chain is None else _row(chain)
     if chain is None or a is None:
@@ -73,7 +73,7 @@ def _refine(state: crown.Pass, place: int, needed: Array) -> None:
     )
 
 
-def _chain(state: crown.Pass, place: int) -> _Chain | None:
+def _chain(state: passes.Pass, place: int) -> _Chain | None:
     """The maps from the input to a value; None if others lie between, or if nothing is mixed."""
     net, found, at = state.network, list[Affine](), place
     while at != net.source:
@@ -109,7 +109,7 @@ def _row(chain: _Chain) -> Kernel | Array | None:
     rows = Rows(jnp.zeros(1, jnp.int32))
     a: Coefficients = Whole(jnp.eye(math.prod(shape)).reshape(-1, 1, *shape))
     for affine in chain.mixed:
-        ((_, a),) = crown.transposed(affine, a, rows)
+        ((_, a),) = passes.transposed(affine, a, rows)
     return flat(whole(a, rows))[:, 0].T
 
 

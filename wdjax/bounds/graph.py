@@ -48,6 +48,8 @@ class Graph:
     avals: dict[int, Any] = field(default_factory=dict)
     """Shapes and dtypes of the inputs and of what equations return."""
     size: int = 0
+    rolled: bool = False
+    """Whether scans of floats stay single equations."""
 
     def new(self) -> int:
         self.size += 1
@@ -59,16 +61,16 @@ class Graph:
         return place
 
 
-def flatten(closed: ClosedJaxpr) -> Graph:
+def flatten(closed: ClosedJaxpr, rolled: bool = False) -> Graph:
     """The flat program of a jaxpr, without the equations that no output needs.
 
-    Loops whose length is unknown stay as they are.
+    Loops whose length is unknown stay as they are, and with ``rolled`` scans of floats too.
 
     >>> graph = flatten(jax.make_jaxpr(jax.jit(lambda x: jnp.sin(jnp.cos(x))))(1.0))
     >>> [node.name for node in graph.nodes]
     ['cos', 'sin']
     """
-    graph = Graph()
+    graph = Graph(rolled=rolled)
     graph.inputs = tuple(graph.new() for _ in closed.jaxpr.invars)
     graph.avals.update({place: var.aval for place, var in zip(graph.inputs, closed.jaxpr.invars)})
     graph.outputs = tuple(_inline(graph, closed.jaxpr, closed.consts, graph.inputs))
@@ -111,7 +113,7 @@ def _inline(graph: Graph, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[in
             inner: Any = eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
             body, body_consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
             outputs = _inline(graph, body, body_consts, inputs)
-        elif name == "scan":
+        elif name == "scan" and not (graph.rolled and _stays(eqn)):
             outputs = _unroll(graph, eqn, inputs)
         elif name in _DECIDED and (decided := _DECIDED[name](graph, eqn, inputs)) is not None:
             outputs = decided
@@ -204,6 +206,17 @@ def _empty(graph: Graph, aval: Any) -> int:
     """The place of a constant array without entries."""
     with jax.ensure_compile_time_eval():
         return graph.constant(jnp.zeros(aval.shape, aval.dtype))
+
+
+_SHORT = 2
+"""Number of steps up to which a scan is always written out."""
+
+
+def _stays(eqn: JaxprEqn) -> bool:
+    """Whether a scan's carries and results are floats of full length, and its steps many."""
+    avals = [*map(_aval, eqn.outvars)]
+    full = all(aval.dtype in (jnp.float32, jnp.float64) and aval.size for aval in avals)
+    return full and eqn.params["length"] > _SHORT
 
 
 def _unroll(graph: Graph, eqn: JaxprEqn, inputs: tuple[int, ...]) -> list[int]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from wdjax import distinct, xla_cpu
-from wdjax.bounds import coarse, crown, margins, slopes
+from wdjax.bounds import coarse, crown, margins, passes, slopes
 from wdjax.bounds.coefficients import Rows, Whole
 from wdjax.bounds.domain import Array
 from wdjax.bounds.leaves import Maps, RegionProblem, rectified
@@ -27,7 +27,7 @@ def of_region(model: Classifier, problem: RegionProblem, norm: Norm) -> dict[int
     which has ``m`` slopes; -inf where an entry is stable.
     """
     found: dict[int, Maps] = {}
-    usual = coarse.refine, functools.partial(crown.refine, bound=crown.backward)
+    usual = coarse.refine, functools.partial(crown.refine, bound=passes.backward)
     with highest():
         net = margins.network(model, problem.center)
         wide = margins.wide(problem.region(norm)).prepared()
@@ -35,7 +35,7 @@ def of_region(model: Classifier, problem: RegionProblem, norm: Norm) -> dict[int
     return found
 
 
-def _recorded(found: dict[int, Maps], state: crown.Pass, needed: Mapping[int, Array]) -> None:
+def _recorded(found: dict[int, Maps], state: passes.Pass, needed: Mapping[int, Array]) -> None:
     """Tightens the bounds of values as :func:`crown.refine`, and keeps the slopes in ``found``.
 
     The bounds are ``[1, *shape]``, as the booleans ``needed``.
@@ -54,7 +54,7 @@ def _recorded(found: dict[int, Maps], state: crown.Pass, needed: Mapping[int, Ar
 
 
 def _both_ends(
-    state: crown.Pass, place: int, needed: Array, usual: slopes.Slopes
+    state: passes.Pass, place: int, needed: Array, usual: slopes.Slopes
 ) -> slopes.BestSlopes:
     """Bounds ``[n, 2]`` of a value's entries and of their negatives, and slopes ``[n, 2, m]``."""
     value = state.values[place]
@@ -71,7 +71,7 @@ def _both_ends(
         return jnp.moveaxis(jnp.concatenate([best.low[..., None], *parts], axis=-1), 0, 1)
 
     sizes = [1, *(line.size for line in usual.values())]
-    width, rest = crown.chunk(state, 2), (2, sum(sizes))
+    width, rest = passes.chunk(state, 2), (2, sum(sizes))
     both = xla_cpu.by_turns(needed.reshape(1, -1), width, find, rest, value.lower.dtype)
     low, *parts = jnp.split(both, [*itertools.accumulate(sizes)][:-1], axis=2)
     return slopes.BestSlopes(low[..., 0], dict(zip(usual, parts)))

@@ -21,7 +21,7 @@ from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 
 from wdjax import distinct
-from wdjax.bounds import crown, linear_outputs, margins, region, slopes
+from wdjax.bounds import crown, linear_outputs, margins, passes, region, slopes
 from wdjax.bounds.coefficients import Coefficients, Rows, Whole, whole
 from wdjax.bounds.domain import Array
 from wdjax.bounds.linear_outputs import Objectives
@@ -175,7 +175,7 @@ def root(
     return RootBounds(low[0], *_ends(state, relus), _ends(state, rest - relus))
 
 
-def _ends(state: crown.Pass, places: Iterable[int]) -> tuple[Maps, Maps, Maps]:
+def _ends(state: passes.Pass, places: Iterable[int]) -> tuple[Maps, Maps, Maps]:
     """Lower and upper ends of operands in the first region, and how far floats may differ."""
     lower, upper, slack = {}, {}, {}
     for place in places:
@@ -187,7 +187,7 @@ def _ends(state: crown.Pass, places: Iterable[int]) -> tuple[Maps, Maps, Maps]:
     return lower, upper, slack
 
 
-def rectified(state: crown.Pass) -> dict[int, int]:
+def rectified(state: passes.Pass) -> dict[int, int]:
     """The operand's place of every ReLU that has free slopes, by the place of its output."""
     found = {}
     for node in state.network.graph.nodes:
@@ -197,7 +197,7 @@ def rectified(state: crown.Pass) -> dict[int, int]:
     return found
 
 
-def curved(state: crown.Pass) -> dict[int, tuple[int, ...]]:
+def curved(state: passes.Pass) -> dict[int, tuple[int, ...]]:
     """The operands' places of all other functions with lines, by the place of the output.
 
     Such as ``tanh``, products and max pooling; not of maxima of over ``_WINDOW`` entries.
@@ -303,7 +303,7 @@ class _Split:
     ) -> Array:
         """``[L]`` lower bounds of the leaves' functions; inf for an empty leaf.
 
-        ``record`` and ``arrived`` are filled as by :func:`crown.backward`.
+        ``record`` and ``arrived`` are filled as by :func:`passes.backward`.
         """
         state, (last,) = self.state, self.state.network.graph.outputs
         coefficients: dict[int, Coefficients] = {last: Whole(self.rows.a[None])}
@@ -317,7 +317,7 @@ class _Split:
             sign = self.signs[place]
             below[out] = jnp.where(sign == 0, multipliers[place], sign > 0)[None]
         rows = Rows(jnp.arange(len(eps)))
-        found = crown.backward(
+        found = passes.backward(
             state, coefficients, rows, slopes=below, record=record, arrived=arrived
         )
         unit = rounding(sum(sign[0].size for sign in self.signs.values()), paid.dtype)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wdjax import distinct
-from wdjax.bounds import crown, margins, slopes
+from wdjax.bounds import margins, passes, slopes
 from wdjax.bounds.coefficients import Coefficients, Rows, Whole, whole
 from wdjax.bounds.domain import Array
 from wdjax.bounds.margins import Method
@@ -66,20 +66,20 @@ def lower(
     """Lower bounds of every row over every box ``low <= x <= high``, ``[B, *shape]``."""
     with highest():
         region = boxes(low, high)
-        state = margins.prepare(model, region, method)
+        state = margins.prepare(model, region, method, rolled=method == "crown")
         found = of(state, rows, method)
     return found
 
 
 def of(
-    state: crown.Pass,
+    state: passes.Pass,
     rows: Objectives,
     method: Method,
     arrived: dict[int, Coefficients] | None = None,
 ) -> InputBounds:
     """:func:`lower` from the bounds of all values before the outputs.
 
-    ``arrived`` is filled by the pass of linear bounds, as in :func:`crown.backward`.
+    ``arrived`` is filled by the pass of linear bounds, as in :func:`passes.backward`.
     """
     count, size = len(state.region.eps), math.prod(state.region.lower.shape[2:])
     flat = jnp.zeros((count, len(rows.b), size), rows.a.dtype)
@@ -112,16 +112,16 @@ def sent(rows: Objectives, place: int, count: int) -> dict[int, Coefficients]:
 
 
 def _linear(
-    state: crown.Pass, rows: Objectives, arrived: dict[int, Coefficients]
+    state: passes.Pass, rows: Objectives, arrived: dict[int, Coefficients]
 ) -> tuple[Array, Array]:
     """CROWN's bounds ``[B, R]``, and their coefficients ``[B, R, N]`` of the inputs.
 
     The coefficients are 0 if none reaches the inputs, as with slopes of ReLU nets. ``arrived`` is
-    filled as by :func:`crown.backward`.
+    filled as by :func:`passes.backward`.
     """
     count, net = len(state.region.eps), state.network
     (place,) = net.graph.outputs
-    low = crown.backward(state, sent(rows, place, count), _all(count), arrived=arrived)
+    low = passes.backward(state, sent(rows, place, count), _all(count), arrived=arrived)
     shape = len(rows.b), count, math.prod(state.region.lower.shape[2:])
     a = jnp.zeros(shape, low.dtype)
     if net.source in arrived:

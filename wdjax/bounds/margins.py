@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from wdjax import xla_cpu
 from wdjax.attacks.ascent import all_rivals
-from wdjax.bounds import coarse, crown, first_layer, slopes
+from wdjax.bounds import coarse, crown, first_layer, passes, slopes
 from wdjax.bounds.coefficients import Coefficients, Rows, Whole
 from wdjax.bounds.domain import Array
 from wdjax.bounds.explicit import explicit
@@ -35,11 +35,12 @@ by sample, within a time limit."""
 
 def lower(model: Classifier, region: Region, y: Array, method: Method) -> Array:
     """``[B, K]`` lower bounds of ``z_y - z_j`` over each region, inf at ``j = y``."""
-    return of(prepare(model, region, method), model, region, y, method)
+    state = prepare(model, region, method, rolled=method == "crown")
+    return of(state, model, region, y, method)
 
 
 def of(
-    state: crown.Pass,
+    state: passes.Pass,
     model: Classifier,
     region: Region,
     y: Array,
@@ -65,7 +66,7 @@ def of(
             right = True if every else jnp.argmax(model(region.center), axis=-1) == y
             open_ = right & jnp.any((low <= 0) & (jnp.arange(classes) != y[:, None]), axis=1)
             needed = open_ if turn else jnp.ones_like(open_)
-            at_once = low.size * crown.widest(state) <= _ALL
+            at_once = low.size * passes.widest(state) <= _ALL
             if bound is merged and at_once:  # A loop takes long to compile.
                 all_ = jnp.broadcast_to(jnp.arange(classes), low.shape)
                 found = merged(state, contrasts(state.network, y, all_), each(y))
@@ -83,23 +84,25 @@ def prepare(
     region: Region,
     method: Method,
     known: Mapping[int, tuple[Array, Array]] | None = None,
-) -> crown.Pass:
+    rolled: bool = False,
+) -> passes.Pass:
     """The bounds of every value that the model computes, up to its logits; ``known`` as in
-    :func:`crown.bounds`."""
+    :func:`crown.bounds`, ``rolled`` as in :func:`network`."""
     coupling = method == "sdp-crown"
     if coupling and (moves_mass(region.norm) or region.norm != 2):
         raise ValueError('method="sdp-crown" needs norm 2, whose balls it uses; take "crown".')
-    net = network(model, region.center)
+    net = network(model, region.center, rolled=rolled)
     ball = wide(region).prepared()
     return crown.bounds(net, ball, _INSIDE[method], known, coupling=coupling)
 
 
-def network(model: Classifier, x: Array, fused: bool = True) -> Network:
-    """The model's program for one sample, scalar activations as single nodes if ``fused``."""
+def network(model: Classifier, x: Array, fused: bool = True, rolled: bool = False) -> Network:
+    """The model's program for one sample, scalar activations as single nodes if ``fused``, and
+    scans too if ``rolled``."""
     sample = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
     with plain():
         closed = jax.make_jaxpr(model)(sample)
-    graph = explicit(flatten(closed))
+    graph = explicit(flatten(closed, rolled))
     return build(fuse(graph) if fused else graph)
 
 
@@ -113,16 +116,16 @@ def wide(region: Region) -> Region:
     )
 
 
-def merged(state: crown.Pass, coefficients: Mapping[int, Coefficients], rows: Rows) -> Array:
+def merged(state: passes.Pass, coefficients: Mapping[int, Coefficients], rows: Rows) -> Array:
     """Lower bounds ``[G, R]`` by the affine maps behind the last nonlinear functions alone, over
     the intervals of these functions' values; of an affine model, over its region.
 
     Source: Gowal et al. [gowal2018], who merge the last layer with the margin.
     """
-    return crown.backward(dataclasses.replace(state, lines={}), coefficients, rows)
+    return passes.backward(dataclasses.replace(state, lines={}, scans={}), coefficients, rows)
 
 
-_CROWN = coarse.refine, functools.partial(crown.refine, bound=crown.backward)
+_CROWN = coarse.refine, functools.partial(crown.refine, bound=passes.backward)
 _SLOPES = functools.partial(crown.refine, bound=functools.partial(slopes.optimised, steps=5))
 _INSIDE: dict[Method, Sequence[crown.Refinement]] = {
     "interval": (first_layer.refine,),
@@ -132,12 +135,12 @@ _INSIDE: dict[Method, Sequence[crown.Refinement]] = {
     "alpha": (*_CROWN, _SLOPES),
 }
 """For each method, how the bounds of unstable neurons are tightened, one after another."""
-_BOUNDS: dict[Method, Sequence[crown.Bound]] = {
+_BOUNDS: dict[Method, Sequence[passes.Bound]] = {
     "interval": (merged,),
-    "crown": (crown.backward,),
-    "sdp-crown": (crown.backward,),
-    "auto": (crown.backward, functools.partial(slopes.optimised, steps=20)),
-    "alpha": (crown.backward, functools.partial(slopes.optimised, steps=20)),
+    "crown": (passes.backward,),
+    "sdp-crown": (passes.backward,),
+    "auto": (passes.backward, functools.partial(slopes.optimised, steps=20)),
+    "alpha": (passes.backward, functools.partial(slopes.optimised, steps=20)),
 }
 """For each method, how margins are bounded, one after another; from the second on only undecided
 ones."""
@@ -156,7 +159,7 @@ def each(y: Array) -> Rows:
     return Rows(jnp.arange(len(y)), each=True)
 
 
-def _rows(state: crown.Pass, y: Array, low: Array, needed: Array, bound: crown.Bound) -> Array:
+def _rows(state: passes.Pass, y: Array, low: Array, needed: Array, bound: passes.Bound) -> Array:
     """The margins' bounds ``low``, ``[B, K]``, tightened by ``bound`` for the samples ``needed``.
 
     ``needed`` is ``[B]``; a bound that is looser than ``low`` is not used.
@@ -167,7 +170,7 @@ def _rows(state: crown.Pass, y: Array, low: Array, needed: Array, bound: crown.B
         rows = places[0]
         return bound(state, contrasts(state.network, y[rows], rivals[rows]), Rows(rows)).T
 
-    width = crown.chunk(state, rivals.shape[1])
+    width = passes.chunk(state, rivals.shape[1])
     found = xla_cpu.by_turns(needed, width, margins, rivals.shape[1:], low.dtype)
     # Linear bounds may be looser than intervals: keep the tighter ones.
     better = jnp.maximum(jnp.take_along_axis(low, rivals, axis=1), found)

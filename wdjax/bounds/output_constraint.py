@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from wdjax import distinct, xla_cpu
-from wdjax.bounds import crown, margins, slopes
+from wdjax.bounds import crown, margins, passes, slopes
 from wdjax.bounds.coefficients import Coefficients, Rows, Whole
 from wdjax.bounds.domain import Array
 from wdjax.bounds.leaves import (
@@ -72,7 +72,7 @@ def tightened(
         )
         constrained = _Constrained(state, problem, known, leaves, lower, upper)
         open_ = wanted & (lower < 0) & (upper > 0)
-        width = crown.chunk(state, 2)
+        width = passes.chunk(state, 2)
         found = xla_cpu.by_turns(open_, width, constrained.lowest, (2,), lower.dtype)
         lost = jnp.stack([jnp.zeros((), bool), *net.lost]).any()
         low, high = jnp.moveaxis(jnp.where(lost, -jnp.inf, found).reshape(*lower.shape, 2), -1, 0)
@@ -85,7 +85,7 @@ class _Constrained:
 
     def __init__(
         self,
-        state: crown.Pass,
+        state: passes.Pass,
         problem: RegionProblem,
         known: RootBounds,
         leaves: Leaves,
@@ -100,7 +100,7 @@ class _Constrained:
         value = state.values[self.last]
         self.size = jnp.maximum(jnp.abs(value.lower), jnp.abs(value.upper))[:, 0]
         whole = {self.last: Whole(self.a[None, :, None])}
-        depth = crown.backward(state, whole, Rows(jnp.arange(len(lower))))[0] - self.b
+        depth = passes.backward(state, whole, Rows(jnp.arange(len(lower))))[0] - self.b
         unit = _UNIT * (upper - lower) / (jnp.abs(depth)[:, None] + 1e-3)
         self.unit = jnp.where(jnp.isfinite(unit), unit, 0.0)
 
@@ -133,7 +133,7 @@ class _Constrained:
             coefficients[place] = Whole(a)
         lines = self._maps(below)
         given = {out: lines[place] for out, place in self.operands.items()}
-        found = crown.backward(self.state, coefficients, Rows(leaf), slopes=given)
+        found = passes.backward(self.state, coefficients, Rows(leaf), slopes=given)
         paid = summed(paying * flat_of(self.known.slack))
         found = found - (1 + rounding(pair.shape[-1], pair.dtype)) * paid
         return self._charged(found, leaf, weight)

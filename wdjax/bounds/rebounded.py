@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from wdjax import distinct
-from wdjax.bounds import crown, leaves, linear_outputs, margins, slopes
+from wdjax.bounds import leaves, linear_outputs, margins, passes, slopes
 from wdjax.bounds.coefficients import Coefficients, Rows, Whole, whole
 from wdjax.bounds.domain import Array
 from wdjax.bounds.leaves import Maps, RegionProblem, RootBounds, maps_of, rows_of
@@ -114,7 +114,7 @@ class _Paying:
 
     def __init__(
         self,
-        state: crown.Pass,
+        state: passes.Pass,
         functions: Objectives,
         known: RootBounds,
         arrived: dict[int, Coefficients],
@@ -183,7 +183,7 @@ class _Paying:
                 coefficients[place] = Whole(b)
                 paid, size = paid + summed(cost), size + summed(jnp.abs(cost))
         given = {~key: slope for key, slope in chosen.items() if key < 0}
-        found = crown.backward(
+        found = passes.backward(
             state, coefficients, self.rows, slopes=given or None, record=record, arrived=arrived
         )
         count = sum(unit[0, 0].size for unit in self.units.values())
@@ -191,7 +191,7 @@ class _Paying:
 
 
 def _split(
-    state: crown.Pass, root: RootBounds, arrived: dict[int, Coefficients], low: Array
+    state: passes.Pass, root: RootBounds, arrived: dict[int, Coefficients], low: Array
 ) -> tuple[Array, Array]:
     """``[C]`` each: the operand to split and where, as in :class:`SubdomainBounds`.
 
@@ -231,7 +231,7 @@ def _split(
     return jnp.where(flat.any(axis=1), entry, flat.shape[1]), at[:, 0]
 
 
-def _loss(state: crown.Pass, out: int, place: int, a: Array) -> Array:
+def _loss(state: passes.Pass, out: int, place: int, a: Array) -> Array:
     """``[C, *shape]``: how much the lines of an output loosen functions, summed over these.
 
     ``a``, ``[R, C, *shape]``, are the functions' coefficients of the output; ``place`` is that of

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from wdjax import loops, norms
-from wdjax.bounds import crown
+from wdjax.bounds import passes
 from wdjax.bounds.coefficients import Coefficients, Rows
 from wdjax.bounds.domain import Array
 
@@ -27,9 +27,9 @@ Slopes = dict[int, Array]
 
 
 def optimised(
-    state: crown.Pass, coefficients: Mapping[int, Coefficients], rows: Rows, steps: int
+    state: passes.Pass, coefficients: Mapping[int, Coefficients], rows: Rows, steps: int
 ) -> Array:
-    """Lower bounds ``[G, R]`` as of :func:`crown.backward`, the best over ``steps`` steps of Adam.
+    """Lower bounds ``[G, R]`` as of :func:`passes.backward`, the best over ``steps`` steps of Adam.
 
     Cost: ``3 steps + 1`` backward passes.
     """
@@ -37,7 +37,7 @@ def optimised(
 
 
 def best(
-    state: crown.Pass,
+    state: passes.Pass,
     coefficients: Mapping[int, Coefficients],
     rows: Rows,
     steps: int,
@@ -45,12 +45,12 @@ def best(
 ) -> "BestSlopes":
     """:func:`optimised`, with the slopes; they are dense if the first ones, ``begun``, are."""
     seen: dict[int, tuple[Array, Array]] = {}
-    usual = crown.backward(state, coefficients, rows, record=seen)
+    usual = passes.backward(state, coefficients, rows, record=seen)
     if not seen:
         return BestSlopes(usual, {})
 
     def low(slopes: Slopes) -> Array:
-        return crown.backward(state, coefficients, rows, slopes=slopes)
+        return passes.backward(state, coefficients, rows, slopes=slopes)
 
     # The first step uses the default slopes; unused results of the pass above are not computed.
     begun = begun or {place: first for place, (first, _) in seen.items()}

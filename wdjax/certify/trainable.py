@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from wdjax import distinct
 from wdjax.aims import Scheduled
 from wdjax.attacks.ascent import all_rivals
-from wdjax.bounds import crown, margins, region
+from wdjax.bounds import margins, passes, region
 from wdjax.bounds.domain import Array
 from wdjax.bounds.region import Region
 from wdjax.certify import ranges
@@ -177,7 +177,7 @@ def trainable_bounds(
             share = jnp.asarray(backward, x.dtype)
             rivals, rows = all_rivals(low, y), jnp.arange(len(y))
             contrasts = margins.contrasts(state.network, y, rivals)
-            tight = crown.backward(state, contrasts, margins.each(y)).T
+            tight = passes.backward(state, contrasts, margins.each(y)).T
             near = jnp.take_along_axis(low, rivals, axis=1)
             mixed = jnp.where(jnp.isfinite(near), share * tight + (1 - share) * near, -jnp.inf)
             low = low.at[rows[:, None], rivals].set(mixed)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from wdjax.bounds import continuity, crown, interval, network
+from wdjax.bounds import continuity, interval, network, passes
 from wdjax.bounds.fused import fuse
 from wdjax.bounds.graph import flatten
 from wdjax.lipschitz.chain import Chain, curve_of
@@ -31,7 +31,7 @@ _ACTIVATIONS: tuple[tuple[Callable[[jax.Array], jax.Array], float, float], ...] 
 """Activations with the least and the largest derivative over all of space."""
 
 
-def slopes(net: Chain, state: crown.Pass) -> Slopes:
+def slopes(net: Chain, state: passes.Pass) -> Slopes:
     """Slopes ``[B, m_h]`` over a batch of regions, from the bounds of the activations' operands."""
     found = []
     for place, kept, curve in zip(net.places, net.kept, net.curves):
