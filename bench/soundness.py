@@ -375,7 +375,7 @@ def planted(count):
                     broken += 1
                     print(f"BROKEN: {kind} {trial}, {method}, l{norm}: {bound} over {violation}")
             for method, bound in bounds(model, x, 0.8 * eps, norm):
-                verified[method] += bound > 0
+                verified[method] += int(bound > 0)
                 if bound > near:
                     broken += 1
                     print(f"BROKEN: {kind} {trial}, {method}, l{norm}, .8: {bound} above {near}")
