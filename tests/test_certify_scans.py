@@ -44,7 +44,7 @@ def gru(p, x):
     return lax.scan(step, jnp.zeros((len(x), WIDTH)), series(x))[0] @ p["out"]
 
 
-def lstm(p, x, reverse=False):
+def lstm(p, x):
     def step(carry, x):
         h, c = carry
         i, f, g, o = jnp.split(x @ p["x"] + h @ p["h"], 4, axis=1)
@@ -53,7 +53,7 @@ def lstm(p, x, reverse=False):
         return (h, c), h
 
     zero = jnp.zeros((len(x), WIDTH))
-    _, hs = lax.scan(step, (zero, zero), series(x), reverse=reverse)
+    _, hs = lax.scan(step, (zero, zero), series(x))
     return hs.transpose(1, 0, 2).reshape(len(x), -1) @ p["outs"]
 
 
@@ -92,6 +92,21 @@ def images(p, x):
     return lax.scan(step, x, None, length=4)[0].reshape(len(x), -1) @ p["image"]
 
 
+def choices(p, x):
+    """Booleans and integers that depend on the input, and known keys."""
+    where, best = x[:, :WIDTH] > 0.3, jnp.argmax(x, axis=1)[:, None]
+    chosen = jnp.stack([where, ~where, x[:, -WIDTH:] > 0.6])
+
+    def step(h, given):
+        here, key = given
+        noise = 0.1 * jax.random.normal(key, (WIDTH,))
+        h = jnp.where(here & where, h, 0.5 * h) @ p["deep"][0]
+        return jnp.tanh(h + 0.1 * best + noise), None
+
+    keys = jax.random.split(jax.random.key(0), len(chosen))
+    return lax.scan(step, x[:, :WIDTH], (chosen, keys))[0] @ p["out"]
+
+
 def loops(p, x):
     """A loop within a loop, whose results another one reads from the end; carries that swap."""
 
@@ -111,7 +126,7 @@ def loops(p, x):
 PROGRAMS = {
     "GRU": gru,
     "LSTM": lstm,
-    "LSTM from the end": lambda p, x: lstm(p, x, reverse=True),
+    "choices": choices,
     "layers": deep,
     "known carries": counting,
     "maps": images,

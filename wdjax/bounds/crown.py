@@ -18,12 +18,7 @@ import jax.numpy as jnp
 
 from wdjax import xla_cpu
 from wdjax.bounds import coupled, interval, network, scans
-from wdjax.bounds.coefficients import (
-    Coefficients,
-    Rows,
-    Whole,
-    Window,
-)
+from wdjax.bounds.coefficients import Coefficients, Rows, Whole, Window
 from wdjax.bounds.domain import Array
 from wdjax.bounds.graph import Node
 from wdjax.bounds.network import Bounded, Network
@@ -119,13 +114,14 @@ def _relax(state: Pass, nodes: Sequence[Node], tighten: Sequence[Refinement]) ->
 
 def _loose(state: Pass, node: Node, lines: Lines | None) -> dict[int, Array]:
     """Where tighter bounds of its operands would improve an equation's lines, by place."""
-    found = {}
-    for view in lines.views if lines is not None else ():
+    found = dict[int, Array]()
+    if lines is None:
+        return found
+    for view in lines.views:
         place = node.inputs[view.operand]
         value = state.values[place]
         mixed = value.mixes > 1 or (value.mixes and state.region.norm != math.inf)
         if mixed and not value.alone and place not in state.refined:
-            assert lines is not None
             found[place] = value.upper > value.lower if lines.open is None else lines.open
     return found
 

@@ -208,6 +208,7 @@ def _empty(graph: Graph, aval: Any) -> int:
         return graph.constant(jnp.zeros(aval.shape, aval.dtype))
 
 
+FULL = jnp.float32, jnp.float64
 _SHORT = 2
 """Number of steps up to which a scan is always written out."""
 
@@ -215,7 +216,7 @@ _SHORT = 2
 def _stays(eqn: JaxprEqn) -> bool:
     """Whether a scan's carries and results are floats of full length, and its steps many."""
     avals = [*map(_aval, eqn.outvars)]
-    full = all(aval.dtype in (jnp.float32, jnp.float64) and aval.size for aval in avals)
+    full = all(aval.dtype in FULL and aval.size for aval in avals)
     return full and eqn.params["length"] > _SHORT
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from wdjax import xla_cpu
 from wdjax.attacks.ascent import all_rivals
-from wdjax.bounds import coarse, crown, first_layer, passes, slopes
+from wdjax.bounds import coarse, crown, first_layer, passes, scans, slopes
 from wdjax.bounds.coefficients import Coefficients, Rows, Whole
 from wdjax.bounds.domain import Array
 from wdjax.bounds.explicit import explicit
@@ -97,13 +97,16 @@ def prepare(
 
 
 def network(model: Classifier, x: Array, fused: bool = True, rolled: bool = False) -> Network:
-    """The model's program for one sample, scalar activations as single nodes if ``fused``, and
-    scans too if ``rolled``."""
+    """The model's program for one sample, scalar activations as single nodes if ``fused``.
+
+    Loops of known length too if ``rolled``, where :mod:`wdjax.bounds.scans` can bound all of them.
+    """
     sample = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
     with plain():
         closed = jax.make_jaxpr(model)(sample)
     graph = explicit(flatten(closed, rolled))
-    return build(fuse(graph) if fused else graph)
+    net = build(fuse(graph) if fused else graph)
+    return net if not rolled or scans.fits(net) else network(model, x, fused)
 
 
 def wide(region: Region) -> Region:

@@ -59,6 +59,8 @@ class Pass:
     """Loops that are not written out, by their first output."""
     leave: Callable[["Sum", Mapping[int, Coefficients], Rows], Array] | None = None
     """In a step of such a loop: lower bounds ``[G, R]`` of functions of the step's inputs."""
+    outside: int = 0
+    """In such a step: the largest number of entries of a value outside."""
     refined: set[int] = field(default_factory=set)
     """Places whose entries all were tightened: for another equation it would give the same."""
 
@@ -99,8 +101,8 @@ def chunk(state: Pass, group: int) -> int:
 
 
 def widest(state: Pass) -> int:
-    """The largest number of entries of a value."""
-    return max(math.prod(v.lower.shape[1:]) for v in state.values.values())
+    """The largest number of entries of a value that coefficients may pass."""
+    return max(state.outside, *(math.prod(v.lower.shape[1:]) for v in state.values.values()))
 
 
 def backward(
@@ -127,6 +129,7 @@ def backward(
       mirrored: also bounds the negatives, ``[2, G, R]``; the lines must be parallel.
       arrived: filled with the coefficients at nonlinear values that have lines, and at the input,
         by place.
+      begun: a sum to which the bounds are added; by default 0.
     """
     if begun is None:
         first = next(iter(coefficients.values())).a

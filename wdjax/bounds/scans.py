@@ -21,7 +21,7 @@ from wdjax.bounds.coefficients import Coefficients, Rows, Whole, whole
 from wdjax.bounds.domain import Array
 from wdjax.bounds.explicit import explicit
 from wdjax.bounds.fused import fuse
-from wdjax.bounds.graph import Graph, Node, dependent, flatten
+from wdjax.bounds.graph import FULL, Graph, Node, dependent, flatten
 from wdjax.bounds.network import Network
 from wdjax.bounds.passes import Pass, Sum
 from wdjax.bounds.record import Ends, Lines
@@ -144,6 +144,7 @@ class Scan:
     ) -> Pass:
         """The pass of a step, with the bounds of its inputs only."""
         inner = Pass(self._network(at, known), self.state.region)
+        inner.outside = passes.widest(self.state)
         for place in inner.network.graph.inputs:
             lower, upper = ends[place] if place in ends else self._outer_ends(place)
             if place in self.body.series:
@@ -286,6 +287,18 @@ def _bare(lines: Lines) -> Lines:
     none = jnp.zeros(())
     views = tuple(view._replace(low=none, up=none) for view in lines.views)
     return Lines(views, none, none)
+
+
+def fits(net: Network) -> bool:
+    """Whether only floats of full length enter the program's loops, but for what is known."""
+    avals = [
+        net.graph.avals[place]
+        for node in net.others.values()
+        if node.name == "scan"
+        for place in node.inputs
+        if place not in net.exact
+    ]
+    return all(aval.dtype in FULL for aval in avals)
 
 
 def forward(state: Pass, node: Node, run: Run, plain: Run) -> None:
