@@ -60,9 +60,14 @@ class SubdomainBounds(NamedTuple):
     points: Array
     """``[C, *shape]``: for norm inf the inputs that minimise the linear bound of the function with
     the least bound; else the centre."""
+    slopes: Array | None = None
+    """``[C, R, N]``, if asked for: the slopes of the lines that were taken, of ReLUs of the lower
+    one."""
+    multipliers: Array | None = None
+    """``[C, R, N]``, if asked for: of the operands' ends."""
 
 
-@functools.partial(distinct.jit, static_argnames="norm")
+@functools.partial(distinct.jit, static_argnames=("norm", "told"))
 def bounds(
     model: Classifier,
     problem: RegionProblem,
@@ -71,8 +76,12 @@ def bounds(
     rows: Array,
     *,
     norm: Norm,
+    told: bool = False,
 ) -> SubdomainBounds:
     """Bounds of the functions ``rows``, ``[R]``, of a problem in each of the subdomains.
+
+    With ``told`` the slopes and multipliers that gave them are told, in a net that has other
+    nonlinear functions than ReLU.
 
     Cost: one backward pass for each unstable operand, from its layer, and one for each function.
     """
@@ -93,15 +102,19 @@ def bounds(
         low = jnp.where(jnp.any(lower > upper, axis=1, keepdims=True), jnp.inf, found.low)
         lost = jnp.stack([jnp.zeros((), bool), *state.network.lost]).any()
         low = jnp.where(lost, -jnp.inf, low)
+        numbers: tuple[Array, ...] = ()
         if root.others[0]:
-            best = _Paying(state, functions, known, arrived).best()
+            paying = _Paying(state, functions, known, arrived)
+            best, chosen = paying.best()
             low = jnp.maximum(low, jnp.where(jnp.isnan(best) | lost, -jnp.inf, best))
-        entry, point = _split(state, root, arrived, low)
+            numbers = paying.told(chosen) if told else ()
+        # Who asks for the numbers may not close what they close.
+        entry, point = _split(state, root, arrived, jnp.minimum(low, 0.0) if told else low)
         worst = jnp.argmin(low, axis=1)[:, None, None]
         toward = jnp.take_along_axis(found.a, worst, axis=1).reshape(ball.center.shape)
         points = jnp.where(toward > 0, ball.lower, ball.upper)
         points = jnp.where((toward == 0) | (norm != math.inf), ball.center, points)
-    return SubdomainBounds(low, lower, upper, entry, point, points)
+    return SubdomainBounds(low, lower, upper, entry, point, points, *numbers)
 
 
 class _Paying:
@@ -148,8 +161,9 @@ class _Paying:
                     units[place] = units[place] + unit if place in units else unit
         return units
 
-    def best(self) -> Array:
-        """``[C, R]``: the highest bounds; the coefficients of the last pass are in ``arrived``."""
+    def best(self) -> tuple[Array, Maps]:
+        """``[C, R]``: the highest bounds, and the numbers that gave them, as :meth:`_low` has them;
+        the coefficients of the last pass are in ``arrived``."""
         seen: dict[int, tuple[Array, Array]] = {}
         usual = self._low({}, record=seen)
         begun = {place: jnp.zeros_like(unit) for place, unit in self.units.items()}
@@ -163,7 +177,26 @@ class _Paying:
             self._low, worst, most, _STEPS, _RATE, until=0.0, patience=_PATIENCE, least=least
         )
         self._low(found.slopes, arrived=self.arrived)
-        return linear_outputs.charged(self.functions, found.low.T, self.state.values[self.last])
+        return found.low.T, found.slopes
+
+    def told(self, chosen: Maps) -> tuple[Array, Array]:
+        """``[C, R, N]`` each: slopes, -1 where there is none, and multipliers of what was chosen."""
+        shape = *self.functions.a.shape[:1], len(self.rows.sample)
+        paid = {i: jnp.zeros((*shape, *end.shape)) for i, end in self.known.lower.items()}
+        steep = {place: blank - 1 for place, blank in paid.items()}
+        for node in self.state.network.graph.nodes:
+            out = node.outputs[0]
+            if ~out not in chosen:
+                continue
+            lines, slope = self.state.lines[out], chosen[~out]
+            if lines.turned is not None:
+                a = whole(self.arrived[out], self.rows).a
+                slope = slope * jnp.where(a > 0, lines.views[0].low, lines.views[0].up)
+            steep[node.inputs[lines.views[0].operand]] = slope
+        for place, unit in self.units.items():
+            paid[place] = unit * chosen[place]
+        flat = (jnp.moveaxis(jax.vmap(rows_of)(maps), 0, 1) for maps in (steep, paid))
+        return next(flat), next(flat)
 
     def _low(
         self,
@@ -171,7 +204,7 @@ class _Paying:
         record: dict[int, tuple[Array, Array]] | None = None,
         arrived: dict[int, Coefficients] | None = None,
     ) -> Array:
-        """``[R, C]`` bounds of ``c . y`` for multipliers by place, and slopes by ``~output``."""
+        """``[R, C]`` bounds for multipliers by place, and slopes by ``~output``."""
         state = self.state
         coefficients = dict(linear_outputs.sent(self.functions, self.last, len(self.rows.sample)))
         paid = size = jnp.zeros((), state.region.eps.dtype)
@@ -187,7 +220,8 @@ class _Paying:
             state, coefficients, self.rows, slopes=given or None, record=record, arrived=arrived
         )
         count = sum(unit[0, 0].size for unit in self.units.values())
-        return found - paid - rounding(count, found.dtype) * (size + jnp.abs(found))
+        found = found - paid - rounding(count, found.dtype) * (size + jnp.abs(found))
+        return linear_outputs.charged(self.functions, found.T, state.values[self.last]).T
 
 
 def _split(

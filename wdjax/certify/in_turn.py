@@ -18,7 +18,7 @@ import numpy.typing as npt
 from wdjax.bounds import leaves
 from wdjax.bounds.region import Norm
 from wdjax.certify.parts import PartSearch
-from wdjax.certify.recorded import SignRecord
+from wdjax.certify.recorded import SplitRecord
 from wdjax.certify.signs import Check, Frontier, Searched, SignSearch, width
 from wdjax.certify.subdomains import SubdomainSearch
 from wdjax.core import Classifier
@@ -106,7 +106,7 @@ def search(
     low: Numbers,
     until: float,
     check: Check,
-    record: SignRecord | None = None,
+    record: SplitRecord | None = None,
 ) -> Searched:
     """Closes the functions ``rows`` of a problem, with bounds ``low``, ``[R]``, known before.
 
@@ -114,10 +114,12 @@ def search(
     ``record`` of a proof only leaves of the whole region are searched: its checker knows no bounds
     of parts.
     """
-    splits = root.lower or (root.others[0] and record is None)
+    splits = root.lower or root.others[0]
     if not rows.size or not splits or not np.all(np.isfinite(low[rows])):
         return Searched(low, "nothing to split" if rows.size else "closed", 0, None)
     given = SignSearch(model, problem, norm, root, check, record)
+    if record is not None and root.others[0]:
+        return _recorded(given, rows, low, until)
     if not root.lower:
         return _subdomains_alone(given, rows, low, until)
     begun = root.begin(jnp.asarray(rows))
@@ -199,6 +201,17 @@ def _subdomains_alone(given: SignSearch, rows: Numbers, low: Numbers, until: flo
     if (left > 0 and step > _DEAR * left) or not _fits(given.root, rows):
         return Searched(low, "nothing to split", 0, None)
     return SubdomainSearch(given, rows, low).run(until)
+
+
+def _recorded(given: SignSearch, rows: Numbers, low: Numbers, until: float) -> Searched:
+    """The search of subdomains for a proof, one function after another."""
+    count = 0
+    for row in rows:
+        found = SubdomainSearch(given, np.array([row]), low).run(until)
+        low, count = found.low, count + found.leaves
+        if found.ended != "closed":
+            return found._replace(leaves=count)
+    return Searched(low, "closed", count, None)
 
 
 def _fits(root: leaves.RootBounds, rows: Numbers) -> bool:

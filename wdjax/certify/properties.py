@@ -17,7 +17,7 @@ import numpy.typing as npt
 from wdjax.bounds import inner_slopes, leaves, linear_outputs
 from wdjax.certify import falsify, halving, in_turn, parts, signs
 from wdjax.certify.falsify import Witness
-from wdjax.certify.recorded import SignRecord
+from wdjax.certify.recorded import SplitRecord
 from wdjax.certify.specification import Specification, leafless
 from wdjax.checks import arguments, independence, validate
 from wdjax.checks.forward_mode import host_only
@@ -355,12 +355,15 @@ def _signs(
         if found.ended in ("closed", "flipped") or time.monotonic() >= until:
             return _searched(question, found, until)
         low, count = found.low, found.leaves
-    root = leaves.root(question.model, problem, math.inf)
+    smooth = question.proof is not None and bool(root.others[0])
+    if not smooth:
+        root = leaves.root(question.model, problem, math.inf)
     low = np.maximum(low, np.asarray(root.low))
     best = float(np.min(_most(question, low)))
     if question.proof is not None:
-        inner = jax.device_get(inner_slopes.of_region(question.model, problem, math.inf))
-        record = SignRecord(question.proof, root, inner)
+        # Slopes for operands of smooth functions are not recorded: the checker takes its own.
+        inner = {} if smooth else inner_slopes.of_region(question.model, problem, math.inf)
+        record = SplitRecord(question.proof, root, jax.device_get(inner))
         # Nothing is known to the checker: every member is open.
         rows, root = np.unique(_best_rows(question, low)), record.root
     elif best > 0:

@@ -1,4 +1,4 @@
-"""What branch and bound over signs tells a proof, in the checker's order of neurons."""
+"""What branch and bound over neurons tells a proof, in the checker's order of neurons."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,27 +14,32 @@ from wdjax.proofs.recorder import CaseRecord
 Numbers = npt.NDArray[Any]
 
 
-class SignRecord:
-    """The trees over signs of one case, one for each member of its specification."""
+class SplitRecord:
+    """The trees of one case over its neurons, one for each member of its specification."""
 
     def __init__(
         self, record: CaseRecord, root: RootBounds, inner: Mapping[int, Mapping[int, Any]]
     ) -> None:
-        """``inner``: slopes as of :func:`wdjax.bounds.inner_slopes.of_region`."""
-        self.record, case = record, record.case
-        orders = _orders(root, case.net.starts, _known(record))
+        """``inner``: slopes as of :func:`wdjax.bounds.inner_slopes.of_region`; may be empty."""
+        self.record, all_ = record, root.of_all()
+        orders = _orders(all_, record.case.net.starts, _known(record))
         self.order = np.concatenate(orders)
-        self._bound_again(dict(zip(sorted(root.lower), orders)), inner)
+        self._bound_again(dict(zip(sorted(all_.lower), orders)), inner)
         ends = _known(record)
         wider = []
         for held, known, pick in (
-            (root.lower, ends[0], np.minimum),
-            (root.upper, ends[1], np.maximum),
+            (all_.lower, ends[0], np.minimum),
+            (all_.upper, ends[1], np.maximum),
         ):
             flat, unravel = ravel_pytree(held)
             there = known[self.order].astype(flat.dtype)
             wider.append(unravel(jnp.asarray(pick(np.asarray(flat), there))))
-        self.root = root._replace(lower=wider[0], upper=wider[1])
+        relus, rest = (
+            [{place: ends[place] for place in kind} for ends in wider]
+            for kind in (root.lower, root.others[0])
+        )
+        others = rest[0], rest[1], root.others[2]
+        self.root = root._replace(lower=relus[0], upper=relus[1], others=others)
         """The root's bounds, no tighter than the checker's."""
 
     def _bound_again(
@@ -57,9 +62,26 @@ class SignRecord:
         """The root of a tree for the member of a row."""
         return self.record.tree(int(np.argmax(self.record.case.member[:, row])))
 
-    def split(self, node: Any, entry: int) -> Any:
-        """Both halves by the sign of an operand, the negative one first."""
-        return node.split(self.record.inputs + int(self.order[entry]), 0.0)
+    def split(self, node: Any, entry: int, point: float = 0.0) -> Any:
+        """Both halves, an operand below and above a point."""
+        return node.split(self.record.inputs + int(self.order[entry]), float(point))
+
+    def closed_subdomains(
+        self, nodes: Sequence[Any], row: int, slopes: Numbers, multipliers: Numbers
+    ) -> npt.NDArray[np.bool_]:
+        """Which subdomains the checker closes for the member of a row.
+
+        ``slopes`` and ``multipliers``, ``[L, N]``, are as in :class:`rebounded.SubdomainBounds`.
+        """
+        case, count = self.record.case, len(nodes)
+        weights, given, paid = (
+            np.zeros((count, len(case.b))),
+            *np.zeros((2, count, case.net.neurons)),
+        )
+        weights[:, row] = 1.0
+        given[:, self.order], paid[:, self.order] = slopes, multipliers
+        member = np.full(count, np.argmax(case.member[:, row]))
+        return np.asarray(self.record.closed(nodes, weights, given, paid, member))
 
     def closed(self, leaves: Sequence[Any]) -> npt.NDArray[np.bool_]:
         """Which of some leaves, as :mod:`signs` has them, the checker closes too."""
@@ -73,7 +95,7 @@ class SignRecord:
         signs = np.stack([leaf.signs for leaf in leaves])
         multipliers = np.stack([leaf.multipliers for leaf in leaves])
         slopes[:, self.order] = np.where(signs == 0, multipliers, -1.0)
-        betas[:, self.order] = np.where(signs == 0, 0.0, multipliers)
+        betas[:, self.order] = -signs * multipliers
         member = np.argmax(case.member[:, rows], axis=0)
         nodes = [leaf.node for leaf in leaves]
         return np.asarray(self.record.closed(nodes, weights, slopes, betas, member))
@@ -81,16 +103,16 @@ class SignRecord:
 
 def _known(record: CaseRecord) -> list[Numbers]:
     """Both ends ``[neurons]`` that the checker has of all neurons."""
-    return [np.concatenate([bound[0] for bound in side]) for side in zip(*record.case.known)]
+    return [end[0] for end in record.case.known]
 
 
 def _orders(root: RootBounds, starts: Numbers, ends: list[Numbers]) -> list[Numbers]:
-    """The checker's number of each neuron, rectifier by rectifier: maps may have channels last.
+    """The checker's number of each neuron, curve by curve: maps may have channels last.
 
     The order is that in which the two kinds of bounds differ least.
     """
     if [low.size for _, low in sorted(root.lower.items())] != np.diff(starts).tolist():
-        raise ValueError("a proof is about a net whose rectifiers are those of its file.")
+        raise ValueError("a proof is about a net whose neurons are those of its file.")
     found = []
     for place, begin in zip(sorted(root.lower), starts):
         seen = np.stack([np.asarray(side[place]).reshape(-1) for side in (root.lower, root.upper)])

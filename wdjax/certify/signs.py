@@ -22,7 +22,7 @@ import numpy.typing as npt
 from wdjax import xla_cpu
 from wdjax.bounds import leaves
 from wdjax.bounds.region import Norm
-from wdjax.certify.recorded import SignRecord
+from wdjax.certify.recorded import SplitRecord
 from wdjax.core import Classifier
 
 Numbers = npt.NDArray[Any]
@@ -86,7 +86,7 @@ class SignSearch(NamedTuple):
     norm: Norm
     root: leaves.RootBounds
     check: Check
-    record: SignRecord | None = None
+    record: SplitRecord | None = None
     """Of a proof that is written: a leaf then counts as closed only if the checker agrees."""
 
     def run(self, frontier: "Frontier", until: float, most: float = math.inf) -> Searched:
@@ -122,7 +122,7 @@ class Frontier:
     """All open leaves, and for each function the least bound of its closed leaves."""
 
     def __init__(
-        self, low: Numbers, begun: leaves.Leaves, record: SignRecord | None = None
+        self, low: Numbers, begun: leaves.Leaves, record: SplitRecord | None = None
     ) -> None:
         self.begun, self.turns, self.bounded, self.record = low, 0, 0, record
         self.entry: int | None = None
@@ -242,7 +242,7 @@ class Frontier:
 
 
 def _children(
-    leaf: _Leaf, entries: list[int], children: Numbers, record: SignRecord | None
+    leaf: _Leaf, entries: list[int], children: Numbers, record: SplitRecord | None
 ) -> Iterator[_Leaf]:
     """Yields the ``2^E`` children of a leaf, one for each combination of signs of ``E`` neurons.
 

@@ -8,6 +8,7 @@ loosen the functions' bounds most. In other nets the operand that loosens them m
 Source: Henriksen and Lomuscio [henriksen2020]; other functions than ReLU, Shi et al. [shi2025].
 """
 
+import itertools
 import time
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from wdjax.bounds import leaves, rebounded
 from wdjax.bounds.rebounded import Subdomains
+from wdjax.certify.recorded import SplitRecord
 from wdjax.certify.signs import MEMORY, Searched, SignSearch, width
 
 Numbers = npt.NDArray[Any]
@@ -35,22 +37,30 @@ class _Subdomain(NamedTuple):
     """Where to split it."""
     depth: int = 0
     """Number of splits that made it."""
+    node: Any = None
+    """The subdomain in a proof."""
 
-    def halves(self, slack: Numbers) -> list["_Subdomain"]:
+    def halves(self, slack: Numbers, record: SplitRecord | None = None) -> list["_Subdomain"]:
         """Both sides of the split. They overlap by ``slack``, ``[N]``, twice what the operand may
         differ by between float programs."""
         lower, upper = self.lower.copy(), self.upper.copy()
         upper[self.entry] = min(upper[self.entry], self.point + slack[self.entry])
         lower[self.entry] = max(lower[self.entry], self.point - slack[self.entry])
         below, above = self._replace(upper=upper), self._replace(lower=lower)
-        return [half._replace(depth=self.depth + 1) for half in (below, above)]
+        nodes = (None, None)
+        if record is not None and self.entry is not None:
+            nodes = record.split(self.node, self.entry, self.point)
+        return [
+            half._replace(depth=self.depth + 1, node=node)
+            for half, node in zip((below, above), nodes)
+        ]
 
 
 class SubdomainSearch:
     """Proves that the functions ``rows`` of a problem, with known bounds ``low``, are above 0.
 
     Every subdomain in which one of them is open is in ``open`` or, without an operand to split, in
-    ``stuck``.
+    ``stuck``. With the ``given`` record of a proof there is one function.
     """
 
     def __init__(self, given: SignSearch, rows: Numbers, low: Numbers) -> None:
@@ -61,7 +71,13 @@ class SubdomainSearch:
         lower, upper, self.slack = (
             np.asarray(leaves.flat_of(maps))[0] for maps in (known.lower, known.upper, known.slack)
         )
-        self.open, self.stuck = [_Subdomain(low[rows], lower, upper)], list[_Subdomain]()
+        whole = _Subdomain(low[rows], lower, upper)
+        if given.record is not None:
+            (row,) = rows
+            whole = whole._replace(
+                low=np.minimum(low[rows], 0.0), node=given.record.begin(int(row))
+            )
+        self.open, self.stuck = [whole], list[_Subdomain]()
         self.wanted = np.ones(len(rows), bool)
         self.closed, self.share = np.full(len(rows), np.inf), 0.0
         """For each function the least bound over closed subdomains; their share of the region, if
@@ -96,7 +112,7 @@ class SubdomainSearch:
             return [self.open.pop()]
         count = min(max(width() // 2, 1), len(self.open))
         taken, self.open = self.open[-count:], self.open[:-count]
-        return [half for one in taken for half in one.halves(self.slack)]
+        return [half for one in taken for half in one.halves(self.slack, self.given.record)]
 
     def _bound(self, some: list[_Subdomain]) -> Any:
         """Bounds subdomains and keeps those that stay open; returns what the check did, or None."""
@@ -108,19 +124,35 @@ class SubdomainSearch:
             these = Subdomains(*(jnp.asarray(np.stack(part)) for part in parts))
             found = jax.device_get(
                 rebounded.bounds(
-                    given.model, given.problem, given.root, these, self.asked, norm=given.norm
+                    given.model, given.problem, given.root, these, self.asked,
+                    norm=given.norm, told=given.record is not None,
                 )
-            )
+            )  # fmt: skip
             for one, low, lower, upper, entry, point in zip(some[start:], *found[:5]):
                 low = np.maximum(one.low, low[: len(self.rows)])
                 left = None if entry == len(lower) else int(entry)
-                bounded.append(_Subdomain(low, lower, upper, left, point, one.depth))
+                bounded.append(
+                    one._replace(low=low, lower=lower, upper=upper, entry=left, point=point)
+                )
+            if given.record is not None:
+                bounded[start:] = self._agreed(bounded[start:], found)
             open_ = [k for k, one in enumerate(bounded[start:]) if not self._closes(one)]
             witness = given.check(found.points[open_]) if open_ and witness is None else witness
         self.bounded += len(some)
         for one in bounded:
             self._keep(one)
         return witness
+
+    def _agreed(self, some: list[_Subdomain], found: rebounded.SubdomainBounds) -> list[_Subdomain]:
+        """The subdomains; one that the proof's checker does not close gets the bound 0."""
+        record, claimed = self.given.record, [k for k, one in enumerate(some) if self._closes(one)]
+        if record is None or not claimed:
+            return some
+        told = (np.asarray(part)[claimed, 0] for part in (found.slopes, found.multipliers))
+        done = record.closed_subdomains([some[k].node for k in claimed], int(self.rows[0]), *told)
+        for k in itertools.compress(claimed, ~done):
+            some[k] = some[k]._replace(low=np.minimum(some[k].low, 0.0))
+        return some
 
     def _keep(self, one: _Subdomain) -> None:
         if not self._closes(one):

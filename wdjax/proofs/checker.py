@@ -18,9 +18,10 @@ import numpy as np
 
 from wdjax.files import archive, vnnlib_file
 from wdjax.files.state_pickle import BrokenError, RefusedError
-from wdjax.proofs.real_net import UNIT, RealNet, gamma
+from wdjax.proofs import curves
+from wdjax.proofs.real_net import UNIT, Operation, RealNet, gamma
 
-FORMAT = 1
+FORMAT = 2
 _ROUNDS = 4
 AT_ONCE, _ENTRIES = 64, 1 << 23
 """Leaves, and coefficients, that are handled at once."""
@@ -30,9 +31,9 @@ _UNREADABLE = BrokenError, RefusedError, ImportError, MemoryError
 Ends = tuple[Any, Any]
 CUT = -2
 Path_ = tuple[tuple[int, Any, int], ...]
-"""A part of a box: ``(number, value, side)`` of each split, an input or ``inputs +`` a neuron, and
-which half, -1 the lower one. An input is split at ``value``, a neuron at 0. Or ``(CUT, ends, 0)``,
-``ends`` ``[2, N]``: what is left of the box where all else has no violation."""
+"""A part of a box: ``(number, value, side)`` of each split, an input or ``inputs +`` a neuron,
+where it is split, and which half, -1 the lower one. Or ``(CUT, ends, 0)``, ``ends`` ``[2, N]``:
+what is left of the box where all else has no violation."""
 
 
 class RefusedProofError(ValueError):
@@ -46,33 +47,34 @@ def _need(fact: Any, why: str) -> None:
 
 @dataclass
 class LeafEnds:
-    """Ends ``[L, n]`` of every value over ``L`` leaves, and what an affine value is charged."""
+    """Ends ``[L, n]`` of values over ``L`` leaves, what affine values are charged, and the usual
+    slopes of curves."""
 
     ends: dict[str, Ends]
-    signs: list[Any]
     charge: dict[str, Any] = field(default_factory=dict)
+    usual: dict[int, Ends] = field(default_factory=dict)
     empty: Any = False
 
     def most(self, name: str) -> Any:
         return np.maximum(*map(np.abs, self.ends[name]))
 
-    def cut(self, name: str, turn: int, low: Any, high: Any) -> None:
-        """Takes ends cut by the signs; where none are left the leaf is empty, and all is true."""
-        low = np.where(self.signs[turn] > 0, np.maximum(low, 0.0), low)
-        high = np.where(self.signs[turn] < 0, np.minimum(high, 0.0), high)
-        self.empty = self.empty | np.any(low > high, axis=1)
-        self.ends[name] = low, np.maximum(low, high)
+    def cut(self, name: str, *ends: Ends) -> None:
+        """Cuts a value's ends by others; where none are left the leaf is empty, and all is true."""
+        for down, up in ends:
+            low, high = np.maximum(self.ends[name][0], down), np.minimum(self.ends[name][1], up)
+            self.empty = self.empty | np.any(low > high, axis=1)
+            self.ends[name] = low, np.maximum(low, high)
 
 
-def _forward(net: RealNet, box: Ends, signs: Any, known: Any, inner: Any) -> LeafEnds:
-    """Ends of all values over the points of ``box``, ``[L, N]``, where the operands of rectifiers
-    have ``signs``, ``[L, neurons]``.
+def _forward(net: RealNet, box: Ends, given: Sequence[Ends], inner: Any) -> LeafEnds:
+    """Ends of all values over the points of ``box``, ``[L, N]``, whose neurons are between each of
+    the ends ``given``, ``[L or 1, neurons]``.
 
-    ``known`` are ends ``[1, n]`` of each rectifier's operand that hold anyway. With ``inner``
-    unstable operands are bounded by linear functions of the input too: it has, for each rectifier,
-    the row ``[n]`` of each neuron in a table ``[M, 2, neurons]`` of slopes for its two ends.
+    With ``inner`` open neurons are bounded by linear functions of the input too: it has, for each
+    curve, the row ``[n]`` of each neuron in a table ``[M, 2, neurons]`` of slopes for its two ends.
     """
-    found = LeafEnds({net.source: box}, net.split(signs))
+    found = LeafEnds({net.source: box})
+    parts = [(net.split(low), net.split(high)) for low, high in filter(None, given)]
     for op in net.operations:
         (low, high), size = found.ends[op.ins[0]], found.most(op.ins[0])
         if op.kind == "affine":
@@ -88,21 +90,21 @@ def _forward(net: RealNet, box: Ends, signs: Any, known: Any, inner: Any) -> Lea
             down, up = (down, up) if op.sign > 0 else (-up, -down)
             low, high = np.nextafter(low + down, -np.inf), np.nextafter(high + up, np.inf)
         else:
-            if known:
-                low, high = np.maximum(low, known[op.turn][0]), np.minimum(high, known[op.turn][1])
-            found.cut(op.ins[0], op.turn, low, high)
+            found.cut(op.ins[0], *((low[op.turn], high[op.turn]) for low, high in parts))
             if inner is not None:
-                found.cut(op.ins[0], op.turn, *_refined(net, found, op.ins[0], *inner[op.turn]))
-            low, high = (np.maximum(end, 0.0) for end in found.ends[op.ins[0]])
+                found.cut(op.ins[0], _refined(net, found, op, *inner[op.turn]))
+            found.usual[op.turn] = curves.usual(op.kind, *found.ends[op.ins[0]])
+            low, high = curves.values(op.kind, *found.ends[op.ins[0]])
         _need(np.all(np.maximum(-low, high) < _HUGE), f"{op.out} may be beyond {_HUGE}")
         found.ends[op.out] = low, high
     return found
 
 
-def _refined(net: RealNet, found: LeafEnds, name: str, row: Any, table: Any) -> Ends:
-    """The ends of the value ``name``, unstable entries bounded by linear functions of the input."""
+def _refined(net: RealNet, found: LeafEnds, op: Operation, row: Any, table: Any) -> Ends:
+    """Ends of a curve's operand: of entries that are open, by linear functions of the input."""
+    name = op.ins[0]
     low, high = (end.copy() for end in found.ends[name])
-    unstable = (low < 0) & (high > 0)
+    unstable = (low < 0) & (high > 0) if op.kind == "Relu" else low < high
     open_ = np.flatnonzero(np.any(unstable, axis=0))
     each = max(1, _ENTRIES // (len(low) * max(map(net.size, net.shapes))))
     for some in (open_[i : i + each] for i in range(0, len(open_), each)):
@@ -130,9 +132,9 @@ def _lower(
 ) -> Any:
     """Lower bounds ``[L, R]`` of ``a . value + begin[0]``, for ``a`` ``[L or 1, R, n]``.
 
-    ``slopes``, ``[L or 1, R or 1, neurons]``: lower slopes of rectifiers in [0, 1]; below 0 for the
-    usual one. ``betas``, ``[L, neurons]``: multipliers of the signs, at least 0. A coefficient that
-    was rounded by ``d`` is charged with ``d`` times the largest size of what it multiplies.
+    ``slopes``, ``[L or 1, R or 1, neurons]``: as of :func:`curves.lines`. ``betas``, ``[L,
+    neurons]``: multipliers of neurons. A coefficient that was rounded by ``d`` is charged with
+    ``d`` times the largest size of what it multiplies.
     ``begin``: a constant, and what is charged for it. ``planes`` gets ``(c, d)``, ``[L, R, N]`` and
     ``[L, R]``: for inputs ``x`` of the box ``c . x + d`` is at most that sum.
     """
@@ -140,7 +142,8 @@ def _lower(
     send, (total, charge) = {name: a}, (part + np.zeros(a.shape[:2]) for part in begin)
 
     def dot(a: Any, b: Any) -> Any:
-        return (a @ np.broadcast_to(b, (len(a), b.shape[-1]))[:, :, None])[:, :, 0]
+        b = b if np.ndim(b) == 3 else np.atleast_2d(b)[:, None]
+        return np.einsum("lrn,lrn->lr", a, np.broadcast_to(b, a.shape))
 
     def plus(a: Any, b: Any) -> None:
         nonlocal total, charge
@@ -167,19 +170,18 @@ def _lower(
             sent(op.ins[0], a)
             sent(op.ins[1], op.sign * a)
         else:
-            low, high = found.ends[op.ins[0]]
-            slope, open_ = net.split(slopes)[op.turn], (low < 0) & (high > 0)
-            slope = np.where(slope >= 0, slope, (high > -low)[:, None])
-            slope = np.where(open_[:, None], slope, (low >= 0)[:, None])
-            steep = np.where(open_, high / np.where(open_, high - low, 1.0), low >= 0)
-            # The rectifier is convex, so a line is above it that is above it at both ends.
-            over = np.maximum(-steep * low, high - steep * high) + 8 * UNIT * (high - low)
-            negative, size = np.minimum(a, 0.0), np.abs(a)
-            plus(negative, np.where(open_, over, 0.0))
-            back = np.maximum(a, 0.0) * slope + negative * steep[:, None]
-            if betas is not None:
-                multiplied = (net.split(betas)[op.turn] * found.signs[op.turn])[:, None]
-                back, size = back - multiplied, size + np.abs(multiplied)
+            ends, given = found.ends[op.ins[0]], net.split(slopes)[op.turn]
+            under, below, over, above = curves.lines(op.kind, ends, found.usual[op.turn], given)
+            positive, negative, size = np.maximum(a, 0.0), np.minimum(a, 0.0), np.abs(a)
+            back = positive * under + negative * over
+            plus(negative, above)
+            if below is not None:
+                plus(positive, below)
+            if betas is not None:  # b z <= max(b low, b high)
+                b = net.split(betas)[op.turn][:, None]
+                back, size = back + b, size + np.abs(b)
+                for part, end in zip((np.minimum(b, 0.0), np.maximum(b, 0.0)), ends):
+                    plus(part, -end)
             charge = charge + 4 * UNIT * dot(size, found.most(op.ins[0]))
             sent(op.ins[0], back)
     if planes is not None:
@@ -205,29 +207,30 @@ class ProofCase:
         each = np.repeat(np.arange(len(members)), [len(b) for _, b in members])
         self.member = each == np.arange(len(members))[:, None]
         self.usual = np.full((1, 2, net.neurons), -1.0)
-        self.known: list[Ends] = []
+        self.known: Any = ()
+        """Ends ``[1, neurons]`` over the whole box."""
 
     def begin(self, neurons: Any, slopes: Any) -> None:
         """Bounds operands over the whole box, for all leaves; those of ``neurons``, ``[M]``, by
         ``slopes``, ``[M, 2, neurons]``."""
         row = np.full(self.net.neurons, len(slopes))
         row[neurons] = np.arange(len(slopes))
-        table, signs = np.concatenate([slopes, self.usual]), np.zeros((1, self.net.neurons))
+        table = np.concatenate([slopes, self.usual])
         inner = [(rows, table) for rows in self.net.split(row)]
-        found = _forward(self.net, tuple(end[None] for end in self.box), signs, (), inner)
-        self.known = [found.ends[op.ins[0]] for op in self.net.rectifiers]
+        found = _forward(self.net, tuple(end[None] for end in self.box), (), inner)
+        known = [found.ends[op.ins[0]] for op in self.net.curves]
+        self.known = tuple(np.concatenate(end, axis=1) for end in zip(*known))
 
     def least(
         self, leaves: Sequence[Path_], members: Any, weights: Any, slopes: Any, betas: Any
     ) -> Any:
         """``[L, m]`` lower bounds over leaves of ``weights . (a y - b)`` over the rows of members.
 
-        ``members``: ``[L or 1, m]``. ``weights``: ``[L, R]``. ``slopes``: ``[L, neurons]``.
-        ``betas``: one for each split of a neuron, leaf by leaf.
+        ``members``: ``[L or 1, m]``. ``weights``: ``[L, R]``. ``slopes``, ``betas``: ``[L,
+        neurons]``.
         """
-        found, multipliers = self._over(leaves, betas)
-        rows = self.member[members] * weights[:, None]
-        start = rows @ self.a, slopes[:, None], multipliers
+        found, rows = self._over(leaves), self.member[members] * weights[:, None]
+        start = rows @ self.a, slopes[:, None], betas
         value = _lower(self.net, found, self.net.output, *start, self._rest(found, rows))
         return np.where(found.empty[:, None], 1.0, value)
 
@@ -243,7 +246,7 @@ class ProofCase:
         A violation has all rows of a member at most 0, and so has the linear function below each,
         whose least value is at a corner: this bounds how far from the corner it can be.
         """
-        found, _ = self._over(leaves, itertools.repeat(0.0))
+        found = self._over(leaves)
         planes: list[Ends] = []
         begin, usual = self._rest(found, np.eye(len(self.b))[None]), self.usual[:, :1]
         _lower(self.net, found, self.net.output, self.a[None], usual, None, begin, planes)
@@ -271,30 +274,28 @@ class ProofCase:
             hulls.append((np.where(none, np.inf, low), np.where(none, -np.inf, high)))
         return tuple(pick(end, axis=0) for pick, end in zip((np.min, np.max), zip(*hulls)))
 
-    def _over(self, leaves: Sequence[Path_], betas: Any) -> tuple[LeafEnds, Any]:
-        """The ends of all values over leaves, and ``betas`` as ``[L, neurons]``."""
-        net, count, halved, given = self.net, len(leaves), False, iter(betas)
+    def _over(self, leaves: Sequence[Path_]) -> LeafEnds:
+        """The ends of all values over leaves."""
+        net, count = self.net, len(leaves)
         low, high = (np.repeat(end[None], count, axis=0) for end in self.box)
-        signs, multipliers = np.zeros((2, count, net.neurons))
+        down, up = (np.full((count, net.neurons), end) for end in (-np.inf, np.inf))
         for leaf, path in enumerate(leaves):
             for number, value, side in path:
-                if number >= net.inputs:
-                    signs[leaf, number - net.inputs] = side
-                    multipliers[leaf, number - net.inputs] = next(given)
-                    continue
-                halved = True
+                neuron = number - net.inputs
                 if number == CUT:
                     low[leaf] = np.maximum(low[leaf], value[0])
                     high[leaf] = np.minimum(high[leaf], value[1])
-                elif side > 0:
-                    low[leaf, number] = max(low[leaf, number], value)
-                else:
-                    high[leaf, number] = min(high[leaf, number], value)
-        usual = [(np.zeros(n, int), self.usual) for n in np.diff(net.starts)]
+                    continue
+                at, *ends = (neuron, down, up) if neuron >= 0 else (number, low, high)
+                pick, end = (np.maximum, ends[0]) if side > 0 else (np.minimum, ends[1])
+                end[leaf, at] = pick(end[leaf, at], value)
+        smooth = {net.inputs + n for n in np.flatnonzero(~net.rectified)}
+        again = any(n < net.inputs or n in smooth for path in leaves for n, _, _ in path)
+        usual = [(np.zeros(n, int), self.usual) for n in np.diff(net.starts)] if again else None
         box = low, np.maximum(low, high)
-        found = _forward(net, box, signs, self.known, usual if halved else None)
+        found = _forward(net, box, (self.known, (down, up)), usual)
         found.empty = found.empty | np.any(low > high, axis=1)
-        return found, multipliers
+        return found
 
     def violated(self, point: Any) -> bool:
         """Whether the output is forbidden at a point ``[N]``, once it is moved into the box."""
@@ -302,10 +303,8 @@ class ProofCase:
         low, high = (np.nextafter(end, way) for end, way in zip(self.box, (np.inf, -np.inf)))
         down = np.maximum(np.minimum(point, np.nextafter(high, -np.inf)), self.box[0])
         up = np.maximum(np.minimum(point, self.box[1]), np.nextafter(low, np.inf))
-        net, signs = self.net, np.zeros((1, self.net.neurons))
-        found = _forward(net, (down[None], up[None]), signs, (), None)
-        size = np.abs(self.a) @ found.most(net.output)[0] + np.abs(self.b)
-        begin = self.b, 2 * gamma(1) * size
+        net, found = self.net, _forward(self.net, (down[None], up[None]), (), None)
+        begin = self.b, 2 * gamma(1) * (np.abs(self.a) @ found.most(net.output)[0] + abs(self.b))
         least = _lower(net, found, net.output, -self.a[None], self.usual[:, :1], begin=begin)
         return bool(np.any(np.all((least[0] >= 0) | ~self.member, axis=1)))
 
@@ -356,8 +355,8 @@ def _holds(net: RealNet, cases: list[ProofCase], data: dict[str, Any]) -> int:
     """Checks that trees prove all members of all cases; the number of leaves."""
     for name, most in (("weights", np.inf), ("betas", np.inf), ("slopes", 1), ("inner_slopes", 1)):
         a = data[name] = np.asarray(data[name], np.float64)
-        usual = (a == -1) & (most == 1)  # The slope that is taken where none is given.
-        _need(np.all(usual | (a >= 0) & (a <= most) & (a < np.inf)), f"{name} out of range")
+        good = (a >= 0) & (a <= most) | (name == "betas") | (a == -1) & (most == 1)
+        _need(np.all(np.isfinite(a) & good), f"{name} out of range")
     trees, inner, split, at = data["trees"], data["inner"], data["split"], data["at"]
     sizes, columns = trees[:, 2], data["neurons"]
     for of, end in ((columns, net.neurons), (inner[:, 1], net.neurons), (trees[:, 0], len(cases))):
@@ -365,16 +364,16 @@ def _holds(net: RealNet, cases: list[ProofCase], data: dict[str, Any]) -> int:
     _need(np.all(np.isfinite(at)) and np.all(split < net.inputs + net.neurons), "no such split")
     _need(np.all(sizes > 0) and len(split) == len(at) == np.sum(sizes), "nodes without a tree")
 
-    def for_all(slopes: Any) -> Any:
-        full = np.full((*slopes.shape[:-1], net.neurons), -1.0)
-        full[..., columns] = slopes
+    def for_all(some: Any, rest: float = -1.0) -> Any:
+        full = np.full((*some.shape[:-1], net.neurons), rest)
+        full[..., columns] = some
         return full
 
     for number, case in enumerate(cases):
         mine = inner[:, 0] == number
         case.begin(inner[mine, 1], for_all(data["inner_slopes"][mine]))
     open_ = [set(range(len(case.member))) for case in cases]
-    leaf, used, cuts = 0, 0, iter(np.asarray(data["cuts"], np.float64))
+    leaf, cuts = 0, iter(np.asarray(data["cuts"], np.float64))
     for (number, member, size), end in zip(trees, np.cumsum(sizes)):
         case, nodes = cases[number], slice(end - size, end)
         members = list(range(len(case.member))) if member < 0 else [int(member)]
@@ -386,14 +385,13 @@ def _holds(net: RealNet, cases: list[ProofCase], data: dict[str, Any]) -> int:
                 kept = np.stack([ends for _, ends in batch if ends is not None], axis=1)
                 _need(np.all((kept[0] <= low) & (kept[1] >= high)), "a box is cut too much")
             some = [path for path, ends in batch if ends is None]
-            count = sum(number >= net.inputs for path in some for number, _, _ in path)
-            rows, betas = slice(leaf, leaf + len(some)), data["betas"][used : used + count]
-            _need(len(betas) == count, "splits without a multiplier")
-            weights = data["weights"][rows, : len(case.b)]
+            rows = slice(leaf, leaf + len(some))
+            weights, betas = data["weights"][rows, : len(case.b)], for_all(data["betas"][rows], 0.0)
             low = case.least(some, [members], weights, for_all(data["slopes"][rows]), betas)
             _need(np.all(low > 0), f"a bound of leaf {leaf} or one that follows is not above 0")
-            leaf, used = leaf + len(some), used + count
+            leaf += len(some)
         open_[number] -= set(members)
-    _need(leaf == len(data["weights"]) and used == len(data["betas"]), "numbers without a leaf")
+    numbers = (len(data[name]) for name in ("weights", "slopes", "betas"))
+    _need(set(numbers) == {leaf}, "numbers without a leaf")
     _need(not any(open_), "not all that is forbidden is shown to be impossible")
     return leaf

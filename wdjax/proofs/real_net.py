@@ -1,4 +1,6 @@
-"""The net of an ONNX file as a function of real numbers: affine maps, sums and rectifiers.
+"""The net of an ONNX file as a function of real numbers: affine maps, sums and curves.
+
+A *curve* is a rectifier, sigmoid or hyperbolic tangent, entry by entry.
 
 The weights are taken as the file has them. Values are flat, and a reshaped value is the value
 itself. What a node may be beyond that is refused, so that no net is read as another one.
@@ -14,6 +16,7 @@ from wdjax.files import onnx_file
 
 UNIT = 2.0**-53
 """Half an ulp of 1 in float64."""
+CURVES = "Relu", "Sigmoid", "Tanh"
 
 
 def gamma(terms: int) -> float:
@@ -86,7 +89,7 @@ class Convolution(Dense):
 @dataclass
 class Operation:
     """``affine``: ``map h + bias``, up to ``relative |map| |h| + loose``; ``sum``: ``h + sign h'``;
-    ``relu``, the rectifier number ``turn``."""
+    or one of ``CURVES``, which is number ``turn`` of these."""
 
     kind: str
     shape: tuple[int, ...]
@@ -129,19 +132,21 @@ class RealNet:
                 same[out] = same.get(moving[0], moving[0])
                 continue
             op.out, op.ins = out, tuple(same.get(name, name) for name in moving)
-            op.turn = sum(other.kind == "relu" for other in self.operations)
+            op.turn = sum(other.kind in CURVES for other in self.operations)
             op.bias = np.asarray(op.bias, np.float64)
             self.operations.append(op)
         self.output = same.get(graph.outputs[0], graph.outputs[0])
-        self.rectifiers = [op for op in self.operations if op.kind == "relu"]
-        self.starts = np.cumsum([0] + [self.size(op.out) for op in self.rectifiers])
+        self.curves = [op for op in self.operations if op.kind in CURVES]
+        self.starts = np.cumsum([0] + [self.size(op.out) for op in self.curves])
         self.inputs, self.neurons = self.size(self.source), int(self.starts[-1])
+        rectified = np.array([op.kind == "Relu" for op in self.curves], bool)
+        self.rectified = np.repeat(rectified, np.diff(self.starts))
 
     def size(self, name: str) -> int:
         return int(np.prod(self.shapes[name]))
 
     def split(self, rows: Any) -> list[Any]:
-        """``[..., neurons]`` as one array for each rectifier."""
+        """``[..., neurons]`` as one array for each curve."""
         return np.split(rows, self.starts[1:-1], axis=-1)
 
 
@@ -156,8 +161,8 @@ def _same(kind: str, shapes: Shapes, fixed: Any, first: bool, how: Any) -> Opera
     return Operation("same", shape if kind == "Identity" else (1, int(np.prod(shape))))
 
 
-def _rectified(kind: str, shapes: Shapes, fixed: Any, first: bool, how: Any) -> Operation:
-    return Operation("relu", shapes[0])
+def _curve(kind: str, shapes: Shapes, fixed: Any, first: bool, how: Any) -> Operation:
+    return Operation(kind, shapes[0])
 
 
 def _entrywise(kind: str, shapes: Shapes, fixed: Any, first: bool, how: Any) -> Operation:
@@ -209,7 +214,7 @@ def _convolved(kind: str, shapes: Shapes, fixed: Any, first: bool, how: Any) -> 
 
 _READERS: dict[str, Callable[..., Operation]] = {
     **dict.fromkeys(("Flatten", "Reshape", "Identity", "Squeeze", "Unsqueeze"), _same),
-    "Relu": _rectified,
+    **dict.fromkeys(CURVES, _curve),
     **dict.fromkeys(("Add", "Sub", "Mul", "Div"), _entrywise),
     "BatchNormalization": _normalised,
     **dict.fromkeys(("Gemm", "MatMul"), _product),

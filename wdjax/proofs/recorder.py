@@ -6,7 +6,6 @@ the search goes on, and splits the part.
 
 import hashlib
 import io
-import itertools
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -91,34 +90,32 @@ class CaseRecord:
           nodes: ``L`` of them.
           weights: ``[L, R]``, at least 0, of the rows of the case; columns beyond R are ignored,
             missing ones are 0.
-          slopes: ``[L, neurons]`` lower slopes of rectifiers; below 0 for the usual ones.
-          betas: ``[L, neurons]`` multipliers of the neurons that are split.
+          slopes: ``[L, neurons]`` of curves; below 0 for the usual ones.
+          betas: ``[L, neurons]`` numbers ``b`` of neurons ``z``: ``b z`` less its maximum in the
+            leaf is added.
           member: ``[L]``: which member is proved of each node; by default all are.
         """
         count, rows_, size = len(nodes), len(self.case.b), self.case.net.neurons
+        low, high = self.case.known or np.zeros((2, 1, 0))
         weights = np.pad(weights, ((0, 0), (0, rows_)))[:, :rows_]
         slopes = np.full((count, size), -1.0) if slopes is None else slopes
         betas = np.zeros((count, size)) if betas is None else betas
         done = np.zeros(len(nodes), bool)
         every = np.arange(len(self.case.member))[None]
         members = np.repeat(every, count, axis=0) if member is None else member[:, None]
-        stable = np.concatenate([(low[0] >= 0) | (high[0] <= 0) for low, high in self.case.known])
+        stable = self.case.net.rectified & ((low[0] >= 0) | (high[0] <= 0))
         slopes = np.where((slopes < 0) | stable, -1.0, np.minimum(slopes, 1.0))
         slopes = slopes.astype(np.float16).astype(float)
         weights, betas = (np.asarray(part, np.float32).astype(float) for part in (weights, betas))
         for begin in range(0, len(nodes), AT_ONCE):
             some = range(begin, min(begin + AT_ONCE, len(nodes)))
-            signs = (
-                [p - self.inputs for p, _, _ in nodes[i].path if p >= self.inputs] for i in some
-            )
-            multipliers = [betas[i, chosen].tolist() for i, chosen in zip(some, signs)]
-            rows, given = slice(begin, begin + len(some)), list(itertools.chain(*multipliers))
-            paths = [nodes[i].path for i in some]
-            low = self.case.least(paths, members[rows], weights[rows], slopes[rows], given)
-            for i, bound, used in zip(some, low, multipliers):
+            rows, paths = slice(begin, begin + len(some)), [nodes[i].path for i in some]
+            low = self.case.least(paths, members[rows], weights[rows], slopes[rows], betas[rows])
+            for i, bound in zip(some, low):
                 done[i] = np.all(bound > _LEAST)
                 if done[i]:
-                    nodes[i].numbers = weights[i], slopes[i].astype(np.float16), used
+                    numbers = slopes[i].astype(np.float16), betas[i].astype(np.float32)
+                    nodes[i].numbers = weights[i], *numbers
         return done
 
 
@@ -129,7 +126,7 @@ class Proof:
     :func:`wdjax.certify.property` takes one as ``proof=``, and fills it.
 
     Args:
-      onnx: the file of the net, of affine maps and rectifiers.
+      onnx: the file of the net, of affine maps, rectifiers, sigmoids and hyperbolic tangents.
       vnnlib: the file of the property.
 
     Raises:
@@ -191,10 +188,11 @@ class Proof:
             raise ValueError("the search has no proof to save: not all parts are closed.")
         rows = max(len(record.case.b) for record in self.cases)
         weights = [np.pad(leaf[0], (0, rows - len(leaf[0]))) for leaf in leaves]
-        slopes = np.stack([leaf[1] for leaf in leaves])
+        slopes, betas = (np.stack([leaf[k] for leaf in leaves]) for k in (1, 2))
         inner = [record.inner for record in self.cases]
         inner_slopes = np.concatenate([slopes for _, slopes in inner]).astype(np.float16)
-        columns = np.flatnonzero(np.any(slopes >= 0, axis=0) | np.any(inner_slopes >= 0, (0, 1)))
+        told = np.any(slopes >= 0, axis=0) | np.any(betas != 0, axis=0)
+        columns = np.flatnonzero(told | np.any(inner_slopes >= 0, (0, 1)))
         keys = [(number, neuron) for number, (neurons, _) in enumerate(inner) for neuron in neurons]
         return {
             "trees": np.array(trees, np.int32),
@@ -204,7 +202,7 @@ class Proof:
             "weights": np.stack(weights).astype(np.float32),
             "neurons": columns.astype(np.int32),
             "slopes": slopes[:, columns],
-            "betas": np.array(list(itertools.chain(*(leaf[2] for leaf in leaves))), np.float32),
+            "betas": betas[:, columns],
             "inner": np.array(keys, np.int32).reshape(-1, 2),
             "inner_slopes": inner_slopes[..., columns],
         }
