@@ -30,13 +30,13 @@ bench: $(BENCH)/.peers
 # One worker a file: its tests share programs, which two workers would both trace.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_OPTIONS)
 
-# All but the slowest sixth of the tests, which tests/slow.txt lists by measured time.
+# All but the slowest tenth of the tests, which tests/slow.txt lists by measured time.
 test: $(VENV)/.test
-	@echo "Twelve minutes on two cores, less from the second time on: compiled programs are kept."
+	@echo "A quarter of an hour on two cores, less from the second time on: programs are kept."
 	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/.test
-	@echo "Half an hour: what takes longest of everything, published nets, notebooks, kills."
+	@echo "Half an hour: what takes longest of everything; CI leaves it to you."
 	$(PYTEST) --no-loadscope-reorder -m slow
 
 test-all: test test-slow

@@ -168,7 +168,7 @@ def test_every_method_is_below_every_point_and_the_tighter_ones_are_tighter(chan
         reached.append((logits[:, [int(y[i])]] - logits).min(axis=0))
     rivals = np.arange(3) != np.asarray(y)[:, None]
     for method in METHODS if channels == 1 else METHODS[1:2]:
-        how = {"norm": ANY, "eps": eps, "method": method, "seconds": 0.2}
+        how = {"norm": ANY, "eps": eps, "method": method, "seconds": 3.0}
         low = np.asarray(certify.margin_bounds(model, x, y, **how))
         assert np.all(low[rivals] <= np.array(reached)[rivals] + 1e-5)
         found.append(low.min(axis=1))

@@ -42,15 +42,18 @@ HIDERS = {
     "test": lambda h: jnp.where(jnp.isnan(jnp.abs(h)), -1.0, 1.0),
     "chosen": lambda h: jnp.where(h < 100, jnp.tanh(h), jnp.tanh(h) + 1) + 2,
 }
-CASES = [("sqrt", mover) for mover in MOVERS]
-CASES += [(maker, mover) for maker in list(MAKERS)[1:] for mover in ("nothing", "cummax")]
+CASES = [("sqrt", mover) for mover in MOVERS] + [(maker, "nothing") for maker in list(MAKERS)[1:]]
+WAVES = {"sine", "chosen"}
+"""Hiders whose lines take long to compile; they hide one program's values."""
 X = jnp.array([[0.9, 0.7, 0.8]])
 
 
 def program(maker, mover, x):
     """Classes: the first is right; entry by entry and hider by hider, others should be lower."""
     moved = MOVERS[mover](MAKERS[maker](x))
-    return jnp.concatenate([0 * x[:, :1], *(-hide(moved) for hide in HIDERS.values())], 1)
+    some = HIDERS if (maker, mover) == CASES[0] else set(HIDERS) - WAVES
+    hidden = [-hide(moved) for name, hide in HIDERS.items() if name in some]
+    return jnp.concatenate([0 * x[:, :1], *hidden], 1)
 
 
 @pytest.mark.parametrize(("maker", "mover"), CASES)
