@@ -180,9 +180,27 @@ FAULTS = {
     ),
     "half-of-a-subdomain-forgotten": Fault(
         "certify/subdomains.py",
-        "for half in (below, above)]",
-        "for half in (above,)]",
+        "for half, node in zip((below, above), nodes)",
+        "for half, node in zip((below,), nodes)",
         "tests/test_certify_branch.py tests/test_properties.py",
+    ),
+    "a-line-is-not-moved": Fault(
+        "proofs/curves.py",
+        "self.value(touch) - slope * touch - lost)",
+        "self.value(touch) - slope * touch)",
+        "tests/test_proofs.py",
+    ),
+    "a-split-is-kept-by-the-other-half": Fault(
+        "proofs/checker.py",
+        "(np.maximum, ends[0]) if side > 0 else (np.minimum, ends[1])",
+        "(np.maximum, ends[0]) if side < 0 else (np.minimum, ends[1])",
+        "tests/test_proofs.py",
+    ),
+    "multipliers-cost-nothing": Fault(
+        "proofs/checker.py",
+        "                    plus(part, -end)",
+        "                    plus(part, 0 * end)",
+        "tests/test_proofs.py",
     ),
     "ends-paid-for-too-little": Fault(
         "bounds/rebounded.py",

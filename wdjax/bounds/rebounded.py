@@ -180,7 +180,7 @@ class _Paying:
         return found.low.T, found.slopes
 
     def told(self, chosen: Maps) -> tuple[Array, Array]:
-        """``[C, R, N]`` each: slopes, -1 where there is none, and multipliers of what was chosen."""
+        """``[C, R, N]`` each of what was chosen: slopes, -1 where there is none; multipliers."""
         shape = *self.functions.a.shape[:1], len(self.rows.sample)
         paid = {i: jnp.zeros((*shape, *end.shape)) for i, end in self.known.lower.items()}
         steep = {place: blank - 1 for place, blank in paid.items()}
