@@ -519,6 +519,23 @@ def test_a_violation_is_a_proof_too(tmp_path, capsys):
     assert "refused" in capsys.readouterr().err
 
 
+def test_two_curves_of_a_value_have_no_proof_and_unused_nodes_no_part_in_one(tmp_path, capsys):
+    node, rng = helper.make_node, np.random.default_rng(0)
+    tensors = {"w": rng.normal(size=(4, 25)).astype(np.float32), "v": np.eye(4, dtype=np.float32)}
+    first = [node("Gemm", ["x", "w"], ["z"], transB=1), node("Relu", ["z"], ["a"])]
+    second = [node("Tanh", ["z"], ["b"]), node("Add", ["a", "b"], ["h"])]
+    asked = np.array([1.0, 0.0, 0.0, 0.0]), -99.0
+    for name, last, why in (("two", "h", "two curves"), ("unused", "a", "")):
+        nodes = [*first, *second, node("Gemm", [last, "v"], ["y"])]
+        net = written(tmp_path / f"{name}.onnx", [1, 25], nodes, tensors)
+        property_ = stated(tmp_path / f"{name}.vnnlib", np.zeros(25), np.ones(25), [[asked]])
+        assert main(["verify", str(net), str(property_), "--proof", str(tmp_path / "proofs")]) == 0
+        told = capsys.readouterr()
+        assert told.out.split()[0] == "unsat"
+        assert why in told.err
+        assert (tmp_path / "proofs" / f"{name}-{name}.npz").exists() == (not why)
+
+
 def test_the_checker_shares_no_code_with_the_bounds():
     assert len((ROOM / "checker.py").read_text().splitlines()) <= 400
     for name in ("checker", "curves", "real_net"):

@@ -132,11 +132,17 @@ class RealNet:
                 same[out] = same.get(moving[0], moving[0])
                 continue
             op.out, op.ins = out, tuple(same.get(name, name) for name in moving)
-            op.turn = sum(other.kind in CURVES for other in self.operations)
             op.bias = np.asarray(op.bias, np.float64)
             self.operations.append(op)
         self.output = same.get(graph.outputs[0], graph.outputs[0])
+        used = {self.output}
+        for op in reversed(self.operations):
+            used |= set(op.ins) if op.out in used else set()
+        self.operations = [op for op in self.operations if op.out in used]
         self.curves = [op for op in self.operations if op.kind in CURVES]
+        for turn, op in enumerate(self.curves):
+            op.turn = turn
+        _need(len({op.ins for op in self.curves}) == len(self.curves), "two curves of one value")
         self.starts = np.cumsum([0] + [self.size(op.out) for op in self.curves])
         self.inputs, self.neurons = self.size(self.source), int(self.starts[-1])
         rectified = np.array([op.kind == "Relu" for op in self.curves], bool)
