@@ -35,7 +35,7 @@ class SplitRecord:
             there = known[self.order].astype(flat.dtype)
             wider.append(unravel(jnp.asarray(pick(np.asarray(flat), there))))
         relus, rest = (
-            [{place: ends[place] for place in kind} for ends in wider]
+            [{place: part[place] for place in kind} for part in wider]
             for kind in (root.lower, root.others[0])
         )
         others = rest[0], rest[1], root.others[2]
@@ -66,39 +66,31 @@ class SplitRecord:
         """Both halves, an operand below and above a point."""
         return node.split(self.record.inputs + int(self.order[entry]), float(point))
 
-    def closed_subdomains(
-        self, nodes: Sequence[Any], row: int, slopes: Numbers, multipliers: Numbers
+    def closed(
+        self, nodes: Sequence[Any], rows: Numbers, slopes: Numbers, multipliers: Numbers
     ) -> npt.NDArray[np.bool_]:
-        """Which subdomains the checker closes for the member of a row.
+        """Which nodes the checker closes, each for the member of its row.
 
-        ``slopes`` and ``multipliers``, ``[L, N]``, are as in :class:`rebounded.SubdomainBounds`.
+        ``rows`` is ``[L]``; ``slopes`` and ``multipliers``, ``[L, N]``, are as in
+        :class:`rebounded.SubdomainBounds`.
         """
         case, count = self.record.case, len(nodes)
-        weights, given, paid = (
+        weights, (given, paid) = (
             np.zeros((count, len(case.b))),
-            *np.zeros((2, count, case.net.neurons)),
-        )
-        weights[:, row] = 1.0
-        given[:, self.order], paid[:, self.order] = slopes, multipliers
-        member = np.full(count, np.argmax(case.member[:, row]))
-        return np.asarray(self.record.closed(nodes, weights, given, paid, member))
-
-    def closed(self, leaves: Sequence[Any]) -> npt.NDArray[np.bool_]:
-        """Which of some leaves, as :mod:`signs` has them, the checker closes too."""
-        case, count = self.record.case, len(leaves)
-        rows = np.array([leaf.row for leaf in leaves], int)
-        weights, slopes, betas = (
-            np.zeros((count, len(case.b))),
-            *np.zeros((2, count, case.net.neurons)),
+            np.zeros((2, count, len(self.order))),
         )
         weights[np.arange(count), rows] = 1.0
-        signs = np.stack([leaf.signs for leaf in leaves])
-        multipliers = np.stack([leaf.multipliers for leaf in leaves])
-        slopes[:, self.order] = np.where(signs == 0, multipliers, -1.0)
-        betas[:, self.order] = -signs * multipliers
+        given[:, self.order], paid[:, self.order] = slopes, multipliers
         member = np.argmax(case.member[:, rows], axis=0)
-        nodes = [leaf.node for leaf in leaves]
-        return np.asarray(self.record.closed(nodes, weights, slopes, betas, member))
+        return np.asarray(self.record.closed(nodes, weights, given, paid, member))
+
+    def closed_leaves(self, leaves: Sequence[Any]) -> npt.NDArray[np.bool_]:
+        """Which of some leaves, as :mod:`signs` has them, the checker closes too."""
+        rows = np.array([leaf.row for leaf in leaves], int)
+        signs = np.stack([leaf.signs for leaf in leaves])
+        numbers = np.stack([leaf.multipliers for leaf in leaves])
+        slopes = np.where(signs == 0, numbers, -1.0)
+        return self.closed([leaf.node for leaf in leaves], rows, slopes, -signs * numbers)
 
 
 def _known(record: CaseRecord) -> list[Numbers]:

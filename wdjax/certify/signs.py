@@ -225,7 +225,7 @@ class Frontier:
         open."""
         claimed = [place for place, leaf in enumerate(some) if leaf.low > 0]
         if self.record is not None and claimed:
-            done = self.record.closed([some[place] for place in claimed])
+            done = self.record.closed_leaves([some[place] for place in claimed])
             for place in itertools.compress(claimed, ~done):
                 some[place] = some[place]._replace(low=0.0)
         return some

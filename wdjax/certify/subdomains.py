@@ -149,7 +149,8 @@ class SubdomainSearch:
         if record is None or not claimed:
             return some
         told = (np.asarray(part)[claimed, 0] for part in (found.slopes, found.multipliers))
-        done = record.closed_subdomains([some[k].node for k in claimed], int(self.rows[0]), *told)
+        rows = np.repeat(self.rows, len(claimed))
+        done = record.closed([some[k].node for k in claimed], rows, *told)
         for k in itertools.compress(claimed, ~done):
             some[k] = some[k]._replace(low=np.minimum(some[k].low, 0.0))
         return some
