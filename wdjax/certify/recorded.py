@@ -75,10 +75,8 @@ class SplitRecord:
         :class:`rebounded.SubdomainBounds`.
         """
         case, count = self.record.case, len(nodes)
-        weights, (given, paid) = (
-            np.zeros((count, len(case.b))),
-            np.zeros((2, count, len(self.order))),
-        )
+        weights = np.zeros((count, len(case.b)))
+        given, paid = np.zeros((2, count, len(self.order)))
         weights[np.arange(count), rows] = 1.0
         given[:, self.order], paid[:, self.order] = slopes, multipliers
         member = np.argmax(case.member[:, rows], axis=0)
