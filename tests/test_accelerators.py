@@ -160,4 +160,5 @@ def test_a_default_batch_leaves_memory_unused(name):
         return jax.grad(lambda x: jnp.sum(losses.cross_entropy(model(x), y)))(x)
 
     needed = jax.jit(gradient).lower(model, x).compile().memory_analysis()
-    assert 0 < needed.temp_size_in_bytes + needed.output_size_in_bytes < expected
+    scratch = 0 if jax.default_backend() == "cpu" else 2**22  # Of its matrix products.
+    assert 0 < needed.temp_size_in_bytes + needed.output_size_in_bytes < expected + scratch

@@ -199,13 +199,18 @@ def measured(name, dtype, fn, exact):
     return found
 
 
+def allowed(error, least=record.LEAST):
+    """What may be measured: on accelerators up to the least that is charged, with its safety."""
+    return error if jax.default_backend() == "cpu" else max(error, least / record.SAFETY)
+
+
 @needs_long
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_err_by_what_was_measured(name):
     fn, exact = getattr(lax, name), FUNCTIONS[name]
-    assert measured(name, np.float32, fn, exact) <= TABLE[name].error[0]
+    assert measured(name, np.float32, fn, exact) <= allowed(TABLE[name].error[0])
     with float64():
-        assert measured(name, np.float64, fn, exact) <= TABLE[name].error[1]
+        assert measured(name, np.float64, fn, exact) <= allowed(TABLE[name].error[1])
 
 
 def test_a_row_that_was_copied_is_caught():
@@ -226,7 +231,7 @@ def test_functions_of_short_floats_err_by_what_was_measured(name):
         with np.errstate(all="ignore"):
             true = exact(z.astype(float))
         found = worst(out, *sized(name, z.astype(float), true, out), dtype)
-        assert found <= TABLE[name].error[2], (dtype, found)
+        assert found <= allowed(TABLE[name].error[2], record.SHORT), (dtype, found)
 
 
 @needs_long
@@ -238,7 +243,8 @@ def test_angles_err_by_what_was_measured(dtype):
         out = np.asarray(jax.jit(lax.atan2)(y, x)).astype(long)
         true = np.arctan2(y.astype(long), x.astype(long))
         found = worst(out, true, np.maximum(np.abs(true), np.abs(out)), dtype)
-        assert found <= TABLE["atan2"].error[column], found
+        least = record.SHORT if dtype in SHORT else record.LEAST
+        assert found <= allowed(TABLE["atan2"].error[column], least), found
 
     with float64() if dtype == np.float64 else jax.disable_jit(False):
         for reach in (1, 1e-3, 1e3):
@@ -258,7 +264,7 @@ def test_powers_of_known_bases_err_by_what_was_measured(dtype):
                 true = long(dtype(base)) ** y.astype(long)
             out = np.asarray(jax.jit(lax.pow)(dtype(base), y)).astype(long)
             known = (true > np.finfo(dtype).tiny) & (true < 0.99 * np.finfo(dtype).max)
-            assert worst(out[known], true[known], true[known], dtype) <= 0.6, base
+            assert worst(out[known], true[known], true[known], dtype) <= allowed(0.6), base
 
     with float64() if dtype == np.float64 else jax.disable_jit(False):
         check()
@@ -278,7 +284,7 @@ def test_powers_err_by_what_is_trusted(name):
             known = (size > np.finfo(dtype).tiny) & (size < 0.99 * np.finfo(dtype).max)
             out = np.asarray(jax.jit(lambda t, y=y: getattr(lax, name)(t, y))(z)).astype(long)
             found = worst(out[known], true[known], np.abs(true[known]), dtype)
-            assert found <= (0.6 if name == "pow" else 0.5 * abs(exponent)), exponent
+            assert found <= allowed(0.6 if name == "pow" else 0.5 * abs(exponent)), exponent
 
     check(np.float32)
     with float64():
@@ -331,8 +337,10 @@ ARITHMETIC = [*BASIC, *EXACT, *SUMS, *PRODUCTS]
 @needs_long
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, *SHORT], ids=lambda d: np.dtype(d).name)
 def test_arithmetic_rounds_as_often_as_it_is_charged(dtype):
-    """All of it in one program for each length."""
+    """All of it in one program for each length. What accelerators round once errs by up to a unit,
+    of which affine maps are charged four, or one of short floats."""
     rng, short = np.random.default_rng(0), dtype in SHORT
+    once = 0.501 if jax.default_backend() == "cpu" else 1.0
 
     def check(n):
         a, b = pairs(dtype, rng, n)
@@ -345,9 +353,9 @@ def test_arithmetic_rounds_as_often_as_it_is_charged(dtype):
             else:
                 true = table[name](*wide)
                 size = np.abs(true) if name not in SUMS else table[name](*map(np.abs, wide))
-                rounded = 0 if name in EXACT else 0.501 if name in BASIC else max(n / 2, 0.501)
+                rounded = 0 if name in EXACT else once if name in BASIC else max(n / 2, once)
                 if short and name in ("dot_general", "conv_general_dilated"):
-                    rounded = 0.501 + n * 2.0**-13  # Products are added up in float32.
+                    rounded = once + n * 2.0**-13  # Products are added up in float32.
             assert worst(out, true, size, dtype) <= rounded, (name, n)
 
     with float64() if dtype == np.float64 else jax.disable_jit(False):

@@ -358,7 +358,7 @@ def test_more_queries_never_lower_the_margin(norm):
     images = jax.random.uniform(jax.random.key(2), (12, 4, 7, 1))
     victim = wdjax.Model(apply, make_params(3, 28))
     labels = jnp.argmax(victim(images), -1)
-    eps = {1: 4.0, 2: 1.5, math.inf: 0.25}[norm]
+    eps = {1: 6.0, 2: 1.5, math.inf: 0.25}[norm]
     before = -np.inf
     for queries in (1, 8, 60):
         attack = attacks.Square(Lp(norm), queries=queries)

@@ -237,7 +237,7 @@ def leaves():
         "shape": jax.ShapeDtypeStruct((2,), jnp.float32),
         "many axes": np.ones((1,) * 31), "too many axes": np.ones((1,) * 33),
         "spread": jax.device_put(jnp.arange(8.0), jax.sharding.NamedSharding(
-            jax.make_mesh((8,), ("d",)), jax.sharding.PartitionSpec("d"))),
+            jax.sharding.Mesh(jax.devices("cpu"), ("d",)), jax.sharding.PartitionSpec("d"))),
     }  # fmt: skip
     kinds = "bool float128 complex64 complex128 >f4 >i8 M8[s] m8[s] U3 S3 O i4,f4"
     for kind in [*kinds.split(), *(f"{k}{n}" for k in "iuf" for n in (1, 2, 4, 8))]:

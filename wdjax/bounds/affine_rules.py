@@ -140,13 +140,14 @@ def additive(
     positions: Iterable[int] | None = None,
     terms: Callable[[JaxprEqn], int] = _none,
     absolute: Callable[[Sequence[Array]], Array] | None = None,
+    run: Callable[[JaxprEqn, Sequence[Array]], Array] = bind,
 ) -> Rule:
     """A rule for an operation that is jointly linear in the operands at ``positions`` (all of them
     by default).
 
     ``terms`` counts the products per entry of the result; ``absolute`` is the operation with
-    absolute coefficients, by default the operation itself. The other operands, such as indices,
-    must not depend on the input.
+    absolute coefficients, by default the operation itself, which is what ``run`` computes. The
+    other operands, such as indices, must not depend on the input.
     """
 
     def rule(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Interval | Ternary:
@@ -168,7 +169,7 @@ def additive(
 
             return linear
 
-        plain = functools.partial(bind, eqn)
+        plain = functools.partial(run, eqn)
         sized = absolute or plain
         middles = [a.center if isinstance(a, Interval) else a for a in operands]
         sizes = [a.magnitude if isinstance(a, Interval) else jnp.abs(a) for a in operands]
@@ -337,6 +338,37 @@ def known_indices(eqn: JaxprEqn, args: Sequence[Value]) -> Array:
             "depend on the input."
         )
     return args[1]
+
+
+def written(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Value | list[Value]:
+    """The rule for ``scatter``: unknown where several updates are written to one entry.
+
+    Which of them stays is not defined: on CPUs the last one, on GPUs any.
+    """
+    out = additive([0, 2], run=_written)(eqn, args, norm)
+    if not isinstance(out, Ternary):
+        return out
+    twice = _written_twice(eqn, known_indices(eqn, args))
+    return Ternary(out.lower & ~twice, out.upper | twice)
+
+
+def _written(eqn: JaxprEqn, args: Sequence[Array]) -> Array:
+    """The result of ``scatter``, NaN where several updates are written to one entry."""
+    return bind(eqn, args) * jnp.where(_written_twice(eqn, args[1]), jnp.nan, 1.0)
+
+
+def _written_twice(eqn: JaxprEqn, indices: Array) -> Array:
+    """Whether several updates of a scatter go to one entry of its result."""
+    if eqn.params["unique_indices"]:
+        return jnp.zeros((), bool)
+    counted = lax.scatter_add(
+        jnp.zeros(shape_of(eqn, 0)),
+        indices,
+        jnp.ones(shape_of(eqn, 2)),
+        eqn.params["dimension_numbers"],
+        mode=eqn.params["mode"],
+    )
+    return counted > 1
 
 
 def scattered_product(

@@ -22,9 +22,10 @@ LEAST, SHORT = 16, 5
 
 
 class Error(NamedTuple):
-    """The largest error of a float result that was measured on CPUs, for normal numbers.
+    """The largest error of a float result that was measured, for normal numbers.
 
     In units of ``finfo.eps`` times the value; for sums a term for their length is added elsewhere.
+    Measured on CPUs; on one GPU (H200) functions erred by at most this, or by less than 2 units.
     """
 
     float32: float

@@ -71,17 +71,25 @@ def _combined(eqn: JaxprEqn) -> str | None:
     return name if name in _COMBINED else None
 
 
+def _counts_once(name: str | None, start: Any) -> bool:
+    """Whether a reduction by ``name`` is known not to depend on how often ``start`` is combined.
+
+    XLA defines it for sums from 0 only: a GPU adds the initial value once for each partial sum, and
+    a CPU once more for each entry of padding.
+    """
+    if name in ("add", "add_any"):
+        return start is not None and not validate.traced(start) and not np.any(np.asarray(start))
+    return name is not None
+
+
 def _windowed(eqn: JaxprEqn, start: Any) -> Written | None:
     """A ``reduce_window`` as a plain window sum or maximum, then one operation.
 
-    The operation combines it with the initial value ``start``, if that is known. None if the
-    equation cannot be written so. Platforms differ in whether padding counts the initial value of a
-    sum again, so with padding it must be 0.
+    The operation combines it with the initial value ``start``. None if the equation cannot be
+    written so.
     """
     name, params = _combined(eqn), eqn.params
-    framed = any(map(any, params["padding"])) or max(params["base_dilation"]) > 1
-    known = start is not None and not validate.traced(start) and not np.any(np.asarray(start))
-    if name is None or (framed and not known and name not in ("max", "min")):
+    if not _counts_once(name, start):
         return None
 
     def windows(x: jax.Array, start: jax.Array) -> jax.Array:
@@ -101,13 +109,12 @@ def _windowed(eqn: JaxprEqn, start: Any) -> Written | None:
 
 
 def _reduced(eqn: JaxprEqn, start: Any) -> Written | None:
-    """A ``reduce`` as a plain reduction, then one operation with the initial value.
+    """A ``reduce`` as a plain reduction, then one operation with the initial value ``start``.
 
-    None unless it is a sum, a maximum or a minimum of floats. The initial value may be unknown:
-    ``start``, which every rule is given, is not used.
+    None unless it is a sum from 0, a maximum or a minimum of floats.
     """
     name, axes = _combined(eqn), tuple(eqn.params.get("dimensions", ()))
-    if name is None:
+    if not _counts_once(name, start):
         return None
 
     def reduced(x: jax.Array, start: jax.Array) -> jax.Array:
@@ -121,13 +128,14 @@ _WRITTEN = {"reduce_window": _windowed, "reduce": _reduced}
 REFUSED = {
     "reduce_window": (
         "windows ('reduce_window') are bounded for sums, maxima and minima of floats, and sums "
-        "with padding only from the initial value 0, since XLA's definition and its CPU disagree "
-        "on others; write a product of windows as one of strided slices, and pad by jnp.pad first "
-        "or add the initial value afterwards."
+        "only from the initial value 0, since platforms differ in how often they add another; "
+        "write a product of windows as one of strided slices, and add the initial value "
+        "afterwards."
     ),
     "reduce": (
-        "reductions ('reduce') are bounded for sums, maxima and minima of floats; write a product "
-        "as jnp.prod, and another function as one of slices."
+        "reductions ('reduce') are bounded for sums, maxima and minima of floats, and sums only "
+        "from the initial value 0, since platforms differ in how often they add another; add it "
+        "afterwards, write a product as jnp.prod, and another function as one of slices."
     ),
 }
 """Why an equation of the primitive was not rewritten, and what to write instead."""

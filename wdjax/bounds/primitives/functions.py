@@ -9,7 +9,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from wdjax.bounds import nonlinear, record, relax
-from wdjax.bounds.domain import Array, Rule
+from wdjax.bounds.domain import Array, Rule, tiny
 from wdjax.bounds.record import EXACT, ONCE, Error, Lines, Record, Relaxation, View
 
 
@@ -187,14 +187,14 @@ RECORDS = [
     function(
         "lgamma",
         nonlinear.log_gamma,
-        Error(14, 10, 0.6),
+        Error(16, 10, 0.6),
         _absolute_error(relax.convex(_positive(lax.lgamma), lax.digamma)),
         fuses=False,
     ),
     function(
         "digamma",
         nonlinear.digamma,
-        Error(6, 5.5, 0.6),
+        Error(7, 5.5, 0.6),
         _absolute_error(relax.concave(_positive(lax.digamma), _trigamma)),
         fuses=False,
     ),
@@ -202,7 +202,12 @@ RECORDS = [
         "atan",
         Error(2.9, 2.6, 0.6),
         1.0,
-        relax.sigmoid(jnp.arctan, lambda z: 1 / (1 + z**2), lambda s: jnp.sqrt(1 / s - 1)),
+        relax.sigmoid(
+            jnp.arctan,
+            lambda z: 1 / (1 + z**2),
+            # Of slopes below the smallest normal float the reciprocal would overflow.
+            lambda s: jnp.sqrt(1 / jnp.maximum(s, tiny(s.dtype)) - 1),
+        ),
     ),
     rising("tanh", Error(3.2, 3.5, 0.6), 1.0, relax.sigmoid(jnp.tanh, _gap, _where_tanh)),
     rising(

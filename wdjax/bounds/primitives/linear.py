@@ -79,7 +79,7 @@ RECORDS = [
     _linear("broadcast_in_dim", affine_rules.additive(), _repeated, error=EXACT, keeps_order=True),
     _linear("tile", affine_rules.additive(), error=EXACT),
     _linear("gather", whole.gathered, error=EXACT, operands=(0, 1)),
-    _linear("scatter", affine_rules.additive([0, 2]), once, error=EXACT, operands=(0, 2)),
+    _linear("scatter", affine_rules.written, once, error=EXACT, operands=(0, 2)),
     _linear(
         "scatter-add",
         affine_rules.additive([0, 2], affine_rules.scattered),
