@@ -49,7 +49,7 @@ test-fast: $(VENV)/.test
 
 test-oldest: $(OLDEST)/.test
 	JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache_oldest $(OLDEST)/bin/python -m pytest \
-		-n $(WORKERS) --dist loadfile -m fast tests
+		-n $(WORKERS) --dist loadfile -m "fast and not slow" tests
 
 # Two minutes of ONNX and VNN-LIB files made by chance; the suite tries each kind for seconds.
 fuzz: $(VENV)/.test
