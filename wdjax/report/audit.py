@@ -364,7 +364,7 @@ def of(
       Omega_2   >=    0.750    0.111
       Omega_1   <=    0.500    0.000
       Omega_1   >=    0.500    0.000
-    all invariants hold
+    all 11 checks hold: no attack crosses a certificate
     """
     arguments.check(model=model, x=x, y=y)
     began = time.perf_counter()
