@@ -56,10 +56,11 @@ _COMBINED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 _NEUTRAL = {"add": 0.0, "add_any": 0.0, "max": -jnp.inf, "min": jnp.inf}
 
 
-def _combined(eqn: JaxprEqn) -> str | None:
-    """The name of the primitive by which a reduction combines two entries.
+def _combined(eqn: JaxprEqn, start: Any) -> str | None:
+    """The name of the primitive by which a reduction of floats combines two entries.
 
-    None unless it is a sum, a maximum or a minimum of floats.
+    None unless it is a maximum, a minimum, or a sum from 0. From another initial value sums are not
+    defined: a GPU adds it once for each partial sum, and a CPU once more for each entry of padding.
     """
     closed: Any = eqn.params["jaxpr"]
     inner = getattr(closed, "jaxpr", closed)
@@ -68,28 +69,17 @@ def _combined(eqn: JaxprEqn) -> str | None:
     if not plain or {*inner.eqns[0].invars} != {*inner.invars}:
         return None
     name = inner.eqns[0].primitive.name
-    return name if name in _COMBINED else None
-
-
-def _counts_once(name: str | None, start: Any) -> bool:
-    """Whether a reduction by ``name`` is known not to depend on how often ``start`` is combined.
-
-    XLA defines it for sums from 0 only: a GPU adds the initial value once for each partial sum, and
-    a CPU once more for each entry of padding.
-    """
-    if name in ("add", "add_any"):
-        return start is not None and not validate.traced(start) and not np.any(np.asarray(start))
-    return name is not None
+    if name not in _COMBINED:
+        return None
+    zero = start is not None and not validate.traced(start) and not np.any(np.asarray(start))
+    return name if zero or name in ("max", "min") else None
 
 
 def _windowed(eqn: JaxprEqn, start: Any) -> Written | None:
-    """A ``reduce_window`` as a plain window sum or maximum, then one operation.
-
-    The operation combines it with the initial value ``start``. None if the equation cannot be
-    written so.
-    """
-    name, params = _combined(eqn), eqn.params
-    if not _counts_once(name, start):
+    """A ``reduce_window`` as a plain window sum or maximum, then one operation with the initial
+    value ``start``; None if it cannot be written so."""
+    name, params = _combined(eqn, start), eqn.params
+    if name is None:
         return None
 
     def windows(x: jax.Array, start: jax.Array) -> jax.Array:
@@ -109,12 +99,10 @@ def _windowed(eqn: JaxprEqn, start: Any) -> Written | None:
 
 
 def _reduced(eqn: JaxprEqn, start: Any) -> Written | None:
-    """A ``reduce`` as a plain reduction, then one operation with the initial value ``start``.
-
-    None unless it is a sum from 0, a maximum or a minimum of floats.
-    """
-    name, axes = _combined(eqn), tuple(eqn.params.get("dimensions", ()))
-    if not _counts_once(name, start):
+    """A ``reduce`` as a plain reduction, then one operation with the initial value ``start``; None
+    if it cannot be written so."""
+    name, axes = _combined(eqn, start), tuple(eqn.params.get("dimensions", ()))
+    if name is None:
         return None
 
     def reduced(x: jax.Array, start: jax.Array) -> jax.Array:
