@@ -17,7 +17,9 @@ from wdjax.bounds.domain import ends, fresh
 from wdjax.bounds.graph import flatten
 from wdjax.bounds.primitives import TABLE
 from wdjax.checks.axis_rules import ELEMENTWISE
+from wdjax.models.conv import conv
 from wdjax.precision import float64
+from wdjax.xla_cpu import WINOGRAD_CHANNELS
 
 ROOT = Path(__file__).parents[1]
 PICK = np.array([True, False, True, True, False, True])
@@ -416,6 +418,25 @@ def test_nothing_is_known_of_entries_that_are_written_twice(method):
     least, most = ends(interval.interpret(signs, [fresh(x[0], x[0])])[0])
     assert least.tolist() == [True, True, True, False, True, True]
     assert np.all(most)
+
+
+@pytest.mark.parametrize("method", ["interval", "crown"])
+def test_what_winograd_rounds_is_charged_beside_bright_pixels(method):
+    """In the dark column its products round what the bright neighbours, times 0, cancel to."""
+    rng, dark, channels = np.random.default_rng(0), 15, WINOGRAD_CHANNELS
+    x = rng.uniform(0.5, 1, (1, 32, 32, channels)).astype(np.float32)
+    x[:, :, :dark] *= 1e-6
+    kernel = np.zeros((3, 3, channels, channels), np.float32)
+    kernel[1, 1] = rng.normal(size=(channels, channels))
+    model = Model(lambda k, x: conv(x, k, padding=1)[:, 16, dark - 1], jnp.asarray(kernel))
+    out = np.asarray(jax.jit(model)(x))[0].astype(float)
+    exact = x[0, 16, dark - 1].astype(float) @ kernel[1, 1].astype(float)
+    y = np.array([np.argmax(out)])
+    low = np.asarray(certify.margin_bounds(model, x, y, norm=np.inf, eps=0.0, method=method))[0]
+    rivals = np.arange(channels) != y
+    for z in (out, exact):
+        assert np.all((low <= z[y] - z)[rivals])
+    assert jax.default_backend() != "cpu" or np.max(np.abs(out - exact)) > 0.1 * np.max(out)
 
 
 INSTEAD = {

@@ -34,7 +34,6 @@ from wdjax.bounds.domain import (
 from wdjax.bounds.graph import Graph, Node, dependent
 from wdjax.bounds.primitives import TABLE
 from wdjax.bounds.record import Ends
-from wdjax.xla_cpu import WINOGRAD_CHANNELS
 
 _LARGEST = 2.0**50
 """Larger values count as unbounded, since even a coefficient that underflowed would matter there.
@@ -63,6 +62,8 @@ class Affine(NamedTuple):
     """Loss by underflow in a dtype shorter than float32."""
     exact: tuple[Any, ...]
     """The operands that do not depend on the input, None for the others."""
+    rounded: Linear | None = None
+    """As that of :func:`affine_rules.affine`."""
 
     @property
     def record(self) -> record.Record:
@@ -172,7 +173,9 @@ def _affine(node: Node, moves: Sequence[bool], args: Sequence[Any]) -> list[Affi
         parts = tuple(Part(roots[r], c.apply, c.absolute) for r, c in value.terms.items())
         known = tuple(a if is_exact(a) else None for a in operands)
         error = _error(node, value, max(value.roundings - 1, 0))
-        found.append(Affine(node, parts, value.center, *error, known))
+        left = node.name == "conv_general_dilated" and moves[0]
+        rounded = affine_rules.by_winograd(node.eqn, operands[1]) if left else None
+        found.append(Affine(node, parts, value.center, *error, known, rounded))
     return found
 
 
@@ -186,12 +189,7 @@ def _error(node: Node, value: Interval, terms: int) -> tuple[float, float]:
     assert rules.affine is not None
     declared: Any = eqn.outvars[0].aval
     unit = 0.5 * float(jnp.finfo(dtype).eps)
-    forwards = terms + 2.0
-    if node.name == "conv_general_dilated":
-        kernel, spec = affine_rules.shape_of(eqn, 1), eqn.params["dimension_numbers"].rhs_spec
-        outputs, inputs, *window = (kernel[i] for i in spec)
-        forwards *= 8 if min(outputs, inputs) >= WINOGRAD_CHANNELS and window == [3, 3] else 1
-    total = 1.01 * unit * (forwards + rules.affine(eqn) + 6)
+    total = 1.01 * unit * (terms + rules.affine(eqn) + 8)
     moved = rules.once and not (rules.elementwise or rules.sums)
     if moved or not affine_rules.is_narrow(declared.dtype):
         return total, 0.0
@@ -232,6 +230,7 @@ def forward(affine: Affine, values: dict[int, Bounded], charged: set[int]) -> Bo
     lowest, peak = tiny(affine.offset.dtype), jnp.abs(affine.offset)[None]
     center, radius = affine.offset[None], jnp.zeros((), affine.offset.dtype)
     offset, size, error = affine.offset, jnp.abs(affine.offset)[None], radius
+    wide = size
     for place, apply, absolute in affine.parts:
         value = values[place]
         if place in charged:
@@ -244,13 +243,14 @@ def forward(affine: Affine, values: dict[int, Bounded], charged: set[int]) -> Bo
         moved = rules.once and not rules.scales  # Nothing can underflow.
         kept = value.size if moved else _limited(value.size, value.size)
         size = size + jax.vmap(absolute)(kept)
+        wide = size if affine.rounded is None else wide + jax.vmap(affine.rounded)(kept)
         error = error + jax.vmap(absolute)(value.error)
         offset = offset + apply(value.offset)
         if sums:  # A partial sum may overflow.
             largest = jnp.maximum(jnp.abs(value.lower), jnp.abs(value.upper))
             peak = peak + jax.vmap(absolute)(largest)
     # Each product may underflow.
-    fine = affine.error * size + lowest * max(affine.offset.size, 64) + affine.short
+    fine = affine.error * wide + lowest * max(affine.offset.size, 64) + affine.short
     radius = _open(radius + 2 * fine)
     lower, upper = fitted(center - radius, center + radius, declared.dtype, _open(peak + fine))
     size = jnp.where(jnp.isfinite(lower) & jnp.isfinite(upper), size, jnp.inf)
