@@ -144,9 +144,27 @@ FAULTS = {
     ),
     "programs-do-not-round": Fault(
         "bounds/network.py",
-        "total = 1.01 * unit * (forwards + rules.affine(eqn) + 6)",
-        "total = 0.0 * unit * (forwards + rules.affine(eqn) + 6)",
+        "total = 1.01 * unit * (terms + rules.affine(eqn) + 8)",
+        "total = 0.0 * unit * (terms + rules.affine(eqn) + 8)",
         "tests/test_certify_soundness.py",
+    ),
+    "winograd-rounds-its-own-products-only": Fault(
+        "bounds/affine_rules.py",
+        "return lambda t: bind(wider, [t, wide])",
+        "return None",
+        "tests/test_certify_primitives.py",
+    ),
+    "the-last-update-stays-everywhere": Fault(
+        "bounds/affine_rules.py",
+        "return counted > 1",
+        "return counted > 9",
+        "tests/test_certify_primitives.py",
+    ),
+    "sums-from-any-value": Fault(
+        "bounds/rewritten.py",
+        'return name if zero or name in ("max", "min") else None',
+        "return name",
+        "tests/test_certify_primitives.py",
     ),
     "clopper-pearson-one-off": Fault(
         "smoothing/binomial.py",
