@@ -105,17 +105,14 @@ def by_turns(
     index = jnp.sort(order, stable=False)
 
     @jax.checkpoint
-    def turn(_: None, these: Array) -> tuple[None, Array]:
+    def turn(_: None, these: tuple[Array, ...]) -> tuple[None, Array]:
         nothing = jnp.full((width, *rest), -jnp.inf, dtype)
-        found = loops.cond(
-            these[0] < needed.size,
-            lambda these: find(numbers(these, shape, samples)),
-            lambda _: nothing,
-            these,
-        )
+        first, *places = these
+        found = loops.cond(first[0] < needed.size, find, lambda _: nothing, places)
         return None, found
 
-    found = loops.scan(turn, None, index.reshape(-1, width))[1].reshape(-1, *rest)
+    turns = [each.reshape(-1, width) for each in (index, *numbers(index, shape, samples))]
+    found = loops.scan(turn, None, tuple(turns))[1].reshape(-1, *rest)
     return jnp.full((needed.size, *rest), -jnp.inf, dtype).at[index].set(found, mode="drop")
 
 
@@ -150,12 +147,13 @@ def unframed(maps: Array) -> Array:
 def gathered(maps: Array, spots: Array) -> Array:
     """Entries ``[K, R, ...]`` of ``K`` tables ``[K, N, c]`` at ``spots``, ``[R, S]``.
 
-    By one flat index into one table; several indices, or with K innermost, are slow.
+    By one flat index into one table; several indices, or with K innermost, are slow. Indices that
+    have no sign are not compared with 0 once more for each entry.
     """
     kinds, count = maps.shape[:2]
     table = maps.reshape(-1, *maps.shape[2:])
     spots = spots + np.arange(kinds)[:, None, None] * count
-    return table.at[spots].get(mode="promise_in_bounds")
+    return table.at[spots.astype(jnp.uint32)].get(mode="promise_in_bounds")
 
 
 @jax.custom_jvp
