@@ -198,6 +198,9 @@ def test_a_nearest_flip_that_was_not_found_is_told():
     gone = jax.tree.map(jnp.array, found)
     gone.cost.delete()
     assert repr(gone).startswith("Found(x_adv, ")
+    few = np.r_[np.flatnonzero(~missed), np.flatnonzero(missed)[:1]]
+    with pytest.warns(RobustnessWarning, match=f"no flip was found for 1 of {len(few)} samples"):
+        wdjax.search(attacks.FMN(steps=3), hard, x[few], y[few])
 
 
 @jax.custom_vjp

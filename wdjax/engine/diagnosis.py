@@ -36,8 +36,6 @@ _SATURATED = 1e-5
 """How near to 1 the largest probability is where softmax hides its gradients."""
 _MANY = 50
 """The least number of samples of which the clean accuracy is judged."""
-_MISSED = 0.1
-"""The least share of samples that is said if a minimum-norm search finds no flip for more."""
 _QUERIES = 30, 300
 """Queries of the random search in a second look, after two margin ascents of eight steps each; and
 where the attack was hardly better than noise."""
@@ -131,9 +129,9 @@ def _gains(
 
 
 def _missed(found: Found, attack: Attack, eps: Any) -> list[str]:
-    """What to say of a minimum-norm search that left many samples without a flip."""
+    """What to say of a minimum-norm search that left samples without a flip."""
     left = _standing(found)
-    if eps is not None or attack.budget != "none" or left.mean() <= _MISSED:
+    if eps is not None or attack.budget != "none" or not left.any():
         return []
     return [
         f"no flip was found for {left.sum()} of {len(left)} samples, whose distance is inf; unless "
