@@ -135,10 +135,10 @@ PROGRAMS = {
 X = jnp.asarray(RNG.uniform(0.2, 0.8, (3, STEPS * INPUTS)), jnp.float32)
 
 
-def bounds(name, norm=math.inf, eps=0.05):
+def bounds(name, norm=math.inf, eps=0.05, method="crown"):
     model = Model(PROGRAMS[name], W)
     y = model(X).argmax(axis=-1)
-    low = certify.margin_bounds(model, X, y, norm=norm, eps=eps, method="crown")
+    low = certify.margin_bounds(model, X, y, norm=norm, eps=eps, method=method)
     return np.asarray(low), model, np.asarray(y)
 
 
@@ -149,6 +149,29 @@ def test_loops_are_bounded_as_if_written_out(name, monkeypatch):
     monkeypatch.setitem(PROGRAMS, "again", lambda p, x, fn=PROGRAMS[name]: fn(p, x))
     same, *_ = bounds("again")
     np.testing.assert_allclose(low, same, rtol=2e-4, atol=2e-4)
+
+
+def test_slopes_of_all_steps_are_optimised(monkeypatch):
+    def cell(p, x):
+        def step(h, x):
+            return jax.nn.relu(x @ p["x"][:, :WIDTH] + h @ p["h"][:, :WIDTH]), None
+
+        return lax.scan(step, jnp.zeros((len(x), WIDTH)), series(x))[0] @ p["out"]
+
+    monkeypatch.setitem(PROGRAMS, "cell", cell)
+    plain, *_ = bounds("cell", eps=0.3)
+    low, model, y = bounds("cell", eps=0.3, method="alpha")
+    monkeypatch.setattr(graph, "_SHORT", 10**9)
+    monkeypatch.setitem(PROGRAMS, "again", lambda p, x: cell(p, x))
+    same, *_ = bounds("again", eps=0.3, method="alpha")
+    np.testing.assert_allclose(low, same, rtol=1e-3, atol=1e-3)
+    rivals = np.arange(3) != y[:, None]
+    assert np.all(low[rivals] >= plain[rivals] - 1e-5)
+    assert np.max(low[rivals] - plain[rivals]) > 0.03
+    step = 0.3 * np.sign(np.random.default_rng(1).normal(size=(4000, *X.shape)))
+    logits = np.asarray(jax.vmap(model)(np.clip(X + 0.999 * step, 0, 1).astype(np.float32)))
+    apart = np.take_along_axis(logits, y[None, :, None], axis=2) - logits
+    assert np.all((low <= apart.min(axis=0))[rivals])
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -175,14 +198,15 @@ def equations(jaxpr):
     return len(jaxpr.eqns) + sum(map(equations, inner))
 
 
-def test_more_steps_need_no_more_program():
+@pytest.mark.parametrize("method", ["crown", "alpha"])
+def test_more_steps_need_no_more_program(method):
     def size(steps):
         def apply(w, x):
             return lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=steps)[0]
 
         def low(w, x):
             ball = region.ball(x, jnp.full(1, 0.1), math.inf, (0.0, 1.0), None)
-            return margins.lower(Model(apply, w), ball, jnp.zeros(1, int), "crown")
+            return margins.lower(Model(apply, w), ball, jnp.zeros(1, int), method)
 
         return equations(jax.make_jaxpr(low)(weight(3, 3), jnp.full((1, 3), 0.4)).jaxpr)
 

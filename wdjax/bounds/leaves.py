@@ -298,7 +298,7 @@ class _Split:
     def low(
         self,
         multipliers: Maps,
-        record: dict[int, tuple[Array, Array]] | None = None,
+        record: passes.Record | None = None,
         arrived: dict[int, Coefficients] | None = None,
     ) -> Array:
         """``[L]`` lower bounds of the leaves' functions; inf for an empty leaf.
@@ -332,14 +332,14 @@ def _scores(split: _Split, multipliers: Maps) -> tuple[Array, Array]:
     """``[L, N]``: how much a neuron's upper line loosens the bound, plus a tenth of the loss by its
     lower line; 0 for neurons that cannot be split. Also the bound's coefficients of the inputs,
     ``[L, *shape]``."""
-    record: dict[int, tuple[Array, Array]] = {}
+    record: passes.Record = {}
     arrived: dict[int, Coefficients] = {}
     split.low(multipliers, record, arrived)
     found = {place: jnp.zeros_like(sign) for place, sign in split.signs.items()}
     for out, place in split.operands.items():
         if out not in record:
             continue
-        a, lines = record[out][1][0], split.state.lines[out]
+        a, lines = record[out].coefficients[0], split.state.lines[out]
         value = split.state.values[place]
         assert lines.free is not None
         open_ = lines.free & (split.signs[place] == 0)

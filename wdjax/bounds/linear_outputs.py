@@ -66,7 +66,7 @@ def lower(
     """Lower bounds of every row over every box ``low <= x <= high``, ``[B, *shape]``."""
     with highest():
         region = boxes(low, high)
-        state = margins.prepare(model, region, method, rolled=method == "crown")
+        state = margins.prepare(model, region, method, rolled=method in margins.ROLLED)
         found = of(state, rows, method)
     return found
 

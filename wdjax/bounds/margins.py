@@ -35,7 +35,7 @@ by sample, within a time limit."""
 
 def lower(model: Classifier, region: Region, y: Array, method: Method) -> Array:
     """``[B, K]`` lower bounds of ``z_y - z_j`` over each region, inf at ``j = y``."""
-    state = prepare(model, region, method, rolled=method == "crown")
+    state = prepare(model, region, method, rolled=method in ROLLED)
     return of(state, model, region, y, method)
 
 
@@ -138,6 +138,8 @@ _INSIDE: dict[Method, Sequence[crown.Refinement]] = {
     "alpha": (*_CROWN, _SLOPES),
 }
 """For each method, how the bounds of unstable neurons are tightened, one after another."""
+ROLLED: tuple[Method, ...] = "crown", "auto", "alpha"
+"""Methods that bound the steps of a loop by one body; others write the steps out."""
 _BOUNDS: dict[Method, Sequence[passes.Bound]] = {
     "interval": (merged,),
     "crown": (passes.backward,),

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax.numpy as jnp
 
@@ -57,7 +57,7 @@ class Pass:
     """Ends ``[B, *shape]`` of operands of nonlinear equations that are given from outside."""
     scans: dict[int, "Rolled"] = field(default_factory=dict)
     """Loops that are not written out, by their first output."""
-    leave: Callable[["Sum", Mapping[int, Coefficients], Rows], Array] | None = None
+    leave: "Leave | None" = None
     """In a step of such a loop: lower bounds ``[G, R]`` of functions of the step's inputs."""
     outside: int = 0
     """In such a step: the largest number of entries of a value outside."""
@@ -79,10 +79,44 @@ class Rolled(Protocol):
     """Bound of what all its steps lose by underflow."""
 
     def back(
-        self, sum_: "Sum", outs: Mapping[int, Coefficients], rows: Rows
+        self,
+        sum_: "Sum",
+        outs: Mapping[int, Coefficients],
+        rows: Rows,
+        slopes: "Slopes | None",
+        record: "Record | None",
     ) -> tuple["Sum", dict[int, Coefficients]]:
-        """Sends coefficients of the results, by their number, back to the operands, by place."""
+        """Sends coefficients of the results, by their number, back to the operands, by place.
+
+        ``slopes`` and ``record`` are those of its steps."""
         ...
+
+
+STEEPEST = 4.0
+"""Largest factor of the usual slopes of lines that may be turned, as of S-shaped functions."""
+OUTSIDE = -1
+"""The key of slopes of lines outside, for functions of a loop's step."""
+
+Slopes: TypeAlias = Mapping[int, Any]
+"""Lower slopes ``[G, R, ...]`` of each row, by the output of their ReLU; factors of the usual
+slopes where lines may be ``turned``. Those of a loop's steps, ``[G, R, T, ...]``, are a mapping
+too, by the loop's first output."""
+Record: TypeAlias = dict[int, Any]
+"""A :class:`Free` for each of the slopes that may be chosen, in mappings as in :data:`Slopes`."""
+Leave: TypeAlias = Callable[
+    ["Sum", Mapping[int, Coefficients], Rows, Slopes | None, Record | None], Array
+]
+
+
+class Free(NamedTuple):
+    """Slopes that may be chosen."""
+
+    slopes: Array
+    """``[G, R, ...]``: those that are used by default."""
+    most: Array
+    """Their upper limit, as many axes of length 1 (but T, that of a loop's steps)."""
+    coefficients: Array
+    """``[G, R, ...]``: what meets their lines."""
 
 
 Bound = Callable[[Pass, Mapping[int, Coefficients], Rows], Array]
@@ -109,8 +143,8 @@ def backward(
     state: Pass,
     coefficients: Mapping[int, Coefficients],
     rows: Rows,
-    slopes: Mapping[int, Array] | None = None,
-    record: dict[int, tuple[Array, Array]] | None = None,
+    slopes: Slopes | None = None,
+    record: Record | None = None,
     mirrored: bool = False,
     arrived: dict[int, Coefficients] | None = None,
     begun: "Sum | None" = None,
@@ -121,11 +155,9 @@ def backward(
       state: the values' bounds and lines.
       coefficients: of the bounded functions, by the place of the value.
       rows: the ``R`` rows.
-      slopes: lower slopes ``[G, R, ...]`` of each row, by the output of their ReLU, shaped like its
-        coefficients or dense; of lines that may be ``turned``, factors of the usual slopes; None
-        for those of ``state.lines``.
-      record: filled with ``(default slopes, coefficients)`` of each ReLU whose slopes are free, and
-        ``(ones, coefficients)`` where lines may be turned.
+      slopes: shaped like the coefficients that meet them, or dense; None for those of
+        ``state.lines``.
+      record: filled with what slopes may be chosen.
       mirrored: also bounds the negatives, ``[2, G, R]``; the lines must be parallel.
       arrived: filled with the coefficients at nonlinear values that have lines, and at the input,
         by place.
@@ -137,7 +169,8 @@ def backward(
         begun = Sum(zero, zero)
     sum_, found = sent(state, coefficients, rows, begun, slopes, record, arrived)
     if state.leave is not None:
-        return state.leave(sum_, found, rows)
+        seen = None if record is None else record.setdefault(OUTSIDE, {})
+        return state.leave(sum_, found, rows, (slopes or {}).get(OUTSIDE), seen)
     net = state.network
     if net.source in found:
         a, least = found[net.source], functools.partial(state.region.least, rows=rows)
@@ -153,8 +186,8 @@ def sent(
     coefficients: Mapping[int, Coefficients],
     rows: Rows,
     sum_: "Sum",
-    slopes: Mapping[int, Array] | None = None,
-    record: dict[int, tuple[Array, Array]] | None = None,
+    slopes: Slopes | None = None,
+    record: Record | None = None,
     arrived: dict[int, Coefficients] | None = None,
 ) -> tuple["Sum", dict[int, Coefficients]]:
     """Sends coefficients back to the inputs, as :func:`backward`; by the input's place."""
@@ -171,10 +204,13 @@ def sent(
     for place, a in coefficients.items():
         charge(place, a)
     for node in reversed(net.graph.nodes):
-        if node.outputs[0] in state.scans:
+        first = node.outputs[0]
+        if first in state.scans:
             outs = {k: found.pop(i) for k, i in enumerate(node.outputs) if i in found}
             if outs:
-                sum_, entered = state.scans[node.outputs[0]].back(sum_, outs, rows)
+                steps = None if record is None else record.setdefault(first, {})
+                given = (slopes or {}).get(first)
+                sum_, entered = state.scans[first].back(sum_, outs, rows, given, steps)
                 for part, back in entered.items():
                     charge(part, back)
                     send(part, back)
@@ -189,11 +225,8 @@ def sent(
                     a = whole(a, rows)  # The slopes are dense.
                 if arrived is not None:
                     arrived[place] = a
-                if record is not None and lines.turned is not None:
-                    record[place] = jnp.ones_like(a.a), a.a
-                if record is not None and lines.free is not None:
-                    usual = seen(lines.maps[0], rows, a)[2]
-                    record[place] = jnp.broadcast_to(usual.reshape(a.a.shape[1:]), a.a.shape), a.a
+                if record is not None and (free := _free(lines, a, rows)):
+                    record[place] = free
                 sum_, backs = _relaxed(sum_, lines, a, rows, chosen)
                 for operand, back in backs:
                     send(node.inputs[operand], back)
@@ -205,6 +238,17 @@ def sent(
                     charge(part, back)
                     send(part, back)
     return sum_, found
+
+
+def _free(lines: Lines, a: Coefficients, rows: Rows) -> Free | None:
+    """The slopes that may be chosen for these coefficients."""
+    steepest = jnp.full((1,) * a.a.ndim, STEEPEST if lines.turned else 1.0, a.a.dtype)
+    if lines.turned is not None:
+        return Free(jnp.ones_like(a.a), steepest, a.a)
+    if lines.free is not None:
+        usual = seen(lines.maps[0], rows, a)[2]
+        return Free(jnp.broadcast_to(usual.reshape(a.a.shape[1:]), a.a.shape), steepest, a.a)
+    return None
 
 
 def transposed(affine: Affine, a: Coefficients, rows: Rows) -> list[tuple[int, Coefficients]]:

@@ -164,14 +164,13 @@ class _Paying:
     def best(self) -> tuple[Array, Maps]:
         """``[C, R]``: the highest bounds, and the numbers that gave them, as :meth:`_low` has them;
         the coefficients of the last pass are in ``arrived``."""
-        seen: dict[int, tuple[Array, Array]] = {}
+        seen: passes.Record = {}
         usual = self._low({}, record=seen)
         begun = {place: jnp.zeros_like(unit) for place, unit in self.units.items()}
-        begun |= {~out: first for out, (first, _) in seen.items()}
-        turned = {~out for out in seen if self.state.lines[out].turned is not None}
-        most = {key: jnp.inf if key >= 0 else 1.0 for key in begun}
-        most |= dict.fromkeys(turned, slopes.STEEPEST)
-        least = {key: -jnp.inf if key >= 0 else 0.0 for key in begun}
+        most, least = dict.fromkeys(begun, jnp.inf), dict.fromkeys(begun, -jnp.inf)
+        begun |= {~out: free.slopes for out, free in seen.items()}
+        most |= {~out: free.most for out, free in seen.items()}
+        least |= dict.fromkeys((~out for out in seen), 0.0)
         worst = slopes.BestSlopes(jnp.full_like(usual, -jnp.inf), begun)
         found = slopes.maximised(
             self._low, worst, most, _STEPS, _RATE, until=0.0, patience=_PATIENCE, least=least
@@ -201,7 +200,7 @@ class _Paying:
     def _low(
         self,
         chosen: Maps,
-        record: dict[int, tuple[Array, Array]] | None = None,
+        record: passes.Record | None = None,
         arrived: dict[int, Coefficients] | None = None,
     ) -> Array:
         """``[R, C]`` bounds for multipliers by place, and slopes by ``~output``."""

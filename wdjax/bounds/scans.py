@@ -23,7 +23,7 @@ from wdjax.bounds.explicit import explicit
 from wdjax.bounds.fused import fuse
 from wdjax.bounds.graph import FULL, Graph, Node, dependent, flatten
 from wdjax.bounds.network import Network
-from wdjax.bounds.passes import Pass, Sum
+from wdjax.bounds.passes import Pass, Record, Slopes, Sum
 from wdjax.bounds.record import Ends, Lines
 from wdjax.xla_cpu import framed
 
@@ -107,7 +107,7 @@ class Scan:
             (plain if stacked is None else run)(inner)
             self.flushed = self.length * network.flushed(inner.network)
             self.lines = {place: _bare(lines) for place, lines in inner.lines.items()}
-            maps = {place: lines.maps[:1] for place, lines in inner.lines.items()}
+            maps = {place: lines.maps for place, lines in inner.lines.items()}
             outs = [self._ends(inner, place) for place in outputs]
             following = {
                 place: jnp.asarray(inner.network.exact[out])
@@ -180,9 +180,14 @@ class Scan:
         return (jnp.broadcast_to(value, (len(self.state.region.lower), *value.shape)),) * 2
 
     def back(
-        self, sum_: Sum, outs: Mapping[int, Coefficients], rows: Rows
+        self,
+        sum_: Sum,
+        outs: Mapping[int, Coefficients],
+        rows: Rows,
+        slopes: Slopes | None,
+        record: Record | None,
     ) -> tuple[Sum, dict[int, Coefficients]]:
-        """Sends coefficients of the results, by their number, back to the operands, by place."""
+        """As :meth:`passes.Rolled.back`."""
         found, emitted = dict[int, Coefficients](), dict[int, Array]()
         for k, a in outs.items():
             if k >= len(self.body.carries):
@@ -193,14 +198,24 @@ class Scan:
                 value = self.state.values[self.outputs[k]].lower[:1]
                 value = value.reshape(-1)
                 sum_ = sum_.between(whole(a, rows).a.reshape(*a.a.shape[:2], -1), value, value)
-        return self._through(sum_, found, emitted, rows, self.stacked, None)
+        return self._through(sum_, found, emitted, rows, self.stacked, None, slopes, record)
 
     def _leave(
-        self, sum_: Sum, found: Mapping[int, Coefficients], rows: Rows, stacked: _Step, until: Array
+        self,
+        sum_: Sum,
+        found: Mapping[int, Coefficients],
+        rows: Rows,
+        slopes: Slopes | None,
+        record: Record | None,
+        stacked: _Step,
+        until: Array,
     ) -> Array:
         """Bounds functions of which the coefficients of a step's inputs are left."""
-        sum_, backs = self._through(sum_, found, {}, rows, stacked, until)
-        return passes.backward(self.state, backs, rows, begun=sum_)
+        first = self.outputs[0]
+        seen = None if record is None else record.setdefault(first, {})
+        before = (slopes or {}).get(first)
+        sum_, backs = self._through(sum_, found, {}, rows, stacked, until, before, seen)
+        return passes.backward(self.state, backs, rows, slopes, record, begun=sum_)
 
     def _through(
         self,
@@ -210,6 +225,8 @@ class Scan:
         rows: Rows,
         stacked: _Step,
         until: Array | None,
+        slopes: Slopes | None,
+        record: Record | None,
     ) -> tuple[Sum, dict[int, Coefficients]]:
         """Sends coefficients of a step's inputs back through all steps before the step ``until``;
         None for all steps, with those that ``emitted`` results have, ``[G, R, T, *shape]``."""
@@ -224,9 +241,11 @@ class Scan:
             held[place] = a
         terms = 0
 
-        def one(now: tuple[Any, Array, Array], at: Array) -> tuple[Any, Array, Array]:
+        def one(now: tuple[Any, Array, Array], at: Array) -> tuple[Any, Record | None]:
             nonlocal terms
             held, value, size = now
+            free: Record | None = None if record is None else {}
+            chosen = {place: slope[:, :, at] for place, slope in (slopes or {}).items()}
             inner, part = self._kept(stacked, at), Sum(value, size)
             ends = dict(zip(self.body.carries, self.body.graph.outputs))
             given = [(ends[place], held[place]) for place in self.carries]
@@ -234,7 +253,7 @@ class Scan:
             part, outs = _known_apart(part, inner, given)
             left: dict[int, Coefficients] = {}
             if outs:
-                part, left = passes.sent(inner, outs, rows, part)
+                part, left = passes.sent(inner, outs, rows, part, chosen, free)
             terms = part.terms
             following = {}
             for place, a in held.items():
@@ -246,16 +265,20 @@ class Scan:
                 else:
                     series = place in self.body.series
                     following[place] = a.at[:, :, at].set(new) if series else a + new
-            return following, part.value, part.size
+            return (following, part.value, part.size), free
 
-        def turn(now: Any, at: Array) -> tuple[Any, None]:
+        def turn(now: Any, at: Array) -> tuple[Any, Record | None]:
             if until is None:
-                return one(now, at), None
+                return one(now, at)
+            _, like = jax.eval_shape(one, now, at)
+            none = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), like)
             before = at > until if self.reverse else at < until
-            return loops.cond(before, one, lambda now, at: now, now, at), None
+            return loops.cond(before, one, lambda now, at: (now, none), now, at)
 
         start, every = (held, sum_.value, sum_.size), jnp.arange(self.length)
-        (held, *both), _ = loops.scan(turn, start, every, reverse=not self.reverse)
+        (held, *both), seen = loops.scan(turn, start, every, reverse=not self.reverse)
+        if record is not None:
+            record.update(jax.tree.map(lambda t: jnp.moveaxis(t, 0, 2), seen))
         sum_ = Sum(both[0], both[1], sum_.terms + self.length * terms)
         entered = ((self.operands[place], a) for place, a in held.items())
         return _known_apart(sum_, self.state, entered)
@@ -286,7 +309,8 @@ def _bare(lines: Lines) -> Lines:
     """The lines' structure, which all steps share."""
     none = jnp.zeros(())
     views = tuple(view._replace(low=none, up=none) for view in lines.views)
-    return Lines(views, none, none)
+    free = None if lines.free is None else none
+    return Lines(views, none, none, free=free, turned=lines.turned)
 
 
 def fits(net: Network) -> bool:

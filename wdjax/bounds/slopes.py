@@ -7,7 +7,7 @@ Source: Xu et al. [xu2021]; here each row has slopes of its own, also of interme
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,10 @@ from wdjax.bounds.coefficients import Coefficients, Rows
 from wdjax.bounds.domain import Array
 
 _RATE, _DECAY = 0.25, 0.95
-STEEPEST = 4.0
-"""Largest factor of the usual slopes of S-shaped functions."""
 _MEANS = (0.9, 0.999)
 
-Slopes = dict[int, Array]
+Slopes = dict[int, Any]
+"""Arrays ``[..., *shape]`` for bounds ``[...]``, in mappings as in :data:`passes.Slopes`."""
 
 
 def optimised(
@@ -44,18 +43,19 @@ def best(
     begun: Slopes | None = None,
 ) -> "BestSlopes":
     """:func:`optimised`, with the slopes; they are dense if the first ones, ``begun``, are."""
-    seen: dict[int, tuple[Array, Array]] = {}
+    seen: passes.Record = {}
     usual = passes.backward(state, coefficients, rows, record=seen)
-    if not seen:
+    if not jax.tree.leaves(seen):
         return BestSlopes(usual, {})
 
     def low(slopes: Slopes) -> Array:
         return passes.backward(state, coefficients, rows, slopes=slopes)
 
     # The first step uses the default slopes; unused results of the pass above are not computed.
-    begun = begun or {place: first for place, (first, _) in seen.items()}
+    defaults, most = (_each(field, seen) for field in ("slopes", "most"))
+    begun = begun or defaults
+    most = {i: most.get(i, 1.0) for i in begun}  # What meets no coefficient does not matter.
     worst = BestSlopes(jnp.full_like(usual, -jnp.inf), begun)
-    most = {i: 1.0 if state.lines[i].turned is None else STEEPEST for i in begun}
     return maximised(low, worst, most, steps, _RATE)
 
 
@@ -67,8 +67,18 @@ class BestSlopes(NamedTuple):
 
     def or_else(self, low: Array, slopes: Slopes) -> "BestSlopes":
         gain = low > self.low
-        kept = {i: jnp.where(norms.spread(gain, s), s, self.slopes[i]) for i, s in slopes.items()}
-        return BestSlopes(jnp.where(gain, low, self.low), kept)
+
+        def kept(new: Array, old: Array) -> Array:
+            return jnp.where(norms.spread(gain, new), new, old)
+
+        return BestSlopes(jnp.where(gain, low, self.low), jax.tree.map(kept, slopes, self.slopes))
+
+
+def _each(field: str, seen: passes.Record) -> Slopes:
+    """One field of each :class:`passes.Free`."""
+    return jax.tree.map(
+        lambda free: getattr(free, field), seen, is_leaf=lambda one: isinstance(one, passes.Free)
+    )
 
 
 _Climb: TypeAlias = tuple[Array, Slopes, optax.OptState, BestSlopes, Array, Array]
@@ -80,45 +90,45 @@ _LOOK = 3
 def maximised(
     low: Callable[[Slopes], Array],
     begun: BestSlopes,
-    most: Mapping[int, Array | float],
+    most: Slopes,
     steps: int,
     rate: float,
     until: float = jnp.inf,
     patience: float = 0.0,
-    least: Mapping[int, float] | None = None,
+    least: Slopes | None = None,
 ) -> BestSlopes:
     """The best of Adam's steps between ``least`` and ``most``, until all are above a level.
 
     Args:
       low: maps slopes to bounds of any shape, each of which depends on its own slopes only.
       begun: bounds to improve on, and the first slopes.
-      most: upper limits of the slopes, by place.
+      most: upper limits of the slopes, arrays or numbers.
       steps: maximum number of steps.
       rate: Adam's first step size; it decays geometrically.
       until: stops early once all bounds exceed this.
       patience: stops early where three steps raised the bounds below ``until`` by less than this
         share of their distance from it, summed; 0 for never.
-      least: lower limits of the slopes, by place; 0 for those that are not named.
+      least: lower limits of the slopes; 0 by default.
 
     A slope whose step is not finite stays as it is.
     """
+    least = jax.tree.map(lambda _: 0.0, most) if least is None else least
     ascent = optax.adam(optax.exponential_decay(-rate, 1, _DECAY), *_MEANS, eps=1e-12)
 
     def height(slopes: Slopes) -> tuple[Array, Array]:
         found = low(slopes)
         return jnp.sum(jnp.where(jnp.isfinite(found), found, 0.0)), found
 
-    def moved(place: int, now: Array, change: Array) -> Array:
+    def moved(now: Array, change: Array, low: Array | float, high: Array | float) -> Array:
         new = now + change
-        end = (least or {}).get(place, 0.0)
-        return jnp.clip(jnp.where(jnp.isfinite(new), new, now), end, most[place])
+        return jnp.clip(jnp.where(jnp.isfinite(new), new, now), low, high)
 
     def step(carry: _Climb) -> _Climb:
         i, now, memory, best, mark, rises = carry
         (_, found), slope = jax.value_and_grad(height, has_aux=True)(now)
         best = best.or_else(found, now)
         changes, memory = ascent.update(slope, memory)
-        now = {place: moved(place, value, changes[place]) for place, value in now.items()}
+        now = jax.tree.map(moved, now, changes, least, most)
         if patience:
             gap = jnp.maximum(until - best.low, 0.0)
             short = jnp.sum(jnp.where(jnp.isfinite(best.low), gap, 0.0))
