@@ -3,6 +3,10 @@
 import contextlib
 import itertools
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -339,3 +343,14 @@ def test_the_bound_itself_is_rounded_down(norm):
     over = np.asarray(low[:, 1], float) - exact
     assert over.max() <= 0
     assert over.min() > -1e-2
+
+
+# Compilers.
+
+
+def test_certificates_hold_as_users_compile_them():
+    """The tests' own flags let the compiler fuse less (``conftest``)."""
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    script = Path(__file__).with_name("as_users_compile.py")
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "all hold\n"), done.stderr[-2000:]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -147,6 +148,26 @@ def test_what_cannot_be_written_is_refused_before_the_work(
     out = {"--json": "-"} | {option: str(tmp_path)}
     assert main([*command, *(word for pair in out.items() for word in pair)]) == 2
     assert capsys.readouterr().err == f"wdjax: {tmp_path} is a folder; name a file.\n"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--points", "{data}"],
+        ["--json", "{data}"],
+        ["--plot", "{weights}"],
+        ["--json", "z.json", "--points", "./z.json"],
+    ],
+)
+def test_no_output_replaces_an_input_or_another_output(given, capsys, tmp_path, options):
+    *_, command = given
+    data, weights = (Path(command[command.index(name) + 1]) for name in ("--data", "--weights"))
+    before = data.read_bytes(), weights.read_bytes()
+    options = [str(tmp_path / o) if "z." in o else o for o in options]
+    assert main([*command, *(o.format(data=data, weights=weights) for o in options)]) == 2
+    assert "would replace it: name another file" in capsys.readouterr().err
+    assert (data.read_bytes(), weights.read_bytes()) == before
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_audit_refuses_its_folder_at_once(tmp_path, capsys):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+import wdjax
 from wdjax import metrics
 
 pytestmark = pytest.mark.fast
@@ -197,3 +198,39 @@ def test_intervals_of_bounded_means_keep_what_must_not_matter():
 def test_misuse_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+NONE = np.array([np.nan, 0.1])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: metrics.robustness_curve(NONE, np.array([0.0, 0.2])),
+        lambda: metrics.minimum_perturbation(NONE),
+        lambda: metrics.step_area(NONE, 1.0),
+        lambda: metrics.robustness_curve(-DISTANCE, np.array([0.0, 0.2])),
+        lambda: metrics.minimum_perturbation(np.zeros(0)),
+        lambda: metrics.robustness_curve(np.zeros((2, 2)), np.array([0.0, 0.2])),
+        lambda: metrics.accuracy(jnp.eye(4), np.array([0, 1, 2, 0])[:, None]),
+        lambda: metrics.accuracy(jnp.eye(4), np.eye(4)),
+        lambda: metrics.accuracy(jnp.eye(4), np.array([0])),
+        lambda: metrics.targeted_attack_success_rate(jnp.eye(3), np.array([[0], [2], [2]])),
+        lambda: metrics.attack_success_rate(np.ones(3), np.ones((3, 1))),
+    ],
+)
+def test_what_is_no_distance_or_label_is_refused(call):
+    with pytest.raises(ValueError, match=r"distances|logits must be|must both be"):
+        call()
+
+
+def test_an_unknown_distance_is_never_robust():
+    curve = jax.jit(lambda d: metrics.robustness_curve(d, jnp.array([0.0, 0.2])).accuracy)
+    assert np.isnan(curve(NONE)).all()
+    model = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    x = np.array([[0.6, 0.4], [np.nan, 0.4], [1.5, 0.4], [0.6, 0.4]], np.float32)
+    y = np.array([0, 0, 0, 9])
+    search = jax.jit(lambda x, y: wdjax.search(wdjax.attacks.WDAPlusPlus(), model, x, y))
+    distance = np.asarray(metrics.flip_distance(search(x, y)))
+    assert np.isfinite(distance).tolist() == [True, False, False, False]
+    assert np.isnan(distance[1:]).all()

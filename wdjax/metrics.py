@@ -31,11 +31,20 @@ def correct(logits: jax.Array, y: ArrayLike) -> jax.Array:
     Returns:
       ``[n]`` booleans.
 
+    Raises:
+      ValueError: other shapes, or labels that are not integers.
+
     Source: [definitions]
 
     >>> correct(jnp.array([[2.0, 1.0], [1.0, 1.0]]), jnp.array([0, 1])).tolist()
     [True, False]
     """
+    logits, y = jnp.asarray(logits), jnp.asarray(y)
+    if logits.ndim != 2 or y.shape != logits.shape[:1] or not jnp.issubdtype(y.dtype, jnp.integer):
+        raise ValueError(
+            "logits must be [n, K] and labels [n] integers, got shapes "
+            f"{list(logits.shape)} and {list(y.shape)}, {y.dtype}; use vmap for more."
+        )
     return (jnp.argmax(logits, axis=-1) == y) & ~jnp.any(jnp.isnan(logits), axis=-1)
 
 
@@ -66,7 +75,8 @@ def attack_success_rate(success: ArrayLike, correct: ArrayLike | None = None) ->
         the rate is among those samples only, as many papers report it; NaN if there are none.
 
     Returns:
-      A number in ``[0, 1]``. Without ``correct`` it is 1 minus the accuracy after the attack.
+      A number in ``[0, 1]``. Without ``correct`` it is 1 minus the accuracy after the attack, if
+      no sample is invalid: a search inside of a trace, which cannot raise, gives these no success.
 
     Source: Robustness Definitions [definitions], "Attack Success Rate".
 
@@ -75,9 +85,9 @@ def attack_success_rate(success: ArrayLike, correct: ArrayLike | None = None) ->
     (0.666..., 0.5)
     """
     success = jnp.asarray(success, bool)
-    return (
-        jnp.mean(success) if correct is None else _mean_where(success, jnp.asarray(correct, bool))
-    )
+    before = jnp.ones_like(success) if correct is None else jnp.asarray(correct, bool)
+    _check_same(success, before, "success", "correct")
+    return _mean_where(success, before)
 
 
 def targeted_attack_success_rate(logits: jax.Array, target: ArrayLike) -> jax.Array:
@@ -176,13 +186,16 @@ def minimum_perturbation(distance: ArrayLike) -> MinimumPerturbation:
     Args:
       distance: ``[n]`` distances: 0 where misclassified already, inf where no flip is known.
 
+    Raises:
+      ValueError: no distances, or ones that are negative or NaN; in a trace NaN gives NaN.
+
     Source: Robustness Definitions [definitions], "Minimum Adversarial Perturbation".
 
     >>> summary = minimum_perturbation(jnp.array([0.0, 0.5, 1.0, jnp.inf]))
     >>> float(summary.found), float(summary.mean), float(summary.median_of_all)
     (0.75, 0.5, 0.75)
     """
-    distance = jnp.asarray(distance)
+    distance = _check_distances(distance)
     found = jnp.isfinite(distance)
     ranked = jnp.sort(distance)
     some = jnp.any(found)
@@ -223,7 +236,8 @@ def robustness_curve(distance: ArrayLike, eps: ArrayLike) -> RobustnessCurve:
       A :class:`RobustnessCurve`, non-increasing.
 
     Raises:
-      ValueError: ``eps`` does not increase.
+      ValueError: ``eps`` does not increase; no distances, or ones that are negative or NaN. In a
+        trace NaN gives NaN.
 
     Cost: ``O((n + m) log n)``.
 
@@ -233,9 +247,10 @@ def robustness_curve(distance: ArrayLike, eps: ArrayLike) -> RobustnessCurve:
     >>> curve.accuracy.tolist(), float(curve.area)
     ([0.75, 0.5, 0.25, 0.0], 1.125)
     """
-    distance, eps = jnp.sort(jnp.asarray(distance)), _check_increasing(eps)
+    distance, eps = jnp.sort(_check_distances(distance)), _check_increasing(eps)
     broken = jnp.searchsorted(distance, eps, side="right")
-    return RobustnessCurve(eps, 1 - broken / len(distance))
+    unknown = jnp.isnan(distance[-1])  # NaN is sorted last.
+    return RobustnessCurve(eps, jnp.where(unknown, jnp.nan, 1 - broken / len(distance)))
 
 
 def measured_curve(
@@ -282,7 +297,7 @@ def step_area(distance: ArrayLike, limit: ArrayLike) -> jax.Array:
     >>> float(step_area(jnp.array([0.0, 1.0, jnp.inf]), 2.0))
     1.0
     """
-    return jnp.mean(jnp.minimum(jnp.asarray(distance), limit))
+    return jnp.mean(jnp.minimum(_check_distances(distance), limit))
 
 
 def flip_distance(found: Found) -> jax.Array:
@@ -292,8 +307,9 @@ def flip_distance(found: Found) -> jax.Array:
       found: from :func:`wdjax.search` with a minimum-norm attack.
 
     Returns:
-      ``[n]``: 0 where misclassified already, inf where no flip is known. One search thus gives the
-      whole curve, ``robustness_curve(flip_distance(found), eps)``.
+      ``[n]``: 0 where misclassified already, inf where no flip is known, NaN where the sample is
+      invalid, in a search inside of a trace. One search thus gives the whole curve,
+      ``robustness_curve(flip_distance(found), eps)``.
 
     Source: this library's own.
 
@@ -304,7 +320,8 @@ def flip_distance(found: Found) -> jax.Array:
     >>> [round(float(d), 3) for d in flip_distance(found)]
     [0.1, 0.0]
     """
-    return jnp.where(found.success, jnp.where(found.correct, found.cost, 0.0), jnp.inf)
+    known = jnp.where(found.success, jnp.where(found.correct, found.cost, 0.0), jnp.inf)
+    return jnp.where(jnp.isnan(found.cost), jnp.nan, known)
 
 
 def envelope(*distances: ArrayLike) -> jax.Array:
@@ -517,6 +534,19 @@ def _check_same(first: jax.Array, second: jax.Array, first_name: str, second_nam
             f"{first_name} and {second_name} must both be [n], got shapes {list(first.shape)} and "
             f"{list(second.shape)}; use vmap for more."
         )
+
+
+def _check_distances(distance: ArrayLike) -> jax.Array:
+    """``[n]`` as an array; raises if it is empty, and outside traces for NaN or below 0."""
+    found = jnp.asarray(distance)
+    if found.ndim != 1 or len(found) == 0:
+        raise ValueError(f"distances must be [n], n at least 1, got shape {list(found.shape)}.")
+    if not traced(found) and not np.all(np.asarray(found) >= 0):
+        wrong = int(np.argmin(np.asarray(found) >= 0))
+        raise ValueError(
+            f"distances must be at least 0, or inf for no flip, got {found[wrong]} at {wrong}."
+        )
+    return found
 
 
 def _check_increasing(eps: ArrayLike) -> jax.Array:

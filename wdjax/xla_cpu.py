@@ -47,6 +47,8 @@ _NUMBERS = 2**22
 """A 16th of the number of coefficients that all these rows together may have at one value."""
 _WIDTH = 128
 """Number of linear functions that go back at once where these share their windows."""
+_UNLIKELY = 1.2345678e-30
+"""Where an array begins with this number, :func:`single` forgets it, which is sound."""
 _FOLD = 16
 """Number of terms that one stage of :func:`summed` adds up."""
 
@@ -127,6 +129,42 @@ def numbers(index: Array, shape: Sequence[int], samples: int) -> tuple[Array, ..
         found.append(index - size * above)
         index = above
     return jnp.minimum(index, samples - 1), found[0], *found[:0:-1]
+
+
+@jax.custom_jvp
+def single(*arrays: Array) -> tuple[Array, ...]:
+    """The arrays, of one dtype, held in memory, so that every use of an entry gets the same number.
+
+    A fusion computes what it needs anew, and its roundings are its own: two copies of a slope over
+    a narrow interval differ by a percent, and a line with the slope of one and the intercept of the
+    other bounds nothing. No fusion reaches into the branches of a condition; this one is False.
+    """
+    return _held(*arrays)
+
+
+@single.defjvp
+def _single_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Any, Any]:
+    return single(*primals), tangents
+
+
+@jax.custom_batching.custom_vmap
+def _held(*arrays: Array) -> tuple[Array, ...]:
+    """Under ``vmap`` a condition for all, since one for each would be a choice of entries."""
+    if not arrays[0].size:
+        return arrays
+    never = arrays[0].reshape(-1)[0] == _UNLIKELY
+    return loops.cond(
+        never, lambda *given: tuple(map(_unknown, given)), lambda *given: given, *arrays
+    )
+
+
+@_held.def_vmap
+def _held_in_batches(_: int, batched: Any, *arrays: Array) -> tuple[Any, Any]:
+    return _held(*arrays), tuple(batched)
+
+
+def _unknown(array: Array) -> Array:
+    return jnp.full_like(array, jnp.nan)
 
 
 def framed(*values: Array) -> Array:

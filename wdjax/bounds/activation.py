@@ -24,6 +24,7 @@ from wdjax.bounds.domain import Array, Interval, Value, ends, fresh, largest_siz
 from wdjax.bounds.graph import Graph, flatten
 from wdjax.bounds.primitives.functions import function
 from wdjax.bounds.record import ONCE, Ends, Lines, View
+from wdjax.xla_cpu import single
 
 _HALF = 12
 """Number of cells on each side of 0, where the pieces of most activations meet."""
@@ -60,7 +61,7 @@ def _lines(program: ClosedJaxpr, lower: Array, upper: Array) -> tuple[Array, ...
     above, below = jax.vmap(lambda tops: _hull(cuts[:-1], tops, middle))(tops)
     tangents = steep[0], steep[-1], steep[-2]
     slopes = lax.stop_gradient(jnp.stack([0 * lower, above, -below, *tangents]))
-    slopes = jnp.where(jnp.isfinite(slopes), slopes, 0.0)
+    (slopes,) = single(jnp.where(jnp.isfinite(slopes), slopes, 0.0))
 
     def cell(found: Ends, k: Array) -> tuple[Ends, None]:
         one, two = _cut(lower, upper, k), _cut(lower, upper, k + 1)

@@ -168,7 +168,9 @@ def _lines(state: Pass, node: Node) -> Lines | None:
     if any(v is not None and v.lower.dtype == bool for v in values):
         return None
     args: list[Any] = [
-        interval.lifted(jnp.asarray(state.network.exact[place])) if v is None else v[:2]
+        interval.lifted(jnp.asarray(state.network.exact[place]))
+        if v is None
+        else xla_cpu.single(v.lower, v.upper)
         for place, v in zip(node.inputs, values)
     ]
     return rules.lines(node.eqn, args, [v is not None for v in values])

@@ -4,7 +4,8 @@ A rule bounds ``f`` between ``sum_v low_v . view_v(operand) + low`` and ``sum_v 
 on a box of operands; a view is a fixed linear map such as the identity or one position of a pooling
 window. Slopes are free: each intercept is the extreme of ``f(z) - slope z`` on the box, which is
 attained at an end, a kink, or where the derivative is the slope, so that a bad slope costs
-tightness and never soundness.
+tightness and never soundness. This needs a slope to be one number wherever it is used
+(:func:`wdjax.xla_cpu.single`).
 """
 
 import functools
@@ -23,6 +24,7 @@ from wdjax.bounds import record
 from wdjax.bounds.affine_rules import windows
 from wdjax.bounds.domain import Array, Linear, tiny
 from wdjax.bounds.record import Ends, Lines, Relaxation, View
+from wdjax.xla_cpu import single
 
 
 def _rounding(eqn: JaxprEqn, *sizes: Array) -> Array:
@@ -66,6 +68,7 @@ def rectifier(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Line
     below = jnp.where(low > 0, 0.0, level)
     width = jnp.where(unstable, upper - lower, 1.0)
     slope = jnp.where(unstable, jnp.clip(_ratio(upper - level, width), 0.0, 1.0), low)
+    slope, low = single(slope, low)
     at_lower, at_upper = level - slope * lower, upper - slope * upper
     above = jnp.maximum(at_lower, at_upper) + _rounding(
         eqn, level + 0 * lower, slope * upper, upper
@@ -90,6 +93,7 @@ def _larger(eqn: JaxprEqn, first: Ends, second: Ends) -> Lines:
     below = jnp.where(unstable, low + high >= 0, low >= 0).astype(low.dtype)
     width = jnp.where(unstable, high - low, 1.0)
     slope = jnp.where(unstable, jnp.clip(_ratio(high, width), 0.0, 1.0), below)
+    slope, below = single(slope, below)
     sizes = [jnp.maximum(jnp.abs(lower), jnp.abs(upper)) for lower, upper in (first, second)]
     above = jnp.where(unstable, -slope * low, 0.0) + _rounding(eqn, *sizes)
     slopes = (below, slope), (1 - below, 1 - slope)
@@ -104,7 +108,7 @@ def product(eqn: JaxprEqn, args: Sequence[Any], moves: Sequence[bool]) -> Lines 
     if not all(moves):
         return None
     (lx, ux), (ly, uy) = args
-    x_slope, y_slope = 0.5 * (ly + uy), 0.5 * (lx + ux)
+    x_slope, y_slope = single(0.5 * (ly + uy), 0.5 * (lx + ux))
     sizes = [jnp.maximum(jnp.abs(a), jnp.abs(b)) for a, b in args]
     slack = _rounding(eqn, sizes[0] * sizes[1])
     low = -0.5 * (lx * ly + ux * uy) - slack
@@ -154,7 +158,7 @@ def _convex(
     middle = 0.5 * lower + 0.5 * upper
     width = jnp.where(upper > lower, upper - lower, 1.0)
     up = jnp.where(upper > lower, _ratio(f(upper) - f(lower), width), slope(middle))
-    low = slope(middle)
+    up, low = single(up, slope(middle))
     reach = jnp.maximum(jnp.abs(lower), jnp.abs(upper))
     size = jnp.maximum(jnp.abs(f(lower)), jnp.abs(f(upper)))
     # A slope below the smallest float is lost.
@@ -180,7 +184,7 @@ def sigmoid(
         chord = jnp.where(upper > lower, _ratio(f(upper) - f(lower), width), slope(lower))
         # The line below f on [lower, upper] is as steep as the one above f on [-upper, -lower].
         mirrored = jnp.stack([lower, -upper]), jnp.stack([upper, -lower])
-        up, low = _tangent(f, slope, *mirrored, chord)
+        up, low = single(*_tangent(f, slope, *mirrored, chord))
         turned = functools.partial(_extremes, eqn, f, slope, inverse)
         below, above = turned(low, lower, upper)[0], turned(up, lower, upper)[1]
         return Lines((View(0, low, up),), below, above, turned=turned)
@@ -295,7 +299,7 @@ def _crest(
         return jnp.where(right, slope, between[0]), jnp.where(right, between[1], slope)
 
     low, high = loops.fori_loop(0, 20, halved, (-steepest, steepest))
-    slope = lax.stop_gradient(jnp.where(wide, 0.0, 0.5 * low + 0.5 * high))
+    (slope,) = single(lax.stop_gradient(jnp.where(wide, 0.0, 0.5 * low + 0.5 * high)))
     # Near the tangent point, a point at distance d lies lower by at most d^2.
     size = jnp.minimum(jnp.maximum(jnp.abs(f(lower)), jnp.abs(f(upper))) + upper - lower, 1.0)
     slack = _level(eqn, size, slope * reach) + (unit * turn * (1 + reach)) ** 2

@@ -112,6 +112,8 @@ def check_shapes(
             raise ValueError(
                 f"the model must return logits [{n}, K] with K >= 2, got {got}{advice}."
             )
+        if not jnp.issubdtype(out.dtype, jnp.floating):
+            raise ValueError(f"the model must return logits as floats, got {out.dtype}: cast them.")
         return int(out.shape[1])
     if not leaves or any(leaf.ndim < 1 or leaf.shape[0] != n for leaf in leaves):
         shapes = [leaf.shape for leaf in leaves]
@@ -276,9 +278,7 @@ def check_search(
     x, n = on_device(x), len(x)
     radii = None if eps is None else _radii(check_radii(eps, n), x)
     start, only = check_like("start", start, x), check_mask("only", only, n)
-    attack, indices = settle(attack, x.dtype), on_device(np.arange(n) if index is None else index)
-    if len(indices) != n:
-        raise ValueError(f"index must have one row a sample, {n}, got {len(indices)}.")
+    attack, indices = settle(attack, x.dtype), check_index(index, n)
     x, y, sound = gate(
         model, x, y, attack.ball.box, criterion, beside=rest, transductive=transductive
     )
@@ -350,11 +350,13 @@ def check_like(name: str, points: Any, x: Array) -> Array | None:
     """Checks points like the samples ``x``, ``[n, *shape]``, or None; returns them in x's dtype."""
     if points is None:
         return None
-    finite = traced(points) or np.isfinite(np.asarray(points)).all()
-    if jnp.shape(points) != x.shape or not finite:
+    if jnp.shape(points) != x.shape:
         raise ValueError(
-            f"{name} must be finite points {list(x.shape)} like x, got {list(jnp.shape(points))}."
+            f"{name} must be points {list(x.shape)} like x, got {list(jnp.shape(points))}."
         )
+    if not traced(points) and not (finite := np.isfinite(np.asarray(points, float))).all():
+        wrong = np.flatnonzero(~finite.reshape(len(finite), -1).all(axis=1))
+        raise ValueError(f"{name} must be finite, but is not at samples {wrong[:5].tolist()}.")
     return on_device(points, x.dtype)
 
 
@@ -366,6 +368,20 @@ def check_mask(name: str, mask: Any, n: int) -> Any:
     if mask.shape != (n,) or mask.dtype != bool:
         raise ValueError(f"{name} must be booleans [{n}], got {mask.dtype}{list(mask.shape)}.")
     return mask
+
+
+def check_index(index: Any, n: int) -> Array:
+    """Checks the samples' indices in a larger data set ``[n]``; by default they count from 0."""
+    if index is None:
+        return on_device(np.arange(n))
+    given = index if traced(index) else np.asarray(index)
+    if given.shape != (n,) or not np.issubdtype(given.dtype, np.integer):
+        raise ValueError(f"index must be integers [{n}], got {given.dtype}{list(given.shape)}.")
+    if not traced(index) and not np.all((given >= 0) & (given < 2**31)):
+        raise ValueError(
+            f"index must lie between 0 and 2**31 - 1, got {given.min()} and {given.max()}."
+        )
+    return on_device(given)
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:

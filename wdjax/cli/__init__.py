@@ -134,6 +134,7 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
         # Commands print the remarks themselves, also those on results read from a checkpoint.
         told = warnings.catch_warnings(action="ignore", category=diagnosis.RobustnessWarning)
         with process.terminable(), process.compilation_cache(parsed.cache), told:
+            _refuse_one_file_twice(parsed)
             return parsed.command(parsed, console)
     except (ValueError, OSError) as error:
         console.warn(f"wdjax: {error}")
@@ -178,6 +179,29 @@ def process_main() -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):  # All files are written.
         signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
+
+
+_OUTPUTS = {"json", "place", "points", "plot", "radii", "proof", "out"}
+"""Options that name what is written, by their ``dest``."""
+
+
+def _refuse_one_file_twice(parsed: argparse.Namespace) -> None:
+    """Raises if an output would replace a file that the command reads, or another output."""
+    seen: dict[Path, str] = {}
+    for name, value in vars(parsed).items():
+        for one in value if isinstance(value, list) else [value]:
+            named = isinstance(one, Path) or (name in _OUTPUTS and isinstance(one, str))
+            if not named and not (name == "model" and isinstance(one, str)):
+                continue
+            place = Path(str(one).partition(":")[0] if name == "model" else one).resolve()
+            if str(one) == "-" or (place.exists() and not place.is_file()):
+                continue
+            other = seen.setdefault(place, name)
+            if other != name and _OUTPUTS & {name, other}:
+                raise ValueError(
+                    f"{one} is named for both --{other} and --{name}; what is written would "
+                    "replace it: name another file."
+                )
 
 
 _MEMORY = re.compile("RESOURCE_EXHAUSTED|[Oo]ut of memory")

@@ -278,7 +278,8 @@ def best_of(*found: Found) -> Found:
       *found: results of :func:`search` on the same samples.
 
     Raises:
-      ValueError: a result of :func:`run`, whose budget is spent already.
+      ValueError: a result of :func:`run`, whose budget is spent already; no result; or results of
+        other shapes. That samples and norm are the same is not seen.
 
     >>> from wdjax import Model
     >>> from wdjax.attacks import PGD
@@ -290,6 +291,11 @@ def best_of(*found: Found) -> Found:
     """
     if any(isinstance(one, Result) for one in found):
         raise ValueError("best_of takes results of wdjax.search; spend the budget after it.")
+    if not found:
+        raise ValueError("best_of takes at least one result of wdjax.search.")
+    shapes = [one.x_adv.shape for one in found]
+    if len({*shapes}) > 1:
+        raise ValueError(f"best_of takes results of the same samples, got points of {shapes}.")
     return functools.reduce(_better, found)
 
 

@@ -465,5 +465,10 @@ def _by_module(torch, module, images, name, result, fixed):
     del name, result
     parts = np.split(images, len(images) // fixed) if fixed else [images]
     with torch.no_grad():
-        rows = [module(torch.from_numpy(np.ascontiguousarray(part))).numpy() for part in parts]
-    return np.concatenate(rows), ""
+        rows = [module(torch.from_numpy(np.ascontiguousarray(part))) for part in parts]
+    if not isinstance(rows[0], torch.Tensor):
+        raise ValueError(
+            f"the module returns a {type(rows[0]).__name__}: wrap it in one that returns the "
+            "tensor of logits only."
+        )
+    return np.concatenate([row.numpy() for row in rows]), ""
