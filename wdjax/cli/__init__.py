@@ -193,7 +193,8 @@ def _refuse_one_file_twice(parsed: argparse.Namespace) -> None:
             named = isinstance(one, Path) or (name in _OUTPUTS and isinstance(one, str))
             if not named and not (name == "model" and isinstance(one, str)):
                 continue
-            place = Path(str(one).partition(":")[0] if name == "model" else one).resolve()
+            file = str(one).partition(":")[0] if name == "model" else one
+            place = Path(os.path.realpath(file))  # A loop of links is refused later.
             if str(one) == "-" or (place.exists() and not place.is_file()):
                 continue
             other = seen.setdefault(place, name)
