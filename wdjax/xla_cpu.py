@@ -48,7 +48,8 @@ _NUMBERS = 2**22
 _WIDTH = 128
 """Number of linear functions that go back at once where these share their windows."""
 _UNLIKELY = 1.2345678e-30
-"""Where an array begins with this number, :func:`single` forgets it, which is sound."""
+"""If its first array begins with this number, :func:`single` forgets all: ends are -inf and inf,
+and slopes not finite, so that lines are constant."""
 _FOLD = 16
 """Number of terms that one stage of :func:`summed` adds up."""
 
@@ -133,7 +134,7 @@ def numbers(index: Array, shape: Sequence[int], samples: int) -> tuple[Array, ..
 
 @jax.custom_jvp
 def single(*arrays: Array) -> tuple[Array, ...]:
-    """The arrays, of one dtype, held in memory, so that every use of an entry gets the same number.
+    """Slopes, or the lower and upper ends of intervals, held in memory: all uses get one number.
 
     A fusion computes what it needs anew, and its roundings are its own: two copies of a slope over
     a narrow interval differ by a percent, and a line with the slope of one and the intercept of the
@@ -152,10 +153,8 @@ def _held(*arrays: Array) -> tuple[Array, ...]:
     """Under ``vmap`` a condition for all, since one for each would be a choice of entries."""
     if not arrays[0].size:
         return arrays
-    never = arrays[0].reshape(-1)[0] == _UNLIKELY
-    return loops.cond(
-        never, lambda *given: tuple(map(_unknown, given)), lambda *given: given, *arrays
-    )
+    never = arrays[0].reshape(-1)[0].astype(jnp.float32) == _UNLIKELY
+    return loops.cond(never, _forgotten, lambda *given: given, *arrays)
 
 
 @_held.def_vmap
@@ -163,8 +162,8 @@ def _held_in_batches(_: int, batched: Any, *arrays: Array) -> tuple[Any, Any]:
     return _held(*arrays), tuple(batched)
 
 
-def _unknown(array: Array) -> Array:
-    return jnp.full_like(array, jnp.nan)
+def _forgotten(low: Array, *high: Array) -> tuple[Array, ...]:
+    return jnp.full_like(low, -jnp.inf), *(jnp.full_like(each, jnp.inf) for each in high)
 
 
 def framed(*values: Array) -> Array:

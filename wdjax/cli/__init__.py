@@ -200,8 +200,7 @@ def _refuse_one_file_twice(parsed: argparse.Namespace) -> None:
             other = seen.setdefault(place, name)
             if other != name and _OUTPUTS & {name, other}:
                 raise ValueError(
-                    f"{one} is named for both --{other} and --{name}; what is written would "
-                    "replace it: name another file."
+                    f"{one} is named twice; what is written would replace it: name another file."
                 )
 
 
