@@ -529,7 +529,7 @@ BAD = {
     "batch size": dict(batch_size=0, match="batch_size"),
     "float batch size": dict(batch_size=8.0, match="batch_size"),
     "mask": dict(only=np.ones(3, bool), match=r"only must be booleans \[24\]"),
-    "start": dict(start=x[:3], match="start must be finite points"),
+    "start": dict(start=x[:3], match="start must have the shape of x"),
     "image shape": dict(x=x[:, :1], match="does not accept"),
     "plain function": dict(model=lambda x: apply(model.args[0], x), match="wdjax.Model"),
     "model output": dict(model=wdjax.Model(lambda w, x: x, 0.0), match="must return logits"),

@@ -72,11 +72,11 @@ def test_a_model_that_mixes_its_batch_proves_nothing_in_a_trace(name):
 
 
 WRONG = {
-    "start": ({"start": X[:, :1]}, r"start must be finite points \[3, 2\]"),
-    "few starts": ({"start": X[:2]}, r"start must be finite points \[3, 2\]"),
+    "start": ({"start": X[:, :1]}, r"start must have the shape of x, \[3, 2\], got \[3, 1\]"),
+    "few starts": ({"start": X[:2]}, r"start must have the shape of x, \[3, 2\], got \[2, 2\]"),
     "only": ({"only": np.array([1, 0, 1])}, r"only must be booleans \[3\], got int64"),
     "few of only": ({"only": np.array([True])}, r"only must be booleans \[3\]"),
-    "index": ({"index": np.arange(2)}, "index must have one row a sample, 3, got 2"),
+    "index": ({"index": np.arange(2)}, r"index must be integers \[3\], got int64\[2\]"),
     "eps": ({"eps": np.full(2, 0.1)}, r"one a sample \[3\]"),
 }
 

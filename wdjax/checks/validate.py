@@ -352,7 +352,7 @@ def check_like(name: str, points: Any, x: Array) -> Array | None:
         return None
     if jnp.shape(points) != x.shape:
         raise ValueError(
-            f"{name} must be points {list(x.shape)} like x, got {list(jnp.shape(points))}."
+            f"{name} must have the shape of x, {list(x.shape)}, got {list(jnp.shape(points))}."
         )
     if not traced(points) and not (finite := np.isfinite(np.asarray(points, float))).all():
         wrong = np.flatnonzero(~finite.reshape(len(finite), -1).all(axis=1))
