@@ -45,6 +45,7 @@ def check(apply, method):
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_default_matmul_precision", "highest")  # Of the margins as of the bounds.
     for method in ("crown", "auto"):
         for apply in (normalised, squared):
             check(apply, method)

@@ -49,6 +49,13 @@ def shared() -> Path:
     return SHARED
 
 
+@pytest.fixture
+def eight_devices():
+    """For tests that name more devices than a machine with one accelerator has."""
+    if jax.device_count() < 8:
+        pytest.skip(f"wants 8 devices; {jax.default_backend()} has {jax.device_count()}")
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--shared-must-run",

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from wdjax import models, program
+from wdjax import models, program, xla_cpu
 from wdjax.models.conv import conv, plain
 
 fast = pytest.mark.fast
@@ -145,6 +145,7 @@ def test_gradients_of_all_convolutions_loop_well():
         assert program.loops_well(gradient(jnp.ones(shape), jnp.ones(kernel)))
 
 
+@pytest.mark.skipif(not xla_cpu.on_cpu(), reason="only CPUs have other convolutions")
 @pytest.mark.parametrize("precision", ["highest", "float32", None])
 def test_a_search_does_not_change_the_program_that_is_analysed(precision):
     """JAX keeps what it traced; for one with plain convolutions another must not be taken."""

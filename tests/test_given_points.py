@@ -66,7 +66,9 @@ def test_bad_points_are_refused(inputs):
     x = inputs[1]
     with pytest.raises(ValueError, match="outside of their ball"):
         played(inputs, games.given(np.clip(x + 2 * EPS, 0, 1)))
-    with pytest.raises(ValueError, match=r"points must have the shape of x, \[8, 3\], got \[7, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"points must have the shape of x, \[8, 3\], got \[7, 3\]"
+    ):
         played(inputs, games.given(x[:7]))
     for search in ("pgd", attacks.PGD):
         with pytest.raises(ValueError, match="inner must be an attack or a function"):

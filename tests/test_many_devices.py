@@ -103,6 +103,7 @@ def test_samples_of_what_the_host_directs_are_shared_out_to_devices():
         parallel.each(lambda device: lambda item: 1 / item, 3, TWO)
 
 
+@pytest.mark.usefixtures("eight_devices")
 def test_rounds_of_a_game_that_do_not_divide_are_refused():
     attack, how = transductive.transfer(attacks.PGD()), {"memory": (), "eps": 0.2, "key": KEY}
     with pytest.raises(ValueError, match="multiple of the 2 devices"):

@@ -286,6 +286,7 @@ def test_a_part_is_resumed_from_its_own_checkpoint_only(folder, parts, capsys):
     assert f"shard was '4/{COUNT}' and is '5/{COUNT}'" in refused(capsys, *own, f"5/{COUNT}")
 
 
+@pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_devices_change_no_decision(name, folder, capsys):
     found = {}
@@ -305,6 +306,7 @@ def alike(one, other):
         assert a == (pytest.approx(b, rel=1e-5, abs=1e-5) if isinstance(b, float) else b)
 
 
+@pytest.mark.usefixtures("eight_devices")
 def test_a_part_of_many_devices_is_merged_on_one(folder, parts, monkeypatch):
     given = [*words("crown"), "--devices", "2", "--json", "wide.json", "--quiet"]
     for number in (1, 2):
