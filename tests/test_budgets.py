@@ -270,3 +270,24 @@ def test_spending_beyond_the_radius_of_a_search_is_said():
         wdjax.spend(wdjax.best_of(found, near), eps=0.3, order=1)
     with pytest.warns(UserWarning, match=said):
         wdjax.spend(driver.within(found, near, 0.15), eps=0.3, order=1)
+
+
+def test_a_radius_below_that_of_the_search_is_said():
+    """Flips at .3 say nothing of those at .1, which the search had no reason to look for."""
+    x, y = jnp.array([[0.6, 0.4], [0.52, 0.48]]), jnp.array([0, 0])
+    pair = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    found = wdjax.search(attacks.PGD(), pair, x, y, eps=0.3)
+    with pytest.warns(UserWarning, match="2 of 2 samples have a flip at the edge of this search"):
+        assert not wdjax.spend(found, eps=0.1, order=jnp.inf).weight.any()
+    near = wdjax.search(attacks.WDAPlusPlus(), pair, x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert wdjax.spend(near, eps=0.11, order=jnp.inf).weight.tolist() == [1, 1]
+
+
+def test_costs_of_two_norms_are_not_compared():
+    x, y = jnp.array([[0.6, 0.4]]), jnp.array([0])
+    pair = wdjax.Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    one, two = (wdjax.search(attacks.WDAPlusPlus(Lp(p)), pair, x, y) for p in (jnp.inf, 2))
+    with pytest.raises(ValueError, match="results of one norm and box"):
+        wdjax.best_of(one, two)

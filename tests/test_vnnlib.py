@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import importlib.util
 import json
 import re
 import resource
@@ -266,24 +267,8 @@ def test_files_that_are_none():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """``y = relu(x @ A) @ B`` as ONNX, with |x_0 + x_1| and x_0 as outputs."""
-    onnx = pytest.importorskip("onnx")
     path = tmp_path_factory.mktemp("nets")
-    first = np.array([[1, -1, 1, -1], [1, -1, 0, 0]], "float32")
-    second = np.array([[1, 0], [1, 0], [0, 1], [0, -1]], "float32")
-    build = onnx.helper
-    graph = build.make_graph(
-        [
-            build.make_node("MatMul", ["x", "a"], ["z"]),
-            build.make_node("Relu", ["z"], ["h"]),
-            build.make_node("MatMul", ["h", "b"], ["y"]),
-        ],
-        "net",
-        [build.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, 2])],
-        [build.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1, 2])],
-        [onnx.numpy_helper.from_array(t, n) for t, n in ((first, "a"), (second, "b"))],
-    )
-    model = build.make_model(graph, opset_imports=[build.make_opsetid("", 13)], ir_version=8)
-    onnx.save(model, path / "net.onnx")
+    net(path / "net.onnx")
     for name, last in (
         ("sat", "(>= Y_0 1.5)"),
         ("unsat", "(>= Y_0 2.5)"),
@@ -295,6 +280,28 @@ def folder(tmp_path_factory):
     (path / "bad.vnnlib").write_text(declared(2, 2) + "(assert (<= Y_0 nan))")
     (path / "three.vnnlib").write_text(declared(3, 2) + boxed(3) + "(assert (<= Y_0 1))")
     return path
+
+
+def net(path, dtype="float32", samples=1):
+    """Writes the file; its tensors are of a dtype, and it takes so many samples."""
+    onnx = pytest.importorskip("onnx")
+    first = np.array([[1, -1, 1, -1], [1, -1, 0, 0]], dtype)
+    second = np.array([[1, 0], [1, 0], [0, 1], [0, -1]], dtype)
+    build = onnx.helper
+    kind = onnx.TensorProto.FLOAT if dtype == "float32" else onnx.TensorProto.DOUBLE
+    graph = build.make_graph(
+        [
+            build.make_node("MatMul", ["x", "a"], ["z"]),
+            build.make_node("Relu", ["z"], ["h"]),
+            build.make_node("MatMul", ["h", "b"], ["y"]),
+        ],
+        "net",
+        [build.make_tensor_value_info("x", kind, [samples, 2])],
+        [build.make_tensor_value_info("y", kind, [samples, 2])],
+        [onnx.numpy_helper.from_array(t, n) for t, n in ((first, "a"), (second, "b"))],
+    )
+    model = build.make_model(graph, opset_imports=[build.make_opsetid("", 13)], ir_version=8)
+    onnx.save(model, path)
 
 
 @pytest.mark.parametrize("name", ["sat", "unsat", "either"])
@@ -314,6 +321,36 @@ def test_verdicts_of_a_file(folder, capsys, name):
     said = capsys.readouterr().out
     assert said.startswith("sat\n((X_0 ")
     assert said.rstrip().endswith("))")
+
+
+@pytest.mark.parametrize(("dtype", "samples"), [("float64", 1), ("float32", 3)])
+def test_witnesses_are_replayed_in_the_form_of_the_file(folder, capsys, tmp_path, dtype, samples):
+    """A first row with a byte order mark names the columns."""
+    net(tmp_path / "net.onnx", dtype, samples)
+    listed = tmp_path / "list.csv"
+    listed.write_text(f"onnx,vnnlib,timeout\nnet.onnx,{folder}/sat.vnnlib,20\n", "utf-8-sig")
+    assert main(["verify", "--instances", str(listed), "--json", "-"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["instances"]
+    assert (row["result"], row["seconds_limit"]) == ("sat", 20)
+    x, y = (np.asarray(row["witness"][k]) for k in "xy")
+    np.testing.assert_allclose(y, [abs(x.sum()), x[0]], atol=1e-6)
+    assert row["replayed"] == (importlib.util.find_spec("onnxruntime") is not None)
+
+
+def test_a_witness_that_is_not_replayed_is_said(folder, capsys, monkeypatch):
+    onnxruntime = pytest.importorskip("onnxruntime")
+
+    def fails(*_, **__):
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", fails)
+    words = ["verify", str(folder / "net.onnx"), str(folder / "sat.vnnlib"), "--json", "-"]
+    assert main(words) == 0
+    captured = capsys.readouterr()
+    (row,) = json.loads(captured.out)["instances"]
+    assert (row["result"], row["replayed"]) == ("sat", False)
+    assert "was not replayed" in captured.err
+    assert "no such operator" in captured.err
 
 
 def test_a_list_is_resumed_and_tells_of_bad_files(folder, capsys, tmp_path):

@@ -192,19 +192,31 @@ def _weigh_known(
 
 
 def _unsearched(found: Found, weight: AnyArray, eps: float, kappa: Any, order: float) -> str | None:
-    """A warning if the budget could pay for flips beyond the radius of the search, else None.
+    """A warning if the budget could pay for flips that the search did not look for, else None.
 
     ``weight`` is ``[n]``, one number for each sample of ``found``. With ``kappa`` or at order inf
     the budget reaches every sample within ``kappa^(1/p) eps``, else wherever some of it is left.
+    Flips at the edge of the search's radius, and beyond what the budget reaches, are what attacks
+    find that use the whole radius.
     """
     if found.radius is None:
         return None
     radius = np.asarray(found.radius)
-    missed = np.asarray(found.correct) & ~np.asarray(found.success) & np.isfinite(radius)
+    searched = np.asarray(found.correct) & np.isfinite(radius)
+    missed = searched & ~np.asarray(found.success)
     if kappa is None and order != math.inf:
         missed &= _power_mean(np, _float64(found.cost), _float64(weight), order) < eps * (1 - 1e-5)
     else:
-        missed &= radius < eps * float(1 if kappa is None else kappa) ** (1 / order) * (1 - 1e-5)
+        reach = eps * float(1 if kappa is None else kappa) ** (1 / order)
+        cost = np.asarray(found.cost)
+        far = searched & ~missed & (cost > reach * (1 + 1e-5)) & (cost > 0.99 * radius)
+        if far.any():
+            return (
+                f"{far.sum()} of {len(far)} samples have a flip at the edge of this search, "
+                f"{radius[far].max():g}, which eps={eps:g} does not reach, and it may have "
+                "overlooked nearer ones: the accuracy may be too high. Search within this eps."
+            )
+        missed &= radius < reach * (1 - 1e-5)
     if not missed.any():
         return None
     return (

@@ -279,13 +279,13 @@ def _least(*parts: _Open) -> float:
 
 def _halved(boxes: _Open, gain: Numbers, room: int) -> tuple[_Open, _Open]:
     """Halves boxes, each along its input of the largest ``gain``, ``[L, N]``, over and over until
-    there are more than half of ``room``.
+    there are more than half of ``room``. There may be no boxes: a checker may have closed them all.
 
     Returns the halves, and the boxes that are too thin to be halved in floats. Both halves contain
     their common face, so that no input lies between them.
     """
     shape = boxes.lower.shape[1:]
-    lower, upper = (end.reshape(len(boxes.low), -1) for end in boxes[:2])
+    lower, upper = (end.reshape(-1, math.prod(shape)) for end in boxes[:2])
     low, node, stuck = boxes.low, boxes.node, []
     while True:
         middle = 0.5 * lower + 0.5 * upper

@@ -31,6 +31,9 @@ _JOBS = options.Range(1, 1024, whole=True)
 _MOST = 1 << 24
 """Largest size of a list of instances, in bytes."""
 
+_DTYPES = {"tensor(double)": np.float64, "tensor(float16)": np.float16}
+"""Inputs that onnxruntime takes, but for float32."""
+
 _EXAMPLES = """examples:
   python -m wdjax verify net.onnx property.vnnlib --seconds 60
   python -m wdjax verify net.onnx property.vnnlib.gz --json verdict.json
@@ -38,8 +41,8 @@ _EXAMPLES = """examples:
       --checkpoint kept
 
 the list has rows "net.onnx,property.vnnlib,seconds" as in VNN-COMP, or a first row that names the
-columns onnx, vnnlib, and, where there are such, timeout_s and benchmark, a folder; files are looked
-for beside the list"""
+columns onnx, vnnlib, and, where there are such, timeout_s or timeout, and benchmark, a folder;
+files are looked for beside the list"""
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -131,7 +134,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     if not listed:
         console.say(_told(verdicts[0]))
         for remark in verdicts[0].get("remarks", ()):
-            console.warn(f"wdjax: there is no proof of it: {remark}")
+            console.warn(f"wdjax: {remark}")
         return 0
     for name, count in sorted(collections.Counter(v["result"] for v in verdicts).items()):
         console.say(f"{name}: {count} of {len(verdicts)}")
@@ -156,7 +159,7 @@ def _listed(parsed: argparse.Namespace) -> Iterator[Instance]:
     if not path.is_file() or path.stat().st_size > _MOST:
         raise ValueError(f"{path} must be a list of instances, a file of at most {_MOST >> 20} MB.")
     try:
-        rows = [row for row in csv.reader(io.StringIO(path.read_text("utf-8"))) if any(row)]
+        rows = [row for row in csv.reader(io.StringIO(path.read_text("utf-8-sig"))) if any(row)]
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} is no list of instances: {error}.") from None
     names = ["onnx", "vnnlib", "timeout_s"]
@@ -172,7 +175,7 @@ def _listed(parsed: argparse.Namespace) -> Iterator[Instance]:
                 f"{options.shown(','.join(row))}."
             )
         seconds = parsed.seconds or math.inf
-        if limit := cells.get("timeout_s"):
+        if limit := cells.get("timeout_s") or cells.get("timeout"):
             try:
                 seconds = min(seconds, options.SECONDS(limit))
             except argparse.ArgumentTypeError as error:
@@ -268,7 +271,8 @@ def _searched(one: Instance, began: float) -> dict[str, Any]:
     if one.proofs and (witness is not None or not open_):
         told |= _saved(one, proof, missing)
     if witness is not None:
-        return told | {"result": "sat"} | witness
+        remarks = told.pop("remarks", []) + witness.pop("remarks")
+        return told | {"result": "sat"} | witness | ({"remarks": remarks} if remarks else {})
     if not open_:
         return told | {"result": "unsat"}
     bound = min(verdict.bound for verdict in open_)
@@ -293,14 +297,15 @@ def _saved(one: Instance, proof: certify.Proof | None, missing: str) -> dict[str
     names = (Path(name).name if not one.folder else name.replace("/", "_") for name in names)
     path = Path(one.proofs, "-".join(names) + ".npz")
     if proof is None:
-        return {"proof": None, "remarks": [missing]}
+        return {"proof": None, "remarks": [_NO_PROOF + missing]}
     try:
         proof.save(path)
     except ValueError as error:
-        return {"proof": None, "remarks": [str(error)]}
+        return {"proof": None, "remarks": [_NO_PROOF + str(error)]}
     return {"proof": str(path)}
 
 
+_NO_PROOF = "there is no proof of it: "
 _ONLY_OURS = "time: points were forbidden by our float program, not by onnxruntime's"
 
 
@@ -349,20 +354,34 @@ def _replayed(
     assert found.witness is not None
     assert found.output is not None
     y: npt.NDArray[Any] = found.output
-    replayed = importlib.util.find_spec("onnxruntime") is not None
-    if replayed:
-        import onnxruntime
-
-        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        feed = session.get_inputs()[0]
-        y = np.asarray(session.run(None, {feed.name: found.witness[None]})[0]).reshape(-1)
-        if not spec.violated(y):
-            return None
+    remark = "onnxruntime is not installed"
+    if importlib.util.find_spec("onnxruntime") is not None:
+        try:
+            y, remark = _by_runtime(path, found.witness), ""
+        except Exception as error:  # Its errors have no class in common.
+            remark = f"onnxruntime does not run it: {options.shown(str(error))}"
+    if not remark and not spec.violated(y):
+        return None
     x = found.witness.reshape(-1)
     return {
-        "replayed": replayed,
+        "replayed": not remark,
         "witness": {"x": [float(v) for v in x], "y": [float(v) for v in y]},
+        "remarks": [f"the witness was not replayed: {remark}"] if remark else [],
     }
+
+
+def _by_runtime(path: Path, x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The output of one input, as often as the file takes samples, in the file's dtype."""
+    import onnxruntime
+
+    quiet = onnxruntime.SessionOptions()
+    quiet.log_severity_level = 4
+    session = onnxruntime.InferenceSession(str(path), quiet, providers=["CPUExecutionProvider"])
+    feed = session.get_inputs()[0]
+    count = feed.shape[0] if isinstance(feed.shape[0], int) else 1
+    rows = np.repeat(x[None].astype(_DTYPES.get(feed.type, np.float32)), count, axis=0)
+    out: npt.NDArray[Any] = session.run(None, {feed.name: rows})[0]
+    return out.reshape(count, -1)[0]
 
 
 def _told(verdict: dict[str, Any]) -> str:

@@ -279,7 +279,7 @@ def best_of(*found: Found) -> Found:
 
     Raises:
       ValueError: a result of :func:`run`, whose budget is spent already; no result; or results of
-        other shapes. That samples and norm are the same is not seen.
+        other shapes or norms. That the samples are the same is not seen.
 
     >>> from wdjax import Model
     >>> from wdjax.attacks import PGD
@@ -296,6 +296,14 @@ def best_of(*found: Found) -> Found:
     shapes = [one.x_adv.shape for one in found]
     if len({*shapes}) > 1:
         raise ValueError(f"best_of takes results of the same samples, got points of {shapes}.")
+    limits = [one.limit for one in found if one.limit is not None]
+    if not validate.traced(*limits):
+        farthest = [float(np.max(np.asarray(limit), initial=0.0)) for limit in limits]
+        if not np.allclose(farthest, farthest[:1], equal_nan=True):
+            raise ValueError(
+                "best_of takes results of one norm and box, got results whose costs may be up to "
+                f"{', '.join(f'{far:g}' for far in farthest)}."
+            )
     return functools.reduce(_better, found)
 
 
