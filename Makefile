@@ -19,7 +19,7 @@ DOCS ?= .venv-docs
 BENCH ?= .venv-bench
 PYTEST_OPTIONS ?=
 
-.PHONY: audit bench test test-all test-fast test-slow test-oldest fuzz lint docs docs-serve wheel clean
+.PHONY: audit bench test test-all test-fast test-slow test-users test-oldest fuzz lint docs docs-serve wheel clean
 audit: $(VENV)/.audit
 	$(BIN)/python -m wdjax audit --out audit
 
@@ -40,6 +40,13 @@ test-slow: $(VENV)/.test
 	$(PYTEST) --no-loadscope-reorder -m slow
 
 test-all: test test-slow
+
+# The tests of certificates by programs that are compiled as users compile them.
+test-users: $(VENV)/.test
+	@echo "Half an hour: the compiler optimises."
+	WDJAX_AS_USERS=1 $(PYTEST) -m "not slow" tests/test_certify*.py tests/test_proofs.py \
+		$(addprefix tests/test_, $(addsuffix .py, \
+		bounds_of_parts metamorphic_certificates properties sandwich slack smoothing_bounds))
 
 # Every example of a docstring, and the tests of the house's rules and of pure mathematics.
 test-fast: $(VENV)/.test

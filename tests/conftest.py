@@ -3,8 +3,10 @@
 Most of the tests' time is compilation of programs that run for milliseconds. So the compiler does
 not optimise here, fuses loops the older way and hands LLVM each program in one piece: a third of
 the time. Every program is cached, since most are small and many modules, workers and subprocesses
-use the same ones. ``XLA_FLAGS`` of the environment win: with
-``XLA_FLAGS=--xla_backend_optimization_level=3`` the tests run what users run.
+use the same ones. ``XLA_FLAGS`` of the environment win.
+
+With ``WDJAX_AS_USERS`` in the environment the compiler has its defaults, as it has for users. Their
+fusions round otherwise: a fault of certificates over narrow intervals was seen there only.
 """
 
 import ctypes
@@ -16,9 +18,10 @@ from pathlib import Path
 
 OLDER = [*map(int, metadata.version("jaxlib").split(".")[:2])] < [0, 11]
 """Whether jaxlib knows the flag of the fusion emitters; others end the process."""
+FAST = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
+FAST += "--xla_cpu_use_fusion_emitters=false " * OLDER
 os.environ["XLA_FLAGS"] = (
-    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
-    + "--xla_cpu_use_fusion_emitters=false " * OLDER
+    FAST * ("WDJAX_AS_USERS" not in os.environ)
     + os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
 )

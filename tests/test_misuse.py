@@ -174,6 +174,9 @@ def sized(model):
 
 MISUSES = {
     "attack": {
+        "ball that is a norm": (attacks.PGD(np.inf), "the attack's ball must be an instance"),
+        "ball that is a class": (attacks.PGD(wdjax.Lp), "got the class Lp"),
+        "loss by its name": (attacks.PGD(loss="ce"), "loss must be a function"),
         "a class": (attacks.PGD, r"instance, PGD\("),
         "no pytree": (Unregistered(steps=2), "register_dataclass"),
         "a function": (lambda x: x, "has no|without ball"),

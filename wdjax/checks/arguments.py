@@ -26,6 +26,7 @@ _PARTS = {
 """Attributes that an instance must have, by the protocols of :mod:`wdjax.core`, ``nppr`` and
 ``smoothing.noise``."""
 _HOME = {"attack": "attacks", "perturbation": "nppr.distributions", "noise": "smoothing.noise"}
+_NONE = object()
 _GREY = 100
 """How wide a box is, at least, that is one of grey levels rather than of images in [0, 1]."""
 _WRAPPERS = {"wdjax.engine.diagnosis", "wdjax.precision"}
@@ -264,6 +265,15 @@ def _instance(name: str, value: Any) -> None:
             f"{name} must be a pytree, as those of wdjax.{_HOME[name]} are, got {described(value)}:"
             f" decorate {type(value).__name__} with @jax.tree_util.register_dataclass and "
             "@dataclasses.dataclass(frozen=True)."
+        )
+    ball, loss = getattr(value, "ball", _NONE), getattr(value, "loss", None)
+    if ball is not _NONE and (isinstance(ball, type) or not hasattr(ball, "box")):
+        raise ValueError(
+            f"the {name}'s ball must be an instance such as wdjax.Lp(2), got {described(ball)}."
+        )
+    if loss is not None and not callable(loss):
+        raise ValueError(
+            f"the {name}'s loss must be a function such as wdjax.losses.margin, got {loss!r}."
         )
 
 
