@@ -213,7 +213,8 @@ def certified_accuracy(radius: npt.ArrayLike, eps: npt.ArrayLike, order: float) 
       order: p, a number at least 1, or inf.
 
     Returns:
-      Accuracies in the shape of ``eps``, float64, rounded down.
+      Accuracies in the shape of ``eps``, float64, rounded down; for budget 0 and order inf they are
+      shares of the samples, rounded to the nearest float.
 
     Raises:
       ValueError: negative or NaN radii or budgets, a bad order, or a trace.
