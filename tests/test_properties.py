@@ -16,6 +16,7 @@ from wdjax.bounds import leaves, linear_outputs
 from wdjax.certify import (
     Specification,
     falsify,
+    halving,
     in_turn,
     parts,
     properties,
@@ -198,6 +199,14 @@ def test_boxes_are_halved_when_leaves_fill_the_memory(gap, monkeypatch):
     found = property(Model(relu_net, random_net(0)), *box, target, **HOW)
     assert found.status == ("violated" if gap > 0 else "holds")
     assert found.by in ("attack", "inputs")
+
+
+def test_no_box_has_no_halves():
+    """A proof's checker may close all that the bounds left open."""
+    none = halving._none(np.zeros((2, 3)))
+    for boxes in halving._halved(none, np.zeros((0, 6)), 8):
+        assert boxes.lower.shape == boxes.upper.shape == (0, 2, 3)
+        assert len(boxes.low) == len(boxes.node) == 0
 
 
 @pytest.mark.parametrize("members", [1, 3])
