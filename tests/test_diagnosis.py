@@ -111,6 +111,40 @@ def test_ensembles_warn_once_of_all_their_searches(name):
     np.testing.assert_array_equal(again.x_adv, found.x_adv)
 
 
+DRAWN = np.random.default_rng(7)
+BENT = wdjax.Model(
+    lambda w, x: jnp.maximum((x - 0.5) @ w[0] + w[1], 0) @ w[2],
+    [DRAWN.normal(size=s, scale=d).astype(np.float32)
+     for s, d in (((6, 8), 1.2), (8, 0.1), ((8, 3), 1.0))],
+)  # fmt: skip
+CENTRAL = np.random.default_rng(0).uniform(size=(10, 6)).astype(np.float32)
+TRUE = np.asarray(BENT(CENTRAL)).argmax(1)
+SEARCHED = {
+    "search": lambda attack, eps: wdjax.search(attack, BENT, CENTRAL, TRUE, eps=eps),
+    "mixed": lambda attack, eps: ensembles.mixed(attack, BENT, CENTRAL, TRUE, eps=eps).found,
+    "cascade": lambda attack, eps: ensembles.cascade(
+        {"only": attack}, BENT, CENTRAL, TRUE, eps=eps, key=KEY
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+@pytest.mark.parametrize(("norm", "eps"), [(np.inf, 0.5), (np.inf, 1.0), (0, 6)])
+def test_survivors_of_half_of_the_box_are_looked_at_again(name, norm, eps):
+    """Margins rise, and more than noise raises them; but nearly all samples have a flip."""
+    attack = attacks.PGD(wdjax.Lp(norm), steps=10)
+    with pytest.warns(RobustnessWarning, match="survive this attack, at most"):
+        found = SEARCHED[name](attack, eps)
+    assert found.overlooked.any()
+    assert not np.any(found.overlooked & np.asarray(found.success))
+
+
+def test_a_bisection_says_of_what_it_found_no_flip():
+    weak = attacks.PGD(wdjax.Lp(0), steps=10)
+    with pytest.warns(RobustnessWarning, match="bisect: no flip was found for"):
+        ensembles.bisect(weak, BENT, CENTRAL, TRUE, eps=1, rounds=6)
+
+
 def test_faults_are_said():
     def apply(w, x):
         far = jnp.abs(x - X[0]).max(axis=1, keepdims=True) > 0.03

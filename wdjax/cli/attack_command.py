@@ -326,7 +326,7 @@ def _spent(
     model, x, y = samples
     ball, order, spending = _ball(parsed), column.order, _spending(column, parsed)
     found = attacked["found"]
-    if work.parts is not None and _lone(column, ball) and not parsed.bfloat16:
+    if work.parts is not None and _lone(column, ball):
         attack, reach = _attack_of(column, parsed)
         how = _how(parsed, work, model, x) | {"index": work.parts.rows}
         found = driver.looked_again(found, attack, model, x, y, eps=reach, **how)

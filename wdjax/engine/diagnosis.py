@@ -4,7 +4,8 @@ Where gradients are zero, or where the loss rises but the margin never does, an 
 succeed and the model looks robust only because the attack is blind. Some 60 passes of other
 attacks, which use the margin itself or no gradients at all, show how much a better attack would
 find. The same is asked with 300 queries where an attack's points are hardly better than random
-noise: its steps are too few or too short, or its gradients mislead.
+noise: its steps are too few or too short, or its gradients mislead. And where the radius is half of
+the box or more, since there nearly every sample has a flip.
 """
 
 import functools
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from wdjax import losses
-from wdjax.attacks import PGD, MarginPGD, Points, Square, ascent
+from wdjax.attacks import PGD, MarginPGD, Points, SigmaZero, Square, ascent
 from wdjax.balls import Lp
 from wdjax.checks import validate
 from wdjax.core import AnyArray, Attack, Found, PyTree
@@ -42,7 +43,8 @@ where the attack was hardly better than noise."""
 _NOISE = 2
 """An attack is hardly better than noise if it raises the median margin of the survivors by less
 than so many times what noise of the same size does."""
-
+_FAR = 0.5
+"""The share of the largest distance in the box from which on a survivor is doubted."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,21 +56,28 @@ class RobustnessWarning(UserWarning):
 
 
 def diagnose(
-    found: Found, attack: Attack, clean: np.ndarray, x: AnyArray, eps: Any, again: Search
+    found: Found,
+    attack: Attack,
+    clean: np.ndarray,
+    x: AnyArray,
+    eps: Any,
+    again: Search,
+    name: str = "",
 ) -> Found:
     """Warns of what makes a result doubtful; if the attack was blind, takes a second look first.
 
     Args:
       found: what the attack found.
-      attack: the attack that the warning names.
+      attack: the attack that found it, or the last of several.
       clean: ``[n]``, the criterion at the samples.
       x: ``[n, *shape]``
       eps: the radius of the search, or None.
       again: ``(attack, eps=, only=, key=, start=) -> Found``, another search of the same samples.
+      name: for the warning; by default the attack's class.
 
     Returns:
-      ``found``, with ``overlooked`` set if the attack was blind, or if it was hardly better than
-      noise and another one breaks more.
+      ``found``, with ``overlooked`` set if the attack was blind, or if another one breaks more and
+      this one was hardly better than noise or had half of the box to search.
     """
     said = _missed(found, attack, eps)
     if isinstance(attack.ball, Lp) and _standing(found).any():
@@ -77,7 +86,7 @@ def diagnose(
         if np.all(np.isfinite(radius)) and np.any(radius > 0):
             found, doubts = _looked_at(found, attack, clean, x, radius, again)
             said += doubts
-    warn(type(attack).__name__, found, *said)
+    warn(name or type(attack).__name__, found, *said)
     return found
 
 
@@ -92,9 +101,11 @@ def _looked_at(
     assert isinstance(ball, Lp)
     if attack.budget == "sample" and ball.norm != 0:
         mine, noise = _gains(found, ball, clean, np.asarray(x), radius, again)
-    blind, noisy = _is_blind(found, attack, clean), mine < _NOISE * noise
-    if blind or noisy:
-        broken = _overlooked(found, ball, radius, _QUERIES[noisy], again)
+    far = radius >= _FAR * ball.diameter(found.x_adv.shape[1:])
+    blind, doubted = _is_blind(found, attack, clean), mine < _NOISE * noise
+    doubted |= attack.budget == "sample" and bool(np.all(far))
+    if blind or doubted:
+        broken = _overlooked(found, ball, radius, _QUERIES[doubted], again)
         found = replace(found, overlooked=broken) if blind or broken.any() else found
     if mine >= noise:
         return found, []
@@ -130,13 +141,21 @@ def _gains(
 
 def _missed(found: Found, attack: Attack, eps: Any) -> list[str]:
     """What to say of a minimum-norm search that left samples without a flip."""
-    left = _standing(found)
-    if eps is not None or attack.budget != "none" or not left.any():
+    if eps is not None or attack.budget != "none":
         return []
     return [
-        f"no flip was found for {left.sum()} of {len(left)} samples, whose distance is inf; unless "
-        "there is none in the box, more steps or ensembles.wda_star find one"
+        f"{text}; unless there is none in the box, more steps or ensembles.wda_star find one"
+        for text in _unflipped(found)
     ]
+
+
+def _unflipped(found: Found) -> list[str]:
+    """What to say of samples without a flip, if their searches had the whole box."""
+    farthest = np.inf if found.limit is None else np.asarray(found.limit)
+    left = _standing(found)
+    if found.radius is None or not left.any() or np.any((found.radius < farthest)[left]):
+        return []
+    return [f"no flip was found for {left.sum()} of {len(left)} samples, whose distance is inf"]
 
 
 def diagnosed(ensemble: Callable[P, T]) -> Callable[P, T]:
@@ -153,7 +172,7 @@ def diagnosed(ensemble: Callable[P, T]) -> Callable[P, T]:
         if wanted:
             found: Any = getattr(answer, "found", answer)
             if not validate.traced(found):
-                warn(ensemble.__name__, found)
+                warn(ensemble.__name__, found, *_unflipped(found))
         return answer
 
     return told
@@ -245,14 +264,16 @@ def _overlooked(found: Found, ball: Lp, radius: Any, queries: int, again: Search
     """
     left = _chosen(found)
     broken = np.zeros_like(left)
-    looks: tuple[Attack, ...]
-    looks = MarginPGD(ball), MarginPGD(ball, far=True), Square(ball, queries=queries)
+    looks: list[Attack]
+    looks = [MarginPGD(ball), MarginPGD(ball, far=True), Square(ball, queries=queries)]
     if ball.norm == 0:
-        looks = (PGD(ball, steps=queries, loss=losses.margin, random_start=True),)
+        signs = PGD(ball, steps=queries, loss=losses.margin, random_start=True)
+        looks = [signs, SigmaZero(ball, steps=queries)]
     for number, look in enumerate(looks):
         if left.any():
-            seen = again(look, eps=radius, only=left, key=jax.random.key(number))
-            broken |= np.asarray(seen.success) & left
+            reach = radius if look.budget == "sample" else None
+            seen = again(look, eps=reach, only=left, key=jax.random.key(number))
+            broken |= np.asarray(seen.success) & (np.asarray(seen.cost) <= radius) & left
             left &= ~broken
     return broken
 

@@ -79,7 +79,8 @@ def search(
       diagnose: warn at top level of what makes the result doubtful (:attr:`Found.remarks`). Where
         more than half of the gradients are zero, or margins do not rise, attack up to 100 of the
         samples that survived again, by margin ascent and random search, about 60 passes each; 330
-        where margins rise less than twice as much as by random noise of the same size.
+        where margins rise less than twice as much as by random noise of the same size, or where
+        ``eps`` is half of the box's diameter or more.
       transductive: allow a model whose outputs depend on the whole batch; inside a trace only,
         where the batch is never split.
       batch_size: samples on all devices at once; by default what memory allows, but 16 to 128 a
@@ -167,13 +168,16 @@ def looked_again(
     *,
     eps: Any = None,
     key: Array | None = None,
+    name: str = "",
     **options: Any,
 ) -> Found:
-    """The result of searches of parts of a data set, with the second look of one search of all.
+    """The result of several searches, with the second look and the warning of a single one.
 
     Args:
-      found: the parts' results, from :func:`search` with ``diagnose=False``, one after another.
+      found: their result, from :func:`search` with ``diagnose=False``: of parts of a data set one
+        after another, or the best of each sample.
       attack, model, x, y, eps, key: as of one search of all samples.
+      name: for the warning; by default the attack's class.
       **options: ``criterion``, ``index``, ``batch_size`` and ``mesh`` of :func:`search`.
 
     Returns:
@@ -193,7 +197,7 @@ def looked_again(
     nobody = np.zeros(len(found.cost), bool)
     unmoved = search(attack, model, x, y, eps=eps, key=key, only=nobody, **how)
     again = functools.partial(search, model=model, x=x, y=y, **how)
-    return diagnosis.diagnose(found, attack, np.asarray(unmoved.margin), x, eps, again)
+    return diagnosis.diagnose(found, attack, np.asarray(unmoved.margin), x, eps, again, name)
 
 
 def _as_pytree(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,11 +10,11 @@ import numpy as np
 
 from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
-from wdjax.engine import driver
-from wdjax.engine.diagnosis import diagnosed
+from wdjax.engine import diagnosis, driver
+from wdjax.precision import full_precision
 
 
-@diagnosed
+@full_precision
 def cascade(
     members: Mapping[str, Attack],
     model: Callable[[Array], PyTree],
@@ -26,6 +26,7 @@ def cascade(
     only: Any = None,
     checkpoint: str | PathLike[str] | None = None,
     report: Callable[[str, Found], Any] | None = None,
+    diagnose: bool = True,
     **options: Any,
 ) -> Found:
     """Runs attacks in order, each on the survivors of the previous ones.
@@ -45,6 +46,8 @@ def cascade(
         interrupted resumes from it, bit for bit.
       report: called with the attack's name and what has been found so far, after every attack; if
         it returns a true value the cascade ends.
+      diagnose: as for :func:`wdjax.search`, once at the end; samples that ``only`` leaves out are
+        not looked at, so with it no second look is taken.
       **options: of :func:`wdjax.search`; ``callback`` is called in the rounds of every attack.
 
     Returns:
@@ -92,7 +95,17 @@ def cascade(
         if not validate.traced(left) and not left.any():
             break
     assert found is not None
-    return found
+    if not diagnose or validate.traced(found):
+        return found
+    if only is not None:
+        diagnosis.warn("cascade", found)
+        return found
+    how = {name: options[name] for name in _LOOK if name in options}
+    return driver.looked_again(found, attack, model, x, y, eps=eps, key=key, name="cascade", **how)
+
+
+_LOOK = "criterion", "mask", "index", "batch_size", "mesh"
+"""Options of the searches that hold for the second look."""
 
 
 def survivors(found: Found, only: Any = None) -> Any:

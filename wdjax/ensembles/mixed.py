@@ -13,8 +13,8 @@ from wdjax.attacks.points import Points
 from wdjax.checks import arguments
 from wdjax.core import AnyArray, Array, Attack, Found, Model, PyTree
 from wdjax.engine import driver
-from wdjax.engine.diagnosis import diagnosed
 from wdjax.ensembles.question import question
+from wdjax.precision import full_precision
 
 
 class Mixed(NamedTuple):
@@ -25,7 +25,7 @@ class Mixed(NamedTuple):
     """``[n]``: misclassified in the search's precision, but not in the model's own."""
 
 
-@diagnosed
+@full_precision
 def mixed(
     attack: Attack,
     model: Callable[[Array], PyTree],
@@ -35,6 +35,7 @@ def mixed(
     eps: Any = None,
     key: Array | None = None,
     precision: str = "bfloat16",
+    diagnose: bool = True,
     checkpoint: str | PathLike[str] | None = None,
     **options: Any,
 ) -> Mixed:
@@ -55,6 +56,7 @@ def mixed(
       key: as for :func:`wdjax.search`.
       precision: of the search: ``"bfloat16"``, or ``"tensorfloat32"``, in which GPUs round only
         what they multiply.
+      diagnose: as for :func:`wdjax.search`; the second look is in the model's own precision.
       checkpoint: a folder; a call that was interrupted resumes from it, bit for bit.
       **options: ``criterion``, ``index``, ``batch_size``, ``mesh``, ``callback`` of
         :func:`wdjax.search`.
@@ -106,10 +108,9 @@ def mixed(
         forwards=fast.forwards + sure.forwards,
     )
     again = np.asarray(found.correct & (lost | fast.fault))
-    if not again.any():
-        return Mixed(found, lost)
-    more = ask.search(2, attack, eps=eps, only=again)
-    return Mixed(driver.best_of(found, more), lost)
+    if again.any():
+        found = driver.best_of(found, ask.search(2, attack, eps=eps, only=again))
+    return Mixed(ask.looked_again("mixed", found, attack, eps) if diagnose else found, lost)
 
 
 def lowered(model: Callable[[Array], PyTree], precision: str = "bfloat16") -> Model:

@@ -11,7 +11,7 @@ import numpy as np
 
 from wdjax.checks.forward_mode import SEARCH_TWIN, host_only
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
-from wdjax.engine.driver import search
+from wdjax.engine.driver import looked_again, search
 
 
 class Question(NamedTuple):
@@ -55,6 +55,12 @@ class Question(NamedTuple):
             checkpoint=folder,
             **self.options,
         )
+
+    def looked_again(self, name: str, found: Found, attack: Attack, eps: Any) -> Found:
+        """What an ensemble of one attack found, with the second look of a search by it."""
+        how = {name: value for name, value in self.options.items() if name != "callback"}
+        given = attack, self.model, self.x, self.y
+        return looked_again(found, *given, eps=eps, key=self.key, name=name, **how)
 
 
 def question(
