@@ -26,7 +26,6 @@ _PARTS = {
 """Attributes that an instance must have, by the protocols of :mod:`wdjax.core`, ``nppr`` and
 ``smoothing.noise``."""
 _HOME = {"attack": "attacks", "perturbation": "nppr.distributions", "noise": "smoothing.noise"}
-_NONE = object()
 _GREY = 100
 """How wide a box is, at least, that is one of grey levels rather than of images in [0, 1]."""
 _WRAPPERS = {"wdjax.engine.diagnosis", "wdjax.precision"}
@@ -266,8 +265,8 @@ def _instance(name: str, value: Any) -> None:
             f" decorate {type(value).__name__} with @jax.tree_util.register_dataclass and "
             "@dataclasses.dataclass(frozen=True)."
         )
-    ball, loss = getattr(value, "ball", _NONE), getattr(value, "loss", None)
-    if ball is not _NONE and (isinstance(ball, type) or not hasattr(ball, "box")):
+    ball, loss = getattr(value, "ball", None), getattr(value, "loss", None)
+    if "ball" in _PARTS[name] and (isinstance(ball, type) or not hasattr(ball, "box")):
         raise ValueError(
             f"the {name}'s ball must be an instance such as wdjax.Lp(2), got {described(ball)}."
         )

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import losses
+from wdjax import losses, transport
 from wdjax.attacks import PGD, MarginPGD, Points, SigmaZero, Square, ascent
 from wdjax.balls import Lp
 from wdjax.checks import validate
@@ -273,7 +273,8 @@ def _overlooked(found: Found, ball: Lp, radius: Any, queries: int, again: Search
         if left.any():
             reach = radius if look.budget == "sample" else None
             seen = again(look, eps=reach, only=left, key=jax.random.key(number))
-            broken |= np.asarray(seen.success) & (np.asarray(seen.cost) <= radius) & left
+            near = np.asarray(seen.cost) <= radius * (1 + transport.BEYOND)
+            broken |= np.asarray(seen.success) & near & left
             left &= ~broken
     return broken
 

@@ -297,8 +297,8 @@ def best_of(*found: Found) -> Found:
         raise ValueError("best_of takes results of wdjax.search; spend the budget after it.")
     if not found:
         raise ValueError("best_of takes at least one result of wdjax.search.")
-    shapes = [one.x_adv.shape for one in found]
-    if len({*shapes}) > 1:
+    shapes = [jax.tree.map(jnp.shape, one.x_adv) for one in found]
+    if any(shape != shapes[0] for shape in shapes):
         raise ValueError(f"best_of takes results of the same samples, got points of {shapes}.")
     limits = [one.limit for one in found if one.limit is not None]
     if not validate.traced(*limits):
