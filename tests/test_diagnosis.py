@@ -11,6 +11,7 @@ import pytest
 import wdjax
 from wdjax import Lp, attacks, audit, ensembles, losses, remarks
 from wdjax.engine.diagnosis import RobustnessWarning
+from wdjax.smoothing import noise
 
 RNG = np.random.default_rng(0)
 W = jnp.asarray(RNG.normal(size=(6, 3)), jnp.float32)
@@ -96,6 +97,9 @@ ENSEMBLES = {
         {"one": PGD, "two": PGD}, *task, eps=0.2, key=KEY, **how
     ),
     "mixed": lambda *task, **how: ensembles.mixed(PGD, *task, eps=0.2, **how).found,
+    "smoothed": lambda *task, **how: ensembles.smoothed(
+        PGD, *task, noise=noise.Gaussian(0.1), eps=0.2, key=KEY, **how
+    ),
 }
 
 
@@ -143,6 +147,23 @@ def test_a_bisection_says_of_what_it_found_no_flip():
     weak = attacks.PGD(wdjax.Lp(0), steps=10)
     with pytest.warns(RobustnessWarning, match="bisect: no flip was found for"):
         ensembles.bisect(weak, BENT, CENTRAL, TRUE, eps=1, rounds=6)
+
+
+def test_what_has_no_gradients_is_looked_at_again_by_queries():
+    """A host callback: the search by queries ends, and so does its second look."""
+    w = 0.01 * np.asarray(W) + np.eye(3, dtype=np.float32)[0]
+
+    def apply(params, x):
+        out = jax.ShapeDtypeStruct((len(x), 3), x.dtype)
+        return jax.pure_callback(lambda x: np.asarray(x) @ w, out, x, vmap_method="broadcast_all")
+
+    model = wdjax.Model(apply, {})
+    y = np.zeros(len(X), int)
+    found = wdjax.search(attacks.Square(queries=2), model, X, y, eps=0.5, key=KEY)
+    assert found.correct.all()
+    assert not found.success.any()
+    with pytest.raises(ValueError, match="do not support JVP"):
+        wdjax.search(PGD, model, X, y, eps=0.5)
 
 
 def test_faults_are_said():

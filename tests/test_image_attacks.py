@@ -274,6 +274,8 @@ def test_flips_of_one_search_count_in_all(tmp_path, monkeypatch, capsys):
     model = convert.load(tmp_path / "mlp.pth", "mlp").model
     within = image.image_wasserstein(model, x, y, eps=18 / 36, ball=BALL)
     nearest = image.minimum_radius(model, x, y, ball=BALL)
+    with pytest.raises(ValueError, match="does not take key"):
+        image.minimum_radius(model, x, y, ball=BALL, key=jax.random.key(0))
     folded = driver.within(within, nearest, 18 / 36)
     assert (folded.success == (nearest.cost <= 0.5)).all()
     assert (folded.gradients == within.gradients + nearest.gradients).all()

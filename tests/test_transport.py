@@ -377,6 +377,7 @@ def test_coupling_cost_is_the_same_under_jit(order):
         ({"weight": np.full(4, 1.5)}, "weight"),
         ({"weight": np.full(4, np.nan)}, "weight"),
         ({"weight": np.ones(3)}, "shapes"),
+        ({"y": np.array([0, np.nan, 1, 1])}, "integer labels, got float"),
         ({"x_adv": np.ones((4, 2))}, "shapes"),
         ({"x_adv": np.full((4, 3), np.inf)}, "finite"),
     ],

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
@@ -172,6 +173,12 @@ def _images(x: npt.ArrayLike, name: str, first: int = 0) -> np.ndarray:
     if x.ndim < 2 or x.size == 0:
         raise ValueError(f"{name}: x must be [n, *shape] with n >= 1, got shape {list(x.shape)}.")
     if x.dtype == np.uint8:
+        if x.max() == 1:
+            warnings.warn(
+                f"{name}: uint8 samples are divided by 255, and these hold 0 and 1 only; save 0 "
+                "and 1 as floats.",
+                stacklevel=3,
+            )
         x = x.astype(np.float32)
         x /= 255
     elif not np.issubdtype(x.dtype, np.floating):

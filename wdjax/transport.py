@@ -427,6 +427,8 @@ def _check_distribution(distribution: AdversarialDistribution) -> None:
             "an adversarial distribution needs x and x_adv [n, *shape], y [n] and weight [n] with "
             f"n >= 1, got shapes {[list(jnp.shape(leaf)) for leaf in distribution]}."
         )
+    if not jnp.issubdtype(jnp.result_type(y), jnp.integer):
+        raise ValueError(f"y must be integer labels, got {jnp.result_type(y)}.")
     if traced(distribution):
         return
     if not np.all((np.asarray(weight) >= 0) & (np.asarray(weight) <= 1)):

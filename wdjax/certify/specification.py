@@ -75,9 +75,10 @@ class Specification:
         """
         y = np.asarray(y, np.float64)
         a, b, member = self.rows
-        value = y @ a.T - b
+        known = np.isfinite(y).all(axis=1, keepdims=True)
+        value = np.where(known, y, np.nan) @ a.T - b
         each = [value[:, member == m].max(axis=1) for m in range(len(self.members))]
-        return np.where(np.isfinite(y).all(axis=1), np.min(each, axis=0), np.nan)
+        return np.min(each, axis=0)
 
     def violated(self, y: ArrayLike) -> bool:
         """Whether one output ``[K]`` is forbidden, decided in exact rational arithmetic."""

@@ -260,9 +260,10 @@ def _chosen(found: Found) -> np.ndarray:
 def _overlooked(found: Found, ball: Lp, radius: Any, queries: int, again: Search) -> np.ndarray:
     """``[n]``: up to 100 survivors that margin ascent or random search breaks after all.
 
-    ``again(attack, eps=, only=, key=)`` searches as before with another attack.
+    ``again(attack, eps=, only=, key=)`` searches as before with another attack. What was attacked
+    by queries alone may have no derivative, as a host callback: then margins are not climbed.
     """
-    left = _chosen(found)
+    left, needs_gradients = _chosen(found), bool(np.any(np.asarray(found.gradients)))
     broken = np.zeros_like(left)
     looks: list[Attack]
     looks = [MarginPGD(ball), MarginPGD(ball, far=True), Square(ball, queries=queries)]
@@ -272,7 +273,12 @@ def _overlooked(found: Found, ball: Lp, radius: Any, queries: int, again: Search
     for number, look in enumerate(looks):
         if left.any():
             reach = radius if look.budget == "sample" else None
-            seen = again(look, eps=reach, only=left, key=jax.random.key(number))
+            try:
+                seen = again(look, eps=reach, only=left, key=jax.random.key(number))
+            except (ValueError, NotImplementedError):
+                if needs_gradients or isinstance(look, Square):
+                    raise
+                continue
             near = np.asarray(seen.cost) <= radius * (1 + transport.BEYOND)
             broken |= np.asarray(seen.success) & near & left
             left &= ~broken

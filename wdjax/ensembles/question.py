@@ -80,5 +80,7 @@ def question(
     for option in ("only", "start", "eps", "history", "skip_misclassified"):
         if option in options:
             raise ValueError(f"{name} does not take {option}: its searches choose their own.")
+    if "key" in options:
+        raise ValueError(f"{name} does not take key: nothing in it is random.")
     folder = None if checkpoint is None else Path(checkpoint)
     return Question(model, jnp.asarray(x), np.asarray(y), key, folder, options)

@@ -12,8 +12,8 @@ from wdjax import norms, smoothing
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Attack, Found
-from wdjax.engine import driver
-from wdjax.engine.diagnosis import diagnosed
+from wdjax.engine import diagnosis, driver
+from wdjax.precision import full_precision
 from wdjax.smoothing import binomial
 from wdjax.smoothing.grid import Noise
 
@@ -21,7 +21,7 @@ STRETCH = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5, 3.2, 4.0)
 """Multiples of the distance of a flip at which the smoothed classifier is tested."""
 
 
-@diagnosed
+@full_precision
 def smoothed(
     attack: Attack,
     model: Callable[[Array], Array],
@@ -36,6 +36,7 @@ def smoothed(
     alpha: float = 0.001,
     stretch: Sequence[float] = STRETCH,
     batch_size: int | None = None,
+    diagnose: bool = True,
     **options: Any,
 ) -> Found:
     r"""Looks for points at which a *smoothed* classifier returns another class, and tests them.
@@ -59,6 +60,7 @@ def smoothed(
       alpha: for each sample, the probability of a false flip.
       stretch: increasing multiples of the perturbation; only 1 where a ball needs proofs.
       batch_size: copies at once when votes are counted; the search chooses its own.
+      diagnose: as for :func:`wdjax.search`; what the second look finds is confirmed by votes too.
       **options: of :func:`wdjax.search`.
 
     Returns:
@@ -89,22 +91,42 @@ def smoothed(
     soft_key, search, ask = jax.random.split(key, 3)
     level = _level(alpha, votes, len(factors) + 1)
     stand_in = smoothing.soft(model, x, noise=noise, key=soft_key, count=count)
-    found = driver.search(attack, stand_in, x, y, eps=eps, key=search, diagnose=False, **options)
     how = {"noise": noise, "n": votes, "batch_size": batch_size, "index": options.get("index")}
     test = _VoteTest(model, np.asarray(y), ask, level, how)
     x = jnp.asarray(x)
     itself = test(0, x, None)
-    limit = np.inf if eps is None else np.asarray(eps) * (1 + 1e-6)
-    best = _confirmed(attack, test, itself, x, found, factors, limit)
-    return dataclasses.replace(
-        found,
-        x_adv=jnp.asarray(best.x_adv, x.dtype),
-        cost=jnp.asarray(best.cost, x.dtype),
-        correct=jnp.asarray(~itself.fallen),
-        success=jnp.asarray(best.success),
-        margin=jnp.asarray(best.margin, x.dtype),
-        fault=found.fault | jnp.asarray(best.faults > 0),
-    )
+
+    def searched(attack: Attack, *, eps: Any, **options: Any) -> tuple[Found, np.ndarray]:
+        """What was found and confirmed, with margins of ``soft``; and those of the votes."""
+        found = driver.search(attack, stand_in, x, y, eps=eps, diagnose=False, **options)
+        limit = np.inf if eps is None else np.asarray(eps) * (1 + 1e-6)
+        best = _confirmed(attack, test, itself, x, found, factors, limit)
+        told = dataclasses.replace(
+            found,
+            x_adv=jnp.asarray(best.x_adv, x.dtype),
+            cost=jnp.asarray(best.cost, x.dtype),
+            correct=jnp.asarray(~itself.fallen),
+            success=jnp.asarray(best.success),
+            fault=found.fault | jnp.asarray(best.faults > 0),
+        )
+        return told, best.margin
+
+    found, margin = searched(attack, eps=eps, key=search, **options)
+    if diagnose:
+        kept = {name: options[name] for name in _LOOK if name in options}
+        nobody = np.zeros(len(x), bool)
+        unmoved, _ = searched(attack, eps=eps, key=search, only=nobody, **kept)
+
+        def again(look: Attack, *, eps: Any, **options: Any) -> Found:
+            return searched(look, eps=eps, **kept, **options)[0]
+
+        clean = np.asarray(unmoved.margin)
+        found = diagnosis.diagnose(found, attack, clean, x, eps, again, "smoothed")
+    return dataclasses.replace(found, margin=jnp.asarray(margin, x.dtype))
+
+
+_LOOK = "criterion", "mask", "index", "mesh"
+"""Options of the search that hold for the second look."""
 
 
 def _factors(stretch: Sequence[float]) -> list[float]:
