@@ -466,6 +466,8 @@ def test_certify_smooths_any_model(given, capsys, tmp_path):
         (["--method", "smoothing"], "--sigma S"),
         (["--sigma", "1"], "would be ignored"),
         (["--alpha", "0.1"], "would be ignored"),
+        (["--method", "crown", "--seconds", "5"], "--seconds would be ignored"),
+        (["--method", "lipschitz", "--steps", "3"], "--steps would be ignored"),
         (["--method", "smoothing", "--sigma", "1", "--norm", "linf"], "can be none"),
         (["--method", "smoothing", "--sigma", "1", "--noise", "laplace"], "can be gaussian"),
         (["--method", "smoothing", "--sigma", "-1"], "sigma must be finite"),

@@ -47,7 +47,7 @@ def test_vanishing_gradients_get_a_second_look(name):
     assert not (overlooked & np.asarray(result.success | ~result.correct)).any()
     standing = np.asarray(result.correct & ~result.success)
     for number in (standing.mean(), (standing & ~overlooked).mean()):
-        assert f"{number:.3g}" in result.remarks[-1]
+        assert f"{number:.1%}" in result.remarks[-1]
     # The result itself is the attack's own.
     alone = wdjax.run(attack, BLIND[name], X, Y, eps=0.2, diagnose=False)
     assert alone.overlooked is None

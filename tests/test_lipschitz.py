@@ -96,11 +96,65 @@ def test_cells_of_one_layer_are_counted_by_zaslavsky():
 
 
 def test_a_thin_part_that_is_cut_in_the_middle_is_not_lost():
-    # A cell 3e-8 wide, whose halves hold no ball of radius SMALLEST.
+    # A cell 8e-10 wide, whose halves hold no ball of radius SMALLEST.
     weights = [np.array([[1.0], [-1.0], [1.0]]), np.array([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])]
-    net = lipschitz.relu_chain(weights, [np.array([0.0, 3e-8, -1.5e-8]), np.zeros(2)])
+    net = lipschitz.relu_chain(weights, [np.array([0.0, 8e-10, -4e-10]), np.zeros(2)])
     found = lipschitz.activation_cells(net, (-1, 1))
     assert sorted(found.jacobians[:, 0, 0].tolist()) == [-1.0, 0.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "box"),
+    [(1, 1, 1e-9), (1e9, 1e-9, 1e-9), (1e-20, 1e20, 1), (1e-160, 1e160, 1)],
+)
+def test_constants_do_not_depend_on_scales(first, second, box):
+    """The same net in other units of the input and of the hidden layer."""
+    g = np.random.default_rng(0)
+    one, bias, two, last = (g.normal(size=size) for size in ((4, 2), 4, (3, 4), 3))
+    plain = lipschitz.relu_chain([one, two], [bias, last])
+    hidden = first * box
+    net = lipschitz.relu_chain([first * one, second * two], [hidden * bias, hidden * second * last])
+    for ends in (None, 10):
+        domain, wide = (None, None) if ends is None else ((-ends * box, ends * box), (-ends, ends))
+        cells, known = (
+            lipschitz.activation_cells(*task) for task in ((net, domain), (plain, wide))
+        )
+        assert {*map(tuple, cells.masks)} == {*map(tuple, known.masks)}
+        assert len(known.masks) > 9
+        found, expected = (lipschitz.upper_constants(each, 2).margin for each in (cells, known))
+        np.testing.assert_allclose(found, first * second * expected, rtol=1e-9)
+    for norm in (1, 2, np.inf):
+        found = lipschitz.theory(net, [[0.4 * box, 0.1 * box]], [0], norm)
+        expected = lipschitz.theory(plain, [[0.4, 0.1]], [0], norm)
+        np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+def test_a_sliver_of_great_slope_counts():
+    thin = 1e-9
+    weights = [np.ones((2, 1)), np.array([[0, 0], [1 / thin, -1 / thin]])]
+    net = lipschitz.relu_chain(weights, [np.array([-0.5, -0.5 - thin]), np.array([0.5, 0.0])])
+    cells = lipschitz.activation_cells(net, (0.0, 1.0))
+    np.testing.assert_allclose(lipschitz.upper_constants(cells, 2).margin, 1 / thin)
+
+
+@pytest.mark.parametrize(
+    "function", [jnp.sqrt, lambda h: jnp.log1p(h - 1), lambda h: jnp.arcsin(1 + h)]
+)
+def test_tests_for_nan_have_no_constant(function):
+    """The model jumps where the function's operand turns negative; derivatives are 0."""
+
+    def apply(p, x):
+        step = jnp.where(jnp.isnan(function(x[:, 0] - 0.7)), 0.0, 1.0)
+        return jnp.stack([0.5 + 0 * step, step], axis=1)
+
+    model, x, y = Model(apply, jnp.zeros(1)), np.array([[0.6, 0.4]]), np.array([0])
+    for method in ("interval", "zonotope"):
+        told = lipschitz.verify(model, x, y, norm=np.inf, eps=0.2, method=method)
+        assert not told.verified.any()
+        assert (
+            lipschitz.local_lipschitz(model, x, y, norm=2, eps=0.2, method=method)[0, 1] == np.inf
+        )
+    assert lipschitz.trainable_lipschitz(model, x, y, norm=2, eps=0.2)[0, 1] == np.inf
 
 
 def test_every_point_has_its_cell():

@@ -1,6 +1,8 @@
 """Games against defences that adapt: attacks on banks against plain loops, referees, resumption."""
 
 import dataclasses
+import warnings
+from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -11,6 +13,7 @@ import pytest
 import wdjax.transductive as games
 from wdjax import Lp, Model, losses, metrics, models
 from wdjax.attacks import APGD, DDN, PGD, Square
+from wdjax.engine.diagnosis import RobustnessWarning
 from wdjax.transductive import attacker as attackers
 from wdjax.transductive.attacker import Attacker, Simulation
 from wdjax.transductive.bank import Answers
@@ -457,7 +460,9 @@ def test_first_falls_and_clean_fallbacks_understate(shaky, key):
     assert np.all(best.cost > 0)
     parity = dataclasses.replace(ATTACK, clean_fallback=True)
     start = attackers.no_best(parity, x)
-    moved = BankFound(x + 0.01, jnp.ones(8), jnp.zeros(8, bool), jnp.ones(8, int))
+    moved = BankFound(
+        x + 0.01, jnp.ones(8), jnp.zeros(8, bool), jnp.ones(8, int), jnp.zeros(8, int)
+    )
     kept = attackers.choose(parity, start, moved, Simulation(0.0, 9.0), 0)
     np.testing.assert_array_equal(kept.x, x)  # No simulated error: the clean set.
     assert int(attackers.choose(parity, start, moved, Simulation(0.1, 0.0), 0).number) == 0
@@ -472,12 +477,47 @@ def test_what_is_not_finite_is_never_right(shaky, key):
     with pytest.raises(ValueError, match="not finite"):
         games.play(Shaky(defense.w, 0.0, 0.4, 1.0), ATTACK, x, y, key=key, **ROUNDS)
     # Fine before adaptation, never after it: no accuracy on anything, and marked.
-    found = games.play(Shaky(defense.w, 0.0, 0.3, 0.0), ATTACK, x, y, key=key, **ROUNDS)
+    with pytest.warns(RobustnessWarning, match="^play: 8 samples met an output") as seen:
+        found = games.play(Shaky(defense.w, 0.0, 0.3, 0.0), ATTACK, x, y, key=key, **ROUNDS)
+    assert Path(seen[0].filename) == Path(__file__)
     assert found.static_clean.all()
     assert not found.correct.any()
     assert not found.correct_clean.any()
     assert found.fault.all()
     assert np.all(found.cost <= 0.1 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("gradients of NaN", lambda out, x: out + 0 * jnp.sqrt(0 * x.sum()), "was not finite"),
+        ("steps", lambda out, x: jnp.round(8 * out), "100% zero gradients; gradients vanish"),
+    ],
+)
+def test_a_game_whose_attack_was_blind_says_so(given, key, name, change, text):
+    x, _ = given
+    net = nets(1)[0]
+    model = Model(lambda net, x: change(net(x), x), net)
+    y = jnp.argmax(model(x), axis=1)
+    how = HOW | {"eps": 0.4}
+    with pytest.warns(RobustnessWarning, match=text):
+        found = games.play(
+            games.Fixed(model), games.gmsa_avg(PGD(steps=3), 2), x, y, key=key, **how
+        )
+    assert text in found.remarks[0]
+    with warnings.catch_warnings(action="error"):
+        plain = games.play(games.Fixed(net), games.gmsa_avg(PGD(steps=3), 2), x, y, key=key, **how)
+    assert plain.correct.mean() < found.correct.mean()
+    assert plain.remarks == []
+
+
+def test_scores_that_are_nan_do_not_help_the_defence():
+    facts = np.zeros((1, 4), bool)
+    score = np.array([[0.0, np.nan, 2.0, np.nan]])
+    fields = {field.name: np.zeros(4) for field in dataclasses.fields(games.GameReport)}
+    found = games.GameReport(**fields | {"correct": facts, "score": score, "score_clean": score})
+    rates = found.rejection(1.0)
+    assert (rates.err, rates.rejected, rates.rejected_attacked) == (0.75, 0.75, 0.25)
 
 
 @pytest.mark.fast

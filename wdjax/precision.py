@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.experimental
 import jax.numpy as jnp
+import numpy as np
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -80,10 +81,15 @@ def promoted() -> Iterator[None]:
 
 
 def widened(tree: Any) -> Any:
-    """The pytree with its floats in float64; to be called inside :func:`float64`."""
+    """The pytree with its floats in float64; to be called inside :func:`float64`.
+
+    On the host where values are known: XLA would flush denormal numbers to 0.
+    """
 
     def leaf(t: Any) -> Any:
-        real = hasattr(t, "dtype") and jnp.issubdtype(t.dtype, jnp.floating)
-        return jnp.asarray(t, jnp.float64) if real else t
+        if not (hasattr(t, "dtype") and jnp.issubdtype(t.dtype, jnp.floating)):
+            return t
+        known = not isinstance(t, jax.core.Tracer)
+        return jnp.asarray(np.asarray(t).astype(np.float64) if known else t, jnp.float64)
 
     return jax.tree.map(leaf, tree)

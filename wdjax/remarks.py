@@ -52,7 +52,7 @@ def of(measured: Mapping[str, Any]) -> list[str]:
         said.append(f"{share:.0%} zero gradients; {VANISHED}")
     if (better := measured.get("standing_at_second_look")) is not None:
         said.append(
-            f"{measured['standing']:.3g} of the samples survive this attack, at most "
-            f"{better:.3g} a second look by margin ascent and random search"
+            f"{measured['standing']:.1%} of the samples survive this attack, at most "
+            f"{better:.1%} a second look by margin ascent and random search"
         )
     return said

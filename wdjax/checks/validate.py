@@ -172,7 +172,7 @@ def check_samples(
             )
     elif ends and (low < ends[0] or high > ends[1]):
         raise ValueError(
-            f"x spans [{low:g}, {high:g}], outside the box [{ends[0]:g}, {ends[1]:g}]; rescale it. "
+            f"x spans [{low:.9g}, {high:.9g}], outside the box [{ends[0]:g}, {ends[1]:g}]; rescale it. "
             "If it was normalised by mean and std, put that inside the model; data that are no "
             "images may have another box, Lp(box=(low, high)), or none, box=None."
         )

@@ -32,6 +32,9 @@ _EXAMPLES = """examples:
   python -m wdjax certify --arch wong_mnist --weights mnist.pth --data mnist.npz \\
       --norm w1 --eps 19/784 --method smoothing --sigma 0.01 --alpha 0.05 --json images.json"""
 
+_SEARCHES = 10
+"""Number of searches for the radii by default."""
+
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
     """Adds the command."""
@@ -67,9 +70,8 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--steps",
         type=options.SEARCHES,
-        default=10,
         metavar="N",
-        help="searches for the radii (default %(default)s)",
+        help=f"searches for the radii, by methods that bound margins (default {_SEARCHES})",
     )
     how.add_argument(
         "--batch-size",
@@ -137,6 +139,10 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
 def check(parsed: argparse.Namespace) -> None:
     """Raises, before any work, for options that do not go together, and bad paths."""
     smoothing_command.check(parsed)
+    if parsed.seconds is not None and parsed.method not in ("auto", "bab"):
+        raise ValueError("--seconds would be ignored: it is for --method auto and bab.")
+    if parsed.steps is not None and parsed.method not in certify.METHODS:
+        raise ValueError(f"--steps would be ignored: it is for {', '.join(certify.METHODS)}.")
     if (parsed.norm, parsed.method) == (smoothing_command.IMAGES, lipschitz_command.METHOD):
         raise ValueError(
             f"--method {parsed.method} has Lipschitz constants in l1, l2 and linf; for --norm "
@@ -167,7 +173,8 @@ def _margins(
 
     ``how`` has norm, eps and batch size; method, steps and seconds are added to it.
     """
-    how |= {"method": parsed.method, "steps": parsed.steps, "seconds": parsed.seconds}
+    steps = _SEARCHES if parsed.steps is None else parsed.steps
+    how |= {"method": parsed.method, "steps": steps, "seconds": parsed.seconds}
     how["mesh"] = subject.mesh(parsed)
     with console.search("certify") as tick:
 

@@ -372,7 +372,7 @@ def _play(
     defense, memory = ready()
     task.begin()
     how = how | task.saving() | {"callback": task.heard(shown)}
-    return transductive.play(defense, row.attack, *inputs, memory=memory, **how)
+    return transductive.play(defense, row.attack, *inputs, memory=memory, diagnose=False, **how)
 
 
 def _fitting(case: DigitsCase, samples: int | None) -> tuple[int, int]:
@@ -423,7 +423,6 @@ def _measured(found: GameReport, row: Row) -> dict[str, Any]:
             budget: {field: summary.number(value) for field, value in point._asdict().items()}
             for budget, point in points.items()
         }
-    faults = int(found.fault.sum())
     return measured | {
         "settings": _settings(row),
         "how": dict(row.how),
@@ -431,8 +430,8 @@ def _measured(found: GameReport, row: Row) -> dict[str, Any]:
         "simulated_errors": found.simulated.mean(axis=0).tolist(),
         "gradients_per_sample": float(found.gradients.mean()),
         "max_cost": float(found.cost.max()),
-        "faults": faults,
-        "remarks": [f"{faults} inputs met what is not finite"] if faults else [],
+        "faults": int(found.fault.sum()),
+        "remarks": found.remarks,
     }
 
 

@@ -181,7 +181,7 @@ def diagnosed(ensemble: Callable[P, T]) -> Callable[P, T]:
 def warn(name: str, found: Found, *more: str) -> None:
     """Issues one warning with all remarks on a result, and more, if any, at the user's call."""
     if said := [*found.remarks, *more]:
-        warnings.warn(f"{name}: {'; '.join(said)}.", RobustnessWarning, stacklevel=_outside())
+        warnings.warn(f"{name}: {'; '.join(said)}.", RobustnessWarning, stacklevel=outside())
 
 
 def warn_of_logits(out: PyTree, clean: np.ndarray) -> None:
@@ -225,7 +225,7 @@ def warn_of_logits(out: PyTree, clean: np.ndarray) -> None:
             "look at the labels, and at the scale and layout of the images"
         )
     for text in said:
-        warnings.warn(f"{text}.", RobustnessWarning, stacklevel=_outside())
+        warnings.warn(f"{text}.", RobustnessWarning, stacklevel=outside())
 
 
 def _standing(found: Found) -> np.ndarray:
@@ -285,7 +285,7 @@ def _overlooked(found: Found, ball: Lp, radius: Any, queries: int, again: Search
     return broken
 
 
-def _outside() -> int:
+def outside() -> int:
     """The ``stacklevel`` of the first frame outside this library."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] == "wdjax":

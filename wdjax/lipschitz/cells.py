@@ -17,8 +17,11 @@ from wdjax.lipschitz.chain import Chain
 
 Numbers = npt.NDArray[np.float64]
 
-SMALLEST = 1e-8
-"""Radius of a ball that must fit into a cell; smaller cells are left out."""
+SMALLEST = 3e-10
+"""Radius of a ball that must fit into a cell, in units of the domain; smaller cells are left out.
+Linear programs are solved to a third of it."""
+_LOST = 1e-13
+"""A row is 0 if it is smaller than this part of what was added up."""
 
 
 class Cells(NamedTuple):
@@ -79,8 +82,10 @@ class _PartialCell(NamedTuple):
     ball: CellBall
     mask: tuple[bool, ...]
     jacobian: Numbers
-    """``[m, n]``, of the current layer's values in ``x``."""
+    """``[m, n]``, of the current layer's values."""
     offset: Numbers
+    magnitude: Numbers
+    """``[m, n]``: the sums of the sizes of what ``jacobian`` adds up."""
 
 
 def activation_cells(net: Chain, box: tuple[npt.ArrayLike, npt.ArrayLike] | None = None) -> Cells:
@@ -99,8 +104,9 @@ def activation_cells(net: Chain, box: tuple[npt.ArrayLike, npt.ArrayLike] | None
     Cost: at most two linear programs of ``n + 1`` unknowns a neuron and partial cell, on the host;
       there are up to ``sum_{i <= n} C(m, i)`` cells of a layer of m neurons.
 
-    Differs: cells thinner than 2e-8 are left out; a neuron that is constant on a cell has one mask
-      there. Points on boundaries have no mask of their own.
+    Differs: cells thinner than 6e-10 are left out, in units of half the box's shortest side or, on
+      all of space, of the median distance of the first layer's hyperplanes from 0; a neuron that is
+      constant on a cell has one mask there. Points on boundaries have no mask of their own.
 
     Source: Le et al. [le2025], Definition 3.1.
 
@@ -111,18 +117,20 @@ def activation_cells(net: Chain, box: tuple[npt.ArrayLike, npt.ArrayLike] | None
     ([0.0, 1.0, 2.0], 1)
     """
     check_relu(net)
-    parts = [_whole(net.inputs, box)]
+    center, unit = _units(net, box)
+    parts = [_whole(net.inputs, box, center, unit)]
     for weight, bias, kept in zip(net.weights, net.biases, net.kept):
         parts = [_through(part, weight, bias) for part in parts]
         for neuron in range(kept, len(bias)):
             parts = [piece for part in parts for piece in _cut(part, neuron)]
     parts = [_through(part, net.weights[-1], net.biases[-1]) for part in parts]
+    slopes = np.stack([part.jacobian for part in parts]) / unit
     return Cells(
         np.array([part.mask for part in parts], bool).reshape(len(parts), -1),
-        np.stack([part.jacobian for part in parts]),
-        np.stack([part.offset for part in parts]),
-        np.stack([part.ball.center for part in parts]),
-        np.array([part.ball.radius for part in parts]),
+        slopes,
+        np.stack([part.offset for part in parts]) - slopes @ center,
+        np.stack([part.ball.center for part in parts]) * unit + center,
+        np.array([part.ball.radius for part in parts]) * unit,
     )
 
 
@@ -132,25 +140,52 @@ def check_relu(net: Chain) -> None:
         raise ValueError("only ReLU nets have activation cells; this one has another function.")
 
 
-def _whole(n: int, box: tuple[npt.ArrayLike, npt.ArrayLike] | None) -> _PartialCell:
+def _units(net: Chain, box: tuple[npt.ArrayLike, npt.ArrayLike] | None) -> tuple[Numbers, float]:
+    """The origin ``[n]`` and the unit of length, a power of 2, in which cells are looked for.
+
+    Tolerances are absolute in these units, so cells do not depend on the scale of the inputs.
+    """
+    if box is not None:
+        low, high = (np.broadcast_to(np.asarray(end, float), (net.inputs,)) for end in box)
+        if not np.all(low < high):
+            raise ValueError(f"box must have a low below its high in every entry, got {box}.")
+        center, lengths = low / 2 + high / 2, high / 2 - low / 2
+        return center, 2.0 ** np.round(np.log2(lengths.min()))
+    rows, levels = net.weights[0], np.abs(net.biases[0])
+    sizes = _lengths(rows)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        far = (levels / sizes)[(levels > 0) & (sizes > 0)]
+    unit = np.median(far) if len(net.curves) and far.size else 1.0
+    return np.zeros(net.inputs), 2.0 ** np.round(np.log2(unit))
+
+
+def _lengths(rows: Numbers) -> Numbers:
+    """The l2 norms ``[m]`` of rows ``[m, n]``, without underflow or overflow of squares."""
+    most = np.abs(rows).max(axis=1, initial=0.0)
+    unit = np.where(most > 0, most, 1.0)
+    return most * np.linalg.norm(rows / unit[:, None], axis=1)
+
+
+def _whole(
+    n: int, box: tuple[npt.ArrayLike, npt.ArrayLike] | None, center: Numbers, unit: float
+) -> _PartialCell:
     """The box, or for None all of the ``n``-dimensional space, as the one part before the first
     neuron.
     """
     if box is None:
         shape, ball = Polyhedron(np.zeros((0, n)), np.zeros(0)), CellBall(np.zeros(n), np.inf)
     else:
-        low, high = (np.broadcast_to(np.asarray(end, float), (n,)) for end in box)
-        if not np.all(low < high):
-            raise ValueError(f"box must have a low below its high in every entry, got {box}.")
+        low, high = ((np.broadcast_to(np.asarray(end), (n,)) - center) / unit for end in box)
         shape = Polyhedron(np.vstack([np.eye(n), -np.eye(n)]), np.concatenate([high, -low]))
         ball = CellBall((low + high) / 2, float(np.min(high - low) / 2))
-    return _PartialCell(shape, ball, (), np.eye(n), np.zeros(n))
+    return _PartialCell(shape, ball, (), unit * np.eye(n), center, unit * np.eye(n))
 
 
 def _through(part: _PartialCell, weight: Numbers, bias: Numbers) -> _PartialCell:
     """The part with the next layer's pre-activations as its affine function."""
     jacobian, offset = weight @ part.jacobian, weight @ part.offset + bias
-    return part._replace(jacobian=jacobian, offset=offset)
+    magnitude = np.abs(weight) @ np.abs(part.jacobian)
+    return part._replace(jacobian=jacobian, offset=offset, magnitude=magnitude)
 
 
 def _cut(part: _PartialCell, neuron: int) -> list[_PartialCell]:
@@ -161,8 +196,8 @@ def _cut(part: _PartialCell, neuron: int) -> list[_PartialCell]:
     the centre of its ball, so that no part is lost.
     """
     row, level = part.jacobian[neuron], float(part.offset[neuron])
-    size = float(np.linalg.norm(row))
-    if size <= 1e-13 * max(1.0, abs(level)):
+    size, total = (float(_lengths(one[None])[0]) for one in (row, part.magnitude[neuron]))
+    if size <= _LOST * total:
         return [_active(part, neuron, level > 0)]
     normal, level = row / size, level / size
     sides = []
@@ -259,8 +294,9 @@ def polyhedron(net: Chain, mask: npt.ArrayLike) -> Polyhedron:
     check_relu(net)
     mask = np.asarray(mask, bool)
     jacobian, offset, start = np.eye(net.inputs), np.zeros(net.inputs), 0
-    normals, levels = [np.zeros((0, net.inputs))], [np.zeros(0)]
+    normals, levels, sums = [np.zeros((0, net.inputs))], [np.zeros(0)], [np.zeros(0)]
     for weight, bias, kept in zip(net.weights[:-1], net.biases, net.kept):
+        sums.append(_lengths(np.abs(weight[kept:]) @ np.abs(jacobian)))
         jacobian, offset = weight @ jacobian, weight @ offset + bias
         active = mask[start : start + len(bias) - kept]
         start += len(active)
@@ -270,6 +306,6 @@ def polyhedron(net: Chain, mask: npt.ArrayLike) -> Polyhedron:
         jacobian[kept:] *= active[:, None]
         offset[kept:] *= active
     rows, level = np.concatenate(normals), np.concatenate(levels)
-    size = np.linalg.norm(rows, axis=1)
-    real = size > 1e-13 * np.maximum(1.0, np.abs(level))
+    size = _lengths(rows)
+    real = size > _LOST * np.concatenate(sums)
     return Polyhedron(rows[real] / size[real, None], level[real] / size[real])

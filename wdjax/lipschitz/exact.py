@@ -44,7 +44,9 @@ class Steepest(NamedTuple):
 
 
 class UpperConstants(NamedTuple):
-    """Valid Lipschitz constants of the loss over the domain of the cells."""
+    """Valid Lipschitz constants of the loss over the domain of the cells, if none is so thin that
+    :func:`activation_cells` left it out.
+    """
 
     paper: float
     """``L`` of equation 6."""
@@ -259,7 +261,7 @@ def _ascent(gain: Numbers, normals: Numbers, norm: float) -> Numbers:
         weights = nnls(normals.T, gain)[0] if len(normals) else np.zeros(0)
         direction = gain - normals.T @ weights
         size = np.linalg.norm(direction)
-        return direction / size if size > 1e-12 * max(1.0, _size(gain, 2)) else np.zeros(n)
+        return direction / size if size > 1e-12 * _size(gain, 2) else np.zeros(n)
     if norm == np.inf:
         found = linprog(
             -gain, normals, np.zeros(len(normals)), bounds=(-1, 1), method="highs", options=_HIGHS

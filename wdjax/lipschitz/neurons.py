@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from wdjax.bounds import continuity, interval, network, passes
+from wdjax.bounds import continuity, domain, interval, network, passes
 from wdjax.bounds.fused import fuse
 from wdjax.bounds.graph import flatten
 from wdjax.lipschitz.chain import Chain, curve_of
@@ -127,5 +127,7 @@ def _derivative(
     low, high = jnp.min(least), jnp.max(most)
     # An unbounded interval cannot be divided into cells.
     bounded = jnp.isfinite(lower) & jnp.isfinite(upper)
+    # Where a NaN is tested for, the function may jump; its derivative does not show it.
+    bounded &= ~interval.may_test_nan(flatten(curve), domain.fresh(lower, upper))
     open_ = ~bounded | jnp.isnan(low) | jnp.isnan(high)
     return jnp.where(open_, -jnp.inf, low), jnp.where(open_, jnp.inf, high)

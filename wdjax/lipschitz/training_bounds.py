@@ -73,6 +73,7 @@ def trainable_lipschitz(
     arguments.check(model=model, x=x, y=y, eps=eps, ball=Lp(norm, box))
     validate.shapes_of(model, x)
     validate.check_choice("method", method, get_args(Method))
+    x = jnp.asarray(x)
     with highest():
         ball = region.ball(x, jnp.broadcast_to(jnp.asarray(eps, x.dtype), y.shape), norm, box)
         state = margins.prepare(model, ball, "interval")

@@ -56,6 +56,8 @@ class Effort(NamedTuple):
     """The mean objective of the attack on its bank."""
     gradients: float
     """Backward passes through the bank, for each input."""
+    zeros: float
+    """How many of these were zero in every coordinate."""
 
 
 class BankBatch(NamedTuple):
@@ -102,9 +104,9 @@ def iterate(
     bank, simulation = _simulate(attacker, bank, inputs, moved.x_adv, Leak(known, leak.key), key)
     best = choose(attacker.attack, state.best, moved, simulation, iteration)
     first = state.first if iteration else moved.x_adv
-    raised, passes = float(jnp.mean(moved.value)), float(jnp.mean(moved.gradients))
+    told = (float(jnp.mean(leaf)) for leaf in (moved.value, moved.gradients, moved.zeros))
     after = state._replace(bank=bank, first=first, best=best)
-    return after, Effort(simulation.errors, raised, passes)
+    return after, Effort(simulation.errors, *told)
 
 
 def end_round(
@@ -154,7 +156,8 @@ def _given(attacker: Attacker, bank: Bank, inputs: RoundInputs) -> BankFound:
     attack, (defense, memory, _) = attacker.attack, attacker.defender
     points = parallel.placed(attack.points[inputs.number], inputs.x.sharding)
     value = objective_at(attack, defense, memory, bank, points, inputs.y)
-    return BankFound(points, value, ~jnp.isfinite(value), jnp.zeros(len(inputs.y)))
+    none = jnp.zeros(len(inputs.y))
+    return BankFound(points, value, ~jnp.isfinite(value), none, none)
 
 
 @distinct.jit

@@ -30,6 +30,8 @@ class BankFound(NamedTuple):
     """Whether an output or a gradient was not finite on the way."""
     gradients: Array
     """Backward passes, each through all models in use."""
+    zeros: Array
+    """How many of these were zero in every coordinate."""
 
 
 @full_precision
@@ -92,7 +94,7 @@ def raise_objective(
         return _better(best, moved), None
 
     unknown, none = jnp.full(y.shape, -jnp.inf, x.dtype), jnp.zeros(y.shape, jnp.int32)
-    begun = BankFound(x, unknown, none > 0, none)
+    begun = BankFound(x, unknown, none > 0, none, none)
     return loops.scan(search, begun, jnp.arange(attack.runs))[0]
 
 
@@ -190,11 +192,11 @@ def _climb(asked: _SharedInputs, aim: Array, start: Array, key: Array) -> BankFo
             skip_misclassified=False,
             transductive=True,
         )
-        gradients = moved.gradients + found.gradients
-        return BankFound(found.x_adv, found.margin, moved.fault | found.fault, gradients)
+        spent = moved.gradients + found.gradients, moved.zeros + found.zeros
+        return BankFound(found.x_adv, found.margin, moved.fault | found.fault, *spent)
 
     none = jnp.zeros(y.shape, jnp.int32)
-    begun = BankFound(start, jnp.full(y.shape, -jnp.inf, x.dtype), none > 0, none)
+    begun = BankFound(start, jnp.full(y.shape, -jnp.inf, x.dtype), none > 0, none, none)
     legs = asked.bank.filled if attack.legs == "models" else 1
     moved = loops.fori_loop(0, legs, leg, begun)
     if attack.keep == "first":
@@ -215,4 +217,5 @@ def _better(best: BankFound, moved: BankFound) -> BankFound:
     x_adv = jnp.where(norms.spread(wins, moved.x_adv), moved.x_adv, best.x_adv)
     value = jnp.where(wins, moved.value, best.value)
     fault = best.fault | moved.fault | ~jnp.isfinite(moved.value)
-    return BankFound(x_adv, value, fault, best.gradients + moved.gradients)
+    spent = best.gradients + moved.gradients, best.zeros + moved.zeros
+    return BankFound(x_adv, value, fault, *spent)

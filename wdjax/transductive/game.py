@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from os import PathLike
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from wdjax import data, distinct, norms, parallel
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Found, Model, PyTree
-from wdjax.engine import driver, loop
+from wdjax.engine import diagnosis, driver, loop
 from wdjax.precision import full_precision
 from wdjax.transductive import turns
 from wdjax.transductive.attacker import Attacker
@@ -77,6 +78,7 @@ def play(
     pool: int | None = None,
     company: bool | None = None,
     rejections: float = REJECTIONS,
+    diagnose: bool = True,
     callback: Callable[[State], Any] | None = None,
     checkpoint: str | PathLike[str] | None = None,
     every: float = 60.0,
@@ -110,6 +112,7 @@ def play(
         default for defences that reject.
       rejections: the share of clean inputs that a rejecting defence may reject, when the attacker
         compares sets.
+      diagnose: warn of the report's remarks: values that are not finite, gradients that vanish.
       callback: called with the :class:`State` after every turn; a true value ends the game, which
         is then an error.
       checkpoint: a folder; a game that was interrupted resumes from it, with equal results.
@@ -179,7 +182,11 @@ def play(
             f"the game was ended in round {int(last.round)} of {len(game.y)}; with a checkpoint "
             "it can go on."
         )
-    return reported(last.record, index, np.asarray(game.y).ravel(), defense.rejects)
+    found = reported(last.record, index, np.asarray(game.y).ravel(), defense.rejects)
+    if diagnose and found.remarks:
+        text = f"play: {'; '.join(found.remarks)}."
+        warnings.warn(text, diagnosis.RobustnessWarning, stacklevel=diagnosis.outside())
+    return found
 
 
 class _Rules(NamedTuple):

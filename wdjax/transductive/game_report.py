@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import distinct, metrics
-from wdjax.checks import arguments, validate
+from wdjax import distinct, metrics, remarks
+from wdjax.checks import arguments, independence, validate
 from wdjax.checks.forward_mode import host_only
-from wdjax.core import AnyArray, Array
+from wdjax.core import AnyArray, Array, Model
 from wdjax.precision import full_precision
 from wdjax.transductive.defense import Defense
 from wdjax.transductive.state import GameRecord
@@ -95,7 +95,8 @@ class GameReport:
     """``[n]``: whether the model before adaptation classifies the submitted points correctly."""
     static_clean: np.ndarray
     fault: np.ndarray
-    """``[n]``: whether an output or a gradient was not finite; never counted as correct."""
+    """``[n]``: whether an output or a gradient was not finite. Such an output is never counted as
+    correct; a point that was submitted since no gradient led farther may be."""
     simulated: np.ndarray
     """``[rounds, iterations]``: the error rate of the attacker's simulations."""
     raised: np.ndarray
@@ -104,6 +105,8 @@ class GameReport:
     """``[rounds]``: the iteration whose set was submitted; -1 if the clean set was."""
     gradients: np.ndarray
     """``[rounds]``: backward passes through the bank, for each sample."""
+    zeros: np.ndarray
+    """``[rounds]``: how many of these were zero in every coordinate."""
     score: np.ndarray | None = None
     """``[draws, n]``: scores of a rejecting defence, large where it would reject."""
     score_clean: np.ndarray | None = None
@@ -145,21 +148,31 @@ class GameReport:
     def static_clean_accuracy(self) -> Share:
         return share_with_interval(self.static_clean[None])
 
+    @property
+    def remarks(self) -> list[str]:
+        """What a reader must know before believing the accuracies."""
+        share = float(self.zeros.sum()) / max(float(self.gradients.sum()), 1.0)
+        faults = np.flatnonzero(self.fault)
+        first = int(faults[0]) if len(faults) else None
+        return remarks.of({"faults": len(faults), "first_fault": first, "zero_gradients": share})
+
     def rejection(self, threshold: float) -> Rejection:
         """The rates of a rejecting defence at a threshold of its score.
+
+        A score that is NaN accepts an attacked input and rejects a clean one.
 
         Raises:
           ValueError: the defence does not reject.
         """
         score, clean = self._scores()
-        accepted = score <= threshold
+        accepted = ~(score > threshold)
         wrong = ~self.correct & accepted
         kept = int(accepted.sum())
         return Rejection(
             float(threshold),
             float(wrong.mean()),
             float(wrong.sum() / kept) if kept else 0.0,
-            float((clean > threshold).mean()),
+            float(1 - (clean <= threshold).mean()),
             float((~accepted).mean()),
         )
 
@@ -252,6 +265,9 @@ def cost_multiple(
 ) -> float:
     """Time of adaptation and prediction, in multiples of the static model's prediction.
 
+    The static model is the defence's ``model``, where it has one, else what it predicts by before
+    any adaptation.
+
     Args:
       defense: the defence.
       memory: its memory.
@@ -269,12 +285,13 @@ def cost_multiple(
     host_only("cost_multiple", twins, defense, memory, x, key)
     repeats = validate.check_count("repeats", repeats)
     state, inputs = defense.begin(memory), jnp.asarray(x)
-    base = defense.base(memory, state, len(inputs))
+    base, static = defense.base(memory, state, len(inputs)), getattr(defense, "model", None)
     whole = distinct.jit(_adapted_prediction)
     plain = distinct.jit(_prediction)
     most = _least(repeats, lambda: whole(defense, memory, state, inputs, key))
-    least = _least(repeats, lambda: plain(defense, memory, base, inputs))
-    return most / least
+    if isinstance(static, Model):
+        return most / _least(repeats, lambda: independence.outputs(static, inputs))
+    return most / _least(repeats, lambda: plain(defense, memory, base, inputs))
 
 
 def _adapted_prediction(defense: Defense, memory: Any, state: Any, x: Array, key: Array) -> Any:

@@ -67,6 +67,7 @@ class GameRecord(NamedTuple):
     raised: np.ndarray
     chosen: np.ndarray
     gradients: np.ndarray
+    zeros: np.ndarray
     score: np.ndarray
     score_clean: np.ndarray
 
@@ -98,6 +99,7 @@ def empty_record(x: Array, draws: int, iterations: int) -> GameRecord:
         raised=np.zeros(steps, np.float32),
         chosen=np.full(rounds, -1),
         gradients=np.zeros(rounds, np.float32),
+        zeros=np.zeros(rounds, np.float32),
         score=np.zeros(drawn, np.float32),
         score_clean=np.zeros(drawn, np.float32),
     )

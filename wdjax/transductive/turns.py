@@ -68,7 +68,8 @@ def _attackers_turn(game: Game, state: State) -> State:
         state.record, number, iteration, simulated=effort.simulated, raised=effort.raised
     )
     passes = float(record.gradients[number]) + effort.gradients
-    record = written(record, number, gradients=passes)
+    zeros = float(record.zeros[number]) + effort.zeros
+    record = written(record, number, gradients=passes, zeros=zeros)
     done = np.asarray(iteration + 1, np.int32)
     return state._replace(iteration=done, attacker=after, record=record)
 
