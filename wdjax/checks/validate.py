@@ -172,8 +172,8 @@ def check_samples(
             )
     elif ends and (low < ends[0] or high > ends[1]):
         raise ValueError(
-            f"x spans [{low:.9g}, {high:.9g}], outside the box [{ends[0]:g}, {ends[1]:g}]; rescale it. "
-            "If it was normalised by mean and std, put that inside the model; data that are no "
+            f"x spans [{low:.9g}, {high:.9g}], outside the box [{ends[0]:g}, {ends[1]:g}]; rescale "
+            "it. If it was normalised by mean and std, put that inside the model; data that are no "
             "images may have another box, Lp(box=(low, high)), or none, box=None."
         )
     smallest, largest = int(labels.min()), int(labels.max())
