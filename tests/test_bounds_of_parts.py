@@ -60,7 +60,13 @@ def drawn(rng, kind):
         jnp.array(rng.normal(size=s) * 2 / math.sqrt(math.prod(s[:-1])), jnp.float32)
         for s in shapes.get(kind, shapes["dense"])
     ]
-    return Model(functools.partial(outputs, kind), tuple(params))
+    return Model(applied(kind), tuple(params))
+
+
+@functools.cache
+def applied(kind):
+    """One function for all nets of a kind, so that they share programs."""
+    return functools.partial(outputs, kind)
 
 
 def points_near(rng, model, x, y, rival, eps, norm):

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax import test_util as jtu
 
 from wdjax import Model, certify
 from wdjax.bounds import coarse, crown, margins, passes, region
 from wdjax.bounds.coefficients import Rows, Whole
+from wdjax.xla_cpu import transposed_conv
 
 # Of each linear map: kernel, stride, padding; the skip is the fourth.
 SETTINGS = {
@@ -144,3 +146,21 @@ def test_slopes_of_whole_maps_fit_what_lies_in_windows():
     plain, same, other = bounds(one)
     np.testing.assert_allclose(plain, same, rtol=1e-5)
     assert np.all(plain != other)
+
+
+@pytest.mark.parametrize(
+    "size", [(3, 4, 3, 2, 3, 7), (5, 2, 2, 3, 16, 4), (2, 3, 1, 1, 1, 5), (4, 4, 3, 3, 40, 3)]
+)
+def test_transposed_convolutions_are_those_of_loops(size):
+    """With few channels by one product, with many by XLA's convolution."""
+    rows, columns, height, width, channels, outputs = size
+    rng = np.random.default_rng(0)
+    a = rng.normal(size=(2, rows, columns, outputs)).astype(np.float32)
+    kernel = rng.normal(size=(height, width, channels, outputs)).astype(np.float32)
+    expected = np.zeros((2, rows + height - 1, columns + width - 1, channels))
+    for i, j, u, v in np.ndindex(rows, columns, height, width):
+        expected[:, i + u, j + v] += a[:, i, j].astype(float) @ kernel[u, v].T.astype(float)
+    np.testing.assert_allclose(transposed_conv(a, kernel), expected, rtol=1e-5, atol=1e-5)
+    several = jax.vmap(transposed_conv, (0, None))(jnp.stack([a, 2 * a]), kernel)
+    np.testing.assert_allclose(several[1], 2 * expected, rtol=1e-5, atol=1e-5)
+    jtu.check_grads(transposed_conv, (jnp.asarray(a), jnp.asarray(kernel)), order=1, rtol=1e-2)
