@@ -157,6 +157,17 @@ def test_tests_for_nan_have_no_constant(function):
     assert lipschitz.trainable_lipschitz(model, x, y, norm=2, eps=0.2)[0, 1] == np.inf
 
 
+def test_arrays_that_a_model_closes_over_are_named_as_the_cause():
+    kernel = jnp.ones((1, 3, 2), jnp.float32)
+
+    def apply(p, x):
+        dims = ("NHC", "HIO", "NHC")
+        return jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=dims)[:, 0]
+
+    with pytest.raises(ValueError, match=r"computed in float64.*make them its leaves"):
+        lipschitz.as_chain(Model(apply, {}), jnp.zeros((1, 2, 3)))
+
+
 def test_every_point_has_its_cell():
     net = random_chain(1, (3, 5, 4, 2))
     cells = lipschitz.activation_cells(net, (-1, 1))

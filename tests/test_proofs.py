@@ -362,7 +362,9 @@ class Found:
         (read,) = vnnlib_file.read(self.files["property"])
         ends = (end.reshape(loaded.input_shape) for end in (read.lower, read.upper))
         spec = certify.Specification(read.members)
-        self.verdict = certify.property(loaded.model, *ends, spec, proof=proof.cases[0], seconds=60)
+        self.verdict = certify.property(
+            loaded.model, *ends, spec, proof=proof.cases[0], seconds=600
+        )
         self.place = folder / f"{net.stem}.npz"
         proof.save(self.place)
         self.data = unpacked(self.place.read_bytes())

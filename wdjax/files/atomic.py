@@ -83,7 +83,7 @@ def replacing(path: str | PathLike[str]) -> Iterator[Path]:
     path = resolved(path)
     _sweep(path)
     new = _partial(path)
-    with _opened(new, wait=True) as (number, _):
+    with _naming(path), _opened(new, wait=True) as (number, _):
         yield new
         os.fsync(number)
         new.replace(path)
@@ -117,8 +117,10 @@ def exclusive(path: str | PathLike[str]) -> Iterator[None]:
                 stacklevel=3,
             )
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        os.truncate(number, 0)
-        os.write(number, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode())
+        with _naming(path):
+            os.truncate(number, 0)
+            owner = f"process {os.getpid()} on {socket.gethostname()} since {since}"
+            os.write(number, owner.encode())
         stack.callback(_HELD.reset, _HELD.set(_HELD.get() | {(os.getpid(), path)}))
         yield
 
@@ -177,6 +179,17 @@ def _opened(path: Path, wait: bool = False) -> Iterator[tuple[int, bool]]:
             return
         finally:
             os.close(number)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """A context whose OSErrors name a file: that of a full disk says nothing of where it is."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
 
 
 def _lock(number: int, wait: bool = False) -> bool:

@@ -137,8 +137,15 @@ def as_chain(model: Classifier, x: AnyArray) -> Chain:
     validate.shapes_of(model, x)
     independence.check(model, independence.points(np.zeros(x.shape[1:]), np.ones(x.shape[1:])))
     with float64():
-        made = _made(widened(model), jnp.zeros((1, *x.shape[1:]), jnp.float64))
-        return jax.tree.map(np.asarray, made)
+        wide, sample = widened(model), jnp.zeros((1, *x.shape[1:]), jnp.float64)
+        try:
+            jax.eval_shape(wide, sample)
+        except TypeError as error:
+            raise ValueError(
+                f"these constants are computed in float64, where the model fails: {error} If it "
+                "closes over arrays, make them its leaves: wdjax.Model(apply, params)."
+            ) from error
+        return jax.tree.map(np.asarray, _made(wide, sample))
 
 
 @distinct.jit
