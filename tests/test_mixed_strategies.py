@@ -10,7 +10,9 @@ import pytest
 from scipy import optimize
 
 import wdjax.transductive as games
+from wdjax import Model
 from wdjax.attacks import PGD
+from wdjax.engine.diagnosis import RobustnessWarning
 from wdjax.transductive import attacker
 from wdjax.transductive.defense import Stateless
 from wdjax.transductive.mixed_strategies import Reply
@@ -180,3 +182,10 @@ def test_points_outside_of_the_ball_are_refused(monkeypatch):
         games.mixed_play(
             Coin(), games.fpa(PGD(steps=5), 1), x, y, memory=(), eps=0.05, key=KEY, draws=2
         )
+
+
+def test_a_blind_attacker_is_told():
+    steps = games.Fixed(Model(lambda w, x: jnp.round(8 * x @ w), jnp.eye(2)))
+    x, how = jnp.array([[0.6, 0.4]]), {"memory": (), "eps": 0.05, "key": KEY}
+    with pytest.warns(RobustnessWarning, match="^mixed_play: 100% zero gradients"):
+        games.mixed_play(steps, games.fpa(PGD(steps=2), 1), x, [0], draws=1, rounds=1, **how)

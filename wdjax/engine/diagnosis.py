@@ -11,7 +11,7 @@ the box or more, since there nearly every sample has a flip.
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -180,8 +180,13 @@ def diagnosed(ensemble: Callable[P, T]) -> Callable[P, T]:
 
 def warn(name: str, found: Found, *more: str) -> None:
     """Issues one warning with all remarks on a result, and more, if any, at the user's call."""
-    if said := [*found.remarks, *more]:
-        warnings.warn(f"{name}: {'; '.join(said)}.", RobustnessWarning, stacklevel=outside())
+    say(name, [*found.remarks, *more])
+
+
+def say(name: str, remarks: Sequence[str]) -> None:
+    """Issues one warning with some remarks, if there are any, at the user's call."""
+    if remarks:
+        warnings.warn(f"{name}: {'; '.join(remarks)}.", RobustnessWarning, stacklevel=_outside())
 
 
 def warn_of_logits(out: PyTree, clean: np.ndarray) -> None:
@@ -225,7 +230,7 @@ def warn_of_logits(out: PyTree, clean: np.ndarray) -> None:
             "look at the labels, and at the scale and layout of the images"
         )
     for text in said:
-        warnings.warn(f"{text}.", RobustnessWarning, stacklevel=outside())
+        warnings.warn(f"{text}.", RobustnessWarning, stacklevel=_outside())
 
 
 def _standing(found: Found) -> np.ndarray:
@@ -285,7 +290,7 @@ def _overlooked(found: Found, ball: Lp, radius: Any, queries: int, again: Search
     return broken
 
 
-def outside() -> int:
+def _outside() -> int:
     """The ``stacklevel`` of the first frame outside this library."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] == "wdjax":

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable
 from os import PathLike
 from typing import Any, NamedTuple
@@ -183,9 +182,8 @@ def play(
             "it can go on."
         )
     found = reported(last.record, index, np.asarray(game.y).ravel(), defense.rejects)
-    if diagnose and found.remarks:
-        text = f"play: {'; '.join(found.remarks)}."
-        warnings.warn(text, diagnosis.RobustnessWarning, stacklevel=diagnosis.outside())
+    if diagnose:
+        diagnosis.say("play", found.remarks)
     return found
 
 

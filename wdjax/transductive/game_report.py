@@ -151,10 +151,7 @@ class GameReport:
     @property
     def remarks(self) -> list[str]:
         """What a reader must know before believing the accuracies."""
-        share = float(self.zeros.sum()) / max(float(self.gradients.sum()), 1.0)
-        faults = np.flatnonzero(self.fault)
-        first = int(faults[0]) if len(faults) else None
-        return remarks.of({"faults": len(faults), "first_fault": first, "zero_gradients": share})
+        return remarks_on(self.fault, self.zeros.sum(), self.gradients.sum())
 
     def rejection(self, threshold: float) -> Rejection:
         """The rates of a rejecting defence at a threshold of its score.
@@ -197,6 +194,13 @@ class GameReport:
         if self.score is None or self.score_clean is None:
             raise ValueError("this defence does not reject, so there is no threshold to choose.")
         return self.score, self.score_clean
+
+
+def remarks_on(fault: npt.ArrayLike, zeros: float, gradients: float) -> list[str]:
+    """Remarks on inputs ``[n]`` that met a fault, and on the share of gradients that were zero."""
+    faults, share = np.flatnonzero(fault), float(zeros) / max(float(gradients), 1.0)
+    first = int(faults[0]) if len(faults) else None
+    return remarks.of({"faults": len(faults), "first_fault": first, "zero_gradients": share})
 
 
 def reported(record: GameRecord, index: np.ndarray, y: np.ndarray, rejects: bool) -> GameReport:

@@ -16,12 +16,14 @@ import numpy.typing as npt
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, PyTree
+from wdjax.engine import diagnosis
 from wdjax.precision import full_precision
 from wdjax.transductive import attacker as attackers
 from wdjax.transductive.attacker import Attacker, Leak
 from wdjax.transductive.defender import Defender
 from wdjax.transductive.defense import Defense
 from wdjax.transductive.game import check_attack, static_model
+from wdjax.transductive.game_report import remarks_on
 from wdjax.transductive.referee import Referee, check_clean, measured_costs
 from wdjax.transductive.space_attack import SpaceAttack
 from wdjax.transductive.state import RoundInputs
@@ -262,13 +264,15 @@ def mixed_play(
     check_clean(referee, inputs)
     game = _KeyGame(referee, Attacker(attack, defender, radius, own, 0.0), inputs)
     found = double_oracle(game.errors, game.reply_row, game.reply_column, 0, 0, rounds=rounds)
+    diagnosis.say("mixed_play", remarks_on(game.fault, game.zeros, game.gradients))
     return found._replace(rows=tuple(game.sets[row] for row in found.rows))
 
 
 class _KeyGame:
     """Sets of points (rows) against private keys (columns), both by their numbers.
 
-    Payoffs are error rates. Replies of the attacker are added to ``sets``.
+    Payoffs are error rates. Replies of the attacker are added to ``sets``, what they met to
+    ``fault``, ``gradients`` and ``zeros``, which are as in a game's report.
     """
 
     def __init__(self, referee: Referee, player: Attacker, inputs: RoundInputs) -> None:
@@ -276,6 +280,7 @@ class _KeyGame:
         self.keys = [referee.private_key(0, draw) for draw in range(referee.draws)]
         self.sets = [inputs.x]
         self.errors = functools.cache(self._errors)
+        self.fault, self.gradients, self.zeros = np.zeros(len(inputs.y), bool), 0.0, 0.0
 
     def _errors(self, row: int, column: int) -> float:
         """The error rate on a set, after adaptation to it under a key."""
@@ -296,7 +301,10 @@ class _KeyGame:
         turn = attackers.first_attacker_state(player, x)
         for number in range(player.attack.iterations):
             leaked = Leak(key=self.keys[rng.choice(columns, p=mix)])
-            turn, _ = attackers.iterate(player, turn, self.inputs, number, leaked)
+            turn, effort = attackers.iterate(player, turn, self.inputs, number, leaked)
+            self.gradients += effort.gradients
+            self.zeros += effort.zeros
+        self.fault |= np.asarray(turn.best.fault)
         measured_costs(self.referee, x, turn.best.x)
         self.sets.append(turn.best.x)
         gains = [mix @ [self.errors(row, k) for k in columns] for row in range(len(self.sets))]
