@@ -32,11 +32,11 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_OPTIONS)
 
 # All but the slowest tenth of the tests, which tests/slow.txt lists by measured time.
 test: $(VENV)/.test
-	@echo "A quarter of an hour on two cores, less from the second time on: programs are kept."
+	@echo "Half an hour on two cores, less from the second time on: programs are kept."
 	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/.test
-	@echo "Half an hour: what takes longest of everything; CI leaves it to you."
+	@echo "An hour: what takes longest of everything; CI leaves it to you."
 	$(PYTEST) --no-loadscope-reorder -m slow
 
 test-all: test test-slow
