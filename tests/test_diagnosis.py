@@ -159,7 +159,8 @@ def test_what_has_no_gradients_is_looked_at_again_by_queries():
 
     model = wdjax.Model(apply, {})
     y = np.zeros(len(X), int)
-    found = wdjax.search(attacks.Square(queries=2), model, X, y, eps=0.5, key=KEY)
+    with pytest.warns(RobustnessWarning, match=r"second look by MarginPGD failed: .*JVP"):
+        found = wdjax.search(attacks.Square(queries=2), model, X, y, eps=0.5, key=KEY)
     assert found.correct.all()
     assert not found.success.any()
     with pytest.raises(ValueError, match="do not support JVP"):

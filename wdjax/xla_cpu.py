@@ -51,8 +51,9 @@ _WIDTH = 128
 _PARTS = 2**20
 """Number of numbers that :func:`_by_rows` may write on its way, so that they stay in the cache."""
 _UNLIKELY = 1.2345678e-30
-"""If its first array begins with this number, :func:`single` forgets all: ends are -inf and inf,
-and slopes not finite, so that lines are constant."""
+"""If its first array begins with this number, :func:`_held` forgets all: ends are -inf and inf,
+slopes not finite, so that lines are constant, and coefficients -inf, so that bounds are -inf or
+NaN."""
 _FOLD = 16
 """Number of terms that one stage of :func:`summed` adds up."""
 
@@ -259,7 +260,8 @@ def _by_rows(a: Array, kernel: Array) -> Array:
     """:func:`transposed_conv`: one product with all rows of the kernel, whose results are shifted.
 
     Where there are few channels, XLA's convolution is a product with few columns, which fills a
-    third of the vector units or less; this one has ``height`` times as many.
+    third of the vector units or less; this one has ``height`` times as many. The sum is held, since
+    what comes next would shift and add anew for each of its entries.
     """
     height, width, channels, outputs = kernel.shape
     count, rows, columns, _ = a.shape

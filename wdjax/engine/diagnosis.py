@@ -97,7 +97,7 @@ def _looked_at(
 
     Arguments are those of :func:`diagnose`; ``radius`` is how far the search could go.
     """
-    ball, mine, noise = attack.ball, 0.0, 0.0
+    ball, mine, noise, failed = attack.ball, 0.0, 0.0, list[str]()
     assert isinstance(ball, Lp)
     if attack.budget == "sample" and ball.norm != 0:
         mine, noise = _gains(found, ball, clean, np.asarray(x), radius, again)
@@ -105,13 +105,14 @@ def _looked_at(
     blind, doubted = _is_blind(found, attack, clean), mine < _NOISE * noise
     doubted |= attack.budget == "sample" and bool(np.all(far))
     if blind or doubted:
-        broken = _overlooked(found, ball, radius, _QUERIES[doubted], again)
+        broken, failed = _overlooked(found, ball, radius, _QUERIES[doubted], again)
         found = replace(found, overlooked=broken) if blind or broken.any() else found
     if mine >= noise:
-        return found, []
+        return found, failed
     return found, [
+        *failed,
         "its points are no nearer to a mistake than random noise of the same size: "
-        "take more or longer steps, and look whether gradients are those of the model"
+        "take more or longer steps, and look whether gradients are those of the model",
     ]
 
 
@@ -262,14 +263,17 @@ def _chosen(found: Found) -> np.ndarray:
     return left
 
 
-def _overlooked(found: Found, ball: Lp, radius: Any, queries: int, again: Search) -> np.ndarray:
+def _overlooked(
+    found: Found, ball: Lp, radius: Any, queries: int, again: Search
+) -> tuple[np.ndarray, list[str]]:
     """``[n]``: up to 100 survivors that margin ascent or random search breaks after all.
 
     ``again(attack, eps=, only=, key=)`` searches as before with another attack. What was attacked
-    by queries alone may have no derivative, as a host callback: then margins are not climbed.
+    by queries alone may have no derivative, as a host callback: which looks failed, and by what
+    error, is told besides.
     """
-    left, needs_gradients = _chosen(found), bool(np.any(np.asarray(found.gradients)))
-    broken = np.zeros_like(left)
+    left, by_gradients = _chosen(found), bool(np.any(np.asarray(found.gradients)))
+    broken, failed = np.zeros_like(left), dict[str, None]()
     looks: list[Attack]
     looks = [MarginPGD(ball), MarginPGD(ball, far=True), Square(ball, queries=queries)]
     if ball.norm == 0:
@@ -280,14 +284,15 @@ def _overlooked(found: Found, ball: Lp, radius: Any, queries: int, again: Search
             reach = radius if look.budget == "sample" else None
             try:
                 seen = again(look, eps=reach, only=left, key=jax.random.key(number))
-            except (ValueError, NotImplementedError):
-                if needs_gradients or isinstance(look, Square):
+            except (ValueError, NotImplementedError) as error:
+                if by_gradients or isinstance(look, Square):
                     raise
+                failed[f"a second look by {type(look).__name__} failed: {error}"] = None
                 continue
             near = np.asarray(seen.cost) <= radius * (1 + transport.BEYOND)
             broken |= np.asarray(seen.success) & near & left
             left &= ~broken
-    return broken
+    return broken, list(failed)
 
 
 def _outside() -> int:

@@ -147,8 +147,11 @@ def _units(net: Chain, box: tuple[npt.ArrayLike, npt.ArrayLike] | None) -> tuple
     """
     if box is not None:
         low, high = (np.broadcast_to(np.asarray(end, float), (net.inputs,)) for end in box)
-        if not np.all(low < high):
-            raise ValueError(f"box must have a low below its high in every entry, got {box}.")
+        if not np.all((low < high) & np.isfinite(high - low)):
+            raise ValueError(
+                f"box must have a finite low below its finite high in every entry, got {box}; None "
+                "is all of space."
+            )
         center, lengths = low / 2 + high / 2, high / 2 - low / 2
         return center, 2.0 ** np.round(np.log2(lengths.min()))
     rows, levels = net.weights[0], np.abs(net.biases[0])
