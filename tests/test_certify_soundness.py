@@ -16,6 +16,7 @@ from jax import lax
 
 from wdjax import Model, certify, losses
 from wdjax.bounds import continuity
+from wdjax.certify import pointwise
 
 pytestmark = pytest.mark.fast
 
@@ -167,6 +168,41 @@ def test_time_is_above_0_by_every_method():
     for method in certify.METHODS:
         with pytest.raises(ValueError, match="seconds must be a number above 0"):
             certify.verify(model, x, y, norm=math.inf, eps=0.1, method=method, seconds=0.0)
+
+
+def test_time_is_for_the_methods_that_take_it():
+    model = Model(lambda w, x: x @ w, jnp.eye(2))
+    x, y = jnp.array([[0.9, 0.1]]), jnp.array([0])
+    for method in {*certify.METHODS} - {"auto", "bab", "sdp-crown"}:
+        with pytest.raises(ValueError, match=f"seconds is for .* not '{method}'"):
+            certify.verify(model, x, y, norm=math.inf, eps=0.1, method=method, seconds=1.0)
+
+
+def test_bounds_that_contradict_the_model_count_for_nothing(monkeypatch):
+    """Whatever is wrong with the bounds: a sample that the model gets wrong is not verified."""
+    model = Model(lambda w, x: x @ w, jnp.eye(2))
+    x, y = jnp.array([[0.9, 0.1], [0.1, 0.9]]), jnp.array([0, 0])
+
+    def wrong(model, x, y, **how):
+        return jnp.ones((len(x), 2)), np.zeros(len(x), int), None
+
+    monkeypatch.setattr(pointwise, "searched", wrong)
+    found = certify.verify(model, x, y, norm=math.inf, eps=0.1, method="crown", steps=0)
+    assert found.verified.tolist() == [True, False]
+    assert found.falsified.tolist() == [False, True]
+    assert found.radius.tolist() == pytest.approx([0.1, 0.0])
+    assert "1 samples that the model gets wrong" in found.remarks[-1]
+
+
+@pytest.mark.parametrize("number", [2**24 - 1, 2**24 + 1, 2**31 - 1])
+def test_large_integers_leave_no_wrong_remainder(number):
+    def fn(x):
+        return (number % (9 * x).astype(jnp.int32)).astype(jnp.float32)
+
+    x = jnp.linspace(0.45, 0.5, 11)
+    low, high = certify.bound(fn, x[0], x[-1])
+    values = np.array([fn(one) for one in x])
+    assert np.all((values >= low) & (values <= high))
 
 
 def test_nan_is_open():

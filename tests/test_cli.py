@@ -157,6 +157,9 @@ def test_what_cannot_be_written_is_refused_before_the_work(
         ["--json", "{data}"],
         ["--plot", "{weights}"],
         ["--json", "z.json", "--points", "./z.json"],
+        ["--model", "mynet:build", "--json", "mynet.py"],
+        ["--model", "nets.mynet:build", "--json", "nets/mynet.py"],
+        ["--model", "nets:build", "--json", "./nets/__init__.py"],
     ],
 )
 def test_no_output_replaces_an_input_or_another_output(given, capsys, tmp_path, options):
@@ -164,6 +167,8 @@ def test_no_output_replaces_an_input_or_another_output(given, capsys, tmp_path, 
     data, weights = (Path(command[command.index(name) + 1]) for name in ("--data", "--weights"))
     before = data.read_bytes(), weights.read_bytes()
     options = [str(tmp_path / o) if "z." in o else o for o in options]
+    if "--model" in options:
+        command = [*command[: command.index("--arch")], *command[command.index("--arch") + 2 :]]
     assert main([*command, *(o.format(data=data, weights=weights) for o in options)]) == 2
     assert "would replace it: name another file" in capsys.readouterr().err
     assert (data.read_bytes(), weights.read_bytes()) == before

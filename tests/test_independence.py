@@ -139,6 +139,23 @@ FREE = {
     )(h),
     "table": lambda h: jnp.linspace(0, 1, 8)[jnp.argmax(h, axis=1)][:, None] * h,
 }
+# No sample meets another, and yet the batch decides by its size.
+SIZED = {
+    "divided by the number of samples": lambda h: h / len(h),
+    "another path alone": lambda h: -h if len(h) == 1 else h,
+    "another path in large batches": lambda h: -h if len(h) > 30 else h,
+    "columns by turns": lambda h: jnp.roll(h, len(h), axis=1),
+    "another table alone": lambda h: h * (jnp.ones(8) if len(h) == 1 else jnp.arange(8.0)),
+    "another large table alone": lambda h: (
+        h + (jnp.ones((2**14, 8)) if len(h) == 1 else jnp.zeros((2**14, 8)))[0]
+    ),
+    "as often as there are samples": lambda h: jax.lax.fori_loop(
+        0, len(h), lambda _, z: jnp.tanh(z), h
+    ),
+    "a branch's literal": lambda h: jax.lax.cond(
+        jnp.sum(W) < 1e9, lambda z: z * len(h), jnp.sin, h
+    ),
+}
 # No rule follows these, and yet samples do not meet: they are tried.
 UNPROVED = {
     "reversed twice": lambda h: h[::-1][::-1],
@@ -161,10 +178,33 @@ def test_a_single_sample_shows_it_too(name):
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("name", SIZED)
+def test_models_that_go_by_the_size_of_the_batch_are_refused(name):
+    model = _net(SIZED[name])
+    assert independence.proof(model, X.shape[1:], X.dtype).alike
+    with pytest.raises(ValueError, match=r"batch.*although no samples meet.*len\(x\)"):
+        independence.check(model, jnp.resize(X, (37, *X.shape[1:])))
+
+
+@pytest.mark.fast
+def test_models_that_take_no_sample_alone_pass():
+    """As models ported from PyTorch that squeeze their logits: a call for one sample fails."""
+
+    def apply(params, x):
+        h = jnp.squeeze(x.reshape(len(x), -1) @ params["w"])
+        return h[:, None] * params["v"]
+
+    independence.check(wdjax.Model(apply, {"w": W[:, :1], "v": V[:1]}), X)
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("name", FREE)
 def test_samples_that_do_not_meet_are_proved_to(name):
     model = _net(FREE[name])
     assert independence.proof(model, X.shape[1:], X.dtype) == batch_axis.BatchProof(True, True)
+    one = independence._has_one_program(model, X.shape[1:], X.dtype, {4, 16})
+    # JAX writes the number of rows into indices and edges: these are tried.
+    assert one or name in ("entries chosen by each sample", "padded by means", "padded at the edge")
 
 
 @pytest.mark.fast
@@ -289,15 +329,16 @@ PUBLIC = {
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-@pytest.mark.parametrize("kind", ["mean of the batch", "place"])
+@pytest.mark.parametrize("kind", ["mean of the batch", "place", "divided by the number of samples"])
 def test_every_front_door_refuses_them(name, kind):
     with pytest.raises(ValueError, match="depends on the rest of its batch"):
-        PUBLIC[name](_net(MIXING[kind]))
+        PUBLIC[name](_net({**MIXING, **SIZED}[kind]))
 
 
-@pytest.mark.parametrize("kind", ["mean of the batch", "place"])
+@pytest.mark.parametrize("kind", ["mean of the batch", "place", "another path alone"])
 def test_inside_a_trace_nothing_is_certified(kind):
-    model, right = _net(MIXING[kind]), jnp.argmax(_net(MIXING[kind])(X), axis=-1)
+    model = _net({**MIXING, **SIZED}[kind])
+    right = jnp.argmax(model(X), axis=-1)
     how = {"norm": jnp.inf, "method": "interval"}
     low = jax.jit(lambda x: certify.margin_bounds(model, x, right, eps=0.0, **how))(X)
     assert not bool(jnp.any(low.min(axis=1) > 0))

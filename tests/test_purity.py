@@ -11,6 +11,7 @@ from test_misuse import CALLS, call
 
 import wdjax
 from wdjax import attacks, certify, ensembles, losses
+from wdjax.cli import main
 
 CHANGED = "reads a value that is not among its parameters"
 X = jnp.asarray(np.random.default_rng(0).uniform(size=(6, 4)), jnp.float32)
@@ -108,3 +109,23 @@ def test_every_function_of_a_model_looks(function):
     box.weights = -1.0
     with pytest.raises(ValueError, match=CHANGED):
         call(function, CALLS[function] | {"model": model})
+
+
+def test_the_command_line_looks(tmp_path, monkeypatch, capsys):
+    """Its models come from the package, whose own functions do not look."""
+    (tmp_path / "noisy_net.py").write_text(
+        "import jax, numpy, wdjax\ndef build():\n"
+        "    noise, weights = numpy.random.default_rng(0), jax.numpy.ones((4, 3))\n"
+        "    return wdjax.Model(lambda w, x: x @ w + noise.normal(size=3), weights)\n"
+    )
+    np.savez(tmp_path / "x.npz", x=X, y=Y)
+    monkeypatch.chdir(tmp_path)
+    given = ["--model", "noisy_net:build", "--data", "x.npz", "--norm", "linf"]
+    commands = (
+        ["attack", "--eps", "0.1", "--attacks", "fgsm"],
+        ["certify", "--eps", "0.1"],
+        ["audit", "--eps-list", "0.1", "--out", "a"],
+    )
+    for command in commands:
+        assert main([*command, *given]) == 2
+        assert "not among its parameters" in capsys.readouterr().err

@@ -172,7 +172,8 @@ def remainder(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Inter
     """The rule for ``rem``, which is exact and has the sign of the dividend.
 
     An interval shorter than a known divisor holds at most one jump, downwards: there is none if the
-    upper end's remainder is the larger.
+    upper end's remainder is the larger. Integers too large for float32 are rounded here, so that
+    their remainder is unknown.
     """
     (lower, upper), (least, most) = (ends(arg) for arg in args)
     one, two = bind(eqn, [lower, least]), bind(eqn, [upper, least])
@@ -183,6 +184,8 @@ def remainder(eqn: JaxprEqn, args: Sequence[Value], norm: float | None) -> Inter
     high = jnp.where(upper <= 0, 0.0, jnp.minimum(upper, size))
     low, high = jnp.where(steady, one, low), jnp.where(steady, two, high)
     known = jnp.isfinite(lower) & jnp.isfinite(upper) & ((least > 0) | (most < 0))
+    if whole.counts(eqn):
+        known &= functools.reduce(jnp.logical_and, map(whole.is_kept, (lower, upper, least, most)))
     low, high = jnp.where(known, low, -jnp.inf), jnp.where(known, high, jnp.inf)
     return fresh(low, high, stretch(args, jnp.inf, norm))
 

@@ -47,6 +47,11 @@ def counts(eqn: JaxprEqn, operand: int = 0) -> bool:
     return is_integer(aval.dtype)
 
 
+def is_kept(value: Array) -> Array:
+    """Whether float32 holds such integers, and all that are smaller."""
+    return jnp.abs(value) < _LARGEST
+
+
 def beside(eqn: JaxprEqn, args: Sequence[Value], operands: Sequence[int] | None) -> list[Value]:
     """The operands with known integers as floats where they meet integers that are intervals.
 

@@ -28,10 +28,12 @@ from wdjax.precision import full_precision
 Numbers = npt.NDArray[Any]
 _TRIED = 8
 """Number of samples that branch and bound works on between two checkpoints."""
-
-
 _SHARED = 1e-5
 """Rounding that is charged to the margins, relative to an offset common to all logits."""
+_REFUTED = (
+    "bounds said verified of {} samples that the model gets wrong as they are: they count as not "
+    "verified, and the others should not be trusted; please report this model"
+)
 
 
 @full_precision
@@ -80,7 +82,8 @@ def verify(
       falsified with a counterexample, or neither, and then unknown; ``decided`` names the method.
 
     Raises:
-      ValueError: bad samples, an unknown method, a primitive without a rule, or a trace.
+      ValueError: bad samples, an unknown method, ``seconds`` for another method than "auto" and
+        "bab", a primitive without a rule, or a trace.
 
     Cost: that of :func:`certified` and :func:`radius`; by "bab" up to ``seconds`` for a sample that
       is neither verified by cheaper bounds nor flipped by a short attack.
@@ -102,6 +105,8 @@ def verify(
     x, y = validate.check_samples(model, x, y, ball.box)
     if seconds is not None and not seconds > 0:
         raise ValueError(f"seconds must be a number above 0, got {seconds!r}.")
+    if seconds is not None and method not in ("auto", "bab"):
+        raise ValueError(f"seconds is for methods 'auto' and 'bab', not {method!r}: leave it out.")
     size = min(batch_size, len(y), _TRIED if method == "bab" else len(y))
     pieces = [slice(start, min(start + size, len(y))) for start in range(0, len(y), size)]
     reach, scale = ranges.radii(eps, x)
@@ -227,14 +232,18 @@ def _certificate(work: _Verification, state: dict[str, Any]) -> Certificate:
     logits = np.concatenate([work.model(work.x[these]) for these in work.pieces])
     correct = np.asarray(metrics.correct(jnp.asarray(logits), work.y))
     margin = np.min(state["low"], axis=1)
+    remarks, refuted = _remarks(logits), (margin > 0) & ~correct
+    if refuted.any():
+        remarks += (_REFUTED.format(int(refuted.sum())),)
+        margin = np.where(refuted, -np.inf, margin)
     held = np.where(margin > 0, np.asarray(work.eps), 0.0)
-    radius = np.maximum(state["radius"], held)
+    radius = np.where(refuted, 0.0, np.maximum(state["radius"], held))
     numbers = state["ended"] if work.climb is None else anytime.ends(work.climb, state)
     ended = tuple(ENDS[k] for k in numbers) if work.falsifies else ()
     falsified = ~correct | np.isin(numbers, anytime.FALSIFIED)
     points = state["points"] if work.falsifies else None
     decided = () if work.climb is None else anytime.decided(work.climb, state)
-    found = Certificate(correct, margin, radius, work.method, CLAIM, ended, _remarks(logits))
+    found = Certificate(correct, margin, radius, work.method, CLAIM, ended, remarks)
     return found._replace(falsified=falsified, counterexamples=points, decided=decided)
 
 

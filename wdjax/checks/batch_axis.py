@@ -113,7 +113,7 @@ def _follow(eqn: JaxprEqn, args: Sequence[Value], n: int) -> Sequence[Value]:
     if name in _STRUCTURED:
         return _STRUCTURED[name](eqn, args, n)
     inner = eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
-    if name in _CALLS and inner is not None:
+    if name in CALLS and inner is not None:
         return _walk(inner, args, n)
     outs: list[Any] = [var.aval for var in eqn.outvars]
     rule = elementwise if name in ELEMENTWISE else RULES.get(name)
@@ -210,7 +210,7 @@ def _joined(*values: Value) -> Value:
     return rows[0]._replace(placed=any(r.placed for r in rows) or rows[0].axis in varies)
 
 
-_CALLS = {
+CALLS = {
     "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call",
     "custom_vjp_call", "custom_vjp_call_jaxpr",
 }  # fmt: skip

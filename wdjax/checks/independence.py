@@ -1,7 +1,8 @@
 """Checks that a model's output for a sample does not depend on the rest of its batch (its company).
 
 It is proved from the program, or tried with several batches. Otherwise the robustness of a sample
-is not defined. Causes are batch statistics, dropout, and the use of a sample's place in its batch.
+is not defined. Causes are batch statistics, dropout, and the use of a sample's place in its batch
+or of the batch's size.
 """
 
 from collections.abc import Callable
@@ -10,14 +11,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from wdjax import distinct, norms
-from wdjax.checks import batch_axis
+from wdjax.checks import batch_axis, batch_size
 from wdjax.core import AnyArray, Array, PyTree
 from wdjax.precision import highest
 
 _ROWS = 16
 """Size of the batches for which a model is traced and tried."""
+_MOST = 256
+"""Maximum size of the batch of all samples for which it is tried."""
 _SAME_PLACE = {2: 4, 4: 64, 8: 64}
 """Tolerance in units in the last place, by the output's bytes per number, when only the other
 samples of the batch differ: the program is the same, and mostly every bit."""
@@ -35,10 +39,29 @@ def proof(
     model: Callable[[Array], PyTree], shape: tuple[int, ...], dtype: Any, n: int = _ROWS
 ) -> batch_axis.BatchProof:
     """What the model's program shows for n samples of a shape; no sample is looked at."""
-    some = jax.ShapeDtypeStruct((n, *shape), dtype)
-    closed = outputs.trace(model, some).jaxpr
+    closed = _program(model, shape, dtype, n)
     parameters = len(closed.jaxpr.invars) - 1
     return batch_axis.prove(closed, [False] * parameters + [True])
+
+
+def _program(
+    model: Callable[[Array], PyTree], shape: tuple[int, ...], dtype: Any, n: int
+) -> ClosedJaxpr:
+    """The model's program for n samples of a shape."""
+    return outputs.trace(model, jax.ShapeDtypeStruct((n, *shape), dtype)).jaxpr
+
+
+def _has_one_program(
+    model: Callable[[Array], PyTree], shape: tuple[int, ...], dtype: Any, sizes: set[int]
+) -> bool:
+    """Whether the model is one program for batches of all ``sizes``, and of one sample if it takes
+    one alone."""
+    programs = {n: _program(model, shape, dtype, n) for n in sizes}
+    try:
+        programs[1] = _program(model, shape, dtype, 1)
+    except Exception:  # Whatever the model's own code raises: it cannot answer otherwise either.
+        return batch_size.is_one_program(programs)
+    return batch_size.is_one_program(programs)
 
 
 def check(model: Callable[[Array], PyTree], x: AnyArray) -> None:
@@ -49,13 +72,15 @@ def check(model: Callable[[Array], PyTree], x: AnyArray) -> None:
       x: ``[n, *shape]`` samples, concrete.
 
     Raises:
-      ValueError: outputs differ in other company or at another place.
+      ValueError: outputs differ in other company, at another place or in a batch of another size.
 
-    Cost: a walk through the program; if that proves nothing, ten batches of 16 samples and one of a
-      single sample.
+    Cost: three traces and walks through the program; if they prove nothing, ten batches of 16
+      samples, one of up to 256, and one of a single sample.
     """
-    shown = proof(model, x.shape[1:], x.dtype)
-    if not (shown.alone and shown.alike):
+    shape, dtype = x.shape[1:], x.dtype
+    shown = proof(model, shape, dtype)
+    proved = shown.alone and shown.alike
+    if not (proved and _has_one_program(model, shape, dtype, {_ROWS, len(x)})):
         with highest():
             _try(model, np.asarray(x), shown)
 
@@ -85,7 +110,8 @@ def holds(model: Callable[[Array], PyTree], x: Array, alike: bool = False) -> Ar
     if len(x) == 1:
         return jnp.asarray(True)
     shown = proof(model, x.shape[1:], x.dtype, len(x))
-    if shown.alike or (shown.alone and not alike):
+    steady = alike and shown.alike and _has_one_program(model, x.shape[1:], x.dtype, {len(x)})
+    if steady or (shown.alone and not alike):
         return jnp.asarray(True)
     everyone, out = jnp.ones(len(x), bool), model(x)
     if alike:
@@ -148,10 +174,17 @@ def _try(model: Callable[[Array], PyTree], x: np.ndarray, shown: batch_axis.Batc
     tries += [("in other company", odd[0], rows, same) for rows in odd[1:]]
     tries += [("in another place", even[0], odd[0], other)]
     tries += [("alone", even[0][:1], _outputs(model, kept[:1]), other)]
+    if len(x) != _ROWS:
+        inside = chosen < _MOST
+        whole = _outputs(model, x[:_MOST])[chosen[inside]]
+        how = f"in a batch of {min(len(x), _MOST)}"
+        tries += [(how, even[0][: len(chosen)][inside], whole, other)]
     for how, one, again, unit in tries:
         gap = _gap(one, again)
         if not np.all((gap == 0) | (gap <= unit * (np.abs(one) + scale))):  # Of two NaN it is 0.
             where = f" (samples meet in {shown.where!r})" if shown.where else ""
+            if shown.alone and shown.alike:
+                where = ", although no samples meet: the model uses the batch's size, len(x)"
             raise ValueError(
                 "the model's output for a sample depends on the rest of its batch, so that no "
                 "robustness can be reported: put BatchNorm and dropout into their inference form "

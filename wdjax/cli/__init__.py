@@ -38,6 +38,7 @@ from wdjax.cli import (
     image_attack_command,
     merge_command,
     nppr_command,
+    own_model,
     process,
     run_command,
     table_command,
@@ -193,15 +194,16 @@ def _refuse_one_file_twice(parsed: argparse.Namespace) -> None:
             named = isinstance(one, Path) or (name in _OUTPUTS and isinstance(one, str))
             if not named and not (name == "model" and isinstance(one, str)):
                 continue
-            file = str(one).partition(":")[0] if name == "model" else one
-            place = Path(os.path.realpath(file))  # A loop of links is refused later.
-            if str(one) == "-" or (place.exists() and not place.is_file()):
-                continue
-            other = seen.setdefault(place, name)
-            if other != name and _OUTPUTS & {name, other}:
-                raise ValueError(
-                    f"{one} is named twice; what is written would replace it: name another file."
-                )
+            for file in own_model.files(str(one)) if name == "model" else [one]:
+                place = Path(os.path.realpath(file))  # A loop of links is refused later.
+                if str(one) == "-" or (place.exists() and not place.is_file()):
+                    continue
+                other = seen.setdefault(place, name)
+                if other != name and _OUTPUTS & {name, other}:
+                    raise ValueError(
+                        f"{one} is named twice; what is written would replace it: name another "
+                        "file."
+                    )
 
 
 _MEMORY = re.compile("RESOURCE_EXHAUSTED|[Oo]ut of memory")

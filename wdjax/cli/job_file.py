@@ -79,14 +79,6 @@ class Job(NamedTuple):
         trusted = [] if code is None or not own_model.runs_code(code) else [f"--model={code}"]
         return ["merge", *parts, f"--json={self.result}", *trusted, "--quiet"]
 
-    def sources(self) -> Iterator[Path]:
-        """The files that a result is made from."""
-        yield from map(self.part, range(1, self.parts + 1))
-        for path in (self.parsed.data, self.parsed.weights, self.parsed.model):
-            if path is not None and Path(path).exists():
-                yield Path(path)
-                yield from Path(path).glob("**/*")  # A folder is no newer when its files are.
-
 
 def read(path: Path, out: Path) -> tuple[list[Job], dict[str, Any]]:
     """The jobs of a file, and the settings of its cluster; nothing is done yet.

@@ -74,6 +74,15 @@ def runs_code(text: str) -> bool:
     return kind is not None and kind.load is _built
 
 
+def files(text: str) -> list[Path]:
+    """The files that ``--model`` may read, or import from the current directory."""
+    module, colon, _ = text.partition(":")
+    if not colon:
+        return [Path(text)]
+    path = Path(*module.split("."))
+    return [path.with_name(f"{path.name}.py"), path / "__init__.py"] if path.name else []
+
+
 def _onnx(text: str, weights: Path | None) -> Classifier:
     return convert.load_onnx(text).model
 

@@ -107,8 +107,9 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     if parsed.cluster is not None:
         begin = engines.cluster(parsed.cluster, out / "cluster", settings)
     with atomic.exclusive(out):
-        failed = _JobQueue(jobs, begin, parsed, console).done()
-    rows = [row for job in jobs if (row := _row(job)) is not None]
+        faults = _JobQueue(jobs, begin, parsed, console).done()
+    rows = [_row(job) for job in jobs if job.names not in faults]
+    failed = [f"{' '.join(names)}: {text}" for names, text in faults.items()]
     times = {name: math.fsum(row[name] for row in rows) for name in ("seconds", "compile_seconds")}
     content = {**summary.head("run"), "data": parsed.file.name, "jobs": rows, "remarks": failed}
     content |= times
@@ -163,14 +164,14 @@ class _JobQueue:
             job.folder.mkdir(parents=True, exist_ok=True)
             left = [number for number in range(1, job.parts + 1) if not self._has(job, number)]
             self._left[job.names] = {*left}
-            if not left and _merged(job) is None:
-                left = [0]
-            self._todo.extend((job, number) for number in left)
+            # Parts that are there are merged anew: the merge compares them with model and samples,
+            # which may be others by now, whatever the dates of their files.
+            self._todo.extend((job, number) for number in left or [0])
         self._total = sum(job.parts for job in jobs)
         self._before = self._there()
 
-    def done(self) -> list[str]:
-        """Does everything; returns what is to be said of jobs that failed."""
+    def done(self) -> dict[tuple[str, ...], str]:
+        """Does everything; returns what is to be said of jobs that failed, by their names."""
         began = time.monotonic()
         try:
             while self._todo or self._busy:
@@ -185,7 +186,7 @@ class _JobQueue:
                     self._end(part, began)
         finally:
             engines.stop(part.running for part in self._busy)
-        return [f"{' '.join(names)}: {text}" for names, text in self._failed.items()]
+        return self._failed
 
     def _end(self, part: _RunningPart, began: float) -> None:
         """Notes how a part ended: it is merged after the last of its job, or begun again."""
@@ -257,21 +258,18 @@ def _duration(seconds: float) -> str:
 
 
 def _merged(job: Job) -> dict[str, Any] | None:
-    """The merged result; None if it is not there, another's, or older than what it is made from."""
+    """The merged result; None if it is not there, or not whole."""
     try:
-        age = job.result.stat().st_mtime_ns
         found = json.loads(job.result.read_text())
-        fresh = all(path.stat().st_mtime_ns <= age for path in job.sources())
     except (FileNotFoundError, ValueError):
         return None
-    whole = isinstance(found, dict) and found.get("command") == job.words[0]
-    return found if whole and fresh else None
+    return found if isinstance(found, dict) and found.get("command") == job.words[0] else None
 
 
-def _row(job: Job) -> dict[str, Any] | None:
-    """What the JSON says of a job; None without a merged result."""
-    if (found := _merged(job)) is None:
-        return None
+def _row(job: Job) -> dict[str, Any]:
+    """What the JSON says of a job that was merged."""
+    found = _merged(job)
+    assert found is not None
     titles, *lines = job_file.COMMANDS[job.words[0]].table(found)
     column = next(column for column, title in enumerate(titles) if title in ("accuracy", "value"))
     return {

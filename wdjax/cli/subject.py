@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from wdjax import data, identity, norms, parallel
-from wdjax.checks import validate
+from wdjax.checks import purity, validate
 from wdjax.cli import options, own_model, printed, process
 from wdjax.cli.console import Console
 from wdjax.core import Classifier
@@ -164,6 +164,7 @@ def load(parsed: argparse.Namespace, unread: bool = False) -> Subject:
     else:
         model = convert.load(parsed.weights, parsed.arch).model
     _check_shape(model, x, parsed.data)
+    purity.check(model, x[:1])  # Functions of the package leave it to the user's own calls.
     return Subject(model, x, y)
 
 
