@@ -190,3 +190,29 @@ def test_floats_of_two_widths_are_refused_by_name(given, inside):
         for method in ("interval", "crown", "alpha"):
             with pytest.raises(ValueError, match=f"x is {given}.*{inside}.*all as float64"):
                 certify.margin_bounds(model, x, y, method=method, **HOW)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_logits_in_short_floats_have_radii(dtype):
+    """Within those of the same net whose logits are float32."""
+    short, long = (Model(lambda w, x, d=d: (jax.nn.relu(x @ w) @ w[:2]).astype(d), LINEAR)
+                   for d in (dtype, jnp.float32))  # fmt: skip
+    x, y = jnp.array([[0.7, 0.2, 0.5]]), jnp.array([0])
+    for method in ("interval", "crown", "alpha"):
+        one = certify.verify(short, x, y, method=method, **HOW)
+        other = certify.verify(long, x, y, method=method, **HOW)
+        assert one.verified[0]
+        assert 0.02 <= one.radius[0] <= other.radius[0]
+    slopes = [
+        lipschitz.sampled_lipschitz(m, x, y, key=jax.random.key(0), **HOW) for m in (short, long)
+    ]
+    np.testing.assert_allclose(*slopes, rtol=0.02)
+
+
+def test_outputs_that_are_not_finite_are_told():
+    model = Model(lambda w, x: jnp.where(x[:, :1] > 0.5, jnp.nan, 1.0) * (x @ w), LINEAR)
+    x, y = jnp.array([[0.7, 0.2, 0.5], [0.4, 0.1, 0.5]]), jnp.array([0, 0])
+    found = certify.verify(model, x, y, method="interval", **HOW)
+    assert found.verified.tolist() == [False, True]
+    assert "not finite for 1 of 2 samples" in found.remarks[0]

@@ -199,6 +199,7 @@ MISUSES = {
         "half": (jnp.asarray(X, jnp.bfloat16), "bfloat16"),
         "words": (np.array([["a"] * 4] * 2), "<U1|array"),
         "empty": (X[:0], "empty"),
+        "masked": (np.ma.masked_greater(X, 0.5), r"filled\(value\)"),
         "nothing": (None, "None"),
     },
     "y": {
@@ -207,12 +208,14 @@ MISUSES = {
         "too few": (Y[:1], r"\[1\]"),
         "a pytree": ({"label": Y}, "a dict of 'label'"),
         "words": (["cat", "dog"], "cat"),
+        "masked": (np.ma.masked_array(Y, Y > 0), "masked array"),
         "nothing": (None, "None"),
     },
     "eps": {
         "complex": (0.1 + 0.2j, "0.1"),
         "complex array": (jnp.asarray(0.1 + 0.2j), "complex64"),
         "a word": ("8/255", "'8/255'"),
+        "masked": (np.ma.masked_array(0.1, True), "masked array"),
         "negative": (-0.1, "-0.1"),
         "NaN": (float("nan"), "nan"),
         "a key": (KEY, "key"),

@@ -106,7 +106,6 @@ class Network:
 
 def build(graph: Graph) -> Network:
     """Sorts the equations of a program with one input into constant, affine and nonlinear."""
-    _check_width(graph)
     network = Network(graph, dict(graph.constants))
     for node, moves in dependent(graph):
         args = [network.exact.get(place) for place in node.inputs]
@@ -123,25 +122,6 @@ def build(graph: Graph) -> Network:
             network.affine.update(zip(node.outputs, found))
     network.charged.update(graph.outputs)
     return network
-
-
-def _check_width(graph: Graph) -> None:
-    """Raises unless what depends on the input is all in float64, or all in shorter floats.
-
-    Bounds of shorter floats are in float32, so that lines between the two would be of either.
-    """
-    places = {*graph.inputs}.union(
-        *(node.outputs for node, moves in dependent(graph) if any(moves))
-    )
-    floats = {graph.avals[place].dtype for place in places}
-    floats = {dtype.name for dtype in floats if jnp.issubdtype(dtype, jnp.floating)}
-    if "float64" in floats and len(floats) > 1:
-        given = graph.avals[graph.inputs[0]].dtype.name
-        raise ValueError(
-            f"x is {given}, and what the model computes from it is in {', '.join(sorted(floats))}: "
-            "bounds are of float64 alone, or of shorter floats. Pass x and the model's parameters "
-            "as float32, or all as float64."
-        )
 
 
 def _lost(node: Node, args: Sequence[Any], outs: Sequence[Array]) -> list[Array]:

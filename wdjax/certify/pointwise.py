@@ -415,7 +415,7 @@ def _guess(
 
     def slopes(xi: Array, yi: Array) -> Array:
         differences = margin.contrasts(yi, low.shape[1], xi.dtype)
-        pull = jax.vjp(lambda t: model(t[None])[0], xi)[1]
+        pull = jax.vjp(lambda t: model(t[None])[0].astype(t.dtype), xi)[1]
         return jax.vmap(pull)(differences)[0]
 
     pulls = jax.vmap(slopes)(x, y)

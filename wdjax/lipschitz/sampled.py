@@ -98,11 +98,15 @@ def _sampled(
     Half of the ``samples`` points lie on the sphere along random gradients, the others inside the
     ball; each is then moved by ``steps`` steps up the largest of its margins' gradient norms.
     """
-    logits, pull = jax.vjp(model, x)
+
+    def logits_of(points: jax.Array) -> jax.Array:
+        return model(points).astype(points.dtype)
+
+    logits, pull = jax.vjp(logits_of, x)
     rows = jax.vmap(lambda label: contrasts(label, logits.shape[1], x.dtype))(y)
 
     def sizes(point: jax.Array) -> jax.Array:
-        back = jax.vjp(model, point)[1]
+        back = jax.vjp(logits_of, point)[1]
         slopes = jax.vmap(lambda row: back(row)[0], in_axes=1)(rows)
         return jax.vmap(lambda slope: norms.lp_norm(slope, norms.dual(norm)), out_axes=1)(slopes)
 
