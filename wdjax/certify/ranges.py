@@ -42,7 +42,7 @@ def check(
     simple = (eps is None or np.ndim(eps) < 2) and all(np.ndim(end) == 0 for end in box or ())
     ball = Lp(norms.check_norm(norm), validate.check_box(box)) if simple else None
     arguments.check(model=model, x=x, y=y, ball=ball, **radius)
-    if jax.config.jax_enable_x64:
+    if jax.dtypes.canonicalize_dtype(np.float64) == np.float64:
         _check_width(model, x)
 
 

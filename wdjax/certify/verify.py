@@ -259,10 +259,10 @@ def _remarks(logits: Numbers) -> tuple[str, ...]:
     Bounds are loose for models that return probabilities, and for logits that share a large offset.
     """
     found = []
-    fine = np.isfinite(logits).all(axis=1)
-    if not fine.all():
+    wrong = int(np.sum(~np.isfinite(logits).all(axis=1)))
+    if wrong:
         found.append(
-            f"the model's outputs are not finite for {np.sum(~fine)} of {len(fine)} samples, of "
+            f"the model's outputs are not finite for {wrong} of {len(logits)} samples, of "
             "which nothing is certified"
         )
     if np.all(logits >= 0) and np.allclose(np.sum(logits, axis=1), 1, atol=1e-3):

@@ -13,10 +13,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from wdjax import identity, program
+from wdjax.checks.axis_rules import SHAPES
 from wdjax.checks.batch_axis import CALLS
 
-_SHAPES = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "copy_p"}
-"""Primitives that only shape their first operand: a batch of one has others of them."""
 _LARGE = 2**16
 """Number of entries from which on constants are compared by identity."""
 
@@ -68,7 +67,7 @@ def _results(
     for eqn in body.eqns:
         name, args, params = eqn.primitive.name, [read(atom) for atom in eqn.invars], eqn.params
         inner = params.get("call_jaxpr", params.get("jaxpr"))
-        if name in _SHAPES:
+        if name in SHAPES:
             outs = [args[0]] * len(eqn.outvars)
         elif name in CALLS and inner is not None:
             outs = _results(inner, args, sizes)
