@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from wdjax import models, program, xla_cpu
-from wdjax.models.conv import conv, plain
+from wdjax.models.conv import conv
+from wdjax.program import plain
 
 fast = pytest.mark.fast
 FIRST = {

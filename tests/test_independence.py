@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import wdjax
-from wdjax import attacks, certify, nppr, smoothing, training
+from wdjax import attacks, certify, models, nppr, smoothing, training
 from wdjax.checks import batch_axis, independence
+from wdjax.models import zoo
 from wdjax.smoothing import noise
 
 KEY = jax.random.key(0)
@@ -147,7 +148,7 @@ SIZED = {
     "columns by turns": lambda h: jnp.roll(h, len(h), axis=1),
     "another table alone": lambda h: h * (jnp.ones(8) if len(h) == 1 else jnp.arange(8.0)),
     "another large table alone": lambda h: (
-        h + (jnp.ones((2**14, 8)) if len(h) == 1 else jnp.zeros((2**14, 8)))[0]
+        h + (jnp.ones((2**19, 8)) if len(h) == 1 else jnp.zeros((2**19, 8)))[0]
     ),
     "as often as there are samples": lambda h: jax.lax.fori_loop(
         0, len(h), lambda _, z: jnp.tanh(z), h
@@ -184,6 +185,17 @@ def test_models_that_go_by_the_size_of_the_batch_are_refused(name):
     assert independence.proof(model, X.shape[1:], X.dtype).alike
     with pytest.raises(ValueError, match=r"batch.*although no samples meet.*len\(x\)"):
         independence.check(model, jnp.resize(X, (37, *X.shape[1:])))
+
+
+@pytest.mark.parametrize("family", ["preact_resnet", "swin", "vit"])
+def test_published_nets_are_proved_and_not_tried(family, monkeypatch):
+    """Whatever form of convolutions they take at a size, and whatever tables they make."""
+    options = {"preact_resnet": {"blocks": (1, 1, 1, 1)}}
+    entry = next(entry for entry in zoo.entries() if entry.family == family)
+    model = models.functional(zoo.build(family, entry.options | options.get(family, {})))
+    monkeypatch.setattr(independence, "_try", lambda *_: pytest.fail("the model was tried"))
+    x = np.full((2, entry.input, entry.input, 3), 0.5, np.float32)
+    independence.check(model, x)
 
 
 @pytest.mark.fast

@@ -16,7 +16,7 @@ from wdjax import identity, program
 from wdjax.checks.axis_rules import SHAPES
 from wdjax.checks.batch_axis import CALLS
 
-_LARGE = 2**16
+_LARGE = 2**22
 """Number of entries from which on constants are compared by identity."""
 
 

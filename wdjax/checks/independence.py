@@ -17,10 +17,11 @@ from wdjax import distinct, norms
 from wdjax.checks import batch_axis, batch_size
 from wdjax.core import AnyArray, Array, PyTree
 from wdjax.precision import highest
+from wdjax.program import plain
 
 _ROWS = 16
 """Size of the batches for which a model is traced and tried."""
-_MOST = 256
+_MOST = 64
 """Maximum size of the batch of all samples for which it is tried."""
 _SAME_PLACE = {2: 4, 4: 64, 8: 64}
 """Tolerance in units in the last place, by the output's bytes per number, when only the other
@@ -56,11 +57,14 @@ def _has_one_program(
 ) -> bool:
     """Whether the model is one program for batches of all ``sizes``, and of one sample if it takes
     one alone."""
-    programs = {n: _program(model, shape, dtype, n) for n in sizes}
-    try:
-        programs[1] = _program(model, shape, dtype, 1)
-    except Exception:  # Whatever the model's own code raises: it cannot answer otherwise either.
-        return batch_size.is_one_program(programs)
+    with plain():  # Other forms of convolutions are chosen by the size of the batch.
+        programs = {n: _program(model, shape, dtype, n) for n in sizes}
+        try:
+            programs[1] = _program(model, shape, dtype, 1)
+        except (
+            Exception
+        ):  # Whatever the model's own code raises: it cannot answer otherwise either.
+            return batch_size.is_one_program(programs)
     return batch_size.is_one_program(programs)
 
 
@@ -75,7 +79,7 @@ def check(model: Callable[[Array], PyTree], x: AnyArray) -> None:
       ValueError: outputs differ in other company, at another place or in a batch of another size.
 
     Cost: three traces and walks through the program; if they prove nothing, ten batches of 16
-      samples, one of up to 256, and one of a single sample.
+      samples, one of up to 64, and one of a single sample.
     """
     shape, dtype = x.shape[1:], x.dtype
     shown = proof(model, shape, dtype)

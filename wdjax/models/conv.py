@@ -1,10 +1,6 @@
 """Convolution as PyTorch defines it, with gradients that are fast on the CPU, also inside loops."""
 
-import contextlib
 import functools
-from collections.abc import Iterator
-from contextvars import ContextVar
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +8,10 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
 from wdjax import distinct
+from wdjax.program import analysed
 from wdjax.xla_cpu import FILLED, LANES, WINOGRAD_CHANNELS, WINOGRAD_PIXELS, on_cpu
 
 Pads = tuple[tuple[int, int], tuple[int, int]]
-_PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
 
 
 def conv(
@@ -59,7 +55,7 @@ def conv(
     """
     pads = ((padding, padding),) * 2 if isinstance(padding, int) else tuple(map(tuple, padding))
     empty = not x.size or any(n + sum(p) < k for n, p, k in zip(x.shape[1:], pads, kernel.shape))
-    if empty or _PLAIN.get() or not on_cpu():
+    if empty or analysed() or not on_cpu():
         return _lax(x, kernel, stride, pads, groups)
     height, width, channels, outputs = kernel.shape
     if channels == 1 and groups == outputs > 1:
@@ -68,32 +64,6 @@ def conv(
         tiles = x[:, ::stride, ::stride] if height == 1 else _tiles(x, stride)
         return tiles @ kernel.reshape(-1, outputs)
     return _conv(x, kernel, stride, pads, groups, False)
-
-
-@contextlib.contextmanager
-def plain() -> Iterator[None]:
-    """A context in which traces contain plain convolutions, for functions that analyse programs.
-
-    >>> with plain():
-    ...     program = jax.make_jaxpr(conv)(jnp.ones((1, 5, 5, 2)), jnp.ones((3, 3, 2, 4)))
-    >>> [eqn.primitive.name for eqn in program.eqns][-1]
-    'conv_general_dilated'
-    """
-    # JAX keeps traces by its own settings, of which this is none; the other name of the highest
-    # precision makes it take another trace than one that was made outside.
-    config: Any = jax.config
-    name = "highest" if config.jax_default_matmul_precision == "float32" else "float32"
-    before = _PLAIN.set(True)
-    try:
-        with jax.default_matmul_precision(name):
-            yield
-    finally:
-        _PLAIN.reset(before)
-
-
-def analysed() -> bool:
-    """Whether the trace is one of a function that analyses programs: inside :func:`plain`."""
-    return _PLAIN.get()
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4, 5))

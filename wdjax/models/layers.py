@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from wdjax.models.conv import analysed, conv
+from wdjax.models.conv import conv
+from wdjax.program import analysed
 
 
 def parameter(rngs, shape, init=None, kind=nnx.Param):
