@@ -105,6 +105,8 @@ def test_diameters_are_those_of_the_corners():
     assert arguments.too_far(Lp(box=(0, 255)), (4,), 8) is None
     assert arguments.too_far(Lp(box=None), (4,), 8) is None
     assert arguments.too_far(object(), (4,), 8) is None
+    assert "by 255" in arguments.too_near(Lp(box=(0, 255)), 0.3)
+    assert arguments.too_near(image.ImageWasserstein(high=255.0), 0.3) is None
 
 
 @fast

@@ -61,8 +61,8 @@ def verify(
       x: ``[n, *shape]`` floats in the box.
       y: ``[n]`` integer labels.
       norm: as in :func:`margin_bounds`.
-      eps: radius, as in :func:`margin_bounds`; of ``[n]`` or one of every entry the radii are in
-        multiples.
+      eps: radius, as in :func:`margin_bounds`. Of one of every entry, ``[n, *shape]``, the radii
+        are multiples; otherwise they are in the units of ``x``.
       box: as in :func:`margin_bounds`.
       method: one of :data:`METHODS`; for "alpha" and "bab" the radii are found by "auto". With
         ``seconds`` "auto" climbs: intervals, CROWN, SDP-CROWN in l2, a short attack, "alpha" and

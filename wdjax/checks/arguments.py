@@ -166,6 +166,8 @@ def too_near(ball: Any, eps: Any) -> str | None:
     (True, True)
     """
     box = getattr(ball, "box", None)
+    if getattr(ball, "norm", None) is None:  # Moved mass has no grey levels.
+        return None
     if not box or validate.traced(eps) or any(np.ndim(end) for end in box):
         return None
     largest = float(np.max(np.asarray(eps, float), initial=0.0))
