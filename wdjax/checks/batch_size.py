@@ -5,6 +5,7 @@ batch of 16 and another one alone, although no sample meets another.
 """
 
 import hashlib
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,10 @@ from wdjax.checks.batch_axis import CALLS
 
 _LARGE = 2**22
 """Number of entries from which on constants are compared by identity."""
+_KNOWN: weakref.WeakKeyDictionary[ClosedJaxpr, tuple[tuple[str, ...], list[int]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""What was read of the programs that JAX keeps: searches ask again each time."""
 
 
 def is_one_program(programs: Mapping[int, ClosedJaxpr]) -> bool:
@@ -36,14 +41,21 @@ def is_one_program(programs: Mapping[int, ClosedJaxpr]) -> bool:
     >>> is_one(lambda x: jnp.tanh(x + jnp.arange(3.0)).sum(axis=1)), is_one(lambda x: x / len(x))
     (True, False)
     """
-    sizes: list[list[int]] = [[] for _ in programs]
-    results = {tuple(_results(one, None, met)) for one, met in zip(programs.values(), sizes)}
-    if len(results) > 1 or len({len(met) for met in sizes}) > 1:
+    results, sizes = zip(*map(_read, programs.values()))
+    if len({*results}) > 1 or len({len(met) for met in sizes}) > 1:
         return False
     return all(
         len({*values}) == 1 or len({value / n for value, n in zip(values, programs)}) == 1
         for values in zip(*sizes)
     )
+
+
+def _read(closed: ClosedJaxpr) -> tuple[tuple[str, ...], list[int]]:
+    """What a program computes, and the integers among its settings; read once."""
+    if closed not in _KNOWN:
+        sizes: list[int] = []
+        _KNOWN[closed] = tuple(_results(closed, None, sizes)), sizes
+    return _KNOWN[closed]
 
 
 def _results(
