@@ -180,19 +180,6 @@ def test_short_functions_stay_within_their_bounds(fn):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(
-    ("given", "inside"), [("float64", "float32"), ("float32", "float64"), ("float64", "bfloat16")]
-)
-def test_floats_of_two_widths_are_refused_by_name(given, inside):
-    with float64():
-        model = Model(lambda w, x: jax.nn.relu(x.astype(inside) @ w.astype(inside)), LINEAR)
-        x, y = np.full((1, 3), 0.7, given), np.array([0])
-        for method in ("interval", "crown", "alpha"):
-            with pytest.raises(ValueError, match=f"x is {given}.*{inside}.*all as float64"):
-                certify.margin_bounds(model, x, y, method=method, **HOW)
-
-
-@pytest.mark.fast
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_logits_in_short_floats_have_radii(dtype):
     """Within those of the same net whose logits are float32."""

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
@@ -11,7 +10,6 @@ from jax.typing import ArrayLike
 from wdjax import norms
 from wdjax.balls import Lp
 from wdjax.bounds import moved_mass
-from wdjax.bounds.graph import dependent, flatten
 from wdjax.bounds.region import Domain, Norm
 from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Classifier
@@ -42,28 +40,6 @@ def check(
     simple = (eps is None or np.ndim(eps) < 2) and all(np.ndim(end) == 0 for end in box or ())
     ball = Lp(norms.check_norm(norm), validate.check_box(box)) if simple else None
     arguments.check(model=model, x=x, y=y, ball=ball, **radius)
-    if jax.dtypes.canonicalize_dtype(np.float64) == np.float64:
-        _check_width(model, x)
-
-
-def _check_width(model: Classifier, x: AnyArray) -> None:
-    """Raises unless what depends on the input is all in float64, or all in shorter floats.
-
-    Bounds of shorter floats are in float32, so that lines between the two would be of either.
-    """
-    validate.shapes_of(model, x)
-    sample = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
-    graph = flatten(jax.make_jaxpr(model)(sample))
-    moved = {*graph.inputs}
-    moved.update(*(node.outputs for node, moves in dependent(graph) if any(moves)))
-    dtypes = {graph.avals[place].dtype for place in moved}
-    floats = {dtype.name for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
-    if "float64" in floats and len(floats) > 1:
-        raise ValueError(
-            f"x is {x.dtype}, and what the model computes from it is in "
-            f"{', '.join(sorted(floats))}: bounds are of float64 alone, or of shorter floats. Pass "
-            "x and the model's parameters as float32, or all as float64."
-        )
 
 
 def _no_entries(norm: Norm, eps: ArrayLike | None) -> None:

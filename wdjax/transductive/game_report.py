@@ -169,7 +169,7 @@ class GameReport:
             float(threshold),
             float(wrong.mean()),
             float(wrong.sum() / kept) if kept else 0.0,
-            float(1 - (clean <= threshold).mean()),
+            float((~(clean <= threshold)).mean()),
             float((~accepted).mean()),
         )
 
