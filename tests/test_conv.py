@@ -7,7 +7,7 @@ import pytest
 
 from wdjax import models, program, xla_cpu
 from wdjax.models.conv import conv
-from wdjax.program import plain
+from wdjax.tracing import plain
 
 fast = pytest.mark.fast
 FIRST = {

@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from wdjax import ensembles, models
 from wdjax.attacks import PGD
+from wdjax.certify import pointwise
 from wdjax.cli import game_command, main, options
 from wdjax.files import persist
 from wdjax.image import FrankWolfe, NearestTransport, union
@@ -175,6 +177,39 @@ def test_a_second_look_is_taken_at_the_survivors_of_all_parts(folder, capsys):
     assert timeless(merged) == timeless(whole)
     assert "a second look" in capsys.readouterr().err
     assert "standing_at_second_look" in merged["attacks"]["fgsm"]
+
+
+def test_remarks_of_parts_may_differ(folder, monkeypatch):
+    """On samples that one part alone has, and on bounds, which are not computed again."""
+    (folder / "open_net.py").write_text(
+        "import jax.numpy as jnp, wdjax\n"
+        "def apply(w, x):\n"
+        "    h = x.reshape(len(x), -1)\n"
+        "    return jnp.where(h[:, :1] > 0.9, jnp.nan, 1.0) * (h @ w)\n"
+        "def build():\n"
+        "    return wdjax.Model(apply, jnp.eye(16)[:, 1:4] * 1.0)\n"
+    )
+    x = np.full((6, 4, 4, 1), 0.3, np.float32)
+    x[0, 0, 0], x[:4, 0, 1] = 1.0, 0.5
+    x[4:, 0, 2] = 0.5
+    np.savez(folder / "open.npz", x=x, y=np.zeros(6, int))
+    own = ["certify", "--model", "open_net:build", "--data", "open.npz", *BALL, "--method", "crown"]
+
+    def wrong(model, x, y, **how):
+        return jnp.ones((len(x), 3)), np.zeros(len(x), int), None
+
+    for searched, said in ((pointwise.searched, 1), (wrong, 2)):
+        monkeypatch.setattr(pointwise, "searched", searched)
+        for number in (1, 2):
+            assert main([*own, "--json", "open.json", "--shard", f"{number}/2", "--quiet"]) == 0
+        pair = part("open", 1, 2), part("open", 2, 2)
+        assert main(["merge", *pair, "--model", "open_net:build", "--quiet"]) == 0
+        assert main([*own, "--json", "open_whole.json", "--quiet"]) == 0
+        names = "open", "open_whole"
+        merged, whole = (json.loads((folder / f"{name}.json").read_text()) for name in names)
+        assert timeless(merged) == timeless(whole)
+        assert len(whole["remarks"]) == said
+        assert "not finite for 1 of 6 samples" in whole["remarks"][0]
 
 
 def refused(capsys, *given):

@@ -1,12 +1,9 @@
 """Properties of a jaxpr: its largest array, its gradient's memory, its speed inside a loop.
 
-Also a scan that unrolls programs that are slow inside loops, and a context in which programs are
-traced to be analysed.
+Also a scan that unrolls programs that are slow inside loops.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import jax
@@ -19,7 +16,6 @@ from wdjax.xla_cpu import on_cpu
 
 Carry = TypeVar("Carry")
 
-_PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
 _UNROLLED = 10
 """Iterations that are unrolled where a loop would be slow: enough for ten classes."""
 
@@ -141,30 +137,3 @@ def _canonical(eqn: JaxprEqn) -> bool:
     space = range(1, last)
     images, kernel = (0, last, *space), (last, last - 1, *range(last - 1))
     return (*dims,) == (images, kernel, images)
-
-
-@contextlib.contextmanager
-def plain() -> Iterator[None]:
-    """A context in which traces contain plain convolutions, for functions that analyse programs.
-
-    >>> from wdjax.models.conv import conv
-    >>> with plain():
-    ...     program = jax.make_jaxpr(conv)(jnp.ones((1, 5, 5, 2)), jnp.ones((3, 3, 2, 4)))
-    >>> [eqn.primitive.name for eqn in program.eqns][-1]
-    'conv_general_dilated'
-    """
-    # JAX keeps traces by its own settings, of which this is none; the other name of the highest
-    # precision makes it take another trace than one that was made outside.
-    config: Any = jax.config
-    name = "highest" if config.jax_default_matmul_precision == "float32" else "float32"
-    before = _PLAIN.set(True)
-    try:
-        with jax.default_matmul_precision(name):
-            yield
-    finally:
-        _PLAIN.reset(before)
-
-
-def analysed() -> bool:
-    """Whether the trace is one of a function that analyses programs: inside :func:`plain`."""
-    return _PLAIN.get()

@@ -20,7 +20,7 @@ from wdjax.bounds.moved_mass import moves_mass
 from wdjax.bounds.network import Network, build
 from wdjax.bounds.region import Region
 from wdjax.core import Classifier
-from wdjax.program import plain
+from wdjax.tracing import plain
 
 _ALL = 2**26
 """Largest number of coefficients with which the margins of all samples go back at once."""

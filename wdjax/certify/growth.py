@@ -73,11 +73,11 @@ def growth_bound(
 ) -> Numbers:
     r"""An upper bound of the expected loss over ``Omega_order(eps)``, at most ``E_N + L eps``.
 
-    Both are rounded upwards, each by itself. The domain is the box, or all of space. A sample's
-    profile combines bounds of its loss within each radius with the Lipschitz constant. The last
-    radius covers a box. In all of space the profile continues beyond it with the constant as slope,
-    or with a bound of the slope at infinity for programs of affine maps, ReLUs and maxima. For
-    order inf the bound is that of :func:`wdro_bound`.
+    (Each of these two bounds is rounded upwards by itself.) The domain is the box, or all of space.
+    A sample's profile combines bounds of its loss within each radius with the Lipschitz constant.
+    The last radius covers a box. In all of space the profile continues beyond it with the constant
+    as slope, or with a bound of the slope at infinity for programs of affine maps, ReLUs and
+    maxima. For order inf the bound is that of :func:`wdro_bound`.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``, continuous where its program selects.

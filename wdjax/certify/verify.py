@@ -30,10 +30,11 @@ _TRIED = 8
 """Number of samples that branch and bound works on between two checkpoints."""
 _SHARED = 1e-5
 """Rounding that is charged to the margins, relative to an offset common to all logits."""
-_REFUTED = (
-    "bounds said verified of {} samples that the model gets wrong as they are: they count as not "
+REFUTED = (
+    "bounds said verified of samples that the model gets wrong as they are: these count as not "
     "verified, and the others should not be trusted; please report this model"
 )
+"""A remark that :func:`advice` cannot make again, since it is about the bounds."""
 
 
 @full_precision
@@ -234,7 +235,7 @@ def _certificate(work: _Verification, state: dict[str, Any]) -> Certificate:
     margin = np.min(state["low"], axis=1)
     remarks, refuted = _remarks(logits), (margin > 0) & ~correct
     if refuted.any():
-        remarks += (_REFUTED.format(int(refuted.sum())),)
+        remarks += (REFUTED,)
         margin = np.where(refuted, -np.inf, margin)
     held = np.where(margin > 0, np.asarray(work.eps), 0.0)
     radius = np.where(refuted, 0.0, np.maximum(state["radius"], held))

@@ -395,5 +395,5 @@ FREE = {
     *(RULES[name] for name in _ALONG),
 }  # fmt: skip
 """The rules that also tell along which axes values without samples vary."""
-SHAPES = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "copy_p"}
-"""Primitives that only shape their first operand: a batch of one has others of them."""
+SHAPING = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "copy_p"}
+"""Primitives that only reshape or repeat their first operand; JAX writes fewer for one sample."""

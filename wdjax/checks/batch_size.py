@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from wdjax import identity, program
-from wdjax.checks.axis_rules import SHAPES
+from wdjax.checks.axis_rules import SHAPING
 from wdjax.checks.batch_axis import CALLS
 
 _LARGE = 2**22
@@ -74,12 +74,12 @@ def _results(
     def read(atom: Any) -> str:
         if isinstance(atom, Literal):
             return f"{atom.aval.dtype} {atom.val!r}"  # type: ignore[attr-defined]
-        return known.get(atom, "constant")
+        return known.get(atom, f"unknown {id(atom)}")
 
     for eqn in body.eqns:
         name, args, params = eqn.primitive.name, [read(atom) for atom in eqn.invars], eqn.params
         inner = params.get("call_jaxpr", params.get("jaxpr"))
-        if name in SHAPES:
+        if name in SHAPING:
             outs = [args[0]] * len(eqn.outvars)
         elif name in CALLS and inner is not None:
             outs = _results(inner, args, sizes)

@@ -17,7 +17,7 @@ from wdjax import distinct, norms
 from wdjax.checks import batch_axis, batch_size
 from wdjax.core import AnyArray, Array, PyTree
 from wdjax.precision import highest
-from wdjax.program import plain
+from wdjax.tracing import plain
 
 _ROWS = 16
 """Size of the batches for which a model is traced and tried."""
@@ -59,13 +59,18 @@ def _has_one_program(
     one alone."""
     with plain():  # Other forms of convolutions are chosen by the size of the batch.
         programs = {n: _program(model, shape, dtype, n) for n in sizes}
-        try:
+        if _takes_one(model, shape, dtype):
             programs[1] = _program(model, shape, dtype, 1)
-        except (
-            Exception
-        ):  # Whatever the model's own code raises: it cannot answer otherwise either.
-            return batch_size.is_one_program(programs)
     return batch_size.is_one_program(programs)
+
+
+def _takes_one(model: Callable[[Array], PyTree], shape: tuple[int, ...], dtype: Any) -> bool:
+    """Whether the model can be called with one sample; if not, it has no other answer for it."""
+    try:
+        _program(model, shape, dtype, 1)
+    except Exception:  # Whatever the model's own code raises.
+        return False
+    return True
 
 
 def check(model: Callable[[Array], PyTree], x: AnyArray) -> None:

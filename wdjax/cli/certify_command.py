@@ -11,7 +11,7 @@ import numpy as np
 
 from wdjax import certify, image, norms
 from wdjax.balls import Lp
-from wdjax.certify.verify import advice
+from wdjax.certify.verify import REFUTED, advice
 from wdjax.checks import arguments
 from wdjax.cli import lipschitz_command, options, shards, smoothing_command, subject
 from wdjax.cli.console import Console
@@ -115,7 +115,8 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         return work.write(console)
     found, spent = done.value, done.spent
     if work.parts is not None and parsed.method != lipschitz_command.METHOD:
-        found = found._replace(remarks=advice(model, x, how["batch_size"]))
+        refuted = (REFUTED,) if REFUTED in found.remarks else ()
+        found = found._replace(remarks=advice(model, x, how["batch_size"]) + refuted)
     extra["remarks"] += found.remarks
     content = _content(parsed, samples, found, spent) | work.coverage | extra
     others = {parsed.radii: None if parsed.radii is None else _radii(found)}

@@ -9,6 +9,7 @@ of its tasks, so that what couples samples (budgets, rates, intervals) is comput
 import argparse
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -191,6 +192,8 @@ def _together(done: Sequence[tasks.Done[Any]], lengths: Sequence[int]) -> tasks.
 def joined(values: Sequence[Any], lengths: Sequence[int]) -> Any:
     """Results of parts of the samples as one: arrays and lists with a row a sample are joined.
 
+    Remarks are collected, each once.
+
     Args:
       values: of one type, from the parts in order.
       lengths: the numbers of samples of the parts.
@@ -211,7 +214,13 @@ def joined(values: Sequence[Any], lengths: Sequence[int]) -> Any:
     if hasattr(first, "_asdict"):
         return type(first)(**joined([value._asdict() for value in values], lengths))
     if isinstance(first, dict):
-        return {name: joined([value[name] for value in values], lengths) for name in first}
+        parts = {name: [value[name] for value in values] for name in first}
+        return {
+            name: [*dict.fromkeys(itertools.chain(*found))]
+            if name == "remarks"
+            else joined(found, lengths)
+            for name, found in parts.items()
+        }
     if isinstance(first, np.ndarray) and first.ndim:
         if [*map(len, values)] != [*lengths]:
             raise ValueError(f"parts of {lengths} samples hold {[*map(len, values)]} rows.")

@@ -8,7 +8,7 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
 from wdjax import distinct
-from wdjax.program import analysed
+from wdjax.tracing import analysed
 from wdjax.xla_cpu import FILLED, LANES, WINOGRAD_CHANNELS, WINOGRAD_PIXELS, on_cpu
 
 Pads = tuple[tuple[int, int], tuple[int, int]]

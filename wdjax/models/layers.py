@@ -15,7 +15,7 @@ from flax import nnx
 from jax import lax
 
 from wdjax.models.conv import conv
-from wdjax.program import analysed
+from wdjax.tracing import analysed
 
 
 def parameter(rngs, shape, init=None, kind=nnx.Param):

@@ -14,7 +14,7 @@ from wdjax.models.graphs.laid import Laid, bounded, channels_last, straight
 from wdjax.models.graphs.products import geometry
 from wdjax.models.graphs.signature import IGNORED, REQUIRED, Operator
 from wdjax.models.layers import first_max
-from wdjax.program import analysed
+from wdjax.tracing import analysed
 
 MAX_WORK = 1 << 30
 """Entries of all windows of a pooling; a file may ask for more by a few numbers."""
