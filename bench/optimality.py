@@ -12,7 +12,8 @@ found.
 
 The third searches all images with `wda_star`, so many samples at a time, and with WDA++, DDN, FMN,
 PDPGD and Walk, each with the same number of backward passes an image, and lists the images on which
-`wda_star` is farther than the nearest of these.
+`wda_star` is farther than the nearest of these. For comparison the rows `50%` and `90%` are those
+of these attacks themselves: the nearest of all of them, each with that share of the passes.
 """
 
 import argparse
@@ -170,21 +171,34 @@ def losses(shared, given):
         net, _, norm = setting.partition("-")
         norm, backward = NORMS[norm], given.backward
         model, x, y = load(shared, net, given.images)
-        rivals = {
-            name: nearest(seek(name, model, x, y, norm, 2 * backward + 3, given.seed))
-            for name in RIVALS
-            if norm in SINGLE[name][0]
-        }
+        rivals = of_rivals(model, x, y, norm, backward, given.seed)
         least = np.min(list(rivals.values()), axis=0)
         names = np.array(list(rivals))[np.argmin(list(rivals.values()), axis=0)]
+
+        def row(head, ours, spent):
+            lost = np.where(ours > least, ours / np.where(least > 0, least, 1.0), 1.0)
+            cells = (lost > 1.01).sum(), (lost > 1.05).sum(), lost.max(), ours.mean(), least.mean()
+            cells = "".join(f"{cell:>13.5g}" for cell in (len(x), *cells, spent))
+            print(f"{setting:<15}{head:>13}{cells}", flush=True)
+            return np.flatnonzero(lost > 1.01)
+
         for count in given.counts:
             ours, spent = in_parts(model, x, y, norm, backward, count, given.seed)
-            lost = np.where(ours > least, ours / np.where(least > 0, least, 1.0), 1.0)
-            row = [(lost > 1.01).sum(), (lost > 1.05).sum(), lost.max(), ours.mean(), least.mean()]
-            row = "".join(f"{cell:>13.5g}" for cell in (count, len(x), *row, spent))
-            print(f"{setting:<15}{row}", flush=True)
-            for image in np.flatnonzero(lost > 1.01):
+            for image in row(count, ours, spent):
                 print(f"    image {image}: {ours[image]:.5g}, {names[image]} {least[image]:.5g}")
+        for share in (0.5, 0.9):
+            steps = round(share * backward)
+            shorter = of_rivals(model, x, y, norm, steps, given.seed)
+            row(f"{share:.0%}", np.min(list(shorter.values()), axis=0), steps * len(shorter))
+
+
+def of_rivals(model, x, y, norm, backward, seed):
+    """Distances of each rival with so many backward passes, by name."""
+    return {
+        name: nearest(seek(name, model, x, y, norm, 2 * backward + 3, seed))
+        for name in RIVALS
+        if norm in SINGLE[name][0]
+    }
 
 
 def in_parts(model, x, y, norm, backward, count, seed):

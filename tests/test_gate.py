@@ -73,6 +73,7 @@ def test_a_model_that_mixes_its_batch_proves_nothing_in_a_trace(name):
 
 WRONG = {
     "start": ({"start": X[:, :1]}, r"start must have the shape of x, \[3, 2\], got \[3, 1\]"),
+    "a masked start": ({"start": np.ma.masked_array(X, X > 0)}, "start must be .* masked array"),
     "few starts": ({"start": X[:2]}, r"start must have the shape of x, \[3, 2\], got \[2, 2\]"),
     "only": ({"only": np.array([1, 0, 1])}, r"only must be booleans \[3\], got int64"),
     "few of only": ({"only": np.array([True])}, r"only must be booleans \[3\]"),

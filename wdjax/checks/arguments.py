@@ -297,11 +297,7 @@ def _array(name: str, value: Any, expected: str, advice: str = "") -> Any:
     """The value as an array with dtype and shape; a ValueError, with advice, if it is none."""
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         return value
-    if isinstance(value, np.ma.MaskedArray):
-        raise ValueError(
-            f"{name} must be {expected}, got a masked array, whose mask would be dropped: pass "
-            f"{name}.filled(value), or the entries that count."
-        )
+    validate.check_unmasked(name, value, expected)
     try:
         array = jnp.asarray(value) if validate.traced(value) else np.asarray(value)
     except (TypeError, ValueError, RuntimeError):

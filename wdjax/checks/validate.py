@@ -346,10 +346,20 @@ def check_radii(eps: Any, n: int) -> Any:
     return eps
 
 
+def check_unmasked(name: str, value: Any, expected: str) -> None:
+    """Raises for NumPy's masked arrays."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise ValueError(
+            f"{name} must be {expected}, got a masked array, whose mask would be dropped: pass "
+            f"{name}.filled(value), or the entries that count."
+        )
+
+
 def check_like(name: str, points: Any, x: Array) -> Array | None:
     """Checks points like the samples ``x``, ``[n, *shape]``, or None; returns them in x's dtype."""
     if points is None:
         return None
+    check_unmasked(name, points, "like x")
     if jnp.shape(points) != x.shape:
         raise ValueError(
             f"{name} must have the shape of x, {list(x.shape)}, got {list(jnp.shape(points))}."
